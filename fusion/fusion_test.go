@@ -1,0 +1,127 @@
+package fusion_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"reflect"
+	"testing"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/fusion"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+func allreduce(dt tensor.DType, numElems int64) *message.Response {
+	return &message.Response{
+		Kind: message.Allreduce, Name: "t", DType: dt, Shape: tensor.Shape{numElems},
+		Op: tensor.Sum, Prescale: 1, Postscale: 1,
+	}
+}
+
+func TestPlan(t *testing.T) {
+	f32 := func(n int64) *message.Response { return allreduce(tensor.Float32, n) }
+	f64 := func(n int64) *message.Response { return allreduce(tensor.Float64, n) }
+	with := func(r *message.Response, change func(*message.Response)) *message.Response {
+		change(r)
+		return r
+	}
+	broadcast := with(f32(1), func(r *message.Response) { r.Kind, r.Op = message.Broadcast, tensor.NoReduce })
+	for _, c := range []struct {
+		name      string
+		threshold int64
+		responses []*message.Response
+		want      [][]int
+	}{
+		{"nothing", 64, nil, nil},
+		{"exactly the threshold", 16, []*message.Response{f32(2), f32(2), f32(1)}, [][]int{{0, 1}, {2}}},
+		{"one byte less", 15, []*message.Response{f32(2), f32(2)}, [][]int{{0}, {1}}},
+		{"larger than the threshold alone", 8, []*message.Response{f32(100), f32(1)}, [][]int{{0}, {1}}},
+		{"zero threshold", 0, []*message.Response{f32(0), f32(0)}, [][]int{{0}, {1}}},
+		{"empty tensors fuse", 1, []*message.Response{f32(0), f32(0)}, [][]int{{0, 1}}},
+		{"look ahead over another type", 64, []*message.Response{f32(2), f64(2), f32(2), f64(2)}, [][]int{{0, 2}, {1, 3}}},
+		// 8 bytes in the group, 56 passed over: 64 is still within, so the third is seen and joins.
+		{"look ahead up to the threshold", 64, []*message.Response{f32(2), f64(7), f32(2)}, [][]int{{0, 2}, {1}}},
+		{"and not beyond", 64, []*message.Response{f32(2), f64(8), f32(2)}, [][]int{{0}, {1}, {2}}},
+		{"too large, then smaller", 16, []*message.Response{f32(2), f32(3), f32(2)}, [][]int{{0}, {1}, {2}}},
+		{"too large but passed over", 32, []*message.Response{f32(5), f32(4), f32(1), f32(2)}, [][]int{{0}, {1, 2, 3}}},
+		{"other reduction", 64, []*message.Response{f32(1), with(f32(1), func(r *message.Response) { r.Op = tensor.Max }), f32(1)}, [][]int{{0, 2}, {1}}},
+		{"other factors", 64, []*message.Response{f32(1), with(f32(1), func(r *message.Response) { r.Prescale = 2 }), with(f32(1), func(r *message.Response) { r.Postscale = 2 }), f32(1)}, [][]int{{0, 3}, {1}, {2}}},
+		{"broadcasts stay alone", 64, []*message.Response{broadcast, broadcast, f32(1)}, [][]int{{0}, {1}, {2}}},
+		{"sums that overflow", 1 << 62, []*message.Response{f64(1 << 59), f64(1 << 58), f64(1 << 58), f64(1 << 58), f64(1 << 58)}, [][]int{{0}, {1, 2}, {3, 4}}},
+	} {
+		got := fusion.Plan(nil, c.responses, c.threshold)
+		if !reflect.DeepEqual(got, c.want) {
+			t.Errorf("%s: got %v, want %v", c.name, got, c.want)
+		}
+	}
+}
+
+// Whatever the input: every index once, groups within the threshold and of one sort, first members in order.
+func TestPlanProperties(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	for range 2000 {
+		responses := make([]*message.Response, rng.IntN(12))
+		for i := range responses {
+			responses[i] = allreduce(tensor.DTypes()[rng.IntN(2)], rng.Int64N(20))
+		}
+		threshold := rng.Int64N(100)
+		seen := make(map[int]bool)
+		last := -1
+		for _, g := range fusion.Plan(nil, responses, threshold) {
+			if g[0] < last {
+				t.Fatalf("groups start at %d after %d", g[0], last)
+			}
+			last = g[0]
+			var total int64
+			for j, i := range g {
+				if seen[i] || j > 0 && i <= g[j-1] {
+					t.Fatalf("index %d twice or out of order in %v", i, g)
+				}
+				seen[i] = true
+				total += responses[i].NumBytes()
+				if responses[i].DType != responses[g[0]].DType {
+					t.Fatalf("group %v mixes types", g)
+				}
+			}
+			if len(g) > 1 && total > threshold {
+				t.Fatalf("group %v has %d bytes, threshold %d", g, total, threshold)
+			}
+		}
+		if len(seen) != len(responses) {
+			t.Fatalf("%d of %d responses planned", len(seen), len(responses))
+		}
+	}
+}
+
+func TestBufferPersists(t *testing.T) {
+	var b fusion.Buffer
+	first := b.Bytes(100_000)
+	if uintptr(unsafe.Pointer(&first[0]))%8 != 0 {
+		t.Error("not aligned to 8 bytes")
+	}
+	if n := testing.AllocsPerRun(10, func() { b.Bytes(1); b.Bytes(100_000) }); n != 0 {
+		t.Errorf("%v allocations for buffers that fit", n)
+	}
+	if len(b.Bytes(0)) != 0 || len(b.Bytes(200_000)) != 200_000 {
+		t.Error("wrong lengths")
+	}
+}
+
+func BenchmarkPlan(b *testing.B) {
+	for _, n := range []int{1, 161} {
+		responses := make([]*message.Response, n)
+		for i := range responses {
+			responses[i] = allreduce(tensor.Float32, 1000)
+		}
+		b.Run(fmt.Sprintf("responses=%d", n), func(b *testing.B) {
+			b.ReportAllocs()
+			var dst [][]int
+			for b.Loop() {
+				dst = fusion.Plan(dst[:0], responses, 128<<20)
+			}
+		})
+	}
+}

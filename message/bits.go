@@ -1,0 +1,78 @@
+package message
+
+import "math/bits"
+
+// Bits is a bit vector. Bits beyond its length are zero; setting one grows it.
+type Bits []uint64
+
+// Set makes bit b one.
+func (v *Bits) Set(b uint32) {
+	w := int(b / 64)
+	for len(*v) <= w {
+		*v = append(*v, 0)
+	}
+	(*v)[w] |= 1 << (b % 64)
+}
+
+// Clear makes bit b zero.
+func (v Bits) Clear(b uint32) {
+	if w := int(b / 64); w < len(v) {
+		v[w] &^= 1 << (b % 64)
+	}
+}
+
+// Has reports whether bit b is one.
+func (v Bits) Has(b uint32) bool {
+	w := int(b / 64)
+	return w < len(v) && v[w]&(1<<(b%64)) != 0
+}
+
+// Any reports whether a bit is one.
+func (v Bits) Any() bool {
+	for _, w := range v {
+		if w != 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// Next is the lowest one bit at or above b; ok is false if there is none.
+func (v Bits) Next(b uint32) (next uint32, ok bool) {
+	w := int(b / 64)
+	if w >= len(v) {
+		return 0, false
+	}
+	word := v[w] &^ (1<<(b%64) - 1)
+	for word == 0 {
+		if w++; w == len(v) {
+			return 0, false
+		}
+		word = v[w]
+	}
+	return uint32(w*64 + bits.TrailingZeros64(word)), true
+}
+
+// Or sets the bits of o in v.
+func (v *Bits) Or(o Bits) {
+	for len(*v) < len(o) {
+		*v = append(*v, 0)
+	}
+	for i, w := range o {
+		(*v)[i] |= w
+	}
+}
+
+// And clears the bits of v that are not in o.
+func (v Bits) And(o Bits) {
+	for i := range v {
+		if i < len(o) {
+			v[i] &= o[i]
+		} else {
+			v[i] = 0
+		}
+	}
+}
+
+// Reset makes v empty and keeps its memory.
+func (v *Bits) Reset() { *v = (*v)[:0] }

@@ -1,0 +1,540 @@
+package message
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/message/messagepb"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Limits of a frame. A decoder refuses what exceeds them, an encoder's caller must not.
+const (
+	// MaxFrameBytes bounds one encoded frame.
+	MaxFrameBytes = 64 << 20
+	// MaxNameBytes bounds the name of a tensor.
+	MaxNameBytes = 4096
+	// MaxDims bounds the dimensions of a shape.
+	MaxDims = 64
+	// MaxReasonBytes bounds a reason or an error text; longer ones are cut when encoded.
+	MaxReasonBytes = 4096
+	// MaxCacheBits bounds cache bits.
+	MaxCacheBits = 1 << 20
+	// MaxRanks bounds the ranks of a job.
+	MaxRanks = 1 << 20
+	// MaxSets bounds the process sets of one frame.
+	MaxSets = 1024
+)
+
+// A frame is little-endian:
+//
+//	Up:       u8 type | u8 flags (1 shutdown) | u64 seen | body
+//	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
+//	suspect:  u32 rank | u16 length + reason
+//	Down:     u8 type | u8 flags (1 stop) | u64 cycle | body
+//	cycle:    u16 sets | per set: u32 set, u32 grants, u32 erase, u32 bit each, u32 puts, 3 x u32 each
+//	  grant:  u8 backend, u8 algorithm, u32 bits, u32 bit each, u32 full, each u32 length + protobuf
+//	fail:     u32 ranks, u32 each | u16 length + reason
+//	bits:     u16 words, u64 each
+//
+// Its own length is not part of it: the channel knows it.
+const (
+	flagShutdown = 1
+	flagStop     = 1
+)
+
+var (
+	errShort    = errors.New("ends in the middle of a field")
+	errTrailing = errors.New("has bytes after its end")
+)
+
+// AppendUp appends the encoding of u to b. In steady state (votes, no full requests) it allocates nothing
+// once b has room. It fails for a request that breaks the limits.
+func AppendUp(b []byte, u *Up) ([]byte, error) {
+	var flags byte
+	if u.Shutdown {
+		flags |= flagShutdown
+	}
+	b = append(b, byte(u.Type), flags)
+	b = binary.LittleEndian.AppendUint64(b, u.Seen)
+	switch u.Type {
+	case UpNews:
+		b = binary.LittleEndian.AppendUint16(b, uint16(len(u.Sets)))
+		for i := range u.Sets {
+			s := &u.Sets[i]
+			b = binary.LittleEndian.AppendUint32(b, uint32(s.Set))
+			b = binary.LittleEndian.AppendUint32(b, s.Done)
+			b = appendBits(b, s.Hits)
+			b = appendBits(b, s.Invalid)
+			b = binary.LittleEndian.AppendUint32(b, uint32(len(s.Requests)))
+			for j := range s.Requests {
+				var err error
+				if b, err = appendProto(b, requestToPB(&s.Requests[j])); err != nil {
+					return b, fmt.Errorf("message: request %q: %w", s.Requests[j].Name, err)
+				}
+			}
+		}
+	case UpSuspect:
+		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
+		b = appendText(b, u.Reason)
+	}
+	return b, nil
+}
+
+// DecodeUp decodes b into u, reusing u's memory. Nothing of b is kept.
+func DecodeUp(b []byte, u *Up) error {
+	u.Reset()
+	d := decoder{b: b}
+	u.Type = UpType(d.u8())
+	flags := d.u8()
+	u.Seen = d.u64()
+	switch u.Type {
+	case UpNews:
+		u.Shutdown = flags&flagShutdown != 0
+		for range d.sets() {
+			id := topo.ProcessSetID(d.u32())
+			before := len(u.Sets)
+			s := u.At(id)
+			if len(u.Sets) == before {
+				d.fail(fmt.Errorf("names process set %d twice", id))
+			}
+			s.Done = d.u32()
+			d.bits(&s.Hits)
+			d.bits(&s.Invalid)
+			for range d.count(4) {
+				d.request(grow(&s.Requests))
+				if d.err != nil {
+					break
+				}
+			}
+			if d.err != nil {
+				break
+			}
+		}
+	case UpHeartbeat, UpBye:
+	case UpSuspect:
+		u.Suspect = d.rank()
+		u.Reason = d.text()
+	default:
+		d.fail(fmt.Errorf("has unknown type %d", u.Type))
+	}
+	if err := d.end(); err != nil {
+		u.Reset()
+		return fmt.Errorf("message: up frame %w", err)
+	}
+	return nil
+}
+
+// AppendDown appends the encoding of d to b, as AppendUp does.
+func AppendDown(b []byte, d *Down) ([]byte, error) {
+	var flags byte
+	if d.Stop {
+		flags |= flagStop
+	}
+	b = append(b, byte(d.Type), flags)
+	b = binary.LittleEndian.AppendUint64(b, d.Cycle)
+	switch d.Type {
+	case DownCycle:
+		b = binary.LittleEndian.AppendUint16(b, uint16(len(d.Sets)))
+		for i := range d.Sets {
+			var err error
+			if b, err = appendDownSet(b, &d.Sets[i]); err != nil {
+				return b, err
+			}
+		}
+	case DownFail:
+		b = binary.LittleEndian.AppendUint32(b, uint32(len(d.Ranks)))
+		for _, r := range d.Ranks {
+			b = binary.LittleEndian.AppendUint32(b, uint32(r))
+		}
+		b = appendText(b, d.Reason)
+	}
+	return b, nil
+}
+
+func appendDownSet(b []byte, s *DownSet) ([]byte, error) {
+	b = binary.LittleEndian.AppendUint32(b, uint32(s.Set))
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(s.Grants)))
+	for i := range s.Grants {
+		g := &s.Grants[i]
+		b = append(b, byte(g.Backend), byte(g.Algorithm))
+		b = appendWords(b, g.Bits)
+		b = binary.LittleEndian.AppendUint32(b, uint32(len(g.Full)))
+		for _, r := range g.Full {
+			var err error
+			if b, err = appendProto(b, responseToPB(r)); err != nil {
+				return b, fmt.Errorf("message: response %q: %w", r.Name, err)
+			}
+		}
+	}
+	b = appendWords(b, s.Erase)
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(s.Puts)))
+	for _, p := range s.Puts {
+		b = binary.LittleEndian.AppendUint32(b, p.Grant)
+		b = binary.LittleEndian.AppendUint32(b, p.Tensor)
+		b = binary.LittleEndian.AppendUint32(b, p.Bit)
+	}
+	return b, nil
+}
+
+// DecodeDown decodes b into out, reusing out's memory. Nothing of b is kept. A frame of grants for cached
+// tensors allocates nothing once out has room.
+func DecodeDown(b []byte, out *Down) error {
+	out.Reset()
+	d := decoder{b: b}
+	out.Type = DownType(d.u8())
+	flags := d.u8()
+	out.Cycle = d.u64()
+	switch out.Type {
+	case DownCycle:
+		out.Stop = flags&flagStop != 0
+		for range d.sets() {
+			if d.err != nil {
+				break
+			}
+			d.downSet(out.AddSet(topo.ProcessSetID(d.u32())))
+		}
+	case DownHeartbeat, DownClose:
+	case DownFail:
+		for range d.count(4) {
+			out.Ranks = append(out.Ranks, d.rank())
+		}
+		out.Reason = d.text()
+	default:
+		d.fail(fmt.Errorf("has unknown type %d", out.Type))
+	}
+	if err := d.end(); err != nil {
+		out.Reset()
+		return fmt.Errorf("message: down frame %w", err)
+	}
+	return nil
+}
+
+func (d *decoder) downSet(s *DownSet) {
+	for range d.count(2 + 4 + 4) {
+		g := s.AddGrant()
+		g.Backend, g.Algorithm = Backend(d.u8()), Algorithm(d.u8())
+		d.words(&g.Bits)
+		for range d.count(4) {
+			r := new(Response)
+			d.response(r)
+			g.Full = append(g.Full, r)
+			if d.err != nil {
+				return
+			}
+		}
+		if d.err != nil {
+			return
+		}
+	}
+	d.words(&s.Erase)
+	for range d.count(12) {
+		p := grow(&s.Puts)
+		p.Grant, p.Tensor, p.Bit = d.u32(), d.u32(), d.bit()
+		if d.err != nil {
+			return
+		}
+		if int64(p.Grant) >= int64(len(s.Grants)) || int64(p.Tensor) >= int64(len(s.Grants[p.Grant].Full)) {
+			d.fail(fmt.Errorf("puts tensor %d of grant %d, which is not in it", p.Tensor, p.Grant))
+			return
+		}
+	}
+}
+
+func appendBits(b []byte, v Bits) []byte {
+	n := len(v)
+	for n > 0 && v[n-1] == 0 {
+		n--
+	}
+	b = binary.LittleEndian.AppendUint16(b, uint16(n))
+	for _, w := range v[:n] {
+		b = binary.LittleEndian.AppendUint64(b, w)
+	}
+	return b
+}
+
+func appendWords(b []byte, v []uint32) []byte {
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(v)))
+	for _, w := range v {
+		b = binary.LittleEndian.AppendUint32(b, w)
+	}
+	return b
+}
+
+func appendText(b []byte, s string) []byte {
+	s = s[:min(len(s), MaxReasonBytes)]
+	b = binary.LittleEndian.AppendUint16(b, uint16(len(s)))
+	return append(b, s...)
+}
+
+var marshal = proto.MarshalOptions{Deterministic: true}
+
+func appendProto(b []byte, m proto.Message) ([]byte, error) {
+	at := len(b)
+	b = append(b, 0, 0, 0, 0)
+	b, err := marshal.MarshalAppend(b, m)
+	if err != nil {
+		return b, err
+	}
+	binary.LittleEndian.PutUint32(b[at:], uint32(len(b)-at-4))
+	return b, nil
+}
+
+// decoder takes fields from the front of b. After the first error every field is zero.
+type decoder struct {
+	b   []byte
+	err error
+}
+
+func (d *decoder) fail(err error) {
+	if d.err == nil {
+		d.err = err
+	}
+	d.b = nil
+}
+
+func (d *decoder) take(n int) []byte {
+	if n > len(d.b) {
+		d.fail(errShort)
+		return nil
+	}
+	p := d.b[:n]
+	d.b = d.b[n:]
+	return p
+}
+
+func (d *decoder) u8() uint8 {
+	if p := d.take(1); p != nil {
+		return p[0]
+	}
+	return 0
+}
+
+func (d *decoder) u16() uint16 {
+	if p := d.take(2); p != nil {
+		return binary.LittleEndian.Uint16(p)
+	}
+	return 0
+}
+
+func (d *decoder) u32() uint32 {
+	if p := d.take(4); p != nil {
+		return binary.LittleEndian.Uint32(p)
+	}
+	return 0
+}
+
+func (d *decoder) u64() uint64 {
+	if p := d.take(8); p != nil {
+		return binary.LittleEndian.Uint64(p)
+	}
+	return 0
+}
+
+// count takes the number of elements that follow, each of at least size bytes, so that nothing is
+// allocated for elements that are not there.
+func (d *decoder) count(size int) int {
+	n := int64(d.u32())
+	if n*int64(size) > int64(len(d.b)) {
+		d.fail(errShort)
+		return 0
+	}
+	return int(n)
+}
+
+func (d *decoder) sets() int {
+	n := d.u16()
+	if n > MaxSets {
+		d.fail(fmt.Errorf("has %d process sets, want at most %d", n, MaxSets))
+		return 0
+	}
+	return int(n)
+}
+
+func (d *decoder) bit() uint32 {
+	b := d.u32()
+	if b >= MaxCacheBits {
+		d.fail(fmt.Errorf("has cache bit %d, want less than %d", b, MaxCacheBits))
+		return 0
+	}
+	return b
+}
+
+func (d *decoder) rank() topo.Rank {
+	r := d.u32()
+	if r >= MaxRanks {
+		d.fail(fmt.Errorf("has rank %d, want less than %d", int32(r), MaxRanks))
+		return 0
+	}
+	return topo.Rank(r)
+}
+
+func (d *decoder) bits(v *Bits) {
+	n := int(d.u16())
+	if n > MaxCacheBits/64 || n*8 > len(d.b) {
+		d.fail(errShort)
+		return
+	}
+	for range n {
+		*v = append(*v, d.u64())
+	}
+}
+
+func (d *decoder) words(v *[]uint32) {
+	for range d.count(4) {
+		*v = append(*v, d.bit())
+	}
+}
+
+func (d *decoder) text() string {
+	n := int(d.u16())
+	if n > MaxReasonBytes {
+		d.fail(fmt.Errorf("has a text of %d bytes, want at most %d", n, MaxReasonBytes))
+		return ""
+	}
+	return string(d.take(n))
+}
+
+func (d *decoder) proto(m proto.Message) bool {
+	n := d.count(1)
+	p := d.take(n)
+	if d.err != nil {
+		return false
+	}
+	if err := proto.Unmarshal(p, m); err != nil {
+		d.fail(fmt.Errorf("has a malformed part: %w", err))
+		return false
+	}
+	return true
+}
+
+func (d *decoder) end() error {
+	if d.err == nil && len(d.b) > 0 {
+		return errTrailing
+	}
+	return d.err
+}
+
+func requestToPB(r *Request) *messagepb.Request {
+	return &messagepb.Request{
+		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape,
+		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, RootRank: int32(r.Root),
+	}
+}
+
+func (d *decoder) request(r *Request) {
+	var pb messagepb.Request
+	if !d.proto(&pb) {
+		return
+	}
+	*r = Request{
+		Kind: Kind(min(pb.Kind, math.MaxUint8)), Name: pb.Name, DType: tensor.DType(min(pb.Dtype, math.MaxUint8)), Shape: pb.Shape,
+		Op: tensor.ReduceOp(min(pb.ReduceOp, math.MaxUint8)), Prescale: pb.Prescale, Postscale: pb.Postscale, Root: topo.Rank(pb.RootRank),
+	}
+	if err := r.Check(); err != nil {
+		d.fail(err)
+	}
+}
+
+func responseToPB(r *Response) *messagepb.Response {
+	return &messagepb.Response{
+		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape, FirstDims: r.FirstDims,
+		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, RootRank: int32(r.Root),
+		Text: r.Text[:min(len(r.Text), MaxReasonBytes)],
+	}
+}
+
+func (d *decoder) response(r *Response) {
+	var pb messagepb.Response
+	if !d.proto(&pb) {
+		return
+	}
+	*r = Response{
+		Kind: Kind(min(pb.Kind, math.MaxUint8)), Name: pb.Name, DType: tensor.DType(min(pb.Dtype, math.MaxUint8)), Shape: pb.Shape, FirstDims: pb.FirstDims,
+		Op: tensor.ReduceOp(min(pb.ReduceOp, math.MaxUint8)), Prescale: pb.Prescale, Postscale: pb.Postscale, Root: topo.Rank(pb.RootRank),
+		Text: pb.Text,
+	}
+	if err := r.check(); err != nil {
+		d.fail(err)
+	}
+}
+
+// Check says what is wrong with r by itself, or returns nil. What ranks must agree on is the coordinator's to
+// check.
+func (r *Request) Check() error {
+	if !r.Kind.Valid() {
+		return fmt.Errorf("request %q has unknown kind %d", r.Name, r.Kind)
+	}
+	if err := checkName(r.Name); err != nil {
+		return err
+	}
+	if r.Kind == Barrier {
+		return nil
+	}
+	if !r.DType.Valid() {
+		return fmt.Errorf("%v %q has unknown element type %d", r.Kind, r.Name, r.DType)
+	}
+	if err := checkShape(r.Shape, r.DType); err != nil {
+		return fmt.Errorf("%v %q: %w", r.Kind, r.Name, err)
+	}
+	switch r.Kind {
+	case Allreduce:
+		if !r.Op.Valid() {
+			return fmt.Errorf("allreduce %q has unknown reduction %d", r.Name, r.Op)
+		}
+		if math.IsNaN(r.Prescale) || math.IsNaN(r.Postscale) {
+			return fmt.Errorf("allreduce %q has scale factors %v and %v", r.Name, r.Prescale, r.Postscale)
+		}
+	case Broadcast:
+		if r.Root < 0 {
+			return fmt.Errorf("broadcast %q has root rank %d", r.Name, r.Root)
+		}
+	}
+	return nil
+}
+
+// check is Check for responses, whose sizes followers compute with.
+func (r *Response) check() error {
+	if r.Kind == Error {
+		return checkName(r.Name)
+	}
+	q := Request{
+		Kind: r.Kind, Name: r.Name, DType: r.DType, Shape: r.Shape,
+		Op: r.Op, Prescale: r.Prescale, Postscale: r.Postscale, Root: r.Root,
+	}
+	if err := q.Check(); err != nil {
+		return err
+	}
+	if r.Kind == Allgather {
+		if _, err := r.NumElems(); err != nil || len(r.Shape) == 0 {
+			return fmt.Errorf("allgather %q has first dimensions %v for shape %v", r.Name, r.FirstDims, r.Shape)
+		}
+	}
+	return nil
+}
+
+func checkName(name string) error {
+	if name == "" || len(name) > MaxNameBytes {
+		return fmt.Errorf("a tensor name has %d bytes, want 1 to %d", len(name), MaxNameBytes)
+	}
+	return nil
+}
+
+func checkShape(s tensor.Shape, dt tensor.DType) error {
+	if len(s) > MaxDims {
+		return fmt.Errorf("%d dimensions, want at most %d", len(s), MaxDims)
+	}
+	n, err := s.NumElems()
+	if err != nil {
+		return err
+	}
+	if n > math.MaxInt64/int64(dt.Size()) {
+		return fmt.Errorf("shape %v of %v has more than 2^63-1 bytes", s, dt)
+	}
+	return nil
+}

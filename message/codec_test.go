@@ -1,0 +1,359 @@
+package message_test
+
+import (
+	"bytes"
+	"math"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+func bitsOf(bs ...uint32) message.Bits {
+	var v message.Bits
+	for _, b := range bs {
+		v.Set(b)
+	}
+	return v
+}
+
+func upSamples() []*message.Up {
+	return []*message.Up{
+		{Type: message.UpHeartbeat, Seen: 7},
+		{Type: message.UpBye, Seen: math.MaxUint64},
+		{Type: message.UpSuspect, Suspect: 3, Reason: "connection reset"},
+		{Type: message.UpNews, Seen: 1, Shutdown: true},
+		{Type: message.UpNews, Seen: 2, Sets: []message.UpSet{
+			{Set: 0, Hits: bitsOf(0, 63, 64, 1000), Done: 3},
+			{Set: 9, Hits: message.Bits{}, Invalid: bitsOf(5), Requests: []message.Request{
+				{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32, Shape: tensor.Shape{4, 0, 3}, Op: tensor.Average, Prescale: 0.5, Postscale: 1},
+				{Kind: message.Broadcast, Name: "w\x00ü", DType: tensor.Int64, Root: 2},
+				{Kind: message.Barrier, Name: "b"},
+			}},
+		}},
+	}
+}
+
+func downSamples() []*message.Down {
+	return []*message.Down{
+		{Type: message.DownHeartbeat},
+		{Type: message.DownClose},
+		{Type: message.DownFail, Ranks: []topo.Rank{2, 3}, Reason: "silent for 10s"},
+		{Type: message.DownCycle, Cycle: 5, Stop: true},
+		{Type: message.DownCycle, Cycle: 6, Sets: []message.DownSet{
+			{Set: 0, Grants: []message.Grant{
+				{Backend: message.TCP, Algorithm: message.Ring, Bits: []uint32{4, 1, 70}},
+				{Backend: message.TCP, Algorithm: message.Ring, Bits: []uint32{2}, Full: []*message.Response{
+					{Kind: message.Allreduce, Name: "g1", DType: tensor.Float64, Shape: tensor.Shape{10}, Op: tensor.Sum, Prescale: 1, Postscale: 1},
+					{Kind: message.Allgather, Name: "rows", DType: tensor.Uint8, Shape: tensor.Shape{0, 3}, FirstDims: []int64{1, 0, 7}},
+				}},
+				{Full: []*message.Response{{Kind: message.Error, Name: "bad", Text: "no agreement"}}},
+			}, Erase: []uint32{8, 9}, Puts: []message.Put{{Grant: 1, Tensor: 1, Bit: 8}}},
+			{Set: 4},
+		}},
+	}
+}
+
+// normalUp makes frames comparable: an empty vector and a nil one mean the same.
+func normalUp(u *message.Up) message.Up {
+	n := *u
+	n.Sets = nil
+	for _, s := range u.Sets {
+		if !s.Hits.Any() {
+			s.Hits = nil
+		}
+		if !s.Invalid.Any() {
+			s.Invalid = nil
+		}
+		s.Requests = append([]message.Request(nil), s.Requests...)
+		n.Sets = append(n.Sets, s)
+	}
+	return n
+}
+
+func normalDown(d *message.Down) message.Down {
+	n := *d
+	n.Ranks = append([]topo.Rank(nil), d.Ranks...)
+	n.Sets = nil
+	for _, s := range d.Sets {
+		c := message.DownSet{Set: s.Set, Erase: append([]uint32(nil), s.Erase...), Puts: append([]message.Put(nil), s.Puts...)}
+		for _, g := range s.Grants {
+			g.Bits = append([]uint32(nil), g.Bits...)
+			g.Full = append([]*message.Response(nil), g.Full...)
+			c.Grants = append(c.Grants, g)
+		}
+		n.Sets = append(n.Sets, c)
+	}
+	return n
+}
+
+func TestUpRoundTrip(t *testing.T) {
+	var got message.Up // reused, so that leftovers of one frame would show in the next
+	for range 2 {
+		for _, want := range upSamples() {
+			b, err := message.AppendUp(nil, want)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := message.DecodeUp(b, &got); err != nil {
+				t.Fatalf("%+v: %v", want, err)
+			}
+			if g, w := normalUp(&got), normalUp(want); !reflect.DeepEqual(g, w) {
+				t.Errorf("got  %+v\nwant %+v", g, w)
+			}
+		}
+	}
+}
+
+func TestDownRoundTrip(t *testing.T) {
+	var got message.Down
+	for range 2 {
+		for _, want := range downSamples() {
+			b, err := message.AppendDown(nil, want)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := message.DecodeDown(b, &got); err != nil {
+				t.Fatalf("%+v: %v", want, err)
+			}
+			if g, w := normalDown(&got), normalDown(want); !reflect.DeepEqual(g, w) {
+				t.Errorf("got  %+v\nwant %+v", g, w)
+			}
+		}
+	}
+}
+
+// Every proper prefix of a frame and every frame with a byte too many is refused.
+func TestTruncatedAndTrailing(t *testing.T) {
+	var up message.Up
+	for _, u := range upSamples() {
+		b, _ := message.AppendUp(nil, u)
+		for n := range len(b) {
+			if message.DecodeUp(b[:n], &up) == nil {
+				t.Errorf("%d of %d bytes of %+v were accepted", n, len(b), u)
+			}
+		}
+		if message.DecodeUp(append(b, 0), &up) == nil {
+			t.Errorf("a trailing byte after %+v was accepted", u)
+		}
+	}
+	var down message.Down
+	for _, d := range downSamples() {
+		b, _ := message.AppendDown(nil, d)
+		for n := range len(b) {
+			if message.DecodeDown(b[:n], &down) == nil {
+				t.Errorf("%d of %d bytes of %+v were accepted", n, len(b), d)
+			}
+		}
+		if message.DecodeDown(append(b, 0), &down) == nil {
+			t.Errorf("a trailing byte after %+v was accepted", d)
+		}
+	}
+}
+
+func TestRequestCheck(t *testing.T) {
+	ok := message.Request{Kind: message.Allreduce, Name: "x", DType: tensor.Float32, Shape: tensor.Shape{2}, Op: tensor.Sum, Prescale: 1, Postscale: 1}
+	if err := ok.Check(); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		change func(*message.Request)
+		want   string
+	}{
+		{func(r *message.Request) { r.Kind = message.Error }, "unknown kind"},
+		{func(r *message.Request) { r.Name = "" }, "0 bytes"},
+		{func(r *message.Request) { r.Name = strings.Repeat("n", message.MaxNameBytes+1) }, "4097 bytes"},
+		{func(r *message.Request) { r.DType = 77 }, "unknown element type 77"},
+		{func(r *message.Request) { r.Op = 77 }, "unknown reduction 77"},
+		{func(r *message.Request) { r.Shape = tensor.Shape{-1} }, "negative dimension"},
+		{func(r *message.Request) { r.Shape = tensor.Shape{1 << 40, 1 << 40} }, "2^63-1"},
+		{func(r *message.Request) { r.Shape = tensor.Shape{1 << 62} }, "2^63-1 bytes"},
+		{func(r *message.Request) { r.Shape = make(tensor.Shape, message.MaxDims+1) }, "65 dimensions"},
+		{func(r *message.Request) { r.Prescale = math.NaN() }, "NaN"},
+		{func(r *message.Request) { r.Kind, r.Root = message.Broadcast, -1 }, "root rank -1"},
+	} {
+		r := ok
+		c.change(&r)
+		err := r.Check()
+		if err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%+v: got error %v, want %q", r, err, c.want)
+		}
+		// The same from the wire.
+		b, _ := message.AppendUp(nil, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{r}}}})
+		var up message.Up
+		if message.DecodeUp(b, &up) == nil {
+			t.Errorf("%+v was decoded", r)
+		}
+	}
+}
+
+func TestMatchesIsTheInverseOfRequest(t *testing.T) {
+	for _, r := range []*message.Response{
+		{Kind: message.Allreduce, Name: "a", DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Op: tensor.Sum, Prescale: 1, Postscale: 2},
+		{Kind: message.Allgather, Name: "b", DType: tensor.Int32, Shape: tensor.Shape{0, 3}, FirstDims: []int64{4, 0, 9}},
+		{Kind: message.Broadcast, Name: "c", DType: tensor.Uint8, Root: 1},
+	} {
+		for i := range 3 {
+			q := r.Request(i)
+			if !r.Matches(&q, i) {
+				t.Errorf("%v: member %d's request %+v does not match", r.Kind, i, q)
+			}
+			for _, change := range []func(*message.Request){
+				func(q *message.Request) { q.Kind = message.Barrier },
+				func(q *message.Request) { q.DType = tensor.Int64 },
+				func(q *message.Request) { q.Shape = append(q.Shape[:len(q.Shape):len(q.Shape)], 1) },
+				func(q *message.Request) { q.Op = tensor.Max },
+				func(q *message.Request) { q.Prescale = 3 },
+				func(q *message.Request) { q.Postscale = 3 },
+				func(q *message.Request) { q.Root = 7 },
+			} {
+				c := q
+				change(&c)
+				if r.Matches(&c, i) {
+					t.Errorf("%v: member %d's changed request %+v matches", r.Kind, i, c)
+				}
+			}
+		}
+	}
+	ag := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32, Shape: tensor.Shape{0, 3}, FirstDims: []int64{4, 5}}
+	if q := ag.Request(0); ag.Matches(&q, 1) {
+		t.Error("member 0's rows match member 1")
+	}
+}
+
+func TestResponseSizes(t *testing.T) {
+	ag := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32, Shape: tensor.Shape{0, 3, 2}, FirstDims: []int64{4, 0, 1}}
+	if n := ag.NumBytes(); n != 5*3*2*4 {
+		t.Errorf("allgather result has %d bytes, want 120", n)
+	}
+	for _, dims := range [][]int64{{math.MaxInt64, 1}, {-1}, {math.MaxInt64 / 4}} {
+		r := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32, Shape: tensor.Shape{0, 3}, FirstDims: dims}
+		if n, err := r.NumElems(); err == nil {
+			t.Errorf("first dimensions %v give %d elements, want an error", dims, n)
+		}
+		b, _ := message.AppendDown(nil, &message.Down{Type: message.DownCycle, Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{r}}}}}})
+		var d message.Down
+		if message.DecodeDown(b, &d) == nil {
+			t.Errorf("first dimensions %v were decoded", dims)
+		}
+	}
+}
+
+// A long text is cut, not refused: it is for people.
+func TestLongReasonIsCut(t *testing.T) {
+	b, err := message.AppendUp(nil, &message.Up{Type: message.UpSuspect, Reason: strings.Repeat("x", 3*message.MaxReasonBytes)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var u message.Up
+	if err := message.DecodeUp(b, &u); err != nil || len(u.Reason) != message.MaxReasonBytes {
+		t.Errorf("got %d bytes and error %v, want %d", len(u.Reason), err, message.MaxReasonBytes)
+	}
+}
+
+func TestSteadyStateAllocatesNothing(t *testing.T) {
+	up := &message.Up{Type: message.UpNews, Seen: 9, Sets: []message.UpSet{{Hits: bitsOf(1, 5, 200)}}}
+	down := &message.Down{Type: message.DownCycle, Cycle: 10, Sets: []message.DownSet{{
+		Grants: []message.Grant{{Backend: message.TCP, Algorithm: message.Ring, Bits: []uint32{1, 5, 200}}},
+	}}}
+	var b []byte
+	var gotUp message.Up
+	var gotDown message.Down
+	n := testing.AllocsPerRun(100, func() {
+		b, _ = message.AppendUp(b[:0], up)
+		if err := message.DecodeUp(b, &gotUp); err != nil {
+			t.Fatal(err)
+		}
+		b, _ = message.AppendDown(b[:0], down)
+		if err := message.DecodeDown(b, &gotDown); err != nil {
+			t.Fatal(err)
+		}
+	})
+	if n != 0 {
+		t.Errorf("%v allocations for a round trip of votes and cached grants, want 0", n)
+	}
+}
+
+func TestBits(t *testing.T) {
+	var v message.Bits
+	for _, b := range []uint32{3, 64, 130} {
+		v.Set(b)
+	}
+	var all []uint32
+	for b, ok := v.Next(0); ok; b, ok = v.Next(b + 1) {
+		all = append(all, b)
+	}
+	if !reflect.DeepEqual(all, []uint32{3, 64, 130}) {
+		t.Errorf("bits are %v", all)
+	}
+	v.Clear(64)
+	v.Clear(100000)
+	if v.Has(64) || !v.Has(130) || v.Has(100000) {
+		t.Errorf("after clearing 64: %v", v)
+	}
+	w := bitsOf(3, 5)
+	v.And(w)
+	if v.Has(130) || !v.Has(3) || v.Has(5) {
+		t.Errorf("AND: %v", v)
+	}
+	v.Or(bitsOf(200))
+	if !v.Has(200) || !v.Has(3) {
+		t.Errorf("OR: %v", v)
+	}
+	v.Reset()
+	if v.Any() {
+		t.Errorf("reset: %v", v)
+	}
+}
+
+// Re-encoding what was decoded is stable from the first time on.
+func FuzzDecodeUp(f *testing.F) {
+	for _, u := range upSamples() {
+		b, _ := message.AppendUp(nil, u)
+		f.Add(b)
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var u message.Up
+		if message.DecodeUp(b, &u) != nil {
+			return
+		}
+		once, err := message.AppendUp(nil, &u)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var v message.Up
+		if err := message.DecodeUp(once, &v); err != nil {
+			t.Fatalf("re-encoded frame: %v", err)
+		}
+		if twice, _ := message.AppendUp(nil, &v); !bytes.Equal(once, twice) {
+			t.Fatalf("encoding is not stable:\n%x\n%x", once, twice)
+		}
+	})
+}
+
+func FuzzDecodeDown(f *testing.F) {
+	for _, d := range downSamples() {
+		b, _ := message.AppendDown(nil, d)
+		f.Add(b)
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var d message.Down
+		if message.DecodeDown(b, &d) != nil {
+			return
+		}
+		once, err := message.AppendDown(nil, &d)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var e message.Down
+		if err := message.DecodeDown(once, &e); err != nil {
+			t.Fatalf("re-encoded frame: %v", err)
+		}
+		if twice, _ := message.AppendDown(nil, &e); !bytes.Equal(once, twice) {
+			t.Fatalf("encoding is not stable:\n%x\n%x", once, twice)
+		}
+	})
+}

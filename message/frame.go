@@ -1,0 +1,161 @@
+package message
+
+import (
+	"github.com/gohvd/gohvd/topo"
+)
+
+// UpType says what an Up frame is.
+type UpType uint8
+
+// The Up frames.
+const (
+	// UpNews carries votes, requests, finished grants and flags.
+	UpNews UpType = iota + 1
+	// UpHeartbeat shows that the rank lives.
+	UpHeartbeat
+	// UpBye is the last frame of a rank that has finished all its work after STOP.
+	UpBye
+	// UpSuspect accuses a rank of a failed data channel.
+	UpSuspect
+	numUpTypes
+)
+
+// Up is a frame from a rank to the coordinator.
+type Up struct {
+	Type UpType
+	// Seen is the number of the last cycle that the sender had applied when it wrote the votes.
+	Seen uint64
+	// Shutdown says that the sender wants the job to end. It is sticky.
+	Shutdown bool
+	// Sets has the process sets with news, each at most once.
+	Sets []UpSet
+	// Suspect and Reason belong to UpSuspect.
+	Suspect topo.Rank
+	Reason  string
+}
+
+// UpSet is a rank's news of one process set.
+type UpSet struct {
+	Set topo.ProcessSetID
+	// Hits are new votes: bit b stands for a request equal to what b held at Seen.
+	Hits Bits
+	// Invalid are bits whose tensor the sender now submits with other parameters; the request follows in
+	// full.
+	Invalid Bits
+	// Requests are new requests in full.
+	Requests []Request
+	// Done is the number of grants that this rank finished since its last frame. Only the set's lowest rank
+	// reports it.
+	Done uint32
+}
+
+// At is u's news of a set, added if there is none yet. The memory of earlier uses is reused.
+func (u *Up) At(set topo.ProcessSetID) *UpSet {
+	for i := range u.Sets {
+		if u.Sets[i].Set == set {
+			return &u.Sets[i]
+		}
+	}
+	s := grow(&u.Sets)
+	s.Set, s.Done = set, 0
+	s.Hits.Reset()
+	s.Invalid.Reset()
+	s.Requests = s.Requests[:0]
+	return s
+}
+
+// Reset makes u empty and keeps its memory.
+func (u *Up) Reset() {
+	*u = Up{Sets: u.Sets[:0]}
+}
+
+// DownType says what a Down frame is.
+type DownType uint8
+
+// The Down frames.
+const (
+	// DownCycle carries the decisions of one cycle.
+	DownCycle DownType = iota + 1
+	// DownHeartbeat shows that the coordinator lives.
+	DownHeartbeat
+	// DownFail is the verdict: the epoch is over because Ranks failed.
+	DownFail
+	// DownClose ends an orderly shutdown: every rank has said bye.
+	DownClose
+	numDownTypes
+)
+
+// Down is a frame from the coordinator to a rank. Cycles are a log that every rank replays.
+type Down struct {
+	Type DownType
+	// Cycle is the number of the cycle. It rises, with gaps.
+	Cycle uint64
+	// Stop says that nothing will be granted any more.
+	Stop bool
+	// Sets has the process sets of the recipient about which something was decided.
+	Sets []DownSet
+	// Ranks and Reason belong to DownFail.
+	Ranks  []topo.Rank
+	Reason string
+}
+
+// DownSet is what was decided in one process set. It is applied in the order of its fields.
+type DownSet struct {
+	Set    topo.ProcessSetID
+	Grants []Grant
+	// Erase are cache bits that become free.
+	Erase []uint32
+	// Puts are responses of Grants that get a cache bit.
+	Puts []Put
+}
+
+// Grant is one fused response: the tensors to run together, those in Bits first.
+type Grant struct {
+	Backend   Backend
+	Algorithm Algorithm
+	// Bits are tensors that the cache holds.
+	Bits []uint32
+	// Full are tensors that it does not.
+	Full []*Response
+}
+
+// Put gives bit Bit to Grants[Grant].Full[Tensor].
+type Put struct {
+	Grant, Tensor uint32
+	Bit           uint32
+}
+
+// Reset makes d empty and keeps its memory.
+func (d *Down) Reset() {
+	*d = Down{Sets: d.Sets[:0], Ranks: d.Ranks[:0]}
+}
+
+// AddSet appends an empty set, reusing the memory of earlier uses.
+func (d *Down) AddSet(set topo.ProcessSetID) *DownSet {
+	s := grow(&d.Sets)
+	s.Set = set
+	s.Grants, s.Erase, s.Puts = s.Grants[:0], s.Erase[:0], s.Puts[:0]
+	return s
+}
+
+// AddGrant appends an empty grant, reusing the memory of earlier uses.
+func (s *DownSet) AddGrant() *Grant {
+	g := grow(&s.Grants)
+	g.Backend, g.Algorithm = NoBackend, NoAlgorithm
+	g.Bits = g.Bits[:0]
+	// Responses outlive the frame in caches: drop the references, or an idle slot would keep them alive.
+	clear(g.Full)
+	g.Full = g.Full[:0]
+	return g
+}
+
+// grow lengthens *s by one and gives the new element, whose old value is kept if there was capacity.
+func grow[T any](s *[]T) *T {
+	if len(*s) < cap(*s) {
+		*s = (*s)[:len(*s)+1]
+	} else {
+		var zero T
+		*s = append(*s, zero)
+	}
+	return &(*s)[len(*s)-1]
+}

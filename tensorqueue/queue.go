@@ -1,0 +1,130 @@
+// Package tensorqueue is where training code and the background loop meet: a table of the named tensors
+// that are in flight, and the requests that the loop has not seen yet.
+//
+// Submitting goroutines Add; the loop Pops, and Takes an entry when its response is granted; whoever executes
+// the response Finishes it. All methods are safe for concurrent use. The queue never looks into the buffers:
+// between Add and the call of Done they belong to the engine.
+package tensorqueue
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// DuplicateNameError refuses a tensor whose name is in flight.
+type DuplicateNameError struct {
+	Kind message.Kind
+	Name string
+}
+
+func (e *DuplicateNameError) Error() string {
+	return fmt.Sprintf("%v %q: a tensor of this name is in flight already; wait for it or choose another name", e.Kind, e.Name)
+}
+
+// Entry is a submitted tensor.
+type Entry struct {
+	Set     topo.ProcessSetID
+	Request message.Request
+	// Input is this rank's contribution, Output where the result goes. They are one buffer, or do not
+	// overlap. The kind says which is used: a broadcast reads and writes Output, a barrier has neither.
+	Input, Output []byte
+	// Allocate makes Output once its size is known, for operations whose result depends on other ranks.
+	Allocate func(numBytes int) []byte
+	// Done is called exactly once, after the engine has let go of the buffers and freed the name.
+	Done func(err error)
+	// Granted is the loop's mark that the response is being executed. Nobody else looks at it.
+	Granted bool
+}
+
+// Queue holds the entries of one process set. Use New.
+type Queue struct {
+	mu      sync.Mutex
+	table   map[string]*Entry
+	pending []*Entry
+	closed  error
+}
+
+// New makes an empty queue.
+func New() *Queue {
+	return &Queue{table: make(map[string]*Entry)}
+}
+
+// Add submits e. It fails with *DuplicateNameError, or with the error given to Close, and then e.Done is
+// not called.
+func (q *Queue) Add(e *Entry) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.closed != nil {
+		return q.closed
+	}
+	if _, ok := q.table[e.Request.Name]; ok {
+		return &DuplicateNameError{e.Request.Kind, e.Request.Name}
+	}
+	q.table[e.Request.Name] = e
+	q.pending = append(q.pending, e)
+	return nil
+}
+
+// Pop appends to dst the entries added since the last Pop, in order of submission. They stay in the table.
+func (q *Queue) Pop(dst []*Entry) []*Entry {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	dst = append(dst, q.pending...)
+	clear(q.pending)
+	q.pending = q.pending[:0]
+	return dst
+}
+
+// Find is the entry of a name, or nil.
+func (q *Queue) Find(name string) *Entry {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.table[name]
+}
+
+// Finish frees the name of e and calls its Done. It does nothing if e is not in the table any more.
+func (q *Queue) Finish(e *Entry, err error) {
+	q.mu.Lock()
+	here := q.table[e.Request.Name] == e
+	if here {
+		delete(q.table, e.Request.Name)
+	}
+	q.mu.Unlock()
+	if here {
+		e.Done(err)
+	}
+}
+
+// Close makes every later Add fail with err. The first err stays. Entries in the table are not touched.
+func (q *Queue) Close(err error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.closed == nil {
+		q.closed = err
+	}
+}
+
+// FinishAll finishes the entries for which keep, if any, answers false. Close first, or new ones may follow.
+func (q *Queue) FinishAll(err error, keep func(*Entry) bool) {
+	q.mu.Lock()
+	var out []*Entry
+	for _, e := range q.table {
+		if keep == nil || !keep(e) {
+			out = append(out, e)
+		}
+	}
+	q.mu.Unlock()
+	for _, e := range out {
+		q.Finish(e, err)
+	}
+}
+
+// Len is the number of tensors in flight.
+func (q *Queue) Len() int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return len(q.table)
+}

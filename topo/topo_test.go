@@ -1,0 +1,46 @@
+package topo_test
+
+import (
+	"testing"
+
+	"github.com/gohvd/gohvd/topo"
+)
+
+func TestFromHosts(t *testing.T) {
+	hosts := []string{"a", "a", "b", "b", "b", "c"}
+	want := []topo.Topology{
+		{Rank: 0, Size: 6, LocalRank: 0, LocalSize: 2, CrossRank: 0, CrossSize: 3},
+		{Rank: 1, Size: 6, LocalRank: 1, LocalSize: 2, CrossRank: 0, CrossSize: 2},
+		{Rank: 2, Size: 6, LocalRank: 0, LocalSize: 3, CrossRank: 1, CrossSize: 3},
+		{Rank: 3, Size: 6, LocalRank: 1, LocalSize: 3, CrossRank: 1, CrossSize: 2},
+		{Rank: 4, Size: 6, LocalRank: 2, LocalSize: 3, CrossRank: 0, CrossSize: 1},
+		{Rank: 5, Size: 6, LocalRank: 0, LocalSize: 1, CrossRank: 2, CrossSize: 3},
+	}
+	for r := range hosts {
+		got := topo.FromHosts(hosts, topo.Rank(r))
+		if got != want[r] {
+			t.Errorf("rank %d: got %+v, want %+v", r, got, want[r])
+		}
+		if err := got.Validate(); err != nil {
+			t.Errorf("rank %d: %v", r, err)
+		}
+	}
+}
+
+func TestValidate(t *testing.T) {
+	ok := topo.Topology{Rank: 1, Size: 2, LocalSize: 1, CrossSize: 1}
+	if err := ok.Validate(); err != nil {
+		t.Error(err)
+	}
+	for _, bad := range []topo.Topology{
+		{},
+		{Rank: 2, Size: 2, LocalSize: 1, CrossSize: 1},
+		{Rank: -1, Size: 2, LocalSize: 1, CrossSize: 1},
+		{Size: 1, LocalRank: 3, LocalSize: 2, CrossSize: 1},
+		{Size: 1, LocalSize: 1, CrossSize: 0},
+	} {
+		if bad.Validate() == nil {
+			t.Errorf("%+v was accepted", bad)
+		}
+	}
+}
