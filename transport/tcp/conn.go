@@ -1,0 +1,294 @@
+package tcp
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+const (
+	// maxWrite bounds one write: some systems refuse 2 GiB and more.
+	maxWrite = 1 << 30
+	// maxBatch and maxBatchBytes bound what the writer puts into one system call. Small messages queued behind
+	// a slow reader drain many times faster so (BenchmarkDrain); what is larger goes alone, because then Sent
+	// rises while it is written.
+	maxBatch      = 64
+	maxBatchBytes = 256 << 10
+)
+
+// conn is the channel to one peer on one lane. The sender writes what the socket takes at once; the rest
+// waits in queue for a goroutine, started when there is a rest for the first time, that writes it as the
+// socket drains. While that goroutine has work, the sender only queues: one of them writes at a time.
+type conn struct {
+	lane transport.Lane
+	peer topo.Rank
+	tc   *net.TCPConn
+	raw  syscall.RawConn
+	wg   *sync.WaitGroup // of the Endpoint, whose Close waits for the writer
+
+	// cause is why this side gave up the connection. It is set before the socket is touched, so that whoever
+	// is thrown out of a system call finds it.
+	cause atomic.Pointer[error]
+	sent  atomic.Uint64
+	rerr  error // of the receiving half
+
+	// These belong to whoever writes. They are kept, and the closures made once, because Send must not allocate.
+	rest      []byte
+	writeErr  error
+	tryWrite  func(fd uintptr) bool
+	waitWrite func(fd uintptr) bool
+	small     [maxBatch][]byte
+	batch     net.Buffers // a part of small
+
+	mu      sync.Mutex
+	changed sync.Cond // queue ran empty or got its first buffer, or cause was set
+	queue   [][]byte  // from head on unwritten; the writer leaves buffers in place until they are written
+	head    int
+	writer  bool  // has been started
+	serr    error // of the sending half
+}
+
+func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, nc net.Conn) (*conn, error) {
+	tc, ok := nc.(*net.TCPConn)
+	if !ok {
+		return nil, fmt.Errorf("tcp: connection is a %T, want a *net.TCPConn", nc)
+	}
+	raw, err := tc.SyscallConn()
+	if err != nil {
+		return nil, fmt.Errorf("tcp: connection: %w", err)
+	}
+	c := &conn{lane: lane, peer: peer, tc: tc, raw: raw, wg: wg}
+	c.changed.L = &c.mu
+	c.tryWrite = func(fd uintptr) bool {
+		c.writeSome(int(fd))
+		return true
+	}
+	c.waitWrite = func(fd uintptr) bool { return c.writeSome(int(fd)) }
+	return c, nil
+}
+
+// Read implements transport.Conn.
+func (c *conn) Read(p []byte) (int, error) {
+	if cause := c.cause.Load(); cause != nil {
+		return 0, *cause
+	}
+	if c.rerr != nil {
+		return 0, c.rerr
+	}
+	n, err := c.tc.Read(p)
+	if err != nil {
+		if errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		}
+		c.rerr = c.explain(err)
+		return n, c.rerr
+	}
+	return n, nil
+}
+
+// Send implements transport.Conn.
+func (c *conn) Send(p []byte) error {
+	c.mu.Lock()
+	err, busy := c.sendErr(), c.head < len(c.queue)
+	c.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if !busy {
+		// The writer has nothing to do, and only this goroutine could give it something.
+		p, err = c.write(p, c.tryWrite)
+	}
+	if err == nil && len(p) == 0 {
+		return nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err != nil {
+		c.serr = err
+	}
+	if err := c.sendErr(); err != nil {
+		return err
+	}
+	c.push(p)
+	if !c.writer {
+		c.writer = true
+		c.wg.Go(c.drain)
+	}
+	return nil
+}
+
+// Sent implements transport.Conn.
+func (c *conn) Sent() uint64 { return c.sent.Load() }
+
+// Flush implements transport.Conn. An abort or a failure empties the queue too, as soon as the writer is out
+// of the kernel.
+func (c *conn) Flush() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for c.head < len(c.queue) {
+		c.changed.Wait()
+	}
+	return c.sendErr()
+}
+
+// drain is the writer goroutine. It ends when the sending half has failed, at the latest with close.
+func (c *conn) drain() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for {
+		for c.head == len(c.queue) && c.sendErr() == nil {
+			c.changed.Wait()
+		}
+		if c.sendErr() != nil {
+			c.queue, c.head = nil, 0
+			c.changed.Broadcast()
+			return
+		}
+		n := c.fillBatch()
+		first := c.queue[c.head]
+		c.mu.Unlock()
+		var err error
+		if n > 1 {
+			err = c.writeBatch()
+		} else {
+			_, err = c.write(first, c.waitWrite)
+		}
+		clear(c.small[:n])
+		c.mu.Lock()
+		if err != nil {
+			c.serr = err
+			continue
+		}
+		c.pop(max(n, 1))
+	}
+}
+
+// fillBatch puts the first buffers of queue into batch, as far as they are small, and returns how many. The
+// caller holds mu.
+func (c *conn) fillBatch() int {
+	n, numBytes := 0, 0
+	for _, p := range c.queue[c.head:min(c.head+maxBatch, len(c.queue))] {
+		if numBytes += len(p); numBytes > maxBatchBytes {
+			break
+		}
+		c.small[n] = p
+		n++
+	}
+	c.batch = c.small[:n]
+	return n
+}
+
+// writeBatch writes batch, by writev.
+func (c *conn) writeBatch() error {
+	n, err := c.batch.WriteTo(c.tc)
+	c.sent.Add(uint64(n))
+	if err != nil {
+		return c.explain(err)
+	}
+	return nil
+}
+
+// push appends p to queue. A queue that never runs empty moves to the front now and then, or it would grow
+// for ever. The caller holds mu.
+func (c *conn) push(p []byte) {
+	if len(c.queue) == cap(c.queue) && c.head > len(c.queue)/2 {
+		c.queue, c.head = slices.Delete(c.queue, 0, c.head), 0
+	}
+	c.queue = append(c.queue, p)
+	c.changed.Broadcast()
+}
+
+// pop removes the first n buffers of queue. The caller holds mu.
+func (c *conn) pop(n int) {
+	clear(c.queue[c.head : c.head+n])
+	if c.head += n; c.head == len(c.queue) {
+		c.queue, c.head = c.queue[:0], 0
+		c.changed.Broadcast()
+	}
+}
+
+// sendErr is why the sending half has failed, if it has. The caller holds mu.
+func (c *conn) sendErr() error {
+	if cause := c.cause.Load(); cause != nil {
+		return *cause
+	}
+	return c.serr
+}
+
+// explain is the error to report when a system call failed with err.
+func (c *conn) explain(err error) error {
+	if cause := c.cause.Load(); cause != nil {
+		return *cause
+	}
+	return &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: err}
+}
+
+// abort fails all calls with err and leaves the socket open. It is called once, and not after close.
+func (c *conn) abort(err error) {
+	c.cause.Store(&err)
+	// A deadline in the past throws out whoever waits for the socket, and lets nobody in. It fails only on a
+	// closed socket, which does the same.
+	_ = c.tc.SetDeadline(time.Unix(1, 0))
+	c.wake()
+}
+
+// close fails all calls with ErrClosed.
+func (c *conn) close() {
+	err := transport.ErrClosed
+	c.cause.Store(&err)
+	hangUp(c.tc)
+	c.wake()
+}
+
+// wake makes those who wait for changed see cause.
+func (c *conn) wake() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.changed.Broadcast()
+}
+
+// write writes p by one of the closures and returns what it left.
+func (c *conn) write(p []byte, by func(uintptr) bool) ([]byte, error) {
+	c.rest, c.writeErr = p, nil
+	err := c.raw.Write(by)
+	p, c.rest = c.rest, nil
+	if err == nil {
+		err = c.writeErr
+	}
+	if err != nil || c.cause.Load() != nil {
+		return nil, c.explain(err)
+	}
+	return p, nil
+}
+
+// writeSome writes rest until it is empty, an error, or the socket is full, when it returns false. It
+// watches cause itself because the deadline throws out only who waits, and a fast peer never makes it wait.
+func (c *conn) writeSome(fd int) bool {
+	for len(c.rest) > 0 && c.cause.Load() == nil {
+		n, err := syscall.Write(fd, c.rest[:min(len(c.rest), maxWrite)])
+		if n > 0 {
+			c.rest = c.rest[n:]
+			c.sent.Add(uint64(n))
+			continue
+		}
+		switch err {
+		case syscall.EINTR:
+		case syscall.EAGAIN:
+			return false
+		default:
+			c.writeErr = os.NewSyscallError("write", err)
+			return true
+		}
+	}
+	return true
+}

@@ -1,0 +1,74 @@
+package tcp
+
+import (
+	"bytes"
+	"encoding/hex"
+	"errors"
+	"io"
+	"testing"
+)
+
+func sampleHello() hello {
+	return hello{version: version, job: hashJob("test"), epoch: 0x0102030405060708, from: 3, to: 0x11223344, lane: 0xfffffffe}
+}
+
+// The bytes are part of the protocol: other versions must be able to read the first eight.
+func TestHelloBytes(t *testing.T) {
+	want := "67687664" + "00000001" + "9f86d081884c7d659a2feaa0c55ad015" + "0102030405060708" + "00000003" + "11223344" + "fffffffe"
+	if got := hex.EncodeToString(sampleHello().encode()); got != want {
+		t.Errorf("hello: got %s, want %s", got, want)
+	}
+	if got, want := hex.EncodeToString(encodeAnswer(StaleEpoch)), "67687664"+"00000003"; got != want {
+		t.Errorf("answer: got %s, want %s", got, want)
+	}
+}
+
+func TestReadAnswer(t *testing.T) {
+	for r := range numRefusals + 2 {
+		err := readAnswer(bytes.NewReader(encodeAnswer(r)))
+		if r == accepted && err != nil || r != accepted && !errors.Is(err, r) {
+			t.Errorf("status %d: got error %v", r, err)
+		}
+		if r.Error() == "" {
+			t.Errorf("status %d has no text", r)
+		}
+	}
+	if err := readAnswer(bytes.NewReader([]byte("HTTP/1.1 400 Bad Request"))); !errors.Is(err, errNotOurs) {
+		t.Errorf("got error %v, want %v", err, errNotOurs)
+	}
+	for n := range answerSize {
+		if err := readAnswer(bytes.NewReader(encodeAnswer(accepted)[:n])); !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
+			t.Errorf("%d bytes: got error %v, want an end of file", n, err)
+		}
+	}
+}
+
+func FuzzReadHello(f *testing.F) {
+	f.Add(sampleHello().encode())
+	f.Add(append(sampleHello().encode(), "data"...))
+	f.Add(hello{}.encode())
+	f.Add(hello{from: -1, to: -1}.encode()[:helloSize-1])
+	f.Add([]byte("GET / HTTP/1.1\r\n\r\n"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		r := bytes.NewReader(b)
+		h, err := readHello(r)
+		used := len(b) - r.Len()
+		ours := len(b) >= 4 && bytes.Equal(b[:4], sampleHello().encode()[:4])
+		switch {
+		case ours && len(b) >= helloSize:
+			if err != nil {
+				t.Fatal(err)
+			}
+			if used != helloSize {
+				t.Fatalf("read %d bytes, want %d", used, helloSize)
+			}
+			if got := h.encode(); !bytes.Equal(got, b[:helloSize]) {
+				t.Fatalf("encoded again: got %x, want %x", got, b[:helloSize])
+			}
+		case err == nil:
+			t.Fatalf("%x is a hello", b)
+		case !ours && used > 4:
+			t.Fatalf("read %d bytes of a stranger, want at most 4", used)
+		}
+	})
+}

@@ -1,0 +1,292 @@
+package tcp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// Mesh is one rank's end of an epoch. It implements transport.Mesh.
+type Mesh struct {
+	e     *Endpoint // its mu guards lanes
+	job   [16]byte
+	epoch uint64
+	rank  topo.Rank
+	addrs []string
+	lanes map[transport.Lane]*lane
+}
+
+// lane holds the channels of one lane.
+type lane struct {
+	err   error               // of Abort
+	conns map[topo.Rank]*conn // nil while the channel is being made
+	waits map[topo.Rank]*wait
+}
+
+// wait is shared by all who wait for one channel.
+type wait struct {
+	done chan struct{} // closed when conn or err is set
+	conn *conn
+	err  error
+	// attempt is why the channel could not be made so far.
+	attempt error
+}
+
+// lane returns the lane with the given number. The caller holds mu.
+func (m *Mesh) lane(id transport.Lane) *lane {
+	l := m.lanes[id]
+	if l == nil {
+		l = &lane{conns: make(map[topo.Rank]*conn), waits: make(map[topo.Rank]*wait)}
+		m.lanes[id] = l
+	}
+	return l
+}
+
+// finish ends the waiting for peer. The caller holds mu.
+func (l *lane) finish(peer topo.Rank, c *conn, err error) {
+	if w := l.waits[peer]; w != nil {
+		w.conn, w.err = c, err
+		close(w.done)
+		delete(l.waits, peer)
+	}
+}
+
+// Conn implements transport.Mesh. The attempt to connect goes on for up to Config.DialTimeout after ctx has
+// ended, because it cannot be known whether the peer has accepted it already; a later Conn joins it.
+func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
+		return nil, fmt.Errorf("tcp: connect lane %d: peer is rank %d, want 0 to %d without %d", id, peer, len(m.addrs)-1, m.rank)
+	}
+	m.e.mu.Lock()
+	if m.e.closed {
+		m.e.mu.Unlock()
+		return nil, transport.ErrClosed
+	}
+	l := m.lane(id)
+	if l.err != nil {
+		m.e.mu.Unlock()
+		return nil, l.err
+	}
+	c, begun := l.conns[peer]
+	if c != nil {
+		m.e.mu.Unlock()
+		return c, nil
+	}
+	dials := m.rank < peer
+	if dials && !begun {
+		l.conns[peer] = nil
+		m.e.wg.Go(func() { m.dial(id, peer) })
+	}
+	w := l.waits[peer]
+	if w == nil {
+		w = &wait{done: make(chan struct{})}
+		l.waits[peer] = w
+	}
+	m.e.mu.Unlock()
+
+	var expired <-chan time.Time // of a dial, dial itself takes care
+	if !dials {
+		t := time.NewTimer(m.e.cfg.DialTimeout)
+		defer t.Stop()
+		expired = t.C
+	}
+	select {
+	case <-w.done:
+		if w.err != nil {
+			return nil, w.err
+		}
+		return w.conn, nil
+	case <-ctx.Done():
+		err := fmt.Errorf("tcp: connect lane %d to rank %d: %w", id, peer, ctx.Err())
+		m.e.mu.Lock()
+		defer m.e.mu.Unlock()
+		if w.attempt != nil {
+			err = fmt.Errorf("%w; the last attempt failed: %w", err, w.attempt)
+		}
+		return nil, err
+	case <-expired:
+		return nil, &transport.PeerError{Peer: peer, Lane: id, Err: fmt.Errorf("tcp: it did not connect within %v", m.e.cfg.DialTimeout)}
+	}
+}
+
+// Abort implements transport.Mesh. A connection of the lane that is being made, or comes later, is kept open
+// too.
+func (m *Mesh) Abort(id transport.Lane, err error) {
+	if err == nil {
+		panic("tcp: abort without an error")
+	}
+	m.e.mu.Lock()
+	defer m.e.mu.Unlock()
+	l := m.lane(id)
+	if m.e.closed || l.err != nil {
+		return
+	}
+	l.err = err
+	for _, c := range l.conns {
+		if c != nil {
+			c.abort(err)
+		}
+	}
+	for peer := range l.waits {
+		l.finish(peer, nil, err)
+	}
+}
+
+// Close implements transport.Mesh. It closes the Endpoint.
+func (m *Mesh) Close() error { return m.e.Close() }
+
+// closeConns is the Mesh's part of Endpoint.Close. The caller holds mu and has set closed.
+func (m *Mesh) closeConns() {
+	for _, l := range m.lanes {
+		for _, c := range l.conns {
+			if c != nil {
+				c.close()
+			}
+		}
+		for peer := range l.waits {
+			l.finish(peer, nil, transport.ErrClosed)
+		}
+	}
+}
+
+// reserve books the channel that h asks for, or says why it cannot be had by an error that wraps a Refusal.
+func (m *Mesh) reserve(h hello) error {
+	switch {
+	case h.job != m.job:
+		return WrongJob
+	case h.epoch != m.epoch:
+		return fmt.Errorf("%w: rank %d is in epoch %d, this is epoch %d", StaleEpoch, h.from, h.epoch, m.epoch)
+	case h.to != m.rank:
+		return fmt.Errorf("%w: rank %d looked for rank %d, this is rank %d", NotMe, h.from, h.to, m.rank)
+	case h.from < 0 || h.from >= m.rank:
+		return fmt.Errorf("%w: got %d, want a rank below %d", UnknownRank, h.from, m.rank)
+	}
+	m.e.mu.Lock()
+	defer m.e.mu.Unlock()
+	l := m.lane(h.lane)
+	if _, begun := l.conns[h.from]; begun {
+		return fmt.Errorf("%w: lane %d of rank %d", DuplicateChannel, h.lane, h.from)
+	}
+	l.conns[h.from] = nil
+	return nil
+}
+
+// release gives back what reserve booked.
+func (m *Mesh) release(id transport.Lane, peer topo.Rank) {
+	m.e.mu.Lock()
+	defer m.e.mu.Unlock()
+	delete(m.lane(id).conns, peer)
+}
+
+// publish makes a connection past its handshake a channel.
+func (m *Mesh) publish(c *conn) error {
+	m.e.mu.Lock()
+	defer m.e.mu.Unlock()
+	if m.e.closed {
+		return transport.ErrClosed
+	}
+	delete(m.e.handshakes, c.tc)
+	l := m.lane(c.lane)
+	l.conns[c.peer] = c
+	l.finish(c.peer, c, nil) // nobody waits, nor ever will, if the lane was aborted
+	return nil
+}
+
+// dial makes the channel to a higher rank, again and again until it succeeds, is refused, or takes too long.
+func (m *Mesh) dial(id transport.Lane, peer topo.Rank) {
+	ctx, cancel := context.WithTimeout(m.e.ctx, m.e.cfg.DialTimeout)
+	defer cancel()
+	var last error
+	for pause := firstPause; ; pause = min(2*pause, lastPause) {
+		err := m.attempt(ctx, id, peer)
+		if err == nil {
+			return
+		}
+		if refusal := Refusal(0); errors.As(err, &refusal) || errors.Is(err, errNotOurs) {
+			m.giveUp(id, peer, err)
+			return
+		}
+		if ctx.Err() == nil || last == nil {
+			last = err // what the end of ctx broke off says less
+		}
+		m.failed(id, peer, last)
+		m.e.log.Debug("tcp: connect failed", zap.Uint32("lane", uint32(id)), zap.Int32("peer", int32(peer)),
+			zap.String("addr", m.addrs[peer]), zap.Error(err), zap.Duration("pause", pause))
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+			m.giveUp(id, peer, fmt.Errorf("tcp: not connected within %v: %w", m.e.cfg.DialTimeout, last))
+			return
+		}
+	}
+}
+
+// attempt dials once.
+func (m *Mesh) attempt(ctx context.Context, id transport.Lane, peer topo.Rank) error {
+	var d net.Dialer
+	nc, err := d.DialContext(ctx, "tcp", m.addrs[peer])
+	if err != nil {
+		return err
+	}
+	if !m.e.track(nc) {
+		hangUp(nc)
+		return transport.ErrClosed
+	}
+	if err := m.introduce(ctx, id, peer, nc); err != nil {
+		m.e.untrack(nc)
+		hangUp(nc)
+		return err
+	}
+	return nil
+}
+
+// introduce is the dialing side of the handshake, and publishes the channel.
+func (m *Mesh) introduce(ctx context.Context, id transport.Lane, peer topo.Rank, nc net.Conn) error {
+	c, err := newConn(&m.e.wg, id, peer, nc)
+	if err != nil {
+		return err
+	}
+	deadline := time.Now().Add(2 * m.e.cfg.HandshakeTimeout)
+	if end, ok := ctx.Deadline(); ok && end.Before(deadline) {
+		deadline = end
+	}
+	if err := nc.SetDeadline(deadline); err != nil {
+		return fmt.Errorf("tcp: handshake: %w", err)
+	}
+	h := hello{version: version, job: m.job, epoch: m.epoch, from: m.rank, to: peer, lane: id}
+	if _, err := nc.Write(h.encode()); err != nil {
+		return fmt.Errorf("tcp: hello: %w", err)
+	}
+	if err := readAnswer(nc); err != nil {
+		return err
+	}
+	if err := nc.SetDeadline(time.Time{}); err != nil {
+		return fmt.Errorf("tcp: handshake: %w", err)
+	}
+	return m.publish(c)
+}
+
+// failed tells those who wait why they still do.
+func (m *Mesh) failed(id transport.Lane, peer topo.Rank, err error) {
+	m.e.mu.Lock()
+	defer m.e.mu.Unlock()
+	if w := m.lane(id).waits[peer]; w != nil {
+		w.attempt = err
+	}
+}
+
+// giveUp fails those who wait for peer. A later Conn dials afresh.
+func (m *Mesh) giveUp(id transport.Lane, peer topo.Rank, err error) {
+	m.e.mu.Lock()
+	defer m.e.mu.Unlock()
+	l := m.lane(id)
+	delete(l.conns, peer)
+	l.finish(peer, nil, &transport.PeerError{Peer: peer, Lane: id, Err: err})
+}

@@ -1,0 +1,86 @@
+// Package transport moves bytes between ranks.
+//
+// A Mesh gives a rank one Conn to each peer on each lane. Lanes share nothing: bytes on one lane never wait
+// for bytes on another. The implementations are in transport/tcp (between hosts) and transport/mem (within a
+// process, for tests); package transporttest holds both to this contract.
+package transport
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Lane numbers an independent set of channels between the ranks of one epoch.
+type Lane uint32
+
+// Control is the lane of the negotiation. Process set s executes on lane 1+s.
+const Control Lane = 0
+
+// DataLane is the lane on which process set s executes.
+func DataLane(s topo.ProcessSetID) Lane { return Lane(s) + 1 }
+
+// ErrClosed is the error of a Mesh or Conn that this process closed.
+var ErrClosed = errors.New("transport: closed")
+
+// PeerError says that the channel to a peer failed. It is an accusation, not a verdict: the coordinator
+// decides who died.
+type PeerError struct {
+	Peer topo.Rank
+	Lane Lane
+	Err  error
+}
+
+func (e *PeerError) Error() string {
+	return fmt.Sprintf("transport: lane %d to rank %d: %v", e.Lane, e.Peer, e.Err)
+}
+
+func (e *PeerError) Unwrap() error { return e.Err }
+
+// Mesh is one rank's end of the channels of an epoch. Its methods are safe for concurrent use.
+//
+// A call that fails for several reasons reports the strongest: ErrClosed before the error of Abort, and
+// that before the failure of a peer.
+type Mesh interface {
+	// Conn returns the channel to peer on lane. The lower of the two ranks makes it when it asks, the higher
+	// waits until then; both ends of a collective ask for the same channel, so they meet. Conn waits until the
+	// peer is connected, ctx ends (the error wraps ctx.Err()), the transport gives the peer up (*PeerError), or
+	// the lane is aborted or the mesh closed. Later calls return the same Conn. There is no channel to oneself.
+	Conn(ctx context.Context, lane Lane, peer topo.Rank) (Conn, error)
+
+	// Abort fails every pending and future call on every Conn of the given lane with err, and Conn itself,
+	// without closing anything: peers see silence, not a reset. (Were a rank to close its connections when it
+	// gives up, its neighbours would blame it for the death of another.) The first Abort of a lane counts, later
+	// ones do nothing. err must not be nil.
+	Abort(lane Lane, err error)
+
+	// Close closes every Conn and waits for the goroutines of the mesh. Pending and future calls fail with
+	// ErrClosed. What was sent but not flushed may be lost. Later calls wait for the first and return nil.
+	Close() error
+}
+
+// Conn is a reliable, ordered, bidirectional stream of bytes to one peer. One goroutine may send while
+// another receives; neither half is safe for concurrent use with itself, Sent excepted.
+//
+// After an error the half that failed stays failed: the position in the stream is lost.
+type Conn interface {
+	// Read receives at least one byte into p and at most len(p), as io.Reader. When the peer closed or died
+	// the error is a *PeerError, never io.EOF, and comes after the bytes that had arrived.
+	Read(p []byte) (int, error)
+
+	// Send queues p behind what was sent before and returns without waiting for the peer. p must not change
+	// until Sent has passed its last byte or Flush has returned. Sending never blocks on the receiver, so ranks
+	// that all send before they receive make progress. A dead peer may be noticed only by a later Send.
+	Send(p []byte) error
+
+	// Sent is the number of bytes since the connection was made that have left the senders' buffers, which
+	// may be reused. The peer need not have received them. It is safe for concurrent use.
+	Sent() uint64
+
+	// Flush waits until everything sent has left the senders' buffers. When it returns, with an error too,
+	// the Conn holds no buffer any more. How long it takes may depend on the peer: some transports take bytes
+	// only as the peer reads them.
+	Flush() error
+}
