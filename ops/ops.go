@@ -1,0 +1,37 @@
+// Package ops runs granted responses: an ordered list of backends, the first of which that can do the
+// work does it (the form of Horovod's operation manager).
+package ops
+
+import (
+	"context"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// Backend runs collectives among the members of one process set on one lane. All members call the same
+// methods in the same order with agreeing arguments. Calls are not concurrent. Ranks are counted within
+// the set: 0 to n-1 in the order of the set.
+//
+// Whenever a method returns, nothing reads or writes its buffers any more. An error leaves their contents undefined
+// and the backend dead: its streams have lost their position.
+type Backend interface {
+	// ID names the backend on the wire.
+	ID() message.Backend
+
+	// Plan says by which algorithm the backend would run a response of r's kind on numBytes of output, or
+	// why it cannot (the reason alone: the Manager adds whose it is, and for what). It must give the same
+	// answer on every rank that has the same capabilities; the coordinator asks, and its answer binds all.
+	Plan(r *message.Response, numBytes int64) (message.Algorithm, error)
+
+	// Allreduce reduces buf, elements of dt and aligned for them, in place with op (Sum, Min, Max or Product;
+	// averages are made by scaling). Afterwards all ranks hold the same bits.
+	Allreduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte) error
+
+	// Allgather fills out with the contributions of all ranks in order; rank i gives counts[i] bytes. The
+	// caller has put its own contribution in place already.
+	Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error
+
+	// Broadcast copies root's buf to the buf of all others.
+	Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error
+}

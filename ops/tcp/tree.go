@@ -1,0 +1,59 @@
+package tcp
+
+import (
+	"context"
+	"math/bits"
+
+	"github.com/gohvd/gohvd/transport"
+)
+
+// broadcastTree copies root's buf to the other ranks, of which there is one at least, in a binomial tree. Counted from
+// the root, the parent of rank v is v without its lowest one bit, and its children are v plus each power of two below
+// that bit.
+func (b *Backend) broadcastTree(ctx context.Context, root int, buf []byte) error {
+	n := len(b.ranks)
+	v := (b.me - root + n) % n
+	low := v & -v
+	var parent transport.Conn
+	if v == 0 {
+		low = 1 << bits.Len(uint(n-1)) // the first power of two that is no rank's
+	} else {
+		c, err := b.conn(ctx, (v-low+root)%n)
+		if err != nil {
+			return err
+		}
+		parent = c
+	}
+	var room [bits.UintSize]transport.Conn // on the stack
+	children := room[:0]
+	// The child with the deepest tree below it is the first to be sent to.
+	for bit := low >> 1; bit > 0; bit >>= 1 {
+		if v+bit < n {
+			c, err := b.conn(ctx, (v+bit+root)%n)
+			if err != nil {
+				return err
+			}
+			children = append(children, c)
+		}
+	}
+	for len(buf) > 0 {
+		p := buf[:min(b.segBytes, len(buf))]
+		buf = buf[len(p):]
+		if parent != nil {
+			if err := receive(parent, p); err != nil {
+				return err
+			}
+		}
+		for _, c := range children {
+			if err := c.Send(p); err != nil {
+				return err
+			}
+		}
+	}
+	for _, c := range children {
+		if err := c.Flush(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
