@@ -25,6 +25,8 @@ const (
 	MaxReasonBytes = 4096
 	// MaxCacheBits bounds cache bits.
 	MaxCacheBits = 1 << 20
+	// maxWords bounds a vector.
+	maxWords = 1<<16 - 1
 	// MaxRanks bounds the ranks of a job.
 	MaxRanks = 1 << 20
 	// MaxSets bounds the process sets of one frame.
@@ -41,11 +43,14 @@ const (
 //	  grant:  u8 backend, u8 algorithm, u32 bits, u32 bit each, u32 full, each u32 length + protobuf
 //	fail:     u32 ranks, u32 each | u16 length + reason
 //	bits:     u16 words, u64 each
+//	Vectors:  u8 type | bits and | bits or
 //
 // Its own length is not part of it: the channel knows it.
 const (
 	flagShutdown = 1
 	flagStop     = 1
+	// vectorsType is beyond the types of Up and Down frames, which share connections with it.
+	vectorsType = 64
 )
 
 var (
@@ -246,6 +251,33 @@ func (d *decoder) downSet(s *DownSet) {
 	}
 }
 
+// AppendVectors appends the encoding of a cycle's two vectors to b, all their words.
+func AppendVectors(b []byte, and, or []uint64) []byte {
+	b = append(b, vectorsType)
+	for _, v := range [][]uint64{and, or} {
+		b = binary.LittleEndian.AppendUint16(b, uint16(len(v)))
+		for _, w := range v {
+			b = binary.LittleEndian.AppendUint64(b, w)
+		}
+	}
+	return b
+}
+
+// DecodeVectors is the inverse of AppendVectors, reusing the memory of and and or.
+func DecodeVectors(b []byte, and, or []uint64) (_, _ []uint64, err error) {
+	d := decoder{b: b}
+	if t := d.u8(); t != vectorsType {
+		d.fail(fmt.Errorf("has type %d, want %d", t, vectorsType))
+	}
+	and, or = and[:0], or[:0]
+	d.bits((*Bits)(&and))
+	d.bits((*Bits)(&or))
+	if err := d.end(); err != nil {
+		return and[:0], or[:0], fmt.Errorf("message: vectors frame %w", err)
+	}
+	return and, or, nil
+}
+
 func appendBits(b []byte, v Bits) []byte {
 	n := len(v)
 	for n > 0 && v[n-1] == 0 {
@@ -376,7 +408,7 @@ func (d *decoder) rank() topo.Rank {
 
 func (d *decoder) bits(v *Bits) {
 	n := int(d.u16())
-	if n > MaxCacheBits/64 || n*8 > len(d.b) {
+	if n > maxWords || n*8 > len(d.b) {
 		d.fail(errShort)
 		return
 	}

@@ -242,6 +242,25 @@ func TestResponseSizes(t *testing.T) {
 	}
 }
 
+func TestVectors(t *testing.T) {
+	and, or := []uint64{1, 0, 0}, []uint64{1 << 63, 0}
+	b := message.AppendVectors(nil, and, or)
+	gotAnd, gotOr, err := message.DecodeVectors(b, []uint64{9, 9, 9, 9}, nil)
+	// Trailing zeros count: the lengths of all ranks' vectors must be equal.
+	if err != nil || !reflect.DeepEqual(gotAnd, and) || !reflect.DeepEqual(gotOr, or) {
+		t.Errorf("got %v, %v and error %v", gotAnd, gotOr, err)
+	}
+	for n := range len(b) {
+		if _, _, err := message.DecodeVectors(b[:n], nil, nil); err == nil {
+			t.Errorf("%d of %d bytes were accepted", n, len(b))
+		}
+	}
+	b[0]++
+	if _, _, err := message.DecodeVectors(b, nil, nil); err == nil {
+		t.Error("another type was accepted")
+	}
+}
+
 // A long text is cut, not refused: it is for people.
 func TestLongReasonIsCut(t *testing.T) {
 	b, err := message.AppendUp(nil, &message.Up{Type: message.UpSuspect, Reason: strings.Repeat("x", 3*message.MaxReasonBytes)})

@@ -8,6 +8,8 @@ package tensorqueue
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 
 	"github.com/gohvd/gohvd/message"
@@ -107,19 +109,12 @@ func (q *Queue) Close(err error) {
 	}
 }
 
-// FinishAll finishes the entries for which keep, if any, answers false. Close first, or new ones may follow.
-func (q *Queue) FinishAll(err error, keep func(*Entry) bool) {
+// InFlight is every entry that was added and not finished, in no particular order. Close first, or new ones may
+// follow.
+func (q *Queue) InFlight() []*Entry {
 	q.mu.Lock()
-	var out []*Entry
-	for _, e := range q.table {
-		if keep == nil || !keep(e) {
-			out = append(out, e)
-		}
-	}
-	q.mu.Unlock()
-	for _, e := range out {
-		q.Finish(e, err)
-	}
+	defer q.mu.Unlock()
+	return slices.Collect(maps.Values(q.table))
 }
 
 // Len is the number of tensors in flight.

@@ -56,7 +56,7 @@ func TestLifeOfAnEntry(t *testing.T) {
 	}
 }
 
-func TestCloseAndFinishAll(t *testing.T) {
+func TestClose(t *testing.T) {
 	q := tensorqueue.New()
 	finished := map[string]error{}
 	for _, n := range []string{"a", "b", "c"} {
@@ -64,19 +64,18 @@ func TestCloseAndFinishAll(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	q.Finish(q.Find("b"), nil)
 	first, second := errors.New("first"), errors.New("second")
 	q.Close(first)
 	q.Close(second)
 	if err := q.Add(entry("d", nil)); err != first {
 		t.Errorf("add after close: got %v, want %v", err, first)
 	}
-	q.FinishAll(second, func(e *tensorqueue.Entry) bool { return e.Request.Name == "b" })
-	if len(finished) != 2 || finished["a"] != second || finished["c"] != second || q.Find("b") == nil {
-		t.Errorf("finished %v, want a and c", finished)
+	for _, e := range q.InFlight() {
+		q.Finish(e, second)
 	}
-	q.FinishAll(first, nil)
-	if finished["b"] != first || q.Len() != 0 {
-		t.Errorf("finished %v, %d left", finished, q.Len())
+	if len(finished) != 3 || finished["a"] != second || finished["b"] != nil || finished["c"] != second || q.Len() != 0 {
+		t.Errorf("finished %v, want a and c with %v and b before", finished, second)
 	}
 }
 

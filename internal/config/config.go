@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -77,7 +78,7 @@ var settings = []Setting{
 	{"HOROVOD_CYCLE_TIME", "0", "least milliseconds between two negotiation cycles; 0 answers at once", cycleRow},
 	{"HOROVOD_CACHE_CAPACITY", "1024", "responses that are remembered; 0 remembers none", intRow(func(c *Config) *int { return &c.CacheCapacity }, 0)},
 	{"HOROVOD_LOG_LEVEL", "warning", "trace, debug, info, warning, error or fatal", levelRow},
-	{"HVD_JOB_ID", "empty", "identity of the job; connections from another job are refused; set by the launcher", textRow(func(c *Config) *string { return &c.JobID })},
+	{"HVD_JOB_ID", "gohvd", "identity of the job, at most 64 bytes; connections from another job are refused; set by the launcher", jobRow},
 	{"HVD_LIVENESS_SECONDS", "10", "seconds of silence after which a rank is taken for dead", secondsRow(func(c *Config) *time.Duration { return &c.LivenessTimeout })},
 	{"HVD_NEGOTIATION", "event", "event: ranks speak when they have news; lockstep: all ranks enter every cycle", negotiationRow},
 }
@@ -95,13 +96,25 @@ func Defaults() Config {
 		LivenessTimeout:      10 * time.Second,
 		FusionThresholdBytes: 128 << 20,
 		CacheCapacity:        1024,
+		JobID:                "gohvd",
 		LogLevel:             "warning",
 	}
 }
 
-// FromEnvironment reads every setting from the process environment.
-func FromEnvironment() (Config, error) {
-	c, err := Load(os.LookupEnv)
+// FromEnvironment reads every setting from the process environment, but those in overrides, by name, from
+// there. haveStore says that the program brings a rendezvous store of its own, so that none need be named.
+func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error) {
+	for name := range overrides {
+		if !slices.ContainsFunc(settings, func(s Setting) bool { return s.Name == name }) {
+			return Config{}, fmt.Errorf("config: there is no setting %q", name)
+		}
+	}
+	c, err := Load(func(name string) (string, bool) {
+		if v, ok := overrides[name]; ok {
+			return v, true
+		}
+		return os.LookupEnv(name)
+	}, haveStore)
 	if err != nil {
 		return c, err
 	}
@@ -115,7 +128,7 @@ func FromEnvironment() (Config, error) {
 
 // Load reads every setting through lookup, which answers like os.LookupEnv. An empty value counts as
 // unset. The error names the variable, its value and what was wanted.
-func Load(lookup func(name string) (string, bool)) (Config, error) {
+func Load(lookup func(name string) (string, bool), haveStore bool) (Config, error) {
 	c := Defaults()
 	for _, s := range settings {
 		text, ok := lookup(s.Name)
@@ -126,17 +139,17 @@ func Load(lookup func(name string) (string, bool)) (Config, error) {
 			return c, fmt.Errorf("config: %s=%q: %w", s.Name, text, err)
 		}
 	}
-	return c, c.check()
+	return c, c.check(haveStore)
 }
 
 // check holds the settings against each other.
-func (c *Config) check() error {
+func (c *Config) check(haveStore bool) error {
 	switch {
 	case (c.Rank == Unset) != (c.Size == Unset):
 		return fmt.Errorf("config: HOROVOD_RANK and HOROVOD_SIZE must be set together: rank is %s, size is %s", orUnset(c.Rank), orUnset(c.Size))
 	case c.Rank != Unset && c.Rank >= c.Size:
 		return fmt.Errorf("config: HOROVOD_RANK is %d, want less than HOROVOD_SIZE, which is %d", c.Rank, c.Size)
-	case c.Size > 1 && (c.RendezvousAddr == "" || c.RendezvousPort == 0):
+	case c.Size > 1 && !haveStore && (c.RendezvousAddr == "" || c.RendezvousPort == 0):
 		return fmt.Errorf("config: a job of %d ranks needs HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT, which hvdrun sets", c.Size)
 	}
 	return nil
@@ -165,6 +178,14 @@ func intRow(field func(*Config) *int, least int) func(*Config, string) error {
 		*field(c) = int(v)
 		return nil
 	}
+}
+
+func jobRow(c *Config, text string) error {
+	if len(text) > 64 {
+		return fmt.Errorf("want at most 64 bytes, got %d", len(text))
+	}
+	c.JobID = text
+	return nil
 }
 
 func portRow(c *Config, text string) error {

@@ -12,7 +12,7 @@ func load(env map[string]string) (config.Config, error) {
 	return config.Load(func(name string) (string, bool) {
 		v, ok := env[name]
 		return v, ok
-	})
+	}, false)
 }
 
 func TestEmptyEnvironmentIsDefaults(t *testing.T) {
@@ -72,6 +72,7 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 		{"HOROVOD_CACHE_CAPACITY", "x", "at least 0"},
 		{"HOROVOD_LOG_LEVEL", "loud", "trace, debug"},
 		{"HVD_NEGOTIATION", "mpi", "event or lockstep"},
+		{"HVD_JOB_ID", strings.Repeat("j", 65), "at most 64 bytes"},
 	} {
 		_, err := load(map[string]string{c.name: c.value})
 		if err == nil || !strings.Contains(err.Error(), c.name) || !strings.Contains(err.Error(), c.want) {
@@ -97,5 +98,17 @@ func TestSettingsThatContradict(t *testing.T) {
 	}
 	if _, err := load(map[string]string{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}); err != nil {
 		t.Errorf("a job of one needs no store: %v", err)
+	}
+}
+
+func TestOverridesWin(t *testing.T) {
+	t.Setenv("HOROVOD_CACHE_CAPACITY", "7")
+	t.Setenv("HOROVOD_HOSTNAME", "h")
+	c, err := config.FromEnvironment(map[string]string{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_CACHE_CAPACITY": "9"}, true)
+	if err != nil || c.CacheCapacity != 9 || c.Size != 2 || c.Hostname != "h" {
+		t.Errorf("got %+v and error %v", c, err)
+	}
+	if _, err := config.FromEnvironment(map[string]string{"HOROVOD_RNAK": "0"}, false); err == nil || !strings.Contains(err.Error(), "HOROVOD_RNAK") {
+		t.Errorf("a setting that does not exist: got error %v", err)
 	}
 }
