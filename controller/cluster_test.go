@@ -1,0 +1,335 @@
+package controller_test
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+const livenessTimeout = 10 * time.Second
+
+// cluster is a job in one goroutine: a Coordinator, a node per rank, and the frames between them, encoded as
+// on the wire. Nothing moves by itself: tests choose who acts next.
+type cluster struct {
+	tb    testing.TB
+	cfg   controller.CoordinatorConfig
+	coord *controller.Coordinator
+	nodes []*node
+	now   time.Duration
+	watch watcher
+
+	in message.Up // reused for every frame, as an engine would
+}
+
+// node is a rank: its Member and as much of an engine as the protocol needs.
+type node struct {
+	c    *cluster
+	rank topo.Rank
+	m    *controller.Member
+	sets []controller.Set
+
+	up, down [][]byte // frames in flight from and to this rank, oldest first
+	in       message.Down
+
+	pending []request // submitted and not answered
+	lanes   []lane    // by set, as in sets
+	stopped bool      // STOP is applied
+	drained bool
+	over    bool // closed or failed
+	dead    bool // killed; if rank 0, the coordinator with it
+}
+
+type request struct {
+	set topo.ProcessSetID
+	q   message.Request
+}
+
+// lane has the grants of one set that are not finished, oldest first.
+type lane []*controller.Grant
+
+// watcher is told what happens in a cluster. Frames are theirs only during the call.
+type watcher interface {
+	submitted(n *node, r request)
+	sent(n *node, u *message.Up)
+	arrived(n *node, u *message.Up)        // at the coordinator, before it is applied
+	issued(outs []controller.Outgoing)     // by the coordinator in one turn, maybe nothing
+	applied(n *node, d *message.Down)      // by a member
+	granted(n *node, g *controller.Grant)  // to a member
+	finished(n *node, g *controller.Grant) // by a member
+	stop(n *node, unanswered []request)    // applied by a member
+	closed(n *node)                        // the member's shutdown is complete
+	failed(n *node, v *controller.Verdict) // at a member
+	heard()                                // the coordinator took one frame
+}
+
+// plan is the Planner of the tests: trees for broadcasts, rings for the rest, nothing for refused types.
+func plan(refused ...tensor.DType) controller.Planner {
+	return func(r *message.Response, _ int64) (message.Backend, message.Algorithm, error) {
+		switch {
+		case slices.Contains(refused, r.DType):
+			return message.NoBackend, message.NoAlgorithm, fmt.Errorf("no backend: tcp: %v is not supported", r.DType)
+		case r.Kind == message.Broadcast:
+			return message.TCP, message.Tree, nil
+		}
+		return message.TCP, message.Ring, nil
+	}
+}
+
+func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *cluster {
+	c := &cluster{tb: tb, cfg: cfg, watch: w, coord: controller.NewCoordinator(cfg, 0)}
+	for _, r := range cfg.Sets[0].Ranks {
+		n := &node{c: c, rank: r}
+		for _, s := range cfg.Sets {
+			if slices.Contains(s.Ranks, r) {
+				n.sets = append(n.sets, s)
+			}
+		}
+		n.lanes = make([]lane, len(n.sets))
+		n.m = controller.NewMember(controller.MemberConfig{Rank: r, Sets: n.sets, LivenessTimeout: cfg.LivenessTimeout}, 0)
+		c.nodes = append(c.nodes, n)
+	}
+	return c
+}
+
+// submit makes a request. It is sent by the next speak.
+func (n *node) submit(set topo.ProcessSetID, q message.Request) {
+	n.c.tb.Helper()
+	if err := q.Check(); err != nil {
+		n.c.tb.Fatalf("rank %d: %v", n.rank, err)
+	}
+	n.m.Tick(n.c.now)
+	if err := n.m.Submit(set, &q); err != nil {
+		n.c.tb.Fatalf("rank %d: %v", n.rank, err)
+	}
+	n.pending = append(n.pending, request{set, q})
+	n.c.watch.submitted(n, request{set, q})
+}
+
+// waits reports whether the rank has an unanswered request of this name.
+func (n *node) waits(set topo.ProcessSetID, name string) bool {
+	return n.pendingIndex(set, name) >= 0
+}
+
+func (n *node) pendingIndex(set topo.ProcessSetID, name string) int {
+	return slices.IndexFunc(n.pending, func(r request) bool { return r.set == set && r.q.Name == name })
+}
+
+// speak is a turn of the rank without news from the coordinator.
+func (n *node) speak() {
+	n.m.Tick(n.c.now)
+	n.take()
+}
+
+// read is a turn of the rank with the oldest frame from the coordinator.
+func (n *node) read() {
+	n.speak()
+	if n.over {
+		return
+	}
+	frame := n.down[0]
+	n.down = n.down[1:]
+	if err := message.DecodeDown(frame, &n.in); err != nil {
+		n.c.tb.Fatalf("rank %d: %v", n.rank, err)
+	}
+	if err := n.m.Step(&n.in); err != nil {
+		n.c.tb.Fatalf("rank %d: %v", n.rank, err)
+	}
+	n.c.watch.applied(n, &n.in)
+	n.take()
+}
+
+// take does what the member's Ready says.
+func (n *node) take() {
+	if n.over {
+		return
+	}
+	r := n.m.Ready()
+	for _, u := range r.Ups {
+		if u == nil {
+			continue
+		}
+		frame, err := message.AppendUp(nil, u)
+		if err != nil {
+			n.c.tb.Fatalf("rank %d: %v", n.rank, err)
+		}
+		n.up = append(n.up, frame)
+		n.c.watch.sent(n, u)
+	}
+	for _, g := range r.Grants {
+		n.c.watch.granted(n, g)
+		for _, resp := range g.Responses {
+			if i := n.pendingIndex(g.Set, resp.Name); i >= 0 {
+				n.pending = slices.Delete(n.pending, i, i+1)
+			}
+		}
+		l := n.lane(g.Set)
+		*l = append(*l, g)
+	}
+	stop := r.Stop
+	n.m.Advance()
+	if stop {
+		n.c.watch.stop(n, n.pending)
+		n.pending, n.stopped = nil, true
+	}
+	n.drain()
+	switch {
+	case n.over:
+	case n.m.Verdict() != nil:
+		n.over = true
+		n.c.watch.failed(n, n.m.Verdict())
+	case n.m.Closed():
+		n.over = true
+		n.c.watch.closed(n)
+	}
+}
+
+func (n *node) lane(set topo.ProcessSetID) *lane {
+	return &n.lanes[slices.IndexFunc(n.sets, func(s controller.Set) bool { return s.ID == set })]
+}
+
+// finish finishes the oldest grant of lane i. The news of it is sent by the next speak.
+func (n *node) finish(i int) {
+	g := n.lanes[i][0]
+	n.lanes[i] = n.lanes[i][1:]
+	n.c.watch.finished(n, g)
+	n.m.Tick(n.c.now)
+	n.m.Finished(g)
+}
+
+// drain says bye once everything granted is finished after STOP.
+func (n *node) drain() {
+	if !n.stopped || n.drained || n.over {
+		return
+	}
+	for _, l := range n.lanes {
+		if len(l) > 0 {
+			return
+		}
+	}
+	n.drained = true
+	n.m.Drained()
+	n.take()
+}
+
+// hear is a part of the coordinator's turn: it takes the oldest frame of a rank.
+func (c *cluster) hear(n *node) {
+	frame := n.up[0]
+	n.up = n.up[1:]
+	if err := message.DecodeUp(frame, &c.in); err != nil {
+		c.tb.Fatalf("coordinator: frame of rank %d: %v", n.rank, err)
+	}
+	c.watch.arrived(n, &c.in)
+	c.coord.Step(n.rank, &c.in)
+	c.watch.heard()
+}
+
+// decide is the end of the coordinator's turn. It reports whether anything was sent.
+func (c *cluster) decide() bool {
+	outs := c.coord.Ready()
+	sent := len(outs) > 0
+	c.watch.issued(outs)
+	for _, o := range outs {
+		frame, err := message.AppendDown(nil, o.Down)
+		if err != nil {
+			c.tb.Fatalf("coordinator: %v", err)
+		}
+		for _, r := range o.To {
+			if n := c.nodes[r]; !n.dead {
+				n.down = append(n.down, frame)
+			}
+		}
+	}
+	c.coord.Advance()
+	return sent
+}
+
+// kill ends the process of a rank: frames in flight from and to it are gone, its control connection ends. The death
+// of rank 0 is that of the coordinator: the frames that others have not read are gone too.
+func (c *cluster) kill(r topo.Rank, reason string) {
+	c.die(r)
+	c.hangUp(r, reason)
+}
+
+func (c *cluster) die(r topo.Rank) {
+	n := c.nodes[r]
+	n.dead, n.over = true, true
+	n.up, n.down = nil, nil
+}
+
+func (c *cluster) hangUp(r topo.Rank, reason string) {
+	if r != 0 {
+		if !c.nodes[0].dead {
+			c.coord.Tick(c.now)
+			c.coord.Lost(r, reason)
+		}
+		return
+	}
+	for _, n := range c.nodes {
+		if n.over {
+			continue
+		}
+		n.down = nil
+		n.speak()
+		if !n.over {
+			n.m.Lost(reason)
+			n.take()
+		}
+	}
+}
+
+// next is when somebody of those that pass wants a turn.
+func (c *cluster) next(pass func(n *node) bool) time.Duration {
+	next := controller.Never
+	if !c.nodes[0].dead && pass(c.nodes[0]) {
+		next = c.coord.Next()
+	}
+	for _, n := range c.nodes {
+		if !n.over && pass(n) {
+			next = min(next, n.m.Next())
+		}
+	}
+	return next
+}
+
+// settle does everything that can be done now; grants finish at once.
+func (c *cluster) settle() {
+	c.tb.Helper()
+	turns := 0
+	for moved := true; moved; {
+		if turns++; turns > 10_000 {
+			c.tb.Fatalf("frames still move after %d turns", turns)
+		}
+		moved = false
+		for _, n := range c.nodes {
+			if !n.over {
+				n.speak()
+			}
+		}
+		if !c.nodes[0].dead {
+			c.coord.Tick(c.now)
+			for _, n := range c.nodes {
+				for ; len(n.up) > 0; moved = true {
+					c.hear(n)
+				}
+			}
+			moved = c.decide() || moved
+		}
+		for _, n := range c.nodes {
+			for ; !n.over && len(n.down) > 0; moved = true {
+				n.read()
+			}
+			for i := range n.lanes {
+				for ; !n.over && len(n.lanes[i]) > 0; moved = true {
+					n.finish(i)
+				}
+			}
+			n.drain()
+		}
+	}
+}

@@ -1,0 +1,107 @@
+// Package controller is the negotiation: how ranks agree what to run, in which order (NEGOTIATION).
+//
+// It is pure. A Member stands for a rank, the Coordinator for rank 0's second role; both take events
+// (submitted requests, frames, the time) and say what to send and what to run. They know no socket, no clock
+// and no lock, never wait, and give the same outputs for the same inputs. Time is a duration since any
+// fixed moment, and every turn begins with Tick.
+//
+// One idea carries everything: a request is sent once, the coordinator remembers it until it is answered,
+// and its numbered answers are a log that every rank replays.
+//
+// Lockstep is the second controller over the same parts, for channels that only offer collectives: every
+// cycle, all ranks combine their votes by AND and OR, gather what is not cached at rank 0, and broadcast its
+// decision.
+package controller
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Durations of the protocol that are not settings (NEGOTIATION §3 and §7).
+const (
+	// heartbeatPeriod is the longest that a living rank is silent.
+	heartbeatPeriod = time.Second
+	// suspectGrace is how long the coordinator waits for the control connection of a suspect to end.
+	suspectGrace = 200 * time.Millisecond
+	// verdictTimeout is how long a rank that suspects another waits for the coordinator's word.
+	verdictTimeout = time.Second
+	// closeTimeout is how long a shutdown may go without progress.
+	closeTimeout = 10 * time.Second
+)
+
+// never is a time that does not come.
+const never = time.Duration(1<<63 - 1)
+
+// Set is a process set: its members, ascending.
+type Set struct {
+	ID    topo.ProcessSetID
+	Ranks []topo.Rank
+}
+
+// Global is the set of all ranks of a job.
+func Global(size int) Set {
+	s := Set{ID: topo.Global}
+	for r := range size {
+		s.Ranks = append(s.Ranks, topo.Rank(r))
+	}
+	return s
+}
+
+// index is the position of r in the set, or -1.
+func (s *Set) index(r topo.Rank) int {
+	for i, m := range s.Ranks {
+		if m == r {
+			return i
+		}
+	}
+	return -1
+}
+
+// Grant is one fused response as a member has to run it.
+type Grant struct {
+	Set       topo.ProcessSetID
+	Backend   message.Backend
+	Algorithm message.Algorithm
+	// Responses are the tensors to run together, in the order of the fusion buffer. They are shared with the
+	// cache and must not be changed.
+	Responses []*message.Response
+}
+
+// Verdict ends an epoch: these ranks failed. All survivors get the same.
+type Verdict struct {
+	Ranks  []topo.Rank
+	Reason string
+}
+
+func (v *Verdict) Error() string {
+	return fmt.Sprintf("%s failed: %s", rankList(v.Ranks), v.Reason)
+}
+
+// rankList prints ranks for people: "rank 3", "ranks 0, 1 and 5", "ranks 0, 1, ... (70 in all)".
+func rankList(ranks []topo.Rank) string {
+	const most = 8
+	if len(ranks) == 1 {
+		return fmt.Sprintf("rank %d", ranks[0])
+	}
+	var b strings.Builder
+	b.WriteString("ranks ")
+	for i, r := range ranks {
+		switch {
+		case i == most:
+			fmt.Fprintf(&b, ", ... (%d in all)", len(ranks))
+			return b.String()
+		case i == 0:
+		case i == len(ranks)-1:
+			b.WriteString(" and ")
+		default:
+			b.WriteString(", ")
+		}
+		fmt.Fprintf(&b, "%d", r)
+	}
+	return b.String()
+}

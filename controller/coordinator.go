@@ -1,0 +1,427 @@
+package controller
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// CoordinatorConfig is what a Coordinator needs to know.
+type CoordinatorConfig struct {
+	// Sets are the process sets of the job, ascending by id, the global one first.
+	Sets []Set
+	// CacheCapacity is the number of responses that each set remembers.
+	CacheCapacity int
+	// FusionThresholdBytes bounds a fused response.
+	FusionThresholdBytes int64
+	// CycleTime is the least time between two cycles.
+	CycleTime time.Duration
+	// LivenessTimeout is the silence after which a rank has failed.
+	LivenessTimeout time.Duration
+	// Plan chooses backend and algorithm.
+	Plan Planner
+}
+
+// Outgoing is a frame and the ranks that get it.
+type Outgoing struct {
+	To   []topo.Rank
+	Down *message.Down
+}
+
+type coordinatorState uint8
+
+const (
+	running  coordinatorState = iota
+	stopping                  // STOP is decided; ranks finish what is granted
+	closed                    // every rank said bye
+	failed                    // the verdict is given
+)
+
+// Coordinator decides for all process sets of a job what runs when. It is not safe for concurrent use.
+//
+// A turn is: Tick, then Step and Lost for whatever arrived, then Ready, send what it says, Advance.
+type Coordinator struct {
+	cfg   CoordinatorConfig
+	sets  []*setState
+	ranks []rankState
+	state coordinatorState
+
+	now       time.Duration
+	cycle     uint64
+	lastCycle time.Duration // when the cycle was issued
+	stopSent  bool
+	byes      int
+	progress  time.Duration // when the shutdown last got on
+
+	suspicion *suspicion
+	out       []Outgoing
+}
+
+// rankState is what the coordinator knows of a rank.
+type rankState struct {
+	seen  uint64        // last cycle that it has applied
+	heard time.Duration // when its last frame came
+	spoke time.Duration // when the last frame to it was made
+	lost  bool          // its control connection ended
+	bye   bool
+}
+
+type suspicion struct {
+	by, suspect topo.Rank
+	reason      string
+	since       time.Duration
+}
+
+// NewCoordinator makes the coordinator of an epoch that begins at the given time.
+func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
+	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime}
+	for _, s := range cfg.Sets {
+		c.sets = append(c.sets, newSetState(s, cfg.CacheCapacity))
+	}
+	c.ranks = make([]rankState, len(cfg.Sets[0].Ranks))
+	for r := range c.ranks {
+		c.ranks[r].heard, c.ranks[r].spoke = now, now
+	}
+	return c
+}
+
+// Tick says what time it is.
+func (c *Coordinator) Tick(now time.Duration) {
+	c.now = now
+	switch c.state {
+	case running, stopping:
+	default:
+		return
+	}
+	if s := c.suspicion; s != nil && now-s.since >= suspectGrace {
+		c.judge(s)
+		return
+	}
+	for r := range c.ranks {
+		if k := &c.ranks[r]; !k.bye && now-k.heard >= c.cfg.LivenessTimeout {
+			c.fail([]topo.Rank{topo.Rank(r)}, fmt.Sprintf("silent for %v", c.cfg.LivenessTimeout))
+			return
+		}
+	}
+	if c.state == stopping && now-c.progress >= closeTimeout {
+		c.close()
+	}
+}
+
+// Step applies a frame from a rank. A frame that breaks the protocol fails that rank.
+func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
+	if c.state == closed || c.state == failed {
+		return
+	}
+	k := &c.ranks[from]
+	k.heard = c.now
+	if up.Seen < k.seen || up.Seen > c.cycle {
+		c.breach(from, fmt.Errorf("it has seen cycle %d after cycle %d of %d", up.Seen, k.seen, c.cycle))
+		return
+	}
+	if up.Seen > k.seen {
+		k.seen = up.Seen
+		c.forget(from)
+	}
+	switch up.Type {
+	case message.UpHeartbeat:
+	case message.UpBye:
+		switch {
+		case !c.stopSent || up.Seen != c.cycle: // STOP is the last cycle
+			c.breach(from, fmt.Errorf("bye without a stop"))
+			return
+		case k.bye:
+			c.breach(from, fmt.Errorf("second bye"))
+			return
+		}
+		k.bye = true
+		c.progress = c.now
+		if c.byes++; c.byes == len(c.ranks) {
+			c.close()
+		}
+	case message.UpSuspect:
+		c.suspect(from, up)
+	case message.UpNews:
+		if c.stopSent {
+			c.progress = c.now
+			return // crossed with STOP: the sender answers its requests itself
+		}
+		if err := c.news(from, up); err != nil {
+			c.breach(from, err)
+		}
+	}
+}
+
+func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
+	for i := range up.Sets {
+		u := &up.Sets[i]
+		s, member := c.member(u.Set, from)
+		if s == nil {
+			return fmt.Errorf("news of process set %d, of which it is no member", u.Set)
+		}
+		for bit, ok := u.Hits.Next(0); ok; bit, ok = u.Hits.Next(bit + 1) {
+			if err := s.vote(member, bit, up.Seen); err != nil {
+				return err
+			}
+		}
+		for bit, ok := u.Invalid.Next(0); ok; bit, ok = u.Invalid.Next(bit + 1) {
+			if err := s.invalid(member, bit, up.Seen); err != nil {
+				return err
+			}
+		}
+		for _, q := range u.Requests {
+			if err := s.request(member, q); err != nil {
+				return err
+			}
+		}
+		if u.Done > 0 {
+			if member != 0 {
+				return fmt.Errorf("finished responses of process set %d, which rank %d has to report", u.Set, s.Ranks[0])
+			}
+			if unfinished := s.granted - s.done; uint64(u.Done) > unfinished {
+				return fmt.Errorf("finished %d responses of process set %d, want at most the %d that are granted and unfinished", u.Done, u.Set, unfinished)
+			}
+			s.done += uint64(u.Done)
+		}
+	}
+	if up.Shutdown && c.state == running {
+		c.state, c.progress = stopping, c.now
+	}
+	return nil
+}
+
+// member finds a set and the position of a rank in it; the set is nil if it is no member.
+func (c *Coordinator) member(id topo.ProcessSetID, r topo.Rank) (*setState, int) {
+	for _, s := range c.sets {
+		if s.ID == id {
+			if i := s.index(r); i >= 0 {
+				return s, i
+			}
+			break
+		}
+	}
+	return nil, 0
+}
+
+// forget lets the caches drop what no member can mean any more, after a rank has seen more cycles.
+func (c *Coordinator) forget(r topo.Rank) {
+	for _, s := range c.sets {
+		if s.cache.Remembered() == 0 || s.index(r) < 0 {
+			continue
+		}
+		least := c.ranks[r].seen
+		for _, m := range s.Ranks {
+			least = min(least, c.ranks[m].seen)
+		}
+		s.cache.Forget(least)
+	}
+}
+
+// Lost says that the control connection of a rank has ended. After its bye that is no failure.
+func (c *Coordinator) Lost(r topo.Rank, reason string) {
+	k := &c.ranks[r]
+	k.lost = true
+	if !k.bye && (c.state == running || c.state == stopping) {
+		c.fail([]topo.Rank{r}, reason)
+	}
+}
+
+// breach fails a rank that broke the protocol.
+func (c *Coordinator) breach(r topo.Rank, err error) {
+	c.fail([]topo.Rank{r}, fmt.Sprintf("it broke the protocol: %v", err))
+}
+
+// suspect takes note of an accusation. Death usually shows on the control connection too; waiting for that keeps
+// a living rank from being named for the death of another.
+func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
+	switch {
+	case int(up.Suspect) >= len(c.ranks):
+		c.breach(by, fmt.Errorf("it suspects rank %d of %d ranks", up.Suspect, len(c.ranks)))
+	case up.Suspect == by:
+		c.fail([]topo.Rank{by}, up.Reason)
+	case c.suspicion == nil:
+		c.suspicion = &suspicion{by: by, suspect: up.Suspect, reason: up.Reason, since: c.now}
+	}
+}
+
+// judge decides about a suspect whose control connection did not end: it alone if it has missed its heartbeat, else
+// the pair, because either may be wrong.
+func (c *Coordinator) judge(s *suspicion) {
+	ranks := []topo.Rank{s.suspect}
+	if c.now-c.ranks[s.suspect].heard < 2*heartbeatPeriod {
+		ranks = append(ranks, s.by)
+		slices.Sort(ranks)
+	}
+	c.fail(ranks, fmt.Sprintf("rank %d lost its channel to rank %d: %s", s.by, s.suspect, s.reason))
+}
+
+// fail gives the verdict, once.
+func (c *Coordinator) fail(ranks []topo.Rank, reason string) {
+	c.state = failed
+	c.out = c.out[:0]
+	d := &message.Down{Type: message.DownFail, Cycle: c.cycle, Ranks: ranks, Reason: reason}
+	c.emit(d, c.present())
+}
+
+func (c *Coordinator) close() {
+	c.state = closed
+	c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, c.present())
+}
+
+// present are the ranks whose control connection stands.
+func (c *Coordinator) present() []topo.Rank {
+	var all []topo.Rank
+	for r := range c.ranks {
+		if !c.ranks[r].lost {
+			all = append(all, topo.Rank(r))
+		}
+	}
+	return all
+}
+
+func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
+	c.out = append(c.out, Outgoing{To: to, Down: d})
+	for _, r := range to {
+		c.ranks[r].spoke = c.now
+	}
+}
+
+// Ready issues a cycle if anything can be decided, and is what to send now, in this order. It is valid
+// until Advance.
+func (c *Coordinator) Ready() []Outgoing {
+	if c.state == running && c.now-c.lastCycle >= c.cfg.CycleTime || c.state == stopping && !c.stopSent {
+		c.decide()
+	}
+	if c.state == running || c.state == stopping {
+		c.beat()
+	}
+	return c.out
+}
+
+// Advance says that the outputs of Ready were taken.
+func (c *Coordinator) Advance() {
+	clear(c.out)
+	c.out = c.out[:0]
+}
+
+// decide issues a cycle. Each rank gets a frame with the sets that it is in and that something was
+// decided about; ranks with the same such sets share a frame.
+func (c *Coordinator) decide() {
+	stop := c.state == stopping
+	next := c.cycle + 1
+	var decided []*message.DownSet
+	var states []*setState
+	for _, s := range c.sets {
+		// The STOP cycle grants all that every rank has asked for: nothing follows that could batch it better.
+		if len(s.ready) == 0 || !(s.open() || stop) {
+			continue
+		}
+		d := &message.DownSet{Set: s.ID}
+		s.decide(d, next, c.cfg.FusionThresholdBytes, c.cfg.Plan, nil)
+		decided, states = append(decided, d), append(states, s)
+	}
+	if len(decided) == 0 && !stop {
+		return
+	}
+	c.cycle, c.lastCycle = next, c.now
+	c.stopSent = stop
+	first := len(c.out)
+rank:
+	for r := range c.ranks {
+		rank := topo.Rank(r)
+		var mine []int
+		for i, s := range states {
+			if s.index(rank) >= 0 {
+				mine = append(mine, i)
+			}
+		}
+		if len(mine) == 0 && !stop {
+			continue
+		}
+		for i := first; i < len(c.out); i++ {
+			if sameSets(c.out[i].Down, states, mine) {
+				c.out[i].To = append(c.out[i].To, rank)
+				c.ranks[r].spoke = c.now
+				continue rank
+			}
+		}
+		d := &message.Down{Type: message.DownCycle, Cycle: next, Stop: stop}
+		for _, i := range mine {
+			d.Sets = append(d.Sets, *decided[i])
+		}
+		c.emit(d, []topo.Rank{rank})
+	}
+}
+
+func sameSets(d *message.Down, states []*setState, mine []int) bool {
+	if len(d.Sets) != len(mine) {
+		return false
+	}
+	for i, m := range mine {
+		if d.Sets[i].Set != states[m].ID {
+			return false
+		}
+	}
+	return true
+}
+
+// beat sends a heartbeat to the ranks that have heard nothing for a while.
+func (c *Coordinator) beat() {
+	var quiet []topo.Rank
+	for r := range c.ranks {
+		if k := &c.ranks[r]; !k.lost && c.now-k.spoke >= heartbeatPeriod {
+			quiet = append(quiet, topo.Rank(r))
+		}
+	}
+	if len(quiet) > 0 {
+		c.emit(&message.Down{Type: message.DownHeartbeat, Cycle: c.cycle}, quiet)
+	}
+}
+
+// Closed reports whether the epoch is over for the coordinator: all that Ready says is the last there is.
+func (c *Coordinator) Closed() bool { return c.state == closed || c.state == failed }
+
+// Next is the time at which Tick and Ready are wanted again if nothing arrives before.
+func (c *Coordinator) Next() time.Duration {
+	if c.Closed() {
+		return never
+	}
+	next := never
+	for r := range c.ranks {
+		k := &c.ranks[r]
+		if !k.lost {
+			next = min(next, k.spoke+heartbeatPeriod)
+		}
+		if !k.bye {
+			next = min(next, k.heard+c.cfg.LivenessTimeout)
+		}
+	}
+	if c.suspicion != nil {
+		next = min(next, c.suspicion.since+suspectGrace)
+	}
+	if c.state == stopping {
+		next = min(next, c.progress+closeTimeout)
+	}
+	if c.cfg.CycleTime > 0 && c.state == running {
+		for _, s := range c.sets {
+			if len(s.ready) > 0 && s.open() {
+				next = min(next, c.lastCycle+c.cfg.CycleTime)
+			}
+		}
+	}
+	return next
+}
+
+// Digest is that of the coordinator's cache of a set. Right after Ready it equals that of every member that has
+// applied the last cycle; later erasures, which travel with the next cycle of the set, are in it already.
+func (c *Coordinator) Digest(id topo.ProcessSetID) uint64 {
+	for _, s := range c.sets {
+		if s.ID == id {
+			return s.cache.Digest()
+		}
+	}
+	return 0
+}

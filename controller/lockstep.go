@@ -1,0 +1,304 @@
+package controller
+
+import (
+	"fmt"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/responsecache"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// LockstepConfig is what a Lockstep needs to know. It is the same at all ranks but for Rank.
+type LockstepConfig struct {
+	Rank topo.Rank
+	// Sets are all process sets of the job, ascending by id, the global one first.
+	Sets                 []Set
+	CacheCapacity        int
+	FusionThresholdBytes int64
+	Plan                 Planner
+}
+
+// Lockstep is a rank's side of the negotiation where all ranks enter every cycle (NEGOTIATION §9; Horovod's
+// shape). Rank 0's is the coordinator too. It is not safe for concurrent use.
+//
+// A cycle is: Submit and Shutdown for whatever happened at this rank; Vectors, which all ranks combine by
+// bitwise AND and OR; Combine; if it says so, Gather at rank 0, and a broadcast of what rank 0's Decide gives;
+// Apply, and run the grants in order. There are no late votes: every rank has seen the last cycle.
+type Lockstep struct {
+	cfg   LockstepConfig
+	sets  []*lockstepSet
+	words int // of a set's bit vector
+
+	shutdown bool
+	stopped  bool
+	cycle    uint64
+
+	and, or []uint64 // scratch of Vectors
+	up      message.Up
+	combine combined
+}
+
+// lockstepSet is a process set at one rank; me is -1 if the rank is no member.
+type lockstepSet struct {
+	memberSet
+	votes    message.Bits // this rank's unanswered votes, presented every cycle
+	invalid  message.Bits // bits that this rank invalidates in this cycle
+	requests []message.Request
+	state    *setState // rank 0 only
+}
+
+// combined is the outcome of a cycle's allreduce.
+type combined struct {
+	and, or  []uint64
+	requests bool
+	shutdown bool
+}
+
+const (
+	flagShutdown = 1 << iota
+	flagRequests
+)
+
+// NewLockstep makes the controller of one rank.
+func NewLockstep(cfg LockstepConfig) *Lockstep {
+	l := &Lockstep{cfg: cfg, words: (min(cfg.CacheCapacity, message.MaxCacheBits) + 63) / 64}
+	for _, s := range cfg.Sets {
+		ls := &lockstepSet{memberSet: memberSet{Set: s, me: s.index(cfg.Rank)}}
+		if cfg.Rank == 0 {
+			ls.state = newSetState(s, cfg.CacheCapacity)
+		}
+		l.sets = append(l.sets, ls)
+	}
+	return l
+}
+
+// Submit makes a request of this rank, as Member.Submit does.
+func (l *Lockstep) Submit(id topo.ProcessSetID, q *message.Request) error {
+	if l.stopped {
+		return nil
+	}
+	s := l.set(id)
+	if s == nil || s.me < 0 {
+		return fmt.Errorf("%v %q: rank %d is not a member of process set %d", q.Kind, q.Name, l.cfg.Rank, id)
+	}
+	switch bit, state := s.cache.Lookup(q, s.me); state {
+	case responsecache.Hit:
+		s.votes.Set(bit)
+	case responsecache.Invalid:
+		s.invalid.Set(bit)
+		fallthrough
+	default:
+		s.requests = append(s.requests, *q)
+	}
+	return nil
+}
+
+// Shutdown asks for the end of the job.
+func (l *Lockstep) Shutdown() { l.shutdown = true }
+
+// Vectors is what this rank contributes to the cycle's allreduce. The lengths are the same at all ranks. For
+// each set in order, and has the unanswered votes (all ones where the rank is no member), and or has
+// the votes, then the invalid bits, after one word of flags. They are valid until the next call.
+func (l *Lockstep) Vectors() (and, or []uint64) {
+	l.and, l.or = l.and[:0], append(l.or[:0], 0)
+	if l.shutdown {
+		l.or[0] |= flagShutdown
+	}
+	for _, s := range l.sets {
+		if len(s.requests) > 0 {
+			l.or[0] |= flagRequests
+		}
+		for w := range l.words {
+			if s.me < 0 {
+				l.and = append(l.and, ^uint64(0))
+			} else {
+				l.and = append(l.and, word(s.votes, w))
+			}
+			l.or = append(l.or, word(s.votes, w))
+		}
+		for w := range l.words {
+			l.or = append(l.or, word(s.invalid, w))
+		}
+	}
+	return l.and, l.or
+}
+
+func word(v message.Bits, w int) uint64 {
+	if w < len(v) {
+		return v[w]
+	}
+	return 0
+}
+
+// Combine takes the allreduced vectors, which it keeps until the end of the cycle. It says whether all ranks
+// now gather at rank 0, and whether rank 0 then broadcasts a frame; the answers are the same at all ranks.
+func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool, err error) {
+	if len(and) != len(l.sets)*l.words || len(or) != 1+2*len(l.sets)*l.words {
+		return false, false, fmt.Errorf("controller: vectors of %d and %d words, want %d and %d: do all ranks have the same HOROVOD_CACHE_CAPACITY?",
+			len(and), len(or), len(l.sets)*l.words, 1+2*len(l.sets)*l.words)
+	}
+	l.combine = combined{and: and, or: or, requests: or[0]&flagRequests != 0, shutdown: or[0]&flagShutdown != 0}
+	for i := range l.sets {
+		if l.invalidBits(i).Any() {
+			gather = true
+		}
+		if l.readyBits(i).Any() {
+			broadcast = true
+		}
+	}
+	gather = gather || l.combine.requests
+	return gather, broadcast || gather || l.combine.shutdown, nil
+}
+
+// Quiet reports whether no rank had anything to say in the combined vectors. All ranks answer the same.
+func (l *Lockstep) Quiet() bool { return !message.Bits(l.combine.or).Any() }
+
+// invalidBits and anyVotes and readyBits are what the ranks together say about set i.
+func (l *Lockstep) invalidBits(i int) message.Bits {
+	from := 1 + (2*i+1)*l.words
+	return l.combine.or[from : from+l.words]
+}
+
+func (l *Lockstep) anyVotes(i int) message.Bits {
+	from := 1 + 2*i*l.words
+	return l.combine.or[from : from+l.words]
+}
+
+func (l *Lockstep) readyBits(i int) message.Bits {
+	ready := append(message.Bits(nil), l.combine.and[i*l.words:(i+1)*l.words]...)
+	for w, bad := range l.invalidBits(i) {
+		ready[w] &^= bad
+	}
+	// Where every rank is outside the set's cache, AND is all ones: only voted bits count.
+	ready.And(l.anyVotes(i))
+	return ready
+}
+
+// Gather is what this rank sends to rank 0: its requests in full, among them those that it had voted for by bits
+// that turned out invalid. It is valid until the next cycle.
+func (l *Lockstep) Gather() *message.Up {
+	l.up.Reset()
+	l.up.Type, l.up.Seen, l.up.Shutdown = message.UpNews, l.cycle, l.shutdown
+	for i, s := range l.sets {
+		if s.me < 0 {
+			continue
+		}
+		u := l.up.At(s.ID)
+		invalid := l.invalidBits(i)
+		for bit, ok := invalid.Next(0); ok; bit, ok = invalid.Next(bit + 1) {
+			if s.votes.Has(bit) {
+				s.votes.Clear(bit)
+				u.Requests = append(u.Requests, s.cache.At(bit).Request(s.me))
+			}
+		}
+		u.Requests = append(u.Requests, s.requests...)
+		s.requests = s.requests[:0]
+		s.invalid.Reset()
+	}
+	return &l.up
+}
+
+// Decide is rank 0's decision, to be broadcast to all ranks. ups are what the ranks sent, by rank; nil if
+// there was no gather. An error is the fault of the rank that it names.
+func (l *Lockstep) Decide(ups []*message.Up) (*message.Down, error) {
+	next := l.cycle + 1
+	d := &message.Down{Type: message.DownCycle, Cycle: next, Stop: l.combine.shutdown}
+	for i, s := range l.sets {
+		ready := l.readyBits(i)
+		for bit, ok := ready.Next(0); ok; bit, ok = ready.Next(bit + 1) {
+			r := s.state.cache.At(bit)
+			if r == nil {
+				return nil, fmt.Errorf("controller: all ranks voted for bit %d of process set %d, which is free", bit, s.ID)
+			}
+			s.state.ready = append(s.state.ready, readyItem{response: r, cached: true, bit: bit})
+		}
+		invalid := l.invalidBits(i)
+		for bit, ok := invalid.Next(0); ok; bit, ok = invalid.Next(bit + 1) {
+			if s.state.cache.At(bit) == nil {
+				return nil, fmt.Errorf("controller: bit %d of process set %d is invalid but free", bit, s.ID)
+			}
+			if err := s.state.invalidate(bit); err != nil {
+				return nil, err
+			}
+		}
+	}
+	for r, up := range ups {
+		for i := range up.Sets {
+			s := l.set(up.Sets[i].Set)
+			member := -1
+			if s != nil {
+				member = s.index(topo.Rank(r))
+			}
+			if member < 0 {
+				return nil, fmt.Errorf("controller: rank %d sent news of process set %d, of which it is no member", r, up.Sets[i].Set)
+			}
+			for _, q := range up.Sets[i].Requests {
+				if err := s.state.request(member, q); err != nil {
+					return nil, fmt.Errorf("controller: rank %d: %w", r, err)
+				}
+			}
+		}
+	}
+	for i, s := range l.sets {
+		ds := d.AddSet(s.ID)
+		s.state.decide(ds, next, l.cfg.FusionThresholdBytes, l.cfg.Plan, l.anyVotes(i))
+		s.state.done = s.state.granted // executed before the next cycle
+		s.state.cache.Forget(next)
+	}
+	return d, nil
+}
+
+// Apply replays rank 0's decision. The grants are to be run before the next cycle.
+func (l *Lockstep) Apply(d *message.Down) ([]*Grant, error) {
+	if d.Type != message.DownCycle || d.Cycle != l.cycle+1 {
+		return nil, fmt.Errorf("controller: frame of type %d for cycle %d, want cycle %d", d.Type, d.Cycle, l.cycle+1)
+	}
+	var grants []*Grant
+	for i := range d.Sets {
+		ds := &d.Sets[i]
+		s := l.set(ds.Set)
+		if s == nil {
+			return nil, fmt.Errorf("controller: cycle %d has unknown process set %d", d.Cycle, ds.Set)
+		}
+		if s.me < 0 {
+			continue
+		}
+		for g := range ds.Grants {
+			for _, bit := range ds.Grants[g].Bits {
+				s.votes.Clear(bit)
+			}
+			// What is cached is answered in full if no backend runs it.
+			for _, r := range ds.Grants[g].Full {
+				if bit, ok := s.cache.BitOf(r.Name); ok {
+					s.votes.Clear(bit)
+				}
+			}
+		}
+		var err error
+		if grants, err = s.apply(ds, grants, func() *Grant { return new(Grant) }); err != nil {
+			return nil, fmt.Errorf("controller: cycle %d: %w", d.Cycle, err)
+		}
+	}
+	l.cycle, l.stopped = d.Cycle, d.Stop
+	return grants, nil
+}
+
+// Stopped reports whether nothing will be granted any more.
+func (l *Lockstep) Stopped() bool { return l.stopped }
+
+// Digest is that of this rank's cache of a set.
+func (l *Lockstep) Digest(id topo.ProcessSetID) uint64 {
+	if s := l.set(id); s != nil {
+		return s.cache.Digest()
+	}
+	return 0
+}
+
+func (l *Lockstep) set(id topo.ProcessSetID) *lockstepSet {
+	for _, s := range l.sets {
+		if s.ID == id {
+			return s
+		}
+	}
+	return nil
+}

@@ -1,0 +1,478 @@
+package controller_test
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// lockstepJob is a job of Lockstep controllers, whose collectives it does itself.
+type lockstepJob struct {
+	tb    testing.TB
+	sets  []controller.Set
+	ranks []*controller.Lockstep
+	// pending are the requests in flight and answers what became of the others, by rank.
+	pending [][]request
+	answers []map[string]string
+	turns   []map[string]int
+	grants  [][]string // in the order of each rank
+	gathers int
+}
+
+func newLockstepJob(tb testing.TB, cfg controller.LockstepConfig) *lockstepJob {
+	j := &lockstepJob{tb: tb, sets: cfg.Sets}
+	for _, r := range cfg.Sets[0].Ranks {
+		cfg.Rank = r
+		j.ranks = append(j.ranks, controller.NewLockstep(cfg))
+		j.answers = append(j.answers, make(map[string]string))
+		j.turns = append(j.turns, make(map[string]int))
+	}
+	j.pending = make([][]request, len(j.ranks))
+	j.grants = make([][]string, len(j.ranks))
+	return j
+}
+
+func (j *lockstepJob) waits(rank int, set topo.ProcessSetID, name string) int {
+	return slices.IndexFunc(j.pending[rank], func(r request) bool { return r.set == set && r.q.Name == name })
+}
+
+func (j *lockstepJob) submit(rank int, r request) {
+	j.tb.Helper()
+	if err := j.ranks[rank].Submit(r.set, &r.q); err != nil {
+		j.tb.Fatal(err)
+	}
+	j.pending[rank] = append(j.pending[rank], r)
+}
+
+// cycle is one turn of all ranks. It reports whether rank 0 decided.
+func (j *lockstepJob) cycle() bool {
+	j.tb.Helper()
+	var and, or []uint64
+	for i, l := range j.ranks {
+		a, o := l.Vectors()
+		if i == 0 {
+			and, or = slices.Clone(a), slices.Clone(o)
+			continue
+		}
+		if len(a) != len(and) || len(o) != len(or) {
+			j.tb.Fatalf("rank %d has vectors of %d and %d words, rank 0 of %d and %d", i, len(a), len(o), len(and), len(or))
+		}
+		for w := range a {
+			and[w] &= a[w]
+		}
+		for w := range o {
+			or[w] |= o[w]
+		}
+	}
+	var gather, broadcast bool
+	for i, l := range j.ranks {
+		g, b, err := l.Combine(and, or)
+		if err != nil {
+			j.tb.Fatal(err)
+		}
+		if i > 0 && (g != gather || b != broadcast) {
+			j.tb.Fatalf("rank %d: gather %v, broadcast %v; rank 0: %v, %v", i, g, b, gather, broadcast)
+		}
+		gather, broadcast = g, b
+	}
+	if !broadcast {
+		if gather {
+			j.tb.Fatal("a gather and no broadcast")
+		}
+		return false
+	}
+	var ups []*message.Up
+	if gather {
+		j.gathers++
+		for _, l := range j.ranks {
+			frame, err := message.AppendUp(nil, l.Gather())
+			if err != nil {
+				j.tb.Fatal(err)
+			}
+			u := new(message.Up)
+			if err := message.DecodeUp(frame, u); err != nil {
+				j.tb.Fatal(err)
+			}
+			ups = append(ups, u)
+		}
+	}
+	down, err := j.ranks[0].Decide(ups)
+	if err != nil {
+		j.tb.Fatal(err)
+	}
+	frame, err := message.AppendDown(nil, down)
+	if err != nil {
+		j.tb.Fatal(err)
+	}
+	for i := range j.ranks {
+		d := new(message.Down)
+		if err := message.DecodeDown(frame, d); err != nil {
+			j.tb.Fatal(err)
+		}
+		j.apply(i, d)
+	}
+	for _, s := range j.sets {
+		for _, r := range s.Ranks {
+			if j.ranks[r].Digest(s.ID) != j.ranks[s.Ranks[0]].Digest(s.ID) {
+				j.tb.Fatalf("caches of set %d differ at ranks %d and %d", s.ID, s.Ranks[0], r)
+			}
+		}
+	}
+	return true
+}
+
+func (j *lockstepJob) apply(rank int, d *message.Down) {
+	j.tb.Helper()
+	grants, err := j.ranks[rank].Apply(d)
+	if err != nil {
+		j.tb.Fatal(err)
+	}
+	for _, g := range grants {
+		j.grants[rank] = append(j.grants[rank], grantKey(g.Set, g.Backend, g.Algorithm, g.Responses))
+		for _, r := range g.Responses {
+			p := j.waits(rank, g.Set, r.Name)
+			if p < 0 {
+				j.tb.Fatalf("rank %d is answered %q of set %d, which it does not wait for", rank, r.Name, g.Set)
+			}
+			j.pending[rank] = slices.Delete(j.pending[rank], p, p+1)
+			answer(j.answers[rank], j.turns[rank], g.Set, r)
+		}
+	}
+}
+
+// answer notes what the n-th request of a name was answered.
+func answer(answers map[string]string, turns map[string]int, set topo.ProcessSetID, r *message.Response) {
+	name := fmt.Sprintf("set %d %q", set, r.Name)
+	turns[name]++
+	answers[fmt.Sprintf("%s, turn %d", name, turns[name])] = grantKey(set, 0, 0, []*message.Response{r})
+}
+
+// unwatched is a watcher that looks away.
+type unwatched struct{}
+
+func (unwatched) submitted(*node, request)          {}
+func (unwatched) sent(*node, *message.Up)           {}
+func (unwatched) arrived(*node, *message.Up)        {}
+func (unwatched) issued([]controller.Outgoing)      {}
+func (unwatched) applied(*node, *message.Down)      {}
+func (unwatched) granted(*node, *controller.Grant)  {}
+func (unwatched) finished(*node, *controller.Grant) {}
+func (unwatched) stop(*node, []request)             {}
+func (unwatched) closed(*node)                      {}
+func (unwatched) failed(*node, *controller.Verdict) {}
+func (unwatched) heard()                            {}
+
+// answering notes what each rank of an event-driven job is answered.
+type answering struct {
+	*checker
+	answers []map[string]string
+	turns   []map[string]int
+}
+
+func (a *answering) granted(n *node, g *controller.Grant) {
+	a.checker.granted(n, g)
+	for _, r := range g.Responses {
+		answer(a.answers[n.rank], a.turns[n.rank], g.Set, r)
+	}
+}
+
+// Invariant 14: event-driven and lock-step, fed the same submissions, answer the same requests with the same
+// results, whatever their caches and thresholds.
+func TestTwins(t *testing.T) {
+	n := 300
+	if testing.Short() {
+		n = 30
+	}
+	for _, seed := range seeds(n) {
+		rng := rand.New(rand.NewPCG(seed, 0))
+		pick := func(v ...int) int { return v[rng.IntN(len(v))] }
+		sets := randomSets(rng)
+		programs := randomPrograms(rng, sets, 1+rng.IntN(12))
+
+		cfg := controller.CoordinatorConfig{
+			Sets: sets, CacheCapacity: pick(0, 1, 2, 4, 64), FusionThresholdBytes: int64(pick(0, 16, 1<<20)),
+			LivenessTimeout: livenessTimeout, Plan: plan(refusedType),
+		}
+		events := &answering{checker: newChecker(t, seed, cfg)}
+		events.c.watch = events
+		for range sets[0].Ranks {
+			events.answers = append(events.answers, make(map[string]string))
+			events.turns = append(events.turns, make(map[string]int))
+		}
+		r := &run{checker: events.checker, rng: rng, todo: slices.Clone(programs), hangUp: -1}
+		for range 300 {
+			r.act()
+		}
+		r.finish()
+
+		l := newLockstepJob(t, controller.LockstepConfig{
+			Sets: sets, CacheCapacity: pick(0, 1, 2, 4, 64, 65), FusionThresholdBytes: int64(pick(0, 16, 1<<20)), Plan: plan(refusedType),
+		})
+		l.run(rng, programs)
+		for rank := range programs {
+			if !reflect.DeepEqual(events.answers[rank], l.answers[rank]) {
+				events.broken(14, "rank %d is answered\n%v\nby events and\n%v\nin lock-step", rank, events.answers[rank], l.answers[rank])
+			}
+		}
+		for _, s := range sets {
+			for _, r := range s.Ranks {
+				if got, want := ofSet(l.grants[r], s.ID), ofSet(l.grants[s.Ranks[0]], s.ID); !slices.Equal(got, want) {
+					events.broken(1, "in lock-step rank %d runs\n%v\nrank %d\n%v", r, got, s.Ranks[0], want)
+				}
+			}
+		}
+	}
+}
+
+func ofSet(grants []string, id topo.ProcessSetID) []string {
+	var of []string
+	for _, g := range grants {
+		if strings.HasPrefix(g, fmt.Sprintf("set %d ", id)) {
+			of = append(of, g)
+		}
+	}
+	return of
+}
+
+// run plays the programs to their end, with as many submissions of each rank in a cycle as is drawn.
+func (j *lockstepJob) run(rng *rand.Rand, programs [][]request) {
+	j.tb.Helper()
+	todo := slices.Clone(programs)
+	cycles := 0
+	for idle := 0; idle < 3; {
+		if cycles++; cycles > 10_000 {
+			j.tb.Fatalf("requests are unanswered after %d cycles: %v", cycles, j.pending)
+		}
+		for rank := range todo {
+			for range rng.IntN(6) {
+				if len(todo[rank]) == 0 || j.waits(rank, todo[rank][0].set, todo[rank][0].q.Name) >= 0 {
+					break
+				}
+				j.submit(rank, todo[rank][0])
+				todo[rank] = todo[rank][1:]
+			}
+		}
+		decided := j.cycle()
+		if idle++; decided || slices.ContainsFunc(todo, func(t []request) bool { return len(t) > 0 }) {
+			idle = 0
+		}
+	}
+	for rank := range todo {
+		if len(j.pending[rank]) > 0 {
+			j.tb.Fatalf("rank %d still waits for %v", rank, j.pending[rank])
+		}
+		if !j.ranks[rank].Quiet() {
+			j.tb.Fatalf("rank %d is not quiet though nobody had anything to say", rank)
+		}
+	}
+}
+
+func allreduce(name string, numElems int64) message.Request {
+	return message.Request{
+		Kind: message.Allreduce, Name: name, DType: tensor.Float32, Shape: tensor.Shape{numElems},
+		Op: tensor.Sum, Prescale: 1, Postscale: 1,
+	}
+}
+
+// Who is refused by the backend although cached, because fused it is too large, is answered once.
+func TestRefusedThoughCached(t *testing.T) {
+	large := errors.New("no backend: tcp: more than 16 bytes")
+	planner := func(_ *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
+		if numBytes > 16 {
+			return message.NoBackend, message.NoAlgorithm, large
+		}
+		return message.TCP, message.Ring, nil
+	}
+	want := []string{"a run", "b run", "a " + large.Error(), "b " + large.Error(), "a run"}
+
+	t.Run("lockstep", func(t *testing.T) {
+		j := newLockstepJob(t, controller.LockstepConfig{
+			Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: planner,
+		})
+		for _, names := range []string{"a", "b", "ab", "a"} {
+			for rank := range 2 {
+				for _, name := range names {
+					j.submit(rank, request{q: allreduce(string(name), 3)})
+				}
+			}
+			for range 3 {
+				j.cycle()
+			}
+		}
+		for rank := range 2 {
+			if got := results(j.grants[rank]); !slices.Equal(got, want) {
+				t.Errorf("rank %d: got %q, want %q", rank, got, want)
+			}
+		}
+	})
+	t.Run("events", func(t *testing.T) {
+		w := &refusals{}
+		c := newCluster(t, controller.CoordinatorConfig{
+			Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 4, FusionThresholdBytes: 64,
+			LivenessTimeout: livenessTimeout, Plan: planner,
+		}, w)
+		for _, names := range []string{"a", "b", "ab", "a"} {
+			for _, n := range c.nodes {
+				for _, name := range names {
+					n.submit(topo.Global, allreduce(string(name), 3))
+				}
+			}
+			c.settle()
+		}
+		if got := results(w.grants); !slices.Equal(got, want) {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	})
+}
+
+type refusals struct {
+	unwatched
+	grants []string
+}
+
+func (w *refusals) granted(n *node, g *controller.Grant) {
+	if n.rank == 1 {
+		w.grants = append(w.grants, grantKey(g.Set, g.Backend, g.Algorithm, g.Responses))
+	}
+}
+
+// results shortens keys of single grants to "name run" or "name reason".
+func results(keys []string) []string {
+	var short []string
+	for _, k := range keys {
+		name := strings.Split(k, `"`)[1]
+		if at := strings.Index(k, "no backend"); at >= 0 {
+			short = append(short, name+" "+strings.TrimSuffix(k[at:], `"`))
+		} else {
+			short = append(short, name+" run")
+		}
+	}
+	return short
+}
+
+// Shutdown in lock-step: what every rank has asked for is granted in the last cycle.
+func TestLockstepShutdown(t *testing.T) {
+	j := newLockstepJob(t, controller.LockstepConfig{
+		Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
+	})
+	for rank := range 3 {
+		j.submit(rank, request{q: allreduce("a", 1)})
+	}
+	j.submit(1, request{q: allreduce("b", 1)})
+	j.ranks[2].Shutdown()
+	j.cycle()
+	for rank, l := range j.ranks {
+		if l.Quiet() {
+			t.Errorf("rank %d is quiet in a cycle with requests and a shutdown", rank)
+		}
+		if !l.Stopped() {
+			t.Errorf("rank %d is not stopped", rank)
+		}
+		if len(j.grants[rank]) != 1 || !strings.Contains(j.grants[rank][0], `"a"`) {
+			t.Errorf("rank %d runs %v, want a", rank, j.grants[rank])
+		}
+	}
+	if err := j.ranks[0].Submit(topo.Global, new(allreduce("c", 1))); err != nil {
+		t.Errorf("submit after the stop: %v", err)
+	}
+	if a, o := j.ranks[0].Vectors(); slices.Max(a) != 0 || slices.Max(o) != 0 {
+		t.Errorf("submit after the stop counts: and %x, or %x", a, o)
+	}
+}
+
+// Vectors of more than one word, of sets that lack a rank and that lack all.
+func TestLockstepManyBits(t *testing.T) {
+	sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}}, {ID: 2}}
+	j := newLockstepJob(t, controller.LockstepConfig{Sets: sets, CacheCapacity: 130, FusionThresholdBytes: 1 << 20, Plan: plan()})
+	for turn := range 3 {
+		for _, s := range sets {
+			for _, r := range s.Ranks {
+				for i := range 130 {
+					j.submit(int(r), request{s.ID, allreduce(fmt.Sprintf("t%d", i), int64(s.ID)+1)})
+				}
+			}
+		}
+		if !j.cycle() {
+			t.Fatalf("turn %d: nothing is decided", turn)
+		}
+		for r, pending := range j.pending {
+			if len(pending) > 0 {
+				t.Fatalf("turn %d: rank %d waits for %v", turn, r, pending)
+			}
+		}
+		// Cached tensors are bits: only the first turn gathers.
+		if j.gathers != 1 {
+			t.Errorf("turn %d: %d gathers so far, want 1", turn, j.gathers)
+		}
+	}
+	for r, want := range []int{6, 3, 6} {
+		if len(j.grants[r]) != want {
+			t.Errorf("rank %d ran %d responses, want %d", r, len(j.grants[r]), want)
+		}
+	}
+}
+
+// What other ranks, or rank 0, may not say in lock-step.
+func TestLockstepErrors(t *testing.T) {
+	cfg := controller.LockstepConfig{
+		Sets:          []controller.Set{controller.Global(2), {ID: 1, Ranks: []topo.Rank{0}}},
+		CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
+	}
+	q := allreduce("a", 1)
+	up := func(set topo.ProcessSetID, qs ...message.Request) *message.Up {
+		return &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Set: set, Requests: qs}}}
+	}
+	decide := func(ready, invalid uint64, ups ...*message.Up) error {
+		l := controller.NewLockstep(cfg)
+		if _, _, err := l.Combine([]uint64{ready, 0}, []uint64{0, ready, invalid, 0, 0}); err != nil {
+			t.Fatal(err)
+		}
+		_, err := l.Decide(ups)
+		return err
+	}
+	combine := func(and, or int) error {
+		_, _, err := controller.NewLockstep(cfg).Combine(make([]uint64, and), make([]uint64, or))
+		return err
+	}
+	apply := func(d *message.Down) error {
+		_, err := controller.NewLockstep(cfg).Apply(d)
+		return err
+	}
+	submit := func(rank topo.Rank, set topo.ProcessSetID) error {
+		c := cfg
+		c.Rank = rank
+		return controller.NewLockstep(c).Submit(set, &q)
+	}
+	for _, c := range []struct {
+		name string
+		err  error
+		want string
+	}{
+		{"and of another capacity", combine(4, 5), "vectors of 4 and 5 words, want 2 and 5"},
+		{"or of another capacity", combine(2, 3), "vectors of 2 and 3 words, want 2 and 5"},
+		{"ready bit that is free", decide(1, 0), "all ranks voted for bit 0 of process set 0, which is free"},
+		{"invalid bit that is free", decide(0, 2), "bit 1 of process set 0 is invalid but free"},
+		{"news of another's set", decide(0, 0, up(0), up(1, q)), "rank 1 sent news of process set 1, of which it is no member"},
+		{"news of no set", decide(0, 0, up(7, q)), "rank 0 sent news of process set 7"},
+		{"second request", decide(0, 0, up(0, q, q)), `rank 0: second request for allreduce "a"`},
+		{"cycle skipped", apply(&message.Down{Type: message.DownCycle, Cycle: 2}), "for cycle 2, want cycle 1"},
+		{"no cycle", apply(&message.Down{Type: message.DownFail, Cycle: 1}), "frame of type 3"},
+		{"unknown set", apply(&message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{{Set: 7}}}), "unknown process set 7"},
+		{"free bit granted", apply(&message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{{Grants: []message.Grant{{Bits: []uint32{3}}}}}}), "grant of bit 3, which is free"},
+		{"submit to another's set", submit(1, 1), "rank 1 is not a member of process set 1"},
+		{"submit to no set", submit(0, 7), "rank 0 is not a member of process set 7"},
+	} {
+		if c.err == nil || !strings.Contains(c.err.Error(), c.want) {
+			t.Errorf("%s: got error %v, want %q", c.name, c.err, c.want)
+		}
+	}
+}

@@ -1,0 +1,471 @@
+package controller_test
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// loner is a Member without a job: rank r of the given size.
+func loner(r topo.Rank, size int) *controller.Member {
+	return controller.NewMember(controller.MemberConfig{
+		Rank: r, Sets: []controller.Set{controller.Global(size)}, LivenessTimeout: livenessTimeout,
+	}, 0)
+}
+
+func response(name string, numElems int64) *message.Response {
+	return &message.Response{
+		Kind: message.Allreduce, Name: name, DType: tensor.Float32, Shape: tensor.Shape{numElems},
+		Op: tensor.Sum, Prescale: 1, Postscale: 1,
+	}
+}
+
+// A coordinator that breaks the protocol has failed, and nothing of the frame is run.
+func TestMemberRefuses(t *testing.T) {
+	full := func(r ...*message.Response) message.Grant { return message.Grant{Full: r} }
+	cycle := func(n uint64, s message.DownSet) *message.Down {
+		return &message.Down{Type: message.DownCycle, Cycle: n, Sets: []message.DownSet{s}}
+	}
+	// Before the frame under test a has bit 0.
+	first := cycle(1, message.DownSet{Grants: []message.Grant{full(response("a", 1))}, Puts: []message.Put{{}}})
+	good := full(response("good", 1))
+	for _, c := range []struct {
+		name string
+		down *message.Down
+		want string
+	}{
+		{"the same cycle", cycle(1, message.DownSet{Grants: []message.Grant{good}}), "cycle 1 after cycle 1"},
+		{"another's set", cycle(2, message.DownSet{Set: 3}), "process set 3, of which rank 1 is no member"},
+		{"a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{1}}}}), "grant of bit 1, which is free"},
+		{"nothing", cycle(2, message.DownSet{Grants: []message.Grant{good, {}}}), "grant of nothing"},
+		{"two kinds", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{0}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}), `barrier "b" together with allreduce "a"`},
+		{"rows of one rank too few", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{
+			Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0}, FirstDims: []int64{4},
+		})}}), `allgather "r" with 1 first dimensions for 2 ranks`},
+		{"erasure of a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}), "erase bit 5, which is free"},
+		{"put to a taken bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}), `put "good" as bit 0, which stands for "a"`},
+		{"put of a cached name", cycle(2, message.DownSet{Grants: []message.Grant{full(response("a", 1))}, Puts: []message.Put{{Bit: 1}}}), `put "a" as bit 1, but it has bit 0`},
+		{"close without a stop", &message.Down{Type: message.DownClose, Cycle: 1}, "close without a stop"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			m := loner(1, 2)
+			if err := m.Step(first); err != nil {
+				t.Fatal(err)
+			}
+			m.Advance()
+			err := m.Step(c.down)
+			if err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Fatalf("got error %v, want %q", err, c.want)
+			}
+			v := m.Verdict()
+			if v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) || !strings.Contains(v.Error(), "rank 0 failed: it broke the protocol: ") {
+				t.Errorf("verdict %v, want rank 0", v)
+			}
+			if r := m.Ready(); len(r.Grants) > 0 || r.Ups[0] != nil || r.Stop {
+				t.Errorf("the failed member has work: %+v", r)
+			}
+			if m.Next() != controller.Never {
+				t.Errorf("the failed member wants a turn at %v", m.Next())
+			}
+			if err := m.Step(&message.Down{Type: message.DownFail, Ranks: []topo.Rank{1}}); err != nil || m.Verdict() != v {
+				t.Errorf("a later frame changes the verdict to %v (%v)", m.Verdict(), err)
+			}
+		})
+	}
+
+	t.Run("a cycle after the stop", func(t *testing.T) {
+		m := loner(1, 2)
+		if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: 1, Stop: true}); err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Step(cycle(2, message.DownSet{Grants: []message.Grant{good}})); err == nil || !strings.Contains(err.Error(), "cycle 2 after the stop") {
+			t.Errorf("got error %v", err)
+		}
+	})
+}
+
+// ups are the types of the frames that a member has to send.
+func ups(m *controller.Member) []message.UpType {
+	var types []message.UpType
+	for _, u := range m.Ready().Ups {
+		if u != nil {
+			types = append(types, u.Type)
+		}
+	}
+	m.Advance()
+	return types
+}
+
+func TestMember(t *testing.T) {
+	stop := &message.Down{Type: message.DownCycle, Cycle: 1, Stop: true}
+	a := allreduce("a", 1)
+
+	t.Run("submits to its sets only", func(t *testing.T) {
+		if err := loner(1, 2).Submit(7, &a); err == nil || !strings.Contains(err.Error(), "rank 1 is not a member of process set 7") {
+			t.Errorf("got error %v", err)
+		}
+	})
+	t.Run("submits nothing after the stop", func(t *testing.T) {
+		m := loner(1, 2)
+		if err := m.Step(stop); err != nil {
+			t.Fatal(err)
+		}
+		if !m.Ready().Stop {
+			t.Error("the stop is not announced")
+		}
+		m.Advance()
+		if m.Ready().Stop {
+			t.Error("the stop is announced twice")
+		}
+		if err := m.Submit(topo.Global, &a); err != nil {
+			t.Error(err)
+		}
+		m.Shutdown()
+		if got := ups(m); len(got) > 0 {
+			t.Errorf("frames %v", got)
+		}
+	})
+	t.Run("panics when frames would be classified by another cache", func(t *testing.T) {
+		m := loner(1, 2)
+		if err := m.Submit(topo.Global, &a); err != nil {
+			t.Fatal(err)
+		}
+		defer func() {
+			if recover() == nil {
+				t.Error("a Step between Submit and Ready goes unnoticed")
+			}
+		}()
+		m.Step(stop)
+	})
+	t.Run("shuts down once", func(t *testing.T) {
+		m := loner(1, 2)
+		m.Shutdown()
+		m.Shutdown()
+		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpNews}) {
+			t.Errorf("frames %v", got)
+		}
+		m.Shutdown()
+		if got := ups(m); len(got) > 0 {
+			t.Errorf("frames %v after the shutdown is said", got)
+		}
+	})
+	t.Run("says bye once, after the stop", func(t *testing.T) {
+		m := loner(1, 2)
+		m.Drained()
+		if got := ups(m); len(got) > 0 {
+			t.Errorf("frames %v before the stop", got)
+		}
+		if err := m.Step(stop); err != nil {
+			t.Fatal(err)
+		}
+		m.Advance()
+		m.Drained()
+		m.Drained()
+		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpBye}) {
+			t.Errorf("frames %v", got)
+		}
+		if err := m.Step(&message.Down{Type: message.DownClose}); err != nil || !m.Closed() {
+			t.Errorf("closed %v (%v)", m.Closed(), err)
+		}
+		m.Suspect(0, "late")
+		m.Lost("end of stream")
+		m.Tick(time.Hour)
+		if got := ups(m); len(got) > 0 || m.Verdict() != nil || m.Next() != controller.Never {
+			t.Errorf("after the close: frames %v, verdict %v, next turn at %v", got, m.Verdict(), m.Next())
+		}
+	})
+	t.Run("suspects once", func(t *testing.T) {
+		m := loner(1, 3)
+		m.Suspect(2, "reset")
+		m.Suspect(0, "timeout")
+		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpSuspect}) {
+			t.Errorf("frames %v", got)
+		}
+		if m.Next() != controller.VerdictTimeout {
+			t.Errorf("next turn at %v, want %v", m.Next(), controller.VerdictTimeout)
+		}
+		m.Tick(controller.VerdictTimeout)
+		if v := m.Verdict(); v == nil || !slices.Equal(v.Ranks, []topo.Rank{2}) || v.Reason != "reset" {
+			t.Errorf("verdict %v", v)
+		}
+	})
+	t.Run("believes the coordinator more than itself", func(t *testing.T) {
+		m := loner(1, 3)
+		m.Suspect(2, "reset")
+		ups(m)
+		down := &message.Down{Type: message.DownFail, Ranks: []topo.Rank{0, 2}, Reason: "who knows"}
+		if err := m.Step(down); err != nil {
+			t.Fatal(err)
+		}
+		down.Ranks[0] = 9 // frames are reused
+		m.Tick(time.Hour)
+		if got, want := m.Verdict().Error(), "ranks 0 and 2 failed: who knows"; got != want {
+			t.Errorf("verdict %q, want %q", got, want)
+		}
+	})
+	t.Run("news of finished work end with the epoch", func(t *testing.T) {
+		m := loner(0, 2)
+		if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{
+			{Grants: []message.Grant{{Full: []*message.Response{response("a", 1)}}}},
+		}}); err != nil {
+			t.Fatal(err)
+		}
+		g := m.Ready().Grants[0]
+		m.Advance()
+		m.Lost("reset")
+		m.Finished(g)
+		if got := ups(m); len(got) > 0 {
+			t.Errorf("frames %v", got)
+		}
+	})
+	t.Run("news are a sign of life", func(t *testing.T) {
+		m := loner(1, 2)
+		m.Tick(3 * controller.HeartbeatPeriod)
+		if err := m.Submit(topo.Global, &a); err != nil {
+			t.Fatal(err)
+		}
+		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpNews}) {
+			t.Errorf("frames %v, want news alone", got)
+		}
+		if m.Next() != 4*controller.HeartbeatPeriod {
+			t.Errorf("next turn at %v, want a heartbeat after the news", m.Next())
+		}
+	})
+	t.Run("digest of a set that it is not in", func(t *testing.T) {
+		if d := loner(0, 2).Digest(7); d != 0 {
+			t.Errorf("got %x, want 0", d)
+		}
+	})
+}
+
+// When the coordinator wants its next turn. Only that it asks is checked here; what it does then, the scripts
+// show.
+func TestCoordinatorNext(t *testing.T) {
+	const beat = controller.HeartbeatPeriod
+	start := func(cycleTime time.Duration) *controller.Coordinator {
+		return controller.NewCoordinator(controller.CoordinatorConfig{
+			Sets: []controller.Set{controller.Global(2)}, CycleTime: cycleTime, LivenessTimeout: livenessTimeout, Plan: plan(),
+		}, 0)
+	}
+	turn := func(c *controller.Coordinator) {
+		c.Ready()
+		c.Advance()
+	}
+	want := func(c *controller.Coordinator, at time.Duration, why string) {
+		t.Helper()
+		if got := c.Next(); got != at {
+			t.Errorf("next turn at %v, want %v: %s", got, at, why)
+		}
+	}
+
+	c := start(0)
+	want(c, beat, "heartbeat")
+	for at := beat; at < livenessTimeout-beat/2; at += beat {
+		c.Tick(at)
+		c.Step(0, &message.Up{Type: message.UpHeartbeat})
+		turn(c)
+		want(c, at+beat, "heartbeat after heartbeat")
+	}
+	c.Tick(livenessTimeout - beat/2)
+	c.Step(0, &message.Up{Type: message.UpSuspect, Suspect: 1})
+	want(c, livenessTimeout-beat/2+controller.SuspectGrace, "suspicion")
+
+	// Rank 0 has said bye, rank 1 lives and does not.
+	c = start(0)
+	c.Step(0, &message.Up{Type: message.UpNews, Shutdown: true})
+	turn(c)
+	c.Step(0, &message.Up{Type: message.UpBye, Seen: 1})
+	c.Tick(controller.CloseTimeout - beat/2)
+	c.Step(1, &message.Up{Type: message.UpHeartbeat, Seen: 1})
+	turn(c)
+	want(c, controller.CloseTimeout, "close, though the last heartbeat was half a period ago")
+	c.Tick(controller.CloseTimeout)
+	if !c.Closed() {
+		t.Error("not closed on time")
+	}
+	want(c, controller.Never, "closed")
+
+	// Rank 0 is silent to its end.
+	c = start(0)
+	c.Tick(livenessTimeout - beat/2)
+	turn(c)
+	want(c, livenessTimeout, "silence")
+	c.Tick(livenessTimeout)
+	if !c.Closed() {
+		t.Error("not failed on time")
+	}
+	want(c, controller.Never, "failed")
+
+	// Something is ready, and it is too early for a cycle.
+	c = start(beat / 2)
+	for cycle := range uint64(2) {
+		for r := range topo.Rank(2) {
+			c.Step(r, &message.Up{Type: message.UpNews, Seen: cycle, Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+		}
+		turn(c)
+	}
+	want(c, beat/2, "cycle time")
+}
+
+// steady is a job in which every rank submits the same cached tensors again and again, with buffers that
+// are reused as an engine would.
+type steady struct {
+	tb       testing.TB
+	coord    *controller.Coordinator
+	members  []*controller.Member
+	requests []message.Request
+	now      time.Duration
+	up       message.Up
+	downs    []message.Down // by member
+	ups      [][]byte       // by member
+	down     []byte
+}
+
+func newSteady(tb testing.TB, ranks, tensors int) *steady {
+	set := controller.Global(ranks)
+	s := &steady{
+		tb: tb, ups: make([][]byte, ranks), downs: make([]message.Down, ranks),
+		coord: controller.NewCoordinator(controller.CoordinatorConfig{
+			Sets: []controller.Set{set}, CacheCapacity: 1024, FusionThresholdBytes: 64 << 20,
+			LivenessTimeout: livenessTimeout, Plan: plan(),
+		}, 0),
+	}
+	for r := range ranks {
+		s.members = append(s.members, loner(topo.Rank(r), ranks))
+	}
+	for i := range tensors {
+		s.requests = append(s.requests, allreduce(fmt.Sprintf("layer%d.weight", i), 1000))
+	}
+	// Sent in full, cached, and every buffer has its size.
+	for range 3 {
+		s.cycle()
+	}
+	return s
+}
+
+// cycle is one trip up and one down of all tensors.
+func (s *steady) cycle() {
+	s.now += time.Microsecond
+	for r := range s.members {
+		s.speak(r)
+	}
+	s.decide()
+	for r := range s.members {
+		s.read(r)
+	}
+}
+
+// speak is the submission of all tensors by a rank, in one frame.
+func (s *steady) speak(r int) {
+	m := s.members[r]
+	m.Tick(s.now)
+	for i := range s.requests {
+		if err := m.Submit(topo.Global, &s.requests[i]); err != nil {
+			s.tb.Fatal(err)
+		}
+	}
+	var err error
+	if s.ups[r], err = message.AppendUp(s.ups[r][:0], m.Ready().Ups[0]); err != nil {
+		s.tb.Fatal(err)
+	}
+	m.Advance()
+}
+
+// decide is the coordinator's turn. The frame is the same for all ranks.
+func (s *steady) decide() {
+	s.coord.Tick(s.now)
+	for r, frame := range s.ups {
+		if err := message.DecodeUp(frame, &s.up); err != nil {
+			s.tb.Fatal(err)
+		}
+		s.coord.Step(topo.Rank(r), &s.up)
+	}
+	outs := s.coord.Ready()
+	if len(outs) != 1 || len(outs[0].To) != len(s.members) {
+		s.tb.Fatalf("the coordinator sends %+v, want one frame to all", outs)
+	}
+	var err error
+	if s.down, err = message.AppendDown(s.down[:0], outs[0].Down); err != nil {
+		s.tb.Fatal(err)
+	}
+	s.coord.Advance()
+}
+
+// read is a rank's turn with the coordinator's frame.
+func (s *steady) read(r int) {
+	m := s.members[r]
+	m.Tick(s.now)
+	if err := message.DecodeDown(s.down, &s.downs[r]); err != nil {
+		s.tb.Fatal(err)
+	}
+	if err := m.Step(&s.downs[r]); err != nil {
+		s.tb.Fatal(err)
+	}
+	ready := m.Ready()
+	if len(ready.Grants) != 1 || len(ready.Grants[0].Responses) != len(s.requests) {
+		s.tb.Fatalf("rank %d is to run %v, want one fused response", r, ready.Grants)
+	}
+	// Grants are the member's again after Finished, the list only until Advance.
+	g := ready.Grants[0]
+	m.Advance()
+	m.Finished(g)
+}
+
+// In steady state a rank's part of a cycle allocates nothing: neither at the set's lowest rank, which reports
+// what is finished, nor at another.
+func TestMemberAllocatesNothing(t *testing.T) {
+	for rank := range 2 {
+		s := newSteady(t, 2, 161)
+		n := testing.AllocsPerRun(20, func() {
+			s.now += time.Microsecond
+			s.speak(rank)
+			// The coordinator's frame is the last one with another number.
+			s.down[2]++
+			s.read(rank)
+		})
+		if n != 0 {
+			t.Errorf("rank %d: %v allocations per cycle", rank, n)
+		}
+	}
+}
+
+// BenchmarkCycle is the work of all ranks and of the coordinator for one cycle of cached tensors, in one
+// goroutine: submit, encode, decode, decide, replay. 161 is the number of gradients of ResNet-50.
+func BenchmarkCycle(b *testing.B) {
+	steadily(b, func(s *steady) func() { return s.cycle })
+}
+
+// BenchmarkCoordinator is rank 0's second role alone: the frames of all ranks are decoded and counted, one is
+// made and encoded.
+func BenchmarkCoordinator(b *testing.B) {
+	steadily(b, func(s *steady) func() {
+		return func() {
+			s.now += time.Microsecond
+			for r := range s.ups { // the ranks have seen the last cycle
+				copy(s.ups[r][2:10], s.down[2:10])
+			}
+			s.decide()
+		}
+	})
+}
+
+func steadily(b *testing.B, f func(*steady) func()) {
+	for _, ranks := range []int{2, 4, 8, 64} {
+		for _, tensors := range []int{1, 161} {
+			b.Run(fmt.Sprintf("ranks=%d/tensors=%d", ranks, tensors), func(b *testing.B) {
+				turn := f(newSteady(b, ranks, tensors))
+				b.ReportAllocs()
+				for b.Loop() {
+					turn()
+				}
+			})
+		}
+	}
+}

@@ -1,0 +1,311 @@
+package controller_test
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// The notation of NEGOTIATION's golden, in which scripts print frames and forge them. Vectors of bits are hexadecimal
+// numbers (bit 0 is 1), lists of bits are lists.
+
+func upText(from topo.Rank, u *message.Up) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%d->0 %s seen=%d", from, [...]string{"?", "up", "heartbeat", "bye", "suspect"}[u.Type], u.Seen)
+	if u.Type == message.UpSuspect {
+		fmt.Fprintf(&b, " rank=%d %s", u.Suspect, u.Reason)
+	}
+	for i := range u.Sets {
+		s := &u.Sets[i]
+		fmt.Fprintf(&b, " set=%d", s.Set)
+		if s.Hits.Any() {
+			fmt.Fprintf(&b, " hits=%s", vectorText(s.Hits))
+		}
+		if s.Invalid.Any() {
+			fmt.Fprintf(&b, " invalid=%s", vectorText(s.Invalid))
+		}
+		for j := range s.Requests {
+			fmt.Fprintf(&b, " request %s", requestText(&s.Requests[j]))
+		}
+		if s.Done > 0 {
+			fmt.Fprintf(&b, " done=%d", s.Done)
+		}
+	}
+	if u.Shutdown {
+		b.WriteString(" shutdown")
+	}
+	return b.String()
+}
+
+func vectorText(v message.Bits) string {
+	text := ""
+	for i := len(v) - 1; i >= 0; i-- {
+		if text == "" && v[i] != 0 {
+			text = strconv.FormatUint(v[i], 16)
+		} else if text != "" {
+			text += fmt.Sprintf("%016x", v[i])
+		}
+	}
+	return text
+}
+
+// requestText prints a request; what is usual (sum, factors 1) is left out.
+func requestText(q *message.Request) string {
+	if q.Kind == message.Barrier {
+		return fmt.Sprintf("%v %s", q.Kind, q.Name)
+	}
+	text := fmt.Sprintf("%v %s %v%v", q.Kind, q.Name, q.DType, q.Shape)
+	switch q.Kind {
+	case message.Broadcast:
+		text += fmt.Sprintf(" root=%d", q.Root)
+	case message.Allreduce:
+		if q.Op != tensor.Sum {
+			text += fmt.Sprintf(" op=%v", q.Op)
+		}
+		if q.Prescale != 1 {
+			text += fmt.Sprintf(" prescale=%v", q.Prescale)
+		}
+		if q.Postscale != 1 {
+			text += fmt.Sprintf(" postscale=%v", q.Postscale)
+		}
+	}
+	return text
+}
+
+// downText prints a frame to some of size ranks: "0->*" if to all.
+func downText(to []topo.Rank, size int, d *message.Down) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "0->%s ", ranksText(to, size))
+	switch d.Type {
+	case message.DownHeartbeat:
+		b.WriteString("heartbeat")
+		return b.String()
+	case message.DownClose:
+		b.WriteString("close")
+		return b.String()
+	case message.DownFail:
+		fmt.Fprintf(&b, "fail ranks=%s %s", ranksText(d.Ranks, -1), d.Reason)
+		return b.String()
+	}
+	fmt.Fprintf(&b, "down n=%d", d.Cycle)
+	for i := range d.Sets {
+		s := &d.Sets[i]
+		fmt.Fprintf(&b, " set=%d", s.Set)
+		for g := range s.Grants {
+			b.WriteString(" " + grantText(&s.Grants[g]))
+		}
+		if len(s.Erase) > 0 {
+			fmt.Fprintf(&b, " erase=%s", listText(s.Erase))
+		}
+		for j, p := range s.Puts {
+			if j == 0 {
+				b.WriteString(" put")
+			}
+			fmt.Fprintf(&b, " %s=%d", s.Grants[p.Grant].Full[p.Tensor].Name, p.Bit)
+		}
+	}
+	if d.Stop {
+		b.WriteString(" stop")
+	}
+	return b.String()
+}
+
+func grantText(g *message.Grant) string {
+	text := "grant"
+	if len(g.Full) > 0 {
+		text += " " + g.Full[0].Kind.String()
+	}
+	if len(g.Bits) > 0 {
+		text += " bits=" + listText(g.Bits)
+	}
+	for i, r := range g.Full {
+		sep := "+"
+		if i == 0 {
+			sep = " "
+		}
+		text += sep + r.Name
+	}
+	if g.Backend != message.NoBackend {
+		text += fmt.Sprintf(" %v/%v", g.Backend, g.Algorithm)
+	}
+	for _, r := range g.Full {
+		switch r.Kind {
+		case message.Error:
+			text += fmt.Sprintf(" (%s)", r.Text)
+		case message.Allgather:
+			text += fmt.Sprintf(" dims=%v", tensor.Shape(r.FirstDims))
+		}
+	}
+	return text
+}
+
+func listText[T ~uint32 | ~int32](v []T) string {
+	var parts []string
+	for _, x := range v {
+		parts = append(parts, fmt.Sprint(x))
+	}
+	return strings.Join(parts, ",")
+}
+
+func ranksText(ranks []topo.Rank, size int) string {
+	if len(ranks) == size {
+		return "*"
+	}
+	ranks = slices.Clone(ranks)
+	slices.Sort(ranks)
+	return listText(ranks)
+}
+
+// fields splits at blanks outside brackets.
+func fields(line string) []string {
+	depth := 0
+	return strings.FieldsFunc(line, func(r rune) bool {
+		switch r {
+		case '[':
+			depth++
+		case ']':
+			depth--
+		}
+		return r == ' ' && depth == 0
+	})
+}
+
+// parseRequests reads "allreduce g0,g1 float32[4 4] op=min root=1": one request per name. It gives back what it
+// did not read.
+func parseRequests(f []string) (qs []message.Request, rest []string, err error) {
+	if len(f) < 2 {
+		return nil, nil, fmt.Errorf("want a kind and a name, got %q", f)
+	}
+	var q message.Request
+	for k := message.Allreduce; k.Valid(); k++ {
+		if k.String() == f[0] {
+			q.Kind = k
+		}
+	}
+	names := f[1]
+	f = f[2:]
+	if q.Kind == message.Allreduce {
+		q.Op, q.Prescale, q.Postscale = tensor.Sum, 1, 1
+	}
+	if q.Kind != message.Barrier && len(f) > 0 {
+		open := strings.IndexByte(f[0], '[')
+		if open < 0 {
+			return nil, nil, fmt.Errorf("want type and shape as float32[4 4], got %q", f[0])
+		}
+		for _, dt := range tensor.DTypes() {
+			if dt.String() == f[0][:open] {
+				q.DType = dt
+			}
+		}
+		for _, d := range strings.Fields(strings.Trim(f[0][open:], "[]")) {
+			n, err := strconv.ParseInt(d, 10, 64)
+			if err != nil {
+				return nil, nil, err
+			}
+			q.Shape = append(q.Shape, n)
+		}
+		f = f[1:]
+	}
+options:
+	for len(f) > 0 {
+		key, value, _ := strings.Cut(f[0], "=")
+		switch key {
+		case "op":
+			q.Op = tensor.NoReduce
+			for op := tensor.Average; op.Valid(); op++ {
+				if op.String() == value {
+					q.Op = op
+				}
+			}
+		case "prescale":
+			q.Prescale, err = strconv.ParseFloat(value, 64)
+		case "postscale":
+			q.Postscale, err = strconv.ParseFloat(value, 64)
+		case "root":
+			var root int
+			root, err = strconv.Atoi(value)
+			q.Root = topo.Rank(root)
+		default:
+			break options
+		}
+		if err != nil {
+			return nil, nil, err
+		}
+		f = f[1:]
+	}
+	for name := range strings.SplitSeq(names, ",") {
+		q.Name = name
+		if err := q.Check(); err != nil {
+			return nil, nil, err
+		}
+		qs = append(qs, q)
+	}
+	return qs, f, nil
+}
+
+// parseUp reads what upText prints, after "1->0".
+func parseUp(f []string) (*message.Up, error) {
+	u := new(message.Up)
+	switch f[0] {
+	case "up":
+		u.Type = message.UpNews
+	case "bye":
+		u.Type = message.UpBye
+	case "suspect":
+		u.Type = message.UpSuspect
+	case "heartbeat":
+		u.Type = message.UpHeartbeat
+	default:
+		return nil, fmt.Errorf("unknown frame %q", f[0])
+	}
+	var set *message.UpSet
+	for f = f[1:]; len(f) > 0; f = f[1:] {
+		key, value, _ := strings.Cut(f[0], "=")
+		base := 10
+		if key == "hits" || key == "invalid" {
+			base = 16
+		}
+		var n uint64
+		if value != "" {
+			var err error
+			if n, err = strconv.ParseUint(value, base, 64); err != nil {
+				return nil, err
+			}
+		}
+		if set == nil && slices.Contains([]string{"hits", "invalid", "done", "request"}, key) {
+			return nil, fmt.Errorf("%s before set=", key)
+		}
+		switch key {
+		case "seen":
+			u.Seen = n
+		case "rank":
+			u.Suspect, u.Reason = topo.Rank(n), strings.Join(f[1:], " ")
+			return u, nil
+		case "shutdown":
+			u.Shutdown = true
+		case "set":
+			set = u.At(topo.ProcessSetID(n))
+		case "hits":
+			set.Hits = message.Bits{n}
+		case "invalid":
+			set.Invalid = message.Bits{n}
+		case "done":
+			set.Done = uint32(n)
+		case "request":
+			qs, rest, err := parseRequests(f[1:])
+			if err != nil {
+				return nil, err
+			}
+			set.Requests = append(set.Requests, qs...)
+			f = append([]string{""}, rest...)
+		default:
+			return nil, fmt.Errorf("unknown field %q", f[0])
+		}
+	}
+	return u, nil
+}

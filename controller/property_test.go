@@ -1,0 +1,707 @@
+package controller_test
+
+import (
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"reflect"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/responsecache"
+	"github.com/gohvd/gohvd/topo"
+)
+
+var seedFlag = flag.Uint64("seed", 0, "replay the random run of this seed only")
+
+// seeds gives n random seeds, or the one that -seed names.
+func seeds(n int) []uint64 {
+	if *seedFlag != 0 {
+		return []uint64{*seedFlag}
+	}
+	var all []uint64
+	for range n {
+		all = append(all, 1+rand.Uint64N(1<<62))
+	}
+	return all
+}
+
+// checker holds a cluster to the invariants of NEGOTIATION §10. It is a plain model of the coordinator: it
+// knows what each rank meant by each frame, and from that what must be granted.
+type checker struct {
+	t    *testing.T
+	seed uint64
+	c    *cluster
+	sets []*setModel
+	// ranks is what it knows of each rank.
+	ranks []rankModel
+
+	cycle     uint64
+	lastCycle time.Duration
+	arrivals  int  // frames taken by the coordinator
+	stopping  bool // a shutdown has arrived
+	stopped   bool // STOP is issued
+	order     int  // grants issued, of all sets
+	verdict   *controller.Verdict
+	failing   bool // the coordinator has given its verdict
+	died      []topo.Rank
+	accused   []topo.Rank // the pair of a false suspicion
+
+	seen counts
+}
+
+// counts shows that random runs reach what they are for.
+type counts struct {
+	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
+}
+
+type setModel struct {
+	controller.Set
+	cache      responsecache.Cache // as of the last cycle issued
+	asked      map[string][]*message.Request
+	ready      []readyName
+	unfinished int
+	log        []issuedGrant
+	digests    map[uint64]uint64
+}
+
+// readyName is a name that every member has asked for, with the frame that completed it.
+type readyName struct {
+	name  string
+	frame int
+}
+
+type issuedGrant struct {
+	text  string
+	order int
+}
+
+type rankModel struct {
+	fresh     []request   // submitted and not sent
+	intents   [][]request // what its news frames in flight mean
+	submitted int
+	finished  int // grants whose end it reports
+	news      int // frames sent
+	shutdown  bool
+	position  map[topo.ProcessSetID]int // grants applied
+	order     int                       // of the last grant applied
+	running   map[*controller.Grant]string
+	stopped   bool
+}
+
+func newChecker(t *testing.T, seed uint64, cfg controller.CoordinatorConfig) *checker {
+	ch := &checker{t: t, seed: seed, lastCycle: -cfg.CycleTime}
+	for _, s := range cfg.Sets {
+		ch.sets = append(ch.sets, &setModel{Set: s, asked: make(map[string][]*message.Request), digests: make(map[uint64]uint64)})
+	}
+	for range cfg.Sets[0].Ranks {
+		ch.ranks = append(ch.ranks, rankModel{
+			position: make(map[topo.ProcessSetID]int), order: -1, running: make(map[*controller.Grant]string),
+		})
+	}
+	ch.c = newCluster(t, cfg, ch)
+	return ch
+}
+
+// broken fails the test: an invariant of NEGOTIATION §10 does not hold.
+func (ch *checker) broken(invariant int, format string, args ...any) {
+	ch.t.Helper()
+	ch.t.Fatalf("invariant %d: %s\nreplay with -run %s -seed %d", invariant, fmt.Sprintf(format, args...), ch.t.Name(), ch.seed)
+}
+
+func (ch *checker) set(id topo.ProcessSetID) *setModel {
+	return ch.sets[slices.IndexFunc(ch.sets, func(s *setModel) bool { return s.ID == id })]
+}
+
+func (ch *checker) submitted(n *node, r request) {
+	k := &ch.ranks[n.rank]
+	k.fresh = append(k.fresh, r)
+	k.submitted++
+}
+
+func (ch *checker) sent(n *node, u *message.Up) {
+	if u.Type != message.UpNews {
+		return
+	}
+	k := &ch.ranks[n.rank]
+	said := 0
+	for i := range u.Sets {
+		said += len(u.Sets[i].Requests)
+		for bit, ok := u.Sets[i].Hits.Next(0); ok; bit, ok = u.Sets[i].Hits.Next(bit + 1) {
+			said++
+		}
+	}
+	if said != len(k.fresh) {
+		ch.broken(2, "rank %d sent %d requests, of %d that were submitted", n.rank, said, len(k.fresh))
+	}
+	k.intents = append(k.intents, k.fresh)
+	k.fresh = nil
+	k.news++
+	most := k.submitted + k.finished
+	if k.shutdown {
+		most++
+	}
+	if k.news > most {
+		ch.broken(7, "rank %d sent %d frames for %d submissions and %d finished grants", n.rank, k.news, k.submitted, k.finished)
+	}
+}
+
+func (ch *checker) arrived(n *node, u *message.Up) {
+	if u.Type != message.UpNews {
+		return
+	}
+	k := &ch.ranks[n.rank]
+	meant := k.intents[0]
+	k.intents = k.intents[1:]
+	if ch.stopped || ch.failing {
+		return
+	}
+	ch.arrivals++
+	for _, r := range meant {
+		s := ch.set(r.set)
+		if s.asked[r.q.Name] == nil {
+			s.asked[r.q.Name] = make([]*message.Request, len(s.Ranks))
+		}
+		qs := s.asked[r.q.Name]
+		qs[slices.Index(s.Ranks, n.rank)] = &r.q
+		if !slices.Contains(qs, nil) {
+			s.ready = append(s.ready, readyName{r.q.Name, ch.arrivals})
+		}
+	}
+	for i := range u.Sets {
+		s := ch.set(u.Sets[i].Set)
+		s.unfinished -= int(u.Sets[i].Done)
+		if u.Sets[i].Invalid.Any() {
+			ch.seen.invalid++
+		}
+		for bit, ok := u.Sets[i].Hits.Next(0); ok; bit, ok = u.Sets[i].Hits.Next(bit + 1) {
+			if r := s.cache.At(bit); r == nil || !slices.ContainsFunc(meant, func(m request) bool { return m.set == s.ID && m.q.Name == r.Name }) {
+				ch.seen.late++
+			}
+		}
+	}
+	ch.stopping = ch.stopping || u.Shutdown
+}
+
+func (ch *checker) heard() {
+	for _, s := range ch.sets {
+		if name := ch.c.coord.CachedAndRequested(s.ID); name != "" {
+			ch.broken(4, "%q of set %d is both cached and in the request table", name, s.ID)
+		}
+	}
+}
+
+func (ch *checker) issued(outs []controller.Outgoing) {
+	decided := make(map[topo.ProcessSetID]*message.DownSet)
+	told := make(map[topo.Rank]bool)
+	var cycle *message.Down
+	for _, o := range outs {
+		switch o.Down.Type {
+		case message.DownFail:
+			if ch.failing {
+				ch.broken(10, "a second verdict: %v", o.Down.Ranks)
+			}
+			ch.failing = true
+		case message.DownCycle:
+			if cycle != nil && (cycle.Cycle != o.Down.Cycle || cycle.Stop != o.Down.Stop) {
+				ch.broken(1, "cycles %d and %d in one turn", cycle.Cycle, o.Down.Cycle)
+			}
+			cycle = o.Down
+			for i := range o.Down.Sets {
+				d := &o.Down.Sets[i]
+				if first := decided[d.Set]; first != nil && !reflect.DeepEqual(first, d) {
+					ch.broken(1, "cycle %d decides differently for %v", cycle.Cycle, o.To)
+				}
+				decided[d.Set] = d
+			}
+			for _, r := range o.To {
+				if told[r] {
+					ch.broken(7, "rank %d got two frames of cycle %d", r, cycle.Cycle)
+				}
+				told[r] = true
+				for i := range o.Down.Sets {
+					if s := ch.set(o.Down.Sets[i].Set); !slices.Contains(s.Ranks, r) {
+						ch.broken(7, "rank %d is told about set %d", r, s.ID)
+					}
+				}
+				if len(o.Down.Sets) == 0 && !o.Down.Stop {
+					ch.broken(7, "rank %d got a frame about nothing", r)
+				}
+			}
+		}
+	}
+	if ch.failing {
+		return
+	}
+	ch.mustDecide(cycle, decided)
+	if cycle == nil {
+		return
+	}
+	if ch.stopped {
+		ch.broken(9, "cycle %d after STOP", cycle.Cycle)
+	}
+	if cycle.Cycle != ch.cycle+1 {
+		ch.broken(1, "cycle %d after cycle %d", cycle.Cycle, ch.cycle)
+	}
+	ch.cycle, ch.lastCycle, ch.stopped = cycle.Cycle, ch.c.now, cycle.Stop
+	for _, s := range ch.sets {
+		d := decided[s.ID]
+		for _, r := range s.Ranks {
+			if (d != nil || cycle.Stop) && !told[r] && !ch.c.nodes[r].dead {
+				ch.broken(1, "rank %d is not told of cycle %d", r, cycle.Cycle)
+			}
+		}
+		if d != nil {
+			ch.decided(s, d)
+		}
+		if cycle.Stop && s.unfinished > 0 {
+			ch.seen.stopsWithWork++
+		}
+	}
+}
+
+// mustDecide checks that exactly those sets are decided about that have something ready and an open gate.
+func (ch *checker) mustDecide(cycle *message.Down, decided map[topo.ProcessSetID]*message.DownSet) {
+	stop := ch.stopping && !ch.stopped
+	if (cycle != nil && cycle.Stop) != stop {
+		ch.broken(9, "a shutdown has arrived: %v, and this turn says stop: %v", stop, !stop)
+	}
+	early := ch.c.now-ch.lastCycle < ch.c.cfg.CycleTime
+	for _, s := range ch.sets {
+		want := len(s.ready) > 0 && !ch.stopped && (stop || s.unfinished <= 1 && !early)
+		switch d := decided[s.ID]; {
+		case d == nil && want:
+			ch.broken(6, "%v of set %d are ready, %d grants are unfinished, and nothing is granted", s.ready, s.ID, s.unfinished)
+		case d != nil && !want:
+			ch.broken(5, "set %d is granted %v with %v ready and %d unfinished", s.ID, d.Grants, s.ready, s.unfinished)
+		}
+	}
+}
+
+// decided checks what a cycle decides about a set and replays it.
+func (ch *checker) decided(s *setModel, d *message.DownSet) {
+	last := -1
+	for g := range d.Grants {
+		grant := &d.Grants[g]
+		var responses []*message.Response
+		for _, bit := range grant.Bits {
+			r := s.cache.At(bit)
+			if r == nil {
+				ch.broken(3, "bit %d of set %d is granted and free", bit, s.ID)
+			}
+			responses = append(responses, r)
+			ch.seen.byBit++
+		}
+		responses = append(responses, grant.Full...)
+		if len(responses) == 0 {
+			ch.broken(5, "set %d: a grant of nothing", s.ID)
+		}
+		var bytes int64
+		first := ch.arrivals
+		for _, r := range responses {
+			first = min(first, ch.answered(s, r))
+			bytes += r.NumBytes()
+		}
+		// A refused group is answered one by one, each in its own place of the group.
+		if responses[0].Kind != message.Error {
+			if first < last {
+				ch.broken(6, "set %d: a grant completed by frame %d after one completed by frame %d", s.ID, first, last)
+			}
+			last = first
+		}
+		if len(responses) > 1 {
+			if ch.seen.fused++; bytes > ch.c.cfg.FusionThresholdBytes {
+				ch.broken(5, "set %d: %d bytes are fused, threshold %d", s.ID, bytes, ch.c.cfg.FusionThresholdBytes)
+			}
+		}
+		s.log = append(s.log, issuedGrant{grantKey(s.ID, grant.Backend, grant.Algorithm, responses), ch.order})
+		ch.order++
+		ch.seen.grants++
+	}
+	if len(s.ready) > 0 {
+		ch.broken(6, "set %d: an open gate left %v", s.ID, s.ready)
+	}
+	s.unfinished += len(d.Grants)
+	for _, bit := range d.Erase {
+		ch.seen.erased++
+		if err := s.cache.Erase(bit); err != nil {
+			ch.broken(3, "set %d: %v", s.ID, err)
+		}
+	}
+	for _, p := range d.Puts {
+		if err := s.cache.Put(p.Bit, d.Grants[p.Grant].Full[p.Tensor]); err != nil {
+			ch.broken(3, "set %d: %v", s.ID, err)
+		}
+	}
+	if n := s.cache.Len(); n > ch.c.cfg.CacheCapacity {
+		ch.broken(3, "set %d: %d entries, capacity %d", s.ID, n, ch.c.cfg.CacheCapacity)
+	}
+	s.digests[ch.cycle] = s.cache.Digest()
+	if got := ch.c.coord.Digest(s.ID); got != s.digests[ch.cycle] {
+		ch.broken(3, "the coordinator's cache of set %d is not what its frames say", s.ID)
+	}
+}
+
+// answered checks a granted response against what the members asked for. It gives the frame that completed it.
+func (ch *checker) answered(s *setModel, r *message.Response) int {
+	qs := s.asked[r.Name]
+	i := slices.IndexFunc(s.ready, func(x readyName) bool { return x.name == r.Name })
+	if i < 0 {
+		ch.broken(5, "%v %q of set %d is granted, asked for by %v", r.Kind, r.Name, s.ID, qs)
+	}
+	frame := s.ready[i].frame
+	s.ready = slices.Delete(s.ready, i, i+1)
+	delete(s.asked, r.Name)
+	agreed := agree(s.Set, qs)
+	if r.Kind == message.Error {
+		switch {
+		case !agreed:
+			ch.seen.errors++
+		case qs[0].DType == refusedType:
+			ch.seen.refused++
+		default:
+			ch.broken(4, "%q of set %d fails, though all agree: %s", r.Name, s.ID, r.Text)
+		}
+		return frame
+	}
+	if !agreed || qs[0].DType == refusedType && r.Kind != message.Barrier {
+		ch.broken(4, "%v %q of set %d is granted, though the members do not agree", r.Kind, r.Name, s.ID)
+	}
+	for m, q := range qs {
+		if !r.Matches(q, m) {
+			ch.broken(4, "%v %q of set %d is granted as %v%v, rank %d asked for %s", r.Kind, r.Name, s.ID, r.DType, r.Shape, s.Ranks[m], requestText(q))
+		}
+	}
+	return frame
+}
+
+// grantKey is equal for grants that run the same.
+func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, responses []*message.Response) string {
+	key := fmt.Sprintf("set %d %v/%v", set, b, a)
+	for _, r := range responses {
+		key += fmt.Sprintf(" %v %q %v%v %v %v %v %v %v %q", r.Kind, r.Name, r.DType, r.Shape, r.FirstDims, r.Op, r.Prescale, r.Postscale, r.Root, r.Text)
+	}
+	return key
+}
+
+func (ch *checker) applied(n *node, d *message.Down) {
+	if d.Type != message.DownCycle {
+		return
+	}
+	for i := range d.Sets {
+		if s := ch.set(d.Sets[i].Set); n.m.Digest(s.ID) != s.digests[d.Cycle] {
+			ch.broken(3, "after cycle %d the cache of rank %d of set %d differs from the coordinator's", d.Cycle, n.rank, s.ID)
+		}
+	}
+}
+
+func (ch *checker) granted(n *node, g *controller.Grant) {
+	s, k := ch.set(g.Set), &ch.ranks[n.rank]
+	if k.stopped {
+		ch.broken(9, "rank %d is granted %q after STOP", n.rank, g.Responses[0].Name)
+	}
+	i := k.position[g.Set]
+	k.position[g.Set]++
+	key := grantKey(g.Set, g.Backend, g.Algorithm, g.Responses)
+	if i >= len(s.log) || s.log[i].text != key {
+		ch.broken(1, "grant %d of set %d is at rank %d\n%s\nthe coordinator's are %v", i, g.Set, n.rank, key, s.log)
+	}
+	if s.log[i].order <= k.order {
+		ch.broken(1, "rank %d applies grant %d after grant %d", n.rank, s.log[i].order, k.order)
+	}
+	k.order = s.log[i].order
+	k.running[g] = key
+	for _, r := range g.Responses {
+		p := n.pendingIndex(g.Set, r.Name)
+		if p < 0 {
+			ch.broken(2, "rank %d is answered %q of set %d, which it does not wait for", n.rank, r.Name, g.Set)
+		}
+		if q := &n.pending[p].q; r.Kind != message.Error && !r.Matches(q, slices.Index(s.Ranks, n.rank)) {
+			ch.broken(4, "rank %d asked for %s and runs %v%v", n.rank, requestText(q), r.DType, r.Shape)
+		}
+	}
+}
+
+func (ch *checker) finished(n *node, g *controller.Grant) {
+	if key := grantKey(g.Set, g.Backend, g.Algorithm, g.Responses); key != ch.ranks[n.rank].running[g] {
+		ch.broken(1, "rank %d was given\n%s\nwhich became\n%s\nbefore it was finished", n.rank, ch.ranks[n.rank].running[g], key)
+	}
+	if ch.set(g.Set).Ranks[0] == n.rank {
+		ch.ranks[n.rank].finished++
+	}
+}
+
+func (ch *checker) stop(n *node, _ []request) { ch.ranks[n.rank].stopped = true }
+
+func (ch *checker) closed(n *node) {
+	for _, l := range n.lanes {
+		if len(l) > 0 {
+			ch.broken(9, "rank %d closes before its work is done", n.rank)
+		}
+	}
+}
+
+func (ch *checker) failed(n *node, v *controller.Verdict) {
+	if ch.verdict == nil {
+		ch.verdict = v
+		ch.seen.verdicts++
+	}
+	if !reflect.DeepEqual(v, ch.verdict) {
+		ch.broken(10, "rank %d says %v, others say %v", n.rank, v, ch.verdict)
+	}
+	if len(ch.died) == 0 && len(ch.accused) == 0 {
+		ch.broken(10, "rank %d says %v and all live", n.rank, v)
+	}
+	for _, r := range append(slices.Clone(ch.died), ch.accused...) {
+		if !slices.Contains(v.Ranks, r) {
+			ch.broken(10, "rank %d says %v; dead are %v, accused are %v", n.rank, v, ch.died, ch.accused)
+		}
+	}
+}
+
+// run is a random job.
+type run struct {
+	*checker
+	rng  *rand.Rand
+	todo [][]request // by rank
+	// hangUp is the rank that died and whose connections still stand, or -1.
+	hangUp topo.Rank
+}
+
+// Whatever the order in which ranks submit, speak, read and finish, whatever the cache and the fusion, and
+// however the job ends, the invariants hold.
+func TestInvariants(t *testing.T) {
+	n := 1000
+	if testing.Short() {
+		n = 50
+	}
+	var total counts
+	all := seeds(n)
+	for _, seed := range all {
+		total = total.plus(randomRun(t, seed))
+	}
+	t.Logf("%d runs: %+v", len(all), total)
+	if v := reflect.ValueOf(total); len(all) >= 400 {
+		for i := range v.NumField() {
+			if v.Field(i).Int() == 0 {
+				t.Errorf("no run had %s: the generator does not reach what it is for", v.Type().Field(i).Name)
+			}
+		}
+	}
+}
+
+func (a counts) plus(b counts) counts {
+	return counts{
+		a.grants + b.grants, a.byBit + b.byBit, a.fused + b.fused, a.errors + b.errors, a.refused + b.refused, a.erased + b.erased,
+		a.late + b.late, a.invalid + b.invalid, a.stopsWithWork + b.stopsWithWork, a.verdicts + b.verdicts,
+	}
+}
+
+func randomRun(t *testing.T, seed uint64) counts {
+	rng := rand.New(rand.NewPCG(seed, 0))
+	pick := func(v ...int) int { return v[rng.IntN(len(v))] }
+	cfg := controller.CoordinatorConfig{
+		Sets:                 randomSets(rng),
+		CacheCapacity:        pick(0, 1, 2, 4, 64),
+		FusionThresholdBytes: int64(pick(0, 16, 64, 1<<20)),
+		CycleTime:            time.Duration(pick(0, 0, 5)) * time.Millisecond,
+		LivenessTimeout:      livenessTimeout,
+		Plan:                 plan(refusedType),
+	}
+	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(12)), hangUp: -1}
+	// How the job ends, and when: left alone (and shut down when all is done), shut down in the middle, a death, a
+	// false suspicion.
+	end, when := rng.IntN(4), rng.IntN(600)
+	for i := range 600 {
+		if i == when {
+			r.end(end)
+		}
+		r.act()
+	}
+	r.finish()
+	return r.checker.seen
+}
+
+// end does to the job what it draws.
+func (r *run) end(how int) {
+	size := len(r.c.nodes)
+	n := r.c.nodes[r.rng.IntN(size)]
+	switch how {
+	case 1:
+		r.shutdown(n)
+	case 2:
+		if !n.over {
+			r.hangUp = n.rank
+			r.died = append(r.died, n.rank)
+			r.c.die(n.rank)
+		}
+	case 3:
+		of := r.c.nodes[r.rng.IntN(size)]
+		if n != of {
+			r.accused = []topo.Rank{n.rank, of.rank}
+			n.m.Tick(r.c.now)
+			n.m.Suspect(of.rank, "timeout")
+		}
+	}
+}
+
+func (r *run) shutdown(n *node) {
+	if !n.over && !n.stopped {
+		n.m.Tick(r.c.now)
+		n.m.Shutdown()
+		r.ranks[n.rank].shutdown = true
+	}
+}
+
+// act does one random thing that can happen next.
+func (r *run) act() {
+	n := r.c.nodes[r.rng.IntN(len(r.c.nodes))]
+	switch k := r.rng.IntN(14); {
+	case k < 4:
+		r.submit(n)
+	case k < 6:
+		if !n.over {
+			n.speak()
+		}
+	case k < 8:
+		if !r.c.nodes[0].dead {
+			r.c.coord.Tick(r.c.now)
+			for range r.rng.IntN(4) {
+				if from := r.c.nodes[r.rng.IntN(len(r.c.nodes))]; len(from.up) > 0 {
+					r.c.hear(from)
+				}
+			}
+			r.c.decide()
+		}
+	case k < 11:
+		if !n.over && len(n.down) > 0 {
+			n.read()
+		}
+	case k < 13:
+		if i := r.rng.IntN(len(n.lanes)); !n.over && len(n.lanes[i]) > 0 {
+			n.finish(i)
+			n.drain()
+		}
+	default:
+		if r.hangUp >= 0 {
+			r.mourn(n)
+		} else if !r.failing && len(r.accused) == 0 && r.c.now < time.Second {
+			r.pass(time.Duration(r.rng.IntN(10)) * time.Millisecond)
+		}
+	}
+}
+
+// mourn is what may be noticed first of a death: a broken data channel, or the end of the control connection.
+func (r *run) mourn(n *node) {
+	if r.rng.IntN(2) == 0 && !n.over && r.hangUp != 0 {
+		n.m.Tick(r.c.now)
+		n.m.Suspect(r.hangUp, "data: connection reset")
+		return
+	}
+	r.c.hangUp(r.hangUp, "connection reset")
+	r.hangUp = -1
+}
+
+// submit makes the next request of a rank's program, if the name is free.
+func (r *run) submit(n *node) bool {
+	todo := r.todo[n.rank]
+	if len(todo) == 0 || n.over || n.stopped || n.waits(todo[0].set, todo[0].q.Name) {
+		return false
+	}
+	r.todo[n.rank] = todo[1:]
+	n.submit(todo[0].set, todo[0].q)
+	return true
+}
+
+// pass lets d pass; whoever asked for a turn gets one.
+func (r *run) pass(d time.Duration) {
+	r.c.now += d
+	if !r.c.nodes[0].dead && r.c.coord.Next() <= r.c.now {
+		r.c.coord.Tick(r.c.now)
+		r.c.decide()
+	}
+	for _, n := range r.c.nodes {
+		if !n.over && n.m.Next() <= r.c.now {
+			n.speak()
+		}
+	}
+}
+
+// settle submits and does everything that can be submitted and done now.
+func (r *run) settle() {
+	for moved := true; moved; {
+		moved = false
+		for _, n := range r.c.nodes {
+			for r.submit(n) {
+				moved = true
+			}
+		}
+		r.c.settle()
+	}
+}
+
+// finish lets the job come to its end and checks that it is one.
+func (r *run) finish() {
+	r.t.Helper()
+	if r.hangUp >= 0 {
+		r.c.hangUp(r.hangUp, "connection reset")
+	}
+	// The programs' last requests, paced by the cycle time, take a fraction of a second; then a second is enough for
+	// the slowest: a suspicion, a heartbeat with which erased entries are forgotten.
+	for range 200 {
+		r.settle()
+		r.pass(10 * time.Millisecond)
+	}
+	r.settle()
+	if r.verdict == nil && len(r.died) == 0 && len(r.accused) == 0 && !r.stopped {
+		r.idle()
+		r.shutdown(r.c.nodes[r.rng.IntN(len(r.c.nodes))])
+		r.settle()
+	}
+	for _, n := range r.c.nodes {
+		switch {
+		case n.dead:
+		case !n.over:
+			r.broken(2, "rank %d is still running; it waits for %v; died %v, accused %v, stopped %v", n.rank, n.pending, r.died, r.accused, r.stopped)
+		case n.m.Verdict() == nil && len(n.pending) > 0:
+			r.broken(2, "rank %d ended well and was not answered %v", n.rank, n.pending)
+		}
+	}
+	switch {
+	case !r.c.nodes[0].dead && !r.c.coord.Closed():
+		r.broken(9, "the coordinator is not closed")
+	case r.verdict != nil:
+	case len(r.accused) > 0 && !r.stopped:
+		r.broken(10, "rank %d accused rank %d and there is no verdict", r.accused[0], r.accused[1])
+	case len(r.died) > 0 && len(r.c.nodes) > 1 && !r.c.nodes[r.died[0]].drained:
+		r.broken(10, "rank %d died and there is no verdict", r.died[0])
+	}
+}
+
+// idle checks a job in which all programs are done.
+func (r *run) idle() {
+	for _, s := range r.sets {
+		if len(s.ready) > 0 || len(s.asked) > 0 || s.unfinished > 0 {
+			r.broken(6, "set %d: %v are ready, %v asked for, %d grants unfinished", s.ID, s.ready, s.asked, s.unfinished)
+		}
+		for _, m := range s.Ranks {
+			if r.c.nodes[m].m.Digest(s.ID) != s.cache.Digest() {
+				r.broken(3, "rank %d's cache of set %d differs in an idle job", m, s.ID)
+			}
+		}
+		if n := r.c.coord.Remembered(s.ID); n > 0 {
+			r.broken(4, "%d erased entries of set %d are kept, though all ranks have seen the erasure", n, s.ID)
+		}
+	}
+	for _, n := range r.c.nodes {
+		if len(n.pending) > 0 || len(r.todo[n.rank]) > 0 {
+			r.broken(2, "rank %d waits for %v in an idle job", n.rank, n.pending)
+		}
+		if len(n.up)+len(n.down) > 0 {
+			r.broken(6, "%d frames move at rank %d in an idle job", len(n.up)+len(n.down), n.rank)
+		}
+	}
+}

@@ -1,0 +1,61 @@
+package controller_test
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// Invariant 8: no step of a core waits. It cannot, because the pure packages know nothing to wait for, and the
+// same inputs give the same outputs, because they know nothing that changes by itself (STYLE, "Layout and import
+// direction").
+func TestPurity(t *testing.T) {
+	const project = "github.com/gohvd/gohvd/"
+	pure := map[string][]string{
+		"../controller":    {"fmt", "slices", "strings", "time", project + "fusion", project + "message", project + "responsecache", project + "tensor", project + "topo"},
+		"../responsecache": {"encoding/binary", "fmt", "hash/fnv", "math", project + "message"},
+	}
+	for dir, allowed := range pure {
+		files, err := filepath.Glob(filepath.Join(dir, "*.go"))
+		if err != nil || len(files) == 0 {
+			t.Fatalf("%s: no files (%v)", dir, err)
+		}
+		for _, name := range files {
+			if strings.HasSuffix(name, "_test.go") {
+				continue
+			}
+			fset := token.NewFileSet()
+			file, err := parser.ParseFile(fset, name, nil, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, i := range file.Imports {
+				if path, err := strconv.Unquote(i.Path.Value); err != nil || !slices.Contains(allowed, path) {
+					t.Errorf("%v: import of %s, which a pure package does without", fset.Position(i.Pos()), i.Path.Value)
+				}
+			}
+			for _, d := range file.Decls {
+				if g, ok := d.(*ast.GenDecl); ok && g.Tok == token.VAR {
+					t.Errorf("%v: package-level variable: state belongs into values", fset.Position(d.Pos()))
+				}
+			}
+			ast.Inspect(file, func(n ast.Node) bool {
+				switch n := n.(type) {
+				case *ast.GoStmt, *ast.SelectStmt, *ast.SendStmt, *ast.ChanType:
+					t.Errorf("%v: goroutines and channels belong to the loop", fset.Position(n.Pos()))
+				case *ast.SelectorExpr:
+					pkg, ok := n.X.(*ast.Ident)
+					if ok && pkg.Name == "time" && !slices.Contains([]string{"Duration", "Second", "Millisecond"}, n.Sel.Name) {
+						t.Errorf("%v: time.%s: the loop reads the clock and passes it down", fset.Position(n.Pos()), n.Sel.Name)
+					}
+				}
+				return true
+			})
+		}
+	}
+}
