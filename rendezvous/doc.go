@@ -1,0 +1,48 @@
+// Package rendezvous is how the ranks of a job find each other.
+//
+// A [Store] is a small shared map with waits: [HashStore] within a process, [TCPServer] and [TCPStore] between
+// processes. [Join] is the bootstrap on top of it. Rank 0 opens a root, a TCP listener, and publishes its address
+// in the store; the others dial it and say who they are; once all are there, everyone gets the table of all
+// [Record]s and the number of the epoch (NEGOTIATION §8).
+//
+// # Keys
+//
+// A job uses two keys of its store, so several jobs may share one:
+//
+//	gohvd/<job>/epoch   a counter; every attempt of a rank 0 draws a new number from it
+//	gohvd/<job>/root    the newest root: its number, address and a random token
+//
+// # Invariants
+//
+//  1. An epoch is handed out at most once, and is greater than every LastEpoch of its ranks: it is a result of Add on
+//     the counter, and the root draws again if a rank has seen a greater one.
+//  2. A root is in one of three states, forming, complete and failed, and leaves forming once. All ranks whose
+//     table arrived have the same one.
+//  3. Every request that can be read is answered, in every state. Ranks that contradict each other are told so,
+//     rank 0 included.
+//  4. Nothing that a stranger sends to a port costs more memory than the bytes it sent, or disturbs anyone else.
+//     Peers are not authenticated yet: who can read the store can make a job fail to form.
+//
+// # Which root is the right one
+//
+// A process that Inits again may find the root of the epoch it has just left, because rank 0 is still in it; a
+// process that was just started may find the root of an epoch it never was in. Numbers do not tell an old root
+// from a new one (the store may have been restarted and count from 1 again), so a rank always asks the root, and
+// the root knows its own state:
+//
+//   - forming: it takes the rank in;
+//   - complete: it answers "epoch N is complete". The rank cannot know whether it is one process too many or the
+//     replacement of one that died, whose peers have yet to notice: a replacement is a latecomer until rank 0
+//     leaves its epoch. So the rank says so in its log, rank 0 does likewise, and the rank waits for a newer root.
+//     The answer becomes the error when ctx ends. The exception is the same call of Join asking again because its
+//     connection broke before the table arrived: it gets the table;
+//   - failed: it answers with the reason, once to each process, and "stale" to those that had it: they are here for the
+//     next attempt;
+//   - gone, and its port perhaps in other hands: a refused dial, a stranger's answer, or "stale" because the token
+//     differs. The rank dials again now and then, and changes to a newer root as soon as the store has one.
+//
+// A rank 0 that finds a root published before its own asks that one first, as a duplicate of its rank 0. If it is
+// forming, both fail with the same error. If it is complete with an epoch that the new rank 0 knows (LastEpoch is at
+// least N), it is replaced; if not, its job is running: the new rank 0 waits until it is gone. If there is no answer,
+// it is replaced. A forming root watches its key, so it learns of its replacement even then.
+package rendezvous

@@ -1,0 +1,199 @@
+package rendezvous
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"unicode/utf8"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Bounds on what a rank says about itself.
+const (
+	MaxInfoBytes = 64 << 10 // Record.Info
+	MaxNameBytes = 256      // Record.Addr, Record.Host, JoinConfig.Job
+	MaxSize      = 1 << 16  // JoinConfig.Size
+	// maxEpoch leaves room to count on. A greater LastEpoch is a mistake, or a peer that wants to end all counting.
+	maxEpoch = 1 << 62
+)
+
+// Record is what one rank tells all others about itself.
+type Record struct {
+	Addr string // where it takes data connections, host:port
+	Host string // identity of its host: equal for ranks that share memory
+	PID  int
+	Info []byte // the engine's own, not looked at here
+}
+
+// String names a process in errors.
+func (r Record) String() string { return fmt.Sprintf("pid %d on host %q at %s", r.PID, r.Host, r.Addr) }
+
+// JoinConfig says who joins what.
+type JoinConfig struct {
+	Store Store  // may be nil if Size is 1
+	Job   string // 1 to MaxNameBytes bytes; ranks of one job say the same
+	Rank  topo.Rank
+	Size  int
+	// LastEpoch is the greatest epoch that this process has been in, 0 if none.
+	LastEpoch uint64
+	// ListenHost is the address on which rank 0 opens the root: one that the other hosts can dial, not a wildcard.
+	// Default 127.0.0.1. Other ranks do not use it.
+	ListenHost string
+	Self       Record      // must not change until Join has returned
+	Log        *zap.Logger // may be nil
+}
+
+// Session is a rank's part in an epoch. It is immutable but for Close.
+type Session struct {
+	Epoch   uint64   // greater than the LastEpoch of every rank
+	Records []Record // by rank, equal on all ranks
+
+	root *root // at rank 0, unless the job has size 1
+}
+
+// Close ends rank 0's root; at other ranks it does nothing. Until then the root listens, to tell latecomers that
+// the epoch is complete. Tables on their way are delivered first, for at most 5 s. Close waits for the root's
+// goroutines. Later calls return what the first did.
+func (s *Session) Close() error {
+	if s.root == nil {
+		return nil
+	}
+	return s.root.close()
+}
+
+// Reason is why an epoch was not formed with this rank.
+type Reason uint8
+
+// The reasons. All but Late and GaveUp say that ranks contradict each other: starting again with the same
+// configuration will not help.
+const (
+	NoReason Reason = iota
+	SizeMismatch
+	DuplicateRank // also a second rank 0
+	RankOutOfRange
+	WrongJob
+	Late   // the epoch was complete, and no newer one was formed in time
+	GaveUp // rank 0 could not go on, or its ctx ended before all ranks were there
+)
+
+// RefusedError is the error of Join when the ranks found each other but formed no epoch, or formed it without this
+// rank. All ranks that had joined have the same error, except that Late is for the latecomer alone and that the
+// error of rank 0 is its own when it GaveUp.
+type RefusedError struct {
+	Reason Reason
+	Text   string
+}
+
+func (e *RefusedError) Error() string { return e.Text }
+
+// Join meets the other ranks of the job and returns once all Size of them are there.
+//
+// It does not return without them before ctx ends, so give ctx a deadline; the error then says what was missing: the
+// ranks at rank 0, the store, the root or the others at the other ranks. Contradictions between ranks (two sizes, a
+// rank twice, a rank out of range, another job) end it at once at all ranks with the same *RefusedError; rank 0 first
+// keeps answering for at most 2 s, so that those who are still on their way hear it too. A process that finds the
+// epoch complete waits for the next one, see the package comment.
+//
+// Every rank but 0 watches one key and opens one connection. Rank 0 sends each of them all records: Size² records in
+// total. A job of size 1 uses neither store nor network, and its epoch is LastEpoch+1.
+func Join(ctx context.Context, cfg JoinConfig) (*Session, error) {
+	if cfg.Log == nil {
+		cfg.Log = zap.NewNop()
+	}
+	if cfg.ListenHost == "" {
+		cfg.ListenHost = "127.0.0.1"
+	}
+	s, err := join(ctx, &cfg)
+	if err != nil {
+		return nil, fmt.Errorf("rendezvous: join %.64q as rank %d of %d: %w", cfg.Job, cfg.Rank, cfg.Size, err)
+	}
+	return s, nil
+}
+
+func join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
+	if err := cfg.check(); err != nil {
+		return nil, err
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	outOfRange := checkRank(int64(cfg.Rank), cfg.Size)
+	switch {
+	case cfg.Size == 1 && outOfRange != nil:
+		return nil, outOfRange
+	case cfg.Size == 1:
+		return &Session{Epoch: cfg.LastEpoch + 1, Records: []Record{cfg.Self}}, nil
+	case cfg.Rank == 0:
+		return joinAsRoot(ctx, cfg)
+	case outOfRange == nil:
+		return joinRoot(ctx, cfg)
+	}
+	// The others would wait for a rank that is here under a wrong number, so tell them.
+	cfg.Log.Error("rendezvous: cannot join, telling rank 0", zap.Error(outOfRange))
+	_, err := joinRoot(ctx, cfg)
+	if refused, ok := errors.AsType[*RefusedError](err); ok && refused.Reason != Late {
+		return nil, err
+	}
+	return nil, fmt.Errorf("%w (rank 0 could not be told: %w)", outOfRange, err)
+}
+
+func (cfg *JoinConfig) check() error {
+	if err := checkName("job", cfg.Job); err != nil {
+		return err
+	}
+	if cfg.Job == "" {
+		return errors.New("job has no name")
+	}
+	if cfg.Size < 1 || cfg.Size > MaxSize {
+		return fmt.Errorf("size is %d, want 1 to %d", cfg.Size, MaxSize)
+	}
+	if cfg.Store == nil && cfg.Size > 1 {
+		return errors.New("no store")
+	}
+	if cfg.LastEpoch > maxEpoch {
+		return fmt.Errorf("last epoch is %d, want at most %d", cfg.LastEpoch, uint64(maxEpoch))
+	}
+	if ip := net.ParseIP(cfg.ListenHost); cfg.Rank == 0 && ip != nil && ip.IsUnspecified() {
+		return fmt.Errorf("listen host is %s, want an address that other ranks can dial", cfg.ListenHost)
+	}
+	return cfg.Self.check()
+}
+
+func (r *Record) check() error {
+	if err := checkName("data address", r.Addr); err != nil {
+		return err
+	}
+	if err := checkName("host", r.Host); err != nil {
+		return err
+	}
+	if len(r.Info) > MaxInfoBytes {
+		return fmt.Errorf("info has %d bytes, want at most %d", len(r.Info), MaxInfoBytes)
+	}
+	return nil
+}
+
+// checkName checks a string that travels as protobuf, which wants UTF-8.
+func checkName(what, name string) error {
+	if len(name) > MaxNameBytes {
+		return fmt.Errorf("%s has %d bytes, want at most %d", what, len(name), MaxNameBytes)
+	}
+	if !utf8.ValidString(name) {
+		return fmt.Errorf("%s is %q, want UTF-8", what, name)
+	}
+	return nil
+}
+
+func checkRank(rank int64, size int) error {
+	if rank < 0 || rank >= int64(size) {
+		return &RefusedError{RankOutOfRange, fmt.Sprintf("rank %d is out of range, want 0 to %d", rank, size-1)}
+	}
+	return nil
+}
+
+func (cfg *JoinConfig) epochKey() string { return "gohvd/" + cfg.Job + "/epoch" }
+
+func (cfg *JoinConfig) rootKey() string { return "gohvd/" + cfg.Job + "/root" }

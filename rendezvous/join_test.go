@@ -1,0 +1,944 @@
+package rendezvous
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// recordOf is the record of the incarnation-th process of rank.
+func recordOf(rank, incarnation int) Record {
+	return Record{
+		Addr: fmt.Sprintf("10.0.0.%d:7", rank), Host: fmt.Sprintf("host%d", rank/2), PID: 100*rank + incarnation,
+		Info: bytes.Repeat([]byte{byte(rank)}, max(rank, 0)),
+	}
+}
+
+func config(store Store, rank, size int) JoinConfig {
+	return JoinConfig{Store: store, Job: "job", Rank: topo.Rank(rank), Size: size, Self: recordOf(rank, 0)}
+}
+
+func same(a, b Record) bool {
+	return a.Addr == b.Addr && a.Host == b.Host && a.PID == b.PID && bytes.Equal(a.Info, b.Info)
+}
+
+type result struct {
+	*Session
+	err error
+}
+
+// start joins in a goroutine. Sessions are closed at the end of the test.
+func start(t testing.TB, ctx context.Context, cfg JoinConfig) <-chan result {
+	t.Helper()
+	got := make(chan result, 1)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		s, err := Join(ctx, cfg)
+		if (s == nil) == (err == nil) {
+			t.Errorf("join gave %v and %v", s, err)
+		}
+		if err == nil {
+			t.Cleanup(func() {
+				if err := s.Close(); err != nil {
+					t.Errorf("rank %d: close: %v", cfg.Rank, err)
+				}
+			})
+		}
+		got <- result{s, err}
+	})
+	t.Cleanup(wg.Wait)
+	return got
+}
+
+// joinAll joins with all cfgs at once.
+func joinAll(t testing.TB, ctx context.Context, cfgs ...JoinConfig) []result {
+	t.Helper()
+	var running []<-chan result
+	for _, cfg := range cfgs {
+		running = append(running, start(t, ctx, cfg))
+	}
+	results := make([]result, len(cfgs))
+	for i, r := range running {
+		results[i] = <-r
+	}
+	return results
+}
+
+// formed checks that results, by rank, are one epoch of the given processes.
+func formed(t *testing.T, results []result, records ...Record) (epoch uint64) {
+	t.Helper()
+	for rank, r := range results {
+		switch {
+		case r.err != nil:
+			t.Fatalf("rank %d: %v", rank, r.err)
+		case r.Epoch == 0 || r.Epoch != results[0].Epoch:
+			t.Fatalf("rank %d is in epoch %d, rank 0 in %d", rank, r.Epoch, results[0].Epoch)
+		case !slices.EqualFunc(r.Records, records, same):
+			t.Fatalf("rank %d has records %+v, want %+v", rank, r.Records, records)
+		}
+	}
+	return results[0].Epoch
+}
+
+func newStore(t testing.TB) *HashStore {
+	s := NewHashStore(Limits{})
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+func TestJoin(t *testing.T) {
+	stores := map[string]func(t *testing.T) func() Store{
+		"hash": func(t *testing.T) func() Store {
+			s := newStore(t)
+			return func() Store { return s }
+		},
+		"tcp": func(t *testing.T) func() Store {
+			server, _ := serveStore(t, nil)
+			return func() Store { return dialStore(t, server.Addr()) }
+		},
+	}
+	for name, open := range stores {
+		for _, size := range []int{1, 2, 3, 8, 64} {
+			t.Run(fmt.Sprintf("%s/%d", name, size), func(t *testing.T) {
+				client := open(t)
+				var (
+					cfgs    []JoinConfig
+					records []Record
+				)
+				for rank := range size {
+					cfg := config(client(), rank, size)
+					cfgs, records = append(cfgs, cfg), append(records, cfg.Self)
+				}
+				ctx := testContext(t)
+				results := joinAll(t, ctx, cfgs...)
+				if epoch := formed(t, results, records...); epoch != 1 {
+					t.Errorf("first epoch is %d, want 1", epoch)
+				}
+			})
+		}
+	}
+}
+
+func TestJoinAlone(t *testing.T) {
+	s, err := Join(t.Context(), JoinConfig{Job: "job", Size: 1, LastEpoch: 6, Self: recordOf(0, 0)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if s.Epoch != 7 || !slices.EqualFunc(s.Records, []Record{recordOf(0, 0)}, same) {
+		t.Errorf("got %+v", s)
+	}
+}
+
+func TestJoinTakesLargestRecords(t *testing.T) {
+	store := newStore(t)
+	var cfgs []JoinConfig
+	var records []Record
+	for rank := range 2 {
+		cfg := config(store, rank, 2)
+		cfg.Job = strings.Repeat("j", MaxNameBytes)
+		cfg.LastEpoch = maxEpoch - 1
+		cfg.Self = Record{
+			Addr: strings.Repeat("a", MaxNameBytes), Host: strings.Repeat("ü", MaxNameBytes/2), PID: -1,
+			Info: bytes.Repeat([]byte{byte(rank)}, MaxInfoBytes),
+		}
+		cfgs, records = append(cfgs, cfg), append(records, cfg.Self)
+	}
+	formed(t, joinAll(t, testContext(t), cfgs...), records...)
+}
+
+func TestJoinChecksConfig(t *testing.T) {
+	store := newStore(t)
+	for want, spoil := range map[string]func(*JoinConfig){
+		"job has no name":                          func(c *JoinConfig) { c.Job = "" },
+		"job has 257 bytes":                        func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
+		`job is "\xff", want UTF-8`:                func(c *JoinConfig) { c.Job = "\xff" },
+		"size is 0, want 1 to 65536":               func(c *JoinConfig) { c.Size = 0 },
+		"size is 65537":                            func(c *JoinConfig) { c.Size = 65537 },
+		"no store":                                 func(c *JoinConfig) { c.Store = nil },
+		"last epoch is 4611686018427387905":        func(c *JoinConfig) { c.LastEpoch = 1<<62 + 1 },
+		"listen host is 0.0.0.0, want an address":  func(c *JoinConfig) { c.ListenHost = "0.0.0.0" },
+		"listen host is ::, want an address":       func(c *JoinConfig) { c.ListenHost = "::" },
+		"opening the root":                         func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
+		"data address has 257 bytes":               func(c *JoinConfig) { c.Self.Addr = strings.Repeat("a", 257) },
+		"host has 257 bytes":                       func(c *JoinConfig) { c.Self.Host = strings.Repeat("h", 257) },
+		"info has 65537 bytes, want at most 65536": func(c *JoinConfig) { c.Self.Info = make([]byte, MaxInfoBytes+1) },
+		"rank 1 is out of range, want 0 to 0":      func(c *JoinConfig) { c.Rank, c.Size = 1, 1 },
+	} {
+		cfg := config(store, 0, 2)
+		spoil(&cfg)
+		_, err := Join(testContext(t), cfg)
+		wantError(t, err, "rendezvous: join", want)
+	}
+}
+
+// aliasStore makes the keys of one job those of another, as a store would that is shared by mistake.
+type aliasStore struct {
+	Store
+	from, to string
+}
+
+func (s aliasStore) Watch(ctx context.Context, key string, prev []byte) ([]byte, error) {
+	return s.Store.Watch(ctx, strings.Replace(key, s.from, s.to, 1), prev)
+}
+
+// Every rank of a job that contradicts itself is told so, with the same text.
+func TestContradictions(t *testing.T) {
+	is := func(rank, size, incarnation int) func(*JoinConfig) {
+		return func(c *JoinConfig) {
+			c.Rank, c.Size, c.Self = topo.Rank(rank), size, recordOf(rank, incarnation)
+		}
+	}
+	otherJob := func(c *JoinConfig) { c.Job, c.Store = "other", aliasStore{c.Store, "other", "job"} }
+	for _, test := range []struct {
+		name string
+		size int
+		// change[i] is what is odd about the i-th process, otherwise rank i.
+		change map[int]func(*JoinConfig)
+		// last comes when the root has failed. Were it there earlier, the epoch might be complete before the
+		// odd process comes. 0 is nobody.
+		last   int
+		reason Reason
+		text   []string
+	}{
+		{"size, 2 ranks", 2, map[int]func(*JoinConfig){1: is(1, 3, 0)}, 0,
+			SizeMismatch, []string{"rank 1 says size 3, rank 0 says size 2"}},
+		{"size, 4 ranks", 4, map[int]func(*JoinConfig){2: is(2, 3, 0)}, 3,
+			SizeMismatch, []string{"rank 2 says size 3, rank 0 says size 4"}},
+		{"size 1 too small, 5 ranks", 5, map[int]func(*JoinConfig){4: is(4, 6, 0)}, 1,
+			SizeMismatch, []string{"rank 4 says size 6, rank 0 says size 5"}},
+		{"duplicate", 3, map[int]func(*JoinConfig){3: is(1, 3, 9)}, 2,
+			DuplicateRank, []string{"rank 1 joined twice", `pid 100 on host "host0" at 10.0.0.1:7`, `pid 109 on host "host0" at 10.0.0.1:7`}},
+		{"duplicate in one process", 5, map[int]func(*JoinConfig){5: is(3, 5, 0)}, 4,
+			DuplicateRank, []string{"rank 3 joined twice"}},
+		{"out of range", 4, map[int]func(*JoinConfig){3: is(7, 4, 0)}, 2,
+			RankOutOfRange, []string{`pid 700 on host "host3" at 10.0.0.7:7`, "rank 7 is out of range, want 0 to 3"}},
+		{"negative", 2, map[int]func(*JoinConfig){1: is(-1, 2, 0)}, 0,
+			RankOutOfRange, []string{"rank -1 is out of range, want 0 to 1"}},
+		{"two rank 0, 2 ranks", 2, map[int]func(*JoinConfig){2: is(0, 2, 9)}, 1,
+			DuplicateRank, []string{"rank 0 joined twice", "pid 0 ", "pid 9 "}},
+		{"two rank 0, 4 ranks", 4, map[int]func(*JoinConfig){4: is(0, 4, 9)}, 3,
+			DuplicateRank, []string{"rank 0 joined twice", "pid 0 ", "pid 9 "}},
+		{"two rank 0, two sizes", 3, map[int]func(*JoinConfig){3: is(0, 2, 9)}, 2,
+			DuplicateRank, []string{"rank 0 joined twice", "pid 0 ", "pid 9 "}},
+		{"job", 3, map[int]func(*JoinConfig){2: otherJob}, 1,
+			WrongJob, []string{`rank 2 says job "other", rank 0 says job "job"`}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			ctx := testContext(t)
+			store := newStore(t)
+			log, entries := logs()
+			var running []<-chan result
+			begin := func(i int) {
+				cfg := config(store, i, test.size)
+				if change := test.change[i]; change != nil {
+					change(&cfg)
+				}
+				cfg.Log = log
+				running = append(running, start(t, ctx, cfg))
+			}
+			begin(0)
+			eventually(t, "root", func() bool { return logged(entries, "root is open") })
+			for i := 1; i < test.size || test.change[i] != nil; i++ {
+				if i != test.last {
+					begin(i)
+				}
+			}
+			if test.last != 0 {
+				eventually(t, "failure", func() bool { return logged(entries, "root failed") })
+				begin(test.last)
+			}
+			var text string
+			for i, r := range running {
+				r := <-r
+				refused, ok := errors.AsType[*RefusedError](r.err)
+				if !ok || refused.Reason != test.reason {
+					t.Errorf("process %d: got %v, want reason %d", i, r.err, test.reason)
+					continue
+				}
+				wantError(t, r.err, test.text...)
+				if text == "" {
+					text = refused.Text
+				}
+				if refused.Text != text {
+					t.Errorf("process %d was told %q, another %q", i, refused.Text, text)
+				}
+			}
+			// The mistake mended, the same processes can start over.
+			var cfgs []JoinConfig
+			var records []Record
+			for rank := range test.size {
+				cfgs, records = append(cfgs, config(store, rank, test.size)), append(records, recordOf(rank, 0))
+			}
+			formed(t, joinAll(t, ctx, cfgs...), records...)
+		})
+	}
+}
+
+// A rank that has heard of the failure and comes back, while the failed root still answers those who have not, is there
+// for the next epoch.
+func TestRankComesBackToFailedRoot(t *testing.T) {
+	ctx := testContext(t)
+	store := newStore(t)
+	r := start(t, ctx, config(store, 0, 3))
+	one := config(store, 1, 4)
+	wantError(t, (<-start(t, ctx, one)).err, "rank 1 says size 4, rank 0 says size 3")
+	one.Size = 3
+	log, entries := logs()
+	one.Log = log
+	again := start(t, ctx, one)
+	eventually(t, "rank 1 waits for the next root", func() bool { return logged(entries, "waiting for a newer root") })
+	wantError(t, (<-r).err, "rank 1 says size 4, rank 0 says size 3")
+	rest := joinAll(t, ctx, config(store, 0, 3), config(store, 2, 3))
+	formed(t, []result{rest[0], <-again, rest[1]}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
+}
+
+// Two processes that both think they are rank 0 and start at the same time.
+func TestTwoRootsAtOnce(t *testing.T) {
+	ctx := testContext(t)
+	var cfgs []JoinConfig
+	for range 20 { // jobs
+		store := newStore(t)
+		second := config(store, 0, 2)
+		second.Self = recordOf(0, 9)
+		cfgs = append(cfgs, config(store, 0, 2), second)
+	}
+	for i, r := range joinAll(t, ctx, cfgs...) {
+		refused, ok := errors.AsType[*RefusedError](r.err)
+		if !ok || refused.Reason != DuplicateRank {
+			t.Errorf("process %d of job %d: got %v, want a duplicate", i%2, i/2, r.err)
+			continue
+		}
+		wantError(t, r.err, "pid 0 ", "pid 9 ")
+	}
+}
+
+// A root whose key is taken over fails, even if the one who did it never spoke to it.
+func TestRootIsReplaced(t *testing.T) {
+	ctx := testContext(t)
+	store := newStore(t)
+	cfg := config(store, 0, 2)
+	log, entries := logs()
+	cfg.Log = log
+	r := start(t, ctx, cfg)
+	eventually(t, "root", func() bool { return logged(entries, "root is open") })
+	publishRoot(t, store, "127.0.0.1:9", 9)
+	err := (<-r).err
+	if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != DuplicateRank {
+		t.Errorf("got %v, want a duplicate", err)
+	}
+	wantError(t, err, "pid 0 ", "was replaced by pid 9", "127.0.0.1:9")
+}
+
+// publishRoot puts a root into the store that never was one of this test's.
+func publishRoot(t *testing.T, store Store, addr string, pid int64) {
+	t.Helper()
+	value, err := proto.Marshal(&rendezvouspb.Root{Attempt: 1, Token: newToken(), Addr: addr, Pid: pid})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := store.Set(t.Context(), "gohvd/job/root", value); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// rootOf waits for the root of the job in store.
+func rootOf(t *testing.T, store Store) *rendezvouspb.Root {
+	t.Helper()
+	value, err := store.Get(testContext(t), "gohvd/job/root")
+	if err != nil {
+		t.Fatal(err)
+	}
+	root, err := decodeRoot(value)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return root
+}
+
+func TestLatecomer(t *testing.T) {
+	for _, rank := range []int{0, 1} {
+		t.Run(fmt.Sprint("rank ", rank), func(t *testing.T) {
+			store := newStore(t)
+			log, entries := logs()
+			zero := config(store, 0, 2)
+			zero.Log = log
+			formed(t, joinAll(t, testContext(t), zero, config(store, 1, 2)), recordOf(0, 0), recordOf(1, 0))
+
+			ctx, cancel := context.WithCancel(testContext(t))
+			late := config(store, rank, 2)
+			late.Self = recordOf(rank, 9)
+			lateLog, lateEntries := logs()
+			late.Log = lateLog
+			r := start(t, ctx, late)
+			eventually(t, "rank 0's log", func() bool {
+				return logged(entries, "came late: the epoch is complete", fmt.Sprintf("pid %d ", late.Self.PID))
+			})
+			eventually(t, "the latecomer's log", func() bool { return logged(lateEntries, "waiting for a") })
+			cancel()
+			err := (<-r).err
+			if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != Late {
+				t.Errorf("got %v, want that it was late", err)
+			}
+			if !errors.Is(err, context.Canceled) {
+				t.Errorf("%v does not wrap the cause of its end", err)
+			}
+			wantError(t, err, "epoch 1 is complete", rootOf(t, store).GetAddr())
+		})
+	}
+}
+
+// A replacement that was started while the others are still in the old epoch waits for the new one.
+func TestReplacementMeetsOldRoot(t *testing.T) {
+	for _, dead := range []int{0, 1, 2} {
+		t.Run(fmt.Sprint("rank ", dead), func(t *testing.T) {
+			ctx := testContext(t)
+			store := newStore(t)
+			log, entries := logs()
+			cfgs := []JoinConfig{config(store, 0, 3), config(store, 1, 3), config(store, 2, 3)}
+			cfgs[0].Log = log
+			records := []Record{recordOf(0, 0), recordOf(1, 0), recordOf(2, 0)}
+			old := joinAll(t, ctx, cfgs...)
+			first := formed(t, old, records...)
+
+			fresh := config(store, dead, 3)
+			fresh.Self = recordOf(dead, 1)
+			records[dead] = fresh.Self
+			r := start(t, ctx, fresh)
+			eventually(t, "rank 0 sees the replacement", func() bool { return logged(entries, "came late", "pid") })
+
+			old[0].Close()
+			again := make([]result, 3)
+			var rejoined []JoinConfig
+			for rank, cfg := range cfgs {
+				if rank != dead {
+					cfg.LastEpoch = first
+					rejoined = append(rejoined, cfg)
+				}
+			}
+			for i, r := range joinAll(t, ctx, rejoined...) {
+				again[rejoined[i].Rank] = r
+			}
+			again[dead] = <-r
+			if second := formed(t, again, records...); second <= first {
+				t.Errorf("epoch %d follows %d", second, first)
+			}
+		})
+	}
+}
+
+// A process that was in the old epoch need not wait for its root to go: ranks may be dealt anew, and the old rank 0 is
+// the last to notice that the epoch has ended.
+func TestNewRankZeroFromOldEpoch(t *testing.T) {
+	ctx := testContext(t)
+	store := newStore(t)
+	first := formed(t, joinAll(t, ctx, config(store, 0, 2), config(store, 1, 2)), recordOf(0, 0), recordOf(1, 0))
+	zero, one := config(store, 0, 2), config(store, 1, 2)
+	zero.LastEpoch, one.LastEpoch = first, first
+	zero.Self, one.Self = one.Self, zero.Self
+	formed(t, joinAll(t, ctx, zero, one), recordOf(1, 0), recordOf(0, 0)) // the first session is still open
+}
+
+// An epoch exceeds what any rank has seen, and so does the counter, also when the store has forgotten everything.
+func TestEpochExceedsAll(t *testing.T) {
+	for _, last := range [][]uint64{{0, 0, 0}, {7, 0, 0}, {0, 41, 7}, {3, 3, 3}, {5, 0, 6}} {
+		ctx := testContext(t)
+		store := newStore(t)
+		var cfgs []JoinConfig
+		for rank := range last {
+			cfg := config(store, rank, 3)
+			cfg.LastEpoch = last[rank]
+			cfgs = append(cfgs, cfg)
+		}
+		epoch := formed(t, joinAll(t, ctx, cfgs...), recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
+		if want := slices.Max(last) + 1; epoch < want {
+			t.Errorf("last epochs %d: got epoch %d, want at least %d", last, epoch, want)
+		}
+		if n, err := store.Add(ctx, "gohvd/job/epoch", 0); err != nil || n < int64(epoch) {
+			t.Errorf("last epochs %d: the counter is %d at epoch %d, %v", last, n, epoch, err)
+		}
+	}
+}
+
+// Ranks leave and rejoin at their own pace: most meet the root of the epoch they have left, because rank 0 is last to
+// leave, or find no root at all, because it was first.
+func TestManyEpochs(t *testing.T) {
+	const size, epochs = 4, 20
+	ctx := testContext(t)
+	store := newStore(t)
+	log, entries := logs()
+	var seen [size][]uint64
+	var left [epochs]chan struct{} // gets one element from each rank that leaves an epoch before the slowest does
+	for i := range left {
+		left[i] = make(chan struct{}, size)
+	}
+	var wg sync.WaitGroup
+	for rank := range size {
+		wg.Go(func() {
+			cfg := config(store, rank, size)
+			cfg.Log = log
+			for i := range epochs {
+				s, err := Join(ctx, cfg)
+				if err != nil {
+					t.Errorf("rank %d, epoch %d: %v", rank, i, err)
+					return
+				}
+				cfg.LastEpoch = s.Epoch
+				seen[rank] = append(seen[rank], s.Epoch)
+				if slowest := i % size; rank != slowest {
+					left[i] <- struct{}{}
+				} else {
+					for range size - 1 {
+						select {
+						case <-left[i]:
+						case <-ctx.Done():
+						}
+					}
+				}
+				if err := s.Close(); err != nil {
+					t.Errorf("rank %d, epoch %d: close: %v", rank, i, err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if t.Failed() {
+		return
+	}
+	for rank := range size {
+		if !slices.Equal(seen[rank], seen[0]) || !slices.IsSorted(seen[rank]) {
+			t.Errorf("rank %d was in epochs %d, rank 0 in %d", rank, seen[rank], seen[0])
+		}
+	}
+	if logged(entries, "came late") {
+		t.Error("a rank that came back was taken for a latecomer")
+	}
+}
+
+// A rank that breaks off before the others come is forgotten, and another process may take its place.
+func TestRankBreaksOff(t *testing.T) {
+	ctx := testContext(t)
+	store := newStore(t)
+	log, entries := logs()
+	zero := config(store, 0, 3)
+	zero.Log = log
+	first := start(t, ctx, zero)
+
+	short, cancel := context.WithCancel(ctx)
+	gone := start(t, short, config(store, 1, 3))
+	eventually(t, "rank 1", func() bool { return logged(entries, "rank has joined", "pid 100 ") })
+	cancel()
+	err := (<-gone).err
+	wantError(t, err, "waiting for the other ranks", rootOf(t, store).GetAddr())
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want that the context ended", err)
+	}
+	eventually(t, "rank 1 is forgotten", func() bool { return logged(entries, "left before the others came", "pid 100 ") })
+
+	one := config(store, 1, 3)
+	one.Self = recordOf(1, 1)
+	rest := joinAll(t, ctx, one, config(store, 2, 3))
+	formed(t, append([]result{<-first}, rest...), recordOf(0, 0), recordOf(1, 1), recordOf(2, 0))
+}
+
+func TestDeadlines(t *testing.T) {
+	log, entries := logs()
+	store := newStore(t)
+	ctx := testContext(t)
+	short, cancel := context.WithCancel(ctx)
+	zero := config(store, 0, 5)
+	zero.Log = log
+	r := start(t, short, zero)
+	one := start(t, ctx, config(store, 1, 5))
+	three := start(t, ctx, config(store, 3, 5))
+	for _, rank := range []string{"rank:1", "rank:3"} {
+		eventually(t, rank, func() bool { return logged(entries, "rank has joined", rank) })
+	}
+	cancel()
+	err := (<-r).err
+	wantError(t, err, "rank 0 of 5", "waiting for ranks 2, 4: context canceled")
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("%v does not wrap its cause", err)
+	}
+	for _, r := range []<-chan result{one, three} {
+		err := (<-r).err
+		if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != GaveUp {
+			t.Errorf("got %v, want that rank 0 gave up", err)
+		}
+		wantError(t, err, "rank 0 gave up: waiting for ranks 2, 4: context canceled")
+	}
+
+	brief := func() context.Context {
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		t.Cleanup(cancel)
+		return ctx
+	}
+	// The root of before is gone.
+	_, err = Join(brief(), config(store, 2, 5))
+	wantError(t, err, "rank 2 of 5", "joining at root", "deadline exceeded", "connection refused")
+	_, err = Join(brief(), config(newStore(t), 2, 5))
+	wantError(t, err, "rank 2 of 5", "waiting for the root of rank 0", `watch "gohvd/job/root"`, "deadline exceeded")
+	_, err = Join(brief(), config(newStore(t), 9, 5))
+	wantError(t, err, "rank 9 is out of range, want 0 to 4", "rank 0 could not be told")
+	_, err = Join(brief(), config(newStore(t), 0, 100))
+	wantError(t, err, "waiting for ranks 1, 2, ", ", 16 and 83 more: context deadline exceeded")
+	_, err = Join(brief(), config(newStore(t), 0, 2))
+	wantError(t, err, "waiting for rank 1: context deadline exceeded")
+}
+
+func TestStoreIsLost(t *testing.T) {
+	ctx := testContext(t)
+	log, entries := logs()
+	store := NewHashStore(Limits{})
+	zero := config(store, 0, 3)
+	zero.Log = log
+	r0 := start(t, ctx, zero)
+	r1 := start(t, ctx, config(store, 1, 3))
+	eventually(t, "rank 1", func() bool { return logged(entries, "rank has joined") })
+	store.Close()
+	err := (<-r0).err
+	if !errors.Is(err, ErrClosed) {
+		t.Errorf("rank 0: got %v, want ErrClosed", err)
+	}
+	wantError(t, err, `watch "gohvd/job/root"`)
+	wantError(t, (<-r1).err, "rank 0 gave up", "store is closed")
+
+	store = NewHashStore(Limits{})
+	r1 = start(t, ctx, config(store, 1, 3))
+	eventually(t, "rank 1 waits", func() bool { return store.waiting() == 1 })
+	store.Close()
+	err = (<-r1).err
+	if !errors.Is(err, ErrClosed) {
+		t.Errorf("rank 1: got %v, want ErrClosed", err)
+	}
+
+	store = NewHashStore(Limits{})
+	publishRoot(t, store, closedPort(t), 1)
+	r1 = start(t, ctx, config(store, 1, 3))
+	eventually(t, "rank 1 tries", func() bool { return store.waiting() == 1 })
+	store.Close()
+	wantError(t, (<-r1).err, "store is closed", "connection refused")
+}
+
+// closedPort returns an address on which nobody listens.
+func closedPort(t *testing.T) string {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	return ln.Addr().String()
+}
+
+// What a dead job left in the store stops nobody: its port is closed, or in the hands of others.
+func TestLeftovers(t *testing.T) {
+	hangUp := func(net.Conn) {}
+	web := func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n\r\n") }
+	for name, leave := range map[string]func(t *testing.T, store Store){
+		"closed port": func(t *testing.T, store Store) { publishRoot(t, store, closedPort(t), 1) },
+		"hangs up":    func(t *testing.T, store Store) { publishRoot(t, store, fakeServer(t, hangUp), 1) },
+		"web server":  func(t *testing.T, store Store) { publishRoot(t, store, fakeServer(t, web), 1) },
+		"not a root":  func(t *testing.T, store Store) { store.Set(t.Context(), "gohvd/job/root", []byte("garbage")) },
+		"another job's root": func(t *testing.T, store Store) {
+			other := config(newStore(t), 0, 2)
+			ctx, cancel := context.WithCancel(t.Context())
+			t.Cleanup(cancel)
+			start(t, ctx, other)
+			publishRoot(t, store, rootOf(t, other.Store).GetAddr(), 1)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ctx := testContext(t)
+			store := newStore(t)
+			leave(t, store)
+			log, entries := logs()
+			one := config(store, 1, 2)
+			one.Log = log
+			r := start(t, ctx, one)
+			eventually(t, "rank 1 has looked", func() bool { return store.waiting() == 1 || logged(entries, "waiting for a newer root") })
+			zero := start(t, ctx, config(store, 0, 2))
+			formed(t, []result{<-zero, <-r}, recordOf(0, 0), recordOf(1, 0))
+		})
+	}
+}
+
+// rootRequest is a request as rank of a job of the given size sends it.
+func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size int) []byte {
+	t.Helper()
+	record := recordOf(rank, 0)
+	frame, err := appendMessage(nil, &rendezvouspb.JoinRequest{
+		Job: "job", Token: root.GetToken(), Nonce: nonce, Rank: int32(rank), Size: int64(size), Record: recordToProto(&record),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return frame
+}
+
+// A rank whose connection breaks asks again with the same nonce: it is no duplicate, and gets the table even when the
+// epoch was completed meanwhile.
+func TestRankAsksAgain(t *testing.T) {
+	ctx := testContext(t)
+	store := newStore(t)
+	log, entries := logs()
+	zero := config(store, 0, 3)
+	zero.Log = log
+	r := start(t, ctx, zero)
+	root := rootOf(t, store)
+	ask := func(nonce []byte) net.Conn {
+		conn := rawDial(t, root.GetAddr(), greeting(rootMagic, rootVersion), rootRequest(t, root, nonce, 1, 3))
+		if _, err := readGreeting(conn, rootMagic); err != nil {
+			t.Fatal(err)
+		}
+		return conn
+	}
+	wantKind := func(conn net.Conn, kind rendezvouspb.Answer_Kind) {
+		t.Helper()
+		var a rendezvouspb.Answer
+		body, err := readFrame(conn, maxAnswerBytes)
+		if err == nil {
+			err = proto.Unmarshal(body, &a)
+		}
+		if err != nil || a.GetKind() != kind {
+			t.Fatalf("got answer %v, %v, want %v", &a, err, kind)
+		}
+		for rank := 0; kind == rendezvouspb.Answer_TABLE && rank < 3; rank++ {
+			body, err := readFrame(conn, maxRecordBytes)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got, err := decodeRecord(body); err != nil || !same(got, recordOf(rank, 0)) {
+				t.Errorf("record %d: got %v, %v", rank, got, err)
+			}
+		}
+		if n, err := conn.Read(make([]byte, 1)); n != 0 || err != io.EOF {
+			t.Errorf("after the answer: got %d bytes, %v", n, err)
+		}
+	}
+	nonce := newToken()
+	broken := ask(nonce)
+	eventually(t, "rank 1", func() bool { return logged(entries, "rank has joined", "rank:1") })
+	again := ask(nonce)
+	if _, err := broken.Read(make([]byte, 1)); err != io.EOF {
+		t.Errorf("the first connection: got %v, want EOF", err)
+	}
+	two := start(t, ctx, config(store, 2, 3))
+	wantKind(again, rendezvouspb.Answer_TABLE)
+	formed(t, []result{<-r}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
+	<-two
+	wantKind(ask(nonce), rendezvouspb.Answer_TABLE)
+	wantKind(ask(newToken()), rendezvouspb.Answer_COMPLETE)
+	root.Token = newToken()
+	wantKind(ask(nonce), rendezvouspb.Answer_STALE)
+}
+
+// A table that is on its way when the store has a newer root already is not lost: the old root was closed because its
+// epoch is complete, and all others are in it.
+func TestTableIsLateButValid(t *testing.T) {
+	ctx := testContext(t)
+	store := newStore(t)
+	records := []Record{recordOf(0, 0), recordOf(1, 0)}
+	addr := fakeServer(t, func(conn net.Conn) {
+		readGreeting(conn, rootMagic)
+		conn.Write(greeting(rootMagic, rootVersion))
+		if _, err := readFrame(conn, maxJoinRequestBytes); err != nil {
+			t.Errorf("reading the request: %v", err)
+		}
+		eventually(t, "rank 1 watches", func() bool { return store.waiting() == 1 })
+		publishRoot(t, store, closedPort(t), 2)
+		eventually(t, "rank 1 knows the newer root", func() bool { return store.waiting() == 0 })
+		table, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: 1})
+		for i := 0; i < len(records) && err == nil; i++ {
+			conn.Write(table) // in pieces, for time to pass
+			table, err = appendMessage(nil, recordToProto(&records[i]))
+		}
+		if err != nil {
+			t.Error(err)
+		}
+		conn.Write(table)
+	})
+	publishRoot(t, store, addr, 1)
+	cfg := config(store, 1, 2)
+	formed(t, []result{<-start(t, ctx, cfg)}, records...)
+}
+
+func TestGarbageToRoot(t *testing.T) {
+	ctx := testContext(t)
+	store := newStore(t)
+	log, entries := logs()
+	zero := config(store, 0, 4)
+	zero.Log = log
+	r := start(t, ctx, zero)
+	one := start(t, ctx, config(store, 1, 4))
+	root := rootOf(t, store)
+	eventually(t, "rank 1", func() bool { return logged(entries, "rank has joined", "rank:1") })
+
+	hello := greeting(rootMagic, rootVersion)
+	request := rootRequest(t, root, newToken(), 2, 4)
+	shortNonce := rootRequest(t, root, []byte("short"), 2, 4)
+	for _, test := range []struct {
+		name   string
+		parts  [][]byte
+		reason string
+	}{
+		{"web browser", [][]byte{[]byte("GET / HTTP/1.1\r\n\r\n")}, `greeting is "GET "`},
+		{"the other protocol", [][]byte{greeting(storeMagic, storeVersion)}, `greeting is "GHVS"`},
+		{"another version", [][]byte{greeting(rootMagic, 2)}, "version 2 of the protocol, want 1"},
+		{"oversized", [][]byte{hello, {0xff, 0, 0, 0}}, "frame of 4278190080 bytes"},
+		{"not protobuf", [][]byte{hello, frameOf(0xff, 0xff)}, "proto"},
+		{"empty", [][]byte{hello, frameOf()}, "token has 0 bytes"},
+		{"nonce", [][]byte{hello, shortNonce}, "nonce 5"},
+		{"two requests", [][]byte{hello, request, request}, "more bytes than one request"},
+	} {
+		conn := rawDial(t, root.GetAddr(), test.parts...)
+		io.Copy(io.Discard, conn)
+		eventually(t, test.name, func() bool { return logged(entries, "closed a connection", test.reason) })
+	}
+	// Half a request, and silence.
+	rawDial(t, root.GetAddr(), hello, request[:10])
+
+	rest := joinAll(t, ctx, config(store, 2, 4), config(store, 3, 4))
+	formed(t, append([]result{<-r, <-one}, rest...), recordOf(0, 0), recordOf(1, 0), recordOf(2, 0), recordOf(3, 0))
+}
+
+// More strangers than the root shakes hands with hold a rank up, but only until they leave.
+func TestRootBoundsHandshakes(t *testing.T) {
+	ctx := testContext(t)
+	store := newStore(t)
+	r := start(t, ctx, config(store, 0, 2))
+	root := rootOf(t, store)
+	var strangers []net.Conn
+	for range maxHandshakes {
+		conn := rawDial(t, root.GetAddr(), greeting(rootMagic, rootVersion))
+		if _, err := readGreeting(conn, rootMagic); err != nil { // it has been accepted
+			t.Fatal(err)
+		}
+		strangers = append(strangers, conn)
+	}
+	next := rawDial(t, root.GetAddr(), greeting(rootMagic, rootVersion))
+	next.SetDeadline(time.Now().Add(100 * time.Millisecond))
+	if _, err := readGreeting(next, rootMagic); err == nil {
+		t.Error("the root shakes hands with one more")
+	}
+	one := start(t, ctx, config(store, 1, 2))
+	for _, conn := range strangers {
+		conn.Close()
+	}
+	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
+}
+
+// Rank 0 may leave as soon as it has the table: Close lets the others have it.
+func TestCloseDeliversTables(t *testing.T) {
+	for range 20 {
+		ctx := testContext(t)
+		store := newStore(t)
+		r := start(t, ctx, config(store, 0, 3))
+		one, two := start(t, ctx, config(store, 1, 3)), start(t, ctx, config(store, 2, 3))
+		zero := <-r
+		if zero.err == nil {
+			zero.Close()
+		}
+		formed(t, []result{zero, <-one, <-two}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
+	}
+}
+
+func FuzzDecodeRoot(f *testing.F) {
+	for _, root := range []*rendezvouspb.Root{{}, {Attempt: 1, Token: make([]byte, tokenBytes), Addr: "127.0.0.1:1", Host: "h", Pid: -1}} {
+		value, err := proto.Marshal(root)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(value)
+	}
+	f.Fuzz(func(t *testing.T, value []byte) {
+		root, err := decodeRoot(value)
+		if err != nil {
+			return
+		}
+		again, err := proto.Marshal(root)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if same, err := decodeRoot(again); err != nil || !proto.Equal(root, same) {
+			t.Fatalf("%v is decoded again as %v, %v", root, same, err)
+		}
+	})
+}
+
+func FuzzDecodeJoinRequest(f *testing.F) {
+	record := recordOf(2, 0)
+	for _, q := range []*rendezvouspb.JoinRequest{
+		{},
+		{Job: "j", Token: newToken(), Nonce: newToken(), Rank: -1, Size: 1 << 40, LastEpoch: maxEpoch, Record: recordToProto(&record)},
+	} {
+		body, err := proto.Marshal(q)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(body)
+	}
+	f.Fuzz(func(t *testing.T, body []byte) {
+		q, err := decodeJoinRequest(body)
+		if err != nil {
+			return
+		}
+		if err := q.record.check(); err != nil || q.GetLastEpoch() > maxEpoch || len(q.GetNonce()) != tokenBytes {
+			t.Fatalf("%v was accepted: %v", q.JoinRequest, err)
+		}
+		again, err := proto.Marshal(q.JoinRequest)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if same, err := decodeJoinRequest(again); err != nil || !proto.Equal(q.JoinRequest, same.JoinRequest) {
+			t.Fatalf("%v is decoded again as %v, %v", q, same, err)
+		}
+	})
+}
+
+// BenchmarkJoin is the time from the start of all ranks, in one process, until all have the table.
+func BenchmarkJoin(b *testing.B) {
+	for _, size := range []int{4, 16, 64} {
+		b.Run(fmt.Sprint("ranks=", size), func(b *testing.B) {
+			store := NewHashStore(Limits{})
+			defer store.Close()
+			b.ReportAllocs()
+			var last uint64
+			for b.Loop() {
+				var wg sync.WaitGroup
+				sessions := make([]*Session, size)
+				for rank := range size {
+					wg.Go(func() {
+						cfg := config(store, rank, size)
+						cfg.LastEpoch = last
+						var err error
+						if sessions[rank], err = Join(b.Context(), cfg); err != nil {
+							b.Error(err)
+						}
+					})
+				}
+				wg.Wait()
+				if b.Failed() {
+					b.FailNow()
+				}
+				for _, s := range sessions {
+					s.Close()
+				}
+				last = sessions[0].Epoch
+			}
+		})
+	}
+}

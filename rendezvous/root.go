@@ -1,0 +1,623 @@
+package rendezvous
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Bounds of a root.
+const (
+	maxHandshakes    = 128 // connections that are neither members nor gone; more wait to be accepted
+	handshakeTimeout = 10 * time.Second
+	answerTimeout    = 5 * time.Second
+	probeTimeout     = 5 * time.Second // for an older root to answer a new rank 0
+	windDown         = 2 * time.Second // how long a failed root keeps answering
+	maxTold          = 4096            // processes remembered as having been answered
+)
+
+type rootState uint8
+
+const (
+	forming rootState = iota
+	complete
+	failed
+)
+
+// root is rank 0's end of the bootstrap: a listener, a goroutine per connection, and the state of the epoch.
+type root struct {
+	cfg        *JoinConfig
+	log        *zap.Logger
+	token      []byte
+	ln         net.Listener
+	ctx        context.Context // ends in close
+	stop       context.CancelFunc
+	close      func() error
+	wg         sync.WaitGroup
+	handshakes chan struct{} // one element per connection in handshake
+
+	changed chan struct{} // capacity 1: all ranks are there, or the root failed
+	allTold chan struct{} // closed when a failed root has answered every other rank
+
+	mu        sync.Mutex
+	state     rootState
+	guests    map[*guest]struct{} // all connections
+	members   []*guest            // by rank, nil for rank 0 and those missing
+	missing   int
+	lastEpoch uint64                 // greatest of all ranks that have been here
+	epoch     uint64                 // once complete
+	records   []Record               // once complete
+	table     []byte                 // once complete: frames for the members
+	failure   *RefusedError          // once failed
+	told      map[process]struct{}   // once failed, who knows; once complete, which latecomers are in the log
+	toldRanks map[topo.Rank]struct{} // which ranks have been told of the failure
+}
+
+// guest is a connection to the root.
+type guest struct {
+	conn      net.Conn
+	q         *joinRequest // nil until it has been read
+	answering bool         // close lets it have its answer. Guarded by root.mu
+	refused   bool         // the answer is the failure. Guarded by root.mu
+}
+
+// process identifies who asks, across calls of Join.
+type process struct {
+	rank topo.Rank
+	host string
+	pid  int
+}
+
+func (q *joinRequest) process() process {
+	return process{topo.Rank(q.GetRank()), q.record.Host, q.record.PID}
+}
+
+// joinAsRoot is Join for rank 0.
+func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
+	r, err := openRoot(cfg)
+	if err != nil {
+		return nil, err
+	}
+	if err := r.form(ctx); err != nil {
+		r.close() // the listener's error would only hide err
+		return nil, err
+	}
+	return &Session{Epoch: r.epoch, Records: r.records, root: r}, nil
+}
+
+// openRoot starts to answer. Nobody knows the address yet, but rank 0 itself may find it in the store: published by
+// an older root that had the same port.
+func openRoot(cfg *JoinConfig) (*root, error) {
+	ln, err := listen(net.JoinHostPort(cfg.ListenHost, "0"))
+	if err != nil {
+		return nil, fmt.Errorf("opening the root: %w", err)
+	}
+	r := &root{
+		cfg: cfg, token: newToken(), ln: ln,
+		log:        cfg.Log.With(zap.String("job", cfg.Job), zap.Stringer("root", ln.Addr())),
+		handshakes: make(chan struct{}, maxHandshakes),
+		changed:    make(chan struct{}, 1),
+		allTold:    make(chan struct{}),
+		guests:     make(map[*guest]struct{}),
+		members:    make([]*guest, cfg.Size),
+		missing:    cfg.Size - 1,
+		lastEpoch:  cfg.LastEpoch,
+		told:       make(map[process]struct{}),
+		toldRanks:  make(map[topo.Rank]struct{}),
+	}
+	r.ctx, r.stop = context.WithCancel(context.Background())
+	r.close = sync.OnceValue(r.closeOnce)
+	r.wg.Go(r.accept)
+	return r, nil
+}
+
+// closeOnce closes everything but answers on their way, and waits for those.
+func (r *root) closeOnce() error {
+	r.stop()
+	err := r.ln.Close()
+	r.mu.Lock()
+	for g := range r.guests {
+		if !g.answering {
+			g.conn.Close()
+		}
+	}
+	r.mu.Unlock()
+	r.wg.Wait()
+	return err
+}
+
+// form publishes the root, waits for all ranks, and completes the epoch.
+func (r *root) form(ctx context.Context) error {
+	epoch, err := r.draw(ctx, r.cfg.LastEpoch)
+	if err != nil {
+		return err
+	}
+	value, err := proto.Marshal(&rendezvouspb.Root{
+		Attempt: epoch, Token: r.token, Addr: r.ln.Addr().String(),
+		Host: r.cfg.Self.Host, Pid: int64(r.cfg.Self.PID),
+	})
+	if err != nil {
+		return err
+	}
+	if err := r.publish(ctx, value); err != nil {
+		return err
+	}
+	r.log.Debug("rendezvous: root is open", zap.Uint64("attempt", epoch), zap.Int("size", r.cfg.Size))
+
+	wctx, stop := context.WithCancel(ctx)
+	var watcher sync.WaitGroup
+	lost := make(chan error, 1)
+	watcher.Go(func() {
+		if err := r.watch(wctx, value); err != nil {
+			lost <- err
+		}
+	})
+	defer watcher.Wait()
+	defer stop()
+	for {
+		select {
+		case <-r.changed:
+		case err := <-lost:
+			if ctx.Err() == nil {
+				return r.giveUp(err)
+			}
+			continue // the store call ended with ctx
+		case <-ctx.Done():
+			return r.giveUp(fmt.Errorf("waiting for %s: %w", r.missingRanks(), ctx.Err()))
+		}
+		lastEpoch, full, failure := r.progress()
+		if failure != nil {
+			r.log.Error("rendezvous: root failed", zap.Error(failure))
+			t := time.NewTimer(windDown)
+			defer t.Stop()
+			select {
+			case <-r.allTold:
+			case <-t.C:
+			case <-ctx.Done():
+			}
+			return failure
+		}
+		if full && epoch <= lastEpoch {
+			if epoch, err = r.draw(ctx, lastEpoch); err != nil {
+				return r.giveUp(err)
+			}
+		}
+		// While the store was asked a rank may have left, or come with a yet greater epoch.
+		if ok, err := r.complete(epoch); err != nil {
+			return r.giveUp(err)
+		} else if ok {
+			r.log.Info("rendezvous: epoch is complete", zap.Uint64("epoch", epoch), zap.Int("size", r.cfg.Size))
+			return nil
+		}
+	}
+}
+
+// draw takes a number greater than above from the job's counter. Being results of Add, no two are equal.
+func (r *root) draw(ctx context.Context, above uint64) (uint64, error) {
+	delta := int64(1)
+	for {
+		n, err := r.cfg.Store.Add(ctx, r.cfg.epochKey(), delta)
+		if err != nil {
+			return 0, err
+		}
+		if n > int64(above) {
+			return uint64(n), nil
+		}
+		delta = int64(above) - n + 1
+	}
+}
+
+// publish makes value the job's root, once no older root is in its way.
+func (r *root) publish(ctx context.Context, value []byte) error {
+	c := &client{cfg: r.cfg, nonce: newToken()}
+	var expected []byte
+	for {
+		actual, swapped, err := r.cfg.Store.CompareAndSet(ctx, r.cfg.rootKey(), expected, value)
+		if err != nil || swapped {
+			return err
+		}
+		if actual != nil {
+			if err := r.outlive(ctx, c, actual); err != nil {
+				return err
+			}
+		}
+		expected = actual
+	}
+}
+
+// outlive returns nil when the root published as value is no obstacle: it is gone, or of an epoch that this process
+// knows. It waits for the root of a running epoch to go, and fails if the root is forming: there are two rank 0.
+func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
+	old, err := decodeRoot(value)
+	if err != nil {
+		r.log.Warn("rendezvous: replacing what is no root", zap.Error(err))
+		return nil
+	}
+	var wait backoff
+	for warned := false; ; {
+		pctx, cancel := context.WithTimeout(ctx, probeTimeout)
+		_, err := c.ask(pctx, pctx, old)
+		cancel()
+		running, ok := errors.AsType[*completeError](err)
+		switch {
+		case err == nil:
+			return fmt.Errorf("the root at %s knows this call of Join", old.GetAddr()) // it has another's nonce
+		case ok && running.epoch > r.cfg.LastEpoch:
+			if ctx.Err() != nil {
+				return lateError(ctx, running, old)
+			}
+			if !warned {
+				warned = true
+				r.log.Warn("rendezvous: waiting for an older root to go",
+					zap.String("older", old.GetAddr()), zap.Uint64("epoch", running.epoch))
+			}
+		case ctx.Err() != nil:
+			return err
+		case !ok && isAnswer(err) && !errors.Is(err, errStale), isVersion(err):
+			return err
+		default:
+			return nil
+		}
+		pause(ctx, wait.next(), nil)
+		if ctx.Err() != nil {
+			return lateError(ctx, running, old)
+		}
+	}
+}
+
+// lateError is for a rank 0 that waited for the end of a running epoch.
+func lateError(ctx context.Context, running *completeError, old *rendezvouspb.Root) error {
+	return fmt.Errorf("waiting for it to end: %w: %w", &RefusedError{Late, fmt.Sprintf(
+		"epoch %d is complete with rank 0 being pid %d on host %q with its root at %s",
+		running.epoch, old.GetPid(), old.GetHost(), old.GetAddr())}, ctx.Err())
+}
+
+// watch fails the root when another one takes its place. It returns an error if the store is lost: then nobody can
+// find the root any more.
+func (r *root) watch(ctx context.Context, value []byte) error {
+	newer, err := r.cfg.Store.Watch(ctx, r.cfg.rootKey(), value)
+	if err != nil {
+		return err
+	}
+	by := "something that is no root"
+	if other, err := decodeRoot(newer); err == nil {
+		by = fmt.Sprintf("pid %d on host %q with its root at %s", other.GetPid(), other.GetHost(), other.GetAddr())
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.fail(&RefusedError{DuplicateRank, fmt.Sprintf("rank 0 joined twice: %v was replaced by %s", r.cfg.Self, by)})
+	return nil
+}
+
+func (r *root) progress() (lastEpoch uint64, full bool, failure *RefusedError) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.lastEpoch, r.missing == 0, r.failure
+}
+
+// missingRanks names the ranks that are not there, the first 16 of them.
+func (r *root) missingRanks() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var b strings.Builder
+	n := 0
+	for rank := 1; rank < len(r.members); rank++ {
+		if r.members[rank] != nil {
+			continue
+		}
+		switch {
+		case n == 0:
+			fmt.Fprintf(&b, "%d", rank)
+		case n < 16:
+			fmt.Fprintf(&b, ", %d", rank)
+		}
+		n++
+	}
+	if n > 16 {
+		fmt.Fprintf(&b, " and %d more", n-16)
+	}
+	if n == 1 {
+		return "rank " + b.String()
+	}
+	return "ranks " + b.String()
+}
+
+// complete ends forming with epoch, if all ranks are there and it is greater than every epoch they have seen.
+func (r *root) complete(epoch uint64) (bool, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.state != forming || r.missing > 0 || epoch <= r.lastEpoch {
+		return false, nil
+	}
+	records := make([]Record, len(r.members))
+	records[0] = r.cfg.Self
+	for rank := 1; rank < len(r.members); rank++ {
+		records[rank] = r.members[rank].q.record
+	}
+	table, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: epoch})
+	for rank := 0; rank < len(records) && err == nil; rank++ {
+		table, err = appendMessage(table, recordToProto(&records[rank]))
+	}
+	if err != nil {
+		return false, err
+	}
+	r.epoch, r.records, r.table = epoch, records, table
+	r.decide(complete)
+	return true, nil
+}
+
+// giveUp fails the root because rank 0 cannot go on, and returns err.
+func (r *root) giveUp(err error) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.fail(&RefusedError{GaveUp, fmt.Sprintf("rank 0 gave up: %v", err)})
+	return err
+}
+
+// fail ends forming without an epoch, if it has not ended yet. r is locked.
+func (r *root) fail(why *RefusedError) {
+	if r.state != forming {
+		return
+	}
+	r.failure = why
+	r.decide(failed)
+	r.signal()
+}
+
+// decide sets the final state and lets the members have it. r is locked.
+func (r *root) decide(s rootState) {
+	r.state = s
+	for _, m := range r.members {
+		if m != nil {
+			m.answering = true
+			m.conn.SetReadDeadline(time.Unix(1, 0)) // ends the wait in serve
+		}
+	}
+}
+
+func (r *root) signal() {
+	select {
+	case r.changed <- struct{}{}:
+	default:
+	}
+}
+
+func (r *root) accept() {
+	var wait backoff
+	for {
+		select {
+		case r.handshakes <- struct{}{}:
+		case <-r.ctx.Done():
+			return
+		}
+		conn, err := r.ln.Accept()
+		if err != nil {
+			<-r.handshakes
+			if r.ctx.Err() != nil {
+				return
+			}
+			r.log.Error("rendezvous: root cannot accept", zap.Error(err))
+			pause(r.ctx, wait.next(), nil)
+			continue
+		}
+		wait = 0
+		g := &guest{conn: conn}
+		r.mu.Lock()
+		if r.ctx.Err() != nil {
+			conn.Close()
+		}
+		r.guests[g] = struct{}{}
+		r.mu.Unlock()
+		r.wg.Go(func() {
+			if err := r.serve(g); err != nil && r.ctx.Err() == nil {
+				r.log.Warn("rendezvous: root closed a connection",
+					zap.Stringer("peer", conn.RemoteAddr()), zap.Error(err))
+			}
+			conn.Close()
+			r.mu.Lock()
+			delete(r.guests, g)
+			r.mu.Unlock()
+		})
+	}
+}
+
+// serve reads g's request, waits for the end of forming if g becomes a member, and answers. The error is for the log.
+func (r *root) serve(g *guest) error {
+	release := sync.OnceFunc(func() { <-r.handshakes })
+	defer release()
+	if err := r.handshake(g); err != nil {
+		if errors.Is(err, io.EOF) {
+			return nil // looked whether the port is open
+		}
+		return err
+	}
+	answer, err := r.admit(g)
+	if err != nil {
+		return err
+	}
+	if answer == nil {
+		release()
+		var b [1]byte
+		n, err := g.conn.Read(b[:])
+		if n > 0 {
+			err = errors.New("more bytes than one request")
+		}
+		if answer, err = r.dismiss(g, err); answer == nil {
+			return err
+		}
+	}
+	g.conn.SetWriteDeadline(time.Now().Add(answerTimeout))
+	if _, err := g.conn.Write(answer); err != nil {
+		return fmt.Errorf("answering rank %d, %v: %w", g.q.GetRank(), g.q.record, err)
+	}
+	r.noteTold(g)
+	return nil
+}
+
+func (r *root) handshake(g *guest) error {
+	g.conn.SetDeadline(time.Now().Add(handshakeTimeout))
+	version, err := readGreeting(g.conn, rootMagic)
+	if err != nil {
+		return err
+	}
+	if _, err := g.conn.Write(greeting(rootMagic, rootVersion)); err != nil {
+		return err
+	}
+	if version != rootVersion {
+		return &versionError{version, rootVersion}
+	}
+	body, err := readFrame(g.conn, maxJoinRequestBytes)
+	if err != nil {
+		return fmt.Errorf("reading the request: %w", err)
+	}
+	g.q, err = decodeJoinRequest(body)
+	if err != nil {
+		return fmt.Errorf("reading the request: %w", err)
+	}
+	g.conn.SetDeadline(time.Time{})
+	return nil
+}
+
+// admit returns the answer to g's request, or nil if g is now a member and the answer has to wait.
+func (r *root) admit(g *guest) ([]byte, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !bytes.Equal(g.q.GetToken(), r.token) {
+		return r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
+	}
+	if r.state == forming {
+		if why := r.contradiction(g.q); why != nil {
+			r.fail(why)
+		}
+	}
+	if r.state != forming {
+		return r.verdict(g)
+	}
+	rank := g.q.GetRank()
+	if old := r.members[rank]; old != nil {
+		old.conn.Close() // the same call of Join; that connection broke
+	} else {
+		r.missing--
+	}
+	r.members[rank] = g
+	r.lastEpoch = max(r.lastEpoch, g.q.GetLastEpoch())
+	r.log.Debug("rendezvous: rank has joined", zap.Int32("rank", rank), zap.Stringer("process", g.q.record),
+		zap.Int("missing", r.missing))
+	if r.missing == 0 {
+		r.signal()
+	}
+	return nil, nil
+}
+
+// dismiss ends g's wait, which ended with err, and returns the answer. While forming there is none: g broke off and is
+// forgotten, so it or another may come in its place. The error is for the log.
+func (r *root) dismiss(g *guest, err error) ([]byte, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	rank := g.q.GetRank()
+	if r.members[rank] != g {
+		return nil, nil // it has come again on another connection
+	}
+	if r.state != forming {
+		return r.outcome(g)
+	}
+	r.members[rank] = nil
+	r.missing++
+	return nil, fmt.Errorf("rank %d, %v, left before the others came: %w", rank, g.q.record, err)
+}
+
+// contradiction says what in q cannot be true of this job together with what is known. r is locked and forming.
+func (r *root) contradiction(q *joinRequest) *RefusedError {
+	rank, size := q.GetRank(), q.GetSize()
+	refused := func(why Reason, format string, args ...any) *RefusedError {
+		return &RefusedError{why, fmt.Sprintf(format, args...)}
+	}
+	switch {
+	case q.GetJob() != r.cfg.Job:
+		return refused(WrongJob, "rank %d says job %q, rank 0 says job %q", rank, q.GetJob(), r.cfg.Job)
+	case rank == 0:
+		return refused(DuplicateRank, "rank 0 joined twice: %v and %v", r.cfg.Self, q.record)
+	case size != int64(r.cfg.Size):
+		return refused(SizeMismatch, "rank %d says size %d, rank 0 says size %d", rank, size, r.cfg.Size)
+	}
+	if err := checkRank(int64(rank), r.cfg.Size); err != nil {
+		return refused(RankOutOfRange, "%v: %v", q.record, err)
+	}
+	if m := r.members[rank]; m != nil && !bytes.Equal(m.q.GetNonce(), q.GetNonce()) {
+		return refused(DuplicateRank, "rank %d joined twice: %v and %v", rank, m.q.record, q.record)
+	}
+	return nil
+}
+
+// verdict is the answer to g, who has not been waiting, of a root that is no longer forming. r is locked.
+func (r *root) verdict(g *guest) ([]byte, error) {
+	_, told := r.told[g.q.process()]
+	switch {
+	case r.state == failed && told:
+		return r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
+	case r.state == failed:
+		return r.outcome(g)
+	}
+	if rank := g.q.GetRank(); rank > 0 && int(rank) < len(r.members) &&
+		bytes.Equal(r.members[rank].q.GetNonce(), g.q.GetNonce()) {
+		return r.outcome(g)
+	}
+	if !told && g.q.GetLastEpoch() < r.epoch {
+		r.remember(g.q.process())
+		r.log.Warn("rendezvous: a process came late: the epoch is complete", zap.Uint64("epoch", r.epoch),
+			zap.Int32("rank", g.q.GetRank()), zap.Stringer("process", g.q.record))
+	}
+	return r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: r.epoch})
+}
+
+// outcome is what forming came to: the table or the failure. r is locked and no longer forming.
+func (r *root) outcome(g *guest) ([]byte, error) {
+	if r.state == failed {
+		g.refused = true
+		return r.answer(g, refusalAnswer(r.failure))
+	}
+	g.answering = true
+	return r.table, nil
+}
+
+func (r *root) answer(g *guest, a *rendezvouspb.Answer) ([]byte, error) {
+	g.answering = true
+	return appendMessage(nil, a)
+}
+
+// noteTold remembers that g has had its answer, if that was the failure.
+func (r *root) noteTold(g *guest) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !g.refused {
+		return
+	}
+	r.remember(g.q.process())
+	if rank := topo.Rank(g.q.GetRank()); rank > 0 && int(rank) < r.cfg.Size {
+		if _, known := r.toldRanks[rank]; !known {
+			r.toldRanks[rank] = struct{}{}
+			if len(r.toldRanks) == r.cfg.Size-1 {
+				close(r.allTold)
+			}
+		}
+	}
+}
+
+// remember adds p to those who were told. r is locked.
+func (r *root) remember(p process) {
+	if len(r.told) < maxTold {
+		r.told[p] = struct{}{}
+	}
+}
