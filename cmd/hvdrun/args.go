@@ -1,0 +1,65 @@
+package main
+
+import (
+	"slices"
+	"strings"
+
+	"github.com/spf13/pflag"
+)
+
+// normalize accepts torchrun's _ for - in long flags, and Horovod's and mpirun's names for the number of ranks.
+func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {
+	if name = strings.ReplaceAll(name, "_", "-"); name == "np" {
+		name = "num-proc"
+	}
+	return pflag.NormalizedName(name)
+}
+
+// ownCommands are hvdrun's own if they come first. After flags or -- they are commands to launch.
+var ownCommands = []string{"completion", "__complete", "__completeNoDesc"}
+
+// rewrite makes the arguments ones that pflag can read: -np becomes --np, and -- comes before the command to
+// launch, so that its name and flags are never taken for hvdrun's.
+func rewrite(args []string, flags *pflag.FlagSet) []string {
+	if len(args) > 0 && slices.Contains(ownCommands, args[0]) {
+		return args
+	}
+	var out []string
+	for len(args) > 0 {
+		arg := args[0]
+		if arg == "--" {
+			return append(out, args...)
+		}
+		if len(arg) < 2 || arg[0] != '-' {
+			return append(append(out, "--"), args...)
+		}
+		args = args[1:]
+		if arg == "-np" || strings.HasPrefix(arg, "-np=") {
+			arg = "-" + arg
+		}
+		out = append(out, arg)
+		if wantsValue(arg, flags) && len(args) > 0 {
+			out, args = append(out, args[0]), args[1:]
+		}
+	}
+	return out
+}
+
+// wantsValue reports whether the flag takes the next argument as its value. An unknown flag takes none; pflag
+// rejects it.
+func wantsValue(arg string, flags *pflag.FlagSet) bool {
+	if name, long := strings.CutPrefix(arg, "--"); long {
+		f := flags.Lookup(name) // nil for name=value
+		return f != nil && f.NoOptDefVal == ""
+	}
+	for i := 1; i < len(arg); i++ {
+		f := flags.ShorthandLookup(arg[i : i+1])
+		if f == nil {
+			return false
+		}
+		if f.NoOptDefVal == "" {
+			return i == len(arg)-1
+		}
+	}
+	return false
+}

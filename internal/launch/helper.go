@@ -1,0 +1,170 @@
+package launch
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// HelperArg is the first argument of a process that is to run HelperMain.
+const HelperArg = "__hvdrun-rank-helper"
+
+// The helper's file descriptors besides 0, 1 and 2, which are the rank's.
+const (
+	orderFD  = 3 // the launcher's orders: signal numbers, a byte each; its end is the launcher's
+	reportFD = 4 // the helper's reports, JSON
+)
+
+// report is what a helper tells the launcher: first PID or Errno, then, if the command ran, the rest.
+type report struct {
+	// PID is the command's process, once it runs.
+	PID int `json:"pid,omitempty"`
+	// Errno is why the command could not be started.
+	Errno syscall.Errno `json:"errno,omitempty"`
+
+	// Ended says that the command has ended, At (nanoseconds since 1970), with Code or by Signal.
+	Ended  bool           `json:"ended,omitempty"`
+	At     int64          `json:"at,omitempty"`
+	Code   int            `json:"code,omitempty"`
+	Signal syscall.Signal `json:"signal,omitempty"`
+	// Sent is the last signal meant to end it that it was sent before.
+	Sent syscall.Signal `json:"sent,omitempty"`
+}
+
+// helper stands between the launcher and one rank's command.
+type helper struct {
+	family  family
+	reports *json.Encoder
+
+	// Guarded by family.mu.
+	pid    int // the command; its process group too
+	alive  bool
+	sent   syscall.Signal
+	killed bool // by order, or because the launcher is gone
+}
+
+// HelperMain runs one rank's command for the launcher and returns the process's exit status. The program's main
+// must call it, from the main goroutine and before anything else, when its first argument is HelperArg; args are the
+// arguments after that one and env is the environment, which the command gets as it is. It ends with the process.
+//
+// The command runs in a process group of its own. When it ends, what it has started and left behind is
+// killed, in whatever process group or session: at once if it ended by itself; after a signal that asked it to end, those in its
+// group, who got the signal too, are given until the launcher's next order. When the launcher ends, however it ends, or orders it,
+// everything is killed. The helper returns when no descendant is left.
+func HelperMain(args, env []string) int {
+	// The command's parent-death signal is tied to the thread that starts it (prctl(2)).
+	runtime.LockOSThread()
+	if len(args) < 2 {
+		fmt.Fprintf(os.Stderr, "hvdrun: %s is for the launcher's own use\n", HelperArg)
+		return 2
+	}
+	// The launcher decides what a signal means. Ignoring them would make the command ignore them as well.
+	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
+		if !signal.Ignored(s) {
+			signal.Notify(make(chan os.Signal, 1), s)
+		}
+	}
+	unix.CloseOnExec(orderFD)
+	unix.CloseOnExec(reportFD)
+	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
+		fmt.Fprintf(os.Stderr, "hvdrun: become a subreaper: %v\n", err)
+		return 1
+	}
+	h := &helper{reports: json.NewEncoder(os.NewFile(reportFD, "reports"))}
+	if err := h.start(args[0], args[1:], env); err != nil {
+		var errno syscall.Errno
+		if !errors.As(err, &errno) {
+			errno = syscall.EINVAL // a zero byte in an argument
+		}
+		h.tell(report{Errno: errno})
+		return 0
+	}
+	go h.obey(os.NewFile(orderFD, "orders"))
+	if err := h.family.reap(); err != nil {
+		fmt.Fprintf(os.Stderr, "hvdrun: %s\n", strings.TrimPrefix(err.Error(), "launch: "))
+		return 1
+	}
+	return 0
+}
+
+func (h *helper) start(path string, argv, env []string) error {
+	h.family.mu.Lock()
+	defer h.family.mu.Unlock()
+	pid, _, err := syscall.StartProcess(path, argv, &syscall.ProcAttr{
+		Env:   env,
+		Files: []uintptr{0, 1, 2},
+		Sys:   &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL},
+	})
+	if err != nil {
+		return err
+	}
+	h.pid, h.alive = pid, true
+	h.family.own = map[int]func(unix.WaitStatus){pid: h.ended}
+	h.tell(report{PID: pid})
+	return nil
+}
+
+// ended is called with family.mu held.
+func (h *helper) ended(status unix.WaitStatus) {
+	h.alive = false
+	r := report{Ended: true, At: time.Now().UnixNano(), Sent: h.sent}
+	if status.Signaled() {
+		r.Signal = status.Signal()
+	} else {
+		r.Code = status.ExitStatus()
+	}
+	h.tell(r)
+	h.family.fate = h.fate
+}
+
+// fate is that of what the command left behind.
+func (h *helper) fate(_, pgrp int) fate {
+	if h.sent != 0 && !h.killed && pgrp == h.pid {
+		return awaited
+	}
+	return doomed
+}
+
+// tell reports to the launcher. If it is gone there is nobody to tell, and obey ends the command.
+func (h *helper) tell(r report) { _ = h.reports.Encode(r) }
+
+// obey carries out the launcher's orders until it is gone.
+func (h *helper) obey(orders *os.File) {
+	for {
+		var order [1]byte
+		if _, err := orders.Read(order[:]); err != nil {
+			h.signal(unix.SIGKILL)
+			return
+		}
+		h.signal(syscall.Signal(order[0]))
+	}
+}
+
+func (h *helper) signal(s syscall.Signal) {
+	h.family.mu.Lock()
+	defer h.family.mu.Unlock()
+	switch s {
+	case unix.SIGINT, unix.SIGTERM, unix.SIGHUP:
+		h.sent = s
+	case unix.SIGKILL:
+		h.sent, h.killed = s, true
+	}
+	if h.alive {
+		// Not reaped, so the group is still its own. A failure is a group of other users' processes only.
+		_ = unix.Kill(-h.pid, s)
+	}
+	if h.killed {
+		h.family.fate = h.fate
+		if _, err := h.family.sweep(); err != nil {
+			fmt.Fprintf(os.Stderr, "hvdrun: %s\n", strings.TrimPrefix(err.Error(), "launch: "))
+		}
+	}
+}

@@ -1,0 +1,583 @@
+package launch_test
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/launch"
+)
+
+func TestStatus(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		np     int
+		script string
+		want   int
+		roots  []int
+	}{
+		{"success", 3, "exit 0", 0, nil},
+		{"one of one", 1, "exit 3", 3, []int{0}},
+		{"early success", 2, `[ $HOROVOD_RANK = 0 ] || exit 0; exec 3<>/dev/null; sleep 0.1`, 0, nil},
+		{"killed", 2, `[ $HOROVOD_RANK = 1 ] || exit 0; kill -9 $$`, 137, []int{1}},
+		{"highest", 2, `[ $HOROVOD_RANK = 1 ] || exit 0; exit 255`, 255, []int{1}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: c.np, Command: sh(c.script)})
+			if got := r.wait(); got != c.want {
+				t.Errorf("got exit status %d, want %d", got, c.want)
+			}
+			res := r.outcome()
+			if res.Status != c.want || !slices.Equal(res.Roots, c.roots) || len(res.Ranks) != c.np {
+				t.Errorf("got result %+v, want status %d, roots %v", res, c.want, c.roots)
+			}
+			if failed := strings.Contains(r.stderr.String(), "Root cause"); failed != (c.want != 0) {
+				t.Errorf("a report was printed: %v", failed)
+			}
+		})
+	}
+}
+
+func TestManyRanks(t *testing.T) {
+	r := start(t, spec{NP: 64, Command: []string{"true"}})
+	if got := r.wait(); got != 0 {
+		t.Errorf("got exit status %d, want 0", got)
+	}
+}
+
+func TestCommandThatCannotRun(t *testing.T) {
+	dir := t.TempDir()
+	file := func(name, text string, mode os.FileMode) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), mode); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	for _, c := range []struct {
+		name, command string
+		want          int
+	}{
+		{"not found", "no-such-program", 127},
+		{"path not found", filepath.Join(dir, "nothing"), 127},
+		{"not executable", file("plain", "text", 0o600), 126},
+		{"directory", dir, 126},
+		{"not a program", file("program", "text", 0o700), 126},
+		{"no interpreter", file("script", "#!/no/such/interpreter\n", 0o700), 127},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			r := start(t, spec{NP: 3, Command: []string{c.command}})
+			if got := r.wait(); got != c.want {
+				t.Errorf("got exit status %d, want %d", got, c.want)
+			}
+			if out := r.stderr.String(); !strings.Contains(out, c.command) || strings.Contains(out, "Root cause") {
+				t.Errorf("got %q, want the command named and no report", out)
+			}
+		})
+	}
+}
+
+func TestEnvironment(t *testing.T) {
+	r := start(t, spec{NP: 2, NoPrefix: true, Set: []string{"A=1", "A=2", "HOROVOD_CYCLE_TIME=3"},
+		Command: sh(`env | sed "s/^/$HOROVOD_RANK:/"; [ -z "$(cat)" ]`)})
+	if got := r.wait(); got != 0 {
+		t.Errorf("got exit status %d, want 0", got)
+	}
+	var lines []string
+	for _, l := range strings.Split(r.stdout.String(), "\n") {
+		if strings.HasPrefix(l, "1:") {
+			lines = append(lines, l[2:])
+		}
+	}
+	host, err := os.Hostname()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{
+		"HOROVOD_RANK=1", "HOROVOD_SIZE=2", "HOROVOD_LOCAL_RANK=1", "HOROVOD_LOCAL_SIZE=2", "HOROVOD_CROSS_RANK=0",
+		"HOROVOD_CROSS_SIZE=1", "HOROVOD_HOSTNAME=" + host, "HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1",
+		"HOROVOD_GLOO_RENDEZVOUS_PORT=4711", "PYTHONUNBUFFERED=1", "A=2", "HOROVOD_CYCLE_TIME=3", markVariable + "=" + r.mark,
+	} {
+		if !slices.Contains(lines, want) {
+			t.Errorf("%s is missing", want)
+		}
+	}
+	ids := regexp.MustCompile(`(?m)^[01]:HVD_JOB_ID=([0-9a-f]{32})$`).FindAllStringSubmatch(r.stdout.String(), -1)
+	if len(ids) != 2 || ids[0][1] != ids[1][1] {
+		t.Errorf("got job ids %v, want one of 128 bits twice", ids)
+	}
+}
+
+func TestOptionsThatCannotBe(t *testing.T) {
+	for _, c := range []struct {
+		o    launch.Options
+		want string
+	}{
+		{launch.Options{NP: 0, Command: []string{"true"}}, "number of ranks: got 0"},
+		{launch.Options{NP: launch.MaxRanks + 1, Command: []string{"true"}}, "want 1 to 4096"},
+		{launch.Options{NP: 1}, "command"},
+		{launch.Options{NP: 1, Command: []string{""}}, "command"},
+		{launch.Options{NP: 1, Command: []string{"true"}, Set: []string{"A"}}, "NAME=value"},
+		{launch.Options{NP: 1, Command: []string{"true"}, Set: []string{"=v"}}, "NAME=value"},
+		{launch.Options{NP: 1, Command: []string{"true"}, Set: []string{"HOROVOD_RANK=1"}}, "HOROVOD_RANK"},
+		{launch.Options{NP: 1, Command: []string{"true"}, Set: []string{"HVD_JOB_ID=1"}}, "HVD_JOB_ID"},
+	} {
+		_, err := launch.Run(t.Context(), c.o)
+		if _, ok := err.(*launch.OptionError); !ok || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%+v: got error %v, want an OptionError with %q", c.o, err, c.want)
+		}
+	}
+}
+
+func TestSignalsEndTheJob(t *testing.T) {
+	for _, c := range []struct {
+		sent syscall.Signal
+		seen string
+		want int
+	}{
+		{unix.SIGINT, "SIGINT", 130},
+		{unix.SIGTERM, "SIGTERM", 143},
+		{unix.SIGHUP, "SIGTERM", 129},
+	} {
+		t.Run(unix.SignalName(c.sent), func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: 3, GraceMS: 60_000, Command: []string{self(), "rank", "obey"}})
+			r.awaitOutput(&r.stdout, "ready", 3)
+			r.signal(c.sent)
+			if got := r.wait(); got != c.want {
+				t.Errorf("got exit status %d, want %d", got, c.want)
+			}
+			for rank := range 3 {
+				if want := fmt.Sprintf("[%d]<stdout>:got %s\n", rank, c.seen); !strings.Contains(r.stdout.String(), want) {
+					t.Errorf("missing %q", want)
+				}
+			}
+		})
+	}
+}
+
+func TestSignalsAreForwarded(t *testing.T) {
+	for _, s := range []syscall.Signal{unix.SIGUSR1, unix.SIGUSR2, unix.SIGQUIT} {
+		t.Run(unix.SignalName(s), func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: 2, Command: []string{self(), "rank", "obey"}})
+			r.awaitOutput(&r.stdout, "ready", 2)
+			r.signal(s)
+			if got := r.wait(); got != 0 {
+				t.Errorf("got exit status %d, want 0", got)
+			}
+			if n := strings.Count(r.stdout.String(), "got "+unix.SignalName(s)); n != 2 {
+				t.Errorf("%d ranks got it, want 2", n)
+			}
+		})
+	}
+}
+
+func TestSecondInterruptKills(t *testing.T) {
+	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: []string{self(), "rank", "ignore"}})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	r.signal(unix.SIGINT)
+	r.awaitOutput(&r.stderr, "once more kills them", 1)
+	r.signal(unix.SIGINT)
+	if got := r.wait(); got != 130 {
+		t.Errorf("got exit status %d, want 130", got)
+	}
+}
+
+func TestGraceEnds(t *testing.T) {
+	r := start(t, spec{NP: 2, GraceMS: 50, Command: []string{self(), "rank", "ignore"}})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	r.signal(unix.SIGTERM)
+	if got := r.wait(); got != 143 {
+		t.Errorf("got exit status %d, want 143", got)
+	}
+}
+
+func TestContextEndsTheJob(t *testing.T) {
+	r := start(t, spec{NP: 2, GraceMS: 50, TimeoutMS: 200, Command: []string{self(), "rank", "ignore"}})
+	if got := r.wait(); got != 143 {
+		t.Errorf("got exit status %d, want 143", got)
+	}
+	if !strings.Contains(r.stderr.String(), "deadline exceeded") {
+		t.Errorf("got %q, want the context's error", r.stderr.String())
+	}
+}
+
+// The shell dies of SIGTERM at once; what it runs in its group cleans up meanwhile. What left the group got no
+// signal and is not waited for.
+func TestGraceIsForTheWholeGroup(t *testing.T) {
+	r := start(t, spec{NP: 2, GraceMS: 60_000, Command: sh(`setsid sleep 1000 & "` + self() + `" rank obey; true`)})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	r.signal(unix.SIGTERM)
+	if got := r.wait(); got != 143 {
+		t.Errorf("got exit status %d, want 143", got)
+	}
+	if n := strings.Count(r.stdout.String(), "got SIGTERM"); n != 2 {
+		t.Errorf("%d of 2 ranks could clean up", n)
+	}
+}
+
+func TestOthersGetTimeThenAreEnded(t *testing.T) {
+	r := start(t, spec{NP: 3, NoticeMS: 50, GraceMS: 50, Command: sh(`
+		case $HOROVOD_RANK in
+		0) exec "` + self() + `" rank ignore;;
+		1) exec "` + self() + `" rank obey;;
+		2) exit 3;;
+		esac`)})
+	if got := r.wait(); got != 3 {
+		t.Errorf("got exit status %d, want 3", got)
+	}
+	res := r.outcome()
+	if e := res.Ranks[0]; e.Signal != unix.SIGKILL || e.Sent != unix.SIGKILL {
+		t.Errorf("the rank that ignores SIGTERM: got %+v, want killed by the launcher", e)
+	}
+	// The notice may end before a rank has installed its handler.
+	if e := res.Ranks[1]; e.Sent != unix.SIGTERM {
+		t.Errorf("the rank that obeys: got %+v, want ended by SIGTERM", e)
+	}
+	if !strings.Contains(r.stderr.String(), "  rank 0: killed by SIGKILL from hvdrun, pid ") {
+		t.Errorf("rank 0 is missing in the report:\n%s", r.stderr.String())
+	}
+}
+
+// goProgram is the folder of a program to go run. It prints ready and goes on for an hour.
+func goProgram(t *testing.T) string {
+	dir := t.TempDir()
+	for name, text := range map[string]string{
+		"go.mod":  "module waits\n\ngo 1.26\n",
+		"main.go": "package main\n\nimport \"time\"\n\nfunc main() {\n\tprintln(\"ready\")\n\ttime.Sleep(time.Hour)\n}\n",
+	} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+func TestNothingOutlivesTheLauncher(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		script  string
+		perRank int // processes besides the helper
+	}{
+		{"background", "sleep 1000 & sleep 1000; true", 3},
+		{"own session", "setsid sleep 1000 & sleep 1000; true", 3},
+		{"daemon", "(setsid sh -c 'sleep 1000 & sleep 1000; true' &); exec sleep 1000", 4},
+		{"many", "for i in 1 2 3 4 5 6 7 8 9; do setsid sh -c 'sleep 1000; true' & done; wait", 19},
+		{"ignores signals", "trap '' INT TERM HUP; sleep 1000; true", 2},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			const np = 2
+			r := start(t, spec{NP: np, Command: sh(c.script)})
+			r.await("all processes", func() bool { return len(r.processes()) == np*(c.perRank+1) })
+			r.signal(unix.SIGKILL)
+			r.cmd.Wait()
+			r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
+		})
+	}
+}
+
+func TestGoRunDoesNotOutliveTheLauncher(t *testing.T) {
+	if _, err := exec.LookPath("go"); err != nil {
+		t.Skip("needs the go command")
+	}
+	r := start(t, spec{NP: 2, Command: sh(`cd "` + goProgram(t) + `" && exec go run .`)})
+	r.awaitOutput(&r.stderr, "ready", 2)
+	if n := len(r.processes()); n != 2*3 {
+		t.Errorf("%d processes, want helper, go and program for each rank", n)
+	}
+	r.signal(unix.SIGKILL)
+	r.cmd.Wait()
+	r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
+}
+
+func TestGoRunShowsItsOwnLines(t *testing.T) {
+	if _, err := exec.LookPath("go"); err != nil {
+		t.Skip("needs the go command")
+	}
+	r := start(t, spec{NP: 1, Command: sh(`cd "` + goProgram(t) + `" && exec go run .`)})
+	r.awaitOutput(&r.stderr, "ready", 1)
+	for _, p := range r.processes() {
+		if strings.HasSuffix(p.command, "/waits") {
+			unix.Kill(p.pid, unix.SIGKILL)
+		}
+	}
+	if got := r.wait(); got != 1 {
+		t.Errorf("got exit status %d, want go run's 1", got)
+	}
+	if !strings.Contains(r.stderr.String(), "      signal: killed\n") {
+		t.Errorf("the report lacks go run's line:\n%s", r.stderr.String())
+	}
+}
+
+func TestHelperIsKilled(t *testing.T) {
+	r := start(t, spec{NP: 2, NoticeMS: 50, Command: sh("setsid sleep 1000 & (setsid sh -c 'sleep 1000; true' &); sleep 1000; true")})
+	r.await("all processes", func() bool { return len(r.processes()) == 2*6 })
+	unix.Kill(r.helper("1"), unix.SIGKILL)
+	if got := r.wait(); got != 137 {
+		t.Errorf("got exit status %d, want 137", got)
+	}
+	res := r.outcome()
+	if !slices.Equal(res.Roots, []int{1}) || !res.Ranks[1].Lost || res.Ranks[1].PID == 0 {
+		t.Errorf("got %+v, want rank 1 lost", res)
+	}
+	if !strings.Contains(r.stderr.String(), "rank 1: its helper was killed") {
+		t.Errorf("the report does not say so:\n%s", r.stderr.String())
+	}
+}
+
+// A helper that does not run cannot obey.
+func TestHelperIsStopped(t *testing.T) {
+	r := start(t, spec{NP: 2, GraceMS: 50, KillMS: 50, Command: sh("setsid sleep 1000 & sleep 1000; true")})
+	r.await("all processes", func() bool { return len(r.processes()) == 2*4 })
+	unix.Kill(r.helper("0"), unix.SIGSTOP)
+	r.signal(unix.SIGINT)
+	if got := r.wait(); got != 130 {
+		t.Errorf("got exit status %d, want 130", got)
+	}
+}
+
+func TestWhatACommandLeavesBehindIsKilled(t *testing.T) {
+	for _, script := range []string{
+		"sleep 1000 & echo done",
+		"setsid sleep 1000 & echo done",
+		"(setsid sh -c 'sleep 1000; true' &); echo done",
+	} {
+		t.Run(script, func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: 2, Command: sh(script)})
+			if got := r.wait(); got != 0 {
+				t.Errorf("got exit status %d, want 0", got)
+			}
+			if n := strings.Count(r.stdout.String(), "<stdout>:done\n"); n != 2 {
+				t.Errorf("%d of 2 ranks have printed", n)
+			}
+		})
+	}
+}
+
+// Children that the launcher's process had when it became the launcher are none of its business.
+func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
+	r := start(t, spec{NP: 2, Command: sh("kill -9 $PPID; sleep 1000"), NoticeMS: 10,
+		wrap: []string{"sh", "-c", `sleep 1000 & echo $! >&2; exec "$@"`, "sh"}})
+	r.cmd.Wait()
+	left := r.processes()
+	pid, _, _ := strings.Cut(r.stderr.String(), "\n")
+	if len(left) != 1 || strconv.Itoa(left[0].pid) != pid {
+		t.Errorf("left: %v, want process %s only", left, pid)
+	}
+	if got := r.cmd.ProcessState.ExitCode(); got != 137 {
+		t.Errorf("got exit status %d, want 137", got)
+	}
+}
+
+// laterScript is a part of a rank that waits for a file.
+func laterScript(file string) string { return `until [ -e "` + file + `" ]; do sleep 0.01; done; ` }
+
+func TestRootCause(t *testing.T) {
+	for _, c := range []struct {
+		name, verdict string
+		roots         []int
+		status        int
+		report        []string
+	}{
+		{"first by time", "", []int{0}, 1, []string{"Root cause (first observed failure):\n  rank 0: exit status 1\n", "Other ranks that failed:\n  rank 2: killed by SIGKILL, not from hvdrun"}},
+		{"verdict", `{"epoch":1,"ranks":[2],"reason":"connection\nlost"}`, []int{2}, 137,
+			[]string{"Root cause (found by the ranks that were left): connection?lost\n  rank 2: killed by SIGKILL", "Other ranks that failed:\n  rank 0: exit status 1, pid "}},
+		{"verdict on two", `{"epoch":1,"ranks":[0,2],"reason":"x"}`, []int{0, 2}, 1, []string{"  rank 0: exit", "  rank 2: killed"}},
+		{"verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, []int{1}, 1, []string{"left early\n  rank 1: exit status 0\n"}},
+		{"verdict on nobody here", `{"epoch":1,"ranks":[9],"reason":"x"}`, []int{0}, 1, []string{"first observed failure"}},
+		{"garbage", `{"epoch":1,"ranks":`, []int{0}, 1, []string{"first observed failure"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			file := filepath.Join(t.TempDir(), "later")
+			r := start(t, spec{NP: 3, NoticeMS: 60_000, Verdict: c.verdict, Command: sh(`
+				case $HOROVOD_RANK in
+				0) exit 1;;
+				1) exit 0;;
+				2) ` + laterScript(file) + `kill -9 $$;;
+				esac`)})
+			r.awaitOutput(&r.stderr, "rank 0: exit status 1; the others have", 1)
+			if err := os.WriteFile(file, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if got := r.wait(); got != c.status {
+				t.Errorf("got exit status %d, want %d", got, c.status)
+			}
+			if res := r.outcome(); !slices.Equal(res.Roots, c.roots) {
+				t.Errorf("got roots %v, want %v", res.Roots, c.roots)
+			}
+			for _, want := range c.report {
+				if !strings.Contains(r.stderr.String(), want) {
+					t.Errorf("the report lacks %q", want)
+				}
+			}
+		})
+	}
+}
+
+func TestReportShowsTheLastLines(t *testing.T) {
+	r := start(t, spec{NP: 1, Command: sh(`for i in $(seq 100 130); do echo line $i >&2; done; printf 'half' >&2; exit 1`)})
+	if got := r.wait(); got != 1 {
+		t.Errorf("got exit status %d, want 1", got)
+	}
+	_, report, _ := strings.Cut(r.stderr.String(), "Root cause")
+	if strings.Contains(report, "line 111\n") || !strings.Contains(report, "      line 112\n") || !strings.Contains(report, "      line 130\n      half\n") {
+		t.Errorf("got\n%s\nwant the last 20 lines, 112 to half", report)
+	}
+	if lines := r.outcome().Ranks[0].Stderr; len(lines) != 20 || lines[19] != "half" {
+		t.Errorf("got %q, want 20 lines", lines)
+	}
+}
+
+func TestPrefixes(t *testing.T) {
+	const script = `printf '10%%\r50%%\r\n\nlast'; printf 'oops\n' >&2`
+	for _, c := range []struct {
+		s      spec
+		stdout string
+		stderr string
+	}{
+		{spec{}, "^\\[0\\]<stdout>:10%\r\\[0\\]<stdout>:50%\n\\[0\\]<stdout>:\n\\[0\\]<stdout>:last\n$", "^\\[0\\]<stderr>:oops\n$"},
+		{spec{NoPrefix: true}, "^10%\r50%\n\nlast\n$", "^oops\n$"},
+		{spec{Timestamp: true}, "^[A-Z][a-z]{2} [A-Z][a-z]{2} [ 0-9]\\d \\d\\d:\\d\\d:\\d\\d \\d{4}\\[0\\]<stdout>:10%\r", "\\d{4}\\[0\\]<stderr>:oops\n$"},
+	} {
+		c.s.Command = sh(script)
+		r := start(t, c.s)
+		if got := r.wait(); got != 0 {
+			t.Errorf("got exit status %d, want 0", got)
+		}
+		// The two streams may meet on the terminal while a line is open; it is ended then.
+		out := strings.Replace(r.stdout.String(), "10%\r\n", "10%\r", 1)
+		if !regexp.MustCompile(c.stdout).MatchString(out) {
+			t.Errorf("%+v: got %q on stdout, want %q", c.s, out, c.stdout)
+		}
+		if !regexp.MustCompile(c.stderr).MatchString(r.stderr.String()) {
+			t.Errorf("%+v: got %q on stderr, want %q", c.s, r.stderr.String(), c.stderr)
+		}
+	}
+}
+
+func TestLongLinesAreBrokenAndNotMixed(t *testing.T) {
+	const np = 4
+	r := start(t, spec{NP: np, Command: []string{self(), "rank", "flood"}})
+	if got := r.wait(); got != 0 {
+		t.Errorf("got exit status %d, want 0", got)
+	}
+	var got [np]int
+	for l := range strings.Lines(r.stdout.String()) {
+		m := regexp.MustCompile(`^\[([0-3])\]<stdout>:(.*)\n$`).FindStringSubmatch(l)
+		if m == nil {
+			t.Fatalf("got %.80q, want a prefix", l)
+		}
+		rank := int(m[1][0] - '0')
+		if letter := string(rune('a' + rank)); strings.Trim(m[2], letter) != "" {
+			t.Fatalf("rank %d: got %.80q, want %s only", rank, m[2], letter)
+		}
+		if len(m[2]) > 64<<10 {
+			t.Fatalf("got a line of %d bytes, want at most 64 KiB", len(m[2]))
+		}
+		got[rank] += len(m[2])
+	}
+	for rank, n := range got {
+		if n != floodLines*floodBytes {
+			t.Errorf("rank %d: got %d bytes, want %d", rank, n, floodLines*floodBytes)
+		}
+	}
+}
+
+func TestOutputFiles(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "new", "logs")
+	r := start(t, spec{NP: 11, OutputDir: dir, Command: sh(`printf "a\rb $HOROVOD_RANK\n\nhalf"; echo e$HOROVOD_RANK >&2`)})
+	if got := r.wait(); got != 0 {
+		t.Errorf("got exit status %d, want 0", got)
+	}
+	for rank := range 11 {
+		for name, want := range map[string]string{"stdout": fmt.Sprintf("a\rb %d\n\nhalf", rank), "stderr": fmt.Sprintf("e%d\n", rank)} {
+			got, err := os.ReadFile(filepath.Join(dir, fmt.Sprintf("rank.%02d", rank), name))
+			if err != nil || string(got) != want {
+				t.Errorf("rank %d %s: got %q and error %v, want %q", rank, name, got, err, want)
+			}
+		}
+		if want := fmt.Sprintf("[%d]<stdout>:half\n", rank); !strings.Contains(r.stdout.String(), want) {
+			t.Errorf("the console lacks %q", want)
+		}
+	}
+}
+
+func TestOutputFilesCannotBeMade(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	started := filepath.Join(t.TempDir(), "started")
+	r := start(t, spec{NP: 2, OutputDir: file, Command: []string{"touch", started}})
+	if got := r.wait(); got != 1 || !strings.Contains(r.stderr.String(), file) {
+		t.Errorf("got exit status %d and %q, want 1 and the path", got, r.stderr.String())
+	}
+	if _, err := os.Stat(started); err == nil {
+		t.Error("a rank was started")
+	}
+}
+
+func TestOutputThatIsLostIsAnError(t *testing.T) {
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if err != nil {
+		t.Skip(err)
+	}
+	defer full.Close()
+	r := start(t, spec{NP: 1, stdout: full, Command: sh("echo x; exit 0")})
+	if got := r.wait(); got != 1 || !strings.Contains(r.stderr.String(), "output was lost") {
+		t.Errorf("got exit status %d and %q, want 1 and the reason", got, r.stderr.String())
+	}
+}
+
+// Nobody reads what the ranks write without end: memory is bounded and signals work.
+func TestBlockedTerminal(t *testing.T) {
+	reader, writer, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer reader.Close()
+	r := start(t, spec{NP: 2, GraceMS: 100, stdout: writer, Command: []string{"yes", strings.Repeat("x", 100)}})
+	writer.Close()
+	// The ranks are blocked when their processor time stands still.
+	var before []string
+	still := 0
+	r.await("blocked ranks", func() bool {
+		var times []string
+		for _, p := range r.processes() {
+			if text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.pid)); err == nil && !p.isHelper() {
+				times = append(times, strings.Join(strings.Fields(string(text))[13:15], "+"))
+			}
+		}
+		if still++; len(times) != 2 || !slices.Equal(times, before) {
+			still = 0
+		}
+		before = times
+		return still > 60
+	})
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", r.cmd.Process.Pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	peak := regexp.MustCompile(`VmHWM:\s+(\d+) kB`).FindSubmatch(status)
+	if kb, err := strconv.Atoi(string(peak[1])); err != nil || kb > 256<<10 {
+		t.Errorf("the launcher has used %s kB, want at most 256 MiB", peak[1])
+	}
+	r.signal(unix.SIGINT)
+	if got := r.wait(); got != 130 {
+		t.Errorf("got exit status %d, want 130", got)
+	}
+}

@@ -1,0 +1,94 @@
+package launch
+
+import "bytes"
+
+// maxLineBytes bounds what is held back until a line is complete. A longer line is broken.
+const maxLineBytes = 64 << 10
+
+// splitter cuts a stream of bytes into lines. A line ends at \n, \r\n, or, as progress bars do, at \r.
+type splitter struct {
+	// line is called with each line, without its end, and with the end: '\n' (also for \r\n), '\r', or 0 for the
+	// pieces of a line that was too long and for the last one if it has no end. text is valid during the call.
+	line func(text []byte, end byte)
+	// ended is called when a line that was given to line with '\r' turns out to have ended in \r\n.
+	ended func()
+
+	part []byte // of an incomplete line, at most maxLineBytes
+	cr   bool   // the last byte was \r
+}
+
+func (s *splitter) write(p []byte) {
+	if s.cr && len(p) > 0 {
+		s.cr = false
+		if p[0] == '\n' {
+			s.ended()
+			p = p[1:]
+		}
+	}
+	for len(p) > 0 {
+		room := maxLineBytes - len(s.part)
+		i := bytes.IndexAny(p[:min(len(p), room+1)], "\r\n")
+		if i < 0 {
+			n := min(len(p), room)
+			s.part = append(s.part, p[:n]...)
+			if p = p[n:]; len(p) > 0 {
+				s.line(s.part, 0)
+				s.part = s.part[:0]
+			}
+			continue
+		}
+		text, end := p[:i], p[i]
+		p = p[i+1:]
+		if end == '\r' {
+			switch {
+			case len(p) == 0:
+				s.cr = true
+			case p[0] == '\n':
+				end, p = '\n', p[1:]
+			}
+		}
+		if len(s.part) > 0 {
+			s.part = append(s.part, text...)
+			text = s.part
+		}
+		s.line(text, end)
+		s.part = s.part[:0]
+	}
+}
+
+// flush gives the rest, a line without end.
+func (s *splitter) flush() {
+	if len(s.part) > 0 {
+		s.line(s.part, 0)
+		s.part = nil
+	}
+}
+
+const (
+	tailLines     = 20
+	maxTailBytes  = 2 << 10 // of one line
+	tailCutMarker = "..."
+)
+
+// tail keeps the last lines of a stream as a terminal would show them: what follows a \r replaces what was before.
+type tail struct {
+	lines []string
+	open  bool // the last line ended in \r
+}
+
+func (t *tail) add(text []byte, end byte) {
+	if len(text) > maxTailBytes {
+		text = append(text[:maxTailBytes:maxTailBytes], tailCutMarker...)
+	}
+	switch {
+	case t.open && len(text) == 0: // a cursor at the start of a line shows the line still
+	case t.open:
+		t.lines[len(t.lines)-1] = string(text)
+	default:
+		if len(t.lines) == tailLines {
+			t.lines = append(t.lines[:0], t.lines[1:]...)
+		}
+		t.lines = append(t.lines, string(text))
+	}
+	t.open = end == '\r'
+}

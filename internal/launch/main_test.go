@@ -1,0 +1,331 @@
+package launch_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/launch"
+)
+
+// The test binary plays all parts: its first argument says which.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 {
+		switch os.Args[1] {
+		case launch.HelperArg:
+			os.Exit(launch.HelperMain(os.Args[2:], os.Environ()))
+		case "launcher":
+			os.Exit(launcher(os.Args[2]))
+		case "rank":
+			os.Exit(rankProgram(os.Args[2]))
+		}
+	}
+	// A shell may have started the tests in the background, with SIGINT ignored; the launcher would inherit that.
+	if signal.Ignored(syscall.SIGINT) {
+		signal.Notify(make(chan os.Signal, 1), syscall.SIGINT)
+	}
+	os.Exit(m.Run())
+}
+
+// spec is the job of one test, as far as it is not the default.
+type spec struct {
+	NP                                   int
+	Command, Set                         []string
+	NoticeMS, GraceMS, KillMS, TimeoutMS int
+	OutputDir, Verdict, ResultFile       string
+	NoPrefix, Timestamp, Verbose         bool
+	wrap                                 []string // run the launcher by this command
+	stdout                               *os.File // instead of a buffer
+}
+
+const lostByLauncher = 99 // exit status: the launcher has leaked a goroutine
+
+// verdicts is a store that holds at most a verdict.
+type verdicts string
+
+func (v verdicts) Get(ctx context.Context, key string) ([]byte, error) {
+	if v != "" && key == "verdict" {
+		return []byte(v), nil
+	}
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+// launcher is a program around Run, as hvdrun is.
+func launcher(text string) int {
+	var s spec
+	if err := json.Unmarshal([]byte(text), &s); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 2
+	}
+	signals := make(chan os.Signal, 16)
+	signal.Notify(signals, unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2)
+	ctx := context.Background()
+	if s.TimeoutMS > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, time.Duration(s.TimeoutMS)*time.Millisecond)
+		defer cancel()
+	}
+	ms := func(n int) time.Duration { return time.Duration(n) * time.Millisecond }
+	res, err := launch.Run(ctx, launch.Options{
+		NP: s.NP, Command: s.Command, Env: os.Environ(), Set: s.Set,
+		Store: verdicts(s.Verdict), StoreAddr: netip.MustParseAddrPort("127.0.0.1:4711"),
+		Stdout: os.Stdout, Stderr: os.Stderr,
+		NoPrefix: s.NoPrefix, Timestamp: s.Timestamp, OutputDir: s.OutputDir, Verbose: s.Verbose,
+		Signals: signals, Notice: ms(s.NoticeMS), Grace: ms(s.GraceMS), Kill: ms(s.KillMS),
+	})
+	if s.ResultFile != "" {
+		text, _ := json.Marshal(res)
+		if err := os.WriteFile(s.ResultFile, text, 0o600); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+		}
+	}
+	status := res.Status
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		var command *launch.CommandError
+		switch {
+		case errors.As(err, &command):
+			status = command.Status
+		case status == 0:
+			status = 1
+		}
+	}
+	// What a writer that hangs leaves behind is documented.
+	if err == nil || !strings.Contains(err.Error(), "nobody has read it") {
+		signal.Stop(signals)
+		if leak := goleak.Find(); leak != nil {
+			fmt.Fprintln(os.Stderr, leak)
+			return lostByLauncher
+		}
+	}
+	return status
+}
+
+// rankProgram is what a rank runs where a shell will not do.
+func rankProgram(do string) int {
+	signals := make(chan os.Signal, 16)
+	signal.Notify(signals)
+	switch do {
+	case "obey": // ends by the first signal that is not the runtime's own
+		fmt.Println("ready")
+		for s := range signals {
+			if s != unix.SIGURG && s != unix.SIGCHLD {
+				fmt.Println("got", unix.SignalName(s.(syscall.Signal)))
+				return 0
+			}
+		}
+	case "ignore":
+		fmt.Println("ready")
+		select {}
+	case "flood": // long lines of one letter
+		letter := string(rune('a' + must(strconv.Atoi(os.Getenv("HOROVOD_RANK")))))
+		for range floodLines {
+			fmt.Println(strings.Repeat(letter, floodBytes))
+		}
+		return 0
+	}
+	fmt.Println("unknown part", do)
+	return 2
+}
+
+const (
+	floodLines = 20
+	floodBytes = 150_000
+)
+
+func must[T any](v T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return v
+}
+
+func self() string { return must(os.Executable()) }
+
+// deadline bounds every wait of the tests.
+const deadline = 30 * time.Second
+
+// buffer is written by exec and read by the test.
+type buffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (b *buffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+func (b *buffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.String()
+}
+
+// run is a launcher under test.
+type run struct {
+	t              *testing.T
+	cmd            *exec.Cmd
+	mark           string
+	stdout, stderr buffer
+	result         string
+}
+
+// markVariable is in the environment of every process of a job, with a value of its own.
+const markVariable = "LAUNCH_TEST_MARK"
+
+func start(t *testing.T, s spec) *run {
+	t.Helper()
+	r := &run{t: t, mark: fmt.Sprintf("%d-%d", os.Getpid(), time.Now().UnixNano())}
+	r.result = filepath.Join(t.TempDir(), "result")
+	s.ResultFile = r.result
+	if s.NP == 0 {
+		s.NP = 1
+	}
+	argv := append(s.wrap, self(), "launcher", string(must(json.Marshal(s))))
+	r.cmd = exec.Command(argv[0], argv[1:]...)
+	r.cmd.Env = append(os.Environ(), markVariable+"="+r.mark, "HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78")
+	r.cmd.Stdout, r.cmd.Stderr = &r.stdout, &r.stderr
+	if s.stdout != nil {
+		r.cmd.Stdout = s.stdout
+	}
+	r.cmd.WaitDelay = deadline
+	if err := r.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if r.cmd.ProcessState == nil {
+			r.cmd.Process.Kill()
+			r.cmd.Wait()
+		}
+		for _, p := range r.processes() {
+			unix.Kill(p.pid, unix.SIGKILL)
+		}
+		if t.Failed() {
+			t.Logf("stdout:\n%.4000s\nstderr:\n%.4000s", r.stdout.String(), r.stderr.String())
+		}
+	})
+	return r
+}
+
+// wait returns the launcher's exit status. No process of the job may be alive then.
+func (r *run) wait() int {
+	r.t.Helper()
+	late := time.AfterFunc(deadline, func() { r.cmd.Process.Signal(unix.SIGABRT) }) // shows the stacks
+	defer late.Stop()
+	r.cmd.Wait()
+	if left := r.processes(); len(left) > 0 {
+		r.t.Errorf("left running: %v", left)
+	}
+	return r.cmd.ProcessState.ExitCode()
+}
+
+// outcome is the Result after wait.
+func (r *run) outcome() (res launch.Result) {
+	r.t.Helper()
+	text, err := os.ReadFile(r.result)
+	if err == nil {
+		err = json.Unmarshal(text, &res)
+	}
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return res
+}
+
+func (r *run) signal(s syscall.Signal) {
+	r.t.Helper()
+	if err := r.cmd.Process.Signal(s); err != nil {
+		r.t.Fatal(err)
+	}
+}
+
+func (r *run) await(what string, ok func() bool) {
+	r.t.Helper()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for end := time.Now().Add(deadline); !ok(); <-tick.C {
+		if time.Now().After(end) {
+			r.t.Fatalf("%s: not within %v; processes: %v", what, deadline, r.processes())
+		}
+	}
+}
+
+// awaitOutput waits until the launcher's output has text n times.
+func (r *run) awaitOutput(b *buffer, text string, n int) {
+	r.t.Helper()
+	r.await(fmt.Sprintf("%d times %q", n, text), func() bool { return strings.Count(b.String(), text) >= n })
+}
+
+type process struct {
+	pid     int
+	command string
+	rank    string
+}
+
+func (p process) String() string { return fmt.Sprintf("%d %s", p.pid, p.command) }
+
+func (p process) isHelper() bool { return strings.Contains(p.command, launch.HelperArg) }
+
+// processes are those of the job that are alive, without the launcher.
+func (r *run) processes() []process {
+	var found []process
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil || pid == r.cmd.Process.Pid {
+			continue
+		}
+		env, err := os.ReadFile(filepath.Join("/proc", e.Name(), "environ"))
+		if err != nil || !bytes.Contains(env, []byte(markVariable+"="+r.mark+"\x00")) {
+			continue
+		}
+		p := process{pid: pid}
+		for _, v := range strings.Split(string(env), "\x00") {
+			if rank, ok := strings.CutPrefix(v, "HOROVOD_RANK="); ok {
+				p.rank = rank
+			}
+		}
+		line, _ := os.ReadFile(filepath.Join("/proc", e.Name(), "cmdline"))
+		p.command = strings.ReplaceAll(strings.TrimRight(string(line), "\x00"), "\x00", " ")
+		found = append(found, p)
+	}
+	return found
+}
+
+// helper is the process id of a rank's helper.
+func (r *run) helper(rank string) (pid int) {
+	r.t.Helper()
+	r.await("helper of rank "+rank, func() bool {
+		for _, p := range r.processes() {
+			if p.isHelper() && p.rank == rank {
+				pid = p.pid
+			}
+		}
+		return pid != 0
+	})
+	return pid
+}
+
+func sh(script string) []string { return []string{"sh", "-c", script} }

@@ -1,0 +1,136 @@
+package launch
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/verdict"
+)
+
+// result says how the job ended. The lines of standard error come later.
+func (j *job) result(ctx context.Context) Result {
+	var res Result
+	for _, k := range j.ranks {
+		res.Ranks = append(res.Ranks, k.exit)
+	}
+	switch {
+	case j.asked && !j.failed:
+		res.Signal = j.signal
+		if res.Signal == 0 { // ctx
+			res.Signal = unix.SIGTERM
+		}
+		res.Status = statusSignal + int(res.Signal)
+	case j.failed:
+		res.Verdict = j.readVerdict(ctx)
+		res.Roots, res.Status = judge(res.Ranks, res.Verdict)
+	}
+	return res
+}
+
+func (j *job) readVerdict(ctx context.Context) *verdict.Verdict {
+	if j.o.Store == nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), verdictWait)
+	defer cancel()
+	v, err := verdict.Read(ctx, j.o.Store)
+	if err != nil {
+		j.tell("no verdict: %v", err)
+		return nil
+	}
+	return &v
+}
+
+// judge finds who caused the failure and its status. Exits of which at least one is a failure are given.
+func judge(exits []Exit, v *verdict.Verdict) (roots []int, status int) {
+	var failures []int
+	for r, e := range exits {
+		if named(v, r) {
+			roots = append(roots, r)
+		}
+		if e.Status() != 0 {
+			failures = append(failures, r)
+		}
+	}
+	// Who was told to end did not begin it, whatever its clock says.
+	slices.SortStableFunc(failures, func(a, b int) int {
+		x, y := exits[a], exits[b]
+		if (x.Sent == 0) != (y.Sent == 0) {
+			if x.Sent == 0 {
+				return -1
+			}
+			return 1
+		}
+		return x.At.Compare(y.At)
+	})
+	status = exits[failures[0]].Status()
+	if roots == nil {
+		return failures[:1], status
+	}
+	if i := slices.IndexFunc(failures, func(r int) bool { return slices.Contains(roots, r) }); i >= 0 {
+		status = exits[failures[i]].Status()
+	}
+	return roots, status
+}
+
+// describe says how the rank ended, in a clause.
+func (e Exit) describe() string {
+	switch {
+	case e.Lost:
+		return "its helper was killed, and the command with it"
+	case e.Signal == 0 && e.Sent == 0:
+		return fmt.Sprintf("exit status %d", e.Code)
+	case e.Signal == 0:
+		return fmt.Sprintf("exit status %d after %s from hvdrun", e.Code, unix.SignalName(e.Sent))
+	case e.Signal == e.Sent:
+		return fmt.Sprintf("killed by %s from hvdrun", unix.SignalName(e.Signal))
+	case e.Signal == unix.SIGKILL:
+		return "killed by SIGKILL, not from hvdrun (the kernel's out-of-memory killer?)"
+	}
+	return "killed by " + unix.SignalName(e.Signal)
+}
+
+const clock = "15:04:05.000"
+
+// report is the account of a failure, on the model of torchrun's. It is empty if no rank failed.
+func (j *job) report(res Result) string {
+	if len(res.Roots) == 0 {
+		return ""
+	}
+	var b strings.Builder
+	rule := strings.Repeat("-", 72)
+	fmt.Fprintf(&b, "%s\nhvdrun: the job failed with exit status %d\n", rule, res.Status)
+	if named(res.Verdict, res.Roots[0]) {
+		fmt.Fprintf(&b, "Root cause (found by the ranks that were left): %s\n", printable(res.Verdict.Reason))
+	} else {
+		b.WriteString("Root cause (first observed failure):\n")
+	}
+	for _, r := range res.Roots {
+		e := res.Ranks[r]
+		fmt.Fprintf(&b, "  rank %d: %s\n    host: %s\n    pid:  %d\n    time: %s\n", r, e.describe(), j.host, e.PID, e.At.Format("2006-01-02 "+clock))
+		lines := j.ranks[r].streams[1].tail.lines
+		if len(lines) == 0 {
+			b.WriteString("    nothing on stderr\n")
+			continue
+		}
+		b.WriteString("    last lines on stderr:\n")
+		for _, l := range lines {
+			fmt.Fprintf(&b, "      %s\n", l)
+		}
+	}
+	title := "Other ranks that failed:\n"
+	for r, e := range res.Ranks {
+		if e.Status() == 0 || slices.Contains(res.Roots, r) {
+			continue
+		}
+		b.WriteString(title)
+		title = ""
+		fmt.Fprintf(&b, "  rank %d: %s, pid %d, at %s\n", r, e.describe(), e.PID, e.At.Format(clock))
+	}
+	b.WriteString(rule + "\n")
+	return b.String()
+}
