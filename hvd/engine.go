@@ -1,0 +1,266 @@
+package hvd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/verdict"
+	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/transport/tcp"
+)
+
+// ErrShutDown answers operations that were pending when a rank shut the job down, and later ones.
+var ErrShutDown = engine.ErrShutDown
+
+// The errors of operations, by cause.
+type (
+	// MismatchError: the ranks' requests for a tensor contradict each other.
+	MismatchError = engine.MismatchError
+	// PeerError: ranks have failed, and the epoch with them.
+	PeerError = engine.PeerError
+	// DuplicateNameError: a tensor of the name is in flight.
+	DuplicateNameError = tensorqueue.DuplicateNameError
+	// OpError wraps the cause of an operation's failure with the operation and the tensor.
+	OpError = engine.OpError
+)
+
+// Engine is one rank of one epoch of a job. Programs that are one rank use the package-level functions; a
+// process that holds several ranks makes one Engine for each and passes it to operations by On.
+type Engine struct {
+	engine  *engine.Engine
+	session *rendezvous.Session
+	store   rendezvous.Store
+	ownsIt  bool // the store was dialed here
+	place   topo.Topology
+	epoch   uint64
+	unnamed atomic.Int64
+}
+
+// InitOption changes what Init and New read from the environment.
+type InitOption func(*initOptions)
+
+type initOptions struct {
+	settings  map[string]string
+	store     rendezvous.Store
+	log       *zap.Logger
+	lastEpoch uint64
+}
+
+// WithSetting sets a setting by the name of its environment variable, which it overrides.
+func WithSetting(name, value string) InitOption {
+	return func(o *initOptions) {
+		if o.settings == nil {
+			o.settings = make(map[string]string)
+		}
+		o.settings[name] = value
+	}
+}
+
+// WithStore makes the ranks meet in s instead of the launcher's store. The caller keeps and closes it, after the
+// shutdown.
+func WithStore(s rendezvous.Store) InitOption { return func(o *initOptions) { o.store = s } }
+
+// WithLogger sends the engine's log to l, whatever HOROVOD_LOG_LEVEL says.
+func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.log = l } }
+
+// After makes the new engine's epoch follow that of prev, which was shut down.
+func After(prev *Engine) InitOption { return afterEpoch(prev.epoch) }
+
+func afterEpoch(n uint64) InitOption {
+	return func(o *initOptions) { o.lastEpoch = max(o.lastEpoch, n) }
+}
+
+// New joins a rank to its job and waits until all ranks have come, as Init does, without making it the process's.
+func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
+	var o initOptions
+	for _, opt := range opts {
+		opt(&o)
+	}
+	cfg, err := config.FromEnvironment(o.settings, o.store != nil)
+	if err != nil {
+		return nil, fmt.Errorf("hvd: init: %w", err)
+	}
+	if o.log == nil {
+		if o.log, err = newLogger(cfg.LogLevel); err != nil {
+			return nil, fmt.Errorf("hvd: init: %w", err)
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
+	defer cancel()
+	e := &Engine{store: o.store}
+	if err := e.start(ctx, cfg, &o); err != nil {
+		return nil, fmt.Errorf("hvd: init: %w", errors.Join(err, e.release()))
+	}
+	return e, nil
+}
+
+func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) error {
+	rank, size := 0, 1
+	if cfg.Size != config.Unset {
+		rank, size = cfg.Rank, cfg.Size
+	}
+	log := o.log.With(zap.Int("rank", rank), zap.Int("size", size))
+	var mesh transport.Mesh
+	hosts := []string{cfg.Hostname}
+	e.epoch = o.lastEpoch + 1
+	if size > 1 {
+		var err error
+		if mesh, hosts, err = e.meet(ctx, cfg, o.lastEpoch, log); err != nil {
+			return err
+		}
+	}
+	e.place = place(cfg, hosts, rank)
+	if err := e.place.Validate(); err != nil {
+		if mesh != nil {
+			err = errors.Join(err, mesh.Close())
+		}
+		return err
+	}
+	var err error
+	e.engine, err = engine.Start(ctx, engine.Config{
+		Rank: topo.Rank(rank), Size: size, Mesh: mesh,
+		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes,
+		CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep,
+		Log: log.With(zap.Uint64("epoch", e.epoch)), OnVerdict: e.publish,
+	})
+	return err
+}
+
+// meet finds the other ranks and connects to them. hosts are their hosts, by rank.
+func (e *Engine) meet(ctx context.Context, cfg config.Config, lastEpoch uint64, log *zap.Logger) (mesh transport.Mesh, hosts []string, err error) {
+	listen := "127.0.0.1"
+	if e.store == nil {
+		address := net.JoinHostPort(cfg.RendezvousAddr, strconv.Itoa(cfg.RendezvousPort))
+		if listen, err = addressTowards(address); err != nil {
+			return nil, nil, err
+		}
+		if e.store, err = rendezvous.DialTCP(ctx, address); err != nil {
+			return nil, nil, err
+		}
+		e.ownsIt = true
+	}
+	endpoint, err := tcp.Listen(tcp.Config{ListenAddr: net.JoinHostPort(listen, "0"), DialTimeout: cfg.StartTimeout, Log: log})
+	if err != nil {
+		return nil, nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, endpoint.Close())
+		}
+	}()
+	e.session, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
+		Store: e.store, Job: cfg.JobID, Rank: topo.Rank(cfg.Rank), Size: cfg.Size,
+		LastEpoch: lastEpoch, ListenHost: listen,
+		Self: rendezvous.Record{Addr: endpoint.Addr(), Host: cfg.Hostname, PID: os.Getpid()},
+		Log:  log,
+	})
+	if err != nil {
+		return nil, nil, err
+	}
+	e.epoch = e.session.Epoch
+	var addrs []string
+	for _, r := range e.session.Records {
+		addrs, hosts = append(addrs, r.Addr), append(hosts, r.Host)
+	}
+	mesh, err = endpoint.Connect(tcp.Epoch{Job: cfg.JobID, Epoch: e.epoch, Rank: topo.Rank(cfg.Rank), Addrs: addrs})
+	return mesh, hosts, err
+}
+
+// addressTowards is the address of this host from which the store is reached: the one to listen on. Connecting a
+// datagram socket sends nothing; it only asks for the route.
+func addressTowards(store string) (string, error) {
+	c, err := net.Dial("udp", store)
+	if err != nil {
+		return "", fmt.Errorf("no route to the rendezvous store at %s: %w", store, err)
+	}
+	defer c.Close()
+	host, _, err := net.SplitHostPort(c.LocalAddr().String())
+	return host, err
+}
+
+// place is where this rank stands: what the environment says, else what follows from the hosts.
+func place(cfg config.Config, hosts []string, rank int) topo.Topology {
+	t := topo.FromHosts(hosts, topo.Rank(rank))
+	for _, f := range []struct {
+		field *int
+		given int
+	}{
+		{&t.LocalRank, cfg.LocalRank}, {&t.LocalSize, cfg.LocalSize},
+		{&t.CrossRank, cfg.CrossRank}, {&t.CrossSize, cfg.CrossSize},
+	} {
+		if f.given != config.Unset {
+			*f.field = f.given
+		}
+	}
+	return t
+}
+
+// publish tells the launcher who failed, so that it does not blame a rank that gave up because of another.
+func (e *Engine) publish(p *PeerError) {
+	if e.store == nil {
+		return
+	}
+	v := verdict.Verdict{Epoch: e.epoch, Reason: p.Reason}
+	for _, r := range p.Ranks {
+		v.Ranks = append(v.Ranks, topo.Rank(r))
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
+	defer cancel()
+	// Without a launcher nobody reads it; the error that the program gets says the same.
+	_ = verdict.Publish(ctx, e.store, v)
+}
+
+// Shutdown is the package-level Shutdown for this rank.
+func (e *Engine) Shutdown(ctx context.Context) error {
+	err := e.engine.Shutdown(ctx)
+	if err != nil {
+		err = fmt.Errorf("hvd: shutdown: %w", err)
+	}
+	return errors.Join(err, e.release())
+}
+
+// release closes what the engine does not own.
+func (e *Engine) release() error {
+	var errs []error
+	if e.session != nil {
+		errs = append(errs, e.session.Close())
+	}
+	if e.ownsIt {
+		errs = append(errs, e.store.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Rank is this rank's number in the job, 0 to Size()-1.
+func (e *Engine) Rank() int { return e.place.Rank }
+
+// Size is the number of ranks in the job.
+func (e *Engine) Size() int { return e.place.Size }
+
+// LocalRank is this rank's number among those of its host.
+func (e *Engine) LocalRank() int { return e.place.LocalRank }
+
+// LocalSize is the number of ranks on this host.
+func (e *Engine) LocalSize() int { return e.place.LocalSize }
+
+// CrossRank is the index of this host among those that have this local rank.
+func (e *Engine) CrossRank() int { return e.place.CrossRank }
+
+// CrossSize is the number of hosts that have this local rank.
+func (e *Engine) CrossSize() int { return e.place.CrossSize }
+
+// Epoch numbers the formations of the job: it is greater in each Init that its ranks go through together.
+func (e *Engine) Epoch() uint64 { return e.epoch }

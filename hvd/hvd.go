@@ -1,0 +1,116 @@
+// Package hvd is data-parallel communication for training: allreduce, allgather, broadcast and barrier on
+// named tensors.
+//
+// A program calls Init, works, and calls Shutdown. Ranks may submit tensors in any order: they agree on one
+// through rank 0, by name, and run each operation when every rank has asked for it. Without a launcher a program
+// is rank 0 of 1 and works.
+//
+//	if err := hvd.Init(ctx); err != nil { ... }
+//	defer hvd.Shutdown(ctx)
+//	mean, err := hvd.Allreduce(ctx, gradient, hvd.Name("layer1.weight"))
+//
+// # Names
+//
+// The name is what ranks match by. A tensor without one gets "<operation>.noname.<n>", counted per process, so
+// ranks must make unnamed calls in the same order. A repeated name with equal shape and type costs one bit of
+// negotiation instead of a message. The same name for different operations is a mismatch if ranks differ, and
+// forgets the cached agreement if they do not: give each use its own name.
+//
+// # Buffers
+//
+// From the call until the operation is done the engine owns the slices passed to it. They must not be written, and
+// results must not be read. A Wait or a synchronous call that ends by its context does not withdraw the request:
+// the slices stay in use until the operation is done at every rank.
+//
+// # Errors
+//
+// Every error names operation and tensor. *MismatchError: the ranks' requests contradict each other; the job goes
+// on. *DuplicateNameError: the name is in flight. ErrShutDown: a rank has ended the job. *PeerError: ranks
+// failed; the epoch is over, and after Shutdown the survivors may Init again. ErrNotInitialized: Init was not
+// called. All are found by errors.Is and errors.As.
+package hvd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+)
+
+// ErrNotInitialized is the error of an operation before Init or after Shutdown.
+var ErrNotInitialized = errors.New("hvd: not initialized: call hvd.Init first")
+
+// process is the face that the package-level functions put on one Engine.
+var process struct {
+	mu     sync.Mutex
+	engine *Engine // nil before Init and after Shutdown
+	epoch  uint64  // of the last engine
+}
+
+// Init joins this process to its job, as its environment says (hvdrun sets it), and waits until all ranks have
+// come. Called again while initialized it does nothing; after Shutdown it joins a new epoch. ctx bounds the wait in
+// addition to HOROVOD_GLOO_TIMEOUT_SECONDS.
+func Init(ctx context.Context, opts ...InitOption) error {
+	process.mu.Lock()
+	defer process.mu.Unlock()
+	if process.engine != nil {
+		return nil
+	}
+	e, err := New(ctx, append(opts, afterEpoch(process.epoch))...)
+	if err != nil {
+		return err
+	}
+	process.engine, process.epoch = e, e.Epoch()
+	return nil
+}
+
+// Shutdown ends the job at every rank: granted operations finish, all others get ErrShutDown. It waits for the
+// other ranks to finish theirs. The error says why the job had failed before. Without Init it does nothing.
+//
+// A process that exits without Shutdown is a failed rank to the others.
+func Shutdown(ctx context.Context) error {
+	process.mu.Lock()
+	e := process.engine
+	process.engine = nil
+	process.mu.Unlock()
+	if e == nil {
+		return nil
+	}
+	return e.Shutdown(ctx)
+}
+
+// IsInitialized reports whether Init has succeeded and Shutdown was not called since.
+func IsInitialized() bool { return current() != nil }
+
+func current() *Engine {
+	process.mu.Lock()
+	defer process.mu.Unlock()
+	return process.engine
+}
+
+// mustCurrent is for queries that have no error to return. Asking for the rank of no job is a defect of the program.
+func mustCurrent(query string) *Engine {
+	e := current()
+	if e == nil {
+		panic(fmt.Sprintf("hvd: %s called before Init or after Shutdown", query))
+	}
+	return e
+}
+
+// Rank is this process's number in the job, 0 to Size()-1. Like all queries it panics before Init.
+func Rank() int { return mustCurrent("Rank").Rank() }
+
+// Size is the number of processes in the job.
+func Size() int { return mustCurrent("Size").Size() }
+
+// LocalRank is this process's number among those of its host: the GPU to use.
+func LocalRank() int { return mustCurrent("LocalRank").LocalRank() }
+
+// LocalSize is the number of processes on this host.
+func LocalSize() int { return mustCurrent("LocalSize").LocalSize() }
+
+// CrossRank is the index of this host among those that have this local rank.
+func CrossRank() int { return mustCurrent("CrossRank").CrossRank() }
+
+// CrossSize is the number of hosts that have this local rank.
+func CrossSize() int { return mustCurrent("CrossSize").CrossSize() }

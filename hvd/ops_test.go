@@ -1,0 +1,519 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/rendezvous"
+)
+
+// value is element i of rank r: small, so that sums and products are exact in every type.
+func value(i, r int) int { return (7*i + 13*r) % 3 }
+
+func fill[T hvd.Element](n, r int) []T {
+	x := make([]T, n)
+	for i := range x {
+		x[i] = T(value(i, r))
+	}
+	return x
+}
+
+// reduced is what an allreduce of fill must give, computed apart from the engine.
+func reduced[T hvd.Element](n, ranks int, op hvd.ReduceOp) []T {
+	want := make([]T, n)
+	for i := range want {
+		acc := value(i, 0)
+		for r := 1; r < ranks; r++ {
+			v := value(i, r)
+			switch op {
+			case hvd.Sum, hvd.Average:
+				acc += v
+			case hvd.Product:
+				acc *= v
+			case hvd.Min:
+				acc = min(acc, v)
+			case hvd.Max:
+				acc = max(acc, v)
+			}
+		}
+		want[i] = T(acc)
+	}
+	return want
+}
+
+func checkAllreduce[T hvd.Element](ctx context.Context, t *testing.T, e *hvd.Engine, n int) {
+	for _, op := range []hvd.ReduceOp{hvd.Sum, hvd.Min, hvd.Max, hvd.Product} {
+		x := fill[T](n, e.Rank())
+		kept := slices.Clone(x)
+		want := reduced[T](n, e.Size(), op)
+		label := fmt.Sprintf("%v of %d x %T on %d ranks", op, n, x, e.Size())
+		got, err := hvd.Allreduce(ctx, x, hvd.Op(op), hvd.On(e))
+		if err != nil {
+			t.Errorf("%s: rank %d: %v", label, e.Rank(), err)
+			return
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: rank %d: wrong result", label, e.Rank())
+		}
+		if !slices.Equal(x, kept) {
+			t.Errorf("%s: rank %d: the argument was changed", label, e.Rank())
+		}
+		got, err = hvd.Allreduce(ctx, x, hvd.Op(op), hvd.InPlace(), hvd.On(e))
+		if err != nil || !slices.Equal(x, want) || n > 0 && &got[0] != &x[0] {
+			t.Errorf("%s in place: rank %d: wrong result or error %v", label, e.Rank(), err)
+		}
+	}
+}
+
+func TestAllreduce(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		for _, size := range sizes {
+			run(t, size, func(ctx context.Context, e *hvd.Engine) {
+				for _, n := range []int{0, 1, 7, 1000, 65537} {
+					checkAllreduce[float32](ctx, t, e, n)
+					checkAllreduce[float64](ctx, t, e, n)
+					checkAllreduce[int32](ctx, t, e, n)
+					checkAllreduce[int64](ctx, t, e, n)
+					checkAllreduce[uint8](ctx, t, e, n)
+				}
+			}, mode...)
+		}
+	})
+}
+
+func TestAverageAndScaling(t *testing.T) {
+	run(t, 4, func(ctx context.Context, e *hvd.Engine) {
+		f, err := hvd.Allreduce(ctx, []float32{float32(e.Rank()), 10}, hvd.On(e))
+		if err != nil || !slices.Equal(f, []float32{1.5, 10}) {
+			t.Errorf("average of floats: got %v and error %v", f, err)
+		}
+		// Horovod divides integers in float64 and truncates toward zero: -6/4 is -1.
+		i, err := hvd.Allreduce(ctx, []int32{int32(-e.Rank()), 7}, hvd.On(e))
+		if err != nil || !slices.Equal(i, []int32{-1, 7}) {
+			t.Errorf("average of integers: got %v and error %v", i, err)
+		}
+		f, err = hvd.Allreduce(ctx, []float32{1, 2}, hvd.Op(hvd.Sum), hvd.Prescale(0.5), hvd.Postscale(3), hvd.On(e))
+		if err != nil || !slices.Equal(f, []float32{6, 12}) {
+			t.Errorf("scaled sum: got %v and error %v", f, err)
+		}
+	})
+}
+
+func TestAllgather(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		for _, size := range sizes {
+			run(t, size, func(ctx context.Context, e *hvd.Engine) {
+				for round := range 3 { // the second and third come from the cache
+					var want []int32
+					for r := range size {
+						want = append(want, fill[int32](2*r*3, r)...)
+					}
+					rows := 2 * e.Rank()
+					got, err := hvd.Allgather(ctx, fill[int32](rows*3, e.Rank()), hvd.Shape(rows, 3), hvd.Name("rows"), hvd.On(e))
+					if err != nil || !slices.Equal(got, want) {
+						t.Errorf("size %d round %d rank %d: got %v and error %v, want %v", size, round, e.Rank(), got, err, want)
+					}
+				}
+				if got, err := hvd.Allgather(ctx, []uint8{}, hvd.On(e)); err != nil || len(got) != 0 {
+					t.Errorf("nothing from all: got %v and error %v", got, err)
+				}
+			}, mode...)
+		}
+	})
+}
+
+func TestBroadcast(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		for _, size := range sizes {
+			run(t, size, func(ctx context.Context, e *hvd.Engine) {
+				for root := range size {
+					for _, n := range []int{0, 1, 70_000} {
+						want := fill[float64](n, root)
+						x := fill[float64](n, e.Rank())
+						got, err := hvd.Broadcast(ctx, x, root, hvd.On(e))
+						if err != nil || !slices.Equal(got, want) || !slices.Equal(x, fill[float64](n, e.Rank())) {
+							t.Errorf("size %d root %d n %d rank %d: wrong, error %v", size, root, n, e.Rank(), err)
+						}
+						if _, err := hvd.Broadcast(ctx, x, root, hvd.InPlace(), hvd.On(e)); err != nil || !slices.Equal(x, want) {
+							t.Errorf("size %d root %d n %d rank %d in place: wrong, error %v", size, root, n, e.Rank(), err)
+						}
+					}
+				}
+			}, mode...)
+		}
+	})
+}
+
+func TestBarrierHoldsEveryoneBack(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		arrived := make(chan int, 4)
+		run(t, 4, func(ctx context.Context, e *hvd.Engine) {
+			if e.Rank() == 3 {
+				// The others cannot pass before this rank comes; let them come first.
+				for range 3 {
+					<-arrived
+				}
+			} else {
+				arrived <- e.Rank()
+			}
+			h, err := hvd.BarrierAsync(hvd.Name("b"), hvd.On(e))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if _, err := h.Wait(ctx); err != nil {
+				t.Error(err)
+			}
+		}, mode...)
+	})
+}
+
+// Each rank submits the same names in an order of its own, over several steps, under settings that make the
+// negotiation take every path. All results are right.
+func TestAnyOrder(t *testing.T) {
+	for _, settings := range [][]string{
+		{},
+		{"HOROVOD_CACHE_CAPACITY", "0"},
+		{"HOROVOD_CACHE_CAPACITY", "2"},
+		{"HOROVOD_FUSION_THRESHOLD", "0"},
+		{"HOROVOD_FUSION_THRESHOLD", "64"},
+		{"HOROVOD_CYCLE_TIME", "0.5"},
+		{"HVD_NEGOTIATION", "lockstep"},
+		{"HVD_NEGOTIATION", "lockstep", "HOROVOD_CACHE_CAPACITY", "2"},
+		{"HVD_NEGOTIATION", "lockstep", "HOROVOD_FUSION_THRESHOLD", "64"},
+	} {
+		seed := rand.Uint64()
+		t.Run(strings.Join(settings, ","), func(t *testing.T) {
+			t.Logf("seed %d", seed)
+			run(t, 4, func(ctx context.Context, e *hvd.Engine) {
+				rng := rand.New(rand.NewPCG(seed, uint64(e.Rank())))
+				shapes := rand.New(rand.NewPCG(seed, 1000)) // the same at all ranks
+				for step := range 8 {
+					const tensors = 20
+					var n [tensors]int
+					for i := range n {
+						n[i] = i
+						if shapes.IntN(10) == 0 {
+							n[i] += step // a changed shape under a cached name
+						}
+					}
+					var handles [tensors]*hvd.Handle[float32]
+					for _, i := range rng.Perm(tensors) {
+						var err error
+						handles[i], err = hvd.AllreduceAsync(fill[float32](n[i], e.Rank()+i), hvd.Op(hvd.Sum), name("g%d", i), hvd.On(e))
+						if err != nil {
+							t.Errorf("rank %d: %v", e.Rank(), err)
+							return
+						}
+					}
+					for i, h := range handles {
+						got, err := h.Wait(ctx)
+						want := make([]float32, n[i])
+						for r := range e.Size() {
+							for j := range want {
+								want[j] += float32(value(j, r+i))
+							}
+						}
+						if err != nil || !slices.Equal(got, want) {
+							t.Errorf("rank %d step %d g%d: wrong, error %v", e.Rank(), step, i, err)
+							return
+						}
+					}
+				}
+			}, settings...)
+		})
+	}
+}
+
+// Contradicting requests fail at all ranks with one text, and the job goes on.
+func TestMismatch(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			odd := e.Rank() == 1
+			for _, c := range []struct {
+				name string
+				do   func() error
+				want string
+			}{
+				{"shape", func() error {
+					_, err := hvd.Allreduce(ctx, make([]float32, 4+map[bool]int{true: 1}[odd]), hvd.Name("shape"), hvd.On(e))
+					return err
+				}, `hvd: allreduce "shape": mismatched shapes: ranks 0 and 2 sent float32[4], rank 1 sent float32[5]`},
+				{"type", func() (err error) {
+					if odd {
+						_, err = hvd.Allreduce(ctx, make([]int64, 4), hvd.Name("type"), hvd.On(e))
+					} else {
+						_, err = hvd.Allreduce(ctx, make([]float32, 4), hvd.Name("type"), hvd.On(e))
+					}
+					return err
+				}, `hvd: allreduce "type": mismatched data types: ranks 0 and 2 sent float32[4], rank 1 sent int64[4]`},
+				{"operation", func() (err error) {
+					if odd {
+						_, err = hvd.Broadcast(ctx, make([]float32, 4), 0, hvd.Name("operation"), hvd.On(e))
+					} else {
+						_, err = hvd.Allreduce(ctx, make([]float32, 4), hvd.Name("operation"), hvd.On(e))
+					}
+					return err
+				}, `hvd: tensor "operation": mismatched operations: ranks 0 and 2 called allreduce, rank 1 called broadcast`},
+				{"root", func() error {
+					_, err := hvd.Broadcast(ctx, make([]float32, 4), e.Rank()%2, hvd.Name("root"), hvd.On(e))
+					return err
+				}, `hvd: broadcast "root": mismatched root ranks: ranks 0 and 2 named root 0, rank 1 named root 1`},
+			} {
+				err := c.do()
+				var mismatch *hvd.MismatchError
+				if !errors.As(err, &mismatch) || mismatch.Tensor != c.name || err.Error() != c.want {
+					t.Errorf("rank %d: got error %v\nwant %s", e.Rank(), err, c.want)
+				}
+				if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), name("after %s", c.name), hvd.On(e)); err != nil || got[0] != 3 {
+					t.Errorf("rank %d: after a mismatch: got %v and error %v", e.Rank(), got, err)
+				}
+			}
+		}, mode...)
+	})
+}
+
+func TestMisuse(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		for _, c := range []struct {
+			do   func() error
+			want string
+		}{
+			{func() error {
+				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Shape(2), hvd.Name("x"), hvd.On(e))
+				return err
+			}, `allreduce "x": shape [2] does not describe 1 elements`},
+			{func() error { _, err := hvd.Broadcast(ctx, []int32{1}, 2, hvd.Name("x"), hvd.On(e)); return err }, `broadcast "x": root rank is 2, want 0 to 1`},
+			{func() error { _, err := hvd.Broadcast(ctx, []int32{1}, -1, hvd.Name("x"), hvd.On(e)); return err }, `root rank is -1`},
+			{func() error { _, err := hvd.Broadcast(ctx, []int32{1}, 0, hvd.Op(hvd.Sum), hvd.On(e)); return err }, `option Op does not apply`},
+			{func() error { _, err := hvd.Allgather(ctx, []int32{1}, hvd.InPlace(), hvd.On(e)); return err }, `option InPlace does not apply`},
+			{func() error { return hvd.Barrier(ctx, hvd.Shape(1), hvd.On(e)) }, `option Shape does not apply`},
+			{func() error {
+				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(99), hvd.Name("x"), hvd.On(e))
+				return err
+			}, `unknown reduction 99`},
+			{func() error {
+				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name(strings.Repeat("n", 5000)), hvd.On(e))
+				return err
+			}, `5000 bytes`},
+		} {
+			if err := c.do(); err == nil || !strings.HasPrefix(err.Error(), "hvd: ") || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("got error %v, want %q", err, c.want)
+			}
+		}
+		h, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("twice"), hvd.On(e))
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		// Rank 0 tries the name while it is surely in flight: rank 1 submits it only after the attempt.
+		if e.Rank() == 0 {
+			var dup *hvd.DuplicateNameError
+			if _, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("twice"), hvd.On(e)); err != nil && !errors.As(err, &dup) {
+				t.Errorf("got error %v, want a DuplicateNameError", err)
+			}
+		}
+		if got, err := h.Wait(ctx); err != nil || got[0] != 2 {
+			t.Errorf("got %v and error %v", got, err)
+		}
+	})
+}
+
+// A name is refused while it is in flight, and only then.
+func TestDuplicateName(t *testing.T) {
+	refused := make(chan struct{})
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		if e.Rank() == 1 {
+			<-refused
+		}
+		h, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e))
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if e.Rank() == 0 {
+			_, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("x"), hvd.On(e))
+			var dup *hvd.DuplicateNameError
+			if !errors.As(err, &dup) || dup.Name != "x" || !strings.Contains(err.Error(), `hvd: allreduce "x"`) {
+				t.Errorf("got error %v, want a DuplicateNameError for x", err)
+			}
+			close(refused)
+		}
+		if got, err := h.Wait(ctx); err != nil || got[0] != 2 {
+			t.Errorf("the first x: got %v and error %v", got, err)
+		}
+		if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)); err != nil || got[0] != 2 {
+			t.Errorf("a freed x: got %v and error %v", got, err)
+		}
+	})
+}
+
+// A wait that ends by its context leaves the operation running.
+func TestWaitGivesUp(t *testing.T) {
+	gaveUp := make(chan struct{})
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		if e.Rank() == 1 {
+			<-gaveUp
+		}
+		h, err := hvd.AllreduceAsync([]int32{int32(e.Rank())}, hvd.Op(hvd.Max), hvd.Name("late"), hvd.On(e))
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if e.Rank() == 0 {
+			short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+			defer cancel()
+			if _, err := h.Wait(short); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), `allreduce "late"`) {
+				t.Errorf("got error %v, want the deadline", err)
+			}
+			if h.Poll() {
+				t.Error("done before rank 1 came")
+			}
+			close(gaveUp)
+		}
+		if got, err := h.Wait(ctx); err != nil || got[0] != 1 || !h.Poll() {
+			t.Errorf("rank %d: got %v and error %v", e.Rank(), got, err)
+		}
+	})
+}
+
+func TestOneRankWithoutEnvironment(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	if _, err := hvd.Allreduce(ctx, []int32{1}); !errors.Is(err, hvd.ErrNotInitialized) {
+		t.Errorf("before Init: got error %v", err)
+	}
+	if err := hvd.Shutdown(ctx); err != nil {
+		t.Errorf("shutdown before Init: %v", err)
+	}
+	for range 3 {
+		if err := hvd.Init(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if err := hvd.Init(ctx); err != nil {
+			t.Fatalf("second Init: %v", err)
+		}
+		if hvd.Rank() != 0 || hvd.Size() != 1 || hvd.LocalRank() != 0 || hvd.LocalSize() != 1 || hvd.CrossRank() != 0 || hvd.CrossSize() != 1 || !hvd.IsInitialized() {
+			t.Error("not rank 0 of 1")
+		}
+		if got, err := hvd.Allreduce(ctx, []float32{3}); err != nil || got[0] != 3 {
+			t.Errorf("allreduce: got %v and error %v", got, err)
+		}
+		if got, err := hvd.Allgather(ctx, []uint8{3, 4}); err != nil || len(got) != 2 {
+			t.Errorf("allgather: got %v and error %v", got, err)
+		}
+		if got, err := hvd.Broadcast(ctx, []uint8{}, 0); err != nil || len(got) != 0 {
+			t.Errorf("broadcast: got %v and error %v", got, err)
+		}
+		if err := hvd.Barrier(ctx); err != nil {
+			t.Errorf("barrier: %v", err)
+		}
+		if err := hvd.Shutdown(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	defer func() {
+		if p := recover(); p == nil || !strings.Contains(fmt.Sprint(p), "Rank called before Init") {
+			t.Errorf("Rank after Shutdown: recovered %v, want a panic that says so", p)
+		}
+	}()
+	hvd.Rank()
+}
+
+// What every rank has submitted is finished by a shutdown; what some have not is answered with it.
+func TestShutdownWithPendingRequests(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		store := rendezvous.NewHashStore(rendezvous.Limits{})
+		defer store.Close()
+		ctx, cancel := context.WithTimeout(t.Context(), deadline)
+		defer cancel()
+		ranks(3, func(r int) {
+			e, err := hvd.New(ctx, place(store, r, 3, mode...)...)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+			var pending *hvd.Handle[int32]
+			if r != 0 {
+				if pending, err = hvd.AllreduceAsync([]int32{1}, hvd.Name("never"), hvd.On(e)); err != nil && !errors.Is(err, hvd.ErrShutDown) {
+					t.Error(err)
+				}
+			}
+			if r == 0 {
+				if err := e.Shutdown(ctx); err != nil {
+					t.Errorf("shutdown: %v", err)
+				}
+			}
+			if pending != nil {
+				if _, err := pending.Wait(ctx); !errors.Is(err, hvd.ErrShutDown) || !strings.Contains(err.Error(), `allreduce "never"`) {
+					t.Errorf("rank %d: pending: got error %v, want the shutdown", r, err)
+				}
+			}
+			if r != 0 {
+				if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.On(e)); !errors.Is(err, hvd.ErrShutDown) {
+					t.Errorf("rank %d: after: got error %v, want the shutdown", r, err)
+				}
+				if err := e.Shutdown(ctx); err != nil {
+					t.Errorf("rank %d: %v", r, err)
+				}
+			}
+		})
+	})
+}
+
+func TestInitAgainAndAgain(t *testing.T) {
+	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	defer store.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	ranks(3, func(r int) {
+		var last uint64
+		opts := place(store, r, 3)
+		for round := range 10 {
+			e, err := hvd.New(ctx, opts...)
+			if err != nil {
+				t.Errorf("rank %d round %d: %v", r, round, err)
+				return
+			}
+			if e.Epoch() <= last {
+				t.Errorf("rank %d: epoch %d after %d", r, e.Epoch(), last)
+			}
+			last = e.Epoch()
+			got, err := hvd.Allreduce(ctx, []int64{int64(e.Epoch())}, hvd.Op(hvd.Max), hvd.On(e))
+			if err != nil || got[0] != int64(last) {
+				t.Errorf("rank %d round %d: got %v and error %v, want epoch %d", r, round, got, err, last)
+			}
+			if err := e.Shutdown(ctx); err != nil {
+				t.Errorf("rank %d round %d: %v", r, round, err)
+			}
+			opts = append(place(store, r, 3), hvd.After(e))
+		}
+	})
+}
+
+// An engine that ends without a shutdown is a dead rank to the others, in whatever state they are.
+func TestInitFailsOnBothSides(t *testing.T) {
+	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	defer store.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	errs := make([]error, 2)
+	ranks(2, func(r int) {
+		_, errs[r] = hvd.New(ctx, place(store, r, 2+r)...)
+	})
+	for r, err := range errs {
+		if err == nil || !strings.Contains(err.Error(), "size") {
+			t.Errorf("rank %d: got error %v, want one about the size", r, err)
+		}
+	}
+}

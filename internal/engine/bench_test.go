@@ -1,0 +1,103 @@
+package engine_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/transport/tcp"
+)
+
+// overTCP gives the ranks of a job channels over loopback.
+func overTCP(b *testing.B, n int) func(*engine.Config) {
+	endpoints := make([]*tcp.Endpoint, n)
+	addrs := make([]string, n)
+	for r := range endpoints {
+		var err error
+		if endpoints[r], err = tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"}); err != nil {
+			b.Fatal(err)
+		}
+		addrs[r] = endpoints[r].Addr()
+	}
+	return func(cfg *engine.Config) {
+		var mesh transport.Mesh
+		mesh, err := endpoints[cfg.Rank].Connect(tcp.Epoch{Job: "bench", Epoch: 1, Rank: cfg.Rank, Addrs: addrs})
+		if err != nil {
+			b.Error(err)
+		}
+		cfg.Mesh = mesh
+	}
+}
+
+// rounds makes every rank reduce a buffer b.N times, each time by the same name, as a training step does.
+func rounds(b *testing.B, c *cluster, numBytes int) {
+	bufs := make([][]byte, len(c.engines))
+	for r := range bufs {
+		bufs[r] = make([]byte, numBytes)
+	}
+	once := func(r int) {
+		if err := c.wait(c.allreduce(r, "gradient", bufs[r])); err != nil {
+			b.Error(err)
+		}
+	}
+	c.each(once) // connects and fills the cache
+	b.ReportAllocs()
+	b.ResetTimer()
+	c.each(func(r int) {
+		for range b.N {
+			once(r)
+		}
+	})
+	b.StopTimer()
+	c.shutdown()
+}
+
+// BenchmarkCycle is the latency of one small cached allreduce, submission to completion at all ranks.
+func BenchmarkCycle(b *testing.B) {
+	for _, ranks := range []int{2, 4, 8} {
+		for _, over := range []string{"mem", "tcp"} {
+			for _, mode := range []string{"event", "lockstep"} {
+				b.Run(fmt.Sprintf("ranks=%d/%s/%s", ranks, over, mode), func(b *testing.B) {
+					change := func(*engine.Config) {}
+					if over == "tcp" {
+						change = overTCP(b, ranks)
+					}
+					c := start(b, ranks, func(cfg *engine.Config) {
+						change(cfg)
+						cfg.Lockstep = mode == "lockstep"
+					})
+					rounds(b, c, 8)
+				})
+			}
+		}
+	}
+}
+
+// BenchmarkAllreduce is the bus bandwidth (as nccl-tests define it) of negotiated allreduces over TCP on loopback.
+func BenchmarkAllreduce(b *testing.B) {
+	for _, ranks := range []int{2, 4, 8} {
+		for _, kib := range []int{1, 16, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10} {
+			b.Run(fmt.Sprintf("ranks=%d/bytes=%dKiB", ranks, kib), func(b *testing.B) {
+				c := start(b, ranks, overTCP(b, ranks))
+				numBytes := kib << 10
+				b.SetBytes(int64(numBytes))
+				rounds(b, c, numBytes)
+				seconds := b.Elapsed().Seconds() / float64(b.N)
+				busbw := float64(numBytes) / seconds * 2 * float64(ranks-1) / float64(ranks)
+				b.ReportMetric(busbw/1e9, "busbw-GB/s")
+			})
+		}
+	}
+}
+
+// BenchmarkStart is the time to connect and leave, without rendezvous.
+func BenchmarkStart(b *testing.B) {
+	for _, ranks := range []int{4, 64} {
+		b.Run(fmt.Sprintf("ranks=%d", ranks), func(b *testing.B) {
+			for b.Loop() {
+				start(b, ranks, overTCP(b, ranks)).shutdown()
+			}
+		})
+	}
+}

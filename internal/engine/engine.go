@@ -1,0 +1,566 @@
+// Package engine runs a rank: it joins the pure controller to the queue of submitted tensors, the transport,
+// the backends and the clock.
+//
+// One goroutine, BackgroundThreadLoop, owns the controller. It sleeps until something rings: a submission, a
+// frame, a finished grant, the controller's next deadline. It never executes an operation and never waits for a
+// peer. Each process set has a lane, a goroutine that executes its grants in order; each control connection
+// has a receiver. All of them end in Shutdown or Close.
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// Config is what an engine needs.
+type Config struct {
+	Rank topo.Rank
+	Size int
+	// Mesh connects the ranks of this epoch. The engine owns and closes it. It may be nil for a job of one.
+	Mesh transport.Mesh
+
+	CacheCapacity        int
+	FusionThresholdBytes int64
+	CycleTime            time.Duration
+	LivenessTimeout      time.Duration
+	// Lockstep makes all ranks enter every cycle of the negotiation.
+	Lockstep bool
+
+	// Log hears of failures; nil is silence.
+	Log *zap.Logger
+	// OnVerdict, if not nil, is called once when the epoch has failed, before any operation is answered with
+	// it. It delays the answers, so it must bound what it does.
+	OnVerdict func(*PeerError)
+}
+
+// Engine is one rank of one epoch.
+type Engine struct {
+	cfg   Config
+	log   *zap.Logger
+	start time.Time
+
+	queue *tensorqueue.Queue // of the global set
+	lanes []*lane
+	links []*link // to rank 0; at rank 0, to every other rank
+	inbox inbox
+
+	member      *controller.Member
+	coordinator *controller.Coordinator // rank 0 only
+
+	bell     chan struct{}
+	shutdown atomic.Bool
+	stop     chan struct{} // closed: give up without ceremony
+	stopOnce sync.Once
+	ended    chan struct{} // closed: the epoch is over and every operation is answered
+	released chan struct{} // closed: connections and goroutines are gone too
+	failure  error         // why the epoch ended other than by an orderly shutdown; read after ended
+
+	mu       sync.Mutex
+	finished []finishedWork // from the lanes
+
+	// Owned by the loop.
+	granted int  // grants given to lanes and not finished
+	stopped bool // STOP is applied
+	scratch struct {
+		entries  []*tensorqueue.Entry
+		events   []event
+		finished []finishedWork
+		frame    []byte
+		up       message.Up
+		down     message.Down
+	}
+	works []*work // free
+}
+
+type finishedWork struct {
+	w   *work
+	err error
+}
+
+// Start connects the control channels and starts the engine. It waits for the other ranks until ctx ends. On
+// error the mesh is closed.
+func Start(ctx context.Context, cfg Config) (*Engine, error) {
+	if cfg.Log == nil {
+		cfg.Log = zap.NewNop()
+	}
+	e := &Engine{
+		cfg: cfg, log: cfg.Log, start: time.Now(),
+		queue:    tensorqueue.New(),
+		bell:     make(chan struct{}, 1),
+		stop:     make(chan struct{}),
+		ended:    make(chan struct{}),
+		released: make(chan struct{}),
+	}
+	e.inbox.ring = e.ring
+	if err := e.connect(ctx); err != nil {
+		return nil, e.abandon(err)
+	}
+	set := controller.Global(cfg.Size)
+	l := &lane{
+		set: set, me: int(cfg.Rank), queue: e.queue,
+		manager: new(ops.Manager),
+		bell:    make(chan struct{}, 1),
+	}
+	backend := tcp.New(cfg.Mesh, transport.DataLane(set.ID), set.Ranks, int(cfg.Rank), tcp.Config{})
+	if err := l.manager.Add(backend, message.Allreduce, message.Allgather, message.Broadcast); err != nil {
+		return nil, e.abandon(err)
+	}
+	e.lanes = []*lane{l}
+	sets := []controller.Set{set}
+	e.member = controller.NewMember(controller.MemberConfig{
+		Rank: cfg.Rank, Sets: sets, LivenessTimeout: cfg.LivenessTimeout,
+	}, 0)
+	if cfg.Rank == 0 {
+		e.coordinator = controller.NewCoordinator(controller.CoordinatorConfig{
+			Sets: sets, CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes,
+			CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout,
+			Plan: l.manager.Plan,
+		}, 0)
+	}
+	go e.BackgroundThreadLoop()
+	return e, nil
+}
+
+// abandon is the error of a Start that failed.
+func (e *Engine) abandon(err error) error {
+	if e.cfg.Mesh != nil {
+		err = errors.Join(err, e.cfg.Mesh.Close())
+	}
+	return err
+}
+
+// connect makes the control channels: a star with rank 0 in the middle.
+func (e *Engine) connect(ctx context.Context) error {
+	var peers []topo.Rank
+	if e.cfg.Rank == 0 {
+		for r := 1; r < e.cfg.Size; r++ {
+			peers = append(peers, topo.Rank(r))
+		}
+	} else {
+		peers = []topo.Rank{0}
+	}
+	e.links = make([]*link, len(peers))
+	errs := make([]error, len(peers))
+	var wg sync.WaitGroup
+	for i, p := range peers {
+		wg.Go(func() {
+			conn, err := e.cfg.Mesh.Conn(ctx, transport.Control, p)
+			e.links[i], errs[i] = &link{peer: p, conn: conn}, err
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("engine: rank %d: control channel: %w", e.cfg.Rank, err)
+	}
+	return nil
+}
+
+// Submit hands a tensor to the engine. The buffers of e are the engine's until Done is called, which happens
+// exactly once if Submit returns nil and never otherwise.
+func (e *Engine) Submit(entry *tensorqueue.Entry) error {
+	if err := entry.Request.Check(); err != nil {
+		return &OpError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err}
+	}
+	if err := e.queue.Add(entry); err != nil {
+		return opError(&entry.Request, err)
+	}
+	e.ring()
+	return nil
+}
+
+// Shutdown ends the job at every rank: what is granted is finished, everything else gets ErrShutDown. It returns
+// when this rank has let go of everything, or after ctx has cut it short. The error is why the epoch had
+// failed before, or ctx's.
+func (e *Engine) Shutdown(ctx context.Context) error {
+	e.queue.Close(ErrShutDown)
+	e.shutdown.Store(true)
+	e.ring()
+	select {
+	case <-e.ended:
+		e.Close()
+		return e.failure
+	case <-ctx.Done():
+		e.Close()
+		return fmt.Errorf("engine: rank %d: shutdown: %w", e.cfg.Rank, ctx.Err())
+	}
+}
+
+// Close ends this rank at once and lets go of everything. To the other ranks it is a death, unless the epoch is
+// over. It may be called more than once.
+func (e *Engine) Close() {
+	e.stopOnce.Do(func() {
+		close(e.stop)
+		if e.cfg.Lockstep {
+			e.interruptLanes() // the loop may be executing
+		}
+	})
+	<-e.released
+}
+
+// Ended is closed when the epoch is over for this rank and every operation is answered. Err then says why.
+func (e *Engine) Ended() <-chan struct{} { return e.ended }
+
+// Err is why the epoch ended: nil after an orderly shutdown. It must not be called before Ended is closed.
+func (e *Engine) Err() error { return e.failure }
+
+func (e *Engine) ring() {
+	select {
+	case e.bell <- struct{}{}:
+	default:
+	}
+}
+
+// BackgroundThreadLoop runs turns until the epoch is over, then lets go of everything.
+func (e *Engine) BackgroundThreadLoop() {
+	defer close(e.released)
+	var lanes, connected sync.WaitGroup
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	if e.cfg.Lockstep {
+		e.inbox.watch, e.inbox.interrupt = e.isFailure, e.interruptLanes
+	}
+	for _, l := range e.links {
+		connected.Go(func() { l.receive(&e.inbox) })
+	}
+	var err error
+	if e.cfg.Lockstep {
+		err = e.lockstepLoop(ctx)
+	} else {
+		for _, l := range e.lanes {
+			lanes.Go(func() { l.run(ctx, e.laneFinished) })
+		}
+		err = e.loop()
+	}
+	e.failure = err
+	e.answer(err, &lanes, cancel)
+	close(e.ended)
+	// The last frames must reach the peers. A connection that is closed while something unread has come over it is
+	// reset, and a reset may overtake the verdict: after a failure the connections stand until somebody
+	// calls Shutdown or Close.
+	flushed := make(chan struct{})
+	connected.Go(func() {
+		defer close(flushed)
+		for _, l := range e.links {
+			_ = l.flush() // a peer that is gone needs no farewell
+		}
+	})
+	select {
+	case <-flushed:
+	case <-time.After(flushTimeout):
+	}
+	if err != nil {
+		<-e.stop
+	}
+	if e.cfg.Mesh != nil {
+		if err := e.cfg.Mesh.Close(); err != nil {
+			e.log.Warn("closing connections", zap.Error(err))
+		}
+	}
+	connected.Wait()
+}
+
+// flushTimeout is how long the last frames may take to leave.
+const flushTimeout = time.Second
+
+// ErrClosed is the end of an epoch that Close cut short.
+var ErrClosed = errors.New("the engine was closed")
+
+// loop is nil after an orderly shutdown.
+func (e *Engine) loop() error {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		next, over, err := e.RunLoopOnce()
+		if over {
+			return err
+		}
+		timer.Reset(next - time.Since(e.start))
+		select {
+		case <-e.bell:
+		case <-timer.C:
+		case <-e.stop:
+			return ErrClosed
+		}
+	}
+}
+
+// answer ends the lanes and answers everything that is left, with err unless that is nil.
+func (e *Engine) answer(err error, lanes *sync.WaitGroup, cancel func()) {
+	reason := err
+	if err == nil {
+		reason = ErrShutDown
+	}
+	var p *PeerError
+	if errors.As(err, &p) {
+		e.log.Error("the job failed", zap.Error(err))
+		if e.cfg.OnVerdict != nil {
+			e.cfg.OnVerdict(p)
+		}
+	}
+	e.queue.Close(reason)
+	for _, l := range e.lanes {
+		l.end(err)
+		if err != nil && e.cfg.Mesh != nil {
+			e.cfg.Mesh.Abort(transport.DataLane(l.set.ID), err)
+		}
+	}
+	if err != nil {
+		cancel()
+	}
+	lanes.Wait()
+	for _, entry := range e.queue.InFlight() {
+		e.queue.Finish(entry, opError(&entry.Request, reason))
+	}
+}
+
+// laneFinished is called by lanes.
+func (e *Engine) laneFinished(w *work, err error) {
+	e.mu.Lock()
+	e.finished = append(e.finished, finishedWork{w, err})
+	e.mu.Unlock()
+	e.ring()
+}
+
+// RunLoopOnce is one turn: take the queue, classify each request against the cache, send one frame if there is
+// anything to say, apply the frames that came, hand grants to lanes. It does not block. It says when the next turn
+// is due at the latest, as a time since start; over means that the epoch is, and why.
+func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
+	now := time.Since(e.start)
+	e.member.Tick(now)
+	if e.coordinator != nil {
+		e.coordinator.Tick(now)
+	}
+	e.takeFinished()
+	e.takeRequests()
+	if _, err := e.speak(); err != nil {
+		return 0, true, err
+	}
+	s := &e.scratch
+	s.events = e.inbox.take(s.events[:0])
+	for i := range s.events {
+		// Connections that this process closed itself say nothing about the peers.
+		if errors.Is(s.events[i].err, transport.ErrClosed) {
+			return 0, true, ErrClosed
+		}
+		e.hear(&s.events[i])
+	}
+	clear(s.events)
+	if e.coordinator != nil {
+		e.announce()
+	}
+	// What the frames brought: grants, a stop, and the bye that may follow from it.
+	spoke, err := e.speak()
+	if err == nil && e.stopped && e.granted == 0 {
+		e.member.Drained()
+		var bye bool
+		bye, err = e.speak()
+		spoke = spoke || bye
+	}
+	if err != nil {
+		return 0, true, err
+	}
+	if spoke && e.coordinator != nil {
+		e.ring() // the coordinator heard it after its announcement
+	}
+	switch {
+	case e.member.Verdict() != nil:
+		return 0, true, newPeerError(e.member.Verdict())
+	case e.member.Closed():
+		return 0, true, nil
+	}
+	next = e.member.Next()
+	if e.coordinator != nil {
+		next = min(next, e.coordinator.Next())
+	}
+	return next, false, nil
+}
+
+func (e *Engine) takeFinished() {
+	s := &e.scratch
+	e.mu.Lock()
+	s.finished = append(s.finished[:0], e.finished...)
+	clear(e.finished)
+	e.finished = e.finished[:0]
+	e.mu.Unlock()
+	for _, f := range s.finished {
+		if errors.Is(f.err, transport.ErrClosed) {
+			continue // the receivers have heard it too
+		}
+		if f.err != nil {
+			e.log.Warn("an operation failed", zap.String("tensor", f.w.grant.Responses[0].Name), zap.Error(f.err))
+			e.member.Suspect(blame(f.err, e.cfg.Rank))
+			continue
+		}
+		e.granted--
+		e.member.Finished(f.w.grant)
+		clear(f.w.entries)
+		f.w.entries, f.w.grant = f.w.entries[:0], nil
+		e.works = append(e.works, f.w)
+	}
+	clear(s.finished)
+}
+
+func (e *Engine) takeRequests() {
+	s := &e.scratch
+	s.entries = e.queue.Pop(s.entries[:0])
+	for _, entry := range s.entries {
+		if err := e.member.Submit(entry.Set, &entry.Request); err != nil {
+			e.queue.Finish(entry, opError(&entry.Request, err))
+		}
+	}
+	clear(s.entries)
+	if e.shutdown.Load() {
+		e.member.Shutdown()
+	}
+}
+
+// speak sends and runs what the member wants, and reports whether it sent something.
+func (e *Engine) speak() (spoke bool, err error) {
+	r := e.member.Ready()
+	for _, up := range r.Ups {
+		if up == nil {
+			continue
+		}
+		spoke = true
+		frame, err := message.AppendUp(e.scratch.frame[:0], up)
+		if err != nil {
+			return spoke, fmt.Errorf("engine: rank %d: %w", e.cfg.Rank, err) // our own requests passed Check: a bug
+		}
+		e.scratch.frame = frame
+		if e.coordinator != nil {
+			e.coordinatorStep(e.cfg.Rank, frame)
+		} else if err := e.links[0].send(frame); err != nil && !errors.Is(err, transport.ErrClosed) {
+			e.member.Lost(cause(err).Error())
+		}
+	}
+	for _, g := range r.Grants {
+		if err := e.dispatch(g); err != nil {
+			e.member.Suspect(0, err.Error())
+		}
+	}
+	stop := r.Stop
+	e.member.Advance()
+	if stop {
+		e.stopped = true
+		e.queue.Close(ErrShutDown)
+		for _, entry := range e.queue.InFlight() {
+			if !entry.Granted {
+				e.queue.Finish(entry, opError(&entry.Request, ErrShutDown))
+			}
+		}
+	}
+	return spoke, nil
+}
+
+// dispatch gives a grant to its lane.
+func (e *Engine) dispatch(g *controller.Grant) error {
+	var w *work
+	if n := len(e.works); n > 0 {
+		w, e.works = e.works[n-1], e.works[:n-1]
+	} else {
+		w = new(work)
+	}
+	w.grant = g
+	if err := e.match(w); err != nil {
+		return err
+	}
+	e.granted++
+	for _, l := range e.lanes {
+		if l.set.ID == g.Set {
+			l.push(w)
+		}
+	}
+	return nil
+}
+
+// match finds this rank's tensors for a grant.
+func (e *Engine) match(w *work) error {
+	for _, r := range w.grant.Responses {
+		entry := e.queue.Find(r.Name)
+		if entry == nil {
+			return fmt.Errorf("it granted %v %q, which this rank has not submitted", r.Kind, r.Name)
+		}
+		if r.Kind != message.Error && !r.Matches(&entry.Request, int(e.cfg.Rank)) {
+			return fmt.Errorf("it granted %v %q with other parameters than this rank submitted", r.Kind, r.Name)
+		}
+		entry.Granted = true
+		w.entries = append(w.entries, entry)
+	}
+	return nil
+}
+
+// hear applies something that came over a control connection.
+func (e *Engine) hear(ev *event) {
+	switch {
+	case e.coordinator != nil && ev.err != nil:
+		e.coordinator.Lost(ev.from, fmt.Sprintf("its control connection ended: %v", ev.err))
+	case e.coordinator != nil:
+		e.coordinatorStep(ev.from, ev.frame)
+		e.inbox.recycle(ev.frame)
+	case ev.err != nil:
+		e.member.Lost(fmt.Sprintf("its control connection ended: %v", ev.err))
+	default:
+		e.memberStep(ev.frame)
+		e.inbox.recycle(ev.frame)
+	}
+}
+
+func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
+	if err := message.DecodeUp(frame, &e.scratch.up); err != nil {
+		e.coordinator.Lost(from, fmt.Sprintf("it sent what cannot be read: %v", err))
+		return
+	}
+	e.coordinator.Step(from, &e.scratch.up)
+}
+
+func (e *Engine) memberStep(frame []byte) {
+	if err := message.DecodeDown(frame, &e.scratch.down); err != nil {
+		e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err))
+		return
+	}
+	// The step's own outputs (grants) accumulate; what it lets us say is said by the next speak.
+	if err := e.member.Step(&e.scratch.down); err != nil {
+		e.log.Error("the coordinator broke the protocol", zap.Error(err))
+	}
+}
+
+// announce sends what the coordinator has decided. Rank 0's own member hears it by the same encoding, last, so
+// that its work does not delay the others.
+func (e *Engine) announce() {
+	for _, o := range e.coordinator.Ready() {
+		frame, err := message.AppendDown(e.scratch.frame[:0], o.Down)
+		if err != nil {
+			e.log.Error("encoding a decision", zap.Error(err)) // a bug: responses passed the same checks
+			continue
+		}
+		e.scratch.frame = frame
+		for _, r := range o.To {
+			if r == 0 {
+				continue
+			}
+			if err := e.links[r-1].send(frame); err != nil && !errors.Is(err, transport.ErrClosed) {
+				e.coordinator.Lost(r, fmt.Sprintf("its control connection failed: %v", cause(err)))
+				e.ring()
+			}
+		}
+		if slices.Contains(o.To, 0) {
+			e.memberStep(frame)
+		}
+	}
+	e.coordinator.Advance()
+}

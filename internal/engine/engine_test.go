@@ -1,0 +1,259 @@
+package engine_test
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/transport/mem"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const deadline = 60 * time.Second
+
+// cluster is a job whose ranks are in this process.
+type cluster struct {
+	t       testing.TB
+	ctx     context.Context
+	net     *mem.Cluster
+	engines []*engine.Engine
+}
+
+// start makes a job of n ranks. change, if not nil, changes a rank's configuration.
+func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	t.Cleanup(cancel)
+	context.AfterFunc(ctx, func() {
+		if t.Context().Err() == nil {
+			stacks := make([]byte, 1<<20)
+			t.Logf("no end after %v:\n%s", deadline, stacks[:runtime.Stack(stacks, true)])
+		}
+	})
+	c := &cluster{t: t, ctx: ctx, net: mem.New(n), engines: make([]*engine.Engine, n)}
+	c.each(func(r int) {
+		cfg := engine.Config{
+			Rank: topo.Rank(r), Size: n, Mesh: c.net.Mesh(topo.Rank(r)),
+			CacheCapacity: 64, FusionThresholdBytes: 1 << 20, LivenessTimeout: 10 * time.Second,
+		}
+		if change != nil {
+			change(&cfg)
+		}
+		e, err := engine.Start(ctx, cfg)
+		if err != nil {
+			t.Errorf("rank %d: %v", r, err)
+		}
+		c.engines[r] = e
+	})
+	if t.Failed() {
+		t.FailNow()
+	}
+	return c
+}
+
+// each calls f for all ranks at once.
+func (c *cluster) each(f func(r int)) {
+	var wg sync.WaitGroup
+	for r := range c.engines {
+		wg.Go(func() { f(r) })
+	}
+	wg.Wait()
+}
+
+func (c *cluster) shutdown() {
+	c.each(func(r int) {
+		if err := c.engines[r].Shutdown(c.ctx); err != nil {
+			c.t.Errorf("rank %d: shutdown: %v", r, err)
+		}
+	})
+}
+
+// allreduce sums one int64 of rank r in place.
+func (c *cluster) allreduce(r int, name string, buf []byte) chan error {
+	done := make(chan error, 1)
+	err := c.engines[r].Submit(&tensorqueue.Entry{
+		Request: message.Request{
+			Kind: message.Allreduce, Name: name, DType: tensor.Int64, Shape: tensor.Shape{int64(len(buf) / 8)},
+			Op: tensor.Sum, Prescale: 1, Postscale: 1,
+		},
+		Input: buf, Output: buf,
+		Done: func(err error) { done <- err },
+	})
+	if err != nil {
+		done <- err
+	}
+	return done
+}
+
+func (c *cluster) wait(done chan error) error {
+	select {
+	case err := <-done:
+		return err
+	case <-c.ctx.Done():
+		return c.ctx.Err()
+	}
+}
+
+func both(t *testing.T, f func(t *testing.T, lockstep bool)) {
+	t.Run("event", func(t *testing.T) { f(t, false) })
+	t.Run("lockstep", func(t *testing.T) { f(t, true) })
+}
+
+func TestSums(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		for _, n := range []int{1, 2, 3, 5} {
+			c := start(t, n, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+			c.each(func(r int) {
+				for i := range 50 {
+					buf := binary.LittleEndian.AppendUint64(nil, uint64(i+r))
+					if err := c.wait(c.allreduce(r, "x", buf)); err != nil {
+						t.Errorf("n=%d rank %d: %v", n, r, err)
+						return
+					}
+					if got, want := binary.LittleEndian.Uint64(buf), uint64(n*i+n*(n-1)/2); got != want {
+						t.Errorf("n=%d rank %d: got %d, want %d", n, r, got, want)
+					}
+				}
+			})
+			c.shutdown()
+		}
+	})
+}
+
+// A rank that dies is named to all others, whether they execute or negotiate, and every operation is answered.
+func TestDeath(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		for _, executing := range []bool{false, true} {
+			for victim := range 4 {
+				t.Run(fmt.Sprintf("executing=%v/victim=%d", executing, victim), func(t *testing.T) {
+					c := start(t, 4, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+					started := make(chan struct{})
+					var once sync.Once
+					go func() {
+						<-started
+						c.net.Kill(topo.Rank(victim))
+						c.engines[victim].Close()
+					}()
+					c.each(func(r int) {
+						if r == victim && !executing {
+							once.Do(func() { close(started) }) // it never submits
+							return
+						}
+						size := 8
+						if executing {
+							size = 4 << 20
+						}
+						for i := 0; ; i++ {
+							err := c.wait(c.allreduce(r, fmt.Sprintf("x%d", i), make([]byte, size)))
+							if err == nil {
+								if i == 3 {
+									once.Do(func() { close(started) })
+								}
+								continue
+							}
+							if r == victim {
+								return
+							}
+							var peer *engine.PeerError
+							if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{victim}) {
+								t.Errorf("rank %d: got error %v, want one that names rank %d", r, err, victim)
+							}
+							if !strings.Contains(err.Error(), fmt.Sprintf("hvd: allreduce %q: rank %d failed", fmt.Sprintf("x%d", i), victim)) {
+								t.Errorf("rank %d: error %q does not name operation, tensor and rank", r, err)
+							}
+							return
+						}
+					})
+					for r, e := range c.engines {
+						if err := e.Shutdown(c.ctx); err == nil && r != victim {
+							t.Errorf("rank %d: shutdown after the failure gave no error", r)
+						}
+					}
+				})
+			}
+		}
+	})
+}
+
+// A peer that does not keep to the protocol is named, and nobody hangs.
+func TestGarbageOnAControlConnection(t *testing.T) {
+	for _, frame := range [][]byte{
+		{0, 0, 0, 0, 9, 0, 0, 0},                                // wrong number
+		{0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0},                    // too long
+		{3, 0, 0, 0, 0, 0, 0, 0, 0xde, 0xad, 0xbe},              // unreadable
+		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // a heartbeat from the future
+	} {
+		net := mem.New(2)
+		ctx, cancel := context.WithTimeout(t.Context(), deadline)
+		defer cancel()
+		sent := make(chan error, 1)
+		go func() {
+			conn, err := net.Mesh(1).Conn(ctx, transport.Control, 0)
+			if err == nil {
+				err = conn.Send(frame)
+			}
+			sent <- err
+		}()
+		e, err := engine.Start(ctx, engine.Config{
+			Rank: 0, Size: 2, Mesh: net.Mesh(0), CacheCapacity: 4, LivenessTimeout: 10 * time.Second,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := <-sent; err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-e.Ended():
+		case <-ctx.Done():
+			t.Fatalf("frame %x: no end", frame)
+		}
+		var peer *engine.PeerError
+		if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) {
+			t.Errorf("frame %x: ended with %v, want rank 1 named", frame, err)
+		}
+		e.Close()
+		if err := net.Mesh(1).Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// A shutdown whose context ends does not wait for peers that are in the way, not even in the middle of an operation.
+func TestShutdownGivesUp(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+		// Rank 1 asks for the tensor too, so that rank 0 executes; but rank 1's lane is stuck, like that of a process
+		// that was stopped.
+		c.net.Mesh(1).Abort(transport.DataLane(0), errors.New("stuck"))
+		zero := c.allreduce(0, "x", make([]byte, 1<<20))
+		one := c.allreduce(1, "x", make([]byte, 1<<20))
+		ctx, cancel := context.WithCancel(c.ctx)
+		cancel()
+		if err := c.engines[0].Shutdown(ctx); !errors.Is(err, context.Canceled) {
+			t.Errorf("got error %v, want the context's", err)
+		}
+		if err := c.wait(zero); err == nil {
+			t.Error("the operation succeeded")
+		}
+		c.engines[1].Close()
+		if err := c.wait(one); err == nil {
+			t.Error("the operation succeeded at rank 1")
+		}
+	})
+}

@@ -1,0 +1,73 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/message"
+)
+
+// ErrShutDown answers operations that no longer run because a rank has shut the job down.
+var ErrShutDown = errors.New("the job was shut down before every rank had asked for it")
+
+// MismatchError says that the ranks' requests for a tensor contradict each other. The job goes on: the program
+// is wrong, not the machine.
+type MismatchError struct {
+	// Tensor is the name that the ranks share.
+	Tensor string
+	// Text names operation, tensor, and who sent what.
+	Text string
+}
+
+func (e *MismatchError) Error() string { return e.Text }
+
+// PeerError says that the epoch is over because ranks failed. Every operation that was pending at any surviving
+// rank has ended with it, and every later one will.
+type PeerError struct {
+	// Ranks are those that failed; where it cannot be told which of two, both.
+	Ranks []int
+	// Reason is what was observed.
+	Reason string
+}
+
+func (e *PeerError) Error() string {
+	var b strings.Builder
+	for i, r := range e.Ranks {
+		if i > 0 {
+			b.WriteString(" or ")
+		}
+		fmt.Fprintf(&b, "rank %d", r)
+	}
+	return fmt.Sprintf("%s failed: %s", b.String(), e.Reason)
+}
+
+func newPeerError(v *controller.Verdict) *PeerError {
+	e := &PeerError{Reason: v.Reason}
+	for _, r := range v.Ranks {
+		e.Ranks = append(e.Ranks, int(r))
+	}
+	return e
+}
+
+// OpError is the failure of one operation.
+type OpError struct {
+	// Op is the operation, as "allreduce"; Tensor the name.
+	Op, Tensor string
+	Err        error
+}
+
+func (e *OpError) Error() string {
+	var m *MismatchError
+	if errors.As(e.Err, &m) {
+		return "hvd: " + m.Text // which begins with operation and tensor
+	}
+	return fmt.Sprintf("hvd: %s %q: %v", e.Op, e.Tensor, e.Err)
+}
+
+func (e *OpError) Unwrap() error { return e.Err }
+
+func opError(q *message.Request, err error) error {
+	return &OpError{Op: q.Kind.String(), Tensor: q.Name, Err: err}
+}

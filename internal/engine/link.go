@@ -1,0 +1,192 @@
+package engine
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+const (
+	// maxUnsent is how much may wait for a peer that does not read; beyond it the peer has failed.
+	maxUnsent = 64 << 20
+	// headerBytes is u32 length of the frame | u32 its number on this connection.
+	headerBytes = 8
+	// readStep bounds what is allocated for a frame before its bytes are there.
+	readStep = 64 << 10
+)
+
+// link carries negotiation frames over a control connection. The loop sends; a goroutine of its own receives
+// into the inbox.
+type link struct {
+	peer topo.Rank
+	conn transport.Conn
+
+	seq    uint32
+	total  uint64     // bytes given to the connection
+	queued []outgoing // buffers that the connection may still hold, oldest first
+	free   [][]byte
+}
+
+type outgoing struct {
+	buf []byte
+	end uint64 // total after this buffer
+}
+
+// send queues a frame. It does not block and keeps nothing of frame. In steady state it allocates nothing.
+func (l *link) send(frame []byte) error {
+	sent := l.conn.Sent()
+	n := 0
+	for n < len(l.queued) && l.queued[n].end <= sent {
+		l.free = append(l.free, l.queued[n].buf[:0])
+		n++
+	}
+	l.queued = append(l.queued[:0], l.queued[n:]...)
+	if l.total-sent > maxUnsent {
+		return fmt.Errorf("%d bytes wait for it, which is more than %d: it does not read", l.total-sent, maxUnsent)
+	}
+	var buf []byte
+	if k := len(l.free); k > 0 {
+		buf, l.free = l.free[k-1], l.free[:k-1]
+	}
+	buf = binary.LittleEndian.AppendUint32(buf, uint32(len(frame)))
+	buf = binary.LittleEndian.AppendUint32(buf, l.seq)
+	buf = append(buf, frame...)
+	l.seq++
+	l.total += uint64(len(buf))
+	l.queued = append(l.queued, outgoing{buf, l.total})
+	return l.conn.Send(buf)
+}
+
+// flush waits until what was sent has left this process.
+func (l *link) flush() error { return l.conn.Flush() }
+
+// receive puts frames into in until the connection ends, which it reports there too.
+func (l *link) receive(in *inbox) {
+	r := bufio.NewReaderSize(l.conn, readStep)
+	var header [headerBytes]byte
+	for seq := uint32(0); ; seq++ {
+		if _, err := io.ReadFull(r, header[:]); err != nil {
+			in.put(event{from: l.peer, err: cause(err)})
+			return
+		}
+		n, got := binary.LittleEndian.Uint32(header[:]), binary.LittleEndian.Uint32(header[4:])
+		if n > message.MaxFrameBytes || got != seq {
+			in.put(event{from: l.peer, err: fmt.Errorf("frame %d of %d bytes, want frame %d of at most %d", got, n, seq, message.MaxFrameBytes)})
+			return
+		}
+		buf, err := readBody(r, in.buffer(), int(n))
+		if err != nil {
+			in.put(event{from: l.peer, err: cause(err)})
+			return
+		}
+		in.put(event{from: l.peer, frame: buf})
+	}
+}
+
+// readBody appends n bytes of r to buf, which grows with what arrives, not with what was announced.
+func readBody(r io.Reader, buf []byte, n int) ([]byte, error) {
+	for n > 0 {
+		step := min(n, max(readStep, cap(buf)-len(buf)))
+		at := len(buf)
+		if cap(buf)-at < step {
+			buf = append(buf, make([]byte, step)...)
+		} else {
+			buf = buf[:at+step]
+		}
+		if _, err := io.ReadFull(r, buf[at:]); err != nil {
+			return nil, err
+		}
+		n -= step
+	}
+	return buf, nil
+}
+
+// cause strips what a reader of the verdict knows already: which peer, which lane, which addresses.
+func cause(err error) error {
+	var p *transport.PeerError
+	if errors.As(err, &p) {
+		err = p.Err
+	}
+	var op *net.OpError
+	if errors.As(err, &op) {
+		err = op.Err
+	}
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return errHungUp
+	}
+	return err
+}
+
+// errHungUp is an end of file: the process ended, or let go of the job without a shutdown.
+var errHungUp = errors.New("the process hung up")
+
+// event is something from a peer: a frame, or the end of its connection.
+type event struct {
+	from  topo.Rank
+	frame []byte
+	err   error
+}
+
+// inbox is where the receivers leave events for the loop.
+type inbox struct {
+	ring func() // wakes the loop
+	// watch and interrupt are for a loop that executes: interrupt is called when watch finds that an event
+	// is about a failure, after the event is in the inbox.
+	watch     func(e *event) bool
+	interrupt func()
+
+	mu     sync.Mutex
+	events []event
+	free   [][]byte
+}
+
+func (in *inbox) put(e event) {
+	failure := in.watch != nil && in.watch(&e)
+	in.mu.Lock()
+	in.events = append(in.events, e)
+	in.mu.Unlock()
+	if failure {
+		in.interrupt()
+	}
+	in.ring()
+}
+
+// take appends the waiting events to dst.
+func (in *inbox) take(dst []event) []event {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	dst = append(dst, in.events...)
+	clear(in.events)
+	in.events = in.events[:0]
+	return dst
+}
+
+// buffer is an empty buffer for a frame, with the memory of an earlier one if there is any.
+func (in *inbox) buffer() []byte {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if n := len(in.free); n > 0 {
+		b := in.free[n-1]
+		in.free = in.free[:n-1]
+		return b
+	}
+	return nil
+}
+
+// recycle takes back the buffer of a frame that was decoded.
+func (in *inbox) recycle(b []byte) {
+	const most = 64
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if b != nil && cap(b) <= 1<<20 && len(in.free) < most {
+		in.free = append(in.free, b[:0])
+	}
+}
