@@ -1,0 +1,59 @@
+package main
+
+import (
+	"bytes"
+	"compress/gzip"
+	_ "embed"
+	"encoding/csv"
+	"fmt"
+	"math/rand/v2"
+	"strconv"
+)
+
+//go:embed optdigits.csv.gz
+var optdigits []byte
+
+const (
+	pixels  = 64
+	classes = 10
+)
+
+// image is a digit: its pixels scaled to 0..1, and which it is.
+type image struct {
+	pixels [pixels]float32
+	digit  int
+}
+
+// loadImages gives the images in an order that depends on seed, split into four fifths to train with and the
+// rest to test with. It is the same on every rank.
+func loadImages(seed uint64) (train, test []image, err error) {
+	z, err := gzip.NewReader(bytes.NewReader(optdigits))
+	if err != nil {
+		return nil, nil, fmt.Errorf("digits: data: %w", err)
+	}
+	rows, err := csv.NewReader(z).ReadAll()
+	if err != nil {
+		return nil, nil, fmt.Errorf("digits: data: %w", err)
+	}
+	images := make([]image, len(rows))
+	for i, row := range rows {
+		if len(row) != pixels+1 {
+			return nil, nil, fmt.Errorf("digits: data row %d has %d fields, want %d", i+1, len(row), pixels+1)
+		}
+		for j, field := range row {
+			v, err := strconv.Atoi(field)
+			if err != nil {
+				return nil, nil, fmt.Errorf("digits: data row %d: %w", i+1, err)
+			}
+			if j < pixels {
+				images[i].pixels[j] = float32(v) / 16
+			} else {
+				images[i].digit = v
+			}
+		}
+	}
+	rng := rand.New(rand.NewPCG(seed, 0))
+	rng.Shuffle(len(images), func(i, j int) { images[i], images[j] = images[j], images[i] })
+	n := len(images) * 4 / 5
+	return images[:n], images[n:], nil
+}

@@ -1,0 +1,124 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// options of a training.
+type options struct {
+	epochs int
+	batch  int // images in a step, over all ranks
+	rate   float64
+	seed   uint64
+}
+
+func defaults() options {
+	return options{epochs: 20, batch: 64, rate: 0.1, seed: 1}
+}
+
+// momentum of the stochastic gradient descent.
+const momentum = 0.9
+
+// train trains on the job that on belongs to, and writes progress at rank 0.
+func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (*model, float64, error) {
+	trainSet, testSet, err := loadImages(o.seed)
+	if err != nil {
+		return nil, 0, err
+	}
+	rank, size := on.Rank(), on.Size()
+	m, g, velocity := newModel(), newModel(), newModel()
+	// Each rank draws other weights, then all take those of rank 0: what a program must do that starts from a
+	// checkpoint which only one rank can read.
+	m.initialize(o.seed + uint64(rank))
+	for _, p := range m.parameters() {
+		if _, err := hvd.Broadcast(ctx, p.values, 0, hvd.InPlace(), hvd.Name("weight/"+p.name), hvd.On(on)); err != nil {
+			return nil, 0, err
+		}
+	}
+	order := make([]int, len(trainSet))
+	for i := range order {
+		order[i] = i
+	}
+	rng := rand.New(rand.NewPCG(o.seed, 2))
+	for epoch := range o.epochs {
+		began := time.Now()
+		rng.Shuffle(len(order), func(i, j int) { order[i], order[j] = order[j], order[i] })
+		var loss float64
+		for batch := range slices.Chunk(order, o.batch) {
+			for _, p := range g.parameters() {
+				clear(p.values)
+			}
+			for i := rank; i < len(batch); i += size {
+				loss += m.gradient(&trainSet[batch[i]], 1/float32(len(batch)), g)
+			}
+			if err := sum(ctx, on, g); err != nil {
+				return nil, 0, err
+			}
+			step(m, g, velocity, float32(o.rate))
+		}
+		total, err := hvd.Allreduce(ctx, []float64{loss}, hvd.Op(hvd.Sum), hvd.Name("loss"), hvd.On(on))
+		if err != nil {
+			return nil, 0, err
+		}
+		if rank == 0 {
+			fmt.Fprintf(progress, "epoch %d/%d: loss=%.4f seconds=%.2f\n",
+				epoch+1, o.epochs, total[0]/float64(len(trainSet)), time.Since(began).Seconds())
+		}
+	}
+	accuracy, err := test(ctx, on, m, testSet)
+	return m, accuracy, err
+}
+
+// sum makes g the sum of all ranks' gradients. All parts are in flight together; those that are ready
+// together travel together.
+func sum(ctx context.Context, on *hvd.Engine, g *model) error {
+	parts := g.parameters()
+	handles := make([]*hvd.Handle[float32], len(parts))
+	for i, p := range parts {
+		var err error
+		handles[i], err = hvd.AllreduceAsync(p.values, hvd.Op(hvd.Sum), hvd.InPlace(), hvd.Name("gradient/"+p.name), hvd.On(on))
+		if err != nil {
+			return err
+		}
+	}
+	for _, h := range handles {
+		if _, err := h.Wait(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// step moves m against the gradient g.
+func step(m, g, velocity *model, rate float32) {
+	weights, grads, velocities := m.parameters(), g.parameters(), velocity.parameters()
+	for i := range weights {
+		w, d, v := weights[i].values, grads[i].values, velocities[i].values
+		for j := range w {
+			v[j] = momentum*v[j] - rate*d[j]
+			w[j] += v[j]
+		}
+	}
+}
+
+// test is the share of images that m recognises. Each rank looks at a part of them.
+func test(ctx context.Context, on *hvd.Engine, m *model, images []image) (float64, error) {
+	var right int64
+	for i := on.Rank(); i < len(images); i += on.Size() {
+		if m.guess(&images[i]) == images[i].digit {
+			right++
+		}
+	}
+	total, err := hvd.Allreduce(ctx, []int64{right}, hvd.Op(hvd.Sum), hvd.Name("right"), hvd.On(on))
+	if err != nil {
+		return 0, err
+	}
+	return float64(total[0]) / float64(len(images)), nil
+}

@@ -1,0 +1,157 @@
+package main
+
+import (
+	"context"
+	"io"
+	"math"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/rendezvous"
+)
+
+// trainOn trains on n ranks in this process and gives the model and accuracy of each.
+func trainOn(t *testing.T, n int, o options) ([]*model, []float64) {
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	defer store.Close()
+	models, accuracies := make([]*model, n), make([]float64, n)
+	var wg sync.WaitGroup
+	for r := range n {
+		wg.Go(func() {
+			e, err := hvd.New(ctx, hvd.WithStore(store),
+				hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)), hvd.WithSetting("HOROVOD_SIZE", strconv.Itoa(n)))
+			if err != nil {
+				t.Errorf("rank %d: %v", r, err)
+				return
+			}
+			if models[r], accuracies[r], err = train(ctx, e, o, io.Discard); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+			if err := e.Shutdown(ctx); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+		})
+	}
+	wg.Wait()
+	if t.Failed() {
+		t.FailNow()
+	}
+	return models, accuracies
+}
+
+// The number of ranks does not change what is learned: with the same global batch the weights agree to 1e-4 of their
+// norm, and within a job they are equal bit by bit.
+func TestSameWeightsOnAnyNumberOfRanks(t *testing.T) {
+	o := defaults()
+	alone, accuracy := trainOn(t, 1, o)
+	if accuracy[0] < 0.95 {
+		t.Errorf("accuracy is %v, want at least 0.95", accuracy[0])
+	}
+	for _, n := range []int{2, 4} {
+		models, accuracies := trainOn(t, n, o)
+		for r, m := range models {
+			if m.hash() != models[0].hash() {
+				t.Errorf("%d ranks: rank %d has other weights than rank 0", n, r)
+			}
+			if accuracies[r] != accuracies[0] || accuracies[r] < 0.95 {
+				t.Errorf("%d ranks: rank %d has accuracy %v, rank 0 %v, want at least 0.95", n, r, accuracies[r], accuracies[0])
+			}
+		}
+		var difference, norm float64
+		for i, p := range alone[0].parameters() {
+			for j, v := range p.values {
+				d := float64(v - models[0].parameters()[i].values[j])
+				difference += d * d
+				norm += float64(v) * float64(v)
+			}
+		}
+		relative := math.Sqrt(difference / norm)
+		t.Logf("%d ranks: relative difference to one rank is %.2g", n, relative)
+		if !(relative < 1e-4) {
+			t.Errorf("%d ranks: relative difference to one rank is %v, want less than 1e-4", n, relative)
+		}
+	}
+}
+
+// The gradient is that of the loss, as finite differences see it.
+func TestGradient(t *testing.T) {
+	images, _, err := loadImages(1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, g := newModel(), newModel()
+	m.initialize(3)
+	img := &images[0]
+	m.gradient(img, 1, g)
+	for i, p := range m.parameters() {
+		for _, j := range []int{0, len(p.values) / 2, len(p.values) - 1} {
+			const h = 1e-2
+			kept := p.values[j]
+			p.values[j] = kept + h
+			up := m.gradient(img, 0, newModel())
+			p.values[j] = kept - h
+			down := m.gradient(img, 0, newModel())
+			p.values[j] = kept
+			want, got := (up-down)/(2*h), float64(g.parameters()[i].values[j])
+			if math.Abs(got-want) > 1e-3+0.02*math.Abs(want) {
+				t.Errorf("%s[%d]: gradient %v, finite difference %v", p.name, j, got, want)
+			}
+		}
+	}
+}
+
+func TestData(t *testing.T) {
+	train, test, err := loadImages(1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(train) != 1437 || len(test) != 360 {
+		t.Errorf("%d and %d images, want 1437 and 360", len(train), len(test))
+	}
+	var seen [classes]int
+	for _, img := range append(train, test...) {
+		seen[img.digit]++
+		for _, p := range img.pixels {
+			if p < 0 || p > 1 {
+				t.Fatalf("pixel %v", p)
+			}
+		}
+	}
+	for digit, n := range seen {
+		if n < 170 {
+			t.Errorf("%d images of digit %d", n, digit)
+		}
+	}
+	again, _, _ := loadImages(1)
+	other, _, _ := loadImages(2)
+	if again[0] != train[0] || other[0] == train[0] {
+		t.Error("the order does not follow the seed")
+	}
+}
+
+func TestProgressIsALinePerEpoch(t *testing.T) {
+	ctx := t.Context()
+	e, err := hvd.New(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := defaults()
+	o.epochs = 2
+	var out strings.Builder
+	if _, _, err := train(ctx, e, o, &out); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Shutdown(ctx); err != nil {
+		t.Fatal(err)
+	}
+	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
+	if len(lines) != 2 || !strings.HasPrefix(lines[0], "epoch 1/2: loss=") || !strings.HasPrefix(lines[1], "epoch 2/2: loss=") {
+		t.Errorf("got %q", lines)
+	}
+}

@@ -1,0 +1,160 @@
+package e2e
+
+import (
+	"bytes"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+// Whatever a stranger sends to any port that a job listens on, the job goes on, and memory does not grow with what
+// the stranger claims.
+func TestGarbageOnEveryPort(t *testing.T) {
+	stop := filepath.Join(t.TempDir(), "stop")
+	j := start(t, 3, "steady", stopVariable+"="+stop, "HOROVOD_LOG_LEVEL=info")
+	pids, ready := []int{j.cmd.Process.Pid}, 0
+	j.until("all ranks were ready", func(l line) bool {
+		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+			pid, _ := strconv.Atoi(text)
+			pids = append(pids, pid)
+		}
+		if l.text == "ready" {
+			ready++
+		}
+		return ready == 3
+	})
+	var ports []int
+	before := map[int]int{}
+	for _, pid := range pids {
+		ports = append(ports, listening(t, pid)...)
+		before[pid] = peakMiB(t, pid)
+	}
+	// The store of hvdrun, rank 0's root, and the endpoint of each rank.
+	if len(ports) != 5 {
+		t.Errorf("the job listens on %d ports, want 5", len(ports))
+	}
+	for _, port := range ports {
+		for name, garbage := range map[string][]byte{
+			"http":     []byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
+			"ones":     bytes.Repeat([]byte{0xff}, 1<<16),
+			"zeros":    make([]byte, 1<<16),
+			"tls":      {0x16, 0x03, 0x01, 0x02, 0x00, 0x01, 0x00, 0x01, 0xfc, 0x03, 0x03},
+			"a byte":   {'H'},
+			"nothing":  {},
+			"protocol": []byte("HVD1\x00\x00\x00\x01\xff\xff\xff\x7f\xff\xff\xff\x7f"),
+		} {
+			if err := throw(port, garbage); err != nil {
+				t.Errorf("%s on port %d: %v", name, port, err)
+			}
+		}
+	}
+	// One more that stays silent while the job ends.
+	silent, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", ports[len(ports)-1]))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	for _, pid := range pids {
+		if after := peakMiB(t, pid); after > before[pid]+32 {
+			t.Errorf("process %d grew from %d to %d MiB", pid, before[pid], after)
+		}
+	}
+	if err := os.WriteFile(stop, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if status := j.wait(); status != 0 {
+		t.Errorf("the job ended with status %d:\n%s\n%s", status, j.out(), j.err())
+	}
+	if n := strings.Count(j.out(), "]<stdout>:rounds "); n != 3 {
+		t.Errorf("%d ranks finished, want 3:\n%s", n, j.out())
+	}
+	for rank := range 3 {
+		if !strings.Contains(j.err(), fmt.Sprintf("[%d]<stderr>:", rank)) {
+			t.Errorf("rank %d logged nothing about what it refused:\n%s", rank, j.err())
+		}
+	}
+}
+
+// throw sends garbage and reads until the other side hangs up, which it must do once nothing more can come.
+func throw(port int, garbage []byte) error {
+	c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if err := c.SetDeadline(time.Now().Add(20 * time.Second)); err != nil {
+		return err
+	}
+	if _, err := c.Write(garbage); err == nil {
+		_ = c.(*net.TCPConn).CloseWrite()
+	}
+	_, err = io.Copy(io.Discard, c)
+	var timeout net.Error
+	if errors.As(err, &timeout) && timeout.Timeout() {
+		return errors.New("the connection is still open")
+	}
+	return nil // an end of file or a reset
+}
+
+// listening are the TCP ports on which a process listens.
+func listening(t *testing.T, pid int) []int {
+	inodes := map[string]bool{}
+	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, fd := range fds {
+		target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, fd.Name()))
+		if err != nil {
+			continue // closed meanwhile
+		}
+		if inode, ok := strings.CutPrefix(target, "socket:["); ok {
+			inodes[strings.TrimSuffix(inode, "]")] = true
+		}
+	}
+	var ports []int
+	for _, table := range []string{"tcp", "tcp6"} {
+		text, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/%s", pid, table))
+		if err != nil {
+			continue // a kernel without IPv6
+		}
+		for _, row := range strings.Split(string(text), "\n")[1:] {
+			f := strings.Fields(row)
+			const listen = "0A"
+			if len(f) < 10 || f[3] != listen || !inodes[f[9]] {
+				continue
+			}
+			_, port, _ := strings.Cut(f[1], ":")
+			b, err := hex.DecodeString(port)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ports = append(ports, int(b[0])<<8|int(b[1]))
+		}
+	}
+	return ports
+}
+
+// peakMiB is the most memory that a process has had.
+func peakMiB(t *testing.T, pid int) int {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, row := range strings.Split(string(text), "\n") {
+		var kib int
+		if _, err := fmt.Sscanf(row, "VmHWM: %d kB", &kib); err == nil {
+			return kib >> 10
+		}
+	}
+	t.Fatalf("process %d has no VmHWM", pid)
+	return 0
+}

@@ -1,0 +1,158 @@
+package e2e
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+const (
+	ranks = 4
+	// survivorsDeadline is how soon every survivor's pending calls must have failed.
+	survivorsDeadline = 2 * time.Second
+)
+
+// rounds is how often each death is tried.
+func rounds() int {
+	if testing.Short() {
+		return 2
+	}
+	return 20
+}
+
+// Any of four ranks is killed while all execute or negotiate. Every other rank gets an error that names it, in time,
+// and hvdrun ends with the victim's status and names it too.
+func TestKill(t *testing.T) {
+	for _, program := range []string{"large", "small", "waiting"} {
+		for _, mode := range []string{"event", "lockstep"} {
+			t.Run(program+"/"+mode, func(t *testing.T) {
+				n := rounds()
+				if mode == "lockstep" {
+					n = (n + 3) / 4
+				}
+				for i := range n {
+					kill(t, program, i%ranks, "HVD_NEGOTIATION="+mode)
+					if t.Failed() {
+						t.Fatalf("in round %d", i)
+					}
+				}
+			})
+		}
+	}
+}
+
+func kill(t *testing.T, program string, victim int, env string) {
+	j := start(t, ranks, program, env)
+	pids, ready := map[int]int{}, 0
+	j.until("all ranks were ready", func(l line) bool {
+		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+			pids[l.rank], _ = strconv.Atoi(text)
+		}
+		if l.text == "ready" {
+			ready++
+		}
+		return ready == ranks && len(pids) == ranks
+	})
+	<-time.After(time.Duration(rand.IntN(50)) * time.Millisecond) // anywhere in an operation
+	if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	killed := time.Now()
+	reports := 0
+	j.until("all survivors had reported", func(l line) bool {
+		text, ok := strings.CutPrefix(l.text, "error ")
+		if !ok {
+			return false
+		}
+		reports++
+		if !strings.Contains(text, fmt.Sprintf(": rank %d failed:", victim)) {
+			t.Errorf("rank %d does not name rank %d: %s", l.rank, victim, text)
+		}
+		if took := l.at.Sub(killed); took > survivorsDeadline {
+			t.Errorf("rank %d took %v", l.rank, took)
+		}
+		return reports == ranks-1
+	})
+	if status := j.wait(); status != 128+int(syscall.SIGKILL) {
+		t.Errorf("hvdrun ended with status %d, want %d", status, 128+int(syscall.SIGKILL))
+	}
+	if !strings.Contains(j.err(), fmt.Sprintf("rank %d", victim)) {
+		t.Errorf("hvdrun does not name rank %d:\n%s", victim, j.err())
+	}
+	if t.Failed() {
+		t.Logf("hvdrun said:\n%s", j.err())
+	}
+}
+
+// A rank that leaves without a shutdown fails the job, though its own exit status is 0.
+func TestLeaveWithoutShutdown(t *testing.T) {
+	j := start(t, 3, "leave")
+	reports := 0
+	j.until("the others had reported", func(l line) bool {
+		if text, ok := strings.CutPrefix(l.text, "error "); ok {
+			reports++
+			if !strings.Contains(text, "rank 1 failed") {
+				t.Errorf("rank %d does not name rank 1: %s", l.rank, text)
+			}
+		}
+		return reports == 2
+	})
+	if status := j.wait(); status != 1 {
+		t.Errorf("hvdrun ended with status %d, want 1", status)
+	}
+	if !strings.Contains(j.err(), "rank 1") {
+		t.Errorf("hvdrun does not name rank 1:\n%s", j.err())
+	}
+}
+
+// BenchmarkIdle is the processor time that four initialised ranks without work use together.
+func BenchmarkIdle(b *testing.B) {
+	const period = 10 * time.Second
+	for b.Loop() {
+		j := start(b, ranks, "idle")
+		var pids []int
+		j.until("all ranks were up", func(l line) bool {
+			if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+				pid, _ := strconv.Atoi(text)
+				pids = append(pids, pid)
+			}
+			return len(pids) == ranks
+		})
+		before := processorTime(b, pids)
+		<-time.After(period)
+		used := processorTime(b, pids) - before
+		b.ReportMetric(100*used.Seconds()/period.Seconds(), "%cpu")
+		if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
+			b.Fatal(err)
+		}
+		j.wait()
+	}
+}
+
+// processorTime is what the processes have used so far, user and system: /proc/PID/schedstat counts it in nanoseconds.
+func processorTime(b *testing.B, pids []int) time.Duration {
+	var total time.Duration
+	for _, pid := range pids {
+		tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+		if err != nil {
+			b.Fatal(err)
+		}
+		for _, task := range tasks {
+			text, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%s/schedstat", pid, task.Name()))
+			if err != nil {
+				b.Fatal(err)
+			}
+			var ns int64
+			if _, err := fmt.Sscan(string(text), &ns); err != nil {
+				b.Fatal(err)
+			}
+			total += time.Duration(ns)
+		}
+	}
+	return total
+}

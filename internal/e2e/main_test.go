@@ -1,0 +1,164 @@
+// Package e2e tests what users run: hvdrun, and under it real processes that talk over real sockets.
+package e2e
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// programVariable makes this test binary a rank's program instead of a test.
+const programVariable = "GOHVD_E2E_PROGRAM"
+
+var hvdrunPath string
+
+func TestMain(m *testing.M) {
+	if p := os.Getenv(programVariable); p != "" {
+		os.Exit(program(p))
+	}
+	os.Exit(func() int {
+		dir, err := os.MkdirTemp("", "hvdrun")
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		defer os.RemoveAll(dir)
+		hvdrunPath = filepath.Join(dir, "hvdrun")
+		build := exec.Command("go", "build", "-o", hvdrunPath, "github.com/gohvd/gohvd/cmd/hvdrun")
+		if out, err := build.CombinedOutput(); err != nil {
+			fmt.Fprintf(os.Stderr, "building hvdrun: %v\n%s", err, out)
+			return 1
+		}
+		return m.Run()
+	}())
+}
+
+// job is a running hvdrun.
+type job struct {
+	t     testing.TB
+	cmd   *exec.Cmd
+	lines chan line // standard output of the ranks
+	wg    sync.WaitGroup
+
+	mu     sync.Mutex
+	output strings.Builder // all of it
+	stderr strings.Builder
+}
+
+// line is one that a rank printed.
+type line struct {
+	rank int
+	text string
+	at   time.Time
+}
+
+var prefix = regexp.MustCompile(`^\[(\d+)\]<stdout>:(.*)$`)
+
+// start runs this binary as the given program on n ranks.
+func start(t testing.TB, n int, program string, env ...string) *job {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	t.Cleanup(cancel)
+	j := &job{t: t, lines: make(chan line, 1000)}
+	j.cmd = exec.CommandContext(ctx, hvdrunPath, "-np", strconv.Itoa(n), self)
+	// On a deadline end the job as an operator would.
+	j.cmd.Cancel = func() error { return j.cmd.Process.Signal(os.Interrupt) }
+	j.cmd.WaitDelay = 15 * time.Second
+	j.cmd.Env = append(os.Environ(), append([]string{programVariable + "=" + program}, env...)...)
+	stdout, err := j.cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	stderr, err := j.cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := j.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	j.wg.Go(func() {
+		defer close(j.lines)
+		for s := bufio.NewScanner(stdout); s.Scan(); {
+			now := time.Now()
+			j.mu.Lock()
+			j.output.WriteString(s.Text() + "\n")
+			j.mu.Unlock()
+			if m := prefix.FindStringSubmatch(s.Text()); m != nil {
+				rank, _ := strconv.Atoi(m[1])
+				j.lines <- line{rank, m[2], now}
+			}
+		}
+	})
+	j.wg.Go(func() {
+		text, _ := io.ReadAll(stderr)
+		j.mu.Lock()
+		j.stderr.Write(text)
+		j.mu.Unlock()
+	})
+	return j
+}
+
+// until reads lines until enough says so.
+func (j *job) until(what string, enough func(l line) bool) {
+	j.t.Helper()
+	timeout := time.After(time.Minute)
+	for {
+		select {
+		case l, ok := <-j.lines:
+			if !ok {
+				status := j.wait()
+				j.t.Fatalf("the job ended with status %d before %s", status, what)
+			}
+			if enough(l) {
+				return
+			}
+		case <-timeout:
+			j.t.Fatalf("no %s after a minute; output:\n%s", what, j.out())
+		}
+	}
+}
+
+func (j *job) out() string {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.output.String()
+}
+
+func (j *job) err() string {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.stderr.String()
+}
+
+// wait gives the exit status of hvdrun. What was not read of the output is read.
+func (j *job) wait() int {
+	j.t.Helper()
+	for range j.lines {
+	}
+	j.wg.Wait()
+	err := j.cmd.Wait()
+	var exit *exec.ExitError
+	switch {
+	case err == nil:
+		return 0
+	case errors.As(err, &exit):
+		return exit.ExitCode()
+	default:
+		j.t.Fatalf("hvdrun: %v", err)
+		return -1
+	}
+}

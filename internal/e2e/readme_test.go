@@ -1,0 +1,53 @@
+package e2e
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+// The README's first command does what it says.
+func TestReadmeCommand(t *testing.T) {
+	readme, err := os.ReadFile("../../README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	const command = "go run ./cmd/hvdrun -np 4 go run ./examples/digits"
+	if !strings.Contains(string(readme), "    "+command+"\n") {
+		t.Fatalf("the README does not have the command %q", command)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	args := strings.Fields(command)
+	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+	cmd.Dir = "../.."
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%v\n%s\n%s", err, out, stderr.String())
+	}
+	last := regexp.MustCompile(`(?m)^\[(\d)\]<stdout>:digits: ranks=4 epochs=(\d+) test_accuracy=([0-9.]+) seconds=[0-9.]+ weights_sha256=([0-9a-f]{64})$`)
+	found := last.FindAllStringSubmatch(string(out), -1)
+	seen := map[string]bool{}
+	for _, f := range found {
+		seen[f[1]] = true
+		if accuracy, _ := strconv.ParseFloat(f[3], 64); accuracy < 0.95 {
+			t.Errorf("rank %s: accuracy %v, want at least 0.95", f[1], accuracy)
+		}
+		if f[4] != found[0][4] {
+			t.Errorf("rank %s has other weights than rank %s", f[1], found[0][1])
+		}
+	}
+	if len(found) != 4 || len(seen) != 4 {
+		t.Errorf("%d ranks printed their result, want 4:\n%s", len(found), out)
+	}
+	if epochs := strings.Count(string(out), "<stdout>:epoch "); len(found) > 0 && strconv.Itoa(epochs) != found[0][2] {
+		t.Errorf("%d lines of progress, want %s", epochs, found[0][2])
+	}
+}

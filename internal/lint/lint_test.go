@@ -1,0 +1,231 @@
+// Package lint holds the rules of the module that a compiler does not.
+package lint
+
+import (
+	"encoding/json"
+	"errors"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/gohvd/gohvd"
+
+type pkg struct {
+	ImportPath string
+	Dir        string
+	GoFiles    []string
+	CgoFiles   []string
+	Imports    []string
+	Deps       []string
+}
+
+// packages are all packages of the module, without their tests.
+func packages(t *testing.T) []pkg {
+	cmd := exec.CommandContext(t.Context(), "go", "list", "-json", module+"/...")
+	out, err := cmd.Output()
+	if err != nil {
+		var exit *exec.ExitError
+		if errors.As(err, &exit) {
+			t.Fatalf("go list: %v\n%s", err, exit.Stderr)
+		}
+		t.Fatal(err)
+	}
+	var all []pkg
+	for d := json.NewDecoder(strings.NewReader(string(out))); ; {
+		var p pkg
+		switch err := d.Decode(&p); {
+		case errors.Is(err, io.EOF):
+			if len(all) < 10 {
+				t.Fatalf("go list found only %d packages", len(all))
+			}
+			return all
+		case err != nil:
+			t.Fatal(err)
+		}
+		all = append(all, p)
+	}
+}
+
+// short is the import path within the module.
+func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(path, module), "/") }
+
+// floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
+var floors = [][]string{
+	{"tensor", "topo", "internal/config", "internal/lint"},
+	{"message/messagepb", "rendezvous/rendezvouspb", "internal/kernel", "internal/verdict"},
+	{"message"},
+	{"responsecache", "fusion", "tensorqueue"},
+	{"controller"},
+	{"rendezvous/..."},
+	{"transport"},
+	{"transport/tcp", "transport/mem", "transport/transporttest"},
+	{"ops"},
+	{"ops/tcp"},
+	{"internal/engine"},
+	{"hvd", "internal/launch"},
+	{"cmd/hvdrun", "examples/digits", "internal/e2e"},
+}
+
+func floorOf(path string) int {
+	// The longest match wins, so that a package can stand lower than the rest of its folder.
+	best, floor := -1, -1
+	for i, names := range floors {
+		for _, n := range names {
+			prefix, subtree := strings.CutSuffix(n, "/...")
+			if (path == prefix || subtree && strings.HasPrefix(path, prefix+"/")) && len(prefix) > best {
+				best, floor = len(prefix), i
+			}
+		}
+	}
+	return floor
+}
+
+// Why: a package can be understood knowing only what is below it, and tests of the lower ones need nothing of the
+// upper.
+func TestImportsPointDown(t *testing.T) {
+	for _, p := range packages(t) {
+		from := floorOf(short(p.ImportPath))
+		if from < 0 {
+			t.Errorf("%s stands on no floor: add it to the list in this test", p.ImportPath)
+			continue
+		}
+		for _, i := range p.Imports {
+			if !strings.HasPrefix(i, module+"/") {
+				continue
+			}
+			to := floorOf(short(i))
+			sameFolder := strings.HasPrefix(short(i), short(p.ImportPath)+"/")
+			if to > from || to == from && !sameFolder && !sharesRoot(p.ImportPath, i) {
+				t.Errorf("%s (floor %d) imports %s (floor %d)", short(p.ImportPath), from, short(i), to)
+			}
+		}
+	}
+}
+
+// sharesRoot reports whether two packages are of one listed subtree, inside which order is its own business.
+func sharesRoot(a, b string) bool {
+	for _, names := range floors {
+		for _, n := range names {
+			if prefix, subtree := strings.CutSuffix(n, "/..."); subtree && strings.HasPrefix(short(a)+"/", prefix+"/") && strings.HasPrefix(short(b)+"/", prefix+"/") {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// Why: the negotiation must give the same outputs for the same inputs, be testable without a network, and never
+// wait.
+func TestTheCoreIsPure(t *testing.T) {
+	pure := []string{"controller", "responsecache", "fusion", "message", "tensor", "topo"}
+	forbidden := []string{"net", "os", "sync", "log", "log/slog", "math/rand", "math/rand/v2", "context", "runtime", "syscall", "go.uber.org/zap"}
+	for _, p := range packages(t) {
+		if !slices.Contains(pure, short(p.ImportPath)) {
+			continue
+		}
+		for _, i := range p.Imports {
+			if slices.Contains(forbidden, i) {
+				t.Errorf("%s imports %s", short(p.ImportPath), i)
+			}
+		}
+		for _, at := range uses(t, p, "time", "Now", "Since", "Sleep", "After", "NewTimer", "NewTicker", "Tick", "AfterFunc") {
+			t.Errorf("%s uses the clock at %s", short(p.ImportPath), at)
+		}
+		for _, f := range p.GoFiles {
+			parsed, err := parser.ParseFile(token.NewFileSet(), filepath.Join(p.Dir, f), nil, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ast.Inspect(parsed, func(n ast.Node) bool {
+				switch n.(type) {
+				case *ast.GoStmt, *ast.SelectStmt, *ast.SendStmt, *ast.ChanType:
+					t.Errorf("%s/%s starts a goroutine or uses a channel", short(p.ImportPath), f)
+				}
+				return true
+			})
+		}
+	}
+}
+
+// Why: one table makes help, documentation and checks, and a value's origin can be told.
+func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
+	for _, p := range packages(t) {
+		switch short(p.ImportPath) {
+		case "internal/config":
+			continue
+		case "internal/launch", "cmd/hvdrun":
+			// A launcher passes its environment on to the ranks; it reads no setting from it.
+			continue
+		}
+		for _, at := range uses(t, p, "os", "Getenv", "LookupEnv", "Environ", "ExpandEnv", "Setenv") {
+			t.Errorf("%s reads the environment at %s", short(p.ImportPath), at)
+		}
+	}
+}
+
+// Why: a library that ends the process, or waits by hope, cannot be built upon.
+func TestNoExitsNoSleeps(t *testing.T) {
+	for _, p := range packages(t) {
+		path := short(p.ImportPath)
+		if !strings.HasPrefix(path, "cmd/") && !strings.HasPrefix(path, "examples/") {
+			for _, at := range uses(t, p, "os", "Exit") {
+				t.Errorf("%s exits at %s", path, at)
+			}
+			for _, at := range uses(t, p, "log", "Fatal", "Fatalf", "Fatalln", "Panic", "Panicf") {
+				t.Errorf("%s exits at %s", path, at)
+			}
+		}
+		for _, at := range uses(t, p, "time", "Sleep") {
+			t.Errorf("%s sleeps at %s", path, at)
+		}
+	}
+}
+
+// Why: cgo costs a toolchain, and only MPI and NCCL need it.
+func TestNoCgo(t *testing.T) {
+	for _, p := range packages(t) {
+		if len(p.CgoFiles) > 0 {
+			t.Errorf("%s uses cgo in %v", short(p.ImportPath), p.CgoFiles)
+		}
+	}
+}
+
+// uses lists where a package names one of the functions of an imported package.
+func uses(t *testing.T, p pkg, imported string, names ...string) []string {
+	var at []string
+	files := token.NewFileSet()
+	for _, f := range p.GoFiles {
+		parsed, err := parser.ParseFile(files, filepath.Join(p.Dir, f), nil, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		local := ""
+		for _, i := range parsed.Imports {
+			if strings.Trim(i.Path.Value, `"`) == imported {
+				local = imported[strings.LastIndex(imported, "/")+1:]
+				if i.Name != nil {
+					local = i.Name.Name
+				}
+			}
+		}
+		if local == "" {
+			continue
+		}
+		ast.Inspect(parsed, func(n ast.Node) bool {
+			if s, ok := n.(*ast.SelectorExpr); ok {
+				if x, ok := s.X.(*ast.Ident); ok && x.Name == local && slices.Contains(names, s.Sel.Name) {
+					at = append(at, files.Position(s.Pos()).String())
+				}
+			}
+			return true
+		})
+	}
+	return at
+}
