@@ -1,0 +1,69 @@
+# make check is what CI runs. The first target lists the others.
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+GO       ?= go
+# Where the tools are built. They stand in a module of their own, out of the users' module graph.
+TOOLS    := $(CURDIR)/.tools
+FUZZTIME ?= 5s
+BENCH    ?= .
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: check
+check: format vet lint test race nocgo fuzz generated ## everything CI runs but the image
+
+.PHONY: test
+test: ## all tests
+	$(GO) test ./...
+
+.PHONY: race
+race: ## all tests under the race detector, in random order
+	$(GO) test -race -shuffle=on ./...
+
+.PHONY: nocgo
+nocgo: ## all tests without a C compiler
+	CGO_ENABLED=0 $(GO) test ./...
+
+.PHONY: bench
+bench: ## all benchmarks (BENCH=regexp chooses)
+	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
+
+.PHONY: format
+format: ## fail if gofmt would change something
+	@out=$$(gofmt -l $$(git ls-files '*.go')); test -z "$$out" || { echo "gofmt would change:"; echo "$$out"; exit 1; }
+
+.PHONY: vet
+vet:
+	$(GO) vet ./...
+	GOARCH=arm64 $(GO) vet ./...
+
+.PHONY: lint
+lint: ## staticcheck
+	cd tools && $(GO) build -o $(TOOLS)/ honnef.co/go/tools/cmd/staticcheck
+	$(TOOLS)/staticcheck ./...
+
+.PHONY: fuzz
+fuzz: ## every fuzz target for FUZZTIME
+	@for file in $$(git grep -l '^func Fuzz' -- '*_test.go'); do \
+		for target in $$(sed -n 's/^func \(Fuzz[A-Za-z0-9]*\).*/\1/p' $$file); do \
+			echo "$$file $$target"; \
+			$(GO) test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) ./$$(dirname $$file) | tail -n 1; \
+		done; \
+	done
+
+.PHONY: generate
+generate: ## generate code anew
+	cd tools && $(GO) build -o $(TOOLS)/ google.golang.org/protobuf/cmd/protoc-gen-go
+	PATH="$(TOOLS):$$PATH" $(GO) generate ./...
+
+.PHONY: generated
+generated: generate ## fail if generated files are not up to date
+	git diff --exit-code -- '*.pb.go'
+
+.PHONY: image
+image: ## build the Dockerfile with buildah and run the example in it
+	scripts/image-check.sh
