@@ -2,8 +2,10 @@ package e2e
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
@@ -49,5 +51,43 @@ func TestReadmeCommand(t *testing.T) {
 	}
 	if epochs := strings.Count(string(out), "<stdout>:epoch "); len(found) > 0 && strconv.Itoa(epochs) != found[0][2] {
 		t.Errorf("%d lines of progress, want %s", epochs, found[0][2])
+	}
+}
+
+// The README's program compiles, and gives what the README says.
+func TestReadmeProgram(t *testing.T) {
+	readme, err := os.ReadFile("../../README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, source, ok := strings.Cut(string(readme), "```go\n")
+	source, _, closed := strings.Cut(source, "```")
+	if !ok || !closed {
+		t.Fatal("the README has no Go program")
+	}
+	dir := t.TempDir()
+	file, binary := filepath.Join(dir, "main.go"), filepath.Join(dir, "program")
+	if err := os.WriteFile(file, []byte(source), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	build := exec.CommandContext(ctx, "go", "build", "-o", binary, file)
+	build.Dir = "../.."
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	alone, err := exec.CommandContext(ctx, binary).CombinedOutput()
+	if err != nil || string(alone) != "0 of 1 got [0] <nil>\n" {
+		t.Errorf("alone: got %q and error %v", alone, err)
+	}
+	together, err := exec.CommandContext(ctx, hvdrunPath, "-np", "4", binary).CombinedOutput()
+	if err != nil {
+		t.Errorf("%v\n%s", err, together)
+	}
+	for r := range 4 {
+		if want := fmt.Sprintf("[%d]<stdout>:%d of 4 got [1.5] <nil>\n", r, r); !strings.Contains(string(together), want) {
+			t.Errorf("got %q, want %q in it", together, want)
+		}
 	}
 }
