@@ -42,8 +42,8 @@ func sealFrame(frame []byte) []byte {
 	return frame
 }
 
-// readFrame reads the body of one frame, at most limit bytes. Memory grows with what has arrived: at most twice that,
-// plus frameStep. At the end of the stream the error is io.EOF between frames and io.ErrUnexpectedEOF within one.
+// readFrame reads the body of one frame, at most limit bytes. Memory is allocated as bytes arrive: frameStep, then
+// twice what is there. At the end of the stream the error is io.EOF between frames and io.ErrUnexpectedEOF within one.
 func readFrame(r io.Reader, limit int) ([]byte, error) {
 	var head [frameHeader]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {

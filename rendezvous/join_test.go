@@ -473,6 +473,48 @@ func TestEpochExceedsAll(t *testing.T) {
 	}
 }
 
+// heldStore holds up its second Add until release is closed, and says so.
+type heldStore struct {
+	Store
+	adds          int
+	held, release chan struct{}
+}
+
+func (s *heldStore) Add(ctx context.Context, key string, delta int64) (int64, error) {
+	if s.adds++; s.adds == 2 {
+		close(s.held)
+		<-s.release
+	}
+	return s.Store.Add(ctx, key, delta)
+}
+
+// While rank 0 draws a greater epoch for one rank, another may take its place that needs a yet greater one.
+func TestEpochExceedsReplacement(t *testing.T) {
+	ctx := testContext(t)
+	store := newStore(t)
+	log, entries := logs()
+	held := &heldStore{Store: store, held: make(chan struct{}), release: make(chan struct{})}
+	zero := config(held, 0, 2)
+	zero.Log = log
+	r := start(t, ctx, zero)
+
+	short, cancel := context.WithCancel(ctx)
+	one := config(store, 1, 2)
+	one.LastEpoch = 5
+	gone := start(t, short, one)
+	<-held.held
+	cancel()
+	<-gone
+	eventually(t, "rank 1 is forgotten", func() bool { return logged(entries, "left before the others came") })
+	one.LastEpoch = 50
+	again := start(t, ctx, one)
+	eventually(t, "rank 1 is back", func() bool { return len(entries.FilterMessage("rendezvous: rank has joined").All()) == 2 })
+	close(held.release)
+	if epoch := formed(t, []result{<-r, <-again}, recordOf(0, 0), recordOf(1, 0)); epoch != 51 {
+		t.Errorf("got epoch %d, want 51", epoch)
+	}
+}
+
 // Ranks leave and rejoin at their own pace: most meet the root of the epoch they have left, because rank 0 is last to
 // leave, or find no root at all, because it was first.
 func TestManyEpochs(t *testing.T) {
@@ -744,6 +786,49 @@ func TestRankAsksAgain(t *testing.T) {
 	wantKind(ask(newToken()), rendezvouspb.Answer_COMPLETE)
 	root.Token = newToken()
 	wantKind(ask(nonce), rendezvouspb.Answer_STALE)
+}
+
+// A root that does not answer is asked again, also when it stays the newest.
+func TestJoinerTriesAgain(t *testing.T) {
+	records := []Record{recordOf(0, 0), recordOf(1, 0)}
+	var mu sync.Mutex
+	var nonces [][]byte
+	addr := fakeServer(t, func(conn net.Conn) {
+		readGreeting(conn, rootMagic)
+		conn.Write(greeting(rootMagic, rootVersion))
+		body, err := readFrame(conn, maxJoinRequestBytes)
+		if err != nil {
+			t.Errorf("reading the request: %v", err)
+			return
+		}
+		q, err := decodeJoinRequest(body)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		nonces = append(nonces, q.GetNonce())
+		if len(nonces) < 3 {
+			return
+		}
+		table, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: 1})
+		for i := 0; i < len(records) && err == nil; i++ {
+			table, err = appendMessage(table, recordToProto(&records[i]))
+		}
+		if err != nil {
+			t.Error(err)
+		}
+		conn.Write(table)
+	})
+	store := newStore(t)
+	publishRoot(t, store, addr, 1)
+	formed(t, []result{<-start(t, testContext(t), config(store, 1, 2))}, records...)
+	for _, nonce := range nonces {
+		if !bytes.Equal(nonce, nonces[0]) {
+			t.Errorf("one call of Join used the nonces %x", nonces)
+		}
+	}
 }
 
 // A table that is on its way when the store has a newer root already is not lost: the old root was closed because its

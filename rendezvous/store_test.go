@@ -3,10 +3,12 @@ package rendezvous
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"net"
+	"runtime"
 	"strings"
 	"sync"
 	"syscall"
@@ -463,20 +465,6 @@ func TestDuplicateWait(t *testing.T) {
 	}
 }
 
-// stingy is a reader that notes how much more than twice what it had given was asked for at once.
-type stingy struct {
-	r     io.Reader
-	given int
-	most  int
-}
-
-func (s *stingy) Read(p []byte) (int, error) {
-	s.most = max(s.most, len(p)-2*s.given)
-	n, err := s.r.Read(p)
-	s.given += n
-	return n, err
-}
-
 func TestReadFrame(t *testing.T) {
 	for _, n := range []int{0, 1, frameStep - 1, frameStep, frameStep + 1, 3*frameStep + 7, 100 * frameStep} {
 		body := bytes.Repeat([]byte{'x'}, n)
@@ -491,17 +479,31 @@ func TestReadFrame(t *testing.T) {
 		_, err = readFrame(bytes.NewReader(frame), n-1)
 		wantError(t, err, fmt.Sprintf("frame of %d bytes, want at most %d", n, n-1))
 		for _, cut := range []int{frameHeader, frameHeader + n/2, frameHeader + n - 1} {
-			r := &stingy{r: bytes.NewReader(frame[:cut])}
-			if _, err := readFrame(r, n); err != io.ErrUnexpectedEOF {
+			if _, err := readFrame(bytes.NewReader(frame[:cut]), n); err != io.ErrUnexpectedEOF {
 				t.Errorf("frame of %d bytes cut at %d: got %v", n, cut, err)
-			}
-			if r.most > frameStep {
-				t.Errorf("frame of %d bytes cut at %d: %d bytes asked for in advance", n, cut, r.most)
 			}
 		}
 	}
 	if _, err := readFrame(bytes.NewReader(nil), 1); err != io.EOF {
 		t.Errorf("at the end: got %v, want EOF", err)
+	}
+}
+
+func TestReadFrameTrustsNoLength(t *testing.T) {
+	const frames = 100
+	large := make([]byte, frameHeader+5*frameStep)
+	binary.BigEndian.PutUint32(large, maxRequestBytes)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	for range frames {
+		if _, err := readFrame(bytes.NewReader(large), maxRequestBytes); err != io.ErrUnexpectedEOF {
+			t.Fatalf("got %v", err)
+		}
+	}
+	runtime.ReadMemStats(&after)
+	// All pieces that were outgrown count here, hence more than the twofold of what is held at once.
+	if got, most := (after.TotalAlloc-before.TotalAlloc)/frames, uint64(8*len(large)); got > most {
+		t.Errorf("a frame of %d bytes, %d of them there, allocates %d, want at most %d", maxRequestBytes, len(large), got, most)
 	}
 }
 
