@@ -229,6 +229,13 @@ func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	}
 }
 
+// Fault says that what came from a rank is no frame. The rank has failed, but can still be told.
+func (c *Coordinator) Fault(r topo.Rank, err error) {
+	if c.state == running || c.state == stopping {
+		c.breach(r, err)
+	}
+}
+
 // breach fails a rank that broke the protocol.
 func (c *Coordinator) breach(r topo.Rank, err error) {
 	c.fail([]topo.Rank{r}, fmt.Sprintf("it broke the protocol: %v", err))
@@ -301,7 +308,8 @@ func (c *Coordinator) Ready() []Outgoing {
 	return c.out
 }
 
-// Advance says that the outputs of Ready were taken.
+// Advance says that the outputs of Ready were taken. No event may come between the two: what it adds would be
+// dropped with them.
 func (c *Coordinator) Advance() {
 	clear(c.out)
 	c.out = c.out[:0]

@@ -79,6 +79,7 @@ type Engine struct {
 	scratch struct {
 		entries  []*tensorqueue.Entry
 		events   []event
+		failed   []event
 		finished []finishedWork
 		frame    []byte
 		up       message.Up
@@ -229,8 +230,8 @@ func (e *Engine) ring() {
 func (e *Engine) BackgroundThreadLoop() {
 	defer close(e.released)
 	var lanes, connected sync.WaitGroup
-	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(context.Background())
+	defer cancel(nil)
 	if e.cfg.Lockstep {
 		e.inbox.watch, e.inbox.interrupt = e.isFailure, e.interruptLanes
 	}
@@ -300,7 +301,7 @@ func (e *Engine) loop() error {
 }
 
 // answer ends the lanes and answers everything that is left, with err unless that is nil.
-func (e *Engine) answer(err error, lanes *sync.WaitGroup, cancel func()) {
+func (e *Engine) answer(err error, lanes *sync.WaitGroup, cancel func(error)) {
 	reason := err
 	if err == nil {
 		reason = ErrShutDown
@@ -315,12 +316,9 @@ func (e *Engine) answer(err error, lanes *sync.WaitGroup, cancel func()) {
 	e.queue.Close(reason)
 	for _, l := range e.lanes {
 		l.end(err)
-		if err != nil && e.cfg.Mesh != nil {
-			e.cfg.Mesh.Abort(transport.DataLane(l.set.ID), err)
-		}
 	}
 	if err != nil {
-		cancel()
+		cancel(err) // cuts off what the lanes execute
 	}
 	lanes.Wait()
 	for _, entry := range e.queue.InFlight() {
@@ -507,6 +505,8 @@ func (e *Engine) match(w *work) error {
 // hear applies something that came over a control connection.
 func (e *Engine) hear(ev *event) {
 	switch {
+	case e.coordinator != nil && errors.Is(ev.err, errFrame):
+		e.coordinator.Fault(ev.from, ev.err)
 	case e.coordinator != nil && ev.err != nil:
 		e.coordinator.Lost(ev.from, fmt.Sprintf("its control connection ended: %v", ev.err))
 	case e.coordinator != nil:
@@ -522,7 +522,7 @@ func (e *Engine) hear(ev *event) {
 
 func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 	if err := message.DecodeUp(frame, &e.scratch.up); err != nil {
-		e.coordinator.Lost(from, fmt.Sprintf("it sent what cannot be read: %v", err))
+		e.coordinator.Fault(from, err)
 		return
 	}
 	e.coordinator.Step(from, &e.scratch.up)
@@ -542,6 +542,7 @@ func (e *Engine) memberStep(frame []byte) {
 // announce sends what the coordinator has decided. Rank 0's own member hears it by the same encoding, last, so
 // that its work does not delay the others.
 func (e *Engine) announce() {
+	failed := e.scratch.failed[:0]
 	for _, o := range e.coordinator.Ready() {
 		frame, err := message.AppendDown(e.scratch.frame[:0], o.Down)
 		if err != nil {
@@ -554,8 +555,7 @@ func (e *Engine) announce() {
 				continue
 			}
 			if err := e.links[r-1].send(frame); err != nil && !errors.Is(err, transport.ErrClosed) {
-				e.coordinator.Lost(r, fmt.Sprintf("its control connection failed: %v", cause(err)))
-				e.ring()
+				failed = append(failed, event{from: r, err: err})
 			}
 		}
 		if slices.Contains(o.To, 0) {
@@ -563,4 +563,11 @@ func (e *Engine) announce() {
 		}
 	}
 	e.coordinator.Advance()
+	// Not before: Advance drops what Ready said, and a verdict would go with it.
+	for _, f := range failed {
+		e.coordinator.Lost(f.from, fmt.Sprintf("its control connection failed: %v", cause(f.err)))
+		e.ring()
+	}
+	clear(failed)
+	e.scratch.failed = failed
 }

@@ -1,15 +1,19 @@
 package engine_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
+	"math/rand/v2"
 	"runtime"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -138,14 +142,18 @@ func TestSums(t *testing.T) {
 // A rank that dies is named to all others, whether they execute or negotiate, and every operation is answered.
 func TestDeath(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
-		for _, executing := range []bool{false, true} {
+		for _, executing := range []bool{false, true, true, true} {
 			for victim := range 4 {
 				t.Run(fmt.Sprintf("executing=%v/victim=%d", executing, victim), func(t *testing.T) {
 					c := start(t, 4, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
 					started := make(chan struct{})
 					var once sync.Once
+					delay := time.Duration(rand.IntN(8)) * time.Millisecond
 					go func() {
 						<-started
+						if executing {
+							<-time.After(delay) // anywhere in an operation
+						}
 						c.net.Kill(topo.Rank(victim))
 						c.engines[victim].Close()
 					}()
@@ -193,7 +201,7 @@ func TestDeath(t *testing.T) {
 // A peer that does not keep to the protocol is named, and nobody hangs.
 func TestGarbageOnAControlConnection(t *testing.T) {
 	for _, frame := range [][]byte{
-		{0, 0, 0, 0, 9, 0, 0, 0},                                // wrong number
+		{10, 0, 0, 0, 9, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0}, // wrong number
 		{0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0},                    // too long
 		{3, 0, 0, 0, 0, 0, 0, 0, 0xde, 0xad, 0xbe},              // unreadable
 		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // a heartbeat from the future
@@ -223,11 +231,33 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 		case <-ctx.Done():
 			t.Fatalf("frame %x: no end", frame)
 		}
+		// The verdict reaches the peer, and until somebody closes the engine its connection stands.
+		conn, err := net.Mesh(1).Conn(ctx, transport.Control, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		hungUp := make(chan error, 1)
+		go func() {
+			all, err := io.ReadAll(conn)
+			if !bytes.Contains(all, []byte("it ")) {
+				t.Errorf("frame %x: the peer reads %q before %v, want a verdict", frame, all, err)
+			}
+			hungUp <- err
+		}()
+		select {
+		case err := <-hungUp:
+			t.Errorf("frame %x: the connection ended with the verdict: %v", frame, err)
+			continue
+		case <-time.After(20 * time.Millisecond):
+		}
 		var peer *engine.PeerError
 		if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) {
 			t.Errorf("frame %x: ended with %v, want rank 1 named", frame, err)
 		}
 		e.Close()
+		if err := <-hungUp; err == nil {
+			t.Error("the connection has a clean end")
+		}
 		if err := net.Mesh(1).Close(); err != nil {
 			t.Error(err)
 		}
@@ -254,6 +284,101 @@ func TestShutdownGivesUp(t *testing.T) {
 		c.engines[1].Close()
 		if err := c.wait(one); err == nil {
 			t.Error("the operation succeeded at rank 1")
+		}
+	})
+}
+
+// However a shutdown and the last operations cross, every operation ends well or with the shutdown, at all ranks alike,
+// and nobody takes a rank that has left for a dead one.
+func TestShutdownCrossesWork(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		for range 20 {
+			c := start(t, 4, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+			var outcomes [4][10]error
+			c.each(func(r int) {
+				var done [10]chan error
+				for i := range done {
+					done[i] = c.allreduce(r, fmt.Sprint("x", i), make([]byte, 8<<rand.IntN(3)*10_000))
+				}
+				if err := c.engines[r].Shutdown(c.ctx); err != nil {
+					t.Errorf("rank %d: shutdown: %v", r, err)
+				}
+				for i := range done {
+					outcomes[r][i] = c.wait(done[i])
+				}
+			})
+			for i := range outcomes[0] {
+				for r := range outcomes {
+					err := outcomes[r][i]
+					var mismatch *engine.MismatchError // the sizes are random
+					if err != nil && !errors.Is(err, engine.ErrShutDown) && !errors.As(err, &mismatch) {
+						t.Errorf("rank %d: x%d: %v", r, i, err)
+					}
+					if errors.Is(err, engine.ErrShutDown) != errors.Is(outcomes[0][i], engine.ErrShutDown) {
+						t.Errorf("x%d: rank 0 got %v, rank %d got %v", i, outcomes[0][i], r, err)
+					}
+				}
+			}
+		}
+	})
+}
+
+// In a bubble time passes only while everybody sleeps: an operation and a shutdown need none, and an idle rank is woken
+// by heartbeats alone.
+func TestNobodyWaitsForTheClock(t *testing.T) {
+	for _, n := range []int{1, 3} {
+		synctest.Test(t, func(t *testing.T) {
+			c := start(t, n, nil)
+			began := time.Now()
+			c.each(func(r int) {
+				for range 10 {
+					if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+			if took := time.Since(began); took != 0 {
+				t.Errorf("n=%d: ten operations waited for %v", n, took)
+			}
+			time.Sleep(30 * time.Second) // in the bubble: three times the liveness timeout
+			began = time.Now()
+			c.shutdown()
+			if took := time.Since(began); took != 0 {
+				t.Errorf("n=%d: the shutdown waited for %v", n, took)
+			}
+		})
+	}
+}
+
+// A rank that falls silent without its connection ending is found by the clock.
+func TestSilence(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		net := mem.New(2)
+		ctx := t.Context()
+		began := time.Now()
+		var silent sync.WaitGroup
+		silent.Go(func() {
+			// Rank 1 is there, and says nothing.
+			if _, err := net.Mesh(1).Conn(ctx, transport.Control, 0); err != nil {
+				t.Error(err)
+			}
+		})
+		e, err := engine.Start(ctx, engine.Config{Rank: 0, Size: 2, Mesh: net.Mesh(0), LivenessTimeout: 10 * time.Second})
+		if err != nil {
+			t.Fatal(err)
+		}
+		silent.Wait()
+		<-e.Ended()
+		var peer *engine.PeerError
+		if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || !strings.Contains(err.Error(), "silent for 10s") {
+			t.Errorf("ended with %v, want rank 1's silence", err)
+		}
+		if took := time.Since(began); took != 10*time.Second {
+			t.Errorf("took %v, want 10s", took)
+		}
+		e.Close()
+		if err := net.Mesh(1).Close(); err != nil {
+			t.Error(err)
 		}
 	})
 }

@@ -50,7 +50,7 @@ func (l *lane) push(w *work) {
 }
 
 // end lets run return when nothing is left to do. An err answers whatever has not begun; what has begun is cut
-// off by the transport's Abort.
+// off by the end of run's context.
 func (l *lane) end(err error) {
 	l.mu.Lock()
 	l.err, l.ended = err, true

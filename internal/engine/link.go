@@ -79,7 +79,7 @@ func (l *link) receive(in *inbox) {
 		}
 		n, got := binary.LittleEndian.Uint32(header[:]), binary.LittleEndian.Uint32(header[4:])
 		if n > message.MaxFrameBytes || got != seq {
-			in.put(event{from: l.peer, err: fmt.Errorf("frame %d of %d bytes, want frame %d of at most %d", got, n, seq, message.MaxFrameBytes)})
+			in.put(event{from: l.peer, err: fmt.Errorf("%w: number %d of %d bytes, want number %d of at most %d", errFrame, got, n, seq, message.MaxFrameBytes)})
 			return
 		}
 		buf, err := readBody(r, in.buffer(), int(n))
@@ -124,6 +124,9 @@ func cause(err error) error {
 	}
 	return err
 }
+
+// errFrame is a frame that breaks the protocol. The connection may still carry a verdict the other way.
+var errFrame = errors.New("malformed frame")
 
 // errHungUp is an end of file: the process ended, or let go of the job without a shutdown.
 var errHungUp = errors.New("the process hung up")
