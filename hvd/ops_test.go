@@ -501,7 +501,35 @@ func TestInitAgainAndAgain(t *testing.T) {
 	})
 }
 
-// An engine that ends without a shutdown is a dead rank to the others, in whatever state they are.
+// Where a rank stands follows from the hosts, unless the environment says otherwise.
+func TestPlace(t *testing.T) {
+	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	defer store.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	hosts := []string{"a", "a", "b"}
+	want := [][6]int{{0, 3, 0, 2, 0, 2}, {1, 3, 1, 2, 0, 1}, {2, 3, 7, 8, 5, 6}}
+	ranks(3, func(r int) {
+		opts := append(place(store, r, 3), hvd.WithSetting("HOROVOD_HOSTNAME", hosts[r]))
+		if r == 2 {
+			opts = append(opts, hvd.WithSetting("HOROVOD_LOCAL_RANK", "7"), hvd.WithSetting("HOROVOD_LOCAL_SIZE", "8"),
+				hvd.WithSetting("HOROVOD_CROSS_RANK", "5"), hvd.WithSetting("HOROVOD_CROSS_SIZE", "6"))
+		}
+		e, err := hvd.New(ctx, opts...)
+		if err != nil {
+			t.Errorf("rank %d: %v", r, err)
+			return
+		}
+		if got := [6]int{e.Rank(), e.Size(), e.LocalRank(), e.LocalSize(), e.CrossRank(), e.CrossSize()}; got != want[r] {
+			t.Errorf("rank %d stands at %v, want %v", r, got, want[r])
+		}
+		if err := e.Shutdown(ctx); err != nil {
+			t.Errorf("rank %d: %v", r, err)
+		}
+	})
+}
+
+// Two sizes in one job are an error at both ranks.
 func TestInitFailsOnBothSides(t *testing.T) {
 	store := rendezvous.NewHashStore(rendezvous.Limits{})
 	defer store.Close()

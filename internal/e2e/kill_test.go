@@ -110,6 +110,19 @@ func TestLeaveWithoutShutdown(t *testing.T) {
 	}
 }
 
+// The package-level functions: Init after Shutdown, and where each rank stands.
+func TestInitAgain(t *testing.T) {
+	j := start(t, 3, "again")
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
+	}
+	for r := range 3 {
+		if want := fmt.Sprintf("[%d]<stdout>:place %d 3 %d 3 0 1\n", r, r, r); !strings.Contains(j.out(), want) {
+			t.Errorf("got %q, want %q in it", j.out(), want)
+		}
+	}
+}
+
 // BenchmarkIdle is the processor time that four initialised ranks without work use together.
 func BenchmarkIdle(b *testing.B) {
 	const period = 10 * time.Second

@@ -12,6 +12,9 @@ import (
 // program is what a rank runs; it returns the exit status.
 func program(name string) int {
 	ctx := context.Background()
+	if name == "again" {
+		return again(ctx)
+	}
 	if err := hvd.Init(ctx); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
@@ -135,4 +138,28 @@ func steady(ctx context.Context) error {
 			return nil
 		}
 	}
+}
+
+// again joins and leaves the job several times.
+func again(ctx context.Context) int {
+	const rounds = 5
+	for i := range rounds {
+		if err := hvd.Init(ctx); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		sum, err := hvd.Allreduce(ctx, []int64{int64(i)}, hvd.Op(hvd.Sum), hvd.Name("round"))
+		if err != nil || sum[0] != int64(i*hvd.Size()) {
+			fmt.Fprintf(os.Stderr, "round %d: got %v and error %v\n", i, sum, err)
+			return 1
+		}
+		if i == rounds-1 {
+			fmt.Println("place", hvd.Rank(), hvd.Size(), hvd.LocalRank(), hvd.LocalSize(), hvd.CrossRank(), hvd.CrossSize())
+		}
+		if err := hvd.Shutdown(ctx); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+	}
+	return 0
 }
