@@ -21,8 +21,8 @@ test: ## all tests
 	$(GO) test ./...
 
 .PHONY: race
-race: ## all tests under the race detector, in random order
-	$(GO) test -race -shuffle=on ./...
+race: ## all tests under the race detector, in random order, fewer rounds of killing
+	$(GO) test -race -shuffle=on -short ./...
 
 .PHONY: nocgo
 nocgo: ## all tests without a C compiler

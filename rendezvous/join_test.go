@@ -624,7 +624,7 @@ func TestDeadlines(t *testing.T) {
 	}
 
 	brief := func() context.Context {
-		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 		t.Cleanup(cancel)
 		return ctx
 	}

@@ -138,11 +138,14 @@ func (r *runner) command() *cobra.Command {
 	f.SetNormalizeFunc(normalize)
 	f.SortFlags = false
 	f.StringVarP(&r.numProc, "num-proc", "n", "", "number of ranks `N`; also -np and --np")
-	f.StringArrayVarP(&r.exports, "x", "x", nil, "environment of the ranks: `NAME=value` sets; NAME alone says that it is passed on, as everything is")
-	f.StringVar(&r.outputDir, "output-filename", "", "also write each rank's output to `DIR`/rank.R/stdout and stderr, without prefix")
+	f.StringArrayVarP(&r.exports, "x", "x", nil,
+		"set `NAME=value` in the ranks' environment; NAME alone changes nothing, as all of hvdrun's environment is passed on")
+	f.StringVar(&r.outputDir, "output-filename", "",
+		"also write each rank's output to `DIR`/rank.R/stdout and stderr, without prefix")
 	f.BoolVar(&r.tagOutput, "tag-output", true, "put [rank]<stdout>: in front of each line")
 	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false, "put the time in front of each line")
-	f.StringVar(&r.startTimeout, "start-timeout", "", "`seconds` until Init gives up waiting for the other ranks (HOROVOD_GLOO_TIMEOUT_SECONDS)")
+	f.StringVar(&r.startTimeout, "start-timeout", "",
+		"`seconds` until Init gives up waiting for the other ranks (HOROVOD_GLOO_TIMEOUT_SECONDS)")
 	f.BoolVar(&r.verbose, "verbose", false, "tell what hvdrun does")
 	cmd.InitDefaultHelpFlag()
 	cmd.InitDefaultVersionFlag()

@@ -55,9 +55,9 @@ type helper struct {
 // must call it, from the main goroutine and before anything else, when its first argument is HelperArg; args are the
 // arguments after that one and env is the environment, which the command gets as it is. It ends with the process.
 //
-// The command runs in a process group of its own. When it ends, what it has started and left behind is
-// killed, in whatever process group or session: at once if it ended by itself; after a signal that asked it to end, those in its
-// group, who got the signal too, are given until the launcher's next order. When the launcher ends, however it ends, or orders it,
+// The command runs in a process group of its own. When it ends, what it has started and left behind is killed, in
+// whatever process group or session. If it ended after a signal that asked it to, those in its group, who got the
+// signal too, may go on until the launcher's next order. When the launcher ends, however it ends, or orders it,
 // everything is killed. The helper returns when no descendant is left.
 func HelperMain(args, env []string) int {
 	// The command's parent-death signal is tied to the thread that starts it (prctl(2)).
@@ -158,8 +158,10 @@ func (h *helper) signal(s syscall.Signal) {
 		h.sent, h.killed = s, true
 	}
 	if h.alive {
-		// Not reaped, so the group is still its own. A failure is a group of other users' processes only.
-		_ = unix.Kill(-h.pid, s)
+		// It is not reaped, so both ids are its own still. It may have left the group.
+		if err := unix.Kill(-h.pid, s); err != nil || s == unix.SIGKILL {
+			_ = unix.Kill(h.pid, s) // fails if it has taken another user's rights
+		}
 	}
 	if h.killed {
 		h.family.fate = h.fate

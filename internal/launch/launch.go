@@ -61,8 +61,8 @@ type Options struct {
 	Store     verdict.Reader
 	StoreAddr netip.AddrPort
 
-	// Stdout and Stderr get the ranks' output and the report. Only Run writes to them meanwhile, from one
-	// goroutine. If a Write hangs, Run returns without it and it goes on; otherwise all is written when Run returns.
+	// Stdout and Stderr get the ranks' output and the report, written by one goroutine. If a Write hangs, a signal
+	// or ctx lets Run return without it and the goroutine goes on; otherwise all is written when Run returns.
 	Stdout, Stderr io.Writer
 	// NoPrefix leaves out the [rank]<stdout>: in front of each line, Timestamp puts the time in front of it.
 	NoPrefix, Timestamp bool

@@ -194,6 +194,18 @@ func TestSecondInterruptKills(t *testing.T) {
 	}
 }
 
+// A command may join another process group of its session.
+func TestCommandThatLeavesItsGroup(t *testing.T) {
+	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: []string{self(), "rank", "stray"}})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	r.signal(unix.SIGINT)
+	r.awaitOutput(&r.stdout, "got SIGINT", 2)
+	r.signal(unix.SIGINT)
+	if got := r.wait(); got != 130 {
+		t.Errorf("got exit status %d, want 130", got)
+	}
+}
+
 func TestGraceEnds(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 50, Command: []string{self(), "rank", "ignore"}})
 	r.awaitOutput(&r.stdout, "ready", 2)
@@ -216,24 +228,50 @@ func TestContextEndsTheJob(t *testing.T) {
 // The shell dies of SIGTERM at once; what it runs in its group cleans up meanwhile. What left the group got no
 // signal and is not waited for.
 func TestGraceIsForTheWholeGroup(t *testing.T) {
-	r := start(t, spec{NP: 2, GraceMS: 60_000, Command: sh(`setsid sleep 1000 & "` + self() + `" rank obey; true`)})
+	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: sh(`setsid sleep 1000 & "` + self() + `" rank tidy; true`)})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGTERM)
 	if got := r.wait(); got != 143 {
 		t.Errorf("got exit status %d, want 143", got)
 	}
-	if n := strings.Count(r.stdout.String(), "got SIGTERM"); n != 2 {
+	if n := strings.Count(r.stdout.String(), "clean\n"); n != 2 {
 		t.Errorf("%d of 2 ranks could clean up", n)
 	}
 }
 
+// The launcher and the helpers catch signals; the ranks must not start with them ignored.
+func TestRanksStartWithDefaultSignals(t *testing.T) {
+	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGQUIT, unix.SIGUSR1} {
+		t.Run(unix.SignalName(s), func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: 1, GraceMS: 600_000, Command: []string{"sleep", "1000"}})
+			r.await("the command", func() bool {
+				return slices.ContainsFunc(r.processes(), func(p process) bool { return p.command == "sleep 1000" })
+			})
+			r.signal(s)
+			if got, want := r.wait(), 128+int(s); got != want {
+				t.Errorf("got exit status %d, want %d", got, want)
+			}
+			if e := r.outcome().Ranks[0]; e.Signal != s {
+				t.Errorf("got %+v, want killed by %v", e, s)
+			}
+		})
+	}
+}
+
 func TestOthersGetTimeThenAreEnded(t *testing.T) {
-	r := start(t, spec{NP: 3, NoticeMS: 50, GraceMS: 50, Command: sh(`
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "later")
+	r := start(t, spec{NP: 3, NoticeMS: 50, GraceMS: 2000, Command: sh(`
 		case $HOROVOD_RANK in
 		0) exec "` + self() + `" rank ignore;;
 		1) exec "` + self() + `" rank obey;;
-		2) exit 3;;
+		2) ` + laterScript(file) + `exit 3;;
 		esac`)})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
 	if got := r.wait(); got != 3 {
 		t.Errorf("got exit status %d, want 3", got)
 	}
@@ -241,8 +279,7 @@ func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	if e := res.Ranks[0]; e.Signal != unix.SIGKILL || e.Sent != unix.SIGKILL {
 		t.Errorf("the rank that ignores SIGTERM: got %+v, want killed by the launcher", e)
 	}
-	// The notice may end before a rank has installed its handler.
-	if e := res.Ranks[1]; e.Sent != unix.SIGTERM {
+	if e := res.Ranks[1]; e.Code != 0 || e.Sent != unix.SIGTERM {
 		t.Errorf("the rank that obeys: got %+v, want ended by SIGTERM", e)
 	}
 	if !strings.Contains(r.stderr.String(), "  rank 0: killed by SIGKILL from hvdrun, pid ") {
@@ -337,6 +374,31 @@ func TestHelperIsKilled(t *testing.T) {
 	}
 }
 
+// The launcher is stopped, so that it cannot be who kills the command.
+func TestCommandDiesWithItsHelper(t *testing.T) {
+	r := start(t, spec{NP: 1, Command: []string{"sleep", "1000"}})
+	r.await("all processes", func() bool { return len(r.processes()) == 2 })
+	r.signal(unix.SIGSTOP)
+	unix.Kill(r.helper("0"), unix.SIGKILL)
+	r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
+	r.signal(unix.SIGCONT)
+	if got := r.wait(); got != 137 {
+		t.Errorf("got exit status %d, want 137", got)
+	}
+}
+
+func TestHelperHeedsOnlyTheLauncher(t *testing.T) {
+	r := start(t, spec{NP: 1, Command: []string{self(), "rank", "obey"}})
+	r.awaitOutput(&r.stdout, "ready", 1)
+	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
+		unix.Kill(r.helper("0"), s)
+	}
+	r.signal(unix.SIGUSR1)
+	if got := r.wait(); got != 0 || !strings.Contains(r.stdout.String(), "got SIGUSR1") {
+		t.Errorf("got exit status %d and %q, want 0 and the launcher's SIGUSR1", got, r.stdout.String())
+	}
+}
+
 // A helper that does not run cannot obey.
 func TestHelperIsStopped(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 50, KillMS: 50, Command: sh("setsid sleep 1000 & sleep 1000; true")})
@@ -367,10 +429,34 @@ func TestWhatACommandLeavesBehindIsKilled(t *testing.T) {
 	}
 }
 
+// Somebody outside the job may hold a rank's output open.
+func TestOutputHeldFromOutside(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "later")
+	r := start(t, spec{NP: 1, Command: sh("echo ready; " + laterScript(file) + "echo done")})
+	r.awaitOutput(&r.stdout, "ready", 1)
+	var held []*os.File
+	for _, p := range r.processes() {
+		f, err := os.OpenFile(fmt.Sprintf("/proc/%d/fd/1", p.pid), os.O_WRONLY, 0)
+		if err == nil {
+			defer f.Close()
+			held = append(held, f)
+		}
+	}
+	if len(held) == 0 {
+		t.Fatal("could not open the rank's output")
+	}
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got := r.wait(); got != 0 || !strings.Contains(r.stdout.String(), "<stdout>:done\n") {
+		t.Errorf("got exit status %d and %q, want 0 and all output", got, r.stdout.String())
+	}
+}
+
 // Children that the launcher's process had when it became the launcher are none of its business.
 func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 	r := start(t, spec{NP: 2, Command: sh("kill -9 $PPID; sleep 1000"), NoticeMS: 10,
-		wrap: []string{"sh", "-c", `sleep 1000 & echo $! >&2; exec "$@"`, "sh"}})
+		wrap: []string{"sh", "-c", `sleep 1000 >/dev/null 2>&1 & echo $! >&2; exec "$@"`, "sh"}})
 	r.cmd.Wait()
 	left := r.processes()
 	pid, _, _ := strings.Cut(r.stderr.String(), "\n")

@@ -12,8 +12,9 @@ type splitter struct {
 	line func(text []byte, end byte)
 	// ended is called when a line that was given to line with '\r' turns out to have ended in \r\n.
 	ended func()
+	max   int // bytes of a line, above 0
 
-	part []byte // of an incomplete line, at most maxLineBytes
+	part []byte // of an incomplete line, at most max bytes
 	cr   bool   // the last byte was \r
 }
 
@@ -26,7 +27,7 @@ func (s *splitter) write(p []byte) {
 		}
 	}
 	for len(p) > 0 {
-		room := maxLineBytes - len(s.part)
+		room := s.max - len(s.part)
 		i := bytes.IndexAny(p[:min(len(p), room+1)], "\r\n")
 		if i < 0 {
 			n := min(len(p), room)

@@ -131,9 +131,34 @@ func rankProgram(do string) int {
 				return 0
 			}
 		}
+	case "tidy": // cleans up for longer than its parent lives
+		parent := os.Getppid()
+		fmt.Println("ready")
+		for s := range signals {
+			if s == unix.SIGTERM {
+				break
+			}
+		}
+		for tick := time.NewTicker(20 * time.Millisecond); os.Getppid() == parent; {
+			<-tick.C
+		}
+		<-time.After(50 * time.Millisecond)
+		fmt.Println("clean")
+		return 0
 	case "ignore":
 		fmt.Println("ready")
 		select {}
+	case "stray": // leaves its process group and ignores signals
+		if err := unix.Setpgid(0, must(unix.Getpgid(os.Getppid()))); err != nil {
+			fmt.Println(err)
+			return 2
+		}
+		fmt.Println("ready")
+		for s := range signals {
+			if s == unix.SIGINT {
+				fmt.Println("got SIGINT")
+			}
+		}
 	case "flood": // long lines of one letter
 		letter := string(rune('a' + must(strconv.Atoi(os.Getenv("HOROVOD_RANK")))))
 		for range floodLines {
@@ -202,7 +227,8 @@ func start(t *testing.T, s spec) *run {
 	}
 	argv := append(s.wrap, self(), "launcher", string(must(json.Marshal(s))))
 	r.cmd = exec.Command(argv[0], argv[1:]...)
-	r.cmd.Env = append(os.Environ(), markVariable+"="+r.mark, "HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78")
+	// The race detector would have each process of the test sleep for a second before it ends.
+	r.cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"), markVariable+"="+r.mark, "HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78")
 	r.cmd.Stdout, r.cmd.Stderr = &r.stdout, &r.stderr
 	if s.stdout != nil {
 		r.cmd.Stdout = s.stdout

@@ -68,6 +68,15 @@ func (c *console) note(format string, args ...any) {
 	}
 }
 
+func (c *console) isAbandoned() bool {
+	select {
+	case <-c.quit:
+		return true
+	default:
+		return false
+	}
+}
+
 func (c *console) run() {
 	defer close(c.done)
 	var open *chunk // left its line at \r
@@ -85,21 +94,17 @@ func (c *console) run() {
 		var more bool
 		select {
 		case <-c.quit:
-			return
 		case k, more = <-c.queue:
 		}
-		switch {
-		case !more:
-			if open != nil {
-				write(open.err, []byte("\n"))
-			}
+		if c.isAbandoned() {
 			return
-		case open != nil && open.from != k.from:
+		}
+		if open != nil && (k.from != open.from || k.text == nil) {
 			write(open.err, []byte("\n"))
 			open = nil
-		case k.text == nil && open != nil:
-			write(open.err, []byte("\n"))
-			open = nil
+		}
+		if !more {
+			return
 		}
 		if len(k.text) == 0 {
 			continue
@@ -128,7 +133,7 @@ type stream struct {
 
 // run reads until the pipe is closed by all who may write to it, or until finish.
 func (s *stream) run() {
-	split := splitter{line: s.line, ended: s.ended}
+	split := splitter{line: s.line, ended: s.ended, max: maxLineBytes}
 	take := func(p []byte) {
 		if s.file != nil && s.fileErr == nil {
 			_, s.fileErr = s.file.Write(p)

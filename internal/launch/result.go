@@ -111,7 +111,8 @@ func (j *job) report(res Result) string {
 	}
 	for _, r := range res.Roots {
 		e := res.Ranks[r]
-		fmt.Fprintf(&b, "  rank %d: %s\n    host: %s\n    pid:  %d\n    time: %s\n", r, e.describe(), j.host, e.PID, e.At.Format("2006-01-02 "+clock))
+		fmt.Fprintf(&b, "  rank %d: %s\n    host: %s\n    pid:  %d\n    time: %s\n",
+			r, e.describe(), j.host, e.PID, e.At.Format("2006-01-02 "+clock))
 		lines := j.ranks[r].streams[1].tail.lines
 		if len(lines) == 0 {
 			b.WriteString("    nothing on stderr\n")

@@ -1,0 +1,336 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/verdict"
+	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/topo"
+)
+
+const deadline = 30 * time.Second
+
+// The test binary is hvdrun, its helper or a rank, by its first argument.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 {
+		switch os.Args[1] {
+		case launch.HelperArg:
+			os.Exit(launch.HelperMain(os.Args[2:], os.Environ()))
+		case "hvdrun":
+			status := run(os.Args[2:], os.Environ(), os.Stdout, os.Stderr)
+			if err := goleak.Find(); err != nil {
+				fmt.Fprintln(os.Stderr, err)
+				status = 99
+			}
+			os.Exit(status)
+		case "accuse":
+			if err := accuse(); err != nil {
+				fmt.Println(err)
+				os.Exit(9)
+			}
+			os.Exit(1)
+		}
+	}
+	// A shell may have started the tests in the background, with SIGINT ignored; hvdrun would inherit that.
+	if signal.Ignored(syscall.SIGINT) {
+		signal.Notify(make(chan os.Signal, 1), syscall.SIGINT)
+	}
+	os.Exit(m.Run())
+}
+
+// accuse is a rank that has found rank 1 to be dead and says so, as the engine does.
+func accuse() error {
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	addr := net.JoinHostPort(os.Getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.Getenv("HOROVOD_GLOO_RENDEZVOUS_PORT"))
+	store, err := rendezvous.DialTCP(ctx, addr)
+	if err != nil {
+		return err
+	}
+	err = verdict.Publish(ctx, store, verdict.Verdict{Epoch: 1, Ranks: []topo.Rank{1}, Reason: "connection reset"})
+	return errors.Join(err, store.Close())
+}
+
+func hvdrun(t *testing.T, args ...string) *exec.Cmd {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	t.Cleanup(cancel)
+	cmd := exec.CommandContext(ctx, self, append([]string{"hvdrun"}, args...)...)
+	cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"))
+	cmd.WaitDelay = time.Second
+	return cmd
+}
+
+// output runs hvdrun and returns what it has printed and its status.
+func output(t *testing.T, args ...string) (stdout, stderr string, status int) {
+	t.Helper()
+	cmd := hvdrun(t, args...)
+	var out, err bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &err
+	var exit *exec.ExitError
+	if e := cmd.Run(); e != nil && !errors.As(e, &exit) {
+		t.Fatal(e)
+	}
+	return out.String(), err.String(), cmd.ProcessState.ExitCode()
+}
+
+func TestWrongUsage(t *testing.T) {
+	started := filepath.Join(t.TempDir(), "started")
+	touch := []string{"touch", started}
+	for _, c := range []struct {
+		args []string
+		want string
+	}{
+		{nil, "number of ranks is missing"},
+		{touch, "number of ranks is missing"},
+		{[]string{"-np", "2"}, "command is missing"},
+		{[]string{"-np", "2", "--"}, "command is missing"},
+		{[]string{"-np"}, "needs an argument"},
+		{append([]string{"-np", "0"}, touch...), `-np: got "0"`},
+		{append([]string{"-np", "x"}, touch...), `-np: got "x"`},
+		{append([]string{"-np=-1"}, touch...), `-np: got "-1"`},
+		{append([]string{"-n", "1000000"}, touch...), "1 to 4096"},
+		{append([]string{"-np", "2", "--no-such-flag"}, touch...), "no-such-flag"},
+		{append([]string{"-np", "2", "-q"}, touch...), "'q'"},
+		{append([]string{"-np", "2", "-x", "=1"}, touch...), `-x: got "=1"`},
+		{append([]string{"-np", "2", "-x", "HOROVOD_RANK=1"}, touch...), "HOROVOD_RANK"},
+		{append([]string{"-np", "2", "--start-timeout", "soon"}, touch...), `"soon"`},
+	} {
+		t.Run(strings.Join(c.args, " "), func(t *testing.T) {
+			stdout, stderr, status := output(t, c.args...)
+			if status != 2 || stdout != "" {
+				t.Errorf("got exit status %d and %q on stdout, want 2 and nothing", status, stdout)
+			}
+			lines := strings.Split(strings.TrimSpace(stderr), "\n")
+			if len(lines) != 2 || !strings.HasPrefix(lines[0], "hvdrun: ") || !strings.Contains(lines[0], c.want) || lines[1] != "Try 'hvdrun --help'." {
+				t.Errorf("got %q on stderr, want a line with %q and a hint", stderr, c.want)
+			}
+		})
+	}
+	if _, err := os.Stat(started); err == nil {
+		t.Error("a command was started")
+	}
+}
+
+func TestFormsOfTheCommandLine(t *testing.T) {
+	echo := []string{"sh", "-c", `echo "$A $*"`, "-np", "7", "--num_proc=8", "-v", "--", "x"}
+	for _, c := range []struct {
+		flags []string
+		want  string // the value of A
+	}{
+		{[]string{"-np", "2"}, ""},
+		{[]string{"-np=2"}, ""},
+		{[]string{"--np", "2"}, ""},
+		{[]string{"--np=2"}, ""},
+		{[]string{"-n", "2"}, ""},
+		{[]string{"-n2"}, ""},
+		{[]string{"--num-proc", "2"}, ""},
+		{[]string{"--num_proc", "2"}, ""},
+		{[]string{"--num_proc=2", "--tag_output"}, ""},
+		{[]string{"-np", "2", "--"}, ""},
+		{[]string{"-x", "A=1,2", "-np", "2"}, "1,2"},
+		{[]string{"-np", "2", "-xA=1", "-x", "PATH"}, "1"},
+		{[]string{"-np", "3", "-x", "A=-np", "-np", "2"}, "-np"},
+	} {
+		t.Run(strings.Join(c.flags, " "), func(t *testing.T) {
+			stdout, stderr, status := output(t, append(slices.Clone(c.flags), echo...)...)
+			lines := strings.Split(stdout, "\n")
+			slices.Sort(lines)
+			args := " 7 --num_proc=8 -v -- x" // the shell takes -np for its name
+			want := []string{"", "[0]<stdout>:" + c.want + args, "[1]<stdout>:" + c.want + args}
+			if status != 0 || !slices.Equal(lines, want) {
+				t.Errorf("got exit status %d, %q and %q, want 0 and %q", status, stdout, stderr, want)
+			}
+		})
+	}
+}
+
+func TestStatusOfTheJob(t *testing.T) {
+	for _, c := range []struct {
+		args []string
+		want int
+	}{
+		{[]string{"true"}, 0},
+		{[]string{"sh", "-c", "exit 3"}, 3},
+		{[]string{"sh", "-c", "kill -9 $$"}, 137},
+		{[]string{"no-such-program"}, 127},
+		{[]string{os.TempDir()}, 126},
+		{[]string{"completion"}, 127}, // the user's command of this name, which is not there
+		{[]string{"--", "completion"}, 127},
+		{[]string{"--", "help"}, 127},
+	} {
+		if _, stderr, status := output(t, append([]string{"-np", "2"}, c.args...)...); status != c.want ||
+			c.want >= 126 && c.want <= 127 && !strings.Contains(stderr, c.args[len(c.args)-1]) {
+			t.Errorf("%q: got exit status %d and %q, want %d", c.args, status, stderr, c.want)
+		}
+	}
+}
+
+func TestFlagsReachTheRanks(t *testing.T) {
+	dir := t.TempDir()
+	stdout, stderr, status := output(t, "-np", "1", "--start-timeout", "2.5", "--output-filename", dir, "--tag-output=false", "--verbose",
+		"sh", "-c", "echo $HOROVOD_GLOO_TIMEOUT_SECONDS")
+	if status != 0 || stdout != "2.5\n" {
+		t.Errorf("got exit status %d and %q, want 0 and 2.5", status, stdout)
+	}
+	if got, err := os.ReadFile(filepath.Join(dir, "rank.0", "stdout")); err != nil || string(got) != "2.5\n" {
+		t.Errorf("got %q and error %v in the file, want 2.5", got, err)
+	}
+	if !strings.Contains(stderr, "hvdrun: rank 0: started as process ") {
+		t.Errorf("got %q, want what hvdrun does", stderr)
+	}
+	if stdout, _, _ := output(t, "-np", "1", "--prefix-output-with-timestamp", "echo", "x"); !strings.HasSuffix(stdout, " "+time.Now().Format("2006")+"[0]<stdout>:x\n") {
+		t.Errorf("got %q, want the time in front", stdout)
+	}
+}
+
+func TestHelp(t *testing.T) {
+	stdout, stderr, status := output(t, "--help")
+	if status != 0 || stderr != "" {
+		t.Errorf("got exit status %d and %q on stderr, want 0 and nothing", status, stderr)
+	}
+	if n := strings.Count(stdout, "\n  hvdrun -np "); n != 3 {
+		t.Errorf("got %d lines that show hvdrun -np, want the usage and two examples", n)
+	}
+	for _, s := range config.Settings() {
+		if !strings.Contains(stdout, s.Name) || !strings.Contains(stdout, s.Doc) {
+			t.Errorf("%s is missing", s.Name)
+		}
+	}
+	if strings.Contains(stdout, launch.HelperArg) {
+		t.Error("the helper's argument is shown")
+	}
+	for _, flag := range []string{"-v", "--version"} {
+		if stdout, _, status := output(t, flag); status != 0 || !strings.HasPrefix(stdout, "hvdrun ") || strings.Count(stdout, "\n") != 1 {
+			t.Errorf("%s: got exit status %d and %q, want the version", flag, status, stdout)
+		}
+	}
+}
+
+func TestCompletion(t *testing.T) {
+	for _, shell := range []string{"bash", "zsh", "fish", "powershell"} {
+		if stdout, _, status := output(t, "completion", shell); status != 0 || !strings.Contains(stdout, "hvdrun") {
+			t.Errorf("%s: got exit status %d and %.80q, want a script", shell, status, stdout)
+		}
+	}
+	if stdout, _, status := output(t, "__complete", "--num"); status != 0 || !strings.Contains(stdout, "--num-proc") {
+		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
+	}
+}
+
+// A rank that gives up because of its neighbour may be seen to end first; what it has left in the store counts.
+func TestVerdictInTheStore(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, stderr, status := output(t, "-np", "2", "sh", "-c",
+		`if [ $HOROVOD_RANK = 0 ]; then exec "`+self+`" accuse; fi; trap 'kill -9 $$' TERM; while :; do sleep 0.01; done`)
+	if status != 137 {
+		t.Errorf("got exit status %d, want the accused rank's 137", status)
+	}
+	if want := "Root cause (found by the ranks that were left): connection reset\n  rank 1: killed by SIGKILL"; !strings.Contains(stderr, want) {
+		t.Errorf("got %s, want %q", stderr, want)
+	}
+}
+
+func TestInterrupt(t *testing.T) {
+	cmd := hvdrun(t, "-np", "2", "sh", "-c", "trap 'echo bye; exit 0' INT; echo ready; while :; do sleep 0.01; done")
+	pipe, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	var out []byte
+	interrupted := false
+	for buf := make([]byte, 4096); ; {
+		n, err := pipe.Read(buf)
+		out = append(out, buf[:n]...)
+		if !interrupted && bytes.Count(out, []byte("ready")) == 2 {
+			interrupted = true
+			if err := cmd.Process.Signal(os.Interrupt); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err != nil {
+			break
+		}
+	}
+	cmd.Wait()
+	if got := cmd.ProcessState.ExitCode(); got != 130 || bytes.Count(out, []byte("bye")) != 2 {
+		t.Errorf("got exit status %d and %q, want 130 and a bye of each", got, out)
+	}
+}
+
+// Under nohup SIGHUP is ignored, by hvdrun and by what it starts.
+func TestIgnoredSignalsStayIgnored(t *testing.T) {
+	cmd := hvdrun(t, "-np", "2", "sh", "-c", `kill -HUP $PPID $$; echo alive`)
+	shell, err := exec.LookPath("sh")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Path, cmd.Args = shell, append([]string{"sh", "-c", `trap "" HUP; kill -HUP $$; exec "$@"`, "sh"}, cmd.Args...)
+	out, err := cmd.Output()
+	if err != nil || strings.Count(string(out), "<stdout>:alive\n") != 2 {
+		t.Errorf("got %q and error %v, want both ranks alive", out, err)
+	}
+}
+
+// hvdrun started by a rank is a job of its own.
+func TestJobInAJob(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	stdout, stderr, status := output(t, "-np", "1", self, "hvdrun", "-np", "2", "sh", "-c", "echo $HOROVOD_SIZE $HOROVOD_RANK")
+	if status != 0 || !strings.Contains(stdout, "[0]<stdout>:[1]<stdout>:2 1\n") || !strings.Contains(stdout, "[0]<stdout>:[0]<stdout>:2 0\n") {
+		t.Errorf("got exit status %d, %q and %q", status, stdout, stderr)
+	}
+}
+
+func TestRewrite(t *testing.T) {
+	flags := new(runner).command().Flags()
+	for _, c := range []struct{ in, want string }{
+		{"", ""},
+		{"-np", "--np"},
+		{"-np 2", "--np 2"},
+		{"-np 2 a -np 3", "--np 2 -- a -np 3"},
+		{"-np 2 -- a", "--np 2 -- a"},
+		{"-x -np -np=2 a", "-x -np --np=2 -- a"},
+		{"-n2 a", "-n2 -- a"},
+		{"-vn 2 a", "-vn 2 -- a"},
+		{"--verbose a", "--verbose -- a"},
+		{"--output_filename d a", "--output_filename d -- a"},
+		{"--unknown a", "--unknown -- a"},
+		{"- a", "-- - a"},
+		{"completion bash", "completion bash"},
+		{"--verbose completion", "--verbose -- completion"},
+	} {
+		if got := strings.Join(rewrite(strings.Fields(c.in), flags), " "); got != c.want {
+			t.Errorf("%q: got %q, want %q", c.in, got, c.want)
+		}
+	}
+}
