@@ -34,6 +34,15 @@ const (
 	closeTimeout = 10 * time.Second
 )
 
+// gap is how much of the time since the last turn this process did not live through: it was stopped, or its host
+// slept. Turns are a heartbeat apart at most. Who was not there cannot say that others were silent.
+func gap(last, now time.Duration) time.Duration {
+	if d := now - last; d > 2*heartbeatPeriod {
+		return d
+	}
+	return 0
+}
+
 // never is a time that does not come.
 const never = time.Duration(1<<63 - 1)
 

@@ -90,6 +90,15 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 
 // Tick says what time it is.
 func (c *Coordinator) Tick(now time.Duration) {
+	if g := gap(c.now, now); g > 0 {
+		for r := range c.ranks {
+			c.ranks[r].heard += g
+		}
+		c.progress += g
+		if c.suspicion != nil {
+			c.suspicion.since += g
+		}
+	}
 	c.now = now
 	switch c.state {
 	case running, stopping:
@@ -107,8 +116,24 @@ func (c *Coordinator) Tick(now time.Duration) {
 		}
 	}
 	if c.state == stopping && now-c.progress >= closeTimeout {
-		c.close()
+		c.giveUp()
 	}
+}
+
+// giveUp ends a shutdown that makes no progress: with a verdict if there are ranks that have missed their heartbeats,
+// else regardless of who still works.
+func (c *Coordinator) giveUp() {
+	var silent []topo.Rank
+	for r := range c.ranks {
+		if k := &c.ranks[r]; !k.bye && c.now-k.heard >= 2*heartbeatPeriod {
+			silent = append(silent, topo.Rank(r))
+		}
+	}
+	if len(silent) > 0 {
+		c.fail(silent, fmt.Sprintf("silent while the job was shut down, which has made no progress for %v", closeTimeout))
+		return
+	}
+	c.close()
 }
 
 // Step applies a frame from a rank. A frame that breaks the protocol fails that rank.
@@ -229,10 +254,10 @@ func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	}
 }
 
-// Fault says that what came from a rank is no frame. The rank has failed, but can still be told.
-func (c *Coordinator) Fault(r topo.Rank, err error) {
+// Fault says that a rank cannot go on though its control connection stands, so that it can be told too.
+func (c *Coordinator) Fault(r topo.Rank, reason string) {
 	if c.state == running || c.state == stopping {
-		c.breach(r, err)
+		c.fail([]topo.Rank{r}, reason)
 	}
 }
 

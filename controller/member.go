@@ -85,6 +85,10 @@ func NewMember(cfg MemberConfig, now time.Duration) *Member {
 
 // Tick says what time it is.
 func (m *Member) Tick(now time.Duration) {
+	if g := gap(m.now, now); g > 0 {
+		m.heard += g
+		m.suspectedAt += g
+	}
 	m.now = now
 	switch m.state {
 	case memberClosed, memberFailed:
@@ -272,6 +276,9 @@ func checkGrant(s *memberSet, g *Grant) error {
 		return fmt.Errorf("grant of nothing")
 	}
 	first := g.Responses[0]
+	if len(g.Responses) > 1 && first.Kind != message.Allreduce {
+		return fmt.Errorf("grant of %d tensors for %v %q, which runs alone", len(g.Responses), first.Kind, first.Name)
+	}
 	for _, r := range g.Responses {
 		if r.Kind != first.Kind || r.DType != first.DType || r.Op != first.Op || r.Prescale != first.Prescale || r.Postscale != first.Postscale {
 			return fmt.Errorf("grant of %v %q together with %v %q, which one reduction cannot serve", r.Kind, r.Name, first.Kind, first.Name)

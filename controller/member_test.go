@@ -245,6 +245,51 @@ func TestMember(t *testing.T) {
 	})
 }
 
+// A process that was stopped for long does not take the others for silent, nor they each other once it is heard again.
+func TestStoppedProcess(t *testing.T) {
+	c := controller.NewCoordinator(controller.CoordinatorConfig{
+		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(),
+	}, 0)
+	m := loner(1, 2)
+	for _, now := range []time.Duration{time.Second, time.Hour} {
+		c.Tick(now)
+		c.Ready()
+		c.Advance()
+		m.Tick(now)
+		if c.Closed() || m.Verdict() != nil {
+			t.Fatalf("at %v: the coordinator is closed: %v; the member's verdict is %v", now, c.Closed(), m.Verdict())
+		}
+	}
+	for now := time.Hour + time.Second; !c.Closed(); now += time.Second {
+		if now > 2*time.Hour {
+			t.Fatal("silence is not noticed any more")
+		}
+		c.Tick(now)
+		c.Ready()
+		c.Advance()
+	}
+}
+
+// A shutdown that makes no progress names the rank that is silent, before its liveness runs out.
+func TestSilentInShutdown(t *testing.T) {
+	c := controller.NewCoordinator(controller.CoordinatorConfig{
+		Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: time.Minute, Plan: plan(),
+	}, 0)
+	c.Step(0, &message.Up{Type: message.UpNews, Shutdown: true})
+	for now := time.Duration(0); now < controller.CloseTimeout; now += time.Second {
+		c.Tick(now)
+		c.Ready()
+		c.Advance()
+		c.Step(0, &message.Up{Type: message.UpHeartbeat, Seen: 1})
+		c.Step(1, &message.Up{Type: message.UpHeartbeat, Seen: 1})
+	}
+	c.Tick(controller.CloseTimeout)
+	out := c.Ready()
+	if len(out) != 1 || out[0].Down.Type != message.DownFail || !slices.Equal(out[0].Down.Ranks, []topo.Rank{2}) {
+		t.Errorf("got %+v, want a verdict that names rank 2", out)
+	}
+}
+
 // When the coordinator wants its next turn. Only that it asks is checked here; what it does then, the scripts
 // show.
 func TestCoordinatorNext(t *testing.T) {
@@ -257,6 +302,14 @@ func TestCoordinatorNext(t *testing.T) {
 	turn := func(c *controller.Coordinator) {
 		c.Ready()
 		c.Advance()
+	}
+	// until takes a turn each period, as the loop does: a longer gap would be one in which it was stopped.
+	until := func(c *controller.Coordinator, at time.Duration) {
+		for now := beat; now < at; now += beat {
+			c.Tick(now)
+			turn(c)
+		}
+		c.Tick(at)
 	}
 	want := func(c *controller.Coordinator, at time.Duration, why string) {
 		t.Helper()
@@ -282,7 +335,7 @@ func TestCoordinatorNext(t *testing.T) {
 	c.Step(0, &message.Up{Type: message.UpNews, Shutdown: true})
 	turn(c)
 	c.Step(0, &message.Up{Type: message.UpBye, Seen: 1})
-	c.Tick(controller.CloseTimeout - beat/2)
+	until(c, controller.CloseTimeout-beat/2)
 	c.Step(1, &message.Up{Type: message.UpHeartbeat, Seen: 1})
 	turn(c)
 	want(c, controller.CloseTimeout, "close, though the last heartbeat was half a period ago")
@@ -294,7 +347,7 @@ func TestCoordinatorNext(t *testing.T) {
 
 	// Rank 0 is silent to its end.
 	c = start(0)
-	c.Tick(livenessTimeout - beat/2)
+	until(c, livenessTimeout-beat/2)
 	turn(c)
 	want(c, livenessTimeout, "silence")
 	c.Tick(livenessTimeout)

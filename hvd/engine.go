@@ -22,12 +22,17 @@ import (
 	"github.com/gohvd/gohvd/transport/tcp"
 )
 
-// ErrShutDown answers operations that were pending when a rank shut the job down, and later ones.
-var ErrShutDown = engine.ErrShutDown
+// The states of a job that is over.
+var (
+	// ErrShutDown answers operations that were pending when a rank shut the job down, and later ones.
+	ErrShutDown = engine.ErrShutDown
+	// ErrClosed answers them when this rank's own Shutdown was cut short by its context.
+	ErrClosed = engine.ErrClosed
+)
 
 // The errors of operations, by cause.
 type (
-	// MismatchError: the ranks' requests for a tensor contradict each other.
+	// MismatchError: the ranks' requests for a tensor contradict each other, or ask for what cannot be done.
 	MismatchError = engine.MismatchError
 	// PeerError: ranks have failed, and the epoch with them.
 	PeerError = engine.PeerError
@@ -242,6 +247,19 @@ func (e *Engine) release() error {
 		errs = append(errs, e.store.Close())
 	}
 	return errors.Join(errs...)
+}
+
+// Done is closed when the job is over for this rank: shut down by any rank, or failed.
+func (e *Engine) Done() <-chan struct{} { return e.engine.Ended() }
+
+// Err is why the job has failed; nil while it runs and after a shutdown.
+func (e *Engine) Err() error {
+	select {
+	case <-e.engine.Ended():
+		return e.engine.Err()
+	default:
+		return nil
+	}
 }
 
 // Rank is this rank's number in the job, 0 to Size()-1.

@@ -11,7 +11,7 @@
 //
 // # Names
 //
-// The name is what ranks match by. A tensor without one gets "<operation>.noname.<n>", counted per process, so
+// The name is what ranks match by. A tensor without one gets "<operation>.noname.<n>", counted per engine, so
 // ranks must make unnamed calls in the same order. A repeated name with equal shape and type costs one bit of
 // negotiation instead of a message. The same name for different operations is a mismatch if ranks differ, and
 // forgets the cached agreement if they do not: give each use its own name.
@@ -26,60 +26,93 @@
 //
 // Every error names operation and tensor. *MismatchError: the ranks' requests contradict each other; the job goes
 // on. *DuplicateNameError: the name is in flight. ErrShutDown: a rank has ended the job. *PeerError: ranks
-// failed; the epoch is over, and after Shutdown the survivors may Init again. ErrNotInitialized: Init was not
-// called. All are found by errors.Is and errors.As.
+// failed; the epoch is over, and after Shutdown the survivors may Init again. ErrClosed: the context of this
+// rank's Shutdown ended before the others were ready. ErrNotInitialized: Init was not called. All are found by errors.Is
+// and errors.As.
 package hvd
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 )
 
 // ErrNotInitialized is the error of an operation before Init or after Shutdown.
-var ErrNotInitialized = errors.New("hvd: not initialized: call hvd.Init first")
+var ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
 
 // process is the face that the package-level functions put on one Engine.
 var process struct {
 	mu     sync.Mutex
-	engine *Engine // nil before Init and after Shutdown
-	epoch  uint64  // of the last engine
+	engine *Engine       // nil before Init and after Shutdown
+	busy   chan struct{} // not nil while an Init or a Shutdown is under way; closed at its end
+	epoch  uint64        // of the last engine
+}
+
+// begin makes the caller the one who changes process.engine, after those who do it now. The engine is as they left
+// it. If there is an error, or done says that nothing is to be changed, end must not be called.
+func begin(ctx context.Context, done func(*Engine) bool) (e *Engine, nothing bool, err error) {
+	for {
+		process.mu.Lock()
+		busy := process.busy
+		if busy == nil {
+			defer process.mu.Unlock()
+			if done(process.engine) {
+				return nil, true, nil
+			}
+			process.busy = make(chan struct{})
+			return process.engine, false, nil
+		}
+		process.mu.Unlock()
+		select {
+		case <-busy:
+		case <-ctx.Done():
+			return nil, false, fmt.Errorf("hvd: another Init or Shutdown is under way: %w", ctx.Err())
+		}
+	}
+}
+
+// end sets the engine.
+func end(e *Engine) {
+	process.mu.Lock()
+	defer process.mu.Unlock()
+	process.engine = e
+	close(process.busy)
+	process.busy = nil
 }
 
 // Init joins this process to its job, as its environment says (hvdrun sets it), and waits until all ranks have
 // come. Called again while initialized it does nothing; after Shutdown it joins a new epoch. ctx bounds the wait in
 // addition to HOROVOD_GLOO_TIMEOUT_SECONDS.
 func Init(ctx context.Context, opts ...InitOption) error {
-	process.mu.Lock()
-	defer process.mu.Unlock()
-	if process.engine != nil {
-		return nil
-	}
-	e, err := New(ctx, append(opts, afterEpoch(process.epoch))...)
-	if err != nil {
+	_, nothing, err := begin(ctx, func(e *Engine) bool { return e != nil })
+	if nothing || err != nil {
 		return err
 	}
-	process.engine, process.epoch = e, e.Epoch()
-	return nil
+	e, err := New(ctx, slices.Concat(opts, []InitOption{afterEpoch(process.epoch)})...)
+	if err == nil {
+		process.epoch = e.Epoch()
+	}
+	end(e)
+	return err
 }
 
 // Shutdown ends the job at every rank: granted operations finish, all others get ErrShutDown. It waits for the
 // other ranks to finish theirs. The error says why the job had failed before. Without Init it does nothing.
 //
-// A process that exits without Shutdown is a failed rank to the others.
+// A process that exits without Shutdown, or before it has returned, is a failed rank to the others.
 func Shutdown(ctx context.Context) error {
-	process.mu.Lock()
-	e := process.engine
-	process.engine = nil
-	process.mu.Unlock()
-	if e == nil {
-		return nil
+	e, nothing, err := begin(ctx, func(e *Engine) bool { return e == nil })
+	if nothing || err != nil {
+		return err
 	}
-	return e.Shutdown(ctx)
+	err = e.Shutdown(ctx)
+	end(nil)
+	return err
 }
 
-// IsInitialized reports whether Init has succeeded and Shutdown was not called since.
+// IsInitialized reports whether Init has succeeded and no Shutdown has ended since.
 func IsInitialized() bool { return current() != nil }
 
 func current() *Engine {

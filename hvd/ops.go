@@ -2,6 +2,7 @@ package hvd
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/gohvd/gohvd/message"
@@ -48,12 +49,25 @@ func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
 	case <-h.done:
 		return h.out, h.err
 	case <-ctx.Done():
-		return nil, fmt.Errorf("hvd: %v %q: gave up waiting, while the operation goes on: %w", h.kind, h.name, context.Cause(ctx))
+		err := ctx.Err()
+		if cause := context.Cause(ctx); !errors.Is(cause, err) {
+			err = fmt.Errorf("%w: %w", err, cause)
+		}
+		return nil, fmt.Errorf("hvd: %v %q: gave up waiting, while the operation goes on: %w", h.kind, h.name, err)
 	}
 }
 
 // submit starts the operation of c. result, if not nil, gives the elements once it is there.
 func submit[T any](c *call, input, output []byte, allocate func(int) []byte, result func() []T) (*Handle[T], error) {
+	if c.request.Name == "" {
+		// A call that fails at this rank alone must not shift the numbers of those that follow.
+		probe := c.request
+		probe.Name = "without a name"
+		if err := probe.Check(); err != nil {
+			return nil, fmt.Errorf("hvd: %w", err)
+		}
+		c.request.Name = fmt.Sprintf("%v.noname.%d", c.request.Kind, c.engine.unnamed.Add(1))
+	}
 	h := &Handle[T]{kind: c.request.Kind, name: c.request.Name, done: make(chan struct{})}
 	err := c.engine.engine.Submit(&tensorqueue.Entry{
 		Set: topo.Global, Request: c.request,
@@ -140,7 +154,7 @@ func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], err
 		return nil, err
 	}
 	if root < 0 || root >= c.engine.Size() {
-		return nil, fmt.Errorf("hvd: broadcast %q: root rank is %d, want 0 to %d", c.request.Name, root, c.engine.Size()-1)
+		return nil, fmt.Errorf("hvd: %s: root rank is %d, want 0 to %d", c.label(), root, c.engine.Size()-1)
 	}
 	c.request.Root = topo.Rank(root)
 	out := x

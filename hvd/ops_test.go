@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -154,22 +155,28 @@ func TestBroadcast(t *testing.T) {
 func TestBarrierHoldsEveryoneBack(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		arrived := make(chan int, 4)
+		var last atomic.Bool
 		run(t, 4, func(ctx context.Context, e *hvd.Engine) {
 			if e.Rank() == 3 {
 				// The others cannot pass before this rank comes; let them come first.
 				for range 3 {
 					<-arrived
 				}
-			} else {
-				arrived <- e.Rank()
+				last.Store(true)
 			}
 			h, err := hvd.BarrierAsync(hvd.Name("b"), hvd.On(e))
 			if err != nil {
 				t.Error(err)
 				return
 			}
+			if e.Rank() != 3 {
+				arrived <- e.Rank()
+			}
 			if _, err := h.Wait(ctx); err != nil {
 				t.Error(err)
+			}
+			if !last.Load() {
+				t.Errorf("rank %d passed before rank 3 came", e.Rank())
 			}
 		}, mode...)
 	})
@@ -262,6 +269,10 @@ func TestMismatch(t *testing.T) {
 					}
 					return err
 				}, `hvd: tensor "operation": mismatched operations: ranks 0 and 2 called allreduce, rank 1 called broadcast`},
+				{strings.Repeat("世", 1300), func() error {
+					_, err := hvd.Allreduce(ctx, make([]float32, 4+map[bool]int{true: 1}[odd]), hvd.Name(strings.Repeat("世", 1300)), hvd.On(e))
+					return err
+				}, ""},
 				{"root", func() error {
 					_, err := hvd.Broadcast(ctx, make([]float32, 4), e.Rank()%2, hvd.Name("root"), hvd.On(e))
 					return err
@@ -269,7 +280,7 @@ func TestMismatch(t *testing.T) {
 			} {
 				err := c.do()
 				var mismatch *hvd.MismatchError
-				if !errors.As(err, &mismatch) || mismatch.Tensor != c.name || err.Error() != c.want {
+				if !errors.As(err, &mismatch) || mismatch.Tensor != c.name || c.want != "" && err.Error() != c.want {
 					t.Errorf("rank %d: got error %v\nwant %s", e.Rank(), err, c.want)
 				}
 				if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), name("after %s", c.name), hvd.On(e)); err != nil || got[0] != 3 {
@@ -298,30 +309,29 @@ func TestMisuse(t *testing.T) {
 			{func() error {
 				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(99), hvd.Name("x"), hvd.On(e))
 				return err
-			}, `unknown reduction 99`},
+			}, `hvd: allreduce "x" has unknown reduction 99`},
 			{func() error {
 				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name(strings.Repeat("n", 5000)), hvd.On(e))
 				return err
 			}, `5000 bytes`},
+			{func() error { _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("bad\xff"), hvd.On(e)); return err }, `not UTF-8`},
+			{func() error {
+				_, err := hvd.Broadcast(ctx, []int32{1}, 0, hvd.Op(hvd.Sum), hvd.Name("w"), hvd.On(e))
+				return err
+			}, `hvd: broadcast "w": option Op`},
 		} {
 			if err := c.do(); err == nil || !strings.HasPrefix(err.Error(), "hvd: ") || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("got error %v, want %q", err, c.want)
 			}
 		}
-		h, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("twice"), hvd.On(e))
-		if err != nil {
-			t.Error(err)
-			return
-		}
-		// Rank 0 tries the name while it is surely in flight: rank 1 submits it only after the attempt.
+		// None of this has used up a number: unnamed calls still match.
 		if e.Rank() == 0 {
-			var dup *hvd.DuplicateNameError
-			if _, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("twice"), hvd.On(e)); err != nil && !errors.As(err, &dup) {
-				t.Errorf("got error %v, want a DuplicateNameError", err)
+			if _, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(99), hvd.On(e)); err == nil {
+				t.Error("an unknown reduction was accepted")
 			}
 		}
-		if got, err := h.Wait(ctx); err != nil || got[0] != 2 {
-			t.Errorf("got %v and error %v", got, err)
+		if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.On(e)); err != nil || got[0] != 2 {
+			t.Errorf("after misuse: got %v and error %v", got, err)
 		}
 	})
 }
@@ -372,6 +382,12 @@ func TestWaitGivesUp(t *testing.T) {
 			defer cancel()
 			if _, err := h.Wait(short); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), `allreduce "late"`) {
 				t.Errorf("got error %v, want the deadline", err)
+			}
+			why := errors.New("why")
+			cancelled, cancel2 := context.WithCancelCause(ctx)
+			cancel2(why)
+			if _, err := h.Wait(cancelled); !errors.Is(err, context.Canceled) || !errors.Is(err, why) {
+				t.Errorf("got error %v, want the cancellation and its cause", err)
 			}
 			if h.Poll() {
 				t.Error("done before rank 1 came")
@@ -425,6 +441,66 @@ func TestOneRankWithoutEnvironment(t *testing.T) {
 		}
 	}()
 	hvd.Rank()
+}
+
+// A second Shutdown waits for the first, and Init for both.
+func TestConcurrentShutdown(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	for range 20 {
+		if err := hvd.Init(ctx); err != nil {
+			t.Fatal(err)
+		}
+		h, err := hvd.AllreduceAsync(make([]float32, 1<<20))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ranks(3, func(int) {
+			if err := hvd.Shutdown(ctx); err != nil {
+				t.Error(err)
+			}
+			if !h.Poll() {
+				t.Error("Shutdown returned before the engine had ended")
+			}
+		})
+		if hvd.IsInitialized() {
+			t.Error("initialized after Shutdown")
+		}
+	}
+}
+
+// A program can learn of the end of the job without an operation in flight.
+func TestDone(t *testing.T) {
+	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	defer store.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	ranks(2, func(r int) {
+		e, err := hvd.New(ctx, place(store, r, 2)...)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if e.Err() != nil {
+			t.Errorf("rank %d: %v before the end", r, e.Err())
+		}
+		if r == 0 {
+			gone, cancel := context.WithCancel(ctx)
+			cancel()
+			if err := e.Shutdown(gone); !errors.Is(err, context.Canceled) {
+				t.Errorf("a shutdown cut short: got error %v", err)
+			}
+			return
+		}
+		<-e.Done()
+		var peer *hvd.PeerError
+		if err := e.Err(); err != nil && !errors.As(err, &peer) {
+			t.Errorf("got error %v, want rank 0 or nothing", err)
+		}
+		if err := e.Shutdown(ctx); err != nil && !errors.As(err, &peer) {
+			t.Error(err)
+		}
+	})
 }
 
 // What every rank has submitted is finished by a shutdown; what some have not is answered with it.

@@ -103,14 +103,17 @@ func prepare(kind message.Kind, dt tensor.DType, numElems int, opts []Option) (c
 	if kind != message.Barrier {
 		q.Shape = tensor.Shape{int64(numElems)}
 	}
+	for _, o := range opts {
+		if o.kind == optName { // first, because every error says it
+			q.Name = o.text
+		}
+	}
 	for i := range opts {
 		o := &opts[i]
 		if !slices.Contains(applies, o.kind) {
-			return c, fmt.Errorf("hvd: %v %q: option %v does not apply", kind, q.Name, o.kind)
+			return c, fmt.Errorf("hvd: %s: option %v does not apply", c.label(), o.kind)
 		}
 		switch o.kind {
-		case optName:
-			q.Name = o.text
 		case optOp:
 			q.Op = o.op
 		case optInPlace:
@@ -127,16 +130,21 @@ func prepare(kind message.Kind, dt tensor.DType, numElems int, opts []Option) (c
 	}
 	if c.engine == nil {
 		if c.engine = current(); c.engine == nil {
-			return c, fmt.Errorf("hvd: %v %q: %w", kind, q.Name, ErrNotInitialized)
+			return c, fmt.Errorf("hvd: %s: %w", c.label(), ErrNotInitialized)
 		}
-	}
-	if q.Name == "" {
-		q.Name = fmt.Sprintf("%v.noname.%d", kind, c.engine.unnamed.Add(1))
 	}
 	if kind != message.Barrier {
 		if n, err := q.Shape.NumElems(); err != nil || n != int64(numElems) {
-			return c, fmt.Errorf("hvd: %v %q: shape %v does not describe %d elements", kind, q.Name, q.Shape, numElems)
+			return c, fmt.Errorf("hvd: %s: shape %v does not describe %d elements", c.label(), q.Shape, numElems)
 		}
 	}
 	return c, nil
+}
+
+// label is how errors name the operation.
+func (c *call) label() string {
+	if c.request.Name == "" {
+		return fmt.Sprintf("%v without a name", c.request.Kind)
+	}
+	return fmt.Sprintf("%v %q", c.request.Kind, c.request.Name)
 }

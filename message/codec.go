@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"strings"
+	"unicode/utf8"
 
 	"google.golang.org/protobuf/proto"
 
@@ -298,8 +300,13 @@ func appendWords(b []byte, v []uint32) []byte {
 	return b
 }
 
+// cut shortens a text for people, and makes it one: protobuf refuses half a character.
+func cut(s string) string {
+	return strings.ToValidUTF8(s[:min(len(s), MaxReasonBytes)], "")
+}
+
 func appendText(b []byte, s string) []byte {
-	s = s[:min(len(s), MaxReasonBytes)]
+	s = cut(s)
 	b = binary.LittleEndian.AppendUint16(b, uint16(len(s)))
 	return append(b, s...)
 }
@@ -477,7 +484,7 @@ func responseToPB(r *Response) *messagepb.Response {
 	return &messagepb.Response{
 		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape, FirstDims: r.FirstDims,
 		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, RootRank: int32(r.Root),
-		Text: r.Text[:min(len(r.Text), MaxReasonBytes)],
+		Text: cut(r.Text),
 	}
 }
 
@@ -553,6 +560,9 @@ func (r *Response) check() error {
 func checkName(name string) error {
 	if name == "" || len(name) > MaxNameBytes {
 		return fmt.Errorf("a tensor name has %d bytes, want 1 to %d", len(name), MaxNameBytes)
+	}
+	if !utf8.ValidString(name) {
+		return fmt.Errorf("tensor name %q is not UTF-8", name)
 	}
 	return nil
 }

@@ -166,6 +166,7 @@ func TestRequestCheck(t *testing.T) {
 		{func(r *message.Request) { r.Kind = message.Error }, "unknown kind"},
 		{func(r *message.Request) { r.Name = "" }, "0 bytes"},
 		{func(r *message.Request) { r.Name = strings.Repeat("n", message.MaxNameBytes+1) }, "4097 bytes"},
+		{func(r *message.Request) { r.Name = "bad\xff" }, "not UTF-8"},
 		{func(r *message.Request) { r.DType = 77 }, "unknown element type 77"},
 		{func(r *message.Request) { r.Op = 77 }, "unknown reduction 77"},
 		{func(r *message.Request) { r.Shape = tensor.Shape{-1} }, "negative dimension"},
@@ -261,8 +262,17 @@ func TestVectors(t *testing.T) {
 	}
 }
 
-// A long text is cut, not refused: it is for people.
+// A long text is cut, not refused: it is for people. It is cut between characters.
 func TestLongReasonIsCut(t *testing.T) {
+	long := &message.Response{Kind: message.Error, Name: "x", Text: "x" + strings.Repeat("世", message.MaxReasonBytes)}
+	frame, err := message.AppendDown(nil, &message.Down{Type: message.DownCycle, Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{long}}}}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var d message.Down
+	if err := message.DecodeDown(frame, &d); err != nil || !strings.HasPrefix(long.Text, d.Sets[0].Grants[0].Full[0].Text) {
+		t.Errorf("got error %v", err)
+	}
 	b, err := message.AppendUp(nil, &message.Up{Type: message.UpSuspect, Reason: strings.Repeat("x", 3*message.MaxReasonBytes)})
 	if err != nil {
 		t.Fatal(err)

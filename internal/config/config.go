@@ -79,7 +79,7 @@ var settings = []Setting{
 	{"HOROVOD_CACHE_CAPACITY", "1024", "responses that are remembered; 0 remembers none", intRow(func(c *Config) *int { return &c.CacheCapacity }, 0)},
 	{"HOROVOD_LOG_LEVEL", "warning", "trace, debug, info, warning, error or fatal", levelRow},
 	{"HVD_JOB_ID", "gohvd", "identity of the job, at most 64 bytes; connections from another job are refused; set by the launcher", jobRow},
-	{"HVD_LIVENESS_SECONDS", "10", "seconds of silence after which a rank is taken for dead", secondsRow(func(c *Config) *time.Duration { return &c.LivenessTimeout })},
+	{"HVD_LIVENESS_SECONDS", "10", "seconds of silence after which a rank is taken for dead, at least 3; the same at all ranks", livenessRow},
 	{"HVD_NEGOTIATION", "event", "event: ranks speak when they have news; lockstep: all ranks enter every cycle", negotiationRow},
 }
 
@@ -215,6 +215,16 @@ func secondsRow(field func(*Config) *time.Duration) func(*Config, string) error 
 		*field(c) = d
 		return nil
 	}
+}
+
+// livenessRow leaves room for a few heartbeats, which come each second.
+func livenessRow(c *Config, text string) error {
+	d, err := duration(text, time.Second)
+	if err != nil || d < 3*time.Second {
+		return fmt.Errorf("want a number of seconds, 3 to a million")
+	}
+	c.LivenessTimeout = d
+	return nil
 }
 
 func cycleRow(c *Config, text string) error {

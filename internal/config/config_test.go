@@ -71,6 +71,7 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 		{"HOROVOD_CYCLE_TIME", "-1", "milliseconds"},
 		{"HOROVOD_CACHE_CAPACITY", "x", "at least 0"},
 		{"HOROVOD_LOG_LEVEL", "loud", "trace, debug"},
+		{"HVD_LIVENESS_SECONDS", "2.9", "3 to a million"},
 		{"HVD_NEGOTIATION", "mpi", "event or lockstep"},
 		{"HVD_JOB_ID", strings.Repeat("j", 65), "at most 64 bytes"},
 	} {

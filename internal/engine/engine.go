@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/message"
@@ -31,13 +32,16 @@ import (
 type Config struct {
 	Rank topo.Rank
 	Size int
-	// Mesh connects the ranks of this epoch. The engine owns and closes it. It may be nil for a job of one.
+	// Mesh connects the ranks of this epoch. The engine owns and closes it. A job of one needs none.
 	Mesh transport.Mesh
 
 	CacheCapacity        int
 	FusionThresholdBytes int64
 	CycleTime            time.Duration
 	LivenessTimeout      time.Duration
+	// MaxResultBytes bounds the result of an allgather, whose size other ranks decide; 0 is the memory of the
+	// host.
+	MaxResultBytes int64
 	// Lockstep makes all ranks enter every cycle of the negotiation.
 	Lockstep bool
 
@@ -99,6 +103,9 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
 	}
+	if cfg.Mesh == nil {
+		cfg.Mesh = alone{}
+	}
 	e := &Engine{
 		cfg: cfg, log: cfg.Log, start: time.Now(),
 		queue:    tensorqueue.New(),
@@ -111,9 +118,16 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	if err := e.connect(ctx); err != nil {
 		return nil, e.abandon(err)
 	}
+	if cfg.MaxResultBytes == 0 {
+		var host unix.Sysinfo_t
+		if err := unix.Sysinfo(&host); err != nil {
+			return nil, e.abandon(fmt.Errorf("engine: memory of the host: %w", err))
+		}
+		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
+	}
 	set := controller.Global(cfg.Size)
 	l := &lane{
-		set: set, me: int(cfg.Rank), queue: e.queue,
+		set: set, me: int(cfg.Rank), queue: e.queue, maxResultBytes: cfg.MaxResultBytes,
 		manager: new(ops.Manager),
 		bell:    make(chan struct{}, 1),
 	}
@@ -130,7 +144,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		e.coordinator = controller.NewCoordinator(controller.CoordinatorConfig{
 			Sets: sets, CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes,
 			CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout,
-			Plan: l.manager.Plan,
+			Plan: l.plan,
 		}, 0)
 	}
 	go e.BackgroundThreadLoop()
@@ -138,12 +152,16 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 }
 
 // abandon is the error of a Start that failed.
-func (e *Engine) abandon(err error) error {
-	if e.cfg.Mesh != nil {
-		err = errors.Join(err, e.cfg.Mesh.Close())
-	}
-	return err
+func (e *Engine) abandon(err error) error { return errors.Join(err, e.cfg.Mesh.Close()) }
+
+// alone is the mesh of a job of one: there is nobody to talk to.
+type alone struct{}
+
+func (alone) Conn(_ context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	return nil, fmt.Errorf("engine: lane %d to rank %d in a job of one", lane, peer)
 }
+func (alone) Abort(transport.Lane, error) {}
+func (alone) Close() error                { return nil }
 
 // connect makes the control channels: a star with rank 0 in the middle.
 func (e *Engine) connect(ctx context.Context) error {
@@ -267,10 +285,8 @@ func (e *Engine) BackgroundThreadLoop() {
 	if err != nil {
 		<-e.stop
 	}
-	if e.cfg.Mesh != nil {
-		if err := e.cfg.Mesh.Close(); err != nil {
-			e.log.Warn("closing connections", zap.Error(err))
-		}
+	if err := e.cfg.Mesh.Close(); err != nil {
+		e.log.Warn("closing connections", zap.Error(err))
 	}
 	connected.Wait()
 }
@@ -280,6 +296,9 @@ const flushTimeout = time.Second
 
 // ErrClosed is the end of an epoch that Close cut short.
 var ErrClosed = errors.New("the engine was closed")
+
+// ErrCutShort is the end of a shutdown that made no progress while operations were still running.
+var ErrCutShort = fmt.Errorf("%w; operations that were still running were cut off", ErrShutDown)
 
 // loop is nil after an orderly shutdown.
 func (e *Engine) loop() error {
@@ -345,9 +364,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	}
 	e.takeFinished()
 	e.takeRequests()
-	if _, err := e.speak(); err != nil {
-		return 0, true, err
-	}
+	e.speak()
 	s := &e.scratch
 	s.events = e.inbox.take(s.events[:0])
 	for i := range s.events {
@@ -362,15 +379,10 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		e.announce()
 	}
 	// What the frames brought: grants, a stop, and the bye that may follow from it.
-	spoke, err := e.speak()
-	if err == nil && e.stopped && e.granted == 0 {
+	spoke := e.speak()
+	if e.stopped && e.granted == 0 {
 		e.member.Drained()
-		var bye bool
-		bye, err = e.speak()
-		spoke = spoke || bye
-	}
-	if err != nil {
-		return 0, true, err
+		spoke = e.speak() || spoke
 	}
 	if spoke && e.coordinator != nil {
 		e.ring() // the coordinator heard it after its announcement
@@ -378,6 +390,8 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	switch {
 	case e.member.Verdict() != nil:
 		return 0, true, newPeerError(e.member.Verdict())
+	case e.member.Closed() && e.granted > 0:
+		return 0, true, ErrCutShort
 	case e.member.Closed():
 		return 0, true, nil
 	}
@@ -415,6 +429,8 @@ func (e *Engine) takeFinished() {
 
 func (e *Engine) takeRequests() {
 	s := &e.scratch
+	// In this order: what was submitted before the shutdown travels with it or before it.
+	shutdown := e.shutdown.Load()
 	s.entries = e.queue.Pop(s.entries[:0])
 	for _, entry := range s.entries {
 		if err := e.member.Submit(entry.Set, &entry.Request); err != nil {
@@ -422,14 +438,16 @@ func (e *Engine) takeRequests() {
 		}
 	}
 	clear(s.entries)
-	if e.shutdown.Load() {
+	if shutdown {
 		e.member.Shutdown()
 	}
 }
 
 // speak sends and runs what the member wants, and reports whether it sent something.
-func (e *Engine) speak() (spoke bool, err error) {
+func (e *Engine) speak() (spoke bool) {
 	r := e.member.Ready()
+	var failed error // of this rank's own making, or of a coordinator that grants what it should not
+	suspect := e.cfg.Rank
 	for _, up := range r.Ups {
 		if up == nil {
 			continue
@@ -437,22 +455,31 @@ func (e *Engine) speak() (spoke bool, err error) {
 		spoke = true
 		frame, err := message.AppendUp(e.scratch.frame[:0], up)
 		if err != nil {
-			return spoke, fmt.Errorf("engine: rank %d: %w", e.cfg.Rank, err) // our own requests passed Check: a bug
+			failed = err
+			break
 		}
 		e.scratch.frame = frame
 		if e.coordinator != nil {
 			e.coordinatorStep(e.cfg.Rank, frame)
-		} else if err := e.links[0].send(frame); err != nil && !errors.Is(err, transport.ErrClosed) {
-			e.member.Lost(cause(err).Error())
+		} else if err := e.links[0].send(frame); errors.Is(err, errBacklog) {
+			e.member.Lost(err.Error())
 		}
 	}
 	for _, g := range r.Grants {
-		if err := e.dispatch(g); err != nil {
-			e.member.Suspect(0, err.Error())
+		if failed == nil {
+			if failed = e.dispatch(g); failed != nil {
+				suspect = 0
+			}
 		}
 	}
 	stop := r.Stop
 	e.member.Advance()
+	if failed != nil {
+		// Not before Advance, which drops what Ready said.
+		e.log.Error("cannot go on", zap.Error(failed))
+		e.member.Suspect(suspect, failed.Error())
+		e.ring()
+	}
 	if stop {
 		e.stopped = true
 		e.queue.Close(ErrShutDown)
@@ -462,7 +489,7 @@ func (e *Engine) speak() (spoke bool, err error) {
 			}
 		}
 	}
-	return spoke, nil
+	return spoke
 }
 
 // dispatch gives a grant to its lane.
@@ -496,6 +523,9 @@ func (e *Engine) match(w *work) error {
 		if r.Kind != message.Error && !r.Matches(&entry.Request, int(e.cfg.Rank)) {
 			return fmt.Errorf("it granted %v %q with other parameters than this rank submitted", r.Kind, r.Name)
 		}
+		if entry.Granted {
+			return fmt.Errorf("it granted %v %q twice", r.Kind, r.Name)
+		}
 		entry.Granted = true
 		w.entries = append(w.entries, entry)
 	}
@@ -506,7 +536,7 @@ func (e *Engine) match(w *work) error {
 func (e *Engine) hear(ev *event) {
 	switch {
 	case e.coordinator != nil && errors.Is(ev.err, errFrame):
-		e.coordinator.Fault(ev.from, ev.err)
+		e.coordinator.Fault(ev.from, fmt.Sprintf("it broke the protocol: %v", ev.err))
 	case e.coordinator != nil && ev.err != nil:
 		e.coordinator.Lost(ev.from, fmt.Sprintf("its control connection ended: %v", ev.err))
 	case e.coordinator != nil:
@@ -522,7 +552,7 @@ func (e *Engine) hear(ev *event) {
 
 func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 	if err := message.DecodeUp(frame, &e.scratch.up); err != nil {
-		e.coordinator.Fault(from, err)
+		e.coordinator.Fault(from, fmt.Sprintf("it broke the protocol: %v", err))
 		return
 	}
 	e.coordinator.Step(from, &e.scratch.up)
@@ -546,7 +576,7 @@ func (e *Engine) announce() {
 	for _, o := range e.coordinator.Ready() {
 		frame, err := message.AppendDown(e.scratch.frame[:0], o.Down)
 		if err != nil {
-			e.log.Error("encoding a decision", zap.Error(err)) // a bug: responses passed the same checks
+			failed = append(failed, event{from: e.cfg.Rank, err: err}) // the others must not wait for it
 			continue
 		}
 		e.scratch.frame = frame
@@ -554,7 +584,8 @@ func (e *Engine) announce() {
 			if r == 0 {
 				continue
 			}
-			if err := e.links[r-1].send(frame); err != nil && !errors.Is(err, transport.ErrClosed) {
+			// Any other error ends the receiving half too, which has read what came before.
+			if err := e.links[r-1].send(frame); errors.Is(err, errBacklog) {
 				failed = append(failed, event{from: r, err: err})
 			}
 		}
@@ -565,7 +596,7 @@ func (e *Engine) announce() {
 	e.coordinator.Advance()
 	// Not before: Advance drops what Ready said, and a verdict would go with it.
 	for _, f := range failed {
-		e.coordinator.Lost(f.from, fmt.Sprintf("its control connection failed: %v", cause(f.err)))
+		e.coordinator.Fault(f.from, f.err.Error())
 		e.ring()
 	}
 	clear(failed)

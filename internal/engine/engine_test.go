@@ -382,3 +382,111 @@ func TestSilence(t *testing.T) {
 		}
 	})
 }
+
+// A job of one can be closed in the middle of an operation.
+func TestAloneClosedWhileWorking(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		e, err := engine.Start(t.Context(), engine.Config{Size: 1, LivenessTimeout: 10 * time.Second, Lockstep: lockstep})
+		if err != nil {
+			t.Fatal(err)
+		}
+		done := make(chan error, 1)
+		in, out := make([]byte, 64<<20), make([]byte, 64<<20)
+		err = e.Submit(&tensorqueue.Entry{
+			Request: message.Request{
+				Kind: message.Allreduce, Name: "x", DType: tensor.Uint8, Shape: tensor.Shape{int64(len(in))},
+				Op: tensor.Sum, Prescale: 1, Postscale: 1,
+			},
+			Input: in, Output: out, Done: func(err error) { done <- err },
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		_ = e.Shutdown(ctx) // in time or not
+		<-done
+	})
+}
+
+// What a peer claims to contribute is not allocated before it is known to fit.
+func TestAllgatherOfMoreThanThereIs(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.MaxResultBytes = lockstep, 1000 })
+		c.each(func(r int) {
+			for _, rows := range []int64{100, 600} {
+				done := make(chan error, 1)
+				err := c.engines[r].Submit(&tensorqueue.Entry{
+					Request: message.Request{Kind: message.Allgather, Name: fmt.Sprint(rows), DType: tensor.Uint8, Shape: tensor.Shape{rows}},
+					Input:   make([]byte, rows),
+					Allocate: func(n int) []byte {
+						if n > 1000 {
+							t.Errorf("rank %d: %d bytes are allocated", r, n)
+						}
+						return make([]byte, n)
+					},
+					Done: func(err error) { done <- err },
+				})
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				err = c.wait(done)
+				var refused *engine.MismatchError
+				if fits := 2*rows <= 1000; fits && err != nil || !fits && (!errors.As(err, &refused) || !strings.Contains(err.Error(), "1200 bytes, want at most 1000")) {
+					t.Errorf("rank %d: %d rows: got error %v", r, rows, err)
+				}
+			}
+		})
+		c.shutdown()
+	})
+}
+
+// A rank whose lane is stuck does not hold up the others' shutdown for ever: after ten seconds without progress it is cut
+// short, and every operation is answered.
+func TestShutdownWithoutProgress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := start(t, 2, nil)
+		// Rank 1 has died for the data lane alone, and its engine does not notice: rank 0 waits for it.
+		zero := c.allreduce(0, "x", make([]byte, 8))
+		var answered []chan error
+		answered = append(answered, zero)
+		var entry tensorqueue.Entry
+		stuck := make(chan error, 1)
+		entry = tensorqueue.Entry{
+			Request: message.Request{Kind: message.Allgather, Name: "stuck", DType: tensor.Uint8, Shape: tensor.Shape{1}},
+			Input:   []byte{1},
+			Allocate: func(n int) []byte {
+				time.Sleep(time.Hour) // in the bubble
+				return make([]byte, n)
+			},
+			Done: func(err error) { stuck <- err },
+		}
+		if err := c.engines[1].Submit(&entry); err != nil {
+			t.Fatal(err)
+		}
+		other := make(chan error, 1)
+		if err := c.engines[0].Submit(&tensorqueue.Entry{
+			Request: entry.Request, Input: []byte{0}, Allocate: func(n int) []byte { return make([]byte, n) },
+			Done: func(err error) { other <- err },
+		}); err != nil {
+			t.Fatal(err)
+		}
+		one := c.allreduce(1, "x", make([]byte, 8))
+		answered = append(answered, one)
+		synctest.Wait()
+		began := time.Now()
+		err := c.engines[0].Shutdown(c.ctx)
+		if took := time.Since(began); took > 15*time.Second || !errors.Is(err, engine.ErrCutShort) {
+			t.Errorf("shutdown took %v and gave %v, want 10s and that it was cut short", took, err)
+		}
+		if err := <-other; !errors.Is(err, engine.ErrShutDown) {
+			t.Errorf("the stuck operation: got %v", err)
+		}
+		for _, done := range answered {
+			<-done
+		}
+		<-stuck
+		_ = c.engines[1].Shutdown(c.ctx)
+	})
+}

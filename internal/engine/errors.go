@@ -12,8 +12,8 @@ import (
 // ErrShutDown answers operations that no longer run because a rank has shut the job down.
 var ErrShutDown = errors.New("the job was shut down before every rank had asked for it")
 
-// MismatchError says that the ranks' requests for a tensor contradict each other. The job goes on: the program
-// is wrong, not the machine.
+// MismatchError is the coordinator's refusal: the ranks' requests for a tensor contradict each other, or ask together
+// for what cannot be done. The job goes on: the program is wrong, not the machine.
 type MismatchError struct {
 	// Tensor is the name that the ranks share.
 	Tensor string
@@ -59,11 +59,12 @@ type OpError struct {
 }
 
 func (e *OpError) Error() string {
-	var m *MismatchError
-	if errors.As(e.Err, &m) {
-		return "hvd: " + m.Text // which begins with operation and tensor
+	text := e.Err.Error()
+	// Some causes name operation and tensor themselves, or that ranks disagree about the operation.
+	if strings.HasPrefix(text, fmt.Sprintf("%s %q", e.Op, e.Tensor)) || strings.HasPrefix(text, fmt.Sprintf("tensor %q", e.Tensor)) {
+		return "hvd: " + text
 	}
-	return fmt.Sprintf("hvd: %s %q: %v", e.Op, e.Tensor, e.Err)
+	return fmt.Sprintf("hvd: %s %q: %s", e.Op, e.Tensor, text)
 }
 
 func (e *OpError) Unwrap() error { return e.Err }

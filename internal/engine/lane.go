@@ -26,12 +26,13 @@ type work struct {
 // lane executes the grants of one process set, in order. It shares nothing with other lanes, so that a set that
 // executes for seconds delays no other.
 type lane struct {
-	set     controller.Set
-	me      int // position of this rank in the set
-	queue   *tensorqueue.Queue
-	manager *ops.Manager
-	buffer  fusion.Buffer
-	counts  []int64 // scratch of allgather
+	set            controller.Set
+	me             int // position of this rank in the set
+	queue          *tensorqueue.Queue
+	manager        *ops.Manager
+	maxResultBytes int64 // of an allgather
+	buffer         fusion.Buffer
+	counts         []int64 // scratch of allgather
 
 	bell chan struct{}
 
@@ -39,6 +40,22 @@ type lane struct {
 	todo  []*work
 	ended bool  // no more work will come
 	err   error // answers everything that is left
+}
+
+// plan is the coordinator's choice for a response on this lane.
+func (l *lane) plan(r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
+	if err := l.checkResult(r.Kind, numBytes); err != nil {
+		return message.NoBackend, message.NoAlgorithm, err
+	}
+	return l.manager.Plan(r, numBytes)
+}
+
+// checkResult refuses a result that would be allocated here because another rank says so, and cannot be.
+func (l *lane) checkResult(k message.Kind, numBytes int64) error {
+	if k == message.Allgather && numBytes > l.maxResultBytes {
+		return fmt.Errorf("the result has %d bytes, want at most %d, the memory of the host", numBytes, l.maxResultBytes)
+	}
+	return nil
 }
 
 // push queues w.
@@ -243,6 +260,9 @@ func (l *lane) allgather(ctx context.Context, backend ops.Backend, w *work) erro
 		n := rows * row * int64(r.DType.Size())
 		l.counts = append(l.counts, n)
 		total += n
+	}
+	if err := l.checkResult(r.Kind, total); err != nil {
+		return err
 	}
 	e.Output = e.Allocate(int(total))
 	copy(e.Output[mine:], e.Input)

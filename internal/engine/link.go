@@ -40,7 +40,11 @@ type outgoing struct {
 	end uint64 // total after this buffer
 }
 
-// send queues a frame. It does not block and keeps nothing of frame. In steady state it allocates nothing.
+// errBacklog is a frame that cannot be sent to a peer though the connection stands.
+var errBacklog = errors.New("cannot be told")
+
+// send queues a frame. It does not block and keeps nothing of frame. In steady state it allocates nothing. An error
+// other than errBacklog ends the receiving half too: let it report, after the frames that came before.
 func (l *link) send(frame []byte) error {
 	sent := l.conn.Sent()
 	n := 0
@@ -48,9 +52,14 @@ func (l *link) send(frame []byte) error {
 		l.free = append(l.free, l.queued[n].buf[:0])
 		n++
 	}
-	l.queued = append(l.queued[:0], l.queued[n:]...)
+	kept := copy(l.queued, l.queued[n:])
+	clear(l.queued[kept:])
+	l.queued = l.queued[:kept]
+	if len(frame) > message.MaxFrameBytes {
+		return fmt.Errorf("%w: a frame of %d bytes, want at most %d", errBacklog, len(frame), message.MaxFrameBytes)
+	}
 	if l.total-sent > maxUnsent {
-		return fmt.Errorf("%d bytes wait for it, which is more than %d: it does not read", l.total-sent, maxUnsent)
+		return fmt.Errorf("%w: %d bytes wait for it, want at most %d: it does not read", errBacklog, l.total-sent, maxUnsent)
 	}
 	var buf []byte
 	if k := len(l.free); k > 0 {

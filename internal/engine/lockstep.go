@@ -62,9 +62,6 @@ func isVerdict(frame []byte) bool {
 
 // interruptLanes cuts off what the loop executes.
 func (e *Engine) interruptLanes() {
-	if e.cfg.Mesh == nil {
-		return
-	}
 	for _, l := range e.lanes {
 		e.cfg.Mesh.Abort(transport.DataLane(l.set.ID), errInterrupted)
 	}
@@ -80,7 +77,7 @@ func (e *Engine) lockstepLoop(ctx context.Context) error {
 		core: controller.NewLockstep(controller.LockstepConfig{
 			Rank: e.cfg.Rank, Sets: []controller.Set{controller.Global(e.cfg.Size)},
 			CacheCapacity: e.cfg.CacheCapacity, FusionThresholdBytes: e.cfg.FusionThresholdBytes,
-			Plan: e.lanes[0].manager.Plan,
+			Plan: e.lanes[0].plan,
 		}),
 	}
 	period := e.cfg.CycleTime
@@ -119,6 +116,7 @@ func (e *Engine) lockstepLoop(ctx context.Context) error {
 // cycle runs one. An error is a failure to be judged.
 func (s *lockstep) cycle() (over bool, err error) {
 	e := s.e
+	shutdown := e.shutdown.Load() // before Pop: what was submitted before it does not come after it
 	e.scratch.entries = e.queue.Pop(e.scratch.entries[:0])
 	for _, entry := range e.scratch.entries {
 		if err := s.core.Submit(entry.Set, &entry.Request); err != nil {
@@ -126,7 +124,7 @@ func (s *lockstep) cycle() (over bool, err error) {
 		}
 	}
 	clear(e.scratch.entries)
-	if e.shutdown.Load() {
+	if shutdown {
 		s.core.Shutdown()
 	}
 	and, or, err := s.allreduce(s.core.Vectors())
@@ -391,8 +389,9 @@ func (s *lockstep) judge(err error, own *PeerError) error {
 		return end
 	} else if end != nil {
 		errors.As(end, &own)
-	} else if errors.Is(err, errInterrupted) {
-		errors.As(s.failure, &own)
+	} else if errors.Is(err, errInterrupted) && !errors.As(s.failure, &own) {
+		r, reason := blame(s.failure, s.e.cfg.Rank)
+		own = &PeerError{Ranks: []int{int(r)}, Reason: reason}
 	}
 	down := &message.Down{Type: message.DownFail, Reason: own.Reason}
 	for _, r := range own.Ranks {
