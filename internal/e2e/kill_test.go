@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
@@ -107,6 +108,51 @@ func TestLeaveWithoutShutdown(t *testing.T) {
 	}
 	if !strings.Contains(j.err(), "rank 1") {
 		t.Errorf("hvdrun does not name rank 1:\n%s", j.err())
+	}
+}
+
+// A job whose processes are all stopped and go on later (what a scheduler does when it suspends a job) goes on too; a
+// rank that is stopped alone is taken for dead, by itself as well.
+func TestStoppedProcesses(t *testing.T) {
+	for _, victims := range [][]int{{0, 1, 2}, {1}} {
+		t.Run(fmt.Sprint(victims), func(t *testing.T) {
+			t.Parallel()
+			stop := filepath.Join(t.TempDir(), "stop")
+			j := start(t, 3, "steady", stopVariable+"="+stop, "HVD_LIVENESS_SECONDS=3")
+			pids, ready := map[int]int{}, 0
+			j.until("all ranks were ready", func(l line) bool {
+				if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+					pids[l.rank], _ = strconv.Atoi(text)
+				}
+				if l.text == "ready" {
+					ready++
+				}
+				return ready == 3
+			})
+			signal := func(s syscall.Signal) {
+				for _, r := range victims {
+					if err := syscall.Kill(pids[r], s); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			signal(syscall.SIGSTOP)
+			<-time.After(5 * time.Second)
+			signal(syscall.SIGCONT)
+			if err := os.WriteFile(stop, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			status := j.wait()
+			if len(victims) == 3 {
+				if status != 0 || strings.Count(j.out(), ">:rounds ") != 3 {
+					t.Errorf("the job ended with status %d:\n%s\n%s", status, j.out(), j.err())
+				}
+				return
+			}
+			if status != 1 || strings.Count(j.out(), ": rank 1 failed: silent for 3s") != 3 {
+				t.Errorf("the job ended with status %d:\n%s\n%s", status, j.out(), j.err())
+			}
+		})
 	}
 }
 

@@ -10,7 +10,7 @@ import (
 )
 
 // overTCP gives the ranks of a job channels over loopback.
-func overTCP(b *testing.B, n int) func(*engine.Config) {
+func overTCP(b testing.TB, n int) func(*engine.Config) {
 	endpoints := make([]*tcp.Endpoint, n)
 	addrs := make([]string, n)
 	for r := range endpoints {

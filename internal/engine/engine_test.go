@@ -141,61 +141,82 @@ func TestSums(t *testing.T) {
 
 // A rank that dies is named to all others, whether they execute or negotiate, and every operation is answered.
 func TestDeath(t *testing.T) {
-	both(t, func(t *testing.T, lockstep bool) {
-		for _, executing := range []bool{false, true, true, true} {
-			for victim := range 4 {
-				t.Run(fmt.Sprintf("executing=%v/victim=%d", executing, victim), func(t *testing.T) {
-					c := start(t, 4, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
-					started := make(chan struct{})
-					var once sync.Once
-					delay := time.Duration(rand.IntN(8)) * time.Millisecond
-					go func() {
-						<-started
-						if executing {
-							<-time.After(delay) // anywhere in an operation
+	const n = 4
+	for _, over := range []string{"mem", "tcp"} {
+		t.Run(over, func(t *testing.T) {
+			both(t, func(t *testing.T, lockstep bool) {
+				for _, executing := range []bool{false, true, true, true} {
+					for victim := range n {
+						change := func(*engine.Config) {}
+						if over == "tcp" {
+							change = overTCP(t, n)
 						}
-						c.net.Kill(topo.Rank(victim))
-						c.engines[victim].Close()
-					}()
-					c.each(func(r int) {
-						if r == victim && !executing {
-							once.Do(func() { close(started) }) // it never submits
-							return
-						}
-						size := 8
-						if executing {
-							size = 4 << 20
-						}
-						for i := 0; ; i++ {
-							err := c.wait(c.allreduce(r, fmt.Sprintf("x%d", i), make([]byte, size)))
-							if err == nil {
-								if i == 3 {
-									once.Do(func() { close(started) })
-								}
-								continue
-							}
-							if r == victim {
-								return
-							}
-							var peer *engine.PeerError
-							if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{victim}) {
-								t.Errorf("rank %d: got error %v, want one that names rank %d", r, err, victim)
-							}
-							if !strings.Contains(err.Error(), fmt.Sprintf("hvd: allreduce %q: rank %d failed", fmt.Sprintf("x%d", i), victim)) {
-								t.Errorf("rank %d: error %q does not name operation, tensor and rank", r, err)
-							}
-							return
-						}
-					})
-					for r, e := range c.engines {
-						if err := e.Shutdown(c.ctx); err == nil && r != victim {
-							t.Errorf("rank %d: shutdown after the failure gave no error", r)
+						c := start(t, n, func(cfg *engine.Config) {
+							change(cfg)
+							cfg.Lockstep = lockstep
+						})
+						dies(t, c, victim, executing)
+						if t.Failed() {
+							t.Fatalf("victim %d, executing %v", victim, executing)
 						}
 					}
-				})
+				}
+			})
+		})
+	}
+}
+
+// dies has a rank die: while all execute large operations, or while the others wait for it in negotiation.
+func dies(t *testing.T, c *cluster, victim int, executing bool) {
+	started := make(chan struct{})
+	var once sync.Once
+	var killer sync.WaitGroup
+	delay := time.Duration(rand.IntN(8000)) * time.Microsecond
+	killer.Go(func() {
+		<-started
+		if executing {
+			<-time.After(delay) // anywhere in an operation
+		}
+		c.net.Kill(topo.Rank(victim))
+		c.engines[victim].Close()
+	})
+	c.each(func(r int) {
+		if r == victim && !executing {
+			once.Do(func() { close(started) }) // it never submits
+			return
+		}
+		size := 8
+		if executing {
+			size = 4 << 20
+		}
+		for i := 0; ; i++ {
+			name := fmt.Sprintf("x%d", i)
+			err := c.wait(c.allreduce(r, name, make([]byte, size)))
+			if err == nil {
+				if i == 3 {
+					once.Do(func() { close(started) })
+				}
+				continue
 			}
+			if r == victim {
+				return
+			}
+			var peer *engine.PeerError
+			if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{victim}) {
+				t.Errorf("rank %d: got error %v, want one that names rank %d", r, err, victim)
+			}
+			if !strings.HasPrefix(err.Error(), fmt.Sprintf("hvd: allreduce %q: rank %d failed", name, victim)) {
+				t.Errorf("rank %d: error %q does not name operation, tensor and rank", r, err)
+			}
+			return
 		}
 	})
+	killer.Wait()
+	for r, e := range c.engines {
+		if err := e.Shutdown(c.ctx); err == nil && r != victim {
+			t.Errorf("rank %d: shutdown after the failure gave no error", r)
+		}
+	}
 }
 
 // A peer that does not keep to the protocol is named, and nobody hangs.
