@@ -12,6 +12,12 @@ import (
 // ErrShutDown answers operations that no longer run because a rank has shut the job down.
 var ErrShutDown = errors.New("the job was shut down before every rank had asked for it")
 
+// ErrClosed is the end of an epoch that Close cut short.
+var ErrClosed = errors.New("the engine was closed")
+
+// ErrCutShort is the end of a shutdown that made no progress while operations were still running.
+var ErrCutShort = fmt.Errorf("%w; operations that were still running were cut off", ErrShutDown)
+
 // MismatchError is the coordinator's refusal: the ranks' requests for a tensor contradict each other, or ask together
 // for what cannot be done. The job goes on: the program is wrong, not the machine.
 type MismatchError struct {

@@ -1,0 +1,370 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// BackgroundThreadLoop runs turns until the epoch is over, then lets go of everything.
+func (e *Engine) BackgroundThreadLoop() {
+	defer close(e.released)
+	var lanes, connected sync.WaitGroup
+	ctx, cancel := context.WithCancelCause(context.Background())
+	defer cancel(nil)
+	if e.cfg.Lockstep {
+		e.inbox.watch, e.inbox.interrupt = e.isFailure, e.interruptLanes
+	}
+	for _, l := range e.links {
+		connected.Go(func() { l.receive(&e.inbox) })
+	}
+	var err error
+	if e.cfg.Lockstep {
+		err = e.lockstepLoop(ctx)
+	} else {
+		for _, l := range e.lanes {
+			lanes.Go(func() { l.run(ctx, e.laneFinished) })
+		}
+		err = e.loop()
+	}
+	e.failure = err
+	e.answer(err, &lanes, cancel)
+	close(e.ended)
+	// The last frames must reach the peers. A connection that is closed while something unread has come over it is
+	// reset, and a reset may overtake the verdict: after a failure the connections stand until somebody
+	// calls Shutdown or Close.
+	flushed := make(chan struct{})
+	connected.Go(func() {
+		defer close(flushed)
+		for _, l := range e.links {
+			_ = l.flush() // a peer that is gone needs no farewell
+		}
+	})
+	select {
+	case <-flushed:
+	case <-time.After(flushTimeout):
+	}
+	if err != nil {
+		<-e.stop
+	}
+	if err := e.cfg.Mesh.Close(); err != nil {
+		e.log.Warn("closing connections", zap.Error(err))
+	}
+	connected.Wait()
+}
+
+// flushTimeout is how long the last frames may take to leave.
+const flushTimeout = time.Second
+
+// loop is nil after an orderly shutdown.
+func (e *Engine) loop() error {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		next, over, err := e.RunLoopOnce()
+		if over {
+			return err
+		}
+		timer.Reset(next - time.Since(e.start))
+		select {
+		case <-e.bell:
+		case <-timer.C:
+		case <-e.stop:
+			return ErrClosed
+		}
+	}
+}
+
+// answer ends the lanes and answers everything that is left, with err unless that is nil.
+func (e *Engine) answer(err error, lanes *sync.WaitGroup, cancel func(error)) {
+	reason := err
+	if err == nil {
+		reason = ErrShutDown
+	}
+	var p *PeerError
+	if errors.As(err, &p) {
+		e.log.Error("the job failed", zap.Error(err))
+		if e.cfg.OnVerdict != nil {
+			e.cfg.OnVerdict(p)
+		}
+	}
+	e.queue.Close(reason)
+	for _, l := range e.lanes {
+		l.end(err)
+	}
+	if err != nil {
+		cancel(err) // cuts off what the lanes execute
+	}
+	lanes.Wait()
+	for _, entry := range e.queue.InFlight() {
+		e.queue.Finish(entry, opError(&entry.Request, reason))
+	}
+}
+
+// laneFinished is called by lanes.
+func (e *Engine) laneFinished(w *work, err error) {
+	e.mu.Lock()
+	e.finished = append(e.finished, finishedWork{w, err})
+	e.mu.Unlock()
+	e.ring()
+}
+
+// RunLoopOnce is one turn: take the queue, classify each request against the cache, send one frame if there is
+// anything to say, apply the frames that came, hand grants to lanes. It does not block. It says when the next turn
+// is due at the latest, as a time since start; over means that the epoch is, and why.
+func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
+	now := time.Since(e.start)
+	e.member.Tick(now)
+	if e.coordinator != nil {
+		e.coordinator.Tick(now)
+	}
+	e.takeFinished()
+	e.takeRequests()
+	e.speak()
+	s := &e.scratch
+	s.events = e.inbox.take(s.events[:0])
+	for i := range s.events {
+		// Connections that this process closed itself say nothing about the peers.
+		if errors.Is(s.events[i].err, transport.ErrClosed) {
+			return 0, true, ErrClosed
+		}
+		e.hear(&s.events[i])
+	}
+	clear(s.events)
+	if e.coordinator != nil {
+		e.announce()
+	}
+	// What the frames brought: grants, a stop, and the bye that may follow from it.
+	spoke := e.speak()
+	if e.stopped && e.granted == 0 {
+		e.member.Drained()
+		spoke = e.speak() || spoke
+	}
+	if spoke && e.coordinator != nil {
+		e.ring() // the coordinator heard it after its announcement
+	}
+	switch {
+	case e.member.Verdict() != nil:
+		return 0, true, newPeerError(e.member.Verdict())
+	case e.member.Closed() && e.granted > 0:
+		return 0, true, ErrCutShort
+	case e.member.Closed():
+		return 0, true, nil
+	}
+	next = e.member.Next()
+	if e.coordinator != nil {
+		next = min(next, e.coordinator.Next())
+	}
+	return next, false, nil
+}
+
+func (e *Engine) takeFinished() {
+	s := &e.scratch
+	e.mu.Lock()
+	s.finished = append(s.finished[:0], e.finished...)
+	clear(e.finished)
+	e.finished = e.finished[:0]
+	e.mu.Unlock()
+	for _, f := range s.finished {
+		if errors.Is(f.err, transport.ErrClosed) {
+			continue // the receivers have heard it too
+		}
+		if f.err != nil {
+			e.log.Warn("an operation failed", zap.String("tensor", f.w.grant.Responses[0].Name), zap.Error(f.err))
+			e.member.Suspect(blame(f.err, e.cfg.Rank))
+			continue
+		}
+		e.granted--
+		e.member.Finished(f.w.grant)
+		clear(f.w.entries)
+		f.w.entries, f.w.grant = f.w.entries[:0], nil
+		e.works = append(e.works, f.w)
+	}
+	clear(s.finished)
+}
+
+func (e *Engine) takeRequests() {
+	s := &e.scratch
+	// In this order: what was submitted before the shutdown travels with it or before it.
+	shutdown := e.shutdown.Load()
+	s.entries = e.queue.Pop(s.entries[:0])
+	for _, entry := range s.entries {
+		if err := e.member.Submit(entry.Set, &entry.Request); err != nil {
+			e.queue.Finish(entry, opError(&entry.Request, err))
+		}
+	}
+	clear(s.entries)
+	if shutdown {
+		e.member.Shutdown()
+	}
+}
+
+// speak sends and runs what the member wants, and reports whether it sent something.
+func (e *Engine) speak() (spoke bool) {
+	r := e.member.Ready()
+	var failed error // of this rank's own making, or of a coordinator that grants what it should not
+	suspect := e.cfg.Rank
+	for _, up := range r.Ups {
+		if up == nil {
+			continue
+		}
+		spoke = true
+		frame, err := message.AppendUp(e.scratch.frame[:0], up)
+		if err != nil {
+			failed = err
+			break
+		}
+		e.scratch.frame = frame
+		if e.coordinator != nil {
+			e.coordinatorStep(e.cfg.Rank, frame)
+		} else if err := e.links[0].send(frame); errors.Is(err, errBacklog) {
+			e.member.Lost(err.Error())
+		}
+	}
+	for _, g := range r.Grants {
+		if failed == nil {
+			if failed = e.dispatch(g); failed != nil {
+				suspect = 0
+			}
+		}
+	}
+	stop := r.Stop
+	e.member.Advance()
+	if failed != nil {
+		// Not before Advance, which drops what Ready said.
+		e.log.Error("cannot go on", zap.Error(failed))
+		e.member.Suspect(suspect, failed.Error())
+		e.ring()
+	}
+	if stop {
+		e.stopped = true
+		e.queue.Close(ErrShutDown)
+		for _, entry := range e.queue.InFlight() {
+			if !entry.Granted {
+				e.queue.Finish(entry, opError(&entry.Request, ErrShutDown))
+			}
+		}
+	}
+	return spoke
+}
+
+// dispatch gives a grant to its lane.
+func (e *Engine) dispatch(g *controller.Grant) error {
+	var w *work
+	if n := len(e.works); n > 0 {
+		w, e.works = e.works[n-1], e.works[:n-1]
+	} else {
+		w = new(work)
+	}
+	w.grant = g
+	if err := e.match(w); err != nil {
+		return err
+	}
+	e.granted++
+	for _, l := range e.lanes {
+		if l.set.ID == g.Set {
+			l.push(w)
+		}
+	}
+	return nil
+}
+
+// match finds this rank's tensors for a grant.
+func (e *Engine) match(w *work) error {
+	for _, r := range w.grant.Responses {
+		entry := e.queue.Find(r.Name)
+		if entry == nil {
+			return fmt.Errorf("it granted %v %q, which this rank has not submitted", r.Kind, r.Name)
+		}
+		if r.Kind != message.Error && !r.Matches(&entry.Request, int(e.cfg.Rank)) {
+			return fmt.Errorf("it granted %v %q with other parameters than this rank submitted", r.Kind, r.Name)
+		}
+		if entry.Granted {
+			return fmt.Errorf("it granted %v %q twice", r.Kind, r.Name)
+		}
+		entry.Granted = true
+		w.entries = append(w.entries, entry)
+	}
+	return nil
+}
+
+// hear applies something that came over a control connection.
+func (e *Engine) hear(ev *event) {
+	switch {
+	case e.coordinator != nil && errors.Is(ev.err, errFrame):
+		e.coordinator.Fault(ev.from, fmt.Sprintf("it broke the protocol: %v", ev.err))
+	case e.coordinator != nil && ev.err != nil:
+		e.coordinator.Lost(ev.from, fmt.Sprintf("its control connection ended: %v", ev.err))
+	case e.coordinator != nil:
+		e.coordinatorStep(ev.from, ev.frame)
+		e.inbox.recycle(ev.frame)
+	case ev.err != nil:
+		e.member.Lost(fmt.Sprintf("its control connection ended: %v", ev.err))
+	default:
+		e.memberStep(ev.frame)
+		e.inbox.recycle(ev.frame)
+	}
+}
+
+func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
+	if err := message.DecodeUp(frame, &e.scratch.up); err != nil {
+		e.coordinator.Fault(from, fmt.Sprintf("it broke the protocol: %v", err))
+		return
+	}
+	e.coordinator.Step(from, &e.scratch.up)
+}
+
+func (e *Engine) memberStep(frame []byte) {
+	if err := message.DecodeDown(frame, &e.scratch.down); err != nil {
+		e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err))
+		return
+	}
+	// The step's own outputs (grants) accumulate; what it lets us say is said by the next speak.
+	if err := e.member.Step(&e.scratch.down); err != nil {
+		e.log.Error("the coordinator broke the protocol", zap.Error(err))
+	}
+}
+
+// announce sends what the coordinator has decided. Rank 0's own member hears it by the same encoding, last, so
+// that its work does not delay the others.
+func (e *Engine) announce() {
+	failed := e.scratch.failed[:0]
+	for _, o := range e.coordinator.Ready() {
+		frame, err := message.AppendDown(e.scratch.frame[:0], o.Down)
+		if err != nil {
+			failed = append(failed, event{from: e.cfg.Rank, err: err}) // the others must not wait for it
+			continue
+		}
+		e.scratch.frame = frame
+		for _, r := range o.To {
+			if r == 0 {
+				continue
+			}
+			// Any other error ends the receiving half too, which has read what came before.
+			if err := e.links[r-1].send(frame); errors.Is(err, errBacklog) {
+				failed = append(failed, event{from: r, err: err})
+			}
+		}
+		if slices.Contains(o.To, 0) {
+			e.memberStep(frame)
+		}
+	}
+	e.coordinator.Advance()
+	// Not before: Advance drops what Ready said, and a verdict would go with it.
+	for _, f := range failed {
+		e.coordinator.Fault(f.from, f.err.Error())
+		e.ring()
+	}
+	clear(failed)
+	e.scratch.failed = failed
+}
