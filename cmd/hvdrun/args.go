@@ -7,24 +7,38 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// normalize accepts torchrun's _ for - in long flags, and Horovod's and mpirun's names for the number of ranks.
+// aliases are Horovod's and mpirun's other names of flags.
+var aliases = map[string]string{
+	"np":               "num-proc",
+	"cb":               "check-build",
+	"prefix-timestamp": "prefix-output-with-timestamp",
+}
+
+// singleDash are long names that Horovod takes with one dash.
+var singleDash = []string{"np", "cb", "prefix-timestamp", "hostfile"}
+
+// ownCommands are hvdrun's own if they come first. After flags or -- they are commands to launch.
+var ownCommands = []string{"completion", configCommand, "help", "__complete", "__completeNoDesc"}
+
+// normalize accepts torchrun's _ for - in long flags, and aliases.
 func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {
-	if name = strings.ReplaceAll(name, "_", "-"); name == "np" {
-		name = "num-proc"
+	name = strings.ReplaceAll(name, "_", "-")
+	if canonical, ok := aliases[name]; ok {
+		name = canonical
 	}
 	return pflag.NormalizedName(name)
 }
 
-// ownCommands are hvdrun's own if they come first. After flags or -- they are commands to launch.
-var ownCommands = []string{"completion", "__complete", "__completeNoDesc"}
-
 // rewrite makes the arguments ones that pflag can read: -np becomes --np, and -- comes before the command to
 // launch, so that its name and flags are never taken for hvdrun's.
 func rewrite(args []string, flags *pflag.FlagSet) []string {
-	if len(args) > 0 && slices.Contains(ownCommands, args[0]) {
-		return args
-	}
 	var out []string
+	if len(args) > 0 && slices.Contains(ownCommands, args[0]) {
+		if args[0] != configCommand {
+			return args
+		}
+		out, args = args[:1:1], args[1:] // what follows is as if it were to be launched
+	}
 	for len(args) > 0 {
 		arg := args[0]
 		if arg == "--" {
@@ -34,7 +48,7 @@ func rewrite(args []string, flags *pflag.FlagSet) []string {
 			return append(append(out, "--"), args...)
 		}
 		args = args[1:]
-		if arg == "-np" || strings.HasPrefix(arg, "-np=") {
+		if name, _, _ := strings.Cut(arg[1:], "="); slices.Contains(singleDash, name) {
 			arg = "-" + arg
 		}
 		out = append(out, arg)

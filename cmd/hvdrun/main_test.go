@@ -114,8 +114,24 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "--no-such-flag"}, touch...), "no-such-flag"},
 		{append([]string{"-np", "2", "-q"}, touch...), "'q'"},
 		{append([]string{"-np", "2", "-x", "=1"}, touch...), `-x: got "=1"`},
-		{append([]string{"-np", "2", "-x", "HOROVOD_RANK=1"}, touch...), "HOROVOD_RANK"},
-		{append([]string{"-np", "2", "--start-timeout", "soon"}, touch...), `"soon"`},
+		{append([]string{"-np", "2", "-x", "HOROVOD_RANK=1"}, touch...), "HOROVOD_RANK is set by the launcher itself"},
+		{append([]string{"-np", "2", "--start-timeout", "soon"}, touch...), `--start-timeout: got "soon", want a number of seconds`},
+		{append([]string{"-np", "2", "--start-timeout="}, touch...), `--start-timeout: got "", want a number of seconds`},
+		{append([]string{"-np", "2", "--fusion-threshold-mb", "-1"}, touch...), `--fusion-threshold-mb: got "-1", want a number of MiB`},
+		{append([]string{"-np", "2", "--cache-capacity=x"}, touch...), `--cache-capacity: got "x", want a whole number`},
+		{append([]string{"-np", "2", "--deterministic=x"}, touch...), `--deterministic: got "x", want no value`},
+		{append([]string{"-np", "2", "-x", "HOROVOD_CACHE_CAPACITY=x"}, touch...), `HOROVOD_CACHE_CAPACITY from flag -x: got "x"`},
+		{append([]string{"-np", "2", "-x", "HOROVOD_CPU_OPERATIONS=ccl"}, touch...), "not built into this version"},
+		{append([]string{"-np", "2", "--cache-capasity", "7"}, touch...), "unknown flag: --cache-capasity; did you mean --cache-capacity?"},
+		{append([]string{"-np", "2", "--config-file", "no/such.yaml"}, touch...), "no/such.yaml"},
+		{append([]string{"-np", "2", "--config-file="}, touch...), "want one file"},
+		{append([]string{"-np", "2", "--config-file", "a", "--config-file", "b"}, touch...), `--config-file: got "b", want one file`},
+		{append([]string{"-np", "2", "-H", "h1:2,h2:2"}, touch...), "--hosts: this version does not have jobs on several hosts"},
+		{append([]string{"-np", "2", "-hostfile", "f"}, touch...), "--hostfile: this version does not have jobs on several hosts"},
+		{append([]string{"-np", "2", "-p", "22"}, touch...), "--ssh-port: this version does not have"},
+		{append([]string{"--min-np", "2"}, touch...), "--min-np: this version does not have elastic jobs"},
+		{append([]string{"--mpi"}, touch...), "--mpi: this version does not have MPI"},
+		{append([]string{"--timeline-filename=t.json"}, touch...), "--timeline-filename: this version does not have the timeline"},
 	} {
 		t.Run(strings.Join(c.args, " "), func(t *testing.T) {
 			stdout, stderr, status := output(t, c.args...)
@@ -179,6 +195,7 @@ func TestStatusOfTheJob(t *testing.T) {
 		{[]string{"completion"}, 127}, // the user's command of this name, which is not there
 		{[]string{"--", "completion"}, 127},
 		{[]string{"--", "help"}, 127},
+		{[]string{"config"}, 127},
 	} {
 		if _, stderr, status := output(t, append([]string{"-np", "2"}, c.args...)...); status != c.want ||
 			c.want >= 126 && c.want <= 127 && !strings.Contains(stderr, c.args[len(c.args)-1]) {
@@ -213,10 +230,19 @@ func TestHelp(t *testing.T) {
 	if n := strings.Count(stdout, "\n  hvdrun -np "); n != 3 {
 		t.Errorf("got %d lines that show hvdrun -np, want the usage and two examples", n)
 	}
+	text := strings.Join(strings.Fields(stdout), " ") // lines are wrapped
 	for _, s := range config.Settings() {
-		if !strings.Contains(stdout, s.Name) || !strings.Contains(stdout, s.Doc) {
-			t.Errorf("%s is missing", s.Name)
+		if !strings.Contains(text, s.Name) || !strings.Contains(text, s.Doc) || !strings.Contains(text, s.Fallback()) {
+			t.Errorf("%s, its description or its default is missing", s.Name)
 		}
+		for _, f := range s.Flags {
+			if shown := strings.Contains(text, " --"+f.Name+" "); shown != (f.Instead == "") {
+				t.Errorf("--%s: shown: %v, deprecated: %v", f.Name, shown, f.Instead != "")
+			}
+		}
+	}
+	if strings.Contains(stdout, "--hosts") {
+		t.Error("a flag is shown that this version does not have")
 	}
 	if strings.Contains(stdout, launch.HelperArg) {
 		t.Error("the helper's argument is shown")
@@ -236,6 +262,16 @@ func TestCompletion(t *testing.T) {
 	}
 	if stdout, _, status := output(t, "__complete", "--num"); status != 0 || !strings.Contains(stdout, "--num-proc") {
 		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
+	}
+	if stdout, _, status := output(t, "__complete", "config", "--cache"); status != 0 || !strings.Contains(stdout, "--cache-capacity") {
+		t.Errorf("got exit status %d and %q, want the setting's flag", status, stdout)
+	}
+	// Nothing leads to a flag that would be rejected.
+	if stdout, _, status := output(t, "__complete", "--ho"); status != 0 || strings.Contains(stdout, "--hosts") {
+		t.Errorf("got exit status %d and %q, want no flag that this version does not have", status, stdout)
+	}
+	if _, stderr, status := output(t, "--hsts"); status != 2 || stderr != "hvdrun: unknown flag: --hsts\nTry 'hvdrun --help'.\n" {
+		t.Errorf("got exit status %d and %q, want no such flag suggested", status, stderr)
 	}
 }
 
@@ -326,6 +362,13 @@ func TestRewrite(t *testing.T) {
 		{"--output_filename d a", "--output_filename d -- a"},
 		{"--unknown a", "--unknown -- a"},
 		{"- a", "-- - a"},
+		{"-cb", "--cb"},
+		{"-prefix-timestamp -np=2 a -cb", "--prefix-timestamp --np=2 -- a -cb"},
+		{"--deterministic a", "--deterministic -- a"},
+		{"--cycle_time_ms 2 a", "--cycle_time_ms 2 -- a"},
+		{"config", "config"},
+		{"config -np 2 --json a --b", "config --np 2 --json -- a --b"},
+		{"-np 2 config", "--np 2 -- config"},
 		{"completion bash", "completion bash"},
 		{"--verbose completion", "--verbose -- completion"},
 	} {

@@ -1,20 +1,23 @@
 // Package config holds the settings: one table, read in one place.
 //
-// A setting carries Horovod's name where Horovod has it (HOROVOD_...) and ours where it has not (HVD_...).
-// Nothing else in this module reads the environment.
+// A setting carries Horovod's name where Horovod has it (HOROVOD_...) and ours where it has not (HVD_...). The table
+// makes how values are read, hvdrun's flags and help, and the page docs/settings.md. Nothing else in this module
+// reads the environment.
+//
+// A value comes from the highest of these that gives one: the program (API), a flag of hvdrun, the environment, the
+// file named by HVD_CONFIG_FILE, the default. Config.Origin says which it was.
 package config
 
 import (
 	"fmt"
-	"math"
 	"os"
-	"slices"
 	"strconv"
-	"strings"
 	"time"
 )
 
-// Unset is the value of a topology setting that the environment does not give.
+//go:generate go test -run ^TestPageIsUpToDate$ -rewrite .
+
+// Unset is the value of a topology setting that nothing gives.
 const Unset = -1
 
 // Config is the value of every setting.
@@ -47,99 +50,129 @@ type Config struct {
 	CacheCapacity int
 	// Lockstep selects the controller in which all ranks enter every cycle.
 	Lockstep bool
+	// DisableGroupFusion keeps a group's tensors out of responses with tensors that are not of the group.
+	DisableGroupFusion bool
+	// StallWarning is how long a tensor may wait for some ranks before they are named; 0 never names them.
+	StallWarning time.Duration
+	// StallShutdown is how long it may wait before the job is ended, at least StallWarning; 0 never ends it.
+	StallShutdown time.Duration
+	// DynamicProcessSets allows process sets to be added and removed after Init.
+	DynamicProcessSets bool
+	// Deterministic gives the same bits from run to run, whatever arrives first. It costs speed.
+	Deterministic bool
+	// OperationTimeout bounds every operation, from being submitted to its end; 0 does not.
+	OperationTimeout time.Duration
 	// LogLevel is the least severity that is logged.
 	LogLevel string
+	// LogHideTime leaves the time out of the log.
+	LogHideTime bool
+	// ThreadAffinity is the core of each local rank's thread; empty pins none.
+	ThreadAffinity []int
+	// Warnings are sentences for people on settings that do not do what they may have been meant to, without those
+	// that the launcher has shown already.
+	Warnings []string
+
+	stallCheckDisabled bool
+	given              map[string]value // by the name of the setting; those not in it have the default
+	warned             []string         // what Warnings and the launcher's warnings are about
 }
 
-// Setting is one row of the table.
-type Setting struct {
-	// Name is the environment variable.
-	Name string
-	// Default is what an unset variable means, as text.
-	Default string
-	// Doc is a sentence for people, with the unit.
-	Doc string
-
-	parse func(c *Config, text string) error
+// Sources are where values come from. An empty value in the environment or from the program counts as none.
+type Sources struct {
+	// Environ is NAME=value, as of os.Environ.
+	Environ []string
+	// Flags are the launcher's, in the order of its command line. A file named by one overrides those before it and
+	// is overridden by those after it.
+	Flags []FlagValue
+	// API is what the program sets, by name.
+	API map[string]string
+	// Launcher says that this is the launcher: what places a rank in the job is left alone.
+	Launcher bool
+	// HaveStore says that the program brings a rendezvous store of its own, so that none need be named.
+	HaveStore bool
 }
 
-var settings = []Setting{
-	{"HOROVOD_RANK", "none", "rank of this process, 0 to size-1; set by the launcher", intRow(func(c *Config) *int { return &c.Rank }, 0)},
-	{"HOROVOD_SIZE", "none", "number of processes in the job; set by the launcher", intRow(func(c *Config) *int { return &c.Size }, 1)},
-	{"HOROVOD_LOCAL_RANK", "by host", "rank among the processes of this host", intRow(func(c *Config) *int { return &c.LocalRank }, 0)},
-	{"HOROVOD_LOCAL_SIZE", "by host", "number of processes on this host", intRow(func(c *Config) *int { return &c.LocalSize }, 1)},
-	{"HOROVOD_CROSS_RANK", "by host", "index of this host among those that have this local rank", intRow(func(c *Config) *int { return &c.CrossRank }, 0)},
-	{"HOROVOD_CROSS_SIZE", "by host", "number of hosts that have this local rank", intRow(func(c *Config) *int { return &c.CrossSize }, 1)},
-	{"HOROVOD_GLOO_RENDEZVOUS_ADDR", "none", "host of the launcher's store", textRow(func(c *Config) *string { return &c.RendezvousAddr })},
-	{"HOROVOD_GLOO_RENDEZVOUS_PORT", "none", "port of the launcher's store", portRow},
-	{"HOROVOD_HOSTNAME", "the host's name", "identity of this host: ranks with equal ones are local to each other", textRow(func(c *Config) *string { return &c.Hostname })},
-	{"HOROVOD_GLOO_TIMEOUT_SECONDS", "30", "seconds until Init gives up waiting for the other ranks", secondsRow(func(c *Config) *time.Duration { return &c.StartTimeout })},
-	{"HOROVOD_FUSION_THRESHOLD", "134217728", "bytes that one fused response may hold; 0 fuses nothing", bytesRow},
-	{"HOROVOD_CYCLE_TIME", "0", "least milliseconds between two negotiation cycles; 0 answers at once", cycleRow},
-	{"HOROVOD_CACHE_CAPACITY", "1024", "responses that are remembered; 0 remembers none", intRow(func(c *Config) *int { return &c.CacheCapacity }, 0)},
-	{"HOROVOD_LOG_LEVEL", "warning", "trace, debug, info, warning, error or fatal", levelRow},
-	{"HVD_JOB_ID", "gohvd", "identity of the job, at most 64 bytes; connections from another job are refused; set by the launcher", jobRow},
-	{"HVD_LIVENESS_SECONDS", "10", "seconds of silence after which a rank is taken for dead, at least 3; the same at all ranks", livenessRow},
-	{"HVD_NEGOTIATION", "event", "event: ranks speak when they have news; lockstep: all ranks enter every cycle", negotiationRow},
+// FlagValue is one flag of the launcher's command line.
+type FlagValue struct {
+	// Flag is the flag as people write it, such as --cache-capacity.
+	Flag string
+	// Name is the setting and Value its value as in the environment (see Setting.FromFlag).
+	Name, Value string
 }
 
-// Settings lists the table in the order of the documentation. The caller may keep and change the slice.
-func Settings() []Setting { return append([]Setting(nil), settings...) }
-
-// Defaults is the configuration of an empty environment.
+// Defaults is the configuration where nothing is given.
 func Defaults() Config {
-	return Config{
+	c := Config{
 		Rank: Unset, Size: Unset,
 		LocalRank: Unset, LocalSize: Unset,
 		CrossRank: Unset, CrossSize: Unset,
-		StartTimeout:         30 * time.Second,
-		LivenessTimeout:      10 * time.Second,
-		FusionThresholdBytes: 128 << 20,
-		CacheCapacity:        1024,
-		JobID:                "gohvd",
-		LogLevel:             "warning",
 	}
+	for _, s := range settings {
+		if s.Default == "" {
+			continue
+		}
+		if err := s.set(&c, s.Default); err != nil {
+			panic(fmt.Sprintf("config: default of %s: %v", s.Name, err))
+		}
+	}
+	return c
 }
 
-// FromEnvironment reads every setting from the process environment, but those in overrides, by name, from
-// there. haveStore says that the program brings a rendezvous store of its own, so that none need be named.
+// FromEnvironment is Load for a rank: from its environment, and from overrides, by name, which the program sets.
+// haveStore says that the program brings a rendezvous store of its own.
 func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error) {
-	for name := range overrides {
-		if !slices.ContainsFunc(settings, func(s Setting) bool { return s.Name == name }) {
-			return Config{}, fmt.Errorf("config: there is no setting %q", name)
-		}
-	}
-	c, err := Load(func(name string) (string, bool) {
-		if v, ok := overrides[name]; ok {
-			return v, true
-		}
-		return os.LookupEnv(name)
-	}, haveStore)
+	c, err := Load(Sources{Environ: os.Environ(), API: overrides, HaveStore: haveStore})
 	if err != nil {
-		return c, err
+		return Config{}, err
 	}
 	if c.Hostname == "" {
 		if c.Hostname, err = os.Hostname(); err != nil {
-			return c, fmt.Errorf("config: HOROVOD_HOSTNAME is not set and the host has no name: %w", err)
+			return Config{}, fmt.Errorf("config: HOROVOD_HOSTNAME is not set and the host has no name: %w", err)
 		}
 	}
 	return c, nil
 }
 
-// Load reads every setting through lookup, which answers like os.LookupEnv. An empty value counts as
-// unset. The error names the variable, its value and what was wanted.
-func Load(lookup func(name string) (string, bool), haveStore bool) (Config, error) {
+// Load reads every setting. The error names the setting, where its value came from, the value and what was wanted.
+func Load(src Sources) (Config, error) {
+	l, err := collect(src)
+	if err != nil {
+		return Config{}, err
+	}
 	c := Defaults()
+	c.given = l.given
 	for _, s := range settings {
-		text, ok := lookup(s.Name)
-		if !ok || text == "" {
+		v, ok := c.given[s.Name]
+		if !ok {
 			continue
 		}
-		if err := s.parse(&c, text); err != nil {
-			return c, fmt.Errorf("config: %s=%q: %w", s.Name, text, err)
+		if err := s.set(&c, v.text); err != nil {
+			return Config{}, fmt.Errorf("config: %s from %s: got %q, %w", s.Name, v.origin, v.text, err)
 		}
 	}
-	return c, c.check(haveStore)
+	l.warnings = append(l.warnings, c.settleStalls()...)
+	c.warn(l.warnings, l.shown)
+	if err := c.check(src.HaveStore); err != nil {
+		return Config{}, err
+	}
+	return c, nil
+}
+
+// settleStalls applies Horovod's rules for the stall check's settings.
+func (c *Config) settleStalls() []warning {
+	const name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+	if c.stallCheckDisabled {
+		c.StallWarning = 0
+	}
+	if c.StallShutdown == 0 || c.StallWarning != 0 && c.StallShutdown >= c.StallWarning {
+		return nil
+	}
+	reason := "the stall check is off"
+	if c.StallWarning != 0 {
+		reason = fmt.Sprintf("%v is less than the %v of HOROVOD_STALL_CHECK_TIME_SECONDS", c.StallShutdown, c.StallWarning)
+	}
+	c.StallShutdown = 0
+	return []warning{noEffect(name, reason)}
 }
 
 // check holds the settings against each other.
@@ -160,107 +193,4 @@ func orUnset(v int) string {
 		return "unset"
 	}
 	return strconv.Itoa(v)
-}
-
-func textRow(field func(*Config) *string) func(*Config, string) error {
-	return func(c *Config, text string) error {
-		*field(c) = text
-		return nil
-	}
-}
-
-func intRow(field func(*Config) *int, least int) func(*Config, string) error {
-	return func(c *Config, text string) error {
-		v, err := strconv.ParseInt(text, 10, 32)
-		if err != nil || v < int64(least) {
-			return fmt.Errorf("want a whole number of at least %d", least)
-		}
-		*field(c) = int(v)
-		return nil
-	}
-}
-
-func jobRow(c *Config, text string) error {
-	if len(text) > 64 {
-		return fmt.Errorf("want at most 64 bytes, got %d", len(text))
-	}
-	c.JobID = text
-	return nil
-}
-
-func portRow(c *Config, text string) error {
-	v, err := strconv.ParseUint(text, 10, 16)
-	if err != nil || v == 0 {
-		return fmt.Errorf("want a port, 1 to 65535")
-	}
-	c.RendezvousPort = int(v)
-	return nil
-}
-
-func bytesRow(c *Config, text string) error {
-	v, err := strconv.ParseInt(text, 10, 64)
-	if err != nil || v < 0 {
-		return fmt.Errorf("want a number of bytes, 0 or more")
-	}
-	c.FusionThresholdBytes = v
-	return nil
-}
-
-func secondsRow(field func(*Config) *time.Duration) func(*Config, string) error {
-	return func(c *Config, text string) error {
-		d, err := duration(text, time.Second)
-		if err != nil || d == 0 {
-			return fmt.Errorf("want a number of seconds above 0 and at most a million")
-		}
-		*field(c) = d
-		return nil
-	}
-}
-
-// livenessRow leaves room for a few heartbeats, which come each second.
-func livenessRow(c *Config, text string) error {
-	d, err := duration(text, time.Second)
-	if err != nil || d < 3*time.Second {
-		return fmt.Errorf("want a number of seconds, 3 to a million")
-	}
-	c.LivenessTimeout = d
-	return nil
-}
-
-func cycleRow(c *Config, text string) error {
-	d, err := duration(text, time.Millisecond)
-	if err != nil {
-		return fmt.Errorf("want a number of milliseconds, 0 to a million")
-	}
-	c.CycleTime = d
-	return nil
-}
-
-func duration(text string, unit time.Duration) (time.Duration, error) {
-	v, err := strconv.ParseFloat(text, 64)
-	if err != nil || math.IsNaN(v) || v < 0 || v > 1e6 {
-		return 0, strconv.ErrRange
-	}
-	return time.Duration(v * float64(unit)), nil
-}
-
-func levelRow(c *Config, text string) error {
-	switch l := strings.ToLower(text); l {
-	case "trace", "debug", "info", "warning", "error", "fatal":
-		c.LogLevel = l
-		return nil
-	}
-	return fmt.Errorf("want trace, debug, info, warning, error or fatal")
-}
-
-func negotiationRow(c *Config, text string) error {
-	switch text {
-	case "event":
-		c.Lockstep = false
-	case "lockstep":
-		c.Lockstep = true
-	default:
-		return fmt.Errorf("want event or lockstep")
-	}
-	return nil
 }

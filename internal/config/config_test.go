@@ -1,6 +1,9 @@
 package config_test
 
 import (
+	"math"
+	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -8,11 +11,38 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
+func environ(env map[string]string) []string {
+	var list []string
+	for name, text := range env {
+		list = append(list, name+"="+text)
+	}
+	return list
+}
+
 func load(env map[string]string) (config.Config, error) {
-	return config.Load(func(name string) (string, bool) {
-		v, ok := env[name]
-		return v, ok
-	}, false)
+	return config.Load(config.Sources{Environ: environ(env)})
+}
+
+// setting finds a row of the table.
+func setting(t *testing.T, name string) config.Setting {
+	t.Helper()
+	s, ok := config.Lookup(name)
+	if !ok {
+		t.Fatalf("there is no setting %s", name)
+	}
+	return s
+}
+
+// withoutOrigins are the fields that people see.
+func withoutOrigins(c config.Config) config.Config {
+	var fields config.Config
+	from, to := reflect.ValueOf(c), reflect.ValueOf(&fields).Elem()
+	for i := range from.NumField() {
+		if from.Type().Field(i).IsExported() {
+			to.Field(i).Set(from.Field(i))
+		}
+	}
+	return fields
 }
 
 func TestEmptyEnvironmentIsDefaults(t *testing.T) {
@@ -20,30 +50,49 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got != config.Defaults() {
-		t.Errorf("got %+v, want the defaults", got)
+	want := config.Config{
+		Rank: config.Unset, Size: config.Unset,
+		LocalRank: config.Unset, LocalSize: config.Unset,
+		CrossRank: config.Unset, CrossSize: config.Unset,
+		JobID: "gohvd", StartTimeout: 30 * time.Second, LivenessTimeout: 10 * time.Second,
+		FusionThresholdBytes: 128 << 20, CacheCapacity: 1024, DynamicProcessSets: true,
+		StallWarning: time.Minute, LogLevel: "warning",
+	}
+	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
+		t.Errorf("got  %+v\nwant %+v", got, want)
+	}
+	if got := withoutOrigins(config.Defaults()); !reflect.DeepEqual(got, want) {
+		t.Errorf("Defaults() gives %+v\nwant %+v", got, want)
 	}
 }
 
+// every is a value other than the default for every setting, but the launcher's own messages.
+var every = map[string]string{
+	"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4",
+	"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "2",
+	"HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2",
+	"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
+	"HOROVOD_HOSTNAME": "h1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "2.5",
+	"HOROVOD_FUSION_THRESHOLD": "65536", "HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_CACHE_CAPACITY": "2",
+	"HOROVOD_DISABLE_GROUP_FUSION": "1", "HOROVOD_DYNAMIC_PROCESS_SETS": "0",
+	"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5", "HOROVOD_STALL_CHECK_DISABLE": "no",
+	"HOROVOD_CONTROLLER": "TCP", "HOROVOD_CPU_OPERATIONS": "Gloo", "HOROVOD_THREAD_AFFINITY": "4, 2,0",
+	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes",
+	"HVD_JOB_ID": "j", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
+	"HVD_DETERMINISTIC": "true", "HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
+}
+
 func TestEverySettingIsHonoured(t *testing.T) {
-	env := map[string]string{
-		"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4",
-		"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "2",
-		"HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2",
-		"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
-		"HOROVOD_HOSTNAME": "h1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "2.5",
-		"HOROVOD_FUSION_THRESHOLD": "65536", "HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_CACHE_CAPACITY": "2",
-		"HOROVOD_LOG_LEVEL": "DEBUG", "HVD_JOB_ID": "j", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
-	}
 	for _, s := range config.Settings() {
-		if _, ok := env[s.Name]; !ok {
-			t.Errorf("%s is in the table but not in this test", s.Name)
+		_, ok := every[s.Name]
+		if own := s.Name == config.FileVariable || s.Name == "HVD_FLAGS" || s.Name == "HVD_SHOWN"; ok == own {
+			t.Errorf("%s: in the test: %v, one without a field: %v", s.Name, ok, own)
 		}
-		if s.Doc == "" || s.Default == "" {
-			t.Errorf("%s has no documentation or no default", s.Name)
+		if s.Doc == "" || s.Section == "" || s.Want() == "" || (s.Default == "") == (s.Otherwise == "") {
+			t.Errorf("%s lacks a description, a section, or exactly one of default and otherwise", s.Name)
 		}
 	}
-	got, err := load(env)
+	got, err := load(every)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -52,10 +101,17 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", JobID: "j",
 		StartTimeout: 2500 * time.Millisecond, LivenessTimeout: 3 * time.Second,
 		FusionThresholdBytes: 65536, CycleTime: 500 * time.Microsecond, CacheCapacity: 2,
-		Lockstep: true, LogLevel: "debug",
+		Lockstep: true, DisableGroupFusion: true, DynamicProcessSets: false, Deterministic: true,
+		StallWarning: 5 * time.Second, StallShutdown: 5 * time.Second, OperationTimeout: 250 * time.Millisecond,
+		LogLevel: "debug", LogHideTime: true, ThreadAffinity: []int{4, 2, 0},
 	}
-	if got != want {
+	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
+	}
+	for name, text := range every {
+		if o := got.Origin(name).String(); o != "environment" || got.Value(name) != text {
+			t.Errorf("%s: got %q from %s, want %q from the environment", name, got.Value(name), o, text)
+		}
 	}
 }
 
@@ -65,19 +121,50 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 		{"HOROVOD_SIZE", "0", "at least 1"},
 		{"HOROVOD_SIZE", "99999999999", "at least 1"},
 		{"HOROVOD_GLOO_RENDEZVOUS_PORT", "70000", "a port"},
-		{"HOROVOD_GLOO_TIMEOUT_SECONDS", "0", "seconds above 0"},
-		{"HOROVOD_GLOO_TIMEOUT_SECONDS", "NaN", "seconds above 0"},
+		{"HOROVOD_GLOO_TIMEOUT_SECONDS", "0", "seconds, 0.001 to 1000000"},
+		{"HOROVOD_GLOO_TIMEOUT_SECONDS", "NaN", "seconds, 0.001 to 1000000"},
 		{"HOROVOD_FUSION_THRESHOLD", "64MB", "bytes"},
-		{"HOROVOD_CYCLE_TIME", "-1", "milliseconds"},
+		{"HOROVOD_FUSION_THRESHOLD", "-1", "bytes"},
+		{"HOROVOD_CYCLE_TIME", "-1", "milliseconds, 0 to 1000000"},
+		{"HOROVOD_CYCLE_TIME", "1e300", "milliseconds, 0 to 1000000"},
 		{"HOROVOD_CACHE_CAPACITY", "x", "at least 0"},
+		{"HOROVOD_DISABLE_GROUP_FUSION", "maybe", "true, false"},
+		{"HVD_DETERMINISTIC", "1x", "true, false"},
+		{"HOROVOD_STALL_CHECK_TIME_SECONDS", "-1", "seconds"},
+		{"HVD_OPERATION_TIMEOUT_SECONDS", "", ""},
+		{"HOROVOD_CONTROLLER", "MPI", "not built into this version: want gloo or tcp"},
+		{"HOROVOD_CONTROLLER", "ccl", "want gloo or tcp"},
+		{"HOROVOD_CPU_OPERATIONS", "mpi", "not built into this version"},
+		{"HOROVOD_CPU_OPERATIONS", "ccl", "not built into this version"},
+		{"HOROVOD_THREAD_AFFINITY", "1,,2", "commas"},
+		{"HOROVOD_THREAD_AFFINITY", "-1", "commas"},
 		{"HOROVOD_LOG_LEVEL", "loud", "trace, debug"},
-		{"HVD_LIVENESS_SECONDS", "2.9", "3 to a million"},
+		{"HVD_LIVENESS_SECONDS", "2.9", "3 to 1000000"},
 		{"HVD_NEGOTIATION", "mpi", "event or lockstep"},
 		{"HVD_JOB_ID", strings.Repeat("j", 65), "at most 64 bytes"},
 	} {
 		_, err := load(map[string]string{c.name: c.value})
-		if err == nil || !strings.Contains(err.Error(), c.name) || !strings.Contains(err.Error(), c.want) {
-			t.Errorf("%s=%q: got error %v, want one naming the variable and %q", c.name, c.value, err, c.want)
+		if c.value == "" {
+			if err != nil {
+				t.Errorf("%s empty: got error %v, want none", c.name, err)
+			}
+			continue
+		}
+		if err == nil || !strings.Contains(err.Error(), c.name+" from environment: got \""+c.value+"\"") || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s=%q: got error %v, want one naming variable, origin, value and %q", c.name, c.value, err, c.want)
+		}
+	}
+}
+
+// The rule for numbers is Horovod's: strtol(value) > 0.
+func TestBooleans(t *testing.T) {
+	for text, want := range map[string]bool{
+		"1": true, "2": true, "true": true, "True": true, "YES": true,
+		"0": false, "-1": false, "false": false, "no": false,
+	} {
+		c, err := load(map[string]string{"HVD_DETERMINISTIC": text, "HOROVOD_DYNAMIC_PROCESS_SETS": text})
+		if err != nil || c.Deterministic != want || c.DynamicProcessSets != want {
+			t.Errorf("%q: got %v, %v and error %v, want %v", text, c.Deterministic, c.DynamicProcessSets, err, want)
 		}
 	}
 }
@@ -96,20 +183,350 @@ func TestSettingsThatContradict(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%v: got error %v, want %q", c.env, err, c.want)
 		}
+		if _, err := config.Load(config.Sources{Environ: environ(c.env), Launcher: true}); err != nil {
+			t.Errorf("%v: the launcher, which places the ranks anew, got error %v", c.env, err)
+		}
 	}
 	if _, err := load(map[string]string{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}); err != nil {
 		t.Errorf("a job of one needs no store: %v", err)
 	}
 }
 
+func TestStallSettings(t *testing.T) {
+	const warn, end, off = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_DISABLE"
+	for _, c := range []struct {
+		env         map[string]string
+		warning     time.Duration
+		shutdown    time.Duration
+		wantWarning string
+	}{
+		{map[string]string{warn: "7"}, 7 * time.Second, 0, ""},
+		{map[string]string{warn: "7", end: "7"}, 7 * time.Second, 7 * time.Second, ""},
+		{map[string]string{warn: "7", end: "6.5"}, 7 * time.Second, 0, end + " has no effect: 6.5s is less than the 7s of " + warn},
+		{map[string]string{end: "59"}, time.Minute, 0, end + " has no effect: 59s is less than the 1m0s of " + warn},
+		{map[string]string{off: "1"}, 0, 0, ""},
+		{map[string]string{off: "1", warn: "7", end: "8"}, 0, 0, end + " has no effect: the stall check is off"},
+		{map[string]string{warn: "0", end: "8"}, 0, 0, end + " has no effect: the stall check is off"},
+		{map[string]string{off: "0", end: "60"}, time.Minute, time.Minute, ""},
+	} {
+		got, err := load(c.env)
+		if err != nil || got.StallWarning != c.warning || got.StallShutdown != c.shutdown || strings.Join(got.Warnings, "\n") != c.wantWarning {
+			t.Errorf("%v: got %v, %v, %q and error %v, want %v, %v, %q", c.env,
+				got.StallWarning, got.StallShutdown, got.Warnings, err, c.warning, c.shutdown, c.wantWarning)
+		}
+	}
+}
+
+func TestUnknownNames(t *testing.T) {
+	for name, want := range map[string]string{
+		"HOROVOD_FUSION_TRESHOLD": "HOROVOD_FUSION_TRESHOLD is not a setting; did you mean HOROVOD_FUSION_THRESHOLD?",
+		"HOROVOD_CAHCE_CAPACITY":  "HOROVOD_CAHCE_CAPACITY is not a setting; did you mean HOROVOD_CACHE_CAPACITY?",
+		"HVD_CACHE_CAPACITY":      "HVD_CACHE_CAPACITY is not a setting; did you mean HOROVOD_CACHE_CAPACITY?",
+		"HOROVOD_DETERMINISTIC":   "HOROVOD_DETERMINISTIC is not a setting; did you mean HVD_DETERMINISTIC?",
+		"HOROVOD_RNAK":            "HOROVOD_RNAK is not a setting; did you mean HOROVOD_RANK?",
+		"HOROVOD_AUTOTUNES":       "HOROVOD_AUTOTUNES is not a setting; did you mean HOROVOD_AUTOTUNE?",
+		"HVD_MY_OWN_VARIABLE":     "HVD_MY_OWN_VARIABLE is not a setting",
+		"HOROVOD_":                "HOROVOD_ is not a setting",
+
+		"HOROVOD_TIMELINE": "HOROVOD_TIMELINE has no effect: this version writes no timeline",
+		"HVD":              "",
+		"OTHER_RANK":       "",
+	} {
+		c, err := load(map[string]string{name: "1"})
+		if err != nil || strings.Join(c.Warnings, "\n") != want {
+			t.Errorf("got %q and error %v, want %q", c.Warnings, err, want)
+		}
+		if c, _ := load(map[string]string{name: ""}); len(c.Warnings) > 0 {
+			t.Errorf("%s, empty: got %q, want no warning", name, c.Warnings)
+		}
+	}
+	c, err := load(map[string]string{"HVD_ZZZZZZ": "1", "HVD_AAAAAA": "1"})
+	if err != nil || len(c.Warnings) != 2 || !strings.HasPrefix(c.Warnings[0], "HVD_AAAAAA") {
+		t.Errorf("got %q and error %v, want both, in order", c.Warnings, err)
+	}
+}
+
+func TestNearest(t *testing.T) {
+	candidates := []string{"params.cache_capacity", "timeline.enabled", "stall_check.enabled", "logging.level"}
+	for name, want := range map[string]string{
+		"params.cache_capcity":           "params.cache_capacity",
+		"cache_capacity":                 "params.cache_capacity",
+		"stall_check.cache_capacity":     "params.cache_capacity",
+		"stal_check.enabled":             "stall_check.enabled",
+		"LOGGING.LEVLE":                  "logging.level",
+		"logging.loud":                   "",
+		"":                               "",
+		strings.Repeat("x", 1000) + ".y": "",
+	} {
+		if got := config.Nearest(name, candidates, "."); got != want {
+			t.Errorf("%q: got %q, want %q", name, got, want)
+		}
+	}
+	if got := config.Nearest("rnak", []string{"snap", "rank"}, ""); got != "rank" {
+		t.Errorf("letters that changed places: got %q, want rank", got)
+	}
+	if got := config.Nearest("a.b", []string{"a.c", "x.b"}, ""); got != "a.c" {
+		t.Errorf("without a separator and with two as near: got %q, want the first", got)
+	}
+}
+
+func TestWithoutEffect(t *testing.T) {
+	seen := make(map[string]bool)
+	for _, i := range config.Inerts() {
+		if i.Reason == "" || seen[i.Name] {
+			t.Errorf("%s has no reason or is there twice", i.Name)
+		}
+		seen[i.Name] = true
+		if _, ok := config.Lookup(i.Name); ok {
+			t.Errorf("%s is a setting as well", i.Name)
+		}
+		want := i.Name + " has no effect: " + i.Reason
+		if c, err := load(map[string]string{i.Name: "7"}); err != nil || !slices.Equal(c.Warnings, []string{want}) {
+			t.Errorf("%s=7: got %q and error %v, want %q", i.Name, c.Warnings, err, want)
+		}
+		if c, err := load(map[string]string{i.Name: i.Default}); err != nil || len(c.Warnings) > 0 {
+			t.Errorf("%s has Horovod's default: got %q and error %v, want no warning", i.Name, c.Warnings, err)
+		}
+	}
+	for name, texts := range map[string][]string{
+		"HOROVOD_AUTOTUNE":                        {"0", "false", "no", "00"},
+		"HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": {"0.80"},
+		"HOROVOD_BATCH_D2D_MEMCOPIES":             {"1", "true"},
+	} {
+		for _, text := range texts {
+			if c, err := load(map[string]string{name: text}); err != nil || len(c.Warnings) > 0 {
+				t.Errorf("%s=%s: got %q and error %v, want no warning", name, text, c.Warnings, err)
+			}
+		}
+	}
+}
+
 func TestOverridesWin(t *testing.T) {
 	t.Setenv("HOROVOD_CACHE_CAPACITY", "7")
+	t.Setenv("HOROVOD_CYCLE_TIME", "8")
 	t.Setenv("HOROVOD_HOSTNAME", "h")
-	c, err := config.FromEnvironment(map[string]string{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_CACHE_CAPACITY": "9"}, true)
-	if err != nil || c.CacheCapacity != 9 || c.Size != 2 || c.Hostname != "h" {
+	c, err := config.FromEnvironment(map[string]string{
+		"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_CACHE_CAPACITY": "9", "HOROVOD_CYCLE_TIME": "",
+	}, true)
+	if err != nil || c.CacheCapacity != 9 || c.CycleTime != 8*time.Millisecond || c.Size != 2 || c.Hostname != "h" {
 		t.Errorf("got %+v and error %v", c, err)
 	}
-	if _, err := config.FromEnvironment(map[string]string{"HOROVOD_RNAK": "0"}, false); err == nil || !strings.Contains(err.Error(), "HOROVOD_RNAK") {
-		t.Errorf("a setting that does not exist: got error %v", err)
+	for name, want := range map[string]string{
+		"HOROVOD_RNAK":  `there is no setting "HOROVOD_RNAK"; did you mean HOROVOD_RANK?`,
+		"HOROVOD_CMAKE": "HOROVOD_CMAKE has no effect: it is for building",
+	} {
+		if _, err := config.FromEnvironment(map[string]string{name: "0"}, false); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got error %v, want %q", err, want)
+		}
 	}
+	_, err = config.FromEnvironment(map[string]string{"HOROVOD_CACHE_CAPACITY": "x"}, false)
+	if err == nil || !strings.Contains(err.Error(), "HOROVOD_CACHE_CAPACITY from API: got") {
+		t.Errorf("got error %v, want one that names the API", err)
+	}
+}
+
+func TestHostNameIsTheDefault(t *testing.T) {
+	t.Setenv("HOROVOD_HOSTNAME", "")
+	if c, err := config.FromEnvironment(nil, true); err != nil || c.Hostname == "" {
+		t.Errorf("got %q and error %v, want this host's name", c.Hostname, err)
+	}
+}
+
+func TestPrecedence(t *testing.T) {
+	const capacity = "HOROVOD_CACHE_CAPACITY"
+	file := write(t, "params:\n  cache_capacity: 1\n")
+	flag := func(value string) config.FlagValue {
+		return config.FlagValue{Flag: "--cache-capacity", Name: capacity, Value: value}
+	}
+	fileFlag := config.FlagValue{Flag: "--config-file", Name: config.FileVariable, Value: file}
+	byEnviron := config.FileVariable + "=" + file
+	for _, c := range []struct {
+		src        config.Sources
+		want       int
+		wantOrigin string
+	}{
+		{config.Sources{}, 1024, "default"},
+		{config.Sources{Environ: []string{byEnviron}}, 1, "file " + file + " line 2"},
+		{config.Sources{API: map[string]string{config.FileVariable: file}}, 1, "file " + file + " line 2"},
+		{config.Sources{Environ: []string{capacity + "=2"}}, 2, "environment"},
+		{config.Sources{Environ: []string{capacity + "=2", capacity + "=3"}}, 3, "environment"},
+		{config.Sources{Environ: []string{capacity + "=2", capacity + "="}}, 1024, "default"},
+		{config.Sources{Environ: []string{byEnviron, capacity + "=2"}}, 2, "environment"},
+		{config.Sources{Environ: []string{byEnviron}, Flags: []config.FlagValue{flag("3")}}, 3, "flag --cache-capacity"},
+		{config.Sources{Environ: []string{capacity + "=2"}, Flags: []config.FlagValue{flag("3")}}, 3, "flag --cache-capacity"},
+		{config.Sources{Flags: []config.FlagValue{flag("3"), flag("4")}}, 4, "flag --cache-capacity"},
+		{config.Sources{Flags: []config.FlagValue{flag("3"), fileFlag}}, 1, "file " + file + " line 2"},
+		{config.Sources{Flags: []config.FlagValue{fileFlag, flag("3")}}, 3, "flag --cache-capacity"},
+		{config.Sources{Flags: []config.FlagValue{flag("3"), fileFlag}, Environ: []string{capacity + "=2"}}, 2, "environment"},
+		{config.Sources{Flags: []config.FlagValue{flag("3")}, API: map[string]string{capacity: "4"}}, 4, "API"},
+	} {
+		got, err := config.Load(c.src)
+		if o := got.Origin(capacity).String(); err != nil || got.CacheCapacity != c.want || o != c.wantOrigin {
+			t.Errorf("%+v: got %d from %s and error %v, want %d from %s", c.src, got.CacheCapacity, o, err, c.want, c.wantOrigin)
+		}
+	}
+	if o := (config.Config{}).Origin("NO_SUCH").String(); o != "default" {
+		t.Errorf("a name that is no setting: got %s, want default", o)
+	}
+}
+
+// What hvdrun knows of its flags and warnings reaches the ranks with the values.
+func TestForRanks(t *testing.T) {
+	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_AUTOTUNE=1", "HVD_TYPO=1", "HOROVOD_RANK=77"}
+	file := write(t, "timeline: {filename: t.json}\nlogging: {level: info}")
+	launcher, err := config.Load(config.Sources{Environ: env, Launcher: true, Flags: []config.FlagValue{
+		{Flag: "--config-file", Name: config.FileVariable, Value: file},
+		{Flag: "-x", Name: "HOROVOD_THREAD_AFFINITY", Value: "0,1"},
+		{Flag: "--log-hide-timestamp", Name: "HOROVOD_LOG_HIDE_TIME", Value: "1"},
+		{Flag: "--stall-check-shutdown-time-seconds", Name: "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", Value: "3"},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []string{
+		"HOROVOD_AUTOTUNE has no effect", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS has no effect",
+		"HVD_TYPO is not a setting", "file " + file + " line 1: timeline.filename has no effect",
+		"--log-hide-timestamp is deprecated: use --log-without-timestamp",
+	}
+	if len(launcher.Warnings) != len(want) {
+		t.Errorf("got %q, want %d warnings", launcher.Warnings, len(want))
+	}
+	for _, w := range want {
+		if !slices.ContainsFunc(launcher.Warnings, func(got string) bool { return strings.HasPrefix(got, w) }) {
+			t.Errorf("got %q, want %q", launcher.Warnings, w)
+		}
+	}
+
+	env = slices.Concat(env[:3], launcher.ForRanks())
+	rank, err := config.Load(config.Sources{Environ: env})
+	if err != nil || len(rank.Warnings) > 0 {
+		t.Errorf("the rank got %q and error %v, want no warning again", rank.Warnings, err)
+	}
+	for name, want := range map[string]string{
+		"HOROVOD_CYCLE_TIME": "environment", "HOROVOD_THREAD_AFFINITY": "flag -x", "HOROVOD_LOG_HIDE_TIME": "flag --log-hide-timestamp",
+		config.FileVariable: "flag --config-file", "HOROVOD_LOG_LEVEL": "file " + file + " line 2", "HVD_DETERMINISTIC": "default",
+	} {
+		if got := rank.Origin(name).String(); got != want {
+			t.Errorf("%s: got %s, want %s", name, got, want)
+		}
+	}
+
+	// A script between hvdrun and the rank changes a value and adds a mistake.
+	between, err := config.Load(config.Sources{Environ: append(env, "HOROVOD_LOG_HIDE_TIME=0", "HVD_TYPOS=1")})
+	if err != nil || between.Origin("HOROVOD_LOG_HIDE_TIME").String() != "environment" || len(between.Warnings) != 1 {
+		t.Errorf("got origin %s, %q and error %v, want the environment and one warning",
+			between.Origin("HOROVOD_LOG_HIDE_TIME"), between.Warnings, err)
+	}
+
+	// A job in the job hands both on.
+	inner, err := config.Load(config.Sources{Environ: env, Launcher: true})
+	if err != nil || !slices.Equal(inner.ForRanks(), launcher.ForRanks()) {
+		t.Errorf("got %q and error %v, want %q", inner.ForRanks(), err, launcher.ForRanks())
+	}
+	if got := config.Defaults().ForRanks(); len(got) > 0 {
+		t.Errorf("got %q, want nothing where there is nothing to tell", got)
+	}
+}
+
+func TestFromFlag(t *testing.T) {
+	for _, c := range []struct {
+		name       string
+		flag       string
+		text, want string
+	}{
+		{"HOROVOD_FUSION_THRESHOLD", "fusion-threshold-mb", "32", "33554432"},
+		{"HOROVOD_FUSION_THRESHOLD", "fusion-threshold-mb", "0.5", "524288"},
+		{"HOROVOD_FUSION_THRESHOLD", "fusion-threshold-mb", "-1", "want a number of MiB, 0 to 1000000"},
+		{"HOROVOD_CYCLE_TIME", "cycle-time-ms", "3.5", "3.5"},
+		{"HOROVOD_CYCLE_TIME", "cycle-time-ms", "", "want a number of milliseconds, 0 to 1000000"},
+		{"HOROVOD_STALL_CHECK_DISABLE", "stall-check", "true", "0"},
+		{"HOROVOD_STALL_CHECK_DISABLE", "no-stall-check", "true", "1"},
+		{"HOROVOD_STALL_CHECK_DISABLE", "no-stall-check", "false", "0"},
+		{"HOROVOD_LOG_HIDE_TIME", "log-with-timestamp", "true", "0"},
+		{"HOROVOD_LOG_HIDE_TIME", "no-log-hide-timestamp", "true", "0"},
+		{"HVD_DETERMINISTIC", "deterministic", "false", "0"},
+		{"HVD_DETERMINISTIC", "deterministic", "x", "want no value or a boolean: 1, 0, true, false, yes or no"},
+		{"HOROVOD_CONTROLLER", "gloo", "true", "gloo"},
+		{"HOROVOD_CONTROLLER", "gloo", "false", "want no value"},
+	} {
+		s := setting(t, c.name)
+		i := slices.IndexFunc(s.Flags, func(f config.Flag) bool { return f.Name == c.flag })
+		if i < 0 {
+			t.Errorf("%s has no flag --%s", c.name, c.flag)
+			continue
+		}
+		got, err := s.FromFlag(s.Flags[i], c.text)
+		if err != nil {
+			got = err.Error()
+		}
+		if got != c.want {
+			t.Errorf("--%s=%s: got %q, want %q", c.flag, c.text, got, c.want)
+		}
+	}
+}
+
+// Every name of the table is there once, and what its flags and defaults mean can be read.
+func TestTableIsSound(t *testing.T) {
+	seen := make(map[string]bool)
+	once := func(name string) {
+		if seen[name] {
+			t.Errorf("%s is there twice", name)
+		}
+		seen[name] = true
+	}
+	for _, s := range config.Settings() {
+		once(s.Name)
+		if s.Key != "" {
+			once(s.Key)
+		}
+		for _, f := range s.Flags {
+			once("--" + f.Name)
+			if (f.Arg == "") == (f.Means == "") {
+				t.Errorf("--%s: want a value or a meaning, got %+v", f.Name, f)
+			}
+			if f.Arg != "" {
+				continue
+			}
+			env, err := s.FromFlag(f, "true")
+			if err == nil {
+				_, err = load(map[string]string{s.Name: env})
+			}
+			if err != nil {
+				t.Errorf("--%s: %v", f.Name, err)
+			}
+		}
+	}
+	for _, i := range config.Inerts() {
+		if i.Key != "" {
+			once(i.Key)
+		}
+	}
+}
+
+func FuzzValues(f *testing.F) {
+	for name, text := range every {
+		f.Add(name, text)
+	}
+	f.Fuzz(func(t *testing.T, name, text string) {
+		if name == config.FileVariable {
+			return // no business of this test, and the file may be a terminal
+		}
+		c, err := config.Load(config.Sources{Environ: []string{name + "=" + text}, HaveStore: true})
+		if err != nil {
+			return
+		}
+		for _, d := range []time.Duration{c.StartTimeout, c.LivenessTimeout, c.CycleTime, c.StallWarning, c.StallShutdown, c.OperationTimeout} {
+			if d < 0 || d > math.MaxInt64/2 {
+				t.Errorf("%s=%q gives %v", name, text, d)
+			}
+		}
+		if c.StartTimeout == 0 || c.LivenessTimeout < 3*time.Second || c.CacheCapacity < 0 || c.FusionThresholdBytes < 0 || len(c.JobID) > 64 {
+			t.Errorf("%s=%q gives %+v", name, text, c)
+		}
+		for _, core := range c.ThreadAffinity {
+			if core < 0 {
+				t.Errorf("%s=%q gives core %d", name, text, core)
+			}
+		}
+	})
 }

@@ -1,0 +1,174 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/gohvd/gohvd/internal/config"
+)
+
+// group is a heading of the help and the flags under it.
+type group struct {
+	title string
+	flags *pflag.FlagSet
+}
+
+func newGroup(title string) group {
+	g := group{title, pflag.NewFlagSet(title, pflag.ContinueOnError)}
+	g.flags.SortFlags = false
+	return g
+}
+
+// jobFlags are those that are no settings.
+func (r *runner) jobFlags() group {
+	g := newGroup("The job and its output")
+	f := g.flags
+	f.StringVarP(&r.numProc, "num-proc", "n", "", "number of ranks `N`; also -np and --np")
+	f.VarP(&exportFlag{r}, "x", "x",
+		"set `NAME=value` in the ranks' environment; NAME alone changes nothing, as all of hvdrun's environment is passed on")
+	f.StringVar(&r.outputDir, "output-filename", "",
+		"also write each rank's output to `DIR`/rank.R/stdout and stderr, without prefix")
+	f.BoolVar(&r.tagOutput, "tag-output", true, "put [rank]<stdout>: in front of each line")
+	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false, "put the time in front of each line; also -prefix-timestamp")
+	f.BoolVar(&r.verbose, "verbose", false, "tell what hvdrun does")
+	f.BoolVar(&r.checkBuild, "check-build", false, "show what this build has; also -cb")
+	return g
+}
+
+// settingFlags are those of the table of settings, by section.
+func (r *runner) settingFlags() []group {
+	var groups []group
+	for _, s := range config.Settings() {
+		for i, f := range s.Flags {
+			if len(groups) == 0 || groups[len(groups)-1].title != s.Section {
+				groups = append(groups, newGroup(s.Section))
+			}
+			v := groups[len(groups)-1].flags.VarPF(&settingFlag{r, s, f}, f.Name, "", usage(s, i))
+			v.Hidden = f.Instead != ""
+			if f.Arg == "" {
+				v.NoOptDefVal = "true"
+			}
+		}
+	}
+	return groups
+}
+
+// usage is the help on a setting's flag i. The first has the description, the others say how they relate to it.
+func usage(s config.Setting, i int) string {
+	switch first := s.Flags[0]; {
+	case i == 0:
+		return fmt.Sprintf("%s (%s; default: %s)", s.Doc, s.Name, s.Fallback())
+	case s.Flags[i].Means == first.Means:
+		return "the same as --" + first.Name
+	default:
+		return "the opposite of --" + first.Name
+	}
+}
+
+// showFlags are those of hvdrun config alone.
+func (r *runner) showFlags() group {
+	g := newGroup("What is shown")
+	g.flags.BoolVar(&r.asJSON, "json", false, "the settings as JSON")
+	g.flags.BoolVar(&r.asMarkdown, "markdown", false, "the reference page of all settings instead")
+	return g
+}
+
+// settingFlag is the value of a setting's flag.
+type settingFlag struct {
+	r       *runner
+	setting config.Setting
+	flag    config.Flag
+}
+
+func (f *settingFlag) String() string { return "" }
+
+// Type is what the help shows as the value.
+func (f *settingFlag) Type() string {
+	if f.flag.Arg == "" {
+		return "bool"
+	}
+	return f.flag.Arg
+}
+
+func (f *settingFlag) Set(text string) error {
+	value, err := f.setting.FromFlag(f.flag, text)
+	if err != nil {
+		return err
+	}
+	if f.setting.Name == config.FileVariable {
+		if value, err = f.file(value); err != nil {
+			return err
+		}
+	}
+	f.r.flags = append(f.r.flags, config.FlagValue{Flag: "--" + f.flag.Name, Name: f.setting.Name, Value: value})
+	return nil
+}
+
+// file makes the path one that means the same to a rank that changes its directory.
+func (f *settingFlag) file(path string) (string, error) {
+	given := func(v config.FlagValue) bool { return v.Name == config.FileVariable }
+	if path == "" || slices.ContainsFunc(f.r.flags, given) {
+		return "", errors.New("want one file")
+	}
+	return filepath.Abs(path)
+}
+
+// exportFlag is the value of -x. A setting that it gives counts as one given by a flag.
+type exportFlag struct{ r *runner }
+
+func (f *exportFlag) String() string { return "" }
+func (f *exportFlag) Type() string   { return "string" }
+
+func (f *exportFlag) Set(text string) error {
+	name, value, assigned := strings.Cut(text, "=")
+	s, isSetting := config.Lookup(name)
+	switch {
+	case name == "":
+		return errors.New("want NAME or NAME=value")
+	case !assigned:
+		if !slices.ContainsFunc(f.r.env, func(e string) bool { return strings.HasPrefix(e, name+"=") }) {
+			f.r.warnings = append(f.r.warnings, fmt.Sprintf("-x %s: it is not in the environment, so the ranks do not get it", name))
+		}
+	case isSetting && s.Scope != config.ByLauncher && value != "":
+		f.r.flags = append(f.r.flags, config.FlagValue{Flag: "-x", Name: name, Value: value})
+	default:
+		f.r.extra = append(f.r.extra, text)
+	}
+	return nil
+}
+
+// flagError words pflag's errors.
+func flagError(cmd *cobra.Command, err error) error {
+	var (
+		absent  *absentError
+		invalid *pflag.InvalidValueError
+		unknown *pflag.NotExistError
+	)
+	switch {
+	case errors.As(err, &absent):
+		return usageError{absent}
+	case errors.As(err, &invalid):
+		name := "--" + invalid.GetFlag().Name
+		if name == "--x" {
+			name = "-x"
+		}
+		return usagef("%s: got %q, %w", name, invalid.GetValue(), invalid.Unwrap())
+	case errors.As(err, &unknown) && unknown.GetSpecifiedShortnames() == "":
+		var names []string
+		cmd.Flags().VisitAll(func(f *pflag.Flag) {
+			if !f.Hidden {
+				names = append(names, f.Name)
+			}
+		})
+		if near := config.Nearest(unknown.GetSpecifiedName(), names, ""); near != "" {
+			return usagef("%w; did you mean --%s?", err, near)
+		}
+	}
+	return usageError{err}
+}

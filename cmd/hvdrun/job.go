@@ -1,0 +1,101 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/signal"
+	"slices"
+	"strconv"
+
+	"github.com/spf13/cobra"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/rendezvous"
+)
+
+// launch runs the job.
+func (r *runner) launch(_ *cobra.Command, command []string) error {
+	if r.checkBuild {
+		return r.printBuild()
+	}
+	np, err := r.ranks()
+	if err != nil {
+		return err
+	}
+	if len(command) == 0 {
+		return usagef("the command is missing: hvdrun -np %d command [args...]", np)
+	}
+	settings, err := r.settings()
+	if err != nil {
+		return err
+	}
+
+	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	defer store.Close()
+	server, err := rendezvous.Serve("127.0.0.1:0", store, r.logger())
+	if err != nil {
+		return err
+	}
+	defer server.Close()
+	addr, err := netip.ParseAddrPort(server.Addr())
+	if err != nil {
+		return fmt.Errorf("address of the store: %w", err)
+	}
+
+	signals := make(chan os.Signal, 16)
+	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
+		if !signal.Ignored(s) { // as under nohup
+			signal.Notify(signals, s)
+		}
+	}
+	defer signal.Stop(signals)
+
+	result, err := launch.Run(context.Background(), launch.Options{
+		NP: np, Command: command, Env: r.env, Set: slices.Concat(r.extra, settings.ForRanks()),
+		Store: store, StoreAddr: addr,
+		Stdout: r.stdout, Stderr: r.stderr,
+		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,
+		Signals: signals,
+	})
+	r.status = result.Status
+	return err
+}
+
+func (r *runner) ranks() (int, error) {
+	if r.numProc == "" {
+		return 0, usagef("the number of ranks is missing: hvdrun -np N command [args...]")
+	}
+	np, err := strconv.Atoi(r.numProc)
+	if err != nil || np < 1 || np > launch.MaxRanks {
+		return 0, usagef("-np: got %q, want a number from 1 to %d", r.numProc, launch.MaxRanks)
+	}
+	return np, nil
+}
+
+// settings are those that the ranks will have. What there is to warn of is printed.
+func (r *runner) settings() (config.Config, error) {
+	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags, Launcher: true})
+	if err != nil {
+		return c, usageError{err}
+	}
+	for _, w := range slices.Concat(r.warnings, c.Warnings) {
+		fmt.Fprintf(r.stderr, "hvdrun: warning: %s\n", w)
+	}
+	return c, nil
+}
+
+// logger is the store's.
+func (r *runner) logger() *zap.Logger {
+	level := zapcore.WarnLevel
+	if r.verbose {
+		level = zapcore.InfoLevel
+	}
+	return zap.New(zapcore.NewCore(zapcore.NewConsoleEncoder(zap.NewDevelopmentEncoderConfig()),
+		zapcore.Lock(zapcore.AddSync(r.stderr)), level))
+}

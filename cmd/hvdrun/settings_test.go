@@ -1,0 +1,212 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/spf13/pflag"
+
+	"github.com/gohvd/gohvd/internal/config"
+)
+
+// writeFile gives the path of a file of settings.
+func writeFile(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "settings.yaml")
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// Every flag of a setting reaches the ranks under the setting's name.
+func TestSettingFlagsReachTheRanks(t *testing.T) {
+	for _, c := range []struct{ flag, want string }{
+		{"--gloo-timeout-seconds=7", "HOROVOD_GLOO_TIMEOUT_SECONDS=7"},
+		{"--start-timeout=8", "HOROVOD_GLOO_TIMEOUT_SECONDS=8"},
+		{"--thread-affinity=0,1", "HOROVOD_THREAD_AFFINITY=0,1"},
+		{"--fusion-threshold-mb=2", "HOROVOD_FUSION_THRESHOLD=2097152"},
+		{"--cycle-time-ms=1.5", "HOROVOD_CYCLE_TIME=1.5"},
+		{"--cache-capacity=0", "HOROVOD_CACHE_CAPACITY=0"},
+		{"--disable-group-fusion", "HOROVOD_DISABLE_GROUP_FUSION=1"},
+		{"--no-disable-group-fusion", "HOROVOD_DISABLE_GROUP_FUSION=0"},
+		{"--negotiation=lockstep", "HVD_NEGOTIATION=lockstep"},
+		{"--deterministic", "HVD_DETERMINISTIC=1"},
+		{"--no-deterministic", "HVD_DETERMINISTIC=0"},
+		{"--dynamic-process-sets", "HOROVOD_DYNAMIC_PROCESS_SETS=1"},
+		{"--no-dynamic-process-sets", "HOROVOD_DYNAMIC_PROCESS_SETS=0"},
+		{"--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE=1"},
+		{"--stall-check", "HOROVOD_STALL_CHECK_DISABLE=0"},
+		{"--stall-check-warning-time-seconds=4", "HOROVOD_STALL_CHECK_TIME_SECONDS=4"},
+		{"--stall-check-shutdown-time-seconds=70", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=70"},
+		{"--operation-timeout-seconds=5", "HVD_OPERATION_TIMEOUT_SECONDS=5"},
+		{"--liveness-seconds=6", "HVD_LIVENESS_SECONDS=6"},
+		{"--gloo", "HOROVOD_CONTROLLER=gloo"},
+		{"--log-level=info", "HOROVOD_LOG_LEVEL=info"},
+		{"--log-without-timestamp", "HOROVOD_LOG_HIDE_TIME=1"},
+		{"--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME=0"},
+		{"--log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME=1"},
+		{"--no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME=0"},
+	} {
+		r := new(runner)
+		root := r.command()
+		if err := root.ParseFlags([]string{c.flag}); err != nil {
+			t.Errorf("%s: %v", c.flag, err)
+			continue
+		}
+		settings, err := config.Load(config.Sources{Flags: r.flags, Launcher: true})
+		if err != nil || !slices.Contains(settings.ForRanks(), c.want) {
+			t.Errorf("%s: got %q and error %v, want %s", c.flag, settings.ForRanks(), err, c.want)
+		}
+	}
+}
+
+func TestOrderOfFileAndFlags(t *testing.T) {
+	file := writeFile(t, "params:\n  cycle_time_ms: 1\n  cache_capacity: 1\n")
+	cmd := hvdrun(t, "-np", "1", "--tag-output=false",
+		"--cycle-time-ms", "2", "--liveness-seconds", "4", "--config-file", filepath.Base(file), "--cache-capacity", "3",
+		"sh", "-c", `echo "$HOROVOD_CYCLE_TIME/$HOROVOD_CACHE_CAPACITY/$HVD_LIVENESS_SECONDS/$HVD_CONFIG_FILE"`)
+	cmd.Dir = filepath.Dir(file)
+	out, err := cmd.Output()
+	if want := "/3/4/" + file + "\n"; err != nil || string(out) != want {
+		t.Errorf("got %q and error %v, want %q", out, err, want)
+	}
+}
+
+func TestWarnings(t *testing.T) {
+	cmd := hvdrun(t, "-np", "2", "--log-hide-timestamp", "-x", "NO_SUCH_NAME", "-x", "PATH", "-x", "HVD_TYPO=1",
+		"sh", "-c", `echo "$HVD_SHOWN"`)
+	cmd.Env = append(cmd.Env, "HOROVOD_FUSION_TRESHOLD=1")
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := `hvdrun: warning: -x NO_SUCH_NAME: it is not in the environment, so the ranks do not get it
+hvdrun: warning: HOROVOD_FUSION_TRESHOLD is not a setting; did you mean HOROVOD_FUSION_THRESHOLD?
+hvdrun: warning: HVD_TYPO is not a setting
+hvdrun: warning: --log-hide-timestamp is deprecated: use --log-without-timestamp
+`
+	if stderr.String() != want {
+		t.Errorf("got %s\nwant %s", stderr.String(), want)
+	}
+	if got := strings.Count(string(out), ">:HOROVOD_FUSION_TRESHOLD,HVD_TYPO,--log-hide-timestamp\n"); got != 2 {
+		t.Errorf("got %q, want the names at both ranks", out)
+	}
+}
+
+func TestConfigCommand(t *testing.T) {
+	file := writeFile(t, "params:\n  cycle_time_ms: 1\n")
+	args := []string{"config", "-np", "2", "--config-file", file, "--cache-capacity", "7", "-x", "HOROVOD_LOG_LEVEL=info"}
+	run := func(args ...string) string {
+		t.Helper()
+		cmd := hvdrun(t, args...)
+		cmd.Env = append(cmd.Env, "HVD_LIVENESS_SECONDS=5", "HOROVOD_RANK=3")
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(out)
+	}
+
+	table := run(append(args, "no-such-command", "--json")...)
+	for _, want := range []string{
+		"SETTING VALUE FROM",
+		"HVD_CONFIG_FILE " + file + " flag --config-file",
+		"HOROVOD_CYCLE_TIME 1 file " + file + " line 2",
+		"HOROVOD_CACHE_CAPACITY 7 flag --cache-capacity",
+		"HOROVOD_LOG_LEVEL info flag -x",
+		"HVD_LIVENESS_SECONDS 5 environment",
+		"HOROVOD_FUSION_THRESHOLD 134217728 default",
+		"HOROVOD_THREAD_AFFINITY (not pinned) default",
+	} {
+		if !slices.ContainsFunc(strings.Split(table, "\n"), func(line string) bool { return strings.Join(strings.Fields(line), " ") == want }) {
+			t.Errorf("%q is missing in\n%s", want, table)
+		}
+	}
+	if strings.Contains(table, "HOROVOD_RANK") {
+		t.Error("shown is what the launcher sets for each rank")
+	}
+
+	var shown []struct{ Name, Value, Origin string }
+	if err := json.Unmarshal([]byte(run(append(args, "--json")...)), &shown); err != nil {
+		t.Fatal(err)
+	}
+	got := make(map[string]string)
+	for _, s := range shown {
+		got[s.Name] = s.Value + " from " + s.Origin
+	}
+	if len(got) != strings.Count(table, "\n")-1 || got["HOROVOD_CACHE_CAPACITY"] != "7 from flag --cache-capacity" || got["HOROVOD_THREAD_AFFINITY"] != " from default" {
+		t.Errorf("got %q", got)
+	}
+
+	if got := run("config", "--markdown"); got != config.Page() {
+		t.Errorf("got %.80q, want the page", got)
+	}
+	if _, stderr, status := output(t, "config", "--cache-capacity", "x"); status != 2 || !strings.Contains(stderr, `--cache-capacity: got "x"`) {
+		t.Errorf("a bad value: got exit status %d and %q, want 2", status, stderr)
+	}
+	if stdout, _, status := output(t, "config", "--help"); status != 0 || !strings.Contains(stdout, "--json") || !strings.Contains(stdout, "--cache-capacity") {
+		t.Errorf("got exit status %d and %q, want the help", status, stdout)
+	}
+}
+
+func TestCheckBuild(t *testing.T) {
+	for _, flag := range []string{"-cb", "--check-build"} {
+		stdout, stderr, status := output(t, flag)
+		if status != 0 || stderr != "" || strings.Count(stdout, "[X] Gloo") != 2 || strings.Count(stdout, "[ ] MPI\n") != 2 {
+			t.Errorf("%s: got exit status %d, %q and %q, want what is built", flag, status, stdout, stderr)
+		}
+	}
+}
+
+// horovodrun are all flags of horovodrun.
+const horovodrun = `
+version num-proc np check-build disable-cache start-timeout network-interfaces network-interface output-filename verbose
+config-file ssh-port ssh-identity-file fusion-threshold-mb cycle-time-ms cache-capacity hierarchical-allreduce
+no-hierarchical-allreduce hierarchical-allgather no-hierarchical-allgather torus-allreduce no-torus-allreduce autotune
+no-autotune autotune-log-file autotune-warmup-samples autotune-steps-per-sample autotune-bayes-opt-max-samples
+autotune-gaussian-process-noise min-np min-num-proc max-np max-num-proc slots-per-host elastic-timeout reset-limit
+blacklist-cooldown-range timeline-filename timeline-mark-cycles no-timeline-mark-cycles no-stall-check stall-check
+stall-check-warning-time-seconds stall-check-shutdown-time-seconds mpi-threads-disable no-mpi-threads-disable mpi-args
+tcp binding-args num-nccl-streams thread-affinity gloo-timeout-seconds log-level log-with-timestamp
+log-without-timestamp prefix-output-with-timestamp prefix-timestamp log-hide-timestamp no-log-hide-timestamp hosts
+hostfile host-discovery-script gloo mpi jsrun`
+
+// A flag of horovodrun works or is rejected for what it is; none is unknown.
+func TestAllFlagsOfHorovodrunAreKnown(t *testing.T) {
+	flags := new(runner).command().Flags()
+	known := strings.Fields(horovodrun)
+	for _, name := range known {
+		if flags.Lookup(name) == nil {
+			t.Errorf("--%s is unknown", name)
+		}
+	}
+	for _, a := range absentFlags {
+		for _, name := range a.names {
+			if !slices.Contains(known, name) {
+				t.Errorf("--%s is not horovodrun's", name)
+			}
+			var absent *absentError
+			if err := flags.Set(name, "1"); !errors.As(err, &absent) || absent.feature != a.feature {
+				t.Errorf("--%s: got error %v, want %s to be absent", name, err, a.feature)
+			}
+		}
+	}
+	shorthands := map[string]string{"H": "hosts", "p": "ssh-port", "i": "ssh-identity-file", "v": "version", "h": "help", "n": "num-proc", "x": "x"}
+	flags.VisitAll(func(f *pflag.Flag) {
+		if f.Shorthand != "" && shorthands[f.Shorthand] != f.Name {
+			t.Errorf("-%s is --%s, want --%s", f.Shorthand, f.Name, shorthands[f.Shorthand])
+		}
+		delete(shorthands, f.Shorthand)
+	})
+	if len(shorthands) > 0 {
+		t.Errorf("missing are %v", shorthands)
+	}
+}

@@ -1,0 +1,181 @@
+package config
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// maxFileBytes bounds the file of settings. A full one has two KiB.
+const maxFileBytes = 1 << 20
+
+// readFile gives the values that a YAML file has, by the name of the setting, as in the environment.
+func readFile(path string) (map[string]value, []warning, error) {
+	data, err := readBounded(path)
+	if err != nil {
+		return nil, nil, fmt.Errorf("config: file of settings: %w", err)
+	}
+	p := fileParser{path: path, values: make(map[string]value), lines: make(map[string]int)}
+	if err := p.document(data); err != nil {
+		return nil, nil, fmt.Errorf("config: file %s: %w", path, err)
+	}
+	return p.values, p.warnings, nil
+}
+
+func readBounded(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close() // it was only read
+	data, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
+	if err == nil && len(data) > maxFileBytes {
+		err = fmt.Errorf("%s has more than %d bytes", path, maxFileBytes)
+	}
+	return data, err
+}
+
+type fileParser struct {
+	path     string
+	values   map[string]value
+	lines    map[string]int // where each key stands
+	warnings []warning
+}
+
+func (p *fileParser) document(data []byte) error {
+	decoder := yaml.NewDecoder(bytes.NewReader(data))
+	var doc, next yaml.Node
+	switch err := decoder.Decode(&doc); {
+	case errors.Is(err, io.EOF): // nothing but comments
+		return nil
+	case err != nil:
+		return errors.New(strings.TrimPrefix(err.Error(), "yaml: "))
+	}
+	if err := decoder.Decode(&next); !errors.Is(err, io.EOF) {
+		return errors.New("want one YAML document, got more")
+	}
+	return p.mapping(doc.Content[0], "")
+}
+
+// mapping reads the keys of one level: that of the document, where section is empty, or of a section.
+func (p *fileParser) mapping(node *yaml.Node, section string) error {
+	if node = resolve(node); isNull(node) {
+		return nil
+	}
+	if node.Kind != yaml.MappingNode {
+		return fmt.Errorf("line %d: want keys and values%s", node.Line, within(section))
+	}
+	for i := 0; i+1 < len(node.Content); i += 2 {
+		key, content := node.Content[i], node.Content[i+1]
+		var err error
+		if section == "" && isSection(key.Value) {
+			err = p.mapping(content, key.Value)
+		} else {
+			err = p.entry(strings.TrimPrefix(section+"."+key.Value, "."), key.Line, resolve(content))
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func within(section string) string {
+	if section == "" {
+		return ""
+	}
+	return " in " + section
+}
+
+// entry reads one value. key is section.key.
+func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
+	setting, ok := lookupKey(key)
+	noUse, inert := inertByKey(key)
+	if !ok && !inert {
+		return fmt.Errorf("line %d: there is no key %s%s", line, key, suggest(nearestKey(key)))
+	}
+	if before, ok := p.lines[key]; ok {
+		return fmt.Errorf("line %d: %s stands in line %d already", line, key, before)
+	}
+	p.lines[key] = line
+	if isNull(node) {
+		return nil
+	}
+	text, ok := scalar(node)
+	if !ok {
+		return fmt.Errorf("line %d: %s: want a value, not keys", line, key)
+	}
+	if inert {
+		if !same(text, noUse.Default) {
+			p.warnings = append(p.warnings, warning{key, fmt.Sprintf("file %s line %d: %s has no effect: %s", p.path, line, key, noUse.Reason)})
+		}
+		return nil
+	}
+	env, err := setting.fromForm(text)
+	if err != nil {
+		return fmt.Errorf("line %d: %s: got %q, %w", line, key, text, err)
+	}
+	p.values[setting.Name] = value{env, Origin{Source: FromFile, File: p.path, Line: line}}
+	return nil
+}
+
+// scalar is the text of a value; that of a list has commas, as in the environment.
+func scalar(node *yaml.Node) (string, bool) {
+	if node.Kind == yaml.ScalarNode {
+		return node.Value, true
+	}
+	if node.Kind != yaml.SequenceNode {
+		return "", false
+	}
+	items := make([]string, len(node.Content))
+	for i, item := range node.Content {
+		if item = resolve(item); item.Kind != yaml.ScalarNode {
+			return "", false
+		}
+		items[i] = item.Value
+	}
+	return strings.Join(items, ","), true
+}
+
+// resolve follows an alias to what it stands for.
+func resolve(node *yaml.Node) *yaml.Node {
+	if node.Kind == yaml.AliasNode {
+		return node.Alias
+	}
+	return node
+}
+
+// isNull reports whether a value was left out, as in "key:".
+func isNull(node *yaml.Node) bool { return node.Kind == yaml.ScalarNode && node.Tag == "!!null" }
+
+// lookupKey finds the setting of a key. The empty key is nobody's.
+func lookupKey(key string) (Setting, bool) {
+	return find(func(s Setting) bool { return key != "" && s.Key == key })
+}
+
+// isSection reports whether some key stands in the section.
+func isSection(name string) bool {
+	return slices.ContainsFunc(keys(), func(key string) bool { return strings.HasPrefix(key, name+".") })
+}
+
+// keys are those that a file may have, those without effect last.
+func keys() []string {
+	var list []string
+	for _, s := range settings {
+		if s.Key != "" {
+			list = append(list, s.Key)
+		}
+	}
+	for _, i := range inerts {
+		if i.Key != "" {
+			list = append(list, i.Key)
+		}
+	}
+	return list
+}

@@ -1,0 +1,169 @@
+package config_test
+
+import (
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/config"
+)
+
+// write gives the path of a file with that text.
+func write(t testing.TB, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "settings.yaml")
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func loadFile(t testing.TB, text string) (config.Config, string, error) {
+	t.Helper()
+	path := write(t, text)
+	c, err := config.Load(config.Sources{Environ: []string{config.FileVariable + "=" + path}})
+	return c, path, err
+}
+
+const fullFile = `# every key
+controller: gloo
+cpu_operations: tcp
+params:
+  fusion_threshold_mb: 1.5
+  cycle_time_ms: 2
+  cache_capacity: 3
+  disable_group_fusion: true
+  negotiation: lockstep
+stall_check:
+  enabled: yes
+  warning_time_seconds: 4
+  shutdown_time_seconds: 5
+library_options:
+  thread_affinity: [6, 7]
+  gloo_timeout_seconds: 8
+  deterministic: 1
+  dynamic_process_sets: false
+  operation_timeout_seconds: 9
+  liveness_seconds: 10.5
+logging:
+  level: error
+  with_timestamp: false
+`
+
+func TestEveryKeyIsHonoured(t *testing.T) {
+	c, path, err := loadFile(t, fullFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := config.Defaults()
+	want.FusionThresholdBytes = 3 << 19
+	want.CycleTime = 2 * time.Millisecond
+	want.CacheCapacity = 3
+	want.DisableGroupFusion = true
+	want.Lockstep = true
+	want.StallWarning, want.StallShutdown = 4*time.Second, 5*time.Second
+	want.ThreadAffinity = []int{6, 7}
+	want.StartTimeout = 8 * time.Second
+	want.Deterministic = true
+	want.DynamicProcessSets = false
+	want.OperationTimeout = 9 * time.Second
+	want.LivenessTimeout = 10500 * time.Millisecond
+	want.LogLevel = "error"
+	want.LogHideTime = true
+	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
+		t.Errorf("got  %+v\nwant %+v", got, want)
+	}
+	lines := strings.Split(fullFile, "\n")
+	for _, s := range config.Settings() {
+		o := c.Origin(s.Name)
+		if s.Key == "" {
+			continue
+		}
+		if o.Source != config.FromFile || o.File != path || o.Line < 1 ||
+			!strings.HasPrefix(strings.TrimSpace(lines[o.Line-1]), s.Key[strings.LastIndex(s.Key, ".")+1:]+":") {
+			t.Errorf("%s: got %v, want the line of %s", s.Name, o, s.Key)
+		}
+	}
+}
+
+func TestFormsOfFiles(t *testing.T) {
+	for _, c := range []struct {
+		name, text string
+		want       int // the cache's capacity
+	}{
+		{"empty", "", 1024},
+		{"comment", "# nothing\n", 1024},
+		{"empty document", "---\n", 1024},
+		{"null section", "params:\n", 1024},
+		{"null value", "params:\n  cache_capacity:\n", 1024},
+		{"flow", "{params: {cache_capacity: 5}}", 5},
+		{"text", "params: {cache_capacity: '5'}", 5},
+		{"JSON", `{"params": {"cache_capacity": 5}}`, 5},
+		{"alias of nothing", "logging: &x\nstall_check: *x\nparams: {cache_capacity: 5}\n", 5},
+		{"alias", "logging: &x {level: info}\nparams: {cache_capacity: &n 5, cycle_time_ms: *n}\n", 5},
+	} {
+		if got, _, err := loadFile(t, c.text); err != nil || got.CacheCapacity != c.want {
+			t.Errorf("%s: got %d and error %v, want %d", c.name, got.CacheCapacity, err, c.want)
+		}
+	}
+}
+
+func TestFileErrors(t *testing.T) {
+	for _, c := range []struct{ text, want string }{
+		{"params:\n  cache_capcity: 1\n", "line 2: there is no key params.cache_capcity; did you mean params.cache_capacity?"},
+		{"\ncache_capacity: 1\n", "line 2: there is no key cache_capacity; did you mean params.cache_capacity?"},
+		{"stal_check:\n  enabled: 1\n", "line 1: there is no key stal_check"},
+		{"nonsense: 1\n", "line 1: there is no key nonsense"},
+		{"'': 1\n", "line 1: there is no key "},
+		{"params: {'': 1}\n", "line 1: there is no key params."},
+		{"<<: {params: {cache_capacity: 1}}\n", "line 1: there is no key <<"},
+		{"params:\n  cache_capacity: 1\n  cache_capacity: 2\n", "line 3: params.cache_capacity stands in line 2 already"},
+		{"params:\n  cache_capacity: -1\n", `line 2: params.cache_capacity: got "-1", want a whole number of at least 0`},
+		{"params:\n  fusion_threshold_mb: x\n", `line 2: params.fusion_threshold_mb: got "x", want a number of MiB`},
+		{"stall_check:\n  enabled: perhaps\n", `line 2: stall_check.enabled: got "perhaps", want a boolean`},
+		{"params:\n  cache_capacity: [1, 2]\n", `line 2: params.cache_capacity: got "1,2"`},
+		{"params:\n  cache_capacity: {a: 1}\n", "line 2: params.cache_capacity: want a value, not keys"},
+		{"params:\n  cache_capacity: [[1]]\n", "line 2: params.cache_capacity: want a value, not keys"},
+		{"params: 7\n", "line 1: want keys and values in params"},
+		{"- params\n", "line 1: want keys and values"},
+		{"params: &x\n  cache_capacity: *x\n", "line 2: params.cache_capacity: want a value, not keys"},
+		{"controller: mpi\n", `line 1: controller: got "mpi", which is not built into this version`},
+		{"params:\n\tcache_capacity: 1\n", "line 2"},
+		{"a: [\n", "line "},
+		{"logging: {level: info}\n---\nlogging: {level: error}\n", "want one YAML document"},
+		{strings.Repeat("#", 1<<20) + "\n", "more than 1048576 bytes"},
+	} {
+		_, path, err := loadFile(t, c.text)
+		if err == nil || !strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%.60q: got error %v, want one naming the file and %q", c.text, err, c.want)
+		}
+	}
+	missing := filepath.Join(t.TempDir(), "missing.yaml")
+	if _, err := load(map[string]string{config.FileVariable: missing}); err == nil || !strings.Contains(err.Error(), missing) {
+		t.Errorf("got error %v, want one that names %s", err, missing)
+	}
+}
+
+// Keys that only Horovod has give a warning, unless they say what Horovod does anyway.
+func TestKeysWithoutEffect(t *testing.T) {
+	c, path, err := loadFile(t, "autotune:\n  enabled: true\n  warmup_samples: 3\ntimeline:\n  mark_cycles: false\nparams: {torus_allreduce: no}\n")
+	want := "file " + path + " line 2: autotune.enabled has no effect: this version does not tune itself"
+	if err != nil || strings.Join(c.Warnings, "\n") != want {
+		t.Errorf("got %q and error %v, want %q", c.Warnings, err, want)
+	}
+}
+
+func FuzzFile(f *testing.F) {
+	f.Add(fullFile)
+	f.Add("params: &x {cache_capacity: *x}\n")
+	f.Add("{a: &a [*a], '': {}, ? [b] : c, <<: {}}")
+	f.Fuzz(func(t *testing.T, text string) {
+		_, path, err := loadFile(t, text)
+		if err != nil && !strings.Contains(err.Error(), path) {
+			t.Errorf("the error does not name the file: %v", err)
+		}
+	})
+}

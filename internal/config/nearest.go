@@ -1,0 +1,80 @@
+package config
+
+import "strings"
+
+// suggest ends a sentence on a name that is not known.
+func suggest(name string) string {
+	if name == "" {
+		return ""
+	}
+	return "; did you mean " + name + "?"
+}
+
+// nearestName is the variable that someone may have meant, or empty.
+func nearestName(name string) string {
+	var names []string
+	for _, s := range settings {
+		if s.Scope != ByLauncher || strings.HasPrefix(s.Name, "HOROVOD_") {
+			names = append(names, s.Name)
+		}
+	}
+	for _, i := range inerts {
+		names = append(names, i.Name)
+	}
+	return Nearest(name, names, "_")
+}
+
+// nearestKey is the file's key that someone may have meant, or empty.
+func nearestKey(key string) string { return Nearest(key, keys(), ".") }
+
+// Nearest is the candidate that someone who wrote name may have meant: the one with the fewest wrong letters, the
+// first of several. It is empty if none is near. What stands before the first separator weighs little: someone who takes
+// HVD_ for HOROVOD_ or the wrong section of the file has the rest right. An empty separator separates nothing.
+func Nearest(name string, candidates []string, separator string) string {
+	head, tail := split(name, separator)
+	best, least := "", max(2, len(tail)/3)+1
+	for _, candidate := range candidates {
+		h, t := split(candidate, separator)
+		if d := distance(tail, t) + min(distance(head, h), 2); d < least {
+			best, least = candidate, d
+		}
+	}
+	return best
+}
+
+func split(name, separator string) (head, tail string) {
+	if separator != "" {
+		if head, tail, ok := strings.Cut(name, separator); ok {
+			return head, tail
+		}
+	}
+	return "", name
+}
+
+// distance is the least number of letters to insert, delete, replace or swap with their neighbour that makes b of a
+// (optimal string alignment: Boytsov, 2011, §2.1). It takes time and space in the product of the lengths, of which only
+// the first 64 letters count.
+func distance(a, b string) int {
+	a, b = strings.ToLower(a[:min(len(a), 64)]), strings.ToLower(b[:min(len(b), 64)])
+	rows := make([][]int, len(a)+1)
+	for i := range rows {
+		rows[i] = make([]int, len(b)+1)
+		rows[i][0] = i
+	}
+	for j := range rows[0] {
+		rows[0][j] = j
+	}
+	for i := 1; i <= len(a); i++ {
+		for j := 1; j <= len(b); j++ {
+			replace := rows[i-1][j-1]
+			if a[i-1] != b[j-1] {
+				replace++
+			}
+			rows[i][j] = min(replace, rows[i-1][j]+1, rows[i][j-1]+1)
+			if i > 1 && j > 1 && a[i-1] == b[j-2] && a[i-2] == b[j-1] {
+				rows[i][j] = min(rows[i][j], rows[i-2][j-2]+1)
+			}
+		}
+	}
+	return rows[len(a)][len(b)]
+}

@@ -1,0 +1,107 @@
+package config
+
+import (
+	"fmt"
+	"strings"
+)
+
+const pageHead = `<!-- Generated from the table in internal/config by "go generate ./internal/config". Do not edit. -->
+
+# Settings
+
+A setting has one name, that of an environment variable: Horovod's where Horovod has it (` + "`HOROVOD_...`" + `), ours where it
+has not (` + "`HVD_...`" + `). Its value comes from the highest of these that gives one:
+
+1. the program: ` + "`hvd.WithSetting(name, value)`" + `,
+2. a flag of hvdrun,
+3. the environment, where an empty value counts as none,
+4. the file of settings,
+5. the default.
+
+` + "`hvdrun config [flags]`" + ` shows every value and where it comes from, as the ranks would get them.
+
+The file is YAML, with Horovod's keys where Horovod has them. hvdrun reads it with ` + "`--config-file FILE`" + `, a program without
+hvdrun with ` + "`HVD_CONFIG_FILE=FILE`" + `. On the command line it overrides flags before it and is overridden by flags after it, as
+in Horovod; the environment stands above it, other than in Horovod.
+
+` + "```yaml" + `
+params:
+  fusion_threshold_mb: 32
+  cache_capacity: 2048
+stall_check:
+  warning_time_seconds: 30
+logging:
+  level: info
+` + "```" + `
+
+A value that cannot be read and a key that is not known are errors. A variable that begins with ` + "`HOROVOD_`" + ` or ` + "`HVD_`" + ` and is not
+known gives a warning with the nearest name.
+`
+
+const pageInert = `
+## Names that have no effect
+
+Horovod knows these. Given another value than Horovod's default they give a warning.
+
+| Variable | Key in the file | Horovod's default | Why it has no effect |
+|---|---|---|---|
+`
+
+// Page is docs/settings.md.
+func Page() string {
+	var b strings.Builder
+	b.WriteString(pageHead)
+	section := ""
+	for _, s := range settings {
+		if s.Section != section {
+			section = s.Section
+			fmt.Fprintf(&b, "\n## %s\n", section)
+		}
+		s.writeEntry(&b)
+	}
+	b.WriteString(pageInert)
+	for _, i := range inerts {
+		fmt.Fprintf(&b, "| `%s` | %s | %s | %s |\n", i.Name, code(i.Key), code(i.Default), i.Reason)
+	}
+	return b.String()
+}
+
+func (s Setting) writeEntry(b *strings.Builder) {
+	fmt.Fprintf(b, "\n### `%s`\n\n%s.", s.Name, capital(s.Doc))
+	if s.Raise != "" {
+		b.WriteString(" " + s.Raise)
+	}
+	fmt.Fprintf(b, "\n\n- Value: %s. Default: %s.\n", s.Want(), s.Fallback())
+	if len(s.Flags) > 0 {
+		flags := make([]string, len(s.Flags))
+		for i, f := range s.Flags {
+			flags[i] = f.entry()
+		}
+		fmt.Fprintf(b, "- Flags of hvdrun: %s.\n", strings.Join(flags, ", "))
+	}
+	if s.Key != "" {
+		note := ""
+		if s.form != nil {
+			note = s.form.note
+		}
+		fmt.Fprintf(b, "- Key in the file: `%s`%s.\n", s.Key, note)
+	}
+	fmt.Fprintf(b, "- Scope: %s.\n", s.Scope)
+}
+
+func (f Flag) entry() string {
+	note := ""
+	if f.Instead != "" {
+		note = " (deprecated)"
+	}
+	return "`--" + strings.TrimSpace(f.Name+" "+f.Arg) + "`" + note
+}
+
+func code(text string) string {
+	if text == "" {
+		return ""
+	}
+	return "`" + text + "`"
+}
+
+func capital(text string) string { return strings.ToUpper(text[:1]) + text[1:] }

@@ -1,0 +1,358 @@
+package config
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Setting is one row of the table.
+type Setting struct {
+	// Name is the environment variable.
+	Name string
+	// Key is where the value stands in the file, section.key; empty if the file cannot give it.
+	Key string
+	// Flags are hvdrun's flags for it, the first being the one to use.
+	Flags []Flag
+	// Default is the value where none is given, as in the environment. Where it is empty there is none, and Otherwise
+	// says what holds then.
+	Default, Otherwise string
+	// Doc says what the setting is: a phrase for people.
+	Doc string
+	// Raise is a sentence on what a larger value does, or turning it on; it may be empty.
+	Raise string
+	// Section is the heading that it stands under.
+	Section string
+	// Scope says whose value counts.
+	Scope Scope
+
+	kind
+	form *form // of the file and of flags with a value; nil: as in the environment
+}
+
+// Flag is one flag of hvdrun.
+type Flag struct {
+	// Name has no dashes in front.
+	Name string
+	// Arg is what stands for the value in the help. It is empty for a switch, which sets Means.
+	Arg string
+	// Means is the value, as in the environment, that a switch stands for.
+	Means string
+	// Instead, if not empty, is the flag to use instead of this deprecated one.
+	Instead string
+}
+
+// Scope says whose value of a setting counts.
+type Scope int
+
+const (
+	// PerProcess settings may differ from rank to rank.
+	PerProcess Scope = iota
+	// PerJob settings must be the same at all ranks; hvdrun sees to it.
+	PerJob
+	// ByLauncher settings are set by the launcher, for each rank.
+	ByLauncher
+)
+
+func (s Scope) String() string {
+	switch s {
+	case PerJob:
+		return "the same at all ranks"
+	case ByLauncher:
+		return "set by the launcher"
+	}
+	return "each rank for itself"
+}
+
+// FileVariable is the setting that names the file of settings.
+const FileVariable = "HVD_CONFIG_FILE"
+
+// Variables by which hvdrun tells its ranks what they could not know (see Config.ForRanks).
+const (
+	flagsVariable = "HVD_FLAGS"
+	shownVariable = "HVD_SHOWN"
+)
+
+const (
+	sectionStart     = "Start of the job"
+	sectionNegotiate = "Negotiation and fusion"
+	sectionTrouble   = "Stalls and failures"
+	sectionChoice    = "Choice of parts"
+	sectionLog       = "Logging"
+	sectionPlace     = "Place in the job"
+)
+
+// onOff are a switch and its opposite, for a setting that the first turns on.
+func onOff(name string) []Flag {
+	return []Flag{{Name: name, Means: "1"}, {Name: "no-" + name, Means: "0"}}
+}
+
+var settings = []Setting{
+	{
+		Name: FileVariable, Section: sectionStart, Scope: PerJob,
+		Flags:     []Flag{{Name: "config-file", Arg: "FILE"}},
+		Otherwise: "none", Doc: "YAML file of settings",
+		kind: anything("the name of a file"),
+	},
+	{
+		Name: "HOROVOD_GLOO_TIMEOUT_SECONDS", Section: sectionStart, Scope: PerJob,
+		Key:     "library_options.gloo_timeout_seconds",
+		Flags:   []Flag{{Name: "gloo-timeout-seconds", Arg: "SECONDS"}, {Name: "start-timeout", Arg: "SECONDS"}},
+		Default: "30", Doc: "how long Init waits for the other ranks",
+		Raise: "Raising it leaves slow starters more time and reports a rank that never comes later.",
+		kind:  seconds(func(c *Config) *time.Duration { return &c.StartTimeout }, 0.001),
+	},
+	{
+		Name: "HOROVOD_THREAD_AFFINITY", Section: sectionStart, Scope: PerProcess,
+		Key:       "library_options.thread_affinity",
+		Flags:     []Flag{{Name: "thread-affinity", Arg: "CORES"}},
+		Otherwise: "not pinned", Doc: "core of each local rank's background thread, in the order of local ranks, as in 0,2,4",
+		kind: cores(func(c *Config) *[]int { return &c.ThreadAffinity }),
+	},
+	{
+		Name: "HOROVOD_FUSION_THRESHOLD", Section: sectionNegotiate, Scope: PerJob,
+		Key:     "params.fusion_threshold_mb",
+		Flags:   []Flag{{Name: "fusion-threshold-mb", Arg: "MIB"}},
+		Default: "134217728", Doc: "most that one fused response may hold; 0 fuses nothing",
+		Raise: "Raising it saves round trips and costs cache misses.",
+		kind:  bytesOf(func(c *Config) *int64 { return &c.FusionThresholdBytes }), form: mebibytes,
+	},
+	{
+		Name: "HOROVOD_CYCLE_TIME", Section: sectionNegotiate, Scope: PerJob,
+		Key:     "params.cycle_time_ms",
+		Flags:   []Flag{{Name: "cycle-time-ms", Arg: "MS"}},
+		Default: "0", Doc: "least time between two negotiation cycles; 0, unlike Horovod's 1, answers at once",
+		Raise: "Raising it fuses more and answers later.",
+		kind:  milliseconds(func(c *Config) *time.Duration { return &c.CycleTime }, 0),
+	},
+	{
+		Name: "HOROVOD_CACHE_CAPACITY", Section: sectionNegotiate, Scope: PerJob,
+		Key:     "params.cache_capacity",
+		Flags:   []Flag{{Name: "cache-capacity", Arg: "N"}},
+		Default: "1024", Doc: "responses that each process set remembers; 0 remembers none",
+		Raise: "Raising it to the number of tensors of a step makes each cost one bit of negotiation.",
+		kind:  whole(func(c *Config) *int { return &c.CacheCapacity }, 0),
+	},
+	{
+		Name: "HOROVOD_DISABLE_GROUP_FUSION", Section: sectionNegotiate, Scope: PerJob,
+		Key:     "params.disable_group_fusion",
+		Flags:   onOff("disable-group-fusion"),
+		Default: "0", Doc: "fuse a group's tensors only with each other",
+		Raise: "Turning it on makes each group a response of its own, at the price of more responses.",
+		kind:  boolOf(func(c *Config) *bool { return &c.DisableGroupFusion }),
+	},
+	{
+		Name: "HVD_NEGOTIATION", Section: sectionNegotiate, Scope: PerJob,
+		Key:     "params.negotiation",
+		Flags:   []Flag{{Name: "negotiation", Arg: "WORD"}},
+		Default: "event", Doc: "event: ranks speak when they have news; lockstep: all ranks enter every cycle, as in Horovod",
+		kind: oneOf(func(c *Config, word string) { c.Lockstep = word == "lockstep" }, "event", "lockstep"),
+	},
+	{
+		Name: "HVD_DETERMINISTIC", Section: sectionNegotiate, Scope: PerJob,
+		Key:     "library_options.deterministic",
+		Flags:   onOff("deterministic"),
+		Default: "0", Doc: "same bits from run to run, whatever arrives first",
+		Raise: "Turning it on costs speed.",
+		kind:  boolOf(func(c *Config) *bool { return &c.Deterministic }),
+	},
+	{
+		Name: "HOROVOD_DYNAMIC_PROCESS_SETS", Section: sectionNegotiate, Scope: PerJob,
+		Key:     "library_options.dynamic_process_sets",
+		Flags:   onOff("dynamic-process-sets"),
+		Default: "1", Doc: "allow process sets to be added and removed after Init; on, unlike in Horovod, as it costs nothing",
+		kind: boolOf(func(c *Config) *bool { return &c.DynamicProcessSets }),
+	},
+	{
+		Name: "HOROVOD_STALL_CHECK_DISABLE", Section: sectionTrouble, Scope: PerJob,
+		Key:     "stall_check.enabled",
+		Flags:   []Flag{{Name: "no-stall-check", Means: "1"}, {Name: "stall-check", Means: "0"}},
+		Default: "0", Doc: "turn the search for stalled tensors off",
+		kind: boolOf(func(c *Config) *bool { return &c.stallCheckDisabled }), form: negated,
+	},
+	{
+		Name: "HOROVOD_STALL_CHECK_TIME_SECONDS", Section: sectionTrouble, Scope: PerJob,
+		Key:     "stall_check.warning_time_seconds",
+		Flags:   []Flag{{Name: "stall-check-warning-time-seconds", Arg: "SECONDS"}},
+		Default: "60", Doc: "how long a tensor may wait for some ranks before a warning names them; 0 never warns",
+		Raise: "Raising it spares ranks that are slow now and then a warning, and finds stalls later.",
+		kind:  seconds(func(c *Config) *time.Duration { return &c.StallWarning }, 0),
+	},
+	{
+		Name: "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", Section: sectionTrouble, Scope: PerJob,
+		Key:     "stall_check.shutdown_time_seconds",
+		Flags:   []Flag{{Name: "stall-check-shutdown-time-seconds", Arg: "SECONDS"}},
+		Default: "0", Doc: "how long it may wait before the job is ended, at least the time of the warning; 0 never ends it",
+		Raise: "Raising it lets a job that is stuck hold its machines for longer.",
+		kind:  seconds(func(c *Config) *time.Duration { return &c.StallShutdown }, 0),
+	},
+	{
+		Name: "HVD_OPERATION_TIMEOUT_SECONDS", Section: sectionTrouble, Scope: PerProcess,
+		Key:     "library_options.operation_timeout_seconds",
+		Flags:   []Flag{{Name: "operation-timeout-seconds", Arg: "SECONDS"}},
+		Default: "0", Doc: "how long an operation may take from being submitted to its end; 0 sets no bound",
+		Raise: "Raising it spares slow operations and finds stuck ones later.",
+		kind:  seconds(func(c *Config) *time.Duration { return &c.OperationTimeout }, 0),
+	},
+	{
+		Name: "HVD_LIVENESS_SECONDS", Section: sectionTrouble, Scope: PerJob,
+		Key:     "library_options.liveness_seconds",
+		Flags:   []Flag{{Name: "liveness-seconds", Arg: "SECONDS"}},
+		Default: "10", Doc: "silence after which a rank is taken for dead",
+		Raise: "Raising it delays the verdict on a host that vanished; a process that dies is noticed at once regardless.",
+		// The least leaves room for a few heartbeats, which come each second.
+		kind: seconds(func(c *Config) *time.Duration { return &c.LivenessTimeout }, 3),
+	},
+	{
+		Name: "HOROVOD_CONTROLLER", Section: sectionChoice, Scope: PerJob,
+		Key:     "controller",
+		Flags:   []Flag{{Name: "gloo", Means: "gloo"}},
+		Default: "gloo", Doc: "what negotiates; gloo and tcp both mean gohvd's own controller",
+		kind: builtOnly("mpi"),
+	},
+	{
+		Name: "HOROVOD_CPU_OPERATIONS", Section: sectionChoice, Scope: PerJob,
+		Key:     "cpu_operations",
+		Default: "gloo", Doc: "what moves and reduces tensors in host memory; gloo and tcp both mean gohvd's own algorithms",
+		kind: builtOnly("mpi", "ccl"),
+	},
+	{
+		Name: "HOROVOD_LOG_LEVEL", Section: sectionLog, Scope: PerProcess,
+		Key:     "logging.level",
+		Flags:   []Flag{{Name: "log-level", Arg: "LEVEL"}},
+		Default: "warning", Doc: "least severity that is logged",
+		kind: oneOf(func(c *Config, word string) { c.LogLevel = word }, "trace", "debug", "info", "warning", "error", "fatal"),
+	},
+	{
+		Name: "HOROVOD_LOG_HIDE_TIME", Section: sectionLog, Scope: PerProcess,
+		Key: "logging.with_timestamp",
+		Flags: []Flag{
+			{Name: "log-without-timestamp", Means: "1"}, {Name: "log-with-timestamp", Means: "0"},
+			{Name: "log-hide-timestamp", Means: "1", Instead: "log-without-timestamp"},
+			{Name: "no-log-hide-timestamp", Means: "0", Instead: "log-with-timestamp"},
+		},
+		Default: "0", Doc: "leave the time out of the log",
+		kind: boolOf(func(c *Config) *bool { return &c.LogHideTime }), form: negated,
+	},
+	{
+		Name: "HOROVOD_RANK", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "0 of a job of one", Doc: "rank of this process, 0 to size-1",
+		kind: whole(func(c *Config) *int { return &c.Rank }, 0),
+	},
+	{
+		Name: "HOROVOD_SIZE", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "a job of one", Doc: "number of processes in the job",
+		kind: whole(func(c *Config) *int { return &c.Size }, 1),
+	},
+	{
+		Name: "HOROVOD_LOCAL_RANK", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "by host", Doc: "rank among the processes of this host",
+		kind: whole(func(c *Config) *int { return &c.LocalRank }, 0),
+	},
+	{
+		Name: "HOROVOD_LOCAL_SIZE", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "by host", Doc: "number of processes on this host",
+		kind: whole(func(c *Config) *int { return &c.LocalSize }, 1),
+	},
+	{
+		Name: "HOROVOD_CROSS_RANK", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "by host", Doc: "index of this host among those that have this local rank",
+		kind: whole(func(c *Config) *int { return &c.CrossRank }, 0),
+	},
+	{
+		Name: "HOROVOD_CROSS_SIZE", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "by host", Doc: "number of hosts that have this local rank",
+		kind: whole(func(c *Config) *int { return &c.CrossSize }, 1),
+	},
+	{
+		Name: "HOROVOD_HOSTNAME", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "the host's name", Doc: "identity of this host: ranks with equal ones are local to each other",
+		kind: text("any text", func(c *Config) *string { return &c.Hostname }),
+	},
+	{
+		Name: "HOROVOD_GLOO_RENDEZVOUS_ADDR", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "none", Doc: "host of the launcher's store",
+		kind: text("a host's name or address", func(c *Config) *string { return &c.RendezvousAddr }),
+	},
+	{
+		Name: "HOROVOD_GLOO_RENDEZVOUS_PORT", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "none", Doc: "port of the launcher's store",
+		kind: port(func(c *Config) *int { return &c.RendezvousPort }),
+	},
+	{
+		Name: "HVD_JOB_ID", Section: sectionPlace, Scope: ByLauncher,
+		Default: "gohvd", Doc: "identity of the job; connections from another job are refused",
+		kind: short(func(c *Config) *string { return &c.JobID }),
+	},
+	{
+		Name: flagsVariable, Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "none", Doc: "which settings of the environment come from flags of hvdrun",
+		kind: anything("what hvdrun writes"),
+	},
+	{
+		Name: shownVariable, Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "none", Doc: "names that hvdrun has warned of, so that the ranks do not warn again",
+		kind: anything("what hvdrun writes"),
+	},
+}
+
+// Settings lists the table in the order of the documentation. The caller may keep and change the slice.
+func Settings() []Setting { return append([]Setting(nil), settings...) }
+
+// Lookup finds a setting by its name.
+func Lookup(name string) (Setting, bool) {
+	return find(func(s Setting) bool { return s.Name == name })
+}
+
+func find(is func(Setting) bool) (Setting, bool) {
+	i := slices.IndexFunc(settings, is)
+	if i < 0 {
+		return Setting{}, false
+	}
+	return settings[i], true
+}
+
+// FromFlag gives f with the value text, which is "true" for a switch without one, as a value of the environment. The
+// error says what was wanted.
+func (s Setting) FromFlag(f Flag, text string) (string, error) {
+	if f.Arg != "" {
+		return s.fromForm(text)
+	}
+	on, ok := boolean(text)
+	switch off, negatable := map[string]string{"1": "0", "0": "1"}[f.Means]; {
+	case ok && on:
+		return f.Means, nil
+	case ok && negatable:
+		return off, nil
+	case negatable:
+		return "", fmt.Errorf("want no value or %s", wantBoolean)
+	}
+	return "", fmt.Errorf("want no value")
+}
+
+// fromForm gives a value as it stands in the file as one of the environment.
+func (s Setting) fromForm(text string) (string, error) {
+	if s.form == nil {
+		return text, s.check(text)
+	}
+	env, ok := s.form.read(text)
+	if !ok {
+		return "", fmt.Errorf("want %s", s.form.want)
+	}
+	return env, nil
+}
+
+// check reads text without keeping it.
+func (s Setting) check(text string) error {
+	var scratch Config
+	return s.set(&scratch, text)
+}
+
+// Fallback is what holds where no value is given, for people.
+func (s Setting) Fallback() string {
+	if s.Default == "" {
+		return s.Otherwise
+	}
+	return strings.TrimSpace(s.Default + " " + s.Unit())
+}

@@ -1,0 +1,209 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// kind is a type of value: its unit if it has one, what it looks like, and how it is read. A false ok or an error means
+// that the text is no such value; the error, if any, says more than want.
+type kind struct {
+	unit string
+	want string
+	read func(c *Config, text string) (ok bool, err error)
+}
+
+// set reads text into c. The error says what was wanted.
+func (k kind) set(c *Config, text string) error {
+	ok, err := k.read(c, text)
+	if err == nil && !ok {
+		err = errors.New("want " + k.want)
+	}
+	return err
+}
+
+// Want says what values look like.
+func (k kind) Want() string { return k.want }
+
+// Unit is that of numbers in the environment; it may be empty.
+func (k kind) Unit() string { return k.unit }
+
+// form is how a setting is written in the file and on the command line, where that is not as in the environment.
+type form struct {
+	note string // how it differs, for the page
+	want string
+	read func(text string) (environment string, ok bool)
+}
+
+var (
+	// mebibytes is Horovod's form of a number of bytes.
+	mebibytes = &form{", in MiB, as in the flag", "a number of MiB, 0 to 1000000", func(text string) (string, bool) {
+		v, ok := number(text, 0)
+		return strconv.FormatInt(int64(v*(1<<20)), 10), ok
+	}}
+	// negated is that of a setting that turns something off by a key that turns it on.
+	negated = &form{", which says the opposite", wantBoolean, func(text string) (string, bool) {
+		v, ok := boolean(text)
+		return digit(!v), ok
+	}}
+)
+
+const wantBoolean = "a boolean: 1, 0, true, false, yes or no"
+
+// anything is a value that is not used here: who needs it reads it from Config.Value or before the others.
+func anything(want string) kind {
+	return kind{want: want, read: func(*Config, string) (bool, error) { return true, nil }}
+}
+
+func text(want string, field func(*Config) *string) kind {
+	return kind{want: want, read: func(c *Config, text string) (bool, error) {
+		*field(c) = text
+		return true, nil
+	}}
+}
+
+func whole(field func(*Config) *int, least int) kind {
+	return kind{want: fmt.Sprintf("a whole number of at least %d", least), read: func(c *Config, text string) (bool, error) {
+		v, err := strconv.ParseInt(text, 10, 32)
+		if err != nil || v < int64(least) {
+			return false, nil
+		}
+		*field(c) = int(v)
+		return true, nil
+	}}
+}
+
+func boolOf(field func(*Config) *bool) kind {
+	return kind{want: wantBoolean, read: func(c *Config, text string) (bool, error) {
+		v, ok := boolean(text)
+		if ok {
+			*field(c) = v
+		}
+		return ok, nil
+	}}
+}
+
+// boolean reads numbers as Horovod does, where only those above 0 are true, and words.
+func boolean(text string) (v, ok bool) {
+	switch strings.ToLower(text) {
+	case "true", "yes":
+		return true, true
+	case "false", "no":
+		return false, true
+	}
+	n, err := strconv.ParseInt(text, 10, 64)
+	return n > 0, err == nil
+}
+
+func digit(v bool) string {
+	if v {
+		return "1"
+	}
+	return "0"
+}
+
+func seconds(field func(*Config) *time.Duration, least float64) kind {
+	return duration("seconds", time.Second, field, least)
+}
+
+func milliseconds(field func(*Config) *time.Duration, least float64) kind {
+	return duration("milliseconds", time.Millisecond, field, least)
+}
+
+func duration(unit string, one time.Duration, field func(*Config) *time.Duration, least float64) kind {
+	return kind{unit, fmt.Sprintf("a number of %s, %v to %d", unit, least, most), func(c *Config, text string) (bool, error) {
+		v, ok := number(text, least)
+		if ok {
+			*field(c) = time.Duration(v * float64(one))
+		}
+		return ok, nil
+	}}
+}
+
+// most bounds numbers that may have a fraction.
+const most = 1_000_000
+
+// number is not least..most for NaN either.
+func number(text string, least float64) (float64, bool) {
+	v, err := strconv.ParseFloat(text, 64)
+	return v, err == nil && v >= least && v <= most
+}
+
+func bytesOf(field func(*Config) *int64) kind {
+	return kind{"bytes", "a whole number of bytes, 0 or more", func(c *Config, text string) (bool, error) {
+		v, err := strconv.ParseInt(text, 10, 64)
+		if err != nil || v < 0 {
+			return false, nil
+		}
+		*field(c) = v
+		return true, nil
+	}}
+}
+
+func port(field func(*Config) *int) kind {
+	return kind{want: "a port, 1 to 65535", read: func(c *Config, text string) (bool, error) {
+		v, err := strconv.ParseUint(text, 10, 16)
+		if err != nil || v == 0 {
+			return false, nil
+		}
+		*field(c) = int(v)
+		return true, nil
+	}}
+}
+
+// short is a text that travels in handshakes.
+func short(field func(*Config) *string) kind {
+	return kind{want: "at most 64 bytes", read: func(c *Config, text string) (bool, error) {
+		*field(c) = text
+		return len(text) <= 64, nil
+	}}
+}
+
+// cores are one for each local rank.
+func cores(field func(*Config) *[]int) kind {
+	return kind{want: "whole numbers of at least 0 with commas between them", read: func(c *Config, text string) (bool, error) {
+		var list []int
+		for _, core := range strings.Split(text, ",") {
+			v, err := strconv.ParseInt(strings.TrimSpace(core), 10, 32)
+			if err != nil || v < 0 {
+				return false, nil
+			}
+			list = append(list, int(v))
+		}
+		*field(c) = list
+		return true, nil
+	}}
+}
+
+// oneOf is a word in any case, of those.
+func oneOf(set func(c *Config, word string), words ...string) kind {
+	last := len(words) - 1
+	return kind{want: strings.Join(words[:last], ", ") + " or " + words[last], read: func(c *Config, text string) (bool, error) {
+		for _, w := range words {
+			if strings.EqualFold(w, text) {
+				set(c, w)
+				return true, nil
+			}
+		}
+		return false, nil
+	}}
+}
+
+// builtOnly is the choice of a backend where ours is the only one in this version: Horovod's name for it and our own.
+func builtOnly(others ...string) kind {
+	k := oneOf(func(*Config, string) {}, "gloo", "tcp")
+	k.want += ", which both mean gohvd's own over TCP"
+	read := k.read
+	k.read = func(c *Config, text string) (bool, error) {
+		for _, o := range others {
+			if strings.EqualFold(o, text) {
+				return false, fmt.Errorf("which is not built into this version: want %s", k.want)
+			}
+		}
+		return read(c, text)
+	}
+	return k
+}
