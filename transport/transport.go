@@ -25,6 +25,12 @@ func DataLane(s topo.ProcessSetID) Lane { return Lane(s) + 1 }
 // ErrClosed is the error of a Mesh or Conn that this process closed.
 var ErrClosed = errors.New("transport: closed")
 
+// ErrReleased is the error of a lane that this rank released, and of its Conns.
+var ErrReleased = errors.New("transport: lane was released")
+
+// ErrControl is the error of a Control lane that was to be released.
+var ErrControl = errors.New("transport: the control lane cannot be released: it lasts as long as the mesh")
+
 // PeerError says that the channel to a peer failed. It is an accusation, not a verdict: the coordinator
 // decides who died.
 type PeerError struct {
@@ -41,8 +47,8 @@ func (e *PeerError) Unwrap() error { return e.Err }
 
 // Mesh is one rank's end of the channels of an epoch. Its methods are safe for concurrent use.
 //
-// A call that fails for several reasons reports the strongest: ErrClosed before the error of Abort, and
-// that before the failure of a peer.
+// A call that fails for several reasons reports the strongest: ErrReleased before ErrClosed, that before the
+// error of Abort, and that before the failure of a peer.
 type Mesh interface {
 	// Conn returns the channel to peer on lane. The lower of the two ranks makes it when it asks, the higher
 	// waits until then; both ends of a collective ask for the same channel, so they meet. Conn waits until the
@@ -55,6 +61,23 @@ type Mesh interface {
 	// gives up, its neighbours would blame it for the death of another.) The first Abort of a lane counts, later
 	// ones do nothing. err must not be nil.
 	Abort(lane Lane, err error)
+
+	// Release lets go of a lane that this rank will not use again: pending and future calls on its Conns, and
+	// Conn itself, fail with ErrReleased. It does not wait. What was flushed still reaches the peers, then their
+	// Reads fail as after a Close, so a peer that reads no more than was sent does not notice. What peers send on
+	// the lane from then on, or had sent unread, is dropped. A channel that a peer opens afterwards ends at once;
+	// one that this rank would have had to open does not come, so the peer's Conn fails in the end. A connection
+	// and its goroutine may live on until the peer has released the lane too, for a bounded time.
+	//
+	// Release comes when all operations of the lane have flushed and returned. If not, what was sent but not
+	// flushed may be lost, and nothing worse happens.
+	//
+	// Releasing a lane again, one that was never used, or any after Close does nothing. An aborted lane may be
+	// released. The Control lane may not: it lasts as long as the mesh, and Release aborts it with ErrControl.
+	//
+	// A released lane is remembered for as long as the mesh lives, to turn away what comes late. This takes the
+	// room of a LaneSet, which is small if a rank releases also the lanes of process sets it was not a member of.
+	Release(lane Lane)
 
 	// Close closes every Conn and waits for the goroutines of the mesh. Pending and future calls fail with
 	// ErrClosed. What was sent but not flushed may be lost. Later calls wait for the first and return nil.

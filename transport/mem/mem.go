@@ -1,11 +1,14 @@
 // Package mem connects the ranks of a cluster within one process, for tests. It behaves like transport/tcp
 // where callers could tell: the higher rank's Conn waits for the lower's, lanes are independent, a rank that
-// closes gives its peers a *transport.PeerError after what it had sent. It does no I/O, starts no goroutine
-// and keeps no time, so it works in a testing/synctest bubble.
+// closes gives its peers a *transport.PeerError after what it had sent. It does no I/O and leaves no goroutine,
+// so it works in a testing/synctest bubble.
 //
 // It is stricter in one way: there is no socket buffer. A byte leaves the sender's buffer when the receiver
 // reads it, so Flush waits for the receiver, and callers that rely on a buffer which TCP happens to have are
 // found out.
+//
+// A cluster made by NewWithLatency has links that take their time, exactly measurable in a bubble. One made by New
+// does not look at the clock.
 package mem
 
 import (
@@ -13,6 +16,7 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"time"
 
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -21,6 +25,7 @@ import (
 // Cluster holds the meshes of all ranks and the channels between them.
 type Cluster struct {
 	meshes []mesh
+	clock  clock
 
 	// mu is held before a pipe's mu, never after.
 	mu       sync.Mutex
@@ -36,16 +41,32 @@ type key struct {
 
 // mesh is one rank's transport.Mesh.
 type mesh struct {
-	c       *Cluster
-	rank    topo.Rank
-	closed  bool // guarded, with aborted, by the Cluster's mu
-	aborted map[transport.Lane]error
+	c    *Cluster
+	rank topo.Rank
+
+	// The Cluster's mu guards these.
+	closed   bool
+	aborted  map[transport.Lane]error
+	released transport.LaneSet
 }
 
-// New makes a cluster of size ranks.
-func New(size int) *Cluster {
+// New makes a cluster of size ranks whose bytes arrive as soon as they are sent.
+func New(size int) *Cluster { return NewWithLatency(size, 0) }
+
+// NewWithLatency makes a cluster of size ranks whose bytes arrive latency after they were sent: exactly then in a
+// testing/synctest bubble, and else not before. They keep their order, and however many there are, none waits for
+// others: bandwidth is unlimited, and lanes, pairs of ranks and the two directions between a pair are links of their
+// own. That a rank closed, died or released a lane travels like a byte: its peers' Read and Flush, and their Sends,
+// go on as before until it is there.
+//
+// A byte leaves the sender's buffer when the receiver reads it, here too, and the sender knows that at once. Conn
+// takes no time. What a rank does to itself (Abort, Release, Close) works at once. A latency of 0 or less is none.
+//
+// A loop that waits by watching Sent stops the clock of a bubble, and so waits for ever for bytes under way.
+func NewWithLatency(size int, latency time.Duration) *Cluster {
 	c := &Cluster{
 		meshes:   make([]mesh, size),
+		clock:    newClock(latency),
 		channels: make(map[key]*channel),
 		changed:  make(chan struct{}),
 	}
@@ -93,6 +114,9 @@ func (m *mesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (t
 func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}, error) {
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()
+	if m.released.Has(lane) {
+		return nil, nil, transport.ErrReleased
+	}
 	if m.closed {
 		return nil, nil, transport.ErrClosed
 	}
@@ -102,14 +126,19 @@ func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}
 	k := key{lane, min(m.rank, peer), max(m.rank, peer)}
 	ch := m.c.channels[k]
 	if ch == nil {
-		if m.c.meshes[peer].closed {
+		other := &m.c.meshes[peer]
+		gone := other.released.Has(lane)
+		if other.closed || gone && m.rank > peer {
 			return nil, nil, &transport.PeerError{Peer: peer, Lane: lane, Err: io.ErrUnexpectedEOF}
 		}
 		if m.rank > peer {
 			return nil, m.c.changed, nil
 		}
-		ch = newChannel(k)
+		ch = newChannel(k, &m.c.clock)
 		m.c.channels[k] = ch
+		if gone {
+			ch.end(peer).release()
+		}
 		m.c.notify()
 	}
 	return ch.end(m.rank), nil, nil
@@ -122,13 +151,38 @@ func (m *mesh) Abort(lane transport.Lane, err error) {
 	}
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()
-	if m.closed || m.aborted[lane] != nil {
+	if m.closed || m.aborted[lane] != nil || m.released.Has(lane) {
 		return
 	}
 	m.aborted[lane] = err
 	for k, ch := range m.c.channels {
 		if k.lane == lane && k.has(m.rank) {
 			ch.end(m.rank).abort(err)
+		}
+	}
+	m.c.notify()
+}
+
+// Release implements transport.Mesh. A channel is gone when both ranks have released it.
+func (m *mesh) Release(lane transport.Lane) {
+	if lane == transport.Control {
+		m.Abort(lane, transport.ErrControl)
+		return
+	}
+	m.c.mu.Lock()
+	defer m.c.mu.Unlock()
+	if m.closed || m.released.Has(lane) {
+		return
+	}
+	m.released.Add(lane)
+	delete(m.aborted, lane)
+	for k, ch := range m.c.channels {
+		if k.lane != lane || !k.has(m.rank) {
+			continue
+		}
+		ch.end(m.rank).release()
+		if ch.lo.released && ch.hi.released {
+			delete(m.c.channels, k)
 		}
 	}
 	m.c.notify()

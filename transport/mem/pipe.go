@@ -6,6 +6,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -17,10 +18,10 @@ type channel struct {
 	up, down pipe // up runs from the lower rank to the higher
 }
 
-func newChannel(k key) *channel {
+func newChannel(k key, c *clock) *channel {
 	ch := &channel{}
-	ch.up.changed.L = &ch.up.mu
-	ch.down.changed.L = &ch.down.mu
+	ch.up.clock, ch.up.changed.L = c, &ch.up.mu
+	ch.down.clock, ch.down.changed.L = c, &ch.down.mu
 	ch.lo = conn{lane: k.lane, rank: k.lo, peer: k.hi, out: &ch.up, in: &ch.down}
 	ch.hi = conn{lane: k.lane, rank: k.hi, peer: k.lo, out: &ch.down, in: &ch.up}
 	return ch
@@ -39,6 +40,7 @@ type conn struct {
 	lane       transport.Lane
 	rank, peer topo.Rank
 	out, in    *pipe
+	released   bool // guarded by the Cluster's mu
 }
 
 // Read implements transport.Conn.
@@ -61,81 +63,121 @@ func (c *conn) abort(err error) {
 
 // close fails this end's calls with ErrClosed and the other's with a *transport.PeerError.
 func (c *conn) close() {
-	c.out.leave(transport.ErrClosed, &transport.PeerError{Peer: c.rank, Lane: c.lane, Err: io.ErrUnexpectedEOF})
-	c.in.refuse(transport.ErrClosed, &transport.PeerError{Peer: c.rank, Lane: c.lane, Err: io.ErrClosedPipe})
+	c.out.leave(transport.ErrClosed, c.blame(io.ErrUnexpectedEOF))
+	c.in.refuse(transport.ErrClosed, c.blame(io.ErrClosedPipe))
+}
+
+// release fails this end's calls with ErrReleased and, once it has read all, the other's receiver. What the other
+// sends is lost.
+func (c *conn) release() {
+	c.released = true
+	c.out.leave(transport.ErrReleased, c.blame(io.ErrUnexpectedEOF))
+	c.in.refuse(transport.ErrReleased, nil)
+	c.in.drop()
+}
+
+// blame is the error by which the other end accuses this one.
+func (c *conn) blame(err error) error {
+	return &transport.PeerError{Peer: c.rank, Lane: c.lane, Err: err}
 }
 
 // pipe is one direction of a channel. Buffers wait in it by reference until the receiver has copied them.
 type pipe struct {
-	sent atomic.Uint64
+	clock *clock
+	sent  atomic.Uint64
 
 	mu       sync.Mutex
 	changed  sync.Cond
-	queue    [][]byte // from head on unread
+	queue    []piece // from head on unread
 	head     int
+	drops    bool // what is sent is dropped
 	sender   side
 	receiver side
 }
 
-// side is why an end of a pipe fails: what its own rank did comes before what the other did.
-type side struct{ own, peer error }
-
-func (s side) err() error {
-	if s.own != nil {
-		return s.own
-	}
-	return s.peer
+// piece is what is left of a buffer on its way.
+type piece struct {
+	bytes []byte
+	due   time.Duration
 }
 
-// fail notes why a side fails. Closing replaces an earlier abort.
+// side is why an end of a pipe fails: what its own rank did comes before what the other did.
+type side struct {
+	own, peer error
+	due       time.Duration // when peer is known
+}
+
+// err is why the side fails at this time.
+func (s *side) err(now time.Duration) error {
+	if s.own == nil && s.due <= now {
+		return s.peer
+	}
+	return s.own
+}
+
+// fail notes why a side fails. Closing replaces an earlier abort, releasing both.
 func (s *side) fail(err error) {
-	if s.own == nil || err == transport.ErrClosed {
+	if s.own == nil || err == transport.ErrReleased || err == transport.ErrClosed && s.own != transport.ErrReleased {
 		s.own = err
+	}
+}
+
+// learn notes what the other side did, which is known when due.
+func (s *side) learn(err error, due time.Duration) {
+	if s.peer == nil {
+		s.peer, s.due = err, due
 	}
 }
 
 func (p *pipe) send(b []byte) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if err := p.sender.err(); err != nil || len(b) == 0 {
+	if err := p.sender.err(p.clock.now()); err != nil || len(b) == 0 {
 		return err
+	}
+	if p.drops {
+		p.sent.Add(uint64(len(b)))
+		return nil
 	}
 	if len(p.queue) == cap(p.queue) && p.head > len(p.queue)/2 {
 		p.queue, p.head = slices.Delete(p.queue, 0, p.head), 0
 	}
-	p.queue = append(p.queue, b)
-	p.changed.Broadcast()
+	p.queue = append(p.queue, piece{b, p.clock.arrival()})
+	p.announce()
 	return nil
 }
 
 func (p *pipe) flush() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for p.head < len(p.queue) && p.sender.err() == nil {
+	for p.head < len(p.queue) && p.sender.err(p.clock.now()) == nil {
 		p.changed.Wait()
 	}
-	return p.sender.err()
+	return p.sender.err(p.clock.now())
 }
 
 // read copies under mu: once a call that gives the sender its buffers back has held mu, nobody reads them.
 func (p *pipe) read(b []byte) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for p.head == len(p.queue) && p.receiver.err() == nil && len(b) > 0 {
+	now := p.clock.now()
+	for !p.arrived(now) && p.receiver.err(now) == nil && len(b) > 0 {
 		p.changed.Wait()
+		now = p.clock.now()
 	}
 	if p.receiver.own != nil {
 		return 0, p.receiver.own
 	}
-	if p.head == len(p.queue) {
-		return 0, p.receiver.peer
+	if !p.arrived(now) {
+		return 0, p.receiver.err(now)
 	}
 	total := 0
-	for total < len(b) && p.head < len(p.queue) {
-		n := copy(b[total:], p.queue[p.head])
+	for total < len(b) && p.arrived(now) {
+		first := &p.queue[p.head]
+		n := copy(b[total:], first.bytes)
 		total += n
-		if p.queue[p.head] = p.queue[p.head][n:]; len(p.queue[p.head]) == 0 {
-			p.queue[p.head] = nil
+		if first.bytes = first.bytes[n:]; len(first.bytes) == 0 {
+			first.bytes = nil
 			p.head++
 		}
 	}
@@ -148,6 +190,11 @@ func (p *pipe) read(b []byte) (int, error) {
 	return total, nil
 }
 
+// arrived reports whether there is something to read. The caller holds mu.
+func (p *pipe) arrived(now time.Duration) bool {
+	return p.head < len(p.queue) && p.queue[p.head].due <= now
+}
+
 // leave fails the sender with own and, unless other is nil, the receiver with other once it has read all.
 // What is unread is copied, because the sender gets its buffers back.
 func (p *pipe) leave(own, other error) {
@@ -155,24 +202,56 @@ func (p *pipe) leave(own, other error) {
 	defer p.mu.Unlock()
 	p.sender.fail(own)
 	if other != nil {
-		p.receiver.peer = other
+		p.receiver.learn(other, p.clock.arrival())
 	}
-	for i, b := range p.queue[p.head:] {
-		p.queue[p.head+i] = bytes.Clone(b)
+	if p.receiver.own != nil {
+		p.empty() // nobody will read it
 	}
-	p.changed.Broadcast()
+	for i := range p.queue[p.head:] {
+		unread := &p.queue[p.head+i]
+		unread.bytes = bytes.Clone(unread.bytes)
+	}
+	p.announce()
 }
 
-// refuse fails the receiver with own and, unless other is nil, the sender with other, and drops what is
-// unread then.
+// refuse fails the receiver with own and, unless other is nil, the sender with other. What is unread is never read,
+// but the sender waits for it until it knows of other.
 func (p *pipe) refuse(own, other error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.receiver.fail(own)
 	if other != nil {
-		p.sender.peer = other
-		clear(p.queue)
-		p.queue, p.head = nil, 0
+		p.sender.learn(other, p.clock.arrival())
 	}
+	p.announce()
+}
+
+// drop lets what is unread, and all that will be sent, be lost without the sender noticing.
+func (p *pipe) drop() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.drops = true
+	for _, unread := range p.queue[p.head:] {
+		p.sent.Add(uint64(len(unread.bytes)))
+	}
+	p.empty()
+	p.changed.Broadcast()
+}
+
+// empty forgets what is unread. The caller holds mu.
+func (p *pipe) empty() { p.queue, p.head = nil, 0 }
+
+// announce wakes those who wait, and those to whom what happened matters later when they know of it. The caller
+// holds mu.
+func (p *pipe) announce() {
+	p.changed.Broadcast()
+	if p.clock.latency > 0 {
+		time.AfterFunc(p.clock.latency, p.wake)
+	}
+}
+
+func (p *pipe) wake() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.changed.Broadcast()
 }

@@ -40,7 +40,9 @@ type conn struct {
 	// is thrown out of a system call finds it.
 	cause atomic.Pointer[error]
 	sent  atomic.Uint64
-	rerr  error // of the receiving half
+
+	reading sync.Mutex // held by Read
+	rerr    error      // of the receiving half
 
 	// These belong to whoever writes. They are kept, and the closures made once, because Send must not allocate.
 	rest      []byte
@@ -79,6 +81,8 @@ func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, nc net.Con
 
 // Read implements transport.Conn.
 func (c *conn) Read(p []byte) (int, error) {
+	c.reading.Lock()
+	defer c.reading.Unlock()
 	if cause := c.cause.Load(); cause != nil {
 		return 0, *cause
 	}
@@ -233,7 +237,7 @@ func (c *conn) explain(err error) error {
 	return &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: err}
 }
 
-// abort fails all calls with err and leaves the socket open. It is called once, and not after close.
+// abort fails all calls with err and leaves the socket open. It is not called after close.
 func (c *conn) abort(err error) {
 	c.cause.Store(&err)
 	// A deadline in the past throws out whoever waits for the socket, and lets nobody in. It fails only on a
@@ -248,6 +252,30 @@ func (c *conn) close() {
 	c.cause.Store(&err)
 	hangUp(c.tc)
 	c.wake()
+}
+
+// linger is the graceful end of a connection that was aborted. The peer gets what the socket has taken, then the
+// end of the stream. What the peer sends is read and dropped, until its stream ends or d has passed: the kernel
+// answers bytes that find the socket closed, or are unread when it closes, with a reset, which can cost the peer
+// what it has not read yet.
+func (c *conn) linger(d time.Duration) {
+	defer hangUp(c.tc)
+	if err := c.endStream(d); err != nil {
+		return // the connection has ended by itself
+	}
+	// However this ends, there is nothing left to wait for.
+	_, _ = io.Copy(io.Discard, c.tc)
+}
+
+// endStream tells the peer that no more will come, and allows reading for d.
+func (c *conn) endStream(d time.Duration) error {
+	// Whoever was in Read is out, or the new deadline would keep it there; who comes later finds cause.
+	c.reading.Lock()
+	defer c.reading.Unlock()
+	if err := c.tc.CloseWrite(); err != nil {
+		return err
+	}
+	return c.tc.SetReadDeadline(time.Now().Add(d))
 }
 
 // wake makes those who wait for changed see cause.

@@ -21,11 +21,17 @@ type Mesh struct {
 	rank  topo.Rank
 	addrs []string
 	lanes map[transport.Lane]*lane
+	// released are lanes that have gone from the map, for good.
+	released transport.LaneSet
 }
 
 // lane holds the channels of one lane.
 type lane struct {
-	err   error               // of Abort
+	id     transport.Lane
+	ctx    context.Context // ends with the lane, or when Close begins
+	cancel context.CancelFunc
+
+	err   error               // of Abort, or ErrReleased
 	conns map[topo.Rank]*conn // nil while the channel is being made
 	waits map[topo.Rank]*wait
 }
@@ -39,14 +45,39 @@ type wait struct {
 	attempt error
 }
 
-// lane returns the lane with the given number. The caller holds mu.
+// lane returns the lane with the given number. One that was released is made up each time and not kept. The caller
+// holds mu.
 func (m *Mesh) lane(id transport.Lane) *lane {
 	l := m.lanes[id]
 	if l == nil {
-		l = &lane{conns: make(map[topo.Rank]*conn), waits: make(map[topo.Rank]*wait)}
-		m.lanes[id] = l
+		l = &lane{id: id, conns: make(map[topo.Rank]*conn), waits: make(map[topo.Rank]*wait)}
+		l.ctx, l.cancel = context.WithCancel(m.e.ctx)
+		if m.released.Has(id) {
+			l.end()
+		} else {
+			m.lanes[id] = l
+		}
 	}
 	return l
+}
+
+// fail ends all waiting and gives the Conns an error, which later calls of Mesh.Conn get too. The caller holds mu.
+func (l *lane) fail(err error) {
+	l.err = err
+	for _, c := range l.conns {
+		if c != nil {
+			c.abort(err)
+		}
+	}
+	for peer := range l.waits {
+		l.finish(peer, nil, err)
+	}
+}
+
+// end makes the lane a released one. The caller holds mu.
+func (l *lane) end() {
+	l.fail(transport.ErrReleased)
+	l.cancel()
 }
 
 // finish ends the waiting for peer. The caller holds mu.
@@ -65,14 +96,10 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 		return nil, fmt.Errorf("tcp: connect lane %d: peer is rank %d, want 0 to %d without %d", id, peer, len(m.addrs)-1, m.rank)
 	}
 	m.e.mu.Lock()
-	if m.e.closed {
-		m.e.mu.Unlock()
-		return nil, transport.ErrClosed
-	}
 	l := m.lane(id)
-	if l.err != nil {
+	if err := m.laneErr(l); err != nil {
 		m.e.mu.Unlock()
-		return nil, l.err
+		return nil, err
 	}
 	c, begun := l.conns[peer]
 	if c != nil {
@@ -82,7 +109,7 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 	dials := m.rank < peer
 	if dials && !begun {
 		l.conns[peer] = nil
-		m.e.wg.Go(func() { m.dial(id, peer) })
+		m.e.wg.Go(func() { m.dial(l, peer) })
 	}
 	w := l.waits[peer]
 	if w == nil {
@@ -116,6 +143,14 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 	}
 }
 
+// laneErr is why a lane gives no Conns, if it does not. The caller holds mu.
+func (m *Mesh) laneErr(l *lane) error {
+	if m.e.closed && l.err != transport.ErrReleased {
+		return transport.ErrClosed
+	}
+	return l.err
+}
+
 // Abort implements transport.Mesh. A connection of the lane that is being made, or comes later, is kept open
 // too.
 func (m *Mesh) Abort(id transport.Lane, err error) {
@@ -124,19 +159,44 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 	}
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
-	l := m.lane(id)
-	if m.e.closed || l.err != nil {
+	if l := m.lane(id); m.laneErr(l) == nil {
+		l.fail(err)
+	}
+}
+
+// Release implements transport.Mesh. Its connections stay for up to Config.LingerTimeout if the peer does not
+// release the lane, and a handshake that has begun comes to its end.
+func (m *Mesh) Release(id transport.Lane) {
+	if id == transport.Control {
+		m.Abort(id, transport.ErrControl)
 		return
 	}
-	l.err = err
+	m.e.mu.Lock()
+	defer m.e.mu.Unlock()
+	if m.e.closed {
+		return
+	}
+	m.released.Add(id)
+	l := m.lanes[id]
+	if l == nil {
+		return
+	}
+	delete(m.lanes, id)
+	l.end()
 	for _, c := range l.conns {
 		if c != nil {
-			c.abort(err)
+			m.letGo(c)
 		}
 	}
-	for peer := range l.waits {
-		l.finish(peer, nil, err)
-	}
+}
+
+// letGo ends an aborted connection in its own time. The caller holds mu.
+func (m *Mesh) letGo(c *conn) {
+	m.e.loose[c.tc] = struct{}{}
+	m.e.wg.Go(func() {
+		c.linger(m.e.cfg.LingerTimeout)
+		m.e.untrack(c.tc)
+	})
 }
 
 // Close implements transport.Mesh. It closes the Endpoint.
@@ -156,80 +216,85 @@ func (m *Mesh) closeConns() {
 	}
 }
 
-// reserve books the channel that h asks for, or says why it cannot be had by an error that wraps a Refusal.
-func (m *Mesh) reserve(h hello) error {
+// reserve books the channel that h asks for, or says why it cannot be had by an error that wraps a Refusal. A lane
+// that was released is no reason: the peer cannot tell whether it came before.
+func (m *Mesh) reserve(h hello) (*lane, error) {
 	switch {
 	case h.job != m.job:
-		return WrongJob
+		return nil, WrongJob
 	case h.epoch != m.epoch:
-		return fmt.Errorf("%w: rank %d is in epoch %d, this is epoch %d", StaleEpoch, h.from, h.epoch, m.epoch)
+		return nil, fmt.Errorf("%w: rank %d is in epoch %d, this is epoch %d", StaleEpoch, h.from, h.epoch, m.epoch)
 	case h.to != m.rank:
-		return fmt.Errorf("%w: rank %d looked for rank %d, this is rank %d", NotMe, h.from, h.to, m.rank)
+		return nil, fmt.Errorf("%w: rank %d looked for rank %d, this is rank %d", NotMe, h.from, h.to, m.rank)
 	case h.from < 0 || h.from >= m.rank:
-		return fmt.Errorf("%w: got %d, want a rank below %d", UnknownRank, h.from, m.rank)
+		return nil, fmt.Errorf("%w: got %d, want a rank below %d", UnknownRank, h.from, m.rank)
 	}
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
 	l := m.lane(h.lane)
 	if _, begun := l.conns[h.from]; begun {
-		return fmt.Errorf("%w: lane %d of rank %d", DuplicateChannel, h.lane, h.from)
+		return nil, fmt.Errorf("%w: lane %d of rank %d", DuplicateChannel, h.lane, h.from)
 	}
 	l.conns[h.from] = nil
-	return nil
+	return l, nil
 }
 
-// release gives back what reserve booked.
-func (m *Mesh) release(id transport.Lane, peer topo.Rank) {
+// unreserve gives back what reserve booked.
+func (m *Mesh) unreserve(l *lane, peer topo.Rank) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
-	delete(m.lane(id).conns, peer)
+	delete(l.conns, peer)
 }
 
-// publish makes a connection past its handshake a channel.
-func (m *Mesh) publish(c *conn) error {
+// publish makes a connection past its handshake a channel of l, or ends it if l was released meanwhile.
+func (m *Mesh) publish(l *lane, c *conn) error {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
 	if m.e.closed {
 		return transport.ErrClosed
 	}
-	delete(m.e.handshakes, c.tc)
-	l := m.lane(c.lane)
+	if l.err == transport.ErrReleased {
+		c.abort(l.err)
+		m.letGo(c)
+		return nil
+	}
+	delete(m.e.loose, c.tc)
 	l.conns[c.peer] = c
 	l.finish(c.peer, c, nil) // nobody waits, nor ever will, if the lane was aborted
 	return nil
 }
 
 // dial makes the channel to a higher rank, again and again until it succeeds, is refused, or takes too long.
-func (m *Mesh) dial(id transport.Lane, peer topo.Rank) {
-	ctx, cancel := context.WithTimeout(m.e.ctx, m.e.cfg.DialTimeout)
+func (m *Mesh) dial(l *lane, peer topo.Rank) {
+	ctx, cancel := context.WithTimeout(l.ctx, m.e.cfg.DialTimeout)
 	defer cancel()
 	var last error
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
-		err := m.attempt(ctx, id, peer)
+		err := m.attempt(ctx, l, peer)
 		if err == nil {
 			return
 		}
 		if refusal := Refusal(0); errors.As(err, &refusal) || errors.Is(err, errNotOurs) {
-			m.giveUp(id, peer, err)
+			m.giveUp(l, peer, err)
 			return
 		}
 		if ctx.Err() == nil || last == nil {
 			last = err // what the end of ctx broke off says less
 		}
-		m.failed(id, peer, last)
-		m.e.log.Debug("tcp: connect failed", zap.Uint32("lane", uint32(id)), zap.Int32("peer", int32(peer)),
+		m.failed(l, peer, last)
+		m.e.log.Debug("tcp: connect failed", zap.Uint32("lane", uint32(l.id)), zap.Int32("peer", int32(peer)),
 			zap.String("addr", m.addrs[peer]), zap.Error(err), zap.Duration("pause", pause))
 		select {
 		case <-time.After(pause):
 		case <-ctx.Done():
-			m.giveUp(id, peer, fmt.Errorf("tcp: not connected within %v: %w", m.e.cfg.DialTimeout, last))
+			m.giveUp(l, peer, fmt.Errorf("tcp: not connected within %v: %w", m.e.cfg.DialTimeout, last))
 			return
 		}
 	}
 }
 
 // attempt dials once.
-func (m *Mesh) attempt(ctx context.Context, id transport.Lane, peer topo.Rank) error {
+func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 	var d net.Dialer
 	nc, err := d.DialContext(ctx, "tcp", m.addrs[peer])
 	if err != nil {
@@ -239,7 +304,7 @@ func (m *Mesh) attempt(ctx context.Context, id transport.Lane, peer topo.Rank) e
 		hangUp(nc)
 		return transport.ErrClosed
 	}
-	if err := m.introduce(ctx, id, peer, nc); err != nil {
+	if err := m.introduce(ctx, l, peer, nc); err != nil {
 		m.e.untrack(nc)
 		hangUp(nc)
 		return err
@@ -248,8 +313,8 @@ func (m *Mesh) attempt(ctx context.Context, id transport.Lane, peer topo.Rank) e
 }
 
 // introduce is the dialing side of the handshake, and publishes the channel.
-func (m *Mesh) introduce(ctx context.Context, id transport.Lane, peer topo.Rank, nc net.Conn) error {
-	c, err := newConn(&m.e.wg, id, peer, nc)
+func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc net.Conn) error {
+	c, err := newConn(&m.e.wg, l.id, peer, nc)
 	if err != nil {
 		return err
 	}
@@ -260,7 +325,7 @@ func (m *Mesh) introduce(ctx context.Context, id transport.Lane, peer topo.Rank,
 	if err := nc.SetDeadline(deadline); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
-	h := hello{version: version, job: m.job, epoch: m.epoch, from: m.rank, to: peer, lane: id}
+	h := hello{version: version, job: m.job, epoch: m.epoch, from: m.rank, to: peer, lane: l.id}
 	if _, err := nc.Write(h.encode()); err != nil {
 		return fmt.Errorf("tcp: hello: %w", err)
 	}
@@ -270,23 +335,22 @@ func (m *Mesh) introduce(ctx context.Context, id transport.Lane, peer topo.Rank,
 	if err := nc.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
-	return m.publish(c)
+	return m.publish(l, c)
 }
 
 // failed tells those who wait why they still do.
-func (m *Mesh) failed(id transport.Lane, peer topo.Rank, err error) {
+func (m *Mesh) failed(l *lane, peer topo.Rank, err error) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
-	if w := m.lane(id).waits[peer]; w != nil {
+	if w := l.waits[peer]; w != nil {
 		w.attempt = err
 	}
 }
 
 // giveUp fails those who wait for peer. A later Conn dials afresh.
-func (m *Mesh) giveUp(id transport.Lane, peer topo.Rank, err error) {
+func (m *Mesh) giveUp(l *lane, peer topo.Rank, err error) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
-	l := m.lane(id)
 	delete(l.conns, peer)
-	l.finish(peer, nil, &transport.PeerError{Peer: peer, Lane: id, Err: err})
+	l.finish(peer, nil, &transport.PeerError{Peer: peer, Lane: l.id, Err: err})
 }

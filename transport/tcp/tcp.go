@@ -49,6 +49,9 @@ type Config struct {
 	// wait for Connect. Default 10 s. It should be the same on all ranks: who dials waits twice as long for
 	// the answer, lest the one side give up a connection that the other just accepted.
 	HandshakeTimeout time.Duration
+	// LingerTimeout is how long a connection of a lane that this rank released may wait for the peer to release
+	// it too. Default 30 s. What was sent still arrives when it has passed, unless the peer goes on sending.
+	LingerTimeout time.Duration
 	// Log receives refused connections (warnings) and attempts to dial (debug). nil discards them.
 	Log *zap.Logger
 }
@@ -96,10 +99,10 @@ type Endpoint struct {
 	wg        sync.WaitGroup
 
 	// mu is held before a conn's mu, never after.
-	mu         sync.Mutex
-	closed     bool
-	mesh       *Mesh
-	handshakes map[net.Conn]struct{} // accepted and dialed
+	mu     sync.Mutex
+	closed bool
+	mesh   *Mesh
+	loose  map[net.Conn]struct{} // connections that are no channel yet (in their handshake), or no longer (released)
 }
 
 // Listen opens an Endpoint. Connections that arrive before Connect are held until it is called, for at most
@@ -119,13 +122,14 @@ func Listen(cfg Config) (*Endpoint, error) {
 func newEndpoint(cfg Config, ln net.Listener) *Endpoint {
 	cfg.DialTimeout = cmp.Or(cfg.DialTimeout, 30*time.Second)
 	cfg.HandshakeTimeout = cmp.Or(cfg.HandshakeTimeout, 10*time.Second)
+	cfg.LingerTimeout = cmp.Or(cfg.LingerTimeout, 30*time.Second)
 	e := &Endpoint{
-		cfg:        cfg,
-		log:        cmp.Or(cfg.Log, zap.NewNop()),
-		ln:         ln,
-		connected:  make(chan struct{}),
-		slots:      make(chan struct{}, maxHandshakes),
-		handshakes: make(map[net.Conn]struct{}),
+		cfg:       cfg,
+		log:       cmp.Or(cfg.Log, zap.NewNop()),
+		ln:        ln,
+		connected: make(chan struct{}),
+		slots:     make(chan struct{}, maxHandshakes),
+		loose:     make(map[net.Conn]struct{}),
 	}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	e.wg.Go(e.accept)
@@ -169,7 +173,7 @@ func (e *Endpoint) Close() error {
 	e.closed = true
 	if first {
 		e.cancel()
-		for nc := range e.handshakes {
+		for nc := range e.loose {
 			hangUp(nc)
 		}
 		if e.mesh != nil {
@@ -251,19 +255,20 @@ func (e *Endpoint) handshake(nc net.Conn) error {
 	if err != nil {
 		return err
 	}
-	if err := m.reserve(h); err != nil {
+	l, err := m.reserve(h)
+	if err != nil {
 		return refuse(nc, err)
 	}
-	if err := e.welcome(m, h, nc); err != nil {
-		m.release(h.lane, h.from)
+	if err := e.welcome(m, l, h.from, nc); err != nil {
+		m.unreserve(l, h.from)
 		return err
 	}
 	return nil
 }
 
 // welcome answers a hello that has its channel reserved, and publishes the channel.
-func (e *Endpoint) welcome(m *Mesh, h hello, nc net.Conn) error {
-	c, err := newConn(&e.wg, h.lane, h.from, nc)
+func (e *Endpoint) welcome(m *Mesh, l *lane, peer topo.Rank, nc net.Conn) error {
+	c, err := newConn(&e.wg, l.id, peer, nc)
 	if err != nil {
 		return err
 	}
@@ -274,7 +279,7 @@ func (e *Endpoint) welcome(m *Mesh, h hello, nc net.Conn) error {
 	if err := nc.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
-	return m.publish(c)
+	return m.publish(l, c)
 }
 
 // refuse answers a hello with the Refusal in reason, and returns reason.
@@ -310,21 +315,21 @@ func (e *Endpoint) awaitConnect(deadline time.Time) (*Mesh, error) {
 	}
 }
 
-// track lets Close find a connection that is in its handshake. It reports false if Close was first.
+// track lets Close find a connection that is no channel. It reports false if Close was first.
 func (e *Endpoint) track(nc net.Conn) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.closed {
 		return false
 	}
-	e.handshakes[nc] = struct{}{}
+	e.loose[nc] = struct{}{}
 	return true
 }
 
 func (e *Endpoint) untrack(nc net.Conn) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	delete(e.handshakes, nc)
+	delete(e.loose, nc)
 }
 
 func (e *Endpoint) logRefused(nc net.Conn, reason error) {

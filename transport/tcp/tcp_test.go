@@ -498,17 +498,18 @@ func TestEarlyConnection(t *testing.T) {
 func TestReserve(t *testing.T) {
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
-	if err := m.reserve(goodHello(3)); err != nil {
+	l, err := m.reserve(goodHello(3))
+	if err != nil {
 		t.Fatal(err)
 	}
-	if err := m.reserve(goodHello(3)); !errors.Is(err, DuplicateChannel) {
+	if _, err := m.reserve(goodHello(3)); !errors.Is(err, DuplicateChannel) {
 		t.Errorf("got error %v, want %v", err, DuplicateChannel)
 	}
-	if err := m.reserve(goodHello(4)); err != nil {
+	if _, err := m.reserve(goodHello(4)); err != nil {
 		t.Errorf("another lane: %v", err)
 	}
-	m.release(3, 0)
-	if err := m.reserve(goodHello(3)); err != nil {
+	m.unreserve(l, 0)
+	if _, err := m.reserve(goodHello(3)); err != nil {
 		t.Error(err)
 	}
 }

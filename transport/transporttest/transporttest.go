@@ -65,6 +65,14 @@ var contract = []struct {
 	{"PeerCloses", testPeerCloses},
 	{"CloseUnblocks", testCloseUnblocks},
 	{"CloseAfterAbort", testCloseAfterAbort},
+	{"ReleaseUnblocks", testReleaseUnblocks},
+	{"ReleaseDeliversAll", testReleaseDeliversAll},
+	{"ReleaseOfOneLane", testReleaseOneLane},
+	{"ReleaseIsFinal", testReleaseIsFinal},
+	{"ReleaseEndsLateChannels", testReleaseEndsLateChannels},
+	{"ReleaseOfControl", testReleaseOfControl},
+	{"ReleaseWhileInUse", testReleaseWhileInUse},
+	{"ReleaseFreesAll", testReleaseFreesAll},
 }
 
 // suite is the T of one clause.

@@ -1,0 +1,57 @@
+package transport
+
+import (
+	"math"
+	"math/rand/v2"
+	"testing"
+)
+
+// A LaneSet says the same as a map, and keeps its runs apart and in order.
+func TestLaneSetAgainstMap(t *testing.T) {
+	for seed := range uint64(50) {
+		r := rand.New(rand.NewPCG(seed, 0))
+		base := []Lane{0, math.MaxUint32 - 99}[seed%2]
+		var set LaneSet
+		twin := make(map[Lane]bool)
+		for range 80 {
+			lane := base + Lane(r.IntN(100))
+			set.Add(lane)
+			twin[lane] = true
+			for i := range Lane(100) {
+				if got := set.Has(base + i); got != twin[base+i] {
+					t.Fatalf("seed %d: lane %d after %d: got %v, want %v", seed, base+i, lane, got, twin[base+i])
+				}
+			}
+			runs := 0
+			for i := range Lane(100) {
+				if twin[base+i] && (i == 0 || !twin[base+i-1]) {
+					runs++
+				}
+			}
+			if len(set.runs) != runs {
+				t.Fatalf("seed %d: got %d runs, want %d: %v", seed, len(set.runs), runs, set.runs)
+			}
+		}
+	}
+}
+
+// However many lanes are released, with eight in use at a time the set stays as small as its comment says.
+func TestLaneSetStaysSmall(t *testing.T) {
+	const inUse, lanes = 8, 100_000
+	r := rand.New(rand.NewPCG(1, 0))
+	var set LaneSet
+	var used []Lane
+	for lane := range Lane(lanes) {
+		used = append(used, lane)
+		if len(used) <= inUse {
+			continue
+		}
+		k := r.IntN(len(used))
+		set.Add(used[k])
+		used[k] = used[len(used)-1]
+		used = used[:len(used)-1]
+		if len(set.runs) > inUse+1 {
+			t.Fatalf("at lane %d: %d runs, want at most %d", lane, len(set.runs), inUse+1)
+		}
+	}
+}
