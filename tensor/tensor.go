@@ -4,9 +4,12 @@ package tensor
 import (
 	"fmt"
 	"math"
+	"reflect"
 	"strconv"
 	"strings"
 	"unsafe"
+
+	"github.com/gohvd/gohvd/half"
 )
 
 // DType is an element type. The zero value is no type.
@@ -16,10 +19,16 @@ type DType uint8
 const (
 	Invalid DType = iota
 	Uint8
+	Int8
+	Uint16
+	Int16
 	Int32
 	Int64
+	Float16
+	BFloat16
 	Float32
 	Float64
+	Bool
 	numDTypes
 )
 
@@ -27,12 +36,18 @@ var dtypes = [numDTypes]struct {
 	name string
 	size int
 }{
-	Invalid: {"invalid", 0},
-	Uint8:   {"uint8", 1},
-	Int32:   {"int32", 4},
-	Int64:   {"int64", 8},
-	Float32: {"float32", 4},
-	Float64: {"float64", 8},
+	Invalid:  {"invalid", 0},
+	Uint8:    {"uint8", 1},
+	Int8:     {"int8", 1},
+	Uint16:   {"uint16", 2},
+	Int16:    {"int16", 2},
+	Int32:    {"int32", 4},
+	Int64:    {"int64", 8},
+	Float16:  {"float16", 2},
+	BFloat16: {"bfloat16", 2},
+	Float32:  {"float32", 4},
+	Float64:  {"float64", 8},
+	Bool:     {"bool", 1},
 }
 
 // Valid reports whether d is an element type that this version knows.
@@ -53,6 +68,15 @@ func (d DType) String() string {
 	return dtypes[d].name
 }
 
+// IsInteger reports whether d is a type of whole numbers. Bool is not.
+func (d DType) IsInteger() bool { return d >= Uint8 && d <= Int64 }
+
+// IsFloat reports whether d is a floating-point type, of any width.
+func (d DType) IsFloat() bool { return d >= Float16 && d <= Float64 }
+
+// IsHalf reports whether d is a floating-point type of 16 bits.
+func (d DType) IsHalf() bool { return d == Float16 || d == BFloat16 }
+
 // DTypes lists the valid element types in the order of their values.
 func DTypes() []DType {
 	all := make([]DType, 0, numDTypes-1)
@@ -64,26 +88,35 @@ func DTypes() []DType {
 
 // Element is the constraint on Go types that map to a DType.
 type Element interface {
-	~uint8 | ~int32 | ~int64 | ~float32 | ~float64
+	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool | half.Float16 | half.BFloat16
 }
 
 // Of is the DType of the Go type T.
 func Of[T Element]() DType {
-	var z T
-	isFloat := T(1)/T(2) != 0
-	switch unsafe.Sizeof(z) {
-	case 1:
+	switch t := reflect.TypeFor[T](); t.Kind() {
+	case reflect.Uint8:
 		return Uint8
-	case 4:
-		if isFloat {
-			return Float32
-		}
+	case reflect.Int8:
+		return Int8
+	case reflect.Uint16:
+		return Uint16
+	case reflect.Int16:
+		return Int16
+	case reflect.Int32:
 		return Int32
-	default:
-		if isFloat {
-			return Float64
-		}
+	case reflect.Int64:
 		return Int64
+	case reflect.Float32:
+		return Float32
+	case reflect.Float64:
+		return Float64
+	case reflect.Bool:
+		return Bool
+	default: // the halves are the only structs
+		if t == reflect.TypeFor[half.Float16]() {
+			return Float16
+		}
+		return BFloat16
 	}
 }
 
@@ -96,7 +129,7 @@ func Bytes[T Element](s []T) []byte {
 }
 
 // View is b as elements of T, without a copy. b must be aligned for T; a remainder that is shorter than
-// one element is left out.
+// one element is left out. Where T is a bool, every byte of b must be 0 or 1.
 func View[T Element](b []byte) []T {
 	var z T
 	n := len(b) / int(unsafe.Sizeof(z))
@@ -163,7 +196,9 @@ func (s Shape) String() string {
 type ReduceOp uint8
 
 // The reductions. Average is a sum, then a division by the number of ranks (integers: truncated toward
-// zero). The zero value is none: broadcast, allgather.
+// zero); AverageActive divides by the number of ranks that have not joined instead. Adasum is the adaptive
+// sum of Maleki et al. ("Scaling Distributed Training with Adaptive Summation", 2020). The zero value is
+// none: broadcast, allgather.
 const (
 	NoReduce ReduceOp = iota
 	Average
@@ -171,17 +206,56 @@ const (
 	Min
 	Max
 	Product
+	Adasum
+	AverageActive
 	numReduceOps
 )
 
-var reduceOps = [numReduceOps]string{"none", "average", "sum", "min", "max", "product"}
+var reduceOps = [numReduceOps]string{
+	"none", "average", "sum", "min", "max", "product", "adasum", "average-active",
+}
 
 // Valid reports whether op is a reduction that this version knows.
 func (op ReduceOp) Valid() bool { return op > NoReduce && op < numReduceOps }
+
+// IsAverage reports whether op is a sum that is divided afterwards.
+func (op ReduceOp) IsAverage() bool { return op == Average || op == AverageActive }
+
+// Base is the reduction that combines elements for op: Sum for the averages, else op itself.
+func (op ReduceOp) Base() ReduceOp {
+	if op.IsAverage() {
+		return Sum
+	}
+	return op
+}
 
 func (op ReduceOp) String() string {
 	if op >= numReduceOps {
 		return fmt.Sprintf("ReduceOp(%d)", uint8(op))
 	}
 	return reduceOps[op]
+}
+
+// CheckReduce reports why elements of dt cannot be combined with op, or nil. Bools have Min (all) and Max
+// (any), Adasum is for floats, and numbers have everything else.
+func CheckReduce(op ReduceOp, dt DType) error {
+	switch {
+	case !op.Valid():
+		return fmt.Errorf("tensor: reduce %v: got %v, want a reduction", dt, op)
+	case !dt.Valid():
+		return fmt.Errorf("tensor: reduce with %v: got %v, want an element type", op, dt)
+	case dt == Bool && op != Min && op != Max:
+		return fmt.Errorf("tensor: reduce bool: got %v, want min (all) or max (any)", op)
+	case op == Adasum && !dt.IsFloat():
+		return fmt.Errorf("tensor: reduce with adasum: got %v, want a floating-point type", dt)
+	}
+	return nil
+}
+
+// CheckScale reports why elements of dt cannot be multiplied by a factor other than 1, or nil. Bools cannot.
+func CheckScale(dt DType) error {
+	if !dt.Valid() || dt == Bool {
+		return fmt.Errorf("tensor: scale: got %v, want a type of numbers", dt)
+	}
+	return nil
 }

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"unsafe"
 
+	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -18,8 +19,9 @@ func TestDTypes(t *testing.T) {
 		name string
 		size int
 	}{
-		{tensor.Uint8, "uint8", 1}, {tensor.Int32, "int32", 4}, {tensor.Int64, "int64", 8},
-		{tensor.Float32, "float32", 4}, {tensor.Float64, "float64", 8},
+		{tensor.Uint8, "uint8", 1}, {tensor.Int8, "int8", 1}, {tensor.Uint16, "uint16", 2}, {tensor.Int16, "int16", 2},
+		{tensor.Int32, "int32", 4}, {tensor.Int64, "int64", 8}, {tensor.Float16, "float16", 2}, {tensor.BFloat16, "bfloat16", 2},
+		{tensor.Float32, "float32", 4}, {tensor.Float64, "float64", 8}, {tensor.Bool, "bool", 1},
 	}
 	all := tensor.DTypes()
 	if len(all) != len(want) {
@@ -31,19 +33,42 @@ func TestDTypes(t *testing.T) {
 		}
 	}
 	// Values from the wire may be anything.
-	for _, dt := range []tensor.DType{tensor.Invalid, tensor.Float64 + 1, 255} {
+	for _, dt := range []tensor.DType{tensor.Invalid, tensor.Bool + 1, 255} {
+		if dt.IsFloat() || dt.IsHalf() || dt.IsInteger() {
+			t.Errorf("%v is of a kind: float %v, half %v, integer %v", dt, dt.IsFloat(), dt.IsHalf(), dt.IsInteger())
+		}
 		if dt.Valid() || dt.Size() != 0 || !strings.HasPrefix(dt.String(), "DType(") {
 			t.Errorf("%d: valid %v, %d bytes, %v", uint8(dt), dt.Valid(), dt.Size(), dt)
 		}
 	}
 }
 
+// Each type is one of whole numbers, of floats or Bool; halves are floats.
+func TestKinds(t *testing.T) {
+	floats := []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
+	for _, dt := range tensor.DTypes() {
+		if got, want := dt.IsFloat(), slices.Contains(floats, dt); got != want {
+			t.Errorf("%v is a float: %v, want %v", dt, got, want)
+		}
+		if got, want := dt.IsHalf(), slices.Contains(floats[:2], dt); got != want {
+			t.Errorf("%v is a half: %v, want %v", dt, got, want)
+		}
+		if got, want := dt.IsInteger(), !slices.Contains(floats, dt) && dt != tensor.Bool; got != want {
+			t.Errorf("%v is an integer: %v, want %v", dt, got, want)
+		}
+	}
+}
+
 type (
 	pixel   uint8
+	level   int8
+	port    uint16
+	sample  int16
 	counter int32
 	stamp   int64
 	weight  float32
 	loss    float64
+	mask    bool
 )
 
 // Types that are only named differently map to the same DType.
@@ -53,6 +78,12 @@ func TestOf(t *testing.T) {
 		got, want tensor.DType
 	}{
 		{"uint8", tensor.Of[uint8](), tensor.Uint8}, {"pixel", tensor.Of[pixel](), tensor.Uint8},
+		{"int8", tensor.Of[int8](), tensor.Int8}, {"level", tensor.Of[level](), tensor.Int8},
+		{"uint16", tensor.Of[uint16](), tensor.Uint16}, {"port", tensor.Of[port](), tensor.Uint16},
+		{"int16", tensor.Of[int16](), tensor.Int16}, {"sample", tensor.Of[sample](), tensor.Int16},
+		{"half.Float16", tensor.Of[half.Float16](), tensor.Float16},
+		{"half.BFloat16", tensor.Of[half.BFloat16](), tensor.BFloat16},
+		{"bool", tensor.Of[bool](), tensor.Bool}, {"mask", tensor.Of[mask](), tensor.Bool},
 		{"int32", tensor.Of[int32](), tensor.Int32}, {"counter", tensor.Of[counter](), tensor.Int32},
 		{"int64", tensor.Of[int64](), tensor.Int64}, {"stamp", tensor.Of[stamp](), tensor.Int64},
 		{"float32", tensor.Of[float32](), tensor.Float32}, {"weight", tensor.Of[weight](), tensor.Float32},
@@ -160,17 +191,84 @@ func TestShape(t *testing.T) {
 }
 
 func TestReduceOps(t *testing.T) {
-	for op, want := range map[tensor.ReduceOp]string{
-		tensor.Average: "average", tensor.Sum: "sum", tensor.Min: "min", tensor.Max: "max", tensor.Product: "product",
+	for i, want := range []struct {
+		op   tensor.ReduceOp
+		name string
+		base tensor.ReduceOp
+	}{
+		{tensor.NoReduce, "none", tensor.NoReduce},
+		{tensor.Average, "average", tensor.Sum},
+		{tensor.Sum, "sum", tensor.Sum},
+		{tensor.Min, "min", tensor.Min},
+		{tensor.Max, "max", tensor.Max},
+		{tensor.Product, "product", tensor.Product},
+		{tensor.Adasum, "adasum", tensor.Adasum},
+		{tensor.AverageActive, "average-active", tensor.Sum},
+		{8, "ReduceOp(8)", 8},
 	} {
-		if op.String() != want || !op.Valid() {
-			t.Errorf("got %v, valid %v, want %s", op, op.Valid(), want)
+		op := tensor.ReduceOp(i)
+		if op != want.op || op.String() != want.name || op.Base() != want.base {
+			t.Errorf("operation %d is %v with base %v, want %s with %v", i, op, op.Base(), want.name, want.base)
+		}
+		if got, want := op.Valid(), i > 0 && i < 8; got != want {
+			t.Errorf("%v is valid: %v, want %v", op, got, want)
+		}
+		if got, want := op.IsAverage(), op == tensor.Average || op == tensor.AverageActive; got != want {
+			t.Errorf("%v is an average: %v, want %v", op, got, want)
 		}
 	}
-	if tensor.NoReduce.Valid() || tensor.NoReduce.String() != "none" {
-		t.Errorf("no reduction is %v, valid %v", tensor.NoReduce, tensor.NoReduce.Valid())
+}
+
+func TestCheckReduce(t *testing.T) {
+	for _, c := range []struct {
+		op   tensor.ReduceOp
+		dt   tensor.DType
+		want string
+	}{
+		{tensor.Min, tensor.Bool, ""},
+		{tensor.Max, tensor.Bool, ""},
+		{tensor.Sum, tensor.Bool, "reduce bool: got sum, want min (all) or max (any)"},
+		{tensor.Average, tensor.Bool, "got average"},
+		{tensor.AverageActive, tensor.Bool, "got average-active"},
+		{tensor.Product, tensor.Bool, "got product"},
+		{tensor.Adasum, tensor.Bool, "got adasum"},
+		{tensor.Adasum, tensor.Int32, "reduce with adasum: got int32, want a floating-point type"},
+		{tensor.Adasum, tensor.BFloat16, ""},
+		{tensor.NoReduce, tensor.Float32, "reduce float32: got none, want a reduction"},
+		{200, tensor.Float32, "got ReduceOp(200)"},
+		{tensor.Sum, tensor.Invalid, "reduce with sum: got DType(0), want an element type"},
+		{tensor.Sum, tensor.Bool + 1, "got DType(12)"},
+	} {
+		checkError(t, tensor.CheckReduce(c.op, c.dt), c.want)
 	}
-	if op := tensor.Product + 1; op.Valid() || op.String() != "ReduceOp(6)" {
-		t.Errorf("%v is valid: %v", op, op.Valid())
+	for _, dt := range tensor.DTypes() {
+		if dt == tensor.Bool {
+			continue
+		}
+		for _, op := range []tensor.ReduceOp{
+			tensor.Average, tensor.Sum, tensor.Min, tensor.Max, tensor.Product, tensor.AverageActive,
+		} {
+			checkError(t, tensor.CheckReduce(op, dt), "")
+		}
+	}
+}
+
+func TestCheckScale(t *testing.T) {
+	for _, dt := range tensor.DTypes() {
+		want := ""
+		if dt == tensor.Bool {
+			want = "scale: got bool, want a type of numbers"
+		}
+		checkError(t, tensor.CheckScale(dt), want)
+	}
+	checkError(t, tensor.CheckScale(tensor.Invalid), "got DType(0)")
+	checkError(t, tensor.CheckScale(255), "got DType(255)")
+}
+
+// checkError wants no error if want is empty, and else one that has it.
+func checkError(t *testing.T, err error, want string) {
+	t.Helper()
+	if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
+		t.Errorf("got %v, want %q", err, want)
 	}
 }

@@ -1,0 +1,148 @@
+package kernel
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// ConvertFunc sets the elements of dst to those of src, converted.
+//
+// dst and src have the same number of elements, each of its type, or it panics. They are aligned for their elements
+// and do not overlap. It allocates nothing.
+type ConvertFunc func(dst, src []byte)
+
+// DotFunc returns the dot products a·b, a·a and b·b, computed in float64, the same on every machine. The order in which
+// they are summed is ours, so to split an array may change the last bits. Squares of float64s may overflow.
+//
+// a and b have the same length, a multiple of the element's size, or it panics. Both are aligned for the element, and
+// may be the same. It allocates nothing.
+type DotFunc func(a, b []byte) (ab, aa, bb float64)
+
+// CombineFunc sets dst to ca·a + cb·b, element by element: two products and a sum in float64, the same on every
+// machine, and the sum rounded once to the element's type.
+//
+// All have the same length, a multiple of the element's size, or it panics. They are aligned for the element, and do
+// not overlap, except that dst may be a or b. It allocates nothing.
+type CombineFunc func(dst, a, b []byte, ca, cb float64)
+
+// Convert returns the function that converts between two floating-point types. It rounds once, to nearest even: a
+// float64 goes to a half without being a rounded float32 between. Beyond the largest number is infinity, and a NaN
+// stays one.
+func Convert(to, from tensor.DType) (ConvertFunc, error) {
+	switch {
+	case !to.IsFloat() || !from.IsFloat():
+		return nil, fmt.Errorf("kernel: convert: got %v to %v, want floating-point types", from, to)
+	case to == from:
+		return copyElems(to.Size()), nil
+	case to == tensor.Float32 && from == tensor.Float64: // load would round to odd
+		return roundElems, nil
+	}
+	return convertBlocks(to, from), nil
+}
+
+// Dot returns the function that computes the dot products of two arrays of dt, a floating-point type.
+func Dot(dt tensor.DType) (DotFunc, error) {
+	f := rowOf(dt).dot
+	if f == nil {
+		return nil, fmt.Errorf("kernel: dot product: got %v, want a floating-point type", dt)
+	}
+	return f, nil
+}
+
+// Combine returns the function that adds multiples of two arrays of dt, a floating-point type.
+func Combine(dt tensor.DType) (CombineFunc, error) {
+	f := rowOf(dt).combine
+	if f == nil {
+		return nil, fmt.Errorf("kernel: combine: got %v, want a floating-point type", dt)
+	}
+	return f, nil
+}
+
+// floats is the row of T.
+func floats[T float]() row {
+	r := arithmetic[T]()
+	r.scale = func(buf []byte, factor float64) { scale(elems[T](buf), T(factor)) }
+	r.dot = func(a, b []byte) (ab, aa, bb float64) {
+		sameLength(a, b)
+		return dot(elems[T](a), elems[T](b))
+	}
+	r.combine = func(dst, a, b []byte, ca, cb float64) {
+		sameLength(dst, a)
+		sameLength(dst, b)
+		combine(elems[T](dst), elems[T](a), elems[T](b), ca, cb)
+	}
+	inf := T(math.Inf(1))
+	r.neutral = neutralsOf(T(math.Copysign(0, -1)), 1, -inf, inf)
+	return r
+}
+
+func scale[T float](v []T, factor T) {
+	for i := range v {
+		v[i] *= factor
+	}
+}
+
+func dot[T float](a, b []T) (ab, aa, bb float64) {
+	b = b[:len(a)]
+	for i := range a {
+		x, y := float64(a[i]), float64(b[i])
+		ab += float64(x * y)
+		aa += float64(x * x)
+		bb += float64(y * y)
+	}
+	return ab, aa, bb
+}
+
+func combine[T float](dst, a, b []T, ca, cb float64) {
+	a, b = a[:len(dst)], b[:len(dst)]
+	for i := range dst {
+		dst[i] = T(mix(float64(a[i]), float64(b[i]), ca, cb))
+	}
+}
+
+// mix is ca·x + cb·y. Here as in dot, the conversions keep the compiler from fusing a product with the sum, which some
+// processors do and others cannot.
+func mix(x, y, ca, cb float64) float64 { return float64(ca*x) + float64(cb*y) }
+
+func copyElems(size int) ConvertFunc {
+	return func(dst, src []byte) {
+		sameLength(dst, src)
+		wholeElems(dst, size)
+		copy(dst, src)
+	}
+}
+
+// roundElems converts float64 to float32.
+func roundElems(dst, src []byte) {
+	d, s := elems[float32](dst), elems[float64](src)
+	sameCount(len(d), len(s))
+	for i, f := range s {
+		d[i] = float32(f)
+	}
+}
+
+// convertBlocks makes the function for a pair of types, other than float64 to float32.
+func convertBlocks(to, from tensor.DType) ConvertFunc {
+	toSize, fromSize := to.Size(), from.Size()
+	return func(dst, src []byte) {
+		wholeElems(dst, toSize)
+		wholeElems(src, fromSize)
+		sameCount(len(dst)/toSize, len(src)/fromSize)
+		var b block
+		for len(src) > 0 {
+			n := min(len(src)/fromSize, len(b))
+			load(b[:n], from, src[:n*fromSize])
+			store(dst[:n*toSize], to, b[:n])
+			dst, src = dst[n*toSize:], src[n*fromSize:]
+		}
+	}
+}
+
+// sameCount panics unless the destination has as many elements as the source.
+func sameCount(dst, src int) {
+	if dst != src {
+		panic(fmt.Sprintf("kernel: destination of %d elements, want %d as in the source", dst, src))
+	}
+}

@@ -1,0 +1,212 @@
+package kernel
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// Halves are computed with in blocks: widened to float32, combined as those are, and rounded back. A block is small
+// enough for the stack and the first-level cache. It stays on the stack because whoever takes it is known at compile
+// time; that is why a half's type is a value here, which load and store branch on, and not a type or a function.
+type block [128]float32
+
+const halfSize = 2 // bytes
+
+// halves is the row of dt, Float16 or BFloat16, of which one and inf are the bits of 1 and +Inf.
+func halves(dt tensor.DType, one, inf uint16) row {
+	const sign = 0x8000
+	nans := sign - 1 - inf // as many positive ones, and as many negative
+	return row{
+		sum:     reduceHalf(dt, tensor.Sum),
+		product: reduceHalf(dt, tensor.Product),
+		min:     pairs(firstHalf(0, nans)),
+		max:     pairs(firstHalf(0xffff, nans)),
+		scale:   scaleHalf(dt),
+		dot:     dotHalf(dt),
+		combine: combineHalf(dt),
+		neutral: neutralsOf(sign, one, sign|inf, inf),
+	}
+}
+
+// bfloat16s is the row of BFloat16. To widen one is a shift, beside which the way through a block costs too much for
+// what is done most.
+func bfloat16s() row {
+	r := halves(tensor.BFloat16, 0x3f80, 0x7f80)
+	r.sum = pairs(addBFloat16)
+	return r
+}
+
+func addBFloat16(d, s []half.BFloat16) {
+	s = s[:len(d)]
+	for i, x := range d {
+		d[i] = half.BFloat16FromFloat32(x.Float32() + s[i].Float32())
+	}
+}
+
+// load widens the elements of src, of which there are len(v), to v. A float64 it rounds to odd, for store to round to
+// a half.
+func load(v []float32, dt tensor.DType, src []byte) {
+	switch dt {
+	case tensor.Float16:
+		for i, h := range elems[half.Float16](src)[:len(v)] {
+			v[i] = h.Float32()
+		}
+	case tensor.BFloat16:
+		for i, h := range elems[half.BFloat16](src)[:len(v)] {
+			v[i] = h.Float32()
+		}
+	case tensor.Float32:
+		copy(v, elems[float32](src)[:len(v)])
+	case tensor.Float64:
+		for i, f := range elems[float64](src)[:len(v)] {
+			v[i] = roundToOdd(f)
+		}
+	default:
+		panic(fmt.Sprintf("kernel: load: got %v, want a floating-point type", dt))
+	}
+}
+
+// store rounds v to the elements of dst, of which there are as many.
+func store(dst []byte, dt tensor.DType, v []float32) {
+	switch dt {
+	case tensor.Float16:
+		d := elems[half.Float16](dst)[:len(v)]
+		for i, f := range v {
+			d[i] = half.Float16FromFloat32(f)
+		}
+	case tensor.BFloat16:
+		d := elems[half.BFloat16](dst)[:len(v)]
+		for i, f := range v {
+			d[i] = half.BFloat16FromFloat32(f)
+		}
+	case tensor.Float32:
+		copy(elems[float32](dst)[:len(v)], v)
+	case tensor.Float64:
+		d := elems[float64](dst)[:len(v)]
+		for i, f := range v {
+			d[i] = float64(f)
+		}
+	default:
+		panic(fmt.Sprintf("kernel: store: got %v, want a floating-point type", dt))
+	}
+}
+
+// roundToOdd is f where a float32 can be, and else of the two float32s around f the one whose last bit is 1. That bit
+// says that there was more: rounded again, to at least two bits fewer, it gives what rounding f once does (Boldo and
+// Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+func roundToOdd(f float64) float32 {
+	near := float32(f)
+	wide := float64(near)
+	if wide == f || f != f {
+		return near
+	}
+	b := math.Float32bits(near)
+	if b&1 == 0 {
+		if math.Abs(wide) < math.Abs(f) {
+			b++
+		} else {
+			b--
+		}
+	}
+	return math.Float32frombits(b)
+}
+
+// reduceHalf makes the Func for op, Sum or Product.
+func reduceHalf(dt tensor.DType, op tensor.ReduceOp) Func {
+	return func(dst, src []byte) {
+		sameLength(dst, src)
+		wholeElems(dst, halfSize)
+		var d, s block
+		for len(dst) > 0 {
+			n := min(len(dst), len(d)*halfSize)
+			x, y := d[:n/halfSize], s[:n/halfSize]
+			load(x, dt, dst[:n])
+			load(y, dt, src[:n])
+			if op == tensor.Product {
+				multiply(x, y)
+			} else {
+				add(x, y)
+			}
+			store(dst[:n], dt, x)
+			dst, src = dst[n:], src[n:]
+		}
+	}
+}
+
+// firstHalf makes the function that leaves in d what comes first of d and s: the lesser if flip is 0, the greater if
+// it is all ones, a NaN before either. It works on bits, of which both types have the same order.
+func firstHalf(flip, nans uint16) func(d, s []uint16) {
+	return func(d, s []uint16) {
+		s = s[:len(d)]
+		for i, x := range d {
+			// The store is unconditional, so that nothing jumps: which comes first is not to be predicted.
+			if y := s[i]; place(y, flip, nans) < place(x, flip, nans) {
+				x = y
+			}
+			d[i] = x
+		}
+	}
+}
+
+// place orders bits for firstHalf. Negative numbers count down, so their bits are turned over: then the order is
+// -NaN, -Inf … -0, +0 … +Inf, +NaN, or the reverse with flip. The nans at the end go round to the beginning.
+func place(bits, flip, nans uint16) uint16 {
+	negative := uint16(int16(bits) >> 15)
+	return (bits ^ (negative | 0x8000) ^ flip) + nans
+}
+
+func scaleHalf(dt tensor.DType) ScaleFunc {
+	return func(buf []byte, factor float64) {
+		wholeElems(buf, halfSize)
+		var b block
+		for f := float32(factor); len(buf) > 0; {
+			n := min(len(buf), len(b)*halfSize)
+			x := b[:n/halfSize]
+			load(x, dt, buf[:n])
+			scale(x, f)
+			store(buf[:n], dt, x)
+			buf = buf[n:]
+		}
+	}
+}
+
+func dotHalf(dt tensor.DType) DotFunc {
+	return func(a, b []byte) (ab, aa, bb float64) {
+		sameLength(a, b)
+		wholeElems(a, halfSize)
+		var u, v block
+		for len(a) > 0 {
+			n := min(len(a), len(u)*halfSize)
+			x, y := u[:n/halfSize], v[:n/halfSize]
+			load(x, dt, a[:n])
+			load(y, dt, b[:n])
+			xy, xx, yy := dot(x, y)
+			ab, aa, bb = ab+xy, aa+xx, bb+yy
+			a, b = a[n:], b[n:]
+		}
+		return ab, aa, bb
+	}
+}
+
+func combineHalf(dt tensor.DType) CombineFunc {
+	return func(dst, a, b []byte, ca, cb float64) {
+		sameLength(dst, a)
+		sameLength(dst, b)
+		wholeElems(dst, halfSize)
+		var u, v block
+		for len(dst) > 0 {
+			n := min(len(dst), len(u)*halfSize)
+			x, y := u[:n/halfSize], v[:n/halfSize]
+			load(x, dt, a[:n])
+			load(y, dt, b[:n])
+			for i := range x {
+				x[i] = roundToOdd(mix(float64(x[i]), float64(y[i]), ca, cb))
+			}
+			store(dst[:n], dt, x)
+			dst, a, b = dst[n:], a[n:], b[n:]
+		}
+	}
+}

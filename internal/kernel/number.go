@@ -1,0 +1,119 @@
+package kernel
+
+// number is the types that Go computes with.
+type number interface{ whole | float }
+
+type whole interface {
+	uint8 | int8 | uint16 | int16 | int32 | int64
+}
+
+type float interface{ float32 | float64 }
+
+// integer is the row of T, whose values are lowest to highest.
+func integer[T whole](lowest, highest T) row {
+	r := arithmetic[T]()
+	r.scale, r.divide = scaleInteger(lowest, highest), divide[T]
+	r.neutral = neutralsOf(0, 1, lowest, highest)
+	return r
+}
+
+// arithmetic is what the rows of all numbers have in common.
+func arithmetic[T number]() row {
+	return row{sum: pairs(add[T]), min: pairs(minimum[T]), max: pairs(maximum[T]), product: pairs(multiply[T])}
+}
+
+// The compiler neither unrolls loops nor inlines a function argument into one. So the loops below are written out
+// for each operation, four elements a turn: slices of constant length cost one bounds check a turn, and none an
+// element.
+
+func add[T number](d, s []T) {
+	s = s[:len(d)]
+	i := 0
+	for ; i <= len(d)-4; i += 4 {
+		a, b := d[i:i+4:i+4], s[i:i+4:i+4]
+		a[0] += b[0]
+		a[1] += b[1]
+		a[2] += b[2]
+		a[3] += b[3]
+	}
+	for ; i < len(d); i++ {
+		d[i] += s[i]
+	}
+}
+
+func multiply[T number](d, s []T) {
+	s = s[:len(d)]
+	i := 0
+	for ; i <= len(d)-4; i += 4 {
+		a, b := d[i:i+4:i+4], s[i:i+4:i+4]
+		a[0] *= b[0]
+		a[1] *= b[1]
+		a[2] *= b[2]
+		a[3] *= b[3]
+	}
+	for ; i < len(d); i++ {
+		d[i] *= s[i]
+	}
+}
+
+func minimum[T number](d, s []T) {
+	s = s[:len(d)]
+	i := 0
+	for ; i <= len(d)-4; i += 4 {
+		a, b := d[i:i+4:i+4], s[i:i+4:i+4]
+		a[0] = min(a[0], b[0])
+		a[1] = min(a[1], b[1])
+		a[2] = min(a[2], b[2])
+		a[3] = min(a[3], b[3])
+	}
+	for ; i < len(d); i++ {
+		d[i] = min(d[i], s[i])
+	}
+}
+
+func maximum[T number](d, s []T) {
+	s = s[:len(d)]
+	i := 0
+	for ; i <= len(d)-4; i += 4 {
+		a, b := d[i:i+4:i+4], s[i:i+4:i+4]
+		a[0] = max(a[0], b[0])
+		a[1] = max(a[1], b[1])
+		a[2] = max(a[2], b[2])
+		a[3] = max(a[3], b[3])
+	}
+	for ; i < len(d); i++ {
+		d[i] = max(d[i], s[i])
+	}
+}
+
+// scaleInteger makes the function for T, whose values are lowest to highest.
+func scaleInteger[T whole](lowest, highest T) ScaleFunc {
+	// A float64 cannot be math.MaxInt64, but the first number beyond it: so highest is compared one higher, where
+	// truncation begins to go out of range.
+	low, beyond := float64(lowest), float64(highest)+1
+	return func(buf []byte, factor float64) {
+		v := elems[T](buf)
+		if factor == 1 {
+			return
+		}
+		for i, x := range v {
+			switch f := float64(x) * factor; {
+			case f > low && f < beyond:
+				v[i] = T(f)
+			case f >= beyond:
+				v[i] = highest
+			case f <= low:
+				v[i] = lowest
+			default: // a NaN
+				v[i] = 0
+			}
+		}
+	}
+}
+
+func divide[T whole](buf []byte, n int64) {
+	v := elems[T](buf)
+	for i, x := range v {
+		v[i] = T(int64(x) / n)
+	}
+}
