@@ -33,10 +33,10 @@ func (m *Manager) Add(b Backend, kinds ...message.Kind) error {
 }
 
 // Plan returns the first backend that can run r, which has numBytes of output, and the algorithm it would use. If
-// there is none, the error names each that was tried and wraps its reason. Barriers and errors need none: they get
+// there is none, the error names each that was tried and wraps its reason. Kinds that move no data need none: they get
 // NoBackend.
 func (m *Manager) Plan(r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
-	if r.Kind == message.Barrier || r.Kind == message.Error {
+	if !r.Kind.MovesData() {
 		return message.NoBackend, message.NoAlgorithm, nil
 	}
 	var refusals error

@@ -42,6 +42,7 @@ func TestManagerPlan(t *testing.T) {
 		message.Allreduce: {second, message.Tree}, // the first refuses, the third comes too late
 		message.Broadcast: {second, message.Tree},
 		message.Barrier:   {message.NoBackend, message.NoAlgorithm},
+		message.Join:      {message.NoBackend, message.NoAlgorithm},
 		message.Error:     {message.NoBackend, message.NoAlgorithm},
 	} {
 		id, alg, err := m.Plan(&message.Response{Kind: kind, DType: tensor.Float32}, 4)

@@ -28,10 +28,24 @@ type Backend interface {
 	// averages are made by scaling). Afterwards all ranks hold the same bits.
 	Allreduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte) error
 
+	// Adasum combines the tensors that lie one behind the other in buf, elements of dt, in place and each by
+	// itself; counts has the bytes of each. Afterwards all ranks hold the same bits.
+	Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte, counts []int64) error
+
 	// Allgather fills out with the contributions of all ranks in order; rank i gives counts[i] bytes. The
 	// caller has put its own contribution in place already.
 	Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error
 
 	// Broadcast copies root's buf to the buf of all others.
 	Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error
+
+	// Reducescatter reduces buf, elements of dt in one block for each rank, with op as Allreduce does. Block i has
+	// counts[i] bytes, whole elements. Afterwards each rank holds the result in its own block; the others are undefined.
+	Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte, counts []int64) error
+
+	// Alltoall gives each rank i its block of in, which has counts[i] bytes, and collects the blocks that the ranks
+	// have for this one, in their order. What each rank gives is known only now: allocate is called once, with the
+	// bytes from each rank (valid during the call), and returns the output of their sum, or an error, which ends
+	// the operation.
+	Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error
 }

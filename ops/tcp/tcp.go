@@ -3,23 +3,55 @@
 //
 // Every collective is cut into segments, and each segment is passed on as soon as it has been received and, in a
 // reduction, added: while one is reduced, the transport sends those before it and receives those behind it. The streams
-// carry data alone, in an order that all ranks know. Nothing is allocated once the channels are there.
+// carry data alone, in an order that all ranks know; only an alltoall says how long its blocks are. Nothing is allocated
+// once the channels are there and the buffers have grown.
 //
 // The algorithms, for n ranks and messages so long that latency does not count:
 //
-//	allreduce  ring  2(n-1) steps; each rank sends and receives 2(n-1)/n of the buffer
-//	allgather  ring  n-1 steps; each rank sends all blocks but one
-//	broadcast  tree  ceil(log2 n) deep; the root sends ceil(log2 n) times the buffer, the leaves nothing
+//	allreduce      ring    2(n-1) steps; each rank sends and receives 2(n-1)/n of the buffer
+//	allreduce      direct  2 steps; the same bytes, on n-1 channels
+//	reducescatter  ring    n-1 steps; each rank sends and receives (n-1)/n of the buffer
+//	reducescatter  direct  1 step; the same bytes, on n-1 channels
+//	allgather      ring    n-1 steps; each rank sends all blocks but one
+//	broadcast      tree    ceil(log2 n) deep; the root sends ceil(log2 n) times the buffer, the leaves nothing
+//	alltoall       direct  1 step; each rank sends all blocks but its own, and 8 bytes before each
+//	adasum         halving-doubling: log2 n halvings and as many doublings; each rank sends 2(n-1)/n of the buffer
+//
+// # Order of additions
+//
+// Floating-point addition is not associative. Every algorithm gives all ranks the same bits. In a ring, which rank the
+// sum of an element begins with depends on its place in the buffer, so on what it was fused with; direct adds in the
+// order of the ranks, whatever the place. Plan chooses direct for sums and products of floats if Config.Deterministic
+// says so, and always for those of halves: these are widened to float32, reduced, and rounded once, where a ring would
+// round at every rank.
+//
+// # Adasum
+//
+// The adaptive sum of two vectors a and b (Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2020)
+// is
+//
+//	(1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b
+//
+// It adds what is orthogonal and averages what is parallel. A factor is 1 where the squared norm below the fraction is
+// less than the square root of the smallest normal float64, 2^-511 (Horovod's rule, ops/adasum/adasum.h). The products
+// are computed in float64, and so is the combination, which is rounded once to the element type.
+//
+// It is commutative but not associative, so the tree is part of the result. Let x[i] be the vector of rank i of n, and p
+// the largest power of two up to n. Written with + for the adaptive sum, a + b, the result is c[p, 0] of
+//
+//	c[1, i]  = x[i] + x[p+i]             for i < n-p
+//	c[1, i]  = x[i]                      for n-p <= i < p
+//	c[2d, i] = c[d, 2i] + c[d, 2i+1]     for d = 1, 2, 4 ... p/2 and i < p/2d
+//
+// For six ranks that is ((x[0]+x[4]) + (x[1]+x[5])) + (x[2]+x[3]). Every tensor of a fused buffer is combined by itself.
 package tcp
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io"
 	"slices"
+	"strings"
 
-	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/topo"
@@ -35,6 +67,11 @@ type Config struct {
 	// fewer calls, smaller ones stay in the processor's cache and fill the ring sooner. Ranks may differ. Default
 	// 256 KiB.
 	SegmentBytes int
+
+	// Deterministic has Plan choose algorithms by which the result of an element depends on the ranks' values alone:
+	// not on where in the buffer it lies, nor on how long that is. It costs channels from every rank to every other.
+	// Adasum has but one algorithm: its last bits stay the same if its tensors are not fused. Default false.
+	Deterministic bool
 }
 
 // Backend is the ops.Backend of one process set on one lane, which it has to itself.
@@ -50,20 +87,32 @@ type Backend struct {
 	ranks []topo.Rank
 	me    int
 
-	segBytes int
-	scratch  []byte           // one segment, received but not yet reduced
-	conns    []transport.Conn // by rank of the set, nil until needed
-	ctx      watch
-	err      error // what ended the backend
+	segBytes      int
+	deterministic bool
+	conns         []transport.Conn // by rank of the set, nil until needed
+	ctx           watch
+	err           error // what ended the backend
+
+	// What follows is kept because steady state allocates nothing. Each operation fills what it uses.
+	parts   cut      // the ranks' parts of the buffer
+	in      scratch  // received but not yet reduced
+	ordered inOrder  // of direct reductions
+	starts  []uint64 // where this operation began in the stream to each rank
+	blocks  blocks   // of alltoall
+	adasum  adasum
 }
 
 // New makes the backend of rank ranks[me] for the process set ranks, on a lane that nothing else uses. Channels are
 // made when an operation first needs them, and kept.
 func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
+	n := len(ranks)
 	b := &Backend{
 		mesh: mesh, lane: lane, ranks: slices.Clone(ranks), me: me,
-		segBytes: cfg.SegmentBytes,
-		conns:    make([]transport.Conn, len(ranks)),
+		segBytes: cfg.SegmentBytes, deterministic: cfg.Deterministic,
+		conns:  make([]transport.Conn, n),
+		parts:  make(cut, n+1),
+		starts: make([]uint64, n),
+		blocks: newBlocks(n),
 	}
 	if b.segBytes <= 0 {
 		b.segBytes = DefaultSegmentBytes
@@ -78,91 +127,45 @@ func (b *Backend) ID() message.Backend { return message.TCP }
 // Plan implements ops.Backend. The size makes no difference.
 func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
 	switch r.Kind {
-	case message.Allreduce:
-		op := r.Op
-		if op == tensor.Average {
-			op = tensor.Sum
-		}
-		if _, err := kernel.Reduce(op, r.DType); err != nil {
-			return message.NoAlgorithm, err
-		}
-		return message.Ring, nil
+	case message.Allreduce, message.Reducescatter:
+		return b.planReduction(r)
 	case message.Allgather:
 		return message.Ring, nil
 	case message.Broadcast:
 		return message.Tree, nil
+	case message.Alltoall:
+		return message.Direct, nil
 	}
 	return message.NoAlgorithm, fmt.Errorf("no method for %v", r.Kind)
 }
 
-// Allreduce implements ops.Backend by Ring: each rank's share of the buffer is reduced on its way round the ring,
-// then goes round once more (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-// workstations, 2009). Each rank sends 2(n-1)/n × len(buf) bytes in 2(n-1) steps and computes (n-1)/n × len(buf).
-//
-// Which ranks an element's sum begins with depends on its place in buf: sums of floating-point numbers are the same
-// bits on all ranks, but not in buffers of another length.
-func (b *Backend) Allreduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte) error {
-	return b.run(ctx, message.Allreduce, alg, message.Ring, func() error {
-		reduce, err := kernel.Reduce(op, dt)
-		if err != nil {
-			return err
-		}
-		if len(buf)%dt.Size() != 0 {
-			return fmt.Errorf("got %d bytes, want whole elements of %v", len(buf), dt)
-		}
-		if len(b.ranks) == 1 || len(buf) == 0 {
-			return nil
-		}
-		return b.allreduceRing(ctx, dt.Size(), reduce, buf)
-	})
+// planReduction is Plan for what reduces. Where every order of additions gives the same bits, the ring will do.
+func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) {
+	dt := r.WireType()
+	if err := tensor.CheckReduce(r.Op, dt); err != nil {
+		return message.NoAlgorithm, err
+	}
+	switch op := r.Op.Base(); {
+	case op == tensor.Adasum && r.Kind == message.Allreduce:
+		return message.HalvingDoubling, nil
+	case op == tensor.Adasum:
+		return message.NoAlgorithm, fmt.Errorf("no method for %v by %v", r.Kind, op)
+	case !dt.IsFloat() || op == tensor.Min || op == tensor.Max:
+		return message.Ring, nil
+	case dt.IsHalf() || b.deterministic:
+		return message.Direct, nil
+	}
+	return message.Ring, nil
 }
 
-// Allgather implements ops.Backend by Ring: every block travels once round the ring. Each rank sends len(out) less
-// its right neighbour's block, in n-1 steps.
-func (b *Backend) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
-	return b.run(ctx, message.Allgather, alg, message.Ring, func() error {
-		if len(counts) != len(b.ranks) {
-			return fmt.Errorf("got %d counts, want one for each of %d ranks", len(counts), len(b.ranks))
-		}
-		rest := int64(len(out))
-		for i, c := range counts {
-			if c < 0 || c > rest {
-				return fmt.Errorf("got %d bytes from rank %d, want 0 to %d, which are left of %d", c, b.ranks[i], rest, len(out))
-			}
-			rest -= c
-		}
-		if rest != 0 {
-			return fmt.Errorf("got counts of %d bytes together, want %d", int64(len(out))-rest, len(out))
-		}
-		if len(b.ranks) == 1 || len(out) == 0 {
-			return nil
-		}
-		return b.allgatherRing(ctx, out, counts)
-	})
-}
-
-// Broadcast implements ops.Backend by Tree: a binomial tree of depth ceil(log2 n), in which the root sends up to
-// ceil(log2 n) × len(buf) bytes and every other rank less.
-func (b *Backend) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
-	return b.run(ctx, message.Broadcast, alg, message.Tree, func() error {
-		if root < 0 || root >= len(b.ranks) {
-			return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
-		}
-		if len(b.ranks) == 1 || len(buf) == 0 {
-			return nil
-		}
-		return b.broadcastTree(ctx, root, buf)
-	})
-}
-
-// run is the frame of every operation.
-func (b *Backend) run(ctx context.Context, kind message.Kind, alg, want message.Algorithm, op func() error) error {
+// run is the frame of every operation. The operation can be run by the algorithms known.
+func (b *Backend) run(ctx context.Context, kind message.Kind, alg message.Algorithm, op func() error, known ...message.Algorithm) error {
 	if b.err != nil {
 		return fmt.Errorf("ops/tcp: %v %v: after a failure: %w", kind, alg, b.err)
 	}
 	err := b.ctx.begin(ctx)
-	if err == nil && alg != want {
-		err = fmt.Errorf("got algorithm %v, want %v", alg, want)
+	if err == nil && !slices.Contains(known, alg) {
+		err = fmt.Errorf("got algorithm %v, want %s", alg, list(known))
 	}
 	if err == nil {
 		err = op()
@@ -182,47 +185,11 @@ func (b *Backend) run(ctx context.Context, kind message.Kind, alg, want message.
 	return b.err
 }
 
-// conn returns the channel to rank i of the set.
-func (b *Backend) conn(ctx context.Context, i int) (transport.Conn, error) {
-	if b.conns[i] == nil {
-		c, err := b.mesh.Conn(ctx, b.lane, b.ranks[i])
-		if err != nil {
-			if cause := context.Cause(ctx); cause != nil && !errors.Is(err, cause) {
-				err = fmt.Errorf("%w: %w", err, cause)
-			}
-			return nil, err
-		}
-		b.conns[i] = c
+// list is "x or y".
+func list(algs []message.Algorithm) string {
+	var names []string
+	for _, a := range algs {
+		names = append(names, a.String())
 	}
-	return b.conns[i], nil
-}
-
-// neighbours returns the channels to the next rank of the ring, to whom all is sent, and from the one before.
-func (b *Backend) neighbours(ctx context.Context) (right, left transport.Conn, err error) {
-	n := len(b.ranks)
-	if right, err = b.conn(ctx, (b.me+1)%n); err != nil {
-		return nil, nil, err
-	}
-	if left, err = b.conn(ctx, (b.me+n-1)%n); err != nil {
-		return nil, nil, err
-	}
-	return right, left, nil
-}
-
-// receive fills p from c.
-func receive(c transport.Conn, p []byte) error {
-	_, err := io.ReadFull(c, p)
-	return err
-}
-
-// send queues p on c by segments of seg bytes.
-func send(c transport.Conn, p []byte, seg int) error {
-	for len(p) > 0 {
-		k := min(seg, len(p))
-		if err := c.Send(p[:k]); err != nil {
-			return err
-		}
-		p = p[k:]
-	}
-	return nil
+	return strings.Join(names, " or ")
 }

@@ -2,10 +2,26 @@ package tcp
 
 import (
 	"context"
+	"fmt"
 	"math/bits"
 
+	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/transport"
 )
+
+// Broadcast implements ops.Backend by Tree: a binomial tree of depth ceil(log2 n), in which the root sends up to
+// ceil(log2 n) × len(buf) bytes and every other rank less.
+func (b *Backend) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
+	return b.run(ctx, message.Broadcast, alg, func() error {
+		if root < 0 || root >= len(b.ranks) {
+			return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
+		}
+		if len(b.ranks) == 1 || len(buf) == 0 {
+			return nil
+		}
+		return b.broadcastTree(ctx, root, buf)
+	}, message.Tree)
+}
 
 // broadcastTree copies root's buf to the other ranks, of which there is one at least, in a binomial tree. Counted from
 // the root, the parent of rank v is v without its lowest one bit, and its children are v plus each power of two below

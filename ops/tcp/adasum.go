@@ -1,0 +1,270 @@
+package tcp
+
+import (
+	"context"
+	"iter"
+	"math/bits"
+	"slices"
+
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// Adasum implements ops.Backend by HalvingDoubling, in the tree that the package comment defines. Ranks from p on, the
+// largest power of two, first give their vectors to partners. The others work at distances d = 1, 2, 4 ... p/2: a rank
+// and the one d further, which hold the same part of two vectors, send each other one half of it and combine the other
+// half. To do so the 2d ranks that hold parts of these vectors add up their dot products. At the end the halves are
+// exchanged again in the opposite order, and those who gave their vectors get the result.
+//
+// With L = log2 p, a rank sends 2(p-1)/p × len(buf) bytes in L(L+5)/2 steps, of which L(L+1)/2 are for dot products: 24
+// bytes for each tensor. If n is no power of two, n-p pairs send another len(buf) each way in 2 more steps. The backend
+// keeps half of len(buf) of memory, or all of it where a rank takes another's vector.
+//
+// The halves are cut from the whole buffer and their dot products added by segments: what else is in buf, and the size
+// of segments, may change the last bits of products, and so of results. All ranks have the same bits all the same. A NaN
+// in a vector, or an infinity, makes the tensor NaN or infinite as the arithmetic has it.
+func (b *Backend) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte, counts []int64) error {
+	return b.run(ctx, message.Allreduce, alg, func() error {
+		if err := b.adasum.prepare(dt, len(buf), counts); err != nil {
+			return err
+		}
+		if len(b.ranks) == 1 || len(buf) == 0 {
+			return nil
+		}
+		return b.adasumHalvingDoubling(ctx, b.segment(dt.Size()), buf)
+	}, message.HalvingDoubling)
+}
+
+// adasumHalvingDoubling combines the tensors in buf, which b.adasum is prepared for, over two ranks or more.
+func (b *Backend) adasumHalvingDoubling(ctx context.Context, seg int, buf []byte) error {
+	n := len(b.ranks)
+	p := 1 << (bits.Len(uint(n)) - 1)
+	if b.me >= p {
+		return b.delegate(ctx, b.me-p, seg, buf)
+	}
+	guest := b.me + p // the rank that delegates to this one, unless there are not so many
+	if guest < n {
+		if err := b.takeIn(ctx, guest, seg, buf); err != nil {
+			return err
+		}
+	}
+	for d := 1; d < p; d *= 2 {
+		if err := b.halve(ctx, d, seg, buf); err != nil {
+			return err
+		}
+	}
+	for d := p / 2; d > 0; d /= 2 {
+		if err := b.unite(ctx, d, seg, buf); err != nil {
+			return err
+		}
+	}
+	if guest < n {
+		return exchange(b.conns[guest], buf, nil, seg)
+	}
+	return nil
+}
+
+// delegate gives buf to rank host of the set, and gets the result.
+func (b *Backend) delegate(ctx context.Context, host, seg int, buf []byte) error {
+	c, err := b.conn(ctx, host)
+	if err != nil {
+		return err
+	}
+	if err := exchange(c, buf, nil, seg); err != nil {
+		return err
+	}
+	return exchange(c, nil, buf, seg)
+}
+
+// takeIn combines buf, as the lower side, with what rank guest of the set delegates.
+func (b *Backend) takeIn(ctx context.Context, guest, seg int, buf []byte) error {
+	c, err := b.conn(ctx, guest)
+	if err != nil {
+		return err
+	}
+	whole := stretch{0, len(buf)}
+	if err := b.adasum.compare(c, buf, whole, seg, true); err != nil {
+		return err
+	}
+	b.adasum.mix(buf, whole, true)
+	return nil
+}
+
+// halve combines the vectors of two blocks of d ranks. Of the part that this rank and its partner in the other block
+// hold, each combines one half.
+func (b *Backend) halve(ctx context.Context, d, seg int, buf []byte) error {
+	a, lower := &b.adasum, b.me&d == 0
+	c, err := b.conn(ctx, b.me^d)
+	if err != nil {
+		return err
+	}
+	mine, theirs := a.half(b.me, d, len(buf)), a.half(b.me^d, d, len(buf))
+	if err := send(c, theirs.of(buf), seg); err != nil {
+		return err
+	}
+	if err := a.compare(c, buf, mine, seg, lower); err != nil {
+		return err
+	}
+	// At each distance both ranks of a pair add the same two numbers: in the end all 2d ranks have the same bits. The last
+	// exchange is with the partner again, so that the half that it got has left.
+	for e := 1; e <= d; e *= 2 {
+		if c, err = b.conn(ctx, b.me^e); err != nil {
+			return err
+		}
+		if err := a.addDots(c, seg); err != nil {
+			return err
+		}
+	}
+	a.mix(buf, mine, lower)
+	return nil
+}
+
+// unite undoes the halving at distance d: this rank and its partner give each other what they have.
+func (b *Backend) unite(ctx context.Context, d, seg int, buf []byte) error {
+	c, err := b.conn(ctx, b.me^d)
+	if err != nil {
+		return err
+	}
+	mine, theirs := b.adasum.half(b.me, d, len(buf)), b.adasum.half(b.me^d, d, len(buf))
+	return exchange(c, mine.of(buf), theirs.of(buf), seg)
+}
+
+// exchange sends out and receives in. The peer does the opposite at the same time. It cannot wait for ever: neither
+// waits to send, so both receive, and so both flush.
+func exchange(c transport.Conn, out, in []byte, seg int) error {
+	if err := send(c, out, seg); err != nil {
+		return err
+	}
+	if err := receive(c, in); err != nil {
+		return err
+	}
+	return c.Flush()
+}
+
+// stretch is the bytes of a buffer from one to another.
+type stretch struct{ from, to int }
+
+func (s stretch) of(buf []byte) []byte { return buf[s.from:s.to] }
+
+// adasum is what one rank knows of the tensors while it combines vectors.
+type adasum struct {
+	size    int // of an element
+	dot     kernel.DotFunc
+	combine kernel.CombineFunc
+	tensors cut     // of the buffer
+	other   scratch // what the partner has of this rank's half
+
+	// Three numbers for each tensor, for vectors a and b: a·b, a·a and b·b. First the products of this rank's half, then
+	// their sums over more and more ranks, to which those of others are added.
+	dots, otherDots []float64
+}
+
+// prepare makes a ready for tensors of dt, which have counts bytes each and numBytes together.
+func (a *adasum) prepare(dt tensor.DType, numBytes int, counts []int64) (err error) {
+	if a.dot, err = kernel.Dot(dt); err != nil {
+		return err
+	}
+	if a.combine, err = kernel.Combine(dt); err != nil {
+		return err
+	}
+	a.size = dt.Size()
+	n := len(counts)
+	a.tensors = slices.Grow(a.tensors[:0], n+1)[:n+1]
+	a.tensors[0] = 0
+	a.dots = slices.Grow(a.dots[:0], 3*n)[:3*n]
+	a.otherDots = slices.Grow(a.otherDots[:0], 3*n)[:3*n]
+	return a.tensors.by(counts, numBytes, a.size)
+}
+
+// half is what rank r of the set holds of a buffer of numBytes once it was halved at all distances up to d. The lower
+// of two ranks holds the lower half, which is the smaller one where they differ.
+func (a *adasum) half(r, d, numBytes int) stretch {
+	s := stretch{0, numBytes / a.size}
+	for e := 1; e <= d; e *= 2 {
+		if mid := s.from + (s.to-s.from)/2; r&e == 0 {
+			s.to = mid
+		} else {
+			s.from = mid
+		}
+	}
+	return stretch{s.from * a.size, s.to * a.size}
+}
+
+// compare receives the other vector's stretch s into a.other and computes the dot products over it while more comes.
+// What buf holds there is a if lower is set, else b.
+func (a *adasum) compare(c transport.Conn, buf []byte, s stretch, seg int, lower bool) error {
+	clear(a.dots)
+	in := a.other.room(s.to - s.from)
+	for at := s.from; at < s.to; at += seg {
+		end := min(at+seg, s.to)
+		if err := receive(c, in[at-s.from:end-s.from]); err != nil {
+			return err
+		}
+		for t, p := range a.pieces(stretch{at, end}) {
+			x, y := sides(p.of(buf), in[p.from-s.from:p.to-s.from], lower)
+			ab, aa, bb := a.dot(x, y)
+			dots := a.dots[3*t:][:3]
+			dots[0] += ab
+			dots[1] += aa
+			dots[2] += bb
+		}
+	}
+	return nil
+}
+
+// addDots adds the dot products of the rank at the other end of c, which does the same.
+func (a *adasum) addDots(c transport.Conn, seg int) error {
+	if err := exchange(c, tensor.Bytes(a.dots), tensor.Bytes(a.otherDots), seg); err != nil {
+		return err
+	}
+	for i, v := range a.otherDots {
+		a.dots[i] += v
+	}
+	return nil
+}
+
+// mix combines stretch s of buf with a.other, by the dot products.
+func (a *adasum) mix(buf []byte, s stretch, lower bool) {
+	in := a.other.room(s.to - s.from)
+	for t, p := range a.pieces(s) {
+		dst := p.of(buf)
+		x, y := sides(dst, in[p.from-s.from:p.to-s.from], lower)
+		dots := a.dots[3*t:][:3]
+		a.combine(dst, x, y, factor(dots[0], dots[1]), factor(dots[0], dots[2]))
+	}
+}
+
+// sides is the vectors a and b, of which the lower block has the first.
+func sides(own, other []byte, lower bool) (a, b []byte) {
+	if lower {
+		return own, other
+	}
+	return other, own
+}
+
+// factor is what a vector is multiplied with, given its dot product with the other and with itself.
+func factor(dot, square float64) float64 {
+	const tiny = 0x1p-511
+	if square < tiny {
+		return 1
+	}
+	return 1 - dot/square/2
+}
+
+// pieces is the tensors that s touches, by number, and how much of each.
+func (a *adasum) pieces(s stretch) iter.Seq2[int, stretch] {
+	return func(yield func(int, stretch) bool) {
+		// The first tensor that does not end before the stretch. If it ends where that begins, its piece is empty, as is
+		// that of an empty tensor.
+		t, _ := slices.BinarySearch(a.tensors[1:], int64(s.from))
+		for at := s.from; at < s.to; t++ {
+			end := min(int(a.tensors[t+1]), s.to)
+			if !yield(t, stretch{at, end}) {
+				return
+			}
+			at = end
+		}
+	}
+}

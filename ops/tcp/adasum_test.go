@@ -1,0 +1,298 @@
+package tcp_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math"
+	"math/bits"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"slices"
+	"testing"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// alike is what the ranks contribute to tensors of the given lengths: vectors that have much in common, so that the
+// combination is far from a sum and depends on the order.
+func alike(dt tensor.DType, n int, tensors []int) [][]byte {
+	rng := rand.New(rand.NewPCG(3, 4))
+	numElems := 0
+	for _, k := range tensors {
+		numElems += k
+	}
+	common := make([]float64, numElems)
+	for i := range common {
+		common[i] = rng.NormFloat64()
+	}
+	all := make([][]byte, n)
+	for r := range all {
+		all[r] = floats(dt, numElems, func(i int) float64 { return float64(r+1) * (common[i] + rng.NormFloat64()) })
+	}
+	return all
+}
+
+// adasum runs Adasum on copies of what the ranks contribute, and returns the result after it saw that all have it.
+func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []int) []byte {
+	t.Helper()
+	var counts []int64
+	for _, k := range tensors {
+		counts = append(counts, int64(k*dt.Size()))
+	}
+	bufs := make([][]byte, len(in))
+	c.must(t, func(r int, b *tcp.Backend) error {
+		bufs[r] = aligned(in[r])
+		return b.Adasum(t.Context(), message.HalvingDoubling, dt, bufs[r], counts)
+	})
+	for r := range bufs {
+		wantElements(t, fmt.Sprintf("adasum of %v × %v: rank %d, as rank 0", tensors, dt, r), dt, bufs[r], bufs[0])
+	}
+	return bufs[0]
+}
+
+// adasumTwin combines whole vectors, tensor by tensor, in the tree of the package comment.
+func adasumTwin(dt tensor.DType, in [][]byte, tensors []int) []byte {
+	var out []byte
+	from := 0
+	for _, k := range tensors {
+		to := from + k*dt.Size()
+		v := make([][]byte, len(in))
+		for r := range in {
+			v[r] = in[r][from:to]
+		}
+		out = append(out, combineAll(dt, v)...)
+		from = to
+	}
+	return out
+}
+
+// combineAll combines vectors of one tensor.
+func combineAll(dt tensor.DType, in [][]byte) []byte {
+	p := 1 << (bits.Len(uint(len(in))) - 1)
+	v := slices.Clone(in[:p])
+	for i, guest := range in[p:] {
+		v[i] = combinePair(dt, v[i], guest)
+	}
+	for ; len(v) > 1; v = v[:len(v)/2] {
+		for i := range len(v) / 2 {
+			v[i] = combinePair(dt, v[2*i], v[2*i+1])
+		}
+	}
+	return v[0]
+}
+
+func combinePair(dt tensor.DType, a, b []byte) []byte {
+	numElems := len(a) / dt.Size()
+	var ab, aa, bb float64
+	for i := range numElems {
+		x, y := float(dt, a, i), float(dt, b, i)
+		ab += x * y
+		aa += x * x
+		bb += y * y
+	}
+	ca, cb := 1.0, 1.0
+	tiny := math.Sqrt(0x1p-1022)
+	if !(aa < tiny) {
+		ca -= ab / (2 * aa)
+	}
+	if !(bb < tiny) {
+		cb -= ab / (2 * bb)
+	}
+	return floats(dt, numElems, func(i int) float64 { return ca*float(dt, a, i) + cb*float(dt, b, i) })
+}
+
+// epsilon is the distance from 1 to the next number.
+func epsilon(dt tensor.DType) float64 {
+	return map[tensor.DType]float64{
+		tensor.Float16: 0x1p-10, tensor.BFloat16: 0x1p-7, tensor.Float32: 0x1p-23, tensor.Float64: 0x1p-52,
+	}[dt]
+}
+
+// wantClose compares two ways to combine tensors, of which in is what the ranks contribute. The order in which products
+// are added changes the last bits of the factors, so that a result that lies between two numbers may go to the other,
+// at each level. The bound is two units in the last place of the largest element in a tensor's inputs, and for float64,
+// where the factors are no better than the elements, 64.
+func wantClose(t *testing.T, what string, dt tensor.DType, in [][]byte, tensors []int, got, want []byte) {
+	t.Helper()
+	if len(got) != len(want) {
+		t.Fatalf("%s: got %d bytes, want %d", what, len(got), len(want))
+	}
+	units := 2.0
+	if dt == tensor.Float64 {
+		units = 64
+	}
+	from := 0
+	for _, k := range tensors {
+		largest := 0.0
+		for _, p := range in {
+			for i := from; i < from+k; i++ {
+				largest = max(largest, math.Abs(float(dt, p, i)))
+			}
+		}
+		for i := from; i < from+k; i++ {
+			if g, w := float(dt, got, i), float(dt, want, i); !(math.Abs(g-w) <= units*epsilon(dt)*largest) {
+				t.Fatalf("%s: got %v as element %d, want %v", what, g, i, w)
+			}
+		}
+		from += k
+	}
+}
+
+func checkAdasum(t *testing.T, c *cluster, tensors []int) {
+	t.Helper()
+	for _, dt := range floatTypes {
+		in := alike(dt, len(c.backends), tensors)
+		got := adasum(t, c, dt, in, tensors)
+		wantClose(t, fmt.Sprintf("adasum of %v × %v", tensors, dt), dt, in, tensors, got, adasumTwin(dt, in, tensors))
+	}
+}
+
+var adasumShapes = [][]int{{0}, {1}, {2}, {7}, {64}, {1000}, {0, 0}, {1, 1, 1}, {3, 0, 5, 0, 0, 11, 1}, {0, 500, 13}, {13, 700, 0}}
+
+func TestAdasum(t *testing.T) {
+	eachCluster(t, func(t *testing.T, c *cluster, seg int) {
+		for _, tensors := range adasumShapes {
+			checkAdasum(t, c, tensors)
+		}
+		checkAdasum(t, c, nil)
+		if seg == 0 && !testing.Short() {
+			checkAdasum(t, c, []int{65537})
+			checkAdasum(t, c, []int{40000, 1, 25536})
+		}
+	})
+}
+
+// TestAdasumNumbersOfRanks has those that eachCluster leaves out.
+func TestAdasumNumbersOfRanks(t *testing.T) {
+	for _, n := range []int{6, 7, 9, 11, 16} {
+		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
+		for _, tensors := range adasumShapes {
+			checkAdasum(t, c, tensors)
+		}
+	}
+}
+
+// TestAdasumProperties has vectors whose combination is known.
+func TestAdasumProperties(t *testing.T) {
+	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
+		n := len(c.backends)
+		for _, dt := range floatTypes {
+			same := slices.Repeat(alike(dt, 1, []int{100}), n)
+			if got := adasum(t, c, dt, same, []int{100}); !bytes.Equal(got, same[0]) {
+				t.Errorf("%v: equal vectors are not their own combination", dt)
+			}
+			orthogonal, one := make([][]byte, n), make([][]byte, n)
+			for r := range n {
+				orthogonal[r] = floats(dt, 100, func(i int) float64 {
+					if i%n == r {
+						return float64(i + 1)
+					}
+					return 0
+				})
+				if one[r] = same[r]; r != n/2 {
+					one[r] = make([]byte, len(same[r]))
+				}
+			}
+			if got := adasum(t, c, dt, orthogonal, []int{100}); !bytes.Equal(got, floats(dt, 100, func(i int) float64 { return float64(i + 1) })) {
+				t.Errorf("%v: the combination of orthogonal vectors is not their sum", dt)
+			}
+			if got := adasum(t, c, dt, one, []int{100}); !bytes.Equal(got, one[n/2]) {
+				t.Errorf("%v: the combination with vectors of zeros is not the other vector", dt)
+			}
+		}
+	})
+}
+
+// TestAdasumTiny has vectors whose squared norms are below the limit, and so are added.
+func TestAdasumTiny(t *testing.T) {
+	c := newCluster(memMeshes(2), upTo(2), tcp.Config{})
+	for square, want := range map[float64]float64{0x1p-512: 2, 0x1p-510: 1} {
+		x := math.Sqrt(square)
+		in := slices.Repeat([][]byte{floats(tensor.Float64, 1, func(int) float64 { return x })}, 2)
+		if got := float(tensor.Float64, adasum(t, c, tensor.Float64, in, []int{1}), 0) / x; got != want {
+			t.Errorf("two vectors of squared norm %v: got %v times one of them, want %v", square, got, want)
+		}
+	}
+}
+
+// TestAdasumNotFinite has a NaN or infinity in one of three tensors.
+func TestAdasumNotFinite(t *testing.T) {
+	tensors := []int{10, 20, 30}
+	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
+		n := len(c.backends)
+		if n == 1 {
+			return
+		}
+		for _, dt := range floatTypes {
+			finite := alike(dt, n, tensors)
+			want := adasumTwin(dt, finite, tensors)
+			for _, bad := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {
+				in := alike(dt, n, tensors)
+				copy(in[n-1][15*dt.Size():], floats(dt, 1, func(int) float64 { return bad }))
+				got := adasum(t, c, dt, in, tensors)
+				for i := 10; i < 30; i++ {
+					// The factors of the vector, and of all it is combined with, are NaN.
+					if v := float(dt, got, i); !math.IsNaN(v) {
+						t.Fatalf("%v with %v: got %v as element %d, want NaN", dt, bad, v, i)
+					}
+				}
+				// The other tensors are as if nothing had happened.
+				copy(got[10*dt.Size():30*dt.Size()], want[10*dt.Size():])
+				wantClose(t, fmt.Sprintf("%v beside %v", dt, bad), dt, finite, tensors, got, want)
+			}
+		}
+	})
+}
+
+// TestAdasumNumPy compares with testdata/adasum.py.
+func TestAdasumNumPy(t *testing.T) {
+	const python = "/usr/bin/python3"
+	if err := exec.Command(python, "-c", "import numpy").Run(); err != nil && os.Getenv("CI") == "" {
+		t.Skipf("%s with numpy: %v", python, err)
+	}
+	type test struct {
+		dt      tensor.DType
+		tensors []int
+		in      [][]byte
+	}
+	var tests []test
+	var stdin bytes.Buffer
+	for n := 1; n <= 8; n++ {
+		for _, dt := range []tensor.DType{tensor.Float16, tensor.Float32, tensor.Float64} {
+			for _, tensors := range adasumShapes {
+				in := alike(dt, n, tensors)
+				tests = append(tests, test{dt, tensors, in})
+				fmt.Fprintln(&stdin, dt, n, fmt.Sprint(tensors)[1:len(fmt.Sprint(tensors))-1])
+				stdin.Write(bytes.Join(in, nil))
+			}
+		}
+	}
+	cmd := exec.Command(python, "testdata/adasum.py")
+	cmd.Stdin = &stdin
+	out, err := cmd.Output()
+	if err != nil {
+		var exit *exec.ExitError
+		if errors.As(err, &exit) {
+			t.Logf("%s", exit.Stderr)
+		}
+		t.Fatal(err)
+	}
+	for _, test := range tests {
+		n := len(test.in)
+		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
+		k := len(test.in[0])
+		if len(out) < k {
+			t.Fatalf("the script wrote %d bytes less than the next %d", k-len(out), k)
+		}
+		got := adasum(t, c, test.dt, test.in, test.tensors)
+		wantClose(t, fmt.Sprintf("%d ranks: adasum of %v × %v", n, test.tensors, test.dt), test.dt, test.in, test.tensors, got, out[:k])
+		out = out[k:]
+	}
+	if len(out) > 0 {
+		t.Errorf("the script wrote %d bytes more than the results", len(out))
+	}
+}

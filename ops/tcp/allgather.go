@@ -1,0 +1,49 @@
+package tcp
+
+import (
+	"context"
+
+	"github.com/gohvd/gohvd/message"
+)
+
+// Allgather implements ops.Backend by Ring: every block travels once round the ring. Each rank sends len(out) less
+// its right neighbour's block, in n-1 steps.
+func (b *Backend) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
+	return b.run(ctx, message.Allgather, alg, func() error {
+		if err := b.parts.by(counts, len(out), 1); err != nil {
+			return err
+		}
+		if len(b.ranks) == 1 || len(out) == 0 {
+			return nil
+		}
+		return b.allgatherRing(ctx, out)
+	}, message.Ring)
+}
+
+// allgatherRing fills out. In step s of n-1 a rank receives part i-s-1 (modulo n), and sends it on unless the step is
+// the last. Each place of out is written before it is sent or never.
+func (b *Backend) allgatherRing(ctx context.Context, out []byte) error {
+	right, left, err := b.neighbours(ctx)
+	if err != nil {
+		return err
+	}
+	n := len(b.ranks)
+	if err := send(right, b.parts.part(out, b.me), b.segBytes); err != nil {
+		return err
+	}
+	for s := range n - 1 {
+		for rest := b.before(out, s+1); len(rest) > 0; {
+			var p []byte
+			p, rest = split(rest, b.segBytes)
+			if err := receive(left, p); err != nil {
+				return err
+			}
+			if s < n-2 {
+				if err := right.Send(p); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return right.Flush()
+}

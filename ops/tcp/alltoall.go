@@ -1,0 +1,112 @@
+package tcp
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"math"
+
+	"github.com/gohvd/gohvd/message"
+)
+
+// countBytes is the size of the count before every block of an alltoall: a little-endian uint64.
+const countBytes = 8
+
+// Alltoall implements ops.Backend by Direct: every rank sends each other rank the length of its block, in 8 bytes, and
+// the block. When the lengths from all have come and the output is there, the blocks are read straight into it. Each
+// rank sends len(in) less its own block, in one step, and has channels to all n-1 others.
+//
+// A rank that claims to send more than there can be ends the operation before allocate is called. Whether there is room
+// for less is for allocate to say.
+func (b *Backend) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error {
+	return b.run(ctx, message.Alltoall, alg, func() error {
+		if err := b.parts.by(counts, len(in), 1); err != nil {
+			return err
+		}
+		return b.alltoallDirect(ctx, in, allocate)
+	}, message.Direct)
+}
+
+// blocks is what an alltoall learns about its output.
+type blocks struct {
+	headers []byte  // the counts to the ranks as they are sent
+	counts  []int64 // from the ranks
+	cut     cut     // of the output
+}
+
+func newBlocks(n int) blocks {
+	return blocks{headers: make([]byte, n*countBytes), counts: make([]int64, n), cut: make(cut, n+1)}
+}
+
+// alltoallDirect sends the parts of in and receives those for this rank. It cannot wait for ever: all that is read here
+// was queued by its sender before that read anything.
+func (b *Backend) alltoallDirect(ctx context.Context, in []byte, allocate func([]int64) ([]byte, error)) error {
+	if err := b.connectAll(ctx); err != nil {
+		return err
+	}
+	if err := b.sendBlocks(in); err != nil {
+		return err
+	}
+	own := b.parts.part(in, b.me)
+	total, err := b.receiveCounts(int64(len(own)))
+	if err != nil {
+		return err
+	}
+	out, err := allocate(b.blocks.counts)
+	if err != nil {
+		return err
+	}
+	if int64(len(out)) != total {
+		return fmt.Errorf("got %d bytes for the output, want %d", len(out), total)
+	}
+	copy(b.blocks.cut.part(out, b.me), own)
+	n := len(b.ranks)
+	for k := 1; k < n; k++ {
+		from := (b.me + n - k) % n
+		if err := receive(b.conns[from], b.blocks.cut.part(out, from)); err != nil {
+			return err
+		}
+	}
+	return b.flush()
+}
+
+// sendBlocks queues each other rank's part of in for it, behind its length. It begins with the next rank, so that not
+// all ranks begin with the same.
+func (b *Backend) sendBlocks(in []byte) error {
+	n := len(b.ranks)
+	for k := 1; k < n; k++ {
+		to := (b.me + k) % n
+		c, p := b.conns[to], b.parts.part(in, to)
+		header := b.blocks.headers[to*countBytes:][:countBytes]
+		binary.LittleEndian.PutUint64(header, uint64(len(p)))
+		if err := c.Send(header); err != nil {
+			return err
+		}
+		if err := c.Send(p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// receiveCounts learns how long the blocks from all ranks are, of which this one's is own bytes long, and returns
+// their sum.
+func (b *Backend) receiveCounts(own int64) (int64, error) {
+	total := int64(0)
+	for i, c := range b.conns {
+		k := uint64(own)
+		if i != b.me {
+			header := b.in.room(countBytes)
+			if err := receive(c, header); err != nil {
+				return 0, err
+			}
+			k = binary.LittleEndian.Uint64(header)
+		}
+		if rest := uint64(math.MaxInt64 - total); k > rest {
+			return 0, fmt.Errorf("got a block of %d bytes from rank %d, want at most %d", k, b.ranks[i], rest)
+		}
+		total += int64(k)
+		b.blocks.counts[i], b.blocks.cut[i+1] = int64(k), total
+	}
+	return total, nil
+}

@@ -1,0 +1,73 @@
+package tcp_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// The figures are those of nccl-tests: busbw is bytes/time × 2(n-1)/n, which of the links' speed is used, whatever n.
+func BenchmarkAllreduce(b *testing.B) {
+	for _, net := range networks {
+		for _, n := range []int{2, 4} {
+			for _, alg := range reduceAlgs {
+				for numBytes := 1 << 10; numBytes <= 64<<20; numBytes <<= 2 {
+					b.Run(fmt.Sprintf("%s/%v/ranks=%d/bytes=%d", net.name, alg, n, numBytes), func(b *testing.B) {
+						benchmarkAllreduce(b, newCluster(net.meshes(b, n), upTo(n), tcp.Config{}), alg, tensor.Float32, numBytes)
+					})
+				}
+			}
+		}
+	}
+}
+
+// BenchmarkTypes has what halves cost by Direct, which widens them.
+func BenchmarkTypes(b *testing.B) {
+	for _, dt := range floatTypes {
+		for _, alg := range reduceAlgs {
+			b.Run(fmt.Sprintf("%v/%v", dt, alg), func(b *testing.B) {
+				benchmarkAllreduce(b, newCluster(tcpMeshes(b, 2), upTo(2), tcp.Config{}), alg, dt, 16<<20)
+			})
+		}
+	}
+}
+
+// BenchmarkSegment is what DefaultSegmentBytes was chosen by.
+func BenchmarkSegment(b *testing.B) {
+	for seg := 16 << 10; seg <= 4<<20; seg <<= 1 {
+		for _, n := range []int{2, 4} {
+			b.Run(fmt.Sprintf("segment=%d/ranks=%d", seg, n), func(b *testing.B) {
+				benchmarkAllreduce(b, newCluster(tcpMeshes(b, n), upTo(n), tcp.Config{SegmentBytes: seg}), message.Ring, tensor.Float32, 16<<20)
+			})
+		}
+	}
+}
+
+func benchmarkAllreduce(b *testing.B, c *cluster, alg message.Algorithm, dt tensor.DType, numBytes int) {
+	n := len(c.backends)
+	bufs := make([][]byte, n)
+	for r := range bufs {
+		bufs[r] = tensor.Bytes(make([]float64, numBytes/8))
+	}
+	sum := func(r int, be *tcp.Backend) error {
+		return be.Allreduce(b.Context(), alg, dt, tensor.Sum, bufs[r])
+	}
+	c.must(b, sum) // channels are made
+	b.SetBytes(int64(numBytes))
+	b.ReportAllocs()
+	b.ResetTimer()
+	// Each rank loops by itself: a collective needs no further synchronisation.
+	c.must(b, func(r int, be *tcp.Backend) error {
+		for range b.N {
+			if err := sum(r, be); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	algbw := float64(numBytes) * float64(b.N) / b.Elapsed().Seconds() / 1e9
+	b.ReportMetric(algbw*2*float64(n-1)/float64(n), "busbw-GB/s")
+}

@@ -1,0 +1,211 @@
+package tcp_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/transport/mem"
+	transporttcp "github.com/gohvd/gohvd/transport/tcp"
+)
+
+const lane = transport.Lane(3)
+
+// cluster is the backends of all ranks of a process set in one process.
+type cluster struct {
+	meshes   []transport.Mesh
+	backends []*tcp.Backend
+}
+
+// newCluster joins ranks of all meshes, in the order of ranks.
+func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *cluster {
+	c := &cluster{}
+	for i, r := range ranks {
+		c.meshes = append(c.meshes, meshes[r])
+		c.backends = append(c.backends, tcp.New(meshes[r], lane, ranks, i, cfg))
+	}
+	return c
+}
+
+// memMeshes are n ranks over transport/mem.
+func memMeshes(n int) []transport.Mesh {
+	c := mem.New(n)
+	var all []transport.Mesh
+	for r := range n {
+		all = append(all, c.Mesh(topo.Rank(r)))
+	}
+	return all
+}
+
+// tcpMeshes are n ranks over the loopback interface, closed at the end.
+func tcpMeshes(tb testing.TB, n int) []transport.Mesh {
+	tb.Helper()
+	endpoints, addrs := make([]*transporttcp.Endpoint, n), make([]string, n)
+	for r := range n {
+		e, err := transporttcp.Listen(transporttcp.Config{ListenAddr: "127.0.0.1:0"})
+		if err != nil {
+			tb.Fatal(err)
+		}
+		tb.Cleanup(func() { e.Close() })
+		endpoints[r], addrs[r] = e, e.Addr()
+	}
+	all := make([]transport.Mesh, n)
+	for r, e := range endpoints {
+		m, err := e.Connect(transporttcp.Epoch{Job: "test", Epoch: 1, Rank: topo.Rank(r), Addrs: addrs})
+		if err != nil {
+			tb.Fatal(err)
+		}
+		all[r] = m
+	}
+	return all
+}
+
+// networks are the meshes that the backend is tested over.
+var networks = []struct {
+	name   string
+	meshes func(tb testing.TB, n int) []transport.Mesh
+}{
+	{"mem", func(_ testing.TB, n int) []transport.Mesh { return memMeshes(n) }},
+	{"tcp", tcpMeshes},
+}
+
+// upTo lists the ranks 0 to n-1.
+func upTo(n int) []topo.Rank {
+	var all []topo.Rank
+	for r := range n {
+		all = append(all, topo.Rank(r))
+	}
+	return all
+}
+
+// each runs f for all ranks at once and returns their errors. A cluster that hangs is aborted, so that the test
+// fails and does not.
+func (c *cluster) each(f func(i int, b *tcp.Backend) error) []error {
+	hung := time.AfterFunc(time.Minute, func() {
+		for _, m := range c.meshes {
+			m.Abort(lane, errors.New("the cluster hangs"))
+		}
+	})
+	defer hung.Stop()
+	errs := make([]error, len(c.backends))
+	var wg sync.WaitGroup
+	for i, b := range c.backends {
+		wg.Go(func() { errs[i] = f(i, b) })
+	}
+	wg.Wait()
+	return errs
+}
+
+// must is each for what has to succeed.
+func (c *cluster) must(tb testing.TB, f func(i int, b *tcp.Backend) error) {
+	tb.Helper()
+	if err := errors.Join(c.each(f)...); err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// eachCluster tests clusters of several sizes, cut into several segments: of one element, of 64 bytes, and by default.
+func eachCluster(t *testing.T, f func(t *testing.T, c *cluster, segmentBytes int)) {
+	for _, n := range []int{1, 2, 3, 4, 5, 8} {
+		for _, seg := range []int{1, 64, 0} {
+			t.Run(fmt.Sprintf("ranks=%d/segment=%d", n, seg), func(t *testing.T) {
+				f(t, newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: seg}), seg)
+			})
+		}
+	}
+}
+
+// strictMeshes are n ranks over transport/mem.
+func strictMeshes(t *testing.T, n int) []transport.Mesh {
+	meshes := memMeshes(n)
+	for r := range meshes {
+		meshes[r] = &strictMesh{Mesh: meshes[r], t: t, conns: make(map[topo.Rank]*strictConn)}
+	}
+	return meshes
+}
+
+// checkReleased says which buffers the channels of strictMeshes hold between operations.
+func checkReleased(t *testing.T, c *cluster) {
+	t.Helper()
+	for r, m := range c.meshes {
+		for peer, conn := range m.(*strictMesh).conns {
+			if len(conn.pending) > 0 {
+				t.Errorf("rank %d: the channel to %d still has %d buffers", r, peer, len(conn.pending))
+			}
+		}
+	}
+}
+
+// strictMesh holds its user to the contract of transport.Conn: that what is sent does not change until Sent or Flush
+// says that it has left. Sent lags behind by one call.
+type strictMesh struct {
+	transport.Mesh
+	t     *testing.T
+	conns map[topo.Rank]*strictConn
+}
+
+func (m *strictMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	inner, err := m.Mesh.Conn(ctx, l, peer)
+	if err != nil {
+		return nil, err
+	}
+	if m.conns[peer] == nil {
+		m.conns[peer] = &strictConn{Conn: inner, t: m.t}
+	}
+	return m.conns[peer], nil
+}
+
+// strictConn belongs, as its mesh, to the one goroutine of its rank.
+type strictConn struct {
+	transport.Conn
+	t        *testing.T
+	position uint64 // of the stream, after all that was sent
+	said     uint64
+	pending  []sending
+}
+
+// sending is a buffer that has not left.
+type sending struct {
+	end          uint64
+	buf, content []byte
+}
+
+func (c *strictConn) Send(p []byte) error {
+	if len(p) > 0 {
+		c.position += uint64(len(p))
+		c.pending = append(c.pending, sending{c.position, p, bytes.Clone(p)})
+	}
+	return c.Conn.Send(p)
+}
+
+// Sent says what was true at the call before.
+func (c *strictConn) Sent() uint64 {
+	said := c.said
+	c.said = c.Conn.Sent()
+	c.leave(said)
+	return said
+}
+
+func (c *strictConn) Flush() error {
+	err := c.Conn.Flush()
+	c.said = c.position
+	c.leave(c.position)
+	return err
+}
+
+// leave checks what leaves up to a position.
+func (c *strictConn) leave(to uint64) {
+	for len(c.pending) > 0 && c.pending[0].end <= to {
+		if p := c.pending[0]; !bytes.Equal(p.buf, p.content) {
+			c.t.Errorf("%d bytes that end at %d were changed before they had left", len(p.buf), p.end)
+		}
+		c.pending = c.pending[1:]
+	}
+}

@@ -1,0 +1,57 @@
+package tcp
+
+import (
+	"fmt"
+
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// cut says where a buffer is cut into parts: part i is the bytes from cut[i] to cut[i+1]. It has one entry more than
+// there are parts, and the first is 0.
+type cut []int64
+
+// part is part i of buf.
+func (c cut) part(buf []byte, i int) []byte { return buf[c[i]:c[i+1]] }
+
+// even cuts a buffer of numBytes, elements of size bytes, into parts that differ by one element at most.
+func (c cut) even(numBytes, size int) error {
+	if numBytes%size != 0 {
+		return fmt.Errorf("got %d bytes, want whole elements of %d bytes", numBytes, size)
+	}
+	n := len(c) - 1
+	each, more := numBytes/size/n, numBytes/size%n
+	for i := range n {
+		c[i+1] = int64(((i+1)*each + min(i+1, more)) * size)
+	}
+	return nil
+}
+
+// by cuts a buffer of numBytes, elements of size bytes, into parts of counts bytes.
+func (c cut) by(counts []int64, numBytes, size int) error {
+	if len(counts) != len(c)-1 {
+		return fmt.Errorf("got %d counts, want %d", len(counts), len(c)-1)
+	}
+	for i, k := range counts {
+		if rest := int64(numBytes) - c[i]; k < 0 || k > rest || k%int64(size) != 0 {
+			return fmt.Errorf("got a count of %d bytes for part %d, want whole elements of %d bytes and at most %d, which are left of %d",
+				k, i, size, rest, numBytes)
+		}
+		c[i+1] = c[i] + k
+	}
+	if last := c[len(counts)]; last != int64(numBytes) {
+		return fmt.Errorf("got counts of %d bytes together, want %d", last, numBytes)
+	}
+	return nil
+}
+
+// scratch is memory that is kept from one operation to the next. The zero value is ready.
+type scratch struct{ words []int64 }
+
+// room returns size bytes, aligned for every element, with whatever they hold. It allocates when it never gave so many.
+// What it gave before is the same memory, or no longer in use.
+func (s *scratch) room(size int) []byte {
+	if need := (size + 7) / 8; len(s.words) < need {
+		s.words = make([]int64, need)
+	}
+	return tensor.Bytes(s.words)[:size]
+}

@@ -1,0 +1,158 @@
+package tcp
+
+import (
+	"context"
+
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// No rank can wait for ever in the reductions here, although each reads from the others in an order of its own. A rank
+// first queues what the others need of its input, and Send does not wait. So what a rank reads in the first step is
+// under way whatever its peers do, and every rank gets through that step. In it a rank queues its results, so whatever
+// is read in the second step is under way too. A channel is flushed by the peer's getting through.
+
+// allreduceDirect reduces buf over two ranks or more, in the even parts of b.parts: each rank reduces its part, and
+// sends every segment of the result to all as soon as it is there.
+func (b *Backend) allreduceDirect(ctx context.Context, op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
+	if err := b.reducePart(ctx, op, dt, buf, true); err != nil {
+		return err
+	}
+	n, seg := len(b.ranks), b.segment(dt.Size())
+	for k := 1; k < n; k++ {
+		from := (b.me + n - k) % n
+		// The result of a part comes from the rank to which this one has sent its own, from the start on.
+		c, landed := b.conns[from], b.starts[from]
+		for rest := b.parts.part(buf, from); len(rest) > 0; {
+			var p []byte
+			p, rest = split(rest, seg)
+			landed += uint64(len(p))
+			if err := b.replace(c, c, p, landed); err != nil {
+				return err
+			}
+		}
+	}
+	return b.flush()
+}
+
+// reducescatterDirect reduces buf over two ranks or more, so that each has the result of its part.
+func (b *Backend) reducescatterDirect(ctx context.Context, op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
+	if err := b.reducePart(ctx, op, dt, buf, false); err != nil {
+		return err
+	}
+	return b.flush()
+}
+
+// reducePart sends the other ranks their parts of buf, noting in b.starts where in the streams, and reduces this rank's
+// part. If share is set it sends the result to all. Whatever it sends, it begins with the next rank, so that not all
+// ranks begin with the same.
+func (b *Backend) reducePart(ctx context.Context, op tensor.ReduceOp, dt tensor.DType, buf []byte, share bool) error {
+	if err := b.ordered.prepare(op, dt); err != nil {
+		return err
+	}
+	if err := b.connectAll(ctx); err != nil {
+		return err
+	}
+	n, seg := len(b.ranks), b.segment(dt.Size())
+	for k := 1; k < n; k++ {
+		to := (b.me + k) % n
+		b.starts[to] = b.conns[to].Sent() // as every operation flushes, nothing is queued
+		if err := send(b.conns[to], b.parts.part(buf, to), seg); err != nil {
+			return err
+		}
+	}
+	for rest := b.parts.part(buf, b.me); len(rest) > 0; {
+		var p []byte
+		p, rest = split(rest, seg)
+		if err := b.reduceInOrder(p); err != nil {
+			return err
+		}
+		for k := 1; k < n && share; k++ {
+			if err := b.conns[(b.me+k)%n].Send(p); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// reduceInOrder replaces p, a segment of this rank's part, by its reduction over the ranks in their order.
+func (b *Backend) reduceInOrder(p []byte) error {
+	for i, c := range b.conns {
+		x := p // what this rank has
+		if i != b.me {
+			x = b.in.room(len(p))
+			if err := receive(c, x); err != nil {
+				return err
+			}
+		}
+		if i == 0 {
+			b.ordered.begin(x)
+		} else {
+			b.ordered.add(x)
+		}
+	}
+	b.ordered.end(p)
+	return nil
+}
+
+// inOrder reduces one segment after the other, each rank's contribution in its turn.
+type inOrder struct {
+	dt     tensor.DType
+	reduce kernel.Func // of elements of the accumulator
+	acc    scratch
+
+	// For halves, whose accumulator is of float32; else nil.
+	widen, narrow kernel.ConvertFunc
+	wide          scratch
+}
+
+// prepare makes o ready for elements of dt.
+func (o *inOrder) prepare(op tensor.ReduceOp, dt tensor.DType) (err error) {
+	acc := dt
+	if dt.IsHalf() {
+		acc = tensor.Float32
+	}
+	if o.dt != dt { // conversions are made, not looked up, which allocates
+		o.widen, o.narrow, o.dt = nil, nil, tensor.Invalid
+		if acc != dt {
+			if o.widen, err = kernel.Convert(acc, dt); err != nil {
+				return err
+			}
+			if o.narrow, err = kernel.Convert(dt, acc); err != nil {
+				return err
+			}
+		}
+		o.dt = dt
+	}
+	o.reduce, err = kernel.Reduce(op, acc)
+	return err
+}
+
+// begin sets the accumulator to x.
+func (o *inOrder) begin(x []byte) {
+	if o.widen != nil {
+		o.widen(o.acc.room(2*len(x)), x)
+		return
+	}
+	copy(o.acc.room(len(x)), x)
+}
+
+// add combines the accumulator with x, which has as many elements.
+func (o *inOrder) add(x []byte) {
+	if o.widen != nil {
+		w := o.wide.room(2 * len(x))
+		o.widen(w, x)
+		x = w
+	}
+	o.reduce(o.acc.room(len(x)), x)
+}
+
+// end stores the accumulator in p.
+func (o *inOrder) end(p []byte) {
+	if o.narrow != nil {
+		o.narrow(p, o.acc.room(2*len(p)))
+		return
+	}
+	copy(p, o.acc.room(len(p)))
+}

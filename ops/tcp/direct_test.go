@@ -1,0 +1,127 @@
+package tcp_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// uneven is what the ranks contribute to a tensor whose sums and products depend on the order: numbers of very different
+// size.
+func uneven(dt tensor.DType, n, numElems int) [][]byte {
+	all := make([][]byte, n)
+	rng := rand.New(rand.NewPCG(1, 2))
+	for r := range all {
+		all[r] = floats(dt, numElems, func(int) float64 { return rng.NormFloat64() * math.Exp2(float64(rng.IntN(8))) })
+	}
+	return all
+}
+
+// inOrder is the reduction over the contributions in the given order, in the arithmetic of acc, rounded to dt once.
+func inOrder(op tensor.ReduceOp, dt, acc tensor.DType, in [][]byte) []byte {
+	return floats(dt, len(in[0])/dt.Size(), func(i int) float64 {
+		sum := float(dt, in[0], i)
+		for _, p := range in[1:] {
+			x := float(dt, p, i)
+			if op == tensor.Sum {
+				sum += x
+			} else {
+				sum *= x
+			}
+			sum = float(acc, floats(acc, 1, func(int) float64 { return sum }), 0)
+		}
+		return sum
+	})
+}
+
+// float is element i of p.
+func float(dt tensor.DType, p []byte, i int) float64 {
+	switch dt {
+	case tensor.Float16:
+		return float64(tensor.View[half.Float16](p)[i].Float32())
+	case tensor.BFloat16:
+		return float64(tensor.View[half.BFloat16](p)[i].Float32())
+	case tensor.Float32:
+		return float64(tensor.View[float32](p)[i])
+	case tensor.Float64:
+		return tensor.View[float64](p)[i]
+	}
+	panic(fmt.Sprintf("no floats of %v", dt))
+}
+
+var floatTypes = []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
+
+// TestDirectOrder embeds the same tensor at different places of buffers of different lengths, and cuts them into
+// different segments. Each time the result is what one rank would compute that has all contributions.
+func TestDirectOrder(t *testing.T) {
+	const numElems = 50
+	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
+		n := len(c.backends)
+		for _, dt := range floatTypes {
+			in := uneven(dt, n, numElems)
+			acc := dt
+			if dt.IsHalf() {
+				acc = tensor.Float32
+			}
+			for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Product} {
+				want := inOrder(op, dt, acc, in)
+				for _, place := range []struct{ before, after int }{{0, 0}, {0, 1}, {3, 0}, {17, 40}, {500, 37}, {1, 4000}} {
+					checkDirectOrder(t, c, op, dt, in, want, place.before*dt.Size(), place.after*dt.Size())
+				}
+			}
+		}
+	})
+}
+
+// checkDirectOrder embeds in between so many bytes before and after.
+func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DType, in [][]byte, want []byte, before, after int) {
+	t.Helper()
+	bufs := make([][]byte, len(in))
+	counts := make([]int64, len(in))
+	counts[len(in)/2] = int64(before + len(want) + after)
+	embed := func() {
+		for r := range bufs {
+			bufs[r] = aligned(make([]byte, before+len(want)+after))
+			copy(bufs[r][before:], in[r])
+		}
+	}
+	embed()
+	c.must(t, func(r int, b *tcp.Backend) error { return b.Allreduce(t.Context(), message.Direct, dt, op, bufs[r]) })
+	for r := range bufs {
+		what := fmt.Sprintf("allreduce %v of %v between %d and %d bytes: rank %d", op, dt, before, after, r)
+		wantElements(t, what, dt, bufs[r][before:][:len(want)], want)
+	}
+	embed()
+	c.must(t, func(r int, b *tcp.Backend) error {
+		return b.Reducescatter(t.Context(), message.Direct, dt, op, bufs[r], counts)
+	})
+	what := fmt.Sprintf("reducescatter %v of %v between %d and %d bytes", op, dt, before, after)
+	wantElements(t, what, dt, bufs[len(in)/2][before:][:len(want)], want)
+}
+
+// TestUneven holds the inputs of TestDirectOrder to what they are for: another order, or rounding halves at every rank,
+// gives other results.
+func TestUneven(t *testing.T) {
+	for _, dt := range floatTypes {
+		in := uneven(dt, 3, 50)
+		acc := dt
+		if dt.IsHalf() {
+			acc = tensor.Float32
+			if want := inOrder(tensor.Sum, dt, acc, in); string(want) == string(inOrder(tensor.Sum, dt, dt, in)) {
+				t.Errorf("%v: rounding once or twice makes no difference", dt)
+			}
+		}
+		other := [][]byte{in[1], in[2], in[0]}
+		for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Product} {
+			if want := inOrder(op, dt, acc, in); string(want) == string(inOrder(op, dt, acc, other)) && !dt.IsHalf() {
+				t.Errorf("%v: the order makes no difference to a %v", dt, op)
+			}
+		}
+	}
+}

@@ -1,0 +1,341 @@
+package tcp_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+	transporttcp "github.com/gohvd/gohvd/transport/tcp"
+)
+
+// arguments are one rank's, for every collective: buffers in which every rank has a block of 400 bytes.
+type arguments struct {
+	buf, out []byte
+	counts   []int64
+}
+
+func newArguments(n int) *arguments {
+	return &arguments{
+		buf:    tensor.Bytes(make([]int64, 50*n)),
+		out:    tensor.Bytes(make([]int64, 50*n)),
+		counts: slices.Repeat([]int64{400}, n),
+	}
+}
+
+func (a *arguments) allocate([]int64) ([]byte, error) { return a.out, nil }
+
+// operations are the collectives by all algorithms. They make every rank wait for all others, or nearly.
+var operations = map[string]func(ctx context.Context, b *tcp.Backend, a *arguments) error{
+	"allreduce ring": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+		return b.Allreduce(ctx, message.Ring, tensor.Float32, tensor.Sum, a.buf)
+	},
+	"allreduce direct": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+		return b.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, a.buf)
+	},
+	"allreduce direct halves": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+		return b.Allreduce(ctx, message.Direct, tensor.Float16, tensor.Sum, a.buf)
+	},
+	"adasum": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+		return b.Adasum(ctx, message.HalvingDoubling, tensor.BFloat16, a.buf, a.counts)
+	},
+	"reducescatter ring": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+		return b.Reducescatter(ctx, message.Ring, tensor.Int16, tensor.Max, a.buf, a.counts)
+	},
+	"reducescatter direct": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+		return b.Reducescatter(ctx, message.Direct, tensor.BFloat16, tensor.Sum, a.buf, a.counts)
+	},
+	"allgather ring": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+		return b.Allgather(ctx, message.Ring, a.buf, a.counts)
+	},
+	"broadcast tree": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+		return b.Broadcast(ctx, message.Tree, 0, a.buf)
+	},
+	"alltoall direct": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+		return b.Alltoall(ctx, message.Direct, a.buf, a.counts, a.allocate)
+	},
+}
+
+// runOperation writes to the buffers once the operation gave them back: the race detector sees who still reads them.
+func runOperation(ctx context.Context, name string, b *tcp.Backend, n int) error {
+	a := newArguments(n)
+	err := operations[name](ctx, b, a)
+	for i := range a.buf {
+		a.buf[i], a.out[i] = 0xff, 0xff
+	}
+	return err
+}
+
+// judge is each for a cluster with a coordinator: the first error of a rank other than dead aborts the lane of all
+// others.
+func (c *cluster) judge(dead int, f func(i int, b *tcp.Backend) error) []error {
+	var verdict sync.Once
+	return c.each(func(i int, b *tcp.Backend) error {
+		err := f(i, b)
+		if i != dead && err != nil {
+			verdict.Do(func() {
+				for k, m := range c.meshes {
+					if k != dead {
+						m.Abort(lane, fmt.Errorf("verdict: %w", err))
+					}
+				}
+			})
+		}
+		return err
+	})
+}
+
+// TestPeerDies kills a rank in the middle. Who receives from it, and in the broadcast who sends to it, is told by its
+// channel; the test is the coordinator that aborts the lane of the others, which would wait for each other for ever.
+func TestPeerDies(t *testing.T) {
+	for _, net := range networks {
+		for name := range operations {
+			for dying := range 5 {
+				t.Run(fmt.Sprintf("%s/%s/rank=%d", net.name, name, dying), func(t *testing.T) {
+					checkPeerDies(t, net.meshes(t, 5), name, dying)
+				})
+			}
+		}
+	}
+}
+
+// concerned reports whether the death of a rank of five keeps another from success. The broadcast goes from 0 to 1, 2
+// and 4, and from 2 to 3, and over sockets those who send are done before.
+func concerned(name string, dying, i int, sockets bool) bool {
+	if name != "broadcast tree" {
+		return true
+	}
+	parents := []int{-1, 0, 0, 2, 0}
+	for v := i; v > 0; v = parents[v] {
+		if parents[v] == dying {
+			return true
+		}
+	}
+	return !sockets && parents[dying] == i
+}
+
+func checkPeerDies(t *testing.T, meshes []transport.Mesh, name string, dying int) {
+	n := len(meshes)
+	dies := meshes[dying]
+	_, sockets := dies.(*transporttcp.Mesh)
+	meshes[dying] = &countdownMesh{Mesh: dies, left: 300, zero: func() { _ = dies.Close() }}
+	c := newCluster(meshes, upTo(n), tcp.Config{SegmentBytes: 64})
+	errs := c.judge(dying, func(i int, b *tcp.Backend) error { return runOperation(t.Context(), name, b, n) })
+	for i, err := range errs {
+		var peer *transport.PeerError
+		switch {
+		case i == dying:
+			if !errors.Is(err, transport.ErrClosed) {
+				t.Errorf("rank %d, which died: got %v, want %v", i, err, transport.ErrClosed)
+			}
+		case err == nil && !concerned(name, dying, i, sockets):
+		case !errors.As(err, &peer) || peer.Peer != topo.Rank(dying) || peer.Lane != lane:
+			t.Errorf("rank %d: got %v, want a PeerError of rank %d on lane %d", i, err, dying, lane)
+		}
+	}
+}
+
+// countdownMesh calls zero when its rank has sent and received so many bytes.
+type countdownMesh struct {
+	transport.Mesh
+	left int
+	zero func()
+}
+
+func (m *countdownMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, l, peer)
+	return &countdownConn{c, m}, err
+}
+
+func (m *countdownMesh) use(numBytes int) {
+	if m.left -= numBytes; m.left <= 0 {
+		m.zero()
+	}
+}
+
+type countdownConn struct {
+	transport.Conn
+	mesh *countdownMesh
+}
+
+func (c *countdownConn) Read(p []byte) (int, error) {
+	c.mesh.use(len(p))
+	return c.Conn.Read(p)
+}
+
+func (c *countdownConn) Send(p []byte) error {
+	c.mesh.use(len(p))
+	return c.Conn.Send(p)
+}
+
+// TestAbort aborts all ranks in the middle.
+func TestAbort(t *testing.T) {
+	const n = 5
+	boom := errors.New("boom")
+	for name := range operations {
+		t.Run(name, func(t *testing.T) {
+			meshes := strictMeshes(t, n)
+			first := meshes[0].(*strictMesh)
+			first.Mesh = &countdownMesh{Mesh: first.Mesh, left: 300, zero: func() {
+				for _, m := range meshes {
+					m.Abort(lane, boom)
+				}
+			}}
+			c := newCluster(meshes, upTo(n), tcp.Config{SegmentBytes: 64})
+			for i, err := range c.each(func(i int, b *tcp.Backend) error { return runOperation(t.Context(), name, b, n) }) {
+				if !errors.Is(err, boom) {
+					t.Errorf("rank %d: got %v, want %v", i, err, boom)
+				}
+			}
+			checkReleased(t, c)
+		})
+	}
+}
+
+// TestAbortUnsent aborts ranks that wait for what they sent to leave.
+func TestAbortUnsent(t *testing.T) {
+	boom := errors.New("boom")
+	for _, name := range []string{"allreduce ring", "allreduce direct"} {
+		t.Run(name, func(t *testing.T) {
+			meshes := memMeshes(2)
+			for r := range meshes {
+				meshes[r] = &stuckMesh{meshes[r], boom}
+			}
+			c := newCluster(meshes, upTo(2), tcp.Config{})
+			for i, err := range c.each(func(i int, b *tcp.Backend) error { return runOperation(t.Context(), name, b, 2) }) {
+				if !errors.Is(err, boom) {
+					t.Errorf("rank %d: got %v, want %v", i, err, boom)
+				}
+			}
+		})
+	}
+}
+
+// stuckMesh has channels that never say that anything has left, and aborts when it is asked for too long.
+type stuckMesh struct {
+	transport.Mesh
+	reason error
+}
+
+func (m *stuckMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, l, peer)
+	return &stuckConn{Conn: c, giveUp: func() { m.Abort(l, m.reason) }}, err
+}
+
+type stuckConn struct {
+	transport.Conn
+	asked  int
+	giveUp func()
+}
+
+func (c *stuckConn) Sent() uint64 {
+	if c.asked++; c.asked == 100 {
+		c.giveUp()
+	}
+	return 0
+}
+
+// TestContext ends the context of four ranks that wait for the first: before a call, in the middle, and before the
+// channels are there.
+func TestContext(t *testing.T) {
+	const n = 5
+	reason := errors.New("no time left")
+	for _, net := range networks {
+		for name := range operations {
+			t.Run(net.name+"/"+name, func(t *testing.T) { checkContext(t, net.meshes, name, n, reason) })
+		}
+	}
+	t.Run("of an earlier call", func(t *testing.T) {
+		c := newCluster(memMeshes(n), upTo(n), tcp.Config{})
+		for range 50 {
+			ctx, cancel := context.WithCancel(t.Context())
+			c.must(t, func(i int, b *tcp.Backend) error { return runOperation(ctx, "allreduce ring", b, n) })
+			cancel()
+		}
+	})
+}
+
+func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, name string, n int, reason error) {
+	t.Run("before", func(t *testing.T) {
+		ctx, cancel := context.WithCancelCause(t.Context())
+		cancel(reason)
+		c := newCluster(meshes(t, n), upTo(n), tcp.Config{})
+		wantReason(t, reason, c.each(func(i int, b *tcp.Backend) error { return runOperation(ctx, name, b, n) }))
+	})
+	t.Run("middle", func(t *testing.T) {
+		ctx, cancel := context.WithCancelCause(t.Context())
+		defer cancel(nil)
+		c := newCluster(meshes(t, n), upTo(n), tcp.Config{SegmentBytes: 64})
+		c.must(t, func(i int, b *tcp.Backend) error { return runOperation(ctx, name, b, n) })
+		wantReason(t, reason, c.each(func(i int, b *tcp.Backend) error {
+			if i == 0 {
+				cancel(reason)
+			}
+			return runOperation(ctx, name, b, n)
+		}))
+	})
+	t.Run("unconnected", func(t *testing.T) {
+		ctx, cancel := context.WithCancelCause(t.Context())
+		c := newCluster(meshes(t, n), upTo(n), tcp.Config{})
+		wantReason(t, reason, c.each(func(i int, b *tcp.Backend) error {
+			if i == 0 {
+				cancel(reason)
+				return reason
+			}
+			return runOperation(ctx, name, b, n)
+		}))
+	})
+}
+
+// TestContextsDoNotPile alternates between two contexts that last.
+func TestContextsDoNotPile(t *testing.T) {
+	b := newCluster(memMeshes(1), upTo(1), tcp.Config{}).backends[0]
+	live := 0
+	one := &countingContext{Context: t.Context(), done: make(chan struct{}), live: &live}
+	two := &countingContext{Context: t.Context(), done: make(chan struct{}), live: &live}
+	for range 3 {
+		for _, ctx := range []context.Context{one, two, two} {
+			if err := b.Broadcast(ctx, message.Tree, 0, nil); err != nil {
+				t.Fatal(err)
+			}
+			if live != 1 {
+				t.Fatalf("got %d functions that wait for a context, want 1", live)
+			}
+		}
+	}
+}
+
+// countingContext counts who waits for it: package context uses its AfterFunc.
+type countingContext struct {
+	context.Context
+	done chan struct{}
+	live *int
+}
+
+func (c *countingContext) Done() <-chan struct{} { return c.done }
+
+func (c *countingContext) Value(any) any { return nil }
+
+func (c *countingContext) AfterFunc(func()) func() bool {
+	*c.live++
+	return func() bool {
+		*c.live--
+		return true
+	}
+}
+
+func wantReason(t *testing.T, reason error, errs []error) {
+	t.Helper()
+	for i, err := range errs {
+		if !errors.Is(err, reason) {
+			t.Errorf("rank %d: got %v, want %v", i, err, reason)
+		}
+	}
+}

@@ -1,0 +1,208 @@
+package tcp_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"math"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/tcp"
+)
+
+func TestAllgather(t *testing.T) {
+	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
+		n := len(c.backends)
+		for _, of := range []func(r int) int64{
+			func(r int) int64 { return 100 },
+			func(r int) int64 { return int64(r*r*61) % 200 },    // rank 0 gives nothing
+			func(r int) int64 { return int64(n-1-r) % 3 * 333 }, // nor does the last one
+			func(r int) int64 { return int64(r/(n-1+1/n)) * 7 }, // only the last one gives
+			func(r int) int64 { return 0 },
+		} {
+			checkAllgather(t, c, of)
+		}
+		checkAllgather(t, c, func(r int) int64 { return int64(5000 * (r + 1)) })
+	})
+}
+
+func checkAllgather(t *testing.T, c *cluster, of func(r int) int64) {
+	t.Helper()
+	var counts []int64
+	var want []byte
+	for r := range c.backends {
+		counts = append(counts, of(r))
+		for i := range of(r) {
+			want = append(want, byte(17*r+int(i)%251))
+		}
+	}
+	got := make([][]byte, len(c.backends))
+	c.must(t, func(r int, b *tcp.Backend) error {
+		got[r] = bytes.Repeat([]byte{0xee}, len(want))
+		from := int64(0)
+		for _, k := range counts[:r] {
+			from += k
+		}
+		copy(got[r][from:from+counts[r]], want[from:])
+		return b.Allgather(t.Context(), message.Ring, got[r], counts)
+	})
+	for r := range got {
+		if !bytes.Equal(got[r], want) {
+			t.Errorf("counts %v: rank %d has other bytes than were given", counts, r)
+		}
+	}
+}
+
+func TestBroadcast(t *testing.T) {
+	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
+		for root := range c.backends {
+			for _, size := range []int{0, 1, 63, 64, 65, 5000} {
+				want := make([]byte, size)
+				for i := range want {
+					want[i] = byte(i*31 + root)
+				}
+				got := make([][]byte, len(c.backends))
+				c.must(t, func(r int, b *tcp.Backend) error {
+					if got[r] = make([]byte, size); r == root {
+						copy(got[r], want)
+					}
+					return b.Broadcast(t.Context(), message.Tree, root, got[r])
+				})
+				for r := range got {
+					if !bytes.Equal(got[r], want) {
+						t.Errorf("root %d, %d bytes: rank %d has other bytes", root, size, r)
+					}
+				}
+			}
+		}
+	})
+}
+
+func TestAlltoall(t *testing.T) {
+	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
+		n := len(c.backends)
+		for _, of := range []func(from, to int) int64{
+			func(int, int) int64 { return 100 },
+			func(from, to int) int64 { return int64(from*61+to*17) % 200 },
+			func(from, to int) int64 { return int64((from + to) % 2 * 333) },
+			func(from, to int) int64 { return int64(from / (n - 1 + 1/n) * 7) }, // only the last one gives
+			func(from, to int) int64 { return int64(to / (n - 1 + 1/n) * 7) },   // only the last one gets
+			func(int, int) int64 { return 0 },
+		} {
+			checkAlltoall(t, c, of)
+		}
+		checkAlltoall(t, c, func(from, to int) int64 { return int64(5000*from + to) })
+	})
+}
+
+// checkAlltoall has rank from give of(from, to) bytes to rank to.
+func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
+	t.Helper()
+	n := len(c.backends)
+	blocks := func(count func(i int) int64, first func(i int) int) (buf []byte, counts []int64) {
+		for i := range n {
+			counts = append(counts, count(i))
+			for k := range counts[i] {
+				buf = append(buf, byte(first(i)+int(k)%251))
+			}
+		}
+		return buf, counts
+	}
+	got, gotCounts, calls := make([][]byte, n), make([][]int64, n), make([]int, n)
+	c.must(t, func(r int, b *tcp.Backend) error {
+		in, counts := blocks(func(to int) int64 { return of(r, to) }, func(to int) int { return 31*r + 7*to })
+		return b.Alltoall(t.Context(), message.Direct, in, counts, func(counts []int64) ([]byte, error) {
+			calls[r]++
+			gotCounts[r] = slices.Clone(counts)
+			total := int64(0)
+			for _, k := range counts {
+				total += k
+			}
+			got[r] = bytes.Repeat([]byte{0xee}, int(total))
+			return got[r], nil
+		})
+	})
+	for r := range n {
+		want, counts := blocks(func(from int) int64 { return of(from, r) }, func(from int) int { return 31*from + 7*r })
+		if calls[r] != 1 || !slices.Equal(gotCounts[r], counts) {
+			t.Errorf("rank %d: asked for room %d times, at last for %v, want once for %v", r, calls[r], gotCounts[r], counts)
+		}
+		if !bytes.Equal(got[r], want) {
+			t.Errorf("counts %v: rank %d has other bytes than were given", counts, r)
+		}
+	}
+}
+
+// TestAlltoallNoRoom has one rank refuse its output, or return another length.
+func TestAlltoallNoRoom(t *testing.T) {
+	noRoom := errors.New("no room")
+	for name, test := range map[string]struct {
+		size int
+		err  error
+		want string
+	}{
+		"refused":   {0, noRoom, "no room"},
+		"too short": {5, nil, "got 5 bytes for the output, want 6"},
+		"too long":  {7, nil, "got 7 bytes for the output, want 6"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})
+			const nobody = -1
+			errs := c.judge(nobody, func(r int, b *tcp.Backend) error {
+				return b.Alltoall(t.Context(), message.Direct, make([]byte, 6), []int64{2, 2, 2}, func([]int64) ([]byte, error) {
+					if r == 0 {
+						return make([]byte, test.size), test.err
+					}
+					return make([]byte, 6), nil
+				})
+			})
+			if errs[0] == nil || !strings.Contains(errs[0].Error(), test.want) || test.err != nil && !errors.Is(errs[0], test.err) {
+				t.Errorf("got %v, want %v", errs[0], test.want)
+			}
+			if err := c.backends[0].Broadcast(t.Context(), message.Tree, 0, nil); !errors.Is(err, errs[0]) {
+				t.Errorf("after %v: got %v, want the same", errs[0], err)
+			}
+		})
+	}
+}
+
+// TestAlltoallLies has a peer announce more than there can be.
+func TestAlltoallLies(t *testing.T) {
+	for name, counts := range map[string][2]uint64{
+		"negative":        {math.MaxUint64, 0},
+		"below zero":      {1 << 63, 0},
+		"overflow":        {math.MaxInt64, 1},
+		"two that exceed": {1 << 62, 1 << 62},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+			defer cancel()
+			meshes := memMeshes(3)
+			b := tcp.New(meshes[0], lane, upTo(3), 0, tcp.Config{})
+			done := make(chan error, 1)
+			go func() {
+				done <- b.Alltoall(ctx, message.Direct, nil, []int64{0, 0, 0}, func(counts []int64) ([]byte, error) {
+					t.Errorf("room asked for %v", counts)
+					return nil, errors.New("no room")
+				})
+			}()
+			for i, count := range counts {
+				liar, err := meshes[i+1].Conn(ctx, lane, 0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := liar.Send(binary.LittleEndian.AppendUint64(nil, count)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := <-done; err == nil || !strings.Contains(err.Error(), "from rank") {
+				t.Errorf("got %v, want an error that names the rank", err)
+			}
+		})
+	}
+}

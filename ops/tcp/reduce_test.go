@@ -1,0 +1,232 @@
+package tcp_test
+
+import (
+	"bytes"
+	"fmt"
+	"testing"
+
+	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// value is what rank contributes at place i, as an element of dt: small, of either sign, never zero, so that sums and
+// products over eight ranks are exact in every type of floats.
+func value(dt tensor.DType, rank, i int) int64 {
+	v := int64(rank*7+i*3)%4 - 2 // -2 to 1
+	if v >= 0 {
+		v++
+	}
+	switch dt {
+	case tensor.Uint8:
+		return int64(uint8(v))
+	case tensor.Uint16:
+		return int64(uint16(v))
+	case tensor.Bool:
+		return int64((rank*7 + i*3) % 5 / 4)
+	}
+	return v
+}
+
+// fold is the reduction that the test expects, over n ranks at place i, computed one rank after the other. Narrower
+// integers are its lowest bits.
+func fold(op tensor.ReduceOp, dt tensor.DType, n, i int) int64 {
+	acc := value(dt, 0, i)
+	for r := 1; r < n; r++ {
+		v := value(dt, r, i)
+		switch op {
+		case tensor.Sum:
+			acc += v
+		case tensor.Product:
+			acc *= v
+		case tensor.Min:
+			acc = min(acc, v)
+		case tensor.Max:
+			acc = max(acc, v)
+		}
+	}
+	return acc
+}
+
+// elements is numElems of dt of the given values, as they lie in memory.
+func elements(dt tensor.DType, numElems int, v func(i int) int64) []byte {
+	switch dt {
+	case tensor.Uint8, tensor.Int8, tensor.Bool:
+		return fill(numElems, func(i int) uint8 { return uint8(v(i)) })
+	case tensor.Uint16, tensor.Int16:
+		return fill(numElems, func(i int) uint16 { return uint16(v(i)) })
+	case tensor.Int32:
+		return fill(numElems, func(i int) int32 { return int32(v(i)) })
+	case tensor.Int64:
+		return fill(numElems, v)
+	}
+	return floats(dt, numElems, func(i int) float64 { return float64(v(i)) })
+}
+
+// floats is elements for floating-point types. For halves a value is rounded to float32 first.
+func floats(dt tensor.DType, numElems int, v func(i int) float64) []byte {
+	switch dt {
+	case tensor.Float16:
+		return fill(numElems, func(i int) half.Float16 { return half.Float16FromFloat32(float32(v(i))) })
+	case tensor.BFloat16:
+		return fill(numElems, func(i int) half.BFloat16 { return half.BFloat16FromFloat32(float32(v(i))) })
+	case tensor.Float32:
+		return fill(numElems, func(i int) float32 { return float32(v(i)) })
+	case tensor.Float64:
+		return fill(numElems, v)
+	}
+	panic(fmt.Sprintf("no floats of %v", dt))
+}
+
+func fill[T tensor.Element](numElems int, v func(i int) T) []byte {
+	s := make([]T, numElems)
+	for i := range s {
+		s[i] = v(i)
+	}
+	return tensor.Bytes(s)
+}
+
+var (
+	reduceOps  = []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Product}
+	reduceAlgs = []message.Algorithm{message.Ring, message.Direct}
+)
+
+// eachReduction gives f what every rank of c contributes and the result, for every type, and every operation and
+// algorithm that there is for it.
+func eachReduction(c *cluster, numElems int, f func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, in [][]byte, want []byte)) {
+	n := len(c.backends)
+	for _, dt := range tensor.DTypes() {
+		given := make([][]byte, n)
+		for r := range given {
+			given[r] = elements(dt, numElems, func(i int) int64 { return value(dt, r, i) })
+		}
+		for _, op := range reduceOps {
+			if tensor.CheckReduce(op, dt) != nil {
+				continue
+			}
+			want := elements(dt, numElems, func(i int) int64 { return fold(op, dt, n, i) })
+			for _, alg := range reduceAlgs {
+				in := make([][]byte, n)
+				for r := range in {
+					in[r] = aligned(given[r])
+				}
+				f(op, dt, alg, in, want)
+			}
+		}
+	}
+}
+
+// aligned is a copy of p, aligned for every element.
+func aligned(p []byte) []byte {
+	c := tensor.Bytes(make([]int64, (len(p)+7)/8))[:len(p)]
+	copy(c, p)
+	return c
+}
+
+func checkAllreduce(t *testing.T, c *cluster, numElems int) {
+	t.Helper()
+	eachReduction(c, numElems, func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, bufs [][]byte, want []byte) {
+		t.Helper()
+		c.must(t, func(r int, b *tcp.Backend) error { return b.Allreduce(t.Context(), alg, dt, op, bufs[r]) })
+		for r := range bufs {
+			wantElements(t, fmt.Sprintf("allreduce %v %v of %d × %v: rank %d", alg, op, numElems, dt, r), dt, bufs[r], want)
+		}
+	})
+}
+
+// wantElements compares elements of dt.
+func wantElements(t *testing.T, what string, dt tensor.DType, got, want []byte) {
+	t.Helper()
+	if bytes.Equal(got, want) {
+		return
+	}
+	if len(got) != len(want) {
+		t.Fatalf("%s: got %d bytes, want %d", what, len(got), len(want))
+	}
+	for i := 0; i < len(want); i += dt.Size() {
+		if g, w := got[i:i+dt.Size()], want[i:i+dt.Size()]; !bytes.Equal(g, w) {
+			t.Fatalf("%s: got %x as element %d of %d, want %x", what, g, i/dt.Size(), len(want)/dt.Size(), w)
+		}
+	}
+}
+
+func TestAllreduce(t *testing.T) {
+	eachCluster(t, func(t *testing.T, c *cluster, seg int) {
+		for _, numElems := range []int{0, 1, 2, 7, 64, 1000} {
+			checkAllreduce(t, c, numElems)
+		}
+		if seg == 0 && !testing.Short() { // shorter segments would test nothing that 1000 elements do not
+			checkAllreduce(t, c, 65537)
+		}
+	})
+}
+
+// TestAllreduceSameBits adds numbers whose sum depends on the order.
+func TestAllreduceSameBits(t *testing.T) {
+	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
+		for _, alg := range reduceAlgs {
+			bufs := make([][]byte, len(c.backends))
+			for r := range bufs {
+				bufs[r] = floats(tensor.Float32, 1000, func(i int) float64 { return 1 / float64(1+i*len(bufs)+r*r) })
+			}
+			c.must(t, func(r int, b *tcp.Backend) error {
+				return b.Allreduce(t.Context(), alg, tensor.Float32, tensor.Sum, bufs[r])
+			})
+			for r := range bufs {
+				wantElements(t, fmt.Sprintf("%v: rank %d, as rank 0", alg, r), tensor.Float32, bufs[r], bufs[0])
+			}
+		}
+	})
+}
+
+// divisions are ways to divide numElems among n ranks.
+func divisions(n, numElems int) map[string][]int64 {
+	even, last, odd := make([]int64, n), make([]int64, n), make([]int64, n)
+	for r := range n {
+		even[r] = int64((r+1)*numElems/n - r*numElems/n)
+	}
+	last[n-1] = int64(numElems)
+	for r := 1; r < n; r += 2 {
+		odd[r] = int64(numElems / n)
+	}
+	rest := int64(numElems)
+	for _, k := range odd {
+		rest -= k
+	}
+	odd[n/2] += rest
+	return map[string][]int64{"even": even, "last": last, "odd": odd}
+}
+
+func checkReducescatter(t *testing.T, c *cluster, numElems int) {
+	t.Helper()
+	for name, elems := range divisions(len(c.backends), numElems) {
+		eachReduction(c, numElems, func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, bufs [][]byte, want []byte) {
+			t.Helper()
+			var counts []int64
+			for _, k := range elems {
+				counts = append(counts, k*int64(dt.Size()))
+			}
+			c.must(t, func(r int, b *tcp.Backend) error {
+				return b.Reducescatter(t.Context(), alg, dt, op, bufs[r], counts)
+			})
+			from := int64(0)
+			for r, k := range counts {
+				what := fmt.Sprintf("reducescatter %v %v of %d × %v (%s): rank %d", alg, op, numElems, dt, name, r)
+				wantElements(t, what, dt, bufs[r][from:from+k], want[from:from+k])
+				from += k
+			}
+		})
+	}
+}
+
+func TestReducescatter(t *testing.T) {
+	eachCluster(t, func(t *testing.T, c *cluster, seg int) {
+		for _, numElems := range []int{0, 1, 7, 64, 1000} {
+			checkReducescatter(t, c, numElems)
+		}
+		if seg == 0 && !testing.Short() {
+			checkReducescatter(t, c, 65537)
+		}
+	})
+}

@@ -1,0 +1,115 @@
+package tcp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"runtime"
+
+	"github.com/gohvd/gohvd/transport"
+)
+
+// conn returns the channel to rank i of the set.
+func (b *Backend) conn(ctx context.Context, i int) (transport.Conn, error) {
+	if b.conns[i] == nil {
+		c, err := b.mesh.Conn(ctx, b.lane, b.ranks[i])
+		if err != nil {
+			if cause := context.Cause(ctx); cause != nil && !errors.Is(err, cause) {
+				err = fmt.Errorf("%w: %w", err, cause)
+			}
+			return nil, err
+		}
+		b.conns[i] = c
+	}
+	return b.conns[i], nil
+}
+
+// neighbours returns the channels to the next rank of the ring, to whom all is sent, and from the one before.
+func (b *Backend) neighbours(ctx context.Context) (right, left transport.Conn, err error) {
+	n := len(b.ranks)
+	if right, err = b.conn(ctx, (b.me+1)%n); err != nil {
+		return nil, nil, err
+	}
+	if left, err = b.conn(ctx, (b.me+n-1)%n); err != nil {
+		return nil, nil, err
+	}
+	return right, left, nil
+}
+
+// connectAll makes the channels to all other ranks.
+func (b *Backend) connectAll(ctx context.Context) error {
+	for i := range b.ranks {
+		if i == b.me {
+			continue
+		}
+		if _, err := b.conn(ctx, i); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// flush flushes the channels to all other ranks that there are.
+func (b *Backend) flush() error {
+	for _, c := range b.conns {
+		if c == nil {
+			continue
+		}
+		if err := c.Flush(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// segment is the size of a segment in bytes, in whole elements of size bytes.
+func (b *Backend) segment(size int) int { return max(b.segBytes/size, 1) * size }
+
+// receive fills p from c.
+func receive(c transport.Conn, p []byte) error {
+	_, err := io.ReadFull(c, p)
+	return err
+}
+
+// send queues p on c by segments of seg bytes.
+func send(c transport.Conn, p []byte, seg int) error {
+	for len(p) > 0 {
+		var first []byte
+		first, p = split(p, seg)
+		if err := c.Send(first); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// split cuts the first segment of seg bytes, or what there is, off p.
+func split(p []byte, seg int) (first, rest []byte) {
+	k := min(seg, len(p))
+	return p[:k], p[k:]
+}
+
+// replace receives p from c. What p holds until then was sent on out and ends at position sent there.
+//
+// It never waits long for the old content to leave: the new one is a sum that the copy of the old at the other end of
+// out has gone into, so once it is here, the old one is there. But the transport may be late to say so, and only what
+// it says settles who owns p. To flush instead could hang: all ranks would wait for each other to receive.
+func (b *Backend) replace(c, out transport.Conn, p []byte, sent uint64) error {
+	if out.Sent() >= sent {
+		return receive(c, p)
+	}
+	in := b.in.room(len(p))
+	if err := receive(c, in); err != nil {
+		return err
+	}
+	for out.Sent() < sent {
+		// Sending nothing tells whether the lane was aborted.
+		if err := out.Send(nil); err != nil {
+			return err
+		}
+		runtime.Gosched()
+	}
+	copy(p, in)
+	return nil
+}
