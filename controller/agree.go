@@ -2,31 +2,39 @@ package controller
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/topo"
 )
 
-// agree makes the response to one request from each member of a set, in the order of the set. If the
-// requests contradict each other it is an Error, whose text says who sent what: the first contradiction in the
-// order of Horovod's checks, except that the operation comes before the element type, which a barrier has not.
-func agree(set *Set, requests []message.Request) *message.Response {
-	first := &requests[0]
+// agree makes the response to the requests of the members of a set, in the order of the set; members that have joined
+// may lack one (NoKind), at least one has not. If the requests contradict each other, or cannot be served without those
+// that lack, it is an Error, whose text says who sent what: the first contradiction in the order of Horovod's checks,
+// except that the operation comes before the element type, which a barrier has not.
+func agree(set *Set, requests []message.Request, joined *joinState) *message.Response {
+	first := firstOf(requests)
 	r := &message.Response{
 		Kind: first.Kind, Name: first.Name, DType: first.DType, Shape: first.Shape,
-		Op: first.Op, Prescale: first.Prescale, Postscale: first.Postscale, Root: first.Root,
+		Op: first.Op, Prescale: first.Prescale, Postscale: first.Postscale, Wire: first.Wire, Root: first.Root,
+		Group: first.Group, GroupSize: first.GroupSize, Ranks: first.Ranks, Set: first.Set,
 	}
-	text := disagreement(set, requests)
+	v := &voices{set: set, requests: requests, joined: joined, first: first}
+	text := v.disagreement()
+	if text == "" && first.Kind.Ragged() {
+		r.Shape = append(r.Shape[:0:0], r.Shape...)
+		r.Shape[0] = 0
+	}
 	if text == "" && first.Kind == message.Allgather {
 		r.FirstDims = make([]int64, len(requests))
 		for i := range requests {
-			r.FirstDims[i] = requests[i].Shape[0]
+			if requests[i].Kind != message.NoKind {
+				r.FirstDims[i] = requests[i].Shape[0]
+			}
 		}
-		r.Shape = append(r.Shape[:0:0], r.Shape...)
-		r.Shape[0] = 0
 		if _, err := r.NumElems(); err != nil {
-			text = fmt.Sprintf("allgather %q: the result is too large: first dimensions %v of shape %v", r.Name, r.FirstDims, r.Shape)
+			text = v.say("the result is too large: first dimensions %v of shape %v", r.FirstDims, r.Shape)
 		}
 	}
 	if text != "" {
@@ -35,68 +43,188 @@ func agree(set *Set, requests []message.Request) *message.Response {
 	return r
 }
 
-// disagreement says how requests for one name contradict each other, or is empty.
-func disagreement(set *Set, requests []message.Request) string {
-	first := &requests[0]
-	tensorOf := func(q *message.Request) string { return fmt.Sprintf("%v%v", q.DType, q.Shape) }
-	report := func(what, verb string, say func(q *message.Request) string) string {
-		return fmt.Sprintf("%v %q: mismatched %s: %s", first.Kind, first.Name, what, whoSaid(set, requests, verb, say))
-	}
-	differ := func(same func(q *message.Request) bool) bool {
-		for i := range requests {
-			if !same(&requests[i]) {
-				return true
-			}
+// firstOf is the request of the first member that has one.
+func firstOf(requests []message.Request) *message.Request {
+	for i := range requests {
+		if requests[i].Kind != message.NoKind {
+			return &requests[i]
 		}
-		return false
 	}
-	if differ(func(q *message.Request) bool { return q.Kind == first.Kind }) {
-		return fmt.Sprintf("tensor %q: mismatched operations: %s", first.Name,
-			whoSaid(set, requests, "called", func(q *message.Request) string { return q.Kind.String() }))
+	return nil
+}
+
+// voices are the requests for one name while they are compared.
+type voices struct {
+	set      *Set
+	requests []message.Request
+	joined   *joinState
+	first    *message.Request
+}
+
+func (v *voices) say(format string, args ...any) string {
+	return fmt.Sprintf("%v %q: %s", v.first.Kind, v.first.Name, fmt.Sprintf(format, args...))
+}
+
+// differ reports whether some request is not the same.
+func (v *voices) differ(same func(q *message.Request) bool) bool {
+	for i := range v.requests {
+		if q := &v.requests[i]; q.Kind != message.NoKind && !same(q) {
+			return true
+		}
 	}
-	if first.Kind == message.Barrier {
+	return false
+}
+
+// mismatch says that what differs, and who said what, unless all requests are the same.
+func (v *voices) mismatch(what, verb string, said func(q *message.Request) string, same func(q *message.Request) bool) string {
+	if !v.differ(same) {
 		return ""
 	}
-	if differ(func(q *message.Request) bool { return q.DType == first.DType }) {
-		return report("data types", "sent", tensorOf)
-	}
-	switch first.Kind {
-	case message.Allreduce, message.Broadcast:
-		if differ(func(q *message.Request) bool { return q.Shape.Equal(first.Shape) }) {
-			return report("shapes", "sent", tensorOf)
-		}
-	case message.Allgather:
-		if differ(func(q *message.Request) bool { return len(q.Shape) > 0 }) {
-			return fmt.Sprintf("allgather %q: a scalar has no first dimension: %s", first.Name, whoSaid(set, requests, "sent", tensorOf))
-		}
-		if differ(func(q *message.Request) bool { return q.Shape[1:].Equal(first.Shape[1:]) }) {
-			return report("shapes beyond the first dimension", "sent", tensorOf)
+	return v.say("mismatched %s: %s", what, v.whoSaid(verb, said))
+}
+
+// tensorOf prints a tensor. The first dimension of an alltoall is nobody else's concern, and not known of a vote.
+func tensorOf(q *message.Request) string {
+	shape := q.Shape.String()
+	if q.Kind == message.Alltoall && len(q.Shape) > 0 {
+		_, rest, more := strings.Cut(shape, " ")
+		if shape = "[*]"; more {
+			shape = "[* " + rest
 		}
 	}
+	return q.DType.String() + shape
+}
+
+// disagreement says how requests for one name contradict each other, or why they cannot be served, or is empty.
+func (v *voices) disagreement() string {
+	first := v.first
+	if v.differ(func(q *message.Request) bool { return q.Kind == first.Kind }) {
+		return fmt.Sprintf("tensor %q: mismatched operations: %s", first.Name,
+			v.whoSaid("called", func(q *message.Request) string { return q.Kind.String() }))
+	}
+	var checks []func() string
 	switch first.Kind {
+	case message.AddProcessSet:
+		checks = append(checks, v.members, v.absence)
+	case message.RemoveProcessSet:
+		checks = append(checks, v.ids, v.absence)
 	case message.Allreduce:
-		if differ(func(q *message.Request) bool { return q.Prescale == first.Prescale && q.Postscale == first.Postscale }) {
-			return report("scale factors", "asked for", func(q *message.Request) string {
-				return fmt.Sprintf("prescale %v and postscale %v", q.Prescale, q.Postscale)
-			})
-		}
-		if differ(func(q *message.Request) bool { return q.Op == first.Op }) {
-			return report("reductions", "asked for", func(q *message.Request) string { return q.Op.String() })
-		}
+		checks = append(checks, v.types, v.shapes, v.factors, v.reductions, v.compressions, v.groups)
+	case message.Reducescatter:
+		checks = append(checks, v.types, v.shapes, v.factors, v.reductions, v.groups, v.absence, v.scalars)
 	case message.Broadcast:
-		if differ(func(q *message.Request) bool { return q.Root == first.Root }) {
-			return report("root ranks", "named", func(q *message.Request) string { return fmt.Sprintf("root %d", q.Root) })
-		}
-		if set.index(first.Root) < 0 {
-			return fmt.Sprintf("broadcast %q: root rank %d is not in the process set of %s", first.Name, first.Root, rankList(set.Ranks))
+		checks = append(checks, v.types, v.shapes, v.groups, v.absence, v.roots)
+	case message.Allgather, message.Alltoall:
+		checks = append(checks, v.types, v.groups, v.absence, v.scalars, v.dimensions, v.rows)
+	}
+	for _, check := range checks {
+		if text := check(); text != "" {
+			return text
 		}
 	}
 	return ""
 }
 
+func (v *voices) types() string {
+	return v.mismatch("data types", "sent", tensorOf, func(q *message.Request) bool { return q.DType == v.first.DType })
+}
+
+func (v *voices) shapes() string {
+	return v.mismatch("shapes", "sent", tensorOf, func(q *message.Request) bool { return q.Shape.Equal(v.first.Shape) })
+}
+
+func (v *voices) factors() string {
+	return v.mismatch("scale factors", "asked for", func(q *message.Request) string {
+		return fmt.Sprintf("prescale %v and postscale %v", q.Prescale, q.Postscale)
+	}, func(q *message.Request) bool {
+		return q.Prescale == v.first.Prescale && q.Postscale == v.first.Postscale
+	})
+}
+
+func (v *voices) reductions() string {
+	return v.mismatch("reductions", "asked for", func(q *message.Request) string { return q.Op.String() },
+		func(q *message.Request) bool { return q.Op == v.first.Op })
+}
+
+func (v *voices) compressions() string {
+	return v.mismatch("compressions", "asked for", func(q *message.Request) string {
+		if !q.Wire.Valid() {
+			return "none"
+		}
+		return q.Wire.String()
+	}, func(q *message.Request) bool { return q.Wire == v.first.Wire })
+}
+
+func (v *voices) groups() string {
+	return v.mismatch("groups", "named", func(q *message.Request) string {
+		if q.Group == "" {
+			return "none"
+		}
+		return fmt.Sprintf("%q of %d tensors", q.Group, q.GroupSize)
+	}, func(q *message.Request) bool { return q.Group == v.first.Group && q.GroupSize == v.first.GroupSize })
+}
+
+func (v *voices) scalars() string {
+	if !v.differ(func(q *message.Request) bool { return len(q.Shape) > 0 }) {
+		return ""
+	}
+	return v.say("a scalar has no first dimension: %s", v.whoSaid("sent", tensorOf))
+}
+
+func (v *voices) dimensions() string {
+	return v.mismatch("numbers of dimensions", "sent", tensorOf, func(q *message.Request) bool { return len(q.Shape) == len(v.first.Shape) })
+}
+
+func (v *voices) rows() string {
+	return v.mismatch("shapes beyond the first dimension", "sent", tensorOf,
+		func(q *message.Request) bool { return q.Shape[1:].Equal(v.first.Shape[1:]) })
+}
+
+func (v *voices) roots() string {
+	text := v.mismatch("root ranks", "named", func(q *message.Request) string { return fmt.Sprintf("root %d", q.Root) },
+		func(q *message.Request) bool { return q.Root == v.first.Root })
+	if text != "" {
+		return text
+	}
+	switch root := v.set.index(v.first.Root); {
+	case root < 0:
+		return v.say("root rank %d is not in the process set of %s", v.first.Root, rankList(v.set.Ranks))
+	case v.requests[root].Kind == message.NoKind:
+		return v.say("root rank %d has joined and sends nothing", v.first.Root)
+	}
+	return ""
+}
+
+func (v *voices) members() string {
+	return v.mismatch("members", "named", func(q *message.Request) string { return rankList(q.Ranks) },
+		func(q *message.Request) bool { return slices.Equal(q.Ranks, v.first.Ranks) })
+}
+
+func (v *voices) ids() string {
+	return v.mismatch("process sets", "named", func(q *message.Request) string { return fmt.Sprintf("process set %d", q.Set) },
+		func(q *message.Request) bool { return q.Set == v.first.Set })
+}
+
+// absence says that an operation cannot be without the members that have joined and not asked for it.
+func (v *voices) absence() string {
+	var refuse []topo.Rank
+	for m := range v.requests {
+		if v.requests[m].Kind == message.NoKind && (changesSets(v.first.Kind) || !v.joined.empty[m]) {
+			refuse = append(refuse, v.set.Ranks[m])
+		}
+	}
+	switch {
+	case len(refuse) == 0:
+		return ""
+	case changesSets(v.first.Kind):
+		return v.say("%s joined, and all ranks have to ask for it", have(refuse))
+	}
+	return v.say("%s joined, and it needs every rank; a join with empty contributions would allow it", have(refuse))
+}
+
 // whoSaid groups the members by what they said, so that the odd one out is plain:
 // "ranks 0, 1 and 3 sent float32[4], rank 2 sent float32[5]".
-func whoSaid(set *Set, requests []message.Request, verb string, say func(*message.Request) string) string {
+func (v *voices) whoSaid(verb string, say func(*message.Request) string) string {
 	const most = 4
 	type group struct {
 		said  string
@@ -104,15 +232,18 @@ func whoSaid(set *Set, requests []message.Request, verb string, say func(*messag
 	}
 	var groups []group
 next:
-	for i := range requests {
-		said := say(&requests[i])
+	for i := range v.requests {
+		if v.requests[i].Kind == message.NoKind {
+			continue
+		}
+		said := say(&v.requests[i])
 		for g := range groups {
 			if groups[g].said == said {
-				groups[g].ranks = append(groups[g].ranks, set.Ranks[i])
+				groups[g].ranks = append(groups[g].ranks, v.set.Ranks[i])
 				continue next
 			}
 		}
-		groups = append(groups, group{said, []topo.Rank{set.Ranks[i]}})
+		groups = append(groups, group{said, []topo.Rank{v.set.Ranks[i]}})
 	}
 	var b strings.Builder
 	for i, g := range groups {

@@ -38,16 +38,45 @@ type node struct {
 	in       message.Down
 
 	pending []request // submitted and not answered
-	lanes   []lane    // by set, as in sets
-	stopped bool      // STOP is applied
+	gone    []topo.ProcessSetID
+	lanes   []lane // by set, as in sets; that of a removed set runs to its end
+	stopped bool   // STOP is applied
 	drained bool
 	over    bool // closed or failed
 	dead    bool // killed; if rank 0, the coordinator with it
 }
 
+// request is a request of a rank on a process set. In a program, one that awaits is made when nothing else of
+// the rank is in flight. Tensors of a group have the step in which it is submitted; its names are free before the next,
+// since a rank submits a group as a whole.
 type request struct {
-	set topo.ProcessSetID
-	q   message.Request
+	set   topo.ProcessSetID
+	q     message.Request
+	await bool
+	step  int
+}
+
+// turn says what a rank does about the next request of its program.
+type turn uint8
+
+const (
+	turnNow turn = iota
+	turnLater
+	turnNever // its process set is gone
+)
+
+// turnOf is the turn of r at a rank with these pending requests, which is a member of sets and was one of gone.
+func turnOf(r request, pending []request, sets []controller.Set, gone []topo.ProcessSetID) turn {
+	blocks := func(p request) bool {
+		return r.await || p.set == r.set && (p.q.Name == r.q.Name || p.q.Kind == message.Join || p.step*r.step > 0 && p.step != r.step)
+	}
+	switch {
+	case slices.Contains(gone, r.set):
+		return turnNever
+	case !slices.ContainsFunc(sets, func(s controller.Set) bool { return s.ID == r.set }), slices.ContainsFunc(pending, blocks):
+		return turnLater
+	}
+	return turnNow
 }
 
 // lane has the grants of one set that are not finished, oldest first.
@@ -57,22 +86,24 @@ type lane []*controller.Grant
 type watcher interface {
 	submitted(n *node, r request)
 	sent(n *node, u *message.Up)
-	arrived(n *node, u *message.Up)        // at the coordinator, before it is applied
-	issued(outs []controller.Outgoing)     // by the coordinator in one turn, maybe nothing
-	applied(n *node, d *message.Down)      // by a member
-	granted(n *node, g *controller.Grant)  // to a member
-	finished(n *node, g *controller.Grant) // by a member
-	stop(n *node, unanswered []request)    // applied by a member
+	arrived(n *node, u *message.Up)                    // at the coordinator, before it is applied
+	issued(outs []controller.Outgoing)                 // by the coordinator in one turn, maybe nothing
+	happened(e controller.Event)                       // at the coordinator
+	applied(n *node, d *message.Down)                  // by a member
+	granted(n *node, g *controller.Grant)              // to a member
+	finished(n *node, g *controller.Grant)             // by a member
+	stop(n *node, reason string, unanswered []request) // applied by a member
+	removed(n *node, set topo.ProcessSetID, unanswered []request)
 	closed(n *node)                        // the member's shutdown is complete
 	failed(n *node, v *controller.Verdict) // at a member
 	heard()                                // the coordinator took one frame
 }
 
-// plan is the Planner of the tests: trees for broadcasts, rings for the rest, nothing for refused types.
+// plan is the Planner of the tests: trees for broadcasts, rings for the rest, no reductions of refused types.
 func plan(refused ...tensor.DType) controller.Planner {
-	return func(r *message.Response, _ int64) (message.Backend, message.Algorithm, error) {
+	return func(_ topo.ProcessSetID, r *message.Response, _ int64) (message.Backend, message.Algorithm, error) {
 		switch {
-		case slices.Contains(refused, r.DType):
+		case r.Kind.Reduces() && slices.Contains(refused, r.DType):
 			return message.NoBackend, message.NoAlgorithm, fmt.Errorf("no backend: tcp: %v is not supported", r.DType)
 		case r.Kind == message.Broadcast:
 			return message.TCP, message.Tree, nil
@@ -100,15 +131,22 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 // submit makes a request. It is sent by the next speak.
 func (n *node) submit(set topo.ProcessSetID, q message.Request) {
 	n.c.tb.Helper()
-	if err := q.Check(); err != nil {
+	if err := n.trySubmit(set, q); err != nil {
 		n.c.tb.Fatalf("rank %d: %v", n.rank, err)
+	}
+}
+
+func (n *node) trySubmit(set topo.ProcessSetID, q message.Request) error {
+	if err := q.Check(); err != nil {
+		return err
 	}
 	n.m.Tick(n.c.now)
 	if err := n.m.Submit(set, &q); err != nil {
-		n.c.tb.Fatalf("rank %d: %v", n.rank, err)
+		return err
 	}
-	n.pending = append(n.pending, request{set, q})
-	n.c.watch.submitted(n, request{set, q})
+	n.pending = append(n.pending, request{set: set, q: q})
+	n.c.watch.submitted(n, request{set: set, q: q})
+	return nil
 }
 
 // waits reports whether the rank has an unanswered request of this name.
@@ -164,17 +202,32 @@ func (n *node) take() {
 	for _, g := range r.Grants {
 		n.c.watch.granted(n, g)
 		for _, resp := range g.Responses {
-			if i := n.pendingIndex(g.Set, resp.Name); i >= 0 {
+			if i := n.asked(g, resp); i >= 0 {
 				n.pending = slices.Delete(n.pending, i, i+1)
+			}
+			if resp.Kind == message.AddProcessSet && slices.Contains(resp.Ranks, n.rank) {
+				n.sets = append(n.sets, controller.Set{ID: resp.Set, Ranks: resp.Ranks})
+				n.lanes = append(n.lanes, nil)
 			}
 		}
 		l := n.lane(g.Set)
 		*l = append(*l, g)
 	}
-	stop := r.Stop
+	for _, set := range r.Removed {
+		n.gone = append(n.gone, set)
+		var left []request
+		n.pending = slices.DeleteFunc(n.pending, func(p request) bool {
+			if p.set == set {
+				left = append(left, p)
+			}
+			return p.set == set
+		})
+		n.c.watch.removed(n, set, left)
+	}
+	stop, reason := r.Stop, r.StopReason
 	n.m.Advance()
 	if stop {
-		n.c.watch.stop(n, n.pending)
+		n.c.watch.stop(n, reason, n.pending)
 		n.pending, n.stopped = nil, true
 	}
 	n.drain()
@@ -187,6 +240,21 @@ func (n *node) take() {
 		n.over = true
 		n.c.watch.closed(n)
 	}
+}
+
+// asked is the pending request that a granted response answers, or -1 if the rank has none.
+func (n *node) asked(g *controller.Grant, r *message.Response) int {
+	return answers(n.pending, n.rank, g, r)
+}
+
+// answers is the request of a rank among pending that a granted response answers, or -1.
+func answers(pending []request, rank topo.Rank, g *controller.Grant, r *message.Response) int {
+	if slices.Contains(g.Absent, rank) {
+		return -1
+	}
+	return slices.IndexFunc(pending, func(p request) bool {
+		return p.set == g.Set && p.q.Name == r.Name
+	})
 }
 
 func (n *node) lane(set topo.ProcessSetID) *lane {
@@ -234,6 +302,9 @@ func (c *cluster) decide() bool {
 	outs := c.coord.Ready()
 	sent := len(outs) > 0
 	c.watch.issued(outs)
+	for _, e := range c.coord.Events() {
+		c.watch.happened(e)
+	}
 	for _, o := range outs {
 		frame, err := message.AppendDown(nil, o.Down)
 		if err != nil {

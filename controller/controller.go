@@ -76,9 +76,15 @@ type Grant struct {
 	Set       topo.ProcessSetID
 	Backend   message.Backend
 	Algorithm message.Algorithm
+	// Absent are the members, ascending, that have joined without asking for these tensors, maybe this rank among them.
+	// They take part with neutral elements. Shared as Responses are.
+	Absent []topo.Rank
 	// Responses are the tensors to run together, in the order of the fusion buffer. They are shared with the
 	// cache and must not be changed.
 	Responses []*message.Response
+
+	since        time.Duration // when the member got it
+	older, newer *Grant        // in the member's grantList
 }
 
 // Verdict ends an epoch: these ranks failed. All survivors get the same.
@@ -90,6 +96,17 @@ type Verdict struct {
 func (v *Verdict) Error() string {
 	return fmt.Sprintf("%s failed: %s", rankList(v.Ranks), v.Reason)
 }
+
+// have says of ranks that they have: "rank 3 has", "ranks 0 and 1 have".
+func have(ranks []topo.Rank) string {
+	if len(ranks) == 1 {
+		return rankList(ranks) + " has"
+	}
+	return rankList(ranks) + " have"
+}
+
+// seconds prints a duration for people: "60s", "0.5s".
+func seconds(d time.Duration) string { return fmt.Sprintf("%gs", d.Round(time.Millisecond).Seconds()) }
 
 // rankList prints ranks for people: "rank 3", "ranks 0, 1 and 5", "ranks 0, 1, ... (70 in all)".
 func rankList(ranks []topo.Rank) string {

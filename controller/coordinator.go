@@ -5,22 +5,31 @@ import (
 	"slices"
 	"time"
 
+	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/topo"
 )
 
 // CoordinatorConfig is what a Coordinator needs to know.
 type CoordinatorConfig struct {
-	// Sets are the process sets of the job, ascending by id, the global one first.
+	// Sets are the process sets with which the job begins, ascending by id, the global one first.
 	Sets []Set
 	// CacheCapacity is the number of responses that each set remembers.
 	CacheCapacity int
 	// FusionThresholdBytes bounds a fused response.
 	FusionThresholdBytes int64
+	// DisableGroupFusion keeps the tensors of a group apart from all others.
+	DisableGroupFusion bool
+	// Deterministic excludes fusion that would change bits: Adasum is never fused.
+	Deterministic bool
 	// CycleTime is the least time between two cycles.
 	CycleTime time.Duration
 	// LivenessTimeout is the silence after which a rank has failed.
 	LivenessTimeout time.Duration
+	// StallWarning is how long a tensor waits, for ranks to ask for it or to finish it, before Events reports that, and
+	// then between reports; 0 reports nothing. StallShutdown is how long it waits before the job is stopped; 0 is for
+	// ever.
+	StallWarning, StallShutdown time.Duration
 	// Plan chooses backend and algorithm.
 	Plan Planner
 }
@@ -44,20 +53,25 @@ const (
 //
 // A turn is: Tick, then Step and Lost for whatever arrived, then Ready, send what it says, Advance.
 type Coordinator struct {
-	cfg   CoordinatorConfig
-	sets  []*setState
-	ranks []rankState
-	state coordinatorState
+	cfg    CoordinatorConfig
+	policy policy
+	sets   *setTable
+	waits  *waits
+	ranks  []rankState
+	state  coordinatorState
 
 	now       time.Duration
 	cycle     uint64
 	lastCycle time.Duration // when the cycle was issued
 	stopSent  bool
-	byes      int
-	progress  time.Duration // when the shutdown last got on
+	// stopReason is why the job is stopped, unless a rank asked for it.
+	stopReason string
+	byes       int
+	progress   time.Duration // when the shutdown last got on
 
-	suspicion *suspicion
-	out       []Outgoing
+	suspicion         *suspicion
+	out               []Outgoing
+	events, oldEvents []Event
 }
 
 // rankState is what the coordinator knows of a rank.
@@ -67,6 +81,8 @@ type rankState struct {
 	spoke time.Duration // when the last frame to it was made
 	lost  bool          // its control connection ended
 	bye   bool
+	// executing is what it has not finished for longest.
+	executing execution
 }
 
 type suspicion struct {
@@ -77,9 +93,11 @@ type suspicion struct {
 
 // NewCoordinator makes the coordinator of an epoch that begins at the given time.
 func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
-	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime}
-	for _, s := range cfg.Sets {
-		c.sets = append(c.sets, newSetState(s, cfg.CacheCapacity))
+	w := newWaits(cfg.StallWarning, cfg.StallShutdown, now)
+	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w, sets: newSetTable(cfg.Sets, cfg.CacheCapacity, w)}
+	c.policy = policy{
+		fusion: fusion.Options{ThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion, Deterministic: cfg.Deterministic},
+		plan:   cfg.Plan, sets: c.sets,
 	}
 	c.ranks = make([]rankState, len(cfg.Sets[0].Ranks))
 	for r := range c.ranks {
@@ -93,13 +111,17 @@ func (c *Coordinator) Tick(now time.Duration) {
 	if g := gap(c.now, now); g > 0 {
 		for r := range c.ranks {
 			c.ranks[r].heard += g
+			c.ranks[r].executing.since += g
+		}
+		for _, s := range c.sets.sets {
+			s.shiftWaits(g)
 		}
 		c.progress += g
 		if c.suspicion != nil {
 			c.suspicion.since += g
 		}
 	}
-	c.now = now
+	c.now, c.waits.now = now, now
 	switch c.state {
 	case running, stopping:
 	default:
@@ -115,8 +137,11 @@ func (c *Coordinator) Tick(now time.Duration) {
 			return
 		}
 	}
-	if c.state == stopping && now-c.progress >= closeTimeout {
+	switch {
+	case c.state == stopping && now-c.progress >= closeTimeout:
 		c.giveUp()
+	case c.state == running:
+		c.checkStalls()
 	}
 }
 
@@ -153,6 +178,9 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	}
 	switch up.Type {
 	case message.UpHeartbeat:
+		k.executing.hear(up, c.waits)
+	case message.UpTimeout:
+		c.timeout(from, up)
 	case message.UpBye:
 		switch {
 		case !c.stopSent || up.Seen != c.cycle: // STOP is the last cycle
@@ -162,7 +190,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 			c.breach(from, fmt.Errorf("second bye"))
 			return
 		}
-		k.bye = true
+		k.bye, k.executing = true, execution{}
 		c.progress = c.now
 		if c.byes++; c.byes == len(c.ranks) {
 			c.close()
@@ -184,6 +212,9 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 	for i := range up.Sets {
 		u := &up.Sets[i]
 		s, member := c.member(u.Set, from)
+		if s == nil && c.sets.crossed(u.Set, from, up.Seen) {
+			continue
+		}
 		if s == nil {
 			return fmt.Errorf("news of process set %d, of which it is no member", u.Set)
 		}
@@ -200,6 +231,10 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 		for _, q := range u.Requests {
 			if err := s.request(member, q); err != nil {
 				return err
+			}
+			if q.Kind == message.Join {
+				s.joinVotes(member)
+				s.joinAll()
 			}
 		}
 		if u.Done > 0 {
@@ -220,29 +255,33 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 
 // member finds a set and the position of a rank in it; the set is nil if it is no member.
 func (c *Coordinator) member(id topo.ProcessSetID, r topo.Rank) (*setState, int) {
-	for _, s := range c.sets {
-		if s.ID == id {
-			if i := s.index(r); i >= 0 {
-				return s, i
-			}
-			break
+	if s := c.sets.find(id); s != nil {
+		if i := s.index(r); i >= 0 {
+			return s, i
 		}
 	}
 	return nil, 0
 }
 
-// forget lets the caches drop what no member can mean any more, after a rank has seen more cycles.
+// forget drops what no member can mean any more from the caches and of removed sets, after a rank has seen more cycles.
 func (c *Coordinator) forget(r topo.Rank) {
-	for _, s := range c.sets {
-		if s.cache.Remembered() == 0 || s.index(r) < 0 {
-			continue
+	for _, s := range c.sets.sets {
+		if s.cache.Remembered() > 0 && s.index(r) >= 0 {
+			s.cache.Forget(c.leastSeen(s.Ranks))
 		}
-		least := c.ranks[r].seen
-		for _, m := range s.Ranks {
-			least = min(least, c.ranks[m].seen)
-		}
-		s.cache.Forget(least)
 	}
+	if len(c.sets.removed) > 0 {
+		c.sets.forget(c.leastSeen(c.cfg.Sets[0].Ranks))
+	}
+}
+
+// leastSeen is the last cycle that all of ranks have applied.
+func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
+	least := c.cycle
+	for _, r := range ranks {
+		least = min(least, c.ranks[r].seen)
+	}
+	return least
 }
 
 // Lost says that the control connection of a rank has ended. After its bye that is no failure.
@@ -347,13 +386,13 @@ func (c *Coordinator) decide() {
 	next := c.cycle + 1
 	var decided []*message.DownSet
 	var states []*setState
-	for _, s := range c.sets {
+	for _, s := range c.sets.sets {
 		// The STOP cycle grants all that every rank has asked for: nothing follows that could batch it better.
 		if len(s.ready) == 0 || !(s.open() || stop) {
 			continue
 		}
 		d := &message.DownSet{Set: s.ID}
-		s.decide(d, next, c.cfg.FusionThresholdBytes, c.cfg.Plan, nil)
+		s.decide(d, next, &c.policy, nil)
 		decided, states = append(decided, d), append(states, s)
 	}
 	if len(decided) == 0 && !stop {
@@ -381,7 +420,7 @@ rank:
 				continue rank
 			}
 		}
-		d := &message.Down{Type: message.DownCycle, Cycle: next, Stop: stop}
+		d := &message.Down{Type: message.DownCycle, Cycle: next, Stop: stop, Reason: c.stopReason}
 		for _, i := range mine {
 			d.Sets = append(d.Sets, *decided[i])
 		}
@@ -438,8 +477,11 @@ func (c *Coordinator) Next() time.Duration {
 	if c.state == stopping {
 		next = min(next, c.progress+closeTimeout)
 	}
+	if c.state == running {
+		next = min(next, c.waits.due)
+	}
 	if c.cfg.CycleTime > 0 && c.state == running {
-		for _, s := range c.sets {
+		for _, s := range c.sets.sets {
 			if len(s.ready) > 0 && s.open() {
 				next = min(next, c.lastCycle+c.cfg.CycleTime)
 			}
@@ -451,10 +493,8 @@ func (c *Coordinator) Next() time.Duration {
 // Digest is that of the coordinator's cache of a set. Right after Ready it equals that of every member that has
 // applied the last cycle; later erasures, which travel with the next cycle of the set, are in it already.
 func (c *Coordinator) Digest(id topo.ProcessSetID) uint64 {
-	for _, s := range c.sets {
-		if s.ID == id {
-			return s.cache.Digest()
-		}
+	if s := c.sets.find(id); s != nil {
+		return s.cache.Digest()
 	}
 	return 0
 }

@@ -19,10 +19,7 @@ const Never time.Duration = never
 
 // CachedAndRequested is a name of the set that is both cached and in the request table, or empty.
 func (c *Coordinator) CachedAndRequested(id topo.ProcessSetID) string {
-	for _, s := range c.sets {
-		if s.ID != id {
-			continue
-		}
+	if s := c.sets.find(id); s != nil {
 		for name := range s.table {
 			if _, ok := s.cache.BitOf(name); ok {
 				return name
@@ -32,12 +29,16 @@ func (c *Coordinator) CachedAndRequested(id topo.ProcessSetID) string {
 	return ""
 }
 
+// Rows is the number of tensors of the set that are asked for in full.
+func (c *Coordinator) Rows(id topo.ProcessSetID) int { return len(c.sets.find(id).rows) }
+
+// RememberedSets is the number of removed sets of which news may still come.
+func (c *Coordinator) RememberedSets() int { return len(c.sets.removed) }
+
 // Remembered is the number of erased entries of the set that late votes can still mean.
 func (c *Coordinator) Remembered(id topo.ProcessSetID) int {
-	for _, s := range c.sets {
-		if s.ID == id {
-			return s.cache.Remembered()
-		}
+	if s := c.sets.find(id); s != nil {
+		return s.cache.Remembered()
 	}
 	return 0
 }

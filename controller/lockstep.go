@@ -2,7 +2,9 @@ package controller
 
 import (
 	"fmt"
+	"slices"
 
+	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/responsecache"
 	"github.com/gohvd/gohvd/topo"
@@ -11,10 +13,12 @@ import (
 // LockstepConfig is what a Lockstep needs to know. It is the same at all ranks but for Rank.
 type LockstepConfig struct {
 	Rank topo.Rank
-	// Sets are all process sets of the job, ascending by id, the global one first.
+	// Sets are all process sets with which the job begins, ascending by id, the global one first.
 	Sets                 []Set
 	CacheCapacity        int
 	FusionThresholdBytes int64
+	DisableGroupFusion   bool
+	Deterministic        bool
 	Plan                 Planner
 }
 
@@ -25,13 +29,16 @@ type LockstepConfig struct {
 // bitwise AND and OR; Combine; if it says so, Gather at rank 0, and a broadcast of what rank 0's Decide gives;
 // Apply, and run the grants in order. There are no late votes: every rank has seen the last cycle.
 type Lockstep struct {
-	cfg   LockstepConfig
-	sets  []*lockstepSet
-	words int // of a set's bit vector
+	cfg    LockstepConfig
+	sets   []*lockstepSet
+	table  *setTable // rank 0 only
+	policy policy    // rank 0 only
+	words  int       // of a set's bit vector
 
 	shutdown bool
 	stopped  bool
 	cycle    uint64
+	removed  []topo.ProcessSetID
 
 	and, or []uint64 // scratch of Vectors
 	up      message.Up
@@ -44,6 +51,7 @@ type lockstepSet struct {
 	votes    message.Bits // this rank's unanswered votes, presented every cycle
 	invalid  message.Bits // bits that this rank invalidates in this cycle
 	requests []message.Request
+	told     bool      // rank 0 knows that this rank has joined, and what it had voted for
 	state    *setState // rank 0 only
 }
 
@@ -62,14 +70,26 @@ const (
 // NewLockstep makes the controller of one rank.
 func NewLockstep(cfg LockstepConfig) *Lockstep {
 	l := &Lockstep{cfg: cfg, words: (min(cfg.CacheCapacity, message.MaxCacheBits) + 63) / 64}
-	for _, s := range cfg.Sets {
-		ls := &lockstepSet{memberSet: memberSet{Set: s, me: s.index(cfg.Rank)}}
-		if cfg.Rank == 0 {
-			ls.state = newSetState(s, cfg.CacheCapacity)
+	if cfg.Rank == 0 {
+		l.table = newSetTable(cfg.Sets, cfg.CacheCapacity, newWaits(0, 0, 0))
+		l.policy = policy{
+			fusion: fusion.Options{ThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion, Deterministic: cfg.Deterministic},
+			plan:   cfg.Plan, sets: l.table,
 		}
-		l.sets = append(l.sets, ls)
+	}
+	for _, s := range cfg.Sets {
+		l.addSet(s)
 	}
 	return l
+}
+
+// addSet makes the rank's side of a set; at rank 0 its controller is in the table already.
+func (l *Lockstep) addSet(s Set) {
+	ls := &lockstepSet{memberSet: *newMemberSet(s, l.cfg.Rank)}
+	if l.table != nil {
+		ls.state = l.table.find(s.ID)
+	}
+	l.sets = append(l.sets, ls)
 }
 
 // Submit makes a request of this rank, as Member.Submit does.
@@ -80,6 +100,14 @@ func (l *Lockstep) Submit(id topo.ProcessSetID, q *message.Request) error {
 	s := l.set(id)
 	if s == nil || s.me < 0 {
 		return fmt.Errorf("%v %q: rank %d is not a member of process set %d", q.Kind, q.Name, l.cfg.Rank, id)
+	}
+	if err := s.admit(q); err != nil {
+		return err
+	}
+	if q.Kind == message.Join {
+		s.join = q.Name
+		s.requests = append(s.requests, *q)
+		return nil
 	}
 	switch bit, state := s.cache.Lookup(q, s.me); state {
 	case responsecache.Hit:
@@ -97,7 +125,7 @@ func (l *Lockstep) Submit(id topo.ProcessSetID, q *message.Request) error {
 func (l *Lockstep) Shutdown() { l.shutdown = true }
 
 // Vectors is what this rank contributes to the cycle's allreduce. The lengths are the same at all ranks. For
-// each set in order, and has the unanswered votes (all ones where the rank is no member), and or has
+// each set in order, and has the unanswered votes (all ones where the rank is no member or has joined), and or has
 // the votes, then the invalid bits, after one word of flags. They are valid until the next call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
@@ -109,7 +137,7 @@ func (l *Lockstep) Vectors() (and, or []uint64) {
 			l.or[0] |= flagRequests
 		}
 		for w := range l.words {
-			if s.me < 0 {
+			if s.me < 0 || s.join != "" {
 				l.and = append(l.and, ^uint64(0))
 			} else {
 				l.and = append(l.and, word(s.votes, w))
@@ -175,7 +203,8 @@ func (l *Lockstep) readyBits(i int) message.Bits {
 }
 
 // Gather is what this rank sends to rank 0: its requests in full, among them those that it had voted for by bits
-// that turned out invalid. It is valid until the next cycle.
+// that turned out invalid. With a JOIN it also sends the votes that are left: from then on its vectors do not tell
+// what it has asked for, and rank 0 makes requests of what turns out invalid. It is valid until the next cycle.
 func (l *Lockstep) Gather() *message.Up {
 	l.up.Reset()
 	l.up.Type, l.up.Seen, l.up.Shutdown = message.UpNews, l.cycle, l.shutdown
@@ -188,10 +217,16 @@ func (l *Lockstep) Gather() *message.Up {
 		for bit, ok := invalid.Next(0); ok; bit, ok = invalid.Next(bit + 1) {
 			if s.votes.Has(bit) {
 				s.votes.Clear(bit)
-				u.Requests = append(u.Requests, s.cache.At(bit).Request(s.me))
+				if !s.told {
+					u.Requests = append(u.Requests, s.cache.At(bit).Request(s.me))
+				}
 			}
 		}
 		u.Requests = append(u.Requests, s.requests...)
+		if s.join != "" && !s.told {
+			u.Hits.Or(s.votes)
+			s.told = true
+		}
 		s.requests = s.requests[:0]
 		s.invalid.Reset()
 	}
@@ -204,48 +239,94 @@ func (l *Lockstep) Decide(ups []*message.Up) (*message.Down, error) {
 	next := l.cycle + 1
 	d := &message.Down{Type: message.DownCycle, Cycle: next, Stop: l.combine.shutdown}
 	for i, s := range l.sets {
-		ready := l.readyBits(i)
-		for bit, ok := ready.Next(0); ok; bit, ok = ready.Next(bit + 1) {
-			r := s.state.cache.At(bit)
-			if r == nil {
-				return nil, fmt.Errorf("controller: all ranks voted for bit %d of process set %d, which is free", bit, s.ID)
-			}
-			s.state.ready = append(s.state.ready, readyItem{response: r, cached: true, bit: bit})
-		}
-		invalid := l.invalidBits(i)
-		for bit, ok := invalid.Next(0); ok; bit, ok = invalid.Next(bit + 1) {
-			if s.state.cache.At(bit) == nil {
-				return nil, fmt.Errorf("controller: bit %d of process set %d is invalid but free", bit, s.ID)
-			}
-			if err := s.state.invalidate(bit); err != nil {
-				return nil, err
-			}
+		if err := s.state.allInvalid(l.invalidBits(i)); err != nil {
+			return nil, err
 		}
 	}
 	for r, up := range ups {
-		for i := range up.Sets {
-			s := l.set(up.Sets[i].Set)
-			member := -1
-			if s != nil {
-				member = s.index(topo.Rank(r))
-			}
-			if member < 0 {
-				return nil, fmt.Errorf("controller: rank %d sent news of process set %d, of which it is no member", r, up.Sets[i].Set)
-			}
-			for _, q := range up.Sets[i].Requests {
-				if err := s.state.request(member, q); err != nil {
-					return nil, fmt.Errorf("controller: rank %d: %w", r, err)
-				}
-			}
+		if err := l.news(topo.Rank(r), up); err != nil {
+			return nil, err
 		}
 	}
+	// After the news: a rank that joins in this cycle has said there what of the ready bits it had voted for.
 	for i, s := range l.sets {
-		ds := d.AddSet(s.ID)
-		s.state.decide(ds, next, l.cfg.FusionThresholdBytes, l.cfg.Plan, l.anyVotes(i))
+		if err := s.state.allVoted(l.readyBits(i)); err != nil {
+			return nil, err
+		}
+		s.state.joinAll()
+	}
+	for i, s := range l.sets {
+		if l.table.find(s.ID) == nil {
+			continue // this cycle removes it
+		}
+		s.state.decide(d.AddSet(s.ID), next, &l.policy, l.anyVotes(i))
 		s.state.done = s.state.granted // executed before the next cycle
 		s.state.cache.Forget(next)
 	}
+	l.table.forget(next)
 	return d, nil
+}
+
+// allInvalid erases bits that ranks submit with other parameters.
+func (s *setState) allInvalid(bits message.Bits) error {
+	for bit, ok := bits.Next(0); ok; bit, ok = bits.Next(bit + 1) {
+		if s.cache.At(bit) == nil {
+			return fmt.Errorf("controller: bit %d of process set %d is invalid but free", bit, s.ID)
+		}
+		if s.held.bits.Has(bit) {
+			return fmt.Errorf("controller: bit %d of process set %d is invalid though all ranks voted for it", bit, s.ID)
+		}
+		if err := s.invalidate(bit); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// allVoted completes bits for which every rank votes or has joined. What is held for a group is so in every cycle.
+func (s *setState) allVoted(bits message.Bits) error {
+	for bit, ok := bits.Next(0); ok; bit, ok = bits.Next(bit + 1) {
+		if s.cache.At(bit) == nil {
+			return fmt.Errorf("controller: all ranks voted for bit %d of process set %d, which is free", bit, s.ID)
+		}
+		if !s.held.bits.Has(bit) {
+			s.completeBit(bit)
+		}
+	}
+	return nil
+}
+
+// news takes what a rank sent to rank 0.
+func (l *Lockstep) news(r topo.Rank, up *message.Up) error {
+	for i := range up.Sets {
+		u := &up.Sets[i]
+		s := l.set(u.Set)
+		member := -1
+		if s != nil {
+			member = s.index(r)
+		}
+		if member < 0 {
+			return fmt.Errorf("controller: rank %d sent news of process set %d, of which it is no member", r, u.Set)
+		}
+		if u.Hits.Any() && !slices.ContainsFunc(u.Requests, func(q message.Request) bool { return q.Kind == message.Join }) {
+			return fmt.Errorf("controller: rank %d sent votes of process set %d without a join", r, s.ID)
+		}
+		for bit, ok := u.Hits.Next(0); ok; bit, ok = u.Hits.Next(bit + 1) {
+			late, err := s.state.cache.Vote(member, bit, l.cycle)
+			if err == nil && late != nil {
+				err = fmt.Errorf("vote for bit %d of process set %d, which is invalid", bit, s.ID)
+			}
+			if err != nil {
+				return fmt.Errorf("controller: rank %d: %w", r, err)
+			}
+		}
+		for _, q := range u.Requests {
+			if err := s.state.request(member, q); err != nil {
+				return fmt.Errorf("controller: rank %d: %w", r, err)
+			}
+		}
+	}
+	return nil
 }
 
 // Apply replays rank 0's decision. The grants are to be run before the next cycle.
@@ -254,6 +335,7 @@ func (l *Lockstep) Apply(d *message.Down) ([]*Grant, error) {
 		return nil, fmt.Errorf("controller: frame of type %d for cycle %d, want cycle %d", d.Type, d.Cycle, l.cycle+1)
 	}
 	var grants []*Grant
+	l.removed = l.removed[:0]
 	for i := range d.Sets {
 		ds := &d.Sets[i]
 		s := l.set(ds.Set)
@@ -274,9 +356,16 @@ func (l *Lockstep) Apply(d *message.Down) ([]*Grant, error) {
 				}
 			}
 		}
+		first := len(grants)
 		var err error
 		if grants, err = s.apply(ds, grants, func() *Grant { return new(Grant) }); err != nil {
 			return nil, fmt.Errorf("controller: cycle %d: %w", d.Cycle, err)
+		}
+		s.told = s.told && s.join != ""
+		for _, g := range grants[first:] {
+			if err := l.change(g.Responses[0]); err != nil {
+				return nil, fmt.Errorf("controller: cycle %d: %w", d.Cycle, err)
+			}
 		}
 	}
 	l.cycle, l.stopped = d.Cycle, d.Stop

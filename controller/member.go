@@ -2,8 +2,10 @@ package controller
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
+	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/responsecache"
 	"github.com/gohvd/gohvd/topo"
@@ -12,7 +14,7 @@ import (
 // MemberConfig is what a Member needs to know.
 type MemberConfig struct {
 	Rank topo.Rank
-	// Sets are the process sets of which the rank is a member, ascending by id.
+	// Sets are the process sets of which the rank is a member when the job begins, ascending by id.
 	Sets []Set
 	// LivenessTimeout is the silence after which the coordinator has failed.
 	LivenessTimeout time.Duration
@@ -41,6 +43,7 @@ type Member struct {
 	now   time.Duration
 	heard time.Duration // when the last frame came
 	spoke time.Duration // when the last frame was made
+	beat  time.Duration // when the last heartbeat was made
 	seen  uint64        // last cycle applied
 
 	up           message.Up // next frame
@@ -48,11 +51,18 @@ type Member struct {
 	shutdown     bool       // Shutdown was called
 	stopAnnounce bool       // STOP was just applied
 	grants       []*Grant   // to run
+	running      grantList  // not finished; those to run among them
 	free         []*Grant   // released
-	suspected    *Verdict   // our own suspicion
+	removed      []topo.ProcessSetID
+	stopReason   string
+	timeouts     []message.Up // to be sent
+	suspected    *Verdict     // our own suspicion
 	suspectedAt  time.Duration
 	suspectFrame bool // the suspicion is to be sent
 	bye          bool // bye is to be sent
+	reported     bool // the last heartbeat named a grant
+	heartbeat    message.Up
+	ups          []*message.Up // scratch of Ready
 	verdict      *Verdict
 }
 
@@ -61,23 +71,42 @@ type memberSet struct {
 	Set
 	me    int // position in the set
 	cache responsecache.Cache
+	join  string // what this rank calls the join that it waits for; else empty
+}
+
+func newMemberSet(s Set, r topo.Rank) *memberSet { return &memberSet{Set: s, me: s.index(r)} }
+
+// admit says why a request that a rank makes now is its error, or nil.
+func (s *memberSet) admit(q *message.Request) error {
+	switch {
+	case s.join != "":
+		return fmt.Errorf("%v %q: this rank has joined process set %d; wait for the join", q.Kind, q.Name, s.ID)
+	case changesSets(q.Kind) && s.ID != topo.Global:
+		return fmt.Errorf("%v %q: on process set %d, want the global one", q.Kind, q.Name, s.ID)
+	}
+	return nil
 }
 
 // Ready is what a Member wants done.
 type Ready struct {
 	// Ups are frames to send to the coordinator, in order.
-	Ups [2]*message.Up
+	Ups []*message.Up
 	// Grants are responses to run, in order within their sets. Give each to Finished when it has run.
 	Grants []*Grant
+	// Removed are process sets that this rank was a member of and that are no more. What is granted there still runs;
+	// what is not is to be answered with an error. A set may be in it before its last grants have run.
+	Removed []topo.ProcessSetID
 	// Stop says that nothing more will be granted: what was not is to be answered with the shutdown.
 	Stop bool
+	// StopReason is why, unless a rank asked for it.
+	StopReason string
 }
 
 // NewMember makes the member of an epoch that begins at the given time.
 func NewMember(cfg MemberConfig, now time.Duration) *Member {
-	m := &Member{cfg: cfg, now: now, heard: now, spoke: now}
+	m := &Member{cfg: cfg, now: now, heard: now, spoke: now, beat: now}
 	for _, s := range cfg.Sets {
-		m.sets = append(m.sets, &memberSet{Set: s, me: s.index(cfg.Rank)})
+		m.sets = append(m.sets, newMemberSet(s, cfg.Rank))
 	}
 	m.up.Type = message.UpNews
 	return m
@@ -88,6 +117,9 @@ func (m *Member) Tick(now time.Duration) {
 	if g := gap(m.now, now); g > 0 {
 		m.heard += g
 		m.suspectedAt += g
+		for running := m.running.oldest; running != nil; running = running.newer {
+			running.since += g
+		}
 	}
 	m.now = now
 	switch m.state {
@@ -112,8 +144,16 @@ func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 	if s == nil {
 		return fmt.Errorf("%v %q: rank %d is not a member of process set %d", q.Kind, q.Name, m.cfg.Rank, id)
 	}
+	if err := s.admit(q); err != nil {
+		return err
+	}
 	u := m.up.At(id)
 	m.news = true
+	if q.Kind == message.Join {
+		s.join = q.Name // it is no tensor: it has no bit, and takes none from a tensor of its name
+		u.Requests = append(u.Requests, *q)
+		return nil
+	}
 	switch bit, state := s.cache.Lookup(q, s.me); state {
 	case responsecache.Hit:
 		u.Hits.Set(bit)
@@ -126,9 +166,10 @@ func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 	return nil
 }
 
-// Finished says that a grant has run and may be used again by the member.
+// Finished says that a grant has run and may be used again by the member. Its process set may be gone.
 func (m *Member) Finished(g *Grant) {
-	if s := m.set(g.Set); s.me == 0 && (m.state == memberRunning || m.state == memberDraining) {
+	m.running.remove(g)
+	if s := m.set(g.Set); s != nil && s.me == 0 && (m.state == memberRunning || m.state == memberDraining) {
 		m.up.At(g.Set).Done++
 		m.news = true
 	}
@@ -226,14 +267,21 @@ func (m *Member) apply(d *message.Down) error {
 		if s == nil {
 			return fmt.Errorf("cycle %d has process set %d, of which rank %d is no member", d.Cycle, ds.Set, m.cfg.Rank)
 		}
+		first := len(m.grants)
 		var err error
 		if m.grants, err = s.apply(ds, m.grants, m.newGrant); err != nil {
 			return fmt.Errorf("cycle %d: %w", d.Cycle, err)
 		}
+		for _, g := range m.grants[first:] {
+			m.running.add(g, m.now)
+			if err := m.change(g.Responses[0]); err != nil {
+				return fmt.Errorf("cycle %d: %w", d.Cycle, err)
+			}
+		}
 	}
 	m.seen = d.Cycle
 	if d.Stop {
-		m.state, m.stopAnnounce = memberDraining, true
+		m.state, m.stopAnnounce, m.stopReason = memberDraining, true, d.Reason
 	}
 	return nil
 }
@@ -244,6 +292,7 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 		dg := &ds.Grants[i]
 		g := newGrant()
 		g.Set, g.Backend, g.Algorithm = s.ID, dg.Backend, dg.Algorithm
+		g.Absent = append(g.Absent[:0], dg.Absent...)
 		for _, bit := range dg.Bits {
 			r := s.cache.At(bit)
 			if r == nil {
@@ -254,6 +303,11 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 		g.Responses = append(g.Responses, dg.Full...)
 		if err := checkGrant(s, g); err != nil {
 			return grants, err
+		}
+		if r := g.Responses[0]; r.Kind == message.Join {
+			mine := *r // ranks may call theirs differently
+			mine.Name, s.join = s.join, ""
+			g.Responses[0] = &mine
 		}
 		grants = append(grants, g)
 	}
@@ -276,18 +330,48 @@ func checkGrant(s *memberSet, g *Grant) error {
 		return fmt.Errorf("grant of nothing")
 	}
 	first := g.Responses[0]
-	if len(g.Responses) > 1 && first.Kind != message.Allreduce {
-		return fmt.Errorf("grant of %d tensors for %v %q, which runs alone", len(g.Responses), first.Kind, first.Name)
-	}
-	for _, r := range g.Responses {
-		if r.Kind != first.Kind || r.DType != first.DType || r.Op != first.Op || r.Prescale != first.Prescale || r.Postscale != first.Postscale {
-			return fmt.Errorf("grant of %v %q together with %v %q, which one reduction cannot serve", r.Kind, r.Name, first.Kind, first.Name)
+	for i, r := range g.Absent {
+		if s.index(r) < 0 || i > 0 && r <= g.Absent[i-1] {
+			return fmt.Errorf("grant of %v %q without ranks %v, want members of process set %d, ascending", first.Kind, first.Name, g.Absent, s.ID)
 		}
-		if r.Kind == message.Allgather && len(r.FirstDims) != len(s.Ranks) {
+	}
+	for i, r := range g.Responses {
+		if i > 0 && !fusion.Compatible(first, r) {
+			return fmt.Errorf("grant of %v %q together with %v %q, which one operation cannot serve", r.Kind, r.Name, first.Kind, first.Name)
+		}
+		if err := checkResponse(s, g, r); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkResponse holds a response against its process set.
+func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
+	switch r.Kind {
+	case message.Allgather:
+		if len(r.FirstDims) != len(s.Ranks) {
 			return fmt.Errorf("allgather %q with %d first dimensions for %d ranks", r.Name, len(r.FirstDims), len(s.Ranks))
 		}
-		if r.Kind == message.Broadcast && s.index(r.Root) < 0 {
+		for _, a := range g.Absent {
+			if n := r.FirstDims[s.index(a)]; n != 0 {
+				return fmt.Errorf("allgather %q with %d rows of rank %d, which is absent", r.Name, n, a)
+			}
+		}
+	case message.Broadcast:
+		if s.index(r.Root) < 0 {
 			return fmt.Errorf("broadcast %q with root %d, which is no member of process set %d", r.Name, r.Root, s.ID)
+		}
+		if slices.Contains(g.Absent, r.Root) {
+			return fmt.Errorf("broadcast %q with root %d, which is absent", r.Name, r.Root)
+		}
+	case message.Join:
+		if s.join == "" {
+			return fmt.Errorf("join of process set %d is answered, which this rank has not joined", s.ID)
+		}
+	case message.AddProcessSet, message.RemoveProcessSet:
+		if s.ID != topo.Global {
+			return fmt.Errorf("%v %q on process set %d", r.Kind, r.Name, s.ID)
 		}
 	}
 	return nil
@@ -304,41 +388,51 @@ func (m *Member) newGrant() *Grant {
 
 // Ready is what to do now. It is valid until Advance.
 func (m *Member) Ready() Ready {
-	r := Ready{Grants: m.grants, Stop: m.stopAnnounce}
-	if m.state == memberClosed || m.state == memberFailed {
-		return r
+	m.ups = m.ups[:0]
+	if m.state != memberClosed && m.state != memberFailed {
+		m.speak()
 	}
-	n := 0
-	add := func(u *message.Up) {
-		r.Ups[n] = u
-		n++
-	}
+	return Ready{Ups: m.ups, Grants: m.grants, Removed: m.removed, Stop: m.stopAnnounce, StopReason: m.stopReason}
+}
+
+// speak makes the frames of a turn.
+func (m *Member) speak() {
 	if m.news {
 		m.up.Seen, m.up.Shutdown = m.seen, m.shutdown
-		add(&m.up)
+		m.ups = append(m.ups, &m.up)
+	}
+	for i := range m.timeouts {
+		u := &m.timeouts[i]
+		u.Seen, u.Granted = m.seen, m.running.has(u.Set, u.Tensor)
+		m.ups = append(m.ups, u)
 	}
 	switch {
 	case m.suspectFrame:
-		add(&message.Up{Type: message.UpSuspect, Seen: m.seen, Suspect: m.suspected.Ranks[0], Reason: m.suspected.Reason})
+		m.ups = append(m.ups, &message.Up{Type: message.UpSuspect, Seen: m.seen, Suspect: m.suspected.Ranks[0], Reason: m.suspected.Reason})
 	case m.bye:
-		add(&message.Up{Type: message.UpBye, Seen: m.seen})
-	case n == 0 && m.now-m.spoke >= heartbeatPeriod:
-		add(&message.Up{Type: message.UpHeartbeat, Seen: m.seen})
+		m.ups = append(m.ups, &message.Up{Type: message.UpBye, Seen: m.seen})
+	case m.now >= m.nextBeat(len(m.ups) > 0):
+		m.ups = append(m.ups, m.beatFrame())
 	}
-	return r
 }
 
 // Advance says that the outputs of the last Ready were taken.
 func (m *Member) Advance() {
-	if m.news || m.suspectFrame || m.bye || m.now-m.spoke >= heartbeatPeriod {
+	if len(m.ups) > 0 {
 		m.spoke = m.now
+		if last := m.ups[len(m.ups)-1]; last.Type == message.UpHeartbeat {
+			m.beat, m.reported = m.now, last.Tensor != ""
+		}
 	}
+	m.ups = m.ups[:0]
+	m.timeouts = m.timeouts[:0]
 	if m.news {
 		m.up.Reset()
 		m.up.Type = message.UpNews
 		m.news = false
 	}
-	m.suspectFrame, m.bye, m.stopAnnounce = false, false, false
+	m.suspectFrame, m.bye, m.stopAnnounce, m.stopReason = false, false, false, ""
+	m.removed = m.removed[:0]
 	clear(m.grants)
 	m.grants = m.grants[:0]
 }
@@ -354,7 +448,7 @@ func (m *Member) Next() time.Duration {
 	if m.state == memberClosed || m.state == memberFailed {
 		return never
 	}
-	next := min(m.spoke+heartbeatPeriod, m.heard+m.cfg.LivenessTimeout)
+	next := min(m.nextBeat(false), m.heard+m.cfg.LivenessTimeout)
 	if m.suspected != nil {
 		next = min(next, m.suspectedAt+verdictTimeout)
 	}

@@ -52,10 +52,24 @@ func TestMemberRefuses(t *testing.T) {
 		{"erasure of a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}), "erase bit 5, which is free"},
 		{"put to a taken bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}), `put "good" as bit 0, which stands for "a"`},
 		{"put of a cached name", cycle(2, message.DownSet{Grants: []message.Grant{full(response("a", 1))}, Puts: []message.Put{{Bit: 1}}}), `put "a" as bit 1, but it has bit 0`},
+		{"absent ranks that are no members", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{2}, Full: good.Full}}}), `allreduce "good" without ranks [2], want members of process set 0`},
+		{"absent ranks in disorder", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1, 0}, Full: good.Full}}}), "without ranks [1 0]"},
+		{"rows of an absent rank", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{
+			Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0}, FirstDims: []int64{4, 3},
+		}}}}}), `allgather "r" with 3 rows of rank 1, which is absent`},
+		{"a root that is no member", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Broadcast, Name: "w", Root: 2})}}), `broadcast "w" with root 2, which is no member`},
+		{"an absent root", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Broadcast, Name: "w", Root: 1}}}}}), `broadcast "w" with root 1, which is absent`},
+		{"two roots", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Broadcast, Name: "w"}, &message.Response{Kind: message.Broadcast, Name: "v", Root: 1})}}), `broadcast "v" together with broadcast "w"`},
+		{"two barriers", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Barrier, Name: "b"}, &message.Response{Kind: message.Barrier, Name: "c"})}}), `barrier "c" together with barrier "b"`},
+		{"a set that is there", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.AddProcessSet, Name: "s", Set: 5, Ranks: []topo.Rank{1}})}}), "process set 5 is added, which is there"},
+		{"a set from another set", cycle(2, message.DownSet{Set: 5, Grants: []message.Grant{full(&message.Response{Kind: message.RemoveProcessSet, Name: "s", Set: 5})}}), `remove process set "s" on process set 5`},
+		{"a join that is not its own", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Join, Name: "j"})}}), "join of process set 0 is answered, which this rank has not joined"},
 		{"close without a stop", &message.Down{Type: message.DownClose, Cycle: 1}, "close without a stop"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			m := loner(1, 2)
+			m := controller.NewMember(controller.MemberConfig{
+				Rank: 1, Sets: []controller.Set{controller.Global(2), {ID: 5, Ranks: []topo.Rank{1}}}, LivenessTimeout: livenessTimeout,
+			}, 0)
 			if err := m.Step(first); err != nil {
 				t.Fatal(err)
 			}
@@ -68,7 +82,7 @@ func TestMemberRefuses(t *testing.T) {
 			if v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) || !strings.Contains(v.Error(), "rank 0 failed: it broke the protocol: ") {
 				t.Errorf("verdict %v, want rank 0", v)
 			}
-			if r := m.Ready(); len(r.Grants) > 0 || r.Ups[0] != nil || r.Stop {
+			if r := m.Ready(); len(r.Grants) > 0 || len(r.Ups) > 0 || r.Stop {
 				t.Errorf("the failed member has work: %+v", r)
 			}
 			if m.Next() != controller.Never {
@@ -238,6 +252,83 @@ func TestMember(t *testing.T) {
 			t.Errorf("next turn at %v, want a heartbeat after the news", m.Next())
 		}
 	})
+	t.Run("finishes what it has of a set that is gone", func(t *testing.T) {
+		m := controller.NewMember(controller.MemberConfig{
+			Rank: 0, Sets: []controller.Set{controller.Global(2), {ID: 5, Ranks: []topo.Rank{0, 1}}}, LivenessTimeout: livenessTimeout,
+		}, 0)
+		for n, s := range []message.DownSet{
+			{Set: 5, Grants: []message.Grant{{Full: []*message.Response{response("a", 1)}}}},
+			{Grants: []message.Grant{{Full: []*message.Response{{Kind: message.RemoveProcessSet, Name: "s", Set: 5}}}}},
+		} {
+			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: uint64(n + 1), Sets: []message.DownSet{s}}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		r := m.Ready()
+		if !slices.Equal(r.Removed, []topo.ProcessSetID{5}) || len(r.Grants) != 2 {
+			t.Fatalf("removed %v, %d grants", r.Removed, len(r.Grants))
+		}
+		g := r.Grants[0]
+		m.Advance()
+		if m.Finished(g); len(m.Ready().Ups) > 0 || len(m.Ready().Removed) > 0 {
+			t.Errorf("it says %v of a set that is gone, and removed %v once more", m.Ready().Ups, m.Ready().Removed)
+		}
+	})
+	t.Run("says what it does not finish, without what it was stopped for", func(t *testing.T) {
+		m := loner(0, 2)
+		x := allreduce("x", 1)
+		grant := func(n uint64) (a, c *controller.Grant) {
+			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: n, Sets: []message.DownSet{{Grants: []message.Grant{
+				{Full: []*message.Response{response("a", 1), response("b", 1)}}, {Full: []*message.Response{response("c", 1)}},
+			}}}}); err != nil {
+				t.Fatal(err)
+			}
+			g := m.Ready().Grants
+			a, c = g[0], g[1]
+			m.Advance()
+			return a, c
+		}
+		a, c := grant(1)
+		for now := time.Second; now <= 3*time.Second; now += time.Second {
+			m.Tick(now)
+			if up := m.Ready().Ups; len(up) != 1 || up[0].Tensor != "a" || up[0].Millis != uint32(now.Milliseconds()) {
+				t.Fatalf("at %v: frames %+v", now, up)
+			}
+			m.Advance()
+		}
+		m.Tick(time.Hour)
+		if up := m.Ready().Ups; len(up) != 1 || up[0].Millis != 3000 {
+			t.Errorf("after an hour that it did not live through: %+v, want an age of 3 s", up[0])
+		}
+		m.Advance()
+		m.Finished(c)
+		m.Tick(time.Hour + time.Second)
+		if up := m.Ready().Ups; len(up) != 2 || up[1].Tensor != "a" {
+			t.Errorf("frames %v, want the news and a heartbeat with the older grant", up)
+		}
+		m.Advance()
+		m.Finished(a)
+		m.Tick(time.Hour + 2*time.Second)
+		if up := m.Ready().Ups; len(up) != 2 || up[1].Type != message.UpHeartbeat || up[1].Tensor != "" {
+			t.Errorf("frames %v, want the news and a heartbeat without a grant", up)
+		}
+		m.Advance()
+		m.Tick(time.Hour + 3*time.Second)
+		if err := m.Submit(topo.Global, &x); err != nil {
+			t.Fatal(err)
+		}
+		if got := ups(m); len(got) != 1 {
+			t.Errorf("frames %v, want news alone", got)
+		}
+	})
+	t.Run("has no time limits after the end", func(t *testing.T) {
+		m := loner(1, 2)
+		m.Lost("reset")
+		m.Timeout(topo.Global, "a", time.Second)
+		if got := ups(m); len(got) > 0 {
+			t.Errorf("frames %v", got)
+		}
+	})
 	t.Run("digest of a set that it is not in", func(t *testing.T) {
 		if d := loner(0, 2).Digest(7); d != 0 {
 			t.Errorf("got %x, want 0", d)
@@ -267,6 +358,92 @@ func TestStoppedProcess(t *testing.T) {
 		c.Tick(now)
 		c.Ready()
 		c.Advance()
+	}
+}
+
+// Nor does what waits for ranks, or is executed by them, wait while the coordinator's process was stopped.
+func TestStoppedProcessAndStalls(t *testing.T) {
+	c := controller.NewCoordinator(controller.CoordinatorConfig{
+		Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 1, LivenessTimeout: livenessTimeout, Plan: plan(),
+		StallWarning: 3 * time.Second,
+	}, 0)
+	news := func(r topo.Rank, s message.UpSet) {
+		c.Step(r, &message.Up{Type: message.UpNews, Sets: []message.UpSet{s}})
+	}
+	var hit message.Bits
+	hit.Set(0)
+	turn := func() {
+		c.Ready()
+		c.Advance()
+	}
+	for r := range topo.Rank(2) {
+		news(r, message.UpSet{Requests: []message.Request{allreduce("cached", 1)}})
+	}
+	turn()
+	c.Step(0, &message.Up{Type: message.UpNews, Seen: 1, Sets: []message.UpSet{{Hits: hit, Requests: []message.Request{allreduce("full", 1)}}}})
+	beat := func(ms uint32) {
+		c.Step(0, &message.Up{Type: message.UpHeartbeat, Seen: 1})
+		c.Step(1, &message.Up{Type: message.UpHeartbeat, Seen: 1, Tensor: "cached", Millis: ms})
+	}
+	want := func(at time.Duration, names ...string) {
+		t.Helper()
+		c.Tick(at)
+		var got []string
+		for _, e := range c.Events() {
+			got = append(got, e.Stall.Name)
+			if e.Stall.Waited != 3*time.Second {
+				t.Errorf("%v", e.Stall)
+			}
+		}
+		if !slices.Equal(got, names) {
+			t.Errorf("at %v: stalled are %q, want %q", at, got, names)
+		}
+	}
+	for now := time.Second; now <= 2*time.Second; now += time.Second {
+		want(now)
+		beat(uint32(now.Milliseconds()))
+		turn()
+	}
+	want(time.Hour)
+	beat(2000)
+	turn()
+	want(time.Hour+time.Second, "full", "cached", "cached")
+	if c.Events() != nil && len(c.Events()) > 0 {
+		t.Error("events are told twice")
+	}
+}
+
+// A coordinator whose turns are further apart than warnings reports once a turn.
+func TestStallsAreNotMadeUpFor(t *testing.T) {
+	const period = 100 * time.Millisecond
+	c := controller.NewCoordinator(controller.CoordinatorConfig{
+		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(), StallWarning: period,
+	}, 0)
+	c.Step(0, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+	if c.Next() != period {
+		t.Errorf("next turn at %v, want %v", c.Next(), period)
+	}
+	c.Tick(350 * time.Millisecond)
+	if n := len(c.Events()); n != 1 || c.Next() != 4*period {
+		t.Errorf("%d reports, next turn at %v; want 1 and %v", n, c.Next(), 4*period)
+	}
+}
+
+// A frame has room for so many process sets.
+func TestTooManySets(t *testing.T) {
+	cfg := controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan()}
+	for id := range topo.ProcessSetID(message.MaxSets - 1) {
+		cfg.Sets = append(cfg.Sets, controller.Set{ID: id + 1, Ranks: []topo.Rank{0}})
+	}
+	c := controller.NewCoordinator(cfg, 0)
+	for r := range topo.Rank(2) {
+		c.Step(r, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{
+			{Kind: message.AddProcessSet, Name: "s", Ranks: []topo.Rank{1}},
+		}}}})
+	}
+	got := c.Ready()[0].Down.Sets[0].Grants[0].Full[0]
+	if want := `add process set "s": the job has 1024 process sets, want at most that many`; got.Text != want {
+		t.Errorf("got %v %q, want %q", got.Kind, got.Text, want)
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
@@ -16,9 +17,15 @@ import (
 
 func upText(from topo.Rank, u *message.Up) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%d->0 %s seen=%d", from, [...]string{"?", "up", "heartbeat", "bye", "suspect"}[u.Type], u.Seen)
+	fmt.Fprintf(&b, "%d->0 %s seen=%d", from, [...]string{"?", "up", "heartbeat", "bye", "suspect", "timeout"}[u.Type], u.Seen)
 	if u.Type == message.UpSuspect {
 		fmt.Fprintf(&b, " rank=%d %s", u.Suspect, u.Reason)
+	}
+	if u.Tensor != "" {
+		fmt.Fprintf(&b, " set=%d %s %v", u.Set, u.Tensor, time.Duration(u.Millis)*time.Millisecond)
+	}
+	if u.Granted {
+		b.WriteString(" granted")
 	}
 	for i := range u.Sets {
 		s := &u.Sets[i]
@@ -54,16 +61,27 @@ func vectorText(v message.Bits) string {
 	return text
 }
 
+// kindText is a kind in one word.
+func kindText(k message.Kind) string { return strings.ReplaceAll(k.String(), " ", "-") }
+
 // requestText prints a request; what is usual (sum, factors 1) is left out.
 func requestText(q *message.Request) string {
-	if q.Kind == message.Barrier {
-		return fmt.Sprintf("%v %s", q.Kind, q.Name)
+	text := fmt.Sprintf("%s %s", kindText(q.Kind), q.Name)
+	if q.Kind.MovesData() {
+		text += fmt.Sprintf(" %v%v", q.DType, q.Shape)
 	}
-	text := fmt.Sprintf("%v %s %v%v", q.Kind, q.Name, q.DType, q.Shape)
 	switch q.Kind {
+	case message.Join:
+		if q.Empty {
+			text += " empty"
+		}
+	case message.AddProcessSet:
+		text += " ranks=" + listText(q.Ranks)
+	case message.RemoveProcessSet:
+		text += fmt.Sprintf(" id=%d", q.Set)
 	case message.Broadcast:
 		text += fmt.Sprintf(" root=%d", q.Root)
-	case message.Allreduce:
+	case message.Allreduce, message.Reducescatter:
 		if q.Op != tensor.Sum {
 			text += fmt.Sprintf(" op=%v", q.Op)
 		}
@@ -73,6 +91,12 @@ func requestText(q *message.Request) string {
 		if q.Postscale != 1 {
 			text += fmt.Sprintf(" postscale=%v", q.Postscale)
 		}
+		if q.Wire.Valid() {
+			text += fmt.Sprintf(" wire=%v", q.Wire)
+		}
+	}
+	if q.Group != "" {
+		text += fmt.Sprintf(" group=%s/%d", q.Group, q.GroupSize)
 	}
 	return text
 }
@@ -112,13 +136,16 @@ func downText(to []topo.Rank, size int, d *message.Down) string {
 	if d.Stop {
 		b.WriteString(" stop")
 	}
+	if d.Reason != "" {
+		fmt.Fprintf(&b, " (%s)", d.Reason)
+	}
 	return b.String()
 }
 
 func grantText(g *message.Grant) string {
 	text := "grant"
 	if len(g.Full) > 0 {
-		text += " " + g.Full[0].Kind.String()
+		text += " " + kindText(g.Full[0].Kind)
 	}
 	if len(g.Bits) > 0 {
 		text += " bits=" + listText(g.Bits)
@@ -133,8 +160,17 @@ func grantText(g *message.Grant) string {
 	if g.Backend != message.NoBackend {
 		text += fmt.Sprintf(" %v/%v", g.Backend, g.Algorithm)
 	}
+	if len(g.Absent) > 0 {
+		text += " absent=" + listText(g.Absent)
+	}
 	for _, r := range g.Full {
 		switch r.Kind {
+		case message.Join:
+			text += fmt.Sprintf(" last=%d", r.Root)
+		case message.AddProcessSet:
+			text += fmt.Sprintf(" id=%d ranks=%s", r.Set, listText(r.Ranks))
+		case message.RemoveProcessSet:
+			text += fmt.Sprintf(" id=%d", r.Set)
 		case message.Error:
 			text += fmt.Sprintf(" (%s)", r.Text)
 		case message.Allgather:
@@ -183,25 +219,21 @@ func parseRequests(f []string) (qs []message.Request, rest []string, err error) 
 	}
 	var q message.Request
 	for k := message.Allreduce; k.Valid(); k++ {
-		if k.String() == f[0] {
+		if kindText(k) == f[0] {
 			q.Kind = k
 		}
 	}
 	names := f[1]
 	f = f[2:]
-	if q.Kind == message.Allreduce {
+	if q.Kind.Reduces() {
 		q.Op, q.Prescale, q.Postscale = tensor.Sum, 1, 1
 	}
-	if q.Kind != message.Barrier && len(f) > 0 {
+	if q.Kind.MovesData() && len(f) > 0 {
 		open := strings.IndexByte(f[0], '[')
 		if open < 0 {
 			return nil, nil, fmt.Errorf("want type and shape as float32[4 4], got %q", f[0])
 		}
-		for _, dt := range tensor.DTypes() {
-			if dt.String() == f[0][:open] {
-				q.DType = dt
-			}
-		}
+		q.DType = parseDType(f[0][:open])
 		for _, d := range strings.Fields(strings.Trim(f[0][open:], "[]")) {
 			n, err := strconv.ParseInt(d, 10, 64)
 			if err != nil {
@@ -230,6 +262,21 @@ options:
 			var root int
 			root, err = strconv.Atoi(value)
 			q.Root = topo.Rank(root)
+		case "wire":
+			q.Wire = parseDType(value)
+		case "group":
+			var size int
+			q.Group, value, _ = strings.Cut(value, "/")
+			size, err = strconv.Atoi(value)
+			q.GroupSize = int32(size)
+		case "empty":
+			q.Empty = true
+		case "ranks":
+			q.Ranks, err = parseRanks(value, message.MaxRanks)
+		case "id":
+			var id int
+			id, err = strconv.Atoi(value)
+			q.Set = topo.ProcessSetID(id)
 		default:
 			break options
 		}
@@ -246,6 +293,15 @@ options:
 		qs = append(qs, q)
 	}
 	return qs, f, nil
+}
+
+func parseDType(text string) tensor.DType {
+	for _, dt := range tensor.DTypes() {
+		if dt.String() == text {
+			return dt
+		}
+	}
+	return tensor.Invalid
 }
 
 // parseUp reads what upText prints, after "1->0".

@@ -1,6 +1,7 @@
 package controller_test
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"slices"
 
@@ -10,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// refusedType is what no backend of the random programs runs.
+// refusedType is what no backend of the random programs reduces.
 const refusedType = tensor.Uint8
 
 // randomSets are the global set of 1 to 5 ranks and up to two others, whose members are drawn.
@@ -18,74 +19,249 @@ func randomSets(rng *rand.Rand) []controller.Set {
 	sets := []controller.Set{controller.Global(1 + rng.IntN(5))}
 	all := sets[0].Ranks
 	for id := range topo.ProcessSetID(rng.IntN(3)) {
-		s := controller.Set{ID: id + 1}
-		for _, r := range all {
-			if rng.IntN(3) > 0 {
-				s.Ranks = append(s.Ranks, r)
-			}
-		}
-		if len(s.Ranks) > 0 {
-			sets = append(sets, s)
+		if ranks := randomRanks(rng, all); len(ranks) > 0 {
+			sets = append(sets, controller.Set{ID: id + 1, Ranks: ranks})
 		}
 	}
 	return sets
 }
 
-// randomPrograms says what each rank submits, in order; where a name is still in flight the rank waits. All
-// members of a set submit the same names in every step, each in an order of its own, so that a job that is left
-// alone answers everything. Names repeat from step to step, mostly with the same parameters; sometimes all ranks
-// change them, sometimes one does.
-func randomPrograms(rng *rand.Rand, sets []controller.Set, steps int) [][]request {
-	type spec struct {
-		q    message.Request
-		rows []int64 // of an allgather, by member
-	}
-	specs := make(map[topo.ProcessSetID][]spec)
-	pool := 1 + rng.IntN(6)
-	for _, s := range sets {
-		for i := range pool {
-			specs[s.ID] = append(specs[s.ID], spec{q: randomRequest(rng, s, string(rune('a'+i)))})
+func randomRanks(rng *rand.Rand, all []topo.Rank) (ranks []topo.Rank) {
+	for _, r := range all {
+		if rng.IntN(3) > 0 {
+			ranks = append(ranks, r)
 		}
 	}
-	programs := make([][]request, len(sets[0].Ranks))
+	return ranks
+}
+
+// programmer draws programs: what each rank of a job submits, in order. A request whose name is still in flight, or
+// whose process set the rank has joined or does not have yet, waits, and the requests behind it.
+//
+// All members of a set submit the same names in every step, each in an order of its own, so that a job that is left
+// alone answers everything. Where a step ends with a join, each member submits what it pleases before its JOIN. Names
+// repeat from step to step, mostly with the same parameters; sometimes all ranks change them, sometimes one does.
+type programmer struct {
+	rng *rand.Rand
+	// races lets removals of process sets race with requests; then the answers depend on who is faster.
+	races    bool
+	all      []topo.Rank
+	sets     []*plannedSet
+	next     topo.ProcessSetID
+	programs [][]request
+}
+
+// plannedSet is a process set and its tensors. The first of them may be a group.
+type plannedSet struct {
+	controller.Set
+	specs     []spec
+	groupSize int
+	steps     int // planned so far
+}
+
+type spec struct {
+	q    message.Request
+	rows []int64 // of a ragged tensor, by member
+}
+
+func randomPrograms(rng *rand.Rand, sets []controller.Set, steps int, races bool) [][]request {
+	p := &programmer{rng: rng, races: races, all: sets[0].Ranks, programs: make([][]request, len(sets[0].Ranks))}
+	for _, s := range sets {
+		p.plan(s)
+	}
 	for range steps {
-		step := make([][]request, len(programs))
-		for _, s := range sets {
-			for i := range specs[s.ID] {
-				if rng.IntN(3) == 0 {
-					continue
-				}
-				p := &specs[s.ID][i]
-				if rng.IntN(6) == 0 || p.rows == nil {
-					p.q = randomRequest(rng, s, p.q.Name)
-					p.rows = nil
-					for range s.Ranks {
-						p.rows = append(p.rows, rng.Int64N(4))
-					}
-				}
-				odd := -1
-				if rng.IntN(8) == 0 {
-					odd = rng.IntN(len(s.Ranks))
-				}
-				for m, r := range s.Ranks {
-					q := p.q
-					if m == odd {
-						q = randomRequest(rng, s, q.Name)
-					}
-					if q.Kind == message.Allgather && len(q.Shape) > 0 {
-						q.Shape = slices.Clone(q.Shape)
-						q.Shape[0] = p.rows[m]
-					}
-					step[r] = append(step[r], request{s.ID, q})
+		switch p.rng.IntN(10) {
+		case 0:
+			p.addSet()
+		case 1:
+			p.removeSet()
+		default:
+			p.step()
+		}
+	}
+	return p.programs
+}
+
+// plan draws the tensors of a set.
+func (p *programmer) plan(s controller.Set) {
+	set := &plannedSet{Set: s}
+	for i := range 1 + p.rng.IntN(6) {
+		set.specs = append(set.specs, spec{q: message.Request{Name: string(rune('a' + i))}})
+	}
+	if n := min(1+p.rng.IntN(3), len(set.specs)); n > 1 && p.rng.IntN(2) == 0 {
+		set.groupSize = n
+	}
+	p.sets = append(p.sets, set)
+	p.next = max(p.next, s.ID+1)
+}
+
+// step appends a step of all sets to all programs.
+func (p *programmer) step() {
+	turns := make([][][]request, len(p.programs)) // by rank, then by set
+	for _, s := range p.sets {
+		for m, requests := range p.stepOf(s) {
+			turns[s.Ranks[m]] = append(turns[s.Ranks[m]], requests)
+		}
+	}
+	for r := range turns {
+		p.programs[r] = append(p.programs[r], p.merge(turns[r])...)
+	}
+}
+
+// merge mixes lists and keeps the order in each.
+func (p *programmer) merge(lists [][]request) (all []request) {
+	for {
+		lists = slices.DeleteFunc(lists, func(l []request) bool { return len(l) == 0 })
+		if len(lists) == 0 {
+			return all
+		}
+		l := &lists[p.rng.IntN(len(lists))]
+		all = append(all, (*l)[0])
+		*l = (*l)[1:]
+	}
+}
+
+// stepOf is what each member of a set submits in a step.
+func (p *programmer) stepOf(s *plannedSet) [][]request {
+	turns := make([][]request, len(s.Ranks))
+	s.steps++
+	joins := p.rng.IntN(6) == 0
+	// In a join a group may lack a tensor for good.
+	lacking := joins && p.rng.IntN(4) == 0
+	for i := 0; i < len(s.specs); {
+		unit := 1
+		if i < s.groupSize {
+			unit = s.groupSize
+		}
+		first := i
+		i += unit
+		if p.rng.IntN(3) == 0 {
+			continue
+		}
+		if lacking && unit > 1 {
+			unit--
+		}
+		var who []bool // asks, in a join
+		for range s.Ranks {
+			who = append(who, !joins || p.rng.IntN(3) > 0)
+		}
+		step := 0
+		if first < s.groupSize {
+			step = s.steps
+		}
+		for t := range unit {
+			for m, q := range p.tensor(s, first+t, joins) {
+				if who[m] {
+					turns[m] = append(turns[m], request{set: s.ID, q: q, step: step})
 				}
 			}
 		}
-		for r := range step {
-			rng.Shuffle(len(step[r]), func(i, j int) { step[r][i], step[r][j] = step[r][j], step[r][i] })
-			programs[r] = append(programs[r], step[r]...)
+	}
+	for m := range turns {
+		p.rng.Shuffle(len(turns[m]), func(i, j int) { turns[m][i], turns[m][j] = turns[m][j], turns[m][i] })
+		if joins {
+			turns[m] = append(turns[m], request{set: s.ID, q: message.Request{
+				Kind: message.Join, Name: fmt.Sprintf("join%d", p.rng.IntN(2)), Empty: p.rng.IntN(2) == 0,
+			}})
 		}
 	}
-	return programs
+	return turns
+}
+
+// tensor is what each member asks about a tensor.
+func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Request) {
+	t := &s.specs[i]
+	if p.rng.IntN(6) == 0 || t.rows == nil {
+		t.q, t.rows = p.request(s, i), nil
+		for range s.Ranks {
+			t.rows = append(t.rows, p.rng.Int64N(4))
+		}
+	}
+	odd := -1
+	if p.rng.IntN(8) == 0 {
+		odd = p.rng.IntN(len(s.Ranks))
+	}
+	for m := range s.Ranks {
+		q := t.q
+		if m == odd {
+			q = p.request(s, i)
+			// The group that the first member names is the one that counts.
+			if m > 0 && !joins && p.rng.IntN(2) == 0 {
+				q.Group, q.GroupSize = "", 0
+			}
+		}
+		if q.Kind.Ragged() && len(q.Shape) > 0 {
+			q.Shape = slices.Clone(q.Shape)
+			q.Shape[0] = t.rows[m]
+		}
+		qs = append(qs, q)
+	}
+	return qs
+}
+
+// request draws a request for the i-th tensor of a set.
+func (p *programmer) request(s *plannedSet, i int) message.Request {
+	for {
+		q := randomRequest(p.rng, s.Set, s.specs[i].q.Name)
+		if i >= s.groupSize {
+			return q
+		}
+		if q.Kind.MovesData() {
+			q.Group, q.GroupSize = "group", int32(s.groupSize)
+			return q
+		}
+	}
+}
+
+// addSet lets all ranks add a process set. Sometimes they do not agree, or the set is impossible.
+func (p *programmer) addSet() {
+	ranks := randomRanks(p.rng, p.all)
+	if len(ranks) == 0 {
+		return
+	}
+	possible := !slices.ContainsFunc(p.sets, func(s *plannedSet) bool { return slices.Equal(s.Ranks, ranks) })
+	if p.rng.IntN(6) == 0 {
+		ranks, possible = append(ranks, topo.Rank(len(p.all))), false
+	}
+	for _, r := range p.all {
+		q := message.Request{Kind: message.AddProcessSet, Name: "sets", Ranks: ranks}
+		if r > 0 && p.rng.IntN(16) == 0 && !slices.Equal(ranks, p.all[:1]) {
+			q.Ranks, possible = p.all[:1], false
+		}
+		p.programs[r] = append(p.programs[r], request{q: q, await: true})
+	}
+	if possible {
+		p.plan(controller.Set{ID: p.next, Ranks: ranks})
+	}
+}
+
+// removeSet lets all ranks remove a process set.
+func (p *programmer) removeSet() {
+	if p.rng.IntN(4) == 0 {
+		p.remove(99)
+		return
+	}
+	if len(p.sets) == 1 {
+		return
+	}
+	i := 1 + p.rng.IntN(len(p.sets)-1)
+	s := p.sets[i]
+	p.sets = slices.Delete(p.sets, i, i+1)
+	p.remove(s.ID)
+	if p.races {
+		for _, r := range s.Ranks {
+			if p.rng.IntN(2) == 0 {
+				p.programs[r] = append(p.programs[r], request{set: s.ID, q: p.request(s, 0)})
+			}
+		}
+	}
+}
+
+func (p *programmer) remove(id topo.ProcessSetID) {
+	for _, r := range p.all {
+		q := message.Request{Kind: message.RemoveProcessSet, Name: "sets", Set: id}
+		p.programs[r] = append(p.programs[r], request{q: q, await: !p.races})
+	}
 }
 
 func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Request {
@@ -99,7 +275,7 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 	for range rng.IntN(3) {
 		q.Shape = append(q.Shape, rng.Int64N(4))
 	}
-	switch rng.IntN(8) {
+	switch rng.IntN(12) {
 	default:
 		q.Kind, q.Op, q.Prescale, q.Postscale = message.Allreduce, tensor.Sum, 1, 1
 		if rng.IntN(4) == 0 {
@@ -107,6 +283,9 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 		}
 		if rng.IntN(8) == 0 {
 			q.Prescale = 0.5
+		}
+		if q.DType == tensor.Float32 && rng.IntN(8) == 0 {
+			q.Wire = tensor.Float16
 		}
 	case 0:
 		q.Kind = message.Allgather
@@ -117,28 +296,55 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 		}
 	case 2:
 		q = message.Request{Kind: message.Barrier, Name: name}
+	case 3:
+		q.Kind = message.Alltoall
+	case 4:
+		q.Kind, q.Op, q.Prescale, q.Postscale = message.Reducescatter, tensor.Average, 1, 1
 	}
 	return q
 }
 
-// agree is the plain twin of the coordinator's checks: whether the requests of all members make a response.
-func agree(s controller.Set, qs []*message.Request) bool {
-	first := qs[0]
+// agree is the plain twin of the coordinator's checks: whether the requests of the members, nil for those that have
+// joined and did not ask, make a response. Of these, empty says who takes part with nothing.
+func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
+	var first *message.Request
 	for _, q := range qs {
-		if q.Kind != first.Kind {
-			return false
+		if q != nil {
+			first = q
+			break
 		}
-		if q.Kind == message.Barrier {
+	}
+	for m, q := range qs {
+		if q == nil {
+			switch first.Kind {
+			case message.Allreduce, message.Barrier:
+			case message.AddProcessSet, message.RemoveProcessSet:
+				return false
+			default:
+				if !empty[m] || first.Kind == message.Broadcast && first.Root == s.Ranks[m] {
+					return false
+				}
+			}
 			continue
 		}
 		a, b := *q, *first
-		if q.Kind == message.Allgather {
+		if a.Kind != b.Kind || !slices.Equal(a.Ranks, b.Ranks) || a.Set != b.Set {
+			return false
+		}
+		if !a.Kind.MovesData() {
+			continue
+		}
+		if a.Kind == message.Reducescatter && len(a.Shape) == 0 {
+			return false
+		}
+		if a.Kind.Ragged() {
 			if len(a.Shape) == 0 || len(b.Shape) == 0 {
 				return false
 			}
 			a.Shape, b.Shape = a.Shape[1:], b.Shape[1:]
 		}
-		if a.DType != b.DType || !a.Shape.Equal(b.Shape) || a.Op != b.Op || a.Prescale != b.Prescale || a.Postscale != b.Postscale || a.Root != b.Root {
+		if a.DType != b.DType || !a.Shape.Equal(b.Shape) || a.Op != b.Op || a.Prescale != b.Prescale || a.Postscale != b.Postscale ||
+			a.Wire != b.Wire || a.Root != b.Root || a.Group != b.Group || a.GroupSize != b.GroupSize {
 			return false
 		}
 	}

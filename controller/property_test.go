@@ -36,6 +36,8 @@ type checker struct {
 	seed uint64
 	c    *cluster
 	sets []*setModel
+	// nextSet is the id of the next set.
+	nextSet topo.ProcessSetID
 	// ranks is what it knows of each rank.
 	ranks []rankModel
 
@@ -56,22 +58,128 @@ type checker struct {
 // counts shows that random runs reach what they are for.
 type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
+	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
 }
 
 type setModel struct {
 	controller.Set
 	cache      responsecache.Cache // as of the last cycle issued
 	asked      map[string][]*message.Request
+	complete   map[string]bool // of asked: ready or held
 	ready      []readyName
+	held       map[string]*groupModel
+	joined     []bool
+	empty      []bool
+	joins      int
 	unfinished int
 	log        []issuedGrant
 	digests    map[uint64]uint64
+	gone       bool // removed
 }
 
-// readyName is a name that every member has asked for, with the frame that completed it.
+// groupModel is a group of which not all tensors are answered or ready.
+type groupModel struct {
+	names    []readyName // complete and held
+	failed   bool        // ranks disagree about one: all fail as they come
+	answered int
+}
+
+// readyName is a name that every member has asked for or joined.
 type readyName struct {
-	name  string
-	frame int
+	name   string
+	frame  int         // that completed it, or its group
+	absent []topo.Rank // who joined and did not ask
+	group  string      // with its size
+	fails  bool        // the answer must be an error
+	join   bool        // it is the answer of a join
+}
+
+func newSetModel(s controller.Set) *setModel {
+	return &setModel{
+		Set: s, asked: make(map[string][]*message.Request), complete: make(map[string]bool), held: make(map[string]*groupModel),
+		joined: make([]bool, len(s.Ranks)), empty: make([]bool, len(s.Ranks)), digests: make(map[uint64]uint64),
+	}
+}
+
+// ask is a request that has arrived in the given frame.
+func (s *setModel) ask(member int, q *message.Request, frame int) {
+	if q.Kind == message.Join {
+		s.join(member, q, frame)
+		return
+	}
+	if s.asked[q.Name] == nil {
+		s.asked[q.Name] = make([]*message.Request, len(s.Ranks))
+	}
+	s.asked[q.Name][member] = q
+	s.check(q.Name, frame)
+}
+
+func (s *setModel) join(member int, q *message.Request, frame int) {
+	s.joined[member], s.empty[member] = true, q.Empty
+	s.joins++
+	for name := range s.asked {
+		s.check(name, frame)
+	}
+	if s.joins < len(s.Ranks) {
+		return
+	}
+	for group, g := range s.held {
+		for _, x := range g.names {
+			x.frame, x.fails = frame, true
+			s.ready = append(s.ready, x)
+		}
+		delete(s.held, group)
+	}
+	s.ready = append(s.ready, readyName{frame: frame, join: true})
+}
+
+// check moves a name for which no member is missing to ready, or to held.
+func (s *setModel) check(name string, frame int) {
+	x := readyName{name: name, frame: frame}
+	var first *message.Request
+	qs := s.asked[name]
+	for m, q := range qs {
+		switch {
+		case q == nil && !s.joined[m]:
+			return
+		case q == nil:
+			x.absent = append(x.absent, s.Ranks[m])
+		case first == nil:
+			first = q
+		}
+	}
+	if s.complete[name] {
+		return
+	}
+	s.complete[name] = true
+	disagree := !agree(s.Set, qs, s.empty)
+	x.fails = disagree || first.DType == refusedType && first.Kind.Reduces()
+	if first.Group == "" {
+		s.ready = append(s.ready, x)
+		return
+	}
+	x.group = fmt.Sprint(first.Group, first.GroupSize)
+	g := s.held[x.group]
+	if g == nil {
+		g = &groupModel{}
+		s.held[x.group] = g
+	}
+	g.names = append(g.names, x)
+	g.failed = g.failed || disagree
+	complete := g.answered+len(g.names) == int(first.GroupSize)
+	if complete {
+		delete(s.held, x.group)
+	}
+	if !complete && !g.failed {
+		return
+	}
+	fails := g.failed || slices.ContainsFunc(g.names, func(x readyName) bool { return x.fails })
+	for _, x := range g.names {
+		x.frame, x.fails = frame, fails
+		s.ready = append(s.ready, x)
+	}
+	g.answered += len(g.names)
+	g.names = nil
 }
 
 type issuedGrant struct {
@@ -95,7 +203,8 @@ type rankModel struct {
 func newChecker(t *testing.T, seed uint64, cfg controller.CoordinatorConfig) *checker {
 	ch := &checker{t: t, seed: seed, lastCycle: -cfg.CycleTime}
 	for _, s := range cfg.Sets {
-		ch.sets = append(ch.sets, &setModel{Set: s, asked: make(map[string][]*message.Request), digests: make(map[uint64]uint64)})
+		ch.sets = append(ch.sets, newSetModel(s))
+		ch.nextSet = max(ch.nextSet, s.ID+1)
 	}
 	for range cfg.Sets[0].Ranks {
 		ch.ranks = append(ch.ranks, rankModel{
@@ -161,18 +270,17 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 	}
 	ch.arrivals++
 	for _, r := range meant {
-		s := ch.set(r.set)
-		if s.asked[r.q.Name] == nil {
-			s.asked[r.q.Name] = make([]*message.Request, len(s.Ranks))
-		}
-		qs := s.asked[r.q.Name]
-		qs[slices.Index(s.Ranks, n.rank)] = &r.q
-		if !slices.Contains(qs, nil) {
-			s.ready = append(s.ready, readyName{r.q.Name, ch.arrivals})
+		if s := ch.set(r.set); s.gone {
+			ch.seen.crossed++
+		} else {
+			s.ask(slices.Index(s.Ranks, n.rank), &r.q, ch.arrivals)
 		}
 	}
 	for i := range u.Sets {
 		s := ch.set(u.Sets[i].Set)
+		if s.gone {
+			continue
+		}
 		s.unfinished -= int(u.Sets[i].Done)
 		if u.Sets[i].Invalid.Any() {
 			ch.seen.invalid++
@@ -271,6 +379,12 @@ func (ch *checker) mustDecide(cycle *message.Down, decided map[topo.ProcessSetID
 	}
 	early := ch.c.now-ch.lastCycle < ch.c.cfg.CycleTime
 	for _, s := range ch.sets {
+		if s.gone || removes(decided[topo.Global], s.ID) {
+			if decided[s.ID] != nil {
+				ch.broken(5, "set %d is removed and granted %v", s.ID, decided[s.ID].Grants)
+			}
+			continue
+		}
 		want := len(s.ready) > 0 && !ch.stopped && (stop || s.unfinished <= 1 && !early)
 		switch d := decided[s.ID]; {
 		case d == nil && want:
@@ -281,8 +395,18 @@ func (ch *checker) mustDecide(cycle *message.Down, decided map[topo.ProcessSetID
 	}
 }
 
+// removes reports whether what was decided about the global set removes a set.
+func removes(d *message.DownSet, id topo.ProcessSetID) bool {
+	return d != nil && slices.ContainsFunc(d.Grants, func(g message.Grant) bool {
+		return len(g.Full) > 0 && g.Full[0].Kind == message.RemoveProcessSet && g.Full[0].Set == id
+	})
+}
+
 // decided checks what a cycle decides about a set and replays it.
 func (ch *checker) decided(s *setModel, d *message.DownSet) {
+	if s.joins > 0 && len(d.Puts) > 0 {
+		ch.broken(3, "set %d: %v is cached while ranks have joined", s.ID, d.Puts)
+	}
 	last := -1
 	for g := range d.Grants {
 		grant := &d.Grants[g]
@@ -292,8 +416,15 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 			if r == nil {
 				ch.broken(3, "bit %d of set %d is granted and free", bit, s.ID)
 			}
-			responses = append(responses, r)
+			if responses = append(responses, r); len(grant.Absent) > 0 {
+				if ch.seen.absentByBit++; r.Kind != message.Allreduce {
+					ch.broken(4, "%v %q of set %d is granted by bit without %v", r.Kind, r.Name, s.ID, grant.Absent)
+				}
+			}
 			ch.seen.byBit++
+		}
+		if len(grant.Absent) > 0 {
+			ch.seen.absent++
 		}
 		responses = append(responses, grant.Full...)
 		if len(responses) == 0 {
@@ -302,22 +433,24 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 		var bytes int64
 		first := ch.arrivals
 		for _, r := range responses {
-			first = min(first, ch.answered(s, r))
-			bytes += r.NumBytes()
+			first = min(first, ch.answered(s, grant, r))
+			bytes += r.WireBytes()
 		}
-		// A refused group is answered one by one, each in its own place of the group.
-		if responses[0].Kind != message.Error {
-			if first < last {
-				ch.broken(6, "set %d: a grant completed by frame %d after one completed by frame %d", s.ID, first, last)
+		if first < last {
+			ch.broken(6, "set %d: a grant completed by frame %d after one completed by frame %d", s.ID, first, last)
+		}
+		last = first
+		for _, r := range responses {
+			if r.Kind != responses[0].Kind || ch.c.cfg.DisableGroupFusion && r.Group != responses[0].Group {
+				ch.broken(5, "set %d: %v %q of group %q runs with %v %q of group %q", s.ID, r.Kind, r.Name, r.Group, responses[0].Kind, responses[0].Name, responses[0].Group)
 			}
-			last = first
 		}
 		if len(responses) > 1 {
 			if ch.seen.fused++; bytes > ch.c.cfg.FusionThresholdBytes {
 				ch.broken(5, "set %d: %d bytes are fused, threshold %d", s.ID, bytes, ch.c.cfg.FusionThresholdBytes)
 			}
 		}
-		s.log = append(s.log, issuedGrant{grantKey(s.ID, grant.Backend, grant.Algorithm, responses), ch.order})
+		s.log = append(s.log, issuedGrant{grantKey(s.ID, grant.Backend, grant.Algorithm, grant.Absent, responses), ch.order})
 		ch.order++
 		ch.seen.grants++
 	}
@@ -346,43 +479,98 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 }
 
 // answered checks a granted response against what the members asked for. It gives the frame that completed it.
-func (ch *checker) answered(s *setModel, r *message.Response) int {
-	qs := s.asked[r.Name]
-	i := slices.IndexFunc(s.ready, func(x readyName) bool { return x.name == r.Name })
+func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) int {
+	i := slices.IndexFunc(s.ready, func(x readyName) bool { return x.join == (r.Kind == message.Join) && (x.join || x.name == r.Name) })
 	if i < 0 {
-		ch.broken(5, "%v %q of set %d is granted, asked for by %v", r.Kind, r.Name, s.ID, qs)
+		ch.broken(5, "%v %q of set %d is granted, asked for by %v", r.Kind, r.Name, s.ID, s.asked[r.Name])
 	}
-	frame := s.ready[i].frame
+	x := s.ready[i]
 	s.ready = slices.Delete(s.ready, i, i+1)
+	if !slices.Equal(g.Absent, x.absent) {
+		ch.broken(5, "%v %q of set %d is granted without %v, want without %v", r.Kind, r.Name, s.ID, g.Absent, x.absent)
+	}
+	if x.join {
+		ch.seen.joins++
+		if len(s.ready) > 0 || len(s.asked) > 0 || !slices.Contains(s.Ranks, r.Root) {
+			ch.broken(5, "the join of set %d is answered (last is rank %d) before %v, asked for are %v", s.ID, r.Root, s.ready, s.asked)
+		}
+		clear(s.joined)
+		s.joins = 0
+		return x.frame
+	}
+	qs := s.asked[r.Name]
 	delete(s.asked, r.Name)
-	agreed := agree(s.Set, qs)
-	if r.Kind == message.Error {
-		switch {
+	delete(s.complete, r.Name)
+	if x.group != "" {
+		ch.seen.groups++
+	}
+	if q := firstOf(qs); !x.fails && (q.Kind == message.AddProcessSet || q.Kind == message.RemoveProcessSet) {
+		ch.change(q, r)
+		return x.frame
+	}
+	if (r.Kind == message.Error) != x.fails {
+		ch.broken(4, "%v %q of set %d is granted (%s), must it fail: %v; asked for by %v", r.Kind, r.Name, s.ID, r.Text, x.fails, qs)
+	}
+	if x.fails {
+		switch agreed := agree(s.Set, qs, s.empty); {
 		case !agreed:
 			ch.seen.errors++
-		case qs[0].DType == refusedType:
+		case firstOf(qs).DType == refusedType:
 			ch.seen.refused++
 		default:
-			ch.broken(4, "%q of set %d fails, though all agree: %s", r.Name, s.ID, r.Text)
+			ch.seen.failedGroups++
 		}
-		return frame
-	}
-	if !agreed || qs[0].DType == refusedType && r.Kind != message.Barrier {
-		ch.broken(4, "%v %q of set %d is granted, though the members do not agree", r.Kind, r.Name, s.ID)
+		return x.frame
 	}
 	for m, q := range qs {
-		if !r.Matches(q, m) {
+		if q != nil && !r.Matches(q, m) {
 			ch.broken(4, "%v %q of set %d is granted as %v%v, rank %d asked for %s", r.Kind, r.Name, s.ID, r.DType, r.Shape, s.Ranks[m], requestText(q))
 		}
 	}
-	return frame
+	return x.frame
 }
 
-// grantKey is equal for grants that run the same.
-func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, responses []*message.Response) string {
-	key := fmt.Sprintf("set %d %v/%v", set, b, a)
+func firstOf(qs []*message.Request) *message.Request {
+	return qs[slices.IndexFunc(qs, func(q *message.Request) bool { return q != nil })]
+}
+
+// change checks the answer to a request of all ranks to add or remove a set, and follows it.
+func (ch *checker) change(q *message.Request, r *message.Response) {
+	same := func(s *setModel) bool { return !s.gone && slices.Equal(s.Ranks, q.Ranks) }
+	switch {
+	case q.Kind == message.RemoveProcessSet:
+		i := slices.IndexFunc(ch.sets, func(s *setModel) bool { return !s.gone && s.ID == q.Set })
+		if (i >= 0) != (r.Kind == message.RemoveProcessSet && r.Set == q.Set) {
+			ch.broken(4, "removal of set %d is answered %v (%s)", q.Set, r.Kind, r.Text)
+		}
+		if i >= 0 {
+			ch.sets[i].gone = true
+			ch.seen.removed++
+		}
+	case slices.ContainsFunc(ch.sets, same) || int(q.Ranks[len(q.Ranks)-1]) >= len(ch.ranks):
+		if ch.seen.impossible++; r.Kind != message.Error {
+			ch.broken(4, "a set of ranks %v is added, which cannot be", q.Ranks)
+		}
+	default:
+		if r.Kind != message.AddProcessSet || r.Set != ch.nextSet || !slices.Equal(r.Ranks, q.Ranks) {
+			ch.broken(4, "a set of ranks %v is answered %v %d %v (%s), want id %d", q.Ranks, r.Kind, r.Set, r.Ranks, r.Text, ch.nextSet)
+		}
+		ch.nextSet++
+		ch.sets = append(ch.sets, newSetModel(controller.Set{ID: r.Set, Ranks: r.Ranks}))
+		ch.seen.added++
+	}
+}
+
+// grantKey is equal for grants that run the same at all ranks.
+func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, absent []topo.Rank, responses []*message.Response) string {
+	key := fmt.Sprintf("set %d %v/%v without %v", set, b, a, absent)
 	for _, r := range responses {
-		key += fmt.Sprintf(" %v %q %v%v %v %v %v %v %v %q", r.Kind, r.Name, r.DType, r.Shape, r.FirstDims, r.Op, r.Prescale, r.Postscale, r.Root, r.Text)
+		name := r.Name
+		if r.Kind == message.Join {
+			name = "" // its rank's own
+		}
+		key += fmt.Sprintf(" %v %q %v%v %v %v %v %v %v %v %s/%d %d%v %q",
+			r.Kind, name, r.DType, r.Shape, r.FirstDims, r.Op, r.Prescale, r.Postscale, r.Wire, r.Root, r.Group, r.GroupSize, r.Set, r.Ranks, r.Text)
 	}
 	return key
 }
@@ -392,7 +580,7 @@ func (ch *checker) applied(n *node, d *message.Down) {
 		return
 	}
 	for i := range d.Sets {
-		if s := ch.set(d.Sets[i].Set); n.m.Digest(s.ID) != s.digests[d.Cycle] {
+		if s := ch.set(d.Sets[i].Set); n.m.Digest(s.ID) != s.digests[d.Cycle] && !slices.Contains(n.m.Ready().Removed, s.ID) {
 			ch.broken(3, "after cycle %d the cache of rank %d of set %d differs from the coordinator's", d.Cycle, n.rank, s.ID)
 		}
 	}
@@ -405,7 +593,7 @@ func (ch *checker) granted(n *node, g *controller.Grant) {
 	}
 	i := k.position[g.Set]
 	k.position[g.Set]++
-	key := grantKey(g.Set, g.Backend, g.Algorithm, g.Responses)
+	key := grantKey(g.Set, g.Backend, g.Algorithm, g.Absent, g.Responses)
 	if i >= len(s.log) || s.log[i].text != key {
 		ch.broken(1, "grant %d of set %d is at rank %d\n%s\nthe coordinator's are %v", i, g.Set, n.rank, key, s.log)
 	}
@@ -415,7 +603,10 @@ func (ch *checker) granted(n *node, g *controller.Grant) {
 	k.order = s.log[i].order
 	k.running[g] = key
 	for _, r := range g.Responses {
-		p := n.pendingIndex(g.Set, r.Name)
+		if slices.Contains(g.Absent, n.rank) {
+			continue
+		}
+		p := n.asked(g, r)
 		if p < 0 {
 			ch.broken(2, "rank %d is answered %q of set %d, which it does not wait for", n.rank, r.Name, g.Set)
 		}
@@ -426,7 +617,7 @@ func (ch *checker) granted(n *node, g *controller.Grant) {
 }
 
 func (ch *checker) finished(n *node, g *controller.Grant) {
-	if key := grantKey(g.Set, g.Backend, g.Algorithm, g.Responses); key != ch.ranks[n.rank].running[g] {
+	if key := grantKey(g.Set, g.Backend, g.Algorithm, g.Absent, g.Responses); key != ch.ranks[n.rank].running[g] {
 		ch.broken(1, "rank %d was given\n%s\nwhich became\n%s\nbefore it was finished", n.rank, ch.ranks[n.rank].running[g], key)
 	}
 	if ch.set(g.Set).Ranks[0] == n.rank {
@@ -434,7 +625,15 @@ func (ch *checker) finished(n *node, g *controller.Grant) {
 	}
 }
 
-func (ch *checker) stop(n *node, _ []request) { ch.ranks[n.rank].stopped = true }
+func (ch *checker) happened(controller.Event) {}
+
+func (ch *checker) removed(n *node, set topo.ProcessSetID, _ []request) {
+	if !ch.set(set).gone {
+		ch.broken(1, "rank %d says that set %d is removed", n.rank, set)
+	}
+}
+
+func (ch *checker) stop(n *node, _ string, _ []request) { ch.ranks[n.rank].stopped = true }
 
 func (ch *checker) closed(n *node) {
 	for _, l := range n.lanes {
@@ -497,6 +696,8 @@ func (a counts) plus(b counts) counts {
 	return counts{
 		a.grants + b.grants, a.byBit + b.byBit, a.fused + b.fused, a.errors + b.errors, a.refused + b.refused, a.erased + b.erased,
 		a.late + b.late, a.invalid + b.invalid, a.stopsWithWork + b.stopsWithWork, a.verdicts + b.verdicts,
+		a.joins + b.joins, a.absent + b.absent, a.absentByBit + b.absentByBit, a.groups + b.groups, a.failedGroups + b.failedGroups,
+		a.added + b.added, a.removed + b.removed, a.impossible + b.impossible, a.crossed + b.crossed,
 	}
 }
 
@@ -507,11 +708,12 @@ func randomRun(t *testing.T, seed uint64) counts {
 		Sets:                 randomSets(rng),
 		CacheCapacity:        pick(0, 1, 2, 4, 64),
 		FusionThresholdBytes: int64(pick(0, 16, 64, 1<<20)),
+		DisableGroupFusion:   pick(0, 0, 1) == 1,
 		CycleTime:            time.Duration(pick(0, 0, 5)) * time.Millisecond,
 		LivenessTimeout:      livenessTimeout,
 		Plan:                 plan(refusedType),
 	}
-	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(12)), hangUp: -1}
+	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16), true), hangUp: -1}
 	// How the job ends, and when: left alone (and shut down when all is done), shut down in the middle, a death, a
 	// false suspicion.
 	end, when := rng.IntN(4), rng.IntN(600)
@@ -608,11 +810,16 @@ func (r *run) mourn(n *node) {
 // submit makes the next request of a rank's program, if the name is free.
 func (r *run) submit(n *node) bool {
 	todo := r.todo[n.rank]
-	if len(todo) == 0 || n.over || n.stopped || n.waits(todo[0].set, todo[0].q.Name) {
+	if len(todo) == 0 || n.over || n.stopped {
 		return false
 	}
+	switch turnOf(todo[0], n.pending, n.sets, n.gone) {
+	case turnLater:
+		return false
+	case turnNow:
+		n.submit(todo[0].set, todo[0].q)
+	}
 	r.todo[n.rank] = todo[1:]
-	n.submit(todo[0].set, todo[0].q)
 	return true
 }
 
@@ -684,8 +891,14 @@ func (r *run) finish() {
 // idle checks a job in which all programs are done.
 func (r *run) idle() {
 	for _, s := range r.sets {
-		if len(s.ready) > 0 || len(s.asked) > 0 || s.unfinished > 0 {
+		if s.gone {
+			continue
+		}
+		if s.joins > 0 || len(s.held) > 0 || len(s.ready) > 0 || len(s.asked) > 0 || s.unfinished > 0 {
 			r.broken(6, "set %d: %v are ready, %v asked for, %d grants unfinished", s.ID, s.ready, s.asked, s.unfinished)
+		}
+		if n := r.c.coord.Rows(s.ID); n > 0 {
+			r.broken(2, "%d tensors of set %d are kept, though all are answered", n, s.ID)
 		}
 		for _, m := range s.Ranks {
 			if r.c.nodes[m].m.Digest(s.ID) != s.cache.Digest() {
@@ -695,6 +908,9 @@ func (r *run) idle() {
 		if n := r.c.coord.Remembered(s.ID); n > 0 {
 			r.broken(4, "%d erased entries of set %d are kept, though all ranks have seen the erasure", n, s.ID)
 		}
+	}
+	if n := r.c.coord.RememberedSets(); n > 0 {
+		r.broken(4, "%d removed sets are kept, though all ranks have seen the removal", n)
 	}
 	for _, n := range r.c.nodes {
 		if len(n.pending) > 0 || len(r.todo[n.rank]) > 0 {

@@ -172,16 +172,16 @@ func (s *script) command(line string) error {
 		return err
 	}
 	rest := f[2:]
+	set := topo.Global
+	if len(rest) > 0 && strings.HasPrefix(rest[0], "set=") {
+		n, err := strconv.Atoi(rest[0][len("set="):])
+		if err != nil {
+			return err
+		}
+		set, rest = topo.ProcessSetID(n), rest[1:]
+	}
 	switch f[0] {
 	case "submit":
-		set := topo.Global
-		if len(rest) > 0 && strings.HasPrefix(rest[0], "set=") {
-			n, err := strconv.Atoi(rest[0][len("set="):])
-			if err != nil {
-				return err
-			}
-			set, rest = topo.ProcessSetID(n), rest[1:]
-		}
 		qs, rest, err := parseRequests(rest)
 		if err != nil {
 			return err
@@ -194,7 +194,9 @@ func (s *script) command(line string) error {
 				if s.c.nodes[r].waits(set, q.Name) {
 					return fmt.Errorf("rank %d waits for %q already", r, q.Name)
 				}
-				s.c.nodes[r].submit(set, q)
+				if err := s.c.nodes[r].trySubmit(set, q); err != nil {
+					s.event(s.c.nodes[r], "refused: %v", err)
+				}
 			}
 		}
 		return nil
@@ -231,6 +233,13 @@ func (s *script) command(line string) error {
 		case "shutdown":
 			s.c.nodes[r].m.Tick(s.c.now)
 			s.c.nodes[r].m.Shutdown()
+		case "timeout":
+			d, err := time.ParseDuration(rest[1])
+			if err != nil {
+				return err
+			}
+			s.c.nodes[r].m.Tick(s.c.now)
+			s.c.nodes[r].m.Timeout(set, rest[0], d)
 		case "suspect":
 			of, err := strconv.Atoi(strings.TrimPrefix(rest[0], "of="))
 			if err != nil {
@@ -295,6 +304,14 @@ func (s *script) cluster(f []string) error {
 			cfg.FusionThresholdBytes *= unit
 		case "cycle":
 			cfg.CycleTime, err = time.ParseDuration(value)
+		case "warn":
+			cfg.StallWarning, err = time.ParseDuration(value)
+		case "shutdown":
+			cfg.StallShutdown, err = time.ParseDuration(value)
+		case "groups-apart":
+			cfg.DisableGroupFusion = true
+		case "deterministic":
+			cfg.Deterministic = true
 		case "sets":
 			for text := range strings.SplitSeq(value, ";") {
 				id, members, _ := strings.Cut(text, ":")
@@ -310,11 +327,7 @@ func (s *script) cluster(f []string) error {
 				cfg.Sets = append(cfg.Sets, set)
 			}
 		case "refuse":
-			for _, dt := range tensor.DTypes() {
-				if dt.String() == value {
-					refused = append(refused, dt)
-				}
-			}
+			refused = append(refused, parseDType(value))
 		case "manual":
 			s.manual = true
 		case "heartbeats":
@@ -466,6 +479,15 @@ func (s *script) event(n *node, format string, args ...any) {
 	s.events = append(s.events, event{n.rank, fmt.Sprintf(format, args...)})
 }
 
+func (s *script) happened(e controller.Event) {
+	s.flush()
+	fmt.Fprintf(s.out, "stall: %v\n", e.Stall)
+}
+
+func (s *script) removed(n *node, set topo.ProcessSetID, unanswered []request) {
+	s.event(n, "set %d is removed%s", set, namesText("; failed: ", unanswered))
+}
+
 func (s *script) submitted(*node, request)          {}
 func (s *script) arrived(*node, *message.Up)        {}
 func (s *script) applied(*node, *message.Down)      {}
@@ -495,15 +517,21 @@ func (s *script) granted(n *node, g *controller.Grant) {
 		if names = append(names, r.Name); r.Kind == message.Error {
 			verb = "fail"
 		}
-		if !n.waits(g.Set, r.Name) {
+		if n.asked(g, r) < 0 {
 			verb = "run unasked"
 		}
+	}
+	if slices.Contains(g.Absent, n.rank) {
+		verb = "run for others"
 	}
 	s.event(n, "%s %s", verb, strings.Join(names, "+"))
 }
 
-func (s *script) stop(n *node, unanswered []request) {
-	s.event(n, "stop%s", namesText("; shut down: ", unanswered))
+func (s *script) stop(n *node, reason string, unanswered []request) {
+	if reason != "" {
+		reason = " (" + reason + ")"
+	}
+	s.event(n, "stop%s%s", reason, namesText("; shut down: ", unanswered))
 }
 
 func (s *script) closed(n *node) { s.event(n, "close") }
@@ -513,7 +541,7 @@ func (s *script) failed(n *node, v *controller.Verdict) {
 	for _, l := range n.lanes {
 		for _, g := range l {
 			for _, r := range g.Responses {
-				left = append(left, request{g.Set, message.Request{Name: r.Name}})
+				left = append(left, request{set: g.Set, q: message.Request{Name: r.Name}})
 			}
 		}
 	}

@@ -2,67 +2,145 @@ package controller
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/responsecache"
+	"github.com/gohvd/gohvd/topo"
 )
 
-// Planner chooses who runs a response and how. It must be pure. An error becomes the answer to the request.
-type Planner func(r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error)
+// Planner chooses who runs a response of a process set and how: numBytes travel, of r and of what is fused with it. It
+// must be pure. An error becomes the answer to the request.
+type Planner func(set topo.ProcessSetID, r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error)
 
-// setState is the controller of one process set inside the coordinator.
+// setState is the controller of one process set inside the coordinator. It knows who has asked for what, in full
+// (table) or by votes (cache), and what is to be granted next (ready).
 type setState struct {
 	Set
 	cache *responsecache.Primary
-	// table has the requests in full that are not granted yet, by name.
+	// table has the requests in full that are not granted yet, by name; rows has them in order of their first request.
 	table map[string]*tableRow
+	rows  []*tableRow
 	// ready is what every member asked for and nobody was granted, in the order of the completing votes.
-	ready []readyItem
+	ready  []readyItem
+	held   heldGroups
+	joined joinState
 	// granted and done count responses; done those that the lowest rank has finished.
 	granted, done uint64
+	// waits begin with the first vote for a tensor; those of cached ones are in bitWaits, by bit.
+	waits    *waits
+	bitWaits []wait
 
-	// Scratch of plan.
-	responses []*message.Response
-	groups    [][]int
+	// Scratch of fuse.
+	tensors []fusion.Tensor
+	groups  [][]int
+	plans   []plan
 }
 
 type tableRow struct {
+	wait
 	requests []message.Request // by member; Kind is NoKind where none came yet
 	count    int
+	complete bool // it is ready, or held
+	granted  bool
 }
 
-// readyItem is a response to grant. If cached, bit stands for it.
+// readyItem is a response to grant.
 type readyItem struct {
 	response *message.Response
-	cached   bool
-	bit      uint32
+	// absent are the joined members that did not ask for it.
+	absent []topo.Rank
+	// group is the group that it is granted with, or nil.
+	group *group
+	// row is where it was asked for, unless it is cached: then bit stands for it. A join has neither.
+	row    *tableRow
+	cached bool
+	bit    uint32
+	// full says that, though cached, it is granted in full: response is not what bit stands for.
+	full bool
 }
 
-func newSetState(s Set, cacheCapacity int) *setState {
+// kind is what was asked for; NoKind where the ranks did not agree on it.
+func (i *readyItem) kind() message.Kind {
+	if i.response.Kind == message.Error {
+		return message.NoKind
+	}
+	return i.response.Kind
+}
+
+// fail turns an item into an error.
+func (i *readyItem) fail(reason string) {
+	r := i.response
+	i.response = &message.Response{Kind: message.Error, Name: r.Name, Text: fmt.Sprintf("%v %q: %s", r.Kind, r.Name, reason)}
+	i.full = true
+}
+
+// policy is how ready tensors become grants. All sets share it.
+type policy struct {
+	fusion fusion.Options
+	plan   Planner
+	sets   *setTable
+}
+
+// plan is who runs a fused response, and how.
+type plan struct {
+	backend   message.Backend
+	algorithm message.Algorithm
+}
+
+func newSetState(s Set, cacheCapacity int, w *waits) *setState {
 	return &setState{
-		Set:   s,
-		cache: responsecache.NewPrimary(cacheCapacity, len(s.Ranks)),
-		table: make(map[string]*tableRow),
+		Set:    s,
+		cache:  responsecache.NewPrimary(cacheCapacity, len(s.Ranks)),
+		table:  make(map[string]*tableRow),
+		joined: newJoinState(len(s.Ranks)),
+		waits:  w,
 	}
 }
 
 // vote counts a member's vote for bit, cast when it had seen the given cycle. An error is the member's.
 func (s *setState) vote(member int, bit uint32, seen uint64) error {
-	late, complete, err := s.cache.Vote(member, bit, seen)
+	if s.joined.has(member) {
+		return fmt.Errorf("vote for bit %d of process set %d after it has joined", bit, s.ID)
+	}
+	late, err := s.cache.Vote(member, bit, seen)
 	switch {
 	case err != nil:
 		return err
 	case late != nil:
-		return s.request(member, *late)
-	case complete:
-		s.ready = append(s.ready, readyItem{response: s.cache.At(bit), cached: true, bit: bit})
+		return s.ask(member, *late)
+	}
+	votes := s.cache.Votes(bit)
+	if votes == 1 {
+		*s.bitWait(bit) = s.waits.begin()
+	}
+	// Most votes are far from the last.
+	if votes+s.joined.count >= len(s.Ranks) && s.bitComplete(bit) {
+		s.completeBit(bit)
 	}
 	return nil
 }
 
-// request counts a member's request in full. An error is the member's.
+// bitWait is the wait of a cached tensor.
+func (s *setState) bitWait(bit uint32) *wait {
+	for len(s.bitWaits) <= int(bit) {
+		s.bitWaits = append(s.bitWaits, wait{})
+	}
+	return &s.bitWaits[bit]
+}
+
+// request takes a member's request in full. An error is the member's.
 func (s *setState) request(member int, q message.Request) error {
+	switch {
+	case s.joined.has(member):
+		return fmt.Errorf("request for %v %q of process set %d after it has joined", q.Kind, q.Name, s.ID)
+	case changesSets(q.Kind) && s.ID != topo.Global:
+		return fmt.Errorf("request for %v %q on process set %d", q.Kind, q.Name, s.ID)
+	case q.Kind == message.Join:
+		s.join(member, &q)
+		return nil
+	}
 	// No name is both cached and in the table: the votes for it are requests from now on.
 	if bit, ok := s.cache.BitOf(q.Name); ok {
 		if s.cache.Voted(member, bit) {
@@ -72,19 +150,87 @@ func (s *setState) request(member int, q message.Request) error {
 			return err
 		}
 	}
+	return s.ask(member, q)
+}
+
+// ask puts a request in the table, also one that was sent as a vote before its member joined.
+func (s *setState) ask(member int, q message.Request) error {
 	row := s.table[q.Name]
 	if row == nil {
-		row = &tableRow{requests: make([]message.Request, len(s.Ranks))}
+		row = &tableRow{wait: s.waits.begin(), requests: make([]message.Request, len(s.Ranks))}
 		s.table[q.Name] = row
+		s.rows = append(s.rows, row)
 	}
 	if row.requests[member].Kind != message.NoKind {
 		return fmt.Errorf("second request for %v %q, which is not answered", q.Kind, q.Name)
 	}
 	row.requests[member] = q
-	if row.count++; row.count == len(s.Ranks) {
-		s.ready = append(s.ready, readyItem{response: agree(&s.Set, row.requests)})
+	row.count++
+	if s.rowComplete(row) {
+		s.completeRow(row)
 	}
 	return nil
+}
+
+// rowComplete reports whether every member has asked for the row's tensor or joined.
+func (s *setState) rowComplete(row *tableRow) bool {
+	return row.count+s.joined.without(func(m int) bool { return row.requests[m].Kind != message.NoKind }) == len(s.Ranks)
+}
+
+func (s *setState) completeRow(row *tableRow) {
+	row.complete = true
+	item := readyItem{response: agree(&s.Set, row.requests, &s.joined), absent: s.absent(row.requests), row: row}
+	s.complete(&item, groupOf(row.requests))
+}
+
+// bitComplete reports whether every member has voted for bit or joined.
+func (s *setState) bitComplete(bit uint32) bool {
+	return s.cache.Votes(bit)+s.joined.without(func(m int) bool { return s.cache.Voted(m, bit) }) == len(s.Ranks)
+}
+
+// completeBit makes ready what bit stands for. What absent members make another response, or none, is granted in full.
+func (s *setState) completeBit(bit uint32) {
+	item := readyItem{response: s.cache.At(bit), cached: true, bit: bit}
+	if s.joined.count > 0 {
+		requests := s.votesInFull(bit)
+		if item.absent = s.absent(requests); len(item.absent) > 0 && needsAll(item.response.Kind) {
+			item.response, item.full = agree(&s.Set, requests, &s.joined), true
+		}
+	}
+	entry := s.cache.At(bit)
+	s.complete(&item, groupKey{entry.Group, entry.GroupSize})
+}
+
+// votesInFull are the requests that the votes for bit stand for, and those of members that nobody knows to have
+// joined: under the lock-step controller votes are not counted one by one.
+func (s *setState) votesInFull(bit uint32) []message.Request {
+	requests := make([]message.Request, len(s.Ranks))
+	for m := range requests {
+		if s.cache.Voted(m, bit) || !s.joined.has(m) {
+			requests[m] = s.cache.At(bit).Request(m)
+		}
+	}
+	return requests
+}
+
+// absent are the ranks of the members without a request.
+func (s *setState) absent(requests []message.Request) []topo.Rank {
+	var ranks []topo.Rank
+	for m := range requests {
+		if requests[m].Kind == message.NoKind {
+			ranks = append(ranks, s.Ranks[m])
+		}
+	}
+	return ranks
+}
+
+// complete takes a tensor for which no member is missing any more. It is ready, unless it waits for its group.
+func (s *setState) complete(item *readyItem, key groupKey) {
+	if key.name == "" {
+		s.ready = append(s.ready, *item)
+		return
+	}
+	s.ready = append(s.ready, s.held.add(*item, key)...)
 }
 
 // invalid erases bit, because a member that had seen the given cycle submits its tensor with other parameters. If it
@@ -94,6 +240,8 @@ func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	switch {
 	case err != nil:
 		return err
+	case s.joined.has(member):
+		return fmt.Errorf("bit %d, %q, is invalid after it has joined process set %d", bit, name, s.ID)
 	case !current:
 		return nil
 	case s.cache.Voted(member, bit):
@@ -102,13 +250,17 @@ func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	return s.invalidate(bit)
 }
 
-// invalidate erases bit and makes requests of the votes for it. Not every member has voted: a response that
-// waits for the gate keeps its bit.
+// invalidate erases bit and makes requests of the votes for it. A member that has not joined has not voted: a response
+// that waits for the gate, or for its group, keeps its bit.
 func (s *setState) invalidate(bit uint32) error {
-	for _, l := range s.cache.Invalidate(bit) {
-		if err := s.request(l.Member, l.Request); err != nil {
+	late := s.cache.Invalidate(bit)
+	for _, l := range late {
+		if err := s.ask(l.Member, l.Request); err != nil {
 			return err
 		}
+	}
+	if len(late) > 0 {
+		s.table[late[0].Request.Name].wait = *s.bitWait(bit)
 	}
 	return nil
 }
@@ -119,54 +271,97 @@ func (s *setState) open() bool { return s.granted-s.done <= 1 }
 
 // decide grants everything that is ready, as news of the given cycle in d. Entries of pinned keep their
 // bits (Lockstep: votes that only other ranks know).
-func (s *setState) decide(d *message.DownSet, cycle uint64, thresholdBytes int64, plan Planner, pinned message.Bits) {
-	s.responses = s.responses[:0]
-	for _, item := range s.ready {
-		s.responses = append(s.responses, item.response)
-		if !item.cached {
-			delete(s.table, item.response.Name)
+func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned message.Bits) {
+	for i := range s.ready {
+		if item := &s.ready[i]; changesSets(item.response.Kind) {
+			item.response = p.sets.change(item.response, cycle)
 		}
 	}
-	s.groups = fusion.Plan(s.groups[:0], s.responses, thresholdBytes)
-	for _, group := range s.groups {
-		s.grant(d, group, plan)
+	s.fuse(p)
+	cacheable := s.joined.count == 0 // a cache that followers with other requests fill is not theirs
+	for i, group := range s.groups {
+		s.grant(d, group, s.plans[i])
 	}
-	clear(s.ready)
-	s.ready = s.ready[:0]
-	clear(s.responses)
-	// Bits are given only after all grants have made their entries the most recent, so that a put evicts what was
-	// granted in the same cycle last.
-	for g := range d.Grants {
-		for t, r := range d.Grants[g].Full {
-			if bit, ok := s.cache.Assign(r, cycle, pinned); ok {
-				d.Puts = append(d.Puts, message.Put{Grant: uint32(g), Tensor: uint32(t), Bit: bit})
+	s.forgetGranted()
+	if cacheable {
+		// Bits are given only after all grants have made their entries the most recent, so that a put evicts what was
+		// granted in the same cycle last.
+		for g := range d.Grants {
+			for t, r := range d.Grants[g].Full {
+				if bit, ok := s.cache.Assign(r, cycle, pinned); ok {
+					d.Puts = append(d.Puts, message.Put{Grant: uint32(g), Tensor: uint32(t), Bit: bit})
+				}
 			}
 		}
 	}
 	d.Erase = s.cache.Issue(cycle, d.Erase)
 }
 
-// grant adds one fused response to d.
-func (s *setState) grant(d *message.DownSet, group []int, plan Planner) {
-	first := s.ready[group[0]].response
-	backend, algorithm := message.NoBackend, message.NoAlgorithm
-	if first.Kind != message.Error && first.Kind != message.Barrier {
-		var numBytes int64
-		for _, i := range group {
-			numBytes += s.ready[i].response.NumBytes()
+// fuse plans what runs together, and who runs it. What no backend runs becomes an error, and the rest is planned again.
+func (s *setState) fuse(p *policy) {
+	for again := true; again; {
+		again = false
+		s.tensors, s.plans = s.tensors[:0], s.plans[:0]
+		for i := range s.ready {
+			s.tensors = append(s.tensors, fusion.Tensor{Response: s.ready[i].response, Absent: s.ready[i].absent})
 		}
-		var err error
-		if backend, algorithm, err = plan(first, numBytes); err != nil {
-			s.refuse(d, group, err)
-			return
+		s.groups = fusion.Plan(s.groups[:0], s.tensors, p.fusion)
+		for _, group := range s.groups {
+			plan, err := s.choose(group, p.plan)
+			if err != nil {
+				s.refuse(group, err)
+				again = true
+			}
+			s.plans = append(s.plans, plan)
+		}
+		for i := range s.ready {
+			if item := &s.ready[i]; again && item.group != nil && item.response.Kind == message.Error {
+				item.group.fail(s.ready)
+			}
 		}
 	}
-	g := d.AddGrant()
-	g.Backend, g.Algorithm = backend, algorithm
+	clear(s.tensors)
+}
+
+func (s *setState) choose(group []int, planner Planner) (p plan, err error) {
+	first := s.tensors[group[0]].Response
+	if !first.Kind.MovesData() {
+		return plan{}, nil
+	}
+	var numBytes int64
 	for _, i := range group {
-		if item := s.ready[i]; item.cached {
-			g.Bits = append(g.Bits, item.bit)
+		numBytes += s.tensors[i].Response.WireBytes()
+	}
+	p.backend, p.algorithm, err = planner(s.ID, first, numBytes)
+	return p, err
+}
+
+// refuse turns what was to run together into errors, because no backend can run it.
+func (s *setState) refuse(group []int, reason error) {
+	for _, i := range group {
+		s.ready[i].fail(reason.Error())
+	}
+}
+
+// grant adds one fused response to d.
+func (s *setState) grant(d *message.DownSet, group []int, p plan) {
+	g := d.AddGrant()
+	g.Backend, g.Algorithm = p.backend, p.algorithm
+	g.Absent = append(g.Absent, s.ready[group[0]].absent...)
+	for _, i := range group {
+		item := &s.ready[i]
+		switch {
+		case item.cached:
 			s.cache.Granted(item.bit)
+			s.held.bits.Clear(item.bit)
+		case item.row != nil:
+			item.row.granted = true
+			delete(s.table, item.response.Name)
+		default: // a join is granted when all have joined
+			s.joined.reset()
+		}
+		if item.cached && !item.full {
+			g.Bits = append(g.Bits, item.bit)
 		} else {
 			g.Full = append(g.Full, item.response)
 		}
@@ -174,18 +369,9 @@ func (s *setState) grant(d *message.DownSet, group []int, plan Planner) {
 	s.granted++
 }
 
-// refuse answers each tensor of a group with an error, because no backend can run it.
-func (s *setState) refuse(d *message.DownSet, group []int, reason error) {
-	for _, i := range group {
-		item := s.ready[i]
-		if item.cached {
-			s.cache.Granted(item.bit)
-		}
-		r := item.response
-		g := d.AddGrant()
-		g.Full = append(g.Full, &message.Response{
-			Kind: message.Error, Name: r.Name, Text: fmt.Sprintf("%v %q: %v", r.Kind, r.Name, reason),
-		})
-		s.granted++
-	}
+// forgetGranted drops what decide has granted.
+func (s *setState) forgetGranted() {
+	s.rows = slices.DeleteFunc(s.rows, func(r *tableRow) bool { return r.granted })
+	clear(s.ready)
+	s.ready = s.ready[:0]
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
 )
 
 func allreduce(dt tensor.DType, numElems int64) *message.Response {
@@ -19,6 +20,15 @@ func allreduce(dt tensor.DType, numElems int64) *message.Response {
 	}
 }
 
+// tensors are responses for which no member is absent.
+func tensors(responses ...*message.Response) []fusion.Tensor {
+	var all []fusion.Tensor
+	for _, r := range responses {
+		all = append(all, fusion.Tensor{Response: r})
+	}
+	return all
+}
+
 func TestPlan(t *testing.T) {
 	f32 := func(n int64) *message.Response { return allreduce(tensor.Float32, n) }
 	f64 := func(n int64) *message.Response { return allreduce(tensor.Float64, n) }
@@ -26,7 +36,20 @@ func TestPlan(t *testing.T) {
 		change(r)
 		return r
 	}
-	broadcast := with(f32(1), func(r *message.Response) { r.Kind, r.Op = message.Broadcast, tensor.NoReduce })
+	of := func(k message.Kind, dt tensor.DType, n int64) *message.Response {
+		return &message.Response{Kind: k, Name: "t", DType: dt, Shape: tensor.Shape{n}}
+	}
+	rows := func(dt tensor.DType, first ...int64) *message.Response {
+		r := of(message.Allgather, dt, 0)
+		r.FirstDims = first
+		return r
+	}
+	scatter := func(op tensor.ReduceOp) *message.Response {
+		return with(f32(2), func(r *message.Response) { r.Kind, r.Op = message.Reducescatter, op })
+	}
+	wire := func(n int64, to tensor.DType) *message.Response {
+		return with(f32(n), func(r *message.Response) { r.Wire = to })
+	}
 	for _, c := range []struct {
 		name      string
 		threshold int64
@@ -47,11 +70,48 @@ func TestPlan(t *testing.T) {
 		{"too large but passed over", 32, []*message.Response{f32(5), f32(4), f32(1), f32(2)}, [][]int{{0}, {1, 2, 3}}},
 		{"other reduction", 64, []*message.Response{f32(1), with(f32(1), func(r *message.Response) { r.Op = tensor.Max }), f32(1)}, [][]int{{0, 2}, {1}}},
 		{"other factors", 64, []*message.Response{f32(1), with(f32(1), func(r *message.Response) { r.Prescale = 2 }), with(f32(1), func(r *message.Response) { r.Postscale = 2 }), f32(1)}, [][]int{{0, 3}, {1}, {2}}},
-		{"broadcasts stay alone", 64, []*message.Response{broadcast, broadcast, f32(1)}, [][]int{{0}, {1}, {2}}},
+		{"broadcasts of one root, of any type", 64, []*message.Response{
+			of(message.Broadcast, tensor.Float32, 1), of(message.Broadcast, tensor.Int64, 1),
+			with(of(message.Broadcast, tensor.Float32, 1), func(r *message.Response) { r.Root = 1 }), f32(1),
+		}, [][]int{{0, 1}, {2}, {3}}},
+		{"allgathers of any type, by their whole output", 32, []*message.Response{
+			rows(tensor.Float32, 1, 2), rows(tensor.Int64, 0, 2), rows(tensor.Uint8, 2, 3), rows(tensor.Uint8, 4, 0),
+		}, [][]int{{0, 1}, {2, 3}}},
+		{"reducescatters of one reduction", 64, []*message.Response{scatter(tensor.Sum), scatter(tensor.Max), scatter(tensor.Sum), f32(2)}, [][]int{{0, 2}, {1}, {3}}},
+		{"what travels counts", 32, []*message.Response{wire(8, tensor.Float16), wire(8, tensor.Float16), wire(1, tensor.BFloat16), f32(1)}, [][]int{{0, 1}, {2}, {3}}},
+		{"what runs alone", 64, []*message.Response{
+			of(message.Alltoall, tensor.Float32, 1), of(message.Alltoall, tensor.Float32, 1), {Kind: message.Barrier}, {Kind: message.Barrier},
+			{Kind: message.Error}, {Kind: message.Error}, {Kind: message.Join}, {Kind: message.AddProcessSet}, {Kind: message.AddProcessSet},
+		}, [][]int{{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}}},
 		{"sums that overflow", 1 << 62, []*message.Response{f64(1 << 59), f64(1 << 58), f64(1 << 58), f64(1 << 58), f64(1 << 58)}, [][]int{{0}, {1, 2}, {3, 4}}},
 	} {
-		got := fusion.Plan(nil, c.responses, c.threshold)
+		got := fusion.Plan(nil, tensors(c.responses...), fusion.Options{ThresholdBytes: c.threshold})
 		if !reflect.DeepEqual(got, c.want) {
+			t.Errorf("%s: got %v, want %v", c.name, got, c.want)
+		}
+	}
+}
+
+func TestPlanOptions(t *testing.T) {
+	adasum, grouped := allreduce(tensor.Float32, 1), allreduce(tensor.Float32, 1)
+	adasum.Op = tensor.Adasum
+	grouped.Group, grouped.GroupSize = "G", 2
+	plain := allreduce(tensor.Float32, 1)
+	both := []fusion.Tensor{{Response: adasum}, {Response: adasum}, {Response: plain}, {Response: grouped}, {Response: grouped}, {Response: plain}}
+	absent := []fusion.Tensor{{Response: plain}, {Response: plain, Absent: []topo.Rank{1}}, {Response: plain, Absent: []topo.Rank{1}}, {Response: plain, Absent: []topo.Rank{1, 2}}, {Response: plain}}
+	for _, c := range []struct {
+		name    string
+		tensors []fusion.Tensor
+		options fusion.Options
+		want    [][]int
+	}{
+		{"none", both, fusion.Options{}, [][]int{{0, 1}, {2, 3, 4, 5}}},
+		{"groups apart", both, fusion.Options{DisableGroupFusion: true}, [][]int{{0, 1}, {2, 5}, {3, 4}}},
+		{"deterministic", both, fusion.Options{Deterministic: true}, [][]int{{0}, {1}, {2, 3, 4, 5}}},
+		{"other ranks absent", absent, fusion.Options{}, [][]int{{0, 4}, {1, 2}, {3}}},
+	} {
+		c.options.ThresholdBytes = 64
+		if got := fusion.Plan(nil, c.tensors, c.options); !reflect.DeepEqual(got, c.want) {
 			t.Errorf("%s: got %v, want %v", c.name, got, c.want)
 		}
 	}
@@ -70,7 +130,7 @@ func TestPlanProperties(t *testing.T) {
 		threshold := rng.Int64N(100)
 		seen := make(map[int]bool)
 		last := -1
-		for _, g := range fusion.Plan(nil, responses, threshold) {
+		for _, g := range fusion.Plan(nil, tensors(responses...), fusion.Options{ThresholdBytes: threshold}) {
 			if g[0] < last {
 				t.Fatalf("groups start at %d after %d", g[0], last)
 			}
@@ -116,11 +176,12 @@ func BenchmarkPlan(b *testing.B) {
 		for i := range responses {
 			responses[i] = allreduce(tensor.Float32, 1000)
 		}
+		all := tensors(responses...)
 		b.Run(fmt.Sprintf("responses=%d", n), func(b *testing.B) {
 			b.ReportAllocs()
 			var dst [][]int
 			for b.Loop() {
-				dst = fusion.Plan(dst[:0], responses, 128<<20)
+				dst = fusion.Plan(dst[:0], all, fusion.Options{ThresholdBytes: 128 << 20})
 			}
 		})
 	}

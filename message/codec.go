@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math"
 	"strings"
-	"unicode/utf8"
 
 	"google.golang.org/protobuf/proto"
 
@@ -37,12 +36,16 @@ const (
 
 // A frame is little-endian:
 //
-//	Up:       u8 type | u8 flags (1 shutdown) | u64 seen | body
+//	Up:       u8 type | u8 flags (1 shutdown, 2 granted) | u64 seen | body
 //	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
 //	suspect:  u32 rank | u16 length + reason
+//	timeout,
+//	heartbeat: u32 set, u32 milliseconds | u16 length + tensor
 //	Down:     u8 type | u8 flags (1 stop) | u64 cycle | body
 //	cycle:    u16 sets | per set: u32 set, u32 grants, u32 erase, u32 bit each, u32 puts, 3 x u32 each
-//	  grant:  u8 backend, u8 algorithm, u32 bits, u32 bit each, u32 full, each u32 length + protobuf
+//	          | u16 length + reason
+//	  grant:  u8 backend, u8 algorithm, u32 absent, u32 rank each, u32 bits, u32 bit each, u32 full, each
+//	          u32 length + protobuf
 //	fail:     u32 ranks, u32 each | u16 length + reason
 //	bits:     u16 words, u64 each
 //	Vectors:  u8 type | bits and | bits or
@@ -50,6 +53,7 @@ const (
 // Its own length is not part of it: the channel knows it.
 const (
 	flagShutdown = 1
+	flagGranted  = 2
 	flagStop     = 1
 	// vectorsType is beyond the types of Up and Down frames, which share connections with it.
 	vectorsType = 64
@@ -66,6 +70,9 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 	var flags byte
 	if u.Shutdown {
 		flags |= flagShutdown
+	}
+	if u.Granted {
+		flags |= flagGranted
 	}
 	b = append(b, byte(u.Type), flags)
 	b = binary.LittleEndian.AppendUint64(b, u.Seen)
@@ -89,6 +96,10 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 	case UpSuspect:
 		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
 		b = appendText(b, u.Reason)
+	case UpHeartbeat, UpTimeout:
+		b = binary.LittleEndian.AppendUint32(b, uint32(u.Set))
+		b = binary.LittleEndian.AppendUint32(b, u.Millis)
+		b = appendText(b, u.Tensor)
 	}
 	return b, nil
 }
@@ -123,7 +134,12 @@ func DecodeUp(b []byte, u *Up) error {
 				break
 			}
 		}
-	case UpHeartbeat, UpBye:
+	case UpBye:
+	case UpHeartbeat, UpTimeout:
+		u.Granted = u.Type == UpTimeout && flags&flagGranted != 0
+		u.Set = topo.ProcessSetID(d.u32())
+		u.Millis = d.u32()
+		u.Tensor = d.text()
 	case UpSuspect:
 		u.Suspect = d.rank()
 		u.Reason = d.text()
@@ -154,11 +170,9 @@ func AppendDown(b []byte, d *Down) ([]byte, error) {
 				return b, err
 			}
 		}
+		b = appendText(b, d.Reason)
 	case DownFail:
-		b = binary.LittleEndian.AppendUint32(b, uint32(len(d.Ranks)))
-		for _, r := range d.Ranks {
-			b = binary.LittleEndian.AppendUint32(b, uint32(r))
-		}
+		b = appendRanks(b, d.Ranks)
 		b = appendText(b, d.Reason)
 	}
 	return b, nil
@@ -170,6 +184,7 @@ func appendDownSet(b []byte, s *DownSet) ([]byte, error) {
 	for i := range s.Grants {
 		g := &s.Grants[i]
 		b = append(b, byte(g.Backend), byte(g.Algorithm))
+		b = appendRanks(b, g.Absent)
 		b = appendWords(b, g.Bits)
 		b = binary.LittleEndian.AppendUint32(b, uint32(len(g.Full)))
 		for _, r := range g.Full {
@@ -206,11 +221,10 @@ func DecodeDown(b []byte, out *Down) error {
 			}
 			d.downSet(out.AddSet(topo.ProcessSetID(d.u32())))
 		}
+		out.Reason = d.text()
 	case DownHeartbeat, DownClose:
 	case DownFail:
-		for range d.count(4) {
-			out.Ranks = append(out.Ranks, d.rank())
-		}
+		d.ranks(&out.Ranks)
 		out.Reason = d.text()
 	default:
 		d.fail(fmt.Errorf("has unknown type %d", out.Type))
@@ -223,9 +237,10 @@ func DecodeDown(b []byte, out *Down) error {
 }
 
 func (d *decoder) downSet(s *DownSet) {
-	for range d.count(2 + 4 + 4) {
+	for range d.count(2 + 4 + 4 + 4) {
 		g := s.AddGrant()
 		g.Backend, g.Algorithm = Backend(d.u8()), Algorithm(d.u8())
+		d.ranks(&g.Absent)
 		d.words(&g.Bits)
 		for range d.count(4) {
 			r := new(Response)
@@ -288,6 +303,14 @@ func appendBits(b []byte, v Bits) []byte {
 	b = binary.LittleEndian.AppendUint16(b, uint16(n))
 	for _, w := range v[:n] {
 		b = binary.LittleEndian.AppendUint64(b, w)
+	}
+	return b
+}
+
+func appendRanks(b []byte, v []topo.Rank) []byte {
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(v)))
+	for _, r := range v {
+		b = binary.LittleEndian.AppendUint32(b, uint32(r))
 	}
 	return b
 }
@@ -413,6 +436,12 @@ func (d *decoder) rank() topo.Rank {
 	return topo.Rank(r)
 }
 
+func (d *decoder) ranks(v *[]topo.Rank) {
+	for range d.count(4) {
+		*v = append(*v, d.rank())
+	}
+}
+
 func (d *decoder) bits(v *Bits) {
 	n := int(d.u16())
 	if n > maxWords || n*8 > len(d.b) {
@@ -462,7 +491,8 @@ func (d *decoder) end() error {
 func requestToPB(r *Request) *messagepb.Request {
 	return &messagepb.Request{
 		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape,
-		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, RootRank: int32(r.Root),
+		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire), RootRank: int32(r.Root),
+		Group: r.Group, GroupSize: r.GroupSize, Empty: r.Empty, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set),
 	}
 }
 
@@ -472,8 +502,10 @@ func (d *decoder) request(r *Request) {
 		return
 	}
 	*r = Request{
-		Kind: Kind(min(pb.Kind, math.MaxUint8)), Name: pb.Name, DType: tensor.DType(min(pb.Dtype, math.MaxUint8)), Shape: pb.Shape,
-		Op: tensor.ReduceOp(min(pb.ReduceOp, math.MaxUint8)), Prescale: pb.Prescale, Postscale: pb.Postscale, Root: topo.Rank(pb.RootRank),
+		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape,
+		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
+		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
+		Group: pb.Group, GroupSize: pb.GroupSize, Empty: pb.Empty, Ranks: ranksFromPB(pb.Ranks), Set: topo.ProcessSetID(pb.ProcessSet),
 	}
 	if err := r.Check(); err != nil {
 		d.fail(err)
@@ -483,7 +515,8 @@ func (d *decoder) request(r *Request) {
 func responseToPB(r *Response) *messagepb.Response {
 	return &messagepb.Response{
 		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape, FirstDims: r.FirstDims,
-		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, RootRank: int32(r.Root),
+		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire), RootRank: int32(r.Root),
+		Group: r.Group, GroupSize: r.GroupSize, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set),
 		Text: cut(r.Text),
 	}
 }
@@ -494,8 +527,10 @@ func (d *decoder) response(r *Response) {
 		return
 	}
 	*r = Response{
-		Kind: Kind(min(pb.Kind, math.MaxUint8)), Name: pb.Name, DType: tensor.DType(min(pb.Dtype, math.MaxUint8)), Shape: pb.Shape, FirstDims: pb.FirstDims,
-		Op: tensor.ReduceOp(min(pb.ReduceOp, math.MaxUint8)), Prescale: pb.Prescale, Postscale: pb.Postscale, Root: topo.Rank(pb.RootRank),
+		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape, FirstDims: pb.FirstDims,
+		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
+		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
+		Group: pb.Group, GroupSize: pb.GroupSize, Ranks: ranksFromPB(pb.Ranks), Set: topo.ProcessSetID(pb.ProcessSet),
 		Text: pb.Text,
 	}
 	if err := r.check(); err != nil {
@@ -503,80 +538,27 @@ func (d *decoder) response(r *Response) {
 	}
 }
 
-// Check says what is wrong with r by itself, or returns nil. What ranks must agree on is the coordinator's to
-// check.
-func (r *Request) Check() error {
-	if !r.Kind.Valid() {
-		return fmt.Errorf("request %q has unknown kind %d", r.Name, r.Kind)
-	}
-	if err := checkName(r.Name); err != nil {
-		return err
-	}
-	if r.Kind == Barrier {
+// narrow keeps a number that does not fit in a byte from becoming another that does.
+func narrow(v uint32) uint8 { return uint8(min(v, math.MaxUint8)) }
+
+func ranksToPB(ranks []topo.Rank) []int32 {
+	if len(ranks) == 0 {
 		return nil
 	}
-	if !r.DType.Valid() {
-		return fmt.Errorf("%v %q has unknown element type %d", r.Kind, r.Name, r.DType)
+	pb := make([]int32, len(ranks))
+	for i, r := range ranks {
+		pb[i] = int32(r)
 	}
-	if err := checkShape(r.Shape, r.DType); err != nil {
-		return fmt.Errorf("%v %q: %w", r.Kind, r.Name, err)
-	}
-	switch r.Kind {
-	case Allreduce:
-		if !r.Op.Valid() {
-			return fmt.Errorf("allreduce %q has unknown reduction %d", r.Name, r.Op)
-		}
-		if math.IsNaN(r.Prescale) || math.IsNaN(r.Postscale) {
-			return fmt.Errorf("allreduce %q has scale factors %v and %v", r.Name, r.Prescale, r.Postscale)
-		}
-	case Broadcast:
-		if r.Root < 0 {
-			return fmt.Errorf("broadcast %q has root rank %d", r.Name, r.Root)
-		}
-	}
-	return nil
+	return pb
 }
 
-// check is Check for responses, whose sizes followers compute with.
-func (r *Response) check() error {
-	if r.Kind == Error {
-		return checkName(r.Name)
+func ranksFromPB(pb []int32) []topo.Rank {
+	if len(pb) == 0 {
+		return nil
 	}
-	q := Request{
-		Kind: r.Kind, Name: r.Name, DType: r.DType, Shape: r.Shape,
-		Op: r.Op, Prescale: r.Prescale, Postscale: r.Postscale, Root: r.Root,
+	ranks := make([]topo.Rank, len(pb))
+	for i, r := range pb {
+		ranks[i] = topo.Rank(r)
 	}
-	if err := q.Check(); err != nil {
-		return err
-	}
-	if r.Kind == Allgather {
-		if _, err := r.NumElems(); err != nil || len(r.Shape) == 0 {
-			return fmt.Errorf("allgather %q has first dimensions %v for shape %v", r.Name, r.FirstDims, r.Shape)
-		}
-	}
-	return nil
-}
-
-func checkName(name string) error {
-	if name == "" || len(name) > MaxNameBytes {
-		return fmt.Errorf("a tensor name has %d bytes, want 1 to %d", len(name), MaxNameBytes)
-	}
-	if !utf8.ValidString(name) {
-		return fmt.Errorf("tensor name %q is not UTF-8", name)
-	}
-	return nil
-}
-
-func checkShape(s tensor.Shape, dt tensor.DType) error {
-	if len(s) > MaxDims {
-		return fmt.Errorf("%d dimensions, want at most %d", len(s), MaxDims)
-	}
-	n, err := s.NumElems()
-	if err != nil {
-		return err
-	}
-	if n > math.MaxInt64/int64(dt.Size()) {
-		return fmt.Errorf("shape %v of %v has more than 2^63-1 bytes", s, dt)
-	}
-	return nil
+	return ranks
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"math"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
@@ -23,6 +24,9 @@ func bitsOf(bs ...uint32) message.Bits {
 func upSamples() []*message.Up {
 	return []*message.Up{
 		{Type: message.UpHeartbeat, Seen: 7},
+		{Type: message.UpHeartbeat, Seen: 8, Tensor: "g0", Set: 3, Millis: 1500},
+		{Type: message.UpTimeout, Seen: 9, Tensor: "w\x00ü", Set: 3, Millis: math.MaxUint32},
+		{Type: message.UpTimeout, Seen: 9, Tensor: "g0", Granted: true},
 		{Type: message.UpBye, Seen: math.MaxUint64},
 		{Type: message.UpSuspect, Suspect: 3, Reason: "connection reset"},
 		{Type: message.UpNews, Seen: 1, Shutdown: true},
@@ -32,6 +36,12 @@ func upSamples() []*message.Up {
 				{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32, Shape: tensor.Shape{4, 0, 3}, Op: tensor.Average, Prescale: 0.5, Postscale: 1},
 				{Kind: message.Broadcast, Name: "w\x00ü", DType: tensor.Int64, Root: 2},
 				{Kind: message.Barrier, Name: "b"},
+				{Kind: message.Allreduce, Name: "g1", DType: tensor.Float32, Shape: tensor.Shape{4}, Op: tensor.AverageActive, Prescale: 1, Postscale: 1, Wire: tensor.BFloat16, Group: "G", GroupSize: 3},
+				{Kind: message.Reducescatter, Name: "r", DType: tensor.Bool, Shape: tensor.Shape{4}, Op: tensor.Max, Prescale: 1, Postscale: 1},
+				{Kind: message.Alltoall, Name: "x", DType: tensor.Uint16, Shape: tensor.Shape{5, 2}},
+				{Kind: message.Join, Name: "j", Empty: true},
+				{Kind: message.AddProcessSet, Name: "s", Ranks: []topo.Rank{0, 2, message.MaxRanks - 1}},
+				{Kind: message.RemoveProcessSet, Name: "s", Set: math.MaxUint32},
 			}},
 		}},
 	}
@@ -43,6 +53,7 @@ func downSamples() []*message.Down {
 		{Type: message.DownClose},
 		{Type: message.DownFail, Ranks: []topo.Rank{2, 3}, Reason: "silent for 10s"},
 		{Type: message.DownCycle, Cycle: 5, Stop: true},
+		{Type: message.DownCycle, Cycle: 5, Stop: true, Reason: "stalled"},
 		{Type: message.DownCycle, Cycle: 6, Sets: []message.DownSet{
 			{Set: 0, Grants: []message.Grant{
 				{Backend: message.TCP, Algorithm: message.Ring, Bits: []uint32{4, 1, 70}},
@@ -51,6 +62,13 @@ func downSamples() []*message.Down {
 					{Kind: message.Allgather, Name: "rows", DType: tensor.Uint8, Shape: tensor.Shape{0, 3}, FirstDims: []int64{1, 0, 7}},
 				}},
 				{Full: []*message.Response{{Kind: message.Error, Name: "bad", Text: "no agreement"}}},
+				{Absent: []topo.Rank{1, 3}, Full: []*message.Response{
+					{Kind: message.Allreduce, Name: "g2", DType: tensor.Float32, Op: tensor.Adasum, Prescale: 1, Postscale: 1, Wire: tensor.Float16, Group: "G", GroupSize: 1},
+					{Kind: message.Alltoall, Name: "x", DType: tensor.Uint16, Shape: tensor.Shape{0, 2}},
+				}},
+				{Full: []*message.Response{{Kind: message.Join, Name: "j", Root: 2}}},
+				{Full: []*message.Response{{Kind: message.AddProcessSet, Name: "s", Ranks: []topo.Rank{1}, Set: 7}}},
+				{Full: []*message.Response{{Kind: message.RemoveProcessSet, Name: "s", Set: 7}}},
 			}, Erase: []uint32{8, 9}, Puts: []message.Put{{Grant: 1, Tensor: 1, Bit: 8}}},
 			{Set: 4},
 		}},
@@ -82,6 +100,7 @@ func normalDown(d *message.Down) message.Down {
 		c := message.DownSet{Set: s.Set, Erase: append([]uint32(nil), s.Erase...), Puts: append([]message.Put(nil), s.Puts...)}
 		for _, g := range s.Grants {
 			g.Bits = append([]uint32(nil), g.Bits...)
+			g.Absent = append([]topo.Rank(nil), g.Absent...)
 			g.Full = append([]*message.Response(nil), g.Full...)
 			c.Grants = append(c.Grants, g)
 		}
@@ -168,7 +187,25 @@ func TestRequestCheck(t *testing.T) {
 		{func(r *message.Request) { r.Name = strings.Repeat("n", message.MaxNameBytes+1) }, "4097 bytes"},
 		{func(r *message.Request) { r.Name = "bad\xff" }, "not UTF-8"},
 		{func(r *message.Request) { r.DType = 77 }, "unknown element type 77"},
-		{func(r *message.Request) { r.Op = 77 }, "unknown reduction 77"},
+		{func(r *message.Request) { r.Op = 77 }, "ReduceOp(77), want a reduction"},
+		{func(r *message.Request) { r.DType = tensor.Bool }, "reduce bool: got sum"},
+		{func(r *message.Request) { r.DType, r.Op = tensor.Int32, tensor.Adasum }, "reduce with adasum: got int32"},
+		{func(r *message.Request) { r.DType, r.Op, r.Prescale = tensor.Bool, tensor.Max, 2 }, "scale: got bool"},
+		{func(r *message.Request) { r.DType, r.Op, r.Postscale = tensor.Bool, tensor.Max, 2 }, "scale: got bool"},
+		{func(r *message.Request) { r.Kind, r.Op = message.Reducescatter, tensor.Adasum }, "adasum is a reduction for allreduce alone"},
+		{func(r *message.Request) { r.Kind, r.Wire = message.Reducescatter, tensor.Float16 }, "compression to float16, which only allreduce has"},
+		{func(r *message.Request) { r.Wire = tensor.Float64 }, "compression of float32 to float64, want"},
+		{func(r *message.Request) { r.DType, r.Wire = tensor.Int32, tensor.Float16 }, "compression of int32 to float16, want"},
+		{func(r *message.Request) { r.Group = "G" }, `group "G" of 0 tensors`},
+		{func(r *message.Request) { r.GroupSize = 2 }, `group "" of 2 tensors`},
+		{func(r *message.Request) { r.Group, r.GroupSize = "G", -1 }, `group "G" of -1 tensors`},
+		{func(r *message.Request) { r.Kind, r.Group, r.GroupSize = message.Barrier, "G", 1 }, `group "G" of 1 tensors`},
+		{func(r *message.Request) { r.Group, r.GroupSize = "bad\xff", 1 }, "not UTF-8"},
+		{func(r *message.Request) { r.Kind = message.AddProcessSet }, "without ranks"},
+		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{1, 1} }, "want them ascending"},
+		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{-1} }, "from 0 to"},
+		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{message.MaxRanks} }, "from 0 to"},
+		{func(r *message.Request) { r.Kind = message.RemoveProcessSet }, "the global process set cannot be removed"},
 		{func(r *message.Request) { r.Shape = tensor.Shape{-1} }, "negative dimension"},
 		{func(r *message.Request) { r.Shape = tensor.Shape{1 << 40, 1 << 40} }, "2^63-1"},
 		{func(r *message.Request) { r.Shape = tensor.Shape{1 << 62} }, "2^63-1 bytes"},
@@ -191,30 +228,56 @@ func TestRequestCheck(t *testing.T) {
 	}
 }
 
+// Every field that matters to a kind is compared, and no other: a rank need not set what nobody reads.
 func TestMatchesIsTheInverseOfRequest(t *testing.T) {
-	for _, r := range []*message.Response{
-		{Kind: message.Allreduce, Name: "a", DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Op: tensor.Sum, Prescale: 1, Postscale: 2},
-		{Kind: message.Allgather, Name: "b", DType: tensor.Int32, Shape: tensor.Shape{0, 3}, FirstDims: []int64{4, 0, 9}},
-		{Kind: message.Broadcast, Name: "c", DType: tensor.Uint8, Root: 1},
+	changes := map[string]func(*message.Request){
+		"kind":      func(q *message.Request) { q.Kind = message.Error },
+		"dtype":     func(q *message.Request) { q.DType = tensor.Int64 },
+		"dims":      func(q *message.Request) { q.Shape = append(q.Shape[:len(q.Shape):len(q.Shape)], 1) },
+		"first":     func(q *message.Request) { q.Shape = append(tensor.Shape{q.Shape[0] + 1}, q.Shape[1:]...) },
+		"second":    func(q *message.Request) { q.Shape = append(tensor.Shape{q.Shape[0]}, q.Shape[1]+1) },
+		"op":        func(q *message.Request) { q.Op = tensor.Max },
+		"prescale":  func(q *message.Request) { q.Prescale = 3 },
+		"postscale": func(q *message.Request) { q.Postscale = 3 },
+		"wire":      func(q *message.Request) { q.Wire = tensor.BFloat16 },
+		"root":      func(q *message.Request) { q.Root = 7 },
+		"group":     func(q *message.Request) { q.Group = "H" },
+		"size":      func(q *message.Request) { q.GroupSize++ },
+		"ranks":     func(q *message.Request) { q.Ranks = []topo.Rank{1} },
+		"set":       func(q *message.Request) { q.Set++ },
+	}
+	shape, always := tensor.Shape{2, 3}, " kind group size"
+	for _, c := range []struct {
+		r       *message.Response
+		matters string
+	}{
+		{&message.Response{Kind: message.Allreduce, DType: tensor.Float32, Shape: shape, Op: tensor.Sum, Prescale: 1, Postscale: 2, Wire: tensor.Float16, Group: "G", GroupSize: 2},
+			"dtype dims first second op prescale postscale wire"},
+		{&message.Response{Kind: message.Reducescatter, DType: tensor.Float32, Shape: shape, Op: tensor.Sum, Prescale: 1, Postscale: 2},
+			"dtype dims first second op prescale postscale"},
+		{&message.Response{Kind: message.Allgather, DType: tensor.Int32, Shape: tensor.Shape{0, 3}, FirstDims: []int64{4, 0, 9}}, "dtype dims first second"},
+		{&message.Response{Kind: message.Alltoall, DType: tensor.Int32, Shape: tensor.Shape{0, 3}}, "dtype dims second"},
+		{&message.Response{Kind: message.Broadcast, DType: tensor.Uint8, Shape: shape, Root: 1}, "dtype dims first second root"},
+		{&message.Response{Kind: message.Barrier}, ""},
+		{&message.Response{Kind: message.Join, Root: 2}, ""},
+		{&message.Response{Kind: message.AddProcessSet, Ranks: []topo.Rank{0, 1}, Set: 3}, "ranks"},
+		{&message.Response{Kind: message.RemoveProcessSet, Set: 3}, "set"},
 	} {
+		c.r.Name = "x"
 		for i := range 3 {
-			q := r.Request(i)
-			if !r.Matches(&q, i) {
-				t.Errorf("%v: member %d's request %+v does not match", r.Kind, i, q)
+			q := c.r.Request(i)
+			if !c.r.Matches(&q, i) {
+				t.Errorf("%v: member %d's request %+v does not match", c.r.Kind, i, q)
 			}
-			for _, change := range []func(*message.Request){
-				func(q *message.Request) { q.Kind = message.Barrier },
-				func(q *message.Request) { q.DType = tensor.Int64 },
-				func(q *message.Request) { q.Shape = append(q.Shape[:len(q.Shape):len(q.Shape)], 1) },
-				func(q *message.Request) { q.Op = tensor.Max },
-				func(q *message.Request) { q.Prescale = 3 },
-				func(q *message.Request) { q.Postscale = 3 },
-				func(q *message.Request) { q.Root = 7 },
-			} {
-				c := q
-				change(&c)
-				if r.Matches(&c, i) {
-					t.Errorf("%v: member %d's changed request %+v matches", r.Kind, i, c)
+			for what, change := range changes {
+				if len(q.Shape) == 0 && (what == "first" || what == "second") {
+					continue
+				}
+				other := q
+				change(&other)
+				matters := slices.Contains(strings.Fields(c.matters+always), what)
+				if c.r.Matches(&other, i) == matters {
+					t.Errorf("%v: with another %s, which matters: %v, member %d's request %+v matches: %v", c.r.Kind, what, matters, i, other, !matters)
 				}
 			}
 		}
@@ -225,10 +288,54 @@ func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 	}
 }
 
+// Responses that no coordinator makes.
+func TestResponseCheck(t *testing.T) {
+	for _, c := range []struct {
+		r    message.Response
+		want string
+	}{
+		{message.Response{Kind: message.Allgather, DType: tensor.Int32}, "has shape []"},
+		{message.Response{Kind: message.Allgather, DType: tensor.Int32, Shape: tensor.Shape{1}, FirstDims: []int64{1}}, "has shape [1]"},
+		{message.Response{Kind: message.Alltoall, DType: tensor.Int32, Shape: tensor.Shape{1, 2}}, "has shape [1 2]"},
+		{message.Response{Kind: message.Reducescatter, DType: tensor.Int32, Op: tensor.Sum, Prescale: 1, Postscale: 1}, "has shape []"},
+		{message.Response{Kind: message.AddProcessSet, Ranks: []topo.Rank{0}}, "without an id"},
+		{message.Response{Kind: message.AddProcessSet, Set: 1}, "without ranks"},
+		{message.Response{Kind: message.RemoveProcessSet}, "cannot be removed"},
+	} {
+		c.r.Name = "x"
+		frame, err := message.AppendDown(nil, &message.Down{Type: message.DownCycle, Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{&c.r}}}}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var d message.Down
+		if err := message.DecodeDown(frame, &d); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%+v: got error %v, want %q", c.r, err, c.want)
+		}
+	}
+}
+
+// Memory of earlier frames is reused, what was in it is not.
+func TestGrantsAreReusedEmpty(t *testing.T) {
+	var s message.DownSet
+	g := s.AddGrant()
+	g.Absent, g.Bits, g.Full = append(g.Absent, 1), append(g.Bits, 2), append(g.Full, &message.Response{})
+	s.Grants = s.Grants[:0]
+	if g = s.AddGrant(); len(g.Absent)+len(g.Bits)+len(g.Full) > 0 {
+		t.Errorf("a new grant has %+v", g)
+	}
+}
+
 func TestResponseSizes(t *testing.T) {
 	ag := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32, Shape: tensor.Shape{0, 3, 2}, FirstDims: []int64{4, 0, 1}}
 	if n := ag.NumBytes(); n != 5*3*2*4 {
 		t.Errorf("allgather result has %d bytes, want 120", n)
+	}
+	half := &message.Response{Kind: message.Allreduce, Name: "h", DType: tensor.Float64, Shape: tensor.Shape{3}, Wire: tensor.Float16}
+	if n := half.WireBytes(); n != 3*2 {
+		t.Errorf("3 float64 that travel as float16 have %d bytes, want 6", n)
+	}
+	if n := ag.WireBytes(); n != ag.NumBytes() {
+		t.Errorf("uncompressed, %d bytes travel of %d", n, ag.NumBytes())
 	}
 	for _, dims := range [][]int64{{math.MaxInt64, 1}, {-1}, {math.MaxInt64 / 4}} {
 		r := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32, Shape: tensor.Shape{0, 3}, FirstDims: dims}

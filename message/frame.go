@@ -17,6 +17,8 @@ const (
 	UpBye
 	// UpSuspect accuses a rank of a failed data channel.
 	UpSuspect
+	// UpTimeout says that an operation was not done in the time that its caller gave it.
+	UpTimeout
 	numUpTypes
 )
 
@@ -32,6 +34,13 @@ type Up struct {
 	// Suspect and Reason belong to UpSuspect.
 	Suspect topo.Rank
 	Reason  string
+	// Tensor, its Set and Millis belong to UpTimeout, where they are the operation and the time it had, and to
+	// UpHeartbeat, where they are the oldest grant that the rank has not finished, if there is one, and its age.
+	Tensor string
+	Set    topo.ProcessSetID
+	Millis uint32
+	// Granted belongs to UpTimeout: the sender knows that the operation is granted, and has not finished it.
+	Granted bool
 }
 
 // UpSet is a rank's news of one process set.
@@ -94,8 +103,9 @@ type Down struct {
 	Stop bool
 	// Sets has the process sets of the recipient about which something was decided.
 	Sets []DownSet
-	// Ranks and Reason belong to DownFail.
-	Ranks  []topo.Rank
+	// Ranks belongs to DownFail.
+	Ranks []topo.Rank
+	// Reason says why, with DownFail, and with Stop unless a rank asked for it.
 	Reason string
 }
 
@@ -113,6 +123,9 @@ type DownSet struct {
 type Grant struct {
 	Backend   Backend
 	Algorithm Algorithm
+	// Absent are the members, ascending, that have joined without asking for these tensors. They stand in with
+	// neutral elements.
+	Absent []topo.Rank
 	// Bits are tensors that the cache holds.
 	Bits []uint32
 	// Full are tensors that it does not.
@@ -142,7 +155,7 @@ func (d *Down) AddSet(set topo.ProcessSetID) *DownSet {
 func (s *DownSet) AddGrant() *Grant {
 	g := grow(&s.Grants)
 	g.Backend, g.Algorithm = NoBackend, NoAlgorithm
-	g.Bits = g.Bits[:0]
+	g.Absent, g.Bits = g.Absent[:0], g.Bits[:0]
 	// Responses outlive the frame in caches: drop the references, or an idle slot would keep them alive.
 	clear(g.Full)
 	g.Full = g.Full[:0]

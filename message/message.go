@@ -8,75 +8,11 @@ package message
 import (
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/topo"
 )
-
-// Kind is what is to be done with a tensor.
-type Kind uint8
-
-// The kinds of operation. Error is a kind of response only: the ranks did not agree.
-const (
-	NoKind Kind = iota
-	Allreduce
-	Allgather
-	Broadcast
-	Barrier
-	Error
-	numKinds
-)
-
-var kinds = [numKinds]string{"none", "allreduce", "allgather", "broadcast", "barrier", "error"}
-
-// Valid reports whether k is a kind that a request may have.
-func (k Kind) Valid() bool { return k > NoKind && k < Error }
-
-func (k Kind) String() string {
-	if k >= numKinds {
-		return fmt.Sprintf("Kind(%d)", uint8(k))
-	}
-	return kinds[k]
-}
-
-// Backend names who moves the bytes of a granted response.
-type Backend uint8
-
-// The backends. NoBackend is for responses that move nothing: barriers and errors.
-const (
-	NoBackend Backend = iota
-	TCP
-	numBackends
-)
-
-var backends = [numBackends]string{"none", "tcp"}
-
-func (b Backend) String() string {
-	if b >= numBackends {
-		return fmt.Sprintf("Backend(%d)", uint8(b))
-	}
-	return backends[b]
-}
-
-// Algorithm is how a backend moves them.
-type Algorithm uint8
-
-// The algorithms.
-const (
-	NoAlgorithm Algorithm = iota
-	Ring
-	Tree
-	numAlgorithms
-)
-
-var algorithms = [numAlgorithms]string{"none", "ring", "tree"}
-
-func (a Algorithm) String() string {
-	if a >= numAlgorithms {
-		return fmt.Sprintf("Algorithm(%d)", uint8(a))
-	}
-	return algorithms[a]
-}
 
 // Request is one rank's wish to run an operation on a named tensor. Its rank is the sender's.
 type Request struct {
@@ -84,11 +20,22 @@ type Request struct {
 	Name  string
 	DType tensor.DType
 	Shape tensor.Shape
-	// Op, Prescale and Postscale are for allreduce.
+	// Op, Prescale and Postscale are for kinds that reduce.
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
-	// Root is for broadcast.
+	// Wire is the type to which an allreduce is compressed on its way; Invalid where it is not.
+	Wire tensor.DType
+	// Root is for broadcast: a rank of the job, not a position in the set.
 	Root topo.Rank
+	// Group names the tensors that are to be granted together, GroupSize of them; empty and 0 for a tensor by itself.
+	Group     string
+	GroupSize int32
+	// Empty is for Join: the rank takes part with nothing in operations that otherwise refuse joined ranks.
+	Empty bool
+	// Ranks are the members of a process set to add, ascending.
+	Ranks []topo.Rank
+	// Set is the process set to remove.
+	Set topo.ProcessSetID
 }
 
 // Response is what the members of a process set have agreed to do with one tensor. It is immutable once
@@ -97,50 +44,83 @@ type Response struct {
 	Kind  Kind
 	Name  string
 	DType tensor.DType
-	// Shape is each rank's shape. For allgather its first dimension is 0 and FirstDims has that of every
-	// member, in the order of the set.
+	// Shape is each rank's shape. Where the first dimensions may differ it is 0 here. Those of an allgather are in
+	// FirstDims, in the order of the set; those of an alltoall travel when it is executed.
 	Shape               tensor.Shape
 	FirstDims           []int64
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
-	Root                topo.Rank
+	Wire                tensor.DType
+	// Root is that of a broadcast, and of a join the rank that joined last.
+	Root      topo.Rank
+	Group     string
+	GroupSize int32
+	Ranks     []topo.Rank
+	// Set is the process set that was added, or is removed.
+	Set topo.ProcessSetID
 	// Text is the reason of an Error.
 	Text string
 }
 
-// Request is what member i of the process set must have submitted for this response.
+// Request is what member i of the process set must have submitted for this response. For alltoall the first
+// dimension is not known and 0.
 func (r *Response) Request(i int) Request {
-	q := Request{
-		Kind: r.Kind, Name: r.Name, DType: r.DType, Shape: r.Shape,
-		Op: r.Op, Prescale: r.Prescale, Postscale: r.Postscale, Root: r.Root,
-	}
+	q := r.request()
 	if r.Kind == Allgather {
-		q.Shape = append(tensor.Shape(nil), r.Shape...)
+		q.Shape = slices.Clone(r.Shape)
 		q.Shape[0] = r.FirstDims[i]
 	}
 	return q
 }
 
+func (r *Response) request() Request {
+	return Request{
+		Kind: r.Kind, Name: r.Name, DType: r.DType, Shape: r.Shape,
+		Op: r.Op, Prescale: r.Prescale, Postscale: r.Postscale, Wire: r.Wire, Root: r.Root,
+		Group: r.Group, GroupSize: r.GroupSize, Ranks: r.Ranks, Set: r.Set,
+	}
+}
+
 // Matches reports whether q, submitted by member i of the process set, is a repetition of what r
-// answered. It allocates nothing.
+// answered. It compares what matters to the kind, as the coordinator does, and allocates nothing.
 func (r *Response) Matches(q *Request, i int) bool {
-	if r.Kind != q.Kind || r.DType != q.DType || r.Op != q.Op || r.Prescale != q.Prescale ||
-		r.Postscale != q.Postscale || r.Root != q.Root || len(r.Shape) != len(q.Shape) {
+	if r.Kind != q.Kind || r.Group != q.Group || r.GroupSize != q.GroupSize {
+		return false
+	}
+	switch r.Kind {
+	case AddProcessSet:
+		return slices.Equal(r.Ranks, q.Ranks)
+	case RemoveProcessSet:
+		return r.Set == q.Set
+	case Barrier, Join:
+		return true
+	}
+	return r.DType == q.DType && r.matchesShape(q.Shape, i) &&
+		(!r.Kind.Reduces() || r.Op == q.Op && r.Prescale == q.Prescale && r.Postscale == q.Postscale) &&
+		(r.Kind != Allreduce || r.Wire == q.Wire) &&
+		(r.Kind != Broadcast || r.Root == q.Root)
+}
+
+func (r *Response) matchesShape(s tensor.Shape, i int) bool {
+	if len(r.Shape) != len(s) {
 		return false
 	}
 	for d := range r.Shape {
-		want := r.Shape[d]
-		if d == 0 && r.Kind == Allgather {
-			want = r.FirstDims[i]
+		if d == 0 && r.Kind.Ragged() {
+			if r.Kind == Allgather && s[0] != r.FirstDims[i] {
+				return false
+			}
+			continue
 		}
-		if q.Shape[d] != want {
+		if s[d] != r.Shape[d] {
 			return false
 		}
 	}
 	return true
 }
 
-// NumElems is the number of elements of the result: for allgather those of all ranks together.
+// NumElems is the number of elements of the result: for allgather those of all ranks together, for reducescatter the
+// parts of all, for alltoall, where nobody knows, 0.
 func (r *Response) NumElems() (int64, error) {
 	if r.Kind != Allgather {
 		return r.Shape.NumElems()
@@ -177,4 +157,22 @@ func (r *Response) NumBytes() int64 {
 		return 0
 	}
 	return n * int64(r.DType.Size())
+}
+
+// WireBytes is the size of the result in elements of the type that travels: what it takes of a fusion buffer. The
+// response must be sound.
+func (r *Response) WireBytes() int64 {
+	n, err := r.NumElems()
+	if err != nil {
+		return 0
+	}
+	return n * int64(r.WireType().Size())
+}
+
+// WireType is the element type that travels.
+func (r *Response) WireType() tensor.DType {
+	if r.Wire.Valid() {
+		return r.Wire
+	}
+	return r.DType
 }

@@ -66,6 +66,9 @@ func (c *Cache) At(bit uint32) *message.Response {
 	return c.entries[bit]
 }
 
+// Bound is a number that all bits are below.
+func (c *Cache) Bound() uint32 { return uint32(len(c.entries)) }
+
 // Len is the number of entries.
 func (c *Cache) Len() int { return len(c.byName) }
 
@@ -111,8 +114,9 @@ func (c *Cache) Digest() uint64 {
 			continue
 		}
 		b = binary.AppendUvarint(b[:0], uint64(bit))
-		b = append(b, byte(r.Kind), byte(r.DType), byte(r.Op))
+		b = append(b, byte(r.Kind), byte(r.DType), byte(r.Op), byte(r.Wire))
 		b = binary.AppendVarint(b, int64(r.Root))
+		b = binary.AppendVarint(b, int64(r.GroupSize))
 		b = binary.AppendUvarint(b, math.Float64bits(r.Prescale))
 		b = binary.AppendUvarint(b, math.Float64bits(r.Postscale))
 		for _, dims := range [][]int64{r.Shape, r.FirstDims} {
@@ -121,8 +125,10 @@ func (c *Cache) Digest() uint64 {
 				b = binary.AppendVarint(b, d)
 			}
 		}
-		b = binary.AppendUvarint(b, uint64(len(r.Name)))
-		b = append(b, r.Name...)
+		for _, text := range []string{r.Name, r.Group} {
+			b = binary.AppendUvarint(b, uint64(len(text)))
+			b = append(b, text...)
+		}
 		h.Write(b)
 	}
 	return h.Sum64()

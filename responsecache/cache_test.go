@@ -105,6 +105,9 @@ func TestPutAndErase(t *testing.T) {
 	if _, ok := c.BitOf("a"); ok || c.Len() != 0 || c.At(1) != nil {
 		t.Error("the erased entry is still there")
 	}
+	if c.Bound() != 2 {
+		t.Errorf("bits are below %d, want 2", c.Bound())
+	}
 	put(t, &c, 1, allreduce("b", 1))
 	put(t, &c, 0, allreduce("a", 1))
 }
@@ -176,6 +179,9 @@ func TestDigest(t *testing.T) {
 		"other prescale":  replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Prescale = 2 })),
 		"other postscale": replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Postscale = 2 })),
 		"other root":      replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Root = 2 })),
+		"other wire type": replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Wire = tensor.Float16 })),
+		"group":           replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Group = "G" })),
+		"group size":      replace(0, with(allreduce("a", 4), func(r *message.Response) { r.GroupSize = 2 })),
 		"other rows":      replace(2, allgather("rows", 7, 9)),
 		"rows exchanged":  replace(2, allgather("rows", 8, 7)),
 	} {

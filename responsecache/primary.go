@@ -19,7 +19,6 @@ const maxInvalidations = 3
 type Primary struct {
 	Cache
 	capacity int
-	members  int
 
 	slots []slot // by bit
 	// oldest and newest end the list of entries by recency (of granting); -1 if there is none.
@@ -50,8 +49,8 @@ type erasedEntry struct {
 // caches nothing.
 func NewPrimary(capacity, members int) *Primary {
 	return &Primary{
-		capacity: min(capacity, message.MaxCacheBits), members: members,
-		oldest: -1, newest: -1,
+		capacity: min(capacity, message.MaxCacheBits),
+		oldest:   -1, newest: -1,
 		rows:          make([]message.Bits, members),
 		invalidations: make(map[string]int),
 	}
@@ -60,22 +59,21 @@ func NewPrimary(capacity, members int) *Primary {
 // Vote counts a member's vote for bit, written when the member had seen the given cycle.
 //
 // If the entry of that cycle has been erased since, the vote is returned as the request that it stands for.
-// Otherwise complete tells whether all members have now voted. A vote for a bit that stood for nothing, or a
-// second one, is the member's error.
-func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Request, complete bool, err error) {
+// A vote for a bit that stood for nothing, or a second one, is the member's error.
+func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Request, err error) {
 	if p.At(bit) != nil && p.slots[bit].put <= seen {
 		if p.rows[member].Has(bit) {
-			return nil, false, fmt.Errorf("responsecache: second vote for bit %d, %q", bit, p.At(bit).Name)
+			return nil, fmt.Errorf("responsecache: second vote for bit %d, %q", bit, p.At(bit).Name)
 		}
 		p.rows[member].Set(bit)
 		p.slots[bit].votes++
-		return nil, int(p.slots[bit].votes) == p.members, nil
+		return nil, nil
 	}
 	if e := p.erasedAt(bit, seen); e != nil {
 		q := e.response.Request(member)
-		return &q, false, nil
+		return &q, nil
 	}
-	return nil, false, fmt.Errorf("responsecache: vote for bit %d, which stood for nothing at cycle %d", bit, seen)
+	return nil, fmt.Errorf("responsecache: vote for bit %d, which stood for nothing at cycle %d", bit, seen)
 }
 
 // NameAt is the name that bit had at the given cycle and whether it still has it.
@@ -97,6 +95,9 @@ func (p *Primary) erasedAt(bit uint32, seen uint64) *erasedEntry {
 	}
 	return nil
 }
+
+// Votes is the number of members whose votes for bit are counted. The bit must stand for something.
+func (p *Primary) Votes(bit uint32) int { return int(p.slots[bit].votes) }
 
 // Voted reports whether a member's vote for bit is counted.
 func (p *Primary) Voted(member int, bit uint32) bool { return p.rows[member].Has(bit) }
@@ -219,14 +220,8 @@ func (p *Primary) Forget(seen uint64) {
 // Remembered is the number of erased entries that are kept for late votes.
 func (p *Primary) Remembered() int { return len(p.erased) }
 
-// Cacheable reports whether responses of kind k are worth a bit. A barrier moves nothing and is rare.
-func Cacheable(k message.Kind) bool {
-	switch k {
-	case message.Allreduce, message.Allgather, message.Broadcast:
-		return true
-	}
-	return false
-}
+// Cacheable reports whether responses of kind k are worth a bit. What moves nothing is rare.
+func Cacheable(k message.Kind) bool { return k.MovesData() }
 
 func (p *Primary) linkNewest(bit uint32) {
 	s := &p.slots[bit]

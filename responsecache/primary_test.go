@@ -33,11 +33,11 @@ func wantBit(t *testing.T, p *responsecache.Primary, r *message.Response, cycle 
 
 func vote(t *testing.T, p *responsecache.Primary, member int, bit uint32, seen uint64) (complete bool) {
 	t.Helper()
-	late, complete, err := p.Vote(member, bit, seen)
+	late, err := p.Vote(member, bit, seen)
 	if late != nil || err != nil {
 		t.Fatalf("vote for bit %d: late %v, error %v", bit, late, err)
 	}
-	return complete
+	return p.Ready().Has(bit)
 }
 
 func TestVotes(t *testing.T) {
@@ -46,17 +46,17 @@ func TestVotes(t *testing.T) {
 	if vote(t, p, 1, 0, 1) {
 		t.Error("complete with one vote of two")
 	}
-	if p.Voted(0, 0) || !p.Voted(1, 0) {
+	if p.Voted(0, 0) || !p.Voted(1, 0) || p.Votes(0) != 1 {
 		t.Error("the vote is the wrong member's")
 	}
-	if _, _, err := p.Vote(1, 0, 1); err == nil || !strings.Contains(err.Error(), `second vote for bit 0, "a"`) {
+	if _, err := p.Vote(1, 0, 1); err == nil || !strings.Contains(err.Error(), `second vote for bit 0, "a"`) {
 		t.Errorf("second vote: got error %v", err)
 	}
 	if !vote(t, p, 0, 0, 1) {
 		t.Error("not complete with all votes")
 	}
 	p.Granted(0)
-	if p.Voted(0, 0) || p.Voted(1, 0) || p.Ready().Any() {
+	if p.Voted(0, 0) || p.Voted(1, 0) || p.Votes(0) != 0 || p.Ready().Any() {
 		t.Error("votes outlive the grant")
 	}
 	vote(t, p, 1, 0, 1)
@@ -67,7 +67,7 @@ func TestVotes(t *testing.T) {
 	}{
 		{"free bit", 1, 1}, {"bit that never was", 1 << 19, 1}, {"before the put", 0, 0},
 	} {
-		if _, _, err := p.Vote(0, test.bit, test.seen); err == nil || !strings.Contains(err.Error(), "stood for nothing at cycle") {
+		if _, err := p.Vote(0, test.bit, test.seen); err == nil || !strings.Contains(err.Error(), "stood for nothing at cycle") {
 			t.Errorf("%s: got error %v", test.name, err)
 		}
 		if _, _, err := p.NameAt(test.bit, test.seen); err == nil || !strings.Contains(err.Error(), "stood for nothing at cycle") {
@@ -175,12 +175,18 @@ func TestNotCached(t *testing.T) {
 		t.Errorf("capacity 0: got bit %d", bit)
 	}
 	p = responsecache.NewPrimary(8, 1)
-	for _, r := range []*message.Response{{Kind: message.Barrier, Name: "b"}, {Kind: message.Error, Name: "e", Text: "no"}} {
+	for _, r := range []*message.Response{
+		{Kind: message.Barrier, Name: "b"}, {Kind: message.Join, Name: "j"}, {Kind: message.AddProcessSet, Name: "s"},
+		{Kind: message.RemoveProcessSet, Name: "s"}, {Kind: message.Error, Name: "e", Text: "no"},
+	} {
 		if bit, ok, _ := assign(t, p, r, 1); ok || responsecache.Cacheable(r.Kind) {
 			t.Errorf("%v: got bit %d", r.Kind, bit)
 		}
 	}
-	for i, r := range []*message.Response{allreduce("a", 1), allgather("g", 1), {Kind: message.Broadcast, Name: "w", DType: tensor.Uint8}} {
+	for i, r := range []*message.Response{
+		allreduce("a", 1), allgather("g", 1),
+		{Kind: message.Broadcast, Name: "w", DType: tensor.Uint8}, {Kind: message.Reducescatter, Name: "r"}, {Kind: message.Alltoall, Name: "x"},
+	} {
 		wantBit(t, p, r, 1, uint32(i))
 	}
 }
@@ -190,9 +196,9 @@ func TestLateVotes(t *testing.T) {
 	p := responsecache.NewPrimary(1, 2)
 	wantBit(t, p, allgather("a", 5, 6), 1, 0)
 	wantBit(t, p, allreduce("b", 1), 2, 0, 0)
-	late, complete, err := p.Vote(1, 0, 1)
-	if want := allgather("a", 5, 6).Request(1); err != nil || complete || late == nil || !reflect.DeepEqual(*late, want) {
-		t.Errorf("vote of cycle 1: got %v, %v, %v, want the request %v", late, complete, err, want)
+	late, err := p.Vote(1, 0, 1)
+	if want := allgather("a", 5, 6).Request(1); err != nil || late == nil || !reflect.DeepEqual(*late, want) {
+		t.Errorf("vote of cycle 1: got %v, %v, want the request %v", late, err, want)
 	}
 	if p.Voted(1, 0) {
 		t.Error("the late vote counts for b")
@@ -209,11 +215,11 @@ func TestLateVotes(t *testing.T) {
 	if got := p.Invalidate(0); len(got) != 1 {
 		t.Errorf("got %v, want the vote of member 0", got)
 	}
-	if late, _, err := p.Vote(1, 0, 5); err != nil || late == nil || late.Name != "b" {
+	if late, err := p.Vote(1, 0, 5); err != nil || late == nil || late.Name != "b" {
 		t.Errorf("vote for an entry whose erasure is not issued: got %v, %v", late, err)
 	}
 	p.Issue(6, nil)
-	if _, _, err := p.Vote(1, 0, 6); err == nil {
+	if _, err := p.Vote(1, 0, 6); err == nil {
 		t.Error("a vote of a member that has seen the erasure is taken")
 	}
 

@@ -2,7 +2,7 @@
 // that are in flight, and the requests that the loop has not seen yet.
 //
 // Submitting goroutines Add; the loop Pops, and Takes an entry when its response is granted; whoever executes
-// the response Finishes it. All methods are safe for concurrent use. The queue never looks into the buffers:
+// the response Finishes the entry. All methods are safe for concurrent use. The queue never looks into the buffers:
 // between Add and the call of Done they belong to the engine.
 package tensorqueue
 
@@ -11,6 +11,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/topo"
@@ -30,15 +31,31 @@ func (e *DuplicateNameError) Error() string {
 type Entry struct {
 	Set     topo.ProcessSetID
 	Request message.Request
-	// Input is this rank's contribution, Output where the result goes. They are one buffer, or do not
-	// overlap. The kind says which is used: a broadcast reads and writes Output, a barrier has neither.
+	// Input is this rank's contribution, Output where the result goes. The kind says which is used: a barrier has
+	// neither. They are one buffer, or do not overlap, unless the operation is InPlace: then Input is this rank's
+	// part of Output (allgather), or Output of Input (reducescatter, whose Input is undefined afterwards).
 	Input, Output []byte
-	// Allocate makes Output once its size is known, for operations whose result depends on other ranks.
+	InPlace       bool
+	// Allocate makes Output once its size is known, for operations whose result depends on other ranks, unless Output
+	// is there already.
 	Allocate func(numBytes int) []byte
+	// Splits is for alltoall: how many rows of Input each member gets. Received becomes how many rows came from each
+	// member.
+	Splits, Received []int64
+	// ErrorFeedback is for a compressed allreduce: what compression lost is added to the next tensor of the name.
+	ErrorFeedback bool
+	// Timeout is how long the operation may take; 0 is for ever.
+	Timeout time.Duration
+	// Response is what was granted. It is there before Done is called with nil.
+	Response *message.Response
 	// Done is called exactly once, after the engine has let go of the buffers and freed the name.
 	Done func(err error)
-	// Granted is the loop's mark that the response is being executed. Nobody else looks at it.
-	Granted bool
+	// Granted is the loop's mark that the response is being executed, and Deadline when Timeout ends, 0 if never.
+	// Nobody else looks at them.
+	Granted  bool
+	Deadline time.Duration
+
+	queue *Queue
 }
 
 // Queue holds the entries of one process set. Use New.
@@ -54,19 +71,25 @@ func New() *Queue {
 	return &Queue{table: make(map[string]*Entry)}
 }
 
-// Add submits e. It fails with *DuplicateNameError, or with the error given to Close, and then e.Done is
-// not called.
-func (q *Queue) Add(e *Entry) error {
+// Add submits entries: all of them, in this order, or none. It fails with *DuplicateNameError, or with the error given
+// to Close, and then Done is not called.
+func (q *Queue) Add(entries ...*Entry) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.closed != nil {
 		return q.closed
 	}
-	if _, ok := q.table[e.Request.Name]; ok {
-		return &DuplicateNameError{e.Request.Kind, e.Request.Name}
+	for i, e := range entries {
+		if _, ok := q.table[e.Request.Name]; ok {
+			for _, added := range entries[:i] {
+				delete(q.table, added.Request.Name)
+			}
+			return &DuplicateNameError{e.Request.Kind, e.Request.Name}
+		}
+		e.queue = q
+		q.table[e.Request.Name] = e
 	}
-	q.table[e.Request.Name] = e
-	q.pending = append(q.pending, e)
+	q.pending = append(q.pending, entries...)
 	return nil
 }
 
@@ -87,8 +110,9 @@ func (q *Queue) Find(name string) *Entry {
 	return q.table[name]
 }
 
-// Finish frees the name of e and calls its Done. It does nothing if e is not in the table any more.
-func (q *Queue) Finish(e *Entry, err error) {
+// Finish frees the name of e and calls its Done. It does nothing if e is not in its queue any more.
+func (e *Entry) Finish(err error) {
+	q := e.queue
 	q.mu.Lock()
 	here := q.table[e.Request.Name] == e
 	if here {

@@ -46,8 +46,8 @@ func TestLifeOfAnEntry(t *testing.T) {
 		t.Error("the popped entry is not in the table")
 	}
 	boom := errors.New("boom")
-	q.Finish(e, boom)
-	q.Finish(e, nil)
+	e.Finish(boom)
+	e.Finish(nil)
 	if !slices.Equal(got, []error{boom}) {
 		t.Errorf("Done was called with %v, want once with %v", got, boom)
 	}
@@ -64,7 +64,7 @@ func TestClose(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	q.Finish(q.Find("b"), nil)
+	q.Find("b").Finish(nil)
 	first, second := errors.New("first"), errors.New("second")
 	q.Close(first)
 	q.Close(second)
@@ -72,10 +72,77 @@ func TestClose(t *testing.T) {
 		t.Errorf("add after close: got %v, want %v", err, first)
 	}
 	for _, e := range q.InFlight() {
-		q.Finish(e, second)
+		e.Finish(second)
 	}
 	if len(finished) != 3 || finished["a"] != second || finished["b"] != nil || finished["c"] != second || q.Len() != 0 {
 		t.Errorf("finished %v, want a and c with %v and b before", finished, second)
+	}
+}
+
+// Entries are added together or not at all: after a name that is taken, in the table or among them, the others are free.
+func TestAddIsAllOrNothing(t *testing.T) {
+	for _, c := range []struct {
+		names []string
+		dup   string
+	}{
+		{[]string{"taken", "a", "b"}, "taken"},
+		{[]string{"a", "taken", "b"}, "taken"},
+		{[]string{"a", "b", "taken"}, "taken"},
+		{[]string{"a", "b", "a"}, "a"},
+	} {
+		t.Run(fmt.Sprint(c.names), func(t *testing.T) {
+			q := tensorqueue.New()
+			if err := q.Add(entry("taken", nil)); err != nil {
+				t.Fatal(err)
+			}
+			q.Pop(nil)
+			var entries []*tensorqueue.Entry
+			for _, n := range c.names {
+				entries = append(entries, entry(n, func(error) { t.Errorf("Done of %q was called", n) }))
+			}
+			var dup *tensorqueue.DuplicateNameError
+			if err := q.Add(entries...); !errors.As(err, &dup) || dup.Name != c.dup {
+				t.Errorf("got error %v, want a DuplicateNameError for %q", err, c.dup)
+			}
+			if p := q.Pop(nil); len(p) != 0 || q.Len() != 1 {
+				t.Errorf("%d entries are pending and %d in flight, want 0 and 1", len(p), q.Len())
+			}
+			if err := q.Add(entry("a", nil), entry("b", nil)); err != nil {
+				t.Errorf("the names are not free: %v", err)
+			}
+			if p := q.Pop(nil); len(p) != 2 || p[0].Request.Name != "a" || p[1].Request.Name != "b" {
+				t.Errorf("popped %v, want a and b", p)
+			}
+		})
+	}
+}
+
+// Nothing is added to a closed queue, not even in part.
+func TestAddManyAfterClose(t *testing.T) {
+	q := tensorqueue.New()
+	over := errors.New("over")
+	q.Close(over)
+	if err := q.Add(entry("a", nil), entry("b", nil)); err != over || q.Len() != 0 || len(q.Pop(nil)) != 0 {
+		t.Errorf("got error %v and %d entries in flight, want %v and 0", err, q.Len(), over)
+	}
+}
+
+// To finish an entry twice does not finish another one that has its name by then.
+func TestFinishTwice(t *testing.T) {
+	q := tensorqueue.New()
+	calls := 0
+	first := entry("x", func(error) { calls++ })
+	if err := q.Add(first); err != nil {
+		t.Fatal(err)
+	}
+	first.Finish(nil)
+	second := entry("x", func(error) { t.Error("the second x is done") })
+	if err := q.Add(second); err != nil {
+		t.Fatal(err)
+	}
+	first.Finish(nil)
+	if calls != 1 || q.Find("x") != second {
+		t.Errorf("%d calls of Done, and x is %v, want 1 and the second entry", calls, q.Find("x"))
 	}
 }
 
@@ -107,7 +174,7 @@ func TestConcurrentUse(t *testing.T) {
 			}
 			last[s]++
 			popped++
-			wg.Go(func() { q.Finish(e, nil) })
+			wg.Go(func() { e.Finish(nil) })
 		}
 	}
 	wg.Wait()
@@ -123,7 +190,7 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	step := func() {
 		_ = q.Add(e)
 		buf = q.Pop(buf[:0])
-		q.Finish(e, nil)
+		e.Finish(nil)
 	}
 	step()
 	if n := testing.AllocsPerRun(100, step); n != 0 {

@@ -34,6 +34,12 @@ type Request struct {
 	Prescale      float64                `protobuf:"fixed64,6,opt,name=prescale,proto3" json:"prescale,omitempty"`
 	Postscale     float64                `protobuf:"fixed64,7,opt,name=postscale,proto3" json:"postscale,omitempty"`
 	RootRank      int32                  `protobuf:"varint,8,opt,name=root_rank,json=rootRank,proto3" json:"root_rank,omitempty"`
+	WireDtype     uint32                 `protobuf:"varint,9,opt,name=wire_dtype,json=wireDtype,proto3" json:"wire_dtype,omitempty"`
+	Group         string                 `protobuf:"bytes,10,opt,name=group,proto3" json:"group,omitempty"`
+	GroupSize     int32                  `protobuf:"varint,11,opt,name=group_size,json=groupSize,proto3" json:"group_size,omitempty"`
+	Empty         bool                   `protobuf:"varint,12,opt,name=empty,proto3" json:"empty,omitempty"`
+	Ranks         []int32                `protobuf:"varint,13,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	ProcessSet    uint32                 `protobuf:"varint,14,opt,name=process_set,json=processSet,proto3" json:"process_set,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -124,6 +130,48 @@ func (x *Request) GetRootRank() int32 {
 	return 0
 }
 
+func (x *Request) GetWireDtype() uint32 {
+	if x != nil {
+		return x.WireDtype
+	}
+	return 0
+}
+
+func (x *Request) GetGroup() string {
+	if x != nil {
+		return x.Group
+	}
+	return ""
+}
+
+func (x *Request) GetGroupSize() int32 {
+	if x != nil {
+		return x.GroupSize
+	}
+	return 0
+}
+
+func (x *Request) GetEmpty() bool {
+	if x != nil {
+		return x.Empty
+	}
+	return false
+}
+
+func (x *Request) GetRanks() []int32 {
+	if x != nil {
+		return x.Ranks
+	}
+	return nil
+}
+
+func (x *Request) GetProcessSet() uint32 {
+	if x != nil {
+		return x.ProcessSet
+	}
+	return 0
+}
+
 // Response is what the members of a process set agreed to do with one tensor.
 type Response struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -137,6 +185,11 @@ type Response struct {
 	Postscale     float64                `protobuf:"fixed64,8,opt,name=postscale,proto3" json:"postscale,omitempty"`
 	RootRank      int32                  `protobuf:"varint,9,opt,name=root_rank,json=rootRank,proto3" json:"root_rank,omitempty"`
 	Text          string                 `protobuf:"bytes,10,opt,name=text,proto3" json:"text,omitempty"`
+	WireDtype     uint32                 `protobuf:"varint,11,opt,name=wire_dtype,json=wireDtype,proto3" json:"wire_dtype,omitempty"`
+	Group         string                 `protobuf:"bytes,12,opt,name=group,proto3" json:"group,omitempty"`
+	GroupSize     int32                  `protobuf:"varint,13,opt,name=group_size,json=groupSize,proto3" json:"group_size,omitempty"`
+	Ranks         []int32                `protobuf:"varint,14,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	ProcessSet    uint32                 `protobuf:"varint,15,opt,name=process_set,json=processSet,proto3" json:"process_set,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -241,11 +294,46 @@ func (x *Response) GetText() string {
 	return ""
 }
 
+func (x *Response) GetWireDtype() uint32 {
+	if x != nil {
+		return x.WireDtype
+	}
+	return 0
+}
+
+func (x *Response) GetGroup() string {
+	if x != nil {
+		return x.Group
+	}
+	return ""
+}
+
+func (x *Response) GetGroupSize() int32 {
+	if x != nil {
+		return x.GroupSize
+	}
+	return 0
+}
+
+func (x *Response) GetRanks() []int32 {
+	if x != nil {
+		return x.Ranks
+	}
+	return nil
+}
+
+func (x *Response) GetProcessSet() uint32 {
+	if x != nil {
+		return x.ProcessSet
+	}
+	return 0
+}
+
 var File_message_proto protoreflect.FileDescriptor
 
 const file_message_proto_rawDesc = "" +
 	"\n" +
-	"\rmessage.proto\x12\x10gohvd.message.v1\"\xd1\x01\n" +
+	"\rmessage.proto\x12\x10gohvd.message.v1\"\xf2\x02\n" +
 	"\aRequest\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -254,7 +342,17 @@ const file_message_proto_rawDesc = "" +
 	"\treduce_op\x18\x05 \x01(\rR\breduceOp\x12\x1a\n" +
 	"\bprescale\x18\x06 \x01(\x01R\bprescale\x12\x1c\n" +
 	"\tpostscale\x18\a \x01(\x01R\tpostscale\x12\x1b\n" +
-	"\troot_rank\x18\b \x01(\x05R\brootRank\"\x85\x02\n" +
+	"\troot_rank\x18\b \x01(\x05R\brootRank\x12\x1d\n" +
+	"\n" +
+	"wire_dtype\x18\t \x01(\rR\twireDtype\x12\x14\n" +
+	"\x05group\x18\n" +
+	" \x01(\tR\x05group\x12\x1d\n" +
+	"\n" +
+	"group_size\x18\v \x01(\x05R\tgroupSize\x12\x14\n" +
+	"\x05empty\x18\f \x01(\bR\x05empty\x12\x14\n" +
+	"\x05ranks\x18\r \x03(\x05R\x05ranks\x12\x1f\n" +
+	"\vprocess_set\x18\x0e \x01(\rR\n" +
+	"processSet\"\x90\x03\n" +
 	"\bResponse\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -267,7 +365,15 @@ const file_message_proto_rawDesc = "" +
 	"\tpostscale\x18\b \x01(\x01R\tpostscale\x12\x1b\n" +
 	"\troot_rank\x18\t \x01(\x05R\brootRank\x12\x12\n" +
 	"\x04text\x18\n" +
-	" \x01(\tR\x04textB*Z(github.com/gohvd/gohvd/message/messagepbb\x06proto3"
+	" \x01(\tR\x04text\x12\x1d\n" +
+	"\n" +
+	"wire_dtype\x18\v \x01(\rR\twireDtype\x12\x14\n" +
+	"\x05group\x18\f \x01(\tR\x05group\x12\x1d\n" +
+	"\n" +
+	"group_size\x18\r \x01(\x05R\tgroupSize\x12\x14\n" +
+	"\x05ranks\x18\x0e \x03(\x05R\x05ranks\x12\x1f\n" +
+	"\vprocess_set\x18\x0f \x01(\rR\n" +
+	"processSetB*Z(github.com/gohvd/gohvd/message/messagepbb\x06proto3"
 
 var (
 	file_message_proto_rawDescOnce sync.Once

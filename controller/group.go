@@ -1,0 +1,132 @@
+package controller
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/gohvd/gohvd/message"
+)
+
+// groupKey names tensors that are granted together.
+type groupKey struct {
+	name string
+	size int32
+}
+
+// groupOf is the group that the first member with a request names; the others agree, or the tensor fails.
+func groupOf(requests []message.Request) groupKey {
+	q := firstOf(requests)
+	return groupKey{q.Group, q.GroupSize}
+}
+
+// group is a group of tensors that is granted as a whole.
+type group struct {
+	groupKey
+	items []readyItem // that are complete and held, in order
+	// failed is why the group is given up, and answered how many of its tensors have got that for an answer.
+	failed   string
+	answered int
+}
+
+// fail turns all tensors of the group among items into errors, if one of them is one: no backend runs it.
+func (g *group) fail(items []readyItem) {
+	var failed *message.Response
+	for i := range items {
+		// Of several, the one that does not depend on the order of arrival.
+		if r := items[i].response; items[i].group == g && r.Kind == message.Error && (failed == nil || r.Name < failed.Name) {
+			failed = r
+		}
+	}
+	if failed == nil {
+		return
+	}
+	for i := range items {
+		if items[i].group == g && items[i].response.Kind != message.Error {
+			items[i].fail(g.reason(failed.Text))
+		}
+	}
+}
+
+// heldGroups are the groups of which tensors are complete and others are not.
+type heldGroups struct {
+	groups []*group // in order of their first complete tensor
+	// bits are those of cached tensors that are held or ready: to Lockstep they are complete again in every cycle.
+	bits message.Bits
+}
+
+// add takes a complete tensor of a group. When it was the last, the whole group comes back. When it is an error, the
+// group fails at once: what is held comes back as errors, and each further tensor as it comes. To hold an error until the
+// group is complete could hang ranks that disagree about what the group is: one waits for the answer to a tensor before
+// it submits the next.
+func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
+	at := slices.IndexFunc(h.groups, func(g *group) bool { return g.groupKey == key })
+	if at < 0 {
+		at = len(h.groups)
+		h.groups = append(h.groups, &group{groupKey: key})
+	}
+	g := h.groups[at]
+	item.group = g
+	if item.cached {
+		h.bits.Set(item.bit)
+	}
+	g.items = append(g.items, item)
+	if r := item.response; r.Kind == message.Error && g.failed == "" {
+		g.failed = r.Text
+	}
+	complete := g.answered+len(g.items) == int(g.size)
+	if complete {
+		h.groups = slices.Delete(h.groups, at, at+1)
+	}
+	if complete || g.failed != "" {
+		return g.release()
+	}
+	return nil
+}
+
+// index is the place of a tensor among those that are held, or -1.
+func (g *group) index(tensor string) int {
+	return slices.IndexFunc(g.items, func(i readyItem) bool { return i.response.Name == tensor })
+}
+
+// release gives what is held of a group that is complete or has failed.
+func (g *group) release() []readyItem {
+	items := g.items
+	g.items = nil
+	g.answered += len(items)
+	for i := range items {
+		if g.failed != "" && items[i].response.Kind != message.Error {
+			items[i].fail(g.reason(g.failed))
+		}
+	}
+	return items
+}
+
+func (g *group) reason(text string) string {
+	return fmt.Sprintf("its group %q failed: %s", g.name, text)
+}
+
+// fail gives up all groups: what they hold comes back as errors.
+func (h *heldGroups) fail(reason string) []readyItem {
+	var items []readyItem
+	for _, g := range h.groups {
+		for _, item := range g.items {
+			if item.response.Kind != message.Error {
+				item.fail(fmt.Sprintf("its group %q has %d of %d tensors: %s", g.name, len(g.items), g.size, reason))
+			}
+			items = append(items, item)
+		}
+	}
+	clear(h.groups)
+	h.groups = h.groups[:0]
+	return items
+}
+
+// find is the group that holds a tensor, or nil.
+func (h *heldGroups) find(tensor string) *group {
+	for _, g := range h.groups {
+		if g.index(tensor) >= 0 {
+			return g
+		}
+	}
+	return nil
+}

@@ -1,0 +1,91 @@
+package controller
+
+import (
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// joinState is which members of a process set have joined, and so have no more requests until all have.
+type joinState struct {
+	members []bool
+	empty   []bool   // they take part with nothing in what otherwise refuses joined ranks
+	names   []string // what they call their joins
+	count   int
+	last    int // the member that joined last
+}
+
+func newJoinState(members int) joinState {
+	return joinState{members: make([]bool, members), empty: make([]bool, members), names: make([]string, members)}
+}
+
+func (j *joinState) has(member int) bool { return j.members[member] }
+
+// without is the number of joined members of whom asked is not true.
+func (j *joinState) without(asked func(member int) bool) int {
+	if j.count == 0 {
+		return 0
+	}
+	n := 0
+	for m, joined := range j.members {
+		if joined && !asked(m) {
+			n++
+		}
+	}
+	return n
+}
+
+func (j *joinState) add(member int, q *message.Request) {
+	j.members[member], j.empty[member], j.names[member] = true, q.Empty, q.Name
+	j.last = member
+	j.count++
+}
+
+func (j *joinState) reset() {
+	clear(j.members)
+	clear(j.empty)
+	clear(j.names)
+	j.count = 0
+}
+
+// join takes a member's JOIN: requests that waited for this member alone are complete, those in full in order of their
+// first arrival. The votes are the caller's to look at.
+func (s *setState) join(member int, q *message.Request) {
+	s.joined.add(member, q)
+	for _, row := range s.rows {
+		if !row.complete && s.rowComplete(row) {
+			s.completeRow(row)
+		}
+	}
+}
+
+// joinVotes completes, in ascending order, the bits that waited for a member that has just joined.
+func (s *setState) joinVotes(member int) {
+	for bit := range s.cache.Bound() {
+		if s.cache.At(bit) != nil && s.cache.Votes(bit) > 0 && !s.cache.Voted(member, bit) && s.bitComplete(bit) {
+			s.completeBit(bit)
+		}
+	}
+}
+
+// joinAll answers the join when all members have joined, after everything else: nobody can ask for more before that.
+func (s *setState) joinAll() {
+	if s.joined.count == 0 || s.joined.count < len(s.Ranks) {
+		return
+	}
+	s.ready = append(s.ready, s.held.fail("all ranks have joined")...)
+	s.ready = append(s.ready, readyItem{response: &message.Response{
+		Kind: message.Join, Name: s.joined.names[0], Root: s.Ranks[s.joined.last],
+	}})
+}
+
+// joining are the members for which a join waits.
+func (s *setState) joining() []topo.Rank { return s.missing(func(int) bool { return false }) }
+
+// needsAll reports whether k makes no sense for members that have joined, unless they agreed to contribute nothing.
+func needsAll(k message.Kind) bool {
+	switch k {
+	case message.Allreduce, message.Barrier:
+		return false
+	}
+	return true
+}

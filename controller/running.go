@@ -1,0 +1,69 @@
+package controller
+
+import (
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+)
+
+// grantList has the grants that a member has not finished, oldest first.
+type grantList struct {
+	oldest, newest *Grant
+}
+
+// add appends a grant of the given time.
+func (l *grantList) add(g *Grant, now time.Duration) {
+	g.since, g.older, g.newer = now, l.newest, nil
+	if l.newest != nil {
+		l.newest.newer = g
+	} else {
+		l.oldest = g
+	}
+	l.newest = g
+}
+
+// remove takes a grant of the list out of it.
+func (l *grantList) remove(g *Grant) {
+	if g.older != nil {
+		g.older.newer = g.newer
+	} else {
+		l.oldest = g.newer
+	}
+	if g.newer != nil {
+		g.newer.older = g.older
+	} else {
+		l.newest = g.older
+	}
+	g.older, g.newer = nil, nil
+}
+
+// nextBeat is when a heartbeat is due. Other frames are signs of life too, but do not say what is not finished: while
+// a grant takes long, and once more when it does not any longer, heartbeats do not rest.
+func (m *Member) nextBeat(spoke bool) time.Duration {
+	next := m.spoke + heartbeatPeriod
+	if spoke {
+		next = never
+	}
+	if g := m.running.oldest; g != nil {
+		next = min(next, max(g.since, m.beat)+heartbeatPeriod)
+	}
+	if m.reported {
+		next = min(next, m.beat+heartbeatPeriod)
+	}
+	return next
+}
+
+// beatFrame is a heartbeat, which says what this rank has not finished for longest.
+func (m *Member) beatFrame() *message.Up {
+	m.heartbeat = message.Up{Type: message.UpHeartbeat, Seen: m.seen}
+	if g := m.running.oldest; g != nil {
+		m.heartbeat.Tensor, m.heartbeat.Set = g.Responses[0].Name, g.Set
+		m.heartbeat.Millis = millis(m.now - g.since)
+	}
+	return &m.heartbeat
+}
+
+// millis is d as frames have it.
+func millis(d time.Duration) uint32 {
+	return uint32(min(d/time.Millisecond, 1<<32-1))
+}

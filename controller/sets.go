@@ -1,0 +1,153 @@
+package controller
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// setTable has the process sets of a job as its coordinator knows them. They come and go by requests of all ranks on the
+// global set.
+type setTable struct {
+	size          int // of the job
+	cacheCapacity int
+	waits         *waits
+	next          topo.ProcessSetID // ids are never given twice
+	// sets is ascending by id. It is replaced, not changed, so that whoever ranges over it may change it.
+	sets    []*setState
+	removed []removedSet
+}
+
+// removedSet is kept until every rank has seen the removal: news of the set may be under way.
+type removedSet struct {
+	Set
+	cycle uint64
+}
+
+func newSetTable(sets []Set, cacheCapacity int, w *waits) *setTable {
+	t := &setTable{size: len(sets[0].Ranks), cacheCapacity: cacheCapacity, waits: w}
+	for _, s := range sets {
+		t.sets = append(t.sets, newSetState(s, cacheCapacity, w))
+		t.next = max(t.next, s.ID+1)
+	}
+	return t
+}
+
+// find is the set of an id, or nil.
+func (t *setTable) find(id topo.ProcessSetID) *setState {
+	for _, s := range t.sets {
+		if s.ID == id {
+			return s
+		}
+	}
+	return nil
+}
+
+// changesSets reports whether operations of kind k add or remove process sets.
+func changesSets(k message.Kind) bool {
+	return k == message.AddProcessSet || k == message.RemoveProcessSet
+}
+
+// change does in the given cycle what all ranks have agreed on. It gives back the response, or an error in its place.
+func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
+	done := *r
+	var reason string
+	switch r.Kind {
+	case message.AddProcessSet:
+		done.Set, reason = t.add(r.Ranks)
+	case message.RemoveProcessSet:
+		reason = t.remove(r.Set, cycle)
+	}
+	if reason != "" {
+		return &message.Response{Kind: message.Error, Name: r.Name, Text: fmt.Sprintf("%v %q: %s", r.Kind, r.Name, reason)}
+	}
+	return &done
+}
+
+// add makes a process set of ranks, which are ascending. The reason why it cannot is empty if it can.
+func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) {
+	if last := ranks[len(ranks)-1]; int(last) >= t.size {
+		return 0, fmt.Sprintf("rank %d is not among the %d ranks of the job", last, t.size)
+	}
+	for _, s := range t.sets {
+		if slices.Equal(s.Ranks, ranks) {
+			return 0, fmt.Sprintf("duplicate process set: process set %d has %s already", s.ID, rankList(ranks))
+		}
+	}
+	if len(t.sets) >= message.MaxSets {
+		return 0, fmt.Sprintf("the job has %d process sets, want at most that many", len(t.sets))
+	}
+	id = t.next
+	t.next++
+	t.sets = append(t.sets[:len(t.sets):len(t.sets)], newSetState(Set{ID: id, Ranks: ranks}, t.cacheCapacity, t.waits))
+	return id, ""
+}
+
+// remove drops a process set with everything that waits in it. What it has granted is the ranks' to finish.
+func (t *setTable) remove(id topo.ProcessSetID, cycle uint64) (reason string) {
+	s := t.find(id)
+	if s == nil {
+		return fmt.Sprintf("process set %d does not exist", id)
+	}
+	s.ready = nil // nor does the cycle that removes it decide about it
+	t.removed = append(t.removed, removedSet{s.Set, cycle})
+	t.sets = slices.DeleteFunc(slices.Clone(t.sets), func(x *setState) bool { return x == s })
+	return ""
+}
+
+// crossed reports whether news of a set may come from a rank that had seen the given cycle, because the set was removed
+// later.
+func (t *setTable) crossed(id topo.ProcessSetID, r topo.Rank, seen uint64) bool {
+	return slices.ContainsFunc(t.removed, func(s removedSet) bool {
+		return s.ID == id && s.index(r) >= 0 && seen < s.cycle
+	})
+}
+
+// forget drops removed sets whose removal all ranks have seen: seen is the least cycle that they have.
+func (t *setTable) forget(seen uint64) {
+	t.removed = slices.DeleteFunc(t.removed, func(s removedSet) bool { return s.cycle <= seen })
+}
+
+// change follows, at a member, what a grant does to its process sets.
+func (m *Member) change(r *message.Response) error {
+	switch r.Kind {
+	case message.AddProcessSet:
+		if m.set(r.Set) != nil {
+			return fmt.Errorf("process set %d is added, which is there", r.Set)
+		}
+		if s := newMemberSet(Set{ID: r.Set, Ranks: r.Ranks}, m.cfg.Rank); s.me >= 0 {
+			m.sets = append(m.sets, s)
+		}
+	case message.RemoveProcessSet:
+		if m.set(r.Set) != nil {
+			m.sets = slices.DeleteFunc(m.sets, func(s *memberSet) bool { return s.ID == r.Set })
+			m.removed = append(m.removed, r.Set)
+		}
+	}
+	return nil
+}
+
+// change is that of a Member, where all ranks know all sets.
+func (l *Lockstep) change(r *message.Response) error {
+	switch r.Kind {
+	case message.AddProcessSet:
+		if l.set(r.Set) != nil {
+			return fmt.Errorf("process set %d is added, which is there", r.Set)
+		}
+		l.addSet(Set{ID: r.Set, Ranks: r.Ranks})
+	case message.RemoveProcessSet:
+		if s := l.set(r.Set); s == nil {
+			return fmt.Errorf("process set %d is removed, which is not there", r.Set)
+		} else if s.me >= 0 {
+			l.removed = append(l.removed, r.Set)
+		}
+		l.sets = slices.DeleteFunc(l.sets, func(s *lockstepSet) bool { return s.ID == r.Set })
+	}
+	return nil
+}
+
+// Removed are the process sets that the last Apply removed and of which this rank was a member. What was not granted
+// there is to be answered with an error. It is valid until the next Apply.
+func (l *Lockstep) Removed() []topo.ProcessSetID { return l.removed }

@@ -1,0 +1,256 @@
+package controller
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Event is something that happened and that nobody has to act on: it is for people. Exactly one field is set.
+type Event struct {
+	Stall *Stall
+}
+
+// Stall is a tensor that has waited for ranks for StallWarning, or for a multiple of it.
+type Stall struct {
+	Set topo.ProcessSetID
+	// Kind is NoKind where it is not known: of what is Executing, and where the ranks did not agree.
+	Kind message.Kind
+	Name string
+	// Group is that of a tensor which no rank is missing, and which waits for others of its group that nobody has
+	// asked for; else empty.
+	Group string
+	// Missing are the ranks, ascending, that have not asked for the tensor (or for the rest of its group) or, if it is
+	// Executing, that have not finished it.
+	Missing   []topo.Rank
+	Waited    time.Duration
+	Executing bool
+}
+
+func (s *Stall) String() string {
+	text := fmt.Sprintf("%s of process set %d has waited %s for ", label(s.Kind, s.Name), s.Set, seconds(s.Waited))
+	switch {
+	case s.Executing:
+		text += rankList(s.Missing) + " to finish it"
+	case s.Group != "":
+		text += fmt.Sprintf("the rest of its group %q from %s", s.Group, rankList(s.Missing))
+	default:
+		text += rankList(s.Missing)
+	}
+	return text
+}
+
+// label prints an operation of which maybe only the name is known.
+func label(k message.Kind, name string) string {
+	if k == message.NoKind {
+		return fmt.Sprintf("tensor %q", name)
+	}
+	return fmt.Sprintf("%v %q", k, name)
+}
+
+// wait is since when a tensor waits, and how often that was reported.
+type wait struct {
+	since   time.Duration
+	reports int
+}
+
+// waits tells when some tensor may have waited so long that it is to be looked at. All tensors of a coordinator share
+// it, so that a vote costs a look at the clock and nothing looks at tensors before it is due.
+type waits struct {
+	now      time.Duration
+	patience time.Duration // the least time after which a tensor is looked at; 0 is never
+	due      time.Duration
+}
+
+func newWaits(warning, shutdown, now time.Duration) *waits {
+	w := &waits{now: now, patience: warning, due: never}
+	if shutdown > 0 && (warning == 0 || shutdown < warning) {
+		w.patience = shutdown
+	}
+	return w
+}
+
+func (w *waits) begin() wait { return w.beginAt(w.now) }
+
+func (w *waits) beginAt(since time.Duration) wait {
+	if w.patience > 0 {
+		w.due = min(w.due, since+w.patience)
+	}
+	return wait{since: since}
+}
+
+// execution is the oldest grant that a rank has not finished, as its last heartbeat says.
+type execution struct {
+	wait
+	set    topo.ProcessSetID
+	tensor string // empty if there is none
+	age    time.Duration
+}
+
+// hear takes a heartbeat.
+func (e *execution) hear(u *message.Up, w *waits) {
+	age := time.Duration(u.Millis) * time.Millisecond
+	switch {
+	case u.Tensor == "":
+		*e = execution{}
+	case u.Tensor == e.tensor && u.Set == e.set && age >= e.age:
+		e.age = age // still the same
+	default:
+		*e = execution{wait: w.beginAt(w.now - age), set: u.Set, tensor: u.Tensor, age: age}
+	}
+}
+
+// Events is what happened since the last call. It is valid until the next one.
+func (c *Coordinator) Events() []Event {
+	events := c.events
+	c.events, c.oldEvents = c.oldEvents[:0], events
+	return events
+}
+
+// checkStalls reports what has waited for too long, and stops the job for what has waited far too long.
+func (c *Coordinator) checkStalls() {
+	if c.now < c.waits.due {
+		return
+	}
+	c.waits.due = never
+	for _, s := range c.sets.sets {
+		s.eachWaiting(func(w *wait, _ groupKey, stall func() Stall) { c.checkStall(w, c.now-w.since, stall) })
+	}
+	c.checkExecutions()
+}
+
+// checkStall looks at one tensor.
+func (c *Coordinator) checkStall(w *wait, waited time.Duration, stall func() Stall) {
+	next := never
+	if period := c.cfg.StallWarning; period > 0 {
+		if n := int(waited / period); n > w.reports {
+			w.reports = n
+			st := stall()
+			st.Waited = waited
+			c.events = append(c.events, Event{Stall: &st})
+		}
+		next = c.now - waited + time.Duration(w.reports+1)*period
+	}
+	if limit := c.cfg.StallShutdown; limit > 0 {
+		if waited >= limit {
+			st := stall()
+			st.Waited = waited
+			c.stop("stalled: " + st.String())
+			return
+		}
+		next = min(next, c.now-waited+limit)
+	}
+	c.waits.due = min(c.waits.due, next)
+}
+
+// checkExecutions looks at what ranks have not finished. The ranks with the same tensor are reported together, with the
+// age that it has at the slowest.
+func (c *Coordinator) checkExecutions() {
+	for r := range c.ranks {
+		e := &c.ranks[r].executing
+		if e.tensor == "" {
+			continue
+		}
+		oldest, reports := e.since, e.reports
+		var ranks []topo.Rank
+		c.eachExecution(e, func(r topo.Rank, x *execution) {
+			oldest, reports = min(oldest, x.since), max(reports, x.reports)
+			ranks = append(ranks, r)
+		})
+		w := wait{since: oldest, reports: reports}
+		c.checkStall(&w, c.now-oldest, func() Stall {
+			return Stall{Set: e.set, Name: e.tensor, Missing: ranks, Executing: true}
+		})
+		c.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports }) // once for all of them
+	}
+}
+
+// eachExecution visits the ranks that execute the same as e.
+func (c *Coordinator) eachExecution(e *execution, visit func(r topo.Rank, x *execution)) {
+	for r := range c.ranks {
+		if x := &c.ranks[r].executing; x.tensor == e.tensor && x.set == e.set {
+			visit(topo.Rank(r), x)
+		}
+	}
+}
+
+// stop ends the job in the next cycle, for a reason of the coordinator's own.
+func (c *Coordinator) stop(reason string) {
+	if c.state == running {
+		c.state, c.progress, c.stopReason = stopping, c.now, reason
+	}
+}
+
+// eachWaiting visits the tensors that wait for ranks, with their groups: those in full in order of their first request,
+// then the cached ones, then what is held for a group of which nothing else is known.
+func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() Stall)) {
+	wanted := make(map[groupKey]bool) // groups of which an incomplete tensor was visited
+	for _, row := range s.rows {
+		if !row.complete {
+			first, key := firstOf(row.requests), groupOf(row.requests)
+			wanted[key] = true
+			visit(&row.wait, key, func() Stall {
+				return Stall{Set: s.ID, Kind: first.Kind, Name: first.Name, Missing: s.rowMissing(row)}
+			})
+		}
+	}
+	for bit := range s.cache.Bound() {
+		if r := s.cache.At(bit); r != nil && s.bitWaiting(bit) {
+			key := groupKey{r.Group, r.GroupSize}
+			wanted[key] = true
+			visit(s.bitWait(bit), key, func() Stall {
+				return Stall{Set: s.ID, Kind: r.Kind, Name: r.Name, Missing: s.bitMissing(bit)}
+			})
+		}
+	}
+	for _, g := range s.held.groups {
+		if wanted[g.groupKey] || len(g.items) == 0 {
+			continue
+		}
+		item := &g.items[0]
+		visit(s.waitOf(item), g.groupKey, func() Stall {
+			return Stall{Set: s.ID, Kind: item.kind(), Name: item.response.Name, Group: g.name, Missing: s.missing(func(int) bool { return false })}
+		})
+	}
+}
+
+func (s *setState) waitOf(item *readyItem) *wait {
+	if item.cached {
+		return s.bitWait(item.bit)
+	}
+	return &item.row.wait
+}
+
+// bitWaiting reports whether some members have voted for bit, and others are missing.
+func (s *setState) bitWaiting(bit uint32) bool { return s.cache.Votes(bit) > 0 && !s.bitComplete(bit) }
+
+func (s *setState) rowMissing(row *tableRow) []topo.Rank {
+	return s.missing(func(m int) bool { return row.requests[m].Kind != message.NoKind })
+}
+
+func (s *setState) bitMissing(bit uint32) []topo.Rank {
+	return s.missing(func(m int) bool { return s.cache.Voted(m, bit) })
+}
+
+// missing are the members that have neither asked nor joined.
+func (s *setState) missing(asked func(member int) bool) []topo.Rank {
+	var ranks []topo.Rank
+	for m, r := range s.Ranks {
+		if !asked(m) && !s.joined.has(m) {
+			ranks = append(ranks, r)
+		}
+	}
+	return ranks
+}
+
+// shiftWaits moves the beginnings of all waits, by time that this process did not live through.
+func (s *setState) shiftWaits(gap time.Duration) {
+	for _, row := range s.rows {
+		row.since += gap
+	}
+	for bit := range s.bitWaits {
+		s.bitWaits[bit].since += gap
+	}
+}

@@ -1,0 +1,139 @@
+package controller
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Timeout says that a tensor was not done in the time that its caller gave it. The verdict of the coordinator follows,
+// unless the tensor was granted and this rank has not seen it yet: if it is not finished then, say so again.
+func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
+	if m.state != memberRunning && m.state != memberDraining {
+		return
+	}
+	m.timeouts = append(m.timeouts, message.Up{Type: message.UpTimeout, Set: set, Tensor: tensor, Millis: millis(after)})
+}
+
+// has reports whether a grant of the list has the tensor.
+func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
+	for g := l.oldest; g != nil; g = g.newer {
+		if g.Set == set && slices.ContainsFunc(g.Responses, func(r *message.Response) bool { return r.Name == tensor }) {
+			return true
+		}
+	}
+	return false
+}
+
+// timeout fails the epoch because a tensor was not done in time at a rank, unless its answer is under way to it.
+func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
+	s, _ := c.member(u.Set, by)
+	if s != nil && !c.stopSent {
+		if kind, ranks, why := s.blocked(u.Tensor); why != "" {
+			if len(ranks) == 0 {
+				ranks = []topo.Rank{by}
+			}
+			c.fail(ranks, timeoutText(kind, by, u, why))
+			return
+		}
+	}
+	if u.Granted || s != nil && s.isReady(u.Tensor) {
+		ranks, why := c.unfinished(by, u)
+		c.fail(ranks, timeoutText(message.NoKind, by, u, why))
+	}
+}
+
+func timeoutText(k message.Kind, by topo.Rank, u *message.Up, why string) string {
+	return fmt.Sprintf("%s timed out after %s at rank %d: %s", label(k, u.Tensor), seconds(time.Duration(u.Millis)*time.Millisecond), by, why)
+}
+
+// blocked says which ranks keep a tensor from being granted, and how; ranks is nil if nobody knows. why is empty if
+// the tensor is not known, or not kept by ranks.
+func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank, why string) {
+	if g := s.held.find(tensor); g != nil {
+		kind = g.items[g.index(tensor)].kind()
+		why = fmt.Sprintf("its group %q has %d of %d tensors", g.name, len(g.items), g.size)
+		s.eachWaiting(func(_ *wait, key groupKey, stall func() Stall) {
+			if ranks != nil || key != g.groupKey {
+				return
+			}
+			if st := stall(); st.Group == "" {
+				ranks = st.Missing
+				why = fmt.Sprintf("its group %q waits for %s, which %s not submitted", g.name, label(st.Kind, st.Name), have(ranks))
+			}
+		})
+		return kind, ranks, why
+	}
+	bit, cached := s.cache.BitOf(tensor)
+	switch row := s.table[tensor]; {
+	case row != nil && !row.complete:
+		kind, ranks = firstOf(row.requests).Kind, s.rowMissing(row)
+	case cached && s.bitWaiting(bit):
+		kind, ranks = s.cache.At(bit).Kind, s.bitMissing(bit)
+	case slices.Contains(s.joined.names, tensor):
+		ranks = s.joining()
+		return message.Join, ranks, have(ranks) + " not joined"
+	default:
+		return message.NoKind, nil, ""
+	}
+	return kind, ranks, have(ranks) + " not submitted it"
+}
+
+// isReady reports whether a tensor waits for nothing but the gate.
+func (s *setState) isReady(tensor string) bool {
+	return slices.ContainsFunc(s.ready, func(i readyItem) bool { return i.response.Name == tensor })
+}
+
+// unfinished says which ranks keep a granted tensor from being done, by their heartbeats: those whose oldest grant of its
+// set is about as old as any rank's, because a set's grants run in order. If no heartbeat tells, it is the rank whose
+// time is up.
+func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank, why string) {
+	oldest := never
+	for r := range c.ranks {
+		if x := &c.ranks[r].executing; x.tensor != "" && x.set == u.Set {
+			oldest = min(oldest, x.since)
+		}
+	}
+	if oldest == never {
+		return []topo.Rank{by}, "it is granted and not finished"
+	}
+	said := make(map[string]bool)
+	for r := range c.ranks {
+		e := &c.ranks[r].executing
+		if e.tensor == "" || e.set != u.Set || e.since-oldest >= heartbeatPeriod {
+			continue
+		}
+		ranks = append(ranks, topo.Rank(r))
+		if said[e.tensor] {
+			continue
+		}
+		said[e.tensor] = true
+		var at []topo.Rank
+		c.eachExecution(e, func(r topo.Rank, _ *execution) { at = append(at, r) })
+		if why != "" {
+			why += ", "
+		}
+		why += fmt.Sprintf("%s not finished %q", have(at), e.tensor)
+	}
+	return ranks, why
+}
+
+// Missing are the ranks, ascending, that keep a tensor of a process set from being granted, where that is known: at rank
+// 0, for joins and what is not cached. It is nil elsewhere: what ranks vote for by bits is combined on its way, and
+// nobody knows who has not voted.
+func (l *Lockstep) Missing(set topo.ProcessSetID, tensor string) []topo.Rank {
+	s := l.set(set)
+	if s == nil || s.state == nil {
+		return nil
+	}
+	if row := s.state.table[tensor]; row != nil && !row.complete {
+		return s.state.rowMissing(row)
+	}
+	if slices.Contains(s.state.joined.names, tensor) {
+		return s.state.joining()
+	}
+	return nil
+}

@@ -1,0 +1,147 @@
+package message
+
+import (
+	"fmt"
+	"math"
+	"unicode/utf8"
+
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Check says what is wrong with r by itself, or returns nil. What ranks must agree on is the coordinator's to
+// check.
+func (r *Request) Check() error {
+	if !r.Kind.Valid() {
+		return fmt.Errorf("request %q has unknown kind %d", r.Name, r.Kind)
+	}
+	if err := checkName(r.Name); err != nil {
+		return err
+	}
+	if err := r.CheckParameters(); err != nil {
+		return fmt.Errorf("%v %q: %w", r.Kind, r.Name, err)
+	}
+	return nil
+}
+
+// CheckParameters is Check for a request whose name is not known yet; its errors do not name the operation.
+func (r *Request) CheckParameters() error {
+	if (r.Group == "") != (r.GroupSize == 0) || r.GroupSize < 0 || r.Group != "" && !r.Kind.MovesData() {
+		return fmt.Errorf("group %q of %d tensors", r.Group, r.GroupSize)
+	}
+	if r.Group != "" {
+		if err := checkName(r.Group); err != nil {
+			return err
+		}
+	}
+	switch r.Kind {
+	case AddProcessSet:
+		return checkMembers(r.Ranks)
+	case RemoveProcessSet:
+		if r.Set == topo.Global {
+			return fmt.Errorf("the global process set cannot be removed")
+		}
+		return nil
+	case Barrier, Join:
+		return nil
+	}
+	if !r.DType.Valid() {
+		return fmt.Errorf("unknown element type %d", r.DType)
+	}
+	if err := checkShape(r.Shape, r.DType); err != nil {
+		return err
+	}
+	if r.Kind == Broadcast && r.Root < 0 {
+		return fmt.Errorf("root rank %d", r.Root)
+	}
+	if r.Kind.Reduces() {
+		return r.checkReduction()
+	}
+	return nil
+}
+
+func (r *Request) checkReduction() error {
+	if err := tensor.CheckReduce(r.Op, r.DType); err != nil {
+		return err
+	}
+	if r.Kind == Reducescatter && r.Op == tensor.Adasum {
+		return fmt.Errorf("adasum is a reduction for allreduce alone")
+	}
+	if math.IsNaN(r.Prescale) || math.IsNaN(r.Postscale) {
+		return fmt.Errorf("scale factors %v and %v", r.Prescale, r.Postscale)
+	}
+	if r.Prescale != 1 || r.Postscale != 1 {
+		if err := tensor.CheckScale(r.DType); err != nil {
+			return err
+		}
+	}
+	if r.Wire != tensor.Invalid {
+		switch {
+		case r.Kind != Allreduce:
+			return fmt.Errorf("compression to %v, which only allreduce has", r.Wire)
+		case !r.Wire.IsHalf() || r.DType != tensor.Float32 && r.DType != tensor.Float64:
+			return fmt.Errorf("compression of %v to %v, want float32 or float64 to float16 or bfloat16", r.DType, r.Wire)
+		}
+	}
+	return nil
+}
+
+// check is Check for responses, whose sizes followers compute with.
+func (r *Response) check() error {
+	if r.Kind == Error {
+		return checkName(r.Name)
+	}
+	q := r.request()
+	if err := q.Check(); err != nil {
+		return err
+	}
+	if r.Kind.Ragged() && (len(r.Shape) == 0 || r.Shape[0] != 0) || r.Kind == Reducescatter && len(r.Shape) == 0 {
+		return fmt.Errorf("%v %q has shape %v", r.Kind, r.Name, r.Shape)
+	}
+	if r.Kind == AddProcessSet && r.Set == topo.Global {
+		return fmt.Errorf("%v %q without an id", r.Kind, r.Name)
+	}
+	if r.Kind == Allgather {
+		if _, err := r.NumElems(); err != nil {
+			return fmt.Errorf("allgather %q has first dimensions %v for shape %v", r.Name, r.FirstDims, r.Shape)
+		}
+	}
+	return nil
+}
+
+func checkName(name string) error {
+	if name == "" || len(name) > MaxNameBytes {
+		return fmt.Errorf("a tensor name has %d bytes, want 1 to %d", len(name), MaxNameBytes)
+	}
+	if !utf8.ValidString(name) {
+		return fmt.Errorf("tensor name %q is not UTF-8", name)
+	}
+	return nil
+}
+
+// checkMembers holds the ranks of a process set against what a Set promises: at least one, ascending.
+func checkMembers(ranks []topo.Rank) error {
+	if len(ranks) == 0 {
+		return fmt.Errorf("a process set without ranks")
+	}
+	for i, r := range ranks {
+		if r < 0 || r >= MaxRanks || i > 0 && r <= ranks[i-1] {
+			return fmt.Errorf("ranks %v, want them ascending and from 0 to %d", ranks, MaxRanks-1)
+		}
+	}
+	return nil
+}
+
+func checkShape(s tensor.Shape, dt tensor.DType) error {
+	if len(s) > MaxDims {
+		return fmt.Errorf("%d dimensions, want at most %d", len(s), MaxDims)
+	}
+	n, err := s.NumElems()
+	if err != nil {
+		return err
+	}
+	if n > math.MaxInt64/int64(dt.Size()) {
+		return fmt.Errorf("shape %v of %v has more than 2^63-1 bytes", s, dt)
+	}
+	return nil
+}
