@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"runtime"
+	"slices"
 	"strconv"
 	"sync"
 	"testing"
@@ -21,8 +22,28 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 const deadline = 60 * time.Second
 
 // run starts n ranks that meet in a store of their own, over TCP on loopback, and calls f once for each. It shuts
-// down at every rank when f has returned everywhere. settings come as name, value, name, value, ...
+// down when f has returned everywhere. settings come as name, value, name, value, ...
 func run(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), settings ...string) {
+	t.Helper()
+	runSets(t, n, nil, f, settings...)
+}
+
+// runSets is run for ranks that begin with the given process sets.
+func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *hvd.Engine), settings ...string) {
+	t.Helper()
+	engines(t, n, func(ctx context.Context, e *hvd.Engine) {
+		f(ctx, e)
+		if err := hvd.Barrier(ctx, hvd.Name("end of the test"), hvd.On(e)); err != nil {
+			t.Errorf("rank %d: %v", e.Rank(), err)
+		}
+		if err := e.Shutdown(ctx); err != nil {
+			t.Errorf("rank %d: %v", e.Rank(), err)
+		}
+	}, []hvd.InitOption{hvd.WithProcessSets(sets...)}, settings...)
+}
+
+// engines is run for ranks that shut down by themselves.
+func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), opts []hvd.InitOption, settings ...string) {
 	t.Helper()
 	store := rendezvous.NewHashStore(rendezvous.Limits{})
 	defer store.Close()
@@ -36,16 +57,33 @@ func run(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), settin
 	})
 	defer stop()
 	ranks(n, func(r int) {
-		e, err := hvd.New(ctx, place(store, r, n, settings...)...)
+		e, err := hvd.New(ctx, append(place(store, r, n, settings...), opts...)...)
 		if err != nil {
 			t.Errorf("rank %d: %v", r, err)
 			return
 		}
 		f(ctx, e)
-		if err := e.Shutdown(ctx); err != nil {
-			t.Errorf("rank %d: %v", r, err)
+	})
+}
+
+// runModes is run for two and three ranks under both negotiations.
+func runModes(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Engine), settings ...string) {
+	modes(t, func(t *testing.T, mode []string) {
+		for _, size := range []int{2, 3} {
+			t.Run(fmt.Sprintf("ranks=%d", size), func(t *testing.T) {
+				run(t, size, func(ctx context.Context, e *hvd.Engine) { f(ctx, t, e) }, slices.Concat(settings, mode)...)
+			})
 		}
 	})
+}
+
+// goesOn checks that an allreduce by this name works at all ranks of set.
+func goesOn(ctx context.Context, t *testing.T, set *hvd.ProcessSet, tensor string) {
+	t.Helper()
+	got, err := hvd.Allreduce(ctx, []int32{1, int32(set.Rank())}, hvd.Op(hvd.Sum), hvd.Name(tensor), hvd.Over(set))
+	if n := int32(set.Size()); err != nil || !slices.Equal(got, []int32{n, n * (n - 1) / 2}) {
+		t.Errorf("member %d of %v: afterwards: allreduce %q of ones and positions: got %v and error %v", set.Rank(), set, tensor, got, err)
+	}
 }
 
 // ranks calls f for each of n ranks at once and waits for all.

@@ -7,39 +7,18 @@ import (
 	"net"
 	"os"
 	"strconv"
-	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/verdict"
 	"github.com/gohvd/gohvd/rendezvous"
-	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 	"github.com/gohvd/gohvd/transport/tcp"
-)
-
-// The states of a job that is over.
-var (
-	// ErrShutDown answers operations that were pending when a rank shut the job down, and later ones.
-	ErrShutDown = engine.ErrShutDown
-	// ErrClosed answers them when this rank's own Shutdown was cut short by its context.
-	ErrClosed = engine.ErrClosed
-)
-
-// The errors of operations, by cause.
-type (
-	// MismatchError: the ranks' requests for a tensor contradict each other, or ask for what cannot be done.
-	MismatchError = engine.MismatchError
-	// PeerError: ranks have failed, and the epoch with them.
-	PeerError = engine.PeerError
-	// DuplicateNameError: a tensor of the name is in flight.
-	DuplicateNameError = tensorqueue.DuplicateNameError
-	// OpError wraps the cause of an operation's failure with the operation and the tensor.
-	OpError = engine.OpError
 )
 
 // Engine is one rank of one epoch of a job. Programs that are one rank use the package-level functions; a
@@ -51,7 +30,11 @@ type Engine struct {
 	ownsIt  bool // the store was dialed here
 	place   topo.Topology
 	epoch   uint64
-	unnamed atomic.Int64
+
+	global      *ProcessSet
+	sets        setTable
+	dynamicSets bool
+	timeout     time.Duration // of operations that say none
 }
 
 // InitOption changes what Init and New read from the environment.
@@ -62,6 +45,8 @@ type initOptions struct {
 	store     rendezvous.Store
 	log       *zap.Logger
 	lastEpoch uint64
+	sets      [][]int
+	onStall   func(Stall)
 }
 
 // WithSetting sets a setting by the name of its environment variable, which it overrides.
@@ -81,6 +66,28 @@ func WithStore(s rendezvous.Store) InitOption { return func(o *initOptions) { o.
 // WithLogger sends the engine's log to l, whatever HOROVOD_LOG_LEVEL says.
 func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.log = l } }
 
+// WithProcessSets makes process sets of these ranks beside that of all, numbered from 1 in this order. All ranks must give
+// the same.
+func WithProcessSets(sets ...[]int) InitOption {
+	return func(o *initOptions) { o.sets = append(o.sets, sets...) }
+}
+
+// Stall is a report of the stall inspector: a tensor has waited long, and for whom.
+type Stall struct {
+	// Op is the operation, as "allreduce"; Tensor its name; ProcessSet the ID of its set.
+	Op, Tensor string
+	ProcessSet int
+	// Missing are the ranks that have not submitted the tensor or, if Executing, not finished the operation.
+	Missing   []int
+	Waited    time.Duration
+	Executing bool
+}
+
+// OnStall makes f hear of stalls at rank 0, which knows of all ranks': after HOROVOD_STALL_CHECK_TIME_SECONDS and again
+// each time that much more has passed. Stalls are logged besides. f is called by the background loop, so it must return
+// soon and must not wait for an operation.
+func OnStall(f func(Stall)) InitOption { return func(o *initOptions) { o.onStall = f } }
+
 // After makes the new engine's epoch follow that of prev, which was shut down.
 func After(prev *Engine) InitOption { return afterEpoch(prev.epoch) }
 
@@ -99,13 +106,16 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 		return nil, fmt.Errorf("hvd: init: %w", err)
 	}
 	if o.log == nil {
-		if o.log, err = newLogger(cfg.LogLevel); err != nil {
+		if o.log, err = newLogger(cfg.LogLevel, !cfg.LogHideTime); err != nil {
 			return nil, fmt.Errorf("hvd: init: %w", err)
 		}
 	}
+	for _, w := range cfg.Warnings {
+		o.log.Warn(w)
+	}
 	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
 	defer cancel()
-	e := &Engine{store: o.store}
+	e := &Engine{store: o.store, dynamicSets: cfg.DynamicProcessSets, timeout: cfg.OperationTimeout}
 	if err := e.start(ctx, cfg, &o); err != nil {
 		return nil, fmt.Errorf("hvd: init: %w", errors.Join(err, e.release()))
 	}
@@ -117,13 +127,16 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) e
 	if cfg.Size != config.Unset {
 		rank, size = cfg.Rank, cfg.Size
 	}
+	sets, err := staticSets(o.sets, size)
+	if err != nil {
+		return err
+	}
 	log := o.log.With(zap.Int("rank", rank), zap.Int("size", size))
 	var mesh transport.Mesh
 	hosts := []string{cfg.Hostname}
 	e.epoch = o.lastEpoch + 1
 	if size > 1 {
-		var err error
-		if mesh, hosts, err = e.meet(ctx, cfg, o.lastEpoch, log); err != nil {
+		if mesh, hosts, err = e.meet(ctx, cfg, o.lastEpoch, sets, log); err != nil {
 			return err
 		}
 	}
@@ -134,18 +147,37 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) e
 		}
 		return err
 	}
-	var err error
-	e.engine, err = engine.Start(ctx, engine.Config{
-		Rank: topo.Rank(rank), Size: size, Mesh: mesh,
-		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes,
-		CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep,
+	e.global = e.newSet(topo.Global, controller.Global(size).Ranks)
+	for _, s := range sets {
+		e.newSet(s.ID, s.Ranks)
+	}
+	ecfg := engine.Config{
+		Rank: topo.Rank(rank), Size: size, Mesh: mesh, Sets: sets,
+		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion,
+		CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep, Deterministic: cfg.Deterministic,
+		StallWarning: cfg.StallWarning, StallShutdown: cfg.StallShutdown,
 		Log: log.With(zap.Uint64("epoch", e.epoch)), OnVerdict: e.publish,
-	})
+	}
+	if n := e.place.LocalRank; n < len(cfg.ThreadAffinity) {
+		ecfg.Cores = cfg.ThreadAffinity[n : n+1]
+	}
+	if o.onStall != nil {
+		ecfg.OnStall = func(s *controller.Stall) { o.onStall(newStall(s)) }
+	}
+	e.engine, err = engine.Start(ctx, ecfg)
 	return err
 }
 
+func newStall(s *controller.Stall) Stall {
+	stall := Stall{Op: s.Kind.String(), Tensor: s.Name, ProcessSet: int(s.Set), Waited: s.Waited, Executing: s.Executing}
+	for _, r := range s.Missing {
+		stall.Missing = append(stall.Missing, int(r))
+	}
+	return stall
+}
+
 // meet finds the other ranks and connects to them. hosts are their hosts, by rank.
-func (e *Engine) meet(ctx context.Context, cfg config.Config, lastEpoch uint64, log *zap.Logger) (mesh transport.Mesh, hosts []string, err error) {
+func (e *Engine) meet(ctx context.Context, cfg config.Config, lastEpoch uint64, sets []controller.Set, log *zap.Logger) (mesh transport.Mesh, hosts []string, err error) {
 	listen := "127.0.0.1"
 	if e.store == nil {
 		address := net.JoinHostPort(cfg.RendezvousAddr, strconv.Itoa(cfg.RendezvousPort))
@@ -169,10 +201,13 @@ func (e *Engine) meet(ctx context.Context, cfg config.Config, lastEpoch uint64, 
 	e.session, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: e.store, Job: cfg.JobID, Rank: topo.Rank(cfg.Rank), Size: cfg.Size,
 		LastEpoch: lastEpoch, ListenHost: listen,
-		Self: rendezvous.Record{Addr: endpoint.Addr(), Host: cfg.Hostname, PID: os.Getpid()},
+		Self: rendezvous.Record{Addr: endpoint.Addr(), Host: cfg.Hostname, PID: os.Getpid(), Info: []byte(setsText(sets))},
 		Log:  log,
 	})
 	if err != nil {
+		return nil, nil, err
+	}
+	if err = sameSets(e.session.Records); err != nil {
 		return nil, nil, err
 	}
 	e.epoch = e.session.Epoch

@@ -1,5 +1,5 @@
-// Package hvd is data-parallel communication for training: allreduce, allgather, broadcast and barrier on
-// named tensors.
+// Package hvd is data-parallel communication for training: allreduce, allgather, broadcast, alltoall, reducescatter,
+// barrier and join on named tensors, over all ranks or process sets.
 //
 // A program calls Init, works, and calls Shutdown. Ranks may submit tensors in any order: they agree on one
 // through rank 0, by name, and run each operation when every rank has asked for it. Without a launcher a program
@@ -11,8 +11,8 @@
 //
 // # Names
 //
-// The name is what ranks match by. A tensor without one gets "<operation>.noname.<n>", counted per engine, so
-// ranks must make unnamed calls in the same order. A repeated name with equal shape and type costs one bit of
+// The name is what ranks match by. A tensor without one gets "<operation>.noname.<n>", counted per process set, so
+// ranks must make unnamed calls in the same order; a join begins the count anew. A repeated name with equal shape and type costs one bit of
 // negotiation instead of a message. The same name for different operations is a mismatch if ranks differ, and
 // forgets the cached agreement if they do not: give each use its own name.
 //
@@ -24,23 +24,24 @@
 //
 // # Errors
 //
-// Every error names operation and tensor. *MismatchError: the ranks' requests contradict each other; the job goes
-// on. *DuplicateNameError: the name is in flight. ErrShutDown: a rank has ended the job. *PeerError: ranks
-// failed; the epoch is over, and after Shutdown the survivors may Init again. ErrClosed: the context of this
-// rank's Shutdown ended before the others were ready. ErrNotInitialized: Init was not called. All are found by errors.Is
-// and errors.As.
+// Every error names operation and tensor. There are four sorts, found by errors.Is and errors.As:
+//
+//   - *UsageError: this rank should not have made the call, because the name is in flight (*DuplicateNameError), the
+//     process set is gone (ErrNoProcessSet) or not its own, Init was not called (ErrNotInitialized), or the arguments do
+//     not fit. Nothing was submitted.
+//   - *MismatchError: the ranks' requests contradict each other. All of them get it, and the job goes on.
+//   - ErrShutDown: a rank has ended the job, or the stall inspector (*StallError); ErrClosed: the context of this rank's
+//     Shutdown ended before the others were ready.
+//   - *PeerError: ranks failed, or an operation ran out of time. The epoch is over, and after Shutdown the survivors may
+//     Init again.
 package hvd
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"sync"
 )
-
-// ErrNotInitialized is the error of an operation before Init or after Shutdown.
-var ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
 
 // process is the face that the package-level functions put on one Engine.
 var process struct {

@@ -11,78 +11,81 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// Handle is an operation in flight that gives elements of T. Its methods are safe for concurrent use.
-type Handle[T any] struct {
-	kind message.Kind
-	name string
-	done chan struct{}
-	// out and err are written before done is closed.
-	out []T
-	err error
-}
-
-// Poll reports whether the operation is done, so that Wait returns at once.
-func (h *Handle[T]) Poll() bool {
-	select {
-	case <-h.done:
-		return true
-	default:
-		return false
-	}
-}
-
-// Done is closed when the operation is done.
-func (h *Handle[T]) Done() <-chan struct{} { return h.done }
-
-// Name is the tensor's name.
-func (h *Handle[T]) Name() string { return h.name }
-
-// Wait waits for the operation and gives its result. When ctx ends first the operation goes on, and the slices
-// stay in use until Done.
-func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
-	select {
-	case <-h.done:
-		return h.out, h.err
-	default:
-	}
-	select {
-	case <-h.done:
-		return h.out, h.err
-	case <-ctx.Done():
-		err := ctx.Err()
-		if cause := context.Cause(ctx); !errors.Is(cause, err) {
-			err = fmt.Errorf("%w: %w", err, cause)
-		}
-		return nil, fmt.Errorf("hvd: %v %q: gave up waiting, while the operation goes on: %w", h.kind, h.name, err)
-	}
-}
-
-// submit starts the operation of c. result, if not nil, gives the elements once it is there.
-func submit[T any](c *call, input, output []byte, allocate func(int) []byte, result func() []T) (*Handle[T], error) {
-	if c.request.Name == "" {
-		// A call that fails at this rank alone must not shift the numbers of those that follow.
-		probe := c.request
-		probe.Name = "without a name"
-		if err := probe.Check(); err != nil {
-			return nil, fmt.Errorf("hvd: %w", err)
-		}
-		c.request.Name = fmt.Sprintf("%v.noname.%d", c.request.Kind, c.engine.unnamed.Add(1))
-	}
-	h := &Handle[T]{kind: c.request.Kind, name: c.request.Name, done: make(chan struct{})}
-	err := c.engine.engine.Submit(&tensorqueue.Entry{
-		Set: topo.Global, Request: c.request,
-		Input: input, Output: output, Allocate: allocate,
+// newHandle makes the handle of one tensor of c. Its buffers are still to be set.
+func newHandle[T any](c *call, shape tensor.Shape) *Handle[T] {
+	h := &Handle[T]{operation: operation{kind: c.kind, done: make(chan struct{})}}
+	h.entry = &tensorqueue.Entry{
+		Set: c.set.id, Timeout: c.timeout, InPlace: c.inPlace, ErrorFeedback: c.errorFeedback,
+		Request: message.Request{
+			Kind: c.kind, DType: c.dtype, Shape: shape, Op: c.op, Prescale: c.pre, Postscale: c.post, Wire: c.wire,
+		},
 		Done: func(err error) {
-			if h.err = err; err == nil && result != nil {
-				h.out = result()
+			if h.err = err; err == nil && c.dtype == tensor.Bool {
+				onlyBools(h.entry.Output)
 			}
 			close(h.done)
 		},
-	})
-	if err != nil {
-		return nil, err
 	}
-	return h, nil
+	return h
+}
+
+// onlyBools makes the bytes that other ranks sent ones that Go allows in a bool.
+func onlyBools(b []byte) {
+	for i, v := range b {
+		if v > 1 {
+			b[i] = 1
+		}
+	}
+}
+
+// submit starts the operations of c. In a group each has a name made from c's.
+func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
+	for _, h := range handles {
+		// Before a number is drawn: a call that fails at this rank alone must not shift those that follow.
+		if err := h.entry.Request.CheckParameters(); err != nil {
+			return c.misuse("%w", err)
+		}
+	}
+	c.drawName()
+	entries := make([]*tensorqueue.Entry, len(handles))
+	for i, h := range handles {
+		q := &h.entry.Request
+		q.Name = c.name
+		if group {
+			q.Name = fmt.Sprintf("%s_%dof%d", c.name, i+1, len(handles))
+			if len(handles) > 1 {
+				q.Group, q.GroupSize = c.name, int32(len(handles))
+			}
+		}
+		h.name = q.Name
+		entries[i] = h.entry
+	}
+	return c.enter(entries...)
+}
+
+// drawName names what has no name. Members of a set make unnamed calls in one order, so they draw the same.
+func (c *call) drawName() {
+	if c.name == "" {
+		c.name = fmt.Sprintf("%v.noname.%d", c.kind, c.set.unnamed.Add(1))
+	}
+}
+
+// enter gives entries to the engine, and makes what it refuses because of this call a misuse.
+func (c *call) enter(entries ...*tensorqueue.Entry) error {
+	for _, e := range entries {
+		if err := e.Request.Check(); err != nil {
+			return c.misuse("%w", err)
+		}
+	}
+	err := c.engine.engine.Submit(entries...)
+	var (
+		duplicate *DuplicateNameError
+		op        *OpError
+	)
+	if errors.As(err, &op) && (errors.As(err, &duplicate) || errors.Is(err, ErrNoProcessSet)) {
+		return &UsageError{Op: op.Op, Tensor: op.Tensor, Err: op.Err}
+	}
+	return err
 }
 
 // await turns the asynchronous form into the synchronous.
@@ -105,19 +108,41 @@ func Allreduce[T Element](ctx context.Context, x []T, opts ...Option) ([]T, erro
 
 // AllreduceAsync is Allreduce without the wait.
 func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
-	c, err := prepare(message.Allreduce, tensor.Of[T](), len(x), opts)
+	return one(message.Allreduce, x, opts, allreduceTensor)
+}
+
+// one starts an operation on one tensor, for which make makes the handle.
+func one[T Element](kind message.Kind, x []T, opts []Option, make func(c *call, i int, x []T) (*Handle[T], error)) (*Handle[T], error) {
+	c, err := prepare(kind, tensor.Of[T](), false, opts)
 	if err != nil {
 		return nil, err
 	}
-	out := x
-	if !c.inPlace {
-		out = make([]T, len(x))
+	h, err := make(c, 0, x)
+	if err != nil {
+		return nil, err
 	}
-	return submit(&c, tensor.Bytes(x), tensor.Bytes(out), nil, func() []T { return out })
+	if err := submit(c, false, h); err != nil {
+		return nil, err
+	}
+	return h, nil
+}
+
+func allreduceTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
+	shape, err := c.shape(i, len(x))
+	if err != nil {
+		return nil, err
+	}
+	h := newHandle[T](c, shape)
+	h.out = x
+	if !c.inPlace {
+		h.out = make([]T, len(x))
+	}
+	h.entry.Input, h.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
+	return h, nil
 }
 
 // Allgather joins the x of all ranks along the first dimension, in rank order. The first dimensions may differ, the
-// others and the type must not. The result is always a new slice.
+// others and the type must not. The result is a new slice unless InPlace.
 //
 // Each rank sends the sum of all others' bytes.
 func Allgather[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
@@ -127,19 +152,43 @@ func Allgather[T Element](ctx context.Context, x []T, opts ...Option) ([]T, erro
 
 // AllgatherAsync is Allgather without the wait.
 func AllgatherAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
-	c, err := prepare(message.Allgather, tensor.Of[T](), len(x), opts)
+	return one(message.Allgather, x, opts, allgatherTensor)
+}
+
+func allgatherTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
+	mine := x
+	if c.inPlace {
+		n := c.set.Size()
+		if len(x)%n != 0 {
+			return nil, c.misuse("%d elements in place, want a multiple of the %d ranks", len(x), n)
+		}
+		each := len(x) / n
+		mine = x[c.set.Rank()*each : (c.set.Rank()+1)*each]
+	}
+	shape, err := c.shape(i, len(mine))
 	if err != nil {
 		return nil, err
 	}
-	var out []T
-	return submit(&c, tensor.Bytes(x), nil, func(numBytes int) []byte {
-		out = make([]T, numBytes/c.request.DType.Size())
-		return tensor.Bytes(out)
-	}, func() []T { return out })
+	h := newHandle[T](c, shape)
+	h.entry.Input = tensor.Bytes(mine)
+	if c.inPlace {
+		h.out, h.entry.Output = x, tensor.Bytes(x)
+	} else {
+		allocates(h)
+	}
+	return h, nil
 }
 
-// Broadcast gives every rank the x of rank root. Shape and type must be the same everywhere. The result is a new
-// slice unless InPlace.
+// allocates makes the output when its size is known.
+func allocates[T Element](h *Handle[T]) {
+	h.entry.Allocate = func(numBytes int) []byte {
+		h.out = make([]T, numBytes/h.entry.Request.DType.Size())
+		return tensor.Bytes(h.out)
+	}
+}
+
+// Broadcast gives every rank the x of rank root, which is a rank of the job also on a process set. Shape and type must
+// be the same everywhere. The result is a new slice unless InPlace.
 //
 // The bytes go down a tree: no rank sends more than log2(n) times the bytes of x.
 func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
@@ -149,19 +198,115 @@ func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) 
 
 // BroadcastAsync is Broadcast without the wait.
 func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], error) {
-	c, err := prepare(message.Broadcast, tensor.Of[T](), len(x), opts)
+	return one(message.Broadcast, x, opts, func(c *call, i int, x []T) (*Handle[T], error) {
+		if !c.set.contains(root) {
+			return nil, c.misuse("root rank is %d, want one of %v", root, c.set)
+		}
+		h, err := allreduceTensor(c, i, x) // the buffers are the same
+		if err != nil {
+			return nil, err
+		}
+		h.entry.Request.Root = topo.Rank(root)
+		return h, nil
+	})
+}
+
+// Reducescatter reduces x over all ranks as Allreduce does, and gives each rank its part of the rows: as even as can be,
+// the first ranks one more. The result is a new slice unless InPlace.
+//
+// Each rank sends about (n-1)/n times the bytes of x.
+func Reducescatter[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
+	h, err := ReducescatterAsync(x, opts...)
+	return await(ctx, h, err)
+}
+
+// ReducescatterAsync is Reducescatter without the wait.
+func ReducescatterAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
+	return one(message.Reducescatter, x, opts, reducescatterTensor)
+}
+
+func reducescatterTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
+	shape, err := c.shape(i, len(x))
 	if err != nil {
 		return nil, err
 	}
-	if root < 0 || root >= c.engine.Size() {
-		return nil, fmt.Errorf("hvd: %s: root rank is %d, want 0 to %d", c.label(), root, c.engine.Size()-1)
+	h := newHandle[T](c, shape)
+	from, to := 0, 0 // a scalar has no rows: the ranks are told together
+	if len(shape) > 0 && shape[0] > 0 {
+		first, rows := tensor.Rows(shape[0], c.set.Size(), c.set.Rank())
+		row := len(x) / int(shape[0])
+		from, to = int(first)*row, int(first+rows)*row
 	}
-	c.request.Root = topo.Rank(root)
-	out := x
+	h.out = x[from:to:to]
 	if !c.inPlace {
-		out = make([]T, len(x))
+		h.out = make([]T, to-from)
 	}
-	return submit(&c, tensor.Bytes(x), tensor.Bytes(out), nil, func() []T { return out })
+	h.entry.Input, h.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
+	return h, nil
+}
+
+// Alltoall sends rows of x, its slices along the first dimension, to all ranks: the first splits[0] to the first member
+// of the process set, the next splits[1] to the second and so on. Without splits (nil) every member gets equally many.
+// The result has the rows that came, in the order of the members, and received says how many from each. It is a new
+// slice unless InPlace.
+//
+// Each rank sends what it gives to others, straight.
+func Alltoall[T Element](ctx context.Context, x []T, splits []int, opts ...Option) (out []T, received []int, err error) {
+	h, err := AlltoallAsync(x, splits, opts...)
+	if out, err = await(ctx, h, err); err != nil {
+		return nil, nil, err
+	}
+	return out, h.Received(), nil
+}
+
+// AlltoallAsync is Alltoall without the wait. The handle's Received says how many rows came from each member.
+func AlltoallAsync[T Element](x []T, splits []int, opts ...Option) (*Handle[T], error) {
+	return one(message.Alltoall, x, opts, func(c *call, i int, x []T) (*Handle[T], error) {
+		shape, err := c.shape(i, len(x))
+		if err != nil {
+			return nil, err
+		}
+		h := newHandle[T](c, shape)
+		if len(shape) > 0 { // a scalar has no rows: the ranks are told together
+			if h.entry.Splits, err = c.splits(splits, shape[0]); err != nil {
+				return nil, err
+			}
+		}
+		h.entry.Input = tensor.Bytes(x)
+		if c.inPlace {
+			h.out, h.entry.Output = x, h.entry.Input
+		} else {
+			allocates(h)
+		}
+		return h, nil
+	})
+}
+
+// splits checks how many of the rows each member gets.
+func (c *call) splits(splits []int, rows int64) ([]int64, error) {
+	n := c.set.Size()
+	given := make([]int64, n)
+	if splits == nil {
+		if rows%int64(n) != 0 {
+			return nil, c.misuse("%d rows cannot be dealt evenly to %d ranks: give splits", rows, n)
+		}
+		for i := range given {
+			given[i] = rows / int64(n)
+		}
+		return given, nil
+	}
+	if len(splits) != n {
+		return nil, c.misuse("%d splits, want one for each of %d ranks", len(splits), n)
+	}
+	left := rows
+	for i, s := range splits {
+		if s < 0 || int64(s) > left {
+			return nil, c.misuse("splits %v, want none negative and at most the %d rows together", splits, rows)
+		}
+		left -= int64(s)
+		given[i] = int64(s)
+	}
+	return given, nil
 }
 
 // Barrier waits until every rank has called it.
@@ -173,9 +318,13 @@ func Barrier(ctx context.Context, opts ...Option) error {
 
 // BarrierAsync is Barrier without the wait. Its handle gives no elements.
 func BarrierAsync(opts ...Option) (*Handle[struct{}], error) {
-	c, err := prepare(message.Barrier, tensor.Invalid, 0, opts)
+	c, err := prepare(message.Barrier, tensor.Invalid, false, opts)
 	if err != nil {
 		return nil, err
 	}
-	return submit[struct{}](&c, nil, nil, nil, nil)
+	h := newHandle[struct{}](c, nil)
+	if err := submit(c, false, h); err != nil {
+		return nil, err
+	}
+	return h, nil
 }

@@ -15,10 +15,15 @@ import (
 	"github.com/gohvd/gohvd/rendezvous"
 )
 
+// number are the element types that Go computes with.
+type number interface {
+	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64
+}
+
 // value is element i of rank r: small, so that sums and products are exact in every type.
 func value(i, r int) int { return (7*i + 13*r) % 3 }
 
-func fill[T hvd.Element](n, r int) []T {
+func fill[T number](n, r int) []T {
 	x := make([]T, n)
 	for i := range x {
 		x[i] = T(value(i, r))
@@ -27,7 +32,7 @@ func fill[T hvd.Element](n, r int) []T {
 }
 
 // reduced is what an allreduce of fill must give, computed apart from the engine.
-func reduced[T hvd.Element](n, ranks int, op hvd.ReduceOp) []T {
+func reduced[T number](n, ranks int, op hvd.ReduceOp) []T {
 	want := make([]T, n)
 	for i := range want {
 		acc := value(i, 0)
@@ -49,7 +54,7 @@ func reduced[T hvd.Element](n, ranks int, op hvd.ReduceOp) []T {
 	return want
 }
 
-func checkAllreduce[T hvd.Element](ctx context.Context, t *testing.T, e *hvd.Engine, n int) {
+func checkAllreduce[T number](ctx context.Context, t *testing.T, e *hvd.Engine, n int) {
 	for _, op := range []hvd.ReduceOp{hvd.Sum, hvd.Min, hvd.Max, hvd.Product} {
 		x := fill[T](n, e.Rank())
 		kept := slices.Clone(x)
@@ -237,132 +242,6 @@ func TestAnyOrder(t *testing.T) {
 			}, settings...)
 		})
 	}
-}
-
-// Contradicting requests fail at all ranks with one text, and the job goes on.
-func TestMismatch(t *testing.T) {
-	modes(t, func(t *testing.T, mode []string) {
-		run(t, 3, func(ctx context.Context, e *hvd.Engine) {
-			odd := e.Rank() == 1
-			for _, c := range []struct {
-				name string
-				do   func() error
-				want string
-			}{
-				{"shape", func() error {
-					_, err := hvd.Allreduce(ctx, make([]float32, 4+map[bool]int{true: 1}[odd]), hvd.Name("shape"), hvd.On(e))
-					return err
-				}, `hvd: allreduce "shape": mismatched shapes: ranks 0 and 2 sent float32[4], rank 1 sent float32[5]`},
-				{"type", func() (err error) {
-					if odd {
-						_, err = hvd.Allreduce(ctx, make([]int64, 4), hvd.Name("type"), hvd.On(e))
-					} else {
-						_, err = hvd.Allreduce(ctx, make([]float32, 4), hvd.Name("type"), hvd.On(e))
-					}
-					return err
-				}, `hvd: allreduce "type": mismatched data types: ranks 0 and 2 sent float32[4], rank 1 sent int64[4]`},
-				{"operation", func() (err error) {
-					if odd {
-						_, err = hvd.Broadcast(ctx, make([]float32, 4), 0, hvd.Name("operation"), hvd.On(e))
-					} else {
-						_, err = hvd.Allreduce(ctx, make([]float32, 4), hvd.Name("operation"), hvd.On(e))
-					}
-					return err
-				}, `hvd: tensor "operation": mismatched operations: ranks 0 and 2 called allreduce, rank 1 called broadcast`},
-				{strings.Repeat("世", 1300), func() error {
-					_, err := hvd.Allreduce(ctx, make([]float32, 4+map[bool]int{true: 1}[odd]), hvd.Name(strings.Repeat("世", 1300)), hvd.On(e))
-					return err
-				}, ""},
-				{"root", func() error {
-					_, err := hvd.Broadcast(ctx, make([]float32, 4), e.Rank()%2, hvd.Name("root"), hvd.On(e))
-					return err
-				}, `hvd: broadcast "root": mismatched root ranks: ranks 0 and 2 named root 0, rank 1 named root 1`},
-			} {
-				err := c.do()
-				var mismatch *hvd.MismatchError
-				if !errors.As(err, &mismatch) || mismatch.Tensor != c.name || c.want != "" && err.Error() != c.want {
-					t.Errorf("rank %d: got error %v\nwant %s", e.Rank(), err, c.want)
-				}
-				if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), name("after %s", c.name), hvd.On(e)); err != nil || got[0] != 3 {
-					t.Errorf("rank %d: after a mismatch: got %v and error %v", e.Rank(), got, err)
-				}
-			}
-		}, mode...)
-	})
-}
-
-func TestMisuse(t *testing.T) {
-	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
-		for _, c := range []struct {
-			do   func() error
-			want string
-		}{
-			{func() error {
-				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Shape(2), hvd.Name("x"), hvd.On(e))
-				return err
-			}, `allreduce "x": shape [2] does not describe 1 elements`},
-			{func() error { _, err := hvd.Broadcast(ctx, []int32{1}, 2, hvd.Name("x"), hvd.On(e)); return err }, `broadcast "x": root rank is 2, want 0 to 1`},
-			{func() error { _, err := hvd.Broadcast(ctx, []int32{1}, -1, hvd.Name("x"), hvd.On(e)); return err }, `root rank is -1`},
-			{func() error { _, err := hvd.Broadcast(ctx, []int32{1}, 0, hvd.Op(hvd.Sum), hvd.On(e)); return err }, `option Op does not apply`},
-			{func() error { _, err := hvd.Allgather(ctx, []int32{1}, hvd.InPlace(), hvd.On(e)); return err }, `option InPlace does not apply`},
-			{func() error { return hvd.Barrier(ctx, hvd.Shape(1), hvd.On(e)) }, `option Shape does not apply`},
-			{func() error {
-				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(99), hvd.Name("x"), hvd.On(e))
-				return err
-			}, `hvd: allreduce "x" has unknown reduction 99`},
-			{func() error {
-				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name(strings.Repeat("n", 5000)), hvd.On(e))
-				return err
-			}, `5000 bytes`},
-			{func() error { _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("bad\xff"), hvd.On(e)); return err }, `not UTF-8`},
-			{func() error {
-				_, err := hvd.Broadcast(ctx, []int32{1}, 0, hvd.Op(hvd.Sum), hvd.Name("w"), hvd.On(e))
-				return err
-			}, `hvd: broadcast "w": option Op`},
-		} {
-			if err := c.do(); err == nil || !strings.HasPrefix(err.Error(), "hvd: ") || !strings.Contains(err.Error(), c.want) {
-				t.Errorf("got error %v, want %q", err, c.want)
-			}
-		}
-		// None of this has used up a number: unnamed calls still match.
-		if e.Rank() == 0 {
-			if _, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(99), hvd.On(e)); err == nil {
-				t.Error("an unknown reduction was accepted")
-			}
-		}
-		if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.On(e)); err != nil || got[0] != 2 {
-			t.Errorf("after misuse: got %v and error %v", got, err)
-		}
-	})
-}
-
-// A name is refused while it is in flight, and only then.
-func TestDuplicateName(t *testing.T) {
-	refused := make(chan struct{})
-	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
-		if e.Rank() == 1 {
-			<-refused
-		}
-		h, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e))
-		if err != nil {
-			t.Error(err)
-			return
-		}
-		if e.Rank() == 0 {
-			_, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("x"), hvd.On(e))
-			var dup *hvd.DuplicateNameError
-			if !errors.As(err, &dup) || dup.Name != "x" || !strings.Contains(err.Error(), `hvd: allreduce "x"`) {
-				t.Errorf("got error %v, want a DuplicateNameError for x", err)
-			}
-			close(refused)
-		}
-		if got, err := h.Wait(ctx); err != nil || got[0] != 2 {
-			t.Errorf("the first x: got %v and error %v", got, err)
-		}
-		if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)); err != nil || got[0] != 2 {
-			t.Errorf("a freed x: got %v and error %v", got, err)
-		}
-	})
 }
 
 // A wait that ends by its context leaves the operation running.

@@ -11,6 +11,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -20,8 +21,6 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -34,21 +33,38 @@ type Config struct {
 	// Mesh connects the ranks of this epoch. The engine owns and closes it. A job of one needs none.
 	Mesh transport.Mesh
 
+	// Sets are the process sets that the job begins with, beside the global one: ascending by id and the same at all
+	// ranks.
+	Sets []controller.Set
+
 	CacheCapacity        int
 	FusionThresholdBytes int64
+	DisableGroupFusion   bool
 	CycleTime            time.Duration
 	LivenessTimeout      time.Duration
-	// MaxResultBytes bounds the result of an allgather, whose size other ranks decide; 0 is the memory of the
-	// host.
+	// StallWarning is how long a tensor waits for ranks before OnStall hears of it, and again; StallShutdown how long
+	// until the job is shut down. 0 is never.
+	StallWarning, StallShutdown time.Duration
+	// MaxResultBytes bounds the result of an allgather or alltoall, whose size other ranks decide; 0 is the memory of
+	// the host.
 	MaxResultBytes int64
 	// Lockstep makes all ranks enter every cycle of the negotiation.
 	Lockstep bool
+	// Deterministic makes sums equal bit by bit in every run.
+	Deterministic bool
+	// SegmentBytes is the size in which backends cut what they send; 0 is their default.
+	SegmentBytes int
+	// Cores are the processors that the loop and the lanes keep to; empty is all.
+	Cores []int
 
 	// Log hears of failures; nil is silence.
 	Log *zap.Logger
 	// OnVerdict, if not nil, is called once when the epoch has failed, before any operation is answered with
 	// it. It delays the answers, so it must bound what it does.
 	OnVerdict func(*PeerError)
+	// OnStall, if not nil, is called at rank 0 for each report of the stall inspector. It delays the negotiation, so it
+	// must return soon.
+	OnStall func(*controller.Stall)
 }
 
 // Engine is one rank of one epoch.
@@ -57,10 +73,12 @@ type Engine struct {
 	log   *zap.Logger
 	start time.Time
 
-	queue *tensorqueue.Queue // of the global set
-	lanes []*lane
-	links []*link // to rank 0; at rank 0, to every other rank
-	inbox inbox
+	lanes   laneTable
+	running sync.WaitGroup // of the lanes
+	ctx     context.Context
+	cancel  context.CancelCauseFunc // cuts off what the lanes execute
+	links   []*link                 // to rank 0; at rank 0, to every other rank
+	inbox   inbox
 
 	member      *controller.Member
 	coordinator *controller.Coordinator // rank 0 only
@@ -77,8 +95,9 @@ type Engine struct {
 	finished []finishedWork // from the lanes
 
 	// Owned by the loop.
-	granted int  // grants given to lanes and not finished
-	stopped bool // STOP is applied
+	granted int           // grants given to lanes and not finished
+	stopped bool          // STOP is applied
+	due     time.Duration // when the first of the operations in flight runs out of time
 	scratch struct {
 		entries  []*tensorqueue.Entry
 		events   []event
@@ -105,49 +124,71 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	if cfg.Mesh == nil {
 		cfg.Mesh = alone{}
 	}
+	if cfg.MaxResultBytes == 0 {
+		var host unix.Sysinfo_t
+		if err := unix.Sysinfo(&host); err != nil {
+			return nil, errors.Join(fmt.Errorf("engine: memory of the host: %w", err), cfg.Mesh.Close())
+		}
+		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
+	}
 	e := &Engine{
-		cfg: cfg, log: cfg.Log, start: time.Now(),
-		queue:    tensorqueue.New(),
+		cfg: cfg, log: cfg.Log, start: time.Now(), due: never,
 		bell:     make(chan struct{}, 1),
 		stop:     make(chan struct{}),
 		ended:    make(chan struct{}),
 		released: make(chan struct{}),
 	}
+	e.ctx, e.cancel = context.WithCancelCause(context.Background())
 	e.inbox.ring = e.ring
 	if err := e.connect(ctx); err != nil {
 		return nil, e.abandon(err)
 	}
-	if cfg.MaxResultBytes == 0 {
-		var host unix.Sysinfo_t
-		if err := unix.Sysinfo(&host); err != nil {
-			return nil, e.abandon(fmt.Errorf("engine: memory of the host: %w", err))
+	for _, set := range e.sets() {
+		if err := e.addSet(set); err != nil {
+			e.cancel(err)
+			e.endLanes(err)
+			e.running.Wait()
+			return nil, e.abandon(err)
 		}
-		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
 	}
-	set := controller.Global(cfg.Size)
-	l := &lane{
-		set: set, me: int(cfg.Rank), queue: e.queue, maxResultBytes: cfg.MaxResultBytes,
-		manager: new(ops.Manager),
-		bell:    make(chan struct{}, 1),
-	}
-	backend := tcp.New(cfg.Mesh, transport.DataLane(set.ID), set.Ranks, int(cfg.Rank), tcp.Config{})
-	if err := l.manager.Add(backend, message.Allreduce, message.Allgather, message.Broadcast); err != nil {
-		return nil, e.abandon(err)
-	}
-	e.lanes = []*lane{l}
-	sets := []controller.Set{set}
-	e.member = controller.NewMember(controller.MemberConfig{
-		Rank: cfg.Rank, Sets: sets, LivenessTimeout: cfg.LivenessTimeout,
-	}, 0)
-	if cfg.Rank == 0 {
-		e.coordinator = controller.NewCoordinator(controller.CoordinatorConfig{
-			Sets: sets, CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes,
-			CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout,
-			Plan: l.plan,
-		}, 0)
+	if !cfg.Lockstep {
+		e.negotiate()
 	}
 	go e.BackgroundThreadLoop()
 	return e, nil
+}
+
+// sets are the process sets that the job begins with.
+func (e *Engine) sets() []controller.Set {
+	return append([]controller.Set{controller.Global(e.cfg.Size)}, e.cfg.Sets...)
+}
+
+// negotiate makes the event-driven controller.
+func (e *Engine) negotiate() {
+	sets := e.sets()
+	own := slices.DeleteFunc(slices.Clone(sets), func(s controller.Set) bool { return !slices.Contains(s.Ranks, e.cfg.Rank) })
+	e.member = controller.NewMember(controller.MemberConfig{
+		Rank: e.cfg.Rank, Sets: own, LivenessTimeout: e.cfg.LivenessTimeout,
+	}, 0)
+	if e.cfg.Rank == 0 {
+		e.coordinator = controller.NewCoordinator(controller.CoordinatorConfig{
+			Sets: sets, CacheCapacity: e.cfg.CacheCapacity, FusionThresholdBytes: e.cfg.FusionThresholdBytes,
+			DisableGroupFusion: e.cfg.DisableGroupFusion, Deterministic: e.cfg.Deterministic,
+			CycleTime: e.cfg.CycleTime, LivenessTimeout: e.cfg.LivenessTimeout,
+			StallWarning: e.cfg.StallWarning, StallShutdown: e.cfg.StallShutdown,
+			Plan: e.plan,
+		}, 0)
+	}
+}
+
+// plan is the coordinator's choice for a response. Every lane has the same backends, and rank 0 need not be a member of
+// the set: so the global set's answer holds for all.
+func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
+	l := e.lanes.all[0]
+	if err := l.checkResult(r.Kind, numBytes); err != nil {
+		return message.NoBackend, message.NoAlgorithm, err
+	}
+	return l.manager.Plan(r, numBytes)
 }
 
 // abandon is the error of a Start that failed.
@@ -160,6 +201,7 @@ func (alone) Conn(_ context.Context, lane transport.Lane, peer topo.Rank) (trans
 	return nil, fmt.Errorf("engine: lane %d to rank %d in a job of one", lane, peer)
 }
 func (alone) Abort(transport.Lane, error) {}
+func (alone) Release(transport.Lane)      {}
 func (alone) Close() error                { return nil }
 
 // connect makes the control channels: a star with rank 0 in the middle.
@@ -188,14 +230,21 @@ func (e *Engine) connect(ctx context.Context) error {
 	return nil
 }
 
-// Submit hands a tensor to the engine. The buffers of e are the engine's until Done is called, which happens
-// exactly once if Submit returns nil and never otherwise.
-func (e *Engine) Submit(entry *tensorqueue.Entry) error {
-	if err := entry.Request.Check(); err != nil {
-		return &OpError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err}
+// Submit hands tensors of one process set to the engine, all of them or none. The buffers are the engine's until Done
+// is called, which happens exactly once for each if Submit returns nil and never otherwise.
+func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
+	for _, entry := range entries {
+		if err := entry.Request.Check(); err != nil {
+			return &OpError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err}
+		}
 	}
-	if err := e.queue.Add(entry); err != nil {
-		return opError(&entry.Request, err)
+	l := e.lanes.find(entries[0].Set)
+	err := error(ErrNoProcessSet)
+	if l != nil {
+		err = l.queue.Add(entries...)
+	}
+	if err != nil {
+		return opError(&entries[0].Request, err)
 	}
 	e.ring()
 	return nil
@@ -205,7 +254,9 @@ func (e *Engine) Submit(entry *tensorqueue.Entry) error {
 // when this rank has let go of everything, or after ctx has cut it short. The error is why the epoch had
 // failed before, or ctx's.
 func (e *Engine) Shutdown(ctx context.Context) error {
-	e.queue.Close(ErrShutDown)
+	for _, l := range e.lanes.snapshot() {
+		l.queue.Close(ErrShutDown)
+	}
 	e.shutdown.Store(true)
 	e.ring()
 	select {

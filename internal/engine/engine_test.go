@@ -87,21 +87,32 @@ func (c *cluster) shutdown() {
 	})
 }
 
-// allreduce sums one int64 of rank r in place.
-func (c *cluster) allreduce(r int, name string, buf []byte) chan error {
-	done := make(chan error, 1)
-	err := c.engines[r].Submit(&tensorqueue.Entry{
+// sum is a sum of int64 in place.
+func sum(name string, buf []byte) *tensorqueue.Entry {
+	return &tensorqueue.Entry{
 		Request: message.Request{
 			Kind: message.Allreduce, Name: name, DType: tensor.Int64, Shape: tensor.Shape{int64(len(buf) / 8)},
 			Op: tensor.Sum, Prescale: 1, Postscale: 1,
 		},
 		Input: buf, Output: buf,
-		Done: func(err error) { done <- err },
-	})
-	if err != nil {
-		done <- err
+	}
+}
+
+// submit submits entries of rank r, one after the other, and gives their errors in that order.
+func (c *cluster) submit(r int, entries ...*tensorqueue.Entry) chan error {
+	done := make(chan error, len(entries))
+	for _, e := range entries {
+		e.Done = func(err error) { done <- err }
+		if err := c.engines[r].Submit(e); err != nil {
+			done <- err
+		}
 	}
 	return done
+}
+
+// allreduce sums int64 of rank r in place.
+func (c *cluster) allreduce(r int, name string, buf []byte) chan error {
+	return c.submit(r, sum(name, buf))
 }
 
 func (c *cluster) wait(done chan error) error {
@@ -285,19 +296,18 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 	}
 }
 
-// gather submits an allgather of one byte, whose result is allocated by allocate.
-func (c *cluster) gather(r int, allocate func(n int) []byte) chan error {
-	done := make(chan error, 1)
-	err := c.engines[r].Submit(&tensorqueue.Entry{
-		Request:  message.Request{Kind: message.Allgather, Name: "gather", DType: tensor.Uint8, Shape: tensor.Shape{1}},
+// gather is an allgather of one byte, whose result is allocated by allocate.
+func gather(name string, allocate func(n int) []byte) *tensorqueue.Entry {
+	return &tensorqueue.Entry{
+		Request:  message.Request{Kind: message.Allgather, Name: name, DType: tensor.Uint8, Shape: tensor.Shape{1}},
 		Input:    []byte{1},
 		Allocate: allocate,
-		Done:     func(err error) { done <- err },
-	})
-	if err != nil {
-		done <- err
 	}
-	return done
+}
+
+// gather submits an allgather.
+func (c *cluster) gather(r int, allocate func(n int) []byte) chan error {
+	return c.submit(r, gather("gather", allocate))
 }
 
 func allocate(n int) []byte { return make([]byte, n) }
@@ -459,8 +469,7 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.MaxResultBytes = lockstep, 1000 })
 		c.each(func(r int) {
 			for _, rows := range []int64{100, 600} {
-				done := make(chan error, 1)
-				err := c.engines[r].Submit(&tensorqueue.Entry{
+				err := c.wait(c.submit(r, &tensorqueue.Entry{
 					Request: message.Request{Kind: message.Allgather, Name: fmt.Sprint(rows), DType: tensor.Uint8, Shape: tensor.Shape{rows}},
 					Input:   make([]byte, rows),
 					Allocate: func(n int) []byte {
@@ -469,13 +478,7 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 						}
 						return make([]byte, n)
 					},
-					Done: func(err error) { done <- err },
-				})
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				err = c.wait(done)
+				}))
 				var refused *engine.MismatchError
 				if fits := 2*rows <= 1000; fits && err != nil || !fits && (!errors.As(err, &refused) || !strings.Contains(err.Error(), "1200 bytes, want at most 1000")) {
 					t.Errorf("rank %d: %d rows: got error %v", r, rows, err)

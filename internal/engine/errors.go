@@ -18,6 +18,18 @@ var ErrClosed = errors.New("the engine was closed")
 // ErrCutShort is the end of a shutdown that made no progress while operations were still running.
 var ErrCutShort = fmt.Errorf("%w; operations that were still running were cut off", ErrShutDown)
 
+// StallError is the end of a job that was shut down because a tensor waited too long for ranks that did not submit it.
+// It is an ErrShutDown.
+type StallError struct {
+	// Reason names operation, tensor, the ranks that are missing and how long was waited.
+	Reason string
+}
+
+func (e *StallError) Error() string { return fmt.Sprintf("the job was shut down: %s", e.Reason) }
+
+// Is makes a StallError an ErrShutDown.
+func (e *StallError) Is(target error) bool { return target == ErrShutDown }
+
 // MismatchError is the coordinator's refusal: the ranks' requests for a tensor contradict each other, or ask together
 // for what cannot be done. The job goes on: the program is wrong, not the machine.
 type MismatchError struct {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -53,7 +54,7 @@ func (e *Engine) isFailure(ev *event) bool {
 }
 
 func isSuspicion(frame []byte) bool {
-	return len(frame) > 0 && message.UpType(frame[0]) == message.UpSuspect
+	return len(frame) > 0 && (message.UpType(frame[0]) == message.UpSuspect || message.UpType(frame[0]) == message.UpTimeout)
 }
 
 func isVerdict(frame []byte) bool {
@@ -62,7 +63,7 @@ func isVerdict(frame []byte) bool {
 
 // interruptLanes cuts off what the loop executes.
 func (e *Engine) interruptLanes() {
-	for _, l := range e.lanes {
+	for _, l := range e.lanes.snapshot() {
 		e.cfg.Mesh.Abort(transport.DataLane(l.set.ID), errInterrupted)
 	}
 }
@@ -75,9 +76,10 @@ func (e *Engine) lockstepLoop(ctx context.Context) error {
 		e: e, ctx: ctx,
 		waiting: make([][][]byte, e.cfg.Size), ended: make([]error, e.cfg.Size),
 		core: controller.NewLockstep(controller.LockstepConfig{
-			Rank: e.cfg.Rank, Sets: []controller.Set{controller.Global(e.cfg.Size)},
+			Rank: e.cfg.Rank, Sets: e.sets(),
 			CacheCapacity: e.cfg.CacheCapacity, FusionThresholdBytes: e.cfg.FusionThresholdBytes,
-			Plan: e.lanes[0].plan,
+			DisableGroupFusion: e.cfg.DisableGroupFusion, Deterministic: e.cfg.Deterministic,
+			Plan: e.plan,
 		}),
 	}
 	period := e.cfg.CycleTime
@@ -117,15 +119,15 @@ func (e *Engine) lockstepLoop(ctx context.Context) error {
 func (s *lockstep) cycle() (over bool, err error) {
 	e := s.e
 	shutdown := e.shutdown.Load() // before Pop: what was submitted before it does not come after it
-	e.scratch.entries = e.queue.Pop(e.scratch.entries[:0])
-	for _, entry := range e.scratch.entries {
-		if err := s.core.Submit(entry.Set, &entry.Request); err != nil {
-			e.queue.Finish(entry, opError(&entry.Request, err))
-		}
+	now := time.Since(e.start)
+	for _, l := range e.lanes.all {
+		e.submit(l, now, s.core.Submit)
 	}
-	clear(e.scratch.entries)
 	if shutdown {
 		s.core.Shutdown()
+	}
+	if late := e.overdue(now); len(late) > 0 {
+		return false, &timeoutError{late[0].Set, late[0].Request.Name, late[0].Timeout}
 	}
 	and, or, err := s.allreduce(s.core.Vectors())
 	if err != nil {
@@ -144,15 +146,32 @@ func (s *lockstep) cycle() (over bool, err error) {
 		return false, &transport.PeerError{Peer: 0, Err: err}
 	}
 	for _, g := range grants {
-		w := &work{grant: g}
-		if err := e.match(w); err != nil {
-			return false, &transport.PeerError{Peer: 0, Err: err}
-		}
-		if err := e.lanes[0].execute(s.ctx, w); err != nil {
+		if err := s.run(g); err != nil {
 			return false, err
 		}
 	}
 	return s.core.Stopped(), nil
+}
+
+// run executes a grant. An error of this rank's controller is the coordinator's fault.
+func (s *lockstep) run(g *controller.Grant) error {
+	w := &work{grant: g}
+	if err := s.e.match(w); err != nil {
+		return &transport.PeerError{Peer: 0, Err: err}
+	}
+	l, err := s.e.changeSets(g)
+	if err != nil {
+		return err
+	}
+	// What the grant says is read before its tensors are answered: then it may be the last of its set.
+	r := g.Responses[0]
+	if err := l.execute(s.ctx, w); err != nil {
+		return err
+	}
+	if r.Kind == message.RemoveProcessSet {
+		s.e.dropSet(r.Set)
+	}
+	return nil
 }
 
 // allreduce combines every rank's vectors. The results are valid until the next call.
@@ -333,12 +352,42 @@ func (s *lockstep) readFailure(from topo.Rank, frame []byte) error {
 	if err := message.DecodeUp(frame, &up); err != nil {
 		return &transport.PeerError{Peer: from, Err: err}
 	}
+	if up.Type == message.UpTimeout {
+		return s.late(from, &timeoutError{up.Set, up.Tensor, time.Duration(up.Millis) * time.Millisecond})
+	}
 	if up.Suspect == from {
 		return &PeerError{Ranks: []int{int(from)}, Reason: up.Reason}
 	}
 	ranks := []int{int(up.Suspect), int(from)}
 	slices.Sort(ranks)
 	return &PeerError{Ranks: ranks, Reason: fmt.Sprintf("rank %d lost its channel to rank %d: %s", from, up.Suspect, up.Reason)}
+}
+
+// timeoutError says that an operation was not done in the time that its caller at this rank gave it.
+type timeoutError struct {
+	set    topo.ProcessSetID
+	tensor string
+	after  time.Duration
+}
+
+func (e *timeoutError) Error() string {
+	return fmt.Sprintf("tensor %q of process set %d timed out after %v", e.tensor, e.set, e.after)
+}
+
+// late is the failure that a timeout is. Rank 0 knows who keeps the tensor waiting, the others name themselves.
+func (s *lockstep) late(at topo.Rank, err *timeoutError) *PeerError {
+	p := &PeerError{Reason: fmt.Sprintf("%v at rank %d", err, at)}
+	if s.e.cfg.Rank == 0 {
+		for _, r := range s.core.Missing(err.set, err.tensor) {
+			p.Ranks = append(p.Ranks, int(r))
+		}
+	}
+	if len(p.Ranks) == 0 {
+		p.Ranks = []int{int(at)}
+	} else {
+		p.Reason += ", which waits for a request of this rank"
+	}
+	return p
 }
 
 // verdictError is rank 0's word: final.
@@ -355,8 +404,15 @@ func (s *lockstep) fail(err error) error {
 	if errors.Is(err, ErrClosed) || errors.Is(err, transport.ErrClosed) {
 		return ErrClosed
 	}
-	var own *PeerError
-	if !errors.As(err, &own) {
+	var (
+		own  *PeerError
+		late *timeoutError
+	)
+	switch {
+	case errors.As(err, &own):
+	case errors.As(err, &late):
+		own = s.late(s.e.cfg.Rank, late)
+	default:
 		r, reason := blame(err, s.e.cfg.Rank)
 		own = &PeerError{Ranks: []int{int(r)}, Reason: reason}
 	}
@@ -366,8 +422,11 @@ func (s *lockstep) fail(err error) error {
 	var final *verdictError
 	known := func() bool { return errors.As(s.failure, &final) || s.ended[0] != nil }
 	if s.collect(); !known() {
-		frame, err := message.AppendUp(nil, &message.Up{Type: message.UpSuspect, Suspect: topo.Rank(own.Ranks[0]), Reason: own.Reason})
-		if err == nil {
+		up := &message.Up{Type: message.UpSuspect, Suspect: topo.Rank(own.Ranks[0]), Reason: own.Reason}
+		if late != nil {
+			up = &message.Up{Type: message.UpTimeout, Set: late.set, Tensor: late.tensor, Millis: uint32(min(late.after.Milliseconds(), math.MaxUint32))}
+		}
+		if frame, err := message.AppendUp(nil, up); err == nil {
 			_ = s.send(0, frame) // if that fails, rank 0 is the one
 		}
 		s.await(lockstepVerdict, known)

@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -19,9 +18,9 @@ import (
 // BackgroundThreadLoop runs turns until the epoch is over, then lets go of everything.
 func (e *Engine) BackgroundThreadLoop() {
 	defer close(e.released)
-	var lanes, connected sync.WaitGroup
-	ctx, cancel := context.WithCancelCause(context.Background())
-	defer cancel(nil)
+	defer e.cancel(nil)
+	e.pin()
+	var connected sync.WaitGroup
 	if e.cfg.Lockstep {
 		e.inbox.watch, e.inbox.interrupt = e.isFailure, e.interruptLanes
 	}
@@ -30,15 +29,12 @@ func (e *Engine) BackgroundThreadLoop() {
 	}
 	var err error
 	if e.cfg.Lockstep {
-		err = e.lockstepLoop(ctx)
+		err = e.lockstepLoop(e.ctx)
 	} else {
-		for _, l := range e.lanes {
-			lanes.Go(func() { l.run(ctx, e.laneFinished) })
-		}
 		err = e.loop()
 	}
 	e.failure = err
-	e.answer(err, &lanes, cancel)
+	e.answer(err)
 	close(e.ended)
 	// The last frames must reach the peers. A connection that is closed while something unread has come over it is
 	// reset, and a reset may overtake the verdict: after a failure the connections stand until somebody
@@ -86,7 +82,7 @@ func (e *Engine) loop() error {
 }
 
 // answer ends the lanes and answers everything that is left, with err unless that is nil.
-func (e *Engine) answer(err error, lanes *sync.WaitGroup, cancel func(error)) {
+func (e *Engine) answer(err error) {
 	reason := err
 	if err == nil {
 		reason = ErrShutDown
@@ -98,16 +94,25 @@ func (e *Engine) answer(err error, lanes *sync.WaitGroup, cancel func(error)) {
 			e.cfg.OnVerdict(p)
 		}
 	}
-	e.queue.Close(reason)
-	for _, l := range e.lanes {
-		l.end(err)
+	for _, l := range e.lanes.all {
+		l.queue.Close(reason)
 	}
+	e.endLanes(err)
 	if err != nil {
-		cancel(err) // cuts off what the lanes execute
+		e.cancel(err)
 	}
-	lanes.Wait()
-	for _, entry := range e.queue.InFlight() {
-		e.queue.Finish(entry, opError(&entry.Request, reason))
+	e.running.Wait()
+	for _, l := range e.lanes.all {
+		for _, entry := range l.queue.InFlight() {
+			entry.Finish(opError(&entry.Request, reason))
+		}
+	}
+}
+
+// endLanes lets the lanes return when nothing is left to do. An err answers what has not begun.
+func (e *Engine) endLanes(err error) {
+	for _, l := range e.lanes.all {
+		l.end(err)
 	}
 }
 
@@ -129,7 +134,8 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		e.coordinator.Tick(now)
 	}
 	e.takeFinished()
-	e.takeRequests()
+	e.takeRequests(now)
+	e.expire(now)
 	e.speak()
 	s := &e.scratch
 	s.events = e.inbox.take(s.events[:0])
@@ -164,8 +170,9 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	next = e.member.Next()
 	if e.coordinator != nil {
 		next = min(next, e.coordinator.Next())
+		e.reportStalls()
 	}
-	return next, false, nil
+	return min(next, e.due), false, nil
 }
 
 func (e *Engine) takeFinished() {
@@ -185,28 +192,40 @@ func (e *Engine) takeFinished() {
 			continue
 		}
 		e.granted--
+		if r := f.w.grant.Responses[0]; r.Kind == message.RemoveProcessSet {
+			e.dropSet(r.Set)
+		}
 		e.member.Finished(f.w.grant)
-		clear(f.w.entries)
-		f.w.entries, f.w.grant = f.w.entries[:0], nil
+		f.w.reset()
 		e.works = append(e.works, f.w)
 	}
 	clear(s.finished)
 }
 
-func (e *Engine) takeRequests() {
-	s := &e.scratch
+func (e *Engine) takeRequests(now time.Duration) {
 	// In this order: what was submitted before the shutdown travels with it or before it.
 	shutdown := e.shutdown.Load()
-	s.entries = e.queue.Pop(s.entries[:0])
-	for _, entry := range s.entries {
-		if err := e.member.Submit(entry.Set, &entry.Request); err != nil {
-			e.queue.Finish(entry, opError(&entry.Request, err))
-		}
+	for _, l := range e.lanes.all {
+		e.submit(l, now, e.member.Submit)
 	}
-	clear(s.entries)
 	if shutdown {
 		e.member.Shutdown()
 	}
+}
+
+// submit gives what was queued on a lane to the controller.
+func (e *Engine) submit(l *lane, now time.Duration, to func(topo.ProcessSetID, *message.Request) error) {
+	s := &e.scratch
+	s.entries = l.queue.Pop(s.entries[:0])
+	for _, entry := range s.entries {
+		if err := to(entry.Set, &entry.Request); err != nil {
+			entry.Finish(opError(&entry.Request, err))
+		} else if entry.Timeout > 0 {
+			entry.Deadline = now + entry.Timeout
+			e.due = min(e.due, entry.Deadline)
+		}
+	}
+	clear(s.entries)
 }
 
 // speak sends and runs what the member wants, and reports whether it sent something.
@@ -238,7 +257,10 @@ func (e *Engine) speak() (spoke bool) {
 			}
 		}
 	}
-	stop := r.Stop
+	stop, reason := r.Stop, error(ErrShutDown)
+	if r.StopReason != "" {
+		reason = &StallError{Reason: r.StopReason}
+	}
 	e.member.Advance()
 	if failed != nil {
 		// Not before Advance, which drops what Ready said.
@@ -248,11 +270,8 @@ func (e *Engine) speak() (spoke bool) {
 	}
 	if stop {
 		e.stopped = true
-		e.queue.Close(ErrShutDown)
-		for _, entry := range e.queue.InFlight() {
-			if !entry.Granted {
-				e.queue.Finish(entry, opError(&entry.Request, ErrShutDown))
-			}
+		for _, l := range e.lanes.all {
+			l.refuse(reason)
 		}
 	}
 	return spoke
@@ -270,29 +289,33 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 	if err := e.match(w); err != nil {
 		return err
 	}
-	e.granted++
-	for _, l := range e.lanes {
-		if l.set.ID == g.Set {
-			l.push(w)
-		}
+	l, err := e.changeSets(g)
+	if err != nil {
+		return err
 	}
+	e.granted++
+	l.push(w)
 	return nil
 }
 
 // match finds this rank's tensors for a grant.
 func (e *Engine) match(w *work) error {
+	if w.absent = slices.Contains(w.grant.Absent, e.cfg.Rank); w.absent {
+		return nil
+	}
+	l := e.lanes.find(w.grant.Set)
 	for _, r := range w.grant.Responses {
-		entry := e.queue.Find(r.Name)
+		entry := l.queue.Find(r.Name)
 		if entry == nil {
 			return fmt.Errorf("it granted %v %q, which this rank has not submitted", r.Kind, r.Name)
 		}
-		if r.Kind != message.Error && !r.Matches(&entry.Request, int(e.cfg.Rank)) {
+		if r.Kind != message.Error && !r.Matches(&entry.Request, l.me) {
 			return fmt.Errorf("it granted %v %q with other parameters than this rank submitted", r.Kind, r.Name)
 		}
 		if entry.Granted {
 			return fmt.Errorf("it granted %v %q twice", r.Kind, r.Name)
 		}
-		entry.Granted = true
+		entry.Granted, entry.Response = true, r
 		w.entries = append(w.entries, entry)
 	}
 	return nil

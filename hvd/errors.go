@@ -1,0 +1,52 @@
+package hvd
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/tensorqueue"
+)
+
+// States that operations end in.
+var (
+	// ErrNotInitialized is the error of an operation before Init or after Shutdown.
+	ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
+	// ErrShutDown answers operations that were pending when a rank shut the job down, and later ones.
+	ErrShutDown = engine.ErrShutDown
+	// ErrClosed answers them when this rank's own Shutdown was cut short by its context.
+	ErrClosed = engine.ErrClosed
+	// ErrNoProcessSet refuses operations on a process set that was removed, and answers those that waited in it.
+	ErrNoProcessSet = engine.ErrNoProcessSet
+)
+
+// The errors of operations, by cause.
+type (
+	// MismatchError: the ranks' requests for a tensor contradict each other, or ask for what cannot be done.
+	MismatchError = engine.MismatchError
+	// PeerError: ranks have failed, and the epoch with them.
+	PeerError = engine.PeerError
+	// StallError: the job was shut down because a tensor waited too long. It is an ErrShutDown.
+	StallError = engine.StallError
+	// DuplicateNameError: a tensor of the name is in flight. It is the cause of a UsageError.
+	DuplicateNameError = tensorqueue.DuplicateNameError
+	// OpError wraps the cause of an operation's failure with the operation and the tensor.
+	OpError = engine.OpError
+)
+
+// UsageError refuses a call that this rank should not have made: a name in flight, a process set that it is no member
+// of, options that do not fit. Nothing was submitted and other ranks do not know of it.
+type UsageError struct {
+	// Op is the operation, as "allreduce"; Tensor the name, empty if the call gave none.
+	Op, Tensor string
+	Err        error
+}
+
+func (e *UsageError) Error() string {
+	if e.Tensor == "" {
+		return fmt.Sprintf("hvd: %s without a name: %v", e.Op, e.Err)
+	}
+	return (&OpError{Op: e.Op, Tensor: e.Tensor, Err: e.Err}).Error()
+}
+
+func (e *UsageError) Unwrap() error { return e.Err }

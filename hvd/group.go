@@ -1,0 +1,84 @@
+package hvd
+
+import (
+	"context"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// GroupedAllreduce reduces the tensors of a group as Allreduce does, all of them in one cycle or, if the ranks disagree
+// about one, none. Tensor i of n has the name "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the
+// same order. A group of none is done at once.
+func GroupedAllreduce[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
+	g, err := GroupedAllreduceAsync(xs, opts...)
+	return awaitGroup(ctx, g, err)
+}
+
+// GroupedAllreduceAsync is GroupedAllreduce without the wait.
+func GroupedAllreduceAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T], error) {
+	return many(message.Allreduce, xs, opts, allreduceTensor)
+}
+
+// GroupedAllgather gathers the tensors of a group as Allgather does, all or none.
+func GroupedAllgather[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
+	g, err := GroupedAllgatherAsync(xs, opts...)
+	return awaitGroup(ctx, g, err)
+}
+
+// GroupedAllgatherAsync is GroupedAllgather without the wait.
+func GroupedAllgatherAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T], error) {
+	return many(message.Allgather, xs, opts, allgatherTensor)
+}
+
+// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does, all or none.
+func GroupedReducescatter[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
+	g, err := GroupedReducescatterAsync(xs, opts...)
+	return awaitGroup(ctx, g, err)
+}
+
+// GroupedReducescatterAsync is GroupedReducescatter without the wait.
+func GroupedReducescatterAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T], error) {
+	return many(message.Reducescatter, xs, opts, reducescatterTensor)
+}
+
+func awaitGroup[T any](ctx context.Context, g *GroupHandle[T], err error) ([][]T, error) {
+	if err != nil {
+		return nil, err
+	}
+	return g.Wait(ctx)
+}
+
+// many starts an operation on a group of tensors, for each of which make makes the handle.
+func many[T Element](kind message.Kind, xs [][]T, opts []Option, make1 func(c *call, i int, x []T) (*Handle[T], error)) (*GroupHandle[T], error) {
+	c, err := prepare(kind, tensor.Of[T](), true, opts)
+	if err != nil {
+		return nil, err
+	}
+	if c.shapes != nil && len(c.shapes) != len(xs) {
+		return nil, c.misuse("%d shapes, want one for each of %d tensors", len(c.shapes), len(xs))
+	}
+	g := &GroupHandle[T]{operation: operation{kind: kind, done: make(chan struct{})}, tensors: make([]*Handle[T], len(xs))}
+	g.left.Store(int64(len(xs)))
+	for i, x := range xs {
+		h, err := make1(c, i, x)
+		if err != nil {
+			return nil, err
+		}
+		done := h.entry.Done
+		h.entry.Done = func(err error) {
+			done(err)
+			g.finished()
+		}
+		g.tensors[i] = h
+	}
+	if len(xs) == 0 {
+		close(g.done)
+		return g, nil
+	}
+	if err := submit(c, true, g.tensors...); err != nil {
+		return nil, err
+	}
+	g.name = c.name
+	return g, nil
+}

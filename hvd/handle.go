@@ -1,0 +1,116 @@
+package hvd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensorqueue"
+)
+
+// operation is what all handles have.
+type operation struct {
+	kind message.Kind
+	name string
+	done chan struct{}
+	err  error // written before done is closed
+}
+
+// Poll reports whether the operation is done, so that Wait returns at once.
+func (o *operation) Poll() bool {
+	select {
+	case <-o.done:
+		return true
+	default:
+		return false
+	}
+}
+
+// Done is closed when the operation is done.
+func (o *operation) Done() <-chan struct{} { return o.done }
+
+// Name is the tensor's name, or the group's.
+func (o *operation) Name() string { return o.name }
+
+func (o *operation) wait(ctx context.Context) error {
+	select {
+	case <-o.done:
+		return o.err
+	default:
+	}
+	select {
+	case <-o.done:
+		return o.err
+	case <-ctx.Done():
+		err := ctx.Err()
+		if cause := context.Cause(ctx); !errors.Is(cause, err) {
+			err = fmt.Errorf("%w: %w", err, cause)
+		}
+		return fmt.Errorf("hvd: %v %q: gave up waiting, while the operation goes on: %w", o.kind, o.name, err)
+	}
+}
+
+// Handle is an operation in flight that gives elements of T. Its methods are safe for concurrent use.
+type Handle[T any] struct {
+	operation
+	entry *tensorqueue.Entry
+	out   []T
+}
+
+// Wait waits for the operation and gives its result. When ctx ends first the operation goes on, and the slices
+// stay in use until Done.
+func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
+	if err := h.wait(ctx); err != nil {
+		return nil, err
+	}
+	return h.out, nil
+}
+
+// Received is, after an alltoall, how many rows came from each member of the process set, in its order; else nil, and
+// nil until it is done.
+func (h *Handle[T]) Received() []int {
+	if !h.Poll() || h.entry.Received == nil {
+		return nil
+	}
+	rows := make([]int, len(h.entry.Received))
+	for i, n := range h.entry.Received {
+		rows[i] = int(n)
+	}
+	return rows
+}
+
+// GroupHandle is a group of operations in flight. Its methods are safe for concurrent use.
+type GroupHandle[T any] struct {
+	operation
+	tensors []*Handle[T]
+	left    atomic.Int64
+}
+
+// Wait waits for all tensors of the group and gives their results, in the order of the call. If one failed the error is
+// the first.
+func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
+	if err := g.wait(ctx); err != nil {
+		return nil, err
+	}
+	outs := make([][]T, len(g.tensors))
+	for i, h := range g.tensors {
+		outs[i] = h.out
+	}
+	return outs, nil
+}
+
+// finished is told that one more tensor is done; the last ends the group.
+func (g *GroupHandle[T]) finished() {
+	if g.left.Add(-1) > 0 {
+		return
+	}
+	for _, h := range g.tensors {
+		if h.err != nil {
+			g.err = h.err
+			break
+		}
+	}
+	close(g.done)
+}

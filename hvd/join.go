@@ -1,0 +1,71 @@
+package hvd
+
+import (
+	"context"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
+)
+
+// joinName is the name of every join: a rank joins a process set once at a time.
+const joinName = "join.noname"
+
+// Join says that this rank has no more tensors, while others may have: it stands in for itself with neutral elements in
+// their allreduces (0 for sums, 1 for products, the largest or smallest value for min and max) until all ranks have
+// joined. It then gives the rank that joined last. What this rank submitted before still counts with its data; until the
+// join is over it may submit nothing.
+//
+// Average goes on dividing by the number of all ranks, AverageActive by those that take part. Allgather, broadcast,
+// alltoall and reducescatter are errors at the others meanwhile, unless Empty.
+func Join(ctx context.Context, opts ...Option) (last int, err error) {
+	h, err := JoinAsync(opts...)
+	if err != nil {
+		return 0, err
+	}
+	return h.Wait(ctx)
+}
+
+// JoinAsync is Join without the wait.
+func JoinAsync(opts ...Option) (*JoinHandle, error) {
+	c, err := prepare(message.Join, tensor.Invalid, false, opts)
+	if err != nil {
+		return nil, err
+	}
+	c.name = joinName
+	h := &JoinHandle{operation: operation{kind: c.kind, name: c.name, done: make(chan struct{})}}
+	h.entry = &tensorqueue.Entry{
+		Set: c.set.id, Timeout: c.timeout,
+		Request: message.Request{Kind: message.Join, Name: c.name, Empty: c.empty},
+		Done: func(err error) {
+			// The ranks that joined early have made fewer unnamed calls than the others. Now nothing is in flight, so
+			// all can begin to count anew.
+			c.set.unnamed.Store(0)
+			c.set.joined.Store(false)
+			h.err = err
+			close(h.done)
+		},
+	}
+	if !c.set.joined.CompareAndSwap(false, true) {
+		return nil, c.misuse("this rank has joined %v already", c.set)
+	}
+	if err := c.enter(h.entry); err != nil {
+		c.set.joined.Store(false)
+		return nil, err
+	}
+	return h, nil
+}
+
+// JoinHandle is a join in flight. Its methods are safe for concurrent use.
+type JoinHandle struct {
+	operation
+	entry *tensorqueue.Entry
+}
+
+// Wait waits until all members have joined and gives the one that joined last.
+func (h *JoinHandle) Wait(ctx context.Context) (last int, err error) {
+	if err := h.wait(ctx); err != nil {
+		return 0, err
+	}
+	return int(h.entry.Response.Root), nil
+}

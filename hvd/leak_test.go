@@ -1,0 +1,103 @@
+package hvd_test
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"testing"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/rendezvous"
+)
+
+// A process that starts, works and shuts down a hundred times, three ranks at once over TCP, keeps no goroutine, no file
+// and no memory of it.
+func TestInitLeavesNothing(t *testing.T) {
+	const (
+		rounds, warmup = 100, 10
+		mostBytes      = 256 << 10
+	)
+	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	defer store.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	running := goleak.IgnoreCurrent()
+	var files int
+	var bytes uint64
+	last := make([]*hvd.Engine, 3)
+	for round := range rounds {
+		if round == warmup { // pools have grown
+			files, bytes = openFiles(t), heap()
+		}
+		ranks(len(last), func(r int) {
+			mode := []string{"event", "lockstep"}[round%2]
+			opts := append(place(store, r, len(last), "HVD_NEGOTIATION", mode), hvd.WithProcessSets([]int{0, 2}))
+			if last[r] != nil {
+				opts = append(opts, hvd.After(last[r]))
+			}
+			e, err := hvd.New(ctx, opts...)
+			if err != nil {
+				t.Errorf("rank %d: round %d: %v", r, round, err)
+				return
+			}
+			last[r] = e
+			work(ctx, t, e)
+			if err := e.Shutdown(ctx); err != nil {
+				t.Errorf("rank %d: round %d: %v", r, round, err)
+			}
+		})
+		if t.Failed() {
+			return
+		}
+	}
+	if err := goleak.Find(running); err != nil {
+		t.Error(err)
+	}
+	eventually(ctx, t, func() error {
+		if now := openFiles(t); now > files {
+			return fmt.Errorf("%d files are open after %d rounds, %d after %d", now, rounds, files, warmup)
+		}
+		return nil
+	})
+	if now := heap(); now > bytes+mostBytes {
+		t.Errorf("%d bytes are in use after %d rounds, %d after %d", now, rounds, bytes, warmup)
+	}
+	runtime.KeepAlive(last) // as after the warmup
+}
+
+// work is a little of everything.
+func work(ctx context.Context, t *testing.T, e *hvd.Engine) {
+	static := e.ProcessSets()[1]
+	set := add(ctx, t, e, 1, 2)
+	if set == nil {
+		return
+	}
+	if static.Included() {
+		goesOn(ctx, t, static, "x")
+	}
+	checkAll(ctx, t, e.ProcessSets()[0], numbers[float32](), "")
+	if set.Included() {
+		checkAll(ctx, t, set, numbers[float32](), "")
+	}
+	x := make([]float32, 50_000)
+	if _, err := hvd.Allreduce(ctx, x, hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.Name("compressed"), hvd.On(e)); err != nil {
+		t.Error(err)
+	}
+	if err := hvd.RemoveProcessSet(ctx, set); err != nil {
+		t.Error(err)
+	}
+	if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
+		t.Error(err)
+	}
+}
+
+// heap is what is in use.
+func heap() uint64 {
+	runtime.GC()
+	runtime.GC() // pools are emptied by the second
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.HeapAlloc
+}

@@ -1,0 +1,485 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/rendezvous"
+)
+
+// contradiction is what the last rank does otherwise than all others. %q in want is the name; MOST and ODD are the
+// ranks, LAST the number of the last.
+type contradiction struct {
+	title string
+	do    func(p *part) error
+	want  string
+}
+
+// part is a rank's in a contradiction.
+type part struct {
+	ctx  context.Context
+	e    *hvd.Engine
+	name string
+	odd  bool // this is the last rank
+}
+
+// pick is the odd rank's choice or that of all others.
+func pick[T any](p *part, most, odd T) T {
+	if p.odd {
+		return odd
+	}
+	return most
+}
+
+func (p *part) opts(more ...hvd.Option) []hvd.Option {
+	return append(more, hvd.Name(p.name), hvd.On(p.e))
+}
+
+func (p *part) allreduce(n int, more ...hvd.Option) error {
+	_, err := hvd.Allreduce(p.ctx, make([]float32, n), p.opts(more...)...)
+	return err
+}
+
+func (p *part) reducescatter(n int, more ...hvd.Option) error {
+	_, err := hvd.Reducescatter(p.ctx, make([]float32, n), p.opts(more...)...)
+	return err
+}
+
+func (p *part) broadcast(n, root int, more ...hvd.Option) error {
+	_, err := hvd.Broadcast(p.ctx, make([]float32, n), root, p.opts(more...)...)
+	return err
+}
+
+func (p *part) allgather(n int, more ...hvd.Option) error {
+	_, err := hvd.Allgather(p.ctx, make([]float32, n), p.opts(more...)...)
+	return err
+}
+
+func (p *part) alltoall(n int, more ...hvd.Option) error {
+	splits := make([]int, p.e.Size()) // of nothing: any number of rows will do
+	_, _, err := hvd.Alltoall(p.ctx, make([]float32, n), splits, p.opts(more...)...)
+	return err
+}
+
+// typed runs an operation on int64 at the odd rank and float32 at the others.
+func typed(do func(p *part, odd []int64, most []float32) error) func(p *part) error {
+	return func(p *part) error {
+		if p.odd {
+			return do(p, make([]int64, 6), nil)
+		}
+		return do(p, nil, make([]float32, 6))
+	}
+}
+
+var contradictions = []contradiction{
+	// Horovod's check 1.
+	{"types of an allreduce", typed(func(p *part, odd []int64, most []float32) (err error) {
+		if p.odd {
+			_, err = hvd.Allreduce(p.ctx, odd, p.opts()...)
+		} else {
+			_, err = hvd.Allreduce(p.ctx, most, p.opts()...)
+		}
+		return err
+	}), `hvd: allreduce %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
+	{"types of an allgather", typed(func(p *part, odd []int64, most []float32) (err error) {
+		if p.odd {
+			_, err = hvd.Allgather(p.ctx, odd, p.opts()...)
+		} else {
+			_, err = hvd.Allgather(p.ctx, most, p.opts()...)
+		}
+		return err
+	}), `hvd: allgather %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
+	{"types of a broadcast", typed(func(p *part, odd []int64, most []float32) (err error) {
+		if p.odd {
+			_, err = hvd.Broadcast(p.ctx, odd, 0, p.opts()...)
+		} else {
+			_, err = hvd.Broadcast(p.ctx, most, 0, p.opts()...)
+		}
+		return err
+	}), `hvd: broadcast %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
+	{"types of an alltoall", typed(func(p *part, odd []int64, most []float32) (err error) {
+		if p.odd {
+			_, _, err = hvd.Alltoall(p.ctx, odd, nil, p.opts()...)
+		} else {
+			_, _, err = hvd.Alltoall(p.ctx, most, nil, p.opts()...)
+		}
+		return err
+	}), `hvd: alltoall %q: mismatched data types: MOST sent float32[*], ODD sent int64[*]`},
+	{"types of a reducescatter", typed(func(p *part, odd []int64, most []float32) (err error) {
+		if p.odd {
+			_, err = hvd.Reducescatter(p.ctx, odd, p.opts()...)
+		} else {
+			_, err = hvd.Reducescatter(p.ctx, most, p.opts()...)
+		}
+		return err
+	}), `hvd: reducescatter %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
+
+	// 2.
+	{"operations: allreduce and broadcast", func(p *part) error {
+		if p.odd {
+			return p.broadcast(4, 0)
+		}
+		return p.allreduce(4)
+	}, `hvd: tensor %q: mismatched operations: MOST called allreduce, ODD called broadcast`},
+	{"operations: allgather and alltoall", func(p *part) error {
+		if p.odd {
+			return p.alltoall(4)
+		}
+		return p.allgather(4)
+	}, `hvd: tensor %q: mismatched operations: MOST called allgather, ODD called alltoall`},
+	{"operations: reducescatter and barrier", func(p *part) error {
+		if p.odd {
+			return hvd.Barrier(p.ctx, p.opts()...)
+		}
+		return p.reducescatter(4)
+	}, `hvd: tensor %q: mismatched operations: MOST called reducescatter, ODD called barrier`},
+
+	// 3.
+	{"shapes of an allreduce", func(p *part) error { return p.allreduce(pick(p, 4, 5)) },
+		`hvd: allreduce %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
+	{"shapes of an allreduce, as many elements", func(p *part) error {
+		return p.allreduce(6, hvd.Shape(pick(p, []int{2, 3}, []int{3, 2})...))
+	}, `hvd: allreduce %q: mismatched shapes: MOST sent float32[2 3], ODD sent float32[3 2]`},
+	{"shapes of an adasum", func(p *part) error { return p.allreduce(pick(p, 4, 0), hvd.Op(hvd.Adasum)) },
+		`hvd: allreduce %q: mismatched shapes: MOST sent float32[4], ODD sent float32[0]`},
+	{"shapes of a broadcast", func(p *part) error { return p.broadcast(pick(p, 4, 5), 0) },
+		`hvd: broadcast %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
+	{"shapes of a reducescatter", func(p *part) error { return p.reducescatter(pick(p, 4, 5)) },
+		`hvd: reducescatter %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
+
+	// 4.
+	{"prescale of an allreduce", func(p *part) error { return p.allreduce(1, hvd.Prescale(pick(p, 1, 0.5))) },
+		`hvd: allreduce %q: mismatched scale factors: MOST asked for prescale 1 and postscale 1, ODD asked for prescale 0.5 and postscale 1`},
+	{"postscale of an adasum", func(p *part) error { return p.allreduce(1, hvd.Op(hvd.Adasum), hvd.Postscale(pick(p, 2.0, 1))) },
+		`hvd: allreduce %q: mismatched scale factors: MOST asked for prescale 1 and postscale 2, ODD asked for prescale 1 and postscale 1`},
+	{"postscale of a reducescatter", func(p *part) error { return p.reducescatter(1, hvd.Postscale(pick(p, 2.0, 3))) },
+		`hvd: reducescatter %q: mismatched scale factors: MOST asked for prescale 1 and postscale 2, ODD asked for prescale 1 and postscale 3`},
+
+	// 5, for reducescatter too.
+	{"reductions of an allreduce", func(p *part) error { return p.allreduce(1, hvd.Op(pick(p, hvd.Average, hvd.Adasum))) },
+		`hvd: allreduce %q: mismatched reductions: MOST asked for average, ODD asked for adasum`},
+	{"reductions of an allreduce: averages", func(p *part) error { return p.allreduce(1, hvd.Op(pick(p, hvd.AverageActive, hvd.Average))) },
+		`hvd: allreduce %q: mismatched reductions: MOST asked for average-active, ODD asked for average`},
+	{"reductions of a reducescatter", func(p *part) error { return p.reducescatter(1, hvd.Op(pick(p, hvd.Average, hvd.Sum))) },
+		`hvd: reducescatter %q: mismatched reductions: MOST asked for average, ODD asked for sum`},
+
+	// 7 and 9: scalars, at all ranks or one.
+	{"scalar allgather", func(p *part) error { return p.allgather(1, hvd.Shape(pick(p, []int{1}, nil)...)) },
+		`hvd: allgather %q: a scalar has no first dimension: MOST sent float32[1], ODD sent float32[]`},
+	{"scalar alltoall", func(p *part) error { return p.alltoall(1, hvd.Shape(pick(p, []int{1}, nil)...)) },
+		`hvd: alltoall %q: a scalar has no first dimension: MOST sent float32[*], ODD sent float32[]`},
+	{"scalar allgather everywhere", func(p *part) error { return p.allgather(1, hvd.Shape()) },
+		`hvd: allgather %q: a scalar has no first dimension: ALL sent float32[]`},
+	{"scalar alltoall everywhere", func(p *part) error { return p.alltoall(1, hvd.Shape()) },
+		`hvd: alltoall %q: a scalar has no first dimension: ALL sent float32[]`},
+	{"scalar reducescatter everywhere", func(p *part) error { return p.reducescatter(1, hvd.Shape()) },
+		`hvd: reducescatter %q: a scalar has no first dimension: ALL sent float32[]`},
+
+	// 8.
+	{"dimensions of an allgather", func(p *part) error { return p.allgather(6, hvd.Shape(pick(p, []int{2, 3}, []int{6})...)) },
+		`hvd: allgather %q: mismatched numbers of dimensions: MOST sent float32[2 3], ODD sent float32[6]`},
+	{"dimensions of an alltoall", func(p *part) error { return p.alltoall(6, hvd.Shape(pick(p, []int{6}, []int{1, 6, 1})...)) },
+		`hvd: alltoall %q: mismatched numbers of dimensions: MOST sent float32[*], ODD sent float32[* 6 1]`},
+	{"rows of an allgather", func(p *part) error { return p.allgather(6, hvd.Shape(pick(p, []int{2, 3}, []int{3, 2})...)) },
+		`hvd: allgather %q: mismatched shapes beyond the first dimension: MOST sent float32[2 3], ODD sent float32[3 2]`},
+	{"rows of an alltoall", func(p *part) error { return p.alltoall(pick(p, 6, 0), hvd.Shape(2, pick(p, 3, 0))) },
+		`hvd: alltoall %q: mismatched shapes beyond the first dimension: MOST sent float32[* 3], ODD sent float32[* 0]`},
+
+	// 12.
+	{"roots", func(p *part) error { return p.broadcast(1, pick(p, 0, 1)) },
+		`hvd: broadcast %q: mismatched root ranks: MOST named root 0, ODD named root 1`},
+
+	// What Horovod does not look at.
+	{"compressions", func(p *part) error {
+		if p.odd {
+			return p.allreduce(1, hvd.CompressFP16())
+		}
+		return p.allreduce(1)
+	}, `hvd: allreduce %q: mismatched compressions: MOST asked for none, ODD asked for float16`},
+	{"kinds of compression", func(p *part) error {
+		return p.allreduce(1, pick(p, hvd.CompressBF16(), hvd.CompressFP16()))
+	}, `hvd: allreduce %q: mismatched compressions: MOST asked for bfloat16, ODD asked for float16`},
+	{"one tensor in a long name", func(p *part) error {
+		p.name += strings.Repeat("世", 1300)
+		return p.allreduce(pick(p, 1, 2))
+	}, ``},
+
+	// 6, 9 and 11: the last rank has joined.
+	{"allgather under a join", func(p *part) error { return p.joined(func() error { return p.allgather(1) }) },
+		`hvd: allgather %q: ODD has joined, and it needs every rank; a join with empty contributions would allow it`},
+	{"alltoall under a join", func(p *part) error { return p.joined(func() error { return p.alltoall(1) }) },
+		`hvd: alltoall %q: ODD has joined, and it needs every rank; a join with empty contributions would allow it`},
+	{"reducescatter under a join", func(p *part) error { return p.joined(func() error { return p.reducescatter(1) }) },
+		`hvd: reducescatter %q: ODD has joined, and it needs every rank; a join with empty contributions would allow it`},
+	{"broadcast under a join", func(p *part) error { return p.joined(func() error { return p.broadcast(1, 0) }) },
+		`hvd: broadcast %q: ODD has joined, and it needs every rank; a join with empty contributions would allow it`},
+	{"broadcast from a rank that joined with Empty", func(p *part) error {
+		return p.joined(func() error { return p.broadcast(1, p.e.Size()-1) }, hvd.Empty())
+	}, `hvd: broadcast %q: root rank LAST has joined and sends nothing`},
+}
+
+// errJoined stands for the error of the odd rank, which has none.
+var errJoined = errors.New("this rank has joined")
+
+// joined does something at all ranks but the odd one, which joins meanwhile.
+func (p *part) joined(do func() error, opts ...hvd.Option) error {
+	err := errJoined
+	if !p.odd {
+		err = do()
+	}
+	if _, e := hvd.Join(p.ctx, append(opts, hvd.On(p.e))...); e != nil {
+		return e
+	}
+	return err
+}
+
+func (p *part) expand(want string) string {
+	last := p.e.Size() - 1
+	most, all := "ranks 0 and 1", "ranks 0, 1 and 2"
+	if last == 1 {
+		most, all = "rank 0", "ranks 0 and 1"
+	}
+	want = strings.ReplaceAll(want, "%q", fmt.Sprintf("%q", p.name))
+	return strings.NewReplacer("MOST", most, "ALL", all, "ODD", fmt.Sprintf("rank %d", last), "LAST", fmt.Sprint(last)).Replace(want)
+}
+
+// Contradicting requests fail at all ranks with one text that says who sent what, and the job goes on: with the same
+// name too, whether it was cached or not.
+func TestMismatch(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		global := e.ProcessSets()[0]
+		for i, c := range contradictions {
+			p := &part{ctx: ctx, e: e, name: fmt.Sprint("tensor ", i), odd: e.Rank() == e.Size()-1}
+			for range 2 { // the second time the name is cached for an allreduce
+				p.name = fmt.Sprint("tensor ", i)
+				err := c.do(p)
+				var mismatch *hvd.MismatchError
+				if err == errJoined {
+					// A joined rank hears nothing of the errors of others.
+				} else if !errors.As(err, &mismatch) || mismatch.Tensor != p.name || c.want != "" && err.Error() != p.expand(c.want) {
+					t.Errorf("%s: rank %d: got error %v\nwant %s", c.title, e.Rank(), err, p.expand(c.want))
+				}
+				goesOn(ctx, t, global, p.name)
+			}
+		}
+	})
+}
+
+// Horovod refuses a scaled reducescatter that is larger than the fusion buffer (its check 10). Here there is no such
+// limit.
+func TestScaledReducescatterBeyondTheFusionThreshold(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		x := make([]float32, 600)
+		for i := range x {
+			x[i] = float32(i)
+		}
+		got, err := hvd.Reducescatter(ctx, x, hvd.Op(hvd.Sum), hvd.Prescale(2), hvd.Postscale(0.5), hvd.On(e))
+		each := len(x) / e.Size()
+		if err != nil || len(got) != each || got[0] != float32(e.Rank()*each*e.Size()) {
+			t.Errorf("rank %d: got %d elements and error %v", e.Rank(), len(got), err)
+		}
+	}, "HOROVOD_FUSION_THRESHOLD", "64")
+}
+
+// Of a group one tensor that the ranks disagree about fails all.
+func TestMismatchInAGroup(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		p := &part{e: e, odd: e.Rank() == e.Size()-1}
+		for range 2 {
+			xs := [][]int32{{1}, make([]int32, pick(p, 2, 3)), {1, 2, 3}}
+			g, err := hvd.GroupedAllreduceAsync(xs, hvd.Op(hvd.Sum), hvd.Name("g"), hvd.On(e))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			_, err = g.Wait(ctx)
+			want := p.expand(`hvd: allreduce "g_1of3": its group "g" failed: allreduce "g_2of3": mismatched shapes: MOST sent int32[2], ODD sent int32[3]`)
+			var mismatch *hvd.MismatchError
+			if !errors.As(err, &mismatch) || err.Error() != want {
+				t.Errorf("rank %d: got error %v\nwant %s", e.Rank(), err, want)
+			}
+			for i := range xs {
+				goesOn(ctx, t, e.ProcessSets()[0], fmt.Sprintf("g_%dof3", i+1))
+			}
+		}
+		// Tensors of these names by themselves are not the group's. They are told so one by one: to hold back the answer to
+		// the first until the second is there would hang this rank.
+		if p.odd {
+			for _, tensor := range []string{"h_1of2", "h_2of2"} {
+				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name(tensor), hvd.On(e))
+				wantGroups(t, p, err, tensor)
+			}
+			return
+		}
+		_, err := hvd.GroupedAllreduce(ctx, [][]int32{{1}, {1}}, hvd.Name("h"), hvd.On(e))
+		wantGroups(t, p, err, "h_1of2")
+	})
+}
+
+func wantGroups(t *testing.T, p *part, err error, tensor string) {
+	t.Helper()
+	p.name = tensor
+	want := p.expand(`hvd: allreduce %q: mismatched groups: MOST named "h" of 2 tensors, ODD named none`)
+	var mismatch *hvd.MismatchError
+	if !errors.As(err, &mismatch) || err.Error() != want {
+		t.Errorf("rank %d: got error %v\nwant %s", p.e.Rank(), err, want)
+	}
+}
+
+// All ranks must ask for the same change of the process sets, and it must be possible.
+func TestMismatchedProcessSets(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		p := &part{ctx: ctx, e: e, odd: e.Rank() == e.Size()-1}
+		zero, one := add(ctx, t, e, 0), add(ctx, t, e, 1)
+		addAgain := func(ranks ...int) error { _, err := hvd.AddProcessSet(ctx, ranks, hvd.On(e)); return err }
+		remove := func(set *hvd.ProcessSet) error { return hvd.RemoveProcessSet(ctx, set) }
+		for _, c := range []struct {
+			do   func() error
+			want string
+		}{
+			{func() error { return addAgain(0) }, `hvd: add process set "process_set.add": duplicate process set: process set 1 has rank 0 already`},
+			{func() error { return addAgain(e.ProcessSets()[0].Ranks()...) }, `hvd: add process set "process_set.add": duplicate process set: process set 0 has ALL already`},
+			{func() error { return addAgain(pick(p, []int{0, 1}, []int{1})...) }, `hvd: add process set "process_set.add": mismatched members: MOST named ranks 0 and 1, ODD named rank 1`},
+			{func() error { return remove(pick(p, zero, one)) }, `hvd: remove process set "process_set.remove": mismatched process sets: MOST named process set 1, ODD named process set 2`},
+			{func() error { return p.joined(func() error { return addAgain(0, 1) }) }, `hvd: add process set "process_set.add": ODD has joined, and all ranks have to ask for it`},
+			{func() error { return p.joined(func() error { return remove(zero) }, hvd.Empty()) }, `hvd: remove process set "process_set.remove": ODD has joined, and all ranks have to ask for it`},
+		} {
+			err := c.do()
+			var mismatch *hvd.MismatchError
+			if err != errJoined && (!errors.As(err, &mismatch) || err.Error() != p.expand(c.want)) {
+				t.Errorf("rank %d: got error %v\nwant %s", e.Rank(), err, p.expand(c.want))
+			}
+			if sets := e.ProcessSets(); len(sets) != 3 {
+				t.Errorf("rank %d: process sets %v afterwards, want three", e.Rank(), sets)
+			}
+			for _, set := range []*hvd.ProcessSet{e.ProcessSets()[0], zero, one} {
+				if set.Included() {
+					goesOn(ctx, t, set, "process sets")
+				}
+			}
+		}
+		if err := remove(one); err != nil {
+			t.Error(err)
+		}
+		var mismatch *hvd.MismatchError
+		if err := remove(one); !errors.As(err, &mismatch) || err.Error() != `hvd: remove process set "process_set.remove": process set 2 does not exist` {
+			t.Errorf("rank %d: a second removal: got error %v", e.Rank(), err)
+		}
+		goesOn(ctx, t, e.ProcessSets()[0], "the end")
+	})
+}
+
+// Ranks that were given other process sets than rank 0 do not start.
+func TestMismatchedStaticProcessSets(t *testing.T) {
+	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	defer store.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	sets := [][][]int{{{0}, {1, 2}}, {{0}, {2, 1}}, {{1, 2}, {0}}}
+	ranks(3, func(r int) {
+		e, err := hvd.New(ctx, append(place(store, r, 3), hvd.WithProcessSets(sets[r]...))...)
+		if err == nil {
+			e.Shutdown(ctx)
+		}
+		const want = "mismatched process sets: rank 2 was given [[1 2][0]], rank 0 [[0][1 2]]"
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("rank %d: got error %v, want %s", r, err, want)
+		}
+	})
+}
+
+// So many sets that their list is too long to be told are compared by a hash.
+func TestMismatchedListOfManyProcessSets(t *testing.T) {
+	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	defer store.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	const size = 10
+	var sets [][]int
+	for mask := 1; mask < 1<<size-1; mask++ {
+		var members []int
+		for r := range size {
+			if mask>>r&1 == 1 {
+				members = append(members, r)
+			}
+		}
+		sets = append(sets, members)
+	}
+	ranks(size, func(r int) {
+		given := sets
+		if r == size-1 {
+			given = sets[:len(sets)-1]
+		}
+		e, err := hvd.New(ctx, append(place(store, r, size), hvd.WithProcessSets(given...))...)
+		if err == nil {
+			e.Shutdown(ctx)
+		}
+		const want = "mismatched process sets: rank 9 was given [1021 sets with hash "
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("rank %d: got error %v, want %s", r, err, want)
+		}
+	})
+}
+
+// What is wrong with process sets by themselves is refused at Init, and by AddProcessSet at the rank that asks.
+func TestImpossibleProcessSets(t *testing.T) {
+	ctx := t.Context()
+	for _, c := range []struct {
+		sets [][]int
+		want string
+	}{
+		{[][]int{{}}, "process set 1: a process set without ranks"},
+		{[][]int{{0}}, "process set 1 is a duplicate: set 0 has the ranks [0] too"},
+		{[][]int{{1}}, "process set 1: rank 1, want 0 to 0"},
+		{[][]int{{-1}}, "process set 1: rank -1, want 0 to 0"},
+		{[][]int{{0, 0}}, "process set 1: rank 0 twice in [0 0]"},
+	} {
+		if _, err := hvd.New(ctx, hvd.WithProcessSets(c.sets...)); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%v: got error %v, want %s", c.sets, err, c.want)
+		}
+	}
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		if e.Rank() == 0 {
+			for _, c := range []struct {
+				ranks []int
+				opts  []hvd.Option
+				want  string
+			}{
+				{nil, nil, "a process set without ranks"},
+				{[]int{0, 2}, nil, "rank 2, want 0 to 1"},
+				{[]int{-1}, nil, "rank -1, want 0 to 1"},
+				{[]int{1, 0, 1}, nil, "rank 1 twice in [1 0 1]"},
+				{[]int{0}, []hvd.Option{hvd.Name("x")}, "option Name does not apply"},
+			} {
+				_, err := hvd.AddProcessSet(ctx, c.ranks, append(c.opts, hvd.On(e))...)
+				wantMisuse(t, err, "add process set", c.want)
+			}
+			wantMisuse(t, hvd.RemoveProcessSet(ctx, nil), "remove process set", "process set is nil")
+			wantMisuse(t, hvd.RemoveProcessSet(ctx, e.ProcessSets()[0]), "remove process set", "the global process set cannot be removed")
+		}
+		goesOn(ctx, t, e.ProcessSets()[0], "x")
+	})
+}
+
+func wantMisuse(t *testing.T, err error, op, want string) {
+	t.Helper()
+	var misuse *hvd.UsageError
+	if !errors.As(err, &misuse) || misuse.Op != op || !strings.Contains(err.Error(), want) {
+		t.Errorf("got error %v, want a UsageError of %s: %s", err, op, want)
+	}
+}
+
+// Where the setting says so, process sets do not change after Init. Operations on those from before do run.
+func TestNoDynamicProcessSets(t *testing.T) {
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		const want = "process sets cannot be changed after Init: HOROVOD_DYNAMIC_PROCESS_SETS is 0"
+		_, err := hvd.AddProcessSet(ctx, []int{0}, hvd.On(e))
+		wantMisuse(t, err, "add process set", want)
+		wantMisuse(t, hvd.RemoveProcessSet(ctx, e.ProcessSets()[0]), "remove process set", want)
+		goesOn(ctx, t, e.ProcessSets()[0], "x")
+	}, "HOROVOD_DYNAMIC_PROCESS_SETS", "0")
+}

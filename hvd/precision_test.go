@@ -1,0 +1,312 @@
+package hvd_test
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// compressions are the ways to compress, with the distance of the number above 1.
+var compressions = []struct {
+	title  string
+	option hvd.Option
+	ulp    float64
+}{
+	{"fp16", hvd.CompressFP16(), 1.0 / 1024},
+	{"bf16", hvd.CompressBF16(), 1.0 / 128},
+}
+
+// What a half can hold comes back as it is; the rest is rounded once on its way in, and the sum once.
+func TestCompression(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		for _, c := range compressions {
+			compressed[float32](ctx, t, e, c.title, c.option, c.ulp)
+			compressed[float64](ctx, t, e, c.title, c.option, c.ulp)
+		}
+	})
+}
+
+func compressed[T float32 | float64](ctx context.Context, t *testing.T, e *hvd.Engine, title string, option hvd.Option, ulp float64) {
+	n := T(e.Size())
+	for _, c := range []struct {
+		label string
+		x     []T
+		opts  []hvd.Option
+		want  []T
+	}{
+		{"exact", []T{1, -2, 0.5, 0}, nil, []T{n, -2 * n, n / 2, 0}},
+		{"empty", []T{}, nil, []T{}},
+		// A quarter of the distance to the next half is lost.
+		{"rounded", []T{1 + T(ulp)/4}, nil, []T{n}},
+		{"rounded up", []T{1 + T(ulp)*3/4}, []hvd.Option{hvd.Op(hvd.Max)}, []T{1 + T(ulp)}},
+		// The scale is applied to the argument before it is rounded, and to the result after that.
+		{"prescale", []T{1 + T(ulp)/4}, []hvd.Option{hvd.Op(hvd.Max), hvd.Prescale(4)}, []T{4}},
+		{"postscale", []T{1}, []hvd.Option{hvd.Op(hvd.Max), hvd.Postscale(1 + ulp/4)}, []T{1 + T(ulp)/4}},
+		{"average", []T{1 + T(e.Rank())}, []hvd.Option{hvd.Op(hvd.Average)}, []T{(n + 1) / 2}},
+		{"product", []T{2}, []hvd.Option{hvd.Op(hvd.Product)}, []T{T(math.Pow(2, float64(n)))}},
+		{"adasum", []T{3, 4}, []hvd.Option{hvd.Op(hvd.Adasum)}, []T{3, 4}},
+	} {
+		for _, inPlace := range []bool{false, true} {
+			x := slices.Clone(c.x)
+			opts := slices.Concat([]hvd.Option{hvd.Op(hvd.Sum), option, hvd.On(e)}, c.opts)
+			if inPlace {
+				opts = append(opts, hvd.InPlace())
+			}
+			got, err := hvd.Allreduce(ctx, x, opts...)
+			if err != nil || !slices.Equal(got, c.want) || !inPlace && !slices.Equal(x, c.x) {
+				t.Errorf("rank %d: %s %s of %T, in place %v: got %v and error %v, want %v", e.Rank(), title, c.label, x, inPlace, got, err, c.want)
+			}
+		}
+	}
+	xs := [][]T{{1, 1 + T(ulp)/4}, {}, {3}}
+	group, err := hvd.GroupedAllreduce(ctx, xs, hvd.Op(hvd.Sum), option, hvd.On(e))
+	if err != nil || !slices.EqualFunc(group, [][]T{{n, n}, {}, {3 * n}}, slices.Equal[[]T]) {
+		t.Errorf("rank %d: %s group of %T: got %v and error %v", e.Rank(), title, xs, group, err)
+	}
+}
+
+// Tensors with and without compression, and with another one, are in flight together and do not mix.
+func TestCompressionBesideOthers(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		const x = 1 + 1.0/16384
+		for range 3 {
+			var handles []*hvd.Handle[float32]
+			for i := range 30 {
+				opts := []hvd.Option{hvd.Op(hvd.Max), name("x%d", i), hvd.On(e)}
+				if i%3 > 0 {
+					opts = append(opts, compressions[i%3-1].option)
+				}
+				h, err := hvd.AllreduceAsync([]float32{x, float32(i)}, opts...)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				handles = append(handles, h)
+			}
+			for i, h := range handles {
+				want := []float32{1, float32(i)}
+				if i%3 == 0 {
+					want[0] = x
+				}
+				if got, err := h.Wait(ctx); err != nil || !slices.Equal(got, want) {
+					t.Errorf("x%d: got %v and error %v, want %v", i, got, err, want)
+				}
+			}
+		}
+	})
+}
+
+// With error feedback the mean of many reductions comes as near to the exact value as their number allows; without, it
+// stays as far off as the first.
+func TestErrorFeedback(t *testing.T) {
+	for _, c := range compressions {
+		t.Run(c.title, func(t *testing.T) {
+			run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+				const rounds = 256
+				rng := rand.New(rand.NewPCG(3, 4)) // both ranks have the same, so that their sum rounds nothing
+				x := make([]float64, 50)
+				for i := range x {
+					x[i] = 1 + rng.Float64()
+				}
+				plain, fed := make([]float64, len(x)), make([]float64, len(x))
+				for range rounds {
+					accumulate(ctx, t, e, plain, x, hvd.Name("plain"), c.option)
+					accumulate(ctx, t, e, fed, x, hvd.Name("fed"), c.option, hvd.ErrorFeedback())
+				}
+				var farPlain, farFed float64
+				for i := range x {
+					farPlain = max(farPlain, math.Abs(plain[i]/rounds-x[i]))
+					farFed = max(farFed, math.Abs(fed[i]/rounds-x[i]))
+				}
+				if bound := 2 * c.ulp / rounds; farFed > bound {
+					t.Errorf("rank %d: with error feedback the mean of %d is off by %v, want at most %v", e.Rank(), rounds, farFed, bound)
+				}
+				if least := c.ulp / 4; farPlain < least {
+					t.Errorf("rank %d: without it is off by only %v, want at least %v", e.Rank(), farPlain, least)
+				}
+			})
+		})
+	}
+}
+
+func accumulate(ctx context.Context, t *testing.T, e *hvd.Engine, sum, x []float64, opts ...hvd.Option) {
+	got, err := hvd.Allreduce(ctx, x, append(opts, hvd.On(e))...)
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	for i, v := range got {
+		sum[i] += v
+	}
+}
+
+// What is fed back belongs to a name and a length, and what did not fit is forgotten.
+func TestErrorFeedbackForgets(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		const ulp = 1.0 / 1024
+		feed := func(tensor string, x ...float32) []float32 {
+			got, err := hvd.Allreduce(ctx, x, hvd.Name(tensor), hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.On(e))
+			if err != nil {
+				t.Error(err)
+			}
+			return got
+		}
+		third := float32(1 + ulp/3)
+		for i, step := range []struct {
+			tensor  string
+			x, want []float32
+		}{
+			{"x", []float32{third}, []float32{1}},
+			{"y", []float32{third}, []float32{1}},             // of another name
+			{"x", []float32{third}, []float32{1 + ulp}},       // of both
+			{"x", []float32{third, 1}, []float32{1, 1}},       // of another length: from the start
+			{"x", []float32{third, 1}, []float32{1 + ulp, 1}}, // again of both
+			{"z", []float32{1e6}, []float32{float32(math.Inf(1))}},
+			{"z", []float32{2}, []float32{2}}, // the loss was infinite
+			{"z", []float32{float32(math.NaN())}, nil},
+			{"z", []float32{2}, []float32{2}},
+		} {
+			got := feed(step.tensor, step.x...)
+			if step.want != nil && !slices.Equal(got, step.want) {
+				t.Errorf("rank %d: step %d: %s %v gave %v, want %v", e.Rank(), i, step.tensor, step.x, got, step.want)
+			}
+		}
+	})
+}
+
+// plus is the adaptive sum of the paper.
+func plus(a, b []float64) []float64 {
+	var ab, aa, bb float64
+	for i := range a {
+		ab, aa, bb = ab+a[i]*b[i], aa+a[i]*a[i], bb+b[i]*b[i]
+	}
+	ca, cb := 1.0, 1.0
+	if aa > 0 {
+		ca = 1 - ab/(2*aa)
+	}
+	if bb > 0 {
+		cb = 1 - ab/(2*bb)
+	}
+	sum := make([]float64, len(a))
+	for i := range a {
+		sum[i] = ca*a[i] + cb*b[i]
+	}
+	return sum
+}
+
+// Any number of ranks has an adaptive sum, tensor by tensor, whatever is fused: here three, of which rank 2's vector goes
+// to rank 0 first.
+func TestAdasum(t *testing.T) {
+	for _, settings := range [][]string{{}, {"HVD_DETERMINISTIC", "1"}, {"HVD_NEGOTIATION", "lockstep"}} {
+		t.Run(fmt.Sprint(settings), func(t *testing.T) {
+			run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+				vector := func(r, tensor int) []float64 {
+					rng := rand.New(rand.NewPCG(uint64(r), uint64(tensor)))
+					x := make([]float64, 37*tensor)
+					for i := range x {
+						x[i] = rng.NormFloat64() * float64(1+r)
+					}
+					return x
+				}
+				var handles []*hvd.Handle[float64]
+				for tensor := range 8 {
+					h, err := hvd.AllreduceAsync(vector(e.Rank(), tensor), hvd.Op(hvd.Adasum), name("x%d", tensor), hvd.On(e))
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					handles = append(handles, h)
+				}
+				for tensor, h := range handles {
+					got, err := h.Wait(ctx)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					want := plus(plus(vector(0, tensor), vector(2, tensor)), vector(1, tensor))
+					for i := range want {
+						if math.Abs(got[i]-want[i]) > 1e-12*(1+math.Abs(want[i])) {
+							t.Errorf("rank %d: x%d[%d] is %v, want %v", e.Rank(), tensor, i, got[i], want[i])
+							break
+						}
+					}
+					checkSameBits(ctx, t, e, got, fmt.Sprint("x", tensor))
+				}
+				// What is orthogonal is added, what is parallel averaged.
+				x := make([]float32, 3)
+				x[e.Rank()] = float32(e.Rank() + 1)
+				if got, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.On(e)); err != nil || !slices.Equal(got, []float32{1, 2, 3}) {
+					t.Errorf("orthogonal: got %v and error %v", got, err)
+				}
+				half := []hvd.Float16{hvd.Float16FromFloat32(3)}
+				if got, err := hvd.Allreduce(ctx, half, hvd.Op(hvd.Adasum), hvd.On(e)); err != nil || got[0].Float32() != 3 {
+					t.Errorf("parallel: got %v and error %v", got, err)
+				}
+			}, settings...)
+		})
+	}
+}
+
+// checkSameBits checks that all ranks have the same.
+func checkSameBits(ctx context.Context, t *testing.T, e *hvd.Engine, x []float64, label string) {
+	t.Helper()
+	all, err := hvd.Allgather(ctx, x, hvd.Name("bits of "+label), hvd.On(e))
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	for i, v := range all {
+		if math.Float64bits(v) != math.Float64bits(x[i%len(x)]) {
+			t.Errorf("rank %d: %s: the ranks have different bits", e.Rank(), label)
+			return
+		}
+	}
+}
+
+// Where the setting asks for it, sums do not depend on what was fused, how buffers were cut or who came first: they are
+// those in the order of the ranks.
+func TestDeterministic(t *testing.T) {
+	for _, settings := range [][]string{{}, {"HOROVOD_FUSION_THRESHOLD", "0"}, {"HOROVOD_FUSION_THRESHOLD", "3000"}, {"HVD_NEGOTIATION", "lockstep"}} {
+		t.Run(fmt.Sprint(settings), func(t *testing.T) {
+			run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+				const tensors = 12
+				rng := rand.New(rand.NewPCG(5, rand.Uint64()))
+				for range 3 {
+					handles := make([]*hvd.Handle[float32], tensors)
+					for _, i := range rng.Perm(tensors) {
+						var err error
+						handles[i], err = hvd.AllreduceAsync(rough(e.Rank(), i), hvd.Op(hvd.Sum), name("x%d", i), hvd.On(e))
+						if err != nil {
+							t.Error(err)
+							return
+						}
+					}
+					for i, h := range handles {
+						a, b, c := rough(0, i), rough(1, i), rough(2, i)
+						for j := range a {
+							a[j] = (a[j] + b[j]) + c[j]
+						}
+						if got, err := h.Wait(ctx); err != nil || !slices.Equal(got, a) {
+							t.Errorf("rank %d: x%d: not the sum in the order of the ranks, error %v", e.Rank(), i, err)
+						}
+					}
+				}
+			}, append(settings, "HVD_DETERMINISTIC", "1")...)
+		})
+	}
+}
+
+// rough are numbers whose sums depend on their order.
+func rough(rank, tensor int) []float32 {
+	rng := rand.New(rand.NewPCG(uint64(rank), uint64(tensor)))
+	x := make([]float32, 100*tensor+1)
+	for i := range x {
+		x[i] = float32(rng.NormFloat64() * math.Pow(2, float64(rng.IntN(20))))
+	}
+	return x
+}

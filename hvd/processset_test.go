@@ -1,0 +1,324 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// Sets that exist from the start overlap and may lack rank 0. Every operation runs over each of them, all at once under
+// the same names.
+func TestStaticProcessSets(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		given := [][]int{{3, 1}, {0, 2}, {3, 2, 1}, {2}}
+		runSets(t, 4, given, func(ctx context.Context, e *hvd.Engine) {
+			sets := e.ProcessSets()
+			if len(sets) != 5 {
+				t.Errorf("rank %d: process sets %v, want five", e.Rank(), sets)
+				return
+			}
+			checkSet(t, e, sets[0], 0, []int{0, 1, 2, 3})
+			for i, members := range given {
+				checkSet(t, e, sets[i+1], i+1, slices.Sorted(slices.Values(members)))
+			}
+			ranks(len(sets), func(i int) {
+				if sets[i].Included() {
+					checkAll(ctx, t, sets[i], numbers[int32](), "")
+					checkAll(ctx, t, sets[i], numbers[int32](), "") // cached
+				}
+			})
+		}, mode...)
+	})
+}
+
+func checkSet(t *testing.T, e *hvd.Engine, set *hvd.ProcessSet, id int, members []int) {
+	t.Helper()
+	at := slices.Index(members, e.Rank())
+	if set.ID() != id || !slices.Equal(set.Ranks(), members) || set.Size() != len(members) || set.Rank() != at || set.Included() != (at >= 0) {
+		t.Errorf("rank %d: %v with ID %d, size %d, position %d, included %v; want ID %d, ranks %v and position %d",
+			e.Rank(), set, set.ID(), set.Size(), set.Rank(), set.Included(), id, members, at)
+	}
+	if want := fmt.Sprintf("process set %d of ranks %v", id, members); set.String() != want {
+		t.Errorf("the set is printed as %q, want %q", set, want)
+	}
+}
+
+// A set that waits for a member delays no other.
+func TestProcessSetsAreIndependent(t *testing.T) {
+	runSets(t, 3, [][]int{{0, 1}, {1, 2}}, func(ctx context.Context, e *hvd.Engine) {
+		sets := e.ProcessSets()
+		var waits *hvd.Handle[int32]
+		if e.Rank() == 1 {
+			var err error
+			if waits, err = hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.Over(sets[1])); err != nil {
+				t.Error(err)
+				return
+			}
+		}
+		if sets[2].Included() {
+			checkAll(ctx, t, sets[2], numbers[int32](), "")
+		}
+		checkAll(ctx, t, sets[0], numbers[int32](), "")
+		if e.Rank() == 1 && waits.Poll() {
+			t.Error("done without rank 0")
+		}
+		if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+			t.Error(err)
+		}
+		if e.Rank() == 0 {
+			if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.Over(sets[1])); err != nil {
+				t.Error(err)
+			}
+		}
+		if e.Rank() == 1 {
+			if got, err := waits.Wait(ctx); err != nil || got[0] != 2 {
+				t.Errorf("got %v and error %v", got, err)
+			}
+		}
+	})
+}
+
+// Sets come and go while the job runs. IDs are given once, and the same at all ranks, also those that are no members.
+func TestDynamicProcessSets(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		runSets(t, 4, [][]int{{1, 2}}, func(ctx context.Context, e *hvd.Engine) {
+			id := 2
+			for _, members := range [][]int{{3, 0}, {1, 2, 3}, {0}, {1, 3}, {0, 3}} {
+				set := add(ctx, t, e, members...)
+				if set == nil {
+					return
+				}
+				checkSet(t, e, set, id, slices.Sorted(slices.Values(members)))
+				if all := e.ProcessSets(); len(all) != 3 || all[2] != set || all[1].ID() != 1 || all[0].ID() != 0 {
+					t.Errorf("rank %d: process sets %v", e.Rank(), all)
+				}
+				if set.Included() {
+					checkAll(ctx, t, set, numbers[int32](), "")
+				}
+				if err := hvd.RemoveProcessSet(ctx, set); err != nil {
+					t.Errorf("rank %d: %v", e.Rank(), err)
+				}
+				if all := e.ProcessSets(); len(all) != 2 {
+					t.Errorf("rank %d: process sets %v after the removal", e.Rank(), all)
+				}
+				id++
+			}
+			// A static one can be removed, and added again under another ID.
+			static := e.ProcessSets()[1]
+			if err := hvd.RemoveProcessSet(ctx, static); err != nil {
+				t.Errorf("rank %d: %v", e.Rank(), err)
+			}
+			again := add(ctx, t, e, 1, 2)
+			checkSet(t, e, again, id, []int{1, 2})
+			if again.Included() {
+				goesOn(ctx, t, again, "x")
+			}
+		}, mode...)
+	})
+}
+
+// What waits in a set when it is removed is answered with that, and so is whoever comes later; what all members have
+// asked for is done.
+func TestRemovalAnswersWhatWaits(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			set := add(ctx, t, e, 0, 1)
+			if set == nil {
+				return
+			}
+			first := e.Rank() == 0
+			var waits []func() error
+			if first {
+				x, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("x"), hvd.Over(set))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				g, err := hvd.GroupedAllgatherAsync([][]int32{{1}, {2}}, hvd.Name("g"), hvd.Over(set))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				j, err := hvd.JoinAsync(hvd.Over(set))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				waits = append(waits,
+					func() error { _, err := x.Wait(ctx); return err },
+					func() error { _, err := g.Wait(ctx); return err },
+					func() error { _, err := j.Wait(ctx); return err })
+			}
+			if err := hvd.RemoveProcessSet(ctx, set); err != nil {
+				t.Errorf("rank %d: %v", e.Rank(), err)
+			}
+			for i, wait := range waits {
+				var misuse *hvd.UsageError
+				if err := wait(); !errors.Is(err, hvd.ErrNoProcessSet) || errors.As(err, &misuse) {
+					t.Errorf("pending operation %d: got error %v, want ErrNoProcessSet, which is no misuse", i, err)
+				}
+			}
+			if set.Included() {
+				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.Over(set))
+				var misuse *hvd.UsageError
+				if !errors.As(err, &misuse) || !errors.Is(err, hvd.ErrNoProcessSet) {
+					t.Errorf("rank %d: later: got error %v, want a UsageError that is ErrNoProcessSet", e.Rank(), err)
+				}
+			}
+			goesOn(ctx, t, e.ProcessSets()[0], "x")
+			again := add(ctx, t, e, 1, 0)
+			if again.Included() {
+				goesOn(ctx, t, again, "x")
+			}
+		}, mode...)
+	})
+}
+
+// However a removal and the operations of the set cross, each is done at all members or at none.
+func TestRemovalCrossesWork(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		const rounds, tensors = 20, 10
+		var outcomes [3][rounds][tensors]error
+		run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			for round := range rounds {
+				set := add(ctx, t, e, 0, 2)
+				if set == nil {
+					return
+				}
+				var handles []*hvd.Handle[int32]
+				for i := range tensors {
+					if !set.Included() {
+						break
+					}
+					h, err := hvd.AllreduceAsync(make([]int32, 10_000*(1+i%3)), name("x%d", i), hvd.Over(set))
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					handles = append(handles, h)
+				}
+				if err := hvd.RemoveProcessSet(ctx, set); err != nil {
+					t.Error(err)
+				}
+				for i, h := range handles {
+					if !h.Poll() {
+						t.Errorf("round %d: x%d is not answered though the set is removed", round, i)
+					}
+					_, outcomes[e.Rank()][round][i] = h.Wait(ctx)
+				}
+			}
+		}, mode...)
+		for round := range rounds {
+			for i := range tensors {
+				a, b := outcomes[0][round][i], outcomes[2][round][i]
+				if (a == nil) != (b == nil) || a != nil && !errors.Is(a, hvd.ErrNoProcessSet) {
+					t.Errorf("round %d: x%d: rank 0 got %v, rank 2 got %v", round, i, a, b)
+				}
+			}
+		}
+	})
+}
+
+// Sets that have gone leave nothing behind.
+func TestManyProcessSets(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		const rounds = 200
+		run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			var before int
+			for round := range rounds {
+				members := [][]int{{0, 1}, {1, 2}, {0, 2}, {1}}[round%4]
+				set := add(ctx, t, e, members...)
+				if set == nil {
+					return
+				}
+				if set.ID() != round+1 {
+					t.Errorf("rank %d: round %d has %v", e.Rank(), round, set)
+				}
+				if set.Included() {
+					goesOn(ctx, t, set, "x")
+					if _, err := hvd.Allgather(ctx, make([]int64, round), hvd.Over(set)); err != nil {
+						t.Error(err)
+					}
+				}
+				if err := hvd.RemoveProcessSet(ctx, set); err != nil {
+					t.Error(err)
+				}
+				if round == 20 {
+					before = openFiles(t)
+				}
+			}
+			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+			if len(e.ProcessSets()) != 1 {
+				t.Errorf("rank %d: %v are left", e.Rank(), e.ProcessSets())
+			}
+			// The other end of a connection may be closed a little later. Some slack is for those in the making at round 20.
+			eventually(ctx, t, func() error {
+				if now := openFiles(t); now > before+12 {
+					return fmt.Errorf("%d files are open after %d sets, %d after the first 20", now, rounds, before)
+				}
+				return nil
+			})
+		}, mode...)
+	})
+}
+
+// openFiles is the number of file descriptors of this process.
+func openFiles(t *testing.T) int {
+	t.Helper()
+	files, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Skip(err)
+	}
+	return len(files)
+}
+
+// eventually waits until wrong finds nothing, but not for ever.
+func eventually(ctx context.Context, t *testing.T, wrong func() error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(ctx, deadline/4)
+	defer cancel()
+	ticker := time.NewTicker(time.Millisecond)
+	defer ticker.Stop()
+	for {
+		err := wrong()
+		if err == nil {
+			return
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			t.Error(err)
+			return
+		}
+	}
+}
+
+// A rank that gives up waiting for a process set does not withdraw from it.
+func TestAddProcessSetGivesUp(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+			if e.Rank() == 0 {
+				gone, cancel := context.WithCancel(ctx)
+				cancel()
+				if _, err := hvd.AddProcessSet(gone, []int{0}, hvd.On(e)); !errors.Is(err, context.Canceled) {
+					t.Errorf("got error %v, want the context's", err)
+				}
+			} else {
+				add(ctx, t, e, 0)
+			}
+			goesOn(ctx, t, e.ProcessSets()[0], "x")
+			sets := e.ProcessSets()
+			if len(sets) != 2 || !slices.Equal(sets[1].Ranks(), []int{0}) {
+				t.Errorf("rank %d: process sets %v, want one of rank 0", e.Rank(), sets)
+			}
+		}, mode...)
+	})
+}

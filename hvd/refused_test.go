@@ -1,0 +1,416 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/rendezvous"
+)
+
+// refusal is a call that a rank should not make. The error's text is `hvd: <op> "<tensor>": <want>`.
+type refusal struct {
+	title string
+	op    string
+	do    func(name hvd.Option) error
+	is    error // among the causes, if not nil
+	want  string
+}
+
+// world is what a refusal of one rank may be about.
+type world struct {
+	ctx     context.Context
+	e       *hvd.Engine
+	own     *hvd.ProcessSet // of this rank alone
+	foreign *hvd.ProcessSet // without this rank
+	removed *hvd.ProcessSet // by all ranks
+	others  *hvd.ProcessSet // of another engine
+}
+
+func (w *world) allreduce(opts ...hvd.Option) error {
+	_, err := hvd.Allreduce(w.ctx, []float32{1}, append(opts, hvd.On(w.e))...)
+	return err
+}
+
+func (w *world) alltoall(rows int, splits []int, opts ...hvd.Option) error {
+	_, _, err := hvd.Alltoall(w.ctx, make([]float32, rows), splits, append(opts, hvd.On(w.e))...)
+	return err
+}
+
+// over are the operations on a set that refuses all of them.
+func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusal {
+	f := func(op string, do func(opts ...hvd.Option) error) refusal {
+		return refusal{title + ": " + op, op, func(name hvd.Option) error { return do(name, hvd.Over(set)) }, is, want}
+	}
+	return []refusal{
+		f("allreduce", func(o ...hvd.Option) error { _, err := hvd.Allreduce(w.ctx, []int32{1}, o...); return err }),
+		f("allgather", func(o ...hvd.Option) error { _, err := hvd.Allgather(w.ctx, []int32{1}, o...); return err }),
+		f("broadcast", func(o ...hvd.Option) error {
+			_, err := hvd.Broadcast(w.ctx, []int32{1}, set.Ranks()[0], o...)
+			return err
+		}),
+		f("alltoall", func(o ...hvd.Option) error { _, _, err := hvd.Alltoall(w.ctx, []int32{}, nil, o...); return err }),
+		f("reducescatter", func(o ...hvd.Option) error { _, err := hvd.Reducescatter(w.ctx, []int32{1}, o...); return err }),
+		f("barrier", func(o ...hvd.Option) error { return hvd.Barrier(w.ctx, o...) }),
+	}
+}
+
+// beforeEnqueue are the checks of Horovod before a tensor is queued.
+func (w *world) beforeEnqueue() []refusal {
+	e, ctx, size := w.e, w.ctx, w.e.Size()
+	broadcast := func(root int, opts ...hvd.Option) func(hvd.Option) error {
+		return func(name hvd.Option) error {
+			_, err := hvd.Broadcast(ctx, []int32{1}, root, append(opts, name, hvd.On(e))...)
+			return err
+		}
+	}
+	alltoall := func(rows int, splits ...int) func(hvd.Option) error {
+		return func(name hvd.Option) error { return w.alltoall(rows, splits, name) }
+	}
+	cut := func(s ...int) []int { return s[:size] }
+	cases := []refusal{
+		{"root: too large", "broadcast", broadcast(size), nil, fmt.Sprintf("root rank is %d, want one of %v", size, e.ProcessSets()[0])},
+		{"root: negative", "broadcast", broadcast(-1), nil, fmt.Sprintf("root rank is -1, want one of %v", e.ProcessSets()[0])},
+		{"root: not in the set", "broadcast", func(name hvd.Option) error {
+			_, err := hvd.Broadcast(ctx, []int32{1}, 0, name, hvd.Over(w.own))
+			return err
+		}, nil, fmt.Sprintf("root rank is 0, want one of %v", w.own)},
+		{"splits: too many for the set", "alltoall", func(name hvd.Option) error {
+			_, _, err := hvd.Alltoall(ctx, []int32{1}, cut(1, 0, 0), name, hvd.Over(w.own))
+			return err
+		}, nil, fmt.Sprintf("%d splits, want one for each of 1 ranks", size)},
+		{"splits: too few", "alltoall", alltoall(size, cut(1, 1, 1)[1:]...), nil, fmt.Sprintf("%d splits, want one for each of %d ranks", size-1, size)},
+		{"splits: too many", "alltoall", alltoall(size, append(cut(1, 1, 1), 0)...), nil, fmt.Sprintf("%d splits, want one for each of %d ranks", size+1, size)},
+		{"splits: none, not nil", "alltoall", func(name hvd.Option) error { return w.alltoall(size, []int{}, name) }, nil, fmt.Sprintf("0 splits, want one for each of %d ranks", size)},
+		{"splits: negative", "alltoall", alltoall(5, cut(6, -1, 0)...), nil, fmt.Sprintf("splits %v, want none negative and at most the 5 rows together", cut(6, -1, 0))},
+		{"splits: negative, small", "alltoall", alltoall(5, cut(-1, 1, 0)...), nil, fmt.Sprintf("splits %v, want none negative and at most the 5 rows together", cut(-1, 1, 0))},
+		{"splits: sum", "alltoall", alltoall(5, cut(3, 3, 0)...), nil, fmt.Sprintf("splits %v, want none negative and at most the 5 rows together", cut(3, 3, 0))},
+		{"splits: sum overflows", "alltoall", alltoall(5, cut(math.MaxInt, math.MaxInt, 2)...), nil, "want none negative and at most the 5 rows together"},
+		{"splits: not divisible", "alltoall", func(name hvd.Option) error { return w.alltoall(size+1, nil, name) }, nil, fmt.Sprintf("%d rows cannot be dealt evenly to %d ranks: give splits", size+1, size)},
+		{"reducescatter: adasum", "reducescatter", func(name hvd.Option) error {
+			_, err := hvd.Reducescatter(ctx, []float32{1}, hvd.Op(hvd.Adasum), name, hvd.On(e))
+			return err
+		}, nil, "adasum is a reduction for allreduce alone"},
+	}
+	cases = append(cases, w.over(w.removed, "removed set", hvd.ErrNoProcessSet.Error(), hvd.ErrNoProcessSet)...)
+	cases = append(cases, w.over(w.foreign, "not a member", fmt.Sprintf("rank %d is not a member of %v", e.Rank(), w.foreign), nil)...)
+	return cases
+}
+
+// ofOptions are options that contradict the operation, the tensor or each other.
+func (w *world) ofOptions() []refusal {
+	e, ctx := w.e, w.ctx
+	allreduce := func(title, want string, opts ...hvd.Option) refusal {
+		return refusal{title, "allreduce", func(name hvd.Option) error { return w.allreduce(append(opts, name)...) }, nil, want}
+	}
+	integers := func(opts ...hvd.Option) func(hvd.Option) error {
+		return func(name hvd.Option) error {
+			_, err := hvd.Allreduce(ctx, []int32{1}, append(opts, name, hvd.On(e))...)
+			return err
+		}
+	}
+	bools := func(opts ...hvd.Option) func(hvd.Option) error {
+		return func(name hvd.Option) error {
+			_, err := hvd.Allreduce(ctx, []bool{true}, append(opts, name, hvd.On(e))...)
+			return err
+		}
+	}
+	group := func(xs [][]float32, opts ...hvd.Option) func(hvd.Option) error {
+		return func(name hvd.Option) error {
+			_, err := hvd.GroupedAllreduce(ctx, xs, append(opts, name, hvd.On(e))...)
+			return err
+		}
+	}
+	return []refusal{
+		allreduce("set: nil", "process set is nil", hvd.Over(nil)),
+		{"engine: nil", "allreduce", func(name hvd.Option) error {
+			_, err := hvd.Allreduce(ctx, []float32{1}, name, hvd.On(nil))
+			return err
+		}, nil, "engine is nil"},
+		allreduce("set: of another engine", fmt.Sprintf("%v belongs to another engine", w.others), hvd.Over(w.others)),
+		allreduce("shape", "shape [2] does not describe 1 elements", hvd.Shape(2)),
+		allreduce("shape: negative", "shape [-1 -1] does not describe 1 elements", hvd.Shape(-1, -1)),
+		allreduce("shape: overflows", "does not describe 1 elements", hvd.Shape(math.MaxInt, 2)),
+		allreduce("reduction: unknown", "ReduceOp(99)", hvd.Op(99)),
+		allreduce("reduction: none", "none", hvd.Op(0)),
+		{"reduction: adasum of integers", "allreduce", integers(hvd.Op(hvd.Adasum)), nil, "adasum"},
+		{"reduction: sum of bools", "allreduce", bools(hvd.Op(hvd.Sum)), nil, "bool"},
+		{"reduction: default of bools", "allreduce", bools(), nil, "bool"},
+		{"scale: bools", "allreduce", bools(hvd.Op(hvd.Max), hvd.Prescale(2)), nil, "bool"},
+		allreduce("scale: NaN before", "scale factors NaN and 1", hvd.Prescale(math.NaN())),
+		allreduce("scale: NaN after", "scale factors 1 and NaN", hvd.Postscale(math.NaN())),
+		{"compression: integers", "allreduce", integers(hvd.CompressFP16()), nil, "compression of int32 to float16"},
+		allreduce("error feedback without compression", "option ErrorFeedback does not apply without compression", hvd.ErrorFeedback()),
+		allreduce("timeout: 0", "timeout 0s, want more than 0", hvd.Timeout(0)),
+		allreduce("timeout: negative", "timeout -1s, want more than 0", hvd.Timeout(-time.Second)),
+		allreduce("option: Shapes", "option Shapes does not apply", hvd.Shapes([]int{1})),
+		allreduce("option: Empty", "option Empty does not apply", hvd.Empty()),
+		{"option: Shape of a group", "allreduce", group([][]float32{{1}}, hvd.Shape(1)), nil, "option Shape does not apply"},
+		{"option: number of shapes", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1})), nil, "1 shapes, want one for each of 2 tensors"},
+		{"group: one shape is wrong", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1}, []int{3})), nil, "shape [3] does not describe 1 elements"},
+		{"option: Op of a broadcast", "broadcast", func(name hvd.Option) error {
+			_, err := hvd.Broadcast(ctx, []int32{1}, 0, hvd.Op(hvd.Sum), name, hvd.On(e))
+			return err
+		}, nil, "option Op does not apply"},
+		{"option: compression of a reducescatter", "reducescatter", func(name hvd.Option) error {
+			_, err := hvd.Reducescatter(ctx, []float32{1}, hvd.CompressBF16(), name, hvd.On(e))
+			return err
+		}, nil, "option Compress does not apply"},
+		{"option: InPlace of a barrier", "barrier", func(name hvd.Option) error {
+			return hvd.Barrier(ctx, hvd.InPlace(), name, hvd.On(e))
+		}, nil, "option InPlace does not apply"},
+		{"in place: no room for all ranks", "allgather", func(name hvd.Option) error {
+			_, err := hvd.Allgather(ctx, make([]int32, e.Size()+1), hvd.InPlace(), name, hvd.On(e))
+			return err
+		}, nil, fmt.Sprintf("%d elements in place, want a multiple of the %d ranks", e.Size()+1, e.Size())},
+	}
+}
+
+// What one rank should not have asked for it is told at once, and nobody else: the name stays free, and the job goes on.
+func TestRefused(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		last := e.Size() - 1
+		foreign := add(ctx, t, e, 0)
+		removed := add(ctx, t, e, last)
+		if err := hvd.RemoveProcessSet(ctx, removed); err != nil {
+			t.Error(err)
+		}
+		own := add(ctx, t, e, last)
+		var cases []refusal
+		if w := (world{ctx: ctx, e: e, own: own, foreign: foreign, removed: removed}); e.Rank() == last {
+			alone, err := hvd.New(ctx)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer func() {
+				if err := alone.Shutdown(ctx); err != nil {
+					t.Error(err)
+				}
+			}()
+			w.others = alone.ProcessSets()[0]
+			cases = append(w.beforeEnqueue(), w.ofOptions()...)
+			for i, c := range cases {
+				checkRefusal(t, c, fmt.Sprint("refused ", i))
+			}
+		}
+		n, err := hvd.Broadcast(ctx, []int32{int32(len(cases))}, last, hvd.On(e))
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		for i := range int(n[0]) {
+			goesOn(ctx, t, e.ProcessSets()[0], fmt.Sprint("refused ", i))
+		}
+		// None of this has used up a number: unnamed calls still match.
+		if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.On(e)); err != nil || got[0] != int32(e.Size()) {
+			t.Errorf("unnamed: got %v and error %v", got, err)
+		}
+	})
+}
+
+func checkRefusal(t *testing.T, c refusal, tensor string) {
+	t.Helper()
+	err := c.do(hvd.Name(tensor))
+	var misuse *hvd.UsageError
+	if !errors.As(err, &misuse) || misuse.Op != c.op || misuse.Tensor != tensor {
+		t.Errorf("%s: got error %v, want a UsageError of %s %q", c.title, err, c.op, tensor)
+		return
+	}
+	if prefix := fmt.Sprintf("hvd: %s %q: ", c.op, tensor); !strings.HasPrefix(err.Error(), prefix) || !strings.Contains(err.Error(), c.want) {
+		t.Errorf("%s: got error %v\nwant %s%s", c.title, err, prefix, c.want)
+	}
+	if c.is != nil && !errors.Is(err, c.is) {
+		t.Errorf("%s: got error %v, want %v among the causes", c.title, err, c.is)
+	}
+}
+
+// Names are refused for their own sake too, and an error says that there is none.
+func TestRefusedNames(t *testing.T) {
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		for _, c := range []struct {
+			opts []hvd.Option
+			want string
+		}{
+			{[]hvd.Option{hvd.Name(strings.Repeat("n", 5000))}, "5000 bytes"},
+			{[]hvd.Option{hvd.Name("bad\xff")}, "not UTF-8"},
+			{[]hvd.Option{hvd.Op(99)}, "hvd: allreduce without a name: "},
+			{[]hvd.Option{hvd.Op(99), hvd.Name("later")}, `hvd: allreduce "later": `},
+		} {
+			_, err := hvd.Allreduce(ctx, []int32{1}, append(c.opts, hvd.On(e))...)
+			var misuse *hvd.UsageError
+			if !errors.As(err, &misuse) || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("got error %v, want a UsageError with %q", err, c.want)
+			}
+		}
+	})
+}
+
+// A name is refused while it is in flight, and only then.
+func TestDuplicateName(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		global := e.ProcessSets()[0]
+		if e.Rank() == 0 {
+			h, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			_, err = hvd.BroadcastAsync([]int32{1}, 0, hvd.Name("x"), hvd.On(e))
+			wantDuplicate(t, err, `hvd: broadcast "x": `, "x")
+			if err := hvd.Barrier(ctx, hvd.Name("refused"), hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+			if got, err := h.Wait(ctx); err != nil || got[0] != int32(e.Size()) {
+				t.Errorf("the first x: got %v and error %v", got, err)
+			}
+		} else {
+			if err := hvd.Barrier(ctx, hvd.Name("refused"), hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+			if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+		}
+		goesOn(ctx, t, global, "x")
+	})
+}
+
+func wantDuplicate(t *testing.T, err error, prefix, tensor string) {
+	t.Helper()
+	var (
+		misuse *hvd.UsageError
+		dup    *hvd.DuplicateNameError
+	)
+	if !errors.As(err, &misuse) || !errors.As(err, &dup) || dup.Name != tensor || !strings.HasPrefix(err.Error(), prefix) ||
+		!strings.Contains(err.Error(), fmt.Sprintf("%q: a tensor of this name is in flight", tensor)) {
+		t.Errorf("got error %v, want %s and a DuplicateNameError for %q", err, prefix, tensor)
+	}
+}
+
+// A group of which one tensor's name is taken is refused as a whole, unlike Horovod's: its other names are free.
+func TestDuplicateNameInAGroup(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		global := e.ProcessSets()[0]
+		xs := [][]int32{{1}, {2}, {3}}
+		for _, taken := range []int{1, 2, 3} {
+			tensor := fmt.Sprintf("g_%dof3", taken)
+			if e.Rank() == 0 {
+				h, err := hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name(tensor), hvd.On(e))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				_, err = hvd.GroupedAllreduceAsync(xs, hvd.Name("g"), hvd.On(e))
+				wantDuplicate(t, err, "hvd: allreduce ", tensor)
+				// Neither ended by the refusal nor submitted by it: the others come alone and work.
+				for i := range xs {
+					if i+1 != taken {
+						goesOn(ctx, t, global, fmt.Sprintf("g_%dof3", i+1))
+					}
+				}
+				if got, err := h.Wait(ctx); err != nil || got[0] != int32(e.Size()) {
+					t.Errorf("%s: got %v and error %v", tensor, got, err)
+				}
+			} else {
+				for i := range xs {
+					if i+1 != taken {
+						goesOn(ctx, t, global, fmt.Sprintf("g_%dof3", i+1))
+					}
+				}
+				if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name(tensor), hvd.On(e)); err != nil {
+					t.Error(err)
+				}
+			}
+			got, err := hvd.GroupedAllreduce(ctx, xs, hvd.Op(hvd.Max), hvd.Name("g"), hvd.On(e))
+			if fmt.Sprint(got) != fmt.Sprint(xs) || err != nil {
+				t.Errorf("rank %d: the group afterwards: got %v and error %v", e.Rank(), got, err)
+			}
+		}
+	})
+}
+
+// add makes a process set at this rank.
+func add(ctx context.Context, t *testing.T, e *hvd.Engine, members ...int) *hvd.ProcessSet {
+	t.Helper()
+	set, err := hvd.AddProcessSet(ctx, members, hvd.On(e))
+	if err != nil {
+		t.Errorf("rank %d: %v", e.Rank(), err)
+	}
+	return set
+}
+
+// Every operation says so before Init and after Shutdown.
+func TestNotInitialized(t *testing.T) {
+	ctx := t.Context()
+	for op, do := range everyOperation(ctx) {
+		err := do()
+		var misuse *hvd.UsageError
+		if !errors.As(err, &misuse) || misuse.Op != op || !errors.Is(err, hvd.ErrNotInitialized) {
+			t.Errorf("%s: got error %v, want a UsageError that is ErrNotInitialized", op, err)
+		}
+	}
+	for _, query := range []func(){func() { hvd.Rank() }, func() { hvd.ProcessSets() }, func() { hvd.GlobalProcessSet() }} {
+		func() {
+			defer func() {
+				if p := recover(); p == nil || !strings.Contains(fmt.Sprint(p), "called before Init") {
+					t.Errorf("recovered %v, want a panic that says so", p)
+				}
+			}()
+			query()
+		}()
+	}
+}
+
+// everyOperation calls each with the given options and gives its error, by the name of the operation.
+func everyOperation(ctx context.Context, opts ...hvd.Option) map[string]func() error {
+	return map[string]func() error{
+		"allreduce":       func() error { _, err := hvd.Allreduce(ctx, []int32{1}, opts...); return err },
+		"allgather":       func() error { _, err := hvd.Allgather(ctx, []int32{1}, opts...); return err },
+		"broadcast":       func() error { _, err := hvd.Broadcast(ctx, []int32{1}, 0, opts...); return err },
+		"alltoall":        func() error { _, _, err := hvd.Alltoall(ctx, []int32{}, nil, opts...); return err },
+		"reducescatter":   func() error { _, err := hvd.Reducescatter(ctx, []int32{1}, opts...); return err },
+		"barrier":         func() error { return hvd.Barrier(ctx, opts...) },
+		"join":            func() error { _, err := hvd.Join(ctx, opts...); return err },
+		"add process set": func() error { _, err := hvd.AddProcessSet(ctx, []int{0}, opts...); return err },
+	}
+}
+
+// After a shutdown, by this rank or another, every operation says that.
+func TestAfterShutdown(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		store := rendezvous.NewHashStore(rendezvous.Limits{})
+		defer store.Close()
+		ctx, cancel := context.WithTimeout(t.Context(), deadline)
+		defer cancel()
+		ranks(2, func(r int) {
+			e, err := hvd.New(ctx, place(store, r, 2, mode...)...)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if r == 0 {
+				if err := e.Shutdown(ctx); err != nil {
+					t.Error(err)
+				}
+			} else {
+				<-e.Done()
+			}
+			for op, do := range everyOperation(ctx, hvd.On(e)) {
+				err := do()
+				var misuse *hvd.UsageError
+				if !errors.Is(err, hvd.ErrShutDown) || errors.As(err, &misuse) || !strings.HasPrefix(err.Error(), "hvd: "+op+` "`) {
+					t.Errorf("rank %d: %s: got error %v, want ErrShutDown", r, op, err)
+				}
+			}
+			if err := e.Shutdown(ctx); err != nil {
+				t.Errorf("rank %d: a second shutdown: %v", r, err)
+			}
+		})
+	})
+}

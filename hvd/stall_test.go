@@ -1,0 +1,230 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// Times are exact in the engine's tests, where the clock is simulated. These see that settings, options and reports
+// arrive.
+
+// short is a timeout in which the ranks that are not missing submit what they have.
+const short = 500 * time.Millisecond
+
+// A tensor that waits is reported at rank 0 with the ranks that are missing, whether its name is new or cached, also on a
+// process set without rank 0; when they come it is done.
+func TestOnStall(t *testing.T) {
+	stalls := make(chan hvd.Stall, 100)
+	seen := make(chan struct{}, 3)
+	opts := []hvd.InitOption{
+		hvd.WithProcessSets([]int{1, 2}),
+		hvd.OnStall(func(s hvd.Stall) { stalls <- s }),
+	}
+	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+		for round, over := range []int{0, 0, 1} { // the second is cached
+			set := e.ProcessSets()[over]
+			if e.Rank() == 2 {
+				select {
+				case <-seen:
+				case <-ctx.Done():
+				}
+			}
+			var h *hvd.Handle[int32]
+			if set.Included() {
+				var err error
+				if h, err = hvd.AllgatherAsync([]int32{1}, hvd.Name("slow"), hvd.Over(set)); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+			if e.Rank() == 0 {
+				awaitStall(ctx, t, stalls, hvd.Stall{Op: "allgather", Tensor: "slow", ProcessSet: over, Missing: []int{2}})
+				seen <- struct{}{}
+			}
+			if h == nil {
+				continue
+			}
+			if got, err := h.Wait(ctx); err != nil || len(got) != set.Size() {
+				t.Errorf("rank %d: round %d: got %v and error %v", e.Rank(), round, got, err)
+			}
+		}
+		if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+			t.Error(err)
+		}
+		if err := e.Shutdown(ctx); err != nil {
+			t.Errorf("rank %d: %v", e.Rank(), err)
+		}
+	}, opts, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1", "HOROVOD_LOG_LEVEL", "fatal")
+}
+
+// awaitStall waits for a report. Others may come before it.
+func awaitStall(ctx context.Context, t *testing.T, stalls <-chan hvd.Stall, want hvd.Stall) {
+	t.Helper()
+	for {
+		select {
+		case got := <-stalls:
+			if got.Waited <= 0 {
+				t.Errorf("%+v has not waited", got)
+			}
+			if got.Op == want.Op && got.Tensor == want.Tensor && got.ProcessSet == want.ProcessSet &&
+				slices.Equal(got.Missing, want.Missing) && got.Executing == want.Executing {
+				return
+			}
+		case <-ctx.Done():
+			t.Errorf("no report like %+v", want)
+			return
+		}
+	}
+}
+
+// The stall inspector ends the job at all ranks, with one reason, if its setting says so.
+func TestStallShutdown(t *testing.T) {
+	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+		if e.Rank() == 2 {
+			<-e.Done()
+		}
+		_, err := hvd.Allreduce(ctx, []float32{1}, hvd.Name("stuck"), hvd.On(e))
+		wantStall(t, e, err)
+		_, err = hvd.Broadcast(ctx, []float32{1}, 0, hvd.Name("later"), hvd.On(e))
+		var stall *hvd.StallError
+		if !errors.As(err, &stall) {
+			t.Errorf("rank %d: later: got error %v, want a StallError", e.Rank(), err)
+		}
+		if err := e.Err(); err != nil {
+			t.Errorf("rank %d: got error %v, want none: it is a shutdown", e.Rank(), err)
+		}
+		if err := e.Shutdown(ctx); err != nil {
+			t.Errorf("rank %d: %v", e.Rank(), err)
+		}
+	}, nil, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1", "HOROVOD_LOG_LEVEL", "fatal")
+}
+
+func wantStall(t *testing.T, e *hvd.Engine, err error) {
+	t.Helper()
+	const prefix = `hvd: allreduce "stuck": the job was shut down: stalled: allreduce "stuck" of process set 0 has waited 1`
+	var stall *hvd.StallError
+	if !errors.As(err, &stall) || !errors.Is(err, hvd.ErrShutDown) ||
+		!strings.HasPrefix(err.Error(), prefix) || !strings.HasSuffix(err.Error(), "s for rank 2") {
+		t.Errorf("rank %d: got error %v, want a StallError, which is an ErrShutDown", e.Rank(), err)
+	}
+}
+
+// An operation that takes longer than the setting, or its own option, allows ends the job at all ranks with an error that
+// names the missing rank.
+func TestOperationTimeout(t *testing.T) {
+	for _, c := range []struct {
+		title    string
+		opts     []hvd.Option
+		settings []string
+	}{
+		{"by setting", nil, []string{"HVD_OPERATION_TIMEOUT_SECONDS", "0.5"}},
+		{"by option", []hvd.Option{hvd.Timeout(short)}, []string{"HVD_OPERATION_TIMEOUT_SECONDS", "3000"}},
+	} {
+		t.Run(c.title, func(t *testing.T) {
+			modes(t, func(t *testing.T, mode []string) {
+				engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+					if e.Rank() == 1 {
+						<-e.Done()
+					}
+					_, _, err := hvd.Alltoall(ctx, []int32{1, 2, 3}, nil, append(c.opts, hvd.Name("late"), hvd.On(e))...)
+					wantTimeout(t, e, err, 1, `alltoall "late"`)
+					var peer *hvd.PeerError
+					if err := e.Err(); !errors.As(err, &peer) {
+						t.Errorf("rank %d: the job ended with %v, want a PeerError", e.Rank(), err)
+					}
+					if err := e.Shutdown(ctx); !errors.As(err, &peer) {
+						t.Errorf("rank %d: shutdown: got error %v, want a PeerError", e.Rank(), err)
+					}
+				}, nil, slices.Concat(mode, c.settings, []string{"HOROVOD_LOG_LEVEL", "fatal"})...)
+			})
+		})
+	}
+}
+
+func wantTimeout(t *testing.T, e *hvd.Engine, err error, missing int, prefix string) {
+	t.Helper()
+	var peer *hvd.PeerError
+	if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{missing}) || errors.Is(err, hvd.ErrShutDown) ||
+		!strings.HasPrefix(err.Error(), fmt.Sprintf("hvd: %s: rank %d failed: ", prefix, missing)) || !strings.Contains(err.Error(), "timed out after 0.5s") && !strings.Contains(err.Error(), "timed out after 500ms") {
+		t.Errorf("rank %d: got error %v, want a timeout that names rank %d", e.Rank(), err, missing)
+	}
+}
+
+// The default does not apply to a join, which takes as long as the others have tensors; nor to operations that are in
+// time, however long the job is idle.
+func TestJoinHasNoDefaultTimeout(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		joined := make(chan struct{})
+		run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+			if e.Rank() == 1 {
+				j, err := hvd.JoinAsync(hvd.On(e))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				// Twice the timeout.
+				select {
+				case <-j.Done():
+					t.Error("the join is over before rank 0 has joined")
+				case <-time.After(2 * short):
+				}
+				close(joined)
+				if last, err := j.Wait(ctx); err != nil || last != 0 {
+					t.Errorf("got rank %d and error %v, want rank 0", last, err)
+				}
+				return
+			}
+			for range 5 {
+				if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.On(e)); err != nil {
+					t.Error(err)
+				}
+			}
+			<-joined
+			if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+		}, append(mode, "HVD_OPERATION_TIMEOUT_SECONDS", "0.5")...)
+	})
+}
+
+// A join that was given a timeout ends by it.
+func TestJoinTimeout(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			// The wait ends anyway.
+			ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+			defer cancel()
+			var err error
+			if e.Rank() == 1 {
+				select {
+				case <-e.Done():
+				case <-ctx.Done():
+				}
+			} else if _, err = hvd.Join(ctx, hvd.Timeout(short), hvd.On(e)); err != nil {
+				wantTimeout(t, e, err, 1, `join "join.noname"`)
+			}
+			e.Shutdown(ctx)
+		}, nil, append(mode, "HOROVOD_LOG_LEVEL", "fatal")...)
+	})
+}
+
+// A process set that a rank does not ask for in time ends the job too.
+func TestAddProcessSetTimeout(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			if e.Rank() == 2 {
+				<-e.Done()
+			}
+			_, err := hvd.AddProcessSet(ctx, []int{0, 1}, hvd.Timeout(short), hvd.On(e))
+			wantTimeout(t, e, err, 2, `add process set "process_set.add"`)
+			e.Shutdown(ctx)
+		}, nil, append(mode, "HOROVOD_LOG_LEVEL", "fatal")...)
+	})
+}

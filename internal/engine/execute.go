@@ -1,0 +1,107 @@
+package engine
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/gohvd/gohvd/fusion"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensorqueue"
+)
+
+// scratch is memory that a lane keeps between operations.
+type scratch struct {
+	fused  fusion.Buffer // what travels, where that is not a caller's buffer
+	counts []int64       // bytes by rank, or by tensor
+	wide   fusion.Buffer // of compression
+	back   fusion.Buffer
+	// residuals is what compression lost of the last tensor of a name.
+	residuals map[string][]byte
+}
+
+// execute runs w and answers its tensors. On error none is answered and all belong to the caller still.
+func (l *lane) execute(ctx context.Context, w *work) error {
+	if err := l.collective(ctx, w); err != nil {
+		return err
+	}
+	for i, e := range w.entries {
+		var err error
+		if i < len(w.refused) {
+			err = w.refused[i]
+		}
+		l.finish(e, err)
+	}
+	return nil
+}
+
+// finish answers an entry.
+func (l *lane) finish(e *tensorqueue.Entry, err error) {
+	if err != nil {
+		err = opError(&e.Request, err)
+	}
+	e.Finish(err)
+}
+
+// collective moves the data of w.
+func (l *lane) collective(ctx context.Context, w *work) error {
+	kind := w.grant.Responses[0].Kind
+	if kind == message.Error {
+		for i, e := range w.entries {
+			w.refuse(i, &MismatchError{Tensor: e.Request.Name, Text: w.grant.Responses[i].Text})
+		}
+	}
+	if !kind.MovesData() {
+		return nil
+	}
+	backend, err := l.manager.Get(w.grant.Backend)
+	if err != nil {
+		return err
+	}
+	switch kind {
+	case message.Allreduce:
+		return l.allreduce(ctx, backend, w)
+	case message.Allgather:
+		return l.allgather(ctx, backend, w)
+	case message.Broadcast:
+		return l.broadcast(ctx, backend, w)
+	case message.Alltoall:
+		return l.alltoall(ctx, backend, w)
+	case message.Reducescatter:
+		return l.reducescatter(ctx, backend, w)
+	}
+	return fmt.Errorf("engine: granted operation %v is unknown", kind)
+}
+
+// checkResult refuses a result that would be allocated here because another rank says so, and cannot be.
+func (l *lane) checkResult(k message.Kind, numBytes int64) error {
+	if k.Ragged() && numBytes > l.maxResultBytes {
+		return fmt.Errorf("the result has %d bytes, want at most %d, the memory of the host", numBytes, l.maxResultBytes)
+	}
+	return nil
+}
+
+// output is where the result of e goes, allocated if nobody knew its size before. It is nil if e has a place for a
+// result of another size, as an operation in place that other ranks contribute more or less to than expected.
+func output(e *tensorqueue.Entry, numBytes int) []byte {
+	if e.Allocate != nil && e.Output == nil {
+		e.Output = e.Allocate(numBytes)
+	}
+	if len(e.Output) != numBytes {
+		return nil
+	}
+	return e.Output
+}
+
+// refuseSize answers tensor i, for which this rank has no room.
+func refuseSize(w *work, i int, numBytes int) {
+	e := w.entries[i]
+	w.refuse(i, &MismatchError{Tensor: e.Request.Name, Text: fmt.Sprintf(
+		"%v %q: the result has %d bytes, in place there is room for %d: not all ranks contributed as much as this one",
+		e.Request.Kind, e.Request.Name, numBytes, len(e.Output))})
+}
+
+func copyUnlessSame(dst, src []byte) {
+	if len(dst) > 0 && len(src) > 0 && &dst[0] != &src[0] {
+		copy(dst, src)
+	}
+}

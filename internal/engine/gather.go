@@ -1,0 +1,183 @@
+package engine
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"slices"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// allgather gathers one tensor in its output, several in the fusion buffer, which then has a block from each rank, and in
+// it that rank's rows of each tensor.
+func (l *lane) allgather(ctx context.Context, backend ops.Backend, w *work) error {
+	counts := l.scratch.counts[:0]
+	for i := range l.set.Ranks {
+		var n int64
+		for _, r := range w.grant.Responses {
+			n += r.FirstDims[i] * rowBytes(r)
+		}
+		counts = append(counts, n)
+	}
+	l.scratch.counts = counts
+	if err := l.checkResult(message.Allgather, sum(counts)); err != nil {
+		return err
+	}
+	var out []byte
+	if len(w.entries) == 1 {
+		out = output(w.entries[0], int(sum(counts)))
+	}
+	gathered := out != nil
+	if !gathered {
+		out = l.scratch.fused.Bytes(int(sum(counts)))
+	}
+	at := sum(counts[:l.me])
+	for _, e := range w.entries {
+		copyUnlessSame(out[at:], e.Input)
+		at += int64(len(e.Input))
+	}
+	if err := backend.Allgather(ctx, w.grant.Algorithm, out, counts); err != nil || gathered {
+		return err
+	}
+	l.ungather(w, out)
+	return nil
+}
+
+// ungather copies gathered blocks to the outputs of w.
+func (l *lane) ungather(w *work, from []byte) {
+	outs := make([][]byte, len(w.entries))
+	for t, e := range w.entries {
+		numBytes := int(w.grant.Responses[t].NumBytes())
+		if outs[t] = output(e, numBytes); outs[t] == nil && numBytes != len(e.Output) {
+			refuseSize(w, t, numBytes)
+		}
+	}
+	for i := range l.set.Ranks {
+		for t := range outs {
+			r := w.grant.Responses[t]
+			n := r.FirstDims[i] * rowBytes(r)
+			if outs[t] != nil {
+				outs[t] = outs[t][copy(outs[t], from[:n]):]
+			}
+			from = from[n:]
+		}
+	}
+}
+
+// broadcast sends one tensor from where the root has it, several from the fusion buffer.
+func (l *lane) broadcast(ctx context.Context, backend ops.Backend, w *work) error {
+	root := slices.Index(l.set.Ranks, w.grant.Responses[0].Root)
+	isRoot := root == l.me
+	if len(w.entries) == 1 {
+		e := w.entries[0]
+		if isRoot {
+			copyUnlessSame(e.Output, e.Input)
+		}
+		return backend.Broadcast(ctx, w.grant.Algorithm, root, e.Output)
+	}
+	buf := l.scratch.fused.Bytes(int(total(w)))
+	if isRoot {
+		at := 0
+		for _, e := range w.entries {
+			at += copy(buf[at:], e.Input)
+		}
+	}
+	if err := backend.Broadcast(ctx, w.grant.Algorithm, root, buf); err != nil {
+		return err
+	}
+	for _, e := range w.entries {
+		buf = buf[copy(e.Output, buf):]
+	}
+	return nil
+}
+
+// splitBytes is the size of a number of rows on the wire.
+const splitBytes = 8
+
+// alltoall exchanges the rows of one tensor. How many go where only their owners know until now.
+func (l *lane) alltoall(ctx context.Context, backend ops.Backend, w *work) error {
+	r := w.grant.Responses[0]
+	row := rowBytes(r)
+	if row == 0 {
+		return l.exchangeSplits(ctx, backend, w)
+	}
+	counts := l.scratch.counts[:0]
+	var in []byte
+	for i := range l.set.Ranks {
+		var n int64
+		if !w.absent {
+			n = w.entries[0].Splits[i] * row
+		}
+		counts = append(counts, n)
+	}
+	l.scratch.counts = counts
+	if !w.absent {
+		in = w.entries[0].Input[:sum(counts)]
+	}
+	var direct bool
+	var out []byte
+	err := backend.Alltoall(ctx, w.grant.Algorithm, in, counts, func(counts []int64) ([]byte, error) {
+		numBytes := sum(counts)
+		if err := l.checkResult(message.Alltoall, numBytes); err != nil {
+			return nil, err
+		}
+		for i, n := range counts {
+			if n%row != 0 {
+				return nil, fmt.Errorf("rank %d gives %d bytes, want whole rows of %d", l.set.Ranks[i], n, row)
+			}
+			if !w.absent {
+				w.entries[0].Received = append(w.entries[0].Received, n/row)
+			}
+		}
+		// In place the result replaces what is still being sent.
+		if !w.absent && !w.entries[0].InPlace {
+			out, direct = output(w.entries[0], int(numBytes)), true
+		} else {
+			out = l.scratch.fused.Bytes(int(numBytes))
+		}
+		return out, nil
+	})
+	if err != nil || direct || w.absent {
+		return err
+	}
+	if e := w.entries[0]; len(e.Output) == len(out) {
+		copy(e.Output, out)
+	} else {
+		refuseSize(w, 0, len(out))
+	}
+	return nil
+}
+
+// exchangeSplits is an alltoall of rows without elements: all there is to tell is how many.
+func (l *lane) exchangeSplits(ctx context.Context, backend ops.Backend, w *work) error {
+	var in []byte
+	counts := make([]int64, len(l.set.Ranks))
+	for i := range counts {
+		counts[i] = splitBytes
+		var rows int64
+		if !w.absent {
+			rows = w.entries[0].Splits[i]
+		}
+		in = binary.LittleEndian.AppendUint64(in, uint64(rows))
+	}
+	out := make([]byte, len(in))
+	err := backend.Alltoall(ctx, w.grant.Algorithm, in, counts, func(got []int64) ([]byte, error) {
+		if !slices.Equal(got, counts) {
+			return nil, fmt.Errorf("got splits of %v bytes, want %d from each rank", got, splitBytes)
+		}
+		return out, nil
+	})
+	if err != nil || w.absent {
+		return err
+	}
+	e := w.entries[0]
+	for ; len(out) > 0; out = out[splitBytes:] {
+		e.Received = append(e.Received, int64(binary.LittleEndian.Uint64(out)))
+	}
+	if !e.InPlace {
+		output(e, 0)
+	}
+	return nil
+}

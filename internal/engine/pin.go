@@ -1,0 +1,24 @@
+package engine
+
+import (
+	"runtime"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+)
+
+// pin keeps the calling goroutine to the configured processors for the rest of its life: the thread is never unlocked
+// and ends with it.
+func (e *Engine) pin() {
+	if len(e.cfg.Cores) == 0 {
+		return
+	}
+	runtime.LockOSThread()
+	var set unix.CPUSet
+	for _, c := range e.cfg.Cores {
+		set.Set(c)
+	}
+	if err := unix.SchedSetaffinity(0, &set); err != nil {
+		e.log.Warn("cannot keep to the processors of HOROVOD_THREAD_AFFINITY", zap.Ints("processors", e.cfg.Cores), zap.Error(err))
+	}
+}

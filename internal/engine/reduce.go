@@ -1,0 +1,154 @@
+package engine
+
+import (
+	"context"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// allreduce reduces one tensor in its output, several in the fusion buffer, and so one that is compressed.
+func (l *lane) allreduce(ctx context.Context, backend ops.Backend, w *work) error {
+	r := w.grant.Responses[0]
+	s := scalingOf(r, l.averageOver(w))
+	direct := len(w.entries) == 1 && !r.Wire.Valid()
+	var buf []byte
+	if direct {
+		buf = w.entries[0].Output
+	} else {
+		buf = l.scratch.fused.Bytes(int(total(w)))
+	}
+	var err error
+	switch {
+	case w.absent:
+		err = neutral(r.Op, r.WireType(), buf)
+	case r.Wire.Valid():
+		err = l.compress(w, s, buf)
+	case direct:
+		copyUnlessSame(buf, w.entries[0].Input)
+		err = s.before(buf)
+	default:
+		at := 0
+		for _, e := range w.entries {
+			at += copy(buf[at:], e.Input)
+		}
+		err = s.before(buf)
+	}
+	if err != nil {
+		return err
+	}
+	if r.Op == tensor.Adasum {
+		l.scratch.counts = l.scratch.counts[:0]
+		for _, r := range w.grant.Responses {
+			l.scratch.counts = append(l.scratch.counts, r.WireBytes())
+		}
+		err = backend.Adasum(ctx, w.grant.Algorithm, r.WireType(), buf, l.scratch.counts)
+	} else {
+		err = backend.Allreduce(ctx, w.grant.Algorithm, r.WireType(), r.Op.Base(), buf)
+	}
+	switch {
+	case err != nil || w.absent:
+		return err
+	case r.Wire.Valid():
+		return decompress(w, s, buf)
+	}
+	if err := s.after(buf); err != nil || direct {
+		return err
+	}
+	at := 0
+	for _, e := range w.entries {
+		at += copy(e.Output, buf[at:])
+	}
+	return nil
+}
+
+// reducescatter reduces in the fusion buffer, which has a block for each rank, and in it that rank's rows of each
+// tensor; or, in place, in the tensor itself, which is laid out like that.
+func (l *lane) reducescatter(ctx context.Context, backend ops.Backend, w *work) error {
+	r := w.grant.Responses[0]
+	s := scalingOf(r, l.averageOver(w))
+	counts := l.scratch.counts[:0]
+	var mine int64 // where this rank's block begins
+	for i := range l.set.Ranks {
+		if i == l.me {
+			mine = sum(counts)
+		}
+		var n int64
+		for _, r := range w.grant.Responses {
+			_, rows := tensor.Rows(r.Shape[0], len(l.set.Ranks), i)
+			n += rows * rowBytes(r)
+		}
+		counts = append(counts, n)
+	}
+	l.scratch.counts = counts
+	inPlace := len(w.entries) == 1 && w.entries[0].InPlace
+	var buf []byte
+	if inPlace {
+		buf = w.entries[0].Input
+	} else {
+		buf = l.scratch.fused.Bytes(int(sum(counts)))
+	}
+	if err := l.fillBlocks(w, s, buf, inPlace); err != nil {
+		return err
+	}
+	if err := backend.Reducescatter(ctx, w.grant.Algorithm, r.DType, r.Op.Base(), buf, counts); err != nil || w.absent {
+		return err
+	}
+	result := buf[mine : mine+counts[l.me]]
+	if err := s.after(result); err != nil || inPlace {
+		return err
+	}
+	at := 0
+	for _, e := range w.entries {
+		at += copy(e.Output, result[at:])
+	}
+	return nil
+}
+
+// total is the sum of the sizes of w's responses, in elements of their wire type.
+func total(w *work) (numBytes int64) {
+	for _, r := range w.grant.Responses {
+		numBytes += r.WireBytes()
+	}
+	return numBytes
+}
+
+// fillBlocks writes what this rank contributes to a reducescatter, by rank and in it by tensor.
+func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
+	if w.absent {
+		return neutral(w.grant.Responses[0].Op, s.dt, buf)
+	}
+	if !inPlace {
+		at := 0
+		for i := range l.set.Ranks {
+			for t, e := range w.entries {
+				at += copy(buf[at:], block(w.grant.Responses[t], e.Input, len(l.set.Ranks), i))
+			}
+		}
+	}
+	return s.before(buf)
+}
+
+// block is rank i's part of a tensor that n ranks reduce and scatter.
+func block(r *message.Response, whole []byte, n, i int) []byte {
+	from, rows := tensor.Rows(r.Shape[0], n, i)
+	row := rowBytes(r)
+	return whole[from*row : (from+rows)*row]
+}
+
+// rowBytes is the size of what lies under one index of the first dimension.
+func rowBytes(r *message.Response) int64 {
+	n, err := r.RowElems()
+	if err != nil {
+		return 0 // the response is sound: the message was checked
+	}
+	return n * int64(r.DType.Size())
+}
+
+func sum(counts []int64) (total int64) {
+	for _, n := range counts {
+		total += n
+	}
+	return total
+}

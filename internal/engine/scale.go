@@ -1,0 +1,67 @@
+package engine
+
+import (
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// scaling is what happens to elements around a reduction.
+type scaling struct {
+	dt        tensor.DType
+	pre, post float64
+	// divisor is that of an average of integers, else 0. To multiply by 1/n, as Horovod does, is not exact.
+	divisor int64
+}
+
+// scalingOf reads a response. ranks is the number by which an average divides.
+func scalingOf(r *message.Response, ranks int) scaling {
+	s := scaling{dt: r.DType, pre: r.Prescale, post: r.Postscale}
+	if r.Op.IsAverage() {
+		if r.DType.IsInteger() && s.post == 1 {
+			s.divisor = int64(ranks)
+		} else {
+			s.post /= float64(ranks)
+		}
+	}
+	return s
+}
+
+// averageOver is the number of ranks by which an average divides.
+func (l *lane) averageOver(w *work) int {
+	if w.grant.Responses[0].Op == tensor.AverageActive {
+		return len(l.set.Ranks) - len(w.grant.Absent)
+	}
+	return len(l.set.Ranks)
+}
+
+func (s scaling) before(buf []byte) error { return scale(s.dt, buf, s.pre) }
+
+func (s scaling) after(buf []byte) error {
+	if s.divisor > 0 {
+		kernel.Divide(s.dt)(buf, s.divisor)
+	}
+	return scale(s.dt, buf, s.post)
+}
+
+func scale(dt tensor.DType, buf []byte, factor float64) error {
+	if factor == 1 || len(buf) == 0 {
+		return nil
+	}
+	f, err := kernel.Scale(dt)
+	if err != nil {
+		return err
+	}
+	f(buf, factor)
+	return nil
+}
+
+// neutral fills buf with what does not change a reduction: the part of a rank that has joined.
+func neutral(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
+	f, err := kernel.Neutral(op, dt)
+	if err != nil {
+		return err
+	}
+	f(buf)
+	return nil
+}

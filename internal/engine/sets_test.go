@@ -1,0 +1,266 @@
+package engine_test
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// withSet adds a process set of ranks 0 and 1 to the start.
+func withSet(lockstep bool) func(*engine.Config) {
+	return func(cfg *engine.Config) {
+		cfg.Lockstep = lockstep
+		cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{0, 1}}}
+	}
+}
+
+func over(set topo.ProcessSetID, e *tensorqueue.Entry) *tensorqueue.Entry {
+	e.Set = set
+	return e
+}
+
+func removal(set topo.ProcessSetID) *tensorqueue.Entry {
+	return &tensorqueue.Entry{Request: message.Request{Kind: message.RemoveProcessSet, Name: "remove", Set: set}}
+}
+
+func addition(ranks ...topo.Rank) *tensorqueue.Entry {
+	return &tensorqueue.Entry{Request: message.Request{Kind: message.AddProcessSet, Name: "add", Ranks: ranks}}
+}
+
+// isDone reports whether an operation is done.
+func isDone(done chan error) bool { return len(done) > 0 }
+
+// What is granted in a set when it is removed finishes, and only then is the removal answered at the members; what waits
+// behind it, for a rank or for the end of what is granted, is answered at once with the removal.
+func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := start(t, 3, withSet(false))
+		release := make(chan struct{})
+		slow := func(n int) []byte {
+			<-release
+			return allocate(n)
+		}
+		granted := []chan error{
+			c.submit(0, over(1, gather("granted", slow))),
+			c.submit(1, over(1, gather("granted", slow))),
+		}
+		synctest.Wait()
+		waits := c.submit(0, over(1, gather("waits", allocate)))
+		synctest.Wait()
+		var removals []chan error
+		for r := range 3 {
+			removals = append(removals, c.submit(r, removal(1)))
+		}
+		synctest.Wait()
+		if isDone(granted[0]) || isDone(granted[1]) || isDone(removals[0]) || isDone(removals[1]) {
+			t.Error("done before the granted operation")
+		}
+		if !isDone(removals[2]) {
+			t.Error("a rank that is no member waits for the members")
+		} else if err := <-removals[2]; err != nil {
+			t.Errorf("the removal at rank 2: %v", err)
+		}
+		if !isDone(waits) {
+			t.Error("what waits in a removed set is not answered")
+		} else if err := <-waits; !errors.Is(err, engine.ErrNoProcessSet) {
+			t.Errorf("what waits in a removed set: got error %v, want ErrNoProcessSet", err)
+		}
+		if err := c.wait(c.submit(1, over(1, gather("later", allocate)))); !errors.Is(err, engine.ErrNoProcessSet) {
+			t.Errorf("a later operation: got error %v, want ErrNoProcessSet", err)
+		}
+		// Other sets go on meanwhile.
+		c.each(func(r int) {
+			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+		})
+		close(release)
+		for r := range 2 {
+			if err := c.wait(granted[r]); err != nil {
+				t.Errorf("rank %d: the granted operation: %v", r, err)
+			}
+			if err := c.wait(removals[r]); err != nil {
+				t.Errorf("rank %d: the removal: %v", r, err)
+			}
+		}
+		c.shutdown()
+	})
+}
+
+// A set with the members of one that was removed is another: what waited in the first has no part in it.
+func TestSetsComeAndGo(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 3, withSet(lockstep))
+		for id := topo.ProcessSetID(1); id < 30; id++ {
+			c.each(func(r int) {
+				var left, x chan error
+				if r == 0 {
+					left = c.submit(0, over(id, sum("left", make([]byte, 8))))
+				}
+				if r < 2 {
+					buf := []byte{byte(r + 1), 0, 0, 0, 0, 0, 0, 0}
+					x = c.submit(r, over(id, sum("x", buf)))
+					if err := c.wait(x); err != nil || buf[0] != 3 {
+						t.Errorf("rank %d: set %d: got %v and error %v", r, id, buf, err)
+					}
+				} else if err := c.wait(c.submit(r, over(id, sum("x", make([]byte, 8))))); !errors.Is(err, engine.ErrNoProcessSet) {
+					t.Errorf("rank 2: set %d: got error %v, want ErrNoProcessSet", id, err)
+				}
+				if err := c.wait(c.submit(r, removal(id))); err != nil {
+					t.Errorf("rank %d: removal of set %d: %v", r, id, err)
+				}
+				if left != nil {
+					if err := c.wait(left); !errors.Is(err, engine.ErrNoProcessSet) {
+						t.Errorf("set %d: what waits: got error %v, want ErrNoProcessSet", id, err)
+					}
+				}
+				e := addition(0, 1)
+				if err := c.wait(c.submit(r, e)); err != nil {
+					t.Errorf("rank %d: %v", r, err)
+				} else if q := e.Response; q.Set != id+1 || !slices.Equal(q.Ranks, []topo.Rank{0, 1}) {
+					t.Errorf("rank %d: got set %d of ranks %v, want set %d of ranks 0 and 1", r, q.Set, q.Ranks, id+1)
+				}
+			})
+			if t.Failed() {
+				break
+			}
+		}
+		c.shutdown()
+	})
+}
+
+// A rank that dies while a removed set still works is named, and everything is answered.
+func TestDeathDuringARemoval(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 3, withSet(lockstep))
+		executing := make(chan struct{})
+		one := c.submit(1, over(1, gather("granted", func(n int) []byte {
+			close(executing)
+			<-c.engines[0].Ended() // until rank 0 knows
+			return allocate(n)
+		})))
+		zero := c.submit(0, over(1, gather("granted", allocate)))
+		<-executing
+		removals := []chan error{c.submit(0, removal(1)), c.submit(1, removal(1)), nil}
+		c.net.Kill(2)
+		c.engines[2].Close()
+		for _, done := range []chan error{zero, removals[0], one, removals[1]} {
+			err := c.wait(done)
+			var peer *engine.PeerError
+			if err != nil && (!errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{2})) {
+				t.Errorf("got error %v, want nothing or one that names rank 2", err)
+			}
+		}
+		for _, e := range c.engines[:2] {
+			if err := e.Shutdown(c.ctx); err == nil {
+				t.Error("shutdown after the death gave no error")
+			}
+		}
+	})
+}
+
+// Nothing of a group is done before all of it was asked for everywhere, whether its tensors are new or cached.
+func TestGroupWaitsForItsLast(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+		part := func(name string) *tensorqueue.Entry {
+			e := sum(name, make([]byte, 8))
+			e.Request.Group, e.Request.GroupSize = "g", 2
+			return e
+		}
+		pass := func(name string) {
+			c.each(func(r int) {
+				if err := c.wait(c.allreduce(r, name, make([]byte, 8))); err != nil {
+					t.Errorf("rank %d: %v", r, err)
+				}
+			})
+		}
+		for range 3 {
+			var dones []chan error
+			dones = append(dones, c.submit(0, part("a")), c.submit(0, part("b")), c.submit(1, part("a")))
+			// Two rounds of something else, and the group could be done too.
+			pass("x")
+			pass("x")
+			for _, done := range dones {
+				if isDone(done) {
+					t.Errorf("part of the group is done: %v", <-done)
+				}
+			}
+			dones = append(dones, c.submit(1, part("b")))
+			for _, done := range dones {
+				if err := c.wait(done); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+		c.shutdown()
+	})
+}
+
+// A group of which no backend can run one tensor is refused as a whole, and its names are free.
+func TestGroupThatCannotRun(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, func(cfg *engine.Config) {
+			cfg.Lockstep, cfg.MaxResultBytes, cfg.FusionThresholdBytes = lockstep, 1000, 0
+		})
+		part := func(name string, rows int64) *tensorqueue.Entry {
+			return &tensorqueue.Entry{
+				Request:  message.Request{Kind: message.Allgather, Name: name, DType: tensor.Uint8, Shape: tensor.Shape{rows}, Group: "g", GroupSize: 3},
+				Input:    make([]byte, rows),
+				Allocate: allocate,
+			}
+		}
+		c.each(func(r int) {
+			for _, round := range []struct {
+				rows int64
+				fits bool
+			}{{600, false}, {100, true}, {600, false}} {
+				done := c.submit(r, part("a", 10), part("b", round.rows), part("c", 10))
+				for range 3 {
+					err := c.wait(done)
+					var refused *engine.MismatchError
+					if round.fits && err != nil || !round.fits && (!errors.As(err, &refused) || !strings.Contains(err.Error(), "1200 bytes, want at most 1000")) {
+						t.Errorf("rank %d: %d rows: got error %v", r, round.rows, err)
+					}
+				}
+			}
+		})
+		c.shutdown()
+	})
+}
+
+// Entries are submitted together or not at all.
+func TestSubmitManyOrNone(t *testing.T) {
+	c := start(t, 1, nil)
+	entries := []*tensorqueue.Entry{sum("a", make([]byte, 8)), sum("a", make([]byte, 8))}
+	for _, e := range entries {
+		e.Done = func(err error) { t.Errorf("Done was called with %v", err) }
+	}
+	var (
+		dup *tensorqueue.DuplicateNameError
+		op  *engine.OpError
+	)
+	if err := c.engines[0].Submit(entries...); !errors.As(err, &op) || !errors.As(err, &dup) || dup.Name != "a" {
+		t.Errorf("got error %v, want a DuplicateNameError for a", err)
+	}
+	bad := sum("", nil)
+	if err := c.engines[0].Submit(entries[0], bad); !errors.As(err, &op) {
+		t.Errorf("got error %v, want the second entry refused", err)
+	}
+	if err := c.engines[0].Submit(over(7, entries[0])); !errors.As(err, &op) || !errors.Is(err, engine.ErrNoProcessSet) || op.Tensor != "a" {
+		t.Errorf("got error %v, want ErrNoProcessSet", err)
+	}
+	if err := c.wait(c.allreduce(0, "a", make([]byte, 8))); err != nil {
+		t.Errorf("the name is not free: %v", err)
+	}
+	c.shutdown()
+}

@@ -1,0 +1,70 @@
+package engine
+
+import (
+	"math"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/tensorqueue"
+)
+
+// never is a time that does not come.
+const never = time.Duration(math.MaxInt64)
+
+// expire tells the coordinator of operations that have run out of time.
+func (e *Engine) expire(now time.Duration) {
+	for _, entry := range e.overdue(now) {
+		e.member.Timeout(entry.Set, entry.Request.Name, entry.Timeout)
+	}
+}
+
+// complainAgain is how long after its first complaint about an operation a rank complains again. The coordinator ignores
+// the first if the answer was on its way.
+const complainAgain = time.Second
+
+// overdue are the operations that have run out of time. The search over what is in flight happens only when
+// the earliest deadline known has passed, so operations that are in time cost nothing.
+func (e *Engine) overdue(now time.Duration) (late []*tensorqueue.Entry) {
+	if now < e.due {
+		return nil
+	}
+	e.due = never
+	for _, l := range e.lanes.all {
+		for _, entry := range l.queue.InFlight() {
+			switch {
+			case entry.Deadline == 0:
+			case entry.Deadline <= now:
+				late = append(late, entry)
+				entry.Deadline = now + complainAgain
+				fallthrough
+			default:
+				e.due = min(e.due, entry.Deadline)
+			}
+		}
+	}
+	return late
+}
+
+// reportStalls passes on what the stall inspector found.
+func (e *Engine) reportStalls() {
+	for _, ev := range e.coordinator.Events() {
+		s := ev.Stall
+		if s == nil {
+			continue
+		}
+		what := "a tensor waits for ranks that have not submitted it"
+		if s.Executing {
+			what = "an operation is not finished by all ranks"
+		}
+		missing := make([]int, len(s.Missing))
+		for i, r := range s.Missing {
+			missing[i] = int(r)
+		}
+		e.log.Warn(what, zap.Stringer("operation", s.Kind), zap.String("tensor", s.Name),
+			zap.Uint32("process_set", uint32(s.Set)), zap.Ints("missing", missing), zap.Duration("waited", s.Waited))
+		if e.cfg.OnStall != nil {
+			e.cfg.OnStall(s)
+		}
+	}
+}

@@ -1,0 +1,345 @@
+package engine_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// patience is no multiple of a heartbeat, whose turn would hide a deadline that nobody waits for.
+const patience = 2300 * time.Millisecond
+
+// reports collects what the stall inspector of rank 0 says, and when.
+type reports struct {
+	began time.Time
+	list  []string
+}
+
+// hear makes cfg report here.
+func (r *reports) hear(cfg *engine.Config) {
+	cfg.OnStall = func(s *controller.Stall) {
+		r.list = append(r.list, fmt.Sprintf("%v: %v after %v", time.Since(r.began), s, s.Waited))
+	}
+}
+
+// take gives what was reported since the last call. It waits until the engines rest.
+func (r *reports) take() []string {
+	synctest.Wait()
+	list := r.list
+	r.list = nil
+	return list
+}
+
+// A tensor that waits is reported when the time is up, and each time it is up again, until the last rank comes: also when
+// it is cached, and also on a process set without rank 0.
+func TestStallReports(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var r reports
+		c := start(t, 3, func(cfg *engine.Config) {
+			cfg.StallWarning = patience
+			cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{1, 2}}}
+			r.hear(cfg)
+		})
+		for round, set := range []topo.ProcessSetID{0, 0, 1, 1} { // each the second time from the cache
+			r.began = time.Now()
+			c.each(func(rank int) {
+				if set == 1 && rank == 0 {
+					return
+				}
+				if rank == 2 {
+					time.Sleep(2*patience + time.Second)
+				}
+				e := sum("x", make([]byte, 8))
+				e.Set = set
+				if err := c.wait(c.submit(rank, e)); err != nil {
+					t.Errorf("rank %d: %v", rank, err)
+				}
+			})
+			want := []string{
+				fmt.Sprintf(`2.3s: allreduce "x" of process set %d has waited 2.3s for rank 2 after 2.3s`, set),
+				fmt.Sprintf(`4.6s: allreduce "x" of process set %d has waited 4.6s for rank 2 after 4.6s`, set),
+			}
+			if got := r.take(); !slices.Equal(got, want) {
+				t.Errorf("round %d: got %q\nwant %q", round, got, want)
+			}
+		}
+		// What is in time is not reported, and neither is the idle.
+		time.Sleep(10 * patience)
+		c.shutdown()
+		if got := r.take(); len(got) != 0 {
+			t.Errorf("in time: got %q", got)
+		}
+	})
+}
+
+// An operation that a rank does not finish is reported too, as far as its heartbeats tell.
+func TestStallReportsOfExecution(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var r reports
+		c := start(t, 2, func(cfg *engine.Config) {
+			cfg.StallWarning = patience
+			r.hear(cfg)
+		})
+		r.began = time.Now()
+		zero := c.gather(0, allocate)
+		one := c.gather(1, func(n int) []byte {
+			time.Sleep(2 * patience) // in the bubble
+			return allocate(n)
+		})
+		for _, done := range []chan error{zero, one} {
+			if err := c.wait(done); err != nil {
+				t.Error(err)
+			}
+		}
+		got := r.take()
+		if len(got) == 0 || !strings.Contains(got[0], `tensor "gather" of process set 0 has waited `) || !strings.Contains(got[0], "to finish it") {
+			t.Errorf("got %q, want that the gather is not finished", got)
+		}
+		c.shutdown()
+	})
+}
+
+// The job is shut down at all ranks when a tensor has waited for too long, for a reason that names it.
+func TestStallShutdown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := start(t, 3, func(cfg *engine.Config) { cfg.StallWarning, cfg.StallShutdown = time.Second, patience })
+		began := time.Now()
+		c.each(func(r int) {
+			var err error
+			if r == 1 {
+				<-c.engines[r].Ended()
+			}
+			err = c.wait(c.allreduce(r, "x", make([]byte, 8)))
+			var stall *engine.StallError
+			const want = `hvd: allreduce "x": the job was shut down: stalled: allreduce "x" of process set 0 has waited 2.3s for rank 1`
+			if !errors.As(err, &stall) || !errors.Is(err, engine.ErrShutDown) || err.Error() != want {
+				t.Errorf("rank %d: got error %v\nwant %s", r, err, want)
+			}
+			if took := time.Since(began); took != patience {
+				t.Errorf("rank %d: took %v, want %v", r, took, patience)
+			}
+			<-c.engines[r].Ended()
+			if err := c.engines[r].Err(); err != nil {
+				t.Errorf("rank %d: the epoch failed with %v, want a shutdown", r, err)
+			}
+		})
+		c.shutdown()
+	})
+}
+
+// late submits a sum that may take as long as patience.
+func (c *cluster) late(r int, name string) chan error {
+	e := sum(name, make([]byte, 8))
+	e.Timeout = patience
+	return c.submit(r, e)
+}
+
+// wantTimeout checks the verdict of a timeout at rank by, which names the missing rank.
+func wantTimeout(t *testing.T, r int, err error, by, missing int) {
+	t.Helper()
+	var peer *engine.PeerError
+	if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{missing}) || !strings.Contains(peer.Reason, "timed out after 2.3s at rank "+fmt.Sprint(by)) {
+		t.Errorf("rank %d: got error %v, want a timeout at rank %d that names rank %d", r, err, by, missing)
+	}
+}
+
+// grace is how much later than the deadline a verdict may come: a rank in lock-step first waits for the dead to show.
+func grace(lockstep bool) time.Duration {
+	if lockstep {
+		return 300 * time.Millisecond
+	}
+	return 0
+}
+
+// An operation that is not done in time ends the job at all ranks, when its time is up, with an error that names the rank
+// that did not ask for it.
+func TestOperationTimeout(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		for by := range 2 { // at rank 0 and elsewhere
+			synctest.Test(t, func(t *testing.T) {
+				c := start(t, 3, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+				began := time.Now()
+				c.each(func(r int) {
+					var done chan error
+					switch r {
+					case by:
+						done = c.late(r, "x")
+					case 2:
+						done = c.allreduce(r, "y", make([]byte, 8)) // and never x
+					default:
+						done = c.allreduce(r, "x", make([]byte, 8))
+					}
+					wantTimeout(t, r, c.wait(done), by, 2)
+					if took := time.Since(began); took < patience || took > patience+grace(lockstep) {
+						t.Errorf("rank %d: took %v, want %v", r, took, patience)
+					}
+					wantTimeout(t, r, c.wait(c.allreduce(r, "later", make([]byte, 8))), by, 2)
+				})
+				c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx), by, 2) })
+			})
+		}
+	})
+}
+
+// A cached tensor's timeout names the missing rank too.
+func TestOperationTimeoutOfACachedTensor(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := start(t, 3, nil)
+		for range 2 {
+			c.each(func(r int) {
+				if err := c.wait(c.late(r, "x")); err != nil {
+					t.Errorf("rank %d: %v", r, err)
+				}
+			})
+		}
+		began := time.Now()
+		c.each(func(r int) {
+			if r == 1 {
+				<-c.engines[r].Ended()
+			}
+			wantTimeout(t, r, c.wait(c.late(r, "x")), 0, 1)
+			if took := time.Since(began); took != patience {
+				t.Errorf("rank %d: took %v, want %v", r, took, patience)
+			}
+		})
+		c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx), 0, 1) })
+	})
+}
+
+// An operation that is granted and not finished in time is blamed on the rank that does not finish it.
+func TestOperationTimeoutWhileExecuting(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := start(t, 3, nil)
+		release := make(chan struct{})
+		c.each(func(r int) {
+			e := gather("gather", allocate)
+			switch r {
+			case 0:
+				e.Timeout = patience
+			case 2:
+				e.Allocate = func(n int) []byte {
+					<-release
+					return allocate(n)
+				}
+			}
+			done := c.submit(r, e)
+			if r != 2 {
+				err := c.wait(done)
+				var peer *engine.PeerError
+				if !errors.As(err, &peer) || !slices.Contains(peer.Ranks, 2) || !strings.Contains(err.Error(), `tensor "gather" timed out after 2.3s at rank 0`) {
+					t.Errorf("rank %d: got error %v, want a timeout that names rank 2", r, err)
+				}
+				return
+			}
+			time.Sleep(2 * patience)
+			close(release)
+			if err := c.wait(done); err == nil {
+				t.Error("rank 2: the operation that was cut off gave no error")
+			}
+		})
+		c.each(func(r int) {
+			if err := c.engines[r].Shutdown(c.ctx); err == nil {
+				t.Errorf("rank %d: shutdown after the timeout gave no error", r)
+			}
+		})
+	})
+}
+
+// Operations that are in time leave no deadline behind, in whatever order they end.
+func TestOperationsInTime(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+			c.each(func(r int) {
+				for range 3 {
+					x, y := c.late(r, "x"), c.late(r, "y")
+					if r == 1 {
+						time.Sleep(patience / 2)
+					}
+					for _, done := range []chan error{c.late(r, "z"), y, x} {
+						if err := c.wait(done); err != nil {
+							t.Errorf("rank %d: %v", r, err)
+						}
+					}
+				}
+			})
+			time.Sleep(3 * patience)
+			c.shutdown()
+		})
+	})
+}
+
+// A deadline that passes while the grant is under way to the rank is not forgotten, if the operation is then not finished.
+func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const delay = 10 * time.Millisecond
+		c := start(t, 3, func(cfg *engine.Config) {
+			if cfg.Rank == 1 {
+				cfg.Mesh = slowMesh{cfg.Mesh, delay}
+			}
+		})
+		release := make(chan struct{})
+		c.each(func(r int) {
+			e := gather("gather", allocate)
+			switch r {
+			case 1:
+				e.Timeout = patience
+			case 2:
+				time.Sleep(patience - delay/2) // the grant is sent then, and arrives when the time is up
+				e.Allocate = func(n int) []byte {
+					<-release
+					return allocate(n)
+				}
+			}
+			done := c.submit(r, e)
+			if r == 1 {
+				err := c.wait(done)
+				var peer *engine.PeerError
+				if !errors.As(err, &peer) || !strings.Contains(err.Error(), "timed out after 2.3s at rank 1") {
+					t.Errorf("rank 1: got error %v, want a timeout", err)
+				}
+				close(release)
+				return
+			}
+			_ = c.wait(done) // the timeout, or what follows from the end of rank 1's test
+		})
+		for _, e := range c.engines {
+			e.Close()
+		}
+	})
+}
+
+// slowMesh delivers what comes over the control connection late.
+type slowMesh struct {
+	transport.Mesh
+	delay time.Duration
+}
+
+func (m slowMesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	conn, err := m.Mesh.Conn(ctx, lane, peer)
+	if err == nil && lane == transport.Control {
+		conn = slowConn{conn, m.delay}
+	}
+	return conn, err
+}
+
+type slowConn struct {
+	transport.Conn
+	delay time.Duration
+}
+
+func (c slowConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	time.Sleep(c.delay) // in the bubble
+	return n, err
+}

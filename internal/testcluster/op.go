@@ -1,0 +1,179 @@
+package testcluster
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Op is one rank's part in an operation. The functions below make one, whose fields may be changed until it is
+// submitted. It is submitted once.
+type Op struct {
+	// Entry is what the engine gets. Where Output is nil Submit makes room for the result, and where Splits is nil every
+	// member gets as many rows. Done and Allocate are Submit's.
+	tensorqueue.Entry
+	// Err is the result of an operation that Wait has waited for.
+	Err error
+
+	done chan struct{}
+}
+
+func newOp(kind message.Kind, name string, dt tensor.DType, shape tensor.Shape, input []byte) *Op {
+	return &Op{
+		Entry: tensorqueue.Entry{
+			Request: message.Request{Kind: kind, Name: name, DType: dt, Shape: shape, Prescale: 1, Postscale: 1},
+			Input:   input,
+		},
+		done: make(chan struct{}),
+	}
+}
+
+// Allreduce reduces input by op.
+func Allreduce(name string, dt tensor.DType, shape tensor.Shape, op tensor.ReduceOp, input []byte) *Op {
+	o := newOp(message.Allreduce, name, dt, shape, input)
+	o.Request.Op = op
+	return o
+}
+
+// Reducescatter reduces input by op and gives each rank its rows of the result.
+func Reducescatter(name string, dt tensor.DType, shape tensor.Shape, op tensor.ReduceOp, input []byte) *Op {
+	o := newOp(message.Reducescatter, name, dt, shape, input)
+	o.Request.Op = op
+	return o
+}
+
+// Allgather joins the inputs of all ranks.
+func Allgather(name string, dt tensor.DType, shape tensor.Shape, input []byte) *Op {
+	return newOp(message.Allgather, name, dt, shape, input)
+}
+
+// Broadcast gives all ranks the input of root.
+func Broadcast(name string, dt tensor.DType, shape tensor.Shape, root topo.Rank, input []byte) *Op {
+	o := newOp(message.Broadcast, name, dt, shape, input)
+	o.Request.Root = root
+	return o
+}
+
+// Alltoall gives splits[i] rows of input to member i.
+func Alltoall(name string, dt tensor.DType, shape tensor.Shape, splits []int64, input []byte) *Op {
+	o := newOp(message.Alltoall, name, dt, shape, input)
+	o.Splits = splits
+	return o
+}
+
+// Barrier waits for all ranks.
+func Barrier(name string) *Op { return newOp(message.Barrier, name, tensor.Invalid, nil, nil) }
+
+// Join says that this rank has nothing more to submit. Last is then the rank that joined last.
+func Join(name string) *Op { return newOp(message.Join, name, tensor.Invalid, nil, nil) }
+
+// AddSet adds a process set of ranks, ascending, whose number is then the Set of the op's Response.
+func AddSet(ranks ...topo.Rank) *Op {
+	o := newOp(message.AddProcessSet, "process_set.add", tensor.Invalid, nil, nil)
+	o.Request.Ranks = ranks
+	return o
+}
+
+// RemoveSet removes a process set.
+func RemoveSet(set topo.ProcessSetID) *Op {
+	o := newOp(message.RemoveProcessSet, "process_set.remove", tensor.Invalid, nil, nil)
+	o.Request.Set = set
+	return o
+}
+
+// Over moves ops to a process set, and returns the last.
+func Over(set topo.ProcessSetID, ops ...*Op) *Op {
+	for _, op := range ops {
+		op.Set = set
+	}
+	return ops[len(ops)-1]
+}
+
+// Group makes ops, which are to be submitted together, a group.
+func Group(name string, ops ...*Op) {
+	for _, op := range ops {
+		op.Request.Group, op.Request.GroupSize = name, int32(len(ops))
+	}
+}
+
+// InPlace makes the result replace the input. That of an allgather becomes part of a buffer with room for as many rows of
+// each rank, that of a reducescatter has the result in it: Output then is where. r is the rank that will submit op.
+func (op *Op) InPlace(r *Rank) *Op {
+	op.Entry.InPlace = true
+	switch members := r.Members(op.Set); op.Request.Kind {
+	case message.Allgather:
+		n := len(op.Input)
+		op.Output = make([]byte, n*len(members))
+		mine := op.Output[slices.Index(members, r.Rank)*n:][:n]
+		copy(mine, op.Input)
+		op.Input = mine
+	case message.Reducescatter:
+		op.Output = op.part(r)
+	default:
+		op.Output = op.Input
+	}
+	return op
+}
+
+// part is what of the input of a reducescatter has the rows that become the result at r.
+func (op *Op) part(r *Rank) []byte {
+	shape := op.Request.Shape
+	if len(shape) == 0 || shape[0] == 0 {
+		return nil
+	}
+	members := r.Members(op.Set)
+	first, rows := tensor.Rows(shape[0], len(members), slices.Index(members, r.Rank))
+	row := int64(len(op.Input)) / shape[0]
+	return op.Input[first*row : (first+rows)*row]
+}
+
+// prepare fills in what r's engine needs of op.
+func (op *Op) prepare(r *Rank) error {
+	members := r.Members(op.Set)
+	if members == nil {
+		return fmt.Errorf("%v %q: process set %d is not known at rank %d", op.Request.Kind, op.Request.Name, op.Set, r.Rank)
+	}
+	if !slices.Contains(members, r.Rank) {
+		return fmt.Errorf("%v %q: rank %d is not in process set %d", op.Request.Kind, op.Request.Name, r.Rank, op.Set)
+	}
+	op.Done = func(err error) {
+		if op.Err = err; err == nil {
+			r.changeSets(op.Response)
+		}
+		close(op.done)
+	}
+	if op.Request.Kind == message.Alltoall && op.Splits == nil {
+		if err := op.splitEvenly(len(members)); err != nil {
+			return err
+		}
+	}
+	if op.Output != nil {
+		return nil
+	}
+	switch op.Request.Kind {
+	case message.Allreduce, message.Broadcast:
+		op.Output = make([]byte, len(op.Input))
+	case message.Reducescatter:
+		op.Output = make([]byte, len(op.part(r)))
+	case message.Allgather, message.Alltoall:
+		op.Allocate = func(numBytes int) []byte { return make([]byte, numBytes) }
+	}
+	return nil
+}
+
+// splitEvenly gives each of n members as many rows.
+func (op *Op) splitEvenly(n int) error {
+	shape := op.Request.Shape
+	if len(shape) == 0 || shape[0]%int64(n) != 0 {
+		return fmt.Errorf("%v %q: shape %v cannot be dealt evenly to %d ranks", op.Request.Kind, op.Request.Name, shape, n)
+	}
+	op.Splits = slices.Repeat([]int64{shape[0] / int64(n)}, n)
+	return nil
+}
+
+// Last is, after a join, the rank that joined last.
+func (op *Op) Last() topo.Rank { return op.Response.Root }

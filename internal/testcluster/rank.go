@@ -1,0 +1,119 @@
+package testcluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"sync"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Rank is one rank of a job. Its methods may be called by several goroutines, but those that can end the rank's function
+// (Wait, Try, Do, Must, Fatalf) only by the one that runs it.
+type Rank struct {
+	topo.Rank
+	Size   int
+	Engine *engine.Engine
+	c      *cluster
+
+	mu   sync.Mutex
+	sets []controller.Set // also those without this rank
+}
+
+func newRank(c *cluster, rank topo.Rank, e *engine.Engine, sets []controller.Set) *Rank {
+	return &Rank{Rank: rank, Size: c.o.Ranks, Engine: e, c: c, sets: slices.Clone(sets)}
+}
+
+// Members are the ranks of a process set, ascending; nil if it is not known here.
+func (r *Rank) Members(set topo.ProcessSetID) []topo.Rank {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, s := range r.sets {
+		if s.ID == set {
+			return s.Ranks
+		}
+	}
+	return nil
+}
+
+// changeSets notes what an operation on the process sets did.
+func (r *Rank) changeSets(done *message.Response) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch done.Kind {
+	case message.AddProcessSet:
+		r.sets = append(r.sets, controller.Set{ID: done.Set, Ranks: done.Ranks})
+	case message.RemoveProcessSet:
+		r.sets = slices.DeleteFunc(r.sets, func(s controller.Set) bool { return s.ID == done.Set })
+	}
+}
+
+// Submit hands operations of one process set to the engine, all of them or none, and does not wait for them. What the
+// ops lack, an output or even splits, it fills in.
+func (r *Rank) Submit(ops ...*Op) error {
+	entries := make([]*tensorqueue.Entry, len(ops))
+	for i, op := range ops {
+		if err := op.prepare(r); err != nil {
+			return err
+		}
+		entries[i] = &op.Entry
+	}
+	return r.Engine.Submit(entries...)
+}
+
+// Wait waits for operations that were submitted. Its error joins theirs. If the job fails meanwhile it does not return, as
+// Fatalf.
+func (r *Rank) Wait(ops ...*Op) error {
+	var errs []error
+	for _, op := range ops {
+		select {
+		case <-op.done:
+			errs = append(errs, op.Err)
+		case <-r.c.ctx.Done():
+			r.Fatalf("%v %q: gave up waiting: %v", op.Request.Kind, op.Request.Name, context.Cause(r.c.ctx))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Try submits operations and waits for them.
+func (r *Rank) Try(ops ...*Op) error {
+	if err := r.Submit(ops...); err != nil {
+		return err
+	}
+	return r.Wait(ops...)
+}
+
+// Do is Try for operations that must succeed.
+func (r *Rank) Do(ops ...*Op) { r.Must(r.Try(ops...)) }
+
+// Must ends the job unless err is nil.
+func (r *Rank) Must(err error) {
+	if err != nil {
+		r.Fatalf("%v", err)
+	}
+}
+
+// Errorf makes the test fail, with a text that names the rank.
+func (r *Rank) Errorf(format string, args ...any) {
+	r.c.t.Errorf("rank %d: %s", r.Rank, fmt.Sprintf(format, args...))
+}
+
+// Fatalf makes the test fail and ends the job: the other ranks' waits end with an error. It does not return. What follows
+// from a failure that another rank has told of already is only logged.
+func (r *Rank) Fatalf(format string, args ...any) {
+	if r.c.ctx.Err() != nil {
+		r.c.t.Logf("rank %d: %s", r.Rank, fmt.Sprintf(format, args...))
+	} else {
+		r.Errorf(format, args...)
+	}
+	r.c.fail(fmt.Errorf("rank %d failed", r.Rank))
+	runtime.Goexit()
+}

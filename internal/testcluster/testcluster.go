@@ -1,0 +1,251 @@
+// Package testcluster runs whole jobs in one process, for tests: an engine for each rank, connected within the process or
+// over TCP on loopback.
+//
+// A test gives Run a function, which is called once for each rank, all at the same time, and submits operations through
+// its Rank:
+//
+//	testcluster.Run(t, testcluster.Options{Ranks: 3}, func(r *testcluster.Rank) {
+//		op := testcluster.Allreduce("x", tensor.Int64, tensor.Shape{1}, tensor.Sum, input)
+//		r.Do(op)
+//		... op.Output ...
+//	})
+//
+// With the transport Mem a job does no I/O, so it also runs in a testing/synctest bubble, where time is virtual and
+// exact. Nothing waits for ever: after Options.Deadline the stacks of all goroutines are logged, every wait ends, and the
+// test fails. When Run returns, no goroutine of the job is left.
+package testcluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/transport/mem"
+	"github.com/gohvd/gohvd/transport/tcp"
+)
+
+// Transport is what connects the ranks.
+type Transport uint8
+
+// The transports.
+const (
+	// Mem is transport/mem.
+	Mem Transport = iota
+	// TCP is transport/tcp on the loopback interface.
+	TCP
+)
+
+func (t Transport) String() string { return [...]string{"mem", "tcp"}[t] }
+
+// Options describe a job.
+type Options struct {
+	// Ranks is their number, at least 1.
+	Ranks     int
+	Transport Transport
+	// Latency is how long a byte takes from rank to rank. It is for Mem only. Default 0.
+	Latency time.Duration
+	// Sets are the members, ascending, of the process sets 1, 2, ... that the job begins with.
+	Sets [][]topo.Rank
+	// Config, if not nil, changes the configuration of a rank, which Config.Rank names. It must give all ranks the same
+	// settings of the negotiation, and is called by all of them at once.
+	Config func(*engine.Config)
+	// OnFrame, if not nil, sees every frame of the negotiation that goes from one rank to another, before it does. The
+	// ranks call it at once. It must not keep or change the frame.
+	OnFrame func(from, to topo.Rank, frame []byte)
+	// Deadline is how long the job may take. Default 60 s.
+	Deadline time.Duration
+}
+
+const (
+	defaultDeadline = time.Minute
+	// shutdownTime is what ranks have to shut down once the job is over.
+	shutdownTime = 20 * time.Second
+)
+
+// cluster is a job while it runs.
+type cluster struct {
+	t      testing.TB
+	o      Options
+	ctx    context.Context // of the job
+	fail   context.CancelCauseFunc
+	meshes []transport.Mesh
+	ranks  []*Rank
+}
+
+// Run starts the engines of a job, calls f for each rank, and shuts the job down when f has returned for all of them. A
+// job that cannot be started ends the test, one that fails later makes it fail.
+func Run(t testing.TB, o Options, f func(r *Rank)) {
+	t.Helper()
+	if o.Deadline == 0 {
+		o.Deadline = defaultDeadline
+	}
+	c := &cluster{t: t, o: o, ranks: make([]*Rank, o.Ranks)}
+	c.ctx, c.fail = context.WithCancelCause(context.Background())
+	defer c.fail(nil)
+	defer c.watch()()
+	if err := c.connect(); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.start(); err != nil {
+		t.Fatal(err)
+	}
+	c.each(func(r *Rank) { f(r) })
+	c.shutdown()
+}
+
+// watch ends the job when the deadline passes, and shows where everybody is before. The function it returns ends that,
+// and waits for it.
+func (c *cluster) watch() (end func()) {
+	over := make(chan struct{})
+	timer := time.AfterFunc(c.o.Deadline, func() {
+		defer close(over)
+		stacks := make([]byte, 4<<20)
+		c.t.Errorf("no end after %v:\n%s", c.o.Deadline, stacks[:runtime.Stack(stacks, true)])
+		c.fail(fmt.Errorf("no end after %v", c.o.Deadline))
+	})
+	return func() {
+		if !timer.Stop() {
+			<-over
+		}
+	}
+}
+
+// connect makes the meshes of all ranks.
+func (c *cluster) connect() error {
+	if c.o.Transport == TCP {
+		return c.connectTCP()
+	}
+	net := mem.NewWithLatency(c.o.Ranks, c.o.Latency)
+	for r := range c.o.Ranks {
+		c.meshes = append(c.meshes, net.Mesh(topo.Rank(r)))
+	}
+	return nil
+}
+
+func (c *cluster) connectTCP() error {
+	var endpoints []*tcp.Endpoint
+	var addrs []string
+	abandon := func(err error) error {
+		for _, e := range endpoints {
+			err = errors.Join(err, e.Close())
+		}
+		return err
+	}
+	for range c.o.Ranks {
+		e, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"})
+		if err != nil {
+			return abandon(err)
+		}
+		endpoints = append(endpoints, e)
+		addrs = append(addrs, e.Addr())
+	}
+	for r, e := range endpoints {
+		mesh, err := e.Connect(tcp.Epoch{Job: "test", Epoch: 1, Rank: topo.Rank(r), Addrs: addrs})
+		if err != nil {
+			return abandon(err)
+		}
+		c.meshes = append(c.meshes, mesh)
+	}
+	return nil
+}
+
+// start starts all engines, or none.
+func (c *cluster) start() error {
+	sets := []controller.Set{controller.Global(c.o.Ranks)}
+	for i, ranks := range c.o.Sets {
+		sets = append(sets, controller.Set{ID: topo.ProcessSetID(i + 1), Ranks: ranks})
+	}
+	errs := make([]error, c.o.Ranks)
+	var wg sync.WaitGroup
+	for i := range c.ranks {
+		wg.Go(func() {
+			cfg := engine.Config{
+				Rank: topo.Rank(i), Size: c.o.Ranks, Mesh: c.meshes[i], Sets: sets[1:],
+				CacheCapacity: 1024, FusionThresholdBytes: 64 << 20, LivenessTimeout: 10 * time.Second,
+			}
+			if c.o.OnFrame != nil {
+				cfg.Mesh = &tapped{Mesh: cfg.Mesh, rank: cfg.Rank, hear: c.o.OnFrame}
+			}
+			if c.o.Config != nil {
+				c.o.Config(&cfg)
+			}
+			e, err := engine.Start(c.ctx, cfg)
+			if err != nil {
+				errs[i] = fmt.Errorf("rank %d: %w", i, err)
+				c.fail(errs[i]) // the others wait for it
+				return
+			}
+			c.ranks[i] = newRank(c, topo.Rank(i), e, sets)
+		})
+	}
+	wg.Wait()
+	err := errors.Join(errs...)
+	if err != nil {
+		for _, r := range c.ranks {
+			if r != nil {
+				r.Engine.Close()
+			}
+		}
+	}
+	return err
+}
+
+// each calls f for all ranks at once.
+func (c *cluster) each(f func(r *Rank)) {
+	var wg sync.WaitGroup
+	for _, r := range c.ranks {
+		wg.Go(func() { f(r) })
+	}
+	wg.Wait()
+}
+
+// shutdown ends all engines. After a failure it does not ask how.
+func (c *cluster) shutdown() {
+	failed := c.ctx.Err() != nil
+	ctx, cancel := context.WithTimeout(c.ctx, shutdownTime)
+	defer cancel()
+	c.each(func(r *Rank) {
+		if err := r.Engine.Shutdown(ctx); err != nil && !failed {
+			c.t.Errorf("rank %d: %v", r.Rank, err)
+		}
+	})
+}
+
+// tapped is a mesh whose frames of the negotiation are shown to hear.
+type tapped struct {
+	transport.Mesh
+	rank topo.Rank
+	hear func(from, to topo.Rank, frame []byte)
+}
+
+// Conn implements transport.Mesh.
+func (m *tapped) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, lane, peer)
+	if err != nil || lane != transport.Control {
+		return c, err
+	}
+	return &tap{Conn: c, mesh: m, peer: peer}, nil
+}
+
+// tap is a control channel. The engine sends each frame by one call, behind its length and number.
+type tap struct {
+	transport.Conn
+	mesh *tapped
+	peer topo.Rank
+}
+
+const frameHeaderBytes = 8
+
+// Send implements transport.Conn.
+func (c *tap) Send(p []byte) error {
+	c.mesh.hear(c.mesh.rank, c.peer, p[frameHeaderBytes:])
+	return c.Conn.Send(p)
+}

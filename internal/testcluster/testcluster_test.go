@@ -1,0 +1,199 @@
+package testcluster_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// i64 is numbers as elements.
+func i64(v ...int64) []byte { return bytes.Clone(tensor.Bytes(v)) }
+
+// want compares a result.
+func want(r *testcluster.Rank, op *testcluster.Op, v ...int64) {
+	if !bytes.Equal(op.Output, tensor.Bytes(v)) {
+		r.Errorf("%v %q: got %v, want %v", op.Request.Kind, op.Request.Name, tensor.View[int64](op.Output), v)
+	}
+}
+
+// Every operation, in place and not, over both transports and negotiations.
+func TestEveryOperation(t *testing.T) {
+	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP} {
+		for _, lockstep := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%v/lockstep=%v", over, lockstep), func(t *testing.T) {
+				testcluster.Run(t, testcluster.Options{
+					Ranks: 3, Transport: over, Sets: [][]topo.Rank{{0, 2}},
+					Config: func(cfg *engine.Config) { cfg.Lockstep = lockstep },
+				}, everyOperation)
+			})
+		}
+	}
+}
+
+func everyOperation(r *testcluster.Rank) {
+	me := int64(r.Rank)
+	const dt = tensor.Int64
+	for _, inPlace := range []bool{false, true} {
+		place := func(op *testcluster.Op) *testcluster.Op {
+			if inPlace {
+				op.InPlace(r)
+			}
+			return op
+		}
+		reduced := place(testcluster.Allreduce("a", dt, tensor.Shape{2}, tensor.Sum, i64(me, 10)))
+		gathered := place(testcluster.Allgather("g", dt, tensor.Shape{1}, i64(me)))
+		copied := place(testcluster.Broadcast("b", dt, nil, 1, i64(me)))
+		dealt := place(testcluster.Alltoall("t", dt, tensor.Shape{3}, nil, i64(10*me, 10*me+1, 10*me+2)))
+		scattered := place(testcluster.Reducescatter("s", dt, tensor.Shape{4}, tensor.Max, i64(me, me+1, me+2, me+3)))
+		r.Do(reduced, gathered, copied, dealt, scattered)
+		want(r, reduced, 3, 30)
+		want(r, gathered, 0, 1, 2)
+		want(r, copied, 1)
+		want(r, dealt, me, 10+me, 20+me)
+		want(r, scattered, [][]int64{{2, 3}, {4}, {5}}[me]...)
+	}
+	group := []*testcluster.Op{
+		testcluster.Allreduce("g1", dt, nil, tensor.Sum, i64(1)),
+		testcluster.Allreduce("g2", dt, nil, tensor.Min, i64(me)),
+	}
+	testcluster.Group("g", group...)
+	r.Do(group...)
+	want(r, group[0], 3)
+	want(r, group[1], 0)
+	if slices.Contains(r.Members(1), r.Rank) {
+		op := testcluster.Over(1, testcluster.Allreduce("x", dt, nil, tensor.Sum, i64(me)))
+		r.Do(op)
+		want(r, op, 2)
+	} else if err := r.Try(testcluster.Over(1, testcluster.Barrier("x"))); err == nil {
+		r.Errorf("an operation on a set without this rank has no error")
+	}
+	added := testcluster.AddSet(1, 2)
+	r.Do(added)
+	if set := added.Response.Set; me > 0 {
+		r.Do(testcluster.Over(set, testcluster.Barrier("b")))
+	}
+	r.Do(testcluster.RemoveSet(added.Response.Set))
+	if r.Members(added.Response.Set) != nil {
+		r.Errorf("the set is removed and still known")
+	}
+	join := testcluster.Join("j")
+	r.Do(join)
+	if last := join.Last(); last < 0 || last > 2 {
+		r.Errorf("rank %d joined last", last)
+	}
+}
+
+// In a bubble the time of an operation is exact: over links of a millisecond a request goes up and a grant comes down.
+func TestVirtualTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		testcluster.Run(t, testcluster.Options{Ranks: 2, Latency: time.Millisecond}, func(r *testcluster.Rank) {
+			began := time.Now()
+			r.Do(testcluster.Barrier("b"))
+			if took := time.Since(began); r.Rank == 1 && took != 2*time.Millisecond || took > 2*time.Millisecond {
+				r.Errorf("a barrier took %v, want 2ms at rank 1 and no more at rank 0", took)
+			}
+		})
+	})
+}
+
+// The frames of the negotiation are shown whole.
+func TestFrames(t *testing.T) {
+	var (
+		mu    sync.Mutex
+		names []string
+		up    message.Up
+	)
+	testcluster.Run(t, testcluster.Options{Ranks: 2, OnFrame: func(from, to topo.Rank, frame []byte) {
+		mu.Lock()
+		defer mu.Unlock()
+		if from == 0 {
+			return
+		}
+		if err := message.DecodeUp(frame, &up); err != nil {
+			t.Errorf("rank %d to rank %d: %v", from, to, err)
+		}
+		for _, s := range up.Sets {
+			for _, q := range s.Requests {
+				names = append(names, q.Name)
+			}
+		}
+	}}, func(r *testcluster.Rank) {
+		for range 3 {
+			r.Do(testcluster.Allreduce("x", tensor.Int64, nil, tensor.Sum, i64(1)))
+		}
+	})
+	if !slices.Equal(names, []string{"x"}) {
+		t.Errorf("requests in full for %v, want one for x", names)
+	}
+}
+
+// recorder is a test that only notes that it failed.
+type recorder struct {
+	testing.TB
+	mu   sync.Mutex
+	text []string
+}
+
+func (t *recorder) Helper() {}
+
+func (t *recorder) Errorf(format string, args ...any) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.text = append(t.text, fmt.Sprintf(format, args...))
+}
+
+// What waits for ever ends with the deadline, which shows where it waited.
+func TestDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		rec := &recorder{TB: t}
+		began := time.Now()
+		testcluster.Run(rec, testcluster.Options{Ranks: 3, Deadline: 7 * time.Second}, func(r *testcluster.Rank) {
+			if r.Rank != 2 {
+				r.Do(testcluster.Barrier("b"))
+			}
+		})
+		if took := time.Since(began); took != 7*time.Second {
+			t.Errorf("the job ended after %v", took)
+		}
+		if len(rec.text) != 1 || !strings.Contains(rec.text[0], "no end after 7s") || !strings.Contains(rec.text[0], "testcluster.(*Rank).Wait") {
+			t.Errorf("the test failed with %q, want the stacks of a Wait and nothing else", rec.text)
+		}
+	})
+}
+
+// A rank that gives up takes the others along.
+func TestFatal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		rec := &recorder{TB: t}
+		began := time.Now()
+		testcluster.Run(rec, testcluster.Options{Ranks: 3}, func(r *testcluster.Rank) {
+			if r.Rank == 1 {
+				r.Must(errors.New("it is broken"))
+				t.Error("Must returned")
+			}
+			r.Do(testcluster.Barrier("b"))
+		})
+		if took := time.Since(began); took != 0 {
+			t.Errorf("the job ended after %v", took)
+		}
+		if !slices.Equal(rec.text, []string{"rank 1: it is broken"}) {
+			t.Errorf("the test failed with %q", rec.text)
+		}
+	})
+}
