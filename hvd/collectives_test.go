@@ -474,25 +474,27 @@ func expect[T comparable](h *hvd.Handle[T], err error, want []T) waiter {
 	}
 }
 
-// inFlight starts operation i of its kind, so that those of a kind can travel together though their sizes differ.
-func inFlight[T number](e *hvd.Engine, i int, inPlace bool) []waiter {
+// inFlight starts operations of all kinds on a set, with i elements or so: those of a kind can travel together though
+// their sizes differ.
+func inFlight[T number](set *hvd.ProcessSet, i int, inPlace bool) []waiter {
 	var none T
-	ranks, me := e.ProcessSets()[0].Ranks(), e.Rank()
-	n, k := len(ranks), numbers[T]()
+	ranks, me := set.Ranks(), set.Rank()
+	n, self, k := len(ranks), ranks[me], numbers[T]()
 	on := func(op string, more ...hvd.Option) []hvd.Option {
 		if inPlace {
 			more = append(more, hvd.InPlace())
 		}
-		return append(more, hvd.On(e), name("%s of %T %d", op, none, i))
+		return append(more, hvd.Over(set), name("%s of %T %d", op, none, i))
 	}
-	allreduce, err1 := hvd.AllreduceAsync(k.fill(i, me), on("allreduce", hvd.Op(k.op))...)
-	reducescatter, err2 := hvd.ReducescatterAsync(k.fill(2*i*n, me), on("reducescatter", hvd.Op(k.op), hvd.Shape(n, 2*i))...)
-	broadcast, err3 := hvd.BroadcastAsync(k.fill(i, me), i%n, on("broadcast")...)
-	alltoall, err4 := hvd.AlltoallAsync(k.fill(n, me), nil, on("alltoall")...)
-	mine := k.fill(i, me)
+	root := ranks[i%n]
+	allreduce, err1 := hvd.AllreduceAsync(k.fill(i, self), on("allreduce", hvd.Op(k.op))...)
+	reducescatter, err2 := hvd.ReducescatterAsync(k.fill(2*i*n, self), on("reducescatter", hvd.Op(k.op), hvd.Shape(n, 2*i))...)
+	broadcast, err3 := hvd.BroadcastAsync(k.fill(i, self), root, on("broadcast")...)
+	alltoall, err4 := hvd.AlltoallAsync(k.fill(n, self), nil, on("alltoall")...)
+	mine := k.fill(i, self)
 	if inPlace {
 		mine = make([]T, n*i)
-		copy(mine[me*i:], k.fill(i, me))
+		copy(mine[me*i:], k.fill(i, self))
 	}
 	allgather, err5 := hvd.AllgatherAsync(mine, on("allgather")...)
 	var gathered, exchanged []T
@@ -503,32 +505,41 @@ func inFlight[T number](e *hvd.Engine, i int, inPlace bool) []waiter {
 	return []waiter{
 		expect(allreduce, err1, k.reduced(i, ranks)),
 		expect(reducescatter, err2, k.reduced(2*i*n, ranks)[2*i*me:2*i*(me+1)]),
-		expect(broadcast, err3, k.fill(i, i%n)),
+		expect(broadcast, err3, k.fill(i, root)),
 		expect(alltoall, err4, exchanged),
 		expect(allgather, err5, gathered),
 	}
 }
 
-// Operations of all kinds and types are in flight together, so that those that can travel together do: fused, or not.
+// Operations of all kinds and types are in flight together, on several process sets, in an order of each rank's own.
+// Those that can travel together do: fused, or not.
 func TestManyInFlight(t *testing.T) {
 	for _, settings := range [][]string{{"HOROVOD_CYCLE_TIME", "3"}, {"HOROVOD_FUSION_THRESHOLD", "100"}, {"HOROVOD_CACHE_CAPACITY", "3"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
-			runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
-				for round := range 3 {
-					var waiters []waiter
-					for _, i := range rand.Perm(8) {
-						inPlace := (i+round)%2 == 0
-						waiters = append(waiters, inFlight[int32](e, i, inPlace)...)
-						waiters = append(waiters, inFlight[float64](e, i, inPlace)...)
-						waiters = append(waiters, inFlight[uint8](e, i, inPlace)...)
-					}
-					for _, wait := range waiters {
-						if err := wait(ctx); err != nil {
-							t.Errorf("rank %d: round %d: %v", e.Rank(), round, err)
+			modes(t, func(t *testing.T, mode []string) {
+				seed := rand.Uint64()
+				t.Logf("seed %d", seed)
+				runSets(t, 4, [][]int{{1, 3}, {0, 1, 2}}, func(ctx context.Context, e *hvd.Engine) {
+					rng := rand.New(rand.NewPCG(seed, uint64(e.Rank())))
+					for round := range 3 {
+						var waiters []waiter
+						for _, i := range rng.Perm(24) {
+							set, size, inPlace := e.ProcessSets()[i%3], i/3, (i+round)%2 == 0
+							if !set.Included() {
+								continue
+							}
+							waiters = append(waiters, inFlight[int32](set, size, inPlace)...)
+							waiters = append(waiters, inFlight[float64](set, size, inPlace)...)
+							waiters = append(waiters, inFlight[uint8](set, size, inPlace)...)
+						}
+						for _, wait := range waiters {
+							if err := wait(ctx); err != nil {
+								t.Errorf("rank %d: round %d: %v", e.Rank(), round, err)
+							}
 						}
 					}
-				}
-			}, settings...)
+				}, slices.Concat(settings, mode)...)
+			})
 		})
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/verdict"
+	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -74,10 +75,13 @@ func WithProcessSets(sets ...[]int) InitOption {
 
 // Stall is a report of the stall inspector: a tensor has waited long, and for whom.
 type Stall struct {
-	// Op is the operation, as "allreduce"; Tensor its name; ProcessSet the ID of its set.
+	// Op is the operation, as "allreduce", or empty if that is not known; Tensor its name; ProcessSet the ID of its set.
 	Op, Tensor string
 	ProcessSet int
-	// Missing are the ranks that have not submitted the tensor or, if Executing, not finished the operation.
+	// Group is that of a tensor which every rank has submitted, and which waits for the rest of its group; else empty.
+	Group string
+	// Missing are the ranks that have not submitted the tensor, or the rest of its group, or, if Executing, not finished
+	// the operation.
 	Missing   []int
 	Waited    time.Duration
 	Executing bool
@@ -169,7 +173,10 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) e
 }
 
 func newStall(s *controller.Stall) Stall {
-	stall := Stall{Op: s.Kind.String(), Tensor: s.Name, ProcessSet: int(s.Set), Waited: s.Waited, Executing: s.Executing}
+	stall := Stall{Tensor: s.Name, ProcessSet: int(s.Set), Group: s.Group, Waited: s.Waited, Executing: s.Executing}
+	if s.Kind != message.NoKind {
+		stall.Op = s.Kind.String()
+	}
 	for _, r := range s.Missing {
 		stall.Missing = append(stall.Missing, int(r))
 	}

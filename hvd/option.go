@@ -103,7 +103,7 @@ func Shapes(shapes ...[]int) Option { return Option{kind: optShapes, shapes: sha
 // float64, truncated toward zero for integers.
 func Prescale(f float64) Option { return Option{kind: optPrescale, factor: f} }
 
-// Postscale multiplies the result by f, after an average.
+// Postscale multiplies the result by f. An average then multiplies the sum by f/n, once.
 func Postscale(f float64) Option { return Option{kind: optPostscale, factor: f} }
 
 // CompressFP16 sends an allreduce of float32 or float64 as float16: half the bytes, 11 bits of precision, nothing beyond

@@ -273,9 +273,11 @@ func checkSameBits(ctx context.Context, t *testing.T, e *hvd.Engine, x []float64
 func TestDeterministic(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_FUSION_THRESHOLD", "0"}, {"HOROVOD_FUSION_THRESHOLD", "3000"}, {"HVD_NEGOTIATION", "lockstep"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
+			seed := rand.Uint64()
+			t.Logf("seed %d", seed)
 			run(t, 3, func(ctx context.Context, e *hvd.Engine) {
 				const tensors = 12
-				rng := rand.New(rand.NewPCG(5, rand.Uint64()))
+				rng := rand.New(rand.NewPCG(seed, uint64(e.Rank())))
 				for range 3 {
 					handles := make([]*hvd.Handle[float32], tensors)
 					for _, i := range rng.Perm(tensors) {

@@ -101,7 +101,8 @@ func ProcessSets() []*ProcessSet { return mustCurrent("ProcessSets").ProcessSets
 func GlobalProcessSet() *ProcessSet { return mustCurrent("GlobalProcessSet").global }
 
 // AddProcessSet makes a process set of the given ranks, in any order. All ranks of the job must call it with the same
-// ranks, also those that will not be members, and it returns when all have. Of the options, On and Timeout apply.
+// ranks, also those that will not be members, and it returns when all have. A rank adds one set at a time: a second call
+// meanwhile is a *DuplicateNameError. Of the options, On and Timeout apply.
 func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSet, error) {
 	c, err := prepare(message.AddProcessSet, tensor.Invalid, false, opts)
 	if err != nil {

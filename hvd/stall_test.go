@@ -97,6 +97,7 @@ func TestStallShutdown(t *testing.T) {
 		if !errors.As(err, &stall) {
 			t.Errorf("rank %d: later: got error %v, want a StallError", e.Rank(), err)
 		}
+		<-e.Done() // operations are answered first
 		if err := e.Err(); err != nil {
 			t.Errorf("rank %d: got error %v, want none: it is a shutdown", e.Rank(), err)
 		}
@@ -136,6 +137,7 @@ func TestOperationTimeout(t *testing.T) {
 					_, _, err := hvd.Alltoall(ctx, []int32{1, 2, 3}, nil, append(c.opts, hvd.Name("late"), hvd.On(e))...)
 					wantTimeout(t, e, err, 1, `alltoall "late"`)
 					var peer *hvd.PeerError
+					<-e.Done() // operations are answered first
 					if err := e.Err(); !errors.As(err, &peer) {
 						t.Errorf("rank %d: the job ended with %v, want a PeerError", e.Rank(), err)
 					}

@@ -243,7 +243,11 @@ func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
 	if l != nil {
 		err = l.queue.Add(entries...)
 	}
-	if err != nil {
+	var duplicate *tensorqueue.DuplicateNameError
+	switch {
+	case errors.As(err, &duplicate): // it need not be the first of a group
+		return &OpError{Op: duplicate.Kind.String(), Tensor: duplicate.Name, Err: err}
+	case err != nil:
 		return opError(&entries[0].Request, err)
 	}
 	e.ring()

@@ -53,16 +53,11 @@ func (e *Engine) reportStalls() {
 		if s == nil {
 			continue
 		}
-		what := "a tensor waits for ranks that have not submitted it"
-		if s.Executing {
-			what = "an operation is not finished by all ranks"
-		}
 		missing := make([]int, len(s.Missing))
 		for i, r := range s.Missing {
 			missing[i] = int(r)
 		}
-		e.log.Warn(what, zap.Stringer("operation", s.Kind), zap.String("tensor", s.Name),
-			zap.Uint32("process_set", uint32(s.Set)), zap.Ints("missing", missing), zap.Duration("waited", s.Waited))
+		e.log.Warn("stalled: "+s.String(), zap.String("tensor", s.Name), zap.Uint32("process_set", uint32(s.Set)), zap.Ints("missing", missing))
 		if e.cfg.OnStall != nil {
 			e.cfg.OnStall(s)
 		}
