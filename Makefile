@@ -11,7 +11,7 @@ BENCH    ?= .
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: check
 check: format vet lint test race nocgo fuzz generated ## everything CI runs but the image
@@ -27,6 +27,10 @@ race: ## all tests under the race detector, in random order, fewer rounds of kil
 .PHONY: nocgo
 nocgo: ## all tests without a C compiler
 	CGO_ENABLED=0 $(GO) test ./...
+
+.PHONY: conformance
+conformance: ## every operation in every configuration against the reference; an hour or two
+	$(GO) test ./internal/conformance -v -timeout 0 -args -full
 
 .PHONY: bench
 bench: ## all benchmarks (BENCH=regexp chooses)

@@ -29,7 +29,7 @@ func rounds() int {
 // Any of four ranks is killed while all execute or negotiate. Every other rank gets an error that names it, in time,
 // and hvdrun ends with the victim's status and names it too.
 func TestKill(t *testing.T) {
-	for _, program := range []string{"large", "small", "waiting"} {
+	for _, program := range []string{"large", "small", "waiting", "mixed", "joined"} {
 		for _, mode := range []string{"event", "lockstep"} {
 			t.Run(program+"/"+mode, func(t *testing.T) {
 				n := rounds()

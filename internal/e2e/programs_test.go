@@ -2,6 +2,8 @@ package e2e
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -28,6 +30,12 @@ func program(name string) int {
 		err = small(ctx)
 	case "waiting":
 		err = waiting(ctx)
+	case "mixed":
+		err = mixed(ctx)
+	case "joined":
+		err = joined(ctx)
+	case "sums":
+		err = sums(ctx)
 	case "steady":
 		err = steady(ctx)
 	case "idle":
@@ -109,6 +117,93 @@ func waiting(ctx context.Context) error {
 	fmt.Println("ready")
 	_, err = h.Wait(ctx)
 	return err
+}
+
+// mixed runs every operation for ever, also on a process set that comes and goes.
+func mixed(ctx context.Context) error {
+	n := hvd.Size()
+	x := make([]float32, n<<18)
+	for step := 0; ; step++ {
+		set, err := hvd.AddProcessSet(ctx, []int{1 + step%2, n - 1})
+		if err != nil {
+			return err
+		}
+		if _, _, err := hvd.Alltoall(ctx, x, nil, hvd.Name("alltoall")); err != nil {
+			return err
+		}
+		if _, err := hvd.Reducescatter(ctx, x, hvd.Name("reducescatter")); err != nil {
+			return err
+		}
+		if _, err := hvd.GroupedAllgather(ctx, [][]float32{x[:hvd.Rank()], x[:100]}, hvd.Name("allgathers")); err != nil {
+			return err
+		}
+		if _, err := hvd.Broadcast(ctx, x[:1000], step%n, hvd.Name("broadcast")); err != nil {
+			return err
+		}
+		if set.Included() {
+			if _, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.Over(set), hvd.Name("adasum")); err != nil {
+				return err
+			}
+		}
+		if err := hvd.RemoveProcessSet(ctx, set); err != nil {
+			return err
+		}
+		if step == 2 {
+			fmt.Println("ready")
+		}
+	}
+}
+
+// joined lets all ranks but the last join, which goes on for ever.
+func joined(ctx context.Context) error {
+	if hvd.Rank() < hvd.Size()-1 {
+		h, err := hvd.JoinAsync()
+		if err != nil {
+			return err
+		}
+		fmt.Println("ready")
+		_, err = h.Wait(ctx)
+		return err
+	}
+	x := make([]float32, 1<<20)
+	for i := 0; ; i++ {
+		if _, err := hvd.Allreduce(ctx, x, hvd.InPlace(), hvd.Name("alone")); err != nil {
+			return err
+		}
+		if i == 10 {
+			fmt.Println("ready")
+		}
+	}
+}
+
+// sums reduces tensors of many sizes in an order of each run and each rank, and prints a hash of the results.
+func sums(ctx context.Context) error {
+	const tensors, steps = 30, 20
+	hash := sha256.New()
+	for step := range steps {
+		var handles [tensors]*hvd.Handle[float32]
+		for _, i := range rand.Perm(tensors) {
+			x := make([]float32, 1+37*i)
+			for k := range x {
+				x[k] = float32(1+step) / float32(3+7*hvd.Rank()+k)
+			}
+			var err error
+			if handles[i], err = hvd.AllreduceAsync(x, hvd.InPlace(), hvd.Name(fmt.Sprint("sum", i))); err != nil {
+				return err
+			}
+		}
+		for _, h := range handles {
+			x, err := h.Wait(ctx)
+			if err != nil {
+				return err
+			}
+			if err := binary.Write(hash, binary.LittleEndian, x); err != nil {
+				return err
+			}
+		}
+	}
+	fmt.Printf("hash %x\n", hash.Sum(nil))
+	return nil
 }
 
 // stopVariable names a file whose existence ends steady.

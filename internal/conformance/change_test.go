@@ -1,0 +1,83 @@
+package conformance
+
+import (
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// changes are jobs, and what makes each of them another operation by one parameter.
+var changes = []struct {
+	name   string
+	base   what
+	change func(j *job)
+}{
+	{"kind", sumOf(tensor.Float32), func(j *job) { j.kind = message.Reducescatter }},
+	{"type", sumOf(tensor.Int32), func(j *job) { j.dt = tensor.Float32 }},
+	{"type of the same width", sumOf(tensor.Float16), func(j *job) { j.dt = tensor.BFloat16 }},
+	{"reduction", sumOf(tensor.Float32), func(j *job) { j.op = tensor.Max }},
+	{"sum or average", sumOf(tensor.Float32), func(j *job) { j.op = tensor.Average }},
+	{"prescale", sumOf(tensor.Float32), func(j *job) { j.pre = 2.5 }},
+	{"postscale", sumOf(tensor.Float32), func(j *job) { j.post = 2.5 }},
+	{"compression", sumOf(tensor.Float32), func(j *job) { j.wire = tensor.Float16 }},
+	{"first dimension", sumOf(tensor.Float32), func(j *job) { j.elements = 128 }},
+	{"number of rows to gather", movedOf(message.Allgather), func(j *job) { j.elements = 128 }},
+	{"root", movedOf(message.Broadcast), func(j *job) { j.lead++ }},
+	{"splits", movedOf(message.Alltoall), func(j *job) { j.uneven = true }},
+	{"place", sumOf(tensor.Float32), func(j *job) { j.inPlace = true }},
+}
+
+func sumOf(dt tensor.DType) what {
+	return what{kind: message.Allreduce, reduction: reduction{dt: dt, op: tensor.Sum, pre: 1.5, post: 0.5}}
+}
+
+func movedOf(kind message.Kind) what {
+	return what{kind: kind, reduction: reduction{dt: tensor.Int16, pre: 1, post: 1}}
+}
+
+// Operations that differ in one parameter are told apart: by the fusion when they are ready together, by the cache when
+// they have one name in turn.
+func TestOneParameterChanges(t *testing.T) {
+	const ranks = 3
+	members := global(ranks)
+	// pair is an operation and its change.
+	pair := func(i int, names [2]string, seed uint64) []*job {
+		jobs := make([]*job, 2)
+		for k := range jobs {
+			jobs[k] = &job{what: changes[i].base, name: names[k], members: members, elements: 64, seed: seed + uint64(k)}
+		}
+		changes[i].change(jobs[1])
+		return jobs
+	}
+	for _, l := range links {
+		t.Run(l.String(), func(t *testing.T) {
+			var steps [][]*job // those of a step are submitted together
+			for i, c := range changes {
+				steps = append(steps, pair(i, [2]string{c.name + " 0", c.name + " 1"}, 0))
+				for round := range 3 { // the change, and back, from the cache
+					for _, j := range pair(i, [2]string{c.name, c.name}, uint64(round)) {
+						steps = append(steps, []*job{j})
+					}
+				}
+			}
+			c := configuration{link: l, cacheCapacity: 1024, fusionThreshold: 64 << 20}
+			testcluster.Run(t, testcluster.Options{Ranks: ranks, Transport: l.transport, Config: c.apply}, func(r *testcluster.Rank) {
+				for _, jobs := range steps {
+					var ops []*testcluster.Op
+					for _, j := range jobs {
+						ops = append(ops, j.submission(r))
+					}
+					r.Must(r.Submit(ops...))
+					for k, j := range jobs {
+						_ = r.Wait(ops[k]) // check tells
+						if err := j.check(r, ops[k]); err != nil {
+							r.Errorf("%v", err)
+						}
+					}
+				}
+			})
+		})
+	}
+}

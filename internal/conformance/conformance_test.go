@@ -1,0 +1,450 @@
+package conformance
+
+import (
+	"cmp"
+	"fmt"
+	"iter"
+	"math"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// The parameters, beside what is computed. How ranks join and whether inputs are wild is not combined in full with the
+// others but changes from case to case.
+var (
+	rankCounts    = []int{1, 2, 3, 4, 5, 8}
+	elementCounts = []int{0, 1, 7, 64, 1000, 65537}
+	modes         = []mode{plain, fused, cached, grouped, subset}
+	joinings      = []joining{nobody, withoutData, withNothing}
+	links         = []link{{testcluster.Mem, false}, {testcluster.Mem, true}, {testcluster.TCP, false}, {testcluster.TCP, true}}
+)
+
+// mode is how the tensors of a case are submitted.
+type mode uint8
+
+const (
+	plain   mode = iota // one
+	fused               // several at once, which run as one
+	cached              // one name three times, with other data each time
+	grouped             // several as a group
+	subset              // one, in a process set of some ranks
+)
+
+func (m mode) String() string { return [...]string{"plain", "fused", "cached", "grouped", "subset"}[m] }
+
+// joining is what ranks have joined before the others submit.
+type joining uint8
+
+const (
+	nobody joining = iota
+	withoutData
+	withNothing // with empty contributions
+)
+
+// link is how ranks are connected and negotiate.
+type link struct {
+	transport testcluster.Transport
+	lockstep  bool
+}
+
+func (l link) String() string {
+	if l.lockstep {
+		return l.transport.String() + "/lockstep"
+	}
+	return l.transport.String() + "/event"
+}
+
+// sensible is which operations there are: bools have all and any and no arithmetic, Adasum is an allreduce of floats, and
+// what is compressed an allreduce of the wide floats to a half.
+func sensible(w what) bool {
+	isFloat := w.dt >= tensor.Float16 && w.dt <= tensor.Float64
+	isHalf := func(dt tensor.DType) bool { return dt == tensor.Float16 || dt == tensor.BFloat16 }
+	switch {
+	case w.dt < tensor.Uint8 || w.dt > tensor.Bool || w.op < tensor.Average || w.op > tensor.AverageActive:
+		return false
+	case w.dt == tensor.Bool && (w.op != tensor.Min && w.op != tensor.Max || w.pre != 1 || w.post != 1):
+		return false
+	case w.op == tensor.Adasum && (!isFloat || w.kind != message.Allreduce):
+		return false
+	case math.IsNaN(w.pre) || math.IsNaN(w.post):
+		return false
+	case w.wire != tensor.Invalid && (w.kind != message.Allreduce || !isFloat || isHalf(w.dt) || !isHalf(w.wire)):
+		return false
+	}
+	return true
+}
+
+// factors are pairs of prescale and postscale.
+var factors = [][2]float64{{1, 1}, {1.5, 1}, {1, 0.3}, {-0.7, 2.5}}
+
+// reductions are all combinations of the parameters of what reduces, those without sense too.
+func reductions(factors [][2]float64) iter.Seq[what] {
+	return func(yield func(what) bool) {
+		for _, kind := range []message.Kind{message.Allreduce, message.Reducescatter} {
+			for dt := tensor.Invalid; dt <= tensor.Bool+1; dt++ {
+				for op := tensor.NoReduce; op <= tensor.AverageActive+1; op++ {
+					for wire := tensor.Invalid; wire <= tensor.Bool; wire++ {
+						for _, f := range factors {
+							if !yield(what{kind: kind, reduction: reduction{dt, op, f[0], f[1], wire}}) {
+								return
+							}
+						}
+					}
+				}
+			}
+		}
+	}
+}
+
+// operations are all that have sense.
+func operations() []what {
+	var all []what
+	for w := range reductions(factors) {
+		if sensible(w) {
+			all = append(all, w)
+		}
+	}
+	for _, dt := range tensor.DTypes() {
+		moved := reduction{dt: dt, pre: 1, post: 1}
+		all = append(all, what{message.Allgather, false, moved}, what{message.Broadcast, false, moved},
+			what{message.Alltoall, false, moved}, what{message.Alltoall, true, moved})
+	}
+	return append(all, what{kind: message.Barrier}, what{kind: message.Join})
+}
+
+// trial is one case: an operation with all parameters.
+type trial struct {
+	what
+	number   int
+	ranks    int
+	elements int
+	mode     mode
+	joining  joining
+	inPlace  bool
+	wild     bool
+}
+
+func (c *trial) String() string {
+	return fmt.Sprintf("case %d: %v, %d ranks, %d elements, %v, joining %d, in place %v, wild %v",
+		c.number, c.what, c.ranks, c.elements, c.mode, c.joining, c.inPlace, c.wild)
+}
+
+// script is a trial as all ranks run it.
+type script struct {
+	trial
+	set     topo.ProcessSetID
+	members []topo.Rank
+	// rounds are run one after the other, the jobs of each together.
+	rounds [][]*job
+	// joined are the members, by position as a bit, that join before round join.
+	joined uint
+	join   int
+	last   agreement
+}
+
+// global is all ranks of a job.
+func global(ranks int) (all []topo.Rank) {
+	for r := range ranks {
+		all = append(all, topo.Rank(r))
+	}
+	return all
+}
+
+// sets are the process sets of a job: without the first rank, and every other rank.
+func sets(ranks int) [][]topo.Rank {
+	all := global(ranks)
+	if ranks == 1 {
+		return [][]topo.Rank{all, all}
+	}
+	var even []topo.Rank
+	for r := 0; r < ranks; r += 2 {
+		even = append(even, topo.Rank(r))
+	}
+	return [][]topo.Rank{all[1:], even}
+}
+
+func (c trial) script() *script {
+	s := &script{trial: c, members: global(c.ranks)}
+	if c.mode == subset {
+		which := c.number % 2
+		s.set, s.members = topo.ProcessSetID(1+which), sets(c.ranks)[which]
+	}
+	if c.joining != nobody && c.kind != message.Join {
+		s.joined = joiners(len(s.members), uint64(c.elements))
+	}
+	rounds, together := 1, 1
+	switch {
+	case c.mode == cached:
+		rounds, s.join = 3, 1 // so that entries of the cache are met with ranks missing
+	case (c.mode == fused || c.mode == grouped) && c.kind != message.Join:
+		together = 3
+	}
+	for k := range rounds {
+		s.rounds = append(s.rounds, s.jobs(k, together))
+	}
+	return s
+}
+
+// jobs are those of a round, the second of another size.
+func (s *script) jobs(round, together int) (jobs []*job) {
+	for i := range together {
+		j := &job{
+			what: s.what, name: fmt.Sprintf("%d.%d", s.number, i), set: s.set, members: s.members, elements: s.elements,
+			seed: uint64(round + i), lead: uint64(s.number), wild: s.wild, inPlace: s.inPlace,
+		}
+		if i == 1 {
+			j.elements = s.elements/3 + 1
+		}
+		if round >= s.join {
+			j.joined, j.empty = s.joined, s.joining == withNothing
+		}
+		jobs = append(jobs, j)
+	}
+	return jobs
+}
+
+// run is r's part. Ranks outside the set have none.
+func (s *script) run(r *testcluster.Rank, heard *frames) {
+	m := slices.Index(s.members, r.Rank)
+	if m < 0 {
+		return
+	}
+	joins := s.joined>>m&1 == 1
+	for k, jobs := range s.rounds {
+		if joins && k == s.join {
+			s.runJoin(r)
+			break
+		}
+		s.runRound(r, k, jobs)
+	}
+	if s.joined != 0 && !joins {
+		s.runJoin(r)
+	}
+	for _, j := range s.rounds[0] {
+		s.checkFrames(r, j, heard)
+	}
+}
+
+func (s *script) runRound(r *testcluster.Rank, k int, jobs []*job) {
+	ops := make([]*testcluster.Op, len(jobs))
+	for i, j := range jobs {
+		ops[i] = j.submission(r)
+	}
+	if s.mode == grouped && s.kind.MovesData() {
+		testcluster.Group(fmt.Sprintf("%d.group", s.number), ops...)
+	}
+	if err := r.Submit(ops...); err != nil {
+		r.Fatalf("%v: round %d: %v", &s.trial, k, err)
+	}
+	for i, j := range jobs {
+		_ = r.Wait(ops[i]) // the job may want an error
+		if err := j.check(r, ops[i]); err != nil {
+			r.Fatalf("%v: round %d: %v", &s.trial, k, err)
+		}
+	}
+}
+
+func (s *script) runJoin(r *testcluster.Rank) {
+	op := testcluster.Over(s.set, testcluster.Join("join"))
+	op.Request.Empty = s.joining == withNothing
+	r.Do(op)
+	if last := op.Last(); !slices.Contains(s.members, last) {
+		r.Errorf("%v: rank %d joined last", &s.trial, last)
+	}
+	if err := s.last.check([]byte{byte(op.Last())}); err != nil {
+		r.Errorf("%v: who joined last: %v", &s.trial, err)
+	}
+}
+
+// checkFrames sees whether the cache was hit and tensors were fused, where a rank other than 0 can tell.
+func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
+	requests, granted := heard.take(r.Rank, j.name)
+	if r.Rank == 0 {
+		return
+	}
+	if s.mode == cached && s.joined == 0 && s.kind.MovesData() && requests != 1 {
+		r.Errorf("%v: the request was sent in full %d times for 3 tensors of one name", &s.trial, requests)
+	}
+	fusible := s.kind.MovesData() && s.kind != message.Alltoall
+	if together := s.mode == fused || s.mode == grouped; together && fusible && j.refusal(0) == "" && granted != len(s.rounds[0]) {
+		r.Errorf("%v: %d tensors were granted together, want %d", &s.trial, granted, len(s.rounds[0]))
+	}
+}
+
+// pairwise are trials in which any two parameters have every pair of values.
+func pairwise() map[link][]trial {
+	what := operations()
+	all := make(map[link][]trial)
+	elementCounts := elementCounts
+	if testing.Short() {
+		elementCounts = elementCounts[:5] // the largest takes most of the time
+	}
+	sizes := []int{len(what), len(rankCounts), len(elementCounts), len(modes), len(links), len(joinings), 2, 2}
+	for i, row := range pairs(sizes) {
+		l := links[row[4]]
+		all[l] = append(all[l], trial{
+			what: what[row[0]], number: i, ranks: rankCounts[row[1]], elements: elementCounts[row[2]], mode: modes[row[3]],
+			joining: joinings[row[5]], inPlace: row[6] == 1, wild: row[7] == 1,
+		})
+	}
+	return all
+}
+
+// everything is all trials of a number of ranks, in an order that keeps those with the same results together.
+func everything(ranks int) []trial {
+	var all []trial
+	for _, w := range operations() {
+		for _, elements := range elementCounts {
+			for _, m := range modes {
+				for _, inPlace := range []bool{false, true} {
+					n := uint64(len(all))
+					all = append(all, trial{
+						what: w, number: len(all), ranks: ranks, elements: elements, mode: m, inPlace: inPlace,
+						wild: hash(n)%2 == 0, joining: joinings[hash(n, 1)%uint64(len(joinings))],
+					})
+				}
+			}
+		}
+	}
+	return all
+}
+
+// clusterTime is how long one cluster may take for its cases, against hanging.
+const clusterTime = 2 * time.Minute
+
+// runTrials runs trials, all for the same number of ranks, on one cluster.
+func runTrials(t *testing.T, l link, trials []trial) {
+	if len(trials) == 0 {
+		return
+	}
+	var scripts []*script
+	for _, c := range trials {
+		scripts = append(scripts, c.script())
+	}
+	heard := newFrames()
+	testcluster.Run(t, testcluster.Options{
+		Ranks: trials[0].ranks, Transport: l.transport, Sets: sets(trials[0].ranks), OnFrame: heard.hear, Deadline: clusterTime,
+		Config: func(cfg *engine.Config) {
+			if cfg.Lockstep = l.lockstep; l.lockstep {
+				cfg.CycleTime = 20 * time.Microsecond // its default is for real jobs, and too long for thousands
+			}
+		},
+	}, func(r *testcluster.Rank) {
+		for _, s := range scripts {
+			s.run(r, heard)
+		}
+	})
+}
+
+// Every operation gives the reference's results, however it is run.
+func TestConformance(t *testing.T) {
+	if *full {
+		testEverything(t)
+		return
+	}
+	var count atomic.Int64
+	t.Run("pairs", func(t *testing.T) {
+		for l, trials := range pairwise() {
+			t.Run(l.String(), func(t *testing.T) {
+				t.Parallel()
+				slices.SortStableFunc(trials, func(a, b trial) int { return cmp.Compare(a.ranks, b.ranks) })
+				for some := range chunks(trials, func(a, b trial) bool { return a.ranks == b.ranks }) {
+					runTrials(t, l, some)
+					count.Add(int64(len(some)))
+				}
+			})
+		}
+	})
+	t.Logf("%d cases", count.Load())
+}
+
+// chunks cuts a slice where two neighbours are not alike.
+func chunks[T any](s []T, alike func(a, b T) bool) iter.Seq[[]T] {
+	return func(yield func([]T) bool) {
+		for len(s) > 0 {
+			n := 1
+			for n < len(s) && alike(s[n-1], s[n]) {
+				n++
+			}
+			if !yield(s[:n]) {
+				return
+			}
+			s = s[n:]
+		}
+	}
+}
+
+// testEverything runs all combinations: some cases on all links at once, then the next.
+func testEverything(t *testing.T) {
+	const atOnce = 500
+	began, count := time.Now(), 0
+	for _, ranks := range rankCounts {
+		all := everything(ranks)
+		done := 0
+		for some := range slices.Chunk(all, atOnce) {
+			t.Run(fmt.Sprintf("ranks=%d/%d", ranks, done), func(t *testing.T) {
+				for _, l := range links {
+					t.Run(l.String(), func(t *testing.T) {
+						t.Parallel()
+						runTrials(t, l, some)
+					})
+				}
+			})
+			done += len(some)
+			count += len(some) * len(links)
+			t.Logf("%d ranks: %d of %d cases on each of %d links; %d in all, after %v",
+				ranks, done, len(all), len(links), count, time.Since(began).Round(time.Second))
+			if t.Failed() {
+				return
+			}
+		}
+	}
+	t.Logf("%d cases", count)
+}
+
+// What has no sense is refused, at once and by the rank itself.
+func TestRefusals(t *testing.T) {
+	refused := 0
+	testcluster.Run(t, testcluster.Options{Ranks: 1}, func(r *testcluster.Rank) {
+		try := func(text any, op *testcluster.Op) {
+			refused++
+			if err := r.Submit(op); err == nil {
+				r.Fatalf("%v was not refused", text)
+			}
+		}
+		for w := range reductions(append(slices.Clone(factors), [2]float64{math.NaN(), 1}, [2]float64{1, math.NaN()})) {
+			if sensible(w) {
+				continue
+			}
+			op := testcluster.Allreduce("x", w.dt, tensor.Shape{1}, w.op, make([]byte, 8))
+			op.Request.Kind = w.kind
+			op.Request.Prescale, op.Request.Postscale, op.Request.Wire = w.pre, w.post, w.wire
+			op.Output = op.Input
+			try(w, op)
+		}
+		for _, dt := range []tensor.DType{tensor.Invalid, tensor.Bool + 1} {
+			for _, op := range []*testcluster.Op{
+				testcluster.Allgather("x", dt, tensor.Shape{1}, nil), testcluster.Broadcast("x", dt, tensor.Shape{1}, 0, nil),
+				testcluster.Alltoall("x", dt, tensor.Shape{1}, nil, nil),
+			} {
+				try(fmt.Sprintf("%v of %v", op.Request.Kind, dt), op)
+			}
+		}
+		for _, op := range []*testcluster.Op{testcluster.Barrier("x"), testcluster.Join("x")} {
+			testcluster.Group("g", op)
+			try(fmt.Sprintf("a group of %v", op.Request.Kind), op)
+		}
+		try("a negative dimension", testcluster.Allgather("x", tensor.Int8, tensor.Shape{-1}, nil))
+		try("a root below 0", testcluster.Broadcast("x", tensor.Int8, tensor.Shape{1}, -1, []byte{1}))
+		try("a tensor without a name", testcluster.Allgather("", tensor.Int8, tensor.Shape{1}, []byte{1}))
+	})
+	t.Logf("%d combinations were refused", refused)
+}

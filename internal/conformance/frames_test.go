@@ -1,0 +1,88 @@
+package conformance
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// frames counts what ranks other than 0 say and hear in the negotiation: that a tensor came from the cache, or was fused,
+// cannot be seen from its result.
+type frames struct {
+	mu       sync.Mutex
+	requests map[said]int // how often a rank sent a request in full
+	grants   map[said]int // how many tensors were in the grant that a rank was sent in full
+	// log, if not nil, is what each rank was sent in full, in order, a grant in brackets.
+	log map[topo.Rank]string
+}
+
+type said struct {
+	rank topo.Rank
+	name string
+}
+
+func newFrames() *frames {
+	return &frames{requests: make(map[said]int), grants: make(map[said]int)}
+}
+
+// hear is a testcluster.Options.OnFrame.
+func (f *frames) hear(from, to topo.Rank, frame []byte) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if from == 0 {
+		f.hearDown(to, frame)
+	} else {
+		f.hearUp(from, frame)
+	}
+}
+
+func (f *frames) hearUp(from topo.Rank, frame []byte) {
+	var up message.Up
+	if message.UpType(frame[0]) != message.UpNews || message.DecodeUp(frame, &up) != nil {
+		return
+	}
+	for _, s := range up.Sets {
+		for _, q := range s.Requests {
+			f.requests[said{from, q.Name}]++
+		}
+	}
+}
+
+func (f *frames) hearDown(to topo.Rank, frame []byte) {
+	var down message.Down
+	if message.DownType(frame[0]) != message.DownCycle || message.DecodeDown(frame, &down) != nil {
+		return
+	}
+	for _, s := range down.Sets {
+		for _, g := range s.Grants {
+			if f.log != nil {
+				f.log[to] += grantText(g)
+			}
+			for _, r := range g.Full {
+				f.grants[said{to, r.Name}] = len(g.Bits) + len(g.Full)
+			}
+		}
+	}
+}
+
+// grantText names the tensors of a grant.
+func grantText(g message.Grant) string {
+	var names []string
+	for _, r := range g.Full {
+		names = append(names, r.Name)
+	}
+	return fmt.Sprint(names)
+}
+
+// take is what was counted for a tensor at a rank, and forgets it.
+func (f *frames) take(rank topo.Rank, name string) (requests, granted int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	k := said{rank, name}
+	requests, granted = f.requests[k], f.grants[k]
+	delete(f.requests, k)
+	delete(f.grants, k)
+	return requests, granted
+}

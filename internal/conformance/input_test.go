@@ -1,0 +1,148 @@
+package conformance
+
+import (
+	"math"
+
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// hash mixes numbers to 64 bits that look random (the finalizer of splitmix64, after each).
+func hash(numbers ...uint64) uint64 {
+	h := uint64(0x9e3779b97f4a7c15)
+	for _, n := range numbers {
+		h += n + 0x9e3779b97f4a7c15
+		h = (h ^ h>>30) * 0xbf58476d1ce4e5b9
+		h = (h ^ h>>27) * 0x94d049bb133111eb
+		h ^= h >> 31
+	}
+	return h
+}
+
+// fraction is a number from 0 to 1, 1 excluded, with as many bits as a float64 has.
+func fraction(h uint64) float64 { return float64(h>>11) / (1 << 53) }
+
+// source is a formula for the inputs of all members: of member m, element i is a function of seed, m and i.
+type source struct {
+	dt   tensor.DType
+	op   tensor.ReduceOp // NoReduce where elements are only moved
+	seed uint64
+	// wild adds numbers at the edges: extremes, infinities, NaNs, zeros of both signs.
+	wild bool
+}
+
+// normal is s with one operation for all that have the same inputs.
+func (s source) normal() source {
+	if s.op != tensor.NoReduce && s.op != tensor.Product && s.op != tensor.Adasum || s.op != tensor.NoReduce && !s.dt.IsFloat() {
+		s.op = tensor.Sum
+	}
+	return s
+}
+
+// bytes is the input of member m.
+func (s source) bytes(m, elements int) []byte {
+	switch {
+	case elements == 0:
+		return nil
+	case s.op == tensor.NoReduce:
+		return s.raw(m, elements*s.dt.Size())
+	case s.dt.IsFloat():
+		v := make([]float64, elements)
+		for i := range v {
+			v[i] = formats[s.dt].round(s.float(m, i))
+		}
+		return encodeFloats(s.dt, v)
+	default:
+		v := make([]int64, elements)
+		for i := range v {
+			v[i] = s.int(m, i)
+		}
+		return encodeInts(s.dt, v)
+	}
+}
+
+// raw is any bytes, except that bools are 0 or 1.
+func (s source) raw(m, n int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(hash(s.seed, uint64(m), uint64(i)))
+		if s.dt == tensor.Bool {
+			b[i] &= 1
+		}
+	}
+	return b
+}
+
+// int is small, or if wild any number, and each eighth the largest or smallest of the type.
+func (s source) int(m, i int) int64 {
+	h := hash(s.seed, uint64(m), uint64(i))
+	lo, hi := limits(s.dt)
+	switch {
+	case s.dt == tensor.Bool:
+		// One member in four differs from the others, or all and any would nearly always be false and true.
+		x := int64(i & 1)
+		if h%4 == 0 {
+			x = 1 - x
+		}
+		return x
+	case s.wild && h%8 == 0:
+		return lo
+	case s.wild && h%8 == 1:
+		return hi
+	case s.wild:
+		return wrap(s.dt, int64(h>>3))
+	default:
+		return wrap(s.dt, int64(h%41)-20)
+	}
+}
+
+// float is a number of ordinary size before it is rounded to the type: up to 8 for sums, near 1 for products, which must
+// neither overflow nor underflow. Vectors for Adasum have something in common, or its factors would all be near 1.
+func (s source) float(m, i int) float64 {
+	h := hash(s.seed, uint64(m), uint64(i))
+	sign := float64(int(h&1)*2 - 1)
+	if s.wild && s.op != tensor.Adasum && i%4 == 3 {
+		return s.edge(m, i/4)
+	}
+	switch s.op {
+	case tensor.Product:
+		return sign * (0.75 + fraction(h)/2)
+	case tensor.Adasum:
+		common := fraction(hash(s.seed, math.MaxUint64, uint64(i))) - 0.5
+		return common + (fraction(h)-0.5)*float64(1+m%3)
+	default:
+		return sign * math.Ldexp(1+fraction(h), int(h>>1%6)-4)
+	}
+}
+
+// edge has what is easily got wrong. Where sums overflow, or infinities meet, every order of additions does the same.
+func (s source) edge(m, i int) float64 {
+	f := formats[s.dt]
+	special := uint64(m) == hash(s.seed, uint64(i))%4 // one member of the first four, if there are so many
+	pick := func(x, others float64) float64 {
+		if special {
+			return x
+		}
+		return others
+	}
+	negativeZero := math.Copysign(0, -1)
+	switch i % 9 {
+	case 0:
+		return pick(math.NaN(), 1)
+	case 1:
+		return pick(math.Inf(1), -2)
+	case 2:
+		return pick(math.Inf(1), math.Inf(-1))
+	case 3:
+		return negativeZero
+	case 4:
+		return pick(0, negativeZero)
+	case 5:
+		return pick(-f.largest, 0)
+	case 6:
+		return f.largest
+	case 7:
+		return f.tiny()
+	default:
+		return pick(math.NaN(), math.Inf(-1))
+	}
+}

@@ -1,0 +1,431 @@
+package conformance
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// what is an operation without its data.
+type what struct {
+	kind message.Kind
+	// uneven alltoalls give each member another number of rows.
+	uneven bool
+	reduction
+}
+
+func (w what) String() string {
+	s := w.kind.String()
+	if w.uneven {
+		s += " uneven"
+	}
+	if w.dt.Valid() {
+		s += " " + w.dt.String()
+	}
+	if w.kind.Reduces() {
+		s += fmt.Sprintf(" %v ×%v ×%v", w.op, w.pre, w.post)
+	}
+	if w.wire.Valid() {
+		s += " as " + w.wire.String()
+	}
+	return s
+}
+
+// job is one operation of all members of a process set: it knows what each of them submits, and must get.
+type job struct {
+	what
+	name     string
+	set      topo.ProcessSetID
+	members  []topo.Rank
+	elements int // about as many has each member
+	seed     uint64
+	lead     uint64 // chooses the root
+	wild     bool
+	inPlace  bool
+	// joined are the members, by position as a bit, that have joined before. Empty says how.
+	joined uint
+	empty  bool
+
+	same agreement // of what all members must have the same of
+}
+
+func (j *job) String() string {
+	return fmt.Sprintf("%v %q of %d elements, set %v, in place %v, wild %v, joined %b empty %v, seed %d",
+		j.what, j.name, j.elements, j.members, j.inPlace, j.wild, j.joined, j.empty, j.seed)
+}
+
+// agreement compares what the members have with what the first of them has.
+type agreement struct {
+	mu    sync.Mutex
+	first []byte
+	set   bool
+}
+
+func (a *agreement) check(b []byte) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if !a.set {
+		a.first, a.set = bytes.Clone(b), true
+	}
+	if !bytes.Equal(a.first, b) {
+		return errors.New("the members have not the same bits")
+	}
+	return nil
+}
+
+func (j *job) absent(m int) bool { return j.joined>>m&1 == 1 }
+
+// active are the members that take part, by position.
+func (j *job) active() (all []int) {
+	for m := range j.members {
+		if !j.absent(m) {
+			all = append(all, m)
+		}
+	}
+	return all
+}
+
+// root is a member that takes part.
+func (j *job) root() int {
+	all := j.active()
+	return all[j.lead%uint64(len(all))]
+}
+
+// width is the elements of a row.
+func (j *job) width() int {
+	switch {
+	case j.elements == 0 && j.uneven:
+		return 0 // rows without elements can be counted, and that is all
+	case j.elements%4 == 0:
+		return 4
+	default:
+		return 1
+	}
+}
+
+// rows is the first dimension of member m's tensor.
+func (j *job) rows(m int) int {
+	width, n := j.width(), len(j.members)
+	if width == 0 {
+		return 5
+	}
+	rows := j.elements / width
+	switch {
+	case j.kind == message.Allgather && !j.inPlace:
+		return rows >> (m % 3)
+	case j.kind == message.Alltoall && !j.uneven:
+		return rows - rows%n
+	default:
+		return rows
+	}
+}
+
+func (j *job) shape(m int) tensor.Shape { return tensor.Shape{int64(j.rows(m)), int64(j.width())} }
+
+// input is what member m submits. It must not be changed.
+func (j *job) input(m int) []byte {
+	elements := j.rows(m) * j.width()
+	s := source{dt: j.dt, op: j.op, seed: j.seed, wild: j.wild}.normal()
+	return inputs.get(inputKey{s, m, elements}, func() []byte { return s.bytes(m, elements) })
+}
+
+// splits are how many rows of an uneven alltoall member m gives to each.
+func (j *job) splits(m int) []int {
+	n, left := len(j.members), j.rows(m)
+	each, more := left/n, left%n
+	if n > 1 {
+		more += each / 2
+	}
+	splits := make([]int, n)
+	for i := range splits {
+		switch k := (m + i) % n; {
+		case !j.uneven:
+			splits[i] = each
+		case !j.inPlace: // some rows stay
+			splits[i] = int(hash(j.seed, uint64(m), uint64(i)) % uint64(left/2+1))
+			left -= splits[i]
+		case k == 0: // in place everybody must get as much as it gives
+			splits[i] = each + more
+		case k == 1:
+			splits[i] = each - each/2
+		default:
+			splits[i] = each
+		}
+	}
+	return splits
+}
+
+// submission is what r, a member that takes part, submits.
+func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
+	m := slices.Index(j.members, r.Rank)
+	input := bytes.Clone(j.input(m))
+	var op *testcluster.Op
+	switch j.kind {
+	case message.Barrier:
+		op = testcluster.Barrier(j.name)
+	case message.Join:
+		op = testcluster.Join(j.name)
+	case message.Allreduce:
+		op = testcluster.Allreduce(j.name, j.dt, j.shape(m), j.op, input)
+	case message.Reducescatter:
+		op = testcluster.Reducescatter(j.name, j.dt, j.shape(m), j.op, input)
+	case message.Allgather:
+		op = testcluster.Allgather(j.name, j.dt, j.shape(m), input)
+	case message.Broadcast:
+		op = testcluster.Broadcast(j.name, j.dt, j.shape(m), j.members[j.root()], input)
+	case message.Alltoall:
+		var splits []int64
+		for _, s := range j.splits(m) {
+			splits = append(splits, int64(s))
+		}
+		if !j.uneven {
+			splits = nil
+		}
+		op = testcluster.Alltoall(j.name, j.dt, j.shape(m), splits, input)
+	}
+	if j.kind.Reduces() {
+		op.Request.Prescale, op.Request.Postscale, op.Request.Wire = j.pre, j.post, j.wire
+	}
+	testcluster.Over(j.set, op)
+	if j.inPlace {
+		op.InPlace(r)
+	}
+	return op
+}
+
+// check holds the result of r's op against the reference.
+func (j *job) check(r *testcluster.Rank, op *testcluster.Op) error {
+	if err := j.checkResult(slices.Index(j.members, r.Rank), op); err != nil {
+		return fmt.Errorf("%v: %w", j, err)
+	}
+	return nil
+}
+
+func (j *job) checkResult(m int, op *testcluster.Op) error {
+	if refusal := j.refusal(m); refusal != "" {
+		var mismatch *engine.MismatchError
+		if !errors.As(op.Err, &mismatch) {
+			return fmt.Errorf("got error %v, want a refusal: %s", op.Err, refusal)
+		}
+		return nil
+	}
+	if op.Err != nil {
+		return op.Err
+	}
+	switch j.kind {
+	case message.Barrier:
+		return nil
+	case message.Join:
+		return j.checkLast(op)
+	case message.Allgather, message.Broadcast, message.Alltoall:
+		return j.checkMoved(m, op)
+	case message.Allreduce:
+		if err := j.same.check(op.Output); err != nil {
+			return err
+		}
+	}
+	return j.checkReduced(m, op.Output)
+}
+
+// refusal says why member m must get an error, or is empty.
+func (j *job) refusal(m int) string {
+	if j.joined != 0 && !j.empty && j.kind.MovesData() && j.kind != message.Allreduce {
+		return "members have joined"
+	}
+	if j.inPlace && (j.kind == message.Allgather || j.kind == message.Alltoall) {
+		room := len(j.input(m))
+		if j.kind == message.Allgather {
+			room *= len(j.members)
+		}
+		if want, _ := j.moved(m); len(want) != room {
+			return "in place there is other room"
+		}
+	}
+	return ""
+}
+
+func (j *job) checkLast(op *testcluster.Op) error {
+	if !slices.Contains(j.members, op.Last()) {
+		return fmt.Errorf("rank %d joined last", op.Last())
+	}
+	return j.same.check([]byte(fmt.Sprint(op.Last())))
+}
+
+// moved is what member m must get where elements are only moved, and of an alltoall how many rows from each.
+func (j *job) moved(m int) (out []byte, received []int64) {
+	switch j.kind {
+	case message.Broadcast:
+		return j.input(j.root()), nil
+	case message.Allgather:
+		for _, i := range j.active() {
+			out = append(out, j.input(i)...)
+		}
+		return out, nil
+	}
+	row := j.width() * j.dt.Size()
+	received = make([]int64, len(j.members))
+	for _, i := range j.active() {
+		splits := j.splits(i)
+		first := 0
+		for _, s := range splits[:m] {
+			first += s
+		}
+		out = append(out, j.input(i)[first*row:][:splits[m]*row]...)
+		received[i] = int64(splits[m])
+	}
+	return out, received
+}
+
+func (j *job) checkMoved(m int, op *testcluster.Op) error {
+	want, received := j.moved(m)
+	if !slices.Equal(op.Received, received) {
+		return fmt.Errorf("got %v rows, want %v", op.Received, received)
+	}
+	if len(op.Output) != len(want) {
+		return fmt.Errorf("got %d bytes, want %d", len(op.Output), len(want))
+	}
+	for i := range want {
+		if op.Output[i] != want[i] {
+			return fmt.Errorf("byte %d is %#x, want %#x", i, op.Output[i], want[i])
+		}
+	}
+	return nil
+}
+
+// reduced is the result of a reduction: of integers or of floats.
+type reduced struct {
+	ints   []int64
+	floats []interval
+}
+
+func (j *job) checkReduced(m int, out []byte) error {
+	want := j.result()
+	from, to := 0, j.rows(m)*j.width()
+	if j.kind == message.Reducescatter {
+		from, to = j.part(m)
+	}
+	if len(out) != (to-from)*j.dt.Size() {
+		return fmt.Errorf("got %d bytes, want %d elements", len(out), to-from)
+	}
+	if want.ints != nil {
+		for i, x := range decodeInts(j.dt, out) {
+			if x != want.ints[from+i] {
+				return fmt.Errorf("element %d of %d is %d, want %d", i, to-from, x, want.ints[from+i])
+			}
+		}
+		return nil
+	}
+	for i, x := range decodeFloats(j.dt, out) {
+		if !want.floats[from+i].has(x) {
+			return fmt.Errorf("element %d of %d is %v, want %v", i, to-from, x, want.floats[from+i])
+		}
+	}
+	return nil
+}
+
+// part is which elements of a reducescatter member m gets: the rows are dealt evenly, the first members have one more.
+func (j *job) part(m int) (from, to int) {
+	n, rows := len(j.members), j.rows(m)
+	for i := range m + 1 {
+		from = to
+		to += rows / n
+		if i < rows%n {
+			to++
+		}
+	}
+	return from * j.width(), to * j.width()
+}
+
+// reduce computes the reference result of all elements.
+func (j *job) reduce() reduced {
+	n := len(j.members)
+	elements := j.rows(0) * j.width()
+	switch {
+	case j.op == tensor.Adasum:
+		in := make([][]float64, n)
+		for _, m := range j.active() {
+			in[m] = decodeFloats(j.dt, j.input(m))
+		}
+		return reduced{floats: j.adasum(in, elements)}
+	case j.dt.IsFloat():
+		var in [][]float64
+		for _, m := range j.active() {
+			in = append(in, decodeFloats(j.dt, j.input(m)))
+		}
+		return reduced{floats: j.floats(in, n)}
+	default:
+		var in [][]int64
+		for _, m := range j.active() {
+			in = append(in, decodeInts(j.dt, j.input(m)))
+		}
+		return reduced{ints: j.ints(in, n)}
+	}
+}
+
+// Inputs and the results of reductions are kept for a while: many jobs differ only in how they are run.
+var (
+	inputs  memo[inputKey, []byte]
+	results memo[resultKey, reduced]
+)
+
+type inputKey struct {
+	source
+	member, elements int
+}
+
+// resultKey is all that the result of a reduction depends on.
+type resultKey struct {
+	reduction
+	elements, members int
+	joined            uint
+	seed              uint64
+	wild              bool
+}
+
+// result is what the reduction gives.
+func (j *job) result() reduced {
+	key := resultKey{j.reduction, j.rows(0) * j.width(), len(j.members), j.joined, j.seed, j.wild}
+	return results.get(key, j.reduce)
+}
+
+// memo keeps what was computed last. Each is computed once, while others wait who want it too.
+type memo[K comparable, V any] struct {
+	mu  sync.Mutex
+	all map[K]func() V
+}
+
+func (m *memo[K, V]) get(key K, compute func() V) V {
+	const most = 100
+	m.mu.Lock()
+	known := m.all[key]
+	if known == nil {
+		if m.all == nil || len(m.all) >= most {
+			m.all = make(map[K]func() V)
+		}
+		known = sync.OnceValue(compute)
+		m.all[key] = known
+	}
+	m.mu.Unlock()
+	return known()
+}
+
+// joiners are members, by position as a bit, that may join: not all of them, the first or the last, and if there are many
+// one more.
+func joiners(members int, which uint64) uint {
+	if members == 1 {
+		return 0
+	}
+	all := uint(1) << ((members - 1) * int(which%2))
+	if members > 3 {
+		all |= 1 << 1
+	}
+	return all
+}

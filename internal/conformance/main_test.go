@@ -1,0 +1,15 @@
+package conformance
+
+import (
+	"flag"
+	"testing"
+
+	"go.uber.org/goleak"
+)
+
+var (
+	full = flag.Bool("full", false, "run all combinations, for an hour or two")
+	seed = flag.Uint64("seed", 0, "make random programs from this seed; 0 draws one")
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

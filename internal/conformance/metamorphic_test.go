@@ -1,0 +1,146 @@
+package conformance
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// configuration is how a job is set up. None of it may change an answer, except that sums of floats may be formed in
+// another order.
+type configuration struct {
+	link               link
+	cacheCapacity      int
+	fusionThreshold    int64
+	segmentBytes       int
+	deterministic      bool
+	disableGroupFusion bool
+}
+
+func (c configuration) String() string {
+	return fmt.Sprintf("%v cache=%d fusion=%d segments=%d deterministic=%v separate groups=%v",
+		c.link, c.cacheCapacity, c.fusionThreshold, c.segmentBytes, c.deterministic, c.disableGroupFusion)
+}
+
+func (c configuration) apply(cfg *engine.Config) {
+	cfg.Lockstep = c.link.lockstep
+	cfg.CacheCapacity, cfg.FusionThresholdBytes, cfg.DisableGroupFusion = c.cacheCapacity, c.fusionThreshold, c.disableGroupFusion
+	cfg.SegmentBytes, cfg.Deterministic = c.segmentBytes, c.deterministic
+	if c.link.lockstep {
+		cfg.CycleTime = 20 * time.Microsecond
+	}
+}
+
+// configurations are all, or some in which any two settings have every pair of values.
+func configurations(rows func(sizes []int) [][]int) (all []configuration) {
+	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
+	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2}) {
+		all = append(all, configuration{links[row[0]], capacities[row[1]], thresholds[row[2]], segments[row[3]], row[4] == 1, row[5] == 1})
+	}
+	return all
+}
+
+// product is all rows of a table.
+func product(sizes []int) [][]int {
+	rows := [][]int{nil}
+	for _, n := range sizes {
+		var longer [][]int
+		for _, row := range rows {
+			for v := range n {
+				longer = append(longer, append(slices.Clone(row), v))
+			}
+		}
+		rows = longer
+	}
+	return rows
+}
+
+// A random program gives the reference's answers in every configuration, and the same bits in all that are deterministic.
+// One program meets all configurations, more of them some.
+func TestSameAnswersInEveryConfiguration(t *testing.T) {
+	seed := pickSeed(t)
+	if !testing.Short() {
+		t.Run("all", func(t *testing.T) { sameAnswers(t, seed, configurations(product)) })
+	}
+	for i := range uint64(6) {
+		t.Run(fmt.Sprint(i), func(t *testing.T) { sameAnswers(t, seed+i, configurations(pairs)) })
+	}
+}
+
+func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
+	// The answers of deterministic configurations: the first, and the first with each size of segments, by which Adasum's
+	// products are added.
+	var first answers
+	bySegments := make(map[int]answers)
+	for i, c := range configurations {
+		t.Run(c.String(), func(t *testing.T) {
+			p := write(seed, 200, 10, choices(func(what) bool { return true }), false)
+			got := p.newAnswers()
+			testcluster.Run(t, testcluster.Options{
+				Ranks: p.ranks, Transport: c.link.transport, Sets: p.sets[1:], Config: c.apply,
+			}, func(r *testcluster.Rank) { p.run(r, hash(seed, uint64(i)), got, yield) })
+			if !c.deterministic || t.Failed() {
+				return
+			}
+			if first == nil {
+				first = got
+			}
+			if bySegments[c.segmentBytes] == nil {
+				bySegments[c.segmentBytes] = got
+			}
+			p.sameBits(t, first, got, func(j *job) bool { return j.op != tensor.Adasum })
+			p.sameBits(t, bySegments[c.segmentBytes], got, func(*job) bool { return true })
+		})
+	}
+}
+
+// In deterministic mode a reduction has the same bits whatever arrives when, and so whatever is fused and in how many
+// cycles.
+func TestDeterministicWhateverArrivesWhen(t *testing.T) {
+	seed := pickSeed(t)
+	for name, fit := range map[string]func(w what) bool{
+		"sums": func(w what) bool { return w.kind.Reduces() && w.dt.IsFloat() && w.op != tensor.Adasum },
+		"adasum": func(w what) bool {
+			return w.op == tensor.Adasum && (w.dt == tensor.Float32 || w.dt == tensor.Float64) && !w.wire.Valid()
+		},
+	} {
+		t.Run(name, func(t *testing.T) { whateverArrivesWhen(t, seed, choices(fit)) })
+	}
+}
+
+func whateverArrivesWhen(t *testing.T, seed uint64, choices []what) {
+	var first answers
+	conversations := make(map[string]bool)
+	for i := range 8 {
+		synctest.Test(t, func(t *testing.T) {
+			p := write(seed, 100, 3, choices, true)
+			got, heard := p.newAnswers(), newFrames()
+			heard.log = make(map[topo.Rank]string)
+			random := hash(seed, uint64(i))
+			testcluster.Run(t, testcluster.Options{
+				Ranks: p.ranks, Sets: p.sets[1:], Latency: time.Millisecond, OnFrame: heard.hear,
+				Config: func(cfg *engine.Config) {
+					cfg.Deterministic = true
+					cfg.FusionThresholdBytes = []int64{64 << 20, 4096, 64 << 20, 0}[i%4]
+					cfg.CycleTime = time.Duration(random%4) * 2 * time.Millisecond
+				},
+			}, func(r *testcluster.Rank) { p.run(r, random, got, sleep) })
+			conversations[fmt.Sprint(heard.log)] = true
+			if first == nil {
+				first = got
+			} else if !t.Failed() {
+				p.sameBits(t, first, got, func(*job) bool { return true })
+			}
+		})
+	}
+	if len(conversations) < 8 {
+		t.Errorf("8 runs had %d different conversations, want 8", len(conversations))
+	}
+}

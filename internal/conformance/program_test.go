@@ -1,0 +1,308 @@
+package conformance
+
+import (
+	"bytes"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// program is a random sequence of operations of all ranks. In each round a rank submits its part in an order of its own
+// and then waits for all of it; ranks do not wait for each other between rounds.
+type program struct {
+	ranks  int
+	sets   [][]topo.Rank // members of the sets 0, 1, 2 ...
+	rounds [][]*unit
+	jobs   int
+}
+
+// unit is what a rank submits by one call: tensors of one set, a group if it has a name, or a join.
+type unit struct {
+	set   topo.ProcessSetID
+	jobs  []*job
+	first int // number of its first job
+	group string
+	join  *joint
+}
+
+// joint is a join of a process set: members, by position as a bit, that join without having taken part in the round.
+type joint struct {
+	joined uint
+	empty  bool
+	last   agreement
+}
+
+// author writes programs.
+type author struct {
+	*rand.Rand
+	p *program
+	// kinds are the operations of the program: so few that many tensors can be fused, and pairs that differ in one
+	// parameter, which must not be.
+	kinds []kin
+	// fresh gives every tensor a name of its own.
+	fresh bool
+	// names has what was last done by a name, to be repeated: that is what a cache is for.
+	names map[string]habit
+}
+
+type habit struct {
+	kin
+	elements int
+	inPlace  bool
+}
+
+// kin are two operations that differ in one parameter, if there are such.
+type kin struct {
+	what
+	sibling what
+}
+
+// kinship counts in how many parameters two operations differ.
+func kinship(a, b what) int {
+	return boolInt(a.kind != b.kind) + boolInt(a.uneven != b.uneven) + boolInt(a.dt != b.dt) + boolInt(a.op != b.op) +
+		boolInt(a.wire != b.wire) + boolInt(a.pre != b.pre || a.post != b.post)
+}
+
+const programRanks = 5
+
+// write makes a program of at least so many operations, of twice so many kinds among choices; the same from the same seed.
+func write(seed uint64, operations, kinds int, choices []what, fresh bool) *program {
+	p := &program{ranks: programRanks}
+	p.sets = append([][]topo.Rank{global(p.ranks)}, sets(p.ranks)...)
+	a := &author{Rand: rand.New(rand.NewPCG(seed, 1)), p: p, fresh: fresh, names: make(map[string]habit)}
+	for range kinds {
+		w := choices[a.IntN(len(choices))]
+		siblings := slices.DeleteFunc(slices.Clone(choices), func(s what) bool { return kinship(w, s) != 1 })
+		k := kin{w, w}
+		if len(siblings) > 0 {
+			k.sibling = siblings[a.IntN(len(siblings))]
+		}
+		a.kinds = append(a.kinds, k)
+	}
+	for p.jobs < operations {
+		p.rounds = append(p.rounds, a.round())
+	}
+	return p
+}
+
+// round has up to 30 units, each name at most once in a set.
+func (a *author) round() []*unit {
+	var units []*unit
+	joints := make([]*joint, len(a.p.sets))
+	for set := range joints {
+		if !a.fresh && a.IntN(6) == 0 {
+			joints[set] = &joint{joined: joiners(len(a.p.sets[set]), a.Uint64()), empty: a.IntN(2) == 0}
+		}
+	}
+	used := make(map[string]bool)
+	for range 1 + a.IntN(30) {
+		set := a.IntN(len(a.p.sets))
+		if u := a.unit(topo.ProcessSetID(set), used, joints[set]); u != nil {
+			u.first = a.p.jobs
+			a.p.jobs += len(u.jobs)
+			units = append(units, u)
+		}
+	}
+	for set, j := range joints {
+		if j != nil {
+			units = append(units, &unit{set: topo.ProcessSetID(set), join: j})
+		}
+	}
+	return units
+}
+
+// unit is a tensor by itself or a group, or nil if its name is in use.
+func (a *author) unit(set topo.ProcessSetID, used map[string]bool, join *joint) *unit {
+	u, count := &unit{set: set}, 1
+	name := fmt.Sprintf("t%d", a.IntN(20))
+	if a.IntN(6) == 0 {
+		name, count = fmt.Sprintf("g%d", a.IntN(4)), 2+a.IntN(3)
+	}
+	if a.fresh {
+		name = fmt.Sprintf("n%d", a.p.jobs)
+	}
+	key := fmt.Sprintf("%d/%s", set, name)
+	if used[key] {
+		return nil
+	}
+	used[key] = true
+	h, known := a.names[key]
+	switch change := a.IntN(8); {
+	case !known || change == 0:
+		sizes := []int{0, 1, 7, 64, 300, 1000}
+		h = habit{a.kinds[a.IntN(len(a.kinds))], sizes[a.IntN(len(sizes))], a.IntN(2) == 0}
+	case change == 1:
+		h.what, h.sibling = h.sibling, h.what
+	case change == 2:
+		h.elements++
+	}
+	if a.fresh && a.IntN(2) == 0 {
+		h.what = h.sibling
+	}
+	a.names[key] = h
+	if count > 1 && h.kind.MovesData() {
+		u.group = name
+	} else {
+		count = 1
+	}
+	for i := range count {
+		j := &job{
+			what: h.what, name: fmt.Sprintf("%s.%d", name, i), set: set, members: a.p.sets[set], elements: h.elements + i,
+			seed: a.Uint64(), lead: hash(uint64(len(name))), wild: a.IntN(3) == 0, inPlace: h.inPlace,
+		}
+		if join != nil {
+			j.joined, j.empty = join.joined, join.empty
+		}
+		u.jobs = append(u.jobs, j)
+	}
+	return u
+}
+
+// answers are the results by number of job and rank, nil where there is none.
+type answers [][][]byte
+
+func (p *program) newAnswers() answers {
+	all := make(answers, p.jobs)
+	for i := range all {
+		all[i] = make([][]byte, p.ranks)
+	}
+	return all
+}
+
+// run is r's part: checked against the reference, and written to got. order makes the order of submissions, another for
+// each rank; pause is called now and then between them.
+func (p *program) run(r *testcluster.Rank, order uint64, got answers, pause func(random *rand.Rand)) {
+	random := rand.New(rand.NewPCG(order, uint64(r.Rank)))
+	for _, units := range p.rounds {
+		var mine []*unit
+		for _, u := range units {
+			if slices.Contains(p.sets[u.set], r.Rank) {
+				mine = append(mine, u)
+			}
+		}
+		// What a set's join ends comes before it.
+		random.Shuffle(len(mine), func(i, k int) { mine[i], mine[k] = mine[k], mine[i] })
+		slices.SortStableFunc(mine, func(a, b *unit) int {
+			return boolInt(a.join != nil) - boolInt(b.join != nil)
+		})
+		p.runRound(r, mine, random, got, pause)
+	}
+}
+
+func boolInt(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+func (p *program) runRound(r *testcluster.Rank, units []*unit, random *rand.Rand, got answers, pause func(random *rand.Rand)) {
+	submitted := make([][]*testcluster.Op, len(units))
+	for i, u := range units {
+		submitted[i] = u.ops(r)
+		if len(submitted[i]) > 0 {
+			r.Must(r.Submit(submitted[i]...))
+		}
+		if random.IntN(3) == 0 {
+			pause(random)
+		}
+	}
+	for i, u := range units {
+		if u.join != nil {
+			r.Must(r.Wait(submitted[i]...))
+			r.Must(u.join.last.check([]byte{byte(submitted[i][0].Last())}))
+			continue
+		}
+		for k, op := range submitted[i] {
+			_ = r.Wait(op) // the job may want an error
+			r.Must(u.jobs[k].check(r, op))
+			if op.Err == nil {
+				got[u.first+k][r.Rank] = op.Output
+			}
+		}
+	}
+}
+
+// ops is what r submits of u: nothing of what it has joined before.
+func (u *unit) ops(r *testcluster.Rank) []*testcluster.Op {
+	if u.join != nil {
+		op := testcluster.Over(u.set, testcluster.Join("join"))
+		op.Request.Empty = u.join.empty
+		return []*testcluster.Op{op}
+	}
+	var ops []*testcluster.Op
+	for _, j := range u.jobs {
+		if !j.absent(slices.Index(j.members, r.Rank)) {
+			ops = append(ops, j.submission(r))
+		}
+	}
+	if u.group != "" && len(ops) > 0 {
+		testcluster.Group(u.group, ops...)
+	}
+	return ops
+}
+
+// yield lets others run.
+func yield(*rand.Rand) { runtime.Gosched() }
+
+// sleep is for a bubble, where it costs nothing.
+func sleep(random *rand.Rand) { time.Sleep(time.Duration(random.IntN(3000)) * time.Microsecond) }
+
+// sameBits compares the answers of those jobs that it is to. A NaN need only be one.
+func (p *program) sameBits(t *testing.T, a, b answers, compare func(j *job) bool) {
+	for _, units := range p.rounds {
+		for _, u := range units {
+			for i, j := range u.jobs {
+				if !compare(j) {
+					continue
+				}
+				for r := range p.ranks {
+					x, y := a[u.first+i][r], b[u.first+i][r]
+					if !bytes.Equal(x, y) && !sameButNaNs(j.dt, x, y) {
+						t.Errorf("rank %d: %v: two runs differ: %x and %x", r, j, clip(x), clip(y))
+						return
+					}
+				}
+			}
+		}
+	}
+}
+
+func clip(b []byte) []byte { return b[:min(len(b), 64)] }
+
+func sameButNaNs(dt tensor.DType, a, b []byte) bool {
+	if !dt.IsFloat() || len(a) != len(b) {
+		return false
+	}
+	x, y := decodeFloats(dt, a), decodeFloats(dt, b)
+	for i := range x {
+		if math.Float64bits(x[i]) != math.Float64bits(y[i]) && !(math.IsNaN(x[i]) && math.IsNaN(y[i])) {
+			return false
+		}
+	}
+	return true
+}
+
+// choices are the operations that fit.
+func choices(fit func(w what) bool) []what {
+	return slices.DeleteFunc(operations(), func(w what) bool { return w.kind == message.Join || !fit(w) })
+}
+
+// pickSeed is the seed that was asked for, or a new one.
+func pickSeed(t *testing.T) uint64 {
+	s := *seed
+	if s == 0 {
+		s = rand.Uint64()
+	}
+	t.Logf("seed %d; repeat with -args -seed %d", s, s)
+	return s
+}

@@ -1,0 +1,314 @@
+package conformance
+
+import (
+	"fmt"
+	"math"
+	"math/bits"
+	"slices"
+
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// reduction is what an allreduce or reducescatter computes.
+type reduction struct {
+	dt        tensor.DType
+	op        tensor.ReduceOp
+	pre, post float64
+	wire      tensor.DType // to which it is compressed, or Invalid
+}
+
+// divisor is by what an average divides: size members, active of which have contributed. 1 for what is no average.
+func (r reduction) divisor(size, active int) float64 {
+	switch r.op {
+	case tensor.Average:
+		return float64(size)
+	case tensor.AverageActive:
+		return float64(active)
+	}
+	return 1
+}
+
+// ints reduces integers, or bools, of those members that contribute: exactly.
+func (r reduction) ints(in [][]int64, size int) []int64 {
+	out := make([]int64, len(in[0]))
+	divisor := r.divisor(size, len(in))
+	for i := range out {
+		acc := scaleInt(r.dt, in[0][i], r.pre)
+		for _, v := range in[1:] {
+			x := scaleInt(r.dt, v[i], r.pre)
+			switch r.op {
+			case tensor.Min:
+				acc = min(acc, x)
+			case tensor.Max:
+				acc = max(acc, x)
+			case tensor.Product:
+				acc *= x // modulo 2^64, which is modulo any smaller power of two too
+			default:
+				acc += x
+			}
+		}
+		acc = wrap(r.dt, acc)
+		if divisor != 1 && r.post == 1 {
+			out[i] = acc / int64(divisor)
+		} else {
+			out[i] = scaleInt(r.dt, acc, r.post/divisor)
+		}
+	}
+	return out
+}
+
+// scaleInt is x times f in float64, truncated toward zero, and the nearest number that dt has.
+func scaleInt(dt tensor.DType, x int64, f float64) int64 {
+	if f == 1 {
+		return x
+	}
+	lo, hi := limits(dt)
+	switch y := math.Trunc(float64(x) * f); {
+	case y <= float64(lo):
+		return lo
+	case y >= float64(hi):
+		return hi
+	default:
+		return int64(y)
+	}
+}
+
+// interval has the results of one element that are right. If both ends are NaN, that is. If they are equal to the bit, so
+// must the result be.
+type interval struct{ lo, hi float64 }
+
+func exactly(x float64) interval { return interval{x, x} }
+
+// around is x, give or take d; x itself if it is not finite, or d is 0.
+func around(x, d float64) interval {
+	if d == 0 || math.IsInf(x, 0) || math.IsNaN(x) {
+		return exactly(x)
+	}
+	return interval{x - d, x + d}
+}
+
+func (v interval) has(x float64) bool {
+	switch {
+	case math.IsNaN(v.lo):
+		return math.IsNaN(x)
+	case math.Float64bits(v.lo) == math.Float64bits(v.hi):
+		return math.Float64bits(x) == math.Float64bits(v.lo)
+	default:
+		return v.lo <= x && x <= v.hi
+	}
+}
+
+// round rounds both ends. Rounding is monotone: what was between them still is.
+func (v interval) round(f format) interval { return interval{f.round(v.lo), f.round(v.hi)} }
+
+func (v interval) String() string { return fmt.Sprintf("%v to %v", v.lo, v.hi) }
+
+// floats reduces floats of those members that contribute.
+//
+// What a member contributes is known exactly: it is scaled by the factor rounded to float32 (for float64 unrounded), the
+// product is rounded to the element type over float32, then to the wire's type if there is one.
+//
+// The order of additions is not, and any is right. Let k members contribute y_1 ... y_k, let S be the exact sum, T the
+// sum of |y_i|, and a the unit roundoff of the type that sums are formed in: float32 for the halves, else the type
+// itself. There are k-1 additions, each of which multiplies by 1+e with |e| <= a, so the sum is the sum of
+// y_i (1+e_1)...(1+e_{k-1}) with other e's for each i, which differs from S by at most ((1+a)^(k-1) - 1) T, less than
+// 1.001 (k-1) a T for k below 1000 (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). Additions do
+// not underflow. The reference adds in float64 and errs by the same formula with its own a. The same holds for a
+// product P, with |P| in place of T, and the smallest number of the type in addition for each product that may underflow:
+// the other factors are then below 2^8. Minima and maxima are exact. Last a half is rounded once.
+//
+// After the reduction there is one factor, post or post/divisor. However it is computed, it is rounded once or twice
+// itself, the product once, and the reference's own factor and product: 5 units. They are of float32 but for float64.
+// The product is then rounded to the element type.
+//
+// Inputs must be such that no order overflows where another does not (see input_test.go).
+func (r reduction) floats(in [][]float64, size int) []interval {
+	carried := formats[r.carried()]
+	for _, v := range in {
+		r.contribute(v)
+	}
+	post := r.post / r.divisor(size, len(in))
+	out := make([]interval, len(in[0]))
+	y := make([]float64, len(in))
+	for i := range out {
+		for m := range in {
+			y[m] = in[m][i]
+		}
+		out[i] = r.scaled(r.combined(y).round(carried), post)
+	}
+	return out
+}
+
+// carried is the type in which contributions travel.
+func (r reduction) carried() tensor.DType {
+	if r.wire.Valid() {
+		return r.wire
+	}
+	return r.dt
+}
+
+// arithmetic is the format in which elements of dt are computed with.
+func arithmetic(dt tensor.DType) format {
+	if dt == tensor.Float64 {
+		return formats[dt]
+	}
+	return formats[tensor.Float32]
+}
+
+// contribute replaces what a member has by what it gives to the reduction.
+func (r reduction) contribute(v []float64) {
+	a, own, carried := arithmetic(r.dt), formats[r.dt], formats[r.carried()]
+	factor := a.round(r.pre)
+	for i, x := range v {
+		if r.pre != 1 {
+			x = own.round(a.round(x * factor)) // a product of two float32 is a float64
+		}
+		if r.wire.Valid() {
+			x = carried.round(x)
+		}
+		v[i] = x
+	}
+}
+
+// combined is what the contributions make, before it is rounded to the type in which it travels.
+func (r reduction) combined(y []float64) interval {
+	a := arithmetic(r.carried())
+	acc, total := y[0], math.Abs(y[0])
+	for _, x := range y[1:] {
+		total += math.Abs(x)
+		switch r.op {
+		case tensor.Min:
+			acc = math.Min(acc, x)
+		case tensor.Max:
+			acc = math.Max(acc, x)
+		case tensor.Product:
+			acc *= x
+		default:
+			acc += x
+		}
+	}
+	steps := float64(len(y)-1) * (a.unit() + formats[tensor.Float64].unit()) * 1.001
+	switch {
+	case r.op == tensor.Min || r.op == tensor.Max || steps == 0:
+		return exactly(orNaN(acc, total))
+	case r.op == tensor.Product && someZero(y):
+		return exactly(acc)
+	case r.op == tensor.Product:
+		return around(acc, steps*math.Abs(acc)+float64(len(y))*a.tiny())
+	default:
+		return around(acc, steps*total)
+	}
+}
+
+// orNaN is x, or a NaN if one is in the total: math.Min and math.Max prefer infinities.
+func orNaN(x, total float64) float64 {
+	if math.IsNaN(total) {
+		return total
+	}
+	return x
+}
+
+func someZero(y []float64) bool {
+	for _, x := range y {
+		if x == 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// scaled is v times f, as it is after the reduction.
+func (r reduction) scaled(v interval, f float64) interval {
+	if f == 1 {
+		return v
+	}
+	a := arithmetic(r.dt)
+	slack := func(x float64) float64 {
+		if x == 0 {
+			return 0
+		}
+		return 5*a.unit()*math.Abs(x) + a.tiny()
+	}
+	lo, hi := v.lo*f, v.hi*f
+	if f < 0 {
+		lo, hi = hi, lo
+	}
+	return interval{around(lo, slack(lo)).lo, around(hi, slack(hi)).hi}.round(formats[r.dt])
+}
+
+// approx is a vector of which each element may be wrong by as much as d says.
+type approx struct{ v, d []float64 }
+
+// adasum combines the vectors of all members; nil is that of one who has joined, and zeros. The tree is that of the package comment of
+// ops/tcp: of n ranks, with p the largest power of two, the last n-p join the first n-p, then neighbours combine at
+// distances 1, 2, 4 ... p/2.
+func (r reduction) adasum(in [][]float64, elements int) []interval {
+	vectors := make([]approx, len(in))
+	for m, v := range in {
+		if v == nil {
+			v = slices.Repeat([]float64{math.Copysign(0, -1)}, elements)
+		} else {
+			r.contribute(v)
+		}
+		vectors[m] = approx{v, make([]float64, elements)}
+	}
+	f := formats[r.carried()]
+	n := len(vectors)
+	p := 1 << (bits.Len(uint(n)) - 1)
+	for m := p; m < n; m++ {
+		vectors[m-p] = adaptiveSum(vectors[m-p], vectors[m], f)
+	}
+	for vectors = vectors[:p]; len(vectors) > 1; vectors = vectors[:len(vectors)/2] {
+		for m := range len(vectors) / 2 {
+			vectors[m] = adaptiveSum(vectors[2*m], vectors[2*m+1], f)
+		}
+	}
+	out := make([]interval, elements)
+	for i := range out {
+		out[i] = r.scaled(around(vectors[0].v[i], vectors[0].d[i]).round(f), r.post)
+	}
+	return out
+}
+
+// adaptiveSum is (1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b, where a factor is 1 if the square below it is under 2^-511.
+//
+// With da and db the errors of a and b, those of the dot products are, to first order and no less than what follows:
+// |a·b| errs by the sum of |a| db + |b| da + da db, and a·a by the sum of 2 |a| da + da². Both are summed in float64, here
+// and there: 2 N units of float64 more, relative to the sum of |a b|. A quotient q = x/(2y) errs by at most
+// (dx + |x|/y dy) / (2 (y - dy)). An element ca a + cb b then errs by |ca| da + dca (|a| + da), and the same of b, and by
+// its rounding to f: one unit of the result, or half of the smallest number.
+func adaptiveSum(a, b approx, f format) approx {
+	const u = 0x1p-53
+	var ab, aa, bb, dab, daa, dbb, sizes float64
+	for i := range a.v {
+		x, y, dx, dy := a.v[i], b.v[i], a.d[i], b.d[i]
+		ab, aa, bb = ab+x*y, aa+x*x, bb+y*y
+		sizes += math.Abs(x * y)
+		dab += math.Abs(x)*dy + math.Abs(y)*dx + dx*dy
+		daa += 2*math.Abs(x)*dx + dx*dx
+		dbb += 2*math.Abs(y)*dy + dy*dy
+	}
+	sums := 2 * float64(len(a.v)) * u
+	dab, daa, dbb = dab+sums*sizes, daa+sums*aa, dbb+sums*bb
+	factor := func(square, d float64) (c, dc float64) {
+		if square < 0x1p-511 {
+			return 1, 0
+		}
+		c = 1 - ab/(2*square)
+		return c, (dab+math.Abs(ab)/square*d)/(2*(square-d)) + 4*u*(1+math.Abs(c))
+	}
+	ca, dca := factor(aa, daa)
+	cb, dcb := factor(bb, dbb)
+	out := approx{make([]float64, len(a.v)), make([]float64, len(a.v))}
+	for i := range out.v {
+		x, y, dx, dy := a.v[i], b.v[i], a.d[i], b.d[i]
+		v := ca*x + cb*y
+		d := math.Abs(ca)*dx + dca*(math.Abs(x)+dx) + math.Abs(cb)*dy + dcb*(math.Abs(y)+dy) +
+			4*u*(math.Abs(ca*x)+math.Abs(cb*y))
+		if d > 0 {
+			d += f.unit()*(math.Abs(v)+d) + f.tiny()/2
+		}
+		out.v[i], out.d[i] = v, d
+	}
+	return out
+}

@@ -1,0 +1,28 @@
+package e2e
+
+import (
+	"strings"
+	"testing"
+)
+
+// In deterministic mode every run gives the same bits, whatever arrives first and travels together.
+func TestDeterministicRuns(t *testing.T) {
+	hashes := make(map[string]int)
+	for range 5 {
+		j := start(t, ranks, "sums", "HVD_DETERMINISTIC=1")
+		left := ranks
+		j.until("all ranks had printed their hash", func(l line) bool {
+			if hash, ok := strings.CutPrefix(l.text, "hash "); ok {
+				hashes[hash]++
+				left--
+			}
+			return left == 0
+		})
+		if status := j.wait(); status != 0 {
+			t.Fatalf("hvdrun ended with status %d:\n%s", status, j.err())
+		}
+	}
+	if len(hashes) != 1 {
+		t.Errorf("got hashes %v, want one", hashes)
+	}
+}
