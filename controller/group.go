@@ -19,6 +19,19 @@ func groupOf(requests []message.Request) groupKey {
 	return groupKey{q.Group, q.GroupSize}
 }
 
+// otherGroups are the groups that members name for a tensor, but for the first one's.
+func otherGroups(requests []message.Request) (keys []groupKey) {
+	first := groupOf(requests)
+	for i := range requests {
+		q := &requests[i]
+		key := groupKey{q.Group, q.GroupSize}
+		if q.Kind != message.NoKind && q.Group != "" && key != first && !slices.Contains(keys, key) {
+			keys = append(keys, key)
+		}
+	}
+	return keys
+}
+
 // group is a group of tensors that is granted as a whole.
 type group struct {
 	groupKey
@@ -26,6 +39,8 @@ type group struct {
 	// failed is why the group is given up, and answered how many of its tensors have got that for an answer.
 	failed   string
 	answered int
+	// refused says that no backend runs one of its tensors, and that the others have been told.
+	refused bool
 }
 
 // fail turns all tensors of the group among items into errors, if one of them is one: no backend runs it.
@@ -59,12 +74,7 @@ type heldGroups struct {
 // group is complete could hang ranks that disagree about what the group is: one waits for the answer to a tensor before
 // it submits the next.
 func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
-	at := slices.IndexFunc(h.groups, func(g *group) bool { return g.groupKey == key })
-	if at < 0 {
-		at = len(h.groups)
-		h.groups = append(h.groups, &group{groupKey: key})
-	}
-	g := h.groups[at]
+	g := h.at(key)
 	item.group = g
 	if item.cached {
 		h.bits.Set(item.bit)
@@ -73,14 +83,33 @@ func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	if r := item.response; r.Kind == message.Error && g.failed == "" {
 		g.failed = r.Text
 	}
-	complete := g.answered+len(g.items) == int(g.size)
-	if complete {
-		h.groups = slices.Delete(h.groups, at, at+1)
+	if g.failed == "" && len(g.items) < int(g.size) {
+		return nil
 	}
-	if complete || g.failed != "" {
-		return g.release()
+	return h.release(g)
+}
+
+// lose fails a group of which a tensor is answered with an error elsewhere: its first member names another group, or
+// none. What the group holds comes back as errors.
+func (h *heldGroups) lose(key groupKey, reason string) []readyItem {
+	g := h.at(key)
+	if g.failed == "" {
+		g.failed = reason
 	}
-	return nil
+	g.answered++
+	return h.release(g)
+}
+
+// at is the group of a key, begun if there is none.
+func (h *heldGroups) at(key groupKey) *group {
+	for _, g := range h.groups {
+		if g.groupKey == key {
+			return g
+		}
+	}
+	g := &group{groupKey: key}
+	h.groups = append(h.groups, g)
+	return g
 }
 
 // index is the place of a tensor among those that are held, or -1.
@@ -88,11 +117,14 @@ func (g *group) index(tensor string) int {
 	return slices.IndexFunc(g.items, func(i readyItem) bool { return i.response.Name == tensor })
 }
 
-// release gives what is held of a group that is complete or has failed.
-func (g *group) release() []readyItem {
+// release gives what is held of a group that is complete or has failed. When all of its tensors are answered the group
+// is forgotten.
+func (h *heldGroups) release(g *group) []readyItem {
 	items := g.items
 	g.items = nil
-	g.answered += len(items)
+	if g.answered += len(items); g.answered >= int(g.size) {
+		h.groups = slices.DeleteFunc(h.groups, func(x *group) bool { return x == g })
+	}
 	for i := range items {
 		if g.failed != "" && items[i].response.Kind != message.Error {
 			items[i].fail(g.reason(g.failed))

@@ -234,7 +234,7 @@ func (l *Lockstep) Gather() *message.Up {
 }
 
 // Decide is rank 0's decision, to be broadcast to all ranks. ups are what the ranks sent, by rank; nil if
-// there was no gather. An error is the fault of the rank that it names.
+// there was no gather. An error is a *BreachError if one rank alone is at fault.
 func (l *Lockstep) Decide(ups []*message.Up) (*message.Down, error) {
 	next := l.cycle + 1
 	d := &message.Down{Type: message.DownCycle, Cycle: next, Stop: l.combine.shutdown}
@@ -306,10 +306,10 @@ func (l *Lockstep) news(r topo.Rank, up *message.Up) error {
 			member = s.index(r)
 		}
 		if member < 0 {
-			return fmt.Errorf("controller: rank %d sent news of process set %d, of which it is no member", r, u.Set)
+			return &BreachError{Rank: r, Err: fmt.Errorf("news of process set %d, of which it is no member", u.Set)}
 		}
 		if u.Hits.Any() && !slices.ContainsFunc(u.Requests, func(q message.Request) bool { return q.Kind == message.Join }) {
-			return fmt.Errorf("controller: rank %d sent votes of process set %d without a join", r, s.ID)
+			return &BreachError{Rank: r, Err: fmt.Errorf("votes of process set %d without a join", s.ID)}
 		}
 		for bit, ok := u.Hits.Next(0); ok; bit, ok = u.Hits.Next(bit + 1) {
 			late, err := s.state.cache.Vote(member, bit, l.cycle)
@@ -317,12 +317,12 @@ func (l *Lockstep) news(r topo.Rank, up *message.Up) error {
 				err = fmt.Errorf("vote for bit %d of process set %d, which is invalid", bit, s.ID)
 			}
 			if err != nil {
-				return fmt.Errorf("controller: rank %d: %w", r, err)
+				return &BreachError{Rank: r, Err: err}
 			}
 		}
 		for _, q := range u.Requests {
 			if err := s.state.request(member, q); err != nil {
-				return fmt.Errorf("controller: rank %d: %w", r, err)
+				return &BreachError{Rank: r, Err: err}
 			}
 		}
 	}
@@ -391,3 +391,15 @@ func (l *Lockstep) set(id topo.ProcessSetID) *lockstepSet {
 	}
 	return nil
 }
+
+// BreachError is a frame of a rank that breaks the protocol.
+type BreachError struct {
+	Rank topo.Rank
+	Err  error
+}
+
+func (e *BreachError) Error() string {
+	return fmt.Sprintf("controller: rank %d broke the protocol: %v", e.Rank, e.Err)
+}
+
+func (e *BreachError) Unwrap() error { return e.Err }

@@ -343,6 +343,9 @@ func checkGrant(s *memberSet, g *Grant) error {
 			return err
 		}
 	}
+	if first.Kind != message.Error && s.join == "" && slices.Contains(g.Absent, s.Ranks[s.me]) {
+		return fmt.Errorf("grant of %v %q without rank %d, which has not joined", first.Kind, first.Name, s.Ranks[s.me])
+	}
 	return nil
 }
 

@@ -59,6 +59,7 @@ func TestMemberRefuses(t *testing.T) {
 		}}}}}), `allgather "r" with 3 rows of rank 1, which is absent`},
 		{"a root that is no member", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Broadcast, Name: "w", Root: 2})}}), `broadcast "w" with root 2, which is no member`},
 		{"an absent root", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Broadcast, Name: "w", Root: 1}}}}}), `broadcast "w" with root 1, which is absent`},
+		{"absent without a join", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}), `barrier "b" without rank 1, which has not joined`},
 		{"two roots", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Broadcast, Name: "w"}, &message.Response{Kind: message.Broadcast, Name: "v", Root: 1})}}), `broadcast "v" together with broadcast "w"`},
 		{"two barriers", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Barrier, Name: "b"}, &message.Response{Kind: message.Barrier, Name: "c"})}}), `barrier "c" together with barrier "b"`},
 		{"a set that is there", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.AddProcessSet, Name: "s", Set: 5, Ranks: []topo.Rank{1}})}}), "process set 5 is added, which is there"},

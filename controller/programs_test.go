@@ -185,8 +185,8 @@ func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Requ
 		q := t.q
 		if m == odd {
 			q = p.request(s, i)
-			// The group that the first member names is the one that counts.
-			if m > 0 && !joins && p.rng.IntN(2) == 0 {
+			// Somebody must name the group, or it lacks a tensor for good.
+			if !joins && len(s.Ranks) > 1 && p.rng.IntN(2) == 0 {
 				q.Group, q.GroupSize = "", 0
 			}
 		}

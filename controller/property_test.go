@@ -154,28 +154,56 @@ func (s *setModel) check(name string, frame int) {
 	s.complete[name] = true
 	disagree := !agree(s.Set, qs, s.empty)
 	x.fails = disagree || first.DType == refusedType && first.Kind.Reduces()
-	if first.Group == "" {
+	x.group = groupText(first)
+	if x.group == "" {
 		s.ready = append(s.ready, x)
-		return
+	} else {
+		s.group(first).names = append(s.group(first).names, x)
+		s.settle(first, disagree, 0, frame)
 	}
-	x.group = fmt.Sprint(first.Group, first.GroupSize)
-	g := s.held[x.group]
+	// Other members may name other groups, which lose a tensor by it.
+	lost := map[string]bool{x.group: true}
+	for _, q := range qs {
+		if q != nil && q.Group != "" && !lost[groupText(q)] {
+			lost[groupText(q)] = true
+			s.settle(q, true, 1, frame)
+		}
+	}
+}
+
+func groupText(q *message.Request) string {
+	if q.Group == "" {
+		return ""
+	}
+	return fmt.Sprint(q.Group, q.GroupSize)
+}
+
+// group is that of a request.
+func (s *setModel) group(q *message.Request) *groupModel {
+	g := s.held[groupText(q)]
 	if g == nil {
 		g = &groupModel{}
-		s.held[x.group] = g
+		s.held[groupText(q)] = g
 	}
-	g.names = append(g.names, x)
-	g.failed = g.failed || disagree
-	complete := g.answered+len(g.names) == int(first.GroupSize)
+	return g
+}
+
+// settle moves the names of a group to ready if it is complete, or fails. elsewhere is how many of its tensors were
+// just answered outside of it.
+func (s *setModel) settle(q *message.Request, fails bool, elsewhere, frame int) {
+	g := s.group(q)
+	g.failed = g.failed || fails
+	g.answered += elsewhere
+	complete := g.answered+len(g.names) == int(q.GroupSize)
 	if complete {
-		delete(s.held, x.group)
+		delete(s.held, groupText(q))
 	}
 	if !complete && !g.failed {
 		return
 	}
-	fails := g.failed || slices.ContainsFunc(g.names, func(x readyName) bool { return x.fails })
+	failed := g.failed || slices.ContainsFunc(g.names, func(x readyName) bool { return x.fails })
 	for _, x := range g.names {
-		x.frame, x.fails = frame, fails
+		x.frame, x.fails = frame, failed
 		s.ready = append(s.ready, x)
 	}
 	g.answered += len(g.names)

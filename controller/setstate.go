@@ -181,6 +181,9 @@ func (s *setState) completeRow(row *tableRow) {
 	row.complete = true
 	item := readyItem{response: agree(&s.Set, row.requests, &s.joined), absent: s.absent(row.requests), row: row}
 	s.complete(&item, groupOf(row.requests))
+	for _, key := range otherGroups(row.requests) {
+		s.ready = append(s.ready, s.held.lose(key, item.response.Text)...)
+	}
 }
 
 // bitComplete reports whether every member has voted for bit or joined.
@@ -315,7 +318,8 @@ func (s *setState) fuse(p *policy) {
 			s.plans = append(s.plans, plan)
 		}
 		for i := range s.ready {
-			if item := &s.ready[i]; again && item.group != nil && item.response.Kind == message.Error {
+			if item := &s.ready[i]; again && item.group != nil && item.response.Kind == message.Error && !item.group.refused {
+				item.group.refused = true
 				item.group.fail(s.ready)
 			}
 		}

@@ -86,7 +86,6 @@ type execution struct {
 	wait
 	set    topo.ProcessSetID
 	tensor string // empty if there is none
-	age    time.Duration
 }
 
 // hear takes a heartbeat.
@@ -95,10 +94,11 @@ func (e *execution) hear(u *message.Up, w *waits) {
 	switch {
 	case u.Tensor == "":
 		*e = execution{}
-	case u.Tensor == e.tensor && u.Set == e.set && age >= e.age:
-		e.age = age // still the same
+	case u.Tensor == e.tensor && u.Set == e.set && (w.now-age-e.since).Abs() < heartbeatPeriod/2:
+		// Still the same: it began when that one began, give or take the heartbeats' way. A later grant of the same name
+		// began a good part of a period later, or its age would not be worth a report.
 	default:
-		*e = execution{wait: w.beginAt(w.now - age), set: u.Set, tensor: u.Tensor, age: age}
+		*e = execution{wait: w.beginAt(w.now - age), set: u.Set, tensor: u.Tensor}
 	}
 }
 

@@ -73,7 +73,7 @@ func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank,
 		kind, ranks = firstOf(row.requests).Kind, s.rowMissing(row)
 	case cached && s.bitWaiting(bit):
 		kind, ranks = s.cache.At(bit).Kind, s.bitMissing(bit)
-	case slices.Contains(s.joined.names, tensor):
+	case tensor != "" && slices.Contains(s.joined.names, tensor): // who has not joined has no name for it
 		ranks = s.joining()
 		return message.Join, ranks, have(ranks) + " not joined"
 	default:
@@ -132,7 +132,7 @@ func (l *Lockstep) Missing(set topo.ProcessSetID, tensor string) []topo.Rank {
 	if row := s.state.table[tensor]; row != nil && !row.complete {
 		return s.state.rowMissing(row)
 	}
-	if slices.Contains(s.state.joined.names, tensor) {
+	if tensor != "" && slices.Contains(s.state.joined.names, tensor) {
 		return s.state.joining()
 	}
 	return nil

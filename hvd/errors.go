@@ -44,7 +44,7 @@ type UsageError struct {
 
 func (e *UsageError) Error() string {
 	if e.Tensor == "" {
-		return fmt.Sprintf("hvd: %s without a name: %v", e.Op, e.Err)
+		return fmt.Sprintf("hvd: %s: %v", e.Op, e.Err)
 	}
 	return (&OpError{Op: e.Op, Tensor: e.Tensor, Err: e.Err}).Error()
 }

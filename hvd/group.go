@@ -9,7 +9,8 @@ import (
 
 // GroupedAllreduce reduces the tensors of a group as Allreduce does, all of them in one cycle or, if the ranks disagree
 // about one, none. Tensor i of n has the name "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the
-// same order. A group of none is done at once.
+// same order: those that give more or fewer have other names for theirs, and wait for each other as ranks do that submit
+// different tensors. A group of none is done at once.
 func GroupedAllreduce[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := GroupedAllreduceAsync(xs, opts...)
 	return awaitGroup(ctx, g, err)
@@ -49,8 +50,8 @@ func awaitGroup[T any](ctx context.Context, g *GroupHandle[T], err error) ([][]T
 	return g.Wait(ctx)
 }
 
-// many starts an operation on a group of tensors, for each of which make makes the handle.
-func many[T Element](kind message.Kind, xs [][]T, opts []Option, make1 func(c *call, i int, x []T) (*Handle[T], error)) (*GroupHandle[T], error) {
+// many starts an operation on a group of tensors, for each of which build makes the handle.
+func many[T Element](kind message.Kind, xs [][]T, opts []Option, build func(c *call, i int, x []T) (*Handle[T], error)) (*GroupHandle[T], error) {
 	c, err := prepare(kind, tensor.Of[T](), true, opts)
 	if err != nil {
 		return nil, err
@@ -58,10 +59,10 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, make1 func(c *c
 	if c.shapes != nil && len(c.shapes) != len(xs) {
 		return nil, c.misuse("%d shapes, want one for each of %d tensors", len(c.shapes), len(xs))
 	}
-	g := &GroupHandle[T]{operation: operation{kind: kind, done: make(chan struct{})}, tensors: make([]*Handle[T], len(xs))}
+	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.name, done: make(chan struct{})}, tensors: make([]*Handle[T], len(xs))}
 	g.left.Store(int64(len(xs)))
 	for i, x := range xs {
-		h, err := make1(c, i, x)
+		h, err := build(c, i, x)
 		if err != nil {
 			return nil, err
 		}

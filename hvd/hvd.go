@@ -12,8 +12,8 @@
 // # Names
 //
 // The name is what ranks match by. A tensor without one gets "<operation>.noname.<n>", counted per process set, so
-// ranks must make unnamed calls in the same order; a join begins the count anew. A repeated name with equal shape and type costs one bit of
-// negotiation instead of a message. The same name for different operations is a mismatch if ranks differ, and
+// ranks must make unnamed calls in the same order; a join begins the count anew. A repeated name with equal shape and
+// type costs one bit of negotiation instead of a message. The same name for different operations is a mismatch if ranks differ, and
 // forgets the cached agreement if they do not: give each use its own name.
 //
 // # Buffers
@@ -30,10 +30,10 @@
 //     process set is gone (ErrNoProcessSet) or not its own, Init was not called (ErrNotInitialized), or the arguments do
 //     not fit. Nothing was submitted.
 //   - *MismatchError: the ranks' requests contradict each other. All of them get it, and the job goes on.
-//   - ErrShutDown: a rank has ended the job, or the stall inspector (*StallError); ErrClosed: the context of this rank's
+//   - ErrShutDown: a rank has ended the job, or the stall inspector (*StallError, which Err and Shutdown give too); ErrClosed: the context of this rank's
 //     Shutdown ended before the others were ready.
 //   - *PeerError: ranks failed, or an operation ran out of time. The epoch is over, and after Shutdown the survivors may
-//     Init again.
+//     Init again, once all ranks of the job are there anew.
 package hvd
 
 import (

@@ -320,6 +320,30 @@ func TestMismatchInAGroup(t *testing.T) {
 	})
 }
 
+// The group fails also if the first rank does not know of it: only the others' tensors count for it then.
+func TestGroupThatRankZeroDoesNotKnow(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		var err error
+		if e.Rank() == 0 {
+			if _, err = hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("h_1of2"), hvd.On(e)); err == nil {
+				t.Error("a tensor that others have in a group was reduced")
+			}
+			_, err = hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("h_2of2"), hvd.On(e))
+		} else {
+			_, err = hvd.GroupedAllreduce(ctx, [][]int32{{1}, {1}}, hvd.Op(hvd.Sum), hvd.Name("h"), hvd.On(e))
+		}
+		var mismatch *hvd.MismatchError
+		if !errors.As(err, &mismatch) || !strings.Contains(err.Error(), "mismatched groups: rank 0 named none") {
+			t.Errorf("rank %d: got error %v, want that rank 0 named no group", e.Rank(), err)
+		}
+		// Nothing of the group is left behind.
+		sums, err := hvd.GroupedAllreduce(ctx, [][]int32{{1}, {1}}, hvd.Op(hvd.Sum), hvd.Name("h"), hvd.On(e))
+		if err != nil || sums[1][0] != int32(e.Size()) {
+			t.Errorf("rank %d: afterwards: got %v and error %v", e.Rank(), sums, err)
+		}
+	})
+}
+
 func wantGroups(t *testing.T, p *part, err error, tensor string) {
 	t.Helper()
 	p.name = tensor
@@ -365,9 +389,9 @@ func TestMismatchedProcessSets(t *testing.T) {
 		if err := remove(one); err != nil {
 			t.Error(err)
 		}
-		var mismatch *hvd.MismatchError
-		if err := remove(one); !errors.As(err, &mismatch) || err.Error() != `hvd: remove process set "process_set.remove": process set 2 does not exist` {
-			t.Errorf("rank %d: a second removal: got error %v", e.Rank(), err)
+		var usage *hvd.UsageError
+		if err := remove(one); !errors.As(err, &usage) || !errors.Is(err, hvd.ErrNoProcessSet) {
+			t.Errorf("rank %d: a second removal: got error %v, want a UsageError with ErrNoProcessSet", e.Rank(), err)
 		}
 		goesOn(ctx, t, e.ProcessSets()[0], "the end")
 	})

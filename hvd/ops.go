@@ -111,13 +111,13 @@ func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return one(message.Allreduce, x, opts, allreduceTensor)
 }
 
-// one starts an operation on one tensor, for which make makes the handle.
-func one[T Element](kind message.Kind, x []T, opts []Option, make func(c *call, i int, x []T) (*Handle[T], error)) (*Handle[T], error) {
+// one starts an operation on one tensor, for which build makes the handle.
+func one[T Element](kind message.Kind, x []T, opts []Option, build func(c *call, i int, x []T) (*Handle[T], error)) (*Handle[T], error) {
 	c, err := prepare(kind, tensor.Of[T](), false, opts)
 	if err != nil {
 		return nil, err
 	}
-	h, err := make(c, 0, x)
+	h, err := build(c, 0, x)
 	if err != nil {
 		return nil, err
 	}

@@ -77,7 +77,7 @@ const (
 
 func (k optionKind) String() string {
 	return [...]string{
-		"Name", "Op", "InPlace", "Shape", "Shapes", "Prescale", "Postscale", "Compress", "ErrorFeedback", "Empty", "Timeout", "Over", "On",
+		"Name", "Op", "InPlace", "Shape", "Shapes", "Prescale", "Postscale", "CompressFP16 or CompressBF16", "ErrorFeedback", "Empty", "Timeout", "Over", "On",
 	}[k]
 }
 
@@ -114,8 +114,9 @@ func CompressFP16() Option { return Option{kind: optCompress, wire: tensor.Float
 // float32.
 func CompressBF16() Option { return Option{kind: optCompress, wire: tensor.BFloat16} }
 
-// ErrorFeedback adds what compression lost of a tensor to the next one of the same name and length at this rank. It keeps
-// as many bytes as the tensor has for each name, until the shutdown.
+// ErrorFeedback adds what compression lost of an argument to the next one of the same name, type and length at this rank,
+// for sums and averages. The tensor must have a name. (The rounding of the sum is not made up for.) It keeps as many
+// bytes as the tensor has for each name, until the shutdown.
 func ErrorFeedback() Option { return Option{kind: optErrorFeedback} }
 
 // Empty makes a joined rank take part with nothing in allgather, broadcast, alltoall and reducescatter, which are errors
@@ -164,7 +165,7 @@ type call struct {
 	timeout       time.Duration
 }
 
-// prepare reads the options of an operation on elements of dt. of is more than one in a group.
+// prepare reads the options of an operation on elements of dt.
 func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (*call, error) {
 	c := &call{kind: kind, dtype: dt, timeout: -1}
 	if kind.Reduces() {
@@ -255,6 +256,10 @@ func (c *call) locate() error {
 		return c.misuse("rank %d is not a member of %v", c.engine.Rank(), c.set)
 	case c.errorFeedback && !c.wire.Valid():
 		return c.misuse("option ErrorFeedback does not apply without compression")
+	case c.errorFeedback && c.op != Sum && !c.op.IsAverage():
+		return c.misuse("error feedback with reduction %v, want a sum or an average", c.op)
+	case c.errorFeedback && c.name == "":
+		return c.misuse("error feedback needs a name: what was lost is made up for in the next tensor of the same name")
 	case c.set.joined.Load() && c.kind != message.Join:
 		return c.misuse("this rank has joined %v; wait for the join", c.set)
 	}

@@ -2,10 +2,12 @@ package hvd_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
@@ -311,4 +313,42 @@ func rough(rank, tensor int) []float32 {
 		x[i] = float32(rng.NormFloat64() * math.Pow(2, float64(rng.IntN(20))))
 	}
 	return x
+}
+
+// What compression lost is kept in the tensor's own units, whatever it is scaled by, and belongs to its type.
+func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		feed := []hvd.Option{hvd.CompressBF16(), hvd.ErrorFeedback(), hvd.On(e)}
+		// 4104 is 4096 in bfloat16, whose neighbour is 4128: 8 are lost each time.
+		total := float32(0)
+		for _, scale := range []float64{1, 1, 1024, 1.0 / 1024, 1} {
+			got, err := hvd.Allreduce(ctx, []float32{4104}, append(feed, hvd.Name("scaled"), hvd.Prescale(scale), hvd.Postscale(1/scale))...)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			total += got[0]
+		}
+		if want := float32(5 * 4104); total < want-16 || total > want+16 {
+			t.Errorf("rank %d: five times 4104 is %v, want %v or 16 more or less", e.Rank(), total, want)
+		}
+		if _, err := hvd.Allreduce(ctx, []float32{4104, 4104}, append(feed, hvd.Name("typed"))...); err != nil {
+			t.Error(err)
+		}
+		if got, err := hvd.Allreduce(ctx, []float64{1}, append(feed, hvd.Name("typed"))...); err != nil || got[0] != 1 {
+			t.Errorf("rank %d: after two float32, one float64 of as many bytes: got %v and error %v, want 1", e.Rank(), got, err)
+		}
+		for _, c := range []struct {
+			want string
+			opts []hvd.Option
+		}{
+			{"error feedback needs a name", nil},
+			{"error feedback with reduction max", []hvd.Option{hvd.Name("most"), hvd.Op(hvd.Max)}},
+		} {
+			var usage *hvd.UsageError
+			if _, err := hvd.Allreduce(ctx, []float32{1}, append(c.opts, feed...)...); !errors.As(err, &usage) || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("rank %d: got error %v, want a UsageError: %s", e.Rank(), err, c.want)
+			}
+		}
+	})
 }

@@ -130,6 +130,9 @@ func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) erro
 	if err != nil {
 		return err
 	}
+	if !slices.Contains(c.engine.ProcessSets(), set) {
+		return c.misuse("%w", ErrNoProcessSet)
+	}
 	q := message.Request{Kind: c.kind, Name: "process_set.remove", Set: set.id}
 	return c.changeSets(ctx, q, func(*message.Response) { c.engine.sets.remove(set) })
 }
@@ -178,6 +181,9 @@ func members(ranks []int, size int) ([]topo.Rank, error) {
 
 // staticSets checks the sets that Init was given.
 func staticSets(given [][]int, size int) ([]controller.Set, error) {
+	if len(given) >= message.MaxSets {
+		return nil, fmt.Errorf("%d process sets, want less than %d", len(given), message.MaxSets)
+	}
 	sets := []controller.Set{controller.Global(size)}
 	for k, ranks := range given {
 		set, err := members(ranks, size)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -321,4 +322,15 @@ func TestAddProcessSetGivesUp(t *testing.T) {
 			}
 		}, mode...)
 	})
+}
+
+// More sets than a job can have are refused before it begins.
+func TestTooManyStaticProcessSets(t *testing.T) {
+	var sets [][]int
+	for i := range 1024 {
+		sets = append(sets, []int{i})
+	}
+	if _, err := hvd.New(t.Context(), hvd.WithProcessSets(sets...)); err == nil || !strings.Contains(err.Error(), "1024 process sets, want less than 1024") {
+		t.Errorf("got error %v, want that there are too many sets", err)
+	}
 }

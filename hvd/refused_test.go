@@ -160,7 +160,7 @@ func (w *world) ofOptions() []refusal {
 		{"option: compression of a reducescatter", "reducescatter", func(name hvd.Option) error {
 			_, err := hvd.Reducescatter(ctx, []float32{1}, hvd.CompressBF16(), name, hvd.On(e))
 			return err
-		}, nil, "option Compress does not apply"},
+		}, nil, "option CompressFP16 or CompressBF16 does not apply"},
 		{"option: InPlace of a barrier", "barrier", func(name hvd.Option) error {
 			return hvd.Barrier(ctx, hvd.InPlace(), name, hvd.On(e))
 		}, nil, "option InPlace does not apply"},
@@ -239,7 +239,7 @@ func TestRefusedNames(t *testing.T) {
 		}{
 			{[]hvd.Option{hvd.Name(strings.Repeat("n", 5000))}, "5000 bytes"},
 			{[]hvd.Option{hvd.Name("bad\xff")}, "not UTF-8"},
-			{[]hvd.Option{hvd.Op(99)}, "hvd: allreduce without a name: "},
+			{[]hvd.Option{hvd.Op(99)}, "hvd: allreduce: "},
 			{[]hvd.Option{hvd.Op(99), hvd.Name("later")}, `hvd: allreduce "later": `},
 		} {
 			_, err := hvd.Allreduce(ctx, []int32{1}, append(c.opts, hvd.On(e))...)

@@ -98,11 +98,11 @@ func TestStallShutdown(t *testing.T) {
 			t.Errorf("rank %d: later: got error %v, want a StallError", e.Rank(), err)
 		}
 		<-e.Done() // operations are answered first
-		if err := e.Err(); err != nil {
-			t.Errorf("rank %d: got error %v, want none: it is a shutdown", e.Rank(), err)
+		if err := e.Err(); !errors.As(err, &stall) {
+			t.Errorf("rank %d: the job ended with %v, want a StallError", e.Rank(), err)
 		}
-		if err := e.Shutdown(ctx); err != nil {
-			t.Errorf("rank %d: %v", e.Rank(), err)
+		if err := e.Shutdown(ctx); !errors.As(err, &stall) {
+			t.Errorf("rank %d: shutdown: got error %v, want a StallError", e.Rank(), err)
 		}
 	}, nil, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1", "HOROVOD_LOG_LEVEL", "fatal")
 }

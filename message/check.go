@@ -68,7 +68,7 @@ func (r *Request) checkReduction() error {
 		return fmt.Errorf("adasum is a reduction for allreduce alone")
 	}
 	if math.IsNaN(r.Prescale) || math.IsNaN(r.Postscale) {
-		return fmt.Errorf("scale factors %v and %v", r.Prescale, r.Postscale)
+		return fmt.Errorf("scale factors %v and %v, want numbers", r.Prescale, r.Postscale)
 	}
 	if r.Prescale != 1 || r.Postscale != 1 {
 		if err := tensor.CheckScale(r.DType); err != nil {

@@ -48,7 +48,7 @@ const (
 //	          u32 length + protobuf
 //	fail:     u32 ranks, u32 each | u16 length + reason
 //	bits:     u16 words, u64 each
-//	Vectors:  u8 type | bits and | bits or
+//	Vectors:  u8 type | and, or: u32 words, u64 each
 //
 // Its own length is not part of it: the channel knows it.
 const (
@@ -139,7 +139,9 @@ func DecodeUp(b []byte, u *Up) error {
 		u.Granted = u.Type == UpTimeout && flags&flagGranted != 0
 		u.Set = topo.ProcessSetID(d.u32())
 		u.Millis = d.u32()
-		u.Tensor = d.text()
+		if u.Tensor = d.text(); u.Tensor == "" && u.Type == UpTimeout {
+			d.fail(errors.New("times out no tensor"))
+		}
 	case UpSuspect:
 		u.Suspect = d.rank()
 		u.Reason = d.text()
@@ -272,7 +274,7 @@ func (d *decoder) downSet(s *DownSet) {
 func AppendVectors(b []byte, and, or []uint64) []byte {
 	b = append(b, vectorsType)
 	for _, v := range [][]uint64{and, or} {
-		b = binary.LittleEndian.AppendUint16(b, uint16(len(v)))
+		b = binary.LittleEndian.AppendUint32(b, uint32(len(v)))
 		for _, w := range v {
 			b = binary.LittleEndian.AppendUint64(b, w)
 		}
@@ -287,8 +289,8 @@ func DecodeVectors(b []byte, and, or []uint64) (_, _ []uint64, err error) {
 		d.fail(fmt.Errorf("has type %d, want %d", t, vectorsType))
 	}
 	and, or = and[:0], or[:0]
-	d.bits((*Bits)(&and))
-	d.bits((*Bits)(&or))
+	d.vector(&and)
+	d.vector(&or)
 	if err := d.end(); err != nil {
 		return and[:0], or[:0], fmt.Errorf("message: vectors frame %w", err)
 	}
@@ -449,6 +451,13 @@ func (d *decoder) bits(v *Bits) {
 		return
 	}
 	for range n {
+		*v = append(*v, d.u64())
+	}
+}
+
+// vector is bits of all process sets, of which there may be more than of one.
+func (d *decoder) vector(v *[]uint64) {
+	for range d.count(8) {
 		*v = append(*v, d.u64())
 	}
 }

@@ -19,7 +19,6 @@ const (
 	UpSuspect
 	// UpTimeout says that an operation was not done in the time that its caller gave it.
 	UpTimeout
-	numUpTypes
 )
 
 // Up is a frame from a rank to the coordinator.
@@ -91,7 +90,6 @@ const (
 	DownFail
 	// DownClose ends an orderly shutdown: every rank has said bye.
 	DownClose
-	numDownTypes
 )
 
 // Down is a frame from the coordinator to a rank. Cycles are a log that every rank replays.

@@ -11,6 +11,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gohvd/gohvd/message"
@@ -64,6 +65,7 @@ type Queue struct {
 	table   map[string]*Entry
 	pending []*Entry
 	closed  error
+	waiting atomic.Bool // pending is not empty
 }
 
 // New makes an empty queue.
@@ -90,6 +92,7 @@ func (q *Queue) Add(entries ...*Entry) error {
 		q.table[e.Request.Name] = e
 	}
 	q.pending = append(q.pending, entries...)
+	q.waiting.Store(true)
 	return nil
 }
 
@@ -97,11 +100,15 @@ func (q *Queue) Add(entries ...*Entry) error {
 func (q *Queue) Pop(dst []*Entry) []*Entry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	q.waiting.Store(false)
 	dst = append(dst, q.pending...)
 	clear(q.pending)
 	q.pending = q.pending[:0]
 	return dst
 }
+
+// Waiting reports whether there is something to Pop. It takes no lock, so looking at many idle queues is cheap.
+func (q *Queue) Waiting() bool { return q.waiting.Load() }
 
 // Find is the entry of a name, or nil.
 func (q *Queue) Find(name string) *Entry {

@@ -32,29 +32,50 @@ func (l *lane) compress(w *work, s scaling, buf []byte) error {
 			narrow(part, wide)
 			continue
 		}
-		residual := l.residual(e)
-		if err := add(s.dt, wide, residual); err != nil {
+		lost, err := l.residual(e, s)
+		if err != nil {
+			return err
+		}
+		if err := add(s.dt, wide, lost); err != nil {
 			return err
 		}
 		narrow(part, wide)
-		if err := l.keepLoss(s.dt, wire, residual, wide, part); err != nil {
+		if err := l.keepLoss(s.dt, wire, lost, wide, part); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// residual is what compression has lost of the tensor of this name so far; zeros for a new name or a new size.
-func (l *lane) residual(e *tensorqueue.Entry) []byte {
-	r, ok := l.scratch.residuals[e.Request.Name]
-	if !ok || len(r) != len(e.Input) {
+// residual is what compression has lost of a tensor.
+type residual struct {
+	dt  tensor.DType
+	pre float64 // the factor by which it was scaled
+	buf []byte
+}
+
+// residual is what compression has lost so far of the tensor of this name, as s scales it: zeros for a new name, or one
+// that has another type or length now.
+func (l *lane) residual(e *tensorqueue.Entry, s scaling) ([]byte, error) {
+	r := l.scratch.residuals[e.Request.Name]
+	if r == nil || r.dt != s.dt || len(r.buf) != len(e.Input) {
+		r = &residual{s.dt, s.pre, tensor.Bytes(make([]float64, (len(e.Input)+7)/8))[:len(e.Input)]}
 		if l.scratch.residuals == nil {
-			l.scratch.residuals = make(map[string][]byte)
+			l.scratch.residuals = make(map[string]*residual)
 		}
-		r = tensor.Bytes(make([]float64, (len(e.Input)+7)/8))[:len(e.Input)]
 		l.scratch.residuals[e.Request.Name] = r
 	}
-	return r
+	if r.pre == s.pre {
+		return r.buf, nil
+	}
+	// As with a loss scale that moves. What is not finite then is lost for good.
+	f := s.pre / r.pre
+	r.pre = s.pre
+	if f == 0 || math.IsInf(f, 0) || math.IsNaN(f) {
+		clear(r.buf)
+		return r.buf, nil
+	}
+	return r.buf, scale(s.dt, r.buf, f)
 }
 
 // keepLoss sets residual to wide less what part holds of it. What is not finite is no loss that could be made up for:

@@ -97,6 +97,7 @@ type Engine struct {
 	// Owned by the loop.
 	granted int           // grants given to lanes and not finished
 	stopped bool          // STOP is applied
+	stalled *StallError   // why, if no rank asked for it
 	due     time.Duration // when the first of the operations in flight runs out of time
 	scratch struct {
 		entries  []*tensorqueue.Entry

@@ -16,7 +16,7 @@ type scratch struct {
 	wide   fusion.Buffer // of compression
 	back   fusion.Buffer
 	// residuals is what compression lost of the last tensor of a name.
-	residuals map[string][]byte
+	residuals map[string]*residual
 }
 
 // execute runs w and answers its tensors. On error none is answered and all belong to the caller still.
@@ -95,9 +95,12 @@ func output(e *tensorqueue.Entry, numBytes int) []byte {
 // refuseSize answers tensor i, for which this rank has no room.
 func refuseSize(w *work, i int, numBytes int) {
 	e := w.entries[i]
-	w.refuse(i, &MismatchError{Tensor: e.Request.Name, Text: fmt.Sprintf(
-		"%v %q: the result has %d bytes, in place there is room for %d: not all ranks contributed as much as this one",
-		e.Request.Kind, e.Request.Name, numBytes, len(e.Output))})
+	text := fmt.Sprintf("%v %q: the result has %d bytes, in place there is room for %d: not all ranks contributed as much as this one",
+		e.Request.Kind, e.Request.Name, numBytes, len(e.Output))
+	if rows := w.grant.Responses[i].FirstDims; rows != nil {
+		text += fmt.Sprintf(", but %v rows", rows)
+	}
+	w.refuse(i, &MismatchError{Tensor: e.Request.Name, Text: text})
 }
 
 func copyUnlessSame(dst, src []byte) {

@@ -121,11 +121,11 @@ func (l *lane) alltoall(ctx context.Context, backend ops.Backend, w *work) error
 	err := backend.Alltoall(ctx, w.grant.Algorithm, in, counts, func(counts []int64) ([]byte, error) {
 		numBytes := sum(counts)
 		if err := l.checkResult(message.Alltoall, numBytes); err != nil {
-			return nil, err
+			return nil, fmt.Errorf("alltoall %q: ranks %v give %v bytes: %w", r.Name, l.set.Ranks, counts, err)
 		}
 		for i, n := range counts {
 			if n%row != 0 {
-				return nil, fmt.Errorf("rank %d gives %d bytes, want whole rows of %d", l.set.Ranks[i], n, row)
+				return nil, fmt.Errorf("alltoall %q: rank %d gives %d bytes, want whole rows of %d", r.Name, l.set.Ranks[i], n, row)
 			}
 			if !w.absent {
 				w.entries[0].Received = append(w.entries[0].Received, n/row)

@@ -40,8 +40,12 @@ type outgoing struct {
 	end uint64 // total after this buffer
 }
 
-// errBacklog is a frame that cannot be sent to a peer though the connection stands.
-var errBacklog = errors.New("cannot be told")
+// errBacklog is a frame that cannot be sent to a peer though the connection stands, and errTooLarge one that can be sent
+// to nobody.
+var (
+	errBacklog  = errors.New("cannot be told")
+	errTooLarge = errors.New("cannot tell")
+)
 
 // send queues a frame. It does not block and keeps nothing of frame. In steady state it allocates nothing. An error
 // other than errBacklog ends the receiving half too: let it report, after the frames that came before.
@@ -56,7 +60,7 @@ func (l *link) send(frame []byte) error {
 	clear(l.queued[kept:])
 	l.queued = l.queued[:kept]
 	if len(frame) > message.MaxFrameBytes {
-		return fmt.Errorf("%w: a frame of %d bytes, want at most %d", errBacklog, len(frame), message.MaxFrameBytes)
+		return fmt.Errorf("%w: a frame of %d bytes, want at most %d: submit fewer tensors at once", errTooLarge, len(frame), message.MaxFrameBytes)
 	}
 	if l.total-sent > maxUnsent {
 		return fmt.Errorf("%w: %d bytes wait for it, want at most %d: it does not read", errBacklog, l.total-sent, maxUnsent)

@@ -121,7 +121,9 @@ func (s *lockstep) cycle() (over bool, err error) {
 	shutdown := e.shutdown.Load() // before Pop: what was submitted before it does not come after it
 	now := time.Since(e.start)
 	for _, l := range e.lanes.all {
-		e.submit(l, now, s.core.Submit)
+		if l.queue.Waiting() {
+			e.submit(l, now, s.core.Submit)
+		}
 	}
 	if shutdown {
 		s.core.Shutdown()
@@ -253,7 +255,11 @@ func (s *lockstep) exchange(gather bool) (*message.Down, error) {
 		}
 	}
 	decision, err := s.core.Decide(ups)
-	if err != nil {
+	var breach *controller.BreachError
+	switch {
+	case errors.As(err, &breach):
+		return nil, &PeerError{Ranks: []int{int(breach.Rank)}, Reason: fmt.Sprintf("it broke the protocol: %v", breach.Err)}
+	case err != nil:
 		return nil, err
 	}
 	frame, err := message.AppendDown(e.scratch.frame[:0], decision)

@@ -33,7 +33,9 @@ func (e *Engine) BackgroundThreadLoop() {
 	} else {
 		err = e.loop()
 	}
-	e.failure = err
+	if e.failure = err; err == nil && e.stalled != nil {
+		e.failure = e.stalled
+	}
 	e.answer(err)
 	close(e.ended)
 	// The last frames must reach the peers. A connection that is closed while something unread has come over it is
@@ -206,7 +208,9 @@ func (e *Engine) takeRequests(now time.Duration) {
 	// In this order: what was submitted before the shutdown travels with it or before it.
 	shutdown := e.shutdown.Load()
 	for _, l := range e.lanes.all {
-		e.submit(l, now, e.member.Submit)
+		if l.queue.Waiting() {
+			e.submit(l, now, e.member.Submit)
+		}
 	}
 	if shutdown {
 		e.member.Shutdown()
@@ -246,8 +250,13 @@ func (e *Engine) speak() (spoke bool) {
 		e.scratch.frame = frame
 		if e.coordinator != nil {
 			e.coordinatorStep(e.cfg.Rank, frame)
-		} else if err := e.links[0].send(frame); errors.Is(err, errBacklog) {
+			continue
+		}
+		switch err := e.links[0].send(frame); {
+		case errors.Is(err, errBacklog):
 			e.member.Lost(err.Error())
+		case errors.Is(err, errTooLarge):
+			failed = err
 		}
 	}
 	for _, g := range r.Grants {
@@ -259,7 +268,8 @@ func (e *Engine) speak() (spoke bool) {
 	}
 	stop, reason := r.Stop, error(ErrShutDown)
 	if r.StopReason != "" {
-		reason = &StallError{Reason: r.StopReason}
+		e.stalled = &StallError{Reason: r.StopReason}
+		reason = e.stalled
 	}
 	e.member.Advance()
 	if failed != nil {
@@ -374,8 +384,11 @@ func (e *Engine) announce() {
 				continue
 			}
 			// Any other error ends the receiving half too, which has read what came before.
-			if err := e.links[r-1].send(frame); errors.Is(err, errBacklog) {
+			switch err := e.links[r-1].send(frame); {
+			case errors.Is(err, errBacklog):
 				failed = append(failed, event{from: r, err: err})
+			case errors.Is(err, errTooLarge):
+				failed = append(failed, event{from: e.cfg.Rank, err: err})
 			}
 		}
 		if slices.Contains(o.To, 0) {

@@ -129,11 +129,10 @@ func TestStallShutdown(t *testing.T) {
 				t.Errorf("rank %d: took %v, want %v", r, took, patience)
 			}
 			<-c.engines[r].Ended()
-			if err := c.engines[r].Err(); err != nil {
-				t.Errorf("rank %d: the epoch failed with %v, want a shutdown", r, err)
+			if err := c.engines[r].Shutdown(c.ctx); !errors.As(err, &stall) || err != c.engines[r].Err() {
+				t.Errorf("rank %d: the epoch ended with %v and the shutdown with %v, want the stall", r, c.engines[r].Err(), err)
 			}
 		})
-		c.shutdown()
 	})
 }
 
