@@ -334,3 +334,12 @@ func TestTooManyStaticProcessSets(t *testing.T) {
 		t.Errorf("got error %v, want that there are too many sets", err)
 	}
 }
+
+// In lock-step the vectors of all sets travel together, and may be large.
+func TestLockstepWithALargeCache(t *testing.T) {
+	runSets(t, 2, [][]int{{0}}, func(ctx context.Context, e *hvd.Engine) {
+		if _, err := hvd.Allreduce(ctx, []float32{1}, hvd.Name("a"), hvd.On(e)); err != nil {
+			t.Errorf("rank %d: %v", e.Rank(), err)
+		}
+	}, "HVD_NEGOTIATION", "lockstep", "HOROVOD_CACHE_CAPACITY", "1048576")
+}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -413,4 +414,24 @@ func TestAfterShutdown(t *testing.T) {
 			}
 		})
 	})
+}
+
+// A rank that asks for more at once than a frame holds is the one that fails, and says why.
+func TestTooMuchAtOnce(t *testing.T) {
+	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		if e.Rank() == 1 {
+			tensors := make([][]uint8, 17_000)
+			if _, err := hvd.GroupedAllreduce(ctx, tensors, hvd.Name(strings.Repeat("n", 2000)), hvd.On(e)); err == nil {
+				t.Error("68 MB of requests were answered")
+			}
+		}
+		<-e.Done()
+		var peer *hvd.PeerError
+		if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || !strings.Contains(err.Error(), "want at most 67108864: submit fewer tensors at once") {
+			t.Errorf("rank %d: got error %v, want that rank 1 sent too much", e.Rank(), err)
+		}
+		if err := e.Shutdown(ctx); !errors.As(err, &peer) {
+			t.Errorf("rank %d: shutdown: got error %v", e.Rank(), err)
+		}
+	}, nil, "HOROVOD_LOG_LEVEL", "fatal")
 }

@@ -342,3 +342,35 @@ func (c slowConn) Read(p []byte) (int, error) {
 	time.Sleep(c.delay) // in the bubble
 	return n, err
 }
+
+// Steps that take a little less than the time between heartbeats, and use one name, are not one long operation: each
+// heartbeat finds the name a little older.
+func TestRepeatedNameIsNoStall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var heard reports
+		c := start(t, 2, func(cfg *engine.Config) {
+			heard.hear(cfg)
+			cfg.StallWarning, cfg.StallShutdown = 30*time.Second, 30*time.Second
+		})
+		c.each(func(r int) {
+			for step := range 50 {
+				e := gather("x", func(n int) []byte {
+					long := 990 * time.Millisecond
+					if step == 0 {
+						long = 2500 * time.Millisecond // heartbeats tell of it from now on
+					}
+					<-time.After(long)
+					return allocate(n)
+				})
+				if err := c.wait(c.submit(r, e)); err != nil {
+					t.Errorf("rank %d: step %d: %v", r, step, err)
+					return
+				}
+			}
+		})
+		if got := heard.take(); len(got) > 0 {
+			t.Errorf("got reports %v, want none", got)
+		}
+		c.shutdown()
+	})
+}
