@@ -29,7 +29,7 @@ nocgo: ## all tests without a C compiler
 	CGO_ENABLED=0 $(GO) test ./...
 
 .PHONY: conformance
-conformance: ## every operation in every configuration against the reference; an hour or two
+conformance: ## every operation in every configuration against the reference; half an hour
 	$(GO) test ./internal/conformance -v -timeout 0 -args -full
 
 .PHONY: bench
