@@ -213,7 +213,10 @@ func (n *node) take() {
 		l := n.lane(g.Set)
 		*l = append(*l, g)
 	}
-	for _, set := range r.Removed {
+	for _, set := range removals(r.Grants) {
+		if !slices.ContainsFunc(n.sets, func(s controller.Set) bool { return s.ID == set }) {
+			continue
+		}
 		n.gone = append(n.gone, set)
 		var left []request
 		n.pending = slices.DeleteFunc(n.pending, func(p request) bool {
@@ -403,4 +406,14 @@ func (c *cluster) settle() {
 			n.drain()
 		}
 	}
+}
+
+// removals are the process sets that grants remove.
+func removals(grants []*controller.Grant) (sets []topo.ProcessSetID) {
+	for _, g := range grants {
+		if r := g.Responses[0]; r.Kind == message.RemoveProcessSet {
+			sets = append(sets, r.Set)
+		}
+	}
+	return sets
 }

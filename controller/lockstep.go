@@ -38,7 +38,6 @@ type Lockstep struct {
 	shutdown bool
 	stopped  bool
 	cycle    uint64
-	removed  []topo.ProcessSetID
 
 	and, or []uint64 // scratch of Vectors
 	up      message.Up
@@ -335,7 +334,6 @@ func (l *Lockstep) Apply(d *message.Down) ([]*Grant, error) {
 		return nil, fmt.Errorf("controller: frame of type %d for cycle %d, want cycle %d", d.Type, d.Cycle, l.cycle+1)
 	}
 	var grants []*Grant
-	l.removed = l.removed[:0]
 	for i := range d.Sets {
 		ds := &d.Sets[i]
 		s := l.set(ds.Set)

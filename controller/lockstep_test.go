@@ -151,7 +151,7 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 			}
 		}
 	}
-	for _, id := range j.ranks[rank].Removed() {
+	for _, id := range removals(grants) {
 		for _, p := range j.pending[rank] {
 			if p.set == id {
 				j.tb.Fatalf("rank %d waits for %q of set %d, which is removed", rank, p.q.Name, id)

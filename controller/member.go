@@ -53,7 +53,6 @@ type Member struct {
 	grants       []*Grant   // to run
 	running      grantList  // not finished; those to run among them
 	free         []*Grant   // released
-	removed      []topo.ProcessSetID
 	stopReason   string
 	timeouts     []message.Up // to be sent
 	suspected    *Verdict     // our own suspicion
@@ -93,9 +92,6 @@ type Ready struct {
 	Ups []*message.Up
 	// Grants are responses to run, in order within their sets. Give each to Finished when it has run.
 	Grants []*Grant
-	// Removed are process sets that this rank was a member of and that are no more. What is granted there still runs;
-	// what is not is to be answered with an error. A set may be in it before its last grants have run.
-	Removed []topo.ProcessSetID
 	// Stop says that nothing more will be granted: what was not is to be answered with the shutdown.
 	Stop bool
 	// StopReason is why, unless a rank asked for it.
@@ -395,7 +391,7 @@ func (m *Member) Ready() Ready {
 	if m.state != memberClosed && m.state != memberFailed {
 		m.speak()
 	}
-	return Ready{Ups: m.ups, Grants: m.grants, Removed: m.removed, Stop: m.stopAnnounce, StopReason: m.stopReason}
+	return Ready{Ups: m.ups, Grants: m.grants, Stop: m.stopAnnounce, StopReason: m.stopReason}
 }
 
 // speak makes the frames of a turn.
@@ -435,7 +431,6 @@ func (m *Member) Advance() {
 		m.news = false
 	}
 	m.suspectFrame, m.bye, m.stopAnnounce, m.stopReason = false, false, false, ""
-	m.removed = m.removed[:0]
 	clear(m.grants)
 	m.grants = m.grants[:0]
 }

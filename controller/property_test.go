@@ -608,7 +608,7 @@ func (ch *checker) applied(n *node, d *message.Down) {
 		return
 	}
 	for i := range d.Sets {
-		if s := ch.set(d.Sets[i].Set); n.m.Digest(s.ID) != s.digests[d.Cycle] && !slices.Contains(n.m.Ready().Removed, s.ID) {
+		if s := ch.set(d.Sets[i].Set); n.m.Digest(s.ID) != s.digests[d.Cycle] && !slices.Contains(removals(n.m.Ready().Grants), s.ID) {
 			ch.broken(3, "after cycle %d the cache of rank %d of set %d differs from the coordinator's", d.Cycle, n.rank, s.ID)
 		}
 	}

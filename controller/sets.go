@@ -110,7 +110,8 @@ func (t *setTable) forget(seen uint64) {
 	t.removed = slices.DeleteFunc(t.removed, func(s removedSet) bool { return s.cycle <= seen })
 }
 
-// change follows, at a member, what a grant does to its process sets.
+// change follows, at a member, what a grant does to its process sets. What waits in a set that is removed is the
+// engine's to answer; what is granted there still runs.
 func (m *Member) change(r *message.Response) error {
 	switch r.Kind {
 	case message.AddProcessSet:
@@ -121,10 +122,7 @@ func (m *Member) change(r *message.Response) error {
 			m.sets = append(m.sets, s)
 		}
 	case message.RemoveProcessSet:
-		if m.set(r.Set) != nil {
-			m.sets = slices.DeleteFunc(m.sets, func(s *memberSet) bool { return s.ID == r.Set })
-			m.removed = append(m.removed, r.Set)
-		}
+		m.sets = slices.DeleteFunc(m.sets, func(s *memberSet) bool { return s.ID == r.Set })
 	}
 	return nil
 }
@@ -138,16 +136,10 @@ func (l *Lockstep) change(r *message.Response) error {
 		}
 		l.addSet(Set{ID: r.Set, Ranks: r.Ranks})
 	case message.RemoveProcessSet:
-		if s := l.set(r.Set); s == nil {
+		if l.set(r.Set) == nil {
 			return fmt.Errorf("process set %d is removed, which is not there", r.Set)
-		} else if s.me >= 0 {
-			l.removed = append(l.removed, r.Set)
 		}
 		l.sets = slices.DeleteFunc(l.sets, func(s *lockstepSet) bool { return s.ID == r.Set })
 	}
 	return nil
 }
-
-// Removed are the process sets that the last Apply removed and of which this rank was a member. What was not granted
-// there is to be answered with an error. It is valid until the next Apply.
-func (l *Lockstep) Removed() []topo.ProcessSetID { return l.removed }
