@@ -1,0 +1,51 @@
+package engine_test
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/engine"
+)
+
+// The loop and the lane of each rank keep to the processors that they are given.
+func TestKeepsToItsProcessors(t *testing.T) {
+	if runtime.NumCPU() == 1 {
+		t.Skip("on one processor all threads keep to it")
+	}
+	const ranks = 2
+	c := start(t, ranks, func(cfg *engine.Config) { cfg.Cores = []int{0} })
+	c.each(func(r int) {
+		if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
+			t.Error(err)
+		}
+	})
+	// A thread of an earlier run may be on its way out.
+	if got, want := threadsOn(t, "0"), 2*ranks; got < want {
+		t.Errorf("%d threads keep to processor 0, want %d", got, want)
+	}
+	c.shutdown()
+}
+
+// threadsOn counts the threads of this process that may run on these processors alone.
+func threadsOn(t *testing.T, processors string) int {
+	t.Helper()
+	allowed := regexp.MustCompile(`(?m)^Cpus_allowed_list:\t` + regexp.QuoteMeta(processors) + `$`)
+	tasks, err := filepath.Glob("/proc/self/task/*/status")
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := 0
+	for _, task := range tasks {
+		status, err := os.ReadFile(task)
+		if err != nil {
+			continue // the thread has ended
+		}
+		if allowed.Match(status) {
+			n++
+		}
+	}
+	return n
+}
