@@ -15,7 +15,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: check
-check: format vet lint test race nocgo fuzz generated ## everything CI runs but the image
+check: format vet lint test race nocgo noasm arm64 fuzz generated ## everything CI runs but the image
 
 .PHONY: test
 test: ## all tests
@@ -28,6 +28,14 @@ race: ## all tests under the race detector, in random order, fewer rounds of kil
 .PHONY: nocgo
 nocgo: ## all tests without a C compiler
 	CGO_ENABLED=0 $(GO) test ./...
+
+.PHONY: noasm
+noasm: ## the tests of the kernels without assembly
+	$(GO) test -tags noasm ./internal/kernel
+
+.PHONY: arm64
+arm64: ## the tests of the kernels for arm64, under emulation
+	scripts/arm64-test.sh
 
 .PHONY: conformance
 conformance: ## every operation in every configuration against the reference; half an hour
@@ -45,6 +53,7 @@ format: ## fail if gofmt would change something
 vet:
 	$(GO) vet ./...
 	GOARCH=arm64 $(GO) vet ./...
+	$(GO) vet -tags noasm ./internal/kernel
 
 .PHONY: lint
 lint: ## staticcheck
@@ -67,7 +76,7 @@ generate: ## generate code anew
 
 .PHONY: generated
 generated: generate ## fail if generated files are not up to date
-	git diff --exit-code -- '*.pb.go'
+	git diff --exit-code -- '*.pb.go' internal/kernel docs/settings.md
 
 .PHONY: image
 image: ## build the Dockerfile with buildah and run the example in it

@@ -5,20 +5,23 @@ package kernel
 
 // bools is the row of Bool: Min is true where all are, Max where any is.
 func bools() row {
-	return row{min: pairs(allOf), max: pairs(anyOf), neutral: neutrals{lowest: []byte{0}, highest: []byte{1}}}
-}
-
-func allOf(d, s []uint8) {
-	s = s[:len(d)]
-	for i, x := range d {
-		d[i] = truth(x) & truth(s[i])
+	return row{
+		reductions: reductions[IntoFunc]{min: pairs(allOf), max: pairs(anyOf)},
+		neutral:    neutrals{lowest: []byte{0}, highest: []byte{1}},
 	}
 }
 
-func anyOf(d, s []uint8) {
-	s = s[:len(d)]
-	for i, x := range d {
-		d[i] = truth(x | s[i])
+func allOf(d, a, b []uint8) {
+	a, b = a[:len(d)], b[:len(d)]
+	for i, x := range a {
+		d[i] = truth(x) & truth(b[i])
+	}
+}
+
+func anyOf(d, a, b []uint8) {
+	a, b = a[:len(d)], b[:len(d)]
+	for i, x := range a {
+		d[i] = truth(x | b[i])
 	}
 }
 

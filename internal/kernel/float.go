@@ -31,15 +31,10 @@ type CombineFunc func(dst, a, b []byte, ca, cb float64)
 // float64 goes to a half without being a rounded float32 between. Beyond the largest number is infinity, and a NaN
 // stays one.
 func Convert(to, from tensor.DType) (ConvertFunc, error) {
-	switch {
-	case !to.IsFloat() || !from.IsFloat():
+	if !to.IsFloat() || !from.IsFloat() {
 		return nil, fmt.Errorf("kernel: convert: got %v to %v, want floating-point types", from, to)
-	case to == from:
-		return copyElems(to.Size()), nil
-	case to == tensor.Float32 && from == tensor.Float64: // load would round to odd
-		return roundElems, nil
 	}
-	return convertBlocks(to, from), nil
+	return rowOf(to).from[from], nil
 }
 
 // Dot returns the function that computes the dot products of two arrays of dt, a floating-point type.
@@ -100,6 +95,22 @@ func combine[T float](dst, a, b []T, ca, cb float64) {
 	for i := range dst {
 		dst[i] = T(mix(float64(a[i]), float64(b[i]), ca, cb))
 	}
+}
+
+// conversions has the functions that convert to a floating-point type, indexed by the floating-point type from which.
+func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
+	for dt := range tensor.DType(numTypes) {
+		switch {
+		case !to.IsFloat() || !dt.IsFloat():
+		case to == dt:
+			from[dt] = copyElems(to.Size())
+		case to == tensor.Float32 && dt == tensor.Float64: // load would round to odd
+			from[dt] = roundElems
+		default:
+			from[dt] = convertBlocks(to, dt)
+		}
+	}
+	return from
 }
 
 // mix is ca·x + cb·y. Here as in dot, the conversions keep the compiler from fusing a product with the sum, which some

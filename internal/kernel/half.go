@@ -20,10 +20,12 @@ func halves(dt tensor.DType, one, inf uint16) row {
 	const sign = 0x8000
 	nans := sign - 1 - inf // as many positive ones, and as many negative
 	return row{
-		sum:     reduceHalf(dt, tensor.Sum),
-		product: reduceHalf(dt, tensor.Product),
-		min:     pairs(firstHalf(0, nans)),
-		max:     pairs(firstHalf(0xffff, nans)),
+		reductions: reductions[IntoFunc]{
+			sum:     reduceHalf(dt, tensor.Sum),
+			product: reduceHalf(dt, tensor.Product),
+			min:     pairs(firstHalf(0, nans)),
+			max:     pairs(firstHalf(0xffff, nans)),
+		},
 		scale:   scaleHalf(dt),
 		dot:     dotHalf(dt),
 		combine: combineHalf(dt),
@@ -39,10 +41,10 @@ func bfloat16s() row {
 	return r
 }
 
-func addBFloat16(d, s []half.BFloat16) {
-	s = s[:len(d)]
-	for i, x := range d {
-		d[i] = half.BFloat16FromFloat32(x.Float32() + s[i].Float32())
+func addBFloat16(d, a, b []half.BFloat16) {
+	a, b = a[:len(d)], b[:len(d)]
+	for i, x := range a {
+		d[i] = half.BFloat16FromFloat32(x.Float32() + b[i].Float32())
 	}
 }
 
@@ -114,36 +116,37 @@ func roundToOdd(f float64) float32 {
 	return math.Float32frombits(b)
 }
 
-// reduceHalf makes the Func for op, Sum or Product.
-func reduceHalf(dt tensor.DType, op tensor.ReduceOp) Func {
-	return func(dst, src []byte) {
-		sameLength(dst, src)
+// reduceHalf makes the function for op, Sum or Product.
+func reduceHalf(dt tensor.DType, op tensor.ReduceOp) IntoFunc {
+	return func(dst, a, b []byte) {
+		sameLength(dst, a)
+		sameLength(dst, b)
 		wholeElems(dst, halfSize)
-		var d, s block
+		var u, v block
 		for len(dst) > 0 {
-			n := min(len(dst), len(d)*halfSize)
-			x, y := d[:n/halfSize], s[:n/halfSize]
-			load(x, dt, dst[:n])
-			load(y, dt, src[:n])
+			n := min(len(dst), len(u)*halfSize)
+			x, y := u[:n/halfSize], v[:n/halfSize]
+			load(x, dt, a[:n])
+			load(y, dt, b[:n])
 			if op == tensor.Product {
-				multiply(x, y)
+				multiply(x, x, y)
 			} else {
-				add(x, y)
+				add(x, x, y)
 			}
 			store(dst[:n], dt, x)
-			dst, src = dst[n:], src[n:]
+			dst, a, b = dst[n:], a[n:], b[n:]
 		}
 	}
 }
 
-// firstHalf makes the function that leaves in d what comes first of d and s: the lesser if flip is 0, the greater if
+// firstHalf makes the function that leaves in d what comes first of a and b: the lesser if flip is 0, the greater if
 // it is all ones, a NaN before either. It works on bits, of which both types have the same order.
-func firstHalf(flip, nans uint16) func(d, s []uint16) {
-	return func(d, s []uint16) {
-		s = s[:len(d)]
-		for i, x := range d {
+func firstHalf(flip, nans uint16) func(d, a, b []uint16) {
+	return func(d, a, b []uint16) {
+		a, b = a[:len(d)], b[:len(d)]
+		for i, x := range a {
 			// The store is unconditional, so that nothing jumps: which comes first is not to be predicted.
-			if y := s[i]; place(y, flip, nans) < place(x, flip, nans) {
+			if y := b[i]; place(y, flip, nans) < place(x, flip, nans) {
 				x = y
 			}
 			d[i] = x

@@ -1,9 +1,14 @@
 // Package kernel has the arithmetic of collective operations: loops over arrays of elements.
 //
-// A table has one function per operation and element type. Those here are plain Go, run anywhere, and define the
-// results; a function for one processor takes the place of one of them and must give the same bits (of a NaN
-// only that it is one).
+// A table has one function per operation and element type. Those in plain Go run anywhere and define the results. When
+// the program starts, functions for the processor take the place of most of them, which give the same bits (of a NaN
+// only that it is one): AVX-512 (F, BW, DQ, VL) or AVX2, F16C and FMA on amd64, NEON on arm64. A build with the tag noasm
+// keeps to plain Go.
+//
+// All functions read and write only the bytes that they are given.
 package kernel
+
+//go:generate go run ./asm
 
 import (
 	"fmt"
@@ -19,6 +24,12 @@ import (
 // element and do not overlap. It allocates nothing and reads 2 and writes 1 × len(dst) bytes.
 type Func func(dst, src []byte)
 
+// IntoFunc sets dst[i] = a[i] op b[i], element by element.
+//
+// All three have the same length, a multiple of the element's size, or it panics. They are aligned for the element and
+// do not overlap, except that dst may be a or b. It allocates nothing, reads 2 and writes 1 × len(dst) bytes.
+type IntoFunc func(dst, a, b []byte)
+
 // ScaleFunc multiplies the elements of buf by factor, in place.
 //
 // len(buf) is a multiple of the element's size, or it panics; buf is aligned for the element. It allocates nothing.
@@ -30,28 +41,105 @@ type DivideFunc func(buf []byte, n int64)
 
 // row has the functions of one element type, nil where the type has no such operation.
 type row struct {
-	sum, min, max, product Func
-	scale                  ScaleFunc
-	divide                 DivideFunc
-	dot                    DotFunc
-	combine                CombineFunc
-	neutral                neutrals
+	reductions[IntoFunc]
+	// inPlace are the reductions with a as the destination.
+	inPlace reductions[Func]
+	scale   ScaleFunc
+	divide  DivideFunc
+	dot     DotFunc
+	combine CombineFunc
+	// from has the conversions to this type, indexed by the type from which.
+	from    [numTypes]ConvertFunc
+	neutral neutrals
 }
 
-// rows is indexed by tensor.DType. A type without a row is refused.
-var rows = [...]row{
-	tensor.Uint8:    integer[uint8](0, math.MaxUint8),
-	tensor.Int8:     integer[int8](math.MinInt8, math.MaxInt8),
-	tensor.Uint16:   integer[uint16](0, math.MaxUint16),
-	tensor.Int16:    integer[int16](math.MinInt16, math.MaxInt16),
-	tensor.Int32:    integer[int32](math.MinInt32, math.MaxInt32),
-	tensor.Int64:    integer[int64](math.MinInt64, math.MaxInt64),
-	tensor.Float16:  halves(tensor.Float16, 0x3c00, 0x7c00),
-	tensor.BFloat16: bfloat16s(),
-	tensor.Float32:  floats[float32](),
-	tensor.Float64:  floats[float64](),
-	tensor.Bool:     bools(),
+// reductions has one F for each operation.
+type reductions[F any] struct{ sum, min, max, product F }
+
+// of is the F for op, the zero value if there is none.
+func (r reductions[F]) of(op tensor.ReduceOp) (f F) {
+	switch op {
+	case tensor.Sum:
+		f = r.sum
+	case tensor.Min:
+		f = r.min
+	case tensor.Max:
+		f = r.max
+	case tensor.Product:
+		f = r.product
+	}
+	return f
 }
+
+// numTypes is one more than the highest tensor.DType that has a row.
+const numTypes = tensor.Bool + 1
+
+// table is indexed by tensor.DType. A type without a row is refused.
+type table [numTypes]row
+
+// plainTable has the functions in plain Go.
+func plainTable() *table {
+	t := &table{
+		tensor.Uint8:    integer[uint8](0, math.MaxUint8),
+		tensor.Int8:     integer[int8](math.MinInt8, math.MaxInt8),
+		tensor.Uint16:   integer[uint16](0, math.MaxUint16),
+		tensor.Int16:    integer[int16](math.MinInt16, math.MaxInt16),
+		tensor.Int32:    integer[int32](math.MinInt32, math.MaxInt32),
+		tensor.Int64:    integer[int64](math.MinInt64, math.MaxInt64),
+		tensor.Float16:  halves(tensor.Float16, 0x3c00, 0x7c00),
+		tensor.BFloat16: bfloat16s(),
+		tensor.Float32:  floats[float32](),
+		tensor.Float64:  floats[float64](),
+		tensor.Bool:     bools(),
+	}
+	for dt := range t {
+		t[dt].from = conversions(tensor.DType(dt))
+	}
+	return t
+}
+
+// level is a set of functions for processors that have certain instructions.
+type level struct {
+	name string
+	// vectorize replaces the functions of a row, which is in plain Go, for which it has better ones. It leaves dot,
+	// combine and neutral alone.
+	vectorize func(dt tensor.DType, r *row)
+	stream    func(dst, src []byte)
+}
+
+// plainLevel is the set that runs anywhere.
+var plainLevel = level{name: "none", vectorize: func(tensor.DType, *row) {}, stream: func(dst, src []byte) { copy(dst, src) }}
+
+// table has the functions of l, and those in plain Go where it has none.
+func (l level) table() *table {
+	t := plainTable()
+	for dt := range t {
+		r := &t[dt]
+		l.vectorize(tensor.DType(dt), r)
+		r.inPlace = reductions[Func]{
+			sum: r.sum.inPlace(), min: r.min.inPlace(), max: r.max.inPlace(), product: r.product.inPlace(),
+		}
+	}
+	return t
+}
+
+// inPlace is f with a as the destination, nil if f is.
+func (f IntoFunc) inPlace() Func {
+	if f == nil {
+		return nil
+	}
+	return func(dst, src []byte) { f(dst, dst, src) }
+}
+
+// best is the first of the levels of this processor, and rows its functions.
+var (
+	best = append(levels(), plainLevel)[0]
+	rows = best.table()
+)
+
+// Level names the instructions that the functions are made of: "avx512", "avx2" or "neon", and "none" for plain Go,
+// which is what other processors run, and every one with the build tag noasm.
+func Level() string { return best.name }
 
 // rowOf is the row of dt, empty if it has none. dt may come from the wire.
 func rowOf(dt tensor.DType) row {
@@ -69,22 +157,24 @@ func rowOf(dt tensor.DType) row {
 // below 2^-126. If either element is a NaN, so is the result, for Min and Max too; they order -0 before +0 (minimum
 // and maximum of IEEE 754-2019). For bools every byte other than 0 is true, and true is written as 1.
 func Reduce(op tensor.ReduceOp, dt tensor.DType) (Func, error) {
-	r := rowOf(dt)
-	var f Func
-	switch op {
-	case tensor.Sum:
-		f = r.sum
-	case tensor.Min:
-		f = r.min
-	case tensor.Max:
-		f = r.max
-	case tensor.Product:
-		f = r.product
-	}
+	f := rowOf(dt).inPlace.of(op)
 	if f == nil {
-		return nil, fmt.Errorf("kernel: reduce: got %v of %v, want sum, min, max or product of a type that has it", op, dt)
+		return nil, notReduced(op, dt)
 	}
 	return f, nil
+}
+
+// ReduceInto is Reduce with a destination of its own. The bits are those of Reduce.
+func ReduceInto(op tensor.ReduceOp, dt tensor.DType) (IntoFunc, error) {
+	f := rowOf(dt).of(op)
+	if f == nil {
+		return nil, notReduced(op, dt)
+	}
+	return f, nil
+}
+
+func notReduced(op tensor.ReduceOp, dt tensor.DType) error {
+	return fmt.Errorf("kernel: reduce: got %v of %v, want sum, min, max or product of a type that has it", op, dt)
 }
 
 // Scale returns the function that multiplies elements of dt by a factor, with Horovod's arithmetic
@@ -130,9 +220,10 @@ func sameLength(a, b []byte) {
 }
 
 // pairs is f on the memory of its elements.
-func pairs[T tensor.Element](f func(dst, src []T)) Func {
-	return func(dst, src []byte) {
-		sameLength(dst, src)
-		f(elems[T](dst), elems[T](src))
+func pairs[T tensor.Element](f func(dst, a, b []T)) IntoFunc {
+	return func(dst, a, b []byte) {
+		sameLength(dst, a)
+		sameLength(dst, b)
+		f(elems[T](dst), elems[T](a), elems[T](b))
 	}
 }

@@ -295,8 +295,9 @@ func TestTable(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		for _, op := range ops {
 			_, err := kernel.Reduce(op, dt)
-			if want := tensor.CheckReduce(op, dt); (err == nil) != (want == nil) {
-				t.Errorf("%v of %v: got %v, want %v", op, dt, err, want)
+			_, intoErr := kernel.ReduceInto(op, dt)
+			if want := tensor.CheckReduce(op, dt); (err == nil) != (want == nil) || (intoErr == nil) != (want == nil) {
+				t.Errorf("%v of %v: got %v and %v, want %v", op, dt, err, intoErr, want)
 			}
 		}
 		for _, op := range []tensor.ReduceOp{tensor.NoReduce, tensor.Average, tensor.Adasum, tensor.AverageActive, 200} {
@@ -343,6 +344,14 @@ func TestBadLengthPanics(t *testing.T) {
 		} else {
 			mustPanic(t, dt, "source shorter", func() { maximum(b[:2*size], b[8:8+size]) })
 			mustPanic(t, dt, "source longer", func() { maximum(b[:size], b[8:8+2*size]) })
+		}
+		if into, err := kernel.ReduceInto(tensor.Max, dt); err != nil {
+			t.Error(err)
+		} else {
+			for i, numElems := range [][3]int{{63, 64, 64}, {64, 63, 64}, {64, 64, 63}, {64, 65, 64}, {1, 2, 1}, {0, 1, 0}} {
+				x, y, z := numElems[0]*size, numElems[1]*size, numElems[2]*size
+				mustPanic(t, dt, fmt.Sprint("lengths ", i), func() { into(b[:x], b[:y], b[:z]) })
+			}
 		}
 		if fill, err := kernel.Neutral(tensor.Max, dt); err != nil {
 			t.Error(err)
@@ -409,7 +418,7 @@ func mustPanic(t *testing.T, dt tensor.DType, what string, f func()) {
 
 // TestNoAllocation: the functions run once for each part of each tensor.
 func TestNoAllocation(t *testing.T) {
-	a, b := tensor.Bytes(make([]int64, 256)), tensor.Bytes(make([]int64, 256))
+	a, b, c := tensor.Bytes(make([]int64, 256)), tensor.Bytes(make([]int64, 256)), tensor.Bytes(make([]int64, 256))
 	check := func(what string, dt tensor.DType, f func()) {
 		if n := testing.AllocsPerRun(10, f); n != 0 {
 			t.Errorf("%s of %v allocates %v times", what, dt, n)
@@ -419,6 +428,9 @@ func TestNoAllocation(t *testing.T) {
 		for _, op := range ops {
 			if reduce, err := kernel.Reduce(op, dt); err == nil {
 				check(op.String(), dt, func() { reduce(a, b) })
+			}
+			if into, err := kernel.ReduceInto(op, dt); err == nil {
+				check(op.String()+" apart", dt, func() { into(c, a, b) })
 			}
 		}
 		if scale, err := kernel.Scale(dt); err == nil {
@@ -436,28 +448,6 @@ func TestNoAllocation(t *testing.T) {
 		for _, to := range tensor.DTypes() {
 			if convert, err := kernel.Convert(to, dt); err == nil {
 				check("conversion to "+to.String(), dt, func() { convert(b[:32*to.Size()], a[:32*dt.Size()]) })
-			}
-		}
-	}
-}
-
-// BenchmarkReduce counts the bytes of the destination.
-func BenchmarkReduce(b *testing.B) {
-	for _, dt := range tensor.DTypes() {
-		for _, op := range ops {
-			for _, size := range []int{4 << 10, 256 << 10} {
-				b.Run(fmt.Sprintf("%v/%v/bytes=%d", dt, op, size), func(b *testing.B) {
-					reduce, err := kernel.Reduce(op, dt)
-					if err != nil {
-						b.Skip(err)
-					}
-					// All bits zero are a zero, which every operation leaves a zero: no overflow, no denormals.
-					dst, src := tensor.Bytes(make([]int64, size/8)), tensor.Bytes(make([]int64, size/8))
-					b.SetBytes(int64(size))
-					for b.Loop() {
-						reduce(dst, src)
-					}
-				})
 			}
 		}
 	}

@@ -19,70 +19,72 @@ func integer[T whole](lowest, highest T) row {
 
 // arithmetic is what the rows of all numbers have in common.
 func arithmetic[T number]() row {
-	return row{sum: pairs(add[T]), min: pairs(minimum[T]), max: pairs(maximum[T]), product: pairs(multiply[T])}
+	return row{reductions: reductions[IntoFunc]{
+		sum: pairs(add[T]), min: pairs(minimum[T]), max: pairs(maximum[T]), product: pairs(multiply[T]),
+	}}
 }
 
 // The compiler neither unrolls loops nor inlines a function argument into one. So the loops below are written out
 // for each operation, four elements a turn: slices of constant length cost one bounds check a turn, and none an
 // element.
 
-func add[T number](d, s []T) {
-	s = s[:len(d)]
+func add[T number](d, a, b []T) {
+	a, b = a[:len(d)], b[:len(d)]
 	i := 0
 	for ; i <= len(d)-4; i += 4 {
-		a, b := d[i:i+4:i+4], s[i:i+4:i+4]
-		a[0] += b[0]
-		a[1] += b[1]
-		a[2] += b[2]
-		a[3] += b[3]
+		z, x, y := d[i:i+4:i+4], a[i:i+4:i+4], b[i:i+4:i+4]
+		z[0] = x[0] + y[0]
+		z[1] = x[1] + y[1]
+		z[2] = x[2] + y[2]
+		z[3] = x[3] + y[3]
 	}
 	for ; i < len(d); i++ {
-		d[i] += s[i]
+		d[i] = a[i] + b[i]
 	}
 }
 
-func multiply[T number](d, s []T) {
-	s = s[:len(d)]
+func multiply[T number](d, a, b []T) {
+	a, b = a[:len(d)], b[:len(d)]
 	i := 0
 	for ; i <= len(d)-4; i += 4 {
-		a, b := d[i:i+4:i+4], s[i:i+4:i+4]
-		a[0] *= b[0]
-		a[1] *= b[1]
-		a[2] *= b[2]
-		a[3] *= b[3]
+		z, x, y := d[i:i+4:i+4], a[i:i+4:i+4], b[i:i+4:i+4]
+		z[0] = x[0] * y[0]
+		z[1] = x[1] * y[1]
+		z[2] = x[2] * y[2]
+		z[3] = x[3] * y[3]
 	}
 	for ; i < len(d); i++ {
-		d[i] *= s[i]
+		d[i] = a[i] * b[i]
 	}
 }
 
-func minimum[T number](d, s []T) {
-	s = s[:len(d)]
+func minimum[T number](d, a, b []T) {
+	a, b = a[:len(d)], b[:len(d)]
 	i := 0
 	for ; i <= len(d)-4; i += 4 {
-		a, b := d[i:i+4:i+4], s[i:i+4:i+4]
-		a[0] = min(a[0], b[0])
-		a[1] = min(a[1], b[1])
-		a[2] = min(a[2], b[2])
-		a[3] = min(a[3], b[3])
+		z, x, y := d[i:i+4:i+4], a[i:i+4:i+4], b[i:i+4:i+4]
+		z[0] = min(x[0], y[0])
+		z[1] = min(x[1], y[1])
+		z[2] = min(x[2], y[2])
+		z[3] = min(x[3], y[3])
 	}
 	for ; i < len(d); i++ {
-		d[i] = min(d[i], s[i])
+		d[i] = min(a[i], b[i])
 	}
 }
 
-func maximum[T number](d, s []T) {
-	s = s[:len(d)]
+func maximum[T number](d, a, b []T) {
+	a, b = a[:len(d)], b[:len(d)]
 	i := 0
 	for ; i <= len(d)-4; i += 4 {
-		a, b := d[i:i+4:i+4], s[i:i+4:i+4]
-		a[0] = max(a[0], b[0])
-		a[1] = max(a[1], b[1])
-		a[2] = max(a[2], b[2])
-		a[3] = max(a[3], b[3])
+		z, x, y := d[i:i+4:i+4], a[i:i+4:i+4], b[i:i+4:i+4]
+		z[0] = max(x[0], y[0])
+		z[1] = max(x[1], y[1])
+		z[2] = max(x[2], y[2])
+		z[3] = max(x[3], y[3])
 	}
 	for ; i < len(d); i++ {
-		d[i] = max(d[i], s[i])
+		d[i] = max(a[i], b[i])
 	}
 }
 

@@ -1,0 +1,361 @@
+package main
+
+import (
+	"math/bits"
+	"strconv"
+)
+
+// turnBytes is what a turn of the loop of a reduction or a scale does: four registers.
+const turnBytes = 4 * 16
+
+// counter is the register that loop counts down: behind those of the other arguments.
+const counter = "R3"
+
+// arguments loads those of a function, pointers into R0, R1 and so on and the last, a number, into counter.
+func (p *program) arguments(names ...string) {
+	for i, name := range names {
+		register := "R" + strconv.Itoa(i)
+		if i == len(names)-1 {
+			register = counter
+		}
+		p.line("MOVD %s+%d(FP), %s", name, 8*i, register)
+	}
+}
+
+// bytes makes the number of elements of e in counter one of bytes.
+func (p *program) bytes(e elem) {
+	if e.size > 1 {
+		p.line("LSL $%d, %s, %s", bits.TrailingZeros(uint(e.size)), counter, counter)
+	}
+}
+
+// loop writes body for turns of step, a power of two, while counter has as many, and for the rest, which is less, once for
+// each power of two down to least that it contains. Both may count bytes or elements.
+func (p *program) loop(step, least int, body func(n int)) {
+	p.line("SUBS $%d, %s, %s", step, counter, counter)
+	p.line("BLT rest")
+	p.label("loop")
+	body(step)
+	p.line("SUBS $%d, %s, %s", step, counter, counter)
+	p.line("BGE loop")
+	// counter is less than the rest by step, of which the lower bits are 0.
+	p.label("rest")
+	for n := step / 2; n >= least; n /= 2 {
+		under := "under" + strconv.Itoa(n)
+		p.line("TBZ $%d, %s, %s", bits.TrailingZeros(uint(n)), counter, under)
+		body(n)
+		p.label(under)
+	}
+	p.line("RET")
+}
+
+// elem is a type of elements.
+type elem struct {
+	name   string
+	size   int
+	lanes  lanes
+	signed bool
+	half   *half // nil for what is not one
+	exact  bool  // what is computed needs no rounding
+}
+
+var (
+	uint8s    = elem{name: "Uint8", size: 1, lanes: b16}
+	int8s     = elem{name: "Int8", size: 1, lanes: b16, signed: true}
+	uint16s   = elem{name: "Uint16", size: 2, lanes: h8}
+	int16s    = elem{name: "Int16", size: 2, lanes: h8, signed: true}
+	int32s    = elem{name: "Int32", size: 4, lanes: s4, signed: true}
+	int64s    = elem{name: "Int64", size: 8, lanes: d2, signed: true}
+	float32s  = elem{name: "Float32", size: 4, lanes: s4}
+	float64s  = elem{name: "Float64", size: 8, lanes: d2}
+	float16s  = elem{name: "Float16", size: 2, lanes: h8, half: &float16}
+	bfloat16s = elem{name: "BFloat16", size: 2, lanes: h8, half: &bfloat16}
+	bools     = elem{name: "Bool", size: 1, lanes: b16}
+)
+
+// half is how a half is computed with.
+type half struct {
+	// widen sets d to the lower or upper half of n as float32s.
+	widen func(p *program, d, n vec, up uint32)
+	// pack sets d to the float32s in v and v+1, each of which is one of its type.
+	pack func(p *program, d, v vec)
+	// round makes what pack needs from float32s that came of arithmetic with this type; t is changed. It is nil where
+	// pack rounds.
+	round func(p *program, v, t vec)
+	// convert is round for any float32s.
+	convert func(p *program, v, t vec)
+}
+
+var float16 = half{widen: (*program).widenFloat16, pack: (*program).packFloat16}
+
+func (p *program) widenFloat16(d, n vec, up uint32) { p.widenFloats(h4, d, n, up) }
+
+func (p *program) packFloat16(d, v vec) {
+	p.narrow("fcvtn", h4, d, v, 0)
+	p.narrow("fcvtn", h4, d, v+1, 1)
+}
+
+// A bfloat16 is the upper half of a float32.
+var bfloat16 = half{
+	widen:   (*program).widenBFloat16,
+	pack:    (*program).packBFloat16,
+	round:   (*program).roundBFloat16,
+	convert: (*program).convertBFloat16,
+}
+
+func (p *program) widenBFloat16(d, n vec, up uint32) {
+	p.asm([...]string{"VZIP1", "VZIP2"}[up], h8, d, zero, n)
+}
+
+func (p *program) packBFloat16(d, v vec) { p.asm("VUZP2", h8, d, v, v+1) }
+
+// roundBFloat16 rounds as package half does: the carry of an addition goes up, into the exponent and to infinity too.
+// In the lower half of a NaN there is nothing to carry, if it was a bfloat16 or arithmetic on those made it.
+func (p *program) roundBFloat16(v, t vec) {
+	p.line("VUSHR $16, V%d.S4, V%d.S4", v, t)
+	p.asm("VAND", b16, t, t, ones)
+	p.asm("VADD", s4, v, v, bias)
+	p.asm("VADD", s4, v, v, t)
+}
+
+// convertBFloat16 also takes NaNs of other origin. It clears their lower half, but makes them quiet before: the number
+// of which there is nothing in the upper half would be an infinity.
+func (p *program) convertBFloat16(v, t vec) {
+	p.three("fmax", s4, v, v, v)
+	p.three("fcmeq", s4, t, v, v)
+	p.asm("VORR", b16, t, t, upper)
+	p.asm("VAND", b16, v, v, t)
+	p.roundBFloat16(v, t)
+}
+
+// constants sets those that the functions for e use.
+func (p *program) constants(e elem) {
+	if e.name == bools.name {
+		p.fill(b16, ones, 1)
+	}
+	if e.half == nil || e.half.round == nil {
+		return
+	}
+	p.asm("VEOR", b16, zero, zero, zero)
+	if !e.exact {
+		p.fill(s4, ones, 1)
+		p.fill(s4, bias, 1<<15-1)
+	}
+}
+
+// reductions writes those of all types but the product of int64s: NEON multiplies none.
+func reductions(p *program) {
+	for _, e := range []elem{int8s, int16s, int32s, int64s} {
+		p.reduction("sum", e, func(l lanes, x, y vec) { p.asm("VADD", l, x, x, y) })
+	}
+	for _, e := range []elem{int8s, int16s, int32s} {
+		p.reduction("product", e, p.instruction("mul"))
+		p.reduction("min", e, p.instruction("smin"))
+		p.reduction("max", e, p.instruction("smax"))
+	}
+	// Sums and products wrap around, so that signs make no difference.
+	for _, pair := range [][2]elem{{uint8s, int8s}, {uint16s, int16s}} {
+		e, same := pair[0], pair[1]
+		p.table.reduce(e, "sum", "sum"+same.name)
+		p.table.reduce(e, "product", "product"+same.name)
+		p.reduction("min", e, p.instruction("umin"))
+		p.reduction("max", e, p.instruction("umax"))
+	}
+	p.reduction("min", int64s, func(l lanes, x, y vec) {
+		p.three("cmgt", l, temp, x, y)
+		p.asm("VBIT", b16, x, y, temp)
+	})
+	p.reduction("max", int64s, func(l lanes, x, y vec) {
+		p.three("cmgt", l, temp, y, x)
+		p.asm("VBIT", b16, x, y, temp)
+	})
+	// FMIN and FMAX give a NaN if either is one, and order -0 before +0.
+	for _, e := range []elem{float16s, bfloat16s, float32s, float64s} {
+		p.reduction("sum", e, p.instruction("fadd"))
+		p.reduction("product", e, p.instruction("fmul"))
+		e.exact = true
+		p.reduction("min", e, p.instruction("fmin"))
+		p.reduction("max", e, p.instruction("fmax"))
+	}
+	p.reduction("min", bools, func(l lanes, x, y vec) {
+		p.three("umin", l, x, x, y)
+		p.three("umin", l, x, x, ones)
+	})
+	p.reduction("max", bools, func(l lanes, x, y vec) {
+		p.asm("VORR", l, x, x, y)
+		p.three("umin", l, x, x, ones)
+	})
+}
+
+// instruction is the step x = x op y that is one instruction.
+func (p *program) instruction(op string) func(l lanes, x, y vec) {
+	return func(l lanes, x, y vec) { p.three(op, l, x, x, y) }
+}
+
+// reduction writes the function that does step with elements of e, a half's as float32s.
+func (p *program) reduction(op string, e elem, step func(l lanes, x, y vec)) {
+	p.table.reduce(e, op, op+e.name)
+	p.function(op+e.name, "dst, a, b *byte, n int", 32)
+	p.arguments("dst", "a", "b", "n")
+	p.bytes(e)
+	p.constants(e)
+	p.loop(turnBytes, e.size, func(n int) {
+		p.load("R1", first, n)
+		p.load("R2", second, n)
+		for i := range registers(n) {
+			x, y := first+i, second+i
+			if e.half == nil {
+				step(e.lanes, x, y)
+				continue
+			}
+			for up := range vec(2) {
+				e.half.widen(p, temp+up, x, uint32(up))
+				e.half.widen(p, temp+2+up, y, uint32(up))
+				step(s4, temp+up, temp+2+up)
+			}
+			p.pack(e, x)
+		}
+		p.store("R0", first, n)
+	})
+}
+
+// pack sets d to the float32s in temp and the register after it, rounded unless they are exact. It changes the two
+// registers after those.
+func (p *program) pack(e elem, d vec) {
+	if e.half.round != nil && !e.exact {
+		e.half.round(p, temp, temp+2)
+		e.half.round(p, temp+1, temp+3)
+	}
+	e.half.pack(p, d, temp)
+}
+
+// registers is how many hold n bytes.
+func registers(n int) vec { return vec(max(1, n/16)) }
+
+// scales writes those of all types.
+func scales(p *program) {
+	for _, e := range []elem{uint8s, int8s, uint16s, int16s, int32s, int64s} {
+		p.scale(e, d2, func(v vec) { p.scaleInts(e, e.lanes, v, temp) })
+	}
+	for _, e := range []elem{float32s, float64s} {
+		p.scale(e, e.lanes, func(v vec) { p.three("fmul", e.lanes, v, v, factor) })
+	}
+	for _, e := range []elem{float16s, bfloat16s} {
+		p.scale(e, s4, func(v vec) {
+			for up := range vec(2) {
+				e.half.widen(p, temp+up, v, uint32(up))
+				p.three("fmul", s4, temp+up, temp+up, factor)
+			}
+			p.pack(e, v)
+		})
+	}
+}
+
+// scale writes the function that does step with a register of elements of e. factor has the factor in each of its
+// lanes l, which say whether as a float32 or float64.
+func (p *program) scale(e elem, l lanes, step func(v vec)) {
+	p.table.scale(e, "scale"+e.name)
+	p.function("scale"+e.name, "dst, src *byte, n int, factor float64", 32)
+	p.arguments("dst", "src", "n")
+	p.bytes(e)
+	p.line("FMOVD factor+24(FP), F%d", factor)
+	if l == s4 {
+		p.line("FCVTDS F%d, F%d", factor, factor)
+	}
+	p.line("VDUP V%d.%s[0], V%d.%s", factor, l.asm[:1], factor, l.asm)
+	p.constants(e)
+	p.loop(turnBytes, e.size, func(n int) {
+		p.load("R1", first, n)
+		for i := range registers(n) {
+			step(first + i)
+		}
+		p.store("R0", first, n)
+	})
+}
+
+// scaleInts multiplies the integers in v, in lanes l of elements of e, as float64s. FCVTZS truncates, saturates and makes
+// a NaN 0, as package kernel says; narrowing saturates on. It changes t and up to 5 registers after it.
+func (p *program) scaleInts(e elem, l lanes, v, t vec) {
+	if l == d2 {
+		p.two("scvtf", l.size-2, v, l, v, l, 1)
+		p.three("fmul", l, v, v, factor)
+		p.two("fcvtzs", l.size, v, l, v, l, 1)
+		return
+	}
+	part := map[lanes]lanes{b16: b8, h8: h4, s4: s2}[l]
+	wide := halves[part][2]
+	for up := range vec(2) {
+		p.widenInts(e.signed, part, t+up, v, uint32(up))
+		p.scaleInts(e, wide, t+up, t+2)
+	}
+	op := "sqxtn"
+	if l == e.lanes && !e.signed {
+		op = "sqxtun"
+	}
+	p.narrow(op, part, v, t, 0)
+	p.narrow(op, part, v, t+1, 1)
+}
+
+// turnElems is what a turn of the loop of a conversion does: a register of halves.
+const turnElems = 8
+
+// conversions writes those between every two floating-point types.
+func conversions(p *program) {
+	floats := []elem{float16s, bfloat16s, float32s, float64s}
+	for _, to := range floats {
+		for _, from := range floats {
+			if to.name != from.name {
+				p.conversion(to, from)
+			}
+		}
+	}
+}
+
+// conversion writes the function for a pair of types. It goes by way of float32, which is exact but from float64.
+func (p *program) conversion(to, from elem) {
+	name := "convert" + from.name + "To" + to.name
+	p.table.convert(to, from, name)
+	p.function(name, "dst, src *byte, n int", 24)
+	p.arguments("dst", "src", "n")
+	p.constants(from)
+	p.constants(to)
+	if to.half != nil && to.half.convert != nil {
+		p.fill(s4, upper, 0xffff0000)
+	}
+	p.loop(turnElems, 1, func(n int) {
+		in := first
+		if from.name == float32s.name {
+			in = temp
+		}
+		p.load("R1", in, n*from.size)
+		switch {
+		case from.half != nil:
+			from.half.widen(p, temp, first, 0)
+			from.half.widen(p, temp+1, first, 1)
+		case from.name == float64s.name:
+			op := "fcvtn"
+			if to.half != nil {
+				op = "fcvtxn" // to odd, for pack to round again: see roundToOdd in package kernel
+			}
+			for i := range vec(4) {
+				p.narrow(op, s2, temp+i/2, first+i, uint32(i%2))
+			}
+		}
+		out := first
+		switch {
+		case to.half != nil:
+			if to.half.convert != nil {
+				to.half.convert(p, temp, temp+2)
+				to.half.convert(p, temp+1, temp+3)
+			}
+			to.half.pack(p, first, temp)
+		case to.name == float64s.name:
+			for i := range vec(4) {
+				p.widenFloats(s2, first+i, temp+i/2, uint32(i%2))
+			}
+		default:
+			out = temp
+		}
+		p.store("R0", out, n*to.size)
+	})
+}

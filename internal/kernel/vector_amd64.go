@@ -1,0 +1,39 @@
+//go:build !noasm
+
+package kernel
+
+import (
+	"unsafe"
+
+	"golang.org/x/sys/cpu"
+)
+
+// levels are those that this processor has, best first.
+func levels() []level {
+	var all []level
+	if x := cpu.X86; x.HasAVX512F && x.HasAVX512BW && x.HasAVX512DQ && x.HasAVX512VL {
+		all = append(all, level{"avx512", functionsAVX512.vectorize, copyPast(streamAVX512)})
+	}
+	if x := cpu.X86; x.HasAVX2 && x.HasF16C && x.HasFMA {
+		all = append(all, level{"avx2", functionsAVX2.vectorize, copyPast(streamAVX2)})
+	}
+	return all
+}
+
+const streamAlign = 64 // bytes: a cache line, which must be written whole to be worth it
+
+// copyPast makes the copy past the caches of run, which copies n bytes, where dst and n are multiples of streamAlign.
+func copyPast(run func(dst, src *byte, n int)) func(dst, src []byte) {
+	return func(dst, src []byte) {
+		head := min(len(dst), int(-uintptr(unsafe.Pointer(unsafe.SliceData(dst)))%streamAlign))
+		copy(dst[:head], src)
+		dst, src = dst[head:], src[head:]
+		whole := len(dst) &^ (streamAlign - 1)
+		noteWrite(dst[:whole])
+		noteRead(src[:whole])
+		for i := 0; i < whole; i += stretchBytes {
+			run(at(dst, i), at(src, i), min(stretchBytes, whole-i))
+		}
+		copy(dst[whole:], src[whole:])
+	}
+}

@@ -1,0 +1,6 @@
+//go:build noasm || (!amd64 && !arm64)
+
+package kernel
+
+// levels is empty: there is plain Go alone.
+func levels() []level { return nil }
