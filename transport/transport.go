@@ -107,3 +107,33 @@ type Conn interface {
 	// only as the peer reads them.
 	Flush() error
 }
+
+// Poller is a Mesh whose Control lane can be looked at without a goroutine that waits for each peer: all Conns of that
+// lane are Polled. It is for a loop that answers in less time than it takes to wake somebody.
+//
+// One goroutine looks. While it does, peers send and move on. Before it sleeps it calls Rest, and from then on a peer
+// that sends rings: the mesh calls what OnBell was given.
+type Poller interface {
+	Mesh
+
+	// OnBell sets what is called, by a goroutine of the mesh, when something has arrived on the Control lane, or one of
+	// its Conns has failed, while the looking goroutine rests. It is called once, before the first Rest. ring must not
+	// block. It may be called more often than necessary.
+	OnBell(ring func())
+
+	// Rest says that the caller no longer looks. If it returns false something is there already, and the caller must
+	// not sleep. Looking again needs no call of Wake but is faster after it.
+	Rest() bool
+
+	// Wake says that the caller looks again, so that peers need not ring.
+	Wake()
+}
+
+// Polled is a Conn that its reader can ask for bytes instead of waiting for them.
+type Polled interface {
+	Conn
+
+	// TryRead is Read, but gives 0 and no error where that would wait. It allocates nothing and makes no system call
+	// where nothing has arrived.
+	TryRead(p []byte) (int, error)
+}

@@ -44,7 +44,10 @@ type conn struct {
 }
 
 // Read implements transport.Conn.
-func (c *conn) Read(p []byte) (int, error) { return c.in.read(p) }
+func (c *conn) Read(p []byte) (int, error) { return c.in.read(p, true) }
+
+// TryRead implements transport.Polled.
+func (c *conn) TryRead(p []byte) (int, error) { return c.in.read(p, false) }
 
 // Send implements transport.Conn.
 func (c *conn) Send(p []byte) error { return c.out.send(p) }
@@ -86,11 +89,13 @@ type pipe struct {
 	clock *clock
 	sent  atomic.Uint64
 
+	bell     *bell // of the receiver, if it polls
 	mu       sync.Mutex
 	changed  sync.Cond
 	queue    []piece // from head on unread
 	head     int
 	drops    bool // what is sent is dropped
+	told     bool // the receiver has had its error
 	sender   side
 	receiver side
 }
@@ -156,20 +161,20 @@ func (p *pipe) flush() error {
 	return p.sender.err(p.clock.now())
 }
 
-// read copies under mu: once a call that gives the sender its buffers back has held mu, nobody reads them.
-func (p *pipe) read(b []byte) (int, error) {
+// read copies under mu: once a call that gives the sender its buffers back has held mu, nobody reads them. Unless it is
+// to wait it may give 0 and no error.
+func (p *pipe) read(b []byte, wait bool) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := p.clock.now()
-	for !p.arrived(now) && p.receiver.err(now) == nil && len(b) > 0 {
+	for wait && !p.arrived(now) && p.receiver.err(now) == nil && len(b) > 0 {
 		p.changed.Wait()
 		now = p.clock.now()
 	}
-	if p.receiver.own != nil {
-		return 0, p.receiver.own
-	}
-	if !p.arrived(now) {
-		return 0, p.receiver.err(now)
+	if p.receiver.own != nil || !p.arrived(now) {
+		err := p.receiver.err(now)
+		p.told = err != nil
+		return 0, err
 	}
 	total := 0
 	for total < len(b) && p.arrived(now) {
@@ -193,6 +198,15 @@ func (p *pipe) read(b []byte) (int, error) {
 // arrived reports whether there is something to read. The caller holds mu.
 func (p *pipe) arrived(now time.Duration) bool {
 	return p.head < len(p.queue) && p.queue[p.head].due <= now
+}
+
+// stirs reports whether a read would give bytes, or an error for the first time.
+func (p *pipe) stirs() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now := p.clock.now()
+	err := p.receiver.err(now)
+	return p.receiver.own == nil && p.arrived(now) || err != nil && !p.told
 }
 
 // leave fails the sender with own and, unless other is nil, the receiver with other once it has read all.
@@ -245,6 +259,9 @@ func (p *pipe) empty() { p.queue, p.head = nil, 0 }
 // holds mu.
 func (p *pipe) announce() {
 	p.changed.Broadcast()
+	if p.bell != nil {
+		p.bell.strike()
+	}
 	if p.clock.latency > 0 {
 		time.AfterFunc(p.clock.latency, p.wake)
 	}

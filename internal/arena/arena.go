@@ -1,0 +1,323 @@
+// Package arena is the process's allocator of tensors in memory that other processes can map.
+//
+// It is one per process, as the heap is: tensors outlive engines, and several engines of a process may use one tensor.
+// Memory comes in chunks, each a memfd.Segment, so that peers map few and large things. Tensors are freed explicitly; a
+// tensor that is not freed keeps its chunk for as long as the process lives.
+//
+// Invariants:
+//
+//  1. A chunk is unmapped only when no tensor in it is live. There is no finalizer: who still holds a freed tensor has
+//     the same bug as with free(3).
+//  2. A chunk's ID counts from 1 and is never used again in the process.
+//  3. Watchers hear of a chunk before the Alloc that made it returns, and of its removal after its last tensor was
+//     freed and before it is unmapped.
+package arena
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/memfd"
+)
+
+const (
+	// align is that of tensors, in bytes: a cache line, and a vector of AVX-512.
+	align = 64
+	// chunkBytes is the size of a chunk, except for tensors that are larger.
+	chunkBytes = 64 << 20
+)
+
+// Ref is where a tensor is.
+type Ref struct {
+	// Chunk is the ID of the chunk.
+	Chunk uint32
+	// Offset is that of the first byte in the chunk.
+	Offset int64
+}
+
+// Chunk is a piece of shared memory that holds tensors.
+type Chunk struct {
+	ID      uint32
+	Segment *memfd.Segment
+}
+
+// chunk is a Chunk with its allocation.
+type chunk struct {
+	Chunk
+	bytes []byte
+	live  map[int64]int64 // offset of a tensor to the bytes it takes up, a multiple of align
+	free  []span          // ascending; never two that touch
+	// fresh is where the bytes begin that were never given out and are still zero.
+	fresh int64
+}
+
+// span is a range of a chunk.
+type span struct{ offset, size int64 }
+
+// heap is what the package-level functions work on.
+type heap struct {
+	// growing is held while a chunk is made, which takes long, so that waiting allocations share it. It is taken before
+	// mu.
+	growing sync.Mutex
+
+	mu       sync.Mutex
+	chunks   []*chunk // ascending by ID
+	lastID   uint32
+	live     int64 // bytes of live tensors, rounded up to align
+	watchers []*watcher
+
+	// index is for Find: the chunks ascending by address. It is replaced, not changed.
+	index atomic.Pointer[[]placed]
+}
+
+// placed is the address range of a chunk.
+type placed struct {
+	from, to uintptr
+	id       uint32
+}
+
+type watcher struct {
+	added   func(Chunk)
+	removed func(id uint32)
+}
+
+var process heap
+
+// Alloc returns numBytes of zeroed shared memory, aligned to 64 bytes, that Free takes back. The error is a
+// *memfd.NoMemoryError if there is none.
+//
+// Cost: a few hundred ns and clearing what was used before; if a chunk has to be made, about 20 ms per 64 MiB.
+func Alloc(numBytes int) ([]byte, error) { return process.alloc(numBytes) }
+
+// Free takes back the tensor that begins where b does. It fails if none was allocated there, or it was freed already.
+func Free(b []byte) error { return process.release(b) }
+
+// Find says where b is, if all of it is in one live chunk. It takes no lock, allocates nothing and takes tens of ns. An
+// empty b is found if it has room: by the first byte of its capacity.
+func Find(b []byte) (Ref, bool) { return process.find(b) }
+
+// Watch has added called with every chunk, first those that exist, and removed when one goes. They are called one at a
+// time and under the allocator's lock: they must return soon and call nothing of this package. The Segment of a Chunk
+// may be used until removed returns. After stop has returned neither is running, nor called again.
+func Watch(added func(Chunk), removed func(id uint32)) (stop func()) {
+	return process.watch(added, removed)
+}
+
+// Stats are the number of chunks, their bytes, and those of live tensors, rounded up to 64 each.
+func Stats() (chunks int, mappedBytes, liveBytes int64) { return process.stats() }
+
+func (h *heap) alloc(numBytes int) ([]byte, error) {
+	if numBytes < 0 {
+		return nil, fmt.Errorf("arena: allocate: got %d bytes, want at least 0", numBytes)
+	}
+	size := max(align, (int64(numBytes)+align-1)/align*align) // an empty tensor too has an address of its own
+	if size < int64(numBytes) {
+		return nil, &memfd.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes), Err: errors.New("more than the address space")}
+	}
+	b, dirty := h.take(size)
+	if b == nil {
+		var err error
+		if b, dirty, err = h.grow(size); err != nil {
+			return nil, err
+		}
+	}
+	clear(b[:dirty])
+	return b[:numBytes:max(numBytes, 1)], nil
+}
+
+// take finds size bytes in the chunks there are, the smallest free range that has them, or nil. The first dirty bytes
+// have been used before.
+func (h *heap) take(size int64) (b []byte, dirty int64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var best *chunk
+	at := 0
+	for _, c := range h.chunks {
+		for i, s := range c.free {
+			if s.size >= size && (best == nil || s.size < best.free[at].size) {
+				best, at = c, i
+			}
+		}
+	}
+	if best == nil {
+		return nil, 0
+	}
+	return h.cut(best, at, size)
+}
+
+// cut gives out the first size bytes of a chunk's free range i. The caller holds mu.
+func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
+	s := &c.free[i]
+	offset := s.offset
+	s.offset += size
+	if s.size -= size; s.size == 0 {
+		c.free = slices.Delete(c.free, i, i+1)
+	}
+	c.live[offset] = size
+	h.live += size
+	dirty = min(max(0, c.fresh-offset), size)
+	c.fresh = max(c.fresh, offset+size)
+	return c.bytes[offset : offset+size], dirty
+}
+
+// grow makes a chunk and takes size bytes of it, unless another allocation made room meanwhile.
+func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
+	h.growing.Lock()
+	defer h.growing.Unlock()
+	if b, dirty = h.take(size); b != nil {
+		return b, dirty, nil
+	}
+	seg, err := memfd.Create("gohvd-arena", max(size, chunkBytes))
+	if err != nil {
+		return nil, 0, fmt.Errorf("arena: allocate: %w", err)
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.lastID++
+	c := &chunk{Chunk: Chunk{h.lastID, seg}, bytes: seg.Bytes(), live: make(map[int64]int64)}
+	// What rounding to pages left behind a large tensor is nobody's: a small one there would keep it all.
+	c.free = []span{{0, max(size, chunkBytes)}}
+	h.chunks = append(h.chunks, c)
+	h.reindex()
+	for _, w := range h.watchers {
+		w.added(c.Chunk)
+	}
+	b, dirty = h.cut(c, 0, size)
+	return b, dirty, nil
+}
+
+func (h *heap) release(b []byte) error {
+	unused, err := h.giveBack(b)
+	if unused != nil {
+		// Without the lock, for it takes long: 0.1 s per GiB.
+		err = unused.Segment.Close()
+	}
+	if err != nil {
+		return fmt.Errorf("arena: free: %w", err)
+	}
+	return nil
+}
+
+// giveBack frees the tensor at the start of b. It returns the chunk that this was the last tensor of, if nobody needs it
+// any more.
+func (h *heap) giveBack(b []byte) (unused *chunk, err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	ref, ok := h.find(b[:0])
+	if !ok {
+		return nil, fmt.Errorf("%d bytes at %p are in no arena: not allocated, or freed twice", len(b), unsafe.SliceData(b))
+	}
+	i := slices.IndexFunc(h.chunks, func(c *chunk) bool { return c.ID == ref.Chunk })
+	c := h.chunks[i]
+	size, ok := c.live[ref.Offset]
+	if !ok {
+		return nil, fmt.Errorf("no tensor begins at byte %d of chunk %d: not the start of one, or freed twice", ref.Offset, ref.Chunk)
+	}
+	delete(c.live, ref.Offset)
+	h.live -= size
+	c.giveBack(span{ref.Offset, size})
+	if len(c.live) > 0 || h.keeps(c) {
+		return nil, nil
+	}
+	h.chunks = slices.Delete(h.chunks, i, i+1)
+	h.reindex()
+	for _, w := range h.watchers {
+		w.removed(c.ID)
+	}
+	return c, nil
+}
+
+// giveBack makes s free, in one piece with what is free around it.
+func (c *chunk) giveBack(s span) {
+	i, _ := slices.BinarySearchFunc(c.free, s.offset, func(f span, offset int64) int { return cmp.Compare(f.offset, offset) })
+	from, to := i, i // the free ranges that the new one takes in
+	if i > 0 && c.free[i-1].offset+c.free[i-1].size == s.offset {
+		from--
+		s = span{c.free[from].offset, c.free[from].size + s.size}
+	}
+	if i < len(c.free) && s.offset+s.size == c.free[i].offset {
+		s.size += c.free[i].size
+		to++
+	}
+	c.free = slices.Replace(c.free, from, to, s)
+}
+
+// keeps says whether an empty chunk stays, for the next tensors: one of the standard size does. The caller holds mu.
+func (h *heap) keeps(c *chunk) bool {
+	if len(c.bytes) != chunkBytes {
+		return false
+	}
+	for _, o := range h.chunks {
+		if o != c && len(o.live) == 0 && len(o.bytes) == chunkBytes {
+			return false
+		}
+	}
+	return true
+}
+
+// reindex makes Find see the chunks as they are. The caller holds mu.
+func (h *heap) reindex() {
+	index := make([]placed, 0, len(h.chunks))
+	for _, c := range h.chunks {
+		from := address(c.bytes)
+		index = append(index, placed{from, from + uintptr(len(c.bytes)), c.ID})
+	}
+	slices.SortFunc(index, func(a, b placed) int { return cmp.Compare(a.from, b.from) })
+	h.index.Store(&index)
+}
+
+func address(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }
+
+func (h *heap) find(b []byte) (Ref, bool) {
+	index := h.index.Load()
+	if index == nil || cap(b) == 0 {
+		return Ref{}, false
+	}
+	at := address(b)
+	// The last chunk that begins at or before b. Written out: a search with a closure takes twice as long.
+	lo, hi := 0, len(*index)
+	for lo < hi {
+		if mid := int(uint(lo+hi) / 2); (*index)[mid].from <= at {
+			lo = mid + 1
+		} else {
+			hi = mid
+		}
+	}
+	if lo == 0 {
+		return Ref{}, false
+	}
+	p := &(*index)[lo-1]
+	if at >= p.to || uintptr(len(b)) > p.to-at {
+		return Ref{}, false
+	}
+	return Ref{p.id, int64(at - p.from)}, true
+}
+
+func (h *heap) watch(added func(Chunk), removed func(id uint32)) (stop func()) {
+	w := &watcher{added, removed}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, c := range h.chunks {
+		added(c.Chunk)
+	}
+	h.watchers = append(h.watchers, w)
+	return func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.watchers = slices.DeleteFunc(h.watchers, func(o *watcher) bool { return o == w })
+	}
+}
+
+func (h *heap) stats() (chunks int, mappedBytes, liveBytes int64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, c := range h.chunks {
+		mappedBytes += int64(len(c.bytes))
+	}
+	return len(h.chunks), mappedBytes, h.live
+}

@@ -1,0 +1,420 @@
+package arena
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/memfd"
+)
+
+func mustAlloc(t testing.TB, h *heap, n int) []byte {
+	t.Helper()
+	b, err := h.alloc(n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func mustFree(t testing.TB, h *heap, b []byte) {
+	t.Helper()
+	if err := h.release(b); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// drain frees the chunk that a heap of a test keeps.
+func drain(t testing.TB, h *heap) {
+	t.Helper()
+	chunks, mapped, live := h.stats()
+	if live != 0 || chunks > 1 || mapped > chunkBytes {
+		t.Errorf("at the end: got %d chunks of %d bytes, %d in use", chunks, mapped, live)
+	}
+	for _, c := range h.chunks {
+		if err := c.Segment.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func newHeap(t testing.TB) *heap {
+	h := &heap{}
+	t.Cleanup(func() { drain(t, h) })
+	return h
+}
+
+func TestAlloc(t *testing.T) {
+	h := newHeap(t)
+	for _, n := range []int{0, 1, 63, 64, 65, 1000, chunkBytes - 1, chunkBytes, chunkBytes + 1} {
+		b := mustAlloc(t, h, n)
+		if len(b) != n || cap(b) != max(n, 1) || address(b)%align != 0 {
+			t.Errorf("%d bytes: got %d of %d at %#x", n, len(b), cap(b), address(b))
+		}
+		if !bytes.Equal(b, make([]byte, n)) {
+			t.Errorf("%d bytes: not zeroed", n)
+		}
+		if _, ok := h.find(b); !ok {
+			t.Errorf("%d bytes: not found", n)
+		}
+		mustFree(t, h, b)
+		if err := h.release(b); err == nil {
+			t.Errorf("%d bytes: freed twice", n)
+		}
+	}
+	if _, err := h.alloc(-1); err == nil {
+		t.Error("got a negative size")
+	}
+	for _, n := range []int{1 << 50, 1<<63 - 1} {
+		_, err := h.alloc(n)
+		var none *memfd.NoMemoryError
+		if !errors.As(err, &none) || none.NeedBytes < int64(n) {
+			t.Errorf("%d bytes: got %v, want a *NoMemoryError", n, err)
+		}
+	}
+}
+
+// Random allocations never overlap, are zero, keep their bytes, and are found where they are, against a plain account.
+func TestModel(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	h := newHeap(t)
+	type tensor struct {
+		b    []byte
+		mark byte
+	}
+	var live []tensor
+	spans := make(map[Ref]int64)
+	for step := range 1500 {
+		if r.IntN(2) == 0 && len(live) < 60 {
+			n := r.IntN(5000)
+			switch r.IntN(100) {
+			case 0:
+				n = r.IntN(80 << 20)
+			case 1, 2, 3:
+				n = r.IntN(20 << 20)
+			}
+			b := mustAlloc(t, h, n)
+			for i := 0; i < n; i += max(1, n/5000) {
+				if b[i] != 0 {
+					t.Fatalf("step %d: byte %d of %d is %d, want 0", step, i, n, b[i])
+				}
+			}
+			at, ok := h.find(b)
+			if !ok {
+				t.Fatalf("step %d: %d bytes not found", step, n)
+			}
+			for o, size := range spans {
+				if o.Chunk == at.Chunk && at.Offset < o.Offset+max(size, 1) && o.Offset < at.Offset+max(int64(n), 1) {
+					t.Fatalf("step %d: %d bytes at %v overlap %d at %v", step, n, at, size, o)
+				}
+			}
+			spans[at] = int64(n)
+			mark := byte(1 + r.IntN(255))
+			for i := range b {
+				b[i] = mark
+			}
+			live = append(live, tensor{b, mark})
+		} else if len(live) > 0 {
+			i := r.IntN(len(live))
+			x := live[i]
+			live = slices.Delete(live, i, i+1)
+			if n := len(x.b); n > 0 && (x.b[0] != x.mark || x.b[n-1] != x.mark || x.b[n/2] != x.mark) {
+				t.Fatalf("step %d: a tensor of %d bytes has changed", step, n)
+			}
+			at, _ := h.find(x.b)
+			delete(spans, at)
+			mustFree(t, h, x.b)
+		}
+		var want int64
+		for _, x := range live {
+			want += max(align, (int64(len(x.b))+align-1)/align*align)
+		}
+		chunks, _, got := h.stats()
+		if got != want {
+			t.Fatalf("step %d: %d bytes are live, want %d", step, got, want)
+		}
+		used := make(map[uint32]bool)
+		for at := range spans {
+			used[at.Chunk] = true
+		}
+		if chunks > len(used)+1 {
+			t.Fatalf("step %d: %d chunks for tensors in %d", step, chunks, len(used))
+		}
+	}
+	for _, x := range live {
+		mustFree(t, h, x.b)
+	}
+}
+
+// Freed ranges come together again, in whichever order they are freed, so that the chunk can be given out whole.
+func TestCoalesce(t *testing.T) {
+	h := newHeap(t)
+	for _, order := range [][]int{{0, 1, 2, 3}, {3, 2, 1, 0}, {0, 2, 1, 3}, {1, 3, 0, 2}} {
+		var parts [][]byte
+		for range order {
+			parts = append(parts, mustAlloc(t, h, chunkBytes/4))
+		}
+		for _, i := range order {
+			mustFree(t, h, parts[i])
+		}
+		whole := mustAlloc(t, h, chunkBytes)
+		if chunks, _, _ := h.stats(); chunks != 1 {
+			t.Errorf("order %v: got %d chunks, want 1", order, chunks)
+		}
+		mustFree(t, h, whole)
+	}
+}
+
+// The smallest range that suffices is used, so that large ones stay whole.
+func TestBestFit(t *testing.T) {
+	h := newHeap(t)
+	small, wall := mustAlloc(t, h, 4096), mustAlloc(t, h, 64)
+	mustFree(t, h, small)
+	again := mustAlloc(t, h, 4096)
+	if address(again) != address(small) {
+		t.Error("a range that fits was not used")
+	}
+	mustFree(t, h, again)
+	mustFree(t, h, wall)
+}
+
+func TestFreeChecks(t *testing.T) {
+	h := newHeap(t)
+	b := mustAlloc(t, h, 1000)
+	for name, wrong := range map[string][]byte{
+		"inside": b[64:], "off by one": b[1:], "elsewhere": make([]byte, 64), "nil": nil, "behind": b[:1000:1000][1000:],
+	} {
+		if err := h.release(wrong); err == nil {
+			t.Errorf("%s: freed", name)
+		}
+	}
+	mustFree(t, h, b[:10]) // it begins there
+}
+
+func TestFind(t *testing.T) {
+	h := newHeap(t)
+	if _, ok := h.find(make([]byte, 10)); ok {
+		t.Error("found in an empty heap")
+	}
+	a, b := mustAlloc(t, h, 1000), mustAlloc(t, h, chunkBytes)
+	atA, _ := h.find(a)
+	atB, _ := h.find(b)
+	if atA.Chunk == atB.Chunk || atA.Chunk == 0 || atB.Chunk == 0 {
+		t.Errorf("got chunks %d and %d, want two", atA.Chunk, atB.Chunk)
+	}
+	for off := range 1000 {
+		want := Ref{atA.Chunk, atA.Offset + int64(off)}
+		if at, ok := h.find(a[off:]); !ok || at != want {
+			t.Fatalf("from byte %d: got %v, %v, want %v", off, at, ok, want)
+		}
+	}
+	chunk := h.chunks[1].bytes
+	for name, c := range map[string]struct {
+		b  []byte
+		ok bool
+	}{
+		"whole": {chunk, true}, "last": {chunk[len(chunk)-1:], true}, "empty": {chunk[:0], true},
+		"heap": {make([]byte, 1), false}, "nil": {nil, false},
+	} {
+		if at, ok := h.find(c.b); ok != c.ok || ok && at.Chunk != atB.Chunk {
+			t.Errorf("%s: got %v, %v, want %v", name, at, ok, c.ok)
+		}
+	}
+	// A slice that ends one byte behind the chunk; nothing reads it.
+	if _, ok := h.find(beyond(chunk)); ok {
+		t.Error("found a slice that is not all in the chunk")
+	}
+	mustFree(t, h, a)
+	mustFree(t, h, b)
+	if n := testing.AllocsPerRun(100, func() { h.find(chunk) }); n != 0 {
+		t.Errorf("find: got %v allocations, want none", n)
+	}
+}
+
+// The kept chunk is the only empty one; IDs are not used again, and the memory and file of a chunk end with it.
+func TestChunks(t *testing.T) {
+	h := newHeap(t)
+	before := openFiles(t)
+	var got []uint32
+	for range 3 {
+		a, b, large := mustAlloc(t, h, chunkBytes), mustAlloc(t, h, chunkBytes), mustAlloc(t, h, chunkBytes+1)
+		if n := openFiles(t); n != before+3 {
+			t.Errorf("got %d open files, want %d", n, before+3)
+		}
+		for _, x := range [][]byte{a, b, large} {
+			at, _ := h.find(x)
+			got = append(got, at.Chunk)
+		}
+		mustFree(t, h, large)
+		if chunks, mapped, _ := h.stats(); chunks != 2 || mapped != 2*chunkBytes {
+			t.Errorf("after freeing the large one: got %d chunks of %d bytes, want 2", chunks, mapped)
+		}
+		mustFree(t, h, a)
+		mustFree(t, h, b)
+		if chunks, mapped, live := h.stats(); chunks != 1 || mapped != chunkBytes || live != 0 {
+			t.Errorf("after freeing all: got %d chunks of %d bytes with %d live, want one", chunks, mapped, live)
+		}
+		if n := openFiles(t); n != before+1 {
+			t.Errorf("got %d open files, want %d", n, before+1)
+		}
+	}
+	// a is freed first and its chunk kept.
+	if want := []uint32{1, 2, 3, 1, 4, 5, 1, 6, 7}; !slices.Equal(got, want) {
+		t.Errorf("got chunks %v, want %v", got, want)
+	}
+}
+
+func openFiles(t *testing.T) int {
+	t.Helper()
+	fds, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(fds)
+}
+
+func TestWatch(t *testing.T) {
+	h := newHeap(t)
+	first := mustAlloc(t, h, chunkBytes)
+	var log []string
+	stop := h.watch(
+		func(c Chunk) {
+			if len(c.Segment.Bytes()) < chunkBytes {
+				t.Errorf("chunk %d has %d bytes", c.ID, len(c.Segment.Bytes()))
+			}
+			log = append(log, fmt.Sprintf("+%d", c.ID))
+		},
+		func(id uint32) { log = append(log, fmt.Sprintf("-%d", id)) },
+	)
+	expect := func(what, want string) {
+		t.Helper()
+		if got := strings.Join(log, " "); got != want {
+			t.Errorf("%s: heard %q, want %q", what, got, want)
+		}
+		log = nil
+	}
+	expect("watch", "+1")
+	second := mustAlloc(t, h, chunkBytes)
+	expect("alloc", "+2")
+	small := mustAlloc(t, h, 1)
+	expect("alloc of another", "+3")
+	mustFree(t, h, first)
+	expect("free", "")
+	mustFree(t, h, second)
+	expect("free of the second", "-2")
+	stop()
+	third := mustAlloc(t, h, chunkBytes+1)
+	mustFree(t, h, third)
+	mustFree(t, h, small)
+	expect("after stop", "")
+}
+
+// Alloc, Free, Find and Watch at once: no tensor is given out twice, and whoever watches knows all chunks in use.
+func TestConcurrent(t *testing.T) {
+	h := newHeap(t)
+	known := make(map[uint32]bool)
+	var mu sync.Mutex
+	stop := h.watch(
+		func(c Chunk) { mu.Lock(); known[c.ID] = true; mu.Unlock() },
+		func(id uint32) { mu.Lock(); delete(known, id); mu.Unlock() },
+	)
+	defer stop()
+	var wg sync.WaitGroup
+	for g := range 4 {
+		wg.Go(func() {
+			r := rand.New(rand.NewPCG(uint64(g), 0))
+			for range 300 {
+				n := 1 + r.IntN(100_000)
+				if r.IntN(30) == 0 {
+					n = 30 << 20
+				}
+				b, err := h.alloc(n)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				at, ok := h.find(b)
+				mu.Lock()
+				if !ok || !known[at.Chunk] {
+					t.Errorf("chunk %d was not announced", at.Chunk)
+				}
+				mu.Unlock()
+				for i := range min(n, 1000) {
+					if b[i] != 0 {
+						t.Error("not zeroed")
+						return
+					}
+					b[i] = byte(g + 1)
+				}
+				for i := range min(n, 1000) {
+					if b[i] != byte(g+1) {
+						t.Error("given out twice")
+						return
+					}
+				}
+				if err := h.release(b); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// The package's functions work on one heap.
+func TestProcess(t *testing.T) {
+	b, err := Alloc(100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	heard := 0
+	stop := Watch(func(Chunk) { heard++ }, func(uint32) {})
+	defer stop()
+	at, ok := Find(b)
+	chunks, mapped, live := Stats()
+	if !ok || at.Chunk == 0 || chunks != 1 || heard != 1 || mapped != chunkBytes || live != 128 {
+		t.Errorf("got %v, %v, %d chunks of %d bytes with %d live, heard of %d", at, ok, chunks, mapped, live, heard)
+	}
+	if err := Free(b); err != nil {
+		t.Error(err)
+	}
+}
+
+func BenchmarkFind(b *testing.B) {
+	h := &heap{}
+	var all [][]byte
+	for range 4 {
+		all = append(all, mustAlloc(b, h, chunkBytes))
+	}
+	for b.Loop() {
+		if _, ok := h.find(all[2]); !ok {
+			b.Fatal("not found")
+		}
+	}
+	b.StopTimer()
+	for _, x := range all {
+		mustFree(b, h, x)
+	}
+	drain(b, h)
+}
+
+func BenchmarkAllocFree(b *testing.B) {
+	h := &heap{}
+	b.ReportAllocs()
+	for b.Loop() {
+		mustFree(b, h, mustAlloc(b, h, 4096))
+	}
+	b.StopTimer()
+	drain(b, h)
+}
+
+func beyond(b []byte) []byte { return unsafe.Slice(unsafe.SliceData(b), len(b)+1) }

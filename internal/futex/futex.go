@@ -1,0 +1,50 @@
+// Package futex waits for words in memory that processes share.
+//
+// The futexes are shared ones: waiter and waker may be different processes and may have mapped the page at different
+// addresses, the one that waits read-only. The word must not be in private memory of a read-only mapping.
+//
+// Invariants a user relies on:
+//
+//  1. Wait looks at the word after it has queued itself. A waker that changes the word first and calls Wake then wakes
+//     every waiter that saw the old value.
+//  2. A return of Wait says nothing: the caller looks again.
+package futex
+
+import (
+	"syscall"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Operations of futex(2), without FUTEX_PRIVATE_FLAG.
+const (
+	opWait = 0
+	opWake = 1
+)
+
+// maxWake is the number of waiters that a Wake wakes at most: all, since the kernel counts in an int32.
+const maxWake = 1<<31 - 1
+
+// Wait sleeps while *addr is val, until a Wake, or for at most d. It returns at once if *addr is something else or d is
+// not positive, and may return for no reason. It holds a thread while it sleeps, but no P.
+func Wait(addr *uint32, val uint32, d time.Duration) {
+	if d <= 0 {
+		return
+	}
+	ts := unix.NsecToTimespec(int64(d))
+	// Every outcome, whatever the error, has the caller look again: the word differs, time is up, a signal came.
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), opWait, uintptr(val), uintptr(unsafe.Pointer(&ts)), 0, 0)
+}
+
+// Wake wakes all who wait for addr, in all processes that map its page. It does not sleep; it costs a system call, also
+// when nobody waits.
+func Wake(addr *uint32) {
+	// It can fail only for an address that is not mapped, and then nobody waits.
+	_, _, _ = unix.RawSyscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), opWake, maxWake, 0, 0, 0)
+}
+
+// Yield lets another thread of this core run, if one is ready. It keeps the P, so that goroutines of this process do
+// not run meanwhile on it; runtime.Gosched is for those.
+func Yield() { _, _, _ = syscall.RawSyscall(syscall.SYS_SCHED_YIELD, 0, 0, 0) }

@@ -1,0 +1,248 @@
+package futex_test
+
+import (
+	"os"
+	"os/exec"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/futex"
+)
+
+const (
+	never    = time.Hour // a wait that this ends is a failure of the test's timeout
+	pageSize = 4096
+)
+
+// TestMain is also the other process of TestProcesses.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == "wake" {
+		b, err := mapFD(3, unix.PROT_READ) // the waker needs not write either
+		if err != nil {
+			panic(err)
+		}
+		words := word(b)
+		for atomic.LoadUint32(words) != 1 {
+			futex.Wait(words, 0, never)
+		}
+		w, err := mapFD(4, unix.PROT_READ|unix.PROT_WRITE)
+		if err != nil {
+			panic(err)
+		}
+		atomic.StoreUint32(word(w), 1)
+		futex.Wake(word(w))
+		return
+	}
+	os.Exit(m.Run())
+}
+
+func word(b []byte) *uint32 { return (*uint32)(unsafe.Pointer(unsafe.SliceData(b))) }
+
+func mapFD(fd, prot int) ([]byte, error) {
+	return unix.Mmap(fd, 0, pageSize, prot, unix.MAP_SHARED)
+}
+
+// page is a new page of shared memory, as many mappings of it as prots, and its file.
+func page(t *testing.T, prots ...int) ([]*uint32, *os.File) {
+	t.Helper()
+	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "test")
+	t.Cleanup(func() { f.Close() })
+	if err := f.Truncate(pageSize); err != nil {
+		t.Fatal(err)
+	}
+	var words []*uint32
+	for _, prot := range prots {
+		b, err := mapFD(fd, prot)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := unix.Munmap(b); err != nil {
+				t.Error(err)
+			}
+		})
+		words = append(words, word(b))
+	}
+	return words, f
+}
+
+const (
+	readOnly  = unix.PROT_READ
+	readWrite = unix.PROT_READ | unix.PROT_WRITE
+)
+
+func waitFor(t *testing.T, what string, done func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !done(); futex.Yield() {
+		if time.Now().After(end) {
+			t.Fatal(what)
+		}
+	}
+}
+
+// Waiters through a read-only mapping are woken through another mapping, all of them, also a read-only one.
+func TestMappings(t *testing.T) {
+	for _, waker := range []int{readOnly, readWrite} {
+		words, _ := page(t, readWrite, readOnly, waker)
+		const waiters = 3
+		var returned atomic.Int32
+		for range waiters {
+			go func() {
+				for atomic.LoadUint32(words[1]) == 0 {
+					futex.Wait(words[1], 0, never)
+				}
+				returned.Add(1)
+			}()
+		}
+		// Nothing shows that a thread sleeps, so this may also find some that have not begun; it passes either way, and
+		// fails if a sleeper is not woken.
+		for range 1000 {
+			futex.Yield()
+		}
+		atomic.StoreUint32(words[0], 1)
+		futex.Wake(words[2])
+		waitFor(t, "a waiter was not woken", func() bool { return returned.Load() == waiters })
+	}
+}
+
+// Two processes wake each other, by pages that each maps only to read where it waits.
+func TestProcesses(t *testing.T) {
+	here, toChild := page(t, readWrite)
+	there, toParent := page(t, readOnly)
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(exe, "wake")
+	var out strings.Builder
+	cmd.Stderr = &out
+	cmd.ExtraFiles = []*os.File{toChild, toParent}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	for range 1000 {
+		futex.Yield()
+	}
+	atomic.StoreUint32(here[0], 1)
+	futex.Wake(here[0])
+	for atomic.LoadUint32(there[0]) == 0 {
+		futex.Wait(there[0], 0, never)
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Fatalf("%v\n%s", err, out.String())
+	}
+}
+
+func TestWaitReturns(t *testing.T) {
+	words, _ := page(t, readWrite)
+	futex.Wait(words[0], 1, never) // it differs
+	futex.Wait(words[0], 0, 0)
+	futex.Wait(words[0], 0, -time.Second)
+	const d = 20 * time.Millisecond
+	began := time.Now()
+	for time.Since(began) < d { // it may return early
+		futex.Wait(words[0], 0, d)
+	}
+	if took := time.Since(began); took > 10*time.Second {
+		t.Errorf("a wait of %v took %v", d, took)
+	}
+	// One wait sleeps at least once: many that return at once would be a spin.
+	began = time.Now()
+	waits := 0
+	for time.Since(began) < d {
+		futex.Wait(words[0], 0, d)
+		waits++
+	}
+	if waits > 100 {
+		t.Errorf("got %d waits in %v, want them to sleep", waits, d)
+	}
+	futex.Wake(words[0]) // nobody waits
+}
+
+// Of two threads that each store a word, then load the other's, one sees the other's store. The words are plain and the
+// threads meet before each round, so that amd64 too would reorder them without Fence.
+func TestFence(t *testing.T) {
+	if raceEnabled {
+		t.Skip("plain words, on purpose")
+	}
+	const rounds = 200_000
+	var words [2]struct {
+		v, saw uint32
+		_      [120]byte
+	}
+	var arrived atomic.Uint32
+	meet := func(n uint32) {
+		arrived.Add(1)
+		for spins := 0; arrived.Load() < n; spins++ {
+			if spins > 1000 {
+				futex.Yield()
+			}
+		}
+	}
+	missed := 0
+	run := func(me int) {
+		for i := uint32(0); i < rounds; i++ {
+			meet(4*i + 2)
+			words[me].v = i + 1
+			futex.Fence()
+			words[me].saw = words[1-me].v
+			meet(4*i + 4)
+			if me == 0 && words[0].saw != i+1 && words[1].saw != i+1 {
+				missed++
+			}
+		}
+	}
+	done := make(chan struct{})
+	go func() { run(1); close(done) }()
+	run(0)
+	<-done
+	if missed > 0 {
+		t.Errorf("in %d of %d rounds neither saw the other's store", missed, rounds)
+	}
+}
+
+func TestPause(t *testing.T) {
+	took := func(n int) time.Duration {
+		least := time.Hour
+		for range 10 {
+			began := time.Now()
+			futex.Pause(n)
+			least = min(least, time.Since(began))
+		}
+		return least
+	}
+	futex.Pause(0)
+	futex.Pause(-1)
+	if few, many := took(1000), took(100_000); many < 10*few {
+		t.Errorf("1000 pauses took %v, 100000 took %v", few, many)
+	}
+}
+
+func TestAllocatesNothing(t *testing.T) {
+	words, _ := page(t, readWrite)
+	if n := testing.AllocsPerRun(100, func() {
+		futex.Wait(words[0], 1, never)
+		futex.Wake(words[0])
+		futex.Yield()
+		futex.Pause(1)
+		futex.Fence()
+	}); n != 0 {
+		t.Errorf("got %v allocations, want none", n)
+	}
+}
+
+func BenchmarkPause(b *testing.B) { futex.Pause(b.N) }
+func BenchmarkFence(b *testing.B) {
+	for range b.N {
+		futex.Fence()
+	}
+}

@@ -1,0 +1,5 @@
+//go:build race
+
+package futex_test
+
+const raceEnabled = true

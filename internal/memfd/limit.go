@@ -1,0 +1,153 @@
+package memfd
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// checkLimits says which limit a segment of need bytes would break, as far as that can be known before. The kernel does
+// not fail an allocation beyond a cgroup's limit or the machine's memory: it kills somebody.
+func checkLimits(need int64) error {
+	var files unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &files); err == nil && uint64(need) > files.Cur {
+		return fmt.Errorf("files are limited to %d bytes (RLIMIT_FSIZE, ulimit -f)", files.Cur)
+	}
+	if err := machine("/proc/meminfo").check(need); err != nil {
+		return err
+	}
+	return cgroups{"/proc/self/cgroup", "/sys/fs/cgroup"}.check(need)
+}
+
+// explain adds to an error of the kernel what it may mean.
+func explain(err error) error {
+	switch {
+	case errors.Is(err, unix.EFBIG):
+		return fmt.Errorf("the limit for files (RLIMIT_FSIZE, ulimit -f): %w", err)
+	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.ENOMEM):
+		return fmt.Errorf("the machine has no more memory, or does not allow more: %w", err)
+	default:
+		return fmt.Errorf("fallocate: %w", err)
+	}
+}
+
+// machine is the path of the kernel's account of the whole memory.
+type machine string
+
+// check says whether the machine lacks need bytes. Where that is not known it does not say so.
+func (m machine) check(need int64) error {
+	text, err := os.ReadFile(string(m))
+	if err != nil {
+		return nil // no /proc: the kernel will say, in its way
+	}
+	available, known := field(string(text), "MemAvailable:")
+	swap, _ := field(string(text), "SwapFree:")
+	if left := (available + swap) << 10; known && need > left {
+		return fmt.Errorf("the machine has %d bytes left", left)
+	}
+	return nil
+}
+
+// cgroups are the paths by which this process's cgroups are found: the file that names them, and where their
+// hierarchies are mounted.
+type cgroups struct{ self, mount string }
+
+// files are the names of a memory controller's files, of which version 1 and 2 have different ones.
+type files struct {
+	limit, usage string
+	// cache are the fields of memory.stat that count pages which the kernel takes back when it needs them: files that
+	// were read. Without them a job that has read its data would seem to have no memory left.
+	cache []string
+}
+
+var (
+	version1 = files{"memory.limit_in_bytes", "memory.usage_in_bytes", []string{"total_inactive_file", "total_active_file"}}
+	version2 = files{"memory.max", "memory.current", []string{"inactive_file", "active_file"}}
+)
+
+// check says which cgroup of this process lacks need bytes, itself or one above it. What cannot be read limits nothing.
+func (c cgroups) check(need int64) error {
+	text, err := os.ReadFile(c.self)
+	if err != nil {
+		return nil
+	}
+	for line := range strings.Lines(string(text)) {
+		// hierarchy-ID:controllers:path, where version 2 has ID 0 and no controllers (cgroups(7)).
+		part := strings.SplitN(strings.TrimSuffix(line, "\n"), ":", 3)
+		if len(part) != 3 {
+			continue
+		}
+		roots, names := []string{"memory"}, version1
+		if part[0] == "0" {
+			roots, names = []string{".", "unified"}, version2
+		} else if !strings.Contains(","+part[1]+",", ",memory,") {
+			continue
+		}
+		for _, root := range roots {
+			if err := names.check(filepath.Join(c.mount, root), part[2], need); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// check looks at the cgroup called path of the hierarchy at root, and at all above it. Seen from inside a container
+// path may be that of the host, which is not there; then root itself is the container's.
+func (f files) check(root, path string, need int64) error {
+	for path = filepath.Clean("/" + path); ; path = filepath.Dir(path) {
+		if err := f.checkOne(filepath.Join(root, path), need); err != nil {
+			return err
+		}
+		if path == "/" {
+			return nil
+		}
+	}
+}
+
+func (f files) checkOne(dir string, need int64) error {
+	limit, limited := number(filepath.Join(dir, f.limit))
+	usage, known := number(filepath.Join(dir, f.usage))
+	if !limited || !known {
+		return nil
+	}
+	left := limit - usage
+	if stat, err := os.ReadFile(filepath.Join(dir, "memory.stat")); err == nil {
+		for _, name := range f.cache {
+			cached, _ := field(string(stat), name)
+			left += cached
+		}
+	}
+	if left = max(0, left); need > left {
+		return fmt.Errorf("the cgroup has %d bytes left of %d (%s)", left, limit, filepath.Join(dir, f.limit))
+	}
+	return nil
+}
+
+// number is what a file holds, if that is a number; "max" is none.
+func number(file string) (int64, bool) {
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return 0, false
+	}
+	n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64)
+	return n, err == nil
+}
+
+// field is the number behind name at the start of a line of text.
+func field(text, name string) (int64, bool) {
+	for line := range strings.Lines(text) {
+		words := strings.Fields(line)
+		if len(words) < 2 || words[0] != name {
+			continue
+		}
+		n, err := strconv.ParseInt(words[1], 10, 64)
+		return n, err == nil
+	}
+	return 0, false
+}

@@ -1,0 +1,270 @@
+package memfd_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"runtime/debug"
+	"strconv"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/memfd"
+)
+
+// TestMain is also the process of TestFileLimit that runs under a limit.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 2 && os.Args[1] == "create" {
+		n, err := strconv.ParseInt(os.Args[2], 10, 64)
+		if err != nil {
+			panic(err)
+		}
+		_, err = memfd.Create("child", n)
+		var none *memfd.NoMemoryError
+		fmt.Println(errors.As(err, &none), err)
+		return
+	}
+	os.Exit(m.Run())
+}
+
+func create(t *testing.T, n int64) *memfd.Segment {
+	t.Helper()
+	s, err := memfd.Create("test", n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+func mapped(t *testing.T, fd int) *memfd.Segment {
+	t.Helper()
+	s, err := memfd.Map(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+func TestSizes(t *testing.T) {
+	page := int64(os.Getpagesize())
+	for _, n := range []int64{1, page - 1, page, page + 1, 4<<20 - 1, 4<<20 + 1, 9 << 20} {
+		s := create(t, n)
+		want := (n + page - 1) / page * page
+		if got := int64(len(s.Bytes())); got != want {
+			t.Errorf("%d bytes: got %d, want %d", n, got, want)
+		}
+		var st unix.Stat_t
+		if err := unix.Fstat(s.FD(), &st); err != nil {
+			t.Fatal(err)
+		}
+		// Blocks are of 512 bytes whatever the file's.
+		if st.Size != want || st.Blocks*512 < want {
+			t.Errorf("%d bytes: the file has %d bytes and %d allocated, want %d", n, st.Size, st.Blocks*512, want)
+		}
+		for i, b := range s.Bytes() {
+			if b != 0 {
+				t.Fatalf("%d bytes: byte %d is %d, want 0", n, i, b)
+			}
+		}
+		peer := mapped(t, s.FD())
+		if len(peer.Bytes()) != len(s.Bytes()) || peer.FD() != -1 {
+			t.Errorf("%d bytes: the peer maps %d and has descriptor %d", n, len(peer.Bytes()), peer.FD())
+		}
+		s.Bytes()[0], s.Bytes()[n-1] = 17, 18
+		if peer.Bytes()[n-1] != 18 || n > 1 && peer.Bytes()[0] != 17 {
+			t.Errorf("%d bytes: the peer does not see what was written", n)
+		}
+	}
+}
+
+// A peer can neither write nor change the size, nor take the pages out, nor add seals.
+func TestPeerMayOnlyRead(t *testing.T) {
+	s := create(t, 2*int64(os.Getpagesize()))
+	s.Bytes()[0] = 1
+	peer := mapped(t, s.FD())
+	if _, err := unix.Mmap(s.FD(), 0, len(s.Bytes()), unix.PROT_WRITE, unix.MAP_SHARED); err != unix.EPERM {
+		t.Errorf("map to write: got %v, want %v", err, unix.EPERM)
+	}
+	if err := unix.Mprotect(peer.Bytes(), unix.PROT_READ|unix.PROT_WRITE); err != unix.EACCES {
+		t.Errorf("make the mapping writable: got %v, want %v", err, unix.EACCES)
+	}
+	for _, size := range []int64{0, 1 << 30} {
+		if err := unix.Ftruncate(s.FD(), size); err != unix.EPERM {
+			t.Errorf("truncate to %d: got %v, want %v", size, err, unix.EPERM)
+		}
+	}
+	const punch = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
+	if err := unix.Fallocate(s.FD(), punch, 0, int64(len(s.Bytes()))); err != unix.EPERM {
+		t.Errorf("punch a hole: got %v, want %v", err, unix.EPERM)
+	}
+	if _, err := unix.Pwrite(s.FD(), []byte{2}, 0); err != unix.EPERM {
+		t.Errorf("write: got %v, want %v", err, unix.EPERM)
+	}
+	if _, err := unix.FcntlInt(uintptr(s.FD()), unix.F_ADD_SEALS, unix.F_SEAL_WRITE); err != unix.EPERM {
+		t.Errorf("add a seal: got %v, want %v", err, unix.EPERM)
+	}
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
+	func() {
+		defer func() {
+			if recover() == nil {
+				t.Error("writing through the peer's mapping did not fault")
+			}
+		}()
+		peer.Bytes()[0] = 3
+	}()
+	if s.Bytes()[0] != 1 {
+		t.Errorf("got %d, want 1", s.Bytes()[0])
+	}
+}
+
+// What is not sealed, or has no whole pages, is refused; the descriptor stays the caller's.
+func TestMapChecks(t *testing.T) {
+	file := func(size int64, seals int) int {
+		fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := unix.Close(fd); err != nil {
+				t.Error(err)
+			}
+		})
+		if err := unix.Ftruncate(fd, size); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+			t.Fatal(err)
+		}
+		return fd
+	}
+	page := int64(os.Getpagesize())
+	pipe, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pipe.Close()
+	defer w.Close()
+	for name, fd := range map[string]int{
+		"no seals": file(page, 0), "seal against growing": file(page, unix.F_SEAL_GROW),
+		"empty": file(0, unix.F_SEAL_SHRINK), "no whole pages": file(page+1, unix.F_SEAL_SHRINK),
+		"no memfd": int(pipe.Fd()), "not open": -1,
+	} {
+		if s, err := memfd.Map(fd); err == nil {
+			t.Errorf("%s: got %d bytes, want an error", name, len(s.Bytes()))
+		}
+	}
+	mapped(t, file(page, unix.F_SEAL_SHRINK))
+}
+
+func TestClose(t *testing.T) {
+	before := openFiles(t)
+	s, err := memfd.Create("test", 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fd, err := unix.Dup(s.FD())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	peer, err := memfd.Map(fd) // it lives on in whoever has it
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := peer.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := unix.Close(fd); err != nil {
+		t.Error(err)
+	}
+	if n := openFiles(t); n != before {
+		t.Errorf("got %d open files, want %d", n, before)
+	}
+}
+
+func openFiles(t *testing.T) int {
+	t.Helper()
+	fds, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(fds)
+}
+
+// A blanked mapping reads as zeros and no longer shows its file, which is the owner's alone.
+func TestBlank(t *testing.T) {
+	s := create(t, 3*int64(os.Getpagesize()))
+	for i := range s.Bytes() {
+		s.Bytes()[i] = 5
+	}
+	peer := mapped(t, s.FD())
+	if err := peer.Blank(); err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(peer.Bytes(), make([]byte, len(peer.Bytes()))) {
+		t.Error("the blanked mapping has bytes that are not 0")
+	}
+	if s.Bytes()[0] != 5 {
+		t.Error("blanking changed the file")
+	}
+}
+
+func TestImpossibleSizes(t *testing.T) {
+	before := openFiles(t)
+	for _, n := range []int64{0, -1} {
+		if _, err := memfd.Create("test", n); err == nil {
+			t.Errorf("%d bytes: got no error", n)
+		}
+	}
+	for _, n := range []int64{1 << 50, 1<<63 - 1} {
+		_, err := memfd.Create("huge", n)
+		var none *memfd.NoMemoryError
+		if !errors.As(err, &none) || none.NeedBytes < n || none.What != "huge" {
+			t.Errorf("%d bytes: got %v, want a *NoMemoryError with the size", n, err)
+		}
+	}
+	if got := openFiles(t); got != before {
+		t.Errorf("got %d open files, want %d", got, before)
+	}
+}
+
+// Under ulimit -f there is an error with the size and the limit, and no signal that kills.
+func TestFileLimit(t *testing.T) {
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		n    int64
+		want string
+	}{
+		{1 << 20, "false <nil>\n"},
+		{1<<20 + 1, fmt.Sprintf("true memfd: child: no %d bytes of shared memory: files are limited to %d bytes (RLIMIT_FSIZE, ulimit -f)\n", 1<<20+os.Getpagesize(), 1<<20)},
+	} {
+		// bash counts in KiB.
+		cmd := exec.Command("bash", "-c", `ulimit -f 1024 && exec "$0" create "$1"`, exe, strconv.FormatInt(c.n, 10))
+		out, err := cmd.CombinedOutput()
+		if err != nil || string(out) != c.want {
+			t.Errorf("%d bytes: got %q, %v, want %q", c.n, out, err, c.want)
+		}
+	}
+}

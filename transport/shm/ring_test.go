@@ -1,0 +1,485 @@
+package shm_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/transport/shm"
+)
+
+// controls are the polled channels between ranks 0 and 1, the lower rank's first.
+func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Polled) {
+	tb.Helper()
+	a, err := meshes[0].Conn(tb.Context(), transport.Control, 1)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	b, err := meshes[1].Conn(tb.Context(), transport.Control, 0)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return a.(transport.Polled), b.(transport.Polled)
+}
+
+// poll reads by TryRead until p is full.
+func poll(c transport.Polled, p []byte) error {
+	for len(p) > 0 {
+		n, err := c.TryRead(p)
+		if err != nil {
+			return err
+		}
+		if n == 0 {
+			runtime.Gosched()
+		}
+		p = p[n:]
+	}
+	return nil
+}
+
+func bytesOf(seed uint64, n int) []byte {
+	r := rand.New(rand.NewPCG(seed, 0))
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	return b
+}
+
+// Pieces of every size around those of the ring come through, polled and read, sent faster than they are read and
+// slower.
+func TestRing(t *testing.T) {
+	for _, ringBytes := range []int{64, 256} {
+		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
+		zero, one := controls(t, meshes)
+		data := bytesOf(1, 60_000)
+		for mode := range 4 {
+			var wg sync.WaitGroup
+			wg.Go(func() {
+				r := rand.New(rand.NewPCG(uint64(mode), 2))
+				for rest := data; len(rest) > 0; {
+					n := min(r.IntN(3*ringBytes), len(rest))
+					if err := zero.Send(rest[:n]); err != nil {
+						t.Error(err)
+						return
+					}
+					if mode&1 != 0 {
+						if err := zero.Flush(); err != nil {
+							t.Error(err)
+							return
+						}
+					}
+					rest = rest[n:]
+				}
+			})
+			r := rand.New(rand.NewPCG(uint64(mode), 3))
+			var got []byte
+			for len(got) < len(data) {
+				p := make([]byte, 1+r.IntN(2*ringBytes))
+				n, err := one.TryRead(p)
+				if mode&2 != 0 && n == 0 && err == nil {
+					n, err = one.Read(p)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				got = append(got, p[:n]...)
+				if n == 0 {
+					runtime.Gosched()
+				}
+			}
+			wg.Wait()
+			if err := zero.Flush(); err != nil {
+				t.Error(err)
+			}
+			if !bytes.Equal(got, data) {
+				t.Errorf("ring of %d bytes, mode %d: wrong bytes", ringBytes, mode)
+			}
+			if want := uint64((mode + 1) * len(data)); zero.Sent() != want {
+				t.Errorf("sent: got %d, want %d", zero.Sent(), want)
+			}
+		}
+	}
+}
+
+// The looking goroutine is called when something comes while it rests, and only then; what came before it rests keeps it
+// from that.
+func TestRest(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 3)
+	zero, one := controls(t, meshes)
+	polls := meshes[1].(transport.Poller)
+	rang := make(chan struct{}, 100)
+	polls.OnBell(func() { rang <- struct{}{} })
+
+	if err := zero.Send([]byte("a")); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, 10)
+	if polls.Rest() {
+		t.Error("rests though something has come")
+	}
+	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 0 || at {
+		t.Errorf("after a refused rest: %d sleepers, seen by peers: %v", n, at)
+	}
+	if err := poll(one, got[:1]); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := one.TryRead(got); n != 0 || err != nil {
+		t.Errorf("nothing has come: got %d, %v", n, err)
+	}
+	for range 2 { // the second changes nothing
+		if !polls.Rest() {
+			t.Error("does not rest though nothing has come")
+		}
+	}
+	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 1 || !at {
+		t.Errorf("at rest: %d sleepers, seen by peers: %v", n, at)
+	}
+	if err := zero.Send([]byte("b")); err != nil {
+		t.Fatal(err)
+	}
+	<-rang
+	if err := poll(one, got[:1]); err != nil || got[0] != 'b' {
+		t.Fatalf("got %q, %v", got[:1], err)
+	}
+	polls.Wake()
+	polls.Wake()
+	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 0 || at {
+		t.Errorf("awake: %d sleepers, seen by peers: %v", n, at)
+	}
+	for len(rang) > 0 {
+		<-rang
+	}
+	if err := zero.Send([]byte("c")); err != nil {
+		t.Fatal(err)
+	}
+	if err := poll(one, got[:1]); err != nil {
+		t.Fatal(err)
+	}
+	if len(rang) > 0 {
+		t.Error("it rang though nobody rests")
+	}
+
+	// A channel that nobody asked for does not count, nor does an error that was told.
+	if !polls.Rest() {
+		t.Error("does not rest")
+	}
+	if err := meshes[2].Close(); err != nil {
+		t.Fatal(err)
+	}
+	<-rang // it may ring too often
+	within(t, "the death is not noticed", func() bool { return meshes[1].Err(1, 2) != nil })
+	polls.Wake()
+	if !polls.Rest() {
+		t.Error("does not rest because of a channel that is not used")
+	}
+	for len(rang) > 0 {
+		<-rang
+	}
+	if err := meshes[0].Close(); err != nil {
+		t.Fatal(err)
+	}
+	<-rang
+	polls.Wake()
+	if polls.Rest() {
+		t.Error("rests though a channel has failed")
+	}
+	_, err := one.TryRead(got)
+	wantPeer(t, "try to read", err, transport.Control, 0)
+	if !polls.Rest() {
+		t.Error("does not rest because of an error that was told")
+	}
+}
+
+// Sender and looker miss nothing when they meet at the moment of resting.
+func TestRestRace(t *testing.T) {
+	const rounds = 20_000
+	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
+	zero, one := controls(t, meshes)
+	var wg sync.WaitGroup
+	for r, c := range []transport.Polled{zero, one} {
+		polls := meshes[r].(transport.Poller)
+		rang := make(chan struct{}, 1)
+		polls.OnBell(func() {
+			select {
+			case rang <- struct{}{}:
+			default:
+			}
+		})
+		wg.Go(func() {
+			var p [8]byte
+			for i := range rounds {
+				if r == 0 {
+					if err := c.Send(p[:]); err != nil {
+						t.Error(err)
+						return
+					}
+				}
+				for got := 0; got < len(p); {
+					n, err := c.TryRead(p[got:])
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					if got += n; n == 0 && polls.Rest() {
+						select {
+						case <-rang:
+						case <-time.After(patience):
+							t.Errorf("rank %d sleeps for ever in round %d", r, i)
+							return
+						}
+						polls.Wake()
+					}
+				}
+				if r == 1 {
+					if err := c.Send(p[:]); err != nil {
+						t.Error(err)
+						return
+					}
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// Words that no peer writes are an accusation, on the half that they belong to.
+func TestImpossibleWords(t *testing.T) {
+	for name, c := range map[string]struct {
+		spoil func(m *shm.Mesh)
+		read  bool
+	}{
+		"head beyond the ring": {func(m *shm.Mesh) { m.SetHead(1, 100+64+1) }, true},
+		"head far beyond":      {func(m *shm.Mesh) { m.SetHead(1, 1<<63) }, true},
+		"head goes back":       {func(m *shm.Mesh) { m.SetHead(1, 99) }, true},
+		"tail before the head": {func(m *shm.Mesh) { m.SetTail(1, 1000) }, false},
+		"tail goes back":       {func(m *shm.Mesh) { m.SetTail(1, 0) }, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
+			zero, one := controls(t, meshes)
+			for _, way := range [][2]transport.Polled{{zero, one}, {one, zero}} { // 100 bytes each way
+				if err := way[0].Send(make([]byte, 100)); err != nil {
+					t.Fatal(err)
+				}
+				if err := poll(way[1], make([]byte, 100)); err != nil {
+					t.Fatal(err)
+				}
+				if err := way[0].Flush(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			c.spoil(shm.Inner(meshes[0]))
+			if c.read {
+				_, err := one.TryRead(make([]byte, 10))
+				wantPeer(t, "try to read", err, transport.Control, 0)
+				_, err = one.Read(make([]byte, 10))
+				wantPeer(t, "read", err, transport.Control, 0)
+				return
+			}
+			big := make([]byte, 1000)
+			err := errors.Join(one.Send(big), one.Flush())
+			wantPeer(t, "send", err, transport.Control, 0)
+			wantPeer(t, "send again", one.Send(big), transport.Control, 0)
+		})
+	}
+}
+
+// In steady state nothing is allocated, whether or not the peer keeps up.
+func TestRingAllocatesNothing(t *testing.T) {
+	for _, ringBytes := range []int{0, 64} {
+		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
+		zero, one := controls(t, meshes)
+		polls := meshes[1].(transport.Poller)
+		polls.OnBell(func() {})
+		out, in := make([]byte, 200), make([]byte, 200)
+		if n := testing.AllocsPerRun(1000, func() {
+			polls.Rest()
+			err := zero.Send(out)
+			polls.Wake()
+			if err := errors.Join(err, poll(one, in), zero.Flush()); err != nil {
+				t.Fatal(err)
+			}
+		}); n != 0 {
+			t.Errorf("ring of %d bytes: got %v allocations, want none", ringBytes, n)
+		}
+	}
+}
+
+// Ranks that wait use no processor time, whether they rest, read or have sent what nobody reads.
+func TestIdle(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 3)
+	zero, one := controls(t, meshes)
+	for _, m := range meshes {
+		polls := m.(transport.Poller)
+		polls.OnBell(func() {})
+		if !polls.Rest() {
+			t.Error("does not rest")
+		}
+	}
+	done := make(chan error, 1)
+	go func() {
+		_, err := one.Read(make([]byte, 1))
+		done <- err
+	}()
+	if err := one.Send(make([]byte, 1000)); err != nil {
+		t.Fatal(err)
+	}
+	used := func() time.Duration {
+		var u unix.Rusage
+		if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+			t.Fatal(err)
+		}
+		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+	}
+	runtime.GC() // not to count a collection that would come
+	before := used()
+	const idle = 300 * time.Millisecond
+	<-time.After(idle) // the time is what is measured
+	if took := used() - before; took > idle/10 {
+		t.Errorf("used %v in %v, want next to nothing", took, idle)
+	}
+	if err := zero.Send([]byte{1}); err != nil {
+		t.Error(err)
+	}
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
+// Close while everything is in use: calls fail, and nobody touches memory that has gone.
+func TestCloseWhileInUse(t *testing.T) {
+	for i := range 20 {
+		meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
+		zero, one := controls(t, meshes)
+		var wg sync.WaitGroup
+		var begun atomic.Int32
+		loop := func(f func() error) {
+			wg.Go(func() {
+				err := f()
+				for begun.Add(1); err == nil; err = f() {
+					runtime.Gosched()
+				}
+				var p *transport.PeerError
+				if !errors.Is(err, transport.ErrClosed) && !errors.As(err, &p) {
+					t.Error(err)
+				}
+			})
+		}
+		for r, c := range []transport.Polled{zero, one} {
+			out, in := make([]byte, 50), make([]byte, 70)
+			loop(func() error { return errors.Join(c.Send(out), c.Flush()) })
+			polls := meshes[r].(transport.Poller)
+			loop(func() error {
+				polls.Rest()
+				polls.Wake()
+				_, err := c.TryRead(in)
+				return err
+			})
+			loop(func() error { return meshes[r].Err(1, topo.Rank(1-r)) })
+		}
+		within(t, "a call hangs", func() bool { return begun.Load() == 6 })
+		if err := errors.Join(meshes[i%2].Close(), meshes[1-i%2].Close()); err != nil {
+			t.Error(err)
+		}
+		wg.Wait()
+	}
+}
+
+// Every message that was sent arrives also from a rank that closes at once, and then its end.
+func TestLastWords(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 2)
+	zero, one := controls(t, meshes)
+	if err := errors.Join(zero.Send([]byte("last words")), meshes[0].Close()); err != nil {
+		t.Fatal(err)
+	}
+	within(t, "the end is not noticed", func() bool { return meshes[1].Err(1, 0) != nil })
+	got, err := io.ReadAll(io.LimitReader(one, 10))
+	if string(got) != "last words" || err != nil {
+		t.Errorf("got %q, %v", got, err)
+	}
+	_, err = one.TryRead(got)
+	wantPeer(t, "read", err, transport.Control, 0)
+	if !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("got %v, want an unexpected end of file in it", err)
+	}
+}
+
+func BenchmarkPingPong(b *testing.B) {
+	for _, size := range []int{8, 64, 512} {
+		b.Run(fmt.Sprintf("%dB", size), func(b *testing.B) {
+			meshes := onOneHost(b, shm.Config{}, 2)
+			zero, one := controls(b, meshes)
+			stop := make(chan struct{})
+			go func() {
+				defer close(stop)
+				runtime.LockOSThread()
+				pong(one, size)
+			}()
+			measure(b, zero, size)
+			b.StopTimer()
+			meshes[0].Abort(transport.Control, errors.New("done"))
+			meshes[1].Abort(transport.Control, errors.New("done"))
+			<-stop
+		})
+	}
+}
+
+// measure sends messages to a rank that answers them.
+func measure(b *testing.B, c transport.Polled, size int) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	p := make([]byte, size)
+	took := make([]time.Duration, 0, 1<<20)
+	b.ReportAllocs()
+	for b.Loop() {
+		began := time.Now()
+		if err := ping(c, p); err != nil {
+			b.Fatal(err)
+		}
+		if len(took) < cap(took) {
+			took = append(took, time.Since(began))
+		}
+	}
+	// The mean says more about who else uses the machine.
+	slices.Sort(took)
+	b.ReportMetric(float64(took[len(took)/2])/2, "p50-ns/way")
+}
+
+// ping sends p and waits for as much, without giving the processor away.
+func ping(c transport.Polled, p []byte) error {
+	if err := c.Send(p); err != nil {
+		return err
+	}
+	return spin(c, p)
+}
+
+func spin(c transport.Polled, p []byte) error {
+	for len(p) > 0 {
+		n, err := c.TryRead(p)
+		if err != nil {
+			return err
+		}
+		p = p[n:]
+	}
+	return nil
+}
+
+// pong answers messages until an error.
+func pong(c transport.Polled, size int) {
+	p := make([]byte, size)
+	for spin(c, p) == nil && c.Send(p) == nil {
+	}
+}

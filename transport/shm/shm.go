@@ -1,0 +1,361 @@
+// Package shm lets the ranks of one host share memory, and negotiates in it.
+//
+// A rank opens an Endpoint, publishes its Card with its record, and calls Connect when it knows all cards and has a mesh
+// that reaches all ranks (transport/tcp). The ranks of one host then give each other file descriptors, over Unix
+// connections that prove who they are, and agree on whether all of that went well: a host's ranks share memory all or
+// not at all. The mesh that Connect returns has the Control lane between them in shared memory and everything else in
+// the mesh underneath; by Sharer the backends get memory for their lanes. docs/arena.md has formats, and what happens
+// when a rank dies.
+//
+// Invariants:
+//
+//  1. Nobody writes another rank's memory. What a peer wrote is checked before it is used.
+//  2. Nothing is in the file system once Connect has returned. Before, there is the socket, which the next Listen
+//     sweeps if its owner was killed.
+//  3. The end of a Unix connection is the end of the process, or of its mesh, and nothing else is. Nobody closes one
+//     before it gives up the mesh.
+//  4. Everything belongs to one epoch; the next makes its own.
+package shm
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+const (
+	// defaultRingBytes holds some hundred frames of negotiation.
+	defaultRingBytes         = 64 << 10
+	minRingBytes             = 64
+	maxRingBytes             = 1 << 30
+	defaultHandshakeTimeout  = 10 * time.Second
+	socketPrefix, temporary  = "s", "t"
+	temporaryFor             = time.Minute
+	network                  = "unixpacket"
+	maxJobBytes              = 64
+	maxSwept                 = 1000
+	permSocket, permSocketUp = 0o600, 0o700
+)
+
+// Config says how an Endpoint behaves. Zero fields take their defaults.
+type Config struct {
+	// Dir is the directory of the socket. It is made if it is not there, and must belong to this user alone. Its path
+	// may have about 80 bytes. Default: gohvd-UID in os.TempDir().
+	Dir string
+	// RingBytes is what fits into the Control channel to a peer before the sender has to wait for it to read: a power
+	// of two from 64 bytes to 1 GiB. Default 64 KiB. A rank allocates one for each peer of its host.
+	RingBytes int
+	// HandshakeTimeout is how long a process that connects may take to say who it is. Default 10 s.
+	HandshakeTimeout time.Duration
+	// Log receives refused connections (warnings). nil discards them.
+	Log *zap.Logger
+}
+
+// Endpoint is a socket that becomes a mesh when Connect tells it the epoch. It serves one epoch.
+type Endpoint struct {
+	cfg  Config
+	log  *zap.Logger
+	card card
+	ln   *net.UnixListener // nil if this rank cannot share
+
+	mu        sync.Mutex
+	connected bool
+	closed    bool
+}
+
+// Listen makes the socket, after removing those in the directory whose processes are gone. The Endpoint must be closed
+// if Connect is not called.
+func Listen(cfg Config) (*Endpoint, error) {
+	e, err := newEndpoint(cfg)
+	if err != nil {
+		return nil, err
+	}
+	if e.cfg.Dir == "" {
+		e.cfg.Dir = filepath.Join(os.TempDir(), "gohvd-"+strconv.Itoa(os.Geteuid()))
+	}
+	if err := prepare(e.cfg.Dir); err != nil {
+		return nil, fmt.Errorf("shm: listen: %w", err)
+	}
+	if err := sweep(e.cfg.Dir, time.Now()); err != nil {
+		return nil, fmt.Errorf("shm: listen: %w", err)
+	}
+	if err := e.listen(); err != nil {
+		return nil, fmt.Errorf("shm: listen: %w", err)
+	}
+	return e, nil
+}
+
+// Unavailable is the Endpoint of a rank that cannot share, for example because Listen failed. Its Card tells the others
+// so, and why: they do not wait for it, and their Why names it.
+func Unavailable(reason error) *Endpoint {
+	e := &Endpoint{log: zap.NewNop()}
+	e.card.uid, e.card.pid = uint32(os.Geteuid()), uint32(os.Getpid())
+	e.card.reason = reason.Error()
+	return e
+}
+
+func newEndpoint(cfg Config) (*Endpoint, error) {
+	if cfg.RingBytes == 0 {
+		cfg.RingBytes = defaultRingBytes
+	}
+	if n := cfg.RingBytes; n < minRingBytes || n > maxRingBytes || n&(n-1) != 0 {
+		return nil, fmt.Errorf("shm: listen: rings of %d bytes, want a power of two from %d to %d", n, minRingBytes, maxRingBytes)
+	}
+	if cfg.HandshakeTimeout == 0 {
+		cfg.HandshakeTimeout = defaultHandshakeTimeout
+	}
+	e := &Endpoint{cfg: cfg, log: cfg.Log}
+	if e.log == nil {
+		e.log = zap.NewNop()
+	}
+	e.card.uid, e.card.pid = uint32(os.Geteuid()), uint32(os.Getpid())
+	if _, err := rand.Read(e.card.token[:]); err != nil {
+		return nil, fmt.Errorf("shm: listen: %w", err)
+	}
+	return e, nil
+}
+
+// listen makes the socket under a name that sweep leaves alone for a while, and gives it its own when it answers: a
+// socket that has its own name and refuses is dead.
+func (e *Endpoint) listen() error {
+	var random [8]byte
+	if _, err := rand.Read(random[:]); err != nil {
+		return err
+	}
+	name := hex.EncodeToString(random[:])
+	dir, err := filepath.Abs(e.cfg.Dir)
+	if err != nil {
+		return err
+	}
+	path, first := filepath.Join(dir, socketPrefix+name), filepath.Join(dir, temporary+name)
+	if len(path) > maxPathBytes {
+		return fmt.Errorf("socket path %s has %d bytes, want at most %d: choose a shorter directory", path, len(path), maxPathBytes)
+	}
+	ln, err := net.ListenUnix(network, &net.UnixAddr{Name: first, Net: network})
+	if err != nil {
+		return err
+	}
+	ln.SetUnlinkOnClose(false) // it has another name by then
+	if err := errors.Join(os.Chmod(first, permSocket), os.Rename(first, path)); err != nil {
+		return errors.Join(err, ln.Close(), os.Remove(first))
+	}
+	e.ln, e.card.path = ln, path
+	return nil
+}
+
+// prepare makes dir, or checks that nobody else can put anything there.
+func prepare(dir string) error {
+	if err := os.Mkdir(dir, permSocketUp); err != nil && !errors.Is(err, os.ErrExist) {
+		return err
+	}
+	var st unix.Stat_t
+	if err := unix.Lstat(dir, &st); err != nil {
+		return fmt.Errorf("%s: %w", dir, err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != uint32(os.Geteuid()) || st.Mode&0o077 != 0 {
+		return fmt.Errorf("%s has mode %#o and belongs to user %d, want a directory with mode 0700 of user %d", dir, st.Mode, st.Uid, os.Geteuid())
+	}
+	return nil
+}
+
+// sweep removes sockets of ours at which nobody listens any more. It looks at the first thousand names.
+func sweep(dir string, now time.Time) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	entries, err := d.ReadDir(maxSwept)
+	if err != nil && len(entries) > 0 {
+		return err
+	}
+	for _, entry := range entries {
+		path := filepath.Join(dir, entry.Name())
+		own := strings.HasPrefix(entry.Name(), socketPrefix)
+		if entry.Type() != os.ModeSocket || !own && !strings.HasPrefix(entry.Name(), temporary) {
+			continue
+		}
+		if !own {
+			// Perhaps its owner is about to listen.
+			if info, err := entry.Info(); err != nil || now.Sub(info.ModTime()) < temporaryFor {
+				continue
+			}
+		}
+		if !abandoned(path) {
+			continue
+		}
+		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// abandoned reports whether nobody listens at the socket any more. Somebody who does sees a connection that ends.
+func abandoned(path string) bool {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = unix.Close(fd) }() // nothing was written
+	return unix.Connect(fd, &unix.SockaddrUnix{Name: path}) == unix.ECONNREFUSED
+}
+
+// Card is what the other ranks need to know to share memory with this one, at most MaxCardBytes. It holds a secret:
+// whoever has it, and runs as the same user, can take this rank's place before its peers have.
+func (e *Endpoint) Card() []byte { return e.card.encode() }
+
+// Close removes the socket. After Connect it does nothing.
+func (e *Endpoint) Close() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed || e.ln == nil {
+		return nil
+	}
+	e.closed = true
+	err := os.Remove(e.card.path)
+	if errors.Is(err, os.ErrNotExist) {
+		err = nil // somebody cleaned up
+	}
+	if err = errors.Join(err, e.ln.Close()); err != nil {
+		err = fmt.Errorf("shm: close: %w", err)
+	}
+	return err
+}
+
+// Epoch is one formation of a job, as rendezvous agreed on it. All ranks are given the same, but for Rank and Under.
+type Epoch struct {
+	// Job is the identity of the job, 1 to 64 bytes that mean nothing to this package.
+	Job string
+	// Epoch is greater than that of any earlier formation of the job.
+	Epoch uint64
+	// Rank is this rank.
+	Rank topo.Rank
+	// Hosts are the identities of the hosts, by rank.
+	Hosts []string
+	// Cards are the ranks' cards, by rank; nil for a rank that does not call Connect.
+	Cards [][]byte
+	// Under reaches all ranks. It is the new mesh's from now on, and is closed with it, or if Connect fails. Its lane
+	// 2^32-1 is used by Connect alone.
+	Under transport.Mesh
+}
+
+func (ep *Epoch) validate() error {
+	if len(ep.Job) < 1 || len(ep.Job) > maxJobBytes {
+		return fmt.Errorf("shm: connect: job identity has %d bytes, want 1 to %d", len(ep.Job), maxJobBytes)
+	}
+	if ep.Rank < 0 || int(ep.Rank) >= len(ep.Hosts) || len(ep.Cards) != len(ep.Hosts) {
+		return fmt.Errorf("shm: connect: rank %d of %d hosts and %d cards, want a rank and a card for each host", ep.Rank, len(ep.Hosts), len(ep.Cards))
+	}
+	return nil
+}
+
+// Connect forms the epoch. It returns when all ranks that could share memory with a peer have agreed on who does, or
+// ctx has ended, which is an error. That memory cannot be shared is none: the mesh then has a Group of one, and Why.
+//
+// The mesh is a transport.Poller if and only if all ranks share memory.
+func (e *Endpoint) Connect(ctx context.Context, ep Epoch) (Sharer, error) {
+	m, err := e.connect(ctx, &ep)
+	if err != nil {
+		return nil, errors.Join(err, e.Close(), ep.Under.Close())
+	}
+	if err := errors.Join(e.Close(), m.begin()); err != nil {
+		return nil, errors.Join(err, m.Close())
+	}
+	if len(m.group) == len(ep.Hosts) && len(m.group) > 1 {
+		return pollingMesh{m}, nil
+	}
+	return m, nil
+}
+
+func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
+	if err := ep.validate(); err != nil {
+		return nil, err
+	}
+	e.mu.Lock()
+	again := e.connected || e.closed
+	e.connected = true
+	e.mu.Unlock()
+	if again {
+		return nil, errors.New("shm: connect: the endpoint has served an epoch, or is closed")
+	}
+	cards, doomed := meet(ep)
+	m := newMesh(e, ep)
+	if reason, ok := doomed[ep.Hosts[ep.Rank]]; ok {
+		m.why = reason
+	}
+	// Ranks that are alone, or cannot share for a reason that everybody sees, have nothing to agree on.
+	var partners []topo.Rank
+	count := make(map[string]int)
+	for _, h := range ep.Hosts {
+		count[h]++
+	}
+	for r, h := range ep.Hosts {
+		if _, bad := doomed[h]; !bad && count[h] > 1 {
+			partners = append(partners, topo.Rank(r))
+		}
+	}
+	if !slices.Contains(partners, ep.Rank) {
+		return m, nil
+	}
+	return m, m.form(ctx, e, ep, cards, partners)
+}
+
+// meet reads the cards. doomed says of which hosts the ranks cannot share, and why; all ranks find the same.
+func meet(ep *Epoch) (cards []*card, doomed map[string]string) {
+	cards = make([]*card, len(ep.Cards))
+	doomed = make(map[string]string)
+	first := make(map[string]topo.Rank)
+	for r, b := range ep.Cards {
+		host, reason := ep.Hosts[r], ""
+		lowest, seen := first[host]
+		if !seen {
+			first[host] = topo.Rank(r)
+		}
+		c, err := decodeCard(b)
+		switch {
+		case b == nil:
+			reason = "has no card"
+		case err != nil:
+			reason = "has a " + err.Error()
+		case c.reason != "":
+			reason = c.reason
+		case seen && cards[lowest] != nil && cards[lowest].uid != c.uid:
+			reason = fmt.Sprintf("runs as user %d, rank %d as user %d", c.uid, lowest, cards[lowest].uid)
+		}
+		cards[r] = c
+		if reason != "" {
+			doomed[host] = join(doomed[host], topo.Rank(r), reason)
+		}
+	}
+	for host := range doomed {
+		if n := len(slices.DeleteFunc(slices.Clone(ep.Hosts), func(h string) bool { return h != host })); n == 1 {
+			delete(doomed, host) // there is nobody to share with
+		}
+	}
+	return cards, doomed
+}
+
+// join adds what is wrong with a rank to what is wrong with others.
+func join(text string, r topo.Rank, reason string) string {
+	if text != "" {
+		text += "; "
+	}
+	return fmt.Sprintf("%srank %d: %s", text, r, reason)
+}

@@ -1,0 +1,131 @@
+package shm
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// Messages on a Unix connection after the handshake, one packet each.
+//
+//	kind u32 | id u32 | size u64      (little-endian), and the descriptors that the kind has
+const (
+	// controlMessage comes first, once: the control segment and the doorbell. id is the index of the sender in the group,
+	// size that of its rings.
+	controlMessage = 1 + iota
+	// shareMessage gives the segment of lane id, of size bytes.
+	shareMessage
+	// arenaMessage gives chunk id, of size bytes.
+	arenaMessage
+	// keptMessage says that chunk id cannot be given, because of the error number in size.
+	keptMessage
+	// dropMessage says that chunk id has gone.
+	dropMessage
+
+	messageBytes = 16
+	maxFDs       = 2
+)
+
+// numFDs is the number of descriptors of each kind of message.
+var numFDs = [...]int{controlMessage: 2, shareMessage: 1, arenaMessage: 1, keptMessage: 0, dropMessage: 0}
+
+// message is one packet. Whoever holds it owns its descriptors.
+type message struct {
+	kind, id uint32
+	size     uint64
+	fds      []int
+}
+
+func (m *message) encode() []byte {
+	b := binary.LittleEndian.AppendUint32(make([]byte, 0, messageBytes), m.kind)
+	b = binary.LittleEndian.AppendUint32(b, m.id)
+	return binary.LittleEndian.AppendUint64(b, m.size)
+}
+
+// decodeMessage checks what came in one packet; it takes fds over only if there is no error.
+func decodeMessage(b []byte, fds []int) (message, error) {
+	if len(b) != messageBytes {
+		return message{}, fmt.Errorf("message of %d bytes, want %d", len(b), messageBytes)
+	}
+	m := message{binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint64(b[8:]), fds}
+	if m.kind < controlMessage || m.kind > dropMessage {
+		return message{}, fmt.Errorf("message of kind %d", m.kind)
+	}
+	if want := numFDs[m.kind]; len(fds) != want {
+		return message{}, fmt.Errorf("message of kind %d with %d descriptors, want %d", m.kind, len(fds), want)
+	}
+	return m, nil
+}
+
+// close closes the descriptors.
+func (m *message) close() { closeAll(m.fds) }
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		_ = unix.Close(fd) // nothing was written through it
+	}
+}
+
+// write sends m, and closes its descriptors.
+func (m *message) write(c *net.UnixConn) error {
+	defer m.close()
+	var rights []byte
+	if len(m.fds) > 0 {
+		rights = unix.UnixRights(m.fds...)
+	}
+	_, _, err := c.WriteMsgUnix(m.encode(), rights, nil)
+	return err
+}
+
+// readMessage receives one message. A connection that ends, in whichever way, gives io.ErrUnexpectedEOF.
+func readMessage(c *net.UnixConn) (message, error) {
+	var b [messageBytes + 1]byte
+	rights := make([]byte, unix.CmsgSpace(4*maxFDs))
+	n, nr, flags, _, err := c.ReadMsgUnix(b[:], rights) // descriptors come closed-on-exec
+	if errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) {
+		return message{}, io.ErrUnexpectedEOF
+	}
+	fds, parsed := received(rights[:nr])
+	if err == nil {
+		err = parsed
+	}
+	if err == nil && flags&(unix.MSG_CTRUNC|unix.MSG_TRUNC) != 0 {
+		err = errors.New("message with more bytes or descriptors than any has, or descriptors beyond this process's limit")
+	}
+	var m message
+	if err == nil {
+		m, err = decodeMessage(b[:n], fds)
+	}
+	if err != nil {
+		closeAll(fds)
+	}
+	return m, err
+}
+
+// received are the descriptors in control data.
+func received(rights []byte) ([]int, error) {
+	if len(rights) == 0 {
+		return nil, nil
+	}
+	parts, err := unix.ParseSocketControlMessage(rights)
+	if err != nil {
+		return nil, err
+	}
+	var fds []int
+	for i := range parts {
+		got, err := unix.ParseUnixRights(&parts[i])
+		if err != nil {
+			return fds, err
+		}
+		fds = append(fds, got...)
+	}
+	return fds, nil
+}
+
+// duplicate is a descriptor for the same file.
+func duplicate(fd int) (int, error) { return unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0) }

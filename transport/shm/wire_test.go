@@ -1,0 +1,146 @@
+package shm
+
+import (
+	"bytes"
+	"maps"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/topo"
+)
+
+func TestCard(t *testing.T) {
+	token := [tokenBytes]byte{1, 2, 31: 9}
+	for _, c := range []card{
+		{uid: 7, pid: 8, token: token, path: "/tmp/x"},
+		{uid: 1<<32 - 1, path: "/" + strings.Repeat("x", maxPathBytes-1)},
+		{uid: 7, token: token, reason: "no socket"},
+	} {
+		got, err := decodeCard(c.encode())
+		if err != nil || *got != c {
+			t.Errorf("got %+v, %v, want %+v", got, err, c)
+		}
+	}
+	long := card{reason: strings.Repeat("x", 10_000)}
+	b := long.encode()
+	if got, err := decodeCard(b); err != nil || len(b) != MaxCardBytes || !strings.HasPrefix(long.reason, got.reason) {
+		t.Errorf("a long reason: got %d bytes, %v, want %d", len(b), err, MaxCardBytes)
+	}
+	good := (&card{path: "/tmp/x"}).encode()
+	for name, spoil := range map[string]func(b []byte) []byte{
+		"empty":         func([]byte) []byte { return nil },
+		"cut":           func(b []byte) []byte { return b[:len(b)-1] },
+		"longer":        func(b []byte) []byte { return append(b, 'x') },
+		"version":       func(b []byte) []byte { b[0]++; return b },
+		"kind":          func(b []byte) []byte { b[1] = 2; return b },
+		"no text":       func(b []byte) []byte { return append(b[:cardHeadBytes-2], 0, 0) },
+		"relative":      func(b []byte) []byte { b[cardHeadBytes] = 'x'; return b },
+		"abstract":      func(b []byte) []byte { b[cardHeadBytes] = '@'; return b },
+		"path too long": func([]byte) []byte { return (&card{path: "/" + strings.Repeat("x", maxPathBytes)}).encode() },
+	} {
+		if c, err := decodeCard(spoil(bytes.Clone(good))); err == nil {
+			t.Errorf("%s: got %+v", name, c)
+		}
+	}
+}
+
+func FuzzCard(f *testing.F) {
+	f.Add((&card{uid: 7, pid: 8, path: "/tmp/x"}).encode())
+	f.Add((&card{reason: "no socket"}).encode())
+	f.Fuzz(func(t *testing.T, b []byte) {
+		c, err := decodeCard(b)
+		if err != nil {
+			return
+		}
+		if again := c.encode(); !bytes.Equal(again, b) {
+			t.Errorf("got %x, want %x", again, b)
+		}
+	})
+}
+
+func FuzzHello(f *testing.F) {
+	h, err := newHello(&Epoch{Job: "job", Epoch: 3, Rank: 1}, 2)
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(h.encode())
+	f.Fuzz(func(t *testing.T, b []byte) {
+		h, err := decodeHello(b)
+		if err != nil {
+			return
+		}
+		if again := h.encode(); !bytes.Equal(again, b) {
+			t.Errorf("got %x, want %x", again, b)
+		}
+	})
+}
+
+func FuzzMessage(f *testing.F) {
+	f.Add((&message{kind: shareMessage, id: 3, size: 4096}).encode(), 1)
+	f.Fuzz(func(t *testing.T, b []byte, fds int) {
+		m, err := decodeMessage(b, make([]int, max(0, min(fds, 10))))
+		if err != nil {
+			return
+		}
+		if again := m.encode(); !bytes.Equal(again, b) || len(m.fds) != numFDs[m.kind] {
+			t.Errorf("got %x with %d descriptors, want %x with %d", again, len(m.fds), b, fds)
+		}
+	})
+}
+
+func TestFailures(t *testing.T) {
+	for _, f := range []failures{{}, {0: "x"}, {3: strings.Repeat("y", maxTextBytes), 0: "x", 9: "z"}} {
+		b := encodeFailures(f)
+		got, err := decodeFailures(b, 10)
+		if err != nil || !maps.Equal(got, f) {
+			t.Errorf("got %v, %v, want %v", got, err, f)
+		}
+		if len(b) > maxVerdictBytes(10) {
+			t.Errorf("got %d bytes, want at most %d", len(b), maxVerdictBytes(10))
+		}
+		for n := range b {
+			if got, err := decodeFailures(b[:n], 10); err == nil {
+				t.Errorf("%d of %d bytes: got %v", n, len(b), got)
+			}
+		}
+	}
+	if got, err := decodeFailures(encodeFailures(failures{3: "x"}), 3); err == nil {
+		t.Errorf("a rank that does not exist: got %v", got)
+	}
+}
+
+func FuzzFailures(f *testing.F) {
+	f.Add(encodeFailures(failures{1: "a", 2: "b"}))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		got, err := decodeFailures(b, 100)
+		if err != nil {
+			return
+		}
+		if again := encodeFailures(got); !bytes.Equal(again, b) {
+			t.Errorf("got %x, want %x", again, b)
+		}
+	})
+}
+
+// A proof is of no use for another connection, the other direction, or another rank.
+func TestProof(t *testing.T) {
+	hellos := make([]hello, 3)
+	for i := range hellos {
+		var err error
+		if hellos[i], err = newHello(&Epoch{Job: "job", Epoch: 3, Rank: topo.Rank(i % 2)}, topo.Rank(1-i%2)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	a, b := [tokenBytes]byte{1}, [tokenBytes]byte{2}
+	seen := make(map[string]bool)
+	for _, p := range [][]byte{
+		proof(&a, "dial", &hellos[0], &hellos[1]), proof(&a, "accept", &hellos[0], &hellos[1]),
+		proof(&b, "dial", &hellos[0], &hellos[1]), proof(&a, "dial", &hellos[2], &hellos[1]),
+		proof(&a, "dial", &hellos[1], &hellos[0]),
+	} {
+		if len(p) != proofBytes || seen[string(p)] {
+			t.Errorf("got %x twice, or not %d bytes", p, proofBytes)
+		}
+		seen[string(p)] = true
+	}
+}
