@@ -54,10 +54,12 @@ type Backend uint8
 const (
 	NoBackend Backend = iota
 	TCP
+	// SHM is shared memory, between ranks of one host.
+	SHM
 	numBackends
 )
 
-var backends = [numBackends]string{"none", "tcp"}
+var backends = [numBackends]string{"none", "tcp", "shm"}
 
 func (b Backend) String() string {
 	if b >= numBackends {

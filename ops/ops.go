@@ -49,3 +49,27 @@ type Backend interface {
 	// the operation.
 	Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error
 }
+
+// Tensor is this rank's part in one tensor of a fused reduction: elements, as bytes.
+type Tensor struct {
+	// In is what the rank contributes and Out where it wants the result. They have the same length and are aligned for
+	// the elements; they are the same memory or do not overlap.
+	In, Out []byte
+}
+
+// Scaling is what happens to the elements around a reduction: all contributions are multiplied by Pre, and the result
+// divided by Divisor (integers only; 0 and 1 do nothing) and multiplied by Post. The factors round as kernel.Scale does.
+type Scaling struct {
+	Pre, Post float64
+	Divisor   int64
+}
+
+// Fuser is a Backend that takes the tensors of a fused allreduce from where they lie and puts them there, scaling them
+// on the way, so that they pass through no fusion buffer.
+type Fuser interface {
+	Backend
+
+	// AllreduceFused is Allreduce of the tensors as if they lay one behind the other. What each rank's tensors are called
+	// and where one ends may differ between ranks; their total length may not.
+	AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s Scaling, tensors []Tensor) error
+}

@@ -44,3 +44,15 @@ func TestValidate(t *testing.T) {
 		}
 	}
 }
+
+func TestHostID(t *testing.T) {
+	base := topo.HostID("", "h", "b", "n")
+	for _, other := range []string{topo.HostID("", "H", "b", "n"), topo.HostID("", "h", "B", "n"), topo.HostID("", "h", "b", "N")} {
+		if other == base {
+			t.Errorf("%q names two hosts", base)
+		}
+	}
+	if got := topo.HostID("rack1", "h", "b", "n"); got != "rack1" {
+		t.Errorf("got %q, want what was given", got)
+	}
+}

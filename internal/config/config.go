@@ -32,6 +32,11 @@ type Config struct {
 	RendezvousPort int
 	// Hostname is this host's identity: ranks with equal ones are local to each other.
 	Hostname string
+	// HostID is the identity of this host's memory: ranks with equal ones may share memory. Empty means that it is made of
+	// what the host says of itself.
+	HostID string
+	// SharedMemory says where tensors go through shared memory.
+	SharedMemory SharedMemory
 	// JobID tells the processes of this job from those of another that reuses its addresses.
 	JobID string
 	// StartTimeout bounds Init: all ranks must have met by then.
@@ -99,6 +104,20 @@ type FlagValue struct {
 	// Name is the setting and Value its value as in the environment (see Setting.FromFlag).
 	Name, Value string
 }
+
+// SharedMemory is where tensors go through shared memory.
+type SharedMemory uint8
+
+const (
+	// SharedByHost is in jobs of one host. That it cannot be had there is an error.
+	SharedByHost SharedMemory = iota
+	// SharedIfPossible is in jobs of one host whose ranks can have it.
+	SharedIfPossible
+	// SharedAlways is in every job. A job of several hosts is an error.
+	SharedAlways
+	// SharedNever is nowhere.
+	SharedNever
+)
 
 // Defaults is the configuration where nothing is given.
 func Defaults() Config {

@@ -76,9 +76,9 @@ var every = map[string]string{
 	"HOROVOD_FUSION_THRESHOLD": "65536", "HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_CACHE_CAPACITY": "2",
 	"HOROVOD_DISABLE_GROUP_FUSION": "1", "HOROVOD_DYNAMIC_PROCESS_SETS": "0",
 	"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5", "HOROVOD_STALL_CHECK_DISABLE": "no",
-	"HOROVOD_CONTROLLER": "TCP", "HOROVOD_CPU_OPERATIONS": "Gloo", "HOROVOD_THREAD_AFFINITY": "4, 2,0",
+	"HOROVOD_CONTROLLER": "TCP", "HOROVOD_CPU_OPERATIONS": "SHM", "HOROVOD_THREAD_AFFINITY": "4, 2,0",
 	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes",
-	"HVD_JOB_ID": "j", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
+	"HVD_JOB_ID": "j", "HVD_HOSTID": "rack", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
 	"HVD_DETERMINISTIC": "true", "HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
 }
 
@@ -98,7 +98,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 	}
 	want := config.Config{
 		Rank: 1, Size: 4, LocalRank: 0, LocalSize: 2, CrossRank: 1, CrossSize: 2,
-		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", JobID: "j",
+		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", HostID: "rack", SharedMemory: config.SharedAlways, JobID: "j",
 		StartTimeout: 2500 * time.Millisecond, LivenessTimeout: 3 * time.Second,
 		FusionThresholdBytes: 65536, CycleTime: 500 * time.Microsecond, CacheCapacity: 2,
 		Lockstep: true, DisableGroupFusion: true, DynamicProcessSets: false, Deterministic: true,

@@ -71,6 +71,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.DynamicProcessSets = false
 	want.OperationTimeout = 9 * time.Second
 	want.LivenessTimeout = 10500 * time.Millisecond
+	want.SharedMemory = config.SharedNever
 	want.LogLevel = "error"
 	want.LogHideTime = true
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {

@@ -209,13 +209,14 @@ var settings = []Setting{
 		Key:     "controller",
 		Flags:   []Flag{{Name: "gloo", Means: "gloo"}},
 		Default: "gloo", Doc: "what negotiates; gloo and tcp both mean gohvd's own controller",
-		kind: builtOnly("mpi"),
+		kind: builtOnly(ownController(), "mpi"),
 	},
 	{
 		Name: "HOROVOD_CPU_OPERATIONS", Section: sectionChoice, Scope: PerJob,
 		Key:     "cpu_operations",
-		Default: "gloo", Doc: "what moves and reduces tensors in host memory; gloo and tcp both mean gohvd's own algorithms",
-		kind: builtOnly("mpi", "ccl"),
+		Default: "gloo", Doc: "what moves and reduces tensors in host memory: gloo is shared memory if all ranks are on one host, else TCP; " +
+			"shm,tcp the same, but TCP also where the memory cannot be had, which is an error otherwise; shm and tcp that one alone",
+		kind: builtOnly(cpuOperations(), "mpi", "ccl"),
 	},
 	{
 		Name: "HOROVOD_LOG_LEVEL", Section: sectionLog, Scope: PerProcess,
@@ -269,6 +270,11 @@ var settings = []Setting{
 		Name: "HOROVOD_HOSTNAME", Section: sectionPlace, Scope: ByLauncher,
 		Otherwise: "the host's name", Doc: "identity of this host: ranks with equal ones are local to each other",
 		kind: text("any text", func(c *Config) *string { return &c.Hostname }),
+	},
+	{
+		Name: "HVD_HOSTID", Section: sectionPlace, Scope: PerProcess,
+		Otherwise: "host name, boot and network namespace", Doc: "identity of the memory of this host: ranks with equal ones may share memory",
+		kind: text("any text", func(c *Config) *string { return &c.HostID }),
 	},
 	{
 		Name: "HOROVOD_GLOO_RENDEZVOUS_ADDR", Section: sectionPlace, Scope: ByLauncher,

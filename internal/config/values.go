@@ -192,18 +192,30 @@ func oneOf(set func(c *Config, word string), words ...string) kind {
 	}}
 }
 
-// builtOnly is the choice of a backend where ours is the only one in this version: Horovod's name for it and our own.
-func builtOnly(others ...string) kind {
-	k := oneOf(func(*Config, string) {}, "gloo", "tcp")
-	k.want += ", which both mean gohvd's own over TCP"
-	read := k.read
+// builtOnly is the choice of a backend by Horovod's names, some of which stand for what this version has, read by known.
+func builtOnly(known kind, others ...string) kind {
+	k := known
 	k.read = func(c *Config, text string) (bool, error) {
 		for _, o := range others {
 			if strings.EqualFold(o, text) {
 				return false, fmt.Errorf("which is not built into this version: want %s", k.want)
 			}
 		}
-		return read(c, text)
+		return known.read(c, text)
 	}
 	return k
+}
+
+// ownController is the choice of a controller.
+func ownController() kind {
+	k := oneOf(func(*Config, string) {}, "gloo", "tcp")
+	k.want += ", which both mean gohvd's own"
+	return k
+}
+
+// cpuOperations is the choice of a backend for tensors in host memory.
+func cpuOperations() kind {
+	return oneOf(func(c *Config, word string) {
+		c.SharedMemory = map[string]SharedMemory{"gloo": SharedByHost, "shm,tcp": SharedIfPossible, "shm": SharedAlways, "tcp": SharedNever}[word]
+	}, "gloo", "shm,tcp", "shm", "tcp")
 }

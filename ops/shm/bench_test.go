@@ -1,0 +1,50 @@
+package shm_test
+
+import (
+	"fmt"
+	"runtime"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/shm"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// BenchmarkAllreduce has ranks that are threads of one process, each of which writes its buffer before every operation.
+func BenchmarkAllreduce(b *testing.B) {
+	for _, n := range []int{2, 4} {
+		for _, kind := range []string{"arena", "slice"} {
+			for _, size := range []int{4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20} {
+				b.Run(fmt.Sprintf("%d/%s/%d", n, kind, size), func(b *testing.B) {
+					// A rank that waits keeps its processor.
+					defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(n + 1))
+					var busy time.Duration
+					run(b, n, shm.Config{Crowded: n > runtime.NumCPU()}, func(r *rank) error {
+						buf := aligned(size)
+						if kind == "arena" {
+							buf = r.mem.alloc(size)
+						}
+						for i := range b.N + 3 {
+							if i == 3 && r.me == 0 {
+								b.ResetTimer()
+							}
+							clear(buf)
+							began := time.Now()
+							if err := r.Allreduce(b.Context(), message.Direct, tensor.Float32, tensor.Sum, buf); err != nil {
+								return err
+							}
+							if i >= 3 && r.me == 0 {
+								busy += time.Since(began)
+							}
+						}
+						return nil
+					})
+					perOp := busy.Seconds() / float64(b.N)
+					b.ReportMetric(perOp*1e6, "us/allreduce")
+					b.ReportMetric(float64(size)*2*float64(n-1)/float64(n)/perOp/1e9, "busbw-GB/s")
+				})
+			}
+		}
+	}
+}

@@ -1,0 +1,292 @@
+package shm
+
+import (
+	"sync/atomic"
+
+	"github.com/gohvd/gohvd/internal/futex"
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// streamBytes is from where on results that a peer has reduced are written past the caches: by then they would drive each
+// other out.
+const streamBytes = 8 << 20
+
+// plan says what an exchange does. The buffer is cut into blocks, one for each rank.
+type plan struct {
+	// ends are where the blocks of the ranks end.
+	ends []int64
+	// stride is the distance of the blocks' columns in a stage and column the size of one: in each step a rank
+	// handles so much of every block.
+	stride, column int64
+	// reduce has the owner of a block reduce what all ranks have in it. Otherwise what the owner has there counts.
+	reduce bool
+	// pull has everybody copy what the owners have.
+	pull bool
+}
+
+// block is the range of block i that step t handles.
+func (p *plan) block(i, t int) (from, to int64) {
+	begin := int64(0)
+	if i > 0 {
+		begin = p.ends[i-1]
+	}
+	from = begin + int64(t)*p.column
+	return min(from, p.ends[i]), min(from+p.column, p.ends[i])
+}
+
+// steps is the number of steps.
+func (p *plan) steps() int {
+	var longest, begin int64
+	for _, end := range p.ends {
+		longest = max(longest, end-begin)
+		begin = end
+	}
+	return int((longest + p.column - 1) / p.column)
+}
+
+// exchange runs p over this rank's tensors, which b.own has.
+//
+// It goes by rounds: a rank begins round r when all others have finished round r-1. In round r it stages step r, reduces
+// step r-1 and, after it has said so, copies the results of step r-2: of the step before, if there is nothing to reduce. So
+// whatever a rank reads lies in the caches, and it has a round of time to be late. The stages of three steps are in use,
+// and a rank that has finished its round but not its copying may still read a fourth.
+func (b *Backend) exchange(p *plan) error {
+	total := p.ends[len(p.ends)-1]
+	steps := p.steps()
+	if steps == 0 {
+		return nil
+	}
+	b.layouts[b.me].describe(b.own.tensors, b.find)
+	b.layouts[b.me].write(b.table())
+	lag := 0 // of the copying
+	rounds := steps
+	if p.reduce {
+		lag++
+		rounds++
+	}
+	if p.pull {
+		lag++
+		rounds = steps + lag
+	}
+	base := b.round
+	for r := 0; r < rounds; r++ {
+		if r > 0 {
+			if err := b.awaitAll(base + uint64(r)); err != nil {
+				return err
+			}
+		}
+		if r == 1 {
+			if err := b.readLayouts(total); err != nil {
+				return err
+			}
+			if !p.reduce && !b.stages(p) {
+				// Steps are for the stages. Without them everything can be copied at once.
+				p.column = total
+				steps, rounds = 1, 2
+			}
+		}
+		if p.reduce && r >= 1 && r-1 < steps {
+			b.reduceStep(p, r-1)
+		}
+		if r < steps {
+			b.stageStep(p, r)
+		}
+		b.post(b.progress, base+uint64(r)+1)
+		if p.pull && r >= lag {
+			b.pullStep(p, r-lag, total)
+		}
+	}
+	return b.leave(base+uint64(rounds), steps)
+}
+
+// stages reports whether any rank has something in the stages of an exchange that reduces nothing: where its own block is
+// not read where it lies. All ranks find the same.
+func (b *Backend) stages(p *plan) bool {
+	begin := int64(0)
+	for i, end := range p.ends {
+		for k := range b.layouts[i].extents {
+			e := &b.layouts[i].extents[k]
+			from := int64(0)
+			if k > 0 {
+				from = b.layouts[i].extents[k-1].end
+			}
+			if e.in.staged() && from < end && e.end > begin {
+				return true
+			}
+		}
+		begin = end
+	}
+	return false
+}
+
+// leave ends an exchange that has come to a round. Where a peer could read a caller's buffer, no caller gets one back
+// before all peers have finished.
+func (b *Backend) leave(round uint64, steps int) error {
+	b.stage += steps
+	b.round = round
+	direct := false
+	for i := range b.layouts {
+		direct = direct || b.layouts[i].direct
+	}
+	b.turn ^= 1
+	if !direct {
+		return nil
+	}
+	b.round++
+	b.post(b.progress, b.round)
+	if err := b.awaitAll(b.round); err != nil {
+		return err
+	}
+	return b.sound()
+}
+
+// sound reports whether what was read from the peers' callers' buffers was theirs to give all the time: who gives a
+// buffer up early says so before.
+func (b *Backend) sound() error {
+	futex.Fence() // the reads came first
+	for i := range b.peers {
+		if i != b.me && atomic.LoadUint32(b.peers[i].abort) != 0 {
+			return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: errGaveUp}
+		}
+	}
+	return nil
+}
+
+// table is this rank's table for the operation.
+func (b *Backend) table() []byte { return tableOf(b.segment, b.turn) }
+
+func tableOf(segment []byte, turn int) []byte {
+	return segment[tablesAt+turn*tableBytes:][:tableBytes]
+}
+
+// readLayouts learns where the peers' tensors lie.
+func (b *Backend) readLayouts(total int64) error {
+	for i := range b.peers {
+		if i == b.me {
+			continue
+		}
+		b.asked = i
+		if err := b.layouts[i].read(tableOf(b.peers[i].segment, b.turn), total, b.chunk); err != nil {
+			return b.blame(i, err)
+		}
+	}
+	return nil
+}
+
+// staged is where member i stages the bytes from v on of block j, of which step t begins at from.
+func (b *Backend) staged(p *plan, i, j, t int, from, v, n int64) []byte {
+	at := stagingAt + int64((b.stage+t)%stages)*b.stageBytes + int64(j)*p.stride + v - from
+	return b.peers[i].segment[at : at+n]
+}
+
+// contribution is what member i has from byte v on, at most n bytes, in block j.
+func (b *Backend) contribution(p *plan, i, j, t int, from, v, n int64) []byte {
+	if i == b.me {
+		in, _ := b.own.at(v, n)
+		return in
+	}
+	l := &b.layouts[i]
+	k, begin := l.find(v)
+	e := &l.extents[k]
+	n = min(n, e.end-v)
+	if e.in.staged() {
+		return b.staged(p, i, j, t, from, v, n)
+	}
+	at := e.in.offset + v - begin
+	return e.in.mem[at : at+n]
+}
+
+// result is what member i, another, has made of block i from byte v on, at most n bytes.
+func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
+	l := &b.layouts[i]
+	k, begin := l.find(v)
+	e := &l.extents[k]
+	n = min(n, e.end-v)
+	at := &e.out
+	if !p.reduce {
+		at = &e.in
+	}
+	if at.staged() {
+		return b.staged(p, i, i, t, from, v, n)
+	}
+	return at.mem[at.offset+v-begin:][:n]
+}
+
+// stageStep copies to the stage what peers will read of step t and cannot read where it lies.
+func (b *Backend) stageStep(p *plan, t int) {
+	for j := range p.ends {
+		if p.reduce == (j == b.me) {
+			continue // own block: reduced from where it lies; nothing to reduce: only the own one is read
+		}
+		from, to := p.block(j, t)
+		b.stageRange(p, j, t, from, to)
+	}
+}
+
+func (b *Backend) stageRange(p *plan, j, t int, from, to int64) {
+	l := &b.layouts[b.me]
+	for v := from; v < to; {
+		k, _ := l.find(v)
+		e := &l.extents[k]
+		n := min(to, e.end) - v
+		if e.in.staged() {
+			in, _ := b.own.at(v, n)
+			n = int64(len(in))
+			copy(b.staged(p, b.me, j, t, from, v, n), in)
+		}
+		v += n
+	}
+}
+
+// reduceStep reduces step t of this rank's block, and stages the result if peers are to read it and cannot where it lies.
+func (b *Backend) reduceStep(p *plan, t int) {
+	l := &b.layouts[b.me]
+	from, to := p.block(b.me, t)
+	for v := from; v < to; {
+		_, out := b.own.at(v, to-v)
+		n := int64(len(out))
+		for i := range b.sources {
+			b.sources[i] = b.contribution(p, i, b.me, t, from, v, n)
+			n = min(n, int64(len(b.sources[i])))
+		}
+		k, _ := l.find(v)
+		copied := p.pull && l.extents[k].out.staged()
+		b.reducePiece(p, t, from, v, out[:n], copied)
+		v += n
+	}
+}
+
+// reducePiece reduces the sources to out, block by block, so that a copy finds each block in the cache.
+func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied bool) {
+	if !copied {
+		b.reducer.reduce(out, b.sources)
+		return
+	}
+	stage := b.staged(p, b.me, b.me, t, from, v, int64(len(out)))
+	for at := 0; at < len(out); at += blockBytes {
+		end := min(at+blockBytes, len(out))
+		b.reducer.block(out[at:end], b.sources, at)
+		copy(stage[at:end], out[at:end])
+	}
+}
+
+// pullStep copies what the owners of the other blocks have made of step t.
+func (b *Backend) pullStep(p *plan, t int, total int64) {
+	n := len(p.ends)
+	for k := 1; k < n; k++ {
+		i := (b.me + k) % n // not all from the same at once
+		from, to := p.block(i, t)
+		for v := from; v < to; {
+			_, out := b.own.at(v, to-v)
+			src := b.result(p, i, t, from, v, int64(len(out)))
+			out = out[:len(src)]
+			if total >= streamBytes && b.layouts[b.me].direct {
+				kernel.Stream(out, src)
+			} else {
+				copy(out, src)
+			}
+			v += int64(len(src))
+		}
+	}
+}

@@ -1,0 +1,251 @@
+package shm_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/shm"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// A rank that never comes is waited for until its process is given up, whatever the operation. Then the backend is dead.
+func TestDeadPeer(t *testing.T) {
+	for name, op := range operations(t) {
+		t.Run(name, func(t *testing.T) {
+			h := newHost()
+			death := &transport.PeerError{Peer: 2, Lane: 1, Err: errors.New("the process ended")}
+			timer := time.AfterFunc(50*time.Millisecond, func() { h.kill(2, death) })
+			defer timer.Stop()
+			err := try(h, 3, shm.Config{}, func(r *rank) error {
+				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, aligned(64)); err != nil {
+					return err
+				}
+				if r.me == 2 {
+					return nil
+				}
+				err := op(t.Context(), r)
+				var p *transport.PeerError
+				switch again := op(t.Context(), r); {
+				case !errors.As(err, &p):
+					t.Errorf("rank %d: got %v, want a PeerError", r.me, err)
+				case p.Peer != 2 && !strings.Contains(err.Error(), "gave the operation up"):
+					t.Errorf("rank %d: got %v, want it to blame rank 2", r.me, err)
+				case again == nil || !errors.Is(again, err):
+					t.Errorf("rank %d: got %v after a failure, want that failure", r.me, again)
+				}
+				return nil
+			})
+			if err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// The end of a context ends a wait.
+func TestContextEnds(t *testing.T) {
+	for name, op := range operations(t) {
+		t.Run(name, func(t *testing.T) {
+			why := errors.New("the verdict")
+			ctx, cancel := context.WithCancelCause(t.Context())
+			timer := time.AfterFunc(50*time.Millisecond, func() { cancel(why) })
+			defer timer.Stop()
+			run(t, 2, shm.Config{Crowded: true}, func(r *rank) error {
+				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, aligned(64)); err != nil || r.me == 1 {
+					return err
+				}
+				began := time.Now()
+				if err := op(ctx, r); !errors.Is(err, why) {
+					t.Errorf("got %v, want %v", err, why)
+				}
+				if took := time.Since(began); took > 2*time.Second {
+					t.Errorf("it took %v to notice", took)
+				}
+				return nil
+			})
+		})
+	}
+}
+
+func operations(t *testing.T) map[string]func(ctx context.Context, r *rank) error {
+	return map[string]func(ctx context.Context, r *rank) error{
+		"small": func(ctx context.Context, r *rank) error {
+			return r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, aligned(64))
+		},
+		"large": func(ctx context.Context, r *rank) error {
+			return r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, aligned(1<<20))
+		},
+		"arena": func(ctx context.Context, r *rank) error {
+			return r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, r.mem.alloc(1<<20))
+		},
+		"broadcast": func(ctx context.Context, r *rank) error { return r.Broadcast(ctx, message.Direct, 2%r.n, aligned(100)) },
+		"allgather": func(ctx context.Context, r *rank) error {
+			return r.Allgather(ctx, message.Direct, aligned(100*r.n), []int64{100, 100, 100}[:r.n])
+		},
+		"reducescatter": func(ctx context.Context, r *rank) error {
+			return r.Reducescatter(ctx, message.Direct, tensor.Float32, tensor.Sum, aligned(100*r.n), []int64{100, 100, 100}[:r.n])
+		},
+		"alltoall": func(ctx context.Context, r *rank) error {
+			return r.Alltoall(ctx, message.Direct, aligned(100*r.n), []int64{100, 100, 100}[:r.n], func([]int64) ([]byte, error) { return aligned(100 * r.n), nil })
+		},
+	}
+}
+
+// A rank that gives up a buffer which others may be reading says so first: who has read it does not report success.
+func TestAbandonedBuffer(t *testing.T) {
+	const size = 8 << 10
+	for _, gaveUp := range []bool{false, true} {
+		err := try(newHost(), 2, shm.Config{}, func(r *rank) error {
+			buf := r.mem.alloc(size)
+			if r.me == 1 {
+				seg, err := r.mem.Share(1, shm.New(r.mem, 1, r.mem.both(), 1, shm.Config{}).SegmentBytes(), nil)
+				if err != nil {
+					return err
+				}
+				shm.PretendToHaveDone(seg, size, r.chunkOf(buf), gaveUp)
+				return nil
+			}
+			switch err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, buf); {
+			case gaveUp && (err == nil || !strings.Contains(err.Error(), "gave the operation up")):
+				t.Errorf("got %v, want that rank 1 gave up", err)
+			case !gaveUp && err != nil:
+				t.Error(err)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// What a peer says about its memory is held against what there is.
+func TestPeersTables(t *testing.T) {
+	for name, change := range map[string]func(table []byte){
+		"too many extents":     func(table []byte) { table[3] = 0xff },
+		"end beyond the total": func(table []byte) { table[8+7] = 0x7f },
+		"end of nothing":       func(table []byte) { clear(table[8:16]) },
+		"unknown arena":        func(table []byte) { table[8+8] = 200 },
+		"negative offset":      func(table []byte) { table[8+16+7] = 0x80 },
+		"beyond the arena":     func(table []byte) { table[8+16+2] = 1 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			const size = 8 << 10
+			h := newHost()
+			err := try(h, 2, shm.Config{Crowded: true}, func(r *rank) error {
+				if r.me == 1 {
+					// A rank that says it has come, with a table of our making.
+					seg, err := r.mem.Share(1, shm.New(r.mem, 1, r.mem.both(), 1, shm.Config{}).SegmentBytes(), nil)
+					if err != nil {
+						return err
+					}
+					shm.PretendToCome(seg, size, r.chunkOf(r.mem.alloc(size)), change)
+					return nil
+				}
+				ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+				defer cancel()
+				err := r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, aligned(size))
+				var p *transport.PeerError
+				if !errors.As(err, &p) || p.Peer != 1 {
+					t.Errorf("got %v, want a PeerError of rank 1", err)
+				}
+				return nil
+			})
+			if err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// Wrong arguments are refused before anything is said to the peers, and end the backend all the same: the others run the
+// operation.
+func TestRefused(t *testing.T) {
+	for name, op := range map[string]func(r *rank) error{
+		"algorithm": func(r *rank) error {
+			return r.Allreduce(t.Context(), message.Ring, tensor.Float32, tensor.Sum, aligned(64))
+		},
+		"operation": func(r *rank) error {
+			return r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Adasum, aligned(64))
+		},
+		"adasum": func(r *rank) error {
+			return r.Adasum(t.Context(), message.Direct, tensor.Float32, aligned(64), []int64{64})
+		},
+		"root":   func(r *rank) error { return r.Broadcast(t.Context(), message.Direct, 2, aligned(64)) },
+		"counts": func(r *rank) error { return r.Allgather(t.Context(), message.Direct, aligned(64), []int64{64}) },
+		"blocks": func(r *rank) error {
+			return r.Alltoall(t.Context(), message.Direct, aligned(64), []int64{64, 8}, func([]int64) ([]byte, error) { return nil, nil })
+		},
+		"result of another length": func(r *rank) error {
+			return r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, one, []ops.Tensor{{In: aligned(8), Out: aligned(4)}})
+		},
+		"division": func(r *rank) error {
+			s := ops.Scaling{Pre: 1, Post: 1, Divisor: 2}
+			return r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, s, []ops.Tensor{{In: aligned(8), Out: aligned(8)}})
+		},
+	} {
+		run(t, 2, shm.Config{}, func(r *rank) error {
+			if err := op(r); err == nil {
+				t.Errorf("%s: accepted", name)
+			}
+			return nil
+		})
+	}
+}
+
+func TestPlan(t *testing.T) {
+	run(t, 2, shm.Config{}, func(r *rank) error {
+		for _, c := range []struct {
+			response message.Response
+			ok       bool
+		}{
+			{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum}, true},
+			{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Average}, true},
+			{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Adasum}, false},
+			{message.Response{Kind: message.Reducescatter, DType: tensor.Bool, Op: tensor.Sum}, false},
+			{message.Response{Kind: message.Alltoall}, true},
+			{message.Response{Kind: message.Barrier}, false},
+		} {
+			alg, err := r.Plan(&c.response, 4)
+			if (err == nil) != c.ok || c.ok && alg != message.Direct {
+				t.Errorf("%v by %v: got %v, %v", c.response.Kind, c.response.Op, alg, err)
+			}
+		}
+		return nil
+	})
+}
+
+// A failed operation leaves nothing that writes to its buffers.
+func TestBuffersAreLetGo(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Millisecond)
+	defer cancel()
+	run(t, 2, shm.Config{StageBytes: 4 << 10}, func(r *rank) error {
+		if r.me == 1 {
+			<-ctx.Done()
+			late, stop := context.WithTimeout(t.Context(), 100*time.Millisecond)
+			defer stop()
+			_ = r.Allreduce(late, message.Direct, tensor.Float32, tensor.Sum, aligned(64<<10))
+			return nil
+		}
+		buf := r.mem.alloc(64 << 10)
+		if err := r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, buf); err == nil {
+			t.Error("rank 0 succeeded alone")
+		}
+		want := bytes.Repeat([]byte{7}, len(buf))
+		copy(buf, want)
+		timer := time.NewTimer(200 * time.Millisecond)
+		defer timer.Stop()
+		<-timer.C
+		if !bytes.Equal(buf, want) {
+			t.Error("a buffer was written after its operation had failed")
+		}
+		return nil
+	})
+}

@@ -1,0 +1,192 @@
+package shm
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"sort"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// extent is a piece of the operation's buffer, which is the tensors as if they lay one behind the other. The first begins
+// at 0, each other where the one before it ends.
+type extent struct {
+	end     int64 // exclusive
+	in, out place
+}
+
+// place is where a peer finds an extent: in the memory of this chunk from this offset on. Without a chunk it is in the
+// staging area.
+type place struct {
+	chunk  uint32
+	offset int64
+	mem    []byte // of the chunk, in this process; nil at its owner
+}
+
+func (p *place) staged() bool { return p.chunk == 0 }
+
+// A table is u32 number of extents | u32 0, then for each: u64 end | u32 chunk of in | u32 chunk of out | u64 offset of in |
+// u64 offset of out. An alltoall has one extent, and behind it u64 bytes for each member of the set.
+const (
+	tableHeader = 8
+	extentBytes = 32
+	maxExtents  = (tableBytes - tableHeader) / extentBytes
+)
+
+// layout is where the tensors of one rank lie.
+type layout struct {
+	extents []extent
+	direct  bool // some extent is not staged
+}
+
+// find is the index of the extent that has byte v, and where that extent begins.
+func (l *layout) find(v int64) (i int, begin int64) {
+	if n := len(l.extents); n > 1 {
+		i = sort.Search(n, func(i int) bool { return l.extents[i].end > v })
+	}
+	if i > 0 {
+		begin = l.extents[i-1].end
+	}
+	return i, begin
+}
+
+// describe makes the layout of this rank's tensors: what lies in arenas is read there, if this many places can be told.
+func (l *layout) describe(tensors []ops.Tensor, find func([]byte) (arena.Ref, bool)) {
+	l.extents, l.direct = l.extents[:0], false
+	var end int64
+	for _, t := range tensors {
+		if len(t.In) == 0 {
+			continue
+		}
+		end += int64(len(t.In))
+		e := extent{end: end}
+		if len(l.extents) < maxExtents-1 {
+			if ref, ok := find(t.In); ok {
+				e.in = place{chunk: ref.Chunk, offset: ref.Offset}
+			}
+			if &t.Out[0] == &t.In[0] {
+				e.out = e.in
+			} else if ref, ok := find(t.Out); ok {
+				e.out = place{chunk: ref.Chunk, offset: ref.Offset}
+			}
+		}
+		l.direct = l.direct || !e.in.staged() || !e.out.staged()
+		if k := len(l.extents); k > 0 && e.in.staged() && e.out.staged() && l.extents[k-1].in.staged() && l.extents[k-1].out.staged() {
+			l.extents[k-1].end = end
+			continue
+		}
+		l.extents = append(l.extents, e)
+	}
+}
+
+// write puts l into a table.
+func (l *layout) write(table []byte) {
+	binary.LittleEndian.PutUint32(table, uint32(len(l.extents)))
+	at := table[tableHeader:]
+	for i := range l.extents {
+		e := &l.extents[i]
+		binary.LittleEndian.PutUint64(at, uint64(e.end))
+		binary.LittleEndian.PutUint32(at[8:], e.in.chunk)
+		binary.LittleEndian.PutUint32(at[12:], e.out.chunk)
+		binary.LittleEndian.PutUint64(at[16:], uint64(e.in.offset))
+		binary.LittleEndian.PutUint64(at[24:], uint64(e.out.offset))
+		at = at[extentBytes:]
+	}
+}
+
+// read takes a peer's layout from its table and maps what it names. total is what the buffer should have.
+func (l *layout) read(table []byte, total int64, chunk func(id uint32) ([]byte, error)) error {
+	l.extents, l.direct = l.extents[:0], false
+	n := binary.LittleEndian.Uint32(table)
+	if n > maxExtents {
+		return fmt.Errorf("a table of %d extents, want at most %d", n, maxExtents)
+	}
+	at := table[tableHeader:]
+	var begin int64
+	for range n {
+		e := extent{end: int64(binary.LittleEndian.Uint64(at))}
+		e.in.chunk = binary.LittleEndian.Uint32(at[8:])
+		e.out.chunk = binary.LittleEndian.Uint32(at[12:])
+		e.in.offset = int64(binary.LittleEndian.Uint64(at[16:]))
+		e.out.offset = int64(binary.LittleEndian.Uint64(at[24:]))
+		at = at[extentBytes:]
+		if e.end <= begin || e.end > total {
+			return fmt.Errorf("an extent from byte %d to %d of %d", begin, e.end, total)
+		}
+		for _, p := range []*place{&e.in, &e.out} {
+			if p.staged() {
+				continue
+			}
+			l.direct = true
+			var err error
+			if p.mem, err = chunk(p.chunk); err != nil {
+				return err
+			}
+			if p.offset < 0 || p.offset > int64(len(p.mem)) || e.end-begin > int64(len(p.mem))-p.offset {
+				return fmt.Errorf("%d bytes at offset %d of arena %d, which has %d", e.end-begin, p.offset, p.chunk, len(p.mem))
+			}
+		}
+		begin = e.end
+		l.extents = append(l.extents, e)
+	}
+	if begin != total {
+		return fmt.Errorf("a buffer of %d bytes, want %d", begin, total)
+	}
+	return nil
+}
+
+// own is this rank's tensors, to be found by their place in the buffer.
+type own struct {
+	tensors []ops.Tensor
+	ends    []int64
+}
+
+func (o *own) set(tensors []ops.Tensor) (total int64, err error) {
+	o.tensors, o.ends = o.tensors[:0], o.ends[:0]
+	for _, t := range tensors {
+		if len(t.In) != len(t.Out) {
+			return 0, fmt.Errorf("a tensor of %d bytes with a result of %d", len(t.In), len(t.Out))
+		}
+		if len(t.In) == 0 {
+			continue
+		}
+		total += int64(len(t.In))
+		o.tensors = append(o.tensors, t)
+		o.ends = append(o.ends, total)
+	}
+	return total, nil
+}
+
+// clear forgets the tensors, so that they can be collected.
+func (o *own) clear() {
+	clear(o.tensors)
+	o.tensors = o.tensors[:0]
+}
+
+// at gives what lies from byte v on, at most n bytes: the contribution and the place of the result.
+func (o *own) at(v, n int64) (in, out []byte) {
+	i := 0
+	if len(o.ends) > 1 {
+		i = sort.Search(len(o.ends), func(i int) bool { return o.ends[i] > v })
+	}
+	t := &o.tensors[i]
+	from := v - (o.ends[i] - int64(len(t.In)))
+	n = min(n, int64(len(t.In))-from)
+	return t.In[from : from+n], t.Out[from : from+n]
+}
+
+// word is the u64 at an offset of a segment, which is aligned for it.
+func word(segment []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&segment[at])) }
+
+// flag is the u32 there.
+func flag(segment []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&segment[at])) }
+
+func contextError(ctx context.Context) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return nil
+}

@@ -1,0 +1,58 @@
+package shm
+
+import (
+	"context"
+
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// Memory is what a Backend needs of the ranks' host: segments of each other's memory. The mesh of transport/shm is one.
+type Memory interface {
+	// Share makes this rank's segment for lane, numBytes of zeros, which the peers can read but not write. It does not
+	// wait for them.
+	Share(lane transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error)
+
+	// Peer is the segment that rank shared for lane. It waits until there is one, ctx ends, or the rank or the lane is
+	// given up.
+	Peer(ctx context.Context, lane transport.Lane, rank topo.Rank) ([]byte, error)
+
+	// Arena is a chunk of the allocator of rank's process. It waits as Peer does.
+	Arena(ctx context.Context, rank topo.Rank, chunk uint32) ([]byte, error)
+
+	// Err is why it is in vain to wait for rank on lane; nil if it is not. It is asked often.
+	Err(lane transport.Lane, rank topo.Rank) error
+}
+
+// A segment is one rank's part of a lane: written by it alone, read by all members. In it lie, each on cache lines of
+// its own:
+//
+//	progressAt    u64  rounds that the rank has finished, over all operations (small ones not counted)
+//	abortAt       u32  not 0: the rank has failed, and its callers' buffers may change from now on
+//	restAt        u32  not 0: the rank sleeps, or is about to: who posts must wake
+//	tablesAt      two tables, for operations in turn: where the rank's tensors lie
+//	slotsAt       two slots, for small operations in turn: u64 number of the operation, contribution
+//	stagingAt     stages × stageBytes: what the peers cannot read where it lies
+//
+// Two of each are enough because an operation does not end before all ranks have begun it: who fills a table or slot
+// anew has seen all others come to the operation between, so they are through with the one before.
+const (
+	progressAt = 0
+	abortAt    = 128
+	restAt     = 256
+	tablesAt   = 512
+	slotsAt    = tablesAt + 2*tableBytes
+	stagingAt  = slotsAt + 2*slotBytes
+
+	lineBytes  = 64
+	tableBytes = 64 << 10
+	slotBytes  = lineBytes + smallBytes
+	// smallBytes is the most that each rank gives to all others at once, to be reduced by everyone for himself.
+	smallBytes = 4032
+	// stages is the number of parts of the staging area. While a rank fills one, peers may still reduce from the one
+	// before it and copy from the two before that.
+	stages = 4
+)
+
+// segmentBytes is the size of a segment.
+func segmentBytes(stageBytes int64) int64 { return stagingAt + stages*stageBytes }

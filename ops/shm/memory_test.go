@@ -1,0 +1,172 @@
+package shm_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/ops/shm"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// host is memory that the ranks of one process share because it is one: the protocol of the backends without files and
+// mappings, where the race detector sees every access.
+type host struct {
+	mu       sync.Mutex
+	changed  *sync.Cond
+	segments map[key][]byte
+	chunks   map[chunk][]byte
+	dead     map[topo.Rank]error
+}
+
+type key struct {
+	lane transport.Lane
+	rank topo.Rank
+}
+
+type chunk struct {
+	rank topo.Rank
+	id   uint32
+}
+
+func newHost() *host {
+	h := &host{segments: make(map[key][]byte), chunks: make(map[chunk][]byte), dead: make(map[topo.Rank]error)}
+	h.changed = sync.NewCond(&h.mu)
+	return h
+}
+
+// rankMemory is a rank's view of its host.
+type rankMemory struct {
+	*host
+	rank topo.Rank
+}
+
+func (m *rankMemory) Share(lane transport.Lane, numBytes int64, _ []topo.Rank) ([]byte, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	mem := aligned(int(numBytes))
+	m.segments[key{lane, m.rank}] = mem
+	m.changed.Broadcast()
+	return mem, nil
+}
+
+func (m *rankMemory) Peer(ctx context.Context, lane transport.Lane, rank topo.Rank) ([]byte, error) {
+	defer context.AfterFunc(ctx, func() {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		m.changed.Broadcast()
+	})()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for {
+		if mem := m.segments[key{lane, rank}]; mem != nil {
+			return mem, nil
+		}
+		if err := errors.Join(m.dead[rank], ctx.Err()); err != nil {
+			return nil, err
+		}
+		m.changed.Wait()
+	}
+}
+
+func (m *rankMemory) Arena(_ context.Context, rank topo.Rank, id uint32) ([]byte, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if mem := m.chunks[chunk{rank, id}]; mem != nil {
+		return mem, nil
+	}
+	return nil, fmt.Errorf("rank %d has no arena %d", rank, id)
+}
+
+func (m *rankMemory) Err(lane transport.Lane, rank topo.Rank) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.dead[rank]
+}
+
+// kill makes all ranks take rank for dead.
+func (h *host) kill(rank topo.Rank, err error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.dead[rank] = err
+	h.changed.Broadcast()
+}
+
+// alloc is memory of an arena of this rank.
+func (m *rankMemory) alloc(numBytes int) []byte {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	mem := aligned(numBytes)
+	m.chunks[chunk{m.rank, uint32(len(m.chunks) + 1)}] = mem
+	return mem
+}
+
+// find is the backend's Config.Find.
+func (m *rankMemory) find(b []byte) (arena.Ref, bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for c, mem := range m.chunks {
+		if offset := uintptr(unsafe.Pointer(&b[0])) - uintptr(unsafe.Pointer(&mem[0])); c.rank == m.rank && offset < uintptr(len(mem)) {
+			return arena.Ref{Chunk: c.id, Offset: int64(offset)}, true
+		}
+	}
+	return arena.Ref{}, false
+}
+
+// aligned is memory that begins at a cache line, as a page does.
+func aligned(n int) []byte {
+	mem := make([]byte, n+63)
+	skip := -uintptr(unsafe.Pointer(&mem[0])) & 63
+	return mem[skip:][:n:n]
+}
+
+// rank is one rank of a test.
+type rank struct {
+	*shm.Backend
+	mem *rankMemory
+	me  int
+	n   int
+}
+
+// run runs f for n ranks at once, and fails with all their errors.
+func run(t testing.TB, n int, cfg shm.Config, f func(r *rank) error) {
+	t.Helper()
+	if err := try(newHost(), n, cfg, f); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
+	ranks := make([]topo.Rank, n)
+	for i := range ranks {
+		ranks[i] = topo.Rank(i)
+	}
+	errs := make([]error, n)
+	var wg sync.WaitGroup
+	for i := range n {
+		wg.Go(func() {
+			mem := &rankMemory{h, topo.Rank(i)}
+			own := cfg
+			own.Find = mem.find
+			if err := f(&rank{shm.New(mem, 1, ranks, i, own), mem, i, n}); err != nil {
+				errs[i] = fmt.Errorf("rank %d: %w", i, err)
+			}
+		})
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// both are the ranks of a job of two.
+func (m *rankMemory) both() []topo.Rank { return []topo.Rank{0, 1} }
+
+// chunkOf is the arena that b begins.
+func (r *rank) chunkOf(b []byte) uint32 {
+	ref, _ := r.mem.find(b)
+	return ref.Chunk
+}

@@ -1,0 +1,301 @@
+package shm_test
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/shm"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// input is what rank has in tensor number t: small numbers, so that the bits do not depend on the order.
+func input(dt tensor.DType, rank, t, numElems int) []byte {
+	b := aligned(numElems * dt.Size())
+	v := make([]float64, numElems)
+	for i := range v {
+		v[i] = float64((7*i + 13*rank + 3*t) % 5)
+		if dt == tensor.Bool {
+			v[i] = float64((i + rank) % 2)
+		}
+	}
+	encode(dt, b, v)
+	return b
+}
+
+// encode writes numbers as elements of dt.
+func encode(dt tensor.DType, dst []byte, v []float64) {
+	for i, x := range v {
+		switch dt {
+		case tensor.Uint8, tensor.Bool:
+			tensor.View[uint8](dst)[i] = uint8(x)
+		case tensor.Int8:
+			tensor.View[int8](dst)[i] = int8(x)
+		case tensor.Uint16:
+			tensor.View[uint16](dst)[i] = uint16(x)
+		case tensor.Int16:
+			tensor.View[int16](dst)[i] = int16(x)
+		case tensor.Int32:
+			tensor.View[int32](dst)[i] = int32(x)
+		case tensor.Int64:
+			tensor.View[int64](dst)[i] = int64(x)
+		case tensor.Float32:
+			tensor.View[float32](dst)[i] = float32(x)
+		case tensor.Float64:
+			tensor.View[float64](dst)[i] = x
+		default:
+			f, err := kernel.Convert(dt, tensor.Float64)
+			if err != nil {
+				panic(err)
+			}
+			f(dst[i*dt.Size():(i+1)*dt.Size()], tensor.Bytes([]float64{x}))
+		}
+	}
+}
+
+// reduced is what n ranks' inputs reduce to.
+func reduced(dt tensor.DType, op tensor.ReduceOp, n, t, numElems int) []byte {
+	f, err := kernel.Reduce(op, dt)
+	if err != nil {
+		panic(err)
+	}
+	sum := input(dt, 0, t, numElems)
+	for r := 1; r < n; r++ {
+		f(sum, input(dt, r, t, numElems))
+	}
+	return sum
+}
+
+var one = ops.Scaling{Pre: 1, Post: 1}
+
+// Sizes about the places where something changes: a cache line, the small path, one step and several, the last block.
+var sizes = []int{0, 1, 2, 15, 16, 17, 500, 1000, 1007, 1009, 2000, 4099, 16384, 16401, 50_000}
+
+// Every type, operation, size and number of ranks, from ordinary memory, from arenas, and some ranks so and others so.
+func TestAllreduce(t *testing.T) {
+	for n := 1; n <= 5; n++ {
+		for _, dt := range tensor.DTypes() {
+			t.Run(fmt.Sprintf("%d/%v", n, dt), func(t *testing.T) {
+				run(t, n, shm.Config{StageBytes: 16 << 10}, func(r *rank) error {
+					for k, size := range sizes {
+						for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Product} {
+							if tensor.CheckReduce(op, dt) != nil {
+								continue
+							}
+							buf := input(dt, r.me, 0, size)
+							if arenas := (k + int(op)) % 3; size > 0 && (arenas == 1 || arenas == 2 && r.me%2 == 1) {
+								buf = r.mem.alloc(len(buf))
+								copy(buf, input(dt, r.me, 0, size))
+							}
+							if err := r.Allreduce(t.Context(), message.Direct, dt, op, buf); err != nil {
+								return err
+							}
+							if want := reduced(dt, op, n, 0, size); !bytes.Equal(buf, want) {
+								return fmt.Errorf("%v of %d elements: %s", op, size, difference(buf, want))
+							}
+						}
+					}
+					return nil
+				})
+			})
+		}
+	}
+}
+
+func difference(got, want []byte) string {
+	for i := range got {
+		if got[i] != want[i] {
+			return fmt.Sprintf("byte %d of %d is %d, want %d", i, len(got), got[i], want[i])
+		}
+	}
+	return "the lengths differ"
+}
+
+// Tensors in any mixture of memory, cut otherwise at every rank, out of place and in place, give what one tensor does.
+func TestAllreduceFused(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	for n := 2; n <= 4; n++ {
+		run(t, n, shm.Config{StageBytes: 4 << 10}, func(r *rank) error {
+			common := rand.New(rand.NewPCG(seed, 0))
+			own := rand.New(rand.NewPCG(seed, uint64(r.me)+1))
+			for round := range 60 {
+				total := common.IntN([]int{300, 3000, 30_000}[round%3]) + 1
+				whole := input(tensor.Float32, r.me, round, total)
+				var tensors []ops.Tensor
+				for at := 0; at < len(whole); {
+					size := min(4*(own.IntN(total)+own.IntN(2)), len(whole)-at)
+					if size == 0 && own.IntN(2) == 0 {
+						continue
+					}
+					tensors = append(tensors, r.tensor(own, whole[at:at+size]))
+					at += size
+				}
+				if err := r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, one, tensors); err != nil {
+					return err
+				}
+				var got []byte
+				for _, x := range tensors {
+					got = append(got, x.Out...)
+				}
+				if want := reduced(tensor.Float32, tensor.Sum, n, round, total); !bytes.Equal(got, want) {
+					return fmt.Errorf("round %d, %d tensors: %s", round, len(tensors), difference(got, want))
+				}
+			}
+			return nil
+		})
+	}
+}
+
+// tensor is one with this content, in memory of any kind.
+func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
+	memory := func() []byte {
+		if len(content) > 0 && rng.IntN(2) == 0 {
+			return r.mem.alloc(len(content))
+		}
+		return aligned(len(content))
+	}
+	in := memory()
+	copy(in, content)
+	if rng.IntN(2) == 0 {
+		return ops.Tensor{In: in, Out: in}
+	}
+	return ops.Tensor{In: in, Out: memory()}
+}
+
+// Scaling rounds as it does before and after a reduction of its own.
+func TestScaling(t *testing.T) {
+	for n := 1; n <= 4; n++ {
+		for _, dt := range []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64, tensor.Int32, tensor.Uint8} {
+			for _, numElems := range []int{3, 5000} {
+				s := ops.Scaling{Pre: 1.7, Post: 0.3}
+				if dt.IsInteger() {
+					s = ops.Scaling{Pre: 2, Post: 1, Divisor: 3}
+				}
+				run(t, n, shm.Config{StageBytes: 4 << 10}, func(r *rank) error {
+					buf := input(dt, r.me, 0, numElems)
+					if r.me == 1 {
+						copied := r.mem.alloc(len(buf))
+						copy(copied, buf)
+						buf = copied
+					}
+					if err := r.AllreduceFused(t.Context(), message.Direct, dt, tensor.Sum, s, []ops.Tensor{{In: buf, Out: buf}}); err != nil {
+						return err
+					}
+					if want := scaledSum(t, dt, n, numElems, s); !bytes.Equal(buf, want) {
+						return fmt.Errorf("%v: %s", dt, difference(buf, want))
+					}
+					return nil
+				})
+			}
+		}
+	}
+}
+
+// scaledSum scales, adds in the order of the ranks, halves in float32, and scales.
+func scaledSum(t *testing.T, dt tensor.DType, n, numElems int, s ops.Scaling) []byte {
+	must := func(err error) {
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	scale, err := kernel.Scale(dt)
+	must(err)
+	wide := dt
+	if dt.IsHalf() {
+		wide = tensor.Float32
+	}
+	add, err := kernel.Reduce(tensor.Sum, wide)
+	must(err)
+	convert := func(to, from tensor.DType, b []byte) []byte {
+		if to == from {
+			return b
+		}
+		f, err := kernel.Convert(to, from)
+		must(err)
+		out := aligned(len(b) / from.Size() * to.Size())
+		f(out, b)
+		return out
+	}
+	var sum []byte
+	for r := range n {
+		x := input(dt, r, 0, numElems)
+		scale(x, s.Pre)
+		if x = convert(wide, dt, x); r == 0 {
+			sum = x
+		} else {
+			add(sum, x)
+		}
+	}
+	sum = convert(dt, wide, sum)
+	if s.Divisor > 1 {
+		kernel.Divide(dt)(sum, s.Divisor)
+	}
+	scale(sum, s.Post)
+	return sum
+}
+
+// The sum of floats is in the order of the ranks, wherever an element lies and whatever it was fused with.
+func TestOrderOfAdditions(t *testing.T) {
+	const n, numElems = 4, 3000
+	rng := rand.New(rand.NewPCG(1, 2))
+	inputs := make([][]float32, n)
+	want := make([]float32, numElems)
+	for r := range inputs {
+		inputs[r] = tensor.View[float32](aligned(4 * numElems))
+		for i := range want {
+			inputs[r][i] = rng.Float32() - 0.5
+			if want[i] += inputs[r][i]; r == 0 {
+				want[i] = inputs[r][i]
+			}
+		}
+	}
+	for _, cut := range []int{0, 17, 100, 1003} {
+		run(t, n, shm.Config{StageBytes: 2 << 10}, func(r *rank) error {
+			buf := tensor.Bytes(append([]float32(nil), inputs[r.me]...))
+			for _, part := range [][]byte{buf[:4*cut], buf[4*cut:]} {
+				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, part); err != nil {
+					return err
+				}
+			}
+			if !bytes.Equal(buf, tensor.Bytes(want)) {
+				return fmt.Errorf("cut at %d: %s", cut, difference(buf, tensor.Bytes(want)))
+			}
+			return nil
+		})
+	}
+}
+
+// In steady state an operation allocates nothing.
+func TestAllreduceAllocatesNothing(t *testing.T) {
+	run(t, 2, shm.Config{}, func(r *rank) error {
+		small, large := aligned(64), aligned(1<<20)
+		tensors := []ops.Tensor{{In: small, Out: small}, {In: large, Out: large}}
+		op := func() {
+			for range 2 { // each rank runs the same number of operations
+				for _, buf := range [][]byte{small, large} {
+					if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, buf); err != nil {
+						t.Error(err)
+					}
+				}
+				if err := r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, one, tensors); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+		if r.me == 1 {
+			for range 11 {
+				op()
+			}
+			return nil
+		}
+		if allocs := testing.AllocsPerRun(10, op); allocs > 0 {
+			return fmt.Errorf("%v allocations in 6 operations, want none", allocs)
+		}
+		return nil
+	})
+}

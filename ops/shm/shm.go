@@ -1,0 +1,406 @@
+// Package shm runs collectives between the ranks of one host, on each other's memory.
+//
+// Every rank has a segment for a lane and may have tensors in arenas; it reads those of its peers and writes its own alone.
+// So a rank that is late, stopped or broken corrupts nobody. What a peer cannot read where it lies, because it lies in
+// ordinary memory, passes through the staging area of its owner's segment, in steps that fit the caches: there is no fusion
+// buffer.
+//
+// A reduction cuts the buffer in as many blocks as there are ranks. The owner of a block reads it from all others, reduces
+// it, and the others copy the result. For a buffer of B bytes at n ranks, in place, memory beyond the caches sees at least
+//
+//	from arenas             nB read, nB written
+//	from ordinary memory    nB read, nB written; the staging areas stay in the caches
+//
+// where a rank that pushed its parts, or a fusion buffer, would have it see half as much again, or more. Contributions are
+// reduced in the order of the ranks whatever the size, so the result of an element depends on nothing but the ranks'
+// values: the deterministic mode costs nothing here.
+//
+// Few bytes go another way: each rank shows all of them to all others beside the number of the operation, and everybody
+// reduces for himself.
+//
+// Waiting is spinning for a short while, then offering the core, then sleeping on a futex; with more ranks than cores it
+// does not spin. The rules are those of NEGOTIATION §7.
+package shm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync/atomic"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/futex"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// DefaultStageBytes is the size of a stage unless a Config says otherwise.
+const DefaultStageBytes = 512 << 10
+
+// Config says how a Backend behaves. The zero value is the default.
+type Config struct {
+	// StageBytes is how much a rank stages in a step, rounded down to a cache line for each member of the set, but to one
+	// at least. The ranks must agree. Larger stages cost fewer rounds and more cache. Default 512 KiB.
+	StageBytes int64
+
+	// Crowded says that the host has more ranks than cores, so that waiting must give way.
+	Crowded bool
+
+	// Find tells where a buffer lies in this process's arenas. Default arena.Find.
+	Find func([]byte) (arena.Ref, bool)
+}
+
+// Backend is the ops.Backend of one process set on one lane.
+//
+// Any error ends the backend: later calls fail with it. The error wraps the cause: a *transport.PeerError names the peer
+// whose process is gone. When the context of a call ends, the error wraps context.Cause; it is noticed within 20 ms.
+type Backend struct {
+	mem   Memory
+	lane  transport.Lane
+	ranks []topo.Rank
+	me    int
+	find  func([]byte) (arena.Ref, bool)
+
+	stageBytes    int64
+	looks, yields int
+	crowded       bool
+
+	ctx     context.Context // of the running operation
+	err     error           // what ended the backend
+	segment []byte          // of this rank; nil before the first operation
+	peers   []peer          // by rank of the set, with this one
+	// connected says that the peers' segments are known.
+	connected bool
+	// progress and rest are this rank's words.
+	progress *uint64
+	rest     *uint32
+
+	round  uint64 // that all ranks have come to, or will when the operation is over
+	smalls uint64 // small operations
+	stage  int    // steps staged over all operations
+	turn   int    // of the tables
+
+	// What follows is kept because steady state allocates nothing.
+	own      own
+	one      [1]ops.Tensor
+	layouts  []layout // by rank of the set
+	sources  [][]byte
+	plan     plan
+	counts   [][]int64 // alltoall: from, to
+	received []int64
+	reducer  reducer
+	scratch  [smallBytes]byte
+	chunk    func(id uint32) ([]byte, error) // of member asked
+	asked    int
+}
+
+// peer is what is read of a member of the set.
+type peer struct {
+	segment  []byte
+	progress *uint64
+	abort    *uint32
+	rest     *uint32
+}
+
+// New makes the backend of rank ranks[me] for the process set ranks, all of which share memory, on a lane that no other
+// Backend uses. Memory is shared by Open, or by the first operation.
+func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
+	n := len(ranks)
+	b := &Backend{
+		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find,
+		stageBytes: cfg.StageBytes,
+		looks:      looks, yields: yields,
+		peers: make([]peer, n), layouts: make([]layout, n), sources: make([][]byte, n),
+		counts: make([][]int64, n),
+		plan:   plan{ends: make([]int64, n)},
+	}
+	for i := range b.counts {
+		b.counts[i] = make([]int64, n)
+	}
+	if b.find == nil {
+		b.find = arena.Find
+	}
+	if b.stageBytes <= 0 {
+		b.stageBytes = DefaultStageBytes
+	}
+	b.stageBytes = max(b.stageBytes/int64(n*lineBytes), 1) * int64(n*lineBytes)
+	if cfg.Crowded {
+		b.looks, b.yields, b.crowded = crowdedLooks, crowdedYields, true
+	}
+	b.chunk = func(id uint32) ([]byte, error) { return b.mem.Arena(b.ctx, b.ranks[b.asked], id) }
+	return b
+}
+
+// SegmentBytes is how much memory the backend shares.
+func (b *Backend) SegmentBytes() int64 { return segmentBytes(b.stageBytes) }
+
+// Open shares this rank's memory, so that operations need not.
+func (b *Backend) Open() error {
+	if b.segment != nil {
+		return nil
+	}
+	others := slices.Delete(slices.Clone(b.ranks), b.me, b.me+1)
+	segment, err := b.mem.Share(b.lane, b.SegmentBytes(), others)
+	if err != nil {
+		return fmt.Errorf("ops/shm: lane %d: %w", b.lane, err)
+	}
+	b.segment = segment
+	b.progress, b.rest = word(segment, progressAt), flag(segment, restAt)
+	b.peers[b.me] = peerOf(segment)
+	return nil
+}
+
+func peerOf(segment []byte) peer {
+	return peer{segment: segment, progress: word(segment, progressAt), abort: flag(segment, abortAt), rest: flag(segment, restAt)}
+}
+
+// connect makes the memory of all members known to each other.
+func (b *Backend) connect() error {
+	if err := b.Open(); err != nil {
+		return err
+	}
+	for i := range b.peers {
+		if b.peers[i].segment != nil {
+			continue
+		}
+		segment, err := b.mem.Peer(b.ctx, b.lane, b.ranks[i])
+		if err != nil {
+			return err
+		}
+		if int64(len(segment)) < b.SegmentBytes() {
+			return b.blame(i, fmt.Errorf("a segment of %d bytes, want %d", len(segment), b.SegmentBytes()))
+		}
+		b.peers[i] = peerOf(segment)
+	}
+	b.connected = true
+	return nil
+}
+
+// blame is err as the fault of member i.
+func (b *Backend) blame(i int, err error) error {
+	var p *transport.PeerError
+	if errors.As(err, &p) {
+		return err
+	}
+	return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: err}
+}
+
+// errGaveUp is a peer that has failed, and whose callers' buffers may have changed while they were read.
+var errGaveUp = errors.New("it gave the operation up")
+
+// ID implements ops.Backend.
+func (b *Backend) ID() message.Backend { return message.SHM }
+
+// Plan implements ops.Backend. All is direct: the owner of a block reads what it needs.
+func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
+	switch r.Kind {
+	case message.Allreduce, message.Reducescatter:
+		if r.Op.Base() == tensor.Adasum {
+			return message.NoAlgorithm, fmt.Errorf("no method for %v by %v", r.Kind, r.Op)
+		}
+		if err := tensor.CheckReduce(r.Op, r.WireType()); err != nil {
+			return message.NoAlgorithm, err
+		}
+		return message.Direct, nil
+	case message.Allgather, message.Broadcast, message.Alltoall:
+		return message.Direct, nil
+	}
+	return message.NoAlgorithm, fmt.Errorf("no method for %v", r.Kind)
+}
+
+// run is the frame of every operation.
+func (b *Backend) run(ctx context.Context, kind message.Kind, alg message.Algorithm, op func() error) error {
+	if b.err != nil {
+		return fmt.Errorf("ops/shm: %v: after a failure: %w", kind, b.err)
+	}
+	b.ctx = ctx
+	err := contextError(ctx)
+	if err == nil && alg != message.Direct {
+		err = fmt.Errorf("got algorithm %v, want %v", alg, message.Direct)
+	}
+	if err == nil && !b.connected && len(b.ranks) > 1 {
+		err = b.connect()
+	}
+	if err == nil {
+		err = op()
+	}
+	b.own.clear()
+	if err == nil {
+		return nil
+	}
+	b.err = fmt.Errorf("ops/shm: %v: %w", kind, err)
+	if b.segment != nil {
+		atomic.StoreUint32(flag(b.segment, abortAt), 1)
+		futex.Fence() // before the callers' buffers change
+	}
+	return b.err
+}
+
+// column is how much of each of n blocks a step handles.
+func (b *Backend) column(n int) int64 { return b.stageBytes / int64(n) / lineBytes * lineBytes }
+
+// even cuts total bytes into blocks of whole cache lines, as even as they can be.
+func (b *Backend) even(total int64) {
+	n := int64(len(b.ranks))
+	lines := (total + lineBytes - 1) / lineBytes
+	for i := range n {
+		b.plan.ends[i] = min(lines*(i+1)/n*lineBytes, total)
+	}
+}
+
+// columns plans one column for each rank.
+func (b *Backend) columns() {
+	b.plan.column = b.column(len(b.ranks))
+	b.plan.stride = b.plan.column
+}
+
+func (b *Backend) cut(counts []int64) error {
+	var total int64
+	if len(counts) != len(b.ranks) {
+		return fmt.Errorf("got %d blocks, want one for each of %d ranks", len(counts), len(b.ranks))
+	}
+	for i, c := range counts {
+		total += c
+		b.plan.ends[i] = total
+	}
+	return nil
+}
+
+// single makes buf the one tensor of the operation, in place.
+func (b *Backend) single(buf []byte) []ops.Tensor {
+	b.one[0] = ops.Tensor{In: buf, Out: buf}
+	return b.one[:]
+}
+
+// Allreduce implements ops.Backend.
+func (b *Backend) Allreduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte) error {
+	return b.AllreduceFused(ctx, alg, dt, op, ops.Scaling{Pre: 1, Post: 1}, b.single(buf))
+}
+
+// AllreduceFused implements ops.Fuser.
+func (b *Backend) AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor) error {
+	return b.run(ctx, message.Allreduce, alg, func() error {
+		total, err := b.own.set(tensors)
+		if err != nil || total == 0 {
+			return err
+		}
+		if err := b.reducer.prepare(op, dt, s, len(b.ranks)); err != nil {
+			return err
+		}
+		switch {
+		case len(b.ranks) == 1:
+			return b.alone()
+		case total <= smallBytes-flagBytes && total <= smallBytes/int64(len(b.ranks)-1):
+			return b.reduceSmall(total)
+		}
+		b.even(total)
+		b.columns()
+		b.plan.reduce, b.plan.pull = true, true
+		return b.exchange(&b.plan)
+	})
+}
+
+// alone is an allreduce of one rank.
+func (b *Backend) alone() error {
+	for _, t := range b.own.tensors {
+		if &t.In[0] != &t.Out[0] {
+			copy(t.Out, t.In)
+		}
+		b.reducer.alone(t.Out)
+	}
+	return nil
+}
+
+// Adasum implements ops.Backend; Plan has said no.
+func (b *Backend) Adasum(ctx context.Context, alg message.Algorithm, _ tensor.DType, _ []byte, _ []int64) error {
+	return b.run(ctx, message.Allreduce, alg, func() error { return errors.New("no method for adasum") })
+}
+
+// Reducescatter implements ops.Backend.
+func (b *Backend) Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte, counts []int64) error {
+	return b.run(ctx, message.Reducescatter, alg, func() error {
+		if len(b.ranks) == 1 {
+			return nil
+		}
+		if _, err := b.own.set(b.single(buf)); err != nil {
+			return err
+		}
+		if err := b.reducer.prepare(op, dt, ops.Scaling{Pre: 1, Post: 1}, len(b.ranks)); err != nil {
+			return err
+		}
+		if err := b.cut(counts); err != nil {
+			return err
+		}
+		b.columns()
+		b.plan.reduce, b.plan.pull = true, false
+		return b.exchange(&b.plan)
+	})
+}
+
+// Allgather implements ops.Backend.
+func (b *Backend) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
+	return b.run(ctx, message.Allgather, alg, func() error {
+		if len(b.ranks) == 1 {
+			return nil
+		}
+		if _, err := b.own.set(b.single(out)); err != nil {
+			return err
+		}
+		if err := b.cut(counts); err != nil {
+			return err
+		}
+		// A rank stages its own block alone, so the blocks need no columns beside each other.
+		b.plan.stride, b.plan.column = 0, b.stageBytes
+		b.plan.reduce, b.plan.pull = false, true
+		return b.exchange(&b.plan)
+	})
+}
+
+// Broadcast implements ops.Backend.
+func (b *Backend) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
+	return b.run(ctx, message.Broadcast, alg, func() error {
+		if root < 0 || root >= len(b.ranks) {
+			return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
+		}
+		if len(b.ranks) == 1 {
+			return nil
+		}
+		if _, err := b.own.set(b.single(buf)); err != nil {
+			return err
+		}
+		for i := range b.plan.ends {
+			b.plan.ends[i] = 0
+			if i >= root {
+				b.plan.ends[i] = int64(len(buf))
+			}
+		}
+		b.plan.stride, b.plan.column = 0, b.stageBytes
+		b.plan.reduce, b.plan.pull = false, true
+		return b.exchange(&b.plan)
+	})
+}
+
+// Alltoall implements ops.Backend.
+func (b *Backend) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error {
+	return b.run(ctx, message.Alltoall, alg, func() error {
+		if err := b.cut(counts); err != nil {
+			return err
+		}
+		if len(counts) > maxMembers {
+			return fmt.Errorf("got %d ranks, want at most %d", len(counts), maxMembers)
+		}
+		if total := b.plan.ends[len(counts)-1]; total != int64(len(in)) {
+			return fmt.Errorf("got blocks of %d bytes in all, want %d", total, len(in))
+		}
+		if len(b.ranks) == 1 {
+			out, err := allocate(counts)
+			copy(out, in)
+			return err
+		}
+		return b.alltoall(in, counts, allocate)
+	})
+}
