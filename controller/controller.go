@@ -15,6 +15,7 @@ package controller
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -63,10 +64,11 @@ func Global(size int) Set {
 
 // index is the position of r in the set, or -1.
 func (s *Set) index(r topo.Rank) int {
-	for i, m := range s.Ranks {
-		if m == r {
-			return i
-		}
+	if i := int(r); i >= 0 && i < len(s.Ranks) && s.Ranks[i] == r {
+		return i // as in the global set
+	}
+	if i, ok := slices.BinarySearch(s.Ranks, r); ok {
+		return i
 	}
 	return -1
 }

@@ -72,6 +72,12 @@ type Coordinator struct {
 	suspicion         *suspicion
 	out               []Outgoing
 	events, oldEvents []Event
+
+	// Memory of decide, and of the frames that it made.
+	decision message.Down // what is decided in all sets
+	states   []*setState  // those sets
+	mine     []int        // those of a rank, by their index in states
+	spare    []Outgoing
 }
 
 // rankState is what the coordinator knows of a rank.
@@ -375,6 +381,11 @@ func (c *Coordinator) Ready() []Outgoing {
 // Advance says that the outputs of Ready were taken. No event may come between the two: what it adds would be
 // dropped with them.
 func (c *Coordinator) Advance() {
+	for _, o := range c.out {
+		if o.Down.Type == message.DownCycle {
+			c.spare = append(c.spare, o)
+		}
+	}
 	clear(c.out)
 	c.out = c.out[:0]
 }
@@ -384,18 +395,17 @@ func (c *Coordinator) Advance() {
 func (c *Coordinator) decide() {
 	stop := c.state == stopping
 	next := c.cycle + 1
-	var decided []*message.DownSet
-	var states []*setState
+	c.decision.Reset()
+	c.states = c.states[:0]
 	for _, s := range c.sets.sets {
 		// The STOP cycle grants all that every rank has asked for: nothing follows that could batch it better.
 		if len(s.ready) == 0 || !(s.open() || stop) {
 			continue
 		}
-		d := &message.DownSet{Set: s.ID}
-		s.decide(d, next, &c.policy, nil)
-		decided, states = append(decided, d), append(states, s)
+		s.decide(c.decision.AddSet(s.ID), next, &c.policy, nil)
+		c.states = append(c.states, s)
 	}
-	if len(decided) == 0 && !stop {
+	if len(c.states) == 0 && !stop {
 		return
 	}
 	c.cycle, c.lastCycle = next, c.now
@@ -404,28 +414,43 @@ func (c *Coordinator) decide() {
 rank:
 	for r := range c.ranks {
 		rank := topo.Rank(r)
-		var mine []int
-		for i, s := range states {
+		c.mine = c.mine[:0]
+		for i, s := range c.states {
 			if s.index(rank) >= 0 {
-				mine = append(mine, i)
+				c.mine = append(c.mine, i)
 			}
 		}
-		if len(mine) == 0 && !stop {
+		if len(c.mine) == 0 && !stop {
 			continue
 		}
+		c.ranks[r].spoke = c.now
 		for i := first; i < len(c.out); i++ {
-			if sameSets(c.out[i].Down, states, mine) {
+			if sameSets(c.out[i].Down, c.states, c.mine) {
 				c.out[i].To = append(c.out[i].To, rank)
-				c.ranks[r].spoke = c.now
 				continue rank
 			}
 		}
-		d := &message.Down{Type: message.DownCycle, Cycle: next, Stop: stop, Reason: c.stopReason}
-		for _, i := range mine {
-			d.Sets = append(d.Sets, *decided[i])
+		o := c.newOutgoing()
+		o.To = append(o.To, rank)
+		o.Down.Type, o.Down.Cycle, o.Down.Stop, o.Down.Reason = message.DownCycle, next, stop, c.stopReason
+		for _, i := range c.mine {
+			o.Down.Sets = append(o.Down.Sets, c.decision.Sets[i])
 		}
-		c.emit(d, []topo.Rank{rank})
+		c.out = append(c.out, o)
 	}
+}
+
+// newOutgoing is an empty frame to nobody, with the memory of an earlier one if there is any.
+func (c *Coordinator) newOutgoing() Outgoing {
+	n := len(c.spare)
+	if n == 0 {
+		return Outgoing{Down: new(message.Down)}
+	}
+	o := c.spare[n-1]
+	c.spare = c.spare[:n-1]
+	o.To = o.To[:0]
+	o.Down.Reset()
+	return o
 }
 
 func sameSets(d *message.Down, states []*setState, mine []int) bool {

@@ -4,9 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
-	"os"
-	"strconv"
 	"time"
 
 	"go.uber.org/zap"
@@ -14,21 +11,18 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/session"
 	"github.com/gohvd/gohvd/internal/verdict"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
-	"github.com/gohvd/gohvd/transport/tcp"
 )
 
 // Engine is one rank of one epoch of a job. Programs that are one rank use the package-level functions; a
 // process that holds several ranks makes one Engine for each and passes it to operations by On.
 type Engine struct {
 	engine  *engine.Engine
-	session *rendezvous.Session
-	store   rendezvous.Store
-	ownsIt  bool // the store was dialed here
+	session *session.Session // nil in a job of one
 	place   topo.Topology
 	epoch   uint64
 
@@ -119,7 +113,7 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
 	defer cancel()
-	e := &Engine{store: o.store, dynamicSets: cfg.DynamicProcessSets, timeout: cfg.OperationTimeout}
+	e := &Engine{dynamicSets: cfg.DynamicProcessSets, timeout: cfg.OperationTimeout}
 	if err := e.start(ctx, cfg, &o); err != nil {
 		return nil, fmt.Errorf("hvd: init: %w", errors.Join(err, e.release()))
 	}
@@ -136,31 +130,35 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) e
 		return err
 	}
 	log := o.log.With(zap.Int("rank", rank), zap.Int("size", size))
-	var mesh transport.Mesh
 	hosts := []string{cfg.Hostname}
 	e.epoch = o.lastEpoch + 1
+	ecfg := engine.Config{
+		Rank: topo.Rank(rank), Size: size, Sets: sets,
+		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion,
+		CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep, Deterministic: cfg.Deterministic,
+		StallWarning: cfg.StallWarning, StallShutdown: cfg.StallShutdown,
+		OnVerdict: e.publish,
+	}
 	if size > 1 {
-		if mesh, hosts, err = e.meet(ctx, cfg, o.lastEpoch, sets, log); err != nil {
+		e.session, err = session.Open(ctx, session.Config{
+			Settings: cfg, Store: o.store, LastEpoch: o.lastEpoch, Info: []byte(setsText(sets)), Log: log,
+		})
+		if err != nil {
 			return err
 		}
+		e.epoch, hosts = e.session.Epoch, e.session.Hosts
+		ecfg.Mesh, ecfg.Memory, ecfg.LocalSize = e.session.Mesh, e.session.Memory, e.session.LocalSize
 	}
-	e.place = place(cfg, hosts, rank)
-	if err := e.place.Validate(); err != nil {
-		if mesh != nil {
-			err = errors.Join(err, mesh.Close())
+	ecfg.Log = log.With(zap.Uint64("epoch", e.epoch))
+	if err := e.settle(cfg, hosts, rank); err != nil {
+		if ecfg.Mesh != nil {
+			err = errors.Join(err, ecfg.Mesh.Close())
 		}
 		return err
 	}
 	e.global = e.newSet(topo.Global, controller.Global(size).Ranks)
 	for _, s := range sets {
 		e.newSet(s.ID, s.Ranks)
-	}
-	ecfg := engine.Config{
-		Rank: topo.Rank(rank), Size: size, Mesh: mesh, Sets: sets,
-		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion,
-		CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep, Deterministic: cfg.Deterministic,
-		StallWarning: cfg.StallWarning, StallShutdown: cfg.StallShutdown,
-		Log: log.With(zap.Uint64("epoch", e.epoch)), OnVerdict: e.publish,
 	}
 	if n := e.place.LocalRank; n < len(cfg.ThreadAffinity) {
 		ecfg.Cores = cfg.ThreadAffinity[n : n+1]
@@ -183,59 +181,13 @@ func newStall(s *controller.Stall) Stall {
 	return stall
 }
 
-// meet finds the other ranks and connects to them. hosts are their hosts, by rank.
-func (e *Engine) meet(ctx context.Context, cfg config.Config, lastEpoch uint64, sets []controller.Set, log *zap.Logger) (mesh transport.Mesh, hosts []string, err error) {
-	listen := "127.0.0.1"
-	if e.store == nil {
-		address := net.JoinHostPort(cfg.RendezvousAddr, strconv.Itoa(cfg.RendezvousPort))
-		if listen, err = addressTowards(address); err != nil {
-			return nil, nil, err
-		}
-		if e.store, err = rendezvous.DialTCP(ctx, address); err != nil {
-			return nil, nil, err
-		}
-		e.ownsIt = true
+// settle finds out where this rank stands, and whether all ranks were given the same.
+func (e *Engine) settle(cfg config.Config, hosts []string, rank int) error {
+	e.place = place(cfg, hosts, rank)
+	if err := e.place.Validate(); err != nil || e.session == nil {
+		return err
 	}
-	endpoint, err := tcp.Listen(tcp.Config{ListenAddr: net.JoinHostPort(listen, "0"), DialTimeout: cfg.StartTimeout, Log: log})
-	if err != nil {
-		return nil, nil, err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, endpoint.Close())
-		}
-	}()
-	e.session, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
-		Store: e.store, Job: cfg.JobID, Rank: topo.Rank(cfg.Rank), Size: cfg.Size,
-		LastEpoch: lastEpoch, ListenHost: listen,
-		Self: rendezvous.Record{Addr: endpoint.Addr(), Host: cfg.Hostname, PID: os.Getpid(), Info: []byte(setsText(sets))},
-		Log:  log,
-	})
-	if err != nil {
-		return nil, nil, err
-	}
-	if err = sameSets(e.session.Records); err != nil {
-		return nil, nil, err
-	}
-	e.epoch = e.session.Epoch
-	var addrs []string
-	for _, r := range e.session.Records {
-		addrs, hosts = append(addrs, r.Addr), append(hosts, r.Host)
-	}
-	mesh, err = endpoint.Connect(tcp.Epoch{Job: cfg.JobID, Epoch: e.epoch, Rank: topo.Rank(cfg.Rank), Addrs: addrs})
-	return mesh, hosts, err
-}
-
-// addressTowards is the address of this host from which the store is reached: the one to listen on. Connecting a
-// datagram socket sends nothing; it only asks for the route.
-func addressTowards(store string) (string, error) {
-	c, err := net.Dial("udp", store)
-	if err != nil {
-		return "", fmt.Errorf("no route to the rendezvous store at %s: %w", store, err)
-	}
-	defer c.Close()
-	host, _, err := net.SplitHostPort(c.LocalAddr().String())
-	return host, err
+	return sameSets(e.session.Infos)
 }
 
 // place is where this rank stands: what the environment says, else what follows from the hosts.
@@ -257,7 +209,7 @@ func place(cfg config.Config, hosts []string, rank int) topo.Topology {
 
 // publish tells the launcher who failed, so that it does not blame a rank that gave up because of another.
 func (e *Engine) publish(p *PeerError) {
-	if e.store == nil {
+	if e.session == nil {
 		return
 	}
 	v := verdict.Verdict{Epoch: e.epoch, Reason: p.Reason}
@@ -267,7 +219,7 @@ func (e *Engine) publish(p *PeerError) {
 	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
 	defer cancel()
 	// Without a launcher nobody reads it; the error that the program gets says the same.
-	_ = verdict.Publish(ctx, e.store, v)
+	_ = verdict.Publish(ctx, e.session.Store, v)
 }
 
 // Shutdown is the package-level Shutdown for this rank.
@@ -281,14 +233,10 @@ func (e *Engine) Shutdown(ctx context.Context) error {
 
 // release closes what the engine does not own.
 func (e *Engine) release() error {
-	var errs []error
-	if e.session != nil {
-		errs = append(errs, e.session.Close())
+	if e.session == nil {
+		return nil
 	}
-	if e.ownsIt {
-		errs = append(errs, e.store.Close())
-	}
-	return errors.Join(errs...)
+	return e.session.Close()
 }
 
 // Done is closed when the job is over for this rank: shut down by any rank, or failed.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -30,6 +31,8 @@ type (
 	StallError = engine.StallError
 	// DuplicateNameError: a tensor of the name is in flight. It is the cause of a UsageError.
 	DuplicateNameError = tensorqueue.DuplicateNameError
+	// NoMemoryError: shared memory cannot be had. It names the bytes that were needed.
+	NoMemoryError = memfd.NoMemoryError
 	// OpError wraps the cause of an operation's failure with the operation and the tensor.
 	OpError = engine.OpError
 )

@@ -55,7 +55,7 @@ func (o *operation) wait(ctx context.Context) error {
 // Handle is an operation in flight that gives elements of T. Its methods are safe for concurrent use.
 type Handle[T any] struct {
 	operation
-	entry *tensorqueue.Entry
+	entry tensorqueue.Entry
 	out   []T
 }
 

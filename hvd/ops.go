@@ -14,13 +14,14 @@ import (
 // newHandle makes the handle of one tensor of c. Its buffers are still to be set.
 func newHandle[T any](c *call, shape tensor.Shape) *Handle[T] {
 	h := &Handle[T]{operation: operation{kind: c.kind, done: make(chan struct{})}}
-	h.entry = &tensorqueue.Entry{
+	dtype := c.dtype
+	h.entry = tensorqueue.Entry{
 		Set: c.set.id, Timeout: c.timeout, InPlace: c.inPlace, ErrorFeedback: c.errorFeedback,
 		Request: message.Request{
 			Kind: c.kind, DType: c.dtype, Shape: shape, Op: c.op, Prescale: c.pre, Postscale: c.post, Wire: c.wire,
 		},
 		Done: func(err error) {
-			if h.err = err; err == nil && c.dtype == tensor.Bool {
+			if h.err = err; err == nil && dtype == tensor.Bool {
 				onlyBools(h.entry.Output)
 			}
 			close(h.done)
@@ -47,7 +48,8 @@ func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
 		}
 	}
 	c.drawName()
-	entries := make([]*tensorqueue.Entry, len(handles))
+	var few [1]*tensorqueue.Entry // most calls need no more, and then no allocation
+	entries := few[:0]
 	for i, h := range handles {
 		q := &h.entry.Request
 		q.Name = c.name
@@ -58,7 +60,7 @@ func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
 			}
 		}
 		h.name = q.Name
-		entries[i] = h.entry
+		entries = append(entries, &h.entry)
 	}
 	return c.enter(entries...)
 }
@@ -78,6 +80,9 @@ func (c *call) enter(entries ...*tensorqueue.Entry) error {
 		}
 	}
 	err := c.engine.engine.Submit(entries...)
+	if err == nil {
+		return nil
+	}
 	var (
 		duplicate *DuplicateNameError
 		op        *OpError

@@ -12,7 +12,6 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
@@ -217,10 +216,10 @@ func setsText(sets []controller.Set) string {
 }
 
 // sameSets holds the sets of all ranks, as they told each other, against those of rank 0.
-func sameSets(records []rendezvous.Record) error {
-	first := string(records[0].Info)
-	for r, rec := range records {
-		if got := string(rec.Info); got != first {
+func sameSets(infos [][]byte) error {
+	first := string(infos[0])
+	for r, info := range infos {
+		if got := string(info); got != first {
 			return fmt.Errorf("mismatched process sets: rank %d was given [%s], rank 0 [%s]", r, got, first)
 		}
 	}

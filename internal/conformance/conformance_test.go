@@ -24,7 +24,10 @@ var (
 	elementCounts = []int{0, 1, 7, 64, 1000, 65537}
 	modes         = []mode{plain, fused, cached, grouped, subset}
 	joinings      = []joining{nobody, withoutData, withNothing}
-	links         = []link{{testcluster.Mem, false}, {testcluster.Mem, true}, {testcluster.TCP, false}, {testcluster.TCP, true}}
+	links         = []link{
+		{testcluster.Mem, false}, {testcluster.Mem, true}, {testcluster.TCP, false}, {testcluster.TCP, true},
+		{testcluster.SHM, false}, {testcluster.SHM, true},
+	}
 )
 
 // mode is how the tensors of a case are submitted.

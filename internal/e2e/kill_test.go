@@ -29,15 +29,18 @@ func rounds() int {
 // Any of four ranks is killed while all execute or negotiate. Every other rank gets an error that names it, in time,
 // and hvdrun ends with the victim's status and names it too.
 func TestKill(t *testing.T) {
-	for _, program := range []string{"large", "small", "waiting", "mixed", "joined"} {
-		for _, mode := range []string{"event", "lockstep"} {
-			t.Run(program+"/"+mode, func(t *testing.T) {
+	for _, program := range []string{"large", "arena", "small", "waiting", "mixed", "joined"} {
+		for _, mode := range []struct{ negotiation, memory string }{{"event", "shm"}, {"lockstep", "shm"}, {"event", "tcp"}, {"lockstep", "tcp"}} {
+			if program == "arena" && mode.memory == "tcp" {
+				continue // it is what large is
+			}
+			t.Run(fmt.Sprintf("%s/%s/%s", program, mode.memory, mode.negotiation), func(t *testing.T) {
 				n := rounds()
-				if mode == "lockstep" {
+				if mode.negotiation == "lockstep" {
 					n = (n + 3) / 4
 				}
 				for i := range n {
-					kill(t, program, i%ranks, "HVD_NEGOTIATION="+mode)
+					kill(t, program, i%ranks, "HVD_NEGOTIATION="+mode.negotiation, "HOROVOD_CPU_OPERATIONS="+mode.memory)
 					if t.Failed() {
 						t.Fatalf("in round %d", i)
 					}
@@ -47,8 +50,8 @@ func TestKill(t *testing.T) {
 	}
 }
 
-func kill(t *testing.T, program string, victim int, env string) {
-	j := start(t, ranks, program, env)
+func kill(t *testing.T, program string, victim int, env ...string) {
+	j := start(t, ranks, program, env...)
 	pids, ready := map[int]int{}, 0
 	j.until("all ranks were ready", func(l line) bool {
 		if text, ok := strings.CutPrefix(l.text, "pid "); ok {

@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -67,6 +68,11 @@ var prefix = regexp.MustCompile(`^\[(\d+)\]<stdout>:(.*)$`)
 
 // start runs this binary as the given program on n ranks.
 func start(t testing.TB, n int, program string, env ...string) *job {
+	return startWith(t, nil, n, program, env...)
+}
+
+// startWith is start behind a command that runs what follows it.
+func startWith(t testing.TB, command []string, n int, program string, env ...string) *job {
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -74,7 +80,8 @@ func start(t testing.TB, n int, program string, env ...string) *job {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)
 	j := &job{t: t, lines: make(chan line, 1000)}
-	j.cmd = exec.CommandContext(ctx, hvdrunPath, "-np", strconv.Itoa(n), self)
+	command = append(slices.Clone(command), hvdrunPath, "-np", strconv.Itoa(n), self)
+	j.cmd = exec.CommandContext(ctx, command[0], command[1:]...)
 	// On a deadline end the job as an operator would.
 	j.cmd.Cancel = func() error { return j.cmd.Process.Signal(os.Interrupt) }
 	j.cmd.WaitDelay = 15 * time.Second

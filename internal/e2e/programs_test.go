@@ -4,9 +4,11 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"time"
 
 	"github.com/gohvd/gohvd/hvd"
 )
@@ -25,7 +27,13 @@ func program(name string) int {
 	var err error
 	switch name {
 	case "large":
-		err = large(ctx)
+		err = large(ctx, make([]float32, 16<<20))
+	case "arena":
+		err = arena(ctx)
+	case "noarena":
+		err = noArena(ctx)
+	case "refill":
+		err = refill(ctx)
 	case "small":
 		err = small(ctx)
 	case "waiting":
@@ -61,9 +69,51 @@ func program(name string) int {
 	return 0
 }
 
-// large reduces 64 MiB for ever.
-func large(ctx context.Context) error {
-	x := make([]float32, 16<<20)
+// arena is large in memory that the peers read.
+func arena(ctx context.Context) error {
+	x, err := hvd.Alloc[float32](16 << 20)
+	if err != nil {
+		return err
+	}
+	return large(ctx, x)
+}
+
+// noArena asks for more memory than there is, and goes on without.
+func noArena(ctx context.Context) error {
+	var refused *hvd.NoMemoryError
+	_, err := hvd.Alloc[float32](16 << 20)
+	if !errors.As(err, &refused) {
+		return fmt.Errorf("got %v, want that there is no memory", err)
+	}
+	fmt.Println("refused:", err)
+	return sums(ctx)
+}
+
+// refill is arena until the job fails. Then the buffer is the rank's own again: it fills it, and looks whether anybody
+// else still writes into it.
+func refill(ctx context.Context) error {
+	x, err := hvd.Alloc[float32](1 << 20)
+	if err != nil {
+		return err
+	}
+	failure := large(ctx, x)
+	for i := range x {
+		x[i] = float32(i)
+	}
+	fmt.Println("refilled")
+	<-time.After(4 * time.Second)
+	for i := range x {
+		if x[i] != float32(i) {
+			fmt.Println("changed", i)
+			return failure
+		}
+	}
+	fmt.Println("unchanged")
+	return failure
+}
+
+// large reduces x for ever.
+func large(ctx context.Context, x []float32) error {
 	for i := 0; ; i++ {
 		if _, err := hvd.Allreduce(ctx, x, hvd.InPlace(), hvd.Name("large")); err != nil {
 			return err

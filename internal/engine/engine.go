@@ -4,7 +4,8 @@
 // One goroutine, BackgroundThreadLoop, owns the controller. It sleeps until something rings: a submission, a
 // frame, a finished grant, the controller's next deadline. It never executes an operation and never waits for a
 // peer. Each process set has a lane, a goroutine that executes its grants in order; each control connection
-// has a receiver. All of them end in Shutdown or Close.
+// has a receiver, unless the mesh is a transport.Poller: then the loop asks the connections itself, and watches them for
+// a while before it sleeps. All goroutines end in Shutdown or Close.
 package engine
 
 import (
@@ -21,6 +22,7 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -32,6 +34,8 @@ type Config struct {
 	Size int
 	// Mesh connects the ranks of this epoch. The engine owns and closes it. A job of one needs none.
 	Mesh transport.Mesh
+	// Memory, if not nil, is shared by all ranks, and lives as long as Mesh.
+	Memory shm.Memory
 
 	// Sets are the process sets that the job begins with, beside the global one: ascending by id and the same at all
 	// ranks.
@@ -56,6 +60,13 @@ type Config struct {
 	SegmentBytes int
 	// Cores are the processors that the loop and the lanes keep to; empty is all.
 	Cores []int
+	// Spin is how long the loop of a rank that is busy watches for what comes next before it sleeps, if Mesh is a
+	// transport.Poller. 0 is a default that depends on LocalSize, less than 0 is not at all. The greater it is the less
+	// often a rank that waits for others has to be woken, and the more processor time it takes.
+	Spin time.Duration
+	// LocalSize is the number of ranks on this host; 0 is Size. If there are more than processors they give way to each
+	// other while they watch.
+	LocalSize int
 
 	// Log hears of failures; nil is silence.
 	Log *zap.Logger
@@ -79,11 +90,17 @@ type Engine struct {
 	cancel  context.CancelCauseFunc // cuts off what the lanes execute
 	links   []*link                 // to rank 0; at rank 0, to every other rank
 	inbox   inbox
+	poller  transport.Poller // nil where links have receivers
+	polled  []*frames        // of the links
+	spin    spin
+	looks   atomic.Uint64 // for tests: how often the loop has watched
 
 	member      *controller.Member
 	coordinator *controller.Coordinator // rank 0 only
 
 	bell     chan struct{}
+	rung     atomic.Bool // the loop has to take a turn
+	resting  atomic.Bool // it sleeps, or is about to
 	shutdown atomic.Bool
 	stop     chan struct{} // closed: give up without ceremony
 	stopOnce sync.Once
@@ -95,6 +112,7 @@ type Engine struct {
 	finished []finishedWork // from the lanes
 
 	// Owned by the loop.
+	now     time.Duration // when the turn began
 	granted int           // grants given to lanes and not finished
 	stopped bool          // STOP is applied
 	stalled *StallError   // why, if no rank asked for it
@@ -140,8 +158,13 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		released: make(chan struct{}),
 	}
 	e.ctx, e.cancel = context.WithCancelCause(context.Background())
-	e.inbox.ring = e.ring
+	if e.inbox.ring = e.ring; cfg.Lockstep {
+		e.inbox.ring = e.rouse // it waits for nothing else
+	}
 	if err := e.connect(ctx); err != nil {
+		return nil, e.abandon(err)
+	}
+	if err := e.poll(); err != nil {
 		return nil, e.abandon(err)
 	}
 	for _, set := range e.sets() {
@@ -244,15 +267,15 @@ func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
 	if l != nil {
 		err = l.queue.Add(entries...)
 	}
-	var duplicate *tensorqueue.DuplicateNameError
-	switch {
-	case errors.As(err, &duplicate): // it need not be the first of a group
-		return &OpError{Op: duplicate.Kind.String(), Tensor: duplicate.Name, Err: err}
-	case err != nil:
-		return opError(&entries[0].Request, err)
+	if err == nil {
+		e.ring()
+		return nil
 	}
-	e.ring()
-	return nil
+	var duplicate *tensorqueue.DuplicateNameError
+	if errors.As(err, &duplicate) { // it need not be the first of a group
+		return &OpError{Op: duplicate.Kind.String(), Tensor: duplicate.Name, Err: err}
+	}
+	return opError(&entries[0].Request, err)
 }
 
 // Shutdown ends the job at every rank: what is granted is finished, everything else gets ErrShutDown. It returns
@@ -279,6 +302,7 @@ func (e *Engine) Shutdown(ctx context.Context) error {
 func (e *Engine) Close() {
 	e.stopOnce.Do(func() {
 		close(e.stop)
+		e.ring() // it may be watching
 		if e.cfg.Lockstep {
 			e.interruptLanes() // the loop may be executing
 		}
@@ -292,7 +316,20 @@ func (e *Engine) Ended() <-chan struct{} { return e.ended }
 // Err is why the epoch ended: nil after an orderly shutdown. It must not be called before Ended is closed.
 func (e *Engine) Err() error { return e.failure }
 
+// ring makes the loop take a turn, after what it is to see was put where it looks. Either it has not begun that turn, or it
+// sees rung before it sleeps, or it is seen to rest.
 func (e *Engine) ring() {
+	if e.rung.Load() {
+		return
+	}
+	e.rung.Store(true)
+	if e.resting.Load() {
+		e.rouse()
+	}
+}
+
+// rouse ends the wait of a loop that sleeps.
+func (e *Engine) rouse() {
 	select {
 	case e.bell <- struct{}{}:
 	default:

@@ -41,6 +41,11 @@ type cluster struct {
 
 // start makes a job of n ranks. change, if not nil, changes a rank's configuration.
 func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
+	return startOn(t, mem.New(n), n, change)
+}
+
+// startOn is start with channels of net.
+func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config)) *cluster {
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	t.Cleanup(cancel)
 	context.AfterFunc(ctx, func() {
@@ -49,7 +54,7 @@ func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 			t.Logf("no end after %v:\n%s", deadline, stacks[:runtime.Stack(stacks, true)])
 		}
 	})
-	c := &cluster{t: t, ctx: ctx, net: mem.New(n), engines: make([]*engine.Engine, n)}
+	c := &cluster{t: t, ctx: ctx, net: net, engines: make([]*engine.Engine, n)}
 	c.each(func(r int) {
 		cfg := engine.Config{
 			Rank: topo.Rank(r), Size: n, Mesh: c.net.Mesh(topo.Rank(r)),
@@ -130,39 +135,49 @@ func both(t *testing.T, f func(t *testing.T, lockstep bool)) {
 }
 
 func TestSums(t *testing.T) {
+	t.Run("polled", func(t *testing.T) { sums(t, mem.NewPolled, nil) })
+	t.Run("polled without watching", func(t *testing.T) { sums(t, mem.NewPolled, func(cfg *engine.Config) { cfg.Spin = -1 }) })
+	t.Run("polled with a processor each", func(t *testing.T) { sums(t, mem.NewPolled, func(cfg *engine.Config) { cfg.LocalSize = 1 }) })
 	both(t, func(t *testing.T, lockstep bool) {
-		for _, n := range []int{1, 2, 3, 5} {
-			c := start(t, n, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
-			c.each(func(r int) {
-				for i := range 50 {
-					buf := binary.LittleEndian.AppendUint64(nil, uint64(i+r))
-					if err := c.wait(c.allreduce(r, "x", buf)); err != nil {
-						t.Errorf("n=%d rank %d: %v", n, r, err)
-						return
-					}
-					if got, want := binary.LittleEndian.Uint64(buf), uint64(n*i+n*(n-1)/2); got != want {
-						t.Errorf("n=%d rank %d: got %d, want %d", n, r, got, want)
-					}
-				}
-			})
-			c.shutdown()
-		}
+		sums(t, mem.New, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
 	})
+}
+
+func sums(t *testing.T, net func(n int) *mem.Cluster, change func(*engine.Config)) {
+	for _, n := range []int{1, 2, 3, 5} {
+		c := startOn(t, net(n), n, change)
+		c.each(func(r int) {
+			for i := range 50 {
+				buf := binary.LittleEndian.AppendUint64(nil, uint64(i+r))
+				if err := c.wait(c.allreduce(r, "x", buf)); err != nil {
+					t.Errorf("n=%d rank %d: %v", n, r, err)
+					return
+				}
+				if got, want := binary.LittleEndian.Uint64(buf), uint64(n*i+n*(n-1)/2); got != want {
+					t.Errorf("n=%d rank %d: got %d, want %d", n, r, got, want)
+				}
+			}
+		})
+		c.shutdown()
+	}
 }
 
 // A rank that dies is named to all others, whether they execute or negotiate, and every operation is answered.
 func TestDeath(t *testing.T) {
 	const n = 4
-	for _, over := range []string{"mem", "tcp"} {
+	for _, over := range []string{"mem", "polled", "tcp"} {
 		t.Run(over, func(t *testing.T) {
 			both(t, func(t *testing.T, lockstep bool) {
 				for _, executing := range []bool{false, true, true, true} {
 					for victim := range n {
-						change := func(*engine.Config) {}
-						if over == "tcp" {
+						net, change := mem.New(n), func(*engine.Config) {}
+						switch over {
+						case "tcp":
 							change = overTCP(t, n)
+						case "polled":
+							net = mem.NewPolled(n)
 						}
-						c := start(t, n, func(cfg *engine.Config) {
+						c := startOn(t, net, n, func(cfg *engine.Config) {
 							change(cfg)
 							cfg.Lockstep = lockstep
 						})
@@ -232,13 +247,18 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 
 // A peer that does not keep to the protocol is named, and nobody hangs.
 func TestGarbageOnAControlConnection(t *testing.T) {
+	t.Run("received", func(t *testing.T) { garbage(t, mem.New) })
+	t.Run("polled", func(t *testing.T) { garbage(t, mem.NewPolled) })
+}
+
+func garbage(t *testing.T, job func(size int) *mem.Cluster) {
 	for _, frame := range [][]byte{
 		{10, 0, 0, 0, 9, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0}, // wrong number
 		{0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0},                    // too long
 		{3, 0, 0, 0, 0, 0, 0, 0, 0xde, 0xad, 0xbe},              // unreadable
 		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // a heartbeat from the future
 	} {
-		net := mem.New(2)
+		net := job(2)
 		ctx, cancel := context.WithTimeout(t.Context(), deadline)
 		defer cancel()
 		sent := make(chan error, 1)
@@ -345,8 +365,12 @@ func TestShutdownGivesUp(t *testing.T) {
 // and nobody takes a rank that has left for a dead one.
 func TestShutdownCrossesWork(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
-		for range 20 {
-			c := start(t, 4, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+		for i := range 40 {
+			net := mem.New(4)
+			if i%2 == 0 {
+				net = mem.NewPolled(4)
+			}
+			c := startOn(t, net, 4, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
 			var outcomes [4][10]error
 			c.each(func(r int) {
 				var done [10]chan error
@@ -378,10 +402,17 @@ func TestShutdownCrossesWork(t *testing.T) {
 
 // In a bubble time passes only while everybody sleeps: an operation and a shutdown need none, and an idle rank is woken
 // by heartbeats alone.
+//
+// A rank that polls sleeps at once here, because time does not pass while it watches: this is the test of its bell.
 func TestNobodyWaitsForTheClock(t *testing.T) {
+	t.Run("received", func(t *testing.T) { needsNoClock(t, mem.New) })
+	t.Run("polled", func(t *testing.T) { needsNoClock(t, mem.NewPolled) })
+}
+
+func needsNoClock(t *testing.T, net func(n int) *mem.Cluster) {
 	for _, n := range []int{1, 3} {
 		synctest.Test(t, func(t *testing.T) {
-			c := start(t, n, nil)
+			c := startOn(t, net(n), n, func(cfg *engine.Config) { cfg.Spin = -1 })
 			began := time.Now()
 			c.each(func(r int) {
 				for range 10 {

@@ -6,6 +6,7 @@ import (
 
 	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -13,8 +14,10 @@ import (
 type scratch struct {
 	fused  fusion.Buffer // what travels, where that is not a caller's buffer
 	counts []int64       // bytes by rank, or by tensor
-	wide   fusion.Buffer // of compression
-	back   fusion.Buffer
+	// tensors are those of a backend that takes them where they lie.
+	tensors []ops.Tensor
+	wide    fusion.Buffer // of compression
+	back    fusion.Buffer
 	// residuals is what compression lost of the last tensor of a name.
 	residuals map[string]*residual
 }

@@ -6,9 +6,7 @@ import (
 	"sync"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -59,15 +57,12 @@ type lane struct {
 
 // newLane makes the lane of a set in which this rank has position me.
 func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
-	l := &lane{
+	manager, err := e.backends(set, me)
+	return &lane{
 		set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes,
-		manager: new(ops.Manager),
+		manager: manager,
 		bell:    make(chan struct{}, 1),
-	}
-	backend := tcp.New(e.cfg.Mesh, transport.DataLane(set.ID), set.Ranks, me,
-		tcp.Config{SegmentBytes: e.cfg.SegmentBytes, Deterministic: e.cfg.Deterministic})
-	err := l.manager.Add(backend, message.Allreduce, message.Allgather, message.Broadcast, message.Alltoall, message.Reducescatter)
-	return l, err
+	}, err
 }
 
 // push queues w.

@@ -21,10 +21,12 @@ const (
 	headerBytes = 8
 	// readStep bounds what is allocated for a frame before its bytes are there.
 	readStep = 64 << 10
+	// maxKept bounds the memory of a frame that is kept for others.
+	maxKept = 1 << 20
 )
 
-// link carries negotiation frames over a control connection. The loop sends; a goroutine of its own receives
-// into the inbox.
+// link carries negotiation frames over a control connection. The loop sends. A goroutine of its own receives into the
+// inbox, or the loop itself asks for frames (polled.go).
 type link struct {
 	peer topo.Rank
 	conn transport.Conn
@@ -90,18 +92,27 @@ func (l *link) receive(in *inbox) {
 			in.put(event{from: l.peer, err: cause(err)})
 			return
 		}
-		n, got := binary.LittleEndian.Uint32(header[:]), binary.LittleEndian.Uint32(header[4:])
-		if n > message.MaxFrameBytes || got != seq {
-			in.put(event{from: l.peer, err: fmt.Errorf("%w: number %d of %d bytes, want number %d of at most %d", errFrame, got, n, seq, message.MaxFrameBytes)})
+		n, err := frameBytes(header[:], seq)
+		if err != nil {
+			in.put(event{from: l.peer, err: err})
 			return
 		}
-		buf, err := readBody(r, in.buffer(), int(n))
+		buf, err := readBody(r, in.buffer(), n)
 		if err != nil {
 			in.put(event{from: l.peer, err: cause(err)})
 			return
 		}
 		in.put(event{from: l.peer, frame: buf})
 	}
+}
+
+// frameBytes is the length of the frame that header announces, which must be number seq of its connection.
+func frameBytes(header []byte, seq uint32) (int, error) {
+	n, got := binary.LittleEndian.Uint32(header), binary.LittleEndian.Uint32(header[4:])
+	if n > message.MaxFrameBytes || got != seq {
+		return 0, fmt.Errorf("%w: number %d of %d bytes, want number %d of at most %d", errFrame, got, n, seq, message.MaxFrameBytes)
+	}
+	return int(n), nil
 }
 
 // readBody appends n bytes of r to buf, which grows with what arrives, not with what was announced.
@@ -202,7 +213,7 @@ func (in *inbox) recycle(b []byte) {
 	const most = 64
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if b != nil && cap(b) <= 1<<20 && len(in.free) < most {
+	if b != nil && cap(b) <= maxKept && len(in.free) < most {
 		in.free = append(in.free, b[:0])
 	}
 }

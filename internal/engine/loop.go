@@ -24,8 +24,10 @@ func (e *Engine) BackgroundThreadLoop() {
 	if e.cfg.Lockstep {
 		e.inbox.watch, e.inbox.interrupt = e.isFailure, e.interruptLanes
 	}
-	for _, l := range e.links {
-		connected.Go(func() { l.receive(&e.inbox) })
+	if e.poller == nil {
+		for _, l := range e.links {
+			connected.Go(func() { l.receive(&e.inbox) })
+		}
 	}
 	var err error
 	if e.cfg.Lockstep {
@@ -41,6 +43,9 @@ func (e *Engine) BackgroundThreadLoop() {
 	// The last frames must reach the peers. A connection that is closed while something unread has come over it is
 	// reset, and a reset may overtake the verdict: after a failure the connections stand until somebody
 	// calls Shutdown or Close.
+	if e.poller != nil {
+		e.drain(&connected)
+	}
 	flushed := make(chan struct{})
 	connected.Go(func() {
 		defer close(flushed)
@@ -68,17 +73,29 @@ const flushTimeout = time.Second
 func (e *Engine) loop() error {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
+	var alarm time.Duration // when timer fires or has fired
 	for {
 		next, over, err := e.RunLoopOnce()
 		if over {
 			return err
 		}
-		timer.Reset(next - time.Since(e.start))
+		if !e.look() && e.rest() {
+			// An alarm too early is a turn for nothing, and cheaper than to move it in every turn.
+			if next < alarm || alarm <= e.now {
+				timer.Reset(next - e.now)
+				alarm = next
+			}
+			select {
+			case <-e.bell:
+			case <-timer.C:
+			case <-e.stop:
+			}
+		}
+		e.wake()
 		select {
-		case <-e.bell:
-		case <-timer.C:
 		case <-e.stop:
 			return ErrClosed
+		default:
 		}
 	}
 }
@@ -130,36 +147,30 @@ func (e *Engine) laneFinished(w *work, err error) {
 // anything to say, apply the frames that came, hand grants to lanes. It does not block. It says when the next turn
 // is due at the latest, as a time since start; over means that the epoch is, and why.
 func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
-	now := time.Since(e.start)
-	e.member.Tick(now)
+	e.rung.Store(false)
+	e.now = time.Since(e.start)
+	e.member.Tick(e.now)
 	if e.coordinator != nil {
-		e.coordinator.Tick(now)
+		e.coordinator.Tick(e.now)
 	}
 	e.takeFinished()
-	e.takeRequests(now)
-	e.expire(now)
+	e.takeRequests()
+	e.expire()
 	e.speak()
-	s := &e.scratch
-	s.events = e.inbox.take(s.events[:0])
-	for i := range s.events {
-		// Connections that this process closed itself say nothing about the peers.
-		if errors.Is(s.events[i].err, transport.ErrClosed) {
-			return 0, true, ErrClosed
+	if err := e.listen(); err != nil {
+		return 0, true, err
+	}
+	for again := true; again; {
+		if e.coordinator != nil {
+			e.announce()
 		}
-		e.hear(&s.events[i])
-	}
-	clear(s.events)
-	if e.coordinator != nil {
-		e.announce()
-	}
-	// What the frames brought: grants, a stop, and the bye that may follow from it.
-	spoke := e.speak()
-	if e.stopped && e.granted == 0 {
-		e.member.Drained()
-		spoke = e.speak() || spoke
-	}
-	if spoke && e.coordinator != nil {
-		e.ring() // the coordinator heard it after its announcement
+		// What the frames brought: grants, a stop, and the bye that may follow from it.
+		spoke := e.speak()
+		if e.stopped && e.granted == 0 {
+			e.member.Drained()
+			spoke = e.speak() || spoke
+		}
+		again = spoke && e.coordinator != nil // which has heard it after its announcement
 	}
 	switch {
 	case e.member.Verdict() != nil:
@@ -184,6 +195,9 @@ func (e *Engine) takeFinished() {
 	clear(e.finished)
 	e.finished = e.finished[:0]
 	e.mu.Unlock()
+	if len(s.finished) > 0 {
+		e.spin.extend(e.now)
+	}
 	for _, f := range s.finished {
 		if errors.Is(f.err, transport.ErrClosed) {
 			continue // the receivers have heard it too
@@ -204,12 +218,13 @@ func (e *Engine) takeFinished() {
 	clear(s.finished)
 }
 
-func (e *Engine) takeRequests(now time.Duration) {
+func (e *Engine) takeRequests() {
 	// In this order: what was submitted before the shutdown travels with it or before it.
 	shutdown := e.shutdown.Load()
 	for _, l := range e.lanes.all {
 		if l.queue.Waiting() {
-			e.submit(l, now, e.member.Submit)
+			e.spin.extend(e.now)
+			e.submit(l, e.now, e.member.Submit)
 		}
 	}
 	if shutdown {
@@ -304,6 +319,8 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 		return err
 	}
 	e.granted++
+	e.spin.extend(e.now)
+	e.spin.dispatched = true
 	l.push(w)
 	return nil
 }
@@ -331,28 +348,50 @@ func (e *Engine) match(w *work) error {
 	return nil
 }
 
-// hear applies something that came over a control connection.
-func (e *Engine) hear(ev *event) {
+// listen applies what came over the control connections.
+func (e *Engine) listen() error {
+	if e.poller != nil {
+		return e.listenPolled()
+	}
+	s := &e.scratch
+	s.events = e.inbox.take(s.events[:0])
+	defer clear(s.events)
+	for i := range s.events {
+		if err := e.hear(&s.events[i]); err != nil {
+			return err
+		}
+		e.inbox.recycle(s.events[i].frame)
+	}
+	return nil
+}
+
+// hear applies something that came over a control connection. An error ends the epoch at once.
+func (e *Engine) hear(ev *event) error {
 	switch {
+	case errors.Is(ev.err, transport.ErrClosed):
+		// Connections that this process closed itself say nothing about the peers.
+		return ErrClosed
 	case e.coordinator != nil && errors.Is(ev.err, errFrame):
 		e.coordinator.Fault(ev.from, fmt.Sprintf("it broke the protocol: %v", ev.err))
 	case e.coordinator != nil && ev.err != nil:
 		e.coordinator.Lost(ev.from, fmt.Sprintf("its control connection ended: %v", ev.err))
 	case e.coordinator != nil:
 		e.coordinatorStep(ev.from, ev.frame)
-		e.inbox.recycle(ev.frame)
 	case ev.err != nil:
 		e.member.Lost(fmt.Sprintf("its control connection ended: %v", ev.err))
 	default:
 		e.memberStep(ev.frame)
-		e.inbox.recycle(ev.frame)
 	}
+	return nil
 }
 
 func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 	if err := message.DecodeUp(frame, &e.scratch.up); err != nil {
 		e.coordinator.Fault(from, fmt.Sprintf("it broke the protocol: %v", err))
 		return
+	}
+	if e.scratch.up.Type == message.UpNews {
+		e.spin.extend(e.now) // the others' operations are this rank's too, as their coordinator
 	}
 	e.coordinator.Step(from, &e.scratch.up)
 }

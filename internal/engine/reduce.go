@@ -12,6 +12,9 @@ import (
 func (l *lane) allreduce(ctx context.Context, backend ops.Backend, w *work) error {
 	r := w.grant.Responses[0]
 	s := scalingOf(r, l.averageOver(w))
+	if f, ok := backend.(ops.Fuser); ok && r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0) {
+		return l.allreduceFused(ctx, f, w, s)
+	}
 	direct := len(w.entries) == 1 && !r.Wire.Valid()
 	var buf []byte
 	if direct {
@@ -61,6 +64,27 @@ func (l *lane) allreduce(ctx context.Context, backend ops.Backend, w *work) erro
 		at += copy(e.Output, buf[at:])
 	}
 	return nil
+}
+
+// allreduceFused reduces the tensors where they lie. All contributions are scaled by the same factor there: so if there is
+// one, no rank may be absent, whose part does nothing to a reduction but would if it were scaled.
+func (l *lane) allreduceFused(ctx context.Context, backend ops.Fuser, w *work, s scaling) error {
+	r := w.grant.Responses[0]
+	tensors := l.scratch.tensors[:0]
+	if w.absent {
+		buf := l.scratch.fused.Bytes(int(total(w)))
+		if err := neutral(r.Op, r.DType, buf); err != nil {
+			return err
+		}
+		tensors = append(tensors, ops.Tensor{In: buf, Out: buf})
+	}
+	for _, e := range w.entries {
+		tensors = append(tensors, ops.Tensor{In: e.Input, Out: e.Output})
+	}
+	err := backend.AllreduceFused(ctx, w.grant.Algorithm, r.DType, r.Op.Base(), ops.Scaling{Pre: s.pre, Post: s.post, Divisor: s.divisor}, tensors)
+	clear(tensors)
+	l.scratch.tensors = tensors[:0]
+	return err
 }
 
 // reducescatter reduces in the fusion buffer, which has a block for each rank, and in it that rank's rows of each

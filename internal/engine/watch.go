@@ -13,8 +13,8 @@ import (
 const never = time.Duration(math.MaxInt64)
 
 // expire tells the coordinator of operations that have run out of time.
-func (e *Engine) expire(now time.Duration) {
-	for _, entry := range e.overdue(now) {
+func (e *Engine) expire() {
+	for _, entry := range e.overdue(e.now) {
 		e.member.Timeout(entry.Set, entry.Request.Name, entry.Timeout)
 	}
 }

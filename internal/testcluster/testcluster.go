@@ -1,5 +1,5 @@
-// Package testcluster runs whole jobs in one process, for tests: an engine for each rank, connected within the process or
-// over TCP on loopback.
+// Package testcluster runs whole jobs in one process, for tests: an engine for each rank, connected within the process,
+// over TCP on loopback, or by shared memory.
 //
 // A test gives Run a function, which is called once for each rank, all at the same time, and submits operations through
 // its Rank:
@@ -26,9 +26,11 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
+	ops "github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 	"github.com/gohvd/gohvd/transport/mem"
+	"github.com/gohvd/gohvd/transport/shm"
 	"github.com/gohvd/gohvd/transport/tcp"
 )
 
@@ -41,9 +43,11 @@ const (
 	Mem Transport = iota
 	// TCP is transport/tcp on the loopback interface.
 	TCP
+	// SHM is TCP and shared memory, as between processes of a host.
+	SHM
 )
 
-func (t Transport) String() string { return [...]string{"mem", "tcp"}[t] }
+func (t Transport) String() string { return [...]string{"mem", "tcp", "shm"}[t] }
 
 // Options describe a job.
 type Options struct {
@@ -77,6 +81,7 @@ type cluster struct {
 	ctx    context.Context // of the job
 	fail   context.CancelCauseFunc
 	meshes []transport.Mesh
+	memory []ops.Memory // by rank, if they share it
 	ranks  []*Rank
 }
 
@@ -120,8 +125,14 @@ func (c *cluster) watch() (end func()) {
 
 // connect makes the meshes of all ranks.
 func (c *cluster) connect() error {
-	if c.o.Transport == TCP {
+	switch c.o.Transport {
+	case TCP:
 		return c.connectTCP()
+	case SHM:
+		if err := c.connectTCP(); err != nil {
+			return err
+		}
+		return c.shareMemory()
 	}
 	net := mem.NewWithLatency(c.o.Ranks, c.o.Latency)
 	for r := range c.o.Ranks {
@@ -157,6 +168,41 @@ func (c *cluster) connectTCP() error {
 	return nil
 }
 
+// shareMemory puts shared memory on top of the meshes.
+func (c *cluster) shareMemory() error {
+	n := c.o.Ranks
+	endpoints, cards, hosts := make([]*shm.Endpoint, n), make([][]byte, n), make([]string, n)
+	for r := range n {
+		e, err := shm.Listen(shm.Config{})
+		if err != nil {
+			e = shm.Unavailable(err)
+		}
+		endpoints[r], cards[r], hosts[r] = e, e.Card(), "host"
+	}
+	c.memory = make([]ops.Memory, n)
+	errs := make([]error, n)
+	var wg sync.WaitGroup
+	for r, e := range endpoints {
+		wg.Go(func() {
+			mesh, err := e.Connect(c.ctx, shm.Epoch{Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Cards: cards, Under: c.meshes[r]})
+			if err == nil && len(mesh.Group()) < n {
+				err = errors.Join(fmt.Errorf("rank %d shares no memory: %s", r, mesh.Why()), mesh.Close())
+			}
+			if errs[r] = err; err == nil {
+				c.meshes[r], c.memory[r] = mesh, mesh
+			}
+		})
+	}
+	wg.Wait()
+	err := errors.Join(errs...)
+	if err != nil {
+		for _, m := range c.meshes {
+			err = errors.Join(err, m.Close())
+		}
+	}
+	return err
+}
+
 // start starts all engines, or none.
 func (c *cluster) start() error {
 	sets := []controller.Set{controller.Global(c.o.Ranks)}
@@ -170,6 +216,9 @@ func (c *cluster) start() error {
 			cfg := engine.Config{
 				Rank: topo.Rank(i), Size: c.o.Ranks, Mesh: c.meshes[i], Sets: sets[1:],
 				CacheCapacity: 1024, FusionThresholdBytes: 64 << 20, LivenessTimeout: 10 * time.Second,
+			}
+			if c.memory != nil {
+				cfg.Memory = c.memory[i]
 			}
 			if c.o.OnFrame != nil {
 				cfg.Mesh = &tapped{Mesh: cfg.Mesh, rank: cfg.Rank, hear: c.o.OnFrame}

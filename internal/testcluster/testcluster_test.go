@@ -34,7 +34,7 @@ func want(r *testcluster.Rank, op *testcluster.Op, v ...int64) {
 
 // Every operation, in place and not, over both transports and negotiations.
 func TestEveryOperation(t *testing.T) {
-	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP} {
+	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP, testcluster.SHM} {
 		for _, lockstep := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%v/lockstep=%v", over, lockstep), func(t *testing.T) {
 				testcluster.Run(t, testcluster.Options{

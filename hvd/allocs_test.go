@@ -1,0 +1,29 @@
+package hvd_test
+
+import (
+	"context"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// A repeated operation allocates its handle with what belongs to it (call, shape, channel, Done), and rank 0 what fusion
+// lists: a few small objects, however long the job runs.
+func TestRepeatedOperationAllocatesLittle(t *testing.T) {
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		x := []float32{1, 2}
+		opts := []hvd.Option{hvd.InPlace(), hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)}
+		once := func() {
+			if _, err := hvd.Allreduce(ctx, x, opts...); err != nil {
+				t.Error(err)
+			}
+		}
+		for range 100 {
+			once()
+		}
+		const most = 6
+		if got := testing.AllocsPerRun(500, once); got > most {
+			t.Errorf("%v allocations, want at most %d", got, most)
+		}
+	})
+}

@@ -1,0 +1,137 @@
+package e2e
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// A rank that is stopped in the middle of an operation on shared memory is taken for dead. What it does when it goes on
+// changes no byte of the others' buffers, which they have taken into use again.
+func TestStoppedRankWritesNothing(t *testing.T) {
+	for i := range max(rounds()/5, 1) {
+		j := start(t, 3, "refill", "HVD_LIVENESS_SECONDS=3")
+		pids, ready := map[int]int{}, 0
+		j.until("all ranks were ready", func(l line) bool {
+			if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+				pids[l.rank], _ = strconv.Atoi(text)
+			}
+			if l.text == "ready" {
+				ready++
+			}
+			return ready == 3
+		})
+		victim := pids[i%3]
+		if err := syscall.Kill(victim, syscall.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		refilled := 0
+		j.until("the others had their buffers back", func(l line) bool {
+			if l.text == "refilled" {
+				refilled++
+			}
+			return refilled == 2
+		})
+		if err := syscall.Kill(victim, syscall.SIGCONT); err != nil {
+			t.Fatal(err)
+		}
+		j.wait()
+		if n := strings.Count(j.out(), ">:unchanged"); n != 3 || strings.Contains(j.out(), ">:changed") {
+			t.Errorf("%d of 3 ranks found their buffers unchanged:\n%s\n%s", n, j.out(), j.err())
+		}
+	}
+}
+
+// Memory that cannot be had is one clear error with the size, before anything runs; or TCP, if the user says so and the
+// ranks found out while they met.
+func TestNoSharedMemory(t *testing.T) {
+	const nothing, controlAlone = 40, 1000 // KiB: less than the control channels take; enough for them, but for no lane
+	for _, c := range []struct {
+		operations string
+		limit      int
+		want       int
+		says       []string
+	}{
+		{"gloo", controlAlone, 1, []string{"bytes", "RLIMIT_FSIZE"}},
+		{"shm", controlAlone, 1, []string{"bytes", "RLIMIT_FSIZE"}},
+		{"gloo", nothing, 1, []string{"bytes", "RLIMIT_FSIZE", "HOROVOD_CPU_OPERATIONS=shm,tcp"}},
+		{"shm,tcp", nothing, 0, []string{"use TCP", "bytes", "RLIMIT_FSIZE"}},
+		{"tcp", nothing, 0, nil},
+	} {
+		t.Run(fmt.Sprintf("%s/%d", c.operations, c.limit), func(t *testing.T) {
+			limit := fmt.Sprintf(`ulimit -f %d && exec "$@"`, c.limit)
+			j := startWith(t, []string{"bash", "-c", limit, "bash"}, 2, "sums", "HOROVOD_CPU_OPERATIONS="+c.operations)
+			if status := j.wait(); status != c.want {
+				t.Errorf("hvdrun ended with status %d, want %d", status, c.want)
+			}
+			for _, text := range c.says {
+				if !strings.Contains(j.err(), text) {
+					t.Errorf("nobody says %q", text)
+				}
+			}
+			if hashes := strings.Count(j.out(), ">:hash "); c.want == 0 && hashes != 2 {
+				t.Errorf("%d of 2 ranks got results", hashes)
+			}
+			if t.Failed() {
+				t.Logf("output:\n%s\n%s", j.out(), j.err())
+			}
+		})
+	}
+}
+
+// Tensors that cannot be allocated are an error of the call, and the job goes on.
+func TestNoArena(t *testing.T) {
+	j := startWith(t, []string{"bash", "-c", `ulimit -f 8000 && exec "$@"`, "bash"}, 2, "noarena")
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d, want 0", status)
+	}
+	if n := strings.Count(j.out(), ">:refused: "); n != 2 || !strings.Contains(j.out(), strconv.Itoa(64<<20)+" bytes") {
+		t.Errorf("%d of 2 ranks were refused with the size", n)
+	}
+	if t.Failed() {
+		t.Logf("output:\n%s\n%s", j.out(), j.err())
+	}
+}
+
+// Whatever is killed when: no file stays behind, in the directory of the sockets or in that of shared memory.
+func TestNothingStaysBehind(t *testing.T) {
+	dir := t.TempDir()
+	files := func() (all []string) {
+		for _, pattern := range []string{filepath.Join(dir, "*", "*"), "/dev/shm/*"} {
+			found, err := filepath.Glob(pattern)
+			if err != nil {
+				t.Fatal(err)
+			}
+			all = append(all, found...)
+		}
+		return all
+	}
+	before := fmt.Sprint(files())
+	for range rounds() {
+		kill(t, "arena", 1, "TMPDIR="+dir)
+	}
+	if after := fmt.Sprint(files()); after != before {
+		t.Errorf("before there was %s, after %s", before, after)
+	}
+	// hvdrun itself, at any time from the start on.
+	for i := range rounds() {
+		j := start(t, 3, "sums", "TMPDIR="+dir)
+		<-time.After(time.Duration(i) * 5 * time.Millisecond)
+		if err := j.cmd.Process.Kill(); err != nil && err != os.ErrProcessDone {
+			t.Fatal(err)
+		}
+		j.wait()
+	}
+	// What was killed on its way into the job leaves its socket, which the next job sweeps.
+	if status := start(t, 3, "sums", "TMPDIR="+dir).wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d", status)
+	}
+	if after := fmt.Sprint(files()); after != before {
+		t.Errorf("before there was %s, after %s", before, after)
+	}
+}

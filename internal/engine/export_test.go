@@ -1,0 +1,14 @@
+package engine
+
+import "github.com/gohvd/gohvd/topo"
+
+// Looks is how often the loop has watched.
+func (e *Engine) Looks() uint64 { return e.looks.Load() }
+
+// Queued is how many grants wait for the lane of a process set.
+func (e *Engine) Queued(set topo.ProcessSetID) int {
+	l := e.lanes.find(set)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.todo)
+}

@@ -1,0 +1,203 @@
+package engine
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// arrivals is a connection on which each piece arrives by itself; an empty one is that nothing has. After them it ends.
+type arrivals struct {
+	transport.Polled
+	pieces [][]byte
+	end    error
+	tries  int
+}
+
+func (a *arrivals) TryRead(p []byte) (int, error) {
+	a.tries++
+	if len(a.pieces) == 0 {
+		return 0, a.end
+	}
+	n := copy(p, a.pieces[0])
+	if a.pieces[0] = a.pieces[0][n:]; len(a.pieces[0]) == 0 {
+		a.pieces = a.pieces[1:]
+	}
+	return n, nil
+}
+
+func appendFrame(b []byte, seq uint32, body []byte) []byte {
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(body)))
+	b = binary.LittleEndian.AppendUint32(b, seq)
+	return append(b, body...)
+}
+
+// take is all that f gives, as copies, until it has nothing after everything has arrived.
+func take(f *frames, a *arrivals) (got []string, err error) {
+	for {
+		for {
+			ev, ok := f.next()
+			if !ok {
+				break
+			}
+			if ev.from != f.peer {
+				return got, fmt.Errorf("from rank %d, want %d", ev.from, f.peer)
+			}
+			if ev.err != nil {
+				return got, ev.err
+			}
+			got = append(got, string(ev.frame))
+		}
+		if len(a.pieces) == 0 {
+			return got, nil
+		}
+	}
+}
+
+// However the bytes are cut, the same frames come out, those before the end of the connection too, and the end once.
+func TestFramesHoweverTheyAreCut(t *testing.T) {
+	want := []string{"first", "", "third frame"}
+	var stream []byte
+	for i, body := range want {
+		stream = appendFrame(stream, uint32(i), []byte(body))
+	}
+	for at := range len(stream) + 1 {
+		for _, gap := range []bool{false, true} {
+			pieces := [][]byte{stream[:at], {}, stream[at:]}
+			if !gap {
+				pieces = [][]byte{stream[:at], stream[at:]}
+			}
+			a := &arrivals{pieces: pieces}
+			f := &frames{peer: 3, conn: a}
+			got, err := take(f, a)
+			if err != nil || fmt.Sprint(got) != fmt.Sprint(want) {
+				t.Fatalf("cut at %d: got %q, %v, want %q", at, got, err, want)
+			}
+			a.end = &transport.PeerError{Peer: 3, Err: io.ErrUnexpectedEOF}
+			if _, err := take(f, a); !errors.Is(err, errHungUp) {
+				t.Errorf("cut at %d: the connection ended with %v, want %v", at, err, errHungUp)
+			}
+			a.tries = 0
+			if ev, ok := f.next(); ok || f.fill() || a.tries > 0 {
+				t.Errorf("cut at %d: after the end came %+v, and it was asked %d times", at, ev, a.tries)
+			}
+		}
+	}
+}
+
+// A stream that ends in the middle of a frame gives the frames before.
+func TestFramesCutShort(t *testing.T) {
+	stream := appendFrame(appendFrame(nil, 0, []byte("whole")), 1, []byte("cut short"))
+	for _, short := range []int{1, 9, 10, 16} {
+		a := &arrivals{pieces: [][]byte{stream[:len(stream)-short]}, end: &transport.PeerError{Err: io.ErrUnexpectedEOF}}
+		got, err := take(&frames{conn: a}, a)
+		if len(got) != 1 || got[0] != "whole" || !errors.Is(err, errHungUp) {
+			t.Errorf("%d bytes short: got %q and %v, want the whole one and %v", short, got, err, errHungUp)
+		}
+	}
+}
+
+func TestFramesThatBreakTheProtocol(t *testing.T) {
+	long := binary.LittleEndian.AppendUint32(nil, message.MaxFrameBytes+1)
+	for name, bad := range map[string][]byte{
+		"too long":     binary.LittleEndian.AppendUint32(long, 1),
+		"wrong number": appendFrame(nil, 2, []byte("x")),
+	} {
+		a := &arrivals{pieces: [][]byte{append(appendFrame(nil, 0, []byte("good")), bad...), appendFrame(nil, 1, []byte("late"))}}
+		f := &frames{conn: a}
+		got, err := take(f, a)
+		if len(got) != 1 || !errors.Is(err, errFrame) {
+			t.Errorf("%s: got %q and %v, want one frame and %v", name, got, err, errFrame)
+		}
+		if ev, ok := f.next(); ok {
+			t.Errorf("%s: then came %+v", name, ev)
+		}
+		if cap(f.buf) > 2*readStep {
+			t.Errorf("%s: %d bytes are held", name, cap(f.buf))
+		}
+	}
+}
+
+// What is held of a large frame is in proportion with what has arrived of it, and given back when it is done.
+func TestFramesGrowWithWhatArrives(t *testing.T) {
+	body := bytes.Repeat([]byte("0123456789"), 1<<18)
+	stream := appendFrame(appendFrame(nil, 0, body), 1, []byte("next"))
+	a := &arrivals{}
+	f := &frames{conn: a}
+	for sent := 0; sent < len(body); {
+		n := min(50_000, len(body)-sent)
+		a.pieces = [][]byte{stream[sent : sent+n]}
+		sent += n
+		if ev, ok := f.next(); ok {
+			t.Fatalf("after %d bytes came %d bytes, %v", sent, len(ev.frame), ev.err)
+		}
+		if most := 2*sent + 2*readStep; cap(f.buf) > most {
+			t.Fatalf("after %d bytes %d are held, want at most %d", sent, cap(f.buf), most)
+		}
+	}
+	a.pieces = [][]byte{stream[len(body):]}
+	ev, ok := f.next()
+	if !ok || !bytes.Equal(ev.frame, body) {
+		t.Fatalf("got %d bytes, %v, want the %d", len(ev.frame), ev.err, len(body))
+	}
+	if ev, ok := f.next(); !ok || string(ev.frame) != "next" {
+		t.Errorf("then came %q, %v", ev.frame, ev.err)
+	}
+	if _, ok := f.next(); ok || cap(f.buf) > maxKept {
+		t.Errorf("%d bytes are kept, want at most %d", cap(f.buf), maxKept)
+	}
+}
+
+// A steady stream of frames allocates nothing, also where they never end with what arrived.
+func TestFramesAllocateNothing(t *testing.T) {
+	var stream []byte
+	var pieces [2][]byte
+	a := &arrivals{}
+	f := &frames{conn: a}
+	body := make([]byte, 1000)
+	seq := uint32(0)
+	turn := func() {
+		stream = appendFrame(stream[:0], seq, body)
+		pieces = [2][]byte{stream[:300], stream[300:]}
+		a.pieces = pieces[:]
+		seq++
+		if ev, ok := f.next(); !ok || len(ev.frame) != len(body) {
+			t.Errorf("frame %d: got %d bytes, %v", seq, len(ev.frame), ev.err)
+		}
+	}
+	turn()
+	if n := testing.AllocsPerRun(200, turn); n != 0 {
+		t.Errorf("%v allocations a frame", n)
+	}
+}
+
+func TestSpin(t *testing.T) {
+	for _, test := range []struct {
+		name                  string
+		budget                time.Duration
+		pinned                bool
+		ranks, cores, threads int
+		want                  spin
+	}{
+		{"room for all", 0, false, 2, 16, 16, spin{budget: defaultSpin, looksPerYield: 16, looksPerGosched: 64}},
+		{"room for one thread each", 0, false, 2, 4, 1, spin{budget: defaultSpin, looksPerYield: 16, looksPerGosched: 1}},
+		{"alone on one processor", 0, false, 1, 1, 1, spin{budget: defaultSpin, looksPerYield: 1, looksPerGosched: 1}},
+		{"as many ranks as processors", 0, false, 2, 2, 2, spin{budget: 2 * defaultSpin, looksPerYield: 1, looksPerGosched: 4}},
+		{"the same with a thread each", 0, false, 2, 2, 1, spin{budget: defaultSpin, looksPerYield: 1, looksPerGosched: 1}},
+		{"more ranks than processors", 0, false, 4, 2, 2, spin{budget: 4 * defaultSpin, looksPerYield: 1, looksPerGosched: 1}},
+		{"pinned", 0, true, 2, 16, 16, spin{budget: defaultSpin, looksPerYield: 1, looksPerGosched: 4, pinned: true}},
+		{"a budget of its own", time.Millisecond, false, 4, 2, 2, spin{budget: time.Millisecond, looksPerYield: 1, looksPerGosched: 1}},
+		{"no budget", -1, false, 2, 16, 16, spin{looksPerYield: 16, looksPerGosched: 64}},
+	} {
+		if got := newSpin(test.budget, test.pinned, test.ranks, test.cores, test.threads); got != test.want {
+			t.Errorf("%s: got %+v, want %+v", test.name, got, test.want)
+		}
+	}
+}
