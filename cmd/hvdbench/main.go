@@ -1,0 +1,90 @@
+// Hvdbench measures collective operations.
+//
+//	hvdrun -np 4 hvdbench allreduce -b 8 -e 128M -f 2
+//
+// See hvdbench --help.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+
+	"golang.org/x/sys/unix"
+)
+
+// Exit statuses.
+const (
+	statusFailure = 1 // also if results are wrong
+	statusUsage   = 2
+	statusSignal  = 128 // and the number of the signal
+)
+
+func main() {
+	os.Exit(run(os.Args[1:], os.Environ(), os.Stdout, os.Stderr))
+}
+
+// usageError is one of the user's making.
+type usageError struct{ error }
+
+func (e usageError) Unwrap() error { return e.error }
+
+func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+
+// interruptError says by which signal the benchmark was ended.
+type interruptError struct{ signal unix.Signal }
+
+func (e *interruptError) Error() string { return e.signal.String() }
+
+// interruptible ends ctx by the first SIGINT or SIGTERM. The second kills.
+func interruptible(ctx context.Context) (context.Context, func()) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	signals := make(chan os.Signal, 1)
+	done := make(chan struct{})
+	signal.Notify(signals, unix.SIGINT, unix.SIGTERM)
+	finished := make(chan struct{})
+	go func() {
+		defer close(finished)
+		select {
+		case s := <-signals:
+			signal.Stop(signals)
+			cancel(&interruptError{s.(unix.Signal)})
+		case <-done:
+		}
+	}()
+	return ctx, func() {
+		signal.Stop(signals)
+		close(done)
+		<-finished
+		cancel(nil)
+	}
+}
+
+// run is main without the process: it returns the exit status.
+func run(args, env []string, stdout, stderr io.Writer) int {
+	b := &bencher{env: env, stdout: stdout, stderr: stderr}
+	cmd := b.command()
+	cmd.SetArgs(args)
+	ctx, stop := interruptible(context.Background())
+	defer stop()
+	err := cmd.ExecuteContext(ctx)
+	if err == nil {
+		return 0
+	}
+	// What fails after a signal fails because of it.
+	var interrupt *interruptError
+	if errors.As(context.Cause(ctx), &interrupt) {
+		fmt.Fprintf(stderr, "hvdbench: ended by %v\n", interrupt)
+		return statusSignal + int(interrupt.signal)
+	}
+	fmt.Fprintf(stderr, "hvdbench: %v\n", err)
+	var usage usageError
+	if errors.As(err, &usage) {
+		fmt.Fprintln(stderr, "Try 'hvdbench --help'.")
+		return statusUsage
+	}
+	return statusFailure
+}

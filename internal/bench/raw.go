@@ -1,0 +1,78 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"runtime"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/session"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/shm"
+	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/transport/mem"
+)
+
+// Raw is a backend with nothing above it: no names, no negotiation. It belongs to all ranks of the job.
+type Raw interface {
+	ops.Backend
+	// Close ends it for all ranks, which must have finished their operations.
+	Close() error
+}
+
+// rawBackend owns what the backend runs on.
+type rawBackend struct {
+	ops.Backend
+	mesh    transport.Mesh
+	session *session.Session // nil in a job of one
+}
+
+func (b *rawBackend) Close() error {
+	err := b.mesh.Close()
+	if b.session != nil {
+		err = errors.Join(err, b.session.Close())
+	}
+	return err
+}
+
+// openRaw meets the other ranks under a job name of its own, so that an engine of this process can be in the job too. The
+// backend is the one that the engine would choose: shared memory if the ranks have it, else TCP.
+func openRaw(ctx context.Context, at Place) (r Raw, rank, size int, err error) {
+	cfg, err := config.FromEnvironment(at.Settings, at.Store != nil)
+	if err != nil {
+		return nil, 0, 0, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
+	defer cancel()
+	b := &rawBackend{}
+	var memory shm.Memory
+	crowded := false
+	if cfg.Size == config.Unset || cfg.Size == 1 {
+		cfg.Rank, cfg.Size = 0, 1
+		b.mesh = mem.New(1).Mesh(0)
+	} else {
+		cfg.JobID += "/raw"
+		if b.session, err = session.Open(ctx, session.Config{Settings: cfg, Store: at.Store}); err != nil {
+			return nil, 0, 0, err
+		}
+		b.mesh, memory = b.session.Mesh, b.session.Memory
+		crowded = b.session.LocalSize > min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
+	}
+	ranks := make([]topo.Rank, cfg.Size)
+	for i := range ranks {
+		ranks[i] = topo.Rank(i)
+	}
+	lane := transport.DataLane(topo.Global)
+	if memory == nil {
+		b.Backend = tcp.New(b.mesh, lane, ranks, cfg.Rank, tcp.Config{Deterministic: cfg.Deterministic})
+		return b, cfg.Rank, cfg.Size, nil
+	}
+	shared := shm.New(memory, lane, ranks, cfg.Rank, shm.Config{Crowded: crowded})
+	if err := shared.Open(); err != nil {
+		return nil, 0, 0, errors.Join(err, b.Close())
+	}
+	b.Backend = shared
+	return b, cfg.Rank, cfg.Size, nil
+}
