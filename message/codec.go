@@ -474,7 +474,7 @@ func (d *decoder) text() string {
 		d.fail(fmt.Errorf("has a text of %d bytes, want at most %d", n, MaxReasonBytes))
 		return ""
 	}
-	return string(d.take(n))
+	return cut(string(d.take(n))) // as if its sender had cut it: what is decoded can be encoded
 }
 
 func (d *decoder) proto(m proto.Message) bool {
