@@ -45,6 +45,10 @@ conformance: ## every operation in every configuration against the reference; ha
 bench: ## all benchmarks (BENCH=regexp chooses)
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
 
+.PHONY: bench-peers
+bench-peers: ## ours and other libraries in turn, about an hour; writes docs/benchmarks.md
+	scripts/bench-peers.sh
+
 .PHONY: format
 format: ## fail if gofmt would change something
 	@out=$$(gofmt -l $$(git ls-files '*.go')); test -z "$$out" || { echo "gofmt would change:"; echo "$$out"; exit 1; }

@@ -82,7 +82,9 @@ func TestPolling(t *testing.T) {
 	mustSend(t, l.peer, "looking")
 	l.rang(0)
 	l.rest(false) // something is there
-	l.read("looking")
+	mustSend(t, l.peer, " on")
+	l.rang(0)
+	l.read("looking on")
 	l.read("")
 
 	l.rest(true)
