@@ -178,6 +178,27 @@ func TestFramesAllocateNothing(t *testing.T) {
 	}
 }
 
+// A stream of which a part of a frame is always left over needs no more memory than one that stops now and then.
+func TestFramesThatNeverPause(t *testing.T) {
+	var stream []byte
+	for seq := range uint32(2000) {
+		stream = appendFrame(stream, seq, make([]byte, 990))
+	}
+	a := &arrivals{}
+	f := &frames{conn: a}
+	most := 0
+	for ; len(stream) > 0; stream = stream[min(len(stream), 10_007):] {
+		a.pieces = [][]byte{stream[:min(len(stream), 10_007)]}
+		if _, err := take(f, a); err != nil {
+			t.Fatal(err)
+		}
+		most = max(most, cap(f.buf))
+	}
+	if f.seq != 2000 || most > 2*readStep {
+		t.Errorf("%d frames came, %d bytes were held, want 2000 and at most %d", f.seq, most, 2*readStep)
+	}
+}
+
 func TestSpin(t *testing.T) {
 	for _, test := range []struct {
 		name                  string
