@@ -340,6 +340,23 @@ func TestListenChecks(t *testing.T) {
 	}
 }
 
+// An image made from scratch has no directory for temporary files.
+func TestListenWithoutTemporaryDirectory(t *testing.T) {
+	missing := filepath.Join(t.TempDir(), "missing", "tmp")
+	t.Setenv("TMPDIR", missing)
+	e, err := shm.Listen(shm.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	sockets, err := filepath.Glob(filepath.Join(missing, "gohvd-*", "*"))
+	if err != nil || len(sockets) != 1 {
+		t.Errorf("got %v, %v, want the socket of this rank", sockets, err)
+	}
+	if err := e.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // A Listen removes sockets whose processes are gone, and neither living ones nor what is not its own.
 func TestSweep(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")

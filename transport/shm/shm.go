@@ -56,7 +56,7 @@ const (
 // Config says how an Endpoint behaves. Zero fields take their defaults.
 type Config struct {
 	// Dir is the directory of the socket. It is made if it is not there, and must belong to this user alone. Its path
-	// may have about 80 bytes. Default: gohvd-UID in os.TempDir().
+	// may have about 80 bytes. Default: gohvd-UID in os.TempDir(), which is made if it is missing.
 	Dir string
 	// RingBytes is what fits into the Control channel to a peer before the sender has to wait for it to read: a power
 	// of two from 64 bytes to 1 GiB. Default 64 KiB. A rank allocates one for each peer of its host.
@@ -87,6 +87,10 @@ func Listen(cfg Config) (*Endpoint, error) {
 		return nil, err
 	}
 	if e.cfg.Dir == "" {
+		// A container image made from scratch has no directory for temporary files.
+		if err := os.MkdirAll(os.TempDir(), permSocketUp); err != nil {
+			return nil, fmt.Errorf("shm: listen: %w (TMPDIR chooses another directory)", err)
+		}
 		e.cfg.Dir = filepath.Join(os.TempDir(), "gohvd-"+strconv.Itoa(os.Geteuid()))
 	}
 	if err := prepare(e.cfg.Dir); err != nil {

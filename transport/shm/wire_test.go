@@ -2,7 +2,11 @@ package shm
 
 import (
 	"bytes"
+	"errors"
+	"fmt"
 	"maps"
+	"net"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -144,3 +148,65 @@ func TestProof(t *testing.T) {
 		seen[string(p)] = true
 	}
 }
+
+// Each side finds out by itself that the other does not know its token, or is of another epoch or job.
+func TestHandshake(t *testing.T) {
+	good := [2]card{{token: [tokenBytes]byte{1}}, {token: [tokenBytes]byte{2}}}
+	wrong := card{token: [tokenBytes]byte{3}}
+	here := Epoch{Job: "job", Epoch: 3}
+	for name, c := range map[string]struct {
+		dialer, acceptor Epoch
+		rank             topo.Rank // of the dialer
+		ofAcceptor       card      // that the dialer has
+		ofDialer         card      // that the acceptor has
+		dials, accepts   error     // nil is none, errAny is some
+	}{
+		"good":                   {here, here, 0, good[1], good[0], nil, nil},
+		"dialer without token":   {here, here, 0, wrong, good[0], nil, errProof}, // it learns so from what is missing next
+		"acceptor without token": {here, here, 0, good[1], wrong, errProof, errAny},
+		"other epoch":            {Epoch{Job: "job", Epoch: 4}, here, 0, good[1], good[0], errAny, errAny},
+		"other job":              {Epoch{Job: "other", Epoch: 3}, here, 0, good[1], good[0], errAny, errAny},
+		"other rank":             {here, here, 2, good[1], good[0], errAny, errAny},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ln, err := net.ListenUnix(network, &net.UnixAddr{Name: filepath.Join(t.TempDir(), "s"), Net: network})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer ln.Close()
+			accepted := make(chan error, 1)
+			go func() {
+				uc, err := ln.AcceptUnix()
+				if err != nil {
+					accepted <- err
+					return
+				}
+				defer uc.Close()
+				ep := c.acceptor
+				ep.Rank = 1
+				from, err := welcome(uc, &ep, &good[1], []*card{&c.ofDialer, nil, nil})
+				if err == nil && from != c.rank {
+					err = fmt.Errorf("welcomed rank %d", from)
+				}
+				accepted <- err
+			}()
+			uc, err := net.DialUnix(network, nil, ln.Addr().(*net.UnixAddr))
+			if err != nil {
+				t.Fatal(err)
+			}
+			ep := c.dialer
+			ep.Rank = c.rank
+			err = greet(uc, &ep, &good[0], &c.ofAcceptor, 1)
+			if closing := uc.Close(); closing != nil {
+				t.Error(closing)
+			}
+			for side, e := range map[string][2]error{"dialer": {err, c.dials}, "acceptor": {<-accepted, c.accepts}} {
+				if got, want := e[0], e[1]; want == errAny && got == nil || want != errAny && !errors.Is(got, want) {
+					t.Errorf("%s: got %v, want %v", side, got, want)
+				}
+			}
+		})
+	}
+}
+
+var errAny = errors.New("some error")
