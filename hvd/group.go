@@ -12,35 +12,35 @@ import (
 // same order: those that give more or fewer have other names for theirs, and wait for each other as ranks do that submit
 // different tensors. A group of none is done at once.
 func GroupedAllreduce[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
-	g, err := GroupedAllreduceAsync(xs, opts...)
+	g, err := many(message.Allreduce, xs, opts, allreduceTensor)
 	return awaitGroup(ctx, g, err)
 }
 
 // GroupedAllreduceAsync is GroupedAllreduce without the wait.
 func GroupedAllreduceAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T], error) {
-	return many(message.Allreduce, xs, opts, allreduceTensor)
+	return started(many(message.Allreduce, xs, opts, allreduceTensor))
 }
 
 // GroupedAllgather gathers the tensors of a group as Allgather does, all or none.
 func GroupedAllgather[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
-	g, err := GroupedAllgatherAsync(xs, opts...)
+	g, err := many(message.Allgather, xs, opts, allgatherTensor)
 	return awaitGroup(ctx, g, err)
 }
 
 // GroupedAllgatherAsync is GroupedAllgather without the wait.
 func GroupedAllgatherAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T], error) {
-	return many(message.Allgather, xs, opts, allgatherTensor)
+	return started(many(message.Allgather, xs, opts, allgatherTensor))
 }
 
 // GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does, all or none.
 func GroupedReducescatter[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
-	g, err := GroupedReducescatterAsync(xs, opts...)
+	g, err := many(message.Reducescatter, xs, opts, reducescatterTensor)
 	return awaitGroup(ctx, g, err)
 }
 
 // GroupedReducescatterAsync is GroupedReducescatter without the wait.
 func GroupedReducescatterAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T], error) {
-	return many(message.Reducescatter, xs, opts, reducescatterTensor)
+	return started(many(message.Reducescatter, xs, opts, reducescatterTensor))
 }
 
 func awaitGroup[T any](ctx context.Context, g *GroupHandle[T], err error) ([][]T, error) {
@@ -50,7 +50,7 @@ func awaitGroup[T any](ctx context.Context, g *GroupHandle[T], err error) ([][]T
 	return g.Wait(ctx)
 }
 
-// many starts an operation on a group of tensors, for each of which build makes the handle.
+// many queues an operation on a group of tensors, for each of which build makes the handle.
 func many[T Element](kind message.Kind, xs [][]T, opts []Option, build func(c *call, i int, x []T) (*Handle[T], error)) (*GroupHandle[T], error) {
 	c, err := prepare(kind, tensor.Of[T](), true, opts)
 	if err != nil {
@@ -80,6 +80,6 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build func(c *c
 	if err := submit(c, true, g.tensors...); err != nil {
 		return nil, err
 	}
-	g.name = c.name
+	g.name, g.engine = c.name, c.engine.engine
 	return g, nil
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync/atomic"
 
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
@@ -16,6 +17,23 @@ type operation struct {
 	name string
 	done chan struct{}
 	err  error // written before done is closed
+	// engine is who does it; nil if there was nothing to do.
+	engine *engine.Engine
+}
+
+// start has the engine notice what submit has queued. Who waits at once need not call it.
+func (o *operation) start() {
+	if o.engine != nil {
+		o.engine.Ring()
+	}
+}
+
+// started makes an operation that goes on while the caller does something else.
+func started[H interface{ start() }](h H, err error) (H, error) {
+	if err == nil {
+		h.start()
+	}
+	return h, err
 }
 
 // Poll reports whether the operation is done, so that Wait returns at once.
@@ -39,6 +57,9 @@ func (o *operation) wait(ctx context.Context) error {
 	case <-o.done:
 		return o.err
 	default:
+	}
+	if o.engine != nil {
+		o.engine.Help(ctx, o.done)
 	}
 	select {
 	case <-o.done:

@@ -19,7 +19,7 @@ const joinName = "join.noname"
 // Average goes on dividing by the number of all ranks, AverageActive by those that take part. Allgather, broadcast,
 // alltoall and reducescatter are errors at the others meanwhile, unless Empty.
 func Join(ctx context.Context, opts ...Option) (last int, err error) {
-	h, err := JoinAsync(opts...)
+	h, err := join(opts)
 	if err != nil {
 		return 0, err
 	}
@@ -27,13 +27,15 @@ func Join(ctx context.Context, opts ...Option) (last int, err error) {
 }
 
 // JoinAsync is Join without the wait.
-func JoinAsync(opts ...Option) (*JoinHandle, error) {
+func JoinAsync(opts ...Option) (*JoinHandle, error) { return started(join(opts)) }
+
+func join(opts []Option) (*JoinHandle, error) {
 	c, err := prepare(message.Join, tensor.Invalid, false, opts)
 	if err != nil {
 		return nil, err
 	}
 	c.name = joinName
-	h := &JoinHandle{operation: operation{kind: c.kind, name: c.name, done: make(chan struct{})}}
+	h := &JoinHandle{operation: operation{kind: c.kind, name: c.name, done: make(chan struct{}), engine: c.engine.engine}}
 	h.entry = &tensorqueue.Entry{
 		Set: c.set.id, Timeout: c.timeout,
 		Request: message.Request{Kind: message.Join, Name: c.name, Empty: c.empty},

@@ -13,7 +13,7 @@ import (
 
 // newHandle makes the handle of one tensor of c. Its buffers are still to be set.
 func newHandle[T any](c *call, shape tensor.Shape) *Handle[T] {
-	h := &Handle[T]{operation: operation{kind: c.kind, done: make(chan struct{})}}
+	h := &Handle[T]{operation: operation{kind: c.kind, done: make(chan struct{}), engine: c.engine.engine}}
 	dtype := c.dtype
 	h.entry = tensorqueue.Entry{
 		Set: c.set.id, Timeout: c.timeout, InPlace: c.inPlace, ErrorFeedback: c.errorFeedback,
@@ -39,7 +39,7 @@ func onlyBools(b []byte) {
 	}
 }
 
-// submit starts the operations of c. In a group each has a name made from c's.
+// submit queues the operations of c. In a group each has a name made from c's.
 func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
 	for _, h := range handles {
 		// Before a number is drawn: a call that fails at this rank alone must not shift those that follow.
@@ -79,7 +79,7 @@ func (c *call) enter(entries ...*tensorqueue.Entry) error {
 			return c.misuse("%w", err)
 		}
 	}
-	err := c.engine.engine.Submit(entries...)
+	err := c.engine.engine.Queue(entries...)
 	if err == nil {
 		return nil
 	}
@@ -107,16 +107,16 @@ func await[T any](ctx context.Context, h *Handle[T], err error) ([]T, error) {
 //
 // Small tensors that are ready together travel as one. Each rank sends about 2(n-1)/n times the bytes of x.
 func Allreduce[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
-	h, err := AllreduceAsync(x, opts...)
+	h, err := one(message.Allreduce, x, opts, allreduceTensor)
 	return await(ctx, h, err)
 }
 
 // AllreduceAsync is Allreduce without the wait.
 func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
-	return one(message.Allreduce, x, opts, allreduceTensor)
+	return started(one(message.Allreduce, x, opts, allreduceTensor))
 }
 
-// one starts an operation on one tensor, for which build makes the handle.
+// one queues an operation on one tensor, for which build makes the handle.
 func one[T Element](kind message.Kind, x []T, opts []Option, build func(c *call, i int, x []T) (*Handle[T], error)) (*Handle[T], error) {
 	c, err := prepare(kind, tensor.Of[T](), false, opts)
 	if err != nil {
@@ -151,13 +151,13 @@ func allreduceTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
 //
 // Each rank sends the sum of all others' bytes.
 func Allgather[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
-	h, err := AllgatherAsync(x, opts...)
+	h, err := one(message.Allgather, x, opts, allgatherTensor)
 	return await(ctx, h, err)
 }
 
 // AllgatherAsync is Allgather without the wait.
 func AllgatherAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
-	return one(message.Allgather, x, opts, allgatherTensor)
+	return started(one(message.Allgather, x, opts, allgatherTensor))
 }
 
 func allgatherTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
@@ -197,12 +197,16 @@ func allocates[T Element](h *Handle[T]) {
 //
 // The bytes go down a tree: no rank sends more than log2(n) times the bytes of x.
 func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
-	h, err := BroadcastAsync(x, root, opts...)
+	h, err := broadcast(x, root, opts)
 	return await(ctx, h, err)
 }
 
 // BroadcastAsync is Broadcast without the wait.
 func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], error) {
+	return started(broadcast(x, root, opts))
+}
+
+func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 	return one(message.Broadcast, x, opts, func(c *call, i int, x []T) (*Handle[T], error) {
 		if !c.set.contains(root) {
 			return nil, c.misuse("root rank is %d, want one of %v", root, c.set)
@@ -221,13 +225,13 @@ func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], err
 //
 // Each rank sends about (n-1)/n times the bytes of x.
 func Reducescatter[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
-	h, err := ReducescatterAsync(x, opts...)
+	h, err := one(message.Reducescatter, x, opts, reducescatterTensor)
 	return await(ctx, h, err)
 }
 
 // ReducescatterAsync is Reducescatter without the wait.
 func ReducescatterAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
-	return one(message.Reducescatter, x, opts, reducescatterTensor)
+	return started(one(message.Reducescatter, x, opts, reducescatterTensor))
 }
 
 func reducescatterTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
@@ -257,7 +261,7 @@ func reducescatterTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
 //
 // Each rank sends what it gives to others, straight.
 func Alltoall[T Element](ctx context.Context, x []T, splits []int, opts ...Option) (out []T, received []int, err error) {
-	h, err := AlltoallAsync(x, splits, opts...)
+	h, err := alltoall(x, splits, opts)
 	if out, err = await(ctx, h, err); err != nil {
 		return nil, nil, err
 	}
@@ -266,6 +270,10 @@ func Alltoall[T Element](ctx context.Context, x []T, splits []int, opts ...Optio
 
 // AlltoallAsync is Alltoall without the wait. The handle's Received says how many rows came from each member.
 func AlltoallAsync[T Element](x []T, splits []int, opts ...Option) (*Handle[T], error) {
+	return started(alltoall(x, splits, opts))
+}
+
+func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error) {
 	return one(message.Alltoall, x, opts, func(c *call, i int, x []T) (*Handle[T], error) {
 		shape, err := c.shape(i, len(x))
 		if err != nil {
@@ -316,13 +324,15 @@ func (c *call) splits(splits []int, rows int64) ([]int64, error) {
 
 // Barrier waits until every rank has called it.
 func Barrier(ctx context.Context, opts ...Option) error {
-	h, err := BarrierAsync(opts...)
+	h, err := barrier(opts)
 	_, err = await(ctx, h, err)
 	return err
 }
 
 // BarrierAsync is Barrier without the wait. Its handle gives no elements.
-func BarrierAsync(opts ...Option) (*Handle[struct{}], error) {
+func BarrierAsync(opts ...Option) (*Handle[struct{}], error) { return started(barrier(opts)) }
+
+func barrier(opts []Option) (*Handle[struct{}], error) {
 	c, err := prepare(message.Barrier, tensor.Invalid, false, opts)
 	if err != nil {
 		return nil, err

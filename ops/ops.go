@@ -73,3 +73,20 @@ type Fuser interface {
 	// and where one ends may differ between ranks; their total length may not.
 	AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s Scaling, tensors []Tensor) error
 }
+
+// Starter is a Fuser that can begin an allreduce of few bytes and come back for the result, so that who waits for other
+// ranks can do something else meanwhile.
+type Starter interface {
+	Fuser
+
+	// StartAllreduce is the first half of AllreduceFused: it gives the others what they need of this rank. It does not
+	// wait. If it cannot, or there are too many bytes, it does nothing and reports false, and AllreduceFused is to be
+	// called. The buffers are the backend's until the operation is finished, which comes before any other call.
+	StartAllreduce(alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s Scaling, tensors []Tensor) (started bool, err error)
+
+	// TryFinish is the second half, or reports false where that would have to wait.
+	TryFinish() (finished bool, err error)
+
+	// Finish is the second half. It waits until ctx ends.
+	Finish(ctx context.Context) error
+}

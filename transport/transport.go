@@ -118,8 +118,14 @@ type Poller interface {
 
 	// OnBell sets what is called, by a goroutine of the mesh, when something has arrived on the Control lane, or one of
 	// its Conns has failed, while the looking goroutine rests. It is called once, before the first Rest. ring must not
-	// block. It may be called more often than necessary.
+	// block. It may be called more often than necessary. From then on a Send of this rank on the Control lane does not ring
+	// the peer's bell: Ring does.
 	OnBell(ring func())
+
+	// Ring rings the bells of those peers that rest and have not read what they were sent since the last Ring. Who goes on looking may
+	// leave a peer some time to look by itself, which costs less than a bell on both sides. The caller is the goroutine that
+	// looks.
+	Ring()
 
 	// Rest says that the caller no longer looks. If it returns false something is there already, and the caller must
 	// not sleep. Looking again needs no call of Wake but is faster after it.

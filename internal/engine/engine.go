@@ -2,10 +2,14 @@
 // the backends and the clock.
 //
 // One goroutine, BackgroundThreadLoop, owns the controller. It sleeps until something rings: a submission, a
-// frame, a finished grant, the controller's next deadline. It never executes an operation and never waits for a
-// peer. Each process set has a lane, a goroutine that executes its grants in order; each control connection
-// has a receiver, unless the mesh is a transport.Poller: then the loop asks the connections itself, and watches them for
-// a while before it sleeps. All goroutines end in Shutdown or Close.
+// frame, a finished grant, the controller's next deadline. It never waits for a peer. Each process set has a lane, a
+// goroutine that executes its grants in order; each control connection has a receiver, unless the mesh is a
+// transport.Poller: then the loop asks the connections itself, and watches them for a while before it sleeps. All
+// goroutines end in Shutdown or Close.
+//
+// Over a transport.Poller a caller that waits for its operation takes the loop's turns itself (Help), and what takes no
+// waiting is done in a turn: a barrier, or an allreduce of few bytes, of which a turn does the first half and a later one
+// the second (ops.Starter). So a blocking call of few bytes neither leaves the caller's thread nor wakes another.
 package engine
 
 import (
@@ -93,7 +97,12 @@ type Engine struct {
 	poller  transport.Poller // nil where links have receivers
 	polled  []*frames        // of the links
 	spin    spin
-	looks   atomic.Uint64 // for tests: how often the loop has watched
+	wheel   wheel
+	// helpable says that other goroutines than BackgroundThreadLoop may take turns, and trying are the lanes whose work a turn
+	// has started. Both belong to who holds the wheel.
+	helpable bool
+	trying   []*lane
+	looks    atomic.Uint64 // for tests: how often the loop has watched
 
 	member      *controller.Member
 	coordinator *controller.Coordinator // rank 0 only
@@ -257,25 +266,11 @@ func (e *Engine) connect(ctx context.Context) error {
 // Submit hands tensors of one process set to the engine, all of them or none. The buffers are the engine's until Done
 // is called, which happens exactly once for each if Submit returns nil and never otherwise.
 func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
-	for _, entry := range entries {
-		if err := entry.Request.Check(); err != nil {
-			return &OpError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err}
-		}
-	}
-	l := e.lanes.find(entries[0].Set)
-	err := error(ErrNoProcessSet)
-	if l != nil {
-		err = l.queue.Add(entries...)
-	}
+	err := e.Queue(entries...)
 	if err == nil {
 		e.ring()
-		return nil
 	}
-	var duplicate *tensorqueue.DuplicateNameError
-	if errors.As(err, &duplicate) { // it need not be the first of a group
-		return &OpError{Op: duplicate.Kind.String(), Tensor: duplicate.Name, Err: err}
-	}
-	return opError(&entries[0].Request, err)
+	return err
 }
 
 // Shutdown ends the job at every rank: what is granted is finished, everything else gets ErrShutDown. It returns

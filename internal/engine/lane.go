@@ -3,6 +3,7 @@ package engine
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
 
 	"github.com/gohvd/gohvd/controller"
@@ -18,6 +19,9 @@ type work struct {
 	entries []*tensorqueue.Entry
 	// absent says that this rank has joined and has no tensors, but stands in.
 	absent bool
+	// started says that its operation was started and is to be finished, and failed that it ended in an error, and that its
+	// tensors await the verdict.
+	started, failed bool
 	// refused are the errors of tensors whose result this rank cannot take though all ranks agreed; nil, or as long
 	// as entries.
 	refused []error
@@ -48,11 +52,15 @@ type lane struct {
 	scratch        scratch
 
 	bell chan struct{}
+	// trial is what the loop has started and watches; nil unless it has claimed the lane. Owned by the loop.
+	trial *work
 
-	mu    sync.Mutex
-	todo  []*work
-	ended bool  // no more work will come
-	err   error // answers everything that is left
+	mu      sync.Mutex
+	todo    []*work
+	busy    bool  // run has work
+	claimed bool  // the loop has the lane, and run waits
+	ended   bool  // no more work will come
+	err     error // answers everything that is left
 }
 
 // newLane makes the lane of a set in which this rank has position me.
@@ -69,8 +77,36 @@ func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 func (l *lane) push(w *work) {
 	l.mu.Lock()
 	l.todo = append(l.todo, w)
+	claimed := l.claimed
 	l.mu.Unlock()
-	l.ring()
+	if !claimed {
+		l.ring()
+	}
+}
+
+// claim takes the lane from run, if it has nothing to do.
+func (l *lane) claim() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.busy || l.claimed || l.ended || l.err != nil || len(l.todo) > 0 {
+		return false
+	}
+	l.claimed = true
+	return true
+}
+
+// unclaim gives the lane back, with work that is to be done first unless that is nil.
+func (l *lane) unclaim(w *work) {
+	l.mu.Lock()
+	l.claimed = false
+	if w != nil {
+		l.todo = slices.Insert(l.todo, 0, w)
+	}
+	idle := len(l.todo) == 0 && !l.ended
+	l.mu.Unlock()
+	if !idle {
+		l.ring()
+	}
 }
 
 // end lets run return when nothing is left to do. An err answers whatever has not begun; what has begun is cut
@@ -93,8 +129,11 @@ func (l *lane) ring() {
 func (l *lane) next() (w *work, err error) {
 	for {
 		l.mu.Lock()
+		l.busy = false
 		switch {
+		case l.claimed:
 		case len(l.todo) > 0:
+			l.busy = true
 			w, err = l.todo[0], l.err
 			copy(l.todo, l.todo[1:])
 			l.todo[len(l.todo)-1] = nil
@@ -119,11 +158,14 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 		if w == nil {
 			return
 		}
-		if err == nil {
+		if err == nil && !w.failed {
 			if err = l.execute(ctx, w); err != nil {
 				finished(w, err)
-				err = l.verdict()
+				w.failed = true
 			}
+		}
+		if w.failed {
+			err = l.verdict()
 		}
 		if err != nil {
 			for _, e := range w.entries {

@@ -35,6 +35,9 @@ func (e *Engine) BackgroundThreadLoop() {
 	} else {
 		err = e.loop()
 	}
+	if e.poller != nil {
+		e.poller.Ring() // for the last frames
+	}
 	if e.failure = err; err == nil && e.stalled != nil {
 		e.failure = e.stalled
 	}
@@ -73,31 +76,63 @@ const flushTimeout = time.Second
 func (e *Engine) loop() error {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	var alarm time.Duration // when timer fires or has fired
 	for {
-		next, over, err := e.RunLoopOnce()
-		if over {
-			return err
-		}
-		if !e.look() && e.rest() {
-			// An alarm too early is a turn for nothing, and cheaper than to move it in every turn.
-			if next < alarm || alarm <= e.now {
-				timer.Reset(next - e.now)
-				alarm = next
+		if e.wheel.takeBack() {
+			sleep, over, err := e.backgroundTurn(timer)
+			e.wheel.giveUp()
+			if over {
+				return err
 			}
-			select {
-			case <-e.bell:
-			case <-timer.C:
-			case <-e.stop:
+			if !sleep {
+				continue
 			}
 		}
-		e.wake()
 		select {
+		case <-e.bell:
+		case <-timer.C:
 		case <-e.stop:
+			// Whoever has the wheel is about to give it up.
+			e.wheel.mu.Lock()
+			e.wheel.over = true
+			e.wheel.mu.Unlock()
 			return ErrClosed
-		default:
 		}
 	}
+}
+
+// backgroundTurn is a turn of BackgroundThreadLoop, which has the wheel. Then it sleeps until timer fires or the bell rings,
+// if there is nothing to do or another takes the wheel.
+func (e *Engine) backgroundTurn(timer *time.Timer) (sleep, over bool, err error) {
+	if e.wheel.over {
+		return false, true, e.wheel.err
+	}
+	e.wake()
+	next := e.turn()
+	if e.wheel.over {
+		return false, true, e.wheel.err
+	}
+	if closed(e.stop) {
+		e.wheel.over = true
+		return false, true, ErrClosed
+	}
+	if e.look(&e.spin.watching, e.wheel.wanted.Load) {
+		return false, false, nil
+	}
+	if !e.wheel.wanted.Load() {
+		e.handOver()
+		if e.poller != nil {
+			e.poller.Ring()
+		}
+		if !e.rest() {
+			return false, false, nil
+		}
+	}
+	// An alarm too early is a turn for nothing, and cheaper than to move it in every turn.
+	if next < e.wheel.alarm || e.wheel.alarm <= e.now {
+		timer.Reset(next - e.now)
+		e.wheel.alarm = next
+	}
+	return true, false, nil
 }
 
 // answer ends the lanes and answers everything that is left, with err unless that is nil.
@@ -116,6 +151,9 @@ func (e *Engine) answer(err error) {
 	for _, l := range e.lanes.all {
 		l.queue.Close(reason)
 	}
+	e.wheel.mu.Lock() // for who leaves it
+	e.handOver()
+	e.wheel.mu.Unlock()
 	e.endLanes(err)
 	if err != nil {
 		e.cancel(err)
@@ -320,8 +358,10 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 	}
 	e.granted++
 	e.spin.extend(e.now)
-	e.spin.dispatched = true
-	l.push(w)
+	if !e.attempt(l, w) {
+		e.spin.dispatched = true
+		l.push(w)
+	}
 	return nil
 }
 

@@ -20,31 +20,44 @@ const (
 	looksPerClock = 8
 	// pauses between two looks leave a sibling hyper-thread, and the memory, some room.
 	pauses = 4
+	// looksPerRing is how many looks a peer that rests is left to look by itself: one that has just finished an operation
+	// mostly begins the next.
+	looksPerRing = 64
 )
 
 // spin is how the loop watches before it sleeps.
 type spin struct {
-	budget          time.Duration // 0 is not at all
-	looksPerYield   int           // after so many looks it gives way to other threads
-	looksPerGosched int           // after so many looks it gives way to other goroutines
-	pinned          bool          // to a thread: then only another thread can run a lane
-	until           time.Duration // when this rank is not busy any more
-	dispatched      bool          // in this turn
+	budget     time.Duration // 0 is not at all
+	watching   pace          // of BackgroundThreadLoop
+	helping    pace          // of a goroutine that helps
+	pinned     bool          // to a thread: then only another thread can run a lane
+	until      time.Duration // when this rank is not busy any more
+	dispatched bool          // in this turn
+}
+
+// pace is how often who watches gives way.
+type pace struct {
+	looksPerYield   int // after so many looks to other threads
+	looksPerGosched int // after so many looks to other goroutines
 }
 
 // newSpin is for a loop among the given number of ranks on a host with so many processors, in a process that uses so many
 // threads for goroutines. The numbers of looks are those of the shortest times to completion that were measured.
 func newSpin(budget time.Duration, pinned bool, ranks, cores, threads int) spin {
-	// A rank keeps two threads busy if it can: the loop watches while a lane runs, or the caller.
+	// A rank keeps two threads busy if it can: the loop watches while a lane runs, or the caller. If the caller helps it is
+	// one.
 	busy := ranks * min(2, threads)
 	// The kernel may put two threads on one processor though another is idle, so there are always some yields. To give way
 	// to a goroutine may wake a thread for it, which is much where it has no processor of its own to look from.
-	s := spin{budget: budget, pinned: pinned, looksPerYield: 16, looksPerGosched: 64}
+	s := spin{budget: budget, pinned: pinned, watching: pace{16, 64}, helping: pace{16, 256}}
 	if pinned || busy >= cores {
-		s.looksPerYield, s.looksPerGosched = 1, 4
+		s.watching = pace{1, 4}
 	}
 	if threads == 1 || ranks > cores {
-		s.looksPerGosched = 1 // there is no other thread, or it is late
+		s.watching.looksPerGosched = 1 // there is no other thread, or it is late
+	}
+	if ranks > cores {
+		s.helping = pace{1, 16}
 	}
 	if budget == 0 {
 		// Who gives way waits for its turn as well.
@@ -78,6 +91,7 @@ func (e *Engine) poll() error {
 		ranks = e.cfg.Size
 	}
 	e.spin = newSpin(e.cfg.Spin, len(e.cfg.Cores) > 0, ranks, runtime.NumCPU(), runtime.GOMAXPROCS(0))
+	e.helpable = !e.spin.pinned && e.spin.budget > 0
 	return nil
 }
 
@@ -108,8 +122,8 @@ func (e *Engine) drain(connected *sync.WaitGroup) {
 	}
 }
 
-// look reports whether there is something to do. If this rank is busy it watches for that a while.
-func (e *Engine) look() bool {
+// look reports whether there is something to do. If this rank is busy it watches for that a while, unless quit.
+func (e *Engine) look(p *pace, quit func() bool) bool {
 	if e.poller == nil {
 		return false
 	}
@@ -129,15 +143,21 @@ func (e *Engine) look() bool {
 				return true
 			}
 		}
-		if e.now >= s.until {
+		if len(e.trying) > 0 && e.try() {
+			return true
+		}
+		if e.now >= s.until || quit() {
 			return false
 		}
-		if n%s.looksPerYield == 0 {
+		if n == looksPerRing {
+			e.poller.Ring()
+		}
+		if n%p.looksPerYield == 0 {
 			futex.Yield()
 		} else {
 			futex.Pause(pauses)
 		}
-		if !s.pinned && n%s.looksPerGosched == 0 {
+		if !s.pinned && n%p.looksPerGosched == 0 {
 			runtime.Gosched()
 		}
 		if n%looksPerClock == 0 {

@@ -12,7 +12,10 @@ import (
 func (l *lane) allreduce(ctx context.Context, backend ops.Backend, w *work) error {
 	r := w.grant.Responses[0]
 	s := scalingOf(r, l.averageOver(w))
-	if f, ok := backend.(ops.Fuser); ok && r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0) {
+	if f, ok := backend.(ops.Fuser); ok && fusible(w, s) {
+		if w.started {
+			return f.(ops.Starter).Finish(ctx)
+		}
 		return l.allreduceFused(ctx, f, w, s)
 	}
 	direct := len(w.entries) == 1 && !r.Wire.Valid()
@@ -66,25 +69,73 @@ func (l *lane) allreduce(ctx context.Context, backend ops.Backend, w *work) erro
 	return nil
 }
 
-// allreduceFused reduces the tensors where they lie. All contributions are scaled by the same factor there: so if there is
-// one, no rank may be absent, whose part does nothing to a reduction but would if it were scaled.
-func (l *lane) allreduceFused(ctx context.Context, backend ops.Fuser, w *work, s scaling) error {
+// fusible reports whether a Fuser can reduce the tensors of an allreduce where they lie. All contributions are scaled by
+// the same factor there: so if there is one, no rank may be absent, whose part does nothing to a reduction but would if it
+// were scaled.
+func fusible(w *work, s scaling) bool {
 	r := w.grant.Responses[0]
+	return r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0)
+}
+
+// allreduceFused reduces the tensors where they lie.
+func (l *lane) allreduceFused(ctx context.Context, backend ops.Fuser, w *work, s scaling) error {
+	tensors, err := l.tensors(w)
+	if err != nil {
+		return err
+	}
+	defer clear(tensors)
+	r := w.grant.Responses[0]
+	return backend.AllreduceFused(ctx, w.grant.Algorithm, r.DType, r.Op.Base(), s.ops(), tensors)
+}
+
+// startAllreduce starts an allreduce, if it is one and can be started.
+func (l *lane) startAllreduce(w *work) (started bool, err error) {
+	r := w.grant.Responses[0]
+	if r.Kind != message.Allreduce {
+		return false, nil
+	}
+	backend, err := l.manager.Get(w.grant.Backend)
+	if err != nil {
+		return false, err
+	}
+	f, ok := backend.(ops.Starter)
+	s := scalingOf(r, l.averageOver(w))
+	if !ok || !fusible(w, s) {
+		return false, nil
+	}
+	tensors, err := l.tensors(w)
+	if err != nil {
+		return false, err
+	}
+	defer clear(tensors)
+	return f.StartAllreduce(w.grant.Algorithm, r.DType, r.Op.Base(), s.ops(), tensors)
+}
+
+// tryFinish finishes what startAllreduce has started, if that is possible without waiting.
+func (l *lane) tryFinish(w *work) (bool, error) {
+	backend, err := l.manager.Get(w.grant.Backend)
+	if err != nil {
+		return false, err
+	}
+	return backend.(ops.Starter).TryFinish()
+}
+
+// tensors are those of an allreduce, in memory of the lane that the next call uses again.
+func (l *lane) tensors(w *work) ([]ops.Tensor, error) {
 	tensors := l.scratch.tensors[:0]
 	if w.absent {
+		r := w.grant.Responses[0]
 		buf := l.scratch.fused.Bytes(int(total(w)))
 		if err := neutral(r.Op, r.DType, buf); err != nil {
-			return err
+			return nil, err
 		}
 		tensors = append(tensors, ops.Tensor{In: buf, Out: buf})
 	}
 	for _, e := range w.entries {
 		tensors = append(tensors, ops.Tensor{In: e.Input, Out: e.Output})
 	}
-	err := backend.AllreduceFused(ctx, w.grant.Algorithm, r.DType, r.Op.Base(), ops.Scaling{Pre: s.pre, Post: s.post, Divisor: s.divisor}, tensors)
-	clear(tensors)
-	l.scratch.tensors = tensors[:0]
-	return err
+	l.scratch.tensors = tensors
+	return tensors, nil
 }
 
 // reducescatter reduces in the fusion buffer, which has a block for each rank, and in it that rank's rows of each

@@ -3,6 +3,7 @@ package engine
 import (
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -26,6 +27,9 @@ func scalingOf(r *message.Response, ranks int) scaling {
 	}
 	return s
 }
+
+// ops is s for a backend.
+func (s scaling) ops() ops.Scaling { return ops.Scaling{Pre: s.pre, Post: s.post, Divisor: s.divisor} }
 
 // averageOver is the number of ranks by which an average divides.
 func (l *lane) averageOver(w *work) int {

@@ -81,8 +81,10 @@ type Backend struct {
 
 	round  uint64 // that all ranks have come to, or will when the operation is over
 	smalls uint64 // small operations
-	stage  int    // steps staged over all operations
-	turn   int    // of the tables
+	// started are the bytes of the small operation that was started and is to be finished; 0 if there is none.
+	started int64
+	stage   int // steps staged over all operations
+	turn    int // of the tables
 
 	// What follows is kept because steady state allocates nothing.
 	own      own
@@ -215,7 +217,7 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 // run is the frame of every operation.
 func (b *Backend) run(ctx context.Context, kind message.Kind, alg message.Algorithm, op func() error) error {
 	if b.err != nil {
-		return fmt.Errorf("ops/shm: %v: after a failure: %w", kind, b.err)
+		return b.fail(kind, nil)
 	}
 	b.ctx = ctx
 	err := contextError(ctx)
@@ -225,6 +227,9 @@ func (b *Backend) run(ctx context.Context, kind message.Kind, alg message.Algori
 	if err == nil && !b.connected && len(b.ranks) > 1 {
 		err = b.connect()
 	}
+	if err == nil && b.started != 0 {
+		err = errors.New("the operation before it is not finished")
+	}
 	if err == nil {
 		err = op()
 	}
@@ -232,6 +237,15 @@ func (b *Backend) run(ctx context.Context, kind message.Kind, alg message.Algori
 	if err == nil {
 		return nil
 	}
+	return b.fail(kind, err)
+}
+
+// fail ends the backend. It is the error of the operation that ends it, or that comes after the end.
+func (b *Backend) fail(kind message.Kind, err error) error {
+	if b.err != nil {
+		return fmt.Errorf("ops/shm: %v: after a failure: %w", kind, b.err)
+	}
+	b.own.clear()
 	b.err = fmt.Errorf("ops/shm: %v: %w", kind, err)
 	if b.segment != nil {
 		atomic.StoreUint32(flag(b.segment, abortAt), 1)
@@ -294,8 +308,13 @@ func (b *Backend) AllreduceFused(ctx context.Context, alg message.Algorithm, dt 
 		switch {
 		case len(b.ranks) == 1:
 			return b.alone()
-		case total <= smallBytes-flagBytes && total <= smallBytes/int64(len(b.ranks)-1):
-			return b.reduceSmall(total)
+		case b.small(total):
+			b.startSmall(total)
+			if err := b.awaitSmall(); err != nil {
+				return err
+			}
+			b.finishSmall()
+			return nil
 		}
 		b.even(total)
 		b.columns()

@@ -1,25 +1,64 @@
 package shm
 
 import (
+	"context"
+	"errors"
+
+	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/tensor"
 )
 
-// reduceSmall reduces a few bytes in one step: each rank gives all to all others, and everybody reduces everything. The
-// number of the operation stands beside the contribution, so that few bytes cost one cache line.
-func (b *Backend) reduceSmall(total int64) error {
+// Few bytes are reduced in one step: each rank gives all to all others, and everybody reduces everything. The number of
+// the operation stands beside the contribution, so that few bytes cost one cache line.
+
+// small reports whether so many bytes go this way.
+func (b *Backend) small(total int64) bool {
+	return total <= smallBytes-flagBytes && total <= smallBytes/int64(len(b.ranks)-1)
+}
+
+// startSmall gives this rank's part to the others.
+func (b *Backend) startSmall(total int64) {
+	b.started = total
 	b.smalls++
-	turn := int(b.smalls & 1)
-	mine := slotOf(b.segment, turn)
+	mine := slotOf(b.segment, b.turnOfSmall())
 	gather(mine[flagBytes:], b.own.tensors)
 	b.post(word(mine, 0), b.smalls)
+}
+
+// turnOfSmall is which of the slots the running small operation uses. A rank begins the next but one after all have begun
+// the next, and so finished this.
+func (b *Backend) turnOfSmall() int { return int(b.smalls & 1) }
+
+// awaitSmall waits for the others' parts.
+func (b *Backend) awaitSmall() error {
 	for i := range b.peers {
-		slot := slotOf(b.peers[i].segment, turn)
-		if i != b.me {
-			if err := b.await(i, word(slot, 0), b.smalls); err != nil {
-				return err
-			}
+		if i == b.me {
+			continue
 		}
-		b.sources[i] = slot[flagBytes:][:total]
+		if err := b.await(i, word(slotOf(b.peers[i].segment, b.turnOfSmall()), 0), b.smalls); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// smallArrived reports whether the others' parts are there.
+func (b *Backend) smallArrived() bool {
+	for i := range b.peers {
+		if i != b.me && !reached(word(slotOf(b.peers[i].segment, b.turnOfSmall()), 0), b.smalls) {
+			return false
+		}
+	}
+	return true
+}
+
+// finishSmall reduces the parts, which are there.
+func (b *Backend) finishSmall() {
+	total := b.started
+	b.started = 0
+	for i := range b.peers {
+		b.sources[i] = slotOf(b.peers[i].segment, b.turnOfSmall())[flagBytes:][:total]
 	}
 	out := b.own.tensors[0].Out
 	if len(b.own.tensors) > 1 {
@@ -31,8 +70,57 @@ func (b *Backend) reduceSmall(total int64) error {
 			out = out[copy(t.Out, out):]
 		}
 	}
+}
+
+// StartAllreduce implements ops.Starter. Before the first other operation it reports false.
+func (b *Backend) StartAllreduce(alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor) (bool, error) {
+	if !b.connected || b.err != nil || alg != message.Direct {
+		return false, nil // AllreduceFused does what is to be done, or says what is wrong
+	}
+	total, err := b.own.set(tensors)
+	if err == nil && (total == 0 || !b.small(total)) {
+		b.own.clear()
+		return false, nil
+	}
+	if err == nil {
+		err = b.reducer.prepare(op, dt, s, len(b.ranks))
+	}
+	if err != nil {
+		return false, b.fail(message.Allreduce, err)
+	}
+	b.startSmall(total)
+	return true, nil
+}
+
+// TryFinish implements ops.Starter.
+func (b *Backend) TryFinish() (bool, error) {
+	if b.started == 0 || b.err != nil {
+		return false, b.fail(message.Allreduce, errNotStarted)
+	}
+	if !b.smallArrived() {
+		return false, nil
+	}
+	b.finishSmall()
+	b.own.clear()
+	return true, nil
+}
+
+// Finish implements ops.Starter.
+func (b *Backend) Finish(ctx context.Context) error {
+	if b.started == 0 || b.err != nil {
+		return b.fail(message.Allreduce, errNotStarted)
+	}
+	b.ctx = ctx
+	if err := b.awaitSmall(); err != nil {
+		return b.fail(message.Allreduce, err)
+	}
+	b.finishSmall()
+	b.own.clear()
 	return nil
 }
+
+// errNotStarted is the second half of a start without the first.
+var errNotStarted = errors.New("nothing was started")
 
 // flagBytes stand before the contribution in a slot.
 const flagBytes = 8

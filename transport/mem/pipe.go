@@ -89,7 +89,9 @@ type pipe struct {
 	clock *clock
 	sent  atomic.Uint64
 
-	bell     *bell // of the receiver, if it polls
+	bell     *bell       // of the receiver, if it polls
+	own      *bell       // of the sender, if it polls
+	unrung   atomic.Bool // something was sent for which bell was not rung
 	mu       sync.Mutex
 	changed  sync.Cond
 	queue    []piece // from head on unread
@@ -148,8 +150,25 @@ func (p *pipe) send(b []byte) error {
 		p.queue, p.head = slices.Delete(p.queue, 0, p.head), 0
 	}
 	p.queue = append(p.queue, piece{b, p.clock.arrival()})
+	if p.own != nil && p.own.ring.Load() != nil {
+		p.unrung.Store(true)
+		p.changed.Broadcast()
+		return nil
+	}
 	p.announce()
 	return nil
+}
+
+// ring makes up for what send did not, if the receiver has not seen it.
+func (p *pipe) ring() {
+	if !p.unrung.Load() {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.unrung.Swap(false) && p.head < len(p.queue) {
+		p.bell.strike()
+	}
 }
 
 func (p *pipe) flush() error {

@@ -20,12 +20,21 @@ func (b *bell) strike() {
 
 // attach makes this rank hear of what arrives on c. The caller holds the Cluster's mu.
 func (m *mesh) attach(c *conn) {
-	c.in.bell = &m.bell
+	c.in.bell, c.out.own = &m.bell, &m.bell
 	m.control = append(m.control, c)
 }
 
-// OnBell implements transport.Poller. Whoever sends rings.
+// OnBell implements transport.Poller.
 func (p poller) OnBell(ring func()) { p.bell.ring.Store(&ring) }
+
+// Ring implements transport.Poller.
+func (p poller) Ring() {
+	p.c.mu.Lock()
+	defer p.c.mu.Unlock()
+	for _, c := range p.control {
+		c.out.ring()
+	}
+}
 
 // Rest implements transport.Poller. It says so before it looks, and senders look after they have sent: one of the two
 // sees the other.

@@ -107,6 +107,27 @@ func TestPolling(t *testing.T) {
 	}
 }
 
+// Who polls decides when a peer that rests is told of what was sent, and one that has seen it by itself is not told.
+func TestRing(t *testing.T) {
+	l := newLooker(t)
+	teller := l.c.Mesh(0).(transport.Poller)
+	teller.OnBell(func() {})
+	l.rest(true)
+	mustSend(t, l.peer, "seen")
+	l.rang(0)
+	l.read("seen")
+	teller.Ring()
+	l.rang(0)
+	mustSend(t, l.peer, "new")
+	l.rang(0)
+	teller.Ring()
+	l.rang(1)
+	l.read("new")
+	l.rest(true)
+	teller.Ring()
+	l.rang(0)
+}
+
 // The end of a channel rings too, comes after the bytes, and once it was told it keeps nobody from resting.
 func TestPollingADeadPeer(t *testing.T) {
 	l := newLooker(t)

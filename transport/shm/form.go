@@ -279,6 +279,6 @@ func (s *setup) get(p *peer) error {
 	}
 	p.control = seg
 	p.bell = doorbell{bell, word32(seg.Bytes(), restsAt)}
-	p.ring = newConn(s.m.bell, p, s.m.control.Bytes(), seg.Bytes(), s.index, s.layout, other)
+	p.ring = newConn(s.m.bell, &s.m.quiet, p, s.m.control.Bytes(), seg.Bytes(), s.index, s.layout, other)
 	return nil
 }

@@ -38,6 +38,8 @@ type Mesh struct {
 	// resting is set between Rest and Wake; ring is what OnBell was given.
 	resting atomic.Bool
 	ring    atomic.Pointer[func()]
+	// quiet is set since OnBell.
+	quiet atomic.Bool
 
 	// lanes are those in use. The map is replaced, not changed, by who holds mu. isClosed is closed, for who does not.
 	lanes    atomic.Pointer[map[transport.Lane]*lane]
@@ -344,7 +346,17 @@ func (m *Mesh) letGo() error {
 type pollingMesh struct{ *Mesh }
 
 // OnBell implements transport.Poller.
-func (m pollingMesh) OnBell(ring func()) { m.ring.Store(&ring) }
+func (m pollingMesh) OnBell(ring func()) {
+	m.ring.Store(&ring)
+	m.quiet.Store(true)
+}
+
+// Ring implements transport.Poller.
+func (m pollingMesh) Ring() {
+	for _, p := range m.peers {
+		p.ring.tell()
+	}
+}
 
 // Rest implements transport.Poller. Conns that nobody has asked for do not count.
 func (m pollingMesh) Rest() bool {

@@ -59,7 +59,9 @@ type conn struct {
 	// cause is why this rank gave the Conn up, gone why the peer did.
 	cause, gone atomic.Pointer[error]
 	sent        atomic.Uint64
-	taken       atomic.Bool // Mesh.Conn has given it out
+	taken       atomic.Bool  // Mesh.Conn has given it out
+	quiet       *atomic.Bool // of the Mesh: Send does not ring
+	unrung      atomic.Bool  // the peer was given something and not told
 
 	reading sync.Mutex
 	arrived sync.Cond // something may have
@@ -89,10 +91,10 @@ type conn struct {
 	werr    error
 }
 
-func newConn(bell *bell, p *peer, own, theirs []byte, index int, layout, other controlLayout) *conn {
+func newConn(bell *bell, quiet *atomic.Bool, p *peer, own, theirs []byte, index int, layout, other controlLayout) *conn {
 	mine, its := layout.slot(p.index), other.slot(index)
 	c := &conn{
-		peer: p.rank, bell: bell, ring: &p.bell, lane: transport.Control,
+		peer: p.rank, bell: bell, ring: &p.bell, lane: transport.Control, quiet: quiet,
 		in:     theirs[other.ring(index):][:other.ringBytes],
 		inHead: word64(theirs, its+headAt), inFull: word32(theirs, its+fullAt), inOpen: word32(theirs, its+openAt),
 		inTail:  word64(own, mine+tailAt),
@@ -183,6 +185,9 @@ func (c *conn) Send(p []byte) error {
 	if err := c.sendErr(); err != nil {
 		return err
 	}
+	if !c.quiet.Load() {
+		defer c.tellNow()
+	}
 	if c.first == len(c.queue) {
 		p = p[c.put(p):]
 	}
@@ -195,6 +200,25 @@ func (c *conn) Send(p []byte) error {
 	c.queue = append(c.queue, p)
 	c.pump()
 	return c.werr
+}
+
+// tell rings the peer's bell if it rests and has not read what it was given since it was last told.
+func (c *conn) tell() {
+	if !c.unrung.Load() {
+		return
+	}
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	if c.cause.Load() == nil {
+		c.tellNow()
+	}
+}
+
+// tellNow is tell for who holds writing.
+func (c *conn) tellNow() {
+	if c.unrung.Swap(false) && atomic.LoadUint64(c.outTail) != c.head {
+		c.ring.ringIfRests()
+	}
 }
 
 // Sent implements transport.Conn.
@@ -235,7 +259,7 @@ func (c *conn) put(p []byte) int {
 	c.head += uint64(len(p))
 	atomic.StoreUint64(c.outHead, c.head)
 	c.sent.Add(uint64(len(p)))
-	c.ring.ringIfRests()
+	c.unrung.Store(true)
 	return len(p)
 }
 
@@ -316,6 +340,7 @@ func (c *conn) stir() {
 		c.dropQueue()
 	} else {
 		c.pump()
+		c.tellNow() // nobody else may
 	}
 }
 

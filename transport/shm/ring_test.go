@@ -354,8 +354,45 @@ func TestIdle(t *testing.T) {
 	if err := zero.Send([]byte{1}); err != nil {
 		t.Error(err)
 	}
+	meshes[0].(transport.Poller).Ring()
 	if err := <-done; err != nil {
 		t.Error(err)
+	}
+}
+
+// Who polls decides when a peer that rests is told of what was sent, and one that has seen it by itself is not told.
+func TestWhoSendsDecidesWhenToRing(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 2)
+	zero, one := controls(t, meshes)
+	teller, looker := meshes[0].(transport.Poller), meshes[1].(transport.Poller)
+	teller.OnBell(func() {})
+	rang := make(chan struct{}, 10)
+	looker.OnBell(func() { rang <- struct{}{} })
+	var b [10]byte
+	for i := range 3 {
+		if !looker.Rest() {
+			t.Fatal("does not rest")
+		}
+		if err := zero.Send([]byte("seen")); err != nil {
+			t.Fatal(err)
+		}
+		if err := poll(one, b[:4]); err != nil {
+			t.Fatal(err)
+		}
+		teller.Ring()
+		if err := zero.Send([]byte("new")); err != nil {
+			t.Fatal(err)
+		}
+		<-time.After(time.Millisecond) // for a bell that was rung too early
+		if n := len(rang); n != 0 {
+			t.Errorf("round %d: rang %d times before Ring", i, n)
+		}
+		teller.Ring()
+		<-rang
+		looker.Wake()
+		if err := poll(one, b[:3]); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 
