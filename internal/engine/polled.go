@@ -57,7 +57,7 @@ func newSpin(budget time.Duration, pinned bool, ranks, cores, threads int) spin 
 		s.watching.looksPerGosched = 1 // there is no other thread, or it is late
 	}
 	if ranks > cores {
-		s.helping = pace{1, 16}
+		s.helping = pace{1, 64}
 	}
 	if budget == 0 {
 		// Who gives way waits for its turn as well.

@@ -20,7 +20,7 @@ func BenchmarkAllreduce(b *testing.B) {
 					// A rank that waits keeps its processor.
 					defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(n + 1))
 					var busy time.Duration
-					run(b, n, shm.Config{Crowded: n > runtime.NumCPU()}, func(r *rank) error {
+					run(b, n, shm.Config{SmallBytes: 64 << 10, Crowded: n > runtime.NumCPU()}, func(r *rank) error {
 						buf := aligned(size)
 						if kind == "arena" {
 							buf = r.mem.alloc(size)

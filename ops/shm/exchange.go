@@ -3,6 +3,7 @@ package shm
 import (
 	"sync/atomic"
 
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/futex"
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/transport"
@@ -45,6 +46,9 @@ func (p *plan) steps() int {
 	return int((longest + p.column - 1) / p.column)
 }
 
+// nowhere finds nothing in arenas.
+func nowhere([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
+
 // exchange runs p over this rank's tensors, which b.own has.
 //
 // It goes by rounds: a rank begins round r when all others have finished round r-1. In round r it stages step r, reduces
@@ -57,7 +61,11 @@ func (b *Backend) exchange(p *plan) error {
 	if steps == 0 {
 		return nil
 	}
-	b.layouts[b.me].describe(b.own.tensors, b.find)
+	find := b.find
+	if p.reduce && !b.crowded && total < b.directBytes {
+		find = nowhere
+	}
+	b.layouts[b.me].describe(b.own.tensors, find)
 	b.layouts[b.me].write(b.table())
 	lag := 0 // of the copying
 	rounds := steps

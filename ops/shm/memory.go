@@ -31,7 +31,8 @@ type Memory interface {
 //	abortAt       u32  not 0: the rank has failed, and its callers' buffers may change from now on
 //	restAt        u32  not 0: the rank sleeps, or is about to: who posts must wake
 //	tablesAt      two tables, for operations in turn: where the rank's tensors lie
-//	slotsAt       two slots, for small operations in turn: u64 number of the operation, contribution
+//	slotsAt       two slots, for small operations in turn: u64 number of the operation, contribution of a few bytes
+//	ringAt        contributions of more bytes to small operations, one behind the other, round and round
 //	stagingAt     stages × stageBytes: what the peers cannot read where it lies
 //
 // Two of each are enough because an operation does not end before all ranks have begun it: who fills a table or slot
@@ -42,13 +43,20 @@ const (
 	restAt     = 256
 	tablesAt   = 512
 	slotsAt    = tablesAt + 2*tableBytes
-	stagingAt  = slotsAt + 2*slotBytes
+	ringAt     = (slotsAt + 2*slotBytes + pageBytes - 1) / pageBytes * pageBytes
+	stagingAt  = ringAt + ringBytes
 
-	lineBytes  = 64
+	lineBytes = 64
+	// pageBytes is where the large parts begin. Buffers mostly begin on a page too: a copy whose ends lie differently in
+	// theirs takes some loads for dependent on stores that are in flight.
+	pageBytes  = 4096
 	tableBytes = 64 << 10
-	slotBytes  = lineBytes + smallBytes
-	// smallBytes is the most that each rank gives to all others at once, to be reduced by everyone for himself.
-	smallBytes = 4032
+	slotBytes  = lineBytes
+	// smallBytes is the most that the other ranks together give to a rank at once, to be reduced by everyone for himself.
+	smallBytes = 64 << 10
+	// ringBytes is so much that what was written there is in nobody's second-level cache any more when its place is written
+	// anew: to write a line that another processor holds takes four times as long.
+	ringBytes = 4 << 20
 	// stages is the number of parts of the staging area. While a rank fills one, peers may still reduce from the one
 	// before it and copy from the two before that.
 	stages = 4

@@ -152,6 +152,9 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 		wg.Go(func() {
 			mem := &rankMemory{h, topo.Rank(i)}
 			own := cfg
+			if own.SmallBytes == 0 && own.DirectBytes == 0 { // otherwise tests would have to be large
+				own.SmallBytes, own.DirectBytes = 4<<10, 1
+			}
 			own.Find = mem.find
 			if err := f(&rank{shm.New(mem, 1, ranks, i, own), mem, i, n}); err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)

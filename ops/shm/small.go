@@ -14,7 +14,7 @@ import (
 
 // small reports whether so many bytes go this way.
 func (b *Backend) small(total int64) bool {
-	return total <= smallBytes-flagBytes && total <= smallBytes/int64(len(b.ranks)-1)
+	return total*int64(len(b.ranks)-1) <= b.smallBytes
 }
 
 // startSmall gives this rank's part to the others.
@@ -22,7 +22,8 @@ func (b *Backend) startSmall(total int64) {
 	b.started = total
 	b.smalls++
 	mine := slotOf(b.segment, b.turnOfSmall())
-	gather(mine[flagBytes:], b.own.tensors)
+	b.advance(total)
+	gather(b.shown(b.segment, total), b.own.tensors)
 	b.post(word(mine, 0), b.smalls)
 }
 
@@ -58,7 +59,10 @@ func (b *Backend) finishSmall() {
 	total := b.started
 	b.started = 0
 	for i := range b.peers {
-		b.sources[i] = slotOf(b.peers[i].segment, b.turnOfSmall())[flagBytes:][:total]
+		b.sources[i] = b.shown(b.peers[i].segment, total)
+	}
+	if len(b.own.tensors) == 1 {
+		b.sources[b.me] = b.own.tensors[0].In // a line that others read is slow to come back
 	}
 	out := b.own.tensors[0].Out
 	if len(b.own.tensors) > 1 {
@@ -127,6 +131,26 @@ const flagBytes = 8
 
 func slotOf(segment []byte, turn int) []byte {
 	return segment[slotsAt+turn*slotBytes:][:slotBytes]
+}
+
+// shown is where the given number of bytes of the running small operation lie in a segment.
+func (b *Backend) shown(segment []byte, total int64) []byte {
+	if total <= slotBytes-flagBytes {
+		return slotOf(segment, b.turnOfSmall())[flagBytes:][:total]
+	}
+	return segment[ringAt+b.ringPos:][:total]
+}
+
+// advance finds a place in the ring for so many bytes. All ranks find the same.
+func (b *Backend) advance(total int64) {
+	if total <= slotBytes-flagBytes {
+		return
+	}
+	b.ringPos = b.ringEnd
+	if b.ringPos+total > ringBytes {
+		b.ringPos = 0
+	}
+	b.ringEnd = b.ringPos + (total+lineBytes-1)/lineBytes*lineBytes
 }
 
 // gather puts the tensors one behind the other.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"runtime"
 	"sync/atomic"
 	"testing"
@@ -129,6 +130,27 @@ func TestHalvesOfAStart(t *testing.T) {
 			}
 			if misuse(r) == nil {
 				t.Errorf("%s: got no error", name)
+			}
+			return nil
+		})
+	}
+}
+
+// Contributions lie one behind the other in a ring, which comes round several times here.
+func TestSmallRoundTheRing(t *testing.T) {
+	for _, n := range []int{2, 3} {
+		run(t, n, shm.Config{SmallBytes: 64 << 10}, func(r *rank) error {
+			for i := range 500 {
+				elems := (i*i*37)%(16<<10/(n-1)) + 1
+				first := elems / (1 + i%3) // one tensor or two
+				buf := input(tensor.Float32, r.me, i, elems)
+				tensors := []ops.Tensor{{In: buf[:4*first], Out: buf[:4*first]}, {In: buf[4*first:], Out: buf[4*first:]}}
+				if err := r.AllreduceFused(context.Background(), message.Direct, tensor.Float32, tensor.Sum, one, tensors); err != nil {
+					return err
+				}
+				if want := reduced(tensor.Float32, tensor.Sum, n, i, elems); !bytes.Equal(buf, want) {
+					return fmt.Errorf("operation %d of %d elements: %s", i, elems, difference(buf, want))
+				}
 			}
 			return nil
 		})

@@ -18,9 +18,11 @@ const (
 	// crowdedLooks is that where there are more ranks than cores: as long as it takes to see a word that is being written.
 	crowdedLooks = 2
 	// yields is how often a rank offers its core before it sleeps, and crowdedYields that with more ranks than cores,
-	// where each may run another rank for a while.
+	// where each may run another rank for a while, and where to be woken takes longest.
 	yields        = 30
-	crowdedYields = 20
+	crowdedYields = 100
+	// yieldsPerGosched keeps small what it costs to offer the processor to other goroutines: three times a yield.
+	yieldsPerGosched = 16
 	// nap bounds a sleep. Nobody wakes a rank because its context has ended.
 	nap = 20 * time.Millisecond
 )
@@ -50,7 +52,7 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 		if k == b.yields {
 			break
 		}
-		if b.crowded {
+		if b.crowded && k%yieldsPerGosched == yieldsPerGosched-1 {
 			runtime.Gosched() // the loop of this rank, or another rank of this process, may need the processor
 		}
 		futex.Yield()
