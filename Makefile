@@ -46,7 +46,7 @@ bench: ## all benchmarks (BENCH=regexp chooses)
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
 
 .PHONY: bench-peers
-bench-peers: ## ours and other libraries in turn, about an hour; writes docs/benchmarks.md
+bench-peers: ## ours and other libraries in turn, most of an hour; writes docs/benchmarks.md
 	scripts/bench-peers.sh
 
 .PHONY: format

@@ -300,8 +300,21 @@ func TestRankComesBackToFailedRoot(t *testing.T) {
 	log, entries := logs()
 	one.Log = log
 	again := start(t, ctx, one)
-	eventually(t, "rank 1 waits for the next root", func() bool { return logged(entries, "waiting for a newer root") })
-	wantError(t, (<-r).err, "rank 1 says size 4, rank 0 says size 3")
+	var failed *result // of rank 0, if it has ended before rank 1 came
+	eventually(t, "rank 1 waits for the next root", func() bool {
+		select {
+		case r := <-r:
+			failed = &r
+			return true
+		default:
+			return logged(entries, "waiting for a newer root")
+		}
+	})
+	if failed == nil {
+		r := <-r
+		failed = &r
+	}
+	wantError(t, failed.err, "rank 1 says size 4, rank 0 says size 3")
 	rest := joinAll(t, ctx, config(store, 0, 3), config(store, 2, 3))
 	formed(t, []result{rest[0], <-again, rest[1]}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
 }

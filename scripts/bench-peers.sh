@@ -24,7 +24,7 @@ if [ -n "${QUICK:-}" ]; then
 	export BENCH_MAX_BYTES=${BENCH_MAX_BYTES:-16777216} BENCH_OPS=${BENCH_OPS:-barrier,allreduce,allgather,broadcast,resnet50}
 else
 	rounds=${ROUNDS:-5}
-	export BENCH_SMALL_S=${BENCH_SMALL_S:-0.2} BENCH_LARGE_S=${BENCH_LARGE_S:-0.4} BENCH_HARD_S=${BENCH_HARD_S:-1.2}
+	export BENCH_SMALL_S=${BENCH_SMALL_S:-0.1} BENCH_LARGE_S=${BENCH_LARGE_S:-0.2} BENCH_HARD_S=${BENCH_HARD_S:-0.6}
 fi
 nps=${NPS:-2 4}
 
@@ -68,7 +68,7 @@ version() { dpkg-query -W -f '${Version}' "$1" 2>/dev/null || echo unknown; }
 field() { lscpu | sed -n "s/^$1: *//p" | head -1; }
 {
 	echo "Date: $(date -u +%F)"
-	echo "Machine: $(field 'Model name'), $cores cores, L2 $(field L2), L3 $(field L3), $(free -g | awk '/^Mem/ { print $2 }') GiB"
+	echo "Machine: $(field 'Model name'), $cores cores, L2 $(field "L2 cache"), L3 $(field "L3 cache"), $(free -g | awk '/^Mem/ { print $2 }') GiB"
 	echo "System: $(. /etc/os-release && echo "$PRETTY_NAME"), Linux $(uname -r), in a network namespace with TCP ${BENCH_CC:-reno}"
 	echo "gohvd: $(git describe --always --dirty 2>/dev/null || echo unknown), $(go version | cut -d' ' -f3)"
 	for p in "${peers[@]}"; do

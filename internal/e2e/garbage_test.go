@@ -9,7 +9,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -20,17 +19,7 @@ import (
 func TestGarbageOnEveryPort(t *testing.T) {
 	stop := filepath.Join(t.TempDir(), "stop")
 	j := start(t, 3, "steady", stopVariable+"="+stop, "HOROVOD_LOG_LEVEL=info")
-	pids, ready := []int{j.cmd.Process.Pid}, 0
-	j.until("all ranks were ready", func(l line) bool {
-		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
-			pid, _ := strconv.Atoi(text)
-			pids = append(pids, pid)
-		}
-		if l.text == "ready" {
-			ready++
-		}
-		return ready == 3
-	})
+	pids := append(j.ready(3), j.cmd.Process.Pid)
 	var ports []int
 	before := map[int]int{}
 	for _, pid := range pids {

@@ -52,16 +52,7 @@ func TestKill(t *testing.T) {
 
 func kill(t *testing.T, program string, victim int, env ...string) {
 	j := start(t, ranks, program, env...)
-	pids, ready := map[int]int{}, 0
-	j.until("all ranks were ready", func(l line) bool {
-		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
-			pids[l.rank], _ = strconv.Atoi(text)
-		}
-		if l.text == "ready" {
-			ready++
-		}
-		return ready == ranks && len(pids) == ranks
-	})
+	pids := j.ready(ranks)
 	<-time.After(time.Duration(rand.IntN(50)) * time.Millisecond) // anywhere in an operation
 	if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {
 		t.Fatal(err)
@@ -122,16 +113,7 @@ func TestStoppedProcesses(t *testing.T) {
 			t.Parallel()
 			stop := filepath.Join(t.TempDir(), "stop")
 			j := start(t, 3, "steady", stopVariable+"="+stop, "HVD_LIVENESS_SECONDS=3")
-			pids, ready := map[int]int{}, 0
-			j.until("all ranks were ready", func(l line) bool {
-				if text, ok := strings.CutPrefix(l.text, "pid "); ok {
-					pids[l.rank], _ = strconv.Atoi(text)
-				}
-				if l.text == "ready" {
-					ready++
-				}
-				return ready == 3
-			})
+			pids := j.ready(3)
 			signal := func(s syscall.Signal) {
 				for _, r := range victims {
 					if err := syscall.Kill(pids[r], s); err != nil {

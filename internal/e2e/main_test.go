@@ -139,6 +139,26 @@ func (j *job) until(what string, enough func(l line) bool) {
 	}
 }
 
+// ready waits until so many ranks have said who they are and that they are ready, and gives their processes by rank.
+func (j *job) ready(ranks int) []int {
+	j.t.Helper()
+	pids, known, ready := make([]int, ranks), 0, 0
+	j.until("all ranks were ready", func(l line) bool {
+		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+			var err error
+			if pids[l.rank], err = strconv.Atoi(text); err != nil {
+				j.t.Fatal(err)
+			}
+			known++
+		}
+		if l.text == "ready" {
+			ready++
+		}
+		return known == ranks && ready == ranks
+	})
+	return pids
+}
+
 func (j *job) out() string {
 	j.mu.Lock()
 	defer j.mu.Unlock()

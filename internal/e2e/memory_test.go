@@ -16,17 +16,7 @@ import (
 func TestStoppedRankWritesNothing(t *testing.T) {
 	for i := range max(rounds()/5, 1) {
 		j := start(t, 3, "refill", "HVD_LIVENESS_SECONDS=3")
-		pids, ready := map[int]int{}, 0
-		j.until("all ranks were ready", func(l line) bool {
-			if text, ok := strings.CutPrefix(l.text, "pid "); ok {
-				pids[l.rank], _ = strconv.Atoi(text)
-			}
-			if l.text == "ready" {
-				ready++
-			}
-			return ready == 3
-		})
-		victim := pids[i%3]
+		victim := j.ready(3)[i%3]
 		if err := syscall.Kill(victim, syscall.SIGSTOP); err != nil {
 			t.Fatal(err)
 		}
@@ -47,8 +37,7 @@ func TestStoppedRankWritesNothing(t *testing.T) {
 	}
 }
 
-// Memory that cannot be had is one clear error with the size, before anything runs; or TCP, if the user says so and the
-// ranks found out while they met.
+// Memory that cannot be had is one clear error with the size, before anything runs; or TCP, if the user says so.
 func TestNoSharedMemory(t *testing.T) {
 	const nothing, controlAlone = 40, 1000 // KiB: less than the control channels take; enough for them, but for no lane
 	for _, c := range []struct {
@@ -61,6 +50,7 @@ func TestNoSharedMemory(t *testing.T) {
 		{"shm", controlAlone, 1, []string{"bytes", "RLIMIT_FSIZE"}},
 		{"gloo", nothing, 1, []string{"bytes", "RLIMIT_FSIZE", "HOROVOD_CPU_OPERATIONS=shm,tcp"}},
 		{"shm,tcp", nothing, 0, []string{"use TCP", "bytes", "RLIMIT_FSIZE"}},
+		{"shm,tcp", controlAlone, 0, []string{"use TCP", "bytes", "RLIMIT_FSIZE"}},
 		{"tcp", nothing, 0, nil},
 	} {
 		t.Run(fmt.Sprintf("%s/%d", c.operations, c.limit), func(t *testing.T) {

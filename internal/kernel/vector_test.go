@@ -515,8 +515,7 @@ func TestStream(t *testing.T) {
 func nonZero(r rune) bool { return r != 0 }
 
 // BenchmarkReduce counts the bytes of the destination, which is a source too. 8 KiB stay in the first-level cache, 64 KiB
-// in the second. All bits zero are a zero, which every
-// operation leaves a zero: no overflow, no denormals.
+// in the second. All bits zero are a zero, which every operation leaves a zero: no overflow, no denormals.
 func BenchmarkReduce(b *testing.B) {
 	run := func(s set, dt tensor.DType, op tensor.ReduceOp, size int) {
 		reduce := s.table[dt].inPlace.of(op)

@@ -137,9 +137,12 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 	if local == nil {
 		return nil
 	}
-	mesh, err := local.Connect(ctx, shm.Epoch{
-		Job: set.JobID, Epoch: s.Epoch, Rank: topo.Rank(set.Rank), Hosts: ids, Cards: cards, Under: s.Mesh,
-	})
+	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: topo.Rank(set.Rank), Hosts: ids, Cards: cards, Under: s.Mesh}
+	if s.LocalSize == set.Size {
+		// The set of all ranks will need it, and if it cannot be had the ranks are still free to use TCP.
+		epoch.Reserve = map[transport.Lane]int64{transport.DataLane(topo.Global): opsshm.SegmentBytes(set.Size, opsshm.Config{})}
+	}
+	mesh, err := local.Connect(ctx, epoch)
 	if err != nil {
 		return err
 	}

@@ -127,7 +127,7 @@ func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config)
 	n := len(ranks)
 	b := &Backend{
 		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find,
-		stageBytes: cfg.StageBytes, smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
+		stageBytes: cfg.stage(n), smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
 		looks: looks, yields: yields,
 		peers: make([]peer, n), layouts: make([]layout, n), sources: make([][]byte, n),
 		counts: make([][]int64, n),
@@ -145,10 +145,6 @@ func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config)
 	if b.directBytes <= 0 {
 		b.directBytes = defaultDirectBytes
 	}
-	if b.stageBytes <= 0 {
-		b.stageBytes = DefaultStageBytes
-	}
-	b.stageBytes = max(b.stageBytes/int64(n*lineBytes), 1) * int64(n*lineBytes)
 	if cfg.Crowded {
 		b.looks, b.yields, b.crowded = crowdedLooks, crowdedYields, true
 	}
@@ -158,6 +154,18 @@ func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config)
 
 // SegmentBytes is how much memory the backend shares.
 func (b *Backend) SegmentBytes() int64 { return segmentBytes(b.stageBytes) }
+
+// SegmentBytes is how much memory a backend of n ranks with this configuration shares.
+func SegmentBytes(n int, cfg Config) int64 { return segmentBytes(cfg.stage(n)) }
+
+// stage is the size of a stage among n ranks.
+func (cfg *Config) stage(n int) int64 {
+	bytes := cfg.StageBytes
+	if bytes <= 0 {
+		bytes = DefaultStageBytes
+	}
+	return max(bytes/int64(n*lineBytes), 1) * int64(n*lineBytes)
+}
 
 // Open shares this rank's memory, so that operations need not.
 func (b *Backend) Open() error {

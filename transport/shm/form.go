@@ -116,6 +116,13 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 		return err
 	}
 	s.m.control = control
+	for id, numBytes := range s.ep.Reserve {
+		seg, err := memfd.Create(laneName(id), numBytes)
+		if err != nil {
+			return err
+		}
+		s.m.reserved[id] = seg
+	}
 	if s.m.bell, err = newBell(word32(control.Bytes(), restsAt)); err != nil {
 		return err
 	}

@@ -31,9 +31,11 @@ type Mesh struct {
 	byRank []*peer
 
 	control *memfd.Segment // this rank's; nil without peers, as is bell
-	bell    *bell
-	wg      sync.WaitGroup
-	unwatch func() // ends the watching of arenas
+	// reserved are the segments of Epoch.Reserve that were not shared yet. Guarded by mu.
+	reserved map[transport.Lane]*memfd.Segment
+	bell     *bell
+	wg       sync.WaitGroup
+	unwatch  func() // ends the watching of arenas
 
 	// resting is set between Rest and Wake; ring is what OnBell was given.
 	resting atomic.Bool
@@ -59,6 +61,7 @@ func newMesh(e *Endpoint, ep *Epoch) *Mesh {
 		byRank: make([]*peer, len(ep.Hosts)), ended: make(chan struct{}),
 	}
 	m.lanes.Store(&map[transport.Lane]*lane{})
+	m.reserved = make(map[transport.Lane]*memfd.Segment)
 	return m
 }
 
@@ -338,6 +341,9 @@ func (m *Mesh) letGo() error {
 	}
 	if m.control != nil {
 		errs = append(errs, m.control.Close())
+	}
+	for _, seg := range m.reserved {
+		errs = append(errs, seg.Close())
 	}
 	return errors.Join(errs...)
 }

@@ -226,6 +226,7 @@ func TestRestRace(t *testing.T) {
 						t.Error(err)
 						return
 					}
+					polls.Ring()
 				}
 				for got := 0; got < len(p); {
 					n, err := c.TryRead(p[got:])
@@ -248,6 +249,7 @@ func TestRestRace(t *testing.T) {
 						t.Error(err)
 						return
 					}
+					polls.Ring()
 				}
 			}
 		})
@@ -368,6 +370,16 @@ func TestWhoSendsDecidesWhenToRing(t *testing.T) {
 	teller.OnBell(func() {})
 	rang := make(chan struct{}, 10)
 	looker.OnBell(func() { rang <- struct{}{} })
+	// The bell was rung for the Conns as well.
+	looker.Rest()
+	for settled := false; !settled; {
+		select {
+		case <-rang:
+		case <-time.After(50 * time.Millisecond):
+			settled = true
+		}
+	}
+	looker.Wake()
 	var b [10]byte
 	for i := range 3 {
 		if !looker.Rest() {

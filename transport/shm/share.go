@@ -114,7 +114,7 @@ func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]by
 	if err != nil {
 		return nil, fmt.Errorf("shm: share lane %d: %w", id, err)
 	}
-	seg, err := memfd.Create(fmt.Sprintf("gohvd-lane-%d", id), numBytes) // without mu: it takes long
+	seg, err := m.segment(id, numBytes)
 	if err != nil {
 		return nil, fmt.Errorf("shm: share lane %d: %w", id, err)
 	}
@@ -139,6 +139,21 @@ func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]by
 	}
 	return seg.Bytes(), nil
 }
+
+// segment is what was reserved for a lane, or a new one. The caller does not hold mu: to make one takes long.
+func (m *Mesh) segment(id transport.Lane, numBytes int64) (*memfd.Segment, error) {
+	m.mu.Lock()
+	seg := m.reserved[id]
+	if seg != nil && int64(len(seg.Bytes())) >= numBytes {
+		delete(m.reserved, id)
+		m.mu.Unlock()
+		return seg, nil
+	}
+	m.mu.Unlock()
+	return memfd.Create(laneName(id), numBytes)
+}
+
+func laneName(id transport.Lane) string { return fmt.Sprintf("gohvd-lane-%d", id) }
 
 // beginShare books the only Share of a lane.
 func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error) {

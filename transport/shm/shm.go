@@ -45,8 +45,8 @@ const (
 	minRingBytes             = 64
 	maxRingBytes             = 1 << 30
 	defaultHandshakeTimeout  = 10 * time.Second
-	socketPrefix, temporary  = "s", "t"
-	temporaryFor             = time.Minute
+	socketPrefix             = "s"
+	lockTimeout, lockPause   = time.Second, time.Millisecond
 	network                  = "unixpacket"
 	maxJobBytes              = 64
 	maxSwept                 = 1000
@@ -96,13 +96,31 @@ func Listen(cfg Config) (*Endpoint, error) {
 	if err := prepare(e.cfg.Dir); err != nil {
 		return nil, fmt.Errorf("shm: listen: %w", err)
 	}
-	if err := sweep(e.cfg.Dir, time.Now()); err != nil {
+	unlock, err := lock(e.cfg.Dir)
+	if err != nil {
 		return nil, fmt.Errorf("shm: listen: %w", err)
 	}
-	if err := e.listen(); err != nil {
-		return nil, fmt.Errorf("shm: listen: %w", err)
+	if err := errors.Join(sweep(e.cfg.Dir), e.listen(), unlock()); err != nil {
+		return nil, fmt.Errorf("shm: listen: %w", errors.Join(err, e.Close()))
 	}
 	return e, nil
+}
+
+// lock keeps others from sweeping a socket that has its name and is about to listen: it looks like one whose process is
+// gone. A process that dies lets go of the lock. For one that was stopped meanwhile nobody waits long.
+func lock(dir string) (unlock func() error, err error) {
+	d, err := os.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	for end := time.Now().Add(lockTimeout); time.Now().Before(end); {
+		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err != unix.EWOULDBLOCK && err != unix.EINTR {
+			break // it is ours, or this file system has no locks
+		}
+		<-time.After(lockPause)
+	}
+	return d.Close, nil
 }
 
 // Unavailable is the Endpoint of a rank that cannot share, for example because Listen failed. Its Card tells the others
@@ -135,8 +153,7 @@ func newEndpoint(cfg Config) (*Endpoint, error) {
 	return e, nil
 }
 
-// listen makes the socket under a name that sweep leaves alone for a while, and gives it its own when it answers: a
-// socket that has its own name and refuses is dead.
+// listen makes the socket. The caller has the lock.
 func (e *Endpoint) listen() error {
 	var random [8]byte
 	if _, err := rand.Read(random[:]); err != nil {
@@ -147,18 +164,18 @@ func (e *Endpoint) listen() error {
 	if err != nil {
 		return err
 	}
-	path, first := filepath.Join(dir, socketPrefix+name), filepath.Join(dir, temporary+name)
+	path := filepath.Join(dir, socketPrefix+name)
 	if len(path) > maxPathBytes {
 		return fmt.Errorf("socket path %s has %d bytes, want at most %d: choose a shorter directory", path, len(path), maxPathBytes)
 	}
-	ln, err := net.ListenUnix(network, &net.UnixAddr{Name: first, Net: network})
+	ln, err := net.ListenUnix(network, &net.UnixAddr{Name: path, Net: network})
 	if err != nil {
 		return err
 	}
-	ln.SetUnlinkOnClose(false) // it has another name by then
-	if err := errors.Join(os.Chmod(first, permSocket), os.Rename(first, path)); err != nil {
-		return errors.Join(err, ln.Close(), os.Remove(first))
+	if err := os.Chmod(path, permSocket); err != nil {
+		return errors.Join(err, ln.Close())
 	}
+	ln.SetUnlinkOnClose(false) // Close removes it, and says so if it cannot
 	e.ln, e.card.path = ln, path
 	return nil
 }
@@ -178,8 +195,9 @@ func prepare(dir string) error {
 	return nil
 }
 
-// sweep removes sockets of ours at which nobody listens any more. It looks at the first thousand names.
-func sweep(dir string, now time.Time) error {
+// sweep removes sockets of ours at which nobody listens any more. It looks at the first thousand names. The caller has the
+// lock.
+func sweep(dir string) error {
 	d, err := os.Open(dir)
 	if err != nil {
 		return err
@@ -191,17 +209,7 @@ func sweep(dir string, now time.Time) error {
 	}
 	for _, entry := range entries {
 		path := filepath.Join(dir, entry.Name())
-		own := strings.HasPrefix(entry.Name(), socketPrefix)
-		if entry.Type() != os.ModeSocket || !own && !strings.HasPrefix(entry.Name(), temporary) {
-			continue
-		}
-		if !own {
-			// Perhaps its owner is about to listen.
-			if info, err := entry.Info(); err != nil || now.Sub(info.ModTime()) < temporaryFor {
-				continue
-			}
-		}
-		if !abandoned(path) {
+		if entry.Type() != os.ModeSocket || !strings.HasPrefix(entry.Name(), socketPrefix) || !abandoned(path) {
 			continue
 		}
 		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -255,6 +263,9 @@ type Epoch struct {
 	Hosts []string
 	// Cards are the ranks' cards, by rank; nil for a rank that does not call Connect.
 	Cards [][]byte
+	// Reserve is how many bytes this rank will Share for which lanes. They are had before the ranks agree, so that a rank
+	// without so much memory is a reason not to share any.
+	Reserve map[transport.Lane]int64
 	// Under reaches all ranks. It is the new mesh's from now on, and is closed with it, or if Connect fails. Its lane
 	// 2^32-1 is used by Connect alone.
 	Under transport.Mesh

@@ -1,0 +1,185 @@
+package session
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/transport/shm"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func TestPack(t *testing.T) {
+	for _, part := range [][]byte{nil, []byte("x"), bytes.Repeat([]byte{0xff}, 300)} {
+		host, card, info, err := unpack(pack("host", part, part))
+		if err != nil || host != "host" || !bytes.Equal(card, part) || !bytes.Equal(info, part) {
+			t.Errorf("got %q, %d and %d bytes, %v, want %d twice", host, len(card), len(info), err, len(part))
+		}
+	}
+	whole := pack("host", []byte("card"), nil)
+	for n := range whole {
+		if _, _, _, err := unpack(whole[:n]); err == nil {
+			t.Errorf("%d of %d bytes: got no error", n, len(whole))
+		}
+	}
+}
+
+func TestAddressTowards(t *testing.T) {
+	if got, err := addressTowards("127.0.0.1:9"); got != "127.0.0.1" || err != nil {
+		t.Errorf("got %q, %v", got, err)
+	}
+	if _, err := addressTowards("nonsense"); err == nil || !strings.Contains(err.Error(), "nonsense") {
+		t.Errorf("got error %v, want one with the address", err)
+	}
+}
+
+// open opens the sessions of a job whose ranks are in this process, and closes those there are at the end of the test.
+func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Session, []error) {
+	t.Setenv("TMPDIR", t.TempDir()) // where the sockets are
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	sessions, errs := make([]*Session, len(hosts)), make([]error, len(hosts))
+	var wg sync.WaitGroup
+	for r, host := range hosts {
+		settings := map[string]string{
+			"HVD_JOB_ID": "job", "HOROVOD_RANK": string(rune('0' + r)), "HOROVOD_SIZE": string(rune('0' + len(hosts))),
+			"HOROVOD_HOSTNAME": host, "HVD_HOSTID": host,
+		}
+		for name, value := range set[r] {
+			settings[name] = value
+		}
+		cfg, err := config.FromEnvironment(settings, true)
+		if err != nil {
+			t.Fatal(err)
+		}
+		wg.Go(func() {
+			sessions[r], errs[r] = Open(ctx, Config{Settings: cfg, Store: store, Info: []byte{byte(r)}})
+		})
+	}
+	wg.Wait()
+	t.Cleanup(func() {
+		var wg sync.WaitGroup
+		for _, s := range sessions {
+			if s != nil {
+				wg.Go(func() {
+					if err := errors.Join(s.Mesh.Close(), s.Close()); err != nil {
+						t.Error(err)
+					}
+				})
+			}
+		}
+		wg.Wait()
+	})
+	return sessions, errs
+}
+
+// Every rank learns where all are and what they say, and those of one host share memory.
+func TestOpen(t *testing.T) {
+	for name, hosts := range map[string][]string{"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}} {
+		t.Run(name, func(t *testing.T) {
+			sessions, errs := open(t, hosts, nil)
+			for r, s := range sessions {
+				if errs[r] != nil {
+					t.Errorf("rank %d: %v", r, errs[r])
+					continue
+				}
+				local := 0
+				for i, host := range hosts {
+					if host == hosts[r] {
+						local++
+					}
+					if s.Hosts[i] != host || !bytes.Equal(s.Infos[i], []byte{byte(i)}) {
+						t.Errorf("rank %d: rank %d is on %q and says %v", r, i, s.Hosts[i], s.Infos[i])
+					}
+				}
+				if s.LocalSize != local || s.Epoch != sessions[0].Epoch || (s.Memory != nil) != (local == len(hosts)) {
+					t.Errorf("rank %d: local size %d, epoch %d, memory %v", r, s.LocalSize, s.Epoch, s.Memory)
+				}
+			}
+		})
+	}
+}
+
+// What the ranks may use is what the settings say: a rank that was told not to share is a reason for all.
+func TestOpenWithoutMemory(t *testing.T) {
+	tcp := map[string]string{"HOROVOD_CPU_OPERATIONS": "tcp"}
+	either := map[string]string{"HOROVOD_CPU_OPERATIONS": "shm,tcp"}
+	only := map[string]string{"HOROVOD_CPU_OPERATIONS": "shm"}
+	for name, test := range map[string]struct {
+		hosts []string
+		set   map[int]map[string]string
+		says  string // in the errors; empty if there are none
+	}{
+		"told not to":             {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp}, ""},
+		"several hosts, told to":  {[]string{"a", "b"}, map[int]map[string]string{0: only, 1: only}, "several hosts: a, b"},
+		"one no, one if possible": {[]string{"a", "a"}, map[int]map[string]string{0: either, 1: tcp}, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			sessions, errs := open(t, test.hosts, test.set)
+			for r, err := range errs {
+				switch {
+				case test.says != "" && (err == nil || !strings.Contains(err.Error(), test.says)):
+					t.Errorf("rank %d: got %v, want %q", r, err, test.says)
+				case test.says == "" && err != nil:
+					t.Errorf("rank %d: %v", r, err)
+				case err == nil && sessions[r].Memory != nil:
+					t.Errorf("rank %d shares memory", r)
+				}
+			}
+		})
+	}
+}
+
+// sharer is a mesh with a group, or a reason why there is none.
+type sharer struct {
+	shm.Sharer
+	group []topo.Rank
+	why   string
+}
+
+func (s *sharer) Group() []topo.Rank { return s.group }
+func (s *sharer) Why() string        { return s.why }
+
+func TestShare(t *testing.T) {
+	modes := []config.SharedMemory{config.SharedByHost, config.SharedIfPossible, config.SharedAlways}
+	for _, test := range []struct {
+		name string
+		mesh *sharer
+		// fails are the modes in which there is an error.
+		fails []config.SharedMemory
+	}{
+		{"all", &sharer{group: []topo.Rank{0, 1}}, nil},
+		{"some on another host", &sharer{group: []topo.Rank{0}}, []config.SharedMemory{config.SharedAlways}},
+		{"impossible", &sharer{group: []topo.Rank{0}, why: "rank 1: no memory"}, []config.SharedMemory{config.SharedByHost, config.SharedAlways}},
+	} {
+		for _, mode := range modes {
+			s := &Session{Hosts: []string{"a", "b"}}
+			err := s.share(test.mesh, &config.Config{Size: 2, SharedMemory: mode}, zap.NewNop())
+			if (err != nil) != slices.Contains(test.fails, mode) {
+				t.Errorf("%s, %v: got %v", test.name, mode, err)
+			}
+			if err != nil && !strings.Contains(err.Error(), test.mesh.why) {
+				t.Errorf("%s, %v: got %v, want %q in it", test.name, mode, err, test.mesh.why)
+			}
+			if (s.Memory != nil) != (len(test.mesh.group) == 2) {
+				t.Errorf("%s, %v: memory is %v", test.name, mode, s.Memory)
+			}
+		}
+	}
+}
+
+var _ transport.Mesh = (*sharer)(nil)
