@@ -93,38 +93,86 @@ func TestManyHelp(t *testing.T) {
 	c.shutdown()
 }
 
-// Who helps stops when its context ends, and when nothing happens for a while; what it waits for goes on without it.
+// Who helps stops when its context ends, or when nothing has happened for a while; what it waits for goes on without it.
 func TestHelpEnds(t *testing.T) {
-	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) { cfg.Spin = 10 * time.Millisecond })
-	done := make(chan struct{})
-	entry := sum("late", make([]byte, 8))
-	entry.Done = func(err error) {
-		if err != nil {
-			t.Error(err)
+	c := startOn(t, mem.NewPolled(3), 3, func(cfg *engine.Config) {
+		cfg.Spin = time.Hour
+		if cfg.Rank == 2 {
+			cfg.Spin = 10 * time.Millisecond
 		}
-		close(done)
-	}
-	if err := c.engines[1].Queue(entry); err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(c.ctx)
+	})
+	canceled, cancel := context.WithCancel(c.ctx)
 	cancel()
-	for _, ctx := range []context.Context{ctx, c.ctx} {
-		c.engines[1].Help(ctx, done)
-		select {
-		case <-done:
-			t.Fatal("done without rank 0")
-		default:
+	var late [3]chan error
+	for r, ctx := range []context.Context{1: canceled, 2: c.ctx} {
+		if ctx == nil {
+			continue
+		}
+		entry := sum("late", make([]byte, 8))
+		late[r] = make(chan error, 1)
+		entry.Done = func(err error) { late[r] <- err }
+		if err := c.engines[r].Queue(entry); err != nil {
+			t.Fatal(err)
+		}
+		c.engines[r].Help(ctx, nil)
+		if len(late[r]) > 0 {
+			t.Fatalf("rank %d is done without rank 0", r)
 		}
 	}
 	c.do(0, sum("late", make([]byte, 8)))
-	select {
-	case <-done:
-	case <-c.ctx.Done():
-		t.Error("not done")
+	for r := 1; r < 3; r++ {
+		if err := c.wait(late[r]); err != nil {
+			t.Errorf("rank %d: %v", r, err)
+		}
 	}
 	c.shutdown()
 	c.engines[1].Help(c.ctx, nil) // there is nothing to help with any more
+}
+
+// What is left to a heartbeat takes half a second. So much of it takes longer than the test has.
+const oftenEnough = 200
+
+// A rank that watches for very long tells those who rest what it has sent.
+func TestHelpRings(t *testing.T) {
+	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) {
+		cfg.Spin = time.Microsecond
+		if cfg.Rank == 1 {
+			cfg.Spin = time.Hour
+		}
+	})
+	for range oftenEnough {
+		early := c.allreduce(0, "x", make([]byte, 8))
+		<-time.After(2 * time.Millisecond) // for rank 0 to rest
+		c.do(1, sum("x", make([]byte, 8)))
+		if err := c.wait(early); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.shutdown()
+}
+
+// A deadline that a helper's turn brings is kept though the background loop sleeps.
+func TestHelpKeepsDeadlines(t *testing.T) {
+	end := time.Now().Add(deadline)
+	for range oftenEnough {
+		c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Microsecond })
+		entry := sum("never", make([]byte, 8))
+		entry.Timeout = 2 * time.Millisecond
+		<-time.After(2 * time.Millisecond) // for the loops to rest
+		done := make(chan error, 1)
+		entry.Done = func(err error) { done <- err }
+		if err := c.engines[1].Queue(entry); err != nil {
+			t.Fatal(err)
+		}
+		c.engines[1].Help(c.ctx, nil)
+		if err := c.wait(done); err == nil {
+			t.Fatal("got no error")
+		}
+		c.each(func(r int) { c.engines[r].Close() })
+		if time.Now().After(end) {
+			t.Fatal("the deadlines were left to heartbeats")
+		}
+	}
 }
 
 // The end of an engine reaches a goroutine that helps.
