@@ -222,27 +222,28 @@ func TestPlan(t *testing.T) {
 	})
 }
 
-// A failed operation leaves nothing that writes to its buffers.
+// A failed operation leaves nothing that writes to its buffers, not even when the rank that it lacked comes at last.
 func TestBuffersAreLetGo(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Millisecond)
-	defer cancel()
+	failed, over := make(chan struct{}), make(chan struct{})
 	run(t, 2, shm.Config{StageBytes: 4 << 10}, func(r *rank) error {
 		if r.me == 1 {
-			<-ctx.Done()
+			defer close(over)
+			<-failed
 			late, stop := context.WithTimeout(t.Context(), 100*time.Millisecond)
 			defer stop()
 			_ = r.Allreduce(late, message.Direct, tensor.Float32, tensor.Sum, aligned(64<<10))
 			return nil
 		}
+		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Millisecond)
+		defer cancel()
 		buf := r.mem.alloc(64 << 10)
 		if err := r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, buf); err == nil {
 			t.Error("rank 0 succeeded alone")
 		}
 		want := bytes.Repeat([]byte{7}, len(buf))
 		copy(buf, want)
-		timer := time.NewTimer(200 * time.Millisecond)
-		defer timer.Stop()
-		<-timer.C
+		close(failed)
+		<-over
 		if !bytes.Equal(buf, want) {
 			t.Error("a buffer was written after its operation had failed")
 		}
