@@ -84,6 +84,8 @@ type Grant struct {
 	// Responses are the tensors to run together, in the order of the fusion buffer. They are shared with the
 	// cache and must not be changed.
 	Responses []*message.Response
+	// Bits are those of the first Responses, as many as were cached.
+	Bits []uint32
 
 	since        time.Duration // when the member got it
 	older, newer *Grant        // in the member's grantList

@@ -289,6 +289,7 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 		g := newGrant()
 		g.Set, g.Backend, g.Algorithm = s.ID, dg.Backend, dg.Algorithm
 		g.Absent = append(g.Absent[:0], dg.Absent...)
+		g.Bits = append(g.Bits[:0], dg.Bits...)
 		for _, bit := range dg.Bits {
 			r := s.cache.At(bit)
 			if r == nil {

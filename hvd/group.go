@@ -51,7 +51,7 @@ func awaitGroup[T any](ctx context.Context, g *GroupHandle[T], err error) ([][]T
 }
 
 // many queues an operation on a group of tensors, for each of which build makes the handle.
-func many[T Element](kind message.Kind, xs [][]T, opts []Option, build func(c *call, i int, x []T) (*Handle[T], error)) (*GroupHandle[T], error) {
+func many[T Element](kind message.Kind, xs [][]T, opts []Option, build func(c call, i int, x []T) (*Handle[T], error)) (*GroupHandle[T], error) {
 	c, err := prepare(kind, tensor.Of[T](), true, opts)
 	if err != nil {
 		return nil, err
@@ -59,25 +59,20 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build func(c *c
 	if c.shapes != nil && len(c.shapes) != len(xs) {
 		return nil, c.misuse("%d shapes, want one for each of %d tensors", len(c.shapes), len(xs))
 	}
-	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.name, done: make(chan struct{})}, tensors: make([]*Handle[T], len(xs))}
+	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.name}, tensors: make([]*Handle[T], len(xs))}
 	g.left.Store(int64(len(xs)))
 	for i, x := range xs {
 		h, err := build(c, i, x)
 		if err != nil {
 			return nil, err
 		}
-		done := h.entry.Done
-		h.entry.Done = func(err error) {
-			done(err)
-			g.finished()
-		}
-		g.tensors[i] = h
+		g.tensors[i], h.group = h, g
 	}
 	if len(xs) == 0 {
-		close(g.done)
+		g.complete(nil)
 		return g, nil
 	}
-	if err := submit(c, true, g.tensors...); err != nil {
+	if err := submit(&c, true, g.tensors...); err != nil {
 		return nil, err
 	}
 	g.name, g.engine = c.name, c.engine.engine

@@ -15,10 +15,29 @@ import (
 type operation struct {
 	kind message.Kind
 	name string
-	done chan struct{}
-	err  error // written before done is closed
+	err  error // written before it is done
+	// signal is nil until somebody asks for it, or the operation is done; then it is over.
+	signal atomic.Pointer[signal]
 	// engine is who does it; nil if there was nothing to do.
 	engine *engine.Engine
+}
+
+// signal is closed when an operation is done. Most are, before anybody asks.
+type signal struct{ c chan struct{} }
+
+// over is the signal of all operations that are done.
+var over = func() *signal {
+	s := &signal{make(chan struct{})}
+	close(s.c)
+	return s
+}()
+
+// complete ends the operation.
+func (o *operation) complete(err error) {
+	o.err = err
+	if s := o.signal.Swap(over); s != nil {
+		close(s.c)
+	}
 }
 
 // start has the engine notice what submit has queued. Who waits at once need not call it.
@@ -37,32 +56,33 @@ func started[H interface{ start() }](h H, err error) (H, error) {
 }
 
 // Poll reports whether the operation is done, so that Wait returns at once.
-func (o *operation) Poll() bool {
-	select {
-	case <-o.done:
-		return true
-	default:
-		return false
-	}
-}
+func (o *operation) Poll() bool { return o.signal.Load() == over }
 
 // Done is closed when the operation is done.
-func (o *operation) Done() <-chan struct{} { return o.done }
+func (o *operation) Done() <-chan struct{} {
+	s := o.signal.Load()
+	if s == nil {
+		if s = (&signal{make(chan struct{})}); !o.signal.CompareAndSwap(nil, s) {
+			s = o.signal.Load()
+		}
+	}
+	return s.c
+}
 
 // Name is the tensor's name, or the group's.
 func (o *operation) Name() string { return o.name }
 
 func (o *operation) wait(ctx context.Context) error {
-	select {
-	case <-o.done:
+	if o.Poll() {
 		return o.err
-	default:
 	}
 	if o.engine != nil {
-		o.engine.Help(ctx, o.done)
+		if o.engine.Help(ctx, o.Poll); o.Poll() {
+			return o.err
+		}
 	}
 	select {
-	case <-o.done:
+	case <-o.Done():
 		return o.err
 	case <-ctx.Done():
 		err := ctx.Err()
@@ -78,6 +98,8 @@ type Handle[T any] struct {
 	operation
 	entry tensorqueue.Entry
 	out   []T
+	dims  [1]int64 // of a tensor of one dimension
+	group *GroupHandle[T]
 }
 
 // Wait waits for the operation and gives its result. When ctx ends first the operation goes on, and the slices
@@ -127,11 +149,12 @@ func (g *GroupHandle[T]) finished() {
 	if g.left.Add(-1) > 0 {
 		return
 	}
+	var err error
 	for _, h := range g.tensors {
 		if h.err != nil {
-			g.err = h.err
+			err = h.err
 			break
 		}
 	}
-	close(g.done)
+	g.complete(err)
 }

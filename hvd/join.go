@@ -35,7 +35,7 @@ func join(opts []Option) (*JoinHandle, error) {
 		return nil, err
 	}
 	c.name = joinName
-	h := &JoinHandle{operation: operation{kind: c.kind, name: c.name, done: make(chan struct{}), engine: c.engine.engine}}
+	h := &JoinHandle{operation: operation{kind: c.kind, name: c.name, engine: c.engine.engine}}
 	h.entry = &tensorqueue.Entry{
 		Set: c.set.id, Timeout: c.timeout,
 		Request: message.Request{Kind: message.Join, Name: c.name, Empty: c.empty},
@@ -44,8 +44,7 @@ func join(opts []Option) (*JoinHandle, error) {
 			// all can begin to count anew.
 			c.set.unnamed.Store(0)
 			c.set.joined.Store(false)
-			h.err = err
-			close(h.done)
+			h.complete(err)
 		},
 	}
 	if !c.set.joined.CompareAndSwap(false, true) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
@@ -11,23 +12,33 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// newHandle makes the handle of one tensor of c. Its buffers are still to be set.
-func newHandle[T any](c *call, shape tensor.Shape) *Handle[T] {
-	h := &Handle[T]{operation: operation{kind: c.kind, done: make(chan struct{}), engine: c.engine.engine}}
-	dtype := c.dtype
-	h.entry = tensorqueue.Entry{
-		Set: c.set.id, Timeout: c.timeout, InPlace: c.inPlace, ErrorFeedback: c.errorFeedback,
-		Request: message.Request{
-			Kind: c.kind, DType: c.dtype, Shape: shape, Op: c.op, Prescale: c.pre, Postscale: c.post, Wire: c.wire,
-		},
-		Done: func(err error) {
-			if h.err = err; err == nil && dtype == tensor.Bool {
-				onlyBools(h.entry.Output)
-			}
-			close(h.done)
-		},
+// newHandle makes the handle of tensor i of c, which has numElems elements. Its buffers are still to be set.
+func newHandle[T any](c *call, i, numElems int) (*Handle[T], error) {
+	h := new(Handle[T])
+	h.kind, h.engine = c.kind, c.engine.engine
+	e := &h.entry
+	e.Set, e.Timeout, e.InPlace, e.ErrorFeedback, e.Done = c.set.id, c.timeout, c.inPlace, c.errorFeedback, h.finished
+	q := &e.Request
+	q.Kind, q.DType, q.Op, q.Prescale, q.Postscale, q.Wire = c.kind, c.dtype, c.op, c.pre, c.post, c.wire
+	if c.shapes == nil {
+		h.dims[0] = int64(numElems)
+		q.Shape = h.dims[:]
+		return h, nil
 	}
-	return h
+	var err error
+	q.Shape, err = c.shape(i, numElems)
+	return h, err
+}
+
+// finished is the Done of h's entry.
+func (h *Handle[T]) finished(err error) {
+	if err == nil && h.entry.Request.DType == tensor.Bool {
+		onlyBools(h.entry.Output)
+	}
+	h.complete(err)
+	if h.group != nil {
+		h.group.finished()
+	}
 }
 
 // onlyBools makes the bytes that other ranks sent ones that Go allows in a bool.
@@ -48,6 +59,9 @@ func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
 		}
 	}
 	c.drawName()
+	if err := message.CheckName(c.name); err != nil {
+		return c.misuse("%w", err)
+	}
 	var few [1]*tensorqueue.Entry // most calls need no more, and then no allocation
 	entries := few[:0]
 	for i, h := range handles {
@@ -62,23 +76,27 @@ func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
 		h.name = q.Name
 		entries = append(entries, &h.entry)
 	}
-	return c.enter(entries...)
+	return c.queue(entries...)
 }
 
 // drawName names what has no name. Members of a set make unnamed calls in one order, so they draw the same.
 func (c *call) drawName() {
 	if c.name == "" {
-		c.name = fmt.Sprintf("%v.noname.%d", c.kind, c.set.unnamed.Add(1))
+		name := append([]byte(c.kind.String()), ".noname."...)
+		c.name = string(strconv.AppendInt(name, c.set.unnamed.Add(1), 10))
 	}
 }
 
-// enter gives entries to the engine, and makes what it refuses because of this call a misuse.
-func (c *call) enter(entries ...*tensorqueue.Entry) error {
-	for _, e := range entries {
-		if err := e.Request.Check(); err != nil {
-			return c.misuse("%w", err)
-		}
+// enter gives to the engine what has not been checked.
+func (c *call) enter(e *tensorqueue.Entry) error {
+	if err := e.Request.Check(); err != nil {
+		return c.misuse("%w", err)
 	}
+	return c.queue(e)
+}
+
+// queue gives entries to the engine, and makes what it refuses because of this call a misuse.
+func (c *call) queue(entries ...*tensorqueue.Entry) error {
 	err := c.engine.engine.Queue(entries...)
 	if err == nil {
 		return nil
@@ -117,7 +135,7 @@ func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 }
 
 // one queues an operation on one tensor, for which build makes the handle.
-func one[T Element](kind message.Kind, x []T, opts []Option, build func(c *call, i int, x []T) (*Handle[T], error)) (*Handle[T], error) {
+func one[T Element](kind message.Kind, x []T, opts []Option, build func(c call, i int, x []T) (*Handle[T], error)) (*Handle[T], error) {
 	c, err := prepare(kind, tensor.Of[T](), false, opts)
 	if err != nil {
 		return nil, err
@@ -126,18 +144,17 @@ func one[T Element](kind message.Kind, x []T, opts []Option, build func(c *call,
 	if err != nil {
 		return nil, err
 	}
-	if err := submit(c, false, h); err != nil {
+	if err := submit(&c, false, h); err != nil {
 		return nil, err
 	}
 	return h, nil
 }
 
-func allreduceTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
-	shape, err := c.shape(i, len(x))
+func allreduceTensor[T Element](c call, i int, x []T) (*Handle[T], error) {
+	h, err := newHandle[T](&c, i, len(x))
 	if err != nil {
 		return nil, err
 	}
-	h := newHandle[T](c, shape)
 	h.out = x
 	if !c.inPlace {
 		h.out = make([]T, len(x))
@@ -160,7 +177,7 @@ func AllgatherAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Allgather, x, opts, allgatherTensor))
 }
 
-func allgatherTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
+func allgatherTensor[T Element](c call, i int, x []T) (*Handle[T], error) {
 	mine := x
 	if c.inPlace {
 		n := c.set.Size()
@@ -170,11 +187,10 @@ func allgatherTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
 		each := len(x) / n
 		mine = x[c.set.Rank()*each : (c.set.Rank()+1)*each]
 	}
-	shape, err := c.shape(i, len(mine))
+	h, err := newHandle[T](&c, i, len(mine))
 	if err != nil {
 		return nil, err
 	}
-	h := newHandle[T](c, shape)
 	h.entry.Input = tensor.Bytes(mine)
 	if c.inPlace {
 		h.out, h.entry.Output = x, tensor.Bytes(x)
@@ -207,7 +223,7 @@ func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], err
 }
 
 func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
-	return one(message.Broadcast, x, opts, func(c *call, i int, x []T) (*Handle[T], error) {
+	return one(message.Broadcast, x, opts, func(c call, i int, x []T) (*Handle[T], error) {
 		if !c.set.contains(root) {
 			return nil, c.misuse("root rank is %d, want one of %v", root, c.set)
 		}
@@ -234,12 +250,12 @@ func ReducescatterAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Reducescatter, x, opts, reducescatterTensor))
 }
 
-func reducescatterTensor[T Element](c *call, i int, x []T) (*Handle[T], error) {
-	shape, err := c.shape(i, len(x))
+func reducescatterTensor[T Element](c call, i int, x []T) (*Handle[T], error) {
+	h, err := newHandle[T](&c, i, len(x))
 	if err != nil {
 		return nil, err
 	}
-	h := newHandle[T](c, shape)
+	shape := h.entry.Request.Shape
 	from, to := 0, 0 // a scalar has no rows: the ranks are told together
 	if len(shape) > 0 && shape[0] > 0 {
 		first, rows := tensor.Rows(shape[0], c.set.Size(), c.set.Rank())
@@ -274,13 +290,12 @@ func AlltoallAsync[T Element](x []T, splits []int, opts ...Option) (*Handle[T], 
 }
 
 func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error) {
-	return one(message.Alltoall, x, opts, func(c *call, i int, x []T) (*Handle[T], error) {
-		shape, err := c.shape(i, len(x))
+	return one(message.Alltoall, x, opts, func(c call, i int, x []T) (*Handle[T], error) {
+		h, err := newHandle[T](&c, i, len(x))
 		if err != nil {
 			return nil, err
 		}
-		h := newHandle[T](c, shape)
-		if len(shape) > 0 { // a scalar has no rows: the ranks are told together
+		if shape := h.entry.Request.Shape; len(shape) > 0 { // a scalar has no rows: the ranks are told together
 			if h.entry.Splits, err = c.splits(splits, shape[0]); err != nil {
 				return nil, err
 			}
@@ -337,8 +352,12 @@ func barrier(opts []Option) (*Handle[struct{}], error) {
 	if err != nil {
 		return nil, err
 	}
-	h := newHandle[struct{}](c, nil)
-	if err := submit(c, false, h); err != nil {
+	h, err := newHandle[struct{}](&c, 0, 0)
+	if err != nil {
+		return nil, err
+	}
+	h.entry.Request.Shape = nil
+	if err := submit(&c, false, h); err != nil {
 		return nil, err
 	}
 	return h, nil

@@ -2,7 +2,6 @@ package hvd
 
 import (
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/gohvd/gohvd/half"
@@ -134,19 +133,33 @@ func Over(set *ProcessSet) Option { return Option{kind: optOver, set: set} }
 // On runs the operation on e instead of the engine that Init started.
 func On(e *Engine) Option { return Option{kind: optOn, engine: e} }
 
-// applies are the options of each kind, beside those of all.
-var applies = map[message.Kind][]optionKind{
-	message.Allreduce:     {optName, optShape, optInPlace, optOp, optPrescale, optPostscale, optCompress, optErrorFeedback},
-	message.Reducescatter: {optName, optShape, optInPlace, optOp, optPrescale, optPostscale},
-	message.Allgather:     {optName, optShape, optInPlace},
-	message.Alltoall:      {optName, optShape, optInPlace},
-	message.Broadcast:     {optName, optShape, optInPlace},
-	message.Barrier:       {optName},
-	message.Join:          {optEmpty},
+// optionSet is a set of options, a bit for each kind.
+type optionSet uint16
+
+func optionsOf(kinds ...optionKind) (s optionSet) {
+	for _, k := range kinds {
+		s |= 1 << k
+	}
+	return s
 }
 
-// always are the options of every kind.
-var always = []optionKind{optTimeout, optOver, optOn}
+func (s optionSet) has(k optionKind) bool { return s>>k&1 != 0 }
+
+// applies are the options of each operation.
+var applies = func() (sets [message.Error]optionSet) {
+	always := optionsOf(optTimeout, optOver, optOn)
+	moves := always | optionsOf(optName, optShape, optInPlace)
+	reduces := moves | optionsOf(optOp, optPrescale, optPostscale)
+	for k := range sets {
+		sets[k] = always
+	}
+	sets[message.Allreduce] = reduces | optionsOf(optCompress, optErrorFeedback)
+	sets[message.Reducescatter] = reduces
+	sets[message.Allgather], sets[message.Alltoall], sets[message.Broadcast] = moves, moves, moves
+	sets[message.Barrier] |= optionsOf(optName)
+	sets[message.Join] |= optionsOf(optEmpty)
+	return sets
+}()
 
 // call is an operation as its options describe it.
 type call struct {
@@ -166,8 +179,8 @@ type call struct {
 }
 
 // prepare reads the options of an operation on elements of dt.
-func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (*call, error) {
-	c := &call{kind: kind, dtype: dt, timeout: -1}
+func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (call, error) {
+	c := call{kind: kind, dtype: dt, timeout: -1}
 	if kind.Reduces() {
 		c.op, c.pre, c.post = Average, 1, 1
 	}
@@ -178,11 +191,11 @@ func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (*ca
 	}
 	for i := range opts {
 		if err := c.take(&opts[i], group); err != nil {
-			return nil, err
+			return call{}, err
 		}
 	}
 	if err := c.locate(); err != nil {
-		return nil, err
+		return call{}, err
 	}
 	if c.timeout < 0 {
 		if c.timeout = 0; kind != message.Join {
@@ -200,7 +213,7 @@ func (c *call) take(o *Option, group bool) error {
 	} else if wanted == optShapes {
 		wanted = optShape
 	}
-	if !slices.Contains(always, wanted) && !slices.Contains(applies[c.kind], wanted) {
+	if !applies[c.kind].has(wanted) {
 		return c.misuse("option %v does not apply", o.kind)
 	}
 	switch o.kind {
@@ -266,11 +279,8 @@ func (c *call) locate() error {
 	return nil
 }
 
-// shape is that of tensor i, which has numElems elements.
+// shape is the one given for tensor i, which has numElems elements.
 func (c *call) shape(i, numElems int) (tensor.Shape, error) {
-	if c.shapes == nil {
-		return tensor.Shape{int64(numElems)}, nil
-	}
 	s := make(tensor.Shape, len(c.shapes[i]))
 	for d, n := range c.shapes[i] {
 		s[d] = int64(n)

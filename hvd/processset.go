@@ -145,13 +145,13 @@ func (c *call) changeSets(ctx context.Context, q message.Request, apply func(*me
 	if !c.engine.dynamicSets {
 		return c.misuse("process sets cannot be changed after Init: HOROVOD_DYNAMIC_PROCESS_SETS is 0")
 	}
-	o := operation{kind: c.kind, name: q.Name, done: make(chan struct{}), engine: c.engine.engine}
+	o := operation{kind: c.kind, name: q.Name, engine: c.engine.engine}
 	e := &tensorqueue.Entry{Set: topo.Global, Request: q, Timeout: c.timeout}
 	e.Done = func(err error) {
-		if o.err = err; err == nil {
+		if err == nil {
 			apply(e.Response)
 		}
-		close(o.done)
+		o.complete(err)
 	}
 	if err := c.enter(e); err != nil {
 		return err

@@ -15,7 +15,7 @@ func (r *Request) Check() error {
 	if !r.Kind.Valid() {
 		return fmt.Errorf("request %q has unknown kind %d", r.Name, r.Kind)
 	}
-	if err := checkName(r.Name); err != nil {
+	if err := CheckName(r.Name); err != nil {
 		return err
 	}
 	if err := r.CheckParameters(); err != nil {
@@ -30,7 +30,7 @@ func (r *Request) CheckParameters() error {
 		return fmt.Errorf("group %q of %d tensors", r.Group, r.GroupSize)
 	}
 	if r.Group != "" {
-		if err := checkName(r.Group); err != nil {
+		if err := CheckName(r.Group); err != nil {
 			return err
 		}
 	}
@@ -89,7 +89,7 @@ func (r *Request) checkReduction() error {
 // check is Check for responses, whose sizes followers compute with.
 func (r *Response) check() error {
 	if r.Kind == Error {
-		return checkName(r.Name)
+		return CheckName(r.Name)
 	}
 	q := r.request()
 	if err := q.Check(); err != nil {
@@ -109,7 +109,8 @@ func (r *Response) check() error {
 	return nil
 }
 
-func checkName(name string) error {
+// CheckName says what is wrong with the name of a tensor or group, or returns nil.
+func CheckName(name string) error {
 	if name == "" || len(name) > MaxNameBytes {
 		return fmt.Errorf("a tensor name has %d bytes, want 1 to %d", len(name), MaxNameBytes)
 	}

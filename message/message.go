@@ -36,6 +36,8 @@ type Request struct {
 	Ranks []topo.Rank
 	// Set is the process set to remove.
 	Set topo.ProcessSetID
+	// Bit is a guess which bit the name has in the response cache, and does not travel. A wrong one costs time alone.
+	Bit uint32
 }
 
 // Response is what the members of a process set have agreed to do with one tensor. It is immutable once

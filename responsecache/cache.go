@@ -39,12 +39,18 @@ type Cache struct {
 	byName  map[string]uint32
 }
 
-// Lookup classifies q, a request of the given member (an index into the process set). It allocates nothing.
+// Lookup classifies q, a request of the given member (an index into the process set), and sets q.Bit if it knows the name.
+// It allocates nothing.
 func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
-	bit, ok := c.byName[q.Name]
+	bit = q.Bit
+	if r := c.At(bit); r == nil || r.Name != q.Name {
+		var ok bool
+		if bit, ok = c.byName[q.Name]; !ok {
+			return 0, Miss
+		}
+		q.Bit = bit
+	}
 	switch {
-	case !ok:
-		return 0, Miss
 	case c.entries[bit].Matches(q, member):
 		return bit, Hit
 	default:

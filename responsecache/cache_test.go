@@ -63,6 +63,13 @@ func TestLookup(t *testing.T) {
 	} {
 		q := c.At(test.of).Request(test.member)
 		test.change(&q)
+		for guess := range uint32(80) { // right, of another, of none, and beyond all
+			q := q
+			q.Bit = guess
+			if bit, state := c.Lookup(&q, test.member); state != test.state || state != responsecache.Miss && (bit != test.of || q.Bit != bit) {
+				t.Errorf("%s, guess %d: got bit %d, %v and the guess %d, want %d and %v", test.name, guess, bit, state, q.Bit, test.of, test.state)
+			}
+		}
 		bit, state := c.Lookup(&q, test.member)
 		if state != test.state || state != responsecache.Miss && bit != test.of {
 			t.Errorf("%s: got %v of bit %d, want %v of bit %d", test.name, state, bit, test.state, test.of)

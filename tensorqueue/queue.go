@@ -9,7 +9,6 @@ package tensorqueue
 import (
 	"fmt"
 	"maps"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -57,20 +56,32 @@ type Entry struct {
 	Deadline time.Duration
 
 	queue *Queue
+	name  *name
+}
+
+// name is what a queue remembers of a name. It outlives the entries, for most names come again.
+type name struct {
+	entry *Entry // in flight, or nil
+	bit   uint32 // Request.Bit of the last entry
 }
 
 // Queue holds the entries of one process set. Use New.
 type Queue struct {
-	mu      sync.Mutex
-	table   map[string]*Entry
-	pending []*Entry
-	closed  error
-	waiting atomic.Bool // pending is not empty
+	mu       sync.Mutex
+	names    map[string]*name
+	inFlight int
+	limit    int // of names that are remembered
+	pending  []*Entry
+	closed   error
+	waiting  atomic.Bool // pending is not empty
 }
+
+// minNames is the least limit of names that are remembered.
+const minNames = 2048
 
 // New makes an empty queue.
 func New() *Queue {
-	return &Queue{table: make(map[string]*Entry)}
+	return &Queue{names: make(map[string]*name), limit: minNames}
 }
 
 // Add submits entries: all of them, in this order, or none. It fails with *DuplicateNameError, or with the error given
@@ -82,18 +93,42 @@ func (q *Queue) Add(entries ...*Entry) error {
 		return q.closed
 	}
 	for i, e := range entries {
-		if _, ok := q.table[e.Request.Name]; ok {
+		n := q.nameOf(e.Request.Name)
+		if n.entry != nil {
 			for _, added := range entries[:i] {
-				delete(q.table, added.Request.Name)
+				added.name.entry = nil
 			}
 			return &DuplicateNameError{e.Request.Kind, e.Request.Name}
 		}
-		e.queue = q
-		q.table[e.Request.Name] = e
+		n.entry = e
+		e.queue, e.name = q, n
+		e.Request.Bit = n.bit
 	}
+	q.inFlight += len(entries)
 	q.pending = append(q.pending, entries...)
-	q.waiting.Store(true)
+	if !q.waiting.Load() {
+		q.waiting.Store(true)
+	}
 	return nil
+}
+
+// nameOf is what is known of a name.
+func (q *Queue) nameOf(text string) *name {
+	if n := q.names[text]; n != nil {
+		return n
+	}
+	if len(q.names) >= q.limit {
+		q.forget()
+	}
+	n := new(name)
+	q.names[text] = n
+	return n
+}
+
+// forget drops the names that are not in flight. The next time is after as many new ones as are kept.
+func (q *Queue) forget() {
+	maps.DeleteFunc(q.names, func(_ string, n *name) bool { return n.entry == nil })
+	q.limit = max(minNames, 2*len(q.names))
 }
 
 // Pop appends to dst the entries added since the last Pop, in order of submission. They stay in the table.
@@ -114,16 +149,20 @@ func (q *Queue) Waiting() bool { return q.waiting.Load() }
 func (q *Queue) Find(name string) *Entry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return q.table[name]
+	if n := q.names[name]; n != nil {
+		return n.entry
+	}
+	return nil
 }
 
 // Finish frees the name of e and calls its Done. It does nothing if e is not in its queue any more.
 func (e *Entry) Finish(err error) {
 	q := e.queue
 	q.mu.Lock()
-	here := q.table[e.Request.Name] == e
+	here := e.name.entry == e
 	if here {
-		delete(q.table, e.Request.Name)
+		e.name.entry, e.name.bit = nil, e.Request.Bit
+		q.inFlight--
 	}
 	q.mu.Unlock()
 	if here {
@@ -145,12 +184,18 @@ func (q *Queue) Close(err error) {
 func (q *Queue) InFlight() []*Entry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return slices.Collect(maps.Values(q.table))
+	entries := make([]*Entry, 0, q.inFlight)
+	for _, n := range q.names {
+		if n.entry != nil {
+			entries = append(entries, n.entry)
+		}
+	}
+	return entries
 }
 
 // Len is the number of tensors in flight.
 func (q *Queue) Len() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return len(q.table)
+	return q.inFlight
 }

@@ -3,6 +3,7 @@ package tensorqueue_test
 import (
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -180,6 +181,44 @@ func TestConcurrentUse(t *testing.T) {
 	wg.Wait()
 	if n := done.Load(); n != submitters*each || q.Len() != 0 {
 		t.Errorf("%d calls of Done and %d entries left, want %d and 0", n, q.Len(), submitters*each)
+	}
+}
+
+// A name that comes again has the guess that its last entry had at the end; but not all names are kept for ever.
+func TestNames(t *testing.T) {
+	q := tensorqueue.New()
+	held := entry("held", func(error) {})
+	if err := q.Add(held); err != nil {
+		t.Fatal(err)
+	}
+	once := func(name string, bit uint32) (guess uint32) {
+		e := entry(name, func(error) {})
+		if err := q.Add(e); err != nil {
+			t.Fatal(err)
+		}
+		q.Pop(nil)
+		guess, e.Request.Bit = e.Request.Bit, bit
+		e.Finish(nil)
+		return guess
+	}
+	once("x", 7)
+	if got := once("x", 8); got != 7 {
+		t.Errorf("the guess is %d, want 7", got)
+	}
+	var before, after runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&before)
+	const many = 300_000
+	for i := range many {
+		once(fmt.Sprint("allreduce.noname.", i), 1)
+	}
+	runtime.GC()
+	runtime.ReadMemStats(&after)
+	if kept := int64(after.HeapAlloc) - int64(before.HeapAlloc); kept > 10*many {
+		t.Errorf("%d bytes are kept after %d names", kept, many)
+	}
+	if q.Find("held") != held || q.Len() != 1 {
+		t.Error("what is in flight was forgotten")
 	}
 }
 

@@ -266,6 +266,11 @@ func (e *Engine) connect(ctx context.Context) error {
 // Submit hands tensors of one process set to the engine, all of them or none. The buffers are the engine's until Done
 // is called, which happens exactly once for each if Submit returns nil and never otherwise.
 func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
+	for _, entry := range entries {
+		if err := entry.Request.Check(); err != nil {
+			return &OpError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err}
+		}
+	}
 	err := e.Queue(entries...)
 	if err == nil {
 		e.ring()

@@ -69,13 +69,8 @@ func (w *wheel) take() bool {
 // triesForWheel are about as many as a turn takes.
 const triesForWheel = 50
 
-// Queue is Submit for a caller that calls Help or Ring next.
+// Queue is Submit for a caller that calls Help or Ring next, and has checked the requests.
 func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
-	for _, entry := range entries {
-		if err := entry.Request.Check(); err != nil {
-			return &OpError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err}
-		}
-	}
 	l := e.lanes.find(entries[0].Set)
 	err := error(ErrNoProcessSet)
 	if l != nil {
@@ -94,10 +89,10 @@ func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 // Ring has what was queued noticed.
 func (e *Engine) Ring() { e.ring() }
 
-// Help takes turns of the loop in the calling goroutine until done is closed or ctx has ended, but not for long when
-// nothing happens: the caller goes on to wait for done. What was queued is noticed in any case. It may be called from any
+// Help takes turns of the loop in the calling goroutine until done reports true or ctx has ended, but not for long when
+// nothing happens: the caller goes on to wait. What was queued is noticed in any case. It may be called from any
 // goroutine; Done of other operations is called by it too.
-func (e *Engine) Help(ctx context.Context, done <-chan struct{}) {
+func (e *Engine) Help(ctx context.Context, done func() bool) {
 	if !e.helpable || !e.wheel.take() {
 		e.ring()
 		return
@@ -110,7 +105,7 @@ func (e *Engine) Help(ctx context.Context, done <-chan struct{}) {
 	e.now = time.Since(e.start)
 	e.spin.extend(e.now)
 	var next time.Duration
-	enough := func() bool { return closed(done) || closed(ctx.Done()) || closed(e.stop) }
+	enough := func() bool { return done() || closed(ctx.Done()) || closed(e.stop) }
 	for !e.wheel.over {
 		if next = e.turn(); enough() || !e.look(&e.spin.helping, enough) {
 			break

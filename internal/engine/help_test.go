@@ -24,7 +24,7 @@ func (c *cluster) do(r int, entry *tensorqueue.Entry) (helped bool) {
 		c.t.Errorf("rank %d: %q: %v", r, entry.Request.Name, err)
 		return false
 	}
-	c.engines[r].Help(c.ctx, done)
+	c.engines[r].Help(c.ctx, isClosed(done))
 	select {
 	case <-done:
 		helped = true
@@ -40,6 +40,20 @@ func (c *cluster) do(r int, entry *tensorqueue.Entry) (helped bool) {
 	}
 	return helped
 }
+
+// isClosed reports whether c is closed, whenever it is asked.
+func isClosed(c <-chan struct{}) func() bool {
+	return func() bool {
+		select {
+		case <-c:
+			return true
+		default:
+			return false
+		}
+	}
+}
+
+func never() bool { return false }
 
 func barrier(name string) *tensorqueue.Entry {
 	return &tensorqueue.Entry{Request: message.Request{Kind: message.Barrier, Name: name}}
@@ -114,7 +128,7 @@ func TestHelpEnds(t *testing.T) {
 		if err := c.engines[r].Queue(entry); err != nil {
 			t.Fatal(err)
 		}
-		c.engines[r].Help(ctx, nil)
+		c.engines[r].Help(ctx, never)
 		if len(late[r]) > 0 {
 			t.Fatalf("rank %d is done without rank 0", r)
 		}
@@ -126,7 +140,7 @@ func TestHelpEnds(t *testing.T) {
 		}
 	}
 	c.shutdown()
-	c.engines[1].Help(c.ctx, nil) // there is nothing to help with any more
+	c.engines[1].Help(c.ctx, never) // there is nothing to help with any more
 }
 
 // What is left to a heartbeat takes half a second. So much of it takes longer than the test has.
@@ -164,7 +178,7 @@ func TestHelpKeepsDeadlines(t *testing.T) {
 		if err := c.engines[1].Queue(entry); err != nil {
 			t.Fatal(err)
 		}
-		c.engines[1].Help(c.ctx, nil)
+		c.engines[1].Help(c.ctx, never)
 		if err := c.wait(done); err == nil {
 			t.Fatal("got no error")
 		}
@@ -187,7 +201,7 @@ func TestCloseWhileHelping(t *testing.T) {
 	}
 	go func() {
 		defer close(left)
-		c.engines[1].Help(context.Background(), answered)
+		c.engines[1].Help(context.Background(), isClosed(answered))
 	}()
 	for before := c.engines[1].Looks(); c.engines[1].Looks() < before+100; {
 	}

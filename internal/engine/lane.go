@@ -52,6 +52,8 @@ type lane struct {
 	scratch        scratch
 
 	bell chan struct{}
+	// voted finds what was submitted by the bits of the response cache. Owned by the loop.
+	voted votes
 	// trial is what the loop has started and watches; nil unless it has claimed the lane. Owned by the loop.
 	trial *work
 
@@ -71,6 +73,34 @@ func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 		manager: manager,
 		bell:    make(chan struct{}, 1),
 	}, err
+}
+
+// votes are the entries by the bits for which they may be votes, so that a grant of many is not a search for each.
+type votes []*tensorqueue.Entry
+
+// add enters e, which has passed the cache.
+func (v *votes) add(e *tensorqueue.Entry) {
+	for int(e.Request.Bit) >= len(*v) {
+		*v = append(*v, nil)
+	}
+	(*v)[e.Request.Bit] = e
+}
+
+// take removes the entry of a bit if it has the given name, and is nil else.
+func (v votes) take(bit uint32, name string) *tensorqueue.Entry {
+	if int64(bit) >= int64(len(v)) || v[bit] == nil || v[bit].Request.Name != name {
+		return nil
+	}
+	e := v[bit]
+	v[bit] = nil
+	return e
+}
+
+// drop removes e, so that what it refers to can be collected. It may be nil.
+func (v votes) drop(e *tensorqueue.Entry) {
+	if e != nil && int64(e.Request.Bit) < int64(len(v)) && v[e.Request.Bit] == e {
+		v[e.Request.Bit] = nil
+	}
 }
 
 // push queues w.

@@ -11,6 +11,7 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 )
@@ -277,7 +278,10 @@ func (e *Engine) submit(l *lane, now time.Duration, to func(topo.ProcessSetID, *
 	for _, entry := range s.entries {
 		if err := to(entry.Set, &entry.Request); err != nil {
 			entry.Finish(opError(&entry.Request, err))
-		} else if entry.Timeout > 0 {
+			continue
+		}
+		l.voted.add(entry)
+		if entry.Timeout > 0 {
 			entry.Deadline = now + entry.Timeout
 			e.due = min(e.due, entry.Deadline)
 		}
@@ -371,8 +375,15 @@ func (e *Engine) match(w *work) error {
 		return nil
 	}
 	l := e.lanes.find(w.grant.Set)
-	for _, r := range w.grant.Responses {
-		entry := l.queue.Find(r.Name)
+	for i, r := range w.grant.Responses {
+		var entry *tensorqueue.Entry
+		if i < len(w.grant.Bits) {
+			entry = l.voted.take(w.grant.Bits[i], r.Name)
+		}
+		if entry == nil {
+			entry = l.queue.Find(r.Name)
+			l.voted.drop(entry)
+		}
 		if entry == nil {
 			return fmt.Errorf("it granted %v %q, which this rank has not submitted", r.Kind, r.Name)
 		}
