@@ -74,19 +74,38 @@ type Fuser interface {
 	AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s Scaling, tensors []Tensor) error
 }
 
-// Starter is a Fuser that can begin an allreduce of few bytes and come back for the result, so that who waits for other
-// ranks can do something else meanwhile.
+// Starter is a Fuser that can do operations step by step, so that who waits for other ranks can do something else
+// meanwhile.
 type Starter interface {
 	Fuser
 
-	// StartAllreduce is the first half of AllreduceFused: it gives the others what they need of this rank. It does not
-	// wait. If it cannot, or there are too many bytes, it does nothing and reports false, and AllreduceFused is to be
-	// called. The buffers are the backend's until the operation is finished, which comes before any other call.
-	StartAllreduce(alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s Scaling, tensors []Tensor) (started bool, err error)
+	// StartAllreduce begins AllreduceFused: it gives the others what they need first of this rank. It does not wait. If it
+	// cannot, or if more than one step is left and long does not allow that, it does nothing and reports false, and
+	// AllreduceFused is to be called. The buffers are the backend's until the operation is finished, which comes before
+	// any other call.
+	StartAllreduce(alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s Scaling, tensors []Tensor, long bool) (started bool, err error)
 
-	// TryFinish is the second half, or reports false where that would have to wait.
-	TryFinish() (finished bool, err error)
+	// StartAllgather begins Allgather, which has more than one step.
+	StartAllgather(alg message.Algorithm, out []byte, counts []int64) (started bool, err error)
 
-	// Finish is the second half. It waits until ctx ends.
+	// StartBroadcast begins Broadcast, which has more than one step.
+	StartBroadcast(alg message.Algorithm, root int, buf []byte) (started bool, err error)
+
+	// TryFinish does the next step, unless that would have to wait for another rank.
+	TryFinish() (Progress, error)
+
+	// Finish does what is left. It waits until ctx ends.
 	Finish(ctx context.Context) error
 }
+
+// Progress is what came of a step.
+type Progress uint8
+
+const (
+	// Waiting is a step that has to wait for another rank.
+	Waiting Progress = iota
+	// Moving is a step that was done, and others are left.
+	Moving
+	// Finished is the last step.
+	Finished
+)

@@ -9,7 +9,8 @@
 //
 // Over a transport.Poller a caller that waits for its operation takes the loop's turns itself (Help), and what takes no
 // waiting is done in a turn: a barrier, or an allreduce of few bytes, of which a turn does the first half and a later one
-// the second (ops.Starter). So a blocking call of few bytes neither leaves the caller's thread nor wakes another.
+// the second (ops.Starter). Operations of many steps are done so by callers that wait, not by the loop, and go to the lane
+// when a step has to wait long. So a blocking call neither leaves the caller's thread nor wakes another.
 package engine
 
 import (

@@ -60,6 +60,9 @@ func (l *lane) collective(ctx context.Context, w *work) error {
 	if err != nil {
 		return err
 	}
+	if w.started {
+		return backend.(ops.Starter).Finish(ctx)
+	}
 	switch kind {
 	case message.Allreduce:
 		return l.allreduce(ctx, backend, w)
@@ -73,6 +76,38 @@ func (l *lane) collective(ctx context.Context, w *work) error {
 		return l.reducescatter(ctx, backend, w)
 	}
 	return fmt.Errorf("engine: granted operation %v is unknown", kind)
+}
+
+// start begins the operation of w, if that can be done step by step; long says that it may be more than one step.
+func (l *lane) start(w *work, long bool) (started bool, err error) {
+	backend, err := l.manager.Get(w.grant.Backend)
+	if err != nil {
+		return false, err
+	}
+	s, ok := backend.(ops.Starter)
+	if !ok {
+		return false, nil
+	}
+	switch kind := w.grant.Responses[0].Kind; {
+	case kind == message.Allreduce:
+		return l.startAllreduce(s, w, long)
+	case !long || w.absent || len(w.entries) > 1:
+		return false, nil
+	case kind == message.Allgather:
+		return l.startAllgather(s, w)
+	case kind == message.Broadcast:
+		return s.StartBroadcast(w.grant.Algorithm, l.root(w), l.offer(w))
+	}
+	return false, nil
+}
+
+// tryFinish does the next step of what start has begun, if that is possible without waiting.
+func (l *lane) tryFinish(w *work) (ops.Progress, error) {
+	backend, err := l.manager.Get(w.grant.Backend)
+	if err != nil {
+		return ops.Waiting, err
+	}
+	return backend.(ops.Starter).TryFinish()
 }
 
 // checkResult refuses a result that would be allocated here because another rank says so, and cannot be.

@@ -13,7 +13,36 @@ import (
 // allgather gathers one tensor in its output, several in the fusion buffer, which then has a block from each rank, and in
 // it that rank's rows of each tensor.
 func (l *lane) allgather(ctx context.Context, backend ops.Backend, w *work) error {
-	counts := l.scratch.counts[:0]
+	out, counts, err := l.gathered(w)
+	if err != nil {
+		return err
+	}
+	gathered := out != nil
+	if !gathered {
+		out = l.scratch.fused.Bytes(int(sum(counts)))
+	}
+	l.contribute(w, out, counts)
+	if err := backend.Allgather(ctx, w.grant.Algorithm, out, counts); err != nil || gathered {
+		return err
+	}
+	l.ungather(w, out)
+	return nil
+}
+
+// startAllgather starts an allgather of one tensor.
+func (l *lane) startAllgather(backend ops.Starter, w *work) (started bool, err error) {
+	out, counts, err := l.gathered(w)
+	if err != nil || out == nil {
+		return false, err
+	}
+	l.contribute(w, out, counts)
+	return backend.StartAllgather(w.grant.Algorithm, out, counts)
+}
+
+// gathered is where the result of an allgather goes, nil if that is not one tensor's output, and how many bytes each rank
+// contributes.
+func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
+	counts = l.scratch.counts[:0]
 	for i := range l.set.Ranks {
 		var n int64
 		for _, r := range w.grant.Responses {
@@ -23,26 +52,21 @@ func (l *lane) allgather(ctx context.Context, backend ops.Backend, w *work) erro
 	}
 	l.scratch.counts = counts
 	if err := l.checkResult(message.Allgather, sum(counts)); err != nil {
-		return err
+		return nil, nil, err
 	}
-	var out []byte
 	if len(w.entries) == 1 {
 		out = output(w.entries[0], int(sum(counts)))
 	}
-	gathered := out != nil
-	if !gathered {
-		out = l.scratch.fused.Bytes(int(sum(counts)))
-	}
+	return out, counts, nil
+}
+
+// contribute writes this rank's part of an allgather.
+func (l *lane) contribute(w *work, out []byte, counts []int64) {
 	at := sum(counts[:l.me])
 	for _, e := range w.entries {
 		copyUnlessSame(out[at:], e.Input)
 		at += int64(len(e.Input))
 	}
-	if err := backend.Allgather(ctx, w.grant.Algorithm, out, counts); err != nil || gathered {
-		return err
-	}
-	l.ungather(w, out)
-	return nil
 }
 
 // ungather copies gathered blocks to the outputs of w.
@@ -68,17 +92,12 @@ func (l *lane) ungather(w *work, from []byte) {
 
 // broadcast sends one tensor from where the root has it, several from the fusion buffer.
 func (l *lane) broadcast(ctx context.Context, backend ops.Backend, w *work) error {
-	root := slices.Index(l.set.Ranks, w.grant.Responses[0].Root)
-	isRoot := root == l.me
+	root := l.root(w)
 	if len(w.entries) == 1 {
-		e := w.entries[0]
-		if isRoot {
-			copyUnlessSame(e.Output, e.Input)
-		}
-		return backend.Broadcast(ctx, w.grant.Algorithm, root, e.Output)
+		return backend.Broadcast(ctx, w.grant.Algorithm, root, l.offer(w))
 	}
 	buf := l.scratch.fused.Bytes(int(total(w)))
-	if isRoot {
+	if root == l.me {
 		at := 0
 		for _, e := range w.entries {
 			at += copy(buf[at:], e.Input)
@@ -91,6 +110,18 @@ func (l *lane) broadcast(ctx context.Context, backend ops.Backend, w *work) erro
 		buf = buf[copy(e.Output, buf):]
 	}
 	return nil
+}
+
+// root is the position of a broadcast's root.
+func (l *lane) root(w *work) int { return slices.Index(l.set.Ranks, w.grant.Responses[0].Root) }
+
+// offer is the buffer of a broadcast of one tensor, in which the root has it.
+func (l *lane) offer(w *work) []byte {
+	e := w.entries[0]
+	if l.root(w) == l.me {
+		copyUnlessSame(e.Output, e.Input)
+	}
+	return e.Output
 }
 
 // splitBytes is the size of a number of rows on the wire.

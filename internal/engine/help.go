@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/futex"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -168,7 +169,8 @@ func (e *Engine) attempt(l *lane, w *work) bool {
 		e.attempted(l, w, err)
 		return true
 	}
-	w.started, err = l.startAllreduce(w)
+	// A caller that waits has time for many steps. If others are late for one of them, or ctx ends, the lane goes on.
+	w.started, err = l.start(w, !e.wheel.background.Load())
 	if err != nil {
 		e.attempted(l, w, err)
 		return true
@@ -193,13 +195,17 @@ func (e *Engine) attempted(l *lane, w *work, err error) {
 	l.unclaim(w)
 }
 
-// try finishes what was started if that is possible by now, and reports whether something was.
+// try does the next step of what was started where that is possible by now, and reports whether there was one.
 func (e *Engine) try() (some bool) {
 	for i := 0; i < len(e.trying); i++ {
 		l := e.trying[i]
 		w := l.trial
-		done, err := l.tryFinish(w)
-		if !done && err == nil {
+		progress, err := l.tryFinish(w)
+		if err == nil && progress != ops.Finished {
+			if progress == ops.Moving {
+				some = true
+				e.spin.extend(e.now)
+			}
 			continue
 		}
 		if err == nil {

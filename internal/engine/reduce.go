@@ -13,9 +13,6 @@ func (l *lane) allreduce(ctx context.Context, backend ops.Backend, w *work) erro
 	r := w.grant.Responses[0]
 	s := scalingOf(r, l.averageOver(w))
 	if f, ok := backend.(ops.Fuser); ok && fusible(w, s) {
-		if w.started {
-			return f.(ops.Starter).Finish(ctx)
-		}
 		return l.allreduceFused(ctx, f, w, s)
 	}
 	direct := len(w.entries) == 1 && !r.Wire.Valid()
@@ -88,19 +85,11 @@ func (l *lane) allreduceFused(ctx context.Context, backend ops.Fuser, w *work, s
 	return backend.AllreduceFused(ctx, w.grant.Algorithm, r.DType, r.Op.Base(), s.ops(), tensors)
 }
 
-// startAllreduce starts an allreduce, if it is one and can be started.
-func (l *lane) startAllreduce(w *work) (started bool, err error) {
+// startAllreduce starts an allreduce.
+func (l *lane) startAllreduce(backend ops.Starter, w *work, long bool) (started bool, err error) {
 	r := w.grant.Responses[0]
-	if r.Kind != message.Allreduce {
-		return false, nil
-	}
-	backend, err := l.manager.Get(w.grant.Backend)
-	if err != nil {
-		return false, err
-	}
-	f, ok := backend.(ops.Starter)
 	s := scalingOf(r, l.averageOver(w))
-	if !ok || !fusible(w, s) {
+	if !fusible(w, s) {
 		return false, nil
 	}
 	tensors, err := l.tensors(w)
@@ -108,16 +97,7 @@ func (l *lane) startAllreduce(w *work) (started bool, err error) {
 		return false, err
 	}
 	defer clear(tensors)
-	return f.StartAllreduce(w.grant.Algorithm, r.DType, r.Op.Base(), s.ops(), tensors)
-}
-
-// tryFinish finishes what startAllreduce has started, if that is possible without waiting.
-func (l *lane) tryFinish(w *work) (bool, error) {
-	backend, err := l.manager.Get(w.grant.Backend)
-	if err != nil {
-		return false, err
-	}
-	return backend.(ops.Starter).TryFinish()
+	return backend.StartAllreduce(w.grant.Algorithm, r.DType, r.Op.Base(), s.ops(), tensors, long)
 }
 
 // tensors are those of an allreduce, in memory of the lane that the next call uses again.

@@ -55,7 +55,11 @@ func (b *Backend) alltoall(in []byte, counts []int64, allocate func(counts []int
 		}
 		b.pullBlocks(out, t, column)
 	}
-	return b.leave(base+uint64(max(steps, 1)), steps)
+	if !b.leave(base+uint64(max(steps, 1)), steps) {
+		return nil
+	}
+	_, err = b.letGo(true)
+	return err
 }
 
 // countsOf is where in a table the bytes for each member are.

@@ -1,11 +1,14 @@
 package shm
 
 import (
+	"context"
+	"errors"
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/futex"
 	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/transport"
 )
 
@@ -49,6 +52,17 @@ func (p *plan) steps() int {
 // nowhere finds nothing in arenas.
 func nowhere([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
 
+// running is an exchange under way.
+type running struct {
+	plan          *plan // nil if there is none
+	total         int64
+	steps, rounds int
+	lag           int // of the copying
+	next          int // round
+	base          uint64
+	leaving       bool // all rounds are done, and the others may still read this rank's buffers
+}
+
 // exchange runs p over this rank's tensors, which b.own has.
 //
 // It goes by rounds: a rank begins round r when all others have finished round r-1. In round r it stages step r, reduces
@@ -56,56 +70,88 @@ func nowhere([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
 // whatever a rank reads lies in the caches, and it has a round of time to be late. The stages of three steps are in use,
 // and a rank that has finished its round but not its copying may still read a fourth.
 func (b *Backend) exchange(p *plan) error {
-	total := p.ends[len(p.ends)-1]
-	steps := p.steps()
-	if steps == 0 {
-		return nil
+	b.start(p)
+	for b.running.plan != nil {
+		if _, err := b.step(true); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// start begins an exchange and does the first round, which waits for nobody.
+func (b *Backend) start(p *plan) {
+	x := &b.running
+	*x = running{total: p.ends[len(p.ends)-1], steps: p.steps(), base: b.round, next: 1}
+	if x.steps == 0 {
+		return
+	}
+	x.plan = p
+	x.rounds = x.steps
+	if p.reduce {
+		x.lag++
+		x.rounds++
+	}
+	if p.pull {
+		x.lag++
+		x.rounds = x.steps + x.lag
 	}
 	find := b.find
-	if p.reduce && !b.crowded && total < b.directBytes {
+	if p.reduce && !b.crowded && x.total < b.directBytes {
 		find = nowhere
 	}
 	b.layouts[b.me].describe(b.own.tensors, find)
 	b.layouts[b.me].write(b.table())
-	lag := 0 // of the copying
-	rounds := steps
-	if p.reduce {
-		lag++
-		rounds++
+	b.stageStep(p, 0)
+	b.post(b.progress, x.base+1)
+}
+
+// step does the next round. Where that has to wait for others it does so, or reports that.
+func (b *Backend) step(wait bool) (ops.Progress, error) {
+	x := &b.running
+	p, r := x.plan, x.next
+	if x.leaving {
+		if ok, err := b.letGo(wait); !ok || err != nil {
+			return ops.Waiting, err
+		}
+		x.plan = nil
+		return ops.Finished, nil
 	}
-	if p.pull {
-		lag++
-		rounds = steps + lag
+	if ok, err := b.arrived(x.base+uint64(r), wait); !ok {
+		return ops.Waiting, err
 	}
-	base := b.round
-	for r := 0; r < rounds; r++ {
-		if r > 0 {
-			if err := b.awaitAll(base + uint64(r)); err != nil {
-				return err
+	if r == 1 {
+		if err := b.readLayouts(x.total); err != nil {
+			if !wait && errors.Is(err, context.Canceled) {
+				return ops.Waiting, nil // an arena is on its way
 			}
+			return ops.Waiting, err
 		}
-		if r == 1 {
-			if err := b.readLayouts(total); err != nil {
-				return err
-			}
-			if !p.reduce && !b.stages(p) {
-				// Steps are for the stages. Without them everything can be copied at once.
-				p.column = total
-				steps, rounds = 1, 2
-			}
-		}
-		if p.reduce && r >= 1 && r-1 < steps {
-			b.reduceStep(p, r-1)
-		}
-		if r < steps {
-			b.stageStep(p, r)
-		}
-		b.post(b.progress, base+uint64(r)+1)
-		if p.pull && r >= lag {
-			b.pullStep(p, r-lag, total)
+		if !p.reduce && !b.stages(p) {
+			// Steps are for the stages. Without them everything can be copied at once.
+			p.column = x.total
+			x.steps, x.rounds = 1, 2
 		}
 	}
-	return b.leave(base+uint64(rounds), steps)
+	if p.reduce && r-1 < x.steps {
+		b.reduceStep(p, r-1)
+	}
+	if r < x.steps {
+		b.stageStep(p, r)
+	}
+	b.post(b.progress, x.base+uint64(r)+1)
+	if p.pull && r >= x.lag {
+		b.pullStep(p, r-x.lag, x.total)
+	}
+	x.next++
+	if x.next < x.rounds {
+		return ops.Moving, nil
+	}
+	if x.leaving = b.leave(x.base+uint64(x.rounds), x.steps); x.leaving {
+		return ops.Moving, nil
+	}
+	x.plan = nil
+	return ops.Finished, nil
 }
 
 // stages reports whether any rank has something in the stages of an exchange that reduces nothing: where its own block is
@@ -128,25 +174,28 @@ func (b *Backend) stages(p *plan) bool {
 	return false
 }
 
-// leave ends an exchange that has come to a round. Where a peer could read a caller's buffer, no caller gets one back
-// before all peers have finished.
-func (b *Backend) leave(round uint64, steps int) error {
+// leave ends the rounds of an exchange, of which it has come to the last. Where a peer could read a caller's buffer, no
+// caller gets one back before all peers have finished: then it reports true, and all are to be waited for.
+func (b *Backend) leave(round uint64, steps int) bool {
 	b.stage += steps
 	b.round = round
-	direct := false
-	for i := range b.layouts {
-		direct = direct || b.layouts[i].direct
-	}
 	b.turn ^= 1
-	if !direct {
-		return nil
+	for i := range b.layouts {
+		if b.layouts[i].direct {
+			b.round++
+			b.post(b.progress, b.round)
+			return true
+		}
 	}
-	b.round++
-	b.post(b.progress, b.round)
-	if err := b.awaitAll(b.round); err != nil {
-		return err
+	return false
+}
+
+// letGo reports whether all others have finished reading, after waiting for that if it is to.
+func (b *Backend) letGo(wait bool) (bool, error) {
+	if ok, err := b.arrived(b.round, wait); !ok {
+		return false, err
 	}
-	return b.sound()
+	return true, b.sound()
 }
 
 // sound reports whether what was read from the peers' callers' buffers was theirs to give all the time: who gives a

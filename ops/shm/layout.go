@@ -142,10 +142,58 @@ func (l *layout) read(table []byte, total int64, chunk func(id uint32) ([]byte, 
 type own struct {
 	tensors []ops.Tensor
 	ends    []int64
+	last    int // where at was
+
+	room   []byte // of what pack has packed
+	packed []ops.Tensor
+}
+
+const (
+	// packedBytes is up to which size a tensor is packed: to copy it costs less than to treat it by itself in every step.
+	packedBytes = 2 << 10
+	// roomBytes bounds what is packed, so that it stays in the cache.
+	roomBytes = 512 << 10
+)
+
+// pack joins small tensors that are neighbours. After the operation unpack gives them their results.
+func (o *own) pack() {
+	if len(o.tensors) < 2 {
+		return
+	}
+	if o.room == nil {
+		o.room = make([]byte, roomBytes)
+	}
+	n, used, begin := 0, 0, -1 // begin is where in room the last tensor begins, if it is packed
+	for i, t := range o.tensors {
+		if end := used + len(t.In); len(t.In) <= packedBytes && end <= len(o.room) {
+			at := o.room[used:end]
+			copy(at, t.In)
+			o.packed = append(o.packed, ops.Tensor{In: at, Out: t.Out})
+			if begin < 0 {
+				begin = used
+			} else {
+				n--
+			}
+			t.In, t.Out = o.room[begin:end], o.room[begin:end]
+			used = end
+		} else {
+			begin = -1
+		}
+		o.tensors[n], o.ends[n] = t, o.ends[i]
+		n++
+	}
+	clear(o.tensors[n:])
+	o.tensors, o.ends = o.tensors[:n], o.ends[:n]
+}
+
+func (o *own) unpack() {
+	for _, t := range o.packed {
+		copy(t.Out, t.In)
+	}
 }
 
 func (o *own) set(tensors []ops.Tensor) (total int64, err error) {
-	o.tensors, o.ends = o.tensors[:0], o.ends[:0]
+	o.tensors, o.ends, o.last = o.tensors[:0], o.ends[:0], 0
 	for _, t := range tensors {
 		if len(t.In) != len(t.Out) {
 			return 0, fmt.Errorf("a tensor of %d bytes with a result of %d", len(t.In), len(t.Out))
@@ -163,16 +211,20 @@ func (o *own) set(tensors []ops.Tensor) (total int64, err error) {
 // clear forgets the tensors, so that they can be collected.
 func (o *own) clear() {
 	clear(o.tensors)
-	o.tensors = o.tensors[:0]
+	clear(o.packed)
+	o.tensors, o.packed = o.tensors[:0], o.packed[:0]
 }
 
 // at gives what lies from byte v on, at most n bytes: the contribution and the place of the result.
 func (o *own) at(v, n int64) (in, out []byte) {
-	i := 0
-	if len(o.ends) > 1 {
-		i = sort.Search(len(o.ends), func(i int) bool { return o.ends[i] > v })
-	}
+	i := o.last
 	t := &o.tensors[i]
+	if begin := o.ends[i] - int64(len(t.In)); v < begin || v >= o.ends[i] {
+		if i++; v != o.ends[i-1] { // mostly it is the next
+			i = sort.Search(len(o.ends), func(i int) bool { return o.ends[i] > v })
+		}
+		o.last, t = i, &o.tensors[i]
+	}
 	from := v - (o.ends[i] - int64(len(t.In)))
 	n = min(n, int64(len(t.In))-from)
 	return t.In[from : from+n], t.Out[from : from+n]

@@ -92,10 +92,12 @@ type Backend struct {
 
 	round  uint64 // that all ranks have come to, or will when the operation is over
 	smalls uint64 // small operations
-	// started are the bytes of the small operation that was started and is to be finished; 0 if there is none.
-	started int64
-	stage   int // steps staged over all operations
-	turn    int // of the tables
+	// smallTotal are the bytes of the small operation under way; 0 if there is none.
+	smallTotal int64
+	running    running      // the exchange under way
+	kind       message.Kind // of what was started
+	stage      int          // steps staged over all operations
+	turn       int          // of the tables
 	// ringPos is where the running small operation has its bytes in the ring, and ringEnd where those of the next begin.
 	ringPos, ringEnd int64
 
@@ -254,8 +256,8 @@ func (b *Backend) run(ctx context.Context, kind message.Kind, alg message.Algori
 	if err == nil && !b.connected && len(b.ranks) > 1 {
 		err = b.connect()
 	}
-	if err == nil && b.started != 0 {
-		err = errors.New("the operation before it is not finished")
+	if err == nil && b.underWay() {
+		err = errUnderWay
 	}
 	if err == nil {
 		err = op()
@@ -332,21 +334,11 @@ func (b *Backend) AllreduceFused(ctx context.Context, alg message.Algorithm, dt 
 		if err := b.reducer.prepare(op, dt, s, len(b.ranks)); err != nil {
 			return err
 		}
-		switch {
-		case len(b.ranks) == 1:
+		if len(b.ranks) == 1 {
 			return b.alone()
-		case b.small(total):
-			b.startSmall(total)
-			if err := b.awaitSmall(); err != nil {
-				return err
-			}
-			b.finishSmall()
-			return nil
 		}
-		b.even(total)
-		b.columns()
-		b.plan.reduce, b.plan.pull = true, true
-		return b.exchange(&b.plan)
+		b.begin(total)
+		return b.finish()
 	})
 }
 
@@ -393,41 +385,58 @@ func (b *Backend) Allgather(ctx context.Context, alg message.Algorithm, out []by
 		if len(b.ranks) == 1 {
 			return nil
 		}
-		if _, err := b.own.set(b.single(out)); err != nil {
+		if err := b.planAllgather(out, counts); err != nil {
 			return err
 		}
-		if err := b.cut(counts); err != nil {
-			return err
-		}
-		// A rank stages its own block alone, so the blocks need no columns beside each other.
-		b.plan.stride, b.plan.column = 0, b.stageBytes
-		b.plan.reduce, b.plan.pull = false, true
 		return b.exchange(&b.plan)
 	})
+}
+
+func (b *Backend) planAllgather(out []byte, counts []int64) error {
+	if _, err := b.own.set(b.single(out)); err != nil {
+		return err
+	}
+	if err := b.cut(counts); err != nil {
+		return err
+	}
+	b.planPull()
+	return nil
+}
+
+// planPull plans that everybody copies. A rank stages its own block alone, so the blocks need no columns beside each other.
+func (b *Backend) planPull() {
+	b.plan.stride, b.plan.column = 0, b.stageBytes
+	b.plan.reduce, b.plan.pull = false, true
 }
 
 // Broadcast implements ops.Backend.
 func (b *Backend) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
 	return b.run(ctx, message.Broadcast, alg, func() error {
-		if root < 0 || root >= len(b.ranks) {
-			return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
-		}
-		if len(b.ranks) == 1 {
+		if len(b.ranks) == 1 && root == 0 {
 			return nil
 		}
-		if _, err := b.own.set(b.single(buf)); err != nil {
+		if err := b.planBroadcast(root, buf); err != nil {
 			return err
 		}
-		for i := range b.plan.ends {
-			b.plan.ends[i] = 0
-			if i >= root {
-				b.plan.ends[i] = int64(len(buf))
-			}
-		}
-		b.plan.stride, b.plan.column = 0, b.stageBytes
-		b.plan.reduce, b.plan.pull = false, true
 		return b.exchange(&b.plan)
 	})
+}
+
+func (b *Backend) planBroadcast(root int, buf []byte) error {
+	if root < 0 || root >= len(b.ranks) {
+		return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
+	}
+	if _, err := b.own.set(b.single(buf)); err != nil {
+		return err
+	}
+	for i := range b.plan.ends {
+		b.plan.ends[i] = 0
+		if i >= root {
+			b.plan.ends[i] = int64(len(buf))
+		}
+	}
+	b.planPull()
+	return nil
 }
 
 // Alltoall implements ops.Backend.

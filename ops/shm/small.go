@@ -1,13 +1,6 @@
 package shm
 
-import (
-	"context"
-	"errors"
-
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/tensor"
-)
+import "github.com/gohvd/gohvd/ops"
 
 // Few bytes are reduced in one step: each rank gives all to all others, and everybody reduces everything. The number of
 // the operation stands beside the contribution, so that few bytes cost one cache line.
@@ -19,7 +12,7 @@ func (b *Backend) small(total int64) bool {
 
 // startSmall gives this rank's part to the others.
 func (b *Backend) startSmall(total int64) {
-	b.started = total
+	b.smallTotal = total
 	b.smalls++
 	mine := slotOf(b.segment, b.turnOfSmall())
 	b.advance(total)
@@ -56,8 +49,8 @@ func (b *Backend) smallArrived() bool {
 
 // finishSmall reduces the parts, which are there.
 func (b *Backend) finishSmall() {
-	total := b.started
-	b.started = 0
+	total := b.smallTotal
+	b.smallTotal = 0
 	for i := range b.peers {
 		b.sources[i] = b.shown(b.peers[i].segment, total)
 	}
@@ -75,56 +68,6 @@ func (b *Backend) finishSmall() {
 		}
 	}
 }
-
-// StartAllreduce implements ops.Starter. Before the first other operation it reports false.
-func (b *Backend) StartAllreduce(alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor) (bool, error) {
-	if !b.connected || b.err != nil || alg != message.Direct {
-		return false, nil // AllreduceFused does what is to be done, or says what is wrong
-	}
-	total, err := b.own.set(tensors)
-	if err == nil && (total == 0 || !b.small(total)) {
-		b.own.clear()
-		return false, nil
-	}
-	if err == nil {
-		err = b.reducer.prepare(op, dt, s, len(b.ranks))
-	}
-	if err != nil {
-		return false, b.fail(message.Allreduce, err)
-	}
-	b.startSmall(total)
-	return true, nil
-}
-
-// TryFinish implements ops.Starter.
-func (b *Backend) TryFinish() (bool, error) {
-	if b.started == 0 || b.err != nil {
-		return false, b.fail(message.Allreduce, errNotStarted)
-	}
-	if !b.smallArrived() {
-		return false, nil
-	}
-	b.finishSmall()
-	b.own.clear()
-	return true, nil
-}
-
-// Finish implements ops.Starter.
-func (b *Backend) Finish(ctx context.Context) error {
-	if b.started == 0 || b.err != nil {
-		return b.fail(message.Allreduce, errNotStarted)
-	}
-	b.ctx = ctx
-	if err := b.awaitSmall(); err != nil {
-		return b.fail(message.Allreduce, err)
-	}
-	b.finishSmall()
-	b.own.clear()
-	return nil
-}
-
-// errNotStarted is the second half of a start without the first.
-var errNotStarted = errors.New("nothing was started")
 
 // flagBytes stand before the contribution in a slot.
 const flagBytes = 8

@@ -84,6 +84,20 @@ func (b *Backend) awaitAll(want uint64) error {
 	return nil
 }
 
+// arrived reports whether all members have finished the rounds before want, after waiting for that if it is to.
+func (b *Backend) arrived(want uint64, wait bool) (bool, error) {
+	if wait {
+		err := b.awaitAll(want)
+		return err == nil, err
+	}
+	for i := range b.peers {
+		if i != b.me && !reached(b.peers[i].progress, want) {
+			return false, nil
+		}
+	}
+	return true, nil
+}
+
 // inVain is why waiting for member i is.
 func (b *Backend) inVain(i int) error {
 	if err := b.mem.Err(b.lane, b.ranks[i]); err != nil {

@@ -1,0 +1,224 @@
+package shm_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"runtime"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/shm"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+var _ ops.Starter = (*shm.Backend)(nil)
+
+// because is err, or else an error that says text.
+func because(err error, text string) error {
+	if err == nil {
+		err = errors.New(text)
+	}
+	return err
+}
+
+// start starts a sum of float32, of many steps if it may be long.
+func start(r *rank, buf []byte, long bool) (bool, error) {
+	return r.StartAllreduce(message.Direct, tensor.Float32, tensor.Sum, one, []ops.Tensor{{In: buf, Out: buf}}, long)
+}
+
+// connect has an operation behind it, before which nothing is started.
+func connect(r *rank) error {
+	buf := input(tensor.Float32, r.me, 0, 1)
+	if started, err := start(r, buf, true); started || err != nil {
+		return because(err, "started, though the others' memory is not known")
+	}
+	return r.Allreduce(context.Background(), message.Direct, tensor.Float32, tensor.Sum, buf)
+}
+
+// finish does the steps that are left, the last of them by waiting if so many tries are too few.
+func finish(r *rank, tries int) error {
+	for range tries {
+		p, err := r.TryFinish()
+		if p == ops.Finished || err != nil {
+			return err
+		}
+		if p == ops.Waiting {
+			runtime.Gosched()
+		}
+	}
+	return r.Finish(context.Background())
+}
+
+// What was started is finished by trying, or by waiting, or by both, and between other operations: in one step or in many,
+// from private memory or from arenas.
+func TestStart(t *testing.T) {
+	const n = 3
+	for _, elems := range []int{100, 5000, 50_000} {
+		run(t, n, shm.Config{StageBytes: 12 << 10, SmallBytes: 1 << 10, DirectBytes: 64 << 10}, func(r *rank) error {
+			if err := connect(r); err != nil {
+				return err
+			}
+			for i := range 30 {
+				buf := input(tensor.Float32, r.me, i, elems)
+				if i%3 == 0 {
+					shared := r.mem.alloc(len(buf))
+					copy(shared, buf)
+					buf = shared
+				}
+				started, err := start(r, buf, true)
+				if err != nil || !started {
+					return because(err, "not started")
+				}
+				if err := finish(r, 1000*((i+r.me)%3)); err != nil {
+					return err
+				}
+				if want := reduced(tensor.Float32, tensor.Sum, n, i, elems); !bytes.Equal(buf, want) {
+					return errors.New(difference(buf, want))
+				}
+				buf = input(tensor.Float32, r.me, i, 500)
+				if started, err := start(r, buf, false); started || err != nil {
+					return because(err, "2 kB were started, which take many steps")
+				}
+				if err := r.Allreduce(context.Background(), message.Direct, tensor.Float32, tensor.Sum, buf); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+}
+
+// Allgathers and broadcasts are started as well.
+func TestStartGather(t *testing.T) {
+	const n = 3
+	for _, each := range []int{0, 96, 20_000} {
+		run(t, n, shm.Config{StageBytes: 12 << 10}, func(r *rank) error {
+			counts := []int64{int64(each), 0, int64(2 * each)}
+			if started, err := r.StartAllgather(message.Direct, nil, make([]int64, n)); started || err != nil {
+				return because(err, "started, though the others' memory is not known")
+			}
+			if err := connect(r); err != nil {
+				return err
+			}
+			for i := range 20 {
+				part := func(rank int) []byte { return bytes.Repeat([]byte{byte(rank + 3*i)}, int(counts[rank])) }
+				want := slices.Concat(part(0), part(1), part(2))
+				out := aligned(3 * each)
+				if i%2 == 0 {
+					out = r.mem.alloc(3 * each)
+				}
+				clear(out)
+				copy(out[[]int{0, each, each}[r.me]:], part(r.me))
+				started, err := r.StartAllgather(message.Direct, out, counts)
+				if err != nil || started != (each > 0) {
+					return because(err, "want it started if there is something to do")
+				}
+				if started {
+					err = finish(r, 1000*((i+r.me)%3))
+				}
+				if err != nil || !bytes.Equal(out, want) {
+					return because(err, "wrong result of the allgather")
+				}
+				if each > 0 {
+					want[0] = 99
+					if r.me == i%n {
+						out[0] = 99
+					}
+				}
+				started, err = r.StartBroadcast(message.Direct, i%n, out)
+				if err != nil || started != (each > 0) {
+					return because(err, "want it started if there is something to do")
+				}
+				if started {
+					err = finish(r, 1000*((i+r.me)%2))
+				}
+				if err != nil || !bytes.Equal(out, want) {
+					return because(err, "wrong result of the broadcast")
+				}
+			}
+			return nil
+		})
+	}
+}
+
+// A rank that has started does not wait for another that has not, unless told to, and then no longer than it is told to.
+func TestStartDoesNotWait(t *testing.T) {
+	for _, elems := range []int{1, 5000} {
+		var waited atomic.Bool
+		run(t, 2, shm.Config{SmallBytes: 1 << 10}, func(r *rank) error {
+			if err := connect(r); err != nil {
+				return err
+			}
+			if r.me == 1 {
+				for !waited.Load() {
+					runtime.Gosched()
+				}
+				return nil
+			}
+			defer waited.Store(true)
+			if started, err := start(r, input(tensor.Float32, 0, 0, elems), true); err != nil || !started {
+				return because(err, "not started")
+			}
+			for range 100 {
+				if p, err := r.TryFinish(); p != ops.Waiting || err != nil {
+					return because(err, "went on without the other")
+				}
+			}
+			ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
+			defer cancel()
+			if err := r.Finish(ctx); !errors.Is(err, context.DeadlineExceeded) {
+				return because(err, "want that the time is over")
+			}
+			if _, err := r.TryFinish(); err == nil {
+				return errors.New("the backend goes on after an error")
+			}
+			return nil
+		})
+	}
+}
+
+// Nothing comes between the steps, and there are none without a start.
+func TestStepsOfAStart(t *testing.T) {
+	begun := func(r *rank, elems int) bool {
+		started, err := start(r, input(tensor.Float32, r.me, 0, elems), true)
+		return started && err == nil
+	}
+	for name, misuse := range map[string]func(r *rank) error{
+		"another operation": func(r *rank) error {
+			if !begun(r, 1) {
+				return nil
+			}
+			return r.Allreduce(context.Background(), message.Direct, tensor.Float32, tensor.Sum, aligned(4))
+		},
+		"another operation, after one of many steps": func(r *rank) error {
+			if !begun(r, 5000) {
+				return nil
+			}
+			return r.Broadcast(context.Background(), message.Direct, 0, aligned(4))
+		},
+		"another start": func(r *rank) error {
+			if !begun(r, 5000) {
+				return nil
+			}
+			_, err := start(r, aligned(4), true)
+			return err
+		},
+		"try":    func(r *rank) error { _, err := r.TryFinish(); return err },
+		"finish": func(r *rank) error { return r.Finish(context.Background()) },
+	} {
+		run(t, 2, shm.Config{SmallBytes: 1 << 10}, func(r *rank) error {
+			if err := connect(r); err != nil {
+				return err
+			}
+			if misuse(r) == nil {
+				t.Errorf("%s: got no error", name)
+			}
+			return nil
+		})
+	}
+}
