@@ -27,6 +27,7 @@ func (l *lane) execute(ctx context.Context, w *work) error {
 	if err := l.collective(ctx, w); err != nil {
 		return err
 	}
+	l.rest()
 	for i, e := range w.entries {
 		var err error
 		if i < len(w.refused) {

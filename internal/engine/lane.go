@@ -59,7 +59,7 @@ type lane struct {
 
 	mu      sync.Mutex
 	todo    []*work
-	busy    bool  // run has work
+	busy    bool  // run executes
 	claimed bool  // the loop has the lane, and run waits
 	ended   bool  // no more work will come
 	err     error // answers everything that is left
@@ -137,6 +137,14 @@ func (l *lane) unclaim(w *work) {
 	if !idle {
 		l.ring()
 	}
+}
+
+// rest says that run has executed what it had. It comes before the answers: whoever gets one and begins the next operation
+// may find the lane free.
+func (l *lane) rest() {
+	l.mu.Lock()
+	l.busy = false
+	l.mu.Unlock()
 }
 
 // end lets run return when nothing is left to do. An err answers whatever has not begun; what has begun is cut

@@ -31,6 +31,7 @@ type spin struct {
 	watching   pace          // of BackgroundThreadLoop
 	helping    pace          // of a goroutine that helps
 	pinned     bool          // to a thread: then only another thread can run a lane
+	tight      bool          // a lane that executes needs the processor that watching would take
 	until      time.Duration // when this rank is not busy any more
 	dispatched bool          // in this turn
 }
@@ -49,7 +50,7 @@ func newSpin(budget time.Duration, pinned bool, ranks, cores, threads int) spin 
 	busy := ranks * min(2, threads)
 	// The kernel may put two threads on one processor though another is idle, so there are always some yields. To give way
 	// to a goroutine may wake a thread for it, which is much where it has no processor of its own to look from.
-	s := spin{budget: budget, pinned: pinned, watching: pace{16, 64}, helping: pace{16, 256}}
+	s := spin{budget: budget, pinned: pinned, tight: busy > cores, watching: pace{16, 64}, helping: pace{16, 256}}
 	if pinned || busy >= cores {
 		s.watching = pace{1, 4}
 	}
@@ -146,7 +147,7 @@ func (e *Engine) look(p *pace, quit func() bool) bool {
 		if len(e.trying) > 0 && e.try() {
 			return true
 		}
-		if e.now >= s.until || quit() {
+		if e.now >= s.until || s.tight && e.granted > len(e.trying) || quit() {
 			return false
 		}
 		if n == looksPerRing {
