@@ -13,7 +13,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -45,8 +45,8 @@ func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *h
 // engines is run for ranks that shut down by themselves.
 func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), opts []hvd.InitOption, settings ...string) {
 	t.Helper()
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
 	stop := context.AfterFunc(ctx, func() {
@@ -57,7 +57,7 @@ func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), op
 	})
 	defer stop()
 	ranks(n, func(r int) {
-		e, err := hvd.New(ctx, append(place(store, r, n, settings...), opts...)...)
+		e, err := hvd.New(ctx, append(place(kv, r, n, settings...), opts...)...)
 		if err != nil {
 			t.Errorf("rank %d: %v", r, err)
 			return
@@ -96,9 +96,9 @@ func ranks(n int, f func(r int)) {
 }
 
 // place are the options of rank r of n.
-func place(store rendezvous.Store, r, n int, settings ...string) []hvd.InitOption {
+func place(kv store.Store, r, n int, settings ...string) []hvd.InitOption {
 	opts := []hvd.InitOption{
-		hvd.WithStore(store),
+		hvd.WithStore(kv),
 		hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)), hvd.WithSetting("HOROVOD_SIZE", strconv.Itoa(n)),
 		hvd.WithSetting("HOROVOD_HOSTNAME", "test"),
 	}

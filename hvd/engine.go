@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/session"
 	"github.com/gohvd/gohvd/internal/verdict"
 	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
 
@@ -37,7 +37,7 @@ type InitOption func(*initOptions)
 
 type initOptions struct {
 	settings  map[string]string
-	store     rendezvous.Store
+	store     store.Store
 	log       *zap.Logger
 	lastEpoch uint64
 	sets      [][]int
@@ -56,7 +56,7 @@ func WithSetting(name, value string) InitOption {
 
 // WithStore makes the ranks meet in s instead of the launcher's store. The caller keeps and closes it, after the
 // shutdown.
-func WithStore(s rendezvous.Store) InitOption { return func(o *initOptions) { o.store = s } }
+func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.store = s } }
 
 // WithLogger sends the engine's log to l, whatever HOROVOD_LOG_LEVEL says.
 func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.log = l } }

@@ -9,7 +9,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 )
 
 // A process that starts, works and shuts down a hundred times, three ranks at once over TCP, keeps no goroutine, no file
@@ -19,8 +19,8 @@ func TestInitLeavesNothing(t *testing.T) {
 		rounds, warmup = 100, 10
 		mostBytes      = 256 << 10
 	)
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
 	running := goleak.IgnoreCurrent()
@@ -33,7 +33,7 @@ func TestInitLeavesNothing(t *testing.T) {
 		}
 		ranks(len(last), func(r int) {
 			mode := []string{"event", "lockstep"}[round%2]
-			opts := append(place(store, r, len(last), "HVD_NEGOTIATION", mode), hvd.WithProcessSets([]int{0, 2}))
+			opts := append(place(kv, r, len(last), "HVD_NEGOTIATION", mode), hvd.WithProcessSets([]int{0, 2}))
 			if last[r] != nil {
 				opts = append(opts, hvd.After(last[r]))
 			}

@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 )
 
 // contradiction is what the last rank does otherwise than all others. %q in want is the name; MOST and ODD are the
@@ -399,13 +399,13 @@ func TestMismatchedProcessSets(t *testing.T) {
 
 // Ranks that were given other process sets than rank 0 do not start.
 func TestMismatchedStaticProcessSets(t *testing.T) {
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
 	sets := [][][]int{{{0}, {1, 2}}, {{0}, {2, 1}}, {{1, 2}, {0}}}
 	ranks(3, func(r int) {
-		e, err := hvd.New(ctx, append(place(store, r, 3), hvd.WithProcessSets(sets[r]...))...)
+		e, err := hvd.New(ctx, append(place(kv, r, 3), hvd.WithProcessSets(sets[r]...))...)
 		if err == nil {
 			e.Shutdown(ctx)
 		}
@@ -418,8 +418,8 @@ func TestMismatchedStaticProcessSets(t *testing.T) {
 
 // So many sets that their list is too long to be told are compared by a hash.
 func TestMismatchedListOfManyProcessSets(t *testing.T) {
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
 	const size = 10
@@ -438,7 +438,7 @@ func TestMismatchedListOfManyProcessSets(t *testing.T) {
 		if r == size-1 {
 			given = sets[:len(sets)-1]
 		}
-		e, err := hvd.New(ctx, append(place(store, r, size), hvd.WithProcessSets(given...))...)
+		e, err := hvd.New(ctx, append(place(kv, r, size), hvd.WithProcessSets(given...))...)
 		if err == nil {
 			e.Shutdown(ctx)
 		}

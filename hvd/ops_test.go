@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 )
 
 // number are the element types that Go computes with.
@@ -350,12 +350,12 @@ func TestConcurrentShutdown(t *testing.T) {
 
 // A program can learn of the end of the job without an operation in flight.
 func TestDone(t *testing.T) {
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
 	ranks(2, func(r int) {
-		e, err := hvd.New(ctx, place(store, r, 2)...)
+		e, err := hvd.New(ctx, place(kv, r, 2)...)
 		if err != nil {
 			t.Error(err)
 			return
@@ -385,12 +385,12 @@ func TestDone(t *testing.T) {
 // What every rank has submitted is finished by a shutdown; what some have not is answered with it.
 func TestShutdownWithPendingRequests(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
-		store := rendezvous.NewHashStore(rendezvous.Limits{})
-		defer store.Close()
+		kv := store.NewHashStore(store.Limits{})
+		defer kv.Close()
 		ctx, cancel := context.WithTimeout(t.Context(), deadline)
 		defer cancel()
 		ranks(3, func(r int) {
-			e, err := hvd.New(ctx, place(store, r, 3, mode...)...)
+			e, err := hvd.New(ctx, place(kv, r, 3, mode...)...)
 			if err != nil {
 				t.Error(err)
 				return
@@ -427,13 +427,13 @@ func TestShutdownWithPendingRequests(t *testing.T) {
 }
 
 func TestInitAgainAndAgain(t *testing.T) {
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
 	ranks(3, func(r int) {
 		var last uint64
-		opts := place(store, r, 3)
+		opts := place(kv, r, 3)
 		for round := range 10 {
 			e, err := hvd.New(ctx, opts...)
 			if err != nil {
@@ -451,21 +451,21 @@ func TestInitAgainAndAgain(t *testing.T) {
 			if err := e.Shutdown(ctx); err != nil {
 				t.Errorf("rank %d round %d: %v", r, round, err)
 			}
-			opts = append(place(store, r, 3), hvd.After(e))
+			opts = append(place(kv, r, 3), hvd.After(e))
 		}
 	})
 }
 
 // Where a rank stands follows from the hosts, unless the environment says otherwise.
 func TestPlace(t *testing.T) {
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
 	hosts := []string{"a", "a", "b"}
 	want := [][6]int{{0, 3, 0, 2, 0, 2}, {1, 3, 1, 2, 0, 1}, {2, 3, 7, 8, 5, 6}}
 	ranks(3, func(r int) {
-		opts := append(place(store, r, 3), hvd.WithSetting("HOROVOD_HOSTNAME", hosts[r]))
+		opts := append(place(kv, r, 3), hvd.WithSetting("HOROVOD_HOSTNAME", hosts[r]))
 		if r == 2 {
 			opts = append(opts, hvd.WithSetting("HOROVOD_LOCAL_RANK", "7"), hvd.WithSetting("HOROVOD_LOCAL_SIZE", "8"),
 				hvd.WithSetting("HOROVOD_CROSS_RANK", "5"), hvd.WithSetting("HOROVOD_CROSS_SIZE", "6"))
@@ -486,13 +486,13 @@ func TestPlace(t *testing.T) {
 
 // Two sizes in one job are an error at both ranks.
 func TestInitFailsOnBothSides(t *testing.T) {
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
 	errs := make([]error, 2)
 	ranks(2, func(r int) {
-		_, errs[r] = hvd.New(ctx, place(store, r, 2+r)...)
+		_, errs[r] = hvd.New(ctx, place(kv, r, 2+r)...)
 	})
 	for r, err := range errs {
 		if err == nil || !strings.Contains(err.Error(), "size") {

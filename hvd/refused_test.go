@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 )
 
 // refusal is a call that a rank should not make. The error's text is `hvd: <op> "<tensor>": <want>`.
@@ -385,12 +385,12 @@ func everyOperation(ctx context.Context, opts ...hvd.Option) map[string]func() e
 // After a shutdown, by this rank or another, every operation says that.
 func TestAfterShutdown(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
-		store := rendezvous.NewHashStore(rendezvous.Limits{})
-		defer store.Close()
+		kv := store.NewHashStore(store.Limits{})
+		defer kv.Close()
 		ctx, cancel := context.WithTimeout(t.Context(), deadline)
 		defer cancel()
 		ranks(2, func(r int) {
-			e, err := hvd.New(ctx, place(store, r, 2, mode...)...)
+			e, err := hvd.New(ctx, place(kv, r, 2, mode...)...)
 			if err != nil {
 				t.Error(err)
 				return

@@ -1,9 +1,8 @@
 // Package rendezvous is how the ranks of a job find each other.
 //
-// A [Store] is a small shared map with waits: [HashStore] within a process, [TCPServer] and [TCPStore] between
-// processes. [Join] is the bootstrap on top of it. Rank 0 opens a root, a TCP listener, and publishes its address
-// in the store; the others dial it and say who they are; once all are there, everyone gets the table of all
-// [Record]s and the number of the epoch (NEGOTIATION §8).
+// [Join] needs a [store.Store]. Rank 0 opens a root, a TCP listener, and publishes its address in the store; the others
+// dial it and say who they are; once all are there, everyone gets the table of all [Record]s and the number of the epoch
+// (NEGOTIATION §8).
 //
 // # Keys
 //

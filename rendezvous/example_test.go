@@ -7,13 +7,14 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
 
 // Three ranks meet. They are goroutines here; processes would each dial a TCPServer for their store.
 func Example() {
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 
@@ -24,7 +25,7 @@ func Example() {
 		wg.Go(func() {
 			var err error
 			sessions[rank], err = rendezvous.Join(ctx, rendezvous.JoinConfig{
-				Store: store, Job: "example", Rank: topo.Rank(rank), Size: size,
+				Store: kv, Job: "example", Rank: topo.Rank(rank), Size: size,
 				Self: rendezvous.Record{Addr: fmt.Sprintf("10.0.0.%d:4000", rank), Host: "node", PID: 100 + rank},
 			})
 			if err != nil {

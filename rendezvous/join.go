@@ -9,6 +9,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
 
@@ -34,8 +35,8 @@ func (r Record) String() string { return fmt.Sprintf("pid %d on host %q at %s", 
 
 // JoinConfig says who joins what.
 type JoinConfig struct {
-	Store Store  // may be nil if Size is 1
-	Job   string // 1 to MaxNameBytes bytes; ranks of one job say the same
+	Store store.Store // may be nil if Size is 1
+	Job   string      // 1 to MaxNameBytes bytes; ranks of one job say the same
 	Rank  topo.Rank
 	Size  int
 	// LastEpoch is the greatest epoch that this process has been in, 0 if none.

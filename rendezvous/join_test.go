@@ -15,7 +15,11 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
 
@@ -27,8 +31,8 @@ func recordOf(rank, incarnation int) Record {
 	}
 }
 
-func config(store Store, rank, size int) JoinConfig {
-	return JoinConfig{Store: store, Job: "job", Rank: topo.Rank(rank), Size: size, Self: recordOf(rank, 0)}
+func config(kv store.Store, rank, size int) JoinConfig {
+	return JoinConfig{Store: kv, Job: "job", Rank: topo.Rank(rank), Size: size, Self: recordOf(rank, 0)}
 }
 
 func same(a, b Record) bool {
@@ -93,21 +97,32 @@ func formed(t *testing.T, results []result, records ...Record) (epoch uint64) {
 	return results[0].Epoch
 }
 
-func newStore(t testing.TB) *HashStore {
-	s := NewHashStore(Limits{})
+func newStore(t testing.TB) *store.HashStore {
+	s := store.NewHashStore(store.Limits{})
 	t.Cleanup(func() { s.Close() })
 	return s
 }
 
 func TestJoin(t *testing.T) {
-	stores := map[string]func(t *testing.T) func() Store{
-		"hash": func(t *testing.T) func() Store {
+	stores := map[string]func(t *testing.T) func() store.Store{
+		"hash": func(t *testing.T) func() store.Store {
 			s := newStore(t)
-			return func() Store { return s }
+			return func() store.Store { return s }
 		},
-		"tcp": func(t *testing.T) func() Store {
-			server, _ := serveStore(t, nil)
-			return func() Store { return dialStore(t, server.Addr()) }
+		"tcp": func(t *testing.T) func() store.Store {
+			server, err := store.Serve("127.0.0.1:0", newStore(t), nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { server.Close() })
+			return func() store.Store {
+				s, err := store.Dial(testnet.Context(t), server.Addr())
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { s.Close() })
+				return s
+			}
 		},
 	}
 	for name, open := range stores {
@@ -122,7 +137,7 @@ func TestJoin(t *testing.T) {
 					cfg := config(client(), rank, size)
 					cfgs, records = append(cfgs, cfg), append(records, cfg.Self)
 				}
-				ctx := testContext(t)
+				ctx := testnet.Context(t)
 				results := joinAll(t, ctx, cfgs...)
 				if epoch := formed(t, results, records...); epoch != 1 {
 					t.Errorf("first epoch is %d, want 1", epoch)
@@ -144,11 +159,11 @@ func TestJoinAlone(t *testing.T) {
 }
 
 func TestJoinTakesLargestRecords(t *testing.T) {
-	store := newStore(t)
+	kv := newStore(t)
 	var cfgs []JoinConfig
 	var records []Record
 	for rank := range 2 {
-		cfg := config(store, rank, 2)
+		cfg := config(kv, rank, 2)
 		cfg.Job = strings.Repeat("j", MaxNameBytes)
 		cfg.LastEpoch = maxEpoch - 1
 		cfg.Self = Record{
@@ -157,11 +172,11 @@ func TestJoinTakesLargestRecords(t *testing.T) {
 		}
 		cfgs, records = append(cfgs, cfg), append(records, cfg.Self)
 	}
-	formed(t, joinAll(t, testContext(t), cfgs...), records...)
+	formed(t, joinAll(t, testnet.Context(t), cfgs...), records...)
 }
 
 func TestJoinChecksConfig(t *testing.T) {
-	store := newStore(t)
+	kv := newStore(t)
 	for want, spoil := range map[string]func(*JoinConfig){
 		"job has no name":                          func(c *JoinConfig) { c.Job = "" },
 		"job has 257 bytes":                        func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
@@ -178,16 +193,16 @@ func TestJoinChecksConfig(t *testing.T) {
 		"info has 65537 bytes, want at most 65536": func(c *JoinConfig) { c.Self.Info = make([]byte, MaxInfoBytes+1) },
 		"rank 1 is out of range, want 0 to 0":      func(c *JoinConfig) { c.Rank, c.Size = 1, 1 },
 	} {
-		cfg := config(store, 0, 2)
+		cfg := config(kv, 0, 2)
 		spoil(&cfg)
-		_, err := Join(testContext(t), cfg)
-		wantError(t, err, "rendezvous: join", want)
+		_, err := Join(testnet.Context(t), cfg)
+		testnet.WantError(t, err, "rendezvous: join", want)
 	}
 }
 
 // aliasStore makes the keys of one job those of another, as a store would that is shared by mistake.
 type aliasStore struct {
-	Store
+	store.Store
 	from, to string
 }
 
@@ -238,12 +253,12 @@ func TestContradictions(t *testing.T) {
 			WrongJob, []string{`rank 2 says job "other", rank 0 says job "job"`}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			ctx := testContext(t)
-			store := newStore(t)
-			log, entries := logs()
+			ctx := testnet.Context(t)
+			kv := newStore(t)
+			log, entries := testnet.Logs()
 			var running []<-chan result
 			begin := func(i int) {
-				cfg := config(store, i, test.size)
+				cfg := config(kv, i, test.size)
 				if change := test.change[i]; change != nil {
 					change(&cfg)
 				}
@@ -251,14 +266,14 @@ func TestContradictions(t *testing.T) {
 				running = append(running, start(t, ctx, cfg))
 			}
 			begin(0)
-			eventually(t, "root", func() bool { return logged(entries, "root is open") })
+			testnet.Eventually(t, "root", func() bool { return testnet.Logged(entries, "root is open") })
 			for i := 1; i < test.size || test.change[i] != nil; i++ {
 				if i != test.last {
 					begin(i)
 				}
 			}
 			if test.last != 0 {
-				eventually(t, "failure", func() bool { return logged(entries, "root failed") })
+				testnet.Eventually(t, "failure", func() bool { return testnet.Logged(entries, "root failed") })
 				begin(test.last)
 			}
 			var text string
@@ -269,7 +284,7 @@ func TestContradictions(t *testing.T) {
 					t.Errorf("process %d: got %v, want reason %d", i, r.err, test.reason)
 					continue
 				}
-				wantError(t, r.err, test.text...)
+				testnet.WantError(t, r.err, test.text...)
 				if text == "" {
 					text = refused.Text
 				}
@@ -281,7 +296,7 @@ func TestContradictions(t *testing.T) {
 			var cfgs []JoinConfig
 			var records []Record
 			for rank := range test.size {
-				cfgs, records = append(cfgs, config(store, rank, test.size)), append(records, recordOf(rank, 0))
+				cfgs, records = append(cfgs, config(kv, rank, test.size)), append(records, recordOf(rank, 0))
 			}
 			formed(t, joinAll(t, ctx, cfgs...), records...)
 		})
@@ -291,43 +306,43 @@ func TestContradictions(t *testing.T) {
 // A rank that has heard of the failure and comes back, while the failed root still answers those who have not, is there
 // for the next epoch.
 func TestRankComesBackToFailedRoot(t *testing.T) {
-	ctx := testContext(t)
-	store := newStore(t)
-	r := start(t, ctx, config(store, 0, 3))
-	one := config(store, 1, 4)
-	wantError(t, (<-start(t, ctx, one)).err, "rank 1 says size 4, rank 0 says size 3")
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	r := start(t, ctx, config(kv, 0, 3))
+	one := config(kv, 1, 4)
+	testnet.WantError(t, (<-start(t, ctx, one)).err, "rank 1 says size 4, rank 0 says size 3")
 	one.Size = 3
-	log, entries := logs()
+	log, entries := testnet.Logs()
 	one.Log = log
 	again := start(t, ctx, one)
 	var failed *result // of rank 0, if it has ended before rank 1 came
-	eventually(t, "rank 1 waits for the next root", func() bool {
+	testnet.Eventually(t, "rank 1 waits for the next root", func() bool {
 		select {
 		case r := <-r:
 			failed = &r
 			return true
 		default:
-			return logged(entries, "waiting for a newer root")
+			return testnet.Logged(entries, "waiting for a newer root")
 		}
 	})
 	if failed == nil {
 		r := <-r
 		failed = &r
 	}
-	wantError(t, failed.err, "rank 1 says size 4, rank 0 says size 3")
-	rest := joinAll(t, ctx, config(store, 0, 3), config(store, 2, 3))
+	testnet.WantError(t, failed.err, "rank 1 says size 4, rank 0 says size 3")
+	rest := joinAll(t, ctx, config(kv, 0, 3), config(kv, 2, 3))
 	formed(t, []result{rest[0], <-again, rest[1]}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
 }
 
 // Two processes that both think they are rank 0 and start at the same time.
 func TestTwoRootsAtOnce(t *testing.T) {
-	ctx := testContext(t)
+	ctx := testnet.Context(t)
 	var cfgs []JoinConfig
 	for range 20 { // jobs
-		store := newStore(t)
-		second := config(store, 0, 2)
+		kv := newStore(t)
+		second := config(kv, 0, 2)
 		second.Self = recordOf(0, 9)
-		cfgs = append(cfgs, config(store, 0, 2), second)
+		cfgs = append(cfgs, config(kv, 0, 2), second)
 	}
 	for i, r := range joinAll(t, ctx, cfgs...) {
 		refused, ok := errors.AsType[*RefusedError](r.err)
@@ -335,43 +350,43 @@ func TestTwoRootsAtOnce(t *testing.T) {
 			t.Errorf("process %d of job %d: got %v, want a duplicate", i%2, i/2, r.err)
 			continue
 		}
-		wantError(t, r.err, "pid 0 ", "pid 9 ")
+		testnet.WantError(t, r.err, "pid 0 ", "pid 9 ")
 	}
 }
 
 // A root whose key is taken over fails, even if the one who did it never spoke to it.
 func TestRootIsReplaced(t *testing.T) {
-	ctx := testContext(t)
-	store := newStore(t)
-	cfg := config(store, 0, 2)
-	log, entries := logs()
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	cfg := config(kv, 0, 2)
+	log, entries := testnet.Logs()
 	cfg.Log = log
 	r := start(t, ctx, cfg)
-	eventually(t, "root", func() bool { return logged(entries, "root is open") })
-	publishRoot(t, store, "127.0.0.1:9", 9)
+	testnet.Eventually(t, "root", func() bool { return testnet.Logged(entries, "root is open") })
+	publishRoot(t, kv, "127.0.0.1:9", 9)
 	err := (<-r).err
 	if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != DuplicateRank {
 		t.Errorf("got %v, want a duplicate", err)
 	}
-	wantError(t, err, "pid 0 ", "was replaced by pid 9", "127.0.0.1:9")
+	testnet.WantError(t, err, "pid 0 ", "was replaced by pid 9", "127.0.0.1:9")
 }
 
 // publishRoot puts a root into the store that never was one of this test's.
-func publishRoot(t *testing.T, store Store, addr string, pid int64) {
+func publishRoot(t *testing.T, kv store.Store, addr string, pid int64) {
 	t.Helper()
 	value, err := proto.Marshal(&rendezvouspb.Root{Attempt: 1, Token: newToken(), Addr: addr, Pid: pid})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := store.Set(t.Context(), "gohvd/job/root", value); err != nil {
+	if err := kv.Set(t.Context(), "gohvd/job/root", value); err != nil {
 		t.Fatal(err)
 	}
 }
 
 // rootOf waits for the root of the job in store.
-func rootOf(t *testing.T, store Store) *rendezvouspb.Root {
+func rootOf(t *testing.T, kv store.Store) *rendezvouspb.Root {
 	t.Helper()
-	value, err := store.Get(testContext(t), "gohvd/job/root")
+	value, err := kv.Get(testnet.Context(t), "gohvd/job/root")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -385,22 +400,22 @@ func rootOf(t *testing.T, store Store) *rendezvouspb.Root {
 func TestLatecomer(t *testing.T) {
 	for _, rank := range []int{0, 1} {
 		t.Run(fmt.Sprint("rank ", rank), func(t *testing.T) {
-			store := newStore(t)
-			log, entries := logs()
-			zero := config(store, 0, 2)
+			kv := newStore(t)
+			log, entries := testnet.Logs()
+			zero := config(kv, 0, 2)
 			zero.Log = log
-			formed(t, joinAll(t, testContext(t), zero, config(store, 1, 2)), recordOf(0, 0), recordOf(1, 0))
+			formed(t, joinAll(t, testnet.Context(t), zero, config(kv, 1, 2)), recordOf(0, 0), recordOf(1, 0))
 
-			ctx, cancel := context.WithCancel(testContext(t))
-			late := config(store, rank, 2)
+			ctx, cancel := context.WithCancel(testnet.Context(t))
+			late := config(kv, rank, 2)
 			late.Self = recordOf(rank, 9)
-			lateLog, lateEntries := logs()
+			lateLog, lateEntries := testnet.Logs()
 			late.Log = lateLog
 			r := start(t, ctx, late)
-			eventually(t, "rank 0's log", func() bool {
-				return logged(entries, "came late: the epoch is complete", fmt.Sprintf("pid %d ", late.Self.PID))
+			testnet.Eventually(t, "rank 0's log", func() bool {
+				return testnet.Logged(entries, "came late: the epoch is complete", fmt.Sprintf("pid %d ", late.Self.PID))
 			})
-			eventually(t, "the latecomer's log", func() bool { return logged(lateEntries, "waiting for a") })
+			testnet.Eventually(t, "the latecomer's log", func() bool { return testnet.Logged(lateEntries, "waiting for a") })
 			cancel()
 			err := (<-r).err
 			if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != Late {
@@ -409,7 +424,7 @@ func TestLatecomer(t *testing.T) {
 			if !errors.Is(err, context.Canceled) {
 				t.Errorf("%v does not wrap the cause of its end", err)
 			}
-			wantError(t, err, "epoch 1 is complete", rootOf(t, store).GetAddr())
+			testnet.WantError(t, err, "epoch 1 is complete", rootOf(t, kv).GetAddr())
 		})
 	}
 }
@@ -418,20 +433,20 @@ func TestLatecomer(t *testing.T) {
 func TestReplacementMeetsOldRoot(t *testing.T) {
 	for _, dead := range []int{0, 1, 2} {
 		t.Run(fmt.Sprint("rank ", dead), func(t *testing.T) {
-			ctx := testContext(t)
-			store := newStore(t)
-			log, entries := logs()
-			cfgs := []JoinConfig{config(store, 0, 3), config(store, 1, 3), config(store, 2, 3)}
+			ctx := testnet.Context(t)
+			kv := newStore(t)
+			log, entries := testnet.Logs()
+			cfgs := []JoinConfig{config(kv, 0, 3), config(kv, 1, 3), config(kv, 2, 3)}
 			cfgs[0].Log = log
 			records := []Record{recordOf(0, 0), recordOf(1, 0), recordOf(2, 0)}
 			old := joinAll(t, ctx, cfgs...)
 			first := formed(t, old, records...)
 
-			fresh := config(store, dead, 3)
+			fresh := config(kv, dead, 3)
 			fresh.Self = recordOf(dead, 1)
 			records[dead] = fresh.Self
 			r := start(t, ctx, fresh)
-			eventually(t, "rank 0 sees the replacement", func() bool { return logged(entries, "came late", "pid") })
+			testnet.Eventually(t, "rank 0 sees the replacement", func() bool { return testnet.Logged(entries, "came late", "pid") })
 
 			old[0].Close()
 			again := make([]result, 3)
@@ -456,10 +471,10 @@ func TestReplacementMeetsOldRoot(t *testing.T) {
 // A process that was in the old epoch need not wait for its root to go: ranks may be dealt anew, and the old rank 0 is
 // the last to notice that the epoch has ended.
 func TestNewRankZeroFromOldEpoch(t *testing.T) {
-	ctx := testContext(t)
-	store := newStore(t)
-	first := formed(t, joinAll(t, ctx, config(store, 0, 2), config(store, 1, 2)), recordOf(0, 0), recordOf(1, 0))
-	zero, one := config(store, 0, 2), config(store, 1, 2)
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	first := formed(t, joinAll(t, ctx, config(kv, 0, 2), config(kv, 1, 2)), recordOf(0, 0), recordOf(1, 0))
+	zero, one := config(kv, 0, 2), config(kv, 1, 2)
 	zero.LastEpoch, one.LastEpoch = first, first
 	zero.Self, one.Self = one.Self, zero.Self
 	formed(t, joinAll(t, ctx, zero, one), recordOf(1, 0), recordOf(0, 0)) // the first session is still open
@@ -468,11 +483,11 @@ func TestNewRankZeroFromOldEpoch(t *testing.T) {
 // An epoch exceeds what any rank has seen, and so does the counter, also when the store has forgotten everything.
 func TestEpochExceedsAll(t *testing.T) {
 	for _, last := range [][]uint64{{0, 0, 0}, {7, 0, 0}, {0, 41, 7}, {3, 3, 3}, {5, 0, 6}} {
-		ctx := testContext(t)
-		store := newStore(t)
+		ctx := testnet.Context(t)
+		kv := newStore(t)
 		var cfgs []JoinConfig
 		for rank := range last {
-			cfg := config(store, rank, 3)
+			cfg := config(kv, rank, 3)
 			cfg.LastEpoch = last[rank]
 			cfgs = append(cfgs, cfg)
 		}
@@ -480,7 +495,7 @@ func TestEpochExceedsAll(t *testing.T) {
 		if want := slices.Max(last) + 1; epoch < want {
 			t.Errorf("last epochs %d: got epoch %d, want at least %d", last, epoch, want)
 		}
-		if n, err := store.Add(ctx, "gohvd/job/epoch", 0); err != nil || n < int64(epoch) {
+		if n, err := kv.Add(ctx, "gohvd/job/epoch", 0); err != nil || n < int64(epoch) {
 			t.Errorf("last epochs %d: the counter is %d at epoch %d, %v", last, n, epoch, err)
 		}
 	}
@@ -488,7 +503,7 @@ func TestEpochExceedsAll(t *testing.T) {
 
 // heldStore holds up its second Add until release is closed, and says so.
 type heldStore struct {
-	Store
+	store.Store
 	adds          int
 	held, release chan struct{}
 }
@@ -503,25 +518,25 @@ func (s *heldStore) Add(ctx context.Context, key string, delta int64) (int64, er
 
 // While rank 0 draws a greater epoch for one rank, another may take its place that needs a yet greater one.
 func TestEpochExceedsReplacement(t *testing.T) {
-	ctx := testContext(t)
-	store := newStore(t)
-	log, entries := logs()
-	held := &heldStore{Store: store, held: make(chan struct{}), release: make(chan struct{})}
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	log, entries := testnet.Logs()
+	held := &heldStore{Store: kv, held: make(chan struct{}), release: make(chan struct{})}
 	zero := config(held, 0, 2)
 	zero.Log = log
 	r := start(t, ctx, zero)
 
 	short, cancel := context.WithCancel(ctx)
-	one := config(store, 1, 2)
+	one := config(kv, 1, 2)
 	one.LastEpoch = 5
 	gone := start(t, short, one)
 	<-held.held
 	cancel()
 	<-gone
-	eventually(t, "rank 1 is forgotten", func() bool { return logged(entries, "left before the others came") })
+	testnet.Eventually(t, "rank 1 is forgotten", func() bool { return testnet.Logged(entries, "left before the others came") })
 	one.LastEpoch = 50
 	again := start(t, ctx, one)
-	eventually(t, "rank 1 is back", func() bool { return len(entries.FilterMessage("rendezvous: rank has joined").All()) == 2 })
+	testnet.Eventually(t, "rank 1 is back", func() bool { return len(entries.FilterMessage("rendezvous: rank has joined").All()) == 2 })
 	close(held.release)
 	if epoch := formed(t, []result{<-r, <-again}, recordOf(0, 0), recordOf(1, 0)); epoch != 51 {
 		t.Errorf("got epoch %d, want 51", epoch)
@@ -532,9 +547,9 @@ func TestEpochExceedsReplacement(t *testing.T) {
 // leave, or find no root at all, because it was first.
 func TestManyEpochs(t *testing.T) {
 	const size, epochs = 4, 20
-	ctx := testContext(t)
-	store := newStore(t)
-	log, entries := logs()
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	log, entries := testnet.Logs()
 	var seen [size][]uint64
 	var left [epochs]chan struct{} // gets one element from each rank that leaves an epoch before the slowest does
 	for i := range left {
@@ -543,7 +558,7 @@ func TestManyEpochs(t *testing.T) {
 	var wg sync.WaitGroup
 	for rank := range size {
 		wg.Go(func() {
-			cfg := config(store, rank, size)
+			cfg := config(kv, rank, size)
 			cfg.Log = log
 			for i := range epochs {
 				s, err := Join(ctx, cfg)
@@ -578,53 +593,53 @@ func TestManyEpochs(t *testing.T) {
 			t.Errorf("rank %d was in epochs %d, rank 0 in %d", rank, seen[rank], seen[0])
 		}
 	}
-	if logged(entries, "came late") {
+	if testnet.Logged(entries, "came late") {
 		t.Error("a rank that came back was taken for a latecomer")
 	}
 }
 
 // A rank that breaks off before the others come is forgotten, and another process may take its place.
 func TestRankBreaksOff(t *testing.T) {
-	ctx := testContext(t)
-	store := newStore(t)
-	log, entries := logs()
-	zero := config(store, 0, 3)
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	log, entries := testnet.Logs()
+	zero := config(kv, 0, 3)
 	zero.Log = log
 	first := start(t, ctx, zero)
 
 	short, cancel := context.WithCancel(ctx)
-	gone := start(t, short, config(store, 1, 3))
-	eventually(t, "rank 1", func() bool { return logged(entries, "rank has joined", "pid 100 ") })
+	gone := start(t, short, config(kv, 1, 3))
+	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "pid 100 ") })
 	cancel()
 	err := (<-gone).err
-	wantError(t, err, "waiting for the other ranks", rootOf(t, store).GetAddr())
+	testnet.WantError(t, err, "waiting for the other ranks", rootOf(t, kv).GetAddr())
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want that the context ended", err)
 	}
-	eventually(t, "rank 1 is forgotten", func() bool { return logged(entries, "left before the others came", "pid 100 ") })
+	testnet.Eventually(t, "rank 1 is forgotten", func() bool { return testnet.Logged(entries, "left before the others came", "pid 100 ") })
 
-	one := config(store, 1, 3)
+	one := config(kv, 1, 3)
 	one.Self = recordOf(1, 1)
-	rest := joinAll(t, ctx, one, config(store, 2, 3))
+	rest := joinAll(t, ctx, one, config(kv, 2, 3))
 	formed(t, append([]result{<-first}, rest...), recordOf(0, 0), recordOf(1, 1), recordOf(2, 0))
 }
 
 func TestDeadlines(t *testing.T) {
-	log, entries := logs()
-	store := newStore(t)
-	ctx := testContext(t)
+	log, entries := testnet.Logs()
+	kv := newStore(t)
+	ctx := testnet.Context(t)
 	short, cancel := context.WithCancel(ctx)
-	zero := config(store, 0, 5)
+	zero := config(kv, 0, 5)
 	zero.Log = log
 	r := start(t, short, zero)
-	one := start(t, ctx, config(store, 1, 5))
-	three := start(t, ctx, config(store, 3, 5))
+	one := start(t, ctx, config(kv, 1, 5))
+	three := start(t, ctx, config(kv, 3, 5))
 	for _, rank := range []string{"rank:1", "rank:3"} {
-		eventually(t, rank, func() bool { return logged(entries, "rank has joined", rank) })
+		testnet.Eventually(t, rank, func() bool { return testnet.Logged(entries, "rank has joined", rank) })
 	}
 	cancel()
 	err := (<-r).err
-	wantError(t, err, "rank 0 of 5", "waiting for ranks 2, 4: context canceled")
+	testnet.WantError(t, err, "rank 0 of 5", "waiting for ranks 2, 4: context canceled")
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("%v does not wrap its cause", err)
 	}
@@ -633,7 +648,7 @@ func TestDeadlines(t *testing.T) {
 		if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != GaveUp {
 			t.Errorf("got %v, want that rank 0 gave up", err)
 		}
-		wantError(t, err, "rank 0 gave up: waiting for ranks 2, 4: context canceled")
+		testnet.WantError(t, err, "rank 0 gave up: waiting for ranks 2, 4: context canceled")
 	}
 
 	brief := func() context.Context {
@@ -642,50 +657,50 @@ func TestDeadlines(t *testing.T) {
 		return ctx
 	}
 	// The root of before is gone.
-	_, err = Join(brief(), config(store, 2, 5))
-	wantError(t, err, "rank 2 of 5", "joining at root", "deadline exceeded", "connection refused")
+	_, err = Join(brief(), config(kv, 2, 5))
+	testnet.WantError(t, err, "rank 2 of 5", "joining at root", "deadline exceeded", "connection refused")
 	_, err = Join(brief(), config(newStore(t), 2, 5))
-	wantError(t, err, "rank 2 of 5", "waiting for the root of rank 0", `watch "gohvd/job/root"`, "deadline exceeded")
+	testnet.WantError(t, err, "rank 2 of 5", "waiting for the root of rank 0", `watch "gohvd/job/root"`, "deadline exceeded")
 	_, err = Join(brief(), config(newStore(t), 9, 5))
-	wantError(t, err, "rank 9 is out of range, want 0 to 4", "rank 0 could not be told")
+	testnet.WantError(t, err, "rank 9 is out of range, want 0 to 4", "rank 0 could not be told")
 	_, err = Join(brief(), config(newStore(t), 0, 100))
-	wantError(t, err, "waiting for ranks 1, 2, ", ", 16 and 83 more: context deadline exceeded")
+	testnet.WantError(t, err, "waiting for ranks 1, 2, ", ", 16 and 83 more: context deadline exceeded")
 	_, err = Join(brief(), config(newStore(t), 0, 2))
-	wantError(t, err, "waiting for rank 1: context deadline exceeded")
+	testnet.WantError(t, err, "waiting for rank 1: context deadline exceeded")
 }
 
 func TestStoreIsLost(t *testing.T) {
-	ctx := testContext(t)
-	log, entries := logs()
-	store := NewHashStore(Limits{})
-	zero := config(store, 0, 3)
+	ctx := testnet.Context(t)
+	log, entries := testnet.Logs()
+	kv := store.NewHashStore(store.Limits{})
+	zero := config(kv, 0, 3)
 	zero.Log = log
 	r0 := start(t, ctx, zero)
-	r1 := start(t, ctx, config(store, 1, 3))
-	eventually(t, "rank 1", func() bool { return logged(entries, "rank has joined") })
-	store.Close()
+	r1 := start(t, ctx, config(kv, 1, 3))
+	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined") })
+	kv.Close()
 	err := (<-r0).err
-	if !errors.Is(err, ErrClosed) {
+	if !errors.Is(err, store.ErrClosed) {
 		t.Errorf("rank 0: got %v, want ErrClosed", err)
 	}
-	wantError(t, err, `watch "gohvd/job/root"`)
-	wantError(t, (<-r1).err, "rank 0 gave up", "store is closed")
+	testnet.WantError(t, err, `watch "gohvd/job/root"`)
+	testnet.WantError(t, (<-r1).err, "rank 0 gave up", "store is closed")
 
-	store = NewHashStore(Limits{})
-	r1 = start(t, ctx, config(store, 1, 3))
-	eventually(t, "rank 1 waits", func() bool { return store.waiting() == 1 })
-	store.Close()
+	kv = store.NewHashStore(store.Limits{})
+	r1 = start(t, ctx, config(kv, 1, 3))
+	testnet.Eventually(t, "rank 1 waits", func() bool { return kv.Waits() == 1 })
+	kv.Close()
 	err = (<-r1).err
-	if !errors.Is(err, ErrClosed) {
+	if !errors.Is(err, store.ErrClosed) {
 		t.Errorf("rank 1: got %v, want ErrClosed", err)
 	}
 
-	store = NewHashStore(Limits{})
-	publishRoot(t, store, closedPort(t), 1)
-	r1 = start(t, ctx, config(store, 1, 3))
-	eventually(t, "rank 1 tries", func() bool { return store.waiting() == 1 })
-	store.Close()
-	wantError(t, (<-r1).err, "store is closed", "connection refused")
+	kv = store.NewHashStore(store.Limits{})
+	publishRoot(t, kv, closedPort(t), 1)
+	r1 = start(t, ctx, config(kv, 1, 3))
+	testnet.Eventually(t, "rank 1 tries", func() bool { return kv.Waits() == 1 })
+	kv.Close()
+	testnet.WantError(t, (<-r1).err, "store is closed", "connection refused")
 }
 
 // closedPort returns an address on which nobody listens.
@@ -703,29 +718,29 @@ func closedPort(t *testing.T) string {
 func TestLeftovers(t *testing.T) {
 	hangUp := func(net.Conn) {}
 	web := func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n\r\n") }
-	for name, leave := range map[string]func(t *testing.T, store Store){
-		"closed port": func(t *testing.T, store Store) { publishRoot(t, store, closedPort(t), 1) },
-		"hangs up":    func(t *testing.T, store Store) { publishRoot(t, store, fakeServer(t, hangUp), 1) },
-		"web server":  func(t *testing.T, store Store) { publishRoot(t, store, fakeServer(t, web), 1) },
-		"not a root":  func(t *testing.T, store Store) { store.Set(t.Context(), "gohvd/job/root", []byte("garbage")) },
-		"another job's root": func(t *testing.T, store Store) {
+	for name, leave := range map[string]func(t *testing.T, kv store.Store){
+		"closed port": func(t *testing.T, kv store.Store) { publishRoot(t, kv, closedPort(t), 1) },
+		"hangs up":    func(t *testing.T, kv store.Store) { publishRoot(t, kv, testnet.FakeServer(t, hangUp), 1) },
+		"web server":  func(t *testing.T, kv store.Store) { publishRoot(t, kv, testnet.FakeServer(t, web), 1) },
+		"not a root":  func(t *testing.T, kv store.Store) { kv.Set(t.Context(), "gohvd/job/root", []byte("garbage")) },
+		"another job's root": func(t *testing.T, kv store.Store) {
 			other := config(newStore(t), 0, 2)
 			ctx, cancel := context.WithCancel(t.Context())
 			t.Cleanup(cancel)
 			start(t, ctx, other)
-			publishRoot(t, store, rootOf(t, other.Store).GetAddr(), 1)
+			publishRoot(t, kv, rootOf(t, other.Store).GetAddr(), 1)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			ctx := testContext(t)
-			store := newStore(t)
-			leave(t, store)
-			log, entries := logs()
-			one := config(store, 1, 2)
+			ctx := testnet.Context(t)
+			kv := newStore(t)
+			leave(t, kv)
+			log, entries := testnet.Logs()
+			one := config(kv, 1, 2)
 			one.Log = log
 			r := start(t, ctx, one)
-			eventually(t, "rank 1 has looked", func() bool { return store.waiting() == 1 || logged(entries, "waiting for a newer root") })
-			zero := start(t, ctx, config(store, 0, 2))
+			testnet.Eventually(t, "rank 1 has looked", func() bool { return kv.Waits() == 1 || testnet.Logged(entries, "waiting for a newer root") })
+			zero := start(t, ctx, config(kv, 0, 2))
 			formed(t, []result{<-zero, <-r}, recordOf(0, 0), recordOf(1, 0))
 		})
 	}
@@ -747,16 +762,16 @@ func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size
 // A rank whose connection breaks asks again with the same nonce: it is no duplicate, and gets the table even when the
 // epoch was completed meanwhile.
 func TestRankAsksAgain(t *testing.T) {
-	ctx := testContext(t)
-	store := newStore(t)
-	log, entries := logs()
-	zero := config(store, 0, 3)
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	log, entries := testnet.Logs()
+	zero := config(kv, 0, 3)
 	zero.Log = log
 	r := start(t, ctx, zero)
-	root := rootOf(t, store)
+	root := rootOf(t, kv)
 	ask := func(nonce []byte) net.Conn {
-		conn := rawDial(t, root.GetAddr(), greeting(rootMagic, rootVersion), rootRequest(t, root, nonce, 1, 3))
-		if _, err := readGreeting(conn, rootMagic); err != nil {
+		conn := testnet.RawDial(t, root.GetAddr(), dial.Greeting(rootMagic, rootVersion), rootRequest(t, root, nonce, 1, 3))
+		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil {
 			t.Fatal(err)
 		}
 		return conn
@@ -764,7 +779,7 @@ func TestRankAsksAgain(t *testing.T) {
 	wantKind := func(conn net.Conn, kind rendezvouspb.Answer_Kind) {
 		t.Helper()
 		var a rendezvouspb.Answer
-		body, err := readFrame(conn, maxAnswerBytes)
+		body, err := frame.Read(conn, maxAnswerBytes)
 		if err == nil {
 			err = proto.Unmarshal(body, &a)
 		}
@@ -772,7 +787,7 @@ func TestRankAsksAgain(t *testing.T) {
 			t.Fatalf("got answer %v, %v, want %v", &a, err, kind)
 		}
 		for rank := 0; kind == rendezvouspb.Answer_TABLE && rank < 3; rank++ {
-			body, err := readFrame(conn, maxRecordBytes)
+			body, err := frame.Read(conn, maxRecordBytes)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -786,12 +801,12 @@ func TestRankAsksAgain(t *testing.T) {
 	}
 	nonce := newToken()
 	broken := ask(nonce)
-	eventually(t, "rank 1", func() bool { return logged(entries, "rank has joined", "rank:1") })
+	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "rank:1") })
 	again := ask(nonce)
 	if _, err := broken.Read(make([]byte, 1)); err != io.EOF {
 		t.Errorf("the first connection: got %v, want EOF", err)
 	}
-	two := start(t, ctx, config(store, 2, 3))
+	two := start(t, ctx, config(kv, 2, 3))
 	wantKind(again, rendezvouspb.Answer_TABLE)
 	formed(t, []result{<-r}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
 	<-two
@@ -806,10 +821,10 @@ func TestJoinerTriesAgain(t *testing.T) {
 	records := []Record{recordOf(0, 0), recordOf(1, 0)}
 	var mu sync.Mutex
 	var nonces [][]byte
-	addr := fakeServer(t, func(conn net.Conn) {
-		readGreeting(conn, rootMagic)
-		conn.Write(greeting(rootMagic, rootVersion))
-		body, err := readFrame(conn, maxJoinRequestBytes)
+	addr := testnet.FakeServer(t, func(conn net.Conn) {
+		dial.ReadGreeting(conn, rootMagic)
+		conn.Write(dial.Greeting(rootMagic, rootVersion))
+		body, err := frame.Read(conn, maxJoinRequestBytes)
 		if err != nil {
 			t.Errorf("reading the request: %v", err)
 			return
@@ -834,9 +849,9 @@ func TestJoinerTriesAgain(t *testing.T) {
 		}
 		conn.Write(table)
 	})
-	store := newStore(t)
-	publishRoot(t, store, addr, 1)
-	formed(t, []result{<-start(t, testContext(t), config(store, 1, 2))}, records...)
+	kv := newStore(t)
+	publishRoot(t, kv, addr, 1)
+	formed(t, []result{<-start(t, testnet.Context(t), config(kv, 1, 2))}, records...)
 	for _, nonce := range nonces {
 		if !bytes.Equal(nonce, nonces[0]) {
 			t.Errorf("one call of Join used the nonces %x", nonces)
@@ -847,18 +862,18 @@ func TestJoinerTriesAgain(t *testing.T) {
 // A table that is on its way when the store has a newer root already is not lost: the old root was closed because its
 // epoch is complete, and all others are in it.
 func TestTableIsLateButValid(t *testing.T) {
-	ctx := testContext(t)
-	store := newStore(t)
+	ctx := testnet.Context(t)
+	kv := newStore(t)
 	records := []Record{recordOf(0, 0), recordOf(1, 0)}
-	addr := fakeServer(t, func(conn net.Conn) {
-		readGreeting(conn, rootMagic)
-		conn.Write(greeting(rootMagic, rootVersion))
-		if _, err := readFrame(conn, maxJoinRequestBytes); err != nil {
+	addr := testnet.FakeServer(t, func(conn net.Conn) {
+		dial.ReadGreeting(conn, rootMagic)
+		conn.Write(dial.Greeting(rootMagic, rootVersion))
+		if _, err := frame.Read(conn, maxJoinRequestBytes); err != nil {
 			t.Errorf("reading the request: %v", err)
 		}
-		eventually(t, "rank 1 watches", func() bool { return store.waiting() == 1 })
-		publishRoot(t, store, closedPort(t), 2)
-		eventually(t, "rank 1 knows the newer root", func() bool { return store.waiting() == 0 })
+		testnet.Eventually(t, "rank 1 watches", func() bool { return kv.Waits() == 1 })
+		publishRoot(t, kv, closedPort(t), 2)
+		testnet.Eventually(t, "rank 1 knows the newer root", func() bool { return kv.Waits() == 0 })
 		table, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: 1})
 		for i := 0; i < len(records) && err == nil; i++ {
 			conn.Write(table) // in pieces, for time to pass
@@ -869,23 +884,23 @@ func TestTableIsLateButValid(t *testing.T) {
 		}
 		conn.Write(table)
 	})
-	publishRoot(t, store, addr, 1)
-	cfg := config(store, 1, 2)
+	publishRoot(t, kv, addr, 1)
+	cfg := config(kv, 1, 2)
 	formed(t, []result{<-start(t, ctx, cfg)}, records...)
 }
 
 func TestGarbageToRoot(t *testing.T) {
-	ctx := testContext(t)
-	store := newStore(t)
-	log, entries := logs()
-	zero := config(store, 0, 4)
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	log, entries := testnet.Logs()
+	zero := config(kv, 0, 4)
 	zero.Log = log
 	r := start(t, ctx, zero)
-	one := start(t, ctx, config(store, 1, 4))
-	root := rootOf(t, store)
-	eventually(t, "rank 1", func() bool { return logged(entries, "rank has joined", "rank:1") })
+	one := start(t, ctx, config(kv, 1, 4))
+	root := rootOf(t, kv)
+	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "rank:1") })
 
-	hello := greeting(rootMagic, rootVersion)
+	hello := dial.Greeting(rootMagic, rootVersion)
 	request := rootRequest(t, root, newToken(), 2, 4)
 	shortNonce := rootRequest(t, root, []byte("short"), 2, 4)
 	for _, test := range []struct {
@@ -894,45 +909,45 @@ func TestGarbageToRoot(t *testing.T) {
 		reason string
 	}{
 		{"web browser", [][]byte{[]byte("GET / HTTP/1.1\r\n\r\n")}, `greeting is "GET "`},
-		{"the other protocol", [][]byte{greeting(storeMagic, storeVersion)}, `greeting is "GHVS"`},
-		{"another version", [][]byte{greeting(rootMagic, 2)}, "version 2 of the protocol, want 1"},
+		{"the other protocol", [][]byte{dial.Greeting("GHVS", 1)}, `greeting is "GHVS"`},
+		{"another version", [][]byte{dial.Greeting(rootMagic, 2)}, "version 2 of the protocol, want 1"},
 		{"oversized", [][]byte{hello, {0xff, 0, 0, 0}}, "frame of 4278190080 bytes"},
-		{"not protobuf", [][]byte{hello, frameOf(0xff, 0xff)}, "proto"},
-		{"empty", [][]byte{hello, frameOf()}, "token has 0 bytes"},
+		{"not protobuf", [][]byte{hello, frame.Seal(append(frame.New(2), 0xff, 0xff))}, "proto"},
+		{"empty", [][]byte{hello, frame.Seal(frame.New(0))}, "token has 0 bytes"},
 		{"nonce", [][]byte{hello, shortNonce}, "nonce 5"},
 		{"two requests", [][]byte{hello, request, request}, "more bytes than one request"},
 	} {
-		conn := rawDial(t, root.GetAddr(), test.parts...)
+		conn := testnet.RawDial(t, root.GetAddr(), test.parts...)
 		io.Copy(io.Discard, conn)
-		eventually(t, test.name, func() bool { return logged(entries, "closed a connection", test.reason) })
+		testnet.Eventually(t, test.name, func() bool { return testnet.Logged(entries, "closed a connection", test.reason) })
 	}
 	// Half a request, and silence.
-	rawDial(t, root.GetAddr(), hello, request[:10])
+	testnet.RawDial(t, root.GetAddr(), hello, request[:10])
 
-	rest := joinAll(t, ctx, config(store, 2, 4), config(store, 3, 4))
+	rest := joinAll(t, ctx, config(kv, 2, 4), config(kv, 3, 4))
 	formed(t, append([]result{<-r, <-one}, rest...), recordOf(0, 0), recordOf(1, 0), recordOf(2, 0), recordOf(3, 0))
 }
 
 // More strangers than the root shakes hands with hold a rank up, but only until they leave.
 func TestRootBoundsHandshakes(t *testing.T) {
-	ctx := testContext(t)
-	store := newStore(t)
-	r := start(t, ctx, config(store, 0, 2))
-	root := rootOf(t, store)
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	r := start(t, ctx, config(kv, 0, 2))
+	root := rootOf(t, kv)
 	var strangers []net.Conn
 	for range maxHandshakes {
-		conn := rawDial(t, root.GetAddr(), greeting(rootMagic, rootVersion))
-		if _, err := readGreeting(conn, rootMagic); err != nil { // it has been accepted
+		conn := testnet.RawDial(t, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
+		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil { // it has been accepted
 			t.Fatal(err)
 		}
 		strangers = append(strangers, conn)
 	}
-	next := rawDial(t, root.GetAddr(), greeting(rootMagic, rootVersion))
+	next := testnet.RawDial(t, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
 	next.SetDeadline(time.Now().Add(100 * time.Millisecond))
-	if _, err := readGreeting(next, rootMagic); err == nil {
+	if _, err := dial.ReadGreeting(next, rootMagic); err == nil {
 		t.Error("the root shakes hands with one more")
 	}
-	one := start(t, ctx, config(store, 1, 2))
+	one := start(t, ctx, config(kv, 1, 2))
 	for _, conn := range strangers {
 		conn.Close()
 	}
@@ -942,10 +957,10 @@ func TestRootBoundsHandshakes(t *testing.T) {
 // Rank 0 may leave as soon as it has the table: Close lets the others have it.
 func TestCloseDeliversTables(t *testing.T) {
 	for range 20 {
-		ctx := testContext(t)
-		store := newStore(t)
-		r := start(t, ctx, config(store, 0, 3))
-		one, two := start(t, ctx, config(store, 1, 3)), start(t, ctx, config(store, 2, 3))
+		ctx := testnet.Context(t)
+		kv := newStore(t)
+		r := start(t, ctx, config(kv, 0, 3))
+		one, two := start(t, ctx, config(kv, 1, 3)), start(t, ctx, config(kv, 2, 3))
 		zero := <-r
 		if zero.err == nil {
 			zero.Close()
@@ -1011,8 +1026,8 @@ func FuzzDecodeJoinRequest(f *testing.F) {
 func BenchmarkJoin(b *testing.B) {
 	for _, size := range []int{4, 16, 64} {
 		b.Run(fmt.Sprint("ranks=", size), func(b *testing.B) {
-			store := NewHashStore(Limits{})
-			defer store.Close()
+			kv := store.NewHashStore(store.Limits{})
+			defer kv.Close()
 			b.ReportAllocs()
 			var last uint64
 			for b.Loop() {
@@ -1020,7 +1035,7 @@ func BenchmarkJoin(b *testing.B) {
 				sessions := make([]*Session, size)
 				for rank := range size {
 					wg.Go(func() {
-						cfg := config(store, rank, size)
+						cfg := config(kv, rank, size)
 						cfg.LastEpoch = last
 						var err error
 						if sessions[rank], err = Join(b.Context(), cfg); err != nil {

@@ -7,6 +7,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/rendezvous/rendezvouspb"
 )
 
@@ -54,7 +55,7 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 }
 
 func isVersion(err error) bool {
-	_, ok := errors.AsType[*versionError](err)
+	_, ok := errors.AsType[*dial.VersionError](err)
 	return ok
 }
 
@@ -75,7 +76,7 @@ func (c *client) follow(ctx context.Context, root *rendezvouspb.Root, value []by
 		<-watched
 	}()
 	var (
-		wait backoff
+		wait dial.Backoff
 		last error // why the attempt before failed
 	)
 	for {
@@ -86,7 +87,7 @@ func (c *client) follow(ctx context.Context, root *rendezvouspb.Root, value []by
 		if newest.Err() == nil {
 			last = err
 			// A rank that waits at the root can do without the store, one that cannot reach it cannot.
-			pause(newest, wait.next(), watched)
+			dial.Pause(newest, wait.Next(), watched)
 			select {
 			case <-watched:
 				if lost != nil && newest.Err() == nil {

@@ -12,6 +12,8 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/rendezvous/rendezvouspb"
 )
 
@@ -38,11 +40,11 @@ func newToken() []byte {
 }
 
 func appendMessage(frames []byte, m proto.Message) ([]byte, error) {
-	frame, err := proto.MarshalOptions{}.MarshalAppend(newFrame(proto.Size(m)), m)
+	f, err := proto.MarshalOptions{}.MarshalAppend(frame.New(proto.Size(m)), m)
 	if err != nil {
 		return nil, err
 	}
-	return append(frames, sealFrame(frame)...), nil
+	return append(frames, frame.Seal(f)...), nil
 }
 
 func recordToProto(r *Record) *rendezvouspb.Record {
@@ -144,7 +146,7 @@ func isAnswer(err error) bool {
 }
 
 func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (*Session, error) {
-	frame, err := appendMessage(nil, &rendezvouspb.JoinRequest{
+	request, err := appendMessage(nil, &rendezvouspb.JoinRequest{
 		Job: c.cfg.Job, Token: root.GetToken(), Nonce: c.nonce,
 		Rank: int32(c.cfg.Rank), Size: int64(c.cfg.Size), LastEpoch: c.cfg.LastEpoch,
 		Record: recordToProto(&c.cfg.Self),
@@ -158,7 +160,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 		}
 		return err
 	}
-	conn, err := dialGreet(newest, root.GetAddr(), rootMagic, rootVersion)
+	conn, err := dial.Greet(newest, root.GetAddr(), rootMagic, rootVersion)
 	if err != nil {
 		return nil, because(err)
 	}
@@ -166,7 +168,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	answered, left := make(chan struct{}), make(chan struct{})
 	stop := context.AfterFunc(newest, func() {
 		defer close(left)
-		pause(ctx, tableGrace, answered)
+		dial.Pause(ctx, tableGrace, answered)
 		conn.SetDeadline(time.Unix(1, 0))
 	})
 	defer func() {
@@ -175,11 +177,11 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 			<-left
 		}
 	}()
-	if _, err := conn.Write(frame); err != nil {
+	if _, err := conn.Write(request); err != nil {
 		return nil, because(err)
 	}
 	in := bufio.NewReader(conn)
-	body, err := readFrame(in, maxAnswerBytes)
+	body, err := frame.Read(in, maxAnswerBytes)
 	if err != nil {
 		return nil, fmt.Errorf("waiting for the other ranks: %w", because(err))
 	}
@@ -211,7 +213,7 @@ func (c *client) readTable(in *bufio.Reader, epoch uint64) (*Session, error) {
 	}
 	s := &Session{Epoch: epoch, Records: make([]Record, c.cfg.Size)}
 	for i := range s.Records {
-		body, err := readFrame(in, maxRecordBytes)
+		body, err := frame.Read(in, maxRecordBytes)
 		if err != nil {
 			return nil, fmt.Errorf("record of rank %d: %w", i, err)
 		}

@@ -14,6 +14,8 @@ import (
 	"go.uber.org/zap"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/rendezvous/rendezvouspb"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -100,7 +102,7 @@ func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 // openRoot starts to answer. Nobody knows the address yet, but rank 0 itself may find it in the store: published by
 // an older root that had the same port.
 func openRoot(cfg *JoinConfig) (*root, error) {
-	ln, err := listen(net.JoinHostPort(cfg.ListenHost, "0"))
+	ln, err := dial.Listen(net.JoinHostPort(cfg.ListenHost, "0"))
 	if err != nil {
 		return nil, fmt.Errorf("opening the root: %w", err)
 	}
@@ -245,8 +247,9 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		r.log.Warn("rendezvous: replacing what is no root", zap.Error(err))
 		return nil
 	}
-	var wait backoff
-	for warned := false; ; {
+	var wait dial.Backoff
+	var late *completeError // what it has said; nil before
+	for {
 		pctx, cancel := context.WithTimeout(ctx, probeTimeout)
 		_, err := c.ask(pctx, pctx, old)
 		cancel()
@@ -255,24 +258,22 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		case err == nil:
 			return fmt.Errorf("the root at %s knows this call of Join", old.GetAddr()) // it has another's nonce
 		case ok && running.epoch > r.cfg.LastEpoch:
-			if ctx.Err() != nil {
-				return lateError(ctx, running, old)
-			}
-			if !warned {
-				warned = true
+			if late == nil {
 				r.log.Warn("rendezvous: waiting for an older root to go",
 					zap.String("older", old.GetAddr()), zap.Uint64("epoch", running.epoch))
 			}
-		case ctx.Err() != nil:
+			late = running
+		case ctx.Err() != nil && late == nil:
 			return err
+		case ctx.Err() != nil: // and what it says is not known
 		case !ok && isAnswer(err) && !errors.Is(err, errStale), isVersion(err):
 			return err
 		default:
 			return nil
 		}
-		pause(ctx, wait.next(), nil)
+		dial.Pause(ctx, wait.Next(), nil)
 		if ctx.Err() != nil {
-			return lateError(ctx, running, old)
+			return lateError(ctx, late, old)
 		}
 	}
 }
@@ -395,7 +396,7 @@ func (r *root) signal() {
 }
 
 func (r *root) accept() {
-	var wait backoff
+	var wait dial.Backoff
 	for {
 		select {
 		case r.handshakes <- struct{}{}:
@@ -409,7 +410,7 @@ func (r *root) accept() {
 				return
 			}
 			r.log.Error("rendezvous: root cannot accept", zap.Error(err))
-			pause(r.ctx, wait.next(), nil)
+			dial.Pause(r.ctx, wait.Next(), nil)
 			continue
 		}
 		wait = 0
@@ -468,17 +469,17 @@ func (r *root) serve(g *guest) error {
 
 func (r *root) handshake(g *guest) error {
 	g.conn.SetDeadline(time.Now().Add(handshakeTimeout))
-	version, err := readGreeting(g.conn, rootMagic)
+	version, err := dial.ReadGreeting(g.conn, rootMagic)
 	if err != nil {
 		return err
 	}
-	if _, err := g.conn.Write(greeting(rootMagic, rootVersion)); err != nil {
+	if _, err := g.conn.Write(dial.Greeting(rootMagic, rootVersion)); err != nil {
 		return err
 	}
 	if version != rootVersion {
-		return &versionError{version, rootVersion}
+		return &dial.VersionError{Got: version, Want: rootVersion}
 	}
-	body, err := readFrame(g.conn, maxJoinRequestBytes)
+	body, err := frame.Read(g.conn, maxJoinRequestBytes)
 	if err != nil {
 		return fmt.Errorf("reading the request: %w", err)
 	}

@@ -36,6 +36,8 @@ func (r *runner) jobFlags() group {
 		"also write each rank's output to `DIR`/rank.R/stdout and stderr, without prefix")
 	f.BoolVar(&r.tagOutput, "tag-output", true, "put [rank]<stdout>: in front of each line")
 	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false, "put the time in front of each line; also -prefix-timestamp")
+	f.StringVar(&r.torchStore, "torch-store", "127.0.0.1:0",
+		"`ADDR`, host:port, where torch.distributed of the ranks finds its TCPStore; off for none. Whoever reaches it can change it")
 	f.BoolVar(&r.verbose, "verbose", false, "tell what hvdrun does")
 	f.BoolVar(&r.checkBuild, "check-build", false, "show what this build has; also -cb")
 	return g

@@ -16,7 +16,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/launch"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 )
 
 // launch runs the job.
@@ -36,9 +36,9 @@ func (r *runner) launch(_ *cobra.Command, command []string) error {
 		return err
 	}
 
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
-	server, err := rendezvous.Serve("127.0.0.1:0", store, r.logger())
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	server, err := store.Serve("127.0.0.1:0", kv, r.logger())
 	if err != nil {
 		return err
 	}
@@ -47,6 +47,12 @@ func (r *runner) launch(_ *cobra.Command, command []string) error {
 	if err != nil {
 		return fmt.Errorf("address of the store: %w", err)
 	}
+
+	torch, closeTorch, err := r.serveTorch()
+	if err != nil {
+		return err
+	}
+	defer closeTorch()
 
 	signals := make(chan os.Signal, 16)
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
@@ -58,7 +64,7 @@ func (r *runner) launch(_ *cobra.Command, command []string) error {
 
 	result, err := launch.Run(context.Background(), launch.Options{
 		NP: np, Command: command, Env: r.env, Set: slices.Concat(r.extra, settings.ForRanks()),
-		Store: store, StoreAddr: addr,
+		Store: kv, StoreAddr: addr, TorchStore: torch,
 		Stdout: r.stdout, Stderr: r.stderr,
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,
 		Signals: signals,

@@ -47,6 +47,7 @@ type runner struct {
 	tagOutput  bool
 	timestamp  bool
 	verbose    bool
+	torchStore string
 	checkBuild bool
 
 	flags    []config.FlagValue // settings, in the order of the command line

@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/verdict"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
 
@@ -60,12 +60,12 @@ func accuse() error {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
 	addr := net.JoinHostPort(os.Getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.Getenv("HOROVOD_GLOO_RENDEZVOUS_PORT"))
-	store, err := rendezvous.DialTCP(ctx, addr)
+	kv, err := store.Dial(ctx, addr)
 	if err != nil {
 		return err
 	}
-	err = verdict.Publish(ctx, store, verdict.Verdict{Epoch: 1, Ranks: []topo.Rank{1}, Reason: "connection reset"})
-	return errors.Join(err, store.Close())
+	err = verdict.Publish(ctx, kv, verdict.Verdict{Epoch: 1, Ranks: []topo.Rank{1}, Reason: "connection reset"})
+	return errors.Join(err, kv.Close())
 }
 
 func hvdrun(t *testing.T, args ...string) *exec.Cmd {

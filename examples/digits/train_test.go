@@ -11,20 +11,20 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 )
 
 // trainOn trains on n ranks in this process and gives the model and accuracy of each.
 func trainOn(t *testing.T, n int, o options) ([]*model, []float64) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	models, accuracies := make([]*model, n), make([]float64, n)
 	var wg sync.WaitGroup
 	for r := range n {
 		wg.Go(func() {
-			e, err := hvd.New(ctx, hvd.WithStore(store),
+			e, err := hvd.New(ctx, hvd.WithStore(kv),
 				hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)), hvd.WithSetting("HOROVOD_SIZE", strconv.Itoa(n)))
 			if err != nil {
 				t.Errorf("rank %d: %v", r, err)

@@ -8,7 +8,7 @@ import (
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 )
 
 // Place is how this rank finds its job. The zero value is what the environment says.
@@ -16,7 +16,7 @@ type Place struct {
 	// Settings override those of the environment, by name.
 	Settings map[string]string
 	// Store is where the ranks meet, instead of the launcher's. It stays the caller's.
-	Store rendezvous.Store
+	Store store.Store
 }
 
 // leaveTimeout bounds the shutdown after the benchmark was interrupted.

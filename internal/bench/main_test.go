@@ -14,7 +14,7 @@ import (
 
 	"go.uber.org/goleak"
 
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -55,14 +55,14 @@ func sample() Options {
 // cluster calls f for n ranks of a job and returns the first error.
 func cluster(t *testing.T, n int, settings map[string]string, f func(ctx context.Context, at Place, rank int) error) error {
 	t.Helper()
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
-	defer store.Close()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
 	errs := make([]error, n)
 	var wg sync.WaitGroup
 	for r := range n {
-		at := Place{Store: store, Settings: map[string]string{
+		at := Place{Store: kv, Settings: map[string]string{
 			"HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": strconv.Itoa(n), "HOROVOD_HOSTNAME": "test",
 		}}
 		for name, value := range settings {

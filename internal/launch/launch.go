@@ -60,6 +60,9 @@ type Options struct {
 	// Store is the job's store in this process and StoreAddr where ranks reach it. The caller closes it after Run.
 	Store     verdict.Reader
 	StoreAddr netip.AddrPort
+	// TorchStore is where the ranks reach a TCPStore of PyTorch's protocol, through which their torch.distributed meets. If
+	// there is none they are told nothing of it.
+	TorchStore netip.AddrPort
 
 	// Stdout and Stderr get the ranks' output and the report, written by one goroutine. If a Write hangs, a signal
 	// or ctx lets Run return without it and the goroutine goes on; otherwise all is written when Run returns.
@@ -179,7 +182,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 		events:  make(chan event, maxEvents*o.NP),
 		settled: make(chan struct{}),
 	}
-	if j.env, err = merge(o.Env, o.Set, rankVariables(0, &o, j.host, j.id)); err != nil {
+	if j.env, err = merge(without(o.Env, torchVariables(0, &o)), o.Set, rankVariables(0, &o, j.host, j.id)); err != nil {
 		return Result{}, err
 	}
 	if j.path, err = exec.LookPath(o.Command[0]); err != nil {
@@ -214,6 +217,42 @@ func rankVariables(r int, o *Options, host, id string) []string {
 		"HOROVOD_GLOO_RENDEZVOUS_PORT=" + strconv.Itoa(int(o.StoreAddr.Port())),
 		"HVD_JOB_ID=" + id,
 	}
+}
+
+// without is env without the variables that vars name.
+func without(env, vars []string) []string {
+	return slices.DeleteFunc(slices.Clone(env), func(v string) bool {
+		name, _, _ := strings.Cut(v, "=")
+		return slices.ContainsFunc(vars, func(other string) bool { return strings.HasPrefix(other, name+"=") })
+	})
+}
+
+// torchVariables are what torch.distributed wants of a launcher. A user who sets one of them has another meeting place in
+// mind, and keeps it.
+func torchVariables(r int, o *Options) (vars []string) {
+	if !o.TorchStore.IsValid() {
+		return nil
+	}
+	rank, size := strconv.Itoa(r), strconv.Itoa(o.NP)
+	for _, v := range []string{
+		"MASTER_ADDR=" + o.TorchStore.Addr().String(),
+		"MASTER_PORT=" + strconv.Itoa(int(o.TorchStore.Port())),
+		"RANK=" + rank,
+		"WORLD_SIZE=" + size,
+		"LOCAL_RANK=" + rank,
+		"LOCAL_WORLD_SIZE=" + size,
+		"GROUP_RANK=0",
+		"GROUP_WORLD_SIZE=1",
+		// The store is there already, so that rank 0 need not serve one.
+		"TORCHELASTIC_USE_AGENT_STORE=True",
+		"TORCHELASTIC_RESTART_COUNT=0",
+	} {
+		name, _, _ := strings.Cut(v, "=")
+		if !slices.ContainsFunc(o.Set, func(set string) bool { return strings.HasPrefix(set, name+"=") }) {
+			vars = append(vars, v)
+		}
+	}
+	return vars
 }
 
 // merge is the environment of all ranks: inherited, without what set and placing name, then set. Of equal names in set
@@ -340,7 +379,7 @@ func (j *job) start(r int, null *os.File, files [2]*os.File) (_ *rank, err error
 	}
 	argv := append([]string{"hvdrun", HelperArg, j.path}, j.o.Command...)
 	pid, _, err := syscall.StartProcess("/proc/self/exe", argv, &syscall.ProcAttr{
-		Env:   slices.Concat(j.env, rankVariables(r, &j.o, j.host, j.id)),
+		Env:   slices.Concat(j.env, torchVariables(r, &j.o), rankVariables(r, &j.o, j.host, j.id)),
 		Files: append([]uintptr{null.Fd()}, theirs...),
 		// A group of its own keeps it from signals meant for the launcher's.
 		Sys: &syscall.SysProcAttr{Setpgid: true},

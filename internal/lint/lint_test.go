@@ -59,12 +59,13 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 
 // floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
 var floors = [][]string{
-	{"half", "topo", "internal/config", "internal/lint", "internal/futex", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64"},
-	{"tensor", "internal/arena"},
+	{"half", "topo", "internal/config", "internal/lint", "internal/futex", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/dial", "internal/testnet"},
+	{"tensor", "internal/arena", "internal/serve"},
 	{"message/messagepb", "rendezvous/rendezvouspb", "internal/kernel", "internal/verdict"},
 	{"message"},
 	{"responsecache", "fusion", "tensorqueue"},
 	{"controller"},
+	{"store/..."},
 	{"rendezvous/..."},
 	{"transport"},
 	{"transport/tcp", "transport/mem", "transport/shm", "transport/transporttest"},

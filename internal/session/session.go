@@ -17,6 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	opsshm "github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 	"github.com/gohvd/gohvd/transport/shm"
@@ -28,7 +29,7 @@ type Config struct {
 	// Settings name the job, the rank, its store and its host. Size is at least 2.
 	Settings config.Config
 	// Store is where the ranks meet. It stays the caller's. Nil means the launcher's.
-	Store rendezvous.Store
+	Store store.Store
 	// LastEpoch is the greatest epoch that this process has been in.
 	LastEpoch uint64
 	// Info is what this rank tells all others.
@@ -49,7 +50,7 @@ type Session struct {
 	// LocalSize is the number of ranks that have this one's host.
 	LocalSize int
 	// Store is where the ranks met.
-	Store rendezvous.Store
+	Store store.Store
 
 	dialed bool // the store is the session's
 	met    *rendezvous.Session
@@ -87,7 +88,7 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 		if listen, err = addressTowards(address); err != nil {
 			return err
 		}
-		if s.Store, err = rendezvous.DialTCP(ctx, address); err != nil {
+		if s.Store, err = store.Dial(ctx, address); err != nil {
 			return err
 		}
 		s.dialed = true

@@ -14,7 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 	"github.com/gohvd/gohvd/transport/shm"
@@ -51,7 +51,7 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 	t.Setenv("TMPDIR", t.TempDir()) // where the sockets are
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	store := rendezvous.NewHashStore(rendezvous.Limits{})
+	kv := store.NewHashStore(store.Limits{})
 	sessions, errs := make([]*Session, len(hosts)), make([]error, len(hosts))
 	var wg sync.WaitGroup
 	for r, host := range hosts {
@@ -67,7 +67,7 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 			t.Fatal(err)
 		}
 		wg.Go(func() {
-			sessions[r], errs[r] = Open(ctx, Config{Settings: cfg, Store: store, Info: []byte{byte(r)}})
+			sessions[r], errs[r] = Open(ctx, Config{Settings: cfg, Store: kv, Info: []byte{byte(r)}})
 		})
 	}
 	wg.Wait()

@@ -52,7 +52,7 @@ type Reader interface {
 
 // Publish writes v unless the store has a verdict of the same or a later epoch, which is left as it is. A
 // malformed one is replaced.
-func Publish(ctx context.Context, store Writer, v Verdict) error {
+func Publish(ctx context.Context, kv Writer, v Verdict) error {
 	if len(v.Reason) > MaxReasonBytes {
 		v.Reason = v.Reason[:MaxReasonBytes]
 	}
@@ -66,7 +66,7 @@ func Publish(ctx context.Context, store Writer, v Verdict) error {
 	}
 	var expected []byte
 	for {
-		actual, swapped, err := store.CompareAndSet(ctx, Key, expected, text)
+		actual, swapped, err := kv.CompareAndSet(ctx, Key, expected, text)
 		if err != nil {
 			return fmt.Errorf("verdict: publish: %w", err)
 		}
@@ -83,8 +83,8 @@ func Publish(ctx context.Context, store Writer, v Verdict) error {
 }
 
 // Read waits for a verdict until ctx ends.
-func Read(ctx context.Context, store Reader) (Verdict, error) {
-	text, err := store.Get(ctx, Key)
+func Read(ctx context.Context, kv Reader) (Verdict, error) {
+	text, err := kv.Get(ctx, Key)
 	if err != nil {
 		return Verdict{}, fmt.Errorf("verdict: read: %w", err)
 	}

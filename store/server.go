@@ -1,133 +1,66 @@
-package rendezvous
+package store
 
 import (
 	"bufio"
 	"context"
-	"errors"
 	"fmt"
-	"io"
 	"net"
 	"sync"
 	"time"
 
 	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/serve"
 )
 
-// Bounds of a TCPServer.
+// Bounds of a Server.
 const (
 	maxClients        = 4096 // connections
-	maxWaitsPerClient = 1024 // Gets and Watches of one connection
+	maxWaitsPerClient = 1024 // calls of one connection
 	serverIOTimeout   = 10 * time.Second
 )
 
-// TCPServer serves a HashStore to TCPStore clients.
+// Server serves a HashStore to Clients.
 //
 // A client that breaks the protocol loses its connection, with the reason in the log; others do not notice. The
 // server gives up a client that takes no bytes for 10 s, or says nothing for a minute (clients ping every 5 s), and
 // with it the client's waits.
-type TCPServer struct {
+type Server struct {
 	store *HashStore
-	log   *zap.Logger
-	ln    net.Listener
-	ctx   context.Context // ends in Close
-	stop  context.CancelFunc
-	wg    sync.WaitGroup
-	close func() error
-
-	mu    sync.Mutex
-	conns map[net.Conn]struct{}
+	*serve.Listener
 }
 
 // Serve listens on addr, host:port with port 0 for any free one, and serves store until Close. The caller keeps
 // store and closes it. log may be nil.
-func Serve(addr string, store *HashStore, log *zap.Logger) (*TCPServer, error) {
-	ln, err := listen(addr)
-	if err != nil {
-		return nil, fmt.Errorf("rendezvous: serve store: %w", err)
+func Serve(addr string, store *HashStore, log *zap.Logger) (*Server, error) {
+	s := &Server{store: store}
+	var err error
+	if s.Listener, err = serve.Listen(addr, "store: server", maxClients, log, s.serve); err != nil {
+		return nil, fmt.Errorf("store: serve: %w", err)
 	}
-	if log == nil {
-		log = zap.NewNop()
-	}
-	s := &TCPServer{store: store, log: log, ln: ln, conns: make(map[net.Conn]struct{})}
-	s.ctx, s.stop = context.WithCancel(context.Background())
-	s.close = sync.OnceValue(s.closeOnce)
-	s.wg.Go(s.accept)
 	return s, nil
 }
 
-// Addr is the address that the server listens on.
-func (s *TCPServer) Addr() string { return s.ln.Addr().String() }
-
-// Close stops serving: clients lose their connections. It waits for the goroutines of the server.
-func (s *TCPServer) Close() error { return s.close() }
-
-func (s *TCPServer) closeOnce() error {
-	s.stop()
-	err := s.ln.Close()
-	s.mu.Lock()
-	for conn := range s.conns {
-		conn.Close()
-	}
-	s.mu.Unlock()
-	s.wg.Wait()
-	return err
-}
-
-func (s *TCPServer) accept() {
-	var wait backoff
-	for {
-		conn, err := s.ln.Accept()
-		switch {
-		case err == nil:
-			wait = 0
-		case s.ctx.Err() != nil:
-			return
-		default:
-			// Out of file descriptors, as a rule. Connections that end give some back.
-			s.log.Error("rendezvous: store server cannot accept", zap.Error(err))
-			pause(s.ctx, wait.next(), nil)
-			continue
-		}
-		s.mu.Lock()
-		full := len(s.conns) >= maxClients
-		if full || s.ctx.Err() != nil {
-			conn.Close()
-		} else {
-			s.conns[conn] = struct{}{}
-			s.wg.Go(func() { s.serve(conn) })
-		}
-		s.mu.Unlock()
-		if full {
-			s.log.Warn("rendezvous: store server refused a client: too many",
-				zap.Stringer("client", conn.RemoteAddr()), zap.Int("clients", maxClients))
-		}
-	}
-}
-
-func (s *TCPServer) serve(conn net.Conn) {
-	c := &serverConn{TCPServer: s, conn: conn, waits: make(map[uint64]context.CancelFunc)}
-	c.ctx, c.gone = context.WithCancelCause(s.ctx)
+func (s *Server) serve(ctx context.Context, conn net.Conn) error {
+	c := &serverConn{store: s.store, conn: conn, waits: make(map[uint64]context.CancelFunc)}
+	c.ctx, c.gone = context.WithCancelCause(ctx)
 	c.end(c.run())
 	c.wg.Wait()
-	s.mu.Lock()
-	delete(s.conns, conn)
-	s.mu.Unlock()
-	if err := context.Cause(c.ctx); !errors.Is(err, io.EOF) && s.ctx.Err() == nil {
-		s.log.Warn("rendezvous: store server closed a connection",
-			zap.Stringer("client", conn.RemoteAddr()), zap.Error(err))
-	}
+	return context.Cause(c.ctx)
 }
 
 // serverConn is the server's end of a connection. One goroutine reads and does what needs no waiting; each wait has
 // a goroutine of its own.
 type serverConn struct {
-	*TCPServer
-	conn net.Conn
-	ctx  context.Context // ends with the connection
-	gone context.CancelCauseFunc
-	wg   sync.WaitGroup
+	store *HashStore
+	conn  net.Conn
+	ctx   context.Context // ends with the connection
+	gone  context.CancelCauseFunc
+	wg    sync.WaitGroup
 
-	mu    sync.Mutex // never held together with TCPServer.mu
+	mu    sync.Mutex
 	waits map[uint64]context.CancelFunc
 
 	writing sync.Mutex
@@ -143,11 +76,11 @@ func (c *serverConn) end(err error) {
 func (c *serverConn) run() error {
 	in := bufio.NewReader(c.conn)
 	c.conn.SetReadDeadline(time.Now().Add(serverIOTimeout))
-	version, err := readGreeting(in, storeMagic)
+	version, err := dial.ReadGreeting(in, storeMagic)
 	if err != nil {
 		return err
 	}
-	if err := c.write(greeting(storeMagic, storeVersion)); err != nil {
+	if err := c.write(dial.Greeting(storeMagic, storeVersion)); err != nil {
 		return err
 	}
 	if version != storeVersion {
@@ -155,7 +88,7 @@ func (c *serverConn) run() error {
 	}
 	for {
 		c.conn.SetReadDeadline(time.Now().Add(clientSilence))
-		body, err := readFrame(in, maxRequestBytes)
+		body, err := frame.Read(in, maxRequestBytes)
 		if err != nil {
 			return err
 		}
@@ -189,10 +122,21 @@ func (c *serverConn) handle(q *request) error {
 		r.value, r.ok, err = c.store.compareAndSet(c.ctx, q.key, q.first, q.second)
 	case opDelete:
 		r.ok, err = c.store.delete(c.ctx, q.key)
-	case opGet, opWatch:
-		if q.op == opGet {
-			q.first = nil
-		}
+	case opAppend:
+		err = c.store.append(c.ctx, q.key, q.first)
+	case opCheck:
+		r.ok, err = c.store.check(c.ctx, q.keys)
+	case opNumKeys:
+		r.number, err = c.store.numKeys(c.ctx)
+	case opMultiSet:
+		err = c.store.multiSet(c.ctx, q.keys, q.values)
+	case opPush:
+		err = c.store.push(c.ctx, q.key, q.first)
+	case opTryPop:
+		r.value, r.ok, err = c.store.tryPop(c.ctx, q.key)
+	case opQueueLen:
+		r.number, err = c.store.queueLen(c.ctx, q.key)
+	default: // it waits
 		var started bool
 		if started, err = c.startWait(q); started {
 			return nil
@@ -218,14 +162,14 @@ func (c *serverConn) startWait(q *request) (started bool, err error) {
 	c.waits[q.id] = cancel
 	c.wg.Go(func() {
 		defer cancel()
-		value, err := c.store.wait(ctx, q.key, q.first)
+		r := reply{id: q.id}
+		err := c.wait(ctx, q, &r)
 		c.mu.Lock()
 		delete(c.waits, q.id)
 		c.mu.Unlock()
 		if ctx.Err() != nil {
 			return // cancelled by the client, who expects no reply
 		}
-		r := reply{id: q.id, value: value}
 		if err != nil {
 			r.fail(err)
 		}
@@ -234,6 +178,29 @@ func (c *serverConn) startWait(q *request) (started bool, err error) {
 		}
 	})
 	return true, nil
+}
+
+// wait does what may take long.
+func (c *serverConn) wait(ctx context.Context, q *request, r *reply) (err error) {
+	switch q.op {
+	case opGet:
+		r.value, err = c.store.wait(ctx, q.key, nil)
+	case opWatch:
+		r.value, err = c.store.wait(ctx, q.key, q.first)
+	case opWait:
+		err = c.store.waitAll(ctx, q.keys, c.store.isThere)
+	case opMultiGet:
+		if r.values, err = c.store.multiGet(ctx, q.keys); listBytes(r.values) > maxListBytes {
+			r.values, err = nil, errTooMuch(listBytes(r.values))
+		}
+	case opPop:
+		r.value, err = c.store.pop(ctx, q.key)
+	}
+	return err
+}
+
+func errTooMuch(numBytes int) error {
+	return &refusal{ErrLimit, fmt.Sprintf("%d bytes in one call, want at most %d", numBytes, maxListBytes)}
 }
 
 func (c *serverConn) write(b []byte) error {

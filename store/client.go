@@ -1,4 +1,4 @@
-package rendezvous
+package store
 
 import (
 	"bufio"
@@ -9,6 +9,9 @@ import (
 	"net"
 	"sync"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/frame"
 )
 
 const (
@@ -20,13 +23,13 @@ const (
 	clientSilence = time.Minute
 )
 
-// TCPStore is a Store served by a TCPServer. All calls share one connection: requests are numbered, and a waiting call
+// Client is a Store served by a Server. All calls share one connection: requests are numbered, and a waiting call
 // holds up no other.
 //
-// When the connection breaks, or the server is silent for 20 s, the TCPStore is dead: pending and later calls fail with
+// When the connection breaks, or the server is silent for 20 s, the Client is dead: pending and later calls fail with
 // the reason, and whether a pending change was made is unknown. It does not connect again by itself, because a server
 // that was started again has forgotten everything.
-type TCPStore struct {
+type Client struct {
 	addr string
 	conn net.Conn
 	wg   sync.WaitGroup
@@ -42,100 +45,160 @@ type TCPStore struct {
 	err       error    // why the connection ended
 }
 
-var _ Store = (*TCPStore)(nil)
+var _ Store = (*Client)(nil)
 
-// DialTCP connects to the server at addr, host:port. A server that is not there yet, or cannot be reached, is tried
+// Dial connects to the server at addr, host:port. A server that is not there yet, or cannot be reached, is tried
 // again until ctx ends; the error then wraps ctx.Err() and the last reason. ctx is for dialing only.
-func DialTCP(ctx context.Context, addr string) (*TCPStore, error) {
-	return dialTCP(ctx, addr, pingInterval, serverSilence)
+func Dial(ctx context.Context, addr string) (*Client, error) {
+	return connect(ctx, addr, pingInterval, serverSilence)
 }
 
-func dialTCP(ctx context.Context, addr string, ping, silence time.Duration) (*TCPStore, error) {
-	var (
-		wait backoff
-		last error // why the attempt before failed
-	)
-	for {
-		conn, err := dialGreet(ctx, addr, storeMagic, storeVersion)
-		switch {
-		case err == nil:
-			s := &TCPStore{
-				addr: addr, conn: conn,
-				requests: make(chan []byte), cancels: make(chan struct{}, 1), done: make(chan struct{}),
-				pending: make(map[uint64]chan<- reply),
-			}
-			s.wg.Go(func() { s.read(silence) })
-			s.wg.Go(func() { s.write(ping) })
-			return s, nil
-		case ctx.Err() != nil && last == nil:
-			return nil, fmt.Errorf("rendezvous: dial store %s: %w", addr, ctx.Err())
-		case ctx.Err() != nil:
-			return nil, fmt.Errorf("rendezvous: dial store %s: %w (last attempt: %w)", addr, ctx.Err(), last)
-		case !mayRecover(err):
-			return nil, fmt.Errorf("rendezvous: dial store %s: %w", addr, err)
-		}
-		last = err
-		pause(ctx, wait.next(), nil)
+func connect(ctx context.Context, addr string, ping, silence time.Duration) (*Client, error) {
+	var conn net.Conn
+	err := dial.Retry(ctx, func() (err error) {
+		conn, err = dial.Greet(ctx, addr, storeMagic, storeVersion)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("store: dial %s: %w", addr, err)
 	}
+	s := &Client{
+		addr: addr, conn: conn,
+		requests: make(chan []byte), cancels: make(chan struct{}, 1), done: make(chan struct{}),
+		pending: make(map[uint64]chan<- reply),
+	}
+	s.wg.Go(func() { s.read(silence) })
+	s.wg.Go(func() { s.write(ping) })
+	return s, nil
 }
 
 // Set implements Store.
-func (s *TCPStore) Set(ctx context.Context, key string, value []byte) error {
+func (s *Client) Set(ctx context.Context, key string, value []byte) error {
 	_, err := s.call(ctx, request{op: opSet, key: key, first: value})
 	return err
 }
 
 // Get implements Store.
-func (s *TCPStore) Get(ctx context.Context, key string) ([]byte, error) {
+func (s *Client) Get(ctx context.Context, key string) ([]byte, error) {
 	r, err := s.call(ctx, request{op: opGet, key: key})
 	return r.value, err
 }
 
 // Add implements Store.
-func (s *TCPStore) Add(ctx context.Context, key string, delta int64) (int64, error) {
+func (s *Client) Add(ctx context.Context, key string, delta int64) (int64, error) {
 	r, err := s.call(ctx, request{op: opAdd, key: key, delta: delta})
 	return r.number, err
 }
 
 // CompareAndSet implements Store.
-func (s *TCPStore) CompareAndSet(ctx context.Context, key string, expected, desired []byte) ([]byte, bool, error) {
+func (s *Client) CompareAndSet(ctx context.Context, key string, expected, desired []byte) ([]byte, bool, error) {
 	r, err := s.call(ctx, request{op: opCompareAndSet, key: key, first: expected, second: desired})
 	return r.value, r.ok, err
 }
 
 // Watch implements Store.
-func (s *TCPStore) Watch(ctx context.Context, key string, prev []byte) ([]byte, error) {
+func (s *Client) Watch(ctx context.Context, key string, prev []byte) ([]byte, error) {
 	r, err := s.call(ctx, request{op: opWatch, key: key, first: prev})
 	return r.value, err
 }
 
 // Delete implements Store.
-func (s *TCPStore) Delete(ctx context.Context, key string) (bool, error) {
+func (s *Client) Delete(ctx context.Context, key string) (bool, error) {
 	r, err := s.call(ctx, request{op: opDelete, key: key})
 	return r.ok, err
 }
 
+// Append implements Store.
+func (s *Client) Append(ctx context.Context, key string, value []byte) error {
+	_, err := s.call(ctx, request{op: opAppend, key: key, first: value})
+	return err
+}
+
+// Wait implements Store.
+func (s *Client) Wait(ctx context.Context, keys ...string) error {
+	_, err := s.call(ctx, request{op: opWait, keys: keys})
+	return err
+}
+
+// Check implements Store.
+func (s *Client) Check(ctx context.Context, keys ...string) (bool, error) {
+	r, err := s.call(ctx, request{op: opCheck, keys: keys})
+	return r.ok, err
+}
+
+// NumKeys implements Store.
+func (s *Client) NumKeys(ctx context.Context) (int64, error) {
+	r, err := s.call(ctx, request{op: opNumKeys})
+	return r.number, err
+}
+
+// MultiGet implements Store. A reply has at most 32 MiB.
+func (s *Client) MultiGet(ctx context.Context, keys ...string) ([][]byte, error) {
+	r, err := s.call(ctx, request{op: opMultiGet, keys: keys})
+	if err == nil && len(r.values) != len(keys) {
+		err = Error("multi-get", first(keys), s.addr, fmt.Errorf("the server sent %d values, want %d", len(r.values), len(keys)))
+	}
+	return r.values, err
+}
+
+// MultiSet implements Store. A request has at most 32 MiB.
+func (s *Client) MultiSet(ctx context.Context, keys []string, values [][]byte) error {
+	if err := CheckPairs(keys, values); err != nil {
+		return Error("multi-set", first(keys), s.addr, err)
+	}
+	_, err := s.call(ctx, request{op: opMultiSet, keys: keys, values: values})
+	return err
+}
+
+// Push implements Store.
+func (s *Client) Push(ctx context.Context, key string, value []byte) error {
+	_, err := s.call(ctx, request{op: opPush, key: key, first: value})
+	return err
+}
+
+// Pop implements Store.
+func (s *Client) Pop(ctx context.Context, key string) ([]byte, error) {
+	r, err := s.call(ctx, request{op: opPop, key: key})
+	return r.value, err
+}
+
+// TryPop implements Store.
+func (s *Client) TryPop(ctx context.Context, key string) ([]byte, bool, error) {
+	r, err := s.call(ctx, request{op: opTryPop, key: key})
+	return r.value, r.ok, err
+}
+
+// QueueLen implements Store.
+func (s *Client) QueueLen(ctx context.Context, key string) (int64, error) {
+	r, err := s.call(ctx, request{op: opQueueLen, key: key})
+	return r.number, err
+}
+
 // Close implements Store. The contents stay with the server, and other clients do not notice.
-func (s *TCPStore) Close() error {
+func (s *Client) Close() error {
 	s.fail(ErrClosed)
 	s.wg.Wait()
 	return nil
 }
 
-func (s *TCPStore) call(ctx context.Context, q request) (reply, error) {
+func (s *Client) call(ctx context.Context, q request) (reply, error) {
 	r, err := s.roundTrip(ctx, q)
 	if err != nil {
-		return reply{}, storeError(q.op.String(), q.key, s.addr, err)
+		if q.key == "" {
+			q.key = first(q.keys)
+		}
+		return reply{}, Error(q.op.String(), q.key, s.addr, err)
 	}
 	return r, nil
 }
 
-func (s *TCPStore) roundTrip(ctx context.Context, q request) (reply, error) {
+func (s *Client) roundTrip(ctx context.Context, q request) (reply, error) {
 	// The server checks these too, but by closing the connection if a frame is too long.
-	for _, err := range []error{checkKey(q.key), checkValue(q.first), checkValue(q.second), ctx.Err()} {
-		if err != nil {
-			return reply{}, err
-		}
+	if err := q.check(); err != nil {
+		return reply{}, err
+	}
+	if err := ctx.Err(); err != nil {
+		return reply{}, err
 	}
 	answer := make(chan reply, 1)
 	s.mu.Lock()
@@ -173,7 +236,7 @@ func (s *TCPStore) roundTrip(ctx context.Context, q request) (reply, error) {
 }
 
 // forget ends a call. If cancel is set the server is told, without waiting for it.
-func (s *TCPStore) forget(id uint64, cancel bool) {
+func (s *Client) forget(id uint64, cancel bool) {
 	s.mu.Lock()
 	delete(s.pending, id)
 	if cancel {
@@ -189,7 +252,7 @@ func (s *TCPStore) forget(id uint64, cancel bool) {
 }
 
 // fail ends the connection for the reason err. The first reason counts.
-func (s *TCPStore) fail(err error) {
+func (s *Client) fail(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.err == nil {
@@ -199,11 +262,11 @@ func (s *TCPStore) fail(err error) {
 	}
 }
 
-func (s *TCPStore) read(silence time.Duration) {
+func (s *Client) read(silence time.Duration) {
 	in := bufio.NewReader(s.conn)
 	for {
 		s.conn.SetReadDeadline(time.Now().Add(silence))
-		body, err := readFrame(in, maxReplyBytes)
+		body, err := frame.Read(in, maxReplyBytes)
 		if err != nil {
 			s.fail(lostServer(err, silence))
 			return
@@ -233,7 +296,7 @@ func lostServer(err error, silence time.Duration) error {
 	return fmt.Errorf("connection to the server lost: %w", err)
 }
 
-func (s *TCPStore) write(ping time.Duration) {
+func (s *Client) write(ping time.Duration) {
 	tick := time.NewTicker(ping)
 	defer tick.Stop()
 	for {

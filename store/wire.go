@@ -1,25 +1,30 @@
-package rendezvous
+package store
 
 import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+
+	"github.com/gohvd/gohvd/internal/frame"
 )
 
 // The store protocol. A client sends requests, the server one reply to each that was not cancelled, in any order:
 // a reply carries the number of its request. Both are flat records with all fields always there.
 //
-//	request: op u8, id u64, delta i64, key u16+bytes, first optional, second optional
-//	reply:   id u64, status u8, ok u8, number i64, value optional
+//	request: op u8, id u64, delta i64, key u16+bytes, first optional, second optional, keys list, values list
+//	reply:   id u64, status u8, ok u8, number i64, value optional, values list
 //	optional: 0, or 1 and u32+bytes
+//	list: u32 and as many u32+bytes
 //
 // Ping is answered like the others; it tells either side that the other is alive.
 const (
 	storeMagic   = "GHVS"
 	storeVersion = 1
 
-	maxRequestBytes = 1 + 8 + 8 + 2 + MaxKeyBytes + 2*(5+MaxValueBytes)
-	maxReplyBytes   = 8 + 1 + 1 + 8 + 5 + MaxValueBytes
+	// maxListBytes bounds what the keys and values of one call have together, with four bytes for each.
+	maxListBytes    = 4 * MaxValueBytes
+	maxRequestBytes = 1 + 8 + 8 + 2 + MaxKeyBytes + 2*(5+MaxValueBytes) + 2*4 + maxListBytes
+	maxReplyBytes   = 8 + 1 + 1 + 8 + 5 + MaxValueBytes + 4 + maxListBytes
 )
 
 type opcode uint8
@@ -33,10 +38,28 @@ const (
 	opCompareAndSet
 	opWatch
 	opDelete
+	opAppend
+	opWait
+	opCheck
+	opNumKeys
+	opMultiGet
+	opMultiSet
+	opPush
+	opPop
+	opTryPop
+	opQueueLen
 	numOps
 )
 
-var opNames = [numOps]string{"ping", "cancel", "set", "get", "add", "compare-and-set", "watch", "delete"}
+var opNames = [numOps]string{
+	"ping", "cancel", "set", "get", "add", "compare-and-set", "watch", "delete", "append", "wait", "check", "number of keys",
+	"multi-get", "multi-set", "push", "pop", "try-pop", "queue length",
+}
+
+// many reports whether the operation has no one key.
+func (o opcode) many() bool {
+	return o == opWait || o == opCheck || o == opNumKeys || o == opMultiGet || o == opMultiSet
+}
 
 func (o opcode) String() string {
 	if o >= numOps {
@@ -45,14 +68,34 @@ func (o opcode) String() string {
 	return opNames[o]
 }
 
-// request is what a client asks. first is the value of set, what compare-and-set expects, or watch's prev; second
-// is what compare-and-set desires. Cancel names the request that is to be given up by id.
+// request is what a client asks. first is the value of set, append and push, what compare-and-set expects, or watch's prev;
+// second is what compare-and-set desires; keys and values are those of calls with many. Cancel names the request that is to
+// be given up by id.
 type request struct {
 	op            opcode
 	id            uint64
 	delta         int64
 	key           string
 	first, second []byte
+	keys          []string
+	values        [][]byte
+}
+
+// check says what is wrong with a request before it is sent.
+func (q *request) check() error {
+	if n := listBytes(q.keys) + listBytes(q.values); n > maxListBytes {
+		return errTooMuch(n)
+	}
+	errs := []error{CheckValue(q.first), CheckValue(q.second), CheckKeys(q.keys)}
+	if len(q.keys) == 0 && !q.op.many() {
+		errs = append(errs, CheckKey(q.key))
+	}
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 type status uint8
@@ -62,31 +105,35 @@ const (
 	statusClosed
 	statusLimit
 	statusNotNumber
+	statusUnsupported
 	statusOther
 	numStatuses
 )
 
 // reply is the answer to a request. Unless status is statusOK, value is the text of the error. ok is the bool of
-// compare-and-set and delete.
+// compare-and-set, delete, check and try-pop; values are those of multi-get.
 type reply struct {
 	id     uint64
 	status status
 	ok     bool
 	number int64
 	value  []byte
+	values [][]byte
 }
 
 var errMalformed = errors.New("malformed frame")
 
 func (q *request) frame() []byte {
-	b := newFrame(1 + 8 + 8 + 2 + len(q.key) + 10 + len(q.first) + len(q.second))
+	b := frame.New(1 + 8 + 8 + 2 + len(q.key) + 10 + len(q.first) + len(q.second))
 	b = append(b, byte(q.op))
 	b = binary.BigEndian.AppendUint64(b, q.id)
 	b = binary.BigEndian.AppendUint64(b, uint64(q.delta))
 	b = binary.BigEndian.AppendUint16(b, uint16(len(q.key)))
 	b = append(b, q.key...)
 	b = appendOptional(b, q.first)
-	return sealFrame(appendOptional(b, q.second))
+	b = appendOptional(b, q.second)
+	b = appendList(b, q.keys)
+	return frame.Seal(appendList(b, q.values))
 }
 
 // decodeRequest reads a request. Its values alias body.
@@ -95,6 +142,10 @@ func decodeRequest(body []byte) (request, error) {
 	q := request{op: opcode(d.u8()), id: d.u64(), delta: int64(d.u64())}
 	q.key = string(d.take(uint64(d.u16())))
 	q.first, q.second = d.optional(), d.optional()
+	for _, k := range d.list() {
+		q.keys = append(q.keys, string(k))
+	}
+	q.values = d.list()
 	if d.bad || len(d.rest) > 0 {
 		return request{}, errMalformed
 	}
@@ -105,20 +156,21 @@ func decodeRequest(body []byte) (request, error) {
 }
 
 func (r *reply) frame() []byte {
-	b := newFrame(8 + 1 + 1 + 8 + 5 + len(r.value))
+	b := frame.New(8 + 1 + 1 + 8 + 5 + len(r.value))
 	b = binary.BigEndian.AppendUint64(b, r.id)
 	b = append(b, byte(r.status), 0)
 	if r.ok {
 		b[len(b)-1] = 1
 	}
 	b = binary.BigEndian.AppendUint64(b, uint64(r.number))
-	return sealFrame(appendOptional(b, r.value))
+	b = appendOptional(b, r.value)
+	return frame.Seal(appendList(b, r.values))
 }
 
 // decodeReply reads a reply. Its value aliases body.
 func decodeReply(body []byte) (reply, error) {
 	d := decoder{rest: body}
-	r := reply{id: d.u64(), status: status(d.u8()), ok: d.flag(), number: int64(d.u64()), value: d.optional()}
+	r := reply{id: d.u64(), status: status(d.u8()), ok: d.flag(), number: int64(d.u64()), value: d.optional(), values: d.list()}
 	if d.bad || len(d.rest) > 0 || r.status >= numStatuses {
 		return reply{}, errMalformed
 	}
@@ -138,6 +190,8 @@ func (r *reply) fail(err error) {
 		r.status = statusLimit
 	case errors.Is(err, ErrNotNumber):
 		r.status = statusNotNumber
+	case errors.Is(err, ErrUnsupported):
+		r.status = statusUnsupported
 	}
 }
 
@@ -152,6 +206,8 @@ func (r *reply) err() error {
 		return &refusal{ErrLimit, string(r.value)}
 	case statusNotNumber:
 		return &refusal{ErrNotNumber, string(r.value)}
+	case statusUnsupported:
+		return ErrUnsupported
 	default:
 		return fmt.Errorf("the server says: %s", r.value)
 	}
@@ -164,6 +220,23 @@ func appendOptional(b, value []byte) []byte {
 	b = append(b, 1)
 	b = binary.BigEndian.AppendUint32(b, uint32(len(value)))
 	return append(b, value...)
+}
+
+func appendList[T ~string | ~[]byte](b []byte, list []T) []byte {
+	b = binary.BigEndian.AppendUint32(b, uint32(len(list)))
+	for _, v := range list {
+		b = binary.BigEndian.AppendUint32(b, uint32(len(v)))
+		b = append(b, v...)
+	}
+	return b
+}
+
+// listBytes is how much of maxListBytes a list takes.
+func listBytes[T ~string | ~[]byte](list []T) (n int) {
+	for _, v := range list {
+		n += 4 + len(v)
+	}
+	return n
 }
 
 // decoder takes fields off the front of rest. After a field that is not there in full, bad is set and everything
@@ -217,6 +290,23 @@ func (d *decoder) flag() bool {
 		d.bad = true
 	}
 	return v == 1
+}
+
+// list is nil if it is empty. Each element takes four bytes at least, so no length is believed that is not there.
+func (d *decoder) list() (list [][]byte) {
+	n := d.u32()
+	if uint64(n) > uint64(len(d.rest)/4) {
+		d.bad, d.rest = true, nil
+		return nil
+	}
+	for range n {
+		v := d.take(uint64(d.u32()))
+		if d.bad {
+			return nil
+		}
+		list = append(list, v)
+	}
+	return list
 }
 
 // optional is nil only if the value is absent.

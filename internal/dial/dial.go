@@ -1,0 +1,162 @@
+// Package dial is how connections of this project begin, and how they are tried again.
+//
+// Whoever dials sends a greeting, and whoever accepts answers with one: four bytes of magic that name the protocol, and its
+// version, four bytes, big-endian.
+package dial
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"syscall"
+	"time"
+)
+
+// keepAlive finds a vanished peer in about 15 s on a connection on which nothing is said.
+var keepAlive = net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 2 * time.Second, Count: 5}
+
+// Listen listens on addr, host:port with port 0 for any free one.
+func Listen(addr string) (net.Listener, error) {
+	lc := net.ListenConfig{KeepAliveConfig: keepAlive}
+	return lc.Listen(context.Background(), "tcp", addr)
+}
+
+// Backoff gives the waits between attempts to dial: 10 ms, doubling up to 1 s.
+type Backoff time.Duration
+
+// Next is the next wait.
+func (b *Backoff) Next() time.Duration {
+	*b = min(max(2**b, Backoff(10*time.Millisecond)), Backoff(time.Second))
+	return time.Duration(*b)
+}
+
+// MayRecover reports whether dialing or greeting a peer failed in a way that may pass: it is not up yet, or going
+// down, or the network or its names are not there yet.
+func MayRecover(err error) bool {
+	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
+		return true
+	}
+	if _, ok := errors.AsType[*net.DNSError](err); ok {
+		return true
+	}
+	for _, passing := range []error{
+		syscall.ECONNREFUSED, syscall.ECONNRESET, syscall.EPIPE, syscall.EHOSTUNREACH, syscall.ENETUNREACH,
+		syscall.ETIMEDOUT, io.EOF, io.ErrUnexpectedEOF,
+	} {
+		if errors.Is(err, passing) {
+			return true
+		}
+	}
+	return false
+}
+
+// Retry calls try until it succeeds, fails in a way that does not pass, or ctx ends; the error then wraps ctx.Err() and the
+// last reason.
+func Retry(ctx context.Context, try func() error) error {
+	var (
+		wait Backoff
+		last error // why the attempt before failed
+	)
+	for {
+		err := try()
+		switch {
+		case err == nil:
+			return nil
+		case ctx.Err() != nil && last == nil:
+			return ctx.Err()
+		case ctx.Err() != nil:
+			return fmt.Errorf("%w (last attempt: %w)", ctx.Err(), last)
+		case !MayRecover(err):
+			return err
+		}
+		// The end of ctx may show as a timeout before it shows in ctx.
+		if ne, ok := errors.AsType[net.Error](err); last == nil || !ok || !ne.Timeout() {
+			last = err
+		}
+		Pause(ctx, wait.Next(), nil)
+	}
+}
+
+// Pause waits for d, or until ctx ends or done is closed.
+func Pause(ctx context.Context, d time.Duration, done <-chan struct{}) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-ctx.Done():
+	case <-done:
+	}
+}
+
+const greetingBytes = 8
+
+// Greeting is what to send. magic has four bytes.
+func Greeting(magic string, version uint32) []byte {
+	return binary.BigEndian.AppendUint32([]byte(magic), version)
+}
+
+// ReadGreeting reads the greeting of a peer and returns its version. An error means that the peer speaks something
+// else.
+func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
+	var g [greetingBytes]byte
+	if _, err := io.ReadFull(r, g[:]); err != nil {
+		return 0, fmt.Errorf("reading the greeting: %w", err)
+	}
+	if string(g[:4]) != magic {
+		return 0, fmt.Errorf("greeting is %q, want %q", g[:4], magic)
+	}
+	return binary.BigEndian.Uint32(g[4:]), nil
+}
+
+// dialTimeout bounds one attempt to dial a peer and to get its greeting.
+const dialTimeout = 5 * time.Second
+
+// VersionError says that a peer speaks the right protocol in a version that this process does not.
+type VersionError struct{ Got, Want uint32 }
+
+func (e *VersionError) Error() string {
+	return fmt.Sprintf("peer speaks version %d of the protocol, want %d", e.Got, e.Want)
+}
+
+// Connect connects to addr, host:port.
+func Connect(ctx context.Context, addr string) (net.Conn, error) {
+	d := net.Dialer{KeepAliveConfig: keepAlive}
+	return d.DialContext(ctx, "tcp", addr)
+}
+
+// Greet connects to addr and exchanges greetings. The connection has no deadline afterwards.
+func Greet(ctx context.Context, addr, magic string, version uint32) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	conn, err := Connect(ctx, addr)
+	if err != nil {
+		return nil, err
+	}
+	if err := greet(ctx, conn, magic, version); err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("greeting %s: %w", addr, err)
+	}
+	return conn, nil
+}
+
+func greet(ctx context.Context, conn net.Conn, magic string, version uint32) error {
+	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	if _, err := conn.Write(Greeting(magic, version)); err != nil {
+		return err
+	}
+	got, err := ReadGreeting(conn, magic)
+	if err != nil {
+		return err
+	}
+	if got != version {
+		return &VersionError{got, version}
+	}
+	if !stop() {
+		return ctx.Err()
+	}
+	return nil
+}

@@ -1,0 +1,4 @@
+package frame
+
+// Step is step.
+const Step = step

@@ -1,0 +1,117 @@
+// Package testnet helps tests of what talks over real sockets.
+package testnet
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+)
+
+// Context ends after a minute, so that what hangs fails.
+func Context(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// Eventually waits for what another goroutine does without saying so.
+func Eventually(t *testing.T, what string, cond func() bool) {
+	t.Helper()
+	ctx := Context(t)
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for !cond() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			t.Fatalf("%s: not within a minute", what)
+		}
+	}
+}
+
+// Logs returns a logger and what it was given.
+func Logs() (*zap.Logger, *observer.ObservedLogs) {
+	core, entries := observer.New(zapcore.DebugLevel)
+	return zap.New(core), entries
+}
+
+// Logged reports whether an entry has all parts, in its message or fields.
+func Logged(entries *observer.ObservedLogs, parts ...string) bool {
+	for _, e := range entries.All() {
+		text := fmt.Sprint(e.Message, e.ContextMap())
+		found := true
+		for _, part := range parts {
+			found = found && strings.Contains(text, part)
+		}
+		if found {
+			return true
+		}
+	}
+	return false
+}
+
+// WantError holds the text of an error against parts of it.
+func WantError(t *testing.T, err error, parts ...string) {
+	t.Helper()
+	if err == nil {
+		t.Errorf("got no error, want one with %q", parts)
+		return
+	}
+	for _, part := range parts {
+		if !strings.Contains(err.Error(), part) {
+			t.Errorf("got error %q, want %q in it", err, part)
+		}
+	}
+}
+
+// FakeServer accepts one connection after the other and hands each to serve.
+func FakeServer(t *testing.T, serve func(net.Conn)) (addr string) {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			conn, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() {
+				defer conn.Close()
+				conn.SetDeadline(time.Now().Add(time.Minute))
+				serve(conn)
+			})
+		}
+	})
+	t.Cleanup(func() {
+		ln.Close()
+		wg.Wait()
+	})
+	return ln.Addr().String()
+}
+
+// RawDial connects and sends parts.
+func RawDial(t *testing.T, addr string, parts ...[]byte) net.Conn {
+	t.Helper()
+	conn, err := net.Dial("tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	conn.SetDeadline(time.Now().Add(time.Minute))
+	if _, err := conn.Write(bytes.Join(parts, nil)); err != nil {
+		t.Fatal(err)
+	}
+	return conn
+}

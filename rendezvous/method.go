@@ -1,0 +1,216 @@
+package rendezvous
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/store/c10d"
+)
+
+// Place is the store of a job, as a process has it, and which of its ranks the process is.
+type Place struct {
+	Store      store.Store
+	Rank, Size int
+
+	close func() error
+}
+
+// Close closes the store, and what was opened for it.
+func (p *Place) Close() error {
+	if p.close == nil {
+		return p.Store.Close()
+	}
+	return p.close()
+}
+
+// MethodOptions are what a method needs beside its URL.
+type MethodOptions struct {
+	// Rank and Size are -1 where the URL, or the environment, says them.
+	Rank, Size int
+	// Getenv reads the environment, as os.Getenv does.
+	Getenv func(name string) string
+	// Log may be nil.
+	Log *zap.Logger
+}
+
+// Method opens the store that a URL names. u's query has rank and world_size if they are known.
+type Method func(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
+
+// Methods are the init methods by the scheme of their URLs.
+type Methods map[string]Method
+
+// NewMethods has the methods that there are, as PyTorch has them:
+//
+//	env://                                   what MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE say, as tcp://
+//	tcp://host:port?rank=R&world_size=N      rank 0 serves a store there, the others are its clients
+//	file:///path?rank=R&world_size=N         a file that all ranks see and that is not there before
+//
+// If TORCHELASTIC_USE_AGENT_STORE is True, the store at MASTER_ADDR is torchrun's, and nobody serves one. Others can be added.
+func NewMethods() Methods { return Methods{"env": envMethod, "tcp": tcpMethod, "file": fileMethod} }
+
+// MethodError is an init method that cannot be used: what is missing in it, or wrong.
+type MethodError struct {
+	Scheme string // empty if the URL has none
+	Err    error
+}
+
+func (e *MethodError) Error() string {
+	if e.Scheme == "" {
+		return fmt.Sprintf("rendezvous: init method: %v", e.Err)
+	}
+	return fmt.Sprintf("rendezvous: init method %s://: %v", e.Scheme, e.Err)
+}
+
+func (e *MethodError) Unwrap() error { return e.Err }
+
+// Open opens the store of a job by the URL of an init method.
+func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Place, error) {
+	u, err := url.Parse(rawURL)
+	if err != nil {
+		return nil, &MethodError{Err: err}
+	}
+	fail := func(err error) (*Place, error) { return nil, &MethodError{u.Scheme, err} }
+	method := m[u.Scheme]
+	if method == nil {
+		return fail(fmt.Errorf("no handler for %q, want one of %s", rawURL, strings.Join(slices.Sorted(maps.Keys(m)), ", ")))
+	}
+	q, err := url.ParseQuery(u.RawQuery)
+	if err != nil {
+		return fail(err)
+	}
+	if o.Rank >= 0 || o.Size >= 0 {
+		if q.Has("rank") || q.Has("world_size") {
+			return fail(fmt.Errorf("%q has rank or world_size already, which are given beside it", rawURL))
+		}
+		if o.Rank >= 0 {
+			q.Set("rank", strconv.Itoa(o.Rank))
+		}
+		if o.Size >= 0 {
+			q.Set("world_size", strconv.Itoa(o.Size))
+		}
+		u.RawQuery = q.Encode()
+	}
+	if o.Log == nil {
+		o.Log = zap.NewNop()
+	}
+	p, err := method(ctx, u, o)
+	if err != nil {
+		return fail(err)
+	}
+	return p, nil
+}
+
+// placeOf reads rank and world_size of a query.
+func placeOf(q url.Values) (rank, size int, err error) {
+	number := func(name, what string) int {
+		text := q.Get(name)
+		if text == "" {
+			err = errors.Join(err, fmt.Errorf("%s parameter missing", what))
+			return 0
+		}
+		n, convErr := strconv.Atoi(text)
+		if convErr != nil {
+			err = errors.Join(err, fmt.Errorf("%s is %q, want a number", what, text))
+		}
+		return n
+	}
+	rank, size = number("rank", "rank"), number("world_size", "world size")
+	switch {
+	case err != nil:
+	case size < 1:
+		err = fmt.Errorf("world size is %d, want at least 1", size)
+	case rank < 0 || rank >= size:
+		err = fmt.Errorf("rank is %d, want 0 to %d", rank, size-1)
+	}
+	return rank, size, err
+}
+
+func tcpMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error) {
+	if u.Port() == "" {
+		return nil, errors.New("port number missing")
+	}
+	rank, size, err := placeOf(u.Query())
+	if err != nil {
+		return nil, err
+	}
+	return meetAt(ctx, u.Host, rank, size, o)
+}
+
+// meetAt serves a store at an address, as rank 0, or dials it.
+func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (*Place, error) {
+	if rank > 0 {
+		client, err := store.Dial(ctx, addr)
+		if err != nil {
+			return nil, err
+		}
+		return &Place{Store: client, Rank: rank, Size: size}, nil
+	}
+	hash := store.NewHashStore(store.Limits{})
+	server, err := store.Serve(addr, hash, o.Log)
+	if err != nil {
+		hash.Close()
+		return nil, err
+	}
+	return &Place{Store: hash, Rank: rank, Size: size, close: func() error { return errors.Join(server.Close(), hash.Close()) }}, nil
+}
+
+func envMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error) {
+	q := u.Query()
+	var err error
+	need := func(name string) string {
+		value := o.Getenv(name)
+		if value == "" {
+			err = errors.Join(err, fmt.Errorf("environment variable %s expected, but not set", name))
+		}
+		return value
+	}
+	for parameter, variable := range map[string]string{"rank": "RANK", "world_size": "WORLD_SIZE"} {
+		if !q.Has(parameter) {
+			q.Set(parameter, need(variable))
+		}
+	}
+	addr := net.JoinHostPort(need("MASTER_ADDR"), need("MASTER_PORT"))
+	if err != nil {
+		return nil, err
+	}
+	rank, size, err := placeOf(q)
+	if err != nil {
+		return nil, err
+	}
+	if o.Getenv("TORCHELASTIC_USE_AGENT_STORE") != "True" {
+		return meetAt(ctx, addr, rank, size, o)
+	}
+	s, err := c10d.Dial(ctx, addr, c10d.Unknown)
+	if err != nil {
+		return nil, err
+	}
+	return &Place{Store: s, Rank: rank, Size: size}, nil
+}
+
+func fileMethod(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error) {
+	if u.Path == "" {
+		return nil, errors.New("path missing")
+	}
+	rank, size, err := placeOf(u.Query())
+	if err != nil {
+		return nil, err
+	}
+	if u.Host != "" {
+		return nil, fmt.Errorf("%q is not a path of this host: three slashes come before a path", u.Host+u.Path)
+	}
+	s, err := store.NewFileStore(ctx, u.Path, size)
+	if err != nil {
+		return nil, err
+	}
+	return &Place{Store: s, Rank: rank, Size: size}, nil
+}

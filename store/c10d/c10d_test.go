@@ -1,0 +1,502 @@
+package c10d_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/store/c10d"
+	"github.com/gohvd/gohvd/store/storetest"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// serve returns the address of a server, and what it serves.
+func serve(t testing.TB, cfg c10d.Config) (addr string, hash *store.HashStore) {
+	t.Helper()
+	hash = store.NewHashStore(store.Limits{})
+	server, err := c10d.Serve("127.0.0.1:0", hash, cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := server.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return server.Addr(), hash
+}
+
+func open(t *testing.T, addr string, d c10d.Dialect) *c10d.Store {
+	t.Helper()
+	s, err := c10d.Dial(testnet.Context(t), addr, d)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+func TestStoreConforms(t *testing.T) {
+	for name, kind := range map[string]struct {
+		dialect c10d.Dialect
+		lacks   storetest.Lacks
+	}{
+		"modern": {c10d.Modern, storetest.Lacks{Empty: true, Reasons: true}},
+		"2.1":    {c10d.Torch21, storetest.Lacks{Empty: true, Reasons: true, Queues: true}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			storetest.Run(t, kind.lacks, func(t *testing.T) store.Store {
+				addr, _ := serve(t, c10d.Config{Torch21: kind.dialect == c10d.Torch21, Log: zaptest.NewLogger(t)})
+				return open(t, addr, kind.dialect)
+			})
+		})
+	}
+}
+
+// wire writes what goes over a connection: u8 as 01, strings and values as 'text' with their length before, i64 as +5, -1,
+// lists as [n, and anything else as hexadecimal bytes.
+func wire(t *testing.T, text string) []byte {
+	t.Helper()
+	var b []byte
+	for _, word := range strings.Fields(text) {
+		var n int64
+		switch word[0] {
+		case '\'':
+			s := strings.Trim(word, "'")
+			b = append(binary.LittleEndian.AppendUint64(b, uint64(len(s))), s...)
+		case '+', '-', '[':
+			if _, err := fmt.Sscan(strings.TrimLeft(word, "[+"), &n); err != nil {
+				t.Fatalf("%q: %v", word, err)
+			}
+			b = binary.LittleEndian.AppendUint64(b, uint64(n))
+		default:
+			h, err := hex.DecodeString(word)
+			if err != nil {
+				t.Fatalf("%q: %v", word, err)
+			}
+			b = append(b, h...)
+		}
+	}
+	return b
+}
+
+// client is a raw connection.
+type client struct {
+	t *testing.T
+	net.Conn
+}
+
+func dialRaw(t *testing.T, addr string, hello string) *client {
+	t.Helper()
+	return &client{t, testnet.RawDial(t, addr, wire(t, hello))}
+}
+
+// say sends a request, all at once or byte by byte, and wants an answer.
+func (c *client) say(request, answer string) {
+	c.t.Helper()
+	if _, err := c.Write(wire(c.t, request)); err != nil {
+		c.t.Fatalf("%s: %v", request, err)
+	}
+	c.hear(request, answer)
+}
+
+func (c *client) hear(what, answer string) {
+	c.t.Helper()
+	want := wire(c.t, answer)
+	got := make([]byte, len(want))
+	if _, err := io.ReadFull(c, got); err != nil || !bytes.Equal(got, want) {
+		c.t.Fatalf("%s: got %x (%v), want %x", what, got, err, want)
+	}
+}
+
+// hello is how modern clients begin; since 2.5 with a ping.
+const hello = "00 ce f7 85 3c"
+
+// What clients of each version send, and what they get, byte by byte.
+func TestDialects(t *testing.T) {
+	for name, test := range map[string]struct {
+		hello, ping string
+		n           func(modern int) string // the number of an operation
+		many        bool                    // append and calls with many keys
+		queues      bool
+	}{
+		"1.13": {n: func(m int) string {
+			if m == 8 {
+				return "08"
+			}
+			return fmt.Sprintf("%02x", m-1)
+		}},
+		"2.1": {n: func(m int) string { return fmt.Sprintf("%02x", m-1) }, many: true},
+		"2.2": {hello: hello, n: func(m int) string { return fmt.Sprintf("%02x", m) }, many: true},
+		"2.8": {hello: hello, ping: "0d 39300000", n: func(m int) string { return fmt.Sprintf("%02x", m) }, many: true, queues: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			addr, _ := serve(t, c10d.Config{Log: zaptest.NewLogger(t), Torch21: name == "2.1"})
+			c := dialRaw(t, addr, test.hello)
+			if test.ping != "" {
+				c.say(test.ping, "39300000")
+			}
+			// A client says that it has come, and rank 0 asks for how many have.
+			c.say(test.n(4)+" 'init/' +1", "+1")
+			c.say(test.n(3)+" 'init/'", "'1'")
+			if name == "1.13" {
+				silent := dialRaw(t, addr, "") // for watching, which nobody does
+				defer silent.Close()
+			}
+			c.say(test.n(1)+" '/k' 'v1' "+test.n(6)+" [1 '/k' "+test.n(3)+" '/k'", "00 'v1'")
+			c.say(test.n(4)+" '/n' +5", "+5")
+			c.say(test.n(4)+" '/n' -7", "-2")
+			c.say(test.n(3)+" '/n'", "'-2'")
+			for _, cas := range []string{"'' 'a' = 'a'", "'b' 'c' = 'a'", "'a' 'c' = 'c'"} {
+				args, want, _ := strings.Cut(cas, " = ")
+				c.say(test.n(2)+" '/c' "+args, want)
+			}
+			c.say(test.n(2)+" '/none' 'x' 'y'", "'x'")
+			c.say(test.n(5)+" [2 '/k' '/none'", "01")
+			c.say(test.n(5)+" [2 '/k' '/n'", "00")
+			c.say(test.n(7), "+4")
+			c.say(test.n(8)+" '/c'", "+1")
+			c.say(test.n(8)+" '/c'", "+0")
+			c.say(test.n(6)+" [0", "00")
+			c.say(test.n(3)+" '/none'", "''")
+			if test.many {
+				c.say(test.n(9)+" '/a' 'x' "+test.n(9)+" '/a' 'yz' "+test.n(3)+" '/a'", "'xyz'")
+				c.say(test.n(11)+" [2 '/m1' '1' '/m2' '' "+test.n(10)+" [3 '/m2' '/m1' '/a'", "'' '1' 'xyz'")
+				c.say(test.n(12), "01")
+			}
+			if test.queues {
+				c.say("0f '/q'", "+0")
+				c.say("0e '/q' 'one' 0e '/q' 'two' 10 '/q'", "+2")
+				c.say("06 [1 '/q'", "00")
+				c.say("0f '/q'", "+2 'one'")
+				c.say("0f '/q'", "+1 'two'")
+				c.say("05 [1 '/q'", "01")
+			}
+		})
+	}
+}
+
+// Requests come in pieces.
+func TestPieces(t *testing.T) {
+	addr, _ := serve(t, c10d.Config{})
+	for _, hello := range []string{"", hello} {
+		c := dialRaw(t, addr, "")
+		set, ask := "00 '/k' 'value'", "06"
+		if hello != "" {
+			set, ask = hello+" 01 '/k' 'value'", "07"
+		}
+		for _, b := range wire(t, set) {
+			if _, err := c.Write([]byte{b}); err != nil {
+				t.Fatal(err)
+			}
+			runtime.Gosched()
+		}
+		c.say(ask, "+1")
+	}
+}
+
+// Which version an old client has shows in what it uses.
+func TestOldVersions(t *testing.T) {
+	addr, hash := serve(t, c10d.Config{})
+	unsure := dialRaw(t, addr, "")
+	unsure.say("00 '/k' 'v' 08 '/k'", "+1") // deletes
+	shown := dialRaw(t, addr, "")
+	shown.say("0a [1 '/k' 'v' 08 '/k' 'w' 02 '/k'", "'vw'") // 10 is a multi_set of 2.1, so 8 appends
+	shown.say("07 '/k'", "+1")
+	told, _ := serve(t, c10d.Config{Torch21: true})
+	dialRaw(t, told, "").say("08 '/k' 'w' 02 '/k'", "'w'")
+	if n, err := hash.NumKeys(t.Context()); n != 0 || err != nil {
+		t.Errorf("%d keys are left (%v), want 0", n, err)
+	}
+}
+
+// A wait that is cancelled is answered by one byte, after that of the wait if that came first.
+func TestCancelWait(t *testing.T) {
+	addr, hash := serve(t, c10d.Config{})
+	c := dialRaw(t, addr, hello)
+	c.say("0c", "01") // none
+	c.say("06 [1 '/k' 0c", "01")
+	if err := hash.Set(t.Context(), "/k", nil); err != nil {
+		t.Fatal(err)
+	}
+	c.say("07", "+1") // nothing came of the wait that was cancelled
+	for i := range 200 {
+		key := fmt.Sprintf("/k%d", i)
+		if _, err := c.Write(wire(t, "06 [1 '"+key+"'")); err != nil {
+			t.Fatal(err)
+		}
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			if err := hash.Set(t.Context(), key, nil); err != nil {
+				t.Error(err)
+			}
+		})
+		if _, err := c.Write(wire(t, "0c 0d 01020304")); err != nil {
+			t.Fatal(err)
+		}
+		var b [1]byte
+		if _, err := io.ReadFull(c, b[:]); err != nil {
+			t.Fatal(err)
+		}
+		if b[0] == 0 {
+			c.hear("the cancellation", "01")
+		} else if b[0] != 1 {
+			t.Fatalf("got %d", b[0])
+		}
+		c.hear("the ping", "01020304")
+		wg.Wait()
+	}
+}
+
+// Old clients give a wait up without saying so. If its key came later the answer would be taken for that of another request.
+func TestStaleWait(t *testing.T) {
+	addr, hash := serve(t, c10d.Config{})
+	c := dialRaw(t, addr, "")
+	c.say("05 [1 '/late' 06", "+0")
+	if err := hash.Set(t.Context(), "/late", nil); err != nil {
+		t.Fatal(err)
+	}
+	c.say("06", "+1")
+	c.say("05 [1 '/late'", "00")
+}
+
+// The compare_set of another client wakes who waits.
+func TestWake(t *testing.T) {
+	addr, hash := serve(t, c10d.Config{})
+	for i, request := range []string{"02 '/k0' '' 'v'", "04 '/k1' +1", "09 '/k2' 'v'", "0b [1 '/k3' 'v'", "01 '/k4' 'v'", "0e '/k5' 'v'"} {
+		c := dialRaw(t, addr, hello+fmt.Sprintf(" 06 [1 '/k%d'", i))
+		testnet.Eventually(t, "the wait", func() bool { return hash.Waits() == 1 })
+		dialRaw(t, addr, hello+" "+request)
+		c.hear(request, "00")
+	}
+}
+
+// Old and new clients share keys, on one port.
+func TestFamiliesShare(t *testing.T) {
+	addr, _ := serve(t, c10d.Config{})
+	older, newer := dialRaw(t, addr, ""), dialRaw(t, addr, hello)
+	older.say("00 '/a' '1' 06", "+1")
+	newer.say("03 '/a'", "'1'")
+	newer.say("01 '/b' '2' 07", "+2")
+	older.say("02 '/b'", "'2'")
+}
+
+func TestGarbage(t *testing.T) {
+	huge := "0000000000000010" // 2^60
+	for name, test := range map[string]struct{ sent, reason string }{
+		"web browser":        {hex.EncodeToString([]byte("GET / HTTP/1.1\r\n\r\n")), "unknown operation 71"},
+		"almost validated":   {"00 ce f7 85 3d 00000000", "set: 1032189902 bytes, want at most 8192"},
+		"validated twice":    {hello + " " + hello, "a second validation"},
+		"unknown operation":  {hello + " 11", "unknown operation 17"},
+		"unknown to the old": {"0d", "unknown operation 13"},
+		"huge key":           {"02 " + huge, "get: 1152921504606846976 bytes"},
+		"huge value":         {"00 '/k' " + huge, "set: 1152921504606846976 bytes"},
+		"huge list":          {"05 " + huge, "wait: a list of 1152921504606846976"},
+		"huge pairs":         {hello + " 0b " + huge, "multi_set: a list of"},
+		"half a request":     {"00 '/k'", "set: unexpected EOF"},
+		"half a validation":  {"00 ce", "unexpected EOF"},
+		"no key":             {"02 ''", "get: store: look"},
+		"not a number":       {"00 '/k' 'v1' 03 '/k' +1", "add: store: add"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			log, entries := testnet.Logs()
+			addr, hash := serve(t, c10d.Config{Log: log})
+			other := dialRaw(t, addr, hello)
+			c := dialRaw(t, addr, test.sent)
+			if err := c.Conn.(*net.TCPConn).CloseWrite(); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := io.Copy(io.Discard, c); errors.Is(err, context.DeadlineExceeded) {
+				t.Error(err)
+			}
+			testnet.Eventually(t, "the reason", func() bool { return testnet.Logged(entries, "closed a connection", test.reason) })
+			if _, err := hash.Delete(t.Context(), "/k"); err != nil {
+				t.Fatal(err)
+			}
+			other.say("07", "+0")
+		})
+	}
+}
+
+// A client that says how much it will send is not believed.
+func TestLengthsAreNotBelieved(t *testing.T) {
+	addr, _ := serve(t, c10d.Config{})
+	other := dialRaw(t, addr, hello)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	for range 100 {
+		c := dialRaw(t, addr, "00 '/k' 0000800000000000") // 8 MiB
+		defer c.Close()
+	}
+	other.say("07", "+0")
+	runtime.ReadMemStats(&after)
+	if got := after.HeapAlloc - before.HeapAlloc; after.HeapAlloc > before.HeapAlloc && got > 32<<20 {
+		t.Errorf("100 clients that have sent some bytes take %d bytes", got)
+	}
+}
+
+// Many wait for one key.
+func TestManyWaiters(t *testing.T) {
+	const n = 1000
+	addr, hash := serve(t, c10d.Config{})
+	clients := make([]*client, n)
+	for i := range clients {
+		clients[i] = dialRaw(t, addr, hello+" 06 [1 '/k'")
+	}
+	clients[0].say("0c 06 [1 '/k'", "01") // so it has been heard
+	if err := hash.Set(t.Context(), "/k", nil); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	for _, c := range clients {
+		c.hear("the wait", "00")
+	}
+	t.Logf("%d clients awake after %v", n, time.Since(began))
+}
+
+func TestDial(t *testing.T) {
+	t.Run("finds the dialect", func(t *testing.T) {
+		// A modern server hangs up on what is not validated, an old one on what is, in the end.
+		modern := testnet.FakeServer(t, func(conn net.Conn) {
+			var b [6]byte
+			if _, err := io.ReadFull(conn, b[:1]); err != nil || b[0] != 0 {
+				return
+			}
+			for {
+				if _, err := io.ReadFull(conn, b[1:6]); err != nil {
+					return
+				}
+				conn.Write(wire(t, "+3"))
+			}
+		})
+		old := testnet.FakeServer(t, func(conn net.Conn) {
+			var b [1]byte
+			if _, err := io.ReadFull(conn, b[:]); err == nil && b[0] == 6 {
+				conn.Write(wire(t, "+3"))
+			}
+			io.Copy(io.Discard, conn)
+		})
+		for name, addr := range map[string]string{"modern": modern, "old": old} {
+			s := open(t, addr, c10d.Unknown)
+			err := s.Push(canceled(t), "q", nil)
+			if unsupported := errors.Is(err, store.ErrUnsupported); unsupported {
+				t.Errorf("%s: %v before the context", name, err)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			err = s.Push(ctx, "q", nil)
+			cancel()
+			if got := errors.Is(err, store.ErrUnsupported); got != (name == "old") {
+				t.Errorf("%s: a push gives %v", name, err)
+			}
+		}
+	})
+	t.Run("refused", func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		defer cancel()
+		_, err := c10d.Dial(ctx, "127.0.0.1:1", c10d.Unknown)
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("got %v, want that the time is over", err)
+		}
+		testnet.WantError(t, err, "c10d: dial 127.0.0.1:1", "connection refused")
+	})
+	t.Run("no port", func(t *testing.T) {
+		_, err := c10d.Dial(testnet.Context(t), "127.0.0.1", c10d.Modern)
+		testnet.WantError(t, err, "missing port")
+	})
+}
+
+func canceled(t *testing.T) context.Context {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	return ctx
+}
+
+// A call that is given up disturbs no later one.
+func TestGivenUp(t *testing.T) {
+	addr, hash := serve(t, c10d.Config{})
+	s := open(t, addr, c10d.Modern)
+	for i := range 20 {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(i)*100*time.Microsecond)
+		_, err := s.Get(ctx, "late")
+		cancel()
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Fatalf("got %v", err)
+		}
+		if n, err := s.Add(testnet.Context(t), "n", 1); n != int64(i)+1 || err != nil {
+			t.Fatalf("got %d, %v", n, err)
+		}
+	}
+	testnet.Eventually(t, "no waits", func() bool { return hash.Waits() == 0 })
+}
+
+func FuzzServer(f *testing.F) {
+	seed := func(text string) []byte {
+		var b []byte
+		for _, w := range strings.Fields(text) {
+			h, _ := hex.DecodeString(w)
+			b = append(b, h...)
+		}
+		return b
+	}
+	f.Add(seed(hello + " 0d 01020304 07 0c"))
+	f.Add(seed(hello + " 01 0100000000000000 6b 0100000000000000 76 03 0100000000000000 6b"))
+	f.Add(seed("05 0100000000000000 0100000000000000 6b 06"))
+	f.Add(seed("03 0500000000000000 696e69742f 0100000000000000"))
+	f.Fuzz(func(t *testing.T, in []byte) {
+		hash := store.NewHashStore(store.Limits{Keys: 100, Bytes: 1 << 20})
+		defer hash.Close()
+		c10d.ServeBytes(hash, slices.Clone(in))
+	})
+}
+
+func BenchmarkSetGet(b *testing.B) {
+	for _, clients := range []int{1, 64} {
+		b.Run(fmt.Sprintf("clients=%d", clients), func(b *testing.B) {
+			addr, _ := serve(b, c10d.Config{Log: zap.NewNop()})
+			var wg sync.WaitGroup
+			each := (b.N + clients - 1) / clients
+			stores := make([]*c10d.Store, clients)
+			for i := range stores {
+				var err error
+				if stores[i], err = c10d.Dial(b.Context(), addr, c10d.Modern); err != nil {
+					b.Fatal(err)
+				}
+				defer stores[i].Close()
+			}
+			b.ResetTimer()
+			for i, s := range stores {
+				wg.Go(func() {
+					key, value := fmt.Sprint("k", i), []byte("value")
+					for range each {
+						if err := s.Set(b.Context(), key, value); err != nil {
+							b.Error(err)
+						}
+						if _, err := s.Get(b.Context(), key); err != nil {
+							b.Error(err)
+						}
+					}
+				})
+			}
+			wg.Wait()
+			b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "pairs/s")
+		})
+	}
+}

@@ -1,0 +1,543 @@
+package c10d
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/store"
+)
+
+// Store is a client of a TCPStore, PyTorch's or a Server. Its keys are those of PyTorch's clients, which put a slash before
+// each.
+//
+// The protocol leaves some things out, so a Store is less than others: an empty value is like none to CompareAndSet; where
+// the value that is desired is there already CompareAndSet reports that it was set; Watch asks every 50 ms; what the server
+// refuses it answers by closing the connection; and PyTorch before 2.1 has neither Append nor calls with many keys, and
+// queues came with 2.8.
+//
+// A call has a connection to itself, so that none waits for another. One that is given up is closed.
+type Store struct {
+	addr string
+
+	mu      sync.Mutex
+	dialect Dialect // of the server
+	idle    []*conn
+	busy    map[*conn]struct{}
+	closed  bool
+}
+
+var _ store.Store = (*Store)(nil)
+
+// keyPrefix is put before every key by all clients of the protocol.
+const keyPrefix = "/"
+
+const (
+	// maxIdle is how many connections wait for the next call.
+	maxIdle = 4
+	// watchPeriod is how often Watch looks.
+	watchPeriod = 50 * time.Millisecond
+)
+
+// Dial connects to the TCPStore at addr, host:port, which speaks the given dialect. A server that is not there yet, or cannot
+// be reached, is tried again until ctx ends; the error then wraps ctx.Err() and the last reason.
+//
+// Unknown finds out whether the server is a modern one, by what it does with a question in the old dialect. So a Server, which
+// understands that, is taken for an old one.
+func Dial(ctx context.Context, addr string, d Dialect) (*Store, error) {
+	s := &Store{addr: addr, dialect: d, busy: make(map[*conn]struct{})}
+	if err := dial.Retry(ctx, func() error { return s.probe(ctx) }); err != nil {
+		return nil, fmt.Errorf("c10d: dial %s: %w", addr, err)
+	}
+	return s, nil
+}
+
+// probe finds out which dialect the server speaks. An old server takes a validation for the length of a key, and waits for
+// the rest; a modern one closes what does not begin with a validation.
+func (s *Store) probe(ctx context.Context) error {
+	if s.dialect != Unknown {
+		_, err := s.NumKeys(ctx)
+		return err
+	}
+	s.dialect = Old
+	_, err := s.NumKeys(ctx)
+	if err == nil || ctx.Err() != nil || !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) && !dial.MayRecover(err) {
+		return err
+	}
+	if opErr := (*net.OpError)(nil); errors.As(err, &opErr) && opErr.Op == "dial" {
+		s.dialect = Unknown
+		return err
+	}
+	s.dialect = Modern
+	if _, err = s.NumKeys(ctx); err != nil {
+		s.dialect = Unknown
+	}
+	return err
+}
+
+// conn is a connection without a request under way.
+type conn struct {
+	net.Conn
+	in reader
+}
+
+// take gives a connection that is idle, or a new one.
+func (s *Store) take(ctx context.Context) (*conn, error) {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		return nil, store.ErrClosed
+	}
+	if n := len(s.idle); n > 0 {
+		c := s.idle[n-1]
+		s.idle = s.idle[:n-1]
+		s.busy[c] = struct{}{}
+		s.mu.Unlock()
+		return c, nil
+	}
+	d := s.dialect
+	s.mu.Unlock()
+	nc, err := dial.Connect(ctx, s.addr)
+	if err != nil {
+		return nil, err
+	}
+	c := &conn{Conn: nc, in: reader{Reader: bufio.NewReader(nc)}}
+	if d == Modern {
+		if _, err := c.Write(appendU32([]byte{byte(opValidate)}, magic)); err != nil {
+			c.Close()
+			return nil, err
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		c.Close()
+		return nil, store.ErrClosed
+	}
+	s.busy[c] = struct{}{}
+	return c, nil
+}
+
+// give takes a connection back, and closes it unless it is good for another call.
+func (s *Store) give(c *conn, good bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.busy, c)
+	if good && !s.closed && len(s.idle) < maxIdle {
+		s.idle = append(s.idle, c)
+		return
+	}
+	c.Close()
+}
+
+// number is that of op in the server's dialect.
+func (s *Store) number(op opcode) (byte, error) {
+	s.mu.Lock()
+	d := s.dialect
+	s.mu.Unlock()
+	for i, o := range ops[d] {
+		if o == op {
+			if d == Old && op == opDelete {
+				i = 8 // 7 is to watch
+			}
+			return byte(i), nil
+		}
+	}
+	return 0, fmt.Errorf("%w: the server's PyTorch is older than %v", store.ErrUnsupported, op)
+}
+
+// exchange is the use of a connection by one call.
+type exchange struct {
+	store *Store
+	*conn
+	out []byte // what was said and is not sent
+}
+
+// say adds a request.
+func (x *exchange) say(op opcode, args []byte) error {
+	n, err := x.store.number(op)
+	x.out = append(append(x.out, n), args...)
+	return err
+}
+
+// hear sends what was said; its answers can be read then.
+func (x *exchange) hear() (*reader, error) {
+	_, err := x.Write(x.out)
+	x.out = x.out[:0]
+	return &x.in, err
+}
+
+// ask is say and hear.
+func (x *exchange) ask(op opcode, args []byte) (*reader, error) {
+	if err := x.say(op, args); err != nil {
+		return nil, err
+	}
+	return x.hear()
+}
+
+// wait waits until all keys are there.
+func (x *exchange) wait(keys []string) error {
+	in, err := x.ask(opWait, appendKeys(nil, withPrefix(keys)))
+	if err != nil {
+		return err
+	}
+	b, err := in.ReadByte()
+	if err == nil && b != waitStopped {
+		err = fmt.Errorf("the server answered a wait by %d, want %d", b, waitStopped)
+	}
+	return err
+}
+
+// whileThere waits until all keys are there, and reads them. If read says that one was empty it may have been deleted between,
+// and be there again: what is empty is so twice in a row.
+func (x *exchange) whileThere(keys []string, read func() (empty bool, err error)) error {
+	for empties := 0; ; {
+		if err := x.wait(keys); err != nil {
+			return err
+		}
+		empty, err := read()
+		if err != nil || !empty {
+			return err
+		}
+		there, err := x.check(keys)
+		if err != nil {
+			return err
+		}
+		if empties++; !there {
+			empties = 0
+		}
+		if empties == 2 {
+			return nil
+		}
+	}
+}
+
+// check reports whether all keys are there.
+func (x *exchange) check(keys []string) (bool, error) {
+	in, err := x.ask(opCheck, appendKeys(nil, withPrefix(keys)))
+	if err != nil {
+		return false, err
+	}
+	b, err := in.ReadByte()
+	if err == nil && b != checkReady && b != checkNotReady {
+		err = fmt.Errorf("the server answered a check by %d", b)
+	}
+	return b == checkReady, err
+}
+
+// exchange runs f on a connection, until ctx ends.
+func (s *Store) exchange(ctx context.Context, f func(x *exchange) error) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	c, err := s.take(ctx)
+	if err != nil {
+		return err
+	}
+	stop := context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })
+	err = f(&exchange{store: s, conn: c})
+	s.give(c, stop() && err == nil)
+	if err == nil {
+		return nil
+	}
+	s.mu.Lock()
+	closed := s.closed
+	s.mu.Unlock()
+	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case closed:
+		return store.ErrClosed
+	}
+	return err
+}
+
+func (s *Store) failed(op, key string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return store.Error(op, key, s.addr, err)
+}
+
+// Set implements store.Store. The protocol has no answer to it, so it waits for that of a question behind it.
+func (s *Store) Set(ctx context.Context, key string, value []byte) error {
+	err := errors.Join(store.CheckKey(keyPrefix+key), noKey(key), store.CheckValue(value))
+	if err == nil {
+		err = s.tell(ctx, opSet, appendBytes(appendBytes(nil, keyPrefix+key), value))
+	}
+	return s.failed("set", key, err)
+}
+
+// tell sends a request that is not answered, and a question that is.
+func (s *Store) tell(ctx context.Context, op opcode, args []byte) error {
+	return s.exchange(ctx, func(x *exchange) error {
+		if err := x.say(op, args); err != nil {
+			return err
+		}
+		in, err := x.ask(opNumKeys, nil)
+		if err == nil {
+			_, err = in.u64()
+		}
+		return err
+	})
+}
+
+// noKey refuses a key that is one by its slash alone.
+func noKey(key string) error {
+	if key == "" {
+		return store.CheckKey(key)
+	}
+	return nil
+}
+
+// Get implements store.Store.
+func (s *Store) Get(ctx context.Context, key string) (value []byte, err error) {
+	if err = errors.Join(noKey(key), store.CheckKey(keyPrefix+key)); err == nil {
+		value, err = s.get(ctx, key)
+	}
+	return value, s.failed("get", key, err)
+}
+
+func (s *Store) get(ctx context.Context, key string) (value []byte, err error) {
+	err = s.exchange(ctx, func(x *exchange) error {
+		return x.whileThere([]string{key}, func() (empty bool, err error) {
+			in, err := x.ask(opGet, appendBytes(nil, keyPrefix+key))
+			if err == nil {
+				value, err = in.value()
+			}
+			return len(value) == 0, err
+		})
+	})
+	if err != nil {
+		return nil, err
+	}
+	return value, nil
+}
+
+func withPrefix(keys []string) []string {
+	full := make([]string, len(keys))
+	for i, k := range keys {
+		full[i] = keyPrefix + k
+	}
+	return full
+}
+
+// Wait implements store.Store.
+func (s *Store) Wait(ctx context.Context, keys ...string) error {
+	err := store.CheckKeys(keys)
+	if err == nil {
+		err = s.exchange(ctx, func(x *exchange) error { return x.wait(keys) })
+	}
+	return s.failed("wait", fmt.Sprint(keys), err)
+}
+
+// Watch implements store.Store.
+func (s *Store) Watch(ctx context.Context, key string, prev []byte) ([]byte, error) {
+	if err := noKey(key); err != nil {
+		return nil, s.failed("watch", key, err)
+	}
+	for {
+		value, err := s.get(ctx, key)
+		if err != nil {
+			return nil, s.failed("watch", key, err)
+		}
+		if prev == nil || !bytes.Equal(value, prev) {
+			return value, nil
+		}
+		dial.Pause(ctx, watchPeriod, nil)
+	}
+}
+
+// Add implements store.Store.
+func (s *Store) Add(ctx context.Context, key string, delta int64) (sum int64, err error) {
+	if err = noKey(key); err == nil {
+		sum, err = s.ask(ctx, opAdd, appendU64(appendBytes(nil, keyPrefix+key), uint64(delta)))
+	}
+	return sum, s.failed("add", key, err)
+}
+
+// ask is a call that is answered by a number.
+func (s *Store) ask(ctx context.Context, op opcode, args []byte) (n int64, err error) {
+	err = s.exchange(ctx, func(x *exchange) error {
+		in, err := x.ask(op, args)
+		if err == nil {
+			var v uint64
+			v, err = in.u64()
+			n = int64(v)
+		}
+		return err
+	})
+	return n, err
+}
+
+// CompareAndSet implements store.Store.
+func (s *Store) CompareAndSet(ctx context.Context, key string, expected, desired []byte) (actual []byte, swapped bool, err error) {
+	err = errors.Join(noKey(key), store.CheckValue(expected), store.CheckValue(desired))
+	if err == nil {
+		args := appendBytes(appendBytes(appendBytes(nil, keyPrefix+key), expected), desired)
+		err = s.exchange(ctx, func(x *exchange) error {
+			in, err := x.ask(opCompareSet, args)
+			if err == nil {
+				actual, err = in.value()
+			}
+			return err
+		})
+	}
+	if err != nil {
+		return nil, false, s.failed("compare-and-set", key, err)
+	}
+	swapped = bytes.Equal(actual, desired)
+	if !swapped && bytes.Equal(actual, expected) {
+		actual = nil // what is expected is the answer where there is nothing
+	}
+	return actual, swapped, nil
+}
+
+// Append implements store.Store.
+func (s *Store) Append(ctx context.Context, key string, value []byte) error {
+	err := errors.Join(noKey(key), store.CheckValue(value))
+	if err == nil {
+		err = s.tell(ctx, opAppend, appendBytes(appendBytes(nil, keyPrefix+key), value))
+	}
+	return s.failed("append", key, err)
+}
+
+// Delete implements store.Store.
+func (s *Store) Delete(ctx context.Context, key string) (bool, error) {
+	err := noKey(key)
+	var n int64
+	if err == nil {
+		n, err = s.ask(ctx, opDelete, appendBytes(nil, keyPrefix+key))
+	}
+	return n > 0, s.failed("delete", key, err)
+}
+
+// Check implements store.Store.
+func (s *Store) Check(ctx context.Context, keys ...string) (ok bool, err error) {
+	if err = store.CheckKeys(keys); err == nil {
+		err = s.exchange(ctx, func(x *exchange) error {
+			ok, err = x.check(keys)
+			return err
+		})
+	}
+	return ok && err == nil, s.failed("check", fmt.Sprint(keys), err)
+}
+
+// NumKeys implements store.Store. The server counts keys of its own.
+func (s *Store) NumKeys(ctx context.Context) (int64, error) {
+	n, err := s.ask(ctx, opNumKeys, nil)
+	return n, s.failed("number of keys", "", err)
+}
+
+// MultiGet implements store.Store.
+func (s *Store) MultiGet(ctx context.Context, keys ...string) (values [][]byte, err error) {
+	if err = store.CheckKeys(keys); err == nil {
+		err = s.exchange(ctx, func(x *exchange) error {
+			return x.whileThere(keys, func() (empty bool, err error) {
+				values = values[:0]
+				in, err := x.ask(opMultiGet, appendKeys(nil, withPrefix(keys)))
+				for range keys {
+					if err != nil {
+						return false, err
+					}
+					var v []byte
+					v, err = in.value()
+					values, empty = append(values, v), empty || len(v) == 0
+				}
+				return empty, err
+			})
+		})
+	}
+	if err != nil {
+		return nil, s.failed("multi-get", fmt.Sprint(keys), err)
+	}
+	return values, nil
+}
+
+// MultiSet implements store.Store.
+func (s *Store) MultiSet(ctx context.Context, keys []string, values [][]byte) error {
+	err := store.CheckPairs(keys, values)
+	if err == nil {
+		args := appendU64(nil, uint64(len(keys)))
+		for i, k := range keys {
+			args = appendBytes(appendBytes(args, keyPrefix+k), values[i])
+		}
+		err = s.tell(ctx, opMultiSet, args)
+	}
+	return s.failed("multi-set", fmt.Sprint(keys), err)
+}
+
+// Push implements store.Store.
+func (s *Store) Push(ctx context.Context, key string, value []byte) error {
+	err := errors.Join(noKey(key), store.CheckValue(value))
+	if err == nil {
+		err = s.tell(ctx, opQueuePush, appendBytes(appendBytes(nil, keyPrefix+key), value))
+	}
+	return s.failed("push", key, err)
+}
+
+// Pop implements store.Store.
+func (s *Store) Pop(ctx context.Context, key string) ([]byte, error) {
+	if _, err := s.number(opQueuePop); err != nil {
+		return nil, s.failed("pop", key, err)
+	}
+	for {
+		if err := s.Wait(ctx, key); err != nil {
+			return nil, err
+		}
+		if value, ok, err := s.TryPop(ctx, key); ok || err != nil {
+			return value, err
+		}
+		// Another was sooner, or the key has a value and no queue.
+		dial.Pause(ctx, watchPeriod, nil)
+	}
+}
+
+// TryPop implements store.Store.
+func (s *Store) TryPop(ctx context.Context, key string) (value []byte, ok bool, err error) {
+	if err = noKey(key); err == nil {
+		err = s.exchange(ctx, func(x *exchange) error {
+			in, err := x.ask(opQueuePop, appendBytes(nil, keyPrefix+key))
+			if err != nil {
+				return err
+			}
+			n, err := in.u64()
+			if ok = n > 0; err != nil || !ok {
+				return err
+			}
+			value, err = in.value()
+			return err
+		})
+	}
+	return value, ok && err == nil, s.failed("try-pop", key, err)
+}
+
+// QueueLen implements store.Store.
+func (s *Store) QueueLen(ctx context.Context, key string) (n int64, err error) {
+	if err = noKey(key); err == nil {
+		n, err = s.ask(ctx, opQueueLen, appendBytes(nil, keyPrefix+key))
+	}
+	return n, s.failed("queue length", key, err)
+}
+
+// Close implements store.Store.
+func (s *Store) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	for _, c := range s.idle {
+		c.Close()
+	}
+	s.idle = nil
+	for c := range s.busy {
+		c.Close()
+	}
+	return nil
+}

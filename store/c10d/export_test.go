@@ -1,0 +1,27 @@
+package c10d
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"net"
+	"time"
+
+	"github.com/gohvd/gohvd/store"
+)
+
+// ServeBytes serves a client that sends in and leaves.
+func ServeBytes(s *store.HashStore, in []byte) error {
+	return (&Server{store: s}).serve(context.Background(), byteConn{bytes.NewReader(in)})
+}
+
+// byteConn is a connection over which certain bytes come, and all that is sent is taken.
+type byteConn struct{ io.Reader }
+
+func (byteConn) Write(b []byte) (int, error)      { return len(b), nil }
+func (byteConn) Close() error                     { return nil }
+func (byteConn) LocalAddr() net.Addr              { return nil }
+func (byteConn) RemoteAddr() net.Addr             { return nil }
+func (byteConn) SetDeadline(time.Time) error      { return nil }
+func (byteConn) SetReadDeadline(time.Time) error  { return nil }
+func (byteConn) SetWriteDeadline(time.Time) error { return nil }

@@ -1,0 +1,440 @@
+package c10d
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/serve"
+	"github.com/gohvd/gohvd/store"
+)
+
+const (
+	// maxClients is how many connections a server has. An old client has two.
+	maxClients = 16 << 10
+	// writeTimeout is how long a client may take no answer.
+	writeTimeout = 10 * time.Second
+	bufferBytes  = 16 << 10
+)
+
+// Config is what a Server cannot find out.
+type Config struct {
+	// Torch21 says that old clients are of PyTorch 2.1, so that their operation 8 is append, not delete. A connection that
+	// uses other operations of 2.1 is known to be of it.
+	Torch21 bool
+	// Log may be nil.
+	Log *zap.Logger
+}
+
+// Server serves a HashStore to PyTorch processes. A client that breaks the protocol loses its connection, with the reason in
+// the log. A client that is silent keeps it for ever: old ones have a second connection on which they never say anything.
+type Server struct {
+	store *store.HashStore
+	cfg   Config
+	*serve.Listener
+}
+
+// Serve listens on addr, host:port with port 0 for any free one, and serves s until Close. The caller keeps s and closes it.
+func Serve(addr string, s *store.HashStore, cfg Config) (*Server, error) {
+	server := &Server{store: s, cfg: cfg}
+	var err error
+	if server.Listener, err = serve.Listen(addr, "c10d: server", maxClients, cfg.Log, server.serve); err != nil {
+		return nil, fmt.Errorf("c10d: serve: %w", err)
+	}
+	return server, nil
+}
+
+func (s *Server) serve(ctx context.Context, conn net.Conn) error {
+	ctx, cancel := context.WithCancel(ctx)
+	c := &session{
+		store: s.store, ctx: ctx, conn: conn, dialect: Old,
+		in: reader{Reader: bufio.NewReaderSize(conn, bufferBytes)}, out: bufio.NewWriterSize(conn, bufferBytes),
+	}
+	if s.cfg.Torch21 {
+		c.dialect = Torch21
+	}
+	err := c.run()
+	cancel()
+	conn.Close()
+	c.waiters.Wait()
+	return err
+}
+
+// session is the server's end of a connection.
+type session struct {
+	store   *store.HashStore
+	ctx     context.Context // ends with the connection
+	conn    net.Conn
+	in      reader
+	dialect Dialect
+	waiters sync.WaitGroup
+
+	mu      sync.Mutex
+	out     *bufio.Writer
+	waiting context.CancelFunc // of the wait that is not answered; nil if there is none
+	wait    uint64             // its number
+}
+
+// run serves requests until the connection ends, and says why: io.EOF if the client left between requests.
+func (c *session) run() error {
+	if err := c.validate(); err != nil {
+		return err
+	}
+	for {
+		if c.in.Buffered() == 0 {
+			if err := c.flush(); err != nil {
+				return err
+			}
+		}
+		number, err := c.in.ReadByte()
+		if err != nil {
+			return err
+		}
+		if c.dialect == Old && is21(number) {
+			c.dialect = Torch21
+		}
+		if int(number) >= len(ops[c.dialect]) {
+			return fmt.Errorf("unknown operation %d", number)
+		}
+		op := ops[c.dialect][number]
+		if op == opValidate {
+			return errors.New("a second validation")
+		}
+		if err := c.handle(op); err != nil {
+			return fmt.Errorf("%v: %w", op, unexpected(err))
+		}
+	}
+}
+
+// validate finds out whether the client is a modern one.
+func (c *session) validate() error {
+	b, err := c.in.Peek(1)
+	if err != nil || b[0] != 0 {
+		return err
+	}
+	// An old client that sets a key begins with 0 as well. Its key would have to be as long as magic.
+	if b, err = c.in.Peek(5); err != nil {
+		return unexpected(err)
+	}
+	if string(b[1:]) == string(appendU32(nil, magic)) {
+		c.dialect = Modern
+		_, err = c.in.Discard(len(b))
+	}
+	return err
+}
+
+// handle serves one request. An error ends the connection: the protocol cannot tell of any.
+func (c *session) handle(op opcode) error {
+	if op != opCancelWait {
+		c.forgetWait()
+	}
+	switch op {
+	case opSet:
+		return c.set()
+	case opCompareSet:
+		return c.compareSet()
+	case opGet:
+		return c.get()
+	case opAdd:
+		return c.add()
+	case opCheck:
+		return c.check()
+	case opWait:
+		return c.startWait()
+	case opCancelWait:
+		c.forgetWait()
+		return c.write([]byte{waitCanceled})
+	case opNumKeys:
+		n, err := c.store.NumKeys(c.ctx)
+		return c.answerNumber(n, err)
+	case opDelete:
+		return c.delete()
+	case opAppend:
+		key, value, err := c.pair()
+		if err != nil {
+			return err
+		}
+		return c.store.Append(c.ctx, key, value)
+	case opMultiGet:
+		return c.multiGet()
+	case opMultiSet:
+		return c.multiSet()
+	case opPing:
+		nonce, err := c.in.u32()
+		if err != nil {
+			return err
+		}
+		return c.write(appendU32(nil, nonce))
+	case opQueuePush:
+		key, value, err := c.pair()
+		if err != nil {
+			return err
+		}
+		return c.store.Push(c.ctx, key, value)
+	case opQueuePop:
+		return c.queuePop()
+	case opQueueLen:
+		key, err := c.in.key()
+		if err != nil {
+			return err
+		}
+		n, err := c.store.QueueLen(c.ctx, key)
+		return c.answerNumber(n, err)
+	}
+	return errors.New("no such operation")
+}
+
+// pair reads a key and a value, which is good until the next is read.
+func (c *session) pair() (key string, value []byte, err error) {
+	if key, err = c.in.key(); err == nil {
+		value, err = c.in.bytes(store.MaxValueBytes)
+	}
+	return key, value, err
+}
+
+func (c *session) set() error {
+	key, value, err := c.pair()
+	if err != nil {
+		return err
+	}
+	return c.store.Set(c.ctx, key, value)
+}
+
+// compareSet knows no difference between an empty value and none, and answers what was expected where there is neither.
+func (c *session) compareSet() error {
+	key, err := c.in.key()
+	if err != nil {
+		return err
+	}
+	expected, err := c.in.value()
+	if err != nil {
+		return err
+	}
+	desired, err := c.in.bytes(store.MaxValueBytes)
+	if err != nil {
+		return err
+	}
+	none := expected
+	if len(expected) == 0 {
+		none = nil
+	}
+	actual, swapped, err := c.store.CompareAndSet(c.ctx, key, none, desired)
+	if err == nil && !swapped && len(expected) == 0 && len(actual) == 0 {
+		actual, _, err = c.store.CompareAndSet(c.ctx, key, []byte{}, desired)
+	}
+	if err != nil {
+		return err
+	}
+	if actual == nil {
+		actual = expected
+	}
+	return c.write(appendBytes(nil, actual))
+}
+
+// get answers an empty value where there is none: clients wait for the key before.
+func (c *session) get() error {
+	key, err := c.in.key()
+	if err != nil {
+		return err
+	}
+	value, err := c.now(key)
+	if err != nil {
+		return err
+	}
+	return c.write(appendBytes(nil, value))
+}
+
+// now is the value that a key has.
+func (c *session) now(key string) ([]byte, error) {
+	value, ok, err := c.store.Look(c.ctx, key)
+	if err != nil || !ok {
+		return nil, err
+	}
+	return value, nil
+}
+
+func (c *session) add() error {
+	key, err := c.in.key()
+	if err != nil {
+		return err
+	}
+	delta, err := c.in.u64()
+	if err != nil {
+		return err
+	}
+	sum, err := c.store.Add(c.ctx, key, int64(delta))
+	return c.answerNumber(sum, err)
+}
+
+func (c *session) answerNumber(n int64, err error) error {
+	if err != nil {
+		return err
+	}
+	return c.write(appendU64(nil, uint64(n)))
+}
+
+func (c *session) check() error {
+	keys, err := c.in.keys()
+	if err != nil {
+		return err
+	}
+	ok, err := c.store.Check(c.ctx, keys...)
+	if err != nil {
+		return err
+	}
+	if ok {
+		return c.write([]byte{checkReady})
+	}
+	return c.write([]byte{checkNotReady})
+}
+
+func (c *session) delete() error {
+	key, err := c.in.key()
+	if err != nil {
+		return err
+	}
+	existed, err := c.store.Delete(c.ctx, key)
+	n := int64(0)
+	if existed {
+		n = 1
+	}
+	return c.answerNumber(n, err)
+}
+
+func (c *session) multiGet() error {
+	keys, err := c.in.keys()
+	if err != nil {
+		return err
+	}
+	for _, k := range keys {
+		value, err := c.now(k)
+		if err != nil {
+			return err
+		}
+		if err := c.write(appendBytes(nil, value)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (c *session) multiSet() error {
+	n, err := c.in.count()
+	if err != nil {
+		return err
+	}
+	var keys []string
+	var values [][]byte
+	for range n {
+		k, err := c.in.key()
+		if err != nil {
+			return err
+		}
+		v, err := c.in.value()
+		if err != nil {
+			return err
+		}
+		keys, values = append(keys, k), append(values, v)
+	}
+	return c.store.MultiSet(c.ctx, keys, values)
+}
+
+func (c *session) queuePop() error {
+	key, err := c.in.key()
+	if err != nil {
+		return err
+	}
+	n, err := c.store.QueueLen(c.ctx, key)
+	if err != nil {
+		return err
+	}
+	value, ok, err := c.store.TryPop(c.ctx, key)
+	if err != nil || !ok {
+		return c.answerNumber(0, err)
+	}
+	return c.write(appendBytes(appendU64(nil, uint64(max(n, 1))), value))
+}
+
+// startWait answers when all keys are there. Meanwhile the connection is read on: for the cancellation, or for the next
+// request of a client that gives up without one.
+func (c *session) startWait() error {
+	keys, err := c.in.keys()
+	if err != nil {
+		return err
+	}
+	ok, err := c.store.Check(c.ctx, keys...)
+	if err != nil {
+		return err
+	}
+	if ok {
+		return c.write([]byte{waitStopped})
+	}
+	ctx, cancel := context.WithCancel(c.ctx)
+	c.mu.Lock()
+	c.wait++
+	this := c.wait
+	c.waiting = cancel
+	c.mu.Unlock()
+	c.waiters.Go(func() {
+		defer cancel()
+		err := c.store.Wait(ctx, keys...)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.waiting == nil || c.wait != this {
+			return // it was given up
+		}
+		c.waiting = nil
+		if err == nil {
+			if err = c.out.WriteByte(waitStopped); err == nil {
+				err = c.flushLocked()
+			}
+		}
+		if err != nil {
+			c.conn.Close() // the store is closed, or the client takes nothing
+		}
+	})
+	return nil
+}
+
+// forgetWait gives up the wait that is not answered, if there is one.
+func (c *session) forgetWait() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.waiting != nil {
+		c.waiting()
+		c.waiting = nil
+	}
+}
+
+func (c *session) write(b []byte) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.out.Available() < len(b) {
+		c.setDeadline()
+	}
+	_, err := c.out.Write(b)
+	return err
+}
+
+func (c *session) flush() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.flushLocked()
+}
+
+// flushLocked sends what was written. c is locked.
+func (c *session) flushLocked() error {
+	if c.out.Buffered() == 0 {
+		return nil
+	}
+	c.setDeadline()
+	return c.out.Flush()
+}
+
+func (c *session) setDeadline() { c.conn.SetWriteDeadline(time.Now().Add(writeTimeout)) }

@@ -1,0 +1,182 @@
+package c10d_test
+
+import (
+	"net"
+	"strconv"
+	"testing"
+
+	"go.uber.org/zap/zaptest"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/testtorch"
+	"github.com/gohvd/gohvd/store/c10d"
+)
+
+// PyTorch's client, through every call that it has.
+func TestTorchClient(t *testing.T) {
+	addr, hash := serve(t, c10d.Config{Log: zaptest.NewLogger(t)})
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const script = `
+import datetime, sys, threading, time
+import torch.distributed as dist
+
+seconds = lambda s: datetime.timedelta(seconds=s)
+host, port = sys.argv[1], int(sys.argv[2])
+connect = lambda: dist.TCPStore(host, port, 2, False, timeout=seconds(60))
+a, b = connect(), connect()
+assert (a.host, a.port) == (host, port)
+assert a.get("from go") == b"hello"
+
+def same(got, want):
+    assert got == want, (got, want)
+
+def fails(f, *args):
+    began = time.time()
+    try:
+        f(*args)
+    except RuntimeError as e:
+        return time.time() - began
+    raise AssertionError("no error")
+
+a.set("k", "v1")
+same(b.get("k"), b"v1")
+b.set("k", "x" * 5000)
+same(a.get("k"), b"x" * 5000)
+big = "0123456789abcdef" * (9 << 15)
+a.set("big", big)
+same(b.get("big").decode(), big)
+same(a.add("n", 5), 5)
+same(b.add("n", -7), -2)
+same(a.add("n", 0), -2)
+same(b.get("n"), b"-2")
+same(a.compare_set("c", "", "one"), b"one")
+same(b.compare_set("c", "two", "three"), b"one")
+same(b.compare_set("c", "one", "two"), b"two")
+same(a.compare_set("missing", "x", "y"), b"x")
+# init/, from go, k, big, n and c
+same(a.num_keys(), 6)
+same(a.delete_key("c"), True)
+same(a.delete_key("c"), False)
+same(a.num_keys(), 5)
+same(a.timeout, seconds(60))
+
+# Keys that look like something else.
+for key in ["-dash", "/slash", "", "with space", "\u00fc"]:
+    a.set(key, "here")
+    same(b.get(key), b"here")
+    same(b.delete_key(key), True)
+
+# Waits, for keys that come by each of the calls that make them.
+def wakes(make, *keys):
+    woken = []
+    def wait():
+        b.wait(list(keys), seconds(60))
+        woken.append(True)
+    t = threading.Thread(target=wait)
+    t.start()
+    time.sleep(0.05)
+    assert not woken
+    make()
+    t.join(60)
+    assert woken
+wakes(lambda: a.set("w1", ""), "w1")
+wakes(lambda: a.add("w2", 1), "w1", "w2")
+wakes(lambda: a.compare_set("w3", "", "x"), "w3", "w3")
+b.wait(["w1", "w2"])
+
+# A wait that times out, also with its key coming later, leaves the client as it was.
+assert fails(b.wait, ["late"], seconds(1)) >= 0.9
+same(b.num_keys(), 8)
+a.set("late", "now")
+same(b.get("late"), b"now")
+b.set_timeout(seconds(1))
+assert fails(b.get, "never") >= 0.9
+same(b.add("n", 1), -1)
+
+# Stores within the store, and many clients.
+pa, pb = dist.PrefixStore("outer", dist.PrefixStore("inner", a)), dist.PrefixStore("outer", dist.PrefixStore("inner", b))
+pa.set("k", "inside")
+same(pb.get("k"), b"inside")
+same(a.get("inner/outer/k"), b"inside")
+same(len(a.get("k")), 5000)
+def count():
+    c = connect()
+    for _ in range(50):
+        c.add("count", 1)
+threads = [threading.Thread(target=count) for _ in range(10)]
+for t in threads: t.start()
+for t in threads: t.join()
+same(a.get("count"), b"500")
+a.set("from python", "done")
+`
+	if err := hash.Set(t.Context(), "/from go", []byte("hello")); err != nil {
+		t.Fatal(err)
+	}
+	wait := testtorch.Start(t, script, host, port)
+	wait()
+	// Our own client finds what PyTorch's has written.
+	s := open(t, addr, c10d.Unknown)
+	if v, err := s.Get(testnet.Context(t), "from python"); err != nil || string(v) != "done" {
+		t.Errorf("got %q, %v", v, err)
+	}
+}
+
+// PyTorch's server, with our client.
+func TestTorchServer(t *testing.T) {
+	testtorch.Need(t)
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := ln.Addr().String()
+	_, port, _ := net.SplitHostPort(addr)
+	if err := ln.Close(); err != nil {
+		t.Fatal(err)
+	}
+	wait := testtorch.Start(t, `
+import datetime, sys
+import torch.distributed as dist
+s = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, True, timeout=datetime.timedelta(seconds=60))
+s.set("from python", "hello")
+s.set("taken", "yes")
+assert s.get("from go") == b"here", s.get("from go")
+s.get("bye")
+`, port)
+	ctx := testnet.Context(t)
+	s := open(t, addr, c10d.Unknown)
+	if v, err := s.Get(ctx, "from python"); err != nil || string(v) != "hello" {
+		t.Errorf("got %q, %v", v, err)
+	}
+	for i := range int64(3) {
+		if n, err := s.Add(ctx, "n", 2); err != nil || n != 2*(i+1) {
+			t.Errorf("got %d, %v", n, err)
+		}
+	}
+	if v, swapped, err := s.CompareAndSet(ctx, "taken", nil, []byte("no")); err != nil || swapped || string(v) != "yes" {
+		t.Errorf("got %q, %v, %v", v, swapped, err)
+	}
+	if ok, err := s.Check(ctx, "n", "nothing"); ok || err != nil {
+		t.Errorf("got %v, %v", ok, err)
+	}
+	if existed, err := s.Delete(ctx, "n"); !existed || err != nil {
+		t.Errorf("got %v, %v", existed, err)
+	}
+	waited := make(chan error, 1)
+	go func() { waited <- s.Wait(ctx, "from go") }()
+	if err := s.Set(ctx, "from go", []byte("here")); err != nil {
+		t.Error(err)
+	}
+	if err := <-waited; err != nil {
+		t.Error(err)
+	}
+	if n, err := strconv.Atoi(port); err != nil || n == 0 {
+		t.Error(port)
+	}
+	if err := s.Set(ctx, "bye", nil); err != nil {
+		t.Error(err)
+	}
+	wait()
+}

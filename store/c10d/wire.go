@@ -1,0 +1,180 @@
+package c10d
+
+import (
+	"bufio"
+	"encoding/binary"
+	"fmt"
+	"io"
+
+	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/store"
+)
+
+// Numbers are little-endian, strings and values a u64 length and bytes, lists a u64 count and their elements.
+
+// opcode is an operation, numbered as since PyTorch 2.2.
+type opcode uint8
+
+const (
+	opValidate opcode = iota
+	opSet
+	opCompareSet
+	opGet
+	opAdd
+	opCheck
+	opWait
+	opNumKeys
+	opDelete
+	opAppend
+	opMultiGet
+	opMultiSet
+	opCancelWait
+	opPing
+	opQueuePush
+	opQueuePop
+	opQueueLen
+	numOps
+)
+
+var opNames = [numOps]string{
+	"validate", "set", "compare_set", "get", "add", "check", "wait", "num_keys", "delete_key", "append", "multi_get",
+	"multi_set", "cancel_wait", "ping", "queue_push", "queue_pop", "queue_len",
+}
+
+func (o opcode) String() string {
+	if o >= numOps {
+		return fmt.Sprintf("opcode(%d)", uint8(o))
+	}
+	return opNames[o]
+}
+
+// magic is what validates a client.
+const magic = 0x3C85F7CE
+
+// Answers of one byte.
+const (
+	checkReady    = 0
+	checkNotReady = 1
+	waitStopped   = 0
+	waitCanceled  = 1
+)
+
+// Dialect is how operations are numbered, by the version of PyTorch.
+type Dialect uint8
+
+const (
+	// Unknown is to be found out.
+	Unknown Dialect = iota
+	// Modern is PyTorch 2.2 and later, Torch21 is 2.1, and Old is what comes before.
+	Modern
+	Torch21
+	Old
+)
+
+// ops are the operations of a dialect by their numbers there.
+var ops = [...][]opcode{
+	Modern: {
+		opValidate, opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend, opMultiGet, opMultiSet,
+		opCancelWait, opPing, opQueuePush, opQueuePop, opQueueLen,
+	},
+	// Nobody watches: so 7 is the deletion of 2.1.
+	Old:     {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opDelete},
+	Torch21: {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend, opMultiGet, opMultiSet, opCancelWait},
+}
+
+// is21 reports whether a number that an old client sends shows that it is of 2.1.
+func is21(number uint8) bool { return number == 7 || number > 8 }
+
+// reader reads requests, or answers, with bounds.
+type reader struct {
+	*bufio.Reader
+	scratch []byte
+}
+
+func (r *reader) u32() (uint32, error) {
+	var b [4]byte
+	_, err := io.ReadFull(r, b[:])
+	return binary.LittleEndian.Uint32(b[:]), unexpected(err)
+}
+
+func (r *reader) u64() (uint64, error) {
+	var b [8]byte
+	_, err := io.ReadFull(r, b[:])
+	return binary.LittleEndian.Uint64(b[:]), unexpected(err)
+}
+
+// bytes reads a value, which is good until the next is read.
+func (r *reader) bytes(most int) ([]byte, error) {
+	n, err := r.u64()
+	if err != nil {
+		return nil, err
+	}
+	if n > uint64(most) {
+		return nil, fmt.Errorf("%d bytes, want at most %d", n, most)
+	}
+	b, err := frame.ReadBytes(r, r.scratch, int(n))
+	if err == nil && cap(b) <= keptBytes {
+		r.scratch = b
+	}
+	return b, err
+}
+
+// keptBytes is the most that a connection keeps for its next value.
+const keptBytes = 64 << 10
+
+// value reads a value that the caller keeps.
+func (r *reader) value() ([]byte, error) {
+	b, err := r.bytes(store.MaxValueBytes)
+	return append([]byte{}, b...), err
+}
+
+func (r *reader) key() (string, error) {
+	b, err := r.bytes(store.MaxKeyBytes)
+	return string(b), err
+}
+
+// count reads the length of a list.
+func (r *reader) count() (int, error) {
+	n, err := r.u64()
+	if err == nil && n > store.MaxKeys {
+		err = fmt.Errorf("a list of %d, want at most %d", n, store.MaxKeys)
+	}
+	return int(n), err
+}
+
+func (r *reader) keys() (keys []string, err error) {
+	n, err := r.count()
+	for range n {
+		if err != nil {
+			return nil, err
+		}
+		var k string
+		k, err = r.key()
+		keys = append(keys, k)
+	}
+	return keys, err
+}
+
+// unexpected is err for an end in the middle of a request.
+func unexpected(err error) error {
+	if err == io.EOF {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
+
+func appendU32(b []byte, v uint32) []byte { return binary.LittleEndian.AppendUint32(b, v) }
+
+func appendU64(b []byte, v uint64) []byte { return binary.LittleEndian.AppendUint64(b, v) }
+
+func appendBytes[T ~string | ~[]byte](b []byte, v T) []byte {
+	return append(appendU64(b, uint64(len(v))), v...)
+}
+
+func appendKeys(b []byte, keys []string) []byte {
+	b = appendU64(b, uint64(len(keys)))
+	for _, k := range keys {
+		b = appendBytes(b, k)
+	}
+	return b
+}

@@ -1,0 +1,59 @@
+package store_test
+
+import (
+	"path/filepath"
+	"testing"
+
+	"go.uber.org/goleak"
+	"go.uber.org/zap/zaptest"
+
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/store/storetest"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func newHash(*testing.T) store.Store { return store.NewHashStore(store.Limits{}) }
+
+func newFile(t *testing.T) store.Store {
+	s, err := store.NewFileStore(t.Context(), filepath.Join(t.TempDir(), "store"), 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func newClient(t *testing.T) store.Store {
+	hash := store.NewHashStore(store.Limits{})
+	server, err := store.Serve("127.0.0.1:0", hash, zaptest.NewLogger(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { server.Close() })
+	client, err := store.Dial(t.Context(), server.Addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return client
+}
+
+func TestHashStoreConforms(t *testing.T) { storetest.Run(t, storetest.Lacks{}, newHash) }
+
+func TestClientConforms(t *testing.T) { storetest.Run(t, storetest.Lacks{}, newClient) }
+
+func TestFileStoreConforms(t *testing.T) {
+	storetest.Run(t, storetest.Lacks{Queues: true, OwnKeys: 1}, newFile)
+}
+
+func TestPrefixStoreConforms(t *testing.T) {
+	for name, under := range map[string]struct {
+		open  func(*testing.T) store.Store
+		lacks storetest.Lacks
+	}{"hash": {newHash, storetest.Lacks{}}, "client": {newClient, storetest.Lacks{}}, "file": {newFile, storetest.Lacks{Queues: true, OwnKeys: 1}}} {
+		t.Run(name, func(t *testing.T) {
+			storetest.Run(t, under.lacks, func(t *testing.T) store.Store {
+				return store.NewPrefixStore("outer", store.NewPrefixStore("in/ner", under.open(t)))
+			})
+		})
+	}
+}

@@ -1,0 +1,516 @@
+package store
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// FileStore is a Store in a file, for processes that share a file system but no network. PyTorch's FileStore can use the same
+// file at the same time.
+//
+// The file is a log of records, each a key and a value with their lengths, of which the last for a key counts. Every call
+// locks it (flock). Calls that wait look every 10 ms. The last process of the job removes the file; one that is left from
+// an earlier job must be removed by hand, or its keys are found.
+//
+// A file that a process left in the middle of a write is repaired by the next that writes.
+type FileStore struct {
+	path   string
+	size   int // of the job, 0 if the file is to stay
+	closed chan struct{}
+
+	mu     sync.Mutex
+	values map[string][]byte // as in the file, by the key there
+	read   int64             // how much of the file values are of
+	file   os.FileInfo       // which file that was
+	isDone bool              // closed is closed
+}
+
+var _ Store = (*FileStore)(nil)
+
+// The keys of the users of a file begin with userPrefix there, and records of deletions with deletedPrefix before that. The
+// others are counts: of the stores that are open and that were closed. PyTorch before 2.0 has only the latter.
+const (
+	userPrefix    = "/"
+	deletedPrefix = "-"
+	openKey       = "refcount/"
+	closedKey     = "cleanup/"
+)
+
+const (
+	// filePeriod is how often a call that waits looks, as PyTorch does. There is no better way over NFS.
+	filePeriod = 10 * time.Millisecond
+	// closeTime is what Close takes at most if another process holds the lock.
+	closeTime = 5 * time.Second
+)
+
+// NewFileStore opens the store at path, and makes the file if it is not there. size is the number of processes of the job:
+// when so many have closed their stores and no other is open the file is removed; 0 is never.
+func NewFileStore(ctx context.Context, path string, size int) (*FileStore, error) {
+	s := &FileStore{path: path, size: size, closed: make(chan struct{}), values: make(map[string][]byte)}
+	if _, err := s.count(ctx, openKey, 1); err != nil {
+		return nil, fmt.Errorf("store: open %s: %w", path, err)
+	}
+	return s, nil
+}
+
+// Path is where the file is.
+func (s *FileStore) Path() string { return s.path }
+
+// Set implements Store.
+func (s *FileStore) Set(ctx context.Context, key string, value []byte) error {
+	return s.failed("set", key, s.multiSet(ctx, []string{key}, [][]byte{value}))
+}
+
+// MultiSet implements Store.
+func (s *FileStore) MultiSet(ctx context.Context, keys []string, values [][]byte) error {
+	return s.failed("multi-set", first(keys), s.multiSet(ctx, keys, values))
+}
+
+func (s *FileStore) multiSet(ctx context.Context, keys []string, values [][]byte) error {
+	if err := CheckPairs(keys, values); err != nil {
+		return err
+	}
+	return s.change(ctx, func() (log []byte, err error) {
+		for i, k := range keys {
+			log = appendRecord(log, userPrefix+k, values[i])
+		}
+		return log, nil
+	})
+}
+
+// Get implements Store.
+func (s *FileStore) Get(ctx context.Context, key string) (value []byte, err error) {
+	values, err := s.multiGet(ctx, []string{key})
+	if err != nil {
+		return nil, s.failed("get", key, err)
+	}
+	return values[0], nil
+}
+
+// MultiGet implements Store.
+func (s *FileStore) MultiGet(ctx context.Context, keys ...string) ([][]byte, error) {
+	values, err := s.multiGet(ctx, keys)
+	return values, s.failed("multi-get", first(keys), err)
+}
+
+func (s *FileStore) multiGet(ctx context.Context, keys []string) ([][]byte, error) {
+	if err := CheckKeys(keys); err != nil {
+		return nil, err
+	}
+	values := make([][]byte, len(keys))
+	err := s.poll(ctx, func() bool {
+		for i, k := range keys {
+			v, ok := s.values[userPrefix+k]
+			if !ok {
+				return false
+			}
+			values[i] = clone(v)
+		}
+		return true
+	})
+	if err != nil {
+		return nil, err
+	}
+	return values, nil
+}
+
+// Watch implements Store.
+func (s *FileStore) Watch(ctx context.Context, key string, prev []byte) (value []byte, err error) {
+	if err := CheckKey(key); err != nil {
+		return nil, s.failed("watch", key, err)
+	}
+	err = s.poll(ctx, func() bool {
+		v, ok := s.values[userPrefix+key]
+		value = clone(v)
+		return ok && (prev == nil || !bytes.Equal(v, prev))
+	})
+	if err != nil {
+		return nil, s.failed("watch", key, err)
+	}
+	return value, nil
+}
+
+// Wait implements Store.
+func (s *FileStore) Wait(ctx context.Context, keys ...string) error {
+	if err := CheckKeys(keys); err != nil {
+		return s.failed("wait", first(keys), err)
+	}
+	return s.failed("wait", first(keys), s.poll(ctx, func() bool { return s.has(keys) }))
+}
+
+// Check implements Store.
+func (s *FileStore) Check(ctx context.Context, keys ...string) (ok bool, err error) {
+	if err := CheckKeys(keys); err != nil {
+		return false, s.failed("check", first(keys), err)
+	}
+	err = s.look(ctx, func() { ok = s.has(keys) })
+	return ok, s.failed("check", first(keys), err)
+}
+
+func (s *FileStore) has(keys []string) bool {
+	for _, k := range keys {
+		if _, ok := s.values[userPrefix+k]; !ok {
+			return false
+		}
+	}
+	return true
+}
+
+// NumKeys implements Store. The counts in the file are among the keys.
+func (s *FileStore) NumKeys(ctx context.Context) (n int64, err error) {
+	err = s.look(ctx, func() { n = int64(len(s.values)) })
+	return n, s.failed("number of keys", "", err)
+}
+
+// Add implements Store.
+func (s *FileStore) Add(ctx context.Context, key string, delta int64) (int64, error) {
+	if err := CheckKey(key); err != nil {
+		return 0, s.failed("add", key, err)
+	}
+	sum, err := s.count(ctx, userPrefix+key, delta)
+	return sum, s.failed("add", key, err)
+}
+
+func (s *FileStore) count(ctx context.Context, key string, delta int64) (sum int64, err error) {
+	err = s.change(ctx, func() ([]byte, error) {
+		old, ok := s.values[key]
+		var err error
+		if sum, err = Sum(old, ok, delta); err != nil {
+			return nil, err
+		}
+		return appendRecord(nil, key, strconv.AppendInt(nil, sum, 10)), nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	return sum, nil
+}
+
+// CompareAndSet implements Store.
+func (s *FileStore) CompareAndSet(ctx context.Context, key string, expected, desired []byte) (actual []byte, swapped bool, err error) {
+	err = errors.Join(CheckKey(key), CheckValue(desired))
+	if err == nil {
+		err = s.change(ctx, func() ([]byte, error) {
+			old, ok := s.values[userPrefix+key]
+			if ok != (expected != nil) || !bytes.Equal(old, expected) {
+				actual = clone(old)
+				return nil, nil
+			}
+			actual, swapped = append([]byte{}, desired...), true
+			return appendRecord(nil, userPrefix+key, desired), nil
+		})
+	}
+	if err != nil {
+		return nil, false, s.failed("compare-and-set", key, err)
+	}
+	return actual, swapped, nil
+}
+
+// Append implements Store.
+func (s *FileStore) Append(ctx context.Context, key string, value []byte) error {
+	if err := CheckKey(key); err != nil {
+		return s.failed("append", key, err)
+	}
+	return s.failed("append", key, s.change(ctx, func() ([]byte, error) {
+		whole := append(clone(s.values[userPrefix+key]), value...)
+		return appendRecord(nil, userPrefix+key, whole), CheckValue(whole)
+	}))
+}
+
+// Delete implements Store.
+func (s *FileStore) Delete(ctx context.Context, key string) (existed bool, err error) {
+	if err := CheckKey(key); err != nil {
+		return false, s.failed("delete", key, err)
+	}
+	err = s.change(ctx, func() ([]byte, error) {
+		if _, existed = s.values[userPrefix+key]; !existed {
+			return nil, nil
+		}
+		return appendRecord(nil, deletedPrefix+userPrefix+key, nil), nil
+	})
+	return existed && err == nil, s.failed("delete", key, err)
+}
+
+// Push gives ErrUnsupported.
+func (s *FileStore) Push(_ context.Context, key string, _ []byte) error {
+	return s.failed("push", key, ErrUnsupported)
+}
+
+// Pop gives ErrUnsupported.
+func (s *FileStore) Pop(_ context.Context, key string) ([]byte, error) {
+	return nil, s.failed("pop", key, ErrUnsupported)
+}
+
+// TryPop gives ErrUnsupported.
+func (s *FileStore) TryPop(_ context.Context, key string) ([]byte, bool, error) {
+	return nil, false, s.failed("try-pop", key, ErrUnsupported)
+}
+
+// QueueLen gives ErrUnsupported.
+func (s *FileStore) QueueLen(_ context.Context, key string) (int64, error) {
+	return 0, s.failed("queue length", key, ErrUnsupported)
+}
+
+// Close implements Store, and removes the file if this is the last store of the job.
+func (s *FileStore) Close() error {
+	s.mu.Lock()
+	done := s.isDone
+	if !done {
+		s.isDone = true
+		close(s.closed)
+	}
+	s.mu.Unlock()
+	if done {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), closeTime)
+	defer cancel()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	err := s.withFile(ctx, os.O_RDWR, unix.LOCK_EX, func(f *os.File) error {
+		var counts [2]int64
+		for i, c := range []struct {
+			key   string
+			delta int64
+		}{{openKey, -1}, {closedKey, 1}} {
+			old, ok := s.values[c.key]
+			var err error
+			if counts[i], err = Sum(old, ok, c.delta); err != nil {
+				return fmt.Errorf("its record %q: %w", c.key, err)
+			}
+			if err := s.write(f, appendRecord(nil, c.key, strconv.AppendInt(nil, counts[i], 10))); err != nil {
+				return err
+			}
+		}
+		if s.size > 0 && counts[0] <= 0 && counts[1] >= int64(s.size) {
+			return os.Remove(s.path)
+		}
+		return nil
+	})
+	if err != nil && !errors.Is(err, fs.ErrNotExist) { // else another has removed it
+		return fmt.Errorf("store: close %s: %w", s.path, err)
+	}
+	return nil
+}
+
+func (s *FileStore) failed(op, key string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return Error(op, key, s.path, err)
+}
+
+// poll waits until cond is true of the values.
+func (s *FileStore) poll(ctx context.Context, cond func() bool) error {
+	ticker := time.NewTicker(filePeriod)
+	defer ticker.Stop()
+	for {
+		met := false
+		if err := s.look(ctx, func() { met = cond() }); err != nil || met {
+			return err
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-s.closed:
+			return ErrClosed
+		}
+	}
+}
+
+// look calls f with the values of the file as they are now.
+func (s *FileStore) look(ctx context.Context, f func()) error {
+	if err := s.begin(ctx); err != nil {
+		return err
+	}
+	defer s.mu.Unlock()
+	err := s.withFile(ctx, os.O_RDONLY, unix.LOCK_SH, func(*os.File) error { return nil })
+	if errors.Is(err, fs.ErrNotExist) { // the job is over, or somebody has removed it
+		s.forget()
+		err = nil
+	}
+	if err == nil {
+		f()
+	}
+	return err
+}
+
+// change calls f with the values of the file as they are now, and writes the records that it makes.
+func (s *FileStore) change(ctx context.Context, f func() ([]byte, error)) error {
+	if err := s.begin(ctx); err != nil {
+		return err
+	}
+	defer s.mu.Unlock()
+	return s.withFile(ctx, os.O_RDWR|os.O_CREATE, unix.LOCK_EX, func(file *os.File) error {
+		log, err := f()
+		if err != nil || len(log) == 0 {
+			return err
+		}
+		return s.write(file, log)
+	})
+}
+
+// begin locks s for a call, unless that is over before it begins.
+func (s *FileStore) begin(ctx context.Context) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	if s.isDone {
+		s.mu.Unlock()
+		return ErrClosed
+	}
+	return nil
+}
+
+// withFile opens and locks the file, reads what is new in it, and calls f. s is locked.
+func (s *FileStore) withFile(ctx context.Context, flags, lock int, f func(*os.File) error) error {
+	for {
+		file, err := os.OpenFile(s.path, flags|unix.O_CLOEXEC, 0o644)
+		if err != nil {
+			return err
+		}
+		gone, err := s.withLock(ctx, file, lock, f)
+		if err := errors.Join(err, file.Close()); err != nil || !gone {
+			return err
+		}
+	}
+}
+
+// withLock is withFile with the open file. It reports that the file was removed before it could be locked.
+func (s *FileStore) withLock(ctx context.Context, file *os.File, lock int, f func(*os.File) error) (gone bool, err error) {
+	if err := flock(ctx, file, lock); err != nil {
+		return false, err
+	}
+	opened, err := file.Stat()
+	if err != nil {
+		return false, err
+	}
+	if now, err := os.Stat(s.path); err != nil || !os.SameFile(now, opened) {
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return false, err
+		}
+		return true, nil
+	}
+	if s.file == nil || !os.SameFile(s.file, opened) || opened.Size() < s.read {
+		s.forget()
+	}
+	s.file = opened
+	if err := s.readOn(file, opened.Size()); err != nil {
+		return false, err
+	}
+	return false, f(file)
+}
+
+// flock locks a file. It asks again and again, for a lock that is waited for cannot be given up.
+func flock(ctx context.Context, file *os.File, lock int) error {
+	for wait := 100 * time.Microsecond; ; wait = min(2*wait, filePeriod) {
+		err := unix.Flock(int(file.Fd()), lock|unix.LOCK_NB)
+		if err == nil || err != unix.EWOULDBLOCK && err != unix.EINTR {
+			return err
+		}
+		timer := time.NewTimer(wait)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+			return fmt.Errorf("another process holds its lock: %w", ctx.Err())
+		}
+	}
+}
+
+// forget drops what was read of a file that is not there any more.
+func (s *FileStore) forget() {
+	clear(s.values)
+	s.read, s.file = 0, nil
+}
+
+// readOn reads the records between what was read and the end. What is there of a record that is not whole is left.
+func (s *FileStore) readOn(file *os.File, size int64) error {
+	if size == s.read {
+		return nil
+	}
+	tail := make([]byte, size-s.read)
+	if n, err := file.ReadAt(tail, s.read); err != nil && !(err == io.EOF && int64(n) == size-s.read) {
+		return err
+	}
+	for len(tail) > 0 {
+		key, value, n := cutRecord(tail)
+		if n == 0 && s.read > 0 {
+			return nil
+		}
+		if n == 0 || !isKey(key) {
+			return fmt.Errorf("what it has at byte %d is no record of a store", s.read)
+		}
+		if deleted, ok := strings.CutPrefix(key, deletedPrefix); ok {
+			delete(s.values, deleted)
+		} else {
+			s.values[key] = clone(value)
+		}
+		tail = tail[n:]
+		s.read += int64(n)
+	}
+	return nil
+}
+
+// isKey reports whether a record may have such a key. Other files, which somebody may name by mistake, are left alone.
+func isKey(key string) bool {
+	return strings.HasPrefix(strings.TrimPrefix(key, deletedPrefix), userPrefix) || key == openKey || key == closedKey
+}
+
+// write appends records to the file, of which all was read, and whose lock is held: so what is behind that is a record that
+// somebody left unfinished.
+func (s *FileStore) write(file *os.File, log []byte) error {
+	if err := file.Truncate(s.read); err != nil {
+		return err
+	}
+	if _, err := file.WriteAt(log, s.read); err != nil {
+		return err
+	}
+	return s.readOn(file, s.read+int64(len(log)))
+}
+
+func appendRecord(log []byte, key string, value []byte) []byte {
+	log = binary.LittleEndian.AppendUint32(log, uint32(len(key)))
+	log = append(log, key...)
+	log = binary.LittleEndian.AppendUint32(log, uint32(len(value)))
+	return append(log, value...)
+}
+
+// cutRecord takes a record off the front of b, of n bytes; n is 0 if it is not whole.
+func cutRecord(b []byte) (key string, value []byte, n int) {
+	field := func() ([]byte, bool) {
+		if len(b)-n < 4 {
+			return nil, false
+		}
+		size := binary.LittleEndian.Uint32(b[n:])
+		if uint64(size) > uint64(len(b)-n-4) {
+			return nil, false
+		}
+		n += 4
+		f := b[n : n+int(size)]
+		n += int(size)
+		return f, true
+	}
+	k, ok := field()
+	if !ok {
+		return "", nil, 0
+	}
+	if value, ok = field(); !ok {
+		return "", nil, 0
+	}
+	return string(k), value, n
+}

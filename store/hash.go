@@ -1,0 +1,560 @@
+package store
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"strconv"
+	"sync"
+)
+
+// Limits bounds the contents of a HashStore. Zero fields have the default.
+type Limits struct {
+	Keys  int   // number of keys, default 1<<20
+	Bytes int64 // sum of the lengths of keys and values, default 256 MiB
+}
+
+// HashStore is a Store in the memory of this process. It starts no goroutine and reads no clock, so it works
+// inside testing/synctest.
+type HashStore struct {
+	limits Limits
+	closed chan struct{}
+
+	mu     sync.Mutex
+	values map[string][]byte // a value is never changed in place: waiters share it
+	queues map[string]*queue // none is empty
+	bytes  int64
+	waits  map[string]*wait
+	isDone bool // closed is closed
+}
+
+var _ Store = (*HashStore)(nil)
+
+// wait is the next change of one key.
+type wait struct {
+	changed chan struct{}
+	n       int // calls waiting
+}
+
+// queue has values that are not changed in place either.
+type queue struct {
+	values [][]byte
+	popped int // of the first values
+}
+
+func (q *queue) len() int { return len(q.values) - q.popped }
+
+// queued is what a value in a queue counts for: so even empty ones are bounded.
+func queued(value []byte) int64 { return int64(len(value)) + 32 }
+
+// pop takes the first value. What was popped is dropped when it is the larger part.
+func (q *queue) pop() []byte {
+	v := q.values[q.popped]
+	q.values[q.popped] = nil
+	if q.popped++; 2*q.popped > len(q.values) {
+		q.values = append(q.values[:0], q.values[q.popped:]...)
+		q.popped = 0
+	}
+	return v
+}
+
+// NewHashStore returns an empty store.
+func NewHashStore(l Limits) *HashStore {
+	if l.Keys == 0 {
+		l.Keys = 1 << 20
+	}
+	if l.Bytes == 0 {
+		l.Bytes = 256 << 20
+	}
+	return &HashStore{
+		limits: l,
+		closed: make(chan struct{}),
+		values: make(map[string][]byte),
+		queues: make(map[string]*queue),
+		waits:  make(map[string]*wait),
+	}
+}
+
+// Set implements Store.
+func (s *HashStore) Set(ctx context.Context, key string, value []byte) error {
+	return failed("set", key, s.set(ctx, key, value))
+}
+
+// Get implements Store.
+func (s *HashStore) Get(ctx context.Context, key string) ([]byte, error) {
+	value, err := s.wait(ctx, key, nil)
+	return clone(value), failed("get", key, err)
+}
+
+// Watch implements Store.
+func (s *HashStore) Watch(ctx context.Context, key string, prev []byte) ([]byte, error) {
+	value, err := s.wait(ctx, key, prev)
+	return clone(value), failed("watch", key, err)
+}
+
+// Add implements Store.
+func (s *HashStore) Add(ctx context.Context, key string, delta int64) (int64, error) {
+	sum, err := s.add(ctx, key, delta)
+	return sum, failed("add", key, err)
+}
+
+// CompareAndSet implements Store.
+func (s *HashStore) CompareAndSet(ctx context.Context, key string, expected, desired []byte) ([]byte, bool, error) {
+	actual, swapped, err := s.compareAndSet(ctx, key, expected, desired)
+	return clone(actual), swapped, failed("compare-and-set", key, err)
+}
+
+// Append implements Store.
+func (s *HashStore) Append(ctx context.Context, key string, value []byte) error {
+	return failed("append", key, s.append(ctx, key, value))
+}
+
+// Delete implements Store.
+func (s *HashStore) Delete(ctx context.Context, key string) (bool, error) {
+	existed, err := s.delete(ctx, key)
+	return existed, failed("delete", key, err)
+}
+
+// Wait implements Store.
+func (s *HashStore) Wait(ctx context.Context, keys ...string) error {
+	return failed("wait", first(keys), s.waitAll(ctx, keys, s.isThere))
+}
+
+// Check implements Store.
+func (s *HashStore) Check(ctx context.Context, keys ...string) (bool, error) {
+	ok, err := s.check(ctx, keys)
+	return ok, failed("check", first(keys), err)
+}
+
+// NumKeys implements Store.
+func (s *HashStore) NumKeys(ctx context.Context) (int64, error) {
+	n, err := s.numKeys(ctx)
+	return n, failed("number of keys", "", err)
+}
+
+// MultiGet implements Store.
+func (s *HashStore) MultiGet(ctx context.Context, keys ...string) ([][]byte, error) {
+	values, err := s.multiGet(ctx, keys)
+	for i, v := range values {
+		values[i] = clone(v)
+	}
+	return values, failed("multi-get", first(keys), err)
+}
+
+// MultiSet implements Store.
+func (s *HashStore) MultiSet(ctx context.Context, keys []string, values [][]byte) error {
+	return failed("multi-set", first(keys), s.multiSet(ctx, keys, values))
+}
+
+// Push implements Store.
+func (s *HashStore) Push(ctx context.Context, key string, value []byte) error {
+	return failed("push", key, s.push(ctx, key, value))
+}
+
+// Pop implements Store.
+func (s *HashStore) Pop(ctx context.Context, key string) ([]byte, error) {
+	value, err := s.pop(ctx, key)
+	return clone(value), failed("pop", key, err)
+}
+
+// TryPop implements Store.
+func (s *HashStore) TryPop(ctx context.Context, key string) ([]byte, bool, error) {
+	value, ok, err := s.tryPop(ctx, key)
+	return clone(value), ok, failed("try-pop", key, err)
+}
+
+// QueueLen implements Store.
+func (s *HashStore) QueueLen(ctx context.Context, key string) (int64, error) {
+	n, err := s.queueLen(ctx, key)
+	return n, failed("queue length", key, err)
+}
+
+// Close implements Store. The contents are gone.
+func (s *HashStore) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.isDone {
+		s.isDone = true
+		close(s.closed)
+		s.values, s.queues, s.bytes = nil, nil, 0
+	}
+	return nil
+}
+
+// Look is Get without the wait. ok says whether key has a value.
+func (s *HashStore) Look(ctx context.Context, key string) (value []byte, ok bool, err error) {
+	if err := s.lock(ctx, key); err != nil {
+		return nil, false, failed("look", key, err)
+	}
+	value, ok = s.values[key]
+	s.mu.Unlock()
+	return clone(value), ok, nil
+}
+
+// Waits is the number of keys that calls wait for.
+func (s *HashStore) Waits() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.waits)
+}
+
+// failed is the error of a call in this process, or nil.
+func failed(op, key string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return Error(op, key, "", err)
+}
+
+// The methods below return values that are shared with the store and must not be changed.
+
+func (s *HashStore) set(ctx context.Context, key string, value []byte) error {
+	if err := s.lock(ctx, key); err != nil {
+		return err
+	}
+	defer s.mu.Unlock()
+	return s.put(key, value)
+}
+
+func (s *HashStore) wait(ctx context.Context, key string, prev []byte) ([]byte, error) {
+	for {
+		if err := s.lock(ctx, key); err != nil {
+			return nil, err
+		}
+		if value, ok := s.values[key]; ok && (prev == nil || !bytes.Equal(value, prev)) {
+			s.mu.Unlock()
+			return value, nil
+		}
+		s.sleep(ctx, key)
+	}
+}
+
+// sleep waits for the next change of key, or until the call is over. It unlocks s.
+func (s *HashStore) sleep(ctx context.Context, key string) {
+	w := s.waits[key]
+	if w == nil {
+		w = &wait{changed: make(chan struct{})}
+		s.waits[key] = w
+	}
+	w.n++
+	s.mu.Unlock()
+	select {
+	case <-w.changed:
+	case <-s.closed:
+	case <-ctx.Done():
+		s.mu.Lock()
+		if w.n--; w.n == 0 && s.waits[key] == w {
+			delete(s.waits, key)
+		}
+		s.mu.Unlock()
+	}
+}
+
+// wake wakes those who wait for key. s is locked.
+func (s *HashStore) wake(key string) {
+	if w := s.waits[key]; w != nil {
+		delete(s.waits, key)
+		close(w.changed)
+	}
+}
+
+// isThere reports whether key has a value or a queue. s is locked.
+func (s *HashStore) isThere(key string) bool { return s.hasValue(key) || s.queues[key] != nil }
+
+// hasValue reports whether key has a value. s is locked.
+func (s *HashStore) hasValue(key string) bool {
+	_, ok := s.values[key]
+	return ok
+}
+
+// waitAll waits until all keys are there at once, and leaves s unlocked.
+func (s *HashStore) waitAll(ctx context.Context, keys []string, there func(key string) bool) error {
+	if err := s.lockAll(ctx, keys, there); err != nil {
+		return err
+	}
+	s.mu.Unlock()
+	return nil
+}
+
+// lockAll waits until all keys are there at once, and leaves s locked unless there is an error.
+func (s *HashStore) lockAll(ctx context.Context, keys []string, there func(key string) bool) error {
+	if err := CheckKeys(keys); err != nil {
+		return err
+	}
+	for {
+		if err := s.begin(ctx); err != nil {
+			return err
+		}
+		missing := -1
+		for i, k := range keys {
+			if !there(k) {
+				missing = i
+				break
+			}
+		}
+		if missing < 0 {
+			return nil
+		}
+		s.sleep(ctx, keys[missing])
+	}
+}
+
+func (s *HashStore) check(ctx context.Context, keys []string) (bool, error) {
+	if err := CheckKeys(keys); err != nil {
+		return false, err
+	}
+	if err := s.begin(ctx); err != nil {
+		return false, err
+	}
+	defer s.mu.Unlock()
+	for _, k := range keys {
+		if !s.isThere(k) {
+			return false, nil
+		}
+	}
+	return true, nil
+}
+
+func (s *HashStore) numKeys(ctx context.Context) (int64, error) {
+	if err := s.begin(ctx); err != nil {
+		return 0, err
+	}
+	defer s.mu.Unlock()
+	return int64(len(s.values)), nil
+}
+
+func (s *HashStore) multiGet(ctx context.Context, keys []string) ([][]byte, error) {
+	if err := s.lockAll(ctx, keys, s.hasValue); err != nil {
+		return nil, err
+	}
+	defer s.mu.Unlock()
+	values := make([][]byte, len(keys))
+	for i, k := range keys {
+		values[i] = s.values[k]
+	}
+	return values, nil
+}
+
+func (s *HashStore) multiSet(ctx context.Context, keys []string, values [][]byte) error {
+	if err := CheckPairs(keys, values); err != nil {
+		return err
+	}
+	if err := s.begin(ctx); err != nil {
+		return err
+	}
+	defer s.mu.Unlock()
+	// All or nothing: there is room for all, even if none replaces another.
+	var numKeys int
+	var numBytes int64
+	for i, k := range keys {
+		old, ok := s.values[k]
+		if !ok {
+			numKeys++
+			numBytes += int64(len(k))
+		}
+		numBytes += max(int64(len(values[i])-len(old)), 0)
+	}
+	if err := s.room(numKeys, numBytes); err != nil {
+		return err
+	}
+	for i, k := range keys {
+		if err := s.put(k, values[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *HashStore) add(ctx context.Context, key string, delta int64) (int64, error) {
+	if err := s.lock(ctx, key); err != nil {
+		return 0, err
+	}
+	defer s.mu.Unlock()
+	sum, err := Sum(s.values[key], s.hasValue(key), delta)
+	if err != nil {
+		return 0, err
+	}
+	return sum, s.put(key, strconv.AppendInt(nil, sum, 10))
+}
+
+// Sum is what Add makes of a value, if there is one: a decimal number.
+func Sum(value []byte, there bool, delta int64) (int64, error) {
+	var old int64
+	if there {
+		var err error
+		if old, err = strconv.ParseInt(string(value), 10, 64); err != nil {
+			return 0, &refusal{ErrNotNumber, fmt.Sprintf("value is %.32q", value)}
+		}
+	}
+	sum := old + delta
+	if (sum > old) != (delta > 0) && delta != 0 {
+		return 0, &refusal{ErrNotNumber, fmt.Sprintf("%d + %d overflows 64 bits", old, delta)}
+	}
+	return sum, nil
+}
+
+func (s *HashStore) compareAndSet(ctx context.Context, key string, expected, desired []byte) ([]byte, bool, error) {
+	if err := s.lock(ctx, key); err != nil {
+		return nil, false, err
+	}
+	defer s.mu.Unlock()
+	actual, ok := s.values[key]
+	if ok != (expected != nil) || !bytes.Equal(actual, expected) {
+		return actual, false, nil
+	}
+	if err := s.put(key, desired); err != nil {
+		return nil, false, err
+	}
+	return s.values[key], true, nil
+}
+
+func (s *HashStore) append(ctx context.Context, key string, value []byte) error {
+	if err := s.lock(ctx, key); err != nil {
+		return err
+	}
+	defer s.mu.Unlock()
+	// A new slice each time: the old one is shared with those who got it.
+	return s.put(key, append(clone(s.values[key]), value...))
+}
+
+func (s *HashStore) delete(ctx context.Context, key string) (bool, error) {
+	if err := s.lock(ctx, key); err != nil {
+		return false, err
+	}
+	defer s.mu.Unlock()
+	value, ok := s.values[key]
+	if ok {
+		delete(s.values, key)
+		s.bytes -= int64(len(key) + len(value))
+	}
+	return ok, nil
+}
+
+func (s *HashStore) push(ctx context.Context, key string, value []byte) error {
+	if err := CheckValue(value); err != nil {
+		return err
+	}
+	if err := s.lock(ctx, key); err != nil {
+		return err
+	}
+	defer s.mu.Unlock()
+	q := s.queues[key]
+	if q == nil {
+		q = new(queue)
+	}
+	if err := s.room(1, queued(value)); err != nil {
+		return err
+	}
+	s.queues[key] = q
+	q.values = append(q.values, append([]byte{}, value...))
+	s.bytes += queued(value)
+	s.wake(key)
+	return nil
+}
+
+func (s *HashStore) pop(ctx context.Context, key string) ([]byte, error) {
+	for {
+		if err := s.lock(ctx, key); err != nil {
+			return nil, err
+		}
+		if value, ok := s.take(key); ok {
+			s.mu.Unlock()
+			return value, nil
+		}
+		s.sleep(ctx, key)
+	}
+}
+
+func (s *HashStore) tryPop(ctx context.Context, key string) ([]byte, bool, error) {
+	if err := s.lock(ctx, key); err != nil {
+		return nil, false, err
+	}
+	defer s.mu.Unlock()
+	value, ok := s.take(key)
+	return value, ok, nil
+}
+
+// take takes the first value of a queue. s is locked.
+func (s *HashStore) take(key string) ([]byte, bool) {
+	q := s.queues[key]
+	if q == nil {
+		return nil, false
+	}
+	value := q.pop()
+	s.bytes -= queued(value)
+	if q.len() == 0 {
+		delete(s.queues, key)
+	}
+	return value, true
+}
+
+func (s *HashStore) queueLen(ctx context.Context, key string) (int64, error) {
+	if err := s.lock(ctx, key); err != nil {
+		return 0, err
+	}
+	defer s.mu.Unlock()
+	if q := s.queues[key]; q != nil {
+		return int64(q.len()), nil
+	}
+	return 0, nil
+}
+
+// lock locks s for a call on key, unless that is over before it begins.
+func (s *HashStore) lock(ctx context.Context, key string) error {
+	if err := CheckKey(key); err != nil {
+		return err
+	}
+	return s.begin(ctx)
+}
+
+// begin locks s, unless the call is over before it begins.
+func (s *HashStore) begin(ctx context.Context) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	if s.isDone {
+		s.mu.Unlock()
+		return ErrClosed
+	}
+	return nil
+}
+
+// put stores a copy of value and wakes those who wait for key. s is locked.
+func (s *HashStore) put(key string, value []byte) error {
+	if err := CheckValue(value); err != nil {
+		return err
+	}
+	old, ok := s.values[key]
+	grow, keys := int64(len(value)-len(old)), 0
+	if !ok {
+		grow += int64(len(key))
+		keys = 1
+	}
+	if err := s.room(keys, grow); err != nil {
+		return err
+	}
+	s.bytes += grow
+	s.values[key] = append([]byte{}, value...)
+	s.wake(key)
+	return nil
+}
+
+// room refuses what is more than the limits allow. s is locked.
+func (s *HashStore) room(keys int, bytes int64) error {
+	if keys > 0 && len(s.values)+len(s.queues)+keys > s.limits.Keys {
+		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, of at most %d", len(s.values)+len(s.queues), s.limits.Keys)}
+	}
+	if bytes > 0 && s.bytes+bytes > s.limits.Bytes {
+		return &refusal{ErrLimit, fmt.Sprintf("the store has %d of at most %d bytes, this needs %d more", s.bytes, s.limits.Bytes, bytes)}
+	}
+	return nil
+}
+
+// clone copies a value. Unlike bytes.Clone it is never nil for a value that is empty but there.
+func clone(value []byte) []byte {
+	if value == nil {
+		return nil
+	}
+	return append([]byte{}, value...)
+}

@@ -1,0 +1,117 @@
+package store
+
+import "context"
+
+// PrefixStore is the part of another store whose keys begin with a prefix and a slash. Stores with different prefixes share
+// nothing but their bounds and NumKeys, which counts all keys of the other store.
+type PrefixStore struct {
+	prefix string
+	under  Store
+}
+
+var _ Store = (*PrefixStore)(nil)
+
+// NewPrefixStore makes the part of under at prefix.
+func NewPrefixStore(prefix string, under Store) *PrefixStore {
+	return &PrefixStore{prefix: prefix + "/", under: under}
+}
+
+// Underlying is the store of which this is a part.
+func (s *PrefixStore) Underlying() Store { return s.under }
+
+// key is what a key is called in the store below. What is no key stays so.
+func (s *PrefixStore) key(key string) string {
+	if key == "" {
+		return ""
+	}
+	return s.prefix + key
+}
+
+func (s *PrefixStore) keys(keys []string) []string {
+	full := make([]string, len(keys))
+	for i, k := range keys {
+		full[i] = s.key(k)
+	}
+	return full
+}
+
+// Set implements Store.
+func (s *PrefixStore) Set(ctx context.Context, key string, value []byte) error {
+	return s.under.Set(ctx, s.key(key), value)
+}
+
+// Get implements Store.
+func (s *PrefixStore) Get(ctx context.Context, key string) ([]byte, error) {
+	return s.under.Get(ctx, s.key(key))
+}
+
+// Add implements Store.
+func (s *PrefixStore) Add(ctx context.Context, key string, delta int64) (int64, error) {
+	return s.under.Add(ctx, s.key(key), delta)
+}
+
+// CompareAndSet implements Store.
+func (s *PrefixStore) CompareAndSet(ctx context.Context, key string, expected, desired []byte) ([]byte, bool, error) {
+	return s.under.CompareAndSet(ctx, s.key(key), expected, desired)
+}
+
+// Append implements Store.
+func (s *PrefixStore) Append(ctx context.Context, key string, value []byte) error {
+	return s.under.Append(ctx, s.key(key), value)
+}
+
+// Delete implements Store.
+func (s *PrefixStore) Delete(ctx context.Context, key string) (bool, error) {
+	return s.under.Delete(ctx, s.key(key))
+}
+
+// Watch implements Store.
+func (s *PrefixStore) Watch(ctx context.Context, key string, prev []byte) ([]byte, error) {
+	return s.under.Watch(ctx, s.key(key), prev)
+}
+
+// Wait implements Store.
+func (s *PrefixStore) Wait(ctx context.Context, keys ...string) error {
+	return s.under.Wait(ctx, s.keys(keys)...)
+}
+
+// Check implements Store.
+func (s *PrefixStore) Check(ctx context.Context, keys ...string) (bool, error) {
+	return s.under.Check(ctx, s.keys(keys)...)
+}
+
+// NumKeys implements Store, for all of the store below.
+func (s *PrefixStore) NumKeys(ctx context.Context) (int64, error) { return s.under.NumKeys(ctx) }
+
+// MultiGet implements Store.
+func (s *PrefixStore) MultiGet(ctx context.Context, keys ...string) ([][]byte, error) {
+	return s.under.MultiGet(ctx, s.keys(keys)...)
+}
+
+// MultiSet implements Store.
+func (s *PrefixStore) MultiSet(ctx context.Context, keys []string, values [][]byte) error {
+	return s.under.MultiSet(ctx, s.keys(keys), values)
+}
+
+// Push implements Store.
+func (s *PrefixStore) Push(ctx context.Context, key string, value []byte) error {
+	return s.under.Push(ctx, s.key(key), value)
+}
+
+// Pop implements Store.
+func (s *PrefixStore) Pop(ctx context.Context, key string) ([]byte, error) {
+	return s.under.Pop(ctx, s.key(key))
+}
+
+// TryPop implements Store.
+func (s *PrefixStore) TryPop(ctx context.Context, key string) ([]byte, bool, error) {
+	return s.under.TryPop(ctx, s.key(key))
+}
+
+// QueueLen implements Store.
+func (s *PrefixStore) QueueLen(ctx context.Context, key string) (int64, error) {
+	return s.under.QueueLen(ctx, s.key(key))
+}
+
+// Close closes the store below.
+func (s *PrefixStore) Close() error { return s.under.Close() }

@@ -1,0 +1,397 @@
+package store
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+func TestHashStoreTotals(t *testing.T) {
+	ctx := t.Context()
+	s := NewHashStore(Limits{Keys: 2, Bytes: 10})
+	defer s.Close()
+	for _, step := range []struct {
+		key, value string // value "" deletes
+		refused    string
+	}{
+		{"a", "1234", ""},        // 5 bytes
+		{"b", "12345", "6 more"}, // 11
+		{"b", "1234", ""},        // 10
+		{"a", "12345", "1 more"}, // 11
+		{"a", "123", ""},         // 9
+		{"c", "1", "has 2 keys"},
+		{"b", "", ""},      // 4
+		{"c", "12345", ""}, // 10
+	} {
+		var err error
+		if step.value == "" {
+			_, err = s.Delete(ctx, step.key)
+		} else {
+			err = s.Set(ctx, step.key, []byte(step.value))
+		}
+		if step.refused == "" {
+			if err != nil {
+				t.Fatalf("%+v: %v", step, err)
+			}
+			continue
+		}
+		testnet.WantError(t, err, step.refused)
+		if !errors.Is(err, ErrLimit) {
+			t.Errorf("%+v: %v is not ErrLimit", step, err)
+		}
+	}
+}
+
+func TestHashStoreForgetsWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := NewHashStore(Limits{})
+		start := time.Now()
+		var wg sync.WaitGroup
+		for i := range 6 {
+			wg.Go(func() {
+				ctx, cancel := context.WithTimeout(t.Context(), time.Duration(1+i%3)*time.Hour)
+				defer cancel()
+				_, err := s.Get(ctx, fmt.Sprint("k", i%2))
+				if (err == nil) != (i == 5) {
+					t.Errorf("get %d: %v", i, err)
+				}
+			})
+		}
+		synctest.Wait()
+		if n := s.Waits(); n != 2 {
+			t.Errorf("%d keys are waited for, want 2", n)
+		}
+		// Get 5 waits for k1 longer than the others that do.
+		time.Sleep(2*time.Hour + time.Minute)
+		if err := s.Set(t.Context(), "k1", nil); err != nil {
+			t.Error(err)
+		}
+		wg.Wait()
+		if n := s.Waits(); n != 0 {
+			t.Errorf("%d keys are waited for at the end, want 0", n)
+		}
+		if d := time.Since(start); d != 3*time.Hour {
+			t.Errorf("the waits took %v, want 3h", d)
+		}
+	})
+}
+
+// serveStore returns a server over an empty store.
+func serveStore(t *testing.T, log *zap.Logger) (*Server, *HashStore) {
+	t.Helper()
+	hash := NewHashStore(Limits{})
+	server, err := Serve("127.0.0.1:0", hash, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { server.Close() })
+	return server, hash
+}
+
+func dialStore(t *testing.T, addr string) *Client {
+	t.Helper()
+	s, err := Dial(testnet.Context(t), addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+func TestServerGivesUpWaits(t *testing.T) {
+	for name, leave := range map[string]func(cancel func(), s *Client){
+		"context ends":  func(cancel func(), _ *Client) { cancel() },
+		"client closes": func(_ func(), s *Client) { s.Close() },
+		"client dies":   func(_ func(), s *Client) { s.conn.(*net.TCPConn).SetLinger(0); s.conn.Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			server, hash := serveStore(t, nil)
+			client, other := dialStore(t, server.Addr()), dialStore(t, server.Addr())
+			ctx, cancel := context.WithCancel(testnet.Context(t))
+			defer cancel()
+			var wg sync.WaitGroup
+			for _, key := range []string{"a", "b", "c"} {
+				wg.Go(func() {
+					if v, err := client.Get(ctx, key); err == nil {
+						t.Errorf("get %s: got %q, want an error", key, v)
+					}
+				})
+			}
+			testnet.Eventually(t, "three waits", func() bool { return hash.Waits() == 3 })
+			leave(cancel, client)
+			wg.Wait()
+			testnet.Eventually(t, "no waits", func() bool { return hash.Waits() == 0 })
+			if err := other.Set(testnet.Context(t), "k", nil); err != nil {
+				t.Error(err)
+			}
+			if name != "context ends" {
+				return
+			}
+			if _, err := client.Get(testnet.Context(t), "k"); err != nil {
+				t.Errorf("the client's next call: %v", err)
+			}
+		})
+	}
+}
+
+func TestServerBoundsWaits(t *testing.T) {
+	server, hash := serveStore(t, nil)
+	client := dialStore(t, server.Addr())
+	ctx, cancel := context.WithCancel(testnet.Context(t))
+	defer cancel()
+	errs := make(chan error)
+	for i := range maxWaitsPerClient + 1 {
+		go func() {
+			_, err := client.Get(ctx, fmt.Sprint("k", i))
+			errs <- err
+		}()
+	}
+	if err := <-errs; !errors.Is(err, ErrLimit) {
+		t.Errorf("got %v, want ErrLimit", err)
+	}
+	testnet.Eventually(t, "the other waits", func() bool { return hash.Waits() == maxWaitsPerClient })
+	cancel()
+	for range maxWaitsPerClient {
+		if err := <-errs; !errors.Is(err, context.Canceled) {
+			t.Errorf("got %v, want that the context ended", err)
+		}
+	}
+}
+
+func TestServerDeath(t *testing.T) {
+	server, hash := serveStore(t, nil)
+	client := dialStore(t, server.Addr())
+	ctx := testnet.Context(t)
+	errs := make(chan error)
+	go func() {
+		_, err := client.Get(ctx, "k")
+		errs <- err
+	}()
+	testnet.Eventually(t, "the wait", func() bool { return hash.Waits() == 1 })
+	if err := server.Close(); err != nil {
+		t.Error(err)
+	}
+	testnet.WantError(t, <-errs, `store: get "k"`, server.Addr())
+	_, err := client.Add(ctx, "n", 1)
+	testnet.WantError(t, err, `store: add "n"`, server.Addr())
+}
+
+func TestStoreOfServerCloses(t *testing.T) {
+	server, hash := serveStore(t, nil)
+	client := dialStore(t, server.Addr())
+	hash.Close()
+	_, err := client.Add(testnet.Context(t), "n", 1)
+	if !errors.Is(err, ErrClosed) {
+		t.Errorf("got %v, want ErrClosed", err)
+	}
+}
+
+func TestSilentServer(t *testing.T) {
+	pings := make(chan opcode, 100)
+	addr := testnet.FakeServer(t, func(conn net.Conn) {
+		dial.ReadGreeting(conn, storeMagic)
+		conn.Write(dial.Greeting(storeMagic, storeVersion))
+		for {
+			body, err := frame.Read(conn, maxRequestBytes)
+			if err != nil {
+				return
+			}
+			q, err := decodeRequest(body)
+			if err != nil {
+				t.Error(err)
+			}
+			pings <- q.op
+		}
+	})
+	client, err := connect(testnet.Context(t), addr, 10*time.Millisecond, time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	_, err = client.Get(testnet.Context(t), "k")
+	testnet.WantError(t, err, `get "k"`, addr, "silent for 1s")
+	for i := range 3 {
+		if op := <-pings; op != opPing && (i > 1 || op != opGet) {
+			t.Errorf("the silent server got %v, want pings", op)
+		}
+	}
+}
+
+func TestServerAnswersPing(t *testing.T) {
+	server, _ := serveStore(t, nil)
+	conn := testnet.RawDial(t, server.Addr(), dial.Greeting(storeMagic, storeVersion), (&request{op: opPing, id: 7}).frame())
+	if _, err := dial.ReadGreeting(conn, storeMagic); err != nil {
+		t.Fatal(err)
+	}
+	body, err := frame.Read(conn, maxReplyBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r, err := decodeReply(body); err != nil || r.id != 7 || r.status != statusOK {
+		t.Errorf("got reply %+v, %v", r, err)
+	}
+}
+
+func TestDialTCP(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := ln.Addr().String()
+	ln.Close()
+
+	t.Run("refused", func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		defer cancel()
+		_, err := Dial(ctx, addr)
+		if !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, syscall.ECONNREFUSED) {
+			t.Errorf("got %v, want that dials were refused until the deadline", err)
+		}
+		testnet.WantError(t, err, addr)
+	})
+	t.Run("server comes later", func(t *testing.T) {
+		got := make(chan error)
+		go func() {
+			s, err := Dial(testnet.Context(t), addr)
+			if err == nil {
+				err = s.Set(testnet.Context(t), "k", nil)
+				s.Close()
+			}
+			got <- err
+		}()
+		server, err := Serve(addr, NewHashStore(Limits{}), nil)
+		if err != nil {
+			t.Skip("another process took the port: ", err)
+		}
+		defer server.Close()
+		if err := <-got; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Run("no port", func(t *testing.T) {
+		_, err := Dial(testnet.Context(t), "127.0.0.1")
+		testnet.WantError(t, err, "missing port")
+	})
+	t.Run("not a store", func(t *testing.T) {
+		_, err := Dial(testnet.Context(t), testnet.FakeServer(t, func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n") }))
+		testnet.WantError(t, err, `greeting is "HTTP", want "GHVS"`)
+	})
+	t.Run("another version", func(t *testing.T) {
+		_, err := Dial(testnet.Context(t), testnet.FakeServer(t, func(conn net.Conn) {
+			dial.ReadGreeting(conn, storeMagic)
+			conn.Write(dial.Greeting(storeMagic, 9))
+		}))
+		testnet.WantError(t, err, "version 9 of the protocol, want 1")
+	})
+}
+
+func frameOf(body ...byte) []byte { return frame.Seal(append(frame.New(0), body...)) }
+
+func TestGarbageToServer(t *testing.T) {
+	hello := dial.Greeting(storeMagic, storeVersion)
+	get := (&request{op: opGet, id: 1, key: "missing"}).frame()
+	unknown := (&request{op: numOps, id: 1, key: "k"}).frame()
+	for _, test := range []struct {
+		name   string
+		parts  [][]byte
+		reason string
+	}{
+		{"no greeting", [][]byte{[]byte("GET / HTTP/1.1\r\n\r\n")}, `greeting is \"GET \"`},
+		{"old version", [][]byte{dial.Greeting(storeMagic, 0)}, "version 0"},
+		{"oversized", [][]byte{hello, {0xff, 0xff, 0xff, 0xff}}, "frame of 4294967295 bytes"},
+		{"just oversized", [][]byte{hello, binary.BigEndian.AppendUint32(nil, maxRequestBytes+1)}, fmt.Sprintf("frame of %d bytes", maxRequestBytes+1)},
+		{"empty frame", [][]byte{hello, frameOf()}, "malformed"},
+		{"short frame", [][]byte{hello, frameOf(2, 0, 0)}, "malformed"},
+		{"long frame", [][]byte{hello, frameOf(append(get[frame.HeaderBytes:], 0)...)}, "malformed"},
+		{"unknown operation", [][]byte{hello, unknown}, "unknown operation 18"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			log, entries := testnet.Logs()
+			server, _ := serveStore(t, log)
+			client := dialStore(t, server.Addr())
+			conn := testnet.RawDial(t, server.Addr(), test.parts...)
+			if _, err := io.Copy(io.Discard, conn); errors.Is(err, context.DeadlineExceeded) {
+				t.Error(err)
+			}
+			testnet.Eventually(t, "the reason", func() bool {
+				return testnet.Logged(entries, "closed a connection", strings.ReplaceAll(test.reason, `\"`, `"`))
+			})
+			if err := client.Set(testnet.Context(t), "k", []byte("v")); err != nil {
+				t.Errorf("another client: %v", err)
+			}
+		})
+	}
+}
+
+func TestDuplicateWait(t *testing.T) {
+	server, hash := serveStore(t, nil)
+	get := (&request{op: opGet, id: 1, key: "missing"}).frame()
+	conn := testnet.RawDial(t, server.Addr(), dial.Greeting(storeMagic, storeVersion), get, get)
+	dial.ReadGreeting(conn, storeMagic)
+	body, err := frame.Read(conn, maxReplyBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := decodeReply(body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	testnet.WantError(t, r.err(), "request 1 is already waiting")
+	if n := hash.Waits(); n > 1 {
+		t.Errorf("%d waits, want 1", n)
+	}
+}
+
+func FuzzDecodeRequest(f *testing.F) {
+	for _, q := range []request{
+		{}, {op: opCancel, id: 1}, {op: opAdd, id: 1 << 63, key: "n", delta: -1}, {op: opSet, id: 2, key: "k", first: []byte("v")},
+		{op: opCompareAndSet, id: 3, key: "k", second: []byte{}}, {op: opWatch, id: 4, key: strings.Repeat("k", 1024), first: []byte{}},
+	} {
+		f.Add(q.frame()[frame.HeaderBytes:])
+	}
+	f.Fuzz(func(t *testing.T, body []byte) {
+		q, err := decodeRequest(body)
+		if err != nil {
+			return
+		}
+		if out := q.frame()[frame.HeaderBytes:]; !bytes.Equal(out, body) {
+			t.Fatalf("%x is encoded again as %x", body, out)
+		}
+	})
+}
+
+func FuzzDecodeReply(f *testing.F) {
+	for _, r := range []reply{
+		{}, {id: 1, ok: true, value: []byte{}}, {id: 2, number: -1, value: []byte("v")}, {id: 3, status: statusLimit, value: []byte("too much")},
+	} {
+		f.Add(r.frame()[frame.HeaderBytes:])
+	}
+	f.Fuzz(func(t *testing.T, body []byte) {
+		r, err := decodeReply(body)
+		if err != nil {
+			return
+		}
+		if (r.err() == nil) != (r.status == statusOK) {
+			t.Fatalf("status %d gives error %v", r.status, r.err())
+		}
+		if out := r.frame()[frame.HeaderBytes:]; !bytes.Equal(out, body) {
+			t.Fatalf("%x is encoded again as %x", body, out)
+		}
+	})
+}
