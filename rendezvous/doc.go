@@ -20,7 +20,7 @@
 //  3. Every request that can be read is answered, in every state. Ranks that contradict each other are told so,
 //     rank 0 included.
 //  4. Nothing that a stranger sends to a port costs more memory than the bytes it sent, or disturbs anyone else.
-//     Peers are not authenticated yet: who can read the store can make a job fail to form.
+//     Who has not the secret of the job, if it has one, gets no answer at all.
 //
 // # Which root is the right one
 //

@@ -9,6 +9,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -44,8 +45,10 @@ type JoinConfig struct {
 	// ListenHost is the address on which rank 0 opens the root: one that the other hosts can dial, not a wildcard.
 	// Default 127.0.0.1. Other ranks do not use it.
 	ListenHost string
-	Self       Record      // must not change until Join has returned
-	Log        *zap.Logger // may be nil
+	// Secret is that of the job, without which nobody joins. Zero is none.
+	Secret secret.Secret
+	Self   Record      // must not change until Join has returned
+	Log    *zap.Logger // may be nil
 }
 
 // Session is a rank's part in an epoch. It is immutable but for Close.

@@ -110,13 +110,13 @@ func TestJoin(t *testing.T) {
 			return func() store.Store { return s }
 		},
 		"tcp": func(t *testing.T) func() store.Store {
-			server, err := store.Serve("127.0.0.1:0", newStore(t), nil)
+			server, err := store.Serve("127.0.0.1:0", newStore(t), store.Config{})
 			if err != nil {
 				t.Fatal(err)
 			}
 			t.Cleanup(func() { server.Close() })
 			return func() store.Store {
-				s, err := store.Dial(testnet.Context(t), server.Addr())
+				s, err := store.Dial(testnet.Context(t), server.Addr(), store.Config{})
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -909,7 +909,7 @@ func TestGarbageToRoot(t *testing.T) {
 		reason string
 	}{
 		{"web browser", [][]byte{[]byte("GET / HTTP/1.1\r\n\r\n")}, `greeting is "GET "`},
-		{"the other protocol", [][]byte{dial.Greeting("GHVS", 1)}, `greeting is "GHVS"`},
+		{"the other protocol", [][]byte{dial.Greeting("GHVS", 2)}, `greeting is "GHVS"`},
 		{"another version", [][]byte{dial.Greeting(rootMagic, 2)}, "version 2 of the protocol, want 1"},
 		{"oversized", [][]byte{hello, {0xff, 0, 0, 0}}, "frame of 4278190080 bytes"},
 		{"not protobuf", [][]byte{hello, frame.Seal(append(frame.New(2), 0xff, 0xff))}, "proto"},

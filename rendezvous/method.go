@@ -13,6 +13,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
 )
@@ -39,6 +40,8 @@ type MethodOptions struct {
 	Rank, Size int
 	// Getenv reads the environment, as os.Getenv does.
 	Getenv func(name string) string
+	// Secret is that of the job, for a store of ours. Zero is none.
+	Secret secret.Secret
 	// Log may be nil.
 	Log *zap.Logger
 }
@@ -149,14 +152,14 @@ func tcpMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 // meetAt serves a store at an address, as rank 0, or dials it.
 func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (*Place, error) {
 	if rank > 0 {
-		client, err := store.Dial(ctx, addr)
+		client, err := store.Dial(ctx, addr, store.Config{Secret: o.Secret})
 		if err != nil {
 			return nil, err
 		}
 		return &Place{Store: client, Rank: rank, Size: size}, nil
 	}
 	hash := store.NewHashStore(store.Limits{})
-	server, err := store.Serve(addr, hash, o.Log)
+	server, err := store.Serve(addr, hash, store.Config{Secret: o.Secret, Log: o.Log})
 	if err != nil {
 		hash.Close()
 		return nil, err

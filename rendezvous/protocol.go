@@ -160,7 +160,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 		}
 		return err
 	}
-	conn, err := dial.Greet(newest, root.GetAddr(), rootMagic, rootVersion)
+	conn, err := dial.Greet(newest, root.GetAddr(), c.cfg.Secret, rootMagic, rootVersion)
 	if err != nil {
 		return nil, because(err)
 	}

@@ -469,6 +469,9 @@ func (r *root) serve(g *guest) error {
 
 func (r *root) handshake(g *guest) error {
 	g.conn.SetDeadline(time.Now().Add(handshakeTimeout))
+	if err := r.cfg.Secret.Accept(g.conn, rootMagic); err != nil {
+		return err
+	}
 	version, err := dial.ReadGreeting(g.conn, rootMagic)
 	if err != nil {
 		return err

@@ -49,14 +49,14 @@ var _ Store = (*Client)(nil)
 
 // Dial connects to the server at addr, host:port. A server that is not there yet, or cannot be reached, is tried
 // again until ctx ends; the error then wraps ctx.Err() and the last reason. ctx is for dialing only.
-func Dial(ctx context.Context, addr string) (*Client, error) {
-	return connect(ctx, addr, pingInterval, serverSilence)
+func Dial(ctx context.Context, addr string, cfg Config) (*Client, error) {
+	return connect(ctx, addr, cfg, pingInterval, serverSilence)
 }
 
-func connect(ctx context.Context, addr string, ping, silence time.Duration) (*Client, error) {
+func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Duration) (*Client, error) {
 	var conn net.Conn
 	err := dial.Retry(ctx, func() (err error) {
-		conn, err = dial.Greet(ctx, addr, storeMagic, storeVersion)
+		conn, err = dial.Greet(ctx, addr, cfg.Secret, storeMagic, storeVersion)
 		return err
 	})
 	if err != nil {

@@ -25,12 +25,12 @@ func newFile(t *testing.T) store.Store {
 
 func newClient(t *testing.T) store.Store {
 	hash := store.NewHashStore(store.Limits{})
-	server, err := store.Serve("127.0.0.1:0", hash, zaptest.NewLogger(t))
+	server, err := store.Serve("127.0.0.1:0", hash, store.Config{Log: zaptest.NewLogger(t)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { server.Close() })
-	client, err := store.Dial(t.Context(), server.Addr())
+	client, err := store.Dial(t.Context(), server.Addr(), store.Config{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -8,11 +8,10 @@ import (
 	"sync"
 	"time"
 
-	"go.uber.org/zap"
-
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/serve"
+	"github.com/gohvd/gohvd/secret"
 )
 
 // Bounds of a Server.
@@ -28,16 +27,17 @@ const (
 // server gives up a client that takes no bytes for 10 s, or says nothing for a minute (clients ping every 5 s), and
 // with it the client's waits.
 type Server struct {
-	store *HashStore
+	store  *HashStore
+	secret secret.Secret
 	*serve.Listener
 }
 
 // Serve listens on addr, host:port with port 0 for any free one, and serves store until Close. The caller keeps
-// store and closes it. log may be nil.
-func Serve(addr string, store *HashStore, log *zap.Logger) (*Server, error) {
-	s := &Server{store: store}
+// store and closes it.
+func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
+	s := &Server{store: store, secret: cfg.Secret}
 	var err error
-	if s.Listener, err = serve.Listen(addr, "store: server", maxClients, log, s.serve); err != nil {
+	if s.Listener, err = serve.Listen(addr, "store: server", maxClients, cfg.Log, s.serve); err != nil {
 		return nil, fmt.Errorf("store: serve: %w", err)
 	}
 	return s, nil
@@ -46,7 +46,7 @@ func Serve(addr string, store *HashStore, log *zap.Logger) (*Server, error) {
 func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 	c := &serverConn{store: s.store, conn: conn, waits: make(map[uint64]context.CancelFunc)}
 	c.ctx, c.gone = context.WithCancelCause(ctx)
-	c.end(c.run())
+	c.end(c.run(s.secret))
 	c.wg.Wait()
 	return context.Cause(c.ctx)
 }
@@ -73,9 +73,12 @@ func (c *serverConn) end(err error) {
 }
 
 // run serves requests until the connection ends and returns the reason, io.EOF if the client left between frames.
-func (c *serverConn) run() error {
+func (c *serverConn) run(s secret.Secret) error {
+	c.conn.SetDeadline(time.Now().Add(serverIOTimeout))
+	if err := s.Accept(c.conn, storeMagic); err != nil {
+		return err
+	}
 	in := bufio.NewReader(c.conn)
-	c.conn.SetReadDeadline(time.Now().Add(serverIOTimeout))
 	version, err := dial.ReadGreeting(in, storeMagic)
 	if err != nil {
 		return err

@@ -10,6 +10,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/secret"
 )
 
 // Bounds on what a store takes, those of PyTorch's. A call beyond them gives an error that is ErrLimit.
@@ -95,6 +99,14 @@ type Store interface {
 
 	// Close gives up this handle: pending and later calls fail with ErrClosed. Later calls of Close return nil.
 	Close() error
+}
+
+// Config is how a Server and its Clients talk.
+type Config struct {
+	// Secret is that of the job. Without one whoever reaches the server can read and change everything.
+	Secret secret.Secret
+	// Log is the server's; it may be nil.
+	Log *zap.Logger
 }
 
 // refusal is why a store did not do what was asked. It can be sent from a server to its client.

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"strings"
 	"sync"
 	"syscall"
@@ -20,6 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/secret"
 )
 
 func TestHashStoreTotals(t *testing.T) {
@@ -96,7 +98,7 @@ func TestHashStoreForgetsWaits(t *testing.T) {
 func serveStore(t *testing.T, log *zap.Logger) (*Server, *HashStore) {
 	t.Helper()
 	hash := NewHashStore(Limits{})
-	server, err := Serve("127.0.0.1:0", hash, log)
+	server, err := Serve("127.0.0.1:0", hash, Config{Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -106,7 +108,7 @@ func serveStore(t *testing.T, log *zap.Logger) (*Server, *HashStore) {
 
 func dialStore(t *testing.T, addr string) *Client {
 	t.Helper()
-	s, err := Dial(testnet.Context(t), addr)
+	s, err := Dial(testnet.Context(t), addr, Config{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -219,7 +221,7 @@ func TestSilentServer(t *testing.T) {
 			pings <- q.op
 		}
 	})
-	client, err := connect(testnet.Context(t), addr, 10*time.Millisecond, time.Second)
+	client, err := connect(testnet.Context(t), addr, Config{}, 10*time.Millisecond, time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -259,7 +261,7 @@ func TestDialTCP(t *testing.T) {
 	t.Run("refused", func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 		defer cancel()
-		_, err := Dial(ctx, addr)
+		_, err := Dial(ctx, addr, Config{})
 		if !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, syscall.ECONNREFUSED) {
 			t.Errorf("got %v, want that dials were refused until the deadline", err)
 		}
@@ -268,14 +270,14 @@ func TestDialTCP(t *testing.T) {
 	t.Run("server comes later", func(t *testing.T) {
 		got := make(chan error)
 		go func() {
-			s, err := Dial(testnet.Context(t), addr)
+			s, err := Dial(testnet.Context(t), addr, Config{})
 			if err == nil {
 				err = s.Set(testnet.Context(t), "k", nil)
 				s.Close()
 			}
 			got <- err
 		}()
-		server, err := Serve(addr, NewHashStore(Limits{}), nil)
+		server, err := Serve(addr, NewHashStore(Limits{}), Config{})
 		if err != nil {
 			t.Skip("another process took the port: ", err)
 		}
@@ -285,19 +287,19 @@ func TestDialTCP(t *testing.T) {
 		}
 	})
 	t.Run("no port", func(t *testing.T) {
-		_, err := Dial(testnet.Context(t), "127.0.0.1")
+		_, err := Dial(testnet.Context(t), "127.0.0.1", Config{})
 		testnet.WantError(t, err, "missing port")
 	})
 	t.Run("not a store", func(t *testing.T) {
-		_, err := Dial(testnet.Context(t), testnet.FakeServer(t, func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n") }))
+		_, err := Dial(testnet.Context(t), testnet.FakeServer(t, func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n") }), Config{})
 		testnet.WantError(t, err, `greeting is "HTTP", want "GHVS"`)
 	})
 	t.Run("another version", func(t *testing.T) {
 		_, err := Dial(testnet.Context(t), testnet.FakeServer(t, func(conn net.Conn) {
 			dial.ReadGreeting(conn, storeMagic)
 			conn.Write(dial.Greeting(storeMagic, 9))
-		}))
-		testnet.WantError(t, err, "version 9 of the protocol, want 1")
+		}), Config{})
+		testnet.WantError(t, err, "version 9 of the protocol, want 2")
 	})
 }
 
@@ -336,6 +338,87 @@ func TestGarbageToServer(t *testing.T) {
 				t.Errorf("another client: %v", err)
 			}
 		})
+	}
+}
+
+// Who has not the secret of the job is refused, told so where it can be, and logged.
+func TestSecret(t *testing.T) {
+	key, _ := secret.New()
+	other, _ := secret.New()
+	for _, test := range []struct {
+		name           string
+		server, client secret.Secret
+		want           error
+		logged         string
+	}{
+		{"the same", key, key, nil, ""},
+		{"another", key, other, secret.ErrWrong, "gave no proof"},
+		{"none at the client", key, secret.Secret{}, secret.ErrNeeded, `it began with "GHVS"`},
+		{"none at the server", secret.Secret{}, key, context.DeadlineExceeded, "wants the secret"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			log, entries := testnet.Logs()
+			hash := NewHashStore(Limits{})
+			defer hash.Close()
+			server, err := Serve("127.0.0.1:0", hash, Config{Secret: test.server, Log: log})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer server.Close()
+			patience := time.Minute
+			if test.want == context.DeadlineExceeded {
+				patience = 100 * time.Millisecond // it may be another's port, and ours may come
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			client, err := Dial(ctx, server.Addr(), Config{Secret: test.client})
+			if err == nil {
+				err = client.Set(ctx, "k", nil)
+				client.Close()
+			}
+			if !errors.Is(err, test.want) || (err == nil) != (test.want == nil) {
+				t.Errorf("got %v, want %v", err, test.want)
+			}
+			if test.logged != "" {
+				testnet.Eventually(t, "the reason", func() bool { return testnet.Logged(entries, "closed a connection", test.logged) })
+			}
+			if n, err := hash.NumKeys(t.Context()); err != nil || (n == 1) != (test.want == nil) {
+				t.Errorf("%d keys, %v", n, err)
+			}
+		})
+	}
+}
+
+// Connections that stay in the middle of their proof are ended, and disturb nobody.
+func TestHalfOpen(t *testing.T) {
+	key, _ := secret.New()
+	hash := NewHashStore(Limits{})
+	defer hash.Close()
+	server, err := Serve("127.0.0.1:0", hash, Config{Secret: key})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	const many = 1000
+	conns := make([]net.Conn, many)
+	for i := range conns {
+		conns[i] = testnet.RawDial(t, server.Addr(), []byte(secret.Magic))
+	}
+	client, err := Dial(testnet.Context(t), server.Addr(), Config{Secret: key})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	if err := client.Set(testnet.Context(t), "k", nil); err != nil {
+		t.Error(err)
+	}
+	if testing.Short() {
+		return // they are given 10 s
+	}
+	for _, conn := range conns {
+		if _, err := io.Copy(io.Discard, conn); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatal("a connection without a proof stays open")
+		}
 	}
 }
 

@@ -19,7 +19,7 @@ import (
 // Ping is answered like the others; it tells either side that the other is alive.
 const (
 	storeMagic   = "GHVS"
-	storeVersion = 1
+	storeVersion = 2
 
 	// maxListBytes bounds what the keys and values of one call have together, with four bytes for each.
 	maxListBytes    = 4 * MaxValueBytes

@@ -16,6 +16,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -38,7 +39,8 @@ func (r *runner) launch(_ *cobra.Command, command []string) error {
 
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	server, err := store.Serve("127.0.0.1:0", kv, r.logger())
+	key, text := secret.New()
+	server, err := store.Serve("127.0.0.1:0", kv, store.Config{Secret: key, Log: r.logger()})
 	if err != nil {
 		return err
 	}
@@ -64,7 +66,7 @@ func (r *runner) launch(_ *cobra.Command, command []string) error {
 
 	result, err := launch.Run(context.Background(), launch.Options{
 		NP: np, Command: command, Env: r.env, Set: slices.Concat(r.extra, settings.ForRanks()),
-		Store: kv, StoreAddr: addr, TorchStore: torch,
+		Store: kv, StoreAddr: addr, Secret: text, TorchStore: torch,
 		Stdout: r.stdout, Stderr: r.stderr,
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,
 		Signals: signals,

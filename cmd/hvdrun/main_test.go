@@ -21,6 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/verdict"
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -60,7 +61,11 @@ func accuse() error {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
 	addr := net.JoinHostPort(os.Getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.Getenv("HOROVOD_GLOO_RENDEZVOUS_PORT"))
-	kv, err := store.Dial(ctx, addr)
+	key, err := secret.Parse(os.Getenv("HVD_SECRET"))
+	if err != nil {
+		return err
+	}
+	kv, err := store.Dial(ctx, addr, store.Config{Secret: key})
 	if err != nil {
 		return err
 	}

@@ -37,6 +37,10 @@ type Config struct {
 	HostID string
 	// SharedMemory says where tensors go through shared memory.
 	SharedMemory SharedMemory
+	// Secret is the text that proves that a process is of this job, and SecretFile a file that has it. Insecure lets a job
+	// without one run on several hosts.
+	Secret, SecretFile string
+	Insecure           bool
 	// JobID tells the processes of this job from those of another that reuses its addresses.
 	JobID string
 	// StartTimeout bounds Init: all ranks must have met by then.

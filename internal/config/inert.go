@@ -29,7 +29,7 @@ const (
 	noSpark        = "gohvd has no Spark integration"
 	noNIC          = "ranks use the interface that leads to the launcher's store"
 	noPreflight    = "hvdrun makes no checks over the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS bounds Init"
-	noSecret       = "this version authenticates nobody"
+	noSecret       = "each job has a secret of its own: see HVD_SECRET_FILE"
 	testOnly       = "it is for Horovod's own tests"
 	buildOnly      = "it is for building Horovod; gohvd is built by the go command"
 )

@@ -104,6 +104,16 @@ var settings = []Setting{
 		kind:  seconds(func(c *Config) *time.Duration { return &c.StartTimeout }, 0.001),
 	},
 	{
+		Name: "HVD_SECRET_FILE", Section: sectionStart, Scope: PerJob,
+		Otherwise: "none", Doc: "file with the job's secret, 16 bytes or more, for a job on several hosts that hvdrun does not start; the same on all",
+		kind: text("the name of a file", func(c *Config) *string { return &c.SecretFile }),
+	},
+	{
+		Name: "HVD_INSECURE", Section: sectionStart, Scope: PerJob,
+		Default: "0", Doc: "let a job without a secret run on several hosts, where anybody who reaches its ports can take part",
+		kind: boolOf(func(c *Config) *bool { return &c.Insecure }),
+	},
+	{
 		Name: "HOROVOD_THREAD_AFFINITY", Section: sectionStart, Scope: PerProcess,
 		Key:       "library_options.thread_affinity",
 		Flags:     []Flag{{Name: "thread-affinity", Arg: "CORES"}},
@@ -290,6 +300,11 @@ var settings = []Setting{
 		Name: "HVD_JOB_ID", Section: sectionPlace, Scope: ByLauncher,
 		Default: "gohvd", Doc: "identity of the job; connections from another job are refused",
 		kind: short(func(c *Config) *string { return &c.JobID }),
+	},
+	{
+		Name: "HVD_SECRET", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "none", Doc: "text that proves that a process is of this job: every connection is refused to who has another",
+		kind: text("any text", func(c *Config) *string { return &c.Secret }),
 	},
 	{
 		Name: flagsVariable, Section: sectionPlace, Scope: ByLauncher,

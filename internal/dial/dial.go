@@ -1,7 +1,7 @@
 // Package dial is how connections of this project begin, and how they are tried again.
 //
-// Whoever dials sends a greeting, and whoever accepts answers with one: four bytes of magic that name the protocol, and its
-// version, four bytes, big-endian.
+// Whoever dials proves that it knows the secret of the job, if there is one (package secret), and sends a greeting; whoever
+// accepts answers with one: four bytes of magic that name the protocol, and its version, four bytes, big-endian.
 package dial
 
 import (
@@ -13,6 +13,8 @@ import (
 	"net"
 	"syscall"
 	"time"
+
+	"github.com/gohvd/gohvd/secret"
 )
 
 // keepAlive finds a vanished peer in about 15 s on a connection on which nothing is said.
@@ -105,6 +107,9 @@ func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 	if _, err := io.ReadFull(r, g[:]); err != nil {
 		return 0, fmt.Errorf("reading the greeting: %w", err)
 	}
+	if string(g[:4]) == secret.Magic {
+		return 0, secret.ErrNeeded
+	}
 	if string(g[:4]) != magic {
 		return 0, fmt.Errorf("greeting is %q, want %q", g[:4], magic)
 	}
@@ -127,24 +132,27 @@ func Connect(ctx context.Context, addr string) (net.Conn, error) {
 	return d.DialContext(ctx, "tcp", addr)
 }
 
-// Greet connects to addr and exchanges greetings. The connection has no deadline afterwards.
-func Greet(ctx context.Context, addr, magic string, version uint32) (net.Conn, error) {
+// Greet connects to addr, proves the secret of the job, and exchanges greetings. The connection has no deadline afterwards.
+func Greet(ctx context.Context, addr string, s secret.Secret, magic string, version uint32) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
 	conn, err := Connect(ctx, addr)
 	if err != nil {
 		return nil, err
 	}
-	if err := greet(ctx, conn, magic, version); err != nil {
+	if err := greet(ctx, conn, s, magic, version); err != nil {
 		conn.Close()
 		return nil, fmt.Errorf("greeting %s: %w", addr, err)
 	}
 	return conn, nil
 }
 
-func greet(ctx context.Context, conn net.Conn, magic string, version uint32) error {
+func greet(ctx context.Context, conn net.Conn, s secret.Secret, magic string, version uint32) error {
 	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
+	if err := s.Dial(conn, magic); err != nil {
+		return err
+	}
 	if _, err := conn.Write(Greeting(magic, version)); err != nil {
 		return err
 	}

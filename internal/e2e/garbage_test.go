@@ -26,9 +26,9 @@ func TestGarbageOnEveryPort(t *testing.T) {
 		ports = append(ports, listening(t, pid)...)
 		before[pid] = peakMiB(t, pid)
 	}
-	// The store of hvdrun, rank 0's root, and the endpoint of each rank.
-	if len(ports) != 5 {
-		t.Errorf("the job listens on %d ports, want 5", len(ports))
+	// The stores of hvdrun, the job's and torch's, rank 0's root, and the endpoint of each rank.
+	if len(ports) != 6 {
+		t.Errorf("the job listens on %d ports, want 6", len(ports))
 	}
 	for _, port := range ports {
 		for name, garbage := range map[string][]byte{
@@ -38,6 +38,7 @@ func TestGarbageOnEveryPort(t *testing.T) {
 			"tls":      {0x16, 0x03, 0x01, 0x02, 0x00, 0x01, 0x00, 0x01, 0xfc, 0x03, 0x03},
 			"a byte":   {'H'},
 			"nothing":  {},
+			"proof":    append([]byte("GHVA\x01\x00\x00\x00"), bytes.Repeat([]byte{7}, 64)...),
 			"protocol": []byte("HVD1\x00\x00\x00\x01\xff\xff\xff\x7f\xff\xff\xff\x7f"),
 		} {
 			if err := throw(port, garbage); err != nil {

@@ -60,6 +60,8 @@ type Options struct {
 	// Store is the job's store in this process and StoreAddr where ranks reach it. The caller closes it after Run.
 	Store     verdict.Reader
 	StoreAddr netip.AddrPort
+	// Secret is the text of the job's secret, which the ranks get in their environment.
+	Secret string
 	// TorchStore is where the ranks reach a TCPStore of PyTorch's protocol, through which their torch.distributed meets. If
 	// there is none they are told nothing of it.
 	TorchStore netip.AddrPort
@@ -216,6 +218,7 @@ func rankVariables(r int, o *Options, host, id string) []string {
 		"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + o.StoreAddr.Addr().String(),
 		"HOROVOD_GLOO_RENDEZVOUS_PORT=" + strconv.Itoa(int(o.StoreAddr.Port())),
 		"HVD_JOB_ID=" + id,
+		"HVD_SECRET=" + o.Secret,
 	}
 }
 

@@ -59,13 +59,14 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 
 // floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
 var floors = [][]string{
-	{"half", "topo", "internal/config", "internal/lint", "internal/futex", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/dial", "internal/testnet"},
-	{"tensor", "internal/arena", "internal/serve"},
-	{"message/messagepb", "rendezvous/rendezvouspb", "internal/kernel", "internal/verdict"},
+	{"half", "topo", "secret", "internal/config", "internal/lint", "internal/futex", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet", "internal/testtorch"},
+	{"tensor", "internal/arena", "internal/dial"},
+	{"message/messagepb", "rendezvous/rendezvouspb", "internal/kernel", "internal/verdict", "internal/serve"},
 	{"message"},
 	{"responsecache", "fusion", "tensorqueue"},
 	{"controller"},
 	{"store/..."},
+	{"internal/launchenv"},
 	{"rendezvous/..."},
 	{"transport"},
 	{"transport/tcp", "transport/mem", "transport/shm", "transport/transporttest"},
@@ -74,6 +75,7 @@ var floors = [][]string{
 	{"internal/engine", "internal/session"},
 	{"hvd", "internal/launch", "internal/testcluster"},
 	{"internal/bench"},
+	{"internal/doctor"},
 	{"cmd/hvdrun", "cmd/hvdbench", "examples/digits", "internal/e2e", "internal/conformance"},
 }
 

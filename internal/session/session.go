@@ -17,6 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	opsshm "github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -82,18 +83,26 @@ func (s *Session) Close() error {
 
 func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 	set := &cfg.Settings
+	key, err := secretOf(set)
+	if err != nil {
+		return err
+	}
 	listen := "127.0.0.1"
 	if s.Store == nil {
 		address := net.JoinHostPort(set.RendezvousAddr, strconv.Itoa(set.RendezvousPort))
 		if listen, err = addressTowards(address); err != nil {
 			return err
 		}
-		if s.Store, err = store.Dial(ctx, address); err != nil {
+		if ip := net.ParseIP(listen); key.IsZero() && !set.Insecure && !ip.IsLoopback() {
+			return fmt.Errorf("the ranks meet at %s over the network and have no secret: set HVD_SECRET_FILE to a file with the same "+
+				"16 bytes or more on all hosts, or HVD_INSECURE=1 to let anybody take part who reaches the ports", address)
+		}
+		if s.Store, err = store.Dial(ctx, address, store.Config{Secret: key}); err != nil {
 			return err
 		}
 		s.dialed = true
 	}
-	endpoint, err := tcp.Listen(tcp.Config{ListenAddr: net.JoinHostPort(listen, "0"), DialTimeout: set.StartTimeout, Log: cfg.Log})
+	endpoint, err := tcp.Listen(tcp.Config{ListenAddr: net.JoinHostPort(listen, "0"), DialTimeout: set.StartTimeout, Secret: key, Log: cfg.Log})
 	if err != nil {
 		return err
 	}
@@ -110,7 +119,7 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 	}
 	s.met, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: s.Store, Job: set.JobID, Rank: topo.Rank(set.Rank), Size: set.Size,
-		LastEpoch: cfg.LastEpoch, ListenHost: listen,
+		LastEpoch: cfg.LastEpoch, ListenHost: listen, Secret: key,
 		Self: rendezvous.Record{Addr: endpoint.Addr(), Host: set.Hostname, PID: os.Getpid(), Info: pack(host, card, cfg.Info)},
 		Log:  cfg.Log,
 	})
@@ -152,6 +161,29 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 		return errors.Join(err, mesh.Close())
 	}
 	return nil
+}
+
+// secretOf is the secret of the job: that of the launcher, or that of a file.
+func secretOf(set *config.Config) (secret.Secret, error) {
+	name, text := "HVD_SECRET", set.Secret
+	if text == "" && set.SecretFile != "" {
+		b, err := os.ReadFile(set.SecretFile)
+		if err != nil {
+			return secret.Secret{}, fmt.Errorf("HVD_SECRET_FILE: %w", err)
+		}
+		name, text = "HVD_SECRET_FILE "+set.SecretFile, string(b)
+	}
+	if text == "" {
+		if name != "HVD_SECRET" {
+			return secret.Secret{}, fmt.Errorf("%s is empty", name)
+		}
+		return secret.Secret{}, nil
+	}
+	s, err := secret.Parse(text)
+	if err != nil {
+		return s, fmt.Errorf("%s: %w", name, err)
+	}
+	return s, nil
 }
 
 // share uses the shared memory of mesh as the settings say.

@@ -4,6 +4,9 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"net"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -14,6 +17,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -85,6 +89,93 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 		wg.Wait()
 	})
 	return sessions, errs
+}
+
+// The secret is the launcher's, or that of a file; on several hosts there must be one.
+func TestSecretOf(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "secret")
+	if err := os.WriteFile(file, []byte("  sixteen bytes it is\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	empty := filepath.Join(t.TempDir(), "empty")
+	if err := os.WriteFile(empty, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	const same = "sixteen bytes it is"
+	for _, test := range []struct {
+		set  config.Config
+		none bool
+		want string // of the error
+	}{
+		{config.Config{}, true, ""},
+		{config.Config{Secret: same}, false, ""},
+		{config.Config{SecretFile: file}, false, ""},
+		{config.Config{Secret: same, SecretFile: "/not/looked/at"}, false, ""},
+		{config.Config{Secret: "short"}, false, "HVD_SECRET: a secret of 5 bytes"},
+		{config.Config{SecretFile: empty}, false, "is empty"},
+		{config.Config{SecretFile: file + ".not"}, false, "HVD_SECRET_FILE: open"},
+	} {
+		s, err := secretOf(&test.set)
+		if test.want != "" {
+			if err == nil || !strings.Contains(err.Error(), test.want) || strings.Contains(err.Error(), "short") {
+				t.Errorf("%+v: got %v, want %q", test.set, err, test.want)
+			}
+			continue
+		}
+		if err != nil || s.IsZero() != test.none {
+			t.Errorf("%+v: got %v, %v", test.set, s, err)
+		}
+	}
+	a, errA := secretOf(&config.Config{Secret: same})
+	b, errB := secretOf(&config.Config{SecretFile: file})
+	if err := errors.Join(errA, errB); err != nil || proves(a, b) != nil {
+		t.Errorf("the file's secret is another than the same text's: %v", err)
+	}
+	// An address that is not this host's own: nobody is asked there before there is a secret.
+	set, err := config.FromEnvironment(map[string]string{
+		"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": outside(t), "HOROVOD_GLOO_RENDEZVOUS_PORT": "9",
+	}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	if _, err := Open(ctx, Config{Settings: set}); err == nil || !strings.Contains(err.Error(), "have no secret: set HVD_SECRET_FILE") {
+		t.Errorf("got %v, want that there is no secret", err)
+	}
+	set.Insecure = true
+	if _, err := Open(ctx, Config{Settings: set}); err == nil || strings.Contains(err.Error(), "secret") {
+		t.Errorf("got %v, want that nobody is there", err)
+	}
+}
+
+// proves has two secrets meet.
+func proves(a, b secret.Secret) error {
+	x, y := net.Pipe()
+	defer x.Close()
+	defer y.Close()
+	done := make(chan error, 1)
+	go func() { done <- b.Accept(y, "test") }()
+	if err := a.Dial(x, "test"); err != nil {
+		return err
+	}
+	return <-done
+}
+
+// outside is an address of this machine that is not loopback, at a port where nobody listens.
+func outside(t *testing.T) string {
+	t.Helper()
+	addrs, err := net.InterfaceAddrs()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range addrs {
+		if ip, ok := a.(*net.IPNet); ok && !ip.IP.IsLoopback() && ip.IP.To4() != nil {
+			return ip.IP.String()
+		}
+	}
+	t.Skip("this machine has no address but loopback")
+	return ""
 }
 
 // Every rank learns where all are and what they say, and those of one host share memory.

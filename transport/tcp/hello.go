@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 )
@@ -52,6 +53,7 @@ var errNotOurs = errors.New("tcp: the other end does not speak this protocol")
 
 const (
 	magic      = 0x67687664 // "ghvd"
+	purpose    = "ghvd"     // what the secret is proven for
 	version    = 1
 	helloSize  = 44
 	answerSize = 8
@@ -129,6 +131,9 @@ func readAnswer(r io.Reader) error {
 func readMagic(r io.Reader, b []byte) error {
 	if n, err := io.ReadFull(r, b); err != nil {
 		return fmt.Errorf("tcp: handshake: %d of %d bytes of the first word: %w", n, len(b), err)
+	}
+	if string(b) == secret.Magic {
+		return fmt.Errorf("tcp: handshake: %w", secret.ErrNeeded)
 	}
 	if got := binary.BigEndian.Uint32(b); got != magic {
 		return fmt.Errorf("%w: first word is %#08x, want %#08x", errNotOurs, got, uint32(magic))

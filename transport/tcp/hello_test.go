@@ -2,10 +2,15 @@ package tcp
 
 import (
 	"bytes"
+	"context"
 	"encoding/hex"
 	"errors"
 	"io"
 	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/transport"
 )
 
 func sampleHello() hello {
@@ -71,4 +76,37 @@ func FuzzReadHello(f *testing.F) {
 			t.Fatalf("read %d bytes of a stranger, want at most 4", used)
 		}
 	})
+}
+
+// Ranks prove the secret of their job to each other before they say anything.
+func TestSecret(t *testing.T) {
+	key, _ := secret.New()
+	other, _ := secret.New()
+	for _, test := range []struct {
+		name      string
+		zero, one secret.Secret
+		want      error // what the dialer, rank 0, finds; nil for a connection, io.EOF for any error
+	}{
+		{"the same", key, key, nil},
+		{"another", key, other, secret.ErrWrong},
+		{"none at the dialer", secret.Secret{}, key, secret.ErrNeeded},
+		{"none at the other", key, secret.Secret{}, io.EOF},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			a := listen(t, Config{Secret: test.zero, DialTimeout: time.Second})
+			b := listen(t, Config{Secret: test.one})
+			zero := join(t, a, Epoch{Rank: 0, Addrs: addrsOf(a, b)})
+			one := join(t, b, Epoch{Rank: 1, Addrs: addrsOf(a, b)})
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			if test.want == nil {
+				pair(t, zero, one, transport.Control)
+				return
+			}
+			_, err := zero.Conn(ctx, transport.Control, 1)
+			if err == nil || test.want != io.EOF && !errors.Is(err, test.want) {
+				t.Errorf("got %v, want %v", err, test.want)
+			}
+		})
+	}
 }

@@ -325,6 +325,9 @@ func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc net.Co
 	if err := nc.SetDeadline(deadline); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
+	if err := m.e.cfg.Secret.Dial(nc, purpose); err != nil {
+		return fmt.Errorf("tcp: handshake: %w", err)
+	}
 	h := hello{version: version, job: m.job, epoch: m.epoch, from: m.rank, to: peer, lane: l.id}
 	if _, err := nc.Write(h.encode()); err != nil {
 		return fmt.Errorf("tcp: hello: %w", err)

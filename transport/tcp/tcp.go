@@ -22,6 +22,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 )
@@ -52,6 +53,8 @@ type Config struct {
 	// LingerTimeout is how long a connection of a lane that this rank released may wait for the peer to release
 	// it too. Default 30 s. What was sent still arrives when it has passed, unless the peer goes on sending.
 	LingerTimeout time.Duration
+	// Secret is that of the job, which both ends of a connection prove to each other. Zero is none.
+	Secret secret.Secret
 	// Log receives refused connections (warnings) and attempts to dial (debug). nil discards them.
 	Log *zap.Logger
 }
@@ -242,6 +245,9 @@ func (e *Endpoint) receive(nc net.Conn) {
 func (e *Endpoint) handshake(nc net.Conn) error {
 	deadline := time.Now().Add(e.cfg.HandshakeTimeout)
 	if err := nc.SetDeadline(deadline); err != nil {
+		return fmt.Errorf("tcp: handshake: %w", err)
+	}
+	if err := e.cfg.Secret.Accept(nc, purpose); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
 	h, err := readHello(nc)

@@ -1,0 +1,65 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testtorch"
+)
+
+// torchScript is a program for torch.distributed alone, as its users write them.
+const torchScript = `
+import os, sys
+import torch
+import torch.distributed as dist
+
+if sys.argv[1] == "tcp":
+    url = "tcp://%s:%s" % (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    dist.init_process_group("gloo", init_method=url, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+else:
+    dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+assert int(os.environ["LOCAL_RANK"]) == rank
+x = torch.arange(1000.0) * (rank + 1)
+dist.all_reduce(x)
+assert torch.equal(x, torch.arange(1000.0) * (size * (size + 1) // 2)), x
+group = dist.new_group([0, size - 1])
+if rank in (0, size - 1):
+    y = torch.tensor([float(rank)])
+    dist.all_reduce(y, group=group)
+    assert y.item() == size - 1, y
+dist.barrier()
+print("rank", rank, "of", size, "is right")
+dist.destroy_process_group()
+`
+
+// A script that knows nothing of us finds its store under hvdrun, whichever init method it uses.
+func TestTorchScript(t *testing.T) {
+	testtorch.Need(t)
+	script := filepath.Join(t.TempDir(), "script.py")
+	if err := os.WriteFile(script, []byte(torchScript), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range []int{2, 4} {
+		for _, method := range []string{"env", "tcp"} {
+			t.Run(fmt.Sprintf("%d/%s", n, method), func(t *testing.T) {
+				ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
+				defer cancel()
+				cmd := exec.CommandContext(ctx, hvdrunPath, "-np", fmt.Sprint(n), testtorch.Python, script, method)
+				cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+				cmd.WaitDelay = 20 * time.Second
+				cmd.Env = append(os.Environ(), "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo", "MASTER_ADDR=not.here", "RANK=9")
+				out, err := cmd.CombinedOutput()
+				if err != nil || strings.Count(string(out), "is right") != n {
+					t.Fatalf("%v\n%s", err, out)
+				}
+			})
+		}
+	}
+}

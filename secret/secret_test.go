@@ -1,0 +1,219 @@
+package secret_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/secret"
+)
+
+func parse(t *testing.T, text string) secret.Secret {
+	t.Helper()
+	s, err := secret.Parse(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// meet connects two ends, and gives what each says in the end.
+func meet(t *testing.T, client func(net.Conn) error, server func(net.Conn) error) (clientErr, serverErr error) {
+	t.Helper()
+	a, b := net.Pipe()
+	deadline := time.Now().Add(time.Minute)
+	a.SetDeadline(deadline)
+	b.SetDeadline(deadline)
+	done := make(chan error)
+	go func() {
+		err := server(b)
+		b.Close()
+		done <- err
+	}()
+	clientErr = client(a)
+	a.Close()
+	return clientErr, <-done
+}
+
+func TestProof(t *testing.T) {
+	one, other := parse(t, "one secret of the job"), parse(t, "another secret of another")
+	var none secret.Secret
+	for _, test := range []struct {
+		name             string
+		client, server   secret.Secret
+		purpose          [2]string
+		onClient, onServ error // what each finds, nil for nothing, io.EOF for anything
+	}{
+		{"the same", one, one, [2]string{"store", "store"}, nil, nil},
+		{"no secrets", none, none, [2]string{"store", "store"}, nil, nil},
+		{"another", one, other, [2]string{"store", "store"}, secret.ErrWrong, io.EOF},
+		{"another protocol", one, one, [2]string{"store", "data"}, secret.ErrWrong, io.EOF},
+		{"parts run together", one, one, [2]string{"store", "stor"}, secret.ErrWrong, io.EOF},
+	} {
+		c, s := meet(t,
+			func(conn net.Conn) error { return test.client.Dial(conn, test.purpose[0]) },
+			func(conn net.Conn) error { return test.server.Accept(conn, test.purpose[1]) })
+		for i, got := range []error{c, s} {
+			want := []error{test.onClient, test.onServ}[i]
+			if want == nil && got != nil || want != nil && got == nil || want != nil && want != io.EOF && !errors.Is(got, want) {
+				t.Errorf("%s: end %d got %v, want %v", test.name, i, got, want)
+			}
+		}
+	}
+}
+
+// What follows a proof is as it was sent, to the byte.
+func TestWhatFollows(t *testing.T) {
+	s, text := secret.New()
+	c, e := meet(t, func(conn net.Conn) error {
+		if err := s.Dial(conn, "p"); err != nil {
+			return err
+		}
+		_, err := io.WriteString(conn, "and then")
+		return err
+	}, func(conn net.Conn) error {
+		if err := parse(t, text).Accept(conn, "p"); err != nil {
+			return err
+		}
+		b, err := io.ReadAll(conn)
+		if string(b) != "and then" {
+			return fmt.Errorf("got %q", b)
+		}
+		return err
+	})
+	if c != nil || e != nil {
+		t.Error(c, e)
+	}
+}
+
+// A client without a secret is told that one is wanted, and a server without one is found out.
+func TestOneHasNone(t *testing.T) {
+	s, _ := secret.New()
+	var none secret.Secret
+	c, e := meet(t, func(conn net.Conn) error {
+		if err := none.Dial(conn, "p"); err != nil {
+			return err
+		}
+		if _, err := io.WriteString(conn, "GHVS\x00\x00\x00\x01"); err != nil {
+			return err
+		}
+		return s.Dial(readFirst{conn}, "p") // reads as a client does that knows of secrets
+	}, func(conn net.Conn) error { return s.Accept(readRest{conn}, "p") })
+	if !errors.Is(c, secret.ErrNeeded) || !errors.Is(e, secret.ErrNone) {
+		t.Errorf("a client without: got %v and %v", c, e)
+	}
+	c, e = meet(t, func(conn net.Conn) error { return s.Dial(conn, "p") }, func(conn net.Conn) error {
+		if err := none.Accept(conn, "p"); err != nil {
+			return err
+		}
+		var b [4]byte
+		if _, err := io.ReadFull(conn, b[:]); err != nil || string(b[:]) != secret.Magic {
+			return fmt.Errorf("got %q, %w", b, err)
+		}
+		return nil
+	})
+	if c == nil || e != nil {
+		t.Errorf("a server without: got %v and %v", c, e)
+	}
+}
+
+// readFirst drops what is written.
+type readFirst struct{ net.Conn }
+
+func (readFirst) Write(b []byte) (int, error) { return len(b), nil }
+
+// readRest takes what was not read when something is written, for a pipe has no room.
+type readRest struct{ net.Conn }
+
+func (r readRest) Write(b []byte) (int, error) {
+	var rest [4]byte
+	if _, err := io.ReadFull(r.Conn, rest[:]); err != nil {
+		return 0, err
+	}
+	return r.Conn.Write(b)
+}
+
+// recorded is a conversation's one side, played again.
+type recorded struct {
+	in  io.Reader
+	out bytes.Buffer
+}
+
+func (r *recorded) Read(b []byte) (int, error)  { return r.in.Read(b) }
+func (r *recorded) Write(b []byte) (int, error) { return r.out.Write(b) }
+
+// tap records what comes over a connection.
+type tap struct {
+	net.Conn
+	heard *bytes.Buffer
+}
+
+func (t tap) Read(b []byte) (int, error) {
+	n, err := t.Conn.Read(b)
+	t.heard.Write(b[:n])
+	return n, err
+}
+
+// Who has heard a conversation can play neither side of it again, nor send one's own words back.
+func TestReplay(t *testing.T) {
+	s, _ := secret.New()
+	var fromServer, fromClient bytes.Buffer
+	c, e := meet(t, func(conn net.Conn) error { return s.Dial(tap{conn, &fromServer}, "p") },
+		func(conn net.Conn) error { return s.Accept(tap{conn, &fromClient}, "p") })
+	if c != nil || e != nil {
+		t.Fatal(c, e)
+	}
+	if err := s.Accept(&recorded{in: bytes.NewReader(fromClient.Bytes())}, "p"); !errors.Is(err, secret.ErrWrong) {
+		t.Errorf("a client's words again: got %v", err)
+	}
+	if err := s.Dial(&recorded{in: bytes.NewReader(fromServer.Bytes())}, "p"); !errors.Is(err, secret.ErrWrong) {
+		t.Errorf("a server's words again: got %v", err)
+	}
+	c, _ = meet(t, func(conn net.Conn) error { return s.Dial(conn, "p") }, func(conn net.Conn) error {
+		var hello [40]byte
+		if _, err := io.ReadFull(conn, hello[:]); err != nil {
+			return err
+		}
+		_, err := conn.Write(append(hello[:], make([]byte, 32)...)) // its own nonce, and no proof
+		return err
+	})
+	if !errors.Is(c, secret.ErrWrong) {
+		t.Errorf("its own words back: got %v", c)
+	}
+}
+
+func TestParse(t *testing.T) {
+	for _, bad := range []string{"", "short", strings.Repeat("x", 15), strings.Repeat("x", 4097), "   \n" + strings.Repeat("x", 15) + "\n"} {
+		if _, err := secret.Parse(bad); err == nil || bad != "" && strings.Contains(err.Error(), strings.TrimSpace(bad)) {
+			t.Errorf("%d bytes: got %v", len(bad), err)
+		}
+	}
+	s := parse(t, "this is what nobody may see")
+	for _, format := range []string{"%v", "%+v", "%#v", "%s", "%x", "%q", "%d"} {
+		if text := fmt.Sprintf(format, struct{ S secret.Secret }{s}); strings.Contains(text, "nobody") || len(text) > 60 {
+			t.Errorf("%s prints %s", format, text)
+		}
+	}
+	if s.IsZero() || !(secret.Secret{}).IsZero() {
+		t.Error("which is none?")
+	}
+}
+
+func FuzzAccept(f *testing.F) {
+	s, _ := secret.New()
+	f.Add([]byte(secret.Magic + "\x01\x00\x00\x00" + strings.Repeat("n", 64)))
+	f.Add([]byte("GHVS\x00\x00\x00\x01"))
+	f.Fuzz(func(t *testing.T, in []byte) {
+		if err := s.Accept(&recorded{in: bytes.NewReader(in)}, "p"); err == nil {
+			t.Fatal("proven by nobody")
+		}
+		if err := s.Dial(&recorded{in: bytes.NewReader(in)}, "p"); err == nil {
+			t.Fatal("proven by nobody")
+		}
+	})
+}
