@@ -76,6 +76,10 @@ func (o *operation) wait(ctx context.Context) error {
 	if o.Poll() {
 		return o.err
 	}
+	if ctx.Err() != nil {
+		o.start() // it goes on without a wait
+		return o.gaveUp(ctx)
+	}
 	if o.engine != nil {
 		if o.engine.Help(ctx, o.Poll); o.Poll() {
 			return o.err
@@ -85,12 +89,17 @@ func (o *operation) wait(ctx context.Context) error {
 	case <-o.Done():
 		return o.err
 	case <-ctx.Done():
-		err := ctx.Err()
-		if cause := context.Cause(ctx); !errors.Is(cause, err) {
-			err = fmt.Errorf("%w: %w", err, cause)
-		}
-		return fmt.Errorf("hvd: %v %q: gave up waiting, while the operation goes on: %w", o.kind, o.name, err)
+		return o.gaveUp(ctx)
 	}
+}
+
+// gaveUp is the error of a wait whose context has ended.
+func (o *operation) gaveUp(ctx context.Context) error {
+	err := ctx.Err()
+	if cause := context.Cause(ctx); !errors.Is(cause, err) {
+		err = fmt.Errorf("%w: %w", err, cause)
+	}
+	return fmt.Errorf("hvd: %v %q: gave up waiting, while the operation goes on: %w", o.kind, o.name, err)
 }
 
 // Handle is an operation in flight that gives elements of T. Its methods are safe for concurrent use.

@@ -183,12 +183,8 @@ func (s *HashStore) Close() error {
 
 // Look is Get without the wait. ok says whether key has a value.
 func (s *HashStore) Look(ctx context.Context, key string) (value []byte, ok bool, err error) {
-	if err := s.lock(ctx, key); err != nil {
-		return nil, false, failed("look", key, err)
-	}
-	value, ok = s.values[key]
-	s.mu.Unlock()
-	return clone(value), ok, nil
+	value, ok, err = s.look(ctx, key)
+	return clone(value), ok, failed("look", key, err)
 }
 
 // Waits is the number of keys that calls wait for.
@@ -227,6 +223,15 @@ func (s *HashStore) wait(ctx context.Context, key string, prev []byte) ([]byte, 
 		}
 		s.sleep(ctx, key)
 	}
+}
+
+func (s *HashStore) look(ctx context.Context, key string) (value []byte, ok bool, err error) {
+	if err := s.lock(ctx, key); err != nil {
+		return nil, false, err
+	}
+	defer s.mu.Unlock()
+	value, ok = s.values[key]
+	return value, ok, nil
 }
 
 // sleep waits for the next change of key, or until the call is over. It unlocks s.

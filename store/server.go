@@ -139,7 +139,12 @@ func (c *serverConn) handle(q *request) error {
 		r.value, r.ok, err = c.store.tryPop(c.ctx, q.key)
 	case opQueueLen:
 		r.number, err = c.store.queueLen(c.ctx, q.key)
-	default: // it waits
+	default: // it waits, unless what it waits for is there
+		if q.op == opGet {
+			if r.value, r.ok, err = c.store.look(c.ctx, q.key); r.ok || err != nil {
+				break
+			}
+		}
 		var started bool
 		if started, err = c.startWait(q); started {
 			return nil

@@ -34,7 +34,7 @@ func Start(t testing.TB, script string, args ...string) (wait func()) {
 	Need(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	cmd := exec.CommandContext(ctx, Python, append([]string{"-c", script}, args...)...)
-	cmd.Env = append(os.Environ(), "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo")
+	cmd.Env = append(cmd.Environ(), "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo")
 	done := make(chan struct{})
 	var out []byte
 	var err error

@@ -20,7 +20,7 @@ const (
 	maxClients = 16 << 10
 	// writeTimeout is how long a client may take no answer.
 	writeTimeout = 10 * time.Second
-	bufferBytes  = 16 << 10
+	bufferBytes  = 4 << 10
 )
 
 // Config is what a Server cannot find out.

@@ -1,8 +1,13 @@
 package c10d_test
 
 import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"io"
 	"net"
 	"strconv"
+	"sync"
 	"testing"
 
 	"go.uber.org/zap/zaptest"
@@ -179,4 +184,97 @@ s.get("bye")
 		t.Error(err)
 	}
 	wait()
+}
+
+// BenchmarkServers has clients of the old dialect set a key and get it, as PyTorch's do: with two answers to wait for. torch is
+// PyTorch's own server, ours is a Server.
+func BenchmarkServers(b *testing.B) {
+	ours, _ := serve(b, c10d.Config{})
+	theirs, stop := torchServer(b)
+	defer stop()
+	for _, server := range []struct{ name, addr string }{{"torch", theirs}, {"ours", ours}} {
+		for _, clients := range []int{1, 64} {
+			b.Run(fmt.Sprintf("%s/clients=%d", server.name, clients), func(b *testing.B) {
+				conns := make([]net.Conn, clients)
+				for i := range conns {
+					var err error
+					if conns[i], err = net.Dial("tcp", server.addr); err != nil {
+						b.Fatal(err)
+					}
+					defer conns[i].Close()
+				}
+				each := (b.N + clients - 1) / clients
+				b.ResetTimer()
+				var wg sync.WaitGroup
+				for i, conn := range conns {
+					wg.Go(func() {
+						if err := setGet(conn, fmt.Sprintf("/key%d", i), each); err != nil {
+							b.Error(err)
+						}
+					})
+				}
+				wg.Wait()
+				b.ReportMetric(float64(each*clients)/b.Elapsed().Seconds(), "pairs/s")
+			})
+		}
+	}
+}
+
+// setGet sets and gets a key n times.
+func setGet(conn net.Conn, key string, n int) error {
+	field := func(b []byte, s string) []byte {
+		return append(binary.LittleEndian.AppendUint64(b, uint64(len(s))), s...)
+	}
+	const value = "some value"
+	set := field(field([]byte{0}, key), value)
+	set = field(binary.LittleEndian.AppendUint64(append(set, 5), 1), key) // wait for one key
+	get := field([]byte{2}, key)
+	want := field(nil, value)
+	got := make([]byte, len(want))
+	for range n {
+		if _, err := conn.Write(set); err != nil {
+			return err
+		}
+		if _, err := io.ReadFull(conn, got[:1]); err != nil {
+			return err
+		}
+		if _, err := conn.Write(get); err != nil {
+			return err
+		}
+		if _, err := io.ReadFull(conn, got); err != nil || !bytes.Equal(got, want) {
+			return fmt.Errorf("got %q, %w", got, err)
+		}
+	}
+	return nil
+}
+
+// torchServer runs PyTorch's server until stop.
+func torchServer(b *testing.B) (addr string, stop func()) {
+	testtorch.Need(b)
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		b.Fatal(err)
+	}
+	addr = ln.Addr().String()
+	_, port, _ := net.SplitHostPort(addr)
+	if err := ln.Close(); err != nil {
+		b.Fatal(err)
+	}
+	wait := testtorch.Start(b, `
+import datetime, sys
+import torch.distributed as dist
+s = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, True, timeout=datetime.timedelta(seconds=100))
+s.get("bye")
+`, port)
+	s, err := c10d.Dial(testnet.Context(b), addr, c10d.Old)
+	if err != nil {
+		b.Fatal(err)
+	}
+	return addr, func() {
+		if err := s.Set(testnet.Context(b), "bye", nil); err != nil {
+			b.Error(err)
+		}
+		wait()
+		s.Close()
+	}
 }
