@@ -31,6 +31,8 @@ const usageLines = `
 Usage:
   hvdrun -np N [flags] command [args...]
   hvdrun config [flags]      show every setting and where its value comes from
+  hvdrun doctor [flags]      look for what stands in the way of a job
+  hvdrun store [flags]       serve a store alone
   hvdrun completion SHELL    print a completion script
 
 Examples:
@@ -65,7 +67,7 @@ func (r *runner) command() *cobra.Command {
 
 		DisableFlagsInUseLine: true,
 	}
-	root.AddCommand(show)
+	root.AddCommand(show, r.doctor(), r.storeCommand())
 
 	groups := append([]group{r.jobFlags()}, r.settingFlags()...)
 	r.addFlags(root, groups)

@@ -1,0 +1,179 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/doctor"
+)
+
+// agentScript makes an agent that notes its arguments and reaches all hosts but those called bad. What it is asked to run
+// is not run.
+func agentScript(t *testing.T) (agent, notes string) {
+	t.Helper()
+	dir := t.TempDir()
+	agent, notes = filepath.Join(dir, "agent"), filepath.Join(dir, "notes")
+	text := "#!/bin/sh\necho \"$*\" >>'" + notes + "'\nif [ \"$2\" = bad ]; then echo 'bad: Permission denied' >&2; exit 255; fi\n"
+	if err := os.WriteFile(agent, []byte(text), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return agent, notes
+}
+
+// examined runs hvdrun doctor --json and returns its lines by name. What the machine lacks is not this test's concern.
+func examined(t *testing.T, args ...string) (lines map[string]doctor.Line, failed int, status int) {
+	t.Helper()
+	stdout, stderr, status := output(t, append([]string{"doctor", "--json"}, args...)...)
+	var all []doctor.Line
+	if err := json.Unmarshal([]byte(stdout), &all); err != nil || stderr != "" {
+		t.Fatalf("%q: got %q and %q: %v", args, stdout, stderr, err)
+	}
+	lines = make(map[string]doctor.Line)
+	for _, l := range all {
+		lines[l.Name] = l
+	}
+	return lines, doctor.Count(all, doctor.Fail), status
+}
+
+func TestDoctor(t *testing.T) {
+	t.Setenv("HVD_SECRET", "hush hush hush hush")
+	t.Setenv("HOROVOD_RANK", "3")
+	agent, notes := agentScript(t)
+	lines, failed, status := examined(t, "--agent", agent+"  -q", "--hosts", "good:2,bad,good:4, fd00::7,[fd00::8]:2,[fd00::7]")
+	for name, want := range map[string]doctor.Status{
+		"host good": doctor.OK, "host bad": doctor.Fail, "host fd00::7": doctor.OK, "host fd00::8": doctor.OK,
+		"agent": doctor.OK, "memfd": doctor.OK, "version": doctor.OK, "HOROVOD_RANK": doctor.OK,
+	} {
+		if lines[name].Status != want {
+			t.Errorf("%s: got %+v, want %s", name, lines[name], want)
+		}
+	}
+	if status != 1 || failed < 1 {
+		t.Errorf("got exit status %d and %d failures, want 1 and some", status, failed)
+	}
+	if l := lines["host bad"]; l.Text != "exit status 255: bad: Permission denied" || l.Fix != "let your key in: ssh-copy-id bad" {
+		t.Errorf("got %+v, want what the agent said and what to do", l)
+	}
+	if l := lines["tensor operations"]; l.Section != "build" || !strings.HasPrefix(l.Text, "Gloo") || !strings.Contains(l.Text, "not built in: NCCL") {
+		t.Errorf("got %+v, want what --check-build says", l)
+	}
+	if l := lines["cpu operations"]; !strings.Contains(l.Text, "shm") || !strings.Contains(l.Text, "tcp") {
+		t.Errorf("got %+v, want the values of the setting", l)
+	}
+	if l := lines["version"]; l.Text != "gohvd "+versionText() {
+		t.Errorf("got %+v, want %s", l, versionText())
+	}
+	if text := fmt.Sprint(lines); strings.Contains(text, "hush") || lines["HVD_SECRET"].Text == "" {
+		t.Errorf("got %s, want that there is a secret and not which", text)
+	}
+	asked, err := os.ReadFile(notes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := strings.Split(strings.TrimSpace(string(asked)), "\n")
+	slices.Sort(got)
+	if want := []string{"-q bad true", "-q fd00::7 true", "-q fd00::8 true", "-q good true"}; !slices.Equal(got, want) {
+		t.Errorf("the agent was run with %q, want %q", got, want)
+	}
+}
+
+func TestDoctorAsText(t *testing.T) {
+	lines, failed, status := examined(t)
+	if want := min(failed, 1); status != want {
+		t.Errorf("got exit status %d with %d failures, want %d", status, failed, want)
+	}
+	stdout, stderr, again := output(t, "doctor")
+	text := strings.Split(strings.TrimSuffix(stdout, "\n"), "\n")
+	if again != status || stderr != "" || text[0] != "build" {
+		t.Errorf("got exit status %d, %q and %q, want %d and the section build first", again, stdout, stderr, status)
+	}
+	for _, want := range []string{"memfd", "GOMAXPROCS", "open files"} {
+		if !slices.ContainsFunc(text, func(l string) bool {
+			return strings.HasPrefix(l, "  "+string(lines[want].Status)+" ") && strings.Contains(l, " "+want+" ") && strings.HasSuffix(l, lines[want].Text)
+		}) {
+			t.Errorf("got %q, want a line with %+v", stdout, lines[want])
+		}
+	}
+	var numOK, numWarn, numFail int
+	if _, err := fmt.Sscanf(text[len(text)-1], "%d ok, %d warn, %d fail", &numOK, &numWarn, &numFail); err != nil || numFail != failed {
+		t.Errorf("got %q at the end, want the counts, %d failures", text[len(text)-1], failed)
+	}
+}
+
+func TestDoctorWrongUsage(t *testing.T) {
+	agent, notes := agentScript(t)
+	for _, c := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"x"}, `doctor: got "x", want flags alone`},
+		{[]string{"--jsn"}, "unknown flag: --jsn; did you mean --json?"},
+		{[]string{"--hosts"}, "needs an argument"},
+		{[]string{"--hosts", "h1,,h2"}, `--hosts: got "" in "h1,,h2"`},
+		{[]string{"--hosts", "-oProxyCommand=touch x"}, "want names or addresses of hosts"},
+		{[]string{"--hosts", "a b"}, "want names or addresses of hosts"},
+		{[]string{"--hosts", "h1:x"}, `--hosts: got "h1:x"`},
+		{[]string{"--hosts", "h1:0"}, `--hosts: got "h1:0"`},
+		{[]string{"--hosts", "[::1]22"}, `--hosts: got "[::1]22"`},
+		{[]string{"--hosts", "[::1]:"}, `--hosts: got "[::1]:"`},
+		{[]string{"--hosts", "h1:"}, `--hosts: got "h1:"`},
+		{[]string{"--hosts", "[-v]"}, "want names or addresses of hosts"},
+		{[]string{"--hosts", "]"}, "want names or addresses of hosts"},
+		{[]string{"--hosts", "[]:2"}, "want names or addresses of hosts"},
+		{[]string{"--hosts", ":2"}, "want names or addresses of hosts"},
+		{[]string{"--agent", " "}, `--agent: got " "`},
+	} {
+		args := append([]string{"doctor"}, c.args...)
+		if c.args[0] != "--agent" && c.args[0] != "--jsn" {
+			args = slices.Insert(args, 1, "--agent", agent)
+		}
+		stdout, stderr, status := output(t, args...)
+		if status != 2 || stdout != "" || !strings.HasPrefix(stderr, "hvdrun: ") || !strings.Contains(stderr, c.want) {
+			t.Errorf("%q: got exit status %d, %q and %q, want 2 and %q", c.args, status, stdout, stderr, c.want)
+		}
+	}
+	if _, err := os.Stat(notes); err == nil {
+		t.Error("the agent was run")
+	}
+}
+
+// Ctrl-C ends it at once, and the agents with it.
+func TestDoctorInterrupted(t *testing.T) {
+	agent := filepath.Join(t.TempDir(), "agent")
+	if err := os.WriteFile(agent, []byte("#!/bin/sh\necho $$ >&2; kill -INT $PPID; exec sleep 100\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	start := time.Now()
+	stdout, stderr, status := output(t, "doctor", "--agent", agent, "-H", "h1")
+	if took := time.Since(start); status != 1 || stdout != "" || !strings.Contains(stderr, "hvdrun: doctor: interrupted\n") || took > doctorLimit-2*time.Second {
+		t.Errorf("got exit status %d, %q and %q after %v", status, stdout, stderr, took)
+	}
+}
+
+func TestDoctorHelp(t *testing.T) {
+	stdout, stderr, status := output(t, "doctor", "--help")
+	if status != 0 || stderr != "" || !strings.HasPrefix(stdout, doctorLong) {
+		t.Errorf("got exit status %d, %q and %q, want 0 and what it does", status, stdout, stderr)
+	}
+	for _, want := range []string{"\n  hvdrun doctor [flags]\n", "  -H, --hosts LIST", "--agent COMMAND", doctor.DefaultAgent, "--json", "-h, --help"} {
+		if !strings.Contains(stdout, want) {
+			t.Errorf("got %q, want %q in it", stdout, want)
+		}
+	}
+	if stdout, _, _ := output(t, "--help"); !strings.Contains(stdout, "\n  hvdrun doctor [flags] ") {
+		t.Error("hvdrun --help does not name it")
+	}
+	if stdout, _, status := output(t, "__complete", "doctor", "--h"); status != 0 || !strings.Contains(stdout, "--hosts") {
+		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
+	}
+	// After flags it is a command to launch.
+	if _, stderr, status := output(t, "-np", "1", "doctor"); status != 127 || !strings.Contains(stderr, "doctor") {
+		t.Errorf("got exit status %d and %q, want 127", status, stderr)
+	}
+}

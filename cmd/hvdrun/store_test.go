@@ -1,0 +1,100 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/store/c10d"
+)
+
+// A store alone is there until a signal, for who has its secret.
+func TestStoreAlone(t *testing.T) {
+	const text = "sixteen bytes or more"
+	file := filepath.Join(t.TempDir(), "secret")
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	key, err := secret.Parse(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ours := func(ctx context.Context, addr string) (store.Store, error) {
+		return store.Dial(ctx, addr, store.Config{Secret: key})
+	}
+	torch := func(ctx context.Context, addr string) (store.Store, error) { return c10d.Dial(ctx, addr, c10d.Modern) }
+	for name, test := range map[string]struct {
+		args []string
+		dial func(ctx context.Context, addr string) (store.Store, error)
+		end  syscall.Signal
+	}{
+		"with a secret": {[]string{"store", "--secret-file", file}, ours, syscall.SIGTERM},
+		"torch":         {[]string{"store", "--torch", "--listen", "127.0.0.1:0"}, torch, syscall.SIGINT},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cmd := hvdrun(t, test.args...)
+			out, err := cmd.StdoutPipe()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			line, err := bufio.NewReader(out).ReadString('\n')
+			addr, ok := strings.CutPrefix(strings.TrimSpace(line), "listening on ")
+			if err != nil || !ok {
+				t.Fatalf("got %q, %v", line, err)
+			}
+			s, err := test.dial(testnet.Context(t), addr)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if n, err := s.Add(testnet.Context(t), "n", 2); n != 2 || err != nil {
+				t.Errorf("got %d, %v", n, err)
+			}
+			s.Close()
+			if err := cmd.Process.Signal(test.end); err != nil {
+				t.Fatal(err)
+			}
+			if err := cmd.Wait(); err != nil {
+				t.Errorf("the store ended with %v", err)
+			}
+			if conn, err := net.Dial("tcp", addr); err == nil {
+				conn.Close()
+				t.Error("somebody listens there still")
+			}
+		})
+	}
+}
+
+func TestStoreAloneRefuses(t *testing.T) {
+	short := filepath.Join(t.TempDir(), "short")
+	if err := os.WriteFile(short, []byte("short"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, test := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"--listen", "0.0.0.0:0"}, "others can reach it, and there is no secret"},
+		{[]string{"--listen", ":0", "--torch"}, "others can reach it"},
+		{[]string{"--secret-file", short}, "a secret of 5 bytes, want 16"},
+		{[]string{"--secret-file", short + ".not"}, "no such file"},
+		{[]string{"--torch", "--secret-file", short}, "exclude each other"},
+		{[]string{"extra"}, "extra"},
+		{[]string{"--no-such"}, "unknown flag"},
+	} {
+		out, err := hvdrun(t, append([]string{"store"}, test.args...)...).CombinedOutput()
+		if err == nil || !strings.Contains(string(out), test.want) || strings.Contains(string(out), "short\n") {
+			t.Errorf("%q: got %v, %s, want %q", test.args, err, out, test.want)
+		}
+	}
+}

@@ -1,0 +1,203 @@
+package doctor
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"path"
+	"slices"
+	"strings"
+)
+
+// built says what this program is made of. That something is not built in is a fact, no fault.
+func built(_ context.Context, s *System) []Line {
+	b := s.Build
+	lines := []Line{ok("version", "gohvd %s", b.Version)}
+	compiler := b.Go + " for " + s.Arch
+	if b.Known {
+		compiler += fmt.Sprintf(", cgo %s, assembly %s", onOff(b.CGO), onOff(!b.NoAsm))
+	}
+	lines = append(lines, ok("compiler", "%s", compiler))
+	for i, p := range b.Parts {
+		if i > 0 && b.Parts[i-1].Kind == p.Kind {
+			continue
+		}
+		has, lacks := []string{}, []string{}
+		for _, q := range b.Parts[i:] {
+			switch {
+			case q.Kind != p.Kind:
+			case q.Built:
+				has = append(has, q.Name)
+			default:
+				lacks = append(lacks, q.Name)
+			}
+		}
+		text := strings.Join(has, ", ")
+		if len(has) == 0 {
+			text = "none"
+		}
+		if len(lacks) > 0 {
+			text += "; not built in: " + strings.Join(lacks, ", ")
+		}
+		lines = append(lines, ok(p.Kind, "%s", text))
+	}
+	if b.CPUOperations != "" {
+		lines = append(lines, ok("cpu operations", "HOROVOD_CPU_OPERATIONS can be %s", b.CPUOperations))
+	}
+	return lines
+}
+
+func onOff(on bool) string {
+	if on {
+		return "on"
+	}
+	return "off"
+}
+
+const (
+	// loaderCache is where ldconfig notes the libraries of its folders (ldconfig(8)).
+	loaderCache = "etc/ld.so.cache"
+	// maxCacheBytes bounds what is read of it; usual are 20 to 200 KiB.
+	maxCacheBytes = 16 << 20
+)
+
+// libraries says where a program of this environment would find the libraries of GPUs. A name that ends in a dot stands for
+// all versions.
+func libraries(_ context.Context, s *System) []Line {
+	var lines []Line
+	noted, err := s.notedLibraries()
+	if err != nil {
+		return []Line{warn("", "run ldconfig", "%v", err)}
+	}
+	for _, name := range []string{"libnccl.so.2", "libcudart.so."} {
+		files := s.findLibrary(name, noted)
+		label := strings.TrimSuffix(name, ".")
+		if len(files) == 0 {
+			lines = append(lines, ok(label, "not found by the loader"))
+			continue
+		}
+		lines = append(lines, ok(label, "%s", strings.Join(files, ", ")))
+	}
+	return lines
+}
+
+// notedLibraries are the paths in the loader's cache. They stand there as strings that end in a zero byte. Where there is no
+// cache, as with musl, there are none.
+func (s *System) notedLibraries() ([]string, error) {
+	f, err := s.Root.Open(loaderCache)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, maxCacheBytes))
+	if err != nil {
+		return nil, err
+	}
+	var all []string
+	for part := range bytes.SplitSeq(text, []byte{0}) {
+		// The first string follows the table without a zero byte between them; names without a path have no slash.
+		if at := bytes.IndexByte(part, '/'); at >= 0 {
+			all = append(all, string(part[at:]))
+		}
+	}
+	return all, nil
+}
+
+// findLibrary lists the files called name, or beginning with it if it ends in a dot, that are there: first those of
+// LD_LIBRARY_PATH, then those noted, then those of the loader's own folders (ld.so(8)).
+func (s *System) findLibrary(name string, noted []string) []string {
+	matches := func(base string) bool {
+		return base == name || strings.HasSuffix(name, ".") && strings.HasPrefix(base, name)
+	}
+	var files []string
+	add := func(file string) {
+		file = path.Clean(file)
+		if !slices.Contains(files, file) {
+			if _, err := fs.Stat(s.Root, strings.TrimPrefix(file, "/")); err == nil {
+				files = append(files, file)
+			}
+		}
+	}
+	addFolder := func(folder string) {
+		if !path.IsAbs(folder) {
+			return // the loader would look in the working directory, which is another for every job
+		}
+		entries, err := fs.ReadDir(s.Root, inRoot(folder))
+		if err != nil {
+			return // the loader passes over it too
+		}
+		for _, e := range entries {
+			if matches(e.Name()) {
+				add(path.Join(folder, e.Name()))
+			}
+		}
+	}
+	for folder := range strings.SplitSeq(s.getenv("LD_LIBRARY_PATH"), ":") {
+		addFolder(folder)
+	}
+	for _, file := range noted {
+		if matches(path.Base(file)) {
+			add(file)
+		}
+	}
+	for _, folder := range []string{"/lib64", "/usr/lib64", "/lib", "/usr/lib"} {
+		addFolder(folder)
+	}
+	return files
+}
+
+// inRoot is the name by which an fs.FS knows an absolute path.
+func inRoot(abs string) string {
+	if name := strings.TrimPrefix(path.Clean(abs), "/"); name != "" {
+		return name
+	}
+	return "."
+}
+
+// getenv is the last value of a variable, as exec gives it to a program; empty if there is none.
+func (s *System) getenv(name string) (value string) {
+	for _, e := range s.Environ {
+		if v, is := strings.CutPrefix(e, name+"="); is {
+			value = v
+		}
+	}
+	return value
+}
+
+// nvidia says which GPUs of NVIDIA the kernel shows. Containers have the device files only of those they may use.
+func nvidia(_ context.Context, s *System) []Line {
+	devices, err := fs.Glob(s.Root, "dev/nvidia[0-9]*")
+	if err != nil {
+		return []Line{warn("", "", "%v", err)} // only of the pattern
+	}
+	if len(devices) == 0 {
+		return []Line{ok("", "no device files")}
+	}
+	driver := "no driver in /proc/driver/nvidia"
+	if text, err := fs.ReadFile(s.Root, "proc/driver/nvidia/version"); err == nil {
+		driver, _, _ = strings.Cut(string(text), "\n")
+	}
+	names := make([]string, len(devices))
+	for i, d := range devices {
+		names[i] = path.Base(d)
+	}
+	lines := []Line{ok("", "%s; %s", strings.Join(names, " "), driver)}
+	if _, err := fs.Stat(s.Root, "dev/nvidiactl"); err != nil {
+		lines = append(lines, warn("", "give the container all of the GPU's device files (docker --gpus)", "%v", err))
+	}
+	return lines
+}
+
+func mpirun(_ context.Context, s *System) []Line {
+	file, err := s.LookPath("mpirun")
+	if err != nil {
+		return []Line{ok("", "not found")}
+	}
+	return []Line{ok("", "%s", file)}
+}

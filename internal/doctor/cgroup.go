@@ -1,0 +1,65 @@
+package doctor
+
+import (
+	"io/fs"
+	"iter"
+	"path"
+	"slices"
+	"strings"
+)
+
+// cgroup is a folder of a hierarchy of version 1 or 2.
+type cgroup struct {
+	dir     string
+	version int
+}
+
+// cgroups are those that bind this process as to a controller: its own and all above it, of each hierarchy that may have
+// the controller. Seen from inside a container the path may be that of the host, which is not there; then the
+// hierarchy's root itself is the container's. Folders may be missing and need not have the controller's files.
+func (s *System) cgroups(controller string) iter.Seq[cgroup] {
+	const mount = "sys/fs/cgroup"
+	return func(yield func(cgroup) bool) {
+		text, err := fs.ReadFile(s.Root, "proc/self/cgroup")
+		if err != nil {
+			return // a kernel without cgroups
+		}
+		for line := range strings.Lines(string(text)) {
+			// hierarchy-ID:controllers:path, where version 2 has ID 0 and no controllers (cgroups(7)).
+			part := strings.SplitN(strings.TrimSuffix(line, "\n"), ":", 3)
+			if len(part) != 3 {
+				continue
+			}
+			version, roots := 2, []string{mount, mount + "/unified"}
+			if part[0] != "0" {
+				names := strings.Split(part[1], ",")
+				if !slices.Contains(names, controller) {
+					continue
+				}
+				version, roots = 1, []string{mount + "/" + controller}
+				if len(names) > 1 {
+					roots = append(roots, mount+"/"+part[1])
+				}
+			}
+			for _, root := range roots {
+				for p := path.Clean("/" + part[2]); ; p = path.Dir(p) {
+					if !yield(cgroup{path.Join(root, p), version}) {
+						return
+					}
+					if p == "/" {
+						break
+					}
+				}
+			}
+		}
+	}
+}
+
+// word is what a file of one line holds, empty if it cannot be read.
+func (s *System) word(file string) string {
+	text, err := fs.ReadFile(s.Root, file)
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(text))
+}

@@ -1,0 +1,405 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+func TestBuilt(t *testing.T) {
+	s := soundSystem()
+	s.Build = Build{
+		Version: "v1 (abc)", Go: "go1.26", CGO: true, NoAsm: true, Known: true,
+		Parts: []Part{
+			{"controllers", "MPI", false}, {"controllers", "Gloo", true}, {"controllers", "X", true},
+			{"operations", "NCCL", false}, {"operations", "DDL", false},
+		},
+	}
+	holds(t, "parts", look(t, s, "build"), "ok version: gohvd v1 (abc)", "ok compiler: go1.26 for amd64, cgo on, assembly off",
+		"ok controllers: Gloo, X; not built in: MPI", "ok operations: none; not built in: NCCL, DDL")
+
+	s.Build = Build{Version: "v1", Go: "go1.26", CPUOperations: "shm or tcp"}
+	lines := look(t, s, "build")
+	holds(t, "unknown", lines, "ok version", "ok compiler", "ok cpu operations: shm or tcp")
+	if lines[1].Text != "go1.26 for amd64" {
+		t.Errorf("got %q, want nothing on cgo, which is not known", lines[1].Text)
+	}
+
+	for _, c := range []struct {
+		settings []debug.BuildSetting
+		want     Build
+	}{
+		{nil, Build{}},
+		{[]debug.BuildSetting{{Key: "CGO_ENABLED", Value: "1"}}, Build{Known: true, CGO: true}},
+		{[]debug.BuildSetting{{Key: "CGO_ENABLED", Value: "0"}, {Key: "-tags", Value: "a,noasm"}}, Build{Known: true, NoAsm: true}},
+		{[]debug.BuildSetting{{Key: "-tags", Value: "noasm2"}}, Build{}},
+	} {
+		var b Build
+		b.read(&debug.BuildInfo{Settings: c.settings})
+		if fmt.Sprint(b) != fmt.Sprint(c.want) {
+			t.Errorf("%v: got %+v, want %+v", c.settings, b, c.want)
+		}
+	}
+}
+
+func TestLibraries(t *testing.T) {
+	const cache = "glibc-ld.so.cache1.1table/opt/c/libcudart.so.12\x00libnccl.so.2\x00/opt/n/libnccl.so.2\x00/gone/libnccl.so.2\x00" +
+		"/opt/n/libnccl.so.23\x00/lib/libcudart.so\x00"
+	opt := files{"opt/n/libnccl.so.2": "", "opt/n/libnccl.so.23": "", "opt/c/libcudart.so.12": ""}
+	for name, c := range map[string]struct {
+		files       files
+		path        string
+		nccl, cudar string
+	}{
+		"none":         {files{}, "", "not found", "not found"},
+		"cache":        {opt.with(files{loaderCache: cache}), "", "/opt/n/libnccl.so.2", "/opt/c/libcudart.so.12"},
+		"not in it":    {opt, "", "not found", "not found"},
+		"path":         {opt.with(files{"relative/libnccl.so.2": "", "libnccl.so.2": ""}), "relative::/none:/opt/n/:/opt/c", "/opt/n/libnccl.so.2", "/opt/c/libcudart.so.12"},
+		"root as path": {files{"libnccl.so.2": ""}, "/", "/libnccl.so.2", "not found"},
+		"path first": {opt.with(files{loaderCache: cache, "me/libnccl.so.2": ""}), "/me:/opt/n",
+			"/me/libnccl.so.2, /opt/n/libnccl.so.2", "/opt/c/libcudart.so.12"},
+		"own folder":   {files{"usr/lib/libnccl.so.2": "", "lib64/libcudart.so.11.0": ""}, "", "/usr/lib/libnccl.so.2", "/lib64/libcudart.so.11.0"},
+		"two versions": {files{"lib/libcudart.so.11.0": "", "lib/libcudart.so.12": ""}, "", "not found", "/lib/libcudart.so.11.0, /lib/libcudart.so.12"},
+	} {
+		s := soundSystem()
+		s.Root = c.files.fs()
+		s.Environ = []string{"LD_LIBRARY_PATH=/overridden", "LD_LIBRARY_PATH=" + c.path}
+		lines := look(t, s, "libraries")
+		holds(t, name, lines, "ok libnccl.so.2", "ok libcudart.so")
+		for i, want := range []string{c.nccl, c.cudar} {
+			if want == "not found" {
+				want += " by the loader"
+			}
+			if lines[i].Text != want {
+				t.Errorf("%s: %s: got %q, want %q", name, lines[i].Name, lines[i].Text, want)
+			}
+		}
+	}
+	s := soundSystem()
+	s.Root = refusing{}
+	holds(t, "refused", look(t, s, "libraries"), "warn libraries: permission denied")
+}
+
+// refusing is a file system that nothing can be read of.
+type refusing struct{}
+
+func (refusing) Open(name string) (fs.File, error) {
+	return nil, &fs.PathError{Op: "open", Path: name, Err: fs.ErrPermission}
+}
+
+func TestNvidia(t *testing.T) {
+	for name, c := range map[string]struct {
+		files files
+		want  []string
+	}{
+		"none":   {files{"dev/nvidiactl": "", "dev/null": ""}, []string{"ok nvidia: no device files"}},
+		"two":    {files{"dev/nvidiactl": "", "dev/nvidia0": "", "dev/nvidia1": ""}, []string{"ok nvidia: nvidia0 nvidia1; no driver"}},
+		"driver": {files{"dev/nvidiactl": "", "dev/nvidia0": "", "proc/driver/nvidia/version": "NVRM 550\nGCC"}, []string{"ok nvidia: nvidia0; NVRM 550"}},
+		"no ctl": {files{"dev/nvidia0": ""}, []string{"ok nvidia", "warn nvidia: dev/nvidiactl"}},
+	} {
+		s := soundSystem()
+		s.Root = c.files.fs()
+		lines := look(t, s, "nvidia")
+		holds(t, name, lines, c.want...)
+		if strings.Contains(lines[0].Text, "GCC") {
+			t.Errorf("%s: got %q, want one line of the driver's", name, lines[0].Text)
+		}
+	}
+}
+
+func TestMpirun(t *testing.T) {
+	holds(t, "there", look(t, soundSystem(), "mpirun"), "ok mpirun: /usr/bin/mpirun")
+}
+
+func TestSIMD(t *testing.T) {
+	for _, c := range []struct {
+		simd, arch string
+		noasm      bool
+		want       string
+	}{
+		{"neon", "arm64", false, "ok simd: neon"},
+		{"none", "amd64", true, "warn simd: without the tag"},
+		{"none", "arm64", true, "warn simd: without the tag"},
+		{"none", "amd64", false, "warn simd: AVX2"},
+		{"none", "riscv64", false, "warn simd: assembly for amd64 and arm64"},
+	} {
+		s := soundSystem()
+		s.SIMD, s.Arch, s.Build.NoAsm = c.simd, c.arch, c.noasm
+		holds(t, fmt.Sprint(c), look(t, s, "simd"), c.want)
+	}
+}
+
+func TestCores(t *testing.T) {
+	for name, c := range map[string]struct {
+		files   files
+		threads int
+		want    []string
+	}{
+		"all":     {soundFiles, 4, []string{"ok online: 8", "ok affinity: 4", "ok GOMAXPROCS: 4"}},
+		"fewer":   {soundFiles, 1, []string{"ok online", "ok affinity", "ok GOMAXPROCS: 1"}},
+		"more":    {soundFiles, 5, []string{"ok online", "ok affinity", "warn GOMAXPROCS: 5 threads for 4 cores"}},
+		"no mask": {soundFiles.without("proc/self/status"), 5, []string{"ok online", "warn affinity: proc/self/status", "ok GOMAXPROCS: 5"}},
+		"no line": {soundFiles.with(files{"proc/self/status": "Name: x\n"}), 5, []string{"ok online", "warn affinity: no Cpus_allowed_list", "ok GOMAXPROCS"}},
+		"bad mask": {soundFiles.with(files{"proc/self/status": "Cpus_allowed_list:\t3-1\n"}), 5,
+			[]string{"ok online", `warn affinity: got "3-1"`, "ok GOMAXPROCS"}},
+		"no list":  {soundFiles.without("sys/devices/system/cpu/online"), 4, []string{"warn online", "ok affinity", "ok GOMAXPROCS"}},
+		"bad list": {soundFiles.with(files{"sys/devices/system/cpu/online": "\n"}), 4, []string{`warn online: got ""`, "ok affinity", "ok GOMAXPROCS"}},
+	} {
+		s := soundSystem()
+		s.Root, s.GOMAXPROCS = c.files.fs(), c.threads
+		holds(t, name, look(t, s, "cores"), c.want...)
+	}
+	for list, want := range map[string]int{
+		"0": 1, "0-0": 1, "0-3,8,10-11": 7, "65535": 1,
+		"": 0, "-": 0, "1-": 0, "-1": 0, "2-1": 0, "0,": 0, "a": 0, "0-65536": 0, "99999999999999999999": 0,
+	} {
+		if n, err := countList(list); n != want || (err == nil) != (want > 0) {
+			t.Errorf("%q: got %d and error %v, want %d", list, n, err, want)
+		}
+	}
+}
+
+func TestQuota(t *testing.T) {
+	const v1 = "proc/self/cgroup"
+	cpu := func(dir, quota, period string) files {
+		return files{dir + "/cpu.cfs_quota_us": quota + "\n", dir + "/cpu.cfs_period_us": period + "\n"}
+	}
+	for name, c := range map[string]struct {
+		more files
+		want string
+	}{
+		"no cgroup":    {files{v1: ""}, "ok quota: no limit"},
+		"v2 none":      {files{"sys/fs/cgroup/job/cpu.max": "max 100000\n"}, "ok quota: no limit"},
+		"v2 exact":     {files{"sys/fs/cgroup/job/cpu.max": "400000 100000\n"}, "ok quota: 4 cores (/sys/fs/cgroup/job/cpu.max)"},
+		"v2 less":      {files{"sys/fs/cgroup/job/cpu.max": "150000 100000\n"}, "warn quota: 1.5 cores of the 4"},
+		"v2 above":     {files{"sys/fs/cgroup/job/cpu.max": "600000 100000\n", "sys/fs/cgroup/cpu.max": "100000 50000\n"}, "warn quota: 2 cores of the 4 that are visible (/sys/fs/cgroup/cpu.max)"},
+		"v2 below":     {files{"sys/fs/cgroup/job/cpu.max": "100000 100000\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}, "warn quota: 1 cores of the 4 that are visible (/sys/fs/cgroup/job/cpu.max)"},
+		"v2 container": {files{v1: "0::/host/path\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, "warn quota: 0.5 cores"},
+		"v2 escape":    {files{v1: "0::/../../x\n", "sys/fs/cgroup/x/cpu.max": "50000 100000\n"}, "warn quota: 0.5 cores"},
+		"v2 unified":   {files{v1: "3:cpuset:/\n0::/j\n", "sys/fs/cgroup/unified/j/cpu.max": "50000 100000\n"}, "warn quota: 0.5 cores"},
+		"v2 nonsense":  {files{"sys/fs/cgroup/job/cpu.max": "many\n"}, "ok quota: no limit"},
+		"v2 negative":  {files{"sys/fs/cgroup/job/cpu.max": "100 -5\n"}, "ok quota: no limit"},
+		"no path":      {files{v1: "0::\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, "warn quota: 0.5 cores"},
+		"v2 zero":      {files{"sys/fs/cgroup/job/cpu.max": "100 0\n"}, "ok quota: no limit"},
+		"v1 none":      {cpu("sys/fs/cgroup/cpu/a", "-1", "100000").with(files{v1: "4:cpu:/a\n0::/\n"}), "ok quota: no limit"},
+		"v1 less":      {cpu("sys/fs/cgroup/cpu/a", "100000", "100000").with(files{v1: "4:cpu:/a/b\n"}), "warn quota: 1 cores of the 4 that are visible (/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us)"},
+		"v1 joined":    {cpu("sys/fs/cgroup/cpu,cpuacct/a", "100000", "50000").with(files{v1: "4:cpu,cpuacct:/a\n"}), "warn quota: 2 cores"},
+		"v1 other":     {cpu("sys/fs/cgroup/cpu/a", "100000", "100000").with(files{v1: "4:cpuset:/a\n"}), "ok quota: no limit"},
+		"bad lines":    {files{v1: "4\n:\n\n0::/job\n", "sys/fs/cgroup/job/cpu.max": "50000 100000\n"}, "warn quota: 0.5 cores"},
+		"mask unknown": {files{"proc/self/status": "", "sys/fs/cgroup/job/cpu.max": "50000 100000\n"}, "ok quota: 0.5 cores"},
+	} {
+		s := soundSystem()
+		s.Root = soundFiles.with(c.more).fs()
+		holds(t, name, look(t, s, "quota"), c.want)
+	}
+}
+
+func TestMemory(t *testing.T) {
+	for text, want := range map[string]string{
+		soundFiles["proc/meminfo"]:                            "ok memory: 4 GiB available of 8 GiB",
+		"MemTotal: 8388608 kB\nMemAvailable: 1048576 kB\n":    "ok memory: 1 GiB",
+		"MemTotal: 8388608 kB\nMemAvailable: 1048575 kB\n":    "warn memory: 1024 MiB available of 8 GiB",
+		"MemTotal: 8388608 kB\n":                              "warn memory: no MemTotal or MemAvailable",
+		"MemTotal: 8388608 kB\nMemAvailable: much\nMem:\n\n ": "warn memory: no MemTotal or MemAvailable",
+	} {
+		s := soundSystem()
+		s.Root = files{"proc/meminfo": text}.fs()
+		holds(t, text, look(t, s, "memory"), want)
+	}
+}
+
+func TestMemoryLimit(t *testing.T) {
+	v2 := func(dir, limit, usage string) files {
+		return files{"sys/fs/cgroup" + dir + "/memory.max": limit + "\n", "sys/fs/cgroup" + dir + "/memory.current": usage + "\n"}
+	}
+	v1 := func(limit, usage string) files {
+		return files{"proc/self/cgroup": "4:memory:/job\n", "sys/fs/cgroup/memory/job/memory.limit_in_bytes": limit + "\n",
+			"sys/fs/cgroup/memory/job/memory.usage_in_bytes": usage + "\n"}
+	}
+	for name, c := range map[string]struct {
+		more files
+		want string
+	}{
+		"none":          {nil, "ok cgroup: no limit"},
+		"v2 max":        {v2("/job", "max", "5"), "ok cgroup: no limit"},
+		"v2 enough":     {v2("/job", "3221225472", "2147483648"), "ok cgroup: 1 GiB left of 3 GiB (/sys/fs/cgroup/job/memory.max)"},
+		"v2 little":     {v2("/job", "3221225472", "2147483649"), "warn cgroup: left of 3 GiB"},
+		"v2 over":       {v2("/job", "1024", "2147483649"), "warn cgroup: 0 bytes left of 1 KiB"},
+		"v2 above":      {v2("/job", "4294967296", "0").with(v2("", "2147483648", "0")), "ok cgroup: 2 GiB left of 2 GiB (/sys/fs/cgroup/memory.max)"},
+		"v2 below":      {v2("/job", "2147483648", "0").with(v2("", "4294967296", "0")), "ok cgroup: 2 GiB left of 2 GiB (/sys/fs/cgroup/job/memory.max)"},
+		"v2 usage":      {files{"sys/fs/cgroup/job/memory.max": "1"}, "ok cgroup: no limit"},
+		"v2 cache":      {v2("/job", "2147483648", "2147483648").with(files{"sys/fs/cgroup/job/memory.stat": "anon 5\ninactive_file 1073741824\nactive_file 1073741823\n"}), "ok cgroup: 2 GiB left"},
+		"v2 much cache": {v2("/job", "2147483648", "5").with(files{"sys/fs/cgroup/job/memory.stat": "inactive_file 6\n"}), "ok cgroup: 2 GiB left of 2 GiB"},
+		"v1 none":       {v1("9223372036854771712", "5"), "ok cgroup: no limit"},
+		"v1 little":     {v1("536870912", "268435456"), "warn cgroup: 256 MiB left of 512 MiB"},
+		"v1 cache": {v1("536870912", "536870912").with(files{"sys/fs/cgroup/memory/job/memory.stat": "inactive_file 9\ntotal_inactive_file 1048576\ntotal_active_file 1048576\n"}),
+			"warn cgroup: 2 MiB left of 512 MiB"},
+	} {
+		s := soundSystem()
+		s.Root = soundFiles.with(c.more).fs()
+		holds(t, name, look(t, s, "cgroup"), c.want)
+	}
+}
+
+func TestDevShm(t *testing.T) {
+	for _, c := range []struct {
+		free uint64
+		err  error
+		want string
+	}{
+		{gib, nil, "ok /dev/shm: 1 GiB free of 2 GiB; gohvd does not use it"},
+		{gib - 4096, nil, "warn /dev/shm: PyTorch's data loaders"},
+		{0, nil, "warn /dev/shm: 0 bytes free of 2 GiB"},
+		{0, unix.ENOENT, "warn /dev/shm: no such file or directory; gohvd does not use it"},
+	} {
+		s := soundSystem()
+		s.Statfs = func(path string) (unix.Statfs_t, error) {
+			if path != "/dev/shm" {
+				t.Errorf("asked for %q", path)
+			}
+			return unix.Statfs_t{Bsize: 4096, Bavail: c.free / 4096, Blocks: 2 * gib / 4096}, c.err
+		}
+		holds(t, fmt.Sprint(c), look(t, s, "/dev/shm"), c.want)
+	}
+	for n, want := range map[uint64]string{0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 64 << 20: "64 MiB", 3 << 29: "1.5 GiB", 1<<64 - 1: "16 EiB"} {
+		if got := bytesText(n); got != want {
+			t.Errorf("%d: got %q, want %q", n, got, want)
+		}
+	}
+}
+
+func TestLimits(t *testing.T) {
+	const none = unix.RLIM_INFINITY
+	for _, c := range []struct {
+		check    string
+		resource int
+		cur      uint64
+		want     string
+	}{
+		{"file size", unix.RLIMIT_FSIZE, none, "ok file size: unlimited"},
+		{"file size", unix.RLIMIT_FSIZE, gib, "ok file size: 1 GiB"},
+		{"file size", unix.RLIMIT_FSIZE, gib - 1, "warn file size: 1024 MiB"},
+		{"locked memory", unix.RLIMIT_MEMLOCK, 65536, "ok locked memory: 64 KiB"},
+		{"open files", unix.RLIMIT_NOFILE, none, "ok open files: unlimited"},
+		{"open files", unix.RLIMIT_NOFILE, 1024, "ok open files: 1024 (RLIMIT_NOFILE): a rank needs about 2 for each other rank, so jobs can have about 497 ranks"},
+		{"open files", unix.RLIMIT_NOFILE, 1023, "warn open files: about 496 ranks"},
+		{"open files", unix.RLIMIT_NOFILE, 128, "warn open files: about 49 ranks"},
+		{"open files", unix.RLIMIT_NOFILE, 127, "fail open files: about 48 ranks"},
+		{"open files", unix.RLIMIT_NOFILE, 3, "fail open files: about 1 ranks"},
+	} {
+		s := soundSystem()
+		s.Rlimit = func(resource int) (unix.Rlimit, error) {
+			if resource != c.resource {
+				t.Errorf("%s: asked for limit %d, want %d", c.check, resource, c.resource)
+			}
+			return unix.Rlimit{Cur: c.cur, Max: none}, nil
+		}
+		holds(t, fmt.Sprint(c), look(t, s, c.check), c.want)
+	}
+
+	s := soundSystem()
+	s.Root = files{"dev/infiniband/uverbs0": ""}.fs()
+	holds(t, "infiniband", look(t, s, "locked memory"), "ok locked memory: unlimited")
+	s.Rlimit = func(int) (unix.Rlimit, error) { return unix.Rlimit{Cur: 1 << 20}, nil }
+	holds(t, "infiniband", look(t, s, "locked memory"), "warn locked memory: 1 MiB (RLIMIT_MEMLOCK)")
+}
+
+func TestInterfaces(t *testing.T) {
+	lo := Interface{Name: "lo", Addrs: []string{"::1/128"}, MTU: 65536, Up: true, Running: true, Loopback: true}
+	with := func(i Interface, change func(*Interface)) Interface {
+		i.Addrs = slices.Clone(i.Addrs)
+		change(&i)
+		return i
+	}
+	eth := Interface{Name: "eth0", Addrs: []string{"10.0.0.2/24", "fd00::2/64"}, MTU: 9000, Up: true, Running: true}
+	var many []Interface
+	for i := range maxIdle + 2 {
+		many = append(many, Interface{Name: fmt.Sprintf("v%d", i)})
+	}
+	for name, c := range map[string]struct {
+		all  []Interface
+		want []string
+	}{
+		"lo alone":   {[]Interface{lo}, []string{"ok interface lo: up, mtu 65536, ::1/128"}},
+		"two":        {[]Interface{lo, eth}, []string{"ok interface lo", "ok interface eth0: up, mtu 9000, 10.0.0.2/24 fd00::2/64"}},
+		"down":       {[]Interface{lo, with(eth, func(i *Interface) { i.Up = false })}, []string{"ok interface lo", "warn interface eth0: down, mtu"}},
+		"no carrier": {[]Interface{lo, with(eth, func(i *Interface) { i.Running = false })}, []string{"ok interface lo", "warn interface eth0: without a carrier"}},
+		"idle":       {append([]Interface{lo}, many[:2]...), []string{"ok interface lo", "ok no address: v0 v1"}},
+		"many idle":  {append([]Interface{lo}, many...), []string{"ok interface lo", "ok no address: v7 and 2 more"}},
+		"none":       {nil, []string{"fail loopback: ip link set lo up"}},
+		"no lo":      {[]Interface{eth}, []string{"ok interface eth0", "fail loopback"}},
+		"lo down":    {[]Interface{with(lo, func(i *Interface) { i.Up = false })}, []string{"warn interface lo: down", "fail loopback"}},
+		"lo empty":   {[]Interface{with(lo, func(i *Interface) { i.Addrs = nil })}, []string{"ok no address: lo", "fail loopback"}},
+		"lo other":   {[]Interface{with(lo, func(i *Interface) { i.Addrs[0] = "10.1.1.1/32" })}, []string{"ok interface lo", "fail loopback"}},
+		"no lo flag": {[]Interface{with(lo, func(i *Interface) { i.Loopback = false })}, []string{"ok interface lo", "fail loopback"}},
+	} {
+		s := soundSystem()
+		s.Interfaces = func() ([]Interface, error) { return c.all, nil }
+		holds(t, name, look(t, s, "interfaces"), c.want...)
+	}
+}
+
+func TestHostName(t *testing.T) {
+	for name, c := range map[string]struct {
+		addrs []string
+		err   error
+		hosts []string
+		want  string
+	}{
+		"found":               {[]string{"10.0.0.2", "127.0.1.1"}, nil, []string{"h1"}, "ok host name: h0 is 10.0.0.2 127.0.1.1"},
+		"loopback":            {[]string{"127.0.1.1", "::1"}, nil, nil, "ok host name: h0 is 127.0.1.1 ::1, on this host alone"},
+		"loopback with hosts": {[]string{"127.0.1.1", "::1"}, nil, []string{"h1"}, "warn host name: other hosts cannot reach"},
+		"not found":           {nil, errors.New("no such host"), nil, "warn host name: h0: no such host"},
+	} {
+		s := soundSystem()
+		s.Hosts = c.hosts
+		s.LookupHost = func(_ context.Context, name string) ([]string, error) {
+			if name != "h0" {
+				t.Errorf("asked for %q, want h0", name)
+			}
+			return c.addrs, c.err
+		}
+		holds(t, name, look(t, s, "host name"), c.want)
+	}
+}
+
+func TestClock(t *testing.T) {
+	for _, c := range []struct {
+		state    int
+		status   int32
+		maxError int64
+		want     string
+	}{
+		{unix.TIME_OK, 0, 2500, "ok clock: wrong by at most 2.5ms"},
+		{unix.TIME_OK, 0, 1e6, "ok clock: wrong by at most 1s"},
+		{unix.TIME_OK, 0, 1e6 + 1, "warn clock: may be wrong by 1s"},
+		{unix.TIME_ERROR, 0, 0, "warn clock: not synchronised"},
+		{unix.TIME_OK, unix.STA_UNSYNC, 0, "warn clock: not synchronised"},
+	} {
+		s := soundSystem()
+		s.Clock = func() (int, unix.Timex, error) {
+			return c.state, unix.Timex{Status: c.status, Maxerror: c.maxError}, nil
+		}
+		holds(t, fmt.Sprint(c), look(t, s, "clock"), c.want)
+	}
+}
+
+func TestVariables(t *testing.T) {
+	s := soundSystem()
+	s.Environ = []string{"PATH=/bin", "HVD_SECRET=hush hush hush hush", "HOROVOD_SIZE=4", "HOROVOD_RANK=1", "HOROVOD_CYCLE_TIME=2",
+		"HVD_NO_SETTING=1", "HOROVOD_HOSTNAME=", "HVD_SECRET_FILE=/s"}
+	lines := look(t, s, "variables")
+	holds(t, "rank", lines, "ok HVD_SECRET_FILE: /s", "ok HOROVOD_CYCLE_TIME: 2", "ok HOROVOD_RANK: 1", "ok HOROVOD_SIZE: 4", "ok HVD_SECRET: set, not shown")
+	if strings.Contains(fmt.Sprint(lines), "hush") {
+		t.Errorf("got %v, want no secret", lines)
+	}
+	s.Environ = []string{"HVD_NO_SETTING=1", "HOROVOD_HOSTNAME="}
+	holds(t, "no rank", look(t, s, "variables"), "ok variables: none")
+}

@@ -1,0 +1,312 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"testing/fstest"
+	"testing/synctest"
+	"time"
+
+	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const testLimit = 30 * time.Second
+
+// files are the contents of files by path.
+type files map[string]string
+
+func (f files) fs() fstest.MapFS {
+	root := fstest.MapFS{}
+	for name, text := range f {
+		root[name] = &fstest.MapFile{Data: []byte(text)}
+	}
+	return root
+}
+
+// without are the files but for some.
+func (f files) without(names ...string) files {
+	rest := maps.Clone(f)
+	for _, n := range names {
+		delete(rest, n)
+	}
+	return rest
+}
+
+// with are the files and more, or others of the same name.
+func (f files) with(more files) files {
+	all := maps.Clone(f)
+	maps.Copy(all, more)
+	return all
+}
+
+var soundFiles = files{
+	"sys/devices/system/cpu/online": "0-7\n",
+	"proc/self/status":              "Name:\tx\nCpus_allowed:\tf\nCpus_allowed_list:\t0-2,5\n",
+	"proc/self/cgroup":              "0::/job\n",
+	"proc/meminfo":                  "MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n",
+}
+
+const gib = 1 << 30
+
+// soundSystem is a machine with which nothing is wrong.
+func soundSystem() *System {
+	return &System{
+		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", GOMAXPROCS: 4,
+		Build: Build{Version: "v1", Go: "go1", Known: true, Parts: []Part{{"controllers", "Gloo", true}}, CPUOperations: "shm or tcp"},
+		Agent: []string{"agent", "-q"},
+		Rlimit: func(int) (unix.Rlimit, error) {
+			return unix.Rlimit{Cur: unix.RLIM_INFINITY, Max: unix.RLIM_INFINITY}, nil
+		},
+		Statfs: func(string) (unix.Statfs_t, error) {
+			return unix.Statfs_t{Bsize: 4096, Blocks: 4 * gib / 4096, Bavail: 2 * gib / 4096}, nil
+		},
+		Clock: func() (int, unix.Timex, error) { return unix.TIME_OK, unix.Timex{Maxerror: 2500}, nil },
+		Memfd: func(int64) error { return nil },
+		Interfaces: func() ([]Interface, error) {
+			return []Interface{
+				{Name: "lo", Addrs: []string{"127.0.0.1/8", "::1/128"}, MTU: 65536, Up: true, Running: true, Loopback: true},
+				{Name: "eth0", Addrs: []string{"10.0.0.2/24"}, MTU: 1500, Up: true, Running: true},
+			}, nil
+		},
+		Hostname:   func() (string, error) { return "h0", nil },
+		LookupHost: func(context.Context, string) ([]string, error) { return []string{"10.0.0.2"}, nil },
+		LookPath:   func(name string) (string, error) { return "/usr/bin/" + name, nil },
+		Reach:      func(context.Context, []string) (string, error) { return "", nil },
+	}
+}
+
+// look runs the check of a name.
+func look(t *testing.T, s *System, name string) []Line {
+	t.Helper()
+	all := Checks()
+	i := slices.IndexFunc(all, func(c Check) bool { return c.Name == name })
+	if i < 0 {
+		t.Fatalf("no check is called %q", name)
+	}
+	return Run(t.Context(), s, all[i:i+1], testLimit)
+}
+
+// holds compares lines with status, name and a part of text or fix: "ok memory: 4 GiB".
+func holds(t *testing.T, what string, lines []Line, want ...string) {
+	t.Helper()
+	if len(lines) != len(want) {
+		t.Errorf("%s: got %d lines %+v, want %d: %q", what, len(lines), lines, len(want), want)
+		return
+	}
+	for i, l := range lines {
+		head, part, _ := strings.Cut(want[i], ": ")
+		if string(l.Status)+" "+l.Name != head || !strings.Contains(l.Text+" | "+l.Fix, part) {
+			t.Errorf("%s: got %+v, want %s", what, l, want[i])
+		}
+		if (l.Fix != "") != (l.Status != OK) {
+			t.Errorf("%s: got status %s and fix %q, want a fix for what is not ok alone", what, l.Status, l.Fix)
+		}
+	}
+}
+
+func TestASoundMachine(t *testing.T) {
+	lines := Run(t.Context(), soundSystem(), Checks(), testLimit)
+	for _, l := range lines {
+		if l.Status != OK || l.Fix != "" || l.Section == "" || l.Name == "" || l.Text == "" {
+			t.Errorf("got %+v, want ok and all but the fix", l)
+		}
+	}
+	sections := slices.Compact(func() (all []string) {
+		for _, l := range lines {
+			all = append(all, l.Section)
+		}
+		return all
+	}())
+	want := []string{"build", "found at run time", "processor", "memory", "limits", "network", "clock", "hosts", "launch environment"}
+	if !slices.Equal(sections, want) {
+		t.Errorf("got sections %q, want %q", sections, want)
+	}
+}
+
+// Where nothing can be read or called with success, each check says so.
+func TestABrokenMachine(t *testing.T) {
+	broken := errors.New("broken")
+	s := soundSystem()
+	s.Root = fstest.MapFS{}
+	s.Rlimit = func(int) (unix.Rlimit, error) { return unix.Rlimit{}, broken }
+	s.Statfs = func(string) (unix.Statfs_t, error) { return unix.Statfs_t{}, broken }
+	s.Clock = func() (int, unix.Timex, error) { return 0, unix.Timex{}, broken }
+	s.Memfd = func(int64) error { return broken }
+	s.Interfaces = func() ([]Interface, error) { return nil, broken }
+	s.Hostname = func() (string, error) { return "", broken }
+	s.LookPath = func(string) (string, error) { return "", broken }
+	holds(t, "broken", Run(t.Context(), s, Checks(), testLimit),
+		"ok version", "ok compiler", "ok controllers", "ok cpu operations",
+		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok mpirun: not found",
+		"ok simd", "warn online", "warn affinity", "ok GOMAXPROCS", "ok quota: no limit",
+		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",
+		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",
+		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
+		"warn agent: broken; only jobs on several hosts", "ok hosts: none", "ok variables: none")
+}
+
+func TestHangs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const limit = 8 * time.Second
+		release := make(chan struct{})
+		hang := func(context.Context, *System) []Line { <-release; return []Line{ok("", "late")} }
+		// Many, because what ends in time must be seen whichever of two channels is looked at first.
+		heed := Check{"a", "heeds", func(ctx context.Context, _ *System) []Line { <-ctx.Done(); return []Line{fail("x", "y", "z")} }}
+		checks := []Check{
+			{"a", "hangs", hang},
+			heed, heed, heed, heed, heed, heed, heed, heed,
+			{"b", "answers", func(context.Context, *System) []Line { return []Line{ok("", "fine"), ok("more", "fine")} }},
+			{"b", "hangs too", hang},
+		}
+		start := time.Now()
+		lines := Run(t.Context(), nil, checks, limit)
+		if took := time.Since(start); took != limit {
+			t.Errorf("took %v, want %v", took, limit)
+		}
+		holds(t, "hanging", lines, "warn hangs: it has not ended within 8s",
+			"fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z",
+			"ok answers: fine", "ok more: fine", "warn hangs too: it has not ended within 8s")
+		if lines[0].Section != "a" || lines[len(lines)-1].Section != "b" {
+			t.Errorf("got sections %q and %q, want a and b", lines[0].Section, lines[len(lines)-1].Section)
+		}
+
+		start = time.Now()
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+		defer cancel()
+		lines = Run(ctx, nil, checks[:2], limit)
+		if took := time.Since(start); took != 2*time.Second+grace {
+			t.Errorf("after the end of the context: took %v, want %v", took, 2*time.Second+grace)
+		}
+		holds(t, "interrupted", lines, "warn hangs: within 3s", "fail x: z")
+		close(release)
+		synctest.Wait()
+	})
+}
+
+// What other hosts and the environment say can neither drive the terminal nor fill it.
+func TestForeignText(t *testing.T) {
+	for _, c := range []struct{ in, want string }{
+		{"a\x1b[31mb\nc\td\x00\u202e", "a?[31mb?c?d??"},
+		{"höst", "höst"},
+		{strings.Repeat("x", maxTextBytes), strings.Repeat("x", maxTextBytes)},
+		{strings.Repeat("x", maxTextBytes+1), strings.Repeat("x", maxTextBytes) + "..."},
+		{strings.Repeat("x", maxTextBytes-1) + "öö", strings.Repeat("x", maxTextBytes-1) + "..."},
+	} {
+		foreign := func(context.Context, *System) []Line { return []Line{warn(c.in, c.in, "%s", c.in)} }
+		got := Run(t.Context(), nil, []Check{{"s", "n", foreign}}, testLimit)[0]
+		if got.Name != c.want || got.Text != c.want || got.Fix != c.want {
+			t.Errorf("%q: got %+v, want %q", c.in, got, c.want)
+		}
+	}
+}
+
+func TestPrinting(t *testing.T) {
+	lines := []Line{
+		{"one", "a", OK, "fine", ""},
+		{"one", "löng", Warn, "<so so>", "do & this"},
+		{"two", "b", Fail, "bad", "do that"},
+	}
+	var text strings.Builder
+	if err := WriteText(&text, lines); err != nil {
+		t.Fatal(err)
+	}
+	want := `one
+  ok    a     fine
+  warn  löng  <so so>
+              fix: do & this
+two
+  fail  b  bad
+           fix: do that
+1 ok, 1 warn, 1 fail
+`
+	if text.String() != want {
+		t.Errorf("got\n%s\nwant\n%s", text.String(), want)
+	}
+
+	text.Reset()
+	if err := WriteJSON(&text, lines[1:2]); err != nil {
+		t.Fatal(err)
+	}
+	want = `[
+  {
+    "section": "one",
+    "name": "löng",
+    "status": "warn",
+    "text": "<so so>",
+    "fix": "do & this"
+  }
+]
+`
+	if text.String() != want {
+		t.Errorf("got\n%s\nwant\n%s", text.String(), want)
+	}
+	text.Reset()
+	if err := WriteJSON(&text, nil); err != nil || text.String() != "[]\n" {
+		t.Errorf("got %q and error %v, want an empty array", text.String(), err)
+	}
+	for _, write := range []func() error{
+		func() error { return WriteText(full{}, lines) }, func() error { return WriteJSON(full{}, lines) },
+	} {
+		if err := write(); !errors.Is(err, errFull) {
+			t.Errorf("got error %v, want %v", err, errFull)
+		}
+	}
+}
+
+var errFull = errors.New("full")
+
+type full struct{}
+
+func (full) Write([]byte) (int, error) { return 0, errFull }
+
+func TestThisMachine(t *testing.T) {
+	s := Here()
+	s.Agent = strings.Fields(DefaultAgent)
+	s.Environ = os.Environ()
+	start := time.Now()
+	lines := Run(t.Context(), s, Checks(), testLimit)
+	if took := time.Since(start); took > testLimit {
+		t.Errorf("took %v, want at most %v", took, testLimit)
+	}
+	status := map[string]Status{}
+	for _, l := range lines {
+		t.Logf("%+v", l)
+		if l.Section == "" || l.Name == "" || l.Text == "" || (l.Fix != "") != (l.Status != OK) {
+			t.Errorf("got %+v, want section, name, text, and a fix unless ok", l)
+		}
+		status[l.Name] = l.Status
+	}
+	// What the other tests of this module need as well.
+	for _, name := range []string{"online", "affinity", "memfd", "interface lo"} {
+		if status[name] != OK {
+			t.Errorf("%s: got %q, want ok", name, status[name])
+		}
+	}
+	if _, found := status["loopback"]; found || status["compiler"] != OK || !s.Build.Known {
+		t.Errorf("got %v, want no loopback missing and a known compiler", status)
+	}
+}
+
+func TestEveryCheckIsDescribed(t *testing.T) {
+	page, err := fs.ReadFile(os.DirFS("../../docs"), "doctor.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range Checks() {
+		if !strings.Contains(string(page), "| "+c.Name+" |") {
+			t.Errorf("docs/doctor.md has no row for %q", c.Name)
+		}
+		if !strings.Contains(string(page), "\n## "+c.Section+"\n") {
+			t.Errorf("docs/doctor.md has no heading %q", c.Section)
+		}
+	}
+}

@@ -1,0 +1,95 @@
+package doctor
+
+import (
+	"context"
+	"strings"
+	"sync"
+	"time"
+)
+
+// DefaultAgent gives no chance to ask for a password, and up in time.
+const DefaultAgent = "ssh -o BatchMode=yes -o ConnectTimeout=5"
+
+// maxAgents bounds how many agents run at once.
+const maxAgents = 32
+
+// agent looks for the program that reaches other hosts.
+func agent(_ context.Context, s *System) []Line {
+	name := s.Agent[0]
+	file, err := s.LookPath(name)
+	const fix = "install it (Debian: apt install openssh-client), or name another with --agent"
+	switch {
+	case err == nil:
+		return []Line{ok("", "%s", file)}
+	case len(s.Hosts) > 0:
+		return []Line{fail("", fix, "%v", err)}
+	default:
+		return []Line{warn("", fix, "%v; only jobs on several hosts need it", err)}
+	}
+}
+
+// hosts runs a command that does nothing on each host, side by side.
+func hosts(ctx context.Context, s *System) []Line {
+	if len(s.Hosts) == 0 {
+		return []Line{ok("", "none asked for (--hosts)")}
+	}
+	lines := make([]Line, len(s.Hosts))
+	turns := make(chan struct{}, maxAgents)
+	var wg sync.WaitGroup
+	for i, host := range s.Hosts {
+		wg.Go(func() {
+			name := "host " + host
+			select {
+			case turns <- struct{}{}:
+				defer func() { <-turns }()
+				lines[i] = s.try(ctx, name, host)
+			case <-ctx.Done():
+				lines[i] = warn(name, "ask for fewer hosts at once", "not tried: others took all of the time")
+			}
+		})
+	}
+	wg.Wait()
+	return lines
+}
+
+// try runs the command on one host.
+func (s *System) try(ctx context.Context, name, host string) Line {
+	argv := append(s.Agent[:len(s.Agent):len(s.Agent)], host, "true")
+	start := time.Now()
+	said, err := s.Reach(ctx, argv)
+	took := time.Since(start)
+	if err == nil {
+		return ok(name, "reached in %v", took.Round(time.Millisecond))
+	}
+	command := strings.Join(argv, " ")
+	if ctx.Err() != nil {
+		return fail(name, "see what it waits for: "+command, "no answer in %v", took.Round(100*time.Millisecond))
+	}
+	text := err.Error()
+	if last := lastLine(said); last != "" {
+		text += ": " + last
+	}
+	return fail(name, fixFor(host, said, command), "%s", text)
+}
+
+func lastLine(text string) string {
+	text = strings.TrimSpace(text)
+	return strings.TrimSpace(text[strings.LastIndexByte(text, '\n')+1:])
+}
+
+// fixFor tells what to do from what OpenSSH says.
+func fixFor(host, said, command string) string {
+	for _, c := range []struct{ says, fix string }{
+		{"Host key verification failed", "check the host's key and accept it by hand once: ssh " + host},
+		{"Permission denied", "let your key in: ssh-copy-id " + host},
+		{"Could not resolve hostname", "correct the name, or put it into /etc/hosts, the DNS or ~/.ssh/config"},
+		{"Connection refused", "start sshd there, or name its port in ~/.ssh/config"},
+		{"timed out", "see that the host is up and its firewall lets port 22 through"},
+		{"No route to host", "see that the host is up and on this network"},
+	} {
+		if strings.Contains(said, c.says) {
+			return c.fix
+		}
+	}
+	return "run it by hand: " + command
+}

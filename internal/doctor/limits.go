@@ -1,0 +1,71 @@
+package doctor
+
+import (
+	"context"
+	"io/fs"
+
+	"golang.org/x/sys/unix"
+)
+
+// getrlimitFix is for when the kernel does not say a limit, which only a sandbox brings about.
+const getrlimitFix = "have a sandbox that allows getrlimit"
+
+// fileSize looks at the limit for files, which holds for memfds as well.
+func fileSize(_ context.Context, s *System) []Line {
+	r, err := s.Rlimit(unix.RLIMIT_FSIZE)
+	switch {
+	case err != nil:
+		return []Line{warn("", getrlimitFix, "%v", err)}
+	case r.Cur < lowBytes:
+		return []Line{warn("", "ulimit -f unlimited, or LimitFSIZE=infinity in the service",
+			"%s (RLIMIT_FSIZE): tensors in shared memory count as files and cannot be larger", limitText(r.Cur))}
+	default:
+		return []Line{ok("", "%s (RLIMIT_FSIZE)", limitText(r.Cur))}
+	}
+}
+
+// lockedMemory looks at the limit for locked memory, which matters to network cards that write to memory by themselves.
+func lockedMemory(_ context.Context, s *System) []Line {
+	r, err := s.Rlimit(unix.RLIMIT_MEMLOCK)
+	if err != nil {
+		return []Line{warn("", getrlimitFix, "%v", err)}
+	}
+	cards, err := fs.Glob(s.Root, "dev/infiniband/uverbs*")
+	switch found := limitText(r.Cur) + " (RLIMIT_MEMLOCK); gohvd locks none, NCCL and MPI do over InfiniBand"; {
+	case err == nil && len(cards) > 0 && r.Cur != unix.RLIM_INFINITY:
+		return []Line{warn("", "ulimit -l unlimited, docker --ulimit memlock=-1, or LimitMEMLOCK=infinity in the service",
+			"%s, which is here", found)}
+	default:
+		return []Line{ok("", "%s", found)}
+	}
+}
+
+const (
+	// filesPerPeer are a rank's sockets to each other rank: one for data and, on one host or at rank 0, one more.
+	filesPerPeer = 2
+	// filesOwn is about what a rank needs besides: its output, poller, listeners, store and shared memory.
+	filesOwn = 32
+	// fewFiles are too few for large jobs, tooFewFiles for most.
+	fewFiles, tooFewFiles = 1024, 128
+)
+
+// openFiles looks at the limit for open files. In a Go program the soft limit is the hard one, for package os raises it.
+func openFiles(_ context.Context, s *System) []Line {
+	const fix = "raise the hard limit: ulimit -Hn 65536, docker --ulimit nofile=65536, or LimitNOFILE=65536 in the service"
+	r, err := s.Rlimit(unix.RLIMIT_NOFILE)
+	if err != nil {
+		return []Line{warn("", getrlimitFix, "%v", err)}
+	}
+	const format = "%d (RLIMIT_NOFILE): a rank needs about %d for each other rank, so jobs can have about %d ranks"
+	ranks := (r.Cur-min(r.Cur, filesOwn))/filesPerPeer + 1
+	switch {
+	case r.Cur == unix.RLIM_INFINITY:
+		return []Line{ok("", "unlimited (RLIMIT_NOFILE)")}
+	case r.Cur < tooFewFiles:
+		return []Line{fail("", fix, format, r.Cur, filesPerPeer, ranks)}
+	case r.Cur < fewFiles:
+		return []Line{warn("", fix, format, r.Cur, filesPerPeer, ranks)}
+	default:
+		return []Line{ok("", format, r.Cur, filesPerPeer, ranks)}
+	}
+}

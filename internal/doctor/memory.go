@@ -1,0 +1,142 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// lowBytes is what makes little memory: a few ranks' segments, fusion buffers and runtimes take some hundred MiB.
+const lowBytes = 1 << 30
+
+func memory(_ context.Context, s *System) []Line {
+	text, err := fs.ReadFile(s.Root, "proc/meminfo")
+	if err != nil {
+		return []Line{warn("", "mount /proc", "%v", err)}
+	}
+	total, known1 := field(string(text), "MemTotal:")
+	available, known2 := field(string(text), "MemAvailable:")
+	if !known1 || !known2 {
+		return []Line{warn("", "mount /proc", "/proc/meminfo: no MemTotal or MemAvailable")}
+	}
+	// The file counts in KiB.
+	found := fmt.Sprintf("%s available of %s", bytesText(available<<10), bytesText(total<<10))
+	if available<<10 < lowBytes {
+		return []Line{warn("", "end what else runs here, or start fewer ranks", "%s", found)}
+	}
+	return []Line{ok("", "%s", found)}
+}
+
+// memoryLimit says what the cgroup leaves. The kernel enforces it by killing.
+func memoryLimit(_ context.Context, s *System) []Line {
+	var (
+		left, limit uint64 = math.MaxUint64, 0
+		file        string
+	)
+	for g := range s.cgroups("memory") {
+		if l, of, from, limited := s.memoryOf(g); limited && l < left {
+			left, limit, file = l, of, from
+		}
+	}
+	found := fmt.Sprintf("%s left of %s (/%s)", bytesText(left), bytesText(limit), file)
+	switch {
+	case file == "":
+		return []Line{ok("", "no limit")}
+	case left < lowBytes:
+		return []Line{warn("", "raise the limit (docker --memory, limits.memory of the pod, MemoryMax=) or start fewer ranks",
+			"%s: the kernel kills who needs more", found)}
+	default:
+		return []Line{ok("", "%s", found)}
+	}
+}
+
+// noLimit is from where a limit of version 1 is none: it has no word for that and shows the largest number of whole pages.
+const noLimit = 1 << 62
+
+// memoryOf is what one cgroup leaves of its limit, and the limit's file. Pages of files that were read do not count as
+// used, for the kernel takes them back.
+func (s *System) memoryOf(g cgroup) (left, limit uint64, file string, limited bool) {
+	file, usage, caches := g.dir+"/memory.max", "/memory.current", []string{"inactive_file", "active_file"}
+	if g.version == 1 {
+		file, usage = g.dir+"/memory.limit_in_bytes", "/memory.usage_in_bytes"
+		caches = []string{"total_inactive_file", "total_active_file"}
+	}
+	limit, err1 := strconv.ParseUint(s.word(file), 10, 64)
+	used, err2 := strconv.ParseUint(s.word(g.dir+usage), 10, 64)
+	if errors.Join(err1, err2) != nil || limit >= noLimit {
+		return 0, 0, "", false
+	}
+	stat := s.word(g.dir + "/memory.stat")
+	for _, name := range caches {
+		cached, _ := field(stat, name)
+		used -= min(used, cached)
+	}
+	return limit - min(limit, used), limit, file, true
+}
+
+// field is the number behind name at the start of a line of text.
+func field(text, name string) (uint64, bool) {
+	for line := range strings.Lines(text) {
+		if words := strings.Fields(line); len(words) > 1 && words[0] == name {
+			n, err := strconv.ParseUint(words[1], 10, 64)
+			return n, err == nil
+		}
+	}
+	return 0, false
+}
+
+// devShm says how large the folder of POSIX shared memory is. Docker makes it 64 MiB.
+func devShm(_ context.Context, s *System) []Line {
+	const (
+		users = "gohvd does not use it (its shared memory is memfd); PyTorch's data loaders, NCCL and Open MPI do"
+		fix   = "make it larger: docker --shm-size=8g, an emptyDir with medium: Memory in a pod, or mount -o remount,size=8g /dev/shm"
+	)
+	st, err := s.Statfs("/dev/shm")
+	if err != nil {
+		return []Line{warn("", fix, "%v; %s", err, users)}
+	}
+	unit := uint64(st.Bsize)
+	found := fmt.Sprintf("%s free of %s", bytesText(st.Bavail*unit), bytesText(st.Blocks*unit))
+	if st.Bavail*unit < lowBytes {
+		return []Line{warn("", fix, "%s; %s", found, users)}
+	}
+	return []Line{ok("", "%s; %s", found, users)}
+}
+
+// memfdWorks makes and seals shared memory, little enough for any machine.
+func memfdWorks(_ context.Context, s *System) []Line {
+	const numBytes = 1 << 20
+	if err := s.Memfd(numBytes); err != nil {
+		return []Line{fail("", "lift the limit that it names, or have a kernel (Linux 5.1) and a sandbox with memfd_create, fallocate and seals; "+
+			"HOROVOD_CPU_OPERATIONS=shm,tcp does without", "%v", err)}
+	}
+	return []Line{ok("", "shared memory can be made, sized and sealed")}
+}
+
+// bytesText is n in the unit that suits it.
+func bytesText(n uint64) string {
+	const units = "KMGTPE"
+	if n < 1<<10 {
+		return fmt.Sprintf("%d bytes", n)
+	}
+	f, i := float64(n)/(1<<10), 0
+	for f >= 1<<10 {
+		f /= 1 << 10
+		i++
+	}
+	return fmt.Sprintf("%.4g %ciB", f, units[i])
+}
+
+// limitText is a limit in bytes.
+func limitText(n uint64) string {
+	if n == unix.RLIM_INFINITY {
+		return "unlimited"
+	}
+	return bytesText(n)
+}

@@ -1,0 +1,111 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// maxIdle bounds how many interfaces without an address are named: a node of Kubernetes has hundreds.
+const maxIdle = 8
+
+// interfaces lists those with an address, and says if ranks of one host could not reach each other.
+func interfaces(_ context.Context, s *System) []Line {
+	all, err := s.Interfaces()
+	if err != nil {
+		return []Line{warn("", "have a sandbox that allows netlink sockets", "%v", err)}
+	}
+	var (
+		lines    []Line
+		idle     []string
+		loopback bool
+	)
+	for _, i := range all {
+		name := "interface " + i.Name
+		found := fmt.Sprintf("mtu %d, %s", i.MTU, strings.Join(i.Addrs, " "))
+		loopback = loopback || i.Loopback && i.Up && hasLoopback(i.Addrs)
+		switch {
+		case len(i.Addrs) == 0:
+			idle = append(idle, i.Name)
+		case !i.Up:
+			lines = append(lines, warn(name, "ip link set "+i.Name+" up, or take its address away", "down, %s", found))
+		case !i.Running:
+			lines = append(lines, warn(name, "look at its cable or its other end, or take its address away", "up without a carrier, %s", found))
+		default:
+			lines = append(lines, ok(name, "up, %s", found))
+		}
+	}
+	if len(idle) > 0 {
+		names := strings.Join(idle[:min(maxIdle, len(idle))], " ")
+		if more := len(idle) - maxIdle; more > 0 {
+			names += fmt.Sprintf(" and %d more", more)
+		}
+		lines = append(lines, ok("no address", "%s", names))
+	}
+	if !loopback {
+		lines = append(lines, fail("loopback", "ip link set lo up; ip address add 127.0.0.1/8 dev lo",
+			"not up with an address: ranks of one host meet there"))
+	}
+	return lines
+}
+
+func hasLoopback(prefixes []string) bool {
+	for _, p := range prefixes {
+		if prefix, err := netip.ParsePrefix(p); err == nil && prefix.Addr().IsLoopback() {
+			return true
+		}
+	}
+	return false
+}
+
+// hostName looks this host up by its name. gohvd does without; other libraries take it for the address that peers reach.
+func hostName(ctx context.Context, s *System) []Line {
+	const fix = "put the name into /etc/hosts with an address that the other hosts reach, or into the DNS"
+	name, err := s.Hostname()
+	if err != nil {
+		return []Line{fail("", "give the host a name (hostnamectl hostname NAME): ranks know their host by it", "%v", err)}
+	}
+	addrs, err := s.LookupHost(ctx, name)
+	if err != nil {
+		return []Line{warn("", fix, "%s: %v; torch's gloo and MPI look it up", name, err)}
+	}
+	alone := true
+	for _, a := range addrs {
+		ip, err := netip.ParseAddr(a)
+		alone = alone && err == nil && ip.IsLoopback()
+	}
+	found := fmt.Sprintf("%s is %s", name, strings.Join(addrs, " "))
+	switch {
+	case alone && len(s.Hosts) > 0:
+		return []Line{warn("", fix, "%s, which other hosts cannot reach; torch's gloo uses it", found)}
+	case alone:
+		return []Line{ok("", "%s, on this host alone", found)}
+	default:
+		return []Line{ok("", "%s", found)}
+	}
+}
+
+// lateClock is the error from which logs of several hosts cannot be put in order.
+const lateClock = time.Second
+
+// clock says whether the clock is kept right. Deadlines do not depend on it; logs and certificates do.
+func clock(_ context.Context, s *System) []Line {
+	const fix = "run chrony or systemd-timesyncd; in a container or virtual machine, on the host"
+	state, t, err := s.Clock()
+	if err != nil {
+		return []Line{warn("", "have a sandbox that allows adjtimex", "%v", err)}
+	}
+	most := time.Duration(t.Maxerror) * time.Microsecond
+	switch {
+	case state == unix.TIME_ERROR || t.Status&unix.STA_UNSYNC != 0:
+		return []Line{warn("", fix, "not synchronised: times in logs of several hosts do not compare, certificates may seem invalid")}
+	case most > lateClock:
+		return []Line{warn("", fix, "synchronised, but may be wrong by %v", most.Round(time.Millisecond))}
+	default:
+		return []Line{ok("", "synchronised, wrong by at most %v", most.Round(10*time.Microsecond))}
+	}
+}

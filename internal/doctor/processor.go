@@ -1,0 +1,139 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"strconv"
+	"strings"
+)
+
+func simd(_ context.Context, s *System) []Line {
+	const slow = "none: reductions run in plain Go, several times slower"
+	switch {
+	case s.SIMD != "none":
+		return []Line{ok("", "%s", s.SIMD)}
+	case s.Build.NoAsm:
+		return []Line{warn("", "build without the tag noasm", slow)}
+	case s.Arch == "amd64":
+		return []Line{warn("", "use a processor with AVX2, F16C and FMA, or a virtual machine that shows them", slow)}
+	default:
+		return []Line{warn("", "there is assembly for amd64 and arm64", slow)}
+	}
+}
+
+// cores says what there is to compute with. Each of these bounds the next but GOMAXPROCS, which the environment can set.
+func cores(_ context.Context, s *System) []Line {
+	const mount = "mount /proc and /sys"
+	var lines []Line
+	online, err := s.online()
+	if err != nil {
+		lines = append(lines, warn("online", mount, "%v", err))
+	} else {
+		lines = append(lines, ok("online", "%d", online))
+	}
+	mask, err := s.affinity()
+	if err != nil {
+		lines = append(lines, warn("affinity", mount, "%v", err))
+	} else {
+		lines = append(lines, ok("affinity", "this process may run on %d", mask))
+	}
+	switch n := s.GOMAXPROCS; {
+	case err == nil && n > mask:
+		lines = append(lines, warn("GOMAXPROCS", "unset GOMAXPROCS, or allow more cores (taskset, --cpuset-cpus, --cpus-per-task)",
+			"%d threads for %d cores: threads of Go wait for each other", n, mask))
+	default:
+		lines = append(lines, ok("GOMAXPROCS", "%d", n))
+	}
+	return lines
+}
+
+func (s *System) online() (int, error) {
+	const file = "sys/devices/system/cpu/online"
+	text, err := fs.ReadFile(s.Root, file)
+	if err != nil {
+		return 0, err
+	}
+	n, err := countList(strings.TrimSpace(string(text)))
+	if err != nil {
+		return 0, fmt.Errorf("%s: %w", file, err)
+	}
+	return n, nil
+}
+
+// affinity is the number of processors that this process may run on.
+func (s *System) affinity() (int, error) {
+	const file, key = "proc/self/status", "Cpus_allowed_list:"
+	text, err := fs.ReadFile(s.Root, file)
+	if err != nil {
+		return 0, err
+	}
+	for line := range strings.Lines(string(text)) {
+		if list, is := strings.CutPrefix(line, key); is {
+			n, err := countList(strings.TrimSpace(list))
+			if err != nil {
+				return 0, fmt.Errorf("%s: %s %w", file, key, err)
+			}
+			return n, nil
+		}
+	}
+	return 0, fmt.Errorf("%s: no %s", file, key)
+}
+
+// countList is how many numbers a list such as 0-3,8 has (cpuset(7), "List format").
+func countList(list string) (n int, err error) {
+	for part := range strings.SplitSeq(list, ",") {
+		first, last, isRange := strings.Cut(part, "-")
+		if !isRange {
+			last = first
+		}
+		from, err1 := strconv.ParseUint(first, 10, 16)
+		to, err2 := strconv.ParseUint(last, 10, 16)
+		if errors.Join(err1, err2) != nil || to < from {
+			return 0, fmt.Errorf("got %q, want a list of processors", list)
+		}
+		n += int(to-from) + 1
+	}
+	return n, nil
+}
+
+// quota says how much time of the cores the cgroup allows. A job whose quota is used up is stopped until the next period,
+// all ranks of the cgroup at once, usually up to 100 ms.
+func quota(_ context.Context, s *System) []Line {
+	least, file := math.Inf(1), ""
+	for g := range s.cgroups("cpu") {
+		if cores, from, limited := s.quotaOf(g); limited && cores < least {
+			least, file = cores, from
+		}
+	}
+	mask, err := s.affinity()
+	switch {
+	case file == "":
+		return []Line{ok("", "no limit")}
+	case err == nil && least < float64(mask):
+		return []Line{warn("", "raise the quota (docker --cpus, limits.cpu of the pod, CPUQuota=) or start fewer ranks",
+			"%.3g cores of the %d that are visible (/%s): ranks are stopped when it is used up", least, mask, file)}
+	default:
+		return []Line{ok("", "%.3g cores (/%s)", least, file)}
+	}
+}
+
+// quotaOf is the quota of one cgroup, in cores, and the file that says so.
+func (s *System) quotaOf(g cgroup) (cores float64, file string, limited bool) {
+	var text, period string
+	if g.version == 2 {
+		file = g.dir + "/cpu.max" // "max 100000"
+		text, period, _ = strings.Cut(s.word(file), " ")
+	} else {
+		file = g.dir + "/cpu.cfs_quota_us" // -1 for none
+		text, period = s.word(file), s.word(g.dir+"/cpu.cfs_period_us")
+	}
+	q, err1 := strconv.ParseInt(text, 10, 64)
+	p, err2 := strconv.ParseInt(period, 10, 64)
+	if errors.Join(err1, err2) != nil || q <= 0 || p <= 0 {
+		return 0, "", false
+	}
+	return float64(q) / float64(p), file, true
+}

@@ -1,0 +1,186 @@
+package doctor
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io/fs"
+	"net"
+	"os"
+	"os/exec"
+	"runtime"
+	"runtime/debug"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/memfd"
+)
+
+// System is what the checks see of a machine. They use it side by side and change nothing in it.
+type System struct {
+	// Root is the root of the file system, with proc, sys, dev and etc.
+	Root fs.FS
+	// Environ is the environment, NAME=value.
+	Environ []string
+	// Build is what this program was built of.
+	Build Build
+	// SIMD is kernel.Level, Arch the processor's architecture as Go calls it.
+	SIMD, Arch string
+	// GOMAXPROCS is how many threads run Go at once.
+	GOMAXPROCS int
+
+	// Hosts are those to reach, and Agent the words of the command that runs another on one of them: the host's name and
+	// the command's words come behind.
+	Hosts, Agent []string
+
+	// Rlimit is getrlimit(2) and Statfs statfs(2) of a path, Clock adjtimex(2) without a change.
+	Rlimit func(resource int) (unix.Rlimit, error)
+	Statfs func(path string) (unix.Statfs_t, error)
+	Clock  func() (state int, t unix.Timex, err error)
+	// Memfd makes shared memory of numBytes as ranks do, and gives it back.
+	Memfd func(numBytes int64) error
+	// Interfaces are those of the network, Hostname is this host's name and LookupHost gives a name's addresses.
+	Interfaces func() ([]Interface, error)
+	Hostname   func() (string, error)
+	LookupHost func(ctx context.Context, name string) ([]string, error)
+	// LookPath finds a program.
+	LookPath func(name string) (string, error)
+	// Reach runs a command without input to its end, or that of ctx. said is the last that it wrote to standard error.
+	Reach func(ctx context.Context, argv []string) (said string, err error)
+}
+
+// Build is what a program was built of.
+type Build struct {
+	// Version is that of gohvd, Go that of the compiler.
+	Version, Go string
+	// CGO says whether C was allowed and NoAsm whether assembly was left out, where Known.
+	CGO, NoAsm, Known bool
+	// Parts are what may be built in.
+	Parts []Part
+	// CPUOperations are the values of HOROVOD_CPU_OPERATIONS, in words.
+	CPUOperations string
+}
+
+// Part is something that may be built in, such as MPI.
+type Part struct {
+	// Kind is what it is a part of, such as "controllers".
+	Kind, Name string
+	Built      bool
+}
+
+// Interface is one of the network.
+type Interface struct {
+	Name string
+	// Addrs are its addresses, with the length of their prefixes.
+	Addrs []string
+	MTU   int
+	// Up is what was wished and Running what is: there is a carrier.
+	Up, Running, Loopback bool
+}
+
+// Here is this machine. What it does not know by itself, the caller adds: Build but for its compiler, Environ, Hosts, Agent.
+func Here() *System {
+	s := &System{
+		Root: os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, GOMAXPROCS: runtime.GOMAXPROCS(0),
+		Build: Build{Go: runtime.Version()},
+		Rlimit: func(resource int) (r unix.Rlimit, err error) {
+			err = unix.Getrlimit(resource, &r)
+			return r, err
+		},
+		Statfs: func(path string) (st unix.Statfs_t, err error) {
+			err = unix.Statfs(path, &st)
+			return st, err
+		},
+		Clock: func() (state int, t unix.Timex, err error) {
+			state, err = unix.Adjtimex(&t)
+			return state, t, err
+		},
+		Memfd: func(numBytes int64) error {
+			m, err := memfd.Create("hvdrun doctor", numBytes)
+			if err != nil {
+				return err
+			}
+			return m.Close()
+		},
+		Interfaces: netInterfaces,
+		Hostname:   os.Hostname,
+		LookupHost: net.DefaultResolver.LookupHost,
+		LookPath:   exec.LookPath,
+		Reach:      reach,
+	}
+	if info, known := debug.ReadBuildInfo(); known {
+		s.Build.read(info)
+	}
+	return s
+}
+
+func (b *Build) read(info *debug.BuildInfo) {
+	for _, s := range info.Settings {
+		switch s.Key {
+		case "CGO_ENABLED":
+			b.CGO, b.Known = s.Value == "1", true
+		case "-tags":
+			for tag := range strings.SplitSeq(s.Value, ",") {
+				b.NoAsm = b.NoAsm || tag == "noasm"
+			}
+		}
+	}
+}
+
+func netInterfaces() ([]Interface, error) {
+	found, err := net.Interfaces()
+	if err != nil {
+		return nil, err
+	}
+	all := make([]Interface, len(found))
+	for i, f := range found {
+		addrs, err := f.Addrs()
+		if err != nil {
+			return nil, err
+		}
+		all[i] = Interface{
+			Name: f.Name, MTU: f.MTU,
+			Up: f.Flags&net.FlagUp != 0, Running: f.Flags&net.FlagRunning != 0, Loopback: f.Flags&net.FlagLoopback != 0,
+		}
+		for _, a := range addrs {
+			all[i].Addrs = append(all[i].Addrs, a.String())
+		}
+	}
+	return all, nil
+}
+
+const (
+	// killDelay is how long what an agent has left behind may keep its standard error open.
+	killDelay = grace / 2
+	// saidBytes bounds what is kept of what an agent says.
+	saidBytes = 4 << 10
+)
+
+// reach runs an agent in a process group of its own, all of which the end of ctx kills.
+func reach(ctx context.Context, argv []string) (said string, err error) {
+	var last tail
+	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
+	cmd.Stderr = &last
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) }
+	cmd.WaitDelay = killDelay
+	err = cmd.Run()
+	if errors.Is(err, exec.ErrWaitDelay) {
+		err = nil // it has succeeded; ssh with ControlPersist leaves a process that shares its standard error
+	}
+	return string(last), err
+}
+
+// tail keeps the last saidBytes that were written.
+type tail []byte
+
+func (t *tail) Write(b []byte) (int, error) {
+	*t = append(*t, b[max(0, len(b)-saidBytes):]...)
+	if len(*t) > saidBytes {
+		*t = bytes.Clone((*t)[len(*t)-saidBytes:])
+	}
+	return len(b), nil
+}
