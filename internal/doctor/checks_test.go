@@ -391,6 +391,35 @@ func TestClock(t *testing.T) {
 	}
 }
 
+func TestLauncher(t *testing.T) {
+	s := soundSystem()
+	kinds := []string{"hvdrun", "Open MPI", "MPICH (PMI)", "torchrun", "Slurm", "Kubernetes"}
+	for _, test := range []struct {
+		environ []string
+		want    string // of the first kind's line
+		failed  string
+	}{
+		{nil, "HOROVOD_RANK", ""},
+		{[]string{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"}, "HOROVOD_RANK", ""},
+		{[]string{"HOROVOD_RANK=2", "HOROVOD_SIZE=2"}, "", "HOROVOD_RANK"},
+	} {
+		s.Environ = test.environ
+		lines := look(t, s, "launcher")
+		var seen []string
+		failed := ""
+		for _, l := range lines {
+			if l.Status == Fail {
+				failed = l.Text
+				continue
+			}
+			seen = append(seen, l.Name)
+		}
+		if !slices.Equal(seen, kinds) || !strings.Contains(lines[0].Text, test.want) || (failed == "") != (test.failed == "") || !strings.Contains(failed, test.failed) {
+			t.Errorf("%q: got %v", test.environ, lines)
+		}
+	}
+}
+
 func TestVariables(t *testing.T) {
 	s := soundSystem()
 	s.Environ = []string{"PATH=/bin", "HVD_SECRET=hush hush hush hush", "HOROVOD_SIZE=4", "HOROVOD_RANK=1", "HOROVOD_CYCLE_TIME=2",

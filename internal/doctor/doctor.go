@@ -168,6 +168,7 @@ func Checks() []Check {
 		{"clock", "clock", clock},
 		{"hosts", "agent", agent},
 		{"hosts", "hosts", hosts},
+		{"launch environment", "launcher", launcher},
 		{"launch environment", "variables", variables},
 	}
 }

@@ -151,7 +151,8 @@ func TestABrokenMachine(t *testing.T) {
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",
 		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
-		"warn agent: broken; only jobs on several hosts", "ok hosts: none", "ok variables: none")
+		"warn agent: broken; only jobs on several hosts", "ok hosts: none",
+		"ok hvdrun", "ok Open MPI", "ok MPICH (PMI)", "ok torchrun", "ok Slurm", "ok Kubernetes", "ok variables: none")
 }
 
 func TestHangs(t *testing.T) {

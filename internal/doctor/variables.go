@@ -4,7 +4,21 @@ import (
 	"context"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/launchenv"
 )
+
+// launcher says which launcher has started this process, and of every other why it was not.
+func launcher(_ context.Context, s *System) []Line {
+	_, found, err := launchenv.Detect(s.getenv)
+	var lines []Line
+	for _, l := range found {
+		lines = append(lines, ok(string(l.Kind), "%s", l.Why))
+	}
+	if err != nil {
+		lines = append(lines, fail("", "unset what is wrong, or start the process with the launcher that sets all of it", "%v", err))
+	}
+	return lines
+}
 
 // secretVariable is the one whose value is shown to nobody.
 const secretVariable = "HVD_SECRET"

@@ -1,0 +1,40 @@
+package launchenv_test
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/gohvd/gohvd/internal/launchenv"
+)
+
+func Example() {
+	// What mpirun gives the only rank of a job.
+	environment := map[string]string{
+		"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
+		"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+	}
+	env, lines, err := launchenv.Detect(func(name string) string { return environment[name] })
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	for _, line := range lines[:2] {
+		fmt.Println(line)
+	}
+	m, err := env.Meet(context.Background(), launchenv.MeetOptions{})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	n, err := m.Store.Add(context.Background(), "ranks", 1)
+	fmt.Println(n, err, m.Close())
+	// Output:
+	// hvdrun: neither HOROVOD_RANK nor HOROVOD_SIZE is set
+	// Open MPI: rank 0 of 1, local rank 0 of 1, cross rank 0 of 1, by OMPI_COMM_WORLD_RANK
+	// 1 <nil> <nil>
+}
+
+func ExampleExpandHosts() {
+	fmt.Println(launchenv.ExpandHosts("node[01-03,7],gpu-[1-2]-x"))
+	// Output: [node01 node02 node03 node7 gpu-1-x gpu-2-x] <nil>
+}

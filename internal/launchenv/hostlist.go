@@ -1,0 +1,227 @@
+package launchenv
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Bounds on lists of hosts: of a list's text, of the hosts that it stands for, of a name, and of the tasks on a host.
+const (
+	MaxListBytes = 1 << 20
+	MaxHosts     = 1 << 16
+	maxNameBytes = 255
+	maxTasks     = 1 << 16
+)
+
+// ExpandHosts expands a host list of Slurm, as in "node[01-03,7],gpu-[1-2]-x": names separated by commas, in which
+// brackets hold numbers and ranges of numbers. A range keeps the zeros in front of its first number. Of several
+// brackets in a name the last changes fastest. The names come in the order of the list; whether one comes twice is not
+// looked at.
+//
+// A list may have MaxListBytes bytes and stand for MaxHosts names of 255 bytes: no memory is taken beyond that.
+func ExpandHosts(list string) ([]string, error) {
+	hosts, err := expandHosts(list)
+	if err != nil {
+		return nil, fmt.Errorf("host list %s: %w", quote(list), err)
+	}
+	return hosts, nil
+}
+
+func expandHosts(list string) (hosts []string, err error) {
+	if len(list) > MaxListBytes {
+		return nil, fmt.Errorf("it has %d bytes, want at most %d", len(list), MaxListBytes)
+	}
+	for {
+		var item string
+		var more bool
+		if item, list, more, err = cutHost(list); err != nil {
+			return nil, err
+		}
+		names, err := expandHost(item, MaxHosts-len(hosts))
+		if err != nil {
+			return nil, err
+		}
+		hosts = append(hosts, names...)
+		if !more {
+			return hosts, nil
+		}
+	}
+}
+
+// cutHost cuts a list at the first comma that is in no bracket.
+func cutHost(list string) (item, rest string, more bool, err error) {
+	open := false
+	for i, c := range []byte(list) {
+		switch {
+		case c == '[' && open:
+			return "", "", false, errors.New("a bracket within a bracket")
+		case c == '[':
+			open = true
+		case c == ']' && !open:
+			return "", "", false, errors.New("a closing bracket without an opening one")
+		case c == ']':
+			open = false
+		case c == ',' && !open:
+			return list[:i], list[i+1:], true, nil
+		}
+	}
+	if open {
+		return "", "", false, errors.New("an opening bracket without a closing one")
+	}
+	return list, "", false, nil
+}
+
+// expandHost expands one item of a list, whose brackets match, to at most so many names.
+func expandHost(item string, most int) ([]string, error) {
+	if item == "" {
+		return nil, errors.New("an empty name")
+	}
+	// What each bracket may be with what stands before it, and how many names and of what length that makes: known before
+	// memory is taken for them.
+	var parts [][]string
+	count, length := 1, 0
+	for item != "" {
+		literal, rest, bracket := strings.Cut(item, "[")
+		if i := strings.IndexFunc(literal, notInNames); i >= 0 {
+			return nil, fmt.Errorf("%q in a name", literal[i:i+1])
+		}
+		part := []string{literal}
+		item = ""
+		if bracket {
+			var inside string
+			var err error
+			inside, item, _ = strings.Cut(rest, "]")
+			if part, err = expandNumbers(inside, most); err != nil {
+				return nil, err
+			}
+			for i, n := range part {
+				part[i] = literal + n
+			}
+		}
+		longest := 0
+		for _, p := range part {
+			longest = max(longest, len(p))
+		}
+		parts = append(parts, part)
+		count *= len(part)
+		length += longest
+		if count > most {
+			return nil, tooMany()
+		}
+		if length > maxNameBytes {
+			return nil, fmt.Errorf("a name of more than %d bytes", maxNameBytes)
+		}
+	}
+	names := make([]string, count)
+	for i := range names {
+		at := make([]string, len(parts))
+		for p, left := len(parts)-1, i; p >= 0; p-- {
+			at[p] = parts[p][left%len(parts[p])]
+			left /= len(parts[p])
+		}
+		names[i] = strings.Join(at, "")
+	}
+	return names, nil
+}
+
+func notInNames(c rune) bool {
+	return !('a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9' || strings.ContainsRune("-._", c))
+}
+
+func tooMany() error { return fmt.Errorf("it stands for more than %d hosts", MaxHosts) }
+
+// expandNumbers expands what is in a bracket to at most so many numbers.
+func expandNumbers(inside string, most int) (numbers []string, err error) {
+	for part := range strings.SplitSeq(inside, ",") {
+		first, last, isRange := strings.Cut(part, "-")
+		if !isRange {
+			last = first
+		}
+		lo, err := hostNumber(first, part)
+		if err != nil {
+			return nil, err
+		}
+		hi, err := hostNumber(last, part)
+		switch {
+		case err != nil:
+			return nil, err
+		case hi < lo:
+			return nil, fmt.Errorf("the range %q runs backwards", part)
+		case hi-lo >= uint64(most-len(numbers)): // it has one more than that
+			return nil, tooMany()
+		}
+		for n := lo; n <= hi; n++ {
+			numbers = append(numbers, fmt.Sprintf("%0*d", len(first), n))
+		}
+	}
+	return numbers, nil
+}
+
+// hostNumber is a number in a bracket. 18 digits leave room to count beyond it.
+func hostNumber(s, part string) (uint64, error) {
+	if s == "" || len(s) > 18 || strings.Trim(s, "0123456789") != "" {
+		return 0, fmt.Errorf("%s in brackets, want a number or a range of numbers", quote(part))
+	}
+	return strconv.ParseUint(s, 10, 64)
+}
+
+// ExpandTasks expands Slurm's number of tasks on each host of a step, as in "2(x3),1": 2 on each of the first three
+// hosts, 1 on the fourth. It gives at most MaxHosts numbers.
+func ExpandTasks(list string) ([]int, error) {
+	tasks, err := expandTasks(list)
+	if err != nil {
+		return nil, fmt.Errorf("tasks per node %s: %w", quote(list), err)
+	}
+	return tasks, nil
+}
+
+func expandTasks(list string) (tasks []int, err error) {
+	if len(list) > MaxListBytes {
+		return nil, fmt.Errorf("it has %d bytes, want at most %d", len(list), MaxListBytes)
+	}
+	for part := range strings.SplitSeq(list, ",") {
+		number, times, repeated := strings.Cut(part, "(x")
+		n, err := decimal(number, maxTasks)
+		if err != nil {
+			return nil, err
+		}
+		hosts := 1
+		if repeated {
+			inside, closed := strings.CutSuffix(times, ")")
+			if !closed {
+				return nil, fmt.Errorf("%s, want a number as in 2 or 2(x3)", quote(part))
+			}
+			if hosts, err = decimal(inside, MaxHosts); err != nil {
+				return nil, err
+			}
+		}
+		if n == 0 || hosts == 0 {
+			return nil, fmt.Errorf("%s, want 1 task or more on 1 host or more", quote(part))
+		}
+		if hosts > MaxHosts-len(tasks) {
+			return nil, tooMany()
+		}
+		tasks = append(tasks, slices.Repeat([]int{n}, hosts)...)
+	}
+	return tasks, nil
+}
+
+// decimal is a number from 0 to most, of digits only.
+func decimal(s string, most int) (int, error) {
+	n, err := strconv.Atoi(s)
+	if err != nil || n < 0 || n > most || strings.Trim(s, "0123456789") != "" {
+		return 0, fmt.Errorf("%s, want a number from 0 to %d", quote(s), most)
+	}
+	return n, nil
+}
+
+// quote quotes what somebody else has written, the beginning of it if it is long.
+func quote(s string) string {
+	if len(s) > 200 {
+		return strconv.Quote(s[:200]) + "..."
+	}
+	return strconv.Quote(s)
+}

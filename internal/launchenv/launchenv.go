@@ -1,0 +1,479 @@
+// Package launchenv finds out from the environment which launcher has started this process, which rank it is there, and
+// where the ranks of its job meet.
+//
+// [Detect] asks for the kinds of launchers in a fixed order, of which the first wins: hvdrun and whatever else sets
+// Horovod's variables, Open MPI, MPICH and others that speak PMI, torchrun, Slurm, Kubernetes. So mpirun wins over the
+// Slurm or Kubernetes in which it runs. [Env.Meet] then brings the ranks to a store.
+//
+//	kind        ranks meet at                                       secret
+//	hvdrun      the store of hvdrun                                 given by hvdrun
+//	Open MPI    a store of rank 0, told in a 0600 file in           made by rank 0, in that file
+//	            the job's session directory; one host only
+//	MPICH, PMI  a store of rank 0, told in the key-value space      made by rank 0, in that space
+//	torchrun    its TCPStore at MASTER_ADDR:MASTER_PORT             one host: made by rank 0, in a 0600 file
+//	Slurm       a store of rank 0, on the first host of the step    given by the user
+//	Kubernetes  a store of rank 0, at the DNS name of index 0       given by the user
+//
+// Where the table says that rank 0 makes the secret, one that the user gives takes its place. Where the user has to
+// give one and does not, Meet fails with ErrNoSecret unless it is told to go without.
+//
+// What contradicts itself is an error that names variables and values. It never makes the process rank 0 of 1: several
+// such would train apart and not notice.
+package launchenv
+
+import (
+	"fmt"
+	"math"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+)
+
+// Kind is a kind of launcher, by the name that users know.
+type Kind string
+
+// Kinds, in the order in which they are asked for.
+const (
+	Hvdrun     Kind = "hvdrun"
+	OpenMPI    Kind = "Open MPI"
+	PMI        Kind = "MPICH (PMI)"
+	Torchrun   Kind = "torchrun"
+	Slurm      Kind = "Slurm"
+	Kubernetes Kind = "Kubernetes"
+)
+
+// Env is this process's place in its job, as a launcher has told it. What is not known is -1.
+type Env struct {
+	Kind       Kind
+	Rank, Size int
+	// LocalRank and LocalSize are among the ranks on this host, CrossRank and CrossSize among those of the same local
+	// rank on all hosts.
+	LocalRank, LocalSize, CrossRank, CrossSize int
+	// JobID is the same at all ranks of a job and differs between jobs. Empty where the launcher has told of none in
+	// the environment; MPICH gives it in Meeting.JobID.
+	JobID string
+
+	met atomic.Bool
+
+	// Of these, what the kind has.
+	host  string // rank 0's, or the store's
+	port  int    // of rank 0's store or of the launcher's, 0 if not told
+	dir   string // belongs to the job, on this host
+	pmiFD int
+	// agentStore says that torchrun serves its store itself. Otherwise rank 0 does.
+	agentStore bool
+	node       int // this host's number in the job, -1 if not told
+}
+
+// Line says what Detect has found out about a kind of launcher.
+type Line struct {
+	Kind Kind
+	// Matched is true for one Line at most, whose Env Detect returns.
+	Matched bool
+	// Why says it in words, with the variables that decided.
+	Why string
+}
+
+// String is the line as it is shown to people.
+func (l Line) String() string { return string(l.Kind) + ": " + l.Why }
+
+// Detect finds the launcher of this process. getenv is os.Getenv or like it; an empty variable is like one that is not
+// set. Env is nil if no kind matches. There is a Line for each kind, in order, also with an error, which says that the
+// first kind that matches contradicts itself.
+func Detect(getenv func(string) string) (*Env, []Line, error) {
+	kinds := []struct {
+		kind Kind
+		find func(*variables) (e *Env, why string)
+	}{
+		{Hvdrun, findHvdrun},
+		{OpenMPI, findOpenMPI},
+		{PMI, findPMI},
+		{Torchrun, findTorchrun},
+		{Slurm, findSlurm},
+		{Kubernetes, findKubernetes},
+	}
+	var (
+		found    *Env
+		firstErr error
+		first    Kind
+		lines    []Line
+	)
+	for _, k := range kinds {
+		v := &variables{getenv: getenv}
+		e, why := k.find(v)
+		line := Line{Kind: k.kind, Why: why}
+		switch {
+		case e == nil:
+		case first != "":
+			line.Why = fmt.Sprintf("passed over, for %s comes first", first)
+			if v.err == nil {
+				line.Why = fmt.Sprintf("passed over at %s, for %s comes first", e.place(), first)
+			}
+		case v.err != nil:
+			first, firstErr = k.kind, fmt.Errorf("launchenv: %s: %w", k.kind, v.err)
+			line.Why = v.err.Error()
+		default:
+			e.Kind, first, found = k.kind, k.kind, e
+			line.Matched = true
+			line.Why = fmt.Sprintf("%s, by %s", e.place(), why)
+		}
+		lines = append(lines, line)
+	}
+	return found, lines, firstErr
+}
+
+func (e *Env) place() string {
+	s := fmt.Sprintf("rank %d of %d", e.Rank, e.Size)
+	if e.LocalRank >= 0 {
+		s += fmt.Sprintf(", local rank %d of %d", e.LocalRank, e.LocalSize)
+	}
+	if e.CrossRank >= 0 {
+		s += fmt.Sprintf(", cross rank %d of %d", e.CrossRank, e.CrossSize)
+	}
+	return s
+}
+
+// oneHost reports whether all ranks are known to be on this host.
+func (e *Env) oneHost() bool { return e.LocalSize == e.Size }
+
+// variables reads the environment for one kind. The first error stays.
+type variables struct {
+	getenv func(string) string
+	err    error
+}
+
+func (v *variables) fail(format string, args ...any) {
+	if v.err == nil {
+		v.err = fmt.Errorf(format, args...)
+	}
+}
+
+// any reports which of the variables is set, the first of them.
+func (v *variables) any(names ...string) (name string, ok bool) {
+	for _, name := range names {
+		if v.getenv(name) != "" {
+			return name, true
+		}
+	}
+	return "", false
+}
+
+// number is a variable's, from 0 on, or -1 if it is not set.
+func (v *variables) number(name string) int {
+	text := v.getenv(name)
+	if text == "" {
+		return -1
+	}
+	n, err := strconv.ParseInt(text, 10, 32)
+	if err != nil || n < 0 {
+		v.fail("%s is %s, want a number from 0 to %d", name, quote(text), math.MaxInt32)
+		return -1
+	}
+	return int(n)
+}
+
+// pair is a rank and its size, or -1 and -1 if neither is set.
+func (v *variables) pair(rankName, sizeName string) (rank, size int) {
+	if _, ok := v.any(rankName, sizeName); !ok {
+		return -1, -1
+	}
+	rank, size = v.number(rankName), v.number(sizeName)
+	for _, unset := range [][2]string{{rankName, sizeName}, {sizeName, rankName}} {
+		if v.getenv(unset[0]) == "" {
+			v.fail("%s is not set, but %s is %s", unset[0], unset[1], quote(v.getenv(unset[1])))
+		}
+	}
+	if rank >= size {
+		v.fail("%s is %d, want less than %s, which is %d", rankName, rank, sizeName, size)
+	}
+	return rank, size
+}
+
+// part is a pair whose size is not above that of the job.
+func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
+	rank, size = v.pair(rankName, sizeName)
+	if size > e.Size {
+		v.fail("%s is %d, in a job of %d ranks", sizeName, size, e.Size)
+	}
+	return rank, size
+}
+
+// newEnv is a place of which only rank and size are known.
+func newEnv(rank, size int) *Env {
+	e := &Env{Rank: rank, Size: size, LocalRank: -1, LocalSize: -1, CrossRank: -1, CrossSize: -1, pmiFD: -1, node: -1}
+	if size == 1 {
+		e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, 0, 1
+	}
+	return e
+}
+
+// settle fills in what follows from the rest: all ranks on one host means that there is no other host.
+func (e *Env) settle() {
+	if e.oneHost() && e.CrossRank < 0 {
+		e.CrossRank, e.CrossSize = 0, 1
+	}
+}
+
+// mpi is the place of a process of MPI.
+func (v *variables) mpi(rank, size, localRank, localSize string) *Env {
+	e := newEnv(v.pair(rank, size))
+	if r, n := v.part(localRank, localSize, e); r >= 0 {
+		e.LocalRank, e.LocalSize = r, n
+	}
+	e.settle()
+	return e
+}
+
+func (v *variables) port(name string) int {
+	n := v.number(name)
+	if n == 0 || n > math.MaxUint16 {
+		v.fail("%s is %d, want a port", name, n)
+	}
+	return max(n, 0)
+}
+
+func findHvdrun(v *variables) (*Env, string) {
+	why, ok := v.any("HOROVOD_RANK", "HOROVOD_SIZE")
+	if !ok {
+		return nil, "neither HOROVOD_RANK nor HOROVOD_SIZE is set"
+	}
+	e := v.mpi("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+	if r, n := v.part("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", e); r >= 0 {
+		e.CrossRank, e.CrossSize = r, n
+	}
+	e.JobID = v.getenv("HVD_JOB_ID")
+	e.host, e.port = v.getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"), v.port("HOROVOD_GLOO_RENDEZVOUS_PORT")
+	return e, why
+}
+
+func findOpenMPI(v *variables) (*Env, string) {
+	why, ok := v.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+	if !ok {
+		return nil, "neither OMPI_COMM_WORLD_RANK nor OMPI_COMM_WORLD_SIZE is set"
+	}
+	e := v.mpi("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+	// The name that the library's parts have for the job: 5.x writes prterun-host-pid@1, 4.x a number.
+	e.JobID = v.getenv("PMIX_NAMESPACE")
+	if e.JobID == "" {
+		e.JobID = v.getenv("OMPI_MCA_ess_base_jobid")
+	}
+	// Both are the directory of this mpirun on this host, which it makes for its user alone and removes at the end.
+	// (The one in OMPI_FILE_LOCATION goes away with the first rank that ends.)
+	if dir, ok := v.any("PMIX_SERVER_TMPDIR", "OMPI_MCA_orte_jobfam_session_dir"); ok {
+		e.dir = v.getenv(dir)
+	}
+	return e, why
+}
+
+func findPMI(v *variables) (*Env, string) {
+	why, ok := v.any("PMI_RANK", "PMI_SIZE")
+	if !ok {
+		return nil, "neither PMI_RANK nor PMI_SIZE is set"
+	}
+	e := v.mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+	e.JobID = v.getenv("PMI_JOBID")
+	e.pmiFD = v.number("PMI_FD")
+	return e, why
+}
+
+func findTorchrun(v *variables) (*Env, string) {
+	why, ok := v.any("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
+	if !ok {
+		return nil, "neither TORCHELASTIC_RUN_ID nor TORCHELASTIC_USE_AGENT_STORE is set"
+	}
+	if _, ok := v.any("RANK", "WORLD_SIZE"); !ok {
+		v.fail("neither RANK nor WORLD_SIZE is set, but %s is %s", why, quote(v.getenv(why)))
+	}
+	e := v.mpi("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+	// The agents number their hosts so. One with other agents on its host has a smaller LOCAL_WORLD_SIZE than there are
+	// ranks.
+	if r, n := v.part("GROUP_RANK", "GROUP_WORLD_SIZE", e); r >= 0 {
+		e.CrossRank, e.CrossSize = r, n
+	}
+	restarts := max(v.number("TORCHELASTIC_RESTART_COUNT"), 0)
+	run := v.getenv("TORCHELASTIC_RUN_ID")
+	if run == "" {
+		run = "none" // as torchrun itself calls it
+	}
+	e.JobID = run + "/" + strconv.Itoa(restarts)
+	// PyTorch compares it with exactly this.
+	e.agentStore = v.getenv("TORCHELASTIC_USE_AGENT_STORE") == "True"
+	e.host, e.port = v.getenv("MASTER_ADDR"), v.port("MASTER_PORT")
+	if e.Size > 1 && (e.host == "" || e.port == 0) {
+		v.fail("MASTER_ADDR is %q and MASTER_PORT is %q, want both set", e.host, v.getenv("MASTER_PORT"))
+	}
+	return e, why
+}
+
+// Steps of Slurm from here on are none that run tasks: scripts and the like (slurm.h).
+const firstSpecialStep = 0xfffffff0
+
+func findSlurm(v *variables) (*Env, string) {
+	id := v.getenv("SLURM_STEP_ID")
+	if id == "" {
+		if _, ok := v.any("SLURM_JOB_ID"); ok {
+			return nil, "SLURM_STEP_ID is not set: a process in an allocation, but no task of a step; start it with srun"
+		}
+		return nil, "SLURM_STEP_ID is not set"
+	}
+	step, err := strconv.ParseUint(id, 10, 32)
+	if err == nil && step >= firstSpecialStep {
+		return nil, "SLURM_STEP_ID is " + id + ": a script, and no task of a step; start it with srun"
+	}
+	if err != nil {
+		v.fail("SLURM_STEP_ID is %s, want a number", quote(id))
+	}
+	// In a step both sizes are the step's. The first is so by its name.
+	sizeName, ok := v.any("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+	if !ok {
+		sizeName = "SLURM_NTASKS"
+	}
+	if _, ok := v.any("SLURM_PROCID", sizeName); !ok {
+		v.fail("neither SLURM_PROCID nor SLURM_NTASKS is set, but SLURM_STEP_ID is %s", quote(id))
+	}
+	e := newEnv(v.pair("SLURM_PROCID", sizeName))
+	job := v.number("SLURM_JOB_ID")
+	if job < 0 {
+		v.fail("SLURM_JOB_ID is not set, but SLURM_STEP_ID is %s", quote(id))
+	}
+	e.JobID = fmt.Sprintf("%d.%d", job, step)
+	e.port = slurmPort(uint64(job), step)
+	v.slurmHosts(e)
+	return e, "SLURM_STEP_ID"
+}
+
+// Where the ranks of a step of Slurm meet if the user chooses no port: ports below those that Linux gives out by
+// itself, from 32768 on.
+const (
+	slurmPortFirst = 20000
+	slurmPortCount = 10000
+)
+
+// slurmPort gives steps of one job, and steps of jobs near it, different ports.
+func slurmPort(job, step uint64) int {
+	return slurmPortFirst + int((job%slurmPortCount*97+step)%slurmPortCount)
+}
+
+// slurmHosts finds the first host of the step, and this process's place on its host.
+func (v *variables) slurmHosts(e *Env) {
+	list := v.getenv("SLURM_STEP_NODELIST")
+	if list == "" {
+		v.fail("SLURM_STEP_NODELIST is not set, but SLURM_STEP_ID is %s", quote(v.getenv("SLURM_STEP_ID")))
+		return
+	}
+	hosts, err := ExpandHosts(list)
+	if err != nil {
+		v.fail("SLURM_STEP_NODELIST: %w", err)
+		return
+	}
+	e.host = hosts[0]
+	e.node = v.number("SLURM_NODEID")
+	if len(hosts) == 1 && e.node < 0 {
+		e.node = 0
+	}
+	if e.node >= len(hosts) {
+		v.fail("SLURM_NODEID is %d, but SLURM_STEP_NODELIST has %d hosts", e.node, len(hosts))
+		return
+	}
+	local, tasks := v.number("SLURM_LOCALID"), v.slurmTasks(len(hosts), e.Size)
+	if local < 0 || e.node < 0 || tasks == nil || v.err != nil {
+		return
+	}
+	if local >= tasks[e.node] {
+		v.fail("SLURM_LOCALID is %d, but node %d of the step has %d tasks", local, e.node, tasks[e.node])
+		return
+	}
+	e.LocalRank, e.LocalSize = local, tasks[e.node]
+	// Hosts with fewer tasks have none of this local rank.
+	e.CrossRank, e.CrossSize = 0, 0
+	for i, n := range tasks {
+		if n > local {
+			if i < e.node {
+				e.CrossRank++
+			}
+			e.CrossSize++
+		}
+	}
+}
+
+// slurmTasks is the number of tasks on each host of the step, nil if it is not known.
+func (v *variables) slurmTasks(hosts, size int) []int {
+	if _, ok := v.any("SLURM_STEP_TASKS_PER_NODE"); !ok {
+		// What the user asked for of every host. A step may have fewer, so it counts only where the sum is right.
+		if n := v.number("SLURM_NTASKS_PER_NODE"); n > 0 && n <= size && n*hosts == size {
+			return slices.Repeat([]int{n}, hosts)
+		}
+		return nil
+	}
+	tasks, err := ExpandTasks(v.getenv("SLURM_STEP_TASKS_PER_NODE"))
+	if err != nil {
+		v.fail("SLURM_STEP_TASKS_PER_NODE: %w", err)
+		return nil
+	}
+	sum := 0
+	for _, n := range tasks {
+		sum += n
+	}
+	if len(tasks) != hosts || sum != size {
+		v.fail("SLURM_STEP_TASKS_PER_NODE is %s, %d tasks on %d hosts, but the step has %d tasks and SLURM_STEP_NODELIST "+
+			"%d hosts", quote(v.getenv("SLURM_STEP_TASKS_PER_NODE")), sum, len(tasks), size, hosts)
+		return nil
+	}
+	return tasks
+}
+
+// KubernetesPort is where the pods of a job meet if the user chooses no port.
+const KubernetesPort = 29550
+
+func findKubernetes(v *variables) (*Env, string) {
+	index := v.getenv("JOB_COMPLETION_INDEX")
+	if index == "" {
+		return nil, "JOB_COMPLETION_INDEX is not set"
+	}
+	if v.getenv("HVD_SIZE") == "" {
+		v.fail("HVD_SIZE is not set, but JOB_COMPLETION_INDEX is %s: Kubernetes does not tell a pod how many there are, so "+
+			"set HVD_SIZE to the job's completions", quote(index))
+	}
+	e := newEnv(v.pair("JOB_COMPLETION_INDEX", "HVD_SIZE"))
+	// A pod has its own network and its own shared memory, so it counts as a host.
+	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
+	e.port = KubernetesPort
+	// The controller of indexed jobs names the hosts of the pods so; with setHostnameAsFQDN the domain follows.
+	host := v.getenv("HOSTNAME")
+	name, _, _ := strings.Cut(host, ".")
+	job, ok := strings.CutSuffix(name, "-"+index)
+	if !ok || job == "" {
+		v.fail("HOSTNAME is %s and JOB_COMPLETION_INDEX is %s, want a host name <job>-%s", quote(host), quote(index), index)
+	}
+	e.JobID = job
+	domain := v.getenv("HVD_SUBDOMAIN")
+	if domain == "" {
+		domain = job
+	}
+	e.host = job + "-0." + domain
+	return e, "JOB_COMPLETION_INDEX"
+}
+
+// Where says in words where the ranks meet, for people.
+func (e *Env) Where() string {
+	at := net.JoinHostPort(e.host, strconv.Itoa(e.port))
+	switch {
+	case e.Size == 1 && (e.Kind != Hvdrun || e.host == ""):
+		return "nowhere: there is one rank"
+	case e.Kind == OpenMPI && !e.oneHost():
+		return "nowhere: Open MPI tells nothing of rank 0's host, so ranks on several hosts need its name given"
+	case e.Kind == OpenMPI:
+		return "at a store of rank 0, told in " + e.dir
+	case e.Kind == PMI:
+		return "at a store of rank 0, told in the key-value space of PMI"
+	case e.Kind == Torchrun && e.agentStore:
+		return "at the TCPStore of torchrun, " + at
+	case e.Kind == Torchrun && e.oneHost(), e.Kind == Slurm && e.oneHost():
+		return "at a store of rank 0, " + net.JoinHostPort(loopback, strconv.Itoa(e.port))
+	case e.Kind != Hvdrun:
+		return "at a store of rank 0, " + at
+	}
+	return "at the store at " + at
+}

@@ -1,0 +1,473 @@
+package launchenv
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/store/c10d"
+)
+
+// ErrNoSecret is the error of a job whose launcher has no private channel for a secret, and whose user gave none.
+var ErrNoSecret = errors.New("no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to let " +
+	"whoever reaches the ports of the job take part")
+
+// ErrMet is the error of a second Meet: what the launcher gave for it is used up.
+var ErrMet = errors.New("the ranks have met before")
+
+// MeetOptions say how ranks meet. The zero MeetOptions suits where the launcher says everything.
+type MeetOptions struct {
+	// Secret is what the user gave, the same at all ranks. Without one rank 0 makes one where the launcher has a way to
+	// hand it round that others cannot read.
+	Secret secret.Secret
+	// Insecure lets the ranks go without one where there is no such way.
+	Insecure bool
+	// Host is the name or address of rank 0's host, in place of what the launcher says, where the ranks are on several.
+	// The others dial Host and Port, which then must be given unless the launcher has a port. MPICH's are told it by
+	// rank 0, in place of the name that the host has for itself; hvdrun's do not need it.
+	Host string
+	// Port is where rank 0 serves, in place of the launcher's or the default; 0 for that. It does not move torchrun's
+	// own TCPStore, nor hvdrun's.
+	Port int
+	// Listen is the address on which rank 0 listens where the ranks are on several hosts; empty is on all interfaces.
+	// On one host it listens on loopback.
+	Listen string
+	// Resolve, if not nil, gives the address to dial for the name of a host. A *net.DNSError is tried again until ctx
+	// ends.
+	Resolve func(ctx context.Context, host string) (addr string, err error)
+	// Log is the servers'; it may be nil.
+	Log *zap.Logger
+}
+
+// Meeting is where the ranks of a job have met.
+type Meeting struct {
+	// Store is the same at all ranks.
+	Store store.Store
+	// Secret is the job's, the same at all ranks. None means that there is none.
+	Secret secret.Secret
+	// JobID is that of Env, or what the meeting place says where the environment does not.
+	JobID string
+
+	closers []func() error // last first
+	close   func() error
+}
+
+// Close closes the store. Rank 0's Close, where it serves the store, ends it for all, so it comes after whatever the
+// others have to do there.
+func (m *Meeting) Close() error { return m.close() }
+
+func newMeeting(jobID string) *Meeting {
+	m := &Meeting{JobID: jobID}
+	m.close = sync.OnceValue(func() error {
+		var errs []error
+		for _, c := range slices.Backward(m.closers) {
+			errs = append(errs, c())
+		}
+		return errors.Join(errs...)
+	})
+	return m
+}
+
+func (m *Meeting) onClose(c func() error) { m.closers = append(m.closers, c) }
+
+// Meet brings the ranks to a store. Each calls it once; rank 0 returns as soon as the others can find it, the others
+// when they have. It waits until ctx ends.
+//
+// With PMI the ranks talk to the launcher on a connection that each process has one of: a program that meets so cannot
+// call MPI_Init as well.
+func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Meeting, error) {
+	err := ErrMet
+	m := newMeeting(e.JobID)
+	if !e.met.Swap(true) {
+		err = e.meet(ctx, o, m)
+	}
+	if err != nil {
+		// What was opened is of no use; why it was is said.
+		_ = m.Close()
+		return nil, fmt.Errorf("launchenv: rank %d of %d, started by %s, meeting the others: %w", e.Rank, e.Size, e.Kind, err)
+	}
+	return m, nil
+}
+
+func (e *Env) meet(ctx context.Context, o MeetOptions, m *Meeting) error {
+	if o.Port == 0 {
+		o.Port = e.port
+	}
+	switch {
+	case e.Kind == Hvdrun && e.host != "" && e.port != 0:
+		return e.join(ctx, o, m, e.host, e.port)
+	case e.Size == 1:
+		return m.alone(o)
+	case e.Kind == Hvdrun:
+		return errors.New("HOROVOD_GLOO_RENDEZVOUS_ADDR or HOROVOD_GLOO_RENDEZVOUS_PORT is not set")
+	case o.Host != "" && e.Kind != PMI:
+		return e.meetAt(ctx, o, m, o.Host)
+	case e.Kind == OpenMPI:
+		return e.meetByFile(ctx, o, m)
+	case e.Kind == PMI:
+		return e.meetByPMI(ctx, o, m)
+	case e.Kind == Torchrun && (e.agentStore || e.oneHost()):
+		return e.meetAtTorch(ctx, o, m)
+	case e.Kind == Slurm && e.Rank == 0 && e.node > 0:
+		return fmt.Errorf("rank 0 is on node %d of the step, want the first: say which host with HVD_RENDEZVOUS_HOST", e.node)
+	}
+	return e.meetAt(ctx, o, m, e.host)
+}
+
+// alone is the meeting of one rank.
+func (m *Meeting) alone(o MeetOptions) error {
+	h := store.NewHashStore(store.Limits{})
+	m.Store, m.Secret = h, o.Secret
+	m.onClose(h.Close)
+	return nil
+}
+
+// jobKey is where rank 0 says which job its store is of: on a fixed port it may be that of another.
+const jobKey = "launchenv/job"
+
+func (e *Env) jobValue(m *Meeting) string {
+	return fmt.Sprintf("%s of %d ranks by %s", quote(m.JobID), e.Size, e.Kind)
+}
+
+// serve serves a store at host:port, with rank 0 using it directly.
+func (e *Env) serve(ctx context.Context, o MeetOptions, m *Meeting, host string, port int) (*store.Server, error) {
+	h := store.NewHashStore(store.Limits{})
+	m.Store = h
+	m.onClose(h.Close)
+	if err := h.Set(ctx, jobKey, []byte(e.jobValue(m))); err != nil {
+		return nil, err
+	}
+	server, err := store.Serve(net.JoinHostPort(host, strconv.Itoa(port)), h, store.Config{Secret: m.Secret, Log: o.Log})
+	if err != nil {
+		if errors.Is(err, syscall.EADDRINUSE) {
+			err = fmt.Errorf("%w: choose another port with HVD_RENDEZVOUS_PORT", err)
+		}
+		return nil, err
+	}
+	m.onClose(server.Close)
+	return server, nil
+}
+
+// dial makes a client of rank 0's store.
+func (e *Env) dial(ctx context.Context, o MeetOptions, m *Meeting, host string, port int) error {
+	if err := e.connect(ctx, o, m, host, port); err != nil {
+		return err
+	}
+	got, err := m.Store.Get(ctx, jobKey)
+	if err != nil {
+		return err
+	}
+	if string(got) != e.jobValue(m) {
+		return fmt.Errorf("the store at %s is of job %s, want %s: choose another port with HVD_RENDEZVOUS_PORT",
+			net.JoinHostPort(host, strconv.Itoa(port)), got[:min(len(got), 200)], e.jobValue(m))
+	}
+	return nil
+}
+
+func (e *Env) connect(ctx context.Context, o MeetOptions, m *Meeting, host string, port int) error {
+	host, err := o.resolve(ctx, host)
+	if err != nil {
+		return err
+	}
+	client, err := store.Dial(ctx, net.JoinHostPort(host, strconv.Itoa(port)), store.Config{Secret: m.Secret, Log: o.Log})
+	if err != nil {
+		return err
+	}
+	m.Store = client
+	m.onClose(client.Close)
+	return nil
+}
+
+func (o *MeetOptions) resolve(ctx context.Context, host string) (addr string, err error) {
+	if o.Resolve == nil || host == loopback {
+		return host, nil
+	}
+	err = dial.Retry(ctx, func() (err error) {
+		addr, err = o.Resolve(ctx, host)
+		return err
+	})
+	if err != nil {
+		return "", fmt.Errorf("resolving %s: %w", host, err)
+	}
+	return addr, nil
+}
+
+// join makes all ranks clients of the launcher's store.
+func (e *Env) join(ctx context.Context, o MeetOptions, m *Meeting, host string, port int) error {
+	m.Secret = o.Secret
+	return e.connect(ctx, o, m, host, port)
+}
+
+// meetAt is the meeting at a place that all know beforehand.
+func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Meeting, host string) error {
+	if o.Secret.IsZero() && !o.Insecure {
+		return ErrNoSecret
+	}
+	if o.Port == 0 {
+		return fmt.Errorf("no port of rank 0 on %s is known: choose one with HVD_RENDEZVOUS_PORT", host)
+	}
+	m.Secret = o.Secret
+	if e.Rank != 0 {
+		if e.oneHost() {
+			host = loopback
+		}
+		return e.dial(ctx, o, m, host, o.Port)
+	}
+	_, err := e.serve(ctx, o, m, e.listenHost(o), o.Port)
+	return err
+}
+
+const loopback = "127.0.0.1"
+
+func (e *Env) listenHost(o MeetOptions) string {
+	if e.oneHost() {
+		return loopback
+	}
+	return o.Listen
+}
+
+// Words in place of a secret, shorter than any.
+const (
+	wordGiven = "given" // by the user, to every rank
+	wordNone  = "none"
+)
+
+// announced is what rank 0 tells the others of the secret, and what it is.
+func (o *MeetOptions) announced() (secret.Secret, string) {
+	if !o.Secret.IsZero() {
+		return o.Secret, wordGiven
+	}
+	return secret.New()
+}
+
+// heard is what a rank makes of that.
+func (o *MeetOptions) heard(word string) (secret.Secret, error) {
+	switch {
+	case word == wordGiven && o.Secret.IsZero():
+		return secret.Secret{}, errors.New("rank 0 was given a secret, and this rank none")
+	case word != wordGiven && !o.Secret.IsZero():
+		return secret.Secret{}, errors.New("this rank was given a secret, and rank 0 none")
+	case word == wordGiven:
+		return o.Secret, nil
+	case word == wordNone:
+		return secret.Secret{}, nil
+	}
+	return secret.Parse(word)
+}
+
+// announce serves a store on a free port, and gives where to reach it and the secret as others parseAnnouncement.
+func (e *Env) announce(ctx context.Context, o MeetOptions, m *Meeting) (text string, err error) {
+	var word string
+	m.Secret, word = o.announced()
+	server, err := e.serve(ctx, o, m, e.listenHost(o), o.Port)
+	if err != nil {
+		return "", err
+	}
+	_, port, err := net.SplitHostPort(server.Addr())
+	if err != nil {
+		return "", err
+	}
+	host := loopback
+	switch {
+	case e.oneHost():
+	case o.Host != "":
+		host = o.Host
+	default:
+		if host, err = os.Hostname(); err != nil {
+			return "", fmt.Errorf("name of this host: %w", err)
+		}
+	}
+	return net.JoinHostPort(host, port) + "," + word, nil
+}
+
+// follow dials what announce has told of.
+func (e *Env) follow(ctx context.Context, o MeetOptions, m *Meeting, text string) error {
+	host, port, word, err := parseAnnouncement(text)
+	if err != nil {
+		return err
+	}
+	if m.Secret, err = o.heard(word); err != nil {
+		return err
+	}
+	return e.dial(ctx, o, m, host, port)
+}
+
+// parseAnnouncement reads host:port,word. Its errors do not show the word, which may be a secret.
+func parseAnnouncement(text string) (host string, port int, word string, err error) {
+	at, word, ok := strings.Cut(text, ",")
+	if !ok {
+		return "", 0, "", fmt.Errorf("rank 0 told %d bytes, want host:port,secret", len(text))
+	}
+	host, portText, err := net.SplitHostPort(at)
+	if err != nil || host == "" {
+		return "", 0, "", errors.New("rank 0 told no address, want host:port,secret")
+	}
+	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
+		return "", 0, "", errors.New("rank 0 told no port, want host:port,secret")
+	}
+	return host, port, word, nil
+}
+
+// meetByFile is the meeting of ranks on one host that have a directory of their job.
+func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Meeting) error {
+	if !e.oneHost() {
+		return fmt.Errorf("%d of %d ranks are on this host, and Open MPI tells nothing of rank 0's: say which "+
+			"with HVD_RENDEZVOUS_HOST, or start the job with hvdrun -H", e.LocalSize, e.Size)
+	}
+	if !filepath.IsAbs(e.dir) {
+		return fmt.Errorf("PMIX_SERVER_TMPDIR is %q, want the job's session directory", e.dir)
+	}
+	// Jobs that this one spawns share the directory.
+	path := filepath.Join(e.dir, "gohvd-"+fileName(e.JobID))
+	if e.Rank != 0 {
+		text, err := waitPrivate(ctx, path)
+		if err != nil {
+			return err
+		}
+		return e.follow(ctx, o, m, text)
+	}
+	text, err := e.announce(ctx, o, m)
+	if err != nil {
+		return err
+	}
+	if err := writePrivate(path, text); err != nil {
+		return err
+	}
+	m.onClose(func() error { return remove(path) })
+	return nil
+}
+
+// pmiKey is where rank 0 tells the others.
+const pmiKey = "gohvd-meet"
+
+// meetByPMI is the meeting of ranks whose launcher has a key-value space for them.
+func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Meeting) error {
+	if e.pmiFD < 0 {
+		return errors.New("PMI_FD is not set: the launcher gives no connection to itself")
+	}
+	p, err := startPMI(ctx, e.pmiFD)
+	if err != nil {
+		return err
+	}
+	defer p.close()
+	if m.JobID == "" {
+		m.JobID = p.space
+	}
+	if e.Rank == 0 {
+		text, err := e.announce(ctx, o, m)
+		if err != nil {
+			return err
+		}
+		if err := p.put(pmiKey, text); err != nil {
+			return err
+		}
+	}
+	if err := p.barrier(); err != nil {
+		return err
+	}
+	if e.Rank != 0 {
+		text, err := p.get(pmiKey)
+		if err != nil {
+			return err
+		}
+		if err := e.follow(ctx, o, m, text); err != nil {
+			return err
+		}
+	}
+	return p.finalize()
+}
+
+// torchSecretKey is where rank 0 says how the others get the secret: a word, or the path of a file. The secret itself
+// is not told there, for whoever reaches a TCPStore can read it.
+const torchSecretKey = "secret"
+
+// meetAtTorch is the meeting at a TCPStore of PyTorch's protocol: that of the agent, or rank 0's on the same host.
+func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Meeting) error {
+	if o.Secret.IsZero() && !o.Insecure && !e.oneHost() {
+		return ErrNoSecret
+	}
+	host, port := e.host, e.port
+	if !e.agentStore {
+		host, port = loopback, o.Port
+	}
+	if e.Rank == 0 && !e.agentStore {
+		h := store.NewHashStore(store.Limits{})
+		m.onClose(h.Close)
+		server, err := c10d.Serve(net.JoinHostPort(host, strconv.Itoa(port)), h, c10d.Config{Log: o.Log})
+		switch {
+		case err == nil:
+			m.onClose(server.Close)
+		case !errors.Is(err, syscall.EADDRINUSE): // else PyTorch in this process has been here before
+			return err
+		}
+	}
+	host, err := o.resolve(ctx, host)
+	if err != nil {
+		return err
+	}
+	client, err := c10d.Dial(ctx, net.JoinHostPort(host, strconv.Itoa(port)), c10d.Unknown)
+	if err != nil {
+		return err
+	}
+	m.onClose(client.Close)
+	m.Store = store.NewPrefixStore("gohvd/"+e.JobID, client)
+	if e.Rank == 0 {
+		word, err := e.torchSecret(o, m)
+		if err != nil {
+			return err
+		}
+		return m.Store.Set(ctx, torchSecretKey, []byte(word))
+	}
+	word, err := m.Store.Get(ctx, torchSecretKey)
+	if err != nil {
+		return err
+	}
+	told := string(word)
+	if filepath.IsAbs(told) {
+		if !e.oneHost() {
+			return fmt.Errorf("rank 0 keeps the secret in a file of its host, and only %d of %d ranks are on this one",
+				e.LocalSize, e.Size)
+		}
+		if told, err = readPrivate(told); err != nil {
+			return err
+		}
+	} else if told != wordGiven && told != wordNone {
+		return fmt.Errorf("rank 0 told %d bytes of the secret, want a word or the path of a file", len(told))
+	}
+	if told == wordNone && !o.Insecure {
+		return ErrNoSecret
+	}
+	m.Secret, err = o.heard(told)
+	return err
+}
+
+// torchSecret settles rank 0's secret, and gives what to tell the others.
+func (e *Env) torchSecret(o MeetOptions, m *Meeting) (word string, err error) {
+	if o.Secret.IsZero() && !e.oneHost() {
+		return wordNone, nil
+	}
+	m.Secret, word = o.announced()
+	if word == wordGiven {
+		return word, nil
+	}
+	dir, err := os.MkdirTemp("", "gohvd-")
+	if err != nil {
+		return "", err
+	}
+	m.onClose(func() error { return os.RemoveAll(dir) })
+	path := filepath.Join(dir, "secret")
+	return path, writePrivate(path, word)
+}

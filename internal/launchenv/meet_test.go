@@ -1,0 +1,534 @@
+package launchenv
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/testtorch"
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/store/c10d"
+)
+
+// soon ends soon: for meetings that cannot succeed.
+func soon(t *testing.T) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// loopbackNames resolves these names to loopback.
+func loopbackNames(want ...string) func(context.Context, string) (string, error) {
+	return func(_ context.Context, host string) (string, error) {
+		for _, w := range want {
+			if host == w {
+				return loopback, nil
+			}
+		}
+		return "", fmt.Errorf("resolving %q, want %q", host, want)
+	}
+}
+
+// slurmRanks are the four of a step, two on each of two hosts, or all on one.
+func slurmRanks(t *testing.T, hosts int) (envs []*Env) {
+	t.Helper()
+	for r := range 4 {
+		n := strconv.Itoa
+		envs = append(envs, detect(t, slurmEnv.with("SLURM_PROCID", n(r), "SLURM_STEP_NUM_TASKS", "4",
+			"SLURM_LOCALID", n(r%(4/hosts)), "SLURM_NODEID", n(r/(4/hosts)),
+			"SLURM_STEP_NODELIST", fmt.Sprintf("node[1-%d]", hosts), "SLURM_STEP_TASKS_PER_NODE", fmt.Sprintf("%d(x%d)", 4/hosts, hosts))))
+	}
+	return envs
+}
+
+func TestSlurm(t *testing.T) {
+	o := MeetOptions{Secret: parse(t, userSecret), Port: freePort(t), Listen: loopback, Resolve: loopbackNames("node1")}
+	mustMeet(t, true, same(o), slurmRanks(t, 2)...)
+	o.Port, o.Secret, o.Insecure = freePort(t), secret.Secret{}, true
+	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
+	// On one host the name of it does not matter, nor where to listen.
+	o.Port, o.Resolve, o.Listen = freePort(t), loopbackNames(), "192.0.2.1"
+	mustMeet(t, false, same(o), slurmRanks(t, 1)...)
+	// The host that the user says is taken instead of the first.
+	o = MeetOptions{Insecure: true, Port: freePort(t), Listen: loopback, Host: "other", Resolve: loopbackNames("other")}
+	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
+}
+
+func TestSlurmRankZeroElsewhere(t *testing.T) {
+	env := slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "1")
+	_, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true})
+	testnet.WantError(t, err, "rank 0 is on node 1 of the step, want the first")
+	m, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true, Host: "here", Listen: loopback, Port: freePort(t)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func kubernetesRanks(t *testing.T) (envs []*Env) {
+	t.Helper()
+	for r := range 4 {
+		n := strconv.Itoa(r)
+		envs = append(envs, detect(t, kubernetesEnv.with("JOB_COMPLETION_INDEX", n, "HOSTNAME", "train-"+n, "HVD_SUBDOMAIN", "ranks")))
+	}
+	return envs
+}
+
+// The name of a pod is not there before the pod.
+func TestKubernetes(t *testing.T) {
+	var asked atomic.Int32
+	o := MeetOptions{Secret: parse(t, userSecret), Port: freePort(t), Listen: loopback}
+	o.Resolve = func(ctx context.Context, host string) (string, error) {
+		if asked.Add(1) < 7 {
+			return "", &net.DNSError{Err: "no such host", Name: host, IsNotFound: true}
+		}
+		return loopbackNames("train-0.ranks")(ctx, host)
+	}
+	mustMeet(t, true, same(o), kubernetesRanks(t)...)
+	if n := asked.Load(); n != 9 {
+		t.Errorf("asked for names %d times, want 9", n)
+	}
+}
+
+func TestSecretIsNeeded(t *testing.T) {
+	torch := torchrunEnv.with("MASTER_ADDR", loopback, "MASTER_PORT", strconv.Itoa(freePort(t)))
+	for _, env := range []environment{
+		slurmEnv, slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "0"), kubernetesEnv, torch, torch.with("RANK", "0"),
+		torch.with("TORCHELASTIC_USE_AGENT_STORE", "False"),
+	} {
+		e := detect(t, env)
+		if _, err := e.Meet(soon(t), MeetOptions{Listen: loopback}); !errors.Is(err, ErrNoSecret) {
+			t.Errorf("%s: got %v, want %v", e.Kind, err, ErrNoSecret)
+		}
+	}
+}
+
+// Whoever has another secret does not come in, and says so, and so does who has none.
+func TestSecretDiffers(t *testing.T) {
+	ours := parse(t, userSecret)
+	for what, theirs := range map[string]secret.Secret{"another": parse(t, userSecret+"!"), "none": {}} {
+		o := MeetOptions{Secret: ours, Insecure: true, Port: freePort(t), Listen: loopback, Resolve: loopbackNames("train-0.ranks")}
+		envs := kubernetesRanks(t)
+		m, err := envs[0].Meet(t.Context(), o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		o.Secret = theirs
+		_, err = envs[1].Meet(testnet.Context(t), o)
+		if !errors.Is(err, secret.ErrWrong) && !errors.Is(err, secret.ErrNeeded) {
+			t.Errorf("%s: got %v", what, err)
+		}
+		testnet.WantError(t, err, "rank 1 of 4, started by Kubernetes")
+		if strings.Contains(fmt.Sprint(err), userSecret) {
+			t.Errorf("the error shows the secret: %v", err)
+		}
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// Two jobs that chose one port, and have no secret to tell them apart.
+func TestAnotherJobsStore(t *testing.T) {
+	o := MeetOptions{Insecure: true, Port: freePort(t), Listen: loopback, Resolve: loopbackNames("train-0.ranks", "eval-0.eval")}
+	m, err := kubernetesRanks(t)[0].Meet(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	eval := kubernetesEnv.with("JOB_COMPLETION_INDEX", "1", "HOSTNAME", "eval-1")
+	_, err = detect(t, eval).Meet(testnet.Context(t), o)
+	testnet.WantError(t, err, "train", "eval", "HVD_RENDEZVOUS_PORT")
+	_, err = detect(t, eval.with("JOB_COMPLETION_INDEX", "0", "HOSTNAME", "eval-0")).Meet(testnet.Context(t), o)
+	testnet.WantError(t, err, "HVD_RENDEZVOUS_PORT")
+	if !errors.Is(err, syscall.EADDRINUSE) {
+		t.Errorf("got %v", err)
+	}
+	// The same job with another size.
+	_, err = detect(t, kubernetesEnv.with("HVD_SUBDOMAIN", "ranks", "HVD_SIZE", "5")).Meet(testnet.Context(t), o)
+	testnet.WantError(t, err, "of 4 ranks", "of 5 ranks")
+}
+
+// Servers end before what they serve, all is closed whatever fails, and once.
+func TestCloseMeeting(t *testing.T) {
+	m := newMeeting("job")
+	var order []int
+	broken := errors.New("broken")
+	for i := range 3 {
+		m.onClose(func() error {
+			order = append(order, i)
+			if i == 1 {
+				return broken
+			}
+			return nil
+		})
+	}
+	if err := m.Close(); !errors.Is(err, broken) {
+		t.Errorf("got %v", err)
+	}
+	if err := m.Close(); !errors.Is(err, broken) || !slices.Equal(order, []int{2, 1, 0}) {
+		t.Errorf("got %v, closed in the order %v", err, order)
+	}
+}
+
+func TestHvdrunsStore(t *testing.T) {
+	h := store.NewHashStore(store.Limits{})
+	defer h.Close()
+	s := parse(t, userSecret)
+	server, err := store.Serve("127.0.0.1:0", h, store.Config{Secret: s})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	host, port, _ := net.SplitHostPort(server.Addr())
+	var envs []*Env
+	for r := range 3 {
+		envs = append(envs, detect(t, environment{"HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": "3",
+			"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}))
+	}
+	// What the user says of hosts is for launchers without a store.
+	mustMeet(t, true, same(MeetOptions{Secret: s, Host: "elsewhere", Port: 1}), envs...)
+	_, err = detect(t, environment{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}).Meet(soon(t), MeetOptions{})
+	testnet.WantError(t, err, "HOROVOD_GLOO_RENDEZVOUS_ADDR", "is not set")
+}
+
+func TestAlone(t *testing.T) {
+	for _, env := range []environment{
+		{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"},
+		{"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+		{"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "77"},
+		{"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"},
+		kubernetesEnv.with("JOB_COMPLETION_INDEX", "0", "HOSTNAME", "train-0", "HVD_SIZE", "1"),
+	} {
+		e := detect(t, env)
+		mustMeet(t, false, same(MeetOptions{}), e)
+		if _, err := e.Meet(t.Context(), MeetOptions{}); !errors.Is(err, ErrMet) {
+			t.Errorf("%s: the second meeting gives %v, want %v", e.Kind, err, ErrMet)
+		}
+		mustMeet(t, true, same(MeetOptions{Secret: parse(t, userSecret)}), detect(t, env))
+	}
+}
+
+// openMPIRanks are the four of a job on one host, with a directory of their own.
+func openMPIRanks(t *testing.T) (envs []*Env, dir string) {
+	t.Helper()
+	dir = t.TempDir()
+	for r := range 4 {
+		n := strconv.Itoa(r)
+		envs = append(envs, detect(t, openMPIEnv.with("OMPI_COMM_WORLD_RANK", n, "OMPI_COMM_WORLD_LOCAL_RANK", n, "PMIX_SERVER_TMPDIR", dir,
+			"PMIX_NAMESPACE", "prterun-h-1@1/../x")))
+	}
+	return envs, dir
+}
+
+func TestTheFile(t *testing.T) {
+	envs, dir := openMPIRanks(t)
+	mustMeet(t, true, same(MeetOptions{}), envs...)
+	if left, err := os.ReadDir(dir); len(left) > 0 || err != nil {
+		t.Errorf("left in the directory: %v, %v", left, err)
+	}
+
+	envs, dir = openMPIRanks(t)
+	m, err := envs[0].Meet(t.Context(), MeetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	left, err := os.ReadDir(dir)
+	if len(left) != 1 || err != nil || left[0].Name() != "gohvd-prterun-h-1_1_.._x" {
+		t.Fatalf("in the directory: %v, %v", left, err)
+	}
+	info, err := left[0].Info()
+	if err != nil || info.Mode() != 0o600 {
+		t.Errorf("the file has mode %v, %v", info.Mode(), err)
+	}
+	// mpirun may clean up first.
+	if err := os.Remove(filepath.Join(dir, left[0].Name())); err != nil {
+		t.Error(err)
+	}
+	if err := errors.Join(m.Close(), m.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestTheFileDoesNotCome(t *testing.T) {
+	envs, _ := openMPIRanks(t)
+	_, err := envs[1].Meet(soon(t), MeetOptions{})
+	testnet.WantError(t, err, "rank 1 of 4", "rank 0 has left no")
+	if !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v", err)
+	}
+	_, err = detect(t, openMPIEnv.with("PMIX_SERVER_TMPDIR", "")).Meet(soon(t), MeetOptions{})
+	testnet.WantError(t, err, "PMIX_SERVER_TMPDIR")
+	_, err = detect(t, openMPIEnv.with("OMPI_COMM_WORLD_RANK", "0", "PMIX_SERVER_TMPDIR", filepath.Join(t.TempDir(), "gone"))).Meet(soon(t), MeetOptions{})
+	testnet.WantError(t, err, "no such file")
+}
+
+// A secret given to one rank and not to another is no secret of the job.
+func TestGivenToSome(t *testing.T) {
+	given := MeetOptions{Secret: parse(t, userSecret)}
+	for first, part := range map[bool]string{true: "rank 0 was given a secret, and this rank none", false: "this rank was given a secret, and rank 0 none"} {
+		envs, _ := openMPIRanks(t)
+		options := map[bool]MeetOptions{first: given, !first: {}}
+		m, err := envs[0].Meet(t.Context(), options[true])
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = envs[1].Meet(testnet.Context(t), options[false])
+		testnet.WantError(t, err, part)
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// On several hosts Open MPI's ranks need to be told where rank 0 is.
+func TestOpenMPIOnHosts(t *testing.T) {
+	ranks := func() (envs []*Env) {
+		for r := range 2 {
+			envs = append(envs, detect(t, openMPIEnv.with("OMPI_COMM_WORLD_RANK", strconv.Itoa(r), "OMPI_COMM_WORLD_SIZE", "2",
+				"OMPI_COMM_WORLD_LOCAL_RANK", "0", "OMPI_COMM_WORLD_LOCAL_SIZE", "1")))
+		}
+		return envs
+	}
+	for _, err := range meetAll(soon(t), true, same(MeetOptions{}), ranks()...) {
+		testnet.WantError(t, err, "1 of 2 ranks are on this host", "hvdrun -H")
+	}
+	o := MeetOptions{Secret: parse(t, userSecret), Host: "first", Listen: loopback, Resolve: loopbackNames("first")}
+	for _, err := range meetAll(soon(t), true, same(o), ranks()...) {
+		testnet.WantError(t, err, "HVD_RENDEZVOUS_PORT")
+	}
+	o.Port = freePort(t)
+	mustMeet(t, true, same(o), ranks()...)
+}
+
+func TestPrivateFiles(t *testing.T) {
+	dir := t.TempDir()
+	path := func(name string) string { return filepath.Join(dir, name) }
+	if err := writePrivate(path("good"), "text"); err != nil {
+		t.Fatal(err)
+	}
+	if text, err := readPrivate(path("good")); text != "text" || err != nil {
+		t.Errorf("got %q, %v", text, err)
+	}
+	// One that is there is replaced, whatever it was.
+	if err := errors.Join(os.WriteFile(path("old"), []byte("old"), 0o644), os.Chmod(path("old"), 0o644), writePrivate(path("old"), "new")); err != nil {
+		t.Fatal(err)
+	}
+	if text, err := readPrivate(path("old")); text != "new" || err != nil {
+		t.Errorf("got %q, %v", text, err)
+	}
+	if err := errors.Join(
+		os.WriteFile(path("group"), nil, 0o600), os.Chmod(path("group"), 0o640),
+		os.WriteFile(path("others"), nil, 0o600), os.Chmod(path("others"), 0o602),
+		os.Mkdir(path("directory"), 0o700),
+		unix.Mkfifo(path("pipe"), 0o600),
+		os.Symlink(path("good"), path("link")),
+		os.WriteFile(path("long"), make([]byte, maxPrivateBytes+1), 0o600),
+	); err != nil {
+		t.Fatal(err)
+	}
+	for name, part := range map[string]string{
+		"group": "want a file of mode 0600", "others": "want a file of mode 0600", "directory": "want a file", "pipe": "want a file",
+		"link": "symbolic links", "long": "more than 4096 bytes",
+	} {
+		_, err := waitPrivate(testnet.Context(t), path(name))
+		testnet.WantError(t, err, part, name)
+	}
+	if os.Geteuid() == 0 {
+		if err := os.Chown(path("good"), 12345, -1); err != nil {
+			t.Fatal(err)
+		}
+		_, err := readPrivate(path("good"))
+		testnet.WantError(t, err, "of user 12345")
+	}
+	// A directory cannot be replaced by a file; nothing is left of the attempt.
+	if err := writePrivate(path("directory"), "text"); err == nil {
+		t.Error("replaced a directory")
+	}
+	if left, err := filepath.Glob(path(".gohvd-*")); len(left) > 0 || err != nil {
+		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
+func FuzzAnnouncement(f *testing.F) {
+	f.Add("127.0.0.1:4711,given")
+	f.Add("[::1]:1,0123456789abcdef")
+	f.Add(":1,x")
+	f.Add("h:65536,x")
+	f.Add("h:0,x")
+	f.Fuzz(func(t *testing.T, text string) {
+		host, port, word, err := parseAnnouncement(text)
+		if err != nil {
+			if _, secretText, _ := strings.Cut(text, ","); len(secretText) > 8 && strings.Contains(err.Error(), secretText) {
+				t.Errorf("%q: the error shows the word: %v", text, err)
+			}
+			return
+		}
+		if host == "" || port < 1 || port > 65535 {
+			t.Fatalf("%q gives %q, %d", text, host, port)
+		}
+		if h, p, w, err := parseAnnouncement(net.JoinHostPort(host, strconv.Itoa(port)) + "," + word); h != host || p != port || w != word || err != nil {
+			t.Fatalf("%q gives %q, %d, %q, and written again %q, %d, %q, %v", text, host, port, word, h, p, w, err)
+		}
+	})
+}
+
+// torchRanks are the four of torchrun's workers, two on each host or all on one.
+func torchRanks(t *testing.T, hosts int, more ...string) (envs []*Env) {
+	t.Helper()
+	for r := range 4 {
+		n := strconv.Itoa
+		envs = append(envs, detect(t, torchrunEnv.with("RANK", n(r), "LOCAL_RANK", n(r%(4/hosts)), "LOCAL_WORLD_SIZE", n(4/hosts),
+			"GROUP_RANK", n(r/(4/hosts)), "GROUP_WORLD_SIZE", n(hosts)).with(more...)))
+	}
+	return envs
+}
+
+func TestTorchrunsStore(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	h := store.NewHashStore(store.Limits{})
+	defer h.Close()
+	server, err := c10d.Serve("127.0.0.1:0", h, c10d.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	_, port, _ := net.SplitHostPort(server.Addr())
+	o := MeetOptions{Resolve: loopbackNames("head")}
+	given := o
+	given.Secret = parse(t, userSecret)
+	insecure := o
+	insecure.Insecure = true
+
+	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one")...)
+	mustMeet(t, true, same(given), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "given")...)
+	mustMeet(t, true, same(given), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
+	mustMeet(t, false, same(insecure), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "insecure")...)
+	// After a restart nothing of the run before is found.
+	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one", "TORCHELASTIC_RESTART_COUNT", "3")...)
+
+	if v, err := h.Get(testnet.Context(t), "/gohvd/one/3/count"); string(v) != "4" || err != nil {
+		t.Errorf("count is %q, %v", v, err)
+	}
+	// The secret is not in the store, which anybody can read, and its files are gone.
+	told, err := h.Get(t.Context(), "/gohvd/one/3/"+torchSecretKey)
+	if err != nil || !filepath.IsAbs(string(told)) {
+		t.Errorf("the store tells %q, %v, want a path", told, err)
+	}
+	if left, err := os.ReadDir(os.TempDir()); len(left) > 0 || err != nil {
+		t.Errorf("left: %v, %v", left, err)
+	}
+
+	// What others may have put there.
+	for word, part := range map[string]string{
+		"0123456789abcdef0123456789abcdef": "want a word or the path",
+		"/nonexistent/file":                "no such file",
+		wordGiven:                          "and this rank none",
+	} {
+		if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte(word)); err != nil {
+			t.Fatal(err)
+		}
+		_, err := torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "bad")[1].Meet(testnet.Context(t), o)
+		testnet.WantError(t, err, part)
+		if strings.Contains(fmt.Sprint(err), word) && strings.Contains(word, "0123") {
+			t.Errorf("the error shows it: %v", err)
+		}
+	}
+	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte("none")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "bad")[1].Meet(testnet.Context(t), o); !errors.Is(err, ErrNoSecret) {
+		t.Errorf("got %v, want %v", err, ErrNoSecret)
+	}
+	// A file of rank 0's host says nothing on another.
+	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte("/tmp/secret")); err != nil {
+		t.Fatal(err)
+	}
+	_, err = torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "bad")[1].Meet(testnet.Context(t), insecure)
+	testnet.WantError(t, err, "only 2 of 4 ranks")
+}
+
+// Where torchrun's agent serves no store rank 0 does: one of PyTorch's protocol on one host, ours on several.
+func TestTorchrunWithoutStore(t *testing.T) {
+	for _, hosts := range []int{1, 2} {
+		port := freePort(t)
+		o := MeetOptions{Secret: parse(t, userSecret), Listen: loopback, Resolve: loopbackNames("head")}
+		mustMeet(t, true, same(o), torchRanks(t, hosts, "MASTER_PORT", strconv.Itoa(port), "TORCHELASTIC_USE_AGENT_STORE", "False")...)
+		o.Port = freePort(t)
+		mustMeet(t, true, same(o), torchRanks(t, hosts, "MASTER_PORT", "1", "TORCHELASTIC_USE_AGENT_STORE", "False")...)
+	}
+}
+
+// PyTorch in rank 0 may have served a store at MASTER_PORT before.
+func TestTorchWasHere(t *testing.T) {
+	h := store.NewHashStore(store.Limits{})
+	defer h.Close()
+	server, err := c10d.Serve("127.0.0.1:0", h, c10d.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	_, port, _ := net.SplitHostPort(server.Addr())
+	mustMeet(t, true, same(MeetOptions{}), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_USE_AGENT_STORE", "False")...)
+}
+
+// The real one, of Debian's PyTorch: --standalone leaves the store to rank 0, otherwise the agent has it.
+func TestTorchrun(t *testing.T) {
+	testtorch.Need(t)
+	for name, arg := range map[string][]string{
+		"standalone": {"--standalone"},
+		"agent":      {"--master_addr=127.0.0.1", "--master_port=" + strconv.Itoa(freePort(t))},
+	} {
+		for secretName, env := range bothSecrets {
+			t.Run(name+", "+secretName, func(t *testing.T) {
+				argv := append([]string{testtorch.Python, "-m", "torch.distributed.run"}, arg...)
+				// For rank 9, which there is not: the default for all ranks fails on Python 3.11.
+				argv = append(argv, "--redirects=9:1", "--tee=9:1", "--monitor_interval=0.1")
+				launch(t, Torchrun, 4, []string{rankVariable + "=once", env}, append(argv, "--nproc_per_node=4", "--no_python", self(t))...)
+			})
+		}
+	}
+}
+
+// Every meeting that cannot be ends with ctx.
+func TestNobodyComes(t *testing.T) {
+	port := strconv.Itoa(freePort(t))
+	o := MeetOptions{Insecure: true, Listen: loopback, Resolve: func(context.Context, string) (string, error) { return loopback, nil }}
+	o.Port = freePort(t)
+	for _, env := range []environment{
+		hvdrunEnv.with("HOROVOD_GLOO_RENDEZVOUS_ADDR", loopback, "HOROVOD_GLOO_RENDEZVOUS_PORT", port),
+		torchrunEnv.with("MASTER_PORT", port),
+		torchrunEnv.with("MASTER_PORT", port, "TORCHELASTIC_USE_AGENT_STORE", "False"),
+		slurmEnv, kubernetesEnv,
+	} {
+		e := detect(t, env)
+		_, err := e.Meet(soon(t), o)
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%s: got %v, want %v", e.Kind, err, context.DeadlineExceeded)
+		}
+	}
+	o.Resolve = func(_ context.Context, host string) (string, error) {
+		return "", &net.DNSError{Err: "no such host", Name: host}
+	}
+	_, err := detect(t, kubernetesEnv).Meet(soon(t), o)
+	testnet.WantError(t, err, "resolving train-0.train", "no such host")
+	o.Resolve = func(context.Context, string) (string, error) { return "", errors.New("broken") }
+	_, err = detect(t, kubernetesEnv).Meet(testnet.Context(t), o)
+	testnet.WantError(t, err, "resolving train-0.train: broken")
+}

@@ -1,0 +1,165 @@
+package launchenv
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// maxPMILine bounds a line of the protocol. Values have up to 1024 bytes with MPICH.
+const maxPMILine = 8 << 10
+
+// pmi is a client of PMI-1, by which a process started by MPICH's mpiexec talks to it: lines of words, the first of
+// them cmd=NAME, each answered by one. See MPICH, src/pmi, simple_pmi.c.
+type pmi struct {
+	ctx   context.Context
+	fd    int
+	conn  net.Conn
+	in    *bufio.Reader
+	stop  func() bool
+	space string // the name of the job's key-value space
+	// Bounds on a key and a value.
+	maxKey, maxValue int
+}
+
+// startPMI begins to talk on fd, which is PMI_FD. All calls end with ctx.
+//
+// fd is never closed, so that its number means nothing else later; after close it is shut down, and whoever uses it
+// again gets an error.
+func startPMI(ctx context.Context, fd int) (*pmi, error) {
+	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("PMI_FD is %d: %w", fd, err)
+	}
+	f := os.NewFile(uintptr(dup), "PMI_FD")
+	conn, err := net.FileConn(f)
+	f.Close()
+	if err != nil {
+		return nil, fmt.Errorf("PMI_FD is %d, want a socket: %w", fd, err)
+	}
+	p := &pmi{ctx: ctx, fd: fd, conn: conn, in: bufio.NewReaderSize(conn, maxPMILine)}
+	p.stop = context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	if err := p.start(); err != nil {
+		p.close()
+		return nil, err
+	}
+	return p, nil
+}
+
+func (p *pmi) start() error {
+	answer, err := p.call("cmd=init pmi_version=1 pmi_subversion=1", "response_to_init")
+	if err != nil {
+		return err
+	}
+	if v := answer["pmi_version"]; v != "1" {
+		return fmt.Errorf("the launcher speaks version %s of PMI, want 1", quote(v))
+	}
+	if answer, err = p.call("cmd=get_maxes", "maxes"); err != nil {
+		return err
+	}
+	for name, to := range map[string]*int{"keylen_max": &p.maxKey, "vallen_max": &p.maxValue} {
+		if *to, err = decimal(answer[name], 1<<30); err != nil {
+			return fmt.Errorf("pmi: get_maxes: %s: %w", name, err)
+		}
+	}
+	if answer, err = p.call("cmd=get_my_kvsname", "my_kvsname"); err != nil {
+		return err
+	}
+	if p.space = answer["kvsname"]; p.space == "" {
+		return errors.New("pmi: get_my_kvsname: the launcher gave no name")
+	}
+	return nil
+}
+
+// put sets key to value, which have no white space. Others see it after a barrier.
+func (p *pmi) put(key, value string) error {
+	// The bounds count a byte at the end of the text.
+	if len(key) >= p.maxKey || len(value) >= p.maxValue {
+		return fmt.Errorf("pmi: put: key of %d bytes and value of %d, want less than %d and %d", len(key), len(value),
+			p.maxKey, p.maxValue)
+	}
+	_, err := p.call("cmd=put kvsname="+p.space+" key="+key+" value="+value, "put_result")
+	return err
+}
+
+// barrier waits for all ranks.
+func (p *pmi) barrier() error {
+	_, err := p.call("cmd=barrier_in", "barrier_out")
+	return err
+}
+
+func (p *pmi) get(key string) (string, error) {
+	answer, err := p.call("cmd=get kvsname="+p.space+" key="+key, "get_result")
+	if err != nil {
+		return "", err
+	}
+	value, ok := answer["value"]
+	if !ok {
+		return "", fmt.Errorf("pmi: get: the launcher has no value for %s", key)
+	}
+	return value, nil
+}
+
+// finalize tells the launcher that this process is done with it. A process that has begun and does not is taken for a
+// crashed one when it ends.
+func (p *pmi) finalize() error {
+	_, err := p.call("cmd=finalize", "finalize_ack")
+	return err
+}
+
+func (p *pmi) close() {
+	p.stop()
+	_ = unix.Shutdown(p.fd, unix.SHUT_RDWR) // the launcher may have closed its end
+	p.conn.Close()
+}
+
+// call sends a request and reads the answer, whose cmd is want. Errors show the name of a request but nothing of what
+// it or the answer holds, which may be a secret.
+func (p *pmi) call(request, want string) (map[string]string, error) {
+	name, _, _ := strings.Cut(strings.TrimPrefix(request, "cmd="), " ")
+	answer, err := p.exchange(request)
+	if err != nil {
+		if p.ctx.Err() != nil {
+			err = p.ctx.Err()
+		}
+		return nil, fmt.Errorf("pmi: %s: %w", name, err)
+	}
+	if answer["cmd"] != want {
+		return nil, fmt.Errorf("pmi: %s: the launcher answered cmd=%s, want %s", name, quote(answer["cmd"]), want)
+	}
+	if rc, ok := answer["rc"]; ok && rc != "0" {
+		return nil, fmt.Errorf("pmi: %s: the launcher refused: rc=%s msg=%s", name, quote(rc), quote(answer["msg"]))
+	}
+	return answer, nil
+}
+
+func (p *pmi) exchange(request string) (map[string]string, error) {
+	if _, err := p.conn.Write([]byte(request + "\n")); err != nil {
+		return nil, err
+	}
+	line, err := p.in.ReadSlice('\n')
+	if errors.Is(err, bufio.ErrBufferFull) {
+		return nil, fmt.Errorf("the launcher's line has more than %d bytes", maxPMILine)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return parsePMI(string(line)), nil
+}
+
+// parsePMI takes a line apart. A word without = has an empty value.
+func parsePMI(line string) map[string]string {
+	words := make(map[string]string)
+	for word := range strings.FieldsSeq(line) {
+		name, value, _ := strings.Cut(word, "=")
+		words[name] = value
+	}
+	return words
+}

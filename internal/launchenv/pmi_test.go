@@ -1,0 +1,206 @@
+package launchenv
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// fakePMI is a launcher's end of PMI-1, which answers each request by its cmd. What it is asked for that it has no answer to
+// closes the connection, and where the answer is empty it says nothing and calls silent. It returns the rank's end; asked gives what was asked once that is closed.
+func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int, asked func() []string) {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fds[1]), "launcher")
+	conn, err := net.FileConn(f)
+	f.Close()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var requests []string
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		defer conn.Close()
+		for in := bufio.NewScanner(conn); in.Scan(); {
+			requests = append(requests, in.Text())
+			name, _, _ := strings.Cut(strings.TrimPrefix(in.Text(), "cmd="), " ")
+			answer, ok := answers[name]
+			if !ok {
+				return
+			}
+			if answer == "" {
+				for _, f := range silent {
+					f()
+				}
+			}
+			if _, err := conn.Write([]byte(answer)); err != nil {
+				return
+			}
+		}
+	})
+	t.Cleanup(func() { unix.Close(fds[0]) })
+	return fds[0], func() []string {
+		wg.Wait()
+		return requests
+	}
+}
+
+// goodPMI is what a launcher answers; rank 0 told value.
+func goodPMI(value string) map[string]string {
+	return map[string]string{
+		"init":           "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n",
+		"get_maxes":      "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024\n",
+		"get_my_kvsname": "cmd=my_kvsname kvsname=kvs_1\n",
+		"put":            "cmd=put_result rc=0 msg=success\n",
+		"barrier_in":     "cmd=barrier_out\n",
+		"get":            "cmd=get_result rc=0 msg=success value=" + value + "\n",
+		"finalize":       "cmd=finalize_ack\n",
+	}
+}
+
+func pmiRank(t *testing.T, rank, fd int) *Env {
+	t.Helper()
+	return detect(t, pmiEnv.with("PMI_RANK", fmt.Sprint(rank), "PMI_FD", fmt.Sprint(fd), "PMI_SIZE", "2", "MPI_LOCALRANKID", fmt.Sprint(rank)))
+}
+
+func TestPMIConversation(t *testing.T) {
+	fd, asked := fakePMI(t, goodPMI(""))
+	m, err := pmiRank(t, 0, fd).Meet(testnet.Context(t), MeetOptions{Secret: parse(t, userSecret)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m.JobID != "kvs_1" {
+		t.Errorf("the job is %q", m.JobID)
+	}
+	got := strings.Join(asked(), "\n")
+	want := "cmd=init pmi_version=1 pmi_subversion=1\ncmd=get_maxes\ncmd=get_my_kvsname\n" +
+		"cmd=put kvsname=kvs_1 key=gohvd-meet value=127.0.0.1:"
+	if !strings.HasPrefix(got, want) || !strings.HasSuffix(got, ",given\ncmd=barrier_in\ncmd=finalize") {
+		t.Errorf("asked\n%s\nwant\n%s...", got, want)
+	}
+
+	// The other rank, which finds the first.
+	_, value, _ := strings.Cut(got, "value=")
+	value, _, _ = strings.Cut(value, "\n")
+	fd, asked = fakePMI(t, goodPMI(value))
+	other, err := pmiRank(t, 1, fd).Meet(testnet.Context(t), MeetOptions{Secret: parse(t, userSecret)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if last := asked(); last[len(last)-2] != "cmd=get kvsname=kvs_1 key=gohvd-meet" {
+		t.Errorf("asked %q", last)
+	}
+	// Whoever comes again with the same descriptor is not heard.
+	_, err = pmiRank(t, 1, fd).Meet(testnet.Context(t), MeetOptions{})
+	testnet.WantError(t, err, "pmi: init")
+	if err := errors.Join(other.Close(), m.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
+// On several hosts rank 0 is where its host's name is, or what the user says.
+func TestPMIOnHosts(t *testing.T) {
+	name, err := os.Hostname()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for host, want := range map[string]string{"": name, "192.0.2.1": "192.0.2.1"} {
+		fd, asked := fakePMI(t, goodPMI(""))
+		e := detect(t, pmiEnv.with("PMI_RANK", "0", "PMI_FD", fmt.Sprint(fd)))
+		m, err := e.Meet(testnet.Context(t), MeetOptions{Listen: loopback, Host: host})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := strings.Join(asked(), "\n"); !strings.Contains(got, "value="+want+":") || m.Secret.IsZero() {
+			t.Errorf("asked %s; %v", got, m.Secret)
+		}
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestPMIRefuses(t *testing.T) {
+	for _, c := range []struct {
+		cmd, answer string
+		rank        int
+		parts       []string
+	}{
+		{"init", "cmd=response_to_init pmi_version=2 pmi_subversion=0 rc=0\n", 1, []string{`version "2" of PMI, want 1`}},
+		{"init", "cmd=response_to_init rc=-1 msg=no\n", 1, []string{"pmi: init", `rc="-1" msg="no"`}},
+		{"init", "HTTP/1.1 400 Bad Request\n", 1, []string{`cmd="", want response_to_init`}},
+		{"init", strings.Repeat("x", maxPMILine+1), 1, []string{"more than 8192 bytes"}},
+		{"get_maxes", "cmd=maxes keylen_max=64\n", 1, []string{"get_maxes: vallen_max"}},
+		{"get_maxes", "cmd=maxes keylen_max=-1 vallen_max=5\n", 1, []string{"get_maxes: keylen_max"}},
+		{"get_maxes", "cmd=maxes keylen_max=64 vallen_max=20\n", 0, []string{"pmi: put", "less than 64 and 20"}},
+		{"get_maxes", "cmd=maxes keylen_max=10 vallen_max=1024\n", 0, []string{"pmi: put", "less than 10 and 1024"}},
+		{"get_my_kvsname", "cmd=my_kvsname kvsname=\n", 1, []string{"gave no name"}},
+		{"put", "cmd=put_result rc=-1 msg=duplicate_key\n", 0, []string{"pmi: put", "duplicate_key"}},
+		{"barrier_in", "cmd=barrier_out rc=1 msg=died\n", 1, []string{"pmi: barrier_in", "died"}},
+		{"get", "cmd=get_result rc=-1 msg=key_gohvd-meet_not_found value=unknown\n", 1, []string{"pmi: get", "not_found"}},
+		{"get", "cmd=get_result rc=0\n", 1, []string{"no value for gohvd-meet"}},
+		{"get", "cmd=get_result rc=0 value=secretsecretsecret\n", 1, []string{"rank 0 told 18 bytes"}},
+		{"get", "cmd=get_result rc=0 value=:1,secretsecretsecret\n", 1, []string{"rank 0 told no address"}},
+		{"get", "cmd=get_result rc=0 value=h:0,secretsecretsecret\n", 1, []string{"rank 0 told no port"}},
+		{"get", "cmd=get_result rc=0 value=h:1,secret\n", 1, []string{"a secret of 6 bytes"}},
+		{"finalize", "cmd=finalize_nack\n", 0, []string{"pmi: finalize"}},
+	} {
+		answers := goodPMI("")
+		answers[c.cmd] = c.answer
+		fd, asked := fakePMI(t, answers)
+		_, err := pmiRank(t, c.rank, fd).Meet(testnet.Context(t), MeetOptions{})
+		testnet.WantError(t, err, c.parts...)
+		if strings.Contains(fmt.Sprint(err), "secretsecret") {
+			t.Errorf("the error shows the secret: %v", err)
+		}
+		asked()
+	}
+	// The launcher goes away.
+	answers := goodPMI("")
+	delete(answers, "barrier_in")
+	fd, _ := fakePMI(t, answers)
+	_, err := pmiRank(t, 1, fd).Meet(testnet.Context(t), MeetOptions{})
+	testnet.WantError(t, err, "pmi: barrier_in: EOF")
+}
+
+// Whatever the launcher does not say, ctx ends the wait for it.
+func TestPMISilence(t *testing.T) {
+	for _, cmd := range []string{"init", "barrier_in", "finalize"} {
+		answers := goodPMI("")
+		answers[cmd] = ""
+		ctx, cancel := context.WithCancel(testnet.Context(t))
+		fd, _ := fakePMI(t, answers, cancel)
+		_, err := pmiRank(t, 0, fd).Meet(ctx, MeetOptions{})
+		testnet.WantError(t, err, "pmi: "+cmd)
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("%s: got %v", cmd, err)
+		}
+	}
+}
+
+func TestPMINoSocket(t *testing.T) {
+	f, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	_, err = pmiRank(t, 1, int(f.Fd())).Meet(testnet.Context(t), MeetOptions{})
+	testnet.WantError(t, err, "PMI_FD is", "want a socket")
+	_, err = pmiRank(t, 1, 99999).Meet(testnet.Context(t), MeetOptions{})
+	testnet.WantError(t, err, "PMI_FD is 99999", "bad file descriptor")
+	_, err = detect(t, pmiEnv.with("PMI_FD", "")).Meet(testnet.Context(t), MeetOptions{})
+	testnet.WantError(t, err, "PMI_FD is not set")
+}
