@@ -16,8 +16,13 @@ import (
 // program is what a rank runs; it returns the exit status.
 func program(name string) int {
 	ctx := context.Background()
-	if name == "again" {
+	switch name {
+	case "again":
 		return again(ctx)
+	case "store":
+		return overHosts(serveStore)
+	case "checked":
+		return overHosts(func() error { return checked(ctx) })
 	}
 	if err := hvd.Init(ctx); err != nil {
 		fmt.Fprintln(os.Stderr, err)

@@ -1,0 +1,329 @@
+package e2e
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testhosts"
+	"github.com/gohvd/gohvd/secret"
+)
+
+// spread is a job over hosts, whose ranks the test starts itself, with the variables that hvdrun would set. The cmd of its job
+// is the store's, which ends after the last rank.
+type spread struct {
+	*job
+	ranks   []*exec.Cmd
+	ended   []time.Time // by rank
+	running sync.WaitGroup
+}
+
+// locked is the standard error of a job's processes.
+type locked struct{ *job }
+
+func (l locked) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.stderr.Write(p)
+}
+
+// startOn runs this binary as the given program, perHost ranks on each host, the first on hosts[0], where the store is too.
+func startOn(t *testing.T, hosts []*testhosts.Host, perHost int, program string, env ...string) *spread {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	s := &spread{job: &job{t: t, lines: make(chan line, 1000)}}
+	t.Cleanup(func() {
+		cancel()
+		s.running.Wait()
+	})
+	_, text := secret.New()
+	common := append(os.Environ(), "HVD_JOB_ID=hosts", "HVD_SECRET="+text)
+
+	s.cmd = hosts[0].Command(ctx, self)
+	s.cmd.Env = append(slices.Clone(common), programVariable+"=store", storeAddrVariable+"="+net.JoinHostPort(hosts[0].Addr.String(), "0"))
+	s.cmd.Stderr = locked{s.job}
+	hold, err := s.cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	stdout, err := s.cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	said, _ := bufio.NewReader(stdout).ReadString('\n')
+	addr, port, err := net.SplitHostPort(strings.TrimSpace(said))
+	if err != nil {
+		t.Fatalf("the store says %q: %s", said, s.err())
+	}
+	size := len(hosts) * perHost
+	s.ended = make([]time.Time, size)
+	for r := range size {
+		h, local := r/perHost, r%perHost
+		cmd := hosts[h].Command(ctx, self)
+		cmd.Env = slices.Concat(common, []string{
+			"HOROVOD_RANK=" + strconv.Itoa(r),
+			"HOROVOD_SIZE=" + strconv.Itoa(size),
+			"HOROVOD_LOCAL_RANK=" + strconv.Itoa(local),
+			"HOROVOD_LOCAL_SIZE=" + strconv.Itoa(perHost),
+			"HOROVOD_CROSS_RANK=" + strconv.Itoa(h),
+			"HOROVOD_CROSS_SIZE=" + strconv.Itoa(len(hosts)),
+			"HOROVOD_HOSTNAME=" + hosts[h].Name,
+			"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + addr,
+			"HOROVOD_GLOO_RENDEZVOUS_PORT=" + port,
+			programVariable + "=" + program,
+		}, env)
+		s.ranks = append(s.ranks, cmd)
+		s.follow(r, cmd)
+	}
+	s.wg.Go(func() {
+		defer close(s.lines)
+		defer hold.Close()
+		s.running.Wait()
+	})
+	return s
+}
+
+// follow starts a rank and reads what it says until it ends.
+func (s *spread) follow(r int, cmd *exec.Cmd) {
+	cmd.Stderr = locked{s.job}
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		s.t.Fatal(err)
+	}
+	s.running.Go(func() {
+		for in := bufio.NewScanner(stdout); in.Scan(); {
+			l := line{r, in.Text(), time.Now()}
+			s.mu.Lock()
+			fmt.Fprintf(&s.output, "[%d]<stdout>:%s\n", r, l.text)
+			s.mu.Unlock()
+			s.lines <- l
+		}
+		_ = cmd.Wait() // its status is in cmd
+		s.ended[r] = time.Now()
+	})
+}
+
+// end waits until all has ended, and gives the ranks' exit statuses.
+func (s *spread) end() (statuses []int) {
+	s.t.Helper()
+	if status := s.wait(); status != 0 {
+		s.t.Errorf("the store ended with status %d", status)
+	}
+	for _, cmd := range s.ranks {
+		statuses = append(statuses, cmd.ProcessState.ExitCode())
+	}
+	return statuses
+}
+
+// tell logs what all processes said if the test has failed.
+func (s *spread) tell() {
+	if s.t.Failed() {
+		s.t.Logf("output:\n%s\n%s", s.out(), s.err())
+	}
+}
+
+// Ranks on several hosts get right results from every operation, and know where they stand.
+func TestSeveralHosts(t *testing.T) {
+	seconds := "3"
+	if testing.Short() {
+		seconds = "0.3"
+	}
+	for _, c := range []struct {
+		name           string
+		hosts, perHost int
+		env            []string
+	}{
+		{"2x2", 2, 2, nil},
+		{"3x1", 3, 1, nil},
+		{"lockstep", 2, 2, []string{"HVD_NEGOTIATION=lockstep"}},
+		// As a user starts ranks by hand: hosts and places are what the ranks tell each other.
+		{"by hand", 2, 2, []string{
+			"HOROVOD_HOSTNAME=", "HOROVOD_LOCAL_RANK=", "HOROVOD_LOCAL_SIZE=", "HOROVOD_CROSS_RANK=", "HOROVOD_CROSS_SIZE=",
+		}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			hosts := testhosts.New(t, c.hosts)
+			s := startOn(t, hosts, c.perHost, "checked", append(c.env, secondsVariable+"="+seconds)...)
+			size := c.hosts * c.perHost
+			if got, want := s.end(), make([]int, size); !slices.Equal(got, want) {
+				t.Errorf("the ranks ended with statuses %v", got)
+			}
+			for r := range size {
+				place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%c.perHost, c.perHost, r/c.perHost, c.hosts)
+				for _, want := range []string{place, fmt.Sprintf("[%d]<stdout>:rounds ", r)} {
+					if !strings.Contains(s.out(), want) {
+						t.Errorf("rank %d did not say %q", r, want)
+					}
+				}
+			}
+			s.tell()
+		})
+	}
+}
+
+// Ranks of several hosts do not take each other's memory for shared, though here they could reach it.
+func TestHostsShareNoMemory(t *testing.T) {
+	hosts := testhosts.New(t, 2)
+	s := startOn(t, hosts, 1, "checked", "HOROVOD_CPU_OPERATIONS=shm", "HOROVOD_HOSTNAME=same")
+	if got, want := s.end(), []int{1, 1}; !slices.Equal(got, want) {
+		t.Errorf("the ranks ended with statuses %v, want %v", got, want)
+	}
+	if n := strings.Count(s.out(), "the ranks are on several hosts"); n != 2 {
+		t.Errorf("%d of 2 ranks say that they are on several hosts", n)
+	}
+	s.tell()
+}
+
+// A link that is down for much less than the liveness limit costs time and nothing else.
+func TestLinkComesBack(t *testing.T) {
+	hosts := testhosts.New(t, 2)
+	s := startOn(t, hosts, 2, "checked", secondsVariable+"=3")
+	placed := 0
+	s.until("all ranks had met", func(l line) bool {
+		if strings.HasPrefix(l.text, "place ") {
+			placed++
+		}
+		return placed == 4
+	})
+	for range 2 {
+		hosts[1].SetLink(false)
+		<-time.After(time.Second)
+		hosts[1].SetLink(true)
+	}
+	if got, want := s.end(), make([]int, 4); !slices.Equal(got, want) {
+		t.Errorf("the ranks ended with statuses %v", got)
+	}
+	s.tell()
+}
+
+// A host without a link at the start: on both sides every rank gives up when its time is over, and says whom it has missed.
+func TestNoLinkAtStart(t *testing.T) {
+	const deadline = 10 * time.Second
+	hosts := testhosts.New(t, 2)
+	missed := []string{"waiting for rank 1: ", "store: dial " + hosts[0].Addr.String()}
+	hosts[1].SetLink(false)
+	began := time.Now()
+	s := startOn(t, hosts, 1, "checked", "HOROVOD_GLOO_TIMEOUT_SECONDS=3")
+	reports := 0
+	s.until("all ranks had reported", func(l line) bool {
+		if text, ok := strings.CutPrefix(l.text, "error "); ok {
+			reports++
+			if !strings.Contains(text, missed[l.rank]) {
+				t.Errorf("rank %d does not say %q: %s", l.rank, missed[l.rank], text)
+			}
+			if took := l.at.Sub(began); took > deadline {
+				t.Errorf("rank %d took %v, want at most %v", l.rank, took, deadline)
+			}
+		}
+		return reports == 2
+	})
+	if got, want := s.end(), []int{1, 1}; !slices.Equal(got, want) {
+		t.Errorf("the ranks ended with statuses %v, want %v", got, want)
+	}
+	s.tell()
+}
+
+var failedRank = regexp.MustCompile(`rank (\d+)`)
+
+// A host that loses its link in the middle of work, whatever that is: on both sides every rank gets an error that names ranks of
+// the other side, and none of its own, and ends. When the link is there again the hosts can be used again.
+func TestLinkDown(t *testing.T) {
+	const (
+		liveness = 3 * time.Second // the least that can be set
+		// deadline is against hanging: the verdict takes little longer than the silence.
+		deadline = 3 * liveness
+	)
+	for _, c := range []struct {
+		program        string
+		hosts, perHost int
+		lost           int  // the host
+		atHost         bool // its interface is set down, which takes its routes too, instead of the cable being pulled
+	}{
+		{"mixed", 2, 2, 1, false},
+		{"large", 2, 2, 0, true},
+		{"small", 3, 1, 1, true},
+		{"waiting", 3, 1, 0, false},
+		{"joined", 3, 1, 2, false},
+	} {
+		t.Run(fmt.Sprintf("%s/%dx%d/%d", c.program, c.hosts, c.perHost, c.lost), func(t *testing.T) {
+			t.Parallel()
+			hosts := testhosts.New(t, c.hosts)
+			s := startOn(t, hosts, c.perHost, c.program, fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()))
+			size := c.hosts * c.perHost
+			s.ready(size)
+			setLink := func(up bool) {
+				if !c.atHost {
+					hosts[c.lost].SetLink(up)
+					return
+				}
+				state := map[bool]string{true: "up", false: "down"}[up]
+				set := hosts[c.lost].Command(t.Context(), "ip", "link", "set", testhosts.Interface, state)
+				if out, err := set.CombinedOutput(); err != nil {
+					t.Fatalf("%v: %s", err, out)
+				}
+			}
+			setLink(false)
+			cut := time.Now()
+			isLost := func(r int) bool { return r/c.perHost == c.lost }
+			reports := 0
+			s.until("all ranks had reported", func(l line) bool {
+				text, ok := strings.CutPrefix(l.text, "error ")
+				if !ok {
+					return false
+				}
+				reports++
+				took := l.at.Sub(cut)
+				t.Logf("rank %d after %v: %s", l.rank, took.Round(time.Millisecond), text)
+				if took > deadline {
+					t.Errorf("rank %d took %v, want at most %v", l.rank, took, deadline)
+				}
+				named := failedRank.FindAllStringSubmatch(text, -1)
+				if len(named) == 0 {
+					t.Errorf("rank %d names nobody: %s", l.rank, text)
+				}
+				for _, m := range named {
+					if r, err := strconv.Atoi(m[1]); err != nil || isLost(r) == isLost(l.rank) {
+						t.Errorf("rank %d names a rank that it can reach: %s", l.rank, text)
+					}
+				}
+				return reports == size
+			})
+			if got, want := s.end(), slices.Repeat([]int{1}, size); !slices.Equal(got, want) {
+				t.Errorf("the ranks ended with statuses %v, want %v", got, want)
+			}
+			for r, at := range s.ended {
+				if took := at.Sub(cut); took > deadline {
+					t.Errorf("rank %d ended after %v, want at most %v", r, took, deadline)
+				}
+			}
+			s.tell()
+
+			setLink(true)
+			again := startOn(t, hosts, c.perHost, "checked", secondsVariable+"=0")
+			if got, want := again.end(), make([]int, size); !slices.Equal(got, want) {
+				t.Errorf("afterwards the ranks ended with statuses %v", got)
+				again.tell()
+			}
+		})
+	}
+}

@@ -1,0 +1,534 @@
+package testhosts_test
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testhosts"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// programVariable makes this test binary a program for a host instead of a test.
+const programVariable = "GOHVD_TESTHOSTS_PROGRAM"
+
+func TestMain(m *testing.M) {
+	var err error
+	switch program := os.Getenv(programVariable); program {
+	case "":
+		os.Exit(m.Run())
+	case "echo":
+		err = echo(os.Args[1])
+	case "talk":
+		err = talk(os.Args[1])
+	case "where":
+		err = where()
+	default:
+		err = fmt.Errorf("unknown program %q", program)
+	}
+	if err != nil {
+		fmt.Println("error", err)
+		os.Exit(1)
+	}
+}
+
+// echo sends back what it gets, on every connection, for ever.
+func echo(addr string) error {
+	ln, err := net.Listen("tcp", addr)
+	if err != nil {
+		return err
+	}
+	fmt.Println(ln.Addr())
+	for {
+		c, err := ln.Accept()
+		if err != nil {
+			return err
+		}
+		go io.Copy(c, c)
+	}
+}
+
+// talk sends each line of its input, and prints what comes back.
+func talk(addr string) error {
+	c, err := net.DialTimeout("tcp", addr, 500*time.Millisecond)
+	if err != nil {
+		return err
+	}
+	fmt.Println("connected")
+	go io.Copy(os.Stdout, c)
+	_, err = io.Copy(c, os.Stdin)
+	return err
+}
+
+// where prints the host's name and, for each interface, its name and addresses.
+func where() error {
+	name, err := os.Hostname()
+	if err != nil {
+		return err
+	}
+	text, err := interfaces()
+	fmt.Println(name, text)
+	return err
+}
+
+// interfaces are those of this process's network, without addresses of IPv6: those come when they like.
+func interfaces() (string, error) {
+	all, err := net.Interfaces()
+	if err != nil {
+		return "", err
+	}
+	var text []string
+	for _, i := range all {
+		addrs, err := i.Addrs()
+		if err != nil {
+			return "", err
+		}
+		for _, a := range addrs {
+			if !strings.Contains(a.String(), ":") {
+				text = append(text, i.Name+" "+a.String())
+			}
+		}
+	}
+	// What programs see that look there.
+	seen, err := filepath.Glob("/sys/class/net/*")
+	return fmt.Sprint(text, seen), err
+}
+
+// process is a program of this binary that runs on a host.
+type process struct {
+	t     *testing.T
+	what  string
+	pid   int
+	in    io.WriteCloser
+	lines chan string
+}
+
+// program runs a program on a host until the test ends.
+func program(t *testing.T, h *testhosts.Host, name string, args ...string) *process {
+	t.Helper()
+	return begin(t, h.Command(t.Context(), self(t), args...), programVariable+"="+name)
+}
+
+func self(t *testing.T) string {
+	path, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func begin(t *testing.T, cmd *exec.Cmd, env ...string) *process {
+	t.Helper()
+	cmd.Env = append(os.Environ(), env...)
+	cmd.Stderr = os.Stderr
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p := &process{t: t, what: strings.Join(append(env, cmd.Args...), " "), pid: cmd.Process.Pid, in: in, lines: make(chan string, 1000)}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for s := bufio.NewScanner(out); s.Scan(); {
+			p.lines <- s.Text()
+		}
+		_ = cmd.Wait() // how it ends is the tests' own business
+		close(p.lines)
+	}()
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		<-done
+	})
+	return p
+}
+
+// line is the next line that the program prints.
+func (p *process) line() string {
+	p.t.Helper()
+	select {
+	case l, ok := <-p.lines:
+		if !ok {
+			p.t.Fatalf("%s has ended", p.what)
+		}
+		return l
+	case <-time.After(time.Minute):
+		p.t.Fatalf("%s says nothing", p.what)
+		return ""
+	}
+}
+
+// end waits until the program has ended.
+func (p *process) end() {
+	p.t.Helper()
+	late := time.After(time.Minute)
+	for {
+		select {
+		case _, ok := <-p.lines:
+			if !ok {
+				return
+			}
+		case <-late:
+			p.t.Fatalf("%s does not end", p.what)
+		}
+	}
+}
+
+func (p *process) say(text string) {
+	p.t.Helper()
+	if _, err := fmt.Fprintln(p.in, text); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+// TCP works between any two hosts. Without its cable a host reaches nobody and is reached by nobody, what is on its way waits, and
+// the others do not notice.
+func TestLinks(t *testing.T) {
+	hosts := testhosts.New(t, 3)
+	addrs := make([]string, len(hosts))
+	for i, h := range hosts {
+		addrs[i] = program(t, h, "echo", net.JoinHostPort(h.Addr.String(), "0")).line()
+	}
+	// connects holds what each host says of each other against whether it should reach it.
+	connects := func(should func(from, to int) bool) {
+		t.Helper()
+		for i, h := range hosts {
+			for k := range hosts {
+				got := program(t, h, "talk", addrs[k]).line()
+				if want := should(i, k); (got == "connected") != want || !want && !strings.Contains(got, "timeout") {
+					t.Errorf("host %d to host %d: got %q, want connected: %v", i, k, got, want)
+				}
+			}
+		}
+	}
+	connects(func(int, int) bool { return true })
+
+	talk := program(t, hosts[0], "talk", addrs[1])
+	for i, text := range []string{"connected", "one"} {
+		if i > 0 {
+			talk.say(text)
+		}
+		if got := talk.line(); got != text {
+			t.Fatalf("got %q, want %q", got, text)
+		}
+	}
+	hosts[1].SetLink(false)
+	talk.say("two")
+	connects(func(from, to int) bool { return from == to || from != 1 && to != 1 })
+	if len(talk.lines) > 0 {
+		t.Errorf("got %q over a link that is down", talk.line())
+	}
+	hosts[1].SetLink(true)
+	if got := talk.line(); got != "two" {
+		t.Errorf("got %q after the link was up again, want %q", got, "two")
+	}
+	connects(func(int, int) bool { return true })
+}
+
+// A host has a name, lo and one interface of its own; it reaches nothing else; and the machine gets none of it.
+func TestHostsAreApart(t *testing.T) {
+	machine := func() string {
+		text, err := interfaces()
+		if err != nil {
+			t.Fatal(err)
+		}
+		name, err := os.Hostname()
+		if err != nil {
+			t.Fatal(err)
+		}
+		routes, err := os.ReadFile("/proc/net/route")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return fmt.Sprintf("%s %s\n%s", name, text, routes)
+	}
+	local := testnet.FakeServer(t, func(net.Conn) {})
+	before := machine()
+	hosts := testhosts.New(t, 2)
+	for i, h := range hosts {
+		want := fmt.Sprintf("%s [lo 127.0.0.1/8 %s %s/24] [/sys/class/net/%[2]s /sys/class/net/lo]", h.Name, testhosts.Interface, h.Addr)
+		if got := program(t, h, "where").line(); got != want {
+			t.Errorf("host %d: got  %s\nwant %s", i, got, want)
+		}
+		if got := program(t, h, "talk", local).line(); !strings.Contains(got, "connection refused") {
+			t.Errorf("host %d to a port of the machine's loopback: %s", i, got)
+		}
+		if got := program(t, h, "talk", "192.0.2.1:9").line(); !strings.Contains(got, "network is unreachable") {
+			t.Errorf("host %d to the world: %s", i, got)
+		}
+	}
+	if hosts[0].Name == hosts[1].Name || hosts[0].Addr == hosts[1].Addr || !hosts[0].Addr.IsPrivate() {
+		t.Errorf("two hosts are %v at %v and %v at %v", hosts[0].Name, hosts[0].Addr, hosts[1].Name, hosts[1].Addr)
+	}
+	if now := machine(); now != before {
+		t.Errorf("before there was %s, now %s", before, now)
+	}
+	// Hosts of another New have the same addresses, and nothing to do with these.
+	others := testhosts.New(t, 2)
+	addr := program(t, hosts[1], "echo", net.JoinHostPort(hosts[1].Addr.String(), "0")).line()
+	if got := program(t, others[0], "talk", addr).line(); others[1].Addr != hosts[1].Addr || !strings.Contains(got, "connection refused") {
+		t.Errorf("from a host of another bridge: %s", got)
+	}
+}
+
+// Commands are what os/exec promises: the process is the command itself, and has its arguments and status.
+func TestCommand(t *testing.T) {
+	h := testhosts.New(t, 1)[0]
+	cmd := h.Command(t.Context(), "sh", "-c", `echo $$ "$0" "$1"; exit 7`, "a b", "$c")
+	out, err := cmd.Output()
+	if want := fmt.Sprintf("%d a b $c\n", cmd.Process.Pid); string(out) != want || cmd.ProcessState.ExitCode() != 7 {
+		t.Errorf("got %q and error %v, want %q and status 7", out, err, want)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cmd = h.Command(ctx, "sleep", "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	if err := cmd.Wait(); cmd.ProcessState.Sys().(syscall.WaitStatus).Signal() != syscall.SIGKILL {
+		t.Errorf("got error %v, want that its context ended it", err)
+	}
+}
+
+// namespaces are those whose names begin so.
+func namespaces(t *testing.T, beginning string) []string {
+	t.Helper()
+	names, err := filepath.Glob("/run/netns/" + beginning + "*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return names
+}
+
+// group is how the names of all namespaces of a New begin.
+func group(h *testhosts.Host) string { return h.Name[:strings.LastIndexByte(h.Name, '-')+1] }
+
+// runs reports whether a process does.
+func runs(pid int) bool {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	return err == nil && !strings.Contains(string(text), ") Z ")
+}
+
+// stray starts a process on a host that ends by itself only after the test, and no signal but SIGKILL ends. Nobody but the
+// namespace knows of it: its parent is gone.
+func stray(t testing.TB, h *testhosts.Host) (pid int) {
+	t.Helper()
+	cmd := h.Command(t.Context(), "sh", "-c", `trap "" TERM HUP INT; setsid sleep 1000 >/dev/null 2>&1 & echo $!`)
+	out, err := cmd.Output()
+	if err == nil {
+		pid, err = strconv.Atoi(strings.TrimSpace(string(out)))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pid
+}
+
+// storm starts a process on a host that starts others, faster than they can be looked for. It gives a word that is among the
+// arguments of all.
+func storm(t testing.TB, h *testhosts.Host) (word string) {
+	t.Helper()
+	word = fmt.Sprintf("20.%d", os.Getpid()) // seconds
+	cmd := h.Command(t.Context(), "sh", "-c", `setsid sh -c 'for i in $(seq 2000); do sleep $0 & done' "$0" >/dev/null 2>&1 &`, word)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	return word
+}
+
+// running counts the processes with an argument.
+func running(t *testing.T, word string) (n int) {
+	t.Helper()
+	paths, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range paths {
+		text, err := os.ReadFile(p)
+		if err == nil && slices.Contains(strings.Split(string(text), "\x00"), word) {
+			n++
+		}
+	}
+	return n
+}
+
+// When a test ends, nothing of its hosts is left.
+func TestNothingStays(t *testing.T) {
+	var names, word string
+	var pids []int
+	t.Run("hosts", func(t *testing.T) {
+		hosts := testhosts.New(t, 2)
+		names = group(hosts[0])
+		for _, h := range hosts {
+			for range 3 {
+				pids = append(pids, stray(t, h))
+			}
+		}
+		if n := len(namespaces(t, names)); n != 3 {
+			t.Errorf("there are %d namespaces, want 3", n)
+		}
+		word = storm(t, hosts[0])
+		testnet.Eventually(t, "the storm has begun", func() bool { return running(t, word) > 10 })
+	})
+	wantNothing(t, names, pids...)
+	if n := running(t, word); n > 0 {
+		t.Errorf("%d processes of a storm are left", n)
+	}
+}
+
+func wantNothing(t *testing.T, names string, pids ...int) {
+	t.Helper()
+	if left := namespaces(t, names); len(left) > 0 {
+		t.Errorf("%s are left", left)
+	}
+	for _, pid := range pids {
+		if runs(pid) {
+			t.Errorf("process %d is left", pid)
+		}
+	}
+}
+
+// childVariable says how TestChild ends.
+const childVariable = "GOHVD_TESTHOSTS_CHILD"
+
+// TestChild makes hosts in a process of its own, for other tests.
+func TestChild(t *testing.T) {
+	end := os.Getenv(childVariable)
+	if end == "" {
+		t.Skip("other tests run this one")
+	}
+	h := testhosts.New(t, 2)[0]
+	fmt.Println(group(h), stray(t, h))
+	if end == "panic" {
+		panic("on purpose")
+	}
+	_, _ = io.Copy(io.Discard, os.Stdin)
+}
+
+// child runs TestChild, and gives its names and a process on one of its hosts.
+func child(t *testing.T, end string) (p *process, names string, pid int) {
+	t.Helper()
+	p = begin(t, exec.CommandContext(t.Context(), self(t), "-test.run=^TestChild$"), childVariable+"="+end)
+	if l := p.line(); !strings.HasPrefix(l, "gohvd-") {
+		t.Fatalf("%s says %q", p.what, l)
+	} else if _, err := fmt.Sscan(l, &names, &pid); err != nil {
+		t.Fatal(err)
+	}
+	return p, names, pid
+}
+
+// A test that panics cleans up. What a killed one leaves, the next New removes, and touches nothing of those that live.
+func TestLeftovers(t *testing.T) {
+	testhosts.Need(t)
+	panicking, names, pid := child(t, "panic")
+	panicking.end()
+	wantNothing(t, names, pid)
+
+	alive, living, livingPID := child(t, "wait")
+	killed, left, leftPID := child(t, "wait")
+	if err := syscall.Kill(killed.pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	killed.end()
+	if n := len(namespaces(t, left)); n != 3 || !runs(leftPID) {
+		t.Fatalf("of the killed process %d namespaces are left, want 3, and its process %d", n, leftPID)
+	}
+	testhosts.New(t, 1)
+	wantNothing(t, left, leftPID)
+	if n := len(namespaces(t, living)); n != 3 || !runs(livingPID) {
+		t.Errorf("of the living process %d namespaces are left, want 3, and its process %d", n, livingPID)
+	}
+	if err := alive.in.Close(); err != nil {
+		t.Fatal(err)
+	}
+	alive.end()
+	wantNothing(t, living, livingPID)
+}
+
+// Whose namespaces are swept goes by process id and when that began; other names are left alone.
+func TestSweep(t *testing.T) {
+	testhosts.Need(t)
+	ended := exec.CommandContext(t.Context(), "sleep", "1000")
+	if err := ended.Start(); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", ended.Process.Pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	start := strings.Fields(string(text))[21]
+	if err := ended.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	testnet.Eventually(t, "the process has ended", func() bool { return !runs(ended.Process.Pid) })
+	for name, goes := range map[string]bool{
+		fmt.Sprintf("gohvd-%d-1-later-0", os.Getpid()):                   true, // a later process has the id
+		fmt.Sprintf("gohvd-%d-%s-zombie-0", ended.Process.Pid, start):    true, // nobody has waited for it yet
+		fmt.Sprintf("gohvd-%d-%s-gone-bridge", os.Getpid()+1<<23, start): true, // no process has such an id
+		"gohvd-apple-1-x-0":                        false,
+		fmt.Sprintf("gohvd-%d", os.Getpid()+1<<23): false,
+	} {
+		if out, err := exec.CommandContext(t.Context(), "ip", "netns", "add", name).CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		testhosts.New(t, 1)
+		if left := namespaces(t, name); (len(left) == 0) != goes {
+			t.Errorf("of %s is left: %v, want that it goes: %v", name, left, goes)
+		}
+		if !goes {
+			if out, err := exec.CommandContext(t.Context(), "ip", "netns", "delete", name).CombinedOutput(); err != nil {
+				t.Errorf("%v: %s", err, out)
+			}
+		}
+	}
+	if err := ended.Wait(); err == nil {
+		t.Error("the killed process has ended well")
+	}
+}
+
+// Where no hosts can be made a test is skipped and says why; in CI it fails.
+func TestNeed(t *testing.T) {
+	testhosts.Need(t)
+	const unprivileged = "setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin "
+	for _, c := range []struct{ name, command, path, says string }{
+		{"no privilege", unprivileged, os.Getenv("PATH"), "Operation not permitted"},
+		{"no ip", "", "/nonexistent", `"ip": executable file not found`},
+	} {
+		for _, ci := range []string{"", "true"} {
+			args := append(strings.Fields(c.command), self(t), "-test.v", "-test.run=^TestChild$")
+			cmd := exec.CommandContext(t.Context(), args[0], args[1:]...)
+			cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "CI=") })
+			cmd.Env = append(cmd.Env, "PATH="+c.path, "CI="+ci, childVariable+"=wait")
+			out, err := cmd.CombinedOutput()
+			want, status := "--- SKIP: TestChild", 0
+			if ci != "" {
+				want, status = "--- FAIL: TestChild", 1
+			}
+			if cmd.ProcessState.ExitCode() != status {
+				t.Errorf("%s, CI=%q: got error %v, want status %d", c.name, ci, err, status)
+			}
+			for _, text := range []string{want, c.says, "takes root", "iproute2"} {
+				if !strings.Contains(string(out), text) {
+					t.Errorf("%s, CI=%q: got %q, want %q in it", c.name, ci, out, text)
+				}
+			}
+		}
+	}
+}
