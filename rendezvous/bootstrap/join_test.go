@@ -408,7 +408,6 @@ func TestOneRootNamesTheNext(t *testing.T) {
 		if body, err := frame.Read(conn, maxControlBytes); err != nil || kind(body[0]) != want {
 			t.Errorf("got %v, %v, want kind %d", body, err, want)
 		}
-		conn.Close()
 	}
 }
 
