@@ -137,11 +137,9 @@ func (c *Coordinator) Tick(now time.Duration) {
 		c.judge(s)
 		return
 	}
-	for r := range c.ranks {
-		if k := &c.ranks[r]; !k.bye && now-k.heard >= c.cfg.LivenessTimeout {
-			c.fail([]topo.Rank{topo.Rank(r)}, fmt.Sprintf("silent for %v", c.cfg.LivenessTimeout))
-			return
-		}
+	if len(c.silent(c.cfg.LivenessTimeout)) > 0 {
+		c.failSilent()
+		return
 	}
 	switch {
 	case c.state == stopping && now-c.progress >= closeTimeout:
@@ -151,16 +149,35 @@ func (c *Coordinator) Tick(now time.Duration) {
 	}
 }
 
+// silent are the ranks that have said nothing for so long.
+func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
+	for r := range c.ranks {
+		if k := &c.ranks[r]; !k.bye && c.now-k.heard >= d {
+			ranks = append(ranks, topo.Rank(r))
+		}
+	}
+	return ranks
+}
+
+// failSilent is the verdict when a rank has been silent for too long. Those that are about to be have most likely been lost
+// with it, as a host with all its ranks is: each was heard last within a heartbeat of the others.
+func (c *Coordinator) failSilent() {
+	long := c.cfg.LivenessTimeout
+	if d := long - heartbeatPeriod; d >= 2*heartbeatPeriod {
+		long = d
+	}
+	silent := c.silent(long)
+	text := fmt.Sprintf("silent for %v", c.cfg.LivenessTimeout)
+	if len(silent) > 1 {
+		text = fmt.Sprintf("silent, for up to %v", c.cfg.LivenessTimeout)
+	}
+	c.fail(silent, text)
+}
+
 // giveUp ends a shutdown that makes no progress: with a verdict if there are ranks that have missed their heartbeats,
 // else regardless of who still works.
 func (c *Coordinator) giveUp() {
-	var silent []topo.Rank
-	for r := range c.ranks {
-		if k := &c.ranks[r]; !k.bye && c.now-k.heard >= 2*heartbeatPeriod {
-			silent = append(silent, topo.Rank(r))
-		}
-	}
-	if len(silent) > 0 {
+	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		c.fail(silent, fmt.Sprintf("silent while the job was shut down, which has made no progress for %v", closeTimeout))
 		return
 	}
