@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -427,6 +428,37 @@ func TestLatecomer(t *testing.T) {
 			testnet.WantError(t, err, "epoch 1 is complete", rootOf(t, kv).GetAddr())
 		})
 	}
+}
+
+// A rank 0 that is told to stop while it asks a root again says what that has answered before.
+func TestLateWhileAsking(t *testing.T) {
+	kv := newStore(t)
+	ctx, cancel := context.WithCancel(testnet.Context(t))
+	defer cancel()
+	var asked atomic.Int32
+	addr := testnet.FakeServer(t, func(conn net.Conn) {
+		if asked.Add(1) > 1 {
+			cancel()
+			io.Copy(io.Discard, conn) // and answers no more
+			return
+		}
+		dial.ReadGreeting(conn, rootMagic)
+		conn.Write(dial.Greeting(rootMagic, rootVersion))
+		if _, err := frame.Read(conn, maxJoinRequestBytes); err != nil {
+			t.Error(err)
+		}
+		answer, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: 7})
+		if err != nil {
+			t.Error(err)
+		}
+		conn.Write(answer)
+	})
+	publishRoot(t, kv, addr, 1)
+	_, err := Join(ctx, config(kv, 0, 2))
+	if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != Late || !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want that it was late, and stopped", err)
+	}
+	testnet.WantError(t, err, "epoch 7 is complete", addr)
 }
 
 // A replacement that was started while the others are still in the old epoch waits for the new one.

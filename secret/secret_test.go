@@ -187,6 +187,25 @@ func TestReplay(t *testing.T) {
 	}
 }
 
+// Who has no secret cannot give the server's proof for its own.
+func TestEcho(t *testing.T) {
+	s, _ := secret.New()
+	_, e := meet(t, func(conn net.Conn) error {
+		if _, err := io.WriteString(conn, secret.Magic+"\x01\x00\x00\x00"+strings.Repeat("n", 32)); err != nil {
+			return err
+		}
+		var answer [8 + 32 + 32]byte
+		if _, err := io.ReadFull(conn, answer[:]); err != nil {
+			return err
+		}
+		_, err := conn.Write(answer[40:])
+		return err
+	}, func(conn net.Conn) error { return s.Accept(conn, "p") })
+	if !errors.Is(e, secret.ErrWrong) {
+		t.Errorf("got %v, want that the proof is wrong", e)
+	}
+}
+
 func TestParse(t *testing.T) {
 	for _, bad := range []string{"", "short", strings.Repeat("x", 15), strings.Repeat("x", 4097), "   \n" + strings.Repeat("x", 15) + "\n"} {
 		if _, err := secret.Parse(bad); err == nil || bad != "" && strings.Contains(err.Error(), strings.TrimSpace(bad)) {

@@ -635,6 +635,12 @@ func queues(t *testing.T, ctx context.Context, s store.Store) {
 	defer cancel()
 	_, err := s.Pop(waiting, "q")
 	wantErr(t, err, context.DeadlineExceeded, "store: ")
+	late := make(chan error, 1)
+	time.AfterFunc(short, func() { late <- s.Push(ctx, "q", []byte("late")) })
+	v, err := s.Pop(ctx, "q")
+	noErr(t, err)
+	noErr(t, <-late)
+	wantValue(t, v, "late")
 	for i := range 100 {
 		noErr(t, s.Push(ctx, "q", fmt.Append(nil, i)))
 	}
@@ -655,7 +661,7 @@ func queues(t *testing.T, ctx context.Context, s store.Store) {
 		wantValue(t, v, fmt.Sprint(i))
 	}
 	length("q", 0)
-	v, err := s.Pop(ctx, "other")
+	v, err = s.Pop(ctx, "other")
 	noErr(t, err)
 	wantValue(t, v, "")
 	// A key may have a value and a queue.

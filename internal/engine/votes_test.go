@@ -1,0 +1,36 @@
+package engine
+
+import (
+	"testing"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensorqueue"
+)
+
+// A bit is a guess: where it is another's, the tensor is found by its name instead.
+func TestVotes(t *testing.T) {
+	entry := func(name string, bit uint32) *tensorqueue.Entry {
+		return &tensorqueue.Entry{Request: message.Request{Name: name, Bit: bit}}
+	}
+	var v votes
+	a, b, c := entry("a", 3), entry("b", 3), entry("c", 0)
+	for _, e := range []*tensorqueue.Entry{a, b, c} {
+		v.add(e)
+	}
+	if got := v.take(3, "a"); got != nil {
+		t.Errorf("got %q for a, whose place b has", got.Request.Name)
+	}
+	if v.take(3, "b") != b || v.take(3, "b") != nil {
+		t.Error("want b once")
+	}
+	if v.take(1, "c") != nil || v.take(9, "c") != nil {
+		t.Error("got c at another's bit")
+	}
+	v.drop(a) // it is not there
+	v.drop(c)
+	v.drop(nil)
+	v.drop(entry("d", 99))
+	if v.take(0, "c") != nil {
+		t.Error("got what was dropped")
+	}
+}
