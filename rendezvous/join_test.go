@@ -7,10 +7,12 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -20,6 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -34,6 +37,35 @@ func recordOf(rank, incarnation int) Record {
 
 func config(kv store.Store, rank, size int) JoinConfig {
 	return JoinConfig{Store: kv, Job: "job", Rank: topo.Rank(rank), Size: size, Self: recordOf(rank, 0)}
+}
+
+// keyed is config with a secret.
+func keyed(kv store.Store, rank, size int, key secret.Secret) JoinConfig {
+	cfg := config(kv, rank, size)
+	cfg.Secret = key
+	return cfg
+}
+
+// overBoth runs a test without a secret, and with one that encrypts.
+func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
+	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
+	t.Run("TLS", func(t *testing.T) {
+		key, _ := secret.New()
+		test(t, key.Encrypted())
+	})
+}
+
+// say connects to a root, proves key and sends parts.
+func say(t *testing.T, key secret.Secret, addr string, parts ...[]byte) net.Conn {
+	t.Helper()
+	over, err := key.Dial(testnet.RawDial(t, addr), rootMagic)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := over.Write(bytes.Join(parts, nil)); err != nil {
+		t.Fatal(err)
+	}
+	return over
 }
 
 func same(a, b Record) bool {
@@ -104,20 +136,22 @@ func newStore(t testing.TB) *store.HashStore {
 	return s
 }
 
-func TestJoin(t *testing.T) {
+func TestJoin(t *testing.T) { overBoth(t, testJoin) }
+
+func testJoin(t *testing.T, key secret.Secret) {
 	stores := map[string]func(t *testing.T) func() store.Store{
 		"hash": func(t *testing.T) func() store.Store {
 			s := newStore(t)
 			return func() store.Store { return s }
 		},
 		"tcp": func(t *testing.T) func() store.Store {
-			server, err := store.Serve("127.0.0.1:0", newStore(t), store.Config{})
+			server, err := store.Serve("127.0.0.1:0", newStore(t), store.Config{Secret: key})
 			if err != nil {
 				t.Fatal(err)
 			}
 			t.Cleanup(func() { server.Close() })
 			return func() store.Store {
-				s, err := store.Dial(testnet.Context(t), server.Addr(), store.Config{})
+				s, err := store.Dial(testnet.Context(t), server.Addr(), store.Config{Secret: key})
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -135,7 +169,7 @@ func TestJoin(t *testing.T) {
 					records []Record
 				)
 				for rank := range size {
-					cfg := config(client(), rank, size)
+					cfg := keyed(client(), rank, size, key)
 					cfgs, records = append(cfgs, cfg), append(records, cfg.Self)
 				}
 				ctx := testnet.Context(t)
@@ -631,16 +665,18 @@ func TestManyEpochs(t *testing.T) {
 }
 
 // A rank that breaks off before the others come is forgotten, and another process may take its place.
-func TestRankBreaksOff(t *testing.T) {
+func TestRankBreaksOff(t *testing.T) { overBoth(t, testRankBreaksOff) }
+
+func testRankBreaksOff(t *testing.T, key secret.Secret) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
 	log, entries := testnet.Logs()
-	zero := config(kv, 0, 3)
+	zero := keyed(kv, 0, 3, key)
 	zero.Log = log
 	first := start(t, ctx, zero)
 
 	short, cancel := context.WithCancel(ctx)
-	gone := start(t, short, config(kv, 1, 3))
+	gone := start(t, short, keyed(kv, 1, 3, key))
 	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "pid 100 ") })
 	cancel()
 	err := (<-gone).err
@@ -650,9 +686,9 @@ func TestRankBreaksOff(t *testing.T) {
 	}
 	testnet.Eventually(t, "rank 1 is forgotten", func() bool { return testnet.Logged(entries, "left before the others came", "pid 100 ") })
 
-	one := config(kv, 1, 3)
+	one := keyed(kv, 1, 3, key)
 	one.Self = recordOf(1, 1)
-	rest := joinAll(t, ctx, one, config(kv, 2, 3))
+	rest := joinAll(t, ctx, one, keyed(kv, 2, 3, key))
 	formed(t, append([]result{<-first}, rest...), recordOf(0, 0), recordOf(1, 1), recordOf(2, 0))
 }
 
@@ -793,16 +829,18 @@ func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size
 
 // A rank whose connection breaks asks again with the same nonce: it is no duplicate, and gets the table even when the
 // epoch was completed meanwhile.
-func TestRankAsksAgain(t *testing.T) {
+func TestRankAsksAgain(t *testing.T) { overBoth(t, testRankAsksAgain) }
+
+func testRankAsksAgain(t *testing.T, key secret.Secret) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
 	log, entries := testnet.Logs()
-	zero := config(kv, 0, 3)
+	zero := keyed(kv, 0, 3, key)
 	zero.Log = log
 	r := start(t, ctx, zero)
 	root := rootOf(t, kv)
 	ask := func(nonce []byte) net.Conn {
-		conn := testnet.RawDial(t, root.GetAddr(), dial.Greeting(rootMagic, rootVersion), rootRequest(t, root, nonce, 1, 3))
+		conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion), rootRequest(t, root, nonce, 1, 3))
 		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil {
 			t.Fatal(err)
 		}
@@ -838,7 +876,7 @@ func TestRankAsksAgain(t *testing.T) {
 	if _, err := broken.Read(make([]byte, 1)); err != io.EOF {
 		t.Errorf("the first connection: got %v, want EOF", err)
 	}
-	two := start(t, ctx, config(kv, 2, 3))
+	two := start(t, ctx, keyed(kv, 2, 3, key))
 	wantKind(again, rendezvouspb.Answer_TABLE)
 	formed(t, []result{<-r}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
 	<-two
@@ -921,14 +959,16 @@ func TestTableIsLateButValid(t *testing.T) {
 	formed(t, []result{<-start(t, ctx, cfg)}, records...)
 }
 
-func TestGarbageToRoot(t *testing.T) {
+func TestGarbageToRoot(t *testing.T) { overBoth(t, testGarbageToRoot) }
+
+func testGarbageToRoot(t *testing.T, key secret.Secret) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
 	log, entries := testnet.Logs()
-	zero := config(kv, 0, 4)
+	zero := keyed(kv, 0, 4, key)
 	zero.Log = log
 	r := start(t, ctx, zero)
-	one := start(t, ctx, config(kv, 1, 4))
+	one := start(t, ctx, keyed(kv, 1, 4, key))
 	root := rootOf(t, kv)
 	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "rank:1") })
 
@@ -949,50 +989,89 @@ func TestGarbageToRoot(t *testing.T) {
 		{"nonce", [][]byte{hello, shortNonce}, "nonce 5"},
 		{"two requests", [][]byte{hello, request, request}, "more bytes than one request"},
 	} {
-		conn := testnet.RawDial(t, root.GetAddr(), test.parts...)
+		conn := say(t, key, root.GetAddr(), test.parts...)
 		io.Copy(io.Discard, conn)
 		testnet.Eventually(t, test.name, func() bool { return testnet.Logged(entries, "closed a connection", test.reason) })
 	}
 	// Half a request, and silence.
-	testnet.RawDial(t, root.GetAddr(), hello, request[:10])
+	say(t, key, root.GetAddr(), hello, request[:10])
 
-	rest := joinAll(t, ctx, config(kv, 2, 4), config(kv, 3, 4))
+	rest := joinAll(t, ctx, keyed(kv, 2, 4, key), keyed(kv, 3, 4, key))
 	formed(t, append([]result{<-r, <-one}, rest...), recordOf(0, 0), recordOf(1, 0), recordOf(2, 0), recordOf(3, 0))
 }
 
-// More strangers than the root shakes hands with hold a rank up, but only until they leave.
-func TestRootBoundsHandshakes(t *testing.T) {
+// More strangers than the root shakes hands with do not hold a rank up: the oldest has to go.
+func TestRootBoundsHandshakes(t *testing.T) { overBoth(t, testRootBoundsHandshakes) }
+
+func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
-	r := start(t, ctx, config(kv, 0, 2))
+	r := start(t, ctx, keyed(kv, 0, 2, key))
 	root := rootOf(t, kv)
 	var strangers []net.Conn
 	for range maxHandshakes {
-		conn := testnet.RawDial(t, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
+		conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
 		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil { // it has been accepted
 			t.Fatal(err)
 		}
 		strangers = append(strangers, conn)
 	}
-	next := testnet.RawDial(t, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
-	next.SetDeadline(time.Now().Add(100 * time.Millisecond))
-	if _, err := dial.ReadGreeting(next, rootMagic); err == nil {
-		t.Error("the root shakes hands with one more")
-	}
-	one := start(t, ctx, config(kv, 1, 2))
-	for _, conn := range strangers {
-		conn.Close()
-	}
+	one := start(t, ctx, keyed(kv, 1, 2, key))
 	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
+	if _, err := io.Copy(io.Discard, strangers[0]); err != nil && !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("the oldest stranger: got %v, want to be closed", err)
+	}
+	strangers[maxHandshakes-1].SetReadDeadline(time.Now().Add(10 * time.Millisecond))
+	if _, err := strangers[maxHandshakes-1].Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the newest stranger: got %v, want still to be there", err)
+	}
+}
+
+// Who has another secret, or encrypts alone, is told so and is not taken in; the others do not notice.
+func TestSecret(t *testing.T) {
+	ctx := testnet.Context(t)
+	key, _ := secret.New()
+	other, _ := secret.New()
+	for name, own := range map[string]secret.Secret{"plain": key, "TLS": key.Encrypted()} {
+		t.Run(name, func(t *testing.T) {
+			kv := newStore(t)
+			log, entries := testnet.Logs()
+			zero := keyed(kv, 0, 2, own)
+			zero.Log = log
+			r := start(t, ctx, zero)
+			root := rootOf(t, kv)
+			mixed := key.Encrypted()
+			if name == "TLS" {
+				mixed = key
+			}
+			for _, wrong := range []struct {
+				key  secret.Secret
+				want error
+			}{{other, nil}, {other.Encrypted(), nil}, {secret.Secret{}, secret.ErrNeeded}, {mixed, secret.ErrMixed}} {
+				conn, err := dial.Greet(ctx, root.GetAddr(), wrong.key, rootMagic, rootVersion)
+				if err == nil {
+					conn.Close()
+				}
+				if err == nil || wrong.want != nil && !errors.Is(err, wrong.want) {
+					t.Errorf("%v: got %v, want %v", wrong, err, wrong.want)
+				}
+			}
+			testnet.Eventually(t, "the log", func() bool { return testnet.Logged(entries, "closed a connection", "HVD_TLS") })
+			one := start(t, ctx, keyed(kv, 1, 2, own))
+			formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
+		})
+	}
 }
 
 // Rank 0 may leave as soon as it has the table: Close lets the others have it.
-func TestCloseDeliversTables(t *testing.T) {
+func TestCloseDeliversTables(t *testing.T) { overBoth(t, testCloseDeliversTables) }
+
+func testCloseDeliversTables(t *testing.T, key secret.Secret) {
 	for range 20 {
 		ctx := testnet.Context(t)
 		kv := newStore(t)
-		r := start(t, ctx, config(kv, 0, 3))
-		one, two := start(t, ctx, config(kv, 1, 3)), start(t, ctx, config(kv, 2, 3))
+		r := start(t, ctx, keyed(kv, 0, 3, key))
+		one, two := start(t, ctx, keyed(kv, 1, 3, key)), start(t, ctx, keyed(kv, 2, 3, key))
 		zero := <-r
 		if zero.err == nil {
 			zero.Close()

@@ -16,13 +16,14 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/serve"
 	"github.com/gohvd/gohvd/rendezvous/rendezvouspb"
 	"github.com/gohvd/gohvd/topo"
 )
 
 // Bounds of a root.
 const (
-	maxHandshakes    = 128 // connections that are neither members nor gone; more wait to be accepted
+	maxHandshakes    = 1024 // connections that have not said what they want
 	handshakeTimeout = 10 * time.Second
 	answerTimeout    = 5 * time.Second
 	probeTimeout     = 5 * time.Second // for an older root to answer a new rank 0
@@ -48,7 +49,8 @@ type root struct {
 	stop       context.CancelFunc
 	close      func() error
 	wg         sync.WaitGroup
-	handshakes chan struct{} // one element per connection in handshake
+	handshakes *serve.Doorway
+	refused    *zap.Logger
 
 	changed chan struct{} // capacity 1: all ranks are there, or the root failed
 	allTold chan struct{} // closed when a failed root has answered every other rank
@@ -70,6 +72,7 @@ type root struct {
 // guest is a connection to the root.
 type guest struct {
 	conn      net.Conn
+	over      net.Conn     // conn, encrypted if the secret is: what is said goes over it
 	q         *joinRequest // nil until it has been read
 	answering bool         // close lets it have its answer. Guarded by root.mu
 	refused   bool         // the answer is the failure. Guarded by root.mu
@@ -109,7 +112,7 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 	r := &root{
 		cfg: cfg, token: newToken(), ln: ln,
 		log:        cfg.Log.With(zap.String("job", cfg.Job), zap.Stringer("root", ln.Addr())),
-		handshakes: make(chan struct{}, maxHandshakes),
+		handshakes: serve.NewDoorway(maxHandshakes),
 		changed:    make(chan struct{}, 1),
 		allTold:    make(chan struct{}),
 		guests:     make(map[*guest]struct{}),
@@ -119,6 +122,7 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 		told:       make(map[process]struct{}),
 		toldRanks:  make(map[topo.Rank]struct{}),
 	}
+	r.refused = serve.Quiet(r.log)
 	r.ctx, r.stop = context.WithCancel(context.Background())
 	r.close = sync.OnceValue(r.closeOnce)
 	r.wg.Go(r.accept)
@@ -398,14 +402,8 @@ func (r *root) signal() {
 func (r *root) accept() {
 	var wait dial.Backoff
 	for {
-		select {
-		case r.handshakes <- struct{}{}:
-		case <-r.ctx.Done():
-			return
-		}
 		conn, err := r.ln.Accept()
 		if err != nil {
-			<-r.handshakes
 			if r.ctx.Err() != nil {
 				return
 			}
@@ -423,7 +421,7 @@ func (r *root) accept() {
 		r.mu.Unlock()
 		r.wg.Go(func() {
 			if err := r.serve(g); err != nil && r.ctx.Err() == nil {
-				r.log.Warn("rendezvous: root closed a connection",
+				r.refused.Warn("rendezvous: root closed a connection",
 					zap.Stringer("peer", conn.RemoteAddr()), zap.Error(err))
 			}
 			conn.Close()
@@ -436,9 +434,12 @@ func (r *root) accept() {
 
 // serve reads g's request, waits for the end of forming if g becomes a member, and answers. The error is for the log.
 func (r *root) serve(g *guest) error {
-	release := sync.OnceFunc(func() { <-r.handshakes })
-	defer release()
-	if err := r.handshake(g); err != nil {
+	place := r.handshakes.Enter(g.conn)
+	err := r.handshake(g)
+	if !place.Leave() {
+		return serve.ErrCrowded
+	}
+	if err != nil {
 		if errors.Is(err, io.EOF) {
 			return nil // looked whether the port is open
 		}
@@ -449,9 +450,8 @@ func (r *root) serve(g *guest) error {
 		return err
 	}
 	if answer == nil {
-		release()
 		var b [1]byte
-		n, err := g.conn.Read(b[:])
+		n, err := g.over.Read(b[:])
 		if n > 0 {
 			err = errors.New("more bytes than one request")
 		}
@@ -460,7 +460,7 @@ func (r *root) serve(g *guest) error {
 		}
 	}
 	g.conn.SetWriteDeadline(time.Now().Add(answerTimeout))
-	if _, err := g.conn.Write(answer); err != nil {
+	if _, err := g.over.Write(answer); err != nil {
 		return fmt.Errorf("answering rank %d, %v: %w", g.q.GetRank(), g.q.record, err)
 	}
 	r.noteTold(g)
@@ -469,20 +469,21 @@ func (r *root) serve(g *guest) error {
 
 func (r *root) handshake(g *guest) error {
 	g.conn.SetDeadline(time.Now().Add(handshakeTimeout))
-	if err := r.cfg.Secret.Accept(g.conn, rootMagic); err != nil {
+	var err error
+	if g.over, err = r.cfg.Secret.Accept(g.conn, rootMagic); err != nil {
 		return err
 	}
-	version, err := dial.ReadGreeting(g.conn, rootMagic)
+	version, err := dial.ReadGreeting(g.over, rootMagic)
 	if err != nil {
 		return err
 	}
-	if _, err := g.conn.Write(dial.Greeting(rootMagic, rootVersion)); err != nil {
+	if _, err := g.over.Write(dial.Greeting(rootMagic, rootVersion)); err != nil {
 		return err
 	}
 	if version != rootVersion {
 		return &dial.VersionError{Got: version, Want: rootVersion}
 	}
-	body, err := frame.Read(g.conn, maxJoinRequestBytes)
+	body, err := frame.Read(g.over, maxJoinRequestBytes)
 	if err != nil {
 		return fmt.Errorf("reading the request: %w", err)
 	}

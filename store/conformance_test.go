@@ -7,6 +7,7 @@ import (
 	"go.uber.org/goleak"
 	"go.uber.org/zap/zaptest"
 
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/storetest"
 )
@@ -23,14 +24,22 @@ func newFile(t *testing.T) store.Store {
 	return s
 }
 
-func newClient(t *testing.T) store.Store {
+func newClient(t *testing.T) store.Store { return clientOf(t, secret.Secret{}) }
+
+// newEncrypted is a client whose connection is encrypted.
+func newEncrypted(t *testing.T) store.Store {
+	key, _ := secret.New()
+	return clientOf(t, key.Encrypted())
+}
+
+func clientOf(t *testing.T, key secret.Secret) store.Store {
 	hash := store.NewHashStore(store.Limits{})
-	server, err := store.Serve("127.0.0.1:0", hash, store.Config{Log: zaptest.NewLogger(t)})
+	server, err := store.Serve("127.0.0.1:0", hash, store.Config{Secret: key, Log: zaptest.NewLogger(t)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { server.Close() })
-	client, err := store.Dial(t.Context(), server.Addr(), store.Config{})
+	client, err := store.Dial(t.Context(), server.Addr(), store.Config{Secret: key})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -40,6 +49,8 @@ func newClient(t *testing.T) store.Store {
 func TestHashStoreConforms(t *testing.T) { storetest.Run(t, storetest.Lacks{}, newHash) }
 
 func TestClientConforms(t *testing.T) { storetest.Run(t, storetest.Lacks{}, newClient) }
+
+func TestEncryptedClientConforms(t *testing.T) { storetest.Run(t, storetest.Lacks{}, newEncrypted) }
 
 func TestFileStoreConforms(t *testing.T) {
 	storetest.Run(t, storetest.Lacks{Queues: true, OwnKeys: 1}, newFile)

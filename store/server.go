@@ -18,6 +18,7 @@ import (
 const (
 	maxClients        = 4096 // connections
 	maxWaitsPerClient = 1024 // calls of one connection
+	doorway           = 1024 // connections that have not proven the secret
 	serverIOTimeout   = 10 * time.Second
 )
 
@@ -29,13 +30,14 @@ const (
 type Server struct {
 	store  *HashStore
 	secret secret.Secret
+	way    *serve.Doorway
 	*serve.Listener
 }
 
 // Serve listens on addr, host:port with port 0 for any free one, and serves store until Close. The caller keeps
 // store and closes it.
 func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
-	s := &Server{store: store, secret: cfg.Secret}
+	s := &Server{store: store, secret: cfg.Secret, way: serve.NewDoorway(doorway)}
 	var err error
 	if s.Listener, err = serve.Listen(addr, "store: server", maxClients, cfg.Log, s.serve); err != nil {
 		return nil, fmt.Errorf("store: serve: %w", err)
@@ -46,7 +48,7 @@ func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 	c := &serverConn{store: s.store, conn: conn, waits: make(map[uint64]context.CancelFunc)}
 	c.ctx, c.gone = context.WithCancelCause(ctx)
-	c.end(c.run(s.secret))
+	c.end(c.run(s))
 	c.wg.Wait()
 	return context.Cause(c.ctx)
 }
@@ -73,13 +75,13 @@ func (c *serverConn) end(err error) {
 }
 
 // run serves requests until the connection ends and returns the reason, io.EOF if the client left between frames.
-func (c *serverConn) run(s secret.Secret) error {
+func (c *serverConn) run(s *Server) error {
 	c.conn.SetDeadline(time.Now().Add(serverIOTimeout))
-	if err := s.Accept(c.conn, storeMagic); err != nil {
-		return err
+	place := s.way.Enter(c.conn)
+	in, version, err := c.meet(s.secret)
+	if !place.Leave() {
+		return serve.ErrCrowded
 	}
-	in := bufio.NewReader(c.conn)
-	version, err := dial.ReadGreeting(in, storeMagic)
 	if err != nil {
 		return err
 	}
@@ -103,6 +105,18 @@ func (c *serverConn) run(s secret.Secret) error {
 			return err
 		}
 	}
+}
+
+// meet has the client prove the secret and greet.
+func (c *serverConn) meet(s secret.Secret) (in *bufio.Reader, version uint32, err error) {
+	over, err := s.Accept(c.conn, storeMagic)
+	if err != nil {
+		return nil, 0, err
+	}
+	c.conn = over // nobody else has c yet
+	in = bufio.NewReader(c.conn)
+	version, err = dial.ReadGreeting(in, storeMagic)
+	return in, version, err
 }
 
 func (c *serverConn) handle(q *request) error {

@@ -16,8 +16,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"go.uber.org/zap"
-
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -95,10 +93,10 @@ func TestHashStoreForgetsWaits(t *testing.T) {
 }
 
 // serveStore returns a server over an empty store.
-func serveStore(t *testing.T, log *zap.Logger) (*Server, *HashStore) {
+func serveStore(t *testing.T, cfg Config) (*Server, *HashStore) {
 	t.Helper()
 	hash := NewHashStore(Limits{})
-	server, err := Serve("127.0.0.1:0", hash, Config{Log: log})
+	server, err := Serve("127.0.0.1:0", hash, cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -106,9 +104,9 @@ func serveStore(t *testing.T, log *zap.Logger) (*Server, *HashStore) {
 	return server, hash
 }
 
-func dialStore(t *testing.T, addr string) *Client {
+func dialStore(t *testing.T, addr string, key secret.Secret) *Client {
 	t.Helper()
-	s, err := Dial(testnet.Context(t), addr, Config{})
+	s, err := Dial(testnet.Context(t), addr, Config{Secret: key})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -123,8 +121,8 @@ func TestServerGivesUpWaits(t *testing.T) {
 		"client dies":   func(_ func(), s *Client) { s.conn.(*net.TCPConn).SetLinger(0); s.conn.Close() },
 	} {
 		t.Run(name, func(t *testing.T) {
-			server, hash := serveStore(t, nil)
-			client, other := dialStore(t, server.Addr()), dialStore(t, server.Addr())
+			server, hash := serveStore(t, Config{})
+			client, other := dialStore(t, server.Addr(), secret.Secret{}), dialStore(t, server.Addr(), secret.Secret{})
 			ctx, cancel := context.WithCancel(testnet.Context(t))
 			defer cancel()
 			var wg sync.WaitGroup
@@ -153,8 +151,8 @@ func TestServerGivesUpWaits(t *testing.T) {
 }
 
 func TestServerBoundsWaits(t *testing.T) {
-	server, hash := serveStore(t, nil)
-	client := dialStore(t, server.Addr())
+	server, hash := serveStore(t, Config{})
+	client := dialStore(t, server.Addr(), secret.Secret{})
 	ctx, cancel := context.WithCancel(testnet.Context(t))
 	defer cancel()
 	errs := make(chan error)
@@ -177,8 +175,8 @@ func TestServerBoundsWaits(t *testing.T) {
 }
 
 func TestServerDeath(t *testing.T) {
-	server, hash := serveStore(t, nil)
-	client := dialStore(t, server.Addr())
+	server, hash := serveStore(t, Config{})
+	client := dialStore(t, server.Addr(), secret.Secret{})
 	ctx := testnet.Context(t)
 	errs := make(chan error)
 	go func() {
@@ -195,8 +193,8 @@ func TestServerDeath(t *testing.T) {
 }
 
 func TestStoreOfServerCloses(t *testing.T) {
-	server, hash := serveStore(t, nil)
-	client := dialStore(t, server.Addr())
+	server, hash := serveStore(t, Config{})
+	client := dialStore(t, server.Addr(), secret.Secret{})
 	hash.Close()
 	_, err := client.Add(testnet.Context(t), "n", 1)
 	if !errors.Is(err, ErrClosed) {
@@ -236,7 +234,7 @@ func TestSilentServer(t *testing.T) {
 }
 
 func TestServerAnswersPing(t *testing.T) {
-	server, _ := serveStore(t, nil)
+	server, _ := serveStore(t, Config{})
 	conn := testnet.RawDial(t, server.Addr(), dial.Greeting(storeMagic, storeVersion), (&request{op: opPing, id: 7}).frame())
 	if _, err := dial.ReadGreeting(conn, storeMagic); err != nil {
 		t.Fatal(err)
@@ -306,6 +304,14 @@ func TestDialTCP(t *testing.T) {
 func frameOf(body ...byte) []byte { return frame.Seal(append(frame.New(0), body...)) }
 
 func TestGarbageToServer(t *testing.T) {
+	t.Run("plain", func(t *testing.T) { testGarbageToServer(t, secret.Secret{}) })
+	t.Run("TLS", func(t *testing.T) {
+		key, _ := secret.New()
+		testGarbageToServer(t, key.Encrypted())
+	})
+}
+
+func testGarbageToServer(t *testing.T, key secret.Secret) {
 	hello := dial.Greeting(storeMagic, storeVersion)
 	get := (&request{op: opGet, id: 1, key: "missing"}).frame()
 	unknown := (&request{op: numOps, id: 1, key: "k"}).frame()
@@ -325,9 +331,15 @@ func TestGarbageToServer(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			log, entries := testnet.Logs()
-			server, _ := serveStore(t, log)
-			client := dialStore(t, server.Addr())
-			conn := testnet.RawDial(t, server.Addr(), test.parts...)
+			server, _ := serveStore(t, Config{Secret: key, Log: log})
+			client := dialStore(t, server.Addr(), key)
+			conn, err := key.Dial(testnet.RawDial(t, server.Addr()), storeMagic)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := conn.Write(bytes.Join(test.parts, nil)); err != nil {
+				t.Fatal(err)
+			}
 			if _, err := io.Copy(io.Discard, conn); errors.Is(err, context.DeadlineExceeded) {
 				t.Error(err)
 			}
@@ -355,6 +367,12 @@ func TestSecret(t *testing.T) {
 		{"another", key, other, secret.ErrWrong, "gave no proof"},
 		{"none at the client", key, secret.Secret{}, secret.ErrNeeded, `it began with "GHVS"`},
 		{"none at the server", secret.Secret{}, key, context.DeadlineExceeded, "wants the secret"},
+		{"the same with TLS", key.Encrypted(), key.Encrypted(), nil, ""},
+		{"another with TLS", key.Encrypted(), other.Encrypted(), secret.ErrWrong, "bad certificate"},
+		{"none at the client, TLS", key.Encrypted(), secret.Secret{}, secret.ErrNeeded, `it began with "GHVS"`},
+		{"none at the server, TLS", secret.Secret{}, key.Encrypted(), context.DeadlineExceeded, "the other end has"},
+		{"TLS at the client", key, key.Encrypted(), secret.ErrMixed, "the other end has"},
+		{"TLS at the server", key.Encrypted(), key, secret.ErrMixed, "this end has"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			log, entries := testnet.Logs()
@@ -392,6 +410,22 @@ func TestSecret(t *testing.T) {
 // Connections that stay in the middle of their proof are ended, and disturb nobody.
 func TestHalfOpen(t *testing.T) {
 	key, _ := secret.New()
+	for name, test := range map[string]struct {
+		key secret.Secret
+		say string
+	}{
+		"plain":          {key, secret.Magic},
+		"TLS, silent":    {key.Encrypted(), ""},
+		"TLS, in a word": {key.Encrypted(), "\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel() // most of it is waiting
+			testHalfOpen(t, test.key, []byte(test.say))
+		})
+	}
+}
+
+func testHalfOpen(t *testing.T, key secret.Secret, say []byte) {
 	hash := NewHashStore(Limits{})
 	defer hash.Close()
 	server, err := Serve("127.0.0.1:0", hash, Config{Secret: key})
@@ -402,7 +436,7 @@ func TestHalfOpen(t *testing.T) {
 	const many = 1000
 	conns := make([]net.Conn, many)
 	for i := range conns {
-		conns[i] = testnet.RawDial(t, server.Addr(), []byte(secret.Magic))
+		conns[i] = testnet.RawDial(t, server.Addr(), say)
 	}
 	client, err := Dial(testnet.Context(t), server.Addr(), Config{Secret: key})
 	if err != nil {
@@ -423,7 +457,7 @@ func TestHalfOpen(t *testing.T) {
 }
 
 func TestDuplicateWait(t *testing.T) {
-	server, hash := serveStore(t, nil)
+	server, hash := serveStore(t, Config{})
 	get := (&request{op: opGet, id: 1, key: "missing"}).frame()
 	conn := testnet.RawDial(t, server.Addr(), dial.Greeting(storeMagic, storeVersion), get, get)
 	dial.ReadGreeting(conn, storeMagic)

@@ -1,6 +1,7 @@
 // Package dial is how connections of this project begin, and how they are tried again.
 //
-// Whoever dials proves that it knows the secret of the job, if there is one (package secret), and sends a greeting; whoever
+// Whoever dials proves that it knows the secret of the job, if there is one (package secret, which may encrypt what follows),
+// and sends a greeting; whoever
 // accepts answers with one: four bytes of magic that name the protocol, and its version, four bytes, big-endian.
 package dial
 
@@ -107,8 +108,8 @@ func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 	if _, err := io.ReadFull(r, g[:]); err != nil {
 		return 0, fmt.Errorf("reading the greeting: %w", err)
 	}
-	if string(g[:4]) == secret.Magic {
-		return 0, secret.ErrNeeded
+	if err := secret.Foreign(g[:]); err != nil {
+		return 0, err
 	}
 	if string(g[:4]) != magic {
 		return 0, fmt.Errorf("greeting is %q, want %q", g[:4], magic)
@@ -132,7 +133,8 @@ func Connect(ctx context.Context, addr string) (net.Conn, error) {
 	return d.DialContext(ctx, "tcp", addr)
 }
 
-// Greet connects to addr, proves the secret of the job, and exchanges greetings. The connection has no deadline afterwards.
+// Greet connects to addr, proves the secret of the job, and exchanges greetings. The connection, encrypted if s is, has no
+// deadline afterwards.
 func Greet(ctx context.Context, addr string, s secret.Secret, magic string, version uint32) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
@@ -140,31 +142,33 @@ func Greet(ctx context.Context, addr string, s secret.Secret, magic string, vers
 	if err != nil {
 		return nil, err
 	}
-	if err := greet(ctx, conn, s, magic, version); err != nil {
+	over, err := greet(ctx, conn, s, magic, version)
+	if err != nil {
 		conn.Close()
 		return nil, fmt.Errorf("greeting %s: %w", addr, err)
 	}
-	return conn, nil
+	return over, nil
 }
 
-func greet(ctx context.Context, conn net.Conn, s secret.Secret, magic string, version uint32) error {
+func greet(ctx context.Context, conn net.Conn, s secret.Secret, magic string, version uint32) (net.Conn, error) {
 	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	if err := s.Dial(conn, magic); err != nil {
-		return err
-	}
-	if _, err := conn.Write(Greeting(magic, version)); err != nil {
-		return err
-	}
-	got, err := ReadGreeting(conn, magic)
+	over, err := s.Dial(conn, magic)
 	if err != nil {
-		return err
+		return nil, err
+	}
+	if _, err := over.Write(Greeting(magic, version)); err != nil {
+		return nil, err
+	}
+	got, err := ReadGreeting(over, magic)
+	if err != nil {
+		return nil, err
 	}
 	if got != version {
-		return &VersionError{got, version}
+		return nil, &VersionError{got, version}
 	}
 	if !stop() {
-		return ctx.Err()
+		return nil, ctx.Err()
 	}
-	return nil
+	return over, nil
 }

@@ -35,16 +35,13 @@ type Listener struct {
 }
 
 // Listen listens on addr, host:port with port 0 for any free one, and gives connections to handle, at most so many at a
-// time. What goes wrong is logged; name says whose connections these are. log may be nil.
+// time. What goes wrong is logged (Quiet); name says whose connections these are. log may be nil.
 func Listen(addr, name string, most int, log *zap.Logger, handle Handler) (*Listener, error) {
 	ln, err := dial.Listen(addr)
 	if err != nil {
 		return nil, err
 	}
-	if log == nil {
-		log = zap.NewNop()
-	}
-	l := &Listener{name: name, most: most, log: log, handle: handle, ln: ln, conns: make(map[net.Conn]struct{})}
+	l := &Listener{name: name, most: most, log: Quiet(log), handle: handle, ln: ln, conns: make(map[net.Conn]struct{})}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.close = sync.OnceValue(l.closeOnce)
 	l.wg.Go(l.accept)

@@ -155,8 +155,11 @@ func proves(a, b secret.Secret) error {
 	defer x.Close()
 	defer y.Close()
 	done := make(chan error, 1)
-	go func() { done <- b.Accept(y, "test") }()
-	if err := a.Dial(x, "test"); err != nil {
+	go func() {
+		_, err := b.Accept(y, "test")
+		done <- err
+	}()
+	if _, err := a.Dial(x, "test"); err != nil {
 		return err
 	}
 	return <-done

@@ -37,7 +37,7 @@ type Record struct {
 	PID  int
 }
 
-// Config says who joins what. NewID uses ListenHost, Timeout and Log of it, Join all but Timeout.
+// Config says who joins what. NewID uses ListenHost, Encrypt, Timeout and Log of it, Join all but Encrypt and Timeout.
 type Config struct {
 	Rank topo.Rank
 	Size int
@@ -48,6 +48,8 @@ type Config struct {
 	ListenHost string
 	// ShareDevices allows this rank to have the Device of another one that allows it too.
 	ShareDevices bool
+	// Encrypt has all connections encrypted (package secret), which the id says: to the root, and between the ranks.
+	Encrypt bool
 	// Timeout is how long a root waits for all ranks, 0 is 10 minutes.
 	Timeout time.Duration
 	Log     *zap.Logger // may be nil

@@ -19,7 +19,7 @@ import (
 //
 //	0    magic "GHVI", version u32
 //	8    key [32]
-//	40   family u8 (4 or 6), 0 u8, port u16, address [16]; IPv4 is in the first four bytes
+//	40   family u8 (4 or 6), flags u8 (1: connections are encrypted), port u16, address [16]; IPv4 is in the first four bytes
 //	60   number of roots u32, 1
 //	64   zeros
 //	120  checksum: the first eight bytes of the SHA-256 of what is before     (numbers big-endian)
@@ -30,17 +30,20 @@ const (
 	idVersion  = 1
 	idKey      = 8
 	idAddr     = 40
+	idFlags    = 41
 	idRoots    = 60
 	idReserved = 64
 	idSum      = 120
 	keyBytes   = 32
+
+	flagEncrypt = 1
 )
 
 // idText is strict, so that one id has one text.
 var idText = base64.RawURLEncoding.Strict()
 
 // newID makes an id with key for a root at addr.
-func newID(addr netip.AddrPort, key [keyBytes]byte) (ID, error) {
+func newID(addr netip.AddrPort, key [keyBytes]byte, encrypt bool) (ID, error) {
 	ip := addr.Addr().Unmap()
 	switch {
 	case !ip.IsValid() || ip.IsUnspecified() || addr.Port() == 0:
@@ -55,6 +58,9 @@ func newID(addr netip.AddrPort, key [keyBytes]byte) (ID, error) {
 	id[idAddr] = 6
 	if ip.Is4() {
 		id[idAddr] = 4
+	}
+	if encrypt {
+		id[idFlags] = flagEncrypt
 	}
 	binary.BigEndian.PutUint16(id[idAddr+2:], addr.Port())
 	copy(id[idAddr+4:], ip.AsSlice())
@@ -90,8 +96,9 @@ func ParseID(text string) (ID, error) {
 
 // meeting is what an id says: where, and with which key.
 type meeting struct {
-	addr string // host:port
-	key  secret.Secret
+	addr    string        // host:port
+	key     secret.Secret // encrypted if encrypt is set
+	encrypt bool
 }
 
 func (id *ID) open() (meeting, error) {
@@ -123,16 +130,17 @@ func (id *ID) open() (meeting, error) {
 	switch {
 	case ip.IsUnspecified() || ip.Is4In6() || port == 0:
 		return meeting{}, fmt.Errorf("address is %s port %d, want one that can be dialed", ip, port)
-	case id[idAddr+1] != 0 || !bytes.Equal(id[used:idRoots], zeros[used:idRoots]) ||
+	case id[idFlags]&^flagEncrypt != 0 || !bytes.Equal(id[used:idRoots], zeros[used:idRoots]) ||
 		!bytes.Equal(id[idReserved:idSum], zeros[idReserved:]):
 		return meeting{}, errors.New("bytes that must be zero are not")
 	}
-	key, err := secretOf([keyBytes]byte(id[idKey:]))
-	return meeting{netip.AddrPortFrom(ip, port).String(), key}, err
+	encrypt := id[idFlags] == flagEncrypt
+	key, err := secretOf([keyBytes]byte(id[idKey:]), encrypt)
+	return meeting{netip.AddrPortFrom(ip, port).String(), key, encrypt}, err
 }
 
 // meetings opens ids. list names them in their order and shows nothing of their keys; ring is the key of the ring, which
-// takes all of them to know.
+// takes all of them to know, and is encrypted if they are.
 func meetings(ids []ID) (all []meeting, list [sha256.Size]byte, ring secret.Secret, err error) {
 	names, keys := sha256.New(), sha256.New()
 	names.Write([]byte("gohvd bootstrap ids\x00"))
@@ -148,13 +156,20 @@ func meetings(ids []ID) (all []meeting, list [sha256.Size]byte, ring secret.Secr
 		}
 		seen[id] = i
 		all = append(all, m)
+		if m.encrypt != all[0].encrypt {
+			return nil, list, ring, fmt.Errorf("of ids 0 and %d one is for encrypted connections: want both or neither", i)
+		}
 		names.Write(id[:])
 		keys.Write(id[:])
 	}
-	ring, err = secretOf([keyBytes]byte(keys.Sum(nil)))
+	ring, err = secretOf([keyBytes]byte(keys.Sum(nil)), len(all) > 0 && all[0].encrypt)
 	return all, [sha256.Size]byte(names.Sum(nil)), ring, err
 }
 
-func secretOf(key [keyBytes]byte) (secret.Secret, error) {
-	return secret.Parse(hex.EncodeToString(key[:]))
+func secretOf(key [keyBytes]byte, encrypt bool) (secret.Secret, error) {
+	s, err := secret.Parse(hex.EncodeToString(key[:]))
+	if encrypt {
+		s = s.Encrypted()
+	}
+	return s, err
 }

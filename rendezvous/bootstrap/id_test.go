@@ -5,11 +5,14 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-func TestID(t *testing.T) {
+func TestID(t *testing.T) { overBoth(t, testID) }
+
+func testID(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
 	for _, host := range []string{"127.0.0.1", "::1"} {
 		if ln, err := net.Listen("tcp", net.JoinHostPort(host, "0")); err != nil {
@@ -18,7 +21,7 @@ func TestID(t *testing.T) {
 		} else {
 			ln.Close()
 		}
-		id, r, err := NewID(ctx, Config{ListenHost: host})
+		id, r, err := NewID(ctx, Config{ListenHost: host, Encrypt: encrypt})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -53,7 +56,7 @@ func joinAlone(t *testing.T, id ID) error {
 
 func someID(t testing.TB, addr string) ID {
 	t.Helper()
-	id, err := newID(netip.MustParseAddrPort(addr), [keyBytes]byte{1, 2, 3})
+	id, err := newID(netip.MustParseAddrPort(addr), [keyBytes]byte{1, 2, 3}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -82,7 +85,7 @@ func TestDamagedIDs(t *testing.T) {
 		{func(id *ID) { id[idAddr] = 5 }, "address family is 5"},
 		{func(id *ID) { id[idAddr+2], id[idAddr+3] = 0, 0 }, "port 0"},
 		{func(id *ID) { copy(id[idAddr+4:], make([]byte, 4)) }, "address is 0.0.0.0"},
-		{func(id *ID) { id[idAddr+1] = 1 }, "bytes that must be zero"},
+		{func(id *ID) { id[idFlags] = 2 }, "bytes that must be zero"},
 		{func(id *ID) { id[idAddr+4+4] = 1 }, "bytes that must be zero"},
 		{func(id *ID) { id[idReserved] = 1 }, "bytes that must be zero"},
 		{func(id *ID) { id[idSum-1] = 1 }, "bytes that must be zero"},
@@ -112,12 +115,51 @@ func TestDamagedIDs(t *testing.T) {
 
 func TestNoIDForWhatCannotBeDialed(t *testing.T) {
 	for _, addr := range []string{"0.0.0.0:1", "[::]:1", "10.0.0.1:0", "[fe80::1%eth0]:1"} {
-		if _, err := newID(netip.MustParseAddrPort(addr), [keyBytes]byte{}); err == nil {
+		if _, err := newID(netip.MustParseAddrPort(addr), [keyBytes]byte{}, false); err == nil {
 			t.Errorf("there is an id for %s", addr)
 		}
 	}
-	if _, err := newID(netip.AddrPort{}, [keyBytes]byte{}); err == nil {
+	if _, err := newID(netip.AddrPort{}, [keyBytes]byte{}, false); err == nil {
 		t.Error("there is an id for no address")
+	}
+}
+
+// Ids say whether connections are encrypted; a job does not have both kinds.
+func TestIDSaysWhetherToEncrypt(t *testing.T) {
+	ctx := testnet.Context(t)
+	log, logs := testnet.Logs()
+	plain, _ := openRoots(t, ctx, 1, Config{}, defaultLimits)
+	sealed, roots := openRoots(t, ctx, 1, Config{Encrypt: true, Log: log}, defaultLimits)
+	for _, ids := range [][]ID{{plain[0], sealed[0]}, {sealed[0], plain[0]}} {
+		_, err := Join(ctx, ids, configOf(0, 2))
+		testnet.WantError(t, err, "of ids 0 and 1 one is for encrypted connections")
+	}
+	// Who leaves the flag out does not come in, and is told why.
+	bare := sealed[0]
+	bare[idFlags] = 0
+	bare.seal()
+	_, err := Join(ctx, []ID{bare}, configOf(0, 1))
+	testnet.WantError(t, err, "reaching the root at "+roots[0].Addr(), "HVD_TLS", "(the other end has)")
+	testnet.Eventually(t, "the log", func() bool { return testnet.Logged(logs, "root closed a connection", "HVD_TLS", "(this end has)") })
+	for _, test := range []struct {
+		ids     []ID
+		encrypt bool
+	}{{plain, false}, {sealed, true}} {
+		_, _, ring, err := meetings(test.ids)
+		if err != nil {
+			t.Fatal(err)
+		}
+		a, b := net.Pipe()
+		go func() {
+			ring.Dial(a, "p")
+			a.Close()
+		}()
+		first := make([]byte, 1)
+		b.SetDeadline(time.Now().Add(time.Minute))
+		if _, err := b.Read(first); err != nil || (first[0] == 22) != test.encrypt {
+			t.Errorf("the ring begins with %d, %v, encrypted: want %v", first, err, test.encrypt)
+		}
+		b.Close()
 	}
 }
 
@@ -131,6 +173,10 @@ func TestIDsHaveTheirOwnKeys(t *testing.T) {
 func FuzzParseID(f *testing.F) {
 	f.Add(someID(f, "10.1.2.3:4567").String())
 	f.Add(someID(f, "[2001:db8::1]:80").String())
+	encrypted := someID(f, "10.1.2.3:4567")
+	encrypted[idFlags] = flagEncrypt
+	encrypted.seal()
+	f.Add(encrypted.String())
 	f.Fuzz(func(t *testing.T, text string) {
 		id, err := ParseID(text)
 		if err == nil && id.String() != strings.TrimSpace(text) {
@@ -153,7 +199,7 @@ func FuzzOpenID(f *testing.F) {
 		if err != nil {
 			return
 		}
-		again, err := newID(netip.MustParseAddrPort(m.addr), [keyBytes]byte(id[idKey:]))
+		again, err := newID(netip.MustParseAddrPort(m.addr), [keyBytes]byte(id[idKey:]), m.encrypt)
 		if err != nil || again != id {
 			t.Errorf("%x was read as %s and became %x, %v", id, m.addr, again, err)
 		}

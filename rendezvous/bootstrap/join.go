@@ -322,7 +322,7 @@ func (j *joiner) openRing(own *rootLink) (err error) {
 		}
 	}
 	j.prev = make(chan net.Conn, 1)
-	d := &door{key: j.key, magic: ringMagic, most: ringDoorway, timeout: proofTimeout}
+	d := &door{key: j.key, magic: ringMagic, way: serve.NewDoorway(ringDoorway), timeout: proofTimeout}
 	j.ring.listener, err = serve.Listen(net.JoinHostPort(host, "0"), "bootstrap: ring", 2*ringDoorway, j.cfg.Log,
 		func(ctx context.Context, conn net.Conn) error { return j.greeted(ctx, d, conn) })
 	if err != nil {
@@ -334,7 +334,7 @@ func (j *joiner) openRing(own *rootLink) (err error) {
 
 // greeted takes a connection to the ring listener. The one from the rank before lives as long as the ring.
 func (j *joiner) greeted(ctx context.Context, d *door, conn net.Conn) error {
-	body, err := d.meet(conn)
+	conn, body, err := d.meet(conn)
 	if err != nil {
 		return err
 	}

@@ -14,10 +14,13 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/serve"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-func TestJoin(t *testing.T) {
+func TestJoin(t *testing.T) { overBoth(t, testJoin) }
+
+func testJoin(t *testing.T, encrypt bool) {
 	for _, size := range []int{1, 2, 3, 7, 8, 64} {
 		for _, k := range []int{1, 2, 3, 7} {
 			if k > size {
@@ -25,7 +28,7 @@ func TestJoin(t *testing.T) {
 			}
 			t.Run(fmt.Sprintf("ranks=%d/roots=%d", size, k), func(t *testing.T) {
 				ctx := testnet.Context(t)
-				ids, roots := openRoots(t, ctx, k, Config{}, defaultLimits)
+				ids, roots := openRoots(t, ctx, k, Config{Encrypt: encrypt}, defaultLimits)
 				cfgs := configs(size)
 				results := joinAll(t, ctx, ids, cfgs...)
 				joined(t, results, cfgs)
@@ -87,10 +90,12 @@ func gatherAll(t *testing.T, ctx context.Context, rings []result, round int) {
 	}
 }
 
-func TestNothingToWarnOf(t *testing.T) {
+func TestNothingToWarnOf(t *testing.T) { overBoth(t, testNothingToWarnOf) }
+
+func testNothingToWarnOf(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
 	log, logs := testnet.Logs()
-	ids, roots := openRoots(t, ctx, 2, Config{Log: log}, defaultLimits)
+	ids, roots := openRoots(t, ctx, 2, Config{Log: log, Encrypt: encrypt}, defaultLimits)
 	cfgs := configs(5)
 	for i := range cfgs {
 		cfgs[i].Log = log
@@ -189,9 +194,11 @@ func TestRankOfAnotherRoot(t *testing.T) {
 	}
 }
 
-func TestLatecomer(t *testing.T) {
+func TestLatecomer(t *testing.T) { overBoth(t, testLatecomer) }
+
+func testLatecomer(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
-	ids, roots := openRoots(t, ctx, 1, Config{}, defaultLimits)
+	ids, roots := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 	running := []<-chan result{start(t, ctx, ids, configOf(0, 3)), start(t, ctx, ids, configOf(1, 3))}
 	reported(t, roots[0], 2)
 	// All have reported, the ring is not there yet.
@@ -202,7 +209,7 @@ func TestLatecomer(t *testing.T) {
 	refused(t, collectAll(running), RankLost, `rank 2 (pid 1002 on host "host1") went away before all ranks had met`)
 
 	// And now with a job that is complete.
-	ids, roots = openRoots(t, ctx, 1, Config{}, defaultLimits)
+	ids, roots = openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 	cfgs := configs(3)
 	results := joinAll(t, ctx, ids, cfgs...)
 	refused(t, joinAll(t, ctx, ids, configOf(1, 3)), Late, "rank 1 (pid 1001", "came late")
@@ -214,10 +221,12 @@ func TestLatecomer(t *testing.T) {
 	}
 }
 
-func TestStrangers(t *testing.T) {
+func TestStrangers(t *testing.T) { overBoth(t, testStrangers) }
+
+func testStrangers(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
 	log, logs := testnet.Logs()
-	ids, roots := openRoots(t, ctx, 1, Config{Log: log}, defaultLimits)
+	ids, roots := openRoots(t, ctx, 1, Config{Log: log, Encrypt: encrypt}, defaultLimits)
 	addr := roots[0].Addr()
 
 	wrong := ids[0]
@@ -259,7 +268,11 @@ func TestStrangers(t *testing.T) {
 		t.Error("another version was let in")
 	}
 	testnet.RawDial(t, addr).Close()
-	for _, want := range []string{"gave no proof", "it began with \"GET \"", "frame of 268435456 bytes, want at most", "peer speaks version 2"} {
+	refusal := "gave no proof"
+	if encrypt {
+		refusal = "bad certificate"
+	}
+	for _, want := range []string{refusal, "it began with \"GET \"", "frame of 268435456 bytes, want at most", "peer speaks version 2"} {
 		testnet.Eventually(t, want, func() bool { return testnet.Logged(logs, "root closed a connection", want) })
 	}
 	// None of them has disturbed the job.
@@ -289,19 +302,21 @@ func isTimeout(err error) bool {
 	return ok && ne.Timeout()
 }
 
-func TestHalfOpenConnections(t *testing.T) {
+func TestHalfOpenConnections(t *testing.T) { overBoth(t, testHalfOpenConnections) }
+
+func testHalfOpenConnections(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
 	log, logs := testnet.Logs()
 	l := defaultLimits
 	l.doorway = 4
-	ids, roots := openRoots(t, ctx, 1, Config{Log: log}, l)
-	const squatters = 40
+	ids, roots := openRoots(t, ctx, 1, Config{Log: log, Encrypt: encrypt}, l)
+	const squatters = 20
 	began := time.Now()
 	for range squatters {
 		testnet.RawDial(t, roots[0].Addr())
 	}
 	testnet.Eventually(t, "all but those for whom there is room are thrown out", func() bool {
-		return logs.FilterField(zap.Error(errCrowded)).Len() == squatters-l.doorway
+		return logs.FilterField(zap.Error(serve.ErrCrowded)).Len() == squatters-l.doorway
 	})
 	cfgs := configs(2)
 	joined(t, joinAll(t, ctx, ids, cfgs...), cfgs)
@@ -310,20 +325,24 @@ func TestHalfOpenConnections(t *testing.T) {
 	}
 }
 
-func TestSlowProof(t *testing.T) {
+func TestSlowProof(t *testing.T) { overBoth(t, testSlowProof) }
+
+func testSlowProof(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
 	l := defaultLimits
 	l.proof = 20 * time.Millisecond
-	_, roots := openRoots(t, ctx, 1, Config{}, l)
+	_, roots := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, l)
 	conn := testnet.RawDial(t, roots[0].Addr(), []byte("GHVA"))
 	if n, err := readToEnd(conn); n != 0 || isTimeout(err) {
 		t.Errorf("read %d bytes, %v, want to be closed", n, err)
 	}
 }
 
-func TestDeathBeforeReporting(t *testing.T) {
+func TestDeathBeforeReporting(t *testing.T) { overBoth(t, testDeathBeforeReporting) }
+
+func testDeathBeforeReporting(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
-	ids, roots := openRoots(t, ctx, 1, Config{}, defaultLimits)
+	ids, roots := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 	first := start(t, ctx, ids, configOf(0, 2))
 	reported(t, roots[0], 1)
 	m, err := ids[0].open()
@@ -341,11 +360,13 @@ func TestDeathBeforeReporting(t *testing.T) {
 	joined(t, []result{<-first, second}, cfgs)
 }
 
-func TestDeathAfterReporting(t *testing.T) {
+func TestDeathAfterReporting(t *testing.T) { overBoth(t, testDeathAfterReporting) }
+
+func testDeathAfterReporting(t *testing.T, encrypt bool) {
 	lost := `rank 2 (pid 1002 on host "host1") went away before all ranks had met`
 	t.Run("others missing", func(t *testing.T) {
 		ctx := testnet.Context(t)
-		ids, roots := openRoots(t, ctx, 1, Config{}, defaultLimits)
+		ids, roots := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 		running := []<-chan result{start(t, ctx, ids, configOf(0, 4))}
 		bare := bareRank(t, ids, 0, configOf(2, 4))
 		reported(t, roots[0], 2)
@@ -355,7 +376,7 @@ func TestDeathAfterReporting(t *testing.T) {
 	})
 	t.Run("ring under way", func(t *testing.T) {
 		ctx := testnet.Context(t)
-		ids, roots := openRoots(t, ctx, 1, Config{}, defaultLimits)
+		ids, roots := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 		var running []<-chan result
 		for _, rank := range []int{0, 1, 3} {
 			running = append(running, start(t, ctx, ids, configOf(rank, 4)))
@@ -371,9 +392,11 @@ func TestDeathAfterReporting(t *testing.T) {
 }
 
 // A root decides once, whatever is still on its way to it.
-func TestVerdictStands(t *testing.T) {
+func TestVerdictStands(t *testing.T) { overBoth(t, testVerdictStands) }
+
+func testVerdictStands(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
-	ids, roots := openRoots(t, ctx, 1, Config{}, defaultLimits)
+	ids, roots := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 	bare := []net.Conn{bareRank(t, ids, 0, configOf(0, 2)), bareRank(t, ids, 0, configOf(1, 2))}
 	reported(t, roots[0], 2)
 	first := encodeFailure(&RefusedError{GaveUp, "the first"})
@@ -412,9 +435,11 @@ func TestOneRootNamesTheNext(t *testing.T) {
 }
 
 // A rank whose listener cannot be reached, but whose connection to the root is there, is found by the one before it.
-func TestUnreachableRank(t *testing.T) {
+func TestUnreachableRank(t *testing.T) { overBoth(t, testUnreachableRank) }
+
+func testUnreachableRank(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
-	ids, roots := openRoots(t, ctx, 1, Config{}, defaultLimits)
+	ids, roots := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 	bareRank(t, ids, 0, configOf(2, 3))
 	var results []<-chan result
 	for rank := range 2 {
@@ -530,9 +555,11 @@ func TestRootEndsByItself(t *testing.T) {
 	gatherAll(t, ctx, results, 0) // the ring needs no root
 }
 
-func TestContextEnds(t *testing.T) {
+func TestContextEnds(t *testing.T) { overBoth(t, testContextEnds) }
+
+func testContextEnds(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
-	ids, roots := openRoots(t, ctx, 1, Config{}, defaultLimits)
+	ids, roots := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 	cctx, cancel := context.WithCancel(ctx)
 	impatient := start(t, cctx, ids, configOf(0, 3))
 	reported(t, roots[0], 1)
@@ -554,16 +581,18 @@ func TestContextEnds(t *testing.T) {
 	}
 	wctx, cancel := context.WithCancel(ctx)
 	cancel()
-	_, roots = openRoots(t, ctx, 1, Config{}, defaultLimits)
+	_, roots = openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 	if err := roots[0].Wait(wctx); !errors.Is(err, context.Canceled) {
 		t.Errorf("waiting with a context that has ended: got %v", err)
 	}
 }
 
 // The failure of one root reaches all ranks of all others, with its reason.
-func TestFailureCrossesBlocks(t *testing.T) {
+func TestFailureCrossesBlocks(t *testing.T) { overBoth(t, testFailureCrossesBlocks) }
+
+func testFailureCrossesBlocks(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
-	ids, roots := openRoots(t, ctx, 3, Config{}, defaultLimits) // ranks 0-2, 3-4, 5-6
+	ids, roots := openRoots(t, ctx, 3, Config{Encrypt: encrypt}, defaultLimits) // ranks 0-2, 3-4, 5-6
 	var running []<-chan result
 	for _, rank := range []int{0, 1, 2, 3, 5, 6} {
 		running = append(running, start(t, ctx, ids, configOf(rank, 7)))

@@ -23,6 +23,12 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
+// overBoth runs a test with ids for connections as they are, and for encrypted ones.
+func overBoth(t *testing.T, test func(t *testing.T, encrypt bool)) {
+	t.Run("plain", func(t *testing.T) { test(t, false) })
+	t.Run("TLS", func(t *testing.T) { test(t, true) })
+}
+
 func configOf(rank, size int) Config {
 	return Config{Rank: topo.Rank(rank), Size: size, Self: Record{
 		Addr: fmt.Sprintf("10.0.0.%d:7", rank&255), HostHash: fmt.Sprintf("hash%d", max(rank, 0)/2), Device: fmt.Sprintf("gpu%d", rank),

@@ -8,14 +8,17 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/serve"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/topo"
 )
 
-func TestRingFailures(t *testing.T) {
+func TestRingFailures(t *testing.T) { overBoth(t, testRingFailures) }
+
+func testRingFailures(t *testing.T, encrypt bool) {
 	form := func(t *testing.T) []result {
 		ctx := testnet.Context(t)
-		ids, _ := openRoots(t, ctx, 1, Config{}, defaultLimits)
+		ids, _ := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 		cfgs := configs(4)
 		results := joinAll(t, ctx, ids, cfgs...)
 		joined(t, results, cfgs)
@@ -75,9 +78,11 @@ func TestRingFailures(t *testing.T) {
 }
 
 // What is given stays the caller's.
-func TestAllgatherCopies(t *testing.T) {
+func TestAllgatherCopies(t *testing.T) { overBoth(t, testAllgatherCopies) }
+
+func testAllgatherCopies(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
-	ids, _ := openRoots(t, ctx, 1, Config{}, defaultLimits)
+	ids, _ := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 	r := joinAll(t, ctx, ids, Config{Size: 1})[0]
 	if r.err != nil {
 		t.Fatal(r.err)
@@ -99,10 +104,12 @@ func ringOf(t *testing.T, r *Root, rank int) string {
 	return r.members[rank].addr
 }
 
-func TestStrangersAtTheRing(t *testing.T) {
+func TestStrangersAtTheRing(t *testing.T) { overBoth(t, testStrangersAtTheRing) }
+
+func testStrangersAtTheRing(t *testing.T, encrypt bool) {
 	ctx := testnet.Context(t)
 	log, logs := testnet.Logs()
-	ids, roots := openRoots(t, ctx, 1, Config{}, defaultLimits)
+	ids, roots := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 	cfgs := configs(3)
 	cfgs[0].Log = log
 	first := start(t, ctx, ids, cfgs[0])
@@ -123,7 +130,7 @@ func TestStrangersAtTheRing(t *testing.T) {
 		t.Error("the key of the root opened the ring")
 	}
 	// Nor is that of the ring of another job.
-	others, _ := openRoots(t, ctx, 1, Config{}, defaultLimits)
+	others, _ := openRoots(t, ctx, 1, Config{Encrypt: encrypt}, defaultLimits)
 	_, _, otherKey, err := meetings(others)
 	if err != nil {
 		t.Fatal(err)
@@ -149,7 +156,11 @@ func TestStrangersAtTheRing(t *testing.T) {
 	if n, err := readToEnd(greet(encodePlain(kindDone))); n != 0 || isTimeout(err) {
 		t.Errorf("read %d bytes, %v", n, err)
 	}
-	for _, want := range []string{"not let in: secret: the other end has no secret", "the other end gave no proof", "was dialed by rank 1 of 3 for rank 0", "frame is of kind 6"} {
+	refusal := "the other end gave no proof"
+	if encrypt {
+		refusal = "bad certificate"
+	}
+	for _, want := range []string{"not let in: secret: the other end has no secret", refusal, "was dialed by rank 1 of 3 for rank 0", "frame is of kind 6"} {
 		testnet.Eventually(t, want, func() bool { return testnet.Logged(logs, "ring closed a connection", want) })
 	}
 	rest := joinAll(t, ctx, ids, cfgs[1:]...)
@@ -169,18 +180,19 @@ func fakeRoot(t *testing.T, frames ...[]byte) []ID {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := &door{key: m.key, magic: rootMagic, most: 10, timeout: l.proof}
+	d := &door{key: m.key, magic: rootMagic, way: serve.NewDoorway(10), timeout: l.proof}
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
-		if _, err := d.meet(conn); err != nil {
+		over, _, err := d.meet(conn)
+		if err != nil {
 			return
 		}
 		for _, f := range frames {
-			if _, err := conn.Write(f); err != nil {
+			if _, err := over.Write(f); err != nil {
 				return
 			}
 		}
 		if len(frames) > 0 {
-			_, _ = frame.Read(conn, maxControlBytes) // until the rank says why it fails
+			_, _ = frame.Read(over, maxControlBytes) // until the rank says why it fails
 		}
 	})
 	roots[0].Close()
@@ -188,7 +200,7 @@ func fakeRoot(t *testing.T, frames ...[]byte) []ID {
 	if err != nil {
 		t.Fatal(err)
 	}
-	id, err := newID(tcp.AddrPort(), [keyBytes]byte(ids[0][idKey:]))
+	id, err := newID(tcp.AddrPort(), [keyBytes]byte(ids[0][idKey:]), false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -91,13 +91,13 @@ func open(ctx context.Context, cfg Config, l limits) (ID, *Root, error) {
 	}
 	var key [keyBytes]byte
 	rand.Read(key[:]) // never fails
-	proof, err := secretOf(key)
+	proof, err := secretOf(key, cfg.Encrypt)
 	if err != nil {
 		return ID{}, nil, err
 	}
 	r := &Root{
 		log: cfg.Log, limits: l,
-		door:  &door{key: proof, magic: rootMagic, most: l.doorway, timeout: l.proof},
+		door:  &door{key: proof, magic: rootMagic, way: serve.NewDoorway(l.doorway), timeout: l.proof},
 		ended: make(chan struct{}), decided: make(chan struct{}), quiet: make(chan struct{}),
 		members: make(map[int]*guest),
 	}
@@ -111,7 +111,7 @@ func open(ctx context.Context, cfg Config, l limits) (ID, *Root, error) {
 	addr, err := netip.ParseAddrPort(r.addr)
 	var id ID
 	if err == nil {
-		id, err = newID(addr, key)
+		id, err = newID(addr, key, cfg.Encrypt)
 	}
 	if err != nil {
 		r.server.Close() // its error would only hide err
@@ -224,7 +224,7 @@ func ranks(list []int) string {
 
 // handle serves a connection. The error is for the log.
 func (r *Root) handle(conn net.Conn) error {
-	body, err := r.door.meet(conn)
+	conn, body, err := r.door.meet(conn)
 	if err != nil {
 		return err
 	}

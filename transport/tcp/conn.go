@@ -24,16 +24,24 @@ const (
 	// rises while it is written.
 	maxBatch      = 64
 	maxBatchBytes = 256 << 10
+	// recordBytes is the most that TLS puts into one record (RFC 8446, section 5.1).
+	recordBytes = 16 << 10
 )
 
 // conn is the channel to one peer on one lane. The sender writes what the socket takes at once; the rest
 // waits in queue for a goroutine, started when there is a rest for the first time, that writes it as the
-// socket drains. While that goroutine has work, the sender only queues: one of them writes at a time.
+// socket drains. While that goroutine has work, the sender only queues: one of them writes at a time. An encrypted
+// connection is written by that goroutine alone.
+//
+// Deadlines, and the end, are those of the socket in both cases. TLS has words of its own for the end of a stream, which
+// would have to wait for room; they are not needed, because a stream that ends is an error at the peer however it ends.
 type conn struct {
 	lane transport.Lane
 	peer topo.Rank
 	tc   *net.TCPConn
 	raw  syscall.RawConn
+	over net.Conn        // tc, or TLS over it: then only out writes to tc
+	out  *gather         // nil if over is tc
 	wg   *sync.WaitGroup // of the Endpoint, whose Close waits for the writer
 
 	// cause is why this side gave up the connection. It is set before the socket is touched, so that whoever
@@ -51,6 +59,8 @@ type conn struct {
 	waitWrite func(fd uintptr) bool
 	small     [maxBatch][]byte
 	batch     net.Buffers // a part of small
+	record    []byte      // what goes into the next record, if over is TLS
+	unsent    int         // bytes that out has and sent has not
 
 	mu      sync.Mutex
 	changed sync.Cond // queue ran empty or got its first buffer, or cause was set
@@ -60,7 +70,8 @@ type conn struct {
 	serr    error // of the sending half
 }
 
-func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, nc net.Conn) (*conn, error) {
+// newConn makes a channel of the socket nc, when the handshake is over. over is nc or *sealed over it.
+func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, nc, over net.Conn) (*conn, error) {
 	tc, ok := nc.(*net.TCPConn)
 	if !ok {
 		return nil, fmt.Errorf("tcp: connection is a %T, want a *net.TCPConn", nc)
@@ -69,8 +80,13 @@ func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, nc net.Con
 	if err != nil {
 		return nil, fmt.Errorf("tcp: connection: %w", err)
 	}
-	c := &conn{lane: lane, peer: peer, tc: tc, raw: raw, wg: wg}
+	c := &conn{lane: lane, peer: peer, tc: tc, raw: raw, over: over, wg: wg}
 	c.changed.L = &c.mu
+	if s, ok := over.(*sealed); ok {
+		c.out, c.record = s.out, make([]byte, 0, recordBytes)
+		c.out.begin()
+		return c, nil
+	}
 	c.tryWrite = func(fd uintptr) bool {
 		c.writeSome(int(fd))
 		return true
@@ -89,7 +105,7 @@ func (c *conn) Read(p []byte) (int, error) {
 	if c.rerr != nil {
 		return 0, c.rerr
 	}
-	n, err := c.tc.Read(p)
+	n, err := c.over.Read(p)
 	if err != nil {
 		if errors.Is(err, io.EOF) {
 			err = io.ErrUnexpectedEOF
@@ -108,7 +124,7 @@ func (c *conn) Send(p []byte) error {
 	if err != nil {
 		return err
 	}
-	if !busy {
+	if !busy && c.out == nil {
 		// The writer has nothing to do, and only this goroutine could give it something.
 		p, err = c.write(p, c.tryWrite)
 	}
@@ -159,13 +175,15 @@ func (c *conn) drain() {
 			return
 		}
 		n := c.fillBatch()
-		first := c.queue[c.head]
 		c.mu.Unlock()
 		var err error
-		if n > 1 {
+		switch {
+		case c.out != nil:
+			err = c.writeRecords()
+		case n > 1:
 			err = c.writeBatch()
-		} else {
-			_, err = c.write(first, c.waitWrite)
+		default:
+			_, err = c.write(c.small[0], c.waitWrite)
 		}
 		clear(c.small[:n])
 		c.mu.Lock()
@@ -173,16 +191,16 @@ func (c *conn) drain() {
 			c.serr = err
 			continue
 		}
-		c.pop(max(n, 1))
+		c.pop(n)
 	}
 }
 
-// fillBatch puts the first buffers of queue into batch, as far as they are small, and returns how many. The
-// caller holds mu.
+// fillBatch puts the first buffer of queue into batch, and those behind it as far as they are small together, and
+// returns how many. The caller holds mu.
 func (c *conn) fillBatch() int {
 	n, numBytes := 0, 0
 	for _, p := range c.queue[c.head:min(c.head+maxBatch, len(c.queue))] {
-		if numBytes += len(p); numBytes > maxBatchBytes {
+		if numBytes += len(p); numBytes > maxBatchBytes && n > 0 {
 			break
 		}
 		c.small[n] = p
@@ -199,6 +217,55 @@ func (c *conn) writeBatch() error {
 	if err != nil {
 		return c.explain(err)
 	}
+	return nil
+}
+
+// writeRecords writes batch in as few records as it takes: a copy costs less than a system call.
+func (c *conn) writeRecords() error {
+	for _, p := range c.batch {
+		for len(p) > 0 {
+			n := min(len(p), recordBytes-len(c.record))
+			next := p[:n]
+			if n < recordBytes {
+				c.record = append(c.record, next...)
+				next = c.record
+			}
+			p = p[n:]
+			if len(next) < recordBytes {
+				continue
+			}
+			if err := c.writeRecord(next); err != nil {
+				return err
+			}
+		}
+	}
+	if err := c.writeRecord(c.record); err != nil {
+		return err
+	}
+	return c.flushRecords()
+}
+
+// writeRecord has TLS make a record of b, which is or takes the place of record.
+func (c *conn) writeRecord(b []byte) error {
+	n, err := c.over.Write(b)
+	c.unsent += n
+	c.record = c.record[:0]
+	switch {
+	case err != nil:
+		return c.explain(err)
+	case c.out.full():
+		return c.flushRecords()
+	}
+	return nil
+}
+
+// flushRecords writes the records that are made.
+func (c *conn) flushRecords() error {
+	if err := c.out.flush(); err != nil {
+		return c.explain(err)
+	}
+	c.sent.Add(uint64(c.unsent))
+	c.unsent = 0
 	return nil
 }
 

@@ -132,8 +132,8 @@ func readMagic(r io.Reader, b []byte) error {
 	if n, err := io.ReadFull(r, b); err != nil {
 		return fmt.Errorf("tcp: handshake: %d of %d bytes of the first word: %w", n, len(b), err)
 	}
-	if string(b) == secret.Magic {
-		return fmt.Errorf("tcp: handshake: %w", secret.ErrNeeded)
+	if err := secret.Foreign(b); err != nil {
+		return fmt.Errorf("tcp: handshake: %w", err)
 	}
 	if got := binary.BigEndian.Uint32(b); got != magic {
 		return fmt.Errorf("%w: first word is %#08x, want %#08x", errNotOurs, got, uint32(magic))

@@ -91,6 +91,12 @@ func TestSecret(t *testing.T) {
 		{"another", key, other, secret.ErrWrong},
 		{"none at the dialer", secret.Secret{}, key, secret.ErrNeeded},
 		{"none at the other", key, secret.Secret{}, io.EOF},
+		{"the same with TLS", key.Encrypted(), key.Encrypted(), nil},
+		{"another with TLS", key.Encrypted(), other.Encrypted(), secret.ErrWrong},
+		{"none at the dialer, TLS", secret.Secret{}, key.Encrypted(), secret.ErrNeeded},
+		{"none at the other, TLS", key.Encrypted(), secret.Secret{}, io.EOF},
+		{"TLS at the dialer", key.Encrypted(), key, secret.ErrMixed},
+		{"TLS at the other", key, key.Encrypted(), secret.ErrMixed},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			a := listen(t, Config{Secret: test.zero, DialTimeout: time.Second})

@@ -9,6 +9,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 )
@@ -314,10 +315,6 @@ func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 
 // introduce is the dialing side of the handshake, and publishes the channel.
 func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc net.Conn) error {
-	c, err := newConn(&m.e.wg, l.id, peer, nc)
-	if err != nil {
-		return err
-	}
 	deadline := time.Now().Add(2 * m.e.cfg.HandshakeTimeout)
 	if end, ok := ctx.Deadline(); ok && end.Before(deadline) {
 		deadline = end
@@ -325,14 +322,19 @@ func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc net.Co
 	if err := nc.SetDeadline(deadline); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
-	if err := m.e.cfg.Secret.Dial(nc, purpose); err != nil {
+	over, err := seal(m.e.cfg.Secret, nc, secret.Secret.Dial)
+	if err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
 	h := hello{version: version, job: m.job, epoch: m.epoch, from: m.rank, to: peer, lane: l.id}
-	if _, err := nc.Write(h.encode()); err != nil {
+	if _, err := over.Write(h.encode()); err != nil {
 		return fmt.Errorf("tcp: hello: %w", err)
 	}
-	if err := readAnswer(nc); err != nil {
+	if err := readAnswer(over); err != nil {
+		return err
+	}
+	c, err := newConn(&m.e.wg, l.id, peer, nc, over)
+	if err != nil {
 		return err
 	}
 	if err := nc.SetDeadline(time.Time{}); err != nil {

@@ -4,10 +4,11 @@
 // addresses of all ranks. Connections are made when they are first asked for, one per lane and peer: of two
 // ranks the lower dials. An Endpoint serves one epoch; the next needs a new one.
 //
-// A connection starts with a handshake of fixed size, which keeps out strangers, other jobs and other epochs
-// that come by mistake. It is no defence against malice: it proves nothing, and whoever can reach the listener
-// and knows the job can join. What fails the handshake is logged, answered if it spoke our protocol, and
-// closed; nothing else notices. Afterwards a connection carries the caller's bytes alone.
+// A connection starts with the proof of the job's secret, if it has one, and a handshake of fixed size, which
+// keeps out other jobs and other epochs that come by mistake. Without a secret whoever can reach the listener
+// and knows the job can join. What fails is logged, answered if it spoke our protocol, and closed; nothing else
+// notices. Afterwards a connection carries the caller's bytes alone: as they are, or in TLS if the secret is
+// encrypted.
 package tcp
 
 import (
@@ -22,6 +23,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/serve"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -30,8 +32,8 @@ import (
 const (
 	// maxJobBytes is the longest job identity.
 	maxJobBytes = 64
-	// maxHandshakes is how many accepted connections may be in their handshake. More are closed unanswered,
-	// which their dialers take for a passing failure: a handshake already begun is never disturbed.
+	// maxHandshakes is how many accepted connections may have yet to say who they are; one more, and the oldest is closed.
+	// As many may wait for this rank to join its epoch; more are closed. The dialers of both take it for a passing failure.
 	maxHandshakes = 256
 	// firstPause and lastPause bound the doubling pauses between attempts to dial, and to accept.
 	firstPause = 5 * time.Millisecond
@@ -53,7 +55,9 @@ type Config struct {
 	// LingerTimeout is how long a connection of a lane that this rank released may wait for the peer to release
 	// it too. Default 30 s. What was sent still arrives when it has passed, unless the peer goes on sending.
 	LingerTimeout time.Duration
-	// Secret is that of the job, which both ends of a connection prove to each other. Zero is none.
+	// Secret is that of the job, which both ends of a connection prove to each other. Zero is none. One that is
+	// encrypted costs the processor for every byte and, because TLS has no write that does not wait, a goroutine's
+	// waking for every message.
 	Secret secret.Secret
 	// Log receives refused connections (warnings) and attempts to dial (debug). nil discards them.
 	Log *zap.Logger
@@ -98,7 +102,9 @@ type Endpoint struct {
 	ctx       context.Context // ends when Close begins
 	cancel    context.CancelFunc
 	connected chan struct{} // closed by Connect
-	slots     chan struct{} // holds a token per handshake of an accepted connection
+	refused   *zap.Logger   // as log
+	doorway   *serve.Doorway
+	slots     chan struct{} // holds a token per accepted connection that has said who it is and has no channel yet
 	wg        sync.WaitGroup
 
 	// mu is held before a conn's mu, never after.
@@ -131,9 +137,11 @@ func newEndpoint(cfg Config, ln net.Listener) *Endpoint {
 		log:       cmp.Or(cfg.Log, zap.NewNop()),
 		ln:        ln,
 		connected: make(chan struct{}),
+		doorway:   serve.NewDoorway(maxHandshakes),
 		slots:     make(chan struct{}, maxHandshakes),
 		loose:     make(map[net.Conn]struct{}),
 	}
+	e.refused = serve.Quiet(e.log)
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	e.wg.Go(e.accept)
 	return e
@@ -215,16 +223,7 @@ func (e *Endpoint) accept() {
 			continue
 		}
 		pause = firstPause
-		select {
-		case e.slots <- struct{}{}:
-			e.wg.Go(func() {
-				defer func() { <-e.slots }()
-				e.receive(nc)
-			})
-		default:
-			e.logRefused(nc, fmt.Errorf("tcp: %d handshakes are under way", maxHandshakes))
-			hangUp(nc)
-		}
+		e.wg.Go(func() { e.receive(nc) })
 	}
 }
 
@@ -247,15 +246,22 @@ func (e *Endpoint) handshake(nc net.Conn) error {
 	if err := nc.SetDeadline(deadline); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
-	if err := e.cfg.Secret.Accept(nc, purpose); err != nil {
-		return fmt.Errorf("tcp: handshake: %w", err)
+	place := e.doorway.Enter(nc)
+	over, h, err := e.meet(nc)
+	if !place.Leave() {
+		return fmt.Errorf("tcp: handshake: %w", serve.ErrCrowded)
 	}
-	h, err := readHello(nc)
 	if err != nil {
 		return err
 	}
+	select {
+	case e.slots <- struct{}{}:
+		defer func() { <-e.slots }()
+	default:
+		return fmt.Errorf("tcp: %d handshakes are under way", maxHandshakes)
+	}
 	if h.version != version {
-		return refuse(nc, fmt.Errorf("%w: got %d, want %d", WrongVersion, h.version, version))
+		return refuse(over, fmt.Errorf("%w: got %d, want %d", WrongVersion, h.version, version))
 	}
 	m, err := e.awaitConnect(deadline)
 	if err != nil {
@@ -263,22 +269,31 @@ func (e *Endpoint) handshake(nc net.Conn) error {
 	}
 	l, err := m.reserve(h)
 	if err != nil {
-		return refuse(nc, err)
+		return refuse(over, err)
 	}
-	if err := e.welcome(m, l, h.from, nc); err != nil {
+	if err := e.welcome(m, l, h.from, nc, over); err != nil {
 		m.unreserve(l, h.from)
 		return err
 	}
 	return nil
 }
 
-// welcome answers a hello that has its channel reserved, and publishes the channel.
-func (e *Endpoint) welcome(m *Mesh, l *lane, peer topo.Rank, nc net.Conn) error {
-	c, err := newConn(&e.wg, l.id, peer, nc)
-	if err != nil {
+// meet has the dialer prove the secret and say who it is.
+func (e *Endpoint) meet(nc net.Conn) (over net.Conn, h hello, err error) {
+	if over, err = seal(e.cfg.Secret, nc, secret.Secret.Accept); err != nil {
+		return nil, h, fmt.Errorf("tcp: handshake: %w", err)
+	}
+	h, err = readHello(over)
+	return over, h, err
+}
+
+// welcome answers a hello that has its channel reserved, and publishes the channel. nc and over are as for newConn.
+func (e *Endpoint) welcome(m *Mesh, l *lane, peer topo.Rank, nc, over net.Conn) error {
+	if err := answer(over, accepted); err != nil {
 		return err
 	}
-	if err := answer(nc, accepted); err != nil {
+	c, err := newConn(&e.wg, l.id, peer, nc, over)
+	if err != nil {
 		return err
 	}
 	// Before the channel is public: from then on the deadline is Abort's.
@@ -342,7 +357,7 @@ func (e *Endpoint) logRefused(nc net.Conn, reason error) {
 	if e.ctx.Err() != nil {
 		return // not refused: we are closing
 	}
-	e.log.Warn("tcp: connection refused", zap.Stringer("remote", nc.RemoteAddr()), zap.Error(reason))
+	e.refused.Warn("tcp: connection refused", zap.Stringer("remote", nc.RemoteAddr()), zap.Error(reason))
 }
 
 // hangUp closes a connection of which nothing is expected any more; that it fails to close changes nothing.

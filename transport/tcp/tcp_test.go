@@ -21,6 +21,8 @@ import (
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
 
+	"github.com/gohvd/gohvd/internal/serve"
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 	"github.com/gohvd/gohvd/transport/transporttest"
@@ -31,11 +33,27 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // patience is how long a test waits before it takes a call for hung. No test waits for it to pass.
 const patience = time.Minute
 
+// overBoth runs a test over connections as they are, without a secret, and over encrypted ones.
+func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
+	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
+	t.Run("TLS", func(t *testing.T) { test(t, encrypted()) })
+}
+
+func encrypted() secret.Secret {
+	key, _ := secret.New()
+	return key.Encrypted()
+}
+
 // meshes connects size ranks over loopback.
-func meshes(tb testing.TB, size int) []transport.Mesh {
+func meshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, secret.Secret{}) }
+
+// sealedMeshes is meshes with TLS.
+func sealedMeshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, encrypted()) }
+
+func meshesOf(tb testing.TB, size int, key secret.Secret) []transport.Mesh {
 	endpoints := make([]*Endpoint, size)
 	for r := range endpoints {
-		endpoints[r] = listen(tb, Config{})
+		endpoints[r] = listen(tb, Config{Secret: key})
 	}
 	all := make([]transport.Mesh, size)
 	for r := range endpoints {
@@ -135,10 +153,20 @@ func dialRaw(t *testing.T, addr string, b []byte) net.Conn {
 	if err := nc.SetDeadline(time.Now().Add(patience)); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := nc.Write(b); err != nil && !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
+	return say(t, secret.Secret{}, nc, b)
+}
+
+// say proves key and writes b, of which the other end may have had enough.
+func say(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
+	t.Helper()
+	over, err := key.Dial(nc, purpose)
+	if err != nil {
 		t.Fatal(err)
 	}
-	return nc
+	if _, err := over.Write(b); err != nil && !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
+		t.Fatal(err)
+	}
+	return over
 }
 
 // untilClosed returns what the other end says before it closes nc.
@@ -190,15 +218,20 @@ func (b *logBook) wait(t *testing.T, message, field, text string) map[string]any
 	}
 }
 
-func TestContract(t *testing.T) { transporttest.Run(t, meshes) }
+func TestContract(t *testing.T) {
+	t.Run("plain", func(t *testing.T) { transporttest.Run(t, meshes) })
+	t.Run("TLS", func(t *testing.T) { transporttest.Run(t, sealedMeshes) })
+}
 
 // Whatever strangers send, they are answered as they deserve and logged, and real ranks do not notice.
-func TestRefusals(t *testing.T) {
+func TestRefusals(t *testing.T) { overBoth(t, testRefusals) }
+
+func testRefusals(t *testing.T, key secret.Secret) {
 	log, book := newLog()
 	// The silent ones are there for a second, by when the deadlines of the real ranks' handshakes have passed too
 	// (who dials has twice its timeout): they must not outlive the handshake.
-	e0 := listen(t, Config{HandshakeTimeout: 450 * time.Millisecond})
-	e1 := listen(t, Config{Log: log, HandshakeTimeout: time.Second})
+	e0 := listen(t, Config{Secret: key, HandshakeTimeout: 450 * time.Millisecond})
+	e1 := listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Second})
 	zero := join(t, e0, Epoch{Rank: 0, Addrs: addrsOf(e0, e1)})
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	a, b := pair(t, zero, one, 1)
@@ -236,9 +269,10 @@ func TestRefusals(t *testing.T) {
 	}
 	conns := make([]net.Conn, len(cases))
 	for i, c := range cases {
-		conns[i] = dialRaw(t, e1.Addr(), c.say)
+		raw := dialRaw(t, e1.Addr(), nil)
+		conns[i] = say(t, key, raw, c.say)
 		if c.finish {
-			if err := conns[i].(*net.TCPConn).CloseWrite(); err != nil {
+			if err := raw.(*net.TCPConn).CloseWrite(); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -270,7 +304,7 @@ func TestRefusals(t *testing.T) {
 
 // A stranger costs the memory of a handshake, however much it sends.
 func TestStrangersCostLittle(t *testing.T) {
-	const strangers, limit = 64, 16 << 10
+	const strangers, limit = 16, 16 << 10 // of more not all are logged
 	log, book := newLog()
 	e := listen(t, Config{Log: log})
 	join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -292,7 +326,9 @@ func TestStrangersCostLittle(t *testing.T) {
 }
 
 // The dialer learns why it was refused, and does not try again.
-func TestDialRefused(t *testing.T) {
+func TestDialRefused(t *testing.T) { overBoth(t, testDialRefused) }
+
+func testDialRefused(t *testing.T, key secret.Secret) {
 	for _, c := range []struct {
 		name string
 		zero Epoch
@@ -304,7 +340,7 @@ func TestDialRefused(t *testing.T) {
 		{"rank", Epoch{}, 2, NotMe},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			e0, e1 := listen(t, Config{}), listen(t, Config{})
+			e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
 			c.zero.Addrs = addrsOf(e0, e1, e1)
 			zero := join(t, e0, c.zero)
 			join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1, e1)})
@@ -471,11 +507,13 @@ func TestDialOutlivesContext(t *testing.T) {
 }
 
 // A faster peer may dial before this rank knows its epoch, and may have sent data already.
-func TestEarlyConnection(t *testing.T) {
+func TestEarlyConnection(t *testing.T) { overBoth(t, testEarlyConnection) }
+
+func testEarlyConnection(t *testing.T, key secret.Secret) {
 	log, book := newLog()
-	e0, e1 := listen(t, Config{}), listen(t, Config{Log: log})
-	nc := dialRaw(t, e1.Addr(), append(goodHello(3).encode(), "early data"...))
-	stranger := dialRaw(t, e1.Addr(), hello{version: version, job: hashJob("another"), to: 1}.encode())
+	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key, Log: log})
+	nc := say(t, key, dialRaw(t, e1.Addr(), nil), append(goodHello(3).encode(), "early data"...))
+	stranger := say(t, key, dialRaw(t, e1.Addr(), nil), hello{version: version, job: hashJob("another"), to: 1}.encode())
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	c, err := one.Conn(ctx(t), 3, 0)
 	if err != nil {
@@ -524,28 +562,20 @@ func TestEarlyConnectionExpires(t *testing.T) {
 	}
 }
 
-// Too many handshakes delay real ranks until there is room, and Close ends them all.
-func TestTooManyHandshakes(t *testing.T) {
+// Those who say nothing make room for real ranks, and Close ends them all.
+func TestTooManyHandshakes(t *testing.T) { overBoth(t, testTooManyHandshakes) }
+
+func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 	log, book := newLog()
-	e0, e1 := listen(t, Config{Log: log}), listen(t, Config{Log: log, HandshakeTimeout: time.Hour})
-	silent := make([]net.Conn, maxHandshakes)
+	e0, e1 := listen(t, Config{Secret: key, Log: log}), listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Hour})
+	silent := make([]net.Conn, maxHandshakes+1)
 	for i := range silent {
 		silent[i] = dialRaw(t, e1.Addr(), nil)
 	}
+	book.wait(t, "tcp: connection refused", "error", serve.ErrCrowded.Error())
 	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, e1)})
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
-	var c transport.Conn
-	var err error
-	var wg sync.WaitGroup
-	wg.Go(func() { c, err = zero.Conn(ctx(t), 0, 1) })
-	book.wait(t, "tcp: connection refused", "error", "256 handshakes are under way")
-	book.wait(t, "tcp: connect failed", "addr", e1.Addr())
-	hangUp(silent[0])
-	wg.Wait()
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, b := pair(t, zero, one, 0)
+	c, b := pair(t, zero, one, 0)
 	pass(t, c, b)
 	if err := e1.Close(); err != nil {
 		t.Error(err)
@@ -629,14 +659,16 @@ func TestListenFails(t *testing.T) {
 	}
 }
 
-func twoRanks(t *testing.T) (zero, one transport.Mesh) {
-	m := meshes(t, 2)
+func twoRanks(t *testing.T, key secret.Secret) (zero, one transport.Mesh) {
+	m := meshesOf(t, 2, key)
 	return m[0], m[1]
 }
 
 // What the kernel has taken arrives although the sender has closed.
-func TestDataBeforeClose(t *testing.T) {
-	zero, one := twoRanks(t)
+func TestDataBeforeClose(t *testing.T) { overBoth(t, testDataBeforeClose) }
+
+func testDataBeforeClose(t *testing.T, key secret.Secret) {
+	zero, one := twoRanks(t, key)
 	a, b := pair(t, zero, one, 1)
 	if err := errors.Join(a.Send(make([]byte, 1000)), a.Flush(), zero.Close()); err != nil {
 		t.Fatal(err)
@@ -651,8 +683,10 @@ func TestDataBeforeClose(t *testing.T) {
 	}
 }
 
-func TestReset(t *testing.T) {
-	zero, one := twoRanks(t)
+func TestReset(t *testing.T) { overBoth(t, testReset) }
+
+func testReset(t *testing.T, key secret.Secret) {
+	zero, one := twoRanks(t, key)
 	a, b := pair(t, zero, one, 1)
 	if err := a.tc.SetLinger(0); err != nil {
 		t.Fatal(err)
@@ -670,7 +704,7 @@ func TestReset(t *testing.T) {
 }
 
 func TestSocketOptions(t *testing.T) {
-	zero, one := twoRanks(t)
+	zero, one := twoRanks(t, secret.Secret{})
 	a, b := pair(t, zero, one, 1)
 	for name, c := range map[string]*conn{"dialed": a, "accepted": b} {
 		for _, o := range []struct {
@@ -691,7 +725,7 @@ func TestSocketOptions(t *testing.T) {
 }
 
 func TestSteadyStateAllocatesNothing(t *testing.T) {
-	zero, one := twoRanks(t)
+	zero, one := twoRanks(t, secret.Secret{})
 	a, b := pair(t, zero, one, 1)
 	t.Run("inline", func(t *testing.T) {
 		buf, got := make([]byte, 1000), make([]byte, 1000)
@@ -745,8 +779,10 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	}
 }
 
-func BenchmarkPingPong(b *testing.B) { transporttest.PingPong(b, meshes) }
-func BenchmarkStream(b *testing.B)   { transporttest.Stream(b, meshes) }
+func BenchmarkPingPong(b *testing.B)    { transporttest.PingPong(b, meshes) }
+func BenchmarkStream(b *testing.B)      { transporttest.Stream(b, meshes) }
+func BenchmarkPingPongTLS(b *testing.B) { transporttest.PingPong(b, sealedMeshes) }
+func BenchmarkStreamTLS(b *testing.B)   { transporttest.Stream(b, sealedMeshes) }
 
 // BenchmarkDrain measures how fast a queue of messages empties once the receiver reads.
 func BenchmarkDrain(b *testing.B) {

@@ -1,0 +1,6 @@
+package secret
+
+import "crypto/tls"
+
+// TLS is how the processes of a job speak it.
+func (s Secret) TLS() *tls.Config { return s.tls }

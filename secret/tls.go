@@ -1,0 +1,136 @@
+package secret
+
+import (
+	"bytes"
+	"crypto/ed25519"
+	"crypto/hkdf"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"errors"
+	"fmt"
+	"io"
+	"math/big"
+	"net"
+	"time"
+)
+
+// ErrMixed is the error of a connection of which one end encrypts and the other does not.
+var ErrMixed = errors.New("one end of the connection has HVD_TLS set and the other has not: set it for all of the job or for none")
+
+// maxHandshakeBytes is what the other end may say before it has shown its certificate. A handshake takes some 2 KiB.
+const maxHandshakeBytes = 16 << 10
+
+// Encrypted is s with TLS on what it dials and accepts; both ends must have it. There is none without a secret: the zero
+// Secret stays as it is.
+func (s Secret) Encrypted() Secret {
+	if s.IsZero() || s.tls != nil {
+		return s
+	}
+	cfg, err := s.mint()
+	if err != nil {
+		panic("secret: " + err.Error()) // a certificate of our own making
+	}
+	s.tls = cfg
+	return s
+}
+
+// mint derives the job's key and makes a certificate of it. The configuration is for either end.
+func (s Secret) mint() (*tls.Config, error) {
+	seed, err := hkdf.Key(sha256.New, s.key[:], nil, "gohvd tls ed25519", ed25519.SeedSize)
+	if err != nil {
+		return nil, err
+	}
+	private := ed25519.NewKeyFromSeed(seed)
+	public := private.Public().(ed25519.PublicKey)
+	// Nobody looks at the times: the clocks of hosts may differ. The last is RFC 5280's for "no end".
+	form := &x509.Certificate{
+		SerialNumber: big.NewInt(1),
+		Subject:      pkix.Name{CommonName: "gohvd job"},
+		NotBefore:    time.Unix(0, 0),
+		NotAfter:     time.Date(9999, 12, 31, 23, 59, 59, 0, time.UTC),
+		KeyUsage:     x509.KeyUsageDigitalSignature,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, form, form, public, private)
+	if err != nil {
+		return nil, err
+	}
+	return &tls.Config{
+		Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: private}},
+		MinVersion:   tls.VersionTLS13,
+		ClientAuth:   tls.RequireAnyClientCert,
+		// No chain and no name is looked at: VerifyConnection, which each handshake calls, wants the one key.
+		InsecureSkipVerify: true,
+		VerifyConnection: func(state tls.ConnectionState) error {
+			if !public.Equal(state.PeerCertificates[0].PublicKey) {
+				return ErrWrong
+			}
+			return nil
+		},
+		// Each connection has a key exchange of its own, and nothing comes behind the handshake that nobody reads.
+		SessionTicketsDisabled: true,
+		// Tensors come in large pieces.
+		DynamicRecordSizingDisabled: true,
+	}, nil
+}
+
+// open begins TLS on conn, if s wants it; end is one of crypto/tls's Client and Server.
+func (s Secret) open(conn net.Conn, end func(net.Conn, *tls.Config) *tls.Conn) (net.Conn, error) {
+	if s.tls == nil {
+		return conn, nil
+	}
+	o := &opening{Conn: conn}
+	tc := end(o, s.tls)
+	if err := tc.Handshake(); err != nil {
+		return nil, o.explain(err)
+	}
+	o.done = true
+	return encrypted{tc}, nil
+}
+
+// encrypted closes without a word. TLS would send one first, and wait for room for it, where Close must not wait. Nothing is
+// lost: in no protocol of ours is the end of a stream an answer.
+type encrypted struct{ *tls.Conn }
+
+func (c encrypted) Close() error { return c.NetConn().Close() }
+
+// opening is a connection in its handshake. What the other end says then is bounded, and counted to tell who has said nothing.
+type opening struct {
+	net.Conn
+	heard int
+	done  bool // set before anybody else gets to Read
+}
+
+func (o *opening) Read(p []byte) (int, error) {
+	if o.done {
+		return o.Conn.Read(p)
+	}
+	if o.heard == maxHandshakeBytes {
+		return 0, fmt.Errorf("more than %d bytes", maxHandshakeBytes)
+	}
+	n, err := o.Conn.Read(p[:min(len(p), maxHandshakeBytes-o.heard)])
+	o.heard += n
+	return n, err
+}
+
+// explain is the error of a handshake that failed with err.
+func (o *opening) explain(err error) error {
+	said, notTLS := errors.AsType[tls.RecordHeaderError](err)
+	alert, told := errors.AsType[*net.OpError](err)
+	switch {
+	case notTLS && bytes.HasPrefix(said.RecordHeader[:], []byte(Magic)):
+		return fmt.Errorf("%w (this end has)", ErrMixed)
+	case notTLS && said.Conn != nil: // it is the first that it says
+		return notOurs(said.RecordHeader[:4])
+	case told && alert.Op == "remote error": // as a rule that ours is no certificate of its job
+		return fmt.Errorf("%w: TLS handshake: %w", ErrWrong, err)
+	case o.heard > 0 && errors.Is(err, io.EOF):
+		err = io.ErrUnexpectedEOF
+	}
+	return fmt.Errorf("TLS handshake: %w", err)
+}
+
+// clientHello is how a client that encrypts begins: a handshake record of some version 3 (RFC 8446, section 5.1).
+const clientHello = "\x16\x03"
