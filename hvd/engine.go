@@ -11,6 +11,7 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/session"
 	"github.com/gohvd/gohvd/internal/verdict"
 	"github.com/gohvd/gohvd/message"
@@ -22,6 +23,7 @@ import (
 // process that holds several ranks makes one Engine for each and passes it to operations by On.
 type Engine struct {
 	engine  *engine.Engine
+	at      *meeting.Meeting
 	session *session.Session // nil in a job of one
 	place   topo.Topology
 	epoch   uint64
@@ -36,12 +38,17 @@ type Engine struct {
 type InitOption func(*initOptions)
 
 type initOptions struct {
-	settings  map[string]string
-	store     store.Store
-	log       *zap.Logger
-	lastEpoch uint64
-	sets      [][]int
-	onStall   func(Stall)
+	settings    map[string]string
+	store       store.Store
+	method      string
+	id          *meeting.ID
+	device      string
+	shareDevice bool
+	kept        **meeting.Meeting // of Inits before, and for those to come
+	log         *zap.Logger
+	lastEpoch   uint64
+	sets        [][]int
+	onStall     func(Stall)
 }
 
 // WithSetting sets a setting by the name of its environment variable, which it overrides.
@@ -53,10 +60,6 @@ func WithSetting(name, value string) InitOption {
 		o.settings[name] = value
 	}
 }
-
-// WithStore makes the ranks meet in s instead of the launcher's store. The caller keeps and closes it, after the
-// shutdown.
-func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.store = s } }
 
 // WithLogger sends the engine's log to l, whatever HOROVOD_LOG_LEVEL says.
 func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.log = l } }
@@ -95,18 +98,9 @@ func afterEpoch(n uint64) InitOption {
 
 // New joins a rank to its job and waits until all ranks have come, as Init does, without making it the process's.
 func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
-	var o initOptions
-	for _, opt := range opts {
-		opt(&o)
-	}
-	cfg, err := config.FromEnvironment(o.settings, o.store != nil)
+	o, cfg, err := readOptions(opts)
 	if err != nil {
 		return nil, fmt.Errorf("hvd: init: %w", err)
-	}
-	if o.log == nil {
-		if o.log, err = newLogger(cfg.LogLevel, !cfg.LogHideTime); err != nil {
-			return nil, fmt.Errorf("hvd: init: %w", err)
-		}
 	}
 	for _, w := range cfg.Warnings {
 		o.log.Warn(w)
@@ -114,17 +108,31 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
 	defer cancel()
 	e := &Engine{dynamicSets: cfg.DynamicProcessSets, timeout: cfg.OperationTimeout}
-	if err := e.start(ctx, cfg, &o); err != nil {
+	if err := e.start(ctx, cfg, o); err != nil {
 		return nil, fmt.Errorf("hvd: init: %w", errors.Join(err, e.release()))
 	}
 	return e, nil
 }
 
-func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) error {
-	rank, size := 0, 1
-	if cfg.Size != config.Unset {
-		rank, size = cfg.Rank, cfg.Size
+// readOptions takes the options, and reads the settings that they leave.
+func readOptions(opts []InitOption) (*initOptions, config.Config, error) {
+	o := new(initOptions)
+	for _, opt := range opts {
+		opt(o)
 	}
+	cfg, err := config.FromEnvironment(o.settings, o.store != nil || o.method != "" || o.id != nil)
+	if err == nil && o.log == nil {
+		o.log, err = newLogger(cfg.LogLevel, !cfg.LogHideTime)
+	}
+	return o, cfg, err
+}
+
+func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (err error) {
+	if e.at, err = o.meet(ctx, cfg); err != nil {
+		return err
+	}
+	cfg = e.at.Settings
+	rank, size := cfg.Rank, cfg.Size
 	sets, err := staticSets(o.sets, size)
 	if err != nil {
 		return err
@@ -141,7 +149,7 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) e
 	}
 	if size > 1 {
 		e.session, err = session.Open(ctx, session.Config{
-			Settings: cfg, Store: o.store, LastEpoch: o.lastEpoch, Info: []byte(setsText(sets)), Log: log,
+			At: e.at, LastEpoch: o.lastEpoch, Info: []byte(setsText(sets)), Log: log,
 		})
 		if err != nil {
 			return err
@@ -219,7 +227,7 @@ func (e *Engine) publish(p *PeerError) {
 	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
 	defer cancel()
 	// Without a launcher nobody reads it; the error that the program gets says the same.
-	_ = verdict.Publish(ctx, e.session.Store, v)
+	_ = verdict.Publish(ctx, e.at.Store, v)
 }
 
 // Shutdown is the package-level Shutdown for this rank.
@@ -233,10 +241,14 @@ func (e *Engine) Shutdown(ctx context.Context) error {
 
 // release closes what the engine does not own.
 func (e *Engine) release() error {
-	if e.session == nil {
-		return nil
+	var errs []error
+	if e.session != nil {
+		errs = append(errs, e.session.Close())
 	}
-	return e.session.Close()
+	if e.at != nil {
+		errs = append(errs, e.at.Close())
+	}
+	return errors.Join(errs...)
 }
 
 // Done is closed when the job is over for this rank: shut down by any rank, or failed.

@@ -41,6 +41,8 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+
+	"github.com/gohvd/gohvd/internal/meeting"
 )
 
 // process is the face that the package-level functions put on one Engine.
@@ -49,6 +51,8 @@ var process struct {
 	engine *Engine       // nil before Init and after Shutdown
 	busy   chan struct{} // not nil while an Init or a Shutdown is under way; closed at its end
 	epoch  uint64        // of the last engine
+	// met is where the ranks have met, if that cannot be done again (meeting.Meeting.Once). It lives as long as the process.
+	met *meeting.Meeting
 }
 
 // begin makes the caller the one who changes process.engine, after those who do it now. The engine is as they left
@@ -83,15 +87,16 @@ func end(e *Engine) {
 	process.busy = nil
 }
 
-// Init joins this process to its job, as its environment says (hvdrun sets it), and waits until all ranks have
-// come. Called again while initialized it does nothing; after Shutdown it joins a new epoch. ctx bounds the wait in
-// addition to HOROVOD_GLOO_TIMEOUT_SECONDS.
+// Init joins this process to its job, as its environment says, and waits until all ranks have come. The environment is that
+// of hvdrun, of another launcher (Open MPI, MPICH, torchrun, Slurm, Kubernetes: docs/launchers.md), or of none, which makes a
+// job of one; options say otherwise. Called again while initialized it does nothing; after Shutdown it joins a new epoch. ctx
+// bounds the wait in addition to HOROVOD_GLOO_TIMEOUT_SECONDS.
 func Init(ctx context.Context, opts ...InitOption) error {
 	_, nothing, err := begin(ctx, func(e *Engine) bool { return e != nil })
 	if nothing || err != nil {
 		return err
 	}
-	e, err := New(ctx, slices.Concat(opts, []InitOption{afterEpoch(process.epoch)})...)
+	e, err := New(ctx, slices.Concat(opts, []InitOption{afterEpoch(process.epoch), keeping(&process.met)})...)
 	if err == nil {
 		process.epoch = e.Epoch()
 	}

@@ -22,6 +22,8 @@ import (
 type Place struct {
 	Store      store.Store
 	Rank, Size int
+	// Addr is where this process reaches the store, host:port; empty if it serves the store itself, or there is no such place.
+	Addr string
 
 	close func() error
 }
@@ -156,7 +158,7 @@ func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (
 		if err != nil {
 			return nil, err
 		}
-		return &Place{Store: client, Rank: rank, Size: size}, nil
+		return &Place{Store: client, Rank: rank, Size: size, Addr: addr}, nil
 	}
 	hash := store.NewHashStore(store.Limits{})
 	server, err := store.Serve(addr, hash, store.Config{Secret: o.Secret, Log: o.Log})
@@ -197,7 +199,7 @@ func envMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 	if err != nil {
 		return nil, err
 	}
-	return &Place{Store: s, Rank: rank, Size: size}, nil
+	return &Place{Store: s, Rank: rank, Size: size, Addr: addr}, nil
 }
 
 func fileMethod(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error) {

@@ -12,7 +12,6 @@ var absentFlags = []struct {
 	names   []string
 }{
 	{"jobs on several hosts", []string{"hosts", "hostfile", "ssh-port", "ssh-identity-file"}},
-	{"a choice of network interfaces", []string{"network-interfaces", "network-interface", "tcp"}},
 	{"checks over the network that a cache could spare", []string{"disable-cache"}},
 	{"elastic jobs", []string{
 		"host-discovery-script", "min-np", "min-num-proc", "max-np", "max-num-proc", "slots-per-host", "elastic-timeout",
@@ -27,7 +26,7 @@ var absentFlags = []struct {
 		"autotune-bayes-opt-max-samples", "autotune-gaussian-process-noise",
 	}},
 	{"the timeline", []string{"timeline-filename", "timeline-mark-cycles", "no-timeline-mark-cycles"}},
-	{"MPI", []string{"mpi", "jsrun", "mpi-args", "mpi-threads-disable", "no-mpi-threads-disable", "binding-args"}},
+	{"MPI", []string{"mpi", "jsrun", "mpi-args", "tcp", "mpi-threads-disable", "no-mpi-threads-disable", "binding-args"}},
 	{"NCCL", []string{"num-nccl-streams"}},
 }
 

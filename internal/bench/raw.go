@@ -6,6 +6,7 @@ import (
 	"runtime"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/session"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/shm"
@@ -26,15 +27,19 @@ type Raw interface {
 type rawBackend struct {
 	ops.Backend
 	mesh    transport.Mesh
+	at      *meeting.Meeting
 	session *session.Session // nil in a job of one
 }
 
 func (b *rawBackend) Close() error {
-	err := b.mesh.Close()
-	if b.session != nil {
-		err = errors.Join(err, b.session.Close())
+	var errs []error
+	if b.mesh != nil {
+		errs = append(errs, b.mesh.Close())
 	}
-	return err
+	if b.session != nil {
+		errs = append(errs, b.session.Close())
+	}
+	return errors.Join(append(errs, b.at.Close())...)
 }
 
 // openRaw meets the other ranks under a job name of its own, so that an engine of this process can be in the job too. The
@@ -46,15 +51,24 @@ func openRaw(ctx context.Context, at Place) (r Raw, rank, size int, err error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
 	defer cancel()
-	b := &rawBackend{}
+	met, err := meeting.Open(ctx, meeting.Config{Settings: cfg, Store: at.Store})
+	if err != nil {
+		return nil, 0, 0, err
+	}
+	b := &rawBackend{at: met}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.Close())
+		}
+	}()
+	cfg = met.Settings
 	var memory shm.Memory
 	crowded := false
-	if cfg.Size == config.Unset || cfg.Size == 1 {
-		cfg.Rank, cfg.Size = 0, 1
+	if cfg.Size == 1 {
 		b.mesh = mem.New(1).Mesh(0)
 	} else {
-		cfg.JobID += "/raw"
-		if b.session, err = session.Open(ctx, session.Config{Settings: cfg, Store: at.Store}); err != nil {
+		met.Settings.JobID += "/raw"
+		if b.session, err = session.Open(ctx, session.Config{At: met}); err != nil {
 			return nil, 0, 0, err
 		}
 		b.mesh, memory = b.session.Mesh, b.session.Memory
@@ -71,7 +85,7 @@ func openRaw(ctx context.Context, at Place) (r Raw, rank, size int, err error) {
 	}
 	shared := shm.New(memory, lane, ranks, cfg.Rank, shm.Config{Crowded: crowded})
 	if err := shared.Open(); err != nil {
-		return nil, 0, 0, errors.Join(err, b.Close())
+		return nil, 0, 0, err
 	}
 	b.Backend = shared
 	return b, cfg.Rank, cfg.Size, nil

@@ -41,6 +41,15 @@ type Config struct {
 	// without one run on several hosts.
 	Secret, SecretFile string
 	Insecure           bool
+	// TLS has every connection encrypted, which takes a secret. Turning it on costs speed.
+	TLS bool
+	// NetworkInterfaces choose the interfaces that this rank listens on (see package netif); empty means the one that leads to
+	// where the ranks meet.
+	NetworkInterfaces []string
+	// MeetHost and MeetPort are where rank 0 serves the store of a job that another launcher has started, in place of what that
+	// says; empty and 0 if not given.
+	MeetHost string
+	MeetPort int
 	// JobID tells the processes of this job from those of another that reuses its addresses.
 	JobID string
 	// StartTimeout bounds Init: all ranks must have met by then.
@@ -82,6 +91,7 @@ type Config struct {
 	Warnings []string
 
 	stallCheckDisabled bool
+	environ            map[string]string
 	given              map[string]value // by the name of the setting; those not in it have the default
 	warned             []string         // what Warnings and the launcher's warnings are about
 }
@@ -156,6 +166,15 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 	return c, nil
 }
 
+// Variable is the text of an environment variable, of another launcher say, or of a setting, wherever that was given. It is
+// empty where there is none, also where a setting has a default.
+func (c Config) Variable(name string) string {
+	if v, ok := c.given[name]; ok {
+		return v.text
+	}
+	return c.environ[name]
+}
+
 // Load reads every setting. The error names the setting, where its value came from, the value and what was wanted.
 func Load(src Sources) (Config, error) {
 	l, err := collect(src)
@@ -163,7 +182,7 @@ func Load(src Sources) (Config, error) {
 		return Config{}, err
 	}
 	c := Defaults()
-	c.given = l.given
+	c.given, c.environ = l.given, l.environ
 	for _, s := range settings {
 		v, ok := c.given[s.Name]
 		if !ok {

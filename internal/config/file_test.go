@@ -44,6 +44,8 @@ stall_check:
 library_options:
   thread_affinity: [6, 7]
   gloo_timeout_seconds: 8
+  network_interfaces: eth0
+  tls: yes
   deterministic: 1
   dynamic_process_sets: false
   operation_timeout_seconds: 9
@@ -67,6 +69,8 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.StallWarning, want.StallShutdown = 4*time.Second, 5*time.Second
 	want.ThreadAffinity = []int{6, 7}
 	want.StartTimeout = 8 * time.Second
+	want.NetworkInterfaces = []string{"eth0"}
+	want.TLS = true
 	want.Deterministic = true
 	want.DynamicProcessSets = false
 	want.OperationTimeout = 9 * time.Second

@@ -27,7 +27,6 @@ const (
 	noGPU          = "this version moves tensors in host memory only"
 	noXLA          = "gohvd is no part of TensorFlow"
 	noSpark        = "gohvd has no Spark integration"
-	noNIC          = "ranks use the interface that leads to the launcher's store"
 	noPreflight    = "hvdrun makes no checks over the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS bounds Init"
 	noSecret       = "each job has a secret of its own: see HVD_SECRET_FILE"
 	testOnly       = "it is for Horovod's own tests"
@@ -56,7 +55,6 @@ var inerts = slices.Concat(
 		{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", noMPI},
 		{"HOROVOD_CCL_CACHE", "", "0", "this version has no oneCCL"},
 		{"HOROVOD_ELASTIC", "", "0", noElastic},
-		{"HOROVOD_GLOO_IFACE", "", "", noNIC},
 		{"HOROVOD_START_TIMEOUT", "", "30", noPreflight},
 		{"HOROVOD_ELASTIC_TIMEOUT", "", "600", noElastic},
 		{"_HOROVOD_SECRET_KEY", "", "", noSecret},

@@ -114,6 +114,43 @@ var settings = []Setting{
 		kind: boolOf(func(c *Config) *bool { return &c.Insecure }),
 	},
 	{
+		Name: "HVD_TLS", Section: sectionStart, Scope: PerJob,
+		Key:     "library_options.tls",
+		Flags:   onOff("tls"),
+		Default: "0", Doc: "encrypt every connection between processes with TLS 1.3, by certificates made of the job's secret; a job without one does not start",
+		Raise: "Turning it on costs speed where tensors go over TCP (docs/performance.md).",
+		kind:  boolOf(func(c *Config) *bool { return &c.TLS }),
+	},
+	{
+		Name: "HOROVOD_GLOO_IFACE", Section: sectionStart, Scope: PerJob,
+		Key:       "library_options.network_interfaces",
+		Flags:     []Flag{{Name: "network-interfaces", Arg: "LIST"}, {Name: "network-interface", Arg: "LIST", Instead: "network-interfaces"}},
+		Otherwise: "the one that leads to where the ranks meet",
+		Doc: "network interfaces that the ranks use: names, addresses or networks with commas between them, as in eth0,10.0.0.0/8; " +
+			"each host takes its first address among them",
+		kind: interfaces(func(c *Config) *[]string { return &c.NetworkInterfaces }),
+	},
+	{
+		Name: "HVD_RENDEZVOUS_HOST", Section: sectionStart, Scope: PerJob,
+		Otherwise: "what the launcher says", Doc: "rank 0's host, for launchers whose ranks meet at a store of rank 0 (docs/launchers.md)",
+		kind: text("a host's name or address", func(c *Config) *string { return &c.MeetHost }),
+	},
+	{
+		Name: "HVD_RENDEZVOUS_PORT", Section: sectionStart, Scope: PerJob,
+		Otherwise: "what the launcher says", Doc: "port of that store",
+		kind: port(func(c *Config) *int { return &c.MeetPort }),
+	},
+	{
+		Name: "HVD_SIZE", Section: sectionStart, Scope: PerJob,
+		Otherwise: "none", Doc: "number of pods of an Indexed Job of Kubernetes, which does not tell them",
+		kind: anything("a number of at least 1"),
+	},
+	{
+		Name: "HVD_SUBDOMAIN", Section: sectionStart, Scope: PerJob,
+		Otherwise: "the name of the job", Doc: "headless service of an Indexed Job of Kubernetes",
+		kind: anything("a name"),
+	},
+	{
 		Name: "HOROVOD_THREAD_AFFINITY", Section: sectionStart, Scope: PerProcess,
 		Key:       "library_options.thread_affinity",
 		Flags:     []Flag{{Name: "thread-affinity", Arg: "CORES"}},

@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/netif"
 )
 
 // kind is a type of value: its unit if it has one, what it looks like, and how it is read. A false ok or an error means
@@ -218,4 +220,15 @@ func cpuOperations() kind {
 	return oneOf(func(c *Config, word string) {
 		c.SharedMemory = map[string]SharedMemory{"gloo": SharedByHost, "shm,tcp": SharedIfPossible, "shm": SharedAlways, "tcp": SharedNever}[word]
 	}, "gloo", "shm,tcp", "shm", "tcp")
+}
+
+func interfaces(field func(*Config) *[]string) kind {
+	return kind{want: "interfaces, addresses or networks with commas between them", read: func(c *Config, text string) (bool, error) {
+		list := strings.Split(text, ",")
+		if _, err := netif.Parse(list); err != nil {
+			return false, nil
+		}
+		*field(c) = list
+		return true, nil
+	}}
 }

@@ -23,7 +23,44 @@ const (
 	storeAddrVariable = "GOHVD_E2E_STORE"
 	// secondsVariable is how long checked works.
 	secondsVariable = "GOHVD_E2E_SECONDS"
+	// idVariable and methodVariable are how checked meets, in place of Init's own way: "RANK SIZE ID", and a URL.
+	idVariable     = "GOHVD_E2E_ID"
+	methodVariable = "GOHVD_E2E_METHOD"
 )
+
+// initialize is Init, as the variables say.
+func initialize(ctx context.Context) error {
+	if method := os.Getenv(methodVariable); method != "" {
+		return hvd.Init(ctx, hvd.WithInitMethod(method))
+	}
+	given := os.Getenv(idVariable)
+	if given == "" {
+		return hvd.Init(ctx)
+	}
+	var rank, size int
+	var text string
+	if _, err := fmt.Sscan(given, &rank, &size, &text); err != nil {
+		return err
+	}
+	id, err := hvd.ParseUniqueID(text)
+	if err != nil {
+		return err
+	}
+	return hvd.InitWithID(ctx, id, rank, size)
+}
+
+// makeID prints an id, and answers those who have it until its input ends.
+func makeID(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	id, err := hvd.NewUniqueID(ctx)
+	if err != nil {
+		return err
+	}
+	fmt.Println(id)
+	_, err = io.Copy(io.Discard, os.Stdin)
+	return err
+}
 
 // overHosts runs a program of a job over hosts; it returns the exit status. Errors go where the rest goes, since nobody reads
 // two streams of each rank.
@@ -54,7 +91,7 @@ func serveStore() error {
 
 // checked runs every operation with inputs whose results are known, until rank 0's time is over.
 func checked(ctx context.Context) error {
-	if err := hvd.Init(ctx); err != nil {
+	if err := initialize(ctx); err != nil {
 		return err
 	}
 	fmt.Println("place", hvd.Rank(), hvd.Size(), hvd.LocalRank(), hvd.LocalSize(), hvd.CrossRank(), hvd.CrossSize())

@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/secret"
 )
 
-// spread is a job over hosts, whose ranks the test starts itself, with the variables that hvdrun would set. The cmd of its job
-// is the store's, which ends after the last rank.
+// spread is a job over hosts, whose ranks the test starts itself, with the variables that a launcher would set. The cmd of its
+// job, if any, is the store's, which ends after the last rank.
 type spread struct {
 	*job
 	ranks   []*exec.Cmd
@@ -40,21 +40,18 @@ func (l locked) Write(p []byte) (int, error) {
 // startOn runs this binary as the given program, perHost ranks on each host, the first on hosts[0], where the store is too.
 func startOn(t *testing.T, hosts []*testhosts.Host, perHost int, program string, env ...string) *spread {
 	t.Helper()
+	s, ctx := newSpread(t)
+	_, text := secret.New()
+	secrets := []string{"HVD_JOB_ID=hosts", "HVD_SECRET=" + text}
+
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
-	s := &spread{job: &job{t: t, lines: make(chan line, 1000)}}
-	t.Cleanup(func() {
-		cancel()
-		s.running.Wait()
-	})
-	_, text := secret.New()
-	common := append(os.Environ(), "HVD_JOB_ID=hosts", "HVD_SECRET="+text)
-
 	s.cmd = hosts[0].Command(ctx, self)
-	s.cmd.Env = append(slices.Clone(common), programVariable+"=store", storeAddrVariable+"="+net.JoinHostPort(hosts[0].Addr.String(), "0"))
+	s.cmd.Env = slices.Concat(os.Environ(), secrets, []string{
+		programVariable + "=store", storeAddrVariable + "=" + net.JoinHostPort(hosts[0].Addr.String(), "0"),
+	})
 	s.cmd.Stderr = locked{s.job}
 	hold, err := s.cmd.StdinPipe()
 	if err != nil {
@@ -73,11 +70,8 @@ func startOn(t *testing.T, hosts []*testhosts.Host, perHost int, program string,
 		t.Fatalf("the store says %q: %s", said, s.err())
 	}
 	size := len(hosts) * perHost
-	s.ended = make([]time.Time, size)
-	for r := range size {
-		h, local := r/perHost, r%perHost
-		cmd := hosts[h].Command(ctx, self)
-		cmd.Env = slices.Concat(common, []string{
+	s.run(ctx, hosts, perHost, program, func(r, h, local int) []string {
+		return slices.Concat(secrets, []string{
 			"HOROVOD_RANK=" + strconv.Itoa(r),
 			"HOROVOD_SIZE=" + strconv.Itoa(size),
 			"HOROVOD_LOCAL_RANK=" + strconv.Itoa(local),
@@ -87,17 +81,44 @@ func startOn(t *testing.T, hosts []*testhosts.Host, perHost int, program string,
 			"HOROVOD_HOSTNAME=" + hosts[h].Name,
 			"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + addr,
 			"HOROVOD_GLOO_RENDEZVOUS_PORT=" + port,
-			programVariable + "=" + program,
 		}, env)
+	}, func() { hold.Close() })
+	return s
+}
+
+// newSpread is a job without processes, which end with the test at the latest, when ctx does.
+func newSpread(t *testing.T) (s *spread, ctx context.Context) {
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	s = &spread{job: &job{t: t, lines: make(chan line, 1000)}}
+	t.Cleanup(func() {
+		cancel()
+		s.running.Wait()
+	})
+	return s, ctx
+}
+
+// run starts the ranks, each with its own variables. ended is called after the last has ended.
+func (s *spread) run(ctx context.Context, hosts []*testhosts.Host, perHost int, program string,
+	env func(rank, host, local int) []string, ended func()) {
+	s.t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	size := len(hosts) * perHost
+	s.ended = make([]time.Time, size)
+	for r := range size {
+		h, local := r/perHost, r%perHost
+		cmd := hosts[h].Command(ctx, self)
+		cmd.Env = slices.Concat(os.Environ(), []string{programVariable + "=" + program}, env(r, h, local))
 		s.ranks = append(s.ranks, cmd)
 		s.follow(r, cmd)
 	}
 	s.wg.Go(func() {
 		defer close(s.lines)
-		defer hold.Close()
+		defer ended()
 		s.running.Wait()
 	})
-	return s
 }
 
 // follow starts a rank and reads what it says until it ends.

@@ -73,19 +73,28 @@ func start(t testing.TB, n int, program string, env ...string) *job {
 
 // startWith is start behind a command that runs what follows it.
 func startWith(t testing.TB, command []string, n int, program string, env ...string) *job {
+	return startHvdrun(t, command, []string{"-np", strconv.Itoa(n)}, program, env...)
+}
+
+// startHvdrun runs hvdrun with flags, behind a command that runs what follows it, and under it this binary as the given program.
+func startHvdrun(t testing.TB, command, flags []string, program string, env ...string) *job {
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
+	return startCommand(t, slices.Concat(command, []string{hvdrunPath}, flags, []string{self}), append([]string{programVariable + "=" + program}, env...)...)
+}
+
+// startCommand runs a command whose last part is hvdrun.
+func startCommand(t testing.TB, command []string, env ...string) *job {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)
 	j := &job{t: t, lines: make(chan line, 1000)}
-	command = append(slices.Clone(command), hvdrunPath, "-np", strconv.Itoa(n), self)
 	j.cmd = exec.CommandContext(ctx, command[0], command[1:]...)
 	// On a deadline end the job as an operator would.
 	j.cmd.Cancel = func() error { return j.cmd.Process.Signal(os.Interrupt) }
 	j.cmd.WaitDelay = 15 * time.Second
-	j.cmd.Env = append(os.Environ(), append([]string{programVariable + "=" + program}, env...)...)
+	j.cmd.Env = append(os.Environ(), env...)
 	stdout, err := j.cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -177,6 +186,9 @@ func (j *job) wait() int {
 	for range j.lines {
 	}
 	j.wg.Wait()
+	if j.cmd == nil {
+		return 0 // the test has started the ranks, and knows how they ended
+	}
 	err := j.cmd.Wait()
 	var exit *exec.ExitError
 	switch {

@@ -21,6 +21,8 @@ func program(name string) int {
 		return again(ctx)
 	case "store":
 		return overHosts(serveStore)
+	case "id":
+		return overHosts(func() error { return makeID(ctx) })
 	case "checked":
 		return overHosts(func() error { return checked(ctx) })
 	}

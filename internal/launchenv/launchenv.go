@@ -135,8 +135,8 @@ func (e *Env) place() string {
 	return s
 }
 
-// oneHost reports whether all ranks are known to be on this host.
-func (e *Env) oneHost() bool { return e.LocalSize == e.Size }
+// OneHost reports whether all ranks are known to be on this host.
+func (e *Env) OneHost() bool { return e.LocalSize == e.Size }
 
 // variables reads the environment for one kind. The first error stays.
 type variables struct {
@@ -211,7 +211,7 @@ func newEnv(rank, size int) *Env {
 
 // settle fills in what follows from the rest: all ranks on one host means that there is no other host.
 func (e *Env) settle() {
-	if e.oneHost() && e.CrossRank < 0 {
+	if e.OneHost() && e.CrossRank < 0 {
 		e.CrossRank, e.CrossSize = 0, 1
 	}
 }
@@ -462,7 +462,7 @@ func (e *Env) Where() string {
 	switch {
 	case e.Size == 1 && (e.Kind != Hvdrun || e.host == ""):
 		return "nowhere: there is one rank"
-	case e.Kind == OpenMPI && !e.oneHost():
+	case e.Kind == OpenMPI && !e.OneHost():
 		return "nowhere: Open MPI tells nothing of rank 0's host, so ranks on several hosts need its name given"
 	case e.Kind == OpenMPI:
 		return "at a store of rank 0, told in " + e.dir
@@ -470,7 +470,7 @@ func (e *Env) Where() string {
 		return "at a store of rank 0, told in the key-value space of PMI"
 	case e.Kind == Torchrun && e.agentStore:
 		return "at the TCPStore of torchrun, " + at
-	case e.Kind == Torchrun && e.oneHost(), e.Kind == Slurm && e.oneHost():
+	case e.Kind == Torchrun && e.OneHost(), e.Kind == Slurm && e.OneHost():
 		return "at a store of rank 0, " + net.JoinHostPort(loopback, strconv.Itoa(e.port))
 	case e.Kind != Hvdrun:
 		return "at a store of rank 0, " + at

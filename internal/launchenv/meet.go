@@ -35,6 +35,9 @@ type MeetOptions struct {
 	Secret secret.Secret
 	// Insecure lets the ranks go without one where there is no such way.
 	Insecure bool
+	// Encrypt has connections under a secret that rank 0 makes encrypted (secret.Secret.Encrypted), as those under Secret are if
+	// it says so itself. All ranks say the same.
+	Encrypt bool
 	// Host is the name or address of rank 0's host, in place of what the launcher says, where the ranks are on several.
 	// The others dial Host and Port, which then must be given unless the launcher has a port. MPICH's are told it by
 	// rank 0, in place of the name that the host has for itself; hvdrun's do not need it.
@@ -60,6 +63,9 @@ type Meeting struct {
 	Secret secret.Secret
 	// JobID is that of Env, or what the meeting place says where the environment does not.
 	JobID string
+	// Addr is where this rank reaches the store, host:port. It is empty at the rank that serves it, and where there is one
+	// rank alone.
+	Addr string
 
 	closers []func() error // last first
 	close   func() error
@@ -119,7 +125,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Meeting) error {
 		return e.meetByFile(ctx, o, m)
 	case e.Kind == PMI:
 		return e.meetByPMI(ctx, o, m)
-	case e.Kind == Torchrun && (e.agentStore || e.oneHost()):
+	case e.Kind == Torchrun && (e.agentStore || e.OneHost()):
 		return e.meetAtTorch(ctx, o, m)
 	case e.Kind == Slurm && e.Rank == 0 && e.node > 0:
 		return fmt.Errorf("rank 0 is on node %d of the step, want the first: say which host with HVD_RENDEZVOUS_HOST", e.node)
@@ -182,11 +188,12 @@ func (e *Env) connect(ctx context.Context, o MeetOptions, m *Meeting, host strin
 	if err != nil {
 		return err
 	}
-	client, err := store.Dial(ctx, net.JoinHostPort(host, strconv.Itoa(port)), store.Config{Secret: m.Secret, Log: o.Log})
+	addr := net.JoinHostPort(host, strconv.Itoa(port))
+	client, err := store.Dial(ctx, addr, store.Config{Secret: m.Secret, Log: o.Log})
 	if err != nil {
 		return err
 	}
-	m.Store = client
+	m.Store, m.Addr = client, addr
 	m.onClose(client.Close)
 	return nil
 }
@@ -221,7 +228,7 @@ func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Meeting, host string
 	}
 	m.Secret = o.Secret
 	if e.Rank != 0 {
-		if e.oneHost() {
+		if e.OneHost() {
 			host = loopback
 		}
 		return e.dial(ctx, o, m, host, o.Port)
@@ -233,7 +240,7 @@ func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Meeting, host string
 const loopback = "127.0.0.1"
 
 func (e *Env) listenHost(o MeetOptions) string {
-	if e.oneHost() {
+	if e.OneHost() {
 		return loopback
 	}
 	return o.Listen
@@ -250,7 +257,16 @@ func (o *MeetOptions) announced() (secret.Secret, string) {
 	if !o.Secret.IsZero() {
 		return o.Secret, wordGiven
 	}
-	return secret.New()
+	s, word := secret.New()
+	return o.made(s), word
+}
+
+// made is a secret that rank 0 has made, as it is used.
+func (o *MeetOptions) made(s secret.Secret) secret.Secret {
+	if o.Encrypt {
+		return s.Encrypted()
+	}
+	return s
 }
 
 // heard is what a rank makes of that.
@@ -265,7 +281,8 @@ func (o *MeetOptions) heard(word string) (secret.Secret, error) {
 	case word == wordNone:
 		return secret.Secret{}, nil
 	}
-	return secret.Parse(word)
+	s, err := secret.Parse(word)
+	return o.made(s), err
 }
 
 // announce serves a store on a free port, and gives where to reach it and the secret as others parseAnnouncement.
@@ -282,7 +299,7 @@ func (e *Env) announce(ctx context.Context, o MeetOptions, m *Meeting) (text str
 	}
 	host := loopback
 	switch {
-	case e.oneHost():
+	case e.OneHost():
 	case o.Host != "":
 		host = o.Host
 	default:
@@ -323,7 +340,7 @@ func parseAnnouncement(text string) (host string, port int, word string, err err
 
 // meetByFile is the meeting of ranks on one host that have a directory of their job.
 func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Meeting) error {
-	if !e.oneHost() {
+	if !e.OneHost() {
 		return fmt.Errorf("%d of %d ranks are on this host, and Open MPI tells nothing of rank 0's: say which "+
 			"with HVD_RENDEZVOUS_HOST, or start the job with hvdrun -H", e.LocalSize, e.Size)
 	}
@@ -396,7 +413,7 @@ const torchSecretKey = "secret"
 
 // meetAtTorch is the meeting at a TCPStore of PyTorch's protocol: that of the agent, or rank 0's on the same host.
 func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Meeting) error {
-	if o.Secret.IsZero() && !o.Insecure && !e.oneHost() {
+	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
 		return ErrNoSecret
 	}
 	host, port := e.host, e.port
@@ -418,10 +435,12 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Meeting) error 
 	if err != nil {
 		return err
 	}
-	client, err := c10d.Dial(ctx, net.JoinHostPort(host, strconv.Itoa(port)), c10d.Unknown)
+	addr := net.JoinHostPort(host, strconv.Itoa(port))
+	client, err := c10d.Dial(ctx, addr, c10d.Unknown)
 	if err != nil {
 		return err
 	}
+	m.Addr = addr
 	m.onClose(client.Close)
 	m.Store = store.NewPrefixStore("gohvd/"+e.JobID, client)
 	if e.Rank == 0 {
@@ -437,7 +456,7 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Meeting) error 
 	}
 	told := string(word)
 	if filepath.IsAbs(told) {
-		if !e.oneHost() {
+		if !e.OneHost() {
 			return fmt.Errorf("rank 0 keeps the secret in a file of its host, and only %d of %d ranks are on this one",
 				e.LocalSize, e.Size)
 		}
@@ -456,7 +475,7 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Meeting) error 
 
 // torchSecret settles rank 0's secret, and gives what to tell the others.
 func (e *Env) torchSecret(o MeetOptions, m *Meeting) (word string, err error) {
-	if o.Secret.IsZero() && !e.oneHost() {
+	if o.Secret.IsZero() && !e.OneHost() {
 		return wordNone, nil
 	}
 	m.Secret, word = o.announced()

@@ -59,8 +59,8 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 
 // floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
 var floors = [][]string{
-	{"half", "topo", "secret", "internal/config", "internal/lint", "internal/futex", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet", "internal/testtorch", "internal/testhosts"},
-	{"tensor", "internal/arena", "internal/dial"},
+	{"half", "topo", "secret", "internal/netif", "internal/lint", "internal/futex", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet", "internal/testtorch", "internal/testhosts"},
+	{"tensor", "internal/config", "internal/arena", "internal/dial"},
 	{"message/messagepb", "rendezvous/rendezvouspb", "internal/kernel", "internal/verdict", "internal/serve"},
 	{"message"},
 	{"responsecache", "fusion", "tensorqueue"},
@@ -68,7 +68,7 @@ var floors = [][]string{
 	{"store/..."},
 	{"internal/launchenv"},
 	{"rendezvous/..."},
-	{"transport"},
+	{"transport", "internal/meeting"},
 	{"transport/tcp", "transport/mem", "transport/shm", "transport/transporttest"},
 	{"ops"},
 	{"ops/tcp", "ops/shm"},

@@ -4,9 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"net"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -17,7 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -38,15 +35,6 @@ func TestPack(t *testing.T) {
 		if _, _, _, err := unpack(whole[:n]); err == nil {
 			t.Errorf("%d of %d bytes: got no error", n, len(whole))
 		}
-	}
-}
-
-func TestAddressTowards(t *testing.T) {
-	if got, err := addressTowards("127.0.0.1:9"); got != "127.0.0.1" || err != nil {
-		t.Errorf("got %q, %v", got, err)
-	}
-	if _, err := addressTowards("nonsense"); err == nil || !strings.Contains(err.Error(), "nonsense") {
-		t.Errorf("got error %v, want one with the address", err)
 	}
 }
 
@@ -71,7 +59,12 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 			t.Fatal(err)
 		}
 		wg.Go(func() {
-			sessions[r], errs[r] = Open(ctx, Config{Settings: cfg, Store: kv, Info: []byte{byte(r)}})
+			at, err := meeting.Open(ctx, meeting.Config{Settings: cfg, Store: kv})
+			if err != nil {
+				errs[r] = err
+				return
+			}
+			sessions[r], errs[r] = Open(ctx, Config{At: at, Info: []byte{byte(r)}})
 		})
 	}
 	wg.Wait()
@@ -89,96 +82,6 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 		wg.Wait()
 	})
 	return sessions, errs
-}
-
-// The secret is the launcher's, or that of a file; on several hosts there must be one.
-func TestSecretOf(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "secret")
-	if err := os.WriteFile(file, []byte("  sixteen bytes it is\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	empty := filepath.Join(t.TempDir(), "empty")
-	if err := os.WriteFile(empty, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	const same = "sixteen bytes it is"
-	for _, test := range []struct {
-		set  config.Config
-		none bool
-		want string // of the error
-	}{
-		{config.Config{}, true, ""},
-		{config.Config{Secret: same}, false, ""},
-		{config.Config{SecretFile: file}, false, ""},
-		{config.Config{Secret: same, SecretFile: "/not/looked/at"}, false, ""},
-		{config.Config{Secret: "short"}, false, "HVD_SECRET: a secret of 5 bytes"},
-		{config.Config{SecretFile: empty}, false, "is empty"},
-		{config.Config{SecretFile: file + ".not"}, false, "HVD_SECRET_FILE: open"},
-	} {
-		s, err := secretOf(&test.set)
-		if test.want != "" {
-			if err == nil || !strings.Contains(err.Error(), test.want) || strings.Contains(err.Error(), "short") {
-				t.Errorf("%+v: got %v, want %q", test.set, err, test.want)
-			}
-			continue
-		}
-		if err != nil || s.IsZero() != test.none {
-			t.Errorf("%+v: got %v, %v", test.set, s, err)
-		}
-	}
-	a, errA := secretOf(&config.Config{Secret: same})
-	b, errB := secretOf(&config.Config{SecretFile: file})
-	if err := errors.Join(errA, errB); err != nil || proves(a, b) != nil {
-		t.Errorf("the file's secret is another than the same text's: %v", err)
-	}
-	// An address that is not this host's own: nobody is asked there before there is a secret.
-	set, err := config.FromEnvironment(map[string]string{
-		"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": outside(t), "HOROVOD_GLOO_RENDEZVOUS_PORT": "9",
-	}, false)
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
-	defer cancel()
-	if _, err := Open(ctx, Config{Settings: set}); err == nil || !strings.Contains(err.Error(), "have no secret: set HVD_SECRET_FILE") {
-		t.Errorf("got %v, want that there is no secret", err)
-	}
-	set.Insecure = true
-	if _, err := Open(ctx, Config{Settings: set}); err == nil || strings.Contains(err.Error(), "secret") {
-		t.Errorf("got %v, want that nobody is there", err)
-	}
-}
-
-// proves has two secrets meet.
-func proves(a, b secret.Secret) error {
-	x, y := net.Pipe()
-	defer x.Close()
-	defer y.Close()
-	done := make(chan error, 1)
-	go func() {
-		_, err := b.Accept(y, "test")
-		done <- err
-	}()
-	if _, err := a.Dial(x, "test"); err != nil {
-		return err
-	}
-	return <-done
-}
-
-// outside is an address of this machine that is not loopback, at a port where nobody listens.
-func outside(t *testing.T) string {
-	t.Helper()
-	addrs, err := net.InterfaceAddrs()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, a := range addrs {
-		if ip, ok := a.(*net.IPNet); ok && !ip.IP.IsLoopback() && ip.IP.To4() != nil {
-			return ip.IP.String()
-		}
-	}
-	t.Skip("this machine has no address but loopback")
-	return ""
 }
 
 // Every rank learns where all are and what they say, and those of one host share memory.

@@ -1,0 +1,95 @@
+package hvd
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/meeting"
+	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/rendezvous/bootstrap"
+	"github.com/gohvd/gohvd/store"
+)
+
+// WithStore makes the ranks meet in s instead of the launcher's store. HOROVOD_RANK and HOROVOD_SIZE say which ranks they are.
+// They listen on loopback, unless HOROVOD_GLOO_IFACE chooses an interface. The caller keeps and closes s, after the shutdown.
+func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.store = s } }
+
+// WithInitMethod makes the ranks meet as PyTorch's init_process_group does by a URL:
+//
+//	env://                                   what MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE say
+//	tcp://host:port?rank=R&world_size=N      a store that rank 0 serves there
+//	file:///path?rank=R&world_size=N         a file that all ranks see and that is not there before
+//
+// Rank and size may be left out of the URL if HOROVOD_RANK and HOROVOD_SIZE are set. If the ranks are on several hosts they
+// need a secret, in HVD_SECRET_FILE, and with a file an interface, in HOROVOD_GLOO_IFACE.
+func WithInitMethod(url string) InitOption { return func(o *initOptions) { o.method = url } }
+
+// UniqueID is where the ranks of one job meet, and the key to it: 128 bytes that one process makes by NewUniqueID and hands
+// to the others by any means. Who has it can join the job, so it is to be kept as a secret is. String is its text, and
+// ParseUniqueID reads that. It is good for one Init of all ranks.
+type UniqueID = bootstrap.ID
+
+// ParseUniqueID is the id of a text that String made. Its error does not show the text.
+func ParseUniqueID(text string) (UniqueID, error) { return bootstrap.ParseID(text) }
+
+// NewUniqueID makes an id, on the model of ncclGetUniqueId. The process that calls it, a rank or not, answers the ranks until
+// all have met and some 30 s longer, or until ctx ends, and so has to live as long. It listens on the interface of
+// HOROVOD_GLOO_IFACE if that is set, else on that of the default route, else on loopback.
+func NewUniqueID(ctx context.Context, opts ...InitOption) (UniqueID, error) {
+	o, cfg, err := readOptions(opts)
+	if err != nil {
+		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
+	}
+	choice, err := netif.Parse(cfg.NetworkInterfaces)
+	if err != nil {
+		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
+	}
+	listen, err := choice.Any()
+	if err != nil {
+		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
+	}
+	id, _, err := bootstrap.NewID(ctx, bootstrap.Config{ListenHost: listen.String(), Encrypt: cfg.TLS, Log: o.log})
+	if err != nil {
+		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
+	}
+	return id, nil
+}
+
+// InitWithID is Init for a rank of a job of size ranks that have the same id. Contradictions between them (two sizes, a rank
+// twice, a device twice) are errors at all of them. After a Shutdown the ranks need a new id.
+func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOption) error {
+	return Init(ctx, append(opts[:len(opts):len(opts)], WithID(rank, size, id))...)
+}
+
+// WithID makes the ranks meet by ids, the same at all of them in the same order: one, or for more than some thousand ranks
+// several, which NewUniqueID made in different processes and which share the work.
+func WithID(rank, size int, ids ...UniqueID) InitOption {
+	return func(o *initOptions) { o.id = &meeting.ID{IDs: ids, Rank: rank, Size: size} }
+}
+
+// WithDevice names the accelerator that this rank uses, by a name that is unique on its host, such as its UUID. Of ranks that
+// meet by an id no two of a host may have the same device, unless both share it.
+func WithDevice(name string, share bool) InitOption {
+	return func(o *initOptions) { o.device, o.shareDevice = name, share }
+}
+
+// keeping keeps a meeting that cannot be repeated.
+func keeping(met **meeting.Meeting) InitOption { return func(o *initOptions) { o.kept = met } }
+
+// meet finds where the ranks meet.
+func (o *initOptions) meet(ctx context.Context, cfg config.Config) (*meeting.Meeting, error) {
+	byLauncher := o.store == nil && o.method == "" && o.id == nil && cfg.Size == config.Unset
+	if byLauncher && o.kept != nil && *o.kept != nil {
+		return (*o.kept).Again(cfg), nil
+	}
+	if o.id != nil {
+		o.id.Device, o.id.ShareDevices = o.device, o.shareDevice
+	}
+	m, err := meeting.Open(ctx, meeting.Config{Settings: cfg, Store: o.store, Method: o.method, ID: o.id, Log: o.log})
+	if err == nil && m.Once && o.kept != nil {
+		*o.kept = m
+		m = m.Again(cfg)
+	}
+	return m, err
+}

@@ -1,0 +1,165 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// onLoopback keeps the tests' ports to this machine.
+var onLoopback = hvd.WithSetting("HOROVOD_GLOO_IFACE", "127.0.0.1")
+
+func newID(t testing.TB) hvd.UniqueID {
+	t.Helper()
+	// The root ends with the context: goroutines must not be left.
+	ctx, cancel := context.WithCancel(context.Background())
+	t.Cleanup(cancel)
+	id, err := hvd.NewUniqueID(ctx, onLoopback)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := id.String()
+	again, err := hvd.ParseUniqueID(" " + text + "\n")
+	if err != nil || again != id {
+		t.Fatalf("the id of its text is another, %v", err)
+	}
+	return id
+}
+
+// startByID starts n ranks that have nothing in common but an id.
+func startByID(ctx context.Context, id hvd.UniqueID, n int, more ...hvd.InitOption) ([]*hvd.Engine, []error) {
+	engines, errs := make([]*hvd.Engine, n), make([]error, n)
+	ranks(n, func(r int) {
+		engines[r], errs[r] = hvd.New(ctx, append([]hvd.InitOption{hvd.WithID(r, n, id), hvd.WithSetting("HVD_HOSTID", "one")}, more...)...)
+	})
+	return engines, errs
+}
+
+// stop shuts engines down, those there are.
+func stop(ctx context.Context, engines []*hvd.Engine) error {
+	errs := make([]error, len(engines))
+	ranks(len(engines), func(r int) {
+		if engines[r] != nil {
+			errs[r] = engines[r].Shutdown(ctx)
+		}
+	})
+	return errors.Join(errs...)
+}
+
+func TestUniqueID(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	for _, n := range []int{1, 2, 5} {
+		engines, errs := startByID(ctx, newID(t), n)
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+		ranks(n, func(r int) {
+			e := engines[r]
+			sum, err := hvd.Allreduce(ctx, []int64{int64(r)}, hvd.Op(hvd.Sum), hvd.On(e))
+			if err != nil || sum[0] != int64(n*(n-1)/2) || e.Rank() != r || e.Size() != n {
+				t.Errorf("rank %d of %d: is %d of %d, got %v, %v", r, n, e.Rank(), e.Size(), sum, err)
+			}
+		})
+		if err := stop(ctx, engines); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// The face of the process takes an id too, and a used one is refused.
+func TestInitWithID(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	id := newID(t)
+	if err := hvd.InitWithID(ctx, id, 0, 1); err != nil {
+		t.Fatal(err)
+	}
+	if hvd.Rank() != 0 || hvd.Size() != 1 {
+		t.Errorf("got rank %d of %d", hvd.Rank(), hvd.Size())
+	}
+	if err := hvd.Shutdown(ctx); err != nil {
+		t.Error(err)
+	}
+	err := hvd.InitWithID(ctx, id, 0, 1)
+	if err == nil || !strings.Contains(err.Error(), "hvd: init: bootstrap: join as rank 0 of 1") {
+		t.Errorf("again with the same id: got %v", err)
+	}
+	if _, err := hvd.ParseUniqueID("no id"); err == nil {
+		t.Error("nonsense was taken for an id")
+	}
+	if _, err := hvd.NewUniqueID(ctx, hvd.WithSetting("HOROVOD_GLOO_IFACE", "no-such-if")); err == nil || !strings.Contains(err.Error(), "no-such-if") {
+		t.Errorf("an interface that is not there: got %v", err)
+	}
+}
+
+// Two ranks of a host do not get one device, unless both say that they share it.
+func TestDeviceOfTwo(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	_, errs := startByID(ctx, newID(t), 3, hvd.WithDevice("GPU-1234", false))
+	for r, err := range errs {
+		if err == nil || !strings.Contains(err.Error(), "GPU-1234") {
+			t.Errorf("rank %d: got %v, want an error with the device", r, err)
+		}
+	}
+	engines, errs := startByID(ctx, newID(t), 3, hvd.WithDevice("GPU-1234", true))
+	if err := errors.Join(append(errs, stop(ctx, engines))...); err != nil {
+		t.Errorf("shared: %v", err)
+	}
+}
+
+// Ranks that meet by an init method.
+func TestInitMethod(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	path := t.TempDir() + "/meet"
+	engines, errs := make([]*hvd.Engine, 2), make([]error, 2)
+	ranks(2, func(r int) {
+		engines[r], errs[r] = hvd.New(ctx, hvd.WithInitMethod(fmt.Sprintf("file://%s?rank=%d&world_size=2", path, r)))
+	})
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	ranks(2, func(r int) {
+		sum, err := hvd.Allreduce(ctx, []int64{1}, hvd.Op(hvd.Sum), hvd.On(engines[r]))
+		if err != nil || sum[0] != 2 {
+			t.Errorf("rank %d: got %v, %v", r, sum, err)
+		}
+	})
+	if err := stop(ctx, engines); err != nil {
+		t.Error(err)
+	}
+	_, err := hvd.New(ctx, hvd.WithInitMethod("zk://here"))
+	if err == nil || !strings.Contains(err.Error(), "no handler") {
+		t.Errorf("got %v, want that there is no such method", err)
+	}
+}
+
+// Time until all ranks of a process have met by an id and are ready for work.
+func BenchmarkInitWithID(b *testing.B) {
+	for _, n := range []int{8, 64} {
+		b.Run(strconv.Itoa(n), func(b *testing.B) {
+			for b.Loop() {
+				id := newID(b)
+				var engines []*hvd.Engine
+				var errs []error
+				engines, errs = startByID(b.Context(), id, n, hvd.WithSetting("HOROVOD_CPU_OPERATIONS", "tcp"))
+				if err := errors.Join(errs...); err != nil {
+					b.Fatal(err)
+				}
+				b.StopTimer()
+				if err := stop(context.Background(), engines); err != nil {
+					b.Fatal(err)
+				}
+				b.StartTimer()
+			}
+		})
+	}
+}

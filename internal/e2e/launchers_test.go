@@ -1,0 +1,183 @@
+package e2e
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testhosts"
+	"github.com/gohvd/gohvd/internal/testtorch"
+	"github.com/gohvd/gohvd/secret"
+)
+
+// Under the launchers that there are the ranks find each other without hvdrun, know where they stand, and can start over in one
+// process. The program again does that five times.
+func TestOtherLaunchers(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	const n = 3
+	for _, c := range []struct {
+		program, pkg string
+		args         []string
+	}{
+		{"mpirun.openmpi", "openmpi-bin", []string{"--oversubscribe", "--allow-run-as-root", "-np", strconv.Itoa(n), self}},
+		{"mpiexec.mpich", "mpich", []string{"-n", strconv.Itoa(n), self}},
+		{testtorch.Python, "python3-torch", []string{
+			"-m", "torch.distributed.run", "--standalone", "--nproc_per_node", strconv.Itoa(n),
+			"--redirects=9:1", "--tee=9:1", // of no rank: the default of 1.13 fails with today's Python
+			"--no_python", self,
+		}},
+	} {
+		t.Run(c.pkg, func(t *testing.T) {
+			if c.pkg == "python3-torch" {
+				testtorch.Need(t)
+			} else if _, err := exec.LookPath(c.program); err != nil {
+				if os.Getenv("CI") != "" {
+					t.Fatalf("%v; CI installs %s", err, c.pkg)
+				}
+				t.Skipf("%v; it is in Debian's package %s", err, c.pkg)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+			defer cancel()
+			cmd := exec.CommandContext(ctx, c.program, c.args...)
+			cmd.Env = append(os.Environ(), programVariable+"=again", "OMP_NUM_THREADS=1")
+			cmd.WaitDelay = 10 * time.Second
+			var stdout, stderr bytes.Buffer
+			cmd.Stdout, cmd.Stderr = &stdout, &stderr
+			if err := cmd.Run(); err != nil {
+				t.Fatalf("%v\n%s%s", err, &stdout, &stderr)
+			}
+			for r := range n {
+				if place := fmt.Sprintf("place %d %d %d %d 0 1\n", r, n, r, n); !strings.Contains(stdout.String(), place) {
+					t.Errorf("nobody says %q:\n%s", place, &stdout)
+				}
+			}
+		})
+	}
+}
+
+// launched starts ranks on hosts as a launcher would that is not there, and checks that they meet and work.
+func launched(t *testing.T, hosts []*testhosts.Host, perHost int, env func(rank, host, local int) []string) {
+	t.Helper()
+	s, ctx := newSpread(t)
+	s.run(ctx, hosts, perHost, "checked", func(r, h, local int) []string {
+		return append(env(r, h, local), secondsVariable+"=0.3")
+	}, func() {})
+	size := len(hosts) * perHost
+	if got, want := s.end(), make([]int, size); !slices.Equal(got, want) {
+		t.Errorf("the ranks ended with statuses %v", got)
+	}
+	for r := range size {
+		place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%perHost, perHost, r/perHost, len(hosts))
+		if !strings.Contains(s.out(), place) {
+			t.Errorf("rank %d did not say %q", r, place)
+		}
+	}
+	s.tell()
+}
+
+// jobSecret is a file with a secret, as users make it.
+func jobSecret(t *testing.T) string {
+	t.Helper()
+	_, text := secret.New()
+	path := filepath.Join(t.TempDir(), "job.secret")
+	if err := os.WriteFile(path, []byte(text+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// The variables of Slurm and Kubernetes, as their documentation has them, on several hosts. Names that a name server would know are
+// addresses here.
+func TestLaunchersOnSeveralHosts(t *testing.T) {
+	file := "HVD_SECRET_FILE=" + jobSecret(t)
+	t.Run("Slurm", func(t *testing.T) {
+		hosts := testhosts.New(t, 2)
+		list := hosts[0].Addr.String() + "," + hosts[1].Addr.String()
+		launched(t, hosts, 2, func(r, h, local int) []string {
+			return []string{
+				"SLURM_JOB_ID=77", "SLURM_STEP_ID=0", "SLURM_STEP_NUM_TASKS=4", "SLURM_NTASKS=4", "SLURM_STEP_NODELIST=" + list,
+				"SLURM_STEP_TASKS_PER_NODE=2(x2)", "SLURM_PROCID=" + strconv.Itoa(r), "SLURM_NODEID=" + strconv.Itoa(h),
+				"SLURM_LOCALID=" + strconv.Itoa(local), file,
+			}
+		})
+	})
+	t.Run("Kubernetes", func(t *testing.T) {
+		hosts := testhosts.New(t, 3)
+		launched(t, hosts, 1, func(r, _, _ int) []string {
+			return []string{
+				"JOB_COMPLETION_INDEX=" + strconv.Itoa(r), "HOSTNAME=train-" + strconv.Itoa(r), "HVD_SIZE=3",
+				"HVD_RENDEZVOUS_HOST=" + hosts[0].Addr.String(), file,
+			}
+		})
+	})
+	t.Run("init method", func(t *testing.T) {
+		hosts := testhosts.New(t, 2)
+		launched(t, hosts, 2, func(r, _, _ int) []string {
+			return []string{methodVariable + fmt.Sprintf("=tcp://%s:4711?rank=%d&world_size=4", hosts[0].Addr, r), file}
+		})
+	})
+	t.Run("no secret", func(t *testing.T) {
+		hosts := testhosts.New(t, 2)
+		s, ctx := newSpread(t)
+		s.run(ctx, hosts, 1, "checked", func(r, _, _ int) []string {
+			return []string{
+				"JOB_COMPLETION_INDEX=" + strconv.Itoa(r), "HOSTNAME=train-" + strconv.Itoa(r), "HVD_SIZE=2",
+				"HVD_RENDEZVOUS_HOST=" + hosts[0].Addr.String(), secondsVariable + "=0.3",
+			}
+		}, func() {})
+		if got := s.end(); !slices.Equal(got, []int{1, 1}) || strings.Count(s.out(), "no secret: give all ranks the same file") != 2 {
+			t.Errorf("without a secret the ranks ended with statuses %v", got)
+		}
+		s.tell()
+	})
+}
+
+// Ranks that nothing has placed meet by an id that one process has made and the others were given.
+func TestUniqueID(t *testing.T) {
+	for _, c := range []struct{ hosts, perHost int }{{1, 3}, {2, 2}} {
+		t.Run(fmt.Sprintf("%dx%d", c.hosts, c.perHost), func(t *testing.T) {
+			hosts := testhosts.New(t, c.hosts)
+			self, err := os.Executable()
+			if err != nil {
+				t.Fatal(err)
+			}
+			root := hosts[0].Command(t.Context(), self)
+			root.Env = append(os.Environ(), programVariable+"=id")
+			root.Stderr = os.Stderr
+			hold, err := root.StdinPipe()
+			if err != nil {
+				t.Fatal(err)
+			}
+			stdout, err := root.StdoutPipe()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := root.Start(); err != nil {
+				t.Fatal(err)
+			}
+			id, err := bufio.NewReader(stdout).ReadString('\n')
+			if err != nil {
+				t.Fatal(err)
+			}
+			launched(t, hosts, c.perHost, func(r, _, _ int) []string {
+				return []string{idVariable + fmt.Sprintf("=%d %d %s", r, c.hosts*c.perHost, id)}
+			})
+			hold.Close()
+			if err := root.Wait(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}

@@ -1,0 +1,401 @@
+// Package meeting brings a rank to the store where its job meets, whichever way the job was started: by hvdrun, by another
+// launcher (package launchenv), by an id (package rendezvous/bootstrap), by an init method (package rendezvous), or with a
+// store of the program's own. It finds out on which address of this host the rank is to listen for the others.
+package meeting
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/launchenv"
+	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/rendezvous/bootstrap"
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Config says where to meet. At most one of Store, Method and ID is given. Without any it is what the settings say, and if
+// they do not place this process in a job, what the launcher says that is found in the environment. If none is found the
+// process is a job of its own.
+type Config struct {
+	Settings config.Config
+	// Store is the program's own, and stays it.
+	Store store.Store
+	// Method is the URL of an init method. Rank and size are the settings' if they are there, else the URL's.
+	Method string
+	// ID is a meeting by ids.
+	ID  *ID
+	Log *zap.Logger // may be nil
+}
+
+// ID says which ranks meet by which ids.
+type ID struct {
+	IDs        []bootstrap.ID
+	Rank, Size int
+	// Device is the accelerator that this rank uses, a name that is unique on its host, or empty. Two ranks with one are
+	// an error unless both have ShareDevices.
+	Device       string
+	ShareDevices bool
+}
+
+// Meeting is where the ranks have met, as this rank has it.
+type Meeting struct {
+	// Settings are those given, with this process's place in the job. Size is 1 at least.
+	Settings config.Config
+	// Store is the same at all ranks; nil if there is one only.
+	Store store.Store
+	// Secret is the job's; zero is none.
+	Secret secret.Secret
+	// Listen is the address of this host on which the rank is to listen: one that all other ranks can dial.
+	Listen string
+	// Once says that the launcher's means are used up: who may have to meet again keeps the Meeting. The store lives until
+	// rank 0 closes it.
+	Once bool
+
+	closers []func() error // last first
+	close   func() error
+}
+
+const loopback = "127.0.0.1"
+
+// Open meets. It waits until the store is there, ctx ends, or something contradicts. On error nothing is left open.
+func Open(ctx context.Context, cfg Config) (*Meeting, error) {
+	m := &Meeting{Settings: cfg.Settings, Store: cfg.Store, Listen: loopback}
+	m.close = sync.OnceValue(m.closeOnce)
+	if cfg.Log == nil {
+		cfg.Log = zap.NewNop()
+	}
+	if err := m.open(ctx, &cfg); err != nil {
+		return nil, errors.Join(err, m.Close())
+	}
+	return m, nil
+}
+
+// Again is the same Meeting for settings that do not place this process: those of an Init after a Shutdown. Its Close does
+// nothing.
+func (m *Meeting) Again(set config.Config) *Meeting {
+	a := &Meeting{Settings: set, Store: m.Store, Secret: m.Secret, Listen: m.Listen, Once: true, close: func() error { return nil }}
+	from := &m.Settings
+	a.Settings.Rank, a.Settings.Size, a.Settings.JobID = from.Rank, from.Size, from.JobID
+	a.Settings.LocalRank, a.Settings.LocalSize = from.LocalRank, from.LocalSize
+	a.Settings.CrossRank, a.Settings.CrossSize = from.CrossRank, from.CrossSize
+	return a
+}
+
+// Close gives up the store, unless it is the program's own. Where this rank serves it, it ends for all.
+func (m *Meeting) Close() error { return m.close() }
+
+func (m *Meeting) closeOnce() error {
+	var errs []error
+	for _, c := range slices.Backward(m.closers) {
+		errs = append(errs, c())
+	}
+	return errors.Join(errs...)
+}
+
+func (m *Meeting) onClose(c func() error) { m.closers = append(m.closers, c) }
+
+func (m *Meeting) open(ctx context.Context, cfg *Config) error {
+	choice, err := netif.Parse(m.Settings.NetworkInterfaces)
+	if err != nil {
+		return err
+	}
+	if m.Secret, err = secretOf(&m.Settings); err != nil {
+		return err
+	}
+	switch {
+	case cfg.ID != nil:
+		err = m.byID(ctx, cfg, choice)
+	case cfg.Method != "":
+		err = m.byMethod(ctx, cfg, choice)
+	case m.Settings.Size > 1 && cfg.Store != nil:
+		err = m.choose(choice)
+	case m.Settings.Size > 1:
+		err = m.byLauncher(ctx, cfg, choice)
+	case m.Settings.Size == config.Unset && cfg.Store == nil:
+		err = m.byEnvironment(ctx, cfg, choice)
+	}
+	if err != nil {
+		return err
+	}
+	if m.Settings.Size == config.Unset {
+		m.Settings.Rank, m.Settings.Size = 0, 1
+	}
+	return m.checkSecret()
+}
+
+// place sets this process's place, which nothing has set before.
+func (m *Meeting) place(rank, size int) error {
+	if s := &m.Settings; s.Size != config.Unset && (s.Rank != rank || s.Size != size) {
+		return fmt.Errorf("this is rank %d of %d by HOROVOD_RANK and HOROVOD_SIZE, and rank %d of %d where the ranks meet",
+			s.Rank, s.Size, rank, size)
+	}
+	m.Settings.Rank, m.Settings.Size = rank, size
+	return nil
+}
+
+// checkSecret refuses a job that is open to the network.
+func (m *Meeting) checkSecret() error {
+	ip, err := netip.ParseAddr(m.Listen)
+	if err != nil {
+		return fmt.Errorf("address to listen on: %w", err)
+	}
+	if m.Settings.Size > 1 && m.Settings.TLS && !m.Secret.IsZero() && !m.Secret.IsEncrypted() {
+		return errors.New("HVD_TLS is set, and the ranks would meet by an id that was made without it")
+	}
+	if m.Settings.Size > 1 && m.Secret.IsZero() && m.Settings.TLS {
+		return errors.New("HVD_TLS is set, and the job has no secret: set HVD_SECRET_FILE to a file with the same 16 bytes or more at all ranks")
+	}
+	if m.Settings.Size > 1 && m.Secret.IsZero() && !m.Settings.Insecure && !ip.IsLoopback() {
+		return fmt.Errorf("the ranks would listen on %s for the network and have no secret: set HVD_SECRET_FILE to a file with the same "+
+			"16 bytes or more on all hosts, or HVD_INSECURE=1 to let anybody take part who reaches the ports", m.Listen)
+	}
+	return nil
+}
+
+// choose listens on the interface that the user has chosen, or else on loopback.
+func (m *Meeting) choose(choice netif.Choice) error {
+	if choice.IsZero() {
+		return nil
+	}
+	addr, err := choice.Any()
+	m.Listen = addr.String()
+	return err
+}
+
+// byLauncher meets at the store that hvdrun serves, or who else has set its variables.
+func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
+	address := net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
+	listen, err := choice.Towards(address)
+	if err != nil {
+		return fmt.Errorf("rendezvous store: %w", err)
+	}
+	m.Listen = listen.String()
+	if err := m.checkSecret(); err != nil {
+		return err // before anybody is told anything
+	}
+	client, err := store.Dial(ctx, address, store.Config{Secret: m.Secret})
+	if err != nil {
+		return err
+	}
+	m.Store = client
+	m.onClose(client.Close)
+	return nil
+}
+
+// byEnvironment meets as the launcher says that has started this process.
+func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.Choice) error {
+	set := &m.Settings
+	env, _, err := launchenv.Detect(set.Variable)
+	if err != nil || env == nil {
+		return err
+	}
+	if env.Size == 1 {
+		set.Rank, set.Size = 0, 1
+		return nil
+	}
+	cfg.Log.Debug("found the launcher", zap.String("launcher", string(env.Kind)), zap.Int("rank", env.Rank), zap.Int("size", env.Size),
+		zap.String("meeting", env.Where()))
+	met, err := env.Meet(ctx, launchenv.MeetOptions{
+		Secret: m.Secret, Insecure: set.Insecure, Encrypt: set.TLS, Host: set.MeetHost, Port: set.MeetPort, Log: cfg.Log,
+	})
+	if err != nil {
+		return err
+	}
+	m.Once, m.Store, m.Secret = true, met.Store, met.Secret
+	m.onClose(met.Close)
+	set.Rank, set.Size = env.Rank, env.Size
+	if set.Variable("HVD_JOB_ID") == "" && met.JobID != "" {
+		set.JobID = short(met.JobID)
+	}
+	for _, f := range []struct {
+		field *int
+		told  int
+	}{
+		{&set.LocalRank, env.LocalRank}, {&set.LocalSize, env.LocalSize},
+		{&set.CrossRank, env.CrossRank}, {&set.CrossSize, env.CrossSize},
+	} {
+		if *f.field == config.Unset && f.told >= 0 {
+			*f.field = f.told
+		}
+	}
+	if env.OneHost() {
+		return nil
+	}
+	return m.agree(ctx, met.Addr, choice)
+}
+
+// byMethod meets by an init method.
+func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice) error {
+	set := &m.Settings
+	p, err := rendezvous.NewMethods().Open(ctx, cfg.Method, rendezvous.MethodOptions{
+		Rank: set.Rank, Size: set.Size, Getenv: set.Variable, Secret: m.Secret, Log: cfg.Log,
+	})
+	if err != nil {
+		return err
+	}
+	m.onClose(p.Close)
+	m.Store = store.NewPrefixStore("gohvd", p.Store)
+	if err := m.place(p.Rank, p.Size); err != nil || p.Size == 1 {
+		return err
+	}
+	if strings.HasPrefix(cfg.Method, "file:") {
+		return m.choose(choice)
+	}
+	return m.agree(ctx, p.Addr, choice)
+}
+
+// byID meets by ids: the ranks find each other through the roots, and rank 0 serves a store for what follows.
+func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) error {
+	id := cfg.ID
+	if err := m.place(id.Rank, id.Size); err != nil {
+		return err
+	}
+	if len(id.IDs) == 0 {
+		return errors.New("no id to meet by")
+	}
+	key, job, err := bootstrap.Key(id.IDs)
+	if err != nil {
+		return err
+	}
+	host, err := HostID(&m.Settings)
+	if err != nil {
+		return err
+	}
+	listen, err := choice.Towards(id.IDs[0].Addr())
+	if err != nil {
+		return err
+	}
+	m.Listen, m.Secret, m.Settings.JobID = listen.String(), key, job
+	self := bootstrap.Record{HostHash: host, Device: id.Device, Host: m.Settings.Hostname}
+	if id.Rank == 0 {
+		addr, err := m.serve(key, cfg.Log)
+		if err != nil {
+			return err
+		}
+		self.Info = []byte(addr)
+	}
+	ring, err := bootstrap.Join(ctx, id.IDs, bootstrap.Config{
+		Rank: topo.Rank(id.Rank), Size: id.Size, Self: self, ListenHost: m.Listen, ShareDevices: id.ShareDevices, Log: cfg.Log,
+	})
+	if err != nil {
+		return err
+	}
+	// Ranks that share no root with this one may still be gathering: they are done when all have met at the store.
+	m.onClose(ring.Close)
+	if id.Rank > 0 {
+		client, err := store.Dial(ctx, string(ring.Records()[0].Info), store.Config{Secret: key})
+		if err != nil {
+			return err
+		}
+		m.Store = client
+		m.onClose(client.Close)
+	}
+	return nil
+}
+
+// serve serves the store of a job and gives its address.
+func (m *Meeting) serve(key secret.Secret, log *zap.Logger) (addr string, err error) {
+	h := store.NewHashStore(store.Limits{})
+	m.Store = h
+	m.onClose(h.Close)
+	server, err := store.Serve(net.JoinHostPort(m.Listen, "0"), h, store.Config{Secret: key, Log: log})
+	if err != nil {
+		return "", err
+	}
+	m.onClose(server.Close)
+	return server.Addr(), nil
+}
+
+// Keys by which the ranks agree on addresses.
+const (
+	agreePrefix = "gohvd/listen"
+	nearKey     = "near" // number of ranks on the host of the store
+	hostKey     = "host" // address by which others reach that host
+)
+
+// agree finds the address to listen on in a job whose ranks may be on several hosts. addr is where this rank reaches the store,
+// empty if it serves it.
+//
+// A rank on another host than the store listens on the interface that leads there. One on the same host sees loopback alone,
+// which helps nobody, and takes the address by which another host has come. If there is no other host, loopback will do.
+func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) error {
+	if !choice.IsZero() {
+		return m.choose(choice)
+	}
+	s := store.NewPrefixStore(agreePrefix, m.Store)
+	if addr != "" {
+		local, remote, err := netif.Route(addr)
+		if err != nil {
+			return err
+		}
+		if !local.IsLoopback() {
+			m.Listen = local.String()
+			return s.Set(ctx, hostKey, []byte(remote.String()))
+		}
+	}
+	near, err := s.Add(ctx, nearKey, 1)
+	if err != nil {
+		return err
+	}
+	if near == int64(m.Settings.Size) {
+		if err := s.Set(ctx, hostKey, []byte(loopback)); err != nil {
+			return err
+		}
+	}
+	told, err := s.Get(ctx, hostKey)
+	if err != nil {
+		return fmt.Errorf("waiting for a rank of another host, or for all %d ranks on this one, of which this was number %d: %w",
+			m.Settings.Size, near, err)
+	}
+	host, err := netip.ParseAddr(string(told))
+	if err != nil {
+		return fmt.Errorf("address of the store's host, as another rank sees it: %w", err)
+	}
+	own, err := netif.IsOwn(host)
+	if err != nil {
+		return err
+	}
+	if !own { // others come through a translation of addresses
+		if host, _, err = netif.Route(net.JoinHostPort(host.String(), "9")); err != nil {
+			return err
+		}
+	}
+	m.Listen = host.String()
+	return nil
+}
+
+// maxJob bounds the name of a job (HVD_JOB_ID).
+const maxJob = 64
+
+// short is a name of a job that is not too long: its end, where launchers put what changes from job to job.
+func short(job string) string { return strings.ToValidUTF8(job[max(0, len(job)-maxJob):], "") }
+
+// HostID is the identity of this host's memory.
+func HostID(set *config.Config) (string, error) {
+	if set.HostID != "" {
+		return topo.HostID(set.HostID, "", "", ""), nil
+	}
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", fmt.Errorf("HVD_HOSTID is not set and the host does not say when it was booted: %w", err)
+	}
+	netns, err := os.Readlink("/proc/self/ns/net")
+	if err != nil {
+		return "", fmt.Errorf("HVD_HOSTID is not set and the host does not name the network namespace: %w", err)
+	}
+	return topo.HostID("", set.Hostname, strings.TrimSpace(string(boot)), netns), nil
+}

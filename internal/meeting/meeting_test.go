@@ -1,0 +1,385 @@
+package meeting
+
+import (
+	"context"
+	"errors"
+	"net"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/rendezvous/bootstrap"
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/store/c10d"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// settings are those of an environment with nothing but these.
+func settings(t *testing.T, vars map[string]string) config.Config {
+	t.Helper()
+	var environ []string
+	for name, value := range vars {
+		environ = append(environ, name+"="+value)
+	}
+	cfg, err := config.Load(config.Sources{Environ: environ, HaveStore: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg.Hostname = "host"
+	return cfg
+}
+
+// all opens a meeting for each Config at the same time, and closes those there are at the end of the test.
+func all(t *testing.T, configs ...Config) ([]*Meeting, []error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	t.Cleanup(cancel)
+	met, errs := make([]*Meeting, len(configs)), make([]error, len(configs))
+	var wg sync.WaitGroup
+	for i, cfg := range configs {
+		wg.Go(func() { met[i], errs[i] = Open(ctx, cfg) })
+	}
+	wg.Wait()
+	t.Cleanup(func() {
+		for _, m := range met {
+			if m == nil {
+				continue
+			}
+			if err := m.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	return met, errs
+}
+
+// meets checks that ranks have met at one store.
+func meets(t *testing.T, met []*Meeting, errs []error) {
+	t.Helper()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	for r, m := range met {
+		if m.Settings.Rank != r || m.Settings.Size != len(met) || m.Settings.JobID != met[0].Settings.JobID {
+			t.Errorf("rank %d: is rank %d of %d in job %q, want of %d in %q", r, m.Settings.Rank, m.Settings.Size, m.Settings.JobID,
+				len(met), met[0].Settings.JobID)
+		}
+		if m.Store == nil && len(met) == 1 {
+			continue
+		}
+		n, err := m.Store.Add(t.Context(), "met", 1)
+		if err != nil || n != int64(r+1) {
+			t.Errorf("rank %d: got %d, %v, want to be number %d at the store", r, n, err, r+1)
+		}
+	}
+}
+
+// outside is an address of this machine that is not loopback.
+func outside(t *testing.T) string {
+	t.Helper()
+	addrs, err := netif.Choice{}.Addresses()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range addrs {
+		if a.Is4() {
+			return a.String()
+		}
+	}
+	t.Skip("this machine has no address but loopback")
+	return ""
+}
+
+const given = "a secret that the user gave"
+
+// Who is placed in a job by nothing is alone.
+func TestAlone(t *testing.T) {
+	for name, vars := range map[string]map[string]string{
+		"nothing":       nil,
+		"one rank":      {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"},
+		"one by mpirun": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			met, errs := all(t, Config{Settings: settings(t, vars)})
+			meets(t, met, errs)
+		})
+	}
+}
+
+// Nobody is asked over the network before there is a secret, and without one nothing is opened to the network.
+func TestSecretIsNeeded(t *testing.T) {
+	out := outside(t)
+	launched := map[string]string{
+		"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": out, "HOROVOD_GLOO_RENDEZVOUS_PORT": "9",
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	if _, err := Open(ctx, Config{Settings: settings(t, launched)}); err == nil || !strings.Contains(err.Error(), "have no secret: set HVD_SECRET_FILE") {
+		t.Errorf("got %v, want that there is no secret", err)
+	}
+	launched["HVD_INSECURE"] = "1"
+	if _, err := Open(ctx, Config{Settings: settings(t, launched)}); err == nil || strings.Contains(err.Error(), "secret") {
+		t.Errorf("got %v, want that nobody is there", err)
+	}
+	h := store.NewHashStore(store.Limits{})
+	defer h.Close()
+	own := map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_IFACE": out}
+	if _, err := Open(ctx, Config{Settings: settings(t, own), Store: h}); err == nil || !strings.Contains(err.Error(), "have no secret") {
+		t.Errorf("a store of the program's own, on %s: got %v, want that there is no secret", out, err)
+	}
+}
+
+// A store of the program's own stays it, and the interface is chosen.
+func TestOwnStore(t *testing.T) {
+	h := store.NewHashStore(store.Limits{})
+	defer h.Close()
+	out := outside(t)
+	var configs []Config
+	for r := range 2 {
+		vars := map[string]string{"HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": "2", "HVD_SECRET": given}
+		if r == 1 {
+			vars["HOROVOD_GLOO_IFACE"] = "192.0.2.1, " + out
+		}
+		configs = append(configs, Config{Settings: settings(t, vars), Store: h})
+	}
+	met, errs := all(t, configs...)
+	meets(t, met, errs)
+	if met[0].Listen != loopback || met[1].Listen != out {
+		t.Errorf("listen on %s and %s, want %s and %s", met[0].Listen, met[1].Listen, loopback, out)
+	}
+	if err := met[0].Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := h.Add(t.Context(), "met", 1); err != nil {
+		t.Errorf("the program's store was closed: %v", err)
+	}
+}
+
+func TestByMethod(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	free := ln.Addr().String()
+	ln.Close()
+	host, port, err := net.SplitHostPort(free)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, test := range map[string]struct {
+		url  string
+		vars map[string]string
+	}{
+		"tcp":              {"tcp://" + free + "?rank=%d&world_size=3", nil},
+		"tcp, rank beside": {"tcp://" + free, map[string]string{"HOROVOD_RANK": "%d", "HOROVOD_SIZE": "3"}},
+		"env":              {"env://", map[string]string{"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": "%d", "WORLD_SIZE": "3"}},
+		"file":             {"file://" + t.TempDir() + "/f?rank=%d&world_size=3", nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var configs []Config
+			for r := range 3 {
+				vars := make(map[string]string)
+				for k, v := range test.vars {
+					vars[k] = strings.ReplaceAll(v, "%d", strconv.Itoa(r))
+				}
+				configs = append(configs, Config{Settings: settings(t, vars), Method: strings.ReplaceAll(test.url, "%d", strconv.Itoa(r))})
+			}
+			met, errs := all(t, configs...)
+			meets(t, met, errs)
+			for r, m := range met {
+				if m.Listen != loopback {
+					t.Errorf("rank %d listens on %s, want loopback", r, m.Listen)
+				}
+			}
+		})
+	}
+	_, errs := all(t, Config{Settings: settings(t, nil), Method: "tcp://" + free + "?rank=0"})
+	if errs[0] == nil || !strings.Contains(errs[0].Error(), "world size parameter missing") {
+		t.Errorf("without a size: got %v", errs[0])
+	}
+}
+
+func TestByID(t *testing.T) {
+	jobs := make(map[string]bool)
+	for _, test := range []struct{ size, ids int }{{1, 1}, {2, 1}, {5, 2}} {
+		ids := newIDs(t, test.ids)
+		var configs []Config
+		for r := range test.size {
+			configs = append(configs, Config{Settings: settings(t, nil), ID: &ID{IDs: ids, Rank: r, Size: test.size, Device: "gpu" + strconv.Itoa(r)}})
+		}
+		met, errs := all(t, configs...)
+		meets(t, met, errs)
+		for r, m := range met {
+			if m.Secret.IsZero() || proves(m.Secret, met[0].Secret) != nil {
+				t.Errorf("rank %d of %d has another secret than rank 0", r, test.size)
+			}
+		}
+		if job := met[0].Settings.JobID; jobs[job] {
+			t.Errorf("jobs with different ids have the same name %q", job)
+		} else {
+			jobs[job] = true
+		}
+	}
+}
+
+func newIDs(t *testing.T, n int) (ids []bootstrap.ID) {
+	t.Helper()
+	for range n {
+		id, root, err := bootstrap.NewID(t.Context(), bootstrap.Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := root.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+		ids = append(ids, id)
+	}
+	return ids
+}
+
+// What contradicts is an error at all ranks.
+func TestByIDRefused(t *testing.T) {
+	rank := func(t *testing.T, id ID, vars map[string]string) Config {
+		return Config{Settings: settings(t, vars), ID: &id}
+	}
+	ids := newIDs(t, 4)
+	for name, test := range map[string]struct {
+		configs []Config
+		want    string
+	}{
+		"device": {[]Config{
+			rank(t, ID{IDs: ids[:1], Rank: 0, Size: 2, Device: "gpu"}, nil), rank(t, ID{IDs: ids[:1], Rank: 1, Size: 2, Device: "gpu", ShareDevices: true}, nil),
+		}, "both use device"},
+		"size": {[]Config{
+			rank(t, ID{IDs: ids[1:2], Rank: 0, Size: 2}, nil), rank(t, ID{IDs: ids[1:2], Rank: 1, Size: 3}, nil),
+		}, "size"},
+		"another place": {[]Config{
+			rank(t, ID{IDs: ids[2:3], Rank: 0, Size: 2}, map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}),
+		}, "rank 1 of 2 by HOROVOD_RANK"},
+		"no id": {[]Config{rank(t, ID{Rank: 0, Size: 1}, nil)}, "no id"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, errs := all(t, test.configs...)
+			for r, err := range errs {
+				if err == nil || !strings.Contains(err.Error(), test.want) {
+					t.Errorf("rank %d: got %v, want %q", r, err, test.want)
+				}
+			}
+		})
+	}
+}
+
+// A rank that sees its own host alone learns how others reach it.
+func TestAgree(t *testing.T) {
+	out := outside(t)
+	for name, test := range map[string]struct {
+		via  []string // how each rank reaches the store, empty for who serves it
+		want []string
+	}{
+		"all on one host": {[]string{"", "127.0.0.1:9", "localhost:9"}, []string{loopback, loopback, loopback}},
+		"one on another":  {[]string{"", "127.0.0.1:9", out + ":9"}, []string{out, out, out}},
+		"all on others":   {[]string{out + ":9", out + ":9"}, []string{out, out}},
+		"nobody is on it": {[]string{"", out + ":9"}, []string{out, out}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := store.NewHashStore(store.Limits{})
+			defer h.Close()
+			var wg sync.WaitGroup
+			for r, via := range test.via {
+				wg.Go(func() {
+					m := &Meeting{Store: h, Listen: loopback, Settings: config.Config{Rank: r, Size: len(test.via)}}
+					if err := m.agree(testnet.Context(t), via, netif.Choice{}); err != nil || m.Listen != test.want[r] {
+						t.Errorf("rank %d: listens on %s, %v, want %s", r, m.Listen, err, test.want[r])
+					}
+				})
+			}
+			wg.Wait()
+		})
+	}
+	h := store.NewHashStore(store.Limits{})
+	defer h.Close()
+	m := &Meeting{Store: h, Settings: config.Config{Size: 3}}
+	// Others know this host by an address that it does not know itself.
+	if err := store.NewPrefixStore(agreePrefix, h).Set(t.Context(), hostKey, []byte("127.77.0.1")); err != nil {
+		t.Fatal(err)
+	}
+	translated := &Meeting{Store: store.NewPrefixStore("x", h), Settings: config.Config{Size: 3}}
+	if err := translated.Store.Set(t.Context(), agreePrefix+"/"+hostKey, []byte("192.0.2.7")); err != nil {
+		t.Fatal(err)
+	}
+	if err := translated.agree(t.Context(), "", netif.Choice{}); err == nil && (translated.Listen == "192.0.2.7" || translated.Listen == "") {
+		t.Errorf("listens on %q, which is not its own", translated.Listen)
+	}
+	if err := m.agree(t.Context(), "", netif.Choice{}); err != nil || m.Listen != "127.77.0.1" {
+		t.Errorf("got %s, %v, want the address that was told", m.Listen, err)
+	}
+	h = store.NewHashStore(store.Limits{})
+	defer h.Close()
+	m = &Meeting{Store: h, Settings: config.Config{Size: 3}}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	if err := m.agree(ctx, "", netif.Choice{}); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "all 3 ranks on this one, of which this was number 1") {
+		t.Errorf("nobody else comes: got %v", err)
+	}
+}
+
+// Under torchrun the ranks meet at its store, and may do so again.
+func TestByEnvironment(t *testing.T) {
+	tmp := t.TempDir() // for rank 0's file with the secret
+	t.Setenv("TMPDIR", tmp)
+	server, err := c10d.Serve("127.0.0.1:0", store.NewHashStore(store.Limits{}), c10d.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	host, port, err := net.SplitHostPort(server.Addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var configs []Config
+	for r := range 2 {
+		configs = append(configs, Config{Settings: settings(t, map[string]string{
+			"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": strconv.Itoa(r), "WORLD_SIZE": "2",
+			"LOCAL_RANK": strconv.Itoa(r), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port,
+		})})
+	}
+	met, errs := all(t, configs...)
+	meets(t, met, errs)
+	for r, m := range met {
+		s := m.Settings
+		if !m.Once || m.Secret.IsZero() || s.LocalRank != r || s.LocalSize != 2 || s.JobID != "run/0" || m.Listen != loopback {
+			t.Errorf("rank %d: got %+v", r, m)
+		}
+		a := m.Again(settings(t, map[string]string{"HOROVOD_CACHE_CAPACITY": "7"}))
+		if a.Settings.Rank != r || a.Settings.Size != 2 || a.Settings.LocalRank != r || a.Settings.CacheCapacity != 7 || a.Store != m.Store {
+			t.Errorf("rank %d: again: got %+v", r, a)
+		}
+		if err := a.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := met[0].Store.Add(t.Context(), "still", 1); err != nil {
+		t.Errorf("the store was closed with what was made of it again: %v", err)
+	}
+	if err := met[0].Close(); err != nil {
+		t.Error(err)
+	}
+	if left, err := os.ReadDir(tmp); err != nil || len(left) > 0 {
+		t.Errorf("left behind: %v, %v", left, err)
+	}
+	_, errs = all(t, Config{Settings: settings(t, map[string]string{"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "job-0"})})
+	if errs[0] == nil || !strings.Contains(errs[0].Error(), "HVD_SIZE is not set") {
+		t.Errorf("a contradiction: got %v", errs[0])
+	}
+}

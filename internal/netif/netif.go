@@ -1,0 +1,217 @@
+// Package netif finds the address of this host on which others of a job reach it.
+//
+// Interfaces are known by their addresses, for hosts of one job may call the same network by different names. A [Choice]
+// says which may be used; without one it is the interface that leads to where the job meets.
+package netif
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// Choice is a choice of interfaces. The zero Choice is none: whatever leads there.
+type Choice struct{ items []item }
+
+// item is the name of an interface, or a network that an address is in.
+type item struct {
+	name    string
+	network netip.Prefix // valid if name is empty
+}
+
+func (i item) has(name string, a netip.Addr) bool {
+	if i.name != "" {
+		return i.name == name
+	}
+	return i.network.Contains(a)
+}
+
+// maxName bounds the name of an interface (IFNAMSIZ less the zero at the end).
+const maxName = 15
+
+// Parse reads a list of names of interfaces, networks as in 10.0.0.0/8, and addresses. White space around them and empty
+// items are passed over.
+func Parse(list []string) (Choice, error) {
+	var c Choice
+	for _, text := range list {
+		text = strings.TrimSpace(text)
+		if text == "" {
+			continue
+		}
+		i, err := parse(text)
+		if err != nil {
+			return Choice{}, fmt.Errorf("network interface %.64q: %w", text, err)
+		}
+		c.items = append(c.items, i)
+	}
+	return c, nil
+}
+
+func parse(text string) (item, error) {
+	if strings.Contains(text, "/") {
+		p, err := netip.ParsePrefix(text)
+		return item{network: p.Masked()}, err
+	}
+	if a, err := netip.ParseAddr(text); err == nil {
+		return item{network: netip.PrefixFrom(a, a.BitLen())}, nil
+	}
+	if len(text) > maxName || strings.ContainsAny(text, " \t:,") {
+		return item{}, fmt.Errorf("want a name of at most %d letters, an address, or a network as in 10.0.0.0/8", maxName)
+	}
+	return item{name: text}, nil
+}
+
+// IsZero reports whether nothing is chosen.
+func (c Choice) IsZero() bool { return len(c.items) == 0 }
+
+func (c Choice) String() string {
+	var words []string
+	for _, i := range c.items {
+		if i.name != "" {
+			words = append(words, i.name)
+		} else {
+			words = append(words, i.network.String())
+		}
+	}
+	return strings.Join(words, ",")
+}
+
+// own is an address of an interface that is up.
+type own struct {
+	name string
+	addr netip.Addr
+}
+
+// list gives the addresses of this host that another one can dial, or that are loopback, by interface.
+func list() (all []own, err error) {
+	interfaces, err := net.Interfaces()
+	if err != nil {
+		return nil, fmt.Errorf("network interfaces of this host: %w", err)
+	}
+	for _, i := range interfaces {
+		if i.Flags&net.FlagUp == 0 {
+			continue
+		}
+		addrs, err := i.Addrs()
+		if err != nil {
+			return nil, fmt.Errorf("addresses of network interface %s: %w", i.Name, err)
+		}
+		for _, a := range addrs {
+			p, err := netip.ParsePrefix(a.String())
+			// An address of one link needs the name of the interface at the other end too.
+			if err != nil || p.Addr().IsLinkLocalUnicast() {
+				continue
+			}
+			all = append(all, own{i.Name, p.Addr().Unmap()})
+		}
+	}
+	return all, nil
+}
+
+// Addresses are this host's that c allows: in the order of c, or, if c is zero, all that are not loopback, in the order of
+// the host. It is an error if c allows none.
+func (c Choice) Addresses() ([]netip.Addr, error) {
+	all, err := list()
+	if err != nil {
+		return nil, err
+	}
+	addrs := c.of(all)
+	if len(addrs) == 0 && !c.IsZero() {
+		var have []string
+		for _, o := range all {
+			have = append(have, o.name+" "+o.addr.String())
+		}
+		return nil, fmt.Errorf("no network interface of this host is among %s: it has %s", c, strings.Join(have, ", "))
+	}
+	return addrs, nil
+}
+
+func (c Choice) of(all []own) (addrs []netip.Addr) {
+	add := func(a netip.Addr) {
+		if !slices.Contains(addrs, a) {
+			addrs = append(addrs, a)
+		}
+	}
+	if c.IsZero() {
+		for _, o := range all {
+			if !o.addr.IsLoopback() {
+				add(o.addr)
+			}
+		}
+	}
+	for _, i := range c.items {
+		for _, o := range all {
+			if i.has(o.name, o.addr) {
+				add(o.addr)
+			}
+		}
+	}
+	return addrs
+}
+
+// Towards is the address of this host for ranks that meet at target, host:port: that from which target is reached, if c
+// allows it, else the first that c allows, of target's family if there is one. Nothing is sent.
+func (c Choice) Towards(target string) (netip.Addr, error) {
+	local, remote, err := Route(target)
+	if err != nil || c.IsZero() {
+		return local, err
+	}
+	addrs, err := c.Addresses()
+	if err != nil || slices.Contains(addrs, local) {
+		return local, err
+	}
+	for _, a := range addrs {
+		if a.Is4() == remote.Is4() {
+			return a, nil
+		}
+	}
+	return addrs[0], nil
+}
+
+// Any is an address of this host for ranks that meet nobody knows where: the first that c allows, or without a choice that
+// of the default route, else the first that is not loopback, else loopback.
+func (c Choice) Any() (netip.Addr, error) {
+	addrs, err := c.Addresses()
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	if c.IsZero() {
+		// Documentation's own networks (RFC 5737 and 3849): routed as any far address, and nothing is sent.
+		for _, far := range []string{"192.0.2.1:9", "[2001:db8::1]:9"} {
+			if local, _, err := Route(far); err == nil && slices.Contains(addrs, local) {
+				return local, nil
+			}
+		}
+	}
+	if len(addrs) == 0 {
+		return netip.AddrFrom4([4]byte{127, 0, 0, 1}), nil
+	}
+	return addrs[0], nil
+}
+
+// Route is the address of this host from which target, host:port, is reached, and that of target. Connecting a datagram
+// socket sends nothing; it only asks for the route, and for the name's address.
+func Route(target string) (local, remote netip.Addr, err error) {
+	conn, err := net.Dial("udp", target)
+	if err != nil {
+		return local, remote, fmt.Errorf("no route to %s: %w", target, err)
+	}
+	defer conn.Close()
+	from, ok := conn.LocalAddr().(*net.UDPAddr)
+	to, ok2 := conn.RemoteAddr().(*net.UDPAddr)
+	if !ok || !ok2 {
+		return local, remote, fmt.Errorf("route to %s is from a %T to a %T, want addresses", target, conn.LocalAddr(), conn.RemoteAddr())
+	}
+	return from.AddrPort().Addr().Unmap(), to.AddrPort().Addr().Unmap(), nil
+}
+
+// IsOwn reports whether a is an address of this host, on which one can listen.
+func IsOwn(a netip.Addr) (bool, error) {
+	all, err := list()
+	if err != nil {
+		return false, err
+	}
+	return a.IsLoopback() || slices.ContainsFunc(all, func(o own) bool { return o.addr == a }), nil
+}
