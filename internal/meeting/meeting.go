@@ -153,9 +153,6 @@ func (m *Meeting) checkSecret() error {
 	if err != nil {
 		return fmt.Errorf("address to listen on: %w", err)
 	}
-	if m.Settings.Size > 1 && m.Settings.TLS && !m.Secret.IsZero() && !m.Secret.IsEncrypted() {
-		return errors.New("HVD_TLS is set, and the ranks would meet by an id that was made without it")
-	}
 	if m.Settings.Size > 1 && m.Secret.IsZero() && m.Settings.TLS {
 		return errors.New("HVD_TLS is set, and the job has no secret: set HVD_SECRET_FILE to a file with the same 16 bytes or more at all ranks")
 	}
@@ -270,6 +267,9 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	key, job, err := bootstrap.Key(id.IDs)
 	if err != nil {
 		return err
+	}
+	if m.Settings.TLS && !key.IsEncrypted() {
+		return errors.New("HVD_TLS is set, and the id was made without it")
 	}
 	host, err := HostID(&m.Settings)
 	if err != nil {

@@ -268,6 +268,9 @@ func TestByIDRefused(t *testing.T) {
 			rank(t, ID{IDs: ids[2:3], Rank: 0, Size: 2}, map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}),
 		}, "rank 1 of 2 by HOROVOD_RANK"},
 		"no id": {[]Config{rank(t, ID{Rank: 0, Size: 1}, nil)}, "no id"},
+		"TLS": {[]Config{
+			rank(t, ID{IDs: ids[3:4], Rank: 0, Size: 2}, map[string]string{"HVD_TLS": "1"}), rank(t, ID{IDs: ids[3:4], Rank: 1, Size: 2}, map[string]string{"HVD_TLS": "1"}),
+		}, "HVD_TLS"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, errs := all(t, test.configs...)
@@ -347,12 +350,15 @@ func TestByEnvironment(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	torchrun := func(r int, run, tls string) Config {
+		return Config{Settings: settings(t, map[string]string{
+			"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": strconv.Itoa(r), "WORLD_SIZE": "2",
+			"LOCAL_RANK": strconv.Itoa(r), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port, "HVD_TLS": tls,
+		})}
+	}
 	var configs []Config
 	for r := range 2 {
-		configs = append(configs, Config{Settings: settings(t, map[string]string{
-			"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": strconv.Itoa(r), "WORLD_SIZE": "2",
-			"LOCAL_RANK": strconv.Itoa(r), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port,
-		})})
+		configs = append(configs, torchrun(r, "run", "0"))
 	}
 	met, errs := all(t, configs...)
 	meets(t, met, errs)
@@ -377,6 +383,15 @@ func TestByEnvironment(t *testing.T) {
 	}
 	if left, err := os.ReadDir(tmp); err != nil || len(left) > 0 {
 		t.Errorf("left behind: %v, %v", left, err)
+	}
+	configs = nil
+	for r := range 2 {
+		configs = append(configs, torchrun(r, "second run", "1"))
+	}
+	met, errs = all(t, configs...)
+	meets(t, met, errs)
+	if !met[0].Secret.IsEncrypted() || !met[1].Secret.IsEncrypted() {
+		t.Error("with HVD_TLS the secret that rank 0 makes does not encrypt")
 	}
 	_, errs = all(t, Config{Settings: settings(t, map[string]string{"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "job-0"})})
 	if errs[0] == nil || !strings.Contains(errs[0].Error(), "HVD_SIZE is not set") {
