@@ -11,7 +11,6 @@ var absentFlags = []struct {
 	feature string
 	names   []string
 }{
-	{"jobs on several hosts", []string{"hosts", "hostfile", "ssh-port", "ssh-identity-file"}},
 	{"checks over the network that a cache could spare", []string{"disable-cache"}},
 	{"elastic jobs", []string{
 		"host-discovery-script", "min-np", "min-num-proc", "max-np", "max-num-proc", "slots-per-host", "elastic-timeout",
@@ -30,9 +29,6 @@ var absentFlags = []struct {
 	{"NCCL", []string{"num-nccl-streams"}},
 }
 
-// absentShorthands are the one-letter forms of some of them.
-var absentShorthands = map[string]string{"hosts": "H", "ssh-port": "p", "ssh-identity-file": "i"}
-
 // absentError says that a flag is Horovod's but not in this version.
 type absentError struct{ flag, feature string }
 
@@ -50,7 +46,7 @@ func (f *absentFlag) Set(_ string) error { return (*absentError)(f) }
 func addAbsentFlags(flags *pflag.FlagSet) {
 	for _, a := range absentFlags {
 		for _, name := range a.names {
-			f := flags.VarPF(&absentFlag{name, a.feature}, name, absentShorthands[name], "")
+			f := flags.VarPF(&absentFlag{name, a.feature}, name, "", "")
 			f.NoOptDefVal = "true"
 			f.Hidden = true
 		}

@@ -13,7 +13,8 @@ import (
 
 const configCommand = "config"
 
-const long = `Hvdrun starts N processes of a command on this host, the ranks of a job, and supervises them.
+const long = `Hvdrun starts N processes of a command, the ranks of a job, and supervises them: on this host, or on those of --hosts,
+which it reaches by ssh.
 
 Each line that a rank prints comes out as "[rank]<stdout>:line". Standard input of the ranks is empty. When a rank
 fails the others have 5 s to end by themselves; then they get SIGTERM, and SIGKILL 5 s later. Ctrl-C, SIGTERM and
@@ -22,7 +23,7 @@ When the command of a rank has ended, processes that it left in the background a
 
 The exit status is 0 if all ranks end with 0. Otherwise it is that of the rank that caused the failure, 128+n for
 signal n: if signal n ended the job, or the rank; 2 for wrong usage, 126 and 127 if the command cannot be run or
-found, 1 if hvdrun itself fails.
+found, 1 if hvdrun itself fails or a host cannot be used.
 
 A setting comes from a flag, else from the environment, by the name in brackets, else from the file, else it has its
 default. The file overrides flags before --config-file and is overridden by those after it.`
@@ -30,6 +31,7 @@ default. The file overrides flags before --config-file and is overridden by thos
 const usageLines = `
 Usage:
   hvdrun -np N [flags] command [args...]
+  hvdrun -H HOST:N,... [flags] command [args...]
   hvdrun config [flags]      show every setting and where its value comes from
   hvdrun doctor [flags]      look for what stands in the way of a job
   hvdrun store [flags]       serve a store alone
@@ -38,6 +40,7 @@ Usage:
 Examples:
   hvdrun -np 4 python train.py --lr 0.1
   hvdrun -np 2 -x HOROVOD_LOG_LEVEL=debug --output-filename logs go run ./train
+  hvdrun -H h1:4,h2:4 --network-interfaces 10.0.0.0/8 ./train
 `
 
 // helpWidth is that of the help, in columns.
@@ -69,7 +72,7 @@ func (r *runner) command() *cobra.Command {
 	}
 	root.AddCommand(show, r.doctor(), r.storeCommand())
 
-	groups := append([]group{r.jobFlags()}, r.settingFlags()...)
+	groups := append([]group{r.jobFlags(), r.where.group()}, r.settingFlags()...)
 	r.addFlags(root, groups)
 	groups[0].flags.AddFlag(root.Flags().Lookup("version"))
 	groups[0].flags.AddFlag(root.Flags().Lookup("help"))

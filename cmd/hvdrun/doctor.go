@@ -6,8 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"os/signal"
-	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -16,6 +14,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
+	"github.com/gohvd/gohvd/internal/hostlist"
 )
 
 const (
@@ -114,33 +113,19 @@ func (r *runner) examine(given doctorFlags) error {
 	return write(r.stdout, lines)
 }
 
-// parseHosts reads a list such as h1:2,[fd00::1]:2,h2. A host is named once.
-func parseHosts(list string) ([]string, error) {
+// parseHosts reads a list as hvdrun --hosts does, and leaves the slots out.
+func parseHosts(list string) (names []string, err error) {
 	if list == "" {
 		return nil, nil
 	}
-	var hosts []string
-	for word := range strings.SplitSeq(list, ",") {
-		host, slots := strings.TrimSpace(word), ""
-		if addr, rest, closed := strings.Cut(host, "]"); closed && host[0] == '[' {
-			host, slots = addr[1:], rest
-		} else if at := strings.IndexByte(host, ':'); at >= 0 && at == strings.LastIndexByte(host, ':') { // else IPv6
-			host, slots = host[:at], host[at:]
-		}
-		if slots != "" {
-			if n, err := strconv.Atoi(slots[1:]); slots[0] != ':' || err != nil || n < 1 {
-				return nil, usagef("--hosts: got %q, want a host, or a host and its slots, as in h1:2", word)
-			}
-		}
-		// The agent would take a name with a dash in front for a flag of its own.
-		if host == "" || host[0] == '-' || strings.ContainsAny(host, " \t[]") {
-			return nil, usagef("--hosts: got %q in %q, want names or addresses of hosts", word, list)
-		}
-		if !slices.Contains(hosts, host) {
-			hosts = append(hosts, host)
-		}
+	hosts, err := hostlist.Parse(list)
+	if err != nil {
+		return nil, usagef("--hosts: %w", err)
 	}
-	return hosts, nil
+	for _, h := range hosts {
+		names = append(names, h.Name)
+	}
+	return names, nil
 }
 
 // builtParts reads what --check-build prints, so that there is one list of what is built.

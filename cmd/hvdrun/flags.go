@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/launch"
 )
 
 // group is a heading of the help and the flags under it.
@@ -29,15 +30,17 @@ func newGroup(title string) group {
 func (r *runner) jobFlags() group {
 	g := newGroup("The job and its output")
 	f := g.flags
-	f.StringVarP(&r.numProc, "num-proc", "n", "", "number of ranks `N`; also -np and --np")
+	f.StringVarP(&r.numProc, "num-proc", "n", "", "number of ranks `N`; also -np and --np; with --hosts or --hostfile as many as these have slots, if it is not given")
 	f.VarP(&exportFlag{r}, "x", "x",
-		"set `NAME=value` in the ranks' environment; NAME alone changes nothing, as all of hvdrun's environment is passed on")
+		"set `NAME=value` in the ranks' environment. All of hvdrun's is passed on, but to other hosts no names of this host or login, "+
+			"such as TMPDIR; NAME alone passes on such a one too")
 	f.StringVar(&r.outputDir, "output-filename", "",
 		"also write each rank's output to `DIR`/rank.R/stdout and stderr, without prefix")
 	f.BoolVar(&r.tagOutput, "tag-output", true, "put [rank]<stdout>: in front of each line")
 	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false, "put the time in front of each line; also -prefix-timestamp")
 	f.StringVar(&r.torchStore, "torch-store", "127.0.0.1:0",
-		"`ADDR`, host:port, where torch.distributed of the ranks finds its TCPStore; off for none. Whoever reaches it can change it")
+		"`ADDR`, host:port, where torch.distributed of the ranks finds its TCPStore; off for none, as for several hosts if it is not given. "+
+			"Whoever reaches it can change it")
 	f.BoolVar(&r.verbose, "verbose", false, "tell what hvdrun does")
 	f.BoolVar(&r.checkBuild, "check-build", false, "show what this build has; also -cb")
 	return g
@@ -134,8 +137,13 @@ func (f *exportFlag) Set(text string) error {
 	case name == "":
 		return errors.New("want NAME or NAME=value")
 	case !assigned:
-		if !slices.ContainsFunc(f.r.env, func(e string) bool { return strings.HasPrefix(e, name+"=") }) {
+		i := slices.IndexFunc(f.r.env, func(e string) bool { return strings.HasPrefix(e, name+"=") })
+		if i < 0 {
 			f.r.warnings = append(f.r.warnings, fmt.Sprintf("-x %s: it is not in the environment, so the ranks do not get it", name))
+			break
+		}
+		if launch.IsOfHost(name) {
+			f.r.extra = append(f.r.extra, f.r.env[i])
 		}
 	case isSetting && s.Scope != config.ByLauncher && value != "":
 		f.r.flags = append(f.r.flags, config.FlagValue{Flag: "-x", Name: name, Value: value})

@@ -15,17 +15,25 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 )
 
 // launch runs the job.
-func (r *runner) launch(_ *cobra.Command, command []string) error {
+func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if r.checkBuild {
 		return r.printBuild()
 	}
-	np, err := r.ranks()
+	if err := r.where.check(cmd.Flags()); err != nil {
+		return err
+	}
+	hosts, err := r.where.hosts()
+	if err != nil {
+		return err
+	}
+	np, err := r.ranks(hosts)
 	if err != nil {
 		return err
 	}
@@ -40,7 +48,15 @@ func (r *runner) launch(_ *cobra.Command, command []string) error {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	key, text := secret.New()
-	server, err := store.Serve("127.0.0.1:0", kv, store.Config{Secret: key, Log: r.logger()})
+	if settings.TLS {
+		key = key.Encrypted()
+	}
+	listen := "127.0.0.1:0"
+	several := onSeveral(hosts)
+	if several {
+		listen = ":0"
+	}
+	server, err := store.Serve(listen, kv, store.Config{Secret: key, Log: r.logger()})
 	if err != nil {
 		return err
 	}
@@ -50,7 +66,18 @@ func (r *runner) launch(_ *cobra.Command, command []string) error {
 		return fmt.Errorf("address of the store: %w", err)
 	}
 
-	torch, closeTorch, err := r.serveTorch()
+	var addrs []netip.AddrPort
+	if several {
+		if addrs, err = storeAddresses(&settings, addr.Port()); err != nil {
+			return err
+		}
+	}
+	path, err := r.where.agentPath()
+	if err != nil {
+		return err
+	}
+
+	torch, closeTorch, err := r.serveTorch(several, cmd.Flags().Changed("torch-store"))
 	if err != nil {
 		return err
 	}
@@ -65,8 +92,9 @@ func (r *runner) launch(_ *cobra.Command, command []string) error {
 	defer signal.Stop(signals)
 
 	result, err := launch.Run(context.Background(), launch.Options{
-		NP: np, Command: command, Env: r.env, Set: slices.Concat(r.extra, settings.ForRanks()),
-		Store: kv, StoreAddr: addr, Secret: text, TorchStore: torch,
+		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, settings.ForRanks()),
+		Store: kv, StoreAddr: addr, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
+		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout, Liveness: settings.LivenessTimeout,
 		Stdout: r.stdout, Stderr: r.stderr,
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,
 		Signals: signals,
@@ -75,7 +103,14 @@ func (r *runner) launch(_ *cobra.Command, command []string) error {
 	return err
 }
 
-func (r *runner) ranks() (int, error) {
+// ranks is how many there are to be.
+func (r *runner) ranks(hosts []hostlist.Host) (int, error) {
+	if r.numProc == "" && hosts != nil {
+		if n := hostlist.Slots(hosts); n <= launch.MaxRanks {
+			return n, nil
+		}
+		return 0, usagef("the hosts have %d slots, and a job has at most %d ranks: say how many with -np", hostlist.Slots(hosts), launch.MaxRanks)
+	}
 	if r.numProc == "" {
 		return 0, usagef("the number of ranks is missing: hvdrun -np N command [args...]")
 	}

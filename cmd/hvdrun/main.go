@@ -1,6 +1,7 @@
-// Hvdrun starts the ranks of a job on this host, supervises them and reports how they ended.
+// Hvdrun starts the ranks of a job, on this host and on others, supervises them and reports how they ended.
 //
 //	hvdrun -np 4 python train.py
+//	hvdrun -H h1:4,h2:4 python train.py
 //
 // See hvdrun --help.
 package main
@@ -26,6 +27,9 @@ func main() {
 	if len(os.Args) > 1 && os.Args[1] == launch.HelperArg {
 		os.Exit(launch.HelperMain(os.Args[2:], os.Environ()))
 	}
+	if len(os.Args) > 1 && os.Args[1] == launch.AgentArg {
+		os.Exit(launch.AgentMain(os.Environ()))
+	}
 	os.Exit(run(os.Args[1:], os.Environ(), os.Stdout, os.Stderr))
 }
 
@@ -43,6 +47,7 @@ type runner struct {
 	status         int // of the job
 
 	numProc    string
+	where      hostFlags
 	outputDir  string
 	tagOutput  bool
 	timestamp  bool

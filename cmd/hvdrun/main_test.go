@@ -34,6 +34,8 @@ func TestMain(m *testing.M) {
 		switch os.Args[1] {
 		case launch.HelperArg:
 			os.Exit(launch.HelperMain(os.Args[2:], os.Environ()))
+		case launch.AgentArg:
+			os.Exit(launch.AgentMain(os.Environ()))
 		case "hvdrun":
 			status := run(os.Args[2:], os.Environ(), os.Stdout, os.Stderr)
 			if err := goleak.Find(); err != nil {
@@ -131,9 +133,23 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "--config-file", "no/such.yaml"}, touch...), "no/such.yaml"},
 		{append([]string{"-np", "2", "--config-file="}, touch...), "want one file"},
 		{append([]string{"-np", "2", "--config-file", "a", "--config-file", "b"}, touch...), `--config-file: got "b", want one file`},
-		{append([]string{"-np", "2", "-H", "h1:2,h2:2"}, touch...), "--hosts: this version does not have jobs on several hosts"},
-		{append([]string{"-np", "2", "-hostfile", "f"}, touch...), "--hostfile: this version does not have jobs on several hosts"},
-		{append([]string{"-np", "2", "-p", "22"}, touch...), "--ssh-port: this version does not have"},
+		{append([]string{"-np", "5", "-H", "h1:2,h2:2"}, touch...), "5 ranks want as many slots, but there are 4 (h1 has 2, h2 has 2)"},
+		{append([]string{"-np", "3", "-H", "localhost:2"}, touch...), "3 ranks want as many slots, but there are 2"},
+		{append([]string{"-H", "h1:2,h1"}, touch...), `--hosts: got "h1" in "h1:2,h1", want each host once`},
+		{append([]string{"-H", "h1:x"}, touch...), `--hosts: got "h1:x"`},
+		{append([]string{"--hosts="}, touch...), "--hosts: got nothing"},
+		{append([]string{"-H", "h1:4000,h2:4000"}, touch...), "the hosts have 8000 slots, and a job has at most 4096 ranks"},
+		{append([]string{"-np", "2", "-hostfile", "no/such/file"}, touch...), "--hostfile: open no/such/file"},
+		{append([]string{"-np", "2", "--hostfile="}, touch...), "--hostfile: got nothing"},
+		{append([]string{"-H", "h1", "-hostfile", "f"}, touch...), "--hosts and --hostfile exclude each other"},
+		{append([]string{"-H", "h1", "-p", "0"}, touch...), "--ssh-port: got 0, want 1 to 65535"},
+		{append([]string{"-H", "h1", "-p", "x"}, touch...), `--ssh-port: got "x"`},
+		{append([]string{"-H", "h1", "-p", "22", "--agent", "rsh"}, touch...), "--agent is in its place"},
+		{append([]string{"-H", "h1", "-i", "f", "--agent", "rsh"}, touch...), "--agent is in its place"},
+		{append([]string{"-H", "h1", "--agent", " "}, touch...), "--agent: got nothing"},
+		{append([]string{"-H", "h1", "--remote-hvdrun="}, touch...), "--remote-hvdrun: got nothing"},
+		{append([]string{"-H", "h1", "--torch-store", "127.0.0.1:0"}, touch...), `--torch-store: got "127.0.0.1:0", want an address of this host`},
+		{append([]string{"-H", "h1", "--network-interfaces", "nothing0"}, touch...), "nothing0"},
 		{append([]string{"--min-np", "2"}, touch...), "--min-np: this version does not have elastic jobs"},
 		{append([]string{"--mpi"}, touch...), "--mpi: this version does not have MPI"},
 		{append([]string{"--timeline-filename=t.json"}, touch...), "--timeline-filename: this version does not have the timeline"},
@@ -246,11 +262,11 @@ func TestHelp(t *testing.T) {
 			}
 		}
 	}
-	if strings.Contains(stdout, "--hosts") {
+	if strings.Contains(stdout, "--min-np") {
 		t.Error("a flag is shown that this version does not have")
 	}
-	if strings.Contains(stdout, launch.HelperArg) {
-		t.Error("the helper's argument is shown")
+	if strings.Contains(stdout, launch.HelperArg) || strings.Contains(stdout, launch.AgentArg) {
+		t.Error("the argument of a helper or an agent is shown")
 	}
 	for _, flag := range []string{"-v", "--version"} {
 		if stdout, _, status := output(t, flag); status != 0 || !strings.HasPrefix(stdout, "hvdrun ") || strings.Count(stdout, "\n") != 1 {
@@ -272,10 +288,10 @@ func TestCompletion(t *testing.T) {
 		t.Errorf("got exit status %d and %q, want the setting's flag", status, stdout)
 	}
 	// Nothing leads to a flag that would be rejected.
-	if stdout, _, status := output(t, "__complete", "--ho"); status != 0 || strings.Contains(stdout, "--hosts") {
+	if stdout, _, status := output(t, "__complete", "--min"); status != 0 || strings.Contains(stdout, "--min-np") {
 		t.Errorf("got exit status %d and %q, want no flag that this version does not have", status, stdout)
 	}
-	if _, stderr, status := output(t, "--hsts"); status != 2 || stderr != "hvdrun: unknown flag: --hsts\nTry 'hvdrun --help'.\n" {
+	if _, stderr, status := output(t, "--min-mp"); status != 2 || stderr != "hvdrun: unknown flag: --min-mp\nTry 'hvdrun --help'.\n" {
 		t.Errorf("got exit status %d and %q, want no such flag suggested", status, stderr)
 	}
 }

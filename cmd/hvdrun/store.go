@@ -26,6 +26,7 @@ type aloneStore struct {
 	insecure   bool
 	torch      bool
 	torch21    bool
+	tls        bool
 }
 
 func (r *runner) storeCommand() *cobra.Command {
@@ -46,6 +47,7 @@ MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE=True. What it holds is gone when it
 	f.SortFlags = false
 	f.StringVar(&s.listen, "listen", "127.0.0.1:0", "`HOST:PORT` to listen on; port 0 takes a free one")
 	f.StringVar(&s.secretFile, "secret-file", "", "`FILE` with the secret that clients must know, 16 bytes or more (HVD_SECRET_FILE of the ranks)")
+	f.BoolVar(&s.tls, "tls", false, "encrypt connections (HVD_TLS of the ranks); takes --secret-file")
 	f.BoolVar(&s.insecure, "insecure", false, "serve without a secret though others than this host can reach the address")
 	f.BoolVar(&s.torch, "torch", false, "speak PyTorch's protocol, which knows no secret")
 	f.BoolVar(&s.torch21, "torch-2.1", false, "old clients are of PyTorch 2.1, not of an older one")
@@ -59,6 +61,8 @@ func (r *runner) serveAlone(ctx context.Context, s *aloneStore) error {
 	defer stop()
 	cfg := store.Config{Log: r.logger()}
 	switch {
+	case s.tls && s.secretFile == "":
+		return usagef("--tls needs --secret-file: certificates are made of the secret")
 	case s.torch && s.secretFile != "":
 		return usagef("--torch and --secret-file exclude each other: PyTorch's protocol knows no secret")
 	case s.secretFile != "":
@@ -68,6 +72,9 @@ func (r *runner) serveAlone(ctx context.Context, s *aloneStore) error {
 		}
 		if err != nil {
 			return usagef("--secret-file: %v", err)
+		}
+		if s.tls {
+			cfg.Secret = cfg.Secret.Encrypted()
 		}
 	case !s.insecure && !isLoopback(s.listen):
 		return usagef("--listen %s: others can reach it, and there is no secret: give --secret-file, or --insecure to let anybody change what it holds", s.listen)

@@ -30,6 +30,9 @@ func TestStoreAlone(t *testing.T) {
 	ours := func(ctx context.Context, addr string) (store.Store, error) {
 		return store.Dial(ctx, addr, store.Config{Secret: key})
 	}
+	sealed := func(ctx context.Context, addr string) (store.Store, error) {
+		return store.Dial(ctx, addr, store.Config{Secret: key.Encrypted()})
+	}
 	torch := func(ctx context.Context, addr string) (store.Store, error) { return c10d.Dial(ctx, addr, c10d.Modern) }
 	for name, test := range map[string]struct {
 		args []string
@@ -37,6 +40,7 @@ func TestStoreAlone(t *testing.T) {
 		end  syscall.Signal
 	}{
 		"with a secret": {[]string{"store", "--secret-file", file}, ours, syscall.SIGTERM},
+		"with TLS":      {[]string{"store", "--tls", "--secret-file", file}, sealed, syscall.SIGTERM},
 		"torch":         {[]string{"store", "--torch", "--listen", "127.0.0.1:0"}, torch, syscall.SIGINT},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -89,6 +93,8 @@ func TestStoreAloneRefuses(t *testing.T) {
 		{[]string{"--secret-file", short}, "a secret of 5 bytes, want 16"},
 		{[]string{"--secret-file", short + ".not"}, "no such file"},
 		{[]string{"--torch", "--secret-file", short}, "exclude each other"},
+		{[]string{"--tls"}, "--tls needs --secret-file"},
+		{[]string{"--tls", "--torch"}, "--tls needs --secret-file"},
 		{[]string{"extra"}, "extra"},
 		{[]string{"--no-such"}, "unknown flag"},
 	} {

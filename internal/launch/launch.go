@@ -1,9 +1,10 @@
-// Package launch starts the ranks of a job on this host, supervises them and tells how it went. It needs Linux.
+// Package launch starts the ranks of a job, on this host and on others, supervises them and tells how it went. It needs Linux.
 //
 // Invariants:
 //
 //  1. When Run has returned, no process of the job is alive, in whatever process group or session, except those it
-//     names in its error. The same holds soon after the launcher or a helper was killed by SIGKILL.
+//     names in its error, and those on a host that was lost, which are gone when that has heard nothing for Options.Liveness.
+//     The same holds soon after the launcher, an agent or a helper was killed by SIGKILL.
 //  2. The job's status is not 0 if a rank failed.
 //  3. What the ranks print and whether anybody reads it takes bounded memory and delays no signal.
 //  4. Every wait of the supervision has a deadline once a rank has failed, a signal came or all commands have ended.
@@ -11,6 +12,10 @@
 // Each rank has a helper process (see HelperMain), which is its subreaper and holds a pipe from the launcher: the
 // pipe's end tells it that the launcher is gone. The launcher is a subreaper in turn, for the orphans of a helper
 // that was killed.
+//
+// If the ranks are on several hosts, each host has an agent (see AgentMain), which the launcher starts by a command such as ssh,
+// on its own host without one. The agent has the helpers; it and the launcher speak over the command's standard input and output
+// (wire.go). Its input's end, or silence, tells the agent that the launcher is gone.
 package launch
 
 import (
@@ -30,8 +35,7 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/verdict"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -50,18 +54,24 @@ const (
 type Options struct {
 	// NP is the number of ranks, 1 to MaxRanks.
 	NP int
-	// Command is what each rank runs. Its first word is looked up in the launcher's PATH.
+	// Hosts have the ranks, in the order of hostlist.Assign. None is this host, by its own name.
+	Hosts []hostlist.Host
+	// Command is what each rank runs. Its first word is looked up in the ranks' PATH, on the host that it is to run on.
 	Command []string
 	// Env is the environment of the ranks, NAME=value; what places a rank in the job is added or replaced.
 	Env []string
 	// Set is added to Env or replaces it, NAME=value. It cannot set what places a rank in the job.
 	Set []string
 
-	// Store is the job's store in this process and StoreAddr where ranks reach it. The caller closes it after Run.
+	// Store is the job's store in this process. The caller closes it after Run. StoreAddr is where ranks of this host reach it.
 	Store     verdict.Reader
 	StoreAddr netip.AddrPort
-	// Secret is the text of the job's secret, which the ranks get in their environment.
+	// StoreAddrs take the place of StoreAddr if the ranks are not all on this host: each host tries them, and one that works will do.
+	StoreAddrs []netip.AddrPort
+	// Secret is the text of the job's secret, which the ranks get in their environment, and TLS says that the store takes
+	// connections by TLS alone.
 	Secret string
+	TLS    bool
 	// TorchStore is where the ranks reach a TCPStore of PyTorch's protocol, through which their torch.distributed meets. If
 	// there is none they are told nothing of it.
 	TorchStore netip.AddrPort
@@ -80,6 +90,17 @@ type Options struct {
 	// ranks' process groups.
 	Signals <-chan os.Signal
 
+	// Reach, needed for other hosts, is the command that runs words on one: ssh for instance. Its first word is looked up in PATH. The
+	// command's standard input and output must be those of what it runs, and it must end when that does.
+	Reach func(host string, words []string) []string
+	// AgentPath is the program that calls AgentMain on the other hosts.
+	AgentPath string
+	// Start is how long it may take until all hosts are ready: 30 s.
+	Start time.Duration
+	// Liveness is how long launcher and agent may hear nothing of each other: 10 s. Then the launcher takes the host for lost, and
+	// the agent kills its ranks. It is 3 s at least.
+	Liveness time.Duration
+
 	// Notice is how long ranks may take to end by themselves after one has failed: 5 s.
 	Notice time.Duration
 	// Grace is how long ranks that were sent a signal may take to end before SIGKILL: 5 s.
@@ -97,13 +118,29 @@ func (e *OptionError) Error() string { return "launch: " + e.Text }
 // CommandError says that the command could not be started. No rank runs.
 type CommandError struct {
 	Command string
-	Status  int // as a shell gives it: 127 for not found, 126 for not executable
+	Host    string // empty if all ranks are on this one
+	Status  int    // as a shell gives it: 127 for not found, 126 for not executable
 	Err     error
 }
 
-func (e *CommandError) Error() string { return fmt.Sprintf("launch: command %q: %v", e.Command, e.Err) }
+func (e *CommandError) Error() string {
+	if e.Host != "" {
+		return fmt.Sprintf("launch: command %q on host %s: %v", e.Command, e.Host, e.Err)
+	}
+	return fmt.Sprintf("launch: command %q: %v", e.Command, e.Err)
+}
 
 func (e *CommandError) Unwrap() error { return e.Err }
+
+// HostError says that no ranks could be started on a host. No rank runs.
+type HostError struct {
+	Host string
+	Err  error
+}
+
+func (e *HostError) Error() string { return fmt.Sprintf("launch: host %s: %v", e.Host, e.Err) }
+
+func (e *HostError) Unwrap() error { return e.Err }
 
 func newCommandError(command string, err error) *CommandError {
 	status := statusNotExecutable
@@ -131,6 +168,8 @@ type Result struct {
 
 // Exit is how one rank ended.
 type Exit struct {
+	// Host is where it ran.
+	Host string
 	// PID is the command's process; 0 if its helper was killed before it could tell.
 	PID int
 	// Code is the exit status; Signal, if not 0, is what killed the command instead.
@@ -138,9 +177,11 @@ type Exit struct {
 	Signal syscall.Signal
 	// Sent is the last signal by which the launcher had asked it to end, or 0.
 	Sent syscall.Signal
-	// Lost says that the helper was killed; its command died with it.
+	// Lost says that the helper was killed; its command died with it. Or its host was lost, for the reason Why: then nothing is
+	// known of the command, and Signal is SIGKILL all the same.
 	Lost bool
-	// At is when it ended.
+	Why  string
+	// At is when it ended by this host's clock, or when its host was last heard.
 	At time.Time
 	// Stderr is its last lines on standard error, at most 20.
 	Stderr []string
@@ -155,70 +196,82 @@ func (e Exit) Status() int {
 }
 
 // Run runs the job and reports a failure on o.Stderr. The result is that of the ranks; the error says that some could not be
-// started (*OptionError, *CommandError), that the launcher itself failed, or ctx's cause when ctx has ended the job,
+// started (*OptionError, *CommandError, *HostError), that the launcher itself failed, or ctx's cause when ctx has ended the job,
 // as a SIGTERM would have. All that was started is gone in either case, but for processes named in the error.
 //
 // The calling process must start no other child during Run: Run waits for all of them, and makes the process a subreaper for
-// good (prctl(2)). Its executable must call HelperMain. Each rank costs a helper process, four file
+// good (prctl(2)). Its executable must call HelperMain and AgentMain. Each rank costs a helper process, four file
+// descriptors and three goroutines; on several hosts two goroutines, and each host an agent's command, three file
 // descriptors and three goroutines.
 func Run(ctx context.Context, o Options) (Result, error) {
-	o.Notice = orDefault(o.Notice)
-	o.Grace = orDefault(o.Grace)
-	o.Kill = orDefault(o.Kill)
+	o.Notice = orDefault(o.Notice, 5*time.Second)
+	o.Grace = orDefault(o.Grace, 5*time.Second)
+	o.Kill = orDefault(o.Kill, 5*time.Second)
+	o.Start = orDefault(o.Start, 30*time.Second)
+	o.Liveness = max(orDefault(o.Liveness, 10*time.Second), minLiveness)
 	if o.NP < 1 || o.NP > MaxRanks {
 		return Result{}, &OptionError{fmt.Sprintf("number of ranks: got %d, want 1 to %d", o.NP, MaxRanks)}
 	}
 	if len(o.Command) == 0 || o.Command[0] == "" {
 		return Result{}, &OptionError{"command: got none, want a program to run"}
 	}
-	host, err := os.Hostname()
+	if len(o.Hosts) == 0 {
+		host, err := os.Hostname()
+		if err != nil {
+			return Result{}, fmt.Errorf("launch: name of this host: %w", err)
+		}
+		o.Hosts = []hostlist.Host{{Name: host, Slots: o.NP}}
+	}
+	places, err := hostlist.Assign(o.Hosts, o.NP)
 	if err != nil {
-		return Result{}, fmt.Errorf("launch: name of this host: %w", err)
+		return Result{}, &OptionError{err.Error()}
 	}
 	var id [16]byte
 	rand.Read(id[:]) // never fails
-	j := &job{
-		o:       o,
-		host:    host,
-		id:      hex.EncodeToString(id[:]),
-		events:  make(chan event, maxEvents*o.NP),
-		settled: make(chan struct{}),
-	}
-	if j.env, err = merge(without(o.Env, torchVariables(0, &o)), o.Set, rankVariables(0, &o, j.host, j.id)); err != nil {
+	j := &job{o: o, places: places, hosts: places[o.NP-1].Host + 1, id: hex.EncodeToString(id[:])}
+	j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
+	j.events = make(chan event, maxNews*o.NP+maxHostNews*j.hosts)
+	placing := slices.Concat(j.rankVariables(0), storeVariables(o.StoreAddr))
+	if j.env, err = merge(without(o.Env, j.torchVariables(0)), o.Set, placing); err != nil {
 		return Result{}, err
 	}
-	if j.path, err = exec.LookPath(o.Command[0]); err != nil {
-		var lookup *exec.Error
-		if errors.As(err, &lookup) {
-			err = lookup.Err // the rest is said by CommandError
-		}
+	if j.several {
+		return j.run(ctx, j.startAgents)
+	}
+	if j.path, err = lookPath(o.Command[0], j.env); err != nil {
 		return Result{}, newCommandError(o.Command[0], err)
 	}
-	return j.run(ctx)
+	return j.run(ctx, j.startCrew)
 }
 
-func orDefault(d time.Duration) time.Duration {
+func orDefault(d, otherwise time.Duration) time.Duration {
 	if d == 0 {
-		return 5 * time.Second
+		return otherwise
 	}
 	return d
 }
 
-// rankVariables places rank r in the job.
-func rankVariables(r int, o *Options, host, id string) []string {
-	rank, size := strconv.Itoa(r), strconv.Itoa(o.NP)
+// rankVariables place rank r in the job.
+func (j *job) rankVariables(r int) []string {
+	p := j.places[r]
 	return []string{
-		"HOROVOD_RANK=" + rank,
-		"HOROVOD_SIZE=" + size,
-		"HOROVOD_LOCAL_RANK=" + rank,
-		"HOROVOD_LOCAL_SIZE=" + size,
-		"HOROVOD_CROSS_RANK=0",
-		"HOROVOD_CROSS_SIZE=1",
-		"HOROVOD_HOSTNAME=" + host,
-		"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + o.StoreAddr.Addr().String(),
-		"HOROVOD_GLOO_RENDEZVOUS_PORT=" + strconv.Itoa(int(o.StoreAddr.Port())),
-		"HVD_JOB_ID=" + id,
-		"HVD_SECRET=" + o.Secret,
+		"HOROVOD_RANK=" + strconv.Itoa(p.Rank),
+		"HOROVOD_SIZE=" + strconv.Itoa(p.Size),
+		"HOROVOD_LOCAL_RANK=" + strconv.Itoa(p.LocalRank),
+		"HOROVOD_LOCAL_SIZE=" + strconv.Itoa(p.LocalSize),
+		"HOROVOD_CROSS_RANK=" + strconv.Itoa(p.CrossRank),
+		"HOROVOD_CROSS_SIZE=" + strconv.Itoa(p.CrossSize),
+		"HOROVOD_HOSTNAME=" + j.o.Hosts[p.Host].Name,
+		"HVD_JOB_ID=" + j.id,
+		"HVD_SECRET=" + j.o.Secret,
+	}
+}
+
+// storeVariables say where the job's store is.
+func storeVariables(addr netip.AddrPort) []string {
+	return []string{
+		"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + addr.Addr().String(),
+		"HOROVOD_GLOO_RENDEZVOUS_PORT=" + strconv.Itoa(int(addr.Port())),
 	}
 }
 
@@ -232,26 +285,26 @@ func without(env, vars []string) []string {
 
 // torchVariables are what torch.distributed wants of a launcher. A user who sets one of them has another meeting place in
 // mind, and keeps it.
-func torchVariables(r int, o *Options) (vars []string) {
-	if !o.TorchStore.IsValid() {
+func (j *job) torchVariables(r int) (vars []string) {
+	addr, p := j.o.TorchStore, j.places[r]
+	if !addr.IsValid() {
 		return nil
 	}
-	rank, size := strconv.Itoa(r), strconv.Itoa(o.NP)
 	for _, v := range []string{
-		"MASTER_ADDR=" + o.TorchStore.Addr().String(),
-		"MASTER_PORT=" + strconv.Itoa(int(o.TorchStore.Port())),
-		"RANK=" + rank,
-		"WORLD_SIZE=" + size,
-		"LOCAL_RANK=" + rank,
-		"LOCAL_WORLD_SIZE=" + size,
-		"GROUP_RANK=0",
-		"GROUP_WORLD_SIZE=1",
+		"MASTER_ADDR=" + addr.Addr().String(),
+		"MASTER_PORT=" + strconv.Itoa(int(addr.Port())),
+		"RANK=" + strconv.Itoa(p.Rank),
+		"WORLD_SIZE=" + strconv.Itoa(p.Size),
+		"LOCAL_RANK=" + strconv.Itoa(p.LocalRank),
+		"LOCAL_WORLD_SIZE=" + strconv.Itoa(p.LocalSize),
+		"GROUP_RANK=" + strconv.Itoa(p.Host),
+		"GROUP_WORLD_SIZE=" + strconv.Itoa(j.hosts),
 		// The store is there already, so that rank 0 need not serve one.
 		"TORCHELASTIC_USE_AGENT_STORE=True",
 		"TORCHELASTIC_RESTART_COUNT=0",
 	} {
 		name, _, _ := strings.Cut(v, "=")
-		if !slices.ContainsFunc(o.Set, func(set string) bool { return strings.HasPrefix(set, name+"=") }) {
+		if !slices.ContainsFunc(j.o.Set, func(set string) bool { return strings.HasPrefix(set, name+"=") }) {
 			vars = append(vars, v)
 		}
 	}
@@ -295,17 +348,89 @@ func merge(inherited, set, placing []string) ([]string, error) {
 	return env, nil
 }
 
-// rank is one rank and its helper.
+// lookPath finds a program in the PATH of env, if its name has no slash.
+func lookPath(file string, env []string) (string, error) {
+	err := error(exec.ErrNotFound)
+	candidates := []string{file}
+	if !strings.Contains(file, "/") {
+		candidates = nil
+		for _, dir := range filepath.SplitList(valueOf(env, "PATH")) {
+			// What a relative one names depends on where a rank happens to be.
+			if filepath.IsAbs(dir) {
+				candidates = append(candidates, filepath.Join(dir, file))
+			}
+		}
+	}
+	for _, c := range candidates {
+		var path string
+		if path, err = exec.LookPath(c); err == nil {
+			return path, nil
+		}
+		if lookup, ok := errors.AsType[*exec.Error](err); ok {
+			err = lookup.Err // the rest is said by who reports it
+		}
+	}
+	if len(candidates) != 1 || candidates[0] != file {
+		err = exec.ErrNotFound
+	}
+	return "", err
+}
+
+// valueOf is the last value of a variable in env.
+func valueOf(env []string, name string) (value string) {
+	for _, v := range env {
+		if text, ok := strings.CutPrefix(v, name+"="); ok {
+			value = text
+		}
+	}
+	return value
+}
+
+// rank is one rank, for the supervisor, whose goroutine it belongs to.
 type rank struct {
-	helper  int      // process id
-	orders  *os.File // to the helper; closing it ends the rank
-	reports *os.File // from the helper
+	part    part
+	index   int // in part
 	streams [2]*stream
 
-	// The rest belongs to the supervising goroutine.
 	exit  Exit
 	ended bool // exit is known
 	gone  bool // so is the helper's end
+}
+
+// newRank is rank r, the one with an index of a part, which prints what is read from in.
+func (j *job) newRank(r int, p part, index int, in [2]source, files [2]*os.File) *rank {
+	k := &rank{part: p, index: index, exit: Exit{Host: j.o.Hosts[j.places[r].Host].Name}}
+	for i, name := range [2]string{"stdout", "stderr"} {
+		s := &stream{in: in[i], console: j.console, err: i == 1, timestamp: j.o.Timestamp, file: files[i]}
+		if !j.o.NoPrefix {
+			s.prefix = fmt.Sprintf("[%d]<%s>:", r, name)
+		}
+		if s.err {
+			s.tail = new(tail)
+		}
+		k.streams[i] = s
+	}
+	return k
+}
+
+// startCrew starts the ranks where all are of this host.
+func (j *job) startCrew(files [][2]*os.File) error {
+	c := &crew{news: func(i int, p *report) { j.events <- event{rank: i, report: p} }}
+	envs := make([][]string, j.o.NP)
+	for r := range envs {
+		envs[r] = slices.Concat(j.env, j.torchVariables(r), j.rankVariables(r), storeVariables(j.o.StoreAddr))
+	}
+	err := c.start(j.path, j.o.Command, envs)
+	for r, m := range c.members {
+		j.ranks = append(j.ranks, j.newRank(r, c, r, [2]source{m.outputs[0], m.outputs[1]}, files[r]))
+	}
+	c.lead()
+	j.parts, j.begun, j.phase = []part{c}, true, running
+	if err != nil {
+		closeFiles(files[len(c.members):])
+		return fmt.Errorf("launch: start rank %d: %w", len(c.members), err)
+	}
+	return nil
 }
 
 // openFiles creates the files of all ranks before any is started.
@@ -337,71 +462,6 @@ func closeFiles(files [][2]*os.File) {
 			f.Close() // nothing was written; nil is refused
 		}
 	}
-}
-
-// pipe returns a pipe's reading and writing end. mine is the one that stays here, non-blocking; the other blocks,
-// as programs expect. Neither is inherited unless it is passed on.
-func pipe(readingIsMine bool) (mine *os.File, theirs int, err error) {
-	var p [2]int
-	if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {
-		return nil, 0, os.NewSyscallError("pipe2", err)
-	}
-	here, there := p[0], p[1]
-	if !readingIsMine {
-		here, there = there, here
-	}
-	if err := unix.SetNonblock(here, true); err != nil {
-		unix.Close(here)
-		unix.Close(there)
-		return nil, 0, os.NewSyscallError("fcntl", err)
-	}
-	return os.NewFile(uintptr(here), "pipe"), there, nil
-}
-
-// start starts the helper of rank r. On an error nothing is left of it. family.mu is held.
-func (j *job) start(r int, null *os.File, files [2]*os.File) (_ *rank, err error) {
-	var mine []*os.File
-	var theirs []uintptr
-	defer func() {
-		for _, fd := range theirs {
-			unix.Close(int(fd))
-		}
-		if err != nil {
-			for _, f := range mine {
-				f.Close()
-			}
-		}
-	}()
-	// In the order of the helper's descriptors from 1 on.
-	for _, reading := range []bool{true, true, false, true} {
-		f, fd, err := pipe(reading)
-		if err != nil {
-			return nil, err
-		}
-		mine, theirs = append(mine, f), append(theirs, uintptr(fd))
-	}
-	argv := append([]string{"hvdrun", HelperArg, j.path}, j.o.Command...)
-	pid, _, err := syscall.StartProcess("/proc/self/exe", argv, &syscall.ProcAttr{
-		Env:   slices.Concat(j.env, torchVariables(r, &j.o), rankVariables(r, &j.o, j.host, j.id)),
-		Files: append([]uintptr{null.Fd()}, theirs...),
-		// A group of its own keeps it from signals meant for the launcher's.
-		Sys: &syscall.SysProcAttr{Setpgid: true},
-	})
-	if err != nil {
-		return nil, os.NewSyscallError("start process", err)
-	}
-	k := &rank{helper: pid, orders: mine[2], reports: mine[3]}
-	for i, name := range [2]string{"stdout", "stderr"} {
-		s := &stream{pipe: mine[i], console: j.console, err: i == 1, timestamp: j.o.Timestamp, file: files[i]}
-		if !j.o.NoPrefix {
-			s.prefix = fmt.Sprintf("[%d]<%s>:", r, name)
-		}
-		if s.err {
-			s.tail = new(tail)
-		}
-		k.streams[i] = s
-	}
-	return k, nil
 }
 
 // named reports whether v names rank r.

@@ -631,12 +631,18 @@ func TestOutputThatIsLostIsAnError(t *testing.T) {
 
 // Nobody reads what the ranks write without end: memory is bounded and signals work.
 func TestBlockedTerminal(t *testing.T) {
+	for name, hosts := range map[string]string{"one host": "", "several": "h1,localhost"} {
+		t.Run(name, func(t *testing.T) { blockedTerminal(t, hosts) })
+	}
+}
+
+func blockedTerminal(t *testing.T, hosts string) {
 	reader, writer, err := os.Pipe()
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer reader.Close()
-	r := start(t, spec{NP: 2, GraceMS: 100, stdout: writer, Command: []string{"yes", strings.Repeat("x", 100)}})
+	r := start(t, spec{NP: 2, Hosts: hosts, GraceMS: 100, stdout: writer, Command: []string{"yes", strings.Repeat("x", 100)}})
 	writer.Close()
 	// The ranks are blocked when their processor time stands still.
 	var before []string
@@ -644,7 +650,7 @@ func TestBlockedTerminal(t *testing.T) {
 	r.await("blocked ranks", func() bool {
 		var times []string
 		for _, p := range r.processes() {
-			if text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.pid)); err == nil && !p.isHelper() {
+			if text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.pid)); err == nil && !p.isHelper() && !p.isAgent() {
 				times = append(times, strings.Join(strings.Fields(string(text))[13:15], "+"))
 			}
 		}

@@ -30,6 +30,8 @@ func TestMain(m *testing.M) {
 		switch os.Args[1] {
 		case launch.HelperArg:
 			os.Exit(launch.HelperMain(os.Args[2:], os.Environ()))
+		case launch.AgentArg:
+			os.Exit(launch.AgentMain(os.Environ()))
 		case "launcher":
 			os.Exit(launcher(os.Args[2]))
 		case "rank":
@@ -50,8 +52,15 @@ type spec struct {
 	NoticeMS, GraceMS, KillMS, TimeoutMS int
 	OutputDir, Verdict, ResultFile       string
 	NoPrefix, Timestamp, Verbose         bool
-	wrap                                 []string // run the launcher by this command
-	stdout                               *os.File // instead of a buffer
+	// Hosts is a list, and Reach the words that run an agent on one, with {host} for its name and {mark} for the mark.
+	Hosts               string
+	Reach               []string
+	TorchStore          string
+	StoreAddrs          []string // instead of the store's own, STORE
+	StartMS, LivenessMS int
+	wrap                []string // run the launcher by this command
+	dir                 string   // of the launcher
+	stdout              *os.File // instead of a buffer
 }
 
 const lostByLauncher = 99 // exit status: the launcher has leaked a goroutine
@@ -83,13 +92,23 @@ func launcher(text string) int {
 		defer cancel()
 	}
 	ms := func(n int) time.Duration { return time.Duration(n) * time.Millisecond }
+	hosts, err := severalHosts(&s)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 2
+	}
 	res, err := launch.Run(ctx, launch.Options{
+		TorchStore: hosts.torch, Hosts: hosts.list, StoreAddrs: hosts.addrs, Secret: hosts.secret, AgentPath: self(), Reach: hosts.reach,
+		Start: ms(s.StartMS), Liveness: ms(s.LivenessMS),
 		NP: s.NP, Command: s.Command, Env: os.Environ(), Set: s.Set,
 		Store: verdicts(s.Verdict), StoreAddr: netip.MustParseAddrPort("127.0.0.1:4711"),
 		Stdout: os.Stdout, Stderr: os.Stderr,
 		NoPrefix: s.NoPrefix, Timestamp: s.Timestamp, OutputDir: s.OutputDir, Verbose: s.Verbose,
 		Signals: signals, Notice: ms(s.NoticeMS), Grace: ms(s.GraceMS), Kill: ms(s.KillMS),
 	})
+	if err := hosts.close(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
 	if s.ResultFile != "" {
 		text, _ := json.Marshal(res)
 		if err := os.WriteFile(s.ResultFile, text, 0o600); err != nil {
@@ -225,11 +244,15 @@ func start(t *testing.T, s spec) *run {
 	if s.NP == 0 {
 		s.NP = 1
 	}
+	for i, w := range s.Reach {
+		s.Reach[i] = strings.ReplaceAll(w, "{mark}", markVariable+"="+r.mark)
+	}
 	argv := append(s.wrap, self(), "launcher", string(must(json.Marshal(s))))
 	r.cmd = exec.Command(argv[0], argv[1:]...)
 	// The race detector would have each process of the test sleep for a second before it ends.
 	r.cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"), markVariable+"="+r.mark, "HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78")
 	r.cmd.Stdout, r.cmd.Stderr = &r.stdout, &r.stderr
+	r.cmd.Dir = s.dir
 	if s.stdout != nil {
 		r.cmd.Stdout = s.stdout
 	}
@@ -308,6 +331,8 @@ type process struct {
 }
 
 func (p process) String() string { return fmt.Sprintf("%d %s", p.pid, p.command) }
+
+func (p process) isAgent() bool { return strings.Contains(p.command, launch.AgentArg) }
 
 func (p process) isHelper() bool { return strings.Contains(p.command, launch.HelperArg) }
 

@@ -116,10 +116,59 @@ func (c *console) run() {
 	}
 }
 
+// source is where a stream of a rank is read. Read waits, and gives io.EOF when all who may write to it have closed it, or
+// after finish.
+type source interface {
+	io.ReadCloser
+	// finish has Read give what is there now and then io.EOF. Nobody of the job is left to write, but somebody else may have been
+	// given the other end and keep it open.
+	finish()
+}
+
+// pipeSource is the end to read of a rank's pipe, non-blocking.
+type pipeSource struct {
+	*os.File
+	last bool // it is being emptied
+	left int  // bytes to take then at most, for who goes on writing could fill it again and again
+}
+
+func (p *pipeSource) Read(b []byte) (n int, err error) {
+	if !p.last {
+		n, err = p.File.Read(b)
+		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
+			return n, err
+		}
+		// The descriptor cannot be had while the deadline holds.
+		if err := p.SetReadDeadline(time.Time{}); err != nil {
+			return 0, err
+		}
+	}
+	raw, err := p.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	n = 0
+	_ = raw.Read(func(fd uintptr) bool {
+		if !p.last {
+			p.last = true
+			p.left, _ = unix.FcntlInt(fd, unix.F_GETPIPE_SZ, 0)
+		}
+		n, _ = unix.Read(int(fd), b[:min(len(b), p.left)])
+		return true
+	})
+	if n <= 0 {
+		return 0, io.EOF
+	}
+	p.left -= n
+	return n, nil
+}
+
+func (p *pipeSource) finish() { _ = p.SetReadDeadline(time.Unix(1, 0)) }
+
 // stream carries what one rank writes to its standard output or error to the console, and to a file and a tail
 // if it has them.
 type stream struct {
-	pipe      *os.File // the end to read, non-blocking
+	in        source
 	console   *console
 	err       bool
 	prefix    string
@@ -131,27 +180,20 @@ type stream struct {
 	fileErr error  // why file is incomplete
 }
 
-// run reads until the pipe is closed by all who may write to it, or until finish.
+// run reads until the end of the source.
 func (s *stream) run() {
 	split := splitter{line: s.line, ended: s.ended, max: maxLineBytes}
-	take := func(p []byte) {
-		if s.file != nil && s.fileErr == nil {
-			_, s.fileErr = s.file.Write(p)
-		}
-		split.write(p)
-		s.flush()
-	}
 	buf := make([]byte, readBytes)
 	for {
-		n, err := s.pipe.Read(buf)
-		take(buf[:n])
-		if err == nil {
-			continue
+		n, err := s.in.Read(buf)
+		if s.file != nil && s.fileErr == nil {
+			_, s.fileErr = s.file.Write(buf[:n])
 		}
-		if errors.Is(err, os.ErrDeadlineExceeded) {
-			s.drain(buf, take)
+		split.write(buf[:n])
+		s.flush()
+		if err != nil {
+			break
 		}
-		break
 	}
 	split.flush()
 	s.flush()
@@ -160,35 +202,7 @@ func (s *stream) run() {
 			s.fileErr = err
 		}
 	}
-	s.pipe.Close()
-}
-
-// finish makes run return when the pipe is empty. Nobody of the job is left to write, but somebody else may
-// have been given the other end and keep it open.
-func (s *stream) finish() { _ = s.pipe.SetReadDeadline(time.Unix(1, 0)) }
-
-// drain takes what is in the pipe now.
-func (s *stream) drain(buf []byte, take func([]byte)) {
-	if s.pipe.SetReadDeadline(time.Time{}) != nil {
-		return
-	}
-	raw, err := s.pipe.SyscallConn()
-	if err != nil {
-		return
-	}
-	_ = raw.Read(func(fd uintptr) bool {
-		left, err := unix.FcntlInt(fd, unix.F_GETPIPE_SZ, 0)
-		for err == nil && left > 0 {
-			var n int
-			n, err = unix.Read(int(fd), buf)
-			if n <= 0 {
-				break
-			}
-			take(buf[:n])
-			left -= n
-		}
-		return true
-	})
+	s.in.Close()
 }
 
 func (s *stream) line(text []byte, end byte) {

@@ -80,6 +80,8 @@ func judge(exits []Exit, v *verdict.Verdict) (roots []int, status int) {
 // describe says how the rank ended, in a clause.
 func (e Exit) describe() string {
 	switch {
+	case e.Why != "":
+		return e.Why
 	case e.Lost:
 		return "its helper was killed, and the command with it"
 	case e.Signal == 0 && e.Sent == 0:
@@ -112,7 +114,7 @@ func (j *job) report(res Result) string {
 	for _, r := range res.Roots {
 		e := res.Ranks[r]
 		fmt.Fprintf(&b, "  rank %d: %s\n    host: %s\n    pid:  %d\n    time: %s\n",
-			r, e.describe(), j.host, e.PID, e.At.Format("2006-01-02 "+clock))
+			r, e.describe(), e.Host, e.PID, e.At.Format("2006-01-02 "+clock))
 		lines := j.ranks[r].streams[1].tail.lines
 		if len(lines) == 0 {
 			b.WriteString("    nothing on stderr\n")
@@ -130,7 +132,11 @@ func (j *job) report(res Result) string {
 		}
 		b.WriteString(title)
 		title = ""
-		fmt.Fprintf(&b, "  rank %d: %s, pid %d, at %s\n", r, e.describe(), e.PID, e.At.Format(clock))
+		host := ""
+		if j.several {
+			host = " on " + e.Host
+		}
+		fmt.Fprintf(&b, "  rank %d: %s, pid %d%s, at %s\n", r, e.describe(), e.PID, host, e.At.Format(clock))
 	}
 	b.WriteString(rule + "\n")
 	return b.String()

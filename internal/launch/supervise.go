@@ -2,23 +2,26 @@ package launch
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
+	"net/netip"
 	"os"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/hostlist"
 )
 
 // phase is how far the end of the job has come.
 type phase int
 
 const (
-	running     phase = iota // no deadline
+	preparing   phase = iota // the hosts get ready
+	running                  // no deadline
 	noticing                 // a rank has failed: the others may end by themselves
 	terminating              // the others were sent a signal: they may clean up
 	killing                  // the others were sent SIGKILL
@@ -26,36 +29,59 @@ const (
 	givenUp                  // what is left cannot be killed
 )
 
-// event is news of one rank: a report of its helper, or nil for the helper's end.
+// event is news of one rank: a report of its helper, or nil for the helper's end. Or it is news of a host, if that is not nil.
 type event struct {
 	rank   int
 	report *report
+
+	host *remote
+	// ready says that the host is, refused that it can start no ranks. Else the host is no more, and was heard last at that time.
+	ready, refused bool
+	store          netip.AddrPort // where it has reached that, if it is ready
+	err            error          // why it is not, or no more
+	heard          time.Time
 }
 
-// maxEvents bounds the events of one rank: two reports and the end.
-const maxEvents = 3
+const (
+	// maxNews bounds the events of one rank: two reports and the end.
+	maxNews = 3
+	// maxHostNews bounds those of a host: ready, refused, and the end.
+	maxHostNews = 3
+)
 
 // verdictWait is how long a verdict may take to be read. The ranks are gone then: it is there, or it never will be.
 const verdictWait = 100 * time.Millisecond
 
+// part is the ranks of one host.
+type part interface {
+	// send sends s to the process group of the rank with an index, or kills everything of it if it is SIGKILL. It does not wait.
+	send(index int, s syscall.Signal)
+	// force kills the helpers.
+	force()
+	// done is closed when nothing of the ranks is left, and all events were told.
+	done() <-chan struct{}
+	// release has the outputs end. Nothing is sent any more. The error is of the supervision itself.
+	release() error
+}
+
 // job is one run. Its fields belong to the goroutine of Run, except where noted.
 type job struct {
-	o    Options
-	host string
-	id   string
-	path string   // of the command
-	env  []string // of all ranks
+	o       Options
+	places  []hostlist.Place // by rank
+	hosts   int              // that have ranks
+	several bool             // not all ranks are of this host, and each host has an agent
+	id      string
+	path    string   // of the command
+	env     []string // of all ranks
 
 	ranks   []*rank
-	family  family       // of helpers
-	before  map[int]bool // children that this process had before
+	parts   []part
+	fleet   fleet // of agents
+	waiting int   // for hosts that are not ready
+	begun   bool  // ranks were started
 	console *console
 	events  chan event // has room for all that come
-
-	// workers are the goroutines that end with the last helper: the one that reaps and one per rank's reports.
-	workers sync.WaitGroup
-	settled chan struct{} // closed after them
-	reapErr error         // valid after settled
+	settled chan struct{}
 	writers sync.WaitGroup
 
 	phase    phase
@@ -67,32 +93,15 @@ type job struct {
 	aborted  error // why not all ranks could be started
 }
 
-func (j *job) run(ctx context.Context) (Result, error) {
-	null, err := os.Open(os.DevNull)
-	if err != nil {
-		return Result{}, fmt.Errorf("launch: standard input of the ranks: %w", err)
-	}
-	defer null.Close()
-	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
-		return Result{}, fmt.Errorf("launch: become a subreaper: %w", err)
-	}
-	// A program that replaces itself by the launcher leaves it its children.
-	children, err := listChildren()
-	if err != nil {
-		return Result{}, err
-	}
-	j.before = make(map[int]bool, len(children))
-	for _, c := range children {
-		j.before[c.pid] = true
-	}
+// run runs the ranks that start starts. That gets the files of their output.
+func (j *job) run(ctx context.Context, start func([][2]*os.File) error) (Result, error) {
 	files, err := j.openFiles()
 	if err != nil {
 		return Result{}, err
 	}
 	j.console = newConsole(j.o.Stdout, j.o.Stderr)
-	startErr := j.startAll(null, files)
-	if startErr != nil {
-		j.abort(startErr)
+	if err := start(files); err != nil {
+		j.abort(err)
 	}
 	j.supervise(ctx)
 	result, err := j.conclude(ctx)
@@ -102,46 +111,19 @@ func (j *job) run(ctx context.Context) (Result, error) {
 	return result, err
 }
 
-// startAll starts the helpers. family.own is complete before anything is reaped.
-func (j *job) startAll(null *os.File, files [][2]*os.File) error {
-	j.family.own = make(map[int]func(unix.WaitStatus), j.o.NP)
-	for r := range j.o.NP {
-		k, err := j.start(r, null, files[r])
-		if err != nil {
-			closeFiles(files[r:])
-			return fmt.Errorf("launch: start rank %d: %w", r, err)
-		}
-		j.ranks = append(j.ranks, k)
-		j.family.own[k.helper] = j.helperEnded
-	}
-	return nil
-}
-
-// helperEnded is called with family.mu held.
-func (j *job) helperEnded(status unix.WaitStatus) {
-	if status.Exited() && status.ExitStatus() == 0 {
-		return // it has left nobody behind
-	}
-	j.family.fate = func(pid, _ int) fate {
-		if j.before[pid] {
-			return ignored
-		}
-		return doomed
-	}
-}
-
 // supervise returns when all helpers are gone, and the orphans of those that were killed, or when that has
 // proved impossible.
 func (j *job) supervise(ctx context.Context) {
-	j.workers.Go(func() { j.reapErr = j.family.reap() })
-	for r, k := range j.ranks {
-		j.workers.Go(func() { j.listen(r, k) })
+	for _, k := range j.ranks {
 		for _, s := range k.streams {
 			j.writers.Go(s.run)
 		}
 	}
+	j.settled = make(chan struct{})
 	go func() {
-		j.workers.Wait()
+		for _, p := range j.parts {
+			<-p.done()
+		}
 		close(j.settled)
 	}()
 	timer := time.NewTimer(0)
@@ -174,23 +156,12 @@ func (j *job) supervise(ctx context.Context) {
 	}
 }
 
-// listen turns the helper's reports into events.
-func (j *job) listen(r int, k *rank) {
-	reports := json.NewDecoder(k.reports)
-	for range maxEvents - 1 {
-		var p report
-		if reports.Decode(&p) != nil {
-			break
-		}
-		j.events <- event{rank: r, report: &p}
-	}
-	// Only the helper has the other end, so this is the helper's end.
-	_, _ = io.Copy(io.Discard, k.reports)
-	j.events <- event{rank: r}
-}
-
 // hear takes in the news of a rank.
 func (j *job) hear(e event) {
+	if e.host != nil {
+		j.hearHost(e)
+		return
+	}
 	k := j.ranks[e.rank]
 	switch p := e.report; {
 	case p == nil:
@@ -202,7 +173,11 @@ func (j *job) hear(e event) {
 		j.tell("rank %d: all its processes are gone", e.rank)
 	case p.Errno != 0:
 		k.ended = true // before it began
-		j.abort(newCommandError(j.o.Command[0], p.Errno))
+		err := newCommandError(j.o.Command[0], p.Errno)
+		if j.several {
+			err.Host = k.exit.Host
+		}
+		j.abort(err)
 		return
 	case p.PID != 0:
 		k.exit.PID = p.PID
@@ -212,6 +187,49 @@ func (j *job) hear(e event) {
 		k.exit.Code, k.exit.Signal, k.exit.Sent, k.exit.At = p.Code, p.Signal, p.Sent, time.Unix(0, p.At)
 		j.tell("rank %d: %s", e.rank, k.exit.describe())
 	}
+	j.consider(e.rank)
+}
+
+// hearHost takes in the news of a host.
+func (j *job) hearHost(e event) {
+	h := e.host
+	switch {
+	case e.ready:
+		h.ready = true
+		j.waiting--
+		j.tell("host %s: ready; its ranks meet the others at %v", h.name, e.store)
+		if j.waiting == 0 && j.phase == preparing {
+			j.begun, j.phase = true, running
+			for _, h := range j.fleet.hosts {
+				h.out.put(encodeKind(kindBegin))
+			}
+		}
+		return
+	case e.refused:
+		j.abort(e.err)
+		return
+	case j.phase == preparing:
+		j.abort(&HostError{h.name, e.err})
+	}
+	var lost []int
+	for _, r := range h.ranks {
+		k := j.ranks[r]
+		k.gone = true
+		if !k.ended && j.begun {
+			k.ended = true
+			k.exit.Lost, k.exit.Signal, k.exit.At = true, unix.SIGKILL, e.heard
+			k.exit.Why = fmt.Sprintf("host %s is lost: %v", h.name, e.err)
+			lost = append(lost, r)
+		}
+	}
+	for _, r := range lost {
+		j.consider(r)
+	}
+}
+
+// consider decides what rank r's news mean for the others.
+func (j *job) consider(r int) {
+	k := j.ranks[r]
 	alive := 0
 	for _, k := range j.ranks {
 		if !k.ended {
@@ -221,7 +239,7 @@ func (j *job) hear(e event) {
 	if k.ended && k.exit.Status() != 0 && !j.asked && !j.failed && j.aborted == nil {
 		j.failed = true
 		if alive > 0 && j.phase == running {
-			j.console.note("rank %d: %s; the others have %v to end", e.rank, k.exit.describe(), j.o.Notice)
+			j.console.note("rank %d: %s; the others have %v to end", r, k.exit.describe(), j.o.Notice)
 			j.enter(noticing, j.o.Notice)
 		}
 	}
@@ -248,6 +266,11 @@ func (j *job) heed(s os.Signal) {
 		if !j.failed {
 			j.signal = sig
 		}
+		if j.phase == preparing {
+			j.console.note("%s: no rank was started", unix.SignalName(sig))
+			j.kill()
+			return
+		}
 		j.console.note("%s: the ranks have %v to end; once more kills them", unix.SignalName(sig), j.o.Grace)
 		if sig == unix.SIGINT {
 			j.end(unix.SIGINT)
@@ -261,6 +284,14 @@ func ends(s syscall.Signal) bool { return s == unix.SIGINT || s == unix.SIGTERM 
 
 func (j *job) expire() {
 	switch j.phase {
+	case preparing:
+		var late []string
+		for _, h := range j.fleet.hosts {
+			if !h.ready {
+				late = append(late, h.name)
+			}
+		}
+		j.abort(&HostError{strings.Join(late, ", "), fmt.Errorf("not ready within %v", j.o.Start)})
 	case noticing:
 		j.tell("sending SIGTERM to the ranks that are left")
 		j.end(unix.SIGTERM)
@@ -269,10 +300,8 @@ func (j *job) expire() {
 		j.kill()
 	case killing:
 		j.enter(forcing, j.o.Kill)
-		j.family.mu.Lock()
-		defer j.family.mu.Unlock()
-		for pid := range j.family.own {
-			_ = unix.Kill(pid, unix.SIGKILL) // it is a child and not reaped
+		for _, p := range j.parts {
+			p.force()
 		}
 	case forcing:
 		j.phase = givenUp
@@ -283,6 +312,10 @@ func (j *job) enter(p phase, d time.Duration) { j.phase, j.deadline = p, time.No
 
 // end asks the ranks to end. It shortens no time that is already running out.
 func (j *job) end(s syscall.Signal) {
+	if j.phase == preparing {
+		j.kill()
+		return
+	}
 	if j.phase < terminating {
 		j.enter(terminating, j.o.Grace)
 	}
@@ -290,16 +323,18 @@ func (j *job) end(s syscall.Signal) {
 }
 
 func (j *job) kill() {
+	if !j.begun {
+		j.fleet.cut() // there is nothing but agents
+	}
 	j.enter(killing, j.o.Kill)
 	j.send(unix.SIGKILL)
 }
 
-// send has the helpers send s to their rank's process group, or kill everything if it is SIGKILL. It does not wait: a pipe
-// holds 65536 signals.
+// send sends s to the ranks' process groups.
 func (j *job) send(s syscall.Signal) {
 	for _, k := range j.ranks {
-		if !k.gone {
-			_, _ = k.orders.Write([]byte{byte(s)}) // an error is a helper that has just ended
+		if !k.gone && j.begun {
+			k.part.send(k.index, s)
 		}
 	}
 }
@@ -331,15 +366,10 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 			}
 		}
 		errs = append(errs, fmt.Errorf("launch: processes of ranks %v were sent SIGKILL and are not gone", left))
-	} else if j.reapErr != nil {
-		errs = append(errs, j.reapErr)
+		j.fleet.cut() // or the output of those would not end
 	}
-	for _, k := range j.ranks {
-		k.orders.Close()
-		k.reports.Close()
-		for _, s := range k.streams {
-			s.finish()
-		}
+	for _, p := range j.parts {
+		errs = append(errs, p.release())
 	}
 	result := j.result(ctx)
 	if j.cause != nil {
@@ -347,9 +377,11 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	}
 
 	written := make(chan struct{})
+	var agents error // valid after it
 	go func() {
 		defer close(written)
 		j.writers.Wait()
+		agents = j.fleet.dismiss(j.o.Kill)
 		if text := j.report(result); text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
@@ -360,13 +392,18 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	var patience <-chan time.Time
 	done := ctx.Done()
 	if j.asked {
-		timer := time.NewTimer(j.o.Grace)
+		wait := j.o.Grace
+		if j.several {
+			wait += lastWords // which have a longer way
+		}
+		timer := time.NewTimer(wait)
 		defer timer.Stop()
 		patience, done = timer.C, nil
 	}
 	for {
 		select {
 		case <-written:
+			errs = append(errs, agents)
 			for r, k := range j.ranks {
 				result.Ranks[r].Stderr = k.streams[1].tail.lines
 				for _, s := range k.streams {
@@ -384,6 +421,8 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		case <-patience:
 		}
 		j.console.abandon()
+		j.fleet.cut()
+		errs = append(errs, j.fleet.dismiss(j.o.Kill))
 		return result, errors.Join(append(errs, errors.New("launch: output was lost: nobody has read it"))...)
 	}
 }

@@ -60,7 +60,7 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 // floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
 var floors = [][]string{
 	{"half", "topo", "secret", "internal/netif", "internal/lint", "internal/futex", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet", "internal/testtorch", "internal/testhosts"},
-	{"tensor", "internal/config", "internal/arena", "internal/dial"},
+	{"tensor", "internal/config", "internal/arena", "internal/dial", "internal/hostlist"},
 	{"message/messagepb", "rendezvous/rendezvouspb", "internal/kernel", "internal/verdict", "internal/serve"},
 	{"message"},
 	{"responsecache", "fusion", "tensorqueue"},

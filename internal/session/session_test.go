@@ -38,6 +38,17 @@ func TestPack(t *testing.T) {
 	}
 }
 
+func FuzzUnpack(f *testing.F) {
+	f.Add(pack("host", []byte("card"), []byte("info")))
+	f.Add([]byte{0xff, 0xff, 1})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		host, card, info, err := unpack(b)
+		if err == nil && !bytes.Equal(pack(host, card, info), b) {
+			t.Errorf("%x was read as %q, %x, %x", b, host, card, info)
+		}
+	})
+}
+
 // open opens the sessions of a job whose ranks are in this process, and closes those there are at the end of the test.
 func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Session, []error) {
 	t.Setenv("TMPDIR", t.TempDir()) // where the sockets are

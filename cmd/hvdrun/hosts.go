@@ -1,0 +1,162 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/pflag"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/hostlist"
+	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/netif"
+)
+
+// hostFlags say where the ranks run, and how the hosts are reached.
+type hostFlags struct {
+	list, file   string
+	sshPort      int
+	sshIdentity  string
+	agent        string
+	remoteHvdrun string
+}
+
+// hostPlace stands for the host in the words of --agent.
+const hostPlace = "{host}"
+
+func (h *hostFlags) group() group {
+	g := newGroup("Several hosts")
+	f := g.flags
+	f.StringVarP(&h.list, "hosts", "H", "", "`LIST` of hosts that get ranks and how many each, as in h1:2,h2:2; one if none is said")
+	f.StringVar(&h.file, "hostfile", "", "`FILE` with a host a line, h1 slots=2 or h1:2; also -hostfile")
+	f.IntVarP(&h.sshPort, "ssh-port", "p", 0, "`PORT` of sshd on the other hosts, if it is not in ssh's configuration")
+	f.StringVarP(&h.sshIdentity, "ssh-identity-file", "i", "", "private key for ssh, a `FILE`")
+	f.StringVar(&h.agent, "agent", "",
+		"`COMMAND` that runs what follows on a host, in place of ssh; its words, with the host's name for {host}, or behind them")
+	f.StringVar(&h.remoteHvdrun, "remote-hvdrun", "", "`PATH` of hvdrun on the other hosts, if it is not where it is here")
+	return g
+}
+
+// hosts are those of the flags, none if there are none.
+func (h *hostFlags) hosts() (hosts []hostlist.Host, err error) {
+	switch {
+	case h.list != "" && h.file != "":
+		return nil, usagef("--hosts and --hostfile exclude each other")
+	case h.list != "":
+		if hosts, err = hostlist.Parse(h.list); err != nil {
+			return nil, usagef("--hosts: %w", err)
+		}
+	case h.file != "":
+		if hosts, err = hostlist.ParseFile(h.file); err != nil {
+			return nil, usagef("--hostfile: %w", err)
+		}
+	}
+	return hosts, nil
+}
+
+// check finds what contradicts in the flags that were given.
+func (h *hostFlags) check(given *pflag.FlagSet) error {
+	for _, f := range []struct {
+		name  string
+		empty bool
+	}{
+		{"hosts", h.list == ""}, {"hostfile", h.file == ""},
+		{"remote-hvdrun", h.remoteHvdrun == ""}, {"agent", strings.TrimSpace(h.agent) == ""},
+	} {
+		if given.Changed(f.name) && f.empty {
+			return usagef("--%s: got nothing", f.name)
+		}
+	}
+	if given.Changed("ssh-port") && (h.sshPort < 1 || h.sshPort > 65535) {
+		return usagef("--ssh-port: got %d, want 1 to 65535", h.sshPort)
+	}
+	if h.agent != "" && (h.sshPort != 0 || h.sshIdentity != "") {
+		return usagef("--ssh-port and --ssh-identity-file are for ssh, and --agent is in its place: put them into that")
+	}
+	return nil
+}
+
+// onSeveral reports whether a rank is to run on another host.
+func onSeveral(hosts []hostlist.Host) bool {
+	return len(hosts) > 1 || len(hosts) == 1 && !launch.IsThisHost(hosts[0].Name)
+}
+
+// reach is the command that runs words on a host.
+func (h *hostFlags) reach(host string, words []string) []string {
+	if h.agent != "" {
+		// What follows is passed on word by word, for not every agent has a shell at the other end.
+		argv := strings.Fields(strings.ReplaceAll(h.agent, hostPlace, host))
+		if !strings.Contains(h.agent, hostPlace) {
+			argv = append(argv, host)
+		}
+		return append(argv, words...)
+	}
+	// No password is asked for, no terminal is made, which would change what passes through, and no connection for others is
+	// kept, which would outlive the job.
+	argv := []string{"ssh", "-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no"}
+	if h.sshPort != 0 {
+		argv = append(argv, "-p", strconv.Itoa(h.sshPort))
+	}
+	if h.sshIdentity != "" {
+		argv = append(argv, "-i", h.sshIdentity)
+	}
+	argv = append(argv, host)
+	for _, w := range words {
+		argv = append(argv, shellWord(w))
+	}
+	return argv
+}
+
+// shellWord quotes a word for the shell that sshd gives it to.
+func shellWord(word string) string {
+	special := func(r rune) bool {
+		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune("_-./:=@%+,", r)
+	}
+	if word != "" && !strings.ContainsFunc(word, special) {
+		return word
+	}
+	return "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
+}
+
+// agentPath is hvdrun on the other hosts.
+func (h *hostFlags) agentPath() (string, error) {
+	if h.remoteHvdrun != "" {
+		return h.remoteHvdrun, nil
+	}
+	path, err := os.Executable()
+	if err != nil {
+		return "", fmt.Errorf("where hvdrun is: %w", err)
+	}
+	return path, nil
+}
+
+// storeAddresses are those of this host that others may reach, with a port: first that of the default route, since names that ssh
+// alone understands do not tell the way to a host.
+func storeAddresses(settings *config.Config, port uint16) ([]netip.AddrPort, error) {
+	choice, err := netif.Parse(settings.NetworkInterfaces)
+	if err != nil {
+		return nil, usageError{err}
+	}
+	own, err := choice.Addresses()
+	if err != nil {
+		return nil, usageError{err}
+	}
+	if len(own) == 0 {
+		return nil, errors.New("this host has no address that others could reach")
+	}
+	first, err := choice.Any()
+	if err != nil {
+		return nil, usageError{err}
+	}
+	addrs := []netip.AddrPort{netip.AddrPortFrom(first, port)}
+	for _, a := range own {
+		if a != first {
+			addrs = append(addrs, netip.AddrPortFrom(a, port))
+		}
+	}
+	return addrs, nil
+}

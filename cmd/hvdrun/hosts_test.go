@@ -1,0 +1,157 @@
+package main
+
+import (
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/netif"
+)
+
+// fakeSSH makes a directory with a program ssh that notes its words, a line each, and does as sshd with the last ones: it gives them
+// to a shell. It stays on this host.
+func fakeSSH(t *testing.T) (dir, notes string) {
+	t.Helper()
+	dir = t.TempDir()
+	notes = filepath.Join(dir, "notes")
+	script := `#!/bin/sh
+printf '%s\n' "$@" >>'` + notes + `'
+while [ $# -gt 2 ]; do shift; done
+exec sh -c "$*"
+`
+	if err := os.WriteFile(filepath.Join(dir, "ssh"), []byte(script), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return dir, notes
+}
+
+func TestHostsBySSH(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// A path that a shell would tear apart.
+	odd := filepath.Join(t.TempDir(), "it's hvdrun $HOME")
+	if err := os.Symlink(self, odd); err != nil {
+		t.Fatal(err)
+	}
+	bin, notes := fakeSSH(t)
+	cmd := hvdrun(t, "-np", "3", "-H", "h1:2,h2:2", "-p", "2222", "-i", "key file", "--remote-hvdrun", odd, "--network-interfaces", "lo",
+		"-x", "TMPDIR", "sh", "-c", "echo $HOROVOD_HOSTNAME $HOROVOD_LOCAL_RANK $HOROVOD_GLOO_RENDEZVOUS_ADDR $TMPDIR $MASTER_ADDR")
+	cmd.Env = append(slices.DeleteFunc(cmd.Env, func(v string) bool { return strings.HasPrefix(v, "TMPDIR=") || strings.HasPrefix(v, "MASTER_ADDR=") }),
+		"PATH="+bin+":"+os.Getenv("PATH"), "TMPDIR=/mine")
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	lines := strings.Split(strings.TrimSpace(string(out)), "\n")
+	slices.Sort(lines)
+	want := []string{"[0]<stdout>:h1 0 127.0.0.1 /mine", "[1]<stdout>:h1 1 127.0.0.1 /mine", "[2]<stdout>:h2 0 127.0.0.1 /mine"}
+	if err != nil || !slices.Equal(lines, want) || stderr.String() != "" {
+		t.Errorf("got %q, error %v and %q, want %q", lines, err, stderr.String(), want)
+	}
+	words, err := os.ReadFile(notes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, host := range []string{"h1", "h2"} {
+		want := strings.Join([]string{"-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no", "-p", "2222", "-i", "key file", host,
+			"'" + strings.ReplaceAll(odd, "'", `'\''`) + "'", launch.AgentArg, ""}, "\n")
+		if !strings.Contains(string(words), want) {
+			t.Errorf("got %q, want %q", words, want)
+		}
+	}
+}
+
+// The words of an agent have the host where they say so, else behind them.
+func TestHostsByAgent(t *testing.T) {
+	dir := t.TempDir()
+	file, script := filepath.Join(dir, "hosts"), filepath.Join(dir, "agent")
+	if err := os.WriteFile(file, []byte("# two\nh1 slots=1\nlocalhost:1\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(script, []byte("#!/bin/sh\nAT=$1; export AT; shift; exec \"$@\"\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, agent := range []string{"env AT={host}", script} {
+		stdout, stderr, status := output(t, "-hostfile", file, "--agent", agent, "--network-interfaces", "lo", "--verbose",
+			"sh", "-c", "echo $HOROVOD_RANK $HOROVOD_SIZE $AT")
+		lines := strings.Split(strings.TrimSpace(stdout), "\n")
+		slices.Sort(lines)
+		if want := []string{"[0]<stdout>:0 2 h1", "[1]<stdout>:1 2"}; status != 0 || !slices.Equal(lines, want) {
+			t.Errorf("%s: got exit status %d, %q and %q, want %q", agent, status, lines, stderr, want)
+		}
+		if !strings.Contains(stderr, "hvdrun: host h1: ready") {
+			t.Errorf("got %q, want what hvdrun does", stderr)
+		}
+	}
+}
+
+// Names of this host need no agent, and one host that is this one no store that others reach.
+func TestThisHostInTheList(t *testing.T) {
+	stdout, stderr, status := output(t, "-H", "localhost:2", "--agent", "no-such-agent", "sh", "-c", "echo $HOROVOD_HOSTNAME $HOROVOD_GLOO_RENDEZVOUS_ADDR $MASTER_ADDR")
+	if want := "<stdout>:localhost 127.0.0.1 127.0.0.1\n"; status != 0 || strings.Count(stdout, want) != 2 {
+		t.Errorf("got exit status %d, %q and %q, want %q of both", status, stdout, stderr, want)
+	}
+	if stdout, stderr, status = output(t, "-H", "localhost,127.0.0.1", "--network-interfaces", "lo", "sh", "-c", "echo $HOROVOD_HOSTNAME $HOROVOD_CROSS_RANK"); status != 0 ||
+		!strings.Contains(stdout, "[0]<stdout>:localhost 0\n") || !strings.Contains(stdout, "[1]<stdout>:127.0.0.1 1\n") {
+		t.Errorf("got exit status %d, %q and %q, want both", status, stdout, stderr)
+	}
+}
+
+func TestHostThatCannotBeUsed(t *testing.T) {
+	for _, c := range []struct {
+		args []string
+		want int
+		says string
+	}{
+		{[]string{"--agent", "sh -c no-such-shell", "true"}, 1, "hvdrun: host h1: hvdrun is not at "},
+		{[]string{"--agent", "false", "true"}, 1, "hvdrun: host h1: false: exit status 1"},
+		{[]string{"--agent", "no-such-agent", "true"}, 1, "hvdrun: host h1: no-such-agent: executable file not found in $PATH"},
+		{[]string{"--agent", "env X={host}", "no-such-program"}, 127, `command "no-such-program" on host h1: executable file not found in $PATH`},
+		{[]string{"--agent", "env X={host}", "--remote-hvdrun", "/no/hvdrun", "true"}, 1, "hvdrun: host h1: hvdrun is not at /no/hvdrun there; --remote-hvdrun says where it is"},
+		{[]string{"--agent", "sleep 1000 #{host}", "--start-timeout", "0.3", "true"}, 1, "hvdrun: host h1: "},
+	} {
+		if _, stderr, status := output(t, append([]string{"-H", "h1", "--network-interfaces", "lo"}, c.args...)...); status != c.want || !strings.Contains(stderr, c.says) {
+			t.Errorf("%q: got exit status %d and %q, want %d and %q", c.args, status, stderr, c.want, c.says)
+		}
+	}
+}
+
+// The first address is that of the default route, which others most likely use too.
+func TestStoreAddresses(t *testing.T) {
+	for _, list := range [][]string{nil, {"lo"}} {
+		settings := config.Config{NetworkInterfaces: list}
+		choice, err := netif.Parse(list)
+		if err != nil {
+			t.Fatal(err)
+		}
+		own, err := choice.Addresses()
+		if err != nil {
+			t.Fatal(err)
+		}
+		first, err := choice.Any()
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := storeAddresses(&settings, 7)
+		if len(own) == 0 {
+			if err == nil {
+				t.Errorf("got %v without an address", got)
+			}
+			continue
+		}
+		if err != nil || len(got) != len(own) || got[0] != netip.AddrPortFrom(first, 7) {
+			t.Errorf("%v: got %v and error %v, want %v with %v first", list, got, err, own, first)
+		}
+		for _, a := range own {
+			if !slices.Contains(got, netip.AddrPortFrom(a, 7)) {
+				t.Errorf("%v: got %v without %v", list, got, a)
+			}
+		}
+	}
+}

@@ -1,0 +1,274 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/secret"
+)
+
+// purposes are what is proven at the doors of a job: those of the store, the root, and the ranks.
+var purposes = []string{"GHVS", "GHVB", "ghvd"}
+
+// doorDeadline bounds how long a door may hold a stranger: twice the 10 s that a handshake may take.
+const doorDeadline = 20 * time.Second
+
+// Who has not the secret, or only what he has overheard, gets in at no door of a running job, is told nothing, and is logged.
+// The job goes on, and whoever has the secret gets in meanwhile.
+func TestDoors(t *testing.T) {
+	for _, mode := range []struct{ name, tls string }{{"plain", "0"}, {"TLS", "1"}} {
+		t.Run(mode.name, func(t *testing.T) {
+			t.Parallel()
+			stop := filepath.Join(t.TempDir(), "stop")
+			j := start(t, 2, "steady", stopVariable+"="+stop, "HOROVOD_LOG_LEVEL=info", "HVD_TLS="+mode.tls)
+			pids := append(j.ready(2), j.cmd.Process.Pid)
+			text := variable(t, pids[0], "HVD_SECRET")
+			key, err := secret.Parse(text)
+			if err != nil {
+				t.Fatal(err)
+			}
+			wrong, _ := secret.New()
+			if mode.tls == "1" {
+				key, wrong = key.Encrypted(), wrong.Encrypted()
+			}
+			var doors []door
+			for _, pid := range pids {
+				for _, port := range listening(t, pid) {
+					if purpose, ok := find(t, port, key); ok {
+						doors = append(doors, door{port, purpose})
+					}
+				}
+			}
+			// hvdrun's store, rank 0's root, the endpoint of each rank. (PyTorch's store has no lock.)
+			if len(doors) != 4 {
+				t.Fatalf("%d doors know the secret, want 4: %v", len(doors), doors)
+			}
+			before := peakMiB(t, pids[0])
+			for _, d := range doors {
+				d.attack(t, key, wrong)
+			}
+			halfOpen(t, doors, key)
+			if after := peakMiB(t, pids[0]); after > before+64 {
+				t.Errorf("rank 0 grew from %d to %d MiB", before, after)
+			}
+			if err := os.WriteFile(stop, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if status := j.wait(); status != 0 || strings.Count(j.out(), "]<stdout>:rounds ") != 2 {
+				t.Errorf("the job ended with status %d:\n%s", status, j.out())
+			}
+			for _, says := range []string{"has another secret", "has no secret"} {
+				if !strings.Contains(j.err(), says) {
+					t.Errorf("nobody logged %q", says)
+				}
+			}
+			if strings.Contains(j.err(), text) {
+				t.Error("the secret is in a log")
+			}
+			if t.Failed() {
+				log := j.err()
+				t.Logf("%s", log[:min(len(log), 20000)])
+			}
+		})
+	}
+}
+
+// door is a port of a job, and what is proven there.
+type door struct {
+	port    int
+	purpose string
+}
+
+func (d door) dial() (net.Conn, error) {
+	conn, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", d.port))
+	if err == nil {
+		err = conn.SetDeadline(time.Now().Add(doorDeadline))
+	}
+	return conn, err
+}
+
+// enter proves the secret.
+func (d door) enter(key secret.Secret) error {
+	conn, err := d.dial()
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	over, err := key.Dial(conn, d.purpose)
+	if err != nil {
+		return err
+	}
+	return accepted(over)
+}
+
+// find tries which proof a port takes.
+func find(t *testing.T, port int, key secret.Secret) (purpose string, ok bool) {
+	t.Helper()
+	for _, purpose := range purposes {
+		d := door{port, purpose}
+		conn, err := d.dial()
+		if err != nil {
+			t.Fatal(err)
+		}
+		// A server that speaks something else may wait for more before it hangs up.
+		conn.SetDeadline(time.Now().Add(3 * time.Second))
+		over, err := key.Dial(conn, purpose)
+		if err == nil {
+			err = accepted(over)
+		}
+		conn.Close()
+		if err == nil {
+			return purpose, true
+		}
+	}
+	return "", false
+}
+
+// accepted reports whether the server did not hang up on what a client said last: the client's own proof, of which it is told
+// nothing.
+func accepted(conn net.Conn) error {
+	conn.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
+	_, err := conn.Read(make([]byte, 1))
+	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() || err == nil {
+		return nil
+	}
+	return err
+}
+
+// overheard is a connection of which somebody notes what the client says.
+type overheard struct {
+	net.Conn
+	said *bytes.Buffer
+}
+
+func (o overheard) Write(b []byte) (int, error) {
+	o.said.Write(b)
+	return o.Conn.Write(b)
+}
+
+// attack tries to get in without the secret.
+func (d door) attack(t *testing.T, key, wrong secret.Secret) {
+	t.Helper()
+	conn, err := d.dial()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := wrong.Dial(conn, d.purpose); !errors.Is(err, secret.ErrWrong) {
+		t.Errorf("%v: another secret: got %v", d, err)
+	}
+	conn.Close()
+
+	if conn, err = d.dial(); err != nil {
+		t.Fatal(err)
+	}
+	var said bytes.Buffer
+	if _, err := key.Dial(overheard{conn, &said}, d.purpose); err != nil {
+		t.Errorf("%v: with the secret: %v", d, err)
+	}
+	conn.Close()
+	length := binary.BigEndian.AppendUint64(nil, 1<<60)
+	for name, words := range map[string][]byte{
+		"what was overheard":      said.Bytes(),
+		"and a length":            append(said.Bytes(), length...),
+		"no proof":                append([]byte(d.purpose), length...),
+		"2^60":                    length,
+		"2^60, the other way":     binary.LittleEndian.AppendUint64(nil, 1<<60),
+		"a request of a web page": []byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
+	} {
+		if err := d.say(words); err != nil {
+			t.Errorf("%v: %s: %v", d, name, err)
+		}
+	}
+}
+
+// say says words and wants to be hung up on.
+func (d door) say(words []byte) error {
+	conn, err := d.dial()
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	if _, err := conn.Write(words); err == nil {
+		_ = conn.(*net.TCPConn).CloseWrite()
+	}
+	_, err = io.Copy(io.Discard, conn)
+	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
+		return fmt.Errorf("not closed after %v", doorDeadline)
+	}
+	return nil
+}
+
+// halfOpen opens a thousand connections at every door and says nothing. All are closed, and meanwhile who has the secret gets in.
+func halfOpen(t *testing.T, doors []door, key secret.Secret) {
+	t.Helper()
+	const many = 1000
+	var conns []net.Conn
+	defer func() {
+		for _, c := range conns {
+			c.Close()
+		}
+	}()
+	for range many {
+		for _, d := range doors {
+			conn, err := d.dial()
+			if err != nil {
+				t.Fatal(err)
+			}
+			conns = append(conns, conn)
+		}
+	}
+	for _, d := range doors {
+		// Who is thrown out while the others still come in tries again, as ranks do.
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		err := dial.Retry(ctx, func() error { return d.enter(key) })
+		cancel()
+		if err != nil {
+			t.Errorf("%v: with the secret, among %d who say nothing: %v", d, many, err)
+		}
+	}
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	open := 0
+	for _, conn := range conns {
+		wg.Go(func() {
+			conn.SetDeadline(time.Now().Add(doorDeadline))
+			_, err := io.Copy(io.Discard, conn)
+			if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
+				mu.Lock()
+				open++
+				mu.Unlock()
+			}
+		})
+	}
+	wg.Wait()
+	if open > 0 {
+		t.Errorf("%d of %d connections that say nothing are still open after %v", open, len(conns), doorDeadline)
+	}
+}
+
+// variable is one of the environment that a process was started with; empty if it is not set.
+func variable(t *testing.T, pid int, name string) string {
+	t.Helper()
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for v := range strings.SplitSeq(string(text), "\x00") {
+		if value, ok := strings.CutPrefix(v, name+"="); ok {
+			return value
+		}
+	}
+	return ""
+}

@@ -1,0 +1,424 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testhosts"
+)
+
+// enterHost is an agent that needs no network.
+const enterHost = "ip netns exec {host}"
+
+// on is how a command starts that runs the rest on a host.
+func on(t *testing.T, h *testhosts.Host) []string {
+	return h.Command(t.Context(), "env").Args
+}
+
+// list is the hosts for --hosts, perHost ranks on each, by their names or, as they know no names, their addresses.
+func list(hosts []*testhosts.Host, perHost int, byAddress bool) string {
+	var words []string
+	for _, h := range hosts {
+		name := h.Name
+		if byAddress {
+			name = h.Addr.String()
+		}
+		words = append(words, fmt.Sprintf("%s:%d", name, perHost))
+	}
+	return strings.Join(words, ",")
+}
+
+// processesOf are the processes whose environment has a word, and none of the test's own.
+func processesOf(t *testing.T, word string) (found []string) {
+	t.Helper()
+	paths, err := filepath.Glob("/proc/[0-9]*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range paths {
+		env, err := os.ReadFile(p + "/environ")
+		if err != nil || !bytes.Contains(env, []byte(word)) {
+			continue
+		}
+		text, err := os.ReadFile(p + "/cmdline")
+		if err == nil && len(text) > 0 {
+			found = append(found, filepath.Base(p)+" "+string(bytes.ReplaceAll(text, []byte{0}, []byte(" "))))
+		}
+	}
+	return found
+}
+
+// awaitNone waits until no process of a job is left.
+func awaitNone(t *testing.T, word string, within time.Duration) {
+	t.Helper()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for end := time.Now().Add(within); ; <-tick.C {
+		left := processesOf(t, word)
+		if len(left) == 0 {
+			return
+		}
+		if time.Now().After(end) {
+			t.Fatalf("after %v these processes are left:\n%s", within, strings.Join(left, "\n"))
+		}
+	}
+}
+
+// mark is a variable of a job's environment that no other job has.
+func mark(t *testing.T) string {
+	return fmt.Sprintf("GOHVD_E2E_MARK=%s-%d", t.Name(), time.Now().UnixNano())
+}
+
+// tellJob logs what hvdrun and its ranks said if the test has failed.
+func tellJob(t *testing.T, j *job) {
+	if t.Failed() {
+		t.Logf("output:\n%.4000s\nhvdrun said:\n%.4000s", j.out(), j.err())
+	}
+}
+
+// hvdrun on one host runs ranks on others, which get right results from every operation and know where they stand.
+func TestHvdrunOverHosts(t *testing.T) {
+	for _, c := range []struct {
+		hosts, perHost int
+		tls            string
+	}{{2, 2, "0"}, {3, 1, "0"}, {2, 1, "1"}} {
+		t.Run(fmt.Sprintf("%dx%d/tls=%s", c.hosts, c.perHost, c.tls), func(t *testing.T) {
+			hosts := testhosts.New(t, c.hosts)
+			m := mark(t)
+			j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, c.perHost, false), "--agent", enterHost}, "checked", secondsVariable+"=0.5", m, "HVD_TLS="+c.tls)
+			if status := j.wait(); status != 0 || j.err() != "" {
+				t.Errorf("hvdrun ended with status %d", status)
+			}
+			size := c.hosts * c.perHost
+			for r := range size {
+				place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%c.perHost, c.perHost, r/c.perHost, c.hosts)
+				for _, want := range []string{place, fmt.Sprintf("[%d]<stdout>:rounds ", r)} {
+					if !strings.Contains(j.out(), want) {
+						t.Errorf("rank %d did not say %q", r, want)
+					}
+				}
+			}
+			awaitNone(t, m, 0)
+			tellJob(t, j)
+		})
+	}
+}
+
+var digitsResult = regexp.MustCompile(`(?m)^\[(\d)\]<stdout>:digits: ranks=4 epochs=\d+ test_accuracy=([0-9.]+) seconds=[0-9.]+ weights_sha256=([0-9a-f]{64})$`)
+
+// buildDigits builds the example.
+func buildDigits(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "digits")
+	build := exec.CommandContext(t.Context(), "go", "build", "-o", path, "github.com/gohvd/gohvd/examples/digits")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return path
+}
+
+// checkDigits looks at what four ranks of the example printed.
+func checkDigits(t *testing.T, output string) {
+	t.Helper()
+	seen, hashes := make(map[string]bool), make(map[string]bool)
+	for _, f := range digitsResult.FindAllStringSubmatch(output, -1) {
+		seen[f[1]], hashes[f[3]] = true, true
+		if accuracy, err := strconv.ParseFloat(f[2], 64); err != nil || accuracy < 0.95 {
+			t.Errorf("rank %s: accuracy %v, want at least 0.95", f[1], accuracy)
+		}
+	}
+	if len(seen) != 4 || len(hashes) != 1 {
+		t.Errorf("%d ranks have printed a result and %d different weights, want 4 and 1", len(seen), len(hashes))
+	}
+}
+
+func TestDigitsOverHosts(t *testing.T) {
+	hosts := testhosts.New(t, 2)
+	digits := buildDigits(t)
+	j := startCommand(t, append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, 2, false), "--agent", enterHost, digits))
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d", status)
+	}
+	checkDigits(t, j.out())
+	tellJob(t, j)
+}
+
+// A launcher that is killed takes the ranks of all hosts with it.
+func TestHvdrunIsKilledOverHosts(t *testing.T) {
+	hosts := testhosts.New(t, 2)
+	m := mark(t)
+	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 2, false), "--agent", enterHost}, "small", m)
+	j.ready(4)
+	if err := j.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	j.wait()
+	awaitNone(t, m, 5*time.Second)
+}
+
+// A rank that is killed on one host fails the others, and is named with its host.
+func TestKillOverHosts(t *testing.T) {
+	hosts := testhosts.New(t, 2)
+	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 2, false), "--agent", enterHost}, "mixed")
+	pids := j.ready(4)
+	if err := unix.Kill(pids[3], unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if status := j.wait(); status != 137 {
+		t.Errorf("hvdrun ended with status %d, want 137", status)
+	}
+	for _, want := range []string{"Root cause (found by the ranks that were left)", "  rank 3: killed by SIGKILL", "    host: " + hosts[1].Name + "\n"} {
+		if !strings.Contains(j.err(), want) {
+			t.Errorf("the report lacks %q", want)
+		}
+	}
+	if n := strings.Count(j.out(), "error "); n != 3 {
+		t.Errorf("%d ranks report an error, want 3", n)
+	}
+	tellJob(t, j)
+}
+
+// A host that cannot reach the store says so, and which addresses it has tried.
+func TestStoreOutOfReach(t *testing.T) {
+	t.Parallel()
+	hosts := testhosts.New(t, 2)
+	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 1, false), "--agent", enterHost, "--network-interfaces", "lo"}, "checked")
+	if status := j.wait(); status != 1 {
+		t.Errorf("hvdrun ended with status %d, want 1", status)
+	}
+	want := regexp.MustCompile(`hvdrun: host ` + hosts[1].Name + `: it does not reach the job's store on the launcher's host, at 127\.0\.0\.1:\d+.*: is there a firewall`)
+	if !want.MatchString(j.err()) {
+		t.Errorf("hvdrun does not say %s", want)
+	}
+	tellJob(t, j)
+}
+
+// Of several addresses of the store's host the ranks of all hosts take the one on the way between the hosts, so that those on the
+// host of the store listen there too.
+func TestAddressBetweenTheHosts(t *testing.T) {
+	hosts := testhosts.New(t, 2)
+	// The kernel lists it before the other.
+	add := hosts[0].Command(t.Context(), "ip", "address", "add", "192.168.77.1/24", "dev", "lo")
+	if out, err := add.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	command := append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, 1, true), "--agent", "ip netns exec "+hosts[1].Name+" env AT={host}")
+	j := startCommand(t, append(command, "sh", "-c", "echo at $HOROVOD_GLOO_RENDEZVOUS_ADDR"))
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d", status)
+	}
+	for r := range hosts {
+		if want := fmt.Sprintf("[%d]<stdout>:at %s\n", r, hosts[0].Addr); !strings.Contains(j.out(), want) {
+			t.Errorf("rank %d did not say %q", r, want)
+		}
+	}
+	tellJob(t, j)
+}
+
+// A TCPStore for torch.distributed is there on several hosts if it was asked for, and not else.
+func TestTorchStoreOverHosts(t *testing.T) {
+	hosts := testhosts.New(t, 2)
+	script := `echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $GROUP_WORLD_SIZE $MASTER_ADDR; ` +
+		`[ -z "$MASTER_ADDR" ] || exec bash -c "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT"`
+	for _, c := range []struct {
+		flags []string
+		want  []string
+	}{
+		{nil, []string{"", "", ""}},
+		{[]string{"--torch-store", hosts[0].Addr.String() + ":0"}, []string{"0 3 0 2 0 2 10.77.0.1", "1 3 1 2 0 2 10.77.0.1", "2 3 0 1 1 2 10.77.0.1"}},
+	} {
+		command := append(on(t, hosts[0]), hvdrunPath, "-np", "3", "-H", list(hosts, 2, false), "--agent", enterHost)
+		j := startCommand(t, append(append(command, c.flags...), "sh", "-c", script))
+		if status := j.wait(); status != 0 {
+			t.Errorf("%v: hvdrun ended with status %d", c.flags, status)
+		}
+		for r, text := range c.want {
+			if want := fmt.Sprintf("[%d]<stdout>:%s\n", r, text); !strings.Contains(j.out(), want) {
+				t.Errorf("%v: rank %d did not say %q", c.flags, r, text)
+			}
+		}
+		tellJob(t, j)
+	}
+}
+
+const (
+	sshd     = "/usr/sbin/sshd"
+	sshdPort = "2222"
+)
+
+// sshHosts are hosts of which all but the first have an sshd. hvdrun on the first reaches them with the flags, behind command.
+func sshHosts(t *testing.T, n int) (hosts []*testhosts.Host, command, flags []string) {
+	t.Helper()
+	testhosts.Need(t)
+	for _, program := range []string{sshd, "ssh", "ssh-keygen"} {
+		if _, err := exec.LookPath(program); err != nil {
+			if os.Getenv("CI") != "" {
+				t.Fatalf("%v; CI installs openssh-server and openssh-client", err)
+			}
+			t.Skipf("%v; it is in Debian's packages openssh-server and openssh-client", err)
+		}
+	}
+	hosts = testhosts.New(t, n)
+	dir := t.TempDir()
+	at := func(name string) string { return filepath.Join(dir, name) }
+	write := func(name, text string) {
+		if err := os.WriteFile(at(name), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, key := range []string{"host", "user"} {
+		if out, err := exec.CommandContext(t.Context(), "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", at(key)).CombinedOutput(); err != nil {
+			t.Fatalf("ssh-keygen: %v\n%s", err, out)
+		}
+	}
+	public, err := os.ReadFile(at("host.pub"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var known strings.Builder
+	for _, h := range hosts {
+		fmt.Fprintf(&known, "[%s]:%s %s", h.Addr, sshdPort, public)
+	}
+	write("known_hosts", known.String())
+	write("ssh_config", "UserKnownHostsFile "+at("known_hosts")+"\nGlobalKnownHostsFile none\nStrictHostKeyChecking yes\nUser root\n")
+	write("sshd_config", "Port "+sshdPort+"\nHostKey "+at("host")+"\nAuthorizedKeysFile "+at("user.pub")+
+		"\nPermitRootLogin yes\nUsePAM no\nStrictModes no\nPidFile none\n")
+	for _, h := range hosts[1:] {
+		// Each host has mounts of its own, so that /run is not the machine's.
+		cmd := h.Command(t.Context(), "sh", "-c", `mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec "$@"`, "sh", sshd, "-D", "-e", "-f", at("sshd_config"))
+		// A file, for sessions may outlive the server and hold a pipe open.
+		said, err := os.OpenFile(at("said"), os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer said.Close()
+		cmd.Stderr = said
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			cmd.Process.Kill()
+			cmd.Wait()
+			if text, err := os.ReadFile(at("said")); t.Failed() {
+				t.Logf("sshd said:\n%.4000s (error %v)", text, err)
+			}
+		})
+		awaitPort(t, hosts[0], net.JoinHostPort(h.Addr.String(), sshdPort))
+	}
+	// ssh looks for its configuration in the home that the password file names, whatever HOME is, and then here.
+	command = append(on(t, hosts[0]), "sh", "-c", `mount --bind "$0" /etc/ssh/ssh_config && exec "$@"`, at("ssh_config"))
+	return hosts, command, []string{"--ssh-port", sshdPort, "--ssh-identity-file", at("user")}
+}
+
+// awaitPort waits until an address can be connected to from a host.
+func awaitPort(t *testing.T, from *testhosts.Host, addr string) {
+	t.Helper()
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	const script = `until (exec 3<>"/dev/tcp/$0/$1") 2>/dev/null; do sleep 0.02; done`
+	if out, err := from.Command(ctx, "bash", "-c", script, host, port).CombinedOutput(); err != nil {
+		t.Fatalf("waiting for %s: %v\n%s", addr, err, out)
+	}
+}
+
+func TestDigitsOverSSH(t *testing.T) {
+	hosts, command, flags := sshHosts(t, 2)
+	digits := buildDigits(t)
+	m := mark(t)
+	j := startCommand(t, append(append(append(command, hvdrunPath, "-H", list(hosts, 2, true)), flags...), digits), m)
+	if status := j.wait(); status != 0 || j.err() != "" {
+		t.Errorf("hvdrun ended with status %d", status)
+	}
+	checkDigits(t, j.out())
+	awaitNone(t, m, 0)
+	tellJob(t, j)
+}
+
+func TestHvdrunIsKilledOverSSH(t *testing.T) {
+	hosts, command, flags := sshHosts(t, 3)
+	m := mark(t)
+	j := startHvdrun(t, command, append(flags, "-H", list(hosts, 1, true)), "small", m)
+	j.ready(3)
+	if err := j.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	j.wait()
+	awaitNone(t, m, 5*time.Second)
+}
+
+// A host that loses its link in mid-job: the ranks on either side name those on the other, and end; hvdrun ends in time, and
+// names the host.
+func TestLinkDownUnderHvdrun(t *testing.T) {
+	const (
+		liveness = 3 * time.Second
+		grace    = 10 * time.Second // of hvdrun, 5 s for the others to notice and 5 s to end
+		slack    = 3 * time.Second
+	)
+	t.Parallel()
+	hosts, command, flags := sshHosts(t, 2)
+	m := mark(t)
+	j := startHvdrun(t, command, append(flags, "-H", list(hosts, 2, true)), "mixed", fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()), m)
+	j.ready(4)
+	hosts[1].SetLink(false)
+	cut := time.Now()
+	status := j.wait()
+	took := time.Since(cut)
+	t.Logf("hvdrun ended after %v", took.Round(time.Millisecond))
+	if status == 0 || took > liveness+grace+slack {
+		t.Errorf("hvdrun ended with status %d after %v, want a failure within %v", status, took, liveness+grace+slack)
+	}
+	for _, r := range []int{0, 1} {
+		if want := regexp.MustCompile(fmt.Sprintf(`\[%d\]<stdout>:error .*ranks? (2|3)`, r)); !want.MatchString(j.out()) {
+			t.Errorf("rank %d does not name ranks 2 or 3", r)
+		}
+	}
+	for _, want := range []string{"host " + hosts[1].Addr.String() + " is lost: no sign of life for 3s", "  rank 2: ", "  rank 3: "} {
+		if !strings.Contains(j.err(), want) {
+			t.Errorf("the report lacks %q", want)
+		}
+	}
+	// The other side has heard nothing for as long.
+	awaitNone(t, m, slack)
+	tellJob(t, j)
+}
+
+func TestHostsOutOfReach(t *testing.T) {
+	hosts, command, flags := sshHosts(t, 2)
+	for _, c := range []struct {
+		name, host string
+		flags      []string
+		want       string
+	}{
+		{"wrong name", "no-such-host.invalid", nil, "host no-such-host.invalid: ssh: exit status 255: ssh: Could not resolve hostname no-such-host.invalid"},
+		{"no sshd", hosts[1].Addr.String(), []string{"--ssh-port", "2223"}, "exit status 255: ssh: connect to host"},
+		{"nobody there", "10.77.0.250", []string{"--start-timeout", "1"}, "host 10.77.0.250: "},
+		{"another key", hosts[1].Addr.String(), []string{"--ssh-identity-file", "/dev/null"}, "Permission denied"},
+		{"no hvdrun", hosts[1].Addr.String(), []string{"--remote-hvdrun", "/no such/hvdrun"}, "hvdrun is not at /no such/hvdrun there; --remote-hvdrun says where it is"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			began := time.Now()
+			j := startHvdrun(t, command, append(append(flags[:len(flags):len(flags)], "-H", c.host), c.flags...), "checked")
+			status := j.wait()
+			if took := time.Since(began); status != 1 || !strings.Contains(j.err(), c.want) || took > 15*time.Second {
+				t.Errorf("hvdrun ended with status %d after %v and does not say %q", status, took, c.want)
+			}
+			tellJob(t, j)
+		})
+	}
+}

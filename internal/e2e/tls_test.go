@@ -1,0 +1,224 @@
+package e2e
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testhosts"
+)
+
+// Encrypted jobs have the results of others, however hvdrun is told to encrypt.
+func TestTLSResults(t *testing.T) {
+	hash := func(command []string, env ...string) string {
+		t.Helper()
+		j := startWith(t, command, 2, "sums", append(env, "HVD_DETERMINISTIC=1", "HOROVOD_CPU_OPERATIONS=tcp")...)
+		if status := j.wait(); status != 0 {
+			t.Fatalf("%v: status %d:\n%s\n%s", env, status, j.out(), j.err())
+		}
+		if strings.Contains(j.err(), "warning") {
+			t.Errorf("%v: hvdrun has warned: %s", env, j.err())
+		}
+		lines := strings.Split(j.out(), "\n")
+		found := slices.IndexFunc(lines, func(l string) bool { return strings.Contains(l, "<stdout>:hash ") })
+		if found < 0 {
+			t.Fatalf("%v: no hash in %s", env, j.out())
+		}
+		_, h, _ := strings.Cut(lines[found], "hash ")
+		return h
+	}
+	plain := hash(nil)
+	// hvdrunPath is the command's first word: the flag goes between it and -np.
+	flag := []string{"sh", "-c", `hvdrun=$1; shift; exec "$hvdrun" --tls "$@"`, "sh"}
+	for name, got := range map[string]string{"--tls": hash(flag), "HVD_TLS": hash(nil, "HVD_TLS=1")} {
+		if got != plain {
+			t.Errorf("%s: got hash %s, want %s", name, got, plain)
+		}
+	}
+}
+
+// capture is what goes over the loopback device.
+type capture struct {
+	f  *os.File
+	wg sync.WaitGroup
+
+	mu      sync.Mutex
+	packets []packet
+	bytes   int
+}
+
+// packet is one of TCP over IPv4.
+type packet struct {
+	ports [2]int
+	data  []byte
+}
+
+// maxCapture bounds what a capture keeps, in bytes.
+const maxCapture = 64 << 20
+
+func startCapture(t *testing.T) *capture {
+	t.Helper()
+	ipv4 := binary.NativeEndian.Uint16([]byte{0x08, 0x00}) // in network order
+	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, int(ipv4))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &capture{f: os.NewFile(uintptr(fd), "capture")}
+	t.Cleanup(c.stop)
+	lo, err := net.InterfaceByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, maxCapture); err != nil {
+		t.Logf("the capture may lose packets: %v", err)
+	}
+	if err := unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: ipv4, Ifindex: lo.Index}); err != nil {
+		t.Fatal(err)
+	}
+	c.wg.Go(func() {
+		buf := make([]byte, 1<<17)
+		for {
+			n, err := c.f.Read(buf)
+			if err != nil {
+				return
+			}
+			c.keep(buf[:n])
+		}
+	})
+	return c
+}
+
+// keep takes the payload of an IPv4 packet, if it is one of TCP.
+func (c *capture) keep(ip []byte) {
+	if len(ip) < 20 || ip[9] != unix.IPPROTO_TCP {
+		return
+	}
+	tcp := ip[min(len(ip), int(ip[0]&15)*4):]
+	if len(tcp) < 20 {
+		return
+	}
+	data := tcp[min(len(tcp), int(tcp[12]>>4)*4):]
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.bytes += len(data); len(data) == 0 || c.bytes > maxCapture {
+		return
+	}
+	ports := [2]int{int(binary.BigEndian.Uint16(tcp)), int(binary.BigEndian.Uint16(tcp[2:]))}
+	c.packets = append(c.packets, packet{ports, bytes.Clone(data)})
+}
+
+func (c *capture) stop() {
+	c.f.Close()
+	c.wg.Wait()
+}
+
+// Who listens to the network of a plain job sees its tensors, the names of them and those of its processes, and of an encrypted
+// job none of it.
+func TestTLSHidesTensors(t *testing.T) {
+	testhosts.Need(t) // who may make hosts may listen too
+	for _, test := range []struct {
+		name      string
+		env       string
+		encrypted bool
+	}{{"plain", "HVD_TLS=0", false}, {"TLS", "HVD_TLS=1", true}} {
+		t.Run(test.name, func(t *testing.T) {
+			c := startCapture(t)
+			stop := filepath.Join(t.TempDir(), "stop")
+			host := fmt.Sprintf("host-of-%d", os.Getpid())
+			j := start(t, 2, "steady", stopVariable+"="+stop, "HOROVOD_CPU_OPERATIONS=tcp", "HVD_JOB_ID="+host, test.env)
+			pids := append(j.ready(2), j.cmd.Process.Pid)
+			ports := map[int]bool{}
+			for _, pid := range pids {
+				for _, p := range listening(t, pid) {
+					ports[p] = true
+				}
+			}
+			if err := os.WriteFile(stop, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if status := j.wait(); status != 0 {
+				t.Fatalf("status %d:\n%s\n%s", status, j.out(), j.err())
+			}
+			c.stop()
+			heard, hellos := 0, 0
+			var tensors, names int
+			for _, p := range c.packets {
+				if !ports[p.ports[0]] && !ports[p.ports[1]] {
+					continue
+				}
+				heard += len(p.data)
+				if isClientHello(p.data) {
+					hellos++
+				}
+				if hasRound(p.data) {
+					tensors++
+				}
+				if bytes.Contains(p.data, []byte("steady")) || bytes.Contains(p.data, []byte(host)) {
+					names++
+				}
+			}
+			t.Logf("%d bytes, %d hellos, %d packets with tensors, %d with names", heard, hellos, tensors, names)
+			if heard < 10_000 {
+				t.Errorf("%d bytes were heard on ports %v", heard, ports)
+			}
+			if (tensors > 0) == test.encrypted || (names > 0) == test.encrypted || (hellos > 0) != test.encrypted {
+				t.Errorf("%d packets with tensors, %d with names, %d hellos", tensors, names, hellos)
+			}
+		})
+	}
+}
+
+// isClientHello reports whether a packet is a client's first of TLS: a record of a handshake (22) whose message is that (1).
+func isClientHello(data []byte) bool {
+	return len(data) > 5 && data[0] == 22 && data[1] == 3 && data[5] == 1 && int(binary.BigEndian.Uint16(data[3:]))+5 == len(data)
+}
+
+// hasRound looks for a tensor of the program steady: the int64 0, and behind it the number of a round.
+func hasRound(data []byte) bool {
+	for i := 0; i+16 <= len(data); i++ {
+		round := binary.LittleEndian.Uint64(data[i+8:])
+		if binary.LittleEndian.Uint64(data[i:]) == 0 && round > 2 && round < 1<<20 {
+			return true
+		}
+	}
+	return false
+}
+
+// One process that encrypts and others that do not are told so, at once.
+func TestTLSOfSome(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		ranks string // what a rank does before it starts
+		env   string // of hvdrun
+		who   string
+	}{
+		{"one rank without", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=0; fi`, "HVD_TLS=1", "(the other end has)"},
+		{"one rank with", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=1; fi`, "HVD_TLS=0", "(this end has)"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			// hvdrun, -np, 2, program.
+			wrap := []string{"sh", "-c", `exec "$1" "$2" "$3" sh -c '` + test.ranks + `; exec "$0"' "$4"`, "sh"}
+			j := startWith(t, wrap, 2, "sums", test.env)
+			if status := j.wait(); status == 0 {
+				t.Error("the job has succeeded")
+			}
+			for _, want := range []string{"[1]<stderr>:", "HVD_TLS set and the other has not", test.who} {
+				if !strings.Contains(j.err(), want) {
+					t.Errorf("no %q in %s", want, j.err())
+				}
+			}
+			if strings.Contains(j.out(), "hash") {
+				t.Errorf("a rank has gone on: %s", j.out())
+			}
+		})
+	}
+}

@@ -1,0 +1,207 @@
+// Package hostlist reads lists of hosts, as launchers take them, and places the ranks of a job on them.
+package hostlist
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Bounds of a list.
+const (
+	// MaxHosts bounds a list.
+	MaxHosts = 4096
+	// MaxSlots bounds the slots of one host.
+	MaxSlots = 1 << 16
+	// maxNameBytes is that of a name in the DNS, with room for a user's in front.
+	maxNameBytes = 255
+	maxFileBytes = 1 << 20
+)
+
+// Host is one entry of a list.
+type Host struct {
+	// Name is a name or an address, without brackets; a user and @ may stand in front. It has letters, digits and . : - _ % @
+	// alone and begins with no dash, so that no program takes it for anything else.
+	Name string
+	// Slots is how many ranks the host takes, at least 1.
+	Slots int
+}
+
+// Parse reads a list such as h1:2,[fd00::1]:2,10.0.0.1:4,h3. A host without a number has one slot. A host that is there twice
+// is an error, for nobody could tell whether its slots add up.
+func Parse(list string) ([]Host, error) {
+	var hosts []Host
+	for word := range strings.SplitSeq(list, ",") {
+		h, err := parse(strings.TrimSpace(word))
+		if err == nil {
+			hosts, err = add(hosts, h)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("got %.80q in %.80q, %w", word, list, err)
+		}
+	}
+	return hosts, nil
+}
+
+func add(hosts []Host, h Host) ([]Host, error) {
+	if len(hosts) == MaxHosts {
+		return nil, fmt.Errorf("want at most %d hosts", MaxHosts)
+	}
+	for _, other := range hosts {
+		if other.Name == h.Name {
+			return nil, errors.New("want each host once")
+		}
+	}
+	return append(hosts, h), nil
+}
+
+// parse reads name, name:slots, [address]:slots, or an IPv6 address alone.
+func parse(word string) (Host, error) {
+	name, slots, err := cut(word)
+	h := Host{Name: name, Slots: 1}
+	if err == nil && slots != "" {
+		number, ok := strings.CutPrefix(slots, ":")
+		if !ok {
+			return Host{}, errors.New("want a host and its slots, as in h1:2")
+		}
+		h.Slots, err = parseSlots(number)
+	}
+	return h, err
+}
+
+// cut gives the name and what stands behind it.
+func cut(word string) (name, rest string, err error) {
+	name = word
+	if inside, behind, closed := strings.Cut(word, "]"); closed && word[0] == '[' {
+		name, rest = inside[1:], behind
+	} else if at := strings.IndexByte(word, ':'); at >= 0 && at == strings.LastIndexByte(word, ':') {
+		name, rest = word[:at], word[at:]
+	}
+	return name, rest, checkName(name)
+}
+
+func checkName(name string) error {
+	strange := strings.IndexFunc(name, func(r rune) bool {
+		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune(".:-_%@", r)
+	})
+	if name == "" || name[0] == '-' || len(name) > maxNameBytes || strange >= 0 {
+		return errors.New("want names or addresses of hosts")
+	}
+	return nil
+}
+
+func parseSlots(text string) (int, error) {
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 1 || n > MaxSlots {
+		return 0, fmt.Errorf("want a number of slots from 1 to %d", MaxSlots)
+	}
+	return n, nil
+}
+
+// ParseFile reads a file with a host a line: "h1 slots=2" as for Open MPI and Horovod, "h1:2" as for MPICH, or "h1" for one
+// slot. Empty lines and what follows a # are passed over. The file has at most 1 MiB.
+func ParseFile(path string) ([]Host, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(text) > maxFileBytes {
+		return nil, fmt.Errorf("%s has more than %d bytes", path, maxFileBytes)
+	}
+	var hosts []Host
+	lines := bufio.NewScanner(bytes.NewReader(text))
+	lines.Buffer(nil, maxFileBytes+1)
+	for n := 1; lines.Scan(); n++ {
+		line, _, _ := strings.Cut(lines.Text(), "#")
+		words := strings.Fields(line)
+		if len(words) == 0 {
+			continue
+		}
+		h, err := parseLine(words)
+		if err == nil {
+			hosts, err = add(hosts, h)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s, line %d: got %.80q, %w", path, n, strings.TrimSpace(line), err)
+		}
+	}
+	if len(hosts) == 0 {
+		return nil, fmt.Errorf("%s names no host", path)
+	}
+	return hosts, lines.Err()
+}
+
+func parseLine(words []string) (Host, error) {
+	if len(words) == 1 {
+		return parse(words[0])
+	}
+	name, rest, err := cut(words[0])
+	if err != nil {
+		return Host{}, err
+	}
+	number, ok := strings.CutPrefix(words[1], "slots=")
+	if !ok || len(words) > 2 || rest != "" {
+		return Host{}, errors.New("want a host and slots=N behind it, or HOST:N")
+	}
+	h := Host{Name: name}
+	h.Slots, err = parseSlots(number)
+	return h, err
+}
+
+// Slots is the number of slots of all hosts.
+func Slots(hosts []Host) (n int) {
+	for _, h := range hosts {
+		n += h.Slots
+	}
+	return n
+}
+
+// Place is that of one rank; see topo.FromHosts for what local and cross ranks are.
+type Place struct {
+	// Host is an index in the list.
+	Host int
+	topo.Topology
+}
+
+// Assign places np ranks, at least 1, on the hosts: the slots of the first host get the first ranks, and so on. Hosts at the end
+// of the list may get none.
+func Assign(hosts []Host, np int) ([]Place, error) {
+	if have := Slots(hosts); np > have {
+		names := make([]string, 0, len(hosts))
+		for _, h := range hosts {
+			names = append(names, fmt.Sprintf("%s has %d", h.Name, h.Slots))
+		}
+		return nil, fmt.Errorf("%d ranks want as many slots, but there are %d (%.200s): lower -np, or raise the number behind a host "+
+			"in -H or --hostfile", np, have, strings.Join(names, ", "))
+	}
+	places := make([]Place, 0, np)
+	var crossSize []int // by local rank: hosts that have it
+	for i, h := range hosts {
+		n := min(h.Slots, np-len(places))
+		for local := range n {
+			if local == len(crossSize) {
+				crossSize = append(crossSize, 0)
+			}
+			places = append(places, Place{Host: i, Topology: topo.Topology{
+				Rank: len(places), Size: np, LocalRank: local, LocalSize: n, CrossRank: crossSize[local],
+			}})
+			crossSize[local]++
+		}
+	}
+	for r := range places {
+		places[r].CrossSize = crossSize[places[r].LocalRank]
+	}
+	return places, nil
+}

@@ -1,0 +1,186 @@
+package hostlist_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/hostlist"
+	"github.com/gohvd/gohvd/topo"
+)
+
+func TestParse(t *testing.T) {
+	for _, c := range []struct {
+		list string
+		want []hostlist.Host
+	}{
+		{"h1", []hostlist.Host{{"h1", 1}}},
+		{"h1:2,h2:3", []hostlist.Host{{"h1", 2}, {"h2", 3}}},
+		{" h1:2 , h2 ", []hostlist.Host{{"h1", 2}, {"h2", 1}}},
+		{"10.0.0.1:4,[fe80::1%eth0]:2,fd00::7,[fd00::8]", []hostlist.Host{{"10.0.0.1", 4}, {"fe80::1%eth0", 2}, {"fd00::7", 1}, {"fd00::8", 1}}},
+		{"me@h-1.a_b.example:2", []hostlist.Host{{"me@h-1.a_b.example", 2}}},
+		{"h1:65536", []hostlist.Host{{"h1", hostlist.MaxSlots}}},
+	} {
+		if got, err := hostlist.Parse(c.list); err != nil || !slices.Equal(got, c.want) {
+			t.Errorf("%q: got %v and error %v, want %v", c.list, got, err, c.want)
+		}
+	}
+}
+
+func TestListsThatCannotBe(t *testing.T) {
+	var many []string
+	for i := range hostlist.MaxHosts + 1 {
+		many = append(many, fmt.Sprint("h", i))
+	}
+	for _, c := range []struct{ list, want string }{
+		{"", `got "" in ""`},
+		{"h1,,h2", `got "" in "h1,,h2"`},
+		{"h1,h2,h1:2", `got "h1:2" in "h1,h2,h1:2", want each host once`},
+		{"[::1],::1", "want each host once"},
+		{"h1:0", "from 1 to 65536"},
+		{"h1:65537", "from 1 to 65536"},
+		{"h1:-1", "from 1 to 65536"},
+		{"h1:x", "from 1 to 65536"},
+		{"h1:", "from 1 to 65536"},
+		{"[::1]22", "as in h1:2"},
+		{"[::1", "names or addresses"},
+		{"-oProxyCommand=x", "names or addresses"},
+		{"[-v]", "names or addresses"},
+		{"h1;reboot", "names or addresses"},
+		{"$(x)", "names or addresses"},
+		{"h 1", "names or addresses"},
+		{"{host}", "names or addresses"},
+		{":2", "names or addresses"},
+		{"]", "names or addresses"},
+		{strings.Repeat("x", 256), "names or addresses"},
+		{strings.Join(many, ","), "at most 4096 hosts"},
+	} {
+		got, err := hostlist.Parse(c.list)
+		if err == nil || !strings.Contains(err.Error(), c.want) || len(err.Error()) > 400 {
+			t.Errorf("%.80q: got %v and error %v, want one with %q", c.list, got, err, c.want)
+		}
+	}
+}
+
+func TestParseFile(t *testing.T) {
+	write := func(text string) string {
+		path := filepath.Join(t.TempDir(), "hosts")
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	got, err := hostlist.ParseFile(write("# all of them\n\nh1 slots=2 # near\n\th2:3\r\n[fd00::1]:4\n[fd00::2] slots=5\nfd00::3 slots=6\nh3"))
+	want := []hostlist.Host{{"h1", 2}, {"h2", 3}, {"fd00::1", 4}, {"fd00::2", 5}, {"fd00::3", 6}, {"h3", 1}}
+	if err != nil || !slices.Equal(got, want) {
+		t.Errorf("got %v and error %v, want %v", got, err, want)
+	}
+	for _, c := range []struct{ text, want string }{
+		{"", "names no host"},
+		{"# h1\n", "names no host"},
+		{"h1\nh2 slots=0\n", `line 2: got "h2 slots=0", want a number of slots`},
+		{"h1 slots=x", "want a number of slots"},
+		{"h1 2", "want a host and slots=N behind it"},
+		{"h1 slots=2 max_slots=4", "want a host and slots=N behind it"},
+		{"-x slots=2", "names or addresses"},
+		{"h0\nh1:2 slots=2", "line 2: got \"h1:2 slots=2\", want a host and slots=N"},
+		{"h1\nh1 slots=2", "want each host once"},
+		{strings.Repeat("#", 1<<20), "names no host"},
+		{strings.Repeat("#", 1<<20+1), "more than 1048576 bytes"},
+	} {
+		path := write(c.text)
+		if got, err := hostlist.ParseFile(path); err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path) {
+			t.Errorf("%.80q: got %v and error %v, want one with %q and the path", c.text, got, err, c.want)
+		}
+	}
+	if _, err := hostlist.ParseFile(t.TempDir() + "/none"); !os.IsNotExist(err) {
+		t.Errorf("no file: got error %v", err)
+	}
+}
+
+// The definition of local and cross ranks is topo's.
+func TestAssign(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	draw := rand.New(rand.NewPCG(seed, 0))
+	for range 300 {
+		var hosts []hostlist.Host
+		for i := range 1 + draw.IntN(5) {
+			hosts = append(hosts, hostlist.Host{Name: fmt.Sprint("h", i), Slots: 1 + draw.IntN(4)})
+		}
+		np := 1 + draw.IntN(hostlist.Slots(hosts))
+		places, err := hostlist.Assign(hosts, np)
+		if err != nil || len(places) != np {
+			t.Fatalf("%d ranks on %v: got %v and error %v", np, hosts, places, err)
+		}
+		var names []string
+		used := make([]int, len(hosts))
+		for r, p := range places {
+			names = append(names, hosts[p.Host].Name)
+			used[p.Host]++
+			if r > 0 && p.Host < places[r-1].Host {
+				t.Fatalf("%d ranks on %v: rank %d goes back to host %d", np, hosts, r, p.Host)
+			}
+		}
+		for i, n := range used {
+			if n > hosts[i].Slots || n < hosts[i].Slots && i+1 < len(hosts) && used[i+1] > 0 {
+				t.Fatalf("%d ranks on %v: host %d has %d", np, hosts, i, n)
+			}
+		}
+		for r, p := range places {
+			if want := topo.FromHosts(names, topo.Rank(r)); p.Topology != want {
+				t.Fatalf("%d ranks on %v: rank %d: got %+v, want %+v", np, hosts, r, p.Topology, want)
+			}
+		}
+	}
+}
+
+func TestTooFewSlots(t *testing.T) {
+	_, err := hostlist.Assign([]hostlist.Host{{"h1", 2}, {"h2", 1}}, 4)
+	const want = "4 ranks want as many slots, but there are 3 (h1 has 2, h2 has 1): lower -np, or raise the number behind a host in -H or --hostfile"
+	if err == nil || err.Error() != want {
+		t.Errorf("got error %v, want %s", err, want)
+	}
+}
+
+func ExampleAssign() {
+	hosts, err := hostlist.Parse("a:2,b:1")
+	if err != nil {
+		panic(err)
+	}
+	places, err := hostlist.Assign(hosts, 3)
+	if err != nil {
+		panic(err)
+	}
+	for _, p := range places {
+		fmt.Println(hosts[p.Host].Name, p.Rank, "local", p.LocalRank, "of", p.LocalSize, "cross", p.CrossRank, "of", p.CrossSize)
+	}
+	// Output:
+	// a 0 local 0 of 2 cross 0 of 2
+	// a 1 local 1 of 2 cross 0 of 1
+	// b 2 local 0 of 1 cross 1 of 2
+}
+
+func FuzzParse(f *testing.F) {
+	f.Add("h1:2,[fe80::1]:2,10.0.0.1:4,h3")
+	f.Add("[]:1,a@b:3")
+	f.Fuzz(func(t *testing.T, list string) {
+		hosts, err := hostlist.Parse(list)
+		if err != nil {
+			return
+		}
+		var words []string
+		for _, h := range hosts {
+			words = append(words, fmt.Sprintf("[%s]:%d", h.Name, h.Slots))
+		}
+		again, err := hostlist.Parse(strings.Join(words, ","))
+		if err != nil || !slices.Equal(again, hosts) {
+			t.Errorf("%q: got %v, then %v and error %v", list, hosts, again, err)
+		}
+	})
+}

@@ -1,0 +1,595 @@
+package launch_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/hostlist"
+	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/store"
+)
+
+// several is what a launcher needs for hosts that are not this one. Here all of them are: the agents' commands stay on it.
+type several struct {
+	list   []hostlist.Host
+	addrs  []netip.AddrPort
+	secret string
+	torch  netip.AddrPort
+	reach  func(host string, words []string) []string
+	close  func() error
+}
+
+func severalHosts(s *spec) (h several, err error) {
+	h.close = func() error { return nil }
+	if s.Hosts == "" {
+		return h, nil
+	}
+	if h.list, err = hostlist.Parse(s.Hosts); err != nil {
+		return h, err
+	}
+	var key secret.Secret
+	key, h.secret = secret.New()
+	kv := store.NewHashStore(store.Limits{})
+	server, err := store.Serve("127.0.0.1:0", kv, store.Config{Secret: key})
+	if err != nil {
+		return h, err
+	}
+	h.close = func() error { return errors.Join(server.Close(), kv.Close()) }
+	if s.TorchStore != "" {
+		if h.torch, err = netip.ParseAddrPort(s.TorchStore); err != nil {
+			return h, err
+		}
+	}
+	if s.StoreAddrs == nil {
+		s.StoreAddrs = []string{"STORE"}
+	}
+	for _, text := range s.StoreAddrs {
+		addr, err := netip.ParseAddrPort(strings.Replace(text, "STORE", server.Addr(), 1))
+		if err != nil {
+			return h, err
+		}
+		h.addrs = append(h.addrs, addr)
+	}
+	if s.Reach == nil {
+		s.Reach = []string{"env", "AT={host}"}
+	}
+	h.reach = func(host string, words []string) (argv []string) {
+		for _, w := range s.Reach {
+			argv = append(argv, strings.ReplaceAll(w, "{host}", host))
+		}
+		return append(argv, words...)
+	}
+	return h, nil
+}
+
+// byShell runs the agent by a script, in which "$@" is what runs it and $AT the host.
+func byShell(script string) []string {
+	return []string{"env", "AT={host}", "sh", "-c", script, "sh"}
+}
+
+func TestSeveralHosts(t *testing.T) {
+	t.Parallel()
+	mine := []string{"env", "USER=me", "SSH_TTY=mine", "HVD_HOSTID=mine", "CUDA_VISIBLE_DEVICES=mine", "HVD_CYCLE=mine"}
+	r := start(t, spec{NP: 4, Hosts: "h1:2,localhost,h2:3", NoPrefix: true, Set: []string{"A=1", "HOME=/set"}, wrap: mine, TorchStore: "192.0.2.1:7", Reach: []string{
+		"env", "-i", "{mark}", "AT={host}", "HOME=/home/{host}", "USER=me@{host}", "SSH_TTY={host}", "HVD_TYPO=1", "HVD_HOSTID={host}", "A=0",
+		"PATH=/nowhere", "RANK=9", "MASTER_ADDR=other", "CUDA_VISIBLE_DEVICES={host}",
+	}, Command: sh(`env | sed "s/^/$HOROVOD_RANK:/"; [ -z "$(cat)" ]`)})
+	if got := r.wait(); got != 0 {
+		t.Errorf("got exit status %d, want 0", got)
+	}
+	lines := strings.Split(r.stdout.String(), "\n")
+	dir, err := os.Getwd()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for rank, want := range [][]string{
+		{"HOROVOD_HOSTNAME=h1", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=2", "HOROVOD_CROSS_RANK=0", "HOROVOD_CROSS_SIZE=3", "AT=h1"},
+		{"HOROVOD_HOSTNAME=h1", "HOROVOD_LOCAL_RANK=1", "HOROVOD_LOCAL_SIZE=2", "HOROVOD_CROSS_RANK=0", "HOROVOD_CROSS_SIZE=1", "USER=me@h1",
+			"SSH_TTY=h1", "HVD_HOSTID=h1", "CUDA_VISIBLE_DEVICES=h1", "RANK=1", "LOCAL_RANK=1", "GROUP_RANK=0", "GROUP_WORLD_SIZE=3",
+			"MASTER_ADDR=192.0.2.1"},
+		{"HOROVOD_HOSTNAME=localhost", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=1", "HOROVOD_CROSS_RANK=1", "HOROVOD_CROSS_SIZE=3", "USER=me",
+			"SSH_TTY=mine", "HVD_HOSTID=mine"},
+		{"HOROVOD_HOSTNAME=h2", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=1", "HOROVOD_CROSS_RANK=2", "HOROVOD_CROSS_SIZE=3", "AT=h2"},
+	} {
+		want = append(want, fmt.Sprint("HOROVOD_RANK=", rank), "HOROVOD_SIZE=4", "A=1", "HOME=/set", "HVD_CYCLE=mine", "PWD="+dir, markVariable+"="+r.mark,
+			"HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1")
+		for _, w := range want {
+			if !slices.Contains(lines, fmt.Sprintf("%d:%s", rank, w)) {
+				t.Errorf("rank %d lacks %s", rank, w)
+			}
+		}
+	}
+	for _, unwanted := range []string{"0:HVD_TYPO=1", "0:PATH=/nowhere", "2:AT=localhost", "0:RANK=9", "3:MASTER_ADDR=other", "1:HOROVOD_RANK=77"} {
+		if slices.Contains(lines, unwanted) {
+			t.Errorf("got %s", unwanted)
+		}
+	}
+	ids := regexp.MustCompile(`(?m)^\d:(HVD_JOB_ID|HVD_SECRET)=(\S+)$`).FindAllStringSubmatch(r.stdout.String(), -1)
+	seen := make(map[string]int)
+	for _, id := range ids {
+		seen[id[1]+id[2]]++
+	}
+	if len(ids) != 8 || len(seen) != 2 {
+		t.Errorf("got %v, want one job id and one secret for all", seen)
+	}
+}
+
+// What is no UTF-8 comes over as it is, and no secret stands in an argument.
+func TestBytesTravel(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 1, Hosts: "h1", NoPrefix: true, wrap: []string{"env", "B=\xff\xfe"},
+		Command: sh("printf '%s' \"$B\" | od -An -tx1; cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | awk 'index($0, ENVIRON[\"HVD_SECRET\"]) {n++} END {print n+0}'")})
+	r.wait()
+	if got := r.stdout.String(); got != " ff fe\n0\n" {
+		t.Errorf("got %q, want the bytes, and no process with the secret", got)
+	}
+}
+
+func TestStatusOverHosts(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		script string
+		want   int
+		roots  []int
+		report string
+	}{
+		{"success", "exit 0", 0, nil, ""},
+		{"failure", `[ $HOROVOD_RANK = 2 ] || exit 0; echo oops >&2; exit 3`, 3, []int{2}, "  rank 2: exit status 3\n    host: h2\n"},
+		{"killed", `[ $HOROVOD_RANK = 1 ] || exit 0; kill -9 $$`, 137, []int{1}, "    host: h1\n"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: 4, Hosts: "h1:2,h2:2", Command: sh(c.script)})
+			if got := r.wait(); got != c.want {
+				t.Errorf("got exit status %d, want %d", got, c.want)
+			}
+			res := r.outcome()
+			if res.Status != c.want || !slices.Equal(res.Roots, c.roots) || len(res.Ranks) != 4 || res.Ranks[1].Host != "h1" || res.Ranks[2].Host != "h2" {
+				t.Errorf("got result %+v, want status %d, roots %v", res, c.want, c.roots)
+			}
+			if !strings.Contains(r.stderr.String(), c.report) || c.report == "" && r.stderr.String() != "" {
+				t.Errorf("the report lacks %q", c.report)
+			}
+			for rank, e := range res.Ranks {
+				if took := time.Since(e.At); e.PID == 0 || took > deadline {
+					t.Errorf("rank %d: got %+v, want a process and this host's time", rank, e)
+				}
+			}
+		})
+	}
+}
+
+// Others that fail are told with their hosts.
+func TestReportNamesHosts(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 10, Command: sh(`[ $HOROVOD_RANK = 1 ] && exit 3; sleep 1000`)})
+	if got := r.wait(); got != 3 {
+		t.Errorf("got exit status %d, want 3", got)
+	}
+	if !regexp.MustCompile(`  rank 0: killed by SIGTERM from hvdrun, pid \d+ on h1, at `).MatchString(r.stderr.String()) {
+		t.Errorf("got %s", r.stderr.String())
+	}
+}
+
+func TestSignalsOverHosts(t *testing.T) {
+	for _, c := range []struct {
+		sent syscall.Signal
+		want int
+	}{{unix.SIGINT, 130}, {unix.SIGTERM, 143}, {unix.SIGUSR1, 0}} {
+		t.Run(unix.SignalName(c.sent), func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: 3, Hosts: "h1:2,localhost", GraceMS: 600_000, Command: []string{self(), "rank", "obey"}})
+			r.awaitOutput(&r.stdout, "ready", 3)
+			r.signal(c.sent)
+			if got := r.wait(); got != c.want {
+				t.Errorf("got exit status %d, want %d", got, c.want)
+			}
+			for rank := range 3 {
+				if want := fmt.Sprintf("[%d]<stdout>:got %s\n", rank, unix.SignalName(c.sent)); !strings.Contains(r.stdout.String(), want) {
+					t.Errorf("missing %q", want)
+				}
+			}
+		})
+	}
+}
+
+func TestSecondInterruptKillsOverHosts(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", GraceMS: 600_000, Command: []string{self(), "rank", "ignore"}})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	r.signal(unix.SIGINT)
+	r.awaitOutput(&r.stderr, "once more kills them", 1)
+	r.signal(unix.SIGINT)
+	if got := r.wait(); got != 130 {
+		t.Errorf("got exit status %d, want 130", got)
+	}
+}
+
+// Whatever the ranks have started, and however the launcher ends.
+func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 2, Hosts: "h1,localhost", Command: sh("trap '' INT TERM HUP; (setsid sh -c 'sleep 1000 & sleep 1000; true' &); sleep 1000; true")})
+	r.await("all processes", func() bool { return len(r.processes()) == 2*(1+1+2+3) })
+	r.signal(unix.SIGKILL)
+	r.cmd.Wait()
+	r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
+}
+
+// agentOf is the agent of a host, or the process at the end of its command.
+func (r *run) agentOf(host string) (pid int) {
+	r.t.Helper()
+	r.await("agent of "+host, func() bool {
+		for _, p := range r.processes() {
+			env, _ := os.ReadFile(fmt.Sprintf("/proc/%d/environ", p.pid))
+			if p.isAgent() && bytes.Contains(env, []byte("AT="+host+"\x00")) {
+				pid = p.pid
+			}
+		}
+		return pid != 0
+	})
+	return pid
+}
+
+func TestAgentIsKilled(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 3, Hosts: "h1,h2:2", NoticeMS: 50, Command: sh("(setsid sh -c 'sleep 1000; true' &); echo ready; sleep 1000; true")})
+	r.awaitOutput(&r.stdout, "ready", 3)
+	unix.Kill(r.agentOf("h2"), unix.SIGKILL)
+	if got := r.wait(); got != 137 {
+		t.Errorf("got exit status %d, want 137", got)
+	}
+	res := r.outcome()
+	if len(res.Roots) != 1 || res.Roots[0] == 0 || !res.Ranks[1].Lost || !res.Ranks[2].Lost || res.Ranks[0].Lost || res.Ranks[1].PID == 0 {
+		t.Errorf("got %+v, want ranks 1 and 2 lost", res)
+	}
+	if want := "host h2 is lost: env: killed by SIGKILL"; strings.Count(r.stderr.String(), want) < 2 {
+		t.Errorf("the report lacks %q:\n%s", want, r.stderr.String())
+	}
+}
+
+// An agent that does not run is not heard: its host is lost, with all that runs there. Nothing waits for it then.
+func TestAgentIsStopped(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, LivenessMS: 1, KillMS: 600_000, Command: sh("echo ready; sleep 1000; true")})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	unix.Kill(r.agentOf("h2"), unix.SIGSTOP)
+	if got := r.wait(); got != 137 {
+		t.Errorf("got exit status %d, want 137", got)
+	}
+	if want := "rank 1: host h2 is lost: no sign of life for 3s"; !strings.Contains(r.stderr.String(), want) {
+		t.Errorf("the report lacks %q:\n%s", want, r.stderr.String())
+	}
+}
+
+// A launcher that does not run for a while is waited for, and for a longer while given up: by its agents, who kill the ranks.
+func TestLauncherIsStopped(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 2, Hosts: "h1,localhost", NoticeMS: 50, LivenessMS: 3000, Command: sh("echo ready; sleep 1000; true")})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	r.signal(unix.SIGSTOP)
+	<-time.After(2 * time.Second)
+	r.signal(unix.SIGCONT)
+	<-time.After(3 * time.Second) // each has the other's words, or finds them missing
+	if n := len(r.processes()); n != 2*4 {
+		t.Errorf("%d processes are left after a short stop, want 8", n)
+	}
+	r.signal(unix.SIGSTOP)
+	r.await("the end of all processes", func() bool {
+		return !slices.ContainsFunc(r.processes(), func(p process) bool { return p.isHelper() || p.command == "sleep 1000" })
+	})
+	r.signal(unix.SIGCONT)
+	if got := r.wait(); got != 137 {
+		t.Errorf("got exit status %d, want 137", got)
+	}
+	if want := "the launcher is gone, and the ranks were killed (the launcher's orders: no sign of life for 3s)"; strings.Count(r.stderr.String(), want) == 0 {
+		t.Errorf("got %s, want %q", r.stderr.String(), want)
+	}
+}
+
+// A lost host failed when it was last heard: before those who fail because of it.
+func TestLostHostIsBlamed(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "later")
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 60_000, LivenessMS: 3000,
+		Command: sh("echo ready; [ $HOROVOD_RANK = 0 ] || exec sleep 1000; " + laterScript(file) + "exit 5")})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	unix.Kill(r.agentOf("h2"), unix.SIGSTOP)
+	<-time.After(pingInterval + 500*time.Millisecond) // what it had said is heard
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got := r.wait(); got != 137 {
+		t.Errorf("got exit status %d, want 137", got)
+	}
+	if res := r.outcome(); !slices.Equal(res.Roots, []int{1}) || res.Ranks[0].Code != 5 {
+		t.Errorf("got %+v, want rank 1 blamed", res)
+	}
+}
+
+// pingInterval is that of agents.
+const pingInterval = time.Second
+
+// agentSaying is an agent that is ready, then says what it is told to, and ends with a script.
+func agentSaying(t *testing.T, then string, frames ...[]byte) []string {
+	ready := append([]byte("\x00hvdrun host agent\x00\x00\x00\x00\x01"), frame.Seal(append(frame.New(4), "\x06\"x\""...))...)
+	dir := t.TempDir()
+	for name, text := range map[string][]byte{"ready": ready, "more": bytes.Join(frames, nil)} {
+		if err := os.WriteFile(filepath.Join(dir, name), text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return byShell("cd '" + dir + "'; cat ready; cat more; " + then)
+}
+
+// An agent that lives and obeys nothing is killed in the end, and its ranks are named, whether a signal or a failure ends the job.
+func TestAgentThatObeysNothing(t *testing.T) {
+	for name, c := range map[string]struct {
+		command []string
+		want    int
+	}{
+		"signal":  {[]string{self(), "rank", "obey"}, 130},
+		"failure": {sh("echo ready; exit 3"), 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, GraceMS: 50, KillMS: 100, Command: c.command,
+				Reach: byShell(`[ $AT = h2 ] || exec "$@"; trap '' INT TERM
+					printf '\0hvdrun host agent\0\0\0\0\1\0\0\0\4\6"x"'; while :; do printf '\0\0\0\1\0'; sleep 0.2; done`)})
+			r.awaitOutput(&r.stdout, "ready", 1)
+			if name == "signal" {
+				r.signal(unix.SIGINT)
+			}
+			if got := r.wait(); got != c.want || !strings.Contains(r.stderr.String(), "processes of ranks [1] were sent SIGKILL and are not gone") {
+				t.Errorf("got exit status %d and %q, want %d and rank 1 named", got, r.stderr.String(), c.want)
+			}
+		})
+	}
+}
+
+// An agent that ends before it has sent all output is told of, though its ranks ended well.
+func TestOutputCutShort(t *testing.T) {
+	t.Parallel()
+	report := func(text string) []byte { return frame.Seal(append(append(frame.New(100), 8), text...)) }
+	r := start(t, spec{NP: 1, Hosts: "h1", Command: []string{"true"}, Reach: agentSaying(t, "head -c 100 >/dev/null; sleep 0.1; echo bad line >&2; exit 7",
+		report(`{"Index":0,"Report":{"pid":12345}}`), report(`{"Index":0,"Report":{"ended":true}}`), frame.Seal(append(frame.New(5), 9, 0, 0, 0, 0)))})
+	if got := r.wait(); got != 1 || !strings.Contains(r.stderr.String(), "host h1: the end of the output is lost: env: exit status 7: bad line") {
+		t.Errorf("got exit status %d and %q, want 1 and the reason", got, r.stderr.String())
+	}
+	// Its clock is another than this host's.
+	if e := r.outcome().Ranks[0]; time.Since(e.At) > deadline || e.PID != 12345 {
+		t.Errorf("got %+v, want this host's time", e)
+	}
+}
+
+// Who has not said that it is an agent is told nothing.
+func TestSecretIsForAgents(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "heard")
+	r := start(t, spec{NP: 1, Hosts: "h1", StartMS: 500, Reach: byShell(`echo menu; cat >"` + file + `"`), Command: []string{"true"}})
+	if got := r.wait(); got != 1 {
+		t.Errorf("got exit status %d, want 1", got)
+	}
+	if heard, err := os.ReadFile(file); err != nil || len(heard) > 0 {
+		t.Errorf("it was told %d bytes (error %v)", len(heard), err)
+	}
+}
+
+func TestHelperIsKilledOverHosts(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, Command: sh("setsid sleep 1000 & echo ready; sleep 1000; true")})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	unix.Kill(r.helper("1"), unix.SIGKILL)
+	if got := r.wait(); got != 137 {
+		t.Errorf("got exit status %d, want 137", got)
+	}
+	if !strings.Contains(r.stderr.String(), "rank 1: its helper was killed") {
+		t.Errorf("the report does not say so:\n%s", r.stderr.String())
+	}
+}
+
+// A helper that does not run cannot obey; the agent kills it when it is told to.
+func TestHelperIsStoppedOverHosts(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 2, Hosts: "h1:2", GraceMS: 50, KillMS: 2000, Command: sh("setsid sleep 1000 & echo ready; sleep 1000; true")})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	unix.Kill(r.helper("0"), unix.SIGSTOP)
+	r.signal(unix.SIGINT)
+	if got := r.wait(); got != 130 {
+		t.Errorf("got exit status %d, want 130", got)
+	}
+	if strings.Contains(r.stderr.String(), "lost") {
+		t.Errorf("the agent was killed for it:\n%s", r.stderr.String())
+	}
+}
+
+// No rank runs anywhere if a host is not ready.
+func TestHostsThatAreNotReady(t *testing.T) {
+	const helloText = `\0hvdrun host agent\0`
+	for _, c := range []struct {
+		name    string
+		s       spec
+		want    int
+		stderr  []string
+		exclude string
+	}{
+		{"no command", spec{Command: []string{"no-such-program"}}, 127, []string{`command "no-such-program" on host h`, "not found"}, ""},
+		{"not executable", spec{Command: []string{os.TempDir()}}, 126, []string{`on host h`}, ""},
+		{"no interpreter", spec{Command: []string{brokenScript(t)}}, 127, []string{`on host h`, "no such file"}, "Root cause"},
+		{"no reach", spec{Reach: []string{"no-such-agent"}}, 1, []string{"host h1: no-such-agent: ", "not found"}, ""},
+		{"no hvdrun", spec{Reach: byShell(`[ $AT = h1 ] || exec /no/hvdrun; exec "$@"`)}, 1,
+			[]string{"host h2: hvdrun is not at " + self() + " there; --remote-hvdrun", "exit status 127", "/no/hvdrun: not found", "hvdrun: host h2: "}, ""},
+		{"ends at once", spec{Reach: byShell(`[ $AT = h1 ] || { echo name unknown >&2; exit 255; }; exec "$@"`)}, 1,
+			[]string{"launch: host h2: env: exit status 255: name unknown\n"}, ""},
+		{"is killed", spec{Reach: byShell(`kill -9 $$`)}, 1, []string{": env: killed by SIGKILL"}, ""},
+		{"says something else", spec{Reach: byShell(`echo this is a menu`)}, 1, []string{`no agent of hvdrun, and printed "this is a menu"`}, ""},
+		{"says without end", spec{Reach: []string{"sh", "-c", "yes menu"}}, 1, []string{"no agent of hvdrun", "menu"}, ""},
+		{"another version", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\7'; cat`)}, 1, []string{"speaks version 7", "this one 1", "same hvdrun"}, ""},
+		{"bad frames", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\1\377\377\377\377'; cat >/dev/null`)}, 1, []string{"frame of 4294967295 bytes"}, ""},
+		{"garbled", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\1\0\0\0\1\77'; cat >/dev/null`)}, 1, []string{"its agent has sent a frame of kind 63"}, ""},
+		{"gone and done", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\1\0\0\0\5\11\0\0\1\0'; cat >/dev/null`)}, 1, []string{"its agent has sent a gone on rank 256 of 2"}, ""},
+		{"hangs", spec{StartMS: 300, Reach: byShell(`[ $AT = h1 ] || exec sleep 1000; exec "$@"`)}, 1, []string{"host h2: not ready within 300ms"}, "h1:"},
+		{"closes its output", spec{Reach: byShell(`[ $AT = h1 ] || exec sleep 1000 >/dev/null; exec "$@"`)}, 1, []string{"host h2: its agent has closed its output, and env goes on"}, ""},
+		{"no store", spec{StoreAddrs: []string{"127.0.0.1:9", "127.0.0.1:7"}}, 1,
+			[]string{"it does not reach the job's store", "at 127.0.0.1:9, 127.0.0.1:7: is there a firewall", "--network-interfaces"}, ""},
+		{"no directory", spec{dir: filepath.Join(t.TempDir(), "gone"), Reach: byShell(`rmdir "$PWD"; exec "$@"`)}, 1, []string{"working directory", "/gone: no such file"}, ""},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			c.s.NP, c.s.Hosts, c.s.KillMS = 4, "h1:2,h2:2", 600_000
+			started := filepath.Join(t.TempDir(), "started")
+			if c.s.Command == nil {
+				c.s.Command = []string{"touch", started}
+			}
+			if c.s.dir != "" {
+				if err := os.Mkdir(c.s.dir, 0o700); err != nil {
+					t.Fatal(err)
+				}
+			}
+			r := start(t, c.s)
+			if got := r.wait(); got != c.want {
+				t.Errorf("got exit status %d, want %d", got, c.want)
+			}
+			for _, want := range c.stderr {
+				if !strings.Contains(r.stderr.String(), want) {
+					t.Errorf("got %q, want %q", r.stderr.String(), want)
+				}
+			}
+			if c.exclude != "" && strings.Contains(r.stderr.String(), c.exclude) {
+				t.Errorf("got %q, which has %q", r.stderr.String(), c.exclude)
+			}
+			if _, err := os.Stat(started); err == nil {
+				t.Error("a rank was started")
+			}
+		})
+	}
+}
+
+func brokenScript(t *testing.T) string {
+	path := filepath.Join(t.TempDir(), "script")
+	if err := os.WriteFile(path, []byte("#!/no/such/interpreter\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// What a login prints on standard output is passed over, and on standard error is shown.
+func TestLoginThatPrints(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 1, Hosts: "h1", Reach: byShell(`printf 'Welcome!\n\0hvdrun host\n'; head -c 60000 /dev/zero; echo hear ye >&2; exec "$@"`),
+		Command: []string{"echo", "works"}})
+	if got := r.wait(); got != 0 || r.stdout.String() != "[0]<stdout>:works\n" || r.stderr.String() != "hvdrun: host h1: hear ye\n" {
+		t.Errorf("got exit status %d, %q and %q", got, r.stdout.String(), r.stderr.String())
+	}
+}
+
+// Of several addresses of the store the best that works is taken.
+func TestStoreAddresses(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 1, Hosts: "h1", StoreAddrs: []string{"127.0.0.1:9", "STORE", "[::1]:9"}, NoPrefix: true,
+		Command: sh("echo $HOROVOD_GLOO_RENDEZVOUS_ADDR; [ $HOROVOD_GLOO_RENDEZVOUS_PORT -gt 9 ]")})
+	if got := r.wait(); got != 0 || r.stdout.String() != "127.0.0.1\n" {
+		t.Errorf("got exit status %d and %q", got, r.stdout.String())
+	}
+}
+
+// A signal while hosts get ready ends the job, whatever they wait for.
+func TestInterruptWhileHostsGetReady(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", GraceMS: 600_000, KillMS: 600_000, Reach: byShell(`echo hangs >&2; trap '' INT TERM; sleep 1000 & sleep 1000; true`), Command: []string{"true"}})
+	r.awaitOutput(&r.stderr, "hangs", 2)
+	r.signal(unix.SIGINT)
+	if got := r.wait(); got != 130 || !strings.Contains(r.stderr.String(), "SIGINT: no rank was started") {
+		t.Errorf("got exit status %d and %q, want 130", got, r.stderr.String())
+	}
+}
+
+func TestContextEndsHostsThatGetReady(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", TimeoutMS: 200, Reach: byShell(`sleep 1000`), Command: []string{"true"}})
+	if got := r.wait(); got != 143 || !strings.Contains(r.stderr.String(), "deadline exceeded") {
+		t.Errorf("got exit status %d and %q, want 143", got, r.stderr.String())
+	}
+}
+
+// All that the ranks print arrives, each stream in order, however much it is.
+func TestOutputOverHosts(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	r := start(t, spec{NP: 3, Hosts: "h1:2,h2", OutputDir: dir, Command: sh(`seq 300000; printf 'half '$HOROVOD_RANK >&2`)})
+	if got := r.wait(); got != 0 {
+		t.Errorf("got exit status %d, want 0", got)
+	}
+	var all bytes.Buffer
+	for i := range 300000 {
+		fmt.Fprintln(&all, i+1)
+	}
+	for rank := range 3 {
+		got, err := os.ReadFile(filepath.Join(dir, fmt.Sprintf("rank.%d", rank), "stdout"))
+		if err != nil || !bytes.Equal(got, all.Bytes()) {
+			t.Errorf("rank %d: got %d bytes and error %v, want %d", rank, len(got), err, all.Len())
+		}
+		if want := fmt.Sprintf("[%d]<stderr>:half %d\n", rank, rank); !strings.Contains(r.stderr.String(), want) {
+			t.Errorf("missing %q", want)
+		}
+	}
+	if n := strings.Count(r.stdout.String(), "\n"); n != 900000 {
+		t.Errorf("got %d lines, want 900000", n)
+	}
+}
+
+// Somebody outside the job holds a rank's output open.
+func TestOutputHeldFromOutsideOverHosts(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "later")
+	r := start(t, spec{NP: 1, Hosts: "h1", Command: sh("echo ready; " + laterScript(file) + "echo done")})
+	r.awaitOutput(&r.stdout, "ready", 1)
+	for _, p := range r.processes() {
+		if !p.isAgent() {
+			if f, err := os.OpenFile(fmt.Sprintf("/proc/%d/fd/1", p.pid), os.O_WRONLY, 0); err == nil {
+				defer f.Close()
+			}
+		}
+	}
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got := r.wait(); got != 0 || !strings.Contains(r.stdout.String(), "<stdout>:done\n") {
+		t.Errorf("got exit status %d and %q, want 0 and all output", got, r.stdout.String())
+	}
+}
+
+func TestTooFewSlots(t *testing.T) {
+	_, err := launch.Run(t.Context(), launch.Options{NP: 4, Hosts: []hostlist.Host{{Name: "h1", Slots: 3}}, Command: []string{"true"}})
+	if _, ok := err.(*launch.OptionError); !ok || !strings.Contains(err.Error(), "there are 3") {
+		t.Errorf("got error %v, want an OptionError", err)
+	}
+}
+
+func TestIsThisHost(t *testing.T) {
+	host, err := os.Hostname()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, want := range map[string]bool{
+		"localhost": true, "LocalHost": true, "127.0.0.1": true, "127.8.8.8": true, "::1": true, host: true, strings.ToUpper(host): true,
+		"192.0.2.1": false, "no-such-host": false, "": false, host + "x": false,
+	} {
+		if got := launch.IsThisHost(name); got != want {
+			t.Errorf("%q: got %v", name, got)
+		}
+	}
+}
