@@ -112,7 +112,7 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 	r := &root{
 		cfg: cfg, token: newToken(), ln: ln,
 		log:        cfg.Log.With(zap.String("job", cfg.Job), zap.Stringer("root", ln.Addr())),
-		handshakes: serve.NewDoorway(maxHandshakes),
+		handshakes: serve.NewDoorway(max(maxHandshakes, 2*cfg.Size)),
 		changed:    make(chan struct{}, 1),
 		allTold:    make(chan struct{}),
 		guests:     make(map[*guest]struct{}),

@@ -69,6 +69,22 @@ type Meeting struct {
 
 	closers []func() error // last first
 	close   func() error
+	met     func() error // nil if there is nothing to remove
+}
+
+// Met removes what rank 0 had left for the others to find: the file with the secret, where there is one. It is called when
+// all ranks are known to have met; Close does it otherwise.
+func (m *Meeting) Met() error {
+	if m.met == nil {
+		return nil
+	}
+	return m.met()
+}
+
+// leaves says how to remove what this rank has left for the others.
+func (m *Meeting) leaves(remove func() error) {
+	m.met = sync.OnceValue(remove)
+	m.onClose(m.met)
 }
 
 // Close closes the store. Rank 0's Close, where it serves the store, ends it for all, so it comes after whatever the
@@ -363,7 +379,7 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Meeting) error {
 	if err := writePrivate(path, text); err != nil {
 		return err
 	}
-	m.onClose(func() error { return remove(path) })
+	m.leaves(func() error { return remove(path) })
 	return nil
 }
 
@@ -486,7 +502,7 @@ func (e *Env) torchSecret(o MeetOptions, m *Meeting) (word string, err error) {
 	if err != nil {
 		return "", err
 	}
-	m.onClose(func() error { return os.RemoveAll(dir) })
+	m.leaves(func() error { return os.RemoveAll(dir) })
 	path := filepath.Join(dir, "secret")
 	return path, writePrivate(path, word)
 }

@@ -18,6 +18,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/launchenv"
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/rendezvous"
@@ -67,6 +68,15 @@ type Meeting struct {
 
 	closers []func() error // last first
 	close   func() error
+	met     func() error // nil for nothing
+}
+
+// Met is called when all ranks have met. It removes what this rank had left for the others to find.
+func (m *Meeting) Met() error {
+	if m.met == nil {
+		return nil
+	}
+	return m.met()
 }
 
 const loopback = "127.0.0.1"
@@ -87,7 +97,7 @@ func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 // Again is the same Meeting for settings that do not place this process: those of an Init after a Shutdown. Its Close does
 // nothing.
 func (m *Meeting) Again(set config.Config) *Meeting {
-	a := &Meeting{Settings: set, Store: m.Store, Secret: m.Secret, Listen: m.Listen, Once: true, close: func() error { return nil }}
+	a := &Meeting{Settings: set, Store: m.Store, Secret: m.Secret, Listen: m.Listen, Once: true, met: m.met, close: func() error { return nil }}
 	from := &m.Settings
 	a.Settings.Rank, a.Settings.Size, a.Settings.JobID = from.Rank, from.Size, from.JobID
 	a.Settings.LocalRank, a.Settings.LocalSize = from.LocalRank, from.LocalSize
@@ -109,6 +119,15 @@ func (m *Meeting) closeOnce() error {
 func (m *Meeting) onClose(c func() error) { m.closers = append(m.closers, c) }
 
 func (m *Meeting) open(ctx context.Context, cfg *Config) error {
+	ways := 0
+	for _, given := range []bool{cfg.Store != nil, cfg.Method != "", cfg.ID != nil} {
+		if given {
+			ways++
+		}
+	}
+	if ways > 1 {
+		return fmt.Errorf("%d ways to meet are given, want one of a store, an init method and an id", ways)
+	}
 	choice, err := netif.Parse(m.Settings.NetworkInterfaces)
 	if err != nil {
 		return err
@@ -176,7 +195,11 @@ func (m *Meeting) choose(choice netif.Choice) error {
 // byLauncher meets at the store that hvdrun serves, or who else has set its variables.
 func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
 	address := net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
-	listen, err := choice.Towards(address)
+	var listen netip.Addr
+	err := dial.Retry(ctx, func() (err error) { // the name may not be there yet
+		listen, err = choice.Towards(ctx, address)
+		return err
+	})
 	if err != nil {
 		return fmt.Errorf("rendezvous store: %w", err)
 	}
@@ -214,6 +237,7 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 	}
 	m.Once, m.Store, m.Secret = true, met.Store, met.Secret
 	m.onClose(met.Close)
+	m.met = met.Met
 	set.Rank, set.Size = env.Rank, env.Size
 	if set.Variable("HVD_JOB_ID") == "" && met.JobID != "" {
 		set.JobID = short(met.JobID)
@@ -275,7 +299,7 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	if err != nil {
 		return err
 	}
-	listen, err := choice.Towards(id.IDs[0].Addr())
+	listen, err := choice.Towards(ctx, id.IDs[0].Addr())
 	if err != nil {
 		return err
 	}
@@ -338,7 +362,7 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	}
 	s := store.NewPrefixStore(agreePrefix, m.Store)
 	if addr != "" {
-		local, remote, err := netif.Route(addr)
+		local, remote, err := netif.Route(ctx, addr)
 		if err != nil {
 			return err
 		}
@@ -347,7 +371,12 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 			return s.Set(ctx, hostKey, []byte(remote.String()))
 		}
 	}
-	near, err := s.Add(ctx, nearKey, 1)
+	// The store may outlive an attempt that failed: a rank counts once.
+	var near int64
+	_, first, err := s.CompareAndSet(ctx, fmt.Sprintf("%s/%d", nearKey, m.Settings.Rank), nil, []byte("1"))
+	if err == nil && first {
+		near, err = s.Add(ctx, nearKey, 1)
+	}
 	if err != nil {
 		return err
 	}
@@ -358,8 +387,7 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	}
 	told, err := s.Get(ctx, hostKey)
 	if err != nil {
-		return fmt.Errorf("waiting for a rank of another host, or for all %d ranks on this one, of which this was number %d: %w",
-			m.Settings.Size, near, err)
+		return fmt.Errorf("waiting for a rank of another host to come, or for all %d ranks on this one: %w", m.Settings.Size, err)
 	}
 	host, err := netip.ParseAddr(string(told))
 	if err != nil {
@@ -370,7 +398,7 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 		return err
 	}
 	if !own { // others come through a translation of addresses
-		if host, _, err = netif.Route(net.JoinHostPort(host.String(), "9")); err != nil {
+		if host, _, err = netif.Route(ctx, net.JoinHostPort(host.String(), "9")); err != nil {
 			return err
 		}
 	}

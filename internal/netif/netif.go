@@ -5,6 +5,7 @@
 package netif
 
 import (
+	"context"
 	"fmt"
 	"net"
 	"net/netip"
@@ -153,8 +154,8 @@ func (c Choice) of(all []own) (addrs []netip.Addr) {
 
 // Towards is the address of this host for ranks that meet at target, host:port: that from which target is reached, if c
 // allows it, else the first that c allows, of target's family if there is one. Nothing is sent.
-func (c Choice) Towards(target string) (netip.Addr, error) {
-	local, remote, err := Route(target)
+func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) {
+	local, remote, err := Route(ctx, target)
 	if err != nil || c.IsZero() {
 		return local, err
 	}
@@ -180,7 +181,7 @@ func (c Choice) Any() (netip.Addr, error) {
 	if c.IsZero() {
 		// Documentation's own networks (RFC 5737 and 3849): routed as any far address, and nothing is sent.
 		for _, far := range []string{"192.0.2.1:9", "[2001:db8::1]:9"} {
-			if local, _, err := Route(far); err == nil && slices.Contains(addrs, local) {
+			if local, _, err := Route(context.Background(), far); err == nil && slices.Contains(addrs, local) {
 				return local, nil
 			}
 		}
@@ -192,9 +193,10 @@ func (c Choice) Any() (netip.Addr, error) {
 }
 
 // Route is the address of this host from which target, host:port, is reached, and that of target. Connecting a datagram
-// socket sends nothing; it only asks for the route, and for the name's address.
-func Route(target string) (local, remote netip.Addr, err error) {
-	conn, err := net.Dial("udp", target)
+// socket sends nothing; it only asks for the route, and for the name's address, which takes until ctx ends at most.
+func Route(ctx context.Context, target string) (local, remote netip.Addr, err error) {
+	var d net.Dialer
+	conn, err := d.DialContext(ctx, "udp", target)
 	if err != nil {
 		return local, remote, fmt.Errorf("no route to %s: %w", target, err)
 	}

@@ -114,11 +114,11 @@ func TestParseRefuses(t *testing.T) {
 }
 
 func TestThisHost(t *testing.T) {
-	local, remote, err := Route("127.0.0.1:9")
+	local, remote, err := Route(t.Context(), "127.0.0.1:9")
 	if err != nil || local != addr("127.0.0.1") || remote != local {
 		t.Errorf("route to loopback: got %v, %v, %v", local, remote, err)
 	}
-	if _, _, err := Route("nonsense"); err == nil || !strings.Contains(err.Error(), "nonsense") {
+	if _, _, err := Route(t.Context(), "nonsense"); err == nil || !strings.Contains(err.Error(), "nonsense") {
 		t.Errorf("got error %v, want one with the address", err)
 	}
 	lo, err := Parse([]string{"127.0.0.0/8"})
@@ -126,8 +126,8 @@ func TestThisHost(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, target := range []string{"127.0.0.1:9", "192.0.2.1:9"} {
-		got, err := lo.Towards(target)
-		if _, _, routed := Route(target); routed == nil && (err != nil || !got.IsLoopback()) {
+		got, err := lo.Towards(t.Context(), target)
+		if _, _, routed := Route(t.Context(), target); routed == nil && (err != nil || !got.IsLoopback()) {
 			t.Errorf("towards %s by loopback alone: got %v, %v", target, got, err)
 		}
 	}
@@ -136,7 +136,7 @@ func TestThisHost(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, err := both.Towards("127.0.0.1:9"); err != nil || !got.IsLoopback() {
+		if got, err := both.Towards(t.Context(), "127.0.0.1:9"); err != nil || !got.IsLoopback() {
 			t.Errorf("towards loopback, which is allowed second: got %v, %v", got, err)
 		}
 	}
@@ -147,7 +147,7 @@ func TestThisHost(t *testing.T) {
 	if _, err := none.Any(); err == nil || !strings.Contains(err.Error(), "192.0.2.77/32,no-such-if") || !strings.Contains(err.Error(), "lo 127.0.0.1") {
 		t.Errorf("got %v, want what was chosen and what there is", err)
 	}
-	if _, err := none.Towards("127.0.0.1:9"); err == nil {
+	if _, err := none.Towards(t.Context(), "127.0.0.1:9"); err == nil {
 		t.Error("an address that is not chosen was taken")
 	}
 	a, err := Choice{}.Any()

@@ -23,6 +23,13 @@ type Doorway struct {
 // NewDoorway has room for most connections, at least one.
 func NewDoorway(most int) *Doorway { return &Doorway{most: most} }
 
+// Grow makes room for most connections, if that is more than there was.
+func (d *Doorway) Grow(most int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.most = max(d.most, most)
+}
+
 // Place is a connection's in a Doorway.
 type Place struct {
 	of   *Doorway

@@ -33,6 +33,19 @@ func TestDoorway(t *testing.T) {
 	if !third.Leave() || !fourth.Leave() {
 		t.Error("there was room for two")
 	}
+	d.Grow(1) // it has room for two
+	var more [4]closer
+	for i := range more[:2] {
+		d.Enter(&more[i])
+	}
+	d.Grow(3)
+	d.Enter(&more[2])
+	if more[0].closed != 0 {
+		t.Error("one was thrown out though the doorway has grown")
+	}
+	if d.Enter(&more[3]); more[0].closed != 1 || more[1].closed != 0 {
+		t.Error("it has grown without a bound")
+	}
 	for i := range conns[1:] {
 		if n := conns[1+i].closed; n != 0 {
 			t.Errorf("connection %d was closed", 1+i)

@@ -173,6 +173,8 @@ func (e *Endpoint) Connect(ep Epoch) (*Mesh, error) {
 		addrs: slices.Clone(ep.Addrs),
 		lanes: make(map[transport.Lane]*lane),
 	}
+	// All ranks may dial this one at once.
+	e.doorway.Grow(2 * len(ep.Addrs))
 	close(e.connected)
 	return e.mesh, nil
 }
