@@ -1,4 +1,4 @@
-# The launcher and the example as static binaries on nothing.
+# The launcher, the sidecar and the example as static binaries on nothing.
 #
 #   docker build -t gohvd .
 #   docker run --rm gohvd -np 2 /usr/local/bin/digits
@@ -10,7 +10,7 @@ WORKDIR /src
 COPY go.mod go.sum ./
 RUN go mod download
 COPY . .
-RUN CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags=-s -o /out/ ./cmd/hvdrun ./examples/digits
+RUN CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags=-s -o /out/ ./cmd/hvdrun ./cmd/hvdd ./examples/digits
 
 FROM scratch
 COPY --from=build /out/ /usr/local/bin/

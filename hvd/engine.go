@@ -22,7 +22,7 @@ import (
 // Engine is one rank of one epoch of a job. Programs that are one rank use the package-level functions; a
 // process that holds several ranks makes one Engine for each and passes it to operations by On.
 type Engine struct {
-	engine  *engine.Engine
+	engine  *runner
 	at      *meeting.Meeting
 	session *session.Session // nil in a job of one
 	place   topo.Topology
@@ -105,10 +105,14 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	for _, w := range cfg.Warnings {
 		o.log.Warn(w)
 	}
-	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
-	defer cancel()
 	e := &Engine{dynamicSets: cfg.DynamicProcessSets, timeout: cfg.OperationTimeout}
-	if err := e.start(ctx, cfg, o); err != nil {
+	start, limit := e.start, cfg.StartTimeout
+	if cfg.Sidecar != "" {
+		start, limit = e.startOver, cfg.StartTimeout+sidecarGrace
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	if err := start(ctx, cfg, o); err != nil {
 		return nil, fmt.Errorf("hvd: init: %w", errors.Join(err, e.release()))
 	}
 	return e, nil
@@ -154,6 +158,9 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 		if err != nil {
 			return err
 		}
+		if err := e.at.Met(); err != nil {
+			log.Warn("what was left for the other ranks to meet by cannot be removed", zap.Error(err))
+		}
 		e.epoch, hosts = e.session.Epoch, e.session.Hosts
 		ecfg.Mesh, ecfg.Memory, ecfg.LocalSize = e.session.Mesh, e.session.Memory, e.session.LocalSize
 	}
@@ -174,7 +181,8 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 	if o.onStall != nil {
 		ecfg.OnStall = func(s *controller.Stall) { o.onStall(newStall(s)) }
 	}
-	e.engine, err = engine.Start(ctx, ecfg)
+	in, err := engine.Start(ctx, ecfg)
+	e.engine = &runner{in: in}
 	return err
 }
 

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"sync/atomic"
 
-	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
@@ -19,7 +18,7 @@ type operation struct {
 	// signal is nil until somebody asks for it, or the operation is done; then it is over.
 	signal atomic.Pointer[signal]
 	// engine is who does it; nil if there was nothing to do.
-	engine *engine.Engine
+	engine *runner
 }
 
 // signal is closed when an operation is done. Most are, before anybody asks.

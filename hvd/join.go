@@ -34,33 +34,42 @@ func join(opts []Option) (*JoinHandle, error) {
 	if err != nil {
 		return nil, err
 	}
-	c.name = joinName
-	h := &JoinHandle{operation: operation{kind: c.kind, name: c.name, engine: c.engine.engine}}
-	h.entry = &tensorqueue.Entry{
-		Set: c.set.id, Timeout: c.timeout,
-		Request: message.Request{Kind: message.Join, Name: c.name, Empty: c.empty},
-		Done: func(err error) {
-			// The ranks that joined early have made fewer unnamed calls than the others. Now nothing is in flight, so
-			// all can begin to count anew.
-			c.set.unnamed.Store(0)
-			c.set.joined.Store(false)
-			h.complete(err)
-		},
-	}
-	if !c.set.joined.CompareAndSwap(false, true) {
-		return nil, c.misuse("this rank has joined %v already", c.set)
-	}
-	if err := c.enter(h.entry); err != nil {
-		c.set.joined.Store(false)
+	h := &JoinHandle{operation: operation{kind: c.kind, name: joinName, engine: c.engine.engine}}
+	if err := c.join(&h.entry, h.complete); err != nil {
 		return nil, err
 	}
 	return h, nil
 }
 
+// join queues e, which becomes a join; done is told of its end.
+func (c *call) join(e *tensorqueue.Entry, done func(error)) error {
+	c.name = joinName
+	set := c.set
+	*e = tensorqueue.Entry{
+		Set: set.id, Timeout: c.timeout,
+		Request: message.Request{Kind: message.Join, Name: c.name, Empty: c.empty},
+		Done: func(err error) {
+			// The ranks that joined early have made fewer unnamed calls than the others. Now nothing is in flight, so
+			// all can begin to count anew.
+			set.unnamed.Store(0)
+			set.joined.Store(false)
+			done(err)
+		},
+	}
+	if !set.joined.CompareAndSwap(false, true) {
+		return c.misuse("this rank has joined %v already", set)
+	}
+	if err := c.enter(e); err != nil {
+		set.joined.Store(false)
+		return err
+	}
+	return nil
+}
+
 // JoinHandle is a join in flight. Its methods are safe for concurrent use.
 type JoinHandle struct {
 	operation
-	entry *tensorqueue.Entry
+	entry tensorqueue.Entry
 }
 
 // Wait waits until all members have joined and gives the one that joined last.

@@ -224,8 +224,8 @@ func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], err
 
 func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 	return one(message.Broadcast, x, opts, func(c call, i int, x []T) (*Handle[T], error) {
-		if !c.set.contains(root) {
-			return nil, c.misuse("root rank is %d, want one of %v", root, c.set)
+		if err := c.checkRoot(root); err != nil {
+			return nil, err
 		}
 		h, err := allreduceTensor(c, i, x) // the buffers are the same
 		if err != nil {
@@ -234,6 +234,13 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 		h.entry.Request.Root = topo.Rank(root)
 		return h, nil
 	})
+}
+
+func (c *call) checkRoot(root int) error {
+	if !c.set.contains(root) {
+		return c.misuse("root rank is %d, want one of %v", root, c.set)
+	}
+	return nil
 }
 
 // Reducescatter reduces x over all ranks as Allreduce does, and gives each rank its part of the rows: as even as can be,

@@ -8,6 +8,7 @@
 //
 //  1. A chunk is unmapped only when no tensor in it is live. There is no finalizer: who still holds a freed tensor has
 //     the same bug as with free(3).
+//     Chunks that were adopted are unmapped when whoever adopted them says so.
 //  2. A chunk's ID counts from 1 and is never used again in the process.
 //  3. Watchers hear of a chunk before the Alloc that made it returns, and of its removal after its last tensor was
 //     freed and before it is unmapped.
@@ -42,8 +43,11 @@ type Ref struct {
 
 // Chunk is a piece of shared memory that holds tensors.
 type Chunk struct {
-	ID      uint32
+	ID uint32
+	// Segment can be written by whoever has its descriptor, until it is sealed: who gives that to peers seals it first.
 	Segment *memfd.Segment
+	// Adopted says that the chunk is another process's, and nothing is allocated in it.
+	Adopted bool
 }
 
 // chunk is a Chunk with its allocation.
@@ -88,6 +92,27 @@ type watcher struct {
 
 var process heap
 
+// Private is an allocator beside that of the process, for memory that one owner hands out and gives up as a whole. Its methods
+// are as the functions of the same name, and its chunks are numbered by themselves. The zero Private is empty.
+type Private struct{ heap heap }
+
+// Alloc is as the process's.
+func (p *Private) Alloc(numBytes int) ([]byte, error) { return p.heap.alloc(numBytes) }
+
+// Free is as the process's.
+func (p *Private) Free(b []byte) error { return p.heap.release(b) }
+
+// Find is as the process's.
+func (p *Private) Find(b []byte) (Ref, bool) { return p.heap.find(b) }
+
+// Watch is as the process's.
+func (p *Private) Watch(added func(Chunk), removed func(id uint32)) (stop func()) {
+	return p.heap.watch(added, removed)
+}
+
+// Close unmaps all chunks. Nobody may use the tensors any more, nor p.
+func (p *Private) Close() error { return p.heap.close() }
+
 // Alloc returns numBytes of zeroed shared memory, aligned to 64 bytes, that Free takes back. The error is a
 // *memfd.NoMemoryError if there is none.
 //
@@ -96,6 +121,13 @@ func Alloc(numBytes int) ([]byte, error) { return process.alloc(numBytes) }
 
 // Free takes back the tensor that begins where b does. It fails if none was allocated there, or it was freed already.
 func Free(b []byte) error { return process.release(b) }
+
+// Adopt makes a segment that another process allocates tensors in a chunk, which Find finds and Watchers hear of. The Segment
+// is the arena's until Abandon.
+func Adopt(s *memfd.Segment) Chunk { return process.adopt(s) }
+
+// Abandon takes an adopted chunk out, and unmaps it. Nobody may use it any more.
+func Abandon(id uint32) error { return process.abandon(id) }
 
 // Find says where b is, if all of it is in one live chunk. It takes no lock, allocates nothing and takes tens of ns. An
 // empty b is found if it has room: by the first byte of its capacity.
@@ -172,23 +204,74 @@ func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	if b, dirty = h.take(size); b != nil {
 		return b, dirty, nil
 	}
-	seg, err := memfd.Create("gohvd-arena", max(size, chunkBytes))
+	seg, err := memfd.CreateOpen("gohvd-arena", max(size, chunkBytes))
 	if err != nil {
 		return nil, 0, fmt.Errorf("arena: allocate: %w", err)
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.lastID++
-	c := &chunk{Chunk: Chunk{h.lastID, seg}, bytes: seg.Bytes(), live: make(map[int64]int64)}
+	c := &chunk{Chunk: Chunk{ID: h.lastID, Segment: seg}, bytes: seg.Bytes(), live: make(map[int64]int64)}
 	// What rounding to pages left behind a large tensor is nobody's: a small one there would keep it all.
 	c.free = []span{{0, max(size, chunkBytes)}}
+	h.add(c)
+	b, dirty = h.cut(c, 0, size)
+	return b, dirty, nil
+}
+
+// add takes in a chunk. The caller holds mu.
+func (h *heap) add(c *chunk) {
 	h.chunks = append(h.chunks, c)
 	h.reindex()
 	for _, w := range h.watchers {
 		w.added(c.Chunk)
 	}
-	b, dirty = h.cut(c, 0, size)
-	return b, dirty, nil
+}
+
+// remove is the opposite of add, for chunk i. The caller holds mu.
+func (h *heap) remove(i int) {
+	id := h.chunks[i].ID
+	h.chunks = slices.Delete(h.chunks, i, i+1)
+	h.reindex()
+	for _, w := range h.watchers {
+		w.removed(id)
+	}
+}
+
+// close takes out all chunks.
+func (h *heap) close() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var errs []error
+	for len(h.chunks) > 0 {
+		segment := h.chunks[0].Segment
+		h.remove(0)
+		errs = append(errs, segment.Close())
+	}
+	h.live = 0
+	return errors.Join(errs...)
+}
+
+func (h *heap) adopt(s *memfd.Segment) Chunk {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.lastID++
+	c := &chunk{Chunk: Chunk{ID: h.lastID, Segment: s, Adopted: true}, bytes: s.Bytes()}
+	h.add(c)
+	return c.Chunk
+}
+
+func (h *heap) abandon(id uint32) error {
+	h.mu.Lock()
+	i := slices.IndexFunc(h.chunks, func(c *chunk) bool { return c.ID == id && c.Adopted })
+	if i < 0 {
+		h.mu.Unlock()
+		return fmt.Errorf("arena: abandon: no chunk %d was adopted", id)
+	}
+	segment := h.chunks[i].Segment
+	h.remove(i)
+	h.mu.Unlock()
+	return segment.Close() // without the lock, as in release
 }
 
 func (h *heap) release(b []byte) error {
@@ -224,11 +307,7 @@ func (h *heap) giveBack(b []byte) (unused *chunk, err error) {
 	if len(c.live) > 0 || h.keeps(c) {
 		return nil, nil
 	}
-	h.chunks = slices.Delete(h.chunks, i, i+1)
-	h.reindex()
-	for _, w := range h.watchers {
-		w.removed(c.ID)
-	}
+	h.remove(i)
 	return c, nil
 }
 
@@ -253,7 +332,7 @@ func (h *heap) keeps(c *chunk) bool {
 		return false
 	}
 	for _, o := range h.chunks {
-		if o != c && len(o.live) == 0 && len(o.bytes) == chunkBytes {
+		if o != c && len(o.live) == 0 && len(o.bytes) == chunkBytes && !o.Adopted {
 			return false
 		}
 	}

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"unsafe"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gohvd/gohvd/internal/memfd"
 )
 
@@ -319,6 +321,54 @@ func TestWatch(t *testing.T) {
 }
 
 // Alloc, Free, Find and Watch at once: no tensor is given out twice, and whoever watches knows all chunks in use.
+// An adopted chunk is found and told of, holds nothing of this process's, and goes when it is abandoned, not before.
+func TestAdopt(t *testing.T) {
+	h := newHeap(t)
+	adopted, err := memfd.Create("adopted", chunkBytes) // as large as those that are kept
+	if err != nil {
+		t.Fatal(err)
+	}
+	var heard []string
+	stop := h.watch(
+		func(c Chunk) { heard = append(heard, fmt.Sprintf("added %d of %d", c.ID, len(c.Segment.Bytes()))) },
+		func(id uint32) { heard = append(heard, fmt.Sprint("removed ", id)) })
+	defer stop()
+	own := mustAlloc(t, h, 100)
+	c := h.adopt(adopted)
+	b := adopted.Bytes()
+	if ref, ok := h.find(b[4096:8192]); !ok || ref != (Ref{c.ID, 4096}) || c.ID != 2 {
+		t.Errorf("found %v, %v in chunk %d", ref, ok, c.ID)
+	}
+	if next := mustAlloc(t, h, 100); address(next) >= address(b) && address(next) < address(b)+chunkBytes {
+		t.Error("a tensor was allocated in memory of another process")
+	} else {
+		mustFree(t, h, next)
+	}
+	if err := h.release(b[:64]); err == nil {
+		t.Error("memory of another process was freed")
+	}
+	mustFree(t, h, own) // its chunk is kept, though another one is empty
+	if chunks, mapped, live := h.stats(); chunks != 2 || mapped != 2*chunkBytes || live != 0 {
+		t.Errorf("%d chunks of %d bytes, %d in use", chunks, mapped, live)
+	}
+	if err := h.abandon(1); err == nil {
+		t.Error("a chunk of this process was abandoned")
+	}
+	if err := h.abandon(c.ID); err != nil {
+		t.Error(err)
+	}
+	if _, ok := h.find(b[:1]); ok {
+		t.Error("an abandoned chunk is found")
+	}
+	if err := h.abandon(c.ID); err == nil {
+		t.Error("a chunk was abandoned twice")
+	}
+	want := []string{fmt.Sprintf("added 1 of %d", chunkBytes), fmt.Sprintf("added 2 of %d", chunkBytes), "removed 2"}
+	if !slices.Equal(heard, want) {
+		t.Errorf("watchers heard %q, want %q", heard, want)
+	}
+}
+
 func TestConcurrent(t *testing.T) {
 	h := newHeap(t)
 	known := make(map[uint32]bool)
@@ -418,3 +468,70 @@ func BenchmarkAllocFree(b *testing.B) {
 }
 
 func beyond(b []byte) []byte { return unsafe.Slice(unsafe.SliceData(b), len(b)+1) }
+
+// Chunks of the allocator can be given to one who writes them, until they are sealed; those that were adopted say so.
+func TestChunksAreOpen(t *testing.T) {
+	h := newHeap(t)
+	var chunks []Chunk
+	stop := h.watch(func(c Chunk) { chunks = append(chunks, c) }, func(uint32) {})
+	defer stop()
+	b := mustAlloc(t, h, 1)
+	defer mustFree(t, h, b)
+	s, err := memfd.Adopt(duplicate(t, chunks[0].Segment.FD()))
+	if err != nil {
+		t.Fatalf("who works for this process cannot write its chunk: %v", err)
+	}
+	other := &heap{}
+	var adopted []Chunk
+	defer other.watch(func(c Chunk) { adopted = append(adopted, c) }, func(uint32) {})()
+	c := other.adopt(s)
+	if len(adopted) != 1 || !adopted[0].Adopted || !c.Adopted || chunks[0].Adopted {
+		t.Errorf("own chunk: adopted %v; adopted chunks: %v", chunks[0].Adopted, adopted)
+	}
+	b[0] = 7
+	if got := s.Bytes()[0]; got != 7 {
+		t.Errorf("got %d, want 7", got)
+	}
+	if err := other.abandon(c.ID); err != nil {
+		t.Error(err)
+	}
+}
+
+// A Private is apart from the process's allocator, and goes as a whole.
+func TestPrivate(t *testing.T) {
+	var p Private
+	events := 0
+	defer p.Watch(func(Chunk) { events++ }, func(uint32) { events += 100 })()
+	b, err := p.Alloc(chunkBytes + 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := p.Alloc(10)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, ok := Find(c); ok {
+		t.Error("the process's allocator finds what is not its own")
+	}
+	first, ok := p.Find(b)
+	if second, found := p.Find(c); !ok || !found || first.Chunk == second.Chunk {
+		t.Errorf("found %v and %v at %v and %v", ok, found, first, second)
+	}
+	if err := p.Free(c); err != nil {
+		t.Error(err)
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+	if chunks, mapped, live := p.heap.stats(); chunks != 0 || mapped != 0 || live != 0 || events != 202 {
+		t.Errorf("after the end: %d chunks of %d bytes, %d in use, and events %d, want 202", chunks, mapped, live, events)
+	}
+}
+
+func duplicate(t *testing.T, fd int) int {
+	d, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}

@@ -37,6 +37,8 @@ type Config struct {
 	HostID string
 	// SharedMemory says where tensors go through shared memory.
 	SharedMemory SharedMemory
+	// Sidecar is the path of the socket of the process that runs this rank; empty if this one does.
+	Sidecar string
 	// Secret is the text that proves that a process is of this job, and SecretFile a file that has it. Insecure lets a job
 	// without one run on several hosts.
 	Secret, SecretFile string

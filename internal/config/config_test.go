@@ -79,9 +79,9 @@ var every = map[string]string{
 	"HOROVOD_CONTROLLER": "TCP", "HOROVOD_CPU_OPERATIONS": "SHM", "HOROVOD_THREAD_AFFINITY": "4, 2,0",
 	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes",
 	"HVD_JOB_ID": "j", "HVD_HOSTID": "rack", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
-	"HVD_SECRET": "shh", "HVD_SECRET_FILE": "s.txt", "HVD_INSECURE": "1", "HVD_TLS": "1",
+	"HVD_SIDECAR_BINARY": "hvdd", "HVD_RUN": "hvdrun", "HVD_SECRET": "shh", "HVD_SECRET_FILE": "s.txt", "HVD_INSECURE": "1", "HVD_TLS": "1",
 	"HOROVOD_GLOO_IFACE": "eth0,10.0.0.0/8", "HVD_RENDEZVOUS_HOST": "h0", "HVD_RENDEZVOUS_PORT": "4712", "HVD_SIZE": "4", "HVD_SUBDOMAIN": "train",
-	"HVD_DETERMINISTIC": "true", "HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
+	"HVD_SIDECAR": "unix:///run/hvdd.sock", "HVD_DETERMINISTIC": "true", "HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
 }
 
 func TestEverySettingIsHonoured(t *testing.T) {
@@ -101,7 +101,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 	want := config.Config{
 		Rank: 1, Size: 4, LocalRank: 0, LocalSize: 2, CrossRank: 1, CrossSize: 2,
 		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", HostID: "rack", SharedMemory: config.SharedAlways, JobID: "j",
-		Secret: "shh", SecretFile: "s.txt", Insecure: true, TLS: true,
+		Sidecar: "/run/hvdd.sock", Secret: "shh", SecretFile: "s.txt", Insecure: true, TLS: true,
 		NetworkInterfaces: []string{"eth0", "10.0.0.0/8"}, MeetHost: "h0", MeetPort: 4712,
 		StartTimeout: 2500 * time.Millisecond, LivenessTimeout: 3 * time.Second,
 		FusionThresholdBytes: 65536, CycleTime: 500 * time.Microsecond, CacheCapacity: 2,
@@ -129,6 +129,8 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 		{"HOROVOD_GLOO_TIMEOUT_SECONDS", "NaN", "seconds, 0.001 to 1000000"},
 		{"HOROVOD_FUSION_THRESHOLD", "64MB", "bytes"},
 		{"HOROVOD_FUSION_THRESHOLD", "-1", "bytes"},
+		{"HVD_SIDECAR", "unix://run/hvdd.sock", "want unix:///path"},
+		{"HVD_SIDECAR", "/run/hvdd.sock", "want unix:///path"},
 		{"HOROVOD_CYCLE_TIME", "-1", "milliseconds, 0 to 1000000"},
 		{"HOROVOD_CYCLE_TIME", "1e300", "milliseconds, 0 to 1000000"},
 		{"HOROVOD_CACHE_CAPACITY", "x", "at least 0"},

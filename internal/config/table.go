@@ -65,6 +65,9 @@ func (s Scope) String() string {
 	return "each rank for itself"
 }
 
+// SidecarVariable is the setting that names a sidecar. It is a client's alone: a sidecar has none of its own.
+const SidecarVariable = "HVD_SIDECAR"
+
 // FileVariable is the setting that names the file of settings.
 const FileVariable = "HVD_CONFIG_FILE"
 
@@ -102,6 +105,11 @@ var settings = []Setting{
 		Default: "30", Doc: "how long Init waits for the other ranks",
 		Raise: "Raising it leaves slow starters more time and reports a rank that never comes later.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.StartTimeout }, 0.001),
+	},
+	{
+		Name: SidecarVariable, Section: sectionStart,
+		Otherwise: "none", Doc: "the sidecar that runs this rank, in place of the program itself; it knows the rank's place in the job (docs/sidecar.md)",
+		kind: unixPath(func(c *Config) *string { return &c.Sidecar }),
 	},
 	{
 		Name: "HVD_SECRET_FILE", Section: sectionStart, Scope: PerJob,
@@ -342,6 +350,16 @@ var settings = []Setting{
 		Name: "HVD_SECRET", Section: sectionPlace, Scope: ByLauncher,
 		Otherwise: "none", Doc: "text that proves that a process is of this job: every connection is refused to who has another",
 		kind: text("any text", func(c *Config) *string { return &c.Secret }),
+	},
+	{
+		Name: "HVD_SIDECAR_BINARY", Section: sectionPlace, Scope: PerProcess,
+		Otherwise: "bin/hvdd of the Python package, then hvdd on PATH", Doc: "hvdd, for Python programs that start a sidecar",
+		kind: anything("the path of a program"),
+	},
+	{
+		Name: "HVD_RUN", Section: sectionPlace, Scope: PerProcess,
+		Otherwise: "hvdrun on PATH", Doc: "hvdrun, for horovod.run in Python",
+		kind: anything("the path of a program"),
 	},
 	{
 		Name: flagsVariable, Section: sectionPlace, Scope: ByLauncher,

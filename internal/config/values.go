@@ -226,9 +226,21 @@ func interfaces(field func(*Config) *[]string) kind {
 	return kind{want: "interfaces, addresses or networks with commas between them", read: func(c *Config, text string) (bool, error) {
 		list := strings.Split(text, ",")
 		if _, err := netif.Parse(list); err != nil {
-			return false, nil
+			return false, fmt.Errorf("want interfaces, addresses or networks with commas between them: %w", err)
 		}
 		*field(c) = list
+		return true, nil
+	}}
+}
+
+// unixPath reads the URL of a Unix socket, of which the field gets the path.
+func unixPath(field func(*Config) *string) kind {
+	return kind{want: "unix:///path", read: func(c *Config, text string) (bool, error) {
+		path, ok := strings.CutPrefix(text, "unix://")
+		if !ok || !strings.HasPrefix(path, "/") {
+			return false, nil
+		}
+		*field(c) = path
 		return true, nil
 	}}
 }

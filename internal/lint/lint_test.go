@@ -61,9 +61,9 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 var floors = [][]string{
 	{"half", "topo", "secret", "internal/netif", "internal/lint", "internal/futex", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet", "internal/testtorch", "internal/testhosts"},
 	{"tensor", "internal/config", "internal/arena", "internal/dial", "internal/hostlist"},
-	{"message/messagepb", "rendezvous/rendezvouspb", "internal/kernel", "internal/verdict", "internal/serve"},
-	{"message"},
-	{"responsecache", "fusion", "tensorqueue"},
+	{"message/messagepb", "rendezvous/rendezvouspb", "internal/sidecar/sidecarpb", "internal/sidecar/wire", "internal/kernel", "internal/verdict", "internal/serve"},
+	{"message", "internal/sidecar/sidecartest"},
+	{"responsecache", "fusion", "tensorqueue", "internal/raw"},
 	{"controller"},
 	{"store/..."},
 	{"internal/launchenv"},
@@ -73,10 +73,11 @@ var floors = [][]string{
 	{"ops"},
 	{"ops/tcp", "ops/shm"},
 	{"internal/engine", "internal/session"},
+	{"internal/sidecar/client"},
 	{"hvd", "internal/launch", "internal/testcluster"},
-	{"internal/bench"},
+	{"internal/bench", "internal/sidecar"},
 	{"internal/doctor"},
-	{"cmd/hvdrun", "cmd/hvdbench", "examples/digits", "internal/e2e", "internal/conformance"},
+	{"cmd/hvdrun", "cmd/hvdd", "cmd/hvdbench", "examples/digits", "internal/e2e", "internal/conformance"},
 }
 
 func floorOf(path string) int {

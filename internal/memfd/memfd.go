@@ -5,7 +5,8 @@
 //  1. A Segment is allocated in full before anybody sees it: no access to it can raise SIGBUS for want of memory.
 //  2. It cannot shrink, nor grow (seals), so no access can raise SIGBUS because of what another process did.
 //  3. Whoever is given the descriptor can map it only to read (F_SEAL_FUTURE_WRITE, Linux 5.1): it has one writer, the
-//     process that made it.
+//     process that made it. One of CreateOpen is so from Seal on; until then it may be given to one other process, which works
+//     for this one, writes it too, and seals it (Adopt).
 //  4. Nothing of it is in any file system. The kernel frees it when the last mapping and descriptor have gone, however
 //     their processes ended.
 package memfd
@@ -31,6 +32,7 @@ const (
 // Segment is a mapping of a memfd. Its methods are safe for concurrent use, but no slice of Bytes may be used after
 // Close, nor while it runs.
 type Segment struct {
+	name  string // for errors of Seal
 	bytes []byte
 	// own is the descriptor, -1 if it is not the Segment's.
 	own int
@@ -60,6 +62,18 @@ func (e *NoMemoryError) Unwrap() error { return e.Err }
 //
 // Time: all of the memory is cleared here, about 0.2 s per GiB.
 func Create(name string, numBytes int64) (*Segment, error) {
+	s, err := CreateOpen(name, numBytes)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.Seal(); err != nil {
+		return nil, errors.Join(err, s.Close())
+	}
+	return s, nil
+}
+
+// CreateOpen is Create of a Segment whose size alone is sealed: whoever has the descriptor can map it to write, until Seal.
+func CreateOpen(name string, numBytes int64) (*Segment, error) {
 	if numBytes <= 0 {
 		return nil, fmt.Errorf("memfd: %s: got a size of %d bytes, want at least 1", name, numBytes)
 	}
@@ -105,12 +119,12 @@ func fill(name string, fd int, size int64) (*Segment, error) {
 	if err = allocate(fd, size); err != nil {
 		err = &NoMemoryError{name, size, explain(err)}
 	} else {
-		err = seal(name, fd)
+		err = fix(name, fd)
 	}
 	if err != nil {
 		return nil, errors.Join(err, unmap(b))
 	}
-	return &Segment{bytes: b, own: fd}, nil
+	return &Segment{name: name, bytes: b, own: fd}, nil
 }
 
 // populate touches b through the mapping, because only so does the kernel heed the wish for huge pages. That it fails
@@ -148,12 +162,22 @@ func retry(f func() error) (err error) {
 	return err
 }
 
-// seal fixes size and writer. The last seal fixes the seals, lest a peer add one that hurts.
+// fixed are the seals of a size.
+const fixed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
+
+// fix fixes the size.
+func fix(name string, fd int) error {
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, fixed); err != nil {
+		return fmt.Errorf("memfd: %s: seal: %w", name, err)
+	}
+	return nil
+}
+
+// seal fixes size and writer. The last seal fixes the seals, lest a peer add one that hurts. What has them already is left.
 func seal(name string, fd int) error {
-	const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-	_, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals|unix.F_SEAL_FUTURE_WRITE)
+	err := add(fd, fixed|unix.F_SEAL_FUTURE_WRITE|unix.F_SEAL_SEAL)
 	if err == unix.EINVAL { // before Linux 5.1: peers could map it writable, if they wanted to
-		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
+		err = add(fd, fixed|unix.F_SEAL_SEAL)
 	}
 	if err != nil {
 		return fmt.Errorf("memfd: %s: seal: %w", name, err)
@@ -161,36 +185,102 @@ func seal(name string, fd int) error {
 	return nil
 }
 
+func add(fd, seals int) error {
+	_, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
+	if err == unix.EPERM { // no more can be added
+		if has, unknown := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); unknown == nil && has&seals == seals {
+			return nil
+		}
+	}
+	return err
+}
+
 // Map maps a peer's segment, all of it, to read. fd stays the caller's and is not needed afterwards. A file that could
 // shrink, is empty, or is not whole pages is refused: reading it might raise SIGBUS.
 func Map(fd int) (*Segment, error) {
-	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	size, err := check(fd, unix.F_SEAL_SHRINK)
 	if err != nil {
-		return nil, fmt.Errorf("memfd: map: seals of descriptor %d: %w", fd, err)
+		return nil, fmt.Errorf("memfd: map: %w", err)
 	}
-	if seals&unix.F_SEAL_SHRINK == 0 {
-		return nil, fmt.Errorf("memfd: map: got a file with seals %#x, want one that is sealed against shrinking", seals)
-	}
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, fmt.Errorf("memfd: map: size of descriptor %d: %w", fd, err)
-	}
-	if page := int64(os.Getpagesize()); st.Size <= 0 || st.Size%page != 0 || int64(int(st.Size)) != st.Size {
-		return nil, fmt.Errorf("memfd: map: got a file of %d bytes, want whole pages of %d bytes", st.Size, page)
-	}
-	b, err := unix.Mmap(fd, 0, int(st.Size), unix.PROT_READ, unix.MAP_SHARED)
+	b, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ, unix.MAP_SHARED)
 	if err != nil {
-		return nil, fmt.Errorf("memfd: map %d bytes: %w", st.Size, err)
+		return nil, fmt.Errorf("memfd: map %d bytes: %w", size, err)
 	}
 	// It is only advice.
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	return &Segment{bytes: b, own: -1}, nil
 }
 
+// Adopt maps a file that another process has made, all of it, to read and write, and then seals it as Create does: from then on
+// nobody else can map it to write, but for the mappings that there are. fd is the Segment's, and is closed if there is an error.
+// What could raise SIGBUS is refused: a file that is not sealed against shrinking and growing, is not whole pages, or has holes.
+func Adopt(fd int) (*Segment, error) {
+	s, err := adopt(fd)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("memfd: adopt: %w", err), closeFD(fd))
+	}
+	return s, nil
+}
+
+func adopt(fd int) (*Segment, error) {
+	size, err := check(fd, fixed)
+	if err != nil {
+		return nil, err
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, fmt.Errorf("memory of descriptor %d: %w", fd, err)
+	}
+	if have := st.Blocks * blockBytes; have < size {
+		return nil, fmt.Errorf("got a file with %d of %d bytes allocated, want all", have, size)
+	}
+	b, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("map %d bytes: %w", size, err)
+	}
+	// It is only advice.
+	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
+	if err := seal("adopt", fd); err != nil {
+		return nil, errors.Join(err, unmap(b))
+	}
+	// A hole could be punched until the seals were there, though not by who plays by the rules.
+	if err := unix.Fstat(fd, &st); err != nil || st.Blocks*blockBytes < size {
+		return nil, errors.Join(fmt.Errorf("memory was taken out of descriptor %d: %d bytes left of %d", fd, st.Blocks*blockBytes, size), err, unmap(b))
+	}
+	return &Segment{name: "adopt", bytes: b, own: fd}, nil
+}
+
+// blockBytes is the unit of st_blocks.
+const blockBytes = 512
+
+// check wants a file that has all of these seals and is whole pages, and gives its size.
+func check(fd int, want int) (size int64, err error) {
+	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil {
+		return 0, fmt.Errorf("seals of descriptor %d: %w", fd, err)
+	}
+	if seals&want != want {
+		return 0, fmt.Errorf("got a file with seals %#x, want one that is sealed against shrinking, at least %#x", seals, want)
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return 0, fmt.Errorf("size of descriptor %d: %w", fd, err)
+	}
+	if page := int64(os.Getpagesize()); st.Size <= 0 || st.Size%page != 0 || int64(int(st.Size)) != st.Size {
+		return 0, fmt.Errorf("got a file of %d bytes, want whole pages of %d bytes", st.Size, page)
+	}
+	return st.Size, nil
+}
+
 // Bytes is the memory. Writing to that of a mapped segment is a fault.
 func (s *Segment) Bytes() []byte { return s.bytes }
 
-// FD is the descriptor of a segment that Create made, to hand to peers; it ends with Close. It is -1 for one of Map.
+// Seal makes this process the only one that can map the memory to write, from now on and whoever has the descriptor. It may be
+// called again. The segment is one of Create, CreateOpen or Adopt.
+func (s *Segment) Seal() error { return seal(s.name, s.own) }
+
+// FD is the descriptor of a segment that Create, CreateOpen or Adopt made, to hand to peers, of one of CreateOpen after Seal; it
+// ends with Close. It is -1 for one of Map.
 func (s *Segment) FD() int { return s.own }
 
 // Close unmaps the memory and closes the descriptor. Later calls return what the first did.

@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"runtime/debug"
 	"strconv"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -169,6 +170,82 @@ func TestMapChecks(t *testing.T) {
 	mapped(t, file(page, unix.F_SEAL_SHRINK))
 }
 
+// What another process has made is mapped to write, and nobody else can do that any more; but not if it could raise SIGBUS.
+func TestAdopt(t *testing.T) {
+	const size, fixed = 8192, unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
+	for _, c := range []struct {
+		name  string
+		size  int64
+		seals int
+		spoil func(fd int) error
+		says  string
+	}{
+		{"as it should be", size, fixed, nil, ""},
+		{"cannot be written", size, fixed | unix.F_SEAL_FUTURE_WRITE, nil, "map"},
+		{"unsealed", size, 0, nil, "sealed"},
+		{"can grow", size, unix.F_SEAL_SHRINK, nil, "sealed"},
+		{"can shrink", size, unix.F_SEAL_GROW, nil, "sealed"},
+		{"cannot be sealed", size, fixed | unix.F_SEAL_SEAL, nil, "seal"},
+		{"no pages", 0, fixed, nil, "whole pages"},
+		{"part of a page", size + 1, fixed, nil, "whole pages"},
+		{"a hole", size, fixed, func(fd int) error {
+			return unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 4096, 4096)
+		}, "4096 of 8192 bytes"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			before := openFiles(t)
+			fd, err := unix.MemfdCreate("made elsewhere", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if c.size > 0 {
+				if err := unix.Fallocate(fd, 0, 0, c.size); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, c.seals); err != nil {
+				t.Fatal(err)
+			}
+			if c.spoil != nil {
+				if err := c.spoil(fd); err != nil {
+					t.Fatal(err)
+				}
+			}
+			s, err := memfd.Adopt(fd)
+			if c.says != "" {
+				if err == nil || !strings.Contains(err.Error(), c.says) {
+					t.Errorf("got %v, want %q", err, c.says)
+				}
+				if after := openFiles(t); after != before {
+					t.Errorf("%d open files before, %d after", before, after)
+				}
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.Bytes()[size-1] = 7
+			if b, err := unix.Mmap(s.FD(), 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
+				unix.Munmap(b)
+				t.Error("others can map it to write")
+			}
+			if _, err := unix.FcntlInt(uintptr(s.FD()), unix.F_ADD_SEALS, unix.F_SEAL_WRITE); err == nil {
+				t.Error("others can seal it")
+			}
+			peer := mapped(t, s.FD())
+			if got := peer.Bytes()[size-1]; got != 7 {
+				t.Errorf("a peer reads %d", got)
+			}
+			if err := s.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	if _, err := memfd.Adopt(-1); err == nil {
+		t.Error("no file was adopted")
+	}
+}
+
 func TestClose(t *testing.T) {
 	before := openFiles(t)
 	s, err := memfd.Create("test", 1)
@@ -267,4 +344,77 @@ func TestFileLimit(t *testing.T) {
 			t.Errorf("%d bytes: got %q, %v, want %q", c.n, out, err, c.want)
 		}
 	}
+}
+
+// A segment of CreateOpen can be written by one who was given it, until it is sealed; its size is fixed from the start. Adopt seals
+// it too.
+func TestCreateOpen(t *testing.T) {
+	for _, how := range []string{"by its maker", "by who adopts it"} {
+		s, err := memfd.CreateOpen("test", 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := unix.Ftruncate(s.FD(), 0); err != unix.EPERM {
+			t.Errorf("truncate: got %v, want %v", err, unix.EPERM)
+		}
+		theirs, err := unix.Mmap(s.FD(), 0, len(s.Bytes()), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+		if err != nil {
+			t.Fatalf("map to write before the seal: %v", err)
+		}
+		if how == "by its maker" {
+			err = s.Seal()
+		} else {
+			var fd int
+			if fd, err = unix.FcntlInt(uintptr(s.FD()), unix.F_DUPFD_CLOEXEC, 0); err != nil {
+				t.Fatal(err)
+			}
+			var adopted *memfd.Segment
+			if adopted, err = memfd.Adopt(fd); err == nil {
+				defer adopted.Close()
+			}
+		}
+		if err != nil {
+			t.Fatalf("sealed %s: %v", how, err)
+		}
+		for range 2 {
+			if err := s.Seal(); err != nil {
+				t.Errorf("sealed %s: sealed again: %v", how, err)
+			}
+		}
+		if b, err := unix.Mmap(s.FD(), 0, len(s.Bytes()), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != unix.EPERM {
+			t.Errorf("sealed %s: map to write: got %d bytes and %v, want %v", how, len(b), err, unix.EPERM)
+		}
+		if s.Bytes()[0] = 1; theirs[0] != 1 { // who has it goes on
+			t.Errorf("got %d, want 1", theirs[0])
+		}
+		if _, err := memfd.Adopt(dup(t, s.FD())); err == nil {
+			t.Errorf("sealed %s: adopted again", how)
+		}
+		if err := errors.Join(unix.Munmap(theirs), s.Close()); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// Seals that somebody else has fixed are not enough if they let others write.
+func TestSealIsRefused(t *testing.T) {
+	s, err := memfd.CreateOpen("test", 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	if _, err := unix.FcntlInt(uintptr(s.FD()), unix.F_ADD_SEALS, unix.F_SEAL_SEAL); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Seal(); !errors.Is(err, unix.EPERM) {
+		t.Errorf("got %v, want %v", err, unix.EPERM)
+	}
+}
+
+func dup(t *testing.T, fd int) int {
+	d, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
 }

@@ -254,8 +254,12 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 // lock: they only queue.
 func (m *Mesh) offer(c arena.Chunk) {
 	size := uint64(len(c.Segment.Bytes()))
+	sealed := c.Segment.Seal() // before anybody who must not write it has it
 	for _, p := range m.peers {
-		fd, err := duplicate(c.Segment.FD())
+		fd, err := -1, sealed
+		if err == nil {
+			fd, err = duplicate(c.Segment.FD())
+		}
 		if err != nil {
 			var errno unix.Errno
 			errors.As(err, &errno)

@@ -502,3 +502,39 @@ func TestBreaches(t *testing.T) {
 		})
 	}
 }
+
+// The allocator leaves its chunks open to be written by one who works for this process; what peers are given is sealed before.
+func TestArenaIsSealed(t *testing.T) {
+	seals := func() (all []int) {
+		arena.Watch(func(c arena.Chunk) {
+			s, err := unix.FcntlInt(uintptr(c.Segment.FD()), unix.F_GET_SEALS, 0)
+			if err != nil {
+				t.Error(err)
+			}
+			all = append(all, s)
+		}, func(uint32) {})()
+		return all
+	}
+	before, err := arena.Alloc(1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	onOneHost(t, shm.Config{}, 2)
+	after, err := arena.Alloc(100 << 20) // which takes a chunk of its own
+	if err != nil {
+		t.Fatal(err)
+	}
+	const want = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_FUTURE_WRITE | unix.F_SEAL_SEAL
+	all := seals()
+	if len(all) < 2 {
+		t.Errorf("got %d chunks, want 2", len(all))
+	}
+	for _, s := range all {
+		if s&want != want {
+			t.Errorf("a chunk that peers were given has the seals %#x, want %#x", s, want)
+		}
+	}
+	if err := errors.Join(arena.Free(before), arena.Free(after)); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,182 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/signal"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/sidecar"
+)
+
+// shutdownTimeout is how long the other ranks have to end the job when a signal has come.
+const shutdownTimeout = 10 * time.Second
+
+// daemon is one call of hvdd.
+type daemon struct {
+	stderr         io.Writer
+	version        string
+	fd             int
+	socket, health string
+
+	log      *zap.Logger
+	settings config.Config
+	server   *sidecar.Server
+}
+
+// run serves until there is no reason to.
+func (d *daemon) run() error {
+	if d.fd >= 0 && d.socket != "" {
+		return usagef("got --fd and --socket, want one of them")
+	}
+	d.log = newLogger(d.stderr)
+	var err error
+	// What is wrong with a setting is told to the client that says Init; a listener needs them before.
+	if d.settings, err = config.FromEnvironment(nil, true); err != nil && d.fd < 0 {
+		return err
+	}
+	if d.settings.Sidecar != "" {
+		return fmt.Errorf("%s is set: it is for the programs that use a sidecar, not for the sidecar", config.SidecarVariable)
+	}
+	cfg := sidecar.Config{Version: d.version, Log: d.log}
+	if d.fd < 0 {
+		if cfg.Secret, err = jobSecret(&d.settings); err != nil {
+			return err
+		}
+	}
+	clients, err := d.clients()
+	if err != nil {
+		return err
+	}
+	d.server = sidecar.New(cfg)
+	if d.health != "" {
+		stop, err := serveHealth(d.health, d.server, d.log)
+		if err != nil {
+			return err
+		}
+		defer stop()
+	}
+	return d.serve(clients)
+}
+
+// clients takes what the command line or systemd gives.
+func (d *daemon) clients() (clients, error) {
+	switch {
+	case d.fd >= 0:
+		return inherited(d.fd)
+	case d.socket != "":
+		return listen(d.socket)
+	}
+	c, err := activated(&d.settings)
+	if err == nil && c == nil {
+		err = usagef("no socket: want --fd, --socket, or one from systemd (LISTEN_FDS)")
+	}
+	return c, err
+}
+
+// serve serves clients until they are no more, a signal comes or the rank dies.
+func (d *daemon) serve(from clients) error {
+	signals := make(chan os.Signal, 2)
+	signal.Notify(signals, unix.SIGTERM, unix.SIGINT)
+	defer signal.Stop(signals)
+	if d.fd >= 0 {
+		signal.Ignore(unix.SIGINT)
+	}
+	served := make(chan error, 1)
+	go func() { served <- from.serve(d.server, d.log) }() // ends with the clients, or with the process
+	var systemd notifier
+	if d.fd < 0 { // else it is the program's service, if any
+		systemd = newNotifier(&d.settings, d.log)
+	}
+	var telling sync.WaitGroup
+	done := make(chan struct{})
+	telling.Go(func() { systemd.run(d.server, done) })
+	defer telling.Wait()
+	defer close(done)
+	select {
+	case <-d.server.Dead():
+		return fmt.Errorf("the rank has failed: %w", d.server.Death())
+	case err := <-served:
+		select {
+		case <-d.server.Dead(): // this is why
+			return fmt.Errorf("the rank has failed: %w", d.server.Death())
+		default:
+		}
+		return errors.Join(err, d.end(signals))
+	case <-signals:
+	}
+	systemd.tell("STOPPING=1\n")
+	from.stop()
+	return d.end(signals)
+}
+
+// end ends the job, unless another signal comes.
+func (d *daemon) end(signals <-chan os.Signal) error {
+	ctx, cancel := context.WithTimeout(context.Background(), shutdownTimeout)
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- d.server.Close(ctx) }() // the process ends before it if need be
+	select {
+	case <-signals:
+		return errors.New("ended by a second signal")
+	case err := <-ended:
+		if err != nil {
+			d.log.Warn("the job did not end well", zap.Error(err))
+		}
+		return nil
+	}
+}
+
+// newLogger logs what matters to people who look for a failure.
+func newLogger(w io.Writer) *zap.Logger {
+	encoder := zapcore.NewConsoleEncoder(zap.NewDevelopmentEncoderConfig())
+	return zap.New(zapcore.NewCore(encoder, zapcore.Lock(zapcore.AddSync(w)), zapcore.WarnLevel)).Named("hvdd")
+}
+
+// clients is where clients come from.
+type clients interface {
+	// serve has the server serve them. It returns when no more will come.
+	serve(*sidecar.Server, *zap.Logger) error
+	stop()
+}
+
+// only is the only client.
+type only struct{ conn *net.UnixConn }
+
+func inherited(fd int) (clients, error) {
+	conn, err := unixConn(fd)
+	if err != nil {
+		return nil, usagef("--fd %d: %w", fd, err)
+	}
+	return only{conn}, nil
+}
+
+func unixConn(fd int) (*net.UnixConn, error) {
+	f := os.NewFile(uintptr(fd), fmt.Sprintf("descriptor %d", fd))
+	if f == nil {
+		return nil, errors.New("no descriptor has this number")
+	}
+	c, err := net.FileConn(f)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return nil, err
+	}
+	conn, ok := c.(*net.UnixConn)
+	if !ok {
+		return nil, errors.Join(fmt.Errorf("got a connection of %v, want a Unix socket", c.LocalAddr().Network()), c.Close())
+	}
+	return conn, nil
+}
+
+func (o only) serve(s *sidecar.Server, _ *zap.Logger) error { return s.ServeConn(o.conn, false) }
+
+func (o only) stop() {}

@@ -1,0 +1,180 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/sidecar"
+	"github.com/gohvd/gohvd/secret"
+)
+
+// listener has clients come to a path.
+type listener struct {
+	*net.UnixListener
+	ctx    context.Context
+	cancel func()
+}
+
+const (
+	// lockTimeout bounds how long another hvdd may be looking at the same directory.
+	lockTimeout = 5 * time.Second
+	// firstListenFD is where systemd's descriptors begin (sd_listen_fds).
+	firstListenFD = 3
+)
+
+func newListener(l *net.UnixListener) *listener {
+	ctx, cancel := context.WithCancel(context.Background())
+	return &listener{UnixListener: l, ctx: ctx, cancel: cancel}
+}
+
+// listen listens at path. A socket that nobody listens to is in the way and is removed; any other file is left alone.
+func listen(path string) (clients, error) {
+	unlock, err := lock(filepath.Dir(path))
+	if err != nil {
+		return nil, fmt.Errorf("--socket %s: %w", path, err)
+	}
+	defer unlock()
+	if err := sweep(path); err != nil {
+		return nil, fmt.Errorf("--socket %s: %w", path, err)
+	}
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
+	if err != nil {
+		return nil, fmt.Errorf("--socket: %w", err)
+	}
+	// Who comes before this is looked at as everybody is.
+	if err := os.Chmod(path, 0o600); err != nil {
+		return nil, errors.Join(fmt.Errorf("--socket: %w", err), l.Close())
+	}
+	return newListener(l), nil
+}
+
+// lock keeps others from looking for stale sockets in a directory: one that is not listened to yet looks alike.
+func lock(dir string) (unlock func(), err error) {
+	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", dir, err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), lockTimeout)
+	defer cancel()
+	var wait dial.Backoff
+	for {
+		err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB)
+		switch {
+		case err == nil:
+			return func() { _ = unix.Close(fd) }, nil // and with it the lock
+		case err != unix.EWOULDBLOCK && err != unix.EINTR, ctx.Err() != nil:
+			return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), unix.Close(fd))
+		}
+		dial.Pause(ctx, wait.Next(), nil)
+	}
+}
+
+// sweep removes a socket at path that nobody listens to.
+func sweep(path string) error {
+	info, err := os.Lstat(path)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		return nil
+	case err != nil:
+		return err
+	case info.Mode()&os.ModeSocket == 0:
+		return fmt.Errorf("there is a file of another kind: %v", info.Mode())
+	}
+	conn, err := net.DialTimeout("unix", path, lockTimeout)
+	if err == nil {
+		return errors.Join(errors.New("somebody listens there already"), conn.Close())
+	}
+	if !errors.Is(err, unix.ECONNREFUSED) {
+		return fmt.Errorf("is it in use? %w", err)
+	}
+	return os.Remove(path)
+}
+
+// activated is the socket that systemd has made, or nil (sd_listen_fds).
+func activated(settings *config.Config) (clients, error) {
+	if settings.Variable("LISTEN_PID") != strconv.Itoa(os.Getpid()) {
+		return nil, nil
+	}
+	switch n := settings.Variable("LISTEN_FDS"); n {
+	case "", "0":
+		return nil, nil
+	case "1":
+	default:
+		return nil, fmt.Errorf("LISTEN_FDS is %q, want 1 socket", n)
+	}
+	unix.CloseOnExec(firstListenFD)
+	f := os.NewFile(firstListenFD, "LISTEN_FDS")
+	l, err := net.FileListener(f)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return nil, fmt.Errorf("LISTEN_FDS: %w", err)
+	}
+	u, ok := l.(*net.UnixListener)
+	if !ok {
+		return nil, errors.Join(fmt.Errorf("LISTEN_FDS: got a socket of %v, want a Unix socket", l.Addr().Network()), l.Close())
+	}
+	return newListener(u), nil
+}
+
+// serve accepts clients until stop.
+func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
+	var (
+		serving sync.WaitGroup
+		wait    dial.Backoff
+	)
+	defer serving.Wait()
+	for {
+		conn, err := l.AcceptUnix()
+		switch {
+		case err == nil:
+			wait = 0
+			serving.Go(func() {
+				if err := s.ServeConn(conn, true); err != nil {
+					log.Warn("a connection has ended", zap.Error(err))
+				}
+			})
+		case l.ctx.Err() != nil:
+			return nil
+		default: // out of descriptors, as a rule: connections that end give some back
+			log.Error("cannot accept clients", zap.Error(err))
+			dial.Pause(l.ctx, wait.Next(), nil)
+		}
+	}
+}
+
+func (l *listener) stop() {
+	l.cancel()
+	_ = l.Close() // of a listener, which has nothing to lose
+}
+
+// jobSecret is the secret that clients at a path have to know, if the environment has one. It encrypts nothing: what is said
+// does not leave the host, and descriptors cannot travel with what is encrypted.
+func jobSecret(settings *config.Config) (secret.Secret, error) {
+	text := settings.Secret
+	if text == "" && settings.SecretFile != "" {
+		b, err := os.ReadFile(settings.SecretFile)
+		if err != nil {
+			return secret.Secret{}, fmt.Errorf("HVD_SECRET_FILE: %w", err)
+		}
+		text = string(b)
+	}
+	if text == "" && settings.SecretFile == "" {
+		return secret.Secret{}, nil
+	}
+	s, err := secret.Parse(text)
+	if err != nil {
+		return s, fmt.Errorf("HVD_SECRET or HVD_SECRET_FILE: %w", err)
+	}
+	return s, nil
+}

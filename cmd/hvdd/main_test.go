@@ -1,0 +1,433 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/sidecar"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+)
+
+// asDaemon makes this test binary hvdd.
+const asDaemon = "GOHVD_HVDD_DAEMON"
+
+func TestMain(m *testing.M) {
+	switch os.Getenv(asDaemon) {
+	case "":
+		os.Exit(m.Run())
+	case "activated": // as systemd starts a service: the process that gets the descriptors is named
+		os.Setenv("LISTEN_PID", fmt.Sprint(os.Getpid()))
+		os.Setenv("WATCHDOG_PID", fmt.Sprint(os.Getpid()))
+	}
+	main()
+}
+
+// process is a running hvdd.
+type process struct {
+	*exec.Cmd
+	t      *testing.T
+	stderr bytes.Buffer
+	ended  chan struct{}
+}
+
+func start(t *testing.T, how string, files []*os.File, env []string, args ...string) *process {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &process{Cmd: exec.CommandContext(t.Context(), self, args...), t: t, ended: make(chan struct{})}
+	p.Env = append(append(os.Environ(), asDaemon+"="+how), env...)
+	p.ExtraFiles, p.Cmd.Stderr = files, &p.stderr
+	if err := p.Start(); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range files {
+		f.Close()
+	}
+	go func() {
+		defer close(p.ended)
+		p.Wait() // its status is looked at in status
+	}()
+	t.Cleanup(func() { p.Process.Kill(); <-p.ended })
+	return p
+}
+
+// status is how p has ended.
+func (p *process) status() int {
+	p.t.Helper()
+	select {
+	case <-p.ended:
+		return p.ProcessState.ExitCode()
+	case <-time.After(20 * time.Second):
+		p.t.Fatal("hvdd does not end")
+		return -1
+	}
+}
+
+func (p *process) wants(status int, says string) {
+	p.t.Helper()
+	if got := p.status(); got != status || !strings.Contains(p.stderr.String(), says) {
+		p.t.Errorf("hvdd ended with status %d and said %q, want %d and %q", got, p.stderr.String(), status, says)
+	}
+}
+
+// pair is a sidecar and its only client.
+func pair(t *testing.T, args ...string) (*process, *sidecartest.Client) {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := start(t, "1", []*os.File{os.NewFile(uintptr(fds[0]), "sidecar")}, nil, append([]string{"--fd", "3"}, args...)...)
+	return p, sidecartest.New(t, fds[1])
+}
+
+// at is a client at a path, as soon as somebody listens there.
+func at(t *testing.T, path string) *sidecartest.Client {
+	t.Helper()
+	for deadline := time.Now().Add(sidecartest.Patience); ; {
+		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+		if err == nil {
+			if err = unix.Connect(fd, &unix.SockaddrUnix{Name: path}); err == nil {
+				return sidecartest.New(t, fd)
+			}
+			unix.Close(fd)
+		}
+		if time.Now().After(deadline) {
+			t.Fatal(err)
+		}
+		<-time.After(time.Millisecond)
+	}
+}
+
+func TestCommandLine(t *testing.T) {
+	for _, c := range []struct {
+		args   []string
+		status int
+		says   string
+	}{
+		{[]string{"--help"}, 0, "--socket"},
+		{[]string{"--version"}, 0, "hvdd "},
+		{[]string{"completion", "bash"}, 0, "hvdd"},
+		{[]string{"completion", "tcsh"}, 2, "tcsh"},
+		{nil, 2, "LISTEN_FDS"},
+		{[]string{"--fd", "3", "--socket", "x"}, 2, "one of them"},
+		{[]string{"--fd", "999"}, 2, "--fd 999"},
+		{[]string{"--fd", "1"}, 2, "--fd 1"},
+		{[]string{"--no-such"}, 2, "no-such"},
+		{[]string{"serve"}, 2, "serve"},
+		{[]string{"--socket", "/no/such/directory/s"}, 1, "/no/such/directory"},
+		{[]string{"--socket", "/dev/null"}, 1, "of another kind"},
+	} {
+		self, err := os.Executable()
+		if err != nil {
+			t.Fatal(err)
+		}
+		cmd := exec.CommandContext(t.Context(), self, c.args...)
+		cmd.Env = append(os.Environ(), asDaemon+"=1")
+		out, _ := cmd.CombinedOutput() // the status says it
+		if got := cmd.ProcessState.ExitCode(); got != c.status || !strings.Contains(string(out), c.says) {
+			t.Errorf("hvdd %q: status %d, want %d and %q:\n%s", c.args, got, c.status, c.says, out)
+		}
+	}
+}
+
+// A sidecar with one client ends with it: in order, without a job, or with a failure in one.
+func TestOnlyClient(t *testing.T) {
+	p, c := pair(t)
+	c.Hello()
+	c.Init()
+	c.Shutdown()
+	c.Bye()
+	p.wants(0, "")
+
+	p, c = pair(t)
+	c.Hello()
+	c.Close()
+	p.wants(0, "")
+
+	p, c = pair(t)
+	c.Hello()
+	c.Init()
+	c.Close()
+	p.wants(1, "without a farewell")
+
+	p, c = pair(t)
+	c.Write([]byte("GET / HTTP/1.1\r\n"))
+	p.wants(1, "greeting")
+	c.Close()
+}
+
+// SIGTERM ends a job in order; SIGINT is the client's; a second signal does not wait.
+func TestSignals(t *testing.T) {
+	p, c := pair(t)
+	c.Hello()
+	c.Init()
+	signal := func(p *process, s os.Signal) {
+		t.Helper()
+		if err := p.Process.Signal(s); err != nil {
+			t.Error(err)
+		}
+	}
+	signal(p, syscall.SIGINT)
+	c.Must(sidecartest.Status()) // it lives
+	signal(p, syscall.SIGTERM)
+	if err := readToEnd(c); err != nil {
+		t.Error(err)
+	}
+	p.wants(0, "")
+
+	// The shutdown of a job whose other rank does nothing waits.
+	p, c = pair(t)
+	c.Hello()
+	c.Send(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}))
+	for c.Must(sidecartest.Status()).GetStatus().State != "starting" {
+	}
+	signal(p, syscall.SIGTERM)
+	p.wants(0, "") // an Init is given up
+}
+
+// readToEnd is nil if the sidecar closes the connection.
+func readToEnd(c *sidecartest.Client) error {
+	for {
+		if err := c.Read(); err != nil {
+			if errors.Is(err, sidecartest.ErrEnd) || errors.Is(err, unix.ECONNRESET) {
+				return nil
+			}
+			return err
+		}
+	}
+}
+
+// A sidecar at a path: several clients, a live one is not replaced, a stale one is, and the file goes at the end.
+func TestSocket(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	stale, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
+	if err != nil {
+		t.Fatal(err)
+	}
+	stale.SetUnlinkOnClose(false)
+	if err := stale.Close(); err != nil {
+		t.Fatal(err)
+	}
+	p := start(t, "1", nil, nil, "--socket", path)
+	first := at(t, path)
+	first.Hello()
+	info, err := os.Stat(path)
+	if err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v", info, err)
+	}
+	start(t, "1", nil, nil, "--socket", path).wants(1, "listens there already")
+	second := at(t, path)
+	second.Hello()
+	first.Init()
+	if ready := second.Init(); ready.Size != 1 || ready.Epoch != 1 {
+		t.Errorf("ready: %v", ready)
+	}
+	if s := second.Must(sidecartest.Status()).GetStatus(); s.Clients != 2 || s.State != "running" || int(s.Pid) != p.Process.Pid || s.Version == "" {
+		t.Errorf("status: %v", s)
+	}
+	if err := p.Process.Signal(syscall.SIGINT); err != nil {
+		t.Fatal(err)
+	}
+	p.wants(0, "")
+	if _, err := os.Lstat(path); !os.IsNotExist(err) {
+		t.Errorf("the socket is left: %v", err)
+	}
+}
+
+// As systemd runs it: the socket is given, readiness, state and watchdog are told.
+func TestSystemd(t *testing.T) {
+	dir := t.TempDir()
+	path, notify := filepath.Join(dir, "s"), filepath.Join(dir, "notify")
+	manager, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Net: "unixgram", Name: notify})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer manager.Close()
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	f, err := l.File()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := start(t, "activated", []*os.File{f}, []string{"LISTEN_FDS=1", "NOTIFY_SOCKET=" + notify, "WATCHDOG_USEC=100000"})
+	heard := func(want string) {
+		t.Helper()
+		var b [1000]byte
+		for {
+			if err := manager.SetReadDeadline(time.Now().Add(sidecartest.Patience)); err != nil {
+				t.Fatal(err)
+			}
+			n, err := manager.Read(b[:])
+			if err != nil {
+				t.Fatalf("no %q: %v", want, err)
+			}
+			if strings.Contains(string(b[:n]), want) {
+				return
+			}
+		}
+	}
+	heard("READY=1\nSTATUS=idle, 0 clients")
+	c := at(t, path)
+	c.Hello()
+	c.Init()
+	heard("WATCHDOG=1\nSTATUS=running, 1 clients")
+	if err := p.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	heard("STOPPING=1")
+	p.wants(0, "")
+	if _, err := os.Lstat(path); err != nil {
+		t.Errorf("systemd's socket has gone: %v", err)
+	}
+}
+
+// The health endpoint is on loopback, and says when the job has failed.
+func TestHealth(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := l.Addr().String()
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, c := pair(t, "--health", port)
+	c.Hello()
+	ask := func() (status int, h health) {
+		t.Helper()
+		ctx, cancel := context.WithTimeout(t.Context(), sidecartest.Patience)
+		defer cancel()
+		q, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/healthz", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, err := http.DefaultClient.Do(q)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Body.Close()
+		b, err := io.ReadAll(r.Body)
+		if err == nil {
+			err = json.Unmarshal(b, &h)
+		}
+		if err != nil {
+			t.Fatalf("%s: %v", b, err)
+		}
+		return r.StatusCode, h
+	}
+	if status, h := ask(); status != 200 || h.State != "idle" || h.Clients != 1 {
+		t.Errorf("status %d: %+v", status, h)
+	}
+	c.Init()
+	if status, h := ask(); status != 200 || h.State != "running" {
+		t.Errorf("status %d: %+v", status, h)
+	}
+	c.Shutdown()
+	c.Bye()
+}
+
+// The health of a rank that has failed, for as long as that can be asked.
+func TestHealthOfTheDead(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := l.Addr().String()
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s := sidecar.New(sidecar.Config{})
+	stop, err := serveHealth(addr, s, zap.NewNop())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stop()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn, err := unixConn(fds[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	go s.ServeConn(conn, false) // Dead says how that ends
+	c := sidecartest.New(t, fds[1])
+	c.Hello()
+	c.Init()
+	c.Close()
+	<-s.Dead()
+	r, err := http.Get("http://" + addr + "/healthz")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Body.Close(); err != nil || r.StatusCode != http.StatusServiceUnavailable {
+		t.Errorf("status %s, want 503: %v", r.Status, err)
+	}
+	if err := s.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// A sidecar that nothing is asked of takes no processor time.
+func TestIdle(t *testing.T) {
+	p, c := pair(t)
+	c.Hello()
+	c.Init()
+	used := func() time.Duration {
+		t.Helper()
+		tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", p.Process.Pid))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var ns int64
+		for _, task := range tasks {
+			b, err := os.ReadFile(task)
+			if err != nil {
+				continue // a thread that has ended
+			}
+			var of int64
+			if _, err := fmt.Sscan(string(b), &of); err != nil {
+				t.Fatal(err)
+			}
+			ns += of
+		}
+		return time.Duration(ns)
+	}
+	<-time.After(500 * time.Millisecond) // what the start costs
+	before := used()
+	const watched = 3 * time.Second
+	<-time.After(watched)
+	took := used() - before
+	t.Logf("%.3f %% of a core", 100*took.Seconds()/watched.Seconds())
+	if took > watched/500 {
+		t.Errorf("it took %v in %v, want at most 0.2 %%", took, watched)
+	}
+	c.Shutdown()
+	c.Bye()
+}

@@ -1,0 +1,295 @@
+package hvd
+
+import (
+	"slices"
+	"sync/atomic"
+
+	"github.com/gohvd/gohvd/internal/meeting"
+	"github.com/gohvd/gohvd/internal/raw"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Door is for the sidecar, which runs operations for other processes. Programs have no use for it.
+func (e *Engine) Door() raw.Door {
+	return raw.Door{
+		Begin: e.beginRaw, Help: e.engine.Help, Ring: e.engine.Ring, Close: e.closeRaw,
+		Homogeneous: e.session == nil || evenly(e.session.Hosts),
+	}
+}
+
+// evenly reports whether every host has equally many of the ranks, whose hosts are given.
+func evenly(hosts []string) bool {
+	ranks := make(map[string]int)
+	for _, h := range hosts {
+		ranks[h]++
+	}
+	for _, n := range ranks {
+		if n*len(ranks) != len(hosts) {
+			return false
+		}
+	}
+	return true
+}
+
+// Keeping is for the sidecar, which is one rank in several epochs, as Init's engine is: met is where the ranks have met, if
+// that cannot be done again.
+func Keeping(met **meeting.Meeting) InitOption { return keeping(met) }
+
+func (e *Engine) closeRaw() error {
+	e.engine.in.Close()
+	return e.release()
+}
+
+// rawOperation is a raw.Operation in flight.
+type rawOperation struct {
+	*raw.Operation
+	tensors []rawTensor
+	left    atomic.Int64
+	// failed is why the first output could not be allocated.
+	failed atomic.Pointer[error]
+}
+
+type rawTensor struct {
+	Handle[byte]
+	of *rawOperation
+	i  int
+}
+
+// maxOptions is how many one operation can have.
+const maxOptions = 12
+
+func (e *Engine) beginRaw(o *raw.Operation) error {
+	set := e.sets.find(o.Set)
+	if set == nil {
+		return &UsageError{Op: o.Kind.String(), Tensor: o.Name, Err: ErrNoProcessSet}
+	}
+	var few [maxOptions]Option
+	c, err := prepare(o.Kind, o.DType, o.Grouped, rawOptions(few[:0], o, set))
+	if err != nil {
+		return err
+	}
+	if o.Kind == message.Join {
+		var entry tensorqueue.Entry
+		return c.join(&entry, func(err error) {
+			if err == nil {
+				o.LastJoined = int(entry.Response.Root)
+			}
+			o.Done(err)
+		})
+	}
+	r := &rawOperation{Operation: o}
+	if err := r.prepare(&c); err != nil {
+		return err
+	}
+	if len(r.tensors) == 0 {
+		o.Done(nil)
+		return nil
+	}
+	var one [1]*Handle[byte]
+	handles := one[:0]
+	for i := range r.tensors {
+		handles = append(handles, &r.tensors[i].Handle)
+	}
+	return submit(&c, o.Grouped, handles...)
+}
+
+// rawOptions are the options of o, so that those that do not apply are refused as everywhere.
+func rawOptions(opts []Option, o *raw.Operation, set *ProcessSet) []Option {
+	opts = append(opts, Over(set))
+	if o.Name != "" {
+		opts = append(opts, Name(o.Name))
+	}
+	if o.Op != tensor.NoReduce {
+		opts = append(opts, Op(o.Op))
+	}
+	if o.Prescale != 1 {
+		opts = append(opts, Prescale(o.Prescale))
+	}
+	if o.Postscale != 1 {
+		opts = append(opts, Postscale(o.Postscale))
+	}
+	if o.Wire != tensor.Invalid {
+		opts = append(opts, Option{kind: optCompress, wire: o.Wire})
+	}
+	if o.ErrorFeedback {
+		opts = append(opts, ErrorFeedback())
+	}
+	if o.Empty {
+		opts = append(opts, Empty())
+	}
+	if o.Timeout != 0 {
+		opts = append(opts, Timeout(o.Timeout))
+	}
+	return opts
+}
+
+// prepare makes the handles of r.
+func (r *rawOperation) prepare(c *call) error {
+	switch n := len(r.Tensors); {
+	case r.Kind == message.Barrier:
+		if n != 0 || r.Grouped {
+			return c.misuse("%d tensors, want none", n)
+		}
+		r.tensors = make([]rawTensor, 1) // without elements
+	case !r.Kind.MovesData():
+		return c.misuse("it is no operation on tensors")
+	case r.Grouped && (r.Kind == message.Broadcast || r.Kind == message.Alltoall):
+		return c.misuse("a group, which this operation does not have")
+	case !r.Grouped && n != 1:
+		return c.misuse("%d tensors, want one", n)
+	default:
+		r.tensors = make([]rawTensor, n)
+	}
+	r.left.Store(int64(len(r.tensors)))
+	for i := range r.tensors {
+		h, err := newHandle[byte](c, i, 0)
+		if err != nil {
+			return err
+		}
+		t := &r.tensors[i]
+		t.kind, t.engine, t.entry, t.of, t.i = h.kind, h.engine, h.entry, r, i
+		t.entry.Done, t.entry.Request.Shape = t.finished, nil
+		if r.Kind != message.Barrier {
+			if err := t.place(c, &r.Tensors[i]); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// place gives t its memory.
+func (t *rawTensor) place(c *call, of *raw.Tensor) error {
+	n, err := of.Shape.NumElems()
+	size := int64(c.dtype.Size())
+	if err != nil {
+		return c.misuse("%w", err)
+	}
+	if n > int64(len(of.Input))/max(size, 1) || n*size != int64(len(of.Input)) {
+		return c.misuse("shape %v of %v in %d bytes", of.Shape, c.dtype, len(of.Input))
+	}
+	e := &t.entry
+	e.Request.Shape, e.Input, e.Output = of.Shape, of.Input, of.Output
+	e.InPlace = len(of.Input) > 0 && len(of.Input) == len(of.Output) && &of.Input[0] == &of.Output[0]
+	numBytes := len(of.Input) // of the output
+	switch r := t.of; c.kind {
+	case message.Broadcast:
+		if err := c.checkRoot(r.Root); err != nil {
+			return err
+		}
+		e.Request.Root = topo.Rank(r.Root)
+	case message.Reducescatter:
+		if of.Result = slices.Clone(of.Shape); len(of.Shape) > 0 { // a scalar has no rows: the ranks are told together
+			_, rows := tensor.Rows(of.Shape[0], c.set.Size(), c.set.Rank())
+			numBytes = int(rows) * (len(of.Input) / max(int(of.Shape[0]), 1))
+			of.Result[0] = rows
+		}
+	case message.Allgather:
+		return t.later(of)
+	case message.Alltoall:
+		if len(of.Shape) > 0 {
+			if e.Splits, err = c.splits(intsOf(r.Splits), of.Shape[0]); err != nil {
+				return err
+			}
+		}
+		return t.later(of)
+	}
+	if of.Output == nil {
+		if e.Output, err = t.of.Allocate(t.i, numBytes); err != nil {
+			return err
+		}
+	}
+	if len(e.Output) != numBytes {
+		return c.misuse("the output has %d bytes, want %d", len(e.Output), numBytes)
+	}
+	return nil
+}
+
+// later has the output made when its size is known.
+func (t *rawTensor) later(of *raw.Tensor) error {
+	if of.Output == nil {
+		t.entry.Allocate = t.allocate
+	}
+	return nil
+}
+
+func (t *rawTensor) allocate(numBytes int) []byte {
+	b, err := t.of.Allocate(t.i, numBytes)
+	if err != nil {
+		t.of.failed.CompareAndSwap(nil, &err)
+	}
+	return b
+}
+
+// finished is the Done of t's entry.
+func (t *rawTensor) finished(err error) {
+	if err == nil && t.entry.Request.DType == tensor.Bool {
+		onlyBools(t.entry.Output)
+	}
+	t.err = err
+	if t.of.left.Add(-1) == 0 {
+		t.of.finish()
+	}
+}
+
+// finish tells what has come of r.
+func (r *rawOperation) finish() {
+	for i := range r.tensors {
+		if err := r.tensors[i].err; err != nil {
+			if why := r.failed.Load(); why != nil {
+				err = *why // the ranks could not tell more than that there is no room
+			}
+			r.Done(err)
+			return
+		}
+	}
+	for i := range r.Tensors {
+		of, e := &r.Tensors[i], &r.tensors[i].entry
+		of.Output = e.Output
+		switch r.Kind {
+		case message.Allreduce, message.Broadcast:
+			of.Result = of.Shape
+		case message.Allgather:
+			of.Result = rowsOf(of.Shape, e.Response.FirstDims)
+		case message.Alltoall:
+			r.Received = e.Received
+			of.Result = rowsOf(of.Shape, e.Received)
+		}
+	}
+	r.Done(nil)
+}
+
+// rowsOf is shape with the sum of the rows.
+func rowsOf(shape tensor.Shape, rows []int64) tensor.Shape {
+	result := slices.Clone(shape)
+	result[0] = 0
+	for _, n := range rows {
+		result[0] += n
+	}
+	return result
+}
+
+// find is the set of this ID, or nil.
+func (t *setTable) find(id int) *ProcessSet {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	i, ok := slices.BinarySearchFunc(t.all, id, func(p *ProcessSet, id int) int { return p.ID() - id })
+	if !ok {
+		return nil
+	}
+	return t.all[i]
+}
+
+func intsOf(given []int64) []int {
+	if given == nil {
+		return nil
+	}
+	ints := make([]int, len(given))
+	for i, n := range given {
+		ints[i] = int(n)
+	}
+	return ints
+}

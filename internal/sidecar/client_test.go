@@ -1,0 +1,125 @@
+package sidecar
+
+import (
+	"context"
+	"errors"
+	"net"
+	"os"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/store"
+)
+
+func TestMain(m *testing.M) {
+	if path := os.Getenv(otherUserVariable); path != "" {
+		os.Exit(otherUser(path))
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// server is a Server of a test, which ends with it.
+func server(t testing.TB, cfg Config) *Server {
+	s := New(cfg)
+	t.Cleanup(func() { gone(t, s) })
+	return s
+}
+
+// gone ends s in disorder, as the end of its process would.
+func gone(t testing.TB, s *Server) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := s.Close(ctx); s.Report().State != StateIdle {
+		t.Errorf("a closed server is %v: %v", s.Report(), err)
+	}
+}
+
+// job is n Servers whose Init makes them ranks of one job.
+func job(t testing.TB, n int, settings ...string) []*Server {
+	kv := store.NewHashStore(store.Limits{})
+	t.Cleanup(func() { kv.Close() })
+	servers := make([]*Server, n)
+	for r := range servers {
+		opts := []hvd.InitOption{
+			hvd.WithStore(kv), hvd.WithLogger(zap.NewNop()),
+			hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)), hvd.WithSetting("HOROVOD_SIZE", strconv.Itoa(n)),
+			hvd.WithSetting("HOROVOD_HOSTNAME", "test"),
+		}
+		for i := 0; i < len(settings); i += 2 {
+			opts = append(opts, hvd.WithSetting(settings[i], settings[i+1]))
+		}
+		servers[r] = server(t, Config{Options: opts, Version: "test"})
+	}
+	return servers
+}
+
+// client is one of a Server in this process.
+type client struct {
+	*sidecartest.Client
+	t      testing.TB
+	served chan error // what ServeConn has returned
+}
+
+// connect is a client of s that has said hello.
+func connect(t testing.TB, s *Server) *client {
+	t.Helper()
+	c := stranger(t, s)
+	c.Hello()
+	return c
+}
+
+// stranger is a client of s that has said nothing.
+func stranger(t testing.TB, s *Server) *client {
+	t.Helper()
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(pair[0]), "sidecar")
+	conn, err := net.FileConn(f)
+	if err := errors.Join(err, f.Close()); err != nil {
+		t.Fatal(err)
+	}
+	c := &client{Client: sidecartest.New(t, pair[1]), t: t, served: make(chan error, 1)}
+	go func() { c.served <- s.ServeConn(conn.(*net.UnixConn), false) }()
+	return c
+}
+
+// bye leaves, as it should be.
+func (c *client) bye() {
+	c.t.Helper()
+	c.Bye()
+	if err := c.end(); err != nil {
+		c.t.Errorf("the farewell: %v", err)
+	}
+}
+
+// end is what has become of the connection.
+func (c *client) end() error {
+	c.t.Helper()
+	select {
+	case err := <-c.served:
+		return err
+	case <-time.After(sidecartest.Patience):
+		c.t.Fatal("the sidecar goes on serving the client")
+		return nil
+	}
+}
+
+// all calls f for each of some at once, and waits.
+func all[T any](some []T, f func(i int, one T)) {
+	var wg sync.WaitGroup
+	for i, one := range some {
+		wg.Go(func() { f(i, one) })
+	}
+	wg.Wait()
+}

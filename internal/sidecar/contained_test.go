@@ -1,0 +1,631 @@
+package sidecar
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/raw"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/secret"
+)
+
+// refused checks that an answer is an error of a class that says something.
+func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says string) {
+	t.Helper()
+	if r.Error.GetClass() != class || !strings.Contains(r.Error.GetText(), says) {
+		t.Errorf("%s: got %v, want class %d and %q", what, r, class, says)
+	}
+}
+
+// What a client asks for and cannot have is an error, and the connection and the job go on.
+func TestUsage(t *testing.T) {
+	ranks(t, 1, func(_ int, c *client, b []byte) {
+		good := func(f func(*sidecarpb.Operation, *sidecarpb.Tensor)) *sidecarpb.Operation {
+			o := &sidecarpb.Operation{Kind: 1, Dtype: 9, ReduceOp: 2, Name: "x"}
+			tt := &sidecarpb.Tensor{Shape: []int64{4}, Input: at(0, 0, 16), Output: at(0, 64, 16)}
+			o.Tensors = []*sidecarpb.Tensor{tt}
+			f(o, tt)
+			return o
+		}
+		type op = sidecarpb.Operation
+		type tens = sidecarpb.Tensor
+		for what, o := range map[string]*op{
+			"operation 0":                good(func(o *op, _ *tens) { o.Kind = 0 }),
+			"operation 8":                good(func(o *op, _ *tens) { o.Kind = 8 }),
+			"operation 4294967295":       good(func(o *op, _ *tens) { o.Kind = math.MaxUint32 }),
+			"element type 0":             good(func(o *op, _ *tens) { o.Dtype = 0 }),
+			"element type 257":           good(func(o *op, _ *tens) { o.Dtype = 257 }),
+			"reduction 8":                good(func(o *op, _ *tens) { o.ReduceOp = 8 }),
+			"option Op":                  good(func(o *op, _ *tens) { o.Kind, o.ReduceOp = 3, 2 }),
+			"element type 9":             good(func(o *op, _ *tens) { o.WireDtype = 9 }),
+			"timeout of NaN":             good(func(o *op, _ *tens) { o.TimeoutSeconds = math.NaN() }),
+			"timeout of -1":              good(func(o *op, _ *tens) { o.TimeoutSeconds = -1 }),
+			"timeout of 1e+30":           good(func(o *op, _ *tens) { o.TimeoutSeconds = 1e30 }),
+			"scale factors":              good(func(o *op, _ *tens) { o.Prescale = math.NaN() }),
+			"0 tensors, want one":        good(func(o *op, _ *tens) { o.Tensors = nil }),
+			"2 tensors, want one":        good(func(o *op, tt *tens) { o.Tensors = append(o.Tensors, &tens{Shape: []int64{0}}) }),
+			"1 tensors, want none":       good(func(o *op, _ *tens) { o.Kind = 6 }),
+			"a group":                    good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.Grouped = 3, 0, true }),
+			"was removed":                good(func(o *op, _ *tens) { o.ProcessSet = 7 }),
+			"root rank is -1":            good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.RootRank = 3, 0, -1 }),
+			"splits":                     good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.Splits = 4, 0, []int64{5} }),
+			"negative dimension":         good(func(o *op, tt *tens) { tt.Shape = []int64{-1} }),
+			"more than 2^63-1":           good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64, 2} }),
+			"in 16 bytes":                good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64} }),
+			"dimensions, want at most":   good(func(o *op, tt *tens) { tt.Shape = append(bytes1(64), 4) }),
+			"16 bytes":                   good(func(o *op, tt *tens) { tt.Shape = []int64{5} }),
+			"the output has 8 bytes":     good(func(o *op, tt *tens) { tt.Output = at(0, 64, 8) }),
+			"input at byte 2":            good(func(o *op, tt *tens) { tt.Input = at(0, 2, 16) }),
+			"output at byte 66":          good(func(o *op, tt *tens) { tt.Output = at(0, 66, 16) }),
+			"overlap in arena 1":         good(func(o *op, tt *tens) { tt.Output = at(0, 12, 16) }),
+			"no arena 9":                 good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
+			"no arena 2147483649":        good(func(o *op, tt *tens) { tt.Input = &sidecarpb.Memory{Arena: ownArenas + 1, Bytes: 16} }),
+			"16 bytes from byte 1048572": good(func(o *op, tt *tens) { tt.Input = at(0, 1<<20-4, 16) }),
+			"from byte 1844674407370955": good(func(o *op, tt *tens) { tt.Output = at(0, -16, 16) }),
+			"tensor name has 5000 bytes": good(func(o *op, _ *tens) { o.Name = strings.Repeat("x", 5000) }),
+			"needs a name":               good(func(o *op, _ *tens) { o.Name, o.WireDtype, o.ErrorFeedback = "", 7, true }),
+			"tensors 0 and 2 overlap": good(func(o *op, tt *tens) {
+				o.Grouped = true
+				o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 128, 4)}, &tens{Shape: []int64{1}, Input: at(0, 68, 4)})
+			}),
+		} {
+			refused(t, what, c.Call(sidecartest.Submit(o)), classUsage, what)
+		}
+		// Inputs may overlap: nobody writes them.
+		c.Must(sidecartest.Submit(good(func(o *op, tt *tens) {
+			o.Grouped = true
+			o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 4, 4)})
+		})))
+		c.Must(sidecartest.Submit(good(func(*op, *tens) {})))
+		refused(t, "a slot too many", c.Call(sidecartest.Prepare(maxSlots, good(func(*op, *tens) {}))), classUsage, "slot 65536")
+		refused(t, "no operation", c.Call(sidecartest.Prepare(0, nil)), classUsage, "operation 0")
+		refused(t, "no ring with it", c.Call(sidecartest.Ring(8192)), classUsage, "no descriptor")
+		c.Ring(16)
+		id := c.Push(5)
+		c.Doorbell()
+		if got, status := c.Pop(); got != id || status != statusReply {
+			t.Errorf("completion %d %d, want %d with a reply", got, status, id)
+		}
+		refused(t, "an empty slot", c.Reply(id), classUsage, "slot 5")
+		fd, rb := sidecartest.NewRing(t, 16)
+		refused(t, "a second ring", c.Call(sidecartest.Ring(uint64(len(rb))), fd), classUsage, "already")
+		release(t, fd, rb)
+		// In the arena of a client that has dropped it, a prepared operation fails.
+		c.Must(sidecartest.Prepare(1, good(func(*op, *tens) {})))
+		c.Must(sidecartest.DropArena(1))
+		id = c.Push(1)
+		c.Doorbell()
+		c.Pop()
+		refused(t, "a dropped arena", c.Reply(id), classUsage, "no arena 1")
+		refused(t, "dropped twice", c.Call(sidecartest.DropArena(1)), classUsage, "no arena 1")
+	})
+}
+
+func bytes1(n int) []int64 {
+	ones := make([]int64, n)
+	for i := range ones {
+		ones[i] = 1
+	}
+	return ones
+}
+
+func release(t *testing.T, fd int, b []byte) {
+	t.Helper()
+	if err := errors.Join(unix.Close(fd), unix.Munmap(b)); err != nil {
+		t.Error(err)
+	}
+}
+
+// Memory that is not as it has to be is refused, and the descriptor is let go of.
+func TestArenaRefused(t *testing.T) {
+	const size = 1 << 16
+	s := server(t, Config{})
+	c := connect(t, s)
+	c.Arena(5, size)
+	for _, q := range []struct {
+		what, says string
+		number     uint32
+		numBytes   int64
+		seals      int
+		change     func(fd int) error
+	}{
+		{"unsealed", "sealed", 1, size, 0, nil},
+		{"it can grow", "sealed", 1, size, unix.F_SEAL_SHRINK, nil},
+		{"it can shrink", "sealed", 1, size, unix.F_SEAL_GROW, nil},
+		{"its seals are sealed", "seal", 1, size, sidecartest.Seals | unix.F_SEAL_SEAL, nil},
+		{"holes", "allocated", 1, size, sidecartest.Seals, func(fd int) error {
+			return unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, 4096)
+		}},
+		{"another size", "65536 bytes", 1, 2 * size, sidecartest.Seals, nil},
+		{"number 0", "a number from", 0, size, sidecartest.Seals, nil},
+		{"a number of the sidecar's", "a number from", ownArenas, size, sidecartest.Seals, nil},
+		{"no bytes", "at most", 1, 0, sidecartest.Seals, nil},
+		{"too large", "at most", 1, 1<<40 + 4096, sidecartest.Seals, nil},
+		{"a number in use", "already", 5, size, sidecartest.Seals, nil},
+	} {
+		fd, b := sidecartest.File(t, size, q.seals)
+		if q.change != nil {
+			if err := q.change(fd); err != nil {
+				t.Fatal(err)
+			}
+		}
+		before := descriptors(t)
+		refused(t, q.what, c.Call(sidecartest.Arena(q.number, q.numBytes), fd), classUsage, q.says)
+		if after := descriptors(t); after != before {
+			t.Errorf("%s: %d descriptors before, %d after", q.what, before, after)
+		}
+		release(t, fd, b)
+	}
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	refused(t, "a pipe", c.Call(sidecartest.Arena(1, size), int(r.Fd())), classUsage, "seals")
+	refused(t, "nothing", c.Call(sidecartest.Arena(1, size)), classUsage, "no descriptor")
+	for _, spoil := range []func(b []byte){
+		func(b []byte) { b[0] = 'X' },
+		func(b []byte) { b[4] = 2 },
+		func(b []byte) { binary.LittleEndian.PutUint32(b[8:], 15) },
+		func(b []byte) { binary.LittleEndian.PutUint32(b[8:], 48) },
+		func(b []byte) { binary.LittleEndian.PutUint32(b[8:], 8192) },
+		func(b []byte) { binary.LittleEndian.PutUint32(b[8:], 4096) },
+	} {
+		fd, b := sidecartest.NewRing(t, 32)
+		spoil(b)
+		refused(t, "a broken ring", c.Call(sidecartest.Ring(uint64(len(b))), fd), classUsage, "a ring")
+		release(t, fd, b)
+	}
+	c.Ring(16)
+	// Nobody but the sidecar and who has mapped it already can write an arena.
+	fd, b := sidecartest.File(t, size, sidecartest.Seals)
+	c.Must(sidecartest.Arena(6, size), fd)
+	if _, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err, unix.EPERM) {
+		t.Errorf("an arena can be mapped to write: %v", err)
+	}
+	release(t, fd, b)
+	c.bye()
+	if len(s.memory.all) != 0 {
+		t.Errorf("%d arenas are left when their client has gone", len(s.memory.all))
+	}
+}
+
+func descriptors(t *testing.T) int {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(entries)
+}
+
+// An arena in use cannot be dropped, and is unmapped when its client has gone and the operation is done, not before.
+func TestArenaInUse(t *testing.T) {
+	servers := job(t, 2)
+	clients := make([]*client, 2)
+	all(servers, func(r int, s *Server) { clients[r] = connect(t, s); clients[r].Init() })
+	other := connect(t, servers[0])
+	c := clients[0]
+	c.Arena(1, 4096)
+	c.Send(sidecartest.Submit(sidecartest.Sum("x", 1, 0, 1)))
+	refused(t, "in use", c.Call(sidecartest.DropArena(1)), classUsage, "in use")
+	if got := c.Must(sidecartest.Status()).GetStatus(); got.InFlight != 1 || got.Clients != 2 || got.State != StateRunning {
+		t.Errorf("status: %v", got)
+	}
+	c.bye() // not the last client
+	if chunks, _, _ := arena.Stats(); chunks == 0 {
+		t.Error("the arena has gone in the middle of the operation")
+	}
+	clients[1].Arena(2, 4096)
+	clients[1].Must(sidecartest.Submit(sidecartest.Sum("x", 2, 0, 1)))
+	within(t, "the arena is unmapped", func() bool {
+		servers[0].memory.mu.Lock()
+		defer servers[0].memory.mu.Unlock()
+		return len(servers[0].memory.all) == 0
+	})
+	clients[0] = other
+	all(clients, func(_ int, c *client) { c.Shutdown(); c.bye() })
+}
+
+// within waits for what has no signal.
+func within(t *testing.T, what string, done func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(sidecartest.Patience); !done(); {
+		if time.Now().After(deadline) {
+			t.Fatalf("not in time: %s", what)
+		}
+		<-time.After(time.Millisecond)
+	}
+}
+
+// What breaks the protocol ends the connection, leaves no descriptor, and other clients are served.
+func TestGarbage(t *testing.T) {
+	s := server(t, Config{})
+	var opened []func()
+	memfd := func(c *client) int {
+		fd, b := sidecartest.File(t, 4096, sidecartest.Seals)
+		opened = append(opened, func() { release(t, fd, b) })
+		return fd
+	}
+	for what, send := range map[string]func(c *client){
+		"broken frame: its length": func(c *client) { c.Write([]byte{0x81, 0x80, 0x80, 0x08}) },
+		"more than 16777216":       func(c *client) { c.Write(bytes.Repeat([]byte{0xff}, 10)) },
+		"proto":                    func(c *client) { c.Write([]byte{3, 0xff, 0xff, 0xff}) },
+		"is none that":             func(c *client) { c.Write([]byte{2, 8, 1}) },
+		"number 0":                 func(c *client) { c.Write([]byte{2, 0x62, 0}) },
+		"a frame that takes none":  func(c *client) { c.Send(sidecartest.Status(), memfd(c)) },
+		"2 descriptors or more":    func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
+		"with a doorbell":          func(c *client) { c.Write([]byte{0}, memfd(c)) },
+		"without a farewell": func(c *client) {
+			frame := c.Frame(sidecartest.Status())
+			c.Write(frame[:len(frame)-1])
+			if err := unix.Shutdown(c.FD, unix.SHUT_WR); err != nil {
+				t.Error(err)
+			}
+		},
+		"5 submissions, of which 0 were taken and 0 completed": func(c *client) {
+			c.Ring(16)
+			c.RingBytes[64] = 5 // and no entries: they have the number 0
+			c.Doorbell()
+		},
+		"17 submissions": func(c *client) {
+			c.Ring(16)
+			c.RingBytes[64] = 17
+			c.Doorbell()
+		},
+		"0x1 after its slot": func(c *client) {
+			c.Ring(16)
+			c.RingBytes[4096], c.RingBytes[4096+12], c.RingBytes[64] = 1, 1, 1
+			c.Doorbell()
+		},
+	} {
+		before := descriptors(t)
+		c := connect(t, s)
+		send(c)
+		if err := c.end(); what == "without a farewell" && err != nil {
+			t.Errorf("%s: %v", what, err)
+		} else if what != "without a farewell" && !errors.Is(err, errFrame) {
+			t.Errorf("%s: the connection has ended with %v", what, err)
+		}
+		c.Close()
+		for _, f := range opened {
+			f()
+		}
+		opened = nil
+		if after := descriptors(t); after != before {
+			t.Errorf("%s: %d descriptors before, %d after", what, before, after)
+		}
+		select {
+		case <-s.Dead():
+			t.Fatalf("%s: the rank has failed without a job: %v", what, s.Death())
+		default:
+		}
+	}
+	c := connect(t, s)
+	if got := c.Must(sidecartest.Status()).GetStatus(); got.Clients != 1 || got.State != StateIdle {
+		t.Errorf("status: %v", got)
+	}
+	c.bye()
+}
+
+// A number that is in use, and more in flight than there may be, end the connection.
+func TestTooMany(t *testing.T) {
+	const most = 100
+	for _, what := range []string{"number", "operations", "tensors", "ring"} {
+		servers := job(t, 2)
+		servers[0].cfg.MaxInFlight = most
+		all(servers, func(r int, s *Server) {
+			c := connect(t, s)
+			c.Init()
+			if r > 0 {
+				return // it takes no part, so nothing is ever done
+			}
+			c.Arena(1, 4096)
+			switch what {
+			case "number":
+				q := sidecartest.Submit(sidecartest.Sum("x", 1, 0, 1))
+				c.Send(q)
+				c.Send(q)
+			case "operations":
+				var frames []byte
+				for i := range most + 1 {
+					frames = append(frames, c.Frame(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: fmt.Sprint(i)}))...)
+				}
+				_ = c.TryWrite(frames) // it may be cut off before its end
+			case "tensors":
+				group := &sidecarpb.Operation{Kind: 1, Dtype: 9, Grouped: true, Name: "x"}
+				for range most/2 + 1 {
+					group.Tensors = append(group.Tensors, &sidecarpb.Tensor{Shape: []int64{0}})
+				}
+				c.Send(sidecartest.Submit(group))
+				group.Name = "y"
+				_ = c.TryWrite(c.Frame(sidecartest.Submit(group)))
+			case "ring":
+				c.Ring(16)
+				for i := range uint32(17) {
+					c.Must(sidecartest.Prepare(i, &sidecarpb.Operation{Kind: 6, Name: fmt.Sprint(i)}))
+				}
+				for i := range uint32(16) {
+					c.Push(i)
+				}
+				c.Doorbell()
+				within(t, "all were taken", func() bool { return c.Word(128).Load() == 16 })
+				c.Push(16)
+				c.Doorbell()
+			}
+			if err := c.end(); !errors.Is(err, errFrame) {
+				t.Errorf("%s: the connection has ended with %v", what, err)
+			}
+			<-s.Dead()
+		})
+	}
+}
+
+// A client that reads nothing has no more kept for it than the bound, and nobody waits for it.
+func TestClientThatNeverReads(t *testing.T) {
+	const asked = 5000
+	s := server(t, Config{Version: strings.Repeat("v", 1000)})
+	c := connect(t, s)
+	sent := make(chan error, 1)
+	var frames []byte
+	for range asked {
+		frames = append(frames, c.Frame(sidecartest.Status())...)
+	}
+	go func() { sent <- c.TryWrite(frames) }()
+	other := connect(t, s)
+	waiting := func() int {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		most := 0
+		for c := range s.conns {
+			c.out.mu.Lock()
+			most = max(most, c.out.bytes)
+			c.out.mu.Unlock()
+		}
+		return most
+	}
+	within(t, "the bound", func() bool { return waiting() > maxUnsentBytes })
+	for range 100 {
+		if got := other.Must(sidecartest.Status()).GetStatus(); got.Clients != 2 {
+			t.Errorf("status: %v", got)
+		}
+	}
+	if got := waiting(); got > maxUnsentBytes+1100 {
+		t.Errorf("%d bytes are kept, want about %d", got, maxUnsentBytes)
+	}
+	for id := range uint64(asked) { // now it reads, and all is there
+		if got := c.Reply(id + 1).GetStatus(); got == nil {
+			t.Fatalf("reply %d: %v", id+1, got)
+		}
+	}
+	if err := <-sent; err != nil {
+		t.Error(err)
+	}
+	c.bye()
+	other.bye()
+}
+
+// What it has begun the engine hears of all the same, before it reads.
+func TestOperationOfClientThatNeverReads(t *testing.T) {
+	s := server(t, Config{Version: strings.Repeat("v", 1000)})
+	noticed := make(chan struct{}, 1)
+	begun := make(chan *raw.Operation, 1)
+	s.inside.Store(&raw.Door{
+		Begin: func(o *raw.Operation) error { begun <- o; return nil },
+		Help:  func(context.Context, func() bool) {},
+		Ring: func() {
+			select {
+			case noticed <- struct{}{}:
+			default:
+			}
+		},
+	})
+	c := connect(t, s)
+	frames := c.Frame(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "b"}))
+	for range 5000 {
+		frames = append(frames, c.Frame(sidecartest.Status())...)
+	}
+	sent := make(chan error, 1)
+	go func() { sent <- c.TryWrite(frames) }()
+	o := <-begun
+	select {
+	case <-noticed:
+	case <-time.After(sidecartest.Patience):
+		t.Error("the engine has not heard of what was begun")
+	}
+	o.Done(nil)
+	gone(t, s)
+	<-sent // an error, if not all was read
+	s.inside.Store(nil)
+}
+
+// One that reads nothing, gone while replies wait for it.
+func TestClientThatNeverReadsGoes(t *testing.T) {
+	s := server(t, Config{Version: strings.Repeat("v", 1000)})
+	c := connect(t, s)
+	sent := make(chan struct{})
+	go func() {
+		defer close(sent)
+		for c.TryWrite(c.Frame(sidecartest.Status())) == nil {
+		}
+	}()
+	within(t, "a queue", func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for c := range s.conns {
+			c.out.mu.Lock()
+			defer c.out.mu.Unlock()
+			return c.out.bytes > maxUnsentBytes
+		}
+		return false
+	})
+	if err := unix.Shutdown(c.FD, unix.SHUT_RDWR); err != nil {
+		t.Fatal(err)
+	}
+	<-sent
+	if err := c.end(); err != nil {
+		t.Error(err)
+	}
+}
+
+// Strangers: those who say nothing, another protocol, another version, or do not know the secret.
+func TestStrangers(t *testing.T) {
+	s := server(t, Config{HelloTimeout: 50 * time.Millisecond})
+	for what, hello := range map[string]string{
+		"i/o timeout": "", "greeting is": "GET / HT", "it speaks version 2": "GHVD\x00\x00\x00\x02", "secret": "GHVA\x01\x00\x00\x00",
+	} {
+		c := stranger(t, s)
+		c.Write([]byte(hello))
+		if err := c.end(); err == nil || !strings.Contains(err.Error(), what) {
+			t.Errorf("%q: the connection has ended with %v, want %q", hello, err, what)
+		}
+	}
+	right, _ := secret.New()
+	wrong, _ := secret.New()
+	s = server(t, Config{Secret: right})
+	path := filepath.Join(t.TempDir(), "s")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	for _, q := range []struct {
+		of   *secret.Secret
+		want error
+	}{{&right, nil}, {&wrong, secret.ErrWrong}, {nil, secret.ErrNeeded}} {
+		conn, err := net.Dial("unix", path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		served := make(chan error, 1)
+		theirs, err := l.AcceptUnix()
+		if err != nil {
+			t.Fatal(err)
+		}
+		go func() { served <- s.ServeConn(theirs, true) }()
+		if q.of != nil {
+			_, err = q.of.Dial(conn, "GHVD")
+		}
+		_, written := conn.Write([]byte("GHVD\x00\x00\x00\x01"))
+		if q.want == nil {
+			var b [8]byte
+			if _, err := conn.Read(b[:]); err != nil || written != nil || string(b[:4]) != "GHVD" {
+				t.Errorf("with the secret: %v, %v, %q", err, written, b)
+			}
+		}
+		if q.of == nil {
+			err = secret.ErrNeeded
+		}
+		if !errors.Is(err, q.want) {
+			t.Errorf("got %v, want %v", err, q.want)
+		}
+		conn.Close()
+		if err := <-served; (err == nil) != (q.want == nil) {
+			t.Errorf("served: %v, want %v", err, q.want)
+		}
+	}
+}
+
+const otherUserVariable = "GOHVD_SIDECAR_OTHER_USER"
+
+// otherUser is a client of another user; it exits with 0 if it is served.
+func otherUser(path string) int {
+	conn, err := net.Dial("unix", path)
+	if err != nil {
+		return 2
+	}
+	if _, err := conn.Write([]byte("GHVD\x00\x00\x00\x01")); err != nil {
+		return 1
+	}
+	var b [8]byte
+	if n, err := conn.Read(b[:]); n == 0 || err != nil {
+		return 1
+	}
+	return 0
+}
+
+// A process of another user is refused, whatever it can open.
+func TestOtherUser(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can start processes of other users")
+	}
+	dir, err := os.MkdirTemp("", "sidecar")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	path := filepath.Join(dir, "s")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	// The program too has to be where others can run it.
+	self, err := os.ReadFile("/proc/self/exe")
+	if err != nil {
+		t.Fatal(err)
+	}
+	program := filepath.Join(dir, "client")
+	if err := errors.Join(os.WriteFile(program, self, 0o755), os.Chmod(dir, 0o755), os.Chmod(path, 0o777)); err != nil {
+		t.Fatal(err)
+	}
+	s := server(t, Config{})
+	for _, uid := range []uint32{0, 65534} {
+		cmd := exec.CommandContext(t.Context(), program)
+		cmd.Env = append(os.Environ(), otherUserVariable+"="+path)
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		conn, err := l.AcceptUnix()
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = s.ServeConn(conn, true)
+		if refused := err != nil && strings.Contains(err.Error(), "it is user 65534, want 0"); refused != (uid != 0) {
+			t.Errorf("user %d: %v", uid, err)
+		}
+		if err := cmd.Wait(); (err == nil) != (uid == 0) {
+			t.Errorf("user %d: the client ended with %v", uid, err)
+		}
+	}
+}
+
+// Close in the middle of everything ends everything.
+func TestClose(t *testing.T) {
+	s := New(Config{})
+	idle, silent := connect(t, s), stranger(t, s)
+	busy := connect(t, s)
+	busy.Init()
+	if err := s.Close(context.Background()); err != nil {
+		t.Error(err)
+	}
+	for _, c := range []*client{idle, silent, busy} {
+		if err := c.end(); err == nil {
+			t.Error("a client has not heard of the end")
+		}
+	}
+	if err := stranger(t, s).end(); !errors.Is(err, errEnding) {
+		t.Errorf("a client after the end: %v", err)
+	}
+	if s.Death() != nil {
+		t.Errorf("an orderly end is a death: %v", s.Death())
+	}
+}

@@ -1,0 +1,140 @@
+package sidecar
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+)
+
+// Whatever comes over a connection: frames are cut where their lengths say, what is a request is one again when it is written, and
+// what passes for an operation has places for each tensor.
+func FuzzFrames(f *testing.F) {
+	c := new(sidecartest.Client)
+	f.Add([]byte{0})
+	f.Add([]byte{0x80, 0x80, 0x80, 0x08})
+	f.Add(bytes.Repeat([]byte{0xff}, 12))
+	group := sidecartest.Sum("x", 1, 64, 4)
+	group.Grouped, group.Tensors = true, append(group.Tensors, group.Tensors[0])
+	for _, q := range []*sidecarpb.Request{
+		sidecartest.Init(map[string]string{"HOROVOD_RANK": "1"}, &sidecarpb.Ranks{Ranks: []int32{0, 1}}),
+		sidecartest.Submit(sidecartest.Sum("x", 1, 64, 4)), sidecartest.Submit(group), sidecartest.Prepare(3, sidecartest.Sum("x", 2, 0, 0)),
+		sidecartest.Arena(1, 4096), sidecartest.Free(1<<31, 64), sidecartest.Status(), sidecartest.Shutdown(),
+	} {
+		f.Add(c.Frame(q))
+		f.Add(append(c.Frame(q), c.Frame(sidecartest.Status())...))
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		for len(b) > 0 {
+			body, n, err := cutFrame(b)
+			if err != nil && !errors.Is(err, errFrame) {
+				t.Fatalf("error %v, want a broken frame", err)
+			}
+			if n == 0 || err != nil {
+				if err == nil && len(b) > maxFrameBytes+maxHeadBytes {
+					t.Fatal("a frame that is longer than frames may be is waited for")
+				}
+				return
+			}
+			if n < len(body) || n > len(body)+maxHeadBytes || !bytes.Equal(b[n-len(body):n], body) {
+				t.Fatalf("a frame of %d bytes with a body of %d", n, len(body))
+			}
+			b = b[n:]
+			q, err := readRequest(body)
+			if err != nil {
+				continue
+			}
+			again, err := proto.Marshal(q)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if q2, err := readRequest(again); err != nil || !proto.Equal(q, q2) && !hasNaN(again) {
+				t.Fatalf("%v became %v, %v", q, q2, err)
+			}
+			for _, o := range []*sidecarpb.Operation{q.GetSubmit().GetOperation(), q.GetPrepare().GetOperation()} {
+				p, err := newPlan(o)
+				if err != nil {
+					if class := classOf(err); class != classUsage {
+						t.Fatalf("class %d of %v", class, err)
+					}
+					continue
+				}
+				if len(p.places) != 2*len(p.Tensors) || len(p.Tensors) != len(o.GetTensors()) {
+					t.Fatalf("%d tensors with %d places", len(p.Tensors), len(p.places))
+				}
+				m := memory{all: map[uint32]*given{1: {number: 1, bytes: make([]byte, 4096)}}}
+				uses, err := m.use(p.places, nil)
+				if err == nil {
+					err = m.unuse(uses)
+				}
+				if m.all[1].users != 0 {
+					t.Fatalf("%d users are left: %v", m.all[1].users, err)
+				}
+			}
+		}
+	})
+}
+
+// hasNaN is whether a float in an encoded message may be one: messages with one are not equal to themselves.
+func hasNaN(b []byte) bool {
+	for i := 0; i+8 <= len(b); i++ {
+		if bits := binary.LittleEndian.Uint64(b[i:]); bits&0x7ff0000000000000 == 0x7ff0000000000000 {
+			return true
+		}
+	}
+	return false
+}
+
+// Whatever a client writes into its ring: at most n submissions at a time, or an error.
+func FuzzRing(f *testing.F) {
+	f.Add(uint32(ringMagic), uint32(1), uint32(16), uint64(3), uint64(0), []byte{1, 0, 0, 0, 0, 0, 0, 0, 5})
+	f.Add(uint32(ringMagic), uint32(1), uint32(32), uint64(1<<63), uint64(9), []byte{})
+	f.Add(uint32(ringMagic), uint32(1), uint32(1<<31), uint64(0), uint64(0), []byte{})
+	s, err := memfd.Create("ring", 8192)
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Cleanup(func() { s.Close() })
+	f.Fuzz(func(t *testing.T, magic, version, n uint32, submitted, completed uint64, entries []byte) {
+		b := s.Bytes()
+		clear(b)
+		binary.LittleEndian.PutUint32(b, magic)
+		binary.LittleEndian.PutUint32(b[4:], version)
+		binary.LittleEndian.PutUint32(b[8:], n)
+		binary.LittleEndian.PutUint64(b[ringSubmitted:], submitted)
+		binary.LittleEndian.PutUint64(b[ringCompleted:], completed) // the client's word on it counts for nothing
+		copy(b[ringEntries:], entries)
+		r, err := newRing(s)
+		if err != nil {
+			return
+		}
+		if n != 16 && n != 32 {
+			t.Fatalf("a ring of %d entries in %d bytes", n, len(b))
+		}
+		taken, until := uint64(0), r.pending()
+		for {
+			id, _, ok, err := r.next(until)
+			if err != nil || !ok {
+				if !errors.Is(err, errFrame) && taken != until {
+					t.Fatalf("took %d of %d: %v", taken, until, err)
+				}
+				break
+			}
+			if taken++; taken > uint64(n) || id == 0 {
+				t.Fatalf("took %d from a ring of %d, the last with number %d", taken, n, id)
+			}
+		}
+		for i := range taken {
+			r.complete(i+1, statusDone)
+		}
+		if got := binary.LittleEndian.Uint64(b[ringCompleted:]); taken > 0 && got != taken {
+			t.Fatalf("completed %d, want %d", got, taken)
+		}
+	})
+}

@@ -1,0 +1,287 @@
+package sidecar
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/store"
+)
+
+// ended is the news that the job is over.
+func (c *client) ended() *sidecarpb.Ended {
+	c.t.Helper()
+	return c.Until(func(r *sidecarpb.Reply) bool { return r.GetEnded() != nil }).GetEnded()
+}
+
+// Rank 1's client goes in the middle of a job: its sidecar is dead, and the other rank's clients hear of it, can end the job and
+// begin another.
+func TestDeathOfAClient(t *testing.T) {
+	servers := job(t, 2)
+	clients := make([]*client, 2)
+	all(servers, func(r int, s *Server) { clients[r] = connect(t, s); clients[r].Init() })
+	c := clients[0]
+	c.Ring(16)
+	c.Must(sidecartest.Prepare(0, &sidecarpb.Operation{Kind: 6, Name: "a"}))
+	c.Push(0)
+	c.Doorbell()
+	id := c.Send(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "b"}))
+
+	if err := unix.Shutdown(clients[1].FD, unix.SHUT_WR); err != nil {
+		t.Fatal(err)
+	}
+	<-servers[1].Dead()
+	if err := servers[1].Death(); err == nil || !strings.Contains(err.Error(), "without a farewell") {
+		t.Errorf("rank 1 died of %v", err)
+	}
+	if err := clients[1].end(); err == nil {
+		t.Error("the death of the rank is no error of the connection")
+	}
+	// The process would end now. This is the next best.
+	gone(t, servers[1])
+
+	ringID, status := c.Pop()
+	if status != statusReply {
+		t.Errorf("completion with status %d", status)
+	}
+	for _, id := range []uint64{id, ringID} {
+		a := c.Reply(id)
+		refused(t, "in flight", a, classPeer, "rank 1")
+		if !slices.Equal(a.Error.Ranks, []int32{1}) || a.Error.Operation != "barrier" {
+			t.Errorf("error: %v", a.Error)
+		}
+	}
+	if e := c.ended().Error; e.GetClass() != classPeer {
+		t.Errorf("news of the end: %v", e)
+	}
+	refused(t, "afterwards", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), classPeer, "rank 1")
+	if got := c.Must(sidecartest.Status()).GetStatus(); got.State != StateEnded {
+		t.Errorf("status: %v", got)
+	}
+	refused(t, "shutdown after the failure", c.Call(sidecartest.Shutdown()), classPeer, "rank 1")
+	refused(t, "after the shutdown", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), classNotInitialized, "hvd.Init")
+	ready := c.Must(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"})).GetReady()
+	if ready.Size != 1 || ready.Epoch != 2 {
+		t.Errorf("the next job: %v", ready)
+	}
+	c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6}))
+	c.Shutdown()
+	c.bye()
+}
+
+// A job that is over dies with nobody, and is tidied up behind the last client.
+func TestLeavingAFailedJob(t *testing.T) {
+	servers := job(t, 2)
+	clients := make([]*client, 2)
+	all(servers, func(r int, s *Server) { clients[r] = connect(t, s); clients[r].Init() })
+	gone(t, servers[1])
+	clients[0].ended()
+	clients[0].bye()
+	s := servers[0]
+	within(t, "the job is forgotten", func() bool { return s.Report().State == StateIdle })
+	if s.Death() != nil {
+		t.Errorf("the rank has failed: %v", s.Death())
+	}
+}
+
+// What goes without a job is no death, nor a farewell while others stay; the farewell of the last in a job is one.
+func TestFarewells(t *testing.T) {
+	s := job(t, 1)[0]
+	connect(t, s).bye()
+	c := connect(t, s)
+	c.Close()
+	if err := c.end(); err != nil {
+		t.Error(err)
+	}
+	first, second := connect(t, s), connect(t, s)
+	first.Init()
+	if ready := second.Must(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "7"})).GetReady(); ready.Size != 1 || ready.Epoch != 1 {
+		t.Errorf("the second client's Init: %v", ready)
+	}
+	first.bye()
+	second.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6}))
+	if s.Death() != nil {
+		t.Fatalf("the rank has failed: %v", s.Death())
+	}
+	second.Bye()
+	<-s.Dead()
+	if err := s.Death(); err == nil || !strings.Contains(err.Error(), "has left") {
+		t.Errorf("the rank has failed because of %v", err)
+	}
+}
+
+// Many Inits and Shutdowns of two ranks, each an epoch of its own, with news at every client.
+func TestInitAgain(t *testing.T) {
+	servers := job(t, 2)
+	all(servers, func(r int, s *Server) {
+		c, watcher := connect(t, s), connect(t, s)
+		for epoch := range uint64(10) {
+			if ready := c.Init(); ready.Epoch != epoch+1 || !ready.Homogeneous || ready.LocalSize != 2 {
+				t.Errorf("ready: %v", ready)
+			}
+			c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6}))
+			c.Shutdown()
+			if e := watcher.ended(); e.Error != nil {
+				t.Errorf("ended: %v", e)
+			}
+			watcher.News = nil
+			c.Shutdown() // of nothing
+		}
+		c.bye()
+		watcher.bye()
+	})
+}
+
+// Ranks know whether the hosts have equally many of them, also where their own places do not tell.
+func TestHomogeneous(t *testing.T) {
+	for _, q := range []struct {
+		hosts []string
+		want  bool
+	}{{[]string{"a", "b"}, true}, {[]string{"a", "a", "b"}, false}, {[]string{"a", "b", "b", "b", "c", "c"}, false}} {
+		all(job(t, len(q.hosts)), func(r int, s *Server) {
+			c := connect(t, s)
+			if ready := c.Must(sidecartest.Init(map[string]string{"HOROVOD_HOSTNAME": q.hosts[r]})).GetReady(); ready.Homogeneous != q.want {
+				t.Errorf("hosts %q: rank %d: %v, want %v", q.hosts, r, ready, q.want)
+			}
+			c.Shutdown()
+			c.bye()
+		})
+	}
+}
+
+// A shutdown by one rank answers what the others have in flight.
+func TestShutDownByAnother(t *testing.T) {
+	all(job(t, 2), func(r int, s *Server) {
+		c := connect(t, s)
+		c.Init()
+		if r == 0 {
+			id := c.Send(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "alone"}))
+			refused(t, "in flight", c.Reply(id), classShutDown, "alone")
+		}
+		c.Shutdown()
+		c.bye()
+	})
+}
+
+// What ranks do not agree on, and names in flight.
+func TestDisagreement(t *testing.T) {
+	ranks(t, 2, func(r int, c *client, b []byte) {
+		refused(t, "another length", c.Call(sidecartest.Submit(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1)))), classMismatch, "x")
+		first := c.Send(sidecartest.Submit(sidecartest.Sum("y", uint32(r+1), 0, 4)))
+		if r == 0 { // rank 1's is done as soon as this is
+			refused(t, "twice", c.Call(sidecartest.Submit(sidecartest.Sum("z", 9, 0, 4))), classUsage, "no arena")
+		}
+		if a := c.Reply(first); a.Error != nil {
+			t.Error(a)
+		}
+		late := &sidecarpb.Operation{Kind: 6, Name: "late"}
+		if r == 0 {
+			id := c.Send(sidecartest.Submit(late))
+			refused(t, "twice", c.Call(sidecartest.Submit(late)), classDuplicate, "late")
+			// So is one for whose result there was room already.
+			same := sidecartest.Sum("late", 1, 0, 4)
+			same.Tensors[0].Output = nil
+			refused(t, "twice", c.Call(sidecartest.Submit(same)), classDuplicate, "late")
+			if _, _, live := arena.Stats(); live != 0 {
+				t.Errorf("%d bytes are kept for the result of an operation that was refused", live)
+			}
+			c.Must(sidecartest.DropArena(1))
+			c.Arena(1, 4096)
+			c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "go"}))
+			c.Reply(id)
+		} else {
+			c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "go"}))
+			c.Must(sidecartest.Submit(late))
+		}
+		// In a cached form too: the names are known now.
+		c.Must(sidecartest.Submit(sidecartest.Sum("y", uint32(r+1), 0, 4)))
+	})
+}
+
+// An operation that takes longer than it may ends the job.
+func TestTimeout(t *testing.T) {
+	all(job(t, 2), func(r int, s *Server) {
+		c := connect(t, s)
+		c.Init()
+		if r == 0 {
+			o := &sidecarpb.Operation{Kind: 6, Name: "slow", TimeoutSeconds: 0.05}
+			refused(t, "late", c.Call(sidecartest.Submit(o)), classPeer, "slow")
+		}
+		c.ended()
+		c.Call(sidecartest.Shutdown())
+		c.bye()
+	})
+}
+
+// Process sets of the start, and later ones.
+func TestProcessSets(t *testing.T) {
+	all(job(t, 3), func(r int, s *Server) {
+		c := connect(t, s)
+		ready := c.Must(sidecartest.Init(nil, &sidecarpb.Ranks{Ranks: []int32{0, 2}})).GetReady()
+		if got := ready.ProcessSets; len(got) != 1 || got[0].Id != 1 || !slices.Equal(got[0].Ranks, []int32{0, 2}) {
+			t.Errorf("process sets: %v", got)
+		}
+		b := c.Arena(uint32(r+1), 4096)
+		b[3] = 0x40 // 2.0
+		sum := func(set int32) *sidecarpb.Reply {
+			o := sidecartest.Sum("x", uint32(r+1), 0, 1)
+			o.ProcessSet = set
+			return c.Call(sidecartest.Submit(o))
+		}
+		if r == 1 {
+			refused(t, "of others", sum(1), classUsage, "not a member")
+		} else if a := sum(1); a.Error != nil || b[2] != 0x80 { // 4.0
+			t.Errorf("sum of two: %v, %v", a, b[:4])
+		}
+		add := &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: &sidecarpb.AddProcessSet{Ranks: []int32{2, 1}}}}
+		added := c.Must(add).GetProcessSet()
+		if added.Id != 2 || !slices.Equal(added.Ranks, []int32{1, 2}) {
+			t.Errorf("added %v", added)
+		}
+		wrong := &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: &sidecarpb.AddProcessSet{Ranks: []int32{3}}}}
+		refused(t, "no such rank", c.Call(wrong), classUsage, "rank 3")
+		remove := func(id int32) *sidecarpb.Request {
+			return &sidecarpb.Request{What: &sidecarpb.Request_RemoveProcessSet{RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: id}}}
+		}
+		c.Must(remove(2))
+		refused(t, "removed twice", c.Call(remove(2)), classUsage, "process set 2")
+		refused(t, "that of all", c.Call(remove(0)), classUsage, "global")
+		refused(t, "in a removed one", sum(2), classUsage, "removed")
+		c.Shutdown()
+		refused(t, "without a job", c.Call(remove(1)), classNotInitialized, "")
+		wrong.Id = 0
+		refused(t, "without a job", c.Call(wrong), classNotInitialized, "")
+		c.bye()
+	})
+}
+
+// An Init that fails leaves the sidecar as it was.
+func TestInitFails(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	s := job(t, 2)[0]
+	c := connect(t, s)
+	a := c.Call(sidecartest.Init(map[string]string{"HOROVOD_NO_SUCH": "1"}))
+	refused(t, "no such setting", a, classInternal, "HOROVOD_NO_SUCH")
+	a = c.Call(sidecartest.Init(map[string]string{"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}))
+	refused(t, "alone of two", a, classInternal, "init")
+	if got := c.Must(sidecartest.Status()).GetStatus(); got.State != StateIdle {
+		t.Errorf("status: %v", got)
+	}
+	c.bye()
+}
+
+// A client that goes while its Init waits is a death.
+func TestDeathDuringInit(t *testing.T) {
+	s := job(t, 2)[0]
+	c := connect(t, s)
+	c.Send(sidecartest.Init(nil))
+	within(t, "the Init has begun", func() bool { return s.Report().State == StateStarting })
+	c.Close()
+	<-s.Dead()
+}

@@ -1,0 +1,386 @@
+package sidecar
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/raw"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// ranks runs f as the client of each of n ranks, between Init and Shutdown. The arena of rank r has the number r+1 and is b.
+func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
+	t.Helper()
+	all(job(t, n), func(r int, s *Server) {
+		c := connect(t, s)
+		if ready := c.Init(); int(ready.Rank) != r || int(ready.Size) != n || ready.Epoch != 1 {
+			t.Errorf("rank %d of %d got ready: %v", r, n, ready)
+		}
+		f(r, c, c.Arena(uint32(r+1), 1<<20))
+		c.Shutdown()
+		c.bye()
+	})
+}
+
+// Sums in place, by frames and by the ring.
+func TestAllreduce(t *testing.T) {
+	for _, n := range []int{1, 2, 3} {
+		ranks(t, n, func(r int, c *client, b []byte) {
+			x := tensor.View[float32](b)
+			c.Ring(64)
+			for i, elems := range []int64{0, 1, 7, 1000, 100000} {
+				for k := range x[:elems] {
+					x[k] = float32(r + k%10)
+				}
+				op := sidecartest.Sum("a", uint32(r+1), 0, elems)
+				if i%2 == 0 {
+					a := c.Must(sidecartest.Submit(op)).GetCompletion()
+					if got := a.Results[0]; !slices.Equal(got.Shape, []int64{elems}) || got.Memory.Bytes != uint64(4*elems) || got.Memory.Arena != uint32(r+1) {
+						t.Errorf("result: %v", got)
+					}
+				} else {
+					c.Must(sidecartest.Prepare(3, op))
+					id := c.Push(3)
+					c.Doorbell()
+					if got, status := c.Pop(); got != id || status != 0 {
+						t.Errorf("completion %d with status %d, want %d", got, status, id)
+					}
+				}
+				for k, got := range x[:elems] {
+					if want := float32(n*(n-1)/2 + n*(k%10)); got != want {
+						t.Errorf("%d elements: element %d is %v, want %v", elems, k, got, want)
+						return
+					}
+				}
+			}
+		})
+	}
+}
+
+// at is a place in a rank's arena.
+func at(r int, offset, numBytes int) *sidecarpb.Memory {
+	return &sidecarpb.Memory{Arena: uint32(r + 1), Offset: uint64(offset), Bytes: uint64(numBytes)}
+}
+
+// Every operation, with an output and without.
+func TestOperations(t *testing.T) {
+	const n = 3
+	ranks(t, n, func(r int, c *client, b []byte) {
+		x := tensor.View[int32](b)
+		const out = 1 << 16 // where outputs are, in bytes
+		rows := int64(6)
+		if r == 1 {
+			rows = 0
+		}
+		gathered := []int32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 200, 201, 202, 203, 204, 205, 206, 207, 208, 209, 210, 211}
+		for _, c2 := range []struct {
+			what    string
+			op      *sidecarpb.Operation
+			shape   []int64
+			outSize int
+			want    []int32
+			wantDim []int64
+			splits  []int64
+		}{
+			{"allreduce", &sidecarpb.Operation{Kind: 1, ReduceOp: 2}, []int64{2, 2}, 16, []int32{300, 303, 306, 309}, []int64{2, 2}, nil},
+			{"average", &sidecarpb.Operation{Kind: 1}, []int64{2}, 8, []int32{100, 101}, []int64{2}, nil},
+			{"scaled", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: 2, Postscale: 0.5}, []int64{2}, 8, []int32{300, 303}, []int64{2}, nil},
+			{"scalar", &sidecarpb.Operation{Kind: 1, ReduceOp: 4}, nil, 4, []int32{200}, nil, nil},
+			{"allgather", &sidecarpb.Operation{Kind: 2}, []int64{rows, 2}, 96, gathered, []int64{12, 2}, nil},
+			{"broadcast", &sidecarpb.Operation{Kind: 3, RootRank: 2}, []int64{3}, 12, []int32{200, 201, 202}, []int64{3}, nil},
+			{"alltoall", &sidecarpb.Operation{Kind: 4}, []int64{3}, 12, []int32{int32(r), int32(100 + r), int32(200 + r)}, []int64{3}, []int64{1, 1, 1}},
+			{"reducescatter", &sidecarpb.Operation{Kind: 5, ReduceOp: 2}, []int64{6, 1}, 8, []int32{int32(300 + 6*r), int32(303 + 6*r)}, []int64{2, 1}, nil},
+			{"min", &sidecarpb.Operation{Kind: 5, ReduceOp: 3}, []int64{3}, 4, []int32{int32(r)}, []int64{1}, nil},
+		} {
+			for _, given := range []bool{false, true} {
+				for k := range x {
+					x[k] = int32(100*r + k)
+				}
+				elems, err := tensor.Shape(c2.shape).NumElems()
+				if err != nil {
+					t.Error(err)
+				}
+				o := c2.op
+				o.Dtype, o.Name = 5, c2.what
+				tt := &sidecarpb.Tensor{Shape: c2.shape, Input: at(r, 0, int(4*elems))}
+				if given {
+					tt.Output = at(r, out, c2.outSize)
+				}
+				o.Tensors = []*sidecarpb.Tensor{tt}
+				a := c.Must(sidecartest.Submit(o)).GetCompletion()
+				m := a.Results[0].Memory
+				got := tensor.View[int32](c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes])
+				if !slices.Equal(got, c2.want) || !slices.Equal(a.Results[0].Shape, c2.wantDim) || !slices.Equal(a.ReceivedSplits, c2.splits) {
+					t.Errorf("rank %d, %s, output given: %v: got %v of shape %v with splits %v, want %v, %v, %v",
+						r, c2.what, given, got, a.Results[0].Shape, a.ReceivedSplits, c2.want, c2.wantDim, c2.splits)
+				}
+				if given != (m.Arena < ownArenas) {
+					t.Errorf("%s, output given: %v: the result is in arena %d", c2.what, given, m.Arena)
+				}
+				if !given {
+					c.Send(sidecartest.Free(m.Arena, m.Offset))
+					c.Send(sidecartest.Free(m.Arena, m.Offset)) // again, which harms nobody
+				}
+				if want := int32(100 * r); x[0] != want {
+					t.Errorf("%s: the input was overwritten", c2.what)
+				}
+			}
+		}
+		splits := &sidecarpb.Operation{Kind: 4, Dtype: 5, Name: "splits", Splits: []int64{int64(r), 0, 1}, Tensors: []*sidecarpb.Tensor{
+			{Shape: []int64{int64(r + 1)}, Input: at(r, 0, 4*(r+1))},
+		}}
+		a := c.Must(sidecartest.Submit(splits)).GetCompletion()
+		want := [][]int64{{0, 1, 2}, {0, 0, 0}, {1, 1, 1}}[r]
+		if !slices.Equal(a.ReceivedSplits, want) {
+			t.Errorf("received splits %v, want %v", a.ReceivedSplits, want)
+		}
+		if m := a.Results[0].Memory; (m.Bytes == 0) != (m.Arena == 0) {
+			t.Errorf("a result of %d bytes is in arena %d", m.Bytes, m.Arena)
+		}
+		// What the client has not given back is freed when it goes.
+	})
+	if _, _, live := arena.Stats(); live != 0 {
+		t.Errorf("%d bytes of results are left when their clients have gone", live)
+	}
+}
+
+// own is the place of a result that the sidecar makes room for.
+func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
+	c.t.Helper()
+	o := &sidecarpb.Operation{Kind: 1, Dtype: 1, ReduceOp: 2, Name: name, Tensors: []*sidecarpb.Tensor{{Shape: []int64{int64(in.Bytes)}, Input: in}}}
+	return c.Must(sidecartest.Submit(o)).GetCompletion().Results[0].Memory
+}
+
+// A client cannot give back what has become another's.
+func TestFreeTwice(t *testing.T) {
+	s := job(t, 1)[0]
+	first, second := connect(t, s), connect(t, s)
+	first.Init()
+	first.Arena(1, 4096)
+	second.Arena(2, 4096)
+	place := first.own("a", at(0, 0, 64))
+	first.Send(sidecartest.Free(place.Arena, place.Offset))
+	first.Must(sidecartest.Status()) // that it has been read
+	if again := second.own("b", at(1, 0, 64)); again.Offset != place.Offset || again.Arena != place.Arena {
+		t.Fatalf("the place %v was not used again, but %v", place, again)
+	}
+	first.Send(sidecartest.Free(place.Arena, place.Offset))
+	if other := first.own("c", at(0, 0, 64)); other.Offset == place.Offset && other.Arena == place.Arena {
+		t.Error("a client has given back the result of another")
+	}
+	first.Shutdown()
+	first.bye()
+	second.bye()
+}
+
+// A client hears of the end of an arena that it knows, and may unmap it.
+func TestArenaOfTheSidecarGoes(t *testing.T) {
+	const large = 65 << 20 // more than what is kept for the next
+	ranks(t, 1, func(_ int, c *client, _ []byte) {
+		c.Arena(9, large)
+		place := c.own("x", &sidecarpb.Memory{Arena: 9, Bytes: large})
+		if c.Arenas[place.Arena] == nil {
+			t.Fatalf("nothing was said of arena %d", place.Arena)
+		}
+		c.Send(sidecartest.Free(place.Arena, place.Offset))
+		news := c.Until(func(r *sidecarpb.Reply) bool { return r.GetDropArena() != nil })
+		if got := news.GetDropArena().Arena; got != place.Arena {
+			t.Errorf("arena %d has gone, want %d", got, place.Arena)
+		}
+	})
+}
+
+// What is done while the reader stops working for the engine is told of by one of the two.
+func TestBellIsOwed(t *testing.T) {
+	s := server(t, Config{})
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(pair[0])
+	defer unix.Close(pair[1])
+	c := newConn(s, pair[0], 0)
+	c.flying.Store(1)
+	for what, help := range map[string]func(context.Context, func() bool){
+		"after the last look": func(context.Context, func() bool) { c.ringLater() },
+		"before a look":       func(_ context.Context, done func() bool) { c.ringLater(); c.ringLater(); done() },
+	} {
+		s.inside.Store(&raw.Door{Help: help})
+		if _, err := c.help(); err != nil {
+			t.Fatal(err)
+		}
+		var b [10]byte
+		if n, _, err := unix.Recvfrom(pair[1], b[:], unix.MSG_DONTWAIT); err != nil || n != 1 || b[0] != 0 {
+			t.Errorf("%s: got %v, %v, want one doorbell", what, b[:max(n, 0)], err)
+		}
+	}
+	s.inside.Store(nil)
+}
+
+// Groups, with and without outputs; also of none.
+func TestGroups(t *testing.T) {
+	ranks(t, 2, func(r int, c *client, b []byte) {
+		x := tensor.View[int32](b)
+		for _, kind := range []uint32{1, 2, 5} {
+			o := &sidecarpb.Operation{Kind: kind, Dtype: 5, ReduceOp: 2, Grouped: true, Name: fmt.Sprint("group", kind)}
+			if kind == 2 {
+				o.ReduceOp = 0
+			}
+			for i := range 5 {
+				x[16*i], x[16*i+1] = int32(i), int32(r)
+				tt := &sidecarpb.Tensor{Shape: []int64{2}, Input: at(r, 64*i, 8)}
+				if kind == 1 && i%2 == 0 {
+					tt.Output = tt.Input
+				}
+				o.Tensors = append(o.Tensors, tt)
+			}
+			a := c.Must(sidecartest.Submit(o)).GetCompletion()
+			for i, result := range a.Results {
+				m := result.Memory
+				got := tensor.View[int32](c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes])
+				want := map[uint32][]int32{1: {2 * int32(i), 1}, 2: {int32(i), 0, int32(i), 1}, 5: {2 * int32(i)}}[kind]
+				if kind == 5 && r == 1 {
+					want = []int32{1}
+				}
+				if !slices.Equal(got, want) {
+					t.Errorf("rank %d: kind %d: tensor %d is %v, want %v", r, kind, i, got, want)
+				}
+			}
+			if len(a.Results) != 5 {
+				t.Errorf("%d results", len(a.Results))
+			}
+		}
+		if a := c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 1, Dtype: 5, Grouped: true, Name: "none"})); len(a.GetCompletion().Results) != 0 {
+			t.Errorf("a group of none gave %v", a)
+		}
+	})
+}
+
+// Barriers and joins, the latter with the rank that was last.
+func TestBarrierAndJoin(t *testing.T) {
+	ranks(t, 2, func(r int, c *client, b []byte) {
+		c.Ring(16)
+		c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6}))
+		c.Must(sidecartest.Prepare(0, &sidecarpb.Operation{Kind: 6, Name: "b"}))
+		c.Must(sidecartest.Prepare(1, &sidecarpb.Operation{Kind: 7}))
+		c.Push(0)
+		c.Doorbell()
+		if _, status := c.Pop(); status != 0 {
+			t.Errorf("barrier: status %d", status)
+		}
+		id := c.Push(1)
+		c.Doorbell()
+		if got, status := c.Pop(); got != id || status != 1 {
+			t.Errorf("join: completion %d with status %d, want %d and 1", got, status, id)
+		}
+		if a := c.Reply(id); a.Error != nil || a.GetCompletion().LastJoined > 1 {
+			t.Errorf("join: %v", a)
+		}
+	})
+}
+
+// All element types, as what they are.
+func TestTypes(t *testing.T) {
+	ranks(t, 2, func(r int, c *client, b []byte) {
+		for _, dt := range tensor.DTypes() {
+			clear(b[:64])
+			b[0] = byte(r) // the least bits of a small number, or the least number there is
+			o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(dt), ReduceOp: 4, Name: dt.String(), Tensors: []*sidecarpb.Tensor{
+				{Shape: []int64{1}, Input: at(r, 0, dt.Size()), Output: at(r, 0, dt.Size())},
+			}}
+			if a := c.Call(sidecartest.Submit(o)); a.Error != nil || b[0] != 1 {
+				t.Errorf("rank %d: %v: got %v, byte %d", r, dt, a, b[0])
+			}
+		}
+		// A bool is 0 or 1, whatever came.
+		b[0] = byte(200 * r)
+		o := &sidecarpb.Operation{Kind: 3, Dtype: 11, RootRank: 1, Name: "bool", Tensors: []*sidecarpb.Tensor{
+			{Shape: []int64{1}, Input: at(r, 0, 1), Output: at(r, 1, 1)},
+		}}
+		if c.Must(sidecartest.Submit(o)); b[1] != 1 {
+			t.Errorf("rank %d: the bool is %d", r, b[1])
+		}
+	})
+}
+
+// Compression, with what it lost made up for.
+func TestCompression(t *testing.T) {
+	ranks(t, 2, func(r int, c *client, b []byte) {
+		x := tensor.View[float32](b)
+		for range 3 {
+			x[0] = 1 + 1.0/1024/4 // a quarter of a step of float16
+			o := sidecartest.Sum("x", uint32(r+1), 0, 1)
+			o.WireDtype, o.ErrorFeedback = 7, true
+			c.Must(sidecartest.Submit(o))
+		}
+		if x[0] == 2 { // without feedback it always is
+			t.Error("nothing was made up for")
+		}
+	})
+}
+
+// Many operations at once over a small ring, in another order at each rank.
+func TestManyOverTheRing(t *testing.T) {
+	const n, rounds = 16, 50
+	ranks(t, 2, func(r int, c *client, b []byte) {
+		x := tensor.View[float32](b)
+		c.Ring(n)
+		for slot := range uint32(n) { // without waiting for the answers
+			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1), uint64(1024*slot), 100)))
+		}
+		for round := range rounds {
+			ids := make(map[uint64]bool)
+			for i := range uint32(n) {
+				slot := i
+				if r == 1 {
+					slot = n - 1 - i
+				}
+				for k := range 100 {
+					x[256*int(slot)+k] = float32(round)
+				}
+				ids[c.Push(slot)] = true
+				if (int(i)+round)%3 == 0 {
+					c.Doorbell()
+				}
+			}
+			c.Doorbell()
+			for range n {
+				id, status := c.Pop()
+				if !ids[id] || status != 0 {
+					t.Errorf("completion %d with status %d", id, status)
+					return
+				}
+				delete(ids, id)
+			}
+			for slot := range n {
+				if got := x[256*slot+99]; got != float32(2*round) {
+					t.Errorf("round %d: tensor %d is %v", round, slot, got)
+					return
+				}
+			}
+		}
+	})
+}
+
+// The sidecar, which looks because of the doorbell before, may see a submission before the frame that prepares its slot.
+func TestPrepareAndSubmitAtOnce(t *testing.T) {
+	ranks(t, 1, func(_ int, c *client, b []byte) {
+		c.Ring(16)
+		for i := range uint32(200) {
+			c.Doorbell()
+			c.Send(sidecartest.Prepare(i, sidecartest.Sum("x", 1, 0, 1)))
+			c.Push(i)
+			c.Doorbell()
+			if id, status := c.Pop(); status != 0 {
+				t.Errorf("slot %d: status %d: %v", i, status, c.Reply(id))
+			}
+		}
+	})
+}

@@ -1,0 +1,429 @@
+// Package sidecartest is a client of a sidecar for tests, written from docs/sidecar.md and sharing no code with the sidecar but
+// the messages.
+package sidecartest
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/bits"
+	"os"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+)
+
+// Patience is how long a Client waits for what should come at once.
+const Patience = 30 * time.Second
+
+// ErrEnd is the end of a connection.
+var ErrEnd = errors.New("the sidecar has closed the connection")
+
+// TB is what a Client needs of a testing.TB; programs that are no tests have something like it.
+type TB interface {
+	Helper()
+	Fatal(args ...any)
+	Fatalf(format string, args ...any)
+	Cleanup(f func())
+}
+
+// Seals are those of a client's memfd.
+const Seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
+
+// Places in a ring.
+const (
+	ringSubmitted = 64
+	ringCompleted = 192
+	ringSeen      = 256
+	ringEntries   = 4096
+	entryBytes    = 64
+)
+
+// Client is for one goroutine. What goes wrong is fatal to its TB, except in methods that return an error.
+type Client struct {
+	// FD is the socket, -1 after Close.
+	FD int
+	// News are replies that nobody has asked for.
+	News []*sidecarpb.Reply
+	// Arenas are the client's and the sidecar's, mapped, by number; RingBytes is the ring.
+	Arenas    map[uint32][]byte
+	RingBytes []byte
+
+	t         TB
+	buf       []byte
+	fds       []int
+	lastID    uint64
+	early     map[uint64]*sidecarpb.Reply // that came while another was waited for
+	n         uint64                      // entries of the ring
+	submitted uint64
+	seen      uint64
+}
+
+// New is the client at this end of a socket, which it owns.
+func New(t TB, fd int) *Client {
+	c := &Client{t: t, FD: fd, early: make(map[uint64]*sidecarpb.Reply), Arenas: make(map[uint32][]byte)}
+	timeout := unix.NsecToTimeval(Patience.Nanoseconds())
+	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(c.Close)
+	return c
+}
+
+// Close lets go of everything.
+func (c *Client) Close() {
+	if c.FD < 0 {
+		return
+	}
+	c.close(c.FD)
+	c.FD = -1
+	for _, fd := range c.fds {
+		c.close(fd)
+	}
+	for _, b := range c.Arenas {
+		c.unmap(b)
+	}
+	if c.RingBytes != nil {
+		c.unmap(c.RingBytes)
+	}
+}
+
+func (c *Client) close(fd int) {
+	if err := unix.Close(fd); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func (c *Client) unmap(b []byte) {
+	if err := unix.Munmap(b); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+// Hello exchanges greetings.
+func (c *Client) Hello() {
+	c.t.Helper()
+	const greeting = "GHVD\x00\x00\x00\x01"
+	c.Write([]byte(greeting))
+	for len(c.buf) < len(greeting) {
+		if err := c.Read(); err != nil {
+			c.t.Fatalf("no greeting: %v", err)
+		}
+	}
+	if got := string(c.buf[:len(greeting)]); got != greeting {
+		c.t.Fatalf("greeting is %q, want %q", got, greeting)
+	}
+	c.buf = c.buf[len(greeting):]
+}
+
+// Write sends all of b, with descriptors if there are.
+func (c *Client) Write(b []byte, fds ...int) {
+	c.t.Helper()
+	if err := c.TryWrite(b, fds...); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+// TryWrite is Write with an error.
+func (c *Client) TryWrite(b []byte, fds ...int) error {
+	var oob []byte
+	if len(fds) > 0 {
+		oob = unix.UnixRights(fds...)
+	}
+	for len(b) > 0 {
+		n, err := unix.SendmsgN(c.FD, b, oob, nil, unix.MSG_NOSIGNAL)
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("writing to the sidecar: %w", err)
+		}
+		b, oob = b[n:], nil
+	}
+	return nil
+}
+
+// Read reads something and sorts it.
+func (c *Client) Read() error {
+	var (
+		b   [4096]byte
+		oob [64]byte
+	)
+	for {
+		n, oobn, _, _, err := unix.Recvmsg(c.FD, b[:], oob[:], unix.MSG_CMSG_CLOEXEC)
+		switch {
+		case err == unix.EINTR:
+			continue
+		case err != nil:
+			return fmt.Errorf("reading from the sidecar: %w", err)
+		case n == 0:
+			return ErrEnd
+		}
+		c.buf = append(c.buf, b[:n]...)
+		if oobn == 0 {
+			return nil
+		}
+		messages, err := unix.ParseSocketControlMessage(oob[:oobn])
+		if err != nil {
+			return err
+		}
+		for _, m := range messages {
+			fds, err := unix.ParseUnixRights(&m)
+			if err != nil {
+				return err
+			}
+			c.fds = append(c.fds, fds...)
+		}
+		return nil
+	}
+}
+
+// sort takes the frames that have come.
+func (c *Client) sort() error {
+	for {
+		n, head := protowire.ConsumeVarint(c.buf)
+		if head < 0 || uint64(len(c.buf)-head) < n {
+			return nil // a varint that is not whole, for the sidecar sends no other
+		}
+		body := c.buf[head : head+int(n)]
+		c.buf = c.buf[head+int(n):]
+		if n == 0 {
+			continue
+		}
+		r := new(sidecarpb.Reply)
+		if err := proto.Unmarshal(body, r); err != nil {
+			return err
+		}
+		if r.Id != 0 {
+			c.early[r.Id] = r
+			continue
+		}
+		c.News = append(c.News, r)
+		if a := r.GetArena(); a != nil {
+			if err := c.take(a); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// take maps an arena of the sidecar's.
+func (c *Client) take(a *sidecarpb.Arena) error {
+	if len(c.fds) == 0 {
+		return fmt.Errorf("news of arena %d came without a descriptor", a.Arena)
+	}
+	fd := c.fds[0]
+	c.fds = c.fds[1:]
+	b, err := unix.Mmap(fd, 0, int(a.Bytes), unix.PROT_READ, unix.MAP_SHARED)
+	c.close(fd)
+	if err != nil {
+		return fmt.Errorf("map arena %d: %w", a.Arena, err)
+	}
+	c.Arenas[a.Arena] = b
+	return nil
+}
+
+// Frame is a request as it travels, under a new number unless it has one.
+func (c *Client) Frame(q *sidecarpb.Request) []byte {
+	if q.Id == 0 {
+		c.lastID++
+		q.Id = c.lastID
+	}
+	body, err := proto.Marshal(q)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return append(protowire.AppendVarint(nil, uint64(len(body))), body...)
+}
+
+// Send sends a request and gives its number.
+func (c *Client) Send(q *sidecarpb.Request, fds ...int) uint64 {
+	c.t.Helper()
+	c.Write(c.Frame(q), fds...)
+	return q.Id
+}
+
+// Reply waits for the answer to a request.
+func (c *Client) Reply(id uint64) *sidecarpb.Reply {
+	c.t.Helper()
+	r, err := c.TryReply(id)
+	if err != nil {
+		c.t.Fatalf("no reply to request %d: %v", id, err)
+	}
+	return r
+}
+
+// TryReply is Reply with an error.
+func (c *Client) TryReply(id uint64) (*sidecarpb.Reply, error) {
+	for {
+		if err := c.sort(); err != nil {
+			return nil, err
+		}
+		if r := c.early[id]; r != nil {
+			delete(c.early, id)
+			return r, nil
+		}
+		if err := c.Read(); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// Until reads until news is what enough wants.
+func (c *Client) Until(enough func(*sidecarpb.Reply) bool) *sidecarpb.Reply {
+	c.t.Helper()
+	for at := 0; ; {
+		if err := c.sort(); err != nil {
+			c.t.Fatal(err)
+		}
+		for ; at < len(c.News); at++ {
+			if enough(c.News[at]) {
+				return c.News[at]
+			}
+		}
+		if err := c.Read(); err != nil {
+			c.t.Fatalf("waiting for news: %v", err)
+		}
+	}
+}
+
+// Call sends a request and waits for the answer.
+func (c *Client) Call(q *sidecarpb.Request, fds ...int) *sidecarpb.Reply {
+	c.t.Helper()
+	return c.Reply(c.Send(q, fds...))
+}
+
+// Must is Call for what has to succeed.
+func (c *Client) Must(q *sidecarpb.Request, fds ...int) *sidecarpb.Reply {
+	c.t.Helper()
+	r := c.Call(q, fds...)
+	if r.Error != nil {
+		c.t.Fatalf("%v: %v", q, r.Error)
+	}
+	return r
+}
+
+// Init joins the job.
+func (c *Client) Init() *sidecarpb.Ready {
+	c.t.Helper()
+	return c.Must(Init(nil)).GetReady()
+}
+
+// Shutdown ends it.
+func (c *Client) Shutdown() {
+	c.t.Helper()
+	c.Must(Shutdown())
+}
+
+// Bye says that the client leaves.
+func (c *Client) Bye() {
+	c.t.Helper()
+	c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Bye{Bye: &sidecarpb.Bye{}}})
+}
+
+// File is a memfd as a client makes it, of whole pages.
+func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
+	t.Helper()
+	fd, err := unix.MemfdCreate("client", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Fallocate(fd, 0, 0, numBytes); err != nil {
+		t.Fatal(err)
+	}
+	if b, err = unix.Mmap(fd, 0, int(numBytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+		t.Fatal(err)
+	}
+	return fd, b
+}
+
+// Arena gives the sidecar an arena of whole pages.
+func (c *Client) Arena(number uint32, numBytes int64) []byte {
+	c.t.Helper()
+	fd, b := File(c.t, numBytes, Seals)
+	c.Arenas[number] = b
+	c.Must(Arena(number, numBytes), fd)
+	c.close(fd)
+	return b
+}
+
+// NewRing is a ring of n entries, to be given.
+func NewRing(t TB, n uint64) (fd int, b []byte) {
+	t.Helper()
+	page := uint64(os.Getpagesize())
+	fd, b = File(t, int64((ringEntries+2*entryBytes*n+page-1)/page*page), Seals)
+	copy(b, "GHVR")
+	binary.LittleEndian.PutUint32(b[4:], 1)
+	binary.LittleEndian.PutUint32(b[8:], uint32(n))
+	return fd, b
+}
+
+// Ring gives the sidecar a ring of n entries.
+func (c *Client) Ring(n uint64) {
+	c.t.Helper()
+	if bits.OnesCount64(n) != 1 {
+		c.t.Fatalf("a ring of %d entries", n)
+	}
+	fd, b := NewRing(c.t, n)
+	c.RingBytes, c.n = b, n
+	c.Must(Ring(uint64(len(b))), fd)
+	c.close(fd)
+}
+
+// Word is a counter in the ring.
+func (c *Client) Word(at int) *atomic.Uint64 {
+	return (*atomic.Uint64)(unsafe.Pointer(&c.RingBytes[at]))
+}
+
+// Push submits a slot, without a doorbell, and gives the number.
+func (c *Client) Push(slot uint32) uint64 {
+	c.lastID++
+	e := c.RingBytes[ringEntries+entryBytes*(c.submitted%c.n):]
+	binary.LittleEndian.PutUint64(e, c.lastID)
+	binary.LittleEndian.PutUint32(e[8:], slot)
+	c.submitted++
+	c.Word(ringSubmitted).Store(c.submitted)
+	return c.lastID
+}
+
+// Doorbell has the sidecar look.
+func (c *Client) Doorbell() {
+	c.t.Helper()
+	c.Write([]byte{0})
+}
+
+// Pop waits for a completion in the ring.
+func (c *Client) Pop() (id uint64, status uint32) {
+	c.t.Helper()
+	id, status, err := c.TryPop()
+	if err != nil {
+		c.t.Fatalf("waiting for a completion: %v", err)
+	}
+	return id, status
+}
+
+// TryPop is Pop with an error.
+func (c *Client) TryPop() (id uint64, status uint32, err error) {
+	for c.seen == c.Word(ringCompleted).Load() {
+		if err := c.Read(); err != nil {
+			return 0, 0, err
+		}
+		if err := c.sort(); err != nil {
+			return 0, 0, err
+		}
+	}
+	e := c.RingBytes[ringEntries+entryBytes*(c.n+c.seen%c.n):]
+	id, status = binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint32(e[8:])
+	c.seen++
+	c.Word(ringSeen).Store(c.seen)
+	return id, status, nil
+}
