@@ -6,16 +6,19 @@ SHELL       := /bin/bash
 GO       ?= go
 # Where the tools are built. They stand in a module of their own, out of the users' module graph.
 TOOLS    := $(CURDIR)/.tools
-# Runs, not seconds: when seconds end in the middle of a run, go test calls that a failure.
-FUZZTIME ?= 60000x
+# Runs of each target, not seconds: when seconds end in the middle of a run, go test calls that a failure.
+FUZZTIME ?= 1000000x
 BENCH    ?= .
+# The first that imports torch: the first on the path may not see Debian's packages.
+PYTHON   ?= $(or $(firstword $(foreach p,python3 /usr/bin/python3,$(shell $(p) -c 'import torch' 2>/dev/null && echo $(p)))),\
+	$(error no interpreter imports torch; Debian has it in python3-torch))
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: check
-check: format vet lint test race nocgo noasm arm64 fuzz generated ## everything CI runs but the image
+check: format vet lint test race nocgo noasm arm64 shortfuzz generated ## everything CI runs but the image
 
 .PHONY: test
 test: ## all tests
@@ -26,8 +29,8 @@ race: ## all tests under the race detector, in random order, fewer rounds of kil
 	$(GO) test -race -shuffle=on -short ./...
 
 .PHONY: nocgo
-nocgo: ## all tests without a C compiler
-	CGO_ENABLED=0 $(GO) test ./...
+nocgo: ## all tests without a C compiler, fewer rounds of killing
+	CGO_ENABLED=0 $(GO) test -short ./...
 
 .PHONY: noasm
 noasm: ## the tests of the kernels without assembly
@@ -40,6 +43,27 @@ arm64: ## the tests of the kernels for arm64, under emulation
 .PHONY: conformance
 conformance: ## every operation in every configuration against the reference; half an hour
 	$(GO) test ./internal/conformance -v -timeout 0 -args -full
+
+.PHONY: python
+python: ## say which Python has torch, and will run the tests
+	@echo $(PYTHON)
+
+# What the Python tests run.
+.PHONY: python-programs
+python-programs:
+	$(GO) build -o $(TOOLS)/ ./cmd/hvdrun ./cmd/hvdd
+
+TEST_PYTHON = HVD_RUN=$(TOOLS)/hvdrun HVD_SIDECAR_BINARY=$(TOOLS)/hvdd $(1) python/tests/all.py
+
+.PHONY: test-python
+test-python: python-programs ## the tests of the Python package at 1, 2 and 3 ranks
+	$(call TEST_PYTHON,$(PYTHON)) $(PYTHON)
+
+.PHONY: test-torch2
+test-torch2: python-programs ## the same with the newest torch of PyPI too, some GB; writes docs/compatibility.md
+	python3 -m venv $(TOOLS)/torch2
+	$(TOOLS)/torch2/bin/python -m pip install --quiet --upgrade torch numpy
+	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) $(TOOLS)/torch2/bin/python
 
 .PHONY: bench
 bench: ## all benchmarks (BENCH=regexp chooses)
@@ -64,8 +88,12 @@ lint: ## staticcheck
 	cd tools && $(GO) build -o $(TOOLS)/ honnef.co/go/tools/cmd/staticcheck
 	$(TOOLS)/staticcheck ./...
 
+.PHONY: shortfuzz
+shortfuzz: ## every fuzz target for a moment
+	@$(MAKE) --no-print-directory fuzz FUZZTIME=20000x
+
 .PHONY: fuzz
-fuzz: ## every fuzz target for FUZZTIME
+fuzz: ## every fuzz target for FUZZTIME, an hour or so
 	@for file in $$(git grep -l '^func Fuzz' -- '*_test.go'); do \
 		for target in $$(sed -n 's/^func \(Fuzz[A-Za-z0-9]*\).*/\1/p' $$file); do \
 			echo "$$file $$target"; \

@@ -77,7 +77,7 @@ var floors = [][]string{
 	{"hvd", "internal/launch", "internal/testcluster"},
 	{"internal/bench", "internal/sidecar"},
 	{"internal/doctor"},
-	{"cmd/hvdrun", "cmd/hvdd", "cmd/hvdbench", "examples/digits", "internal/e2e", "internal/conformance"},
+	{"cmd/hvdrun", "cmd/hvdd", "cmd/hvdbench", "examples/digits", "internal/e2e", "internal/pythontest", "internal/conformance"},
 }
 
 func floorOf(path string) int {

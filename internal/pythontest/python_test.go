@@ -1,0 +1,148 @@
+// Package pythontest runs the tests of the Python package as its users run programs: under hvdrun, with real sidecars, PyTorch
+// and numpy.
+package pythontest
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testtorch"
+)
+
+// The programs of this module that the tests use.
+var hvdrun, hvdd string
+
+func TestMain(m *testing.M) {
+	os.Exit(func() int {
+		dir, err := os.MkdirTemp("", "pythontest")
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		defer os.RemoveAll(dir)
+		hvdrun, hvdd = filepath.Join(dir, "hvdrun"), filepath.Join(dir, "hvdd")
+		build := exec.Command("go", "build", "-o", dir, "github.com/gohvd/gohvd/cmd/hvdrun", "github.com/gohvd/gohvd/cmd/hvdd")
+		if out, err := build.CombinedOutput(); err != nil {
+			fmt.Fprintf(os.Stderr, "building the programs: %v\n%s", err, out)
+			return 1
+		}
+		return m.Run()
+	}())
+}
+
+// pythonLimit is for one file of Python tests at one number of ranks. The files bound their own tests; this is for what gets
+// stuck outside of them.
+const pythonLimit = 5 * time.Minute
+
+// python is the directory of the Python package.
+func python(t testing.TB) string {
+	t.Helper()
+	dir, err := filepath.Abs("../../python")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+// job is hvdrun with a Python program on n ranks, as it runs in a checkout.
+func job(t testing.TB, n int, args ...string) *exec.Cmd {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
+	t.Cleanup(cancel)
+	cmd := exec.CommandContext(ctx, hvdrun, append([]string{"-np", fmt.Sprint(n), testtorch.Python}, args...)...)
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	cmd.WaitDelay = 20 * time.Second
+	cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
+		"HVD_SIDECAR_BINARY="+hvdd, "HVD_RUN="+hvdrun)
+	return cmd
+}
+
+// Every file of the Python package's tests passes on 1, 2 and 3 ranks, or on 2 if it is to be short. Each rank starts a sidecar.
+func TestPython(t *testing.T) {
+	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no Python tests: %v", err)
+	}
+	testtorch.Need(t)
+	for _, file := range files {
+		module := strings.TrimSuffix(filepath.Base(file), ".py")
+		t.Run(strings.TrimPrefix(module, "test_"), func(t *testing.T) {
+			for n := 1; n <= 3; n++ {
+				if testing.Short() && n != 2 {
+					continue
+				}
+				t.Run(fmt.Sprint(n), func(t *testing.T) {
+					cmd := job(t, n, "-W", "error::ResourceWarning", "-m", "unittest", module)
+					cmd.Dir = filepath.Dir(file)
+					out, err := cmd.CombinedOutput()
+					// Each rank says how many tests it has run; one that ran none has tested nothing.
+					if err != nil || strings.Count(string(out), "\nRan 0 tests") > 0 || strings.Count(string(out), ":Ran ") != n {
+						t.Fatalf("%v\n%s", err, out)
+					}
+				})
+			}
+		})
+	}
+}
+
+// pythonVictim works until an error comes, which it prints. Rank 1 first does to itself what the test says.
+const pythonVictim = `
+import os, signal, sys, time
+import torch
+import gohvd.torch as hvd
+from gohvd._engine import engine
+
+class Batches(torch.utils.data.Dataset):
+    def __len__(self): return 1 << 20
+    def __getitem__(self, i): return torch.full((4,), float(i))
+
+hvd.init()
+loader = iter(torch.utils.data.DataLoader(Batches(), batch_size=2, num_workers=2))
+for step in range(20):
+    hvd.allreduce(next(loader), name="x")
+if hvd.rank() == 1:
+    if sys.argv[1] == "sidecar":
+        os.kill(engine.client().pid, signal.SIGKILL)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+begin = time.monotonic()
+try:
+    while True:
+        hvd.allreduce(next(loader), name="x")
+except hvd.HorovodInternalError as e:
+    print("rank", hvd.rank(), "after", "%.1f" % (time.monotonic() - begin), "s:", type(e).__name__, str(e).replace("\n", " "), flush=True)
+    hvd.shutdown()
+    del loader
+`
+
+// A rank whose sidecar is killed hears of it with the cause, and the others hear that the rank has failed. So they do when a
+// trainer is killed, although its forked workers still hold its connection.
+func TestPythonKilled(t *testing.T) {
+	testtorch.Need(t)
+	for _, victim := range []string{"sidecar", "trainer"} {
+		t.Run(victim, func(t *testing.T) {
+			script := filepath.Join(t.TempDir(), "script.py")
+			if err := os.WriteFile(script, []byte(pythonVictim), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			start := time.Now()
+			out, err := job(t, 2, script, victim).CombinedOutput()
+			text := string(out)
+			if !strings.Contains(text, "rank 0 after") || !strings.Contains(text, "PeerError") {
+				t.Errorf("rank 0 has not heard that rank 1 failed: %v\n%s", err, text)
+			}
+			if victim == "sidecar" && !strings.Contains(text, "was killed by SIGKILL") {
+				t.Errorf("rank 1 has not heard how its sidecar ended: %v\n%s", err, text)
+			}
+			if took := time.Since(start); took > time.Minute {
+				t.Errorf("the job took %s\n%s", took, text)
+			}
+		})
+	}
+}

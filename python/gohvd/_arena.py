@@ -1,0 +1,257 @@
+"""Memory that the sidecar and the other ranks of the host read where it lies: chunks of sealed shared memory, and an
+allocator of blocks in them.
+
+A chunk has 64 MiB, or the size of the one larger block that it was made for. It is a memfd, allocated in full and sealed
+against shrinking and growing, as docs/sidecar.md wants. Blocks begin at multiples of 64 bytes. A chunk is found by the
+address of what lies in it, so that a tensor of any framework can be recognised.
+
+Locks: ``Arena._lock`` is a leaf; nothing else is taken while it is held.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import random
+import threading
+import weakref
+from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
+
+from ._limits import lacking
+
+CHUNK_BYTES = 64 << 20
+ALIGNMENT = 64
+PAGE = mmap.PAGESIZE
+
+# A block of at least this many bytes takes whole pages, so that those of nearly equal size can take each other's place.
+_PAGED_FROM = 16 << 10
+
+
+class Chunk:
+    """A memfd, mapped to read and write."""
+
+    __slots__ = (
+        "number", "size", "map", "view", "address", "fd", "told", "placed", "live", "dropped", "_offsets", "_sizes", "_bins"
+    )  # fmt: skip
+
+    def __init__(self, size: int) -> None:
+        self.fd = -1
+        lack = lacking(size)
+        if lack is not None:
+            raise MemoryError(f"no shared memory of {size} bytes: {lack}")
+        fd = os.memfd_create("gohvd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as e:
+                if e.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+                    raise MemoryError(f"no shared memory of {size} bytes: {e.strerror}") from e
+                raise
+            self.map = mmap.mmap(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd = fd
+        # Unique among the clients of a sidecar, who do not know of each other.
+        self.number = random.SystemRandom().randrange(1, 1 << 31)
+        self.size = size
+        self.view = memoryview(self.map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.told: Any = None
+        """The request by which the sidecar was told of it, which may not be answered yet."""
+        self.placed = False
+        """The sidecar has it. It seals it so that no other can: a chunk belongs to one connection."""
+        self.dropped = False
+        self.live = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes all of it free."""
+        self._offsets = [0]
+        self._sizes = [self.size]
+        self._bins: Dict[int, List[int]] = {}
+
+    def close_fd(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close_fd()
+
+    def take(self, size: int) -> int:
+        """The offset of size bytes, or -1: one that was given back with this size, else the first that fits."""
+        same = self._bins.get(size)
+        if same:
+            self.live += 1
+            return same.pop()
+        at = self._first_fit(size)
+        if at < 0 and self._bins:
+            self._sweep()
+            at = self._first_fit(size)
+        if at >= 0:
+            self.live += 1
+        return at
+
+    def _first_fit(self, size: int) -> int:
+        for i, free in enumerate(self._sizes):
+            if free >= size:
+                at = self._offsets[i]
+                if free == size:
+                    del self._offsets[i], self._sizes[i]
+                else:
+                    self._offsets[i] += size
+                    self._sizes[i] -= size
+                return at
+        return -1
+
+    def give(self, offset: int, size: int) -> None:
+        self.live -= 1
+        if self.live == 0:
+            self.reset()
+        else:
+            self._bins.setdefault(size, []).append(offset)
+
+    def _sweep(self) -> None:
+        """Joins what lies in the bins with its neighbours."""
+        free = list(zip(self._offsets, self._sizes))
+        for size, offsets in self._bins.items():
+            free += [(offset, size) for offset in offsets]
+        self._bins = {}
+        self._offsets, self._sizes = [], []
+        for offset, size in sorted(free):
+            if self._offsets and self._offsets[-1] + self._sizes[-1] == offset:
+                self._sizes[-1] += size
+            else:
+                self._offsets.append(offset)
+                self._sizes.append(size)
+
+
+Extent = Tuple[Chunk, int, int]
+"""A chunk, an offset in it, and the bytes that were taken."""
+
+
+class Block:
+    """Memory that operations read and write where it lies.
+
+    It is given back by ``free``, or when neither the block nor anything made of its view (a slice, a numpy array, a tensor)
+    is left. After ``free`` the view must not be used.
+    """
+
+    __slots__ = ("nbytes", "view", "_finalizer", "__weakref__")
+
+    def __init__(self, nbytes: int, view: memoryview, finalizer: weakref.finalize) -> None:
+        self.nbytes = nbytes
+        self.view = view
+        """The bytes, writable. A new block is zero."""
+        self._finalizer = finalizer
+
+    def free(self) -> None:
+        """Gives the memory back; doing so again does nothing. No operation on it may be in flight."""
+        self._finalizer()
+
+    def __repr__(self) -> str:
+        return f"<gohvd.Block of {self.nbytes} bytes>"
+
+
+def rounded(nbytes: int) -> int:
+    """What a block of so many bytes takes of its chunk."""
+    unit = PAGE if nbytes >= _PAGED_FROM else ALIGNMENT
+    return max(-(-nbytes // unit), 1) * unit
+
+
+class Arena:
+    """The chunks of a connection. Its methods may be called from any thread."""
+
+    def __init__(self, on_drop: Callable[[Chunk], None]) -> None:
+        """on_drop hears of each chunk that is no longer used, without a lock held."""
+        self._lock = threading.Lock()
+        self._on_drop = on_drop
+        self._chunks: List[Chunk] = []  # by address
+        self._addresses: List[int] = []
+        # A finalizer can run anywhere, also where the lock is held. It leaves its block here, for the next to come.
+        self._returned: Deque[Extent] = collections.deque()
+
+    def take(self, nbytes: int) -> Extent:
+        """Room for nbytes. It is not zeroed. MemoryError if there is no memory."""
+        size = rounded(nbytes)
+        dropped: List[Chunk] = []
+        try:
+            with self._lock:
+                self._collect(dropped)
+                for chunk in self._chunks:
+                    at = chunk.take(size)
+                    if at >= 0:
+                        return chunk, at, size
+                chunk = Chunk(max(CHUNK_BYTES, -(-size // PAGE) * PAGE))
+                i = bisect.bisect(self._addresses, chunk.address)
+                self._chunks.insert(i, chunk)
+                self._addresses.insert(i, chunk.address)
+                return chunk, chunk.take(size), size
+        finally:
+            for chunk in dropped:
+                self._on_drop(chunk)
+
+    def give(self, extent: Extent) -> None:
+        """Gives back what take gave. A finalizer may call it: the next to come does the work."""
+        self._returned.append(extent)
+
+    def collect(self) -> None:
+        """Takes in what was given back, and drops chunks that have become empty."""
+        dropped: List[Chunk] = []
+        with self._lock:
+            self._collect(dropped)
+        for chunk in dropped:
+            self._on_drop(chunk)
+
+    def _collect(self, dropped: List[Chunk]) -> None:
+        while self._returned:
+            chunk, offset, size = self._returned.popleft()
+            chunk.give(offset, size)
+            if chunk.live or chunk.dropped:
+                continue
+            # One empty chunk is kept for what comes next, but no large one.
+            others = any(c.live == 0 for c in self._chunks if c is not chunk)
+            if others or chunk.size > CHUNK_BYTES:
+                self._remove(chunk)
+                dropped.append(chunk)
+
+    def _remove(self, chunk: Chunk) -> None:
+        i = self._chunks.index(chunk)
+        del self._chunks[i], self._addresses[i]
+        chunk.dropped = True
+
+    def alloc(self, nbytes: int) -> Block:
+        """A block of nbytes zeros for the user."""
+        if nbytes < 0:
+            raise ValueError(f"a block of {nbytes} bytes")
+        extent = self.take(nbytes)
+        chunk, offset, size = extent
+        # A ctypes array is the one thing that every buffer made of the block refers to: its end is the end of all.
+        root = (ctypes.c_ubyte * max(nbytes, 1)).from_buffer(chunk.map, offset)
+        ctypes.memset(root, 0, max(nbytes, 1))
+        finalizer = weakref.finalize(root, self.give, extent)
+        finalizer.atexit = False
+        return Block(nbytes, memoryview(root).cast("B")[:nbytes], finalizer)
+
+    def find(self, address: int) -> Optional[Tuple[Chunk, int]]:
+        """The chunk that an address lies in, and the offset there; None if it is in none."""
+        i = bisect.bisect(self._addresses, address) - 1
+        if i < 0:
+            return None
+        try:
+            chunk = self._chunks[i]
+        except IndexError:  # another thread has dropped one meanwhile
+            return None
+        offset = address - chunk.address
+        return (chunk, offset) if 0 <= offset < chunk.size else None
+
+    def after_fork(self) -> None:
+        """Makes it usable in a forked process, whose other threads are gone."""
+        self._lock = threading.Lock()

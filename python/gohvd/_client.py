@@ -1,0 +1,698 @@
+"""A connection to a sidecar, and the sidecar's process if it is this one's own. docs/sidecar.md is the protocol.
+
+There is no thread that reads: a thread that waits for an operation reads for all of them. The others wait until it has their
+answer, or is done and one of them takes its place.
+
+Invariants:
+
+1. Who reads holds ``_reader``; who sends or submits holds ``_lock``. ``_lock`` may be taken while ``_reader`` is held, not
+   the other way round, but for ``_reader.acquire(False)``, which does not wait. ``_placing`` comes before both. Nobody waits
+   for an answer with ``_lock`` held.
+2. What was read is in ``_state`` before any Python code runs, and is taken out step by step, each of which can be done
+   again: an exception of a signal handler (Ctrl-C) between any two of them loses nothing. So it is with what is sent, in
+   ``_outbox``.
+3. A submission is in ``_pending`` before the sidecar can see it.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import fcntl
+import itertools
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import weakref
+from typing import Callable, Deque, Dict, List, Optional, Set, Tuple
+
+from . import _wire as wire
+from ._arena import PAGE, Arena, Chunk, Extent
+from ._sidecar import GREETING_SECONDS, Child, connect, receive
+from .exceptions import HorovodInternalError, MismatchError, NotInitializedError, PeerError, SidecarError
+
+_GREETING = struct.pack(">4sI", b"GHVD", 1)
+_EXIT_SECONDS = 15.0  # of a sidecar that was told to go; it waits ten seconds for other ranks at most
+
+_RING_ENTRIES = 1024
+_RING_BYTES = 4096 + 128 * _RING_ENTRIES
+_MASK = _RING_ENTRIES - 1
+_SUBMITTED, _TAKEN, _COMPLETED, _SEEN = 64 // 8, 128 // 8, 192 // 8, 256 // 8  # words
+_SLOTS = 65536
+_MAX_IN_FLIGHT = 65536
+
+_DOORBELL = b"\0"
+_READ_BYTES = 1 << 16
+# Arguments of recvmsg, as what map wants.
+_SIZES, _SPACES = (_READ_BYTES,), (socket.CMSG_SPACE(4 * 4),)
+_WAITING = (int(socket.MSG_CMSG_CLOEXEC),)
+_NOT_WAITING = (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
+_AT_ONCE = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+_submission = struct.Struct("<QII").pack_into
+_completion = struct.Struct("<QI").unpack_from
+
+
+class Operation:
+    """An operation that can be submitted again and again, and for that gets a slot of the ring when it has proved worth it.
+
+    ``body`` is an encoded ``Operation`` of sidecar.proto; its name may be missing, and is then given with each submission.
+    ``key`` is what may be in flight only once: the process set and the name.
+    """
+
+    __slots__ = ("body", "key", "label", "slot", "ready", "uses")
+
+    def __init__(self, body: bytes, label: str, key: Optional[Tuple[int, str]] = None) -> None:
+        self.body = body
+        self.label = label
+        """For errors: its kind and name."""
+        self.key = key
+        self.slot = -1
+        self.ready = False
+        """The sidecar has said that it has the slot's operation."""
+        self.uses = 0
+
+
+class _Letter:
+    """A frame on its way."""
+
+    __slots__ = ("data", "fd", "sent")
+
+    def __init__(self, message: bytes, fd: int = -1) -> None:
+        self.data = memoryview(wire.frame(message))
+        self.fd = fd
+        self.sent: List[int] = []
+        """The bytes that each system call has taken."""
+
+
+class Pending:
+    """A request that was sent. done is set last."""
+
+    __slots__ = ("done", "reply", "error", "key", "then", "keep")
+
+    def __init__(self, key: Optional[Tuple[int, str]] = None, keep: object = None) -> None:
+        self.done = False
+        self.reply: Optional[wire.Reply] = None
+        """None after an operation whose results are in its outputs."""
+        self.error: Optional[Callable[[], Exception]] = None
+        self.key = key
+        self.then: Optional[Callable[[Pending], None]] = None
+        self.keep = keep
+        """What must live until it is done, like the memory that the sidecar works on."""
+
+
+# data that is not parsed yet, how far it is, descriptors that no frame has named yet, what was read, how much of that is in
+# data. It is replaced as one.
+_State = Tuple[bytes, int, Tuple[int, ...], List[Tuple[bytes, list, int, object]], int]
+
+
+def to_exception(e: wire.Error) -> Exception:
+    """The exception for an error of the sidecar: classes 1 and 2 are ValueErrors, as in Horovod."""
+    if e.kind in (1, 2):
+        return ValueError(e.text)
+    if e.kind == 3:
+        return MismatchError(e.text)
+    if e.kind == 4:
+        return PeerError(e.text, e.ranks)
+    if e.kind == 7:
+        return NotInitializedError()
+    return HorovodInternalError(e.text)
+
+
+class Client:
+    """One connection. It is made whole or not at all; after an error it is over, and every call says why."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._reader = threading.RLock()
+        self._cond = threading.Condition(threading.Lock())
+        self._waiters = 0
+        self._fence = threading.Lock()  # it guards nothing: see _order
+        self._ids = itertools.count(1)
+        self._pending: Dict[int, Pending] = {}
+        self._names: Set[Tuple[int, str]] = set()
+        # The answer and the completion that were taken last: they may be there once more after a signal.
+        self._just_answered = self._just_completed = 0
+        self._over: Optional[Callable[[], Exception]] = None
+        self._maps: Dict[int, Tuple[mmap.mmap, memoryview]] = {}
+        self._outbox: Deque[_Letter] = collections.deque()
+        self._unwanted: Deque[wire.Place] = collections.deque()
+        self._placing = threading.Lock()
+        self._next_slot = 0
+        self._free_slots: List[int] = []
+        self._state: _State = (b"", 0, (), [], 0)
+        self._child: Optional[Child] = None
+        self.arena = Arena(self._drop_chunk)
+        address = os.environ.get("HVD_SIDECAR", "")
+        if address:
+            self._sock = connect(address)
+            self._who = f"the sidecar at {address}"
+        else:
+            self._child = Child()
+            self._sock = self._child.sock
+            self._who = f"this process's sidecar (hvdd, process {self._child.process.pid})"
+        self._recvmsg = self._sock.recvmsg
+        _clients.add(self)
+        try:
+            self._greet()
+            self._make_ring()
+        except BaseException:
+            self.close()
+            raise
+
+    # Beginning and end.
+
+    def _greet(self) -> None:
+        self._sock.settimeout(GREETING_SECONDS)
+        try:
+            self._sock.sendall(_GREETING, socket.MSG_NOSIGNAL)
+            got = receive(self._sock, len(_GREETING))
+        except (OSError, EOFError) as e:
+            self._fail(f"it did not answer the greeting: {e}")
+            raise self._over_error() from e
+        if got != _GREETING:
+            self._fail(f"it has greeted with {got!r}, want {_GREETING!r}: another version?")
+            raise self._over_error()
+        self._sock.settimeout(None)
+
+    def _make_ring(self) -> None:
+        fd = os.memfd_create("gohvd ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, _RING_BYTES)
+            self._ring = mmap.mmap(fd, _RING_BYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            struct.pack_into("<III", self._ring, 0, 0x52564847, 1, _RING_ENTRIES)
+            # In 8-byte units, for these are read and written as one by memoryview, not byte by byte.
+            self._words = memoryview(self._ring).cast("Q")
+            self.wait(self.request(lambda i: wire.ring(i, _RING_BYTES), fd))
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Leaves. An own sidecar ends, and is waited for. Closing again does nothing."""
+        with self._lock:
+            if self._over is None:
+                try:
+                    self._sock.send(wire.frame(wire.bye(next(self._ids))), _AT_ONCE)
+                except OSError:
+                    pass  # it is gone, or does not read: it will see the end of the connection
+            self._end(lambda: SidecarError(f"{self._who} was left"))
+        self._sock.close()
+        self._maps = {}
+        if self._child is not None:
+            self._child.end(_EXIT_SECONDS)
+
+    def _end(self, why: Callable[[], Exception]) -> None:
+        """Closes the connection and answers everything with why. With _lock held."""
+        if self._over is not None:
+            return
+        self._over = why
+        try:
+            # Another thread may be reading: that does not end by close.
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        pending, self._pending = self._pending, {}
+        self._names.clear()
+        for p in pending.values():
+            p.error = why
+            p.done = True
+        with self._cond:
+            self._cond.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        """The sidecar has gone, or makes no sense."""
+        try:
+            # Before the lock is taken, for its holder may be waiting until the socket takes more.
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        with self._lock:
+            if self._over is not None:
+                return
+            # One that has closed its connection is about to exit, for another reason than this.
+            text = f"{self._who} {self._child.obituary(reason)}" if self._child is not None else f"{self._who}: {reason}"
+            self._end(lambda: SidecarError(text))
+
+    def _over_error(self) -> Exception:
+        assert self._over is not None
+        return self._over()
+
+    @property
+    def over(self) -> bool:
+        """Every call would raise."""
+        return self._over is not None
+
+    @property
+    def pid(self) -> int:
+        """The process of an own sidecar, else 0."""
+        return self._child.process.pid if self._child is not None else 0
+
+    def after_fork(self) -> None:
+        """In a forked process: the connection is the parent's alone."""
+        self._lock = threading.RLock()
+        self._reader = threading.RLock()
+        self._cond = threading.Condition(threading.Lock())
+        self._waiters = 0
+        self._placing = threading.Lock()
+        self._fence = threading.Lock()
+        self.arena.after_fork()
+        if self._child is not None:
+            self._child.after_fork()
+        # Not shut down, which would end the parent's.
+        self._sock.close()
+        if self._over is None:
+            self._over = lambda: HorovodInternalError(
+                f"process {os.getpid()} was forked from a rank of the job and is none itself: "
+                "only the process that called hvd.init can communicate"
+            )
+        for p in self._pending.values():
+            p.error = self._over
+            p.done = True
+        self._pending = {}
+        self._names = set()
+
+    # Sending. With _lock held.
+
+    def _send_frame(self, message: bytes, fd: int = -1) -> None:
+        self._post(_Letter(message, fd))
+
+    def _post(self, letter: _Letter) -> None:
+        self._outbox.append(letter)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Sends what is to be sent. Where it is interrupted the next goes on: see invariant 2."""
+        try:
+            while self._outbox:
+                letter = self._outbox[0]
+                sent = sum(letter.sent)
+                if sent == len(letter.data):
+                    self._outbox.popleft()
+                    continue
+                data = letter.data[sent:]
+                try:
+                    if letter.fd >= 0 and not sent:
+                        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [letter.fd]))]
+                        letter.sent.extend(map(self._sock.sendmsg, ([data],), (rights,), (_AT_ONCE,)))
+                    else:
+                        letter.sent.extend(map(self._sock.send, (data,), (_AT_ONCE,)))
+                except BlockingIOError:
+                    self._make_room()
+        except OSError as e:
+            self._fail(f"it cannot be spoken to: {e.strerror}")
+            raise self._over_error() from None
+
+    def _make_room(self) -> None:
+        """Waits until the socket takes more. A sidecar stops reading while its replies are not read: so they are."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLOUT | select.POLLIN)
+        events = poller.poll()[0][1]
+        if events & select.POLLOUT:
+            return
+        if self._enter_reader():
+            try:
+                self._read(_NOT_WAITING)
+            finally:
+                self._leave_reader()
+        else:
+            poller.modify(self._sock, select.POLLOUT)
+            poller.poll(10)  # another thread is reading
+        if self._over is not None:
+            raise self._over_error()
+
+    def _doorbell(self) -> None:
+        if self._outbox:
+            self._flush()  # a frame is as good
+            return
+        try:
+            self._sock.send(_DOORBELL, _AT_ONCE)
+        except BlockingIOError:
+            pass  # it has frames to read, and looks at the ring after each
+        except OSError as e:
+            self._fail(f"it cannot be spoken to: {e.strerror}")
+            raise self._over_error() from None
+
+    def _order(self) -> None:
+        """What stands before it in the program happens before what comes after it, for the memory that the sidecar sees:
+        to release a lock and then acquire it orders all accesses on every machine that Python runs on."""
+        with self._fence:
+            pass
+        with self._fence:
+            pass
+
+    # Requests.
+
+    def request(self, encode: Callable[[int], bytes], fd: int = -1) -> Pending:
+        """Sends what encode makes of a new number, with a descriptor if there is one."""
+        with self._lock:
+            if self._over is not None:
+                raise self._over_error()
+            ident = next(self._ids)
+            p = self._pending[ident] = Pending()
+            self._send_frame(encode(ident), fd)
+            return p
+
+    def call(self, encode: Callable[[int], bytes], fd: int = -1) -> wire.Reply:
+        """Sends a request and waits for the answer. Errors are raised."""
+        p = self.request(encode, fd)
+        self.wait(p)
+        assert p.reply is not None
+        return p.reply
+
+    def submit(
+        self, op: Operation, name: bytes = b"", key: Optional[Tuple[int, str]] = None, keep: object = None
+    ) -> Pending:
+        """Begins an operation. If op has no name, name is the encoded one, and key as op's. keep lives until it is done. A
+        ValueError if one of the name is in flight. What op uses must not be touched until it is done."""
+        key = op.key or key
+        p = Pending(key, keep)
+        with self._lock:
+            if self._over is not None:
+                raise self._over_error()
+            while self._unwanted:
+                self.free_result(self._unwanted.popleft())
+            if key is not None:
+                if key in self._names:
+                    self.poll_all()  # it may be done, and nobody has looked
+                    if key in self._names:
+                        raise ValueError(
+                            f"{op.label or key[1]}: an operation on a tensor of this name is in flight; "
+                            "use another name, or synchronize first"
+                        )
+                self._names.add(key)
+            if len(self._pending) >= _MAX_IN_FLIGHT - 1:
+                self.poll_all()
+                if len(self._pending) >= _MAX_IN_FLIGHT - 1:
+                    if key is not None:
+                        self._names.discard(key)
+                    raise ValueError(f"{op.label}: {len(self._pending)} operations are in flight; synchronize some first")
+            words, n = self._words, -1
+            letter: Optional[_Letter] = None
+            ident = next(self._ids)
+            try:
+                self._pending[ident] = p
+                if op.ready and words[_SUBMITTED] - words[_SEEN] < _RING_ENTRIES:
+                    n = words[_SUBMITTED]
+                    _submission(self._ring, 4096 + 64 * (n & _MASK), ident, op.slot, 0)
+                    self._order()
+                    words[_SUBMITTED] = n + 1
+                    # A sidecar that has not yet taken what was submitted before is about to look: it looks once more after
+                    # each time that it has taken something.
+                    self._order()
+                    if words[_TAKEN] == n:
+                        self._doorbell()
+                    return p
+                letter = _Letter(wire.submit(ident, op.body + name))
+                self._post(letter)
+            except BaseException:
+                # Interrupted. What the sidecar will not see ends here; anything else goes on, and keeps its memory.
+                if not (words[_SUBMITTED] > n >= 0 or letter is not None and (letter.sent or letter in self._outbox)):
+                    self._pending.pop(ident, None)
+                    if key is not None:
+                        self._names.discard(key)
+                raise
+            op.uses += 1
+            if op.uses == 2 and op.key is not None:
+                self._prepare(op)
+        return p
+
+    def in_flight(self, key: Tuple[int, str]) -> bool:
+        """Whether an operation of a name is, as far as is known without looking at the socket."""
+        return key in self._names
+
+    def _prepare(self, op: Operation) -> None:
+        """Asks for a slot. It may be used when the answer has come: the sidecar could look at the ring before it reads the
+        request, and run what had the slot before."""
+        if self._free_slots:
+            slot = self._free_slots.pop()  # with _lock held nobody else takes one
+        elif self._next_slot < _SLOTS:
+            slot = self._next_slot
+            self._next_slot += 1
+        else:
+            return
+        op.slot = slot
+
+        def prepared(p: Pending) -> None:
+            op.ready = p.error is None and op.slot == slot
+
+        ident = next(self._ids)
+        p = Pending()
+        p.then = prepared
+        self._pending[ident] = p
+        self._send_frame(wire.prepare(ident, slot, op.body))
+
+    def forget(self, op: Operation) -> None:
+        """Gives back what op has of the ring. It must not be in flight, nor be submitted again. A finalizer may call it."""
+        op.ready = False
+        slot, op.slot = op.slot, -1
+        if slot >= 0:
+            self._free_slots.append(slot)
+
+    def place(self, chunk: Chunk) -> None:
+        """Sees to it that the sidecar has a chunk of the arena."""
+        if chunk.placed:
+            return
+        with self._placing:
+            if chunk.told is None:
+                chunk.told = self.request(lambda i: wire.arena(i, chunk.number, chunk.size), chunk.fd)
+            self.wait(chunk.told)
+            chunk.placed = True
+            chunk.close_fd()
+
+    def take(self, nbytes: int) -> Extent:
+        """Room for nbytes in memory that the sidecar has."""
+        extent = self.arena.take(nbytes)
+        try:
+            self.place(extent[0])
+        except BaseException:
+            self.arena.give(extent)
+            raise
+        return extent
+
+    def _drop_chunk(self, chunk: Chunk) -> None:
+        if chunk.placed and self._over is None:
+            # Nobody waits for the answer: if the sidecar keeps it, it is only memory.
+            self.request(lambda i: wire.drop_arena(i, chunk.number))
+
+    # Results in the sidecar's memory.
+
+    def result(self, place: wire.Place) -> memoryview:
+        """The bytes of a result, to read."""
+        number, offset, nbytes = place
+        if nbytes == 0:
+            return memoryview(b"")
+        known = self._maps.get(number)
+        if known is None:
+            raise SidecarError(f"{self._who} has a result in arena {number}, which it has not given")
+        view = known[1]
+        if offset > len(view) or nbytes > len(view) - offset:
+            raise SidecarError(f"{self._who} has a result at {offset}, {nbytes} bytes, of arena {number}, {len(view)} bytes")
+        return view[offset : offset + nbytes]
+
+    def free_result(self, place: wire.Place) -> None:
+        """Gives a result back to the sidecar. Its bytes must not be read any more."""
+        if place[0] >> 31 == 0:
+            return
+        with self._lock:
+            if self._over is None:
+                self._send_frame(wire.free(next(self._ids), place[0], place[1]))
+
+    def discard_result(self, place: wire.Place) -> None:
+        """free_result, later, for a finalizer."""
+        self._unwanted.append(place)
+
+    # Waiting.
+
+    def wait(self, p: Pending) -> None:
+        """Waits until p is done, and raises its error."""
+        while not p.done:
+            if self._enter_reader():
+                try:
+                    while not p.done:
+                        self._read(_WAITING)
+                finally:
+                    self._leave_reader()
+                return self._raise(p)
+            with self._cond:
+                self._waiters += 1
+                try:
+                    # Who reads sets done and then looks for waiters, and releases _reader before it does so once more.
+                    while not p.done:
+                        if self._enter_reader():
+                            self._reader.release()
+                            break
+                        self._cond.wait()
+                finally:
+                    self._waiters -= 1
+        self._raise(p)
+
+    def _raise(self, p: Pending) -> None:
+        if p.error is not None:
+            raise p.error()
+
+    def poll(self, p: Pending) -> bool:
+        """Whether p is done. It does not wait."""
+        if not p.done:
+            self.poll_all()
+        return p.done
+
+    def poll_all(self) -> None:
+        """Takes what has come."""
+        if self._enter_reader():
+            try:
+                self._read(_NOT_WAITING)
+            finally:
+                self._leave_reader()
+
+    def _enter_reader(self) -> bool:
+        """Takes _reader if no other thread has it."""
+        if self._reader._is_owned():  # type: ignore[attr-defined]
+            # Nothing that holds it comes here: an exception of a signal handler came before it could be released.
+            self._reader.release()
+        return self._reader.acquire(False)
+
+    def _leave_reader(self) -> None:
+        self._reader.release()
+        if self._waiters:
+            with self._cond:
+                self._cond.notify_all()
+
+    def _read(self, flags: Tuple[int, ...]) -> None:
+        """Reads once and takes what has come. With _reader held."""
+        data, at, fds, inbox, taken = self._state
+        try:
+            # In one go, for the interpreter runs no signal handler between the two: see invariant 2.
+            inbox.extend(map(self._recvmsg, _SIZES, _SPACES, flags))
+        except BlockingIOError:
+            pass
+        except OSError as e:
+            if self._over is None:
+                self._fail(f"the connection has broken: {e.strerror}")
+            return
+        if self._over is not None:
+            return
+        if len(inbox) == 1 and not taken and not data and inbox[0][0] == _DOORBELL:
+            self._state = b"", 0, fds, [], 0
+        else:
+            try:
+                if not self._parse():
+                    return
+            except wire.WireError as e:
+                self._fail(f"it has sent what is no message: {e}")
+                return
+        self._look()
+        if self._waiters:
+            with self._cond:
+                self._cond.notify_all()
+
+    def _parse(self) -> bool:
+        """Takes the frames that have come. False if the connection is over."""
+        while True:
+            data, at, fds, inbox, taken = self._state
+            while at < len(data):
+                size, start = wire.take_varint(data, at, len(data))
+                if size > wire.MAX_FRAME_BYTES:
+                    raise wire.WireError(f"a frame of {size} bytes")
+                if start < 0 or start + size > len(data):
+                    break
+                if size:
+                    reply = wire.decode_reply(data, start, start + size)
+                    if reply.arena is not None:
+                        if not fds:
+                            raise wire.WireError(f"arena {reply.arena[0]} without its descriptor")
+                        self._map(reply.arena, fds[0])
+                        fd, fds = fds[0], fds[1:]
+                        self._state = data, start + size, fds, inbox, taken
+                        os.close(fd)
+                    elif reply.id:
+                        self._answer(reply)
+                    elif reply.dropped:
+                        self._maps.pop(reply.dropped, None)
+                at = start + size
+                self._state = data, at, fds, inbox, taken
+            if taken == len(inbox):
+                self._state = data[at:], 0, fds, [], 0
+                return True
+            more, ancillary = inbox[taken][:2]
+            if not more:
+                self._fail("it has closed the connection")
+                return False
+            for level, kind, body in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    numbers = array.array("i")
+                    numbers.frombytes(body[: len(body) - len(body) % numbers.itemsize])
+                    fds += tuple(numbers)
+            self._state = data[at:] + more, 0, fds, inbox, taken + 1
+
+    def _answer(self, reply: wire.Reply) -> None:
+        p = self._pending.get(reply.id)
+        if p is None:
+            if reply.id == self._just_answered:
+                return
+            raise wire.WireError(f"an answer to request {reply.id}, which was not made")
+        p.reply = reply
+        if reply.error is not None:
+            error = reply.error
+            p.error = lambda: to_exception(error)
+        self._just_answered = reply.id
+        self._finish(reply.id, p)
+
+    def _look(self) -> None:
+        """Takes the completions of the ring."""
+        words = self._words
+        completed = words[_COMPLETED]
+        seen = words[_SEEN]
+        if completed == seen:
+            return
+        if not 0 < completed - seen <= _RING_ENTRIES:
+            self._fail(f"it has {completed} completions in the ring, of which {seen} are seen")
+            return
+        self._order()
+        while seen != completed:
+            ident, status = _completion(self._ring, 4096 + 64 * (_RING_ENTRIES + (seen & _MASK)))
+            if status == 0:
+                p = self._pending.get(ident)
+                if p is not None:
+                    self._just_completed = ident
+                    self._finish(ident, p)
+                elif ident != self._just_completed:
+                    self._fail(f"it has completed {ident}, which was not submitted")
+                    return
+            seen += 1
+            words[_SEEN] = seen
+
+    def _finish(self, ident: int, p: Pending) -> None:
+        if p.then is not None:
+            p.then(p)
+        if p.key is not None:
+            self._names.discard(p.key)
+        p.keep = None
+        p.done = True
+        self._pending.pop(ident, None)
+
+    def _map(self, arena: Tuple[int, int], fd: int) -> None:
+        number, size = arena
+        if number in self._maps:
+            return  # mapped before a signal came
+        if number >> 31 != 1 or size <= 0 or size % PAGE:
+            raise wire.WireError(f"arena {number} of {size} bytes")
+        got = os.fstat(fd).st_size
+        if got < size:
+            raise wire.WireError(f"arena {number} has {got} bytes, not {size}")
+        m = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._maps[number] = m, memoryview(m)
+
+
+_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for client in list(_clients):
+        client.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,602 @@
+"""One rank: its sidecar, its process sets, and what the interfaces for numpy and torch have in common.
+
+An operation runs on memory of an arena. What lies elsewhere is copied into a *staging* block and back. A ``Plan`` is an
+encoded operation with its staging; one that has run is kept for the next of the same name, type, shape and place, which then
+allocates nothing, and is submitted by its number in the ring.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import ctypes
+import math
+import os
+import threading
+from typing import TYPE_CHECKING, Any, Callable, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar
+
+from . import _wire as wire
+from ._arena import Block, Extent
+from ._client import Client, Operation, Pending
+from .exceptions import HorovodInternalError, NotInitializedError
+
+if TYPE_CHECKING:
+    from .process_sets import ProcessSet
+
+A = TypeVar("A")
+Shape = Tuple[int, ...]
+
+# The reductions as Horovod numbers them, and one beyond.
+Average, Sum, Adasum, Min, Max, Product, AverageActive = range(7)
+_ON_WIRE = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, AverageActive: 7}
+
+# Plans that are kept for their next use: no more in number, nor in bytes of staging.
+_MAX_PLANS = 4096
+_MAX_IDLE_BYTES = 512 << 20
+
+_KEPT_FROM_ENVIRONMENT = ("HOROVOD_", "HVD_")
+_NOT_SETTINGS = ("HVD_SIDECAR", "HVD_SIDECAR_BINARY", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_RUN")
+
+# The name of tensors without one, of operations that are waited for at once. Others are counted from 1.
+_AT_ONCE = "noname.0"
+
+_OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST)
+
+
+class Framework(Generic[A]):
+    """What the engine needs to know of arrays."""
+
+    def address(self, x: A) -> int:
+        """Where its elements lie, or 0 if they cannot be in an arena."""
+        raise NotImplementedError
+
+    def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> A:
+        """The array that lies in view."""
+        raise NotImplementedError
+
+    def copy(self, target: A, source: A) -> None:
+        raise NotImplementedError
+
+    def clone(self, x: A, like: A) -> A:
+        """A new array with the elements of x, where like lies."""
+        raise NotImplementedError
+
+    def fresh(self, data: memoryview, dtype: Any, shape: Shape, like: A) -> A:
+        """A new array of bytes that are to be read only, where like lies."""
+        raise NotImplementedError
+
+
+class Plan(Generic[A]):
+    """An operation that can run any number of times, one after the other. At its end it gives back what it has."""
+
+    __slots__ = ("key", "operation", "client", "extents", "nbytes", "inputs", "outputs", "job")
+
+    def __init__(self, key: tuple, client: Client, job: int) -> None:
+        self.key = key
+        self.job = job
+        """Which of the jobs of this process it is of. In the next a process set of the same number may be another."""
+        self.client = client
+        self.extents: List[Extent] = []
+        self.nbytes = 0
+        self.operation: Optional[Operation] = None
+        self.inputs: List[Optional[A]] = []
+        """The staging of each tensor, or None for one that lies in an arena."""
+        self.outputs: List[Optional[A]] = []
+        """Where each result will be: None if that is in the tensor itself, or not known before."""
+
+    def __del__(self) -> None:
+        # An exception of a signal handler may have come before it was whole.
+        operation = getattr(self, "operation", None)
+        if operation is not None:
+            self.client.forget(operation)
+        for extent in getattr(self, "extents", ()):
+            self.client.arena.give(extent)
+
+
+class Call(Generic[A]):
+    """An operation in flight. Its memory is the sidecar's until it is done."""
+
+    __slots__ = ("engine", "framework", "plan", "arrays", "targets", "dtype", "pending", "received", "_results")
+
+    def __init__(
+        self,
+        engine: Engine,
+        framework: Framework[A],
+        plan: Plan[A],
+        arrays: Sequence[A],
+        targets: Optional[Sequence[A]],
+        dtype: Any,
+    ) -> None:
+        self.engine = engine
+        self.framework = framework
+        self.plan: Optional[Plan[A]] = plan
+        self.arrays = arrays
+        self.targets = targets
+        self.dtype = dtype
+        self.pending: Optional[Pending] = None
+        self.received: List[int] = []
+        """How many rows came from each member, after an alltoall."""
+        self._results: Optional[List[A]] = None
+
+    def done(self) -> bool:
+        """Whether it is done. Then, if it has not failed, the results are in their targets."""
+        pending = self.pending
+        if pending is None:
+            return True
+        plan = self.plan
+        if plan is not None and not plan.client.poll(pending):
+            return False
+        if pending.error is None:
+            self.results()
+        return True
+
+    def results(self) -> List[A]:
+        """Waits, and gives the results: the targets, or new arrays."""
+        pending, plan = self.pending, self.plan
+        if self._results is None and plan is not None and pending is not None:
+            plan.client.wait(pending)
+            self._finish(plan, pending)
+        if self._results is None:
+            if pending is not None and pending.error is not None:
+                raise pending.error()
+            raise HorovodInternalError("the results of this operation were taken by a call that did not end")
+        return self._results
+
+    def _finish(self, plan: Plan[A], pending: Pending) -> None:
+        fw, targets = self.framework, self.targets
+        reply = pending.reply
+        if reply is not None and reply.completion is not None and plan.key[0] not in _OUTPUT_LIKE_INPUT:
+            completion = reply.completion
+            self.received = completion.received_splits
+        else:
+            completion = None
+        out: List[A] = []
+        for i, x in enumerate(self.arrays):
+            local = plan.outputs[i]
+            if local is not None:
+                if targets is None:
+                    out.append(fw.clone(local, x))
+                else:
+                    fw.copy(targets[i], local)
+                    out.append(targets[i])
+            elif plan.key[0] in _OUTPUT_LIKE_INPUT:
+                out.append(x)
+            else:
+                if completion is None or i >= len(completion.results):
+                    raise HorovodInternalError(f"{wire.KIND_NAMES[plan.key[0]]}: the sidecar gave no result {i}")
+                place, shape = completion.results[i]
+                out.append(fw.fresh(plan.client.result(place), self.dtype, shape, x))
+        self._results = out
+        self.plan = None
+        self.arrays = ()
+        while completion is not None and completion.results:
+            plan.client.free_result(completion.results.pop()[0])
+        self.engine.keep(plan)
+
+    def __del__(self) -> None:
+        plan, pending = getattr(self, "plan", None), getattr(self, "pending", None)
+        if plan is not None and pending is not None and pending.reply is not None:
+            completion = pending.reply.completion
+            while completion is not None and completion.results:
+                plan.client.discard_result(completion.results.pop()[0])
+
+
+class Engine:
+    """This process as a rank. There is one, ``engine``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # of beginning and end
+        self._main_thread = threading.main_thread().ident
+        self._client: Optional[Client] = None
+        self._environment: Dict[str, str] = {}
+        self._place: Optional[wire.Ready] = None
+        self._sets: Dict[int, ProcessSet] = {}
+        self._registered: List[ProcessSet] = []  # of which there may be several for one set of the job
+        self._unnamed: Dict[int, int] = {}
+        self._plans: "collections.OrderedDict[tuple, List[Plan]]" = collections.OrderedDict()
+        self._plans_lock = threading.Lock()
+        self._idle_bytes = 0
+        self._job = 0
+        self._exit_registered = False
+        self.at_shutdown: List[Callable[[], None]] = []
+        """What is called when the job is left."""
+        # process_sets sets it: it is an object that users know.
+        self.global_set: Any = None
+
+    # Beginning and end.
+
+    def client(self) -> Client:
+        """The connection to the sidecar, which is started if need be."""
+        with self._lock:
+            if self._client is None or self._client.over and self._place is None:
+                if self._client is not None:
+                    self._client.close()
+                    self._clear_plans()
+                self._client = Client()
+                self._environment = _settings()
+                if not self._exit_registered:
+                    atexit.register(self.close)
+                    self._exit_registered = True
+            return self._client
+
+    def init(self, process_sets: Sequence[ProcessSet], settings: Dict[str, str]) -> None:
+        """Joins the job. If this process is in one, process_sets must be registered there, and settings count for nothing."""
+        with self._lock:
+            if self._place is None:
+                client = self.client()
+                now = _settings()
+                changed = {k: v for k, v in now.items() if self._environment.get(k) != v}
+                changed.update({k: "" for k in self._environment if k not in now})
+                changed.update(settings)
+                ranks = [s.ranks or [] for s in process_sets]
+                reply = client.call(lambda i: wire.init(i, changed, ranks))
+                if reply.ready is None:
+                    raise HorovodInternalError("the sidecar has not said which rank this is")
+                self._place = reply.ready
+                self._unnamed = {}
+                self._sets = {0: self.global_set}
+                self.global_set.ranks = list(range(reply.ready.size))
+            for s in process_sets:
+                s.process_set_id = self._id_of(s)
+
+    def _id_of(self, s: ProcessSet) -> int:
+        """The number of a set of these ranks, which s from now on is."""
+        assert self._place is not None and s.ranks is not None
+        if s.ranks == self.global_set.ranks:
+            return 0
+        for ident, ranks in self._place.process_sets:
+            if sorted(ranks) == s.ranks:
+                self._sets[ident] = s
+                self._registered.append(s)
+                return ident
+        raise ValueError(f"process set {s.ranks} is not registered: this process is in a job already, without it")
+
+    def shutdown(self) -> None:
+        """Leaves the job, which ends for all ranks. Without one it does nothing. The sidecar is kept for the next."""
+        with self._lock:
+            if self._place is None:
+                return
+            try:
+                if self._client is not None and not self._client.over:
+                    self._client.call(wire.shutdown)
+            except (HorovodInternalError, ValueError):
+                pass  # the job had failed before; whoever waited for an operation has heard of it
+            finally:
+                self._place = None
+                for s in self._registered:
+                    s._invalidate()
+                self._registered = []
+                self._sets = {}
+                self._unnamed = {}
+                for f in self.at_shutdown:
+                    f()
+                self._clear_plans()
+                if self._client is not None and self._client.over:
+                    self._client.close()
+                    self._client = None
+
+    def close(self) -> None:
+        """Leaves the job and the sidecar, as at the end of the process."""
+        with self._lock:
+            self.shutdown()
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+                self._clear_plans()
+
+    def after_fork(self) -> None:
+        """Makes it usable in a forked process, whose other threads are gone."""
+        self._lock = threading.RLock()
+        self._main_thread = threading.get_ident()
+        self._plans_lock = threading.Lock()
+
+    def initialized(self) -> bool:
+        return self._place is not None
+
+    def place(self) -> wire.Ready:
+        """This rank's place in the job."""
+        if self._place is None:
+            raise NotInitializedError()
+        return self._place
+
+    # Process sets.
+
+    def sets(self) -> Dict[int, ProcessSet]:
+        self.place()
+        return dict(self._sets)
+
+    def add_set(self, s: ProcessSet) -> None:
+        place = self.place()
+        if s.ranks is None:
+            s.ranks = ranks_of(s.mpi_comm)
+        if s.process_set_id is not None:
+            raise ValueError(f"{s} is registered already")
+        for other in self._sets.values():
+            if other.ranks == s.ranks:
+                raise ValueError(f"a process set with these ranks is registered already: {other}")
+        reply = self._call(lambda i: wire.add_process_set(i, s.ranks or []))
+        if reply.process_set is None:
+            raise HorovodInternalError(f"the sidecar has not said which number {s} has")
+        s.process_set_id = reply.process_set[0]
+        self._sets[s.process_set_id] = s
+        self._registered.append(s)
+        place.process_sets.append((s.process_set_id, list(s.ranks)))
+
+    def remove_set(self, s: ProcessSet) -> bool:
+        place = self.place()
+        ident = s.process_set_id
+        if not ident or ident not in self._sets:
+            return False
+        number: int = ident
+        self._call(lambda i: wire.remove_process_set(i, number))
+        del self._sets[number]
+        place.process_sets = [p for p in place.process_sets if p[0] != number]
+        for other in [r for r in self._registered if r.process_set_id == number]:
+            other._invalidate()
+            self._registered.remove(other)
+        return True
+
+    def _call(self, encode: Callable[[int], bytes]) -> wire.Reply:
+        client = self._client
+        if client is None:
+            raise NotInitializedError()
+        return client.call(encode)
+
+    def set_id(self, s: ProcessSet, what: str) -> int:
+        """The number of a set of which this rank is a member."""
+        ident = s.process_set_id
+        if ident == 0:
+            return 0
+        if ident is None or ident not in self._sets:
+            raise ValueError(f"{what}: process set {s.ranks} does not exist, or has not been registered")
+        rank = self.place().rank
+        if rank not in (s.ranks or ()):
+            raise ValueError(f"{what}: rank {rank} is not a member of process set {ident} with ranks {s.ranks}")
+        return ident
+
+    # Operations.
+
+    def begin(
+        self,
+        framework: Framework[A],
+        kind: int,
+        arrays: Sequence[A],
+        shapes: Tuple[Shape, ...],
+        dtype: Any,
+        code: Tuple[int, int],
+        process_set: ProcessSet,
+        name: Optional[str],
+        *,
+        targets: Optional[Sequence[A]] = None,
+        reduce_op: int = Sum,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = 0,
+        splits: Tuple[int, ...] = (),
+        grouped: bool = False,
+        at_once: bool = False,
+    ) -> Call[A]:
+        """Begins an operation on contiguous arrays of one type: several if grouped, else one. code is the type's number and
+        its size. targets, for allreduce and broadcast, take the results; they may be the arrays themselves. at_once says that
+        the caller does nothing until it is done."""
+        client = self._client
+        if self._place is None or client is None:
+            raise NotInitializedError()
+        set_id = self.set_id(process_set, wire.KIND_NAMES[kind])
+        if name is None and at_once and threading.get_ident() == self._main_thread:
+            # The main thread has one such operation at a time, at every rank, so these can share a name: it need not be
+            # negotiated anew each time. Unless a signal has cut the last one short.
+            if not client.in_flight((set_id, _full_name(kind, _AT_ONCE, grouped))):
+                name = _AT_ONCE
+        where = tuple([self._where(client, framework.address(x), code[1]) for x in arrays])
+        in_place = targets is arrays
+        key = (
+            kind, framework, name, set_id, code, shapes, where, in_place, reduce_op, prescale, postscale, root, splits, grouped
+        )  # fmt: skip
+        plan = self._take(key)
+        if plan is None:
+            plan = self._plan(key, client, framework, dtype, process_set)
+        if kind != wire.BROADCAST or root == self._place.rank:
+            for local, x in zip(plan.inputs, arrays):
+                if local is not None:
+                    framework.copy(local, x)
+        call: Call[A] = Call(self, framework, plan, arrays, targets, dtype)
+        operation = plan.operation
+        assert operation is not None
+        if name is not None:
+            call.pending = client.submit(operation, keep=call)
+        else:
+            full = self.unnamed(kind, set_id, grouped)
+            call.pending = client.submit(operation, wire.operation_name(full), (set_id, full), call)
+        return call
+
+    def unnamed(self, kind: int, set_id: int, grouped: bool = False) -> str:
+        """The name of the next tensor without one: counted by process set, so that ranks that are not in a set count as
+        those that are."""
+        n = self._unnamed.get(set_id, 0) + 1
+        self._unnamed[set_id] = n
+        return _full_name(kind, f"noname.{n}", grouped)
+
+    def _where(self, client: Client, address: int, alignment: int) -> Optional[Tuple[int, int]]:
+        """The arena and offset of what lies at address; None if the sidecar cannot work on it there."""
+        found = client.arena.find(address) if address else None
+        if found is None or found[1] % alignment:
+            return None
+        client.place(found[0])
+        return found[0].number, found[1]
+
+    def _plan(self, key: tuple, client: Client, fw: Framework[A], dtype: Any, process_set: ProcessSet) -> Plan[A]:
+        kind, _, name, set_id, (code, size), shapes, where, in_place, reduce_op, pre, post, root, splits, grouped = key
+        plan: Plan[A] = Plan(key, client, self._job)
+        tensors: List[Tuple[Shape, Optional[wire.Place], Optional[wire.Place]]] = []
+        for shape, at in zip(shapes, where):
+            nbytes = math.prod(shape) * size
+            source: Optional[wire.Place] = None
+            if at is not None:
+                source = at[0], at[1], nbytes
+                plan.inputs.append(None)
+            else:
+                source = self._stage(plan, plan.inputs, fw, dtype, shape, nbytes)
+            target: Optional[wire.Place] = None
+            if kind in _OUTPUT_LIKE_INPUT:
+                if at is None:
+                    target = source
+                    plan.outputs.append(plan.inputs[-1])
+                elif in_place:
+                    target = source
+                    plan.outputs.append(None)
+                else:
+                    target = self._stage(plan, plan.outputs, fw, dtype, shape, nbytes)
+            elif kind == wire.REDUCESCATTER and shape:
+                mine = (_rows(shape[0], process_set),) + shape[1:]
+                target = self._stage(plan, plan.outputs, fw, dtype, mine, math.prod(mine) * size)
+            else:
+                plan.outputs.append(None)
+            tensors.append((shape, source, target))
+        body = wire.operation(
+            kind,
+            dtype=code,
+            reduce_op=_ON_WIRE[reduce_op] if kind in (wire.ALLREDUCE, wire.REDUCESCATTER) else 0,
+            prescale=_factor(pre),
+            postscale=_factor(post),
+            root_rank=root,
+            process_set=set_id,
+            grouped=grouped,
+            tensors=tensors,
+            splits=splits,
+        )
+        if name is None:
+            plan.operation = Operation(body, wire.KIND_NAMES[kind])
+        else:
+            full = _full_name(kind, name, grouped)
+            label = f'{wire.KIND_NAMES[kind]} "{full}"'
+            plan.operation = Operation(body + wire.operation_name(full), label, (set_id, full))
+        return plan
+
+    def _stage(
+        self, plan: Plan[A], into: List[Optional[A]], fw: Framework[A], dtype: Any, shape: Shape, nbytes: int
+    ) -> wire.Place:
+        extent = plan.client.take(nbytes)
+        plan.extents.append(extent)
+        plan.nbytes += extent[2]
+        chunk, offset, _ = extent
+        into.append(fw.wrap(chunk.view[offset : offset + nbytes], dtype, shape))
+        return chunk.number, offset, nbytes
+
+    def simple(self, kind: int, process_set: ProcessSet) -> wire.Completion:
+        """A barrier or a join, to its end."""
+        client = self._client
+        if self._place is None or client is None:
+            raise NotInitializedError()
+        set_id = self.set_id(process_set, wire.KIND_NAMES[kind])
+        pending = client.submit(Operation(wire.operation(kind, process_set=set_id), wire.KIND_NAMES[kind]))
+        client.wait(pending)
+        if kind == wire.JOIN:
+            # All ranks are here: what comes next has the same names, however many steps each has made.
+            self._unnamed[set_id] = 0
+        if pending.reply is None or pending.reply.completion is None:
+            return wire.Completion()
+        return pending.reply.completion
+
+    def alloc(self, nbytes: int) -> Block:
+        return self.client().arena.alloc(nbytes)
+
+    # Plans that nobody uses now.
+
+    def _take(self, key: tuple) -> Optional[Plan]:
+        with self._plans_lock:
+            idle = self._plans.get(key)
+            if not idle:
+                return None
+            plan = idle.pop()
+            self._idle_bytes -= plan.nbytes
+            return plan
+
+    def keep(self, plan: Plan) -> None:
+        """Keeps a plan that has run, and lets go of those that have not for longest."""
+        dropped: List[object] = []  # they end when the lock is free
+        with self._plans_lock:
+            if plan.job != self._job:
+                return
+            self._plans.setdefault(plan.key, []).append(plan)
+            self._plans.move_to_end(plan.key)
+            self._idle_bytes += plan.nbytes
+            while len(self._plans) > _MAX_PLANS or self._idle_bytes > _MAX_IDLE_BYTES and len(self._plans) > 1:
+                _, idle = self._plans.popitem(last=False)
+                self._idle_bytes -= sum([p.nbytes for p in idle])
+                dropped.append(idle)
+        if dropped:
+            del idle
+            dropped.clear()
+            plan.client.arena.collect()
+
+    def _clear_plans(self) -> None:
+        with self._plans_lock:
+            plans, self._plans = self._plans, collections.OrderedDict()
+            self._idle_bytes = 0
+            self._job += 1
+        del plans
+
+
+def _full_name(kind: int, name: str, grouped: bool) -> str:
+    """The name by which ranks match: an operation has its own."""
+    return f"grouped_{wire.KIND_NAMES[kind]}.{name}" if grouped else f"{wire.KIND_NAMES[kind]}.{name}"
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """The writable bytes at an address, which must stay until the view is gone."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def check_root(root: int, process_set: ProcessSet) -> None:
+    """A ValueError if root is no rank of the set. Before init it says nothing: what comes next does."""
+    if engine.initialized() and process_set.ranks is not None and root not in process_set.ranks:
+        raise ValueError(f"broadcast: root rank {root} is not in process set {process_set.ranks}")
+
+
+def check_splits(splits: Optional[Sequence[int]], shape: Shape, process_set: ProcessSet) -> Tuple[int, ...]:
+    """Splits as a tuple, empty if there are none. A ValueError if they do not fit the set and the tensor's shape."""
+    n = len(process_set.ranks or ())
+    if not engine.initialized() or not shape:
+        return ()
+    if splits is None or len(splits) == 0:
+        if n and shape[0] % n:
+            raise ValueError(f"alltoall: {shape[0]} rows for {n} members, and no splits")
+        return ()
+    given = tuple([int(s) for s in splits])
+    if len(given) != n or min(given) < 0 or sum(given) > shape[0]:
+        raise ValueError(f"alltoall: splits {list(given)}, want one for each of {n} members, {shape[0]} rows at most")
+    return given
+
+
+def _rows(rows: int, process_set: ProcessSet) -> int:
+    """This rank's of so many: the first ranks have one more."""
+    members = process_set.ranks or [0]
+    me = members.index(engine.place().rank)
+    return rows // len(members) + (1 if me < rows % len(members) else 0)
+
+
+def _factor(f: float) -> float:
+    """On the wire 0 means 1, so the least number that is not stands for it: in the arithmetic of all types but float64 it
+    is 0, and there it makes of every number below 1e15 one below 1e-308."""
+    return f if f != 0 else 5e-324
+
+
+def _settings() -> Dict[str, str]:
+    """What the environment says of the job, which may change from one init to the next."""
+    return {
+        k: v for k, v in os.environ.items() if k.startswith(_KEPT_FROM_ENVIRONMENT) and k not in _NOT_SETTINGS
+    }  # fmt: skip
+
+
+def ranks_of(comm: Any) -> List[int]:
+    """The job's ranks of a communicator of mpi4py: those that its processes have in the world."""
+    from mpi4py import MPI
+
+    world, group = MPI.COMM_WORLD.Get_group(), comm.Get_group()
+    return sorted(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world))
+
+
+engine = Engine()
+
+os.register_at_fork(after_in_child=engine.after_fork)

@@ -1,0 +1,80 @@
+"""How much memory may still be taken.
+
+Shared memory is taken at once and in full. The kernel does not refuse what exceeds a cgroup's limit or the machine's memory:
+it kills somebody. So the limits are looked at before. What cannot be read limits nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Dict, Iterator, Optional, Tuple
+
+# Of a memory controller of cgroups: the files of limit and use, and what memory.stat calls pages of files that were read,
+# which the kernel takes back when it needs them.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def lacking(
+    need: int, meminfo: str = "/proc/meminfo", own: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup"
+) -> Optional[str]:
+    """Which limit need more bytes would break, or None."""
+    machine = _fields(meminfo)
+    if "MemAvailable:" in machine:
+        left = (machine["MemAvailable:"] + machine.get("SwapFree:", 0)) << 10
+        if need > left:
+            return f"the machine has {left} bytes left"
+    for directory, (limit_file, use_file, cached) in _groups(own, mount):
+        limit, used = _number(os.path.join(directory, limit_file)), _number(os.path.join(directory, use_file))
+        if limit is None or used is None:
+            continue
+        stat = _fields(os.path.join(directory, "memory.stat"))
+        left = max(0, limit - used + sum([stat.get(name, 0) for name in cached]))
+        if need > left:
+            return f"the cgroup has {left} bytes left of {limit} ({os.path.join(directory, limit_file)})"
+    return None
+
+
+def _groups(own: str, mount: str) -> Iterator[Tuple[str, Tuple[str, str, Tuple[str, ...]]]]:
+    """The directories of this process's cgroups that can limit memory, and of those above them."""
+    for line in _text(own).splitlines():
+        # hierarchy:controllers:path, where version 2 has hierarchy 0 and no controllers (cgroups(7)).
+        hierarchy, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if not colon:
+            continue
+        if hierarchy == "0":
+            roots, names = (mount, os.path.join(mount, "unified")), _VERSION_2
+        elif "memory" in controllers.split(","):
+            roots, names = (os.path.join(mount, "memory"),), _VERSION_1
+        else:
+            continue
+        for root in roots:
+            # In a container the path may be the host's, which is not there; the root is then the container's.
+            parts = [p for p in path.split("/") if p not in ("", ".", "..")]
+            for depth in range(len(parts), -1, -1):
+                yield os.path.join(root, *parts[:depth]), names
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            return f.read(1 << 20)
+    except OSError:
+        return ""
+
+
+def _number(path: str) -> Optional[int]:
+    """The number in a file; None for "max" and for what is not there."""
+    text = _text(path).strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _fields(path: str) -> Dict[str, int]:
+    """The numbers of a file, by the word before each at the beginning of a line."""
+    out = {}
+    for line in _text(path).splitlines():
+        words = line.split()
+        if len(words) > 1 and words[1].isascii() and words[1].isdigit():
+            out[words[0]] = int(words[1])
+    return out

@@ -1,0 +1,447 @@
+"""The messages of the sidecar in protobuf, written by hand: what docs/sidecar.md and sidecar.proto say, no more.
+
+Encoders give the bytes of a ``Request``, without the length in front; ``frame`` puts that there. ``decode_reply`` reads a
+``Reply`` and checks every length against the bytes that are there. A field that is not known is skipped, as protobuf wants;
+what cannot be read raises ``WireError``.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+
+MAX_FRAME_BYTES = 16 << 20
+
+Buffer = Union[bytes, bytearray, memoryview]
+Place = Tuple[int, int, int]
+"""A place in memory: number of the arena, offset, bytes."""
+
+
+class WireError(Exception):
+    """The other end has sent what is no message."""
+
+
+# Kinds of operations.
+ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER, JOIN = range(1, 8)
+
+KIND_NAMES = {
+    ALLREDUCE: "allreduce",
+    ALLGATHER: "allgather",
+    BROADCAST: "broadcast",
+    ALLTOALL: "alltoall",
+    REDUCESCATTER: "reducescatter",
+    BARRIER: "barrier",
+    JOIN: "join",
+}
+
+# Element types, by the name that numpy and torch share, with their sizes in bytes.
+DTYPES: Dict[str, Tuple[int, int]] = {
+    "uint8": (1, 1),
+    "int8": (2, 1),
+    "uint16": (3, 2),
+    "int16": (4, 2),
+    "int32": (5, 4),
+    "int64": (6, 8),
+    "float16": (7, 2),
+    "bfloat16": (8, 2),
+    "float32": (9, 4),
+    "float64": (10, 8),
+    "bool": (11, 1),
+}
+
+# Field numbers of Request.what.
+_INIT, _SHUTDOWN, _ARENA, _DROP_ARENA, _RING, _PREPARE, _SUBMIT, _FREE, _ADD_SET, _REMOVE_SET, _STATUS, _BYE = range(2, 14)
+
+
+def varint(n: int) -> bytes:
+    """n, from 0 to 2^64-1, as a varint."""
+    if n < 0x80:
+        return bytes((n,))
+    out = bytearray()
+    while n >= 0x80:
+        out.append(n & 0x7F | 0x80)
+        n >>= 7
+    out.append(n)
+    return bytes(out)
+
+
+def frame(message: bytes) -> bytes:
+    """A message behind its length. An empty one would be a doorbell, so there is none."""
+    if not 0 < len(message) <= MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(message)} bytes; it may have 1 to {MAX_FRAME_BYTES}")
+    return varint(len(message)) + message
+
+
+def _uint(number: int, value: int) -> bytes:
+    """A field of type uint32, uint64, int32, int64 or bool; zero is left out, and negative numbers have ten bytes."""
+    return varint(number << 3) + varint(value & 0xFFFFFFFFFFFFFFFF) if value else b""
+
+
+def _double(number: int, value: float) -> bytes:
+    return varint(number << 3 | 1) + struct.pack("<d", value) if value else b""
+
+
+def _bytes(number: int, value: bytes) -> bytes:
+    """A field of type message, string or packed; an empty one is there all the same."""
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def _packed(number: int, values: Iterable[int]) -> bytes:
+    body = b"".join([varint(v & 0xFFFFFFFFFFFFFFFF) for v in values])
+    return _bytes(number, body) if body else b""
+
+
+def _string(number: int, value: str) -> bytes:
+    return _bytes(number, value.encode()) if value else b""
+
+
+def _request(ident: int, number: int, body: bytes = b"") -> bytes:
+    return b"\x08" + varint(ident) + _bytes(number, body)
+
+
+def init(ident: int, settings: Dict[str, str], process_sets: Sequence[Sequence[int]]) -> bytes:
+    body = b"".join([_bytes(1, _string(1, k) + _string(2, v)) for k, v in sorted(settings.items())])
+    return _request(ident, _INIT, body + b"".join([_bytes(2, _packed(1, ranks)) for ranks in process_sets]))
+
+
+def shutdown(ident: int) -> bytes:
+    return _request(ident, _SHUTDOWN)
+
+
+def arena(ident: int, number: int, size: int) -> bytes:
+    return _request(ident, _ARENA, _uint(1, number) + _uint(2, size))
+
+
+def drop_arena(ident: int, number: int) -> bytes:
+    return _request(ident, _DROP_ARENA, _uint(1, number))
+
+
+def ring(ident: int, size: int) -> bytes:
+    return _request(ident, _RING, _uint(1, size))
+
+
+def prepare(ident: int, slot: int, operation: bytes) -> bytes:
+    return _request(ident, _PREPARE, _uint(1, slot) + _bytes(2, operation))
+
+
+def submit(ident: int, operation: bytes) -> bytes:
+    return _request(ident, _SUBMIT, _bytes(1, operation))
+
+
+def free(ident: int, arena_number: int, offset: int) -> bytes:
+    return _request(ident, _FREE, _uint(1, arena_number) + _uint(2, offset))
+
+
+def add_process_set(ident: int, ranks: Sequence[int]) -> bytes:
+    return _request(ident, _ADD_SET, _packed(1, ranks))
+
+
+def remove_process_set(ident: int, set_id: int) -> bytes:
+    return _request(ident, _REMOVE_SET, _uint(1, set_id))
+
+
+def status(ident: int) -> bytes:
+    return _request(ident, _STATUS)
+
+
+def bye(ident: int) -> bytes:
+    return _request(ident, _BYE)
+
+
+def operation_name(name: str) -> bytes:
+    """The field of an ``Operation`` that is its name. It may stand before or behind the others."""
+    return _string(2, name)
+
+
+def operation(
+    kind: int,
+    *,
+    dtype: int = 0,
+    reduce_op: int = 0,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root_rank: int = 0,
+    process_set: int = 0,
+    grouped: bool = False,
+    tensors: Sequence[Tuple[Sequence[int], Optional[Place], Optional[Place]]] = (),
+    splits: Sequence[int] = (),
+) -> bytes:
+    """An ``Operation`` without its name. A tensor is its shape, input and output, which may be missing."""
+    parts = [
+        _uint(1, kind),
+        _uint(3, dtype),
+        _uint(4, reduce_op),
+        _scale(5, prescale),
+        _scale(6, postscale),
+        _uint(7, root_rank),
+        _uint(8, process_set),
+        _uint(13, grouped),
+    ]
+    for shape, source, target in tensors:
+        body = _packed(1, shape)
+        if source is not None:
+            body += _bytes(2, _place(source))
+        if target is not None:
+            body += _bytes(3, _place(target))
+        parts.append(_bytes(14, body))
+    parts.append(_packed(15, splits))
+    return b"".join(parts)
+
+
+def _scale(number: int, factor: float) -> bytes:
+    """A factor, which is left out where it is 1. Zero would mean 1 as well: see ``operation``'s callers."""
+    return b"" if factor == 1.0 else _double(number, factor)
+
+
+def _place(place: Place) -> bytes:
+    return _uint(1, place[0]) + _uint(2, place[1]) + _uint(3, place[2])
+
+
+# Decoding.
+
+
+def take_varint(data: Buffer, at: int, end: int) -> Tuple[int, int]:
+    """The varint at data[at:end] and where it ends; -1 for that if it is not all there."""
+    value = shift = 0
+    while at < end:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            if value >> 64:
+                raise WireError("a varint of more than 64 bits")
+            return value, at
+        shift += 7
+        if shift >= 70:
+            raise WireError("a varint of more than ten bytes")
+    return 0, -1
+
+
+def _varint_at(data: Buffer, at: int, end: int) -> Tuple[int, int]:
+    value, at = take_varint(data, at, end)
+    if at < 0:
+        raise WireError("a message ends within a varint")
+    return value, at
+
+
+def _fields(data: Buffer, at: int, end: int) -> Iterator[Tuple[int, int, int, int]]:
+    """The fields of data[at:end]: number, wire type, then its value and 0, or where its bytes begin and end."""
+    while at < end:
+        key, at = _varint_at(data, at, end)
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            value, at = _varint_at(data, at, end)
+            yield number, wire, value, 0
+            continue
+        if wire == 2:
+            length, at = _varint_at(data, at, end)
+        elif wire in (1, 5):
+            length = 8 if wire == 1 else 4
+        else:
+            raise WireError(f"wire type {wire}")
+        if length > end - at:
+            raise WireError(f"a field of {length} bytes in {end - at}")
+        yield number, wire, at, at + length
+        at += length
+
+
+def _signed(value: int) -> int:
+    """An int32 or int64, which are both sent in 64 bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _ints(into: List[int], data: Buffer, wire: int, a: int, b: int) -> None:
+    """A repeated number: packed, or one of them."""
+    if wire == 0:
+        into.append(_signed(a))
+        return
+    if wire != 2:
+        raise WireError(f"numbers of wire type {wire}")
+    while a < b:
+        value, a = _varint_at(data, a, b)
+        into.append(_signed(value))
+
+
+def _text(data: Buffer, a: int, b: int) -> str:
+    return bytes(data[a:b]).decode("utf-8", "replace")
+
+
+class Error:
+    """Why a request could not be done, or why the job is over."""
+
+    __slots__ = ("kind", "text", "operation", "tensor", "ranks")
+
+    def __init__(self) -> None:
+        self.kind = 0
+        self.text = self.operation = self.tensor = ""
+        self.ranks: List[int] = []
+
+
+class Ready:
+    """This rank's place in the job."""
+
+    __slots__ = (
+        "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "epoch", "process_sets", "homogeneous"
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.rank = self.size = self.local_rank = self.local_size = self.cross_rank = self.cross_size = self.epoch = 0
+        self.process_sets: List[Tuple[int, List[int]]] = []
+        self.homogeneous = False
+
+
+class Completion:
+    """What an operation has given. Results are places, each with its shape."""
+
+    __slots__ = ("results", "received_splits", "last_joined")
+
+    def __init__(self) -> None:
+        self.results: List[Tuple[Place, Tuple[int, ...]]] = []
+        self.received_splits: List[int] = []
+        self.last_joined = 0
+
+
+class Status:
+    """How the sidecar is."""
+
+    __slots__ = ("version", "pid", "state", "clients", "operations", "in_flight")
+
+    def __init__(self) -> None:
+        self.version = self.state = ""
+        self.pid = self.clients = self.operations = self.in_flight = 0
+
+
+class Reply:
+    """A frame of the sidecar. Of ready, completion, process_set, status, arena, dropped and ended at most one is there."""
+
+    __slots__ = ("id", "error", "ready", "completion", "process_set", "status", "arena", "dropped", "ended")
+
+    def __init__(self) -> None:
+        self.id = 0
+        self.error: Optional[Error] = None
+        self.ready: Optional[Ready] = None
+        self.completion: Optional[Completion] = None
+        self.process_set: Optional[Tuple[int, List[int]]] = None
+        self.status: Optional[Status] = None
+        self.arena: Optional[Tuple[int, int]] = None
+        """News of memory of the sidecar's: number and bytes."""
+        self.dropped = 0
+        """News that such memory has gone: its number."""
+        self.ended = False
+        """News that the job is over; error says why, unless it was shut down."""
+
+
+def decode_reply(data: Buffer, at: int, end: int) -> Reply:
+    """The Reply in data[at:end]."""
+    r = Reply()
+    for number, wire, a, b in _fields(data, at, end):
+        if number == 1 and wire == 0:
+            r.id = a
+        elif wire != 2:
+            continue
+        elif number == 2:
+            r.error = _error(data, a, b)
+        elif number == 3:
+            r.ready = _ready(data, a, b)
+        elif number == 4:
+            r.completion = _completion(data, a, b)
+        elif number == 5:
+            r.process_set = _process_set(data, a, b)
+        elif number == 6:
+            r.status = _status(data, a, b)
+        elif number == 7:
+            place = _numbers(data, a, b)
+            r.arena = place.get(1, 0), place.get(2, 0)
+        elif number == 8:
+            r.ended = True
+            for n, w, c, d in _fields(data, a, b):
+                if n == 1 and w == 2:
+                    r.error = _error(data, c, d)
+        elif number == 9:
+            r.dropped = _numbers(data, a, b).get(1, 0)
+    return r
+
+
+def _numbers(data: Buffer, at: int, end: int) -> Dict[int, int]:
+    """The fields of a message that has only numbers."""
+    return {number: a for number, wire, a, _ in _fields(data, at, end) if wire == 0}
+
+
+def _error(data: Buffer, at: int, end: int) -> Error:
+    e = Error()
+    for number, wire, a, b in _fields(data, at, end):
+        if number == 1 and wire == 0:
+            e.kind = a
+        elif number == 5:
+            _ints(e.ranks, data, wire, a, b)
+        elif wire != 2:
+            continue
+        elif number == 2:
+            e.text = _text(data, a, b)
+        elif number == 3:
+            e.operation = _text(data, a, b)
+        elif number == 4:
+            e.tensor = _text(data, a, b)
+    return e
+
+
+def _ready(data: Buffer, at: int, end: int) -> Ready:
+    r = Ready()
+    names = {1: "rank", 2: "size", 3: "local_rank", 4: "local_size", 5: "cross_rank", 6: "cross_size", 7: "epoch"}
+    for number, wire, a, b in _fields(data, at, end):
+        if number == 8 and wire == 2:
+            r.process_sets.append(_process_set(data, a, b))
+        elif number == 9 and wire == 0:
+            r.homogeneous = bool(a)
+        elif number in names and wire == 0:
+            setattr(r, names[number], _signed(a))
+    return r
+
+
+def _process_set(data: Buffer, at: int, end: int) -> Tuple[int, List[int]]:
+    ident, ranks = 0, []  # type: int, List[int]
+    for number, wire, a, b in _fields(data, at, end):
+        if number == 1 and wire == 0:
+            ident = _signed(a)
+        elif number == 2:
+            _ints(ranks, data, wire, a, b)
+    return ident, ranks
+
+
+def _completion(data: Buffer, at: int, end: int) -> Completion:
+    c = Completion()
+    for number, wire, a, b in _fields(data, at, end):
+        if number == 1 and wire == 2:
+            c.results.append(_result(data, a, b))
+        elif number == 2:
+            _ints(c.received_splits, data, wire, a, b)
+        elif number == 3 and wire == 0:
+            c.last_joined = _signed(a)
+    return c
+
+
+def _result(data: Buffer, at: int, end: int) -> Tuple[Place, Tuple[int, ...]]:
+    place: Place = (0, 0, 0)
+    shape: List[int] = []
+    for number, wire, a, b in _fields(data, at, end):
+        if number == 1 and wire == 2:
+            n = _numbers(data, a, b)
+            place = n.get(1, 0), n.get(2, 0), n.get(3, 0)
+        elif number == 2:
+            _ints(shape, data, wire, a, b)
+    if any(d < 0 for d in shape):
+        raise WireError(f"a result of shape {shape}")
+    return place, tuple(shape)
+
+
+def _status(data: Buffer, at: int, end: int) -> Status:
+    s = Status()
+    names = {2: "pid", 4: "clients", 5: "operations", 6: "in_flight"}
+    for number, wire, a, b in _fields(data, at, end):
+        if number in names and wire == 0:
+            setattr(s, names[number], a)
+        elif number == 1 and wire == 2:
+            s.version = _text(data, a, b)
+        elif number == 3 and wire == 2:
+            s.state = _text(data, a, b)
+    return s

@@ -1,0 +1,141 @@
+"""Beginning and end of the job, this process's place in it, and what is built in: as in Horovod."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+from . import _engine
+from .process_sets import ProcessSet
+
+Average = _engine.Average
+Sum = _engine.Sum
+Adasum = _engine.Adasum
+Min = _engine.Min
+Max = _engine.Max
+Product = _engine.Product
+
+_engine_ = _engine.engine
+
+
+def init(
+    comm: Any = None, process_sets: Optional[Union[str, Sequence[Union[ProcessSet, Sequence[int]]]]] = None
+) -> None:
+    """Joins this process to its job, and waits until all ranks have come. Again while it is in the job it does nothing.
+
+    The job is that of hvdrun, mpirun, srun or torchrun; without a launcher this process is rank 0 of 1.
+
+    comm is None, or all ranks of the job: a list of them, or a communicator of mpi4py. For a part of the job use process
+    sets. process_sets are sets to register, the same in the same order at all ranks, or "dynamic" if they shall be added
+    later. A ValueError if one is a duplicate.
+    """
+    sets: List[ProcessSet] = []
+    settings: Dict[str, str] = {}
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f'process_sets is {process_sets!r}, want a list, None or "dynamic"')
+        settings["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    elif process_sets is not None:
+        for k, given in enumerate(process_sets):
+            s = given if isinstance(given, ProcessSet) else ProcessSet(given)
+            if s.ranks is None:
+                s.ranks = _engine.ranks_of(s.mpi_comm)
+            if any(s.ranks == other.ranks for other in sets):
+                raise ValueError(f"process_sets entry number {k} is a duplicate: {s}")
+            sets.append(s)
+    _engine_.init(sets, settings)
+    if comm is not None:
+        size = _engine_.place().size
+        ranks = _engine.ranks_of(comm) if hasattr(comm, "Get_rank") else sorted(comm)
+        if ranks and ranks != list(range(size)):
+            _engine_.shutdown()
+            raise ValueError(f"comm has ranks {ranks} of the job's {size}: for a part of the job use process_sets")
+
+
+def shutdown() -> None:
+    """Leaves the job, which ends for all ranks: what they have not all asked for fails. ``init`` may follow again."""
+    _engine_.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` has succeeded and no ``shutdown`` has followed."""
+    return _engine_.initialized()
+
+
+def rank() -> int:
+    """This process's number in the job, 0 to size()-1. Like all queries a ValueError before ``init``."""
+    return _engine_.place().rank
+
+
+def size() -> int:
+    """The number of processes in the job."""
+    return _engine_.place().size
+
+
+def local_rank() -> int:
+    """This process's number among those of its host."""
+    return _engine_.place().local_rank
+
+
+def local_size() -> int:
+    """The number of processes on this host."""
+    return _engine_.place().local_size
+
+
+def cross_rank() -> int:
+    """The number of this host among those that have this local rank."""
+    return _engine_.place().cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have this local rank."""
+    return _engine_.place().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has equally many ranks."""
+    return _engine_.place().homogeneous
+
+
+# What Horovod can be built with. The transport here is always there, and stands for Gloo's.
+
+
+def mpi_threads_supported() -> bool:
+    _engine_.place()
+    return False
+
+
+def mpi_enabled() -> bool:
+    return False
+
+
+def mpi_built() -> bool:
+    return False
+
+
+def gloo_enabled() -> bool:
+    return True
+
+
+def gloo_built() -> bool:
+    return True
+
+
+def nccl_built() -> int:
+    """The version of NCCL, or 0."""
+    return 0
+
+
+def ddl_built() -> bool:
+    return False
+
+
+def ccl_built() -> bool:
+    return False
+
+
+def cuda_built() -> bool:
+    return False
+
+
+def rocm_built() -> bool:
+    return False

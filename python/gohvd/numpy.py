@@ -1,0 +1,355 @@
+"""Collectives on numpy arrays.
+
+Every operation has a form that waits and gives the result, and one with ``_async`` that gives a ``Handle``. Arrays are any
+of bool, the integers of 8 to 64 bits without uint32 and uint64, float16, float32 and float64. An array over memory of
+``gohvd.alloc`` (``alloc`` here) is not copied. Names are what ranks match by; without one calls are matched in their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, List, Optional, Sequence, Tuple, TypeVar, Union
+
+import numpy as np
+
+from . import _engine
+from . import _wire as wire
+from ._engine import Adasum, Average, AverageActive, Max, Min, Product, Shape, Sum
+from .basics import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from .exceptions import HorovodInternalError
+from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+
+__all__ = [
+    "Adasum", "Average", "AverageActive", "Handle", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum",
+    "add_process_set", "allgather", "allgather_async", "alloc", "allreduce", "allreduce_async", "alltoall",
+    "alltoall_async", "barrier", "broadcast", "broadcast_async", "cross_rank", "cross_size", "global_process_set",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_async",
+    "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
+    "local_rank", "local_size", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "shutdown", "size",
+]  # fmt: skip
+
+Array = np.ndarray
+R = TypeVar("R")
+
+
+class _Numpy(_engine.Framework[Array]):
+    def address(self, x: Array) -> int:
+        return x.ctypes.data
+
+    def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Array:
+        return np.frombuffer(view, dtype=dtype).reshape(shape)
+
+    def copy(self, target: Array, source: Array) -> None:
+        np.copyto(target, source)
+
+    def clone(self, x: Array, like: Array) -> Array:
+        return x.copy()
+
+    def fresh(self, data: memoryview, dtype: Any, shape: Shape, like: Array) -> Array:
+        return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
+
+
+_numpy = _Numpy()
+
+
+class Handle(Generic[R]):
+    """An operation in flight. Its arrays must not be written, nor its output read, until it is done."""
+
+    __slots__ = ("_call", "_take")
+
+    def __init__(self, call: _engine.Call[Array], take: Any) -> None:
+        self._call = call
+        self._take = take
+
+    def done(self) -> bool:
+        """Whether it is done, so that ``wait`` returns at once."""
+        return self._call.done()
+
+    def wait(self) -> R:
+        """Waits and gives the result; again it gives the same."""
+        result: R = self._take(self._call)
+        return result
+
+
+def _one(call: _engine.Call[Array]) -> Array:
+    return call.results()[0]
+
+
+def _all(call: _engine.Call[Array]) -> List[Array]:
+    return call.results()
+
+
+def _with_splits(call: _engine.Call[Array]) -> Tuple[Array, List[int]]:
+    return call.results()[0], list(call.received)
+
+
+def _code(dtype: np.dtype) -> Tuple[int, int]:
+    known = wire.DTYPES.get(dtype.name)
+    if known is None or not dtype.isnative:
+        raise ValueError(f"numpy arrays of type {dtype} cannot be communicated")
+    if dtype.kind not in "biuf":
+        # Such as ml_dtypes': numpy knows their size and nothing of their arithmetic, and frombuffer refuses them.
+        raise ValueError(f"numpy has no {dtype.name} of its own: use float32, or torch.bfloat16 with gohvd.torch")
+    return known
+
+
+def _begin(
+    kind: int,
+    xs: Sequence[Any],
+    name: Optional[str],
+    process_set: ProcessSet,
+    out: Optional[Sequence[Array]] = None,
+    **kw: Any,
+) -> _engine.Call[Array]:
+    if not len(xs):
+        raise ValueError("a group of no arrays")
+    arrays = [np.asarray(x, order="C") for x in xs]
+    dtype = arrays[0].dtype
+    code = _code(dtype)
+    shapes = []
+    for x in arrays:
+        if x.dtype != dtype:
+            raise ValueError(f"a group with arrays of type {dtype} and {x.dtype}: one type is possible")
+        shapes.append(x.shape)
+    targets: Optional[Sequence[Array]] = None
+    if out is not None:
+        if len(out) != len(arrays):
+            raise ValueError(f"{len(out)} arrays for {len(arrays)} results")
+        for o, x in zip(out, arrays):
+            if o.dtype != dtype or o.shape != x.shape or not o.flags.writeable:
+                raise ValueError(f"out is {o.dtype} of shape {o.shape}, want a writable {dtype} of shape {x.shape}")
+        targets = arrays if all(o is x for o, x in zip(out, arrays)) else out
+    return _engine.engine.begin(
+        _numpy, kind, arrays, tuple(shapes), dtype, code, process_set, name, targets=targets, **kw
+    )
+
+
+def _allreduce(
+    array: Any,
+    op: int,
+    name: Optional[str],
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    out: Optional[Array],
+    at_once: bool,
+) -> _engine.Call[Array]:
+    return _begin(
+        wire.ALLREDUCE, [array], name, process_set, None if out is None else [out],
+        reduce_op=_reduction(op), prescale=prescale, postscale=postscale, at_once=at_once,
+    )  # fmt: skip
+
+
+def allreduce_async(
+    array: Any,
+    op: int = Average,
+    name: Optional[str] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    out: Optional[Array] = None,
+) -> Handle[Array]:
+    return Handle(_allreduce(array, op, name, prescale_factor, postscale_factor, process_set, out, False), _one)
+
+
+def allreduce(
+    array: Any,
+    op: int = Average,
+    name: Optional[str] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    out: Optional[Array] = None,
+) -> Array:
+    """Reduces array over all ranks, element by element. It has the same shape and type at all of them. out, which may be
+    the array itself, takes the result; otherwise that is a new array."""
+    return _one(_allreduce(array, op, name, prescale_factor, postscale_factor, process_set, out, True))
+
+
+def grouped_allreduce_async(
+    arrays: Sequence[Any],
+    op: int = Average,
+    name: Optional[str] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    out: Optional[Sequence[Array]] = None,
+) -> Handle[List[Array]]:
+    call = _begin(
+        wire.ALLREDUCE, arrays, name, process_set, out, grouped=True,
+        reduce_op=_reduction(op), prescale=prescale_factor, postscale=postscale_factor,
+    )  # fmt: skip
+    return Handle(call, _all)
+
+
+def grouped_allreduce(
+    arrays: Sequence[Any],
+    op: int = Average,
+    name: Optional[str] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    out: Optional[Sequence[Array]] = None,
+) -> List[Array]:
+    """Reduces arrays of one type as ``allreduce`` does, all or none."""
+    return grouped_allreduce_async(arrays, op, name, prescale_factor, postscale_factor, process_set, out).wait()
+
+
+def allgather_async(
+    array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Handle[Array]:
+    return Handle(_begin(wire.ALLGATHER, [array], name, process_set), _one)
+
+
+def allgather(array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Array:
+    """The arrays of all ranks, one behind the other along the first dimension, in which they may differ."""
+    return allgather_async(array, name, process_set).wait()
+
+
+def grouped_allgather_async(
+    arrays: Sequence[Any], name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Handle[List[Array]]:
+    return Handle(_begin(wire.ALLGATHER, arrays, name, process_set, grouped=True), _all)
+
+
+def grouped_allgather(
+    arrays: Sequence[Any], name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> List[Array]:
+    """Gathers arrays of one type as ``allgather`` does, all or none."""
+    return grouped_allgather_async(arrays, name, process_set).wait()
+
+
+def broadcast_async(
+    array: Any,
+    root_rank: int,
+    name: Optional[str] = None,
+    process_set: ProcessSet = global_process_set,
+    out: Optional[Array] = None,
+) -> Handle[Array]:
+    _engine.check_root(root_rank, process_set)
+    call = _begin(wire.BROADCAST, [array], name, process_set, None if out is None else [out], root=root_rank)
+    return Handle(call, _one)
+
+
+def broadcast(
+    array: Any,
+    root_rank: int,
+    name: Optional[str] = None,
+    process_set: ProcessSet = global_process_set,
+    out: Optional[Array] = None,
+) -> Array:
+    """The array of rank root_rank, which is a rank of the job also on a process set. Shape and type are the same at all."""
+    return broadcast_async(array, root_rank, name, process_set, out).wait()
+
+
+def alltoall_async(
+    array: Any,
+    splits: Optional[Sequence[int]] = None,
+    name: Optional[str] = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Tuple[Array, List[int]]]:
+    array = np.asarray(array, order="C")
+    given = _engine.check_splits(splits, array.shape, process_set)
+    return Handle(_begin(wire.ALLTOALL, [array], name, process_set, splits=given), _with_splits)
+
+
+def alltoall(
+    array: Any,
+    splits: Optional[Sequence[int]] = None,
+    name: Optional[str] = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tuple[Array, List[int]]:
+    """Sends rows to all members, splits[i] to the i-th or, without splits, equally many to each. Gives the rows that came,
+    in the order of the members, and how many came from each."""
+    return alltoall_async(array, splits, name, process_set).wait()
+
+
+def reducescatter_async(
+    array: Any,
+    op: int = Average,
+    name: Optional[str] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Array]:
+    call = _begin(
+        wire.REDUCESCATTER, [array], name, process_set,
+        reduce_op=_reduction(op), prescale=prescale_factor, postscale=postscale_factor,
+    )  # fmt: skip
+    return Handle(call, _one)
+
+
+def reducescatter(
+    array: Any,
+    op: int = Average,
+    name: Optional[str] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """Reduces array as ``allreduce`` does and gives each rank its part of the rows: as even as can be, the first ranks one
+    more."""
+    return reducescatter_async(array, op, name, prescale_factor, postscale_factor, process_set).wait()
+
+
+def grouped_reducescatter_async(
+    arrays: Sequence[Any],
+    op: int = Average,
+    name: Optional[str] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[List[Array]]:
+    call = _begin(
+        wire.REDUCESCATTER, arrays, name, process_set, grouped=True,
+        reduce_op=_reduction(op), prescale=prescale_factor, postscale=postscale_factor,
+    )  # fmt: skip
+    return Handle(call, _all)
+
+
+def grouped_reducescatter(
+    arrays: Sequence[Any],
+    op: int = Average,
+    name: Optional[str] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> List[Array]:
+    """Reduces and scatters arrays of one type as ``reducescatter`` does, all or none."""
+    return grouped_reducescatter_async(arrays, op, name, prescale_factor, postscale_factor, process_set).wait()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Waits until all members have called it."""
+    _engine.engine.simple(wire.BARRIER, process_set)
+
+
+def join() -> int:
+    """Says that this rank has no more data, and waits until all have joined; the others' allreduces go on meanwhile. The
+    rank that joined last."""
+    return _engine.engine.simple(wire.JOIN, global_process_set).last_joined
+
+
+def alloc(shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> Array:
+    """An array of zeros in memory that operations work on without copying. It is given back with its last reference."""
+    kind = np.dtype(dtype)
+    _code(kind)
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
+    return np.frombuffer(_engine.engine.alloc(nbytes).view, dtype=kind).reshape(dims)
+
+
+def _reduction(op: int) -> int:
+    if not 0 <= op <= AverageActive:
+        raise ValueError(f"there is no reduction {op!r}")
+    return op

@@ -1,0 +1,83 @@
+"""Process sets: groups of ranks among which operations can run."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Union
+
+from . import _engine
+
+
+class ProcessSet:
+    """Some ranks of the job. It is of use once it was registered, by ``init(process_sets=...)`` or ``add_process_set``.
+
+    Two sets are equal if they are the same object.
+    """
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        """ranks_or_comm is ranks of the job, in any order, or a communicator of mpi4py whose ranks are meant."""
+        self.process_set_id: Optional[int] = None
+        """0 for that of all ranks, then 1, 2, ...; None if it is not registered."""
+        self.ranks: Optional[List[int]] = None
+        """Ascending."""
+        self.mpi_comm: Any = None
+        if hasattr(ranks_or_comm, "Get_rank"):
+            self.mpi_comm = ranks_or_comm
+        elif ranks_or_comm is not None:
+            self.ranks = sorted({_rank(r) for r in ranks_or_comm})
+
+    def _invalidate(self) -> None:
+        self.process_set_id = None
+
+    def size(self) -> Optional[int]:
+        """The number of members, or None if the set is not registered."""
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        return len(self.ranks)
+
+    def rank(self) -> Optional[int]:
+        """This process's position among the members, or None if it is none, or the set is not registered."""
+        if self.process_set_id is None or self.ranks is None or not self.included():
+            return None
+        return self.ranks.index(_engine.engine.place().rank)
+
+    def included(self) -> Optional[bool]:
+        """Whether this process is a member, or None if the set is not registered."""
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        return _engine.engine.place().rank in self.ranks
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+    __str__ = __repr__
+
+
+def _rank(r: Any) -> int:
+    if int(r) != r or r < 0:
+        raise ValueError(f"a process set with {r!r}, which is no rank")
+    return int(r)
+
+
+global_process_set = ProcessSet(None)
+global_process_set.process_set_id = 0
+_engine.engine.global_set = global_process_set
+
+
+def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet:
+    """Registers a process set while the job runs. All ranks must call it with the same ranks, members or not, and it
+    returns when all have. A ValueError if there is such a set already."""
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    _engine.engine.add_set(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Removes a process set. All ranks must call it, and it returns when all have. False if it is not registered, or that
+    of all ranks. Operations that were granted in it finish, others fail."""
+    return _engine.engine.remove_set(process_set)
+
+
+def get_process_set_ids_and_ranks() -> "dict[int, list[int]]":
+    """The ranks of all registered process sets, by number."""
+    return {i: list(s.ranks or ()) for i, s in sorted(_engine.engine.sets().items())}

@@ -1,0 +1,69 @@
+"""Compression of what travels: a tensor is cast to 16 bits before the operation and back after it."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import torch
+
+
+class Compressor:
+    """What a compressor has. Users derive their own; neither method may change its argument."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
+        """Gives the tensor that travels, and what decompress needs to know."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Gives the tensor as it was before compress, with what came back."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Leaves tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor
+
+
+class _Cast(Compressor):
+    """Casts floating point tensors to wire_dtype, and leaves others alone."""
+
+    wire_dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.dtype]]:
+        if not tensor.dtype.is_floating_point or tensor.dtype == cls.wire_dtype:
+            return tensor, None
+        return tensor.to(cls.wire_dtype), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, ctx: Optional[torch.dtype]) -> torch.Tensor:
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class FP16Compressor(_Cast):
+    """Floating point tensors travel as float16: 11 bits of mantissa, up to 65504."""
+
+    wire_dtype = torch.float16
+
+
+class BF16Compressor(_Cast):
+    """Floating point tensors travel as bfloat16: 8 bits of mantissa, the range of float32. Horovod has no such."""
+
+    wire_dtype = torch.bfloat16
+
+
+class Compression:
+    """The compressors that may be given as compression=."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

@@ -1,0 +1,169 @@
+"""State and objects, handed from one rank to all or from all to all.
+
+Objects travel as pickles (cloudpickle's, where it is installed). A pickle can run any code where it is read, so these are read
+only from ranks of the job, which have proved to each other that they know its secret.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import ctypes
+import pickle
+from typing import Any, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
+
+import torch
+
+from gohvd.process_sets import ProcessSet, global_process_set
+from gohvd.torch.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
+
+try:
+    import cloudpickle as _pickler
+except ImportError:
+    _pickler = pickle
+
+
+def broadcast_parameters(
+    params: Union[Mapping[str, Optional[torch.Tensor]], Iterable[Any]], root_rank: int
+) -> None:
+    """Overwrites tensors with those of root_rank.
+
+    params is what model.state_dict() gives, or named or bare parameters. All ranks give the same, and it is changed in place.
+    All tensors are under way together. Raises ValueError for anything else.
+    """
+    named: List[Tuple[Optional[str], Any]]
+    if isinstance(params, collections.abc.Mapping):
+        named = sorted(params.items())
+    elif isinstance(params, collections.abc.Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
+        named = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    named = [(name, tensor) for name, tensor in named if tensor is not None]
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"invalid params: {name!r} is of type {type(tensor)}, want a tensor")
+    under_way = []
+    for name, tensor in named:
+        # The operations want contiguous memory; weights in channels_last order are not.
+        wire = tensor.detach().contiguous()
+        under_way.append((tensor, wire, broadcast_async_(wire, root_rank, name)))
+    for tensor, wire, handle in under_way:
+        synchronize(handle)
+        if tensor.data_ptr() != wire.data_ptr():
+            tensor.detach().copy_(wire)
+
+
+class _Slot(NamedTuple):
+    """Stands for a tensor, which travels by itself."""
+
+    shape: Tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _take_out(tree: Any, tensors: List[torch.Tensor]) -> Any:
+    """Gives tree with a slot in the place of each tensor; the tensors are appended to tensors."""
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree)
+        return _Slot(tuple(tree.shape), tree.dtype)
+    if isinstance(tree, dict):
+        return {key: _take_out(value, tensors) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_take_out(value, tensors) for value in tree)
+    return tree
+
+
+def _put_in(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Gives tree with the next tensor in the place of each slot."""
+    if isinstance(tree, _Slot):
+        return next(tensors)
+    if isinstance(tree, dict):
+        return {key: _put_in(value, tensors) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_put_in(value, tensors) for value in tree)
+    return tree
+
+
+def _empty(tree: Any) -> List[torch.Tensor]:
+    """Makes a tensor for each slot of tree, in the order of _take_out."""
+    if isinstance(tree, _Slot):
+        return [torch.empty(tree.shape, dtype=tree.dtype)]
+    if isinstance(tree, dict):
+        return [tensor for value in tree.values() for tensor in _empty(value)]
+    if type(tree) in (list, tuple):
+        return [tensor for value in tree for tensor in _empty(value)]
+    return []
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: Optional[torch.nn.Module] = None
+) -> None:
+    """Gives every rank the options and the state of root_rank's optimizer, as its load_state_dict would.
+
+    Ranks may differ in what state they have. A root whose optimizer has not stepped yet has none; then none has any. (Horovod
+    makes state by a step on gradients of zero, which Adam counts and weight decay feels.) As there, gradients of an
+    optimizer without state that are missing become zeros; model tells which of them are sparse and left alone.
+    Raises ValueError for LBFGS, whose state hangs on one parameter for all.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    tensors: List[torch.Tensor] = []
+    tree = _take_out(optimizer.state_dict(), tensors)
+    if not tree["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
+        sparse = _sparse_parameters(model)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p.grad is None and p not in sparse:
+                    p.grad = torch.zeros_like(p)
+    tree = broadcast_object(tree, root_rank, "optimizer_state")
+    at_root = rank() == root_rank
+    wires = [tensor.detach().cpu().contiguous() for tensor in tensors] if at_root else _empty(tree)
+    handles = [broadcast_async_(wire, root_rank, f"optimizer_state.{i}") for i, wire in enumerate(wires)]
+    for handle in handles:
+        synchronize(handle)
+    if not at_root:
+        optimizer.load_state_dict(_put_in(tree, iter(wires)))
+
+
+def _sparse_parameters(model: Optional[torch.nn.Module]) -> Set[torch.Tensor]:
+    """Gives the weights of model whose gradients are sparse."""
+    if model is None:
+        return set()
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+    }
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Gives the object of root_rank, a rank of the job, at all members of process_set; obj does not count at the others.
+
+    The root gets its own object back, the others a copy. Two broadcasts: its length, then its bytes.
+    """
+    # Horovod's name is that of obj's type, which waits forever if only the root has the object.
+    name = "broadcast_object" if name is None else name
+    at_root = rank() == root_rank
+    data = _dumps(obj) if at_root else torch.empty(0, dtype=torch.uint8)
+    length = broadcast_(torch.tensor([data.numel()]), root_rank, f"{name}.sz", process_set)
+    if not at_root:
+        data = torch.empty(int(length.item()), dtype=torch.uint8)
+    broadcast_(data, root_rank, f"{name}.t", process_set)
+    return obj if at_root else _loads(data)
+
+
+def allgather_object(obj: Any, name: Optional[str] = None) -> List[Any]:
+    """Gives a list of all ranks' objects, by rank. Two allgathers: the lengths, then the bytes."""
+    name = "allgather_object" if name is None else name
+    data = _dumps(obj)
+    lengths = allgather(torch.tensor([data.numel()]), f"{name}.sz").tolist()
+    return [_loads(part) for part in torch.split(allgather(data, f"{name}.t"), lengths)]
+
+
+def _dumps(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_pickler.dumps(obj)), dtype=torch.uint8)
+
+
+def _loads(data: torch.Tensor) -> Any:
+    # Without numpy, torch has no other way from a tensor to bytes that does not go by elements.
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

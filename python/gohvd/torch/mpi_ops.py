@@ -1,0 +1,793 @@
+"""The collectives of ``horovod.torch``, with its names, signatures and defaults.
+
+Beyond Horovod: all of torch's element types that have a counterpart in docs/operations.md, bfloat16 and bool among them;
+tensors of any device, which pass through memory of the host; ``alloc_tensor``, for tensors that are not copied.
+
+A tensor in ordinary memory is copied once into memory that the sidecar sees, and once out of it, when ``poll`` or
+``synchronize`` finds the operation done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Type, Union
+
+import torch
+
+from .. import _engine
+from .. import _wire as wire
+from .._engine import Adasum, Average, Max, Min, Product, Shape, Sum
+from ..basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+)
+from ..exceptions import HorovodInternalError
+from ..process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from ..timeline import start_timeline, stop_timeline
+from .compression import Compression, Compressor
+
+__all__ = [
+    "Adasum", "Average", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set",
+    "alloc_tensor", "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
+    "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "ccl_built",
+    "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
+    "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
+    "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size",
+    "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
+]  # fmt: skip
+
+Tensor = torch.Tensor
+
+# Element types: their number and size.
+_DTYPES: Dict[torch.dtype, Tuple[int, int]] = {
+    getattr(torch, name): code for name, code in wire.DTYPES.items() if hasattr(torch, name)
+}
+
+
+class _Torch(_engine.Framework[Tensor]):
+    def address(self, x: Tensor) -> int:
+        return x.data_ptr() if x.is_cpu else 0
+
+    def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Tensor:
+        if not len(view):
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(view, dtype=dtype).view(shape)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        # detach: autograd has no part in this, and a leaf could not be written.
+        if target.requires_grad:
+            target = target.detach()
+        target.copy_(source.detach() if source.requires_grad else source)
+
+    def clone(self, x: Tensor, like: Tensor) -> Tensor:
+        return x.clone() if like.is_cpu else x.to(like.device)
+
+    def fresh(self, data: memoryview, dtype: Any, shape: Shape, like: Tensor) -> Tensor:
+        x = torch.empty(shape, dtype=dtype)
+        if len(data):
+            # Through bytes of x's own, for torch takes no memory that is to be read only.
+            _engine.memory_at(x.data_ptr(), len(data))[:] = data
+        return x if like.is_cpu else x.to(like.device)
+
+
+_torch = _Torch()
+
+
+def alloc_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of zeros in memory that operations work on without copying. It is given back with its last reference."""
+    _, itemsize = _code(dtype)
+    count = 1
+    for n in shape:
+        count *= n
+    if count == 0:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    return torch.frombuffer(_engine.engine.alloc(count * itemsize).view, dtype=dtype).view(tuple(shape))
+
+
+def _code(dtype: torch.dtype) -> Tuple[int, int]:
+    code = _DTYPES.get(dtype)
+    if code is None:
+        raise ValueError(f"Tensor type {dtype} is not supported.")
+    return code
+
+
+def _begin(
+    kind: int,
+    tensors: List[Tensor],
+    name: Optional[str],
+    process_set: ProcessSet,
+    targets: Optional[List[Tensor]] = None,
+    reduce_op: int = Average,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = 0,
+    splits: Tuple[int, ...] = (),
+    grouped: bool = False,
+    at_once: bool = False,
+) -> _engine.Call[Tensor]:
+    first = tensors[0]
+    dtype = first.dtype
+    code = _DTYPES.get(dtype)
+    if code is None or first.layout is not torch.strided:
+        raise ValueError(f"Tensor type {first.type()} is not supported.")
+    if not first.is_contiguous():
+        raise ValueError("Tensor is required to be contiguous.")
+    if grouped:
+        for t in tensors:
+            if t.dtype is not dtype or t.layout is not torch.strided:
+                raise ValueError(f"a group of tensors of types {dtype} and {t.type()}: one type is possible")
+            if not t.is_contiguous():
+                raise ValueError("Tensor is required to be contiguous.")
+        shapes: Tuple[Shape, ...] = tuple([t.shape for t in tensors])
+    else:
+        shapes = (first.shape,)
+    return _engine.engine.begin(
+        _torch, kind, tensors, shapes, dtype, code, process_set, name, targets=targets, reduce_op=reduce_op,
+        prescale=prescale, postscale=postscale, root=root, splits=splits, grouped=grouped, at_once=at_once,
+    )  # fmt: skip
+
+
+# Handles.
+
+
+class _Handles:
+    """Operations in flight, by numbers that count from 1 and begin anew with each job."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._entries: Dict[int, Tuple[List[_engine.Call[Tensor]], Callable[[List[_engine.Call[Tensor]]], Any]]] = {}
+
+    def add(self, calls: List[_engine.Call[Tensor]], result: Callable[[List[_engine.Call[Tensor]]], Any]) -> int:
+        """result makes what synchronize gives."""
+        number = next(self._numbers)
+        self._entries[number] = calls, result
+        return number
+
+    def poll(self, number: int) -> bool:
+        entry = self._entries.get(number)
+        if entry is None:
+            raise ValueError(f"handle {number} does not exist, or was synchronized")
+        return all([call.done() for call in entry[0]])
+
+    def take(self, number: int) -> Any:
+        entry = self._entries.pop(number, None)
+        return None if entry is None else entry[1](entry[0])
+
+    def reset(self) -> None:
+        self._numbers = itertools.count(1)
+        self._entries = {}
+
+
+_handles = _Handles()
+_engine.engine.at_shutdown.append(_handles.reset)
+
+
+def poll(handle: int) -> bool:
+    """Whether the operation is done, so that ``synchronize`` returns at once."""
+    return _handles.poll(handle)
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an operation and gives its result: a tensor, a list of them for a group, and for an alltoall a tensor and the
+    splits that were received. None for a handle that is not known, or was synchronized before. HorovodInternalError if the
+    operation has failed."""
+    return _handles.take(handle)
+
+
+def _one(calls: List[_engine.Call[Tensor]]) -> Tensor:
+    return calls[0].results()[0]
+
+
+def _with_splits(calls: List[_engine.Call[Tensor]]) -> Tuple[Tensor, Tensor]:
+    call = calls[0]
+    output = call.results()[0]
+    return output, torch.tensor(call.received, dtype=torch.int32)
+
+
+def _reduction(op: Optional[int], average: Optional[bool]) -> int:
+    if average is not None:
+        if op is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        warnings.warn("Parameter `average` is deprecated: use `op`, hvd.Average or hvd.Sum", DeprecationWarning, stacklevel=3)
+        return Average if average else Sum
+    if op is None:
+        return Average
+    if not Average <= op <= Product:
+        raise ValueError(f"there is no reduction {op!r}")
+    return op
+
+
+def _wants_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+# Groups. One operation has one element type, so a group of several travels as one operation for each.
+
+_Parts = List[Tuple[List[int], _engine.Call[Tensor]]]
+
+
+def _begin_group(
+    kind: int,
+    tensors: Sequence[Tensor],
+    name: Optional[str],
+    process_set: ProcessSet,
+    in_place: bool = False,
+    **kw: Any,
+) -> Tuple[List[_engine.Call[Tensor]], Callable[[List[_engine.Call[Tensor]]], List[Tensor]]]:
+    """The operations of a group, and what makes their results a list in the order of tensors."""
+    by_type: Dict[torch.dtype, List[int]] = {}
+    for i, t in enumerate(tensors):
+        by_type.setdefault(t.dtype, []).append(i)
+    if not by_type:
+        raise ValueError("a group of no tensors")
+    calls = []
+    for dtype, members in by_type.items():
+        part = [tensors[i] for i in members]
+        part_name = name if name is None or len(by_type) == 1 else f"{name}.{str(dtype).split('.')[-1]}"
+        calls.append(_begin(kind, part, part_name, process_set, part if in_place else None, grouped=True, **kw))
+    places = list(by_type.values())
+
+    def results(calls: List[_engine.Call[Tensor]]) -> List[Tensor]:
+        out: Dict[int, Tensor] = {}
+        for members, call in zip(places, calls):
+            out.update(zip(members, call.results()))
+        return [out[i] for i in range(len(out))]
+
+    return calls, results
+
+
+# Allreduce.
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    op: Optional[int] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """``allreduce`` without the wait and without autograd: a handle, whose result is a new tensor. The tensor must not be
+    written until then."""
+    op = _reduction(op, average)
+    return _handles.add(
+        [_begin(wire.ALLREDUCE, [tensor], name, process_set, None, op, prescale_factor, postscale_factor)], _one
+    )
+
+
+class HorovodAllreduce(torch.autograd.Function):
+    """An allreduce whose gradient is the same allreduce of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: Optional[str], op: int, pre: float, post: float, ps: ProcessSet) -> Tensor:
+        ctx.how = op, pre, post, ps
+        return _begin(wire.ALLREDUCE, [tensor], name, ps, None, op, pre, post, at_once=True).results()[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        op, pre, post, ps = ctx.how
+        grad = allreduce(
+            grad_output.contiguous(), op=op, prescale_factor=pre, postscale_factor=post, process_set=ps
+        )
+        return grad, None, None, None, None, None
+
+
+def allreduce(
+    tensor: Tensor,
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    compression: Type[Compressor] = Compression.none,
+    op: Optional[int] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduces a tensor over all ranks, element by element: the average unless op says otherwise. The tensor has the same
+    shape and type at all ranks. A new tensor, through which autograd sees."""
+    op = _reduction(op, average)
+    compressed, ctx = compression.compress(tensor)
+    if _wants_grad(compressed):
+        out = HorovodAllreduce.apply(compressed, name, op, prescale_factor, postscale_factor, process_set)
+    else:
+        call = _begin(
+            wire.ALLREDUCE, [compressed], name, process_set, None, op, prescale_factor, postscale_factor, at_once=True
+        )
+        out = call.results()[0]
+    return compression.decompress(out, ctx)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    op: Optional[int] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """``allreduce_`` without the wait. The tensor must not be touched until the handle is synchronized."""
+    op = _reduction(op, average)
+    tensors = [tensor]
+    return _handles.add(
+        [_begin(wire.ALLREDUCE, tensors, name, process_set, tensors, op, prescale_factor, postscale_factor)], _one
+    )
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    op: Optional[int] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """``allreduce`` in place, without autograd."""
+    op = _reduction(op, average)
+    tensors = [tensor]
+    call = _begin(
+        wire.ALLREDUCE, tensors, name, process_set, tensors, op, prescale_factor, postscale_factor, at_once=True
+    )
+    return call.results()[0]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    op: Optional[int] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """``grouped_allreduce`` without the wait and without autograd."""
+    op = _reduction(op, average)
+    return _handles.add(
+        *_begin_group(
+            wire.ALLREDUCE, tensors, name, process_set,
+            reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
+        )
+    )  # fmt: skip
+
+
+class HorovodGroupedAllreduce(torch.autograd.Function):
+    """A grouped allreduce, as HorovodAllreduce."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: Optional[str], op: int, pre: float, post: float, ps: ProcessSet, *tensors: Tensor
+    ) -> Tuple[Tensor, ...]:
+        ctx.how = op, pre, post, ps
+        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, op, pre, post, ps)))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> Any:
+        op, pre, post, ps = ctx.how
+        grads = grouped_allreduce(
+            [g.contiguous() for g in grad_output], op=op, prescale_factor=pre, postscale_factor=post, process_set=ps
+        )
+        return (None, None, None, None, None, *grads)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    compression: Type[Compressor] = Compression.none,
+    op: Optional[int] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> List[Tensor]:
+    """Reduces the tensors of a group as ``allreduce`` does, all or none: a list of new tensors."""
+    op = _reduction(op, average)
+    pairs = [compression.compress(t) for t in tensors]
+    compressed = [p[0] for p in pairs]
+    if any([_wants_grad(t) for t in compressed]):
+        out = HorovodGroupedAllreduce.apply(name, op, prescale_factor, postscale_factor, process_set, *compressed)
+    else:
+        out = synchronize(
+            grouped_allreduce_async(compressed, None, name, op, prescale_factor, postscale_factor, process_set)
+        )
+    return [compression.decompress(t, p[1]) for t, p in zip(out, pairs)]
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    op: Optional[int] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """``grouped_allreduce_`` without the wait."""
+    op = _reduction(op, average)
+    return _handles.add(
+        *_begin_group(
+            wire.ALLREDUCE, tensors, name, process_set, True,
+            reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
+        )
+    )  # fmt: skip
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: Optional[bool] = None,
+    name: Optional[str] = None,
+    op: Optional[int] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> List[Tensor]:
+    """``grouped_allreduce`` in place, without autograd."""
+    op = _reduction(op, average)
+    return synchronize(
+        grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set)
+    )
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: Optional[str], op: Optional[int], process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Adds sparse tensors by gathering their elements. What it gives is called to wait, and gives the sum, or the average, as
+    a sparse tensor that is not coalesced."""
+    op = Average if op is None else op
+    if op not in (Average, Sum):
+        raise ValueError(f"a sparse allreduce averages or sums; there is no reduction {op!r} of sparse tensors")
+    # One row for each element: rows are what is gathered.
+    indices = allgather_async(
+        tensor._indices().transpose(0, 1).contiguous(), None if name is None else f"{name}.indices", process_set
+    )
+    values = allgather_async(
+        tensor._values().contiguous(), None if name is None else f"{name}.values", process_set
+    )
+
+    def result() -> Tensor:
+        all_values, all_indices = synchronize(values), synchronize(indices)
+        if op == Average:
+            all_values = all_values / process_set.size()
+        return torch.sparse_coo_tensor(
+            all_indices.transpose(0, 1), all_values, tensor.size(), dtype=tensor.dtype, device=tensor.device
+        )
+
+    return result
+
+
+# Allgather.
+
+
+def allgather_async(
+    tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """``allgather`` without the wait and without autograd."""
+    return _handles.add([_begin(wire.ALLGATHER, [tensor], name, process_set)], _one)
+
+
+def _gathered_rows(rows: List[int], process_set: ProcessSet) -> List[Tuple[int, int]]:
+    """For each tensor that was gathered: where this rank's rows begin, and how many they are."""
+    everyone = allgather(torch.tensor([rows], dtype=torch.int64), process_set=process_set)
+    me = process_set.rank()
+    assert me is not None
+    begins = everyone[:me].sum(0).tolist()
+    return list(zip(begins, rows))
+
+
+class HorovodAllgather(torch.autograd.Function):
+    """An allgather whose gradient is this rank's rows of the average of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: Optional[str], ps: ProcessSet) -> Tensor:
+        ctx.rows, ctx.ps = tensor.shape[0] if tensor.dim() else 0, ps
+        return _begin(wire.ALLGATHER, [tensor], name, ps, at_once=True).results()[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        grad = allreduce(grad_output.contiguous(), op=Average, process_set=ctx.ps)
+        begin, rows = _gathered_rows([ctx.rows], ctx.ps)[0]
+        return grad.narrow(0, begin, rows), None, None
+
+
+def allgather(tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """The tensors of all ranks, one behind the other along the first dimension, in which they may differ."""
+    if _wants_grad(tensor):
+        return HorovodAllgather.apply(tensor, name, process_set)
+    return _begin(wire.ALLGATHER, [tensor], name, process_set, at_once=True).results()[0]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """``grouped_allgather`` without the wait and without autograd."""
+    return _handles.add(*_begin_group(wire.ALLGATHER, tensors, name, process_set))
+
+
+class HorovodGroupedAllgather(torch.autograd.Function):
+    """A grouped allgather, as HorovodAllgather."""
+
+    @staticmethod
+    def forward(ctx: Any, name: Optional[str], ps: ProcessSet, *tensors: Tensor) -> Tuple[Tensor, ...]:
+        ctx.rows, ctx.ps = [t.shape[0] if t.dim() else 0 for t in tensors], ps
+        return tuple(synchronize(grouped_allgather_async(tensors, name, ps)))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> Any:
+        grads = grouped_allreduce([g.contiguous() for g in grad_output], op=Average, process_set=ctx.ps)
+        own = [g.narrow(0, begin, rows) for g, (begin, rows) in zip(grads, _gathered_rows(ctx.rows, ctx.ps))]
+        return (None, None, *own)
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> List[Tensor]:
+    """Gathers the tensors of a group as ``allgather`` does, all or none."""
+    if any([_wants_grad(t) for t in tensors]):
+        return list(HorovodGroupedAllgather.apply(name, process_set, *tensors))
+    return synchronize(grouped_allgather_async(tensors, name, process_set))
+
+
+# Broadcast.
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """``broadcast`` without the wait and without autograd."""
+    _engine.check_root(root_rank, process_set)
+    return _handles.add([_begin(wire.BROADCAST, [tensor], name, process_set, root=root_rank)], _one)
+
+
+class HorovodBroadcast(torch.autograd.Function):
+    """A broadcast whose gradient is the average of the gradients, at the root."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: Optional[str], ps: ProcessSet) -> Tensor:
+        ctx.root_rank, ctx.ps = root_rank, ps
+        return synchronize(broadcast_async(tensor, root_rank, name, ps))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        grad = allreduce(grad_output.contiguous(), op=Average, process_set=ctx.ps)
+        if rank() != ctx.root_rank:
+            grad = torch.zeros_like(grad)
+        return grad, None, None, None
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """The tensor of rank root_rank, which is a rank of the job also on a process set. Shape and type are the same at all
+    ranks."""
+    if _wants_grad(tensor):
+        return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
+    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """``broadcast_`` without the wait."""
+    _engine.check_root(root_rank, process_set)
+    tensors = [tensor]
+    return _handles.add([_begin(wire.BROADCAST, tensors, name, process_set, tensors, root=root_rank)], _one)
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """``broadcast`` in place, without autograd."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+# Alltoall.
+
+_Splits = Union[None, Tensor, Sequence[int]]
+
+
+def _splits(splits: _Splits, tensor: Tensor, process_set: ProcessSet) -> Tuple[int, ...]:
+    if isinstance(splits, Tensor):
+        if splits.dim() != 1 or splits.dtype != torch.int32:
+            raise ValueError(f"alltoall: splits are {splits.dtype} of shape {tuple(splits.shape)}, want int32 in one dimension")
+        splits = splits.tolist()
+    return _engine.check_splits(splits, tensor.shape, process_set)
+
+
+def alltoall_async(
+    tensor: Tensor, splits: _Splits = None, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """``alltoall`` without the wait and without autograd. ``synchronize`` always gives the pair."""
+    given = _splits(splits, tensor, process_set)
+    return _handles.add([_begin(wire.ALLTOALL, [tensor], name, process_set, splits=given)], _with_splits)
+
+
+class HorovodAlltoall(torch.autograd.Function):
+    """An alltoall whose gradient sends the rows of the gradient back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, splits: _Splits, name: Optional[str], ps: ProcessSet
+    ) -> Tuple[Tensor, Tensor]:
+        output, received = synchronize(alltoall_async(tensor, splits, name, ps))
+        ctx.received, ctx.ps, ctx.rows = received, ps, tensor.shape[0]
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> Any:
+        grad, _ = synchronize(alltoall_async(grad_output.contiguous(), ctx.received, process_set=ctx.ps))
+        if grad.shape[0] < ctx.rows:
+            # The rows behind the last split went nowhere.
+            rest = (ctx.rows - grad.shape[0],) + tuple(grad.shape[1:])
+            grad = torch.cat([grad, grad.new_zeros(rest)])
+        return grad, None, None, None
+
+
+def alltoall(
+    tensor: Tensor, splits: _Splits = None, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    """Sends rows to all members: splits[i] to the i-th, or equally many to each. Gives the rows that came, in the order of
+    the members, and, if splits were given, how many came from each, as int32."""
+    if _wants_grad(tensor):
+        output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
+    else:
+        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+    return output if splits is None else (output, received)
+
+
+# Reducescatter.
+
+
+def _scattered(op: int) -> int:
+    if op not in (Average, Sum):
+        # The exception is Horovod's. The sidecar could do it, as gohvd.numpy shows.
+        raise HorovodInternalError(f"a reducescatter averages or sums; there is no reduction {op!r}")
+    return op
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: Optional[str] = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """``reducescatter`` without the wait and without autograd."""
+    op = _scattered(op)
+    call = _begin(wire.REDUCESCATTER, [tensor], name, process_set, None, op, prescale_factor, postscale_factor)
+    return _handles.add([call], _one)
+
+
+def _scatter_scale(op: int, pre: float, post: float, ps: ProcessSet) -> float:
+    """What the gathered gradients of a reducescatter are multiplied with."""
+    members = ps.size()
+    assert members is not None
+    return pre * post * (members if op == Sum else 1)
+
+
+class HorovodReducescatter(torch.autograd.Function):
+    """A reducescatter whose gradient is the allgather of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float) -> Tensor:
+        ctx.how = op, pre, post, ps
+        return synchronize(reducescatter_async(tensor, name, op, ps, pre, post))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        op, pre, post, ps = ctx.how
+        scale = _scatter_scale(op, pre, post, ps)
+        grad = allgather(grad_output.contiguous(), process_set=ps)
+        return grad if scale == 1 else grad * scale, None, None, None, None, None
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: Optional[str] = None,
+    compression: Type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Reduces a tensor as ``allreduce`` does, and gives each rank its part of the rows: as even as can be, the first ranks one
+    more."""
+    compressed, ctx = compression.compress(tensor)
+    if _wants_grad(compressed):
+        out = HorovodReducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)
+    else:
+        out = synchronize(reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor))
+    return compression.decompress(out, ctx)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: Optional[str] = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """``grouped_reducescatter`` without the wait and without autograd."""
+    op = _scattered(op)
+    return _handles.add(
+        *_begin_group(
+            wire.REDUCESCATTER, tensors, name, process_set,
+            reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
+        )
+    )  # fmt: skip
+
+
+class HorovodGroupedReducescatter(torch.autograd.Function):
+    """A grouped reducescatter, as HorovodReducescatter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float, *tensors: Tensor
+    ) -> Tuple[Tensor, ...]:
+        ctx.how = op, pre, post, ps
+        return tuple(synchronize(grouped_reducescatter_async(tensors, name, op, ps, pre, post)))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> Any:
+        op, pre, post, ps = ctx.how
+        scale = _scatter_scale(op, pre, post, ps)
+        grads = grouped_allgather([g.contiguous() for g in grad_output], process_set=ps)
+        return (None, None, None, None, None, *[g if scale == 1 else g * scale for g in grads])
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: Optional[str] = None,
+    compression: Type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> List[Tensor]:
+    """Reduces and scatters the tensors of a group as ``reducescatter`` does, all or none."""
+    pairs = [compression.compress(t) for t in tensors]
+    compressed = [p[0] for p in pairs]
+    if any([_wants_grad(t) for t in compressed]):
+        out = HorovodGroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *compressed)
+    else:
+        out = synchronize(
+            grouped_reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
+        )
+    return [compression.decompress(t, p[1]) for t, p in zip(out, pairs)]
+
+
+# Without tensors.
+
+
+def join(device: int = -1) -> int:
+    """Says that this rank has no more data, and waits until all have joined; it takes part in the others' allreduces
+    meanwhile. The rank that joined last. device is Horovod's, and makes no difference here."""
+    return _engine.engine.simple(wire.JOIN, global_process_set).last_joined
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Waits until all members have called it."""
+    _engine.engine.simple(wire.BARRIER, process_set)

@@ -1,0 +1,620 @@
+"""DistributedOptimizer: an optimizer that steps on the gradients of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+import weakref
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Type, Union
+
+import torch
+
+import gohvd
+from gohvd.process_sets import ProcessSet, global_process_set
+from gohvd.torch.compression import Compression, Compressor
+from gohvd.torch.functions import broadcast_object
+from gohvd.torch.mpi_ops import (
+    Adasum,
+    Average,
+    alloc_tensor,
+    allreduce_async_,
+    grouped_allreduce_async_,
+    rocm_built,
+    size,
+    sparse_allreduce_async,
+    synchronize,
+)
+
+_Named = Iterable[Tuple[str, torch.Tensor]]
+_Groups = Union[None, int, List[List[torch.Tensor]]]
+
+# Compressors that need no more than memory of another type.
+_CASTS = (Compression.fp16, Compression.bf16)
+
+_HAS_POST_HOOK = hasattr(torch.Tensor, "register_post_accumulate_grad_hook")
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What the two distributed optimizers share: names, hooks, and when a gradient is complete.
+
+    An instance is of a class made for it, which derives from this and from the class of the optimizer that it takes the place
+    of. It shares that one's param groups and state.
+    """
+
+    # Declared for readers and type checkers; _take_place sets them.
+    process_set: ProcessSet
+    backward_passes_per_step: int
+    _compression: Type[Compressor]
+    _parameter_names: Dict[torch.Tensor, str]
+    _requires_update: Dict[torch.Tensor, None]  # the parameters that are hooked; an ordered set
+    _allreduce_delay: Dict[torch.Tensor, int]  # backward passes until the gradient travels
+    _handles: Dict[Any, Tuple[Any, Any]]  # what is under way, by parameter or tuple of them; with what decompresses it
+    _wires: Dict[torch.Tensor, torch.Tensor]  # memory of compressed tensors, by parameter
+
+    def _take_place(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Optional[_Named],
+        compression: Type[Compressor],
+        backward_passes_per_step: int,
+        process_set: ProcessSet,
+    ) -> None:
+        # A learning rate scheduler replaces the step of the optimizer that it is made for; that belongs to the old one.
+        own = {k: v for k, v in vars(optimizer).items() if not (callable(v) and callable(getattr(type(optimizer), k, None)))}
+        vars(self).update(own)
+        self.param_groups = list(optimizer.param_groups)
+        self._parameter_names = _names(self.param_groups, named_parameters)
+        self._compression = compression
+        self.backward_passes_per_step = backward_passes_per_step
+        self.process_set = process_set
+        self._requires_update = {}
+        self._allreduce_delay = {}
+        self._handles = {}
+        self._wires = {}
+        self._grad_accs: List[Any] = []
+        alone = size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
+        self._hooked = bool(process_set.included()) and not alone
+        if self._hooked:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self._hook(p)
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        for i, p in enumerate(self.param_groups[number]["params"]):
+            self._parameter_names.setdefault(p, f"allreduce.noname.{number}.{i}")
+            if self._hooked:
+                self._hook(p)
+
+    def _hook(self, p: torch.Tensor) -> None:
+        """Has _ready called whenever a backward pass has added to p.grad."""
+        if not p.requires_grad:
+            return
+        self._requires_update[p] = None
+        self._allreduce_delay[p] = self.backward_passes_per_step
+        # Neither hook keeps this optimizer alive: a second one over the same parameters would find the first at work.
+        this = weakref.ref(self)
+
+        def ready(p: torch.Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._ready(p)
+
+        if _HAS_POST_HOOK:
+            hook = p.register_post_accumulate_grad_hook(ready)
+            weakref.finalize(self, hook.remove).atexit = False
+        else:
+            # The node that accumulates into p.grad lives as long as somebody holds it.
+            accumulate = p.expand_as(p).grad_fn.next_functions[0][0]
+            accumulate.register_hook(lambda *_: ready(p))
+            self._grad_accs.append(accumulate)
+
+    def _ready(self, p: torch.Tensor) -> None:
+        if self._allreduce_delay[p] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). "
+                "Increase backward_passes_per_step to accumulate gradients locally."
+            )
+        if p.grad.requires_grad:
+            raise AssertionError("gradients that have gradients (create_graph=True) cannot be reduced")
+        self._allreduce_delay[p] -= 1
+        self._accumulated(p, self._allreduce_delay[p] == 0)
+
+    def _accumulated(self, p: torch.Tensor, last: bool) -> None:
+        """A backward pass has added to p.grad; last if it is the last of the step."""
+        raise NotImplementedError
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Gradients travel after so many backward passes, from the next on."""
+        self.backward_passes_per_step = passes
+        self._reset_delays()
+
+    def _reset_delays(self) -> None:
+        for p in self._allreduce_delay:
+            self._allreduce_delay[p] = self.backward_passes_per_step
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._handles.clear()
+        self._reset_delays()
+        super().load_state_dict(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if self._handles:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(*args, **kwargs)
+
+    def _compress(self, p: torch.Tensor, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
+        """Gives what travels for tensor, which is of p's shape, and what decompresses it."""
+        if self._compression not in _CASTS or not tensor.dtype.is_floating_point or not _in_reach(tensor):
+            return self._compression.compress(tensor)
+        wire = self._wires.get(p)
+        if wire is None:
+            wire = self._wires[p] = alloc_tensor(tuple(tensor.shape), self._compression.wire_dtype)
+        return wire.copy_(tensor), tensor.dtype
+
+    def _drain(self, done: Callable[[Any, Any, Any], None]) -> None:
+        """Waits for all that is under way and gives each to done. If some fail, raises the first error when all have ended."""
+        error: Optional[BaseException] = None
+        try:
+            for key, (handle, ctx) in self._handles.items():
+                try:
+                    done(key, handle() if callable(handle) else synchronize(handle), ctx)
+                except Exception as e:
+                    error = error or e
+        finally:
+            self._handles.clear()
+            self._reset_delays()
+        if error is not None:
+            raise error
+
+
+class _Memory:
+    """Shared memory for one gradient after another, each in the place of the last if nobody holds that any more."""
+
+    def __init__(self) -> None:
+        self.address = 0
+        self._block: Any = None
+        self._last: Callable[[], Optional[memoryview]] = lambda: None
+
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """Gives a tensor as like is, in its order too: autograd wants gradients to lie as their parameters do."""
+        count = like.numel()
+        if count == 0:
+            return torch.empty_like(like)
+        nbytes = count * like.element_size()
+        if self._block is None or self._block.nbytes != nbytes or self._last() is not None:
+            self._block = gohvd.alloc(nbytes)
+        # A tensor's storage, which every view of it shares, holds the buffer that it was made of.
+        buffer = self._block.view[:]
+        self._last = weakref.ref(buffer)
+        flat = torch.frombuffer(buffer, dtype=like.dtype)
+        self.address = flat.data_ptr()
+        return flat.as_strided(like.size(), like.stride()) if _in_order(like) else flat.view(like.shape)
+
+
+class _DistributedOptimizer(_Distributed):
+    """Reduces gradients, then steps."""
+
+    op: int
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+
+    def _begin(
+        self, op: int, gradient_predivide_factor: float, groups: _Groups, sparse_as_dense: bool, views: bool
+    ) -> None:
+        self.op = op
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.sparse_as_dense = sparse_as_dense
+        # What is compressed does not travel from where it lies.
+        self._views = views and self._compression is Compression.none
+        self._memory: Dict[torch.Tensor, _Memory] = {}  # of gradients, by parameter
+        self._was_sparse: Dict[torch.Tensor, int] = {}  # parameters with sparse gradients, and their sparse dimensions
+        self._synchronized = False
+        self._should_synchronize = True
+        self._p_to_group: Dict[torch.Tensor, Tuple[torch.Tensor, ...]] = {}
+        self._group_counts: Dict[Tuple[torch.Tensor, ...], int] = {}  # members whose gradients are complete
+        if groups and self._hooked:
+            self._form_groups(groups)
+
+    def _form_groups(self, groups: Union[int, List[List[torch.Tensor]]]) -> None:
+        # All ranks must form the same groups, and optimizers may list parameters in another order.
+        root = self.process_set.ranks[0]
+        names = broadcast_object(
+            [self._parameter_names[p] for p in self._requires_update], root, "optimizer_groups", self.process_set
+        )
+        order = {name: i for i, name in enumerate(names)}
+        params = sorted(self._requires_update, key=lambda p: order[self._parameter_names[p]])
+        if isinstance(groups, int):
+            each, more = divmod(len(params), groups)
+            ends = [i * each + min(i, more) for i in range(groups + 1)]
+            parts = [params[a:b] for a, b in zip(ends, ends[1:])]
+        else:
+            # Those that are in none travel by themselves.
+            parts = [[p for p in params if any(p is q for q in group)] for group in groups]
+        for group in map(tuple, parts):
+            self._group_counts[group] = 0
+            self._p_to_group.update(dict.fromkeys(group, group))
+
+    def _accumulated(self, p: torch.Tensor, last: bool) -> None:
+        self._adopt(p)
+        if not last:
+            return
+        group = self._p_to_group.get(p)
+        if group is None:
+            self._submit(p)
+            return
+        self._group_counts[group] += 1
+        if self._group_counts[group] == len(group):
+            self._submit_group(group)
+
+    def _adopt(self, p: torch.Tensor) -> torch.Tensor:
+        """Moves p.grad into memory that all ranks of the host reduce in place, unless it lies there, and returns it.
+
+        What a program keeps of a gradient that zero_grad has taken from p stays what it was.
+        """
+        grad = p.grad
+        if grad is None:
+            dims = self._was_sparse.get(p)
+            if dims is not None:
+                p.grad = torch.zeros_like(p).to_sparse(dims)
+            elif self._views and _in_reach(p):
+                p.grad = self._memory_of(p).tensor(p).zero_()
+            else:
+                p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        elif grad.is_sparse:
+            self._was_sparse[p] = grad.sparse_dim()
+        elif self._views and _in_reach(grad):
+            memory = self._memory_of(p)
+            if grad.data_ptr() != memory.address:
+                p.grad = memory.tensor(grad).copy_(grad)
+        return p.grad
+
+    def _memory_of(self, p: torch.Tensor) -> _Memory:
+        memory = self._memory.get(p)
+        if memory is None:
+            memory = self._memory[p] = _Memory()
+        return memory
+
+    def _factors(self) -> Tuple[float, float]:
+        # The average's 1/size comes on top of the second factor.
+        f = self.gradient_predivide_factor
+        return (1.0 / f, f) if self.op == Average else (1.0, 1.0)
+
+    def _submit(self, p: torch.Tensor) -> None:
+        grad = self._adopt(p)
+        name = self._parameter_names[p]
+        if grad.is_sparse and not self.sparse_as_dense:
+            self._handles[p] = (sparse_allreduce_async(grad, name, self.op, process_set=self.process_set), None)
+            return
+        wire, ctx = self._compress(p, _flat(grad))
+        before, after = self._factors()
+        handle = allreduce_async_(
+            wire, name=name, op=self.op, prescale_factor=before, postscale_factor=after, process_set=self.process_set
+        )
+        self._handles[p] = (handle, ctx)
+
+    def _submit_group(self, group: Tuple[torch.Tensor, ...]) -> None:
+        name = self._parameter_names[group[0]]
+        dense = []
+        for p in group:
+            if self._adopt(p).is_sparse and not self.sparse_as_dense:
+                self._submit(p)
+            else:
+                dense.append(p)
+        if not dense:
+            return
+        wires = [self._compress(p, _flat(p.grad)) for p in dense]
+        before, after = self._factors()
+        handle = grouped_allreduce_async_(
+            [wire for wire, _ in wires],
+            name=name,
+            op=self.op,
+            prescale_factor=before,
+            postscale_factor=after,
+            process_set=self.process_set,
+        )
+        self._handles[tuple(dense)] = (handle, [ctx for _, ctx in wires])
+
+    def synchronize(self) -> None:
+        """Waits until every p.grad is that of all ranks. Gradients that this rank has not computed count as zeros."""
+        if self._hooked:
+            submitted = set()
+            for key in self._handles:
+                submitted.update(key if isinstance(key, tuple) else (key,))
+            for p in self._requires_update:
+                if p in submitted:
+                    continue
+                group = self._p_to_group.get(p)
+                if group is None:
+                    self._submit(p)
+                else:
+                    self._submit_group(group)
+                    submitted.update(group)
+            self._group_counts = dict.fromkeys(self._group_counts, 0)
+            self._drain(self._done)
+        self._synchronized = True
+
+    def _done(self, key: Any, output: Any, ctx: Any) -> None:
+        if not isinstance(key, tuple):
+            self._receive(key, output, ctx)
+            return
+        for p, part, c in zip(key, output, ctx):
+            self._receive(p, part, c)
+
+    @torch.no_grad()
+    def _receive(self, p: torch.Tensor, output: torch.Tensor, ctx: Any) -> None:
+        """Makes p.grad what came back."""
+        # Memory of ours needs no decompression: copy_ converts.
+        if ctx is None or output is not self._wires.get(p):
+            output = self._compression.decompress(output, ctx)
+        grad = p.grad
+        if grad is None:
+            p.grad = _unflat(output, p.shape).to(p.dtype)
+        elif grad.is_sparse:
+            # The same object, as for dense gradients: a program may hold it.
+            grad.zero_().add_(output if output.is_sparse else output.to_sparse(grad.sparse_dim()))
+        elif grad.data_ptr() != output.data_ptr():
+            grad.copy_(_unflat(output, grad.shape))
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it step() does not synchronize, for programs that have called synchronize().
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code."
+                )
+            if closure is None:
+                self.synchronize()
+            else:
+                closure = self._synchronizing(closure)
+        self._synchronized = False
+        return super().step() if closure is None else super().step(closure)
+
+    # torch wraps the step of a class that has not this mark, at load_state_dict at the latest: step hooks would run twice.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Gives closure such that the gradients that it computes are those of all ranks when it returns."""
+        if self._handles:
+            self.synchronize()
+
+        def synchronizing() -> Any:
+            loss = closure()
+            self.synchronize()
+            self._synchronized = False
+            return loss
+
+        return synchronizing
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._synchronized = False
+        self._should_synchronize = True
+        self._group_counts = dict.fromkeys(self._group_counts, 0)
+        super().load_state_dict(*args, **kwargs)
+
+
+class _DistributedAdasumOptimizer(_Distributed):
+    """Steps on this rank's gradients as they become complete, and adds the Adasum of all ranks' steps to the weights."""
+
+    def _begin(self) -> None:
+        self._deltas: Dict[torch.Tensor, torch.Tensor] = {}
+        self._starts: Dict[torch.Tensor, torch.Tensor] = {}
+
+    def _accumulated(self, p: torch.Tensor, last: bool) -> None:
+        if last:
+            self._submit(p)
+
+    @torch.no_grad()
+    def _submit(self, p: torch.Tensor) -> None:
+        if p not in self._deltas:
+            reach = _in_reach(p)
+            self._deltas[p] = alloc_tensor(tuple(p.shape), p.dtype) if reach else torch.empty_like(
+                p, memory_format=torch.contiguous_format
+            )
+            self._starts[p] = torch.empty_like(p)
+        start, delta = self._starts[p], self._deltas[p]
+        start.copy_(p)
+        self._step_on(p)
+        torch.sub(p, start, out=delta)
+        # Until step() the weights are what they were, whoever reads them.
+        p.copy_(start)
+        wire, ctx = self._compress(p, delta)
+        handle = allreduce_async_(wire, name=self._parameter_names[p], op=Adasum, process_set=self.process_set)
+        self._handles[p] = (handle, ctx)
+
+    def _step_on(self, p: torch.Tensor) -> None:
+        """Has the optimizer step on p alone."""
+        params = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["params"] = [p] if any(p is q for q in group["params"]) else []
+            super().step()
+        finally:
+            for group, all_of_it in zip(self.param_groups, params):
+                group["params"] = all_of_it
+
+    def synchronize(self) -> None:
+        """Does nothing: what the ranks tell each other is their steps, which step() waits for."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        yield
+
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        if not self._hooked:
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for p in self._requires_update:
+            if p not in self._handles:
+                self._submit(p)
+        self._drain(self._done)
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _done(self, p: torch.Tensor, output: torch.Tensor, ctx: Any) -> None:
+        p.add_(self._compression.decompress(output, ctx))
+
+
+def _in_reach(tensor: torch.Tensor) -> bool:
+    """Says whether a tensor can be in shared memory."""
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided
+
+
+def _in_order(tensor: torch.Tensor) -> bool:
+    """Says whether a tensor's elements lie without gaps, but in the order of channels_last."""
+    return not tensor.is_contiguous() and (
+        tensor.is_contiguous(memory_format=torch.channels_last)
+        if tensor.dim() == 4
+        else tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    )
+
+
+def _flat(grad: torch.Tensor) -> torch.Tensor:
+    """Gives a dense gradient as what can travel: the same memory, in the order in which it lies."""
+    if grad.is_sparse:
+        return grad.to_dense()
+    return grad.as_strided((grad.numel(),), (1,)) if _in_order(grad) else grad
+
+
+def _unflat(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Undoes _flat."""
+    if tensor.shape == shape:
+        return tensor
+    return tensor.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+def _names(param_groups: List[Dict[str, Any]], named: Optional[_Named]) -> Dict[torch.Tensor, str]:
+    """Gives the parameters' names. Raises ValueError for names that cannot be right."""
+    if named is None:
+        return {
+            p: f"allreduce.noname.{number}.{i}"
+            for number, group in enumerate(param_groups)
+            for i, p in enumerate(group["params"])
+        }
+    named = list(named)
+    if any(not isinstance(entry, tuple) for entry in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    seen: Dict[str, int] = {}
+    for name, _ in named:
+        seen[name] = seen.get(name, 0) + 1
+    duplicates = [name for name, times in seen.items() if times > 1]
+    if duplicates:
+        raise ValueError(
+            "Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(map(str, duplicates))
+        )
+    names = {p: name for name, p in named}
+    unnamed = [id(p) for group in param_groups for p in group["params"] if p not in names]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
+            + ", ".join(map(str, unnamed))
+        )
+    return names
+
+
+def _check_groups(groups: _Groups) -> None:
+    if groups is None or (isinstance(groups, int) and groups >= 0):
+        return
+    if not isinstance(groups, list):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    seen = set()
+    for group in groups:
+        if not isinstance(group, list) or any(not isinstance(p, torch.Tensor) for p in group):
+            raise ValueError("groups should consist of list of torch.Tensor.")
+        for p in group:
+            if p in seen:
+                raise ValueError("A parameter can only appear once in groups.")
+            seen.add(p)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Optional[_Named] = None,
+    compression: Type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: _Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    gradient_as_arena_view: bool = True,
+) -> Any:
+    """Gives an optimizer in the place of this one that steps on the gradients of all ranks.
+
+    It is of a class derived from optimizer's, with synchronize(), skip_synchronize() and set_backward_passes_per_step()
+    besides. Every gradient starts to travel when backward has made it; step() waits for all. Call zero_grad before the next
+    backward, or after synchronize().
+
+    named_parameters: model.named_parameters(), all of the optimizer's, with names that are the same at all ranks. Without it
+        they are named by their places.
+    compression: what gradients travel as.
+    backward_passes_per_step: how many backward passes add up before gradients travel. Their sum is not divided.
+    op: Average, Sum, ...; with Adasum the ranks step on their own and combine the steps.
+    gradient_predivide_factor: with Average, divide by this before the sum and by size/this after it.
+    groups: lists of parameters that travel together, or how many groups to make of all. num_groups is the old name.
+    sparse_as_dense: sparse gradients travel dense.
+    process_set: whose gradients. At other ranks nothing travels.
+    gradient_as_arena_view: dense gradients on the CPU are moved into shared memory when they first appear, where p.grad
+        stays and from where they are reduced without a copy. zero_grad(set_to_none=True) takes p.grad away and lets the next
+        be moved anew. Of a process that forks, parent and child then share gradients.
+
+    A step with a closure synchronizes after each call of it.
+    Raises ValueError if the arguments make no sense. Errors of the operations come from backward, synchronize and step.
+    """
+    if gradient_predivide_factor != 1.0:
+        if rocm_built():
+            raise ValueError("gradient_predivide_factor not supported yet with ROCm")
+        if op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
+        if groups is None:
+            groups = num_groups
+    _check_groups(groups)
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("the optimizer is a DistributedOptimizer already")
+
+    adasum = op == Adasum and size() > 1
+    base = _DistributedAdasumOptimizer if adasum else _DistributedOptimizer
+    kind = type(optimizer)
+    distributed = object.__new__(type(kind.__name__, (base, kind), {"__doc__": kind.__doc__}))
+    distributed._take_place(optimizer, named_parameters, compression, backward_passes_per_step, process_set)
+    if adasum:
+        distributed._begin()
+    else:
+        distributed._begin(op, gradient_predivide_factor, groups, sparse_as_dense, gradient_as_arena_view)
+    return distributed

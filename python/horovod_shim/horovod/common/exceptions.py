@@ -1,0 +1,5 @@
+import sys
+
+import gohvd.exceptions
+
+sys.modules[__name__] = gohvd.exceptions

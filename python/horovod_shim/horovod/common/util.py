@@ -1,0 +1,129 @@
+"""Small functions that programs take from horovod.common.util."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import re
+from typing import Any, Callable, Iterator, List, Sequence, Tuple, TypeVar
+
+import gohvd.basics
+from gohvd.exceptions import HorovodVersionMismatchError
+
+_T = TypeVar("_T")
+_FRAMEWORKS = {"torch": "gohvd.torch"}
+
+
+@contextlib.contextmanager
+def env(**kwargs: Any) -> Iterator[None]:
+    """Within it the environment has these variables; those that are None are not in it."""
+    before = {name: os.environ.get(name) for name in kwargs}
+    try:
+        _set(kwargs)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Any) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = str(value)
+
+
+def _cache(f: Callable[..., _T]) -> Callable[..., _T]:
+    """Calls f once for the same arguments."""
+    return functools.lru_cache(maxsize=None)(f)
+
+
+def _has(framework: str) -> bool:
+    return framework in _FRAMEWORKS and importlib.util.find_spec(framework) is not None
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Says whether there is support for a framework: for torch, where it is installed."""
+    return _has(ext_base_name)
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Says whether the framework's support can use GPUs."""
+    return _has(ext_base_name) and (gohvd.basics.cuda_built() or gohvd.basics.rocm_built())
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    return bool(gohvd.basics.mpi_built())
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    return bool(gohvd.basics.gloo_built())
+
+
+def nccl_built(verbose: bool = False) -> bool:
+    return bool(gohvd.basics.nccl_built())
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    return bool(gohvd.basics.ddl_built())
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    return bool(gohvd.basics.ccl_built())
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """Raises ImportError if there is no support for the framework that an extension's name begins with."""
+    framework = ext_name.rsplit(".", 1)[-1]
+    if framework not in _FRAMEWORKS and ext_name not in _FRAMEWORKS:
+        raise ImportError(f"gohvd has no support for {ext_name}")
+
+
+def check_installed_version(name: str, version: str, exception: Any = None) -> None:
+    """Raises HorovodVersionMismatchError if the framework that is installed is of another version."""
+    found = getattr(importlib.import_module(name), "__version__")
+    if found != version:
+        mismatch = HorovodVersionMismatchError(name, version, found)
+        if exception is None:
+            raise mismatch
+        raise mismatch from exception
+
+
+def split_list(items: Sequence[_T], num_parts: int) -> List[Sequence[_T]]:
+    """Cuts a list into num_parts; the first ones get one more where that is needed."""
+    size, longer = divmod(len(items), num_parts)
+    parts, start = [], 0
+    for i in range(num_parts):
+        end = start + size + (i < longer)
+        parts.append(items[start:end])
+        start = end
+    return parts
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def is_iterable(x: Any) -> bool:
+    try:
+        iter(x)
+    except TypeError:
+        return False
+    return True
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Compares versions by their numbers; a build's suffix, as in 2.1.0+cpu, does not count.
+
+    Raises ValueError for a target that is not of the form x.y.z.
+    """
+    if not re.match(r"\d+\.\d+\.\d+", target):
+        raise ValueError(f"target version {target!r} is not of the form x.y.z")
+    return _numbers(ver) >= _numbers(target)
+
+
+def _numbers(version: str) -> Tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])

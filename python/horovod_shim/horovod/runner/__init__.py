@@ -1,0 +1,120 @@
+"""Runs a Python function as a job."""
+
+from __future__ import annotations
+
+import multiprocessing.spawn
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+try:
+    import cloudpickle as _pickler
+except ImportError:
+    _pickler = pickle
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Optional[Dict[str, Any]] = None,
+    num_proc: Optional[int] = None,
+    min_num_proc: Optional[int] = None,
+    max_num_proc: Optional[int] = None,
+    slots: Optional[int] = None,
+    reset_limit: Optional[int] = None,
+    cooldown_range: Optional[Sequence[int]] = None,
+    hosts: Optional[str] = None,
+    hostfile: Optional[str] = None,
+    host_discovery_script: Optional[str] = None,
+    start_timeout: Optional[int] = None,
+    ssh_port: Optional[int] = None,
+    ssh_identity_file: Optional[str] = None,
+    disable_cache: Optional[bool] = None,
+    output_filename: Optional[str] = None,
+    verbose: Optional[int] = None,
+    use_gloo: Optional[bool] = None,
+    use_mpi: Optional[bool] = None,
+    mpi_args: Optional[str] = None,
+    network_interfaces: Optional[str] = None,
+    executable: Optional[str] = None,
+    np: Optional[int] = None,
+    min_np: Optional[int] = None,
+    max_np: Optional[int] = None,
+    network_interface: Optional[str] = None,
+) -> List[Any]:
+    """Calls func(*args, **kwargs) at num_proc ranks, one if it is not said, and returns what they return, by rank.
+
+    The ranks are started by hvdrun, which is $HVD_RUN or on the path, with executable, or this Python. Function, arguments and
+    results are pickled into a directory that is this user's alone; ranks on other hosts must see it under the same path: set
+    TMPDIR to a place that they share. Without cloudpickle the function must be one that can be imported; one of the main
+    module can, if that does its work under ``if __name__ == "__main__"``.
+
+    Raises RuntimeError with the ranks' errors if any has failed, NotImplementedError for elastic jobs and MPI.
+    disable_cache, use_gloo: nothing here depends on them.
+    """
+    elastic = (min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range, host_discovery_script)
+    if any(value is not None for value in elastic):
+        raise NotImplementedError("gohvd: run: this version has no elastic jobs")
+    if use_mpi or mpi_args:
+        raise NotImplementedError("gohvd: run: this version has no MPI")
+    ranks = num_proc if num_proc is not None else np
+    command = [_hvdrun()]
+    options = {
+        "--num-proc": 1 if ranks is None and hosts is None and hostfile is None else ranks,
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+        "--start-timeout": start_timeout,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--output-filename": output_filename,
+        "--network-interfaces": network_interfaces or network_interface,
+    }
+    for option, value in options.items():
+        if value is not None:
+            command += [option, str(value)]
+    if verbose:
+        command.append("--verbose")
+    directory = tempfile.mkdtemp(prefix="horovod-run-")
+    try:
+        call = os.path.join(directory, "call")
+        with open(call, "wb") as f:
+            # How a new process makes this one's main module its own, and finds modules where this one does.
+            preparation = multiprocessing.spawn.get_preparation_data("rank")
+            del preparation["authkey"]
+            pickle.dump(preparation, f)
+            _pickler.dump((func, tuple(args), dict(kwargs or {})), f)
+        command += [executable or sys.executable, "-m", "horovod.runner.rank", directory]
+        path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+        status = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+        return _results(directory, status)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _hvdrun() -> str:
+    program = os.environ.get("HVD_RUN") or shutil.which("hvdrun")
+    if program is None:
+        raise RuntimeError("gohvd: run: hvdrun is not on the path, and HVD_RUN does not say where it is")
+    return program
+
+
+def _results(directory: str, status: int) -> List[Any]:
+    results: Dict[int, Any] = {}
+    errors = []
+    size = 0
+    for name in os.listdir(directory):
+        if name.startswith("result."):
+            with open(os.path.join(directory, name), "rb") as f:
+                rank, size, error, value = pickle.load(f)
+            results[rank] = value
+            if error:
+                errors.append(f"rank {rank}: {error}")
+    if errors or status != 0:
+        raise RuntimeError(f"gohvd: run: hvdrun ended with status {status}\n" + "\n".join(sorted(errors)))
+    if not results or len(results) != size:
+        raise RuntimeError(f"gohvd: run: results of ranks {sorted(results)} alone: do all hosts see {directory}?")
+    return [results[rank] for rank in sorted(results)]

@@ -1,0 +1,5 @@
+import sys
+
+import gohvd.torch.compression
+
+sys.modules[__name__] = gohvd.torch.compression

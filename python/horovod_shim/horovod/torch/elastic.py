@@ -1,0 +1,5 @@
+import sys
+
+import gohvd.torch.elastic
+
+sys.modules[__name__] = gohvd.torch.elastic

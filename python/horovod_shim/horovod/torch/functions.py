@@ -1,0 +1,5 @@
+import sys
+
+import gohvd.torch.functions
+
+sys.modules[__name__] = gohvd.torch.functions

@@ -1,0 +1,5 @@
+import sys
+
+import gohvd.torch.optimizer
+
+sys.modules[__name__] = gohvd.torch.optimizer

@@ -1,0 +1,90 @@
+"""Runs all tests with some interpreters at 1, 2 and 3 ranks: ``all.py [--page FILE] INTERPRETER...``.
+
+HVD_RUN is hvdrun, HVD_SIDECAR_BINARY hvdd. The page says what has passed with which versions. Ends with 1 if a test fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import List, NamedTuple
+
+TESTS = pathlib.Path(__file__).resolve().parent
+RANKS = (1, 2, 3)
+_LIMIT_SECONDS = 600
+_VERSIONS = """
+import platform, torch
+try:
+    import numpy
+    n = numpy.__version__
+except ImportError:
+    n = "none"
+print(platform.python_version(), torch.__version__, n)
+"""
+_PAGE = """# Compatibility
+
+What the tests of the Python package, python/tests, say with which versions. `make test-torch2` writes this page.
+
+| Python | torch | numpy | ranks | tests | skipped | failed |
+|---|---|---|---|---|---|---|
+{rows}
+
+Tests are counted at one rank; every rank runs them. Those that are skipped need what this torch has not, or another number
+of ranks.
+"""
+
+
+class Outcome(NamedTuple):
+    tests: int
+    skipped: int
+    failed: List[str]
+
+
+def run(interpreter: str, ranks: int) -> Outcome:
+    tests = skipped = 0
+    failed = []
+    for path in sorted(TESTS.glob("test_*.py")):
+        command = [os.environ["HVD_RUN"], "-np", str(ranks), interpreter, "-m", "unittest", path.stem]
+        env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+        try:
+            job = subprocess.run(
+                command, cwd=TESTS, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_LIMIT_SECONDS
+            )
+            status, output = job.returncode, job.stdout.decode(errors="replace")
+        except subprocess.TimeoutExpired as e:
+            status, output = 124, (e.stdout or b"").decode(errors="replace")
+        ran = re.search(r"^\[0\]<stderr>:Ran (\d+) tests?", output, re.MULTILINE)
+        if status != 0 or ran is None:
+            failed.append(path.stem)
+            print(output)
+        tests += int(ran[1]) if ran else 0
+        skips = re.search(r"^\[0\]<stderr>:OK \(skipped=(\d+)\)", output, re.MULTILINE)
+        skipped += int(skips[1]) if skips else 0
+        print(f"{interpreter} {ranks} {path.stem}: {'failed' if path.stem in failed else 'ok'}", flush=True)
+    return Outcome(tests, skipped, failed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--page", type=pathlib.Path)
+    parser.add_argument("interpreters", nargs="+")
+    o = parser.parse_args()
+    rows, failures = [], 0
+    for interpreter in o.interpreters:
+        versions = subprocess.run([interpreter, "-c", _VERSIONS], stdout=subprocess.PIPE, check=True).stdout.decode()
+        for ranks in RANKS:
+            got = run(interpreter, ranks)
+            failures += len(got.failed)
+            cells = [*versions.split(), ranks, got.tests, got.skipped, ", ".join(got.failed) or "none"]
+            rows.append("| " + " | ".join(map(str, cells)) + " |")
+    if o.page is not None:
+        o.page.write_text(_PAGE.format(rows="\n".join(rows)))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

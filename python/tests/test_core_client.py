@@ -1,0 +1,666 @@
+"""The connection to the sidecar: beginning and end, threads, signals, forks, and sidecars that die or make no sense."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+from typing import Callable, List
+
+import programs
+
+import gohvd.numpy as hvd
+from gohvd import _client
+from gohvd import _wire as wire
+from gohvd._sidecar import find_sidecar, proof
+from gohvd.exceptions import HorovodInternalError, SidecarError
+
+_LIMIT_SECONDS = 100
+
+
+class Bounded(unittest.TestCase):
+    def setUp(self) -> None:
+        faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True)
+        self.addCleanup(faulthandler.cancel_dump_traceback_later)
+
+
+class InTheJob(Bounded):
+    """What all ranks do together."""
+
+    def test_again_and_again(self) -> None:
+        """120 times init, work and shutdown in one process, over one sidecar, without more descriptors or memory maps."""
+        hvd.init()
+        client = hvd._engine.engine.client()
+        pid = client.pid
+        counts: List[int] = []
+        for i in range(120):
+            hvd.init()
+            got = hvd.allreduce([float(hvd.rank()), float(i)], op=hvd.Sum)
+            self.assertEqual(list(got), [hvd.size() * (hvd.size() - 1) / 2, float(i * hvd.size())])
+            self.assertEqual(len(hvd.allgather([hvd.rank()])), hvd.size())
+            hvd.shutdown()
+            self.assertFalse(hvd.is_initialized())
+            counts.append(len(os.listdir("/proc/self/fd")))
+        self.assertEqual(max(counts[10:]), counts[10], "descriptors")
+        self.assertEqual(hvd._engine.engine.client().pid, pid)
+        self.assertEqual(client._pending, {})
+
+    def test_before_init(self) -> None:
+        hvd.init()
+        hvd.shutdown()
+        hvd.shutdown()
+        for query in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_homogeneous):
+            with self.assertRaisesRegex(ValueError, "Horovod has not been initialized; use hvd.init()."):
+                query()
+        with self.assertRaises(HorovodInternalError):
+            hvd.allreduce([1.0])
+        with self.assertRaises(HorovodInternalError):
+            hvd.barrier()
+        with self.assertRaises(ValueError):
+            hvd.add_process_set([0])
+
+    def test_threads(self) -> None:
+        """Threads wait for operations at once; one reads for all."""
+        hvd.init()
+        failures: List[BaseException] = []
+
+        def work(k: int) -> None:
+            try:
+                for i in range(200):
+                    got = hvd.allreduce([float(k), float(i)], op=hvd.Sum, name=f"thread{k}")
+                    assert list(got) == [k * hvd.size(), i * hvd.size()], got
+            except BaseException as e:
+                failures.append(e)
+
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(5)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        self.assertEqual(failures, [])
+
+    def test_the_next_reads(self) -> None:
+        """When who reads has what it wants, one of those that wait takes its place."""
+        hvd.init()
+        client = hvd._engine.engine.client()
+        for _ in range(20):
+            never = _client.Pending()
+            self.assertTrue(client._enter_reader())
+            waiting = threading.Thread(target=client.wait, args=(never,))
+            waiting.start()
+            while not client._waiters:
+                os.sched_yield()
+            with client._cond:
+                pass  # it waits, or will look once more
+            client._leave_reader()
+            while client._enter_reader():
+                client._reader.release()
+                os.sched_yield()
+            never.done = True
+            client.call(wire.status)  # wakes it
+            waiting.join(20)
+            self.assertFalse(waiting.is_alive())
+
+    def test_taken_twice(self) -> None:
+        """An exception of a signal handler may come after an answer was taken and before that was noted."""
+        hvd.init()
+        client = hvd._engine.engine.client()
+        for _ in range(4):
+            hvd.allreduce([1.0], name="taken")
+        client.poll_all()
+        before = client._words[_client._SEEN]
+        self.assertGreater(before, 0, "the ring is used")
+        client._words[_client._SEEN] = before - 1
+        client._state = (wire.frame(b"\x08" + wire.varint(client._just_answered)), 0, (), [], 0)
+        client.poll_all()
+        self.assertFalse(client.over)
+        self.assertEqual(client._words[_client._SEEN], before)
+        self.assertEqual(list(hvd.allreduce([1.0], op=hvd.Sum, name="taken")), [hvd.size()])
+
+    def test_many_in_flight(self) -> None:
+        """More than the ring has entries, begun by ranks in different orders, and waited for in another."""
+        hvd.init()
+        for turn in range(3):
+            order = range(3000) if hvd.rank() % 2 else range(2999, -1, -1)
+            handles = {i: hvd.allreduce_async([float(i)], op=hvd.Sum, name=f"many{i}") for i in order}
+            for i in range(3000):
+                self.assertEqual(handles[i].wait()[0], i * hvd.size())
+
+    def test_names_in_flight(self) -> None:
+        hvd.init()
+        if hvd.size() == 1:
+            return
+        if hvd.rank() == 0:
+            first = hvd.allreduce_async([1.0], name="late")
+            with self.assertRaisesRegex(ValueError, "late.*in flight"):
+                hvd.allreduce_async([1.0], name="late")
+            self.assertFalse(first.done())
+            hvd.barrier()
+            first.wait()
+        else:
+            hvd.barrier()
+            hvd.allreduce([1.0], name="late")
+        # Done, though nobody has looked: the name is free.
+        hvd.allreduce_async([1.0], name="again")
+        hvd.barrier()
+        hvd.allreduce_async([1.0], name="again").wait()
+
+    def test_environment_of_a_later_init(self) -> None:
+        hvd.init()
+        hvd.shutdown()
+        os.environ["HOROVOD_CACHE_CAPACITY"] = "none"
+        try:
+            with self.assertRaisesRegex((ValueError, HorovodInternalError), "HOROVOD_CACHE_CAPACITY"):
+                hvd.init()
+        finally:
+            del os.environ["HOROVOD_CACHE_CAPACITY"]
+        hvd.init()
+
+    def test_a_part_of_the_job(self) -> None:
+        hvd.init(comm=list(range(hvd.size())) if hvd.is_initialized() else None)
+        if hvd.size() > 1:
+            with self.assertRaisesRegex(ValueError, "process_sets"):
+                hvd.init(comm=[0])
+        hvd.shutdown()
+        with self.assertRaisesRegex(ValueError, "entry number 1 is a duplicate"):
+            hvd.init(process_sets=[[0], [0]])
+        with self.assertRaisesRegex(ValueError, "static"):
+            hvd.init(process_sets="static")
+        hvd.init()
+
+
+@unittest.skipUnless(programs.first_rank, "it has nothing to do with other ranks")
+class Alone(Bounded):
+    """Programs of one rank, each in a process of its own."""
+
+    def run_program(self, script: str, *args: str, status: int = 0, **env: str) -> str:
+        """Runs a program, which ends with a status, and gives what it prints."""
+        got = programs.run(script, *args, **env)
+        self.assertEqual(got.returncode, status, f"{got.stdout}\n{got.stderr}")
+        return got.stdout + got.stderr
+
+    def test_the_sidecar_is_killed(self) -> None:
+        out = self.run_program(
+            """
+            import os, signal, threading, time
+            import gohvd.numpy as hvd
+            from gohvd._engine import engine
+            hvd.init()
+            hvd.allreduce([1.0])
+            pid = engine.client().pid
+            block = hvd.alloc(4)
+            block[:] = 3
+            hvd.allreduce(block, out=block)
+            # One thread waits, for what never comes, while another kills.
+            pending = engine.client()
+            def work():
+                p = _client.Pending()
+                pending.wait(p)
+            import gohvd._client as _client
+            p = _client.Pending()
+            pending._pending[1 << 40] = p
+            threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+            begin = time.monotonic()
+            try:
+                pending.wait(p)
+            except hvd.HorovodInternalError as e:
+                print("waiting:", e, time.monotonic() - begin < 5)
+            for f in (lambda: hvd.allreduce([1.0]), hvd.barrier, lambda: pending.call(print)):
+                try:
+                    f()
+                except hvd.HorovodInternalError as e:
+                    print("later:", str(e) == str(p.error()))
+            hvd.shutdown()
+            hvd.init()
+            print("new:", engine.client().pid != pid, hvd.allreduce([1.0], op=hvd.Sum))
+            # What lies in memory that the old one had goes through memory of the new.
+            print("old memory:", hvd.allreduce(block, op=hvd.Sum, out=block), block is not None)
+            """
+        )
+        self.assertIn("was killed by SIGKILL", out)
+        self.assertEqual(out.count("later: True"), 3, out)
+        self.assertIn("new: True [1.]", out)
+        self.assertIn("old memory: [3. 3. 3. 3.]", out)
+        self.assertRegex(out, r"waiting: .* True")
+
+    def test_last_words(self) -> None:
+        with tempfile.TemporaryDirectory() as top:
+            fake = os.path.join(top, "hvdd")
+            with open(fake, "w") as f:
+                f.write("#!/bin/sh\necho out of cheese >&2\nexit 3\n")
+            os.chmod(fake, 0o700)
+            out = self.run_program(
+                """
+                import gohvd.numpy as hvd
+                try:
+                    hvd.init()
+                except hvd.HorovodInternalError as e:
+                    print("error:", str(e).replace(chr(10), " "))
+                """,
+                HVD_SIDECAR_BINARY=fake,
+            )
+        self.assertRegex(out, "error: .*has ended with status 3.*its last words: out of cheese")
+        self.assertEqual(out.count("out of cheese"), 2, "it is passed on as well")
+
+    def test_where_it_is(self) -> None:
+        script = """
+            from gohvd._sidecar import find_sidecar
+            try:
+                print("found", find_sidecar())
+            except RuntimeError as e:
+                print(e)
+            """
+        binary = find_sidecar()
+        self.assertIn(f"found {binary}", self.run_program(script, HVD_SIDECAR_BINARY=binary))
+        self.assertIn("'/nowhere', which is no program", self.run_program(script, HVD_SIDECAR_BINARY="/nowhere"))
+        with tempfile.TemporaryDirectory() as top:
+            out = self.run_program(script, HVD_SIDECAR_BINARY="", PATH=top)
+            for part in ("HVD_SIDECAR_BINARY", os.path.join("gohvd", "bin", "hvdd"), "PATH", "go build ./cmd/hvdd"):
+                self.assertIn(part, out)
+            os.symlink(binary, os.path.join(top, "hvdd"))
+            self.assertIn(f"found {top}/hvdd", self.run_program(script, HVD_SIDECAR_BINARY="", PATH=top))
+            package = os.path.join(top, "gohvd")
+            shutil.copytree(os.path.dirname(_client.__file__), package)
+            os.makedirs(os.path.join(package, "bin"))
+            os.symlink(binary, os.path.join(package, "bin", "hvdd"))
+            out = self.run_program(script, HVD_SIDECAR_BINARY="", PATH=top, PYTHONPATH=top)
+            self.assertIn(f"found {package}/bin/hvdd", out)
+
+    def test_the_sidecar_ends_with_the_program(self) -> None:
+        for end in ("", "os._exit(0)", "os.kill(os.getpid(), 9)", "raise SystemExit"):
+            got = programs.run(
+                f"""
+                import os
+                import gohvd.numpy as hvd
+                from gohvd._engine import engine
+                hvd.init()
+                print(engine.client().pid, flush=True)
+                {end}
+                """
+            )
+            pid = int(got.stdout)
+            deadline = time.monotonic() + 10
+            while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+                os.sched_yield()
+            self.assertFalse(os.path.exists(f"/proc/{pid}"), f"sidecar {pid} lives after {end!r}\n{got.stderr}")
+
+    def test_interrupt(self) -> None:
+        """Ctrl-C ends a wait, and the connection is as good as before, whenever it comes."""
+        out = self.run_program(
+            """
+            import os, signal, threading, time
+            import gohvd.numpy as hvd
+            from gohvd import _client
+            from gohvd._engine import engine
+            hvd.init()
+            client = engine.client()
+            never = _client.Pending()
+            begin = time.monotonic()
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                client.wait(never)
+            except KeyboardInterrupt:
+                print("interrupted", time.monotonic() - begin < 5)
+            # A second thread reads, so that this one waits for it.
+            reader = threading.Thread(target=client.wait, args=(never,), daemon=True)
+            reader.start()
+            while client._reader.acquire(False):
+                client._reader.release()
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                client.wait(_client.Pending())
+            except KeyboardInterrupt:
+                print("interrupted again")
+            never.done = True
+            for i in range(20):
+                hvd.allreduce([1.0])  # wakes the reader, which sees that it is done
+            reader.join(10)
+
+            class Tick(Exception):
+                pass
+            def tick(*_):
+                raise Tick
+            signal.signal(signal.SIGALRM, tick)
+            ticks, steps, i = 0, 0, 0
+            end = time.monotonic() + 3
+            while time.monotonic() < end:
+                i += 1
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.00002 + (i % 97) * 0.000003)
+                    got = hvd.allreduce([float(i)], op=hvd.Sum)
+                    got = hvd.allgather([float(i)])
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    steps += got[0] == i
+                except Tick:
+                    ticks += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            print("ticks", ticks > 20, ticks, "steps", steps)
+            print("after", hvd.allreduce([5.0])[0])
+            """
+        )
+        self.assertIn("interrupted True", out)
+        self.assertIn("interrupted again", out)
+        self.assertIn("ticks True", out)
+        self.assertIn("after 5.0", out)
+
+    def test_fork(self) -> None:
+        """A forked process has the queries but not the job, and disturbs nobody, however it ends."""
+        out = self.run_program(
+            """
+            import os, sys, threading, warnings
+            warnings.simplefilter("error")
+            import gohvd.numpy as hvd
+            hvd.init()
+            block = hvd.alloc(4)
+            from gohvd import _client
+            client = hvd._engine.engine.client()
+            waiting = client._pending[1 << 40] = _client.Pending()
+            stop = threading.Event()
+            def work():
+                while not stop.is_set():
+                    hvd.allreduce([1.0], name="busy")
+            thread = threading.Thread(target=work)
+            thread.start()
+            for end in ("exit", "_exit", "shutdown"):
+                sys.stdout.flush()
+                pid = os.fork()
+                if pid == 0:
+                    try:
+                        hvd.allreduce([1.0])
+                    except hvd.HorovodInternalError as e:
+                        print(end, "child:", hvd.rank(), hvd.size(), str(e).split(":")[0].replace(str(os.getpid()), "ME"), flush=True)
+                    try:
+                        client.wait(waiting)
+                    except hvd.HorovodInternalError as e:
+                        print(end, "waiting child:", "forked" in str(e), flush=True)
+                    del block
+                    if end == "_exit":
+                        os._exit(0)
+                    if end == "shutdown":
+                        hvd.shutdown()
+                    sys.exit(0)
+                print(end, "status", os.waitpid(pid, 0)[1], hvd.allreduce([2.0])[0])
+            stop.set()
+            thread.join()
+            print("waiting", waiting.done, hvd.allreduce(block))
+            """
+        )
+        for end in ("exit", "_exit", "shutdown"):
+            self.assertIn(f"{end} child: 0 1 process ME was forked from a rank of the job and is none itself", out)
+            self.assertIn(f"{end} waiting child: True", out)
+            self.assertIn(f"{end} status 0 2.0", out)
+        self.assertIn("waiting False [0. 0. 0. 0.]", out)
+        self.assertNotIn("Warning", out)
+
+    def test_data_loader(self) -> None:
+        out = self.run_program(
+            """
+            import torch, torch.utils.data
+            import gohvd.torch as hvd
+            class Squares(torch.utils.data.Dataset):
+                def __len__(self): return 64
+                def __getitem__(self, i): return torch.tensor([float(i * i), float(hvd.rank())])
+            hvd.init()
+            for epoch in range(2):
+                loader = torch.utils.data.DataLoader(
+                    Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork", persistent_workers=epoch == 1)
+                total = sum(float(hvd.allreduce(batch, op=hvd.Sum, name="b").sum()) for batch in loader)
+                print("total", total)
+            """
+        )
+        self.assertEqual(out.count(f"total {float(sum(i * i for i in range(64)))}"), 2, out)
+
+    def test_a_sidecar_of_others(self) -> None:
+        """Two clients of one sidecar, which listens at a path and wants the job's secret."""
+        with tempfile.TemporaryDirectory() as top:
+            path = os.path.join(top, "s")
+            daemon = subprocess.Popen(
+                [find_sidecar(), "--socket", path], env=programs.environment(HVD_SECRET="the secret of this job"), stderr=subprocess.PIPE
+            )
+            try:
+                deadline = time.monotonic() + 20
+                while not os.path.exists(path) and time.monotonic() < deadline:
+                    os.sched_yield()
+                script = """
+                    import gohvd.numpy as hvd
+                    try:
+                        hvd.init()
+                    except hvd.HorovodInternalError as e:
+                        print("refused:", e)
+                        raise SystemExit
+                    print("sum", hvd.allreduce([4.0], op=hvd.Sum), hvd.allgather([1]))
+                    """
+                for _ in range(2):
+                    out = self.run_program(script, HVD_SIDECAR="unix://" + path, HVD_SECRET=" the secret of this job\n")
+                    self.assertIn("sum [4.] [1]", out)
+                with open(os.path.join(top, "secret"), "w") as f:
+                    f.write("the secret of this job\n")
+                out = self.run_program(
+                    script, HVD_SIDECAR="unix://" + path, HVD_SECRET_FILE=os.path.join(top, "secret")
+                )
+                self.assertIn("sum [4.] [1]", out)
+                for secret in ("", "another secret, not this"):
+                    out = self.run_program(script, HVD_SIDECAR="unix://" + path, HVD_SECRET=secret)
+                    self.assertIn("refused:", out)
+            finally:
+                daemon.terminate()
+                daemon.communicate(timeout=20)
+        self.assertIn("refused: no sidecar at", self.run_program(script, HVD_SIDECAR="unix:///nowhere/s"))
+
+
+class Fake:
+    """A sidecar of the test's, in this process. script gets the connection after the greeting and the ring."""
+
+    def __init__(self, top: str, script: Callable[["Fake"], None], greet: bytes = b"GHVD\0\0\0\1") -> None:
+        self.path = os.path.join(top, "fake")
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(self.path)
+        self.listener.listen(1)
+        self.greet = greet
+        self.script = script
+        self.error: List[BaseException] = []
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self.sock, _ = self.listener.accept()
+            self.sock.settimeout(20)
+            with self.sock:
+                self.sock.recv(8)
+                self.sock.sendall(self.greet)
+                if self.greet != b"GHVD\0\0\0\1":
+                    return
+                _, fds, _, _ = socket.recv_fds(self.sock, 100, 1)
+                self.ring = fds[0]
+                self.send(b"\x08\x01")
+                try:
+                    self.script(self)
+                finally:
+                    os.close(self.ring)
+        except BaseException as e:
+            self.error.append(e)
+
+    def send(self, reply: bytes) -> None:
+        self.sock.sendall(wire.varint(len(reply)) + reply)
+
+    def until_closed(self) -> None:
+        try:
+            while self.sock.recv(1 << 16):
+                pass
+        except ConnectionResetError:
+            pass
+
+    def close(self) -> None:
+        self.thread.join(20)
+        self.listener.close()
+
+
+@unittest.skipUnless(programs.first_rank, "it has nothing to do with other ranks")
+class Nonsense(Bounded):
+    """Sidecars that do what none may do. The client says so, and waits for nothing."""
+
+    def meet(self, script: Callable[[Fake], None], use: Callable[[_client.Client], None], **kw: bytes) -> None:
+        with tempfile.TemporaryDirectory() as top:
+            fake = Fake(top, script, **kw)
+            os.environ["HVD_SIDECAR"] = "unix://" + fake.path
+            secret = {k: os.environ.pop(k) for k in ("HVD_SECRET", "HVD_SECRET_FILE") if k in os.environ}
+            try:
+                client = _client.Client()
+                try:
+                    use(client)
+                finally:
+                    client.close()
+            finally:
+                del os.environ["HVD_SIDECAR"]
+                os.environ.update(secret)
+                fake.close()
+            self.assertEqual(fake.error, [])
+
+    def refuses(self, text: str, script: Callable[[Fake], None]) -> None:
+        def use(client: _client.Client) -> None:
+            with self.assertRaisesRegex(SidecarError, text):
+                client.call(wire.status)
+            self.assertTrue(client.over)
+            with self.assertRaisesRegex(SidecarError, text):
+                client.call(wire.status)
+
+        def play(fake: Fake) -> None:
+            fake.sock.recv(100)
+            script(fake)
+            fake.until_closed()
+
+        self.meet(play, use)
+
+    def test_frames(self) -> None:
+        self.refuses("no message", lambda f: f.send(b"\x0b"))
+        self.refuses("no message: a frame of", lambda f: f.sock.sendall(wire.varint((16 << 20) + 1)))
+        self.refuses("no message: a varint", lambda f: f.sock.sendall(b"\xff" * 11))
+        self.refuses("request 77, which was not made", lambda f: f.send(b"\x08\x4d"))
+        self.refuses("closed the connection", lambda f: f.sock.shutdown(socket.SHUT_WR))
+        self.refuses("closed the connection", lambda f: (f.sock.sendall(b"\x05\x08"), f.sock.shutdown(socket.SHUT_WR)))
+
+    def test_arenas(self) -> None:
+        def news(number: int, size: int) -> bytes:
+            body = b"\x08" + wire.varint(number) + b"\x10" + wire.varint(size)
+            reply = wire.varint(7 << 3 | 2) + wire.varint(len(body)) + body
+            return wire.varint(len(reply)) + reply
+
+        fd = os.memfd_create("small")
+        os.ftruncate(fd, 4096)
+        self.refuses("without its descriptor", lambda f: f.sock.sendall(news(1 << 31, 4096)))
+        self.refuses("has 4096 bytes, not 8192", lambda f: socket.send_fds(f.sock, [news(1 << 31, 8192)], [fd]))
+        self.refuses("arena 7 of 4096", lambda f: socket.send_fds(f.sock, [news(7, 4096)], [fd]))
+        self.refuses("arena 2147483648 of 5", lambda f: socket.send_fds(f.sock, [news(1 << 31, 5)], [fd]))
+
+        # Good ones, one byte at a time and two at once; then results within and beyond.
+        def good(f: Fake) -> None:
+            frame = news(1 << 31, 4096)
+            socket.send_fds(f.sock, [frame[:1]], [fd])
+            for i in range(1, len(frame)):
+                f.sock.sendall(frame[i : i + 1])
+            socket.send_fds(f.sock, [news((1 << 31) + 1, 4096)], [fd])
+            f.sock.recv(100)
+            f.send(b"\x08\x02")
+            f.sock.recv(100)
+            f.send(b"\x4a\x06\x08" + wire.varint(1 << 31))
+            f.send(b"\x08\x03")
+            f.until_closed()
+
+        def use(client: _client.Client) -> None:
+            os.pwrite(fd, b"hello", 100)
+            client.call(wire.status)
+            self.assertEqual(bytes(client.result((1 << 31, 100, 5))), b"hello")
+            self.assertEqual(bytes(client.result(((1 << 31) + 1, 4095, 1))), b"\0")
+            for place in ((1 << 31, 4095, 2), (1 << 31, 5000, 1), ((1 << 31) + 2, 0, 1)):
+                with self.assertRaises(SidecarError):
+                    client.result(place)
+            client.call(wire.status)  # with the news that the first has gone
+            with self.assertRaises(SidecarError):
+                client.result((1 << 31, 100, 5))
+
+        gc.collect()
+        before = len(os.listdir("/proc/self/fd"))
+        self.meet(good, use)
+        gc.collect()  # the ring's map
+        self.assertEqual(len(os.listdir("/proc/self/fd")), before)
+        os.close(fd)
+
+    def test_ring(self) -> None:
+        def complete(f: Fake, completed: int, ident: int, status: int = 0) -> None:
+            os.pwrite(f.ring, struct.pack("<QI", ident, status), 4096 + 64 * 1024)
+            os.pwrite(f.ring, struct.pack("<Q", completed), 192)
+            f.sock.sendall(b"\0")
+
+        self.refuses("completed 99, which was not submitted", lambda f: complete(f, 1, 99))
+        self.refuses("5000 completions in the ring, of which 0", lambda f: complete(f, 5000, 2))
+
+        # A completion whose answer is a frame: not before it is there.
+        def script(f: Fake) -> None:
+            f.sock.recv(100)
+            complete(f, 1, 2, status=1)
+            f.send(b"\x08\x02\x12" + wire.varint(4) + b"\x08\x03" + b"\x12\x00")
+            f.until_closed()
+
+        def use(client: _client.Client) -> None:
+            with self.assertRaises(HorovodInternalError):
+                client.call(wire.status)
+            self.assertFalse(client.over)
+
+        self.meet(script, use)
+
+    def test_greeting(self) -> None:
+        with self.assertRaisesRegex(SidecarError, "has greeted with"):
+            self.meet(lambda f: None, lambda c: None, greet=b"GHVD\0\0\0\2")
+        with self.assertRaisesRegex(SidecarError, "did not answer the greeting"):
+            self.meet(lambda f: None, lambda c: None, greet=b"")
+
+    def test_one_that_does_not_read(self) -> None:
+        """The client goes on reading while it waits to send: a sidecar may want that first."""
+
+        def script(f: Fake) -> None:
+            f.sock.recv(1)
+            # Answers before it reads the second half, more than a socket holds.
+            text = b"\x12" + wire.varint(4000) + bytes(4000)
+            for i in range(2, 202):
+                body = b"\x08" + wire.varint(i) + b"\x12" + wire.varint(len(text) + 2) + b"\x08\x03" + text
+                f.send(body)
+            f.until_closed()
+
+        def use(client: _client.Client) -> None:
+            pending = [client._pending.setdefault(i, _client.Pending()) for i in range(2, 202)]
+            client._ids = iter(range(1000, 1 << 20))  # type: ignore[assignment]
+            for _ in range(50):
+                with client._lock:
+                    client._send_frame(wire.submit(5, bytes(40000)))
+            for p in pending:
+                with self.assertRaises(HorovodInternalError):
+                    client.wait(p)
+
+        # The other end reads only after it has written all.
+        self.meet(script, use)
+
+    def test_proof(self) -> None:
+        """As it was computed with other means: SHA-256 and HMAC of OpenSSL."""
+        import hashlib
+        import hmac
+
+        key = hashlib.sha256(b"gohvd secret\0abc").digest()
+        message = b"\x0cgohvd client\x04GHVD\x20" + b"c" * 32 + b"\x20" + b"s" * 32
+        want = hmac.new(key, message, "sha256").digest()
+        self.assertEqual(proof(key, b"gohvd client", b"c" * 32, b"s" * 32), want)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,349 @@
+"""gohvd.numpy on 1, 2 and 3 ranks, against numpy."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import unittest
+
+import numpy as np
+
+import gohvd
+import gohvd.numpy as hvd
+
+INTS = ["uint8", "int8", "uint16", "int16", "int32", "int64"]
+FLOATS = ["float16", "float32", "float64"]
+SHAPES = [(), (1,), (0,), (17,), (3, 4), (0, 3), (2, 3, 5), (100000,)]
+
+
+def sample(rank: int, shape, dtype: str) -> np.ndarray:
+    """Small whole numbers that differ between ranks: sums and products of three are exact in every type."""
+    return (np.arange(int(np.prod(shape))) % 3 + rank + 1).reshape(shape).astype(dtype)
+
+
+class Numpy(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        hvd.init()
+        cls.rank, cls.size = hvd.rank(), hvd.size()
+
+    def setUp(self) -> None:
+        faulthandler.dump_traceback_later(100, exit=True)
+        self.addCleanup(faulthandler.cancel_dump_traceback_later)
+
+    def equal(self, got: np.ndarray, want: np.ndarray, message: str = "") -> None:
+        self.assertEqual((got.dtype, got.shape), (want.dtype, want.shape), message)
+        self.assertTrue(np.array_equal(got, want), f"{message} got {got}, want {want}")
+
+    def test_allreduce(self) -> None:
+        for dtype in INTS + FLOATS:
+            for shape in SHAPES:
+                every = np.stack([sample(r, shape, dtype) for r in range(self.size)])
+                for op, f in [(hvd.Sum, np.add), (hvd.Min, np.minimum), (hvd.Max, np.maximum), (hvd.Product, np.multiply)]:
+                    x = sample(self.rank, shape, dtype)
+                    got = hvd.allreduce(x, op=op)
+                    self.equal(got, f.reduce(every, dtype=dtype), f"{dtype} {shape} {op}")
+                    self.equal(x, sample(self.rank, shape, dtype), "the argument")
+
+    def test_average_and_factors(self) -> None:
+        x = np.array([2.0, 4.0], dtype=np.float32) * (self.rank + 1)
+        mean = (self.size + 1) / 2
+        self.equal(hvd.allreduce(x), np.array([2 * mean, 4 * mean], dtype=np.float32))
+        got = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+        self.equal(got, np.array([4 * mean, 8 * mean], dtype=np.float32) * self.size)
+        for dtype, most in (("float16", 0), ("float32", 0), ("float64", 1e-300), ("int32", 0)):
+            for factors in ({"prescale_factor": 0.0}, {"postscale_factor": 0.0}):
+                self.assertLessEqual(hvd.allreduce(np.array([7], dtype), op=hvd.Sum, **factors)[0], most, f"{dtype} {factors}")
+        self.equal(hvd.allreduce(np.array([3.0]), op=hvd.AverageActive), np.array([3.0]))
+
+    def test_bool(self) -> None:
+        x = np.array([True, self.rank == 0, False])
+        self.equal(hvd.allreduce(x, op=hvd.Max), np.array([True, True, False]))
+        self.equal(hvd.allreduce(x, op=hvd.Min), np.array([True, self.size == 1, False]))
+        self.equal(hvd.allgather(x[:1]), np.array([True] * self.size))
+        with self.assertRaisesRegex(ValueError, "bool"):
+            hvd.allreduce(x, op=hvd.Sum)
+
+    def test_types_that_are_not(self) -> None:
+        for x in (np.zeros(2, np.complex64), np.zeros(2, np.uint32), np.array(["a"]), np.zeros(2, ">f4")):
+            with self.assertRaisesRegex(ValueError, "cannot be communicated"):
+                hvd.allreduce(x)
+        # Named as ml_dtypes names it.
+        fake = type("dtype", (), {"name": "bfloat16", "isnative": True, "kind": "V", "itemsize": 2})()
+        with self.assertRaisesRegex(ValueError, "bfloat16.*gohvd.torch"):
+            hvd._code(fake)
+        with self.assertRaises(ValueError):
+            hvd.allreduce(np.zeros(2), op=9)
+
+    def test_out(self) -> None:
+        for op in (hvd.Sum, hvd.Average):
+            x = np.full((2, 3), float(self.rank))
+            want = hvd.allreduce(x, op=op)
+            out = np.zeros((2, 3))
+            self.assertIs(hvd.allreduce(x, op=op, out=out), out)
+            self.equal(out, want)
+            self.assertIs(hvd.allreduce(x, op=op, out=x), x)
+            self.equal(x, want)
+        x = np.full(4, self.rank)
+        out = np.zeros(4, x.dtype)
+        hvd.broadcast(x, self.size - 1, out=out)
+        self.equal(out, np.full(4, self.size - 1))
+        for bad in (np.zeros(3, x.dtype), np.zeros(4, np.float16)):
+            with self.assertRaisesRegex(ValueError, "out is"):
+                hvd.allreduce(x, out=bad)
+        with self.assertRaisesRegex(ValueError, "2 arrays for 1"):
+            hvd.grouped_allreduce([x], out=[x, x])
+
+    def test_arrays_that_are_not_contiguous(self) -> None:
+        x = np.arange(12.0).reshape(3, 4)[:, ::2]
+        self.equal(hvd.allreduce(x, op=hvd.Sum), np.ascontiguousarray(x) * self.size)
+        self.equal(hvd.allreduce(x.T, op=hvd.Sum), np.ascontiguousarray(x.T) * self.size)
+        out = np.zeros((4, 3)).T
+        hvd.allreduce(np.ones((3, 4)), op=hvd.Sum, out=out)
+        self.equal(out, np.full((3, 4), float(self.size)))
+
+    def test_repeated_names(self) -> None:
+        """The same plan again and again, with other values, other places and, in between, another shape."""
+        a, b = np.zeros(5), np.zeros(5)
+        for i in range(30):
+            x = (a, b)[i % 2]
+            x[:] = i + self.rank
+            self.equal(hvd.allreduce(x, op=hvd.Sum, name="repeated"), np.full(5, i * self.size + sum(range(self.size)) + 0.0))
+            if i % 10 == 9:
+                self.equal(hvd.allreduce(np.ones(3), op=hvd.Sum, name="repeated"), np.full(3, float(self.size)))
+
+    def test_unnamed_in_flight(self) -> None:
+        """Operations that differ in nothing but values are in flight at once, again and again."""
+        for turn in range(3):
+            handles = [hvd.allreduce_async(np.full(2, float(turn + i)), op=hvd.Sum) for i in range(10)]
+            for i, h in enumerate(handles):
+                self.equal(h.wait(), np.full(2, float((turn + i) * self.size)))
+
+    def test_with_torch(self) -> None:
+        """One name in numpy and in torch."""
+        import torch
+
+        import gohvd.torch
+
+        for _ in range(3):
+            self.equal(hvd.allreduce(np.ones(3), op=hvd.Sum, name="both"), np.full(3, float(self.size)))
+            got = gohvd.torch.allreduce(torch.ones(3, dtype=torch.float64), op=hvd.Sum, name="both")
+            self.equal(got.numpy(), np.full(3, float(self.size)))
+
+    def test_result_not_taken(self) -> None:
+        """A second operation of a name does not touch the result of the first, which nobody has taken."""
+        for place in ("ordinary", "arena"):
+            first = hvd.allreduce_async(np.full(3, 1.0), op=hvd.Sum, name=place)
+            while not first.done():
+                pass
+            second = hvd.allreduce_async(np.full(3, 2.0), op=hvd.Sum, name=place)
+            self.equal(second.wait(), np.full(3, 2.0 * self.size))
+            self.equal(first.wait(), np.full(3, 1.0 * self.size))
+            self.equal(first.wait(), np.full(3, 1.0 * self.size))
+
+    def test_arena(self) -> None:
+        x = hvd.alloc((4, 5), np.float32)
+        self.equal(x, np.zeros((4, 5), np.float32))
+        for i in range(5):
+            x[:] = self.rank + i
+            got = hvd.allreduce(x, op=hvd.Sum, name="arena", out=x)
+            self.assertIs(got, x)
+            want = np.full((4, 5), sum(range(self.size)) + i * self.size, np.float32)
+            self.equal(x, want)
+            # Out of place: the array is what it was.
+            self.equal(hvd.allreduce(x, op=hvd.Sum), want * self.size)
+            self.equal(x, want)
+            self.equal(hvd.allreduce(x[1:3], op=hvd.Max, out=x[1:3]), want[1:3])
+            self.equal(hvd.allgather(x[:1]), np.concatenate([want[:1]] * self.size))
+        block = gohvd.alloc(16)
+        view = np.frombuffer(block.view, dtype=np.int64)
+        view[:] = self.rank
+        hvd.allreduce(view, op=hvd.Sum, out=view)
+        self.equal(view, np.full(2, sum(range(self.size))))
+        # At an offset that is no multiple of the element's size.
+        odd = np.frombuffer(gohvd.alloc(20).view[1:17], dtype=np.float64)
+        odd[:] = 1
+        self.equal(hvd.allreduce(odd, op=hvd.Sum, out=odd), np.full(2, float(self.size)))
+        self.assertEqual(hvd.alloc(0).shape, (0,))
+
+    def test_arena_is_given_back(self) -> None:
+        arena = hvd._engine.engine.client().arena
+        gc.collect()
+        arena.collect()
+        before = sum(c.live for c in arena._chunks)
+        for i in range(50):
+            hvd.allreduce_async(hvd.alloc(1000), op=hvd.Sum, name=f"gone{i}")
+        hvd.barrier()
+        hvd.allreduce(np.ones(1))
+        gc.collect()
+        arena.collect()
+        # 50 arrays, and the staging of results that nobody has taken.
+        self.assertLessEqual(sum(c.live for c in arena._chunks), before + 2)
+
+    def test_allgather(self) -> None:
+        for dtype in INTS + FLOATS + ["bool"]:
+            for rest in ((), (2,), (3, 2)):
+                shape = (self.rank * 2,) + rest
+                want = np.concatenate([sample(r, (r * 2,) + rest, dtype) for r in range(self.size)])
+                self.equal(hvd.allgather(sample(self.rank, shape, dtype)), want, f"{dtype} {rest}")
+        got = hvd.grouped_allgather([np.full(1, self.rank), np.full((2, 2), self.rank)], name="group")
+        self.equal(got[0], np.arange(self.size))
+        self.equal(got[1], np.repeat(np.arange(self.size), 4).reshape(-1, 2))
+
+    def test_large_allgather(self) -> None:
+        """Results beyond one chunk of the sidecar's, again and again: they are given back, and so is the memory."""
+        client = hvd._engine.engine.client()
+        for i in range(8):
+            got = hvd.allgather(np.full(3 << 20, self.rank + i, np.float64))
+            self.assertEqual((got[0], got[-1], len(got)), (i, self.size - 1 + i, (3 << 20) * self.size))
+            # One that nobody takes.
+            hvd.allgather_async(np.ones(1 << 20))
+        hvd.barrier()
+        self.assertLessEqual(len(client._maps), 4)
+
+    def test_arrays_of_operations_that_nobody_waits_for(self) -> None:
+        """Their memory stays theirs until they are done."""
+        for i in range(20):
+            if self.rank == 0:
+                hvd.barrier()
+            x = hvd.alloc(1 << 20)
+            x[:] = 1
+            hvd.allreduce_async(x, op=hvd.Sum, out=x, name="dropped")
+            del x
+            y = hvd.alloc(1 << 20)
+            if self.rank != 0:
+                hvd.barrier()
+            hvd.barrier()
+            self.assertEqual(float(np.abs(y).max()), 0.0)
+
+    def test_broadcast(self) -> None:
+        for dtype in INTS + FLOATS + ["bool"]:
+            for root in range(self.size):
+                for shape in SHAPES:
+                    self.equal(hvd.broadcast(sample(self.rank, shape, dtype), root), sample(root, shape, dtype))
+        for root in (-1, self.size):
+            with self.assertRaisesRegex(ValueError, "root rank"):
+                hvd.broadcast(np.ones(1), root)
+
+    def test_alltoall(self) -> None:
+        got, received = hvd.alltoall(np.arange(2 * self.size) + 100 * self.rank)
+        self.equal(got, np.concatenate([np.arange(2) + 2 * self.rank + 100 * r for r in range(self.size)]))
+        self.assertEqual(received, [2] * self.size)
+        # To rank i go i rows, and one row stays.
+        rows = sum(range(self.size)) + 1
+        got, received = hvd.alltoall(np.full((rows, 2), self.rank), list(range(self.size)))
+        self.equal(got, np.repeat(np.arange(self.size), self.rank * 2).reshape(-1, 2))
+        self.assertEqual(received, [self.rank] * self.size)
+        for splits in ([1] * (self.size + 1), [-1] + [0] * (self.size - 1), [2] * self.size):
+            with self.assertRaisesRegex(ValueError, "splits"):
+                hvd.alltoall(np.ones(self.size), splits)
+        if self.size > 1:
+            with self.assertRaisesRegex(ValueError, "rows"):
+                hvd.alltoall(np.ones(self.size + 1))
+
+    def test_reducescatter(self) -> None:
+        for rows in (0, 1, self.size, 2 * self.size + 1):
+            for op, f in ((hvd.Sum, self.size), (hvd.Average, 1)):
+                x = np.arange(rows * 2.0).reshape(rows, 2)
+                begin = sum(rows // self.size + (r < rows % self.size) for r in range(self.rank))
+                mine = rows // self.size + (self.rank < rows % self.size)
+                self.equal(hvd.reducescatter(x, op=op), x[begin : begin + mine] * f, f"{rows}")
+        got = hvd.grouped_reducescatter([np.ones(self.size), np.ones((self.size, 2))], op=hvd.Max)
+        self.equal(got[0], np.ones(1))
+        self.equal(got[1], np.ones((1, 2)))
+
+    def test_groups(self) -> None:
+        for _ in range(4):
+            xs = [np.full(3, self.rank + i, np.float32) for i in range(4)]
+            got = hvd.grouped_allreduce(xs, op=hvd.Sum, name="group")
+            for i, x in enumerate(got):
+                self.equal(x, np.full(3, sum(range(self.size)) + i * self.size, np.float32))
+            self.assertIs(hvd.grouped_allreduce(xs, op=hvd.Sum, name="group in place", out=xs)[2], xs[2])
+            self.equal(xs[1], got[1])
+        with self.assertRaisesRegex(ValueError, "one type"):
+            hvd.grouped_allreduce([np.ones(1), np.ones(1, np.float32)])
+        with self.assertRaisesRegex(ValueError, "no arrays"):
+            hvd.grouped_allreduce([])
+
+    def test_process_sets(self) -> None:
+        alone = hvd.ProcessSet([self.size - 1])
+        self.assertEqual((alone.size(), alone.rank(), alone.included(), alone.process_set_id), (None,) * 4)
+        with self.assertRaisesRegex(ValueError, "not been registered"):
+            hvd.allreduce(np.ones(1), process_set=alone)
+        if self.size == 1:
+            return
+        hvd.add_process_set(alone)
+        member = self.rank == self.size - 1
+        self.assertEqual((alone.size(), alone.rank(), alone.included()), (1, 0 if member else None, member))
+        if member:
+            self.equal(hvd.allreduce(np.full(2, 3.0), op=hvd.Sum, process_set=alone), np.full(2, 3.0))
+            self.equal(hvd.broadcast(np.ones(1), self.rank, process_set=alone), np.ones(1))
+            with self.assertRaisesRegex(ValueError, "root rank 0"):
+                hvd.broadcast(np.ones(1), 0, process_set=alone)
+            hvd.barrier(alone)
+        else:
+            with self.assertRaisesRegex(ValueError, "not a member"):
+                hvd.allreduce(np.ones(1), process_set=alone)
+        # Unnamed operations are counted by set: those that only members made do not matter here.
+        self.equal(hvd.allreduce(np.ones(1), op=hvd.Sum), np.full(1, float(self.size)))
+        with self.assertRaisesRegex(ValueError, "registered already"):
+            hvd.add_process_set([self.size - 1])
+        with self.assertRaisesRegex(ValueError, "registered already"):
+            hvd.add_process_set(alone)
+        self.assertTrue(hvd.remove_process_set(alone))
+        self.assertIsNone(alone.process_set_id)
+        self.assertFalse(hvd.remove_process_set(alone))
+        self.assertFalse(hvd.remove_process_set(hvd.global_process_set))
+
+    def test_sets_of_init(self) -> None:
+        hvd.shutdown()
+        sets = [hvd.ProcessSet([0])] if self.size > 1 else []
+        hvd.init(process_sets=sets)
+        again = [hvd.ProcessSet([0])] if self.size > 1 else []
+        hvd.init(process_sets=again)
+        for s in sets + again:
+            self.assertEqual((s.process_set_id, s.included()), (1, self.rank == 0))
+        with self.assertRaisesRegex(ValueError, "without it"):
+            hvd.init(process_sets=[[0, self.size]])
+        hvd.barrier()
+        hvd.shutdown()
+        for s in sets:
+            self.assertIsNone(s.process_set_id)
+        hvd.init()
+
+    def test_sets_of_several_jobs(self) -> None:
+        """A process set of a later job may have the number of another."""
+        if self.size < 3:
+            return  # there are no two sets of different sizes
+        for members in ([0], [0, 1]):
+            hvd.shutdown()
+            s = hvd.ProcessSet(members)
+            hvd.init(process_sets=[s])
+            if s.included():
+                got = hvd.reducescatter(np.ones((4, 2)), op=hvd.Sum, name="rows", process_set=s)
+                self.equal(got, np.full((4 // len(members), 2), float(len(members))))
+            hvd.barrier()
+        hvd.shutdown()
+        hvd.init()
+
+    def test_join(self) -> None:
+        for turn in range(2):
+            # Unnamed: the ranks' counts differ, and begin anew with the join.
+            for step in range(self.rank + 1):
+                got = hvd.allreduce_async(np.ones(2), op=hvd.Sum).wait()
+                self.equal(got, np.full(2, float(self.size - step)))
+            self.assertEqual(hvd.join(), self.size - 1, f"turn {turn}")
+        self.equal(hvd.allreduce_async(np.ones(2), op=hvd.Sum).wait(), np.full(2, float(self.size)))
+
+    def test_mismatch(self) -> None:
+        if self.size == 1:
+            return
+        for x in (np.ones(self.rank + 1), np.ones(1, "float32" if self.rank else "float64")):
+            with self.assertRaises(hvd.HorovodInternalError) as caught:
+                hvd.allreduce(x, name="mismatch")
+            self.assertEqual(type(caught.exception).__name__, "MismatchError")
+        self.equal(hvd.allreduce(np.ones(2), op=hvd.Sum), np.full(2, float(self.size)))
+
+
+if __name__ == "__main__":
+    unittest.main()

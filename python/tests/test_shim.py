@@ -1,0 +1,237 @@
+"""The horovod package over gohvd: its modules, a program written for Horovod, and horovod.run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import torch
+from ranks import RanksTest, hvd
+
+# As in Horovod's documentation, with data of its own.
+PROGRAM = '''
+import torch
+import torch.nn.functional as F
+import torch.utils.data
+import torch.utils.data.distributed
+import horovod.torch as hvd
+from horovod.torch.mpi_ops import Average, allreduce_async_, synchronize
+
+hvd.init()
+torch.manual_seed(42)
+
+x = torch.randn(48, 4)
+dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+sampler = torch.utils.data.distributed.DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
+loader = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
+
+model = torch.nn.Linear(4, 2)
+scaler = hvd.size() if not hvd.nccl_built() else hvd.local_size()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * scaler, momentum=0.5)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+compression = hvd.Compression.fp16
+optimizer = hvd.DistributedOptimizer(
+    optimizer, named_parameters=model.named_parameters(), compression=compression, op=hvd.Average,
+    gradient_predivide_factor=1.0)
+
+def metric_average(val, name):
+    return hvd.allreduce(torch.tensor(val), name=name).item()
+
+for epoch in range(4):
+    model.train()
+    sampler.set_epoch(epoch)
+    for batch_idx, (data, target) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.nll_loss(F.log_softmax(model(data), dim=1), target)
+        loss.backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+accuracy = metric_average(float((model(x).argmax(1) == (x.sum(1) > 0)).float().mean()), 'avg_accuracy')
+'''
+
+
+MAIN = '''
+import horovod
+
+def more(n):
+    import horovod.torch as hvd
+    hvd.init()
+    return hvd.rank() + n
+
+if __name__ == "__main__":
+    print(horovod.run(more, (1,), num_proc=2))
+'''
+
+
+def place(offset: int, factor: int = 1):
+    """What each rank of horovod.run does in a test."""
+    import horovod.torch as ranks_hvd
+
+    ranks_hvd.init()
+    total = ranks_hvd.allreduce(torch.tensor([ranks_hvd.rank() * factor]), op=ranks_hvd.Sum)
+    return ranks_hvd.rank() + offset, ranks_hvd.size(), int(total)
+
+
+def fail():
+    raise KeyError("on purpose")
+
+
+class Modules(RanksTest):
+    def test_they_are_gohvds(self) -> None:
+        for name in ("", ".mpi_ops", ".functions", ".optimizer", ".compression", ".sync_batch_norm", ".elastic"):
+            theirs, ours = importlib.import_module("horovod.torch" + name), importlib.import_module("gohvd.torch" + name)
+            self.assertIs(theirs, ours, name)
+        import horovod.torch
+
+        self.assertIs(horovod.torch, hvd)
+        self.assertIs(horovod.torch.mpi_ops, hvd.mpi_ops)
+        from horovod.common.exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
+        from horovod.common.process_sets import ProcessSet, global_process_set
+
+        self.assertIs(HorovodInternalError, hvd.HorovodInternalError)
+        self.assertIs(ProcessSet, hvd.ProcessSet)
+        self.assertIs(global_process_set, hvd.global_process_set)
+        self.assertTrue(issubclass(HorovodVersionMismatchError, ImportError))
+        self.assertTrue(HostsUpdatedInterrupt(True).skip_sync)
+        self.assertIsInstance(horovod.__version__, str)
+
+    def test_all_of_horovods_names(self) -> None:
+        import horovod.torch
+
+        for name in """
+            init shutdown is_initialized start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank
+            mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built
+            rocm_built ProcessSet global_process_set add_process_set remove_process_set Average Sum Adasum Min Max Product
+            HorovodInternalError allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce
+            grouped_allreduce_async grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather
+            allgather_async grouped_allgather grouped_allgather_async broadcast broadcast_async broadcast_
+            broadcast_async_ alltoall alltoall_async reducescatter reducescatter_async grouped_reducescatter
+            grouped_reducescatter_async join barrier poll synchronize broadcast_parameters broadcast_optimizer_state
+            broadcast_object allgather_object DistributedOptimizer SyncBatchNorm Compression elastic
+        """.split():
+            self.assertTrue(hasattr(horovod.torch, name), name)
+
+    def test_basics(self) -> None:
+        from horovod.common.basics import HorovodBasics
+
+        basics = HorovodBasics(__file__, "mpi_lib_v2")
+        self.assertEqual((basics.rank(), basics.size()), (self.rank, self.size))
+        self.assertTrue(basics.gloo_built())
+        with self.assertRaises(AttributeError):
+            basics.nothing_of_this_name
+
+    def test_elastic(self) -> None:
+        from horovod.common.elastic import ObjectState, State, notification_manager, run_fn
+
+        self.assertTrue(issubclass(ObjectState, State))
+        notification_manager.init()
+        with self.assertRaises(NotImplementedError):
+            run_fn(lambda state: None, lambda: None)(None)
+
+    def test_util(self) -> None:
+        from horovod.common import util
+        from horovod.common.exceptions import HorovodVersionMismatchError
+
+        os.environ["GOHVD_TEST_A"] = "before"
+        with util.env(GOHVD_TEST_A="1", GOHVD_TEST_B=2):
+            self.assertEqual((os.environ["GOHVD_TEST_A"], os.environ["GOHVD_TEST_B"]), ("1", "2"))
+            with util.env(GOHVD_TEST_A=None):
+                self.assertNotIn("GOHVD_TEST_A", os.environ)
+        self.assertEqual(os.environ.pop("GOHVD_TEST_A"), "before")
+        self.assertNotIn("GOHVD_TEST_B", os.environ)
+
+        self.assertEqual(util.split_list([1, 2, 3, 4, 5], 3), [[1, 2], [3, 4], [5]])
+        self.assertEqual(util.split_list([1], 2), [[1], []])
+        self.assertEqual([n for n in range(9) if util.num_rank_is_power_2(n)], [1, 2, 4, 8])
+        self.assertEqual([util.is_iterable(x) for x in ([], "a", 1, None)], [True, True, False, False])
+        for version, target, want in (
+            ("2.1.0", "2.1.0", True),
+            ("2.10.0+cpu", "2.9.1", True),
+            ("1.13.0a0", "2.0.0", False),
+        ):
+            self.assertEqual(util.is_version_greater_equal_than(version, target), want, version)
+        with self.assertRaises(ValueError):
+            util.is_version_greater_equal_than("1.0.0", "1.0")
+        self.assertTrue(util.extension_available("torch"))
+        self.assertFalse(util.extension_available("tensorflow"))
+        self.assertTrue(util.gloo_built())
+        self.assertFalse(util.ddl_built() or util.ccl_built() or util.gpu_available("torch"))
+        self.assertEqual(util.mpi_built(), bool(hvd.mpi_built()))
+        self.assertEqual(util.nccl_built(), bool(hvd.nccl_built()))
+        util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
+        with self.assertRaises(ImportError):
+            util.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)
+        util.check_installed_version("torch", torch.__version__)
+        with self.assertRaises(HorovodVersionMismatchError):
+            util.check_installed_version("torch", "0.0.1")
+        calls = []
+        cached = util._cache(lambda x: calls.append(x))
+        cached(1), cached(1), cached(2)
+        self.assertEqual(calls, [1, 2])
+
+    def test_a_program(self) -> None:
+        names = {"__name__": "__main__"}
+        exec(compile(PROGRAM, "program.py", "exec"), names)
+        self.assertGreater(names["accuracy"], 0.8)
+        weights = hvd.allgather(names["model"].weight.detach().unsqueeze(0))
+        for other in weights:
+            self.equal(other, weights[0])
+
+
+class Run(RanksTest):
+    """Jobs of their own: at the job of one rank alone, for they need no others."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        if self.size > 1:
+            self.skipTest("runs at one rank")
+        if not os.environ.get("HVD_RUN") and not shutil.which("hvdrun"):
+            if os.environ.get("CI"):
+                self.fail("hvdrun is not on the path, and HVD_RUN does not say where it is")
+            self.skipTest("hvdrun is not on the path, and HVD_RUN does not say where it is")
+
+    def test_results_by_rank(self) -> None:
+        import horovod
+
+        self.assertEqual(horovod.run(place, (10,), {"factor": 2}, num_proc=3), [(r + 10, 3, 6) for r in range(3)])
+        self.assertEqual(horovod.run(place, args=(0,)), [(0, 1, 0)])
+        self.assertEqual(horovod.run(place, args=(0,), np=2), [(0, 2, 1), (1, 2, 1)])
+        self.assertEqual(horovod.run(place, args=(0,), hosts="localhost:2", num_proc=2), [(0, 2, 1), (1, 2, 1)])
+
+    def test_a_function_of_the_main_module(self) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "main.py")
+            with open(path, "w") as f:
+                f.write(MAIN)
+            run = subprocess.run([sys.executable, path], stdout=subprocess.PIPE, timeout=60, env={
+                **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)
+            })
+        self.assertEqual((run.returncode, run.stdout.decode().splitlines()[-1]), (0, "[1, 2]"))
+
+    def test_errors(self) -> None:
+        import horovod
+
+        with self.assertRaisesRegex(RuntimeError, "rank [01]: (.|\n)*KeyError: 'on purpose'"):
+            horovod.run(fail, num_proc=2)
+        for options in (dict(min_np=1), dict(host_discovery_script="x"), dict(use_mpi=True)):
+            with self.assertRaises(NotImplementedError):
+                horovod.run(place, (0,), **options)
+        from horovod.common.util import env
+
+        with env(HVD_RUN=None, PATH="/nonexistent"), self.assertRaisesRegex(RuntimeError, "hvdrun"):
+            horovod.run(place, (0,))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,121 @@
+"""Gradients through every collective, against closed forms. The gradient that rank r gives back is scaled by r+1."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unittest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import torch
+from ranks import RanksTest, hvd
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, dtype=torch.float64, requires_grad=True)
+
+
+class Autograd(RanksTest):
+    def setUp(self) -> None:
+        super().setUp()
+        self.mine = float(self.rank + 1)
+        self.total = self.size * (self.size + 1) / 2
+        self.mean = self.total / self.size
+
+    def back(self, output: torch.Tensor) -> torch.Tensor:
+        """Goes back with gradients that count up from 0, times r+1, and returns them for r = 0."""
+        self.assertTrue(output.requires_grad)
+        ramp = torch.arange(output.numel(), dtype=torch.float64).reshape(output.shape)
+        output.backward(ramp * self.mine)
+        return ramp
+
+    def test_allreduce(self) -> None:
+        for op, factor in ((hvd.Sum, self.total), (hvd.Average, self.mean)):
+            x = leaf(2, 3)
+            ramp = self.back(hvd.allreduce(x, op=op))
+            self.close(x.grad, ramp * factor)
+        x = leaf(4)
+        ramp = self.back(hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0))
+        self.close(x.grad, ramp * self.total * 2)
+
+    def test_allreduce_through_more(self) -> None:
+        x = leaf(3)
+        y = hvd.allreduce(x * 2.0, op=hvd.Sum) ** 2
+        y.sum().backward()
+        # y = (2 n)²; each rank's loss has d/dx = 2 · 2n · 2, and there are n of them.
+        self.close(x.grad, torch.full((3,), 8.0 * self.size * self.size, dtype=torch.float64))
+
+    def test_grouped_allreduce(self) -> None:
+        xs = [leaf(2), leaf(3, 2)]
+        outputs = hvd.grouped_allreduce(xs, op=hvd.Average)
+        ramps = [torch.arange(y.numel(), dtype=torch.float64).reshape(y.shape) for y in outputs]
+        torch.autograd.backward(list(outputs), [ramp * self.mine for ramp in ramps])
+        for x, ramp in zip(xs, ramps):
+            self.close(x.grad, ramp * self.mean)
+
+    def test_allgather(self) -> None:
+        x = leaf(self.rank + 1, 2)
+        ramp = self.back(hvd.allgather(x))
+        before = self.rank * (self.rank + 1) // 2
+        self.close(x.grad, ramp[before : before + self.rank + 1] * self.mean)
+
+    def test_grouped_allgather(self) -> None:
+        xs = [leaf(self.rank + 1), leaf(2, 2)]
+        outputs = hvd.grouped_allgather(xs)
+        ramps = [torch.arange(y.numel(), dtype=torch.float64).reshape(y.shape) for y in outputs]
+        torch.autograd.backward(list(outputs), [ramp * self.mine for ramp in ramps])
+        before = self.rank * (self.rank + 1) // 2
+        self.close(xs[0].grad, ramps[0][before : before + self.rank + 1] * self.mean)
+        self.close(xs[1].grad, ramps[1][2 * self.rank : 2 * self.rank + 2] * self.mean)
+
+    def test_broadcast(self) -> None:
+        for root in range(self.size):
+            x = leaf(3)
+            ramp = self.back(hvd.broadcast(x, root))
+            self.close(x.grad, ramp * self.mean if self.rank == root else torch.zeros(3, dtype=torch.float64))
+
+    def test_alltoall(self) -> None:
+        # Rank r gives i+1 rows to rank i, and so gets r+1 from each.
+        splits = torch.tensor([i + 1 for i in range(self.size)], dtype=torch.int32)
+        x = leaf(int(splits.sum()), 2)
+        output, _ = hvd.alltoall(x, splits=splits)
+        ramp = torch.arange(output.numel(), dtype=torch.float64).reshape(output.shape)
+        output.backward(ramp * self.mine)
+        want = []
+        for i in range(self.size):
+            rows = torch.arange(2 * (i + 1) * self.size, dtype=torch.float64).reshape(-1, 2) * (i + 1)
+            want.append(rows[(i + 1) * self.rank : (i + 1) * (self.rank + 1)])
+        self.close(x.grad, torch.cat(want))
+        x = leaf(self.size)
+        hvd.alltoall(x).sum().backward()
+        self.close(x.grad, torch.ones(self.size, dtype=torch.float64))
+
+    def test_reducescatter(self) -> None:
+        for op, factor in ((hvd.Sum, float(self.size)), (hvd.Average, 1.0)):
+            for scale in (1.0, 3.0):
+                x = leaf(self.size + 1, 2)
+                self.back(hvd.reducescatter(x, op=op, postscale_factor=scale))
+                parts = torch.tensor_split(torch.zeros(self.size + 1, 2), self.size)
+                want = [
+                    torch.arange(part.numel(), dtype=torch.float64).reshape(part.shape) * (r + 1) * factor * scale
+                    for r, part in enumerate(parts)
+                ]
+                self.close(x.grad, torch.cat(want))
+
+    def test_grouped_reducescatter(self) -> None:
+        xs = [leaf(self.size), leaf(2 * self.size, 2)]
+        outputs = hvd.grouped_reducescatter(xs, op=hvd.Sum)
+        torch.autograd.backward(list(outputs), [torch.full_like(y, self.mine) for y in outputs])
+        want = torch.arange(1, self.size + 1, dtype=torch.float64) * self.size
+        self.close(xs[0].grad, want)
+        self.close(xs[1].grad, want.repeat_interleave(2).reshape(-1, 1).expand(-1, 2))
+
+    def test_what_needs_no_gradient(self) -> None:
+        x = torch.ones(2 * self.size)
+        for got in (hvd.allreduce(x), hvd.allgather(x), hvd.broadcast(x, 0), hvd.alltoall(x), hvd.reducescatter(x)):
+            self.assertFalse(got.requires_grad)
+
+
+if __name__ == "__main__":
+    unittest.main()

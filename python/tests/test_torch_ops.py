@@ -1,0 +1,363 @@
+"""Every collective of gohvd.torch, with every type."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unittest
+import warnings
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import torch
+from ranks import FLOATS, INTS, SHAPES, RanksTest, adasum, hvd, sample, samples
+
+
+class Allreduce(RanksTest):
+    def test_every_type_shape_and_reduction(self) -> None:
+        for dtype in INTS + FLOATS:
+            for shape in SHAPES:
+                stack = torch.stack(samples(self.size, shape, dtype))
+                wide = stack.double()
+                wants = {
+                    hvd.Sum: wide.sum(0),
+                    hvd.Min: wide.min(0)[0] if stack.numel() else wide.sum(0),
+                    hvd.Max: wide.max(0)[0] if stack.numel() else wide.sum(0),
+                    hvd.Product: wide.prod(0),
+                }
+                for op, want in wants.items():
+                    x = sample(self.rank, shape, dtype)
+                    got = hvd.allreduce(x, op=op)
+                    self.equal(got, want.to(dtype), f"{dtype} {shape} op {op}")
+                    self.equal(x, sample(self.rank, shape, dtype), "the argument has changed")
+
+    def test_average_is_the_default(self) -> None:
+        for dtype in FLOATS:
+            want = torch.stack(samples(self.size, (17,), torch.float64)).sum(0)
+            got = hvd.allreduce(sample(self.rank, (17,), dtype))
+            # Multiplied by 1/size, not divided by size.
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            self.equal(got, (want.to(wide) * torch.tensor(1.0 / self.size, dtype=wide)).to(dtype), str(dtype))
+        for dtype in INTS:
+            want = torch.stack(samples(self.size, (17,), torch.int64)).sum(0) // self.size
+            self.equal(hvd.allreduce(sample(self.rank, (17,), dtype), op=hvd.Average), want.to(dtype), str(dtype))
+        negative = torch.tensor([-1 - self.rank, -2])
+        self.equal(hvd.allreduce(negative), torch.tensor([int(-(1 + self.size) / 2), -2]), "truncates toward zero")
+
+    def test_bool_is_any_and_all(self) -> None:
+        x = torch.tensor([True, False, self.rank == 0])
+        self.equal(hvd.allreduce(x, op=hvd.Max), torch.tensor([True, False, True]))
+        self.equal(hvd.allreduce(x, op=hvd.Min), torch.tensor([True, False, self.size == 1]))
+
+    def test_average_argument(self) -> None:
+        x = sample(self.rank, (4,), torch.float32)
+        total = torch.stack(samples(self.size, (4,), torch.float32)).sum(0)
+        for value, want in ((True, total / self.size), (False, total)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.close(hvd.allreduce(x, average=value), want, 1e-6)
+            self.assertIn(DeprecationWarning, [w.category for w in caught])
+            with self.assertRaises(ValueError):
+                hvd.allreduce(x, average=value, op=hvd.Sum)
+            with self.assertRaises(ValueError):
+                hvd.grouped_allreduce([x], average=value, op=hvd.Sum)
+
+    def test_in_place(self) -> None:
+        for dtype in (torch.float32, torch.int64, torch.bfloat16):
+            x = sample(self.rank, (3, 4), dtype)
+            address = x.data_ptr()
+            got = hvd.allreduce_(x, op=hvd.Sum)
+            self.assertIs(got, x)
+            self.assertEqual(x.data_ptr(), address)
+            self.equal(x, torch.stack(samples(self.size, (3, 4), dtype)).sum(0).to(dtype))
+
+    def test_handles(self) -> None:
+        tensors = [sample(self.rank, (n,), torch.float32) for n in range(1, 60)]
+        # The ranks submit in different orders.
+        order = list(range(len(tensors)))
+        order = order[self.rank :] + order[: self.rank]
+        handles = {i: hvd.allreduce_async(tensors[i], name=f"handles.{i}", op=hvd.Sum) for i in order}
+        self.assertEqual(len(set(handles.values())), len(tensors))
+        for i, handle in handles.items():
+            self.assertIsInstance(handle, int)
+            got = hvd.synchronize(handle)
+            self.equal(got, torch.stack(samples(self.size, (i + 1,), torch.float32)).sum(0))
+            self.assertIsNone(hvd.synchronize(handle), "a handle counts once")
+        x = torch.ones(3)
+        handle = hvd.allreduce_async_(x, op=hvd.Sum, name="polled")
+        while not hvd.poll(handle):
+            pass
+        self.assertIs(hvd.synchronize(handle), x)
+        self.equal(x, torch.full((3,), float(self.size)))
+
+    def test_scaling(self) -> None:
+        for dtype in FLOATS:
+            x = sample(self.rank, (5,), dtype)
+            total = torch.stack(samples(self.size, (5,), torch.float64)).sum(0)
+            got = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+            self.equal(got, (total * 2).to(dtype), str(dtype))
+        got = hvd.allreduce_(torch.tensor([3, -3]), op=hvd.Sum, postscale_factor=0.5)
+        self.equal(got, torch.tensor([int(1.5 * self.size), -int(1.5 * self.size)]), "truncates toward zero")
+        got = hvd.grouped_allreduce([torch.ones(2)], op=hvd.Sum, prescale_factor=3.0)
+        self.equal(got[0], torch.full((2,), 3.0 * self.size))
+
+    def test_compression(self) -> None:
+        x = torch.tensor([1.0, 0.1, 3.0]) * (self.rank + 1)
+        for compression, dtype in ((hvd.Compression.fp16, torch.float16), (hvd.Compression.bf16, torch.bfloat16)):
+            wide = sum((torch.tensor([1.0, 0.1, 3.0]) * (r + 1)).to(dtype).float() for r in range(self.size))
+            got = hvd.allreduce(x, op=hvd.Sum, compression=compression)
+            self.equal(got, wide.to(dtype).float(), str(dtype))
+            got = hvd.grouped_allreduce([x], op=hvd.Sum, compression=compression)[0]
+            self.equal(got, wide.to(dtype).float(), str(dtype))
+
+    def test_compressors(self) -> None:
+        for compression, wire in ((hvd.Compression.fp16, torch.float16), (hvd.Compression.bf16, torch.bfloat16)):
+            for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                small, ctx = compression.compress(torch.ones(3, dtype=dtype))
+                self.equal(small, torch.ones(3, dtype=wire))
+                self.equal(compression.decompress(small, ctx), torch.ones(3, dtype=dtype))
+            for dtype in INTS + [torch.bool]:
+                x = torch.ones(3, dtype=dtype)
+                same, ctx = compression.compress(x)
+                self.assertIs(compression.decompress(same, ctx), x)
+        x = torch.ones(3)
+        same, ctx = hvd.Compression.none.compress(x)
+        self.assertIs(hvd.Compression.none.decompress(same, ctx), x)
+
+    def test_grouped(self) -> None:
+        shapes = [(3,), (), (2, 2), (0,), (1000,)]
+        tensors = [sample(self.rank, s, torch.float32) for s in shapes]
+        wants = [torch.stack(samples(self.size, s, torch.float32)).sum(0) for s in shapes]
+        for got, want in zip(hvd.grouped_allreduce(tensors, op=hvd.Sum), wants):
+            self.equal(got, want)
+        outputs = hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum, name="grouped"))
+        for got, want, x, s in zip(outputs, wants, tensors, shapes):
+            self.equal(got, want)
+            self.equal(x, sample(self.rank, s, torch.float32), "the argument has changed")
+        outputs = hvd.synchronize(hvd.grouped_allreduce_async_(tensors, op=hvd.Sum))
+        for got, x, want in zip(outputs, tensors, wants):
+            self.assertIs(got, x)
+            self.equal(x, want)
+        tensors = [sample(self.rank, s, torch.float32) for s in shapes]
+        for got, x, want in zip(hvd.grouped_allreduce_(tensors, op=hvd.Sum), tensors, wants):
+            self.assertIs(got, x)
+            self.equal(x, want)
+
+    def test_what_cannot_be_sent(self) -> None:
+        for refused in (torch.ones(4, 4).t()[:3], torch.ones(3, dtype=torch.complex64)):
+            for call in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+                with self.assertRaises(ValueError, msg=f"{call.__name__} {refused.dtype}"):
+                    call(refused)
+            with self.assertRaises(ValueError):
+                hvd.broadcast_(refused, 0)
+        self.equal(hvd.allreduce(torch.ones(1), op=hvd.Sum), torch.tensor([float(self.size)]))
+
+    def test_adasum(self) -> None:
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 5e-3)):
+            parts = [torch.tensor([1.0, r, -2.0, 0.5 * r * r], dtype=dtype) for r in range(self.size)]
+            got = hvd.allreduce(parts[self.rank], op=hvd.Adasum)
+            self.assertEqual(got.dtype, dtype)
+            self.close(got.double(), adasum(parts).double(), tolerance)
+        # Orthogonal vectors add up, parallel ones are averaged.
+        unit = torch.zeros(4)
+        unit[self.rank] = 1.0
+        want = torch.zeros(4)
+        want[: self.size] = 1.0
+        self.close(hvd.allreduce(unit, op=hvd.Adasum), want, 1e-6)
+        self.close(hvd.allreduce(torch.ones(4), op=hvd.Adasum), torch.ones(4), 1e-6)
+
+    def test_memory_of_the_arena(self) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
+            for shape in ((), (0,), (3, 4)):
+                x = hvd.mpi_ops.alloc_tensor(shape, dtype)
+                self.assertEqual((tuple(x.shape), x.dtype), (shape, dtype))
+                self.assertTrue(x.is_contiguous())
+                x.fill_(1)
+                op = hvd.Max if dtype == torch.bool else hvd.Sum
+                self.assertIs(hvd.allreduce_(x, op=op), x)
+                want = 1 if dtype == torch.bool else self.size
+                self.equal(x, torch.full(shape, want, dtype=dtype))
+
+    def test_sparse(self) -> None:
+        rows = torch.tensor([[self.rank, 4]])
+        values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        for op, divisor in ((hvd.Average, self.size), (hvd.Sum, 1)):
+            sparse = torch.sparse_coo_tensor(rows, values, (5, 2))
+            result = hvd.sparse_allreduce_async(sparse, f"sparse.{op}", op)
+            self.assertTrue(callable(result))
+            want = torch.zeros(5, 2)
+            for r in range(self.size):
+                want[r] += torch.tensor([1.0, 2.0]) / divisor
+                want[4] += torch.tensor([3.0, 4.0]) / divisor
+            got = result()
+            self.assertTrue(got.is_sparse)
+            self.close(got.to_dense(), want, 1e-6)
+
+
+class OtherOperations(RanksTest):
+    def test_allgather(self) -> None:
+        for dtype in INTS + FLOATS + [torch.bool]:
+            for tail in ((), (3,), (2, 2)):
+                for rows in (lambda r: 2, lambda r: r + 1, lambda r: 0 if r == 0 else 3, lambda r: 0):
+                    x = sample(self.rank, (rows(self.rank),) + tail, dtype)
+                    want = torch.cat([sample(r, (rows(r),) + tail, dtype) for r in range(self.size)])
+                    self.equal(hvd.allgather(x), want, f"{dtype} {tail}")
+        self.equal(hvd.synchronize(hvd.allgather_async(torch.tensor([self.rank]), "g")), torch.arange(self.size))
+
+    def test_grouped_allgather(self) -> None:
+        tensors = [sample(self.rank, (self.rank + n, 2), torch.int32) for n in range(4)]
+        wants = [torch.cat([sample(r, (r + n, 2), torch.int32) for r in range(self.size)]) for n in range(4)]
+        for got, want in zip(hvd.grouped_allgather(tensors), wants):
+            self.equal(got, want)
+        for got, want in zip(hvd.synchronize(hvd.grouped_allgather_async(tensors, "gg")), wants):
+            self.equal(got, want)
+
+    def test_scalars_cannot_be_gathered(self) -> None:
+        for call in (hvd.allgather, hvd.alltoall, hvd.reducescatter):
+            with self.assertRaises((hvd.HorovodInternalError, ValueError), msg=call.__name__):
+                call(torch.tensor(1.0))
+
+    def test_broadcast(self) -> None:
+        for dtype in INTS + FLOATS + [torch.bool]:
+            for shape in SHAPES:
+                for root in range(self.size):
+                    x = sample(self.rank, shape, dtype)
+                    got = hvd.broadcast(x, root)
+                    self.equal(got, sample(root, shape, dtype), f"{dtype} {shape} root {root}")
+                    self.equal(x, sample(self.rank, shape, dtype), "the argument has changed")
+                    self.assertIs(hvd.broadcast_(x, root_rank=root), x)
+                    self.equal(x, sample(root, shape, dtype))
+        x = torch.tensor([self.rank])
+        self.assertIs(hvd.synchronize(hvd.broadcast_async_(x, self.size - 1, "b")), x)
+        self.equal(x, torch.tensor([self.size - 1]))
+        self.equal(hvd.synchronize(hvd.broadcast_async(torch.tensor([self.rank]), 0)), torch.tensor([0]))
+
+    def test_alltoall(self) -> None:
+        for dtype in INTS + FLOATS + [torch.bool]:
+            # Rank r gives r+i+1 rows to rank i.
+            mine = [self.rank + i + 1 for i in range(self.size)]
+            x = torch.cat([torch.full((n, 2), (self.rank * 3 + i) % 2).to(dtype) for i, n in enumerate(mine)])
+            want = torch.cat(
+                [torch.full((r + self.rank + 1, 2), (r * 3 + self.rank) % 2).to(dtype) for r in range(self.size)]
+            )
+            got, received = hvd.alltoall(x, splits=torch.tensor(mine, dtype=torch.int32))
+            self.equal(got, want, str(dtype))
+            self.equal(received.to(torch.int64), torch.tensor([r + self.rank + 1 for r in range(self.size)]))
+            self.assertEqual(received.dtype, torch.int32)
+        even = torch.arange(2 * self.size) + 10 * self.rank
+        want = torch.cat([torch.arange(2) + 2 * self.rank + 10 * r for r in range(self.size)])
+        self.equal(hvd.alltoall(even), want)
+        got, received = hvd.synchronize(hvd.alltoall_async(even, name="a2a"))
+        self.equal(got, want)
+        self.assertEqual(received.tolist(), [2] * self.size)
+        nothing = torch.zeros(self.size, dtype=torch.int32)
+        got, received = hvd.alltoall(torch.ones(0, 3), splits=nothing)
+        self.assertEqual((tuple(got.shape), received.tolist()), ((0, 3), [0] * self.size))
+
+    def test_splits_that_do_not_fit(self) -> None:
+        for splits in (
+            torch.tensor([2] * (self.size + 1), dtype=torch.int32),
+            torch.tensor([5] * self.size, dtype=torch.int32),
+            torch.tensor([[1] * self.size], dtype=torch.int32),
+        ):
+            with self.assertRaises(ValueError, msg=str(splits)):
+                hvd.alltoall(torch.ones(self.size), splits=splits)
+        if self.size > 1:
+            with self.assertRaises(ValueError):
+                hvd.alltoall(torch.ones(self.size + 1))
+        self.equal(hvd.allreduce(torch.ones(1), op=hvd.Sum), torch.tensor([float(self.size)]))
+
+    def test_reducescatter(self) -> None:
+        for dtype in INTS[3:] + FLOATS:
+            for rows in (0, 1, 3, 7):
+                stack = torch.stack(samples(self.size, (rows, 2), torch.float64))
+                part = torch.tensor_split(stack.sum(0), self.size)[self.rank]
+                x = sample(self.rank, (rows, 2), dtype)
+                self.equal(hvd.reducescatter(x, op=hvd.Sum), part.to(dtype), f"{dtype} {rows}")
+                if dtype.is_floating_point:
+                    got = hvd.reducescatter(x)
+                    self.close(got.double(), part / self.size, 2e-2)
+                    got = hvd.reducescatter(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+                    self.equal(got, (part * 2).to(dtype))
+        part = torch.tensor_split(torch.stack(samples(self.size, (4,), torch.float32)).sum(0), self.size)[self.rank]
+        x = sample(self.rank, (4,), torch.float32)
+        self.equal(hvd.synchronize(hvd.reducescatter_async(x, "rs", hvd.Sum)), part)
+        self.equal(hvd.reducescatter(x, op=hvd.Sum, compression=hvd.Compression.fp16), part)
+
+    def test_grouped_reducescatter(self) -> None:
+        rows = [1, 4, 6]
+        tensors = [sample(self.rank, (n, 3), torch.float32) for n in rows]
+        wants = [
+            torch.tensor_split(torch.stack(samples(self.size, (n, 3), torch.float32)).sum(0), self.size)[self.rank]
+            for n in rows
+        ]
+        for got, want in zip(hvd.grouped_reducescatter(tensors, op=hvd.Sum), wants):
+            self.equal(got, want)
+        handle = hvd.grouped_reducescatter_async(tensors, name="grs", op=hvd.Sum)
+        for got, want in zip(hvd.synchronize(handle), wants):
+            self.equal(got, want)
+
+    def test_reductions_that_reducescatter_has_not(self) -> None:
+        for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+            with self.assertRaises((ValueError, hvd.HorovodInternalError), msg=str(op)):
+                hvd.reducescatter(torch.ones(6), op=op)
+        hvd.barrier()
+
+    def test_barrier(self) -> None:
+        self.assertIsNone(hvd.barrier())
+        self.assertIsNone(hvd.barrier(process_set=hvd.global_process_set))
+
+    def test_unknown_handle(self) -> None:
+        self.assertIsNone(hvd.synchronize(1 << 40))
+
+    def test_many_in_flight(self) -> None:
+        handles = [hvd.allreduce_async(torch.full((n % 50,), 1.0), name=f"many.{n}", op=hvd.Sum) for n in range(3000)]
+        for n, handle in enumerate(handles):
+            self.equal(hvd.synchronize(handle), torch.full((n % 50,), float(self.size)))
+
+    def test_large(self) -> None:
+        n = 5_000_011
+        x = torch.full((n,), float(self.rank + 1))
+        self.equal(hvd.allreduce_(x, op=hvd.Sum), torch.full((n,), self.size * (self.size + 1) / 2))
+        x = torch.full((n,), self.rank, dtype=torch.uint8)
+        self.equal(hvd.allgather(x), torch.arange(self.size, dtype=torch.uint8).repeat_interleave(n))
+
+
+class Topology(RanksTest):
+    def test_places(self) -> None:
+        self.assertTrue(hvd.is_initialized())
+        self.assertEqual(hvd.size(), int(os.environ.get("HOROVOD_SIZE", "1")))
+        self.assertEqual(hvd.rank(), int(os.environ.get("HOROVOD_RANK", "0")))
+        self.assertEqual((hvd.local_rank(), hvd.local_size()), (self.rank, self.size))
+        self.assertEqual((hvd.cross_rank(), hvd.cross_size()), (0, 1))
+        self.assertTrue(hvd.mpi_ops.is_homogeneous())
+        self.assertEqual(hvd.allgather(torch.tensor([hvd.rank()])).tolist(), list(range(self.size)))
+
+    def test_probes(self) -> None:
+        self.assertTrue(hvd.gloo_built())
+        for probe in ("mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "nccl_built", "ddl_built"):
+            self.assertIsInstance(int(getattr(hvd, probe)()), int)
+        for probe in ("ccl_built", "cuda_built", "rocm_built"):
+            self.assertFalse(getattr(hvd, probe)())
+
+    def test_constants(self) -> None:
+        ops = (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)
+        self.assertEqual(ops, (0, 1, 2, 3, 4, 5))
+
+    def test_init_again(self) -> None:
+        for _ in range(3):
+            hvd.init()
+            self.equal(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(self.size)))
+            hvd.shutdown()
+            self.assertFalse(hvd.is_initialized())
+            with self.assertRaises(ValueError):
+                hvd.rank()
+            with self.assertRaises(ValueError):
+                hvd.size()
+            with self.assertRaises(hvd.HorovodInternalError):
+                hvd.allreduce(torch.ones(2))
+            hvd.init()
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,222 @@
+"""Errors that leave the job alone, process sets, and ranks that have joined."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unittest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import torch
+from ranks import RanksTest, adasum, hvd
+
+
+class SetsTest(RanksTest):
+    def together(self) -> None:
+        """Waits for all ranks: a shutdown ends what others are still at."""
+        hvd.allreduce(torch.ones(1), name="together")
+
+    def count_anew(self) -> None:
+        """Unnamed operations are counted, and the ranks' counts may differ after calls that not all have made."""
+        self.together()
+        hvd.shutdown()
+        hvd.init()
+
+
+class Errors(SetsTest):
+    def tearDown(self) -> None:
+        # The job goes on after each of them.
+        self.equal(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(self.size)))
+
+    def mismatch(self, call, *parts: str) -> None:
+        if self.size == 1:
+            return
+        with self.assertRaises(hvd.HorovodInternalError) as caught:
+            call()
+        for part in parts:
+            self.assertIn(part, str(caught.exception))
+
+    def test_shapes(self) -> None:
+        self.mismatch(lambda: hvd.allreduce(torch.ones(self.rank + 1), name="shapes"), "shapes")
+        self.mismatch(lambda: hvd.allreduce(torch.ones(*[2] * (self.rank + 1))))
+        self.mismatch(lambda: hvd.allgather(torch.ones(2, self.rank + 1)))
+        self.mismatch(lambda: hvd.allgather(torch.ones(*[2] * (self.rank + 1))))
+        self.mismatch(lambda: hvd.broadcast(torch.ones(self.rank + 1), 0))
+        self.mismatch(lambda: hvd.reducescatter(torch.ones(4, self.rank + 1)))
+        self.mismatch(lambda: hvd.alltoall(torch.ones(self.size, self.rank + 1)))
+        self.mismatch(lambda: hvd.grouped_allreduce([torch.ones(1), torch.ones(self.rank + 1)]))
+
+    def test_types(self) -> None:
+        dtype = torch.float32 if self.rank == 0 else torch.float64
+        for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+            self.mismatch(lambda: call(torch.ones(self.size, dtype=dtype)))
+        self.mismatch(lambda: hvd.broadcast(torch.ones(2, dtype=dtype), 0))
+
+    def test_roots(self) -> None:
+        self.mismatch(lambda: hvd.broadcast(torch.ones(2), self.rank))
+        for root in (-1, self.size):
+            with self.assertRaises((ValueError, hvd.HorovodInternalError)):
+                hvd.broadcast(torch.ones(2), root)
+
+    def test_reductions_and_factors(self) -> None:
+        self.mismatch(lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum if self.rank == 0 else hvd.Max))
+        self.mismatch(lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=1.0 + self.rank))
+
+    def test_names_in_use(self) -> None:
+        # The last rank comes late, so that the first tensor is in flight when the second comes.
+        late = self.rank == self.size - 1 and self.size > 1
+        if late:
+            hvd.barrier()
+        first = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+        if not late and self.size > 1:
+            with self.assertRaises((ValueError, hvd.HorovodInternalError)) as caught:
+                hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+            self.assertIn("twice", str(caught.exception))
+            with self.assertRaises((ValueError, hvd.HorovodInternalError)):
+                hvd.allreduce(torch.ones(1), name="twice")
+            hvd.barrier()
+        self.equal(hvd.synchronize(first), torch.full((2,), float(self.size)))
+        self.count_anew()
+
+    def test_names_of_operations_are_apart(self) -> None:
+        # An allreduce and an allgather of one name do not meet.
+        a = hvd.allreduce_async(torch.ones(2), name="apart", op=hvd.Sum)
+        b = hvd.allgather_async(torch.ones(1), name="apart")
+        c = hvd.broadcast_async(torch.ones(1), 0, name="apart")
+        self.equal(hvd.synchronize(c), torch.ones(1))
+        self.equal(hvd.synchronize(b), torch.ones(self.size))
+        self.equal(hvd.synchronize(a), torch.full((2,), float(self.size)))
+
+
+class ProcessSets(SetsTest):
+    def test_members_alone(self) -> None:
+        for ranks in ([0], list(range(self.size))[::2], [self.size - 1]):
+            if len(ranks) == self.size:
+                continue
+            ps = hvd.add_process_set(ranks)
+            self.assertEqual(ps.ranks, ranks)
+            self.assertEqual(ps.size(), len(ranks))
+            self.assertEqual(ps.included(), self.rank in ranks)
+            if self.rank in ranks:
+                self.members(ps, ranks)
+            else:
+                for call in (
+                    lambda: hvd.allreduce(torch.ones(2), process_set=ps),
+                    lambda: hvd.allgather(torch.ones(2), process_set=ps),
+                    lambda: hvd.broadcast(torch.ones(2), ranks[0], process_set=ps),
+                    lambda: hvd.barrier(process_set=ps),
+                ):
+                    with self.assertRaises((ValueError, hvd.HorovodInternalError)):
+                        call()
+            self.equal(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="all"), torch.tensor([float(self.size)]))
+            self.assertTrue(hvd.remove_process_set(ps))
+            self.assertIsNone(ps.process_set_id)
+            self.count_anew()
+
+    def members(self, ps, ranks) -> None:
+        place = ranks.index(self.rank)
+        self.assertEqual(ps.rank(), place)
+        x = torch.tensor([float(self.rank), 1.0])
+        total = torch.tensor([float(sum(ranks)), float(len(ranks))])
+        self.equal(hvd.allreduce(x, op=hvd.Sum, process_set=ps), total)
+        self.close(hvd.allreduce(x, process_set=ps), total / len(ranks), 1e-6)
+        self.equal(hvd.grouped_allreduce([x], op=hvd.Sum, process_set=ps)[0], total)
+        self.equal(hvd.allgather(torch.tensor([self.rank]), process_set=ps), torch.tensor(ranks))
+        for root in ranks:
+            self.equal(hvd.broadcast(torch.tensor([self.rank]), root, process_set=ps), torch.tensor([root]))
+        rows = torch.arange(len(ranks)) + 10 * self.rank
+        self.equal(hvd.alltoall(rows, process_set=ps), torch.tensor([10 * r + place for r in ranks]))
+        part = torch.tensor_split(torch.arange(5.0) * len(ranks), len(ranks))[place]
+        self.equal(hvd.reducescatter(torch.arange(5.0), op=hvd.Sum, process_set=ps), part)
+        self.assertIsNone(hvd.barrier(process_set=ps))
+        if self.size > 1:
+            outside = next(r for r in range(self.size) if r not in ranks)
+            with self.assertRaises((ValueError, hvd.HorovodInternalError)):
+                hvd.broadcast(torch.ones(2), outside, process_set=ps)
+        self.assertEqual(hvd.broadcast_object([self.rank], ranks[-1], "o", ps), [ranks[-1]])
+
+    def test_gradients_of_members(self) -> None:
+        if self.size < 2:
+            return
+        ps = hvd.add_process_set(list(range(1, self.size)))
+        if ps.included():
+            n = ps.size()
+            x = torch.ones(2, requires_grad=True)
+            hvd.allreduce(x, op=hvd.Sum, process_set=ps).backward(torch.full((2,), float(self.rank)))
+            self.equal(x.grad, torch.full((2,), float(sum(ps.ranks))))
+            x = torch.ones(2, requires_grad=True)
+            hvd.reducescatter(x, op=hvd.Sum, process_set=ps).sum().backward()
+            self.equal(x.grad, torch.full((2,), float(n)))
+            x = torch.ones(2, requires_grad=True)
+            hvd.allgather(x, process_set=ps).sum().backward()
+            self.equal(x.grad, torch.ones(2))
+            x = torch.ones(2, requires_grad=True)
+            hvd.broadcast(x, 1, process_set=ps).sum().backward()
+            self.equal(x.grad, torch.full((2,), 1.0 if self.rank == 1 else 0.0))
+            x = torch.ones(n, requires_grad=True)
+            hvd.alltoall(x, process_set=ps).sum().backward()
+            self.equal(x.grad, torch.ones(n))
+        hvd.remove_process_set(ps)
+        self.count_anew()
+
+    def test_all_ranks_of_the_job(self) -> None:
+        ps = hvd.global_process_set
+        self.assertEqual(ps.process_set_id, 0)
+        self.assertEqual(list(ps.ranks), list(range(self.size)))
+        self.assertEqual((ps.rank(), ps.size(), ps.included()), (self.rank, self.size, True))
+        self.assertFalse(hvd.remove_process_set(ps))
+        with self.assertRaises((ValueError, hvd.HorovodInternalError)):
+            hvd.add_process_set(list(range(self.size)))
+
+    def test_sets_of_init(self) -> None:
+        hvd.shutdown()
+        sets = [hvd.ProcessSet([r]) for r in range(self.size)] if self.size > 1 else []
+        hvd.init(process_sets=sets)
+        for r, ps in enumerate(sets):
+            self.assertEqual((ps.process_set_id, ps.ranks, ps.included()), (r + 1, [r], r == self.rank))
+        if sets:
+            x = torch.ones(2)
+            self.equal(hvd.allreduce(x, op=hvd.Sum, process_set=sets[self.rank]), x)
+        self.together()
+        hvd.shutdown()
+        hvd.init(process_sets="dynamic")
+
+
+class Join(SetsTest):
+    def tearDown(self) -> None:
+        self.count_anew()
+
+    def test_uneven_steps(self) -> None:
+        for turn in range(2):
+            steps = self.rank + 1
+            for step in range(steps):
+                got = hvd.allreduce(torch.ones(3), name="step", op=hvd.Sum)
+                active = sum(1 for r in range(self.size) if r + 1 > step)
+                self.equal(got, torch.full((3,), float(active)))
+            self.assertEqual(hvd.join(), self.size - 1, f"turn {turn}")
+
+    def test_average_divides_by_all(self) -> None:
+        if self.rank == 0:
+            got = hvd.allreduce(torch.full((2,), 3.0), name="alone")
+            self.close(got, torch.full((2,), 3.0 / self.size), 1e-6)
+        self.assertIn(hvd.join(), range(self.size))
+
+    def test_elements_that_change_nothing(self) -> None:
+        if self.rank == 0:
+            for op in (hvd.Min, hvd.Max, hvd.Product):
+                self.equal(hvd.allreduce(torch.tensor([-3.0, 3.0]), name=f"op{op}", op=op), torch.tensor([-3.0, 3.0]))
+            got = hvd.allreduce(torch.tensor([-3.0, 3.0]), name="adasum", op=hvd.Adasum)
+            self.close(got, adasum([torch.tensor([-3.0, 3.0])]), 1e-6)
+        hvd.join()
+
+    def test_others_cannot_gather(self) -> None:
+        if self.size > 1 and self.rank > 0:
+            for call in (lambda x: hvd.allgather(x, "j"), lambda x: hvd.broadcast(x, 1, "j")):
+                with self.assertRaises(hvd.HorovodInternalError):
+                    call(torch.ones(self.size))
+        hvd.join()
+
+
+if __name__ == "__main__":
+    unittest.main()

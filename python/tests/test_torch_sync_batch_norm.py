@@ -1,0 +1,106 @@
+"""SyncBatchNorm against torch's BatchNorm on the ranks' batches together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unittest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import torch
+from ranks import RanksTest, hvd
+
+KINDS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d, 5: torch.nn.BatchNorm3d}
+
+
+class SyncBatchNorm(RanksTest):
+    def compare(self, rows, tail, channels_last=False, dtype=torch.float64, tolerance=1e-10, **options) -> None:
+        """Trains two batches and evaluates one; rows gives the rows of a rank."""
+        ours = hvd.SyncBatchNorm(4, **options).to(dtype)
+        torchs = KINDS[2 + len(tail)](4, **options).to(dtype)
+        if ours.affine:
+            weight, bias = torch.rand(4, dtype=dtype), torch.rand(4, dtype=dtype)
+            for layer in (ours, torchs):
+                layer.weight.data.copy_(weight)
+                layer.bias.data.copy_(bias)
+        for turn in range(2):
+            # An offset, so that a difference of large sums would show.
+            parts = [torch.randn(rows(r), 4, *tail).to(dtype) * (r + 1) + 100 for r in range(self.size)]
+            weights = [torch.randn(rows(r), 4, *tail).to(dtype) for r in range(self.size)]
+            mine = parts[self.rank].clone()
+            if channels_last:
+                mine = mine.contiguous(memory_format=torch.channels_last)
+            mine.requires_grad_(True)
+            whole = torch.cat(parts).requires_grad_(True)
+            ours.zero_grad()
+            torchs.zero_grad()
+            got, want = ours(mine), torchs(whole)
+            self.assertEqual(got.dtype, dtype)
+            begin = sum(rows(r) for r in range(self.rank))
+            end = begin + rows(self.rank)
+            self.close(got.detach(), want[begin:end].detach(), tolerance)
+            (got * weights[self.rank]).sum().backward()
+            (want * torch.cat(weights)).sum().backward()
+            self.close(mine.grad, whole.grad[begin:end], tolerance)
+            if ours.affine:
+                # They are of this rank's batch; their sum is that of all.
+                self.close(hvd.allreduce(ours.weight.grad, op=hvd.Sum), torchs.weight.grad, tolerance * 10)
+                self.close(hvd.allreduce(ours.bias.grad, op=hvd.Sum), torchs.bias.grad, tolerance * 10)
+            if ours.track_running_stats:
+                self.close(ours.running_mean, torchs.running_mean, tolerance * 100)
+                self.close(ours.running_var, torchs.running_var, tolerance * 100)
+                self.assertEqual(int(ours.num_batches_tracked), turn + 1)
+        ours.eval()
+        torchs.eval()
+        if ours.track_running_stats:
+            x = torch.randn(3, 4, *tail).to(dtype)
+            self.close(ours(x).detach(), torchs(x).detach(), tolerance * 100)
+
+    def test_shapes(self) -> None:
+        for tail in ((), (3,), (3, 2), (2, 2, 2)):
+            self.compare(lambda r: 4, tail)
+
+    def test_uneven_batches(self) -> None:
+        self.compare(lambda r: r + 2, (3, 2))
+        self.compare(lambda r: 0 if r == 1 else 3, (2,))
+
+    def test_options(self) -> None:
+        self.compare(lambda r: 4, (3,), affine=False)
+        self.compare(lambda r: 4, (3,), momentum=None)
+        self.compare(lambda r: 4, (3,), momentum=0.5, eps=0.1)
+        self.compare(lambda r: 4, (3,), track_running_stats=False)
+
+    def test_types_and_layouts(self) -> None:
+        self.compare(lambda r: 4, (5, 3), channels_last=True)
+        self.compare(lambda r: 4, (5,), dtype=torch.float32, tolerance=2e-3)
+
+    def test_halves_are_summed_wide(self) -> None:
+        # In bfloat16 itself 10 and 12 cannot be added up 4096 times, and 4096 is the next number after 4080.
+        x = torch.full((4096, 1), 10.0, dtype=torch.bfloat16)
+        x[::2] = 12.0
+        x[0] = 100.0
+        layer = hvd.SyncBatchNorm(1, eps=0.0).to(torch.bfloat16)
+        got = layer(x)
+        self.assertEqual(got.dtype, torch.bfloat16)
+        wide = x.double()
+        want = (wide - wide.mean()) / wide.var(unbiased=False).sqrt()
+        self.close(got[:3].detach().double(), want[:3], 5e-3)
+        self.close(layer.running_var.double(), 0.9 + 0.1 * wide.var().reshape(1), 5e-3)
+
+    def test_evaluation_is_alone(self) -> None:
+        layer = hvd.SyncBatchNorm(2)
+        layer.eval()
+        if self.rank == 0:
+            self.close(layer(torch.ones(1, 2)).detach(), torch.ones(1, 2), 1e-4)
+        hvd.barrier()
+
+    def test_what_cannot_be_normalized(self) -> None:
+        with self.assertRaises(ValueError):
+            hvd.SyncBatchNorm(2)(torch.ones(2))
+        with self.assertRaises(ValueError):
+            hvd.SyncBatchNorm(2)(torch.ones(1 if self.rank == 0 else 0, 2))
+
+
+if __name__ == "__main__":
+    unittest.main()
