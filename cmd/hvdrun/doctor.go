@@ -14,7 +14,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
-	"github.com/gohvd/gohvd/internal/hostlist"
 )
 
 const (
@@ -32,24 +31,24 @@ const doctorExamples = `
 Examples:
   hvdrun doctor
   hvdrun doctor --hosts h1,h2 --json
-  hvdrun doctor --hosts h1 --agent "ssh -o BatchMode=yes -p 2222"
+  hvdrun doctor --hosts h1 --ssh-port 2222
+  hvdrun doctor --hosts pod1 --agent "kubectl exec -i {host} --"
 `
 
 // doctorFlags are those of hvdrun doctor.
 type doctorFlags struct {
 	asJSON bool
-	hosts  string
-	agent  string
+	where  hostFlags
 }
 
 // doctor makes the command that looks at the machine.
 func (r *runner) doctor() *cobra.Command {
-	var given doctorFlags
+	// The time that ssh has is less than that of all checks, so that it can say what it waited for.
+	given := doctorFlags{where: hostFlags{sshOptions: []string{"-o", "ConnectTimeout=5"}}}
 	g := newGroup("What is looked at and how it is shown")
-	g.flags.StringVarP(&given.hosts, "hosts", "H", "",
+	g.flags.StringVarP(&given.where.list, "hosts", "H", "",
 		"also reach these hosts: `LIST`, with commas between them; a number of slots, as in h1:2, is left out")
-	g.flags.StringVar(&given.agent, "agent", doctor.DefaultAgent,
-		"`COMMAND` whose words are run with a host and a command behind them, without input")
+	given.where.addReach(g.flags)
 	g.flags.BoolVar(&given.asJSON, "json", false, "print an array of objects with section, name, status, text and fix")
 
 	cmd := &cobra.Command{
@@ -61,7 +60,12 @@ func (r *runner) doctor() *cobra.Command {
 			}
 			return nil
 		},
-		RunE: func(*cobra.Command, []string) error { return r.examine(given) },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := given.where.check(cmd.Flags()); err != nil {
+				return err
+			}
+			return r.examine(&given)
+		},
 
 		DisableFlagsInUseLine: true,
 	}
@@ -79,7 +83,7 @@ func (r *runner) doctor() *cobra.Command {
 }
 
 // examine runs the checks and prints what they found.
-func (r *runner) examine(given doctorFlags) error {
+func (r *runner) examine(given *doctorFlags) error {
 	s := doctor.Here()
 	s.Environ = r.env
 	s.Build.Version = versionText()
@@ -90,12 +94,14 @@ func (r *runner) examine(given doctorFlags) error {
 	if cpu, known := config.Lookup("HOROVOD_CPU_OPERATIONS"); known {
 		s.Build.CPUOperations = cpu.Want()
 	}
-	if s.Hosts, err = parseHosts(given.hosts); err != nil {
+	hosts, err := given.where.hosts()
+	if err != nil {
 		return err
 	}
-	if s.Agent = strings.Fields(given.agent); len(s.Agent) == 0 {
-		return usagef("--agent: got %q, want a command", given.agent)
+	for _, h := range hosts {
+		s.Hosts = append(s.Hosts, h.Name)
 	}
+	s.Agent = given.where.reach
 
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
 	defer stop()
@@ -111,21 +117,6 @@ func (r *runner) examine(given doctorFlags) error {
 		r.status = statusFailure
 	}
 	return write(r.stdout, lines)
-}
-
-// parseHosts reads a list as hvdrun --hosts does, and leaves the slots out.
-func parseHosts(list string) (names []string, err error) {
-	if list == "" {
-		return nil, nil
-	}
-	hosts, err := hostlist.Parse(list)
-	if err != nil {
-		return nil, usagef("--hosts: %w", err)
-	}
-	for _, h := range hosts {
-		names = append(names, h.Name)
-	}
-	return names, nil
 }
 
 // builtParts reads what --check-build prints, so that there is one list of what is built.

@@ -83,6 +83,32 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
+// A host is reached as it would be for a job.
+func TestDoctorReachesAsJobsDo(t *testing.T) {
+	lines, _, _ := examined(t, "--agent", "env AT={host}", "-H", "h1")
+	if l := lines["host h1"]; l.Status != doctor.OK {
+		t.Errorf("got %+v, want the host reached", l)
+	}
+	if lines, _, _ = examined(t, "--agent", "{host}"); lines["agent"].Status != doctor.Warn {
+		t.Errorf("got %+v, want a warning", lines["agent"])
+	}
+
+	bin, notes := fakeSSH(t, 1)
+	t.Setenv("PATH", bin+":"+os.Getenv("PATH"))
+	lines, _, _ = examined(t, "-H", "me@h1", "-p", "2222", "-i", "key file")
+	if l := lines["host me@h1"]; l.Status != doctor.OK || lines["agent"].Text != filepath.Join(bin, "ssh") {
+		t.Errorf("got %+v and %+v, want the host reached by ssh", l, lines["agent"])
+	}
+	words, err := os.ReadFile(notes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := (&hostFlags{sshPort: 2222, sshIdentity: "key file", sshOptions: []string{"-o", "ConnectTimeout=5"}}).reach("me@h1", []string{"true"})
+	if got := strings.Split(strings.TrimSpace(string(words)), "\n"); !slices.Equal(got, want[1:]) {
+		t.Errorf("got %q, want %q", got, want[1:])
+	}
+}
+
 func TestDoctorAsText(t *testing.T) {
 	lines, failed, status := examined(t)
 	if want := min(failed, 1); status != want {
@@ -128,7 +154,12 @@ func TestDoctorWrongUsage(t *testing.T) {
 		{[]string{"--hosts", "]"}, "want names or addresses of hosts"},
 		{[]string{"--hosts", "[]:2"}, "want names or addresses of hosts"},
 		{[]string{"--hosts", ":2"}, "want names or addresses of hosts"},
-		{[]string{"--agent", " "}, `--agent: got " "`},
+		{[]string{"--agent", " "}, "--agent: got nothing"},
+		{[]string{"--hosts", "h1:2h2:1"}, "a comma between hosts"},
+		{[]string{"--hosts", ""}, "--hosts: got nothing"},
+		{[]string{"-p", "22"}, "--agent is in its place"},
+		{[]string{"-i", "key"}, "--agent is in its place"},
+		{[]string{"--agent", "x", "-p", "0"}, "--ssh-port: got 0"},
 	} {
 		args := append([]string{"doctor"}, c.args...)
 		if c.args[0] != "--agent" && c.args[0] != "--jsn" {
@@ -162,7 +193,7 @@ func TestDoctorHelp(t *testing.T) {
 	if status != 0 || stderr != "" || !strings.HasPrefix(stdout, doctorLong) {
 		t.Errorf("got exit status %d, %q and %q, want 0 and what it does", status, stdout, stderr)
 	}
-	for _, want := range []string{"\n  hvdrun doctor [flags]\n", "  -H, --hosts LIST", "--agent COMMAND", doctor.DefaultAgent, "--json", "-h, --help"} {
+	for _, want := range []string{"\n  hvdrun doctor [flags]\n", "  -H, --hosts LIST", "--agent COMMAND", "-p, --ssh-port PORT", "-i, --ssh-identity-file FILE", "--json", "-h, --help"} {
 		if !strings.Contains(stdout, want) {
 			t.Errorf("got %q, want %q in it", stdout, want)
 		}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -23,6 +24,9 @@ type hostFlags struct {
 	sshIdentity  string
 	agent        string
 	remoteHvdrun string
+
+	// sshOptions are words for ssh besides those that it is always given.
+	sshOptions []string
 }
 
 // hostPlace stands for the host in the words of --agent.
@@ -33,12 +37,17 @@ func (h *hostFlags) group() group {
 	f := g.flags
 	f.StringVarP(&h.list, "hosts", "H", "", "`LIST` of hosts that get ranks and how many each, as in h1:2,h2:2; one if none is said")
 	f.StringVar(&h.file, "hostfile", "", "`FILE` with a host a line, h1 slots=2 or h1:2; also -hostfile")
+	h.addReach(f)
+	f.StringVar(&h.remoteHvdrun, "remote-hvdrun", "", "`PATH` of hvdrun on the other hosts, if it is not where it is here")
+	return g
+}
+
+// addReach adds the flags that say how the hosts are reached.
+func (h *hostFlags) addReach(f *pflag.FlagSet) {
 	f.IntVarP(&h.sshPort, "ssh-port", "p", 0, "`PORT` of sshd on the other hosts, if it is not in ssh's configuration")
 	f.StringVarP(&h.sshIdentity, "ssh-identity-file", "i", "", "private key for ssh, a `FILE`")
 	f.StringVar(&h.agent, "agent", "",
 		"`COMMAND` that runs what follows on a host, in place of ssh; its words, with the host's name for {host}, or behind them")
-	f.StringVar(&h.remoteHvdrun, "remote-hvdrun", "", "`PATH` of hvdrun on the other hosts, if it is not where it is here")
-	return g
 }
 
 // hosts are those of the flags, none if there are none.
@@ -80,6 +89,19 @@ func (h *hostFlags) check(given *pflag.FlagSet) error {
 	return nil
 }
 
+// idle warns of the flags that were given and mean nothing, for all hosts are this one.
+func (h *hostFlags) idle(given *pflag.FlagSet, hosts []hostlist.Host) (warnings []string) {
+	if slices.ContainsFunc(hosts, func(host hostlist.Host) bool { return !launch.IsThisHost(host.Name) }) {
+		return nil
+	}
+	for _, name := range []string{"ssh-port", "ssh-identity-file", "agent", "remote-hvdrun"} {
+		if given.Changed(name) {
+			warnings = append(warnings, fmt.Sprintf("--%s: it is not used, for all ranks run on this host; --hosts or --hostfile names others", name))
+		}
+	}
+	return warnings
+}
+
 // onSeveral reports whether a rank is to run on another host.
 func onSeveral(hosts []hostlist.Host) bool {
 	return len(hosts) > 1 || len(hosts) == 1 && !launch.IsThisHost(hosts[0].Name)
@@ -97,7 +119,7 @@ func (h *hostFlags) reach(host string, words []string) []string {
 	}
 	// No password is asked for, no terminal is made, which would change what passes through, and no connection for others is
 	// kept, which would outlive the job.
-	argv := []string{"ssh", "-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no"}
+	argv := append([]string{"ssh", "-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no"}, h.sshOptions...)
 	if h.sshPort != 0 {
 		argv = append(argv, "-p", strconv.Itoa(h.sshPort))
 	}

@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -14,14 +15,14 @@ import (
 )
 
 // fakeSSH makes a directory with a program ssh that notes its words, a line each, and does as sshd with the last ones: it gives them
-// to a shell. It stays on this host.
-func fakeSSH(t *testing.T) (dir, notes string) {
+// to a shell, so many as there are behind the host. It stays on this host.
+func fakeSSH(t *testing.T, numWords int) (dir, notes string) {
 	t.Helper()
 	dir = t.TempDir()
 	notes = filepath.Join(dir, "notes")
 	script := `#!/bin/sh
 printf '%s\n' "$@" >>'` + notes + `'
-while [ $# -gt 2 ]; do shift; done
+while [ $# -gt ` + strconv.Itoa(numWords) + ` ]; do shift; done
 exec sh -c "$*"
 `
 	if err := os.WriteFile(filepath.Join(dir, "ssh"), []byte(script), 0o700); err != nil {
@@ -40,7 +41,7 @@ func TestHostsBySSH(t *testing.T) {
 	if err := os.Symlink(self, odd); err != nil {
 		t.Fatal(err)
 	}
-	bin, notes := fakeSSH(t)
+	bin, notes := fakeSSH(t, 2)
 	cmd := hvdrun(t, "-np", "3", "-H", "h1:2,h2:2", "-p", "2222", "-i", "key file", "--remote-hvdrun", odd, "--network-interfaces", "lo",
 		"-x", "TMPDIR", "sh", "-c", "echo $HOROVOD_HOSTNAME $HOROVOD_LOCAL_RANK $HOROVOD_GLOO_RENDEZVOUS_ADDR $TMPDIR $MASTER_ADDR")
 	cmd.Env = append(slices.DeleteFunc(cmd.Env, func(v string) bool { return strings.HasPrefix(v, "TMPDIR=") || strings.HasPrefix(v, "MASTER_ADDR=") }),
@@ -100,6 +101,27 @@ func TestThisHostInTheList(t *testing.T) {
 	if stdout, stderr, status = output(t, "-H", "localhost,127.0.0.1", "--network-interfaces", "lo", "sh", "-c", "echo $HOROVOD_HOSTNAME $HOROVOD_CROSS_RANK"); status != 0 ||
 		!strings.Contains(stdout, "[0]<stdout>:localhost 0\n") || !strings.Contains(stdout, "[1]<stdout>:127.0.0.1 1\n") {
 		t.Errorf("got exit status %d, %q and %q, want both", status, stdout, stderr)
+	}
+}
+
+// Flags that say how other hosts are reached are of no use without one, which is told.
+func TestFlagsForOtherHostsAlone(t *testing.T) {
+	for _, c := range []struct{ args, unused []string }{
+		{[]string{"--agent", "y"}, []string{"--agent"}},
+		{[]string{"-p", "22", "-i", "key", "--remote-hvdrun", "h"}, []string{"--ssh-port", "--ssh-identity-file", "--remote-hvdrun"}},
+		{[]string{"--agent", "y", "-H", "localhost,127.0.0.1", "--network-interfaces", "lo"}, []string{"--agent"}},
+		{nil, nil},
+		{[]string{"--agent", "env X={host}", "-H", "localhost,h1", "--network-interfaces", "lo"}, nil},
+	} {
+		_, stderr, status := output(t, append(append([]string{"-np", "2"}, c.args...), "true")...)
+		if status != 0 || strings.Count(stderr, "\n") != len(c.unused) {
+			t.Errorf("%q: got exit status %d and %q, want 0 and %d warnings", c.args, status, stderr, len(c.unused))
+		}
+		for _, name := range c.unused {
+			if want := "hvdrun: warning: " + name + ": it is not used, for all ranks run on this host"; !strings.Contains(stderr, want) {
+				t.Errorf("%q: got %q, want %q", c.args, stderr, want)
+			}
+		}
 	}
 }
 

@@ -40,6 +40,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if len(command) == 0 {
 		return usagef("the command is missing: hvdrun -np %d command [args...]", np)
 	}
+	r.warnings = append(r.warnings, r.where.idle(cmd.Flags(), hosts)...)
 	settings, err := r.settings()
 	if err != nil {
 		return err

@@ -62,7 +62,7 @@ func soundSystem() *System {
 	return &System{
 		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", GOMAXPROCS: 4,
 		Build: Build{Version: "v1", Go: "go1", Known: true, Parts: []Part{{"controllers", "Gloo", true}}, CPUOperations: "shm or tcp"},
-		Agent: []string{"agent", "-q"},
+		Agent: func(host string, words []string) []string { return append([]string{"agent", "-q", host}, words...) },
 		Rlimit: func(int) (unix.Rlimit, error) {
 			return unix.Rlimit{Cur: unix.RLIM_INFINITY, Max: unix.RLIM_INFINITY}, nil
 		},
@@ -271,7 +271,7 @@ func (full) Write([]byte) (int, error) { return 0, errFull }
 
 func TestThisMachine(t *testing.T) {
 	s := Here()
-	s.Agent = strings.Fields(DefaultAgent)
+	s.Agent = func(host string, words []string) []string { return append([]string{"ssh", host}, words...) }
 	s.Environ = os.Environ()
 	start := time.Now()
 	lines := Run(t.Context(), s, Checks(), testLimit)

@@ -7,15 +7,12 @@ import (
 	"time"
 )
 
-// DefaultAgent gives no chance to ask for a password, and up in time.
-const DefaultAgent = "ssh -o BatchMode=yes -o ConnectTimeout=5"
-
 // maxAgents bounds how many agents run at once.
 const maxAgents = 32
 
 // agent looks for the program that reaches other hosts.
 func agent(_ context.Context, s *System) []Line {
-	name := s.Agent[0]
+	name := s.Agent("HOST", nil)[0]
 	file, err := s.LookPath(name)
 	const fix = "install it (Debian: apt install openssh-client), or name another with --agent"
 	switch {
@@ -54,7 +51,7 @@ func hosts(ctx context.Context, s *System) []Line {
 
 // try runs the command on one host.
 func (s *System) try(ctx context.Context, name, host string) Line {
-	argv := append(s.Agent[:len(s.Agent):len(s.Agent)], host, "true")
+	argv := s.Agent(host, []string{"true"})
 	start := time.Now()
 	said, err := s.Reach(ctx, argv)
 	took := time.Since(start)
@@ -83,7 +80,7 @@ func fixFor(host, said, command string) string {
 		{"Host key verification failed", "check the host's key and accept it by hand once: ssh " + host},
 		{"Permission denied", "let your key in: ssh-copy-id " + host},
 		{"Could not resolve hostname", "correct the name, or put it into /etc/hosts, the DNS or ~/.ssh/config"},
-		{"Connection refused", "start sshd there, or name its port in ~/.ssh/config"},
+		{"Connection refused", "start sshd there, or name its port with --ssh-port or in ~/.ssh/config"},
 		{"timed out", "see that the host is up and its firewall lets port 22 through"},
 		{"No route to host", "see that the host is up and on this network"},
 	} {

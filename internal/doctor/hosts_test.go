@@ -50,9 +50,6 @@ func TestHosts(t *testing.T) {
 	if lines[2].Text != "exit status 1" {
 		t.Errorf("got %q, want the exit status alone", lines[2].Text)
 	}
-	if fmt.Sprint(s.Agent) != "[agent -q]" {
-		t.Errorf("the agent has become %q", s.Agent)
-	}
 	for said, want := range map[string]string{
 		"Host key verification failed.":                                         "accept it by hand once: ssh h",
 		"ssh: Could not resolve hostname h: Name or service not known":          "correct the name",

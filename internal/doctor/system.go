@@ -32,9 +32,10 @@ type System struct {
 	// GOMAXPROCS is how many threads run Go at once.
 	GOMAXPROCS int
 
-	// Hosts are those to reach, and Agent the words of the command that runs another on one of them: the host's name and
-	// the command's words come behind.
-	Hosts, Agent []string
+	// Hosts are those to reach, and Agent is the command that runs the words of another on one of them. Its first word is the same
+	// for all.
+	Hosts []string
+	Agent func(host string, words []string) []string
 
 	// Rlimit is getrlimit(2) and Statfs statfs(2) of a path, Clock adjtimex(2) without a change.
 	Rlimit func(resource int) (unix.Rlimit, error)

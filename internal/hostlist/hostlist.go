@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/netip"
 	"os"
 	"strconv"
 	"strings"
@@ -93,6 +94,12 @@ func checkName(name string) error {
 	})
 	if name == "" || name[0] == '-' || len(name) > maxNameBytes || strange >= 0 {
 		return errors.New("want names or addresses of hosts")
+	}
+	// Or a list with a comma forgotten would be one host, and a smaller job.
+	if strings.Contains(name, ":") {
+		if _, err := netip.ParseAddr(name[strings.LastIndexByte(name, '@')+1:]); err != nil {
+			return errors.New("want a name and slots, as in h1:2, or an address, and a comma between hosts")
+		}
 	}
 	return nil
 }

@@ -104,6 +104,9 @@ func serveLauncher(environ []string) error {
 	why := make(chan error, 1)
 	go func() {
 		why <- a.obey()
+		// A launcher that is stopped reads nothing. The news that wait for it would hold up who kills the ranks; what is no pipe and
+		// no socket has no deadline.
+		_ = a.out.SetWriteDeadline(time.Unix(1, 0))
 		close(a.lost)
 	}()
 	err = a.run()
@@ -125,7 +128,7 @@ func (a *agent) read() (message, error) {
 	return decode(body)
 }
 
-// send waits until the launcher takes the frame. If it is gone, obey finds out.
+// send waits until the launcher takes the frame or is gone, which obey finds out.
 func (a *agent) send(frame []byte) {
 	a.sending.Lock()
 	defer a.sending.Unlock()

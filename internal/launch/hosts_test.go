@@ -213,7 +213,7 @@ func TestSecondInterruptKillsOverHosts(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGINT)
 	r.awaitOutput(&r.stderr, "once more kills them", 1)
-	r.signal(unix.SIGINT)
+	r.interruptAgain()
 	if got := r.wait(); got != 130 {
 		t.Errorf("got exit status %d, want 130", got)
 	}
@@ -275,42 +275,88 @@ func TestAgentIsStopped(t *testing.T) {
 	}
 }
 
-// A launcher that does not run for a while is waited for, and for a longer while given up: by its agents, who kill the ranks.
+// A launcher that does not run for a while is waited for, and for a longer while given up: by its agents, who kill the ranks, also
+// if what these print waits for it.
 func TestLauncherIsStopped(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 2, Hosts: "h1,localhost", NoticeMS: 50, LivenessMS: 3000, Command: sh("echo ready; sleep 1000; true")})
-	r.awaitOutput(&r.stdout, "ready", 2)
-	r.signal(unix.SIGSTOP)
-	<-time.After(2 * time.Second)
-	r.signal(unix.SIGCONT)
-	<-time.After(3 * time.Second) // each has the other's words, or finds them missing
-	if n := len(r.processes()); n != 2*4 {
-		t.Errorf("%d processes are left after a short stop, want 8", n)
+	dir := t.TempDir()
+	flood, orders, answers := filepath.Join(dir, "flood"), filepath.Join(dir, "orders"), filepath.Join(dir, "answers")
+	r := start(t, spec{NP: 3, Hosts: "h1:2,localhost", NoticeMS: 50, LivenessMS: 6000,
+		Reach:   byShell(`tee '` + orders + `' | "$@" | tee '` + answers + `'`),
+		Command: sh("echo ready; " + laterScript(flood) + "yes")})
+	r.awaitOutput(&r.stdout, "ready", 3)
+	// All that is said now are pings.
+	awaitPings := func(file string, n int64) {
+		t.Helper()
+		size := func() int64 {
+			info, err := os.Stat(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return info.Size()
+		}
+		before := size()
+		r.await("pings in "+filepath.Base(file), func() bool { return size() >= before+n*pingBytes })
 	}
 	r.signal(unix.SIGSTOP)
-	r.await("the end of all processes", func() bool {
-		return !slices.ContainsFunc(r.processes(), func(p process) bool { return p.isHelper() || p.command == "sleep 1000" })
+	awaitPings(answers, 2)
+	r.signal(unix.SIGCONT)
+	awaitPings(orders, 2)
+	awaitPings(answers, 1)
+	helpers := 0
+	for _, p := range r.processes() {
+		if p.isHelper() {
+			helpers++
+		}
+	}
+	if helpers != 3 {
+		t.Errorf("%d helpers are left after a short stop, want 3", helpers)
+	}
+	if err := os.WriteFile(flood, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r.signal(unix.SIGSTOP)
+	r.await("the end of all agents", func() bool {
+		return !slices.ContainsFunc(r.processes(), func(p process) bool {
+			ofShell := strings.HasPrefix(p.command, "sh ") // which has the agent's words in its own
+			return p.isAgent() && !ofShell || p.isHelper() || p.command == "yes"
+		})
 	})
 	r.signal(unix.SIGCONT)
 	if got := r.wait(); got != 137 {
 		t.Errorf("got exit status %d, want 137", got)
 	}
-	if want := "the launcher is gone, and the ranks were killed (the launcher's orders: no sign of life for 3s)"; strings.Count(r.stderr.String(), want) == 0 {
+	const want = "the launcher is gone, and the ranks were killed (the launcher's orders: no sign of life for 6s)"
+	if strings.Count(r.stderr.String(), want) == 0 || strings.Contains(r.stderr.String(), "are not gone") {
 		t.Errorf("got %s, want %q", r.stderr.String(), want)
 	}
 }
 
+// pingBytes is the size of a ping.
+const pingBytes = 5
+
 // A lost host failed when it was last heard: before those who fail because of it.
 func TestLostHostIsBlamed(t *testing.T) {
 	t.Parallel()
-	file := filepath.Join(t.TempDir(), "later")
+	dir := t.TempDir()
+	files := []string{filepath.Join(dir, "word"), filepath.Join(dir, "end")}
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 60_000, LivenessMS: 3000,
-		Command: sh("echo ready; [ $HOROVOD_RANK = 0 ] || exec sleep 1000; " + laterScript(file) + "exit 5")})
+		Command: sh("echo ready; [ $HOROVOD_RANK = 0 ] || exec sleep 1000; " + laterScript(files[0]) + "echo word; " + laterScript(files[1]) + "exit 5")})
 	r.awaitOutput(&r.stdout, "ready", 2)
-	unix.Kill(r.agentOf("h2"), unix.SIGSTOP)
-	<-time.After(pingInterval + 500*time.Millisecond) // what it had said is heard
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		t.Fatal(err)
+	agent := r.agentOf("h2")
+	unix.Kill(agent, unix.SIGSTOP)
+	// What it had said is heard: the other host's word comes after it.
+	r.await("a stopped agent", func() bool {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", agent))
+		return err == nil && strings.Contains(string(stat), ") T ")
+	})
+	for i, f := range files {
+		if err := os.WriteFile(f, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if i == 0 {
+			r.awaitOutput(&r.stdout, "word", 1)
+		}
 	}
 	if got := r.wait(); got != 137 {
 		t.Errorf("got exit status %d, want 137", got)
@@ -319,9 +365,6 @@ func TestLostHostIsBlamed(t *testing.T) {
 		t.Errorf("got %+v, want rank 1 blamed", res)
 	}
 }
-
-// pingInterval is that of agents.
-const pingInterval = time.Second
 
 // agentSaying is an agent that is ready, then says what it is told to, and ends with a script.
 func agentSaying(t *testing.T, then string, frames ...[]byte) []string {
@@ -372,6 +415,38 @@ func TestOutputCutShort(t *testing.T) {
 	// Its clock is another than this host's.
 	if e := r.outcome().Ranks[0]; time.Since(e.At) > deadline || e.PID != 12345 {
 		t.Errorf("got %+v, want this host's time", e)
+	}
+}
+
+// Whatever an agent leaves out at the end is told of, and no rank is blamed that has ended well.
+func TestAgentThatEndsEarly(t *testing.T) {
+	report := func(text string) []byte { return frame.Seal(append(append(frame.New(100), 8), text...)) }
+	index := func(kind, i byte) []byte { return frame.Seal(append(frame.New(5), kind, 0, 0, 0, i)) }
+	started, ended := report(`{"Index":0,"Report":{"pid":12345}}`), report(`{"Index":0,"Report":{"ended":true}}`)
+	half := frame.Seal(append(append(frame.New(9), 10, 0, 0, 0, 0), "half"...))
+	gone, closed, bye := index(9, 0), [][]byte{index(11, 0), index(11, 1)}, frame.Seal(append(frame.New(1), 12))
+	for _, c := range []struct {
+		name   string
+		frames [][]byte
+		status int
+		want   string // after "the end of the output is lost: "
+	}{
+		{"before it says gone", [][]byte{started, half, ended}, 1, "env: exit status 7"},
+		{"gone alone", [][]byte{started, gone}, 137, "env: exit status 7"},
+		{"without bye", [][]byte{started, ended, closed[0], closed[1], gone}, 1, "env: exit status 7"},
+		{"bye before gone", [][]byte{started, half, ended, closed[0], closed[1], bye}, 1, "its agent has sent a bye before the end"},
+		{"bye before an end of output", [][]byte{started, ended, closed[0], gone, bye}, 1, "its agent has sent a bye before the end"},
+		{"all", [][]byte{started, ended, closed[0], gone, closed[1], bye}, 0, ""},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := start(t, spec{NP: 1, Hosts: "h1", Command: []string{"true"}, Reach: agentSaying(t, "head -c 100 >/dev/null; exit 7", c.frames...)})
+			got, said := r.wait(), r.stderr.String()
+			want := "launch: host h1: the end of the output is lost: " + c.want
+			if got != c.status || c.want != "" && !strings.Contains(said, want) || c.want == "" && said != "" {
+				t.Errorf("got exit status %d and %q, want %d and %q", got, said, c.status, want)
+			}
+		})
 	}
 }
 

@@ -87,7 +87,7 @@ type Options struct {
 	Verbose bool
 
 	// Signals are those that the launcher gets. SIGINT, SIGTERM and SIGHUP end the job, others are forwarded to the
-	// ranks' process groups.
+	// ranks' process groups. A second one of the three kills the ranks, unless it is the first one again within half a second.
 	Signals <-chan os.Signal
 
 	// Reach, needed for other hosts, is the command that runs words on one: ssh for instance. Its first word is looked up in PATH. The

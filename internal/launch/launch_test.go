@@ -2,6 +2,7 @@ package launch_test
 
 import (
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -11,6 +12,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -188,9 +190,80 @@ func TestSecondInterruptKills(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGINT)
 	r.awaitOutput(&r.stderr, "once more kills them", 1)
-	r.signal(unix.SIGINT)
+	r.interruptAgain()
 	if got := r.wait(); got != 130 {
 		t.Errorf("got exit status %d, want 130", got)
+	}
+}
+
+// interruptAgain sends SIGINT until it counts as a second one.
+func (r *run) interruptAgain() {
+	r.t.Helper()
+	var sent time.Time
+	r.await("word of a second signal", func() bool {
+		if strings.Contains(r.stderr.String(), "SIGINT again: killing the ranks") {
+			return true
+		}
+		if time.Since(sent) > 100*time.Millisecond {
+			sent = time.Now()
+			r.signal(unix.SIGINT)
+		}
+		return false
+	})
+}
+
+// timeout(1) sends a signal to its child and then to the group that both are in. That is one signal, and the ranks have their
+// time. What is sent after it and seen in the ranks' output tells that the launcher has taken both.
+func TestSignalThatComesTwice(t *testing.T) {
+	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP} {
+		t.Run(unix.SignalName(s), func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "later")
+			r := start(t, spec{NP: 1, GraceMS: 600_000, Command: sh("trap 'echo user' USR1; trap : INT TERM; echo ready; " +
+				laterScript(file) + "echo saved")})
+			r.awaitOutput(&r.stdout, "ready", 1)
+			r.signalTwice(s, func() bool { return strings.Contains(r.stderr.String(), "once more kills them") })
+			r.signal(unix.SIGUSR1)
+			r.awaitOutput(&r.stdout, "user", 1)
+			if err := os.WriteFile(file, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if got := r.wait(); got != 128+int(s) || !strings.Contains(r.stdout.String(), "saved") {
+				t.Errorf("got exit status %d and %q, want %d and what the rank says last", got, r.stdout.String(), 128+int(s))
+			}
+		})
+	}
+}
+
+// signalTwice sends s twice, with what is awaited in between, so soon that it counts once. If that was too slow the test is
+// skipped.
+func (r *run) signalTwice(s syscall.Signal, between func() bool) {
+	r.t.Helper()
+	sent := time.Now()
+	r.signal(s)
+	r.await("what comes between two signals", between)
+	r.signal(s)
+	if took := time.Since(sent); took > 300*time.Millisecond {
+		r.t.Skipf("the second signal came after %v", took)
+	}
+}
+
+// Nor is output lost then that waits for who reads it.
+func TestSignalThatComesTwiceKeepsOutput(t *testing.T) {
+	reader, writer, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer reader.Close()
+	const numBytes = 1 << 20
+	file := filepath.Join(t.TempDir(), "printed")
+	r := start(t, spec{NP: 1, GraceMS: 600_000, NoPrefix: true, stdout: writer, Command: sh(fmt.Sprintf(
+		`trap 'exit 0' TERM; head -c %d /dev/zero; : >"%s"; while :; do sleep 0.01; done`, numBytes, file))})
+	writer.Close()
+	r.await("printed output", func() bool { _, err := os.Stat(file); return err == nil })
+	r.signalTwice(unix.SIGTERM, func() bool { return len(r.processes()) == 0 })
+	n, err := io.Copy(io.Discard, reader)
+	if got := r.wait(); err != nil || got != 143 || n < numBytes {
+		t.Errorf("got exit status %d, %d bytes and error %v, want 143 and at least %d", got, n, err, numBytes)
 	}
 }
 
@@ -200,7 +273,7 @@ func TestCommandThatLeavesItsGroup(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGINT)
 	r.awaitOutput(&r.stdout, "got SIGINT", 2)
-	r.signal(unix.SIGINT)
+	r.signal(unix.SIGTERM) // another is a second one at once
 	if got := r.wait(); got != 130 {
 		t.Errorf("got exit status %d, want 130", got)
 	}

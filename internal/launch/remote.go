@@ -57,16 +57,18 @@ type remote struct {
 	outputs  []*inflow // twice the index, and the stream
 	answered []kind    // ready and refused, if they came
 	told     []int     // events of each rank
+	ended    []bool    // the commands of the ranks, or they are gone
 	gone     int       // ranks
 
-	// lost is why the agent ended before all that the ranks had printed was there, though they had ended; valid after the workers.
+	// lost is why the agent ended before all that the ranks had printed was there, though they had ended, so that none of them is to
+	// blame; valid after the workers.
 	lost error
 
 	settle  func() // closes settled
 	settled chan struct{}
 
 	pid    int
-	ended  chan struct{} // closed when the command was reaped
+	reaped chan struct{} // closed when the command was
 	status unix.WaitStatus
 	silent chan struct{} // closed when its standard error was read
 
@@ -84,12 +86,12 @@ func (j *job) startAgents(files [][2]*os.File) error {
 			name: h.Name, fleet: f, events: j.events, agent: j.o.AgentPath, liveness: j.o.Liveness,
 			out:     outbox{more: make(chan struct{}, 1)},
 			settled: settled, settle: sync.OnceFunc(func() { close(settled) }),
-			ended: make(chan struct{}), silent: make(chan struct{}),
+			reaped: make(chan struct{}), silent: make(chan struct{}),
 		})
 	}
 	for r, p := range j.places {
 		h := f.hosts[p.Host]
-		h.ranks, h.told = append(h.ranks, r), append(h.told, 0)
+		h.ranks, h.told, h.ended = append(h.ranks, r), append(h.told, 0), append(h.ended, false)
 		var in [2]source
 		for i := range in {
 			flow := &inflow{out: &h.out, id: len(h.outputs), more: make(chan struct{}, 1)}
@@ -161,7 +163,7 @@ func (j *job) startCommands() error {
 			doom(status)
 			h.status = status
 			h.stderr.in.finish()
-			close(h.ended)
+			close(h.reaped)
 		}
 	}
 	return nil
@@ -241,7 +243,7 @@ func (h *remote) attend() {
 		err = errors.New("its agent has ended")
 	} else {
 		err = h.explain(err)
-		if h.gone == len(h.ranks) && !h.fleet.dropped.Load() {
+		if !slices.Contains(h.ended, false) && !h.fleet.dropped.Load() {
 			h.lost = fmt.Errorf("launch: host %s: the end of the output is lost: %w", h.name, err)
 		}
 	}
@@ -258,7 +260,7 @@ func (h *remote) leave() {
 	h.settle()
 }
 
-// listen returns nil when the agent says bye.
+// listen returns nil when the agent says bye, in its turn.
 func (h *remote) listen() error {
 	in := bufio.NewReader(&h.answers)
 	if err := readHello(in); err != nil {
@@ -274,7 +276,7 @@ func (h *remote) listen() error {
 			return err
 		}
 		m, err := decode(body)
-		if err == nil && m.kind == kindBye {
+		if err == nil && m.kind == kindBye && h.complete() {
 			return nil
 		}
 		if err == nil {
@@ -284,6 +286,12 @@ func (h *remote) listen() error {
 			return fmt.Errorf("its agent has sent %w", err)
 		}
 	}
+}
+
+// complete reports whether the agent has told all: the ends of all ranks and of their output, or that it could not start them.
+func (h *remote) complete() bool {
+	open := func(f *inflow) bool { return !f.isEnded() }
+	return slices.Contains(h.answered, kindRefused) || h.gone == len(h.ranks) && !slices.ContainsFunc(h.outputs, open)
 }
 
 // take does what the agent says.
@@ -315,11 +323,12 @@ func (h *remote) take(m *message) error {
 		h.events <- e
 	case kindReport:
 		h.told[m.index]++
+		h.ended[m.index] = h.ended[m.index] || m.report.Ended
 		// Its clock is another.
 		m.report.At = time.Now().UnixNano()
 		h.events <- event{rank: h.ranks[m.index], report: &m.report}
 	case kindGone:
-		h.told[m.index] = maxNews
+		h.told[m.index], h.ended[m.index] = maxNews, true
 		h.events <- event{rank: h.ranks[m.index]}
 		if h.gone++; h.gone == len(h.ranks) {
 			h.settle()
@@ -328,6 +337,8 @@ func (h *remote) take(m *message) error {
 		return h.outputs[m.index].push(m.text)
 	case kindClosed:
 		h.outputs[m.index].end()
+	case kindBye:
+		return errors.New("a bye before the end of its ranks and their output")
 	default:
 		return fmt.Errorf("a %v, which is the launcher's to send", m.kind)
 	}
@@ -351,7 +362,7 @@ func (h *remote) explain(err error) error {
 	}
 	timer := time.NewTimer(lastWords)
 	defer timer.Stop()
-	for _, over := range []<-chan struct{}{h.ended, h.silent} {
+	for _, over := range []<-chan struct{}{h.reaped, h.silent} {
 		select {
 		case <-over:
 		case <-timer.C:
@@ -549,6 +560,12 @@ func (f *inflow) end() {
 	defer f.mu.Unlock()
 	f.ended = true
 	f.wake()
+}
+
+func (f *inflow) isEnded() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.ended
 }
 
 func (f *inflow) Read(b []byte) (int, error) {

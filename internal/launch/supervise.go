@@ -52,6 +52,10 @@ const (
 // verdictWait is how long a verdict may take to be read. The ranks are gone then: it is there, or it never will be.
 const verdictWait = 100 * time.Millisecond
 
+// echoWait is how soon after a signal an equal one is taken for the same: sooner than somebody has read that once more kills, and
+// presses the key.
+const echoWait = 500 * time.Millisecond
+
 // part is the ranks of one host.
 type part interface {
 	// send sends s to the process group of the rank with an index, or kills everything of it if it is SIGKILL. It does not wait.
@@ -88,6 +92,8 @@ type job struct {
 	deadline time.Time // of phase, unless running
 	failed   bool      // a rank has failed
 	signal   syscall.Signal
+	first    syscall.Signal // that ended the job, whatever its result, and when it came; 0 if none did
+	firstAt  time.Time
 	asked    bool  // a signal or ctx has ended the job
 	cause    error // ctx's
 	aborted  error // why not all ranks could be started
@@ -256,13 +262,14 @@ func (j *job) heed(s os.Signal) {
 	case !ok:
 	case !ends(sig):
 		j.send(sig)
+	case j.isEcho(sig):
 	case j.asked:
 		if j.phase < killing {
 			j.console.note("%s again: killing the ranks", unix.SignalName(sig))
 			j.kill()
 		}
 	default:
-		j.asked = true
+		j.asked, j.first, j.firstAt = true, sig, time.Now()
 		if !j.failed {
 			j.signal = sig
 		}
@@ -279,6 +286,10 @@ func (j *job) heed(s os.Signal) {
 		}
 	}
 }
+
+// isEcho reports whether s is the signal that has ended the job come again, from the same sender: timeout(1) sends it to its child and
+// then to the group that they both are in.
+func (j *job) isEcho(s syscall.Signal) bool { return s == j.first && time.Since(j.firstAt) < echoWait }
 
 func ends(s syscall.Signal) bool { return s == unix.SIGINT || s == unix.SIGTERM || s == unix.SIGHUP }
 
@@ -414,7 +425,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 			}
 			return result, errors.Join(append(errs, j.console.lost)...)
 		case s := <-j.o.Signals:
-			if sig, ok := s.(syscall.Signal); !ok || !ends(sig) {
+			if sig, ok := s.(syscall.Signal); !ok || !ends(sig) || j.isEcho(sig) {
 				continue
 			}
 		case <-done:

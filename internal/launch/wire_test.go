@@ -147,7 +147,7 @@ func FuzzTake(f *testing.F) {
 // testRemote has so many ranks and no agent.
 func testRemote(ranks int) (*remote, chan event) {
 	events := make(chan event, maxNews*ranks+maxHostNews)
-	h := &remote{name: "h", events: events, told: make([]int, ranks), settle: func() {}, out: outbox{more: make(chan struct{}, 1)}}
+	h := &remote{name: "h", events: events, told: make([]int, ranks), ended: make([]bool, ranks), settle: func() {}, out: outbox{more: make(chan struct{}, 1)}}
 	for r := range ranks {
 		h.ranks = append(h.ranks, r)
 		for i := range 2 {
@@ -171,12 +171,39 @@ func TestAgentThatSaysTooMuch(t *testing.T) {
 		"after the end":         {{kind: kindClosed, index: 3}, {kind: kindOutput, index: 3, text: make([]byte, 1)}},
 		"no stream":             {{kind: kindOutput, index: 4}},
 		"an order":              {{kind: kindBegin}},
+		"bye":                   {{kind: kindGone}, {kind: kindBye}},
 	} {
 		h, _ := testRemote(2)
 		for i, m := range messages {
 			if err := h.take(&m); (err != nil) != (i == len(messages)-1) {
 				t.Errorf("%s: message %d: got error %v", name, i, err)
 			}
+		}
+	}
+}
+
+func TestWhenAnAgentHasToldAll(t *testing.T) {
+	gone := []message{{kind: kindGone, index: 0}, {kind: kindGone, index: 1}}
+	closed := []message{{kind: kindClosed, index: 0}, {kind: kindClosed, index: 1}, {kind: kindClosed, index: 2}, {kind: kindClosed, index: 3}}
+	for name, c := range map[string]struct {
+		messages []message
+		want     bool
+	}{
+		"nothing":         {nil, false},
+		"all":             {slices.Concat(gone, closed), true},
+		"without a rank":  {slices.Concat(gone[:1], closed), false},
+		"without an end":  {slices.Concat(closed[1:], gone), false},
+		"refused":         {[]message{{kind: kindRefused}}, true},
+		"refused, partly": {slices.Concat(gone[:1], []message{{kind: kindReady}, {kind: kindRefused}}, closed[:2]), true},
+	} {
+		h, _ := testRemote(2)
+		for _, m := range c.messages {
+			if err := h.take(&m); err != nil {
+				t.Errorf("%s: got error %v", name, err)
+			}
+		}
+		if got := h.complete(); got != c.want {
+			t.Errorf("%s: got %v, want %v", name, got, c.want)
 		}
 	}
 }
