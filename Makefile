@@ -18,7 +18,10 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: check
-check: format vet lint test race nocgo noasm arm64 shortfuzz generated ## everything CI runs but the image
+check: test others ## everything CI runs but the image
+
+.PHONY: others
+others: format vet lint race nocgo noasm arm64 shortfuzz generated ## what CI runs beside the tests and the image
 
 .PHONY: test
 test: ## all tests
