@@ -60,7 +60,7 @@ func TestDoors(t *testing.T) {
 				d.attack(t, key, wrong)
 			}
 			halfOpen(t, doors, key)
-			if after := peakMiB(t, pids[0]); after > before+64 {
+			if after := peakMiB(t, pids[0]); after > before+256 { // some 2,000 connections, also with the race detector
 				t.Errorf("rank 0 grew from %d to %d MiB", before, after)
 			}
 			if err := os.WriteFile(stop, nil, 0o600); err != nil {

@@ -56,15 +56,15 @@ func slurmRanks(t *testing.T, hosts int) (envs []*Env) {
 }
 
 func TestSlurm(t *testing.T) {
-	o := MeetOptions{Secret: parse(t, userSecret), Port: freePort(t), Listen: loopback, Resolve: loopbackNames("node1")}
+	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Listen: loopback, Resolve: loopbackNames("node1")}
 	mustMeet(t, true, same(o), slurmRanks(t, 2)...)
-	o.Port, o.Secret, o.Insecure = freePort(t), secret.Secret{}, true
+	o.Port, o.Secret, o.Insecure = testnet.FreePort(t), secret.Secret{}, true
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
 	// On one host the name of it does not matter, nor where to listen.
-	o.Port, o.Resolve, o.Listen = freePort(t), loopbackNames(), "192.0.2.1"
+	o.Port, o.Resolve, o.Listen = testnet.FreePort(t), loopbackNames(), "192.0.2.1"
 	mustMeet(t, false, same(o), slurmRanks(t, 1)...)
 	// The host that the user says is taken instead of the first.
-	o = MeetOptions{Insecure: true, Port: freePort(t), Listen: loopback, Host: "other", Resolve: loopbackNames("other")}
+	o = MeetOptions{Insecure: true, Port: testnet.FreePort(t), Listen: loopback, Host: "other", Resolve: loopbackNames("other")}
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
 }
 
@@ -72,7 +72,7 @@ func TestSlurmRankZeroElsewhere(t *testing.T) {
 	env := slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "1")
 	_, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true})
 	testnet.WantError(t, err, "rank 0 is on node 1 of the step, want the first")
-	m, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true, Host: "here", Listen: loopback, Port: freePort(t)})
+	m, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true, Host: "here", Listen: loopback, Port: testnet.FreePort(t)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -93,7 +93,7 @@ func kubernetesRanks(t *testing.T) (envs []*Env) {
 // The name of a pod is not there before the pod.
 func TestKubernetes(t *testing.T) {
 	var asked atomic.Int32
-	o := MeetOptions{Secret: parse(t, userSecret), Port: freePort(t), Listen: loopback}
+	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Listen: loopback}
 	o.Resolve = func(ctx context.Context, host string) (string, error) {
 		if asked.Add(1) < 7 {
 			return "", &net.DNSError{Err: "no such host", Name: host, IsNotFound: true}
@@ -107,7 +107,7 @@ func TestKubernetes(t *testing.T) {
 }
 
 func TestSecretIsNeeded(t *testing.T) {
-	torch := torchrunEnv.with("MASTER_ADDR", loopback, "MASTER_PORT", strconv.Itoa(freePort(t)))
+	torch := torchrunEnv.with("MASTER_ADDR", loopback, "MASTER_PORT", strconv.Itoa(testnet.FreePort(t)))
 	for _, env := range []environment{
 		slurmEnv, slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "0"), kubernetesEnv, torch, torch.with("RANK", "0"),
 		torch.with("TORCHELASTIC_USE_AGENT_STORE", "False"),
@@ -123,7 +123,7 @@ func TestSecretIsNeeded(t *testing.T) {
 func TestSecretDiffers(t *testing.T) {
 	ours := parse(t, userSecret)
 	for what, theirs := range map[string]secret.Secret{"another": parse(t, userSecret+"!"), "none": {}} {
-		o := MeetOptions{Secret: ours, Insecure: true, Port: freePort(t), Listen: loopback, Resolve: loopbackNames("train-0.ranks")}
+		o := MeetOptions{Secret: ours, Insecure: true, Port: testnet.FreePort(t), Listen: loopback, Resolve: loopbackNames("train-0.ranks")}
 		envs := kubernetesRanks(t)
 		m, err := envs[0].Meet(t.Context(), o)
 		if err != nil {
@@ -146,7 +146,7 @@ func TestSecretDiffers(t *testing.T) {
 
 // Two jobs that chose one port, and have no secret to tell them apart.
 func TestAnotherJobsStore(t *testing.T) {
-	o := MeetOptions{Insecure: true, Port: freePort(t), Listen: loopback, Resolve: loopbackNames("train-0.ranks", "eval-0.eval")}
+	o := MeetOptions{Insecure: true, Port: testnet.FreePort(t), Listen: loopback, Resolve: loopbackNames("train-0.ranks", "eval-0.eval")}
 	m, err := kubernetesRanks(t)[0].Meet(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
@@ -313,7 +313,7 @@ func TestOpenMPIOnHosts(t *testing.T) {
 	for _, err := range meetAll(soon(t), true, same(o), ranks()...) {
 		testnet.WantError(t, err, "HVD_RENDEZVOUS_PORT")
 	}
-	o.Port = freePort(t)
+	o.Port = testnet.FreePort(t)
 	mustMeet(t, true, same(o), ranks()...)
 }
 
@@ -467,10 +467,10 @@ func TestTorchrunsStore(t *testing.T) {
 // Where torchrun's agent serves no store rank 0 does: one of PyTorch's protocol on one host, ours on several.
 func TestTorchrunWithoutStore(t *testing.T) {
 	for _, hosts := range []int{1, 2} {
-		port := freePort(t)
+		port := testnet.FreePort(t)
 		o := MeetOptions{Secret: parse(t, userSecret), Listen: loopback, Resolve: loopbackNames("head")}
 		mustMeet(t, true, same(o), torchRanks(t, hosts, "MASTER_PORT", strconv.Itoa(port), "TORCHELASTIC_USE_AGENT_STORE", "False")...)
-		o.Port = freePort(t)
+		o.Port = testnet.FreePort(t)
 		mustMeet(t, true, same(o), torchRanks(t, hosts, "MASTER_PORT", "1", "TORCHELASTIC_USE_AGENT_STORE", "False")...)
 	}
 }
@@ -493,7 +493,7 @@ func TestTorchrun(t *testing.T) {
 	testtorch.Need(t)
 	for name, arg := range map[string][]string{
 		"standalone": {"--standalone"},
-		"agent":      {"--master_addr=127.0.0.1", "--master_port=" + strconv.Itoa(freePort(t))},
+		"agent":      {"--master_addr=127.0.0.1", "--master_port=" + strconv.Itoa(testnet.FreePort(t))},
 	} {
 		for secretName, env := range bothSecrets {
 			t.Run(name+", "+secretName, func(t *testing.T) {
@@ -508,9 +508,9 @@ func TestTorchrun(t *testing.T) {
 
 // Every meeting that cannot be ends with ctx.
 func TestNobodyComes(t *testing.T) {
-	port := strconv.Itoa(freePort(t))
+	port := strconv.Itoa(testnet.FreePort(t))
 	o := MeetOptions{Insecure: true, Listen: loopback, Resolve: func(context.Context, string) (string, error) { return loopback, nil }}
-	o.Port = freePort(t)
+	o.Port = testnet.FreePort(t)
 	for _, env := range []environment{
 		hvdrunEnv.with("HOROVOD_GLOO_RENDEZVOUS_ADDR", loopback, "HOROVOD_GLOO_RENDEZVOUS_PORT", port),
 		torchrunEnv.with("MASTER_PORT", port),

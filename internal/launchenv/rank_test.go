@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"slices"
@@ -292,17 +291,6 @@ func mustMeet(t *testing.T, wantSecret bool, options func(rank int) MeetOptions,
 			t.Errorf("rank %d: %v", r, err)
 		}
 	}
-}
-
-// freePort is one on which nobody listened a moment ago.
-func freePort(t *testing.T) int {
-	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ln.Close()
-	return ln.Addr().(*net.TCPAddr).Port
 }
 
 func parse(t *testing.T, text string) secret.Secret {

@@ -165,12 +165,7 @@ func TestOwnStore(t *testing.T) {
 }
 
 func TestByMethod(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	free := ln.Addr().String()
-	ln.Close()
+	free := net.JoinHostPort(loopback, strconv.Itoa(testnet.FreePort(t)))
 	host, port, err := net.SplitHostPort(free)
 	if err != nil {
 		t.Fatal(err)

@@ -5,7 +5,9 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"net"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -114,4 +116,24 @@ func RawDial(t *testing.T, addr string, parts ...[]byte) net.Conn {
 		t.Fatal(err)
 	}
 	return conn
+}
+
+// FreePort is a port of loopback on which nobody listened a moment ago, and which the kernel gives to nobody by itself: it is
+// below those for connections.
+func FreePort(t testing.TB) int {
+	t.Helper()
+	const first, last = 10000, 30000
+	for range 100 {
+		port := first + rand.IntN(last-first)
+		ln, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+		if err != nil {
+			continue
+		}
+		if err := ln.Close(); err != nil {
+			t.Fatal(err)
+		}
+		return port
+	}
+	t.Fatal("no port is free")
+	return 0
 }
