@@ -28,7 +28,7 @@ image=$(b from localhost/gohvd)
 # Nothing but our binaries is in it.
 mounted=$(b mount "$image")
 (cd "$mounted" && find . -type f | sort) | tee "$work/files"
-diff "$work/files" <(printf './usr/local/bin/%s\n' digits hvdrun)
+diff "$work/files" <(printf './usr/local/bin/%s\n' digits hvdd hvdrun)
 b umount "$image" >/dev/null
 b run "$image" -- /usr/local/bin/hvdrun -np 2 /usr/local/bin/digits -epochs 2 | tee "$work/out"
 grep -q '^\[0\]<stdout>:digits: ranks=2 ' "$work/out"
