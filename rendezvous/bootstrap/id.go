@@ -84,7 +84,7 @@ func ParseID(text string) (ID, error) {
 		return ID{}, fmt.Errorf("bootstrap: parse id: %d characters, want %d", len(text), want)
 	}
 	b, err := idText.DecodeString(text)
-	if err != nil {
+	if err != nil || len(b) != len(ID{}) { // shorter if line breaks, which base64 skips, stand in the text
 		return ID{}, errors.New("bootstrap: parse id: not base64")
 	}
 	id := ID(b)
