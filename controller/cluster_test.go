@@ -40,7 +40,8 @@ type node struct {
 	pending []request // submitted and not answered
 	gone    []topo.ProcessSetID
 	lanes   []lane // by set, as in sets; that of a removed set runs to its end
-	stopped bool   // STOP is applied
+	numbers map[topo.ProcessSetID]uint64
+	stopped bool // STOP is applied
 	drained bool
 	over    bool // closed or failed
 	dead    bool // killed; if rank 0, the coordinator with it
@@ -115,7 +116,7 @@ func plan(refused ...tensor.DType) controller.Planner {
 func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *cluster {
 	c := &cluster{tb: tb, cfg: cfg, watch: w, coord: controller.NewCoordinator(cfg, 0)}
 	for _, r := range cfg.Sets[0].Ranks {
-		n := &node{c: c, rank: r}
+		n := &node{c: c, rank: r, numbers: make(map[topo.ProcessSetID]uint64)}
 		for _, s := range cfg.Sets {
 			if slices.Contains(s.Ranks, r) {
 				n.sets = append(n.sets, s)
@@ -201,6 +202,9 @@ func (n *node) take() {
 	}
 	for _, g := range r.Grants {
 		n.c.watch.granted(n, g)
+		if n.numbers[g.Set]++; g.Number != n.numbers[g.Set] {
+			n.c.tb.Fatalf("rank %d: grant %d of process set %d is number %d", n.rank, n.numbers[g.Set], g.Set, g.Number)
+		}
 		for _, resp := range g.Responses {
 			if i := n.asked(g, resp); i >= 0 {
 				n.pending = slices.Delete(n.pending, i, i+1)

@@ -75,7 +75,9 @@ func (s *Set) index(r topo.Rank) int {
 
 // Grant is one fused response as a member has to run it.
 type Grant struct {
-	Set       topo.ProcessSetID
+	Set topo.ProcessSetID
+	// Number counts the grants of the set from 1. It is the same at all members.
+	Number    uint64
 	Backend   message.Backend
 	Algorithm message.Algorithm
 	// Absent are the members, ascending, that have joined without asking for these tensors, maybe this rank among them.

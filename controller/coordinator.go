@@ -72,6 +72,7 @@ type Coordinator struct {
 	suspicion         *suspicion
 	out               []Outgoing
 	events, oldEvents []Event
+	stallReports      uint64
 
 	// Memory of decide, and of the frames that it made.
 	decision message.Down // what is decided in all sets
@@ -99,7 +100,7 @@ type suspicion struct {
 
 // NewCoordinator makes the coordinator of an epoch that begins at the given time.
 func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
-	w := newWaits(cfg.StallWarning, cfg.StallShutdown, now)
+	w := newWaits(cfg.StallWarning, cfg.StallShutdown, now, len(cfg.Sets[0].Ranks))
 	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w, sets: newSetTable(cfg.Sets, cfg.CacheCapacity, w)}
 	c.policy = policy{
 		fusion: fusion.Options{ThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion, Deterministic: cfg.Deterministic},

@@ -70,7 +70,7 @@ const (
 func NewLockstep(cfg LockstepConfig) *Lockstep {
 	l := &Lockstep{cfg: cfg, words: (min(cfg.CacheCapacity, message.MaxCacheBits) + 63) / 64}
 	if cfg.Rank == 0 {
-		l.table = newSetTable(cfg.Sets, cfg.CacheCapacity, newWaits(0, 0, 0))
+		l.table = newSetTable(cfg.Sets, cfg.CacheCapacity, newWaits(0, 0, 0, len(cfg.Sets[0].Ranks)))
 		l.policy = policy{
 			fusion: fusion.Options{ThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion, Deterministic: cfg.Deterministic},
 			plan:   cfg.Plan, sets: l.table,

@@ -68,9 +68,10 @@ type Member struct {
 // memberSet is a process set as seen by a member.
 type memberSet struct {
 	Set
-	me    int // position in the set
-	cache responsecache.Cache
-	join  string // what this rank calls the join that it waits for; else empty
+	me     int // position in the set
+	cache  responsecache.Cache
+	join   string // what this rank calls the join that it waits for; else empty
+	grants uint64
 }
 
 func newMemberSet(s Set, r topo.Rank) *memberSet { return &memberSet{Set: s, me: s.index(r)} }
@@ -287,7 +288,8 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 	for i := range ds.Grants {
 		dg := &ds.Grants[i]
 		g := newGrant()
-		g.Set, g.Backend, g.Algorithm = s.ID, dg.Backend, dg.Algorithm
+		s.grants++
+		g.Set, g.Number, g.Backend, g.Algorithm = s.ID, s.grants, dg.Backend, dg.Algorithm
 		g.Absent = append(g.Absent[:0], dg.Absent...)
 		g.Bits = append(g.Bits[:0], dg.Bits...)
 		for _, bit := range dg.Bits {

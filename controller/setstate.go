@@ -3,6 +3,7 @@ package controller
 import (
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/message"
@@ -31,6 +32,7 @@ type setState struct {
 	// waits begin with the first vote for a tensor; those of cached ones are in bitWaits, by bit.
 	waits    *waits
 	bitWaits []wait
+	arrivals arrivals
 
 	// Scratch of fuse.
 	tensors []fusion.Tensor
@@ -41,6 +43,7 @@ type setState struct {
 type tableRow struct {
 	wait
 	requests []message.Request // by member; Kind is NoKind where none came yet
+	arrivals []time.Duration   // by member; nil unless they are wanted
 	count    int
 	complete bool // it is ready, or held
 	granted  bool
@@ -115,8 +118,12 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	if votes == 1 {
 		*s.bitWait(bit) = s.waits.begin()
 	}
+	if s.waits.trace {
+		s.arrive(s.bitArrivals(bit), member)
+	}
 	// Most votes are far from the last.
 	if votes+s.joined.count >= len(s.Ranks) && s.bitComplete(bit) {
+		s.waits.late.note(s.Ranks[member], s.waits.now-s.bitWait(bit).since)
 		s.completeBit(bit)
 	}
 	return nil
@@ -166,7 +173,9 @@ func (s *setState) ask(member int, q message.Request) error {
 	}
 	row.requests[member] = q
 	row.count++
+	s.arrive(&row.arrivals, member)
 	if s.rowComplete(row) {
+		s.waits.late.note(s.Ranks[member], s.waits.now-row.since)
 		s.completeRow(row)
 	}
 	return nil
@@ -263,7 +272,12 @@ func (s *setState) invalidate(bit uint32) error {
 		}
 	}
 	if len(late) > 0 {
-		s.table[late[0].Request.Name].wait = *s.bitWait(bit)
+		row := s.table[late[0].Request.Name]
+		row.wait = *s.bitWait(bit)
+		if s.waits.trace {
+			at := s.bitArrivals(bit)
+			row.arrivals, *at = *at, nil
+		}
 	}
 	return nil
 }
@@ -352,6 +366,7 @@ func (s *setState) grant(d *message.DownSet, group []int, p plan) {
 	g := d.AddGrant()
 	g.Backend, g.Algorithm = p.backend, p.algorithm
 	g.Absent = append(g.Absent, s.ready[group[0]].absent...)
+	s.keepArrivals(group)
 	for _, i := range group {
 		item := &s.ready[i]
 		switch {

@@ -62,10 +62,12 @@ type waits struct {
 	now      time.Duration
 	patience time.Duration // the least time after which a tensor is looked at; 0 is never
 	due      time.Duration
+	late     lateness
+	trace    bool // arrivals are wanted
 }
 
-func newWaits(warning, shutdown, now time.Duration) *waits {
-	w := &waits{now: now, patience: warning, due: never}
+func newWaits(warning, shutdown, now time.Duration, ranks int) *waits {
+	w := &waits{now: now, patience: warning, due: never, late: newLateness(ranks)}
 	if shutdown > 0 && (warning == 0 || shutdown < warning) {
 		w.patience = shutdown
 	}
@@ -129,7 +131,7 @@ func (c *Coordinator) checkStall(w *wait, waited time.Duration, stall func() Sta
 			w.reports = n
 			st := stall()
 			st.Waited = waited
-			c.events = append(c.events, Event{Stall: &st})
+			c.report(&st)
 		}
 		next = c.now - waited + time.Duration(w.reports+1)*period
 	}
@@ -143,6 +145,11 @@ func (c *Coordinator) checkStall(w *wait, waited time.Duration, stall func() Sta
 		next = min(next, c.now-waited+limit)
 	}
 	c.waits.due = min(c.waits.due, next)
+}
+
+func (c *Coordinator) report(s *Stall) {
+	c.events = append(c.events, Event{Stall: s})
+	c.stallReports++
 }
 
 // checkExecutions looks at what ranks have not finished. The ranks with the same tensor are reported together, with the

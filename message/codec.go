@@ -49,6 +49,7 @@ const (
 //	fail:     u32 ranks, u32 each | u16 length + reason
 //	bits:     u16 words, u64 each
 //	Vectors:  u8 type | and, or: u32 words, u64 each
+//	Probe:    u8 type | u64 sent, received, replied, monotonic | u16 length + domain
 //
 // Its own length is not part of it: the channel knows it.
 const (
@@ -57,6 +58,8 @@ const (
 	flagStop     = 1
 	// vectorsType is beyond the types of Up and Down frames, which share connections with it.
 	vectorsType = 64
+	// probeType is likewise.
+	probeType = 65
 )
 
 var (
@@ -295,6 +298,32 @@ func DecodeVectors(b []byte, and, or []uint64) (_, _ []uint64, err error) {
 		return and[:0], or[:0], fmt.Errorf("message: vectors frame %w", err)
 	}
 	return and, or, nil
+}
+
+// AppendProbe appends the encoding of p to b.
+func AppendProbe(b []byte, p *Probe) []byte {
+	b = append(b, probeType)
+	for _, v := range [...]uint64{p.Sent, p.Received, p.Replied, p.Monotonic} {
+		b = binary.LittleEndian.AppendUint64(b, v)
+	}
+	return appendText(b, p.Domain)
+}
+
+// IsProbe reports whether a frame is a Probe, or a broken one.
+func IsProbe(frame []byte) bool { return len(frame) > 0 && frame[0] == probeType }
+
+// DecodeProbe is the inverse of AppendProbe.
+func DecodeProbe(b []byte) (p Probe, err error) {
+	d := decoder{b: b}
+	if t := d.u8(); t != probeType {
+		d.fail(fmt.Errorf("has type %d, want %d", t, probeType))
+	}
+	p.Sent, p.Received, p.Replied, p.Monotonic = d.u64(), d.u64(), d.u64(), d.u64()
+	p.Domain = d.text()
+	if err := d.end(); err != nil {
+		return Probe{}, fmt.Errorf("message: probe frame %w", err)
+	}
+	return p, nil
 }
 
 func appendBits(b []byte, v Bits) []byte {

@@ -493,3 +493,44 @@ func FuzzDecodeDown(f *testing.F) {
 		}
 	})
 }
+
+func TestProbe(t *testing.T) {
+	for _, p := range []message.Probe{
+		{Sent: 1},
+		{Sent: math.MaxUint64, Received: 2, Replied: 3, Monotonic: 4, Domain: "boot/4026531834"},
+	} {
+		b := message.AppendProbe([]byte("x"), &p)[1:]
+		if !message.IsProbe(b) {
+			t.Errorf("% x is no probe", b)
+		}
+		if got, err := message.DecodeProbe(b); err != nil || got != p {
+			t.Errorf("got %+v, %v, want %+v", got, err, p)
+		}
+		for n := range b {
+			if _, err := message.DecodeProbe(b[:n]); err == nil {
+				t.Errorf("the first %d of %d bytes were read", n, len(b))
+			}
+		}
+		if _, err := message.DecodeProbe(append(b, 0)); err == nil {
+			t.Error("a byte too many was read")
+		}
+	}
+	for _, up := range upSamples() {
+		if b, err := message.AppendUp(nil, up); err != nil || message.IsProbe(b) {
+			t.Errorf("%v is taken for a probe (%v)", up.Type, err)
+		}
+	}
+}
+
+func FuzzDecodeProbe(f *testing.F) {
+	f.Add(message.AppendProbe(nil, &message.Probe{Sent: 1, Domain: "d"}))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		p, err := message.DecodeProbe(b)
+		if err != nil {
+			return
+		}
+		if again, err := message.DecodeProbe(message.AppendProbe(nil, &p)); err != nil || again != p {
+			t.Errorf("% x was read as %+v, and that as %+v, %v", b, p, again, err)
+		}
+	})
+}

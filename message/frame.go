@@ -4,6 +4,19 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
+// Probe measures one rank's clock against another's. A rank sends it to rank 0, which sends it back. Times are in nanoseconds since
+// the sender's engine started.
+type Probe struct {
+	// Sent is when it left, by the clock of who asks.
+	Sent uint64
+	// Received and Replied are by the clock of rank 0. They are 0 on the way there.
+	Received, Replied uint64
+	// Monotonic is what rank 0's clock showed when its engine started, and Domain names that clock: who reads the same needs no
+	// measurement. They are 0 and empty on the way there.
+	Monotonic uint64
+	Domain    string
+}
+
 // UpType says what an Up frame is.
 type UpType uint8
 

@@ -23,6 +23,12 @@ const (
 	numKinds
 )
 
+// NumKinds is the number of kinds, with NoKind, and NumBackends that of backends: every value is less.
+const (
+	NumKinds    = int(numKinds)
+	NumBackends = int(numBackends)
+)
+
 var kinds = [numKinds]string{
 	"none", "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join",
 	"add process set", "remove process set", "error",

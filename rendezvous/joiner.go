@@ -43,14 +43,14 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 				err = &RefusedError{Late, fmt.Sprintf("epoch %d is complete at root %s without this process",
 					complete.epoch, root.GetAddr())}
 				cfg.Log.Warn("rendezvous: came late, waiting for a newer root",
-					zap.String("job", cfg.Job), zap.Int32("rank", int32(cfg.Rank)), zap.Error(err))
+					zap.String("job", cfg.Job), zap.Error(err))
 			}
 		} else if isAnswer(err) && !errors.Is(err, errStale) || isVersion(err) || ctx.Err() != nil {
 			return nil, err
 		}
 		why = err
 		cfg.Log.Debug("rendezvous: waiting for a newer root",
-			zap.String("job", cfg.Job), zap.Int32("rank", int32(cfg.Rank)), zap.Error(err))
+			zap.String("job", cfg.Job), zap.Error(err))
 	}
 }
 

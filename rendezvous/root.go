@@ -16,6 +16,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/serve"
 	"github.com/gohvd/gohvd/rendezvous/rendezvouspb"
 	"github.com/gohvd/gohvd/topo"
@@ -122,7 +123,7 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 		told:       make(map[process]struct{}),
 		toldRanks:  make(map[topo.Rank]struct{}),
 	}
-	r.refused = serve.Quiet(r.log)
+	r.refused = logs.Quiet(r.log)
 	r.ctx, r.stop = context.WithCancel(context.Background())
 	r.close = sync.OnceValue(r.closeOnce)
 	r.wg.Go(r.accept)
@@ -160,7 +161,7 @@ func (r *root) form(ctx context.Context) error {
 	if err := r.publish(ctx, value); err != nil {
 		return err
 	}
-	r.log.Debug("rendezvous: root is open", zap.Uint64("attempt", epoch), zap.Int("size", r.cfg.Size))
+	r.log.Debug("rendezvous: root is open", zap.Uint64("attempt", epoch))
 
 	wctx, stop := context.WithCancel(ctx)
 	var watcher sync.WaitGroup
@@ -204,7 +205,7 @@ func (r *root) form(ctx context.Context) error {
 		if ok, err := r.complete(epoch); err != nil {
 			return r.giveUp(err)
 		} else if ok {
-			r.log.Info("rendezvous: epoch is complete", zap.Uint64("epoch", epoch), zap.Int("size", r.cfg.Size))
+			r.log.Info("rendezvous: epoch is complete", zap.Uint64("epoch", epoch))
 			return nil
 		}
 	}
@@ -518,7 +519,7 @@ func (r *root) admit(g *guest) ([]byte, error) {
 	}
 	r.members[rank] = g
 	r.lastEpoch = max(r.lastEpoch, g.q.GetLastEpoch())
-	r.log.Debug("rendezvous: rank has joined", zap.Int32("rank", rank), zap.Stringer("process", g.q.record),
+	r.log.Debug("rendezvous: rank has joined", zap.Int32("peer", rank), zap.Stringer("process", g.q.record),
 		zap.Int("missing", r.missing))
 	if r.missing == 0 {
 		r.signal()
@@ -582,7 +583,7 @@ func (r *root) verdict(g *guest) ([]byte, error) {
 	if !told && g.q.GetLastEpoch() < r.epoch {
 		r.remember(g.q.process())
 		r.log.Warn("rendezvous: a process came late: the epoch is complete", zap.Uint64("epoch", r.epoch),
-			zap.Int32("rank", g.q.GetRank()), zap.Stringer("process", g.q.record))
+			zap.Int32("peer", g.q.GetRank()), zap.Stringer("process", g.q.record))
 	}
 	return r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: r.epoch})
 }

@@ -50,6 +50,9 @@ var dtypes = [numDTypes]struct {
 	Bool:     {"bool", 1},
 }
 
+// NumDTypes is the number of element types, with Invalid: every value is less.
+const NumDTypes = int(numDTypes)
+
 // Valid reports whether d is an element type that this version knows.
 func (d DType) Valid() bool { return d > Invalid && d < numDTypes }
 

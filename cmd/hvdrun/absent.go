@@ -24,7 +24,6 @@ var absentFlags = []struct {
 		"autotune", "no-autotune", "autotune-log-file", "autotune-warmup-samples", "autotune-steps-per-sample",
 		"autotune-bayes-opt-max-samples", "autotune-gaussian-process-noise",
 	}},
-	{"the timeline", []string{"timeline-filename", "timeline-mark-cycles", "no-timeline-mark-cycles"}},
 	{"MPI", []string{"mpi", "jsrun", "mpi-args", "tcp", "mpi-threads-disable", "no-mpi-threads-disable", "binding-args"}},
 	{"NCCL", []string{"num-nccl-streams"}},
 }

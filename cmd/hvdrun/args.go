@@ -18,7 +18,7 @@ var aliases = map[string]string{
 var singleDash = []string{"np", "cb", "prefix-timestamp", "hostfile"}
 
 // ownCommands are hvdrun's own if they come first. After flags or -- they are commands to launch.
-var ownCommands = []string{"completion", configCommand, doctorCommand, "help", storeCommand, "__complete", "__completeNoDesc"}
+var ownCommands = []string{"completion", configCommand, doctorCommand, "help", storeCommand, timelineCommand, "__complete", "__completeNoDesc"}
 
 // normalize accepts torchrun's _ for - in long flags, and aliases.
 func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {

@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/version"
 )
 
 const configCommand = "config"
@@ -18,7 +19,8 @@ which it reaches by ssh.
 
 Each line that a rank prints comes out as "[rank]<stdout>:line". Standard input of the ranks is empty. When a rank
 fails the others have 5 s to end by themselves; then they get SIGTERM, and SIGKILL 5 s later. Ctrl-C, SIGTERM and
-SIGHUP end all ranks likewise; a second Ctrl-C kills them at once. SIGUSR1, SIGUSR2 and SIGQUIT are passed on.
+SIGHUP end all ranks likewise; a second Ctrl-C kills them at once. SIGQUIT (Ctrl-\) prints what all ranks are at, and who
+waits for whom (docs/troubleshooting.md); once more within 5 s it is passed on, as SIGUSR1 and SIGUSR2 are.
 When the command of a rank has ended, processes that it left in the background are killed.
 
 The exit status is 0 if all ranks end with 0. Otherwise it is that of the rank that caused the failure, 128+n for
@@ -35,6 +37,7 @@ Usage:
   hvdrun config [flags]      show every setting and where its value comes from
   hvdrun doctor [flags]      look for what stands in the way of a job
   hvdrun store [flags]       serve a store alone
+  hvdrun timeline FILE...    read timelines: who was late, where time went
   hvdrun completion SHELL    print a completion script
 
 Examples:
@@ -51,7 +54,7 @@ func (r *runner) command() *cobra.Command {
 		Use:           "hvdrun",
 		Short:         "Start and supervise the ranks of a job",
 		Long:          long,
-		Version:       versionText(),
+		Version:       version.Text(),
 		Args:          cobra.ArbitraryArgs,
 		SilenceErrors: true,
 		SilenceUsage:  true,
@@ -70,7 +73,7 @@ func (r *runner) command() *cobra.Command {
 
 		DisableFlagsInUseLine: true,
 	}
-	root.AddCommand(show, r.doctor(), r.storeCommand())
+	root.AddCommand(show, r.doctor(), r.storeCommand(), r.timeline())
 
 	groups := append([]group{r.jobFlags(), r.where.group()}, r.settingFlags()...)
 	r.addFlags(root, groups)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
+	"github.com/gohvd/gohvd/internal/version"
 )
 
 const (
@@ -86,7 +87,7 @@ func (r *runner) doctor() *cobra.Command {
 func (r *runner) examine(given *doctorFlags) error {
 	s := doctor.Here()
 	s.Environ = r.env
-	s.Build.Version = versionText()
+	s.Build.Version = version.Text()
 	var err error
 	if s.Build.Parts, err = builtParts(); err != nil {
 		return err

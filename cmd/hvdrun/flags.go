@@ -41,6 +41,9 @@ func (r *runner) jobFlags() group {
 	f.StringVar(&r.torchStore, "torch-store", "127.0.0.1:0",
 		"`ADDR`, host:port, where torch.distributed of the ranks finds its TCPStore; off for none, as for several hosts if it is not given. "+
 			"Whoever reaches it can change it")
+	f.StringVar(&r.metricsAddr, "metrics-addr", "",
+		"`ADDR`, host:port, where Prometheus finds the metrics of all ranks (docs/metrics.md); without a host 127.0.0.1, 0.0.0.0:PORT for all interfaces. "+
+			"Whoever reaches it can read them")
 	f.BoolVar(&r.verbose, "verbose", false, "tell what hvdrun does")
 	f.BoolVar(&r.checkBuild, "check-build", false, "show what this build has; also -cb")
 	return g

@@ -17,6 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 )
@@ -84,6 +85,15 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	}
 	defer closeTorch()
 
+	stopMetrics, err := r.serveMetrics(hosts, np, kv)
+	if err != nil {
+		return err
+	}
+	defer stopMetrics()
+
+	reports := newReporter(kv, np, settings.DumpDir, settings.StallWarning)
+	defer reports.close()
+
 	signals := make(chan os.Signal, 16)
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
 		if !signal.Ignored(s) { // as under nohup
@@ -93,12 +103,12 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	defer signal.Stop(signals)
 
 	result, err := launch.Run(context.Background(), launch.Options{
-		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, settings.ForRanks()),
+		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, r.logFormat(&settings), settings.ForRanks()),
 		Store: kv, StoreAddr: addr, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout, Liveness: settings.LivenessTimeout,
 		Stdout: r.stdout, Stderr: r.stderr,
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,
-		Signals: signals,
+		Signals: signals, Inquiry: reports.inquiry(),
 	})
 	r.status = result.Status
 	return err
@@ -134,12 +144,23 @@ func (r *runner) settings() (config.Config, error) {
 	return c, nil
 }
 
-// logger is the store's.
+// logger is that of the stores, to standard error by the settings for logs. --verbose adds who comes and goes. What is wrong
+// with a setting is for the ranks' settings to tell.
 func (r *runner) logger() *zap.Logger {
-	level := zapcore.WarnLevel
-	if r.verbose {
-		level = zapcore.InfoLevel
+	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags, Launcher: true})
+	if err != nil {
+		c = config.Defaults()
 	}
-	return zap.New(zapcore.NewCore(zapcore.NewConsoleEncoder(zap.NewDevelopmentEncoderConfig()),
-		zapcore.Lock(zapcore.AddSync(r.stderr)), level))
+	if r.verbose && logs.Level(c.LogLevel) > zapcore.InfoLevel {
+		c.LogLevel = "info"
+	}
+	return logs.New(r.stderr, &c)
+}
+
+// logFormat is what tells the ranks, whose standard error is a pipe, that hvdrun's is a terminal, if that decides.
+func (r *runner) logFormat(settings *config.Config) []string {
+	if settings.LogFormat == "auto" && logs.IsTerminal(r.stderr) {
+		return []string{"HVD_LOG_FORMAT=console"}
+	}
+	return nil
 }

@@ -46,14 +46,15 @@ type runner struct {
 	stdout, stderr io.Writer
 	status         int // of the job
 
-	numProc    string
-	where      hostFlags
-	outputDir  string
-	tagOutput  bool
-	timestamp  bool
-	verbose    bool
-	torchStore string
-	checkBuild bool
+	numProc     string
+	where       hostFlags
+	outputDir   string
+	tagOutput   bool
+	timestamp   bool
+	verbose     bool
+	torchStore  string
+	metricsAddr string
+	checkBuild  bool
 
 	flags    []config.FlagValue // settings, in the order of the command line
 	extra    []string           // NAME=value for the ranks that are no settings

@@ -43,6 +43,12 @@ func TestMain(m *testing.M) {
 				status = 99
 			}
 			os.Exit(status)
+		case "pretend":
+			if err := pretend(os.Args[2]); err != nil {
+				fmt.Println(err)
+				os.Exit(9)
+			}
+			os.Exit(0)
 		case "accuse":
 			if err := accuse(); err != nil {
 				fmt.Println(err)
@@ -152,7 +158,7 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-H", "h1", "--network-interfaces", "nothing0"}, touch...), "nothing0"},
 		{append([]string{"--min-np", "2"}, touch...), "--min-np: this version does not have elastic jobs"},
 		{append([]string{"--mpi"}, touch...), "--mpi: this version does not have MPI"},
-		{append([]string{"--timeline-filename=t.json"}, touch...), "--timeline-filename: this version does not have the timeline"},
+		{append([]string{"--autotune-log-file=t.csv"}, touch...), "--autotune-log-file: this version does not have autotuning"},
 	} {
 		t.Run(strings.Join(c.args, " "), func(t *testing.T) {
 			stdout, stderr, status := output(t, c.args...)

@@ -4,16 +4,13 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"runtime/debug"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/version"
 )
-
-// version is set by the linker (-X main.version=...) in a release.
-var version string
 
 // shownSetting is one line of hvdrun config.
 type shownSetting struct {
@@ -76,24 +73,6 @@ Available Tensor Operations:
     [ ] CCL
     [ ] MPI
     [X] Gloo (gohvd's own, over TCP)
-`, versionText())
+`, version.Text())
 	return err
-}
-
-func versionText() string {
-	text, commit := version, ""
-	if info, ok := debug.ReadBuildInfo(); ok {
-		if text == "" {
-			text = info.Main.Version
-		}
-		for _, s := range info.Settings {
-			if s.Key == "vcs.revision" {
-				commit = " (" + s.Value + ")"
-			}
-		}
-	}
-	if text == "" {
-		text = "(devel)"
-	}
-	return text + commit
 }

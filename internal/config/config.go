@@ -20,6 +20,9 @@ import (
 // Unset is the value of a topology setting that nothing gives.
 const Unset = -1
 
+// TimelineDynamic is the name of a timeline that is not started with the job.
+const TimelineDynamic = "DYNAMIC"
+
 // Config is the value of every setting.
 type Config struct {
 	// Rank and Size place this process in the job; both Unset means a job of one.
@@ -82,10 +85,29 @@ type Config struct {
 	Deterministic bool
 	// OperationTimeout bounds every operation, from being submitted to its end; 0 does not.
 	OperationTimeout time.Duration
+	// Timeline is the file that rank 0 writes its timeline to, and the others beside it; TimelineDynamic starts none; empty is
+	// the same, but for Horovod's Python API.
+	Timeline string
+	// TimelineMarkCycles has cycles marked.
+	TimelineMarkCycles bool
+	// TimelineMaxMiB is the most that the timeline of a rank takes on disk.
+	TimelineMaxMiB int
+	// TimelineLast keeps only so much of the timeline, in memory, until it is stopped; 0 writes it as it comes.
+	TimelineLast time.Duration
+	// TimelineSignal is the name of the signal that starts and stops it; empty for none.
+	TimelineSignal string
+	// MetricsAddr is where the rank shows its metrics; empty for nowhere.
+	MetricsAddr string
+	// FlightRecorder keeps the last operations in memory.
+	FlightRecorder bool
+	// DumpDir is where the flight recorder is left when the job stalls or fails; empty for nowhere.
+	DumpDir string
 	// LogLevel is the least severity that is logged.
 	LogLevel string
 	// LogHideTime leaves the time out of the log.
 	LogHideTime bool
+	// LogFormat is console, json, or auto: console on a terminal, json elsewhere.
+	LogFormat string
 	// ThreadAffinity is the core of each local rank's thread; empty pins none.
 	ThreadAffinity []int
 	// Warnings are sentences for people on settings that do not do what they may have been meant to, without those

@@ -56,7 +56,7 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 		CrossRank: config.Unset, CrossSize: config.Unset,
 		JobID: "gohvd", StartTimeout: 30 * time.Second, LivenessTimeout: 10 * time.Second,
 		FusionThresholdBytes: 128 << 20, CacheCapacity: 1024, DynamicProcessSets: true,
-		StallWarning: time.Minute, LogLevel: "warning",
+		StallWarning: time.Minute, TimelineMaxMiB: 1024, FlightRecorder: true, LogLevel: "warning", LogFormat: "auto",
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -77,7 +77,9 @@ var every = map[string]string{
 	"HOROVOD_DISABLE_GROUP_FUSION": "1", "HOROVOD_DYNAMIC_PROCESS_SETS": "0",
 	"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5", "HOROVOD_STALL_CHECK_DISABLE": "no",
 	"HOROVOD_CONTROLLER": "TCP", "HOROVOD_CPU_OPERATIONS": "SHM", "HOROVOD_THREAD_AFFINITY": "4, 2,0",
-	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes",
+	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes", "HVD_LOG_FORMAT": "json",
+	"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HVD_TIMELINE_MAX_MB": "3", "HVD_TIMELINE_LAST_SECONDS": "30",
+	"HVD_TIMELINE_SIGNAL": "sigusr2", "HVD_METRICS_ADDR": ":9100", "HVD_FLIGHT_RECORDER": "0", "HVD_DUMP_DIR": "dumps",
 	"HVD_JOB_ID": "j", "HVD_HOSTID": "rack", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
 	"HVD_SIDECAR_BINARY": "hvdd", "HVD_RUN": "hvdrun", "HVD_SECRET": "shh", "HVD_SECRET_FILE": "s.txt", "HVD_INSECURE": "1", "HVD_TLS": "1",
 	"HOROVOD_GLOO_IFACE": "eth0,10.0.0.0/8", "HVD_RENDEZVOUS_HOST": "h0", "HVD_RENDEZVOUS_PORT": "4712", "HVD_SIZE": "4", "HVD_SUBDOMAIN": "train",
@@ -107,7 +109,9 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		FusionThresholdBytes: 65536, CycleTime: 500 * time.Microsecond, CacheCapacity: 2,
 		Lockstep: true, DisableGroupFusion: true, DynamicProcessSets: false, Deterministic: true,
 		StallWarning: 5 * time.Second, StallShutdown: 5 * time.Second, OperationTimeout: 250 * time.Millisecond,
-		LogLevel: "debug", LogHideTime: true, ThreadAffinity: []int{4, 2, 0},
+		Timeline: "t.json", TimelineMarkCycles: true, TimelineMaxMiB: 3, TimelineLast: 30 * time.Second, TimelineSignal: "SIGUSR2",
+		MetricsAddr: ":9100", FlightRecorder: false, DumpDir: "dumps",
+		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -234,9 +238,9 @@ func TestUnknownNames(t *testing.T) {
 		"HVD_MY_OWN_VARIABLE":     "HVD_MY_OWN_VARIABLE is not a setting",
 		"HOROVOD_":                "HOROVOD_ is not a setting",
 
-		"HOROVOD_TIMELINE": "HOROVOD_TIMELINE has no effect: this version writes no timeline",
-		"HVD":              "",
-		"OTHER_RANK":       "",
+		"HOROVOD_ELASTIC": "HOROVOD_ELASTIC has no effect: this version has no elastic jobs",
+		"HVD":             "",
+		"OTHER_RANK":      "",
 	} {
 		c, err := load(map[string]string{name: "1"})
 		if err != nil || strings.Join(c.Warnings, "\n") != want {
@@ -379,7 +383,7 @@ func TestPrecedence(t *testing.T) {
 // What hvdrun knows of its flags and warnings reaches the ranks with the values.
 func TestForRanks(t *testing.T) {
 	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_AUTOTUNE=1", "HVD_TYPO=1", "HOROVOD_RANK=77"}
-	file := write(t, "timeline: {filename: t.json}\nlogging: {level: info}")
+	file := write(t, "autotune: {log_file: t.csv}\nlogging: {level: info}")
 	launcher, err := config.Load(config.Sources{Environ: env, Launcher: true, Flags: []config.FlagValue{
 		{Flag: "--config-file", Name: config.FileVariable, Value: file},
 		{Flag: "-x", Name: "HOROVOD_THREAD_AFFINITY", Value: "0,1"},
@@ -391,7 +395,7 @@ func TestForRanks(t *testing.T) {
 	}
 	want := []string{
 		"HOROVOD_AUTOTUNE has no effect", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS has no effect",
-		"HVD_TYPO is not a setting", "file " + file + " line 1: timeline.filename has no effect",
+		"HVD_TYPO is not a setting", "file " + file + " line 1: autotune.log_file has no effect",
 		"--log-hide-timestamp is deprecated: use --log-without-timestamp",
 	}
 	if len(launcher.Warnings) != len(want) {

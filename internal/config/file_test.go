@@ -50,7 +50,19 @@ library_options:
   dynamic_process_sets: false
   operation_timeout_seconds: 9
   liveness_seconds: 10.5
+timeline:
+  filename: t.json
+  mark_cycles: yes
+  max_mb: 11
+  last_seconds: 12
+  signal: SIGUSR1
+metrics:
+  addr: :9100
+flight_recorder:
+  enabled: no
+  dump_dir: dumps
 logging:
+  format: console
   level: error
   with_timestamp: false
 `
@@ -76,7 +88,10 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.OperationTimeout = 9 * time.Second
 	want.LivenessTimeout = 10500 * time.Millisecond
 	want.SharedMemory = config.SharedNever
-	want.LogLevel = "error"
+	want.Timeline, want.TimelineMarkCycles, want.TimelineMaxMiB = "t.json", true, 11
+	want.TimelineLast, want.TimelineSignal = 12*time.Second, "SIGUSR1"
+	want.MetricsAddr, want.FlightRecorder, want.DumpDir = ":9100", false, "dumps"
+	want.LogLevel, want.LogFormat = "error", "console"
 	want.LogHideTime = true
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -154,7 +169,7 @@ func TestFileErrors(t *testing.T) {
 
 // Keys that only Horovod has give a warning, unless they say what Horovod does anyway.
 func TestKeysWithoutEffect(t *testing.T) {
-	c, path, err := loadFile(t, "autotune:\n  enabled: true\n  warmup_samples: 3\ntimeline:\n  mark_cycles: false\nparams: {torus_allreduce: no}\n")
+	c, path, err := loadFile(t, "autotune:\n  enabled: true\n  warmup_samples: 3\nparams: {torus_allreduce: no}\n")
 	want := "file " + path + " line 2: autotune.enabled has no effect: this version does not tune itself"
 	if err != nil || strings.Join(c.Warnings, "\n") != want {
 		t.Errorf("got %q and error %v, want %q", c.Warnings, err, want)

@@ -20,7 +20,6 @@ type Inert struct {
 
 const (
 	noAutotune     = "this version does not tune itself"
-	noTimeline     = "this version writes no timeline"
 	noElastic      = "this version has no elastic jobs"
 	noHierarchical = "this version has no hierarchical or torus algorithms"
 	noMPI          = "this version has no MPI"
@@ -44,8 +43,6 @@ var inerts = slices.Concat(
 		{"HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "autotune.steps_per_sample", "10", noAutotune},
 		{"HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "autotune.bayes_opt_max_samples", "20", noAutotune},
 		{"HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "autotune.gaussian_process_noise", "0.8", noAutotune},
-		{"HOROVOD_TIMELINE", "timeline.filename", "", noTimeline},
-		{"HOROVOD_TIMELINE_MARK_CYCLES", "timeline.mark_cycles", "0", noTimeline},
 		{"HOROVOD_BATCH_D2D_MEMCOPIES", "", "1", noGPU},
 		{"HOROVOD_NUM_NCCL_STREAMS", "library_options.num_nccl_streams", "1", noGPU},
 		{"HOROVOD_ENABLE_ASYNC_COMPLETION", "", "0", noGPU},

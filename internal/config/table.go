@@ -82,6 +82,7 @@ const (
 	sectionNegotiate = "Negotiation and fusion"
 	sectionTrouble   = "Stalls and failures"
 	sectionChoice    = "Choice of parts"
+	sectionSee       = "Timeline, metrics and reports"
 	sectionLog       = "Logging"
 	sectionPlace     = "Place in the job"
 )
@@ -274,6 +275,63 @@ var settings = []Setting{
 		kind: builtOnly(cpuOperations(), "mpi", "ccl"),
 	},
 	{
+		Name: "HOROVOD_TIMELINE", Section: sectionSee, Scope: PerJob,
+		Key:       "timeline.filename",
+		Flags:     []Flag{{Name: "timeline-filename", Arg: "FILE"}},
+		Otherwise: "none", Doc: "file that rank 0 writes its timeline to, the other ranks beside it as FILE.rankN before the last dot (docs/timeline.md); " +
+			"with .gz at the end it is compressed; DYNAMIC writes none until the program or a signal asks for it",
+		kind: text("the name of a file, or DYNAMIC", func(c *Config) *string { return &c.Timeline }),
+	},
+	{
+		Name: "HOROVOD_TIMELINE_MARK_CYCLES", Section: sectionSee, Scope: PerJob,
+		Key:     "timeline.mark_cycles",
+		Flags:   onOff("timeline-mark-cycles"),
+		Default: "0", Doc: "mark in the timeline when negotiation cycles begin",
+		kind: boolOf(func(c *Config) *bool { return &c.TimelineMarkCycles }),
+	},
+	{
+		Name: "HVD_TIMELINE_MAX_MB", Section: sectionSee, Scope: PerJob,
+		Key:     "timeline.max_mb",
+		Flags:   []Flag{{Name: "timeline-max-mb", Arg: "MIB"}},
+		Default: "1024", Doc: "most MiB that the timeline of a rank takes on disk; when it is full the oldest part is dropped",
+		Raise: "Raising it keeps more of a long job.",
+		kind:  whole(func(c *Config) *int { return &c.TimelineMaxMiB }, 1),
+	},
+	{
+		Name: "HVD_TIMELINE_LAST_SECONDS", Section: sectionSee, Scope: PerJob,
+		Key:     "timeline.last_seconds",
+		Flags:   []Flag{{Name: "timeline-last-seconds", Arg: "SECONDS"}},
+		Default: "0", Doc: "keep only the last seconds of the timeline, in memory, and write them when it is stopped or the job ends or fails; 0 writes all of it as it comes",
+		kind: seconds(func(c *Config) *time.Duration { return &c.TimelineLast }, 0),
+	},
+	{
+		Name: "HVD_TIMELINE_SIGNAL", Section: sectionSee, Scope: PerProcess,
+		Key:       "timeline.signal",
+		Otherwise: "none", Doc: "signal that starts the timeline, and stops it when it is sent again; hvdrun passes the one that it gets to all ranks",
+		kind: oneOf(func(c *Config, word string) { c.TimelineSignal = word }, "SIGUSR1", "SIGUSR2"),
+	},
+	{
+		Name: "HVD_METRICS_ADDR", Section: sectionSee, Scope: PerProcess,
+		Key:       "metrics.addr",
+		Otherwise: "none", Doc: "host:port on which the rank shows its metrics, plus its local rank unless the port is 0 (docs/metrics.md); " +
+			"hvdrun --metrics-addr shows those of all ranks on one",
+		kind: text("host:port", func(c *Config) *string { return &c.MetricsAddr }),
+	},
+	{
+		Name: "HVD_FLIGHT_RECORDER", Section: sectionSee, Scope: PerJob,
+		Key:     "flight_recorder.enabled",
+		Default: "1", Doc: "keep the last 10000 operations in memory for reports on stalls and failures",
+		Raise: "Turning it off saves 2 MB per rank and some nanoseconds per tensor.",
+		kind:  boolOf(func(c *Config) *bool { return &c.FlightRecorder }),
+	},
+	{
+		Name: "HVD_DUMP_DIR", Section: sectionSee, Scope: PerProcess,
+		Key:       "flight_recorder.dump_dir",
+		Flags:     []Flag{{Name: "dump-dir", Arg: "DIR"}},
+		Otherwise: "none", Doc: "folder in which each rank leaves what its flight recorder has when the job stalls or fails (docs/troubleshooting.md)",
+		kind: text("the name of a folder", func(c *Config) *string { return &c.DumpDir }),
+	},
+	{
 		Name: "HOROVOD_LOG_LEVEL", Section: sectionLog, Scope: PerProcess,
 		Key:     "logging.level",
 		Flags:   []Flag{{Name: "log-level", Arg: "LEVEL"}},
@@ -290,6 +348,13 @@ var settings = []Setting{
 		},
 		Default: "0", Doc: "leave the time out of the log",
 		kind: boolOf(func(c *Config) *bool { return &c.LogHideTime }), form: negated,
+	},
+	{
+		Name: "HVD_LOG_FORMAT", Section: sectionLog, Scope: PerProcess,
+		Key:     "logging.format",
+		Flags:   []Flag{{Name: "log-format", Arg: "FORMAT"}},
+		Default: "auto", Doc: "form of the log: console is for people, json for programs, auto is console on a terminal and json elsewhere",
+		kind: oneOf(func(c *Config, word string) { c.LogFormat = word }, "auto", "console", "json"),
 	},
 	{
 		Name: "HOROVOD_RANK", Section: sectionPlace, Scope: ByLauncher,

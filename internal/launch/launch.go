@@ -90,6 +90,9 @@ type Options struct {
 	// ranks' process groups. A second one of the three kills the ranks, unless it is the first one again within half a second.
 	Signals <-chan os.Signal
 
+	// Inquiry, if not nil, has SIGQUIT print what the ranks are at, instead of passing it on.
+	Inquiry *Inquiry
+
 	// Reach, needed for other hosts, is the command that runs words on one: ssh for instance. Its first word is looked up in PATH. The
 	// command's standard input and output must be those of what it runs, and it must end when that does.
 	Reach func(host string, words []string) []string

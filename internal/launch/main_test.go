@@ -52,6 +52,8 @@ type spec struct {
 	NoticeMS, GraceMS, KillMS, TimeoutMS int
 	OutputDir, Verdict, ResultFile       string
 	NoPrefix, Timestamp, Verbose         bool
+	// Inquire has surveys last until nobody is left to ask.
+	Inquire bool
 	// Hosts is a list, and Reach the words that run an agent on one, with {host} for its name and {mark} for the mark.
 	Hosts               string
 	Reach               []string
@@ -97,7 +99,25 @@ func launcher(text string) int {
 		fmt.Fprintln(os.Stderr, err)
 		return 2
 	}
+	var inquiry *launch.Inquiry
+	if s.Inquire {
+		alarms := make(chan string, 1)
+		alarms <- "an alarm"
+		inquiry = &launch.Inquiry{
+			Alarms: alarms,
+			Survey: func(ctx context.Context, why string, known []string) string {
+				fmt.Fprintf(os.Stderr, "asked for %s: %q\n", why, known)
+				if why == "SIGQUIT" {
+					alarms <- "an alarm meanwhile"
+					<-ctx.Done()
+				}
+				return "surveyed for " + why + "\n"
+			},
+			Epilogue: func(known []string) string { return fmt.Sprintf("epilogue %q\n", known) },
+		}
+	}
 	res, err := launch.Run(ctx, launch.Options{
+		Inquiry:    inquiry,
 		TorchStore: hosts.torch, Hosts: hosts.list, StoreAddrs: hosts.addrs, Secret: hosts.secret, AgentPath: self(), Reach: hosts.reach,
 		Start: ms(s.StartMS), Liveness: ms(s.LivenessMS),
 		NP: s.NP, Command: s.Command, Env: os.Environ(), Set: s.Set,

@@ -97,6 +97,11 @@ type job struct {
 	asked    bool  // a signal or ctx has ended the job
 	cause    error // ctx's
 	aborted  error // why not all ranks could be started
+
+	surveys   context.Context // ends when nobody is left to ask
+	surveying bool
+	surveyed  chan struct{} // a survey has been made
+	quitAt    time.Time     // when SIGQUIT asked for one
 }
 
 // run runs the ranks that start starts. That gets the files of their output.
@@ -125,6 +130,10 @@ func (j *job) supervise(ctx context.Context) {
 			j.writers.Go(s.run)
 		}
 	}
+	var nobodyLeft context.CancelFunc
+	j.surveys, nobodyLeft = context.WithCancel(ctx)
+	defer nobodyLeft()
+	j.surveyed = make(chan struct{}, 1)
 	j.settled = make(chan struct{})
 	go func() {
 		for _, p := range j.parts {
@@ -145,7 +154,13 @@ func (j *job) supervise(ctx context.Context) {
 		case e := <-j.events:
 			j.hear(e)
 		case s := <-j.o.Signals:
-			j.heed(s)
+			if s != unix.SIGQUIT || !j.heedQuit() {
+				j.heed(s)
+			}
+		case why := <-j.alarms():
+			j.survey(why)
+		case <-j.surveyed:
+			j.surveying = false
 		case <-done:
 			done = nil
 			j.cause = context.Cause(ctx)
@@ -387,6 +402,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		errs = append(errs, fmt.Errorf("launch: %w", j.cause))
 	}
 
+	known := j.known()
 	written := make(chan struct{})
 	var agents error // valid after it
 	go func() {
@@ -394,6 +410,9 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		j.writers.Wait()
 		agents = j.fleet.dismiss(j.o.Kill)
 		if text := j.report(result); text != "" {
+			if j.o.Inquiry != nil {
+				text += j.o.Inquiry.Epilogue(known)
+			}
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
 		close(j.console.queue)

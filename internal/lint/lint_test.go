@@ -59,20 +59,25 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 
 // floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
 var floors = [][]string{
-	{"half", "topo", "secret", "internal/netif", "internal/lint", "internal/futex", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet", "internal/testtorch", "internal/testhosts"},
+	{"half", "topo", "secret", "internal/netif", "internal/lint", "internal/futex", "internal/clock", "internal/version", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet", "internal/testtorch", "internal/testprom", "internal/testhosts"},
 	{"tensor", "internal/config", "internal/arena", "internal/dial", "internal/hostlist"},
-	{"message/messagepb", "rendezvous/rendezvouspb", "internal/sidecar/sidecarpb", "internal/sidecar/wire", "internal/kernel", "internal/verdict", "internal/serve"},
-	{"message", "internal/sidecar/sidecartest"},
-	{"responsecache", "fusion", "tensorqueue", "internal/raw"},
+	{"message/messagepb", "rendezvous/rendezvouspb", "internal/sidecar/sidecarpb", "internal/sidecar/wire", "internal/kernel", "internal/verdict", "internal/logs"},
+	{"message", "internal/sidecar/sidecartest", "internal/serve"},
+	{"responsecache", "fusion", "tensorqueue", "internal/raw", "internal/trace", "internal/stats"},
+	{"timeline", "timeline/timelinetest"},
 	{"controller"},
 	{"store/..."},
 	{"internal/launchenv"},
+	{"internal/recorder", "internal/inquiry"},
+	{"metrics"},
+	{"timeline/report"},
 	{"rendezvous/..."},
 	{"transport", "internal/meeting"},
 	{"transport/tcp", "transport/mem", "transport/shm", "transport/transporttest"},
 	{"ops"},
 	{"ops/tcp", "ops/shm"},
 	{"internal/engine", "internal/session"},
+	{"internal/observe"},
 	{"internal/sidecar/client"},
 	{"hvd", "internal/launch", "internal/testcluster"},
 	{"internal/bench", "internal/sidecar"},
@@ -177,7 +182,7 @@ func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
 		case "cmd/hvdbench":
 			// Its variables are those of the benchmarks of the peers, not settings.
 			continue
-		case "internal/testhosts", "internal/testtorch":
+		case "internal/testhosts", "internal/testtorch", "internal/testprom":
 			// Whether a test may be skipped is CI's to say.
 			continue
 		}
@@ -220,6 +225,25 @@ func TestNoCgo(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// Why: who embeds the library and shows its numbers in another way need not know Prometheus, and what a metric is called and costs is
+// seen in one place. Others hand out structs, as stats.Stats.
+func TestOnlyMetricsKnowsPrometheus(t *testing.T) {
+	found := false
+	for _, p := range packages(t) {
+		for _, i := range p.Imports {
+			if !strings.HasPrefix(i, "github.com/prometheus/") {
+				continue
+			}
+			if found = true; short(p.ImportPath) != "metrics" {
+				t.Errorf("%s imports %s", short(p.ImportPath), i)
+			}
+		}
+	}
+	if !found {
+		t.Error("no package imports it: this test looks for the wrong thing")
 	}
 }
 

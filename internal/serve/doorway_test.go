@@ -1,13 +1,9 @@
 package serve_test
 
 import (
-	"strconv"
 	"testing"
 
-	"go.uber.org/zap"
-
 	"github.com/gohvd/gohvd/internal/serve"
-	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 type closer struct{ closed int }
@@ -51,24 +47,4 @@ func TestDoorway(t *testing.T) {
 			t.Errorf("connection %d was closed", 1+i)
 		}
 	}
-}
-
-// A storm of one message is a few lines, and does not hide another.
-func TestQuiet(t *testing.T) {
-	log, entries := testnet.Logs()
-	quiet := serve.Quiet(log)
-	for i := range 900 {
-		quiet.Warn("a storm", zap.Int("i", i))
-	}
-	quiet.Warn("something else")
-	if n := entries.FilterMessage("a storm").Len(); n < 10 || n > 50 {
-		t.Errorf("a storm of 900 is %d lines", n)
-	}
-	if !testnet.Logged(entries, "something else") {
-		t.Error("another message was lost")
-	}
-	if !testnet.Logged(entries, "a storm") || entries.FilterField(zap.Int("i", 0)).Len() != 1 {
-		t.Errorf("the first line is missing among %s", strconv.Itoa(entries.Len()))
-	}
-	serve.Quiet(nil).Warn("nobody hears")
 }

@@ -11,6 +11,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/logs"
 )
 
 // Handler serves a connection until it ends, and says why: io.EOF if the peer left as it may. ctx ends when the connection
@@ -35,13 +36,13 @@ type Listener struct {
 }
 
 // Listen listens on addr, host:port with port 0 for any free one, and gives connections to handle, at most so many at a
-// time. What goes wrong is logged (Quiet); name says whose connections these are. log may be nil.
+// time. What goes wrong is logged, and storms are cut short (logs.Quiet); name says whose connections these are. log may be nil.
 func Listen(addr, name string, most int, log *zap.Logger, handle Handler) (*Listener, error) {
 	ln, err := dial.Listen(addr)
 	if err != nil {
 		return nil, err
 	}
-	l := &Listener{name: name, most: most, log: Quiet(log), handle: handle, ln: ln, conns: make(map[net.Conn]struct{})}
+	l := &Listener{name: name, most: most, log: logs.Quiet(log), handle: handle, ln: ln, conns: make(map[net.Conn]struct{})}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.close = sync.OnceValue(l.closeOnce)
 	l.wg.Go(l.accept)

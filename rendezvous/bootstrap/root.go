@@ -344,7 +344,7 @@ func (r *Root) admit(g *guest, q *report) bool {
 		why = &RefusedError{Late, fmt.Sprintf("%v came late: all %d ranks of the root at %s have reported without it",
 			g.peer, len(r.expected), r.addr)}
 	}
-	r.log.Warn("bootstrap: root refuses a rank", zap.String("root", r.addr), zap.Stringer("rank", g.peer), zap.Error(why))
+	r.log.Warn("bootstrap: root refuses a rank", zap.String("root", r.addr), zap.Stringer("peer", g.peer), zap.Error(why))
 	g.out <- encodeFailure(why)
 	close(g.out)
 	return true
@@ -396,7 +396,7 @@ func (r *Root) begin(q *report, b block) *RefusedError {
 func (r *Root) join(g *guest) {
 	rank, size := int(g.rank), r.job.size
 	r.members[rank] = g
-	r.log.Debug("bootstrap: rank has reported", zap.String("root", r.addr), zap.Stringer("rank", g.peer),
+	r.log.Debug("bootstrap: rank has reported", zap.String("root", r.addr), zap.Stringer("peer", g.peer),
 		zap.Int("missing", len(r.expected)-len(r.members)))
 	r.introduce(rank)
 	if before := (rank + size - 1) % size; before != rank {

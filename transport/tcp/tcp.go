@@ -23,6 +23,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/serve"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
@@ -141,7 +142,7 @@ func newEndpoint(cfg Config, ln net.Listener) *Endpoint {
 		slots:     make(chan struct{}, maxHandshakes),
 		loose:     make(map[net.Conn]struct{}),
 	}
-	e.refused = serve.Quiet(e.log)
+	e.refused = logs.Quiet(e.log)
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	e.wg.Go(e.accept)
 	return e

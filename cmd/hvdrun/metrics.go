@@ -1,0 +1,64 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+
+	"github.com/gohvd/gohvd/internal/hostlist"
+	"github.com/gohvd/gohvd/internal/inquiry"
+	"github.com/gohvd/gohvd/metrics"
+	"github.com/gohvd/gohvd/store"
+)
+
+// serveMetrics serves the metrics of all ranks, which answer in kv, until stop.
+func (r *runner) serveMetrics(hosts []hostlist.Host, np int, kv store.Store) (stop func(), err error) {
+	if r.metricsAddr == "" {
+		return func() {}, nil
+	}
+	if _, err := metrics.Address(r.metricsAddr, 0); err != nil {
+		return nil, usagef("--metrics-addr: %w", err)
+	}
+	names, err := hostNames(hosts, np)
+	if err != nil {
+		return nil, err
+	}
+	job := metrics.NewJob(metrics.JobConfig{
+		Hosts: names, Log: r.logger(),
+		Ask: func(ctx context.Context) (map[int][]byte, error) {
+			answers, _, err := inquiry.Ask(ctx, kv, inquiry.Metrics, np)
+			return answers, err
+		},
+	})
+	server, err := metrics.Serve(r.metricsAddr, job.Handler(), r.logger())
+	if err != nil {
+		_ = job.Close() // it has asked nothing
+		return nil, fmt.Errorf("--metrics-addr: %w", err)
+	}
+	fmt.Fprintf(r.stderr, "hvdrun: metrics at http://%s/metrics\n", server.Addr())
+	return func() {
+		// The questions first: answers that wait for them then end at once. Neither has an error to tell.
+		_ = job.Close()
+		_ = server.Close()
+	}, nil
+}
+
+// hostNames are the names of the ranks' hosts, by rank.
+func hostNames(hosts []hostlist.Host, np int) ([]string, error) {
+	if hosts == nil {
+		name, err := os.Hostname()
+		if err != nil {
+			return nil, err
+		}
+		hosts = []hostlist.Host{{Name: name, Slots: np}}
+	}
+	places, err := hostlist.Assign(hosts, np)
+	if err != nil {
+		return nil, usageError{err}
+	}
+	names := make([]string, np)
+	for rank, p := range places {
+		names[rank] = hosts[p.Host].Name
+	}
+	return names, nil
+}

@@ -1,0 +1,207 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/inquiry"
+	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/recorder"
+	"github.com/gohvd/gohvd/store"
+)
+
+const (
+	// surveyTime is how long the ranks have to answer: with it a report is there within 2 s of the signal.
+	surveyTime = 1500 * time.Millisecond
+	// maxReportLines bounds what is printed of a report.
+	maxReportLines = 120
+	// maxFailureBytes bounds the dumps that are kept of ranks whose job has failed, packed. Those of later ranks are left out.
+	maxFailureBytes = 256 << 20
+	// maxTold bounds what is remembered of stalls.
+	maxTold = 100_000
+)
+
+// reporter makes reports of what the ranks are at, for launch.Inquiry.
+type reporter struct {
+	kv     store.Store
+	size   int
+	dir    string        // for the dumps and the last report; empty for none
+	period time.Duration // a stall leads to a report at most so often
+
+	alarms chan string
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+
+	mu        sync.Mutex
+	failures  map[int][]byte // the last dump of each rank whose job has failed
+	kept      int            // their length
+	told      map[stalled]bool
+	lastStall time.Time
+	watchErr  error
+}
+
+// stalled is a tensor that a report was made for.
+type stalled struct {
+	set  uint32
+	name string
+}
+
+// newReporter starts to take what the ranks of a job volunteer, until close.
+func newReporter(kv store.Store, size int, dir string, period time.Duration) *reporter {
+	r := &reporter{
+		kv: kv, size: size, dir: dir, period: period,
+		alarms: make(chan string, 1), failures: make(map[int][]byte), told: make(map[stalled]bool),
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	r.cancel = cancel
+	r.wg.Go(func() {
+		err := inquiry.Watch(ctx, kv, r.hear)
+		r.mu.Lock()
+		r.watchErr = err
+		r.mu.Unlock()
+	})
+	return r
+}
+
+// close returns when all that has come was heard.
+func (r *reporter) close() {
+	r.cancel()
+	r.wg.Wait()
+}
+
+func (r *reporter) inquiry() *launch.Inquiry {
+	return &launch.Inquiry{Survey: r.survey, Alarms: r.alarms, Epilogue: r.epilogue}
+}
+
+// hear takes what a rank volunteers.
+func (r *reporter) hear(rank int, what string, body []byte) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch what {
+	case inquiry.Stall:
+		s, err := recorder.DecodeStall(body)
+		if err != nil || r.told[stalled{s.Set, s.Name}] || !r.lastStall.IsZero() && time.Since(r.lastStall) < r.period {
+			return
+		}
+		r.lastStall = time.Now()
+		r.tell(stalled{s.Set, s.Name})
+		select {
+		case r.alarms <- "a stall: " + s.Text:
+		default: // one is waiting to be asked about
+		}
+	case inquiry.Failure:
+		if rank < r.size && r.kept-len(r.failures[rank])+len(body) <= maxFailureBytes {
+			r.kept += len(body) - len(r.failures[rank])
+			r.failures[rank] = body
+		}
+	}
+}
+
+// tell remembers that a report has s. r is locked.
+func (r *reporter) tell(s stalled) {
+	if len(r.told) >= maxTold {
+		clear(r.told)
+	}
+	r.told[s] = true
+}
+
+// survey asks all ranks, and makes a report of their answers.
+func (r *reporter) survey(ctx context.Context, why string, known []string) string {
+	ctx, cancel := context.WithTimeout(ctx, surveyTime)
+	defer cancel()
+	begun := time.Now()
+	answers, _, err := inquiry.Ask(ctx, r.kv, inquiry.Dump, r.size)
+	dumps, absent := r.decode(answers, known)
+	r.mu.Lock()
+	for _, d := range dumps {
+		for i := range d.Pending {
+			r.tell(stalled{d.Pending[i].Set, d.Pending[i].Name})
+		}
+	}
+	watching := r.watchErr
+	r.mu.Unlock()
+	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", recorder.Plain(why), len(dumps), r.size, time.Since(begun).Round(time.Millisecond))
+	return r.text(title, recorder.Analyse(dumps, r.size, absent), dumps, errors.Join(err, watching))
+}
+
+// epilogue makes a report of what the ranks have left behind when their job failed; empty if it would say nothing.
+func (r *reporter) epilogue(known []string) string {
+	r.close()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	dumps, absent := r.decode(r.failures, known)
+	f := recorder.Analyse(dumps, r.size, absent)
+	if !f.Says() {
+		return ""
+	}
+	return r.text(fmt.Sprintf("what the ranks were at when the job failed, as %d of %d tell", len(dumps), r.size), f, dumps, r.watchErr)
+}
+
+// decode unpacks dumps. absent is what is known of each rank.
+func (r *reporter) decode(bodies map[int][]byte, known []string) (dumps []*recorder.Dump, absent map[int]string) {
+	absent = make(map[int]string, len(known))
+	for rank, what := range known {
+		absent[rank] = what
+	}
+	for rank := range r.size {
+		body, is := bodies[rank]
+		if !is {
+			continue
+		}
+		d, err := recorder.Decode(body)
+		if err == nil && (d.Rank != rank || d.Size != r.size) {
+			err = fmt.Errorf("it is of rank %d of %d", d.Rank, d.Size)
+		}
+		if err != nil {
+			absent[rank] = "its dump cannot be read: " + err.Error()
+			continue
+		}
+		dumps = append(dumps, d)
+	}
+	return dumps, absent
+}
+
+// text is what is printed of a report, and leaves it in the folder for dumps.
+func (r *reporter) text(title string, f *recorder.Findings, dumps []*recorder.Dump, err error) string {
+	rule := strings.Repeat("-", 72) + "\n"
+	full := "hvdrun: " + title + "\n" + f.Text()
+	if r.dir != "" {
+		err = errors.Join(err, r.write(full, f, dumps))
+	}
+	lines := strings.SplitAfter(full, "\n")
+	if more := len(lines) - maxReportLines; more > 0 {
+		full = strings.Join(lines[:maxReportLines], "") + fmt.Sprintf("... and %d more lines\n", more)
+	}
+	switch {
+	case err != nil:
+		full += "hvdrun: warning: the report: " + recorder.Plain(err.Error()) + "\n"
+	case r.dir != "":
+		full += "The report and the dumps of the ranks are in " + r.dir + "\n"
+	}
+	return rule + full + rule
+}
+
+// write leaves a report and what it was made of in the folder for dumps.
+func (r *reporter) write(text string, f *recorder.Findings, dumps []*recorder.Dump) error {
+	found, err := json.MarshalIndent(f, "", " ")
+	if err != nil {
+		return err
+	}
+	if _, err := recorder.WriteText(r.dir, "report.txt", []byte(text)); err != nil {
+		return err
+	}
+	if _, err := recorder.WriteText(r.dir, "report.json", append(found, '\n')); err != nil {
+		return err
+	}
+	for _, d := range dumps {
+		if _, err := recorder.WriteFile(r.dir, d); err != nil {
+			return err
+		}
+	}
+	return nil
+}

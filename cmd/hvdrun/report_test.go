@@ -1,0 +1,527 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/inquiry"
+	"github.com/gohvd/gohvd/internal/recorder"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/store"
+)
+
+// dumpOf is the dump of a rank that has run grad/0 to grad/9, and waits for some since 5 s.
+func dumpOf(rank, size int, why string, waits ...string) []byte {
+	r := recorder.New(100)
+	for i := range 10 {
+		r.Record(&trace.Operation{
+			Number: uint64(i + 1), Kind: message.Allreduce, Ended: 10 * time.Second, Tensors: []trace.Tensor{{Name: "grad/" + strconv.Itoa(i)}},
+		})
+	}
+	about := recorder.About{Rank: rank, Size: size, Host: "here", PID: os.Getpid(), Epoch: 1, Why: why, At: 20 * time.Second}
+	for _, name := range waits {
+		about.Pending = append(about.Pending, trace.Pending{Kind: message.Allreduce, Name: name, Submitted: 15 * time.Second})
+	}
+	text, err := recorder.Encode(r.Dump(about), 100)
+	if err != nil {
+		panic(err)
+	}
+	return text
+}
+
+// pretend is a rank that says what its engine would: all but rank 1 wait for grad/7. By do
+//
+//	hang: ranks from 2 on do not answer, and SIGQUIT ends all of them with a word
+//	stall: rank 0 says that it is stalled, twice, and all end when they have answered
+//	fail: rank 1 dies, the others leave their dumps
+func pretend(do string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	key, err := secret.Parse(os.Getenv("HVD_SECRET"))
+	if err != nil {
+		return err
+	}
+	addr := net.JoinHostPort(os.Getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.Getenv("HOROVOD_GLOO_RENDEZVOUS_PORT"))
+	kv, err := store.Dial(ctx, addr, store.Config{Secret: key})
+	if err != nil {
+		return err
+	}
+	defer kv.Close()
+	rank, err := strconv.Atoi(os.Getenv("HOROVOD_RANK"))
+	if err != nil {
+		return err
+	}
+	size, err := strconv.Atoi(os.Getenv("HOROVOD_SIZE"))
+	if err != nil {
+		return err
+	}
+	waits := []string{"grad/7"}
+	if rank == 1 {
+		waits = nil
+	}
+	signals := make(chan os.Signal, 16)
+	signal.Notify(signals, unix.SIGQUIT, unix.SIGTERM)
+	asked := make(chan struct{}, 1)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	answering, stop := context.WithCancel(ctx)
+	defer stop()
+	if do != "hang" || rank < 2 {
+		wg.Go(func() {
+			inquiry.Answer(answering, kv, rank, func(what string) []byte {
+				select {
+				case asked <- struct{}{}:
+				default:
+				}
+				return dumpOf(rank, size, what, waits...)
+			})
+		})
+	}
+	stalled, err := recorder.EncodeStall(recorder.Stall{Name: "grad/7", Text: `allreduce "grad/7" has waited 5.0 s for rank 1`})
+	if err != nil {
+		return err
+	}
+	switch do {
+	case "hang":
+		fmt.Println("ready")
+		fmt.Println("got", <-signals)
+	case "stall":
+		for i := 0; rank == 0 && i < 2; {
+			switch err := inquiry.Report(ctx, kv, 0, inquiry.Stall, stalled); {
+			case err == nil:
+				i++
+			case !strings.Contains(err.Error(), inquiry.ErrNobody.Error()):
+				return err
+			}
+		}
+		<-asked
+		fmt.Println("asked")
+		fmt.Println("got", <-signals)
+	case "fail":
+		if rank == 1 {
+			if err := kv.Wait(ctx, "told/0", "told/2"); err != nil {
+				return err
+			}
+			return unix.Kill(os.Getpid(), unix.SIGKILL)
+		}
+		if err := inquiry.Report(ctx, kv, rank, inquiry.Failure, dumpOf(rank, size, "rank 1 is dead", waits...)); err != nil {
+			return err
+		}
+		return kv.Set(ctx, "told/"+strconv.Itoa(rank), nil)
+	}
+	return nil
+}
+
+// watched is an hvdrun with ranks that pretend, and the lines that it prints.
+type watched struct {
+	t     *testing.T
+	lines chan string
+	kill  func(os.Signal) error
+	wait  func() (status int)
+}
+
+func watch(t *testing.T, do string, args ...string) *watched {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return watchCommand(t, append(args, self, "pretend", do)...)
+}
+
+func watchCommand(t *testing.T, args ...string) *watched {
+	t.Helper()
+	cmd := hvdrun(t, args...)
+	in, out := io.Pipe()
+	cmd.Stdout, cmd.Stderr = out, out
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	w := &watched{t: t, lines: make(chan string, 10000), kill: cmd.Process.Signal}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		defer close(w.lines)
+		for s := bufio.NewScanner(in); s.Scan(); {
+			w.lines <- s.Text()
+		}
+	})
+	w.wait = func() int {
+		cmd.Wait()
+		out.Close()
+		wg.Wait()
+		return cmd.ProcessState.ExitCode()
+	}
+	return w
+}
+
+// until returns what is printed until n lines contain text.
+func (w *watched) until(text string, n int) string {
+	w.t.Helper()
+	var b strings.Builder
+	for line := range w.lines {
+		b.WriteString(line + "\n")
+		if strings.Contains(line, text) {
+			if n--; n == 0 {
+				return b.String()
+			}
+		}
+	}
+	w.t.Fatalf("got %s, want %q %d times more", &b, text, n)
+	return ""
+}
+
+// rule is the line at both ends of a report.
+var rule = strings.Repeat("-", 72)
+
+func TestQuitPrintsReport(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "dumps")
+	w := watch(t, "hang", "-np", "4", "--dump-dir", dir)
+	w.until("<stdout>:ready", 4)
+	begun := time.Now()
+	if err := w.kill(unix.SIGQUIT); err != nil {
+		t.Fatal(err)
+	}
+	report := w.until(rule, 2)
+	took := time.Since(begun)
+	if took > 2*time.Second || took < surveyTime {
+		t.Errorf("it took %v, want what two ranks are waited for, and 2 s at most", took)
+	}
+	for _, want := range []string{
+		"hvdrun: SIGQUIT: 2 of 4 ranks answered, in 1.5",
+		"Rank 1 has not called allreduce \"grad/7\", for which rank 0 has waited for 5.0 s.\n" +
+			"  rank 1 called it once before, the last ended 10.0 s ago; it waits for nothing; its last operation was allreduce \"grad/9\", which ended 10.0 s ago\n",
+		"Rank 2 did not answer: process ", " sleeps.\nRank 3 did not answer: process ",
+		"The report and the dumps of the ranks are in " + dir + "\n",
+	} {
+		if !strings.Contains(report, want) {
+			t.Errorf("got %s, want %q", report, want)
+		}
+	}
+	left := map[string]string{"report.txt": "has not called", "report.json": `"waiting"`, "rank0.json": `"why": "dump"`, "rank1.json": `"rank": 1`}
+	for name, want := range left {
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil || !strings.Contains(string(text), want) {
+			t.Errorf("%s: got %.200s, error %v, want %q", name, text, err, want)
+		}
+	}
+	if entries, err := os.ReadDir(dir); err != nil || len(entries) != len(left) {
+		t.Errorf("got %v, error %v, want %d files", entries, err, len(left))
+	}
+	// Once more within 5 s is for the ranks.
+	if err := w.kill(unix.SIGQUIT); err != nil {
+		t.Fatal(err)
+	}
+	w.until("<stdout>:got quit", 4)
+	if status := w.wait(); status != 0 {
+		t.Errorf("got exit status %d, want 0", status)
+	}
+}
+
+func TestStallPrintsReport(t *testing.T) {
+	w := watch(t, "stall", "-np", "3")
+	report := w.until(rule, 2)
+	for _, want := range []string{
+		`hvdrun: a stall: allreduce "grad/7" has waited 5.0 s for rank 1: 3 of 3 ranks answered, in `,
+		"Rank 1 has not called allreduce \"grad/7\", for which ranks 0, 2 have waited for 5.0 s.\n",
+	} {
+		if !strings.Contains(report, want) {
+			t.Errorf("got %s, want %q", report, want)
+		}
+	}
+	if strings.Contains(report, "are in") {
+		t.Errorf("got %s, want no folder", report)
+	}
+	if err := w.kill(unix.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if status := w.wait(); status != 143 {
+		t.Errorf("got exit status %d, want 143", status)
+	}
+	for line := range w.lines {
+		if strings.Contains(line, "stall") || line == rule {
+			t.Errorf("got %q after the report", line)
+		}
+	}
+}
+
+func TestFailurePrintsReport(t *testing.T) {
+	w := watch(t, "fail", "-np", "3")
+	text := w.until(rule, 4)
+	if status := w.wait(); status != 137 {
+		t.Errorf("got exit status %d, want 137", status)
+	}
+	_, report, found := strings.Cut(text, rule+"\nhvdrun: what the ranks were at when the job failed, as 2 of 3 tell\n")
+	if !found || strings.Index(text, "Root cause") > strings.Index(text, "what the ranks were at") {
+		t.Fatalf("got %s, want a report after the root cause", text)
+	}
+	for _, want := range []string{
+		"Ranks 0, 2 have waited for allreduce \"grad/7\" for 5.0 s: perhaps for rank 1, which did not answer.\n",
+		"Rank 1 did not answer: killed by SIGKILL, not from hvdrun",
+	} {
+		if !strings.Contains(report, want) {
+			t.Errorf("got %s, want %q", report, want)
+		}
+	}
+}
+
+// Where nobody has left a dump there is no second report, and where ranks know nothing of it SIGQUIT says what hvdrun knows.
+func TestReportsOfOtherPrograms(t *testing.T) {
+	_, stderr, status := output(t, "-np", "2", "sh", "-c", "exit 3")
+	if status != 3 || strings.Count(stderr, rule) != 2 {
+		t.Errorf("got exit status %d and %s, want the root cause alone", status, stderr)
+	}
+	w := watchCommand(t, "-np", "2", "--verbose", "sh", "-c", `[ $HOROVOD_RANK = 0 ] || exit 0; echo process $$; kill -STOP $$`)
+	said := w.until("rank 1: exit status 0", 1)
+	if !strings.Contains(said, "<stdout>:process ") {
+		said = w.until("<stdout>:process ", 1)
+	}
+	_, pid, _ := strings.Cut(said, "<stdout>:process ")
+	pid, _, _ = strings.Cut(pid, "\n")
+	testnet.Eventually(t, "rank 0 is stopped", func() bool {
+		stat, err := os.ReadFile("/proc/" + pid + "/stat")
+		return err == nil && bytes.Contains(stat, []byte(") T "))
+	})
+	if err := w.kill(unix.SIGQUIT); err != nil {
+		t.Fatal(err)
+	}
+	report := w.until(rule, 2)
+	for _, want := range []string{
+		"hvdrun: SIGQUIT: 0 of 2 ranks answered", "Rank 0 did not answer: process " + pid + " is stopped by a signal.\n", "Rank 1 did not answer: exit status 0, at ",
+	} {
+		if !strings.Contains(report, want) {
+			t.Errorf("got %s, want %q", report, want)
+		}
+	}
+	for _, s := range []os.Signal{unix.SIGTERM, unix.SIGINT} { // the second one kills what is stopped
+		if err := w.kill(s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.wait()
+}
+
+// The ranks of other hosts are asked too, and a job that is ended meanwhile does not wait for answers.
+func TestQuitOnSeveralHosts(t *testing.T) {
+	w := watch(t, "hang", "-H", "h1:2,h2:2", "--agent", "env AT={host}")
+	w.until("<stdout>:ready", 4)
+	begun := time.Now()
+	if err := w.kill(unix.SIGQUIT); err != nil {
+		t.Fatal(err)
+	}
+	report := w.until(rule, 2)
+	for _, want := range []string{"hvdrun: SIGQUIT: 2 of 4 ranks answered", " on host h2 has not ended.\nRank 3 did not answer: process "} {
+		if !strings.Contains(report, want) {
+			t.Errorf("got %s, want %q", report, want)
+		}
+	}
+	if took := time.Since(begun); took > 2*time.Second {
+		t.Errorf("it took %v, want 2 s at most", took)
+	}
+	if err := w.kill(unix.SIGQUIT); err != nil {
+		t.Fatal(err)
+	}
+	w.until("<stdout>:got quit", 4)
+	if status := w.wait(); status != 0 {
+		t.Errorf("got exit status %d, want 0", status)
+	}
+}
+
+func TestJobEndsWhileRanksAreAsked(t *testing.T) {
+	w := watch(t, "hang", "-np", "3")
+	w.until("<stdout>:ready", 3)
+	for _, s := range []os.Signal{unix.SIGQUIT, unix.SIGTERM} {
+		if err := w.kill(s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if status := w.wait(); status != 143 {
+		t.Errorf("got exit status %d, want 143", status)
+	}
+	w.until(rule, 2) // what was known by then
+}
+
+// Reports of stalls: one for each tensor, one at a time, and none for what a report had.
+func TestStallsAreReportedOnce(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	const size = 2
+	r := newReporter(kv, size, "", time.Hour)
+	defer r.close()
+	say := func(name string) {
+		body, err := recorder.EncodeStall(recorder.Stall{Name: name, Text: "stalled " + name + "\x1b"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.hear(0, inquiry.Stall, body)
+	}
+	heard := func(want string) {
+		t.Helper()
+		select {
+		case got := <-r.alarms:
+			if got != want {
+				t.Errorf("got %q, want %q", got, want)
+			}
+		default:
+			if want != "" {
+				t.Errorf("got nothing, want %q", want)
+			}
+		}
+	}
+	passes := func() { // more than a period
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.lastStall = r.lastStall.Add(-2 * time.Hour)
+	}
+	say("a")
+	heard("a stall: stalled a\x1b")
+	say("b") // too soon
+	heard("")
+	passes()
+	say("a")
+	heard("")
+	// A report that has b and c.
+	ctx, cancel := context.WithCancel(testnet.Context(t))
+	var wg sync.WaitGroup
+	for rank := range size {
+		wg.Go(func() {
+			inquiry.Answer(ctx, kv, rank, func(string) []byte { return dumpOf(rank, size, "", "b", "c") })
+		})
+	}
+	text := r.survey(ctx, "why\x1b", []string{"x", "y"})
+	cancel()
+	wg.Wait()
+	if !strings.Contains(text, "hvdrun: why?: 2 of 2 ranks answered") {
+		t.Errorf("got %s", text)
+	}
+	say("b")
+	say("c")
+	heard("")
+	say("d")
+	heard("a stall: stalled d\x1b")
+	passes()
+	r.hear(0, inquiry.Stall, []byte("x"))
+	r.hear(0, "what", nil)
+	heard("")
+	// Nobody has taken the alarm of e: f does not wait for that.
+	say("e")
+	passes()
+	say("f")
+	heard("a stall: stalled e\x1b")
+	heard("")
+}
+
+// What ranks leave is bounded, and what is no dump of theirs is said to be none.
+func TestDumpsOfFailures(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	r := newReporter(kv, 4, "", time.Hour)
+	good := dumpOf(0, 4, "", "grad/7")
+	r.hear(0, inquiry.Failure, []byte("replaced"))
+	r.hear(0, inquiry.Failure, good)
+	r.hear(1, inquiry.Failure, good)
+	r.hear(2, inquiry.Failure, []byte("\x1f\x8bnothing"))
+	r.hear(4, inquiry.Failure, good) // there is no such rank
+	if want := 2*len(good) + 9; r.kept != want || len(r.failures) != 3 {
+		t.Errorf("got %d bytes of %d ranks, want %d of 3", r.kept, len(r.failures), want)
+	}
+	r.hear(3, inquiry.Failure, make([]byte, maxFailureBytes-r.kept+1))
+	if r.failures[3] != nil {
+		t.Error("more was kept than there is room for")
+	}
+	r.hear(3, inquiry.Failure, make([]byte, maxFailureBytes-r.kept))
+	if r.failures[3] == nil {
+		t.Error("what there is room for was not kept")
+	}
+	delete(r.failures, 3)
+	got := r.epilogue([]string{"a", "b", "c", "exit status 7"})
+	for _, want := range []string{
+		"as 1 of 4 tell", "Rank 1 did not answer: its dump cannot be read: it is of rank 0 of 4", "Rank 2 did not answer: its dump cannot be read: recorder: malformed dump",
+		"Rank 3 did not answer: exit status 7.",
+	} {
+		if !strings.Contains(got, want) {
+			t.Errorf("got %s, want %q", got, want)
+		}
+	}
+	// What has come when the job ends counts, though it was not taken yet.
+	late := newReporter(kv, 4, "", time.Hour)
+	ctx := testnet.Context(t)
+	testnet.Eventually(t, "somebody watches", func() bool { return kv.Waits() == 1 })
+	late.mu.Lock()
+	for rank := range 4 {
+		if err := inquiry.Report(ctx, kv, rank, inquiry.Failure, dumpOf(rank, 4, "", "grad/7")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	late.mu.Unlock()
+	if got := late.epilogue(nil); !strings.Contains(got, "as 4 of 4 tell") {
+		t.Errorf("got %s, want the dumps of all", got)
+	}
+	quiet := newReporter(kv, 1, "", time.Hour)
+	quiet.hear(0, inquiry.Failure, dumpOf(0, 1, ""))
+	if got := quiet.epilogue(nil); got != "" {
+		t.Errorf("got %s of a rank that waits for nothing, want nothing", got)
+	}
+}
+
+// A folder that cannot be written costs a warning, and a store that is gone another.
+func TestReportsInTrouble(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r := newReporter(kv, 2, file, time.Hour)
+	kv.Close()
+	r.wg.Wait()
+	got := r.survey(testnet.Context(t), "SIGQUIT", []string{"runs"})
+	for _, want := range []string{"hvdrun: warning: the report: ", "store is closed", "inquiry: watch", file, "Rank 0 did not answer: runs.\nRank 1 did not answer.\n"} {
+		if !strings.Contains(got, want) {
+			t.Errorf("got %s, want %q", got, want)
+		}
+	}
+	r.close()
+}
+
+func TestLongReportsAreCut(t *testing.T) {
+	dir := t.TempDir()
+	r := &reporter{size: 1, dir: dir}
+	f := &recorder.Findings{}
+	for i := range 300 {
+		f.Waiting = append(f.Waiting, recorder.Waiting{Kind: "allreduce", Names: []string{strconv.Itoa(i)}, NumNames: 1, Ranks: []int{0}})
+		for rank := range 12 {
+			f.Waiting[i].Missing = append(f.Waiting[i].Missing, recorder.Missing{Rank: rank})
+		}
+	}
+	lines := strings.Split(r.text("title", f, nil, nil), "\n")
+	at := slices.IndexFunc(lines, func(l string) bool { return strings.HasPrefix(l, "... and ") })
+	if len(lines) > maxReportLines+6 || at != maxReportLines+1 {
+		t.Errorf("got %d lines, that there are more at %d", len(lines), at)
+	}
+	full, err := os.ReadFile(filepath.Join(dir, "report.txt"))
+	if n := bytes.Count(full, []byte("\n")); err != nil || n <= maxReportLines {
+		t.Errorf("got %d lines in the file, error %v, want all", n, err)
+	}
+	var again recorder.Findings
+	if text, err := os.ReadFile(filepath.Join(dir, "report.json")); err != nil || json.Unmarshal(text, &again) != nil || len(again.Waiting) != 300 {
+		t.Errorf("got %.100s, error %v", text, err)
+	}
+}

@@ -1,0 +1,105 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/timeline/report"
+)
+
+// putTimelines writes the files of 2 ranks, of which the second is 5 ms late in each of 10 steps of 100 ms.
+func putTimelines(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	for rank, name := range []string{"t.json", "t.rank1.json"} {
+		var b strings.Builder
+		fmt.Fprintf(&b, `[{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":%d,"size":2,"host":"h","epoch":1,"segment":1,"clock_domain":"d","monotonic_us":0}}`, rank)
+		b.WriteString(`,{"name":"process_name","ph":"M","pid":1,"args":{"name":"grad"}}`)
+		for step := 1; step <= 10; step++ {
+			at := step * 100_000
+			fmt.Fprintf(&b, `,{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":%d,"pid":1,"args":{"set":0,"op":%d}}`, at+rank*5000, step)
+			fmt.Fprintf(&b, `,{"ph":"E","ts":%d,"pid":1,"args":{"cached":true}},{"name":"ALLREDUCE","ph":"B","ts":%d,"pid":1}`, at+5100, at+5100)
+			fmt.Fprintf(&b, `,{"ph":"E","ts":%d,"pid":1,"args":{"dtype":"float32","shape":"[1]","bytes":4,"set":0,"op":%d,"fused":1,"backend":"shm"}}`, at+6000, step)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(b.String()+"]"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+func TestTimeline(t *testing.T) {
+	dir := putTimelines(t)
+	stdout, stderr, status := output(t, "timeline", filepath.Join(dir, "t.json"))
+	if status != 0 || stderr != "" || !strings.Contains(stdout, "rank 1 caused 100 % of the waiting (5.00 ms per step)") {
+		t.Errorf("got exit status %d, %q and %q, want rank 1 named", status, stdout, stderr)
+	}
+	stdout, stderr, status = output(t, "timeline", "--json", "--fusion-threshold-mb", "2", dir)
+	var r report.Report
+	if err := json.Unmarshal([]byte(stdout), &r); err != nil || status != 0 || stderr != "" {
+		t.Fatalf("got exit status %d, %q and %q: %v", status, stdout, stderr, err)
+	}
+	if r.Lateness.Ranks[1].Share != 1 || r.Steps != 10 || r.Fusion.ThresholdBytes != 2<<20 {
+		t.Errorf("got %+v", r)
+	}
+
+	out := filepath.Join(t.TempDir(), "all.json")
+	_, stderr, status = output(t, "timeline", "--merge", out, dir)
+	if status != 0 || !strings.Contains(stderr, "merged ") || !strings.Contains(stderr, "events of 2 ranks to "+out) {
+		t.Errorf("got exit status %d and %q, want the ranks merged", status, stderr)
+	}
+	text, err := os.ReadFile(out)
+	if err != nil || !json.Valid(text) || !strings.Contains(string(text), `"name":"rank 1 on host h"`) {
+		t.Errorf("got %.300q, %v, want a trace with both ranks", text, err)
+	}
+}
+
+func TestTimelineOfStandardInput(t *testing.T) {
+	file, err := os.Open(filepath.Join(putTimelines(t), "t.rank1.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	cmd := hvdrun(t, "timeline", "-")
+	cmd.Stdin = file
+	got, err := cmd.CombinedOutput()
+	if err != nil || !strings.Contains(string(got), "files of rank 1 of 2: ") {
+		t.Errorf("got %q, %v, want a report of rank 1", got, err)
+	}
+}
+
+func TestTimelineOfWhatIsNone(t *testing.T) {
+	dir := putTimelines(t)
+	bad := filepath.Join(dir, "bad")
+	if err := os.WriteFile(bad, []byte("hello"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		args   []string
+		status int
+		want   string
+		report bool
+	}{
+		{[]string{bad}, 1, bad + ": byte 0 (line 1): got 'h', want [", false},
+		{[]string{filepath.Join(dir, "none.json")}, 1, "no such file", false},
+		{[]string{dir + "/t.json", bad}, 1, bad + ": byte 0", true},
+		{[]string{dir}, 0, "", true}, // a folder may have other files too
+		{nil, 2, "got no FILE, want rank 0's timeline", false},
+		{[]string{"--merge"}, 2, "flag needs an argument: --merge", false},
+		{[]string{"--cache-capacity", "-1", dir}, 2, "want 0 or more", false},
+		{[]string{"--merge", filepath.Join(dir, "t.json"), dir}, 1, "is one of the files to be merged", false},
+	} {
+		stdout, stderr, status := output(t, append([]string{"timeline"}, c.args...)...)
+		if status != c.status || !strings.Contains(stderr, c.want) || (stderr == "") != (c.want == "") || (stdout != "") != c.report {
+			t.Errorf("%q: got exit status %d, %q and %q, want %d and %q", c.args, status, stdout, stderr, c.status, c.want)
+		}
+	}
+	stdout, _, status := output(t, "timeline", "--help")
+	if status != 0 || !strings.Contains(stdout, "hvdrun timeline --merge all.json.gz timelines/") || !strings.Contains(stdout, "--cache-capacity N") {
+		t.Errorf("got exit status %d and %q, want help with examples", status, stdout)
+	}
+}

@@ -1,0 +1,143 @@
+package controller
+
+import (
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// lateness is by rank. All process sets share it.
+type lateness []stats.Late
+
+func newLateness(ranks int) lateness {
+	l := make(lateness, ranks)
+	for r := range l {
+		l[r].Rank = topo.Rank(r)
+	}
+	return l
+}
+
+// note counts a tensor for which the request of r was the last, when the first had waited for so long. Those that came in one
+// turn of the loop came at once.
+func (l lateness) note(r topo.Rank, waited time.Duration) {
+	if waited > 0 {
+		l[r].Last++
+		l[r].Waited += waited
+	}
+}
+
+// arrivals are when the members' requests for tensors came, while somebody wants to know.
+type arrivals struct {
+	bits [][]time.Duration // of cached tensors that are not granted, by bit and member; nil where nobody has voted
+	// granted are those of what was granted and not asked for, by member, for each tensor in the order of the grants; of them
+	// the first taken are gone.
+	granted []time.Duration
+	taken   int
+}
+
+// arrive notes that the request of a member has come.
+func (s *setState) arrive(at *[]time.Duration, member int) {
+	if !s.waits.trace {
+		return
+	}
+	if *at == nil {
+		*at = make([]time.Duration, len(s.Ranks))
+	}
+	(*at)[member] = max(s.waits.now, 1)
+}
+
+// bitArrivals are those of a cached tensor.
+func (s *setState) bitArrivals(bit uint32) *[]time.Duration {
+	for len(s.arrivals.bits) <= int(bit) {
+		s.arrivals.bits = append(s.arrivals.bits, nil)
+	}
+	return &s.arrivals.bits[bit]
+}
+
+// keepArrivals keeps those of what is granted together for rank 0, if it is a member and will ask for them. Their order is that
+// of a grant's responses: what goes by bits, then what goes in full.
+func (s *setState) keepArrivals(group []int) {
+	if !s.waits.trace || s.index(0) < 0 {
+		return
+	}
+	for _, byBit := range []bool{true, false} {
+		for _, i := range group {
+			item := &s.ready[i]
+			if (item.cached && !item.full) != byBit {
+				continue
+			}
+			var at []time.Duration
+			switch {
+			case item.cached:
+				at = *s.bitArrivals(item.bit)
+			case item.row != nil:
+				at = item.row.arrivals
+			}
+			if at == nil {
+				s.arrivals.granted = slices.Grow(s.arrivals.granted, len(s.Ranks))
+				at = s.arrivals.granted[len(s.arrivals.granted):][:len(s.Ranks)]
+				clear(at)
+			}
+			s.arrivals.granted = append(s.arrivals.granted, at...)
+			if item.cached {
+				clear(at)
+			}
+		}
+	}
+}
+
+// Trace has the coordinator note when each member's request for a tensor comes, or stop that. It takes memory until Arrivals is
+// asked for each grant of the sets that rank 0 is a member of.
+func (c *Coordinator) Trace(on bool) {
+	c.waits.trace = on
+	if on {
+		return
+	}
+	for _, s := range c.sets.sets {
+		s.arrivals = arrivals{}
+		for _, row := range s.rows {
+			row.arrivals = nil
+		}
+	}
+}
+
+// Arrivals are when the members' requests came for the tensors of the oldest grant of a process set for which this was not asked
+// yet, which has so many: by tensor and member, 0 where that is not known, and for who had joined. It is nil unless Trace is
+// on and rank 0 a member, and valid until the next turn.
+func (c *Coordinator) Arrivals(id topo.ProcessSetID, tensors int) []time.Duration {
+	s := c.sets.find(id)
+	if s == nil || !c.waits.trace {
+		return nil
+	}
+	a := &s.arrivals
+	n := tensors * len(s.Ranks)
+	if len(a.granted)-a.taken < n {
+		return nil
+	}
+	at := a.granted[a.taken : a.taken+n]
+	if a.taken += n; a.taken == len(a.granted) {
+		a.granted, a.taken = a.granted[:0], 0
+	}
+	return at
+}
+
+// Stats are what the coordinator has counted since the epoch began.
+func (c *Coordinator) Stats() stats.Coordinator {
+	st := stats.Coordinator{Cycles: c.cycle, Late: slices.Clone(c.waits.late), StallReports: c.stallReports}
+	for _, s := range c.sets.sets {
+		s.eachWaiting(func(w *wait, _ groupKey, _ func() Stall) {
+			if w.reports > 0 {
+				st.Stalled++
+			}
+		})
+	}
+	for r := range c.ranks {
+		if e := &c.ranks[r].executing; e.tensor != "" && e.reports > 0 {
+			st.Stalled++
+			break // the ranks' oldest are mostly one
+		}
+	}
+	return st
+}

@@ -1,0 +1,151 @@
+package controller_test
+
+import (
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// arrivals plays ranks against a coordinator that notes when they ask.
+type arrivals struct {
+	t *testing.T
+	c *controller.Coordinator
+}
+
+func newArrivals(t *testing.T, sets ...controller.Set) *arrivals {
+	c := controller.NewCoordinator(controller.CoordinatorConfig{
+		Sets: append([]controller.Set{controller.Global(3)}, sets...), CacheCapacity: 2, FusionThresholdBytes: 1 << 20,
+		LivenessTimeout: time.Hour, StallWarning: time.Second, Plan: plan(),
+	}, 0)
+	return &arrivals{t, c}
+}
+
+// at has a rank send news at a time in milliseconds, and grants what there is to grant; what is granted counts as done.
+func (a *arrivals) at(ms int, r topo.Rank, seen uint64, u message.UpSet) {
+	a.t.Helper()
+	a.c.Tick(time.Duration(ms) * time.Millisecond)
+	a.c.Step(r, &message.Up{Type: message.UpNews, Seen: seen, Sets: []message.UpSet{u}})
+	for _, o := range a.c.Ready() {
+		if o.Down.Type == message.DownFail {
+			a.t.Fatalf("the job failed: %s", o.Down.Reason)
+		}
+	}
+	a.c.Advance()
+}
+
+func asks(names ...string) (u message.UpSet) {
+	for _, n := range names {
+		u.Requests = append(u.Requests, allreduce(n, 1))
+	}
+	return u
+}
+
+func (a *arrivals) want(set topo.ProcessSetID, tensors int, ms ...int) {
+	a.t.Helper()
+	var want []time.Duration
+	for _, m := range ms {
+		want = append(want, time.Duration(m)*time.Millisecond)
+	}
+	if got := a.c.Arrivals(set, tensors); !slices.Equal(got, want) {
+		a.t.Errorf("arrivals are %v, want %v", got, want)
+	}
+}
+
+func (a *arrivals) wantLate(want ...stats.Late) {
+	a.t.Helper()
+	if got := a.c.Stats().Late; !slices.Equal(got, want) {
+		a.t.Errorf("late are %+v, want %+v", got, want)
+	}
+}
+
+// When each rank asked is known for tensors in full and for cached ones alike, and in the order of the grant's responses.
+func TestArrivals(t *testing.T) {
+	a := newArrivals(t)
+	a.c.Trace(true)
+	a.at(1, 1, 0, asks("a", "b"))
+	a.at(2, 0, 0, asks("b"))
+	a.at(5, 2, 0, asks("b", "a")) // grants b
+	a.want(0, 1, 2, 1, 5)
+	a.at(9, 0, 1, asks("a")) // grants a; rank 0 has not finished b, but one unfinished response leaves the gate open
+	a.want(0, 1, 9, 1, 5)
+	a.wantLate(stats.Late{Rank: 0, Last: 1, Waited: 8 * time.Millisecond}, stats.Late{Rank: 1}, stats.Late{Rank: 2, Last: 1, Waited: 4 * time.Millisecond})
+
+	// Now b is bit 0, a bit 1: both cached, and c between them in full.
+	a.at(20, 0, 2, message.UpSet{Done: 2})
+	all := func() message.UpSet {
+		u := asks("c")
+		u.Hits = bits(0, 1)
+		return u
+	}
+	a.at(21, 0, 2, all())
+	a.at(22, 2, 2, all())
+	a.at(25, 1, 2, all())
+	a.want(0, 3, 21, 25, 22, 21, 25, 22, 21, 25, 22)
+	a.want(0, 1) // no more
+	a.wantLate(stats.Late{Rank: 0, Last: 1, Waited: 8 * time.Millisecond}, stats.Late{Rank: 1, Last: 3, Waited: 12 * time.Millisecond}, stats.Late{Rank: 2, Last: 1, Waited: 4 * time.Millisecond})
+}
+
+// A vote that turns into a request because its bit is erased keeps the time when it came.
+func TestArrivalsOfAnErasedBit(t *testing.T) {
+	a := newArrivals(t)
+	a.c.Trace(true)
+	for r := range topo.Rank(3) {
+		a.at(1, r, 0, asks("a"))
+	}
+	a.want(0, 1, 1, 1, 1)
+	a.at(3, 1, 1, message.UpSet{Hits: bits(0)})
+	other := message.UpSet{Invalid: bits(0), Requests: []message.Request{allreduce("a", 2)}}
+	a.at(7, 2, 1, other)
+	a.at(8, 0, 1, other) // an error: rank 1 meant another shape
+	a.want(0, 1, 8, 3, 7)
+	a.wantLate(stats.Late{Rank: 0, Last: 1, Waited: 5 * time.Millisecond}, stats.Late{Rank: 1}, stats.Late{Rank: 2})
+}
+
+// Sets without rank 0 keep nothing, for nobody will ask; nor does a coordinator that was told to stop.
+func TestArrivalsThatNobodyAsksFor(t *testing.T) {
+	a := newArrivals(t, controller.Set{ID: 1, Ranks: []topo.Rank{1, 2}})
+	a.c.Trace(true)
+	u := asks("a")
+	u.Set = 1
+	a.at(1, 1, 0, u)
+	a.at(2, 2, 0, u)
+	a.want(1, 1)
+	a.wantLate(stats.Late{Rank: 0}, stats.Late{Rank: 1}, stats.Late{Rank: 2, Last: 1, Waited: time.Millisecond})
+
+	a.at(3, 0, 0, asks("b"))
+	a.c.Trace(false)
+	a.at(4, 1, 1, asks("b"))
+	a.at(5, 2, 1, asks("b"))
+	a.want(0, 1)
+	a.c.Trace(true)
+	a.at(6, 0, 2, asks("d"))
+	a.at(7, 1, 2, asks("d"))
+	a.at(8, 2, 2, asks("d"))
+	a.want(0, 1, 6, 7, 8)
+}
+
+func TestStallsAreCounted(t *testing.T) {
+	a := newArrivals(t)
+	a.at(1, 1, 0, asks("a", "b"))
+	a.at(1500, 0, 0, message.UpSet{})
+	if st := a.c.Stats(); st.Stalled != 2 || st.StallReports != 2 {
+		t.Errorf("%d stalled and %d reports, want 2 and 2", st.Stalled, st.StallReports)
+	}
+	a.at(2500, 0, 0, asks("a"))
+	a.at(2600, 2, 0, asks("a")) // a is granted
+	if st := a.c.Stats(); st.Stalled != 1 || st.StallReports != 4 || st.Cycles != 1 {
+		t.Errorf("%d stalled and %d reports in %d cycles, want 1, 4 and 1", st.Stalled, st.StallReports, st.Cycles)
+	}
+}
+
+func bits(set ...uint32) (v message.Bits) {
+	for _, b := range set {
+		v.Set(b)
+	}
+	return v
+}

@@ -1,0 +1,93 @@
+package clock_test
+
+import (
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/clock"
+)
+
+const child = "HVD_TEST_CLOCK_CHILD"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(child) != "" {
+		now := time.Now()
+		shown, err := clock.Monotonic(now)
+		if err != nil {
+			os.Exit(1)
+		}
+		os.Stdout.WriteString(clock.Domain() + " " + shown.String())
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// Two processes of a host read one clock, between whose readings no more passes than between the calls.
+func TestProcessesShareADomain(t *testing.T) {
+	before, err := clock.Monotonic(time.Now())
+	if err != nil {
+		t.Fatal(err)
+	}
+	domain, shown := ask(t, exec.Command(os.Args[0]))
+	after, err := clock.Monotonic(time.Now())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if domain != clock.Domain() {
+		t.Errorf("a child is in domain %s, want %s", domain, clock.Domain())
+	}
+	if shown < before || shown > after {
+		t.Errorf("a child sees %v, want %v to %v", shown, before, after)
+	}
+}
+
+// The start is that of the time given, not of the call.
+func TestMonotonicOfThePast(t *testing.T) {
+	now := time.Now()
+	a, err := clock.Monotonic(now)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := clock.Monotonic(now.Add(-time.Hour))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d := a - b - time.Hour; d.Abs() > time.Millisecond {
+		t.Errorf("an hour is off by %v", d)
+	}
+}
+
+// A time namespace has a clock of its own.
+func TestTimeNamespace(t *testing.T) {
+	if err := exec.Command("unshare", "-T", "--monotonic", "1000", "true").Run(); err != nil {
+		t.Skip("this machine makes no time namespaces: ", err)
+	}
+	here, err := clock.Monotonic(time.Now())
+	if err != nil {
+		t.Fatal(err)
+	}
+	domain, shown := ask(t, exec.Command("unshare", "-T", "--monotonic", "1000", os.Args[0]))
+	if domain == clock.Domain() {
+		t.Errorf("both are in domain %s", domain)
+	}
+	if d := shown - here; d < 1000*time.Second || d > 1100*time.Second {
+		t.Errorf("the clocks are %v apart, want 1000 s and a little", d)
+	}
+}
+
+func ask(t *testing.T, cmd *exec.Cmd) (domain string, shown time.Duration) {
+	t.Helper()
+	cmd.Env = append(os.Environ(), child+"=1")
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	domain, text, _ := strings.Cut(string(out), " ")
+	if shown, err = time.ParseDuration(text); err != nil {
+		t.Fatal(err)
+	}
+	return domain, shown
+}

@@ -1,0 +1,32 @@
+package config
+
+import (
+	"fmt"
+	"os"
+
+	"github.com/gohvd/gohvd/secret"
+)
+
+// JobSecret is the secret of the job, that of HVD_SECRET, else that of the file that HVD_SECRET_FILE names; zero is none. It does
+// not encrypt: who talks over a network has it do so where TLS is set. A file without a secret is an error, and no error has
+// any of the text.
+func (c *Config) JobSecret() (secret.Secret, error) {
+	name, text := "HVD_SECRET", c.Secret
+	if text == "" {
+		if c.SecretFile == "" {
+			return secret.Secret{}, nil
+		}
+		b, err := os.ReadFile(c.SecretFile)
+		if err != nil {
+			return secret.Secret{}, fmt.Errorf("HVD_SECRET_FILE: %w", err)
+		}
+		if name, text = "HVD_SECRET_FILE "+c.SecretFile, string(b); text == "" {
+			return secret.Secret{}, fmt.Errorf("%s is empty", name)
+		}
+	}
+	s, err := secret.Parse(text)
+	if err != nil {
+		return s, fmt.Errorf("%s: %w", name, err)
+	}
+	return s, nil
+}

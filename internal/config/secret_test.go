@@ -1,0 +1,73 @@
+package config_test
+
+import (
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/secret"
+)
+
+// The secret is the launcher's, or that of a file.
+func TestJobSecret(t *testing.T) {
+	write := func(text string) string {
+		file := filepath.Join(t.TempDir(), "secret")
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return file
+	}
+	const same = "sixteen bytes it is"
+	file, empty, short := write("  "+same+"\n"), write(""), write("short")
+	for _, test := range []struct {
+		set  config.Config
+		none bool
+		want string // of the error
+	}{
+		{config.Config{}, true, ""},
+		{config.Config{Secret: same}, false, ""},
+		{config.Config{SecretFile: file}, false, ""},
+		{config.Config{SecretFile: file, TLS: true}, false, ""},
+		{config.Config{Secret: same, SecretFile: "/not/looked/at"}, false, ""},
+		{config.Config{Secret: "short"}, false, "HVD_SECRET: a secret of 5 bytes"},
+		{config.Config{SecretFile: short}, false, "HVD_SECRET_FILE " + short + ": a secret of 5 bytes"},
+		{config.Config{SecretFile: empty}, false, "HVD_SECRET_FILE " + empty + " is empty"},
+		{config.Config{SecretFile: file + ".not"}, false, "HVD_SECRET_FILE: open"},
+	} {
+		s, err := test.set.JobSecret()
+		if test.want != "" {
+			if err == nil || !strings.Contains(err.Error(), test.want) || strings.Contains(err.Error(), `"short"`) {
+				t.Errorf("%+v: got %v, want %q", test.set, err, test.want)
+			}
+			continue
+		}
+		if err != nil || s.IsZero() != test.none || s.IsEncrypted() {
+			t.Errorf("%+v: got %v, %v", test.set, s, err)
+		}
+	}
+	a, errA := (&config.Config{Secret: same}).JobSecret()
+	b, errB := (&config.Config{SecretFile: file}).JobSecret()
+	if err := errors.Join(errA, errB); err != nil || proves(a, b) != nil {
+		t.Errorf("the file's secret is another than the same text's: %v", err)
+	}
+}
+
+// proves has two secrets meet.
+func proves(a, b secret.Secret) error {
+	x, y := net.Pipe()
+	defer x.Close()
+	defer y.Close()
+	done := make(chan error, 1)
+	go func() {
+		_, err := b.Accept(y, "test")
+		done <- err
+	}()
+	if _, err := a.Dial(x, "test"); err != nil {
+		return err
+	}
+	return <-done
+}

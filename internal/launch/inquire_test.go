@@ -1,0 +1,49 @@
+package launch_test
+
+import (
+	"regexp"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// SIGQUIT asks, and is the ranks' when it comes again, though the first one is not answered yet; that ends with the job.
+func TestQuitAsks(t *testing.T) {
+	r := start(t, spec{NP: 2, Inquire: true, Verbose: true, Command: []string{self(), "rank", "obey"}})
+	r.awaitOutput(&r.stdout, "ready", 2)
+	r.awaitOutput(&r.stderr, "surveyed for an alarm\n", 1)
+	r.signal(unix.SIGQUIT)
+	r.awaitOutput(&r.stderr, "an alarm meanwhile: the ranks are being asked already", 1)
+	if strings.Contains(r.stdout.String(), "got") {
+		t.Errorf("got %q, want no rank to get a signal", r.stdout.String())
+	}
+	r.signal(unix.SIGQUIT)
+	if got := r.wait(); got != 0 {
+		t.Errorf("got exit status %d, want 0", got)
+	}
+	if n := strings.Count(r.stdout.String(), "got SIGQUIT"); n != 2 {
+		t.Errorf("%d ranks got it, want 2", n)
+	}
+	out := r.stderr.String()
+	if n := strings.Count(out, "surveyed for SIGQUIT\n"); n != 1 {
+		t.Errorf("%d surveys were printed, want 1", n)
+	}
+	if state := regexp.MustCompile(`asked for SIGQUIT: \["process \d+ (sleeps|computes)" "process \d+ (sleeps|computes)"\]`); !state.MatchString(out) {
+		t.Errorf("got %q, want what is known of both processes", out)
+	}
+	if strings.Contains(out, "epilogue") {
+		t.Error("there is an epilogue without a failure")
+	}
+}
+
+func TestEpilogue(t *testing.T) {
+	r := start(t, spec{NP: 2, Inquire: true, Command: sh(`[ $HOROVOD_RANK = 1 ] || exit 0; exit 3`)})
+	if got := r.wait(); got != 3 {
+		t.Errorf("got exit status %d, want 3", got)
+	}
+	_, after, found := strings.Cut(r.stderr.String(), "Root cause")
+	if want := regexp.MustCompile(`-\nepilogue \["exit status 0, at [0-9:.]+" "exit status 3, at [0-9:.]+"\]\n$`); !found || !want.MatchString(after) {
+		t.Errorf("got %q, want an epilogue behind the report", r.stderr.String())
+	}
+}

@@ -1,0 +1,76 @@
+// Package logs makes the loggers of a rank, of hvdd and of hvdrun from the settings. docs/logging.md is for users.
+//
+// Invariants:
+//
+//  1. A storm of equal lines is a few of them and then one a minute, which says how many were left out. Lines of different
+//     messages, and errors with different causes, do not hide each other, as long as there are not thousands of sorts.
+//  2. Whatever a peer or a client has brought into a line, it stays one line of bounded length, and is not taken for the end of it.
+//  3. Nobody waits for a log but on the file itself: there is no goroutine and no queue.
+package logs
+
+import (
+	"io"
+	"os"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/config"
+)
+
+// New logs to w as the settings say: HOROVOD_LOG_LEVEL, HOROVOD_LOG_HIDE_TIME and HVD_LOG_FORMAT. A zero Config logs warnings.
+// w may be written to by others too; each line is one Write. Sync of the logger tells of lines that were left out.
+func New(w io.Writer, c *config.Config) *zap.Logger {
+	// Without its own Sync, which fails for a pipe.
+	sink := zapcore.Lock(zapcore.AddSync(struct{ io.Writer }{w}))
+	core := zapcore.NewCore(newEncoder(isConsole(w, c.LogFormat), !c.LogHideTime), sink, Level(c.LogLevel))
+	return Quiet(zap.New(core, zap.ErrorOutput(sink)))
+}
+
+// Level is that of a value of HOROVOD_LOG_LEVEL. There is nothing below debug; a word that config does not accept is warning.
+func Level(word string) zapcore.Level {
+	switch word {
+	case "trace", "debug":
+		return zapcore.DebugLevel
+	case "info":
+		return zapcore.InfoLevel
+	case "error":
+		return zapcore.ErrorLevel
+	case "fatal":
+		return zapcore.FatalLevel
+	}
+	return zapcore.WarnLevel
+}
+
+// IsTerminal reports whether w is a terminal, in front of which people sit.
+func IsTerminal(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	if !ok {
+		return false
+	}
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
+}
+
+func isConsole(w io.Writer, format string) bool {
+	return format == "console" || format != "json" && IsTerminal(w)
+}
+
+// newEncoder makes lines for people, or JSON objects. Durations have their unit in both.
+func newEncoder(console, withTime bool) zapcore.Encoder {
+	if console {
+		c := zap.NewDevelopmentEncoderConfig()
+		if !withTime {
+			c.TimeKey = zapcore.OmitKey
+		}
+		return zapcore.NewConsoleEncoder(c)
+	}
+	c := zap.NewProductionEncoderConfig()
+	c.EncodeTime, c.EncodeDuration = zapcore.TimeEncoderOfLayout(time.RFC3339Nano), zapcore.StringDurationEncoder
+	if c.TimeKey = "time"; !withTime {
+		c.TimeKey = zapcore.OmitKey
+	}
+	return zapcore.NewJSONEncoder(c)
+}

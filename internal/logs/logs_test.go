@@ -1,0 +1,415 @@
+package logs_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// settings are the defaults with some set.
+func settings(t *testing.T, environ ...string) *config.Config {
+	t.Helper()
+	c, err := config.Load(config.Sources{Environ: environ})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &c
+}
+
+// objects reads lines of JSON.
+func objects(t *testing.T, b []byte) (all []map[string]any) {
+	t.Helper()
+	for line := range bytes.Lines(b) {
+		var o map[string]any
+		if err := json.Unmarshal(line, &o); err != nil {
+			t.Fatalf("%v in %q", err, line)
+		}
+		all = append(all, o)
+	}
+	return all
+}
+
+func TestLevels(t *testing.T) {
+	for _, test := range []struct {
+		word string
+		want string // of debug, info, warn, error
+	}{
+		{"trace", "diwe"}, {"debug", "diwe"}, {"info", "iwe"}, {"warning", "we"}, {"error", "e"}, {"fatal", ""},
+	} {
+		var out bytes.Buffer
+		log := logs.New(&out, settings(t, "HOROVOD_LOG_LEVEL="+test.word))
+		log.Debug("d")
+		log.Info("i")
+		log.Warn("w")
+		log.Error("e")
+		got := ""
+		for _, o := range objects(t, out.Bytes()) {
+			got += o["msg"].(string)
+		}
+		if got != test.want {
+			t.Errorf("%s: got %q, want %q", test.word, got, test.want)
+		}
+	}
+	var out bytes.Buffer
+	log := logs.New(&out, new(config.Config))
+	log.Info("i")
+	log.Warn("w")
+	if all := objects(t, out.Bytes()); len(all) != 1 || all[0]["msg"] != "w" {
+		t.Errorf("a zero Config logs %v", all)
+	}
+}
+
+func TestJSON(t *testing.T) {
+	var out bytes.Buffer
+	log := logs.New(&out, settings(t)).Named("hvdd").With(zap.Int("rank", 3), zap.String("host", "h1"))
+	log.Warn("late", zap.String("tensor", "grad/\n7"), zap.Duration("pause", 250*time.Millisecond), zap.Error(errors.New("gone")))
+	got := objects(t, out.Bytes())[0]
+	for key, want := range map[string]any{
+		"level": "warn", "logger": "hvdd", "msg": "late", "rank": 3.0, "host": "h1", "tensor": "grad/\n7", "pause": "250ms", "error": "gone",
+	} {
+		if got[key] != want {
+			t.Errorf("%s: got %v, want %v", key, got[key], want)
+		}
+	}
+	at, err := time.Parse(time.RFC3339Nano, got["time"].(string))
+	if since := time.Since(at); err != nil || since < 0 || since > time.Minute {
+		t.Errorf("time: %v, %v ago", err, since)
+	}
+	out.Reset()
+	logs.New(&out, settings(t, "HOROVOD_LOG_HIDE_TIME=1")).Warn("late")
+	if got, want := out.String(), `{"level":"warn","msg":"late"}`+"\n"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
+func TestConsole(t *testing.T) {
+	var out bytes.Buffer
+	logs.New(&out, settings(t, "HVD_LOG_FORMAT=console", "HOROVOD_LOG_HIDE_TIME=1")).Warn("late", zap.Int("rank", 3))
+	if got, want := out.String(), "WARN\tlate\t{\"rank\": 3}\n"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	out.Reset()
+	logs.New(&out, settings(t, "HVD_LOG_FORMAT=console")).Warn("late")
+	if year := time.Now().Format("2006-"); !strings.HasPrefix(out.String(), year) {
+		t.Errorf("no time in %q", out.String())
+	}
+}
+
+func TestAuto(t *testing.T) {
+	master, slave := testnet.Terminal(t)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	for _, test := range []struct {
+		format string
+		to     *os.File
+		from   *os.File
+		want   string
+	}{
+		{"auto", slave, master, "WARN"}, {"auto", w, r, "{"}, {"json", slave, master, "{"}, {"console", w, r, "WARN"},
+	} {
+		logs.New(test.to, settings(t, "HVD_LOG_FORMAT="+test.format, "HOROVOD_LOG_HIDE_TIME=1")).Warn("late")
+		b := make([]byte, 256)
+		n, err := test.from.Read(b)
+		if err != nil || !strings.HasPrefix(string(b[:n]), test.want) {
+			t.Errorf("%s on %s: %q, %v, want %q first", test.format, test.to.Name(), b[:n], err, test.want)
+		}
+	}
+	if logs.IsTerminal(io.Discard) || logs.IsTerminal(w) || !logs.IsTerminal(slave) {
+		t.Error("a pipe is taken for a terminal, or a terminal is not")
+	}
+}
+
+// A line stays one line of bounded length, and moves no cursor, whoever has named what is in it.
+func TestWhatPeersSay(t *testing.T) {
+	evil := "grad\n{\"level\":\"error\"}\r\x1b[2J\u009b2J\u202e\xff" + strings.Repeat("é", 5000)
+	for _, format := range []string{"json", "console"} {
+		t.Run(format, func(t *testing.T) {
+			var out bytes.Buffer
+			log := logs.New(&out, settings(t, "HVD_LOG_FORMAT="+format))
+			log.Warn("bad "+evil, zap.String("tensor", evil), zap.Error(fmt.Errorf("tensor %s", evil)))
+			log.With(zap.String("tensor", evil)).Error("with " + evil)
+			lines := strings.Split(strings.TrimSuffix(out.String(), "\n"), "\n")
+			if len(lines) != 2 {
+				t.Fatalf("%d lines, want 2", len(lines))
+			}
+			for _, l := range lines {
+				if len(l) > 4500 || !strings.Contains(l, "... (") || !strings.Contains(l, "grad") {
+					t.Errorf("%d bytes: %.200q", len(l), l)
+				}
+				if i := strings.IndexFunc(l, func(r rune) bool { return r < 0x20 && r != '\t' || strings.ContainsRune("\x7f\u009b\u202e", r) }); i >= 0 {
+					t.Errorf("not escaped: %.20q", l[i:])
+				}
+			}
+		})
+	}
+}
+
+// A text of just the bound is whole.
+func TestBound(t *testing.T) {
+	var out bytes.Buffer
+	log := logs.New(&out, settings(t))
+	fits, long := strings.Repeat("a", 1024), strings.Repeat("a", 1025)
+	log.Warn("m", zap.String("fits", fits), zap.String("long", long), zap.String("split", strings.Repeat("a", 1023)+"é"))
+	got := objects(t, out.Bytes())[0]
+	if want := strings.Repeat("a", 1024) + "... (1025 bytes)"; got["fits"] != fits || got["long"] != want {
+		t.Errorf("got %v and %v", got["fits"], got["long"])
+	}
+	if want := strings.Repeat("a", 1023) + "... (1025 bytes)"; got["split"] != want {
+		t.Errorf("got %v", got["split"])
+	}
+}
+
+// observed is a quiet logger and what it writes.
+func observed() (*zap.Logger, *observer.ObservedLogs) {
+	log, entries := testnet.Logs()
+	return logs.Quiet(log), entries
+}
+
+// lines are the messages in entries with their numbers of what was left out.
+func lines(entries *observer.ObservedLogs) string {
+	var all []string
+	for _, e := range entries.TakeAll() {
+		text := e.Message
+		if n, ok := e.ContextMap()["left_out"]; ok {
+			text += fmt.Sprintf("+%d", n)
+		}
+		all = append(all, text)
+	}
+	return strings.Join(all, " ")
+}
+
+// A storm is twenty lines and then one a minute with the number that was left out; when it is over all is as before.
+func TestStorm(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		log, entries := observed()
+		storm := func(lines int) {
+			for range lines {
+				log.Warn("w")
+			}
+		}
+		twenty := strings.TrimSpace(strings.Repeat("w ", 20))
+		check := func(want string) {
+			t.Helper()
+			if got := lines(entries); got != want {
+				t.Errorf("got %q, want %q", got, want)
+			}
+		}
+		storm(1000)
+		check(twenty)
+		time.Sleep(time.Minute - 1)
+		storm(5)
+		check("")
+		time.Sleep(time.Nanosecond)
+		storm(500)
+		check("w+985")
+		time.Sleep(time.Minute)
+		log.With(zap.Int("i", 1)).Warn("w")
+		check("w+499")
+		time.Sleep(time.Minute)
+		storm(21)
+		check(twenty)
+	})
+}
+
+// What was left out at the end of a storm is told with another line, or by Sync, and once.
+func TestLeftOutAtTheEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		log, entries := observed()
+		for range 23 {
+			log.Named("n").Warn("w")
+			log.Error("e", zap.Error(io.EOF))
+		}
+		lines(entries)
+		time.Sleep(time.Minute)
+		log.Info("other")
+		told := entries.All()
+		if got := lines(entries); got != "e+3 w+3 other" {
+			t.Fatalf("got %q", got)
+		}
+		if e := told[0]; e.Level != zapcore.ErrorLevel || e.ContextMap()["error"] != "EOF" || !e.Time.Equal(time.Now()) {
+			t.Errorf("got %v %v", e.Entry, e.Context)
+		}
+		if e := told[1]; e.Level != zapcore.WarnLevel || e.LoggerName != "n" {
+			t.Errorf("got %v", e.Entry)
+		}
+		for range 2 { // the storm goes on: the telling was the line of this minute
+			log.Named("n").Warn("w")
+		}
+		if got := lines(entries); got != "" {
+			t.Errorf("got %q", got)
+		}
+		if err := log.Sync(); err != nil {
+			t.Error(err)
+		}
+		if got := lines(entries); got != "w+2" {
+			t.Errorf("Sync: got %q", got)
+		}
+		if err := log.Sync(); err != nil || lines(entries) != "" {
+			t.Errorf("told twice, %v", err)
+		}
+	})
+}
+
+// Lines of several sorts do not hide each other; an error with another cause is another sort.
+func TestSorts(t *testing.T) {
+	log, entries := observed()
+	for range 100 {
+		log.Warn("a", zap.Error(io.EOF))
+		log.Error("b", zap.Error(io.EOF))
+	}
+	lines(entries)
+	log.Warn("a", zap.Error(io.ErrClosedPipe))
+	log.Error("b", zap.Error(io.ErrClosedPipe))
+	log.Info("a")
+	log.Named("x").Warn("a")
+	if got := lines(entries); got != "b a a" {
+		t.Errorf("got %q", got)
+	}
+	for range 100 {
+		log.DPanic("c")
+	}
+	if got := len(strings.Fields(lines(entries))); got != 100 {
+		t.Errorf("%d of 100 lines of what ends something", got)
+	}
+}
+
+// Of thousands of sorts few are remembered, and all others are one. Those that are silent are forgotten.
+func TestManySorts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		log, entries := observed()
+		for i := range 5000 {
+			log.Warn(fmt.Sprintf("w%d", i))
+		}
+		if n := len(strings.Fields(lines(entries))); n != 1024+20 {
+			t.Errorf("%d lines, want one of each of 1024 sorts and 20 of the others", n)
+		}
+		log.Error("not hidden")
+		if got := lines(entries); got != "not hidden" {
+			t.Errorf("got %q", got)
+		}
+		time.Sleep(time.Minute)
+		for range 21 {
+			log.Warn("new")
+		}
+		want := "lines of many sorts+3956" + strings.Repeat(" new", 20)
+		if got := lines(entries); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	})
+}
+
+// Quiet of a quiet logger counts once, and nil writes nothing.
+func TestQuietTwice(t *testing.T) {
+	log, entries := observed()
+	inner := log.With(zap.Int("i", 1))
+	twice := logs.Quiet(inner)
+	for range 25 {
+		twice.Warn("w")
+	}
+	if err := inner.Sync(); err != nil {
+		t.Error(err)
+	}
+	if got, want := lines(entries), strings.Repeat("w ", 20)+"w+5"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	logs.Quiet(nil).Warn("nobody hears")
+}
+
+// What was left out is told with the first line after its own minute, whenever that of another sort is over.
+func TestMinutesOfTheirOwn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		log, entries := observed()
+		log.Info("other")
+		time.Sleep(20 * time.Second)
+		for range 22 {
+			log.Warn("w")
+		}
+		lines(entries)
+		for _, want := range []string{"other", "w+2 other", "other"} {
+			time.Sleep(40 * time.Second)
+			log.Info("other")
+			if got := lines(entries); got != want {
+				t.Errorf("got %q, want %q", got, want)
+			}
+		}
+	})
+}
+
+// The cores below decide for themselves what they want.
+func TestLevelsBelow(t *testing.T) {
+	all, allSeen := observer.New(zapcore.DebugLevel)
+	some, someSeen := observer.New(zapcore.ErrorLevel)
+	log := logs.Quiet(zap.New(zapcore.NewTee(all, some)))
+	log.Warn("w")
+	log.Error("e")
+	if got := lines(allSeen) + ", " + lines(someSeen); got != "w e, e" {
+		t.Errorf("got %q", got)
+	}
+}
+
+// A log that cannot be written to is said on the logger's error output.
+func TestFullDisk(t *testing.T) {
+	var said bytes.Buffer
+	bad := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(failing{}), zapcore.DebugLevel)
+	log := logs.Quiet(zap.New(bad, zap.ErrorOutput(zapcore.AddSync(&said))))
+	log.Warn("w")
+	if !strings.Contains(said.String(), "no room") {
+		t.Errorf("got %q", said.String())
+	}
+}
+
+type failing struct{}
+
+func (failing) Write([]byte) (int, error) { return 0, errors.New("no room") }
+
+// Loggers are for many goroutines, and no line of a storm is counted twice or lost.
+func TestManyGoroutines(t *testing.T) {
+	var out bytes.Buffer
+	log := logs.New(&out, settings(t))
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for range 250 {
+				log.Warn("w")
+			}
+		})
+	}
+	wg.Wait()
+	if err := log.Sync(); err != nil {
+		t.Error(err)
+	}
+	all := objects(t, out.Bytes())
+	if n := len(all); n != 21 || all[20]["left_out"] != 980.0 {
+		t.Errorf("%d lines, the last %v", n, all[n-1])
+	}
+}
+
+// ExampleNew shows a line for programs.
+func ExampleNew() {
+	c := config.Defaults()
+	c.LogHideTime = true
+	log := logs.New(os.Stdout, &c).With(zap.Int("rank", 1), zap.Int("size", 4), zap.String("host", "h1"), zap.Uint64("epoch", 1))
+	log.Warn("an operation failed", zap.String("tensor", "grad/7"))
+	log.Info("not at this level")
+	// Output: {"level":"warn","msg":"an operation failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
+}

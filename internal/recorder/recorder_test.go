@@ -1,0 +1,182 @@
+package recorder
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const ms = time.Millisecond
+
+// operation is grant number n of set 0: allreduces of some names, which ended at a time.
+func operation(n uint64, ended time.Duration, names ...string) *trace.Operation {
+	op := &trace.Operation{
+		Number: n, Kind: message.Allreduce, Backend: message.SHM, Granted: ended - 2*ms, Begun: ended - ms, Ended: ended,
+	}
+	for _, name := range names {
+		op.Tensors = append(op.Tensors, trace.Tensor{
+			Name: name, DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Bytes: 24, Submitted: ended - 4*ms, Sent: ended - 3*ms, Cached: n > 1,
+		})
+	}
+	return op
+}
+
+func TestRecord(t *testing.T) {
+	r := New(8)
+	refused := errors.New("ranks disagree")
+	op := operation(1, 100*ms, "a", "b")
+	op.Tensors[1].Refused = refused
+	r.Record(op)
+	failed := operation(2, 200*ms, "c")
+	failed.Failed, failed.Set, failed.Absent = errors.New("rank 3 is dead"), 5, true
+	r.Record(failed)
+	r.Record(&trace.Operation{Number: 3, Kind: message.Barrier, Ended: 300 * ms})
+	d := r.Dump(About{Size: 1})
+	want := []Operation{
+		{
+			Number: 1, Kind: "allreduce", Name: "a", DType: "float32", Shape: []int64{2, 3}, Bytes: 24, Backend: "shm",
+			Submitted: 96 * ms, Sent: 97 * ms, Granted: 98 * ms, Begun: 99 * ms, Ended: 100 * ms,
+		},
+		{
+			Number: 1, Kind: "allreduce", Name: "b", DType: "float32", Shape: []int64{2, 3}, Bytes: 24, Backend: "shm", Error: "ranks disagree",
+			Submitted: 96 * ms, Sent: 97 * ms, Granted: 98 * ms, Begun: 99 * ms, Ended: 100 * ms,
+		},
+		{
+			Set: 5, Number: 2, Kind: "allreduce", Name: "c", DType: "float32", Shape: []int64{2, 3}, Bytes: 24, Backend: "shm", Cached: true, Absent: true,
+			Error: "rank 3 is dead", Submitted: 196 * ms, Sent: 197 * ms, Granted: 198 * ms, Begun: 199 * ms, Ended: 200 * ms,
+		},
+		{Number: 3, Kind: "barrier", Ended: 300 * ms},
+	}
+	if got, want := fmt.Sprintf("%+v", d.Operations), fmt.Sprintf("%+v", want); got != want || d.Recorded != 4 {
+		t.Errorf("of %d got\n%s\nwant of 4\n%s", d.Recorded, got, want)
+	}
+}
+
+// A slot that is filled again has nothing of what it had.
+func TestOldestGoesFirst(t *testing.T) {
+	for _, size := range []int{0, 1, 2, 3, 7} {
+		r := New(size)
+		bad := operation(1, 4*ms, "bad")
+		bad.Failed = errors.New("failed")
+		r.Record(bad)
+		for n := range 20 {
+			r.Record(operation(uint64(n+2), time.Duration(n+5)*ms, "x", "y"))
+			r.Record(&trace.Operation{Number: uint64(100 + n), Kind: message.Barrier})
+		}
+		d := r.Dump(About{Size: 1})
+		var got, want []string
+		for i := range d.Operations {
+			o := &d.Operations[i]
+			got = append(got, fmt.Sprint(o.Number, o.Name, o.Error, o.Bytes, len(o.Shape), o.Cached))
+		}
+		for n := range 20 {
+			want = append(want, fmt.Sprint(n+2, "x", "", 24, 2, true), fmt.Sprint(n+2, "y", "", 24, 2, true), fmt.Sprint(100+n, "", "", 0, 0, false))
+		}
+		want = want[len(want)-max(size, 1):]
+		if !slices.Equal(got, want) || d.Recorded != 61 {
+			t.Errorf("of %d got %q, want %q", d.Recorded, got, want)
+		}
+	}
+}
+
+func TestNoRecorder(t *testing.T) {
+	var r *Recorder
+	r.Record(operation(1, 4*ms, "x"))
+	if d := r.Dump(About{Rank: 1, Size: 2}); len(d.Operations) != 0 || d.Recorded != 0 || d.Rank != 1 {
+		t.Errorf("got %+v", d)
+	}
+}
+
+func TestRecordWhileDumped(t *testing.T) {
+	r := New(64)
+	var wg sync.WaitGroup
+	for range 2 {
+		wg.Go(func() {
+			for n := range uint64(2000) {
+				r.Record(operation(n, 5*ms, "x", "y", "z"))
+			}
+		})
+	}
+	for range 200 {
+		d := r.Dump(About{Size: 1})
+		for i := range d.Operations {
+			if o := &d.Operations[i]; o.Ended != 5*ms || len(o.Name) != 1 {
+				t.Fatalf("got half an operation: %+v", o)
+			}
+		}
+	}
+	wg.Wait()
+}
+
+func TestRecordAllocatesNothing(t *testing.T) {
+	r := New(1000)
+	op := operation(1, 5*ms, slices.Repeat([]string{"gradient"}, 161)...)
+	if n := testing.AllocsPerRun(100, func() { r.Record(op) }); n != 0 {
+		t.Errorf("%v allocations, want none", n)
+	}
+	// Documented at New, and in the help of HVD_FLIGHT_RECORDER.
+	if size := unsafe.Sizeof(slot{}); size > 136 {
+		t.Errorf("a slot has %d bytes", size)
+	}
+}
+
+func BenchmarkRecord(b *testing.B) {
+	for _, n := range []int{1, 161} {
+		b.Run(fmt.Sprintf("tensors=%d", n), func(b *testing.B) {
+			r := New(DefaultOperations)
+			op := operation(1, 5*ms, slices.Repeat([]string{"gradient"}, n)...)
+			b.ReportAllocs()
+			for b.Loop() {
+				r.Record(op)
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(n), "ns/tensor")
+		})
+	}
+}
+
+func BenchmarkDump(b *testing.B) {
+	r := New(DefaultOperations)
+	for n := range uint64(DefaultOperations) {
+		r.Record(operation(n, 5*ms, fmt.Sprintf("layer%d.conv.weight", n%161)))
+	}
+	b.Run("dump", func(b *testing.B) {
+		for b.Loop() {
+			r.Dump(About{Size: 1})
+		}
+	})
+	d := r.Dump(About{Size: 1})
+	var text []byte
+	b.Run("encode", func(b *testing.B) {
+		for b.Loop() {
+			var err error
+			if text, err = Encode(d, DefaultOperations); err != nil {
+				b.Fatal(err)
+			}
+		}
+		b.ReportMetric(float64(len(text)), "bytes")
+	})
+	b.Run("decode", func(b *testing.B) {
+		for b.Loop() {
+			if _, err := Decode(text); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	b.Run("analyse", func(b *testing.B) {
+		for b.Loop() {
+			Analyse([]*Dump{d}, 1, nil)
+		}
+	})
+}

@@ -1,0 +1,268 @@
+package recorder
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+)
+
+const (
+	// maxRankLines bounds the lines of a report that tell of a rank each.
+	maxRankLines = 64
+	// maxLineBytes bounds what a report repeats of a text that a rank has given.
+	maxLineBytes = 500
+)
+
+// Report is the merged report of a job of size ranks, for people: Analyse as text. First is what is the matter, then where each rank
+// is. It has some hundred lines at most, each without control characters.
+func Report(dumps []*Dump, size int, absent map[int]string) string {
+	return Analyse(dumps, size, absent).Text()
+}
+
+// Says reports whether there is something that a rank waits for or is inside, or a stall.
+func (f *Findings) Says() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
+
+// Text is the report.
+func (f *Findings) Text() string {
+	var b strings.Builder
+	list(&b, len(f.Waiting), shown, "tensors are waited for otherwise", func(i int) { f.writeWaiting(&b, &f.Waiting[i]) })
+	list(&b, len(f.Running), shown, "operations are under way otherwise", func(i int) { writeRunning(&b, &f.Running[i]) })
+	if len(f.Ranks) > 0 && len(f.Waiting)+len(f.Running) == 0 {
+		b.WriteString("No rank that answered waits for an operation.\n")
+	}
+	f.writeSilent(&b)
+	if len(f.Stalls) > 0 {
+		b.WriteString("The coordinator knows of these stalls:\n")
+		list(&b, len(f.Stalls), shown, "stalls", func(i int) { fmt.Fprintf(&b, "  %s\n", Plain(f.Stalls[i])) })
+	}
+	if len(f.Ranks) > 0 {
+		b.WriteString("Where the ranks are:\n")
+		list(&b, len(f.Ranks), maxRankLines, "ranks", func(i int) {
+			r := &f.Ranks[i]
+			fmt.Fprintf(&b, "  rank %d (host %s, pid %d): %s\n", r.Rank, Plain(r.Host), r.PID, r.describe())
+		})
+	}
+	return b.String()
+}
+
+// list writes up to a number of items, and how many there are besides.
+func list(b *strings.Builder, n, most int, what string, write func(i int)) {
+	for i := range min(n, most) {
+		write(i)
+	}
+	if n > most {
+		fmt.Fprintf(b, "  ... and %d more %s\n", n-most, what)
+	}
+}
+
+func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
+	what := label(w.Kind, w.Names, w.NumNames, w.Set)
+	join := w.Kind == message.Join.String()
+	long := span(w.Longest)
+	var missing []int
+	for _, m := range w.Missing {
+		missing = append(missing, m.Rank)
+	}
+	switch {
+	case len(missing) > 0 && join:
+		fmt.Fprintf(b, "%s %s joined%s and %s not, for %s.\n", capital(ranks(w.Ranks)), have(w.Ranks), ofSet(w.Set), ranks(missing)+" "+have(missing), long)
+	case len(missing) > 0:
+		fmt.Fprintf(b, "%s %s not called %s, for which %s %s waited for %s.\n", capital(ranks(missing)), have(missing), what, ranks(w.Ranks), have(w.Ranks), long)
+	case len(w.Silent) > 0:
+		fmt.Fprintf(b, "%s %s waited for %s for %s: perhaps for %s, which did not answer.\n", capital(ranks(w.Ranks)), have(w.Ranks), what, long, ranks(w.Silent))
+	default:
+		fmt.Fprintf(b, "%s %s called %s, and it was not granted yet, for %s: that is under way, or waits for the rest of a group.\n",
+			capital(ranks(w.Ranks)), have(w.Ranks), what, long)
+	}
+	list(b, len(w.Missing), shown, "ranks", func(i int) {
+		m := &w.Missing[i]
+		var times string
+		switch first := fmt.Sprintf("%q", w.Names[0]); {
+		case join && m.Times == 0:
+			times = "goes on"
+		case m.Times == 0 && !m.Complete:
+			times = "has not called it in what its recorder has"
+		case m.Times == 0:
+			times = "never called it in this epoch"
+		default:
+			if w.NumNames == 1 {
+				first = "it"
+			}
+			times = fmt.Sprintf("called %s %s before, the last ended %s ago", first, count(m.Times), span(m.Ago))
+		}
+		where := ""
+		if at := slices.IndexFunc(f.Ranks, func(r Rank) bool { return r.Rank == m.Rank }); at >= 0 {
+			where = "; " + f.Ranks[at].describe()
+		}
+		fmt.Fprintf(b, "  rank %d %s%s\n", m.Rank, times, where)
+	})
+}
+
+func writeRunning(b *strings.Builder, r *Running) {
+	what := label(r.Kind, r.Names, r.NumNames, r.Set)
+	if r.Backend != "" {
+		what += " (" + r.Backend + ")"
+	}
+	var parts []string
+	add := func(list []int, text string) {
+		if len(list) > 0 {
+			parts = append(parts, fmt.Sprintf(text, ranks(list)))
+		}
+	}
+	if len(r.Inside) > 0 {
+		parts = append(parts, fmt.Sprintf("%s %s inside %s, asked for %s ago", ranks(r.Inside), are(r.Inside), what, span(r.Longest)))
+	} else {
+		parts = append(parts, fmt.Sprintf("nobody is inside %s, asked for %s ago", what, span(r.Longest)))
+	}
+	add(r.Queued, "%s: not begun")
+	add(r.Waiting, "%s: not granted yet")
+	add(r.Ended, "%s: done with it")
+	fmt.Fprintf(b, "%s.\n", capital(strings.Join(parts, "; ")))
+}
+
+// writeSilent has a line for each thing that is known of the ranks that did not answer.
+func (f *Findings) writeSilent(b *strings.Builder) {
+	var whys []string
+	of := make(map[string][]int)
+	for _, s := range f.Silent {
+		if of[s.Why] == nil {
+			whys = append(whys, s.Why)
+		}
+		of[s.Why] = append(of[s.Why], s.Rank)
+	}
+	list(b, len(whys), 2*shown, "reasons of other ranks", func(i int) {
+		why := whys[i]
+		text := ""
+		if why != "" {
+			text = ": " + Plain(why)
+		}
+		fmt.Fprintf(b, "%s did not answer%s.\n", capital(ranks(of[why])), text)
+	})
+}
+
+// describe says where the rank is, in a clause.
+func (r *Rank) describe() string {
+	text := "it waits for nothing"
+	if r.First != nil {
+		state := "waits for"
+		switch {
+		case r.First.Begun > 0:
+			state = "is inside"
+		case r.First.Granted > 0:
+			state = "has still to begin"
+		}
+		text = fmt.Sprintf("it %s %s since %s", state, label(r.First.Kind, []string{r.First.Name}, 1, r.First.Set), span(r.Waited))
+		if r.Pending > 1 {
+			text += fmt.Sprintf(" and %d more", r.Pending-1)
+		}
+	}
+	if r.Last == nil {
+		return text + "; it has ended no operation"
+	}
+	text += fmt.Sprintf("; its last operation was %s, which ended %s ago", label(r.Last.Kind, []string{r.Last.Name}, 1, r.Last.Set), span(r.Ago))
+	if r.Last.Error != "" {
+		text += ", with an error: " + Plain(r.Last.Error)
+	}
+	return text
+}
+
+// label names tensors, of which some are given and n are there.
+func label(kind string, some []string, n int, set uint32) string {
+	var b strings.Builder
+	b.WriteString(Plain(kind))
+	for i, name := range some {
+		sep := " "
+		if i > 0 {
+			sep = ", "
+		}
+		fmt.Fprintf(&b, "%s%q", sep, name)
+	}
+	if more := n - len(some); more > 0 {
+		fmt.Fprintf(&b, " ... and %d more", more)
+	}
+	return b.String() + ofSet(set)
+}
+
+func ofSet(set uint32) string {
+	if set == 0 {
+		return ""
+	}
+	return " of process set " + strconv.FormatUint(uint64(set), 10)
+}
+
+// ranks lists ranks, ascending: "ranks 0-2, 5", at most 10 runs of them.
+func ranks(list []int) string {
+	var runs []string
+	rest := list
+	for len(rest) > 0 && len(runs) < shown {
+		n := 1
+		for n < len(rest) && rest[n] == rest[n-1]+1 {
+			n++
+		}
+		text := strconv.Itoa(rest[0])
+		switch {
+		case n == 2:
+			text += ", " + strconv.Itoa(rest[1])
+		case n > 2:
+			text += "-" + strconv.Itoa(rest[n-1])
+		}
+		runs, rest = append(runs, text), rest[n:]
+	}
+	word := "ranks "
+	if len(list) == 1 {
+		word = "rank "
+	}
+	text := word + strings.Join(runs, ", ")
+	if len(rest) > 0 {
+		text += fmt.Sprintf(" ... and %d more", len(rest))
+	}
+	return text
+}
+
+func have(list []int) string {
+	if len(list) == 1 {
+		return "has"
+	}
+	return "have"
+}
+
+func are(list []int) string {
+	if len(list) == 1 {
+		return "is"
+	}
+	return "are"
+}
+
+func count(times int) string {
+	if times == 1 {
+		return "once"
+	}
+	return fmt.Sprintf("%d times", times)
+}
+
+func capital(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
+
+// span is a duration as people say it.
+func span(d time.Duration) string {
+	switch {
+	case d < time.Second:
+		return strconv.FormatInt(d.Milliseconds(), 10) + " ms"
+	case d < 10*time.Minute:
+		return strconv.FormatFloat(d.Seconds(), 'f', 1, 64) + " s"
+	}
+	return d.Round(time.Second).String()
+}
+
+// Plain bounds a text that a rank has given, and takes out what a terminal would obey.
+func Plain(text string) string {
+	return strings.Map(func(r rune) rune {
+		if !strconv.IsPrint(r) {
+			return '?'
+		}
+		return r
+	}, cut(text, maxLineBytes))
+}

@@ -1,0 +1,328 @@
+package recorder
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// rankAt is a rank of a job in a test, and what its dump says.
+type rankAt struct {
+	*Recorder
+	About
+}
+
+// job is some ranks which have run grad/0 and grad/1 twice, the second time until 1 s. Their dumps are of 20 s.
+func job(size int) []*rankAt {
+	var all []*rankAt
+	for r := range size {
+		k := &rankAt{New(100), About{Rank: r, Size: size, Host: fmt.Sprintf("h%d", r/2), PID: 100 + r, Epoch: 1, At: 20 * time.Second}}
+		k.Record(operation(1, 500*ms, "grad/0", "grad/1"))
+		k.Record(operation(2, 1000*ms, "grad/0", "grad/1"))
+		all = append(all, k)
+	}
+	return all
+}
+
+// waits has the rank wait for allreduces since a time.
+func (k *rankAt) waits(since time.Duration, names ...string) {
+	for _, name := range names {
+		k.Pending = append(k.Pending, trace.Pending{Kind: message.Allreduce, Name: name, Submitted: since})
+	}
+}
+
+// runs has the rank run an allreduce which it asked for at a time, if it has begun.
+func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
+	k.Pending = append(k.Pending, trace.Pending{
+		Kind: message.Allreduce, Backend: message.TCP, Name: name, Submitted: since, Granted: since + ms, Begun: begun, Number: number,
+	})
+}
+
+// dumps are those of the ranks as they arrive.
+func dumps(t *testing.T, ranks ...*rankAt) (all []*Dump) {
+	t.Helper()
+	for _, k := range ranks {
+		text, err := Encode(k.Dump(k.About), OperationsOf(k.Size))
+		if err != nil {
+			t.Fatal(err)
+		}
+		d, err := Decode(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, d)
+	}
+	return all
+}
+
+// head is the report without where the ranks are.
+func head(report string) string {
+	text, _, _ := strings.Cut(report, "Where the ranks are:\n")
+	return text
+}
+
+const (
+	atLast = "it waits for nothing; its last operation was allreduce \"grad/1\", which ended 19.0 s ago"
+	where1 = "; " + atLast + "\n"
+)
+
+func TestReport(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		size   int
+		play   func(j []*rankAt)
+		answer []int          // all if nil
+		absent map[int]string //
+		want   string
+	}{
+		{"one rank stays away", 4, func(j []*rankAt) {
+			for _, r := range []int{0, 2, 3} {
+				j[r].waits(time.Duration(r+2)*time.Second, "grad/0")
+			}
+		}, nil, nil, "Rank 1 has not called allreduce \"grad/0\", for which ranks 0, 2, 3 have waited for 18.0 s.\n" +
+			"  rank 1 called it 2 times before, the last ended 19.0 s ago" + where1},
+
+		{"two ranks at different names", 2, func(j []*rankAt) {
+			j[0].waits(2*time.Second, "a")
+			j[1].waits(3*time.Second, "b")
+		}, nil, nil, "Rank 1 has not called allreduce \"a\", for which rank 0 has waited for 18.0 s.\n" +
+			"  rank 1 never called it in this epoch; it waits for allreduce \"b\" since 17.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
+			"Rank 0 has not called allreduce \"b\", for which rank 1 has waited for 17.0 s.\n" +
+			"  rank 0 never called it in this epoch; it waits for allreduce \"a\" since 18.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n"},
+
+		{"many names, many ranks", 30, func(j []*rankAt) {
+			for r := range 30 {
+				if r%2 == 0 && r < 26 {
+					for i := range 161 {
+						j[r].waits(3*time.Second-time.Duration(i%7)*ms, fmt.Sprint("layer", i))
+					}
+				}
+			}
+		}, nil, nil, "Ranks 1, 3, 5, 7, 9, 11, 13, 15, 17, 19 ... and 7 more have not called allreduce " +
+			`"layer6", "layer13", "layer20", "layer27", "layer34", "layer41", "layer48", "layer55", "layer62", "layer69" ... and 151 more` +
+			", for which ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 ... and 3 more have waited for 17.0 s.\n" +
+			func() (lines string) {
+				for r := 1; r < 21; r += 2 {
+					lines += fmt.Sprintf("  rank %d never called it in this epoch%s", r, where1)
+				}
+				return lines
+			}() + "  ... and 7 more ranks\n"},
+
+		{"called once before, several names", 2, func(j []*rankAt) {
+			j[1].Recorder = New(100)
+			j[1].Record(operation(2, time.Second, "grad/0", "grad/1"))
+			j[0].waits(2*time.Second, "grad/0", "grad/1")
+		}, nil, nil, "Rank 1 has not called allreduce \"grad/0\", \"grad/1\", for which rank 0 has waited for 18.0 s.\n" +
+			"  rank 1 called \"grad/0\" once before, the last ended 19.0 s ago" + where1},
+
+		{"a recorder that does not go back", 2, func(j []*rankAt) {
+			j[1].Recorder = New(1)
+			j[1].Record(operation(1, 500*ms, "x"))
+			j[1].Record(operation(2, time.Second, "grad/1"))
+			j[0].waits(2*time.Second, "x")
+		}, nil, nil, "Rank 1 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s.\n" +
+			"  rank 1 has not called it in what its recorder has" + where1},
+
+		{"one gives no answer", 3, func(j []*rankAt) {
+			j[0].waits(2*time.Second, "x")
+			j[1].waits(2*time.Second, "x")
+		}, []int{0, 1}, map[int]string{2: "process 5 on host \x1bh runs\n"},
+			"Ranks 0, 1 have waited for allreduce \"x\" for 18.0 s: perhaps for rank 2, which did not answer.\n" +
+				"Rank 2 did not answer: process 5 on host ?h runs?.\n"},
+
+		{"nobody answers", 5, func([]*rankAt) {}, []int{}, map[int]string{1: "it has ended", 2: "it has ended"},
+			"Ranks 0, 3, 4 did not answer.\nRanks 1, 2 did not answer: it has ended.\n"},
+
+		{"nothing happens", 2, func([]*rankAt) {}, nil, nil, "No rank that answered waits for an operation.\n"},
+
+		{"all have asked", 2, func(j []*rankAt) {
+			j[0].waits(20*time.Second-5*ms, "x")
+			j[1].waits(20*time.Second-4*ms, "x")
+		}, nil, nil, "Ranks 0, 1 have called allreduce \"x\", and it was not granted yet, for 5 ms: that is under way, or waits for the rest of a group.\n"},
+
+		{"inside, queued, not heard of, done", 5, func(j []*rankAt) {
+			j[0].runs(2*time.Second, 3*time.Second, 3, "x")
+			j[1].runs(3*time.Second, 4*time.Second, 3, "x")
+			j[2].runs(3*time.Second, 0, 3, "x")
+			j[3].waits(4*time.Second, "x")
+			j[4].Record(operation(3, 3*time.Second, "x"))
+		}, nil, nil, "Ranks 0, 1 are inside allreduce \"x\" (tcp), asked for 18.0 s ago; rank 2: not begun; rank 3: not granted yet; rank 4: done with it.\n"},
+
+		{"queued alone", 2, func(j []*rankAt) {
+			j[0].runs(2*time.Second, 0, 0, "x")
+			j[1].runs(2*time.Second, 0, 0, "x")
+			j[0].runs(2*time.Second, 0, 0, "y")
+			j[1].runs(2*time.Second, 0, 0, "y")
+		}, nil, nil, "Nobody is inside allreduce \"x\", \"y\" (tcp), asked for 18.0 s ago; ranks 0, 1: not begun.\n"},
+
+		// The dumps are of different moments: rank 1 has done it meanwhile, again.
+		{"asked later", 2, func(j []*rankAt) {
+			j[0].waits(2*time.Second, "grad/0")
+			j[1].Record(operation(3, 3*time.Second, "grad/0"))
+		}, nil, nil, "Nobody is inside allreduce \"grad/0\", asked for 18.0 s ago; rank 0: not granted yet; rank 1: done with it.\n"},
+
+		{"a rank has joined", 3, func(j []*rankAt) {
+			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
+			j[1].waits(4*time.Second, "x")
+			j[2].waits(5*time.Second, "x")
+		}, nil, nil, "Rank 0 has joined and ranks 1, 2 have not, for 17.0 s.\n" +
+			"  rank 1 goes on; it waits for allreduce \"x\" since 16.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
+			"  rank 2 goes on; it waits for allreduce \"x\" since 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
+			"Ranks 1, 2 have called allreduce \"x\", and it was not granted yet, for 16.0 s: that is under way, or waits for the rest of a group.\n"},
+
+		// That ranks have joined, longest ago, is no fault, and what is queued waits for what is inside.
+		{"what says most is first", 4, func(j []*rankAt) {
+			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
+			for _, r := range []int{1, 2} {
+				j[r].waits(10*time.Second, "x")
+			}
+			for _, r := range []int{1, 2, 3} {
+				j[r].runs(4*time.Second, 0, 5, "queued")
+				j[r].runs(5*time.Second, 6*time.Second, 4, "inside")
+			}
+			op := operation(3, 1500*ms, "x")
+			op.Absent = true
+			j[3].Record(op) // rank 3 stood in, and has never called it
+			for _, r := range []int{1, 2} {
+				j[r].Record(operation(3, 1500*ms, "x"))
+			}
+		}, nil, nil, "Rank 3 has not called allreduce \"x\", for which ranks 1, 2 have waited for 10.0 s.\n" +
+			"  rank 3 never called it in this epoch; it has still to begin allreduce \"queued\" since 16.0 s and 1 more; " +
+			"its last operation was allreduce \"x\", which ended 18.5 s ago\n" +
+			"Rank 0 has joined and ranks 1-3 have not, for 17.0 s.\n" +
+			func() (lines string) {
+				for r := 1; r < 4; r++ {
+					more := 2
+					if r == 3 {
+						more = 1
+					}
+					lines += fmt.Sprintf("  rank %d goes on; it has still to begin allreduce \"queued\" since 16.0 s and %d more; "+
+						"its last operation was allreduce \"x\", which ended 18.5 s ago\n", r, more)
+				}
+				return lines
+			}() +
+			"Ranks 1-3 are inside allreduce \"inside\" (tcp), asked for 15.0 s ago.\n" +
+			"Nobody is inside allreduce \"queued\" (tcp), asked for 16.0 s ago; ranks 1-3: not begun.\n"},
+
+		{"a process set, of which some is known", 5, func(j []*rankAt) {
+			j[1].Sets = map[topo.ProcessSetID][]topo.Rank{3: {1, 2, 4}}
+			j[1].Pending = []trace.Pending{{Set: 3, Kind: message.Broadcast, Name: "b", Submitted: 2 * time.Second}}
+			j[4].Pending = []trace.Pending{{Set: 3, Kind: message.Broadcast, Name: "b", Submitted: 3 * time.Second}}
+		}, nil, nil, "Rank 2 has not called broadcast \"b\" of process set 3, for which ranks 1, 4 have waited for 18.0 s.\n" +
+			"  rank 2 never called it in this epoch" + where1},
+
+		{"a process set, of which nothing is known", 5, func(j []*rankAt) {
+			for _, r := range []int{1, 3} {
+				op := operation(1, 1200*ms, "s")
+				op.Set = 3
+				j[r].Record(op)
+			}
+			j[3].Pending = []trace.Pending{{Set: 3, Kind: message.Allreduce, Name: "s", Submitted: 2 * time.Second}}
+		}, nil, nil, "Rank 1 has not called allreduce \"s\" of process set 3, for which rank 3 has waited for 18.0 s.\n" +
+			"  rank 1 called it once before, the last ended 18.8 s ago; it waits for nothing; its last operation was allreduce \"s\" of process set 3, which ended 18.8 s ago\n"},
+
+		{"epochs", 3, func(j []*rankAt) {
+			j[0].Epoch, j[2].Epoch = 2, 2
+			j[0].waits(2*time.Second, "x")
+			j[1].waits(2*time.Second, "old")
+		}, nil, map[int]string{1: "nobody knows"}, "Rank 2 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s.\n" +
+			"  rank 2 never called it in this epoch" + where1 + "Rank 1 did not answer: it is in epoch 1 still, others in 2.\n"},
+
+		{"stalls, and names of all sorts", 2, func(j []*rankAt) {
+			j[0].Stalls = []string{"allreduce \"\\n\" has waited\n\x1b[2J"}
+			j[0].waits(2*time.Second, "a\n\x1b[2J\"\u202e")
+			j[1].waits(2*time.Second, "a\n\x1b[2J\"\u202e")
+		}, nil, nil, "Ranks 0, 1 have called allreduce \"a\\n\\x1b[2J\\\"\\u202e\", and it was not granted yet, for 18.0 s: that is under way, or waits for the rest of a group.\n" +
+			"The coordinator knows of these stalls:\n  allreduce \"\\n\" has waited??[2J\n"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			j := job(c.size)
+			c.play(j)
+			who := j
+			if c.answer != nil {
+				who = nil
+				for _, r := range c.answer {
+					who = append(who, j[r])
+				}
+			}
+			slices.Reverse(who) // they come in any order
+			all := dumps(t, who...)
+			report := Report(all, c.size, c.absent)
+			if got := head(report); got != c.want {
+				t.Errorf("got\n%s\nwant\n%s", got, c.want)
+			}
+			f := Analyse(all, c.size, c.absent)
+			if says := len(j[0].Stalls) > 0 || slices.ContainsFunc(who, func(k *rankAt) bool { return len(k.Pending) > 0 }); f.Says() != says {
+				t.Errorf("it says something: %v, want %v", f.Says(), says)
+			}
+			text, err := json.Marshal(f)
+			if err != nil || strings.Contains(string(text), "null") {
+				t.Errorf("got %s, error %v, want JSON without null", text, err)
+			}
+		})
+	}
+}
+
+func TestWhereTheRanksAre(t *testing.T) {
+	j := job(70)
+	j[1].waits(3*time.Second, "later")
+	j[1].waits(2*time.Second, "x")
+	j[2].runs(2*time.Second, 3*time.Second, 3, "x")
+	j[3].runs(19*time.Second, 0, 3, "x")
+	j[4].Recorder = New(1)
+	failed := operation(3, 19*time.Second, "bad")
+	failed.Failed = fmt.Errorf("rank 1 sent\n%s", strings.Repeat("x", 1<<10))
+	j[5].Record(failed)
+	_, got, _ := strings.Cut(Report(dumps(t, j...), 70, nil), "Where the ranks are:\n")
+	lines := strings.Split(got, "\n")
+	for i, want := range []string{
+		"  rank 0 (host h0, pid 100): " + atLast,
+		"  rank 1 (host h0, pid 101): it waits for allreduce \"x\" since 18.0 s and 1 more; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
+		"  rank 2 (host h1, pid 102): it is inside allreduce \"x\" since 18.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
+		"  rank 3 (host h1, pid 103): it has still to begin allreduce \"x\" since 1.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
+		"  rank 4 (host h2, pid 104): it waits for nothing; it has ended no operation",
+		"  rank 5 (host h2, pid 105): it waits for nothing; its last operation was allreduce \"bad\", which ended 1.0 s ago, with an error: rank 1 sent?" +
+			strings.Repeat("x", maxLineBytes-12),
+	} {
+		if lines[i] != want {
+			t.Errorf("got\n%s\nwant\n%s", lines[i], want)
+		}
+	}
+	if len(lines) != maxRankLines+2 || lines[maxRankLines] != "  ... and 6 more ranks" {
+		t.Errorf("got %d lines, the last %q", len(lines), lines[len(lines)-2])
+	}
+}
+
+// Of two dumps of a rank the newer counts, and of strangers none.
+func TestDumpsThatDoNotCount(t *testing.T) {
+	j := job(2)
+	old := job(2)[0]
+	old.waits(time.Second, "old")
+	j[0].Epoch, j[1].Epoch = 2, 2
+	stranger := job(9)[7]
+	stranger.Epoch = 9
+	stranger.waits(time.Second, "strange")
+	want := "No rank that answered waits for an operation.\n"
+	for _, order := range [][]*rankAt{{old, j[0], j[1], stranger}, {stranger, j[1], j[0], old}} {
+		if got := head(Report(dumps(t, order...), 2, nil)); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+}
+
+func TestSpan(t *testing.T) {
+	for d, want := range map[time.Duration]string{
+		0: "0 ms", 999 * ms: "999 ms", time.Second: "1.0 s", 599 * time.Second: "599.0 s", 10 * time.Minute: "10m0s", 90*time.Minute + 400*ms: "1h30m0s",
+	} {
+		if got := span(d); got != want {
+			t.Errorf("%v: got %q, want %q", d, got, want)
+		}
+	}
+}

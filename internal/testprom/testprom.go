@@ -1,0 +1,241 @@
+// Package testprom runs Prometheus of Debian, package prometheus, for tests of what it must accept, scrape and answer.
+package testprom
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+const (
+	// patience bounds one call of a program or of the server.
+	patience = time.Minute
+	// maxAnswer bounds what is read of the server's answer.
+	maxAnswer = 16 << 20
+)
+
+// program is the path of one of Debian's programs. Without it the test is skipped, but not in CI, which has it.
+func program(t testing.TB, name string) string {
+	t.Helper()
+	path, err := exec.LookPath(name)
+	if err != nil {
+		const needs = "it is in Debian's package prometheus"
+		if os.Getenv("CI") != "" {
+			t.Fatalf("%v; %s", err, needs)
+		}
+		t.Skipf("%v; %s", err, needs)
+	}
+	return path
+}
+
+// Promtool runs promtool with args and input in a folder, and returns what it has printed and whether it was content.
+func Promtool(t testing.TB, dir, input string, args ...string) (output string, content bool) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, program(t, "promtool"), args...)
+	cmd.Dir, cmd.Stdin = dir, strings.NewReader(input)
+	out, err := cmd.CombinedOutput()
+	if _, ended := err.(*exec.ExitError); err != nil && !ended {
+		t.Fatal(err)
+	}
+	return string(out), err == nil
+}
+
+// Server is a Prometheus that runs.
+type Server struct {
+	t    testing.TB
+	base string // of its URLs
+}
+
+// Start starts a Prometheus with a configuration, and what it can read beside that, by file name. It is killed when the test ends.
+func Start(t testing.TB, config string, files map[string]string, args ...string) *Server {
+	t.Helper()
+	path := program(t, "prometheus")
+	dir := t.TempDir()
+	write := func(name, text string) string {
+		at := filepath.Join(dir, name)
+		if err := os.WriteFile(at, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return at
+	}
+	for name, text := range files {
+		write(name, text)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cmd := exec.CommandContext(ctx, path, append([]string{
+		"--config.file=" + write("prometheus.yml", config), "--storage.tsdb.path=" + filepath.Join(dir, "data"),
+		"--web.listen-address=127.0.0.1:0",
+	}, args...)...)
+	var log bytes.Buffer
+	pipe, err := cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	// Its log says where it listens.
+	found, done := make(chan string, 1), make(chan struct{})
+	go func() {
+		defer close(done)
+		for buf := make([]byte, 4096); ; {
+			n, err := pipe.Read(buf)
+			log.Write(buf[:n])
+			if addr := listening(log.String()); addr != "" {
+				select {
+				case found <- addr:
+				default:
+				}
+			}
+			if err != nil {
+				return
+			}
+		}
+	}()
+	t.Cleanup(func() {
+		cancel()
+		<-done
+		_ = cmd.Wait() // it was killed
+		if t.Failed() {
+			t.Logf("prometheus:\n%s", log.String())
+		}
+	})
+	select {
+	case addr := <-found:
+		return &Server{t, "http://" + addr}
+	case <-done:
+		t.Fatal("prometheus has ended")
+	case <-time.After(patience):
+		t.Fatal("prometheus does not say that it is ready")
+	}
+	return nil
+}
+
+// listening finds the address in the log of a server that answers.
+func listening(log string) string {
+	before, _, ready := strings.Cut(log, `msg="Server is ready to receive web requests."`)
+	_, rest, _ := strings.Cut(before, `msg="Listening on" address=`)
+	addr, _, _ := strings.Cut(rest, "\n")
+	addr, _, _ = strings.Cut(addr, " ")
+	if !ready {
+		return ""
+	}
+	return addr
+}
+
+// Sample is a value of a series, with its labels and its name as __name__.
+type Sample struct {
+	Labels map[string]string
+	Value  float64
+}
+
+// Query evaluates an expression now. What is wrong with it, or with the server, is an error.
+func (s *Server) Query(expression string) ([]Sample, error) {
+	var answer struct {
+		Data struct {
+			Result []struct {
+				Metric map[string]string `json:"metric"`
+				Value  [2]any            `json:"value"`
+			} `json:"result"`
+		} `json:"data"`
+	}
+	if err := s.get("/api/v1/query?query="+url.QueryEscape(expression), &answer); err != nil {
+		return nil, err
+	}
+	var all []Sample
+	for _, r := range answer.Data.Result {
+		text, _ := r.Value[1].(string)
+		value, err := strconv.ParseFloat(text, 64)
+		if err != nil {
+			return nil, fmt.Errorf("prometheus: query %q: value %v: %w", expression, r.Value, err)
+		}
+		all = append(all, Sample{r.Metric, value})
+	}
+	return all, nil
+}
+
+// Target is something that is scraped.
+type Target struct {
+	Health    string `json:"health"`
+	LastError string `json:"lastError"`
+}
+
+// Targets are those of the configuration.
+func (s *Server) Targets() ([]Target, error) {
+	var answer struct {
+		Data struct {
+			Active []Target `json:"activeTargets"`
+		} `json:"data"`
+	}
+	err := s.get("/api/v1/targets", &answer)
+	return answer.Data.Active, err
+}
+
+func (s *Server) get(path string, to any) error {
+	ctx, cancel := context.WithTimeout(s.t.Context(), patience)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.base+path, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+	if err != nil {
+		return err
+	}
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("prometheus: %s: %s: %.500s", path, resp.Status, body)
+	}
+	return json.Unmarshal(body, to)
+}
+
+// Dashboard are the queries of a dashboard of Grafana, with values for its variables.
+func Dashboard(t testing.TB, path string) []string {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var dashboard any
+	if err := json.Unmarshal(text, &dashboard); err != nil {
+		t.Fatalf("%s: %v", path, err)
+	}
+	var all []string
+	var walk func(v any)
+	walk = func(v any) {
+		switch v := v.(type) {
+		case []any:
+			for _, e := range v {
+				walk(e)
+			}
+		case map[string]any:
+			for key, e := range v {
+				if text, ok := e.(string); ok && key == "expr" {
+					all = append(all, strings.NewReplacer("$job", ".*", "$instance", ".*", "$__rate_interval", "1m").Replace(text))
+				}
+				walk(e)
+			}
+		}
+	}
+	if walk(dashboard); len(all) == 0 {
+		t.Fatalf("%s has no queries", path)
+	}
+	return all
+}

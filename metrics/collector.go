@@ -1,0 +1,222 @@
+package metrics
+
+import (
+	"runtime"
+	"strconv"
+
+	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
+
+	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/version"
+)
+
+// Labels. Horovod's word for a kind of operation is op.
+const (
+	labelOp      = "op"
+	labelBackend = "backend"
+	labelDType   = "dtype"
+	labelLate    = "late_rank"
+	labelRank    = "rank"
+	labelHost    = "host"
+	labelVersion = "version"
+	labelGo      = "goversion"
+)
+
+func desc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(name, help, labels, nil)
+}
+
+// number is a metric without labels.
+type number struct {
+	desc  *prometheus.Desc
+	kind  prometheus.ValueType
+	value func(*stats.Stats) float64
+}
+
+func counter(name, help string, value func(*stats.Stats) uint64) number {
+	return number{desc(name, help), prometheus.CounterValue, func(s *stats.Stats) float64 { return float64(value(s)) }}
+}
+
+func gauge(name, help string, value func(*stats.Stats) float64) number {
+	return number{desc(name, help), prometheus.GaugeValue, value}
+}
+
+// What every rank has.
+var (
+	rankInfo = desc("hvd_rank_info", "1, with the rank and host of the process, to be joined with its other metrics.", labelRank, labelHost)
+
+	duration = desc("hvd_collective_duration_seconds", "Time that a fused response took, from the beginning of its execution to its end.", labelOp, labelBackend)
+	tensors  = desc("hvd_collective_tensors_total", "Tensors in the fused responses that were executed.", labelOp, labelBackend)
+	moved    = desc("hvd_collective_bytes_total", "Bytes that this rank put into operations or, for broadcasts, got.", labelOp, labelBackend, labelDType)
+
+	negotiation = desc("hvd_negotiation_seconds", "Time from a tensor's submission until all ranks had submitted it and agreed to run it.")
+	queued      = desc("hvd_queue_seconds", "Time from the agreement to run a fused response to the beginning of its execution.")
+
+	numbers = []number{
+		gauge("hvd_world_size", "Ranks in the job.", func(s *stats.Stats) float64 { return float64(s.Size) }),
+		gauge("hvd_epoch", "Number of the job's present formation; counters begin with it.", func(s *stats.Stats) float64 { return float64(s.Epoch) }),
+		gauge("hvd_queue_depth", "Tensors that were submitted and not answered.", func(s *stats.Stats) float64 { return float64(s.InFlight) }),
+		counter("hvd_fusion_responses_total", "Responses that could have had more than one tensor.", func(s *stats.Stats) uint64 { return s.FusionResponses }),
+		counter("hvd_fusion_tensors_total", "Tensors in the responses that could have had more than one.", func(s *stats.Stats) uint64 { return s.FusedTensors }),
+		counter("hvd_fusion_bytes_total", "Bytes in the responses that could have had more than one tensor.", func(s *stats.Stats) uint64 { return s.FusedBytes }),
+		gauge("hvd_fusion_buffer_bytes", "Most bytes that are fused into one response; 0 if nothing is fused.",
+			func(s *stats.Stats) float64 { return float64(s.FusionThresholdBytes) }),
+		counter("hvd_response_cache_hits_total", "Requests that travelled as a bit of the response cache.", func(s *stats.Stats) uint64 { return s.CacheHits }),
+		counter("hvd_response_cache_misses_total", "Requests that travelled in full.", func(s *stats.Stats) uint64 { return s.CacheMisses }),
+		counter("hvd_refused_tensors_total", "Tensors answered with an error of their own, as where ranks disagree on a shape.",
+			func(s *stats.Stats) uint64 { return s.Refused }),
+		counter("hvd_failed_tensors_total", "Tensors answered with an error because the job failed or was shut down.", func(s *stats.Stats) uint64 { return s.Failed }),
+		counter("hvd_timeline_dropped_operations_total", "Operations that are missing in the timeline because it could not be written as fast, or at all.",
+			func(s *stats.Stats) uint64 { return s.TimelineDropped }),
+	}
+)
+
+// What a rank has when it is known.
+var (
+	fill = gauge("hvd_fusion_fill_ratio", "How full responses that could have had more than one tensor were on average, 1 being the fusion buffer.",
+		func(s *stats.Stats) float64 {
+			return float64(s.FusedBytes) / (float64(s.FusionResponses) * float64(s.FusionThresholdBytes))
+		})
+	clock = []number{
+		gauge("hvd_clock_offset_seconds", "What is to be added to this rank's clock to get that of rank 0, as last measured.",
+			func(s *stats.Stats) float64 { return s.ClockOffset.Seconds() }),
+		gauge("hvd_clock_error_seconds", "How far the measured offset may be from the truth, either way.",
+			func(s *stats.Stats) float64 { return s.ClockError.Seconds() }),
+	}
+)
+
+// What rank 0 has besides.
+var (
+	coordinator = []number{
+		counter("hvd_cycles_total", "Negotiation cycles of the coordinator.", func(s *stats.Stats) uint64 { return s.Coordinator.Cycles }),
+		gauge("hvd_stalled_tensors", "Tensors that some ranks have waited for since longer than the stall warning.",
+			func(s *stats.Stats) float64 { return float64(s.Coordinator.Stalled) }),
+		counter("hvd_stall_reports_total", "Stall warnings that were given.", func(s *stats.Stats) uint64 { return s.Coordinator.StallReports }),
+	}
+	last     = desc("hvd_rank_last_total", "Tensors for which this rank was the last to ask.", labelLate)
+	lateness = desc("hvd_rank_lateness_seconds_total", "Time that the first rank to ask for a tensor had waited when this rank, the last, asked; summed over tensors.", labelLate)
+)
+
+// NewCollector makes metrics of what get returns. get is called once for each scrape, by several goroutines at once.
+func NewCollector(get func() stats.Stats) prometheus.Collector { return &collector{get} }
+
+type collector struct{ get func() stats.Stats }
+
+func (c *collector) Describe(to chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{rankInfo, duration, tensors, moved, negotiation, queued, fill.desc, last, lateness} {
+		to <- d
+	}
+	for _, group := range [][]number{numbers, clock, coordinator} {
+		for _, n := range group {
+			to <- n.desc
+		}
+	}
+}
+
+func (c *collector) Collect(to chan<- prometheus.Metric) {
+	s := c.get()
+	show := func(group ...number) {
+		for _, n := range group {
+			to <- prometheus.MustNewConstMetric(n.desc, n.kind, n.value(&s))
+		}
+	}
+	count := func(d *prometheus.Desc, value float64, labels ...string) {
+		to <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, value, labels...)
+	}
+
+	to <- prometheus.MustNewConstMetric(rankInfo, prometheus.GaugeValue, 1, strconv.Itoa(s.Rank), s.Host)
+	for i := range s.Operations {
+		op := &s.Operations[i]
+		kind, backend := op.Kind.String(), op.Backend.String()
+		to <- newHistogram(duration, &op.Durations, kind, backend)
+		count(tensors, float64(op.Tensors), kind, backend)
+	}
+	for _, m := range s.Moved {
+		count(moved, float64(m.Bytes), m.Kind.String(), m.Backend.String(), m.DType.String())
+	}
+	to <- newHistogram(negotiation, &s.Negotiation)
+	to <- newHistogram(queued, &s.Queued)
+	show(numbers...)
+	if s.FusionResponses > 0 && s.FusionThresholdBytes > 0 {
+		show(fill)
+	}
+	if s.ClockKnown {
+		show(clock...)
+	}
+	if s.Coordinator == nil {
+		return
+	}
+	show(coordinator...)
+	for _, l := range s.Coordinator.Late {
+		rank := strconv.Itoa(int(l.Rank))
+		count(last, float64(l.Last), rank)
+		count(lateness, l.Waited.Seconds(), rank)
+	}
+}
+
+// histogram is a metric of the counters of a stats.Histogram, in both of Prometheus's forms: classic, and native of schema 0,
+// whose buckets are those of stats.Histogram.
+type histogram struct {
+	desc   *prometheus.Desc
+	labels []*dto.LabelPair
+	from   *stats.Histogram
+}
+
+func newHistogram(d *prometheus.Desc, from *stats.Histogram, labels ...string) prometheus.Metric {
+	return &histogram{d, prometheus.MakeLabelPairs(d, labels), from}
+}
+
+func (h *histogram) Desc() *prometheus.Desc { return h.desc }
+
+// classicEvery thins out the classic buckets, each of which is a series: bounds are a factor of 4 apart.
+const classicEvery = 2
+
+func (h *histogram) Write(to *dto.Metric) error {
+	const finite = stats.NumBuckets - 1
+	var count uint64
+	classic := make([]*dto.Bucket, 0, finite/classicEvery+1)
+	for i := range finite {
+		count += h.from.Buckets[i]
+		if i%classicEvery == 0 {
+			classic = append(classic, &dto.Bucket{UpperBound: new(stats.UpperBound(i)), CumulativeCount: new(count)})
+		}
+	}
+	count += h.from.Buckets[finite]
+
+	// Native bucket i of schema 0 has what is in (2^(i-1), 2^i]. Our first, which begins at 0, is the native zero bucket; our last
+	// counts as the first bucket of what it has.
+	native := h.from.Buckets[1:]
+	var spans []*dto.BucketSpan
+	var deltas []int64
+	if count > h.from.Buckets[0] {
+		begin, end := 0, len(native)
+		for native[begin] == 0 {
+			begin++
+		}
+		for native[end-1] == 0 {
+			end--
+		}
+		spans = []*dto.BucketSpan{{Offset: new(int32(begin + 1 + stats.MinExponent)), Length: new(uint32(end - begin))}}
+		previous := int64(0)
+		for _, n := range native[begin:end] {
+			deltas = append(deltas, int64(n)-previous)
+			previous = int64(n)
+		}
+	}
+	to.Label = h.labels
+	to.Histogram = &dto.Histogram{
+		SampleCount: &count, SampleSum: new(h.from.Sum.Seconds()), Bucket: classic,
+		Schema: new(int32(0)), ZeroThreshold: new(stats.UpperBound(0)), ZeroCount: new(h.from.Buckets[0]),
+		PositiveSpan: spans, PositiveDelta: deltas,
+	}
+	return nil
+}
+
+// buildInfo is a gauge of 1 that tells versions.
+func buildInfo(name string) prometheus.Collector {
+	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: name, Help: "1, with the version of gohvd and that of Go it was built with.",
+		ConstLabels: prometheus.Labels{labelVersion: version.Module(), labelGo: runtime.Version()},
+	}, func() float64 { return 1 })
+}

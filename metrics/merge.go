@@ -1,0 +1,131 @@
+package metrics
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+)
+
+// maxText bounds what a rank may say, in bytes. Rank 0 of the largest job has some 600 KiB.
+const maxText = 2 << 20
+
+var (
+	errLate  = errors.New("metrics: the ranks have not answered in time")
+	errEnded = errors.New("metrics: the job has ended")
+)
+
+// merger puts the metrics of ranks together.
+type merger struct {
+	families map[string]*dto.MetricFamily
+	parser   expfmt.TextParser
+}
+
+func newMerger() *merger {
+	return &merger{families: map[string]*dto.MetricFamily{}, parser: expfmt.NewTextParser(model.LegacyValidation)}
+}
+
+// add adds what a rank has said, which it alone is to blame for: all of it or, with an error, nothing.
+func (m *merger) add(rank int, host string, text []byte) error {
+	if len(text) > maxText {
+		return fmt.Errorf("got %d bytes, want %d at most", len(text), maxText)
+	}
+	// One label that is not makes Prometheus refuse the metrics of all.
+	if !utf8.Valid(text) {
+		return errors.New("got text that is not UTF-8")
+	}
+	families, err := m.parser.TextToMetricFamilies(bytes.NewReader(text))
+	if err != nil {
+		return fmt.Errorf("got text that is no metrics: %.200w", err)
+	}
+	if len(families) == 0 {
+		return errors.New("got no metrics")
+	}
+	rankPair := &dto.LabelPair{Name: new(labelRank), Value: new(strconv.Itoa(rank))}
+	hostPair := &dto.LabelPair{Name: new(labelHost), Value: &host}
+	for name, f := range families {
+		if name == upName || strings.HasPrefix(name, jobPrefix) {
+			return fmt.Errorf("got %.100q, which only the launcher has", name)
+		}
+		if have := m.families[name]; have != nil && have.GetType() != f.GetType() {
+			return fmt.Errorf("got %.100q of type %v, and other ranks have it of type %v", name, f.GetType(), have.GetType())
+		}
+		if with := m.mixedUp(name, f, families); with != "" {
+			return fmt.Errorf("got %.100q beside %.100q, whose series have one name", name, with)
+		}
+		seen := make(map[string]bool, len(f.Metric))
+		for _, metric := range f.Metric {
+			metric.Label = slices.DeleteFunc(metric.Label, func(l *dto.LabelPair) bool {
+				return l.GetName() == labelRank || l.GetName() == labelHost
+			})
+			metric.Label = append(metric.Label, rankPair, hostPair)
+			// The time is that of the scrape.
+			metric.TimestampMs = nil
+			key := keyOf(metric.Label)
+			if seen[key] {
+				return fmt.Errorf("got %.100q twice with the same labels", name)
+			}
+			seen[key] = true
+		}
+	}
+	for name, f := range families {
+		if have := m.families[name]; have != nil {
+			have.Metric = append(have.Metric, f.Metric...)
+		} else {
+			m.families[name] = f
+		}
+	}
+	return nil
+}
+
+// suffixes are those of the series of a histogram or a summary.
+var suffixes = []string{"_bucket", "_sum", "_count"}
+
+// mixedUp returns the name of a metric, of those that there are and others, that has series of the same names as one called name.
+func (m *merger) mixedUp(name string, f *dto.MetricFamily, others map[string]*dto.MetricFamily) string {
+	for _, suffix := range suffixes {
+		for _, all := range []map[string]*dto.MetricFamily{m.families, others} {
+			if all[name+suffix] != nil && hasSuffixes(f) {
+				return name + suffix
+			}
+			if base, cut := strings.CutSuffix(name, suffix); cut && all[base] != nil && hasSuffixes(all[base]) {
+				return base
+			}
+		}
+	}
+	return ""
+}
+
+func hasSuffixes(f *dto.MetricFamily) bool {
+	return f.GetType() == dto.MetricType_HISTOGRAM || f.GetType() == dto.MetricType_GAUGE_HISTOGRAM || f.GetType() == dto.MetricType_SUMMARY
+}
+
+// keyOf sorts labels, and is the same for the same ones.
+func keyOf(labels []*dto.LabelPair) string {
+	slices.SortFunc(labels, func(a, b *dto.LabelPair) int { return strings.Compare(a.GetName(), b.GetName()) })
+	var key []byte
+	for _, l := range labels {
+		key = strconv.AppendQuote(append(append(key, l.GetName()...), '='), l.GetValue())
+	}
+	return string(key)
+}
+
+// with is what was added and others, whose names no rank may have, in the order of names.
+func (m *merger) with(others []*dto.MetricFamily) []*dto.MetricFamily {
+	for _, f := range others {
+		m.families[f.GetName()] = f
+	}
+	all := make([]*dto.MetricFamily, 0, len(m.families))
+	for _, name := range slices.Sorted(maps.Keys(m.families)) {
+		all = append(all, m.families[name])
+	}
+	return all
+}

@@ -1,0 +1,155 @@
+package metrics
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"strconv"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/serve"
+)
+
+const (
+	// patience bounds the parts of a scrape: the request, and the answer from its first byte to its last.
+	patience = 10 * time.Second
+	// grace is how long answers that are under way may take when the server is closed. A job does not end later for a scrape.
+	grace = 250 * time.Millisecond
+	// maxConns is how many connections there may be at a time, so that strangers do not take the process all its descriptors.
+	maxConns = 32
+)
+
+// Address is where to listen if addr was asked for: HOST:PORT, :PORT or PORT. Without a host it is 127.0.0.1; who wants to be
+// reached from elsewhere says so, by an address of the host or 0.0.0.0. plus is added to the port unless that is 0: processes of a
+// host that were given the same address add their local rank.
+func Address(addr string, plus int) (string, error) {
+	host, port, err := net.SplitHostPort(addr)
+	if _, notNumber := strconv.Atoi(addr); notNumber == nil {
+		host, port, err = "", addr, nil
+	}
+	if err != nil {
+		return "", fmt.Errorf("metrics: address %q: %w", addr, err)
+	}
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil {
+		return "", fmt.Errorf("metrics: address %q: got port %q, want a number from 0 to 65535", addr, port)
+	}
+	if n != 0 {
+		n += uint64(plus)
+	}
+	if n > 65535 {
+		return "", fmt.Errorf("metrics: address %q: the port of local rank %d would be %d, want 65535 at most", addr, plus, n)
+	}
+	if host == "" {
+		host = "127.0.0.1"
+	}
+	return net.JoinHostPort(host, strconv.FormatUint(n, 10)), nil
+}
+
+// Server serves metrics over HTTP.
+type Server struct {
+	listener net.Listener
+	http     http.Server
+	cancel   context.CancelFunc
+	close    sync.Once
+
+	running sync.WaitGroup // the server, and answers
+	mu      sync.Mutex
+	closed  bool // no answer begins
+}
+
+// Serve serves h at addr, which has one of the forms of Address, until Close. log may be nil.
+func Serve(addr string, h http.Handler, log *zap.Logger) (*Server, error) {
+	at, err := Address(addr, 0)
+	if err != nil {
+		return nil, err
+	}
+	l, err := net.Listen("tcp", at)
+	if err != nil {
+		return nil, fmt.Errorf("metrics: %w", err)
+	}
+	if log == nil {
+		log = zap.NewNop()
+	}
+	return serveOn(l, h, log), nil
+}
+
+func serveOn(l net.Listener, h http.Handler, log *zap.Logger) *Server {
+	ctx, cancel := context.WithCancel(context.Background())
+	s := &Server{listener: &bounded{l, serve.NewDoorway(maxConns)}, cancel: cancel}
+	s.http = http.Server{
+		Handler:     http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.answer(h, w, r) }),
+		ReadTimeout: patience, WriteTimeout: patience, IdleTimeout: 3 * time.Minute, MaxHeaderBytes: 8 << 10,
+		ErrorLog:    zap.NewStdLog(log),
+		BaseContext: func(net.Listener) context.Context { return ctx },
+	}
+	s.running.Go(func() {
+		if err := s.http.Serve(s.listener); !errors.Is(err, http.ErrServerClosed) {
+			log.Error("metrics are no longer served", zap.String("address", s.Addr()), zap.Error(err))
+		}
+	})
+	return s
+}
+
+func (s *Server) answer(h http.Handler, w http.ResponseWriter, r *http.Request) {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		return // the connection is being closed
+	}
+	s.running.Add(1)
+	s.mu.Unlock()
+	defer s.running.Done()
+	h.ServeHTTP(w, r)
+}
+
+// Addr is where it listens, host:port.
+func (s *Server) Addr() string { return s.listener.Addr().String() }
+
+// Close ends it and waits for the answers that are under way, for which there is a quarter of a second; those that take longer are cut.
+func (s *Server) Close() error {
+	s.close.Do(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), grace)
+		defer cancel()
+		// What these say is that connections had to be cut.
+		_ = s.http.Shutdown(ctx)
+		s.cancel()
+		_ = s.http.Close()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.closed = true
+	})
+	s.running.Wait()
+	return nil
+}
+
+// bounded keeps at most maxConns connections: one more, and the oldest has to go. So nobody is kept out by those who stay, and a
+// Prometheus whose idle connection has gone makes another.
+type bounded struct {
+	net.Listener
+	doorway *serve.Doorway
+}
+
+func (l *bounded) Accept() (net.Conn, error) {
+	conn, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &boundedConn{Conn: conn, place: l.doorway.Enter(conn)}, nil
+}
+
+type boundedConn struct {
+	net.Conn
+	place *serve.Place
+	leave sync.Once
+}
+
+func (c *boundedConn) Close() error {
+	c.leave.Do(func() { c.place.Leave() })
+	return c.Conn.Close()
+}

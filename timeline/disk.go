@@ -1,0 +1,318 @@
+package timeline
+
+import (
+	"bytes"
+	"compress/gzip"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+)
+
+// disk is a sink of regular files. The file that has the name is never written to: a twin gets what is new, and then takes the
+// name, while what had it becomes the twin. A rename puts one file in the place of another in one step, on every file system; a
+// hard link keeps the one that was there. (The exchange of renameat2 would do it in one call, but not on NFS.)
+type disk struct {
+	path    string
+	max     int64
+	limit   int64 // of a segment
+	inPlace bool  // no hard links here: the file that has the name is written to
+	late    bool  // nothing takes the name before the first commit
+	visible *file // nil if there is none
+	hidden  *file // nil if there is none; visible, but for what is newer in either
+	closed  []piece
+}
+
+// piece is a segment that was closed.
+type piece struct {
+	name string
+	size int64
+}
+
+// twin is the hidden name i of two: while the files change places, both are taken.
+func twin(path string, i int) string {
+	return filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".twin"+strconv.Itoa(i))
+}
+
+// newDisk removes what an earlier timeline has left: twins, if it was killed, and segments.
+func newDisk(path string, most int64, late, inPlace bool) (*disk, error) {
+	d := &disk{path: path, max: most, limit: segmentLimit(most), late: late, inPlace: inPlace}
+	for i := range 2 {
+		if err := remove(twin(path, i)); err != nil {
+			return nil, err
+		}
+	}
+	old, err := segments(path)
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range old {
+		if err := remove(name); err != nil {
+			return nil, err
+		}
+	}
+	f, err := d.create(nil)
+	if err != nil {
+		return nil, err
+	}
+	f.close()
+	if !d.inPlace {
+		d.inPlace = os.Link(f.name, twin(path, 1)) != nil
+		if err := remove(twin(path, 1)); err != nil {
+			return nil, err
+		}
+	}
+	return d, remove(f.name)
+}
+
+// segmentLimit makes eight of the cap. Larger ones than 64 MiB are no help to viewers, nor to who copies one that grows.
+func segmentLimit(most int64) int64 { return min(most/8, 64<<20) }
+
+// segments are the closed segments of a path that are there, and are timelines.
+func segments(path string) (names []string, err error) {
+	dir, base := filepath.Split(path)
+	stem, ext := split(base)
+	entries, err := os.ReadDir(filepath.Clean(dir + "."))
+	for _, e := range entries {
+		number, ok := strings.CutPrefix(e.Name(), stem+".")
+		if !ok || !e.Type().IsRegular() {
+			continue
+		}
+		number, ok = strings.CutSuffix(number, ext)
+		if n, err := strconv.ParseUint(number, 10, 31); !ok || err != nil || strconv.FormatUint(n, 10) != number {
+			continue
+		}
+		if name := dir + e.Name(); isTimeline(name) {
+			names = append(names, name)
+		}
+	}
+	return names, err
+}
+
+// isTimeline reports whether a file begins as ours do, so that nothing else is removed.
+func isTimeline(name string) bool {
+	f, err := os.Open(name)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = f.Close() }()
+	var r io.Reader = f
+	if strings.HasSuffix(name, ".gz") {
+		if r, err = gzip.NewReader(f); err != nil {
+			return false
+		}
+	}
+	head := make([]byte, 1<<10)
+	n, _ := io.ReadFull(r, head) // a short file is as good
+	return bytes.Contains(head[:n], []byte(`"hvd_rank"`))
+}
+
+func remove(name string) error {
+	if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// create makes a file with the first hidden name that is free.
+func (d *disk) create(content []byte) (*file, error) {
+	name := d.free()
+	if err := remove(name); err != nil {
+		return nil, err
+	}
+	f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL|syscall.O_NOFOLLOW, 0o644)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := f.Write(content); err != nil {
+		_ = f.Close()
+		return nil, errors.Join(err, remove(name))
+	}
+	return &file{f: f, name: name}, nil
+}
+
+// free is the hidden name that the twin does not have.
+func (d *disk) free() string {
+	if d.hidden != nil && d.hidden.name == twin(d.path, 0) {
+		return twin(d.path, 1)
+	}
+	return twin(d.path, 0)
+}
+
+func (d *disk) next(number int, first []byte, tail int) error {
+	d.drop()
+	if d.visible != nil {
+		if err := d.mine(); err != nil {
+			return err
+		}
+		if err := d.evict(d.visible.body + int64(tail) + d.limit); err != nil {
+			return err
+		}
+	}
+	f, err := d.create(first)
+	if err != nil {
+		return err
+	}
+	f.body = int64(len(first) - tail)
+	if d.visible == nil && d.late {
+		d.hidden = f
+		return nil
+	}
+	if d.visible != nil {
+		keep := beside(d.path, strconv.Itoa(number))
+		if err = remove(keep); err == nil {
+			if d.inPlace {
+				err = os.Rename(d.path, keep)
+			} else {
+				err = os.Link(d.path, keep)
+			}
+		}
+		if err != nil {
+			f.close()
+			return errors.Join(err, remove(f.name))
+		}
+		d.closed = append(d.closed, piece{keep, d.visible.body + int64(tail)})
+		d.visible.close()
+		d.visible = nil
+	}
+	if err := os.Rename(f.name, d.path); err != nil {
+		f.close()
+		return errors.Join(err, remove(f.name))
+	}
+	f.name, d.visible = d.path, f
+	return nil
+}
+
+// evict removes the oldest segments until so many bytes more are within the cap.
+func (d *disk) evict(more int64) error {
+	if d.max <= 0 {
+		return nil
+	}
+	for _, p := range d.closed {
+		more += p.size
+	}
+	for len(d.closed) > 0 && more > d.max {
+		if err := remove(d.closed[0].name); err != nil {
+			return err
+		}
+		more -= d.closed[0].size
+		d.closed = slices.Delete(d.closed, 0, 1)
+	}
+	return nil
+}
+
+// mine fails if the path is no longer the file that we put there.
+func (d *disk) mine() error {
+	at, err := os.Lstat(d.path)
+	if err != nil {
+		return lost(err)
+	}
+	ours, err := d.visible.f.Stat()
+	if err != nil {
+		return err
+	}
+	if !os.SameFile(at, ours) {
+		return fmt.Errorf("%s: %w", d.path, errLost)
+	}
+	return nil
+}
+
+// lost marks the errors that say that the file has gone.
+func lost(err error) error {
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) || errors.Is(err, syscall.ESTALE) {
+		return fmt.Errorf("%w: %w", errLost, err)
+	}
+	return err
+}
+
+func (d *disk) write(p, tail []byte) (int, error) {
+	if d.inPlace && d.visible != nil {
+		n, err := d.visible.f.WriteAt(slices.Concat(p, tail), d.visible.body)
+		n = min(n, len(p))
+		d.visible.body += int64(n)
+		return n, err
+	}
+	if d.hidden == nil {
+		f, err := d.create(nil)
+		if err != nil {
+			return 0, err
+		}
+		d.hidden = f
+	}
+	if d.visible != nil {
+		if err := d.hidden.extend(d.visible); err != nil {
+			return 0, err
+		}
+	}
+	n, err := d.hidden.f.WriteAt(p, d.hidden.body)
+	d.hidden.body += int64(n)
+	return n, err
+}
+
+func (d *disk) commit(tail []byte) error {
+	if d.inPlace && d.visible != nil {
+		return d.mine()
+	}
+	h := d.hidden
+	if h == nil || d.visible != nil && h.body <= d.visible.body {
+		return nil
+	}
+	if _, err := h.f.WriteAt(tail, h.body); err != nil {
+		return err
+	}
+	// An earlier attempt may have left more.
+	if err := h.f.Truncate(h.body + int64(len(tail))); err != nil {
+		return err
+	}
+	if d.visible == nil {
+		if err := os.Rename(h.name, d.path); err != nil {
+			return lost(err)
+		}
+		h.name, d.visible, d.hidden = d.path, h, nil
+		return nil
+	}
+	if err := d.mine(); err != nil {
+		return err
+	}
+	other := d.free()
+	if err := remove(other); err != nil {
+		return err
+	}
+	if err := os.Link(d.path, other); err != nil {
+		return lost(err)
+	}
+	if err := os.Rename(h.name, d.path); err != nil {
+		return lost(err)
+	}
+	d.visible.name, h.name = other, d.path
+	d.visible, d.hidden = h, d.visible
+	return nil
+}
+
+// drop removes the twin.
+func (d *disk) drop() {
+	if d.hidden != nil {
+		_ = remove(d.hidden.name) // if it stays, the next timeline removes it
+		d.hidden.close()
+		d.hidden = nil
+	}
+}
+
+func (d *disk) forget() {
+	d.drop()
+	if d.visible != nil {
+		d.visible.close()
+		d.visible = nil
+	}
+}
+
+func (d *disk) close() error {
+	d.forget()
+	return nil
+}

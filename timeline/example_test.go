@@ -1,0 +1,48 @@
+package timeline_test
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/timeline"
+	"github.com/gohvd/gohvd/timeline/timelinetest"
+)
+
+// What one operation of one rank looks like to who reads the file.
+func Example() {
+	dir, err := os.MkdirTemp("", "timeline")
+	if err != nil {
+		panic(err)
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	path := timeline.PathOf(filepath.Join(dir, "t.json"), 1)
+	t, err := timeline.Start(timeline.Config{Path: path, Rank: 1, Size: 2, MaxBytes: 1 << 30})
+	if err != nil {
+		panic(err)
+	}
+	ms := time.Millisecond
+	t.Record(&trace.Operation{
+		Number: 1, Kind: message.Barrier, Granted: 3 * ms, Begun: 3 * ms, Ended: 4 * ms,
+		Tensors: []trace.Tensor{{Name: "barrier", Submitted: 1 * ms, Sent: 2 * ms}},
+	})
+	if err := t.Close(); err != nil {
+		panic(err)
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		panic(err)
+	}
+	defer func() { _ = f.Close() }()
+	s, err := timelinetest.Read(f)
+	if err != nil {
+		panic(err)
+	}
+	for _, o := range s.Operations {
+		fmt.Printf("%s: %s %s, negotiated for %v µs, done after %v µs\n", filepath.Base(path), o.Track, o.Kind, o.Granted-o.Submitted, o.Ended-o.Granted)
+	}
+	// Output: t.rank1.json: barrier BARRIER, negotiated for 2000 µs, done after 1000 µs
+}

@@ -1,0 +1,876 @@
+package timeline
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/timeline/timelinetest"
+)
+
+// child is what this test's binary does as a process of its own.
+func child(what string, args []string) {
+	var err error
+	switch what {
+	case "write":
+		err = writeForever(args[0], args[1])
+	case "full":
+		err = writeToFullDisk(args[0])
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func command(t *testing.T, args ...string) *exec.Cmd {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return exec.CommandContext(testnet.Context(t), self, append([]string{"child"}, args...)...)
+}
+
+// writeForever records as fast as it can, and says after each Write the number of the last operation before it.
+func writeForever(path, most string) error {
+	cfg := testConfig(path)
+	var err error
+	if cfg.MaxBytes, err = strconv.ParseInt(most, 10, 64); err != nil {
+		return err
+	}
+	k := quick
+	k.tensors = 1 << 14
+	tl, err := start(cfg, k)
+	if err != nil {
+		return err
+	}
+	number := uint64(0)
+	for {
+		for range 1 + rand.IntN(100) { // a segment has room for about 7
+			number++
+			tl.Record(simple(number, "a", "b\n", "c"))
+		}
+		if err := tl.Write(); err != nil {
+			return err
+		}
+		if tl.Dropped() == 0 { // else the last one may not be there
+			fmt.Println(number)
+		}
+	}
+}
+
+// The promise: whenever the process is killed, the name is a complete file, with all that Write had written.
+func TestKilled(t *testing.T) {
+	for _, c := range []struct {
+		name, most string
+		kills      int
+	}{{"t.json", "160000", 50}, {"t.json", "0", 10}, {"t.json.gz", "40000", 10}, {"t.json.gz", "0", 5}} {
+		t.Run(c.name+" "+c.most, func(t *testing.T) {
+			if testing.Short() {
+				c.kills /= 5
+			}
+			dir := t.TempDir()
+			path := filepath.Join(dir, c.name)
+			for range c.kills {
+				// The next one starts beside what the one before has left.
+				cmd := command(t, "write", path, c.most)
+				var stderr bytes.Buffer
+				cmd.Stderr = &stderr
+				out, err := cmd.StdoutPipe()
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := cmd.Start(); err != nil {
+					t.Fatal(err)
+				}
+				lines := bufio.NewScanner(out)
+				if !lines.Scan() {
+					_ = cmd.Wait()
+					t.Fatalf("the child wrote nothing: %s", stderr.String())
+				}
+				killer := time.AfterFunc(time.Duration(rand.Int64N(int64(8*time.Millisecond))), func() { _ = cmd.Process.Kill() })
+				last := lines.Text()
+				for lines.Scan() {
+					last = lines.Text()
+				}
+				killer.Stop()
+				if err := cmd.Wait(); err == nil {
+					t.Fatal("the child ended by itself")
+				}
+				if stderr.Len() > 0 {
+					t.Fatalf("the child failed: %s", stderr.String())
+				}
+				said, err := strconv.ParseUint(last, 10, 64)
+				if err != nil {
+					t.Fatal(err)
+				}
+				s := mustRead(t, path)
+				var wrote uint64
+				if n := len(s.Operations); n > 0 {
+					wrote = s.Operations[n-1].Number
+				} else if s.Segment > 1 {
+					old := mustRead(t, beside(path, strconv.Itoa(s.Segment-1)))
+					wrote = old.Operations[len(old.Operations)-1].Number
+				}
+				if wrote < said {
+					t.Errorf("got operations up to %d, but Write had returned after %d", wrote, said)
+				}
+				names, err := segments(path)
+				if err != nil {
+					t.Fatal(err)
+				}
+				for _, name := range names {
+					mustRead(t, name)
+				}
+			}
+			tl := mustStart(t, testConfig(path), quick)
+			mustClose(t, tl)
+			if left := folder(t, dir); len(left) != 1 {
+				t.Errorf("got %v, want the twins and segments of the killed gone", left)
+			}
+		})
+	}
+}
+
+// Who reads the file while it is written sees a complete one, if its size has not changed meanwhile.
+func TestReadWhileWriting(t *testing.T) {
+	// Segments of a few events, so that the reader meets a change, and of some hundreds.
+	for _, most := range []int64{80_000, 800_000} {
+		path := filepath.Join(t.TempDir(), "t.json")
+		cfg := testConfig(path)
+		cfg.MaxBytes = most
+		k := quick
+		k.interval = 5 * time.Millisecond
+		tl := mustStart(t, cfg, k)
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		var wg sync.WaitGroup
+		reads, changed := 0, 0
+		for range 2 {
+			wg.Go(func() {
+				for n := uint64(1); ctx.Err() == nil; n++ {
+					tl.Record(simple(n, "a", "b"))
+				}
+			})
+		}
+		for ctx.Err() == nil && reads < 30 {
+			f, err := os.Open(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			before, err := f.Stat()
+			if err != nil {
+				t.Fatal(err)
+			}
+			b, err := io.ReadAll(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			after, err := f.Stat()
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = f.Close()
+			if before.Size() != after.Size() {
+				changed++
+				continue
+			}
+			reads++
+			if err := timelinetest.Check(bytes.NewReader(b)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		cancel()
+		wg.Wait()
+		if reads < 30 {
+			t.Errorf("got %d reads in 20 s, and %d while it changed", reads, changed)
+		}
+		mustClose(t, tl)
+		mustRead(t, path)
+	}
+}
+
+// usage is how much the files of a folder take, without hidden ones.
+func usage(t *testing.T, dir string) (sum int64) {
+	t.Helper()
+	for _, name := range folder(t, dir) {
+		// A file may be removed meanwhile.
+		if at, err := os.Stat(filepath.Join(dir, name)); err == nil && !strings.HasPrefix(name, ".") {
+			sum += at.Size()
+		}
+	}
+	return sum
+}
+
+// Much more than the cap goes through, and it holds at every moment.
+func TestCap(t *testing.T) {
+	for _, name := range []string{"t.json", "t.json.gz"} {
+		for _, inPlace := range []bool{false, true} {
+			dir := t.TempDir()
+			path := filepath.Join(dir, name)
+			cfg := testConfig(path)
+			cfg.MaxBytes = 1 << 18
+			k := quick
+			k.inPlace = inPlace
+			tl := mustStart(t, cfg, k)
+			var most int64
+			number := uint64(0)
+			for range 40 {
+				for range 60 {
+					number++
+					tl.Record(simple(number, "a"+strconv.Itoa(rand.IntN(50)), "b"+strconv.FormatUint(rand.Uint64(), 36)))
+				}
+				if err := tl.Write(); err != nil {
+					t.Fatal(err)
+				}
+				most = max(most, usage(t, dir))
+			}
+			mustClose(t, tl)
+			if most = max(most, usage(t, dir)); most > cfg.MaxBytes || most < cfg.MaxBytes*3/4 {
+				t.Errorf("%s: got up to %d bytes, want about %d and not more", name, most, cfg.MaxBytes)
+			}
+			if tl.Dropped() > 0 {
+				t.Errorf("%s: %d dropped", name, tl.Dropped())
+			}
+			for _, f := range folder(t, dir) {
+				mustRead(t, filepath.Join(dir, f))
+			}
+			s := mustRead(t, path)
+			if s.Segment < 5 || !s.Ended || s.Operations[len(s.Operations)-1].Number != number {
+				t.Errorf("%s: got segment %d, ended %v, want the last operation in a late segment", name, s.Segment, s.Ended)
+			}
+			if _, err := os.Stat(beside(path, "1")); !errors.Is(err, os.ErrNotExist) {
+				t.Errorf("%s: the first segment is there: %v", name, err)
+			}
+		}
+	}
+}
+
+// One tensor that is larger than a segment is dropped, not written over the cap, and what follows is there.
+func TestTooLarge(t *testing.T) {
+	dir := t.TempDir()
+	cfg := testConfig(filepath.Join(dir, "t.json"))
+	cfg.MaxBytes = 64 << 10
+	tl := mustStart(t, cfg, quick)
+	tl.Record(simple(1, "a"))
+	tl.Record(simple(2, "a", strings.Repeat("x", 9<<10), "b"))
+	tl.Record(simple(3, "c"))
+	mustClose(t, tl)
+	s := mustRead(t, cfg.Path)
+	if tl.Dropped() != 1 || s.Dropped != 1 || usage(t, dir) > cfg.MaxBytes {
+		t.Errorf("got %d dropped, %d bytes, want one operation with a gap", tl.Dropped(), usage(t, dir))
+	}
+	if n := len(s.Operations); n == 0 || s.Operations[n-1].Track != "c" {
+		t.Errorf("got %+v, want the operations after it", s.Operations)
+	}
+}
+
+func TestRing(t *testing.T) {
+	for _, name := range []string{"t.json", "t.json.gz"} {
+		dir := t.TempDir()
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte("older"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		cfg := testConfig(path)
+		cfg.Last = 200 * time.Millisecond
+		cfg.Rank = 1
+		k := quick
+		k.tensors = 1 << 12
+		tl := mustStart(t, cfg, k)
+		tl.Offset(trace.Offset{At: 1, Offset: time.Second, Error: 5})
+		for n := range uint64(600) { // one in each millisecond
+			tl.Record(simple(n+1, "g"))
+			if n%20 == 0 {
+				// Write is what makes batches here; the file shows that none is needed for that.
+				testnet.Eventually(t, "the batch is taken", func() bool {
+					tl.mu.Lock()
+					defer tl.mu.Unlock()
+					return tl.filling.operations() < 20
+				})
+			}
+		}
+		if b, err := os.ReadFile(path); err != nil || string(b) != "older" || len(folder(t, dir)) != 1 {
+			t.Errorf("got %q, %v, %v, want nothing written yet", b, err, folder(t, dir))
+		}
+		check := func(first, last uint64, ended bool) {
+			t.Helper()
+			s := mustRead(t, path)
+			if n := len(s.Operations); n == 0 || s.Operations[0].Number != first || s.Operations[n-1].Number != last || s.Ended != ended {
+				t.Errorf("got %d operations, ended %v, want %d to %d: %+v", n, s.Ended, first, last, s.Operations[0])
+			}
+			if len(s.Clocks) != 1 || s.Clocks[0] != (timelinetest.Clock{At: 0.001, Offset: 1e6, Error: 0.005}) {
+				t.Errorf("got clocks %v, want the one from the beginning", s.Clocks)
+			}
+			if left := folder(t, dir); len(left) != 1 {
+				t.Errorf("got files %v", left)
+			}
+		}
+		if err := tl.Write(); err != nil {
+			t.Fatal(err)
+		}
+		check(400, 600, false)
+		for n := range uint64(100) {
+			tl.Record(simple(n+601, "g"))
+		}
+		if err := tl.Write(); err != nil {
+			t.Fatal(err)
+		}
+		check(500, 700, false)
+		mustClose(t, tl)
+		check(500, 700, true)
+	}
+}
+
+// Also what waits behind an operation that cannot be written is counted.
+func TestCloseCountsWhatWaits(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "d")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	k := quick
+	k.retry = time.Hour
+	tl := mustStart(t, testConfig(filepath.Join(dir, "t.json")), k)
+	for n := range uint64(2) { // so that there is a twin
+		tl.Record(simple(n, "g"))
+		if err := tl.Write(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		t.Fatal(err)
+	}
+	tl.Record(simple(1, "g")) // lost with the file
+	testnet.WantError(t, tl.Write(), "no such file")
+	tl.Record(simple(2, "g")) // taken by the writer, and not written
+	testnet.WantError(t, tl.Write(), "no such file")
+	tl.Record(simple(3, "g"))
+	testnet.WantError(t, tl.Close(), "2 operations")
+	if tl.Dropped() != 3 {
+		t.Errorf("got %d dropped, want 3", tl.Dropped())
+	}
+}
+
+// Memory is bounded too, not only what is written of it.
+func TestRingMemory(t *testing.T) {
+	r := newRing(time.Hour, 1<<20)
+	for n := range uint64(1000) {
+		b := newBatch(16)
+		for range 16 {
+			b.operation(simple(n+1, "g"))
+		}
+		r.add(b)
+		if r.size > r.max || r.operations() > 1000 {
+			t.Fatalf("got %d operations of about %d bytes of text, want at most %d", r.operations(), r.size, r.max)
+		}
+	}
+	if r.operations() < 100 || newRing(1, 0).max != ringBytes || newRing(1, 1<<40).max != ringBytes {
+		t.Errorf("got %d operations, want the last ones", r.operations())
+	}
+}
+
+// The ring is bounded by the cap, also if its seconds hold more.
+func TestRingCap(t *testing.T) {
+	dir := t.TempDir()
+	cfg := testConfig(filepath.Join(dir, "t.json"))
+	cfg.Last = time.Hour
+	cfg.MaxBytes = 1 << 20
+	tl := mustStart(t, cfg, quick)
+	for n := range uint64(20_000) {
+		tl.Record(simple(n+1, "g"))
+		if n%200 == 0 {
+			testnet.Eventually(t, "the batch is taken", func() bool {
+				tl.mu.Lock()
+				defer tl.mu.Unlock()
+				return tl.filling.fill() == 0
+			})
+		}
+	}
+	mustClose(t, tl)
+	s := mustRead(t, cfg.Path)
+	if u := usage(t, dir); u > cfg.MaxBytes || u < cfg.MaxBytes/4 || s.Operations[len(s.Operations)-1].Number != 20_000 {
+		t.Errorf("got %d bytes, want the last operations in at most %d", u, cfg.MaxBytes)
+	}
+}
+
+// Nothing runs, and nothing is touched, while nothing is recorded.
+func TestIdle(t *testing.T) {
+	dir := t.TempDir()
+	cfg := testConfig(filepath.Join(dir, "t.json"))
+	tl := mustStart(t, cfg, quick)
+	tl.Record(simple(1, "g"))
+	testnet.Eventually(t, "the operation is written", func() bool { return len(mustRead(t, cfg.Path).Operations) == 1 })
+	before, err := os.Stat(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := tl.Write(); err != nil {
+		t.Fatal(err)
+	}
+	if after, err := os.Stat(dir); err != nil || !after.ModTime().Equal(before.ModTime()) {
+		t.Errorf("the folder was touched for nothing: %v", err)
+	}
+	mustClose(t, tl)
+	if err := tl.Close(); err != nil {
+		t.Errorf("closing again: %v", err)
+	}
+	tl.Record(simple(2, "g"))
+	if err := tl.Write(); !errors.Is(err, ErrClosed) {
+		t.Errorf("got %v, want ErrClosed", err)
+	}
+	if n := len(mustRead(t, cfg.Path).Operations); n != 1 || tl.Dropped() != 0 {
+		t.Errorf("got %d operations, %d dropped after Close", n, tl.Dropped())
+	}
+}
+
+func TestBadPaths(t *testing.T) {
+	dir := t.TempDir()
+	for _, c := range []struct{ path, want string }{
+		{dir, "is a folder"}, {filepath.Join(dir, "none", "t.json"), "no such file"},
+		{filepath.Join(dir, strings.Repeat("x", 254)), "name too long"}, {"/proc/gohvd.json", "no such file"},
+	} {
+		for _, last := range []time.Duration{0, time.Second} {
+			cfg := testConfig(c.path)
+			cfg.Last = last
+			cfg.Rank = 3
+			tl, err := Start(cfg)
+			testnet.WantError(t, err, "rank 3", c.want)
+			if err == nil {
+				_ = tl.Close()
+			}
+		}
+	}
+	if left := folder(t, dir); len(left) != 0 {
+		t.Errorf("got files %v", left)
+	}
+}
+
+// What is not a timeline stays, and what is one of an earlier run goes.
+func TestLeftovers(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "t.json")
+	old := testConfig(filepath.Join(dir, "t.2.json"))
+	mustClose(t, mustStart(t, old, quick))
+	rank := testConfig(PathOf(path, 1))
+	mustClose(t, mustStart(t, rank, quick))
+	for _, name := range []string{"t.1.json", "t.x.json", "t.03.json", ".t.json.twin0", ".t.json.twin1"} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte("mine"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	link := filepath.Join(dir, "link.json")
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("t.json", link); err != nil {
+		t.Fatal(err)
+	}
+	tl := mustStart(t, testConfig(link), quick)
+	tl.Record(simple(1, "g"))
+	mustClose(t, tl)
+	if n := len(mustRead(t, path).Operations); n != 1 {
+		t.Errorf("got %d operations in the file that the link names", n)
+	}
+	if got, want := fmt.Sprint(folder(t, dir)), "[link.json t.03.json t.1.json t.json t.rank1.json t.x.json]"; got != want {
+		t.Errorf("got %s, want %s", got, want)
+	}
+}
+
+// A folder that goes, and a file that somebody replaces: operations are counted, and when it can it writes again.
+func TestRemoved(t *testing.T) {
+	for _, inPlace := range []bool{false, true} {
+		dir := filepath.Join(t.TempDir(), "d")
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		log, entries := testnet.Logs()
+		cfg := testConfig(filepath.Join(dir, "t.json"))
+		cfg.Log = log
+		k := quick
+		k.tensors, k.inPlace = 16, inPlace
+		tl := mustStart(t, cfg, k)
+		if err := os.RemoveAll(dir); err != nil {
+			t.Fatal(err)
+		}
+		number := uint64(0)
+		testnet.Eventually(t, "operations are dropped", func() bool {
+			number++
+			tl.Record(simple(number, "g"))
+			return tl.Dropped() > 20
+		})
+		testnet.Eventually(t, "the log says so", func() bool { return testnet.Logged(entries, "t.json", "no such file") })
+		if err := tl.Write(); err == nil {
+			t.Error("Write says that it has written")
+		}
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		testnet.Eventually(t, "it is written again", func() bool { return testnet.Logged(entries, "written again") })
+		tl.Record(simple(number+1, "g"))
+		if err := tl.Write(); err != nil {
+			t.Fatal(err)
+		}
+		s := mustRead(t, cfg.Path)
+		if n := len(s.Operations); n == 0 || s.Operations[n-1].Number != number+1 || s.Segment < 2 {
+			t.Errorf("got %+v, want a new segment with the last operation", s)
+		}
+
+		foreign := filepath.Join(dir, "foreign")
+		if err := os.WriteFile(foreign, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(foreign, cfg.Path); err != nil {
+			t.Fatal(err)
+		}
+		before := tl.Dropped()
+		tl.Record(simple(number+2, "g"))
+		testnet.WantError(t, tl.Write(), "replaced")
+		tl.Record(simple(number+3, "g"))
+		testnet.Eventually(t, "it goes on", func() bool { return tl.Write() == nil })
+		if tl.Dropped() != before+1 {
+			t.Errorf("got %d more dropped, want the one of the lost file", tl.Dropped()-before)
+		}
+		mustClose(t, tl)
+		if s := mustRead(t, cfg.Path); len(s.Operations) != 1 || s.Operations[0].Number != number+3 {
+			t.Errorf("got %+v, want the operation after it", s)
+		}
+		if entries.Len() > 4 {
+			t.Errorf("the log has %d lines: %v", entries.Len(), entries.All())
+		}
+	}
+}
+
+// What cannot be written when it is closed is an error and is counted.
+func TestCloseFails(t *testing.T) {
+	for _, last := range []time.Duration{0, time.Minute} {
+		dir := filepath.Join(t.TempDir(), "d")
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		cfg := testConfig(filepath.Join(dir, "t.json"))
+		cfg.Last = last
+		k := quick
+		k.interval = time.Hour
+		tl := mustStart(t, cfg, k)
+		tl.Record(simple(1, "g"))
+		tl.Record(simple(2, "g"))
+		if err := os.RemoveAll(dir); err != nil {
+			t.Fatal(err)
+		}
+		err := tl.Close()
+		testnet.WantError(t, err, "closing", "2 operations", "no such file")
+		if tl.Dropped() != 2 || !errors.Is(tl.Close(), err) {
+			t.Errorf("got %d dropped, and %v from a second Close", tl.Dropped(), tl.Close())
+		}
+	}
+}
+
+func TestDevices(t *testing.T) {
+	tl := mustStart(t, testConfig("/dev/null"), quick)
+	tl.Record(simple(1, "g"))
+	mustClose(t, tl)
+	_, err := Start(testConfig("/dev/full"))
+	testnet.WantError(t, err, "no space")
+}
+
+// A FIFO with a reader gets a whole file; one without a reader takes what fits, and the rest is dropped and not waited for.
+func TestFIFO(t *testing.T) {
+	for _, name := range []string{"t.json", "t.json.gz"} {
+		path := filepath.Join(t.TempDir(), name)
+		if err := syscall.Mkfifo(path, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		k := quick
+		k.tensors = 1 << 12
+		tl := mustStart(t, testConfig(path), k)
+		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var wg sync.WaitGroup
+		var s *timelinetest.Summary
+		wg.Go(func() { s, err = timelinetest.Read(f) })
+		for n := range uint64(300) { // four times what a pipe holds
+			tl.Record(simple(n+1, "g"))
+		}
+		mustClose(t, tl)
+		wg.Wait()
+		_ = f.Close()
+		if err != nil || !s.Ended || len(s.Operations) != 300 {
+			t.Errorf("%s: got %+v, %v, want 300 operations", name, s, err)
+		}
+	}
+}
+
+func TestStuck(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "fifo")
+	if err := syscall.Mkfifo(path, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	k := quick
+	k.patience = 100 * time.Millisecond
+	tl := mustStart(t, testConfig(path), k)
+	// A pipe holds 64 KiB, the buffers some more.
+	longest := time.Duration(0)
+	for n := range uint64(20_000) {
+		op := simple(n+1, "g", "h")
+		before := time.Now()
+		tl.Record(op)
+		longest = max(longest, time.Since(before))
+	}
+	if tl.Dropped() == 0 {
+		t.Error("nothing was dropped")
+	}
+	t.Logf("the longest Record took %v", longest)
+	testnet.WantError(t, tl.Write(), "100ms")
+	begin := time.Now()
+	if err := tl.Close(); err == nil {
+		t.Error("Close says that all is written")
+	}
+	if d := time.Since(begin); d > 10*time.Second {
+		t.Errorf("Close took %v", d)
+	}
+	testnet.Eventually(t, "the writer has ended and counted the rest", func() bool {
+		select {
+		case <-tl.done:
+			return true
+		default:
+			return false
+		}
+	})
+	if n := tl.Dropped(); n < 18_000 || n > 20_000 {
+		t.Errorf("got %d dropped of 20000, of which a pipe holds less than 100", n)
+	}
+}
+
+// A real full disk, in a namespace of its own: 256 KiB of tmpfs.
+func TestFullDisk(t *testing.T) {
+	cmd := command(t, "full", t.TempDir())
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS}
+	if os.Getuid() != 0 {
+		cmd.SysProcAttr.Cloneflags |= syscall.CLONE_NEWUSER
+		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{HostID: os.Getuid(), Size: 1}}
+		cmd.SysProcAttr.GidMappings = []syscall.SysProcIDMap{{HostID: os.Getgid(), Size: 1}}
+	}
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	err := cmd.Run()
+	if errors.Is(err, syscall.EPERM) || strings.Contains(stderr.String(), "mount: operation not permitted") {
+		t.Skipf("no mount namespaces here: %v", err)
+	}
+	if err != nil {
+		t.Errorf("%v: %s", err, stderr.String())
+	}
+}
+
+func writeToFullDisk(dir string) error {
+	if err := syscall.Mount("", "/", "", syscall.MS_PRIVATE|syscall.MS_REC, ""); err != nil {
+		return fmt.Errorf("mount: %w", err)
+	}
+	for _, name := range []string{"t.json", "t.json.gz"} {
+		if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=256k"); err != nil {
+			return fmt.Errorf("mount: %w", err)
+		}
+		if err := fillDisk(filepath.Join(dir, name)); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		if err := readOnly(filepath.Join(dir, "ro"+name)); err != nil {
+			return fmt.Errorf("read-only: %s: %w", name, err)
+		}
+		if err := syscall.Unmount(dir, 0); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func readFile(path string) (*timelinetest.Summary, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }()
+	return timelinetest.Read(f)
+}
+
+// until records until cond holds.
+func until(what string, tl *Timeline, number *uint64, cond func() bool) error {
+	begin := time.Now()
+	for !cond() {
+		*number++
+		// A name of its own for each, so that little of it can be compressed away.
+		tl.Record(simple(*number, strconv.FormatUint(rand.Uint64(), 36), strconv.FormatUint(rand.Uint64(), 36)))
+		if time.Since(begin) > 30*time.Second {
+			return fmt.Errorf("%s: not after 30 s and %d operations", what, *number)
+		}
+	}
+	return nil
+}
+
+func fillDisk(path string) error {
+	log, entries := testnet.Logs()
+	cfg := testConfig(path)
+	cfg.Log = log
+	k := quick
+	k.tensors = 16 // what waits in the buffers must fit when there is room again, in the file and in its twin
+	ballast := filepath.Join(filepath.Dir(path), "ballast")
+	if err := os.WriteFile(ballast, make([]byte, 150<<10), 0o600); err != nil {
+		return err
+	}
+	tl, err := start(cfg, k)
+	if err != nil {
+		return err
+	}
+	number := uint64(0)
+	// Without a cap: the disk is full some time, and then the buffers.
+	full := func() bool { return testnet.Logged(entries, "no space left") && tl.Write() != nil }
+	if err := until("full", tl, &number, full); err != nil {
+		return err
+	}
+	dropped := tl.Dropped()
+	if err := until("dropped", tl, &number, func() bool { return tl.Dropped() > dropped }); err != nil {
+		return err
+	}
+	before, err := readFile(path)
+	if err != nil {
+		return err
+	}
+	if len(before.Operations) == 0 {
+		return errors.New("nothing is in the file")
+	}
+	if err := os.Remove(ballast); err != nil {
+		return err
+	}
+	if err := until("room again", tl, &number, func() bool { return testnet.Logged(entries, "written again") }); err != nil {
+		return err
+	}
+	after, err := readFile(path)
+	if err != nil {
+		return err
+	}
+	if len(after.Operations) <= len(before.Operations) {
+		return fmt.Errorf("got %d operations after there was room again, and %d before", len(after.Operations), len(before.Operations))
+	}
+	if err := until("full again", tl, &number, full); err != nil {
+		return err
+	}
+	_ = tl.Close() // the twin goes, so there may be room for the end or not
+	last, err := readFile(path)
+	if err != nil {
+		return err
+	}
+	seen := map[uint64]int{}
+	for _, o := range last.Operations {
+		if seen[o.Number]++; seen[o.Number] > 2 {
+			return fmt.Errorf("operation %d is there %d times", o.Number, seen[o.Number])
+		}
+	}
+	if n := uint64(len(seen)) + tl.Dropped(); n < number || n > number+1 {
+		return fmt.Errorf("%d operations in the file and %d dropped, of %d", len(seen), tl.Dropped(), number)
+	}
+	if left, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".*")); err != nil || len(left) > 0 {
+		return fmt.Errorf("left behind: %v, %v", left, err)
+	}
+	return os.Remove(path)
+}
+
+// readOnly makes the file system read-only under a timeline, and checks that there is none to be started.
+func readOnly(path string) error {
+	dir := filepath.Dir(path)
+	log, entries := testnet.Logs()
+	cfg := testConfig(path)
+	cfg.Log = log
+	k := quick
+	k.tensors = 64
+	tl, err := start(cfg, k)
+	if err != nil {
+		return err
+	}
+	// The folder, not the file: a file system with a file that is written to cannot be made read-only.
+	if err := syscall.Mount(dir, dir, "", syscall.MS_BIND, ""); err != nil {
+		return err
+	}
+	if err := syscall.Mount("", dir, "", syscall.MS_BIND|syscall.MS_REMOUNT|syscall.MS_RDONLY, ""); err != nil {
+		return err
+	}
+	number := uint64(0)
+	if err := until("read-only", tl, &number, func() bool { return testnet.Logged(entries, "read-only") && tl.Dropped() > 0 }); err != nil {
+		return err
+	}
+	if _, err := readFile(path); err != nil {
+		return err
+	}
+	for _, last := range []time.Duration{0, time.Second} {
+		cfg.Path, cfg.Last = filepath.Join(dir, "new.json"), last
+		if other, err := start(cfg, k); err == nil || !strings.Contains(err.Error(), "read-only") {
+			if err == nil {
+				_ = other.Close()
+			}
+			return fmt.Errorf("starting: got %v", err)
+		}
+	}
+	if err := syscall.Unmount(dir, syscall.MNT_DETACH); err != nil {
+		return err
+	}
+	if err := tl.Close(); err != nil {
+		return err
+	}
+	s, err := readFile(path)
+	if err == nil && !s.Ended {
+		err = errors.New("no end")
+	}
+	return errors.Join(err, os.Remove(path))
+}
+
+// Many goroutines at once, with everything that can be called.
+func TestConcurrent(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "t.json")
+	cfg := testConfig(path)
+	cfg.MarkCycles = true
+	k := quick
+	k.tensors = 1 << 14
+	tl := mustStart(t, cfg, k)
+	var wg sync.WaitGroup
+	for g := range 4 {
+		wg.Go(func() {
+			for n := range uint64(500) {
+				tl.Record(simple(n+1, "g"+strconv.Itoa(g)))
+				tl.Cycle(time.Duration(n) * time.Millisecond)
+				tl.Offset(trace.Offset{At: time.Duration(n)})
+				if n%100 == 0 {
+					if err := tl.Write(); err != nil {
+						t.Error(err)
+					}
+				}
+				tl.Dropped()
+			}
+		})
+	}
+	wg.Wait()
+	for range 3 {
+		wg.Go(func() {
+			if err := tl.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if s := mustRead(t, path); len(s.Operations) != 2000 || s.Cycles != 2000 || len(s.Clocks) != 2001 || tl.Dropped() != 0 {
+		t.Errorf("got %d operations, %d cycles, %d clocks, %d dropped", len(s.Operations), s.Cycles, len(s.Clocks), tl.Dropped())
+	}
+}

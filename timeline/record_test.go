@@ -1,0 +1,617 @@
+package timeline
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/timeline/timelinetest"
+	"github.com/gohvd/gohvd/topo"
+)
+
+func TestMain(m *testing.M) {
+	if len(os.Args) > 2 && os.Args[1] == "child" {
+		child(os.Args[2], os.Args[3:])
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// quick writes often, so that tests meet many flushes.
+var quick = knobs{tensors: 1 << 10, interval: time.Millisecond, retry: 5 * time.Millisecond, patience: 20 * time.Second}
+
+func testConfig(path string) Config {
+	return Config{Path: path, Rank: 0, Size: 4, Host: "h", Epoch: 7, Clock: trace.Clock{Domain: "boot/1", Monotonic: 5*time.Second + 1}}
+}
+
+func mustStart(t testing.TB, cfg Config, k knobs) *Timeline {
+	t.Helper()
+	tl, err := start(cfg, k)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = tl.Close() })
+	return tl
+}
+
+func mustClose(t testing.TB, tl *Timeline) {
+	t.Helper()
+	if err := tl.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func mustRead(t testing.TB, path string) *timelinetest.Summary {
+	t.Helper()
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := timelinetest.Read(bytes.NewReader(b))
+	if err != nil {
+		t.Fatalf("%s: %v\n%q", path, err, b[:min(len(b), 500)])
+	}
+	return s
+}
+
+// folder is what is in a folder.
+func folder(t testing.TB, dir string) (names []string) {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+func simple(number uint64, names ...string) *trace.Operation {
+	at := time.Duration(number) * time.Millisecond
+	op := &trace.Operation{
+		Number: number, Kind: message.Allreduce, Backend: message.SHM, Algorithm: message.Ring,
+		Granted: at + 200*time.Microsecond, Begun: at + 300*time.Microsecond, Ended: at + 900*time.Microsecond,
+		Activities: []trace.Activity{
+			{Name: "MEMCPY_IN_FUSION_BUFFER", Begun: at + 310*time.Microsecond, End: at + 350*time.Microsecond},
+			{Name: "SHM_ALLREDUCE", Begun: at + 350*time.Microsecond, End: at + 800*time.Microsecond},
+			{Name: "MEMCPY_OUT_FUSION_BUFFER", Begun: at + 800*time.Microsecond, End: at + 890*time.Microsecond},
+		},
+	}
+	for _, n := range names {
+		op.Tensors = append(op.Tensors, trace.Tensor{
+			Name: n, DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Bytes: 24, Submitted: at, Sent: at + 10*time.Microsecond, Cached: true,
+		})
+	}
+	return op
+}
+
+// Every event of one operation, byte by byte: what Horovod's tools and our own read.
+func TestText(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "t.json")
+	cfg := testConfig(path)
+	cfg.MarkCycles = true
+	cfg.Clock.Start = time.UnixMicro(1_700_000_000_123_456)
+	tl := mustStart(t, cfg, quick)
+	tl.Cycle(50 * time.Microsecond)
+	op := simple(1, "g", "h")
+	op.Set = 3
+	op.Tensors[0].Arrivals = []time.Duration{1010 * time.Microsecond, 0, 900 * time.Microsecond, 1100*time.Microsecond + 1}
+	op.Tensors[1].Refused = errors.New(`rank 1 sent "x"`)
+	op.Tensors[1].Shape = nil
+	tl.Record(op)
+	barrier := &trace.Operation{Number: 2, Kind: message.Barrier, Granted: 3 * time.Millisecond, Begun: 3 * time.Millisecond, Ended: 3 * time.Millisecond,
+		Tensors: []trace.Tensor{{Name: "b", Submitted: 2 * time.Millisecond}}}
+	tl.Record(barrier)
+	if err := tl.Write(); err != nil {
+		t.Fatal(err)
+	}
+	got, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := `[
+{"name":"process_name","ph":"M","pid":0,"args":{"start_time_since_epoch_in_micros":1700000000123456}},
+{"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}},
+{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":0,"size":4,"host":"h","epoch":7,"segment":1,"clock_domain":"boot/1","monotonic_us":5000000.001,"dropped":0,"version":1}},
+{"name":"hvd_clock","ph":"i","s":"p","ts":0,"pid":0,"args":{"offset_us":0,"error_us":0}},
+{"name":"CYCLE_START","ph":"i","s":"g","ts":50,"pid":0},
+{"name":"process_name","ph":"M","pid":1,"args":{"name":"g [set 3]"}},
+{"name":"process_sort_index","ph":"M","pid":1,"args":{"sort_index":1}},
+{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":900,"pid":1,"args":{"set":3,"op":1,"submitted":1000}},
+{"name":"2","ph":"X","ts":900,"dur":0,"pid":1},
+{"name":"0","ph":"X","ts":1010,"dur":0,"pid":1},
+{"name":"3","ph":"X","ts":1100.001,"dur":0,"pid":1},
+{"ph":"E","ts":1200,"pid":1,"args":{"cached":true,"sent":1010,"last":3,"late_us":200.001}},
+{"name":"ALLREDUCE","ph":"B","ts":1200,"pid":1},
+{"name":"QUEUE","ph":"B","ts":1200,"pid":1},
+{"ph":"E","ts":1300,"pid":1},
+{"name":"MEMCPY_IN_FUSION_BUFFER","ph":"B","ts":1310,"pid":1},
+{"ph":"E","ts":1350,"pid":1},
+{"name":"SHM_ALLREDUCE","ph":"B","ts":1350,"pid":1},
+{"ph":"E","ts":1800,"pid":1},
+{"name":"MEMCPY_OUT_FUSION_BUFFER","ph":"B","ts":1800,"pid":1},
+{"ph":"E","ts":1890,"pid":1},
+{"ph":"E","ts":1900,"pid":1,"args":{"dtype":"float32","shape":"[2, 3]","bytes":24,"set":3,"op":1,"fused":2,"backend":"shm","algorithm":"ring"}},
+{"name":"process_name","ph":"M","pid":2,"args":{"name":"h [set 3]"}},
+{"name":"process_sort_index","ph":"M","pid":2,"args":{"sort_index":2}},
+{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":1000,"pid":2,"args":{"set":3,"op":1}},
+{"ph":"E","ts":1200,"pid":2,"args":{"cached":true,"sent":1010}},
+{"name":"ERROR","ph":"B","ts":1200,"pid":2},
+{"name":"QUEUE","ph":"B","ts":1200,"pid":2},
+{"ph":"E","ts":1300,"pid":2},
+{"name":"MEMCPY_IN_FUSION_BUFFER","ph":"B","ts":1310,"pid":2},
+{"ph":"E","ts":1350,"pid":2},
+{"name":"SHM_ALLREDUCE","ph":"B","ts":1350,"pid":2},
+{"ph":"E","ts":1800,"pid":2},
+{"name":"MEMCPY_OUT_FUSION_BUFFER","ph":"B","ts":1800,"pid":2},
+{"ph":"E","ts":1890,"pid":2},
+{"ph":"E","ts":1900,"pid":2,"args":{"dtype":"float32","shape":"[]","bytes":24,"set":3,"op":1,"fused":2,"backend":"shm","algorithm":"ring","error":"rank 1 sent \"x\""}},
+{"name":"process_name","ph":"M","pid":3,"args":{"name":"b"}},
+{"name":"process_sort_index","ph":"M","pid":3,"args":{"sort_index":3}},
+{"name":"NEGOTIATE_BARRIER","ph":"B","ts":2000,"pid":3,"args":{"set":0,"op":2}},
+{"ph":"E","ts":3000,"pid":3,"args":{"cached":false}},
+{"name":"BARRIER","ph":"B","ts":3000,"pid":3},
+{"name":"QUEUE","ph":"B","ts":3000,"pid":3},
+{"ph":"E","ts":3000,"pid":3},
+{"ph":"E","ts":3000,"pid":3,"args":{"bytes":0,"set":0,"op":2,"fused":1,"backend":"none","algorithm":"none"}}
+]
+`
+	if string(got) != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+	mustRead(t, path)
+	mustClose(t, tl)
+	// The start was long ago, and the end is now.
+	s := mustRead(t, path)
+	if !s.Ended || s.Dropped != 0 || len(s.Operations) != 3 {
+		t.Errorf("got %+v, want an end", s)
+	}
+	b, _ := os.ReadFile(path)
+	if i := bytes.Index(b, []byte(`"hvd_end"`)); i < 0 || bytes.Contains(b[i:], []byte(`"ts":3000,`)) {
+		t.Errorf("hvd_end is not at the time of the end: %s", b[max(i, 0):])
+	}
+}
+
+// wantOperation is what a reader is to find of a tensor of op.
+func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinetest.Operation {
+	us := func(d time.Duration) float64 { return float64(d) / 1000 }
+	w := timelinetest.Operation{
+		Track: track, Set: uint32(op.Set), Number: op.Number, Kind: nameOf(op.Kind), Negotiated: nameOf(op.Kind),
+		Submitted: us(n.Submitted), Sent: us(n.Sent), Granted: us(op.Granted), Begun: us(op.Begun), Ended: us(op.Ended),
+		Cached: n.Cached, Arrivals: map[int]float64{}, Backend: op.Backend.String(), Algorithm: op.Algorithm.String(),
+		Bytes: n.Bytes, Fused: len(op.Tensors),
+	}
+	w.Begin = w.Submitted
+	var first, last time.Duration
+	for i, a := range n.Arrivals {
+		if a == 0 {
+			continue
+		}
+		w.Arrivals[i] = us(a)
+		w.Begin = min(w.Begin, us(a))
+		if first == 0 || a < first {
+			first = a
+		}
+		if a > last {
+			last = a
+		}
+	}
+	if last > 0 {
+		w.Late = us(last - first)
+	}
+	for _, a := range op.Activities {
+		w.Activities = append(w.Activities, a.Name)
+	}
+	if n.DType.Valid() {
+		w.DType, w.Shape = n.DType.String(), strings.ReplaceAll(n.Shape.String(), " ", ", ")
+	}
+	switch {
+	case n.Refused != nil:
+		w.Kind, w.Fail = "ERROR", n.Refused.Error()
+	case op.Failed != nil:
+		w.Fail = op.Failed.Error()
+	case op.Kind == message.Error:
+		w.Fail = "the ranks did not agree"
+	}
+	return w
+}
+
+// random makes operations of a job in which time goes on, so that nothing has to be clamped.
+type random struct {
+	*rand.Rand
+	now    time.Duration
+	number uint64
+}
+
+func (r *random) operation() *trace.Operation {
+	step := func() time.Duration {
+		r.now += time.Duration(1 + r.IntN(3_000_000))
+		return r.now
+	}
+	r.number++
+	op := &trace.Operation{
+		Number: r.number, Set: topo.ProcessSetID(r.IntN(3)), Kind: message.Kind(1 + r.IntN(int(message.Error))),
+		Backend: message.Backend(r.IntN(3)), Algorithm: message.Algorithm(r.IntN(4)),
+	}
+	tensors := 1 + r.IntN(5)
+	for i := range tensors {
+		n := trace.Tensor{
+			Name: fmt.Sprintf("t%d/%d\"\\\n\xff", i, r.IntN(20)), Bytes: r.Int64N(1 << 40), Cached: r.IntN(2) == 0,
+			DType: tensor.DType(r.IntN(len(tensor.DTypes()) + 1)),
+		}
+		for range r.IntN(4) {
+			n.Shape = append(n.Shape, r.Int64N(1000))
+		}
+		arrivals := []time.Duration{step(), step(), 0, step()}
+		r.Shuffle(len(arrivals), func(i, j int) { arrivals[i], arrivals[j] = arrivals[j], arrivals[i] })
+		n.Submitted = arrivals[r.IntN(4)]
+		if n.Submitted == 0 {
+			n.Submitted = step()
+		}
+		if r.IntN(2) == 0 {
+			n.Arrivals = arrivals
+		}
+		n.Sent = step()
+		if r.IntN(10) == 0 {
+			n.Refused = errors.New("refused\t<&>\u2028")
+		}
+		op.Tensors = append(op.Tensors, n)
+	}
+	op.Granted, op.Begun = step(), step()
+	for range r.IntN(4) {
+		op.Activities = append(op.Activities, trace.Activity{Name: "A\"" + fmt.Sprint(r.IntN(3)), Begun: step(), End: step()})
+	}
+	op.Ended = step()
+	if r.IntN(10) == 0 {
+		op.Failed = errors.New("peer lost")
+	}
+	return op
+}
+
+// Whatever is recorded is found again: over formats, segments and random operations.
+func TestRandomOperations(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	for _, name := range []string{"t.json", "t.json.gz", "t"} {
+		for _, c := range []struct {
+			name string
+			cfg  func(*Config)
+			k    func(*knobs)
+		}{
+			{"whole", func(*Config) {}, func(*knobs) {}},
+			{"segments", func(c *Config) { c.MaxBytes = 1 << 20 }, func(*knobs) {}},
+			{"small segments", func(c *Config) { c.MaxBytes = 8 * 24 << 10 }, func(*knobs) {}},
+			{"in place", func(c *Config) { c.MaxBytes = 1 << 20 }, func(k *knobs) { k.inPlace = true }},
+			{"ring", func(c *Config) { c.Last = time.Hour }, func(*knobs) {}},
+		} {
+			t.Run(name+"/"+c.name, func(t *testing.T) {
+				dir := t.TempDir()
+				cfg := testConfig(filepath.Join(dir, name))
+				k := quick
+				c.cfg(&cfg)
+				c.k(&k)
+				tl := mustStart(t, cfg, k)
+				r := &random{Rand: rand.New(rand.NewPCG(seed, 1)), now: 1}
+				var want []timelinetest.Operation
+				for i := range 200 {
+					op := r.operation()
+					tl.Record(op)
+					for j := range op.Tensors {
+						track := op.Tensors[j].Name
+						track = strings.ToValidUTF8(track, "\ufffd")
+						if op.Set != 0 {
+							track += fmt.Sprintf(" [set %d]", op.Set)
+						}
+						want = append(want, wantOperation(op, &op.Tensors[j], track))
+					}
+					if i%20 == 0 {
+						if err := tl.Write(); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}
+				mustClose(t, tl)
+				if tl.Dropped() != 0 {
+					t.Errorf("%d operations were dropped", tl.Dropped())
+				}
+				names, err := segments(cfg.Path)
+				if err != nil {
+					t.Fatal(err)
+				}
+				var files []*timelinetest.Summary
+				for _, name := range append(names, cfg.Path) {
+					files = append(files, mustRead(t, name))
+				}
+				slices.SortFunc(files, func(a, b *timelinetest.Summary) int { return a.Segment - b.Segment })
+				var got []timelinetest.Operation
+				for i, s := range files {
+					if first := files[0].Segment; s.Segment != first+i || s.Epoch != 7 || s.Size != 4 {
+						t.Errorf("got segment %d of %d ranks in epoch %d, want segment %d", s.Segment, s.Size, s.Epoch, first+i)
+					}
+					if s.Ended != (i == len(names)) {
+						t.Errorf("segment %d: ended %v", s.Segment, s.Ended)
+					}
+					got = append(got, s.Operations...)
+				}
+				if (c.name == "small segments" || c.name == "segments" && !strings.HasSuffix(name, ".gz")) && len(names) < 2 {
+					t.Errorf("got segments %v, want several", names)
+				}
+				if c.name != "small segments" && len(got) != len(want) {
+					t.Errorf("got %d operations, want %d", len(got), len(want))
+				}
+				want = want[len(want)-len(got):]
+				for i := range got {
+					if w := want[i]; len(w.Arrivals) > 0 {
+						got[i].Last = w.Last // who of several that came at one time is tested by Read
+					}
+					if got[i].Late-want[i].Late < 0.001 && want[i].Late-got[i].Late < 0.001 {
+						got[i].Late = want[i].Late
+					}
+					if !reflect.DeepEqual(got[i], want[i]) {
+						t.Fatalf("operation %d: got\n%+v, want\n%+v", i, got[i], want[i])
+					}
+				}
+				if left := folder(t, dir); len(left) != len(names)+1 {
+					t.Errorf("got files %v, want %d segments and nothing else", left, len(names)+1)
+				}
+			})
+		}
+	}
+}
+
+// Times that go back, or are not known, are clamped: no track goes back.
+func TestClamping(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "t.json")
+	cfg := testConfig(path)
+	cfg.MarkCycles = true
+	tl := mustStart(t, cfg, quick)
+	first, second := simple(5, "g"), simple(3, "g")
+	second.Begun, second.Activities[1].End = 0, 0
+	second.Tensors[0].Arrivals = []time.Duration{time.Millisecond, time.Second}
+	tl.Record(first)
+	tl.Record(second)
+	tl.Cycle(9 * time.Millisecond)
+	tl.Cycle(8 * time.Millisecond)
+	absent := simple(6, "g", "mine")
+	absent.Absent, absent.Tensors[0].Submitted = true, 0
+	tl.Record(absent)
+	absent = simple(7, "other")
+	absent.Absent, absent.Tensors[0].Submitted = true, 0
+	tl.Record(absent)
+	unknown := simple(8, "u")
+	unknown.Tensors[0].Submitted, unknown.Tensors[0].Arrivals = 0, []time.Duration{8*time.Millisecond + 1000}
+	tl.Record(unknown)
+	tl.Record(&trace.Operation{Number: 9, Kind: message.Error, Granted: time.Second, Begun: time.Second, Ended: time.Second,
+		Failed: errors.New(""), Tensors: []trace.Tensor{{Name: "e", Submitted: time.Second}}})
+	mustClose(t, tl)
+	s := mustRead(t, path)
+	if len(s.Operations) != 5 || s.Cycles != 2 || !slices.Equal(s.Names, []string{"g", "mine", "u", "e"}) {
+		t.Fatalf("got %+v, want 5 operations of g, g, mine, u and e", s)
+	}
+	o := s.Operations[1]
+	if o.Submitted != 3000 || o.Begin != 5900 || o.Late != 999_000 || o.Arrivals[0] != 1000 || o.Arrivals[1] != 1_000_000 || o.Last != 1 {
+		t.Errorf("got %+v, want what was told beside what was clamped", o)
+	}
+	if o := s.Operations[2]; o.Track != "mine" || o.Fused != 2 {
+		t.Errorf("got %+v, want what the absent rank had submitted, of 2 tensors", o)
+	}
+	if o := s.Operations[3]; o.Begin != 8001 {
+		t.Errorf("got %+v, want the bar to begin with the first arrival", o)
+	}
+	if o := s.Operations[4]; o.Kind != "ERROR" || o.Negotiated != "ERROR" || o.Fail != "unknown error" {
+		t.Errorf("got %+v, want an error without a text", o)
+	}
+}
+
+func TestMarks(t *testing.T) {
+	for _, rank := range []int{0, 2} {
+		path := filepath.Join(t.TempDir(), "t.json")
+		cfg := testConfig(path)
+		cfg.Rank = rank
+		cfg.MaxBytes = 8 * 4096
+		tl := mustStart(t, cfg, quick)
+		tl.Cycle(time.Millisecond)
+		tl.Offset(trace.Offset{At: 2 * time.Millisecond, Offset: -1500, Error: 250})
+		for i := range 10 {
+			tl.Record(simple(uint64(i+3), "g"))
+			if err := tl.Write(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		mustClose(t, tl)
+		clock := timelinetest.Clock{At: 2000, Offset: -1.5, Error: 0.25}
+		for i, name := range []string{beside(path, "1"), path} {
+			s := mustRead(t, name)
+			want := []timelinetest.Clock{clock}
+			if i == 0 && rank == 0 {
+				want = []timelinetest.Clock{{}, clock}
+			}
+			if s.Cycles != 0 || !slices.Equal(s.Clocks, want) || s.Rank != rank {
+				t.Errorf("%s: got %+v, want no cycles and the clock %v", name, s, want)
+			}
+		}
+	}
+}
+
+func TestPathOf(t *testing.T) {
+	for _, c := range []struct {
+		path string
+		rank int
+		want string
+	}{
+		{"t.json", 0, "t.json"}, {"t.json", 3, "t.rank3.json"}, {"t.json.gz", 3, "t.rank3.json.gz"}, {"t", 3, "t.rank3"},
+		{"t.gz", 1, "t.rank1.gz"}, {"a.b/t", 12, "a.b/t.rank12"}, {"/x/.hidden", 1, "/x/.hidden.rank1"}, {"a.b.c", 1, "a.b.rank1.c"},
+		{"/dev/stdout", 3, "/dev/stdout"}, {"/dev/shm/t.json", 3, "/dev/shm/t.rank3.json"}, {"/proc/self/fd/1", 1, "/proc/self/fd/1"},
+	} {
+		if got := PathOf(c.path, c.rank); got != c.want {
+			t.Errorf("PathOf(%q, %d) = %q, want %q", c.path, c.rank, got, c.want)
+		}
+	}
+}
+
+// The writer of names against encoding/json.
+func FuzzString(f *testing.F) {
+	for _, s := range []string{"", "grad/1", "\"\\\b\f\n\r\t\x00\x1f\x7f", "\xff\xc3(", "é\u2028\u2029\ufffd<&>", "😀\xf0\x9f"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		got := appendString(nil, s)
+		var want bytes.Buffer
+		e := json.NewEncoder(&want)
+		e.SetEscapeHTML(false)
+		if err := e.Encode(s); err != nil {
+			t.Fatal(err)
+		}
+		if string(got) != strings.TrimSuffix(want.String(), "\n") {
+			t.Errorf("%q: got %s, want %s", s, got, want.String())
+		}
+	})
+}
+
+func TestMicros(t *testing.T) {
+	for d, want := range map[time.Duration]string{
+		0: "0", 1: "0.001", 10: "0.01", 100: "0.1", 999: "0.999", 1000: "1", -1: "-0.001", -1500: "-1.5", 1<<63 - 1: "9223372036854775.807",
+		-1 << 63: "-9223372036854775.808",
+	} {
+		if got := string(appendMicros(nil, d)); got != want {
+			t.Errorf("%d ns: got %s, want %s", d, got, want)
+		}
+	}
+}
+
+// Why: the engine's lanes call it for every operation.
+func TestRecordAllocatesNothing(t *testing.T) {
+	k := quick
+	k.interval = time.Hour
+	k.tensors = 1 << 15
+	tl := mustStart(t, testConfig(filepath.Join(t.TempDir(), "t.json")), k)
+	op := simple(1, "a", "b", "c")
+	op.Tensors[0].Arrivals = []time.Duration{1, 2, 3, 4}
+	if n := testing.AllocsPerRun(1000, func() { tl.Record(op) }); n != 0 {
+		t.Errorf("Record allocates %v times", n)
+	}
+	if tl.Dropped() != 0 {
+		t.Errorf("%d dropped", tl.Dropped())
+	}
+}
+
+// resnet is the gradients of a step of ResNet-50: 161 tensors in few operations.
+func resnet() (ops []*trace.Operation) {
+	for i := range 4 {
+		op := simple(uint64(i+1), make([]string, 41-i/3*2)...)
+		for j := range op.Tensors {
+			op.Tensors[j].Name = fmt.Sprintf("DistributedOptimizer.gradient.layer%d.%d.conv1.weight", i, j)
+		}
+		ops = append(ops, op)
+	}
+	return ops
+}
+
+func BenchmarkRecord(b *testing.B) {
+	tl := mustStart(b, testConfig("/dev/null"), usual)
+	ops := resnet()
+	tensors := 0
+	for _, op := range ops {
+		tensors += len(op.Tensors)
+	}
+	b.ReportAllocs()
+	n := 0
+	for b.Loop() {
+		if tl.filling.fill() > 0.9 {
+			b.StopTimer()
+			tl.mu.Lock()
+			tl.filling.reset()
+			tl.mu.Unlock()
+			b.StartTimer()
+		}
+		for _, op := range ops {
+			tl.Record(op)
+		}
+		n += tensors
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(n), "ns/tensor")
+}
+
+func BenchmarkFormat(b *testing.B) {
+	ops := resnet()
+	for _, path := range []string{"t.json", "t.json.gz"} {
+		for _, arrivals := range []int{0, 4} {
+			b.Run(fmt.Sprintf("%s/arrivals=%d", path, arrivals), func(b *testing.B) {
+				b.ReportAllocs()
+				all := newBatch(1 << 10)
+				for _, op := range ops {
+					for i := range op.Tensors {
+						op.Tensors[i].Arrivals = nil
+						for j := range arrivals {
+							op.Tensors[i].Arrivals = append(op.Tensors[i].Arrivals, op.Tensors[i].Submitted+time.Duration(7919*j%5000))
+						}
+					}
+					if !all.operation(op) {
+						b.Fatal("no room")
+					}
+				}
+				cfg := testConfig(filepath.Join(b.TempDir(), path))
+				w := newWriter(cfg, usual, new(atomic.Uint64))
+				if err := w.open(); err != nil {
+					b.Fatal(err)
+				}
+				sink := w.sink
+				w.sink = nowhere{}
+				n, bytes := 0, 0
+				for b.Loop() {
+					w.take(all)
+					if err := w.flush(); err != nil {
+						b.Fatal(err)
+					}
+					n += len(all.tensors)
+				}
+				bytes = int(w.body)
+				b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(n), "ns/tensor")
+				b.ReportMetric(float64(bytes)/float64(n), "B/tensor")
+				if err := sink.close(); err != nil {
+					b.Fatal(err)
+				}
+			})
+		}
+	}
+}
+
+// nowhere takes everything.
+type nowhere struct{}
+
+func (nowhere) next(int, []byte, int) error    { return nil }
+func (nowhere) write(p, _ []byte) (int, error) { return len(p), nil }
+func (nowhere) commit([]byte) error            { return nil }
+func (nowhere) forget()                        {}
+func (nowhere) close() error                   { return nil }
+
+func TestLogsAreSeldom(t *testing.T) {
+	log, entries := testnet.Logs()
+	w := newWriter(Config{Log: log, Path: "t.json"}, quick, new(atomic.Uint64))
+	for range 100 {
+		w.report(errors.New("disk full"))
+		w.dropped.Add(3)
+	}
+	w.report(nil)
+	w.report(nil)
+	if entries.Len() != 2 || !testnet.Logged(entries, "disk full", "t.json") || !testnet.Logged(entries, "written again", "300") {
+		t.Errorf("got %v, want a warning and that it is over", entries.All())
+	}
+}

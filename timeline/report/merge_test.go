@@ -1,0 +1,180 @@
+package report
+
+import (
+	"bytes"
+	"compress/gzip"
+	"encoding/json"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// traceEvent is one of the Chrome trace format.
+type traceEvent struct {
+	Name *string         `json:"name"`
+	Ph   string          `json:"ph"`
+	Ts   *float64        `json:"ts"`
+	Dur  *float64        `json:"dur"`
+	Pid  *int            `json:"pid"`
+	Tid  *int            `json:"tid"`
+	S    string          `json:"s"`
+	Args json.RawMessage `json:"args"`
+}
+
+type lane struct{ pid, tid int }
+
+// checkTrace holds a trace against the rules of the format: metadata first, every B with its E, and no time that goes back on a thread. It
+// returns the events of the threads.
+func checkTrace(t *testing.T, text []byte) (threads map[lane][]traceEvent, named map[lane]string) {
+	t.Helper()
+	var all []traceEvent
+	if err := json.Unmarshal(text, &all); err != nil {
+		t.Fatalf("%v in %.300s", err, text)
+	}
+	threads, named = make(map[lane][]traceEvent), make(map[lane]string)
+	depth, last := make(map[lane]int), make(map[lane]float64)
+	metadata := true
+	for i, e := range all {
+		if e.Pid == nil || e.Tid == nil {
+			t.Fatalf("event %d: got %+v, want a process and a thread", i, e)
+		}
+		l := lane{*e.Pid, *e.Tid}
+		if e.Ph == "M" {
+			if !metadata {
+				t.Fatalf("event %d: got metadata after events", i)
+			}
+			var name struct{ Name string }
+			if json.Unmarshal(e.Args, &name) == nil && *e.Name == "thread_name" {
+				named[l] = name.Name
+			}
+			continue
+		}
+		metadata = false
+		if e.Ts == nil || *e.Ts < 0 || *e.Ts < last[l] {
+			t.Fatalf("event %d: got %+v after %g", i, e, last[l])
+		}
+		if _, known := named[l]; !known {
+			t.Fatalf("event %d: thread %v has no name", i, l)
+		}
+		last[l] = *e.Ts
+		switch e.Ph {
+		case "B":
+			depth[l]++
+		case "E":
+			if depth[l]--; depth[l] < 0 {
+				t.Fatalf("event %d: E without B on %v", i, l)
+			}
+		case "X":
+			if e.Dur == nil {
+				t.Fatalf("event %d: X without dur", i)
+			}
+		case "i":
+		default:
+			t.Fatalf("event %d: got phase %q", i, e.Ph)
+		}
+		threads[l] = append(threads[l], e)
+	}
+	for l, d := range depth {
+		if d != 0 {
+			t.Fatalf("thread %v: %d events are open at the end", l, d)
+		}
+	}
+	return threads, named
+}
+
+func TestMerge(t *testing.T) {
+	s := straggler{
+		late: 2, domains: []string{"a", "a", "b", "b"}, cached: true, arrivals: true,
+		started: []int{0, -500, 3_000_000, 3_000_700}, monotonic: []int{1000, 500, 77, 777}, clockError: 150,
+	}
+	for _, name := range []string{"out.json", "out.json.gz"} {
+		dir := t.TempDir()
+		in := s.write(t, dir, ".json")
+		j := openJob(t, in)
+		out := filepath.Join(t.TempDir(), name)
+		sum, err := j.Merge(out)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, err := os.ReadFile(out)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.HasSuffix(name, ".gz") {
+			z, err := gzip.NewReader(bytes.NewReader(text))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if text, err = io.ReadAll(z); err != nil {
+				t.Fatal(err)
+			}
+		}
+		threads, named := checkTrace(t, text)
+		if sum.Ranks != 4 || sum.LeftOut != 0 || sum.Events != int64(bytes.Count(text, []byte("\n{"))) {
+			t.Errorf("got %+v", sum)
+		}
+		tid := 0
+		for l, n := range named {
+			if l.pid == 2 && n == "loss" {
+				tid = l.tid
+			}
+		}
+		// Rank 2's first loss is submitted at 5 s + 1 ms + 20 us + 5 ms, on rank 0's clock.
+		if first := threads[lane{2, tid}][0]; *first.Name != "NEGOTIATE_ALLREDUCE" || *first.Ts != 5_006_020 || !strings.Contains(string(first.Args), `"op":2`) {
+			t.Errorf("got %+v (%s at %g), want NEGOTIATE_ALLREDUCE at 5006020", first, *first.Name, *first.Ts)
+		}
+		if !bytes.Contains(text, []byte(`"args":{"name":"rank 3 on host h-b"}`)) {
+			t.Error("rank 3 has no name")
+		}
+		if _, err := j.Merge(in); err == nil || !strings.Contains(err.Error(), "is one of the files to be merged") {
+			t.Errorf("got %v, want the input not written over", err)
+		}
+		if _, err := j.Merge(filepath.Join(dir, "none", "x.json")); err == nil {
+			t.Error("merged to a folder that does not exist")
+		}
+		left, err := filepath.Glob(filepath.Join(filepath.Dir(out), ".*"))
+		if err != nil || len(left) > 0 {
+			t.Errorf("got %q left, %v", left, err)
+		}
+		// It is no timeline of a rank.
+		if _, _, err := Open([]string{out}, nil); err == nil || !strings.Contains(err.Error(), "merged trace") {
+			t.Errorf("got %v, want the merged trace refused", err)
+		}
+	}
+}
+
+// Times before rank 0's first are moved, all alike; beginnings without ends get them, and ends without beginnings go.
+func TestMergeRepairs(t *testing.T) {
+	dir := t.TempDir()
+	f := newFile(rankID{rank: 0, size: 2, host: "h", domain: "a", epoch: 1, monotonic: 1000})
+	f.event(`{"name":"CYCLE_START","ph":"i","s":"g","ts":50,"pid":0}`)
+	f.event(`{"name":"process_name","ph":"M","pid":1,"args":{"name":"x"}}`)
+	f.event(`{"name":"old","ph":"I","ts":50,"pid":0}`)
+	f.event(`{"ph":"E","ts":10,"pid":1}`)
+	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":20,"pid":1,"args":{"set":0,"op":1.}}`)
+	f.event(`{"name":"a","ph":"B","ts":5,"pid":1}`)
+	put(t, dir, "t.json", f.b.String())
+	f = newFile(rankID{rank: 1, size: 2, host: "h", domain: "a", epoch: 1, monotonic: 400})
+	f.op(testOp{number: 1, granted: 700, begun: 700, ended: 800, tensors: []testTensor{{name: "x", submitted: 100}}})
+	put(t, dir, "t.rank1.json", f.end(900, 0))
+	j := openJob(t, dir)
+	out := filepath.Join(t.TempDir(), "out.json")
+	sum, err := j.Merge(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	threads, _ := checkTrace(t, text)
+	x := threads[lane{0, 1}]
+	if len(x) != 4 || *x[0].Ts != 520 || *x[3].Ts != 520 || sum.LeftOut != 1 || *threads[lane{1, 1}][0].Ts != 0 || *threads[lane{0, 0}][0].Ts != 550 {
+		t.Errorf("got %+v and %+v", x, sum)
+	}
+	if !bytes.Contains(text, []byte(`"shift_us":500`)) {
+		t.Error("the trace does not say by how much times were moved")
+	}
+}

@@ -1,0 +1,335 @@
+// Package report reads the timelines of the ranks of a job, ours and Horovod's, and says who was late, where time went and what could
+// be set otherwise; and it merges them to one trace.
+//
+// Files are read as streams, those of all ranks side by side. What is kept is bounded by the numbers of ranks and of names, each with a
+// limit of its own, and not by the length of the files: some 40 MB at most, 4 for an honest job,
+// and for each rank some 200 KB while its file is open. Input may be
+// anything: what is no timeline is an error that says where and why, and what is damaged is used up to there.
+package report
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"slices"
+	"strings"
+)
+
+// Options are settings of the job that its files do not tell.
+type Options struct {
+	// FusionThresholdBytes is what a fused response could hold; 0 if that is not known.
+	FusionThresholdBytes int64
+	// CacheCapacity is how many responses could be remembered; 0 if that is not known.
+	CacheCapacity int64
+}
+
+// Report is what the files say. Times ending in us are in microseconds, shares are from 0 to 1.
+type Report struct {
+	// Problems say what is missing, damaged or left out, and what the rest therefore cannot say.
+	Problems []string `json:"problems"`
+	// Horovod says that the file is Horovod's.
+	Horovod bool `json:"horovod"`
+	// Size is the number of ranks of the job, 0 if it is not known; Files those that have files, Missing those that have none.
+	Size    int   `json:"size"`
+	Files   []int `json:"ranks_with_files"`
+	Missing []int `json:"ranks_without_files"`
+	// Dropped are operations that the ranks could not write down.
+	Dropped int64 `json:"dropped"`
+	// ClockErrorUS is how far the times of any rank may be off from rank 0's; Unaligned are ranks of whose clock nothing is known.
+	ClockErrorUS float64 `json:"clock_error_us"`
+	Unaligned    []int   `json:"ranks_with_unknown_clock"`
+	// DurationUS is from the first submission to the last end.
+	DurationUS float64 `json:"duration_us"`
+	// Operations are counted once for each rank that wrote them, and Tensors likewise.
+	Operations int64 `json:"operations"`
+	Tensors    int64 `json:"tensors"`
+	Errors     int64 `json:"errors"`
+	// Steps is 0 if no name comes again. StepUS is the median.
+	Steps  int64   `json:"steps"`
+	StepUS float64 `json:"step_us"`
+
+	Lateness    Lateness     `json:"lateness"`
+	Phases      []Phases     `json:"phases"`
+	Fusion      Fusion       `json:"fusion"`
+	Cache       Cache        `json:"cache"`
+	Names       int64        `json:"names"`
+	Slowest     []Tensor     `json:"slowest"`
+	Largest     []Tensor     `json:"largest"`
+	Suggestions []Suggestion `json:"suggestions"`
+}
+
+// Lateness says who was late.
+type Lateness struct {
+	// Verdict is the answer in words.
+	Verdict string `json:"verdict"`
+	// Compared are operations of which at least two ranks' submissions are known, Alone those of the global set of which one is.
+	Compared int64 `json:"operations_compared"`
+	Alone    int64 `json:"operations_of_one_rank"`
+	// Arrivals says that for some ranks the time when rank 0 had their request stands for that of their submission.
+	Arrivals bool `json:"from_arrivals"`
+	// WaitedUS is what all ranks have waited together: for each operation and rank, from its own submission to the last one.
+	WaitedUS float64    `json:"waited_us"`
+	Ranks    []LateRank `json:"ranks"`
+}
+
+// LateRank is how late a rank was.
+type LateRank struct {
+	Rank int `json:"rank"`
+	// Last is how often it was the last, alone or together with ranks that the clocks cannot tell from it.
+	Last int64 `json:"last"`
+	// CausedUS is its part of WaitedUS, and Share the same as a share. From one submission to the next later one, all who have submitted
+	// wait because of who is next; in sum that is WaitedUS.
+	CausedUS float64 `json:"caused_us"`
+	Share    float64 `json:"share"`
+	// HeldUS is for how long it alone held up all others: over stretches of time without a gap, the longest wait in each. So what is
+	// late because something before it was late is not counted again.
+	HeldUS        float64 `json:"held_us"`
+	HeldPerStepUS float64 `json:"held_per_step_us"`
+	// Lateness is that of its submissions after the first rank's.
+	P50US float64 `json:"lateness_p50_us"`
+	P90US float64 `json:"lateness_p90_us"`
+	P99US float64 `json:"lateness_p99_us"`
+	MaxUS float64 `json:"lateness_max_us"`
+}
+
+// Phases are the time of a rank in which at least one operation was in a phase. Operations overlap, and so do phases.
+type Phases struct {
+	Rank   int     `json:"rank"`
+	Steps  int64   `json:"steps"`
+	StepUS float64 `json:"step_us"`
+	// US has waiting (for others' submissions), negotiation (from the last one to the grant), queue, copies, exchange, reduce and other.
+	US map[string]float64 `json:"us"`
+}
+
+// Fusion says what ran together. It is of our files only.
+type Fusion struct {
+	Responses   int64   `json:"responses"`
+	MeanTensors float64 `json:"mean_tensors"`
+	P50Tensors  int64   `json:"p50_tensors"`
+	MaxTensors  int64   `json:"max_tensors"`
+	MeanBytes   float64 `json:"mean_bytes"`
+	P50Bytes    int64   `json:"p50_bytes"`
+	MaxBytes    int64   `json:"max_bytes"`
+	// ThresholdBytes is that of the options, 0 if it is not known, and Fill the mean share of it.
+	ThresholdBytes int64   `json:"threshold_bytes"`
+	Fill           float64 `json:"fill"`
+}
+
+// Cache says how requests travelled. The steady ones are without the first of each name.
+type Cache struct {
+	Hits         int64 `json:"hits"`
+	Misses       int64 `json:"misses"`
+	SteadyHits   int64 `json:"steady_hits"`
+	SteadyMisses int64 `json:"steady_misses"`
+}
+
+// Tensor is one by its name, over all ranks. Its time is from submission to end.
+type Tensor struct {
+	Name    string  `json:"name"`
+	Kind    string  `json:"kind"`
+	Count   uint64  `json:"count"`
+	TotalUS float64 `json:"total_us"`
+	MeanUS  float64 `json:"mean_us"`
+	P99US   float64 `json:"p99_us"`
+	MaxUS   float64 `json:"max_us"`
+	Bytes   int64   `json:"bytes"`
+	DType   string  `json:"dtype"`
+	Shape   string  `json:"shape"`
+	Errors  int64   `json:"errors"`
+}
+
+// Suggestion is what could be done, and why.
+type Suggestion struct {
+	// Setting is its name, if it is one.
+	Setting string `json:"setting,omitempty"`
+	Do      string `json:"do"`
+	Because string `json:"because"`
+}
+
+const top = 10
+
+func micros[T int64 | float64](ns T) float64 { return float64(ns) / nanosPerMicro }
+
+// Report reads the files to their ends.
+func (j *Job) Report(o Options) (*Report, error) {
+	c, err := j.collect()
+	if err != nil {
+		return nil, err
+	}
+	r := &Report{
+		Problems: append([]string{}, j.problems...), Horovod: j.horovod, Size: j.size, Operations: c.operations, ClockErrorUS: micros(c.clockErr),
+		Files: []int{}, Missing: []int{}, Unaligned: []int{}, Names: int64(len(c.names.names) - 1),
+	}
+	r.fillRanks(j, c)
+	r.fillLateness(c)
+	r.fillTensors(c)
+	r.Fusion = Fusion{
+		Responses: int64(c.responses.n), MeanTensors: c.responses.mean(), P50Tensors: c.responses.quantile(.5), MaxTensors: c.responses.max,
+		MeanBytes: c.responseBytes.mean(), P50Bytes: c.responseBytes.quantile(.5), MaxBytes: c.responseBytes.max,
+		ThresholdBytes: o.FusionThresholdBytes,
+	}
+	if o.FusionThresholdBytes > 0 {
+		r.Fusion.Fill = r.Fusion.MeanBytes / float64(o.FusionThresholdBytes)
+	}
+	r.fillProblems(c)
+	r.Lateness.Verdict = r.verdict()
+	r.Suggestions = r.suggest(c, o)
+	return r, nil
+}
+
+func (r *Report) fillRanks(j *Job, c *collection) {
+	begin, end := int64(math.MaxInt64), int64(math.MinInt64)
+	has := make(map[int]bool)
+	for _, s := range c.streams {
+		f, stats := s.files, s.stats
+		has[f.rank] = true
+		r.Files = append(r.Files, f.rank)
+		r.Dropped += f.dropped()
+		r.Tensors += stats.instances
+		r.Errors += stats.errors
+		r.Cache.Hits += stats.hits
+		r.Cache.Misses += stats.misses
+		r.Cache.SteadyHits += stats.steadyHits
+		r.Cache.SteadyMisses += stats.steadyMisses
+		if !f.clock.known {
+			r.Unaligned = append(r.Unaligned, f.rank)
+		}
+		if stats.any {
+			begin, end = min(begin, stats.begin), max(end, stats.end)
+		}
+		p := Phases{Rank: f.rank, Steps: stats.steps.steps(), StepUS: micros(stats.steps.lengths.quantile(.5)), US: make(map[string]float64)}
+		for phase, name := range phaseNames {
+			total, _ := stats.phases[phase].sums()
+			p.US[name] = micros(total)
+		}
+		r.Phases = append(r.Phases, p)
+		if r.Steps == 0 {
+			r.Steps, r.StepUS = p.Steps, p.StepUS
+		}
+	}
+	if j.horovod {
+		// Who has sent requests is who there is.
+		for rank := range c.ranks {
+			r.Size = max(r.Size, rank+1)
+		}
+	}
+	for rank := range r.Size {
+		if !has[rank] {
+			r.Missing = append(r.Missing, rank)
+		}
+	}
+	if begin < end {
+		r.DurationUS = micros(end - begin)
+	}
+}
+
+func (r *Report) fillLateness(c *collection) {
+	l := &r.Lateness
+	l.Compared, l.Alone, l.Arrivals, l.WaitedUS = c.judged, c.alone, c.arrivalsUsed, micros(c.waited)
+	l.Ranks = []LateRank{}
+	for rank, s := range c.ranks {
+		if s.lateness.n == 0 {
+			continue
+		}
+		_, held := s.held.sums()
+		late := LateRank{
+			Rank: rank, Last: s.last, CausedUS: micros(s.caused), HeldUS: micros(held),
+			P50US: micros(s.lateness.quantile(.5)), P90US: micros(s.lateness.quantile(.9)), P99US: micros(s.lateness.quantile(.99)),
+			MaxUS: micros(s.lateness.max),
+		}
+		if c.waited > 0 {
+			late.Share = s.caused / c.waited
+		}
+		if r.Steps > 0 {
+			late.HeldPerStepUS = late.HeldUS / float64(r.Steps)
+		}
+		l.Ranks = append(l.Ranks, late)
+	}
+	slices.SortFunc(l.Ranks, func(a, b LateRank) int { return cmp.Compare(a.Rank, b.Rank) })
+}
+
+func (r *Report) fillTensors(c *collection) {
+	all := make([]Tensor, 0, len(c.tensors))
+	for id, n := range c.tensors {
+		if id == int(noName) || n.total.n == 0 {
+			continue
+		}
+		all = append(all, Tensor{
+			Name: c.names.names[id], Kind: n.kind, Count: n.total.n, TotalUS: micros(n.total.sum), MeanUS: micros(n.total.mean()),
+			P99US: micros(n.total.quantile(.99)), MaxUS: micros(n.total.max), Bytes: n.bytes, DType: n.dtype, Shape: n.shape, Errors: n.errors,
+		})
+	}
+	pick := func(by func(a, b Tensor) int) []Tensor {
+		slices.SortFunc(all, func(a, b Tensor) int { return cmp.Or(by(a, b), cmp.Compare(a.Name, b.Name)) })
+		return slices.Clone(all[:min(len(all), top)])
+	}
+	r.Slowest = pick(func(a, b Tensor) int { return cmp.Compare(b.TotalUS, a.TotalUS) })
+	r.Largest = pick(func(a, b Tensor) int { return cmp.Compare(b.Bytes, a.Bytes) })
+	r.Largest = slices.DeleteFunc(r.Largest, func(t Tensor) bool { return t.Bytes == 0 })
+}
+
+func (r *Report) fillProblems(c *collection) {
+	add := func(format string, args ...any) { r.Problems = append(r.Problems, fmt.Sprintf(format, args...)) }
+	switch {
+	case len(r.Missing) == 0:
+	case r.Horovod:
+		add("Horovod writes rank 0's file alone: other ranks' requests are known by their arrival at rank 0, those that were cached not at all")
+	default:
+		add("no file of %s: of operations on the global set, arrivals at rank 0 stand for their submissions, if rank 0's file has them", rankList(r.Missing))
+	}
+	if r.Dropped > 0 {
+		add("%d operations were dropped, because a rank could not write as fast or at all: what follows is without them", r.Dropped)
+	}
+	if len(r.Unaligned) > 0 {
+		add("%s: nothing is known of the clock but the time of day, so lateness is not judged", rankList(r.Unaligned))
+	}
+	if c.malformed > 0 {
+		add("%d events could not be read and are left out", c.malformed)
+	}
+	if c.unfinished > 0 {
+		add("%d operations have a beginning and no end, and are left out", c.unfinished)
+	}
+	if c.tooMany > 0 {
+		add("more than %d operations are open at a time: %d events are left out", maxOpen, c.tooMany)
+	}
+	if c.names.full() {
+		add("there are more than %d names of tensors: the rest are counted, but not by name", maxNames)
+	}
+	if r.Operations == 0 {
+		add("there is no operation in the files")
+	}
+}
+
+// rankList is as in "ranks 1, 2, 5".
+func rankList(ranks []int) string {
+	if len(ranks) == 1 {
+		return fmt.Sprintf("rank %d", ranks[0])
+	}
+	var b strings.Builder
+	for i := 0; i < len(ranks); {
+		last := i
+		for last+1 < len(ranks) && ranks[last+1] == ranks[last]+1 {
+			last++
+		}
+		if b.Len() > 0 {
+			b.WriteString(", ")
+		}
+		if last > i {
+			fmt.Fprintf(&b, "%d-%d", ranks[i], ranks[last])
+		} else {
+			fmt.Fprintf(&b, "%d", ranks[i])
+		}
+		i = last + 1
+	}
+	return "ranks " + b.String()
+}
+
+// WriteJSON writes the report as one object.
+func (r *Report) WriteJSON(w io.Writer) error {
+	e := json.NewEncoder(w)
+	e.SetEscapeHTML(false)
+	e.SetIndent("", "  ")
+	return e.Encode(r)
+}

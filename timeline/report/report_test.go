@@ -1,0 +1,610 @@
+package report
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/timeline/timelinetest"
+)
+
+var rewrite = flag.Bool("rewrite", false, "write the golden files anew")
+
+// near says that a time is what it should be within the buckets of a sketch.
+func near(got, want float64) bool { return math.Abs(got-want) <= 0.02*math.Abs(want)+0.001 }
+
+func TestTheLateRankIsNamed(t *testing.T) {
+	ownClocks := straggler{
+		late: 2, domains: []string{"a", "a", "b", "b"},
+		started: []int{0, 500, 3_000_000, 3_000_700}, monotonic: []int{1000, 1500, 77, 777}, clockError: 150,
+	}
+	uncached := oneClock()
+	uncached.cached = false
+	for name, s := range map[string]straggler{"cached": oneClock(), "uncached": uncached, "own clocks": ownClocks} {
+		t.Run(name, func(t *testing.T) {
+			r := reportOf(t, s.write(t, t.TempDir(), ".json"))
+			l := r.Lateness
+			if !strings.HasPrefix(l.Verdict, "rank 2 caused 99.7 % of the waiting (") && !strings.HasPrefix(l.Verdict, "rank 2 caused 100 % of the waiting (") {
+				t.Errorf("got verdict %q", l.Verdict)
+			}
+			if len(l.Ranks) != 4 || l.Compared != 2*stragglerSteps || l.Alone != 0 || l.Arrivals {
+				t.Fatalf("got %+v", l)
+			}
+			late, third := l.Ranks[2], l.Ranks[3]
+			if late.Rank != 2 || late.Last != 2*stragglerSteps || third.Last != 0 {
+				t.Errorf("got %+v and %+v, want rank 2 the last always", late, third)
+			}
+			// Rank 2 comes 5 ms + 20 us after rank 0, and rank 3 30 us after it. The operations' waits overlap, so they count once a step.
+			if !near(late.HeldPerStepUS, 4990) || !near(late.P50US, 5020) || !near(late.MaxUS, 5020) {
+				t.Errorf("got %+v, want 4990 us a step and 5020 us late", late)
+			}
+			if want := 30.0; name != "own clocks" && !near(third.P50US, want) {
+				t.Errorf("got %+v, want it late by %g us", third, want)
+			} else if name == "own clocks" && third.P50US != 0 {
+				t.Errorf("got %+v, want what is within the clocks' error to be none", third)
+			}
+			if r.Steps != stragglerSteps || !near(r.StepUS, 100*ms) {
+				t.Errorf("got %d steps of %g us, want %d of 100 ms", r.Steps, r.StepUS, stragglerSteps)
+			}
+			if want := float64(s.clockError); r.ClockErrorUS != want {
+				t.Errorf("got a clock error of %g us, want %g", r.ClockErrorUS, want)
+			}
+			if len(r.Problems) > 0 {
+				t.Errorf("got %q, want no problems", r.Problems)
+			}
+			if !slices.ContainsFunc(r.Suggestions, func(s Suggestion) bool { return strings.Contains(s.Do, "look at what rank 2 does") }) {
+				t.Errorf("got %+v, want to look at rank 2", r.Suggestions)
+			}
+			steady := r.Cache
+			want := Cache{Hits: 4 * 3 * (stragglerSteps - 1), Misses: 4 * 3, SteadyHits: 4 * 3 * (stragglerSteps - 1)}
+			if !s.cached {
+				want = Cache{Misses: 4 * 3 * stragglerSteps, SteadyMisses: 4 * 3 * (stragglerSteps - 1)}
+			}
+			if steady != want {
+				t.Errorf("got %+v, want %+v", steady, want)
+			}
+		})
+	}
+}
+
+// All waiting is distributed, and to whom it belongs.
+func TestWaitingIsDistributedExactly(t *testing.T) {
+	dir := t.TempDir()
+	submitted := []int{1000, 1100, 1400, 1400}
+	for r, at := range submitted {
+		f := newFile(rankID{rank: r, size: 4, domain: "a", epoch: 1})
+		f.op(testOp{number: 1, granted: 2000, begun: 2000, ended: 3000, tensors: []testTensor{{name: "x", submitted: at}}})
+		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(4000, 0))
+	}
+	l := reportOf(t, dir).Lateness
+	if want := 400.0 + 300; l.WaitedUS != want {
+		t.Errorf("got %g us of waiting, want %g", l.WaitedUS, want)
+	}
+	// Up to rank 1, rank 0 alone waits; then both wait for ranks 2 and 3, which are equally late.
+	for r, want := range []float64{0, 100, 300, 300} {
+		if got := l.Ranks[r].CausedUS; got != want {
+			t.Errorf("rank %d: got %g us, want %g", r, got, want)
+		}
+	}
+	for r, want := range []int64{0, 0, 1, 1} {
+		if got := l.Ranks[r].Last; got != want {
+			t.Errorf("rank %d: got last %d times, want %d", r, got, want)
+		}
+	}
+}
+
+// The phases of a rank, to the microsecond.
+func TestPhases(t *testing.T) {
+	r := reportOf(t, oneClock().write(t, t.TempDir(), ".json.gz"))
+	if len(r.Phases) != 4 {
+		t.Fatalf("got %+v", r.Phases)
+	}
+	// The second operation begins 1 ms after the first and takes 2 ms from its grant, so all overlap but the short ones.
+	want := map[string]float64{
+		"waiting": 6020 * stragglerSteps, "negotiation": 400 * stragglerSteps, "queue": 600 * stragglerSteps, "copies": 400 * stragglerSteps,
+		"exchange": 2000 * stragglerSteps, "reduce": 0, "other": 1000 * stragglerSteps,
+	}
+	// The copies at the end of the first, from 1.4 to 1.5 ms after its grant, are by those at the beginning of the second, from 1.3 to 1.4.
+	got := r.Phases[0].US
+	for name, us := range want {
+		if got[name] != us {
+			t.Errorf("%s: got %g us, want %g", name, got[name]/stragglerSteps, us/stragglerSteps)
+		}
+	}
+	if got := r.Phases[2].US["waiting"]; got != 0 {
+		t.Errorf("the late rank waited %g us, want 0", got)
+	}
+}
+
+func TestFusionAndTensors(t *testing.T) {
+	r := reportOf(t, oneClock().write(t, t.TempDir(), ".json"))
+	f := r.Fusion
+	if f.Responses != 8*stragglerSteps/1 || f.MeanTensors != 1.5 || f.MaxTensors != 2 || f.MeanBytes != (4096*3+4096)/2 || !near(f.Fill, 8192.0/(1<<20)) {
+		t.Errorf("got %+v", f)
+	}
+	var names []string
+	for _, n := range r.Slowest {
+		names = append(names, n.Name)
+	}
+	if len(names) != 3 || r.Names != 3 || r.Slowest[0].Count != 4*stragglerSteps || r.Largest[0].Name != "grad/1" || r.Largest[0].Bytes != 8192 {
+		t.Errorf("got slowest %q of %d, largest %+v", names, r.Names, r.Largest)
+	}
+	// Rank 0 waits 5020 us, and 2200 us go until the end; grad/1 is 1 us earlier than grad/0.
+	if s := r.Slowest[0]; s.Name != "grad/1" || s.MaxUS != 7221 {
+		t.Errorf("got %+v, want grad/1 with 7221 us at most", s)
+	}
+}
+
+// Rank 0's file alone tells by arrivals.
+func TestArrivalsStandForFiles(t *testing.T) {
+	s := oneClock()
+	s.arrivals = true
+	dir := t.TempDir()
+	path := s.write(t, dir, ".json")
+	for r := 1; r < 4; r++ {
+		if err := os.Remove(filepath.Join(dir, fmt.Sprintf("t.rank%d.json", r))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := reportOf(t, path)
+	l := r.Lateness
+	if !strings.HasPrefix(l.Verdict, "rank 2 caused 99.7 % of the waiting (4.99 ms per step); no other more than 0.3 %") || !l.Arrivals || len(l.Ranks) != 4 || !near(l.Ranks[2].P50US, 5020) {
+		t.Errorf("got %+v", l)
+	}
+	if !slices.Equal(r.Missing, []int{1, 2, 3}) || len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "no file of ranks 1-3") {
+		t.Errorf("got %v and %q, want that ranks 1 to 3 have no files", r.Missing, r.Problems)
+	}
+	// A single rank without arrivals can accuse nobody.
+	s.arrivals = false
+	r = reportOf(t, filepath.Join(filepath.Dir(s.write(t, t.TempDir(), ".json")), "t.rank3.json"))
+	if !strings.HasPrefix(r.Lateness.Verdict, "nobody can be called late") || r.Lateness.WaitedUS != 0 {
+		t.Errorf("got %+v", r.Lateness)
+	}
+}
+
+// At rank 0 a bar begins with the first arrival, and its own submission is told besides.
+func TestRankZeroIsLate(t *testing.T) {
+	s := oneClock()
+	s.late, s.arrivals = 0, true
+	l := reportOf(t, s.write(t, t.TempDir(), ".json")).Lateness
+	if !strings.HasPrefix(l.Verdict, "rank 0 caused 99.8 % of the waiting") || !near(l.Ranks[0].P50US, 4990) || l.Arrivals {
+		t.Errorf("got %+v", l)
+	}
+}
+
+// A segment has tracks of its own, and what was open at the end of the one before is over.
+func TestSegments(t *testing.T) {
+	dir := t.TempDir()
+	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1, segment: 1})
+	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10}}})
+	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":40,"pid":1,"args":{"set":0,"op":2}}`)
+	put(t, dir, "t.1.json", f.b.String())
+	f = newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1, segment: 2})
+	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":50,"pid":1,"args":{"set":0,"op":3}}`)
+	f.event(`{"ph":"E","ts":51,"pid":1}`)
+	f.event(`{"name":"ALLREDUCE","ph":"B","ts":51,"pid":1}`)
+	f.event(`{"ph":"E","ts":52,"pid":1,"args":{"bytes":4,"set":0,"op":3,"fused":1}}`)
+	f.pids["unused"] = 1
+	f.op(testOp{number: 4, granted: 70, begun: 70, ended: 80, tensors: []testTensor{{name: "x", submitted: 60}}})
+	path := put(t, dir, "t.json", f.end(100, 0))
+	j := openJob(t, path)
+	r, err := j.Report(Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r.Operations != 3 || r.Slowest[0].Name != "x" || r.Slowest[0].Count != 2 || !strings.Contains(strings.Join(r.Problems, "\n"), "1 operations have a beginning and no end") {
+		t.Errorf("got %+v, want 3 operations, of which the second has no name", r)
+	}
+	out := filepath.Join(t.TempDir(), "out.json")
+	if _, err := j.Merge(out); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	threads, _ := checkTrace(t, text)
+	// The operation of four events and a QUEUE, twice, and the bar that was open at the end of the first segment.
+	if x := threads[lane{0, 1}]; len(x) != 14 || x[7].Ph != "E" || *x[7].Ts != 40 {
+		t.Errorf("got %d events of x, want 14 and the bar closed at 40", len(x))
+	}
+}
+
+// Ranks of one host are exact against each other, however uncertain the host's clock is; others are not judged within the error.
+func TestClocks(t *testing.T) {
+	dir := t.TempDir()
+	drift := 1000 // in us, from the beginning of the job to its end 10 s later
+	for r := range 4 {
+		id := rankID{rank: r, size: 4, host: "h", domain: []string{"a", "b", "b", ""}[r], epoch: 1, monotonic: []int{0, 100, 400, 0}[r]}
+		f := newFile(id)
+		if r == 1 {
+			f.clock(-5_000_000, 5_000_000-drift/2, 200)
+			f.clock(5_000_000, 5_000_000+drift/2, 100)
+		}
+		for n := 1; n <= 9; n++ {
+			at := n * 1_000_000 // of rank 0
+			switch r {
+			case 1, 2:
+				at = n*1_000_000 - 5_000_000
+				// ts + 5 s + ts/10^4 = n s
+				at = int(math.Round(float64(at) / (1 + float64(drift)/1e7)))
+				if r == 2 {
+					at += 50 - 300 // 50 us later than rank 1, on a clock that is ahead by 300
+				}
+			}
+			f.op(testOp{number: n, granted: at + 10*ms, begun: at + 10*ms, ended: at + 11*ms, tensors: []testTensor{{name: "x", submitted: at}}})
+		}
+		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(20_000_000, 0))
+	}
+	r := reportOf(t, dir)
+	if !slices.Equal(r.Unaligned, []int{3}) || r.ClockErrorUS != 200 {
+		t.Errorf("got %v not aligned and an error of %g us, want rank 3 and 200", r.Unaligned, r.ClockErrorUS)
+	}
+	if len(r.Lateness.Ranks) != 3 {
+		t.Fatalf("got %+v, want rank 3 not judged", r.Lateness)
+	}
+	// Ranks 1 and 0 cannot be told apart, nor 2 and 0: nobody but rank 2 is later than who can be told from it.
+	for rank, want := range []float64{0, 0, 9 * 50} {
+		if got := r.Lateness.Ranks[rank].CausedUS; math.Abs(got-want) > 9 {
+			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
+		}
+	}
+}
+
+// Other process sets have numbers of their own, and not all ranks.
+func TestProcessSets(t *testing.T) {
+	dir := t.TempDir()
+	for r := range 3 {
+		f := newFile(rankID{rank: r, size: 3, domain: "a", epoch: 1})
+		for n := 1; n <= 20; n++ {
+			at := n * 100 * ms
+			f.op(testOp{number: n, granted: at + 20*ms, begun: at + 20*ms, ended: at + 21*ms, tensors: []testTensor{{name: "x", submitted: at + r*ms}}})
+			if r != 0 {
+				f.op(testOp{set: 1, number: n, granted: at + 50*ms, begun: at + 50*ms, ended: at + 51*ms,
+					tensors: []testTensor{{name: "y [set 1]", submitted: at + 30*ms - r*ms}}})
+			}
+			if r != 1 { // arrivals are by position: 1 is rank 2
+				o := testOp{set: 2, number: n, granted: at + 90*ms, begun: at + 90*ms, ended: at + 91*ms, tensors: []testTensor{{name: "z [set 2]", submitted: at + 80*ms}}}
+				if r == 0 {
+					o.tensors[0].arrivals = []int{at + 80*ms, at + 85*ms}
+				}
+				f.op(o)
+			}
+		}
+		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(4_000_000, 0))
+	}
+	l := reportOf(t, dir).Lateness
+	if l.Compared != 60 || l.WaitedUS != 20*(3000+1000) {
+		t.Errorf("got %+v, want 60 operations with 80 ms of waiting", l)
+	}
+	for rank, want := range []float64{0, 20*1000 + 20*1000, 20 * 2000} {
+		if got := l.Ranks[rank].CausedUS; got != want {
+			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
+		}
+	}
+}
+
+// Who has no more data holds up nobody.
+func TestJoinIsNoLateness(t *testing.T) {
+	dir := t.TempDir()
+	for r := range 2 {
+		f := newFile(rankID{rank: r, size: 2, domain: "a", epoch: 1})
+		f.op(testOp{number: 1, kind: "JOIN", granted: 9000, begun: 9000, ended: 9000, tensors: []testTensor{{name: "join", submitted: 1000 + r*5000}}})
+		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(9000, 0))
+	}
+	if l := reportOf(t, dir).Lateness; l.WaitedUS != 0 || len(l.Ranks) != 0 {
+		t.Errorf("got %+v, want no waiting", l)
+	}
+}
+
+// horovodFile is written by hand from what is known of Horovod's: no tid, no name in E, ticks only for what was not cached, a comma after
+// each record, cycle marks without pid, and an end without a beginning for barriers.
+const horovodFile = `[
+{"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros":1700000000000000}},
+{"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},
+{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "grad/0"}},
+{"name": "process_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": 1}},
+{"ph": "i", "name": "CYCLE_START", "ts": 900, "s": "g"},
+{"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 1000, "pid": 1},
+{"ph": "X", "name": "0", "ts": 1001, "pid": 1, "dur": 0},
+{"name": "process_name", "ph": "M", "pid": 2, "args": {"name": "bar"}},
+{"ph": "B", "name": "NEGOTIATE_BARRIER", "ts": 1001, "pid": 2},
+{"ph": "X", "name": "2", "ts": 1100, "pid": 1, "dur": 0},
+{"ph": "X", "name": "1", "ts": 4000, "pid": 1, "dur": 0},
+{"ph": "E", "ts": 4100, "pid": 1},
+{"ph": "E", "ts": 4101, "pid": 2},
+{"ph": "E", "ts": 4102, "pid": 2},
+{"ph": "B", "name": "ALLREDUCE", "ts": 4200, "pid": 1},
+{"ph": "B", "name": "QUEUE", "ts": 4200, "pid": 1},
+{"ph": "E", "ts": 4300, "pid": 1},
+{"ph": "B", "name": "MEMCPY_IN_FUSION_BUFFER", "ts": 4300, "pid": 1},
+{"ph": "E", "ts": 4400, "pid": 1},
+{"ph": "B", "name": "GLOO_ALLREDUCE", "ts": 4400, "pid": 1},
+{"ph": "E", "ts": 4900, "pid": 1},
+{"ph": "E", "ts": 5000, "pid": 1, "args": {"dtype": "float32", "shape": "[2, 3]"}},
+{"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 11000, "pid": 1},
+{"ph": "E", "ts": 11500, "pid": 1},
+{"ph": "B", "name": "ALLREDUCE", "ts": 11500, "pid": 1},
+{"ph": "E", "ts": 12000, "pid": 1, "args": {"dtype": "float32", "shape": "[2, 3]"}},
+]
+`
+
+func TestHorovodsFile(t *testing.T) {
+	whole := strings.Replace(horovodFile, ",\n]", "\n]", 1)
+	for name, text := range map[string]string{"closed": whole, "comma at the end": horovodFile, "cut off": strings.TrimSuffix(horovodFile, "]\n")} {
+		t.Run(name, func(t *testing.T) {
+			r := reportOf(t, put(t, t.TempDir(), "h.json", text))
+			if !r.Horovod || r.Size != 3 || r.Operations != 2 || r.Steps != 2 {
+				t.Errorf("got %+v", r)
+			}
+			l := r.Lateness
+			if l.Compared != 1 || l.Alone != 1 || len(l.Ranks) != 3 || l.Ranks[1].CausedUS != 2*2900 || l.Ranks[2].CausedUS != 99 ||
+				!strings.HasPrefix(l.Verdict, "rank 1 caused 98 % of the waiting") {
+				t.Errorf("got %+v", l)
+			}
+			us := r.Phases[0].US
+			if us["waiting"] != 3000 || us["negotiation"] != 100+500 || us["queue"] != 100 || us["copies"] != 100 || us["exchange"] != 500 || us["other"] != 100+500 {
+				t.Errorf("got %v", us)
+			}
+			if r.Cache.Hits != 1 || r.Cache.Misses != 1 {
+				t.Errorf("got %+v, want one without arrivals to be cached", r.Cache)
+			}
+			if s := r.Slowest[0]; s.Name != "grad/0" || s.Shape != "[2, 3]" || s.DType != "float32" {
+				t.Errorf("got %+v", s)
+			}
+			truncated := slices.ContainsFunc(r.Problems, func(p string) bool { return strings.HasPrefix(p, "truncated") })
+			if truncated != (name == "cut off") {
+				t.Errorf("got problems %q", r.Problems)
+			}
+		})
+	}
+}
+
+// The files of these tests keep the rules of the writer's.
+func TestTheFilesAreTimelines(t *testing.T) {
+	dir := t.TempDir()
+	s := straggler{
+		late: 2, domains: []string{"a", "a", "b", "b"}, arrivals: true,
+		started: []int{0, 500, 3_000_000, 3_000_700}, monotonic: []int{1000, 1500, 77, 777}, clockError: 150,
+	}
+	s.write(t, dir, ".json")
+	for _, name := range []string{"t.json", "t.rank2.json"} {
+		f, err := os.Open(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(timelinetest.Check(f), f.Close()); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestGoldenText(t *testing.T) {
+	s := oneClock()
+	r := reportOf(t, s.write(t, t.TempDir(), ".json"))
+	r.Problems = append(r.Problems, "a name with \x1b[31m in it")
+	var b bytes.Buffer
+	if err := r.WriteText(&b); err != nil {
+		t.Fatal(err)
+	}
+	golden := filepath.Join("testdata", "straggler.txt")
+	if *rewrite {
+		if err := os.WriteFile(golden, b.Bytes(), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(golden)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(b.Bytes(), want) {
+		t.Errorf("got\n%s\nwant\n%s", b.Bytes(), want)
+	}
+	b.Reset()
+	if err := r.WriteJSON(&b); err != nil {
+		t.Fatal(err)
+	}
+	if bytes.Contains(b.Bytes(), []byte(": null")) {
+		t.Errorf("got %s, want empty lists rather than null", b.Bytes())
+	}
+	var again Report
+	if err := json.Unmarshal(b.Bytes(), &again); err != nil || again.Lateness.Verdict != r.Lateness.Verdict || again.StepUS != r.StepUS {
+		t.Errorf("got %v and %+v, want the same report back", err, again)
+	}
+}
+
+func TestOtherJobsFilesAreLeftOut(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name string, id rankID) {
+		f := newFile(id)
+		f.op(testOp{number: max(id.segment, 1), granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10 + id.rank}}})
+		put(t, dir, name, f.end(100, 3))
+	}
+	now := 1_800_000_000_000_000
+	write("t.json", rankID{rank: 0, size: 2, domain: "a", epoch: 2, segment: 2, start: now})
+	write("t.1.json", rankID{rank: 0, size: 2, domain: "a", epoch: 2, segment: 1, start: now})
+	write("t.rank1.json", rankID{rank: 1, size: 2, domain: "a", epoch: 2, segment: 1, start: now})
+	write("t.rank1.7.json", rankID{rank: 1, size: 2, domain: "a", epoch: 2, segment: 1, start: now})
+	write("t.rank3.json", rankID{rank: 3, size: 4, domain: "a", epoch: 2})
+	write("t.rank2.json", rankID{rank: 0, size: 2, domain: "a", epoch: 1})
+	write("u.json", rankID{rank: 0, size: 9, domain: "a", epoch: 1, start: now + 1})
+	put(t, dir, "t.rank9.json", "not a timeline")
+	r := reportOf(t, filepath.Join(dir, "t.json"))
+	if !slices.Equal(r.Files, []int{0, 1}) || r.Operations != 3 || r.Dropped != 6 {
+		t.Errorf("got files of %v, %d operations and %d dropped, want ranks 0 and 1, 3 and 6", r.Files, r.Operations, r.Dropped)
+	}
+	text := strings.Join(r.Problems, "\n")
+	for _, want := range []string{"t.rank1.json: segment 1 of rank 1 again", "t.rank3.json: of another job", "t.rank2.json: of another job",
+		`t.rank9.json: byte 0 (line 1): got 'n', want [`, "6 operations were dropped"} {
+		if !strings.Contains(text, want) && !strings.Contains(text, strings.Replace(want, "t.rank1.json: segment", "t.rank1.7.json: segment", 1)) {
+			t.Errorf("got %q, want %q in it", text, want)
+		}
+	}
+	// A rank's own file brings its own segments.
+	r = reportOf(t, filepath.Join(dir, "t.rank1.json"))
+	if !slices.Equal(r.Files, []int{1}) {
+		t.Errorf("got files of %v, want rank 1 alone", r.Files)
+	}
+}
+
+func TestSuggestions(t *testing.T) {
+	// job has steps of n tensors; name and shape the operations.
+	job := func(t *testing.T, ranks, steps, n int, change func(step, i int, o *testOp)) *Report {
+		dir := t.TempDir()
+		for r := range ranks {
+			f := newFile(rankID{rank: r, size: ranks, host: "h", domain: "a", epoch: 1})
+			for step := range steps {
+				for i := range n {
+					at := (step+1)*100*ms + i*100*us
+					o := testOp{number: step*n + i + 1, granted: at + 1, begun: at + 2, ended: at + 3, backend: "shm",
+						tensors: []testTensor{{name: fmt.Sprint("grad/", i), submitted: at, bytes: 4096}}}
+					change(step, i, &o)
+					f.op(o)
+				}
+			}
+			put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(1_000_000_000, 0))
+		}
+		return reportOf(t, dir)
+	}
+	for name, c := range map[string]struct {
+		change func(step, i int, o *testOp)
+		n      int
+		want   string
+	}{
+		"nothing": {func(int, int, *testOp) {}, 20, ""},
+		"capacity": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 1100,
+			"HOROVOD_CACHE_CAPACITY|set it to 1100 or more|1100 names for 1024 places"},
+		"shapes": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 20, "|keep shapes|100 % of the requests"},
+		"no names": {func(step, i int, o *testOp) { o.tensors[0].name = fmt.Sprint("noname.", step, ".", i) }, 100,
+			"|give tensors names|never come again"},
+		"tiny": {func(_, _ int, o *testOp) { o.granted += 90; o.begun += 90; o.ended += 90 }, 200,
+			"HOROVOD_CYCLE_TIME|set it to 1|responses have 1.0 tensors and 4.00 KiB on average"},
+		"queue":  {func(_, _ int, o *testOp) { o.begun += 40 * ms; o.ended += 40 * ms }, 2, "|put operations that do not depend|wait for the ones before"},
+		"tcp":    {tcp("TCP_ALLREDUCE", "tcp"), 2, "HOROVOD_CPU_OPERATIONS|set it to shm|all ranks are on one host"},
+		"copies": {tcp("MEMCPY_IN_FUSION_BUFFER", "shm"), 2, "|allocate tensors with hvd.Alloc|copies take"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := job(t, 2, 10, c.n, c.change)
+			if c.want == "" {
+				if len(r.Suggestions) > 0 {
+					t.Errorf("got %+v, want none", r.Suggestions)
+				}
+				return
+			}
+			want := strings.Split(c.want, "|")
+			if len(r.Suggestions) != 1 {
+				t.Fatalf("got %+v, want one about %q", r.Suggestions, want)
+			}
+			if s := r.Suggestions[0]; s.Setting != want[0] || !strings.HasPrefix(s.Do, want[1]) || !strings.Contains(s.Because, want[2]) {
+				t.Errorf("got %+v, want %q", s, want)
+			}
+		})
+	}
+}
+
+// tcp makes operations that spend 30 ms in an activity.
+func tcp(activity, backend string) func(int, int, *testOp) {
+	return func(_, _ int, o *testOp) {
+		o.backend, o.ended = backend, o.begun+30*ms
+		o.activities = []testActivity{{activity, 30 * ms}}
+	}
+}
+
+func TestErrorsAreCounted(t *testing.T) {
+	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
+	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10, fails: "mismatch"}}})
+	r := reportOf(t, put(t, t.TempDir(), "t.json", f.end(100, 0)))
+	if r.Errors != 1 || r.Slowest[0].Errors != 1 {
+		t.Errorf("got %d errors and %+v, want one", r.Errors, r.Slowest)
+	}
+}
+
+// What is repeated within a step ends none, and what comes only before the first step does not hide the others.
+func TestSteps(t *testing.T) {
+	for name, c := range map[string]struct {
+		before, repeats int
+	}{"plain": {}, "broadcasts before": {before: 20}, "micro-batches": {repeats: 4}, "many broadcasts before": {before: 60}} {
+		t.Run(name, func(t *testing.T) {
+			var f stepFinder
+			var id nameID = 1000
+			for range c.before {
+				id++
+				f.see(id, 0)
+			}
+			for step := range int64(20) {
+				for range c.repeats {
+					f.see(500, step*1000)
+				}
+				for i := range nameID(10) {
+					f.see(1+i, step*1000+int64(i))
+				}
+			}
+			if n := f.steps(); n < 18 || n > 23 || !near(float64(f.lengths.quantile(.5)), 1000) {
+				t.Errorf("got %d steps of %d, want about 20 of 1000", n, f.lengths.quantile(.5))
+			}
+		})
+	}
+}
+
+func TestSketch(t *testing.T) {
+	for _, bits := range []uint8{3, 5} {
+		s := sketch{bits: bits}
+		for v := int64(1); v <= 1_000_000; v += 7 {
+			s.add(1_000_001 - v)
+		}
+		for _, q := range []float64{.01, .5, .9, .99, 1} {
+			got, want := float64(s.quantile(q)), q*1e6
+			if off := math.Abs(got-want) / want; off > 1/float64(int(2)<<bits)+0.001 {
+				t.Errorf("%d bits, %g: got %g, want %g: off by %g", bits, q, got, want, off)
+			}
+		}
+		s.add(math.MaxInt64)
+		s.add(-5)
+		if !(float64(s.quantile(1)) > 0.93*math.MaxInt64) || s.quantile(0) != 0 || len(s.counts) > 64<<bits {
+			t.Errorf("%d bits: got %d to %d in %d buckets", bits, s.quantile(0), s.quantile(1), len(s.counts))
+		}
+	}
+}
+
+// cover against marking every moment.
+func TestCover(t *testing.T) {
+	var c cover
+	marked := make([]bool, 20_000)
+	seed := uint32(1)
+	for i := range 2000 {
+		seed = seed*1664525 + 1013904223
+		begin := i*9 + int(seed>>16)%100
+		end := begin + int(seed>>24)%30
+		c.add(int64(begin), int64(end))
+		for at := begin; at < end; at++ {
+			marked[at] = true
+		}
+	}
+	want := 0
+	for _, m := range marked {
+		if m {
+			want++
+		}
+	}
+	if got, longest := c.sums(); got != float64(want) || longest <= 0 || longest > got {
+		t.Errorf("got %g and %g, want %d", got, longest, want)
+	}
+	if len(c.open) > maxStretches {
+		t.Errorf("%d stretches are kept", len(c.open))
+	}
+	var two cover
+	two.add(0, 10)
+	two.add(5, 12)
+	two.add(20, 23)
+	if total, longest := two.sums(); total != 15 || longest != 13 {
+		t.Errorf("got %g and %g, want 15 and 13", total, longest)
+	}
+}

@@ -1,0 +1,309 @@
+package report
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/iotest"
+)
+
+// records are those of a text, until the end or an error.
+func records(r io.Reader) (all []string, err error) {
+	s := newScanner(r, "f")
+	for {
+		record, err := s.next()
+		if err != nil {
+			if errors.Is(err, io.EOF) {
+				err = nil
+			}
+			return all, err
+		}
+		all = append(all, string(record))
+	}
+}
+
+func TestScanner(t *testing.T) {
+	for text, want := range map[string][]string{
+		`[]`:                                {},
+		" \n[ \n]\n ":                       {},
+		`[{"a":1},{"b":"}]\"{"}]`:           {`{"a":1}`, `{"b":"}]\"{"}`},
+		"[{\"a\":\n1},\n{\"b\":[{}]},\n\n]": {"{\"a\":\n1}", `{"b":[{}]}`},
+		`[{"a":"\\"}{}]`:                    {`{"a":"\\"}`, `{}`},
+	} {
+		for name, r := range map[string]io.Reader{"whole": strings.NewReader(text), "byte by byte": iotest.OneByteReader(strings.NewReader(text))} {
+			got, err := records(r)
+			if err != nil || fmt.Sprint(got) != fmt.Sprint(want) || len(got) != len(want) {
+				t.Errorf("%q, %s: got %q, %v, want %q", text, name, got, err, want)
+			}
+		}
+	}
+	for text, want := range map[string]string{
+		"":                     "f: byte 0 (line 1): got the end of the file, want [ and the events of a timeline",
+		"  \n x":               "f: byte 4 (line 2): got 'x', want [ and",
+		"{\"traceEvents\":[]}": "f: byte 0 (line 1): got '{', want [ and",
+		"\x7fELF":              `f: byte 0 (line 1): got '\x7f', want [ and`,
+		"[":                    "f: byte 1 (line 1): got the end of the file, want another event or ]",
+		"[{\"a\":1},\n":        "f: byte 10 (line 2): got the end of the file, want another event or ]",
+		"[{\"a\":1},\n{\"b":    "f: byte 13 (line 2): got the end of the file, want the end of the event that begins at byte 10",
+		"[{},7]":               "f: byte 4 (line 1): got '7', want an event, as {...}, or ]",
+		"[{}]\n\n[{}]":         "f: byte 6 (line 3): got '[', want nothing after the closing ]",
+	} {
+		_, err := records(strings.NewReader(text))
+		var f *FormatError
+		if !errors.As(err, &f) || !strings.HasPrefix(err.Error(), want) {
+			t.Errorf("%q: got %v, want %q", text, err, want)
+		} else if f.Truncated != strings.Contains(want, "the end of the file") {
+			t.Errorf("%q: got truncated %v", text, f.Truncated)
+		}
+	}
+	broken := errors.New("no such luck")
+	if _, err := records(io.MultiReader(strings.NewReader("[{}"), iotest.ErrReader(broken))); err == nil || !strings.Contains(err.Error(), "no such luck") {
+		t.Errorf("got %v, want what reading gave", err)
+	}
+	if _, err := records(stuck{}); !strings.Contains(fmt.Sprint(err), io.ErrNoProgress.Error()) {
+		t.Errorf("got %v, want an end to a reader that gives nothing", err)
+	}
+}
+
+type stuck struct{}
+
+func (stuck) Read([]byte) (int, error) { return 0, nil }
+
+// What is too long is passed over, without being kept.
+func TestLongRecords(t *testing.T) {
+	text := `[{"a":1},{"b":"` + strings.Repeat("x", 3*maxRecord) + `"},{"c":1}]`
+	s := newScanner(strings.NewReader(text), "f")
+	n := 0
+	for {
+		_, err := s.next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		n++
+	}
+	if n != 2 || s.tooLong != 1 || cap(s.record) > 2*maxRecord {
+		t.Errorf("got %d records, %d too long and room for %d bytes, want 2, 1 and at most %d", n, s.tooLong, cap(s.record), 2*maxRecord)
+	}
+}
+
+func TestParse(t *testing.T) {
+	for text, want := range map[string]int64{
+		`{"ph":"B","ts":1}`:          1000,
+		`{"ph":"B","ts":1.5}`:        1500,
+		`{"ph":"B","ts":0.0015}`:     1,
+		`{"ph":"B","ts":-12.345}`:    -12345,
+		`{"ph":"B","ts":1.5e3}`:      1_500_000,
+		`{"ph":"B","ts":1.23456789}`: 1234,
+		` {"x":[1,{"y":[null,true,"\u00e9"]},[]] , "ph" : "B" , "ts" : 7 } `: 7000,
+		`{"ph":"B","ts":999999999999999}`:                                    999_999_999_999_999_000,
+	} {
+		var e event
+		if err := parse([]byte(strings.TrimSpace(text)), &e); err != nil || e.at != want || !e.timed || e.phase != 'B' {
+			t.Errorf("%s: got %d, %v, want %d", text, e.at, err, want)
+		}
+	}
+	for _, text := range []string{
+		``, `{`, `{}`, `[]`, `{"ph":"B"`, `{"ph":"B",}`, `{"ph":"B" "ts":1}`, `{"ph":"B","ts":NaN}`, `{"ph":"B","ts":Infinity}`, `{"ph":"B","ts":"1"}`,
+		`{"ph":"B","ts":-}`, `{"ph":"B","ts":1e300}`, `{"ph":"B","ts":10000000000000000}`, `{"ph":"B","ts":-99999999999999999999999}`,
+		`{"ph":"B","pid":99999999999999999999}`, `{"ph":"B","x":` + strings.Repeat("[", 99) + strings.Repeat("]", 99) + `}`, `{"ph":"B"}}`,
+		`{"ph":"B","name":"\x"}`, `{"ph":"B","args":{"cached":maybe}}`, `{"ph":"B","x":nul}`, `{"ph":"B","args":{"op":1.5x}}`,
+	} {
+		var e event
+		if err := parse([]byte(text), &e); err == nil {
+			t.Errorf("%s: got %+v, want an error", text, e)
+		}
+	}
+	var e event
+	text := `{"name":"a\n\"b\"","ph":"E","pid":3,"args":{"cached":true,"error":null,"op":"x","fused":null,"name":"n","shape":[1]}}`
+	if err := parse([]byte(text), &e); err != nil || string(e.name) != "a\n\"b\"" || !e.args.cached || e.args.err != nil || string(e.args.name) != "n" || e.pid != 3 {
+		t.Errorf("got %+v, %v", e, err)
+	}
+}
+
+func TestFilesThatAreNone(t *testing.T) {
+	dir := t.TempDir()
+	whole := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
+	whole.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10}}})
+	good := whole.end(100, 0)
+	packed, err := os.ReadFile(put(t, dir, "good.json.gz", good))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct{ text, want string }{
+		"empty":      {"", "byte 0 (line 1): got the end of the file, want ["},
+		"text":       {"hello", "byte 0 (line 1): got 'h', want ["},
+		"object":     {`{"traceEvents":[]}`, "got '{', want ["},
+		"binary":     {"\x00\x01\x02", `got '\x00', want [`},
+		"gzip head":  {"\x1f\x8b", "bad.json: unexpected EOF"},
+		"gzip rest":  {"\x1f\x8bxxxxxxxxxxxxxxxx", "bad.json: gzip: invalid header"},
+		"only a [":   {"[", "byte 1 (line 1): got the end of the file"},
+		"merged":     {`[{"name":"hvd_merged","ph":"M","pid":0,"tid":0,"args":{}}]`, "this is a merged trace, want the files of the ranks"},
+		"half a gz":  {string(packed[:12]), "got the end of the file"},
+		"no file":    {"-", "no such file"},
+		"empty path": {"/", "the folder has no files"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "bad.json")
+			switch c.text {
+			case "-":
+			case "/":
+				path = filepath.Dir(path)
+			default:
+				put(t, filepath.Dir(path), "bad.json", c.text)
+			}
+			j, _, err := Open([]string{path}, nil)
+			if err == nil || j != nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), filepath.Dir(path)) {
+				t.Errorf("got %v, want %q of %s", err, c.want, path)
+			}
+			// Beside a good one it is told and does no harm.
+			j, bad, err := Open([]string{put(t, t.TempDir(), "good.json", good), path}, nil)
+			if err != nil || bad == nil || !strings.Contains(bad.Error(), c.want) {
+				t.Fatalf("got %v and %v, want %q", bad, err, c.want)
+			}
+			r, err := j.Report(Options{})
+			if err != nil || r.Operations != 1 {
+				t.Errorf("got %+v, %v, want the one of the good file", r, err)
+			}
+			if err := j.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// Cut off anywhere, a file gives what came before.
+func TestTruncatedAnywhere(t *testing.T) {
+	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
+	for n := 1; n <= 3; n++ {
+		f.op(testOp{number: n, granted: n*100 + 20, begun: n*100 + 20, ended: n*100 + 30, tensors: []testTensor{{name: "x", submitted: n * 100}}})
+	}
+	whole := f.end(1000, 0)
+	last := int64(0)
+	head := strings.Index(whole, "},") + 2
+	for cut := head; cut < len(strings.TrimSpace(whole)); cut++ {
+		j, bad, err := Open([]string{Stdin}, strings.NewReader(whole[:cut]))
+		if bad != nil || err != nil {
+			t.Fatalf("cut at %d: %v, %v", cut, bad, err)
+		}
+		r, err := j.Report(Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if r.Operations < last || len(r.Problems) == 0 || !strings.Contains(r.Problems[0], "truncated, and used up to there: standard input: byte "+fmt.Sprint(cut)) {
+			t.Fatalf("cut at %d: got %d operations after %d, and %q", cut, r.Operations, last, r.Problems)
+		}
+		last = r.Operations
+		if err := j.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	if last != 3 {
+		t.Errorf("got %d operations at the end, want 3", last)
+	}
+}
+
+// Damage in the middle is told, and what came before is used.
+func TestDamaged(t *testing.T) {
+	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
+	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10}}})
+	f.event(`{"ph":"B","ts":NaN}`)
+	f.event(`{"ph":"E","ts":7,"pid":7}`)
+	f.b.WriteString("\x00\x00")
+	r := reportOf(t, put(t, t.TempDir(), "t.json", f.end(100, 0)))
+	text := strings.Join(r.Problems, "\n")
+	if r.Operations != 1 || !strings.Contains(text, `got '\x00', want another event`) && !strings.Contains(text, `got '\x00', want an event`) ||
+		!strings.Contains(text, "damaged") || !strings.Contains(text, "1 events could not be read") {
+		t.Errorf("got %d operations and %q", r.Operations, text)
+	}
+}
+
+func TestFind(t *testing.T) {
+	dir := t.TempDir()
+	for _, n := range []string{"t.json", "t.1.json", "t.rank1.json", "t.rank12.3.json", "t.json.gz", "tt.json", "t.rankx.json", "t.x.json", "u", "u.rank1", "u.rank1.2",
+		"u.2", "z.json.gz", "z.rank3.json.gz", "z.rank3.2.json.gz", ".hidden"} {
+		put(t, dir, n, "")
+	}
+	if err := os.Mkdir(filepath.Join(dir, "t.rank7.json"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]string{
+		"t.json":          "t.1.json t.json t.rank1.json t.rank12.3.json",
+		"t.rank12.3.json": "t.rank12.3.json",
+		"t.rank1.json":    "t.rank1.json",
+		"u":               "u u.2 u.rank1 u.rank1.2",
+		"u.rank1":         "u.rank1 u.rank1.2",
+		"z.json.gz":       "z.json.gz z.rank3.2.json.gz z.rank3.json.gz",
+		"z.rank3.json.gz": "z.rank3.2.json.gz z.rank3.json.gz",
+	} {
+		got, err := find(filepath.Join(dir, path))
+		for i := range got {
+			got[i] = filepath.Base(got[i])
+		}
+		if err != nil || strings.Join(got, " ") != want {
+			t.Errorf("%s: got %q, %v, want %q", path, got, err, want)
+		}
+	}
+	if got, err := find(dir); err != nil || len(got) != 15 {
+		t.Errorf("got %q, %v, want all but what is hidden and the folder", got, err)
+	}
+}
+
+func FuzzParse(f *testing.F) {
+	for line := range strings.Lines(horovodFile) {
+		f.Add([]byte(strings.TrimSuffix(strings.TrimSpace(line), ",")))
+	}
+	f.Add([]byte(`{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":1,"size":2,"host":"h","epoch":1,"segment":1,"clock_domain":"a","monotonic_us":1.5}}`))
+	f.Add([]byte(`{"ph":"E","ts":1e3,"pid":1,"args":{"cached":true,"submitted":-1.5,"x":[{"y":"\u0000"}]}}`))
+	f.Fuzz(func(t *testing.T, record []byte) {
+		var e event
+		if parse(record, &e) == nil && (e.at > maxTime || e.at < -maxTime || e.pid > maxWhole || e.pid < -maxWhole) {
+			t.Errorf("got %+v", e)
+		}
+	})
+}
+
+// The scanner gives the same records whatever pieces the text comes in, and nothing it reads upsets the report or the merged trace.
+func FuzzFile(f *testing.F) {
+	f.Add([]byte(horovodFile))
+	ours := newFile(rankID{rank: 1, size: 3, host: "h", domain: "a", epoch: 1, segment: 1, monotonic: 5})
+	ours.clock(1, 2, 3)
+	ours.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10, arrivals: []int{5, 6, 0}}, {name: "y", submitted: 11}},
+		activities: []testActivity{{"MEMCPY_IN_FUSION_BUFFER", 3}}})
+	f.Add([]byte(ours.end(50, 1)))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		a, errA := records(bytes.NewReader(text))
+		b, errB := records(iotest.OneByteReader(bytes.NewReader(text)))
+		if fmt.Sprint(errA) != fmt.Sprint(errB) || fmt.Sprint(a) != fmt.Sprint(b) {
+			t.Fatalf("got %q, %v at once and %q, %v byte by byte", a, errA, b, errB)
+		}
+		j, _, err := Open([]string{Stdin}, bytes.NewReader(text))
+		if err != nil {
+			return
+		}
+		defer j.Close()
+		r, err := j.Report(Options{FusionThresholdBytes: 1, CacheCapacity: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(r.WriteText(io.Discard), r.WriteJSON(io.Discard)); err != nil {
+			t.Fatal(err)
+		}
+		out := filepath.Join(t.TempDir(), "out.json")
+		if _, err := j.Merge(out); err != nil {
+			t.Fatal(err)
+		}
+		merged, err := os.ReadFile(out)
+		if err != nil {
+			t.Fatal(err)
+		}
+		checkTrace(t, merged)
+	})
+}

@@ -1,0 +1,399 @@
+package report
+
+import (
+	"bufio"
+	"bytes"
+	"cmp"
+	"compress/gzip"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+)
+
+const (
+	// maxRanks bounds the numbers of ranks, and with them what a file can make the reader keep.
+	maxRanks = 1 << 16
+	// maxClockPoints bounds the measurements of the clock that are kept of a file.
+	maxClockPoints = 1024
+	// Stdin is the path that stands for standard input.
+	Stdin = "-"
+)
+
+// source is a file.
+type source struct {
+	path string
+	// spool is standard input, for files are read more than once; nil for others.
+	spool *os.File
+
+	// What the survey has found. Times are in ns but for start, which is in us since 1970.
+	horovod            bool
+	rank, size         int
+	host, domain       string
+	epoch, segment     int64
+	monotonic, start   int64
+	points             []clockPoint
+	dropped            int64
+	records, oversized int64
+	// problem is why reading ended early, a *FormatError; nil if it did not.
+	problem error
+}
+
+// clockPoint is a measurement: at a time of this rank, what is to be added to get rank 0's.
+type clockPoint struct{ at, offset, err int64 }
+
+var (
+	siblingPart = regexp.MustCompile(`^(\.rank[0-9]{1,5})?(\.[0-9]{1,9})?$`)
+	segmentPart = regexp.MustCompile(`^(\.[0-9]{1,9})?$`)
+	ownPart     = regexp.MustCompile(`\.(rank[0-9]{1,5}|[0-9]{1,9})$`)
+	rankEnd     = regexp.MustCompile(`\.rank[0-9]{1,5}$`)
+)
+
+// find lists the files that a path stands for: a folder's, or the file and, if it is rank 0's, those of the others beside it, all
+// with their older segments.
+func find(path string) ([]string, error) {
+	if path == Stdin {
+		return []string{path}, nil
+	}
+	info, err := os.Stat(path)
+	if err != nil {
+		return nil, err
+	}
+	keep := func(name string) bool { return !strings.HasPrefix(name, ".") }
+	dir := path
+	if !info.IsDir() {
+		var base string
+		dir, base = filepath.Split(path)
+		base, gz := strings.CutSuffix(base, ".gz")
+		extension := filepath.Ext(base)
+		if ownPart.MatchString(extension) {
+			extension = ""
+		}
+		stem := strings.TrimSuffix(base, extension)
+		if gz {
+			extension += ".gz"
+		}
+		part := siblingPart
+		if rankEnd.MatchString(stem) {
+			part = segmentPart
+		}
+		keep = func(name string) bool {
+			rest, starts := strings.CutPrefix(name, stem)
+			middle, ends := strings.CutSuffix(rest, extension)
+			return starts && ends && part.MatchString(middle)
+		}
+		dir = filepath.Clean(dir)
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	var all []string
+	for _, e := range entries {
+		if at := filepath.Join(dir, e.Name()); keep(e.Name()) {
+			if i, err := os.Stat(at); err == nil && i.Mode().IsRegular() {
+				all = append(all, at)
+			}
+		}
+	}
+	if !info.IsDir() && !info.Mode().IsRegular() {
+		all = append(all, path) // a pipe of the shell: it is read as standard input is
+	}
+	if len(all) == 0 {
+		return nil, fmt.Errorf("%s: the folder has no files", path)
+	}
+	return all, nil
+}
+
+// spoolOf copies what can be read only once to a file that has no name any more.
+func spoolOf(r io.Reader) (*os.File, error) {
+	f, err := os.CreateTemp("", "hvdrun-timeline-")
+	if err != nil {
+		return nil, err
+	}
+	_, err = io.Copy(f, r)
+	if err = errors.Join(err, os.Remove(f.Name())); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+// opened is a file that is being read.
+type opened struct {
+	*scanner
+	file *os.File // nil for a spool
+}
+
+func (s *source) open() (*opened, error) {
+	o := &opened{}
+	var r io.Reader
+	if s.spool != nil {
+		r = io.NewSectionReader(s.spool, 0, 1<<62)
+	} else {
+		f, err := os.Open(s.path)
+		if err != nil {
+			return nil, err
+		}
+		o.file, r = f, f
+	}
+	packed := bufio.NewReaderSize(r, scanBuffer)
+	r = packed
+	if head, err := packed.Peek(2); err == nil && bytes.Equal(head, []byte{0x1f, 0x8b}) {
+		z, err := gzip.NewReader(packed)
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("%s: %w", s.path, err), o.close())
+		}
+		r = z
+	}
+	o.scanner = newScanner(r, s.path)
+	return o, nil
+}
+
+func (o *opened) close() error {
+	if o.file == nil {
+		return nil
+	}
+	return o.file.Close()
+}
+
+// survey reads who wrote the file, on which clock, and whether it can be read to its end. The error is that of a file of which
+// nothing can be used.
+func (s *source) survey() (err error) {
+	o, err := s.open()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, o.close()) }()
+	s.horovod = true
+	var e event
+	merged := false
+	for {
+		record, err := o.next()
+		if err != nil {
+			s.oversized = o.tooLong
+			if errors.Is(err, io.EOF) {
+				break
+			}
+			if s.problem = err; s.records == 0 {
+				return err
+			}
+			break
+		}
+		s.records++
+		// Only these say something of the file itself; what is unreadable among the others is found when they are read.
+		if !bytes.Contains(record, []byte(`"hvd_`)) && !bytes.Contains(record, []byte(`start_time_since`)) || parse(record, &e) != nil {
+			continue
+		}
+		switch string(e.name) {
+		case "process_name":
+			if e.pid == 0 && e.args.startMicros != 0 {
+				s.start = e.args.startMicros
+			}
+		case "hvd_merged":
+			merged = true
+		case "hvd_rank":
+			if a := &e.args; a.hasRank && a.rank >= 0 && a.rank < maxRanks && a.size >= 0 && a.size <= maxRanks {
+				s.horovod, s.rank, s.size = false, int(a.rank), int(a.size)
+				s.host, s.domain = clip(a.host), clip(a.domain)
+				s.epoch, s.segment, s.monotonic = a.epoch, a.segment, a.monotonic
+				s.dropped = max(s.dropped, a.dropped)
+			}
+		case "hvd_clock":
+			if e.timed {
+				s.addPoint(clockPoint{e.at, e.args.offset, max(e.args.clockError, 0)})
+			}
+		case "hvd_end":
+			s.dropped = max(s.dropped, e.args.dropped)
+		}
+	}
+	if merged {
+		return fmt.Errorf("%s: this is a merged trace, want the files of the ranks, as they were written", s.path)
+	}
+	return nil
+}
+
+// addPoint keeps a measurement; when there are too many, every other one.
+func (s *source) addPoint(p clockPoint) {
+	if n := len(s.points); n > 0 && p.at <= s.points[n-1].at {
+		return
+	}
+	if s.points = append(s.points, p); len(s.points) == maxClockPoints {
+		kept := s.points[:0]
+		for i := 0; i < maxClockPoints; i += 2 {
+			kept = append(kept, s.points[i])
+		}
+		s.points = append(kept, p)
+	}
+}
+
+// rankFile is what a rank has written, in the order of its segments.
+type rankFiles struct {
+	rank     int
+	segments []*source
+	clock    clock
+}
+
+// Job is the files of the ranks of a job.
+type Job struct {
+	// ranks are in order.
+	ranks   []*rankFiles
+	size    int
+	horovod bool
+	// problems are what the reader of the report must know of the files.
+	problems []string
+	spools   []*os.File
+}
+
+// Open finds and surveys the files that the paths stand for: a rank's file, or rank 0's, beside which those of the others are found,
+// or a folder, or Stdin. Files of another job are left out, and those that cannot be read, of which bad tells if a path names one of
+// them. The error is that there is nothing to read.
+//
+// A file is read twice for a report and once more to be merged; standard input is kept in a temporary file until Close.
+func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
+	j := &Job{}
+	defer func() {
+		if job == nil {
+			err = errors.Join(err, j.Close())
+		}
+	}()
+	var sources []*source
+	var seen []string
+	for _, p := range paths {
+		found, err := find(p)
+		if err != nil {
+			bad = errors.Join(bad, err)
+			continue
+		}
+		for _, path := range found {
+			if slices.Contains(seen, path) {
+				continue
+			}
+			seen = append(seen, path)
+			s := &source{path: path}
+			err := j.prepare(s, stdin)
+			if err == nil {
+				err = s.survey()
+			}
+			if err == nil {
+				sources = append(sources, s)
+				continue
+			}
+			if len(found) == 1 || filepath.Clean(p) == filepath.Clean(path) {
+				bad = errors.Join(bad, err)
+			}
+			j.problems = append(j.problems, "left out: "+err.Error())
+		}
+	}
+	if len(sources) == 0 {
+		if bad == nil {
+			bad = errors.New(strings.Join(j.problems, "\n"))
+		}
+		return nil, nil, bad
+	}
+	j.arrange(sources)
+	return j, bad, nil
+}
+
+// prepare makes a source one that can be read more than once.
+func (j *Job) prepare(s *source, stdin io.Reader) (err error) {
+	if s.path == Stdin {
+		s.path = "standard input"
+		if s.spool, err = spoolOf(stdin); err != nil {
+			return fmt.Errorf("%s: %w", s.path, err)
+		}
+	} else if info, err := os.Stat(s.path); err != nil {
+		return err
+	} else if !info.Mode().IsRegular() {
+		f, err := os.Open(s.path)
+		if err != nil {
+			return err
+		}
+		s.spool, err = spoolOf(f)
+		if err = errors.Join(err, f.Close()); err != nil {
+			return fmt.Errorf("%s: %w", s.path, err)
+		}
+	}
+	if s.spool != nil {
+		j.spools = append(j.spools, s.spool)
+	}
+	return nil
+}
+
+// Close gives up what Open holds.
+func (j *Job) Close() error {
+	var err error
+	for _, f := range j.spools {
+		err = errors.Join(err, f.Close())
+	}
+	j.spools = nil
+	return err
+}
+
+func (j *Job) problemf(format string, args ...any) {
+	j.problems = append(j.problems, fmt.Sprintf(format, args...))
+}
+
+// arrange puts the files of one job in order. That job is the one that was started last.
+func (j *Job) arrange(sources []*source) {
+	slices.SortStableFunc(sources, func(a, b *source) int {
+		return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.segment, b.segment), cmp.Compare(a.start, b.start))
+	})
+	newest := slices.MaxFunc(sources, func(a, b *source) int { return cmp.Compare(a.start, b.start) })
+	j.size, j.horovod = newest.size, newest.horovod
+	for _, s := range sources {
+		switch last := len(j.ranks) - 1; {
+		case s.horovod != newest.horovod || s.horovod && s != newest:
+			j.problemf("left out: %s: of another job than %s, by Horovod's way of writing", s.path, newest.path)
+			continue
+		case s.epoch != newest.epoch || s.size != newest.size:
+			j.problemf("left out: %s: of another job: epoch %d and %d ranks, while %s has epoch %d and %d ranks",
+				s.path, s.epoch, s.size, newest.path, newest.epoch, newest.size)
+			continue
+		case last < 0 || j.ranks[last].rank != s.rank:
+			j.ranks = append(j.ranks, &rankFiles{rank: s.rank, segments: []*source{s}})
+		case j.ranks[last].segments[len(j.ranks[last].segments)-1].segment == s.segment:
+			j.problemf("left out: %s: segment %d of rank %d again", s.path, s.segment, s.rank)
+			continue
+		default:
+			j.ranks[last].segments = append(j.ranks[last].segments, s)
+		}
+		if s.problem != nil {
+			what := "damaged"
+			var f *FormatError
+			if errors.As(s.problem, &f) && f.Truncated {
+				what = "truncated"
+			}
+			j.problemf("%s, and used up to there: %v", what, s.problem)
+		}
+		if s.oversized > 0 {
+			j.problemf("%s: %d events of more than %d bytes are left out", s.path, s.oversized, maxRecord)
+		}
+	}
+	j.setClocks()
+}
+
+// dropped is how many operations the writers of the files say that they have lost.
+func (r *rankFiles) dropped() (n int64) {
+	for _, s := range r.segments {
+		n = max(n, s.dropped) // each segment counts from the beginning
+	}
+	return n
+}
+
+// host is where the rank ran.
+func (r *rankFiles) host() string { return r.segments[len(r.segments)-1].host }
+
+// maxText bounds the texts that are kept of a file.
+const maxText = 200
+
+// clip copies a text of a file, with an end that tells it from others that begin alike if it is too long to be kept.
+func clip(b []byte) string {
+	if len(b) <= maxText {
+		return strings.ToValidUTF8(string(b), "\ufffd")
+	}
+	return fmt.Sprintf("%s…%08x", strings.ToValidUTF8(string(b[:maxText-12]), "\ufffd"), checksum(b))
+}
