@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"time"
 
 	"go.uber.org/zap"
@@ -11,7 +12,9 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/meeting"
+	"github.com/gohvd/gohvd/internal/observe"
 	"github.com/gohvd/gohvd/internal/session"
 	"github.com/gohvd/gohvd/internal/verdict"
 	"github.com/gohvd/gohvd/message"
@@ -25,8 +28,11 @@ type Engine struct {
 	engine  *runner
 	at      *meeting.Meeting
 	session *session.Session // nil in a job of one
+	watch   *observe.Rank    // nil over a sidecar, which has it
 	place   topo.Topology
 	epoch   uint64
+
+	log *zap.Logger // nil if it is the program's
 
 	global      *ProcessSet
 	sets        setTable
@@ -46,6 +52,7 @@ type initOptions struct {
 	shareDevice bool
 	kept        **meeting.Meeting // of Inits before, and for those to come
 	log         *zap.Logger
+	ownLog      bool // not the program's
 	lastEpoch   uint64
 	sets        [][]int
 	onStall     func(Stall)
@@ -106,6 +113,9 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 		o.log.Warn(w)
 	}
 	e := &Engine{dynamicSets: cfg.DynamicProcessSets, timeout: cfg.OperationTimeout}
+	if o.ownLog {
+		e.log = o.log
+	}
 	start, limit := e.start, cfg.StartTimeout
 	if cfg.Sidecar != "" {
 		start, limit = e.startOver, cfg.StartTimeout+sidecarGrace
@@ -126,7 +136,8 @@ func readOptions(opts []InitOption) (*initOptions, config.Config, error) {
 	}
 	cfg, err := config.FromEnvironment(o.settings, o.store != nil || o.method != "" || o.id != nil)
 	if err == nil && o.log == nil {
-		o.log, err = newLogger(cfg.LogLevel, !cfg.LogHideTime)
+		o.log = logs.New(os.Stderr, &cfg)
+		o.ownLog = true
 	}
 	return o, cfg, err
 }
@@ -141,7 +152,7 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 	if err != nil {
 		return err
 	}
-	log := o.log.With(zap.Int("rank", rank), zap.Int("size", size))
+	log := o.log.With(zap.Int("rank", rank), zap.Int("size", size), zap.String("host", cfg.Hostname))
 	hosts := []string{cfg.Hostname}
 	e.epoch = o.lastEpoch + 1
 	ecfg := engine.Config{
@@ -164,7 +175,8 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 		e.epoch, hosts = e.session.Epoch, e.session.Hosts
 		ecfg.Mesh, ecfg.Memory, ecfg.LocalSize = e.session.Mesh, e.session.Memory, e.session.LocalSize
 	}
-	ecfg.Log = log.With(zap.Uint64("epoch", e.epoch))
+	log = log.With(zap.Uint64("epoch", e.epoch))
+	ecfg.Log = log
 	if err := e.settle(cfg, hosts, rank); err != nil {
 		if ecfg.Mesh != nil {
 			err = errors.Join(err, ecfg.Mesh.Close())
@@ -181,9 +193,21 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 	if o.onStall != nil {
 		ecfg.OnStall = func(s *controller.Stall) { o.onStall(newStall(s)) }
 	}
+	e.watch = observe.New(observe.Config{
+		Settings: &cfg, Rank: rank, Size: size, LocalRank: e.place.LocalRank, Host: cfg.Hostname, Epoch: e.epoch,
+		Launcher: e.at.Launcher(), Sets: e.members, Log: log,
+	})
+	e.watch.Configure(&ecfg)
 	in, err := engine.Start(ctx, ecfg)
+	if err != nil {
+		return err
+	}
 	e.engine = &runner{in: in}
-	return err
+	if err := e.watch.Attach(in); err != nil {
+		in.Close()
+		return err
+	}
+	return nil
 }
 
 func newStall(s *controller.Stall) Stall {
@@ -250,11 +274,17 @@ func (e *Engine) Shutdown(ctx context.Context) error {
 // release closes what the engine does not own.
 func (e *Engine) release() error {
 	var errs []error
+	if e.watch != nil {
+		errs = append(errs, e.watch.Close())
+	}
 	if e.session != nil {
 		errs = append(errs, e.session.Close())
 	}
 	if e.at != nil {
 		errs = append(errs, e.at.Close())
+	}
+	if e.log != nil {
+		_ = e.log.Sync() // of lines that were left out; standard error itself may refuse
 	}
 	return errors.Join(errs...)
 }

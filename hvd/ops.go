@@ -15,6 +15,11 @@ import (
 // newHandle makes the handle of tensor i of c, which has numElems elements. Its buffers are still to be set.
 func newHandle[T any](c *call, i, numElems int) (*Handle[T], error) {
 	h := new(Handle[T])
+	return h, h.describe(c, i, numElems)
+}
+
+// describe makes h, which is empty, what newHandle makes.
+func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	h.kind, h.engine = c.kind, c.engine.engine
 	e := &h.entry
 	e.Set, e.Timeout, e.InPlace, e.ErrorFeedback, e.Done = c.set.id, c.timeout, c.inPlace, c.errorFeedback, h.finished
@@ -23,11 +28,10 @@ func newHandle[T any](c *call, i, numElems int) (*Handle[T], error) {
 	if c.shapes == nil {
 		h.dims[0] = int64(numElems)
 		q.Shape = h.dims[:]
-		return h, nil
+		return nil
 	}
-	var err error
 	q.Shape, err = c.shape(i, numElems)
-	return h, err
+	return err
 }
 
 // finished is the Done of h's entry.

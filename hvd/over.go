@@ -86,7 +86,8 @@ func (e *Engine) startOver(ctx context.Context, cfg config.Config, o *initOption
 	if o.onStall != nil {
 		o.log.Warn("hvd: OnStall hears of nothing over a sidecar (HVD_SIDECAR), whose log has the stalls")
 	}
-	known, err := client.Secret(&cfg)
+	// It encrypts nothing: what is said does not leave the host, and descriptors cannot travel with what is encrypted.
+	known, err := cfg.JobSecret()
 	if err != nil {
 		return err
 	}

@@ -92,6 +92,17 @@ func (e *Engine) ProcessSets() []*ProcessSet {
 	return slices.Clone(e.sets.all)
 }
 
+// members are those of all sets but the global one.
+func (e *Engine) members() map[topo.ProcessSetID][]topo.Rank {
+	m := make(map[topo.ProcessSetID][]topo.Rank)
+	for _, p := range e.ProcessSets() {
+		if p.id != topo.Global {
+			m[p.id] = p.ranks
+		}
+	}
+	return m
+}
+
 // ProcessSets are those of the engine that Init started. Like all queries it panics before Init.
 func ProcessSets() []*ProcessSet { return mustCurrent("ProcessSets").ProcessSets() }
 

@@ -16,6 +16,7 @@ import (
 func (e *Engine) Door() raw.Door {
 	return raw.Door{
 		Begin: e.beginRaw, Help: e.engine.Help, Ring: e.engine.Ring, Close: e.closeRaw,
+		StartTimeline: e.watch.StartTimeline, StopTimeline: e.watch.StopTimeline,
 		Homogeneous: e.session == nil || evenly(e.session.Hosts),
 	}
 }
@@ -145,12 +146,11 @@ func (r *rawOperation) prepare(c *call) error {
 	}
 	r.left.Store(int64(len(r.tensors)))
 	for i := range r.tensors {
-		h, err := newHandle[byte](c, i, 0)
-		if err != nil {
+		t := &r.tensors[i]
+		if err := t.describe(c, i, 0); err != nil {
 			return err
 		}
-		t := &r.tensors[i]
-		t.kind, t.engine, t.entry, t.of, t.i = h.kind, h.engine, h.entry, r, i
+		t.of, t.i = r, i
 		t.entry.Done, t.entry.Request.Shape = t.finished, nil
 		if r.Kind != message.Barrier {
 			if err := t.place(c, &r.Tensors[i]); err != nil {

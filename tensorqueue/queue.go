@@ -50,13 +50,22 @@ type Entry struct {
 	Response *message.Response
 	// Done is called exactly once, after the engine has let go of the buffers and freed the name.
 	Done func(err error)
-	// Granted is the loop's mark that the response is being executed, and Deadline when Timeout ends, 0 if never.
-	// Nobody else looks at them.
-	Granted  bool
+	// Times say how far it has got.
+	Times Times
+	// Deadline is when Timeout ends, 0 if never. Nobody but the loop looks at it.
 	Deadline time.Duration
 
 	queue *Queue
 	name  *name
+}
+
+// Times say how far an entry has got, in time since the engine's start; 0 is what has not happened. Submitted does not change after
+// Add; the others are nanoseconds that any goroutine may look at.
+type Times struct {
+	Submitted            time.Duration
+	Sent, Granted, Begun atomic.Int64
+	// Grant is the number of the grant, times 256, and the backend that runs it; 0 as long as there is none.
+	Grant atomic.Uint64
 }
 
 // name is what a queue remembers of a name. It outlives the entries, for most names come again.

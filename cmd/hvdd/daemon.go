@@ -12,10 +12,10 @@ import (
 	"time"
 
 	"go.uber.org/zap"
-	"go.uber.org/zap/zapcore"
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
@@ -39,18 +39,20 @@ func (d *daemon) run() error {
 	if d.fd >= 0 && d.socket != "" {
 		return usagef("got --fd and --socket, want one of them")
 	}
-	d.log = newLogger(d.stderr)
 	var err error
 	// What is wrong with a setting is told to the client that says Init; a listener needs them before.
 	if d.settings, err = config.FromEnvironment(nil, true); err != nil && d.fd < 0 {
 		return err
 	}
+	d.log = logs.New(d.stderr, &d.settings).Named("hvdd")
+	defer func() { _ = d.log.Sync() }() // of the same file as the error that hvdd ends with
 	if d.settings.Sidecar != "" {
 		return fmt.Errorf("%s is set: it is for the programs that use a sidecar, not for the sidecar", config.SidecarVariable)
 	}
 	cfg := sidecar.Config{Version: d.version, Log: d.log}
 	if d.fd < 0 {
-		if cfg.Secret, err = jobSecret(&d.settings); err != nil {
+		// It encrypts nothing: what is said does not leave the host, and descriptors cannot travel with what is encrypted.
+		if cfg.Secret, err = d.settings.JobSecret(); err != nil {
 			return err
 		}
 	}
@@ -135,12 +137,6 @@ func (d *daemon) end(signals <-chan os.Signal) error {
 		}
 		return nil
 	}
-}
-
-// newLogger logs what matters to people who look for a failure.
-func newLogger(w io.Writer) *zap.Logger {
-	encoder := zapcore.NewConsoleEncoder(zap.NewDevelopmentEncoderConfig())
-	return zap.New(zapcore.NewCore(encoder, zapcore.Lock(zapcore.AddSync(w)), zapcore.WarnLevel)).Named("hvdd")
 }
 
 // clients is where clients come from.

@@ -17,7 +17,6 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/sidecar"
-	"github.com/gohvd/gohvd/secret"
 )
 
 // listener has clients come to a path.
@@ -156,25 +155,4 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 func (l *listener) stop() {
 	l.cancel()
 	_ = l.Close() // of a listener, which has nothing to lose
-}
-
-// jobSecret is the secret that clients at a path have to know, if the environment has one. It encrypts nothing: what is said
-// does not leave the host, and descriptors cannot travel with what is encrypted.
-func jobSecret(settings *config.Config) (secret.Secret, error) {
-	text := settings.Secret
-	if text == "" && settings.SecretFile != "" {
-		b, err := os.ReadFile(settings.SecretFile)
-		if err != nil {
-			return secret.Secret{}, fmt.Errorf("HVD_SECRET_FILE: %w", err)
-		}
-		text = string(b)
-	}
-	if text == "" && settings.SecretFile == "" {
-		return secret.Secret{}, nil
-	}
-	s, err := secret.Parse(text)
-	if err != nil {
-		return s, fmt.Errorf("HVD_SECRET or HVD_SECRET_FILE: %w", err)
-	}
-	return s, nil
 }

@@ -75,6 +75,11 @@ type Config struct {
 
 	// Log hears of failures; nil is silence.
 	Log *zap.Logger
+	// ClockDomain names the clock that the process reads; empty is that of the host and its time namespace. It is for tests, which
+	// have ranks of one process measure their clocks.
+	ClockDomain string
+	// Recorder, if not nil, hears of every operation.
+	Recorder Recorder
 	// OnVerdict, if not nil, is called once when the epoch has failed, before any operation is answered with
 	// it. It delays the answers, so it must bound what it does.
 	OnVerdict func(*PeerError)
@@ -99,6 +104,10 @@ type Engine struct {
 	polled  []*frames        // of the links
 	spin    spin
 	wheel   wheel
+	clock   rankClock
+	// observer is told what happens. tracing says that the coordinator notes arrivals for it.
+	observer observer
+	tracing  bool
 	// helpable says that other goroutines than BackgroundThreadLoop may take turns, and trying are the lanes whose work a turn
 	// has started. Both belong to who holds the wheel.
 	helpable bool
@@ -166,6 +175,11 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		stop:     make(chan struct{}),
 		ended:    make(chan struct{}),
 		released: make(chan struct{}),
+	}
+	e.observer.start, e.observer.recorder = e.start, cfg.Recorder
+	e.clock.Clock = newClock(e.start, e.log)
+	if cfg.ClockDomain != "" {
+		e.clock.Domain = cfg.ClockDomain
 	}
 	e.ctx, e.cancel = context.WithCancelCause(context.Background())
 	if e.inbox.ring = e.ring; cfg.Lockstep {

@@ -28,6 +28,7 @@ func (l *lane) execute(ctx context.Context, w *work) error {
 		return err
 	}
 	l.rest()
+	l.observer.ended(l.set.ID, w, nil)
 	for i, e := range w.entries {
 		var err error
 		if i < len(w.refused) {
@@ -97,6 +98,7 @@ func (l *lane) start(w *work, long bool) (started bool, err error) {
 	case kind == message.Allgather:
 		return l.startAllgather(s, w)
 	case kind == message.Broadcast:
+		w.enter(exchanging)
 		return s.StartBroadcast(w.grant.Algorithm, l.root(w), l.offer(w))
 	}
 	return false, nil

@@ -21,10 +21,13 @@ func (l *lane) allgather(ctx context.Context, backend ops.Backend, w *work) erro
 	if !gathered {
 		out = l.scratch.fused.Bytes(int(sum(counts)))
 	}
+	w.enter(packing)
 	l.contribute(w, out, counts)
+	w.enter(exchanging)
 	if err := backend.Allgather(ctx, w.grant.Algorithm, out, counts); err != nil || gathered {
 		return err
 	}
+	w.enter(unpacking)
 	l.ungather(w, out)
 	return nil
 }
@@ -35,7 +38,9 @@ func (l *lane) startAllgather(backend ops.Starter, w *work) (started bool, err e
 	if err != nil || out == nil {
 		return false, err
 	}
+	w.enter(packing)
 	l.contribute(w, out, counts)
+	w.enter(exchanging)
 	return backend.StartAllgather(w.grant.Algorithm, out, counts)
 }
 
@@ -94,18 +99,22 @@ func (l *lane) ungather(w *work, from []byte) {
 func (l *lane) broadcast(ctx context.Context, backend ops.Backend, w *work) error {
 	root := l.root(w)
 	if len(w.entries) == 1 {
+		w.enter(exchanging)
 		return backend.Broadcast(ctx, w.grant.Algorithm, root, l.offer(w))
 	}
 	buf := l.scratch.fused.Bytes(int(total(w)))
+	w.enter(packing)
 	if root == l.me {
 		at := 0
 		for _, e := range w.entries {
 			at += copy(buf[at:], e.Input)
 		}
 	}
+	w.enter(exchanging)
 	if err := backend.Broadcast(ctx, w.grant.Algorithm, root, buf); err != nil {
 		return err
 	}
+	w.enter(unpacking)
 	for _, e := range w.entries {
 		buf = buf[copy(e.Output, buf):]
 	}
@@ -149,6 +158,7 @@ func (l *lane) alltoall(ctx context.Context, backend ops.Backend, w *work) error
 	}
 	var direct bool
 	var out []byte
+	w.enter(exchanging)
 	err := backend.Alltoall(ctx, w.grant.Algorithm, in, counts, func(counts []int64) ([]byte, error) {
 		numBytes := sum(counts)
 		if err := l.checkResult(message.Alltoall, numBytes); err != nil {
@@ -173,6 +183,7 @@ func (l *lane) alltoall(ctx context.Context, backend ops.Backend, w *work) error
 	if err != nil || direct || w.absent {
 		return err
 	}
+	w.enter(unpacking)
 	if e := w.entries[0]; len(e.Output) == len(out) {
 		copy(e.Output, out)
 	} else {
@@ -194,6 +205,7 @@ func (l *lane) exchangeSplits(ctx context.Context, backend ops.Backend, w *work)
 		in = binary.LittleEndian.AppendUint64(in, uint64(rows))
 	}
 	out := make([]byte, len(in))
+	w.enter(exchanging)
 	err := backend.Alltoall(ctx, w.grant.Algorithm, in, counts, func(got []int64) ([]byte, error) {
 		if !slices.Equal(got, counts) {
 			return nil, fmt.Errorf("got splits of %v bytes, want %d from each rank", got, splitBytes)

@@ -74,6 +74,7 @@ const triesForWheel = 50
 func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	l := e.lanes.find(entries[0].Set)
 	err := error(ErrNoProcessSet)
+	e.observer.submitted(entries)
 	if l != nil {
 		err = l.queue.Add(entries...)
 	}
@@ -163,6 +164,7 @@ func (e *Engine) attempt(l *lane, w *work) bool {
 		return false
 	}
 	kind := w.grant.Responses[0].Kind
+	e.observer.begin(w, e.now)
 	var err error
 	if !kind.MovesData() {
 		err = l.execute(e.ctx, w)
@@ -209,6 +211,7 @@ func (e *Engine) try() (some bool) {
 			continue
 		}
 		if err == nil {
+			l.observer.ended(l.set.ID, w, nil)
 			for _, entry := range w.entries {
 				l.finish(entry, nil)
 			}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/ops"
@@ -22,6 +23,13 @@ type work struct {
 	// started says that its operation was started and is to be finished, and failed that it ended in an error, and that its
 	// tensors await the verdict.
 	started, failed bool
+	// granted and begun are when it was, and marks what was done of it when, by clock, if somebody watches.
+	granted, begun time.Duration
+	watched        bool
+	clock          time.Time
+	marks          []mark
+	// arrivals are when the members' requests came, by tensor and member, where that is known.
+	arrivals []time.Duration
 	// refused are the errors of tensors whose result this rank cannot take though all ranks agreed; nil, or as long
 	// as entries.
 	refused []error
@@ -30,7 +38,7 @@ type work struct {
 func (w *work) reset() {
 	clear(w.entries)
 	clear(w.refused)
-	*w = work{entries: w.entries[:0], refused: w.refused[:0]}
+	*w = work{entries: w.entries[:0], refused: w.refused[:0], marks: w.marks[:0], arrivals: w.arrivals[:0]}
 }
 
 // refuse answers one tensor with an error while the operation goes on for the others.
@@ -49,6 +57,7 @@ type lane struct {
 	queue          *tensorqueue.Queue
 	manager        *ops.Manager
 	maxResultBytes int64
+	observer       *observer
 	scratch        scratch
 
 	bell chan struct{}
@@ -69,7 +78,7 @@ type lane struct {
 func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 	manager, err := e.backends(set, me)
 	return &lane{
-		set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes,
+		set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes, observer: &e.observer,
 		manager: manager,
 		bell:    make(chan struct{}, 1),
 	}, err
@@ -197,6 +206,9 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 			return
 		}
 		if err == nil && !w.failed {
+			if !w.started {
+				l.observer.begin(w, l.observer.since())
+			}
 			if err = l.execute(ctx, w); err != nil {
 				finished(w, err)
 				w.failed = true
@@ -206,6 +218,7 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 			err = l.verdict()
 		}
 		if err != nil {
+			l.observer.ended(l.set.ID, w, err)
 			for _, e := range w.entries {
 				l.finish(e, err)
 			}

@@ -131,6 +131,8 @@ func (s *lockstep) cycle() (over bool, err error) {
 	if late := e.overdue(now); len(late) > 0 {
 		return false, &timeoutError{late[0].Set, late[0].Request.Name, late[0].Timeout}
 	}
+	e.now = now
+	e.probe()
 	and, or, err := s.allreduce(s.core.Vectors())
 	if err != nil {
 		return false, err
@@ -158,6 +160,7 @@ func (s *lockstep) cycle() (over bool, err error) {
 // run executes a grant. An error of this rank's controller is the coordinator's fault.
 func (s *lockstep) run(g *controller.Grant) error {
 	w := &work{grant: g}
+	s.e.now = time.Since(s.e.start)
 	if err := s.e.match(w); err != nil {
 		return &transport.PeerError{Peer: 0, Err: err}
 	}
@@ -167,7 +170,9 @@ func (s *lockstep) run(g *controller.Grant) error {
 	}
 	// What the grant says is read before its tensors are answered: then it may be the last of its set.
 	r := g.Responses[0]
+	s.e.observer.begin(w, s.e.observer.since())
 	if err := l.execute(s.ctx, w); err != nil {
+		s.e.observer.ended(l.set.ID, w, err)
 		return err
 	}
 	if r.Kind == message.RemoveProcessSet {
@@ -321,6 +326,10 @@ func (s *lockstep) collect() {
 		switch {
 		case ev.err != nil:
 			s.ended[ev.from] = ev.err
+		case message.IsProbe(ev.frame):
+			if err := e.hearProbe(ev.from, ev.frame); err != nil {
+				s.ended[ev.from] = err
+			}
 		case e.isFailure(&ev):
 			if s.failure == nil {
 				s.failure = s.readFailure(ev.from, ev.frame)

@@ -161,7 +161,9 @@ func (e *Engine) answer(err error) {
 	}
 	e.running.Wait()
 	for _, l := range e.lanes.all {
-		for _, entry := range l.queue.InFlight() {
+		left := l.queue.InFlight()
+		e.observer.abandoned(len(left))
+		for _, entry := range left {
 			entry.Finish(opError(&entry.Request, reason))
 		}
 	}
@@ -191,7 +193,12 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	e.member.Tick(e.now)
 	if e.coordinator != nil {
 		e.coordinator.Tick(e.now)
+		if watched := e.observer.timeline.Load() != nil; watched != e.tracing {
+			e.tracing = watched
+			e.coordinator.Trace(watched)
+		}
 	}
+	e.probe()
 	e.takeFinished()
 	e.takeRequests()
 	e.expire()
@@ -224,7 +231,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		next = min(next, e.coordinator.Next())
 		e.reportStalls()
 	}
-	return min(next, e.due), false, nil
+	return min(next, e.due, e.clock.due), false, nil
 }
 
 func (e *Engine) takeFinished() {
@@ -281,6 +288,8 @@ func (e *Engine) submit(l *lane, now time.Duration, to func(topo.ProcessSetID, *
 			continue
 		}
 		l.voted.add(entry)
+		// What comes in during a turn belongs to it, whose time is that of its beginning.
+		entry.Times.Sent.Store(int64(max(now, entry.Times.Submitted)))
 		if entry.Timeout > 0 {
 			entry.Deadline = now + entry.Timeout
 			e.due = min(e.due, entry.Deadline)
@@ -371,6 +380,10 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 
 // match finds this rank's tensors for a grant.
 func (e *Engine) match(w *work) error {
+	w.granted = e.now
+	if e.coordinator != nil && e.tracing {
+		w.arrivals = append(w.arrivals[:0], e.coordinator.Arrivals(w.grant.Set, len(w.grant.Responses))...)
+	}
 	if w.absent = slices.Contains(w.grant.Absent, e.cfg.Rank); w.absent {
 		return nil
 	}
@@ -390,10 +403,13 @@ func (e *Engine) match(w *work) error {
 		if r.Kind != message.Error && !r.Matches(&entry.Request, l.me) {
 			return fmt.Errorf("it granted %v %q with other parameters than this rank submitted", r.Kind, r.Name)
 		}
-		if entry.Granted {
+		if entry.Times.Granted.Load() != 0 {
 			return fmt.Errorf("it granted %v %q twice", r.Kind, r.Name)
 		}
-		entry.Granted, entry.Response = true, r
+		w.granted = max(w.granted, time.Duration(entry.Times.Sent.Load()))
+		entry.Times.Grant.Store(w.grant.Number<<8 | uint64(w.grant.Backend))
+		entry.Times.Granted.Store(int64(w.granted))
+		entry.Response = r
 		w.entries = append(w.entries, entry)
 	}
 	return nil
@@ -424,6 +440,10 @@ func (e *Engine) hear(ev *event) error {
 		return ErrClosed
 	case e.coordinator != nil && errors.Is(ev.err, errFrame):
 		e.coordinator.Fault(ev.from, fmt.Sprintf("it broke the protocol: %v", ev.err))
+	case ev.err == nil && message.IsProbe(ev.frame):
+		if err := e.hearProbe(ev.from, ev.frame); err != nil {
+			e.breach(ev.from, err)
+		}
 	case e.coordinator != nil && ev.err != nil:
 		e.coordinator.Lost(ev.from, fmt.Sprintf("its control connection ended: %v", ev.err))
 	case e.coordinator != nil:
@@ -436,9 +456,18 @@ func (e *Engine) hear(ev *event) error {
 	return nil
 }
 
+// breach is the fault of a peer that sent what cannot be read.
+func (e *Engine) breach(from topo.Rank, err error) {
+	if e.coordinator != nil {
+		e.coordinator.Fault(from, fmt.Sprintf("it broke the protocol: %v", err))
+		return
+	}
+	e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err))
+}
+
 func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 	if err := message.DecodeUp(frame, &e.scratch.up); err != nil {
-		e.coordinator.Fault(from, fmt.Sprintf("it broke the protocol: %v", err))
+		e.breach(from, err)
 		return
 	}
 	if e.scratch.up.Type == message.UpNews {
@@ -449,8 +478,11 @@ func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 
 func (e *Engine) memberStep(frame []byte) {
 	if err := message.DecodeDown(frame, &e.scratch.down); err != nil {
-		e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err))
+		e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err)) // also at rank 0, from itself
 		return
+	}
+	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
+		(*t).Cycle(e.now)
 	}
 	// The step's own outputs (grants) accumulate; what it lets us say is said by the next speak.
 	if err := e.member.Step(&e.scratch.down); err != nil {

@@ -23,6 +23,7 @@ func (l *lane) allreduce(ctx context.Context, backend ops.Backend, w *work) erro
 		buf = l.scratch.fused.Bytes(int(total(w)))
 	}
 	var err error
+	w.enter(packing)
 	switch {
 	case w.absent:
 		err = neutral(r.Op, r.WireType(), buf)
@@ -41,6 +42,7 @@ func (l *lane) allreduce(ctx context.Context, backend ops.Backend, w *work) erro
 	if err != nil {
 		return err
 	}
+	w.enter(exchanging)
 	if r.Op == tensor.Adasum {
 		l.scratch.counts = l.scratch.counts[:0]
 		for _, r := range w.grant.Responses {
@@ -50,6 +52,7 @@ func (l *lane) allreduce(ctx context.Context, backend ops.Backend, w *work) erro
 	} else {
 		err = backend.Allreduce(ctx, w.grant.Algorithm, r.WireType(), r.Op.Base(), buf)
 	}
+	w.enter(unpacking)
 	switch {
 	case err != nil || w.absent:
 		return err
@@ -82,6 +85,7 @@ func (l *lane) allreduceFused(ctx context.Context, backend ops.Fuser, w *work, s
 	}
 	defer clear(tensors)
 	r := w.grant.Responses[0]
+	w.enter(exchanging)
 	return backend.AllreduceFused(ctx, w.grant.Algorithm, r.DType, r.Op.Base(), s.ops(), tensors)
 }
 
@@ -97,6 +101,7 @@ func (l *lane) startAllreduce(backend ops.Starter, w *work, long bool) (started 
 		return false, err
 	}
 	defer clear(tensors)
+	w.enter(exchanging)
 	return backend.StartAllreduce(w.grant.Algorithm, r.DType, r.Op.Base(), s.ops(), tensors, long)
 }
 
@@ -144,12 +149,15 @@ func (l *lane) reducescatter(ctx context.Context, backend ops.Backend, w *work) 
 	} else {
 		buf = l.scratch.fused.Bytes(int(sum(counts)))
 	}
+	w.enter(packing)
 	if err := l.fillBlocks(w, s, buf, inPlace); err != nil {
 		return err
 	}
+	w.enter(exchanging)
 	if err := backend.Reducescatter(ctx, w.grant.Algorithm, r.DType, r.Op.Base(), buf, counts); err != nil || w.absent {
 		return err
 	}
+	w.enter(unpacking)
 	result := buf[mine : mine+counts[l.me]]
 	if err := s.after(result); err != nil || inPlace {
 		return err

@@ -108,7 +108,7 @@ func (e *Engine) dropSet(id topo.ProcessSetID) {
 func (l *lane) refuse(reason error) {
 	l.queue.Close(reason)
 	for _, entry := range l.queue.InFlight() {
-		if !entry.Granted {
+		if entry.Times.Granted.Load() == 0 {
 			entry.Finish(opError(&entry.Request, reason))
 		}
 	}

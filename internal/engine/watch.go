@@ -6,6 +6,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -46,20 +47,37 @@ func (e *Engine) overdue(now time.Duration) (late []*tensorqueue.Entry) {
 	return late
 }
 
+// stallLines is how many stalls of one turn are logged one by one. When a rank is gone astray, all tensors of a step stall at once.
+const stallLines = 10
+
 // reportStalls passes on what the stall inspector found.
 func (e *Engine) reportStalls() {
+	logged, left := 0, 0
+	defer func() {
+		if left > 0 {
+			e.log.Warn("stalled: more tensors", zap.Int("tensors", left))
+		}
+	}()
 	for _, ev := range e.coordinator.Events() {
 		s := ev.Stall
 		if s == nil {
 			continue
 		}
-		missing := make([]int, len(s.Missing))
-		for i, r := range s.Missing {
-			missing[i] = int(r)
+		if logged++; logged > stallLines {
+			left++
+		} else {
+			e.logStall(s)
 		}
-		e.log.Warn("stalled: "+s.String(), zap.String("tensor", s.Name), zap.Uint32("process_set", uint32(s.Set)), zap.Ints("missing", missing))
 		if e.cfg.OnStall != nil {
 			e.cfg.OnStall(s)
 		}
 	}
+}
+
+func (e *Engine) logStall(s *controller.Stall) {
+	missing := make([]int, len(s.Missing))
+	for i, r := range s.Missing {
+		missing[i] = int(r)
+	}
+	e.log.Warn("stalled: "+s.String(), zap.String("tensor", s.Name), zap.Uint32("process_set", uint32(s.Set)), zap.Ints("missing", missing))
 }

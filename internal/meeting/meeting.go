@@ -66,9 +66,10 @@ type Meeting struct {
 	// rank 0 closes it.
 	Once bool
 
-	closers []func() error // last first
-	close   func() error
-	met     func() error // nil for nothing
+	launcher store.Store    // Store, if it is hvdrun's
+	closers  []func() error // last first
+	close    func() error
+	met      func() error // nil for nothing
 }
 
 // Met is called when all ranks have met. It removes what this rank had left for the others to find.
@@ -142,7 +143,7 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 		err = m.byMethod(ctx, cfg, choice)
 	case m.Settings.Size > 1 && cfg.Store != nil:
 		err = m.choose(choice)
-	case m.Settings.Size > 1:
+	case m.Settings.Size > 1, m.Settings.Size == 1 && cfg.Store == nil && m.Settings.RendezvousAddr != "" && m.Settings.RendezvousPort != 0:
 		err = m.byLauncher(ctx, cfg, choice)
 	case m.Settings.Size == config.Unset && cfg.Store == nil:
 		err = m.byEnvironment(ctx, cfg, choice)
@@ -211,10 +212,13 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	if err != nil {
 		return err
 	}
-	m.Store = client
+	m.Store, m.launcher = client, client
 	m.onClose(client.Close)
 	return nil
 }
+
+// Launcher is the store, if it is that of hvdrun, which asks and is told there what no rank needs to know; else nil.
+func (m *Meeting) Launcher() store.Store { return m.launcher }
 
 // byEnvironment meets as the launcher says that has started this process.
 func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.Choice) error {

@@ -1,60 +1,25 @@
 package meeting
 
 import (
-	"errors"
 	"net"
-	"os"
-	"path/filepath"
-	"strings"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/secret"
 )
 
-// The secret is the launcher's, or that of a file.
+// A secret encrypts if the settings say so; none cannot.
 func TestSecretOf(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "secret")
-	if err := os.WriteFile(file, []byte("  sixteen bytes it is\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	empty := filepath.Join(t.TempDir(), "empty")
-	if err := os.WriteFile(empty, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	const same = "sixteen bytes it is"
-	for _, test := range []struct {
-		set  config.Config
-		none bool
-		want string // of the error
-	}{
-		{config.Config{}, true, ""},
-		{config.Config{Secret: same}, false, ""},
-		{config.Config{SecretFile: file}, false, ""},
-		{config.Config{Secret: same, SecretFile: "/not/looked/at"}, false, ""},
-		{config.Config{Secret: "short"}, false, "HVD_SECRET: a secret of 5 bytes"},
-		{config.Config{SecretFile: empty}, false, "is empty"},
-		{config.Config{SecretFile: file + ".not"}, false, "HVD_SECRET_FILE: open"},
+	for _, set := range []config.Config{
+		{}, {TLS: true}, {Secret: "sixteen bytes it is"}, {Secret: "sixteen bytes it is", TLS: true},
 	} {
-		s, err := secretOf(&test.set)
-		if test.want != "" {
-			if err == nil || !strings.Contains(err.Error(), test.want) || strings.Contains(err.Error(), "short") {
-				t.Errorf("%+v: got %v, want %q", test.set, err, test.want)
-			}
-			continue
-		}
-		if err != nil || s.IsZero() != test.none || s.IsEncrypted() {
-			t.Errorf("%+v: got %v, %v", test.set, s, err)
-		}
-		test.set.TLS = true
-		if s, err = secretOf(&test.set); err != nil || s.IsEncrypted() == test.none {
-			t.Errorf("%+v: got %v, encrypted: %v, %v", test.set, s, s.IsEncrypted(), err)
+		s, err := secretOf(&set)
+		if err != nil || s.IsZero() != (set.Secret == "") || s.IsEncrypted() != (set.Secret != "" && set.TLS) {
+			t.Errorf("%+v: got %v, encrypted: %v, %v", set, s, s.IsEncrypted(), err)
 		}
 	}
-	a, errA := secretOf(&config.Config{Secret: same})
-	b, errB := secretOf(&config.Config{SecretFile: file})
-	if err := errors.Join(errA, errB); err != nil || proves(a, b) != nil {
-		t.Errorf("the file's secret is another than the same text's: %v", err)
+	if _, err := secretOf(&config.Config{Secret: "short", TLS: true}); err == nil {
+		t.Error("a short secret is taken")
 	}
 }
 

@@ -3,15 +3,23 @@
 package pythontest
 
 import (
+	"bufio"
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/testtorch"
 )
 
@@ -145,4 +153,78 @@ func TestPythonKilled(t *testing.T) {
 			}
 		})
 	}
+}
+
+// pythonWorker says which processes it has, and works until something ends it.
+const pythonWorker = `
+import os
+import torch
+import gohvd.torch as hvd
+from gohvd._engine import engine
+
+class Batches(torch.utils.data.Dataset):
+    def __len__(self): return 1 << 20
+    def __getitem__(self, i): return torch.full((4,), float(i))
+
+hvd.init()
+loader = iter(torch.utils.data.DataLoader(Batches(), batch_size=2, num_workers=2))
+hvd.allreduce(next(loader), name="x")
+print("processes", os.getpid(), engine.client().pid, *(w.pid for w in loader._workers), flush=True)
+while True:
+    hvd.allreduce(next(loader), name="x")
+`
+
+// When hvdrun is killed nothing of the job is left: no rank, no sidecar, no worker that a rank has forked.
+func TestHvdrunKilled(t *testing.T) {
+	testtorch.Need(t)
+	script := filepath.Join(t.TempDir(), "script.py")
+	if err := os.WriteFile(script, []byte(pythonWorker), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	const ranks, perRank = 2, 4
+	cmd := job(t, ranks, script)
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	var all []int
+	lines := bufio.NewScanner(out)
+	for len(all) < ranks*perRank && lines.Scan() {
+		if _, pids, ok := strings.Cut(lines.Text(), "processes "); ok {
+			for pid := range strings.FieldsSeq(pids) {
+				n, err := strconv.Atoi(pid)
+				if err != nil {
+					t.Fatal(err)
+				}
+				all = append(all, n)
+			}
+		}
+	}
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err == nil || len(all) != ranks*perRank {
+		t.Fatalf("%d processes before the end, want %d: %v\n%s", len(all), ranks*perRank, err, &stderr)
+	}
+	testnet.Eventually(t, "the end of all processes", func() bool {
+		return !slices.ContainsFunc(all, func(pid int) bool { return alive(t, pid) })
+	})
+}
+
+// alive reports whether a process runs. One that has ended and that nobody has waited for does not.
+func alive(t *testing.T, pid int) bool {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ESRCH) {
+		return false
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, state, _ := strings.Cut(string(stat), ") ") // behind the name
+	return !strings.HasPrefix(state, "Z") && !strings.HasPrefix(state, "X")
 }

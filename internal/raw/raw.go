@@ -22,6 +22,9 @@ type Door struct {
 	Ring func()
 	// Close is a Shutdown without ceremony: if the job is not over the other ranks take this one for dead.
 	Close func() error
+	// StartTimeline and StopTimeline are as hvd's, without the words before the cause of an error. They may wait for a disk.
+	StartTimeline func(path string, markCycles bool) error
+	StopTimeline  func() error
 	// Homogeneous says that every host has equally many ranks.
 	Homogeneous bool
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 const (
@@ -36,8 +37,8 @@ var (
 type conn struct {
 	server *Server
 	pid    int
-	in     inbox
-	out    *outbox
+	in     wire.Inbox
+	out    *wire.Outbox
 
 	// The reader's.
 	ring  *ring
@@ -64,7 +65,7 @@ type origin struct {
 
 func newConn(s *Server, fd, pid int) *conn {
 	return &conn{
-		server: s, pid: pid, in: inbox{fd: fd}, out: newOutbox(fd),
+		server: s, pid: pid, in: wire.Inbox{FD: fd}, out: wire.NewOutbox(fd),
 		plans: make(map[uint32]*plan), busy: make(map[uint64]struct{}),
 		places: make(map[origin][]byte), told: make(map[uint32]bool),
 	}
@@ -73,8 +74,11 @@ func newConn(s *Server, fd, pid int) *conn {
 // serve serves the client until it goes, and says why.
 func (c *conn) serve() error {
 	var sending sync.WaitGroup
-	sending.Go(c.out.run)
+	sending.Go(c.out.Run)
 	err := c.read()
+	if errors.Is(err, wire.ErrEnd) {
+		err = errEnd
+	}
 	c.mu.Lock()
 	c.left = true
 	if c.why != nil && !errors.Is(err, errBye) {
@@ -86,11 +90,11 @@ func (c *conn) serve() error {
 	for _, b := range places {
 		c.server.check(arena.Free(b))
 	}
-	c.out.close()
+	c.out.Close()
 	// For run, which may wait for room.
-	_ = unix.Shutdown(c.in.fd, unix.SHUT_RDWR)
+	_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR)
 	sending.Wait()
-	c.in.close()
+	c.in.Close()
 	if c.ring != nil {
 		c.server.check(c.ring.close())
 	}
@@ -104,14 +108,14 @@ func (c *conn) cut(why error) {
 	defer c.mu.Unlock()
 	if c.why == nil && !c.left {
 		c.why = why
-		_ = unix.Shutdown(c.in.fd, unix.SHUT_RDWR) // one that has ended already
+		_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR) // one that has ended already
 	}
 }
 
 // read is nil never.
 func (c *conn) read() error {
 	for {
-		if _, err := c.in.fill(true); err != nil {
+		if _, err := c.in.Fill(true); err != nil {
 			return err
 		}
 		for again := true; again; {
@@ -138,7 +142,7 @@ func (c *conn) turn() (again bool, err error) {
 		if err := c.frames(); err != nil {
 			return false, err
 		}
-		if came, err = c.in.fill(false); err != nil {
+		if came, err = c.in.Fill(false); err != nil {
 			return false, err
 		}
 		again = again || came
@@ -156,19 +160,19 @@ func (c *conn) turn() (again bool, err error) {
 // frames does what came in frames.
 func (c *conn) frames() error {
 	for {
-		body, ok, err := c.in.next()
+		body, ok, err := c.in.Next()
 		if err != nil {
 			return err
 		}
 		if !ok {
-			return c.in.spare()
+			return c.in.Spare()
 		}
 		if len(body) == 0 {
 			continue // a doorbell: the ring is looked at in any case
 		}
-		if c.out.full() {
+		if c.out.Unsent() > wire.MaxUnsentBytes {
 			c.notice()
-			c.out.room()
+			c.out.Room()
 		}
 		q, err := readRequest(body)
 		if err != nil {
@@ -199,7 +203,7 @@ func (c *conn) submissions(until uint64) (some bool, err error) {
 			c.leave(id, 1)
 			c.reply(&sidecarpb.Reply{Id: id, Error: describe(usage("submit", "", fmt.Errorf("slot %d is not prepared", slot)))}, -1)
 			c.ring.complete(id, statusReply)
-			c.out.bell()
+			c.out.Bell()
 			continue
 		}
 		if err := c.submit(p, id, true); err != nil {
@@ -213,11 +217,11 @@ func (c *conn) enter(id uint64, weight int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if _, ok := c.busy[id]; ok {
-		return fmt.Errorf("%w: number %d is in use", errFrame, id)
+		return fmt.Errorf("%w: number %d is in use", wire.ErrFrame, id)
 	}
 	most := c.server.cfg.MaxInFlight
 	if n := c.flying.Load() + int64(weight); n > int64(most) || len(c.busy) >= most {
-		return fmt.Errorf("%w: %d operations and %d requests in flight, want at most %d", errFrame, n, len(c.busy)+1, most)
+		return fmt.Errorf("%w: %d operations and %d requests in flight, want at most %d", wire.ErrFrame, n, len(c.busy)+1, most)
 	}
 	c.busy[id] = struct{}{}
 	c.flying.Add(int64(weight))
@@ -308,10 +312,10 @@ func (c *conn) tell(o *operation, a *sidecarpb.Completion) (given bool, err erro
 	}
 	for _, r := range a.Results {
 		number := r.Memory.Arena
-		if number < ownArenas || c.told[number] {
+		if number < wire.OwnArenas || c.told[number] {
 			continue
 		}
-		news, fd, err := c.server.chunks.news(number - ownArenas)
+		news, fd, err := c.server.chunks.news(number - wire.OwnArenas)
 		if err != nil {
 			return false, err
 		}
@@ -344,7 +348,7 @@ func (c *conn) ringLater() {
 			return // it looks once more after it has stopped attending
 		}
 	}
-	c.out.bell()
+	c.out.Bell()
 }
 
 // help works for the engine while operations are in flight, until something comes from the client or nothing happens for a
@@ -357,7 +361,7 @@ func (c *conn) help() (came bool, err error) {
 	c.attending.Store(true)
 	door.Help(context.Background(), func() bool {
 		if c.owed.Load() && c.owed.Swap(false) {
-			c.out.bell()
+			c.out.Bell()
 		}
 		if c.flying.Load() == 0 || c.ring != nil && c.ring.pending() != c.ring.read {
 			return true
@@ -365,12 +369,12 @@ func (c *conn) help() (came bool, err error) {
 		if c.looks++; c.looks%helpsPerRead != 0 {
 			return false
 		}
-		came, err = c.in.fill(false)
+		came, err = c.in.Fill(false)
 		return came || err != nil
 	})
 	c.attending.Store(false)
 	if c.owed.Swap(false) {
-		c.out.bell()
+		c.out.Bell()
 	}
 	return came || c.ring != nil && c.ring.pending() != c.ring.read, err
 }
@@ -384,7 +388,7 @@ func (c *conn) notice() {
 
 // reply sends an answer or news.
 func (c *conn) reply(r *sidecarpb.Reply, fd int) {
-	if err := c.out.send(r, fd); err != nil {
+	if err := c.out.Send(r, fd); err != nil {
 		c.server.log.Error("a reply cannot be sent", zap.Uint64("request", r.Id), zap.Error(err))
 	}
 }
@@ -417,13 +421,13 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	case *sidecarpb.Request_Bye:
 		return errBye
 	case *sidecarpb.Request_Arena:
-		fd, err := c.in.descriptor()
+		fd, err := c.in.Descriptor()
 		if err == nil {
 			err = c.server.memory.add(what.Arena.GetArena(), what.Arena.GetBytes(), fd, c)
 		}
 		return c.now(q.Id, asUsage("arena", err))
 	case *sidecarpb.Request_DropArena:
-		return c.now(q.Id, asUsage("drop arena", c.server.memory.drop(what.DropArena.GetArena())))
+		return c.now(q.Id, asUsage("drop arena", c.server.memory.drop(c, what.DropArena.GetArena())))
 	case *sidecarpb.Request_Ring:
 		return c.now(q.Id, asUsage("ring", c.takeRing(what.Ring.GetBytes())))
 	case *sidecarpb.Request_Prepare:
@@ -462,12 +466,12 @@ func asUsage(op string, err error) error {
 
 // takeRing takes the ring that came with a request.
 func (c *conn) takeRing(numBytes uint64) error {
-	fd, err := c.in.descriptor()
+	fd, err := c.in.Descriptor()
 	if err != nil {
 		return err
 	}
 	if c.ring != nil {
-		closeAll(fd)
+		wire.Discard(fd)
 		return errors.New("the connection has a ring already")
 	}
 	s, err := memfd.Adopt(fd)

@@ -5,19 +5,7 @@ import (
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
-)
-
-// Classes of errors; docs/sidecar.md owns them.
-const (
-	classUsage = 1 + iota
-	classDuplicate
-	classMismatch
-	classPeer
-	classShutDown
-	classClosed
-	classNotInitialized
-	classStall
-	classInternal
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 // usage makes an error one of the client's making, as hvd's are.
@@ -44,29 +32,29 @@ func describe(err error) *sidecarpb.Error {
 
 func classOf(err error) uint32 {
 	if _, ok := errors.AsType[*hvd.DuplicateNameError](err); ok {
-		return classDuplicate
+		return wire.ClassDuplicate
 	}
 	if _, ok := errors.AsType[*hvd.MismatchError](err); ok {
-		return classMismatch
+		return wire.ClassMismatch
 	}
 	if _, ok := errors.AsType[*hvd.PeerError](err); ok {
-		return classPeer
+		return wire.ClassPeer
 	}
 	if _, ok := errors.AsType[*hvd.StallError](err); ok { // before ErrShutDown, which it is too
-		return classStall
+		return wire.ClassStall
 	}
 	switch {
 	case errors.Is(err, hvd.ErrNotInitialized):
-		return classNotInitialized
+		return wire.ClassNotInitialized
 	case errors.Is(err, hvd.ErrShutDown):
-		return classShutDown
+		return wire.ClassShutDown
 	case errors.Is(err, hvd.ErrClosed):
-		return classClosed
+		return wire.ClassClosed
 	case errors.Is(err, hvd.ErrNoProcessSet):
-		return classUsage
+		return wire.ClassUsage
 	}
 	if _, ok := errors.AsType[*hvd.UsageError](err); ok {
-		return classUsage
+		return wire.ClassUsage
 	}
-	return classInternal
+	return wire.ClassInternal
 }

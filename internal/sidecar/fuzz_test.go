@@ -11,6 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 // Whatever comes over a connection: frames are cut where their lengths say, what is a request is one again when it is written, and
@@ -32,17 +33,17 @@ func FuzzFrames(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		for len(b) > 0 {
-			body, n, err := cutFrame(b)
-			if err != nil && !errors.Is(err, errFrame) {
+			body, n, err := wire.CutFrame(b)
+			if err != nil && !errors.Is(err, wire.ErrFrame) {
 				t.Fatalf("error %v, want a broken frame", err)
 			}
 			if n == 0 || err != nil {
-				if err == nil && len(b) > maxFrameBytes+maxHeadBytes {
+				if err == nil && len(b) > wire.MaxFrameBytes+wire.MaxHeadBytes {
 					t.Fatal("a frame that is longer than frames may be is waited for")
 				}
 				return
 			}
-			if n < len(body) || n > len(body)+maxHeadBytes || !bytes.Equal(b[n-len(body):n], body) {
+			if n < len(body) || n > len(body)+wire.MaxHeadBytes || !bytes.Equal(b[n-len(body):n], body) {
 				t.Fatalf("a frame of %d bytes with a body of %d", n, len(body))
 			}
 			b = b[n:]
@@ -60,7 +61,7 @@ func FuzzFrames(f *testing.F) {
 			for _, o := range []*sidecarpb.Operation{q.GetSubmit().GetOperation(), q.GetPrepare().GetOperation()} {
 				p, err := newPlan(o)
 				if err != nil {
-					if class := classOf(err); class != classUsage {
+					if class := classOf(err); class != wire.ClassUsage {
 						t.Fatalf("class %d of %v", class, err)
 					}
 					continue
@@ -69,7 +70,7 @@ func FuzzFrames(f *testing.F) {
 					t.Fatalf("%d tensors with %d places", len(p.Tensors), len(p.places))
 				}
 				m := memory{all: map[uint32]*given{1: {number: 1, bytes: make([]byte, 4096)}}}
-				uses, err := m.use(p.places, nil)
+				uses, err := m.use(nil, p.places, nil)
 				if err == nil {
 					err = m.unuse(uses)
 				}
@@ -121,7 +122,7 @@ func FuzzRing(f *testing.F) {
 		for {
 			id, _, ok, err := r.next(until)
 			if err != nil || !ok {
-				if !errors.Is(err, errFrame) && taken != until {
+				if !errors.Is(err, wire.ErrFrame) && taken != until {
 					t.Fatalf("took %d of %d: %v", taken, until, err)
 				}
 				break

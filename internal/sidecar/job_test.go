@@ -1,6 +1,8 @@
 package sidecar
 
 import (
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -10,6 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -51,20 +54,20 @@ func TestDeathOfAClient(t *testing.T) {
 	}
 	for _, id := range []uint64{id, ringID} {
 		a := c.Reply(id)
-		refused(t, "in flight", a, classPeer, "rank 1")
+		refused(t, "in flight", a, wire.ClassPeer, "rank 1")
 		if !slices.Equal(a.Error.Ranks, []int32{1}) || a.Error.Operation != "barrier" {
 			t.Errorf("error: %v", a.Error)
 		}
 	}
-	if e := c.ended().Error; e.GetClass() != classPeer {
+	if e := c.ended().Error; e.GetClass() != wire.ClassPeer {
 		t.Errorf("news of the end: %v", e)
 	}
-	refused(t, "afterwards", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), classPeer, "rank 1")
+	refused(t, "afterwards", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), wire.ClassPeer, "rank 1")
 	if got := c.Must(sidecartest.Status()).GetStatus(); got.State != StateEnded {
 		t.Errorf("status: %v", got)
 	}
-	refused(t, "shutdown after the failure", c.Call(sidecartest.Shutdown()), classPeer, "rank 1")
-	refused(t, "after the shutdown", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), classNotInitialized, "hvd.Init")
+	refused(t, "shutdown after the failure", c.Call(sidecartest.Shutdown()), wire.ClassPeer, "rank 1")
+	refused(t, "after the shutdown", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), wire.ClassNotInitialized, "hvd.Init")
 	ready := c.Must(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"})).GetReady()
 	if ready.Size != 1 || ready.Epoch != 2 {
 		t.Errorf("the next job: %v", ready)
@@ -161,7 +164,7 @@ func TestShutDownByAnother(t *testing.T) {
 		c.Init()
 		if r == 0 {
 			id := c.Send(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "alone"}))
-			refused(t, "in flight", c.Reply(id), classShutDown, "alone")
+			refused(t, "in flight", c.Reply(id), wire.ClassShutDown, "alone")
 		}
 		c.Shutdown()
 		c.bye()
@@ -171,10 +174,10 @@ func TestShutDownByAnother(t *testing.T) {
 // What ranks do not agree on, and names in flight.
 func TestDisagreement(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
-		refused(t, "another length", c.Call(sidecartest.Submit(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1)))), classMismatch, "x")
+		refused(t, "another length", c.Call(sidecartest.Submit(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1)))), wire.ClassMismatch, "x")
 		first := c.Send(sidecartest.Submit(sidecartest.Sum("y", uint32(r+1), 0, 4)))
 		if r == 0 { // rank 1's is done as soon as this is
-			refused(t, "twice", c.Call(sidecartest.Submit(sidecartest.Sum("z", 9, 0, 4))), classUsage, "no arena")
+			refused(t, "twice", c.Call(sidecartest.Submit(sidecartest.Sum("z", 9, 0, 4))), wire.ClassUsage, "no arena")
 		}
 		if a := c.Reply(first); a.Error != nil {
 			t.Error(a)
@@ -182,11 +185,11 @@ func TestDisagreement(t *testing.T) {
 		late := &sidecarpb.Operation{Kind: 6, Name: "late"}
 		if r == 0 {
 			id := c.Send(sidecartest.Submit(late))
-			refused(t, "twice", c.Call(sidecartest.Submit(late)), classDuplicate, "late")
+			refused(t, "twice", c.Call(sidecartest.Submit(late)), wire.ClassDuplicate, "late")
 			// So is one for whose result there was room already.
 			same := sidecartest.Sum("late", 1, 0, 4)
 			same.Tensors[0].Output = nil
-			refused(t, "twice", c.Call(sidecartest.Submit(same)), classDuplicate, "late")
+			refused(t, "twice", c.Call(sidecartest.Submit(same)), wire.ClassDuplicate, "late")
 			if _, _, live := arena.Stats(); live != 0 {
 				t.Errorf("%d bytes are kept for the result of an operation that was refused", live)
 			}
@@ -210,7 +213,7 @@ func TestTimeout(t *testing.T) {
 		c.Init()
 		if r == 0 {
 			o := &sidecarpb.Operation{Kind: 6, Name: "slow", TimeoutSeconds: 0.05}
-			refused(t, "late", c.Call(sidecartest.Submit(o)), classPeer, "slow")
+			refused(t, "late", c.Call(sidecartest.Submit(o)), wire.ClassPeer, "slow")
 		}
 		c.ended()
 		c.Call(sidecartest.Shutdown())
@@ -234,7 +237,7 @@ func TestProcessSets(t *testing.T) {
 			return c.Call(sidecartest.Submit(o))
 		}
 		if r == 1 {
-			refused(t, "of others", sum(1), classUsage, "not a member")
+			refused(t, "of others", sum(1), wire.ClassUsage, "not a member")
 		} else if a := sum(1); a.Error != nil || b[2] != 0x80 { // 4.0
 			t.Errorf("sum of two: %v, %v", a, b[:4])
 		}
@@ -244,18 +247,18 @@ func TestProcessSets(t *testing.T) {
 			t.Errorf("added %v", added)
 		}
 		wrong := &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: &sidecarpb.AddProcessSet{Ranks: []int32{3}}}}
-		refused(t, "no such rank", c.Call(wrong), classUsage, "rank 3")
+		refused(t, "no such rank", c.Call(wrong), wire.ClassUsage, "rank 3")
 		remove := func(id int32) *sidecarpb.Request {
 			return &sidecarpb.Request{What: &sidecarpb.Request_RemoveProcessSet{RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: id}}}
 		}
 		c.Must(remove(2))
-		refused(t, "removed twice", c.Call(remove(2)), classUsage, "process set 2")
-		refused(t, "that of all", c.Call(remove(0)), classUsage, "global")
-		refused(t, "in a removed one", sum(2), classUsage, "removed")
+		refused(t, "removed twice", c.Call(remove(2)), wire.ClassUsage, "process set 2")
+		refused(t, "that of all", c.Call(remove(0)), wire.ClassUsage, "global")
+		refused(t, "in a removed one", sum(2), wire.ClassUsage, "removed")
 		c.Shutdown()
-		refused(t, "without a job", c.Call(remove(1)), classNotInitialized, "")
+		refused(t, "without a job", c.Call(remove(1)), wire.ClassNotInitialized, "")
 		wrong.Id = 0
-		refused(t, "without a job", c.Call(wrong), classNotInitialized, "")
+		refused(t, "without a job", c.Call(wrong), wire.ClassNotInitialized, "")
 		c.bye()
 	})
 }
@@ -267,9 +270,9 @@ func TestInitFails(t *testing.T) {
 	s := job(t, 2)[0]
 	c := connect(t, s)
 	a := c.Call(sidecartest.Init(map[string]string{"HOROVOD_NO_SUCH": "1"}))
-	refused(t, "no such setting", a, classInternal, "HOROVOD_NO_SUCH")
+	refused(t, "no such setting", a, wire.ClassInternal, "HOROVOD_NO_SUCH")
 	a = c.Call(sidecartest.Init(map[string]string{"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}))
-	refused(t, "alone of two", a, classInternal, "init")
+	refused(t, "alone of two", a, wire.ClassInternal, "init")
 	if got := c.Must(sidecartest.Status()).GetStatus(); got.State != StateIdle {
 		t.Errorf("status: %v", got)
 	}
@@ -284,4 +287,43 @@ func TestDeathDuringInit(t *testing.T) {
 	within(t, "the Init has begun", func() bool { return s.Report().State == StateStarting })
 	c.Close()
 	<-s.Dead()
+}
+
+// A timeline of what is between its beginning and its end, for a client that says where it is to be.
+func TestTimeline(t *testing.T) {
+	s := job(t, 1)[0]
+	c := connect(t, s)
+	path := filepath.Join(t.TempDir(), "t.json")
+	for what, q := range map[string]*sidecarpb.Request{
+		"start without a job": sidecartest.StartTimeline(path, false), "stop without a job": sidecartest.StopTimeline(),
+	} {
+		refused(t, what, c.Call(q), wire.ClassNotInitialized, "timeline: ")
+	}
+	c.Init()
+	for _, test := range []struct{ path, says string }{
+		{"", `the path "" is not absolute`}, {"t.json", `the path "t.json" is not absolute`},
+		{"/" + strings.Repeat("x", 4096), "a path of 4097 bytes, want at most 4096"},
+		{filepath.Join(path, "below"), "start timeline: "},
+	} {
+		refused(t, test.path, c.Call(sidecartest.StartTimeline(test.path, false)), wire.ClassUsage, test.says)
+	}
+	c.Arena(1, 4096)
+	sum := func(name string) { c.Must(sidecartest.Submit(sidecartest.Sum(name, 1, 0, 4))) }
+	sum("before")
+	c.Must(sidecartest.StartTimeline(path, true))
+	sum("within")
+	c.Must(sidecartest.StopTimeline())
+	sum("after")
+	got, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for word, want := range map[string]bool{"before": false, "within": true, "after": false, "CYCLE_START": true} {
+		if strings.Contains(string(got), word) != want {
+			t.Errorf("%s in the timeline: %v, want %v\n%s", word, !want, want, got)
+		}
+	}
+	c.Must(sidecartest.StopTimeline()) // without one
+	c.Shutdown()
+	c.bye()
 }

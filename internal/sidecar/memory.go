@@ -10,11 +10,10 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 const (
-	// ownArenas is what the numbers of the sidecar's own arenas begin with, behind which is that of the chunk.
-	ownArenas = 1 << 31
 	// maxArenaBytes bounds an arena of a client.
 	maxArenaBytes = 1 << 40
 	// maxArenas bounds those of all clients, each of which takes a descriptor and a mapping here and at every peer.
@@ -39,14 +38,14 @@ type given struct {
 
 // add takes the arena that fd is, and fd.
 func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error {
-	if number == 0 || number >= ownArenas || numBytes == 0 || numBytes > maxArenaBytes {
-		closeAll(fd)
+	if number == 0 || number >= wire.OwnArenas || numBytes == 0 || numBytes > maxArenaBytes {
+		wire.Discard(fd)
 		return fmt.Errorf("arena %d of %d bytes, want a number from 1 to 2^31-1 and at most 2^40 bytes", number, numBytes)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.all[number] != nil || len(m.all) >= maxArenas {
-		closeAll(fd)
+		wire.Discard(fd)
 		if m.all[number] != nil {
 			return fmt.Errorf("there is an arena %d already", number)
 		}
@@ -63,14 +62,26 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 	return nil
 }
 
-// drop takes an arena back.
-func (m *memory) drop(number uint32) error {
-	m.mu.Lock()
-	defer m.mu.Unlock()
+// of is an arena of owner's. The caller holds mu.
+func (m *memory) of(owner *conn, number uint32) (*given, error) {
 	g := m.all[number]
 	switch {
 	case g == nil:
-		return fmt.Errorf("there is no arena %d", number)
+		return nil, fmt.Errorf("there is no arena %d", number)
+	case g.owner != owner:
+		return nil, fmt.Errorf("arena %d is another client's", number)
+	}
+	return g, nil
+}
+
+// drop gives owner an arena back.
+func (m *memory) drop(owner *conn, number uint32) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	g, err := m.of(owner, number)
+	switch {
+	case err != nil:
+		return err
 	case g.users > 0:
 		return fmt.Errorf("arena %d is in use: operations on %d places in it are in flight", number, g.users)
 	}
@@ -99,8 +110,8 @@ func (m *memory) leave(owner *conn) error {
 	return errors.Join(errs...)
 }
 
-// use finds the memory of tensors, and has it stay until unuse. In uses it appends whose that is.
-func (m *memory) use(places []place, uses []*given) ([]*given, error) {
+// use finds the memory of tensors of owner's, and has it stay until unuse. In uses it appends the arenas.
+func (m *memory) use(owner *conn, places []place, uses []*given) ([]*given, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for i := range places {
@@ -111,15 +122,15 @@ func (m *memory) use(places []place, uses []*given) ([]*given, error) {
 			}
 			continue
 		}
-		g := m.all[p.arena]
-		if g == nil || p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset {
+		g, err := m.of(owner, p.arena)
+		if err == nil && (p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset) {
+			err = fmt.Errorf("%d bytes from byte %d of arena %d, which has %d", p.numBytes, p.offset, p.arena, len(g.bytes))
+		}
+		if err != nil {
 			for _, used := range uses {
 				used.users--
 			}
-			if g == nil {
-				return nil, fmt.Errorf("there is no arena %d", p.arena)
-			}
-			return nil, fmt.Errorf("%d bytes from byte %d of arena %d, which has %d", p.numBytes, p.offset, p.arena, len(g.bytes))
+			return nil, err
 		}
 		p.to = g.bytes[p.offset : p.offset+p.numBytes : p.offset+p.numBytes]
 		g.users++
@@ -179,6 +190,6 @@ func (c *chunks) news(id uint32) (*sidecarpb.Reply, int, error) {
 		return nil, -1, fmt.Errorf("descriptor of chunk %d: %w", id, err)
 	}
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_Arena{Arena: &sidecarpb.Arena{
-		Arena: ownArenas + id, Bytes: uint64(len(s.Bytes())),
+		Arena: wire.OwnArenas + id, Bytes: uint64(len(s.Bytes())),
 	}}}, fd, nil
 }

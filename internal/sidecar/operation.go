@@ -11,12 +11,13 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
 )
 
 // maxTensors bounds those of a group.
-const maxTensors = maxInFlight
+const maxTensors = wire.MaxInFlight
 
 // plan is an operation as a client has described it, and good for any number of runs.
 type plan struct {
@@ -78,11 +79,11 @@ func newPlan(o *sidecarpb.Operation) (*plan, error) {
 }
 
 // orOne is f, or 1 where that is not given.
-func orOne(f float64) float64 {
-	if f == 0 {
+func orOne(f *float64) float64 {
+	if f == nil {
 		return 1
 	}
-	return f
+	return *f
 }
 
 // add adds a tensor.
@@ -179,7 +180,7 @@ func (c *conn) newOperation(p *plan, id uint64, inRing bool) (*operation, error)
 	o := &operation{Operation: p.Operation, plan: p, conn: c, id: id, inRing: inRing}
 	o.Allocate, o.Done = o.allocate, o.done
 	var err error
-	if o.uses, err = c.server.memory.use(p.places, make([]*given, 0, len(p.places))); err != nil {
+	if o.uses, err = c.server.memory.use(c, p.places, make([]*given, 0, len(p.places))); err != nil {
 		return nil, usage(p.Kind.String(), p.Name, err)
 	}
 	o.Tensors = slices.Clone(p.Tensors)
@@ -235,7 +236,7 @@ func (o *operation) completion() *sidecarpb.Completion {
 			at.Arena, at.Offset = given.arena, given.offset
 		case len(t.Output) > 0:
 			ref, _ := arena.Find(t.Output)
-			at.Arena, at.Offset = ownArenas+ref.Chunk, uint64(ref.Offset)
+			at.Arena, at.Offset = wire.OwnArenas+ref.Chunk, uint64(ref.Offset)
 		}
 		a.Results = append(a.Results, &sidecarpb.Result{Shape: t.Result, Memory: at})
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -91,7 +92,10 @@ func TestOperations(t *testing.T) {
 		}{
 			{"allreduce", &sidecarpb.Operation{Kind: 1, ReduceOp: 2}, []int64{2, 2}, 16, []int32{300, 303, 306, 309}, []int64{2, 2}, nil},
 			{"average", &sidecarpb.Operation{Kind: 1}, []int64{2}, 8, []int32{100, 101}, []int64{2}, nil},
-			{"scaled", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: 2, Postscale: 0.5}, []int64{2}, 8, []int32{300, 303}, []int64{2}, nil},
+			{"scaled", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: new(2.0), Postscale: new(0.5)}, []int64{2}, 8, []int32{300, 303}, []int64{2}, nil},
+			{"scaled by 1", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: new(1.0), Postscale: new(1.0)}, []int64{2}, 8, []int32{300, 303}, []int64{2}, nil},
+			{"scaled to 0", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: new(0.0)}, []int64{2}, 8, []int32{0, 0}, []int64{2}, nil},
+			{"scaled to 0 at last", &sidecarpb.Operation{Kind: 5, ReduceOp: 2, Postscale: new(0.0)}, []int64{3}, 4, []int32{0}, []int64{1}, nil},
 			{"scalar", &sidecarpb.Operation{Kind: 1, ReduceOp: 4}, nil, 4, []int32{200}, nil, nil},
 			{"allgather", &sidecarpb.Operation{Kind: 2}, []int64{rows, 2}, 96, gathered, []int64{12, 2}, nil},
 			{"broadcast", &sidecarpb.Operation{Kind: 3, RootRank: 2}, []int64{3}, 12, []int32{200, 201, 202}, []int64{3}, nil},
@@ -121,7 +125,7 @@ func TestOperations(t *testing.T) {
 					t.Errorf("rank %d, %s, output given: %v: got %v of shape %v with splits %v, want %v, %v, %v",
 						r, c2.what, given, got, a.Results[0].Shape, a.ReceivedSplits, c2.want, c2.wantDim, c2.splits)
 				}
-				if given != (m.Arena < ownArenas) {
+				if given != (m.Arena < wire.OwnArenas) {
 					t.Errorf("%s, output given: %v: the result is in arena %d", c2.what, given, m.Arena)
 				}
 				if !given {

@@ -18,6 +18,7 @@ import (
 	"maps"
 	"net"
 	"os"
+	"path/filepath"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -33,16 +34,15 @@ import (
 	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/secret"
 )
 
 const (
-	magic   = "GHVD"
-	version = 1
 	// maxConns bounds the clients of a rank.
 	maxConns = 1024
-	// maxInFlight bounds the operations of a connection.
-	maxInFlight = 1 << 16
+	// maxPathBytes bounds a path of a client, as the system does.
+	maxPathBytes = 4096
 	// helloTimeout is how long a client may take to say who it is.
 	helloTimeout = 30 * time.Second
 )
@@ -112,7 +112,7 @@ func New(cfg Config) *Server {
 		cfg.HelloTimeout = helloTimeout
 	}
 	if cfg.MaxInFlight == 0 {
-		cfg.MaxInFlight = maxInFlight
+		cfg.MaxInFlight = wire.MaxInFlight
 	}
 	s := &Server{
 		cfg: cfg, log: cfg.Log,
@@ -132,7 +132,7 @@ func (s *Server) chunkRemoved(id uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for c := range s.conns {
-		c.gone(ownArenas + id)
+		c.gone(wire.OwnArenas + id)
 	}
 }
 
@@ -191,7 +191,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		refused = fmt.Errorf("it is one more than %d clients", maxConns)
 	default:
 		s.conns[c] = struct{}{}
-		c.out.greet() // now, for whoever has a greeting counts as a client, and before any news
+		c.out.Put(dial.Greeting(wire.Magic, wire.Version), -1) // now, for whoever has a greeting counts as a client, and before any news
 	}
 	s.mu.Unlock()
 	if refused != nil {
@@ -292,17 +292,17 @@ func (s *Server) welcome(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.
 		return fail(err)
 	}
 	if path && !s.cfg.Secret.IsZero() {
-		if _, err := s.cfg.Secret.Accept(conn, magic); err != nil {
+		if _, err := s.cfg.Secret.Accept(conn, wire.Magic); err != nil {
 			return fail(err)
 		}
 	}
-	got, err := dial.ReadGreeting(conn, magic)
+	got, err := dial.ReadGreeting(conn, wire.Magic)
 	if err != nil {
 		return fail(err)
 	}
-	if got != version {
-		_, err := conn.Write(dial.Greeting(magic, version))
-		return fail(errors.Join(fmt.Errorf("it speaks version %d, want %d", got, version), err))
+	if got != wire.Version {
+		_, err := conn.Write(dial.Greeting(wire.Magic, wire.Version))
+		return fail(errors.Join(fmt.Errorf("it speaks version %d, want %d", got, wire.Version), err))
 	}
 	if fd, err = bare(conn); err != nil {
 		return fail(err)
@@ -380,6 +380,12 @@ func (s *Server) request(c *conn, q *sidecarpb.Request) {
 		do = func() (*sidecarpb.Reply, error) { return nil, s.end() }
 	case *sidecarpb.Request_AddProcessSet:
 		do = func() (*sidecarpb.Reply, error) { return s.addSet(what.AddProcessSet) }
+	case *sidecarpb.Request_StartTimeline:
+		do = func() (*sidecarpb.Reply, error) {
+			return nil, asUsage("start timeline", s.startTimeline(what.StartTimeline))
+		}
+	case *sidecarpb.Request_StopTimeline:
+		do = func() (*sidecarpb.Reply, error) { return nil, asUsage("stop timeline", s.stopTimeline()) }
 	case *sidecarpb.Request_RemoveProcessSet:
 		do = func() (*sidecarpb.Reply, error) { return nil, s.removeSet(what.RemoveProcessSet) }
 	}
@@ -544,6 +550,29 @@ func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 		return usage("remove process set", "", fmt.Errorf("process set %d: %w", q.GetId(), hvd.ErrNoProcessSet))
 	}
 	return hvd.RemoveProcessSet(context.Background(), sets[i])
+}
+
+// startTimeline writes the timeline to where the client says. It is of the same user, so there is no file that it could not write
+// itself.
+func (s *Server) startTimeline(q *sidecarpb.StartTimeline) error {
+	door, path := s.door(), q.GetPath()
+	switch {
+	case door == nil:
+		return hvd.ErrNotInitialized
+	case len(path) > maxPathBytes:
+		return fmt.Errorf("a path of %d bytes, want at most %d", len(path), maxPathBytes)
+	case !filepath.IsAbs(path): // whose directory would that be?
+		return fmt.Errorf("the path %q is not absolute", path)
+	}
+	return door.StartTimeline(path, q.GetMarkCycles())
+}
+
+func (s *Server) stopTimeline() error {
+	door := s.door()
+	if door == nil {
+		return hvd.ErrNotInitialized
+	}
+	return door.StopTimeline()
 }
 
 func describeSet(set *hvd.ProcessSet) *sidecarpb.ProcessSet {

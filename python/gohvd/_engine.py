@@ -336,6 +336,14 @@ class Engine:
             self._registered.remove(other)
         return True
 
+    # The timeline.
+
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        self._call(lambda i: wire.start_timeline(i, path, mark_cycles))
+
+    def stop_timeline(self) -> None:
+        self._call(wire.stop_timeline)
+
     def _call(self, encode: Callable[[int], bytes]) -> wire.Reply:
         client = self._client
         if client is None:
@@ -457,8 +465,8 @@ class Engine:
             kind,
             dtype=code,
             reduce_op=_ON_WIRE[reduce_op] if kind in (wire.ALLREDUCE, wire.REDUCESCATTER) else 0,
-            prescale=_factor(pre),
-            postscale=_factor(post),
+            prescale=pre,
+            postscale=post,
             root_rank=root,
             process_set=set_id,
             grouped=grouped,
@@ -574,12 +582,6 @@ def _rows(rows: int, process_set: ProcessSet) -> int:
     members = process_set.ranks or [0]
     me = members.index(engine.place().rank)
     return rows // len(members) + (1 if me < rows % len(members) else 0)
-
-
-def _factor(f: float) -> float:
-    """On the wire 0 means 1, so the least number that is not stands for it: in the arithmetic of all types but float64 it
-    is 0, and there it makes of every number below 1e15 one below 1e-308."""
-    return f if f != 0 else 5e-324
 
 
 def _settings() -> Dict[str, str]:

@@ -51,6 +51,7 @@ DTYPES: Dict[str, Tuple[int, int]] = {
 
 # Field numbers of Request.what.
 _INIT, _SHUTDOWN, _ARENA, _DROP_ARENA, _RING, _PREPARE, _SUBMIT, _FREE, _ADD_SET, _REMOVE_SET, _STATUS, _BYE = range(2, 14)
+_START_TIMELINE, _STOP_TIMELINE = 14, 15
 
 
 def varint(n: int) -> bytes:
@@ -78,7 +79,8 @@ def _uint(number: int, value: int) -> bytes:
 
 
 def _double(number: int, value: float) -> bytes:
-    return varint(number << 3 | 1) + struct.pack("<d", value) if value else b""
+    """A field of type optional double: 0 is there too."""
+    return varint(number << 3 | 1) + struct.pack("<d", value)
 
 
 def _bytes(number: int, value: bytes) -> bytes:
@@ -140,6 +142,14 @@ def remove_process_set(ident: int, set_id: int) -> bytes:
     return _request(ident, _REMOVE_SET, _uint(1, set_id))
 
 
+def start_timeline(ident: int, path: str, mark_cycles: bool) -> bytes:
+    return _request(ident, _START_TIMELINE, _string(1, path) + _uint(2, mark_cycles))
+
+
+def stop_timeline(ident: int) -> bytes:
+    return _request(ident, _STOP_TIMELINE)
+
+
 def status(ident: int) -> bytes:
     return _request(ident, _STATUS)
 
@@ -189,7 +199,7 @@ def operation(
 
 
 def _scale(number: int, factor: float) -> bytes:
-    """A factor, which is left out where it is 1. Zero would mean 1 as well: see ``operation``'s callers."""
+    """A factor, which is left out where it is 1. Zero is said."""
     return b"" if factor == 1.0 else _double(number, factor)
 
 

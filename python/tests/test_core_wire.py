@@ -38,6 +38,9 @@ class Encoding(unittest.TestCase):
             (wire.remove_process_set(10, 3), "080a" "5a02" "0803"),
             (wire.status(11), "080b" "6200"),
             (wire.bye(12), "080c" "6a00"),
+            # id: 13 start_timeline { path: "/t" mark_cycles: true }
+            (wire.start_timeline(13, "/t", True), "080d" "7206" "0a022f74" "1001"),
+            (wire.stop_timeline(14), "080e" "7a00"),
         ]:
             self.assertEqual(got.hex(), want)
 
@@ -55,6 +58,8 @@ class Encoding(unittest.TestCase):
         )  # fmt: skip
         self.assertEqual(got.hex(), want)
         self.assertEqual(wire.operation_name("ü").hex(), "1202c3bc")
+        zero = wire.operation(wire.ALLREDUCE, prescale=0.0, postscale=1.0)
+        self.assertEqual(zero.hex(), "0801" "29" "0000000000000000", "0 is said, 1 goes without saying")
 
     def test_frame(self) -> None:
         self.assertEqual(wire.frame(b"x" * 300)[:2].hex(), "ac02")

@@ -190,8 +190,6 @@ class Objects(RanksTest):
 class Later(RanksTest):
     def test_names_of_what_comes_later(self) -> None:
         for call in (
-            lambda: hvd.start_timeline("timeline.json"),
-            hvd.stop_timeline,
             hvd.elastic.TorchState,
             lambda: hvd.elastic.ElasticSampler([1]),
             hvd.elastic.run(lambda state: None),

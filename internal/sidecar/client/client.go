@@ -17,6 +17,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"path/filepath"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -277,6 +278,31 @@ func (e *Engine) ask(ctx context.Context, q *sidecarpb.Request) (*sidecarpb.Repl
 	}
 }
 
+// StartTimeline has the sidecar write a timeline, to a path as this process sees it.
+func (e *Engine) StartTimeline(path string, markCycles bool) error {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return err
+	}
+	return e.tell(&sidecarpb.Request{What: &sidecarpb.Request_StartTimeline{
+		StartTimeline: &sidecarpb.StartTimeline{Path: path, MarkCycles: markCycles},
+	}})
+}
+
+// StopTimeline has the sidecar end it, and returns when the file is complete.
+func (e *Engine) StopTimeline() error {
+	return e.tell(&sidecarpb.Request{What: &sidecarpb.Request_StopTimeline{StopTimeline: new(sidecarpb.StopTimeline)}})
+}
+
+// tell asks for what has an empty answer, and waits for that as long as there is a connection.
+func (e *Engine) tell(q *sidecarpb.Request) error {
+	r, err := e.ask(context.Background(), q)
+	if err == nil && r.Error != nil {
+		err = cause(r.Error, nil)
+	}
+	return err
+}
+
 // Queue takes tensors, all of them or none: one, or a group. The next Ring or Help has the sidecar see them. Tensors that are
 // not in an arena are copied before it returns.
 func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
@@ -286,11 +312,6 @@ func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	e.mu.Unlock()
 	if queue == nil {
 		return opError(first, engine.ErrNoProcessSet)
-	}
-	for _, entry := range entries {
-		if q := &entry.Request; q.Kind.Reduces() && (q.Prescale == 0 || q.Postscale == 0) {
-			return e.cfg.Misuse(q.Kind.String(), q.Name, errors.New("a scale factor of 0, which cannot be said to a sidecar"))
-		}
 	}
 	if err := queue.Add(entries...); err != nil {
 		if duplicate, ok := errors.AsType[*tensorqueue.DuplicateNameError](err); ok { // it need not be the first of a group

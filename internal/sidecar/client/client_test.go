@@ -66,6 +66,11 @@ func operations(ctx context.Context, t *testing.T, e *hvd.Engine, elems int, are
 		got, err := hvd.Allreduce(ctx, vector(elems, mine), on(hvd.Op(hvd.Sum))...)
 		check("allreduce in place: "+form, got, err, elems, sum)
 
+		for _, zero := range []hvd.Option{hvd.Prescale(0), hvd.Postscale(0)} {
+			got, err = hvd.Allreduce(ctx, vector(elems, mine), on(hvd.Op(hvd.Sum), zero)...)
+			check("allreduce scaled to 0 in place: "+form, got, err, elems, func(int) int32 { return 0 })
+		}
+
 		got, err = hvd.Broadcast(ctx, vector(elems, mine), n-1, on()...)
 		check("broadcast in place: "+form, got, err, elems, func(i int) int32 { return int32(1000*(n-1) + i) })
 

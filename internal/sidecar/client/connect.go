@@ -6,36 +6,12 @@ import (
 	"fmt"
 	"io/fs"
 	"net"
-	"os"
 	"syscall"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
-	"github.com/gohvd/gohvd/secret"
 )
-
-// Secret is the secret that the settings name; zero is none. It encrypts nothing: what is said to a sidecar does not leave the host,
-// and descriptors cannot travel with what is encrypted.
-func Secret(settings *config.Config) (secret.Secret, error) {
-	text := settings.Secret
-	if text == "" && settings.SecretFile != "" {
-		b, err := os.ReadFile(settings.SecretFile)
-		if err != nil {
-			return secret.Secret{}, fmt.Errorf("HVD_SECRET_FILE: %w", err)
-		}
-		text = string(b)
-	}
-	if text == "" && settings.SecretFile == "" {
-		return secret.Secret{}, nil
-	}
-	s, err := secret.Parse(text)
-	if err != nil {
-		return s, fmt.Errorf("HVD_SECRET or HVD_SECRET_FILE: %w", err)
-	}
-	return s, nil
-}
 
 // connect connects to the sidecar, which may be starting, and greets it.
 func connect(ctx context.Context, cfg *Config) (conn *net.UnixConn, err error) {

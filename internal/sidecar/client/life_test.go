@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -246,4 +247,45 @@ func TestOtherProcessSets(t *testing.T) {
 			t.Errorf("rank %d: %v", r, err)
 		}
 	})
+}
+
+// A timeline is as in process, to a path as the program sees it.
+func TestTimeline(t *testing.T) {
+	for _, w := range ways {
+		t.Run(w.name, func(t *testing.T) {
+			t.Chdir(t.TempDir())
+			const n = 2
+			w.run(t, n, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+				path := []string{"t.json", "t.rank1.json"}[e.Rank()]
+				if err := e.StopTimeline(); err != nil {
+					t.Errorf("stop without a timeline: %v", err)
+				}
+				err := e.StartTimeline(filepath.Join("no-such-folder", "t.json"), false)
+				if err == nil || !strings.HasPrefix(err.Error(), "hvd: start timeline: ") || strings.Count(err.Error(), "start timeline: ") != 1 {
+					t.Errorf("got %v", err)
+				}
+				for _, step := range []struct {
+					name  string
+					first func() error
+				}{
+					{"before", func() error { return nil }},
+					{"within", func() error { return e.StartTimeline("t.json", true) }},
+					{"after", e.StopTimeline},
+				} {
+					if err := errors.Join(step.first(), hvd.Barrier(ctx, hvd.On(e))); err != nil {
+						t.Errorf("rank %d: %s: %v", e.Rank(), step.name, err)
+					}
+					if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name(step.name), hvd.On(e)); err != nil {
+						t.Error(err)
+					}
+				}
+				got, err := os.ReadFile(path)
+				for word, want := range map[string]bool{`"before"`: false, `"within"`: true, `"after"`: false} {
+					if err != nil || strings.Contains(string(got), word) != want {
+						t.Errorf("rank %d: %s in the timeline: %v, want %v, %v", e.Rank(), word, !want, want, err)
+					}
+				}
+			})
+		})
+	}
 }

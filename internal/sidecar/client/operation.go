@@ -124,9 +124,12 @@ func (o *operation) request(id uint64) *sidecarpb.Request {
 	}
 	op := &sidecarpb.Operation{
 		Kind: uint32(q.Kind), Name: q.Name, Dtype: uint32(q.DType), ReduceOp: uint32(q.Op),
-		Prescale: q.Prescale, Postscale: q.Postscale, RootRank: int32(q.Root), ProcessSet: int32(entry.Set),
+		RootRank: int32(q.Root), ProcessSet: int32(entry.Set),
 		WireDtype: uint32(q.Wire), ErrorFeedback: entry.ErrorFeedback, Empty: q.Empty,
 		TimeoutSeconds: entry.Timeout.Seconds(), Splits: entry.Splits,
+	}
+	if q.Kind.Reduces() {
+		op.Prescale, op.Postscale = factor(q.Prescale), factor(q.Postscale)
 	}
 	if q.Kind == message.Join {
 		op.Name = "" // it has none to choose
@@ -143,6 +146,14 @@ func (o *operation) request(id uint64) *sidecarpb.Request {
 		op.Tensors = append(op.Tensors, t)
 	}
 	return &sidecarpb.Request{Id: id, What: &sidecarpb.Request_Submit{Submit: &sidecarpb.Submit{Operation: op}}}
+}
+
+// factor is a scale factor as it is said: 1 goes without saying.
+func factor(f float64) *float64 {
+	if f == 1 {
+		return nil
+	}
+	return &f
 }
 
 // answer implements call.

@@ -41,6 +41,8 @@ type Request struct {
 	//	*Request_RemoveProcessSet
 	//	*Request_Status
 	//	*Request_Bye
+	//	*Request_StartTimeline
+	//	*Request_StopTimeline
 	What          isRequest_What `protobuf_oneof:"what"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -198,6 +200,24 @@ func (x *Request) GetBye() *Bye {
 	return nil
 }
 
+func (x *Request) GetStartTimeline() *StartTimeline {
+	if x != nil {
+		if x, ok := x.What.(*Request_StartTimeline); ok {
+			return x.StartTimeline
+		}
+	}
+	return nil
+}
+
+func (x *Request) GetStopTimeline() *StopTimeline {
+	if x != nil {
+		if x, ok := x.What.(*Request_StopTimeline); ok {
+			return x.StopTimeline
+		}
+	}
+	return nil
+}
+
 type isRequest_What interface {
 	isRequest_What()
 }
@@ -250,6 +270,14 @@ type Request_Bye struct {
 	Bye *Bye `protobuf:"bytes,13,opt,name=bye,proto3,oneof"`
 }
 
+type Request_StartTimeline struct {
+	StartTimeline *StartTimeline `protobuf:"bytes,14,opt,name=start_timeline,json=startTimeline,proto3,oneof"`
+}
+
+type Request_StopTimeline struct {
+	StopTimeline *StopTimeline `protobuf:"bytes,15,opt,name=stop_timeline,json=stopTimeline,proto3,oneof"`
+}
+
 func (*Request_Init) isRequest_What() {}
 
 func (*Request_Shutdown) isRequest_What() {}
@@ -273,6 +301,10 @@ func (*Request_RemoveProcessSet) isRequest_What() {}
 func (*Request_Status) isRequest_What() {}
 
 func (*Request_Bye) isRequest_What() {}
+
+func (*Request_StartTimeline) isRequest_What() {}
+
+func (*Request_StopTimeline) isRequest_What() {}
 
 // Reply is a frame of the sidecar. id is that of the request; 0 is news that nobody has asked for.
 type Reply struct {
@@ -1107,8 +1139,8 @@ type Operation struct {
 	Name           string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	Dtype          uint32                 `protobuf:"varint,3,opt,name=dtype,proto3" json:"dtype,omitempty"`
 	ReduceOp       uint32                 `protobuf:"varint,4,opt,name=reduce_op,json=reduceOp,proto3" json:"reduce_op,omitempty"`
-	Prescale       float64                `protobuf:"fixed64,5,opt,name=prescale,proto3" json:"prescale,omitempty"`   // 0 means 1
-	Postscale      float64                `protobuf:"fixed64,6,opt,name=postscale,proto3" json:"postscale,omitempty"` // 0 means 1
+	Prescale       *float64               `protobuf:"fixed64,5,opt,name=prescale,proto3,oneof" json:"prescale,omitempty"`   // missing means 1
+	Postscale      *float64               `protobuf:"fixed64,6,opt,name=postscale,proto3,oneof" json:"postscale,omitempty"` // missing means 1
 	RootRank       int32                  `protobuf:"varint,7,opt,name=root_rank,json=rootRank,proto3" json:"root_rank,omitempty"`
 	ProcessSet     int32                  `protobuf:"varint,8,opt,name=process_set,json=processSet,proto3" json:"process_set,omitempty"`
 	WireDtype      uint32                 `protobuf:"varint,9,opt,name=wire_dtype,json=wireDtype,proto3" json:"wire_dtype,omitempty"` // 0: not compressed
@@ -1181,15 +1213,15 @@ func (x *Operation) GetReduceOp() uint32 {
 }
 
 func (x *Operation) GetPrescale() float64 {
-	if x != nil {
-		return x.Prescale
+	if x != nil && x.Prescale != nil {
+		return *x.Prescale
 	}
 	return 0
 }
 
 func (x *Operation) GetPostscale() float64 {
-	if x != nil {
-		return x.Postscale
+	if x != nil && x.Postscale != nil {
+		return *x.Postscale
 	}
 	return 0
 }
@@ -1710,6 +1742,94 @@ func (*Bye) Descriptor() ([]byte, []int) {
 	return file_sidecar_proto_rawDescGZIP(), []int{23}
 }
 
+type StartTimeline struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Path          string                 `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"` // absolute; that of rank 0's file
+	MarkCycles    bool                   `protobuf:"varint,2,opt,name=mark_cycles,json=markCycles,proto3" json:"mark_cycles,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StartTimeline) Reset() {
+	*x = StartTimeline{}
+	mi := &file_sidecar_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartTimeline) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartTimeline) ProtoMessage() {}
+
+func (x *StartTimeline) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartTimeline.ProtoReflect.Descriptor instead.
+func (*StartTimeline) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *StartTimeline) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *StartTimeline) GetMarkCycles() bool {
+	if x != nil {
+		return x.MarkCycles
+	}
+	return false
+}
+
+type StopTimeline struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StopTimeline) Reset() {
+	*x = StopTimeline{}
+	mi := &file_sidecar_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StopTimeline) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StopTimeline) ProtoMessage() {}
+
+func (x *StopTimeline) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StopTimeline.ProtoReflect.Descriptor instead.
+func (*StopTimeline) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{25}
+}
+
 type Error struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Class         uint32                 `protobuf:"varint,1,opt,name=class,proto3" json:"class,omitempty"`
@@ -1723,7 +1843,7 @@ type Error struct {
 
 func (x *Error) Reset() {
 	*x = Error{}
-	mi := &file_sidecar_proto_msgTypes[24]
+	mi := &file_sidecar_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1735,7 +1855,7 @@ func (x *Error) String() string {
 func (*Error) ProtoMessage() {}
 
 func (x *Error) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[24]
+	mi := &file_sidecar_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1748,7 +1868,7 @@ func (x *Error) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Error.ProtoReflect.Descriptor instead.
 func (*Error) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{24}
+	return file_sidecar_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Error) GetClass() uint32 {
@@ -1790,7 +1910,7 @@ var File_sidecar_proto protoreflect.FileDescriptor
 
 const file_sidecar_proto_rawDesc = "" +
 	"\n" +
-	"\rsidecar.proto\x12\x10gohvd.sidecar.v1\"\xbd\x05\n" +
+	"\rsidecar.proto\x12\x10gohvd.sidecar.v1\"\xce\x06\n" +
 	"\aRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12,\n" +
 	"\x04init\x18\x02 \x01(\v2\x16.gohvd.sidecar.v1.InitH\x00R\x04init\x128\n" +
@@ -1806,7 +1926,9 @@ const file_sidecar_proto_rawDesc = "" +
 	" \x01(\v2\x1f.gohvd.sidecar.v1.AddProcessSetH\x00R\raddProcessSet\x12R\n" +
 	"\x12remove_process_set\x18\v \x01(\v2\".gohvd.sidecar.v1.RemoveProcessSetH\x00R\x10removeProcessSet\x122\n" +
 	"\x06status\x18\f \x01(\v2\x18.gohvd.sidecar.v1.StatusH\x00R\x06status\x12)\n" +
-	"\x03bye\x18\r \x01(\v2\x15.gohvd.sidecar.v1.ByeH\x00R\x03byeB\x06\n" +
+	"\x03bye\x18\r \x01(\v2\x15.gohvd.sidecar.v1.ByeH\x00R\x03bye\x12H\n" +
+	"\x0estart_timeline\x18\x0e \x01(\v2\x1f.gohvd.sidecar.v1.StartTimelineH\x00R\rstartTimeline\x12E\n" +
+	"\rstop_timeline\x18\x0f \x01(\v2\x1e.gohvd.sidecar.v1.StopTimelineH\x00R\fstopTimelineB\x06\n" +
 	"\x04what\"\xda\x03\n" +
 	"\x05Reply\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12-\n" +
@@ -1870,14 +1992,14 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x06Tensor\x12\x14\n" +
 	"\x05shape\x18\x01 \x03(\x03R\x05shape\x12.\n" +
 	"\x05input\x18\x02 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x05input\x120\n" +
-	"\x06output\x18\x03 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06output\"\xc9\x03\n" +
+	"\x06output\x18\x03 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06output\"\xee\x03\n" +
 	"\tOperation\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
 	"\x05dtype\x18\x03 \x01(\rR\x05dtype\x12\x1b\n" +
-	"\treduce_op\x18\x04 \x01(\rR\breduceOp\x12\x1a\n" +
-	"\bprescale\x18\x05 \x01(\x01R\bprescale\x12\x1c\n" +
-	"\tpostscale\x18\x06 \x01(\x01R\tpostscale\x12\x1b\n" +
+	"\treduce_op\x18\x04 \x01(\rR\breduceOp\x12\x1f\n" +
+	"\bprescale\x18\x05 \x01(\x01H\x00R\bprescale\x88\x01\x01\x12!\n" +
+	"\tpostscale\x18\x06 \x01(\x01H\x01R\tpostscale\x88\x01\x01\x12\x1b\n" +
 	"\troot_rank\x18\a \x01(\x05R\brootRank\x12\x1f\n" +
 	"\vprocess_set\x18\b \x01(\x05R\n" +
 	"processSet\x12\x1d\n" +
@@ -1889,7 +2011,10 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x0ftimeout_seconds\x18\f \x01(\x01R\x0etimeoutSeconds\x12\x18\n" +
 	"\agrouped\x18\r \x01(\bR\agrouped\x122\n" +
 	"\atensors\x18\x0e \x03(\v2\x18.gohvd.sidecar.v1.TensorR\atensors\x12\x16\n" +
-	"\x06splits\x18\x0f \x03(\x03R\x06splits\"P\n" +
+	"\x06splits\x18\x0f \x03(\x03R\x06splitsB\v\n" +
+	"\t_prescaleB\f\n" +
+	"\n" +
+	"_postscale\"P\n" +
 	"\x06Result\x120\n" +
 	"\x06memory\x18\x01 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06memory\x12\x14\n" +
 	"\x05shape\x18\x02 \x03(\x03R\x05shape\"\x8a\x01\n" +
@@ -1918,7 +2043,12 @@ const file_sidecar_proto_rawDesc = "" +
 	"\tin_flight\x18\x06 \x01(\x04R\binFlight\"6\n" +
 	"\x05Ended\x12-\n" +
 	"\x05error\x18\x01 \x01(\v2\x17.gohvd.sidecar.v1.ErrorR\x05error\"\x05\n" +
-	"\x03Bye\"}\n" +
+	"\x03Bye\"D\n" +
+	"\rStartTimeline\x12\x12\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12\x1f\n" +
+	"\vmark_cycles\x18\x02 \x01(\bR\n" +
+	"markCycles\"\x0e\n" +
+	"\fStopTimeline\"}\n" +
 	"\x05Error\x12\x14\n" +
 	"\x05class\x18\x01 \x01(\rR\x05class\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1c\n" +
@@ -1938,7 +2068,7 @@ func file_sidecar_proto_rawDescGZIP() []byte {
 	return file_sidecar_proto_rawDescData
 }
 
-var file_sidecar_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_sidecar_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_sidecar_proto_goTypes = []any{
 	(*Request)(nil),          // 0: gohvd.sidecar.v1.Request
 	(*Reply)(nil),            // 1: gohvd.sidecar.v1.Reply
@@ -1964,8 +2094,10 @@ var file_sidecar_proto_goTypes = []any{
 	(*StatusReport)(nil),     // 21: gohvd.sidecar.v1.StatusReport
 	(*Ended)(nil),            // 22: gohvd.sidecar.v1.Ended
 	(*Bye)(nil),              // 23: gohvd.sidecar.v1.Bye
-	(*Error)(nil),            // 24: gohvd.sidecar.v1.Error
-	nil,                      // 25: gohvd.sidecar.v1.Init.SettingsEntry
+	(*StartTimeline)(nil),    // 24: gohvd.sidecar.v1.StartTimeline
+	(*StopTimeline)(nil),     // 25: gohvd.sidecar.v1.StopTimeline
+	(*Error)(nil),            // 26: gohvd.sidecar.v1.Error
+	nil,                      // 27: gohvd.sidecar.v1.Init.SettingsEntry
 }
 var file_sidecar_proto_depIdxs = []int32{
 	2,  // 0: gohvd.sidecar.v1.Request.init:type_name -> gohvd.sidecar.v1.Init
@@ -1980,30 +2112,32 @@ var file_sidecar_proto_depIdxs = []int32{
 	19, // 9: gohvd.sidecar.v1.Request.remove_process_set:type_name -> gohvd.sidecar.v1.RemoveProcessSet
 	20, // 10: gohvd.sidecar.v1.Request.status:type_name -> gohvd.sidecar.v1.Status
 	23, // 11: gohvd.sidecar.v1.Request.bye:type_name -> gohvd.sidecar.v1.Bye
-	24, // 12: gohvd.sidecar.v1.Reply.error:type_name -> gohvd.sidecar.v1.Error
-	4,  // 13: gohvd.sidecar.v1.Reply.ready:type_name -> gohvd.sidecar.v1.Ready
-	16, // 14: gohvd.sidecar.v1.Reply.completion:type_name -> gohvd.sidecar.v1.Completion
-	5,  // 15: gohvd.sidecar.v1.Reply.process_set:type_name -> gohvd.sidecar.v1.ProcessSet
-	21, // 16: gohvd.sidecar.v1.Reply.status:type_name -> gohvd.sidecar.v1.StatusReport
-	7,  // 17: gohvd.sidecar.v1.Reply.arena:type_name -> gohvd.sidecar.v1.Arena
-	22, // 18: gohvd.sidecar.v1.Reply.ended:type_name -> gohvd.sidecar.v1.Ended
-	8,  // 19: gohvd.sidecar.v1.Reply.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
-	25, // 20: gohvd.sidecar.v1.Init.settings:type_name -> gohvd.sidecar.v1.Init.SettingsEntry
-	3,  // 21: gohvd.sidecar.v1.Init.process_sets:type_name -> gohvd.sidecar.v1.Ranks
-	5,  // 22: gohvd.sidecar.v1.Ready.process_sets:type_name -> gohvd.sidecar.v1.ProcessSet
-	14, // 23: gohvd.sidecar.v1.Prepare.operation:type_name -> gohvd.sidecar.v1.Operation
-	14, // 24: gohvd.sidecar.v1.Submit.operation:type_name -> gohvd.sidecar.v1.Operation
-	12, // 25: gohvd.sidecar.v1.Tensor.input:type_name -> gohvd.sidecar.v1.Memory
-	12, // 26: gohvd.sidecar.v1.Tensor.output:type_name -> gohvd.sidecar.v1.Memory
-	13, // 27: gohvd.sidecar.v1.Operation.tensors:type_name -> gohvd.sidecar.v1.Tensor
-	12, // 28: gohvd.sidecar.v1.Result.memory:type_name -> gohvd.sidecar.v1.Memory
-	15, // 29: gohvd.sidecar.v1.Completion.results:type_name -> gohvd.sidecar.v1.Result
-	24, // 30: gohvd.sidecar.v1.Ended.error:type_name -> gohvd.sidecar.v1.Error
-	31, // [31:31] is the sub-list for method output_type
-	31, // [31:31] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	24, // 12: gohvd.sidecar.v1.Request.start_timeline:type_name -> gohvd.sidecar.v1.StartTimeline
+	25, // 13: gohvd.sidecar.v1.Request.stop_timeline:type_name -> gohvd.sidecar.v1.StopTimeline
+	26, // 14: gohvd.sidecar.v1.Reply.error:type_name -> gohvd.sidecar.v1.Error
+	4,  // 15: gohvd.sidecar.v1.Reply.ready:type_name -> gohvd.sidecar.v1.Ready
+	16, // 16: gohvd.sidecar.v1.Reply.completion:type_name -> gohvd.sidecar.v1.Completion
+	5,  // 17: gohvd.sidecar.v1.Reply.process_set:type_name -> gohvd.sidecar.v1.ProcessSet
+	21, // 18: gohvd.sidecar.v1.Reply.status:type_name -> gohvd.sidecar.v1.StatusReport
+	7,  // 19: gohvd.sidecar.v1.Reply.arena:type_name -> gohvd.sidecar.v1.Arena
+	22, // 20: gohvd.sidecar.v1.Reply.ended:type_name -> gohvd.sidecar.v1.Ended
+	8,  // 21: gohvd.sidecar.v1.Reply.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
+	27, // 22: gohvd.sidecar.v1.Init.settings:type_name -> gohvd.sidecar.v1.Init.SettingsEntry
+	3,  // 23: gohvd.sidecar.v1.Init.process_sets:type_name -> gohvd.sidecar.v1.Ranks
+	5,  // 24: gohvd.sidecar.v1.Ready.process_sets:type_name -> gohvd.sidecar.v1.ProcessSet
+	14, // 25: gohvd.sidecar.v1.Prepare.operation:type_name -> gohvd.sidecar.v1.Operation
+	14, // 26: gohvd.sidecar.v1.Submit.operation:type_name -> gohvd.sidecar.v1.Operation
+	12, // 27: gohvd.sidecar.v1.Tensor.input:type_name -> gohvd.sidecar.v1.Memory
+	12, // 28: gohvd.sidecar.v1.Tensor.output:type_name -> gohvd.sidecar.v1.Memory
+	13, // 29: gohvd.sidecar.v1.Operation.tensors:type_name -> gohvd.sidecar.v1.Tensor
+	12, // 30: gohvd.sidecar.v1.Result.memory:type_name -> gohvd.sidecar.v1.Memory
+	15, // 31: gohvd.sidecar.v1.Completion.results:type_name -> gohvd.sidecar.v1.Result
+	26, // 32: gohvd.sidecar.v1.Ended.error:type_name -> gohvd.sidecar.v1.Error
+	33, // [33:33] is the sub-list for method output_type
+	33, // [33:33] is the sub-list for method input_type
+	33, // [33:33] is the sub-list for extension type_name
+	33, // [33:33] is the sub-list for extension extendee
+	0,  // [0:33] is the sub-list for field type_name
 }
 
 func init() { file_sidecar_proto_init() }
@@ -2024,6 +2158,8 @@ func file_sidecar_proto_init() {
 		(*Request_RemoveProcessSet)(nil),
 		(*Request_Status)(nil),
 		(*Request_Bye)(nil),
+		(*Request_StartTimeline)(nil),
+		(*Request_StopTimeline)(nil),
 	}
 	file_sidecar_proto_msgTypes[1].OneofWrappers = []any{
 		(*Reply_Ready)(nil),
@@ -2034,13 +2170,14 @@ func file_sidecar_proto_init() {
 		(*Reply_Ended)(nil),
 		(*Reply_DropArena)(nil),
 	}
+	file_sidecar_proto_msgTypes[14].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sidecar_proto_rawDesc), len(file_sidecar_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   26,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

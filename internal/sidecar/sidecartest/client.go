@@ -221,11 +221,29 @@ func (c *Client) take(a *sidecarpb.Arena) error {
 	fd := c.fds[0]
 	c.fds = c.fds[1:]
 	b, err := unix.Mmap(fd, 0, int(a.Bytes), unix.PROT_READ, unix.MAP_SHARED)
-	c.close(fd)
 	if err != nil {
+		c.close(fd)
 		return fmt.Errorf("map arena %d: %w", a.Arena, err)
 	}
+	err = sealed(fd, len(b))
+	c.close(fd)
+	if err != nil {
+		c.unmap(b)
+		return fmt.Errorf("arena %d: %w", a.Arena, err)
+	}
 	c.Arenas[a.Arena] = b
+	return nil
+}
+
+// sealed is an error if who has the descriptor of the sidecar's memory can write that, or take it from under others.
+func sealed(fd, numBytes int) error {
+	if b, err := unix.Mmap(fd, 0, numBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
+		return errors.Join(errors.New("it can be mapped to write"), unix.Munmap(b))
+	}
+	const want = Seals | unix.F_SEAL_FUTURE_WRITE | unix.F_SEAL_SEAL
+	if got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err != nil || got&want != want {
+		return fmt.Errorf("its seals are %#x, %v, want %#x", got, err, want)
+	}
 	return nil
 }
 

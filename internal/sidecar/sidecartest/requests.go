@@ -17,6 +17,18 @@ func Status() *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Status{Status: &sidecarpb.Status{}}}
 }
 
+// StartTimeline asks for a timeline.
+func StartTimeline(path string, markCycles bool) *sidecarpb.Request {
+	return &sidecarpb.Request{What: &sidecarpb.Request_StartTimeline{
+		StartTimeline: &sidecarpb.StartTimeline{Path: path, MarkCycles: markCycles},
+	}}
+}
+
+// StopTimeline asks for its end.
+func StopTimeline() *sidecarpb.Request {
+	return &sidecarpb.Request{What: &sidecarpb.Request_StopTimeline{StopTimeline: new(sidecarpb.StopTimeline)}}
+}
+
 // Arena is a request.
 func Arena(number uint32, numBytes int64) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Arena{Arena: &sidecarpb.Arena{Arena: number, Bytes: uint64(numBytes)}}}

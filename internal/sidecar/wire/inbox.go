@@ -24,11 +24,12 @@ const (
 	// OwnArenas is what the numbers of the sidecar's own arenas begin with.
 	OwnArenas = 1 << 31
 
+	// MaxHeadBytes is what the length of the longest frame takes.
+	MaxHeadBytes = 4
+
 	// readBytes is the least room for what one read brings, and keptBytes the most that is kept when nothing is unread.
 	readBytes = 16 << 10
 	keptBytes = 1 << 20
-	// maxHeadBytes is what the length of the longest frame takes.
-	maxHeadBytes = 4
 )
 
 // Classes of errors.
@@ -51,11 +52,11 @@ var (
 	ErrEnd = errors.New("the connection has ended")
 )
 
-// cutFrame cuts the first frame off b. It says how many bytes that takes, 0 if not all have come.
-func cutFrame(b []byte) (body []byte, numBytes int, err error) {
-	n, head := binary.Uvarint(b[:min(len(b), maxHeadBytes)])
+// CutFrame cuts the first frame off b. It says how many bytes that takes, 0 if not all have come.
+func CutFrame(b []byte) (body []byte, numBytes int, err error) {
+	n, head := binary.Uvarint(b[:min(len(b), MaxHeadBytes)])
 	switch {
-	case head == 0 && len(b) < maxHeadBytes:
+	case head == 0 && len(b) < MaxHeadBytes:
 		return nil, 0, nil
 	case head <= 0 || n > MaxFrameBytes:
 		return nil, 0, fmt.Errorf("%w: its length is more than %d bytes", ErrFrame, MaxFrameBytes)
@@ -143,7 +144,7 @@ func (i *Inbox) take(oob []byte, flags int) error {
 
 // Next is the next frame that has come whole. It is valid until Fill.
 func (i *Inbox) Next() (body []byte, ok bool, err error) {
-	body, n, err := cutFrame(i.buf[i.at:])
+	body, n, err := CutFrame(i.buf[i.at:])
 	if n == 0 || err != nil {
 		return nil, false, err
 	}

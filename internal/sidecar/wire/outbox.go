@@ -8,14 +8,23 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// Outbox sends over a connection. Nobody waits for it: what the socket has no room for is queued, and sent by Run.
+// MaxUnsentBytes is how much may wait for the other end to read before Room waits.
+const MaxUnsentBytes = 1 << 20
+
+// doorbell is a frame of length 0.
+var doorbell = []byte{0}
+
+// Outbox sends over a connection. Nobody waits for it but who calls Room: what the socket has no room for is queued, and sent by
+// Run. The queue is bounded if its user bounds what is unanswered, or calls Room. Its methods are safe for concurrent use.
 type Outbox struct {
 	fd int
 	// wake tells Run of a queue.
 	wake chan struct{}
 
 	mu     sync.Mutex
+	less   sync.Cond // the queue has become shorter, or the outbox closed
 	queue  []packet
+	bytes  int // in queue
 	closed bool
 }
 
@@ -26,13 +35,17 @@ type packet struct {
 }
 
 // NewOutbox sends over a socket, which stays the caller's.
-func NewOutbox(fd int) *Outbox { return &Outbox{fd: fd, wake: make(chan struct{}, 1)} }
+func NewOutbox(fd int) *Outbox {
+	o := &Outbox{fd: fd, wake: make(chan struct{}, 1)}
+	o.less.L = &o.mu
+	return o
+}
 
 // Send sends a message, with a descriptor unless that is -1, which is closed.
 func (o *Outbox) Send(m proto.Message, fd int) error {
 	data, err := AppendFrame(nil, m)
 	if err != nil {
-		closeAll(fd)
+		Discard(fd)
 		return err
 	}
 	o.Put(data, fd)
@@ -44,7 +57,7 @@ func (o *Outbox) Put(data []byte, fd int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.closed {
-		closeAll(fd)
+		Discard(fd)
 		return
 	}
 	p := packet{data, fd}
@@ -52,10 +65,26 @@ func (o *Outbox) Put(data []byte, fd int) {
 		return
 	}
 	o.queue = append(o.queue, p)
+	o.bytes += len(p.data)
 	select {
 	case o.wake <- struct{}{}:
 	default:
 	}
+}
+
+// Bell sends a doorbell, unless the other end has something to read anyhow.
+func (o *Outbox) Bell() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.closed || len(o.queue) > 0 {
+		return
+	}
+	// What was written before this call is seen by who reads what is unread now.
+	if unread, err := unix.IoctlGetInt(o.fd, unix.TIOCOUTQ); err == nil && unread > 0 {
+		return
+	}
+	// A full socket is something to read; of one that is broken its reader will hear.
+	_, _ = unix.SendmsgN(o.fd, doorbell, nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 }
 
 // write sends as much of p as there is room for, and reports whether p is done with. The caller holds mu.
@@ -72,12 +101,12 @@ func (o *Outbox) write(p *packet) bool {
 		case err == unix.EAGAIN:
 			return false
 		case err != nil: // the reader of the connection hears why
+			Discard(p.fd)
+			p.fd = -1 // p may be in the queue, whose descriptors shut closes
 			o.shut()
-			closeAll(p.fd)
-			p.fd = -1
 			return true
 		}
-		closeAll(p.fd)
+		Discard(p.fd)
 		p.data, p.fd = p.data[n:], -1
 	}
 	return true
@@ -102,10 +131,13 @@ func (o *Outbox) flush() (left bool) {
 	defer o.mu.Unlock()
 	for len(o.queue) > 0 {
 		p := &o.queue[0]
+		before := len(p.data)
 		done := o.write(p)
 		if o.closed {
 			return false // shut has emptied the queue
 		}
+		o.bytes -= before - len(p.data)
+		o.less.Broadcast()
 		if !done {
 			return true
 		}
@@ -117,6 +149,22 @@ func (o *Outbox) flush() (left bool) {
 	return false
 }
 
+// Unsent is how many bytes wait for the other end to read.
+func (o *Outbox) Unsent() int {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.bytes
+}
+
+// Room waits until the other end has read so much that no more than MaxUnsentBytes wait, or nothing more is sent.
+func (o *Outbox) Room() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for o.bytes > MaxUnsentBytes && !o.closed {
+		o.less.Wait()
+	}
+}
+
 // shut drops what is queued. The caller holds mu.
 func (o *Outbox) shut() {
 	if o.closed {
@@ -124,10 +172,10 @@ func (o *Outbox) shut() {
 	}
 	o.closed = true
 	for i := range o.queue {
-		closeAll(o.queue[i].fd)
-		o.queue[i].fd = -1 // write may have this one in its hands
+		Discard(o.queue[i].fd)
 	}
-	o.queue = nil
+	o.queue, o.bytes = nil, 0
+	o.less.Broadcast()
 	close(o.wake) // Put wakes while it is open
 }
 
@@ -138,7 +186,8 @@ func (o *Outbox) Close() {
 	o.shut()
 }
 
-func closeAll(fd int) {
+// Discard closes a descriptor, unless it is -1.
+func Discard(fd int) {
 	if fd >= 0 {
 		_ = unix.Close(fd) // of a descriptor that was sent, or cannot be
 	}

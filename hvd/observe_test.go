@@ -1,0 +1,211 @@
+package hvd_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/timeline/timelinetest"
+)
+
+// events are the names in a timeline, which must be one.
+func events(t *testing.T, file string) (names map[string]int) {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Error(err)
+		return nil
+	}
+	if err := timelinetest.Check(strings.NewReader(string(text))); err != nil {
+		t.Errorf("%s: %v", file, err)
+	}
+	var all []struct {
+		Name string `json:"name"`
+		Args struct {
+			Name string `json:"name"`
+		} `json:"args"`
+	}
+	if err := json.Unmarshal(text, &all); err != nil {
+		t.Errorf("%s: %v", file, err)
+	}
+	names = make(map[string]int)
+	for _, e := range all {
+		names[e.Name]++
+		names["tensor "+e.Args.Name]++
+	}
+	return names
+}
+
+// A timeline is started, moved and stopped while the job runs, at each rank by itself; Shutdown ends it.
+func TestTimeline(t *testing.T) {
+	dir := t.TempDir()
+	path := func(name string, rank int) string {
+		if rank > 0 {
+			return filepath.Join(dir, fmt.Sprintf("%s.rank%d.json", name, rank))
+		}
+		return filepath.Join(dir, name+".json")
+	}
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		do := func(name string) {
+			if _, err := hvd.Allreduce(ctx, []float32{1}, hvd.Name(name), hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+		}
+		must := func(err error) {
+			t.Helper()
+			if err != nil {
+				t.Error(err)
+			}
+		}
+		must(e.StopTimeline()) // there is none
+		do("before")
+		must(e.StartTimeline(path("a", 0), true))
+		do("in a")
+		must(e.StartTimeline(path("a", 0), true)) // it goes on
+		do("in a too")
+		must(e.StartTimeline(path("b", 0), false))
+		do("in b")
+		if err := e.StartTimeline(filepath.Join(dir, "missing", "c.json"), false); err == nil || !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("a timeline in a folder that is not there: %v", err)
+		}
+		if err := e.StartTimeline("", false); err == nil {
+			t.Error("a timeline without a name has started")
+		}
+		do("in b too")
+		must(e.StopTimeline())
+		do("after")
+		must(e.StartTimeline(path("d", 0), false))
+		do("in d")
+	})
+	for rank := range 2 {
+		for name, want := range map[string][]string{"a": {"in a", "in a too"}, "b": {"in b", "in b too"}, "d": {"in d"}} {
+			got := events(t, path(name, rank))
+			for _, tensor := range want {
+				if got["tensor "+tensor] != 1 {
+					t.Errorf("rank %d: %s has no %s: %v", rank, name, tensor, got)
+				}
+			}
+			if got["NEGOTIATE_ALLREDUCE"] != len(want) || got["ALLREDUCE"] != len(want) || (got["CYCLE_START"] > 0) != (name == "a") {
+				t.Errorf("rank %d: %s has %v", rank, name, got)
+			}
+		}
+	}
+}
+
+// The settings start it too, and where it cannot be written the job goes on.
+func TestTimelineBySetting(t *testing.T) {
+	dir := t.TempDir()
+	for _, file := range []string{filepath.Join(dir, "t.json"), filepath.Join(dir, "missing", "t.json")} {
+		run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+			if got, err := hvd.Allreduce(ctx, []float32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)); err != nil || got[0] != 2 {
+				t.Errorf("got %v, %v", got, err)
+			}
+		}, "HOROVOD_TIMELINE", file)
+	}
+	if got := events(t, filepath.Join(dir, "t.rank1.json")); got["tensor x"] != 1 {
+		t.Errorf("rank 1: %v", got)
+	}
+	if left, err := os.ReadDir(dir); err != nil || len(left) != 2 {
+		t.Errorf("left behind: %v, %v", left, err)
+	}
+}
+
+func TestMetricsAndDump(t *testing.T) {
+	var looked sync.WaitGroup
+	looked.Add(2)
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		for range 3 {
+			if _, err := hvd.Allreduce(ctx, []float32{1, 2}, hvd.Name("x"), hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+		}
+		waits, err := hvd.AllreduceAsync([]int64{1}, hvd.Name("pending"+fmt.Sprint(e.Rank())), hvd.On(e))
+		if err != nil {
+			t.Error(err)
+		}
+		server := httptest.NewServer(e.MetricsHandler())
+		defer server.Close()
+		text := fetch(t, server.URL+"/metrics")
+		for _, want := range []string{
+			`hvd_world_size 2`, `hvd_queue_depth 1`, `hvd_response_cache_hits_total 2`, `hvd_response_cache_misses_total 1`,
+			`hvd_collective_bytes_total{backend="tcp",dtype="float32",op="allreduce"} 24`,
+		} {
+			if !strings.Contains(text, "\n"+want+"\n") {
+				t.Errorf("rank %d: no %s in\n%s", e.Rank(), want, text)
+			}
+		}
+		dump, err := e.Dump()
+		if err != nil {
+			t.Error(err)
+		}
+		var d struct {
+			Rank       int `json:"rank"`
+			Recorded   int `json:"recorded"`
+			Operations []struct {
+				Name string `json:"name"`
+			} `json:"operations"`
+			Pending []struct {
+				Name string `json:"name"`
+			} `json:"pending"`
+		}
+		if err := json.Unmarshal(dump, &d); err != nil {
+			t.Errorf("%v in %s", err, dump)
+		}
+		if d.Rank != e.Rank() || d.Recorded != 3 || len(d.Operations) != 3 || d.Operations[2].Name != "x" || len(d.Pending) != 1 ||
+			d.Pending[0].Name != "pending"+fmt.Sprint(e.Rank()) {
+			t.Errorf("rank %d: the dump is %s", e.Rank(), dump)
+		}
+		looked.Done()
+		looked.Wait()
+		if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Name("pending"+fmt.Sprint(1-e.Rank())), hvd.On(e)); err != nil {
+			t.Error(err)
+		}
+		if _, err := waits.Wait(ctx); err != nil {
+			t.Error(err)
+		}
+	}, "HOROVOD_CPU_OPERATIONS", "tcp")
+}
+
+func TestNoRecorder(t *testing.T) {
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		if text, err := e.Dump(); err == nil || !strings.Contains(err.Error(), "HVD_FLIGHT_RECORDER") {
+			t.Errorf("got %s and %v, want that it is off", text, err)
+		}
+	}, "HVD_FLIGHT_RECORDER", "0")
+}
+
+// An address for metrics that is taken is an error of Init, and nothing is left of the rank.
+func TestMetricsAddressTaken(t *testing.T) {
+	server := httptest.NewServer(http.NotFoundHandler())
+	defer server.Close()
+	addr := strings.TrimPrefix(server.URL, "http://")
+	e, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", addr))
+	if err == nil || !strings.Contains(err.Error(), addr) || !strings.Contains(err.Error(), "HVD_METRICS_ADDR") {
+		t.Errorf("got %v and %v, want an error that names the setting and %s", e, err, addr)
+	}
+}
+
+func fetch(t *testing.T, url string) string {
+	t.Helper()
+	resp, err := http.Get(url)
+	if err != nil {
+		t.Error(err)
+		return ""
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil || resp.StatusCode != http.StatusOK {
+		t.Errorf("%s: %s, %v", url, resp.Status, err)
+	}
+	return string(b)
+}

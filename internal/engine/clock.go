@@ -1,0 +1,110 @@
+package engine
+
+import (
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/clock"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// A rank measures its clock against rank 0's as NTP does (Mills, Internet Time Synchronization, 1991): it notes when its question
+// left and when the answer came, rank 0 when the one came and the other left. The truth lies within half of the time that was
+// spent on the way; of several questions that with the shortest way counts.
+
+const (
+	// probesAtOnce are asked one after the other, each when the answer to the one before has come.
+	probesAtOnce = 8
+	// probePeriod is the time between such rows. Clocks of computers drift apart by up to 50 us a second.
+	probePeriod = 10 * time.Second
+)
+
+// rankClock is how an engine's times compare with others'. The loop owns all but Clock.
+type rankClock struct {
+	trace.Clock
+	due  time.Duration // when the next row begins
+	left int           // questions of this row
+	best trace.Offset  // of this row
+	any  bool          // best is one
+}
+
+// newClock is the clock of an engine that starts now.
+func newClock(start time.Time, log *zap.Logger) trace.Clock {
+	c := trace.Clock{Start: start, Domain: clock.Domain()}
+	var err error
+	if c.Monotonic, err = clock.Monotonic(start); err != nil {
+		log.Warn("times of this rank cannot be compared with others' of its host", zap.Error(err))
+		c.Domain = ""
+	}
+	return c
+}
+
+// probe asks rank 0 for the time if that is due.
+func (e *Engine) probe() {
+	c := &e.clock
+	if e.now < c.due {
+		return
+	}
+	c.due = e.now + probePeriod
+	if e.cfg.Rank == 0 {
+		c.due = never
+		e.observer.align(trace.Offset{At: e.now})
+		return
+	}
+	c.left, c.any = probesAtOnce, false
+	e.ask()
+}
+
+// ask sends a question. If the channel is broken others notice.
+func (e *Engine) ask() {
+	e.clock.left--
+	frame := message.AppendProbe(e.scratch.frame[:0], &message.Probe{Sent: uint64(e.observer.since())})
+	e.scratch.frame = frame
+	_ = e.links[0].send(frame)
+}
+
+// hearProbe answers a question, or takes the answer. What cannot be read is the sender's fault.
+func (e *Engine) hearProbe(from topo.Rank, frame []byte) error {
+	at := e.observer.since()
+	p, err := message.DecodeProbe(frame)
+	if err != nil {
+		return err
+	}
+	if e.cfg.Rank == 0 {
+		p.Received, p.Monotonic, p.Domain = uint64(at), uint64(e.clock.Monotonic), e.clock.Domain
+		p.Replied = uint64(e.observer.since())
+		answer := message.AppendProbe(nil, &p)
+		_ = e.links[from-1].send(answer)
+		return nil
+	}
+	e.measured(at, &p)
+	return nil
+}
+
+// measured takes an answer that came at a time.
+func (e *Engine) measured(at time.Duration, p *message.Probe) {
+	c := &e.clock
+	sent, received, replied := time.Duration(p.Sent), time.Duration(p.Received), time.Duration(p.Replied)
+	m := trace.Offset{At: at}
+	switch way := (at - sent) - (replied - received); {
+	case p.Domain == c.Domain && c.Domain != "":
+		m.Offset = c.Monotonic - time.Duration(p.Monotonic)
+		c.due, c.left = never, 0 // it stays so
+	case sent < 0 || sent > at || received < 0 || replied < received || way < 0:
+		return // no time of a clock
+	default:
+		m.Offset = (received - sent + replied - at) / 2
+		m.Error = (way + 1) / 2
+	}
+	if !c.any || m.Error < c.best.Error {
+		c.best, c.any = m, true
+	}
+	if c.left > 0 {
+		e.ask()
+		return
+	}
+	e.observer.align(c.best)
+}

@@ -1,0 +1,311 @@
+package engine
+
+import (
+	"cmp"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Recorder hears of every operation when it has ended, before it is answered. It is called by one goroutine at a time, delays
+// what it is told of, and keeps nothing of op.
+type Recorder interface {
+	Record(op *trace.Operation)
+}
+
+// Timeline is a Recorder that hears of other things too.
+type Timeline interface {
+	Recorder
+	// Cycle says that this rank has applied a cycle of the negotiation, and Offset how its clock compares with rank 0's.
+	Cycle(at time.Duration)
+	Offset(o trace.Offset)
+	// Dropped is the number of operations that it could not keep.
+	Dropped() uint64
+}
+
+// observer watches what a rank does, for people. The loop and the lanes tell it.
+type observer struct {
+	start    time.Time
+	recorder Recorder // nil if there is none
+	timeline atomic.Pointer[Timeline]
+
+	mu      sync.Mutex
+	counts  counts
+	offset  trace.Offset
+	aligned bool // offset is known
+	dropped uint64
+	op      trace.Operation // scratch
+}
+
+// counts are what Stats shows.
+type counts struct {
+	stats.Stats
+	operations [message.NumKinds][message.NumBackends]stats.Operations
+	moved      [message.NumKinds][message.NumBackends][tensor.NumDTypes]uint64
+}
+
+// since is the time, as all times of an engine are told.
+func (o *observer) since() time.Duration { return time.Since(o.start) }
+
+// submitted notes the time at which entries were handed in.
+func (o *observer) submitted(entries []*tensorqueue.Entry) {
+	at := max(o.since(), 1)
+	for _, e := range entries {
+		e.Times.Submitted = at
+	}
+}
+
+// activity is what a lane does of an operation.
+type activity uint8
+
+const (
+	packing activity = iota
+	exchanging
+	unpacking
+)
+
+// mark is the beginning of an activity, which ends with the next.
+type mark struct {
+	activity
+	at time.Duration
+}
+
+// begin notes that w is begun, at the given time or when it was granted.
+func (o *observer) begin(w *work, at time.Duration) {
+	at = max(at, w.granted)
+	w.begun = at
+	w.marks = w.marks[:0]
+	if w.watched = o.timeline.Load() != nil; w.watched {
+		w.clock = o.start
+	}
+	for _, e := range w.entries {
+		e.Times.Begun.Store(int64(at))
+	}
+}
+
+// enter notes what is done now of w.
+func (w *work) enter(a activity) {
+	if w.watched {
+		w.marks = append(w.marks, mark{a, time.Since(w.clock)})
+	}
+}
+
+// exchanges are what the exchange itself is called, by backend and kind.
+var exchanges = func() (names [message.NumBackends][message.NumKinds]string) {
+	kinds := map[message.Kind]string{
+		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST", message.Alltoall: "ALLTOALL",
+		message.Reducescatter: "REDUCESCATTER",
+	}
+	for b, backend := range map[message.Backend]string{message.TCP: "TCP_", message.SHM: "SHM_"} {
+		for k, kind := range kinds {
+			names[b][k] = backend + kind
+		}
+	}
+	return names
+}()
+
+// name is Horovod's for a.
+func (a activity) name(r *message.Response, b message.Backend) string {
+	switch {
+	case a == packing:
+		return "MEMCPY_IN_FUSION_BUFFER"
+	case a == unpacking:
+		return "MEMCPY_OUT_FUSION_BUFFER"
+	case r.Op == tensor.Adasum:
+		return "TCP_ADASUM_ALLREDUCE" // no other backend has it
+	}
+	return exchanges[b][r.Kind]
+}
+
+// ended notes that w has ended, of which nobody has been told yet. err is why it failed, if it did.
+func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
+	now := o.since()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	op := &o.op
+	g := w.grant
+	*op = trace.Operation{
+		Set: set, Number: g.Number, Kind: g.Responses[0].Kind, Backend: g.Backend, Algorithm: g.Algorithm, Absent: w.absent,
+		Granted: w.granted, Begun: max(w.begun, w.granted), Ended: now, Failed: err,
+		Activities: op.Activities[:0], Tensors: op.Tensors[:0],
+	}
+	for i, m := range w.marks {
+		end := now
+		if i+1 < len(w.marks) {
+			end = w.marks[i+1].at
+		}
+		op.Activities = append(op.Activities, trace.Activity{Name: m.name(g.Responses[0], g.Backend), Begun: m.at, End: end})
+	}
+	members := len(w.arrivals) / max(len(g.Responses), 1)
+	for i, e := range w.entries {
+		q := &e.Request
+		op.Kind = q.Kind // also of what ended as an Error
+		t := trace.Tensor{
+			Name: q.Name, DType: q.DType, Shape: q.Shape, Bytes: int64(len(e.Input)), Cached: i < len(g.Bits),
+			Submitted: e.Times.Submitted, Sent: time.Duration(e.Times.Sent.Load()),
+		}
+		if q.Kind == message.Broadcast {
+			t.Bytes = int64(len(e.Output))
+		}
+		if members > 0 {
+			t.Arrivals = w.arrivals[i*members : (i+1)*members]
+		}
+		if i < len(w.refused) {
+			t.Refused = w.refused[i]
+		}
+		op.Tensors = append(op.Tensors, t)
+	}
+	o.count(op)
+	if o.recorder != nil {
+		o.recorder.Record(op)
+	}
+	if t := o.timeline.Load(); t != nil {
+		(*t).Record(op)
+	}
+	clear(op.Tensors)
+}
+
+// abandoned notes tensors that were answered because the epoch had ended before they were granted.
+func (o *observer) abandoned(tensors int) {
+	o.mu.Lock()
+	o.counts.Failed += uint64(tensors)
+	o.mu.Unlock()
+}
+
+func (o *observer) count(op *trace.Operation) {
+	c := &o.counts
+	if op.Failed != nil {
+		c.Failed += uint64(len(op.Tensors))
+		return
+	}
+	var numBytes int64
+	for i := range op.Tensors {
+		t := &op.Tensors[i]
+		numBytes += t.Bytes
+		c.Negotiation.Add(op.Granted - t.Submitted)
+		c.moved[op.Kind][op.Backend][t.DType] += uint64(t.Bytes)
+		if t.Cached {
+			c.CacheHits++
+		} else {
+			c.CacheMisses++
+		}
+		if t.Refused != nil {
+			c.Refused++
+		}
+	}
+	c.Queued.Add(op.Begun - op.Granted)
+	done := &c.operations[op.Kind][op.Backend]
+	done.Durations.Add(op.Ended - op.Begun)
+	done.Tensors += uint64(len(op.Tensors))
+	if op.Kind.MovesData() && op.Kind != message.Alltoall && len(op.Tensors) > 0 {
+		c.FusionResponses++
+		c.FusedTensors += uint64(len(op.Tensors))
+		c.FusedBytes += uint64(numBytes)
+	}
+}
+
+// align notes a measurement of the clock.
+func (o *observer) align(m trace.Offset) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.offset, o.aligned = m, true
+	if t := o.timeline.Load(); t != nil {
+		(*t).Offset(m)
+	}
+}
+
+// Watch has t hear of every operation that ends from now on, in place of the timeline before, which is returned; nil stops
+// that. Operations that are under way may be heard of by either. The engine does not own t.
+func (e *Engine) Watch(t Timeline) (before Timeline) {
+	o := &e.observer
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	var next *Timeline
+	if t != nil {
+		next = &t
+		if o.aligned {
+			t.Offset(o.offset)
+		}
+	}
+	if old := o.timeline.Swap(next); old != nil {
+		before = *old
+		o.dropped += before.Dropped()
+	}
+	e.ring() // the coordinator is to note arrivals, or not
+	return before
+}
+
+// Offset is the last measurement of this rank's clock, if there is one.
+func (e *Engine) Offset() (o trace.Offset, ok bool) {
+	e.observer.mu.Lock()
+	defer e.observer.mu.Unlock()
+	return e.observer.offset, e.observer.aligned
+}
+
+// Clock is what the engine's times are by.
+func (e *Engine) Clock() trace.Clock { return e.clock.Clock }
+
+// Pending are the operations that were submitted and have not ended, oldest first. Any goroutine may call it.
+func (e *Engine) Pending() []trace.Pending {
+	var all []trace.Pending
+	for _, l := range e.lanes.snapshot() {
+		for _, entry := range l.queue.InFlight() {
+			q, t := &entry.Request, &entry.Times
+			grant := t.Grant.Load()
+			all = append(all, trace.Pending{
+				Set: l.set.ID, Number: grant >> 8, Backend: message.Backend(grant), Kind: q.Kind, Name: q.Name, DType: q.DType, Shape: q.Shape, Submitted: t.Submitted,
+				Sent: time.Duration(t.Sent.Load()), Granted: time.Duration(t.Granted.Load()), Begun: time.Duration(t.Begun.Load()),
+			})
+		}
+	}
+	slices.SortFunc(all, func(a, b trace.Pending) int {
+		return cmp.Or(cmp.Compare(a.Submitted, b.Submitted), cmp.Compare(a.Set, b.Set), cmp.Compare(a.Name, b.Name))
+	})
+	return all
+}
+
+// Stats are the counters of this rank. Host and Epoch are the caller's to add. Any goroutine may call it.
+func (e *Engine) Stats() stats.Stats {
+	o := &e.observer
+	o.mu.Lock()
+	st := o.counts.Stats
+	for k := range o.counts.operations {
+		for b := range o.counts.operations[k] {
+			ops := o.counts.operations[k][b]
+			if ops.Tensors > 0 {
+				ops.Kind, ops.Backend = message.Kind(k), message.Backend(b)
+				st.Operations = append(st.Operations, ops)
+			}
+			for d, n := range o.counts.moved[k][b] {
+				if n > 0 {
+					st.Moved = append(st.Moved, stats.Moved{Kind: message.Kind(k), Backend: message.Backend(b), DType: tensor.DType(d), Bytes: n})
+				}
+			}
+		}
+	}
+	st.ClockOffset, st.ClockError, st.ClockKnown = o.offset.Offset, o.offset.Error, o.aligned
+	st.TimelineDropped = o.dropped
+	if t := o.timeline.Load(); t != nil {
+		st.TimelineDropped += (*t).Dropped()
+	}
+	o.mu.Unlock()
+	st.Rank, st.Size, st.FusionThresholdBytes = int(e.cfg.Rank), e.cfg.Size, e.cfg.FusionThresholdBytes
+	for _, l := range e.lanes.snapshot() {
+		st.InFlight += l.queue.Len()
+	}
+	if e.coordinator != nil {
+		e.wheel.mu.Lock() // turns are short
+		c := e.coordinator.Stats()
+		e.wheel.mu.Unlock()
+		st.Coordinator = &c
+	}
+	return st
+}

@@ -1,0 +1,310 @@
+package engine_test
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/transport/mem"
+)
+
+// log keeps what it hears of.
+type log struct {
+	mu      sync.Mutex
+	ops     []trace.Operation
+	cycles  int
+	offsets []trace.Offset
+	aligned func() // called for each
+}
+
+func (l *log) Record(op *trace.Operation) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	o := *op
+	o.Tensors, o.Activities = slices.Clone(op.Tensors), slices.Clone(op.Activities)
+	for i := range o.Tensors {
+		o.Tensors[i].Arrivals = slices.Clone(o.Tensors[i].Arrivals)
+	}
+	l.ops = append(l.ops, o)
+}
+
+func (l *log) Cycle(time.Duration) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.cycles++
+}
+
+func (l *log) Offset(o trace.Offset) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.offsets = append(l.offsets, o)
+	if l.aligned != nil {
+		l.aligned()
+	}
+}
+
+func (l *log) Dropped() uint64 { return 3 }
+
+// each are the operations in the order in which they ended.
+func (l *log) operations() []trace.Operation {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Clone(l.ops)
+}
+
+// Every tensor that is answered is told of, before the answer, with times in order and a number that all ranks have.
+func TestOperationsAreTold(t *testing.T) {
+	const n, steps = 3, 30
+	told := func(t *testing.T, net func(n int) *mem.Cluster, lockstep bool) {
+		recorders, timelines := make([]log, n), make([]log, n)
+		c := startOn(t, net(n), n, func(cfg *engine.Config) {
+			cfg.Lockstep = lockstep
+			cfg.Recorder = &recorders[cfg.Rank]
+		})
+		c.each(func(r int) { c.engines[r].Watch(&timelines[r]) })
+		c.each(func(r int) {
+			for step := range steps {
+				entries := []*tensorqueue.Entry{sum("a", make([]byte, 80)), sum("b", make([]byte, 8)), {
+					Request: message.Request{Kind: message.Barrier, Name: fmt.Sprint("barrier", step)},
+				}}
+				if step == 7 {
+					entries = append(entries, sum("mismatch", make([]byte, 8*(r+1))))
+				}
+				done := c.submit(r, entries...)
+				refused := 0
+				for range entries {
+					var mismatch *engine.MismatchError
+					if err := c.wait(done); errors.As(err, &mismatch) {
+						refused++
+					} else if err != nil {
+						t.Error(err)
+						return
+					}
+				}
+				if want := len(entries) - 3; refused != want {
+					t.Errorf("%d refused, want %d", refused, want)
+				}
+				// Before the answer, so everything is there by now.
+				seen := 0
+				for _, op := range recorders[r].operations() {
+					seen += len(op.Tensors)
+				}
+				if want := 3*(step+1) + min(step/7, 1); seen != want {
+					t.Errorf("rank %d has heard of %d tensors, want %d", r, seen, want)
+					return
+				}
+			}
+		})
+		type key struct {
+			name string
+			i    int
+		}
+		numbers := make(map[key]uint64)
+		for r := range n {
+			times := make(map[string]int)
+			for _, op := range recorders[r].operations() {
+				checkOperation(t, r, &op)
+				for i := range op.Tensors {
+					tensor := &op.Tensors[i]
+					k := key{tensor.Name, times[tensor.Name]}
+					times[tensor.Name]++
+					if r == 0 {
+						numbers[k] = op.Number
+					} else if numbers[k] != op.Number {
+						t.Errorf("%v is in operation %d at rank 0 and in %d at rank %d", k, numbers[k], op.Number, r)
+					}
+					if cached := k.i > 0; tensor.Cached != cached {
+						t.Errorf("rank %d: %v is cached: %v", r, k, tensor.Cached)
+					}
+					if refused := tensor.Name == "mismatch"; (tensor.Refused != nil) != refused {
+						t.Errorf("rank %d: %v is refused with %v", r, k, tensor.Refused)
+					}
+					want := 0
+					if r == 0 && !lockstep {
+						want = n
+					}
+					if k.i > 2 && (len(tensor.Arrivals) != want || slices.Contains(tensor.Arrivals, 0)) {
+						t.Errorf("rank %d: %v has arrivals %v, want %d", r, k, tensor.Arrivals, want)
+					}
+				}
+			}
+			if times["a"] != steps || times["b"] != steps {
+				t.Errorf("rank %d has heard of %v", r, times)
+			}
+			if len(timelines[r].operations()) == 0 || !lockstep && timelines[r].cycles == 0 {
+				t.Errorf("rank %d: the timeline has heard of %d operations and %d cycles", r, len(timelines[r].ops), timelines[r].cycles)
+			}
+			st := c.engines[r].Stats()
+			if st.CacheHits != 2*(steps-1) || st.CacheMisses != steps+3 || st.Refused != 1 || st.Negotiation.Count() != 3*steps+1 ||
+				st.InFlight != 0 || st.TimelineDropped != 3 || st.Size != n || st.Rank != r {
+				t.Errorf("rank %d: stats are %+v", r, st)
+			}
+			if before := c.engines[r].Watch(nil); before != &timelines[r] {
+				t.Errorf("rank %d: the timeline was %v", r, before)
+			}
+			if after := c.engines[r].Stats().TimelineDropped; after != 3 {
+				t.Errorf("rank %d: what was dropped is forgotten with the timeline: %d", r, after)
+			}
+		}
+		c.shutdown()
+	}
+	t.Run("event", func(t *testing.T) { told(t, mem.New, false) })
+	t.Run("polled", func(t *testing.T) { told(t, mem.NewPolled, false) })
+	t.Run("lockstep", func(t *testing.T) { told(t, mem.New, true) })
+}
+
+func checkOperation(t *testing.T, rank int, op *trace.Operation) {
+	t.Helper()
+	at := op.Begun
+	for _, a := range op.Activities {
+		if a.Name == "" || a.Begun < at || a.End < a.Begun || a.End > op.Ended {
+			t.Errorf("rank %d: operation %d from %v to %v has %+v", rank, op.Number, op.Begun, op.Ended, op.Activities)
+		}
+		at = a.End
+	}
+	if op.Kind == message.Allreduce && op.Tensors[0].Refused == nil && len(op.Activities) == 0 && op.Number > 20 {
+		t.Errorf("rank %d: operation %d has no activities though somebody watches", rank, op.Number)
+	}
+	for i := range op.Tensors {
+		x := &op.Tensors[i]
+		if !(0 < x.Submitted && x.Submitted <= x.Sent && x.Sent <= op.Granted && op.Granted <= op.Begun && op.Begun <= op.Ended) {
+			t.Errorf("rank %d: %s was submitted at %v, sent at %v, granted at %v, begun at %v, ended at %v",
+				rank, x.Name, x.Submitted, x.Sent, op.Granted, op.Begun, op.Ended)
+		}
+		if op.Kind == message.Allreduce && (x.DType != tensor.Int64 || x.Bytes != x.Shape[0]*8) {
+			t.Errorf("rank %d: %s is %v%v of %d bytes", rank, x.Name, x.DType, x.Shape, x.Bytes)
+		}
+	}
+}
+
+// What has not ended says how far it has got.
+func TestPending(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+		first := c.allreduce(0, "w", make([]byte, 16))
+		for {
+			p := c.engines[0].Pending()
+			if len(p) != 1 || p[0].Name != "w" || p[0].Kind != message.Allreduce || p[0].Submitted <= 0 || p[0].Granted != 0 || p[0].Begun != 0 {
+				t.Fatalf("pending are %+v", p)
+			}
+			if p[0].Sent >= p[0].Submitted {
+				break
+			}
+			if err := c.ctx.Err(); err != nil {
+				t.Fatal("it is not sent")
+			}
+		}
+		if p := c.engines[1].Pending(); len(p) != 0 {
+			t.Errorf("at rank 1 are pending %+v", p)
+		}
+		second := c.allreduce(1, "w", make([]byte, 16))
+		if err := errors.Join(c.wait(first), c.wait(second)); err != nil {
+			t.Error(err)
+		}
+		if p := c.engines[0].Pending(); len(p) != 0 {
+			t.Errorf("in the end are pending %+v", p)
+		}
+		c.shutdown()
+	})
+}
+
+// looker looks at what is pending when an operation has ended, and is not answered.
+type looker struct {
+	engine atomic.Pointer[engine.Engine]
+	saw    []trace.Pending
+}
+
+func (l *looker) Record(*trace.Operation) {
+	if e := l.engine.Load(); e != nil {
+		l.saw = append(l.saw, e.Pending()...)
+	}
+}
+
+// What is granted says in which operation it is, and who runs it.
+func TestPendingInAnOperation(t *testing.T) {
+	var l looker
+	c := start(t, 2, func(cfg *engine.Config) {
+		if cfg.Rank == 0 {
+			cfg.Recorder = &l
+		}
+	})
+	l.engine.Store(c.engines[0])
+	for range 2 {
+		c.each(func(r int) {
+			if err := c.wait(c.allreduce(r, "w", make([]byte, 16))); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	c.shutdown()
+	if len(l.saw) != 2 {
+		t.Fatalf("saw %+v", l.saw)
+	}
+	for i, p := range l.saw {
+		if p.Number != uint64(i+1) || p.Backend != message.TCP || !(0 < p.Sent && p.Sent <= p.Granted && p.Granted <= p.Begun) {
+			t.Errorf("operation %d was pending as %+v", i+1, p)
+		}
+	}
+}
+
+// Clocks that are not one are measured, to within the error that is told.
+func TestClocks(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		for _, same := range []bool{false, true} {
+			const n = 3
+			logs := make([]log, n)
+			c := start(t, n, func(cfg *engine.Config) {
+				cfg.Lockstep = lockstep
+				if !same {
+					cfg.ClockDomain = fmt.Sprint(cfg.Rank)
+				}
+			})
+			c.each(func(r int) {
+				e := c.engines[r]
+				aligned := make(chan struct{})
+				logs[r].aligned = sync.OnceFunc(func() { close(aligned) })
+				e.Watch(&logs[r])
+				select {
+				case <-aligned:
+				case <-c.ctx.Done():
+					t.Errorf("rank %d: no measurement of the clock", r)
+				}
+				o, _ := e.Offset()
+				// This process has one clock, so the truth is known.
+				truth := e.Clock().Start.Sub(c.engines[0].Clock().Start)
+				off := (o.Offset - truth).Abs()
+				if exact := same || r == 0; exact != (o.Error == 0) || !exact && off > o.Error || exact && off > time.Millisecond {
+					t.Errorf("rank %d, one domain: %v: the clock is %v off by %v, within %v", r, same, o.Offset, off, o.Error)
+				}
+			})
+			c.shutdown()
+		}
+	})
+}
+
+// What ends with the job is told of too, and counted.
+func TestFailedOperationsAreTold(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		const n = 3
+		logs := make([]log, n)
+		c := start(t, n, func(cfg *engine.Config) { cfg.Lockstep, cfg.Recorder = lockstep, &logs[cfg.Rank] })
+		waits := c.allreduce(0, "waits", make([]byte, 8))
+		c.engines[2].Close()
+		if err := c.wait(waits); err == nil {
+			t.Error("it succeeded")
+		}
+		if st := c.engines[0].Stats(); st.Failed != 1 {
+			t.Errorf("%d failed, want 1", st.Failed)
+		}
+		c.each(func(r int) { c.engines[r].Close() })
+	})
+}

@@ -1,0 +1,310 @@
+// Package observe joins to a rank's engine what shows people what it does: the flight recorder, the timeline, the metrics, and the
+// answers to what the launcher asks.
+//
+// What goes wrong here costs a warning, never an operation.
+package observe
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/inquiry"
+	"github.com/gohvd/gohvd/internal/recorder"
+	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/version"
+	"github.com/gohvd/gohvd/metrics"
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Config says which rank it is.
+type Config struct {
+	Settings  *config.Config
+	Rank      int
+	Size      int
+	LocalRank int
+	Host      string
+	Epoch     uint64
+	// Launcher is the store of the launcher, which asks there; nil if there is none. It stays the caller's.
+	Launcher store.Store
+	// Sets are the members of the process sets that there are at the moment, other than the global one.
+	Sets func() map[topo.ProcessSetID][]topo.Rank
+	Log  *zap.Logger
+}
+
+// Rank is what belongs to a rank of one epoch.
+type Rank struct {
+	cfg      Config
+	recorder *recorder.Recorder // nil if it is off
+	timeline timelines
+
+	ctx     context.Context
+	cancel  context.CancelFunc
+	running sync.WaitGroup
+	stalls  chan recorder.Stall // the engine's reports that are to be passed on
+
+	mu      sync.Mutex
+	engine  *engine.Engine // nil before Attach
+	metrics *metrics.Server
+	waiting []string // texts of the last stalls
+}
+
+const (
+	// reportTimeout is how long the answers of a failed job wait for the launcher to have what this rank knows.
+	reportTimeout = 500 * time.Millisecond
+	// maxStalls is how many reports of the engine may wait to be passed on, and how many a dump has.
+	maxStalls = 16
+)
+
+// New makes what an engine is to be started with. The caller closes it when the engine has ended.
+func New(cfg Config) *Rank {
+	r := &Rank{cfg: cfg, stalls: make(chan recorder.Stall, maxStalls)}
+	if cfg.Settings.FlightRecorder {
+		r.recorder = recorder.New(recorder.DefaultOperations)
+	}
+	r.timeline.rank = r
+	r.ctx, r.cancel = context.WithCancel(context.Background())
+	return r
+}
+
+// Configure tells an engine that is about to be started of r.
+func (r *Rank) Configure(cfg *engine.Config) {
+	if r.recorder != nil {
+		cfg.Recorder = r.recorder
+	}
+	verdict, stall := cfg.OnVerdict, cfg.OnStall
+	cfg.OnVerdict = func(p *engine.PeerError) {
+		if verdict != nil {
+			verdict(p)
+		}
+		r.failed(p)
+	}
+	cfg.OnStall = func(s *controller.Stall) {
+		if stall != nil {
+			stall(s)
+		}
+		r.stalled(s)
+	}
+}
+
+// Attach begins to show what e does. An error is one of the settings.
+func (r *Rank) Attach(e *engine.Engine) error {
+	r.mu.Lock()
+	r.engine = e
+	r.mu.Unlock()
+	set := r.cfg.Settings
+	if set.MetricsAddr != "" {
+		if err := r.serveMetrics(set.MetricsAddr); err != nil {
+			return err
+		}
+	}
+	if set.Timeline != "" && set.Timeline != config.TimelineDynamic {
+		if err := r.StartTimeline(set.Timeline, set.TimelineMarkCycles); err != nil {
+			r.cfg.Log.Warn("there is no timeline", zap.Error(err))
+		}
+	}
+	if set.TimelineSignal != "" {
+		r.running.Go(r.timeline.followSignal)
+	}
+	if r.cfg.Launcher != nil {
+		r.running.Go(r.answer)
+	}
+	if r.cfg.Rank == 0 {
+		r.running.Go(r.passStallsOn)
+	}
+	return nil
+}
+
+// Close ends all of it. The engine must have ended.
+func (r *Rank) Close() error {
+	r.cancel()
+	r.running.Wait()
+	err := r.StopTimeline()
+	if err != nil {
+		r.cfg.Log.Warn("the end of the timeline", zap.Error(err))
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.metrics == nil {
+		return nil
+	}
+	return r.metrics.Close()
+}
+
+// Stats are the counters of the rank. They are 0 before Attach.
+func (r *Rank) Stats() stats.Stats {
+	r.mu.Lock()
+	e := r.engine
+	r.mu.Unlock()
+	var s stats.Stats
+	if e != nil {
+		s = e.Stats()
+	}
+	s.Rank, s.Size, s.Host, s.Epoch = r.cfg.Rank, r.cfg.Size, r.cfg.Host, r.cfg.Epoch
+	return s
+}
+
+func (r *Rank) serveMetrics(addr string) error {
+	at, err := metrics.Address(addr, r.cfg.LocalRank)
+	if err != nil {
+		return fmt.Errorf("HVD_METRICS_ADDR: %w", err)
+	}
+	server, err := metrics.Serve(at, metrics.Handler(r.Stats), r.cfg.Log)
+	if err != nil {
+		return fmt.Errorf("HVD_METRICS_ADDR: %w", err)
+	}
+	r.mu.Lock()
+	r.metrics = server
+	r.mu.Unlock()
+	r.cfg.Log.Info("metrics are shown", zap.String("addr", server.Addr()))
+	return nil
+}
+
+// answer answers what the launcher asks.
+func (r *Rank) answer() {
+	err := inquiry.Answer(r.ctx, r.cfg.Launcher, r.cfg.Rank, func(what string) []byte {
+		switch what {
+		case inquiry.Metrics:
+			text, err := metrics.Text(r.Stats)
+			if err != nil {
+				r.cfg.Log.Warn("metrics for the launcher", zap.Error(err))
+				return nil
+			}
+			return text
+		case inquiry.Dump:
+			return r.encodedDump("asked for")
+		}
+		return nil
+	})
+	if err != nil {
+		r.cfg.Log.Debug("the launcher asks nothing more", zap.Error(err))
+	}
+}
+
+// Dump is what the flight recorder has; nil if it is off.
+func (r *Rank) Dump(why string) *recorder.Dump {
+	if r.recorder == nil {
+		return nil
+	}
+	r.mu.Lock()
+	e := r.engine
+	stalls := slices.Clone(r.waiting)
+	r.mu.Unlock()
+	about := recorder.About{
+		Rank: r.cfg.Rank, Size: r.cfg.Size, Host: r.cfg.Host, PID: os.Getpid(), Epoch: r.cfg.Epoch, Version: version.Module(),
+		Why: why, Now: time.Now(), Sets: r.cfg.Sets(), Stalls: stalls,
+	}
+	if e != nil {
+		about.Clock, about.Pending = e.Clock(), e.Pending()
+		about.At = time.Since(about.Clock.Start)
+		about.Offset, _ = e.Offset()
+	}
+	return r.recorder.Dump(about)
+}
+
+// encodedDump is Dump for the launcher; nil if there is none.
+func (r *Rank) encodedDump(why string) []byte {
+	d := r.Dump(why)
+	if d == nil {
+		return nil
+	}
+	text, err := recorder.Encode(d, recorder.OperationsOf(r.cfg.Size))
+	if err != nil {
+		r.cfg.Log.Warn("the flight recorder", zap.Error(err))
+		return nil
+	}
+	return text
+}
+
+// leave writes a dump to the folder for them, if there is one.
+func (r *Rank) leave(why string) {
+	dir := r.cfg.Settings.DumpDir
+	if dir == "" {
+		return
+	}
+	d := r.Dump(why)
+	if d == nil {
+		return
+	}
+	path, err := recorder.WriteFile(dir, d)
+	if err != nil {
+		r.cfg.Log.Warn("the flight recorder's file", zap.Error(err))
+		return
+	}
+	r.cfg.Log.Warn("what the flight recorder has was written", zap.String("file", path))
+}
+
+// failed leaves what this rank knows to people, before its operations are answered. It bounds how long they wait.
+func (r *Rank) failed(p *engine.PeerError) {
+	why := "the job failed: " + p.Error()
+	if !r.volunteer(inquiry.Failure, r.encodedDump(why)) {
+		r.leave(why)
+	}
+	// The program may exit without a shutdown.
+	written := make(chan struct{})
+	r.running.Go(func() {
+		defer close(written)
+		r.timeline.write()
+	})
+	select {
+	case <-written:
+	case <-time.After(reportTimeout):
+	}
+}
+
+// volunteer tells the launcher something, and reports whether it has heard. It then writes the files.
+func (r *Rank) volunteer(what string, body []byte) bool {
+	if r.cfg.Launcher == nil || body == nil {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(r.ctx, reportTimeout)
+	defer cancel()
+	err := inquiry.Report(ctx, r.cfg.Launcher, r.cfg.Rank, what, body)
+	if err != nil && !errors.Is(err, inquiry.ErrNobody) {
+		r.cfg.Log.Debug("the launcher does not hear", zap.String("of", what), zap.Error(err))
+	}
+	return err == nil
+}
+
+// stalled takes a report of the engine's loop, which it does not delay.
+func (r *Rank) stalled(s *controller.Stall) {
+	select {
+	case r.stalls <- recorder.Stall{Set: uint32(s.Set), Name: s.Name, Text: s.String()}:
+	default: // it was logged
+	}
+}
+
+// passStallsOn tells the launcher of stalls, which then asks all ranks what they wait for.
+func (r *Rank) passStallsOn() {
+	for {
+		var stall recorder.Stall
+		select {
+		case <-r.ctx.Done():
+			return
+		case stall = <-r.stalls:
+		}
+		r.mu.Lock()
+		if len(r.waiting) == maxStalls {
+			r.waiting = slices.Delete(r.waiting, 0, 1)
+		}
+		r.waiting = append(r.waiting, stall.Text)
+		r.mu.Unlock()
+		text, err := recorder.EncodeStall(stall)
+		if err != nil {
+			r.cfg.Log.Warn("a stall", zap.Error(err))
+		}
+		if !r.volunteer(inquiry.Stall, text) {
+			r.leave("stalled: " + stall.Text)
+		}
+	}
+}

@@ -1,0 +1,144 @@
+package observe
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"sync"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/timeline"
+)
+
+// timelines is the timeline of a rank, which is started and stopped.
+type timelines struct {
+	rank *Rank
+
+	mu      sync.Mutex
+	now     *timeline.Timeline // nil while there is none
+	path    string             // of it, as rank 0 has it
+	started int                // by signals
+}
+
+// StartTimeline writes what this rank does from now on to a file: rank 0 to path, others beside it (timeline.PathOf). A timeline
+// that goes to another path ends; if it goes to this one already nothing changes.
+func (r *Rank) StartTimeline(path string, markCycles bool) error {
+	t := &r.timeline
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.start(path, markCycles)
+}
+
+// StopTimeline ends the timeline, and returns when its file is complete. Without one it does nothing.
+func (r *Rank) StopTimeline() error {
+	t := &r.timeline
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.stop()
+}
+
+var errNoEngine = errors.New("timeline: the rank has not started")
+
+func (t *timelines) start(path string, markCycles bool) error {
+	e := t.engine()
+	switch {
+	case path == "":
+		return errors.New("timeline: no name of a file")
+	case e == nil:
+		return errNoEngine
+	case t.now != nil && t.path == path:
+		return nil
+	}
+	cfg := &t.rank.cfg
+	next, err := timeline.Start(timeline.Config{
+		Path: timeline.PathOf(path, cfg.Rank), Rank: cfg.Rank, Size: cfg.Size, Host: cfg.Host, Epoch: cfg.Epoch,
+		Clock: e.Clock(), MarkCycles: markCycles, MaxBytes: int64(cfg.Settings.TimelineMaxMiB) << 20, Last: cfg.Settings.TimelineLast,
+		Log: cfg.Log,
+	})
+	if err != nil {
+		return err
+	}
+	if err := t.stop(); err != nil {
+		cfg.Log.Warn("the end of the timeline", zap.Error(err))
+	}
+	e.Watch(next)
+	t.now, t.path = next, path
+	return nil
+}
+
+func (t *timelines) stop() error {
+	if t.now == nil {
+		return nil
+	}
+	old := t.now
+	t.now, t.path = nil, ""
+	t.engine().Watch(nil)
+	return old.Close()
+}
+
+// write brings what the timeline has to the disk.
+func (t *timelines) write() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.now == nil {
+		return
+	}
+	if err := t.now.Write(); err != nil {
+		t.rank.cfg.Log.Warn("the timeline", zap.Error(err))
+	}
+}
+
+func (t *timelines) engine() *engine.Engine {
+	t.rank.mu.Lock()
+	defer t.rank.mu.Unlock()
+	return t.rank.engine
+}
+
+var signals = map[string]os.Signal{"SIGUSR1": unix.SIGUSR1, "SIGUSR2": unix.SIGUSR2}
+
+// followSignal starts and stops the timeline as the process gets the signal for it.
+func (t *timelines) followSignal() {
+	got := make(chan os.Signal, 1)
+	signal.Notify(got, signals[t.rank.cfg.Settings.TimelineSignal])
+	defer signal.Stop(got)
+	for {
+		select {
+		case <-t.rank.ctx.Done():
+			return
+		case <-got:
+		}
+		if err := t.toggle(); err != nil {
+			t.rank.cfg.Log.Warn("the signal for the timeline", zap.Error(err))
+		}
+	}
+}
+
+// toggle stops the timeline, or starts it in a file that no signal has started it in before.
+func (t *timelines) toggle() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.now != nil {
+		return t.stop()
+	}
+	set := t.rank.cfg.Settings
+	path := set.Timeline
+	if path == "" || path == config.TimelineDynamic {
+		path = "hvd-timeline.json"
+	}
+	if t.started++; t.started > 1 || path == set.Timeline {
+		ext := filepath.Ext(strings.TrimSuffix(path, ".gz"))
+		if strings.HasSuffix(path, ".gz") {
+			ext += ".gz"
+		}
+		path = fmt.Sprintf("%s-%d%s", strings.TrimSuffix(path, ext), t.started, ext)
+	}
+	t.rank.cfg.Log.Info("a signal has started the timeline", zap.String("file", path))
+	return t.start(path, set.TimelineMarkCycles)
+}

@@ -1,0 +1,147 @@
+package wire_test
+
+import (
+	"bytes"
+	"sync"
+	"testing"
+	"testing/synctest"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
+)
+
+// pair are the two ends of a connection.
+func pair(t *testing.T) (near, far int) {
+	t.Helper()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		for _, fd := range fds {
+			_ = unix.Close(fd)
+		}
+	})
+	return fds[0], fds[1]
+}
+
+// drain reads what there is to read.
+func drain(t *testing.T, fd int) (got []byte) {
+	t.Helper()
+	b := make([]byte, 1<<16)
+	for {
+		n, _, err := unix.Recvfrom(fd, b, unix.MSG_DONTWAIT)
+		if err == unix.EAGAIN {
+			return got
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		got = append(got, b[:n]...)
+	}
+}
+
+// numbered are bytes of which each says where it is, and none is a doorbell.
+func numbered(n int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(i%255 + 1)
+	}
+	return b
+}
+
+// A doorbell is not rung within a frame, and not where there is something to read.
+func TestBell(t *testing.T) {
+	near, far := pair(t)
+	o := wire.NewOutbox(near)
+	o.Bell()
+	o.Bell()
+	if got := drain(t, far); !bytes.Equal(got, []byte{0}) {
+		t.Fatalf("got %v, want one doorbell", got)
+	}
+	sent := numbered(4 << 20)
+	o.Put(bytes.Clone(sent), -1)
+	got := drain(t, far) // the rest is queued, for nobody runs the outbox
+	if o.Unsent() != len(sent)-len(got) || o.Unsent() <= wire.MaxUnsentBytes {
+		t.Fatalf("%d bytes are unsent, of %d that %d were read of", o.Unsent(), len(sent), len(got))
+	}
+	o.Bell()
+	var running sync.WaitGroup
+	running.Go(o.Run)
+	for len(got) < len(sent) {
+		got = append(got, drain(t, far)...)
+	}
+	if !bytes.Equal(got, sent) {
+		t.Error("something came between the bytes of a frame")
+	}
+	o.Room()
+	if n := o.Unsent(); n != 0 {
+		t.Errorf("%d bytes are unsent when all have come", n)
+	}
+	o.Close()
+	running.Wait()
+	o.Bell()
+	o.Put([]byte{1}, -1)
+	if got := drain(t, far); len(got) != 0 {
+		t.Errorf("a closed outbox has sent %v", got)
+	}
+}
+
+// Who waits for room goes on when the other end has read.
+func TestRoom(t *testing.T) {
+	near, far := pair(t)
+	synctest.Test(t, func(t *testing.T) {
+		o := wire.NewOutbox(near)
+		sent := numbered(4 << 20)
+		o.Put(bytes.Clone(sent), -1)
+		waited := make(chan struct{})
+		go func() {
+			defer close(waited)
+			o.Room()
+		}()
+		synctest.Wait() // it waits
+		var running sync.WaitGroup
+		running.Go(o.Run)
+		for n := 0; n < len(sent); {
+			n += len(drain(t, far))
+		}
+		<-waited
+		o.Close()
+		running.Wait()
+	})
+}
+
+// Close ends the wait for room, and closes the descriptors of what was not sent.
+func TestClose(t *testing.T) {
+	near, _ := pair(t)
+	queued, err := unix.FcntlInt(uintptr(near), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	synctest.Test(t, func(t *testing.T) {
+		o := wire.NewOutbox(near)
+		o.Put(numbered(4<<20), -1)
+		o.Put([]byte{1}, queued)
+		waited := make(chan struct{})
+		go func() {
+			defer close(waited)
+			o.Room()
+		}()
+		synctest.Wait()
+		select {
+		case <-waited:
+			t.Error("there was room")
+		default:
+		}
+		o.Close()
+		o.Close()
+		<-waited
+		if _, err := unix.FcntlInt(uintptr(queued), unix.F_GETFD, 0); err != unix.EBADF {
+			t.Errorf("the descriptor is open: %v", err)
+		}
+		if n := o.Unsent(); n != 0 {
+			t.Errorf("%d bytes are unsent in a closed outbox", n)
+		}
+	})
+}

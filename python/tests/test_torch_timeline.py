@@ -1,0 +1,95 @@
+"""start_timeline and stop_timeline, over the sidecars that the ranks have."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import unittest
+from typing import Any, List
+from unittest import mock
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import torch
+from ranks import RanksTest, hvd
+
+
+class Timeline(RanksTest):
+    def setUp(self) -> None:
+        super().setUp()
+        enabled = mock.patch.dict(os.environ, {"HOROVOD_TIMELINE": "DYNAMIC"})
+        enabled.start()
+        self.addCleanup(enabled.stop)
+        self.folder = hvd.broadcast_object(tempfile.mkdtemp() if self.rank == 0 else None)
+
+    def file(self, name: str) -> str:
+        return os.path.join(self.folder, name + (f".rank{self.rank}" if self.rank else "") + ".json")
+
+    def events(self, name: str) -> List[Any]:
+        with open(self.file(name), encoding="utf-8") as f:
+            return list(json.load(f))
+
+    def allreduce(self, name: str) -> None:
+        self.equal(hvd.allreduce(torch.ones(4), name=name, op=hvd.Sum), torch.full((4,), float(self.size)))
+
+    def test_what_is_between_start_and_stop(self) -> None:
+        self.allreduce("before")
+        hvd.barrier()
+        hvd.start_timeline(os.path.join(self.folder, "t.json"), mark_cycles=True)
+        hvd.barrier()
+        self.allreduce("within")
+        hvd.barrier()
+        hvd.stop_timeline()
+        self.allreduce("after")
+        text = json.dumps(self.events("t"))
+        self.assertIn("within", text)
+        self.assertNotIn('before"', text)
+        self.assertNotIn('after"', text)
+        self.assertIn("NEGOTIATE_ALLREDUCE", text)
+        if self.rank == 0:
+            self.assertIn("CYCLE_START", text)
+        hvd.stop_timeline()  # without one it does nothing
+
+    def test_another_file(self) -> None:
+        """A relative path is this process's, not the sidecar's."""
+        here = os.getcwd()
+        self.addCleanup(os.chdir, here)
+        os.chdir(self.folder)
+        hvd.start_timeline("a.json")
+        hvd.barrier()
+        self.allreduce("first")
+        hvd.barrier()
+        hvd.start_timeline("b.json")
+        hvd.barrier()
+        self.allreduce("second")
+        hvd.barrier()
+        hvd.stop_timeline()
+        first, second = json.dumps(self.events("a")), json.dumps(self.events("b"))
+        self.assertIn("first", first)
+        self.assertNotIn("second", first)
+        self.assertIn("second", second)
+        self.assertNotIn("first", second)
+        self.assertNotIn("CYCLE_START", second)
+
+    def test_errors(self) -> None:
+        with self.assertRaisesRegex(ValueError, "start timeline: .*no-such-folder"):
+            hvd.start_timeline(os.path.join(self.folder, "no-such-folder", "t.json"))
+        with mock.patch.dict(os.environ):
+            del os.environ["HOROVOD_TIMELINE"]
+            for call in (lambda: hvd.start_timeline(os.path.join(self.folder, "t.json")), hvd.stop_timeline):
+                with self.assertRaisesRegex(ValueError, "set HOROVOD_TIMELINE"):
+                    call()
+        self.assertFalse(os.path.exists(self.file("t")))
+        hvd.shutdown()
+        try:
+            for call in (lambda: hvd.start_timeline("t.json"), hvd.stop_timeline):
+                with self.assertRaisesRegex(ValueError, "init"):
+                    call()
+        finally:
+            hvd.init()
+
+
+if __name__ == "__main__":
+    unittest.main()
