@@ -20,9 +20,11 @@ func main() {
 	flag.IntVar(&o.batch, "batch", o.batch, "images in a step, over all ranks")
 	flag.Float64Var(&o.rate, "rate", o.rate, "learning rate")
 	flag.Uint64Var(&o.seed, "seed", o.seed, "seed of the split, the weights and the order of the images")
+	flag.IntVar(&o.slowRank, "slow-rank", o.slowRank, "rank that is slow, to see what the timeline says of it; -1 is none")
+	flag.DurationVar(&o.slow, "slow", o.slow, "how much longer it takes for each step")
 	flag.Parse()
-	if flag.NArg() > 0 || o.epochs < 0 || o.batch < 1 {
-		fmt.Fprintln(os.Stderr, "digits: want no arguments, -epochs of at least 0 and -batch of at least 1")
+	if flag.NArg() > 0 || o.epochs < 0 || o.batch < 1 || o.slow < 0 {
+		fmt.Fprintln(os.Stderr, "digits: want no arguments, -epochs and -slow of at least 0 and -batch of at least 1")
 		flag.Usage()
 		os.Exit(2)
 	}

@@ -17,10 +17,13 @@ type options struct {
 	batch  int // images in a step, over all ranks
 	rate   float64
 	seed   uint64
+	// slowRank takes slow longer for each step; -1 is none.
+	slowRank int
+	slow     time.Duration
 }
 
 func defaults() options {
-	return options{epochs: 20, batch: 64, rate: 0.1, seed: 1}
+	return options{epochs: 20, batch: 64, rate: 0.1, seed: 1, slowRank: -1, slow: 5 * time.Millisecond}
 }
 
 // momentum of the stochastic gradient descent.
@@ -58,6 +61,11 @@ func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (
 			for i := rank; i < len(batch); i += size {
 				loss += m.gradient(&trainSet[batch[i]], 1/float32(len(batch)), g)
 			}
+			if rank == o.slowRank {
+				if err := dawdle(ctx, o.slow); err != nil {
+					return nil, 0, err
+				}
+			}
 			if err := sum(ctx, on, g); err != nil {
 				return nil, 0, err
 			}
@@ -74,6 +82,16 @@ func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (
 	}
 	accuracy, err := test(ctx, on, m, testSet)
 	return m, accuracy, err
+}
+
+// dawdle stands for a rank with a slow disk, or a processor that others use too.
+func dawdle(ctx context.Context, d time.Duration) error {
+	select {
+	case <-time.After(d):
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }
 
 // sum makes g the sum of all ranks' gradients. All parts are in flight together; those that are ready

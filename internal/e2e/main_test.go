@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -50,7 +49,9 @@ type job struct {
 	t     testing.TB
 	cmd   *exec.Cmd
 	lines chan line // standard output of the ranks
-	wg    sync.WaitGroup
+	// complained has something when standard error has more.
+	complained chan struct{}
+	wg         sync.WaitGroup
 
 	mu     sync.Mutex
 	output strings.Builder // all of it
@@ -87,14 +88,20 @@ func startHvdrun(t testing.TB, command, flags []string, program string, env ...s
 
 // startCommand runs a command whose last part is hvdrun.
 func startCommand(t testing.TB, command []string, env ...string) *job {
+	return startIn(t, "", command, env...)
+}
+
+// startIn is startCommand in a folder.
+func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)
-	j := &job{t: t, lines: make(chan line, 1000)}
+	j := &job{t: t, lines: make(chan line, 1000), complained: make(chan struct{}, 1)}
 	j.cmd = exec.CommandContext(ctx, command[0], command[1:]...)
 	// On a deadline end the job as an operator would.
 	j.cmd.Cancel = func() error { return j.cmd.Process.Signal(os.Interrupt) }
 	j.cmd.WaitDelay = 15 * time.Second
 	j.cmd.Env = append(os.Environ(), env...)
+	j.cmd.Dir = dir
 	stdout, err := j.cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -120,10 +127,20 @@ func startCommand(t testing.TB, command []string, env ...string) *job {
 		}
 	})
 	j.wg.Go(func() {
-		text, _ := io.ReadAll(stderr)
-		j.mu.Lock()
-		j.stderr.Write(text)
-		j.mu.Unlock()
+		buf := make([]byte, 64<<10)
+		for {
+			n, err := stderr.Read(buf)
+			j.mu.Lock()
+			j.stderr.Write(buf[:n])
+			j.mu.Unlock()
+			if err != nil {
+				return
+			}
+			select {
+			case j.complained <- struct{}{}:
+			default:
+			}
+		}
 	})
 	return j
 }
@@ -144,6 +161,19 @@ func (j *job) until(what string, enough func(l line) bool) {
 			}
 		case <-timeout:
 			j.t.Fatalf("no %s after a minute; output:\n%s", what, j.out())
+		}
+	}
+}
+
+// untilError reads standard error until enough says so of all of it.
+func (j *job) untilError(what string, enough func(text string) bool) {
+	j.t.Helper()
+	timeout := time.After(time.Minute)
+	for !enough(j.err()) {
+		select {
+		case <-j.complained:
+		case <-timeout:
+			j.t.Fatalf("no %s after a minute; standard error:\n%s", what, j.err())
 		}
 	}
 }

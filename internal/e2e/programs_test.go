@@ -55,6 +55,10 @@ func program(name string) int {
 		err = sums(ctx)
 	case "steady":
 		err = steady(ctx)
+	case "stalls":
+		err = stalls(ctx)
+	case "steps":
+		err = steps(ctx)
 	case "idle":
 		// The parent measures, then interrupts.
 		select {}
@@ -76,6 +80,55 @@ func program(name string) int {
 		return 1
 	}
 	return 0
+}
+
+// stalls submits ten gradients a step, of which rank 2 forgets one in the end.
+func stalls(ctx context.Context) error {
+	for step := range 3 {
+		var handles []*hvd.Handle[float32]
+		for g := range 10 {
+			if step == 2 && g == 7 && hvd.Rank() == 2 {
+				continue
+			}
+			h, err := hvd.AllreduceAsync(make([]float32, 100), hvd.Name(fmt.Sprintf("grad/%d", g)), hvd.InPlace())
+			if err != nil {
+				return err
+			}
+			handles = append(handles, h)
+		}
+		if step == 2 {
+			fmt.Println("ready")
+		}
+		for _, h := range handles {
+			if _, err := h.Wait(ctx); err != nil {
+				return err
+			}
+		}
+	}
+	select {} // rank 2: it is busy with something else
+}
+
+// steps sums until an interrupt, and says how many it did.
+func steps(ctx context.Context) error {
+	x := make([]float32, 1000)
+	for step := 0; ; step++ {
+		if _, err := hvd.Allreduce(ctx, x, hvd.InPlace(), hvd.Name("x")); err != nil {
+			return err
+		}
+		if step == 20 {
+			fmt.Println("ready")
+		}
+		// All end at the same step.
+		if on, err := hvd.Broadcast(ctx, []bool{proceed()}, 0, hvd.Name("proceed")); err != nil || !on[0] {
+			return err
+		}
+	}
+}
+
+// proceed reports whether the file that says the opposite is not there.
+func proceed() bool {
+	_, err := os.Stat(os.Getenv("E2E_END"))
+	return err != nil
 }
 
 // arena is large in memory that the peers read.

@@ -1,0 +1,327 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/timeline/timelinetest"
+)
+
+// report is what hvdrun timeline --json says of it.
+type report struct {
+	Size      int   `json:"size"`
+	WithFiles []int `json:"ranks_with_files"`
+	Dropped   int   `json:"dropped"`
+	Errors    int   `json:"errors"`
+	Steps     int   `json:"steps"`
+	Lateness  struct {
+		Verdict string `json:"verdict"`
+		Ranks   []struct {
+			Rank  int     `json:"rank"`
+			Last  int     `json:"last"`
+			Share float64 `json:"share"`
+		} `json:"ranks"`
+	} `json:"lateness"`
+	Cache struct {
+		Hits   int `json:"hits"`
+		Misses int `json:"misses"`
+	} `json:"cache"`
+}
+
+// reportOf has hvdrun analyse a timeline.
+func reportOf(t *testing.T, file string) (r report) {
+	t.Helper()
+	out, err := exec.CommandContext(t.Context(), hvdrunPath, "timeline", "--json", file).Output()
+	if err != nil {
+		t.Fatalf("hvdrun timeline: %v\n%s", err, out)
+	}
+	if err := json.Unmarshal(out, &r); err != nil {
+		t.Fatalf("hvdrun timeline --json: %v in\n%s", err, out)
+	}
+	return r
+}
+
+// checkTimeline holds the files of a timeline against the rules of the format.
+func checkTimeline(t *testing.T, pattern string, want int) {
+	t.Helper()
+	files, err := filepath.Glob(pattern)
+	if err != nil || len(files) != want {
+		t.Fatalf("files are %q, %v, want %d", files, err, want)
+	}
+	for _, name := range files {
+		f, err := os.Open(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := timelinetest.Check(f); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		f.Close()
+	}
+}
+
+// A rank that is slow is found, also when nothing but bits is negotiated: of the timeline that is started by a signal in the
+// middle of the training, all tensors are cached.
+func TestSlowRankIsNamed(t *testing.T) {
+	dir := t.TempDir()
+	digits := filepath.Join(dir, "digits")
+	if out, err := exec.Command("go", "build", "-o", digits, "github.com/gohvd/gohvd/examples/digits").CombinedOutput(); err != nil {
+		t.Fatalf("building digits: %v\n%s", err, out)
+	}
+	whole := filepath.Join(dir, "whole.json")
+	for _, signalled := range []bool{false, true} {
+		flags := []string{"--timeline-filename", whole}
+		var env []string
+		file := whole
+		if signalled {
+			flags = []string{"--timeline-filename", "DYNAMIC", "--timeline-mark-cycles"}
+			env = append(env, "HVD_TIMELINE_SIGNAL=SIGUSR2")
+			file = filepath.Join(dir, "hvd-timeline.json")
+		}
+		// Longer than on an idle machine would do: all four share its processors with other tests.
+		command := append([]string{hvdrunPath, "-np", "4"}, flags...)
+		command = append(command, digits, "-epochs", "6", "-slow-rank", "2", "-slow", "15ms")
+		j := startIn(t, dir, command, env...)
+		if signalled {
+			j.until("two epochs", func(l line) bool { return strings.HasPrefix(l.text, "epoch 2/") })
+			if err := j.cmd.Process.Signal(syscall.SIGUSR2); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if status := j.wait(); status != 0 {
+			t.Fatalf("exit status %d\n%s%s", status, j.out(), j.err())
+		}
+		checkTimeline(t, strings.TrimSuffix(file, ".json")+"*.json", 4)
+		r := reportOf(t, file)
+		if r.Size != 4 || len(r.WithFiles) != 4 || r.Dropped != 0 || r.Errors != 0 || r.Steps < 20 {
+			t.Errorf("%+v", r)
+		}
+		share := 0.0
+		for _, l := range r.Lateness.Ranks {
+			if l.Rank == 2 {
+				share = l.Share
+			}
+		}
+		if share < 0.9 || !strings.HasPrefix(r.Lateness.Verdict, "rank 2 ") {
+			t.Errorf("signalled %v: rank 2 caused %.1f %% of the waiting, want at least 90: %s", signalled, 100*share, r.Lateness.Verdict)
+		}
+		if signalled && (r.Cache.Hits == 0 || r.Cache.Misses > 4) {
+			t.Errorf("%d tensors were cached and %d not, want only the one at the end to be new, at four ranks", r.Cache.Hits, r.Cache.Misses)
+		}
+
+		merged := filepath.Join(dir, "merged", fmt.Sprint(signalled)+".json")
+		if err := os.MkdirAll(filepath.Dir(merged), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if out, err := exec.Command(hvdrunPath, "timeline", "--merge", merged, file).CombinedOutput(); err != nil {
+			t.Fatalf("merge: %v\n%s", err, out)
+		}
+		checkMerged(t, merged, 4)
+	}
+}
+
+// checkMerged looks whether a merged trace has all ranks, and on each track times that do not go back and an end for each beginning.
+func checkMerged(t *testing.T, file string, ranks int) {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var events []struct {
+		Phase string  `json:"ph"`
+		Pid   int     `json:"pid"`
+		Tid   int     `json:"tid"`
+		Ts    float64 `json:"ts"`
+	}
+	if err := json.Unmarshal(text, &events); err != nil {
+		t.Fatalf("%s: %v", file, err)
+	}
+	type track struct{ pid, tid int }
+	last, open, pids := make(map[track]float64), make(map[track]int), make(map[int]bool)
+	for i, e := range events {
+		at := track{e.Pid, e.Tid}
+		if e.Phase == "M" {
+			continue
+		}
+		if e.Ts < last[at] {
+			t.Fatalf("%s: event %d goes back on %v", file, i, at)
+		}
+		last[at] = e.Ts
+		switch e.Phase {
+		case "B":
+			open[at]++
+			pids[e.Pid] = true
+		case "E":
+			if open[at]--; open[at] < 0 {
+				t.Fatalf("%s: event %d ends what has not begun on %v", file, i, at)
+			}
+		}
+	}
+	for at, n := range open {
+		if n != 0 {
+			t.Errorf("%s: %d are open on %v", file, n, at)
+		}
+	}
+	if len(pids) != ranks {
+		t.Errorf("%s has events of %d ranks, want %d", file, len(pids), ranks)
+	}
+}
+
+// clockOf is what a timeline says of its rank's clock.
+type clockOf struct {
+	start         float64 // of the rank's times, in microseconds of the time of day
+	offset, bound float64 // the last measurement, in microseconds
+	measured      int
+}
+
+func readClock(t *testing.T, file string) (c clockOf) {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var events []struct {
+		Name string `json:"name"`
+		Args struct {
+			Start  float64 `json:"start_time_since_epoch_in_micros"`
+			Offset float64 `json:"offset_us"`
+			Error  float64 `json:"error_us"`
+		} `json:"args"`
+	}
+	if err := json.Unmarshal(text, &events); err != nil {
+		t.Fatalf("%s: %v", file, err)
+	}
+	for _, e := range events {
+		switch {
+		case e.Name == "process_name" && e.Args.Start != 0:
+			c.start = e.Args.Start
+		case e.Name == "hvd_clock":
+			c.offset, c.bound = e.Args.Offset, e.Args.Error
+			c.measured++
+		}
+	}
+	return c
+}
+
+// Clocks that were set apart are measured to within the bound that the files state. The time of day is not set apart, so the
+// truth is known.
+func TestClocksSetApart(t *testing.T) {
+	if err := exec.Command("unshare", "-T", "--monotonic", "1", "true").Run(); err != nil {
+		t.Skip("this machine makes no time namespaces: ", err)
+	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	file, end := filepath.Join(dir, "t.json"), filepath.Join(dir, "end")
+	script := `HVD_HOSTID=h$HOROVOD_RANK exec unshare -T --monotonic $((HOROVOD_RANK * 1000)) "$0"`
+	j := startCommand(t, []string{hvdrunPath, "-np", "3", "--timeline-filename", file, "sh", "-c", script, self}, programVariable+"=steps", "E2E_END="+end)
+	j.ready(3)
+	if err := os.WriteFile(end, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if status := j.wait(); status != 0 {
+		t.Fatalf("exit status %d\n%s%s", status, j.out(), j.err())
+	}
+	checkTimeline(t, filepath.Join(dir, "t*.json"), 3)
+	zero := readClock(t, file)
+	for rank := 1; rank < 3; rank++ {
+		c := readClock(t, filepath.Join(dir, fmt.Sprintf("t.rank%d.json", rank)))
+		truth := c.start - zero.start
+		t.Logf("rank %d: %.1f us from rank 0's, by the files %.1f within %.1f", rank, truth, c.offset, c.bound)
+		// A microsecond for each start, which is in whole ones.
+		if c.measured == 0 || c.bound <= 0 || math.Abs(c.offset-truth) > c.bound+2 {
+			t.Errorf("rank %d: its clock is %.1f us from rank 0's, by the files %.1f within %.1f, measured %d times", rank, truth, c.offset, c.bound, c.measured)
+		}
+	}
+	if r := reportOf(t, file); len(r.WithFiles) != 3 || r.Errors != 0 {
+		t.Errorf("%+v", r)
+	}
+}
+
+// A tensor that one rank never submits is named, with that rank, by the log, the metrics, the report that comes by itself, that which
+// SIGQUIT asks for, and the files.
+func TestForgottenTensorIsNamed(t *testing.T) {
+	dumps := filepath.Join(t.TempDir(), "dumps")
+	addr := freeAddress(t)
+	j := startHvdrun(t, nil, []string{"-np", "4", "--stall-check-warning-time-seconds", "1", "--metrics-addr", addr, "--dump-dir", dumps}, "stalls")
+	pids := j.ready(4)
+	logged := regexp.MustCompile(`stalled: allreduce \\?"grad/7\\?" of process set 0 has waited \S+ for rank 2`)
+	j.untilError("line in the log", logged.MatchString)
+	named := func(text string) bool {
+		return strings.Contains(text, `Rank 2 has not called allreduce "grad/7", for which ranks 0, 1, 3 have waited`)
+	}
+	j.untilError("report by itself", named)
+	text := get(t, "http://"+addr+"/metrics")
+	if !regexp.MustCompile(`(?m)^hvd_stalled_tensors\{[^}]*rank="0"[^}]*\} 1$`).MatchString(text) {
+		t.Errorf("the metrics do not say that a tensor has stalled:\n%s", text)
+	}
+	for r := range 4 {
+		if !strings.Contains(text, fmt.Sprintf(`hvd_up{rank="%d"} 1`, r)) && !regexp.MustCompile(fmt.Sprintf(`(?m)^hvd_up\{[^}]*rank="%d"[^}]*\} 1$`, r)).MatchString(text) {
+			t.Errorf("the metrics do not say that rank %d is up", r)
+		}
+	}
+
+	before := len(j.err())
+	asked := time.Now()
+	if err := j.cmd.Process.Signal(syscall.SIGQUIT); err != nil {
+		t.Fatal(err)
+	}
+	j.untilError("report after SIGQUIT", func(text string) bool { return named(text[before:]) })
+	t.Logf("the report was there after %v", time.Since(asked))
+	for _, pid := range pids {
+		if err := syscall.Kill(pid, 0); err != nil {
+			t.Errorf("process %d: %v, want it to go on", pid, err)
+		}
+	}
+	for _, name := range []string{"rank0.json", "rank1.json", "rank2.json", "rank3.json"} {
+		b, err := os.ReadFile(filepath.Join(dumps, name))
+		if err != nil || !json.Valid(b) || strings.Contains(string(b), `"grad/7"`) != true {
+			t.Errorf("%s: %v, %d bytes, valid: %v", name, err, len(b), json.Valid(b))
+		}
+	}
+	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
+		t.Fatal(err)
+	}
+	if status := j.wait(); status != 130 {
+		t.Errorf("exit status %d, want 130", status)
+	}
+}
+
+// freeAddress is one of loopback on which nobody listens.
+func freeAddress(t *testing.T) string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+func get(t *testing.T, url string) string {
+	t.Helper()
+	client := http.Client{Timeout: 30 * time.Second}
+	resp, err := client.Get(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil || resp.StatusCode != http.StatusOK {
+		t.Fatalf("%s: %v, %v\n%s", url, resp.Status, err, b)
+	}
+	return string(b)
+}
