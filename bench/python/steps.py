@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""What a program in Python gets: gradients of ResNet-50 through DistributedOptimizer, and one call, beside torch.distributed's gloo.
+
+    go build -o bin/ ./cmd/hvdrun ./cmd/hvdd
+    HVD_SIDECAR_BINARY=$PWD/bin/hvdd PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/steps.py [ROUNDS]
+
+All is measured in turn in one run, ROUNDS times (default 7), and medians of the rounds are printed with the least and the greatest. A
+step is from the beginning of the backward pass, which makes each gradient by filling it and costs what "backward alone" says, to
+the last gradient reduced. gloo has its gradients ready, packs them into buckets of 25 MB as DistributedDataParallel does, reduces
+these asynchronously, averages and unpacks.
+"""
+
+import pathlib
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+import gohvd.torch as hvd
+
+STEPS = 8
+BUCKET_BYTES = 25 << 20
+# name, count, shape, as hvdbench --workload resnet50 has them
+SHAPES = pathlib.Path(__file__).parent.parent.parent / "internal" / "bench" / "shapes" / "resnet50.txt"
+
+
+def sizes():
+    lines = (line.split() for line in SHAPES.read_text().splitlines() if line and not line.startswith("#"))
+    return [int(fields[1]) for fields in lines]
+
+
+def backward(params):
+    """Goes backward through a loss whose gradients are all ones. Returns when it began."""
+    loss = torch.stack([p.sum() for p in params]).sum()
+    hvd.barrier()
+    begun = time.perf_counter()
+    loss.backward()
+    return begun
+
+
+class Ours:
+    def __init__(self, numels, keep):
+        self.keep = keep
+        self.params = [torch.nn.Parameter(torch.zeros(n)) for n in numels]
+        names = [(f"{'kept' if keep else 'new'}.{i}", p) for i, p in enumerate(self.params)]
+        self.optimizer = hvd.DistributedOptimizer(torch.optim.SGD(self.params, lr=0.0), named_parameters=names)
+
+    def __call__(self):
+        self.optimizer.zero_grad(set_to_none=not self.keep)
+        begun = backward(self.params)
+        self.optimizer.synchronize()
+        return time.perf_counter() - begun
+
+
+class Gloo:
+    def __init__(self, numels):
+        self.buckets, bucket, numbytes = [], [], 0
+        for n in reversed(numels):
+            bucket.append(torch.ones(n))
+            numbytes += 4 * n
+            if numbytes >= BUCKET_BYTES:
+                self.buckets.append(bucket)
+                bucket, numbytes = [], 0
+        if bucket:
+            self.buckets.append(bucket)
+
+    def __call__(self):
+        hvd.barrier()
+        begun = time.perf_counter()
+        works = []
+        for bucket in self.buckets:
+            flat = _flatten_dense_tensors(bucket)
+            works.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+        for work, flat, bucket in works:
+            work.wait()
+            flat.div_(hvd.size())
+            for grad, part in zip(bucket, _unflatten_dense_tensors(flat, bucket)):
+                grad.copy_(part)
+        return time.perf_counter() - begun
+
+
+class Alone:
+    def __init__(self, numels):
+        self.params = [torch.nn.Parameter(torch.zeros(n)) for n in numels]
+
+    def __call__(self):
+        for p in self.params:
+            p.grad = None
+        begun = backward(self.params)
+        return time.perf_counter() - begun
+
+
+def each(call, times):
+    """The median time of a call."""
+    taken = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
+
+
+def main():
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    torch.set_num_threads(1)
+    hvd.init()
+    dist.init_process_group("gloo")
+    numels = sizes()
+    small, large = torch.ones(1), torch.ones(16 << 20)
+    arena = hvd.alloc_tensor((16 << 20,), torch.float32)
+    arena.fill_(1)
+    steps = {
+        "kept gradients": Ours(numels, keep=True),
+        "set_to_none": Ours(numels, keep=False),
+        "gloo, 25 MB buckets": Gloo(numels),
+        "backward alone": Alone(numels),
+    }
+    calls = {
+        "4 B": (lambda: hvd.allreduce(small, name="small"), 500),
+        "4 B, gloo": (lambda: dist.all_reduce(small), 200),
+        "64 MiB in the arena": (lambda: hvd.allreduce_(arena, name="arena", op=hvd.Sum), 10),
+        "64 MiB": (lambda: hvd.allreduce_(large, name="large", op=hvd.Sum), 10),
+        "64 MiB, gloo": (lambda: dist.all_reduce(large), 5),
+    }
+    times = {what: [] for what in [*steps, *calls]}
+    for n in range(rounds + 1):
+        for what, step in steps.items():
+            times[what].append(statistics.median(step() for _ in range(STEPS)))
+        for what, (call, repeat) in calls.items():
+            times[what].append(each(call, repeat))
+            large.fill_(1)
+            arena.fill_(1)
+        if hvd.rank() == 0:
+            print(f"round {n} of {rounds}", file=sys.stderr, flush=True)
+    if hvd.rank() == 0:
+        print(f"{hvd.size()} ranks, torch {torch.__version__}, {len(numels)} gradients of {4 * sum(numels) / 1e6:.0f} MB, {rounds} rounds")
+        for what, taken in times.items():
+            taken = [1e3 * t for t in taken[1:]]  # the first round warms up
+            print(f"{what:20} {statistics.median(taken):9.3f} ms   ({min(taken):.3f} to {max(taken):.3f})")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
