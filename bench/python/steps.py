@@ -2,7 +2,7 @@
 """What a program in Python gets: gradients of ResNet-50 through DistributedOptimizer, and one call, beside torch.distributed's gloo.
 
     go build -o bin/ ./cmd/hvdrun ./cmd/hvdd
-    HVD_SIDECAR_BINARY=$PWD/bin/hvdd PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/steps.py [ROUNDS]
+    PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/steps.py [ROUNDS]
 
 All is measured in turn in one run, ROUNDS times (default 7), and medians of the rounds are printed with the least and the greatest. A
 step is from the beginning of the backward pass, which makes each gradient by filling it and costs what "backward alone" says, to

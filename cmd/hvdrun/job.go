@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"slices"
 	"strconv"
 
@@ -103,7 +104,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	defer signal.Stop(signals)
 
 	result, err := launch.Run(context.Background(), launch.Options{
-		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, r.logFormat(&settings), settings.ForRanks()),
+		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, r.logFormat(&settings), r.sidecarBinary(&settings, several), settings.ForRanks()),
 		Store: kv, StoreAddr: addr, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout, Liveness: settings.LivenessTimeout,
 		Stdout: r.stdout, Stderr: r.stderr,
@@ -155,6 +156,20 @@ func (r *runner) logger() *zap.Logger {
 		c.LogLevel = "info"
 	}
 	return logs.New(r.stderr, &c)
+}
+
+// sidecarBinary tells ranks in Python of an hvdd that is beside hvdrun, on whose host they are, if they would not be told else.
+func (r *runner) sidecarBinary(settings *config.Config, several bool) []string {
+	const name = "HVD_SIDECAR_BINARY"
+	self, err := os.Executable()
+	if err != nil || several || settings.Variable(name) != "" {
+		return nil
+	}
+	path := filepath.Join(filepath.Dir(self), "hvdd")
+	if unix.Access(path, unix.X_OK) != nil {
+		return nil
+	}
+	return []string{name + "=" + path}
 }
 
 // logFormat is what tells the ranks, whose standard error is a pipe, that hvdrun's is a terminal, if that decides.

@@ -305,3 +305,40 @@ func BenchmarkSidecarAllreduce(b *testing.B) {
 		})
 	}
 }
+
+// hvdrun tells its ranks of an hvdd beside it, unless the user has named another, or there is none.
+func TestSidecarBesideHvdrun(t *testing.T) {
+	dir := t.TempDir()
+	hvdrun, hvdd := filepath.Join(dir, "hvdrun"), filepath.Join(dir, "hvdd")
+	if err := os.Link(hvdrunPath, hvdrun); err != nil {
+		t.Fatal(err)
+	}
+	told := func(env ...string) string {
+		t.Helper()
+		cmd := exec.Command(hvdrun, "-np", "1", "--tag-output=false", "sh", "-c", `echo "$HVD_SIDECAR_BINARY"`)
+		cmd.Env = append(slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "HVD_SIDECAR_BINARY=") }), env...)
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return strings.TrimSpace(string(out))
+	}
+	if got := told(); got != "" {
+		t.Errorf("without hvdd: got %q", got)
+	}
+	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if got := told(); got != hvdd {
+		t.Errorf("got %q, want %s", got, hvdd)
+	}
+	if got := told("HVD_SIDECAR_BINARY=/mine"); got != "/mine" {
+		t.Errorf("got %q, want the user's", got)
+	}
+	if err := os.Chmod(hvdd, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got := told(); got == hvdd {
+		t.Errorf("got %q, which is no program", got)
+	}
+}
