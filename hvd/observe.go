@@ -80,19 +80,15 @@ func (e *Engine) MetricsHandler() http.Handler {
 	})
 }
 
-var errNoRecorder = errors.New("the flight recorder is off (HVD_FLIGHT_RECORDER), or in the sidecar")
+var errNoRecorder = errors.New("the flight recorder is in the sidecar")
 
-// Dump is what the flight recorder of this rank has, as JSON: what it waits for, and its last operations. It costs some
+// Dump is, as JSON, what this rank waits for, and its last operations unless HVD_FLIGHT_RECORDER is off. It costs some
 // milliseconds, and may be called while operations run, hang or have failed.
 func (e *Engine) Dump() ([]byte, error) {
 	if e.watch == nil {
 		return nil, fmt.Errorf("hvd: dump: %w", errNoRecorder)
 	}
-	d := e.watch.Dump("asked for by the program")
-	if d == nil {
-		return nil, fmt.Errorf("hvd: dump: %w", errNoRecorder)
-	}
-	text, err := d.JSON()
+	text, err := e.watch.Dump("asked for by the program").JSON()
 	if err != nil {
 		return nil, fmt.Errorf("hvd: dump: %w", err)
 	}

@@ -10,11 +10,19 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
@@ -176,22 +184,200 @@ func TestMetricsAndDump(t *testing.T) {
 	}, "HOROVOD_CPU_OPERATIONS", "tcp")
 }
 
+// Without the flight recorder a dump still has what the rank waits for.
 func TestNoRecorder(t *testing.T) {
-	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
-		if text, err := e.Dump(); err == nil || !strings.Contains(err.Error(), "HVD_FLIGHT_RECORDER") {
-			t.Errorf("got %s and %v, want that it is off", text, err)
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		if e.Rank() == 0 {
+			waits, err := hvd.AllreduceAsync([]int64{1}, hvd.Name("waits"), hvd.On(e))
+			if err != nil {
+				t.Error(err)
+			}
+			if text, err := e.Dump(); err != nil || !strings.Contains(string(text), `"waits"`) || !strings.Contains(string(text), `"recorded": 0`) {
+				t.Errorf("got %s and %v", text, err)
+			}
+			if err := hvd.Barrier(ctx, hvd.Name("dumped"), hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+			if _, err := waits.Wait(ctx); err != nil {
+				t.Error(err)
+			}
+			return
+		}
+		if err := hvd.Barrier(ctx, hvd.Name("dumped"), hvd.On(e)); err != nil {
+			t.Error(err)
+		}
+		if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Name("waits"), hvd.On(e)); err != nil {
+			t.Error(err)
 		}
 	}, "HVD_FLIGHT_RECORDER", "0")
 }
 
-// An address for metrics that is taken is an error of Init, and nothing is left of the rank.
+// An address for metrics that is taken costs a warning; one that is none is an error.
 func TestMetricsAddressTaken(t *testing.T) {
 	server := httptest.NewServer(http.NotFoundHandler())
 	defer server.Close()
 	addr := strings.TrimPrefix(server.URL, "http://")
-	e, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", addr))
-	if err == nil || !strings.Contains(err.Error(), addr) || !strings.Contains(err.Error(), "HVD_METRICS_ADDR") {
-		t.Errorf("got %v and %v, want an error that names the setting and %s", e, err, addr)
+	core, logged := observer.New(zapcore.WarnLevel)
+	e, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", addr), hvd.WithLogger(zap.New(core)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if lines := logged.FilterMessageSnippet("HVD_METRICS_ADDR").All(); len(lines) != 1 || !strings.Contains(fmt.Sprint(lines[0].ContextMap()), addr) {
+		t.Errorf("logged %v", logged.All())
+	}
+	if err := e.Shutdown(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if _, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", "here")); err == nil || !strings.Contains(err.Error(), "HVD_METRICS_ADDR") {
+		t.Errorf("got %v, want an error that names the setting", err)
+	}
+}
+
+// Neither the flight recorder nor the timeline keeps what went through operations.
+func TestTensorsAreNotKept(t *testing.T) {
+	const numBytes, times = 1 << 20, 200
+	for _, last := range []string{"0", "600"} {
+		run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+			for i := range times {
+				x := make([]byte, numBytes)
+				if _, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Max), hvd.Name(fmt.Sprint("x", i%3)), hvd.On(e)); err != nil {
+					t.Error(err)
+				}
+				if _, err := hvd.Allgather(ctx, x, hvd.Name(fmt.Sprint("y", i%3)), hvd.On(e)); err != nil {
+					t.Error(err)
+				}
+			}
+			var m runtime.MemStats
+			runtime.GC()
+			runtime.ReadMemStats(&m)
+			if most := uint64(50 * numBytes); m.HeapAlloc > most {
+				t.Errorf("after %d operations on %d bytes %d are in use, want at most %d", 2*times, numBytes, m.HeapAlloc, most)
+			}
+		}, "HOROVOD_TIMELINE", filepath.Join(t.TempDir(), "t.json"), "HVD_TIMELINE_LAST_SECONDS", last)
+	}
+}
+
+// A shutdown does not wait for who reads metrics, nor he for it.
+func TestShutdownWhileScraped(t *testing.T) {
+	free := httptest.NewServer(http.NotFoundHandler())
+	addr := strings.TrimPrefix(free.URL, "http://")
+	free.Close()
+	for range 5 {
+		e, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", addr))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ended := make(chan struct{})
+		var scrapers sync.WaitGroup
+		var scraped atomic.Int64
+		for range 8 {
+			scrapers.Go(func() {
+				client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: deadline}
+				for {
+					select {
+					case <-ended:
+						return
+					default:
+					}
+					if resp, err := client.Get("http://" + addr + "/metrics"); err == nil {
+						_, _ = io.Copy(io.Discard, resp.Body)
+						resp.Body.Close()
+						scraped.Add(1)
+					}
+				}
+			})
+		}
+		for scraped.Load() < 20 {
+			if _, err := hvd.Allreduce(t.Context(), []int64{1}, hvd.Name("x"), hvd.On(e)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		down := make(chan error, 1)
+		go func() { down <- e.Shutdown(t.Context()) }()
+		select {
+		case err := <-down:
+			if err != nil {
+				t.Error(err)
+			}
+		case <-time.After(deadline):
+			t.Fatal("the shutdown hangs")
+		}
+		close(ended)
+		scrapers.Wait()
+	}
+}
+
+// Who hears of a stall may look at the metrics.
+func TestMetricsInAStall(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	var zero atomic.Pointer[hvd.Engine]
+	saw := make(chan string, 1)
+	ranks(2, func(r int) {
+		opts := append(place(kv, r, 2, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.2", "HOROVOD_LOG_LEVEL", "fatal"), hvd.OnStall(func(hvd.Stall) {
+			if e := zero.Load(); e != nil {
+				w := httptest.NewRecorder()
+				e.MetricsHandler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+				select {
+				case saw <- w.Body.String():
+				default:
+				}
+			}
+		}))
+		e, err := hvd.New(ctx, opts...)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if r == 0 {
+			zero.Store(e)
+		} else {
+			select {
+			case text := <-saw:
+				if !strings.Contains(text, "hvd_world_size 2") {
+					t.Errorf("saw %s", text)
+				}
+			case <-ctx.Done():
+				t.Error("no stall was reported")
+			}
+		}
+		if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Name("x"), hvd.On(e)); err != nil {
+			t.Error(err)
+		}
+		if err := e.Shutdown(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// The timeline of a second epoch leaves that of the first alone.
+func TestTimelineOfAnotherEpoch(t *testing.T) {
+	dir := t.TempDir()
+	setting := hvd.WithSetting("HOROVOD_TIMELINE", filepath.Join(dir, "t.json"))
+	first, err := hvd.New(t.Context(), setting)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := first.Shutdown(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	second, err := hvd.New(t.Context(), setting, hvd.After(first))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := hvd.Allreduce(t.Context(), []int64{1}, hvd.Name("x"), hvd.On(second)); err != nil {
+		t.Error(err)
+	}
+	if err := second.Shutdown(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := events(t, filepath.Join(dir, "t.json")); got["tensor x"] != 0 {
+		t.Errorf("the first has %v", got)
+	}
+	if got := events(t, filepath.Join(dir, "t.epoch2.json")); got["tensor x"] != 1 {
+		t.Errorf("the second has %v", got)
 	}
 }
 

@@ -328,7 +328,7 @@ var settings = []Setting{
 		Name: "HVD_DUMP_DIR", Section: sectionSee, Scope: PerProcess,
 		Key:       "flight_recorder.dump_dir",
 		Flags:     []Flag{{Name: "dump-dir", Arg: "DIR"}},
-		Otherwise: "none", Doc: "folder in which each rank leaves what its flight recorder has when the job stalls or fails (docs/troubleshooting.md)",
+		Otherwise: "none", Doc: "folder in which hvdrun leaves its reports and what the ranks' flight recorders have; without hvdrun each rank when the job fails, and rank 0 when it stalls (docs/troubleshooting.md)",
 		kind: text("the name of a folder", func(c *Config) *string { return &c.DumpDir }),
 	},
 	{

@@ -303,6 +303,18 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 	}
 }
 
+// When the stall inspector ends the job, the report says what for.
+func TestStallShutdownIsExplained(t *testing.T) {
+	j := startHvdrun(t, nil, []string{"-np", "3", "--stall-check-warning-time-seconds", "1", "--stall-check-shutdown-time-seconds", "2"}, "stalls")
+	if status := j.wait(); status == 0 {
+		t.Error("exit status 0")
+	}
+	_, report, found := strings.Cut(j.err(), "what the ranks were at when the job failed")
+	if !found || !strings.Contains(report, `Rank 2 has not called allreduce "grad/7", for which ranks 0, 1 have waited for 2.0 s`) {
+		t.Errorf("got\n%s", j.err())
+	}
+}
+
 // freeAddress is one of loopback on which nobody listens.
 func freeAddress(t *testing.T) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -18,17 +18,20 @@ import (
 const (
 	// probesAtOnce are asked one after the other, each when the answer to the one before has come.
 	probesAtOnce = 8
-	// probePeriod is the time between such rows. Clocks of computers drift apart by up to 50 us a second.
-	probePeriod = 10 * time.Second
+	// firstProbePeriod is the time between the first two such rows, after each of which it doubles up to probePeriod. Clocks of
+	// computers drift apart by up to 50 us a second; between two measurements the drift can be made up for.
+	firstProbePeriod = time.Second
+	probePeriod      = 8 * time.Second
 )
 
 // rankClock is how an engine's times compare with others'. The loop owns all but Clock.
 type rankClock struct {
 	trace.Clock
-	due  time.Duration // when the next row begins
-	left int           // questions of this row
-	best trace.Offset  // of this row
-	any  bool          // best is one
+	due    time.Duration // when the next row begins
+	period time.Duration // after it
+	left   int           // questions of this row
+	best   trace.Offset  // of this row
+	any    bool          // best is one
 }
 
 // newClock is the clock of an engine that starts now.
@@ -48,7 +51,8 @@ func (e *Engine) probe() {
 	if e.now < c.due {
 		return
 	}
-	c.due = e.now + probePeriod
+	c.period = min(max(2*c.period, firstProbePeriod), probePeriod)
+	c.due = e.now + c.period
 	if e.cfg.Rank == 0 {
 		c.due = never
 		e.observer.align(trace.Offset{At: e.now})

@@ -26,6 +26,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/tensorqueue"
@@ -83,6 +84,9 @@ type Config struct {
 	// OnVerdict, if not nil, is called once when the epoch has failed, before any operation is answered with
 	// it. It delays the answers, so it must bound what it does.
 	OnVerdict func(*PeerError)
+	// OnStallShutdown, if not nil, is called at every rank when the stall inspector ends the job, before any operation is answered with
+	// that. It must bound what it does likewise.
+	OnStallShutdown func(*StallError)
 	// OnStall, if not nil, is called at rank 0 for each report of the stall inspector. It delays the negotiation, so it
 	// must return soon.
 	OnStall func(*controller.Stall)
@@ -108,6 +112,9 @@ type Engine struct {
 	// observer is told what happens. tracing says that the coordinator notes arrivals for it.
 	observer observer
 	tracing  bool
+	// published is what the coordinator had counted at publishedAt.
+	published   atomic.Pointer[stats.Coordinator]
+	publishedAt time.Duration
 	// helpable says that other goroutines than BackgroundThreadLoop may take turns, and trying are the lanes whose work a turn
 	// has started. Both belong to who holds the wheel.
 	helpable bool
@@ -176,7 +183,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		ended:    make(chan struct{}),
 		released: make(chan struct{}),
 	}
-	e.observer.start, e.observer.recorder = e.start, cfg.Recorder
+	e.observer.start, e.observer.recorder, e.observer.fusionThreshold = e.start, cfg.Recorder, cfg.FusionThresholdBytes
 	e.clock.Clock = newClock(e.start, e.log)
 	if cfg.ClockDomain != "" {
 		e.clock.Domain = cfg.ClockDomain

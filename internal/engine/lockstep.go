@@ -149,6 +149,9 @@ func (s *lockstep) cycle() (over bool, err error) {
 	if err != nil {
 		return false, &transport.PeerError{Peer: 0, Err: err}
 	}
+	if t := e.observer.timeline.Load(); t != nil {
+		(*t).Cycle(e.observer.since())
+	}
 	for _, g := range grants {
 		if err := s.run(g); err != nil {
 			return false, err
@@ -172,8 +175,7 @@ func (s *lockstep) run(g *controller.Grant) error {
 	r := g.Responses[0]
 	s.e.observer.begin(w, s.e.observer.since())
 	if err := l.execute(s.ctx, w); err != nil {
-		s.e.observer.ended(l.set.ID, w, err)
-		return err
+		return err // its tensors are abandoned
 	}
 	if r.Kind == message.RemoveProcessSet {
 		s.e.dropSet(r.Set)

@@ -229,6 +229,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	next = e.member.Next()
 	if e.coordinator != nil {
 		next = min(next, e.coordinator.Next())
+		e.publish()
 		e.reportStalls()
 	}
 	return min(next, e.due, e.clock.due), false, nil
@@ -336,6 +337,9 @@ func (e *Engine) speak() (spoke bool) {
 	if r.StopReason != "" {
 		e.stalled = &StallError{Reason: r.StopReason}
 		reason = e.stalled
+		if e.cfg.OnStallShutdown != nil {
+			e.cfg.OnStallShutdown(e.stalled)
+		}
 	}
 	e.member.Advance()
 	if failed != nil {

@@ -27,21 +27,19 @@ type Timeline interface {
 	// Cycle says that this rank has applied a cycle of the negotiation, and Offset how its clock compares with rank 0's.
 	Cycle(at time.Duration)
 	Offset(o trace.Offset)
-	// Dropped is the number of operations that it could not keep.
-	Dropped() uint64
 }
 
 // observer watches what a rank does, for people. The loop and the lanes tell it.
 type observer struct {
-	start    time.Time
-	recorder Recorder // nil if there is none
-	timeline atomic.Pointer[Timeline]
+	start           time.Time
+	fusionThreshold int64
+	recorder        Recorder // nil if there is none
+	timeline        atomic.Pointer[Timeline]
 
 	mu      sync.Mutex
 	counts  counts
 	offset  trace.Offset
-	aligned bool // offset is known
-	dropped uint64
+	aligned bool            // offset is known
 	op      trace.Operation // scratch
 }
 
@@ -149,7 +147,7 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		q := &e.Request
 		op.Kind = q.Kind // also of what ended as an Error
 		t := trace.Tensor{
-			Name: q.Name, DType: q.DType, Shape: q.Shape, Bytes: int64(len(e.Input)), Cached: i < len(g.Bits),
+			Name: q.Name, DType: q.DType, Shape: ownShape(q, g.Responses[i]), Bytes: int64(len(e.Input)), Cached: i < len(g.Bits),
 			Submitted: e.Times.Submitted, Sent: time.Duration(e.Times.Sent.Load()),
 		}
 		if q.Kind == message.Broadcast {
@@ -163,7 +161,7 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		}
 		op.Tensors = append(op.Tensors, t)
 	}
-	o.count(op)
+	o.count(op, g.Responses[0].Kind == message.Error)
 	if o.recorder != nil {
 		o.recorder.Record(op)
 	}
@@ -173,6 +171,15 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 	clear(op.Tensors)
 }
 
+// ownShape is the shape of a request, in memory that holds nothing else: who is told of it may keep it, and that of the request may be
+// part of what holds the tensor's memory. Mostly it is that of the response, which the cache has anyway.
+func ownShape(q *message.Request, r *message.Response) tensor.Shape {
+	if r.Kind == message.Error || r.Kind.Ragged() {
+		return slices.Clone(q.Shape)
+	}
+	return r.Shape
+}
+
 // abandoned notes tensors that were answered because the epoch had ended before they were granted.
 func (o *observer) abandoned(tensors int) {
 	o.mu.Lock()
@@ -180,7 +187,8 @@ func (o *observer) abandoned(tensors int) {
 	o.mu.Unlock()
 }
 
-func (o *observer) count(op *trace.Operation) {
+// count counts an operation. The ranks may have disagreed: then nothing was done.
+func (o *observer) count(op *trace.Operation, disagreed bool) {
 	c := &o.counts
 	if op.Failed != nil {
 		c.Failed += uint64(len(op.Tensors))
@@ -189,9 +197,7 @@ func (o *observer) count(op *trace.Operation) {
 	var numBytes int64
 	for i := range op.Tensors {
 		t := &op.Tensors[i]
-		numBytes += t.Bytes
 		c.Negotiation.Add(op.Granted - t.Submitted)
-		c.moved[op.Kind][op.Backend][t.DType] += uint64(t.Bytes)
 		if t.Cached {
 			c.CacheHits++
 		} else {
@@ -200,6 +206,13 @@ func (o *observer) count(op *trace.Operation) {
 		if t.Refused != nil {
 			c.Refused++
 		}
+		if !disagreed {
+			numBytes += t.Bytes
+			c.moved[op.Kind][op.Backend][t.DType] += uint64(t.Bytes)
+		}
+	}
+	if disagreed {
+		return
 	}
 	c.Queued.Add(op.Begun - op.Granted)
 	done := &c.operations[op.Kind][op.Backend]
@@ -208,7 +221,8 @@ func (o *observer) count(op *trace.Operation) {
 	if op.Kind.MovesData() && op.Kind != message.Alltoall && len(op.Tensors) > 0 {
 		c.FusionResponses++
 		c.FusedTensors += uint64(len(op.Tensors))
-		c.FusedBytes += uint64(numBytes)
+		// A tensor that alone is larger than the buffer fills it.
+		c.FusedBytes += uint64(min(numBytes, max(o.fusionThreshold, 0)))
 	}
 }
 
@@ -237,9 +251,7 @@ func (e *Engine) Watch(t Timeline) (before Timeline) {
 	}
 	if old := o.timeline.Swap(next); old != nil {
 		before = *old
-		o.dropped += before.Dropped()
 	}
-	e.ring() // the coordinator is to note arrivals, or not
 	return before
 }
 
@@ -272,7 +284,8 @@ func (e *Engine) Pending() []trace.Pending {
 	return all
 }
 
-// Stats are the counters of this rank. Host and Epoch are the caller's to add. Any goroutine may call it.
+// Stats are the counters of this rank. Host, Epoch and what belongs to the timeline are the caller's to add. Any goroutine may call it,
+// also one that the engine calls. What the coordinator has counted may be a second old.
 func (e *Engine) Stats() stats.Stats {
 	o := &e.observer
 	o.mu.Lock()
@@ -292,20 +305,24 @@ func (e *Engine) Stats() stats.Stats {
 		}
 	}
 	st.ClockOffset, st.ClockError, st.ClockKnown = o.offset.Offset, o.offset.Error, o.aligned
-	st.TimelineDropped = o.dropped
-	if t := o.timeline.Load(); t != nil {
-		st.TimelineDropped += (*t).Dropped()
-	}
 	o.mu.Unlock()
 	st.Rank, st.Size, st.FusionThresholdBytes = int(e.cfg.Rank), e.cfg.Size, e.cfg.FusionThresholdBytes
 	for _, l := range e.lanes.snapshot() {
 		st.InFlight += l.queue.Len()
 	}
-	if e.coordinator != nil {
-		e.wheel.mu.Lock() // turns are short
-		c := e.coordinator.Stats()
-		e.wheel.mu.Unlock()
-		st.Coordinator = &c
-	}
+	st.Coordinator = e.published.Load()
 	return st
+}
+
+// publishPeriod is how old what Stats says of the coordinator may be while the loop takes turns. An idle loop takes one a second.
+const publishPeriod = 100 * time.Millisecond
+
+// publish keeps what the coordinator has counted for Stats, which anybody may call, also in the middle of a turn.
+func (e *Engine) publish() {
+	if last := e.published.Load(); last != nil && e.now-e.publishedAt < publishPeriod {
+		return
+	}
+	c := e.coordinator.Stats()
+	e.published.Store(&c)
+	e.publishedAt = e.now
 }

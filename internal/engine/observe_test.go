@@ -52,9 +52,7 @@ func (l *log) Offset(o trace.Offset) {
 	}
 }
 
-func (l *log) Dropped() uint64 { return 3 }
-
-// each are the operations in the order in which they ended.
+// operations are those that have ended, in that order.
 func (l *log) operations() []trace.Operation {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -140,19 +138,16 @@ func TestOperationsAreTold(t *testing.T) {
 			if times["a"] != steps || times["b"] != steps {
 				t.Errorf("rank %d has heard of %v", r, times)
 			}
-			if len(timelines[r].operations()) == 0 || !lockstep && timelines[r].cycles == 0 {
+			if len(timelines[r].operations()) == 0 || timelines[r].cycles == 0 {
 				t.Errorf("rank %d: the timeline has heard of %d operations and %d cycles", r, len(timelines[r].ops), timelines[r].cycles)
 			}
 			st := c.engines[r].Stats()
 			if st.CacheHits != 2*(steps-1) || st.CacheMisses != steps+3 || st.Refused != 1 || st.Negotiation.Count() != 3*steps+1 ||
-				st.InFlight != 0 || st.TimelineDropped != 3 || st.Size != n || st.Rank != r {
+				st.InFlight != 0 || st.Size != n || st.Rank != r {
 				t.Errorf("rank %d: stats are %+v", r, st)
 			}
 			if before := c.engines[r].Watch(nil); before != &timelines[r] {
 				t.Errorf("rank %d: the timeline was %v", r, before)
-			}
-			if after := c.engines[r].Stats().TimelineDropped; after != 3 {
-				t.Errorf("rank %d: what was dropped is forgotten with the timeline: %d", r, after)
 			}
 		}
 		c.shutdown()
@@ -267,6 +262,8 @@ func TestClocks(t *testing.T) {
 				if !same {
 					cfg.ClockDomain = fmt.Sprint(cfg.Rank)
 				}
+				// So that they do not start at once, which would leave nothing to measure.
+				<-time.After(time.Duration(cfg.Rank) * 20 * time.Millisecond)
 			})
 			c.each(func(r int) {
 				e := c.engines[r]
@@ -307,4 +304,62 @@ func TestFailedOperationsAreTold(t *testing.T) {
 		}
 		c.each(func(r int) { c.engines[r].Close() })
 	})
+}
+
+// What ranks disagree on counts as refused and as nothing else; what an end of the job leaves counts as failed, once.
+func TestCounts(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.FusionThresholdBytes = lockstep, 64 })
+		c.each(func(r int) {
+			var mismatch *engine.MismatchError
+			if err := c.wait(c.allreduce(r, "bad", make([]byte, 8+8*r))); !errors.As(err, &mismatch) {
+				t.Errorf("got %v, want a mismatch", err)
+			}
+			if err := c.wait(c.allreduce(r, "large", make([]byte, 800))); err != nil {
+				t.Error(err)
+			}
+		})
+		left := c.allreduce(0, "left", make([]byte, 8))
+		c.shutdown()
+		if err := c.wait(left); !errors.Is(err, engine.ErrShutDown) {
+			t.Errorf("got %v, want the shutdown", err)
+		}
+		for r := range 2 {
+			st := c.engines[r].Stats()
+			if st.Refused != 1 || st.Failed != uint64(1-r) || st.FusionResponses != 1 || st.FusedBytes != 64 || len(st.Moved) != 1 ||
+				st.Moved[0].Bytes != 800 || len(st.Operations) != 1 || st.Operations[0].Tensors != 1 {
+				t.Errorf("rank %d: %+v", r, st)
+			}
+		}
+	})
+}
+
+// Whoever hears of an operation may keep its shape: it holds on to nothing else.
+func TestShapesAreTheirOwn(t *testing.T) {
+	logs := make([]log, 2)
+	c := start(t, 2, func(cfg *engine.Config) { cfg.Recorder = &logs[cfg.Rank] })
+	for range 2 {
+		c.each(func(r int) {
+			dims := tensor.Shape{2}
+			x := sum("x", make([]byte, 16))
+			x.Request.Shape = dims
+			y := gather("y", allocate)
+			y.Request.Shape = slices.Clone(y.Request.Shape)
+			done := c.submit(r, x, y)
+			if err := errors.Join(c.wait(done), c.wait(done)); err != nil {
+				t.Error(err)
+			}
+			dims[0], y.Request.Shape[0] = 99, 99
+		})
+	}
+	c.shutdown()
+	for r := range logs {
+		for _, op := range logs[r].operations() {
+			for _, x := range op.Tensors {
+				if len(x.Shape) == 0 || x.Shape[0] == 99 || x.Shape[0] == 0 {
+					t.Errorf("rank %d: %s has shape %v", r, x.Name, x.Shape)
+				}
+			}
+		}
+	}
 }

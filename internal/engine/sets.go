@@ -109,6 +109,7 @@ func (l *lane) refuse(reason error) {
 	l.queue.Close(reason)
 	for _, entry := range l.queue.InFlight() {
 		if entry.Times.Granted.Load() == 0 {
+			l.observer.abandoned(1)
 			entry.Finish(opError(&entry.Request, reason))
 		}
 	}

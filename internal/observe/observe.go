@@ -56,7 +56,13 @@ type Rank struct {
 	mu      sync.Mutex
 	engine  *engine.Engine // nil before Attach
 	metrics *metrics.Server
-	waiting []string // texts of the last stalls
+	waiting []waiting // the last stalls
+}
+
+// waiting is a stall that was reported, and when it was last.
+type waiting struct {
+	recorder.Stall
+	at time.Time
 }
 
 const (
@@ -89,6 +95,7 @@ func (r *Rank) Configure(cfg *engine.Config) {
 		}
 		r.failed(p)
 	}
+	cfg.OnStallShutdown = func(s *engine.StallError) { r.failed(s) }
 	cfg.OnStall = func(s *controller.Stall) {
 		if stall != nil {
 			stall(s)
@@ -109,7 +116,7 @@ func (r *Rank) Attach(e *engine.Engine) error {
 		}
 	}
 	if set.Timeline != "" && set.Timeline != config.TimelineDynamic {
-		if err := r.StartTimeline(set.Timeline, set.TimelineMarkCycles); err != nil {
+		if err := r.StartTimeline(pathOfEpoch(set.Timeline, r.cfg.Epoch), set.TimelineMarkCycles); err != nil {
 			r.cfg.Log.Warn("there is no timeline", zap.Error(err))
 		}
 	}
@@ -134,11 +141,12 @@ func (r *Rank) Close() error {
 		r.cfg.Log.Warn("the end of the timeline", zap.Error(err))
 	}
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.metrics == nil {
+	server := r.metrics
+	r.mu.Unlock()
+	if server == nil {
 		return nil
 	}
-	return r.metrics.Close()
+	return server.Close() // it waits for answers, which want the lock
 }
 
 // Stats are the counters of the rank. They are 0 before Attach.
@@ -150,6 +158,7 @@ func (r *Rank) Stats() stats.Stats {
 	if e != nil {
 		s = e.Stats()
 	}
+	s.TimelineDropped = r.timeline.dropped()
 	s.Rank, s.Size, s.Host, s.Epoch = r.cfg.Rank, r.cfg.Size, r.cfg.Host, r.cfg.Epoch
 	return s
 }
@@ -161,7 +170,8 @@ func (r *Rank) serveMetrics(addr string) error {
 	}
 	server, err := metrics.Serve(at, metrics.Handler(r.Stats), r.cfg.Log)
 	if err != nil {
-		return fmt.Errorf("HVD_METRICS_ADDR: %w", err)
+		r.cfg.Log.Warn("metrics are not shown (HVD_METRICS_ADDR)", zap.Error(err))
+		return nil
 	}
 	r.mu.Lock()
 	r.metrics = server
@@ -191,14 +201,17 @@ func (r *Rank) answer() {
 	}
 }
 
-// Dump is what the flight recorder has; nil if it is off.
+// Dump is what the rank waits for, and what the flight recorder has if it is on.
 func (r *Rank) Dump(why string) *recorder.Dump {
-	if r.recorder == nil {
-		return nil
-	}
 	r.mu.Lock()
 	e := r.engine
-	stalls := slices.Clone(r.waiting)
+	var stalls []string
+	for _, s := range r.waiting {
+		// What still waits is reported again before that.
+		if time.Since(s.at) < 2*r.cfg.Settings.StallWarning {
+			stalls = append(stalls, s.Text)
+		}
+	}
 	r.mu.Unlock()
 	about := recorder.About{
 		Rank: r.cfg.Rank, Size: r.cfg.Size, Host: r.cfg.Host, PID: os.Getpid(), Epoch: r.cfg.Epoch, Version: version.Module(),
@@ -212,13 +225,9 @@ func (r *Rank) Dump(why string) *recorder.Dump {
 	return r.recorder.Dump(about)
 }
 
-// encodedDump is Dump for the launcher; nil if there is none.
+// encodedDump is Dump for the launcher; nil if that cannot be had.
 func (r *Rank) encodedDump(why string) []byte {
-	d := r.Dump(why)
-	if d == nil {
-		return nil
-	}
-	text, err := recorder.Encode(d, recorder.OperationsOf(r.cfg.Size))
+	text, err := recorder.Encode(r.Dump(why), recorder.OperationsOf(r.cfg.Size))
 	if err != nil {
 		r.cfg.Log.Warn("the flight recorder", zap.Error(err))
 		return nil
@@ -232,11 +241,7 @@ func (r *Rank) leave(why string) {
 	if dir == "" {
 		return
 	}
-	d := r.Dump(why)
-	if d == nil {
-		return
-	}
-	path, err := recorder.WriteFile(dir, d)
+	path, err := recorder.WriteFile(dir, r.Dump(why))
 	if err != nil {
 		r.cfg.Log.Warn("the flight recorder's file", zap.Error(err))
 		return
@@ -244,16 +249,17 @@ func (r *Rank) leave(why string) {
 	r.cfg.Log.Warn("what the flight recorder has was written", zap.String("file", path))
 }
 
-// failed leaves what this rank knows to people, before its operations are answered. It bounds how long they wait.
-func (r *Rank) failed(p *engine.PeerError) {
-	why := "the job failed: " + p.Error()
-	if !r.volunteer(inquiry.Failure, r.encodedDump(why)) {
-		r.leave(why)
-	}
-	// The program may exit without a shutdown.
+// failed leaves what this rank knows to people, before its operations are answered: then the program may exit. It bounds how long they
+// wait.
+func (r *Rank) failed(failure error) {
+	why := "the job failed: " + failure.Error()
+	told := r.volunteer(inquiry.Failure, r.encodedDump(why))
 	written := make(chan struct{})
 	r.running.Go(func() {
 		defer close(written)
+		if !told {
+			r.leave(why)
+		}
 		r.timeline.write()
 	})
 	select {
@@ -294,10 +300,11 @@ func (r *Rank) passStallsOn() {
 		case stall = <-r.stalls:
 		}
 		r.mu.Lock()
+		r.waiting = slices.DeleteFunc(r.waiting, func(w waiting) bool { return w.Set == stall.Set && w.Name == stall.Name })
 		if len(r.waiting) == maxStalls {
 			r.waiting = slices.Delete(r.waiting, 0, 1)
 		}
-		r.waiting = append(r.waiting, stall.Text)
+		r.waiting = append(r.waiting, waiting{stall, time.Now()})
 		r.mu.Unlock()
 		text, err := recorder.EncodeStall(stall)
 		if err != nil {

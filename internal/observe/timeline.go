@@ -25,6 +25,30 @@ type timelines struct {
 	now     *timeline.Timeline // nil while there is none
 	path    string             // of it, as rank 0 has it
 	started int                // by signals
+
+	counting sync.Mutex         // of what follows; nobody waits while he has it
+	current  *timeline.Timeline // now
+	past     uint64             // operations that earlier ones have dropped
+}
+
+// dropped is how many operations are in no timeline that should be.
+func (t *timelines) dropped() uint64 {
+	t.counting.Lock()
+	defer t.counting.Unlock()
+	if t.current == nil {
+		return t.past
+	}
+	return t.past + t.current.Dropped()
+}
+
+// count has dropped follow another timeline, which may be nil.
+func (t *timelines) count(next *timeline.Timeline) {
+	t.counting.Lock()
+	defer t.counting.Unlock()
+	if t.current != nil {
+		t.past += t.current.Dropped()
+	}
+	t.current = next
 }
 
 // StartTimeline writes what this rank does from now on to a file: rank 0 to path, others beside it (timeline.PathOf). A timeline
@@ -70,6 +94,7 @@ func (t *timelines) start(path string, markCycles bool) error {
 	}
 	e.Watch(next)
 	t.now, t.path = next, path
+	t.count(next)
 	return nil
 }
 
@@ -80,7 +105,9 @@ func (t *timelines) stop() error {
 	old := t.now
 	t.now, t.path = nil, ""
 	t.engine().Watch(nil)
-	return old.Close()
+	err := old.Close()
+	t.count(nil) // with what was dropped in the end
+	return err
 }
 
 // write brings what the timeline has to the disk.
@@ -99,6 +126,23 @@ func (t *timelines) engine() *engine.Engine {
 	t.rank.mu.Lock()
 	defer t.rank.mu.Unlock()
 	return t.rank.engine
+}
+
+// pathOfEpoch is where the timeline of an epoch goes: not to where that of the one before is, which may be what somebody wants to see.
+func pathOfEpoch(path string, epoch uint64) string {
+	if epoch <= 1 || timeline.PathOf(path, 1) == path { // a device is the same for all
+		return path
+	}
+	return beforeExt(path, fmt.Sprintf(".epoch%d", epoch))
+}
+
+// beforeExt puts text before the extension of a path.
+func beforeExt(path, text string) string {
+	ext := filepath.Ext(strings.TrimSuffix(path, ".gz"))
+	if strings.HasSuffix(path, ".gz") {
+		ext += ".gz"
+	}
+	return strings.TrimSuffix(path, ext) + text + ext
 }
 
 var signals = map[string]os.Signal{"SIGUSR1": unix.SIGUSR1, "SIGUSR2": unix.SIGUSR2}
@@ -133,11 +177,7 @@ func (t *timelines) toggle() error {
 		path = "hvd-timeline.json"
 	}
 	if t.started++; t.started > 1 || path == set.Timeline {
-		ext := filepath.Ext(strings.TrimSuffix(path, ".gz"))
-		if strings.HasSuffix(path, ".gz") {
-			ext += ".gz"
-		}
-		path = fmt.Sprintf("%s-%d%s", strings.TrimSuffix(path, ext), t.started, ext)
+		path = beforeExt(path, fmt.Sprintf("-%d", t.started))
 	}
 	t.rank.cfg.Log.Info("a signal has started the timeline", zap.String("file", path))
 	return t.start(path, set.TimelineMarkCycles)
