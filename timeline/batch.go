@@ -1,6 +1,7 @@
 package timeline
 
 import (
+	"slices"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/trace"
@@ -136,3 +137,15 @@ func (b *batch) reset() {
 
 // cursor is a place in a batch: the tensor with index inside in the entry, and where its tensors, activities and arrivals begin.
 type cursor struct{ entry, inside, tensor, activity, arrival int }
+
+// from is what a batch has from a place on. It shares the memory of b.
+func (b *batch) from(at cursor) *batch {
+	n := &batch{
+		entries: slices.Clone(b.entries[at.entry:]), tensors: b.tensors[at.tensor:],
+		activities: b.activities[at.activity:], arrivals: b.arrivals[at.arrival:],
+	}
+	if at.inside > 0 {
+		n.entries[0].tensors -= int32(at.inside)
+	}
+	return n
+}

@@ -21,11 +21,12 @@ import (
 type disk struct {
 	path    string
 	max     int64
-	limit   int64 // of a segment
-	inPlace bool  // no hard links here: the file that has the name is written to
-	late    bool  // nothing takes the name before the first commit
-	visible *file // nil if there is none
-	hidden  *file // nil if there is none; visible, but for what is newer in either
+	limit   int64  // of a segment
+	inPlace bool   // no hard links here: the file that has the name is written to
+	late    bool   // nothing takes the name before the first commit
+	visible *file  // nil if there is none
+	hidden  *file  // nil if there is none; visible, but for what is newer in either
+	tail    []byte // of visible, if it is written to in place
 	closed  []piece
 }
 
@@ -186,6 +187,7 @@ func (d *disk) next(number int, first []byte, tail int) error {
 		return errors.Join(err, remove(f.name))
 	}
 	f.name, d.visible = d.path, f
+	d.tail = append(d.tail[:0], first[len(first)-tail:]...)
 	return nil
 }
 
@@ -233,10 +235,12 @@ func lost(err error) error {
 
 func (d *disk) write(p, tail []byte) (int, error) {
 	if d.inPlace && d.visible != nil {
-		n, err := d.visible.f.WriteAt(slices.Concat(p, tail), d.visible.body)
-		n = min(n, len(p))
-		d.visible.body += int64(n)
-		return n, err
+		if _, err := d.visible.f.WriteAt(slices.Concat(p, tail), d.visible.body); err != nil {
+			return 0, errors.Join(err, d.restore())
+		}
+		d.visible.body += int64(len(p))
+		d.tail = append(d.tail[:0], tail...)
+		return len(p), nil
 	}
 	if d.hidden == nil {
 		f, err := d.create(nil)
@@ -255,6 +259,14 @@ func (d *disk) write(p, tail []byte) (int, error) {
 	return n, err
 }
 
+// restore ends the file that has the name where it did before a write to it failed. It needs no room that was not taken before.
+func (d *disk) restore() error {
+	if _, err := d.visible.f.WriteAt(d.tail, d.visible.body); err != nil {
+		return err
+	}
+	return d.visible.f.Truncate(d.visible.body + int64(len(d.tail)))
+}
+
 func (d *disk) commit(tail []byte) error {
 	if d.inPlace && d.visible != nil {
 		return d.mine()
@@ -266,7 +278,7 @@ func (d *disk) commit(tail []byte) error {
 	if _, err := h.f.WriteAt(tail, h.body); err != nil {
 		return err
 	}
-	// An earlier attempt may have left more.
+	// A write that failed may have left more.
 	if err := h.f.Truncate(h.body + int64(len(tail))); err != nil {
 		return err
 	}
@@ -275,6 +287,7 @@ func (d *disk) commit(tail []byte) error {
 			return lost(err)
 		}
 		h.name, d.visible, d.hidden = d.path, h, nil
+		d.tail = append(d.tail[:0], tail...)
 		return nil
 	}
 	if err := d.mine(); err != nil {

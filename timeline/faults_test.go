@@ -29,6 +29,8 @@ func child(what string, args []string) {
 	switch what {
 	case "write":
 		err = writeForever(args[0], args[1])
+	case "limits":
+		err = writeToLimits(args[0])
 	case "full":
 		err = writeToFullDisk(args[0])
 	}
@@ -759,6 +761,7 @@ func fillDisk(path string) error {
 	if err := until("room again", tl, &number, func() bool { return testnet.Logged(entries, "written again") }); err != nil {
 		return err
 	}
+	_ = tl.Write() // so that the file does not change while it is read; the disk may be full again
 	after, err := readFile(path)
 	if err != nil {
 		return err

@@ -614,4 +614,24 @@ func TestLogsAreSeldom(t *testing.T) {
 	if entries.Len() != 2 || !testnet.Logged(entries, "disk full", "t.json") || !testnet.Logged(entries, "written again", "300") {
 		t.Errorf("got %v, want a warning and that it is over", entries.All())
 	}
+	// A disk that comes and goes is told of once a minute, and so is what is lost for other reasons.
+	for range 100 {
+		w.report(errors.New("again"))
+		w.report(nil)
+		w.dropped.Add(1)
+		w.report(nil)
+	}
+	if got := entries.TakeAll(); len(got) != 3 || got[2].Message != "the timeline has gaps: more happens than can be written" {
+		t.Errorf("got %v, want one line more", got)
+	}
+	w.warnedBroken = w.warnedBroken.Add(-warnEvery)
+	w.report(errors.New("later"))
+	w.report(nil)
+	w.warnedSlow = w.warnedSlow.Add(-warnEvery)
+	w.dropped.Add(1)
+	w.report(nil)
+	w.report(nil)
+	if got := entries.TakeAll(); len(got) != 3 {
+		t.Errorf("got %v, want each told again after a minute", got)
+	}
 }

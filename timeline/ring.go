@@ -78,7 +78,16 @@ func (r *ring) add(b *batch) {
 	r.batches = slices.Delete(r.batches, 0, drop)
 }
 
-func (r *ring) clear() { r.batches, r.size = nil, 0 }
+// shorten puts what is left of the oldest batch in its place.
+func (r *ring) shorten(rest *batch) {
+	if len(rest.entries) > 0 {
+		r.batches[0].batch = rest
+		return
+	}
+	r.size -= r.batches[0].size
+	r.batches[0] = kept{}
+	r.batches = r.batches[1:]
+}
 
 // operations is how many records there are.
 func (r *ring) operations() (n int) {

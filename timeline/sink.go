@@ -70,7 +70,8 @@ func (s *stream) finish(tail []byte) error {
 	return err
 }
 
-// file is a name of ours. body is how much of it is whole events, without a tail.
+// file is a name of ours. body is how much of it is known to be written, without a tail. More may be there: WriteAt does not say how
+// far it came before it failed.
 type file struct {
 	f    *os.File
 	name string

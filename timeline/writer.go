@@ -174,12 +174,12 @@ func (w *writer) write() error {
 	return w.commit()
 }
 
-// unroll makes text of what the ring holds.
+// unroll makes text of what the ring holds. A stream only goes on, so for one the ring gives up what has become text.
 func (w *writer) unroll() error {
-	w.pending, w.out, w.unseen = w.pending[:0], w.out[:0], 0
 	_, once := w.sink.(*stream)
 	if !once {
 		// Each is a file of its own, in place of the one before.
+		w.pending, w.out, w.unseen = w.pending[:0], w.out[:0], 0
 		w.sink.forget()
 		if err := w.openDisk(); err != nil {
 			return err
@@ -191,12 +191,13 @@ func (w *writer) unroll() error {
 	defer func() { w.reading, w.at = keep, at }()
 	for b := range w.ring.all() {
 		w.reading, w.at = b, cursor{}
-		if err := w.drain(); err != nil {
+		err := w.drain()
+		if once {
+			w.ring.shorten(b.from(w.at))
+		}
+		if err != nil {
 			return err
 		}
-	}
-	if once {
-		w.ring.clear()
 	}
 	return w.begin() // if there was nothing
 }
@@ -343,6 +344,9 @@ func (w *writer) close(err error, left int) error {
 	lost := left + w.unseen + len(w.reading.entries) - w.at.entry
 	if w.ring != nil {
 		lost = left + w.ring.operations()
+		if _, once := w.sink.(*stream); once {
+			lost += w.unseen
+		}
 	}
 	w.dropped.Add(uint64(lost))
 	return fmt.Errorf("timeline: rank %d: closing %s, %d operations are not written: %w", w.cfg.Rank, w.cfg.Path, lost, err)

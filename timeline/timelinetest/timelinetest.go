@@ -70,6 +70,8 @@ type event struct {
 	Dur   *json.RawMessage `json:"dur"`
 	Scope *string          `json:"s"`
 	Args  json.RawMessage  `json:"args"`
+
+	inner *inner // decodes Args
 }
 
 // bar is a beginning without its end.
@@ -98,7 +100,6 @@ type checker struct {
 }
 
 var (
-	number   = regexp.MustCompile(`^-?(0|[1-9][0-9]*)(\.[0-9]{0,2}[1-9])?$`)
 	shape    = regexp.MustCompile(`^\[([0-9]+(, [0-9]+)*)?\]$`)
 	position = regexp.MustCompile(`^(0|[1-9][0-9]*)$`)
 	kinds    = []string{
@@ -131,9 +132,10 @@ func Read(r io.Reader) (*Summary, error) {
 		return nil, fmt.Errorf("got %v, %w, want an array", t, err)
 	}
 	c := &checker{tracks: map[int]*track{0: {}}, waiting: -1}
+	inner := newInner()
 	for d.More() {
 		c.line++
-		var e event
+		e := event{inner: inner}
 		if err := d.Decode(&e); err != nil {
 			return nil, fmt.Errorf("event %d: %w", c.line, err)
 		}
@@ -166,16 +168,50 @@ func args(e *event, to any) error {
 	if e.Args == nil {
 		return fmt.Errorf("%s has no args", e.Phase)
 	}
-	d := json.NewDecoder(bytes.NewReader(e.Args))
-	d.DisallowUnknownFields()
-	return d.Decode(to)
+	return e.inner.decode(e.Args, to)
+}
+
+// inner decodes the arguments of one event after the other. A decoder for each costs as much as all the rest.
+type inner struct {
+	text    bytes.Buffer
+	decoder *json.Decoder
+}
+
+func newInner() *inner {
+	n := &inner{}
+	n.decoder = json.NewDecoder(&n.text)
+	n.decoder.DisallowUnknownFields()
+	return n
+}
+
+// decode reads a value that is complete.
+func (n *inner) decode(value []byte, to any) error {
+	n.text.Write(value)
+	return n.decoder.Decode(to)
+}
+
+// isMicros reports whether n is a JSON number without an exponent, and with at most 3 decimals of which the last is not 0.
+func isMicros(n []byte) bool {
+	whole, decimals, split := bytes.Cut(bytes.TrimPrefix(n, []byte("-")), []byte("."))
+	digits := func(b []byte) bool {
+		for _, c := range b {
+			if c < '0' || c > '9' {
+				return false
+			}
+		}
+		return len(b) > 0
+	}
+	if split && (!digits(decimals) || len(decimals) > 3 || decimals[len(decimals)-1] == '0') {
+		return false
+	}
+	return digits(whole) && (whole[0] != '0' || len(whole) == 1)
 }
 
 func micros(n *json.RawMessage, negative bool) (float64, error) {
 	if n == nil {
 		return 0, errors.New("got no microseconds")
 	}
-	if !number.Match(*n) {
+	if !isMicros(*n) {
 		return 0, fmt.Errorf("got %s, want microseconds with at most 3 decimals", *n)
 	}
 	f, err := strconv.ParseFloat(string(*n), 64)

@@ -75,7 +75,9 @@ func TestBroken(t *testing.T) {
 	for _, c := range [][2]string{
 		{`]` + "\n", ``}, {`]` + "\n", `]]`}, {"[\n", "{\n"}, {`"version":1`, `"version":2`}, {`"host":"h",`, ``}, {`"rank":1`, `"rank":2`},
 		{`"segment":1`, `"segment":0`}, {`"monotonic_us":5`, `"monotonic_us":"5"`}, {`"offset_us":-1.5`, `"offset_us":-1.5555`},
-		{`"error_us":0.25`, `"error_us":-1`}, {`"s":"g"`, `"s":"p"`}, {`"ts":2,"pid":0`, `"ts":0.5,"pid":0`}, {`"name":"g [set 3]"`, `"name":"g"`},
+		{`"error_us":0.25`, `"error_us":-1`},
+		{`"error_us":0.25`, `"error_us":0.250`}, {`"error_us":0.25`, `"error_us":2.5e-1`}, {`"error_us":0.25`, `"error_us":1.0`}, {`"error_us":0.25`, `"error_us":"0.25"`},
+		{`"error_us":0.25`, `"error_us":null`}, {`"args":{"sort_index":1}`, `"args":[1]`}, {`"args":{"sort_index":1}`, `"args":1`}, {`"args":{"sort_index":1}`, `"args":null`}, {`"s":"g"`, `"s":"p"`}, {`"ts":2,"pid":0`, `"ts":0.5,"pid":0`}, {`"name":"g [set 3]"`, `"name":"g"`},
 		{`"sort_index":1`, `"sort_index":2`}, {`NEGOTIATE_ALLREDUCE`, `NEGOTIATE_SOMETHING`}, {`NEGOTIATE_ALLREDUCE`, `NEGOTIATE_ALLGATHER`},
 		{`"submitted":1000`, `"sbmitted":1000`}, {`"name":"1","ph":"X"`, `"name":"0","ph":"X"`}, {`"name":"1","ph":"X"`, `"name":"01","ph":"X"`},
 		{`"ts":900,"dur":0`, `"ts":900,"dur":1`}, {`"ts":900,"dur":0`, `"ts":900,"dur":0,"tid":1`}, {`"cached":true,`, ``}, {`,"last":0,"late_us":200.001`, ``},

@@ -1,0 +1,376 @@
+package timeline
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	ossignal "os/signal"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/timeline/timelinetest"
+)
+
+// byHand writes when it is asked to, and at no other time.
+func byHand() knobs {
+	k := quick
+	k.interval, k.retry = time.Hour, time.Hour
+	return k
+}
+
+// What is recorded during a failure comes with the same Write or Close as what had failed.
+func TestRecordedDuringFailure(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		do   func(*Timeline) error
+	}{{"Write", (*Timeline).Write}, {"Close", (*Timeline).Close}} {
+		dir := filepath.Join(t.TempDir(), "d")
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		path := filepath.Join(dir, "t.json")
+		tl := mustStart(t, testConfig(path), byHand())
+		for n := range uint64(2) { // so that there is a twin
+			tl.Record(simple(n+1, "g"))
+			if err := tl.Write(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			t.Fatal(err)
+		}
+		for n := range uint64(2) { // the first is lost with the file, the second has failed
+			tl.Record(simple(n+3, "g"))
+			testnet.WantError(t, tl.Write(), "no such file")
+		}
+		tl.Record(simple(5, "g"))
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := c.do(tl); err != nil {
+			t.Errorf("%s: %v", c.name, err)
+		}
+		if got := numbers(mustRead(t, path)); !slices.Equal(got, []uint64{4, 5}) || tl.Dropped() != 1 {
+			t.Errorf("%s: got operations %v, %d dropped, want 4 and 5", c.name, got, tl.Dropped())
+		}
+	}
+}
+
+// Buffers that are half full are written at once, whatever the interval.
+func TestHalfFull(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "t.json")
+	k := byHand()
+	k.tensors = 64
+	tl := mustStart(t, testConfig(path), k)
+	for n := range uint64(5) { // each time
+		before := len(mustRead(t, path).Operations)
+		for range k.tensors / 2 {
+			op := simple(n+1, "g")
+			op.Activities = nil
+			tl.Record(op)
+		}
+		testnet.Eventually(t, "they are written", func() bool { return len(mustRead(t, path).Operations) == before+k.tensors/2 })
+	}
+	if tl.Dropped() > 0 {
+		t.Errorf("%d dropped", tl.Dropped())
+	}
+}
+
+// An operation for which there is no room leaves nothing behind, whichever part is full.
+func TestNoRoom(t *testing.T) {
+	for name, large := range map[string]func(*trace.Operation){
+		"tensors":    func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 8) },
+		"arrivals":   func(op *trace.Operation) { op.Tensors[1].Arrivals = make([]time.Duration, 32*8) },
+		"activities": func(op *trace.Operation) { op.Activities = slices.Repeat(op.Activities, 16) },
+	} {
+		path := filepath.Join(t.TempDir(), "t.json")
+		k := byHand()
+		k.tensors = 8
+		tl := mustStart(t, testConfig(path), k)
+		operation := func(number uint64) *trace.Operation {
+			op := simple(number, fmt.Sprint("a", number), fmt.Sprint("b", number))
+			op.Tensors[0].Arrivals = []time.Duration{time.Duration(number) * time.Millisecond}
+			op.Activities = op.Activities[:1]
+			op.Activities[0].Name = fmt.Sprint("A", number)
+			return op
+		}
+		too := operation(2)
+		large(too)
+		tl.mu.Lock() // so that all goes into one batch, whatever the writer does
+		took := []bool{tl.filling.operation(operation(1)), tl.filling.operation(too), tl.filling.operation(operation(3))}
+		tl.mu.Unlock()
+		if !slices.Equal(took, []bool{true, false, true}) {
+			t.Errorf("%s: took %v, want all but the second", name, took)
+		}
+		mustClose(t, tl)
+		s := mustRead(t, path)
+		if got := numbers(s); !slices.Equal(got, []uint64{1, 1, 3, 3}) {
+			t.Errorf("%s: got operations %v, want 1 and 3 with two tensors each", name, got)
+		}
+		for i, o := range s.Operations {
+			if len(o.Activities) != 1 || o.Activities[0] != fmt.Sprint("A", o.Number) || len(o.Arrivals) != 1-i%2 || o.Track != fmt.Sprint("ab"[i%2:][:1], o.Number) {
+				t.Errorf("%s: got %+v, want activities and arrivals of operation %d", name, o, o.Number)
+			}
+		}
+	}
+}
+
+// numbers are those of the operations, one for each tensor.
+func numbers(files ...*timelinetest.Summary) (n []uint64) {
+	for _, s := range files {
+		for _, o := range s.Operations {
+			n = append(n, o.Number)
+		}
+	}
+	return n
+}
+
+// A stream that takes a part and then nothing for a while gets the rest of it later: each operation once, with a ring too.
+func TestStreamResumes(t *testing.T) {
+	for _, last := range []time.Duration{0, time.Hour} {
+		for _, name := range []string{"t.json", "t.json.gz"} {
+			path := filepath.Join(t.TempDir(), name)
+			if err := syscall.Mkfifo(path, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			cfg := testConfig(path)
+			cfg.Last = last
+			k := byHand()
+			k.tensors = 1 << 14
+			tl := mustStart(t, cfg, k)
+			var want []uint64
+			record := func(operations int) {
+				for range operations {
+					number := uint64(len(want)/4 + 1)
+					// Names of which little can be compressed away: a pipe holds 64 KiB.
+					long := func() (name string) {
+						for range 8 {
+							name += strconv.FormatUint(rand.Uint64(), 36)
+						}
+						return name
+					}
+					op := simple(number, long(), "b", long(), "d")
+					op.Activities = nil
+					tl.Record(op)
+					want = append(want, number, number, number, number)
+				}
+			}
+			for range 3 {
+				record(250) // more than a chunk
+				// Close does so, to end what would wait for ever.
+				if err := tl.stream.f.SetWriteDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
+					t.Fatal(err)
+				}
+				if err := tl.Write(); !errors.Is(err, os.ErrDeadlineExceeded) {
+					t.Fatalf("%s: got %v, want the pipe to be full", name, err)
+				}
+			}
+			record(1)
+			if err := tl.stream.f.SetWriteDeadline(time.Time{}); err != nil {
+				t.Fatal(err)
+			}
+			f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var wg sync.WaitGroup
+			var s *timelinetest.Summary
+			wg.Go(func() { s, err = timelinetest.Read(f) })
+			if err := tl.Write(); err != nil {
+				t.Error(err)
+			}
+			mustClose(t, tl)
+			wg.Wait()
+			_ = f.Close()
+			if err != nil {
+				t.Fatalf("%s, last %v: %v", name, last, err)
+			}
+			if got := numbers(s); !slices.Equal(got, want) || tl.Dropped() != 0 || !s.Ended {
+				t.Errorf("%s, last %v: got %d tensors, %d dropped, want each of %d once", name, last, len(got), tl.Dropped(), len(want))
+			}
+		}
+	}
+}
+
+// With a ring over a stream, what was written before the stream failed is not counted as lost, and the rest is.
+func TestStreamCloseCounts(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "t.json")
+	if err := syscall.Mkfifo(path, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cfg := testConfig(path)
+	cfg.Last = time.Hour
+	k := byHand()
+	k.tensors, k.patience = 1<<14, time.Second
+	tl := mustStart(t, cfg, k)
+	for n := range uint64(3) {
+		tl.Record(simple(n+1, "g"))
+	}
+	if err := tl.Write(); err != nil { // a pipe holds these
+		t.Fatal(err)
+	}
+	for n := range uint64(1000) {
+		tl.Record(simple(n+4, "g"))
+	}
+	testnet.WantError(t, tl.Close(), "1000 operations are not written")
+	if tl.Dropped() != 1000 {
+		t.Errorf("got %d dropped, want 1000", tl.Dropped())
+	}
+}
+
+// Writes that end in the middle, at any byte: a process of its own that limits the size of its files.
+func TestPartialWrites(t *testing.T) {
+	cmd := command(t, "limits", t.TempDir())
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	if err := cmd.Run(); err != nil {
+		t.Errorf("%v: %s", err, stderr.String())
+	}
+}
+
+func writeToLimits(dir string) error {
+	ossignal.Ignore(syscall.SIGXFSZ) // else it ends who writes over the limit
+	seed := uint64(time.Now().UnixNano())
+	for i, c := range []struct {
+		name string
+		cfg  func(*Config)
+		k    func(*knobs)
+	}{
+		{"whole.json", func(*Config) {}, func(*knobs) {}},
+		{"whole.json.gz", func(*Config) {}, func(*knobs) {}},
+		{"segments.json", func(c *Config) { c.MaxBytes = 200 << 10 }, func(*knobs) {}},
+		{"segments.json.gz", func(c *Config) { c.MaxBytes = 32 << 10 }, func(*knobs) {}},
+		{"inplace.json", func(*Config) {}, func(k *knobs) { k.inPlace = true }},
+		{"inplace.json.gz", func(*Config) {}, func(k *knobs) { k.inPlace = true }},
+		{"ring.json", func(c *Config) { c.Last = time.Hour }, func(*knobs) {}},
+		{"ring.json.gz", func(c *Config) { c.Last = time.Hour }, func(*knobs) {}},
+	} {
+		cfg, k := testConfig(filepath.Join(dir, c.name)), byHand()
+		c.cfg(&cfg)
+		c.k(&k)
+		if err := limits(cfg, k, rand.New(rand.NewPCG(seed, uint64(i)))); err != nil {
+			return fmt.Errorf("%s, seed %d: %w", c.name, seed, err)
+		}
+	}
+	return nil
+}
+
+func limits(cfg Config, k knobs, r *rand.Rand) error {
+	var usual syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_FSIZE, &usual); err != nil {
+		return err
+	}
+	limit := func(bytes int64) error {
+		l := usual
+		l.Cur = uint64(bytes)
+		return syscall.Setrlimit(syscall.RLIMIT_FSIZE, &l)
+	}
+	tl, err := start(cfg, k)
+	if err != nil {
+		return err
+	}
+	var want []uint64
+	failed, succeeded := 0, 0
+	for round := range 40 {
+		for range max(r.IntN(4), 1-round) {
+			number := uint64(len(want)/2 + 1)
+			tl.Record(simple(number, fmt.Sprint(r.Uint64()), "g"))
+			want = append(want, number, number)
+		}
+		// Up to something like the end of what is there, or anywhere, or not at all.
+		if which := r.IntN(4); which > 0 || round == 0 {
+			most := r.Int64N(8<<10) >> r.IntN(6)
+			if at, err := os.Stat(cfg.Path); err == nil && k.inPlace {
+				if round == 0 {
+					most = 10 // fails, and the file has nothing yet but what it began with
+				}
+				most += at.Size() // a disk gives room to what is written over, when it is full too
+			} else if err == nil && which > 1 {
+				most += max(at.Size()-2<<10, 0)
+			}
+			if err := limit(most); err != nil {
+				return err
+			}
+		}
+		err := tl.Write()
+		if err := syscall.Setrlimit(syscall.RLIMIT_FSIZE, &usual); err != nil {
+			return err
+		}
+		if err == nil {
+			succeeded++
+		} else if failed++; !errors.Is(err, syscall.EFBIG) {
+			return err
+		}
+		s, again := readFile(cfg.Path)
+		switch {
+		case again == nil && err == nil && len(want) > 0:
+			if n := numbers(s); len(n) > 0 && n[len(n)-1] != want[len(want)-1] {
+				return fmt.Errorf("got operations up to %d, and Write had returned after %d", n[len(n)-1], want[len(want)-1])
+			}
+		case again != nil && (cfg.Last == 0 || !errors.Is(again, os.ErrNotExist)):
+			return fmt.Errorf("after a Write with the answer %v: %w", err, again)
+		}
+	}
+	if failed < 5 || succeeded < 5 {
+		return fmt.Errorf("%d failed and %d succeeded, want several of each", failed, succeeded)
+	}
+	if err := tl.Close(); err != nil {
+		return err
+	}
+	names, err := segments(cfg.Path)
+	if err != nil {
+		return err
+	}
+	var files []*timelinetest.Summary
+	for _, name := range append(names, cfg.Path) {
+		s, err := readFile(name)
+		if err != nil {
+			return err
+		}
+		files = append(files, s)
+	}
+	slices.SortFunc(files, func(a, b *timelinetest.Summary) int { return a.Segment - b.Segment })
+	if cfg.MaxBytes > 0 && len(files) < 3 {
+		return fmt.Errorf("got %d segments, want several", len(files))
+	}
+	if got := numbers(files...); !slices.Equal(got, want) || tl.Dropped() != 0 {
+		return fmt.Errorf("got %d dropped, operations %v, want %v", tl.Dropped(), got, want)
+	}
+	return nil
+}
+
+// What has become text leaves the ring: whole batches, and of the one in which it stopped what came before.
+func TestRingShortens(t *testing.T) {
+	r := newRing(time.Hour, 0)
+	for n := range uint64(3) {
+		b := newBatch(16)
+		b.operation(simple(2*n+1, "a", "b"))
+		b.operation(simple(2*n+2, "c", "d"))
+		r.add(b)
+	}
+	size := r.size
+	first := r.batches[0].batch
+	r.shorten(first.from(cursor{entry: 1, inside: 1, tensor: 3, activity: 3}))
+	rest := r.batches[0]
+	if r.operations() != 5 || rest.entries[0].number != 2 || rest.entries[0].tensors != 1 || rest.tensors[0].name != "d" || len(rest.activities) != 3 {
+		t.Errorf("got %+v, want the last tensor of the second operation", rest.batch)
+	}
+	if first.entries[1].tensors != 2 {
+		t.Errorf("the batch itself was changed: %+v", first.entries)
+	}
+	for range 3 {
+		r.shorten(&batch{})
+	}
+	if r.operations() != 0 || r.size != 0 || size == 0 {
+		t.Errorf("got %d operations of %d bytes, and %d at first, want none", r.operations(), r.size, size)
+	}
+}
