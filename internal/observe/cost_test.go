@@ -1,0 +1,163 @@
+package observe_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/recorder"
+	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/metrics"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/timeline"
+)
+
+// switched is a flight recorder that can be turned off, as HVD_FLIGHT_RECORDER does for good.
+type switched struct {
+	*recorder.Recorder
+	on atomic.Bool
+}
+
+func (s *switched) Record(op *trace.Operation) {
+	if s.on.Load() {
+		s.Recorder.Record(op)
+	}
+}
+
+// gradients makes steps over ResNet-50's, as hvdbench has them.
+func gradients(b *testing.B) (step func() []*testcluster.Op) {
+	type gradient struct {
+		name string
+		n    int64
+		buf  []byte
+	}
+	text, err := os.ReadFile(filepath.Join("..", "bench", "shapes", "resnet50.txt"))
+	if err != nil {
+		b.Fatal(err)
+	}
+	var all []gradient
+	for line := range strings.Lines(string(text)) {
+		var name string
+		var n int64
+		if _, err := fmt.Sscan(line, &name, &n); err != nil {
+			b.Fatal(err)
+		}
+		all = append(all, gradient{name, n, make([]byte, 4*n)})
+	}
+	return func() (ops []*testcluster.Op) {
+		for _, g := range all {
+			ops = append(ops, testcluster.Allreduce(g.name, tensor.Float32, tensor.Shape{g.n}, tensor.Sum, g.buf))
+		}
+		return ops
+	}
+}
+
+// BenchmarkCost is what watching costs: steps over ResNet-50's gradients between two ranks in shared memory, in pairs of half a second
+// with and without, in random order, in one process, so that nothing else is different. It reports the median ratio of the pairs
+// and the ends of the 95 % interval of their mean (Student's t on logarithms), in per cent. What a timeline writes later is
+// written within its half second.
+func BenchmarkCost(b *testing.B) {
+	const ranks, stepsAPart = 2, 30
+	for _, way := range []string{"nothing", "timeline", "metrics", "recorder"} {
+		b.Run(way, func(b *testing.B) {
+			dir := b.TempDir()
+			recorders := make([]switched, ranks)
+			var ratios []float64
+			testcluster.Run(b, testcluster.Options{
+				Ranks: ranks, Transport: testcluster.SHM, Deadline: 10 * time.Minute,
+				Config: func(cfg *engine.Config) {
+					r := &recorders[cfg.Rank]
+					r.Recorder = recorder.New(recorder.DefaultOperations)
+					cfg.Recorder = r
+				},
+			}, func(r *testcluster.Rank) {
+				step := gradients(b)
+				// part is the time of some steps.
+				part := func(on bool) time.Duration {
+					var t *timeline.Timeline
+					if on {
+						switch way {
+						case "timeline":
+							var err error
+							if t, err = timeline.Start(timeline.Config{
+								Path: filepath.Join(dir, fmt.Sprintf("t%d.json", r.Rank)), Rank: int(r.Rank), Size: ranks,
+								Clock: r.Engine.Clock(), MaxBytes: 64 << 20,
+							}); err != nil {
+								b.Error(err)
+								return 0
+							}
+							r.Engine.Watch(t)
+						case "recorder":
+							recorders[r.Rank].on.Store(true)
+						}
+					}
+					r.Do(testcluster.Barrier("begin"))
+					begun := time.Now()
+					for range stepsAPart {
+						r.Do(step()...)
+					}
+					if on {
+						switch way {
+						case "timeline":
+							if err := t.Write(); err != nil {
+								b.Error(err)
+							}
+						case "metrics":
+							handler := metrics.Handler(func() stats.Stats { return r.Engine.Stats() })
+							handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest("GET", "/metrics", nil))
+						}
+					}
+					r.Do(testcluster.Barrier("end"))
+					took := time.Since(begun)
+					if t != nil {
+						r.Engine.Watch(nil)
+						if err := t.Close(); err != nil {
+							b.Error(err)
+						}
+					}
+					recorders[r.Rank].on.Store(false)
+					return took
+				}
+				part(false)
+				order := rand.New(rand.NewPCG(1, 2)) // the same at both ranks
+				for range max(b.N, 2) {
+					var with, without time.Duration
+					if order.IntN(2) == 0 {
+						with, without = part(true), part(false)
+					} else {
+						without, with = part(false), part(true)
+					}
+					if r.Rank == 0 {
+						ratios = append(ratios, math.Log(with.Seconds()/without.Seconds()))
+					}
+				}
+			})
+			slices.Sort(ratios)
+			n := float64(len(ratios))
+			var mean, variance float64
+			for _, x := range ratios {
+				mean += x / n
+			}
+			for _, x := range ratios {
+				variance += (x - mean) * (x - mean) / (n - 1)
+			}
+			// Of Student's t for 29 pairs and more; for fewer it says too little.
+			half := 2.05 * math.Sqrt(variance/n)
+			percent := func(x float64) float64 { return 100 * (math.Exp(x) - 1) }
+			b.ReportMetric(percent(ratios[len(ratios)/2]), "median-%")
+			b.ReportMetric(percent(mean-half), "low-%")
+			b.ReportMetric(percent(mean+half), "high-%")
+		})
+	}
+}
