@@ -126,11 +126,12 @@ func Start(t testing.TB, config string, files map[string]string, args ...string)
 
 // listening finds the address in the log of a server that answers.
 func listening(log string) string {
-	before, _, ready := strings.Cut(log, `msg="Server is ready to receive web requests."`)
-	_, rest, _ := strings.Cut(before, `msg="Listening on" address=`)
-	addr, _, _ := strings.Cut(rest, "\n")
+	// The two lines come in any order.
+	ready := strings.Contains(log, `msg="Server is ready to receive web requests."`)
+	_, rest, _ := strings.Cut(log, `msg="Listening on" address=`)
+	addr, _, whole := strings.Cut(rest, "\n")
 	addr, _, _ = strings.Cut(addr, " ")
-	if !ready {
+	if !ready || !whole {
 		return ""
 	}
 	return addr
