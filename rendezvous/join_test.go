@@ -702,7 +702,7 @@ func TestDeadlines(t *testing.T) {
 	r := start(t, short, zero)
 	one := start(t, ctx, config(kv, 1, 5))
 	three := start(t, ctx, config(kv, 3, 5))
-	for _, rank := range []string{"rank:1", "rank:3"} {
+	for _, rank := range []string{"peer:1", "peer:3"} {
 		testnet.Eventually(t, rank, func() bool { return testnet.Logged(entries, "rank has joined", rank) })
 	}
 	cancel()
@@ -871,7 +871,7 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 	}
 	nonce := newToken()
 	broken := ask(nonce)
-	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "rank:1") })
+	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "peer:1") })
 	again := ask(nonce)
 	if _, err := broken.Read(make([]byte, 1)); err != io.EOF {
 		t.Errorf("the first connection: got %v, want EOF", err)
@@ -970,7 +970,7 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 	r := start(t, ctx, zero)
 	one := start(t, ctx, keyed(kv, 1, 4, key))
 	root := rootOf(t, kv)
-	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "rank:1") })
+	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "peer:1") })
 
 	hello := dial.Greeting(rootMagic, rootVersion)
 	request := rootRequest(t, root, newToken(), 2, 4)

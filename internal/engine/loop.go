@@ -229,8 +229,9 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	next = e.member.Next()
 	if e.coordinator != nil {
 		next = min(next, e.coordinator.Next())
-		e.publish()
-		e.reportStalls()
+		stalls := e.coordinator.Events()
+		e.publish(len(stalls) > 0)
+		e.reportStalls(stalls)
 	}
 	return min(next, e.due, e.clock.due), false, nil
 }

@@ -317,9 +317,10 @@ func (e *Engine) Stats() stats.Stats {
 // publishPeriod is how old what Stats says of the coordinator may be while the loop takes turns. An idle loop takes one a second.
 const publishPeriod = 100 * time.Millisecond
 
-// publish keeps what the coordinator has counted for Stats, which anybody may call, also in the middle of a turn.
-func (e *Engine) publish() {
-	if last := e.published.Load(); last != nil && e.now-e.publishedAt < publishPeriod {
+// publish keeps what the coordinator has counted for Stats, which anybody may call, also in the middle of a turn: now and then, or at
+// once.
+func (e *Engine) publish(atOnce bool) {
+	if !atOnce && e.published.Load() != nil && e.now-e.publishedAt < publishPeriod {
 		return
 	}
 	c := e.coordinator.Stats()

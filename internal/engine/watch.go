@@ -51,14 +51,14 @@ func (e *Engine) overdue(now time.Duration) (late []*tensorqueue.Entry) {
 const stallLines = 10
 
 // reportStalls passes on what the stall inspector found.
-func (e *Engine) reportStalls() {
+func (e *Engine) reportStalls(events []controller.Event) {
 	logged, left := 0, 0
 	defer func() {
 		if left > 0 {
 			e.log.Warn("stalled: more tensors", zap.Int("tensors", left))
 		}
 	}()
-	for _, ev := range e.coordinator.Events() {
+	for _, ev := range events {
 		s := ev.Stall
 		if s == nil {
 			continue
