@@ -130,3 +130,17 @@ func printFlagless(w io.Writer) {
 	}
 	table.Flush()
 }
+
+// withFlags gives a command its flags, all of one group, and its help.
+func withFlags(cmd *cobra.Command, g group, long, examples string) {
+	f := cmd.Flags()
+	f.SortFlags = false
+	f.AddFlagSet(g.flags)
+	cmd.InitDefaultHelpFlag()
+	cmd.SetHelpFunc(func(c *cobra.Command, _ []string) {
+		w := c.OutOrStdout()
+		fmt.Fprintf(w, "%s\n\nUsage:\n  %s\n%s", long, c.UseLine(), examples)
+		g.flags.AddFlag(f.Lookup("help"))
+		printFlags(w, []group{g})
+	})
+}

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"os/signal"
 	"strings"
 	"time"
@@ -70,16 +69,7 @@ func (r *runner) doctor() *cobra.Command {
 
 		DisableFlagsInUseLine: true,
 	}
-	f := cmd.Flags()
-	f.SortFlags = false
-	f.AddFlagSet(g.flags)
-	cmd.InitDefaultHelpFlag()
-	cmd.SetHelpFunc(func(c *cobra.Command, _ []string) {
-		w := c.OutOrStdout()
-		fmt.Fprintf(w, "%s\n\nUsage:\n  %s\n%s", doctorLong, c.UseLine(), doctorExamples)
-		g.flags.AddFlag(f.Lookup("help"))
-		printFlags(w, []group{g})
-	})
+	withFlags(cmd, g, doctorLong, doctorExamples)
 	return cmd
 }
 

@@ -63,16 +63,7 @@ func (r *runner) timeline() *cobra.Command {
 
 		DisableFlagsInUseLine: true,
 	}
-	f := cmd.Flags()
-	f.SortFlags = false
-	f.AddFlagSet(g.flags)
-	cmd.InitDefaultHelpFlag()
-	cmd.SetHelpFunc(func(c *cobra.Command, _ []string) {
-		w := c.OutOrStdout()
-		fmt.Fprintf(w, "%s\n\nUsage:\n  %s\n%s", timelineLong, c.UseLine(), timelineExamples)
-		g.flags.AddFlag(f.Lookup("help"))
-		printFlags(w, []group{g})
-	})
+	withFlags(cmd, g, timelineLong, timelineExamples)
 	return cmd
 }
 
