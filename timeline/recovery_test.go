@@ -281,17 +281,18 @@ func limits(cfg Config, k knobs, r *rand.Rand) error {
 	var want []uint64
 	failed, succeeded := 0, 0
 	for round := range 40 {
-		for range max(r.IntN(4), 1-round) {
+		for range max(r.IntN(4), 1-round%4) {
 			number := uint64(len(want)/2 + 1)
 			tl.Record(simple(number, fmt.Sprint(r.Uint64()), "g"))
 			want = append(want, number, number)
 		}
-		// Up to something like the end of what is there, or anywhere, or not at all.
-		if which := r.IntN(4); which > 0 || round == 0 {
+		// Up to something like the end of what is there, or anywhere, or not at all: every fourth time so that it fails, the
+		// time after that it can not.
+		if which := r.IntN(4); round%4 == 0 || which > 0 && round%4 != 1 {
 			most := r.Int64N(8<<10) >> r.IntN(6)
 			if at, err := os.Stat(cfg.Path); err == nil && k.inPlace {
-				if round == 0 {
-					most = 10 // fails, and the file has nothing yet but what it began with
+				if round%4 == 0 {
+					most = 10 // the first time the file has nothing yet but what it began with
 				}
 				most += at.Size() // a disk gives room to what is written over, when it is full too
 			} else if err == nil && which > 1 {
