@@ -13,22 +13,36 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // disk is a sink of regular files. The file that has the name is never written to: a twin gets what is new, and then takes the
-// name, while what had it becomes the twin. A rename puts one file in the place of another in one step, on every file system; a
-// hard link keeps the one that was there. (The exchange of renameat2 would do it in one call, but not on NFS.)
+// name, while what had it becomes the twin.
 type disk struct {
 	path    string
 	max     int64
-	limit   int64  // of a segment
-	inPlace bool   // no hard links here: the file that has the name is written to
+	limit   int64 // of a segment
+	change  change
 	late    bool   // nothing takes the name before the first commit
 	visible *file  // nil if there is none
 	hidden  *file  // nil if there is none; visible, but for what is newer in either
 	tail    []byte // of visible, if it is written to in place
 	closed  []piece
 }
+
+// change is how the twins change places, the best first.
+type change uint8
+
+const (
+	// exchange is a single call (RENAME_EXCHANGE of renameat2(2)). Besides, where a rename replaces a file, ext4 begins to write what
+	// is in the new one to the disk at once (auto_da_alloc), and that is work of the thread that renames.
+	exchange change = iota
+	// replace renames the one over the other, of which a hard link is left: on NFS, for one.
+	replace
+	// inPlace is for where there are no hard links, which keep segments too: the file that has the name is written to.
+	inPlace
+)
 
 // piece is a segment that was closed.
 type piece struct {
@@ -42,8 +56,8 @@ func twin(path string, i int) string {
 }
 
 // newDisk removes what an earlier timeline has left: twins, if it was killed, and segments.
-func newDisk(path string, most int64, late, inPlace bool) (*disk, error) {
-	d := &disk{path: path, max: most, limit: segmentLimit(most), late: late, inPlace: inPlace}
+func newDisk(path string, most int64, late bool, best change) (*disk, error) {
+	d := &disk{path: path, max: most, limit: segmentLimit(most), late: late, change: best}
 	for i := range 2 {
 		if err := remove(twin(path, i)); err != nil {
 			return nil, err
@@ -58,18 +72,41 @@ func newDisk(path string, most int64, late, inPlace bool) (*disk, error) {
 			return nil, err
 		}
 	}
+	return d, d.try()
+}
+
+// try finds out which change is possible here, with the names of the twins. It fails if no file can be made.
+func (d *disk) try() error {
 	f, err := d.create(nil)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	f.close()
-	if !d.inPlace {
-		d.inPlace = os.Link(f.name, twin(path, 1)) != nil
-		if err := remove(twin(path, 1)); err != nil {
-			return nil, err
+	other := twin(d.path, 1)
+	if d.change < inPlace && os.Link(f.name, other) != nil {
+		d.change = inPlace
+	}
+	if err := remove(other); err != nil {
+		return err
+	}
+	if d.change == exchange {
+		g, err := os.OpenFile(other, os.O_CREATE|os.O_EXCL, 0o600)
+		if err == nil {
+			err = errors.Join(g.Close(), swap(f.name, other))
+		}
+		if err != nil {
+			d.change = replace
 		}
 	}
-	return d, remove(f.name)
+	return errors.Join(remove(other), remove(f.name))
+}
+
+// swap exchanges the names of two files.
+func swap(a, b string) error {
+	if err := unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, unix.RENAME_EXCHANGE); err != nil {
+		return &os.LinkError{Op: "exchange", Old: a, New: b, Err: err}
+	}
+	return nil
 }
 
 // segmentLimit makes eight of the cap. Larger ones than 64 MiB are no help to viewers, nor to who copies one that grows.
@@ -168,7 +205,7 @@ func (d *disk) next(number int, first []byte, tail int) error {
 	if d.visible != nil {
 		keep := beside(d.path, strconv.Itoa(number))
 		if err = remove(keep); err == nil {
-			if d.inPlace {
+			if d.change == inPlace {
 				err = os.Rename(d.path, keep)
 			} else {
 				err = os.Link(d.path, keep)
@@ -234,7 +271,7 @@ func lost(err error) error {
 }
 
 func (d *disk) write(p, tail []byte) (int, error) {
-	if d.inPlace && d.visible != nil {
+	if d.change == inPlace && d.visible != nil {
 		if _, err := d.visible.f.WriteAt(slices.Concat(p, tail), d.visible.body); err != nil {
 			return 0, errors.Join(err, d.restore())
 		}
@@ -254,9 +291,7 @@ func (d *disk) write(p, tail []byte) (int, error) {
 			return 0, err
 		}
 	}
-	n, err := d.hidden.f.WriteAt(p, d.hidden.body)
-	d.hidden.body += int64(n)
-	return n, err
+	return d.hidden.append(p)
 }
 
 // restore ends the file that has the name where it did before a write to it failed. It needs no room that was not taken before.
@@ -268,7 +303,7 @@ func (d *disk) restore() error {
 }
 
 func (d *disk) commit(tail []byte) error {
-	if d.inPlace && d.visible != nil {
+	if d.change == inPlace && d.visible != nil {
 		return d.mine()
 	}
 	h := d.hidden
@@ -276,10 +311,6 @@ func (d *disk) commit(tail []byte) error {
 		return nil
 	}
 	if _, err := h.f.WriteAt(tail, h.body); err != nil {
-		return err
-	}
-	// A write that failed may have left more.
-	if err := h.f.Truncate(h.body + int64(len(tail))); err != nil {
 		return err
 	}
 	if d.visible == nil {
@@ -292,6 +323,14 @@ func (d *disk) commit(tail []byte) error {
 	}
 	if err := d.mine(); err != nil {
 		return err
+	}
+	if d.change == exchange {
+		if err := swap(h.name, d.path); err != nil {
+			return lost(err)
+		}
+		d.visible.name, h.name = h.name, d.path
+		d.visible, d.hidden = h, d.visible
+		return nil
 	}
 	other := d.free()
 	if err := remove(other); err != nil {

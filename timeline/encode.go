@@ -14,8 +14,9 @@ const closing = "\n]\n"
 type encoder interface {
 	// reset begins a file.
 	reset()
-	// encode appends what text becomes, up to the end of a byte and with nothing held back.
-	encode(dst, text []byte) []byte
+	// encode appends what text becomes, up to the end of a byte and with nothing held back. It may give back the memory of text
+	// and keep that of an empty dst for the next.
+	encode(dst, text []byte) (out, next []byte)
 	// tail appends what makes a complete file of all before it. It leaves the encoder as it was.
 	tail(dst []byte) []byte
 	// most is an upper bound of what n bytes of text become.
@@ -24,10 +25,16 @@ type encoder interface {
 
 type plain struct{}
 
-func (plain) reset()                         {}
-func (plain) encode(dst, text []byte) []byte { return append(dst, text...) }
-func (plain) tail(dst []byte) []byte         { return append(dst, closing...) }
-func (plain) most(n int) int64               { return int64(n) }
+func (plain) reset()                 {}
+func (plain) tail(dst []byte) []byte { return append(dst, closing...) }
+func (plain) most(n int) int64       { return int64(n) }
+
+func (plain) encode(dst, text []byte) (out, next []byte) {
+	if len(dst) == 0 {
+		return text, dst
+	}
+	return append(dst, text...), text[:0]
+}
 
 // gzipped makes one gzip member (RFC 1952) that can end after every piece: each ends on a byte (a sync flush), and the tail is a
 // stored block with the end of the text, and the checksum. So the file has one member as any other, and no tool needs to know
@@ -53,7 +60,7 @@ func (g *gzipped) reset() {
 	g.begun, g.sum, g.size = false, 0, 0
 }
 
-func (g *gzipped) encode(dst, text []byte) []byte {
+func (g *gzipped) encode(dst, text []byte) (out, next []byte) {
 	if !g.begun {
 		g.begun = true
 		// Deflate, no flags, no time, fastest, unknown system.
@@ -65,7 +72,7 @@ func (g *gzipped) encode(dst, text []byte) []byte {
 	_ = g.w.Flush()
 	g.sum = crc32.Update(g.sum, crc32.IEEETable, text)
 	g.size += uint32(len(text))
-	return append(dst, g.out.Bytes()...)
+	return append(dst, g.out.Bytes()...), text[:0]
 }
 
 func (g *gzipped) tail(dst []byte) []byte {

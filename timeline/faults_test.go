@@ -222,13 +222,13 @@ func usage(t *testing.T, dir string) (sum int64) {
 // Much more than the cap goes through, and it holds at every moment.
 func TestCap(t *testing.T) {
 	for _, name := range []string{"t.json", "t.json.gz"} {
-		for _, inPlace := range []bool{false, true} {
+		for _, change := range []change{exchange, replace, inPlace} {
 			dir := t.TempDir()
 			path := filepath.Join(dir, name)
 			cfg := testConfig(path)
 			cfg.MaxBytes = 1 << 18
 			k := quick
-			k.inPlace = inPlace
+			k.change = change
 			tl := mustStart(t, cfg, k)
 			var most int64
 			number := uint64(0)
@@ -497,7 +497,7 @@ func TestLeftovers(t *testing.T) {
 
 // A folder that goes, and a file that somebody replaces: operations are counted, and when it can it writes again.
 func TestRemoved(t *testing.T) {
-	for _, inPlace := range []bool{false, true} {
+	for _, change := range []change{exchange, replace, inPlace} {
 		dir := filepath.Join(t.TempDir(), "d")
 		if err := os.Mkdir(dir, 0o700); err != nil {
 			t.Fatal(err)
@@ -506,7 +506,7 @@ func TestRemoved(t *testing.T) {
 		cfg := testConfig(filepath.Join(dir, "t.json"))
 		cfg.Log = log
 		k := quick
-		k.tensors, k.inPlace = 16, inPlace
+		k.tensors, k.change = 16, change
 		tl := mustStart(t, cfg, k)
 		if err := os.RemoveAll(dir); err != nil {
 			t.Fatal(err)

@@ -61,8 +61,24 @@ type formatter struct {
 	undoLast  time.Duration
 	undoNew   bool
 
-	pid, operation []byte // parts of the lines of a tensor
-	order          []int32
+	pid    []byte // part of the lines of a tensor
+	order  []int32
+	stamps [32]stamp // found by a hash of their time
+}
+
+// stamp is a time as text. The tensors of an operation share most of theirs.
+type stamp struct {
+	at   time.Duration
+	n    uint8
+	text [23]byte
+}
+
+func (f *formatter) micros(dst []byte, d time.Duration) []byte {
+	s := &f.stamps[uint64(d)*0x9e3779b97f4a7c15>>59]
+	if s.at != d || s.n == 0 {
+		s.at, s.n = d, uint8(len(appendMicros(s.text[:0], d)))
+	}
+	return append(dst, s.text[:s.n]...)
 }
 
 // header begins a segment.
@@ -142,8 +158,6 @@ func (f *formatter) at(t *track, d time.Duration) time.Duration {
 func (f *formatter) tensor(dst []byte, e *entry, n *tensorEntry, activities []trace.Activity, arrivals []time.Duration) []byte {
 	dst, t := f.track(dst, trackKey{n.name, e.set})
 	f.pid = strconv.AppendInt(append(f.pid[:0], `,"pid":`...), int64(t.pid), 10)
-	f.operation = strconv.AppendUint(append(f.operation[:0], `"set":`...), uint64(e.set), 10)
-	f.operation = strconv.AppendUint(append(f.operation, `,"op":`...), e.number, 10)
 
 	op := nameOf(e.kind)
 	f.order = byTime(f.order[:0], arrivals)
@@ -160,8 +174,10 @@ func (f *formatter) tensor(dst []byte, e *entry, n *tensorEntry, activities []tr
 	begin = f.at(t, begin)
 	dst = appendMicros(dst, begin)
 	dst = append(dst, f.pid...)
-	dst = append(dst, `,"args":{`...)
-	dst = append(dst, f.operation...)
+	dst = append(dst, `,"args":{"set":`...)
+	dst = strconv.AppendUint(dst, uint64(e.set), 10)
+	dst = append(dst, `,"op":`...)
+	dst = strconv.AppendUint(dst, e.number, 10)
 	if n.submitted > 0 && begin != n.submitted {
 		dst = append(dst, `,"submitted":`...)
 		dst = appendMicros(dst, n.submitted)
@@ -186,7 +202,7 @@ func (f *formatter) tensor(dst []byte, e *entry, n *tensorEntry, activities []tr
 	dst = f.endOf(dst, granted)
 	dst = append(dst, `,"args":{"cached":`...)
 	dst = strconv.AppendBool(dst, n.cached)
-	if n.sent > 0 {
+	if n.sent-n.submitted >= time.Microsecond {
 		dst = append(dst, `,"sent":`...)
 		dst = appendMicros(dst, n.sent)
 	}
@@ -213,7 +229,7 @@ func (f *formatter) tensor(dst []byte, e *entry, n *tensorEntry, activities []tr
 		dst = append(dst, ",\n"+`{"name":`...)
 		dst = appendString(dst, a.Name)
 		dst = append(dst, `,"ph":"B","ts":`...)
-		dst = appendMicros(dst, f.at(t, a.Begun))
+		dst = f.micros(dst, f.at(t, a.Begun))
 		dst = append(dst, f.pid...)
 		dst = append(dst, '}')
 		dst = append(f.endOf(dst, f.at(t, a.End)), '}')
@@ -229,8 +245,6 @@ func (f *formatter) tensor(dst []byte, e *entry, n *tensorEntry, activities []tr
 	}
 	dst = append(dst, `"bytes":`...)
 	dst = strconv.AppendInt(dst, n.bytes, 10)
-	dst = append(dst, ',')
-	dst = append(dst, f.operation...)
 	dst = append(dst, `,"fused":`...)
 	dst = strconv.AppendInt(dst, int64(e.fused), 10)
 	dst = append(dst, `,"backend":"`...)
@@ -249,7 +263,7 @@ func (f *formatter) beginning(dst []byte, name string, at time.Duration) []byte 
 	dst = append(dst, ",\n"+`{"name":"`...)
 	dst = append(dst, name...)
 	dst = append(dst, `","ph":"B","ts":`...)
-	dst = appendMicros(dst, at)
+	dst = f.micros(dst, at)
 	dst = append(dst, f.pid...)
 	return append(dst, '}')
 }
@@ -257,7 +271,7 @@ func (f *formatter) beginning(dst []byte, name string, at time.Duration) []byte 
 // endOf is an end without its closing brace.
 func (f *formatter) endOf(dst []byte, at time.Duration) []byte {
 	dst = append(dst, ",\n"+`{"ph":"E","ts":`...)
-	dst = appendMicros(dst, at)
+	dst = f.micros(dst, at)
 	return append(dst, f.pid...)
 }
 

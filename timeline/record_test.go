@@ -148,7 +148,7 @@ func TestText(t *testing.T) {
 {"ph":"E","ts":1800,"pid":1},
 {"name":"MEMCPY_OUT_FUSION_BUFFER","ph":"B","ts":1800,"pid":1},
 {"ph":"E","ts":1890,"pid":1},
-{"ph":"E","ts":1900,"pid":1,"args":{"dtype":"float32","shape":"[2, 3]","bytes":24,"set":3,"op":1,"fused":2,"backend":"shm","algorithm":"ring"}},
+{"ph":"E","ts":1900,"pid":1,"args":{"dtype":"float32","shape":"[2, 3]","bytes":24,"fused":2,"backend":"shm","algorithm":"ring"}},
 {"name":"process_name","ph":"M","pid":2,"args":{"name":"h [set 3]"}},
 {"name":"process_sort_index","ph":"M","pid":2,"args":{"sort_index":2}},
 {"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":1000,"pid":2,"args":{"set":3,"op":1}},
@@ -162,7 +162,7 @@ func TestText(t *testing.T) {
 {"ph":"E","ts":1800,"pid":2},
 {"name":"MEMCPY_OUT_FUSION_BUFFER","ph":"B","ts":1800,"pid":2},
 {"ph":"E","ts":1890,"pid":2},
-{"ph":"E","ts":1900,"pid":2,"args":{"dtype":"float32","shape":"[]","bytes":24,"set":3,"op":1,"fused":2,"backend":"shm","algorithm":"ring","error":"rank 1 sent \"x\""}},
+{"ph":"E","ts":1900,"pid":2,"args":{"dtype":"float32","shape":"[]","bytes":24,"fused":2,"backend":"shm","algorithm":"ring","error":"rank 1 sent \"x\""}},
 {"name":"process_name","ph":"M","pid":3,"args":{"name":"b"}},
 {"name":"process_sort_index","ph":"M","pid":3,"args":{"sort_index":3}},
 {"name":"NEGOTIATE_BARRIER","ph":"B","ts":2000,"pid":3,"args":{"set":0,"op":2}},
@@ -170,7 +170,7 @@ func TestText(t *testing.T) {
 {"name":"BARRIER","ph":"B","ts":3000,"pid":3},
 {"name":"QUEUE","ph":"B","ts":3000,"pid":3},
 {"ph":"E","ts":3000,"pid":3},
-{"ph":"E","ts":3000,"pid":3,"args":{"bytes":0,"set":0,"op":2,"fused":1,"backend":"none","algorithm":"none"}}
+{"ph":"E","ts":3000,"pid":3,"args":{"bytes":0,"fused":1,"backend":"none","algorithm":"none"}}
 ]
 `
 	if string(got) != want {
@@ -194,9 +194,12 @@ func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinet
 	us := func(d time.Duration) float64 { return float64(d) / 1000 }
 	w := timelinetest.Operation{
 		Track: track, Set: uint32(op.Set), Number: op.Number, Kind: nameOf(op.Kind), Negotiated: nameOf(op.Kind),
-		Submitted: us(n.Submitted), Sent: us(n.Sent), Granted: us(op.Granted), Begun: us(op.Begun), Ended: us(op.Ended),
+		Submitted: us(n.Submitted), Granted: us(op.Granted), Begun: us(op.Begun), Ended: us(op.Ended),
 		Cached: n.Cached, Arrivals: map[int]float64{}, Backend: op.Backend.String(), Algorithm: op.Algorithm.String(),
 		Bytes: n.Bytes, Fused: len(op.Tensors),
+	}
+	if n.Sent-n.Submitted >= time.Microsecond {
+		w.Sent = us(n.Sent)
 	}
 	w.Begin = w.Submitted
 	var first, last time.Duration
@@ -268,7 +271,9 @@ func (r *random) operation() *trace.Operation {
 		if r.IntN(2) == 0 {
 			n.Arrivals = arrivals
 		}
-		n.Sent = step()
+		if n.Sent = step(); r.IntN(3) == 0 {
+			n.Sent = n.Submitted + time.Duration(r.IntN(3)*500) // told from a microsecond on
+		}
 		if r.IntN(10) == 0 {
 			n.Refused = errors.New("refused\t<&>\u2028")
 		}
@@ -298,7 +303,8 @@ func TestRandomOperations(t *testing.T) {
 			{"whole", func(*Config) {}, func(*knobs) {}},
 			{"segments", func(c *Config) { c.MaxBytes = 1 << 20 }, func(*knobs) {}},
 			{"small segments", func(c *Config) { c.MaxBytes = 8 * 24 << 10 }, func(*knobs) {}},
-			{"in place", func(c *Config) { c.MaxBytes = 1 << 20 }, func(k *knobs) { k.inPlace = true }},
+			{"replaced", func(c *Config) { c.MaxBytes = 1 << 20 }, func(k *knobs) { k.change = replace }},
+			{"in place", func(c *Config) { c.MaxBytes = 1 << 20 }, func(k *knobs) { k.change = inPlace }},
 			{"ring", func(c *Config) { c.Last = time.Hour }, func(*knobs) {}},
 		} {
 			t.Run(name+"/"+c.name, func(t *testing.T) {

@@ -249,8 +249,9 @@ func writeToLimits(dir string) error {
 		{"whole.json.gz", func(*Config) {}, func(*knobs) {}},
 		{"segments.json", func(c *Config) { c.MaxBytes = 200 << 10 }, func(*knobs) {}},
 		{"segments.json.gz", func(c *Config) { c.MaxBytes = 32 << 10 }, func(*knobs) {}},
-		{"inplace.json", func(*Config) {}, func(k *knobs) { k.inPlace = true }},
-		{"inplace.json.gz", func(*Config) {}, func(k *knobs) { k.inPlace = true }},
+		{"replaced.json", func(*Config) {}, func(k *knobs) { k.change = replace }},
+		{"inplace.json", func(*Config) {}, func(k *knobs) { k.change = inPlace }},
+		{"inplace.json.gz", func(*Config) {}, func(k *knobs) { k.change = inPlace }},
 		{"ring.json", func(c *Config) { c.Last = time.Hour }, func(*knobs) {}},
 		{"ring.json.gz", func(c *Config) { c.Last = time.Hour }, func(*knobs) {}},
 	} {
@@ -290,7 +291,7 @@ func limits(cfg Config, k knobs, r *rand.Rand) error {
 		// time after that it can not.
 		if which := r.IntN(4); round%4 == 0 || which > 0 && round%4 != 1 {
 			most := r.Int64N(8<<10) >> r.IntN(6)
-			if at, err := os.Stat(cfg.Path); err == nil && k.inPlace {
+			if at, err := os.Stat(cfg.Path); err == nil && k.change == inPlace {
 				if round%4 == 0 {
 					most = 10 // the first time the file has nothing yet but what it began with
 				}

@@ -70,22 +70,35 @@ func (s *stream) finish(tail []byte) error {
 	return err
 }
 
-// file is a name of ours. body is how much of it is known to be written, without a tail. More may be there: WriteAt does not say how
-// far it came before it failed.
+// file is a name of ours. body is how much of it is written, without a tail. Bodies only grow, and what fails says how far it came: so
+// nothing is ever left behind a new tail, and the size is never set. (That would cost ext4 the blocks that it has taken in advance.)
 type file struct {
 	f    *os.File
 	name string
 	body int64
 }
 
-// extend copies what other has after the end of f.
+// append writes p after the body.
+func (f *file) append(p []byte) (int, error) {
+	n, err := f.f.WriteAt(p, f.body)
+	f.body += int64(n)
+	return n, err
+}
+
+// extend copies what other has after the end of f, within the kernel where it can (os.File.ReadFrom).
 func (f *file) extend(other *file) error {
 	if f.body >= other.body {
 		return nil
 	}
-	n, err := io.Copy(io.NewOffsetWriter(f.f, f.body), io.NewSectionReader(other.f, f.body, other.body-f.body))
+	if _, err := f.f.Seek(f.body, io.SeekStart); err != nil {
+		return err
+	}
+	if _, err := other.f.Seek(f.body, io.SeekStart); err != nil {
+		return err
+	}
+	n, err := io.CopyN(f.f, other.f, other.body-f.body)
 	f.body += n
-	if err == nil && f.body < other.body {
+	if errors.Is(err, io.EOF) {
 		err = fmt.Errorf("%s: %w", other.name, io.ErrUnexpectedEOF)
 	}
 	return err

@@ -57,8 +57,8 @@ type knobs struct {
 	interval, retry time.Duration
 	// patience is how long Close and Write wait for the disk.
 	patience time.Duration
-	// inPlace does as on a file system without hard links.
-	inPlace bool
+	// change is the best way for the twins to change places.
+	change change
 }
 
 // The interval also gives who reads the file of a running job time to do so: it is not touched before the next but one flush.

@@ -35,7 +35,6 @@ type writer struct {
 
 	reading *batch // what was recorded, from at on not yet in pending
 	at      cursor
-	text    []byte // of a tensor
 	pending []byte // text that is not yet encoded
 	out     []byte // bytes that the sink has not taken
 	tail    []byte
@@ -105,7 +104,7 @@ func (w *writer) open() error {
 
 func (w *writer) openDisk() error {
 	most := w.cfg.MaxBytes
-	d, err := newDisk(w.cfg.Path, most, w.ring != nil, w.knobs.inPlace)
+	d, err := newDisk(w.cfg.Path, most, w.ring != nil, w.knobs.change)
 	if err != nil {
 		return err
 	}
@@ -123,7 +122,7 @@ func (w *writer) begin() error {
 		return nil
 	}
 	w.enc.reset()
-	first := w.enc.encode(nil, w.format.header(w.text[:0], w.segment+1, w.dropped.Load()))
+	first, _ := w.enc.encode(nil, w.format.header(nil, w.segment+1, w.dropped.Load()))
 	whole := w.enc.tail(first)
 	if err := w.sink.next(w.segment, whole, len(whole)-len(first)); err != nil {
 		if errors.Is(err, errLost) {
@@ -255,11 +254,12 @@ func (w *writer) place(format func([]byte) []byte, undo func()) error {
 				return err
 			}
 		}
-		w.text = format(w.text[:0])
-		if w.fits(len(w.text)) {
-			w.pending = append(w.pending, w.text...)
+		before := len(w.pending)
+		w.pending = format(w.pending)
+		if w.fits() {
 			return nil
 		}
+		w.pending = w.pending[:before]
 		undo()
 		switch {
 		case len(w.pending)+len(w.out) > 0:
@@ -279,16 +279,15 @@ func (w *writer) place(format func([]byte) []byte, undo func()) error {
 	}
 }
 
-// fits reports whether n bytes of text more leave the segment within its limit.
-func (w *writer) fits(n int) bool {
-	return w.limit <= 0 || w.body+int64(len(w.out)+w.tailBytes)+w.enc.most(len(w.pending)+n) <= w.limit
+// fits reports whether all text that is there leaves the segment within its limit.
+func (w *writer) fits() bool {
+	return w.limit <= 0 || w.body+int64(len(w.out)+w.tailBytes)+w.enc.most(len(w.pending)) <= w.limit
 }
 
 // push gives the sink all text that is there.
 func (w *writer) push() error {
 	if len(w.out) == 0 && len(w.pending) > 0 {
-		w.out = w.enc.encode(w.out, w.pending)
-		w.pending = w.pending[:0]
+		w.out, w.pending = w.enc.encode(w.out, w.pending)
 	}
 	if len(w.out) == 0 {
 		return nil

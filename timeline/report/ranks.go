@@ -373,9 +373,6 @@ func (r *rankReader) pop(t *track, e *event) *track {
 		t.bytes, t.fused = max(a.bytes, 0), a.fused
 		t.backend, t.shape, t.dtype = clip(a.backend), clip(a.shape), clip(a.dtype)
 		t.failed = t.kind == "ERROR" || a.err != nil
-		if a.op != 0 {
-			t.set, t.op = a.set, a.op
-		}
 		delete(r.open, e.pid)
 		return t
 	case t.depth == 1:

@@ -191,7 +191,7 @@ func TestSegments(t *testing.T) {
 	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":50,"pid":1,"args":{"set":0,"op":3}}`)
 	f.event(`{"ph":"E","ts":51,"pid":1}`)
 	f.event(`{"name":"ALLREDUCE","ph":"B","ts":51,"pid":1}`)
-	f.event(`{"ph":"E","ts":52,"pid":1,"args":{"bytes":4,"set":0,"op":3,"fused":1}}`)
+	f.event(`{"ph":"E","ts":52,"pid":1,"args":{"bytes":4,"fused":1}}`)
 	f.pids["unused"] = 1
 	f.op(testOp{number: 4, granted: 70, begun: 70, ended: 80, tensors: []testTensor{{name: "x", submitted: 60}}})
 	path := put(t, dir, "t.json", f.end(100, 0))

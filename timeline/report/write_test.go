@@ -124,8 +124,8 @@ func (f *file) op(o testOp) {
 			at += a.duration
 			f.event(`{"ph":"E","ts":%d,"pid":%d}`, at, pid)
 		}
-		f.event(`{"ph":"E","ts":%d,"pid":%d,"args":{"dtype":"float32","shape":"[%d]","bytes":%d,"set":%d,"op":%d,"fused":%d,"backend":%q,"algorithm":"ring"%s}}`,
-			o.ended, pid, t.bytes/4, t.bytes, o.set, o.number, len(o.tensors), o.backend, problem)
+		f.event(`{"ph":"E","ts":%d,"pid":%d,"args":{"dtype":"float32","shape":"[%d]","bytes":%d,"fused":%d,"backend":%q,"algorithm":"ring"%s}}`,
+			o.ended, pid, t.bytes/4, t.bytes, len(o.tensors), o.backend, problem)
 	}
 }
 

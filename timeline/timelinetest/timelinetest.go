@@ -493,17 +493,15 @@ func (t *track) end(e *event, ts float64) (ended bool, err error) {
 	var a struct {
 		DType, Shape, Backend, Algorithm, Error *string
 		Bytes                                   *int64
-		Set                                     *uint32
-		Op                                      *uint64
 		Fused                                   *int
 	}
 	if err := args(e, &a); err != nil {
 		return false, err
 	}
-	if a.Bytes == nil || a.Set == nil || a.Op == nil || a.Fused == nil || a.Backend == nil || a.Algorithm == nil {
+	if a.Bytes == nil || a.Fused == nil || a.Backend == nil || a.Algorithm == nil {
 		return false, fmt.Errorf("%q: the end of %s lacks something: %s", t.name, of.name, e.Args)
 	}
-	if *a.Set != t.op.Set || *a.Op != t.op.Number || *a.Bytes < 0 || *a.Fused < 1 || (a.DType == nil) != (a.Shape == nil) {
+	if *a.Bytes < 0 || *a.Fused < 1 || (a.DType == nil) != (a.Shape == nil) {
 		return false, fmt.Errorf("%q: the end of operation %d of set %d: %s", t.name, t.op.Number, t.op.Set, e.Args)
 	}
 	if a.Shape != nil {
