@@ -495,6 +495,36 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
+// The best change that the file system has is taken, or the best that is asked for, and finding out leaves nothing.
+func TestChange(t *testing.T) {
+	dir := t.TempDir()
+	a, b := filepath.Join(dir, "a"), filepath.Join(dir, "b")
+	for _, name := range []string{a, b} {
+		if err := os.WriteFile(name, []byte(name), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	best := exchange
+	if err := swap(a, b); err != nil {
+		t.Logf("no exchange here: %v", err)
+		best = replace
+	} else if got, err := os.ReadFile(a); err != nil || string(got) != b {
+		t.Errorf("got %q, %v, want what the other had", got, err)
+	}
+	for asked, want := range map[change]change{exchange: best, replace: replace, inPlace: inPlace} {
+		d, err := newDisk(filepath.Join(dir, "t.json"), 0, false, asked)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d.change != want {
+			t.Errorf("got change %d, want %d", d.change, want)
+		}
+		if entries, err := os.ReadDir(dir); err != nil || len(entries) != 2 {
+			t.Errorf("got %v, %v, want a and b alone", entries, err)
+		}
+	}
+}
+
 // A folder that goes, and a file that somebody replaces: operations are counted, and when it can it writes again.
 func TestRemoved(t *testing.T) {
 	for _, change := range []change{exchange, replace, inPlace} {
