@@ -19,7 +19,7 @@ import (
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // deadline against hanging, of one test's collective part.
-const deadline = 60 * time.Second
+const deadline = 3 * time.Minute
 
 // run starts n ranks that meet in a store of their own, over TCP on loopback, and calls f once for each. It shuts
 // down when f has returned everywhere. settings come as name, value, name, value, ...

@@ -6,11 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -22,6 +24,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
@@ -259,9 +262,7 @@ func TestTensorsAreNotKept(t *testing.T) {
 
 // A shutdown does not wait for who reads metrics, nor he for it.
 func TestShutdownWhileScraped(t *testing.T) {
-	free := httptest.NewServer(http.NotFoundHandler())
-	addr := strings.TrimPrefix(free.URL, "http://")
-	free.Close()
+	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(testnet.FreePort(t)))
 	for range 5 {
 		e, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", addr))
 		if err != nil {

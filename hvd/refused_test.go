@@ -433,5 +433,5 @@ func TestTooMuchAtOnce(t *testing.T) {
 		if err := e.Shutdown(ctx); !errors.As(err, &peer) {
 			t.Errorf("rank %d: shutdown: got error %v", e.Rank(), err)
 		}
-	}, nil, "HOROVOD_LOG_LEVEL", "fatal")
+	}, nil, "HOROVOD_LOG_LEVEL", "fatal", "HVD_LIVENESS_SECONDS", "60") // so much takes some seconds to encode
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -20,8 +21,24 @@ import (
 // Times are exact in the engine's tests, where the clock is simulated. These see that settings, options and reports
 // arrive.
 
-// short is a timeout in which the ranks that are not missing submit what they have.
+// short is a timeout in which the ranks that are not missing submit what they have, if they begin together.
 const short = 500 * time.Millisecond
+
+// gathering returns what each of n ranks calls to wait for the others. They are not told of by a collective, which short would
+// bound too.
+func gathering(n int32) func(ctx context.Context) {
+	var here atomic.Int32
+	all := make(chan struct{})
+	return func(ctx context.Context) {
+		if here.Add(1) == n {
+			close(all)
+		}
+		select {
+		case <-all:
+		case <-ctx.Done():
+		}
+	}
+}
 
 // A tensor that waits is reported at rank 0 with the ranks that are missing, whether its name is new or cached, also on a
 // process set without rank 0; when they come it is done.
@@ -91,7 +108,9 @@ func awaitStall(ctx context.Context, t *testing.T, stalls <-chan hvd.Stall, want
 
 // The stall inspector ends the job at all ranks, with one reason, if its setting says so.
 func TestStallShutdown(t *testing.T) {
+	gather := gathering(3)
 	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+		gather(ctx)
 		if e.Rank() == 2 {
 			<-e.Done()
 		}
@@ -114,11 +133,16 @@ func TestStallShutdown(t *testing.T) {
 
 func wantStall(t *testing.T, e *hvd.Engine, err error) {
 	t.Helper()
-	const prefix = `hvd: allreduce "stuck": the job was shut down: stalled: allreduce "stuck" of process set 0 has waited 1`
+	const prefix = `hvd: allreduce "stuck": the job was shut down: stalled: allreduce "stuck" of process set 0 has waited `
 	var stall *hvd.StallError
 	if !errors.As(err, &stall) || !errors.Is(err, hvd.ErrShutDown) ||
-		!strings.HasPrefix(err.Error(), prefix) || !strings.HasSuffix(err.Error(), "s for rank 2") {
+		!strings.HasPrefix(err.Error(), prefix) || !strings.HasSuffix(err.Error(), " for rank 2") {
 		t.Errorf("rank %d: got error %v, want a StallError, which is an ErrShutDown", e.Rank(), err)
+		return
+	}
+	waited, err := time.ParseDuration(strings.TrimSuffix(strings.TrimPrefix(err.Error(), prefix), " for rank 2"))
+	if err != nil || waited < time.Second {
+		t.Errorf("rank %d: it has waited %v (%v), want 1 s at least", e.Rank(), waited, err)
 	}
 }
 
@@ -135,7 +159,9 @@ func TestOperationTimeout(t *testing.T) {
 	} {
 		t.Run(c.title, func(t *testing.T) {
 			modes(t, func(t *testing.T, mode []string) {
+				gather := gathering(3)
 				engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+					gather(ctx)
 					if e.Rank() == 1 {
 						<-e.Done()
 					}
@@ -169,7 +195,9 @@ func wantTimeout(t *testing.T, e *hvd.Engine, err error, missing int, prefix str
 func TestJoinHasNoDefaultTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		joined := make(chan struct{})
+		gather := gathering(2)
 		run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+			gather(ctx)
 			if e.Rank() == 1 {
 				j, err := hvd.JoinAsync(hvd.On(e))
 				if err != nil {
@@ -204,9 +232,11 @@ func TestJoinHasNoDefaultTimeout(t *testing.T) {
 // A join that was given a timeout ends by it.
 func TestJoinTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
+		gather := gathering(3)
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			gather(ctx)
 			// The wait ends anyway.
-			ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+			ctx, cancel := context.WithTimeout(ctx, deadline/4)
 			defer cancel()
 			var err error
 			if e.Rank() == 1 {
@@ -225,7 +255,9 @@ func TestJoinTimeout(t *testing.T) {
 // A process set that a rank does not ask for in time ends the job too.
 func TestAddProcessSetTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
+		gather := gathering(3)
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			gather(ctx)
 			if e.Rank() == 2 {
 				<-e.Done()
 			}

@@ -109,7 +109,7 @@ func TestStrangersAreBounded(t *testing.T) {
 	if _, err := get(t, s.Addr()); err != nil {
 		t.Error(err)
 	}
-	if err := first.SetReadDeadline(time.Now().Add(5 * time.Second)); err != nil {
+	if err := first.SetReadDeadline(time.Now().Add(patience)); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := first.Read(make([]byte, 1)); n > 0 || isTimeout(err) {
@@ -141,8 +141,21 @@ func TestConnectionsThatEndMakeRoom(t *testing.T) {
 	resp.Body.Close()
 }
 
+// patience is against hanging, and less than what a server bears silence for.
+const patience = 8 * time.Second
+
 // Close lets an answer end that is about to, cuts one that is not, and waits for both.
 func TestCloseDuringScrapes(t *testing.T) {
+	for range 20 {
+		if closeDuringScrapes(t) {
+			return
+		}
+	}
+	t.Fatal("no answer of twenty ended within 100 ms")
+}
+
+// closeDuringScrapes reports whether it was quick enough: Close does not wait for long.
+func closeDuringScrapes(t *testing.T) bool {
 	begun, end, ended, leave := make(chan string, 2), make(chan struct{}), make(chan struct{}), make(chan struct{})
 	log, _ := testnet.Logs()
 	s, err := metrics.Serve("127.0.0.1:0", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -154,7 +167,7 @@ func TestCloseDuringScrapes(t *testing.T) {
 		}
 		select {
 		case <-r.Context().Done():
-		case <-time.After(5 * time.Second):
+		case <-time.After(patience):
 			t.Error("the slow answer was not told to end")
 		}
 		close(ended)
@@ -169,11 +182,11 @@ func TestCloseDuringScrapes(t *testing.T) {
 	testnet.RawDial(t, s.Addr(), []byte("GET /slow HTTP/1.1\r\nHost: h1\r\nContent-Length: 5\r\n\r\n"))
 	<-begun
 	silent := testnet.RawDial(t, s.Addr())
-	closed := make(chan time.Duration)
+	closed := make(chan struct{})
+	closing := time.Now()
 	go func() {
-		from := time.Now()
 		s.Close()
-		closed <- time.Since(from)
+		close(closed)
 	}()
 	testnet.Eventually(t, "the port is closed", func() bool {
 		conn, err := net.Dial("tcp", s.Addr())
@@ -183,16 +196,21 @@ func TestCloseDuringScrapes(t *testing.T) {
 		return err != nil
 	})
 	close(end)
+	var body []byte
 	resp, err := http.ReadResponse(bufio.NewReader(quick), nil)
-	if err != nil {
-		t.Fatal(err)
+	if err == nil {
+		body, err = io.ReadAll(resp.Body)
 	}
-	body, err := io.ReadAll(resp.Body)
 	if string(body) != "all of it" || err != nil {
+		if time.Since(closing) > 100*time.Millisecond {
+			close(leave)
+			<-closed
+			return false
+		}
 		t.Errorf("got %q and error %v", body, err)
 	}
 	<-ended
-	if err := silent.SetReadDeadline(time.Now().Add(5 * time.Second)); err != nil {
+	if err := silent.SetReadDeadline(time.Now().Add(patience)); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := silent.Read(make([]byte, 1)); n > 0 || isTimeout(err) {
@@ -204,13 +222,16 @@ func TestCloseDuringScrapes(t *testing.T) {
 		close(leave)
 	case <-time.After(50 * time.Millisecond):
 		close(leave)
-		if took := <-closed; took > 5*time.Second {
-			t.Errorf("Close took %v", took)
+		select {
+		case <-closed:
+		case <-time.After(patience):
+			t.Fatal("Close hangs")
 		}
 	}
 	if err := s.Close(); err != nil {
 		t.Errorf("a second Close: %v", err)
 	}
+	return true
 }
 
 // pipes is a listener whose connections are pipes, on which time can be a bubble's.

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/url"
 	"path/filepath"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -23,13 +24,7 @@ func unknown(env map[string]string) MethodOptions {
 
 func freePort(t *testing.T) string {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ln.Close()
-	_, port, _ := net.SplitHostPort(ln.Addr().String())
-	return port
+	return strconv.Itoa(testnet.FreePort(t))
 }
 
 func TestMethods(t *testing.T) {
@@ -193,7 +188,7 @@ func TestOwnMethod(t *testing.T) {
 	if err := p.Close(); err != nil {
 		t.Error(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond) // for at least one refusal
 	defer cancel()
 	_, err = m.Open(ctx, "tcp://127.0.0.1:"+freePort(t), MethodOptions{Rank: 1, Size: 2})
 	if !errors.Is(err, context.DeadlineExceeded) {

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -249,15 +250,9 @@ func TestServerAnswersPing(t *testing.T) {
 }
 
 func TestDialTCP(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := ln.Addr().String()
-	ln.Close()
-
+	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(testnet.FreePort(t)))
 	t.Run("refused", func(t *testing.T) {
-		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond) // for at least one refusal
 		defer cancel()
 		_, err := Dial(ctx, addr, Config{})
 		if !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, syscall.ECONNREFUSED) {

@@ -26,7 +26,7 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-const deadline = 30 * time.Second
+const deadline = time.Minute
 
 // The test binary is hvdrun, its helper or a rank, by its first argument.
 func TestMain(m *testing.M) {

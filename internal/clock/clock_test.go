@@ -55,8 +55,9 @@ func TestMonotonicOfThePast(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if d := a - b - time.Hour; d.Abs() > time.Millisecond {
-		t.Errorf("an hour is off by %v", d)
+	// The thread may lose its processor between two readings of a clock, each time that they are tried.
+	if d, took := a-b-time.Hour, time.Since(now); d.Abs() > took {
+		t.Errorf("an hour is off by %v, within %v", d, took)
 	}
 }
 

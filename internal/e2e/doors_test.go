@@ -22,8 +22,8 @@ import (
 // purposes are what is proven at the doors of a job: those of the store, the root, and the ranks.
 var purposes = []string{"GHVS", "GHVB", "ghvd"}
 
-// doorDeadline bounds how long a door may hold a stranger: twice the 10 s that a handshake may take.
-const doorDeadline = 20 * time.Second
+// doorDeadline bounds how long a door may hold a stranger: the 10 s that a handshake may take, and as much again twice.
+const doorDeadline = 30 * time.Second
 
 // Who has not the secret, or only what he has overheard, gets in at no door of a running job, is told nothing, and is logged.
 // The job goes on, and whoever has the secret gets in meanwhile.

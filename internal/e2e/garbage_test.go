@@ -80,7 +80,7 @@ func throw(port int, garbage []byte) error {
 		return err
 	}
 	defer c.Close()
-	if err := c.SetDeadline(time.Now().Add(20 * time.Second)); err != nil {
+	if err := c.SetDeadline(time.Now().Add(doorDeadline)); err != nil {
 		return err
 	}
 	if _, err := c.Write(garbage); err == nil {

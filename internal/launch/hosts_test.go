@@ -516,7 +516,7 @@ func TestHostsThatAreNotReady(t *testing.T) {
 		{"bad frames", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\1\377\377\377\377'; cat >/dev/null`)}, 1, []string{"frame of 4294967295 bytes"}, ""},
 		{"garbled", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\1\0\0\0\1\77'; cat >/dev/null`)}, 1, []string{"its agent has sent a frame of kind 63"}, ""},
 		{"gone and done", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\1\0\0\0\5\11\0\0\1\0'; cat >/dev/null`)}, 1, []string{"its agent has sent a gone on rank 256 of 2"}, ""},
-		{"hangs", spec{StartMS: 300, Reach: byShell(`[ $AT = h1 ] || exec sleep 1000; exec "$@"`)}, 1, []string{"host h2: not ready within 300ms"}, "h1:"},
+		{"hangs", spec{StartMS: 3000, Reach: byShell(`[ $AT = h1 ] || exec sleep 1000; exec "$@"`)}, 1, []string{"host h2: not ready within 3s"}, "h1:"},
 		{"closes its output", spec{Reach: byShell(`[ $AT = h1 ] || exec sleep 1000 >/dev/null; exec "$@"`)}, 1, []string{"host h2: its agent has closed its output, and env goes on"}, ""},
 		{"no store", spec{StoreAddrs: []string{"127.0.0.1:9", "127.0.0.1:7"}}, 1,
 			[]string{"it does not reach the job's store", "at 127.0.0.1:9, 127.0.0.1:7: is there a firewall", "--network-interfaces"}, ""},

@@ -335,7 +335,7 @@ func TestRanksStartWithDefaultSignals(t *testing.T) {
 func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "later")
-	r := start(t, spec{NP: 3, NoticeMS: 50, GraceMS: 2000, Command: sh(`
+	r := start(t, spec{NP: 3, NoticeMS: 50, GraceMS: 6000, Command: sh(`
 		case $HOROVOD_RANK in
 		0) exec "` + self() + `" rank ignore;;
 		1) exec "` + self() + `" rank obey;;

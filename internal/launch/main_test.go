@@ -224,7 +224,7 @@ func must[T any](v T, err error) T {
 func self() string { return must(os.Executable()) }
 
 // deadline bounds every wait of the tests.
-const deadline = 30 * time.Second
+const deadline = time.Minute
 
 // buffer is written by exec and read by the test.
 type buffer struct {

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -63,7 +64,9 @@ func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
 	t.Cleanup(cancel)
-	cmd := exec.CommandContext(ctx, hvdrun, append([]string{"-np", fmt.Sprint(n), testtorch.Python}, args...)...)
+	// A rank may wait for another that has tests of its own to do first.
+	flags := []string{"-np", fmt.Sprint(n), "--start-timeout", fmt.Sprint(pythonLimit.Seconds()), testtorch.Python}
+	cmd := exec.CommandContext(ctx, hvdrun, append(flags, args...)...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = 20 * time.Second
 	cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
@@ -139,7 +142,6 @@ func TestPythonKilled(t *testing.T) {
 			if err := os.WriteFile(script, []byte(pythonVictim), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			start := time.Now()
 			out, err := job(t, 2, script, victim).CombinedOutput()
 			text := string(out)
 			if !strings.Contains(text, "rank 0 after") || !strings.Contains(text, "PeerError") {
@@ -148,8 +150,11 @@ func TestPythonKilled(t *testing.T) {
 			if victim == "sidecar" && !strings.Contains(text, "was killed by SIGKILL") {
 				t.Errorf("rank 1 has not heard how its sidecar ended: %v\n%s", err, text)
 			}
-			if took := time.Since(start); took > time.Minute {
-				t.Errorf("the job took %s\n%s", took, text)
+			// Not the imports, which a busy machine takes long for.
+			for _, after := range regexp.MustCompile(`rank \d after ([0-9.]+) s`).FindAllStringSubmatch(text, -1) {
+				if s, err := strconv.ParseFloat(after[1], 64); err != nil || s > 30 {
+					t.Errorf("a rank heard of it after %s s\n%s", after[1], text)
+				}
 			}
 		})
 	}

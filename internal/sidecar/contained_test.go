@@ -533,11 +533,14 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 
 // Strangers: those who say nothing, another protocol, another version, or do not know the secret.
 func TestStrangers(t *testing.T) {
-	s := server(t, Config{HelloTimeout: 50 * time.Millisecond})
+	s, hasty := server(t, Config{}), server(t, Config{HelloTimeout: 50 * time.Millisecond})
 	for what, hello := range map[string]string{
 		"i/o timeout": "", "greeting is": "GET / HT", "it speaks version 2": "GHVD\x00\x00\x00\x02", "secret": "GHVA\x01\x00\x00\x00",
 	} {
 		c := stranger(t, s)
+		if hello == "" {
+			c = stranger(t, hasty)
+		}
 		c.Write([]byte(hello))
 		if err := c.end(); err == nil || !strings.Contains(err.Error(), what) {
 			t.Errorf("%q: the connection has ended with %v, want %q", hello, err, what)

@@ -61,7 +61,7 @@ func echo(addr string) error {
 
 // talk sends each line of its input, and prints what comes back.
 func talk(addr string) error {
-	c, err := net.DialTimeout("tcp", addr, 500*time.Millisecond)
+	c, err := net.DialTimeout("tcp", addr, time.Second)
 	if err != nil {
 		return err
 	}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -21,11 +22,13 @@ func TestDeadPeer(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			h := newHost()
 			death := &transport.PeerError{Peer: 2, Lane: 1, Err: errors.New("the process ended")}
-			timer := time.AfterFunc(50*time.Millisecond, func() { h.kill(2, death) })
-			defer timer.Stop()
+			var begun atomic.Int32
 			err := try(h, 3, shm.Config{}, func(r *rank) error {
 				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, aligned(64)); err != nil {
 					return err
+				}
+				if begun.Add(1) == 3 {
+					time.AfterFunc(50*time.Millisecond, func() { h.kill(2, death) })
 				}
 				if r.me == 2 {
 					return nil
@@ -149,7 +152,7 @@ func TestPeersTables(t *testing.T) {
 					shm.PretendToCome(seg, size, r.chunkOf(r.mem.alloc(size)), change)
 					return nil
 				}
-				ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+				ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 				defer cancel()
 				err := r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, aligned(size))
 				var p *transport.PeerError

@@ -309,9 +309,9 @@ func testHalfOpenConnections(t *testing.T, encrypt bool) {
 	log, logs := testnet.Logs()
 	l := defaultLimits
 	l.doorway = 4
+	l.proof = time.Hour // to wait for the squatters' would take too long
 	ids, roots := openRoots(t, ctx, 1, Config{Log: log, Encrypt: encrypt}, l)
 	const squatters = 20
-	began := time.Now()
 	for range squatters {
 		testnet.RawDial(t, roots[0].Addr())
 	}
@@ -320,9 +320,6 @@ func testHalfOpenConnections(t *testing.T, encrypt bool) {
 	})
 	cfgs := configs(2)
 	joined(t, joinAll(t, ctx, ids, cfgs...), cfgs)
-	if took := time.Since(began); took > l.proof/2 {
-		t.Errorf("ranks came in after %v, behind the squatters", took)
-	}
 }
 
 func TestSlowProof(t *testing.T) { overBoth(t, testSlowProof) }
@@ -484,14 +481,14 @@ func TestRootEnds(t *testing.T) {
 	}{
 		{"close", func(_ context.CancelFunc, r *Root) { r.Close() }, Config{}, "ended: it was closed"},
 		{"context", func(cancel context.CancelFunc, _ *Root) { cancel() }, Config{}, "ended: context canceled"},
-		{"time", func(context.CancelFunc, *Root) {}, Config{Timeout: time.Second}, "ended: its time of 1s is over"},
+		{"time", func(context.CancelFunc, *Root) {}, Config{Timeout: 3 * time.Second}, "ended: its time of 3s is over"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			ctx := testnet.Context(t)
 			rctx, cancel := context.WithCancel(ctx)
 			defer cancel()
 			l := defaultLimits
-			l.proof = 500 * time.Millisecond // does not count any more once a rank has reported
+			l.proof = 2 * time.Second // does not count any more once a rank has reported
 			ids, roots := openRoots(t, rctx, 1, c.cfg, l)
 			running := []<-chan result{start(t, ctx, ids, configOf(0, 5)), start(t, ctx, ids, configOf(2, 5))}
 			reported(t, roots[0], 2)

@@ -132,15 +132,8 @@ a.set("from python", "done")
 // PyTorch's server, with our client.
 func TestTorchServer(t *testing.T) {
 	testtorch.Need(t)
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := ln.Addr().String()
-	_, port, _ := net.SplitHostPort(addr)
-	if err := ln.Close(); err != nil {
-		t.Fatal(err)
-	}
+	port := strconv.Itoa(testnet.FreePort(t))
+	addr := net.JoinHostPort("127.0.0.1", port)
 	wait := testtorch.Start(t, `
 import datetime, sys
 import torch.distributed as dist
@@ -251,15 +244,8 @@ func setGet(conn net.Conn, key string, n int) error {
 // torchServer runs PyTorch's server until stop.
 func torchServer(b *testing.B) (addr string, stop func()) {
 	testtorch.Need(b)
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		b.Fatal(err)
-	}
-	addr = ln.Addr().String()
-	_, port, _ := net.SplitHostPort(addr)
-	if err := ln.Close(); err != nil {
-		b.Fatal(err)
-	}
+	port := strconv.Itoa(testnet.FreePort(b))
+	addr = net.JoinHostPort("127.0.0.1", port)
 	wait := testtorch.Start(b, `
 import datetime, sys
 import torch.distributed as dist

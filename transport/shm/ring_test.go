@@ -347,11 +347,17 @@ func TestIdle(t *testing.T) {
 		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 	}
 	runtime.GC() // not to count a collection that would come
-	before := used()
 	const idle = 300 * time.Millisecond
-	<-time.After(idle) // the time is what is measured
-	if took := used() - before; took > idle/10 {
-		t.Errorf("used %v in %v, want next to nothing", took, idle)
+	for tries := 1; ; tries++ { // a busy machine may take longer to come to rest
+		before := used()
+		<-time.After(idle) // the time is what is measured
+		took := used() - before
+		if took <= idle/10 {
+			break
+		}
+		if tries == 20 {
+			t.Fatalf("used %v in %v, want next to nothing", took, idle)
+		}
 	}
 	if err := zero.Send([]byte{1}); err != nil {
 		t.Error(err)
@@ -375,7 +381,7 @@ func TestWhoSendsDecidesWhenToRing(t *testing.T) {
 	for settled := false; !settled; {
 		select {
 		case <-rang:
-		case <-time.After(50 * time.Millisecond):
+		case <-time.After(300 * time.Millisecond):
 			settled = true
 		}
 	}
