@@ -128,7 +128,9 @@ class Client:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._reader = threading.RLock()
-        self._cond = threading.Condition(threading.Lock())
+        # Of _cond. It is taken by itself: a signal may come in Condition.__exit__, before that gives it back.
+        self._mutex = threading.Lock()
+        self._cond = threading.Condition(self._mutex)
         self._waiters = 0
         self._fence = threading.Lock()  # it guards nothing: see _order
         self._ids = itertools.count(1)
@@ -220,7 +222,7 @@ class Client:
         for p in pending.values():
             p.error = why
             p.done = True
-        with self._cond:
+        with self._mutex:
             self._cond.notify_all()
 
     def _fail(self, reason: str) -> None:
@@ -255,7 +257,8 @@ class Client:
         """In a forked process: the connection is the parent's alone."""
         self._lock = threading.RLock()
         self._reader = threading.RLock()
-        self._cond = threading.Condition(threading.Lock())
+        self._mutex = threading.Lock()
+        self._cond = threading.Condition(self._mutex)
         self._waiters = 0
         self._placing = threading.Lock()
         self._fence = threading.Lock()
@@ -313,12 +316,7 @@ class Client:
         events = poller.poll()[0][1]
         if events & select.POLLOUT:
             return
-        if self._enter_reader():
-            try:
-                self._read(_NOT_WAITING)
-            finally:
-                self._leave_reader()
-        else:
+        if not self._take_turn(_NOT_WAITING):
             poller.modify(self._sock, select.POLLOUT)
             poller.poll(10)  # another thread is reading
         if self._over is not None:
@@ -376,13 +374,7 @@ class Client:
             while self._unwanted:
                 self.free_result(self._unwanted.popleft())
             if key is not None:
-                if key in self._names:
-                    self.poll_all()  # it may be done, and nobody has looked
-                    if key in self._names:
-                        raise ValueError(
-                            f"{op.label or key[1]}: an operation on a tensor of this name is in flight; "
-                            "use another name, or synchronize first"
-                        )
+                self._check_name(key, op.label)
                 self._names.add(key)
             if len(self._pending) >= _MAX_IN_FLIGHT - 1:
                 self.poll_all()
@@ -419,6 +411,20 @@ class Client:
             if op.uses == 2 and op.key is not None:
                 self._prepare(op)
         return p
+
+    def _check_name(self, key: Tuple[int, str], label: str) -> None:
+        if key in self._names:
+            self.poll_all()  # it may be done, and nobody has looked
+            if key in self._names:
+                raise ValueError(
+                    f"{label or key[1]}: a tensor with the same name as another tensor that is currently being "
+                    "processed; use another name, or synchronize first"
+                )
+
+    def check_name(self, name: str, set_id: int) -> None:
+        """A ValueError if an operation of this name is in flight."""
+        with self._lock:
+            self._check_name((set_id, name), name)
 
     def in_flight(self, key: Tuple[int, str]) -> bool:
         """Whether an operation of a name is, as far as is known without looking at the socket."""
@@ -510,21 +516,13 @@ class Client:
     def wait(self, p: Pending) -> None:
         """Waits until p is done, and raises its error."""
         while not p.done:
-            if self._enter_reader():
-                try:
-                    while not p.done:
-                        self._read(_WAITING)
-                finally:
-                    self._leave_reader()
-                return self._raise(p)
-            with self._cond:
+            if self._take_turn(_WAITING, p):
+                break
+            with self._mutex:
                 self._waiters += 1
                 try:
                     # Who reads sets done and then looks for waiters, and releases _reader before it does so once more.
-                    while not p.done:
-                        if self._enter_reader():
-                            self._reader.release()
-                            break
+                    while not p.done and not self._no_reader():
                         self._cond.wait()
                 finally:
                     self._waiters -= 1
@@ -542,11 +540,40 @@ class Client:
 
     def poll_all(self) -> None:
         """Takes what has come."""
-        if self._enter_reader():
+        self._take_turn(_NOT_WAITING)
+
+    def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None) -> bool:
+        """Reads once, or until p is done. False if another thread reads."""
+        # An exception of a signal handler may come between any two steps, also between the taking of _reader and the next
+        # one, and in the first finally: whichever way this is left, _reader is free for the threads that wait for it.
+        turn = leave = True
+        try:
             try:
-                self._read(_NOT_WAITING)
+                turn = leave = self._enter_reader()
+                if turn and p is None:
+                    self._read(flags)
+                while turn and p is not None and not p.done:
+                    self._read(flags)
             finally:
+                if leave:
+                    self._leave_reader()
+                    leave = False
+        finally:
+            if leave:
                 self._leave_reader()
+        return turn
+
+    def _no_reader(self) -> bool:
+        """Whether no other thread reads. Interrupted as _take_turn may be."""
+        free = True
+        try:
+            try:
+                free = self._enter_reader()
+            finally:
+                self._release_reader()
+        finally:
+            self._release_reader()
+        return free
 
     def _enter_reader(self) -> bool:
         """Takes _reader if no other thread has it."""
@@ -556,10 +583,16 @@ class Client:
         return self._reader.acquire(False)
 
     def _leave_reader(self) -> None:
-        self._reader.release()
+        """Gives _reader back, and tells who waits."""
+        self._release_reader()
         if self._waiters:
-            with self._cond:
+            with self._mutex:
                 self._cond.notify_all()
+
+    def _release_reader(self) -> None:
+        """Gives _reader back if this thread has it."""
+        if self._reader._is_owned():  # type: ignore[attr-defined]
+            self._reader.release()
 
     def _read(self, flags: Tuple[int, ...]) -> None:
         """Reads once and takes what has come. With _reader held."""
@@ -586,7 +619,7 @@ class Client:
                 return
         self._look()
         if self._waiters:
-            with self._cond:
+            with self._mutex:
                 self._cond.notify_all()
 
     def _parse(self) -> bool:

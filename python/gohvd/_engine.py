@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Generic, List, Optional, 
 from . import _wire as wire
 from ._arena import Block, Extent
 from ._client import Client, Operation, Pending
-from .exceptions import HorovodInternalError, NotInitializedError
+from .exceptions import HorovodInternalError, InitError, NotInitializedError, SidecarError
 
 if TYPE_CHECKING:
     from .process_sets import ProcessSet
@@ -130,6 +130,23 @@ class Call(Generic[A]):
             self.results()
         return True
 
+    def ended(self) -> bool:
+        """Whether it is done. The targets stay what they are."""
+        pending, plan = self.pending, self.plan
+        return pending is None or plan is None or plan.client.poll(pending)
+
+    def error(self) -> Optional[Exception]:
+        """Waits, and gives what it has failed with, if it has. The targets stay what they are."""
+        pending, plan = self.pending, self.plan
+        if pending is None:
+            return None
+        if plan is not None:
+            try:
+                plan.client.wait(pending)
+            except Exception as e:
+                return e
+        return None if pending.error is None else pending.error()
+
     def results(self) -> List[A]:
         """Waits, and gives the results: the targets, or new arrays."""
         pending, plan = self.pending, self.plan
@@ -229,21 +246,39 @@ class Engine:
                 changed.update({k: "" for k in self._environment if k not in now})
                 changed.update(settings)
                 ranks = [s.ranks or [] for s in process_sets]
-                reply = client.call(lambda i: wire.init(i, changed, ranks))
+                try:
+                    reply = client.call(lambda i: wire.init(i, changed, ranks))
+                except SidecarError:
+                    raise
+                except HorovodInternalError as e:
+                    raise InitError(str(e)) from e
                 if reply.ready is None:
                     raise HorovodInternalError("the sidecar has not said which rank this is")
                 self._place = reply.ready
                 self._unnamed = {}
                 self._sets = {0: self.global_set}
                 self.global_set.ranks = list(range(reply.ready.size))
-            for s in process_sets:
+            elif any([not self._registered_in_job(s) for s in process_sets]):
+                # Another client of the sidecar may have added them.
+                self._refresh()
+            for k, s in enumerate(process_sets):
+                if s.ranks == self.global_set.ranks:
+                    raise ValueError(f"process_sets entry number {k} is a duplicate: {s} has all ranks of the job")
                 s.process_set_id = self._id_of(s)
+
+    def _registered_in_job(self, s: ProcessSet) -> bool:
+        place = self.place()
+        return any([sorted(ranks) == s.ranks for _, ranks in place.process_sets])
+
+    def _refresh(self) -> None:
+        """Learns what sets the job has now: an Init within the job is answered with what is."""
+        reply = self._call(lambda i: wire.init(i, {}, []))
+        if reply.ready is not None:
+            self._place = reply.ready
 
     def _id_of(self, s: ProcessSet) -> int:
         """The number of a set of these ranks, which s from now on is."""
         assert self._place is not None and s.ranks is not None
-        if s.ranks == self.global_set.ranks:
-            return 0
         for ident, ranks in self._place.process_sets:
             if sorted(ranks) == s.ranks:
                 self._sets[ident] = s
@@ -301,9 +336,13 @@ class Engine:
 
     # Process sets.
 
-    def sets(self) -> Dict[int, ProcessSet]:
+    def set_ranks(self) -> Dict[int, List[int]]:
+        """The ranks of all sets of the job, by number."""
         self.place()
-        return dict(self._sets)
+        with self._lock:
+            self._refresh()
+            ranks = {ident: sorted(members) for ident, members in sorted(self.place().process_sets)}
+        return {0: list(self.global_set.ranks), **ranks}
 
     def add_set(self, s: ProcessSet) -> None:
         place = self.place()
@@ -382,11 +421,13 @@ class Engine:
         root: int = 0,
         splits: Tuple[int, ...] = (),
         grouped: bool = False,
+        member: bool = False,
         at_once: bool = False,
     ) -> Call[A]:
         """Begins an operation on contiguous arrays of one type: several if grouped, else one. code is the type's number and
-        its size. targets, for allreduce and broadcast, take the results; they may be the arrays themselves. at_once says that
-        the caller does nothing until it is done."""
+        its size. targets, for allreduce and broadcast, take the results; they may be the arrays themselves. member says that it
+        is one of a group, whose name it has, and travels by itself. at_once says that the caller does nothing until it is
+        done."""
         client = self._client
         if self._place is None or client is None:
             raise NotInitializedError()
@@ -399,7 +440,8 @@ class Engine:
         where = tuple([self._where(client, framework.address(x), code[1]) for x in arrays])
         in_place = targets is arrays
         key = (
-            kind, framework, name, set_id, code, shapes, where, in_place, reduce_op, prescale, postscale, root, splits, grouped
+            kind, framework, name, set_id, code, shapes, where, in_place, reduce_op, prescale, postscale, root, splits,
+            grouped, member,
         )  # fmt: skip
         plan = self._take(key)
         if plan is None:
@@ -414,16 +456,26 @@ class Engine:
         if name is not None:
             call.pending = client.submit(operation, keep=call)
         else:
-            full = self.unnamed(kind, set_id, grouped)
+            full = _full_name(kind, self.unnamed(set_id), grouped)
             call.pending = client.submit(operation, wire.operation_name(full), (set_id, full), call)
         return call
 
-    def unnamed(self, kind: int, set_id: int, grouped: bool = False) -> str:
+    def unnamed(self, set_id: int) -> str:
         """The name of the next tensor without one: counted by process set, so that ranks that are not in a set count as
         those that are."""
         n = self._unnamed.get(set_id, 0) + 1
         self._unnamed[set_id] = n
-        return _full_name(kind, f"noname.{n}", grouped)
+        return f"noname.{n}"
+
+    def check_names(self, kind: int, names: Sequence[str], process_set: ProcessSet) -> None:
+        """A ValueError if an operation of one of these names of a group's tensors is in flight. Before init it says nothing:
+        what comes next does."""
+        client = self._client
+        if self._place is None or client is None:
+            return
+        set_id = self.set_id(process_set, wire.KIND_NAMES[kind])
+        for name in names:
+            client.check_name(_full_name(kind, name, True), set_id)
 
     def _where(self, client: Client, address: int, alignment: int) -> Optional[Tuple[int, int]]:
         """The arena and offset of what lies at address; None if the sidecar cannot work on it there."""
@@ -434,7 +486,7 @@ class Engine:
         return found[0].number, found[1]
 
     def _plan(self, key: tuple, client: Client, fw: Framework[A], dtype: Any, process_set: ProcessSet) -> Plan[A]:
-        kind, _, name, set_id, (code, size), shapes, where, in_place, reduce_op, pre, post, root, splits, grouped = key
+        kind, _, name, set_id, (code, size), shapes, where, in_place, reduce_op, pre, post, root, splits, grouped, member = key
         plan: Plan[A] = Plan(key, client, self._job)
         tensors: List[Tuple[Shape, Optional[wire.Place], Optional[wire.Place]]] = []
         for shape, at in zip(shapes, where):
@@ -476,7 +528,7 @@ class Engine:
         if name is None:
             plan.operation = Operation(body, wire.KIND_NAMES[kind])
         else:
-            full = _full_name(kind, name, grouped)
+            full = _full_name(kind, name, grouped or member)
             label = f'{wire.KIND_NAMES[kind]} "{full}"'
             plan.operation = Operation(body + wire.operation_name(full), label, (set_id, full))
         return plan

@@ -37,6 +37,10 @@ class NotInitializedError(HorovodInternalError, ValueError):
         super().__init__("Horovod has not been initialized; use hvd.init().")
 
 
+class InitError(HorovodInternalError, ValueError):
+    """``init`` could not bring this process into its job; it may be called again. Horovod gives a ``ValueError``."""
+
+
 class HostsUpdatedInterrupt(Exception):
     """Hosts have come or gone; ``skip_sync`` says that the state need not be sent to anybody."""
 

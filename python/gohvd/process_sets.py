@@ -80,4 +80,4 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def get_process_set_ids_and_ranks() -> "dict[int, list[int]]":
     """The ranks of all registered process sets, by number."""
-    return {i: list(s.ranks or ()) for i, s in sorted(_engine.engine.sets().items())}
+    return _engine.engine.set_ranks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib.util
 import os
 import re
 import shutil
@@ -101,16 +102,66 @@ class InTheJob(Bounded):
             waiting.start()
             while not client._waiters:
                 os.sched_yield()
-            with client._cond:
+            with client._mutex:
                 pass  # it waits, or will look once more
             client._leave_reader()
             while client._enter_reader():
-                client._reader.release()
+                client._leave_reader()
                 os.sched_yield()
             never.done = True
             client.call(wire.status)  # wakes it
             waiting.join(20)
             self.assertFalse(waiting.is_alive())
+
+    def test_interrupted_readers(self) -> None:
+        """An exception of a signal handler, wherever a wait is, leaves the reader's lock to the other threads."""
+        hvd.init()
+        client = hvd._engine.engine.client()
+
+        class Signal(BaseException):
+            pass
+
+        def interrupted(name: str, after: bool, call: int = 1, at: Callable[[], object] = lambda: None) -> None:
+            """Waits, and has the signal come before or after a call of a method."""
+            method, calls = getattr(client, name), 0
+
+            def play(*args):
+                nonlocal calls
+                calls += 1
+                if calls != call:
+                    return method(*args)
+                at()
+                if after:
+                    self.assertIsNot(method(*args), False)
+                raise Signal
+
+            answered = client.request(wire.status)
+            setattr(client, name, play)
+            try:
+                with self.assertRaises(Signal):
+                    client.wait(answered)
+            finally:
+                delattr(client, name)
+            got: List[bool] = []
+            other = threading.Thread(target=lambda: (got.append(client._enter_reader()), client._release_reader()))
+            other.start()
+            other.join(20)
+            self.assertEqual(got, [True], f"{name} {after} {call}")
+            client.wait(answered)
+
+        for name in ("_enter_reader", "_read", "_leave_reader", "_release_reader"):
+            for after in (False, True):
+                interrupted(name, after)
+        # Where this thread waits because another one reads, which then ends.
+        for name, call in (("_enter_reader", 2), ("_release_reader", 1)):
+            for after in (False, True):
+                reading, end = threading.Event(), threading.Event()
+                reader = threading.Thread(
+                    target=lambda: (client._reader.acquire(), reading.set(), end.wait(20), client._reader.release())
+                )
+                reader.start()
+                reading.wait(20)
+                interrupted(name, after, call, lambda: (end.set(), reader.join(20)))
 
     def test_taken_twice(self) -> None:
         """An exception of a signal handler may come after an answer was taken and before that was noted."""
@@ -143,7 +194,7 @@ class InTheJob(Bounded):
             return
         if hvd.rank() == 0:
             first = hvd.allreduce_async([1.0], name="late")
-            with self.assertRaisesRegex(ValueError, "late.*in flight"):
+            with self.assertRaisesRegex(ValueError, "late.*same name"):
                 hvd.allreduce_async([1.0], name="late")
             self.assertFalse(first.done())
             hvd.barrier()
@@ -155,6 +206,58 @@ class InTheJob(Bounded):
         hvd.allreduce_async([1.0], name="again")
         hvd.barrier()
         hvd.allreduce_async([1.0], name="again").wait()
+
+    def test_two_clients_know_the_same_sets(self) -> None:
+        """Another connection of the rank finds sets that were added, and cannot use those that are gone."""
+        if not programs.first_rank:
+            return
+        script = """
+            import os, subprocess, sys, time
+            from gohvd._sidecar import find_sidecar
+            path = sys.argv[1] + os.environ["HOROVOD_RANK"]
+            daemon = subprocess.Popen([find_sidecar(), "--socket", path])
+            while not os.path.exists(path):
+                os.sched_yield()
+            os.environ["HVD_SIDECAR"] = "unix://" + path
+            import gohvd.numpy as hvd
+            from gohvd import _engine, _wire
+            from gohvd.process_sets import ProcessSet, global_process_set
+            other = _engine.Engine()
+            other.global_set = ProcessSet(None)
+            other.global_set.process_set_id = 0
+            hvd.init()
+            other.init([], {})
+            added = hvd.add_process_set([0])
+            same = ProcessSet([0])
+            other.init([same], {})
+            assert same.process_set_id == added.process_set_id == 1, same
+            assert other.set_ranks() == {0: [0, 1], 1: [0]}, other.set_ranks()
+            if hvd.rank() == 0:
+                other.simple(_wire.BARRIER, same)
+            hvd.barrier()
+            hvd.remove_process_set(added)
+            assert other.set_ranks() == {0: [0, 1]}, other.set_ranks()
+            try:
+                other.init([ProcessSet([0])], {})
+            except ValueError as e:
+                print("gone:", e)
+            if hvd.rank() == 0:
+                try:
+                    other.simple(_wire.BARRIER, same)
+                except ValueError as e:
+                    print("no barrier:", e)
+            hvd.barrier()
+            other.close()
+            daemon.terminate()
+            daemon.wait(20)
+            """
+        with tempfile.TemporaryDirectory() as top:
+            out = programs.run(
+                script, os.path.join(top, "s"), interpreter=(os.environ["HVD_RUN"], "-np", "2", sys.executable), HVD_SECRET="x" * 32
+            )
+            self.assertEqual(out.returncode, 0, out.stdout + out.stderr)
+        self.assertEqual(out.stdout.count("gone:"), 2, out.stdout)
+        self.assertEqual(out.stdout.count("no barrier:"), 1, out.stdout)
 
     def test_environment_of_a_later_init(self) -> None:
         hvd.init()
@@ -403,6 +506,7 @@ class Alone(Bounded):
         self.assertIn("waiting False [0. 0. 0. 0.]", out)
         self.assertNotIn("Warning", out)
 
+    @unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not here")
     def test_data_loader(self) -> None:
         out = self.run_program(
             """

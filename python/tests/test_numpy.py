@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib.util
 import unittest
 
 import numpy as np
@@ -120,6 +121,7 @@ class Numpy(unittest.TestCase):
             for i, h in enumerate(handles):
                 self.equal(h.wait(), np.full(2, float((turn + i) * self.size)))
 
+    @unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not here")
     def test_with_torch(self) -> None:
         """One name in numpy and in torch."""
         import torch

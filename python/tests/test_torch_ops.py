@@ -143,6 +143,25 @@ class Allreduce(RanksTest):
             self.assertIs(got, x)
             self.equal(x, want)
 
+    def test_grouped_of_several_types(self) -> None:
+        dtypes = [torch.float32, torch.int64, torch.float32, torch.bfloat16]
+        for name in (None, "types"):
+            tensors = [sample(self.rank, (i + 1,), d) for i, d in enumerate(dtypes)]
+            wants = [sum(samples(self.size, (i + 1,), d)) for i, d in enumerate(dtypes)]
+            for got, want in zip(hvd.grouped_allreduce(tensors, op=hvd.Sum, name=name), wants):
+                self.equal(got, want)
+            handle = hvd.grouped_allreduce_async_(tensors, op=hvd.Sum, name=name)
+            while not hvd.poll(handle):
+                os.sched_yield()
+            for x, want in zip(tensors, wants):
+                self.equal(x, want, "when poll has said that it is done")
+            for got, x in zip(hvd.synchronize(handle), tensors):
+                self.assertIs(got, x)
+            for got, want in zip(hvd.grouped_allgather(wants, name=name), wants):
+                self.equal(got, torch.cat([want] * self.size))
+            for got, want in zip(hvd.grouped_reducescatter(wants, op=hvd.Sum, name=name), wants):
+                self.equal(got, torch.tensor_split(want * self.size, self.size)[self.rank])
+
     def test_what_cannot_be_sent(self) -> None:
         for refused in (torch.ones(4, 4).t()[:3], torch.ones(3, dtype=torch.complex64)):
             for call in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter):

@@ -11,6 +11,9 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch
 from ranks import RanksTest, adasum, hvd
 
+from gohvd import _engine
+from gohvd.process_sets import get_process_set_ids_and_ranks
+
 
 class SetsTest(RanksTest):
     def together(self) -> None:
@@ -78,6 +81,59 @@ class Errors(SetsTest):
             hvd.barrier()
         self.equal(hvd.synchronize(first), torch.full((2,), float(self.size)))
         self.count_anew()
+
+    def test_types_in_groups(self) -> None:
+        """A group whose tensors are of several types at some ranks alone: an error, as where they are of one type."""
+        for name in ("types", None):
+            for call in (hvd.grouped_allreduce, hvd.grouped_allreduce_, hvd.grouped_allgather, hvd.grouped_reducescatter):
+                second = torch.ones(3, dtype=torch.float64 if self.rank == self.size - 1 else torch.float32)
+                tensors = [torch.full((3,), float(self.rank)), second]
+                self.mismatch(lambda: call(tensors, name=name), "mismatched")
+                if self.size > 1:
+                    self.equal(tensors[0], torch.full((3,), float(self.rank)))
+                    self.equal(second, torch.ones_like(second))
+
+    def test_a_group_of_types_fails_whole(self) -> None:
+        rows = 3 if self.rank == self.size - 1 else 2
+        tensors = [torch.full((3,), float(self.rank)), torch.ones(rows, dtype=torch.float64)]
+        self.mismatch(lambda: hvd.grouped_allreduce_(tensors, name="fails"), "grouped_allreduce.fails_2of2", "shape")
+        handle = hvd.grouped_allreduce_async_(tensors, name="fails")
+        while not hvd.poll(handle):
+            os.sched_yield()
+        if self.size == 1:
+            hvd.synchronize(handle)
+            return
+        self.mismatch(lambda: hvd.synchronize(handle), "grouped_allreduce.fails_2of2", "shape")
+        self.equal(tensors[0], torch.full((3,), float(self.rank)))
+
+    def test_a_group_is_refused_whole(self) -> None:
+        one, two = torch.ones(3), torch.ones(2, dtype=torch.float64)
+        client = _engine.engine.client()
+        client.poll_all()
+        before = len(client._pending)
+        for bad in (torch.ones(4, 4).t()[:3], torch.ones(3, dtype=torch.complex64), torch.eye(2).to_sparse()):
+            with self.assertRaises(ValueError):
+                hvd.grouped_allreduce_async([one, two, bad], name="whole")
+            self.assertEqual(len(client._pending), before, "some were begun")
+        if self.rank > 0:
+            hvd.barrier()  # until then those of rank 0 cannot end
+        of_this_name = hvd.grouped_allreduce_async([two], name="whole_2of2")
+        if self.rank == 0 and self.size > 1:
+            before = len(client._pending)
+            with self.assertRaisesRegex(ValueError, "grouped_allreduce.whole_2of2: .* same name"):
+                hvd.grouped_allreduce_async([one, two], name="whole")
+            self.assertEqual(len(client._pending), before, "some were begun")
+            hvd.barrier()
+        hvd.synchronize(of_this_name)
+        if self.rank > 0:
+            hvd.barrier()
+        under_way = hvd.grouped_allreduce_async([one, two], name="whole", op=hvd.Sum)
+        if self.rank == 0:
+            for name, tensors in (("whole", [one, two]), ("whole", [two, one])) if self.size > 1 else ():
+                with self.assertRaisesRegex(ValueError, "grouped_allreduce.whole_1of2: .* same name"):
+                    hvd.grouped_allreduce_async(tensors, name=name)
+            hvd.barrier()
+        self.assertEqual([float(x.sum()) for x in hvd.synchronize(under_way)], [3.0 * self.size, 2.0 * self.size])
 
     def test_names_of_operations_are_apart(self) -> None:
         # An allreduce and an allgather of one name do not meet.
@@ -181,6 +237,34 @@ class ProcessSets(SetsTest):
         self.together()
         hvd.shutdown()
         hvd.init(process_sets="dynamic")
+
+    def test_a_set_of_init_with_all_ranks(self) -> None:
+        everyone = hvd.ProcessSet(range(self.size))
+        with self.assertRaisesRegex(ValueError, "duplicate"):
+            hvd.init(process_sets=[everyone])
+        self.assertTrue(hvd.is_initialized(), "it was before")
+        self.together()
+        hvd.shutdown()
+        with self.assertRaisesRegex(ValueError, "duplicate"):
+            hvd.init(process_sets=[everyone])
+        self.assertIsNone(everyone.process_set_id)
+        # A job that could not begin is an error of either kind.
+        with self.assertRaisesRegex(hvd.HorovodInternalError, "duplicate"):
+            hvd.init(process_sets=[everyone])
+        with self.assertRaisesRegex(ValueError, f"rank {self.size + 1}, want 0 to {self.size - 1}"):
+            hvd.init(process_sets=[hvd.ProcessSet([0, self.size + 1])])
+        self.assertFalse(hvd.is_initialized())
+        hvd.init(process_sets="dynamic")
+        self.together()
+
+    def test_all_sets(self) -> None:
+        want = {0: list(range(self.size))}
+        self.assertEqual(get_process_set_ids_and_ranks(), want)
+        if self.size > 1:
+            ps = hvd.add_process_set([self.size - 1])
+            self.assertEqual(get_process_set_ids_and_ranks(), {**want, ps.process_set_id: [self.size - 1]})
+            hvd.remove_process_set(ps)
+            self.assertEqual(get_process_set_ids_and_ranks(), want)
 
 
 class Join(SetsTest):

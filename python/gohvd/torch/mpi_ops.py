@@ -124,28 +124,27 @@ def _begin(
     root: int = 0,
     splits: Tuple[int, ...] = (),
     grouped: bool = False,
+    member: bool = False,
     at_once: bool = False,
 ) -> _engine.Call[Tensor]:
     first = tensors[0]
     dtype = first.dtype
-    code = _DTYPES.get(dtype)
-    if code is None or first.layout is not torch.strided:
-        raise ValueError(f"Tensor type {first.type()} is not supported.")
-    if not first.is_contiguous():
-        raise ValueError("Tensor is required to be contiguous.")
-    if grouped:
-        for t in tensors:
-            if t.dtype is not dtype or t.layout is not torch.strided:
-                raise ValueError(f"a group of tensors of types {dtype} and {t.type()}: one type is possible")
-            if not t.is_contiguous():
-                raise ValueError("Tensor is required to be contiguous.")
-        shapes: Tuple[Shape, ...] = tuple([t.shape for t in tensors])
-    else:
-        shapes = (first.shape,)
+    code = _check(first)
+    shapes: Tuple[Shape, ...] = tuple([t.shape for t in tensors]) if grouped else (first.shape,)
     return _engine.engine.begin(
         _torch, kind, tensors, shapes, dtype, code, process_set, name, targets=targets, reduce_op=reduce_op,
-        prescale=prescale, postscale=postscale, root=root, splits=splits, grouped=grouped, at_once=at_once,
+        prescale=prescale, postscale=postscale, root=root, splits=splits, grouped=grouped, member=member, at_once=at_once,
     )  # fmt: skip
+
+
+def _check(tensor: Tensor) -> Tuple[int, int]:
+    """The number and size of a tensor's type. A ValueError if it cannot travel."""
+    code = _DTYPES.get(tensor.dtype)
+    if code is None or tensor.layout is not torch.strided:
+        raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+    if not tensor.is_contiguous():
+        raise ValueError("Tensor is required to be contiguous.")
+    return code
 
 
 # Handles.
@@ -168,7 +167,16 @@ class _Handles:
         entry = self._entries.get(number)
         if entry is None:
             raise ValueError(f"handle {number} does not exist, or was synchronized")
-        return all([call.done() for call in entry[0]])
+        calls = entry[0]
+        if len(calls) == 1:
+            return calls[0].done()
+        if not all([call.ended() for call in calls]):
+            return False
+        # As in _group_results.
+        if not any([call.error() for call in calls]):
+            for call in calls:
+                call.results()
+        return True
 
     def take(self, number: int) -> Any:
         entry = self._entries.pop(number, None)
@@ -222,9 +230,8 @@ def _wants_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-# Groups. One operation has one element type, so a group of several travels as one operation for each.
-
-_Parts = List[Tuple[List[int], _engine.Call[Tensor]]]
+# Groups. A grouped operation of the sidecar has one element type. The tensors of a group of several types travel each by
+# itself, under the names that they have in a group, so that ranks whose types differ get a mismatch and do not wait.
 
 
 def _begin_group(
@@ -235,26 +242,33 @@ def _begin_group(
     in_place: bool = False,
     **kw: Any,
 ) -> Tuple[List[_engine.Call[Tensor]], Callable[[List[_engine.Call[Tensor]]], List[Tensor]]]:
-    """The operations of a group, and what makes their results a list in the order of tensors."""
-    by_type: Dict[torch.dtype, List[int]] = {}
-    for i, t in enumerate(tensors):
-        by_type.setdefault(t.dtype, []).append(i)
-    if not by_type:
+    """The operations of a group, and what makes their results a list. Nothing is begun if a tensor cannot be."""
+    tensors = list(tensors)
+    if not tensors:
         raise ValueError("a group of no tensors")
+    types = {t.dtype for t in tensors}
+    for t in tensors:
+        _check(t)
+    if len(types) == 1:
+        return [_begin(kind, tensors, name, process_set, tensors if in_place else None, grouped=True, **kw)], _group_results
+    engine = _engine.engine
+    if name is None:
+        name = engine.unnamed(engine.set_id(process_set, wire.KIND_NAMES[kind]))
+    names = [f"{name}_{i}of{len(tensors)}" for i in range(1, len(tensors) + 1)]
+    engine.check_names(kind, names, process_set)
     calls = []
-    for dtype, members in by_type.items():
-        part = [tensors[i] for i in members]
-        part_name = name if name is None or len(by_type) == 1 else f"{name}.{str(dtype).split('.')[-1]}"
-        calls.append(_begin(kind, part, part_name, process_set, part if in_place else None, grouped=True, **kw))
-    places = list(by_type.values())
+    for t, its_name in zip(tensors, names):
+        one = [t]
+        calls.append(_begin(kind, one, its_name, process_set, one if in_place else None, member=True, **kw))
+    return calls, _group_results
 
-    def results(calls: List[_engine.Call[Tensor]]) -> List[Tensor]:
-        out: Dict[int, Tensor] = {}
-        for members, call in zip(places, calls):
-            out.update(zip(members, call.results()))
-        return [out[i] for i in range(len(out))]
 
-    return calls, results
+def _group_results(calls: List[_engine.Call[Tensor]]) -> List[Tensor]:
+    # All have ended before any target is written, or the error is raised.
+    errors = [e for e in [call.error() for call in calls] if e is not None] if len(calls) > 1 else []
+    if errors:
+        raise errors[0]
+    return [x for call in calls for x in call.results()]
 
 
 # Allreduce.
