@@ -30,7 +30,7 @@ test: ## all tests
 # The programs under the tests of Python are not built for the race detector; Go clients try the sidecar under it.
 .PHONY: race
 race: ## all tests but Python's under the race detector, in random order, fewer rounds of killing
-	$(GO) test -race -shuffle=on -short $$($(GO) list ./... | grep -v /internal/pythontest)
+	$(GO) test -race -shuffle=on -short -timeout 30m $$($(GO) list ./... | grep -v /internal/pythontest)
 
 # No package of ours has C in it: what differs is how names are resolved, and how programs are linked.
 .PHONY: nocgo
