@@ -327,3 +327,20 @@ func TestTimeline(t *testing.T) {
 	c.Shutdown()
 	c.bye()
 }
+
+// Who wants to change the engine while the server closes leaves that free for Close.
+func TestChangeWhileClosing(t *testing.T) {
+	s := New(Config{})
+	s.cancel()
+	for range 100 { // either case of the select, by chance
+		if err := s.change(); err != errEnding {
+			t.Fatalf("got %v, want %v", err, errEnding)
+		}
+		if len(s.changing) > 0 {
+			t.Fatal("it has failed, and holds changing")
+		}
+	}
+	if err := s.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
+}

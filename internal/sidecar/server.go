@@ -400,8 +400,10 @@ func (s *Server) change() error {
 	select {
 	case s.changing <- struct{}{}:
 	case <-s.ctx.Done():
+		return errEnding
 	}
-	if s.ctx.Err() != nil {
+	if s.ctx.Err() != nil { // both were possible
+		<-s.changing
 		return errEnding
 	}
 	return nil
