@@ -66,10 +66,10 @@ test-python: python-programs ## the tests of the Python package at 1, 2 and 3 ra
 	$(call TEST_PYTHON,$(PYTHON)) $(PYTHON)
 
 .PHONY: test-torch2
-test-torch2: python-programs ## the same with the newest torch of PyPI too, some GB; writes docs/compatibility.md
+test-torch2: python-programs ## the same with the newest torch of PyPI too, some GB, and with PYTHONS; writes docs/compatibility.md
 	python3 -m venv $(TOOLS)/torch2
 	$(TOOLS)/torch2/bin/python -m pip install --quiet --upgrade torch numpy
-	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) $(TOOLS)/torch2/bin/python
+	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) $(TOOLS)/torch2/bin/python $(PYTHONS)
 
 .PHONY: bench
 bench: ## all benchmarks (BENCH=regexp chooses)
