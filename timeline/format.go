@@ -73,6 +73,7 @@ type stamp struct {
 	text [23]byte
 }
 
+// micros is appendMicros for a time that is likely to come again soon.
 func (f *formatter) micros(dst []byte, d time.Duration) []byte {
 	s := &f.stamps[uint64(d)*0x9e3779b97f4a7c15>>59]
 	if s.at != d || s.n == 0 {
