@@ -369,6 +369,46 @@ func TestRankComesBackToFailedRoot(t *testing.T) {
 	formed(t, []result{rest[0], <-again, rest[1]}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
 }
 
+// What a failed root says does not depend on whether what it has said before has arrived: the call of Join that was told is told
+// again, for it may not have heard, and another call of the same process has to wait for the next root.
+func TestFailedRootTellsEachCallOnce(t *testing.T) {
+	cfg := config(newStore(t), 0, 3)
+	cfg.Log, _ = testnet.Logs()
+	r, err := openRoot(&cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.close()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.fail(&RefusedError{SizeMismatch, "sizes"})
+	first, second := newToken(), newToken()
+	for i, ask := range []struct {
+		nonce []byte
+		want  rendezvouspb.Answer_Kind
+	}{
+		{first, rendezvouspb.Answer_REFUSED},
+		{first, rendezvouspb.Answer_REFUSED},
+		{second, rendezvouspb.Answer_STALE},
+		{second, rendezvouspb.Answer_STALE},
+		{first, rendezvouspb.Answer_REFUSED},
+	} {
+		q := &rendezvouspb.JoinRequest{Nonce: ask.nonce, Rank: 1, Size: 3}
+		frames, err := r.verdict(&guest{q: &joinRequest{JoinRequest: q, record: recordOf(1, 0)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, err := frame.Read(bytes.NewReader(frames), maxAnswerBytes)
+		var a rendezvouspb.Answer
+		if err == nil {
+			err = proto.Unmarshal(body, &a)
+		}
+		if err != nil || a.GetKind() != ask.want {
+			t.Errorf("request %d: got %v, %v, want %v", i, &a, err, ask.want)
+		}
+	}
+}
+
 // Two processes that both think they are rank 0 and start at the same time.
 func TestTwoRootsAtOnce(t *testing.T) {
 	ctx := testnet.Context(t)

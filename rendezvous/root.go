@@ -66,7 +66,7 @@ type root struct {
 	records   []Record               // once complete
 	table     []byte                 // once complete: frames for the members
 	failure   *RefusedError          // once failed
-	told      map[process]struct{}   // once failed, who knows; once complete, which latecomers are in the log
+	told      map[process][]byte     // once failed, who is told, by its nonce; once complete, which latecomers are in the log
 	toldRanks map[topo.Rank]struct{} // which ranks have been told of the failure
 }
 
@@ -120,7 +120,7 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 		members:    make([]*guest, cfg.Size),
 		missing:    cfg.Size - 1,
 		lastEpoch:  cfg.LastEpoch,
-		told:       make(map[process]struct{}),
+		told:       make(map[process][]byte),
 		toldRanks:  make(map[topo.Rank]struct{}),
 	}
 	r.refused = logs.Quiet(r.log)
@@ -569,9 +569,10 @@ func (r *root) contradiction(q *joinRequest) *RefusedError {
 
 // verdict is the answer to g, who has not been waiting, of a root that is no longer forming. r is locked.
 func (r *root) verdict(g *guest) ([]byte, error) {
-	_, told := r.told[g.q.process()]
+	nonce, told := r.told[g.q.process()]
 	switch {
-	case r.state == failed && told:
+	case r.state == failed && told && !bytes.Equal(nonce, g.q.GetNonce()):
+		// It comes back. The same call of Join would be one that the answer has not reached.
 		return r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
 	case r.state == failed:
 		return r.outcome(g)
@@ -581,7 +582,7 @@ func (r *root) verdict(g *guest) ([]byte, error) {
 		return r.outcome(g)
 	}
 	if !told && g.q.GetLastEpoch() < r.epoch {
-		r.remember(g.q.process())
+		r.remember(g.q)
 		r.log.Warn("rendezvous: a process came late: the epoch is complete", zap.Uint64("epoch", r.epoch),
 			zap.Int32("peer", g.q.GetRank()), zap.Stringer("process", g.q.record))
 	}
@@ -592,6 +593,8 @@ func (r *root) verdict(g *guest) ([]byte, error) {
 func (r *root) outcome(g *guest) ([]byte, error) {
 	if r.state == failed {
 		g.refused = true
+		// Before the answer is sent, for who gets it may be back before anything else is done here.
+		r.remember(g.q)
 		return r.answer(g, refusalAnswer(r.failure))
 	}
 	g.answering = true
@@ -603,14 +606,13 @@ func (r *root) answer(g *guest, a *rendezvouspb.Answer) ([]byte, error) {
 	return appendMessage(nil, a)
 }
 
-// noteTold remembers that g has had its answer, if that was the failure.
+// noteTold counts the rank that g is, if it has had its answer and that was the failure.
 func (r *root) noteTold(g *guest) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !g.refused {
 		return
 	}
-	r.remember(g.q.process())
 	if rank := topo.Rank(g.q.GetRank()); rank > 0 && int(rank) < r.cfg.Size {
 		if _, known := r.toldRanks[rank]; !known {
 			r.toldRanks[rank] = struct{}{}
@@ -621,9 +623,9 @@ func (r *root) noteTold(g *guest) {
 	}
 }
 
-// remember adds p to those who were told. r is locked.
-func (r *root) remember(p process) {
+// remember adds who asks to those who are told. r is locked.
+func (r *root) remember(q *joinRequest) {
 	if len(r.told) < maxTold {
-		r.told[p] = struct{}{}
+		r.told[q.process()] = q.GetNonce()
 	}
 }
