@@ -148,7 +148,12 @@ func sidecarRank(name string) int {
 		if err != nil {
 			r.Fatal(err)
 		}
-		fmt.Println("mapped", len(regexp.MustCompile(`(?m) r--s .*/memfd:client`).FindAll(maps, -1)))
+		mapped := len(regexp.MustCompile(`(?m) r--s .*/memfd:client`).FindAll(maps, -1))
+		// Who shuts down does so for all: not before all have looked.
+		if err := sum(); err != nil {
+			r.Fatal(err)
+		}
+		fmt.Println("mapped", mapped)
 		c.Shutdown()
 		c.Bye()
 		if err := cmd.Wait(); err != nil {
