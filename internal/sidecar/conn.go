@@ -115,8 +115,13 @@ func (c *conn) cut(why error) {
 // read is nil never.
 func (c *conn) read() error {
 	for {
-		if _, err := c.in.Fill(true); err != nil {
-			return err
+		if c.ring == nil || c.ring.rest() {
+			if _, err := c.in.Fill(true); err != nil {
+				return err
+			}
+		}
+		if c.ring != nil {
+			c.ring.watch()
 		}
 		for again := true; again; {
 			var err error
@@ -168,7 +173,11 @@ func (c *conn) frames() error {
 			return c.in.Spare()
 		}
 		if len(body) == 0 {
-			continue // a doorbell: the ring is looked at in any case
+			// A doorbell: the ring is looked at in any case.
+			if c.ring != nil && c.ring.overdue() {
+				c.out.Bell()
+			}
+			continue
 		}
 		if c.out.Unsent() > wire.MaxUnsentBytes {
 			c.notice()
@@ -202,8 +211,9 @@ func (c *conn) submissions(until uint64) (some bool, err error) {
 			}
 			c.leave(id, 1)
 			c.reply(&sidecarpb.Reply{Id: id, Error: describe(usage("submit", "", fmt.Errorf("slot %d is not prepared", slot)))}, -1)
-			c.ring.complete(id, statusReply)
-			c.out.Bell()
+			if c.ring.complete(id, statusReply) {
+				c.out.Bell()
+			}
 			continue
 		}
 		if err := c.submit(p, id, true); err != nil {
@@ -268,8 +278,9 @@ func (o *operation) answer(err error) {
 	}
 	if err == nil && o.inRing && o.plain() {
 		c.leave(o.id, o.plan.weight())
-		c.ring.complete(o.id, statusDone)
-		c.ringLater()
+		if c.ring.complete(o.id, statusDone) {
+			c.ringLater()
+		}
 		return
 	}
 	r := &sidecarpb.Reply{Id: o.id}
@@ -285,8 +296,7 @@ func (o *operation) answer(err error) {
 	}
 	c.leave(o.id, o.plan.weight())
 	c.reply(r, -1)
-	if o.inRing {
-		c.ring.complete(o.id, statusReply)
+	if o.inRing && c.ring.complete(o.id, statusReply) {
 		c.ringLater()
 	}
 }

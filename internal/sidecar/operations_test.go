@@ -2,13 +2,18 @@ package sidecar
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"math"
+	"runtime"
 	"slices"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
@@ -226,6 +231,137 @@ func TestBellIsOwed(t *testing.T) {
 		}
 	}
 	s.inside.Store(nil)
+}
+
+// A client is told of as many completions as it wants to be told of, and of earlier ones when it rings because it changed its mind.
+func TestWantedCompletions(t *testing.T) {
+	ranks(t, 1, func(_ int, c *client, b []byte) {
+		c.Ring(16)
+		c.Must(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
+		wanted := c.Word(sidecartest.RingWanted)
+		// do runs so many operations one after the other, and is how often the sidecar has rung. It rings before it answers what
+		// came after.
+		do := func(n int) int {
+			before := c.Bells
+			for range n {
+				c.Push(0)
+				c.Doorbell()
+				for c.Word(ringCompleted).Load() == c.Word(sidecartest.RingSeen).Load() {
+					runtime.Gosched()
+				}
+				if _, status := c.Pop(); status != 0 {
+					t.Errorf("status %d", status)
+				}
+				c.Must(sidecartest.Status())
+			}
+			return c.Bells - before
+		}
+		if got := do(3); got != 3 {
+			t.Errorf("a client that does not say what it wants was rung %d times for 3 completions", got)
+		}
+		wanted.Store(6)
+		if got := do(2); got != 0 {
+			t.Errorf("rung %d times for completions 4 and 5, want the 6th", got)
+		}
+		if got := do(1); got != 1 {
+			t.Errorf("rung %d times for completion 6, want once", got)
+		}
+		wanted.Store(math.MaxUint64)
+		if got := do(2); got != 0 {
+			t.Errorf("rung %d times, want never", got)
+		}
+		// look is how often the sidecar rings in return for a doorbell.
+		look := func() int {
+			before := c.Bells
+			c.Doorbell()
+			c.Must(sidecartest.Status())
+			return c.Bells - before
+		}
+		never := look()
+		wanted.Store(0)
+		if first, second := look(), look(); never != 0 || first != 1 || second != 0 {
+			t.Errorf("rung %d times in return where nothing is wanted, then %d and %d, want 0, 1 and 0", never, first, second)
+		}
+	})
+}
+
+// While the sidecar says that it looks at the ring, nobody need tell it of submissions.
+func TestLookingNeedsNoDoorbell(t *testing.T) {
+	taken := make(chan struct{})
+	all(job(t, 2), func(r int, s *Server) {
+		c := connect(t, s)
+		c.Init()
+		c.Ring(16)
+		c.Arena(uint32(r+1), 1<<20)
+		for slot := range uint32(2) {
+			c.Must(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1), 64*uint64(slot), 1)))
+		}
+		if r == 0 {
+			// It works for the engine for as long as the other rank takes.
+			door := *s.inside.Load()
+			help := door.Help
+			door.Help = func(ctx context.Context, done func() bool) {
+				for !done() {
+					help(ctx, done)
+				}
+			}
+			s.inside.Store(&door)
+			c.Push(0)
+			c.Doorbell()
+			until(t, func() bool { return c.Word(sidecartest.RingLooking).Load() != 0 })
+			c.Push(1)
+			until(t, func() bool { return c.Word(ringTaken).Load() == 2 })
+			close(taken)
+		} else {
+			<-taken
+			c.Push(0)
+			c.Push(1)
+			c.Doorbell()
+		}
+		c.Pop()
+		c.Pop()
+		until(t, func() bool { return c.Word(sidecartest.RingLooking).Load() == 0 })
+		c.Shutdown()
+		c.bye()
+	})
+}
+
+// until waits until something is so.
+func until(t *testing.T, so func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(sidecartest.Patience); !so(); runtime.Gosched() {
+		if time.Now().After(deadline) {
+			t.Error("it has not become so")
+			return
+		}
+	}
+}
+
+// A reader does not rest over what came before it said that it would.
+func TestRest(t *testing.T) {
+	fd, b := sidecartest.NewRing(t, 16)
+	segment, err := memfd.Adopt(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := newRing(segment)
+	if err != nil {
+		t.Fatal(err)
+	}
+	looking, submitted := word(b, ringLooking), word(b, ringSubmitted)
+	if r.watch(); looking.Load() == 0 {
+		t.Error("it does not say that it looks")
+	}
+	if !r.rest() || looking.Load() != 0 {
+		t.Errorf("with nothing submitted it does not rest, or says that it looks: %d", looking.Load())
+	}
+	submitted.Store(1)
+	if r.watch(); r.rest() {
+		t.Error("it rests over a submission")
+	}
+	if err := errors.Join(r.close(), unix.Munmap(b)); err != nil {
+		t.Error(err)
+	}
 }
 
 // Groups, with and without outputs; also of none.

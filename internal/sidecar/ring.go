@@ -19,6 +19,8 @@ const (
 	ringSubmitted = 64
 	ringTaken     = 128
 	ringCompleted = 192
+	ringWanted    = 320
+	ringLooking   = 384
 	ringEntries   = 4096
 
 	ringEntryBytes = 64
@@ -38,12 +40,14 @@ type ring struct {
 	n                  uint64
 	submitted          *atomic.Uint64
 	taken, completedAt *atomic.Uint64
+	wanted, looking    *atomic.Uint64
 
 	read uint64 // submissions that were taken; the reader's
 
 	mu        sync.Mutex
 	segment   *memfd.Segment // nil after close
 	completed uint64
+	told      uint64 // completions at the last doorbell
 }
 
 // newRing is the ring in a segment, which it owns unless there is an error.
@@ -65,6 +69,7 @@ func newRing(s *memfd.Segment) (*ring, error) {
 	return &ring{
 		bytes: b, n: uint64(n), segment: s,
 		submitted: word(b, ringSubmitted), taken: word(b, ringTaken), completedAt: word(b, ringCompleted),
+		wanted: word(b, ringWanted), looking: word(b, ringLooking),
 	}, nil
 }
 
@@ -72,6 +77,15 @@ func word(b []byte, at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Poin
 
 // pending is how many submissions the client says it has made. It is the reader's.
 func (r *ring) pending() uint64 { return r.submitted.Load() }
+
+// watch tells the client that it need not ring: the reader looks by itself until it rests.
+func (r *ring) watch() { r.looking.Store(1) }
+
+// rest tells the client to ring, and reports whether the reader may wait for that. It is the reader's.
+func (r *ring) rest() bool {
+	r.looking.Store(0)
+	return r.pending() == r.read
+}
 
 // next takes a submission before number until. It is the reader's.
 func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
@@ -94,12 +108,12 @@ func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	return id, slot, true, nil
 }
 
-// complete tells of an operation's end.
-func (r *ring) complete(id uint64, status uint32) {
+// complete tells of an operation's end, and reports whether the client waits for a doorbell.
+func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.segment == nil {
-		return
+		return false
 	}
 	e := r.bytes[ringEntries+ringEntryBytes*(r.n+r.completed&(r.n-1)):][:ringEntryBytes]
 	clear(e)
@@ -107,6 +121,23 @@ func (r *ring) complete(id uint64, status uint32) {
 	binary.LittleEndian.PutUint32(e[8:], status)
 	r.completed++
 	r.completedAt.Store(r.completed)
+	return r.due()
+}
+
+// overdue reports whether there are completions for whose doorbell the client did not wait before, but waits now.
+func (r *ring) overdue() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.segment != nil && r.told != r.completed && r.due()
+}
+
+// due reports whether the client waits for a doorbell. The caller holds mu and rings.
+func (r *ring) due() bool {
+	if r.wanted.Load() > r.completed {
+		return false
+	}
+	r.told = r.completed
+	return true
 }
 
 // close gives the memory up. The reader has gone.

@@ -83,7 +83,8 @@ class Chunk:
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close_fd()
+        if hasattr(self, "fd"):  # else a signal has come before it had one
+            self.close_fd()
 
     def take(self, size: int) -> int:
         """The offset of size bytes, or -1: one that was given back with this size, else the first that fits."""

@@ -26,8 +26,9 @@ import select
 import socket
 import struct
 import threading
+import time
 import weakref
-from typing import Callable, Deque, Dict, List, Optional, Set, Tuple
+from typing import Callable, Deque, Dict, List, Optional, Sequence, Set, Tuple
 
 from . import _wire as wire
 from ._arena import PAGE, Arena, Chunk, Extent
@@ -40,7 +41,11 @@ _EXIT_SECONDS = 15.0  # of a sidecar that was told to go; it waits ten seconds f
 _RING_ENTRIES = 1024
 _RING_BYTES = 4096 + 128 * _RING_ENTRIES
 _MASK = _RING_ENTRIES - 1
-_SUBMITTED, _TAKEN, _COMPLETED, _SEEN = 64 // 8, 128 // 8, 192 // 8, 256 // 8  # words
+# Words.
+_SUBMITTED, _COMPLETED, _SEEN, _WANTED, _LOOKING = 64 // 8, 192 // 8, 256 // 8, 320 // 8, 384 // 8
+_NEVER = (1 << 64) - 1
+# How long the sidecar's answer to the only operation is looked for before the process sleeps.
+_WATCH_SECONDS = 100e-6
 _SLOTS = 65536
 _MAX_IN_FLIGHT = 65536
 
@@ -91,10 +96,12 @@ class _Letter:
 class Pending:
     """A request that was sent. done is set last."""
 
-    __slots__ = ("done", "reply", "error", "key", "then", "keep")
+    __slots__ = ("done", "in_ring", "reply", "error", "key", "then", "keep")
 
     def __init__(self, key: Optional[Tuple[int, str]] = None, keep: object = None) -> None:
         self.done = False
+        self.in_ring = False
+        """Its end is told of there."""
         self.reply: Optional[wire.Reply] = None
         """None after an operation whose results are in its outputs."""
         self.error: Optional[Callable[[], Exception]] = None
@@ -133,6 +140,8 @@ class Client:
         self._cond = threading.Condition(self._mutex)
         self._waiters = 0
         self._fence = threading.Lock()  # it guards nothing: see _order
+        # There may be submissions in the ring of which the sidecar was not told.
+        self._unheard = False
         self._ids = itertools.count(1)
         self._pending: Dict[int, Pending] = {}
         self._names: Set[Tuple[int, str]] = set()
@@ -189,6 +198,7 @@ class Client:
             struct.pack_into("<III", self._ring, 0, 0x52564847, 1, _RING_ENTRIES)
             # In 8-byte units, for these are read and written as one by memoryview, not byte by byte.
             self._words = memoryview(self._ring).cast("Q")
+            self._words[_WANTED] = _NEVER
             self.wait(self.request(lambda i: wire.ring(i, _RING_BYTES), fd))
         finally:
             os.close(fd)
@@ -322,10 +332,25 @@ class Client:
         if self._over is not None:
             raise self._over_error()
 
+    def hurry(self) -> None:
+        """Has the sidecar see what was submitted to be told of later."""
+        if self._unheard:
+            with self._lock:
+                if self._over is None:
+                    self._tell()
+
+    def _tell(self) -> None:
+        """Has the sidecar see the ring."""
+        # It says that it looks by itself before it looks, and looks once more after it has said that it does not.
+        self._order()
+        if not self._words[_LOOKING]:
+            self._doorbell()
+        self._unheard = False
+
     def _doorbell(self) -> None:
         if self._outbox:
-            self._flush()  # a frame is as good
-            return
+            # Not instead of the doorbell: what is left there may have been sent before.
+            self._flush()
         try:
             self._sock.send(_DOORBELL, _AT_ONCE)
         except BlockingIOError:
@@ -362,10 +387,16 @@ class Client:
         return p.reply
 
     def submit(
-        self, op: Operation, name: bytes = b"", key: Optional[Tuple[int, str]] = None, keep: object = None
+        self,
+        op: Operation,
+        name: bytes = b"",
+        key: Optional[Tuple[int, str]] = None,
+        keep: object = None,
+        later: bool = False,
     ) -> Pending:
-        """Begins an operation. If op has no name, name is the encoded one, and key as op's. keep lives until it is done. A
-        ValueError if one of the name is in flight. What op uses must not be touched until it is done."""
+        """Begins an operation. If op has no name, name is the encoded one, and key as op's. keep lives until it is done. With
+        later the sidecar may not hear of it before hurry, another submission, or a wait. A ValueError if one of the name is in
+        flight. What op uses must not be touched until it is done."""
         key = op.key or key
         p = Pending(key, keep)
         with self._lock:
@@ -388,15 +419,14 @@ class Client:
             try:
                 self._pending[ident] = p
                 if op.ready and words[_SUBMITTED] - words[_SEEN] < _RING_ENTRIES:
+                    p.in_ring = True
                     n = words[_SUBMITTED]
                     _submission(self._ring, 4096 + 64 * (n & _MASK), ident, op.slot, 0)
                     self._order()
+                    self._unheard = True
                     words[_SUBMITTED] = n + 1
-                    # A sidecar that has not yet taken what was submitted before is about to look: it looks once more after
-                    # each time that it has taken something.
-                    self._order()
-                    if words[_TAKEN] == n:
-                        self._doorbell()
+                    if not later:
+                        self._tell()
                     return p
                 letter = _Letter(wire.submit(ident, op.body + name))
                 self._post(letter)
@@ -513,20 +543,36 @@ class Client:
 
     # Waiting.
 
-    def wait(self, p: Pending) -> None:
-        """Waits until p is done, and raises its error."""
+    def wait(self, p: Pending, others: Sequence[Pending] = ()) -> None:
+        """Waits until p is done, and raises its error. others are what the caller will wait for next: it sleeps until half of
+        them may be done too."""
+        self.hurry()
         while not p.done:
-            if self._take_turn(_WAITING, p):
+            left = len([True for q in others if q.in_ring and not q.done])
+            if self._take_turn(_WAITING, p, left // 2):
                 break
             with self._mutex:
                 self._waiters += 1
-                try:
+            try:
+                self._rouse_reader()
+                with self._mutex:
                     # Who reads sets done and then looks for waiters, and releases _reader before it does so once more.
                     while not p.done and not self._no_reader():
                         self._cond.wait()
-                finally:
+            finally:
+                with self._mutex:
                     self._waiters -= 1
         self._raise(p)
+
+    def _rouse_reader(self) -> None:
+        """Has the thread that reads hear of every completion from now on, and of those that it has not heard of."""
+        words = self._words
+        words[_WANTED] = 0
+        self._order()
+        if words[_COMPLETED] != words[_SEEN]:
+            with self._lock:
+                if self._over is None:
+                    self._doorbell()
 
     def _raise(self, p: Pending) -> None:
         if p.error is not None:
@@ -542,8 +588,8 @@ class Client:
         """Takes what has come."""
         self._take_turn(_NOT_WAITING)
 
-    def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None) -> bool:
-        """Reads once, or until p is done. False if another thread reads."""
+    def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None, others: int = 0) -> bool:
+        """Reads once, or until p is done, without waking up for as many others. False if another thread reads."""
         # An exception of a signal handler may come between any two steps, also between the taking of _reader and the next
         # one, and in the first finally: whichever way this is left, _reader is free for the threads that wait for it.
         turn = leave = True
@@ -552,8 +598,12 @@ class Client:
                 turn = leave = self._enter_reader()
                 if turn and p is None:
                     self._read(flags)
+                until = self._words[_SEEN] + 1 + others if turn and p is not None else 0
                 while turn and p is not None and not p.done:
-                    self._read(flags)
+                    if p.in_ring and len(self._pending) == 1:
+                        self._watch()
+                    if self._sleepy(until):
+                        self._read(flags)
             finally:
                 if leave:
                     self._leave_reader()
@@ -593,6 +643,33 @@ class Client:
         """Gives _reader back if this thread has it."""
         if self._reader._is_owned():  # type: ignore[attr-defined]
             self._reader.release()
+
+    def _watch(self) -> None:
+        """Waits a little for a completion, of which the sidecar need not tell. With _reader held."""
+        words = self._words
+        words[_WANTED] = _NEVER
+        seen = words[_SEEN]
+        stop = time.perf_counter() + _WATCH_SECONDS
+        while words[_COMPLETED] == seen and time.perf_counter() < stop:
+            os.sched_yield()
+
+    def _sleepy(self, until: int) -> bool:
+        """Has the sidecar ring when there are so many completions, or one that was not seen before. If there is one already,
+        takes what there is, and the thread must not sleep: False. With _reader held."""
+        words = self._words
+        seen = words[_SEEN]
+        words[_WANTED] = max(until, seen + 1)
+        self._order()
+        if self._waiters:  # who comes to wait counts itself first, and then has the sidecar ring
+            words[_WANTED] = seen + 1
+            self._order()
+        if words[_COMPLETED] == seen:
+            return True
+        self._look()
+        if self._waiters:
+            with self._mutex:
+                self._cond.notify_all()
+        return False
 
     def _read(self, flags: Tuple[int, ...]) -> None:
         """Reads once and takes what has come. With _reader held."""

@@ -130,19 +130,24 @@ class Call(Generic[A]):
             self.results()
         return True
 
+    def known(self) -> bool:
+        """Whether it is done, as far as is known without looking."""
+        return self.pending is None or self.pending.done
+
     def ended(self) -> bool:
         """Whether it is done. The targets stay what they are."""
         pending, plan = self.pending, self.plan
         return pending is None or plan is None or plan.client.poll(pending)
 
-    def error(self) -> Optional[Exception]:
-        """Waits, and gives what it has failed with, if it has. The targets stay what they are."""
+    def error(self, others: Sequence[Call[A]] = ()) -> Optional[Exception]:
+        """Waits, and gives what it has failed with, if it has. The targets stay what they are. others are what the caller
+        waits for next."""
         pending, plan = self.pending, self.plan
         if pending is None:
             return None
         if plan is not None:
             try:
-                plan.client.wait(pending)
+                plan.client.wait(pending, [call.pending for call in others if call.pending is not None])
             except Exception as e:
                 return e
         return None if pending.error is None else pending.error()
@@ -423,11 +428,12 @@ class Engine:
         grouped: bool = False,
         member: bool = False,
         at_once: bool = False,
+        later: bool = False,
     ) -> Call[A]:
         """Begins an operation on contiguous arrays of one type: several if grouped, else one. code is the type's number and
         its size. targets, for allreduce and broadcast, take the results; they may be the arrays themselves. member says that it
         is one of a group, whose name it has, and travels by itself. at_once says that the caller does nothing until it is
-        done."""
+        done; later, that it calls hurry soon, or begins another, or waits."""
         client = self._client
         if self._place is None or client is None:
             raise NotInitializedError()
@@ -454,11 +460,17 @@ class Engine:
         operation = plan.operation
         assert operation is not None
         if name is not None:
-            call.pending = client.submit(operation, keep=call)
+            call.pending = client.submit(operation, keep=call, later=later)
         else:
             full = _full_name(kind, self.unnamed(set_id), grouped)
             call.pending = client.submit(operation, wire.operation_name(full), (set_id, full), call)
         return call
+
+    def hurry(self) -> None:
+        """Has the sidecar begin what was begun for later."""
+        client = self._client
+        if client is not None:
+            client.hurry()
 
     def unnamed(self, set_id: int) -> str:
         """The name of the next tensor without one: counted by process set, so that ranks that are not in a set count as

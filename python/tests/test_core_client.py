@@ -5,8 +5,10 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib.util
+import mmap
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -149,7 +151,7 @@ class InTheJob(Bounded):
             self.assertEqual(got, [True], f"{name} {after} {call}")
             client.wait(answered)
 
-        for name in ("_enter_reader", "_read", "_leave_reader", "_release_reader"):
+        for name in ("_enter_reader", "_sleepy", "_read", "_leave_reader", "_release_reader"):
             for after in (False, True):
                 interrupted(name, after)
         # Where this thread waits because another one reads, which then ends.
@@ -611,10 +613,7 @@ class Fake:
         self.listener.close()
 
 
-@unittest.skipUnless(programs.first_rank, "it has nothing to do with other ranks")
-class Nonsense(Bounded):
-    """Sidecars that do what none may do. The client says so, and waits for nothing."""
-
+class WithFake(Bounded):
     def meet(self, script: Callable[[Fake], None], use: Callable[[_client.Client], None], **kw: bytes) -> None:
         with tempfile.TemporaryDirectory() as top:
             fake = Fake(top, script, **kw)
@@ -631,6 +630,234 @@ class Nonsense(Bounded):
                 os.environ.update(secret)
                 fake.close()
             self.assertEqual(fake.error, [])
+
+
+@unittest.skipUnless(programs.first_rank, "it has nothing to do with other ranks")
+class Ring(WithFake):
+    """What the client asks of the sidecar, and what it does not ask."""
+
+    class Sidecar:
+        """The ring as the other end has it."""
+
+        def __init__(self, fake: Fake) -> None:
+            self.fake = fake
+            self.map = mmap.mmap(fake.ring, 0)
+            self.words = memoryview(self.map).cast("Q")
+            self.completed = 0
+
+        def complete(self, *idents: int) -> None:
+            for ident in idents:
+                struct.pack_into("<QI", self.map, 4096 + 64 * (1024 + self.completed), ident, 0)
+                self.completed += 1
+            self.words[_client._COMPLETED] = self.completed
+
+        def ring(self) -> None:
+            self.fake.sock.sendall(b"\0")
+
+        def until(self, word: int, *values: int) -> None:
+            """Waits until a word of the client's is one of these."""
+            end = time.monotonic() + 20
+            while self.words[word] not in values:
+                assert time.monotonic() < end, (word, self.words[word], values)
+                os.sched_yield()
+
+        def heard(self) -> bool:
+            """Whether the client has rung since."""
+            return bool(select.select([self.fake.sock], [], [], 0)[0])
+
+        def hears(self) -> None:
+            got = self.fake.sock.recv(100)
+            assert got == b"\0", got
+
+    def meet_ring(self, script: Callable[[Ring.Sidecar], None], use: Callable[[_client.Client], None]) -> None:
+        def play(fake: Fake) -> None:
+            sidecar = Ring.Sidecar(fake)
+            script(sidecar)
+            fake.until_closed()
+
+        self.meet(play, use)
+
+    def operation(self, slot: int) -> _client.Operation:
+        op = _client.Operation(b"", f"operation {slot}")
+        op.slot, op.ready = slot, True
+        return op
+
+    def test_told_later(self) -> None:
+        step = threading.Barrier(2, timeout=20)
+
+        def script(s: Ring.Sidecar) -> None:
+            step.wait()  # three submissions for later
+            assert s.words[_client._SUBMITTED] == 3 and not s.heard()
+            step.wait()
+            s.hears()  # hurry, twice
+            step.wait()  # one for later
+            assert not s.heard()
+            step.wait()
+            s.hears()  # one that is not for later
+            step.wait()
+            s.hears()  # a wait, for it tells of one more
+            s.complete(2, 3, 4, 5, 6, 7)
+            s.ring()
+            step.wait()  # one that was interrupted
+            assert not s.heard()
+            step.wait()
+            s.hears()  # who waits for it tells of it
+            s.complete(8)
+            s.ring()
+
+        def use(client: _client.Client) -> None:
+            all_of_them = [client.submit(self.operation(i), later=True) for i in range(3)]
+            step.wait()
+            step.wait()
+            client.hurry()
+            client.hurry()
+            all_of_them.append(client.submit(self.operation(3), later=True))
+            step.wait()
+            step.wait()
+            all_of_them.append(client.submit(self.operation(4)))
+            step.wait()
+            all_of_them.append(client.submit(self.operation(5), later=True))
+            for p in all_of_them:
+                client.wait(p)
+
+            class Signal(BaseException):
+                pass
+
+            def interrupt() -> None:
+                raise Signal
+
+            client._tell = interrupt  # type: ignore[method-assign]
+            with self.assertRaises(Signal):
+                client.submit(self.operation(6))
+            del client._tell  # type: ignore[method-assign]
+            step.wait()
+            step.wait()
+            (p,) = client._pending.values()
+            client.wait(p)
+
+        self.meet_ring(script, use)
+
+    def test_doorbell_after_a_frame(self) -> None:
+        """A frame that was sent, but not yet taken from what is to be sent when a signal came, is no doorbell."""
+
+        def script(s: Ring.Sidecar) -> None:
+            s.hears()
+            s.complete(2)
+            s.ring()
+
+        def use(client: _client.Client) -> None:
+            letter = _client._Letter(b"sent")
+            letter.sent = [len(letter.data)]
+            client._outbox.append(letter)
+            client.wait(client.submit(self.operation(0)))
+
+        self.meet_ring(script, use)
+
+    def test_no_doorbell_for_a_sidecar_that_looks(self) -> None:
+        step = threading.Barrier(2, timeout=20)
+
+        def script(s: Ring.Sidecar) -> None:
+            s.words[_client._LOOKING] = 1
+            step.wait()
+            step.wait()
+            assert not s.heard()
+            s.complete(2)
+            s.ring()
+
+        def use(client: _client.Client) -> None:
+            step.wait()
+            p = client.submit(self.operation(0))
+            step.wait()
+            client.wait(p)
+
+        self.meet_ring(script, use)
+
+    def test_sleeps_until_half_is_done(self) -> None:
+        def script(s: Ring.Sidecar) -> None:
+            s.hears()
+            s.until(_client._WANTED, 5)  # the first, and half of eight others
+            s.complete(3, 4, 5, 6)  # and does not ring
+            time.sleep(0.05)  # a client that looked by itself would see them
+            assert s.words[_client._SEEN] == 0, s.words[_client._SEEN]
+            s.complete(7)
+            s.ring()
+            s.until(_client._SEEN, 5)
+            s.until(_client._WANTED, 6)  # what it waits for was not among them
+            s.complete(2)
+            s.ring()
+            s.until(_client._WANTED, 8)  # one more, and half of two others that are not done
+            s.complete(8, 9, 10)
+            s.ring()
+
+        def use(client: _client.Client) -> None:
+            every = [client.submit(self.operation(i), later=True) for i in range(9)]
+            frames = [_client.Pending(), _client.Pending()]  # their ends are not told of in the ring
+            client.wait(every[0], [*every[1:], *frames])
+            self.assertEqual([p.done for p in every], 6 * [True] + 3 * [False])
+            client.wait(every[6], every[7:])
+            for p in every:
+                client.wait(p)
+
+        self.meet_ring(script, use)
+
+    def test_two_that_wait(self) -> None:
+        """Who waits while another reads hears of each completion, also of those that it was not to be woken for."""
+        both = threading.Event()
+
+        def script(s: Ring.Sidecar) -> None:
+            s.hears()
+            s.until(_client._WANTED, 3)
+            s.complete(5)
+            both.set()
+            s.hears()  # the second has come to wait, and says so
+            s.ring()
+            s.until(_client._SEEN, 1)
+            s.until(_client._WANTED, 2)  # not what the first alone would want
+            s.complete(6)
+            s.ring()
+            s.until(_client._SEEN, 2)
+            s.complete(2, 3, 4)
+            s.ring()
+
+        def use(client: _client.Client) -> None:
+            every = [client.submit(self.operation(i), later=True) for i in range(5)]
+            first = threading.Thread(target=client.wait, args=(every[0], every[1:]))
+            first.start()
+            self.assertTrue(both.wait(20))
+            client.wait(every[4])
+            first.join(20)
+            self.assertTrue(every[0].done)
+
+        self.meet_ring(script, use)
+
+    def test_watching(self) -> None:
+        """Who waits for the only operation looks for a while, in which nobody need ring."""
+
+        def script(s: Ring.Sidecar) -> None:
+            s.hears()
+            s.until(_client._WANTED, _client._NEVER)
+            s.complete(2)
+            s.hears()
+            s.until(_client._WANTED, 2)  # it has looked for long enough
+            s.complete(3)
+            s.ring()
+
+        def use(client: _client.Client) -> None:
+            watching = _client._WATCH_SECONDS
+            try:
+                _client._WATCH_SECONDS = 20.0
+                client.wait(client.submit(self.operation(0)))
+                _client._WATCH_SECONDS = 0.01
+                client.wait(client.submit(self.operation(1)))
+            finally:
+                _client._WATCH_SECONDS = watching
+
+        self.meet_ring(script, use)
+
+
+@unittest.skipUnless(programs.first_rank, "it has nothing to do with other ranks")
+class Nonsense(WithFake):
+    """Sidecars that do what none may do. The client says so, and waits for nothing."""
 
     def refuses(self, text: str, script: Callable[[Fake], None]) -> None:
         def use(client: _client.Client) -> None:

@@ -40,17 +40,22 @@ const Seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 const (
 	ringSubmitted = 64
 	ringCompleted = 192
-	ringSeen      = 256
 	ringEntries   = 4096
 	entryBytes    = 64
+
+	// RingSeen, RingWanted and RingLooking are words for Word.
+	RingSeen    = 256
+	RingWanted  = 320
+	RingLooking = 384
 )
 
 // Client is for one goroutine. What goes wrong is fatal to its TB, except in methods that return an error.
 type Client struct {
 	// FD is the socket, -1 after Close.
 	FD int
-	// News are replies that nobody has asked for.
-	News []*sidecarpb.Reply
+	// News are replies that nobody has asked for, and Bells is how often the sidecar has rung.
+	News  []*sidecarpb.Reply
+	Bells int
 	// Arenas are the client's and the sidecar's, mapped, by number; RingBytes is the ring.
 	Arenas    map[uint32][]byte
 	RingBytes []byte
@@ -194,6 +199,7 @@ func (c *Client) sort() error {
 		body := c.buf[head : head+int(n)]
 		c.buf = c.buf[head+int(n):]
 		if n == 0 {
+			c.Bells++
 			continue
 		}
 		r := new(sidecarpb.Reply)
@@ -442,6 +448,6 @@ func (c *Client) TryPop() (id uint64, status uint32, err error) {
 	e := c.RingBytes[ringEntries+entryBytes*(c.n+c.seen%c.n):]
 	id, status = binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint32(e[8:])
 	c.seen++
-	c.Word(ringSeen).Store(c.seen)
+	c.Word(RingSeen).Store(c.seen)
 	return id, status, nil
 }

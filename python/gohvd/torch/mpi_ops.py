@@ -126,6 +126,7 @@ def _begin(
     grouped: bool = False,
     member: bool = False,
     at_once: bool = False,
+    later: bool = False,
 ) -> _engine.Call[Tensor]:
     first = tensors[0]
     dtype = first.dtype
@@ -133,7 +134,7 @@ def _begin(
     shapes: Tuple[Shape, ...] = tuple([t.shape for t in tensors]) if grouped else (first.shape,)
     return _engine.engine.begin(
         _torch, kind, tensors, shapes, dtype, code, process_set, name, targets=targets, reduce_op=reduce_op,
-        prescale=prescale, postscale=postscale, root=root, splits=splits, grouped=grouped, member=member, at_once=at_once,
+        prescale=prescale, postscale=postscale, root=root, splits=splits, grouped=grouped, member=member, at_once=at_once, later=later,
     )  # fmt: skip
 
 
@@ -178,6 +179,15 @@ class _Handles:
                 call.results()
         return True
 
+    def settle(self, numbers: List[int]) -> None:
+        """Waits until the last of these has ended. The caller waits for the others next."""
+        entry = self._entries.get(numbers[-1])
+        if entry is None or all([call.known() for call in entry[0]]):
+            return
+        others = [call for n in numbers[:-1] if n in self._entries for call in self._entries[n][0]]
+        for call in entry[0]:
+            call.error(others)
+
     def take(self, number: int) -> Any:
         entry = self._entries.pop(number, None)
         return None if entry is None else entry[1](entry[0])
@@ -201,6 +211,12 @@ def synchronize(handle: int) -> Any:
     splits that were received. None for a handle that is not known, or was synchronized before. HorovodInternalError if the
     operation has failed."""
     return _handles.take(handle)
+
+
+def synchronize_next(handles: List[int]) -> Any:
+    """``synchronize`` for the last of these. The caller does the same for the others next, without being woken for each."""
+    _handles.settle(handles)
+    return synchronize(handles.pop())
 
 
 def _one(calls: List[_engine.Call[Tensor]]) -> Tensor:
@@ -342,11 +358,22 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """``allreduce_`` without the wait. The tensor must not be touched until the handle is synchronized."""
-    op = _reduction(op, average)
+    return begin_allreduce_(tensor, name, _reduction(op, average), prescale_factor, postscale_factor, process_set)
+
+
+def begin_allreduce_(
+    tensor: Tensor, name: Optional[str], op: int, prescale: float, postscale: float, process_set: ProcessSet, later: bool = False
+) -> int:
+    """``allreduce_async_``, of which the sidecar may hear later: with the next operation, ``hurry`` or ``synchronize``."""
     tensors = [tensor]
     return _handles.add(
-        [_begin(wire.ALLREDUCE, tensors, name, process_set, tensors, op, prescale_factor, postscale_factor)], _one
+        [_begin(wire.ALLREDUCE, tensors, name, process_set, tensors, op, prescale, postscale, later=later)], _one
     )
+
+
+def hurry() -> None:
+    """Has the sidecar hear of all that was begun."""
+    _engine.engine.hurry()
 
 
 def allreduce_(

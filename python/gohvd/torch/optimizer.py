@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import time
 import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Type, Union
@@ -19,11 +21,14 @@ from gohvd.torch.mpi_ops import (
     Average,
     alloc_tensor,
     allreduce_async_,
+    begin_allreduce_,
     grouped_allreduce_async_,
+    hurry,
+    local_size,
     rocm_built,
     size,
     sparse_allreduce_async,
-    synchronize,
+    synchronize_next,
 )
 
 _Named = Iterable[Tuple[str, torch.Tensor]]
@@ -160,10 +165,11 @@ class _Distributed(torch.optim.Optimizer):
     def _drain(self, done: Callable[[Any, Any, Any], None]) -> None:
         """Waits for all that is under way and gives each to done. If some fail, raises the first error when all have ended."""
         error: Optional[BaseException] = None
+        numbers = [handle for handle, _ in reversed(self._handles.values()) if not callable(handle)]
         try:
             for key, (handle, ctx) in self._handles.items():
                 try:
-                    done(key, handle() if callable(handle) else synchronize(handle), ctx)
+                    done(key, handle() if callable(handle) else synchronize_next(numbers), ctx)
                 except Exception as e:
                     error = error or e
         finally:
@@ -197,6 +203,57 @@ class _Memory:
         return flat.as_strided(like.size(), like.stride()) if _in_order(like) else flat.view(like.shape)
 
 
+def _alone_on_few_processors() -> bool:
+    """Says whether a trainer and its sidecar cannot run at once, and have nobody to talk to on other hosts meanwhile."""
+    all_of_them = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0))
+    enough = 2 if mine < all_of_them else 2 * local_size()
+    return size() == local_size() and mine < enough
+
+
+class _Batch:
+    """Decides when the sidecar is told of gradients: each telling may wake it, which costs it and the backward pass time.
+
+    It is told of several together where they come soon after each other, as they did in the backward pass before.
+    """
+
+    MOST_BYTES = 8 << 20
+    LONGEST_SECONDS = 2e-3
+
+    def __init__(self) -> None:
+        # Where there is no processor to reduce on beside the backward pass, all wait for its end.
+        self._crowded = _alone_on_few_processors()
+        self._gaps: Dict[torch.Tensor, float] = {}  # seconds from one to the next
+        self._last: Optional[torch.Tensor] = None
+        self._last_at = self._begun = 0.0
+        self._bytes = 0
+
+    def add(self, p: torch.Tensor) -> bool:
+        """Says whether the sidecar may hear later of p's gradient, which the backward pass has made."""
+        now = time.perf_counter()
+        if self._last is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+        else:
+            self._gaps[self._last] = now - self._last_at
+        self._last, self._last_at = p, now
+        if self._crowded and p.device.type == "cpu":
+            return True
+        if self._bytes == 0:
+            self._begun = now
+        self._bytes += p.numel() * p.element_size()
+        next_at = now + self._gaps.get(p, math.inf)
+        if self._bytes < self.MOST_BYTES and next_at < self._begun + self.LONGEST_SECONDS:
+            return True
+        self._bytes = 0
+        return False
+
+    def end(self) -> None:
+        """The backward pass has ended."""
+        self._last = None
+        self._bytes = 0
+        hurry()
+
+
 class _DistributedOptimizer(_Distributed):
     """Reduces gradients, then steps."""
 
@@ -214,6 +271,7 @@ class _DistributedOptimizer(_Distributed):
         self._views = views and self._compression is Compression.none
         self._memory: Dict[torch.Tensor, _Memory] = {}  # of gradients, by parameter
         self._was_sparse: Dict[torch.Tensor, int] = {}  # parameters with sparse gradients, and their sparse dimensions
+        self._batch = _Batch()
         self._synchronized = False
         self._should_synchronize = True
         self._p_to_group: Dict[torch.Tensor, Tuple[torch.Tensor, ...]] = {}
@@ -246,7 +304,7 @@ class _DistributedOptimizer(_Distributed):
             return
         group = self._p_to_group.get(p)
         if group is None:
-            self._submit(p)
+            self._submit(p, self._batch.add(p))
             return
         self._group_counts[group] += 1
         if self._group_counts[group] == len(group):
@@ -285,7 +343,8 @@ class _DistributedOptimizer(_Distributed):
         f = self.gradient_predivide_factor
         return (1.0 / f, f) if self.op == Average else (1.0, 1.0)
 
-    def _submit(self, p: torch.Tensor) -> None:
+    def _submit(self, p: torch.Tensor, later: bool = False) -> None:
+        """Begins to reduce p's gradient. later is begin_allreduce_'s."""
         grad = self._adopt(p)
         name = self._parameter_names[p]
         if grad.is_sparse and not self.sparse_as_dense:
@@ -293,9 +352,7 @@ class _DistributedOptimizer(_Distributed):
             return
         wire, ctx = self._compress(p, _flat(grad))
         before, after = self._factors()
-        handle = allreduce_async_(
-            wire, name=name, op=self.op, prescale_factor=before, postscale_factor=after, process_set=self.process_set
-        )
+        handle = begin_allreduce_(wire, name, self.op, before, after, self.process_set, later)
         self._handles[p] = (handle, ctx)
 
     def _submit_group(self, group: Tuple[torch.Tensor, ...]) -> None:
@@ -323,6 +380,7 @@ class _DistributedOptimizer(_Distributed):
     def synchronize(self) -> None:
         """Waits until every p.grad is that of all ranks. Gradients that this rank has not computed count as zeros."""
         if self._hooked:
+            self._batch.end()  # of a backward pass that has failed
             submitted = set()
             for key in self._handles:
                 submitted.update(key if isinstance(key, tuple) else (key,))
