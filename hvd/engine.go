@@ -51,6 +51,7 @@ type initOptions struct {
 	device      string
 	shareDevice bool
 	kept        **meeting.Meeting // of Inits before, and for those to come
+	sidecar     bool              // another process computes
 	log         *zap.Logger
 	ownLog      bool // not the program's
 	lastEpoch   uint64
@@ -173,7 +174,7 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 			log.Warn("what was left for the other ranks to meet by cannot be removed", zap.Error(err))
 		}
 		e.epoch, hosts = e.session.Epoch, e.session.Hosts
-		ecfg.Mesh, ecfg.Memory, ecfg.LocalSize = e.session.Mesh, e.session.Memory, e.session.LocalSize
+		ecfg.Mesh, ecfg.Memory, ecfg.LocalProcesses = e.session.Mesh, e.session.Memory, o.processes(e.session.LocalSize)
 	}
 	log = log.With(zap.Uint64("epoch", e.epoch))
 	ecfg.Log = log

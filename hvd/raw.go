@@ -35,9 +35,23 @@ func evenly(hosts []string) bool {
 	return true
 }
 
-// Keeping is for the sidecar, which is one rank in several epochs, as Init's engine is: met is where the ranks have met, if
-// that cannot be done again.
-func Keeping(met **meeting.Meeting) InitOption { return keeping(met) }
+// ForSidecar is for the sidecar, whose client is a process of its own, and which is one rank in several epochs, as Init's
+// engine is: met is where the ranks have met, if that cannot be done again.
+func ForSidecar(met **meeting.Meeting) InitOption {
+	return func(o *initOptions) {
+		o.sidecar = true
+		keeping(met)(o)
+	}
+}
+
+// processes is how many processes of the job want a processor of a host where so many ranks are. That the other ranks are as
+// this one is a guess, and need not be right: it decides how they wait.
+func (o *initOptions) processes(ranks int) int {
+	if o.sidecar {
+		return 2 * ranks
+	}
+	return ranks
+}
 
 func (e *Engine) closeRaw() error {
 	e.engine.in.Close()

@@ -34,11 +34,15 @@ func (e *Engine) backends(set controller.Set, me int) (*ops.Manager, error) {
 	return m, m.Add(b, kinds...)
 }
 
-// crowded reports whether this host has more ranks than processors for them, so that who waits must give way.
-func (e *Engine) crowded() bool {
-	ranks := e.cfg.LocalSize
-	if ranks == 0 {
-		ranks = e.cfg.Size
+// localProcesses is Config's, as it is meant.
+func (e *Engine) localProcesses() int {
+	if e.cfg.LocalProcesses == 0 {
+		return e.cfg.Size
 	}
-	return ranks > min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
+	return e.cfg.LocalProcesses
+}
+
+// crowded reports whether this host has more processes of the job than processors for them, so that who waits must give way.
+func (e *Engine) crowded() bool {
+	return e.localProcesses() > min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
 }

@@ -67,12 +67,12 @@ type Config struct {
 	// Cores are the processors that the loop and the lanes keep to; empty is all.
 	Cores []int
 	// Spin is how long the loop of a rank that is busy watches for what comes next before it sleeps, if Mesh is a
-	// transport.Poller. 0 is a default that depends on LocalSize, less than 0 is not at all. The greater it is the less
+	// transport.Poller. 0 is a default that depends on LocalProcesses, less than 0 is not at all. The greater it is the less
 	// often a rank that waits for others has to be woken, and the more processor time it takes.
 	Spin time.Duration
-	// LocalSize is the number of ranks on this host; 0 is Size. If there are more than processors they give way to each
-	// other while they watch.
-	LocalSize int
+	// LocalProcesses is the number of processes of the job on this host that want a processor: ranks, and those that ranks run
+	// operations for; 0 is Size. If there are more than processors they give way to each other while they wait.
+	LocalProcesses int
 
 	// Log hears of failures; nil is silence.
 	Log *zap.Logger

@@ -137,7 +137,7 @@ func both(t *testing.T, f func(t *testing.T, lockstep bool)) {
 func TestSums(t *testing.T) {
 	t.Run("polled", func(t *testing.T) { sums(t, mem.NewPolled, nil) })
 	t.Run("polled without watching", func(t *testing.T) { sums(t, mem.NewPolled, func(cfg *engine.Config) { cfg.Spin = -1 }) })
-	t.Run("polled with a processor each", func(t *testing.T) { sums(t, mem.NewPolled, func(cfg *engine.Config) { cfg.LocalSize = 1 }) })
+	t.Run("polled with a processor each", func(t *testing.T) { sums(t, mem.NewPolled, func(cfg *engine.Config) { cfg.LocalProcesses = 1 }) })
 	both(t, func(t *testing.T, lockstep bool) {
 		sums(t, mem.New, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
 	})

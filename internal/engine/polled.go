@@ -42,22 +42,22 @@ type pace struct {
 	looksPerGosched int // after so many looks to other goroutines
 }
 
-// newSpin is for a loop among the given number of ranks on a host with so many processors, in a process that uses so many
+// newSpin is for a loop among the given number of processes on a host with so many processors, in one that uses so many
 // threads for goroutines. The numbers of looks are those of the shortest times to completion that were measured.
-func newSpin(budget time.Duration, pinned bool, ranks, cores, threads int) spin {
-	// A rank keeps two threads busy if it can: the loop watches while a lane runs, or the caller. If the caller helps it is
+func newSpin(budget time.Duration, pinned bool, processes, cores, threads int) spin {
+	// Each keeps two threads busy if it can: the loop watches while a lane runs, or the caller. If the caller helps it is
 	// one.
-	busy := ranks * min(2, threads)
+	busy := processes * min(2, threads)
 	// The kernel may put two threads on one processor though another is idle, so there are always some yields. To give way
 	// to a goroutine may wake a thread for it, which is much where it has no processor of its own to look from.
 	s := spin{budget: budget, pinned: pinned, tight: busy > cores, watching: pace{16, 64}, helping: pace{16, 256}}
 	if pinned || busy >= cores {
 		s.watching = pace{1, 4}
 	}
-	if threads == 1 || ranks > cores {
+	if threads == 1 || processes > cores {
 		s.watching.looksPerGosched = 1 // there is no other thread, or it is late
 	}
-	if ranks > cores {
+	if processes > cores {
 		s.helping = pace{1, 64}
 	}
 	if budget == 0 {
@@ -87,11 +87,7 @@ func (e *Engine) poll() error {
 	}
 	e.poller = p
 	p.OnBell(e.ring)
-	ranks := e.cfg.LocalSize
-	if ranks == 0 {
-		ranks = e.cfg.Size
-	}
-	e.spin = newSpin(e.cfg.Spin, len(e.cfg.Cores) > 0, ranks, runtime.NumCPU(), runtime.GOMAXPROCS(0))
+	e.spin = newSpin(e.cfg.Spin, len(e.cfg.Cores) > 0, e.localProcesses(), runtime.NumCPU(), runtime.GOMAXPROCS(0))
 	e.helpable = !e.spin.pinned && e.spin.budget > 0
 	return nil
 }

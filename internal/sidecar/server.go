@@ -437,7 +437,7 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 }
 
 func (s *Server) options(q *sidecarpb.Init) []hvd.InitOption {
-	opts := append(slices.Clone(s.cfg.Options), hvd.Keeping(&s.met))
+	opts := append(slices.Clone(s.cfg.Options), hvd.ForSidecar(&s.met))
 	if s.last != nil {
 		opts = append(opts, hvd.After(s.last))
 	}
