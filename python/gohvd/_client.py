@@ -45,7 +45,7 @@ _MASK = _RING_ENTRIES - 1
 _SUBMITTED, _COMPLETED, _SEEN, _WANTED, _LOOKING = 64 // 8, 192 // 8, 256 // 8, 320 // 8, 384 // 8
 _NEVER = (1 << 64) - 1
 # How long the sidecar's answer to the only operation is looked for before the process sleeps.
-_WATCH_SECONDS = 100e-6
+_WATCH_SECONDS = 50e-6
 _SLOTS = 65536
 _MAX_IN_FLIGHT = 65536
 
