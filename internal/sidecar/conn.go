@@ -170,13 +170,11 @@ func (c *conn) frames() error {
 			return err
 		}
 		if !ok {
+			c.ringOverdue() // a client does not send a doorbell where there is no room for it: it has sent frames
 			return c.in.Spare()
 		}
 		if len(body) == 0 {
-			// A doorbell: the ring is looked at in any case.
-			if c.ring != nil && c.ring.overdue() {
-				c.out.Bell()
-			}
+			c.ringOverdue() // the ring is looked at in any case
 			continue
 		}
 		if c.out.Unsent() > wire.MaxUnsentBytes {
@@ -359,6 +357,13 @@ func (c *conn) ringLater() {
 		}
 	}
 	c.out.Bell()
+}
+
+// ringOverdue rings for a client that now waits for completions of which it did not want to hear.
+func (c *conn) ringOverdue() {
+	if c.ring != nil && c.ring.overdue() {
+		c.out.Bell()
+	}
 }
 
 // help works for the engine while operations are in flight, until something comes from the client or nothing happens for a

@@ -282,6 +282,18 @@ func TestWantedCompletions(t *testing.T) {
 		if first, second := look(), look(); never != 0 || first != 1 || second != 0 {
 			t.Errorf("rung %d times in return where nothing is wanted, then %d and %d, want 0, 1 and 0", never, first, second)
 		}
+		// A frame without an answer is as good as a doorbell, for which there may be no room.
+		wanted.Store(math.MaxUint64)
+		do(1)
+		wanted.Store(0)
+		c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Free{Free: &sidecarpb.Free{Arena: wire.OwnArenas}}})
+		before := c.Bells
+		if err := c.Read(); err != nil {
+			t.Fatal(err)
+		}
+		if c.Must(sidecartest.Status()); c.Bells != before+1 {
+			t.Errorf("rung %d times in return for a frame, want once", c.Bells-before)
+		}
 	})
 }
 

@@ -138,7 +138,7 @@ class Client:
         # Of _cond. It is taken by itself: a signal may come in Condition.__exit__, before that gives it back.
         self._mutex = threading.Lock()
         self._cond = threading.Condition(self._mutex)
-        self._waiters = 0
+        self._waiting: Set[int] = set()  # threads that do while another reads
         self._fence = threading.Lock()  # it guards nothing: see _order
         # There may be submissions in the ring of which the sidecar was not told.
         self._unheard = False
@@ -269,7 +269,7 @@ class Client:
         self._reader = threading.RLock()
         self._mutex = threading.Lock()
         self._cond = threading.Condition(self._mutex)
-        self._waiters = 0
+        self._waiting = set()
         self._placing = threading.Lock()
         self._fence = threading.Lock()
         self.arena.after_fork()
@@ -361,7 +361,7 @@ class Client:
 
     def _order(self) -> None:
         """What stands before it in the program happens before what comes after it, for the memory that the sidecar sees:
-        to release a lock and then acquire it orders all accesses on every machine that Python runs on."""
+        to release a lock and then acquire it orders all accesses on every machine that the sidecar is built for."""
         with self._fence:
             pass
         with self._fence:
@@ -547,21 +547,22 @@ class Client:
         """Waits until p is done, and raises its error. others are what the caller will wait for next: it sleeps until half of
         them may be done too."""
         self.hurry()
+        me = threading.get_ident()
         while not p.done:
-            left = len([True for q in others if q.in_ring and not q.done])
-            if self._take_turn(_WAITING, p, left // 2):
+            # First what was seen, then what is not done: other threads may read meanwhile, and so many must be able to come.
+            until = self._words[_SEEN] + 1
+            until += len([True for q in others if q.in_ring and not q.done]) // 2
+            if self._take_turn(_WAITING, p, until):
                 break
-            with self._mutex:
-                self._waiters += 1
+            self._waiting.add(me)
             try:
                 self._rouse_reader()
                 with self._mutex:
-                    # Who reads sets done and then looks for waiters, and releases _reader before it does so once more.
+                    # Who reads sets done and then looks for who waits, and releases _reader before it does so once more.
                     while not p.done and not self._no_reader():
                         self._cond.wait()
             finally:
-                with self._mutex:
-                    self._waiters -= 1
+                self._waiting.discard(me)
         self._raise(p)
 
     def _rouse_reader(self) -> None:
@@ -585,11 +586,13 @@ class Client:
         return p.done
 
     def poll_all(self) -> None:
-        """Takes what has come."""
-        self._take_turn(_NOT_WAITING)
+        """Takes what has come, or has the thread do it that reads."""
+        self.hurry()
+        if not self._take_turn(_NOT_WAITING):
+            self._rouse_reader()
 
-    def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None, others: int = 0) -> bool:
-        """Reads once, or until p is done, without waking up for as many others. False if another thread reads."""
+    def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None, until: int = 0) -> bool:
+        """Reads once, or until p is done, without waking up before so many completions. False if another thread reads."""
         # An exception of a signal handler may come between any two steps, also between the taking of _reader and the next
         # one, and in the first finally: whichever way this is left, _reader is free for the threads that wait for it.
         turn = leave = True
@@ -598,7 +601,6 @@ class Client:
                 turn = leave = self._enter_reader()
                 if turn and p is None:
                     self._read(flags)
-                until = self._words[_SEEN] + 1 + others if turn and p is not None else 0
                 while turn and p is not None and not p.done:
                     if p.in_ring and len(self._pending) == 1:
                         self._watch()
@@ -635,7 +637,7 @@ class Client:
     def _leave_reader(self) -> None:
         """Gives _reader back, and tells who waits."""
         self._release_reader()
-        if self._waiters:
+        if self._waiting:
             with self._mutex:
                 self._cond.notify_all()
 
@@ -660,16 +662,23 @@ class Client:
         seen = words[_SEEN]
         words[_WANTED] = max(until, seen + 1)
         self._order()
-        if self._waiters:  # who comes to wait counts itself first, and then has the sidecar ring
+        if self._waiting:  # who comes to wait says so first, and then has the sidecar ring
             words[_WANTED] = seen + 1
             self._order()
         if words[_COMPLETED] == seen:
-            return True
+            return not self._take_rest()
         self._look()
-        if self._waiters:
+        if self._waiting:
             with self._mutex:
                 self._cond.notify_all()
         return False
+
+    def _take_rest(self) -> bool:
+        """Takes what was read when a signal came, and whether there was any."""
+        data, at, _, inbox, _ = self._state
+        if not data and not inbox:
+            return False
+        return self._take() and (bool(inbox) or len(self._state[0]) < len(data) - at)
 
     def _read(self, flags: Tuple[int, ...]) -> None:
         """Reads once and takes what has come. With _reader held."""
@@ -687,17 +696,20 @@ class Client:
             return
         if len(inbox) == 1 and not taken and not data and inbox[0][0] == _DOORBELL:
             self._state = b"", 0, fds, [], 0
-        else:
-            try:
-                if not self._parse():
-                    return
-            except wire.WireError as e:
-                self._fail(f"it has sent what is no message: {e}")
-                return
+        elif not self._take():
+            return
         self._look()
-        if self._waiters:
+        if self._waiting:
             with self._mutex:
                 self._cond.notify_all()
+
+    def _take(self) -> bool:
+        """_parse, where what is no message ends the connection too."""
+        try:
+            return self._parse()
+        except wire.WireError as e:
+            self._fail(f"it has sent what is no message: {e}")
+            return False
 
     def _parse(self) -> bool:
         """Takes the frames that have come. False if the connection is over."""

@@ -139,15 +139,25 @@ class Call(Generic[A]):
         pending, plan = self.pending, self.plan
         return pending is None or plan is None or plan.client.poll(pending)
 
-    def error(self, others: Sequence[Call[A]] = ()) -> Optional[Exception]:
-        """Waits, and gives what it has failed with, if it has. The targets stay what they are. others are what the caller
-        waits for next."""
+    def settle(self, others: Sequence[Call[A]]) -> None:
+        """Waits until it is done, well or not. others are what the caller waits for next."""
+        pending, plan = self.pending, self.plan
+        if pending is None or plan is None:
+            return
+        try:
+            plan.client.wait(pending, [call.pending for call in others if call.pending is not None])
+        except Exception:
+            if not pending.done or pending.error is None:
+                raise  # a signal handler's
+
+    def error(self) -> Optional[Exception]:
+        """Waits, and gives what it has failed with, if it has. The targets stay what they are."""
         pending, plan = self.pending, self.plan
         if pending is None:
             return None
         if plan is not None:
             try:
-                plan.client.wait(pending, [call.pending for call in others if call.pending is not None])
+                plan.client.wait(pending)
             except Exception as e:
                 return e
         return None if pending.error is None else pending.error()

@@ -581,6 +581,32 @@ class Synchronizing(OptimizerTest):
         self.assertEqual(told[-2:], [2, 3])
         self.same_at_all_ranks(model)
 
+    def test_interrupted(self) -> None:
+        """An exception of a signal handler comes out of synchronize, and each gradient is its own."""
+        if self.size == 1:
+            return
+
+        class Tick(Exception):
+            pass
+
+        model, optimizer = self.start()
+        client = _engine.engine.client()
+        wait, calls = client.wait, []
+
+        def interrupted(*args) -> None:
+            calls.append(args)
+            if len(calls) == 1:
+                raise Tick
+            wait(*args)
+
+        optimizer.zero_grad()
+        loss_of(model, batch(0, self.rank)).backward()
+        with mock.patch.object(client, "wait", interrupted), self.assertRaises(Tick):
+            optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        self.same_weights(model, self.reference(sgd, 1))
+
     def test_after_a_backward_pass_that_failed(self) -> None:
         if self.size == 1:
             return
@@ -590,7 +616,7 @@ class Synchronizing(OptimizerTest):
         def fail(grad: torch.Tensor) -> None:
             raise RuntimeError("in the middle")
 
-        for failing in (True, False, False):
+        for failing in ("yes", "", "", "then loaded", ""):
             optimizer.zero_grad()
             hidden = model[1](model[0](x))
             if failing:
@@ -602,7 +628,12 @@ class Synchronizing(OptimizerTest):
             else:
                 loss.backward()
                 self.assertIsNone(optimizer._batch._last, "it has heard of the end")
-            optimizer.step()
+            if failing == "then loaded":
+                optimizer.load_state_dict(optimizer.state_dict())
+                self.assertIsNone(optimizer._batch._last)
+                hvd.barrier()
+            else:
+                optimizer.step()
         self.same_at_all_ranks(model)
 
     def test_gradients_stay_where_they_are(self) -> None:

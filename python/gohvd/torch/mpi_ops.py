@@ -179,14 +179,14 @@ class _Handles:
                 call.results()
         return True
 
-    def settle(self, numbers: List[int]) -> None:
-        """Waits until the last of these has ended. The caller waits for the others next."""
-        entry = self._entries.get(numbers[-1])
+    def settle(self, number: int, others: Sequence[int]) -> None:
+        """Waits until an operation has ended. The caller waits for the others next."""
+        entry = self._entries.get(number)
         if entry is None or all([call.known() for call in entry[0]]):
             return
-        others = [call for n in numbers[:-1] if n in self._entries for call in self._entries[n][0]]
+        calls = [call for n in others if n in self._entries for call in self._entries[n][0]]
         for call in entry[0]:
-            call.error(others)
+            call.settle(calls)
 
     def take(self, number: int) -> Any:
         entry = self._entries.pop(number, None)
@@ -213,10 +213,10 @@ def synchronize(handle: int) -> Any:
     return _handles.take(handle)
 
 
-def synchronize_next(handles: List[int]) -> Any:
-    """``synchronize`` for the last of these. The caller does the same for the others next, without being woken for each."""
-    _handles.settle(handles)
-    return synchronize(handles.pop())
+def synchronize_next(handle: int, others: Sequence[int]) -> Any:
+    """``synchronize`` for a caller that does the same for others next, and need not be woken for each."""
+    _handles.settle(handle, others)
+    return synchronize(handle)
 
 
 def _one(calls: List[_engine.Call[Tensor]]) -> Tensor:

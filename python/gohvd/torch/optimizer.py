@@ -165,11 +165,16 @@ class _Distributed(torch.optim.Optimizer):
     def _drain(self, done: Callable[[Any, Any, Any], None]) -> None:
         """Waits for all that is under way and gives each to done. If some fail, raises the first error when all have ended."""
         error: Optional[BaseException] = None
-        numbers = [handle for handle, _ in reversed(self._handles.values()) if not callable(handle)]
+        others = [handle for handle, _ in reversed(self._handles.values()) if not callable(handle)]
         try:
             for key, (handle, ctx) in self._handles.items():
                 try:
-                    done(key, handle() if callable(handle) else synchronize_next(numbers), ctx)
+                    if callable(handle):
+                        output = handle()
+                    else:
+                        others.pop()  # itself
+                        output = synchronize_next(handle, others)
+                    done(key, output, ctx)
                 except Exception as e:
                     error = error or e
         finally:
@@ -214,7 +219,8 @@ def _alone_on_few_processors() -> bool:
 class _Batch:
     """Decides when the sidecar is told of gradients: each telling may wake it, which costs it and the backward pass time.
 
-    It is told of several together where they come soon after each other, as they did in the backward pass before.
+    It is told of several together where they come soon after each other, as they did in the backward pass before, and of all
+    at the end.
     """
 
     MOST_BYTES = 8 << 20
@@ -466,6 +472,7 @@ class _DistributedOptimizer(_Distributed):
         return synchronizing
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._batch.end()
         self._synchronized = False
         self._should_synchronize = True
         self._group_counts = dict.fromkeys(self._group_counts, 0)
@@ -632,8 +639,9 @@ def DistributedOptimizer(
     """Gives an optimizer in the place of this one that steps on the gradients of all ranks.
 
     It is of a class derived from optimizer's, with synchronize(), skip_synchronize() and set_backward_passes_per_step()
-    besides. Every gradient starts to travel when backward has made it; step() waits for all. Call zero_grad before the next
-    backward, or after synchronize().
+    besides. Gradients start to travel while backward goes on, those that come soon after each other together, or at its end
+    where there is no processor to reduce them on; step() waits for all. Call zero_grad before the next backward, or after
+    synchronize().
 
     named_parameters: model.named_parameters(), all of the optimizer's, with names that are the same at all ranks. Without it
         they are named by their places.
