@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import unittest
-from typing import Callable, List
+from typing import Callable, List, Tuple
 
 import programs
 
@@ -682,6 +682,13 @@ class Ring(WithFake):
         op.slot, op.ready = slot, True
         return op
 
+    def five(self, client: _client.Client) -> Tuple[List[_client.Pending], threading.Thread]:
+        """Submits five operations, and has a thread wait for the first and then the others."""
+        every = [client.submit(self.operation(i), later=True) for i in range(5)]
+        first = threading.Thread(target=client.wait, args=(every[0], every[1:]))
+        first.start()
+        return every, first
+
     def test_told_later(self) -> None:
         step = threading.Barrier(2, timeout=20)
 
@@ -820,9 +827,7 @@ class Ring(WithFake):
             s.ring()
 
         def use(client: _client.Client) -> None:
-            every = [client.submit(self.operation(i), later=True) for i in range(5)]
-            first = threading.Thread(target=client.wait, args=(every[0], every[1:]))
-            first.start()
+            every, first = self.five(client)
             self.assertTrue(both.wait(20))
             client.wait(every[4])
             first.join(20)
@@ -878,9 +883,7 @@ class Ring(WithFake):
             s.ring()
 
         def use(client: _client.Client) -> None:
-            every = [client.submit(self.operation(i), later=True) for i in range(5)]
-            first = threading.Thread(target=client.wait, args=(every[0], every[1:]))
-            first.start()
+            every, first = self.five(client)
             self.assertTrue(polling.wait(20))
             end = time.monotonic() + 20
             while not client.poll(every[4]):
