@@ -10,12 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/zap"
-	"go.uber.org/zap/zapcore"
-	"go.uber.org/zap/zaptest/observer"
-
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/store"
 )
 
 // Times are exact in the engine's tests, where the clock is simulated. These see that settings, options and reports
@@ -266,55 +261,4 @@ func TestAddProcessSetTimeout(t *testing.T) {
 			e.Shutdown(ctx)
 		}, nil, append(mode, "HOROVOD_LOG_LEVEL", "fatal")...)
 	})
-}
-
-// When a rank goes astray with many tensors, the log does not have a line for each.
-func TestManyStallsAreFewLines(t *testing.T) {
-	const tensors = 40
-	core, logged := observer.New(zapcore.WarnLevel)
-	stalls := make(chan struct{}, 10*tensors)
-	kv := store.NewHashStore(store.Limits{})
-	defer kv.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	defer cancel()
-	ranks(2, func(r int) {
-		opts := append(place(kv, r, 2, "HOROVOD_STALL_CHECK_TIME_SECONDS", "1"), hvd.WithLogger(zap.New(core)),
-			hvd.OnStall(func(hvd.Stall) { stalls <- struct{}{} }))
-		e, err := hvd.New(ctx, opts...)
-		if err != nil {
-			t.Error(err)
-			return
-		}
-		if r == 1 {
-			for range tensors {
-				select {
-				case <-stalls:
-				case <-ctx.Done():
-					t.Error("not all stalls are reported to the program")
-				}
-			}
-		}
-		var handles []*hvd.Handle[float32]
-		for i := range tensors {
-			h, err := hvd.AllreduceAsync([]float32{1}, hvd.Name(fmt.Sprint(i)), hvd.On(e))
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			handles = append(handles, h)
-		}
-		for _, h := range handles {
-			if _, err := h.Wait(ctx); err != nil {
-				t.Error(err)
-			}
-		}
-		if err := e.Shutdown(ctx); err != nil {
-			t.Error(err)
-		}
-	})
-	lines := logged.FilterMessageSnippet("stalled: ").All()
-	left := logged.FilterMessage("stalled: more tensors").All()
-	if len(lines) > tensors/2 || len(left) == 0 || left[0].ContextMap()["tensors"] == nil {
-		t.Errorf("%d lines of %d stalls, of which %d say how many more: %v", len(lines), tensors, len(left), left)
-	}
 }

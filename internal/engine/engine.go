@@ -138,12 +138,13 @@ type Engine struct {
 	finished []finishedWork // from the lanes
 
 	// Owned by the loop.
-	now     time.Duration // when the turn began
-	granted int           // grants given to lanes and not finished
-	stopped bool          // STOP is applied
-	stalled *StallError   // why, if no rank asked for it
-	due     time.Duration // when the first of the operations in flight runs out of time
-	scratch struct {
+	now        time.Duration // when the turn began
+	granted    int           // grants given to lanes and not finished
+	stopped    bool          // STOP is applied
+	stalled    *StallError   // why, if no rank asked for it
+	due        time.Duration // when the first of the operations in flight runs out of time
+	complaints complaints
+	scratch    struct {
 		entries  []*tensorqueue.Entry
 		events   []event
 		failed   []event

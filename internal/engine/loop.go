@@ -138,6 +138,7 @@ func (e *Engine) backgroundTurn(timer *time.Timer) (sleep, over bool, err error)
 
 // answer ends the lanes and answers everything that is left, with err unless that is nil.
 func (e *Engine) answer(err error) {
+	e.closeComplaints()
 	reason := err
 	if err == nil {
 		reason = ErrShutDown
@@ -233,7 +234,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		e.publish(len(stalls) > 0)
 		e.reportStalls(stalls)
 	}
-	return min(next, e.due, e.clock.due), false, nil
+	return min(next, e.due, e.clock.due, e.complaints.due()), false, nil
 }
 
 func (e *Engine) takeFinished() {

@@ -47,31 +47,59 @@ func (e *Engine) overdue(now time.Duration) (late []*tensorqueue.Entry) {
 	return late
 }
 
-// stallLines is how many stalls of one turn are logged one by one. When a rank is gone astray, all tensors of a step stall at once.
-const stallLines = 10
+// When a rank is gone astray, all tensors of a step stall at once, if not in one turn: in a stallWindow that many are logged
+// one by one, and at its end how many more there were.
+const (
+	stallLines  = 10
+	stallWindow = time.Second
+)
+
+// complaints counts the stalls of a window, which the first of them opens.
+type complaints struct {
+	named, unnamed int
+	end            time.Duration // of the window; says nothing if none is named
+}
+
+// due is when the unnamed are to be logged.
+func (c *complaints) due() time.Duration {
+	if c.unnamed == 0 {
+		return never
+	}
+	return c.end
+}
 
 // reportStalls passes on what the stall inspector found.
 func (e *Engine) reportStalls(events []controller.Event) {
-	logged, left := 0, 0
-	defer func() {
-		if left > 0 {
-			e.log.Warn("stalled: more tensors", zap.Int("tensors", left))
-		}
-	}()
+	c := &e.complaints
+	if e.now >= c.end {
+		e.closeComplaints()
+	}
 	for _, ev := range events {
 		s := ev.Stall
 		if s == nil {
 			continue
 		}
-		if logged++; logged > stallLines {
-			left++
-		} else {
+		if c.named == 0 {
+			c.end = e.now + stallWindow
+		}
+		if c.named < stallLines {
+			c.named++
 			e.logStall(s)
+		} else {
+			c.unnamed++
 		}
 		if e.cfg.OnStall != nil {
 			e.cfg.OnStall(s)
 		}
 	}
+}
+
+// closeComplaints ends the window.
+func (e *Engine) closeComplaints() {
+	if n := e.complaints.unnamed; n > 0 {
+		e.log.Warn("stalled: more tensors", zap.Int("tensors", n))
+	}
+	e.complaints = complaints{}
 }
 
 func (e *Engine) logStall(s *controller.Stall) {

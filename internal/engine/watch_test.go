@@ -10,8 +10,13 @@ import (
 	"testing/synctest"
 	"time"
 
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 )
@@ -80,6 +85,57 @@ func TestStallReports(t *testing.T) {
 			t.Errorf("in time: got %q", got)
 		}
 	})
+}
+
+// When a rank goes astray with many tensors, the log has ten lines of a second and the number of the others, also if the job ends
+// within it. The program is told of each.
+func TestManyStallsAreFewLines(t *testing.T) {
+	for _, absent := range []time.Duration{1500 * time.Millisecond, 500 * time.Millisecond} {
+		synctest.Test(t, func(t *testing.T) {
+			var r reports
+			core, logged := observer.New(zapcore.WarnLevel)
+			c := start(t, 2, func(cfg *engine.Config) {
+				cfg.StallWarning, cfg.Log = patience, zap.New(core)
+				r.hear(cfg)
+			})
+			r.began = time.Now()
+			c.each(func(rank int) {
+				if rank == 1 {
+					time.Sleep(patience + absent)
+				}
+				var entries []*tensorqueue.Entry
+				for i := range 40 {
+					entries = append(entries, sum(fmt.Sprint(i), make([]byte, 8)))
+				}
+				early := c.submit(rank, entries[:27]...)
+				time.Sleep(4 * time.Millisecond)
+				late := c.submit(rank, entries[27:]...)
+				for i := range entries {
+					done := early
+					if i >= 27 {
+						done = late
+					}
+					if err := c.wait(done); err != nil {
+						t.Errorf("rank %d: %v", rank, err)
+					}
+				}
+			})
+			c.shutdown()
+			if told := r.take(); len(told) != 40 {
+				t.Errorf("the program is told of %d stalls, want 40: %q", len(told), told)
+			}
+			var got []string
+			for _, entry := range logged.All() {
+				got = append(got, fmt.Sprintf("%v: %.8s, more: %v", entry.Time.Sub(r.began), entry.Message, entry.ContextMap()["tensors"]))
+			}
+			want := slices.Repeat([]string{"2.3s: stalled:, more: <nil>"}, 10)
+			// The rest at the end of the second, or of the job.
+			want = append(want, fmt.Sprintf("%v: stalled:, more: 30", min(patience+time.Second, patience+absent+4*time.Millisecond)))
+			if !slices.Equal(got, want) {
+				t.Errorf("rank 1 comes %v after the stall: got %q\nwant %q", absent, got, want)
+			}
+		})
+	}
 }
 
 // An operation that a rank does not finish is reported too, as far as its heartbeats tell.
