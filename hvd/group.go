@@ -51,7 +51,7 @@ func awaitGroup[T any](ctx context.Context, g *GroupHandle[T], err error) ([][]T
 }
 
 // many queues an operation on a group of tensors, for each of which build makes the handle.
-func many[T Element](kind message.Kind, xs [][]T, opts []Option, build func(c call, i int, x []T) (*Handle[T], error)) (*GroupHandle[T], error) {
+func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T]) (*GroupHandle[T], error) {
 	c, err := prepare(kind, tensor.Of[T](), true, opts)
 	if err != nil {
 		return nil, err
@@ -61,9 +61,10 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build func(c ca
 	}
 	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.name}, tensors: make([]*Handle[T], len(xs))}
 	g.left.Store(int64(len(xs)))
+	handles := make([]Handle[T], len(xs)) // g keeps all of them anyway
 	for i, x := range xs {
-		h, err := build(c, i, x)
-		if err != nil {
+		h := &handles[i]
+		if err := build(h, c, i, x); err != nil {
 			return nil, err
 		}
 		g.tensors[i], h.group = h, g

@@ -3,7 +3,6 @@ package hvd
 import (
 	"context"
 	"errors"
-	"fmt"
 	"strconv"
 
 	"github.com/gohvd/gohvd/message"
@@ -12,13 +11,7 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// newHandle makes the handle of tensor i of c, which has numElems elements. Its buffers are still to be set.
-func newHandle[T any](c *call, i, numElems int) (*Handle[T], error) {
-	h := new(Handle[T])
-	return h, h.describe(c, i, numElems)
-}
-
-// describe makes h, which is empty, what newHandle makes.
+// describe makes h, which is empty, the handle of tensor i of c, which has numElems elements. Its buffers are still to be set.
 func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	h.kind, h.engine = c.kind, c.engine.engine
 	e := &h.entry
@@ -66,21 +59,39 @@ func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
 	if err := message.CheckName(c.name); err != nil {
 		return c.misuse("%w", err)
 	}
-	var few [1]*tensorqueue.Entry // most calls need no more, and then no allocation
-	entries := few[:0]
-	for i, h := range handles {
+	if !group {
+		h := handles[0]
+		h.name, h.entry.Request.Name = c.name, c.name
+		return c.queue(&h.entry)
+	}
+	entries := make([]*tensorqueue.Entry, len(handles))
+	for i, name := range memberNames(c.name, len(handles)) {
+		h := handles[i]
 		q := &h.entry.Request
-		q.Name = c.name
-		if group {
-			q.Name = fmt.Sprintf("%s_%dof%d", c.name, i+1, len(handles))
-			if len(handles) > 1 {
-				q.Group, q.GroupSize = c.name, int32(len(handles))
-			}
+		if len(handles) > 1 {
+			q.Group, q.GroupSize = c.name, int32(len(handles))
 		}
-		h.name = q.Name
-		entries = append(entries, &h.entry)
+		h.name, q.Name = name, name
+		entries[i] = &h.entry
 	}
 	return c.queue(entries...)
+}
+
+// memberNames are the names of the n tensors of a group. They are parts of one string.
+func memberNames(group string, n int) []string {
+	var text []byte
+	ends := make([]int, n)
+	for i := range n {
+		text = append(append(text, group...), '_')
+		text = strconv.AppendInt(text, int64(i+1), 10)
+		text = strconv.AppendInt(append(text, "of"...), int64(n), 10)
+		ends[i] = len(text)
+	}
+	all, names, begin := string(text), make([]string, n), 0
+	for i, end := range ends {
+		names[i], begin = all[begin:end], end
+	}
+	return names
 }
 
 // drawName names what has no name. Members of a set make unnamed calls in one order, so they draw the same.
@@ -138,14 +149,17 @@ func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Allreduce, x, opts, allreduceTensor))
 }
 
+// builder makes h, which is empty, the handle of tensor i of c. It gets a copy of c, which would be on the heap else.
+type builder[T any] func(h *Handle[T], c call, i int, x []T) error
+
 // one queues an operation on one tensor, for which build makes the handle.
-func one[T Element](kind message.Kind, x []T, opts []Option, build func(c call, i int, x []T) (*Handle[T], error)) (*Handle[T], error) {
+func one[T Element](kind message.Kind, x []T, opts []Option, build builder[T]) (*Handle[T], error) {
 	c, err := prepare(kind, tensor.Of[T](), false, opts)
 	if err != nil {
 		return nil, err
 	}
-	h, err := build(c, 0, x)
-	if err != nil {
+	h := new(Handle[T])
+	if err := build(h, c, 0, x); err != nil {
 		return nil, err
 	}
 	if err := submit(&c, false, h); err != nil {
@@ -154,17 +168,16 @@ func one[T Element](kind message.Kind, x []T, opts []Option, build func(c call, 
 	return h, nil
 }
 
-func allreduceTensor[T Element](c call, i int, x []T) (*Handle[T], error) {
-	h, err := newHandle[T](&c, i, len(x))
-	if err != nil {
-		return nil, err
+func allreduceTensor[T Element](h *Handle[T], c call, i int, x []T) error {
+	if err := h.describe(&c, i, len(x)); err != nil {
+		return err
 	}
 	h.out = x
 	if !c.inPlace {
 		h.out = make([]T, len(x))
 	}
 	h.entry.Input, h.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
-	return h, nil
+	return nil
 }
 
 // Allgather joins the x of all ranks along the first dimension, in rank order. The first dimensions may differ, the
@@ -181,19 +194,18 @@ func AllgatherAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Allgather, x, opts, allgatherTensor))
 }
 
-func allgatherTensor[T Element](c call, i int, x []T) (*Handle[T], error) {
+func allgatherTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	mine := x
 	if c.inPlace {
 		n := c.set.Size()
 		if len(x)%n != 0 {
-			return nil, c.misuse("%d elements in place, want a multiple of the %d ranks", len(x), n)
+			return c.misuse("%d elements in place, want a multiple of the %d ranks", len(x), n)
 		}
 		each := len(x) / n
 		mine = x[c.set.Rank()*each : (c.set.Rank()+1)*each]
 	}
-	h, err := newHandle[T](&c, i, len(mine))
-	if err != nil {
-		return nil, err
+	if err := h.describe(&c, i, len(mine)); err != nil {
+		return err
 	}
 	h.entry.Input = tensor.Bytes(mine)
 	if c.inPlace {
@@ -201,7 +213,7 @@ func allgatherTensor[T Element](c call, i int, x []T) (*Handle[T], error) {
 	} else {
 		allocates(h)
 	}
-	return h, nil
+	return nil
 }
 
 // allocates makes the output when its size is known.
@@ -227,16 +239,15 @@ func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], err
 }
 
 func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
-	return one(message.Broadcast, x, opts, func(c call, i int, x []T) (*Handle[T], error) {
+	return one(message.Broadcast, x, opts, func(h *Handle[T], c call, i int, x []T) error {
 		if err := c.checkRoot(root); err != nil {
-			return nil, err
+			return err
 		}
-		h, err := allreduceTensor(c, i, x) // the buffers are the same
-		if err != nil {
-			return nil, err
+		if err := allreduceTensor(h, c, i, x); err != nil { // the buffers are the same
+			return err
 		}
 		h.entry.Request.Root = topo.Rank(root)
-		return h, nil
+		return nil
 	})
 }
 
@@ -261,10 +272,9 @@ func ReducescatterAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Reducescatter, x, opts, reducescatterTensor))
 }
 
-func reducescatterTensor[T Element](c call, i int, x []T) (*Handle[T], error) {
-	h, err := newHandle[T](&c, i, len(x))
-	if err != nil {
-		return nil, err
+func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
+	if err := h.describe(&c, i, len(x)); err != nil {
+		return err
 	}
 	shape := h.entry.Request.Shape
 	from, to := 0, 0 // a scalar has no rows: the ranks are told together
@@ -278,7 +288,7 @@ func reducescatterTensor[T Element](c call, i int, x []T) (*Handle[T], error) {
 		h.out = make([]T, to-from)
 	}
 	h.entry.Input, h.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
-	return h, nil
+	return nil
 }
 
 // Alltoall sends rows of x, its slices along the first dimension, to all ranks: the first splits[0] to the first member
@@ -301,14 +311,13 @@ func AlltoallAsync[T Element](x []T, splits []int, opts ...Option) (*Handle[T], 
 }
 
 func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error) {
-	return one(message.Alltoall, x, opts, func(c call, i int, x []T) (*Handle[T], error) {
-		h, err := newHandle[T](&c, i, len(x))
-		if err != nil {
-			return nil, err
+	return one(message.Alltoall, x, opts, func(h *Handle[T], c call, i int, x []T) (err error) {
+		if err := h.describe(&c, i, len(x)); err != nil {
+			return err
 		}
 		if shape := h.entry.Request.Shape; len(shape) > 0 { // a scalar has no rows: the ranks are told together
 			if h.entry.Splits, err = c.splits(splits, shape[0]); err != nil {
-				return nil, err
+				return err
 			}
 		}
 		h.entry.Input = tensor.Bytes(x)
@@ -317,7 +326,7 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 		} else {
 			allocates(h)
 		}
-		return h, nil
+		return nil
 	})
 }
 
@@ -363,8 +372,8 @@ func barrier(opts []Option) (*Handle[struct{}], error) {
 	if err != nil {
 		return nil, err
 	}
-	h, err := newHandle[struct{}](&c, 0, 0)
-	if err != nil {
+	h := new(Handle[struct{}])
+	if err := h.describe(&c, 0, 0); err != nil {
 		return nil, err
 	}
 	h.entry.Request.Shape = nil
