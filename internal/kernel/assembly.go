@@ -4,6 +4,7 @@ package kernel
 
 import (
 	"math"
+	"math/bits"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/tensor"
@@ -52,12 +53,15 @@ func (f *functions) vectorize(dt tensor.DType, r *row) {
 const stretchBytes = 1 << 20
 
 // stretch is how many of n elements come next, so that no less than least remain, or none.
-func stretch(n, size, least int) int {
-	if next := stretchBytes / size; n >= next+least {
+func stretch(n, shift, least int) int {
+	if next := stretchBytes >> shift; n >= next+least {
 		return next
 	}
 	return n
 }
+
+// shiftOf is the logarithm of a type's size: a division would take longer than all else of a call with few elements.
+func shiftOf(size int) int { return bits.TrailingZeros(uint(size)) }
 
 // at is the address of byte i of b.
 func at(b []byte, i int) *byte { return (*byte)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(b)), i)) }
@@ -66,9 +70,10 @@ func reducing(f assembly[reduceAssembly], size int, plain IntoFunc) IntoFunc {
 	if f.run == nil {
 		return plain
 	}
+	shift := shiftOf(size)
 	return func(dst, a, b []byte) {
-		n := len(dst) / size
-		if n < f.least || len(a) != len(dst) || len(b) != len(dst) || len(dst)%size != 0 {
+		n := len(dst) >> shift
+		if n < f.least || len(a) != len(dst) || len(b) != len(dst) || n<<shift != len(dst) {
 			plain(dst, a, b)
 			return
 		}
@@ -76,9 +81,9 @@ func reducing(f assembly[reduceAssembly], size int, plain IntoFunc) IntoFunc {
 		noteRead(a)
 		noteRead(b)
 		for i := 0; n > 0; {
-			k := stretch(n, size, f.least)
+			k := stretch(n, shift, f.least)
 			f.run(at(dst, i), at(a, i), at(b, i), k)
-			i, n = i+k*size, n-k
+			i, n = i+k<<shift, n-k
 		}
 	}
 }
@@ -88,10 +93,10 @@ func scaling(f assembly[factorAssembly], dt tensor.DType, plain ScaleFunc) Scale
 		return plain
 	}
 	size, whole := dt.Size(), dt.IsInteger()
-	run := running(f, size)
+	run, least := running(f, size), f.least*size
 	return func(buf []byte, factor float64) {
 		switch {
-		case len(buf)/size < f.least || len(buf)%size != 0 || whole && (factor == 1 || factor-factor != 0):
+		case len(buf) < least || len(buf)&(size-1) != 0 || whole && (factor == 1 || factor-factor != 0):
 			// For integers 1 is special, and infinities and NaNs give NaNs, for which the assembly has no rule.
 			plain(buf, factor)
 		case factor != factor:
@@ -107,9 +112,9 @@ func dividing(f assembly[factorAssembly], size int, plain DivideFunc) DivideFunc
 	if f.run == nil {
 		return plain
 	}
-	run := running(f, size)
+	run, least := running(f, size), f.least*size
 	return func(buf []byte, n int64) {
-		if len(buf)/size < f.least || len(buf)%size != 0 || n < 1 {
+		if len(buf) < least || len(buf)&(size-1) != 0 || n < 1 {
 			plain(buf, n)
 			return
 		}
@@ -119,12 +124,13 @@ func dividing(f assembly[factorAssembly], size int, plain DivideFunc) DivideFunc
 
 // running is f on all of buf, which has elements of size bytes, f.least at least.
 func running(f assembly[factorAssembly], size int) func(buf []byte, factor float64) {
+	shift := shiftOf(size)
 	return func(buf []byte, factor float64) {
 		noteWrite(buf)
-		for i, n := 0, len(buf)/size; n > 0; {
-			k := stretch(n, size, f.least)
+		for i, n := 0, len(buf)>>shift; n > 0; {
+			k := stretch(n, shift, f.least)
 			f.run(at(buf, i), at(buf, i), k, factor)
-			i, n = i+k*size, n-k
+			i, n = i+k<<shift, n-k
 		}
 	}
 }
@@ -133,18 +139,19 @@ func converting(f assembly[convertAssembly], toSize, fromSize int, plain Convert
 	if f.run == nil {
 		return plain
 	}
+	toShift, fromShift := shiftOf(toSize), shiftOf(fromSize)
 	return func(dst, src []byte) {
-		n := len(dst) / toSize
-		if n < f.least || len(dst) != n*toSize || len(src) != n*fromSize {
+		n := len(dst) >> toShift
+		if n < f.least || len(dst) != n<<toShift || len(src) != n<<fromShift {
 			plain(dst, src)
 			return
 		}
 		noteWrite(dst)
 		noteRead(src)
 		for to, from := 0, 0; n > 0; {
-			k := stretch(n, max(toSize, fromSize), f.least)
+			k := stretch(n, max(toShift, fromShift), f.least)
 			f.run(at(dst, to), at(src, from), k)
-			to, from, n = to+k*toSize, from+k*fromSize, n-k
+			to, from, n = to+k<<toShift, from+k<<fromShift, n-k
 		}
 	}
 }

@@ -39,9 +39,18 @@ func (l level) logic(name string) string {
 
 // reduction is dst = a op b, nil if there is no such operation.
 func reduction(l level, e elem, op string) *kernel {
-	if l == avx512 && !e.half() && !(op == "product" && e.size == 1) {
-		l = narrow
+	if l != avx512 || e.half() || op == "product" && e.size == 1 {
+		return reductionBy(l, e, op)
 	}
+	k := reductionBy(narrow, e, op)
+	if k != nil {
+		k.cached = reductionBy(l, e, op)
+	}
+	return k
+}
+
+// reductionBy is reduction with vectors of one size.
+func reductionBy(l level, e elem, op string) *kernel {
 	k := &kernel{name: op + e.name + l.name, level: l, in: []int{e.size, e.size}, out: e.size, unit: l.size / e.size, unroll: 4}
 	k.load, k.store = vectors(l, e.size)
 	switch {
@@ -72,6 +81,7 @@ func reduction(l level, e elem, op string) *kernel {
 
 // single is a = a op b where there is an instruction for it.
 func single(k *kernel, instruction string) {
+	k.fused = instruction
 	k.compute = func(w *writer, r int) {
 		a, b := k.level.full(r), k.level.full(r+b)
 		w.op(instruction, b, a, a)
@@ -357,9 +367,16 @@ func scaling(l level, e elem) *kernel {
 		}
 		return nil // no conversion between int64 and float64
 	}
-	if l == avx512 && !e.half() {
-		l = narrow
+	if l != avx512 || e.half() {
+		return scalingFloats(l, e)
 	}
+	k := scalingFloats(narrow, e)
+	k.cached = scalingFloats(l, e)
+	return k
+}
+
+// scalingFloats is scaling for floats, with vectors of one size.
+func scalingFloats(l level, e elem) *kernel {
 	k := &kernel{
 		name: "scale" + e.name + l.name, level: l, in: []int{e.size}, out: e.size, unit: l.size / e.size, unroll: 4, factor: true,
 	}
