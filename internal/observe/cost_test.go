@@ -78,7 +78,7 @@ func BenchmarkCost(b *testing.B) {
 			recorders := make([]switched, ranks)
 			var ratios []float64
 			testcluster.Run(b, testcluster.Options{
-				Ranks: ranks, Transport: testcluster.SHM, Deadline: 20 * time.Minute,
+				Ranks: ranks, Transport: testcluster.SHM, Deadline: time.Duration(max(b.N, 2)) * time.Minute,
 				Config: func(cfg *engine.Config) {
 					r := &recorders[cfg.Rank]
 					r.Recorder = recorder.New(recorder.DefaultOperations)
