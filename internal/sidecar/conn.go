@@ -120,9 +120,6 @@ func (c *conn) read() error {
 				return err
 			}
 		}
-		if c.ring != nil {
-			c.ring.watch()
-		}
 		for again := true; again; {
 			var err error
 			if again, err = c.turn(); err != nil {
@@ -136,6 +133,7 @@ func (c *conn) read() error {
 func (c *conn) turn() (again bool, err error) {
 	var until uint64
 	if c.ring != nil {
+		c.ring.watch() // in each turn, for the ring may have come in the last one
 		until = c.ring.pending()
 	}
 	// What a submission refers to was sent before it was written: so the frames that are there come first.

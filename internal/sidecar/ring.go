@@ -79,7 +79,11 @@ func word(b []byte, at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Poin
 func (r *ring) pending() uint64 { return r.submitted.Load() }
 
 // watch tells the client that it need not ring: the reader looks by itself until it rests.
-func (r *ring) watch() { r.looking.Store(1) }
+func (r *ring) watch() {
+	if r.looking.Load() == 0 {
+		r.looking.Store(1)
+	}
+}
 
 // rest tells the client to ring, and reports whether the reader may wait for that. It is the reader's.
 func (r *ring) rest() bool {
