@@ -23,7 +23,8 @@ const DefaultOperations = 10000
 type Recorder struct {
 	mu    sync.Mutex
 	slots []slot
-	total uint64 // slots that were ever filled; the next is total modulo their number
+	at    int    // the next
+	total uint64 // slots that were ever filled
 }
 
 // slot is a tensor of an operation that has ended.
@@ -70,7 +71,10 @@ func (r *Recorder) Record(op *trace.Operation) {
 
 // next is the slot that is to be filled, empty. r is locked.
 func (r *Recorder) next() *slot {
-	s := &r.slots[r.total%uint64(len(r.slots))]
+	s := &r.slots[r.at]
+	if r.at++; r.at == len(r.slots) {
+		r.at = 0
+	}
 	r.total++
 	return s
 }
@@ -90,9 +94,8 @@ func (r *Recorder) copy() (slots []slot, total uint64) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if n := uint64(len(r.slots)); r.total > n {
-		i := r.total % n
-		return append(append(slots, r.slots[i:]...), r.slots[:i]...), r.total
+	if r.total > uint64(len(r.slots)) {
+		return append(append(slots, r.slots[r.at:]...), r.slots[:r.at]...), r.total
 	}
 	return append(slots, r.slots[:r.total]...), r.total
 }
