@@ -36,6 +36,7 @@ type Engine struct {
 
 	global      *ProcessSet
 	sets        setTable
+	slots       slots
 	dynamicSets bool
 	timeout     time.Duration // of operations that say none
 }

@@ -7,7 +7,6 @@ import (
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensorqueue"
 )
 
 // operation is what all handles have.
@@ -39,10 +38,10 @@ func (o *operation) complete(err error) {
 	}
 }
 
-// start has the engine notice what submit has queued. Who waits at once need not call it.
+// start has the engine notice what submit has queued, some time. Who waits at once need not call it.
 func (o *operation) start() {
 	if o.engine != nil {
-		o.engine.Ring()
+		o.engine.RingSoon()
 	}
 }
 
@@ -54,11 +53,31 @@ func started[H interface{ start() }](h H, err error) (H, error) {
 	return h, err
 }
 
-// Poll reports whether the operation is done, so that Wait returns at once.
-func (o *operation) Poll() bool { return o.signal.Load() == over }
+// Poll reports whether the operation is done, so that Wait returns at once. Who asks has what was started noticed without delay.
+func (o *operation) Poll() bool {
+	done := o.ended()
+	if !done {
+		o.hurry()
+	}
+	return done
+}
 
-// Done is closed when the operation is done.
+func (o *operation) ended() bool { return o.signal.Load() == over }
+
+// hurry has the engine notice at once what submit has queued.
+func (o *operation) hurry() {
+	if o.engine != nil {
+		o.engine.Hurry()
+	}
+}
+
+// Done is closed when the operation is done. It has what was started noticed without delay.
 func (o *operation) Done() <-chan struct{} {
+	o.hurry()
+	return o.done()
+}
+
+func (o *operation) done() <-chan struct{} {
 	s := o.signal.Load()
 	if s == nil {
 		if s = (&signal{make(chan struct{})}); !o.signal.CompareAndSwap(nil, s) {
@@ -72,7 +91,7 @@ func (o *operation) Done() <-chan struct{} {
 func (o *operation) Name() string { return o.name }
 
 func (o *operation) wait(ctx context.Context) error {
-	if o.Poll() {
+	if o.ended() {
 		return o.err
 	}
 	if ctx.Err() != nil {
@@ -80,12 +99,12 @@ func (o *operation) wait(ctx context.Context) error {
 		return o.gaveUp(ctx)
 	}
 	if o.engine != nil {
-		if o.engine.Help(ctx, o.Poll); o.Poll() {
+		if o.engine.Help(ctx, o.ended); o.ended() {
 			return o.err
 		}
 	}
 	select {
-	case <-o.Done():
+	case <-o.done():
 		return o.err
 	case <-ctx.Done():
 		return o.gaveUp(ctx)
@@ -104,10 +123,11 @@ func (o *operation) gaveUp(ctx context.Context) error {
 // Handle is an operation in flight that gives elements of T. Its methods are safe for concurrent use.
 type Handle[T any] struct {
 	operation
-	entry tensorqueue.Entry
-	out   []T
-	dims  [1]int64 // of a tensor of one dimension
-	group *GroupHandle[T]
+	slot     *slot // nil when it is done
+	out      []T
+	dims     [1]int64 // of a tensor of one dimension
+	received []int64
+	group    *GroupHandle[T]
 }
 
 // Wait waits for the operation and gives its result. When ctx ends first the operation goes on, and the slices
@@ -122,14 +142,10 @@ func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
 // Received is, after an alltoall, how many rows came from each member of the process set, in its order; else nil, and
 // nil until it is done.
 func (h *Handle[T]) Received() []int {
-	if !h.Poll() || h.entry.Received == nil {
+	if !h.ended() {
 		return nil
 	}
-	rows := make([]int, len(h.entry.Received))
-	for i, n := range h.entry.Received {
-		rows[i] = int(n)
-	}
-	return rows
+	return intsOf(h.received)
 }
 
 // GroupHandle is a group of operations in flight. Its methods are safe for concurrent use.

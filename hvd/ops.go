@@ -14,8 +14,9 @@ import (
 // describe makes h, which is empty, the handle of tensor i of c, which has numElems elements. Its buffers are still to be set.
 func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	h.kind, h.engine = c.kind, c.engine.engine
-	e := &h.entry
-	e.Set, e.Timeout, e.InPlace, e.ErrorFeedback, e.Done = c.set.id, c.timeout, c.inPlace, c.errorFeedback, h.finished
+	h.slot = c.engine.slots.take(h)
+	e := &h.slot.entry
+	e.Set, e.Timeout, e.InPlace, e.ErrorFeedback = c.set.id, c.timeout, c.inPlace, c.errorFeedback
 	q := &e.Request
 	q.Kind, q.DType, q.Op, q.Prescale, q.Postscale, q.Wire = c.kind, c.dtype, c.op, c.pre, c.post, c.wire
 	if c.shapes == nil {
@@ -27,11 +28,15 @@ func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	return err
 }
 
-// finished is the Done of h's entry.
+// finished is told of the end of h's entry.
 func (h *Handle[T]) finished(err error) {
-	if err == nil && h.entry.Request.DType == tensor.Bool {
-		onlyBools(h.entry.Output)
+	e := &h.slot.entry
+	if err == nil && e.Request.DType == tensor.Bool {
+		onlyBools(e.Output)
 	}
+	h.received = e.Received
+	h.slot.free()
+	h.slot = nil
 	h.complete(err)
 	if h.group != nil {
 		h.group.finished()
@@ -51,7 +56,7 @@ func onlyBools(b []byte) {
 func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
 	for _, h := range handles {
 		// Before a number is drawn: a call that fails at this rank alone must not shift those that follow.
-		if err := h.entry.Request.CheckParameters(); err != nil {
+		if err := h.slot.entry.Request.CheckParameters(); err != nil {
 			return c.misuse("%w", err)
 		}
 	}
@@ -61,18 +66,18 @@ func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
 	}
 	if !group {
 		h := handles[0]
-		h.name, h.entry.Request.Name = c.name, c.name
-		return c.queue(&h.entry)
+		h.name, h.slot.entry.Request.Name = c.name, c.name
+		return c.queue(&h.slot.entry)
 	}
 	entries := make([]*tensorqueue.Entry, len(handles))
 	for i, name := range memberNames(c.name, len(handles)) {
 		h := handles[i]
-		q := &h.entry.Request
+		q := &h.slot.entry.Request
 		if len(handles) > 1 {
 			q.Group, q.GroupSize = c.name, int32(len(handles))
 		}
 		h.name, q.Name = name, name
-		entries[i] = &h.entry
+		entries[i] = &h.slot.entry
 	}
 	return c.queue(entries...)
 }
@@ -176,7 +181,7 @@ func allreduceTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	if !c.inPlace {
 		h.out = make([]T, len(x))
 	}
-	h.entry.Input, h.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
+	h.slot.entry.Input, h.slot.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
 	return nil
 }
 
@@ -207,9 +212,9 @@ func allgatherTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	if err := h.describe(&c, i, len(mine)); err != nil {
 		return err
 	}
-	h.entry.Input = tensor.Bytes(mine)
+	h.slot.entry.Input = tensor.Bytes(mine)
 	if c.inPlace {
-		h.out, h.entry.Output = x, tensor.Bytes(x)
+		h.out, h.slot.entry.Output = x, tensor.Bytes(x)
 	} else {
 		allocates(h)
 	}
@@ -218,8 +223,8 @@ func allgatherTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 
 // allocates makes the output when its size is known.
 func allocates[T Element](h *Handle[T]) {
-	h.entry.Allocate = func(numBytes int) []byte {
-		h.out = make([]T, numBytes/h.entry.Request.DType.Size())
+	h.slot.entry.Allocate = func(numBytes int) []byte {
+		h.out = make([]T, numBytes/h.slot.entry.Request.DType.Size())
 		return tensor.Bytes(h.out)
 	}
 }
@@ -246,7 +251,7 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 		if err := allreduceTensor(h, c, i, x); err != nil { // the buffers are the same
 			return err
 		}
-		h.entry.Request.Root = topo.Rank(root)
+		h.slot.entry.Request.Root = topo.Rank(root)
 		return nil
 	})
 }
@@ -276,7 +281,7 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	if err := h.describe(&c, i, len(x)); err != nil {
 		return err
 	}
-	shape := h.entry.Request.Shape
+	shape := h.slot.entry.Request.Shape
 	from, to := 0, 0 // a scalar has no rows: the ranks are told together
 	if len(shape) > 0 && shape[0] > 0 {
 		first, rows := tensor.Rows(shape[0], c.set.Size(), c.set.Rank())
@@ -287,7 +292,7 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	if !c.inPlace {
 		h.out = make([]T, to-from)
 	}
-	h.entry.Input, h.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
+	h.slot.entry.Input, h.slot.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
 	return nil
 }
 
@@ -315,14 +320,14 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 		if err := h.describe(&c, i, len(x)); err != nil {
 			return err
 		}
-		if shape := h.entry.Request.Shape; len(shape) > 0 { // a scalar has no rows: the ranks are told together
-			if h.entry.Splits, err = c.splits(splits, shape[0]); err != nil {
+		if shape := h.slot.entry.Request.Shape; len(shape) > 0 { // a scalar has no rows: the ranks are told together
+			if h.slot.entry.Splits, err = c.splits(splits, shape[0]); err != nil {
 				return err
 			}
 		}
-		h.entry.Input = tensor.Bytes(x)
+		h.slot.entry.Input = tensor.Bytes(x)
 		if c.inPlace {
-			h.out, h.entry.Output = x, h.entry.Input
+			h.out, h.slot.entry.Output = x, h.slot.entry.Input
 		} else {
 			allocates(h)
 		}
@@ -376,7 +381,7 @@ func barrier(opts []Option) (*Handle[struct{}], error) {
 	if err := h.describe(&c, 0, 0); err != nil {
 		return nil, err
 	}
-	h.entry.Request.Shape = nil
+	h.slot.entry.Request.Shape = nil
 	if err := submit(&c, false, h); err != nil {
 		return nil, err
 	}

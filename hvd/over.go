@@ -35,13 +35,20 @@ func (r *runner) Queue(entries ...*tensorqueue.Entry) error {
 	return r.in.Queue(entries...)
 }
 
-// Ring is as the engine's.
-func (r *runner) Ring() {
+// RingSoon is as the engine's.
+func (r *runner) RingSoon() {
 	if r.over != nil {
 		r.over.Ring()
 		return
 	}
-	r.in.Ring()
+	r.in.RingSoon()
+}
+
+// Hurry is as the engine's.
+func (r *runner) Hurry() {
+	if r.over == nil {
+		r.in.Hurry()
+	}
 }
 
 // Help is as the engine's.

@@ -15,7 +15,7 @@ import (
 // Door is for the sidecar, which runs operations for other processes. Programs have no use for it.
 func (e *Engine) Door() raw.Door {
 	return raw.Door{
-		Begin: e.beginRaw, Help: e.engine.Help, Ring: e.engine.Ring, Close: e.closeRaw,
+		Begin: e.beginRaw, Help: e.engine.Help, Ring: e.engine.in.Ring, Close: e.closeRaw,
 		StartTimeline: e.watch.StartTimeline, StopTimeline: e.watch.StopTimeline,
 		Homogeneous: e.session == nil || evenly(e.session.Hosts),
 	}
@@ -71,6 +71,9 @@ type rawTensor struct {
 	Handle[byte]
 	of *rawOperation
 	i  int
+	// What has come of it.
+	output   []byte
+	response *message.Response
 }
 
 // maxOptions is how many one operation can have.
@@ -165,7 +168,7 @@ func (r *rawOperation) prepare(c *call) error {
 			return err
 		}
 		t.of, t.i = r, i
-		t.entry.Done, t.entry.Request.Shape = t.finished, nil
+		t.slot.of, t.slot.entry.Request.Shape = t, nil
 		if r.Kind != message.Barrier {
 			if err := t.place(c, &r.Tensors[i]); err != nil {
 				return err
@@ -185,7 +188,7 @@ func (t *rawTensor) place(c *call, of *raw.Tensor) error {
 	if n > int64(len(of.Input))/max(size, 1) || n*size != int64(len(of.Input)) {
 		return c.misuse("shape %v of %v in %d bytes", of.Shape, c.dtype, len(of.Input))
 	}
-	e := &t.entry
+	e := &t.slot.entry
 	e.Request.Shape, e.Input, e.Output = of.Shape, of.Input, of.Output
 	e.InPlace = len(of.Input) > 0 && len(of.Input) == len(of.Output) && &of.Input[0] == &of.Output[0]
 	numBytes := len(of.Input) // of the output
@@ -225,7 +228,7 @@ func (t *rawTensor) place(c *call, of *raw.Tensor) error {
 // later has the output made when its size is known.
 func (t *rawTensor) later(of *raw.Tensor) error {
 	if of.Output == nil {
-		t.entry.Allocate = t.allocate
+		t.slot.entry.Allocate = t.allocate
 	}
 	return nil
 }
@@ -238,11 +241,15 @@ func (t *rawTensor) allocate(numBytes int) []byte {
 	return b
 }
 
-// finished is the Done of t's entry.
+// finished is told of the end of t's entry.
 func (t *rawTensor) finished(err error) {
-	if err == nil && t.entry.Request.DType == tensor.Bool {
-		onlyBools(t.entry.Output)
+	e := &t.slot.entry
+	if err == nil && e.Request.DType == tensor.Bool {
+		onlyBools(e.Output)
 	}
+	t.output, t.response, t.received = e.Output, e.Response, e.Received
+	t.slot.free()
+	t.slot = nil
 	t.err = err
 	if t.of.left.Add(-1) == 0 {
 		t.of.finish()
@@ -261,16 +268,16 @@ func (r *rawOperation) finish() {
 		}
 	}
 	for i := range r.Tensors {
-		of, e := &r.Tensors[i], &r.tensors[i].entry
-		of.Output = e.Output
+		of, t := &r.Tensors[i], &r.tensors[i]
+		of.Output = t.output
 		switch r.Kind {
 		case message.Allreduce, message.Broadcast:
 			of.Result = of.Shape
 		case message.Allgather:
-			of.Result = rowsOf(of.Shape, e.Response.FirstDims)
+			of.Result = rowsOf(of.Shape, t.response.FirstDims)
 		case message.Alltoall:
-			r.Received = e.Received
-			of.Result = rowsOf(of.Shape, e.Received)
+			r.Received = t.received
+			of.Result = rowsOf(of.Shape, t.received)
 		}
 	}
 	r.Done(nil)

@@ -38,6 +38,8 @@ type Request struct {
 	Set topo.ProcessSetID
 	// Bit is a guess which bit the name has in the response cache, and does not travel. A wrong one costs time alone.
 	Bit uint32
+	// Hit is the response of the cache that the request was found to match, or nil. It does not travel either.
+	Hit *Response
 }
 
 // Response is what the members of a process set have agreed to do with one tensor. It is immutable once

@@ -39,10 +39,10 @@ type Cache struct {
 	byName  map[string]uint32
 }
 
-// Lookup classifies q, a request of the given member (an index into the process set), and sets q.Bit if it knows the name.
+// Lookup classifies q, a request of the given member (an index into the process set), and sets q.Bit if it knows the name, and q.Hit.
 // It allocates nothing.
 func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
-	bit = q.Bit
+	bit, q.Hit = q.Bit, nil
 	if r := c.At(bit); r == nil || r.Name != q.Name {
 		var ok bool
 		if bit, ok = c.byName[q.Name]; !ok {
@@ -50,12 +50,12 @@ func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 		}
 		q.Bit = bit
 	}
-	switch {
-	case c.entries[bit].Matches(q, member):
-		return bit, Hit
-	default:
+	r := c.entries[bit]
+	if !r.Matches(q, member) {
 		return bit, Invalid
 	}
+	q.Hit = r
+	return bit, Hit
 }
 
 // BitOf is the bit of a name.

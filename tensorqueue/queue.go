@@ -3,12 +3,13 @@
 //
 // Submitting goroutines Add; the loop Pops, and Takes an entry when its response is granted; whoever executes
 // the response Finishes the entry. All methods are safe for concurrent use. The queue never looks into the buffers:
-// between Add and the call of Done they belong to the engine.
+// between Add and the call of Done they belong to the engine. From the call of Done on an entry may be used again.
 package tensorqueue
 
 import (
 	"fmt"
 	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -151,6 +152,13 @@ func (q *Queue) Pop(dst []*Entry) []*Entry {
 	return dst
 }
 
+// Pending is the number of entries to Pop.
+func (q *Queue) Pending() int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return len(q.pending)
+}
+
 // Waiting reports whether there is something to Pop. It takes no lock, so looking at many idle queues is cheap.
 func (q *Queue) Waiting() bool { return q.waiting.Load() }
 
@@ -164,19 +172,26 @@ func (q *Queue) Find(name string) *Entry {
 	return nil
 }
 
-// Finish frees the name of e and calls its Done. It does nothing if e is not in its queue any more.
+// Finish frees the name of e and calls its Done. It does nothing if e is not in its queue any more, but it must not be called after
+// Done was: e may be another by then.
 func (e *Entry) Finish(err error) {
 	q := e.queue
 	q.mu.Lock()
-	here := e.name.entry == e
-	if here {
-		e.name.entry, e.name.bit = nil, e.Request.Bit
-		q.inFlight--
-	}
+	here := q.remove(e)
 	q.mu.Unlock()
 	if here {
 		e.Done(err)
 	}
+}
+
+// remove frees the name of e, if e is in the queue.
+func (q *Queue) remove(e *Entry) bool {
+	if e.name.entry != e {
+		return false
+	}
+	e.name.entry, e.name.bit = nil, e.Request.Bit
+	q.inFlight--
+	return true
 }
 
 // Close makes every later Add fail with err. The first err stays. Entries in the table are not touched.
@@ -188,18 +203,34 @@ func (q *Queue) Close(err error) {
 	}
 }
 
-// InFlight is every entry that was added and not finished, in no particular order. Close first, or new ones may
-// follow.
-func (q *Queue) InFlight() []*Entry {
+// Each calls visit for every entry that was added and not finished, in no particular order. Until it returns none of them
+// finishes: visit must not call methods of the queue or of an entry, nor keep the entry.
+func (q *Queue) Each(visit func(e *Entry)) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	entries := make([]*Entry, 0, q.inFlight)
 	for _, n := range q.names {
 		if n.entry != nil {
-			entries = append(entries, n.entry)
+			visit(n.entry)
 		}
 	}
-	return entries
+}
+
+// FinishAll finishes all entries for which which is true, popped or not, each with what reason says.
+func (q *Queue) FinishAll(which func(e *Entry) bool, reason func(e *Entry) error) {
+	q.mu.Lock()
+	var found []*Entry
+	for _, n := range q.names {
+		if e := n.entry; e != nil && which(e) {
+			found = append(found, e)
+			q.remove(e)
+		}
+	}
+	q.pending = slices.DeleteFunc(q.pending, func(e *Entry) bool { return e.name.entry != e })
+	q.waiting.Store(len(q.pending) > 0)
+	q.mu.Unlock()
+	for _, e := range found {
+		e.Done(reason(e))
+	}
 }
 
 // Len is the number of tensors in flight.

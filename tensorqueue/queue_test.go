@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -72,11 +73,39 @@ func TestClose(t *testing.T) {
 	if err := q.Add(entry("d", nil)); err != first {
 		t.Errorf("add after close: got %v, want %v", err, first)
 	}
-	for _, e := range q.InFlight() {
-		e.Finish(second)
+	all := func(*tensorqueue.Entry) bool { return true }
+	if q.Pop(nil); len(finished) != 1 {
+		t.Errorf("finished %v, want b alone", finished)
 	}
+	q.FinishAll(all, func(*tensorqueue.Entry) error { return second })
 	if len(finished) != 3 || finished["a"] != second || finished["b"] != nil || finished["c"] != second || q.Len() != 0 {
 		t.Errorf("finished %v, want a and c with %v and b before", finished, second)
+	}
+}
+
+// What was finished is not there to pop, for it may be another entry by then.
+func TestFinishAllTakesWhatIsPending(t *testing.T) {
+	q := tensorqueue.New()
+	ended := errors.New("ended")
+	finished := map[string]error{}
+	for _, n := range []string{"a", "b", "c"} {
+		if err := q.Add(entry(n, func(err error) { finished[n] = err })); err != nil {
+			t.Fatal(err)
+		}
+	}
+	finish := func(names string) {
+		q.FinishAll(func(e *tensorqueue.Entry) bool { return strings.Contains(names, e.Request.Name) }, func(*tensorqueue.Entry) error { return ended })
+	}
+	finish("ac")
+	if got := q.Pop(nil); len(got) != 1 || got[0].Request.Name != "b" || len(finished) != 2 {
+		t.Errorf("%d entries are left to pop and %v finished, want b and the others", len(got), finished)
+	}
+	if err := q.Add(entry("a", func(err error) { finished["a"] = err })); err != nil {
+		t.Fatal(err)
+	}
+	finish("ab")
+	if got := q.Pop(nil); len(got) != 0 || q.Waiting() || q.Pending() != 0 || q.Len() != 0 || len(finished) != 3 {
+		t.Errorf("%d entries are left to pop, %d in flight, and %v finished, want none", len(got), q.Len(), finished)
 	}
 }
 

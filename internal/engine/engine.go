@@ -1,8 +1,8 @@
 // Package engine runs a rank: it joins the pure controller to the queue of submitted tensors, the transport,
 // the backends and the clock.
 //
-// One goroutine, BackgroundThreadLoop, owns the controller. It sleeps until something rings: a submission, a
-// frame, a finished grant, the controller's next deadline. It never waits for a peer. Each process set has a lane, a
+// One goroutine, BackgroundThreadLoop, owns the controller. It sleeps until something rings: a submission, at
+// once or a little later (RingSoon), a frame, a finished grant, the controller's next deadline. It never waits for a peer. Each process set has a lane, a
 // goroutine that executes its grants in order; each control connection has a receiver, unless the mesh is a
 // transport.Poller: then the loop asks the connections itself, and watches them for a while before it sleeps. All
 // goroutines end in Shutdown or Close.
@@ -67,7 +67,8 @@ type Config struct {
 	// Cores are the processors that the loop and the lanes keep to; empty is all.
 	Cores []int
 	// Spin is how long the loop of a rank that is busy watches for what comes next before it sleeps, if Mesh is a
-	// transport.Poller. 0 is a default that depends on LocalProcesses, less than 0 is not at all. The greater it is the less
+	// transport.Poller, and so does a caller that waits (Help), which by default watches longer if it has a processor of its own. 0 is
+	// a default that depends on LocalProcesses, less than 0 is not at all. The greater it is the less
 	// often a rank that waits for others has to be woken, and the more processor time it takes.
 	Spin time.Duration
 	// LocalProcesses is the number of processes of the job on this host that want a processor: ranks, and those that ranks run
@@ -108,6 +109,7 @@ type Engine struct {
 	polled  []*frames        // of the links
 	spin    spin
 	wheel   wheel
+	late    lateBell
 	clock   rankClock
 	// observer is told what happens. tracing says that the coordinator notes arrivals for it.
 	observer observer

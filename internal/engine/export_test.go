@@ -1,6 +1,10 @@
 package engine
 
-import "github.com/gohvd/gohvd/topo"
+import (
+	"time"
+
+	"github.com/gohvd/gohvd/topo"
+)
 
 // Looks is how often the loop has watched.
 func (e *Engine) Looks() uint64 { return e.looks.Load() }
@@ -12,3 +16,6 @@ func (e *Engine) Queued(set topo.ProcessSetID) int {
 	defer l.mu.Unlock()
 	return len(l.todo)
 }
+
+// SetLatePeriod replaces the time that lateBell waits, before it has.
+func (e *Engine) SetLatePeriod(d time.Duration) { e.late.period = d }

@@ -207,14 +207,14 @@ func TestSpin(t *testing.T) {
 		ranks, cores, threads int
 		want                  spin
 	}{
-		{"room for all", 0, false, 2, 16, 16, spin{budget: defaultSpin, watching: pace{16, 64}, helping: pace{16, 256}}},
-		{"room for one thread each", 0, false, 2, 4, 1, spin{budget: defaultSpin, watching: pace{16, 1}, helping: pace{16, 256}}},
-		{"alone on one processor", 0, false, 1, 1, 1, spin{budget: defaultSpin, watching: pace{1, 1}, helping: pace{16, 256}}},
-		{"as many ranks as processors", 0, false, 2, 2, 2, spin{budget: 2 * defaultSpin, watching: pace{1, 4}, tight: true, helping: pace{16, 256}}},
-		{"the same with a thread each", 0, false, 2, 2, 1, spin{budget: defaultSpin, watching: pace{1, 1}, helping: pace{16, 256}}},
-		{"more ranks than processors", 0, false, 4, 2, 2, spin{budget: 4 * defaultSpin, watching: pace{1, 1}, tight: true, helping: pace{1, 64}}},
-		{"pinned", 0, true, 2, 16, 16, spin{budget: defaultSpin, watching: pace{1, 4}, helping: pace{16, 256}, pinned: true}},
-		{"a budget of its own", time.Millisecond, false, 4, 2, 2, spin{budget: time.Millisecond, watching: pace{1, 1}, tight: true, helping: pace{1, 64}}},
+		{"room for all", 0, false, 2, 16, 16, spin{budget: defaultSpin, watch: defaultSpin, help: defaultHelp, watching: pace{16, 64}, helping: pace{16, 256}}},
+		{"room for one thread each", 0, false, 2, 4, 1, spin{budget: defaultSpin, watch: defaultSpin, help: defaultHelp, watching: pace{16, 1}, helping: pace{16, 256}}},
+		{"alone on one processor", 0, false, 1, 1, 1, spin{budget: defaultSpin, watch: defaultSpin, help: defaultHelp, watching: pace{1, 1}, helping: pace{16, 256}}},
+		{"as many ranks as processors", 0, false, 2, 2, 2, spin{budget: 2 * defaultSpin, watch: 2 * defaultSpin, help: defaultHelp, watching: pace{1, 4}, tight: true, helping: pace{16, 256}}},
+		{"the same with a thread each", 0, false, 2, 2, 1, spin{budget: defaultSpin, watch: defaultSpin, help: defaultHelp, watching: pace{1, 1}, helping: pace{16, 256}}},
+		{"more ranks than processors", 0, false, 4, 2, 2, spin{budget: 4 * defaultSpin, watch: 4 * defaultSpin, help: 4 * defaultSpin, watching: pace{1, 1}, tight: true, helping: pace{1, 64}}},
+		{"pinned", 0, true, 2, 16, 16, spin{budget: defaultSpin, watch: defaultSpin, help: defaultHelp, watching: pace{1, 4}, helping: pace{16, 256}, pinned: true}},
+		{"a budget of its own", time.Hour, false, 4, 2, 2, spin{budget: time.Hour, watch: time.Hour, help: time.Hour, watching: pace{1, 1}, tight: true, helping: pace{1, 64}}},
 		{"no budget", -1, false, 2, 16, 16, spin{watching: pace{16, 64}, helping: pace{16, 256}}},
 	} {
 		if got := newSpin(test.budget, test.pinned, test.ranks, test.cores, test.threads); got != test.want {

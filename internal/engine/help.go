@@ -70,7 +70,7 @@ func (w *wheel) take() bool {
 // triesForWheel are about as many as a turn takes.
 const triesForWheel = 50
 
-// Queue is Submit for a caller that calls Help or Ring next, and has checked the requests.
+// Queue is Submit for a caller that calls Help, Ring or RingSoon next, and has checked the requests.
 func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	l := e.lanes.find(entries[0].Set)
 	err := error(ErrNoProcessSet)
@@ -88,9 +88,6 @@ func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	return opError(&entries[0].Request, err)
 }
 
-// Ring has what was queued noticed.
-func (e *Engine) Ring() { e.ring() }
-
 // Help takes turns of the loop in the calling goroutine until done reports true or ctx has ended, but not for long when
 // nothing happens: the caller goes on to wait. What was queued is noticed in any case. It may be called from any
 // goroutine; Done of other operations is called by it too.
@@ -103,8 +100,10 @@ func (e *Engine) Help(ctx context.Context, done func() bool) {
 		e.wheel.mu.Unlock()
 		return
 	}
+	e.late.unneeded()
 	e.wake()
 	e.now = time.Since(e.start)
+	e.spin.budget = e.spin.help
 	e.spin.extend(e.now)
 	var next time.Duration
 	enough := func() bool { return done() || closed(ctx.Done()) || closed(e.stop) }
@@ -124,6 +123,8 @@ func (e *Engine) turn() (next time.Duration) {
 
 // leave gives the wheel up. Who comes to rest does not wake BackgroundThreadLoop, which the bell does when something comes.
 func (e *Engine) leave(next time.Duration) {
+	e.spin.budget = e.spin.watch
+	e.spin.until = min(e.spin.until, e.now+e.spin.watch)
 	rests := false
 	for range turnsToRest {
 		e.handOver()

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
@@ -95,12 +96,15 @@ func (v *votes) add(e *tensorqueue.Entry) {
 	(*v)[e.Request.Bit] = e
 }
 
-// take removes the entry of a bit if it has the given name, and is nil else.
-func (v votes) take(bit uint32, name string) *tensorqueue.Entry {
-	if int64(bit) >= int64(len(v)) || v[bit] == nil || v[bit].Request.Name != name {
+// take removes the entry of a bit if it is for r, and is nil else.
+func (v votes) take(bit uint32, r *message.Response) *tensorqueue.Entry {
+	if int64(bit) >= int64(len(v)) || v[bit] == nil {
 		return nil
 	}
 	e := v[bit]
+	if q := &e.Request; q.Hit != r && q.Name != r.Name {
+		return nil
+	}
 	v[bit] = nil
 	return e
 }

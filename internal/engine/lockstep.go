@@ -129,7 +129,7 @@ func (s *lockstep) cycle() (over bool, err error) {
 		s.core.Shutdown()
 	}
 	if late := e.overdue(now); len(late) > 0 {
-		return false, &timeoutError{late[0].Set, late[0].Request.Name, late[0].Timeout}
+		return false, &timeoutError{late[0].set, late[0].name, late[0].timeout}
 	}
 	e.now = now
 	e.probe()

@@ -162,11 +162,8 @@ func (e *Engine) answer(err error) {
 	}
 	e.running.Wait()
 	for _, l := range e.lanes.all {
-		left := l.queue.InFlight()
-		e.observer.abandoned(len(left))
-		for _, entry := range left {
-			entry.Finish(opError(&entry.Request, reason))
-		}
+		all := func(*tensorqueue.Entry) bool { return true }
+		l.queue.FinishAll(all, func(entry *tensorqueue.Entry) error { return l.abandon(entry, reason) })
 	}
 }
 
@@ -397,7 +394,7 @@ func (e *Engine) match(w *work) error {
 	for i, r := range w.grant.Responses {
 		var entry *tensorqueue.Entry
 		if i < len(w.grant.Bits) {
-			entry = l.voted.take(w.grant.Bits[i], r.Name)
+			entry = l.voted.take(w.grant.Bits[i], r)
 		}
 		if entry == nil {
 			entry = l.queue.Find(r.Name)
@@ -406,7 +403,7 @@ func (e *Engine) match(w *work) error {
 		if entry == nil {
 			return fmt.Errorf("it granted %v %q, which this rank has not submitted", r.Kind, r.Name)
 		}
-		if r.Kind != message.Error && !r.Matches(&entry.Request, l.me) {
+		if q := &entry.Request; r.Kind != message.Error && q.Hit != r && !r.Matches(q, l.me) {
 			return fmt.Errorf("it granted %v %q with other parameters than this rank submitted", r.Kind, r.Name)
 		}
 		if entry.Times.Granted.Load() != 0 {

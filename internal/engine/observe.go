@@ -269,14 +269,14 @@ func (e *Engine) Clock() trace.Clock { return e.clock.Clock }
 func (e *Engine) Pending() []trace.Pending {
 	var all []trace.Pending
 	for _, l := range e.lanes.snapshot() {
-		for _, entry := range l.queue.InFlight() {
+		l.queue.Each(func(entry *tensorqueue.Entry) {
 			q, t := &entry.Request, &entry.Times
 			grant := t.Grant.Load()
 			all = append(all, trace.Pending{
 				Set: l.set.ID, Number: grant >> 8, Backend: message.Backend(grant), Kind: q.Kind, Name: q.Name, DType: q.DType, Shape: q.Shape, Submitted: t.Submitted,
 				Sent: time.Duration(t.Sent.Load()), Granted: time.Duration(t.Granted.Load()), Begun: time.Duration(t.Begun.Load()),
 			})
-		}
+		})
 	}
 	slices.SortFunc(all, func(a, b trace.Pending) int {
 		return cmp.Or(cmp.Compare(a.Submitted, b.Submitted), cmp.Compare(a.Set, b.Set), cmp.Compare(a.Name, b.Name))

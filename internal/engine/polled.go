@@ -16,6 +16,8 @@ import (
 const (
 	// defaultSpin is about what it takes to be woken, with what that costs whoever wakes.
 	defaultSpin = 50 * time.Microsecond
+	// defaultHelp is for who waits and has a processor of its own: others may be late by what it takes them to queue a step's tensors.
+	defaultHelp = time.Millisecond
 	// looksPerClock keeps the look at the clock from being what a look costs.
 	looksPerClock = 8
 	// pauses between two looks leave a sibling hyper-thread, and the memory, some room.
@@ -27,7 +29,9 @@ const (
 
 // spin is how the loop watches before it sleeps.
 type spin struct {
-	budget     time.Duration // 0 is not at all
+	budget     time.Duration // of who takes turns; 0 is not at all
+	watch      time.Duration // the budget of BackgroundThreadLoop
+	help       time.Duration // the budget of a goroutine that helps
 	watching   pace          // of BackgroundThreadLoop
 	helping    pace          // of a goroutine that helps
 	pinned     bool          // to a thread: then only another thread can run a lane
@@ -50,7 +54,7 @@ func newSpin(budget time.Duration, pinned bool, processes, cores, threads int) s
 	busy := processes * min(2, threads)
 	// The kernel may put two threads on one processor though another is idle, so there are always some yields. To give way
 	// to a goroutine may wake a thread for it, which is much where it has no processor of its own to look from.
-	s := spin{budget: budget, pinned: pinned, tight: busy > cores, watching: pace{16, 64}, helping: pace{16, 256}}
+	s := spin{pinned: pinned, tight: busy > cores, watching: pace{16, 64}, helping: pace{16, 256}}
 	if pinned || busy >= cores {
 		s.watching = pace{1, 4}
 	}
@@ -60,11 +64,16 @@ func newSpin(budget time.Duration, pinned bool, processes, cores, threads int) s
 	if processes > cores {
 		s.helping = pace{1, 64}
 	}
+	s.watch = max(budget, 0)
 	if budget == 0 {
 		// Who gives way waits for its turn as well.
-		s.budget = defaultSpin * time.Duration((busy+cores-1)/cores)
+		s.watch = defaultSpin * time.Duration((busy+cores-1)/cores)
 	}
-	s.budget = max(s.budget, 0)
+	s.help = s.watch
+	if budget == 0 && processes <= cores {
+		s.help = max(s.watch, defaultHelp)
+	}
+	s.budget = s.watch
 	return s
 }
 
@@ -89,6 +98,8 @@ func (e *Engine) poll() error {
 	p.OnBell(e.ring)
 	e.spin = newSpin(e.cfg.Spin, len(e.cfg.Cores) > 0, e.localProcesses(), runtime.NumCPU(), runtime.GOMAXPROCS(0))
 	e.helpable = !e.spin.pinned && e.spin.budget > 0
+	e.late.period, e.late.timer = latePeriod, time.AfterFunc(never, e.ringLate)
+	e.late.timer.Stop()
 	return nil
 }
 

@@ -3,10 +3,11 @@ package engine
 import (
 	"errors"
 	"slices"
-	"sync"
+	"sync/atomic"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 )
@@ -17,45 +18,47 @@ var ErrNoProcessSet = errors.New("the process set was removed, or this rank is n
 
 // laneTable has the lanes of the process sets that this rank is a member of. The loop alone changes it.
 type laneTable struct {
-	mu sync.RWMutex // for the loop to change, for others to read; the loop reads without
-	// all is ascending by process set. A removed set stays until its last work is done.
+	// all is ascending by process set. A removed set stays until its last work is done. What it refers to is never changed.
 	all []*lane
+	// shared is all, for other goroutines than the loop.
+	shared atomic.Pointer[[]*lane]
 }
 
 // find is the lane of a set, or nil. Any goroutine may call it.
 func (t *laneTable) find(id topo.ProcessSetID) *lane {
-	t.mu.RLock()
-	defer t.mu.RUnlock()
-	if i, ok := t.search(id); ok {
-		return t.all[i]
+	all := t.snapshot()
+	if i, ok := search(all, id); ok {
+		return all[i]
 	}
 	return nil
 }
 
-func (t *laneTable) search(id topo.ProcessSetID) (int, bool) {
-	return slices.BinarySearchFunc(t.all, id, func(l *lane, id topo.ProcessSetID) int { return int(l.set.ID) - int(id) })
+func search(all []*lane, id topo.ProcessSetID) (int, bool) {
+	return slices.BinarySearchFunc(all, id, func(l *lane, id topo.ProcessSetID) int { return int(l.set.ID) - int(id) })
 }
 
 func (t *laneTable) add(l *lane) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	i, _ := t.search(l.set.ID)
-	t.all = slices.Insert(t.all, i, l)
+	i, _ := search(t.all, l.set.ID)
+	t.become(slices.Insert(slices.Clone(t.all), i, l))
 }
 
 func (t *laneTable) drop(id topo.ProcessSetID) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if i, ok := t.search(id); ok {
-		t.all = slices.Delete(t.all, i, i+1)
+	if i, ok := search(t.all, id); ok {
+		t.become(slices.Delete(slices.Clone(t.all), i, i+1))
 	}
+}
+
+func (t *laneTable) become(all []*lane) {
+	t.all = all
+	t.shared.Store(&all)
 }
 
 // snapshot is the table for a goroutine other than the loop.
 func (t *laneTable) snapshot() []*lane {
-	t.mu.RLock()
-	defer t.mu.RUnlock()
-	return slices.Clone(t.all)
+	if all := t.shared.Load(); all != nil {
+		return *all
+	}
+	return nil
 }
 
 // addSet makes a lane for a set, unless this rank is not in it.
@@ -107,10 +110,12 @@ func (e *Engine) dropSet(id topo.ProcessSetID) {
 // refuse closes the queue of a lane, and answers what is not granted.
 func (l *lane) refuse(reason error) {
 	l.queue.Close(reason)
-	for _, entry := range l.queue.InFlight() {
-		if entry.Times.Granted.Load() == 0 {
-			l.observer.abandoned(1)
-			entry.Finish(opError(&entry.Request, reason))
-		}
-	}
+	waits := func(e *tensorqueue.Entry) bool { return e.Times.Granted.Load() == 0 }
+	l.queue.FinishAll(waits, func(e *tensorqueue.Entry) error { return l.abandon(e, reason) })
+}
+
+// abandon is the answer to an entry because the epoch has ended.
+func (l *lane) abandon(e *tensorqueue.Entry, reason error) error {
+	l.observer.abandoned(1)
+	return opError(&e.Request, reason)
 }

@@ -2,8 +2,10 @@ package engine_test
 
 import (
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 
@@ -94,6 +96,69 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 		}
 		c.shutdown()
 	})
+}
+
+// What is queued in a set while it is removed is answered once, also if the loop has not seen it, and is not looked at again: it may
+// be another operation by then.
+func TestRemovalWhileQueueing(t *testing.T) {
+	c := start(t, 3, nil)
+	for id := topo.ProcessSetID(1); id <= 20; id++ {
+		release := make(chan struct{})
+		removals := make([]chan error, 3)
+		c.each(func(r int) {
+			if err := c.wait(c.submit(r, addition(0, 1))); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+			if r == 2 {
+				return // it is no member
+			}
+			// The lane is busy, so that it is still there in the turn after the removal.
+			busy := over(id, sum("busy", make([]byte, 8)))
+			begun := make(chan struct{})
+			busy.Done = func(error) {
+				close(begun)
+				<-release
+			}
+			if err := c.engines[r].Submit(busy); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+				return
+			}
+			<-begun
+		})
+		var queueing sync.WaitGroup
+		queueing.Go(func() {
+			for i := 0; c.ctx.Err() == nil; i++ {
+				e := over(id, sum(fmt.Sprint(i), make([]byte, 8)))
+				e.Done = func(error) { *e = tensorqueue.Entry{Done: e.Done} }
+				if err := c.engines[1].Queue(e); err != nil {
+					return
+				}
+			}
+		})
+		for r := range removals {
+			removals[r] = c.submit(r, removal(id))
+		}
+		queueing.Wait()
+		for range 3 { // turns of the loop
+			c.each(func(r int) {
+				if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
+					t.Errorf("rank %d: set %d: an operation of the global set: %v", r, id, err)
+				}
+			})
+		}
+		close(release)
+		for r, done := range removals {
+			if err := c.wait(done); err != nil {
+				t.Errorf("rank %d: removal of set %d: %v", r, id, err)
+			}
+		}
+		if t.Failed() {
+			break
+		}
+	}
+	for _, e := range c.engines {
+		e.Close()
+	}
 }
 
 // A set with the members of one that was removed is another: what waited in the first has no part in it.

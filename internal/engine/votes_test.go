@@ -17,20 +17,20 @@ func TestVotes(t *testing.T) {
 	for _, e := range []*tensorqueue.Entry{a, b, c} {
 		v.add(e)
 	}
-	if got := v.take(3, "a"); got != nil {
+	if got := v.take(3, &message.Response{Name: "a"}); got != nil {
 		t.Errorf("got %q for a, whose place b has", got.Request.Name)
 	}
-	if v.take(3, "b") != b || v.take(3, "b") != nil {
+	if v.take(3, &message.Response{Name: "b"}) != b || v.take(3, &message.Response{Name: "b"}) != nil {
 		t.Error("want b once")
 	}
-	if v.take(1, "c") != nil || v.take(9, "c") != nil {
+	if v.take(1, &message.Response{Name: "c"}) != nil || v.take(9, &message.Response{Name: "c"}) != nil {
 		t.Error("got c at another's bit")
 	}
 	v.drop(a) // it is not there
 	v.drop(c)
 	v.drop(nil)
 	v.drop(entry("d", 99))
-	if v.take(0, "c") != nil {
+	if v.take(0, &message.Response{Name: "c"}) != nil {
 		t.Error("got what was dropped")
 	}
 }

@@ -1,0 +1,54 @@
+package hvd_test
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// Handles keep what they have got when others use the memory of their entries: results, what was received, and errors.
+func TestHandlesOutliveTheirEntries(t *testing.T) {
+	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		var wg sync.WaitGroup
+		for g := range 4 {
+			wg.Go(func() {
+				var old []*hvd.Handle[int32]
+				for round := range 50 {
+					rows, err := hvd.AlltoallAsync([]int32{int32(e.Rank()), int32(round), int32(g)}, []int{1, 2}, hvd.Name(fmt.Sprintf("rows%d", g)), hvd.On(e))
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					sum, err := hvd.AllreduceAsync([]int32{int32(round)}, hvd.Name(fmt.Sprintf("sum%d", g)), hvd.Op(hvd.Sum), hvd.On(e))
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					for _, h := range []*hvd.Handle[int32]{rows, sum} {
+						if _, err := h.Wait(ctx); err != nil {
+							t.Error(err)
+						}
+					}
+					old = append(old, rows, sum)
+				}
+				each := 1 + e.Rank() // rows for this rank, of each
+				for round := range 50 {
+					rows, sum := old[2*round], old[2*round+1]
+					if got := fmt.Sprint(rows.Received()); got != fmt.Sprint([]int{each, each}) {
+						t.Errorf("rank %d: round %d: received %s, want %d from each", e.Rank(), round, got, each)
+					}
+					if got, _ := sum.Wait(ctx); got[0] != int32(2*round) || sum.Received() != nil || sum.Name() != fmt.Sprintf("sum%d", g) {
+						t.Errorf("rank %d: round %d: %q is %v with %v received, want %d", e.Rank(), round, sum.Name(), got, sum.Received(), 2*round)
+					}
+				}
+			})
+		}
+		wg.Wait()
+		if err := e.Shutdown(ctx); err != nil {
+			t.Error(err)
+		}
+	}, nil)
+}

@@ -1,0 +1,140 @@
+package engine_test
+
+import (
+	"fmt"
+	"runtime"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/transport/mem"
+)
+
+// crowded makes a job of two whose loops would take the processor from who queues. They are rung after period; 0 is the default.
+func crowded(t *testing.T, told *[2]log, period time.Duration) *cluster {
+	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) {
+		cfg.LocalProcesses = runtime.NumCPU() + 1
+		cfg.Recorder = &told[cfg.Rank]
+	})
+	if period > 0 {
+		for _, e := range c.engines {
+			e.SetLatePeriod(period)
+		}
+	}
+	return c
+}
+
+// queue queues a sum of rank r and rings for it.
+func (c *cluster) queue(r int, name string, done chan<- error) {
+	e := sum(name, make([]byte, 8))
+	e.Done = func(err error) { done <- err }
+	if err := c.engines[r].Queue(e); err != nil {
+		done <- err
+	}
+	c.engines[r].RingSoon()
+}
+
+// lateRounds is how many operations one after the other take milliseconds.
+const lateRounds = 40
+
+// promptly checks that it was not heartbeats that got them on, of which there is one a second.
+func promptly(t *testing.T, began time.Time) {
+	if took := time.Since(began); took > lateRounds/4*time.Second {
+		t.Errorf("%d operations took %v, want some milliseconds", lateRounds, took)
+	}
+}
+
+// What is queued one after the other is negotiated together.
+func TestRingOnceForMany(t *testing.T) {
+	const tensors = 20
+	var told [2]log
+	c := crowded(t, &told, time.Hour)
+	c.each(func(r int) {
+		done := make(chan error, tensors)
+		for i := range tensors {
+			c.queue(r, fmt.Sprint(i), done)
+			time.Sleep(time.Millisecond) // time enough for a loop that is rung
+		}
+		c.engines[r].Hurry()
+		for range tensors {
+			if err := c.wait(done); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+		}
+		grants := make(map[uint64]int)
+		for _, op := range told[r].operations() {
+			grants[op.Number] += len(op.Tensors)
+		}
+		// Heartbeats and comparisons of clocks may have come in between.
+		if len(grants) > tensors/2 {
+			t.Errorf("rank %d: %d tensors by %d operations, which have so many by number: %v", r, tensors, len(grants), grants)
+		}
+	})
+	c.shutdown()
+}
+
+// What was queued is done also if nobody hurries.
+func TestRingWithoutHurry(t *testing.T) {
+	var told [2]log
+	c := crowded(t, &told, 0)
+	began := time.Now()
+	c.each(func(r int) {
+		for range lateRounds {
+			done := make(chan error, 1)
+			c.queue(r, "alone", done)
+			if err := c.wait(done); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+		}
+	})
+	promptly(t, began)
+	c.shutdown()
+}
+
+// What was queued is done also if more keeps coming.
+func TestRingWhileQueueing(t *testing.T) {
+	const most = 500 // before the first heartbeat
+	var told [2]log
+	c := crowded(t, &told, 5*time.Millisecond)
+	time.Sleep(200 * time.Millisecond) // the clocks have been compared, for which loops take turns
+	c.each(func(r int) {
+		done := make(chan error, most)
+		queued := 0
+		for ; len(done) == 0 && queued < most; queued++ {
+			c.queue(r, fmt.Sprint(queued), done)
+			time.Sleep(time.Millisecond) // less than the period
+		}
+		if queued == most {
+			t.Errorf("rank %d: nothing was done before the last of %d operations was queued", r, queued)
+		}
+	})
+	for _, e := range c.engines {
+		e.Close() // the ranks have queued different tensors
+	}
+}
+
+// Who waits does not wait for the bell, nor who asks, and the next is rung for again, by the timer too.
+func TestHelpAfterRing(t *testing.T) {
+	for _, period := range []time.Duration{0, time.Hour} {
+		var told [2]log
+		c := crowded(t, &told, period)
+		began := time.Now()
+		c.each(func(r int) {
+			for round := range lateRounds {
+				done := make(chan error, 1)
+				c.queue(r, "a", done)
+				switch {
+				case round%2 == 0:
+					c.engines[r].Help(c.ctx, func() bool { return len(done) == 1 })
+				case period > 0:
+					c.engines[r].Hurry()
+				}
+				if err := c.wait(done); err != nil {
+					t.Errorf("rank %d: round %d: %v", r, round, err)
+				}
+			}
+		})
+		promptly(t, began)
+		c.shutdown()
+	}
+}
