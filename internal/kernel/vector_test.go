@@ -406,39 +406,6 @@ func TestQuotients(t *testing.T) {
 	}
 }
 
-// TestBeyondFirstCache has lengths from which on functions in assembly have other loops, and every rest of such a loop. In place it
-// makes do with one.
-func TestBeyondFirstCache(t *testing.T) {
-	const turn = 4 * 32 // bytes
-	sets := vectorSets(t)
-	r := rand.New(rand.NewPCG(11, 12))
-	for _, o := range layoutOperations() {
-		first, rests := firstCacheBytes/o.to.Size(), turn/o.to.Size()
-		var data [][]byte
-		for _, dt := range o.in {
-			data = append(data, values(r, dt, first+rests+2))
-		}
-		for n := first - 1; n <= first+rests+1; n++ {
-			in := make([][]byte, len(o.in))
-			for i, dt := range o.in {
-				in[i] = data[i][dt.Size():][:n*dt.Size()] // not aligned for a vector
-			}
-			want := o.apply(plainSet, in)
-			for _, s := range sets {
-				o.check(t, s.named, o.apply(s, in), want, in)
-				if o.inPlace() && n == first+rests+1 {
-					dst := bytes.Clone(in[0])
-					o.run(s, dst, [][]byte{dst, in[1]})
-					o.check(t, func() string { return s.name + " in place" }, dst, want, in)
-				}
-			}
-		}
-	}
-}
-
-// firstCacheBytes is the most of a source for which such functions take it to be in the first-level cache.
-const firstCacheBytes = 16 << 10
-
 // TestLong has lengths at which the functions in assembly are called more than once.
 func TestLong(t *testing.T) {
 	sets := vectorSets(t)

@@ -56,8 +56,9 @@ var (
 	avx2   = level{"AVX2", 32, false}
 	avx512 = level{"AVX512", 64, true}
 	// narrow is for kernels that wait for memory and not for the processor. From memory, and from the second-level cache, 32 bytes
-	// at a time are up to a tenth faster than 64. From the first 64 are: by three quarters on a processor that loads and stores
-	// as many at once (Intel's Cascade Lake), by nothing on one that takes two steps (AMD's Zen 4).
+	// at a time are up to a tenth faster than 64. From the first, 64 are faster by half on a processor that loads and stores as
+	// many at once (Intel's Cascade Lake), but each use after a pause of a millisecond slows the whole processor down for a while,
+	// which costs 5 us there: more than the reduction of what fits into that cache.
 	narrow = level{"AVX512", 32, true}
 )
 
@@ -143,12 +144,7 @@ type kernel struct {
 	// fused, if not empty, is an instruction that does what compute does with the second source from memory.
 	fused string
 	store access
-	// cached, if not nil, is the same with larger vectors, for calls of at most cachedBytes.
-	cached *kernel
 }
-
-// cachedBytes is of a source, in a first-level cache of 32 KiB together with the destination.
-const cachedBytes = 16 << 10
 
 // sources are the names of the pointers that are read.
 func (k *kernel) sources() []string {
@@ -192,12 +188,8 @@ func (k *kernel) write(w *writer) {
 		w.op("MOVQ", fmt.Sprintf("%s+%d(FP)", name, 8+8*i), pointers[i])
 	}
 	w.op("MOVQ", fmt.Sprintf("n+%d(FP)", 8+8*len(k.in)), "CX")
-	widest := k
-	if k.cached != nil {
-		widest = k.cached
-	}
-	if widest.setup != nil {
-		widest.setup(w)
+	if k.setup != nil {
+		k.setup(w)
 	}
 	if !k.level.masks {
 		for i, p := range pointers {
@@ -206,12 +198,6 @@ func (k *kernel) write(w *writer) {
 		k.compute(w, a)
 		w.op("VMOVDQA", k.level.full(a), k.level.full(last))
 		w.op("LEAQ", fmt.Sprintf("%d(DI)(CX*%d)", -k.unit*k.out, k.out), "R8")
-	}
-	if c := k.cached; c != nil {
-		w.op("CMPQ", "CX", cachedBytes/k.out)
-		w.op("JGT", "far")
-		c.loop(w, "near", "rest0", c.unroll)
-		w.label("far")
 	}
 	if k.unroll > 1 {
 		k.loop(w, "many", "few", k.unroll)

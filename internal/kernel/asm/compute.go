@@ -39,18 +39,9 @@ func (l level) logic(name string) string {
 
 // reduction is dst = a op b, nil if there is no such operation.
 func reduction(l level, e elem, op string) *kernel {
-	if l != avx512 || e.half() || op == "product" && e.size == 1 {
-		return reductionBy(l, e, op)
+	if l == avx512 && !e.half() && !(op == "product" && e.size == 1) {
+		l = narrow
 	}
-	k := reductionBy(narrow, e, op)
-	if k != nil {
-		k.cached = reductionBy(l, e, op)
-	}
-	return k
-}
-
-// reductionBy is reduction with vectors of one size.
-func reductionBy(l level, e elem, op string) *kernel {
 	k := &kernel{name: op + e.name + l.name, level: l, in: []int{e.size, e.size}, out: e.size, unit: l.size / e.size, unroll: 4}
 	k.load, k.store = vectors(l, e.size)
 	switch {
@@ -367,16 +358,9 @@ func scaling(l level, e elem) *kernel {
 		}
 		return nil // no conversion between int64 and float64
 	}
-	if l != avx512 || e.half() {
-		return scalingFloats(l, e)
+	if l == avx512 && !e.half() {
+		l = narrow
 	}
-	k := scalingFloats(narrow, e)
-	k.cached = scalingFloats(l, e)
-	return k
-}
-
-// scalingFloats is scaling for floats, with vectors of one size.
-func scalingFloats(l level, e elem) *kernel {
 	k := &kernel{
 		name: "scale" + e.name + l.name, level: l, in: []int{e.size}, out: e.size, unit: l.size / e.size, unroll: 4, factor: true,
 	}
