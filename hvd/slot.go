@@ -14,7 +14,7 @@ type slot struct {
 	pool  *slots
 }
 
-// slots are the free ones of an engine: what it has answered it does not look at any more, but others might.
+// slots are the free ones of an engine. They stay with it, so that no queue but its own has ever had their entries.
 type slots struct{ pool sync.Pool }
 
 // take is an empty slot, whose end of hears.

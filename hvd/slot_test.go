@@ -2,6 +2,7 @@ package hvd_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"testing"
@@ -15,6 +16,11 @@ func TestHandlesOutliveTheirEntries(t *testing.T) {
 		var wg sync.WaitGroup
 		for g := range 4 {
 			wg.Go(func() {
+				bad, err := hvd.AllreduceAsync(make([]int32, 1+e.Rank()), hvd.Name(fmt.Sprintf("bad%d", g)), hvd.On(e))
+				if err != nil {
+					t.Error(err)
+					return
+				}
 				var old []*hvd.Handle[int32]
 				for round := range 50 {
 					rows, err := hvd.AlltoallAsync([]int32{int32(e.Rank()), int32(round), int32(g)}, []int{1, 2}, hvd.Name(fmt.Sprintf("rows%d", g)), hvd.On(e))
@@ -33,6 +39,12 @@ func TestHandlesOutliveTheirEntries(t *testing.T) {
 						}
 					}
 					old = append(old, rows, sum)
+				}
+				for range 2 {
+					var mismatch *hvd.MismatchError
+					if _, err := bad.Wait(ctx); !errors.As(err, &mismatch) || mismatch.Tensor != bad.Name() {
+						t.Errorf("rank %d: got error %v, want that the ranks disagree about %q", e.Rank(), err, bad.Name())
+					}
 				}
 				each := 1 + e.Rank() // rows for this rank, of each
 				for round := range 50 {

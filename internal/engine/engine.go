@@ -1,11 +1,11 @@
 // Package engine runs a rank: it joins the pure controller to the queue of submitted tensors, the transport,
 // the backends and the clock.
 //
-// One goroutine, BackgroundThreadLoop, owns the controller. It sleeps until something rings: a submission, at
-// once or a little later (RingSoon), a frame, a finished grant, the controller's next deadline. It never waits for a peer. Each process set has a lane, a
-// goroutine that executes its grants in order; each control connection has a receiver, unless the mesh is a
-// transport.Poller: then the loop asks the connections itself, and watches them for a while before it sleeps. All
-// goroutines end in Shutdown or Close.
+// One goroutine, BackgroundThreadLoop, owns the controller. It sleeps until something rings: a submission, at once or a
+// little later (RingSoon), a frame, a finished grant, the controller's next deadline. It never waits for a peer. Each
+// process set has a lane, a goroutine that executes its grants in order; each control connection has a receiver, unless
+// the mesh is a transport.Poller: then the loop asks the connections itself, and watches them for a while before it
+// sleeps. All goroutines end in Shutdown or Close.
 //
 // Over a transport.Poller a caller that waits for its operation takes the loop's turns itself (Help), and what takes no
 // waiting is done in a turn: a barrier, or an allreduce of few bytes, of which a turn does the first half and a later one
@@ -66,10 +66,10 @@ type Config struct {
 	SegmentBytes int
 	// Cores are the processors that the loop and the lanes keep to; empty is all.
 	Cores []int
-	// Spin is how long the loop of a rank that is busy watches for what comes next before it sleeps, if Mesh is a
-	// transport.Poller, and so does a caller that waits (Help), which by default watches longer if it has a processor of its own. 0 is
-	// a default that depends on LocalProcesses, less than 0 is not at all. The greater it is the less
-	// often a rank that waits for others has to be woken, and the more processor time it takes.
+	// Spin is how long the loop of a rank that is busy watches for what comes next before it sleeps, and a caller that waits
+	// (Help), if Mesh is a transport.Poller. 0 is a default that depends on LocalProcesses, and is longer for a caller with a
+	// processor of its own; less than 0 is not at all. The greater it is the less often a rank that waits for others has to
+	// be woken, and the more processor time it takes.
 	Spin time.Duration
 	// LocalProcesses is the number of processes of the job on this host that want a processor: ranks, and those that ranks run
 	// operations for; 0 is Size. If there are more than processors they give way to each other while they wait.
