@@ -46,9 +46,9 @@ offer() { # PEERS PACKAGES TEST...: PEERS are there if TEST succeeds
 		missing+=($packages)
 	fi
 }
-both() { have "$1" && have "$2"; }
-offer "ompi ompi-spin" "openmpi-bin libopenmpi-dev" both mpicc.openmpi mpirun.openmpi
-offer "mpich" "mpich libmpich-dev" both mpicc.mpich mpirun.mpich
+mpi() { have "mpirun.$1" && "mpicc.$1" -fsyntax-only -w bench/peers/mpi_bench.c; }
+offer "ompi ompi-spin" "openmpi-bin libopenmpi-dev" mpi openmpi
+offer "mpich" "mpich libmpich-dev" mpi mpich
 offer "gloo" "libgloo-dev" test -e /usr/include/gloo/allreduce.h
 offer "torch" "python3-torch" /usr/bin/python3 -c "import torch.distributed"
 if [ ${#missing[@]} -gt 0 ]; then
