@@ -73,6 +73,7 @@ type root struct {
 // guest is a connection to the root.
 type guest struct {
 	conn      net.Conn
+	place     *serve.Place // until it has said what it wants
 	over      net.Conn     // conn, encrypted if the secret is: what is said goes over it
 	q         *joinRequest // nil until it has been read
 	answering bool         // close lets it have its answer. Guarded by root.mu
@@ -413,7 +414,7 @@ func (r *root) accept() {
 			continue
 		}
 		wait = 0
-		g := &guest{conn: conn}
+		g := &guest{conn: conn, place: r.handshakes.Enter(conn)} // here, so that the oldest is who came first
 		r.mu.Lock()
 		if r.ctx.Err() != nil {
 			conn.Close()
@@ -435,9 +436,8 @@ func (r *root) accept() {
 
 // serve reads g's request, waits for the end of forming if g becomes a member, and answers. The error is for the log.
 func (r *root) serve(g *guest) error {
-	place := r.handshakes.Enter(g.conn)
 	err := r.handshake(g)
-	if !place.Leave() {
+	if !g.place.Leave() {
 		return serve.ErrCrowded
 	}
 	if err != nil {
