@@ -18,7 +18,7 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 	r := &message.Response{
 		Kind: first.Kind, Name: first.Name, DType: first.DType, Shape: first.Shape,
 		Op: first.Op, Prescale: first.Prescale, Postscale: first.Postscale, Wire: first.Wire, Root: first.Root,
-		Group: first.Group, GroupSize: first.GroupSize, Ranks: first.Ranks, Set: first.Set,
+		Group: first.Group, GroupSize: first.GroupSize, Parts: first.Parts, Ranks: first.Ranks, Set: first.Set,
 	}
 	v := &voices{set: set, requests: requests, joined: joined, first: first}
 	text := v.disagreement()
@@ -109,7 +109,7 @@ func (v *voices) disagreement() string {
 	case message.RemoveProcessSet:
 		checks = append(checks, v.ids, v.absence)
 	case message.Allreduce:
-		checks = append(checks, v.types, v.shapes, v.factors, v.reductions, v.compressions, v.groups)
+		checks = append(checks, v.parts, v.types, v.shapes, v.factors, v.reductions, v.compressions, v.groups)
 	case message.Reducescatter:
 		checks = append(checks, v.types, v.shapes, v.factors, v.reductions, v.groups, v.absence, v.scalars)
 	case message.Broadcast:
@@ -123,6 +123,43 @@ func (v *voices) disagreement() string {
 		}
 	}
 	return ""
+}
+
+// parts compares groups that are one request: how many tensors there are, and then the first that differs.
+func (v *voices) parts() string {
+	size := func(q *message.Request) int { return q.Parts.Len() }
+	text := v.mismatch("groups", "sent", func(q *message.Request) string {
+		if len(q.Parts) == 0 {
+			return "a tensor by itself"
+		}
+		return fmt.Sprintf("a group of %d", size(q))
+	}, func(q *message.Request) bool { return size(q) == size(v.first) })
+	if text != "" {
+		return text
+	}
+	differs := -1
+	for i := range v.requests {
+		if q := &v.requests[i]; q.Kind != message.NoKind {
+			if d := v.first.Parts.Difference(q.Parts); d >= 0 && (differs < 0 || d < differs) {
+				differs = d
+			}
+		}
+	}
+	if differs < 0 {
+		return ""
+	}
+	at := func(q *message.Request) message.Request {
+		dt, shape := q.Parts.At(differs)
+		return message.Request{Kind: q.Kind, DType: dt, Shape: shape}
+	}
+	what, first := "shapes", at(v.first)
+	if v.differ(func(q *message.Request) bool { return at(q).DType == first.DType }) {
+		what = "data types"
+	}
+	return v.say("mismatched %s of tensor %d of %d: %s", what, differs+1, size(v.first), v.whoSaid("sent", func(q *message.Request) string {
+		one := at(q)
+		return tensorOf(&one)
+	}))
 }
 
 func (v *voices) types() string {

@@ -67,7 +67,14 @@ func kindText(k message.Kind) string { return strings.ReplaceAll(k.String(), " "
 // requestText prints a request; what is usual (sum, factors 1) is left out.
 func requestText(q *message.Request) string {
 	text := fmt.Sprintf("%s %s", kindText(q.Kind), q.Name)
-	if q.Kind.MovesData() {
+	switch {
+	case len(q.Parts) > 0:
+		text += " parts="
+		for i := range q.Parts.Len() {
+			dt, shape := q.Parts.At(i)
+			text += fmt.Sprintf("%s%v%v", strings.Repeat(",", min(i, 1)), dt, shape)
+		}
+	case q.Kind.MovesData():
 		text += fmt.Sprintf(" %v%v", q.DType, q.Shape)
 	}
 	switch q.Kind {
@@ -228,18 +235,9 @@ func parseRequests(f []string) (qs []message.Request, rest []string, err error) 
 	if q.Kind.Reduces() {
 		q.Op, q.Prescale, q.Postscale = tensor.Sum, 1, 1
 	}
-	if q.Kind.MovesData() && len(f) > 0 {
-		open := strings.IndexByte(f[0], '[')
-		if open < 0 {
-			return nil, nil, fmt.Errorf("want type and shape as float32[4 4], got %q", f[0])
-		}
-		q.DType = parseDType(f[0][:open])
-		for _, d := range strings.Fields(strings.Trim(f[0][open:], "[]")) {
-			n, err := strconv.ParseInt(d, 10, 64)
-			if err != nil {
-				return nil, nil, err
-			}
-			q.Shape = append(q.Shape, n)
+	if q.Kind.MovesData() && len(f) > 0 && !strings.HasPrefix(f[0], "parts=") {
+		if q.DType, q.Shape, err = parseTensor(f[0]); err != nil {
+			return nil, nil, err
 		}
 		f = f[1:]
 	}
@@ -269,6 +267,8 @@ options:
 			q.Group, value, _ = strings.Cut(value, "/")
 			size, err = strconv.Atoi(value)
 			q.GroupSize = int32(size)
+		case "parts":
+			err = parseParts(&q, value)
 		case "empty":
 			q.Empty = true
 		case "ranks":
@@ -293,6 +293,41 @@ options:
 		qs = append(qs, q)
 	}
 	return qs, f, nil
+}
+
+// parseTensor reads "float32[4 4]".
+func parseTensor(text string) (dt tensor.DType, shape tensor.Shape, err error) {
+	open := strings.IndexByte(text, '[')
+	if open < 0 {
+		return dt, nil, fmt.Errorf("want type and shape as float32[4 4], got %q", text)
+	}
+	for _, d := range strings.Fields(strings.Trim(text[open:], "[]")) {
+		n, err := strconv.ParseInt(d, 10, 64)
+		if err != nil {
+			return dt, nil, err
+		}
+		shape = append(shape, n)
+	}
+	return parseDType(text[:open]), shape, nil
+}
+
+// parseParts makes q a group that is one request, of tensors "float32[4 4],int64[2]".
+func parseParts(q *message.Request, text string) error {
+	var elems int64
+	for part := range strings.SplitSeq(text, ",") {
+		dt, shape, err := parseTensor(part)
+		if err != nil {
+			return err
+		}
+		n, err := shape.NumElems()
+		if err != nil {
+			return err
+		}
+		elems += n
+		q.Parts = q.Parts.Append(dt, shape)
+	}
+	q.DType, q.Shape = q.Parts.DType(), tensor.Shape{elems}
+	return nil
 }
 
 func parseDType(text string) tensor.DType {

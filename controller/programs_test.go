@@ -206,7 +206,7 @@ func (p *programmer) request(s *plannedSet, i int) message.Request {
 		if i >= s.groupSize {
 			return q
 		}
-		if q.Kind.MovesData() {
+		if q.Kind.MovesData() && len(q.Parts) == 0 {
 			q.Group, q.GroupSize = "group", int32(s.groupSize)
 			return q
 		}
@@ -287,6 +287,9 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 		if q.DType == tensor.Float32 && rng.IntN(8) == 0 {
 			q.Wire = tensor.Float16
 		}
+		if q.DType != refusedType && rng.IntN(4) == 0 {
+			randomParts(rng, &q)
+		}
 	case 0:
 		q.Kind = message.Allgather
 	case 1:
@@ -302,6 +305,20 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 		q.Kind, q.Op, q.Prescale, q.Postscale = message.Reducescatter, tensor.Average, 1, 1
 	}
 	return q
+}
+
+// randomParts makes q, which is an allreduce, one of a group.
+func randomParts(rng *rand.Rand, q *message.Request) {
+	var elems int64
+	for range 1 + rng.IntN(3) {
+		dt := q.DType
+		if !q.Wire.Valid() && rng.IntN(4) == 0 {
+			dt = tensor.Int64
+		}
+		n := rng.Int64N(3)
+		q.Parts, elems = q.Parts.Append(dt, tensor.Shape{n, 2}), elems+2*n
+	}
+	q.DType, q.Shape = q.Parts.DType(), tensor.Shape{elems}
 }
 
 // agree is the plain twin of the coordinator's checks: whether the requests of the members, nil for those that have
@@ -344,7 +361,7 @@ func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 			a.Shape, b.Shape = a.Shape[1:], b.Shape[1:]
 		}
 		if a.DType != b.DType || !a.Shape.Equal(b.Shape) || a.Op != b.Op || a.Prescale != b.Prescale || a.Postscale != b.Postscale ||
-			a.Wire != b.Wire || a.Root != b.Root || a.Group != b.Group || a.GroupSize != b.GroupSize {
+			a.Wire != b.Wire || !slices.Equal(a.Parts, b.Parts) || a.Root != b.Root || a.Group != b.Group || a.GroupSize != b.GroupSize {
 			return false
 		}
 	}

@@ -469,7 +469,7 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 		}
 		last = first
 		for _, r := range responses {
-			if r.Kind != responses[0].Kind || ch.c.cfg.DisableGroupFusion && r.Group != responses[0].Group {
+			if r.Kind != responses[0].Kind || ch.c.cfg.DisableGroupFusion && (r.Group != responses[0].Group || len(r.Parts) > 0 && len(responses) > 1) {
 				ch.broken(5, "set %d: %v %q of group %q runs with %v %q of group %q", s.ID, r.Kind, r.Name, r.Group, responses[0].Kind, responses[0].Name, responses[0].Group)
 			}
 		}
@@ -597,8 +597,8 @@ func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, abs
 		if r.Kind == message.Join {
 			name = "" // its rank's own
 		}
-		key += fmt.Sprintf(" %v %q %v%v %v %v %v %v %v %v %s/%d %d%v %q",
-			r.Kind, name, r.DType, r.Shape, r.FirstDims, r.Op, r.Prescale, r.Postscale, r.Wire, r.Root, r.Group, r.GroupSize, r.Set, r.Ranks, r.Text)
+		key += fmt.Sprintf(" %v %q %v%v%v %v %v %v %v %v %v %s/%d %d%v %q",
+			r.Kind, name, r.DType, r.Shape, r.Parts, r.FirstDims, r.Op, r.Prescale, r.Postscale, r.Wire, r.Root, r.Group, r.GroupSize, r.Set, r.Ranks, r.Text)
 	}
 	return key
 }

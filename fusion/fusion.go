@@ -14,7 +14,7 @@ import (
 
 // Options are the rules beyond what one operation can serve.
 type Options struct {
-	// ThresholdBytes bounds what is fused, in bytes that travel; 0 fuses nothing.
+	// ThresholdBytes bounds what is fused, in bytes that travel; 0 fuses nothing. A group that is one response is not cut.
 	ThresholdBytes int64
 	// DisableGroupFusion keeps the tensors of a group apart from all others.
 	DisableGroupFusion bool
@@ -81,7 +81,7 @@ func (o *Options) fusible(r *message.Response) bool {
 
 func (o *Options) together(a, b *Tensor) bool {
 	return Compatible(a.Response, b.Response) && slices.Equal(a.Absent, b.Absent) &&
-		(!o.DisableGroupFusion || a.Response.Group == b.Response.Group)
+		(!o.DisableGroupFusion || a.Response.Group == b.Response.Group && len(a.Response.Parts) == 0 && len(b.Response.Parts) == 0)
 }
 
 // Compatible reports whether one operation can serve a and b together. What runs alone is not even compatible with
@@ -92,7 +92,8 @@ func Compatible(a, b *message.Response) bool {
 	}
 	switch a.Kind {
 	case message.Allreduce, message.Reducescatter:
-		return a.DType == b.DType && a.Op == b.Op && a.Prescale == b.Prescale && a.Postscale == b.Postscale && a.Wire == b.Wire
+		// A group that is one response may have several types, and then none.
+		return a.DType == b.DType && a.DType.Valid() && a.Op == b.Op && a.Prescale == b.Prescale && a.Postscale == b.Postscale && a.Wire == b.Wire
 	case message.Broadcast:
 		return a.Root == b.Root
 	case message.Allgather:

@@ -50,6 +50,14 @@ func TestPlan(t *testing.T) {
 	wire := func(n int64, to tensor.DType) *message.Response {
 		return with(f32(n), func(r *message.Response) { r.Wire = to })
 	}
+	group := func(types ...tensor.DType) *message.Response { // of one element each
+		return with(allreduce(types[0], int64(len(types))), func(r *message.Response) {
+			for _, dt := range types {
+				r.Parts = r.Parts.Append(dt, nil)
+			}
+			r.DType = r.Parts.DType()
+		})
+	}
 	for _, c := range []struct {
 		name      string
 		threshold int64
@@ -79,6 +87,8 @@ func TestPlan(t *testing.T) {
 		}, [][]int{{0, 1}, {2, 3}}},
 		{"reducescatters of one reduction", 64, []*message.Response{scatter(tensor.Sum), scatter(tensor.Max), scatter(tensor.Sum), f32(2)}, [][]int{{0, 2}, {1}, {3}}},
 		{"what travels counts", 32, []*message.Response{wire(8, tensor.Float16), wire(8, tensor.Float16), wire(1, tensor.BFloat16), f32(1)}, [][]int{{0, 1}, {2}, {3}}},
+		{"a group that is one of them", 64, []*message.Response{f32(2), group(tensor.Float32, tensor.Float32), f32(2)}, [][]int{{0, 1, 2}}},
+		{"groups of several types", 64, []*message.Response{f32(2), group(tensor.Float32, tensor.Float64), group(tensor.Float32, tensor.Float64), f32(2)}, [][]int{{0, 3}, {1}, {2}}},
 		{"what runs alone", 64, []*message.Response{
 			of(message.Alltoall, tensor.Float32, 1), of(message.Alltoall, tensor.Float32, 1), {Kind: message.Barrier}, {Kind: message.Barrier},
 			{Kind: message.Error}, {Kind: message.Error}, {Kind: message.Join}, {Kind: message.AddProcessSet}, {Kind: message.AddProcessSet},
@@ -97,6 +107,9 @@ func TestPlanOptions(t *testing.T) {
 	adasum.Op = tensor.Adasum
 	grouped.Group, grouped.GroupSize = "G", 2
 	plain := allreduce(tensor.Float32, 1)
+	whole := allreduce(tensor.Float32, 1)
+	whole.Parts = whole.Parts.Append(tensor.Float32, nil)
+	wholes := []fusion.Tensor{{Response: plain}, {Response: whole}, {Response: whole}, {Response: plain}}
 	both := []fusion.Tensor{{Response: adasum}, {Response: adasum}, {Response: plain}, {Response: grouped}, {Response: grouped}, {Response: plain}}
 	absent := []fusion.Tensor{{Response: plain}, {Response: plain, Absent: []topo.Rank{1}}, {Response: plain, Absent: []topo.Rank{1}}, {Response: plain, Absent: []topo.Rank{1, 2}}, {Response: plain}}
 	for _, c := range []struct {
@@ -107,6 +120,7 @@ func TestPlanOptions(t *testing.T) {
 	}{
 		{"none", both, fusion.Options{}, [][]int{{0, 1}, {2, 3, 4, 5}}},
 		{"groups apart", both, fusion.Options{DisableGroupFusion: true}, [][]int{{0, 1}, {2, 5}, {3, 4}}},
+		{"groups that are one apart", wholes, fusion.Options{DisableGroupFusion: true}, [][]int{{0, 3}, {1}, {2}}},
 		{"deterministic", both, fusion.Options{Deterministic: true}, [][]int{{0}, {1}, {2, 3, 4, 5}}},
 		{"other ranks absent", absent, fusion.Options{}, [][]int{{0, 4}, {1, 2}, {3}}},
 	} {

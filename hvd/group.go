@@ -2,26 +2,98 @@ package hvd
 
 import (
 	"context"
+	"slices"
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// GroupedAllreduce reduces the tensors of a group as Allreduce does, all of them in one cycle or, if the ranks disagree
-// about one, none. Tensor i of n has the name "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the
-// same order: those that give more or fewer have other names for theirs, and wait for each other as ranks do that submit
-// different tensors. A group of none is done at once.
+// GroupedAllreduce reduces the tensors of a group as Allreduce does, all of them at once or, if the ranks disagree about
+// one, none. The ranks agree on the group by its name, and not on each tensor, so a group of many costs little more than one
+// tensor of as many elements. Ranks must give the same tensors in the same order. The results lie in one piece of memory
+// unless InPlace. A group of none is done at once.
 func GroupedAllreduce[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
-	g, err := many(message.Allreduce, xs, opts, allreduceTensor)
+	g, err := allreduceGroup(xs, opts)
 	return awaitGroup(ctx, g, err)
 }
 
 // GroupedAllreduceAsync is GroupedAllreduce without the wait.
 func GroupedAllreduceAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T], error) {
-	return started(many(message.Allreduce, xs, opts, allreduceTensor))
+	return started(allreduceGroup(xs, opts))
 }
 
-// GroupedAllgather gathers the tensors of a group as Allgather does, all or none.
+// allreduceGroup queues an allreduce of a group, which is one request.
+func allreduceGroup[T Element](xs [][]T, opts []Option) (*GroupHandle[T], error) {
+	c, err := prepareGroup[T](message.Allreduce, len(xs), opts)
+	if err != nil {
+		return nil, err
+	}
+	g := &GroupHandle[T]{operation: operation{kind: c.kind, name: c.name}, outs: slices.Clone(xs)}
+	if len(xs) == 0 {
+		g.complete(nil)
+		return g, nil
+	}
+	for _, x := range xs {
+		g.dims[0] += int64(len(x))
+	}
+	if !c.inPlace {
+		room := make([]T, g.dims[0])
+		for i, x := range xs {
+			g.outs[i], room = room[:len(x):len(x)], room[len(x):]
+		}
+	}
+	g.slot = take(&c.engine.slots.group, g)
+	e := &g.slot.entry
+	c.fill(e)
+	g.slot.draft = g.slot.draft[:0]
+	for i, x := range xs {
+		e.Parts = append(e.Parts, tensorqueue.Part{Input: tensor.Bytes(x), Output: tensor.Bytes(g.outs[i])})
+		if c.shapes == nil {
+			g.slot.draft = append(g.slot.draft, int64(c.dtype), 1, int64(len(x)))
+			continue
+		}
+		shape, err := c.shape(i, len(x))
+		if err != nil {
+			return nil, err
+		}
+		g.slot.draft = g.slot.draft.Append(c.dtype, shape)
+	}
+	q := &e.Request
+	q.Shape, q.Parts = g.dims[:], g.slot.drafted()
+	g.engine = c.engine.engine
+	if err := c.submitGroup(e); err != nil {
+		return nil, err
+	}
+	g.name = c.name
+	return g, nil
+}
+
+// submitGroup queues e, which is a group.
+func (c *call) submitGroup(e *tensorqueue.Entry) error {
+	// Before a number is drawn: a call that fails at this rank alone must not shift those that follow.
+	if err := e.Request.CheckParameters(); err != nil {
+		return c.misuse("%w", err)
+	}
+	if err := c.ensureName(); err != nil {
+		return err
+	}
+	e.Request.Name = c.name
+	return c.queue(e)
+}
+
+// prepareGroup reads the options of an operation on n tensors.
+func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, error) {
+	c, err := prepare(kind, tensor.Of[T](), true, opts)
+	if err == nil && c.shapes != nil && len(c.shapes) != n {
+		return c, c.misuse("%d shapes, want one for each of %d tensors", len(c.shapes), n)
+	}
+	return c, err
+}
+
+// GroupedAllgather gathers the tensors of a group as Allgather does, all or none. Tensor i of n has the name
+// "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the same order: those that give more or fewer have
+// other names for theirs, and wait for each other as ranks do that submit different tensors.
 func GroupedAllgather[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Allgather, xs, opts, allgatherTensor)
 	return awaitGroup(ctx, g, err)
@@ -32,7 +104,8 @@ func GroupedAllgatherAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T]
 	return started(many(message.Allgather, xs, opts, allgatherTensor))
 }
 
-// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does, all or none.
+// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does, all or none. They have names as those of
+// GroupedAllgather.
 func GroupedReducescatter[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Reducescatter, xs, opts, reducescatterTensor)
 	return awaitGroup(ctx, g, err)
@@ -52,12 +125,9 @@ func awaitGroup[T any](ctx context.Context, g *GroupHandle[T], err error) ([][]T
 
 // many queues an operation on a group of tensors, for each of which build makes the handle.
 func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T]) (*GroupHandle[T], error) {
-	c, err := prepare(kind, tensor.Of[T](), true, opts)
+	c, err := prepareGroup[T](kind, len(xs), opts)
 	if err != nil {
 		return nil, err
-	}
-	if c.shapes != nil && len(c.shapes) != len(xs) {
-		return nil, c.misuse("%d shapes, want one for each of %d tensors", len(c.shapes), len(xs))
 	}
 	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.name}, tensors: make([]*Handle[T], len(xs))}
 	g.left.Store(int64(len(xs)))

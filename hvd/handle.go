@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
 )
 
 // operation is what all handles have.
@@ -151,6 +152,10 @@ func (h *Handle[T]) Received() []int {
 // GroupHandle is a group of operations in flight. Its methods are safe for concurrent use.
 type GroupHandle[T any] struct {
 	operation
+	// A group that is one request has its entry and its results here, others have a handle for each tensor.
+	slot    *slot // nil when it is done
+	outs    [][]T
+	dims    [1]int64
 	tensors []*Handle[T]
 	left    atomic.Int64
 }
@@ -161,6 +166,9 @@ func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
 	if err := g.wait(ctx); err != nil {
 		return nil, err
 	}
+	if g.outs != nil {
+		return g.outs, nil
+	}
 	outs := make([][]T, len(g.tensors))
 	for i, h := range g.tensors {
 		outs[i] = h.out
@@ -168,8 +176,21 @@ func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
 	return outs, nil
 }
 
-// finished is told that one more tensor is done; the last ends the group.
-func (g *GroupHandle[T]) finished() {
+// finished is told of the end of g's entry.
+func (g *GroupHandle[T]) finished(err error) {
+	e := &g.slot.entry
+	if err == nil && e.Request.DType == tensor.Bool {
+		for _, p := range e.Parts {
+			onlyBools(p.Output)
+		}
+	}
+	g.slot.free()
+	g.slot = nil
+	g.complete(err)
+}
+
+// oneFinished is told that one more tensor is done; the last ends the group.
+func (g *GroupHandle[T]) oneFinished() {
 	if g.left.Add(-1) > 0 {
 		return
 	}

@@ -285,19 +285,83 @@ func TestScaledReducescatterBeyondTheFusionThreshold(t *testing.T) {
 	}, "HOROVOD_FUSION_THRESHOLD", "64")
 }
 
+// An allreduce of a group is one request. What the ranks disagree about is told by the tensor, and fails all.
+func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		p := &part{ctx: ctx, e: e, odd: e.Rank() == e.Size()-1, name: "g"}
+		tensors := func(numElems ...int) [][]int32 {
+			var xs [][]int32
+			for _, n := range numElems {
+				xs = append(xs, make([]int32, n))
+			}
+			return xs
+		}
+		group := func(xs [][]int32, opts ...hvd.Option) error {
+			_, err := hvd.GroupedAllreduce(ctx, xs, p.opts(opts...)...)
+			return err
+		}
+		for _, c := range []struct {
+			most, odd func() error
+			want      string
+		}{
+			{
+				func() error { return group(tensors(1, 2, 3)) },
+				func() error { return group(tensors(1, 3, 2)) },
+				`mismatched shapes of tensor 2 of 3: MOST sent int32[2], ODD sent int32[3]`,
+			}, {
+				func() error { return group(tensors(2, 6), hvd.Shapes([]int{2}, []int{2, 3})) },
+				func() error { return group(tensors(2, 6), hvd.Shapes([]int{2}, []int{3, 2})) },
+				`mismatched shapes of tensor 2 of 2: MOST sent int32[2 3], ODD sent int32[3 2]`,
+			}, {
+				func() error { return group(tensors(1, 2)) },
+				func() error { _, err := hvd.GroupedAllreduce(ctx, [][]float32{{1}, {1, 2}}, p.opts()...); return err },
+				`mismatched data types of tensor 1 of 2: MOST sent int32[1], ODD sent float32[1]`,
+			}, {
+				func() error { return group(tensors(1, 2)) },
+				func() error { return group(tensors(3)) },
+				`mismatched groups: MOST sent a group of 2, ODD sent a group of 1`,
+			}, {
+				func() error { return group(tensors(1, 2)) },
+				func() error { return p.allreduce(3) },
+				`mismatched groups: MOST sent a group of 2, ODD sent a tensor by itself`,
+			}, {
+				func() error { return group(tensors(1, 2), hvd.Op(hvd.Sum)) },
+				func() error { return group(tensors(1, 2), hvd.Op(hvd.Max)) },
+				`mismatched reductions: MOST asked for sum, ODD asked for max`,
+			},
+		} {
+			for range 2 { // the second time one may be in the cache
+				do := c.most
+				if p.odd {
+					do = c.odd
+				}
+				var mismatch *hvd.MismatchError
+				err, want := do(), p.expand("hvd: allreduce %q: "+c.want)
+				if !errors.As(err, &mismatch) || err.Error() != want {
+					t.Errorf("rank %d: got error %v\nwant %s", e.Rank(), err, want)
+				}
+				xs := [][]int32{{1}, {int32(e.Rank()), 3}}
+				if sums, err := hvd.GroupedAllreduce(ctx, xs, p.opts(hvd.Op(hvd.Sum))...); err != nil || sums[0][0] != int32(e.Size()) {
+					t.Errorf("rank %d: afterwards: got %v and error %v", e.Rank(), sums, err)
+				}
+			}
+		}
+	})
+}
+
 // Of a group one tensor that the ranks disagree about fails all.
 func TestMismatchInAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		p := &part{e: e, odd: e.Rank() == e.Size()-1}
 		for range 2 {
 			xs := [][]int32{{1}, make([]int32, pick(p, 2, 3)), {1, 2, 3}}
-			g, err := hvd.GroupedAllreduceAsync(xs, hvd.Op(hvd.Sum), hvd.Name("g"), hvd.On(e))
+			g, err := hvd.GroupedReducescatterAsync(xs, hvd.Op(hvd.Sum), hvd.Name("g"), hvd.On(e))
 			if err != nil {
 				t.Error(err)
 				return
 			}
 			_, err = g.Wait(ctx)
-			want := p.expand(`hvd: allreduce "g_1of3": its group "g" failed: allreduce "g_2of3": mismatched shapes: MOST sent int32[2], ODD sent int32[3]`)
+			want := p.expand(`hvd: reducescatter "g_1of3": its group "g" failed: reducescatter "g_2of3": mismatched shapes: MOST sent int32[2], ODD sent int32[3]`)
 			var mismatch *hvd.MismatchError
 			if !errors.As(err, &mismatch) || err.Error() != want {
 				t.Errorf("rank %d: got error %v\nwant %s", e.Rank(), err, want)
@@ -310,12 +374,12 @@ func TestMismatchInAGroup(t *testing.T) {
 		// the first until the second is there would hang this rank.
 		if p.odd {
 			for _, tensor := range []string{"h_1of2", "h_2of2"} {
-				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name(tensor), hvd.On(e))
+				_, err := hvd.Reducescatter(ctx, []int32{1}, hvd.Name(tensor), hvd.On(e))
 				wantGroups(t, p, err, tensor)
 			}
 			return
 		}
-		_, err := hvd.GroupedAllreduce(ctx, [][]int32{{1}, {1}}, hvd.Name("h"), hvd.On(e))
+		_, err := hvd.GroupedReducescatter(ctx, [][]int32{{1}, {1}}, hvd.Name("h"), hvd.On(e))
 		wantGroups(t, p, err, "h_1of2")
 	})
 }
@@ -325,21 +389,21 @@ func TestGroupThatRankZeroDoesNotKnow(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		var err error
 		if e.Rank() == 0 {
-			if _, err = hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("h_1of2"), hvd.On(e)); err == nil {
-				t.Error("a tensor that others have in a group was reduced")
+			if _, err = hvd.Allgather(ctx, []int32{1}, hvd.Name("h_1of2"), hvd.On(e)); err == nil {
+				t.Error("a tensor that others have in a group was gathered")
 			}
-			_, err = hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("h_2of2"), hvd.On(e))
+			_, err = hvd.Allgather(ctx, []int32{1}, hvd.Name("h_2of2"), hvd.On(e))
 		} else {
-			_, err = hvd.GroupedAllreduce(ctx, [][]int32{{1}, {1}}, hvd.Op(hvd.Sum), hvd.Name("h"), hvd.On(e))
+			_, err = hvd.GroupedAllgather(ctx, [][]int32{{1}, {1}}, hvd.Name("h"), hvd.On(e))
 		}
 		var mismatch *hvd.MismatchError
 		if !errors.As(err, &mismatch) || !strings.Contains(err.Error(), "mismatched groups: rank 0 named none") {
 			t.Errorf("rank %d: got error %v, want that rank 0 named no group", e.Rank(), err)
 		}
 		// Nothing of the group is left behind.
-		sums, err := hvd.GroupedAllreduce(ctx, [][]int32{{1}, {1}}, hvd.Op(hvd.Sum), hvd.Name("h"), hvd.On(e))
-		if err != nil || sums[1][0] != int32(e.Size()) {
-			t.Errorf("rank %d: afterwards: got %v and error %v", e.Rank(), sums, err)
+		all, err := hvd.GroupedAllgather(ctx, [][]int32{{1}, {1}}, hvd.Name("h"), hvd.On(e))
+		if err != nil || len(all[1]) != e.Size() {
+			t.Errorf("rank %d: afterwards: got %v and error %v", e.Rank(), all, err)
 		}
 	})
 }
@@ -347,7 +411,7 @@ func TestGroupThatRankZeroDoesNotKnow(t *testing.T) {
 func wantGroups(t *testing.T, p *part, err error, tensor string) {
 	t.Helper()
 	p.name = tensor
-	want := p.expand(`hvd: allreduce %q: mismatched groups: MOST named "h" of 2 tensors, ODD named none`)
+	want := p.expand(`hvd: reducescatter %q: mismatched groups: MOST named "h" of 2 tensors, ODD named none`)
 	var mismatch *hvd.MismatchError
 	if !errors.As(err, &mismatch) || err.Error() != want {
 		t.Errorf("rank %d: got error %v\nwant %s", p.e.Rank(), err, want)

@@ -14,11 +14,9 @@ import (
 // describe makes h, which is empty, the handle of tensor i of c, which has numElems elements. Its buffers are still to be set.
 func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	h.kind, h.engine = c.kind, c.engine.engine
-	h.slot = c.engine.slots.take(h)
-	e := &h.slot.entry
-	e.Set, e.Timeout, e.InPlace, e.ErrorFeedback = c.set.id, c.timeout, c.inPlace, c.errorFeedback
-	q := &e.Request
-	q.Kind, q.DType, q.Op, q.Prescale, q.Postscale, q.Wire = c.kind, c.dtype, c.op, c.pre, c.post, c.wire
+	h.slot = take(&c.engine.slots.single, h)
+	c.fill(&h.slot.entry)
+	q := &h.slot.entry.Request
 	if c.shapes == nil {
 		h.dims[0] = int64(numElems)
 		q.Shape = h.dims[:]
@@ -26,6 +24,13 @@ func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	}
 	q.Shape, err = c.shape(i, numElems)
 	return err
+}
+
+// fill sets what all entries of c have alike.
+func (c *call) fill(e *tensorqueue.Entry) {
+	e.Set, e.Timeout, e.InPlace, e.ErrorFeedback = c.set.id, c.timeout, c.inPlace, c.errorFeedback
+	q := &e.Request
+	q.Kind, q.DType, q.Op, q.Prescale, q.Postscale, q.Wire = c.kind, c.dtype, c.op, c.pre, c.post, c.wire
 }
 
 // finished is told of the end of h's entry.
@@ -39,7 +44,7 @@ func (h *Handle[T]) finished(err error) {
 	h.slot = nil
 	h.complete(err)
 	if h.group != nil {
-		h.group.finished()
+		h.group.oneFinished()
 	}
 }
 
@@ -60,9 +65,8 @@ func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
 			return c.misuse("%w", err)
 		}
 	}
-	c.drawName()
-	if err := message.CheckName(c.name); err != nil {
-		return c.misuse("%w", err)
+	if err := c.ensureName(); err != nil {
+		return err
 	}
 	if !group {
 		h := handles[0]
@@ -99,12 +103,16 @@ func memberNames(group string, n int) []string {
 	return names
 }
 
-// drawName names what has no name. Members of a set make unnamed calls in one order, so they draw the same.
-func (c *call) drawName() {
+// ensureName names what has no name. Members of a set make unnamed calls in one order, so they draw the same.
+func (c *call) ensureName() error {
 	if c.name == "" {
 		name := append([]byte(c.kind.String()), ".noname."...)
 		c.name = string(strconv.AppendInt(name, c.set.unnamed.Add(1), 10))
 	}
+	if err := message.CheckName(c.name); err != nil {
+		return c.misuse("%w", err)
+	}
+	return nil
 }
 
 // enter gives to the engine what has not been checked.

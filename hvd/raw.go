@@ -62,6 +62,8 @@ func (e *Engine) closeRaw() error {
 type rawOperation struct {
 	*raw.Operation
 	tensors []rawTensor
+	group   *slot // of a group that is one request, which has no tensors; nil when it is done
+	dims    [1]int64
 	left    atomic.Int64
 	// failed is why the first output could not be allocated.
 	failed atomic.Pointer[error]
@@ -99,6 +101,9 @@ func (e *Engine) beginRaw(o *raw.Operation) error {
 		})
 	}
 	r := &rawOperation{Operation: o}
+	if o.Grouped && o.Kind == message.Allreduce && len(o.Tensors) > 0 {
+		return r.allreduceGroup(&c)
+	}
 	if err := r.prepare(&c); err != nil {
 		return err
 	}
@@ -144,6 +149,70 @@ func rawOptions(opts []Option, o *raw.Operation, set *ProcessSet) []Option {
 	return opts
 }
 
+// allreduceGroup queues r, which is one request.
+func (r *rawOperation) allreduceGroup(c *call) error {
+	r.group = take(&c.engine.slots.group, r)
+	e := &r.group.entry
+	c.fill(e)
+	r.group.draft = r.group.draft[:0]
+	for i := range r.Tensors {
+		t := &r.Tensors[i]
+		dt := t.DType
+		if dt == tensor.Invalid {
+			dt = c.dtype
+		}
+		if err := fits(c, dt, t); err != nil {
+			return err
+		}
+		out := t.Output
+		if out == nil {
+			var err error
+			if out, err = r.Allocate(i, len(t.Input)); err != nil {
+				return err
+			}
+		}
+		if len(out) != len(t.Input) {
+			return c.misuse("the output has %d bytes, want %d", len(out), len(t.Input))
+		}
+		r.dims[0] += int64(len(t.Input) / dt.Size())
+		e.Parts = append(e.Parts, tensorqueue.Part{Input: t.Input, Output: out})
+		r.group.draft = r.group.draft.Append(dt, t.Shape)
+	}
+	q := &e.Request
+	q.Shape, q.Parts = r.dims[:], r.group.drafted()
+	q.DType = q.Parts.DType()
+	return c.submitGroup(e)
+}
+
+// finished is told of the end of a group that is one request.
+func (r *rawOperation) finished(err error) {
+	e := &r.group.entry
+	for i := range e.Parts {
+		t := &r.Tensors[i]
+		if t.Output = e.Parts[i].Output; err == nil {
+			t.Result = t.Shape
+			if t.DType == tensor.Bool || t.DType == tensor.Invalid && r.DType == tensor.Bool {
+				onlyBools(t.Output)
+			}
+		}
+	}
+	r.group.free()
+	r.group = nil
+	r.Done(err)
+}
+
+// fits is an error if the input of t has not the bytes of its shape.
+func fits(c *call, dt tensor.DType, t *raw.Tensor) error {
+	n, err := t.Shape.NumElems()
+	if err != nil {
+		return c.misuse("%w", err)
+	}
+	if size := int64(dt.Size()); n > int64(len(t.Input))/max(size, 1) || n*size != int64(len(t.Input)) {
+		return c.misuse("shape %v of %v in %d bytes", t.Shape, dt, len(t.Input))
+	}
+	return nil
+}
+
 // prepare makes the handles of r.
 func (r *rawOperation) prepare(c *call) error {
 	switch n := len(r.Tensors); {
@@ -180,14 +249,10 @@ func (r *rawOperation) prepare(c *call) error {
 
 // place gives t its memory.
 func (t *rawTensor) place(c *call, of *raw.Tensor) error {
-	n, err := of.Shape.NumElems()
-	size := int64(c.dtype.Size())
-	if err != nil {
-		return c.misuse("%w", err)
+	if err := fits(c, c.dtype, of); err != nil {
+		return err
 	}
-	if n > int64(len(of.Input))/max(size, 1) || n*size != int64(len(of.Input)) {
-		return c.misuse("shape %v of %v in %d bytes", of.Shape, c.dtype, len(of.Input))
-	}
+	var err error
 	e := &t.slot.entry
 	e.Request.Shape, e.Input, e.Output = of.Shape, of.Input, of.Output
 	e.InPlace = len(of.Input) > 0 && len(of.Input) == len(of.Output) && &of.Input[0] == &of.Output[0]

@@ -307,8 +307,8 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				_, err = hvd.GroupedAllreduceAsync(xs, hvd.Name("g"), hvd.On(e))
-				wantDuplicate(t, err, "hvd: allreduce ", tensor)
+				_, err = hvd.GroupedAllgatherAsync(xs, hvd.Name("g"), hvd.On(e))
+				wantDuplicate(t, err, "hvd: allgather ", tensor)
 				// Neither ended by the refusal nor submitted by it: the others come alone and work.
 				for i := range xs {
 					if i+1 != taken {
@@ -328,10 +328,44 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 					t.Error(err)
 				}
 			}
-			got, err := hvd.GroupedAllreduce(ctx, xs, hvd.Op(hvd.Max), hvd.Name("g"), hvd.On(e))
-			if fmt.Sprint(got) != fmt.Sprint(xs) || err != nil {
+			got, err := hvd.GroupedAllgather(ctx, xs, hvd.Name("g"), hvd.On(e))
+			if err != nil || len(got) != len(xs) || len(got[2]) != e.Size() {
 				t.Errorf("rank %d: the group afterwards: got %v and error %v", e.Rank(), got, err)
 			}
+		}
+	})
+}
+
+// An allreduce of a group has one name, that of the group.
+func TestDuplicateNameOfAGroup(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		xs := [][]int32{{1}, {2, 3}}
+		group := func() (*hvd.GroupHandle[int32], error) {
+			return hvd.GroupedAllreduceAsync(xs, hvd.Op(hvd.Sum), hvd.Name("g"), hvd.On(e))
+		}
+		var first *hvd.GroupHandle[int32]
+		if e.Rank() == 0 {
+			var err error
+			if first, err = group(); err != nil {
+				t.Error(err)
+				return
+			}
+			_, err = group()
+			wantDuplicate(t, err, "hvd: allreduce ", "g")
+			_, err = hvd.AllreduceAsync([]int32{1}, hvd.Name("g"), hvd.On(e))
+			wantDuplicate(t, err, "hvd: allreduce ", "g")
+		}
+		goesOn(ctx, t, e.ProcessSets()[0], "g_1of2") // that is nobody's name, and before it rank 0 has not waited in vain
+		if e.Rank() != 0 {
+			var err error
+			if first, err = group(); err != nil {
+				t.Error(err)
+				return
+			}
+		}
+		n := int32(e.Size())
+		if got, err := first.Wait(ctx); err != nil || fmt.Sprint(got) != fmt.Sprint([][]int32{{n}, {2 * n, 3 * n}}) {
+			t.Errorf("rank %d: got %v and error %v", e.Rank(), got, err)
 		}
 	})
 }
@@ -421,7 +455,7 @@ func TestTooMuchAtOnce(t *testing.T) {
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 1 {
 			tensors := make([][]uint8, 17_000)
-			if _, err := hvd.GroupedAllreduce(ctx, tensors, hvd.Name(strings.Repeat("n", 2000)), hvd.On(e)); err == nil {
+			if _, err := hvd.GroupedAllgather(ctx, tensors, hvd.Name(strings.Repeat("n", 2000)), hvd.On(e)); err == nil {
 				t.Error("68 MB of requests were answered")
 			}
 		}

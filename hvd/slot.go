@@ -1,8 +1,10 @@
 package hvd
 
 import (
+	"slices"
 	"sync"
 
+	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -11,17 +13,21 @@ import (
 type slot struct {
 	entry tensorqueue.Entry
 	of    interface{ finished(err error) }
-	pool  *slots
+	pool  *sync.Pool
+	// parts are those of the last group, which is mostly the next, and draft is where they are put together. What was submitted is
+	// not changed any more: it may be kept as what the ranks have agreed on.
+	parts, draft message.Parts
 }
 
-// slots are the free ones of an engine. They stay with it, so that no queue but its own has ever had their entries.
-type slots struct{ pool sync.Pool }
+// slots are the free ones of an engine, of single tensors and of groups that are one request. They stay with it, so that no queue but
+// its own has ever had their entries.
+type slots struct{ single, group sync.Pool }
 
-// take is an empty slot, whose end of hears.
-func (p *slots) take(of interface{ finished(err error) }) *slot {
-	s, ok := p.pool.Get().(*slot)
+// take is an empty slot of a pool, whose end of hears.
+func take(pool *sync.Pool, of interface{ finished(err error) }) *slot {
+	s, ok := pool.Get().(*slot)
 	if !ok {
-		s = &slot{pool: p}
+		s = &slot{pool: pool}
 		s.entry.Done = s.done
 	}
 	s.of = of
@@ -33,6 +39,15 @@ func (s *slot) done(err error) { s.of.finished(err) }
 
 // free gives back s, which is done. One that is not submitted, because the call is wrong, is left to the garbage collector.
 func (s *slot) free() {
-	s.of, s.entry = nil, tensorqueue.Entry{Done: s.entry.Done}
-	s.pool.pool.Put(s)
+	clear(s.entry.Parts)
+	s.of, s.entry = nil, tensorqueue.Entry{Done: s.entry.Done, Parts: s.entry.Parts[:0]}
+	s.pool.Put(s)
+}
+
+// drafted are the parts in draft.
+func (s *slot) drafted() message.Parts {
+	if !s.draft.Equal(s.parts) {
+		s.parts = slices.Clone(s.draft)
+	}
+	return s.parts
 }

@@ -34,6 +34,9 @@ func (r *Request) CheckParameters() error {
 			return err
 		}
 	}
+	if len(r.Parts) > 0 {
+		return r.checkParts()
+	}
 	switch r.Kind {
 	case AddProcessSet:
 		return checkMembers(r.Ranks)
@@ -45,23 +48,42 @@ func (r *Request) CheckParameters() error {
 	case Barrier, Join:
 		return nil
 	}
-	if !r.DType.Valid() {
-		return fmt.Errorf("unknown element type %d", r.DType)
-	}
-	if err := checkShape(r.Shape, r.DType); err != nil {
+	if _, err := checkTensor(r.DType, r.Shape); err != nil {
 		return err
 	}
 	if r.Kind == Broadcast && r.Root < 0 {
 		return fmt.Errorf("root rank %d", r.Root)
 	}
 	if r.Kind.Reduces() {
-		return r.checkReduction()
+		return r.checkReduction(r.DType)
 	}
 	return nil
 }
 
-func (r *Request) checkReduction() error {
-	if err := tensor.CheckReduce(r.Op, r.DType); err != nil {
+// checkParts is CheckParameters of a group.
+func (r *Request) checkParts() error {
+	switch {
+	case r.Kind != Allreduce:
+		return fmt.Errorf("tensors of a group as one, which only allreduce has")
+	case r.Group != "":
+		return fmt.Errorf("tensors of a group in group %q", r.Group)
+	case len(r.Shape) != 1:
+		return fmt.Errorf("tensors of a group with shape %v, want their number of elements", r.Shape)
+	}
+	if err := r.Parts.check(r.DType, r.Shape[0]); err != nil {
+		return err
+	}
+	for dt := range r.Parts.Types() {
+		if err := r.checkReduction(dt); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkReduction checks how elements of dt are to be reduced.
+func (r *Request) checkReduction(dt tensor.DType) error {
+	if err := tensor.CheckReduce(r.Op, dt); err != nil {
 		return err
 	}
 	if r.Kind == Reducescatter && r.Op == tensor.Adasum {
@@ -71,7 +93,7 @@ func (r *Request) checkReduction() error {
 		return fmt.Errorf("scale factors %v and %v, want numbers", r.Prescale, r.Postscale)
 	}
 	if r.Prescale != 1 || r.Postscale != 1 {
-		if err := tensor.CheckScale(r.DType); err != nil {
+		if err := tensor.CheckScale(dt); err != nil {
 			return err
 		}
 	}
@@ -79,8 +101,8 @@ func (r *Request) checkReduction() error {
 		switch {
 		case r.Kind != Allreduce:
 			return fmt.Errorf("compression to %v, which only allreduce has", r.Wire)
-		case !r.Wire.IsHalf() || r.DType != tensor.Float32 && r.DType != tensor.Float64:
-			return fmt.Errorf("compression of %v to %v, want float32 or float64 to float16 or bfloat16", r.DType, r.Wire)
+		case !r.Wire.IsHalf() || dt != tensor.Float32 && dt != tensor.Float64:
+			return fmt.Errorf("compression of %v to %v, want float32 or float64 to float16 or bfloat16", dt, r.Wire)
 		}
 	}
 	return nil
@@ -133,16 +155,20 @@ func checkMembers(ranks []topo.Rank) error {
 	return nil
 }
 
-func checkShape(s tensor.Shape, dt tensor.DType) error {
+// checkTensor gives the number of elements, whose bytes can be counted too.
+func checkTensor(dt tensor.DType, s tensor.Shape) (numElems int64, err error) {
+	if !dt.Valid() {
+		return 0, fmt.Errorf("unknown element type %d", dt)
+	}
 	if len(s) > MaxDims {
-		return fmt.Errorf("%d dimensions, want at most %d", len(s), MaxDims)
+		return 0, fmt.Errorf("%d dimensions, want at most %d", len(s), MaxDims)
 	}
 	n, err := s.NumElems()
 	if err != nil {
-		return err
+		return 0, err
 	}
 	if n > math.MaxInt64/int64(dt.Size()) {
-		return fmt.Errorf("shape %v of %v has more than 2^63-1 bytes", s, dt)
+		return 0, fmt.Errorf("shape %v of %v has more than 2^63-1 bytes", s, dt)
 	}
-	return nil
+	return n, nil
 }

@@ -530,7 +530,7 @@ func requestToPB(r *Request) *messagepb.Request {
 	return &messagepb.Request{
 		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape,
 		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire), RootRank: int32(r.Root),
-		Group: r.Group, GroupSize: r.GroupSize, Empty: r.Empty, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set),
+		Group: r.Group, GroupSize: r.GroupSize, Empty: r.Empty, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set), Parts: r.Parts,
 	}
 }
 
@@ -543,7 +543,7 @@ func (d *decoder) request(r *Request) {
 		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape,
 		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
 		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
-		Group: pb.Group, GroupSize: pb.GroupSize, Empty: pb.Empty, Ranks: ranksFromPB(pb.Ranks), Set: topo.ProcessSetID(pb.ProcessSet),
+		Group: pb.Group, GroupSize: pb.GroupSize, Empty: pb.Empty, Ranks: ranksFromPB(pb.Ranks), Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
 	}
 	if err := r.Check(); err != nil {
 		d.fail(err)
@@ -554,7 +554,7 @@ func responseToPB(r *Response) *messagepb.Response {
 	return &messagepb.Response{
 		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape, FirstDims: r.FirstDims,
 		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire), RootRank: int32(r.Root),
-		Group: r.Group, GroupSize: r.GroupSize, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set),
+		Group: r.Group, GroupSize: r.GroupSize, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set), Parts: r.Parts,
 		Text: cut(r.Text),
 	}
 }
@@ -568,7 +568,7 @@ func (d *decoder) response(r *Response) {
 		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape, FirstDims: pb.FirstDims,
 		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
 		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
-		Group: pb.Group, GroupSize: pb.GroupSize, Ranks: ranksFromPB(pb.Ranks), Set: topo.ProcessSetID(pb.ProcessSet),
+		Group: pb.Group, GroupSize: pb.GroupSize, Ranks: ranksFromPB(pb.Ranks), Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
 		Text: pb.Text,
 	}
 	if err := r.check(); err != nil {

@@ -21,6 +21,12 @@ func bitsOf(bs ...uint32) message.Bits {
 	return v
 }
 
+// Groups that are one request, of 10 elements of one type and of 7 of several.
+var (
+	floats = message.Parts{}.Append(tensor.Float32, tensor.Shape{2, 3}).Append(tensor.Float32, nil).Append(tensor.Float32, tensor.Shape{3})
+	mixed  = message.Parts{}.Append(tensor.Float32, tensor.Shape{2, 2}).Append(tensor.Int64, tensor.Shape{0}).Append(tensor.Float32, nil).Append(tensor.Int64, tensor.Shape{2})
+)
+
 func upSamples() []*message.Up {
 	return []*message.Up{
 		{Type: message.UpHeartbeat, Seen: 7},
@@ -37,6 +43,8 @@ func upSamples() []*message.Up {
 				{Kind: message.Broadcast, Name: "w\x00ü", DType: tensor.Int64, Root: 2},
 				{Kind: message.Barrier, Name: "b"},
 				{Kind: message.Allreduce, Name: "g1", DType: tensor.Float32, Shape: tensor.Shape{4}, Op: tensor.AverageActive, Prescale: 1, Postscale: 1, Wire: tensor.BFloat16, Group: "G", GroupSize: 3},
+				{Kind: message.Allreduce, Name: "G", DType: tensor.Float32, Shape: tensor.Shape{10}, Op: tensor.Sum, Prescale: 1, Postscale: 1, Parts: floats},
+				{Kind: message.Allreduce, Name: "M", Shape: tensor.Shape{7}, Op: tensor.Sum, Prescale: 1, Postscale: 1, Parts: mixed},
 				{Kind: message.Reducescatter, Name: "r", DType: tensor.Bool, Shape: tensor.Shape{4}, Op: tensor.Max, Prescale: 1, Postscale: 1},
 				{Kind: message.Alltoall, Name: "x", DType: tensor.Uint16, Shape: tensor.Shape{5, 2}},
 				{Kind: message.Join, Name: "j", Empty: true},
@@ -66,6 +74,7 @@ func downSamples() []*message.Down {
 					{Kind: message.Allreduce, Name: "g2", DType: tensor.Float32, Op: tensor.Adasum, Prescale: 1, Postscale: 1, Wire: tensor.Float16, Group: "G", GroupSize: 1},
 					{Kind: message.Alltoall, Name: "x", DType: tensor.Uint16, Shape: tensor.Shape{0, 2}},
 				}},
+				{Full: []*message.Response{{Kind: message.Allreduce, Name: "M", Shape: tensor.Shape{7}, Op: tensor.Sum, Prescale: 1, Postscale: 1, Parts: mixed}}},
 				{Full: []*message.Response{{Kind: message.Join, Name: "j", Root: 2}}},
 				{Full: []*message.Response{{Kind: message.AddProcessSet, Name: "s", Ranks: []topo.Rank{1}, Set: 7}}},
 				{Full: []*message.Response{{Kind: message.RemoveProcessSet, Name: "s", Set: 7}}},
@@ -212,6 +221,37 @@ func TestRequestCheck(t *testing.T) {
 		{func(r *message.Request) { r.Shape = make(tensor.Shape, message.MaxDims+1) }, "65 dimensions"},
 		{func(r *message.Request) { r.Prescale = math.NaN() }, "NaN"},
 		{func(r *message.Request) { r.Kind, r.Root = message.Broadcast, -1 }, "root rank -1"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.Kind = floats, tensor.Shape{10}, message.Reducescatter }, "tensors of a group as one, which only allreduce has"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.Kind = floats, tensor.Shape{10}, message.Barrier }, "tensors of a group as one, which only allreduce has"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.Group, r.GroupSize = floats, tensor.Shape{10}, "G", 1 }, `tensors of a group in group "G"`},
+		{func(r *message.Request) { r.Parts, r.Shape = floats, tensor.Shape{5, 2} }, "with shape [5 2], want their number"},
+		{func(r *message.Request) { r.Parts = floats }, "a group of 10 elements, want 2"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.DType = floats, tensor.Shape{10}, tensor.Int32 }, "a group of type float32, want int32"},
+		{func(r *message.Request) { r.Parts, r.Shape = mixed, tensor.Shape{7} }, "a group of type DType(0), want float32"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.DType = floats, tensor.Shape{10}, tensor.Invalid }, "a group of type float32, want DType(0)"},
+		{func(r *message.Request) { r.Parts = message.Parts{1} }, "tensor 1 of the group ends in the middle"},
+		{func(r *message.Request) { r.Parts = append(floats[:len(floats):len(floats)], 1, 2, 3) }, "tensor 4 of the group ends in the middle"},
+		{func(r *message.Request) { r.Parts = message.Parts{1, -1} }, "tensor 1 of the group ends in the middle"},
+		{func(r *message.Request) { r.Parts = message.Parts{1, math.MaxInt64, 1} }, "tensor 1 of the group ends in the middle"},
+		{func(r *message.Request) {
+			r.Parts = message.Parts{}.Append(tensor.Float32, make(tensor.Shape, message.MaxDims+1))
+		}, "tensor 1 of the group: 65 dimensions"},
+		{func(r *message.Request) { r.Parts = message.Parts{-1, 0} }, "tensor 1 of the group: unknown element type"},
+		{func(r *message.Request) { r.Parts = message.Parts{256 + int64(tensor.Float32), 0} }, "tensor 1 of the group: unknown element type"},
+		{func(r *message.Request) {
+			r.Parts = append(floats[:len(floats):len(floats)], int64(tensor.Float32), 1, -2)
+		}, "tensor 4 of the group: tensor: shape [-2] has a negative"},
+		{func(r *message.Request) {
+			r.Parts = message.Parts{}.Append(tensor.Float64, tensor.Shape{1 << 59}).Append(tensor.Float64, tensor.Shape{1 << 59})
+			r.DType, r.Shape = tensor.Float64, tensor.Shape{1 << 60}
+		}, "more than 2^63-1 bytes"},
+		// What is asked for must do for each type.
+		{func(r *message.Request) {
+			r.Parts, r.Shape, r.DType, r.Op = mixed, tensor.Shape{7}, tensor.Invalid, tensor.Adasum
+		}, "reduce with adasum: got int64"},
+		{func(r *message.Request) {
+			r.Parts, r.Shape, r.DType, r.Wire = mixed, tensor.Shape{7}, tensor.Invalid, tensor.Float16
+		}, "compression of int64 to float16, want"},
 	} {
 		r := ok
 		c.change(&r)
@@ -243,16 +283,19 @@ func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 		"root":      func(q *message.Request) { q.Root = 7 },
 		"group":     func(q *message.Request) { q.Group = "H" },
 		"size":      func(q *message.Request) { q.GroupSize++ },
+		"parts":     func(q *message.Request) { q.Parts = append(q.Parts[:len(q.Parts):len(q.Parts)], 1, 0) },
 		"ranks":     func(q *message.Request) { q.Ranks = []topo.Rank{1} },
 		"set":       func(q *message.Request) { q.Set++ },
 	}
-	shape, always := tensor.Shape{2, 3}, " kind group size"
+	shape, always := tensor.Shape{2, 3}, " kind group size parts"
 	for _, c := range []struct {
 		r       *message.Response
 		matters string
 	}{
 		{&message.Response{Kind: message.Allreduce, DType: tensor.Float32, Shape: shape, Op: tensor.Sum, Prescale: 1, Postscale: 2, Wire: tensor.Float16, Group: "G", GroupSize: 2},
 			"dtype dims first second op prescale postscale wire"},
+		{&message.Response{Kind: message.Allreduce, Shape: tensor.Shape{7}, Op: tensor.Sum, Prescale: 1, Postscale: 2, Parts: mixed},
+			"dtype dims first op prescale postscale wire"},
 		{&message.Response{Kind: message.Reducescatter, DType: tensor.Float32, Shape: shape, Op: tensor.Sum, Prescale: 1, Postscale: 2},
 			"dtype dims first second op prescale postscale"},
 		{&message.Response{Kind: message.Allgather, DType: tensor.Int32, Shape: tensor.Shape{0, 3}, FirstDims: []int64{4, 0, 9}}, "dtype dims first second"},
@@ -270,7 +313,7 @@ func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 				t.Errorf("%v: member %d's request %+v does not match", c.r.Kind, i, q)
 			}
 			for what, change := range changes {
-				if len(q.Shape) == 0 && (what == "first" || what == "second") {
+				if len(q.Shape) == 0 && what == "first" || len(q.Shape) < 2 && what == "second" {
 					continue
 				}
 				other := q
@@ -334,6 +377,17 @@ func TestResponseSizes(t *testing.T) {
 	if n := half.WireBytes(); n != 3*2 {
 		t.Errorf("3 float64 that travel as float16 have %d bytes, want 6", n)
 	}
+	several := &message.Response{Kind: message.Allreduce, Name: "m", Shape: tensor.Shape{7}, Parts: mixed}
+	if n := several.NumBytes(); n != 5*4+2*8 {
+		t.Errorf("a group of 5 float32 and 2 int64 has %d bytes, want 36", n)
+	}
+	if n := several.WireBytes(); n != 5*4+2*8 {
+		t.Errorf("of a group of 36 bytes %d travel", n)
+	}
+	several.Wire = tensor.BFloat16
+	if n := several.WireBytes(); n != 7*2 {
+		t.Errorf("7 elements that travel as bfloat16 have %d bytes, want 14", n)
+	}
 	if n := ag.WireBytes(); n != ag.NumBytes() {
 		t.Errorf("uncompressed, %d bytes travel of %d", n, ag.NumBytes())
 	}
@@ -346,6 +400,58 @@ func TestResponseSizes(t *testing.T) {
 		var d message.Down
 		if message.DecodeDown(b, &d) == nil {
 			t.Errorf("first dimensions %v were decoded", dims)
+		}
+	}
+}
+
+func TestParts(t *testing.T) {
+	if n, dt := mixed.Len(), mixed.DType(); n != 4 || dt != tensor.Invalid {
+		t.Errorf("%d tensors of type %v, want 4 of several", n, dt)
+	}
+	if n, dt := floats.Len(), floats.DType(); n != 3 || dt != tensor.Float32 {
+		t.Errorf("%d tensors of type %v, want 3 of float32", n, dt)
+	}
+	if n, dt := message.Parts(nil).Len(), message.Parts(nil).DType(); n != 0 || dt != tensor.Invalid {
+		t.Errorf("%d tensors of type %v in none", n, dt)
+	}
+	if got, want := slices.Collect(mixed.Types()), []tensor.DType{tensor.Float32, tensor.Int64}; !slices.Equal(got, want) {
+		t.Errorf("the types are %v, want %v", got, want)
+	}
+	for i, want := range []struct {
+		dt    tensor.DType
+		shape tensor.Shape
+	}{{tensor.Float32, tensor.Shape{2, 2}}, {tensor.Int64, tensor.Shape{0}}, {tensor.Float32, tensor.Shape{}}, {tensor.Int64, tensor.Shape{2}}, {tensor.Invalid, nil}} {
+		if dt, shape := mixed.At(i); dt != want.dt || !slices.Equal(shape, want.shape) {
+			t.Errorf("tensor %d is %v%v, want %v%v", i, dt, shape, want.dt, want.shape)
+		}
+	}
+	changed := func(i int, to int64) message.Parts {
+		p := slices.Clone(floats)
+		p[i] = to
+		return p
+	}
+	for _, c := range []struct {
+		p, q message.Parts
+		want int
+	}{
+		{floats, slices.Clone(floats), -1},
+		{nil, nil, -1},
+		{nil, floats, 0},
+		{floats, changed(0, int64(tensor.Int32)), 0},
+		{floats, changed(3, 4), 0},
+		{floats, changed(4, int64(tensor.Int32)), 1},
+		{floats, changed(8, 4), 2},
+		{floats, floats[:6], 2},
+		{floats, message.Parts{}.Append(tensor.Float32, tensor.Shape{2}), 0}, // its numbers of dimensions differ first
+	} {
+		if got := c.p.Difference(c.q); got != c.want {
+			t.Errorf("%v and %v differ at %d, want %d", c.p, c.q, got, c.want)
+		}
+		if got := c.q.Difference(c.p); got != c.want {
+			t.Errorf("%v and %v differ at %d, want %d", c.q, c.p, got, c.want)
+		}
+		if c.p.Equal(c.q) != (c.want < 0) {
+			t.Errorf("%v and %v are equal: %v", c.p, c.q, c.p.Equal(c.q))
 		}
 	}
 }

@@ -30,6 +30,9 @@ type Request struct {
 	// Group names the tensors that are to be granted together, GroupSize of them; empty and 0 for a tensor by itself.
 	Group     string
 	GroupSize int32
+	// Parts are the tensors of an allreduce of a group, which is one request; nil for a tensor. Shape is then the number of all
+	// elements, and DType their type, Invalid if they have several.
+	Parts Parts
 	// Empty is for Join: the rank takes part with nothing in operations that otherwise refuse joined ranks.
 	Empty bool
 	// Ranks are the members of a process set to add, ascending.
@@ -59,6 +62,7 @@ type Response struct {
 	Root      topo.Rank
 	Group     string
 	GroupSize int32
+	Parts     Parts
 	Ranks     []topo.Rank
 	// Set is the process set that was added, or is removed.
 	Set topo.ProcessSetID
@@ -81,14 +85,14 @@ func (r *Response) request() Request {
 	return Request{
 		Kind: r.Kind, Name: r.Name, DType: r.DType, Shape: r.Shape,
 		Op: r.Op, Prescale: r.Prescale, Postscale: r.Postscale, Wire: r.Wire, Root: r.Root,
-		Group: r.Group, GroupSize: r.GroupSize, Ranks: r.Ranks, Set: r.Set,
+		Group: r.Group, GroupSize: r.GroupSize, Parts: r.Parts, Ranks: r.Ranks, Set: r.Set,
 	}
 }
 
 // Matches reports whether q, submitted by member i of the process set, is a repetition of what r
 // answered. It compares what matters to the kind, as the coordinator does, and allocates nothing.
 func (r *Response) Matches(q *Request, i int) bool {
-	if r.Kind != q.Kind || r.Group != q.Group || r.GroupSize != q.GroupSize {
+	if r.Kind != q.Kind || r.Group != q.Group || r.GroupSize != q.GroupSize || !r.Parts.Equal(q.Parts) {
 		return false
 	}
 	switch r.Kind {
@@ -156,6 +160,9 @@ func (r *Response) RowElems() (int64, error) {
 
 // NumBytes is the size of the result. The response must be sound, as the coordinator's are.
 func (r *Response) NumBytes() int64 {
+	if r.several() {
+		return r.Parts.numBytes(tensor.Invalid)
+	}
 	n, err := r.NumElems()
 	if err != nil {
 		return 0
@@ -166,12 +173,18 @@ func (r *Response) NumBytes() int64 {
 // WireBytes is the size of the result in elements of the type that travels: what it takes of a fusion buffer. The
 // response must be sound.
 func (r *Response) WireBytes() int64 {
+	if r.several() {
+		return r.Parts.numBytes(r.Wire)
+	}
 	n, err := r.NumElems()
 	if err != nil {
 		return 0
 	}
 	return n * int64(r.WireType().Size())
 }
+
+// several reports whether there are tensors of several types.
+func (r *Response) several() bool { return len(r.Parts) > 0 && !r.DType.Valid() }
 
 // WireType is the element type that travels.
 func (r *Response) WireType() tensor.DType {

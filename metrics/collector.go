@@ -50,16 +50,16 @@ var (
 	tensors  = desc("hvd_collective_tensors_total", "Tensors in the fused responses that were executed.", labelOp, labelBackend)
 	moved    = desc("hvd_collective_bytes_total", "Bytes that this rank put into operations or, for broadcasts, got.", labelOp, labelBackend, labelDType)
 
-	negotiation = desc("hvd_negotiation_seconds", "Time from a tensor's submission until all ranks had submitted it and agreed to run it.")
+	negotiation = desc("hvd_negotiation_seconds", "Time from the submission of a tensor, or a grouped allreduce, until all ranks had submitted it and agreed to run it.")
 	queued      = desc("hvd_queue_seconds", "Time from the agreement to run a fused response to the beginning of its execution.")
 
 	numbers = []number{
 		gauge("hvd_world_size", "Ranks in the job.", func(s *stats.Stats) float64 { return float64(s.Size) }),
 		gauge("hvd_epoch", "Number of the job's present formation; counters begin with it.", func(s *stats.Stats) float64 { return float64(s.Epoch) }),
-		gauge("hvd_queue_depth", "Tensors that were submitted and not answered.", func(s *stats.Stats) float64 { return float64(s.InFlight) }),
+		gauge("hvd_queue_depth", "Tensors that were submitted and not answered, a grouped allreduce being one.", func(s *stats.Stats) float64 { return float64(s.InFlight) }),
 		counter("hvd_fusion_responses_total", "Responses that could have had more than one tensor.", func(s *stats.Stats) uint64 { return s.FusionResponses }),
 		counter("hvd_fusion_tensors_total", "Tensors in the responses that could have had more than one.", func(s *stats.Stats) uint64 { return s.FusedTensors }),
-		counter("hvd_fusion_bytes_total", "Bytes in the responses that could have had more than one tensor.", func(s *stats.Stats) uint64 { return s.FusedBytes }),
+		counter("hvd_fusion_bytes_total", "Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.", func(s *stats.Stats) uint64 { return s.FusedBytes }),
 		gauge("hvd_fusion_buffer_bytes", "Most bytes that are fused into one response; 0 if nothing is fused.",
 			func(s *stats.Stats) float64 { return float64(s.FusionThresholdBytes) }),
 		counter("hvd_response_cache_hits_total", "Requests that travelled as a bit of the response cache.", func(s *stats.Stats) uint64 { return s.CacheHits }),

@@ -139,7 +139,7 @@ hvd_failed_tensors_total 4
 # HELP hvd_fusion_buffer_bytes Most bytes that are fused into one response; 0 if nothing is fused.
 # TYPE hvd_fusion_buffer_bytes gauge
 hvd_fusion_buffer_bytes 1.34217728e+08
-# HELP hvd_fusion_bytes_total Bytes in the responses that could have had more than one tensor.
+# HELP hvd_fusion_bytes_total Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.
 # TYPE hvd_fusion_bytes_total counter
 hvd_fusion_bytes_total 6.7108864e+07
 # HELP hvd_fusion_fill_ratio How full responses that could have had more than one tensor were on average, 1 being the fusion buffer.
@@ -151,7 +151,7 @@ hvd_fusion_responses_total 2
 # HELP hvd_fusion_tensors_total Tensors in the responses that could have had more than one.
 # TYPE hvd_fusion_tensors_total counter
 hvd_fusion_tensors_total 161
-# HELP hvd_queue_depth Tensors that were submitted and not answered.
+# HELP hvd_queue_depth Tensors that were submitted and not answered, a grouped allreduce being one.
 # TYPE hvd_queue_depth gauge
 hvd_queue_depth 5
 # HELP hvd_rank_info 1, with the rank and host of the process, to be joined with its other metrics.

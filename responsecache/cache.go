@@ -125,7 +125,7 @@ func (c *Cache) Digest() uint64 {
 		b = binary.AppendVarint(b, int64(r.GroupSize))
 		b = binary.AppendUvarint(b, math.Float64bits(r.Prescale))
 		b = binary.AppendUvarint(b, math.Float64bits(r.Postscale))
-		for _, dims := range [][]int64{r.Shape, r.FirstDims} {
+		for _, dims := range [][]int64{r.Shape, r.FirstDims, r.Parts} {
 			b = binary.AppendUvarint(b, uint64(len(dims)))
 			for _, d := range dims {
 				b = binary.AppendVarint(b, d)

@@ -189,6 +189,8 @@ func TestDigest(t *testing.T) {
 		"other wire type": replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Wire = tensor.Float16 })),
 		"group":           replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Group = "G" })),
 		"group size":      replace(0, with(allreduce("a", 4), func(r *message.Response) { r.GroupSize = 2 })),
+		"parts":           replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Parts = message.Parts{int64(tensor.Float32), 1, 4} })),
+		"other parts":     replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Parts = message.Parts{int64(tensor.Float32), 2, 4, 1} })),
 		"other rows":      replace(2, allgather("rows", 7, 9)),
 		"rows exchanged":  replace(2, allgather("rows", 8, 7)),
 	} {

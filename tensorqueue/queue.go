@@ -37,6 +37,8 @@ type Entry struct {
 	// part of Output (allgather), or Output of Input (reducescatter, whose Input is undefined afterwards).
 	Input, Output []byte
 	InPlace       bool
+	// Parts are the tensors of a group that is one request, in place of Input and Output.
+	Parts []Part
 	// Allocate makes Output once its size is known, for operations whose result depends on other ranks, unless Output
 	// is there already.
 	Allocate func(numBytes int) []byte
@@ -59,6 +61,9 @@ type Entry struct {
 	queue *Queue
 	name  *name
 }
+
+// Part is a tensor of a group: what this rank contributes and where the result goes.
+type Part struct{ Input, Output []byte }
 
 // Times say how far an entry has got, in time since the engine's start; 0 is what has not happened. Submitted does not change after
 // Add; the others are nanoseconds that any goroutine may look at.

@@ -66,9 +66,10 @@ func newBatch(tensors int) *batch {
 
 // operation copies op, or reports that there is no room.
 func (b *batch) operation(op *trace.Operation) bool {
-	before := *b
+	before, fused := *b, 0
 	for i := range op.Tensors {
 		n := &op.Tensors[i]
+		fused += max(n.Parts, 1)
 		if op.Absent && n.Submitted == 0 {
 			continue // it only stood in: this rank has no tensor of that name
 		}
@@ -89,7 +90,7 @@ func (b *batch) operation(op *trace.Operation) bool {
 	if len(b.activities)+len(op.Activities) > cap(b.activities) || !b.entry(entry{
 		kind: op.Kind, backend: op.Backend, algorithm: op.Algorithm, set: op.Set, number: op.Number,
 		at: op.Granted, begun: op.Begun, ended: op.Ended, failed: text(op.Failed),
-		tensors: int32(count), activities: int32(len(op.Activities)), fused: int32(len(op.Tensors)),
+		tensors: int32(count), activities: int32(len(op.Activities)), fused: int32(fused),
 	}) {
 		*b = before
 		return false

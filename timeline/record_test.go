@@ -196,7 +196,10 @@ func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinet
 		Track: track, Set: uint32(op.Set), Number: op.Number, Kind: nameOf(op.Kind), Negotiated: nameOf(op.Kind),
 		Submitted: us(n.Submitted), Granted: us(op.Granted), Begun: us(op.Begun), Ended: us(op.Ended),
 		Cached: n.Cached, Arrivals: map[int]float64{}, Backend: op.Backend.String(), Algorithm: op.Algorithm.String(),
-		Bytes: n.Bytes, Fused: len(op.Tensors),
+		Bytes: n.Bytes,
+	}
+	for i := range op.Tensors {
+		w.Fused += max(op.Tensors[i].Parts, 1)
 	}
 	if n.Sent-n.Submitted >= time.Microsecond {
 		w.Sent = us(n.Sent)
@@ -273,6 +276,9 @@ func (r *random) operation() *trace.Operation {
 		}
 		if n.Sent = step(); r.IntN(3) == 0 {
 			n.Sent = n.Submitted + time.Duration(r.IntN(3)*500) // told from a microsecond on
+		}
+		if r.IntN(4) == 0 {
+			n.Parts = 1 + r.IntN(5)
 		}
 		if r.IntN(10) == 0 {
 			n.Refused = errors.New("refused\t<&>\u2028")

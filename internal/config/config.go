@@ -62,8 +62,8 @@ type Config struct {
 	// LivenessTimeout is the silence after which a rank is taken for dead. Raising it delays the verdict on a
 	// host that vanished; a process that dies is noticed at once regardless.
 	LivenessTimeout time.Duration
-	// FusionThresholdBytes is the most that one fused response holds; 0 fuses nothing. Raising it saves round trips
-	// and costs cache misses.
+	// FusionThresholdBytes is the most that one fused response holds; 0 fuses nothing. A grouped allreduce is one response
+	// whatever its size. Raising it saves round trips and costs cache misses.
 	FusionThresholdBytes int64
 	// CycleTime is the least time between two cycles of the coordinator. Raising it fuses more and answers later. 0
 	// (the default, unlike Horovod's 1 ms) answers as soon as something can be answered.

@@ -170,7 +170,7 @@ var settings = []Setting{
 		Name: "HOROVOD_FUSION_THRESHOLD", Section: sectionNegotiate, Scope: PerJob,
 		Key:     "params.fusion_threshold_mb",
 		Flags:   []Flag{{Name: "fusion-threshold-mb", Arg: "MIB"}},
-		Default: "134217728", Doc: "most that one fused response may hold; 0 fuses nothing",
+		Default: "134217728", Doc: "most that one fused response may hold; 0 fuses nothing; a grouped allreduce is one response whatever its size",
 		Raise: "Raising it saves round trips and costs cache misses.",
 		kind:  bytesOf(func(c *Config) *int64 { return &c.FusionThresholdBytes }), form: mebibytes,
 	},

@@ -5,34 +5,36 @@ import (
 
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// compress writes the scaled tensors of w to buf in their wire type, one behind the other. With error feedback it adds
+// compress writes the scaled tensors of b to buf as elements of wire, one behind the other. With error feedback it adds
 // what the last tensor of the name lost and keeps what this one loses (Seide et al., 1-Bit Stochastic Gradient Descent,
 // 2014).
-func (l *lane) compress(w *work, s scaling, buf []byte) error {
-	wire := w.grant.Responses[0].Wire
+func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
 	narrow, err := kernel.Convert(wire, s.dt)
 	if err != nil {
 		return err
 	}
-	for i, e := range w.entries {
-		wide := e.Input
-		if s.pre != 1 || e.ErrorFeedback {
-			wide = l.scratch.wide.Bytes(len(e.Input))
-			copy(wide, e.Input)
+	for i, t := range b.tensors {
+		var of loss
+		if b.losses != nil {
+			of = b.losses[i]
+		}
+		wide := t.In
+		if s.pre != 1 || of.name != "" {
+			wide = l.scratch.wide.Bytes(len(t.In))
+			copy(wide, t.In)
 			if err := s.before(wide); err != nil {
 				return err
 			}
 		}
-		part := buf[:w.grant.Responses[i].WireBytes()]
+		part := buf[:b.counts[i]]
 		buf = buf[len(part):]
-		if !e.ErrorFeedback {
+		if of.name == "" {
 			narrow(part, wide)
 			continue
 		}
-		lost, err := l.residual(e, s)
+		lost, err := l.residual(of, len(t.In), s)
 		if err != nil {
 			return err
 		}
@@ -54,16 +56,16 @@ type residual struct {
 	buf []byte
 }
 
-// residual is what compression has lost so far of the tensor of this name, as s scales it: zeros for a new name, or one
-// that has another type or length now.
-func (l *lane) residual(e *tensorqueue.Entry, s scaling) ([]byte, error) {
-	r := l.scratch.residuals[e.Request.Name]
-	if r == nil || r.dt != s.dt || len(r.buf) != len(e.Input) {
-		r = &residual{s.dt, s.pre, tensor.Bytes(make([]float64, (len(e.Input)+7)/8))[:len(e.Input)]}
+// residual is what compression has lost so far of a tensor, as s scales it: zeros for a new one, or one that has another type or
+// length now.
+func (l *lane) residual(of loss, numBytes int, s scaling) ([]byte, error) {
+	r := l.scratch.residuals[of]
+	if r == nil || r.dt != s.dt || len(r.buf) != numBytes {
+		r = &residual{s.dt, s.pre, tensor.Bytes(make([]float64, (numBytes+7)/8))[:numBytes]}
 		if l.scratch.residuals == nil {
-			l.scratch.residuals = make(map[string]*residual)
+			l.scratch.residuals = make(map[loss]*residual)
 		}
-		l.scratch.residuals[e.Request.Name] = r
+		l.scratch.residuals[of] = r
 	}
 	if r.pre == s.pre {
 		return r.buf, nil
@@ -114,17 +116,17 @@ func add(dt tensor.DType, dst, src []byte) error {
 	return nil
 }
 
-// decompress reads the reduced tensors of w from buf, and scales them.
-func decompress(w *work, s scaling, buf []byte) error {
-	widen, err := kernel.Convert(s.dt, w.grant.Responses[0].Wire)
+// decompress reads the reduced tensors of b from buf, and scales them.
+func decompress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
+	widen, err := kernel.Convert(s.dt, wire)
 	if err != nil {
 		return err
 	}
-	for i, e := range w.entries {
-		part := buf[:w.grant.Responses[i].WireBytes()]
+	for i, t := range b.tensors {
+		part := buf[:b.counts[i]]
 		buf = buf[len(part):]
-		widen(e.Output, part)
-		if err := s.after(e.Output); err != nil {
+		widen(t.Out, part)
+		if err := s.after(t.Out); err != nil {
 			return err
 		}
 	}

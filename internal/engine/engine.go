@@ -28,6 +28,7 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
@@ -246,7 +247,32 @@ func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response, numBytes int64) 
 	if err := l.checkResult(r.Kind, numBytes); err != nil {
 		return message.NoBackend, message.NoAlgorithm, err
 	}
-	return l.manager.Plan(r, numBytes)
+	if len(r.Parts) == 0 || r.DType.Valid() {
+		return l.manager.Plan(r, numBytes)
+	}
+	return planTypes(l.manager, r, numBytes)
+}
+
+// planTypes is the choice for a group of several types, which run one after the other: what runs each of them. Where the algorithms
+// differ that is the direct one, which has no conditions.
+func planTypes(m *ops.Manager, r *message.Response, numBytes int64) (backend message.Backend, algorithm message.Algorithm, err error) {
+	one := *r
+	one.Parts = nil
+	for dt := range r.Parts.Types() {
+		one.DType = dt
+		b, a, err := m.Plan(&one, numBytes)
+		switch {
+		case err != nil:
+			return message.NoBackend, message.NoAlgorithm, err
+		case backend == message.NoBackend:
+			backend, algorithm = b, a
+		case b != backend:
+			return message.NoBackend, message.NoAlgorithm, fmt.Errorf("no backend for all types of the group: %v for some, %v for others", backend, b)
+		case a != algorithm:
+			algorithm = message.Direct
+		}
+	}
+	return backend, algorithm, nil
 }
 
 // abandon is the error of a Start that failed.

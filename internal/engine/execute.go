@@ -18,8 +18,9 @@ type scratch struct {
 	tensors []ops.Tensor
 	wide    fusion.Buffer // of compression
 	back    fusion.Buffer
+	losses  []loss
 	// residuals is what compression lost of the last tensor of a name.
-	residuals map[string]*residual
+	residuals map[loss]*residual
 }
 
 // execute runs w and answers its tensors. On error none is answered and all belong to the caller still.

@@ -224,3 +224,11 @@ func (l *lane) exchangeSplits(ctx context.Context, backend ops.Backend, w *work)
 	}
 	return nil
 }
+
+// total is the sum of the sizes of w's responses, in elements of their wire type.
+func total(w *work) (numBytes int64) {
+	for _, r := range w.grant.Responses {
+		numBytes += r.WireBytes()
+	}
+	return numBytes
+}

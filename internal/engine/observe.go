@@ -148,10 +148,13 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		op.Kind = q.Kind // also of what ended as an Error
 		t := trace.Tensor{
 			Name: q.Name, DType: q.DType, Shape: ownShape(q, g.Responses[i]), Bytes: int64(len(e.Input)), Cached: i < len(g.Bits),
-			Submitted: e.Times.Submitted, Sent: time.Duration(e.Times.Sent.Load()),
+			Submitted: e.Times.Submitted, Sent: time.Duration(e.Times.Sent.Load()), Parts: len(e.Parts),
 		}
-		if q.Kind == message.Broadcast {
+		switch {
+		case q.Kind == message.Broadcast:
 			t.Bytes = int64(len(e.Output))
+		case len(e.Parts) > 0:
+			t.Bytes = numBytes(e.Parts)
 		}
 		if members > 0 {
 			t.Arrivals = w.arrivals[i*members : (i+1)*members]
@@ -161,7 +164,7 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		}
 		op.Tensors = append(op.Tensors, t)
 	}
-	o.count(op, g.Responses[0].Kind == message.Error)
+	o.count(op, g.Responses)
 	if o.recorder != nil {
 		o.recorder.Record(op)
 	}
@@ -169,6 +172,14 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		(*t).Record(op)
 	}
 	clear(op.Tensors)
+}
+
+// numBytes is the size of the tensors of a group.
+func numBytes(parts []tensorqueue.Part) (total int64) {
+	for _, p := range parts {
+		total += int64(len(p.Input))
+	}
+	return total
 }
 
 // ownShape is the shape of a request, in memory that holds nothing else: who is told of it may keep it, and that of the request may be
@@ -187,14 +198,19 @@ func (o *observer) abandoned(tensors int) {
 	o.mu.Unlock()
 }
 
-// count counts an operation. The ranks may have disagreed: then nothing was done.
-func (o *observer) count(op *trace.Operation, disagreed bool) {
-	c := &o.counts
+// count counts an operation, to which responses are the answer. The ranks may have disagreed: then nothing was done.
+func (o *observer) count(op *trace.Operation, responses []*message.Response) {
+	c, disagreed := &o.counts, responses[0].Kind == message.Error
 	if op.Failed != nil {
-		c.Failed += uint64(len(op.Tensors))
+		for i := range op.Tensors {
+			c.Failed += uint64(max(op.Tensors[i].Parts, 1))
+		}
 		return
 	}
-	var numBytes int64
+	var (
+		numBytes int64
+		tensors  uint64
+	)
 	for i := range op.Tensors {
 		t := &op.Tensors[i]
 		c.Negotiation.Add(op.Granted - t.Submitted)
@@ -204,11 +220,20 @@ func (o *observer) count(op *trace.Operation, disagreed bool) {
 			c.CacheMisses++
 		}
 		if t.Refused != nil {
-			c.Refused++
+			c.Refused += uint64(max(t.Parts, 1))
 		}
-		if !disagreed {
-			numBytes += t.Bytes
-			c.moved[op.Kind][op.Backend][t.DType] += uint64(t.Bytes)
+		if disagreed {
+			continue
+		}
+		tensors += uint64(max(t.Parts, 1))
+		numBytes += t.Bytes
+		if moved := &c.moved[op.Kind][op.Backend]; t.DType.Valid() || t.Parts == 0 {
+			moved[t.DType] += uint64(t.Bytes)
+		} else {
+			for dt, shape := range responses[i].Parts.All() {
+				n, _ := shape.NumElems() // the response is sound: the message was checked
+				moved[dt] += uint64(n) * uint64(dt.Size())
+			}
 		}
 	}
 	if disagreed {
@@ -217,10 +242,10 @@ func (o *observer) count(op *trace.Operation, disagreed bool) {
 	c.Queued.Add(op.Begun - op.Granted)
 	done := &c.operations[op.Kind][op.Backend]
 	done.Durations.Add(op.Ended - op.Begun)
-	done.Tensors += uint64(len(op.Tensors))
+	done.Tensors += tensors
 	if op.Kind.MovesData() && op.Kind != message.Alltoall && len(op.Tensors) > 0 {
 		c.FusionResponses++
-		c.FusedTensors += uint64(len(op.Tensors))
+		c.FusedTensors += tensors
 		// A tensor that alone is larger than the buffer fills it.
 		c.FusedBytes += uint64(min(numBytes, max(o.fusionThreshold, 0)))
 	}

@@ -334,6 +334,72 @@ func TestCounts(t *testing.T) {
 	})
 }
 
+// The tensors of a group that is one request count each, and their bytes by their type.
+func TestGroupsAreTold(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		logs := make([]log, 2)
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.Recorder = lockstep, &logs[cfg.Rank] })
+		c.each(func(r int) {
+			for _, types := range [][]tensor.DType{{tensor.Int64, tensor.Int64}, {tensor.Int64, tensor.Int8, tensor.Int64}} {
+				if err := c.wait(c.submit(r, group(types...))); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+		c.each(func(r int) {
+			var mismatch *engine.MismatchError
+			if err := c.wait(c.submit(r, group([]tensor.DType{tensor.Int8, tensor.Uint8}[r], tensor.Int8))); !errors.As(err, &mismatch) {
+				t.Errorf("got %v, want a mismatch", err)
+			}
+		})
+		left := c.submit(0, group(tensor.Int64, tensor.Int8))
+		c.shutdown()
+		if err := c.wait(left); !errors.Is(err, engine.ErrShutDown) {
+			t.Errorf("got %v, want the shutdown", err)
+		}
+		for r := range logs {
+			st := c.engines[r].Stats()
+			moved := make(map[string]uint64)
+			for _, m := range st.Moved {
+				moved[fmt.Sprint(m.DType)] = m.Bytes
+			}
+			if len(moved) != 2 || moved["int64"] != 4*80 || moved["int8"] != 10 || st.FusedTensors != 5 || st.FusionResponses != 2 ||
+				st.FusedBytes != 4*80+10 || len(st.Operations) != 1 || st.Operations[0].Tensors != 5 ||
+				st.Refused != 2 || st.Failed != uint64(2-2*r) {
+				t.Errorf("rank %d: %+v", r, st)
+			}
+			ops := logs[r].operations()
+			if len(ops) != 3 {
+				t.Errorf("rank %d heard of %d operations, want 3", r, len(ops))
+				continue
+			}
+			for i, want := range []trace.Tensor{
+				{DType: tensor.Int64, Shape: tensor.Shape{20}, Bytes: 160, Parts: 2},
+				{DType: tensor.Invalid, Shape: tensor.Shape{30}, Bytes: 170, Parts: 3},
+			} {
+				if got := ops[i].Tensors[0]; len(ops[i].Tensors) != 1 || got.Name != "g" || got.DType != want.DType || !got.Shape.Equal(want.Shape) ||
+					got.Bytes != want.Bytes || got.Parts != want.Parts {
+					t.Errorf("rank %d heard of %+v, want %+v", r, got, want)
+				}
+			}
+		}
+	})
+}
+
+// group is a sum in place of tensors of ten elements that is one request.
+func group(types ...tensor.DType) *tensorqueue.Entry {
+	e := &tensorqueue.Entry{Request: message.Request{
+		Kind: message.Allreduce, Name: "g", Shape: tensor.Shape{int64(10 * len(types))}, Op: tensor.Sum, Prescale: 1, Postscale: 1,
+	}}
+	for _, dt := range types {
+		buf := make([]byte, 10*dt.Size())
+		e.Parts = append(e.Parts, tensorqueue.Part{Input: buf, Output: buf})
+		e.Request.Parts = e.Request.Parts.Append(dt, tensor.Shape{10})
+	}
+	e.Request.DType = e.Request.Parts.DType()
+	return e
+}
+
 // Whoever hears of an operation may keep its shape: it holds on to nothing else.
 func TestShapesAreTheirOwn(t *testing.T) {
 	logs := make([]log, 2)

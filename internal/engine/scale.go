@@ -15,11 +15,11 @@ type scaling struct {
 	divisor int64
 }
 
-// scalingOf reads a response. ranks is the number by which an average divides.
-func scalingOf(r *message.Response, ranks int) scaling {
-	s := scaling{dt: r.DType, pre: r.Prescale, post: r.Postscale}
+// scalingOf reads a response for its elements of dt. ranks is the number by which an average divides.
+func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
+	s := scaling{dt: dt, pre: r.Prescale, post: r.Postscale}
 	if r.Op.IsAverage() {
-		if r.DType.IsInteger() && s.post == 1 {
+		if dt.IsInteger() && s.post == 1 {
 			s.divisor = int64(ranks)
 		} else {
 			s.post /= float64(ranks)

@@ -116,6 +116,6 @@ func (l *lane) refuse(reason error) {
 
 // abandon is the answer to an entry because the epoch has ended.
 func (l *lane) abandon(e *tensorqueue.Entry, reason error) error {
-	l.observer.abandoned(1)
+	l.observer.abandoned(max(len(e.Parts), 1))
 	return opError(&e.Request, reason)
 }

@@ -95,14 +95,23 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	}
 	in := place{arena: t.GetInput().GetArena(), offset: t.GetInput().GetOffset(), numBytes: t.GetInput().GetBytes()}
 	out := place{arena: t.GetOutput().GetArena(), offset: t.GetOutput().GetOffset(), numBytes: t.GetOutput().GetBytes(), none: t.GetOutput() == nil}
-	size := uint64(p.DType.Size())
+	dt := tensor.DType(min(t.GetDtype(), math.MaxUint8))
+	if dt == tensor.Invalid {
+		dt = p.DType
+	}
+	if !dt.Valid() {
+		return fmt.Errorf("element type %d is unknown", t.GetDtype())
+	}
+	size := uint64(dt.Size())
 	switch {
+	case dt != p.DType && !(p.Grouped && p.Kind == message.Allreduce):
+		return fmt.Errorf("element type %v in an operation on %v, want a group that is to be allreduced", dt, p.DType)
 	case uint64(n) > in.numBytes/size || uint64(n)*size != in.numBytes:
-		return fmt.Errorf("shape %v of %v in %d bytes", shape, p.DType, in.numBytes)
+		return fmt.Errorf("shape %v of %v in %d bytes", shape, dt, in.numBytes)
 	case in.offset%size != 0 || out.offset%size != 0 || out.numBytes%size != 0:
 		return fmt.Errorf("input at byte %d, output at byte %d with %d bytes, want multiples of %d", in.offset, out.offset, out.numBytes, size)
 	}
-	p.Tensors = append(p.Tensors, raw.Tensor{Shape: shape})
+	p.Tensors = append(p.Tensors, raw.Tensor{DType: dt, Shape: shape})
 	p.places = append(p.places, in, out)
 	return nil
 }

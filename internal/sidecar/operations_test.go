@@ -7,10 +7,12 @@ import (
 	"math"
 	"runtime"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/memfd"
@@ -411,6 +413,44 @@ func TestGroups(t *testing.T) {
 		}
 		if a := c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 1, Dtype: 5, Grouped: true, Name: "none"})); len(a.GetCompletion().Results) != 0 {
 			t.Errorf("a group of none gave %v", a)
+		}
+	})
+}
+
+// A group of several types, and where such are refused.
+func TestGroupOfSeveralTypes(t *testing.T) {
+	ranks(t, 2, func(r int, c *client, b []byte) {
+		own := func(dt tensor.DType, offset, numBytes int) *sidecarpb.Tensor {
+			return &sidecarpb.Tensor{
+				Dtype: uint32(dt), Shape: []int64{int64(numBytes) / int64(max(dt.Size(), 4))},
+				Input: at(r, offset, numBytes), Output: at(r, offset, numBytes),
+			}
+		}
+		f, n := tensor.View[float32](b), tensor.View[int64](b)
+		f[0], f[16], n[16] = 1.5, 2.5, int64(r)<<40
+		o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(tensor.Float32), ReduceOp: 2, Grouped: true, Name: "g", Tensors: []*sidecarpb.Tensor{
+			own(tensor.Float32, 0, 4), own(tensor.Int64, 128, 8), own(0, 64, 4), // 0 is the operation's
+		}}
+		c.Must(sidecartest.Submit(o))
+		if f[0] != 3 || f[16] != 5 || n[16] != 1<<40 {
+			t.Errorf("rank %d: got %v, %v and %v", r, f[0], f[16], n[16])
+		}
+		for _, refused := range []struct {
+			change func(*sidecarpb.Operation)
+			want   string
+		}{
+			{func(o *sidecarpb.Operation) { o.Grouped, o.Tensors = false, o.Tensors[1:2] }, "element type int64 in an operation on float32"},
+			{func(o *sidecarpb.Operation) { o.Kind = 5 }, "element type int64 in an operation on float32"},
+			{func(o *sidecarpb.Operation) { o.Tensors[1].Dtype = 77 }, "element type 77 is unknown"},
+			{func(o *sidecarpb.Operation) { o.Tensors[1].Dtype = 256 + uint32(tensor.Int64) }, "is unknown"},
+			{func(o *sidecarpb.Operation) { o.Tensors[1].Input.Offset += 4 }, "want multiples of 8"},
+			{func(o *sidecarpb.Operation) { o.Tensors[1].Shape[0] = 2 }, "shape [2] of int64 in 8 bytes"},
+		} {
+			o := proto.Clone(o).(*sidecarpb.Operation)
+			refused.change(o)
+			if a := c.Call(sidecartest.Submit(o)); !strings.Contains(a.GetError().GetText(), refused.want) {
+				t.Errorf("rank %d: got %v, want %q", r, a, refused.want)
+			}
 		}
 	})
 }

@@ -50,6 +50,9 @@ type Tensor struct {
 	// Arrivals, by position in the set, are when each member's request reached the coordinator. They are known at rank 0
 	// only, and nil elsewhere; 0 is a member that had joined.
 	Arrivals []time.Duration
+	// Parts is the number of tensors if it is a group that ran as one, 0 if it is one tensor. Shape is then the number of all
+	// elements, and DType Invalid if they have several types.
+	Parts int
 	// Refused is the error of this tensor alone; nil if it has none.
 	Refused error
 }

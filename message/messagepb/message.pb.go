@@ -40,6 +40,7 @@ type Request struct {
 	Empty         bool                   `protobuf:"varint,12,opt,name=empty,proto3" json:"empty,omitempty"`
 	Ranks         []int32                `protobuf:"varint,13,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 	ProcessSet    uint32                 `protobuf:"varint,14,opt,name=process_set,json=processSet,proto3" json:"process_set,omitempty"`
+	Parts         []int64                `protobuf:"varint,15,rep,packed,name=parts,proto3" json:"parts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -172,6 +173,13 @@ func (x *Request) GetProcessSet() uint32 {
 	return 0
 }
 
+func (x *Request) GetParts() []int64 {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
 // Response is what the members of a process set agreed to do with one tensor.
 type Response struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -190,6 +198,7 @@ type Response struct {
 	GroupSize     int32                  `protobuf:"varint,13,opt,name=group_size,json=groupSize,proto3" json:"group_size,omitempty"`
 	Ranks         []int32                `protobuf:"varint,14,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 	ProcessSet    uint32                 `protobuf:"varint,15,opt,name=process_set,json=processSet,proto3" json:"process_set,omitempty"`
+	Parts         []int64                `protobuf:"varint,16,rep,packed,name=parts,proto3" json:"parts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -329,11 +338,18 @@ func (x *Response) GetProcessSet() uint32 {
 	return 0
 }
 
+func (x *Response) GetParts() []int64 {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
 var File_message_proto protoreflect.FileDescriptor
 
 const file_message_proto_rawDesc = "" +
 	"\n" +
-	"\rmessage.proto\x12\x10gohvd.message.v1\"\xf2\x02\n" +
+	"\rmessage.proto\x12\x10gohvd.message.v1\"\x88\x03\n" +
 	"\aRequest\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -352,7 +368,8 @@ const file_message_proto_rawDesc = "" +
 	"\x05empty\x18\f \x01(\bR\x05empty\x12\x14\n" +
 	"\x05ranks\x18\r \x03(\x05R\x05ranks\x12\x1f\n" +
 	"\vprocess_set\x18\x0e \x01(\rR\n" +
-	"processSet\"\x90\x03\n" +
+	"processSet\x12\x14\n" +
+	"\x05parts\x18\x0f \x03(\x03R\x05parts\"\xa6\x03\n" +
 	"\bResponse\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -373,7 +390,8 @@ const file_message_proto_rawDesc = "" +
 	"group_size\x18\r \x01(\x05R\tgroupSize\x12\x14\n" +
 	"\x05ranks\x18\x0e \x03(\x05R\x05ranks\x12\x1f\n" +
 	"\vprocess_set\x18\x0f \x01(\rR\n" +
-	"processSetB*Z(github.com/gohvd/gohvd/message/messagepbb\x06proto3"
+	"processSet\x12\x14\n" +
+	"\x05parts\x18\x10 \x03(\x03R\x05partsB*Z(github.com/gohvd/gohvd/message/messagepbb\x06proto3"
 
 var (
 	file_message_proto_rawDescOnce sync.Once

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 A = TypeVar("A")
 Shape = Tuple[int, ...]
+Code = Tuple[int, int]
+"""The number of an element type, and its size."""
 
 # The reductions as Horovod numbers them, and one beyond.
 Average, Sum, Adasum, Min, Max, Product, AverageActive = range(7)
@@ -425,7 +427,7 @@ class Engine:
         arrays: Sequence[A],
         shapes: Tuple[Shape, ...],
         dtype: Any,
-        code: Tuple[int, int],
+        code: Code,
         process_set: ProcessSet,
         name: Optional[str],
         *,
@@ -439,11 +441,13 @@ class Engine:
         member: bool = False,
         at_once: bool = False,
         later: bool = False,
+        types: Optional[Tuple[Tuple[Any, Code], ...]] = None,
     ) -> Call[A]:
-        """Begins an operation on contiguous arrays of one type: several if grouped, else one. code is the type's number and
-        its size. targets, for allreduce and broadcast, take the results; they may be the arrays themselves. member says that it
-        is one of a group, whose name it has, and travels by itself. at_once says that the caller does nothing until it is
-        done; later, that it calls hurry soon, or begins another, or waits."""
+        """Begins an operation on contiguous arrays: several if grouped, else one. They are of one type, whose code it is; in a
+        grouped allreduce they may be of several, and types are then those of each, with their codes. targets, for
+        allreduce and broadcast, take the results; they may be the arrays themselves. member says that it is one of a group,
+        whose name it has, and travels by itself. at_once says that the caller does nothing until it is done; later, that it
+        calls hurry soon, or begins another, or waits."""
         client = self._client
         if self._place is None or client is None:
             raise NotInitializedError()
@@ -453,11 +457,14 @@ class Engine:
             # negotiated anew each time. Unless a signal has cut the last one short.
             if not client.in_flight((set_id, _full_name(kind, _AT_ONCE, grouped))):
                 name = _AT_ONCE
-        where = tuple([self._where(client, framework.address(x), code[1]) for x in arrays])
+        if types is None:
+            where = tuple([self._where(client, framework.address(x), code[1]) for x in arrays])
+        else:
+            where = tuple([self._where(client, framework.address(x), its[1]) for x, (_, its) in zip(arrays, types)])
         in_place = targets is arrays
         key = (
-            kind, framework, name, set_id, code, shapes, where, in_place, reduce_op, prescale, postscale, root, splits,
-            grouped, member,
+            kind, framework, name, set_id, code, types, shapes, where, in_place, reduce_op, prescale, postscale, root,
+            splits, grouped, member,
         )  # fmt: skip
         plan = self._take(key)
         if plan is None:
@@ -508,10 +515,13 @@ class Engine:
         return found[0].number, found[1]
 
     def _plan(self, key: tuple, client: Client, fw: Framework[A], dtype: Any, process_set: ProcessSet) -> Plan[A]:
-        kind, _, name, set_id, (code, size), shapes, where, in_place, reduce_op, pre, post, root, splits, grouped, member = key
+        kind, _, name, set_id, code, types, shapes, where, in_place, reduce_op, pre, post, root, splits, grouped, member = key
         plan: Plan[A] = Plan(key, client, self._job)
-        tensors: List[Tuple[Shape, Optional[wire.Place], Optional[wire.Place]]] = []
-        for shape, at in zip(shapes, where):
+        tensors: List[Tuple[Shape, Optional[wire.Place], Optional[wire.Place], int]] = []
+        number, size = code
+        for i, (shape, at) in enumerate(zip(shapes, where)):
+            if types is not None:
+                dtype, (number, size) = types[i]
             nbytes = math.prod(shape) * size
             source: Optional[wire.Place] = None
             if at is not None:
@@ -534,10 +544,10 @@ class Engine:
                 target = self._stage(plan, plan.outputs, fw, dtype, mine, math.prod(mine) * size)
             else:
                 plan.outputs.append(None)
-            tensors.append((shape, source, target))
+            tensors.append((shape, source, target, number))
         body = wire.operation(
             kind,
-            dtype=code,
+            dtype=code[0],
             reduce_op=_ON_WIRE[reduce_op] if kind in (wire.ALLREDUCE, wire.REDUCESCATTER) else 0,
             prescale=pre,
             postscale=post,

@@ -173,10 +173,11 @@ def operation(
     root_rank: int = 0,
     process_set: int = 0,
     grouped: bool = False,
-    tensors: Sequence[Tuple[Sequence[int], Optional[Place], Optional[Place]]] = (),
+    tensors: Sequence[Tuple[Sequence[int], Optional[Place], Optional[Place], int]] = (),
     splits: Sequence[int] = (),
 ) -> bytes:
-    """An ``Operation`` without its name. A tensor is its shape, input and output, which may be missing."""
+    """An ``Operation`` without its name. A tensor is its shape, its input and output, which may be missing, and its element
+    type, which is left out where it is 0 or the operation's."""
     parts = [
         _uint(1, kind),
         _uint(3, dtype),
@@ -187,12 +188,14 @@ def operation(
         _uint(8, process_set),
         _uint(13, grouped),
     ]
-    for shape, source, target in tensors:
+    for shape, source, target, its_dtype in tensors:
         body = _packed(1, shape)
         if source is not None:
             body += _bytes(2, _place(source))
         if target is not None:
             body += _bytes(3, _place(target))
+        if its_dtype != dtype:
+            body += _uint(4, its_dtype)
         parts.append(_bytes(14, body))
     parts.append(_packed(15, splits))
     return b"".join(parts)

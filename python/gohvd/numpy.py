@@ -116,21 +116,23 @@ def _begin(
     arrays = [np.asarray(x, order="C") for x in xs]
     dtype = arrays[0].dtype
     code = _code(dtype)
-    shapes = []
+    shapes, types = [], None
     for x in arrays:
-        if x.dtype != dtype:
+        if x.dtype != dtype and kind != wire.ALLREDUCE:
             raise ValueError(f"a group with arrays of type {dtype} and {x.dtype}: one type is possible")
+        if x.dtype != dtype and types is None:
+            types = tuple([(y.dtype, _code(y.dtype)) for y in arrays])
         shapes.append(x.shape)
     targets: Optional[Sequence[Array]] = None
     if out is not None:
         if len(out) != len(arrays):
             raise ValueError(f"{len(out)} arrays for {len(arrays)} results")
         for o, x in zip(out, arrays):
-            if o.dtype != dtype or o.shape != x.shape or not o.flags.writeable:
-                raise ValueError(f"out is {o.dtype} of shape {o.shape}, want a writable {dtype} of shape {x.shape}")
+            if o.dtype != x.dtype or o.shape != x.shape or not o.flags.writeable:
+                raise ValueError(f"out is {o.dtype} of shape {o.shape}, want a writable {x.dtype} of shape {x.shape}")
         targets = arrays if all(o is x for o, x in zip(out, arrays)) else out
     return _engine.engine.begin(
-        _numpy, kind, arrays, tuple(shapes), dtype, code, process_set, name, targets=targets, **kw
+        _numpy, kind, arrays, tuple(shapes), dtype, code, process_set, name, targets=targets, types=types, **kw
     )
 
 
@@ -201,7 +203,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     out: Optional[Sequence[Array]] = None,
 ) -> List[Array]:
-    """Reduces arrays of one type as ``allreduce`` does, all or none."""
+    """Reduces arrays as ``allreduce`` does, all or none. They may be of several types."""
     return grouped_allreduce_async(arrays, op, name, prescale_factor, postscale_factor, process_set, out).wait()
 
 

@@ -47,14 +47,15 @@ class Encoding(unittest.TestCase):
     def test_operation(self) -> None:
         got = wire.operation(
             wire.ALLTOALL, dtype=9, reduce_op=2, prescale=0.5, postscale=2.0, root_rank=1, process_set=4, grouped=True,
-            tensors=[((2, 0), (7, 64, 8), (7, 128, 8)), ((), None, None)], splits=[1, 0],
+            tensors=[((2, 0), (7, 64, 8), (7, 128, 8), 9), ((), None, None, 6), ((), None, None, 0)], splits=[1, 0],
         )  # fmt: skip
         want = (
             "0804" "1809" "2002" "29" + struct.pack("<d", 0.5).hex() + "31" + struct.pack("<d", 2.0).hex()
             + "3801" "4004" "6801"
             # tensors { shape: 2 shape: 0 input { arena: 7 offset: 64 bytes: 8 } output { arena: 7 offset: 128 bytes: 8 } }
             "7215" "0a020200" "1206" "0807" "1040" "1808" "1a07" "0807" "108001" "1808"
-            "7200" "7a020100"
+            # tensors { dtype: 6 } tensors { }
+            "7202" "2006" "7200" "7a020100"
         )  # fmt: skip
         self.assertEqual(got.hex(), want)
         self.assertEqual(wire.operation_name("ü").hex(), "1202c3bc")

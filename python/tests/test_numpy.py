@@ -263,10 +263,40 @@ class Numpy(unittest.TestCase):
                 self.equal(x, np.full(3, sum(range(self.size)) + i * self.size, np.float32))
             self.assertIs(hvd.grouped_allreduce(xs, op=hvd.Sum, name="group in place", out=xs)[2], xs[2])
             self.equal(xs[1], got[1])
-        with self.assertRaisesRegex(ValueError, "one type"):
-            hvd.grouped_allreduce([np.ones(1), np.ones(1, np.float32)])
+        for call in (hvd.grouped_allgather, hvd.grouped_reducescatter):
+            with self.assertRaisesRegex(ValueError, "one type"):
+                call([np.ones(1), np.ones(1, np.float32)])
         with self.assertRaisesRegex(ValueError, "no arrays"):
             hvd.grouped_allreduce([])
+
+    def test_groups_of_several_types(self) -> None:
+        for dtypes in ((np.float32, np.int64, np.float16), (np.float32, np.float64, np.int16)) * 2:
+            xs = [np.full(3, self.rank + i, d) for i, d in enumerate(dtypes)]
+            wants = [np.full(3, sum(range(self.size)) + i * self.size, d) for i, d in enumerate(dtypes)]
+            for turn in range(3):
+                for got, want in zip(hvd.grouped_allreduce(xs, op=hvd.Sum, name="types"), wants):
+                    self.equal(got, want, f"turn {turn} of {dtypes}")
+            out = [np.zeros_like(x) for x in xs]
+            handle = hvd.grouped_allreduce_async(xs, op=hvd.Sum, name="types", out=out)
+            for got, o, want in zip(handle.wait(), out, wants):
+                self.assertIs(got, o)
+                self.equal(got, want)
+            with self.assertRaisesRegex(ValueError, "want a writable"):
+                hvd.grouped_allreduce(xs, out=out[::-1])
+            hvd.grouped_allreduce(xs, op=hvd.Sum, name="types", out=xs)
+            for x, want in zip(xs, wants):
+                self.equal(x, want)
+        # In memory of the arena, where the second array is not aligned for its type, though it would be for the first's.
+        view = gohvd.alloc(40).view
+        first, second = np.frombuffer(view[:4], np.float32), np.frombuffer(view[4:36], np.int64)
+        first[:], second[:] = 0.5, self.rank
+        got = hvd.grouped_allreduce([first, second], op=hvd.Sum, name="arena")
+        self.equal(got[0], np.full(1, 0.5 * self.size, np.float32))
+        self.equal(got[1], np.full(4, sum(range(self.size))))
+        if self.size > 1:
+            last = self.rank == self.size - 1
+            with self.assertRaisesRegex(hvd.HorovodInternalError, "grouped_allreduce.types.*data types of tensor 2 of 2"):
+                hvd.grouped_allreduce([np.ones(2), np.ones(2, np.int64 if last else np.float64)], name="types")
 
     def test_process_sets(self) -> None:
         alone = hvd.ProcessSet([self.size - 1])

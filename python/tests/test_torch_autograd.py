@@ -60,6 +60,16 @@ class Autograd(RanksTest):
         before = self.rank * (self.rank + 1) // 2
         self.close(x.grad, ramp[before : before + self.rank + 1] * self.mean)
 
+    def test_grouped_allreduce_of_several_types(self) -> None:
+        wide, narrow = torch.ones(2, requires_grad=True), torch.ones(3, dtype=torch.float64, requires_grad=True)
+        counts = torch.ones(1, dtype=torch.int64)
+        outputs = hvd.grouped_allreduce([wide, counts, narrow], op=hvd.Sum)
+        self.equal(outputs[1], torch.tensor([self.size]))
+        self.assertFalse(outputs[1].requires_grad)
+        (outputs[0].sum().double() * (self.rank + 1) + 2 * outputs[2].sum()).backward()
+        self.equal(wide.grad, torch.full((2,), float(sum(range(self.size + 1)))))
+        self.equal(narrow.grad, torch.full((3,), 2.0 * self.size, dtype=torch.float64))
+
     def test_grouped_allgather(self) -> None:
         xs = [leaf(self.rank + 1), leaf(2, 2)]
         outputs = hvd.grouped_allgather(xs)

@@ -162,6 +162,59 @@ class Allreduce(RanksTest):
             for got, want in zip(hvd.grouped_reducescatter(wants, op=hvd.Sum, name=name), wants):
                 self.equal(got, torch.tensor_split(want * self.size, self.size)[self.rank])
 
+    def test_a_group_of_types_again(self) -> None:
+        """Groups of one name and of the same shapes, with other types each: what is kept for the next is of its types."""
+        kinds = [
+            [torch.float32, torch.int64, torch.float16],
+            [torch.float32, torch.float64, torch.int16],
+            [torch.float32, torch.float32, torch.float32],
+            [torch.float32, torch.int64, torch.bfloat16],
+            [torch.uint8, torch.float64, torch.float16],
+        ]
+        shapes = [(3, 2), (5,), ()]
+        for dtypes in kinds + kinds[::-1]:
+            wants = [sum(samples(self.size, s, d)) for s, d in zip(shapes, dtypes)]
+            for turn in range(3):
+                for fresh in (torch.zeros, hvd.mpi_ops.alloc_tensor):
+                    what = f"{dtypes}, turn {turn} of {fresh.__name__}"
+                    tensors = [fresh(s, dtype=d).copy_(sample(self.rank, s, d)) for s, d in zip(shapes, dtypes)]
+                    handle = hvd.grouped_allreduce_async(tensors, op=hvd.Sum, name="again")
+                    for got, want, x, s in zip(hvd.synchronize(handle), wants, tensors, shapes):
+                        self.equal(got, want, what)
+                        self.equal(x, sample(self.rank, s, x.dtype), f"{what}: the argument has changed")
+                    handle = hvd.grouped_allreduce_async_(tensors, op=hvd.Sum, name="again")
+                    for got, want, x in zip(hvd.synchronize(handle), wants, tensors):
+                        self.assertIs(got, x)
+                        self.equal(x, want, f"{what}, in place")
+
+    def test_groups_of_types_are_as_their_tensors(self) -> None:
+        """What is done with the tensors of a group of several types is what is done with each by itself."""
+        dtypes = [torch.float32, torch.int64, torch.float16, torch.uint8, torch.float64]
+        tensors = [sample(self.rank, (i + 3,), d) for i, d in enumerate(dtypes)]
+        real = [x for x in tensors if x.dtype.is_floating_point]
+        for xs, how in (
+            (tensors, dict(op=hvd.Average)),
+            (tensors, dict(op=hvd.Max)),
+            (tensors, dict(op=hvd.Product)),
+            (tensors, dict(op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)),
+            (tensors, dict(op=hvd.Sum, compression=hvd.Compression.fp16)),
+            (tensors, dict(op=hvd.Average, compression=hvd.Compression.bf16)),
+            (real, dict(op=hvd.Adasum)),
+        ):
+            for turn in range(2):
+                for got, x in zip(hvd.grouped_allreduce(xs, name="alike", **how), xs):
+                    self.equal(got, hvd.allreduce(x, **how), f"{how}, turn {turn}")
+        for xs, how in (
+            (tensors, dict(op=hvd.Adasum)),
+            ([torch.ones(2), torch.ones(2, dtype=torch.bool)], dict(op=hvd.Average)),
+            ([torch.ones(2), torch.ones(2, dtype=torch.bool)], dict(op=hvd.Max, prescale_factor=2.0)),
+        ):
+            # As it is of the one of them that cannot be reduced so.
+            with self.assertRaisesRegex(ValueError, "grouped_allreduce.refused"):
+                hvd.grouped_allreduce(xs, name="refused", **how)
+        got = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="refused")
+        self.equal(got[1], sum(samples(self.size, (4,), torch.int64)), "the job goes on")
+
     def test_what_cannot_be_sent(self) -> None:
         for refused in (torch.ones(4, 4).t()[:3], torch.ones(3, dtype=torch.complex64)):
             for call in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter):

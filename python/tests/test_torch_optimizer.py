@@ -183,10 +183,13 @@ class Training(OptimizerTest):
         a = torch.nn.Parameter(torch.ones(2))
         b = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0), [("a", a), ("b", b)], groups=1)
-        (a.sum() * self.rank + (b * b).sum()).backward()
-        optimizer.step()
-        self.close(a.detach(), torch.ones(2) - (self.size - 1) / 2, 1e-6)
-        self.close(b.detach(), torch.ones(2, dtype=torch.float64) - 2)
+        for step in range(3):
+            optimizer.zero_grad()
+            (a.sum() * self.rank + (b * b).sum()).backward()
+            optimizer.step()
+            self.close(a.detach(), torch.ones(2) - (step + 1) * (self.size - 1) / 2, 1e-6)
+            # Each step makes b - 2b of b.
+            self.close(b.detach(), torch.full((2,), -1.0 if step % 2 == 0 else 1.0, dtype=torch.float64))
 
     def test_groups_in_another_order_of_parameters(self) -> None:
         # Every rank lists them in an order of its own; the groups are those of rank 0.

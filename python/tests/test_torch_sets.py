@@ -88,22 +88,53 @@ class Errors(SetsTest):
             for call in (hvd.grouped_allreduce, hvd.grouped_allreduce_, hvd.grouped_allgather, hvd.grouped_reducescatter):
                 second = torch.ones(3, dtype=torch.float64 if self.rank == self.size - 1 else torch.float32)
                 tensors = [torch.full((3,), float(self.rank)), second]
-                self.mismatch(lambda: call(tensors, name=name), "mismatched")
+                whole = call in (hvd.grouped_allreduce, hvd.grouped_allreduce_)
+                text = "mismatched data types of tensor 2 of 2" if whole else "mismatched"
+                self.mismatch(lambda: call(tensors, name=name), text)
                 if self.size > 1:
                     self.equal(tensors[0], torch.full((3,), float(self.rank)))
                     self.equal(second, torch.ones_like(second))
 
+    def test_other_types_in_a_group_of_types(self) -> None:
+        """Ranks contradict each other on a group that they have reduced before: all of them hear of it, by its name."""
+        last = self.rank == self.size - 1
+        dtypes = [torch.float32, torch.int64, torch.float16]
+        for place, other in ((1, torch.float64), (2, torch.bfloat16), (0, torch.int32)):
+            tensors = [torch.full((i + 1,), self.rank + 1, dtype=d) for i, d in enumerate(dtypes)]
+            theirs = list(tensors)
+            if last:
+                theirs[place] = tensors[place].to(other)
+            before = [x.clone() for x in theirs]
+            for _ in range(2):
+                for got, x in zip(hvd.grouped_allreduce(tensors, op=hvd.Sum, name="other"), tensors):
+                    self.equal(got, torch.full_like(x, sum(range(self.size + 1))))
+                for call in (hvd.grouped_allreduce, hvd.grouped_allreduce_):
+                    self.mismatch(
+                        lambda: call(theirs, op=hvd.Sum, name="other"),
+                        '"grouped_allreduce.other"', f"mismatched data types of tensor {place + 1} of 3",
+                        f"rank {self.size - 1} sent {str(other)[len('torch.'):]}[{place + 1}]",
+                    )  # fmt: skip
+                if self.size > 1:
+                    for x, want in zip(theirs, before):
+                        self.equal(x, want)
+
+    def test_groups_of_other_sizes(self) -> None:
+        tensors = [torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2)][: 3 if self.rank == 0 else 2]
+        texts = '"grouped_allreduce.sizes"', "rank 0 sent a group of 3", "sent a group of 2"
+        self.mismatch(lambda: hvd.grouped_allreduce(tensors, name="sizes"), *texts)
+
     def test_a_group_of_types_fails_whole(self) -> None:
         rows = 3 if self.rank == self.size - 1 else 2
         tensors = [torch.full((3,), float(self.rank)), torch.ones(rows, dtype=torch.float64)]
-        self.mismatch(lambda: hvd.grouped_allreduce_(tensors, name="fails"), "grouped_allreduce.fails_2of2", "shape")
+        texts = '"grouped_allreduce.fails"', "mismatched shapes of tensor 2 of 2"
+        self.mismatch(lambda: hvd.grouped_allreduce_(tensors, name="fails"), *texts)
         handle = hvd.grouped_allreduce_async_(tensors, name="fails")
         while not hvd.poll(handle):
             os.sched_yield()
         if self.size == 1:
             hvd.synchronize(handle)
             return
-        self.mismatch(lambda: hvd.synchronize(handle), "grouped_allreduce.fails_2of2", "shape")
+        self.mismatch(lambda: hvd.synchronize(handle), *texts)
         self.equal(tensors[0], torch.full((3,), float(self.rank)))
 
     def test_a_group_is_refused_whole(self) -> None:
@@ -112,26 +143,38 @@ class Errors(SetsTest):
         client.poll_all()
         before = len(client._pending)
         for bad in (torch.ones(4, 4).t()[:3], torch.ones(3, dtype=torch.complex64), torch.eye(2).to_sparse()):
-            with self.assertRaises(ValueError):
-                hvd.grouped_allreduce_async([one, two, bad], name="whole")
-            self.assertEqual(len(client._pending), before, "some were begun")
+            for begin in (hvd.grouped_allreduce_async, hvd.grouped_allgather_async):
+                with self.assertRaises(ValueError):
+                    begin([one, two, bad], name="whole")
+                self.assertEqual(len(client._pending), before, "some were begun")
         if self.rank > 0:
             hvd.barrier()  # until then those of rank 0 cannot end
-        of_this_name = hvd.grouped_allreduce_async([two], name="whole_2of2")
+        # An allgather's tensors have names of their own, an allreduce's have not.
+        of_this_name = [
+            hvd.grouped_allreduce_async([two], name="whole"),
+            hvd.grouped_allreduce_async([two], name="whole_2of2"),
+            hvd.grouped_allgather_async([two], name="whole_2of2"),
+        ]
         if self.rank == 0 and self.size > 1:
             before = len(client._pending)
-            with self.assertRaisesRegex(ValueError, "grouped_allreduce.whole_2of2: .* same name"):
-                hvd.grouped_allreduce_async([one, two], name="whole")
-            self.assertEqual(len(client._pending), before, "some were begun")
+            for begin, full in (
+                (hvd.grouped_allreduce_async, "grouped_allreduce.whole"),
+                (hvd.grouped_allreduce_async_, "grouped_allreduce.whole"),
+                (hvd.grouped_allgather_async, "grouped_allgather.whole_2of2"),
+            ):
+                with self.assertRaisesRegex(ValueError, f'{full}"?: .* same name'):
+                    begin([one, two], name="whole")
+                self.assertEqual(len(client._pending), before, "some were begun")
             hvd.barrier()
-        hvd.synchronize(of_this_name)
+        for handle in of_this_name:
+            hvd.synchronize(handle)
         if self.rank > 0:
             hvd.barrier()
         under_way = hvd.grouped_allreduce_async([one, two], name="whole", op=hvd.Sum)
         if self.rank == 0:
-            for name, tensors in (("whole", [one, two]), ("whole", [two, one])) if self.size > 1 else ():
-                with self.assertRaisesRegex(ValueError, "grouped_allreduce.whole_1of2: .* same name"):
-                    hvd.grouped_allreduce_async(tensors, name=name)
+            for tensors in ([one, two], [two, one], [two]) if self.size > 1 else ():
+                with self.assertRaisesRegex(ValueError, '"grouped_allreduce.whole": .* same name'):
+                    hvd.grouped_allreduce_async(tensors, name="whole")
             hvd.barrier()
         self.assertEqual([float(x.sum()) for x in hvd.synchronize(under_way)], [3.0 * self.size, 2.0 * self.size])
 
@@ -285,6 +328,15 @@ class Join(SetsTest):
             got = hvd.allreduce(torch.full((2,), 3.0), name="alone")
             self.close(got, torch.full((2,), 3.0 / self.size), 1e-6)
         self.assertIn(hvd.join(), range(self.size))
+
+    def test_groups_of_several_types(self) -> None:
+        if self.rank == 0:
+            for op in (hvd.Sum, hvd.Min, hvd.Product):
+                tensors = [torch.tensor([-3.0, 3.0]), torch.tensor([5, -7, 0]), torch.tensor([0.5], dtype=torch.float16)]
+                for _ in range(2):
+                    for got, x in zip(hvd.grouped_allreduce(tensors, name=f"types{op}", op=op), tensors):
+                        self.equal(got, x)
+        hvd.join()
 
     def test_elements_that_change_nothing(self) -> None:
         if self.rank == 0:

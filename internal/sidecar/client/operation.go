@@ -8,6 +8,7 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -16,12 +17,14 @@ import (
 type operation struct {
 	engine  *Engine
 	entries []*tensorqueue.Entry // one, or a group
-	parts   []part               // of operations that move data, one for each entry
+	parts   []part               // of operations that move data, one for each tensor
 }
 
 // part is where the sidecar finds a tensor.
 type part struct {
 	in, out spot
+	// to is where the result goes, unless later.
+	to []byte
 	// later says that the sidecar makes room for the result.
 	later bool
 }
@@ -31,26 +34,37 @@ func (o *operation) place() error {
 	if !o.entries[0].Request.Kind.MovesData() {
 		return nil
 	}
-	o.parts = make([]part, len(o.entries))
-	for i, entry := range o.entries {
-		if err := o.parts[i].place(o.engine, entry); err != nil {
-			return err
+	o.parts = make([]part, 0, o.weight())
+	add := func(entry *tensorqueue.Entry, in, out []byte) error {
+		o.parts = append(o.parts, part{to: out})
+		return o.parts[len(o.parts)-1].place(o.engine, entry, in)
+	}
+	for _, entry := range o.entries {
+		if len(entry.Parts) == 0 {
+			if err := add(entry, entry.Input, entry.Output); err != nil {
+				return err
+			}
+		}
+		for _, t := range entry.Parts {
+			if err := add(entry, t.Input, t.Output); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
 }
 
-func (p *part) place(e *Engine, entry *tensorqueue.Entry) (err error) {
+func (p *part) place(e *Engine, entry *tensorqueue.Entry, in []byte) (err error) {
 	kind := entry.Request.Kind
-	same := sameMemory(entry.Input, entry.Output)
+	same := sameMemory(in, p.to)
 	// The sidecar knows memory that is one tensor's input and output, and refuses other overlaps.
 	within := entry.InPlace && !same
-	p.in, err = e.spot(entry.Input, within && kind == message.Allgather)
+	p.in, err = e.spot(in, within && kind == message.Allgather)
 	if err != nil {
 		return err
 	}
 	if p.in.staged {
-		copy(p.in.bytes, entry.Input)
+		copy(p.in.bytes, in)
 	}
 	switch {
 	case entry.Allocate != nil:
@@ -58,8 +72,8 @@ func (p *part) place(e *Engine, entry *tensorqueue.Entry) (err error) {
 	case same:
 		p.out = p.in
 	default:
-		p.out, err = e.spot(entry.Output, within && kind == message.Reducescatter)
-		if err == nil && p.out.staged && p.in.staged && len(entry.Input) == len(entry.Output) {
+		p.out, err = e.spot(p.to, within && kind == message.Reducescatter)
+		if err == nil && p.out.staged && p.in.staged && len(in) == len(p.to) {
 			e.stage.put(p.out.bytes)
 			p.out = p.in // one copy serves both
 		}
@@ -104,7 +118,12 @@ func (o *operation) replace() error {
 }
 
 // weight is what o counts for among those in flight.
-func (o *operation) weight() int { return len(o.entries) }
+func (o *operation) weight() (tensors int) {
+	for _, entry := range o.entries {
+		tensors += max(len(entry.Parts), 1)
+	}
+	return tensors
+}
 
 // request is o as the sidecar wants it. The caller holds mu.
 func (o *operation) request(id uint64) *sidecarpb.Request {
@@ -137,9 +156,18 @@ func (o *operation) request(id uint64) *sidecarpb.Request {
 	if q.GroupSize > 0 {
 		op.Name, op.Grouped = q.Group, true
 	}
+	shapes := make([]tensor.Shape, 0, len(o.parts))
+	for _, entry := range o.entries {
+		if len(entry.Parts) == 0 {
+			shapes = append(shapes, entry.Request.Shape)
+		}
+		for _, shape := range entry.Request.Parts.All() {
+			op.Grouped, shapes = true, append(shapes, shape)
+		}
+	}
 	for i := range o.parts {
 		p := &o.parts[i]
-		t := &sidecarpb.Tensor{Shape: o.entries[i].Request.Shape, Input: p.in.memory()}
+		t := &sidecarpb.Tensor{Shape: shapes[i], Input: p.in.memory()}
 		if !p.later {
 			t.Output = p.out.memory()
 		}
@@ -222,14 +250,16 @@ func (o *operation) results(r *sidecarpb.Reply) error {
 	}
 	entry.Received = done.ReceivedSplits
 	for i := range o.parts {
-		e := o.entries[i]
-		e.Response = granted
+		e := entry
+		if len(entry.Parts) == 0 {
+			e = o.entries[i]
+		}
 		if err := o.parts[i].result(o.engine, e, done.Results[i].GetMemory()); err != nil {
 			return err
 		}
 	}
-	if len(o.parts) == 0 {
-		entry.Response = granted
+	for _, e := range o.entries {
+		e.Response = granted
 	}
 	return nil
 }
@@ -237,11 +267,11 @@ func (o *operation) results(r *sidecarpb.Reply) error {
 // result puts the result of a tensor where it belongs. Errors are as those of results.
 func (p *part) result(e *Engine, entry *tensorqueue.Entry, at *sidecarpb.Memory) error {
 	if !p.later {
-		if got := at.GetBytes(); got != uint64(len(entry.Output)) {
-			return fmt.Errorf("%w: a result of %d bytes for an output of %d", wire.ErrFrame, got, len(entry.Output))
+		if got := at.GetBytes(); got != uint64(len(p.to)) {
+			return fmt.Errorf("%w: a result of %d bytes for an output of %d", wire.ErrFrame, got, len(p.to))
 		}
 		if p.out.staged {
-			copy(entry.Output, p.out.bytes)
+			copy(p.to, p.out.bytes)
 		}
 		return nil
 	}

@@ -1078,6 +1078,7 @@ type Tensor struct {
 	Shape         []int64                `protobuf:"varint,1,rep,packed,name=shape,proto3" json:"shape,omitempty"`
 	Input         *Memory                `protobuf:"bytes,2,opt,name=input,proto3" json:"input,omitempty"`
 	Output        *Memory                `protobuf:"bytes,3,opt,name=output,proto3" json:"output,omitempty"` // may be missing
+	Dtype         uint32                 `protobuf:"varint,4,opt,name=dtype,proto3" json:"dtype,omitempty"`  // 0: the operation's
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1131,6 +1132,13 @@ func (x *Tensor) GetOutput() *Memory {
 		return x.Output
 	}
 	return nil
+}
+
+func (x *Tensor) GetDtype() uint32 {
+	if x != nil {
+		return x.Dtype
+	}
+	return 0
 }
 
 type Operation struct {
@@ -1988,11 +1996,12 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x06Memory\x12\x14\n" +
 	"\x05arena\x18\x01 \x01(\rR\x05arena\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x14\n" +
-	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\"\x80\x01\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\"\x96\x01\n" +
 	"\x06Tensor\x12\x14\n" +
 	"\x05shape\x18\x01 \x03(\x03R\x05shape\x12.\n" +
 	"\x05input\x18\x02 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x05input\x120\n" +
-	"\x06output\x18\x03 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06output\"\xee\x03\n" +
+	"\x06output\x18\x03 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06output\x12\x14\n" +
+	"\x05dtype\x18\x04 \x01(\rR\x05dtype\"\xee\x03\n" +
 	"\tOperation\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +

@@ -60,7 +60,7 @@ __all__ = [
 Tensor = torch.Tensor
 
 # Element types: their number and size.
-_DTYPES: Dict[torch.dtype, Tuple[int, int]] = {
+_DTYPES: Dict[torch.dtype, _engine.Code] = {
     getattr(torch, name): code for name, code in wire.DTYPES.items() if hasattr(torch, name)
 }
 
@@ -105,7 +105,7 @@ def alloc_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Te
     return torch.frombuffer(_engine.engine.alloc(count * itemsize).view, dtype=dtype).view(tuple(shape))
 
 
-def _code(dtype: torch.dtype) -> Tuple[int, int]:
+def _code(dtype: torch.dtype) -> _engine.Code:
     code = _DTYPES.get(dtype)
     if code is None:
         raise ValueError(f"Tensor type {dtype} is not supported.")
@@ -127,6 +127,7 @@ def _begin(
     member: bool = False,
     at_once: bool = False,
     later: bool = False,
+    types: Optional[Tuple[Tuple[Any, _engine.Code], ...]] = None,
 ) -> _engine.Call[Tensor]:
     first = tensors[0]
     dtype = first.dtype
@@ -134,11 +135,12 @@ def _begin(
     shapes: Tuple[Shape, ...] = tuple([t.shape for t in tensors]) if grouped else (first.shape,)
     return _engine.engine.begin(
         _torch, kind, tensors, shapes, dtype, code, process_set, name, targets=targets, reduce_op=reduce_op,
-        prescale=prescale, postscale=postscale, root=root, splits=splits, grouped=grouped, member=member, at_once=at_once, later=later,
+        prescale=prescale, postscale=postscale, root=root, splits=splits, grouped=grouped, member=member, at_once=at_once,
+        later=later, types=types,
     )  # fmt: skip
 
 
-def _check(tensor: Tensor) -> Tuple[int, int]:
+def _check(tensor: Tensor) -> _engine.Code:
     """The number and size of a tensor's type. A ValueError if it cannot travel."""
     code = _DTYPES.get(tensor.dtype)
     if code is None or tensor.layout is not torch.strided:
@@ -246,8 +248,9 @@ def _wants_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-# Groups. A grouped operation of the sidecar has one element type. The tensors of a group of several types travel each by
-# itself, under the names that they have in a group, so that ranks whose types differ get a mismatch and do not wait.
+# Groups. A grouped allreduce is one operation, whatever the types of its tensors. Any other grouped operation of the sidecar
+# has one element type: there the tensors of a group of several types travel each by itself, under the names that they have in
+# a group, so that ranks whose types differ get a mismatch and do not wait.
 
 
 def _begin_group(
@@ -262,11 +265,12 @@ def _begin_group(
     tensors = list(tensors)
     if not tensors:
         raise ValueError("a group of no tensors")
-    types = {t.dtype for t in tensors}
-    for t in tensors:
-        _check(t)
-    if len(types) == 1:
-        return [_begin(kind, tensors, name, process_set, tensors if in_place else None, grouped=True, **kw)], _group_results
+    codes = [_check(t) for t in tensors]
+    several = len(set(codes)) > 1
+    if not several or kind == wire.ALLREDUCE:
+        types = tuple([(t.dtype, code) for t, code in zip(tensors, codes)]) if several else None
+        targets = tensors if in_place else None
+        return [_begin(kind, tensors, name, process_set, targets, grouped=True, types=types, **kw)], _group_results
     engine = _engine.engine
     if name is None:
         name = engine.unnamed(engine.set_id(process_set, wire.KIND_NAMES[kind]))
@@ -274,13 +278,12 @@ def _begin_group(
     engine.check_names(kind, names, process_set)
     calls = []
     for t, its_name in zip(tensors, names):
-        one = [t]
-        calls.append(_begin(kind, one, its_name, process_set, one if in_place else None, member=True, **kw))
+        calls.append(_begin(kind, [t], its_name, process_set, member=True, **kw))
     return calls, _group_results
 
 
 def _group_results(calls: List[_engine.Call[Tensor]]) -> List[Tensor]:
-    # All have ended before any target is written, or the error is raised.
+    # All have ended before the error is raised, and their memory is free.
     errors = [e for e in [call.error() for call in calls] if e is not None] if len(calls) > 1 else []
     if errors:
         raise errors[0]

@@ -1,0 +1,358 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/raw"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// Backends, of which the first reduces tensors where they lie and the other in a buffer; in small pieces too.
+var backends = [][]string{
+	{},
+	{"HOROVOD_CPU_OPERATIONS", "tcp"},
+	{"HOROVOD_FUSION_THRESHOLD", "64"},
+	{"HOROVOD_CPU_OPERATIONS", "tcp", "HOROVOD_DISABLE_GROUP_FUSION", "1"},
+}
+
+// mixed is an allreduce of a group of tensors of several types, of which rank r has the values whole(r, …). Results are on their own
+// unless in place.
+func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp, inPlace bool, types []tensor.DType, lengths []int) ([][]byte, error) {
+	o := &raw.Operation{Kind: message.Allreduce, Name: group, Op: op, Prescale: 1, Postscale: 1, Grouped: true}
+	for i, dt := range types {
+		t := raw.Tensor{DType: dt, Shape: tensor.Shape{int64(lengths[i])}, Input: whole(dt, lengths[i], e.Rank(), i)}
+		if inPlace {
+			t.Output = t.Input
+		}
+		o.Tensors = append(o.Tensors, t)
+	}
+	o.Allocate = func(_, numBytes int) ([]byte, error) { return make([]byte, numBytes), nil }
+	done := make(chan error, 1)
+	o.Done = func(err error) { done <- err }
+	door := e.Door()
+	if err := door.Begin(o); err != nil {
+		return nil, err
+	}
+	door.Ring()
+	select {
+	case err := <-done:
+		var outs [][]byte
+		for i := range o.Tensors {
+			outs = append(outs, o.Tensors[i].Output)
+		}
+		return outs, err
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// whole is a tensor of small whole numbers.
+func whole(dt tensor.DType, n, rank, i int) []byte {
+	b := make([]byte, 0, n*dt.Size())
+	for k := range n {
+		b = append(b, one(dt, (rank+1)*(1+(i+k)%5))...)
+	}
+	return b
+}
+
+// one is a number as bytes.
+func one(dt tensor.DType, v int) []byte {
+	switch dt {
+	case tensor.Float32:
+		return tensor.Bytes([]float32{float32(v)})
+	case tensor.Float64:
+		return tensor.Bytes([]float64{float64(v)})
+	case tensor.Int64:
+		return tensor.Bytes([]int64{int64(v)})
+	case tensor.Int8:
+		return []byte{byte(v)}
+	}
+	return tensor.Bytes([]hvd.Float16{hvd.Float16FromFloat32(float32(v))})
+}
+
+// Tensors of several types in one group, in any order of types, new and cached, and then others by the same name.
+func TestGroupOfSeveralTypes(t *testing.T) {
+	types := []tensor.DType{tensor.Float32, tensor.Int64, tensor.Int8, tensor.Float16, tensor.Float64}
+	for _, settings := range backends {
+		t.Run(fmt.Sprint(settings), func(t *testing.T) {
+			runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+				rng := rand.New(rand.NewPCG(5, 6)) // all ranks have the same
+				for range 6 {
+					some, lengths := make([]tensor.DType, 1+rng.IntN(7)), make([]int, 7)
+					for i := range some {
+						some[i], lengths[i] = types[rng.IntN(len(types))], rng.IntN(40)
+					}
+					for round := range 3 {
+						single, err := hvd.AllreduceAsync([]float32{1}, hvd.Op(hvd.Sum), hvd.Name("beside"), hvd.On(e))
+						if err != nil {
+							t.Error(err)
+							return
+						}
+						got, err := mixed(ctx, e, "mixed", tensor.Sum, round == 1, some, lengths)
+						if err != nil {
+							t.Errorf("%v: %v", some, err)
+							return
+						}
+						factor := e.Size() * (e.Size() + 1) / 2 // of what rank 0 has
+						for i, dt := range some {
+							want := make([]byte, 0, len(got[i]))
+							for k := range lengths[i] {
+								want = append(want, one(dt, factor*(1+(i+k)%5))...)
+							}
+							if !slices.Equal(got[i], want) {
+								t.Errorf("rank %d: tensor %d of %v is %v, want %v", e.Rank(), i, some, got[i], want)
+							}
+						}
+						if x, err := single.Wait(ctx); err != nil || x[0] != float32(e.Size()) {
+							t.Errorf("beside the group: got %v and error %v", x, err)
+						}
+					}
+				}
+			}, settings...)
+		})
+	}
+}
+
+// An average divides each type as that type is divided, and a rank that has joined counts.
+func TestAverageOfSeveralTypes(t *testing.T) {
+	for _, settings := range backends {
+		t.Run(fmt.Sprint(settings), func(t *testing.T) {
+			run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+				types, lengths := []tensor.DType{tensor.Float32, tensor.Int64}, []int{2, 3}
+				if e.Rank() < 2 {
+					// Ranks 0 and 1 have 1 and 2, 2 and 4 in the first; 2, 3, 4 and twice as much in the second.
+					got, err := mixed(ctx, e, "average", tensor.Average, false, types, lengths)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					if f, want := tensor.View[float32](got[0]), []float32{1, 2}; !slices.Equal(f, want) {
+						t.Errorf("rank %d: average of float32 is %v, want %v", e.Rank(), f, want)
+					}
+					if n, want := tensor.View[int64](got[1]), []int64{2, 3, 4}; !slices.Equal(n, want) {
+						t.Errorf("rank %d: average of int64 is %v, want %v", e.Rank(), n, want)
+					}
+				}
+				if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
+					t.Error(err)
+				}
+			}, settings...)
+		})
+	}
+}
+
+// What one of the types cannot do is refused whole, at the call, and shifts no names.
+func TestGroupOfSeveralTypesRefused(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		if e.Rank() == 0 {
+			_, err := mixed(ctx, e, "", tensor.Adasum, false, []tensor.DType{tensor.Float32, tensor.Int64}, []int{1, 1})
+			var misuse *hvd.UsageError
+			if !errors.As(err, &misuse) || !strings.Contains(err.Error(), "reduce with adasum: got int64") {
+				t.Errorf("got %v, want the misuse", err)
+			}
+		}
+		if _, err := hvd.GroupedAllreduce(ctx, [][]int32{{1}}, hvd.On(e)); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// Ranks whose tensors differ in type are told which.
+func TestMismatchedTypesInAGroup(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		types := []tensor.DType{tensor.Float32, tensor.Int64}
+		if e.Rank() == 1 {
+			types[1] = tensor.Float64
+		}
+		_, err := mixed(ctx, e, "g", tensor.Sum, false, types, []int{1, 1})
+		const want = `allreduce "g": mismatched data types of tensor 2 of 2`
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("rank %d: got %v, want %q", e.Rank(), err, want)
+		}
+		goesOn(ctx, t, e.ProcessSets()[0], "g")
+	})
+}
+
+// The tensors of an Adasum are summed each by itself, also in a group.
+func TestAdasumOfAGroup(t *testing.T) {
+	for _, settings := range backends {
+		t.Run(fmt.Sprint(settings), func(t *testing.T) {
+			run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+				rng := rand.New(rand.NewPCG(uint64(e.Rank()), 1))
+				xs := make([][]float32, 5)
+				for i := range xs {
+					for range 7 * i {
+						xs[i] = append(xs[i], float32(rng.NormFloat64()))
+					}
+				}
+				group, err := hvd.GroupedAllreduce(ctx, xs, hvd.Op(hvd.Adasum), hvd.On(e))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				for i, x := range xs {
+					want, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), name("single %d", i), hvd.On(e))
+					if err != nil || !slices.Equal(group[i], want) {
+						t.Errorf("rank %d: tensor %d of the group is %v, alone %v with error %v", e.Rank(), i, group[i], want, err)
+					}
+				}
+			}, settings...)
+		})
+	}
+}
+
+// Error feedback belongs to a tensor of a group: its place, and of how many.
+func TestErrorFeedbackInAGroup(t *testing.T) {
+	const ulp = 1.0 / 1024
+	third := float32(1 + ulp/3)
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		for i, step := range []struct{ xs, want [][]float32 }{
+			{[][]float32{{third}, {1}, {third, third}}, [][]float32{{1}, {1}, {1, 1}}},
+			{[][]float32{{third}, {1}, {third, 1}}, [][]float32{{1 + ulp}, {1}, {1 + ulp, 1}}},
+			{[][]float32{{third}, {third}}, [][]float32{{1}, {1}}}, // another group
+			{[][]float32{{third}, {1}}, [][]float32{{1 + ulp}, {1}}},
+		} {
+			got, err := hvd.GroupedAllreduce(ctx, step.xs, hvd.Name("g"), hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.On(e))
+			if err != nil || !slices.EqualFunc(got, step.want, slices.Equal[[]float32]) {
+				t.Errorf("rank %d: step %d: %v gave %v and error %v, want %v", e.Rank(), i, step.xs, got, err, step.want)
+			}
+		}
+	})
+}
+
+// A group larger than what is in a buffer at a time. What compression loses of a tensor in its first part is not fed to one in its
+// second.
+func TestLargeGroup(t *testing.T) {
+	for _, c := range []struct {
+		title   string
+		options []hvd.Option
+	}{
+		{"plain", nil}, {"compressed", []hvd.Option{hvd.CompressFP16()}}, {"adasum", []hvd.Option{hvd.Op(hvd.Adasum)}},
+		{"fed back", []hvd.Option{hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.InPlace()}},
+	} {
+		t.Run(c.title, func(t *testing.T) {
+			run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+				xs := make([][]float32, 7)
+				for i := range xs {
+					xs[i] = make([]float32, 5<<20) // 20 MiB, 10 if compressed
+					for k := range xs[i] {
+						xs[i][k] = float32(1 + (i+k)%7)
+					}
+					if c.title == "fed back" {
+						xs[i][0] = 1
+					}
+				}
+				// The average, or the adaptive sum, of equals is the same.
+				want := make([][]float32, len(xs))
+				for i := range xs {
+					want[i] = slices.Clone(xs[i])
+				}
+				const third = 1.0 / 1024 / 3 // of the distance to the next half
+				for step := range 2 {
+					if c.title == "fed back" {
+						xs[0][0], want[0][0] = 1+third, 1+float32(step)/1024
+					}
+					got, err := hvd.GroupedAllreduce(ctx, xs, append(c.options, hvd.Name("g"), hvd.On(e))...)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					for i := range xs {
+						if !slices.Equal(got[i], want[i]) {
+							t.Errorf("rank %d: tensor %d is another in step %d", e.Rank(), i, step)
+						}
+					}
+				}
+			}, "HOROVOD_CPU_OPERATIONS", "tcp")
+		})
+	}
+}
+
+// What a rank that has joined puts in place of a group is cut too, and so at the others.
+func TestLargeGroupBesideAJoin(t *testing.T) {
+	for _, settings := range backends[:2] {
+		t.Run(fmt.Sprint(settings), func(t *testing.T) {
+			run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+				if e.Rank() == 0 {
+					xs := make([][]int32, 7)
+					for i := range xs {
+						xs[i] = make([]int32, 5<<20) // 20 MiB
+						for k := range xs[i] {
+							xs[i][k] = int32(i - k)
+						}
+					}
+					for range 3 {
+						got, err := hvd.GroupedAllreduce(ctx, xs, hvd.Op(hvd.Min), hvd.On(e))
+						if err != nil || !slices.EqualFunc(got, xs, slices.Equal[[]int32]) {
+							t.Errorf("the least of a group and of nothing is not the group: error %v", err)
+							break
+						}
+					}
+				}
+				if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
+					t.Error(err)
+				}
+			}, settings...)
+		})
+	}
+}
+
+// Results lie side by side and stay apart: what is appended to one does not reach the next. The list of the caller stays his.
+func TestResultsOfAGroupAreApart(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		a, b := []int32{1}, []int32{2}
+		xs := [][]int32{a, b}
+		g, err := hvd.GroupedAllreduceAsync(xs, hvd.Op(hvd.Sum), hvd.On(e))
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		xs[0], xs[1] = nil, nil
+		got, err := g.Wait(ctx)
+		if err != nil || len(got) != 2 || len(got[0]) != 1 {
+			t.Errorf("got %v and error %v", got, err)
+			return
+		}
+		got[0] = append(got[0], 99)
+		if got[0][0] != 2 || got[1][0] != 4 || a[0] != 1 || b[0] != 2 {
+			t.Errorf("rank %d: got %v of %v and %v", e.Rank(), got, a, b)
+		}
+		xs[0], xs[1] = a, b
+		if got, err = hvd.GroupedAllreduce(ctx, xs, hvd.InPlace(), hvd.Op(hvd.Sum), hvd.On(e)); err != nil || &got[0][0] != &a[0] || a[0] != 2 || b[0] != 4 {
+			t.Errorf("rank %d: in place: got %v and error %v, and %v, %v", e.Rank(), got, err, a, b)
+		}
+	})
+}
+
+// A group that comes again allocates its handle, its list of results and one piece of memory, however many tensors it has.
+func TestRepeatedGroupAllocatesLittle(t *testing.T) {
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		xs := make([][]float32, 500)
+		for i := range xs {
+			xs[i] = make([]float32, 3)
+		}
+		for _, more := range [][]hvd.Option{nil, {hvd.CompressFP16(), hvd.ErrorFeedback()}} {
+			opts := append(more, hvd.Op(hvd.Sum), hvd.Name("g"), hvd.On(e))
+			once := func() {
+				if _, err := hvd.GroupedAllreduce(ctx, xs, opts...); err != nil {
+					t.Error(err)
+				}
+			}
+			for range 100 {
+				once()
+			}
+			const most = 20 // pools forget some of what they get, under the race detector a quarter
+			if got := testing.AllocsPerRun(300, once); got > most {
+				t.Errorf("%v allocations, want at most %d", got, most)
+			}
+		}
+	})
+}
