@@ -72,7 +72,7 @@ func TestHelp(t *testing.T) {
 		}
 	})
 	for r, n := range helped {
-		if n < 90 { // else the background loop has, because it had begun before
+		if n < 50 { // else the background loop has, because it had begun before: more often on a busy machine
 			t.Errorf("rank %d: 100 barriers, %d of them done by who waited", r, n)
 		}
 	}
