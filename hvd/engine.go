@@ -98,8 +98,13 @@ type Stall struct {
 // soon and must not wait for an operation.
 func OnStall(f func(Stall)) InitOption { return func(o *initOptions) { o.onStall = f } }
 
-// After makes the new engine's epoch follow that of prev, which was shut down.
-func After(prev *Engine) InitOption { return afterEpoch(prev.epoch) }
+// After makes the new engine's epoch follow that of prev, which was shut down. Nil is none.
+func After(prev *Engine) InitOption {
+	if prev == nil {
+		return afterEpoch(0)
+	}
+	return afterEpoch(prev.epoch)
+}
 
 func afterEpoch(n uint64) InitOption {
 	return func(o *initOptions) { o.lastEpoch = max(o.lastEpoch, n) }

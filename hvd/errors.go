@@ -2,7 +2,6 @@ package hvd
 
 import (
 	"errors"
-	"fmt"
 
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/memfd"
@@ -23,6 +22,8 @@ var (
 
 // The errors of operations, by cause.
 type (
+	// UsageError refuses a call that this rank should not have made. Nothing was submitted and other ranks do not know of it.
+	UsageError = engine.UsageError
 	// MismatchError: the ranks' requests for a tensor contradict each other, or ask for what cannot be done.
 	MismatchError = engine.MismatchError
 	// PeerError: ranks have failed, and the epoch with them.
@@ -36,20 +37,3 @@ type (
 	// OpError wraps the cause of an operation's failure with the operation and the tensor.
 	OpError = engine.OpError
 )
-
-// UsageError refuses a call that this rank should not have made: a name in flight, a process set that it is no member
-// of, options that do not fit. Nothing was submitted and other ranks do not know of it.
-type UsageError struct {
-	// Op is the operation, as "allreduce"; Tensor the name, empty if the call gave none.
-	Op, Tensor string
-	Err        error
-}
-
-func (e *UsageError) Error() string {
-	if e.Tensor == "" {
-		return fmt.Sprintf("hvd: %s: %v", e.Op, e.Err)
-	}
-	return (&OpError{Op: e.Op, Tensor: e.Tensor, Err: e.Err}).Error()
-}
-
-func (e *UsageError) Unwrap() error { return e.Err }

@@ -29,7 +29,8 @@
 //   - *UsageError: this rank should not have made the call, because the name is in flight (*DuplicateNameError), the
 //     process set is gone (ErrNoProcessSet) or not its own, Init was not called (ErrNotInitialized), or the arguments do
 //     not fit. Nothing was submitted.
-//   - *MismatchError: the ranks' requests contradict each other. All of them get it, and the job goes on.
+//   - *MismatchError: the ranks' requests contradict each other, and the job goes on. All of them get it, but where
+//     allgather or alltoall in place has another result than one rank has room for: that rank alone knows.
 //   - ErrShutDown: a rank has ended the job, or the stall inspector (*StallError, which Err and Shutdown give too); ErrClosed: the context of this rank's
 //     Shutdown ended before the others were ready.
 //   - *PeerError: ranks failed, or an operation ran out of time. The epoch is over, and after Shutdown the survivors may

@@ -73,8 +73,12 @@ func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
 		h.name, h.slot.entry.Request.Name = c.name, c.name
 		return c.queue(&h.slot.entry)
 	}
+	names := memberNames(c.name, len(handles))
+	if err := message.CheckName(names[len(names)-1]); err != nil { // none is longer
+		return c.misuse("%w", err)
+	}
 	entries := make([]*tensorqueue.Entry, len(handles))
-	for i, name := range memberNames(c.name, len(handles)) {
+	for i, name := range names {
 		h := handles[i]
 		q := &h.slot.entry.Request
 		if len(handles) > 1 {
@@ -240,7 +244,7 @@ func allocates[T Element](h *Handle[T]) {
 // Broadcast gives every rank the x of rank root, which is a rank of the job also on a process set. Shape and type must
 // be the same everywhere. The result is a new slice unless InPlace.
 //
-// The bytes go down a tree: no rank sends more than log2(n) times the bytes of x.
+// The bytes go down a tree: no rank sends more than log2(n), rounded up, times the bytes of x.
 func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
 	h, err := broadcast(x, root, opts)
 	return await(ctx, h, err)

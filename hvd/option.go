@@ -238,12 +238,12 @@ func (c *call) take(o *Option, group bool) error {
 			return c.misuse("timeout %v, want more than 0", o.duration)
 		}
 	case optOver:
-		if c.set = o.set; c.set == nil {
-			return c.misuse("process set is nil")
+		if c.set = o.set; c.set == nil || c.set.engine == nil {
+			return c.misuse("process set is nil or empty: AddProcessSet makes them")
 		}
 	case optOn:
-		if c.engine = o.engine; c.engine == nil {
-			return c.misuse("engine is nil")
+		if c.engine = o.engine; c.engine == nil || c.engine.engine == nil {
+			return c.misuse("engine is nil or empty: New makes them")
 		}
 	}
 	return nil

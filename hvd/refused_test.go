@@ -133,6 +133,11 @@ func (w *world) ofOptions() []refusal {
 			_, err := hvd.Allreduce(ctx, []float32{1}, name, hvd.On(nil))
 			return err
 		}, nil, "engine is nil"},
+		allreduce("set: empty", "process set is nil or empty", hvd.Over(new(hvd.ProcessSet))),
+		{"engine: empty", "allreduce", func(name hvd.Option) error {
+			_, err := hvd.Allreduce(ctx, []float32{1}, name, hvd.On(new(hvd.Engine)))
+			return err
+		}, nil, "engine is nil or empty"},
 		allreduce("set: of another engine", fmt.Sprintf("%v belongs to another engine", w.others), hvd.Over(w.others)),
 		allreduce("shape", "shape [2] does not describe 1 elements", hvd.Shape(2)),
 		allreduce("shape: negative", "shape [-1 -1] does not describe 1 elements", hvd.Shape(-1, -1)),
@@ -247,6 +252,19 @@ func TestRefusedNames(t *testing.T) {
 			var misuse *hvd.UsageError
 			if !errors.As(err, &misuse) || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("got error %v, want a UsageError with %q", err, c.want)
+			}
+		}
+		// The tensors of a group have longer names.
+		const group = 4096 - len("_10of10") + 1
+		for _, more := range []int{0, 1} {
+			opts := []hvd.Option{hvd.Name(strings.Repeat("n", group-1+more)), hvd.On(e)}
+			_, gather := hvd.GroupedAllgather(ctx, slices.Repeat([][]int32{{1}}, 10), opts...)
+			_, scatter := hvd.GroupedReducescatter(ctx, slices.Repeat([][]int32{{1}}, 10), opts...)
+			for _, err := range []error{gather, scatter} {
+				var misuse *hvd.UsageError
+				if errors.As(err, &misuse) != (more > 0) || more > 0 && !strings.Contains(err.Error(), "4097 bytes") {
+					t.Errorf("%d bytes more than there is room for: got error %v", more, err)
+				}
 			}
 		}
 	})

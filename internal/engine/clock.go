@@ -67,7 +67,7 @@ func (e *Engine) ask() {
 	e.clock.left--
 	frame := message.AppendProbe(e.scratch.frame[:0], &message.Probe{Sent: uint64(e.observer.since())})
 	e.scratch.frame = frame
-	_ = e.links[0].send(frame)
+	_ = e.send(e.links[0], frame)
 }
 
 // hearProbe answers a question, or takes the answer. What cannot be read is the sender's fault.
@@ -81,7 +81,7 @@ func (e *Engine) hearProbe(from topo.Rank, frame []byte) error {
 		p.Received, p.Monotonic, p.Domain = uint64(at), uint64(e.clock.Monotonic), e.clock.Domain
 		p.Replied = uint64(e.observer.since())
 		answer := message.AppendProbe(nil, &p)
-		_ = e.links[from-1].send(answer)
+		_ = e.send(e.links[from-1], answer)
 		return nil
 	}
 	e.measured(at, &p)

@@ -143,6 +143,35 @@ func TestSums(t *testing.T) {
 	})
 }
 
+// What follows a join that waits is refused as this rank's own mistake, whoever queued it.
+func TestSubmitBehindAJoin(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+		c.each(func(r int) {
+			join := &tensorqueue.Entry{Request: message.Request{Kind: message.Join, Name: "join"}}
+			if r == 1 {
+				if err := c.wait(c.allreduce(r, "only here", make([]byte, 8))); err != nil {
+					t.Error(err)
+				}
+				if err := c.wait(c.submit(r, join)); err != nil {
+					t.Error(err)
+				}
+				return
+			}
+			joined := c.submit(r, join)
+			var misuse *engine.UsageError
+			const want = `hvd: allreduce "behind": this rank has joined process set 0; wait for the join`
+			if err := c.wait(c.allreduce(r, "behind", make([]byte, 8))); !errors.As(err, &misuse) || err.Error() != want {
+				t.Errorf("got error %v, want a UsageError: %s", err, want)
+			}
+			if err := c.wait(joined); err != nil {
+				t.Error(err)
+			}
+		})
+		c.shutdown()
+	})
+}
+
 func sums(t *testing.T, net func(n int) *mem.Cluster, change func(*engine.Config)) {
 	for _, n := range []int{1, 2, 3, 5} {
 		c := startOn(t, net(n), n, change)

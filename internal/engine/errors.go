@@ -30,6 +30,23 @@ func (e *StallError) Error() string { return fmt.Sprintf("the job was shut down:
 // Is makes a StallError an ErrShutDown.
 func (e *StallError) Is(target error) bool { return target == ErrShutDown }
 
+// UsageError refuses a call that this rank should not have made: a name in flight, a process set that it is no member
+// of, options that do not fit. Nothing was submitted and other ranks do not know of it.
+type UsageError struct {
+	// Op is the operation, as "allreduce"; Tensor the name, empty if the call gave none.
+	Op, Tensor string
+	Err        error
+}
+
+func (e *UsageError) Error() string {
+	if e.Tensor == "" {
+		return fmt.Sprintf("hvd: %s: %v", e.Op, e.Err)
+	}
+	return (&OpError{Op: e.Op, Tensor: e.Tensor, Err: e.Err}).Error()
+}
+
+func (e *UsageError) Unwrap() error { return e.Err }
+
 // MismatchError is the coordinator's refusal: the ranks' requests for a tensor contradict each other, or ask together
 // for what cannot be done. The job goes on: the program is wrong, not the machine.
 type MismatchError struct {

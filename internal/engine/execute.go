@@ -137,8 +137,12 @@ func output(e *tensorqueue.Entry, numBytes int) []byte {
 // refuseSize answers tensor i, for which this rank has no room.
 func refuseSize(w *work, i int, numBytes int) {
 	e := w.entries[i]
-	text := fmt.Sprintf("%v %q: the result has %d bytes, in place there is room for %d: not all ranks contributed as much as this one",
-		e.Request.Kind, e.Request.Name, numBytes, len(e.Output))
+	place := "in place"
+	if !e.InPlace {
+		place = "in the output"
+	}
+	text := fmt.Sprintf("%v %q: the result has %d bytes, %s there is room for %d: not all ranks contributed as much as this one",
+		e.Request.Kind, e.Request.Name, numBytes, place, len(e.Output))
 	if rows := w.grant.Responses[i].FirstDims; rows != nil {
 		text += fmt.Sprintf(", but %v rows", rows)
 	}

@@ -222,3 +222,58 @@ func TestSpin(t *testing.T) {
 		}
 	}
 }
+
+// rings counts how often peers that rest are told.
+type rings struct {
+	transport.Poller
+	n int
+}
+
+func (r *rings) Ring() { r.n++ }
+
+// Peers that rest hear of what was sent also from a rank that always finds something to do after a look or two: after some
+// looks, or some time, and once.
+func TestBusyRankRings(t *testing.T) {
+	var mesh rings
+	e := &Engine{start: time.Now(), poller: &mesh, spin: spin{watch: time.Hour}}
+	busy := func() {
+		e.rung.Store(true)
+		if !e.look(&pace{1, 1}, func() bool { return false }) {
+			t.Fatal("a loop whose bell was rung does not see it")
+		}
+	}
+	looks := func(n int) {
+		for range n {
+			busy()
+		}
+	}
+	looks(2 * looksPerRing)
+	if mesh.n != 0 {
+		t.Errorf("rang %d times, and nothing was sent", mesh.n)
+	}
+	for range 3 {
+		mesh.n = 0
+		e.spin.sent(e.now)
+		looks(looksPerRing - 1)
+		e.spin.sent(e.now) // does not put off what was sent before
+		if mesh.n != 0 {
+			t.Errorf("rang %d times before the peer has had time to look", mesh.n)
+		}
+		looks(1)
+		if mesh.n != 1 {
+			t.Errorf("rang %d times after %d looks, want once", mesh.n, looksPerRing)
+		}
+		looks(2 * looksPerRing)
+		if mesh.n != 1 {
+			t.Errorf("rang %d times though nothing more was sent, want once", mesh.n)
+		}
+	}
+	mesh.n = 0
+	e.spin.sent(e.now)
+	busy()
+	e.now += time.Hour
+	busy()
+	if mesh.n != 1 {
+		t.Errorf("rang %d times in an hour, want once", mesh.n)
+	}
+}

@@ -156,8 +156,8 @@ func (l *lane) alltoall(ctx context.Context, backend ops.Backend, w *work) error
 	if !w.absent {
 		in = w.entries[0].Input[:sum(counts)]
 	}
-	var direct bool
-	var out []byte
+	direct := false // the result is received where it belongs
+	var out []byte  // or here
 	w.enter(exchanging)
 	err := backend.Alltoall(ctx, w.grant.Algorithm, in, counts, func(counts []int64) ([]byte, error) {
 		numBytes := sum(counts)
@@ -174,10 +174,12 @@ func (l *lane) alltoall(ctx context.Context, backend ops.Backend, w *work) error
 		}
 		// In place the result replaces what is still being sent.
 		if !w.absent && !w.entries[0].InPlace {
-			out, direct = output(w.entries[0], int(numBytes)), true
-		} else {
-			out = l.scratch.fused.Bytes(int(numBytes))
+			if result := output(w.entries[0], int(numBytes)); result != nil {
+				direct = true
+				return result, nil
+			}
 		}
+		out = l.scratch.fused.Bytes(int(numBytes))
 		return out, nil
 	})
 	if err != nil || direct || w.absent {
@@ -221,6 +223,9 @@ func (l *lane) exchangeSplits(ctx context.Context, backend ops.Backend, w *work)
 	}
 	if !e.InPlace {
 		output(e, 0)
+	}
+	if len(e.Output) != 0 {
+		refuseSize(w, 0, 0)
 	}
 	return nil
 }

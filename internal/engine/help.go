@@ -137,7 +137,7 @@ func (e *Engine) leave(next time.Duration) {
 		e.wake()
 		next = e.turn()
 	}
-	e.poller.Ring()
+	e.tellPeers()
 	due := !rests || next < e.wheel.alarm || e.wheel.alarm <= e.now
 	e.wheel.mu.Unlock()
 	if e.wheel.missed.Swap(false) || due {

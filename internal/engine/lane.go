@@ -209,7 +209,9 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 		if w == nil {
 			return
 		}
-		if err == nil && !w.failed {
+		// What was started is finished also at the end: peers may still read what it takes from here, and if it cannot be
+		// finished they must hear of it, before the caller has its memory again.
+		if (err == nil || w.started) && !w.failed {
 			if !w.started {
 				l.observer.begin(w, l.observer.since())
 			}

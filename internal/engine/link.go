@@ -21,8 +21,9 @@ const (
 	headerBytes = 8
 	// readStep bounds what is allocated for a frame before its bytes are there.
 	readStep = 64 << 10
-	// maxKept bounds the memory of a frame that is kept for others.
-	maxKept = 1 << 20
+	// maxKept bounds the memory of a frame that is kept for others, and mostKept how many are.
+	maxKept  = 1 << 20
+	mostKept = 64
 )
 
 // link carries negotiation frames over a control connection. The loop sends. A goroutine of its own receives into the
@@ -55,7 +56,9 @@ func (l *link) send(frame []byte) error {
 	sent := l.conn.Sent()
 	n := 0
 	for n < len(l.queued) && l.queued[n].end <= sent {
-		l.free = append(l.free, l.queued[n].buf[:0])
+		if b := l.queued[n].buf; cap(b) <= maxKept && len(l.free) < mostKept {
+			l.free = append(l.free, b[:0])
+		}
 		n++
 	}
 	kept := copy(l.queued, l.queued[n:])
@@ -210,10 +213,9 @@ func (in *inbox) buffer() []byte {
 
 // recycle takes back the buffer of a frame that was decoded.
 func (in *inbox) recycle(b []byte) {
-	const most = 64
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if b != nil && cap(b) <= maxKept && len(in.free) < most {
+	if b != nil && cap(b) <= maxKept && len(in.free) < mostKept {
 		in.free = append(in.free, b[:0])
 	}
 }

@@ -37,7 +37,7 @@ func (e *Engine) BackgroundThreadLoop() {
 		err = e.loop()
 	}
 	if e.poller != nil {
-		e.poller.Ring() // for the last frames
+		e.tellPeers() // for the last frames
 	}
 	if e.failure = err; err == nil && e.stalled != nil {
 		e.failure = e.stalled
@@ -122,7 +122,7 @@ func (e *Engine) backgroundTurn(timer *time.Timer) (sleep, over bool, err error)
 	if !e.wheel.wanted.Load() {
 		e.handOver()
 		if e.poller != nil {
-			e.poller.Ring()
+			e.tellPeers()
 		}
 		if !e.rest() {
 			return false, false, nil
@@ -284,14 +284,14 @@ func (e *Engine) submit(l *lane, now time.Duration, to func(topo.ProcessSetID, *
 	s.entries = l.queue.Pop(s.entries[:0])
 	for _, entry := range s.entries {
 		if err := to(entry.Set, &entry.Request); err != nil {
-			entry.Finish(opError(&entry.Request, err))
+			entry.Finish(&UsageError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err})
 			continue
 		}
 		l.voted.add(entry)
 		// What comes in during a turn belongs to it, whose time is that of its beginning.
 		entry.Times.Sent.Store(int64(max(now, entry.Times.Submitted)))
 		if entry.Timeout > 0 {
-			entry.Deadline = now + entry.Timeout
+			entry.Deadline = now + min(entry.Timeout, never-now)
 			e.due = min(e.due, entry.Deadline)
 		}
 	}
@@ -318,7 +318,7 @@ func (e *Engine) speak() (spoke bool) {
 			e.coordinatorStep(e.cfg.Rank, frame)
 			continue
 		}
-		switch err := e.links[0].send(frame); {
+		switch err := e.send(e.links[0], frame); {
 		case errors.Is(err, errBacklog):
 			e.member.Lost(err.Error())
 		case errors.Is(err, errTooLarge):
@@ -509,7 +509,7 @@ func (e *Engine) announce() {
 				continue
 			}
 			// Any other error ends the receiving half too, which has read what came before.
-			switch err := e.links[r-1].send(frame); {
+			switch err := e.send(e.links[r-1], frame); {
 			case errors.Is(err, errBacklog):
 				failed = append(failed, event{from: r, err: err})
 			case errors.Is(err, errTooLarge):

@@ -22,8 +22,8 @@ const (
 	looksPerClock = 8
 	// pauses between two looks leave a sibling hyper-thread, and the memory, some room.
 	pauses = 4
-	// looksPerRing is how many looks a peer that rests is left to look by itself: one that has just finished an operation
-	// mostly begins the next.
+	// looksPerRing is for how many looks, or a budget's time, a peer that rests is left to look by itself: one that has just
+	// finished an operation mostly begins the next.
 	looksPerRing = 64
 )
 
@@ -38,6 +38,11 @@ type spin struct {
 	tight      bool          // a lane that executes needs the processor that watching would take
 	until      time.Duration // when this rank is not busy any more
 	dispatched bool          // in this turn
+	// unrung says that something was sent of which a peer that rests was not told, and that it is after so many looks, in as
+	// many turns as they take, or when ringAt is over.
+	unrung bool
+	looks  int
+	ringAt time.Duration
 }
 
 // pace is how often who watches gives way.
@@ -80,6 +85,31 @@ func newSpin(budget time.Duration, pinned bool, processes, cores, threads int) s
 // extend notes that there is, or was at the given time, something to do. Heartbeats are no reason: an idle job takes no
 // processor time.
 func (s *spin) extend(now time.Duration) { s.until = now + s.budget }
+
+// sent notes that something was sent at the given time.
+func (s *spin) sent(now time.Duration) {
+	if !s.unrung {
+		s.unrung, s.looks, s.ringAt = true, looksPerRing, now+s.watch
+	}
+}
+
+// overdue counts a look, and reports whether peers that rest are to be told now.
+func (s *spin) overdue(now time.Duration) bool {
+	s.looks--
+	return s.unrung && (s.looks <= 0 || now >= s.ringAt)
+}
+
+// send sends a frame to a peer, which is told later if it rests.
+func (e *Engine) send(l *link, frame []byte) error {
+	e.spin.sent(e.now)
+	return l.send(frame)
+}
+
+// tellPeers rings for those that rest.
+func (e *Engine) tellPeers() {
+	e.spin.unrung = false
+	e.poller.Ring()
+}
 
 // poll makes the loop ask the control connections, if they can be asked.
 func (e *Engine) poll() error {
@@ -142,6 +172,10 @@ func (e *Engine) look(p *pace, quit func() bool) bool {
 	}
 	s.dispatched = false
 	for n := 1; ; n++ {
+		// Also where there is always something to do for this rank: what waits may be another's.
+		if s.overdue(e.now) {
+			e.tellPeers()
+		}
 		if e.rung.Load() {
 			return true
 		}
@@ -156,9 +190,6 @@ func (e *Engine) look(p *pace, quit func() bool) bool {
 		}
 		if e.now >= s.until || s.tight && e.granted > len(e.trying) || quit() {
 			return false
-		}
-		if n == looksPerRing {
-			e.poller.Ring()
 		}
 		if n%p.looksPerYield == 0 {
 			futex.Yield()

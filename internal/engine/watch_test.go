@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"testing"
@@ -329,6 +330,26 @@ func TestOperationsInTime(t *testing.T) {
 				}
 			})
 			time.Sleep(3 * patience)
+			c.shutdown()
+		})
+	})
+}
+
+// The longest time there is has no end.
+func TestOperationWithoutDeadline(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+			c.each(func(r int) {
+				e := sum("x", make([]byte, 8))
+				e.Timeout = math.MaxInt64
+				if r == 1 {
+					time.Sleep(patience)
+				}
+				if err := c.wait(c.submit(r, e)); err != nil {
+					t.Errorf("rank %d: %v", r, err)
+				}
+			})
 			c.shutdown()
 		})
 	})
