@@ -30,11 +30,11 @@ type FileStore struct {
 	size   int // of the job, 0 if the file is to stay
 	closed chan struct{}
 
+	// mu may be waited for with the lock of the file, never the other way round: another process may be stopped with that.
 	mu     sync.Mutex
 	values map[string][]byte // as in the file, by the key there
 	read   int64             // how much of the file values are of
 	file   os.FileInfo       // which file that was
-	isDone bool              // closed is closed
 }
 
 var _ Store = (*FileStore)(nil)
@@ -266,9 +266,8 @@ func (s *FileStore) QueueLen(_ context.Context, key string) (int64, error) {
 // Close implements Store, and removes the file if this is the last store of the job.
 func (s *FileStore) Close() error {
 	s.mu.Lock()
-	done := s.isDone
+	done := ended(s.closed)
 	if !done {
-		s.isDone = true
 		close(s.closed)
 	}
 	s.mu.Unlock()
@@ -277,9 +276,7 @@ func (s *FileStore) Close() error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), closeTime)
 	defer cancel()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	err := s.withFile(ctx, os.O_RDWR, unix.LOCK_EX, func(f *os.File) error {
+	err := s.withFile(ctx, nil, os.O_RDWR, unix.LOCK_EX, func(f *os.File) error {
 		var counts [2]int64
 		for i, c := range []struct {
 			key   string
@@ -333,28 +330,24 @@ func (s *FileStore) poll(ctx context.Context, cond func() bool) error {
 
 // look calls f with the values of the file as they are now.
 func (s *FileStore) look(ctx context.Context, f func()) error {
-	if err := s.begin(ctx); err != nil {
+	err := s.withFile(ctx, s.closed, os.O_RDONLY, unix.LOCK_SH, func(*os.File) error {
+		f()
+		return nil
+	})
+	if !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
+	// The job is over, or somebody has removed it.
+	s.mu.Lock()
 	defer s.mu.Unlock()
-	err := s.withFile(ctx, os.O_RDONLY, unix.LOCK_SH, func(*os.File) error { return nil })
-	if errors.Is(err, fs.ErrNotExist) { // the job is over, or somebody has removed it
-		s.forget()
-		err = nil
-	}
-	if err == nil {
-		f()
-	}
-	return err
+	s.forget()
+	f()
+	return nil
 }
 
 // change calls f with the values of the file as they are now, and writes the records that it makes.
 func (s *FileStore) change(ctx context.Context, f func() ([]byte, error)) error {
-	if err := s.begin(ctx); err != nil {
-		return err
-	}
-	defer s.mu.Unlock()
-	return s.withFile(ctx, os.O_RDWR|os.O_CREATE, unix.LOCK_EX, func(file *os.File) error {
+	return s.withFile(ctx, s.closed, os.O_RDWR|os.O_CREATE, unix.LOCK_EX, func(file *os.File) error {
 		log, err := f()
 		if err != nil || len(log) == 0 {
 			return err
@@ -363,37 +356,43 @@ func (s *FileStore) change(ctx context.Context, f func() ([]byte, error)) error 
 	})
 }
 
-// begin locks s for a call, unless that is over before it begins.
-func (s *FileStore) begin(ctx context.Context) error {
-	if err := ctx.Err(); err != nil {
-		return err
-	}
-	s.mu.Lock()
-	if s.isDone {
-		s.mu.Unlock()
-		return ErrClosed
-	}
-	return nil
-}
-
-// withFile opens and locks the file, reads what is new in it, and calls f. s is locked.
-func (s *FileStore) withFile(ctx context.Context, flags, lock int, f func(*os.File) error) error {
+// withFile opens and locks the file, locks s, reads what is new in the file, and calls f. It gives up when ctx ends, and
+// with ErrClosed when closed is, which is nil for Close itself.
+func (s *FileStore) withFile(ctx context.Context, closed <-chan struct{}, flags, lock int, f func(*os.File) error) error {
 	for {
-		file, err := os.OpenFile(s.path, flags|unix.O_CLOEXEC, 0o644)
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		file, err := s.open(closed, flags)
 		if err != nil {
 			return err
 		}
-		gone, err := s.withLock(ctx, file, lock, f)
+		gone, err := s.withLock(ctx, closed, file, lock, f)
 		if err := errors.Join(err, file.Close()); err != nil || !gone {
 			return err
 		}
 	}
 }
 
+// open opens the file. s is locked, so that nobody makes it anew after Close has removed it.
+func (s *FileStore) open(closed <-chan struct{}, flags int) (*os.File, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if ended(closed) {
+		return nil, ErrClosed
+	}
+	return os.OpenFile(s.path, flags|unix.O_CLOEXEC, 0o644)
+}
+
 // withLock is withFile with the open file. It reports that the file was removed before it could be locked.
-func (s *FileStore) withLock(ctx context.Context, file *os.File, lock int, f func(*os.File) error) (gone bool, err error) {
-	if err := flock(ctx, file, lock); err != nil {
+func (s *FileStore) withLock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int, f func(*os.File) error) (gone bool, err error) {
+	if err := flock(ctx, closed, file, lock); err != nil {
 		return false, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if ended(closed) {
+		return false, ErrClosed
 	}
 	opened, err := file.Stat()
 	if err != nil {
@@ -416,7 +415,7 @@ func (s *FileStore) withLock(ctx context.Context, file *os.File, lock int, f fun
 }
 
 // flock locks a file. It asks again and again, for a lock that is waited for cannot be given up.
-func flock(ctx context.Context, file *os.File, lock int) error {
+func flock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int) error {
 	for wait := 100 * time.Microsecond; ; wait = min(2*wait, filePeriod) {
 		err := unix.Flock(int(file.Fd()), lock|unix.LOCK_NB)
 		if err == nil || err != unix.EWOULDBLOCK && err != unix.EINTR {
@@ -425,10 +424,23 @@ func flock(ctx context.Context, file *os.File, lock int) error {
 		timer := time.NewTimer(wait)
 		select {
 		case <-timer.C:
+			continue
 		case <-ctx.Done():
-			timer.Stop()
-			return fmt.Errorf("another process holds its lock: %w", ctx.Err())
+			err = fmt.Errorf("another process holds its lock: %w", ctx.Err())
+		case <-closed:
+			err = ErrClosed
 		}
+		timer.Stop()
+		return err
+	}
+}
+
+func ended(closed <-chan struct{}) bool {
+	select {
+	case <-closed:
+		return true
+	default:
+		return false
 	}
 }
 

@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -74,31 +76,120 @@ func TestFileStoreLeavesOthers(t *testing.T) {
 
 // Who holds the lock holds nobody up for longer than they want.
 func TestFileStoreLocked(t *testing.T) {
+	s, lock := lockedStore(t)
+	defer s.Close()
+	lock(unix.LOCK_EX)
+	err := briefly(t, func(ctx context.Context) error { return s.Set(ctx, "k", nil) })
+	if !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v, want that the time is over", err)
+	}
+	testnet.WantError(t, err, "another process holds its lock", s.Path())
+	lock(unix.LOCK_UN)
+	if err := s.Set(testnet.Context(t), "k", nil); err != nil {
+		t.Error(err)
+	}
+}
+
+// Nor does a call that waits for the lock: others end with their own contexts, and all with Close.
+func TestFileStoreWaitsForLock(t *testing.T) {
+	s, lock := lockedStore(t)
+	lock(unix.LOCK_EX)
+	long := make(chan error, 1)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	go func() {
+		_, err := s.Get(ctx, "k")
+		long <- err
+	}()
+	for range 3 { // from the second on the other one waits too
+		err := briefly(t, func(ctx context.Context) error {
+			_, err := s.Check(ctx, "k")
+			return err
+		})
+		if !errors.Is(err, context.DeadlineExceeded) || ctx.Err() != nil {
+			t.Fatalf("got %v, the other call's context %v; want that this one's time is over", err, ctx.Err())
+		}
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- s.Close() }()
+	if err := <-long; !errors.Is(err, store.ErrClosed) {
+		t.Errorf("got %v, want %v", err, store.ErrClosed)
+	}
+	lock(unix.LOCK_UN)
+	if err := <-closed; err != nil {
+		t.Error(err)
+	}
+}
+
+// While another process reads, a call that wants to write waits, and those that read do not.
+func TestFileStoreReadsBesideWaitingWrite(t *testing.T) {
+	s, lock := lockedStore(t)
+	defer s.Close()
+	lock(unix.LOCK_SH)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	written := make(chan error, 1)
+	go func() { written <- s.Set(ctx, "k", nil) }()
+	for range 30 {
+		if ok, err := s.Check(ctx, "k"); ok || err != nil {
+			t.Fatalf("got %v, %v", ok, err)
+		}
+		time.Sleep(time.Millisecond)
+	}
+	lock(unix.LOCK_UN)
+	if err := <-written; err != nil {
+		t.Error(err)
+	}
+}
+
+// A call that comes beside the last Close does not bring the file back.
+func TestFileStoreStaysRemoved(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "store")
+	for range 200 {
+		s, err := store.NewFileStore(t.Context(), path, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var calls sync.WaitGroup
+		for range 4 {
+			calls.Go(func() {
+				for s.Set(t.Context(), "k", nil) == nil {
+				}
+			})
+		}
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+		calls.Wait()
+		if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
+			t.Fatalf("the file: got %v, want that it is gone", err)
+		}
+	}
+}
+
+// lockedStore is a store, and how another process locks its file.
+func lockedStore(t *testing.T) (s *store.FileStore, lock func(how int)) {
 	path := filepath.Join(t.TempDir(), "store")
 	s, err := store.NewFileStore(t.Context(), path, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer s.Close()
 	f, err := os.Open(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer f.Close()
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
-		t.Fatal(err)
+	t.Cleanup(func() { f.Close() })
+	return s, func(how int) {
+		t.Helper()
+		if err := unix.Flock(int(f.Fd()), how); err != nil {
+			t.Fatal(err)
+		}
 	}
+}
+
+// briefly is a call that does not wait for long.
+func briefly(t *testing.T, call func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Millisecond)
 	defer cancel()
-	err = s.Set(ctx, "k", nil)
-	if !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("got %v, want that the time is over", err)
-	}
-	testnet.WantError(t, err, "another process holds its lock", path)
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_UN); err != nil {
-		t.Fatal(err)
-	}
-	if err := s.Set(testnet.Context(t), "k", nil); err != nil {
-		t.Error(err)
-	}
+	return call(ctx)
 }

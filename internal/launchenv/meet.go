@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -12,10 +13,12 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
@@ -45,14 +48,17 @@ type MeetOptions struct {
 	// Port is where rank 0 serves, in place of the launcher's or the default; 0 for that. It does not move torchrun's
 	// own TCPStore, nor hvdrun's.
 	Port int
-	// Listen is the address on which rank 0 listens where the ranks are on several hosts; empty is on all interfaces.
-	// On one host it listens on loopback.
-	Listen string
-	// Resolve, if not nil, gives the address to dial for the name of a host. A *net.DNSError is tried again until ctx
-	// ends.
-	Resolve func(ctx context.Context, host string) (addr string, err error)
+	// Interfaces are those that the user has chosen. Where the ranks are on several hosts rank 0 listens on the first address
+	// among them by which the others reach it, and on all interfaces if none is chosen, or if the name that the others dial
+	// leads to another address. Where rank 0 tells them an address, and there is no Host, it is the first that is chosen. On
+	// one host it listens on loopback.
+	Interfaces netif.Choice
 	// Log is the servers'; it may be nil.
 	Log *zap.Logger
+
+	// resolver, if not nil, gives the address of a host in place of the system: for tests. A *net.DNSError is tried again
+	// until ctx ends.
+	resolver func(ctx context.Context, host string) (addr string, err error)
 }
 
 // Meeting is where the ranks of a job have met.
@@ -215,11 +221,11 @@ func (e *Env) connect(ctx context.Context, o MeetOptions, m *Meeting, host strin
 }
 
 func (o *MeetOptions) resolve(ctx context.Context, host string) (addr string, err error) {
-	if o.Resolve == nil || host == loopback {
+	if o.resolver == nil || host == loopback {
 		return host, nil
 	}
 	err = dial.Retry(ctx, func() (err error) {
-		addr, err = o.Resolve(ctx, host)
+		addr, err = o.resolver(ctx, host)
 		return err
 	})
 	if err != nil {
@@ -249,17 +255,66 @@ func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Meeting, host string
 		}
 		return e.dial(ctx, o, m, host, o.Port)
 	}
-	_, err := e.serve(ctx, o, m, e.listenHost(o), o.Port)
+	listen, err := e.listenHost(ctx, o, host)
+	if err != nil {
+		return err
+	}
+	_, err = e.serve(ctx, o, m, listen, o.Port)
 	return err
 }
 
 const loopback = "127.0.0.1"
 
-func (e *Env) listenHost(o MeetOptions) string {
+// lookupTime bounds how long rank 0 asks for its own address, which a pod's name may have a moment after the pod. The others
+// ask until they have it.
+const lookupTime = 2 * time.Second
+
+// listenHost is the address on which rank 0 listens for ranks that dial host; empty is on all interfaces.
+func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (string, error) {
 	if e.OneHost() {
-		return loopback
+		return loopback, nil
 	}
-	return o.Listen
+	if o.Interfaces.IsZero() {
+		return "", nil
+	}
+	chosen, err := o.Interfaces.Addresses()
+	if err != nil {
+		return "", err
+	}
+	ctx, cancel := context.WithTimeout(ctx, lookupTime)
+	defer cancel()
+	var addrs []netip.Addr
+	err = dial.Retry(ctx, func() (err error) {
+		addrs, err = o.addresses(ctx, host)
+		return err
+	})
+	for _, a := range addrs {
+		if slices.Contains(chosen, a) {
+			return a.String(), nil
+		}
+	}
+	if o.Log != nil {
+		o.Log.Warn("the store listens on all interfaces: the name by which the other ranks reach it leads to none of those chosen",
+			zap.String("name", host), zap.Stringers("addresses", addrs), zap.Stringer("chosen", o.Interfaces), zap.Error(err))
+	}
+	return "", nil
+}
+
+// addresses are those of a host, as this one knows it.
+func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr, error) {
+	if o.resolver != nil {
+		text, err := o.resolver(ctx, host)
+		if err != nil {
+			return nil, err
+		}
+		a, err := netip.ParseAddr(text)
+		return []netip.Addr{a}, err
+	}
+	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+	for i := range addrs {
+		addrs[i] = addrs[i].Unmap()
+	}
+	return addrs, err
 }
 
 // Words in place of a secret, shorter than any.
@@ -305,7 +360,15 @@ func (o *MeetOptions) heard(word string) (secret.Secret, error) {
 func (e *Env) announce(ctx context.Context, o MeetOptions, m *Meeting) (text string, err error) {
 	var word string
 	m.Secret, word = o.announced()
-	server, err := e.serve(ctx, o, m, e.listenHost(o), o.Port)
+	host, err := e.announcedHost(o)
+	if err != nil {
+		return "", err
+	}
+	listen, err := e.listenHost(ctx, o, host)
+	if err != nil {
+		return "", err
+	}
+	server, err := e.serve(ctx, o, m, listen, o.Port)
 	if err != nil {
 		return "", err
 	}
@@ -313,17 +376,25 @@ func (e *Env) announce(ctx context.Context, o MeetOptions, m *Meeting) (text str
 	if err != nil {
 		return "", err
 	}
-	host := loopback
+	return net.JoinHostPort(host, port) + "," + word, nil
+}
+
+// announcedHost is where rank 0 tells the others to dial.
+func (e *Env) announcedHost(o MeetOptions) (string, error) {
 	switch {
 	case e.OneHost():
+		return loopback, nil
 	case o.Host != "":
-		host = o.Host
-	default:
-		if host, err = os.Hostname(); err != nil {
-			return "", fmt.Errorf("name of this host: %w", err)
-		}
+		return o.Host, nil
+	case !o.Interfaces.IsZero():
+		addr, err := o.Interfaces.Any()
+		return addr.String(), err
 	}
-	return net.JoinHostPort(host, port) + "," + word, nil
+	host, err := os.Hostname()
+	if err != nil {
+		return "", fmt.Errorf("name of this host: %w", err)
+	}
+	return host, nil
 }
 
 // follow dials what announce has told of.

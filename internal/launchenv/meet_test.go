@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/testtorch"
 	"github.com/gohvd/gohvd/secret"
@@ -43,6 +44,18 @@ func loopbackNames(want ...string) func(context.Context, string) (string, error)
 	}
 }
 
+// interfaces is the choice of a list.
+func interfaces(t *testing.T, list ...string) netif.Choice {
+	t.Helper()
+	c, err := netif.Parse(list)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func onLoopback(t *testing.T) netif.Choice { return interfaces(t, loopback) }
+
 // slurmRanks are the four of a step, two on each of two hosts, or all on one.
 func slurmRanks(t *testing.T, hosts int) (envs []*Env) {
 	t.Helper()
@@ -56,23 +69,79 @@ func slurmRanks(t *testing.T, hosts int) (envs []*Env) {
 }
 
 func TestSlurm(t *testing.T) {
-	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Listen: loopback, Resolve: loopbackNames("node1")}
+	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Interfaces: onLoopback(t), resolver: loopbackNames("node1")}
 	mustMeet(t, true, same(o), slurmRanks(t, 2)...)
 	o.Port, o.Secret, o.Insecure = testnet.FreePort(t), secret.Secret{}, true
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
 	// On one host the name of it does not matter, nor where to listen.
-	o.Port, o.Resolve, o.Listen = testnet.FreePort(t), loopbackNames(), "192.0.2.1"
+	o.Port, o.resolver, o.Interfaces = testnet.FreePort(t), loopbackNames(), interfaces(t, "192.0.2.1")
 	mustMeet(t, false, same(o), slurmRanks(t, 1)...)
 	// The host that the user says is taken instead of the first.
-	o = MeetOptions{Insecure: true, Port: testnet.FreePort(t), Listen: loopback, Host: "other", Resolve: loopbackNames("other")}
+	o = MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), Host: "other", resolver: loopbackNames("other")}
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
+}
+
+// Rank 0 listens on the interface that was chosen, if the others come that way.
+func TestInterfaces(t *testing.T) {
+	meet := func(o MeetOptions) (*Meeting, int, error) {
+		o.Insecure, o.Port = true, testnet.FreePort(t)
+		m, err := slurmRanks(t, 2)[0].Meet(testnet.Context(t), o)
+		return m, o.Port, err
+	}
+	node1 := func(addr string, err error) func(context.Context, string) (string, error) {
+		return func(_ context.Context, host string) (string, error) {
+			if host != "node1" {
+				t.Errorf("asked for %q, want node1", host)
+			}
+			return addr, err
+		}
+	}
+	for name, c := range map[string]struct {
+		o       MeetOptions
+		onOther bool // loopback's other addresses are listened on
+	}{
+		"none chosen":              {MeetOptions{resolver: node1(loopback, nil)}, true},
+		"chosen":                   {MeetOptions{Interfaces: interfaces(t, "203.0.113.1", "127.0.0.0/30"), resolver: node1(loopback, nil)}, false},
+		"by the system's resolver": {MeetOptions{Interfaces: onLoopback(t), Host: loopback}, false},
+		"another than the name's":  {MeetOptions{Interfaces: onLoopback(t), resolver: node1("192.0.2.1", nil)}, true},
+		"no address":               {MeetOptions{Interfaces: onLoopback(t), resolver: node1("", errors.New("broken"))}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m, port, err := meet(c.o)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer m.Close()
+			if !listens(t, loopback, port) || listens(t, "127.0.0.2", port) != c.onOther {
+				t.Errorf("want that rank 0 listens on %s, and on 127.0.0.2: %v", loopback, c.onOther)
+			}
+		})
+	}
+	m, _, err := meet(MeetOptions{Interfaces: interfaces(t, "203.0.113.0/24")})
+	testnet.WantError(t, err, "no network interface of this host is among 203.0.113.0/24")
+	if m != nil {
+		t.Error("there is a meeting beside the error")
+	}
+}
+
+// listens reports whether somebody listens there.
+func listens(t *testing.T, host string, port int) bool {
+	t.Helper()
+	conn, err := net.Dial("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+	if err == nil {
+		return conn.Close() == nil
+	}
+	if !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Error(err)
+	}
+	return false
 }
 
 func TestSlurmRankZeroElsewhere(t *testing.T) {
 	env := slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "1")
 	_, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true})
 	testnet.WantError(t, err, "rank 0 is on node 1 of the step, want the first")
-	m, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true, Host: "here", Listen: loopback, Port: testnet.FreePort(t)})
+	m, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true, Host: "here", Interfaces: onLoopback(t), Port: testnet.FreePort(t), resolver: loopbackNames("here")})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -93,16 +162,16 @@ func kubernetesRanks(t *testing.T) (envs []*Env) {
 // The name of a pod is not there before the pod.
 func TestKubernetes(t *testing.T) {
 	var asked atomic.Int32
-	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Listen: loopback}
-	o.Resolve = func(ctx context.Context, host string) (string, error) {
+	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Interfaces: onLoopback(t)}
+	o.resolver = func(ctx context.Context, host string) (string, error) {
 		if asked.Add(1) < 7 {
 			return "", &net.DNSError{Err: "no such host", Name: host, IsNotFound: true}
 		}
 		return loopbackNames("train-0.ranks")(ctx, host)
 	}
 	mustMeet(t, true, same(o), kubernetesRanks(t)...)
-	if n := asked.Load(); n != 9 {
-		t.Errorf("asked for names %d times, want 9", n)
+	if n := asked.Load(); n != 10 {
+		t.Errorf("asked for names %d times, want 10", n)
 	}
 }
 
@@ -113,7 +182,7 @@ func TestSecretIsNeeded(t *testing.T) {
 		torch.with("TORCHELASTIC_USE_AGENT_STORE", "False"),
 	} {
 		e := detect(t, env)
-		if _, err := e.Meet(soon(t), MeetOptions{Listen: loopback}); !errors.Is(err, ErrNoSecret) {
+		if _, err := e.Meet(soon(t), MeetOptions{Interfaces: onLoopback(t)}); !errors.Is(err, ErrNoSecret) {
 			t.Errorf("%s: got %v, want %v", e.Kind, err, ErrNoSecret)
 		}
 	}
@@ -123,7 +192,7 @@ func TestSecretIsNeeded(t *testing.T) {
 func TestSecretDiffers(t *testing.T) {
 	ours := parse(t, userSecret)
 	for what, theirs := range map[string]secret.Secret{"another": parse(t, userSecret+"!"), "none": {}} {
-		o := MeetOptions{Secret: ours, Insecure: true, Port: testnet.FreePort(t), Listen: loopback, Resolve: loopbackNames("train-0.ranks")}
+		o := MeetOptions{Secret: ours, Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), resolver: loopbackNames("train-0.ranks")}
 		envs := kubernetesRanks(t)
 		m, err := envs[0].Meet(t.Context(), o)
 		if err != nil {
@@ -146,7 +215,7 @@ func TestSecretDiffers(t *testing.T) {
 
 // Two jobs that chose one port, and have no secret to tell them apart.
 func TestAnotherJobsStore(t *testing.T) {
-	o := MeetOptions{Insecure: true, Port: testnet.FreePort(t), Listen: loopback, Resolve: loopbackNames("train-0.ranks", "eval-0.eval")}
+	o := MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), resolver: loopbackNames("train-0.ranks", "eval-0.eval")}
 	m, err := kubernetesRanks(t)[0].Meet(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
@@ -309,7 +378,7 @@ func TestOpenMPIOnHosts(t *testing.T) {
 	for _, err := range meetAll(soon(t), true, same(MeetOptions{}), ranks()...) {
 		testnet.WantError(t, err, "1 of 2 ranks are on this host", "hvdrun -H")
 	}
-	o := MeetOptions{Secret: parse(t, userSecret), Host: "first", Listen: loopback, Resolve: loopbackNames("first")}
+	o := MeetOptions{Secret: parse(t, userSecret), Host: "first", Interfaces: onLoopback(t), resolver: loopbackNames("first")}
 	for _, err := range meetAll(soon(t), true, same(o), ranks()...) {
 		testnet.WantError(t, err, "HVD_RENDEZVOUS_PORT")
 	}
@@ -410,7 +479,7 @@ func TestTorchrunsStore(t *testing.T) {
 	}
 	defer server.Close()
 	_, port, _ := net.SplitHostPort(server.Addr())
-	o := MeetOptions{Resolve: loopbackNames("head")}
+	o := MeetOptions{resolver: loopbackNames("head")}
 	given := o
 	given.Secret = parse(t, userSecret)
 	insecure := o
@@ -468,7 +537,7 @@ func TestTorchrunsStore(t *testing.T) {
 func TestTorchrunWithoutStore(t *testing.T) {
 	for _, hosts := range []int{1, 2} {
 		port := testnet.FreePort(t)
-		o := MeetOptions{Secret: parse(t, userSecret), Listen: loopback, Resolve: loopbackNames("head")}
+		o := MeetOptions{Secret: parse(t, userSecret), Interfaces: onLoopback(t), resolver: loopbackNames("head")}
 		mustMeet(t, true, same(o), torchRanks(t, hosts, "MASTER_PORT", strconv.Itoa(port), "TORCHELASTIC_USE_AGENT_STORE", "False")...)
 		o.Port = testnet.FreePort(t)
 		mustMeet(t, true, same(o), torchRanks(t, hosts, "MASTER_PORT", "1", "TORCHELASTIC_USE_AGENT_STORE", "False")...)
@@ -509,7 +578,7 @@ func TestTorchrun(t *testing.T) {
 // Every meeting that cannot be ends with ctx.
 func TestNobodyComes(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
-	o := MeetOptions{Insecure: true, Listen: loopback, Resolve: func(context.Context, string) (string, error) { return loopback, nil }}
+	o := MeetOptions{Insecure: true, Interfaces: onLoopback(t), resolver: func(context.Context, string) (string, error) { return loopback, nil }}
 	o.Port = testnet.FreePort(t)
 	for _, env := range []environment{
 		hvdrunEnv.with("HOROVOD_GLOO_RENDEZVOUS_ADDR", loopback, "HOROVOD_GLOO_RENDEZVOUS_PORT", port),
@@ -523,12 +592,12 @@ func TestNobodyComes(t *testing.T) {
 			t.Errorf("%s: got %v, want %v", e.Kind, err, context.DeadlineExceeded)
 		}
 	}
-	o.Resolve = func(_ context.Context, host string) (string, error) {
+	o.resolver = func(_ context.Context, host string) (string, error) {
 		return "", &net.DNSError{Err: "no such host", Name: host}
 	}
 	_, err := detect(t, kubernetesEnv).Meet(soon(t), o)
 	testnet.WantError(t, err, "resolving train-0.train", "no such host")
-	o.Resolve = func(context.Context, string) (string, error) { return "", errors.New("broken") }
+	o.resolver = func(context.Context, string) (string, error) { return "", errors.New("broken") }
 	_, err = detect(t, kubernetesEnv).Meet(testnet.Context(t), o)
 	testnet.WantError(t, err, "resolving train-0.train: broken")
 }

@@ -111,21 +111,37 @@ func TestPMIConversation(t *testing.T) {
 	}
 }
 
-// On several hosts rank 0 is where its host's name is, or what the user says.
+// On several hosts rank 0 is where its host's name is, or what the user says: a host, or an interface, on which alone it
+// listens then.
 func TestPMIOnHosts(t *testing.T) {
 	name, err := os.Hostname()
 	if err != nil {
 		t.Fatal(err)
 	}
-	for host, want := range map[string]string{"": name, "192.0.2.1": "192.0.2.1"} {
+	for _, c := range []struct {
+		o       MeetOptions
+		want    string
+		onOther bool // loopback's other addresses are listened on
+	}{
+		{MeetOptions{}, name, true},
+		{MeetOptions{Host: "192.0.2.1"}, "192.0.2.1", true},
+		{MeetOptions{Host: "192.0.2.1", Interfaces: onLoopback(t)}, "192.0.2.1", true},
+		{MeetOptions{Interfaces: onLoopback(t)}, loopback, false},
+		{MeetOptions{Host: "first", Interfaces: onLoopback(t), resolver: loopbackNames("first")}, "first", false},
+	} {
 		fd, asked := fakePMI(t, goodPMI(""))
 		e := detect(t, pmiEnv.with("PMI_RANK", "0", "PMI_FD", fmt.Sprint(fd)))
-		m, err := e.Meet(testnet.Context(t), MeetOptions{Listen: loopback, Host: host})
+		c.o.Port = testnet.FreePort(t)
+		m, err := e.Meet(testnet.Context(t), c.o)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := strings.Join(asked(), "\n"); !strings.Contains(got, "value="+want+":") || m.Secret.IsZero() {
-			t.Errorf("asked %s; %v", got, m.Secret)
+		want := fmt.Sprintf("value=%s:%d,", c.want, c.o.Port)
+		if got := strings.Join(asked(), "\n"); !strings.Contains(got, want) || m.Secret.IsZero() {
+			t.Errorf("asked %s, want %s; %v", got, want, m.Secret)
+		}
+		if !listens(t, loopback, c.o.Port) || listens(t, "127.0.0.2", c.o.Port) != c.onOther {
+			t.Errorf("%s: want that rank 0 listens on %s, and on 127.0.0.2: %v", want, loopback, c.onOther)
 		}
 		if err := m.Close(); err != nil {
 			t.Error(err)

@@ -234,7 +234,8 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 	cfg.Log.Debug("found the launcher", zap.String("launcher", string(env.Kind)), zap.Int("rank", env.Rank), zap.Int("size", env.Size),
 		zap.String("meeting", env.Where()))
 	met, err := env.Meet(ctx, launchenv.MeetOptions{
-		Secret: m.Secret, Insecure: set.Insecure, Encrypt: set.TLS, Host: set.MeetHost, Port: set.MeetPort, Log: cfg.Log,
+		Secret: m.Secret, Insecure: set.Insecure, Encrypt: set.TLS, Host: set.MeetHost, Port: set.MeetPort, Interfaces: choice,
+		Log: cfg.Log,
 	})
 	if err != nil {
 		return err

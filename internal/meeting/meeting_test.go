@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -409,5 +410,28 @@ func TestByEnvironment(t *testing.T) {
 	_, errs = all(t, Config{Settings: settings(t, map[string]string{"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "job-0"})})
 	if errs[0] == nil || !strings.Contains(errs[0].Error(), "HVD_SIZE is not set") {
 		t.Errorf("a contradiction: got %v", errs[0])
+	}
+}
+
+// The store that rank 0 serves where another launcher has started the ranks is on the interface that was chosen.
+func TestChosenInterface(t *testing.T) {
+	port := strconv.Itoa(testnet.FreePort(t))
+	m, err := Open(testnet.Context(t), Config{Settings: settings(t, map[string]string{
+		"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+		"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "HVD_SECRET": given,
+		"HVD_RENDEZVOUS_HOST": loopback, "HVD_RENDEZVOUS_PORT": port, "HOROVOD_GLOO_IFACE": loopback,
+	})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	for host, want := range map[string]error{loopback: nil, "127.0.0.2": syscall.ECONNREFUSED} {
+		conn, err := net.Dial("tcp", net.JoinHostPort(host, port))
+		if !errors.Is(err, want) {
+			t.Errorf("%s: got %v, want %v", host, err, want)
+		}
+		if err == nil {
+			conn.Close()
+		}
 	}
 }

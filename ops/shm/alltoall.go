@@ -3,6 +3,7 @@ package shm
 import (
 	"encoding/binary"
 	"fmt"
+	"math"
 
 	"github.com/gohvd/gohvd/ops"
 )
@@ -10,8 +11,7 @@ import (
 // alltoall is an exchange whose blocks every rank has for every other, of sizes that only their owners know at first. In
 // step t a rank stages the t-th part of each block that is for another.
 func (b *Backend) alltoall(in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error {
-	n := len(b.ranks)
-	column := b.column(n)
+	column := b.column(len(b.ranks))
 	if _, err := b.own.set([]ops.Tensor{{In: in, Out: in}}); err != nil {
 		return err
 	}
@@ -33,12 +33,11 @@ func (b *Backend) alltoall(in []byte, counts []int64, allocate func(counts []int
 	if err != nil {
 		return err
 	}
-	received := b.received[:0]
-	for i := range n {
-		received = append(received, b.counts[i][b.me])
+	total, err := b.receive()
+	if err != nil {
+		return err
 	}
-	b.received = received
-	out, err := allocate(received)
+	out, err := allocateOutput(allocate, b.received, total)
 	if err != nil {
 		return err
 	}
@@ -76,24 +75,54 @@ func (b *Backend) readCounts(column int64) (steps int, err error) {
 			var total int64
 			for k := range b.counts[i] {
 				c := int64(binary.LittleEndian.Uint64(countsOf(table)[8*k:]))
-				if c < 0 || total+c < total {
+				if c < 0 || c > math.MaxInt64-total {
 					return 0, b.blame(i, fmt.Errorf("a block of %d bytes", c))
 				}
 				total += c
 				b.counts[i][k] = c
 			}
 			b.asked = i
-			if err := b.layouts[i].read(table, total, b.chunk); err != nil {
+			if err := b.layouts[i].read(table, total, 1, b.chunk); err != nil {
 				return 0, b.blame(i, err)
+			}
+			if n := len(b.layouts[i].extents); n > 1 { // the first would be taken for all of the buffer
+				return 0, b.blame(i, fmt.Errorf("a table of %d extents, want 1 for an alltoall", n))
 			}
 		}
 		for k, c := range b.counts[i] {
-			if k != i {
-				steps = max(steps, int((c+column-1)/column))
+			if k != i && c > 0 {
+				steps = max(steps, int((c-1)/column)+1)
 			}
 		}
 	}
 	return steps, nil
+}
+
+// receive learns from the counts what this rank gets from each, and returns the sum.
+func (b *Backend) receive() (total int64, err error) {
+	b.received = b.received[:0]
+	total = b.counts[b.me][b.me] // first: it is not to blame
+	for i := range b.counts {
+		c := b.counts[i][b.me]
+		b.received = append(b.received, c)
+		if i == b.me {
+			continue
+		}
+		if rest := math.MaxInt64 - total; c > rest {
+			return 0, b.blame(i, fmt.Errorf("a block of %d bytes for this rank, want at most %d", c, rest))
+		}
+		total += c
+	}
+	return total, nil
+}
+
+// allocateOutput asks the caller for the output, of total bytes.
+func allocateOutput(allocate func(counts []int64) ([]byte, error), counts []int64, total int64) ([]byte, error) {
+	out, err := allocate(counts)
+	if err == nil && int64(len(out)) != total {
+		err = fmt.Errorf("got %d bytes for the output, want %d", len(out), total)
+	}
+	return out, err
 }
 
 // blockOf is where the block of member i for member k begins in i's buffer.

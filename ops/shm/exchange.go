@@ -121,7 +121,7 @@ func (b *Backend) step(wait bool) (ops.Progress, error) {
 		return ops.Waiting, err
 	}
 	if r == 1 {
-		if err := b.readLayouts(x.total); err != nil {
+		if err := b.readLayouts(p, x.total); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
 				return ops.Waiting, nil // an arena is on its way
 			}
@@ -218,13 +218,17 @@ func tableOf(segment []byte, turn int) []byte {
 }
 
 // readLayouts learns where the peers' tensors lie.
-func (b *Backend) readLayouts(total int64) error {
+func (b *Backend) readLayouts(p *plan, total int64) error {
+	elem := int64(1)
+	if p.reduce {
+		elem = int64(b.reducer.dt.Size())
+	}
 	for i := range b.peers {
 		if i == b.me {
 			continue
 		}
 		b.asked = i
-		if err := b.layouts[i].read(tableOf(b.peers[i].segment, b.turn), total, b.chunk); err != nil {
+		if err := b.layouts[i].read(tableOf(b.peers[i].segment, b.turn), total, elem, b.chunk); err != nil {
 			return b.blame(i, err)
 		}
 	}

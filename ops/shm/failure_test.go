@@ -3,7 +3,10 @@ package shm_test
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
+	"fmt"
+	"math"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -135,36 +138,104 @@ func TestPeersTables(t *testing.T) {
 		"too many extents":     func(table []byte) { table[3] = 0xff },
 		"end beyond the total": func(table []byte) { table[8+7] = 0x7f },
 		"end of nothing":       func(table []byte) { clear(table[8:16]) },
-		"unknown arena":        func(table []byte) { table[8+8] = 200 },
-		"negative offset":      func(table []byte) { table[8+16+7] = 0x80 },
-		"beyond the arena":     func(table []byte) { table[8+16+2] = 1 },
+		"end within an element": func(table []byte) {
+			table[0] = 2
+			copy(table[8+32:], table[8:8+32])
+			binary.LittleEndian.PutUint64(table[8:], 1027)
+		},
+		"unknown arena":            func(table []byte) { table[8+8] = 200 },
+		"negative offset":          func(table []byte) { table[8+16+7] = 0x80 },
+		"beyond the arena":         func(table []byte) { table[8+16+2] = 1 },
+		"input within an element":  func(table []byte) { table[8+16] = 2 },
+		"output within an element": func(table []byte) { table[8+24] = 2 },
 	} {
 		t.Run(name, func(t *testing.T) {
-			const size = 8 << 10
-			h := newHost()
-			err := try(h, 2, shm.Config{Crowded: true}, func(r *rank) error {
-				if r.me == 1 {
-					// A rank that says it has come, with a table of our making.
-					seg, err := r.mem.Share(1, shm.New(r.mem, 1, r.mem.both(), 1, shm.Config{}).SegmentBytes(), nil)
-					if err != nil {
-						return err
-					}
-					shm.PretendToCome(seg, size, r.chunkOf(r.mem.alloc(size)), change)
-					return nil
-				}
-				ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
-				defer cancel()
-				err := r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, aligned(size))
-				var p *transport.PeerError
-				if !errors.As(err, &p) || p.Peer != 1 {
-					t.Errorf("got %v, want a PeerError of rank 1", err)
+			besidePretender(t, change, func(ctx context.Context, r *rank) error {
+				return r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, aligned(pretended))
+			})
+		})
+	}
+}
+
+// The same for an alltoall, whose table has one extent and the counts. Nothing is allocated for what cannot be.
+func TestPeersCounts(t *testing.T) {
+	put := func(table []byte, words ...uint64) {
+		for i, w := range words {
+			binary.LittleEndian.PutUint64(table[8*i:], w)
+		}
+	}
+	const own = 32
+	for name, change := range map[string]func(table []byte){
+		"two extents": func(table []byte) {
+			put(table, 2)
+			put(table[8:], 16)
+			put(table[8+16:], 2*pretended-16)
+			put(table[8+32:], pretended, 0) // the other extent, and the counts
+		},
+		"none for some bytes": func(table []byte) { put(table, 0); put(table[8+32:], pretended, 0) },
+		"negative":            func(table []byte) { put(table[8+32:], math.MaxUint64-7, pretended+8) },
+		"a sum that wraps":    func(table []byte) { put(table[8+32:], math.MaxInt64, pretended) },
+		"a sum that wraps with this rank's own": func(table []byte) {
+			put(table[8:], math.MaxInt64-own+1, 0)
+			put(table[8+32:], math.MaxInt64-own+1, 0)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			besidePretender(t, change, func(ctx context.Context, r *rank) error {
+				return r.Alltoall(ctx, message.Direct, aligned(2*own), []int64{own, own}, func(counts []int64) ([]byte, error) {
+					t.Errorf("asked for %d bytes", counts)
+					return aligned(int(sum(counts))), nil
+				})
+			})
+		})
+	}
+}
+
+// pretended is what a pretender has in its arena, of twice the size.
+const pretended = 8 << 10
+
+// besidePretender runs op at rank 0 beside a rank 1 that says it has come, with a table of our making, and wants a
+// PeerError of that.
+func besidePretender(t *testing.T, change func(table []byte), op func(ctx context.Context, r *rank) error) {
+	t.Helper()
+	err := try(newHost(), 2, shm.Config{Crowded: true}, func(r *rank) error {
+		if r.me == 1 {
+			seg, err := r.mem.Share(1, shm.New(r.mem, 1, r.mem.both(), 1, shm.Config{}).SegmentBytes(), nil)
+			if err != nil {
+				return err
+			}
+			shm.PretendToCome(seg, pretended, r.chunkOf(r.mem.alloc(2*pretended)), change)
+			return nil
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+		defer cancel()
+		err := op(ctx, r)
+		var p *transport.PeerError
+		if !errors.As(err, &p) || p.Peer != 1 {
+			t.Errorf("got %v, want a PeerError of rank 1", err)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+// An output of another length than was asked for is an error.
+func TestAlltoallOutput(t *testing.T) {
+	for n := 1; n <= 2; n++ {
+		for _, wrong := range []int{-1, 1} {
+			run(t, n, shm.Config{}, func(r *rank) error {
+				counts := []int64{64, 64}[:n]
+				err := r.Alltoall(t.Context(), message.Direct, aligned(64*n), counts, func(counts []int64) ([]byte, error) {
+					return aligned(int(sum(counts)) + wrong), nil
+				})
+				if want := fmt.Sprintf("got %d bytes for the output, want %d", 64*n+wrong, 64*n); err == nil || !strings.Contains(err.Error(), want) {
+					t.Errorf("got %v, want %s", err, want)
 				}
 				return nil
 			})
-			if err != nil {
-				t.Error(err)
-			}
-		})
+		}
 	}
 }
 

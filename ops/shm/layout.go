@@ -97,8 +97,9 @@ func (l *layout) write(table []byte) {
 	}
 }
 
-// read takes a peer's layout from its table and maps what it names. total is what the buffer should have.
-func (l *layout) read(table []byte, total int64, chunk func(id uint32) ([]byte, error)) error {
+// read takes a peer's layout from its table and maps what it names. total is what the buffer should have. elem is the size
+// of an element, a power of two, for the kernels that want whole ones in their places; 1 if the bytes are only copied.
+func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]byte, error)) error {
 	l.extents, l.direct = l.extents[:0], false
 	n := binary.LittleEndian.Uint32(table)
 	if n > maxExtents {
@@ -115,6 +116,9 @@ func (l *layout) read(table []byte, total int64, chunk func(id uint32) ([]byte, 
 		at = at[extentBytes:]
 		if e.end <= begin || e.end > total {
 			return fmt.Errorf("an extent from byte %d to %d of %d", begin, e.end, total)
+		}
+		if (e.end|e.in.offset|e.out.offset)&(elem-1) != 0 {
+			return fmt.Errorf("an extent to byte %d at offsets %d and %d, want multiples of %d", e.end, e.in.offset, e.out.offset, elem)
 		}
 		for _, p := range []*place{&e.in, &e.out} {
 			if p.staged() {

@@ -452,8 +452,10 @@ func (b *Backend) Alltoall(ctx context.Context, alg message.Algorithm, in []byte
 			return fmt.Errorf("got blocks of %d bytes in all, want %d", total, len(in))
 		}
 		if len(b.ranks) == 1 {
-			out, err := allocate(counts)
-			copy(out, in)
+			out, err := allocateOutput(allocate, counts, int64(len(in)))
+			if err == nil {
+				copy(out, in)
+			}
 			return err
 		}
 		return b.alltoall(in, counts, allocate)

@@ -19,7 +19,8 @@
 //	root > rank  complete  all its ranks have all records; or failure, and why
 //
 // The key of an id never travels. Connections to a root prove the key of its id, those of the ring a key made of all ids.
-// What follows the proof is neither encrypted nor authenticated.
+// What follows the proof is neither encrypted nor authenticated, unless the id says that connections are encrypted
+// (Config.Encrypt): then all is said inside TLS 1.3, the proof too.
 //
 // # Invariants
 //
