@@ -16,9 +16,13 @@ import (
 // and no memory of it.
 func TestInitLeavesNothing(t *testing.T) {
 	const (
-		rounds, warmup = 100, 10
-		mostBytes      = 256 << 10
+		warmup    = 10
+		mostBytes = 256 << 10
 	)
+	rounds := 100
+	if testing.Short() {
+		rounds = 30
+	}
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)

@@ -18,12 +18,15 @@ const (
 	survivorsDeadline = 2 * time.Second
 )
 
-// rounds is how often each death is tried.
-func rounds() int {
-	if testing.Short() {
+// rounds is how often a death is tried: often, or once for each rank; or less if it is to be short.
+func rounds(often bool) int {
+	switch {
+	case testing.Short():
 		return 2
+	case often:
+		return 20
 	}
-	return 20
+	return ranks
 }
 
 // Any of four ranks is killed while all execute or negotiate. Every other rank gets an error that names it, in time,
@@ -35,11 +38,8 @@ func TestKill(t *testing.T) {
 				continue // it is what large is
 			}
 			t.Run(fmt.Sprintf("%s/%s/%s", program, mode.memory, mode.negotiation), func(t *testing.T) {
-				n := rounds()
-				if mode.negotiation == "lockstep" {
-					n = (n + 3) / 4
-				}
-				for i := range n {
+				usual := mode.negotiation == "event" && mode.memory == "shm"
+				for i := range rounds(usual && (program == "large" || program == "waiting")) {
 					kill(t, program, i%ranks, "HVD_NEGOTIATION="+mode.negotiation, "HOROVOD_CPU_OPERATIONS="+mode.memory)
 					if t.Failed() {
 						t.Fatalf("in round %d", i)
