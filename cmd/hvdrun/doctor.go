@@ -79,7 +79,7 @@ func (r *runner) examine(given *doctorFlags) error {
 	s.Environ = r.env
 	s.Build.Version = version.Text()
 	var err error
-	if s.Build.Parts, err = builtParts(); err != nil {
+	if s.Build.Parts, err = builtParts(r.env); err != nil {
 		return err
 	}
 	if cpu, known := config.Lookup("HOROVOD_CPU_OPERATIONS"); known {
@@ -111,9 +111,9 @@ func (r *runner) examine(given *doctorFlags) error {
 }
 
 // builtParts reads what --check-build prints, so that there is one list of what is built.
-func builtParts() ([]doctor.Part, error) {
+func builtParts(env []string) ([]doctor.Part, error) {
 	var block bytes.Buffer
-	if err := (&runner{stdout: &block}).printBuild(); err != nil {
+	if err := (&runner{env: env, stdout: &block}).printBuild(); err != nil {
 		return nil, err
 	}
 	var (

@@ -104,7 +104,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	defer signal.Stop(signals)
 
 	result, err := launch.Run(context.Background(), launch.Options{
-		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, r.logFormat(&settings), r.sidecarBinary(&settings, several), settings.ForRanks()),
+		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, r.logFormat(&settings), r.sidecarBinary(&settings, several), timelineSignal(&settings), settings.ForRanks()),
 		Store: kv, StoreAddr: addr, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout, Liveness: settings.LivenessTimeout,
 		Stdout: r.stdout, Stderr: r.stderr,
@@ -158,18 +158,40 @@ func (r *runner) logger() *zap.Logger {
 	return logs.New(r.stderr, &c)
 }
 
+const (
+	sidecar         = "hvdd"
+	sidecarVariable = "HVD_SIDECAR_BINARY"
+)
+
 // sidecarBinary tells ranks in Python of an hvdd that is beside hvdrun, on whose host they are, if they would not be told else.
 func (r *runner) sidecarBinary(settings *config.Config, several bool) []string {
-	const name = "HVD_SIDECAR_BINARY"
+	path := besideSelf(sidecar)
+	if path == "" || several || settings.Variable(sidecarVariable) != "" {
+		return nil
+	}
+	return []string{sidecarVariable + "=" + path}
+}
+
+// besideSelf is the path of a program in the folder of this one; empty if there is none.
+func besideSelf(name string) string {
 	self, err := os.Executable()
-	if err != nil || several || settings.Variable(name) != "" {
-		return nil
+	if err != nil {
+		return ""
 	}
-	path := filepath.Join(filepath.Dir(self), "hvdd")
+	path := filepath.Join(filepath.Dir(self), name)
 	if unix.Access(path, unix.X_OK) != nil {
+		return ""
+	}
+	return path
+}
+
+// timelineSignal tells the ranks, where launch looks for it too, of a signal that the file names.
+func timelineSignal(settings *config.Config) []string {
+	const name = "HVD_TIMELINE_SIGNAL"
+	if settings.Origin(name).Source != config.FromFile || settings.TimelineSignal == "" {
 		return nil
 	}
-	return []string{name + "=" + path}
+	return []string{name + "=" + settings.TimelineSignal}
 }
 
 // logFormat is what tells the ranks, whose standard error is a pipe, that hvdrun's is a terminal, if that decides.

@@ -24,6 +24,8 @@ const (
 	maxFailureBytes = 256 << 20
 	// maxTold bounds what is remembered of stalls.
 	maxTold = 100_000
+	// stallCause begins the cause of a report that a stall leads to.
+	stallCause = "a stall: "
 )
 
 // reporter makes reports of what the ranks are at, for launch.Inquiry.
@@ -40,27 +42,40 @@ type reporter struct {
 	mu        sync.Mutex
 	failures  map[int][]byte // the last dump of each rank whose job has failed
 	kept      int            // their length
-	told      map[stalled]bool
+	told      map[stalled]wait
 	lastStall time.Time
 	watchErr  error
 }
 
-// stalled is a tensor that a report was made for.
+// stalled is a tensor that a report of a stall has.
 type stalled struct {
 	set  uint32
 	name string
+}
+
+// wait is one of a rank for a tensor. Names come again each step, so the name alone does not tell a stall from the next.
+type wait struct {
+	rank      int
+	epoch     uint64
+	submitted time.Duration // by the rank's clock
+	seen      time.Time     // when a dump had it last
+}
+
+// is reports whether it is the wait of d for p.
+func (w *wait) is(d *recorder.Dump, p *recorder.Pending) bool {
+	return w.rank == d.Rank && w.epoch == d.Epoch && w.submitted == p.Submitted
 }
 
 // newReporter starts to take what the ranks of a job volunteer, until close.
 func newReporter(kv store.Store, size int, dir string, period time.Duration) *reporter {
 	r := &reporter{
 		kv: kv, size: size, dir: dir, period: period,
-		alarms: make(chan string, 1), failures: make(map[int][]byte), told: make(map[stalled]bool),
+		alarms: make(chan string, 1), failures: make(map[int][]byte), told: make(map[stalled]wait),
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	r.cancel = cancel
 	r.wg.Go(func() {
-		err := inquiry.Watch(ctx, kv, r.hear)
+		err := inquiry.Watch(ctx, kv, func(rank int, what string, body []byte) { r.hear(ctx, rank, what, body) })
 		r.mu.Lock()
 		r.watchErr = err
 		r.mu.Unlock()
@@ -78,23 +93,24 @@ func (r *reporter) inquiry() *launch.Inquiry {
 	return &launch.Inquiry{Survey: r.survey, Alarms: r.alarms, Epilogue: r.epilogue}
 }
 
-// hear takes what a rank volunteers.
-func (r *reporter) hear(rank int, what string, body []byte) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+// hear takes what a rank volunteers. It may have to ask the ranks, as a survey does.
+func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte) {
 	switch what {
 	case inquiry.Stall:
 		s, err := recorder.DecodeStall(body)
-		if err != nil || r.told[stalled{s.Set, s.Name}] || !r.lastStall.IsZero() && time.Since(r.lastStall) < r.period {
+		if err != nil || !r.isNews(ctx, stalled{s.Set, s.Name}) {
 			return
 		}
+		r.mu.Lock()
 		r.lastStall = time.Now()
-		r.tell(stalled{s.Set, s.Name})
+		r.mu.Unlock()
 		select {
-		case r.alarms <- "a stall: " + s.Text:
+		case r.alarms <- stallCause + s.Text:
 		default: // one is waiting to be asked about
 		}
 	case inquiry.Failure:
+		r.mu.Lock()
+		defer r.mu.Unlock()
 		if rank < r.size && r.kept-len(r.failures[rank])+len(body) <= maxFailureBytes {
 			r.kept += len(body) - len(r.failures[rank])
 			r.failures[rank] = body
@@ -102,12 +118,64 @@ func (r *reporter) hear(rank int, what string, body []byte) {
 	}
 }
 
-// tell remembers that a report has s. r is locked.
-func (r *reporter) tell(s stalled) {
-	if len(r.told) >= maxTold {
-		clear(r.told)
+// isNews reports whether a stall is to lead to a report: one that no report has, unless it comes too soon after another. Rank 0 tells of a
+// stall again each period. Whether it is the one that was reported only the ranks know.
+func (r *reporter) isNews(ctx context.Context, s stalled) bool {
+	r.mu.Lock()
+	soon := !r.lastStall.IsZero() && time.Since(r.lastStall) < r.period
+	w, told := r.told[s]
+	r.mu.Unlock()
+	switch {
+	case soon:
+		return false
+	case !told:
+		return true
+	case time.Since(w.seen) < r.period/2: // a stall has waited for a period, so this one was seen
+		return false
 	}
-	r.told[s] = true
+	ctx, cancel := context.WithTimeout(ctx, surveyTime)
+	defer cancel()
+	answers, _, _ := inquiry.Ask(ctx, r.kv, inquiry.Dump, r.size) // Watch tells what is wrong with the store
+	dumps, _ := r.decode(answers, nil)
+	return r.waitsAnew(s, dumps)
+}
+
+// waitsAnew reports whether ranks wait for s, but not since what was reported. It notes which waits that were reported go on.
+func (r *reporter) waitsAnew(s stalled, dumps []*recorder.Dump) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now, waits, goesOn := time.Now(), false, false
+	for _, d := range dumps {
+		for i := range d.Pending {
+			p := &d.Pending[i]
+			key := stalled{p.Set, p.Name}
+			w, told := r.told[key]
+			same := told && w.is(d, p)
+			if same {
+				w.seen = now
+				r.told[key] = w
+			}
+			if key == s {
+				// What stalls has waited for a period. What has not is of a later step: the stall is over meanwhile.
+				waits, goesOn = waits || d.At-p.Submitted >= r.period/2, goesOn || same
+			}
+		}
+	}
+	return waits && !goesOn
+}
+
+// tell remembers what a report of a stall has. r is locked.
+func (r *reporter) tell(dumps []*recorder.Dump) {
+	now := time.Now()
+	for _, d := range dumps {
+		for i := range d.Pending {
+			p := &d.Pending[i]
+			if len(r.told) >= maxTold {
+				clear(r.told)
+			}
+			r.told[stalled{p.Set, p.Name}] = wait{d.Rank, d.Epoch, p.Submitted, now}
+		}
+	}
 }
 
 // survey asks all ranks, and makes a report of their answers.
@@ -118,10 +186,8 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	answers, _, err := inquiry.Ask(ctx, r.kv, inquiry.Dump, r.size)
 	dumps, absent := r.decode(answers, known)
 	r.mu.Lock()
-	for _, d := range dumps {
-		for i := range d.Pending {
-			r.tell(stalled{d.Pending[i].Set, d.Pending[i].Name})
-		}
+	if strings.HasPrefix(why, stallCause) { // another report is no reason to leave that of a stall out
+		r.tell(dumps)
 	}
 	watching := r.watchErr
 	r.mu.Unlock()

@@ -33,15 +33,20 @@ import (
 
 // dumpOf is the dump of a rank that has run grad/0 to grad/9, and waits for some since 5 s.
 func dumpOf(rank, size int, why string, waits ...string) []byte {
+	return dumpAt(20*time.Second, 15*time.Second, rank, size, why, waits...)
+}
+
+// dumpAt is dumpOf at another time, of a rank that waits since another.
+func dumpAt(at, submitted time.Duration, rank, size int, why string, waits ...string) []byte {
 	r := recorder.New(100)
 	for i := range 10 {
 		r.Record(&trace.Operation{
 			Number: uint64(i + 1), Kind: message.Allreduce, Ended: 10 * time.Second, Tensors: []trace.Tensor{{Name: "grad/" + strconv.Itoa(i)}},
 		})
 	}
-	about := recorder.About{Rank: rank, Size: size, Host: "here", PID: os.Getpid(), Epoch: 1, Why: why, At: 20 * time.Second}
+	about := recorder.About{Rank: rank, Size: size, Host: "here", PID: os.Getpid(), Epoch: 1, Why: why, At: at}
 	for _, name := range waits {
-		about.Pending = append(about.Pending, trace.Pending{Kind: message.Allreduce, Name: name, Submitted: 15 * time.Second})
+		about.Pending = append(about.Pending, trace.Pending{Kind: message.Allreduce, Name: name, Submitted: submitted})
 	}
 	text, err := recorder.Encode(r.Dump(about), 100)
 	if err != nil {
@@ -254,7 +259,7 @@ func TestQuitPrintsReport(t *testing.T) {
 	w, report := quit(t, 4, "-np", "4", "--dump-dir", dir)
 	for _, want := range []string{
 		"hvdrun: SIGQUIT: 2 of 4 ranks answered, in 1.",
-		"Rank 1 has not called allreduce \"grad/7\", for which rank 0 has waited for 5.0 s.\n" +
+		"Rank 1 has not called allreduce \"grad/7\", for which rank 0 has waited for 5.0 s; of ranks 2, 3, which did not answer, nothing is known.\n" +
 			"  rank 1 called it once before, the last ended 10.0 s ago; it waits for nothing; its last operation was allreduce \"grad/9\", which ended 10.0 s ago\n",
 		"The report and the dumps of the ranks are in " + dir + "\n",
 	} {
@@ -402,7 +407,7 @@ func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 	w.until(rule, 2) // what was known by then
 }
 
-// Reports of stalls: one for each tensor, one at a time, and none for what a report had.
+// Reports of stalls: one for each, one at a time, and none for what a report of a stall had.
 func TestStallsAreReportedOnce(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -414,7 +419,7 @@ func TestStallsAreReportedOnce(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.hear(0, inquiry.Stall, body)
+		r.hear(t.Context(), 0, inquiry.Stall, body)
 	}
 	heard := func(want string) {
 		t.Helper()
@@ -438,9 +443,6 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	heard("a stall: stalled a\x1b")
 	say("b") // too soon
 	heard("")
-	passes()
-	say("a")
-	heard("")
 	// A report that has b and c.
 	ctx, cancel := context.WithCancel(testnet.Context(t))
 	var wg sync.WaitGroup
@@ -449,20 +451,21 @@ func TestStallsAreReportedOnce(t *testing.T) {
 			inquiry.Answer(ctx, kv, rank, func(string) []byte { return dumpOf(rank, size, "", "b", "c") })
 		})
 	}
-	text := r.survey(ctx, "why\x1b", []string{"x", "y"})
+	text := r.survey(ctx, "a stall: stalled a\x1b", []string{"x", "y"})
 	cancel()
 	wg.Wait()
-	if !strings.Contains(text, "hvdrun: why?: 2 of 2 ranks answered") {
+	if !strings.Contains(text, "hvdrun: a stall: stalled a?: 2 of 2 ranks answered") {
 		t.Errorf("got %s", text)
 	}
+	passes()
 	say("b")
 	say("c")
 	heard("")
 	say("d")
 	heard("a stall: stalled d\x1b")
 	passes()
-	r.hear(0, inquiry.Stall, []byte("x"))
-	r.hear(0, "what", nil)
+	r.hear(t.Context(), 0, inquiry.Stall, []byte("x"))
+	r.hear(t.Context(), 0, "what", nil)
 	heard("")
 	// Nobody has taken the alarm of e: f does not wait for that.
 	say("e")
@@ -472,25 +475,132 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	heard("")
 }
 
+// Names of tensors come again each step: a stall is reported whether or not there was one of the same name before, but not again while it
+// lasts, and also if SIGQUIT has shown what waited.
+func TestEachStallIsReported(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const (
+			size   = 3
+			period = time.Minute
+		)
+		kv := store.NewHashStore(store.Limits{})
+		defer kv.Close()
+		r := newReporter(kv, size, "", period)
+		defer r.close()
+		begun := time.Now()
+		var (
+			mu    sync.Mutex
+			since time.Duration // when ranks 0 and 2 have begun to wait; 0 if they do not
+			mute  bool          // rank 2, whose wait is remembered, does not answer
+			asked int
+			wg    sync.WaitGroup
+		)
+		ctx, cancel := context.WithCancel(t.Context())
+		defer wg.Wait()
+		defer cancel()
+		for rank := range size {
+			wg.Go(func() {
+				inquiry.Answer(ctx, kv, rank, func(string) []byte {
+					mu.Lock()
+					defer mu.Unlock()
+					asked++
+					switch {
+					case rank == 2 && mute:
+						return nil
+					case rank == 1 || since == 0:
+						return dumpOf(rank, size, "")
+					}
+					return dumpAt(time.Since(begun), since, rank, size, "", "grad/7", "grad/8")
+				})
+			})
+		}
+		set := func(f func()) {
+			mu.Lock()
+			defer mu.Unlock()
+			f()
+		}
+		begins := func() { set(func() { since = time.Since(begun) }) }
+		ends := func() { set(func() { since = 0 }) }
+		// says has rank 0 tell of the stall, of both names, and counts the reports.
+		says := func(want int) {
+			t.Helper()
+			got := 0
+			for _, name := range []string{"grad/7", "grad/8"} {
+				body, err := recorder.EncodeStall(recorder.Stall{Name: name, Text: name + " stalled"})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := inquiry.Report(ctx, kv, 0, inquiry.Stall, body); err != nil {
+					t.Fatal(err)
+				}
+				synctest.Wait()
+				time.Sleep(2 * surveyTime) // a rank may be waited for
+				select {
+				case why := <-r.alarms:
+					r.survey(ctx, why, nil)
+					got++
+				default:
+				}
+			}
+			if got != want {
+				t.Errorf("%v: got %d reports, want %d", time.Since(begun), got, want)
+			}
+		}
+		synctest.Wait() // until somebody watches
+
+		begins()
+		r.survey(ctx, "SIGQUIT", nil)
+		ends()
+		for range 2 {
+			time.Sleep(period)
+			begins()
+			r.survey(ctx, "SIGQUIT", nil)
+			time.Sleep(period)
+			says(1)
+			for range 3 {
+				time.Sleep(period)
+				set(func() { asked = 0 })
+				says(0)
+				set(func() {
+					if asked > size {
+						t.Errorf("the ranks were asked %d times for a stall that goes on, want %d at most", asked, size)
+					}
+				})
+			}
+			ends()
+		}
+		time.Sleep(period)
+		says(0) // it is over meanwhile
+		time.Sleep(period)
+		begins()
+		says(0) // as it is if a later step waits for a moment
+		set(func() { mute = true })
+		time.Sleep(period)
+		says(1)
+		time.Sleep(period)
+		says(0)
+	})
+}
+
 // What ranks leave is bounded, and what is no dump of theirs is said to be none.
 func TestDumpsOfFailures(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	r := newReporter(kv, 4, "", time.Hour)
 	good := dumpOf(0, 4, "", "grad/7")
-	r.hear(0, inquiry.Failure, []byte("replaced"))
-	r.hear(0, inquiry.Failure, good)
-	r.hear(1, inquiry.Failure, good)
-	r.hear(2, inquiry.Failure, []byte("\x1f\x8bnothing"))
-	r.hear(4, inquiry.Failure, good) // there is no such rank
+	r.hear(t.Context(), 0, inquiry.Failure, []byte("replaced"))
+	r.hear(t.Context(), 0, inquiry.Failure, good)
+	r.hear(t.Context(), 1, inquiry.Failure, good)
+	r.hear(t.Context(), 2, inquiry.Failure, []byte("\x1f\x8bnothing"))
+	r.hear(t.Context(), 4, inquiry.Failure, good) // there is no such rank
 	if want := 2*len(good) + 9; r.kept != want || len(r.failures) != 3 {
 		t.Errorf("got %d bytes of %d ranks, want %d of 3", r.kept, len(r.failures), want)
 	}
-	r.hear(3, inquiry.Failure, make([]byte, maxFailureBytes-r.kept+1))
+	r.hear(t.Context(), 3, inquiry.Failure, make([]byte, maxFailureBytes-r.kept+1))
 	if r.failures[3] != nil {
 		t.Error("more was kept than there is room for")
 	}
-	r.hear(3, inquiry.Failure, make([]byte, maxFailureBytes-r.kept))
+	r.hear(t.Context(), 3, inquiry.Failure, make([]byte, maxFailureBytes-r.kept))
 	if r.failures[3] == nil {
 		t.Error("what there is room for was not kept")
 	}
@@ -519,7 +629,7 @@ func TestDumpsOfFailures(t *testing.T) {
 		t.Errorf("got %s, want the dumps of all", got)
 	}
 	quiet := newReporter(kv, 1, "", time.Hour)
-	quiet.hear(0, inquiry.Failure, dumpOf(0, 1, ""))
+	quiet.hear(t.Context(), 0, inquiry.Failure, dumpOf(0, 1, ""))
 	if got := quiet.epilogue(nil); got != "" {
 		t.Errorf("got %s of a rank that waits for nothing, want nothing", got)
 	}

@@ -3,13 +3,16 @@ package main
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 )
@@ -165,10 +168,87 @@ func TestConfigCommand(t *testing.T) {
 }
 
 func TestCheckBuild(t *testing.T) {
+	t.Setenv(sidecarVariable, "")
 	for _, flag := range []string{"-cb", "--check-build"} {
 		stdout, stderr, status := output(t, flag)
-		if status != 0 || stderr != "" || strings.Count(stdout, "[X] Gloo") != 2 || strings.Count(stdout, "[ ] MPI\n") != 2 {
+		if status != 0 || stderr != "" || strings.Count(stdout, "[X] Gloo (gohvd's own, over shared memory and TCP)\n") != 2 || strings.Count(stdout, "[ ] MPI\n") != 2 {
 			t.Errorf("%s: got exit status %d, %q and %q, want what is built", flag, status, stdout, stderr)
+		}
+	}
+}
+
+// There is PyTorch where there is hvdd; else it is said why not. The doctor has the same.
+func TestCheckBuildFindsSidecar(t *testing.T) {
+	dir, none := t.TempDir(), t.TempDir()
+	program, plain := filepath.Join(dir, "hvdd"), filepath.Join(none, "plain")
+	for path, mode := range map[string]os.FileMode{program: 0o700, plain: 0o600} {
+		if err := os.WriteFile(path, nil, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, c := range []struct{ named, path, want, examined string }{
+		{"", none, "[ ] PyTorch (no hvdd: HVD_SIDECAR_BINARY is not set, and there is none beside hvdrun or on PATH)", "Go; not built in: PyTorch (no hvdd: "},
+		{"", dir, "[X] PyTorch (over hvdd)", "Go, PyTorch (over hvdd); not built in: TensorFlow"},
+		{program, none, "[X] PyTorch (over hvdd)", "Go, PyTorch (over hvdd); not built in: TensorFlow"},
+		{plain, dir, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is no program)", plain), "Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
+		{dir, none, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is no program)", dir), "Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
+	} {
+		t.Setenv(sidecarVariable, c.named)
+		t.Setenv("PATH", c.path)
+		if stdout, stderr, status := output(t, "--check-build"); status != 0 || stderr != "" || !strings.Contains(stdout, "    "+c.want+"\n") {
+			t.Errorf("%+v: got exit status %d, %q and %q", c, status, stdout, stderr)
+		}
+		if lines, _, _ := examined(t); !strings.HasPrefix(lines["frameworks"].Text, c.examined) {
+			t.Errorf("%+v: got %+v", c, lines["frameworks"])
+		}
+	}
+	// Beside hvdrun, as they are installed.
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(self)
+	if err != nil {
+		t.Fatal(err)
+	}
+	copied := filepath.Join(dir, "hvdrun")
+	if err := os.WriteFile(copied, text, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv(sidecarVariable, "")
+	t.Setenv("PATH", none)
+	cmd := hvdrun(t, "--check-build")
+	cmd.Path = copied
+	if out, err := cmd.Output(); err != nil || !strings.Contains(string(out), "    [X] PyTorch (over hvdd)\n") {
+		t.Errorf("got %q and error %v, want the hvdd beside hvdrun", out, err)
+	}
+}
+
+// What asks for nothing that is missing changes nothing: neither the job nor its settings.
+func TestFlagsForWhatHolds(t *testing.T) {
+	flags := []string{
+		"--disable-cache", "--no-hierarchical-allreduce", "--no-hierarchical-allgather", "--no-torus-allreduce", "--no-autotune", "--no-mpi-threads-disable",
+	}
+	stdout, stderr, status := output(t, append(flags, "-np", "1", "--tag-output=false", "sh", "-c", "echo $HOROVOD_CACHE_CAPACITY.$HVD_FLAGS.")...)
+	if status != 0 || stdout != "..\n" || stderr != "" {
+		t.Errorf("got exit status %d, %q and %q, want the command run and no setting", status, stdout, stderr)
+	}
+	for _, flag := range []string{"--autotune", "--disable-cache=false", "--mpi-threads-disable"} {
+		if _, stderr, status := output(t, flag, "-np", "1", "true"); status != 2 || !strings.Contains(stderr, "this version does not have ") {
+			t.Errorf("%s: got exit status %d and %q, want 2", flag, status, stderr)
+		}
+	}
+}
+
+// The signal of the timeline is ignored by who does not ask for it, wherever it is given.
+func TestTimelineSignal(t *testing.T) {
+	file := writeFile(t, "timeline:\n  signal: sigusr2\n")
+	for _, flags := range [][]string{{"--config-file", file}, {"-x", "HVD_TIMELINE_SIGNAL=SIGUSR2"}} {
+		stdout, stderr, status := output(t, append(flags, "-np", "1", "--tag-output=false", "grep", "SigIgn", "/proc/self/status")...)
+		_, mask, _ := strings.Cut(strings.TrimSpace(stdout), "\t")
+		bits, err := strconv.ParseUint(mask, 16, 64)
+		if status != 0 || stderr != "" || err != nil || bits>>(unix.SIGUSR2-1)&1 != 1 {
+			t.Errorf("%q: got exit status %d, %q and %q, want SIGUSR2 ignored", flags, status, stdout, stderr)
 		}
 	}
 }
@@ -196,13 +276,28 @@ func TestAllFlagsOfHorovodrunAreKnown(t *testing.T) {
 		}
 	}
 	for _, a := range absentFlags {
+		refused := func(name, value string) {
+			t.Helper()
+			var absent *absentError
+			if err := flags.Set(name, value); !errors.As(err, &absent) || absent.feature != a.feature {
+				t.Errorf("--%s=%s: got error %v, want %s to be absent", name, value, err, a.feature)
+			}
+		}
 		for _, name := range a.names {
+			refused(name, "1")
+		}
+		for _, name := range a.without {
+			if err := flags.Set(name, "true"); err != nil {
+				t.Errorf("--%s: got error %v, want what holds accepted", name, err)
+			}
+			refused(name, "false")
+			if err := flags.Set(name, "x"); err == nil || !strings.Contains(err.Error(), "want no value") {
+				t.Errorf("--%s=x: got error %v, want no value wanted", name, err)
+			}
+		}
+		for _, name := range slices.Concat(a.names, a.without) {
 			if !slices.Contains(known, name) {
 				t.Errorf("--%s is not horovodrun's", name)
-			}
-			var absent *absentError
-			if err := flags.Set(name, "1"); !errors.As(err, &absent) || absent.feature != a.feature {
-				t.Errorf("--%s: got error %v, want %s to be absent", name, err, a.feature)
 			}
 		}
 	}

@@ -4,9 +4,13 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"os"
+	"os/exec"
+	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/version"
@@ -53,26 +57,51 @@ func (r *runner) showSettings(*cobra.Command, []string) error {
 	return table.Flush()
 }
 
-// printBuild has the form of Horovod's.
+// printBuild has the form of Horovod's, for scripts that look for "[X] PyTorch".
 func (r *runner) printBuild() error {
+	torch := "[X] PyTorch (over hvdd)"
+	if err := r.findSidecar(); err != nil {
+		torch = fmt.Sprintf("[ ] PyTorch (%v)", err)
+	}
+	const own = "[X] Gloo (gohvd's own, over shared memory and TCP)"
 	_, err := fmt.Fprintf(r.stdout, `gohvd %s:
 
 Available Frameworks:
     [X] Go
-    [ ] PyTorch
+    %s
     [ ] TensorFlow
     [ ] MXNet
 
 Available Controllers:
     [ ] MPI
-    [X] Gloo (gohvd's own, over TCP)
+    %s
 
 Available Tensor Operations:
     [ ] NCCL
     [ ] DDL
     [ ] CCL
     [ ] MPI
-    [X] Gloo (gohvd's own, over TCP)
-`, version.Text())
+    %s
+`, version.Text(), torch, own, own)
 	return err
+}
+
+// findSidecar looks for hvdd where ranks in Python would, but for their package, which hvdrun does not know. The error says why there is
+// none.
+func (r *runner) findSidecar() error {
+	for _, v := range r.env {
+		if named, is := strings.CutPrefix(v, sidecarVariable+"="); is && named != "" {
+			if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() || unix.Access(named, unix.X_OK) != nil {
+				return fmt.Errorf("%s is %q, which is no program", sidecarVariable, named)
+			}
+			return nil
+		}
+	}
+	if besideSelf(sidecar) != "" {
+		return nil
+	}
+	if _, err := exec.LookPath(sidecar); err != nil {
+		return fmt.Errorf("no %s: %s is not set, and there is none beside hvdrun or on PATH", sidecar, sidecarVariable)
+	}
+	return nil
 }

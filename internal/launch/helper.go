@@ -1,12 +1,15 @@
 package launch
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -22,6 +25,9 @@ const (
 	orderFD  = 3 // the launcher's orders: signal numbers, a byte each; its end is the launcher's
 	reportFD = 4 // the helper's reports, JSON
 )
+
+// shell runs scripts that do not say what runs them.
+const shell = "/bin/sh"
 
 // report is what a helper tells the launcher: first PID or Errno, then, if the command ran, the rest.
 type report struct {
@@ -66,6 +72,11 @@ func HelperMain(args, env []string) int {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s is for the launcher's own use\n", HelperArg)
 		return 2
 	}
+	// The one for the timeline is for who asks for it: it would end a program that has not done that yet, or never does, as a shell. That
+	// it is ignored passes on to the command and what that runs, until they ask.
+	if s := timelineSignal(env); s != 0 {
+		signal.Ignore(s)
+	}
 	// The launcher decides what a signal means. Ignoring them would make the command ignore them as well.
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
 		if !signal.Ignored(s) {
@@ -95,14 +106,30 @@ func HelperMain(args, env []string) int {
 	return 0
 }
 
+// timelineSignal is the signal that starts and stops the timeline of a rank with an environment; 0 if there is none, or it is not one that
+// the setting can have.
+func timelineSignal(env []string) syscall.Signal {
+	switch name := valueOf(env, "HVD_TIMELINE_SIGNAL"); {
+	case strings.EqualFold(name, "SIGUSR1"):
+		return unix.SIGUSR1
+	case strings.EqualFold(name, "SIGUSR2"):
+		return unix.SIGUSR2
+	}
+	return 0
+}
+
 func (h *helper) start(path string, argv, env []string) error {
 	h.family.mu.Lock()
 	defer h.family.mu.Unlock()
-	pid, _, err := syscall.StartProcess(path, argv, &syscall.ProcAttr{
+	attr := &syscall.ProcAttr{
 		Env:   env,
 		Files: []uintptr{0, 1, 2},
 		Sys:   &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL},
-	})
+	}
+	pid, _, err := syscall.StartProcess(path, argv, attr)
+	if errors.Is(err, syscall.ENOEXEC) && isText(path) { // as execvp does (exec(3))
+		pid, _, err = syscall.StartProcess(shell, slices.Concat([]string{shell, path}, argv[1:]), attr)
+	}
 	if err != nil {
 		return err
 	}
@@ -110,6 +137,23 @@ func (h *helper) start(path string, argv, env []string) error {
 	h.family.own = map[int]func(unix.WaitStatus){pid: h.ended}
 	h.tell(report{PID: pid})
 	return nil
+}
+
+// isText reports whether a file that the kernel cannot run is to be read by the shell: by its first line, as POSIX has it (XCU 2.9.1.4). A
+// program for another machine is not.
+func isText(path string) bool {
+	f, err := os.Open(path)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	head := make([]byte, 128)
+	n, err := io.ReadFull(f, head)
+	if err != nil && err != io.EOF && err != io.ErrUnexpectedEOF {
+		return false
+	}
+	line, _, _ := bytes.Cut(head[:n], []byte("\n"))
+	return bytes.IndexByte(line, 0) < 0
 }
 
 // ended is called with family.mu held.

@@ -74,7 +74,7 @@ func TestCommandThatCannotRun(t *testing.T) {
 		{"path not found", filepath.Join(dir, "nothing"), 127},
 		{"not executable", file("plain", "text", 0o600), 126},
 		{"directory", dir, 126},
-		{"not a program", file("program", "text", 0o700), 126},
+		{"of another machine", file("program", "\x7fELF\x02\x01\x01\x00not for this one", 0o700), 126},
 		{"no interpreter", file("script", "#!/no/such/interpreter\n", 0o700), 127},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -86,6 +86,34 @@ func TestCommandThatCannotRun(t *testing.T) {
 				t.Errorf("got %q, want the command named and no report", out)
 			}
 		})
+	}
+}
+
+// A script without a #! line is the shell's, as for execvp and the shells themselves.
+func TestScriptWithoutInterpreter(t *testing.T) {
+	dir := t.TempDir()
+	script := filepath.Join(dir, "a script")
+	if err := os.WriteFile(script, []byte("# no interpreter\necho \"$0:$#:$1:$2\"; exit $HOROVOD_RANK\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	empty := filepath.Join(dir, "empty")
+	if err := os.WriteFile(empty, nil, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, hosts := range []string{"", "h1,localhost"} {
+		r := start(t, spec{NP: 2, Hosts: hosts, Command: []string{script, "a b", ""}})
+		if got := r.wait(); got != 1 {
+			t.Errorf("hosts %q: got exit status %d, want that of rank 1", hosts, got)
+		}
+		for rank := range 2 {
+			if want := fmt.Sprintf("[%d]<stdout>:%s:2:a b:\n", rank, script); !strings.Contains(r.stdout.String(), want) {
+				t.Errorf("hosts %q: got %q, want %q", hosts, r.stdout.String(), want)
+			}
+		}
+	}
+	r := start(t, spec{NP: 1, Command: []string{empty}})
+	if got := r.wait(); got != 0 {
+		t.Errorf("an empty script: got exit status %d, want 0", got)
 	}
 }
 
@@ -170,18 +198,47 @@ func TestSignalsEndTheJob(t *testing.T) {
 
 func TestSignalsAreForwarded(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGUSR1, unix.SIGUSR2, unix.SIGQUIT} {
-		t.Run(unix.SignalName(s), func(t *testing.T) {
-			t.Parallel()
-			r := start(t, spec{NP: 2, Command: []string{self(), "rank", "obey"}})
-			r.awaitOutput(&r.stdout, "ready", 2)
-			r.signal(s)
-			if got := r.wait(); got != 0 {
-				t.Errorf("got exit status %d, want 0", got)
-			}
-			if n := strings.Count(r.stdout.String(), "got "+unix.SignalName(s)); n != 2 {
-				t.Errorf("%d ranks got it, want 2", n)
-			}
-		})
+		// Who asks for the signal of the timeline, which it is started with ignored, gets it as any other.
+		for _, set := range [][]string{nil, {"HVD_TIMELINE_SIGNAL=" + strings.ToLower(unix.SignalName(s))}} {
+			t.Run(unix.SignalName(s)+strings.Join(set, ""), func(t *testing.T) {
+				t.Parallel()
+				r := start(t, spec{NP: 2, Set: set, Command: []string{self(), "rank", "obey"}})
+				r.awaitOutput(&r.stdout, "ready", 2)
+				r.signal(s)
+				if got := r.wait(); got != 0 {
+					t.Errorf("got exit status %d, want 0", got)
+				}
+				if n := strings.Count(r.stdout.String(), "got "+unix.SignalName(s)); n != 2 {
+					t.Errorf("%d ranks got it, want 2", n)
+				}
+			})
+		}
+	}
+}
+
+// The signal of the timeline does no harm to who has not asked for it, nor to what that runs. Other signals do what they always do.
+func TestTimelineSignalIsIgnored(t *testing.T) {
+	const script = `trap 'kill $p; wait $p; echo slept $?; exit 0' USR1; sleep 1000 & p=$!; echo ready; wait`
+	for _, hosts := range []string{"", "h1,localhost"} {
+		r := start(t, spec{NP: 2, Hosts: hosts, Set: []string{"HVD_TIMELINE_SIGNAL=SIGUSR2"}, Command: sh(script)})
+		r.awaitOutput(&r.stdout, "ready", 2)
+		for range 2 {
+			r.signal(unix.SIGUSR2)
+		}
+		r.signal(unix.SIGUSR1) // signals come in the order in which they were sent
+		if got := r.wait(); got != 0 || strings.Count(r.stdout.String(), "slept") != 2 || strings.Contains(r.stdout.String(), "slept 140") {
+			t.Errorf("hosts %q: got exit status %d and %q, want both ranks and what they run alive until SIGUSR1", hosts, got, r.stdout.String())
+		}
+	}
+	for value, want := range map[string]string{"": "0", "sigusr1": "1", "SIGUSR2": "2", "SIGTERM": "0"} {
+		r := start(t, spec{NP: 1, NoPrefix: true, Set: []string{"HVD_TIMELINE_SIGNAL=" + value}, Command: []string{"grep", "SigIgn", "/proc/self/status"}})
+		got := r.wait()
+		_, mask, _ := strings.Cut(strings.TrimSpace(r.stdout.String()), "\t")
+		bits, err := strconv.ParseUint(mask, 16, 64)
+		ignored := strconv.FormatUint(bits>>(unix.SIGUSR1-1)&1|bits>>(unix.SIGUSR2-2)&2, 10)
+		if got != 0 || err != nil || ignored != want || bits>>(unix.SIGTERM-1)&1 != 0 {
+			t.Errorf("%q: got exit status %d and %q, want SIGUSR%s ignored", value, got, r.stdout.String(), want)
+		}
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -11,6 +12,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
@@ -126,9 +128,13 @@ func TestRecordAllocatesNothing(t *testing.T) {
 	if n := testing.AllocsPerRun(100, func() { r.Record(op) }); n != 0 {
 		t.Errorf("%v allocations, want none", n)
 	}
-	// Documented at New, and in the help of HVD_FLIGHT_RECORDER.
-	if size := unsafe.Sizeof(slot{}); size > 136 {
-		t.Errorf("a slot has %d bytes", size)
+	// Documented at New, in the help of HVD_FLIGHT_RECORDER and in docs/troubleshooting.md.
+	if size := unsafe.Sizeof(slot{}); size != 128 {
+		t.Errorf("a slot has %d bytes, want 128", size)
+	}
+	megabytes := fmt.Sprintf(" %.1f MB ", float64(unsafe.Sizeof(slot{}))*DefaultOperations/1e6)
+	if s, _ := config.Lookup("HVD_FLIGHT_RECORDER"); !strings.Contains(s.Raise, megabytes) {
+		t.Errorf("the help says %q, want%s", s.Raise, megabytes)
 	}
 }
 

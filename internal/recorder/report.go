@@ -67,11 +67,17 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	for _, m := range w.Missing {
 		missing = append(missing, m.Rank)
 	}
+	unknown := "" // it may be for these that the others wait
+	if len(w.Silent) > 0 {
+		unknown = fmt.Sprintf("; of %s, which did not answer, nothing is known", ranks(w.Silent))
+	}
 	switch {
 	case len(missing) > 0 && join:
-		fmt.Fprintf(b, "%s %s joined%s and %s not, for %s.\n", capital(ranks(w.Ranks)), have(w.Ranks), ofSet(w.Set), ranks(missing)+" "+have(missing), long)
+		fmt.Fprintf(b, "%s %s joined%s and %s not, for %s%s.\n",
+			capital(ranks(w.Ranks)), have(w.Ranks), ofSet(w.Set), ranks(missing)+" "+have(missing), long, unknown)
 	case len(missing) > 0:
-		fmt.Fprintf(b, "%s %s not called %s, for which %s %s waited for %s.\n", capital(ranks(missing)), have(missing), what, ranks(w.Ranks), have(w.Ranks), long)
+		fmt.Fprintf(b, "%s %s not called %s, for which %s %s waited for %s%s.\n",
+			capital(ranks(missing)), have(missing), what, ranks(w.Ranks), have(w.Ranks), long, unknown)
 	case len(w.Silent) > 0:
 		fmt.Fprintf(b, "%s %s waited for %s for %s: perhaps for %s, which did not answer.\n", capital(ranks(w.Ranks)), have(w.Ranks), what, long, ranks(w.Silent))
 	default:

@@ -137,6 +137,18 @@ func TestReport(t *testing.T) {
 			"Ranks 0, 1 have waited for allreduce \"x\" for 18.0 s: perhaps for rank 2, which did not answer.\n" +
 				"Rank 2 did not answer: process 5 on host ?h runs?.\n"},
 
+		{"one stays away and others give no answer", 5, func(j []*rankAt) {
+			j[1].waits(2*time.Second, "x")
+			j[3].waits(2*time.Second, "x")
+		}, []int{0, 1, 3}, map[int]string{2: "killed by SIGKILL", 4: "killed by SIGKILL"},
+			"Rank 0 has not called allreduce \"x\", for which ranks 1, 3 have waited for 18.0 s; of ranks 2, 4, which did not answer, nothing is known.\n" +
+				"  rank 0 never called it in this epoch" + where1 + "Ranks 2, 4 did not answer: killed by SIGKILL.\n"},
+
+		{"one has joined and another gives no answer", 3, func(j []*rankAt) {
+			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
+		}, []int{0, 1}, nil, "Rank 0 has joined and rank 1 has not, for 17.0 s; of rank 2, which did not answer, nothing is known.\n" +
+			"  rank 1 goes on" + where1 + "Rank 2 did not answer.\n"},
+
 		{"nobody answers", 5, func([]*rankAt) {}, []int{}, map[int]string{1: "it has ended", 2: "it has ended"},
 			"Ranks 0, 3, 4 did not answer.\nRanks 1, 2 did not answer: it has ended.\n"},
 
@@ -232,7 +244,7 @@ func TestReport(t *testing.T) {
 			j[0].Epoch, j[2].Epoch = 2, 2
 			j[0].waits(2*time.Second, "x")
 			j[1].waits(2*time.Second, "old")
-		}, nil, map[int]string{1: "nobody knows"}, "Rank 2 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s.\n" +
+		}, nil, map[int]string{1: "nobody knows"}, "Rank 2 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s; of rank 1, which did not answer, nothing is known.\n" +
 			"  rank 2 never called it in this epoch" + where1 + "Rank 1 did not answer: it is in epoch 1 still, others in 2.\n"},
 
 		{"stalls, and names of all sorts", 2, func(j []*rankAt) {
