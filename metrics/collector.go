@@ -79,9 +79,9 @@ var (
 			return float64(s.FusedBytes) / (float64(s.FusionResponses) * float64(s.FusionThresholdBytes))
 		})
 	clock = []number{
-		gauge("hvd_clock_offset_seconds", "What is to be added to this rank's clock to get that of rank 0, as last measured.",
+		gauge("hvd_start_offset_seconds", "Time since the start of rank 0 less that since the start of this rank, as last measured. It changes as clocks drift apart; clocks set wrong do not show.",
 			func(s *stats.Stats) float64 { return s.ClockOffset.Seconds() }),
-		gauge("hvd_clock_error_seconds", "How far the measured offset may be from the truth, either way.",
+		gauge("hvd_clock_error_seconds", "How far hvd_start_offset_seconds may be from the truth, either way.",
 			func(s *stats.Stats) float64 { return s.ClockError.Seconds() }),
 	}
 )

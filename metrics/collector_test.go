@@ -77,12 +77,12 @@ func gather(t *testing.T, c prometheus.Collector) []*dto.MetricFamily {
 
 func TestCollector(t *testing.T) {
 	const want = `
-# HELP hvd_clock_error_seconds How far the measured offset may be from the truth, either way.
+# HELP hvd_clock_error_seconds How far hvd_start_offset_seconds may be from the truth, either way.
 # TYPE hvd_clock_error_seconds gauge
 hvd_clock_error_seconds 5e-05
-# HELP hvd_clock_offset_seconds What is to be added to this rank's clock to get that of rank 0, as last measured.
-# TYPE hvd_clock_offset_seconds gauge
-hvd_clock_offset_seconds -1.5
+# HELP hvd_start_offset_seconds Time since the start of rank 0 less that since the start of this rank, as last measured. It changes as clocks drift apart; clocks set wrong do not show.
+# TYPE hvd_start_offset_seconds gauge
+hvd_start_offset_seconds -1.5
 # HELP hvd_collective_bytes_total Bytes that this rank put into operations or, for broadcasts, got.
 # TYPE hvd_collective_bytes_total counter
 hvd_collective_bytes_total{backend="shm",dtype="float16",op="allreduce"} 5
@@ -271,7 +271,7 @@ func TestUnknownIsLeftOut(t *testing.T) {
 	for _, f := range gather(t, metrics.NewCollector(func() stats.Stats { return s })) {
 		switch f.GetName() {
 		case "hvd_cycles_total", "hvd_rank_last_total", "hvd_rank_lateness_seconds_total", "hvd_stalled_tensors", "hvd_stall_reports_total",
-			"hvd_clock_offset_seconds", "hvd_clock_error_seconds", "hvd_fusion_fill_ratio":
+			"hvd_start_offset_seconds", "hvd_clock_error_seconds", "hvd_fusion_fill_ratio":
 			t.Errorf("%s is there: %v", f.GetName(), f)
 		}
 	}

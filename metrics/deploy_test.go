@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -16,7 +18,10 @@ import (
 	"github.com/prometheus/common/model"
 	"go.yaml.in/yaml/v3"
 
+	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/testprom"
+	"github.com/gohvd/gohvd/metrics"
 )
 
 const (
@@ -155,6 +160,105 @@ func TestDeploy(t *testing.T) {
 	for name := range alerts {
 		if !strings.Contains(string(tests), "alertname: "+name+"\n        exp_alerts:") {
 			t.Errorf("no test has %s fire", name)
+		}
+	}
+}
+
+// panels are the queries of the dashboard, by the title of their panel, and those of its variables, with values for these.
+func panels(t *testing.T) (queries map[string][]string, variables []string) {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(deploy, "grafana-dashboard.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var file struct {
+		Panels []struct {
+			Title   string
+			Targets []struct{ Expr string }
+		}
+		Templating struct {
+			List []struct{ Definition string }
+		}
+	}
+	if err := json.Unmarshal(text, &file); err != nil {
+		t.Fatal(err)
+	}
+	fill := strings.NewReplacer("$job", ".*", "$instance", ".*", "$__rate_interval", "1m").Replace
+	queries = make(map[string][]string)
+	for _, p := range file.Panels {
+		for _, target := range p.Targets {
+			queries[p.Title] = append(queries[p.Title], fill(target.Expr))
+		}
+	}
+	values := regexp.MustCompile(`^label_values\((.*), \w+\)$`)
+	for _, v := range file.Templating.List {
+		if m := values.FindStringSubmatch(v.Definition); m != nil {
+			variables = append(variables, fill(m[1]))
+		}
+	}
+	return queries, variables
+}
+
+// Where ranks are scraped one by one, the dashboard shows all but what the README says.
+func TestDashboardOfRanks(t *testing.T) {
+	var targets []string
+	for r := range 2 {
+		s := full()
+		if s.Rank = r; r > 0 {
+			s = other()
+		}
+		server := httptest.NewServer(metrics.Handler(func() stats.Stats { return s }))
+		t.Cleanup(server.Close)
+		targets = append(targets, fmt.Sprintf("{targets: ['%s'], labels: {rank: '%d', host: h}}", server.Listener.Addr(), r))
+	}
+	prom := testprom.Start(t, "global: {scrape_interval: 1s}\nscrape_configs: [{job_name: gohvd, static_configs: ["+strings.Join(targets, ", ")+"]}]\n", nil)
+	t.Cleanup(http.DefaultClient.CloseIdleConnections)
+	query := func(expr string) []testprom.Sample {
+		samples, err := prom.Query(expr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return samples
+	}
+	testnet.Eventually(t, "Prometheus has two scrapes of both", func() bool {
+		return len(query("count_over_time(hvd_world_size[1m]) > 1")) == 2
+	})
+	readme, err := os.ReadFile(filepath.Join(deploy, "README.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	queries, variables := panels(t)
+	if len(variables) != 2 {
+		t.Errorf("got variables %v, want job and instance", variables)
+	}
+	for _, v := range variables {
+		if len(query(v)) != 2 {
+			t.Errorf("there is nothing to choose for %s", v)
+		}
+	}
+	without := 0
+	for title, all := range queries {
+		empty := 0
+		for _, expr := range all {
+			if len(query(expr)) == 0 {
+				empty++
+			}
+		}
+		if told := strings.Contains(string(readme), `"`+title+`"`) && title != "Ranks" && title != "Running for"; told != (empty > 0) {
+			t.Errorf("%s: %d of %v are empty, and the README says so: %v", title, empty, all, told)
+		}
+		without += empty
+	}
+	if without != 4 {
+		t.Errorf("%d queries are empty, want 4", without)
+	}
+	for _, c := range []struct {
+		title string
+		value float64
+	}{{"Ranks", 2}, {"Time in exchanges", 0}} {
+		samples := query(queries[c.title][0])
+		if len(samples) == 0 || samples[0].Value != c.value {
+			t.Errorf("%s: got %v, want %g", c.title, samples, c.value)
 		}
 	}
 }

@@ -14,8 +14,9 @@ import (
 )
 
 const (
-	// askTime is how long ranks may take to answer.
-	askTime = time.Second
+	// askTime is how long ranks may take to answer, and leastAskTime what they have in any case.
+	askTime      = time.Second
+	leastAskTime = askTime / 16
 	// fresh is how long what they have answered is shown, since they were asked.
 	fresh = time.Second
 	// timeoutHeader is how Prometheus says how many seconds it will wait.
@@ -35,7 +36,8 @@ type JobConfig struct {
 
 // Job shows the metrics of all ranks of a job. Each has the labels rank and host, and hvd_up says who has answered.
 //
-// Scrapes that come at the same time, or within a second, share one question to the ranks.
+// Scrapes that come at the same time, or within a second, share one question to the ranks, unless some ranks have not answered it and had
+// less time than they may have.
 type Job struct {
 	cfg   JobConfig
 	begun time.Time
@@ -52,11 +54,17 @@ type Job struct {
 
 // gathering is one question to all ranks.
 type gathering struct {
-	begun    time.Time
-	done     chan struct{}
-	families []*dto.MetricFamily // when done is closed; they are not changed
+	begun time.Time
+	ask   time.Duration // what the ranks have
+	done  chan struct{}
+	// When done is closed; they are not changed. All says that all ranks have answered.
+	families []*dto.MetricFamily
+	all      bool
 	err      error
 }
+
+// enough says that g, which is done, answers a scrape for which ranks have the time ask.
+func (g *gathering) enough(ask time.Duration) bool { return g.all || g.ask >= ask || g.err != nil }
 
 // NewJob makes a Job, which must be closed.
 func NewJob(cfg JobConfig) *Job {
@@ -87,7 +95,7 @@ func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
 	if s, err := strconv.ParseFloat(r.Header.Get(timeoutHeader), 64); err == nil && s > 0 && s < patience.Seconds() {
 		wait = time.Duration(s * float64(time.Second))
 		// What is left is for the answer's way.
-		ask = min(ask, wait*3/4)
+		ask = min(ask, max(wait*3/4, leastAskTime))
 	}
 	ctx, cancel := context.WithTimeout(r.Context(), wait)
 	defer cancel()
@@ -105,18 +113,23 @@ func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
 // gather waits for the answers to a question that is under way, or was asked a moment ago, or asks one that ranks have
 // the time ask for.
 func (j *Job) gather(ctx context.Context, ask time.Duration) ([]*dto.MetricFamily, error) {
-	g, err := j.question(ask)
-	if err != nil {
-		return nil, err
-	}
-	select {
-	case <-g.done:
-		return g.families, g.err
-	case <-ctx.Done():
-		return nil, errLate
+	for {
+		g, err := j.question(ask)
+		if err != nil {
+			return nil, err
+		}
+		select {
+		case <-g.done:
+			if g.enough(ask) {
+				return g.families, g.err
+			}
+		case <-ctx.Done():
+			return nil, errLate
+		}
 	}
 }
 
+// question is the one that is under way, or the last if it is fresh and enough, or a new one.
 func (j *Job) question(ask time.Duration) (*gathering, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -126,14 +139,19 @@ func (j *Job) question(ask time.Duration) (*gathering, error) {
 	if g := j.last; g != nil {
 		select {
 		case <-g.done:
-			if time.Since(g.begun) <= fresh {
+			if time.Since(g.begun) > fresh {
+				break
+			}
+			if g.enough(ask) {
 				return g, nil
 			}
+			// Twice the time at least, so that few questions are asked within a second, whatever timeouts scrapers tell.
+			ask = min(askTime, max(ask, 2*g.ask))
 		default:
 			return g, nil
 		}
 	}
-	g := &gathering{begun: time.Now(), done: make(chan struct{})}
+	g := &gathering{begun: time.Now(), ask: ask, done: make(chan struct{})}
 	j.last = g
 	// Nobody's request: the others wait for it too if the one that has caused it goes away.
 	j.asking.Go(func() {
@@ -148,19 +166,21 @@ func (j *Job) question(ask time.Duration) (*gathering, error) {
 		if err != nil {
 			j.cfg.Log.Warn("ranks could not be asked for metrics", zap.Error(err))
 		}
-		g.families, g.err = j.merge(answers, time.Since(g.begun))
+		g.families, g.all, g.err = j.merge(answers, time.Since(g.begun))
 	})
 	return g, nil
 }
 
-// merge makes one of the answers, which have taken that long.
-func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFamily, error) {
+// merge makes one of the answers, which have taken that long. All says that there was one of each rank.
+func (j *Job) merge(answers map[int][]byte, took time.Duration) (families []*dto.MetricFamily, all bool, err error) {
 	m := newMerger()
 	up := make([]bool, len(j.cfg.Hosts))
 	bad := uint64(0)
+	all = true
 	for rank, host := range j.cfg.Hosts {
 		text, answered := answers[rank]
 		if !answered {
+			all = false
 			continue
 		}
 		if err := m.add(rank, host, text); err != nil {
@@ -176,16 +196,16 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 	j.mu.Unlock()
 	r := prometheus.NewRegistry()
 	if err := r.Register(own); err != nil {
-		return nil, err
+		return nil, false, err
 	}
 	if err := r.Register(buildInfo(jobPrefix + "build_info")); err != nil {
-		return nil, err
+		return nil, false, err
 	}
-	families, err := r.Gather()
+	families, err = r.Gather()
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
-	return m.with(families), nil
+	return m.with(families), all, nil
 }
 
 // Names that no rank may use.

@@ -332,6 +332,85 @@ func TestImpatientScrapes(t *testing.T) {
 	})
 }
 
+// slowAnswers is a job of two ranks of which one needs a time to answer. times are what the ranks have had, by question.
+func slowAnswers(t *testing.T, needs time.Duration) (j *metrics.Job, times func() []time.Duration) {
+	var mu sync.Mutex
+	var had []time.Duration
+	text := textOf(t, 1, asIs)
+	j = metrics.NewJob(metrics.JobConfig{Hosts: []string{"a", "b"}, Ask: func(ctx context.Context) (map[int][]byte, error) {
+		deadline, _ := ctx.Deadline()
+		mu.Lock()
+		had = append(had, time.Until(deadline))
+		mu.Unlock()
+		select {
+		case <-time.After(needs):
+			return map[int][]byte{0: text, 1: text}, nil
+		case <-ctx.Done():
+			return map[int][]byte{0: text}, nil
+		}
+	}})
+	return j, func() []time.Duration {
+		mu.Lock()
+		defer mu.Unlock()
+		return slices.Clone(had)
+	}
+}
+
+// A rank that has had less time than a scraper gives it is asked again before that one is told that it is down; but not for each timeout
+// that somebody makes up, and not if all have answered.
+func TestScrapesWithLessTimeTellOthersNothing(t *testing.T) {
+	const header = "X-Prometheus-Scrape-Timeout-Seconds"
+	const up, down = `hvd_up{host="b",rank="1"} 1`, `hvd_up{host="b",rank="1"} 0`
+	synctest.Test(t, func(t *testing.T) {
+		j, times := slowAnswers(t, 500*time.Millisecond)
+		h := j.Handler()
+		var both sync.WaitGroup
+		both.Go(func() {
+			if w := request(h, "/metrics", header, "0.0001"); w.Code != http.StatusServiceUnavailable {
+				t.Errorf("the impatient one: got %d: %s", w.Code, w.Body)
+			}
+		})
+		synctest.Wait()
+		both.Go(func() { wantLines(t, request(h, "/metrics").Body.String(), up) }) // during that question
+		both.Wait()
+		wantLines(t, request(h, "/metrics", header, "0.1").Body.String(), up) // all have answered
+		if got, want := times(), []time.Duration{time.Second / 16, time.Second}; !slices.Equal(got, want) {
+			t.Errorf("ranks had %v, want %v", got, want)
+		}
+		time.Sleep(2 * time.Second)
+		wantLines(t, request(h, "/metrics", header, "0.2").Body.String(), down)
+		wantLines(t, request(h, "/metrics", header, "0.2").Body.String(), down)
+		wantLines(t, request(h, "/metrics").Body.String(), up) // within a second of that
+		if got, want := times()[2:], []time.Duration{150 * time.Millisecond, time.Second}; !slices.Equal(got, want) {
+			t.Errorf("ranks had %v, want %v", got, want)
+		}
+		j.Close()
+	})
+	synctest.Test(t, func(t *testing.T) {
+		j, times := slowAnswers(t, 30*time.Millisecond)
+		wantLines(t, request(j.Handler(), "/metrics", header, "0.2").Body.String(), up)
+		wantLines(t, request(j.Handler(), "/metrics").Body.String(), up)
+		if got := times(); len(got) != 1 {
+			t.Errorf("ranks were asked again, and had %v", got)
+		}
+		j.Close()
+	})
+	synctest.Test(t, func(t *testing.T) {
+		j, times := slowAnswers(t, time.Hour)
+		h := j.Handler()
+		begun := time.Now()
+		for i := 1; time.Since(begun) < time.Second; i++ {
+			request(h, "/metrics", header, fmt.Sprint(float64(i)/1000))
+			time.Sleep(time.Millisecond)
+		}
+		synctest.Wait()
+		if n := len(times()); n > 5 {
+			t.Errorf("ranks were asked %d times in a second: %v", n, times())
+		}
+		j.Close()
+	})
+}
+
 // When the job ends, a scrape under way ends at once, and Close waits for the question.
 func TestCloseDuringQuestion(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

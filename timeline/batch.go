@@ -19,7 +19,7 @@ const (
 )
 
 // entry is a record without what has no fixed length. A cycle has its time in at; an offset has At, Offset and Error of a
-// trace.Offset in at, begun and ended.
+// trace.Offset in at, begun and ended, and its Job in failed.
 type entry struct {
 	what      what
 	kind      message.Kind
@@ -34,7 +34,9 @@ type entry struct {
 	tensors, activities, fused int32
 }
 
-func (e *entry) offset() trace.Offset { return trace.Offset{At: e.at, Offset: e.begun, Error: e.ended} }
+func (e *entry) offset() trace.Offset {
+	return trace.Offset{At: e.at, Offset: e.begun, Error: e.ended, Job: e.failed}
+}
 
 type tensorEntry struct {
 	name            string
@@ -44,11 +46,14 @@ type tensorEntry struct {
 	submitted, sent time.Duration
 	arrivals        int32
 	dtype           tensor.DType
-	cached          bool
+	cached, partial bool
 }
 
-// batch is a run of records in flat memory of fixed capacity, so that taking one is copying alone.
+// batch is a run of records in flat memory of fixed capacity, so that taking one is copying alone. An operation that would have no
+// room in an empty one gets more: one such operation at a time, until reset.
 type batch struct {
+	size       int // tensors that there is room for
+	grown      bool
 	entries    []entry
 	tensors    []tensorEntry
 	activities []trace.Activity
@@ -57,15 +62,43 @@ type batch struct {
 
 func newBatch(tensors int) *batch {
 	return &batch{
+		size:    tensors,
 		entries: make([]entry, 0, tensors), tensors: make([]tensorEntry, 0, tensors),
-		activities: make([]trace.Activity, 0, 2*tensors),
+		activities: make([]trace.Activity, 0, activitiesPerTensor*tensors),
 		// Only the coordinator's rank has these. Elsewhere the pages stay untouched, and the collector does not look at them.
-		arrivals: make([]time.Duration, 0, 32*tensors),
+		arrivals: make([]time.Duration, 0, arrivalsPerTensor*tensors),
 	}
 }
 
+// What a batch has room for besides, by the tensors that it has room for.
+const (
+	activitiesPerTensor = 2
+	arrivalsPerTensor   = 32
+)
+
 // operation copies op, or reports that there is no room.
 func (b *batch) operation(op *trace.Operation) bool {
+	return b.copy(op) || b.grow(op) && b.copy(op)
+}
+
+// grow makes room for an operation that is larger than a batch, if it is the first since reset.
+func (b *batch) grow(op *trace.Operation) bool {
+	arrivals := 0
+	for i := range op.Tensors {
+		arrivals += len(op.Tensors[i].Arrivals)
+	}
+	large := len(op.Tensors) > b.size || len(op.Activities) > activitiesPerTensor*b.size || arrivals > arrivalsPerTensor*b.size
+	if !large || b.grown || len(b.entries) == cap(b.entries) {
+		return false
+	}
+	b.grown = true
+	b.tensors = slices.Grow(b.tensors, len(op.Tensors))
+	b.activities = slices.Grow(b.activities, len(op.Activities))
+	b.arrivals = slices.Grow(b.arrivals, arrivals)
+	return true
+}
+
+func (b *batch) copy(op *trace.Operation) bool {
 	before, fused := *b, 0
 	for i := range op.Tensors {
 		n := &op.Tensors[i]
@@ -79,7 +112,7 @@ func (b *batch) operation(op *trace.Operation) bool {
 		}
 		b.tensors = append(b.tensors, tensorEntry{
 			name: n.Name, shape: n.Shape, refused: text(n.Refused), bytes: n.Bytes, submitted: n.Submitted, sent: n.Sent,
-			arrivals: int32(len(n.Arrivals)), dtype: n.DType, cached: n.Cached,
+			arrivals: int32(len(n.Arrivals)), dtype: n.DType, cached: n.Cached, partial: n.Partial,
 		})
 		b.arrivals = append(b.arrivals, n.Arrivals...)
 	}
@@ -128,8 +161,12 @@ func (b *batch) fill() float64 {
 // operations is how many records there are.
 func (b *batch) operations() int { return len(b.entries) }
 
-// reset empties the batch and lets go of names and errors.
+// reset empties the batch and lets go of names and errors, and of memory that it has grown by.
 func (b *batch) reset() {
+	if b.grown {
+		*b = *newBatch(b.size)
+		return
+	}
 	clear(b.entries)
 	clear(b.tensors)
 	clear(b.activities)

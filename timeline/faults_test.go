@@ -297,7 +297,7 @@ func TestRing(t *testing.T) {
 		k := quick
 		k.tensors = 1 << 12
 		tl := mustStart(t, cfg, k)
-		tl.Offset(trace.Offset{At: 1, Offset: time.Second, Error: 5})
+		tl.Offset(trace.Offset{At: 1, Offset: time.Second, Error: 5, Job: "j"})
 		for n := range uint64(600) { // one in each millisecond
 			tl.Record(simple(n+1, "g"))
 			if n%20 == 0 {
@@ -318,8 +318,8 @@ func TestRing(t *testing.T) {
 			if n := len(s.Operations); n == 0 || s.Operations[0].Number != first || s.Operations[n-1].Number != last || s.Ended != ended {
 				t.Errorf("got %d operations, ended %v, want %d to %d: %+v", n, s.Ended, first, last, s.Operations[0])
 			}
-			if len(s.Clocks) != 1 || s.Clocks[0] != (timelinetest.Clock{At: 0.001, Offset: 1e6, Error: 0.005}) {
-				t.Errorf("got clocks %v, want the one from the beginning", s.Clocks)
+			if len(s.Clocks) != 1 || s.Clocks[0] != (timelinetest.Clock{At: 0.001, Offset: 1e6, Error: 0.005}) || s.Job != "j" {
+				t.Errorf("got clocks %v of job %q, want the one from the beginning", s.Clocks, s.Job)
 			}
 			if left := folder(t, dir); len(left) != 1 {
 				t.Errorf("got files %v", left)

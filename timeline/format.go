@@ -126,6 +126,10 @@ func (f *formatter) clock(dst []byte, o trace.Offset) []byte {
 	dst = appendMicros(dst, o.Offset)
 	dst = append(dst, `,"error_us":`...)
 	dst = appendMicros(dst, o.Error)
+	if o.Job != "" {
+		dst = append(dst, `,"job":`...)
+		dst = appendString(dst, o.Job)
+	}
 	return append(dst, `}}`...)
 }
 
@@ -207,7 +211,7 @@ func (f *formatter) tensor(dst []byte, e *entry, n *tensorEntry, activities []tr
 		dst = append(dst, `,"sent":`...)
 		dst = appendMicros(dst, n.sent)
 	}
-	if k := len(f.order); k > 0 {
+	if k := len(f.order); k > 0 && !n.partial {
 		first, last := f.order[0], f.order[k-1]
 		dst = append(dst, `,"last":`...)
 		dst = strconv.AppendInt(dst, int64(last), 10)

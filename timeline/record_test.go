@@ -130,7 +130,7 @@ func TestText(t *testing.T) {
 {"name":"process_name","ph":"M","pid":0,"args":{"start_time_since_epoch_in_micros":1700000000123456}},
 {"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}},
 {"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":0,"size":4,"host":"h","epoch":7,"segment":1,"clock_domain":"boot/1","monotonic_us":5000000.001,"dropped":0,"version":1}},
-{"name":"hvd_clock","ph":"i","s":"p","ts":0,"pid":0,"args":{"offset_us":0,"error_us":0}},
+{"name":"hvd_clock","ph":"i","s":"p","ts":0,"pid":0,"args":{"offset_us":0,"error_us":0,"job":"75b3c9f4de582633"}},
 {"name":"CYCLE_START","ph":"i","s":"g","ts":50,"pid":0},
 {"name":"process_name","ph":"M","pid":1,"args":{"name":"g [set 3]"}},
 {"name":"process_sort_index","ph":"M","pid":1,"args":{"sort_index":1}},
@@ -412,10 +412,13 @@ func TestClamping(t *testing.T) {
 	tl.Record(unknown)
 	tl.Record(&trace.Operation{Number: 9, Kind: message.Error, Granted: time.Second, Begun: time.Second, Ended: time.Second,
 		Failed: errors.New(""), Tensors: []trace.Tensor{{Name: "e", Submitted: time.Second}}})
+	partial := simple(10, "u")
+	partial.Tensors[0].Arrivals, partial.Tensors[0].Partial = []time.Duration{0, 10 * time.Millisecond, 11 * time.Millisecond}, true
+	tl.Record(partial)
 	mustClose(t, tl)
 	s := mustRead(t, path)
-	if len(s.Operations) != 5 || s.Cycles != 2 || !slices.Equal(s.Names, []string{"g", "mine", "u", "e"}) {
-		t.Fatalf("got %+v, want 5 operations of g, g, mine, u and e", s)
+	if len(s.Operations) != 6 || s.Cycles != 2 || !slices.Equal(s.Names, []string{"g", "mine", "u", "e"}) {
+		t.Fatalf("got %+v, want 6 operations of g, g, mine, u, e and u", s)
 	}
 	o := s.Operations[1]
 	if o.Submitted != 3000 || o.Begin != 5900 || o.Late != 999_000 || o.Arrivals[0] != 1000 || o.Arrivals[1] != 1_000_000 || o.Last != 1 {
@@ -423,6 +426,9 @@ func TestClamping(t *testing.T) {
 	}
 	if o := s.Operations[2]; o.Track != "mine" || o.Fused != 2 {
 		t.Errorf("got %+v, want what the absent rank had submitted, of 2 tensors", o)
+	}
+	if o := s.Operations[5]; len(o.Arrivals) != 2 || o.Last != -1 {
+		t.Errorf("got %+v, want nobody called the last of those that are known", o)
 	}
 	if o := s.Operations[3]; o.Begin != 8001 {
 		t.Errorf("got %+v, want the bar to begin with the first arrival", o)
@@ -440,7 +446,8 @@ func TestMarks(t *testing.T) {
 		cfg.MaxBytes = 8 * 4096
 		tl := mustStart(t, cfg, quick)
 		tl.Cycle(time.Millisecond)
-		tl.Offset(trace.Offset{At: 2 * time.Millisecond, Offset: -1500, Error: 250})
+		job := cfg.Clock.Job()
+		tl.Offset(trace.Offset{At: 2 * time.Millisecond, Offset: -1500, Error: 250, Job: job})
 		for i := range 10 {
 			tl.Record(simple(uint64(i+3), "g"))
 			if err := tl.Write(); err != nil {
@@ -455,8 +462,8 @@ func TestMarks(t *testing.T) {
 			if i == 0 && rank == 0 {
 				want = []timelinetest.Clock{{}, clock}
 			}
-			if s.Cycles != 0 || !slices.Equal(s.Clocks, want) || s.Rank != rank {
-				t.Errorf("%s: got %+v, want no cycles and the clock %v", name, s, want)
+			if s.Cycles != 0 || !slices.Equal(s.Clocks, want) || s.Rank != rank || s.Job != job {
+				t.Errorf("%s: got %+v, want no cycles, the clock %v and job %s", name, s, want, job)
 			}
 		}
 	}

@@ -88,8 +88,8 @@ func TestHalfFull(t *testing.T) {
 // An operation for which there is no room leaves nothing behind, whichever part is full.
 func TestNoRoom(t *testing.T) {
 	for name, large := range map[string]func(*trace.Operation){
-		"tensors":    func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 8) },
-		"arrivals":   func(op *trace.Operation) { op.Tensors[1].Arrivals = make([]time.Duration, 32*8) },
+		"tensors":    func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 4) },
+		"arrivals":   func(op *trace.Operation) { op.Tensors[1].Arrivals = make([]time.Duration, 32*8-1) },
 		"activities": func(op *trace.Operation) { op.Activities = slices.Repeat(op.Activities, 16) },
 	} {
 		path := filepath.Join(t.TempDir(), "t.json")
@@ -121,6 +121,67 @@ func TestNoRoom(t *testing.T) {
 				t.Errorf("%s: got %+v, want activities and arrivals of operation %d", name, o, o.Number)
 			}
 		}
+	}
+}
+
+// An operation that is larger than the memory is written like any other, and costs no more memory than it needs, and that not for long.
+func TestLargerThanMemory(t *testing.T) {
+	const tensors = 8
+	for name, enlarge := range map[string]func(*trace.Operation){
+		"tensors":    func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 50) },
+		"arrivals":   func(op *trace.Operation) { op.Tensors[0].Arrivals = slices.Repeat([]time.Duration{1}, 100*tensors) },
+		"activities": func(op *trace.Operation) { op.Activities = slices.Repeat(op.Activities[:1], 50) },
+	} {
+		path := filepath.Join(t.TempDir(), "t.json")
+		log, entries := testnet.Logs()
+		cfg, k := testConfig(path), byHand()
+		cfg.Log, k.tensors = log, tensors
+		tl := mustStart(t, cfg, k)
+		large := func(number uint64) *trace.Operation {
+			op := simple(number, "a")
+			enlarge(op)
+			return op
+		}
+		tl.mu.Lock() // so that all goes into one batch, whatever the writer does
+		b := tl.filling
+		took := []bool{b.operation(simple(1, "a")), b.operation(large(2)), b.operation(simple(3, "a")), b.operation(large(4))}
+		tl.mu.Unlock()
+		if took[3] || !took[0] || !took[1] {
+			t.Errorf("%s: took %v, want one operation that is too large at a time", name, took)
+		}
+		if err := tl.Write(); err != nil {
+			t.Fatal(err)
+		}
+		want := slices.Compact(numbers(mustRead(t, path)))
+		if !slices.Contains(want, 2) {
+			t.Errorf("%s: got operations %v, want 2 among them", name, want)
+		}
+		// The next meets an empty batch.
+		if tl.Record(large(5)); tl.Dropped() != 0 {
+			t.Errorf("%s: %d dropped", name, tl.Dropped())
+		}
+		for range 2 { // for both batches
+			if err := tl.Write(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if got, fresh := tl.filling, newBatch(tensors); cap(got.tensors) != cap(fresh.tensors) || cap(got.arrivals) != cap(fresh.arrivals) || cap(got.activities) != cap(fresh.activities) || got.grown {
+			t.Errorf("%s: there is room for %d tensors, %d arrivals and %d activities afterwards", name, cap(got.tensors), cap(got.arrivals), cap(got.activities))
+		}
+		mustClose(t, tl)
+		if got := slices.Compact(numbers(mustRead(t, path))); !slices.Equal(got, append(want, 5)) || entries.Len() > 0 {
+			t.Errorf("%s: got operations %v and log %v, want %v and 5", name, got, entries.All(), want)
+		}
+	}
+}
+
+// Who writes hears of what was dropped, and so the log does.
+func TestDropsAreHeardOf(t *testing.T) {
+	tl := &Timeline{filling: newBatch(1), wake: make(chan struct{}, 1), full: make(chan struct{}, 1)}
+	tl.Record(simple(1, "a"))
+	<-tl.wake
+	if tl.Record(simple(2, "a")); tl.Dropped() != 1 || len(tl.wake) != 1 {
+		t.Errorf("%d dropped, %d signals, want 1 and 1", tl.Dropped(), len(tl.wake))
 	}
 }
 

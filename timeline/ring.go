@@ -15,7 +15,7 @@ type ring struct {
 	batches []kept
 	size    int64
 	latest  time.Duration
-	// offset is the last measurement of the clock that was dropped; known says that there is one.
+	// offset is the last measurement of the clock that was dropped, or what was known before any; known says that there is one.
 	offset trace.Offset
 	known  bool
 }

@@ -3,8 +3,9 @@
 //
 // What holds:
 //
-//  1. Record never waits for a disk, and allocates nothing: it copies into memory that is there already. If that is full because
-//     the disk is slow, full or gone, the operation is dropped and counted.
+//  1. Record never waits for a disk, and allocates nothing: it copies into memory that is there already, or for an operation that
+//     alone is larger than that, into more. If it is full because the disk is slow, full or gone, the operation is dropped and
+//     counted.
 //  2. At every moment, also after kill -9, the path names a complete JSON file (or gzip file of one). What is appended goes to a
 //     hidden twin, which then takes the name in one step. A machine that crashes is not covered: nothing is synced.
 //  3. All events of an operation are written together when it has ended, so that every beginning has its end.
@@ -154,7 +155,9 @@ func (t *Timeline) Cycle(at time.Duration) {
 
 // Offset takes a measurement of this rank's clock against rank 0's.
 func (t *Timeline) Offset(o trace.Offset) {
-	t.add(func(b *batch) bool { return b.entry(entry{what: anOffset, at: o.At, begun: o.Offset, ended: o.Error}) })
+	t.add(func(b *batch) bool {
+		return b.entry(entry{what: anOffset, at: o.At, begun: o.Offset, ended: o.Error, failed: o.Job})
+	})
 }
 
 func (t *Timeline) add(to func(*batch) bool) {
@@ -164,12 +167,13 @@ func (t *Timeline) add(to func(*batch) bool) {
 		return
 	}
 	before := t.filling.fill()
-	if !to(t.filling) {
+	taken := to(t.filling)
+	if !taken {
 		t.dropped.Add(1)
 	}
 	after := t.filling.fill()
 	t.mu.Unlock()
-	if before == 0 && after > 0 {
+	if before == 0 && after > 0 || !taken { // the log is told of a drop by who writes
 		signal(t.wake)
 	}
 	if before < 0.5 && after >= 0.5 {

@@ -61,10 +61,12 @@ func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 	}
 	w.format.cfg = &w.cfg
 	if cfg.Rank == 0 {
-		w.format.known = true // its clock is the one that others are held against
+		// Its clock is the one that others are held against.
+		w.format.offset, w.format.known = trace.Offset{Job: cfg.Clock.Job()}, true
 	}
 	if cfg.Last > 0 {
 		w.ring = newRing(cfg.Last, cfg.MaxBytes)
+		w.ring.offset, w.ring.known = w.format.offset, w.format.known
 	}
 	return w
 }
@@ -184,7 +186,7 @@ func (w *writer) unroll() error {
 			return err
 		}
 		w.segment, w.stale = 0, true
-		w.format.offset, w.format.known = w.ring.offset, w.ring.known || w.cfg.Rank == 0
+		w.format.offset, w.format.known = w.ring.offset, w.ring.known
 	}
 	keep, at := w.reading, w.at
 	defer func() { w.reading, w.at = keep, at }()

@@ -55,7 +55,7 @@ func (e *Engine) probe() {
 	c.due = e.now + c.period
 	if e.cfg.Rank == 0 {
 		c.due = never
-		e.observer.align(trace.Offset{At: e.now})
+		e.observer.align(trace.Offset{At: e.now, Job: c.Job()})
 		return
 	}
 	c.left, c.any = probesAtOnce, false
@@ -110,5 +110,6 @@ func (e *Engine) measured(at time.Duration, p *message.Probe) {
 		e.ask()
 		return
 	}
+	c.best.Job = trace.Clock{Domain: p.Domain, Monotonic: time.Duration(p.Monotonic)}.Job()
 	e.observer.align(c.best)
 }

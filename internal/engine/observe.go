@@ -158,6 +158,8 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		}
 		if members > 0 {
 			t.Arrivals = w.arrivals[i*members : (i+1)*members]
+			// A timeline that began between the requests of two members has not seen the first.
+			t.Partial = zeros(t.Arrivals) > len(g.Absent)
 		}
 		if i < len(w.refused) {
 			t.Refused = w.refused[i]
@@ -172,6 +174,15 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		(*t).Record(op)
 	}
 	clear(op.Tensors)
+}
+
+func zeros(arrivals []time.Duration) (n int) {
+	for _, at := range arrivals {
+		if at == 0 {
+			n++
+		}
+	}
+	return n
 }
 
 // numBytes is the size of the tensors of a group.

@@ -130,14 +130,17 @@ func (t *timelines) engine() *engine.Engine {
 
 // pathOfEpoch is where the timeline of an epoch goes: not to where that of the one before is, which may be what somebody wants to see.
 func pathOfEpoch(path string, epoch uint64) string {
-	if epoch <= 1 || timeline.PathOf(path, 1) == path { // a device is the same for all
+	if epoch <= 1 {
 		return path
 	}
 	return beforeExt(path, fmt.Sprintf(".epoch%d", epoch))
 }
 
-// beforeExt puts text before the extension of a path.
+// beforeExt puts text before the extension of a path. A device is the same for all.
 func beforeExt(path, text string) string {
+	if timeline.PathOf(path, 1) == path {
+		return path
+	}
 	ext := filepath.Ext(strings.TrimSuffix(path, ".gz"))
 	if strings.HasSuffix(path, ".gz") {
 		ext += ".gz"
@@ -176,7 +179,9 @@ func (t *timelines) toggle() error {
 	if path == "" || path == config.TimelineDynamic {
 		path = "hvd-timeline.json"
 	}
-	if t.started++; t.started > 1 || path == set.Timeline {
+	taken := path == set.Timeline // by the one that was there from the start
+	path = pathOfEpoch(path, t.rank.cfg.Epoch)
+	if t.started++; t.started > 1 || taken {
 		path = beforeExt(path, fmt.Sprintf("-%d", t.started))
 	}
 	t.rank.cfg.Log.Info("a signal has started the timeline", zap.String("file", path))

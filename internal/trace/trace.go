@@ -5,6 +5,8 @@
 package trace
 
 import (
+	"fmt"
+	"hash/fnv"
 	"time"
 
 	"github.com/gohvd/gohvd/message"
@@ -50,6 +52,8 @@ type Tensor struct {
 	// Arrivals, by position in the set, are when each member's request reached the coordinator. They are known at rank 0
 	// only, and nil elsewhere; 0 is a member that had joined.
 	Arrivals []time.Duration
+	// Partial says that Arrivals has 0 also for members whose requests came before anybody noted when.
+	Partial bool
 	// Parts is the number of tensors if it is a group that ran as one, 0 if it is one tensor. Shape is then the number of all
 	// elements, and DType Invalid if they have several types.
 	Parts int
@@ -89,10 +93,22 @@ type Clock struct {
 	Monotonic time.Duration
 }
 
+// Job is what rank 0's clock names an epoch of a job: no other has it. It is empty if the clock cannot be compared.
+func (c Clock) Job() string {
+	if c.Domain == "" {
+		return ""
+	}
+	h := fnv.New64a()
+	fmt.Fprintf(h, "%s\n%d", c.Domain, c.Monotonic)
+	return fmt.Sprintf("%016x", h.Sum64())
+}
+
 // Offset is a measurement of rank 0's time since its engine's start against this rank's.
 type Offset struct {
 	// At is when it was made, and Offset what is then to be added to a time of this rank to get rank 0's.
 	At, Offset time.Duration
 	// Error is how far Offset may be from the truth, either way; 0 where both read one clock.
 	Error time.Duration
+	// Job is Clock.Job of rank 0, which ranks learn with the measurement.
+	Job string
 }

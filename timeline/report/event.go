@@ -14,6 +14,8 @@ type event struct {
 	// at is its time in ns since the file's start, and timed says that it has one.
 	at    int64
 	timed bool
+	// shift is what was added to at to make it a time of the rank's first file; not to those in args.
+	shift int64
 	pid   int64
 	args  args
 	// raw is all of args, as it is written.
@@ -22,7 +24,7 @@ type event struct {
 
 // args are those of all events that are read; an event has some.
 type args struct {
-	name, dtype, shape, backend, host, domain, err []byte
+	name, dtype, shape, backend, host, domain, err, job []byte
 
 	set, op, bytes, fused, rank, size, epoch, segment, dropped, startMicros int64
 
@@ -319,6 +321,8 @@ func (c *cursor) arg(key []byte, a *args) (err error) {
 		return c.optionalText(&a.domain)
 	case "error":
 		return c.optionalText(&a.err)
+	case "job":
+		return c.optionalText(&a.job)
 	case "set":
 		return whole(&a.set)
 	case "op":

@@ -160,7 +160,7 @@ func (s *source) each(shift int64, do func(e *event, fresh bool) error) (err err
 		if parse(record, &e) != nil {
 			continue
 		}
-		e.at += shift
+		e.at, e.shift = e.at+shift, shift
 		if err := do(&e, fresh); err != nil {
 			return err
 		}
@@ -279,7 +279,8 @@ func (m *merger) event(r *mergedRank, pids map[int64]int, e *event) error {
 		phase = 'i'
 	}
 	m.begin(string(e.name), phase, r.files.rank, id)
-	m.time(t, r.files.clock.reference(e.at)+m.shift)
+	now := func(at int64) int64 { return r.files.clock.reference(at) + m.shift }
+	m.time(t, now(e.at))
 	switch phase {
 	case 'X':
 		m.line = append(m.line, `,"dur":0`...)
@@ -287,10 +288,35 @@ func (m *merger) event(r *mergedRank, pids map[int64]int, e *event) error {
 		m.line = append(m.line, `,"s":"p"`...)
 	}
 	if len(e.raw) > 0 && json.Valid(e.raw) {
-		m.line = append(append(m.line, `,"args":`...), e.raw...)
+		m.line = append(m.line, `,"args":`...)
+		m.args(e.raw, func(at int64) int64 { return now(at + e.shift) })
 	}
 	m.end()
 	return m.err
+}
+
+// args writes those of an event, with their times as now has them; it is given those of the file.
+func (m *merger) args(raw []byte, now func(at int64) int64) {
+	c, done := cursor{b: raw}, 0
+	// It is valid JSON; if not, the rest stays as it is.
+	_ = c.object(func(key []byte) error {
+		switch string(key) {
+		case "submitted", "sent", "at":
+		default:
+			return c.skip(0)
+		}
+		if b := c.next(); b != '-' && (b < '0' || b > '9') {
+			return c.skip(0)
+		}
+		begin := c.at
+		if at, err := c.number(nanosPerMicro, maxTime); err == nil { // otherwise it is passed over
+			m.line = append(m.line, raw[done:begin]...)
+			m.line = strconv.AppendFloat(m.line, float64(now(at))/nanosPerMicro, 'f', -1, 64)
+			done = c.at
+		}
+		return nil
+	})
+	m.line = append(m.line, raw[done:]...)
 }
 
 // closeAll ends what a rank has begun and not ended.

@@ -145,6 +145,58 @@ func TestMerge(t *testing.T) {
 	}
 }
 
+// Also the times in args are on rank 0's clock, and later by the constant; what is no time stays.
+func TestMergeMovesAllTimes(t *testing.T) {
+	dir := t.TempDir()
+	f := newFile(rankID{rank: 0, size: 2, domain: "a", epoch: 1})
+	f.op(testOp{number: 1, granted: 700, begun: 700, ended: 800, tensors: []testTensor{{name: "x", submitted: 300}}})
+	put(t, dir, "t.json", f.end(900, 0))
+	f = newFile(rankID{rank: 1, size: 2, domain: "b", epoch: 1, monotonic: 40})
+	f.clock(100, -1000, 10)
+	f.event(`{"name":"process_name","ph":"M","pid":1,"args":{"name":"x"}}`)
+	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":1200.5,"pid":1,"args":{"set":0,"op":1,"submitted": 1100.25 , "other":{"at":7},"text":"\"sent\":5"}}`)
+	f.event(`{"name":"0","ph":"X","ts":1300,"dur":0,"pid":1,"args":{"at":200}}`)
+	f.event(`{"ph":"E","ts":1700,"pid":1,"args":{"cached":true,"sent":1e3,"last":0,"late_us":55}}`)
+	f.event(`{"name":"ALLREDUCE","ph":"B","ts":1700,"pid":1,"args":{"sent":"yes","at":1701}}`)
+	f.event(`{"ph":"E","ts":1800,"pid":1,"args":{}}`)
+	f.end(1900, 0)
+	// A second segment, whose times begin 60 us later.
+	put(t, dir, "t.rank1.1.json", f.b.String()+"\n]\n")
+	f = newFile(rankID{rank: 1, size: 2, domain: "b", epoch: 1, segment: 2, monotonic: 100})
+	f.event(`{"name":"process_name","ph":"M","pid":1,"args":{"name":"x"}}`)
+	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":1940,"pid":1,"args":{"set":0,"op":2,"submitted":1930}}`)
+	put(t, dir, "t.rank1.json", f.end(2000, 0))
+	j := openJob(t, dir)
+	out := filepath.Join(t.TempDir(), "out.json")
+	if _, err := j.Merge(out); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	threads, _ := checkTrace(t, text)
+	// Rank 0's clock is 1000 us behind, and all are later by 900, which the first of rank 1 is before rank 0's.
+	for i, want := range []struct {
+		ts   float64
+		args string
+	}{
+		{1100.5, `{"set":0,"op":1,"submitted": 1000.25 , "other":{"at":7},"text":"\"sent\":5"}`},
+		{1200, `{"at":100}`},
+		{1600, `{"cached":true,"sent":900,"last":0,"late_us":55}`},
+		{1600, `{"sent":"yes","at":1601}`},
+		{1700, `{}`},
+		{1900, `{"set":0,"op":2,"submitted":1890}`},
+	} {
+		if got := threads[lane{1, 1}][i]; *got.Ts != want.ts || string(got.Args) != want.args {
+			t.Errorf("event %d: got %s at %g, want %s at %g", i, got.Args, *got.Ts, want.args, want.ts)
+		}
+	}
+	if got := threads[lane{0, 1}][0]; *got.Ts != 1200 {
+		t.Errorf("rank 0's first is at %g, want 1200", *got.Ts)
+	}
+}
+
 // Times before rank 0's first are moved, all alike; beginnings without ends get them, and ends without beginnings go.
 func TestMergeRepairs(t *testing.T) {
 	dir := t.TempDir()

@@ -259,6 +259,57 @@ func TestClocks(t *testing.T) {
 	}
 }
 
+// What a rank has left of an earlier job, with the same numbers, accuses nobody. Files that do not name their job are taken to be of it.
+func TestFilesOfAnEarlierJob(t *testing.T) {
+	const early, late = 1_700_000_000_000_000, 1_700_000_100_000_000
+	for name, c := range map[string]struct {
+		jobs, starts []int // by rank; job 0 is none
+		leftOut      []int
+	}{
+		"one job":            {[]int{2, 2, 2}, []int{late, late + 5, late - 5}, nil},
+		"an earlier one":     {[]int{2, 1, 2}, []int{late, early, late}, []int{1}},
+		"of two ranks":       {[]int{1, 1, 2}, []int{early, early, late}, []int{0, 1}},
+		"none named":         {[]int{0, 0, 0}, []int{late, early, early}, nil},
+		"an older version's": {[]int{2, 2, 0}, []int{late, late, early}, nil},
+		"the newest unnamed": {[]int{2, 1, 0}, []int{late, early, late + 5}, []int{1}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			for r := range 3 {
+				id := rankID{rank: r, size: 3, domain: "a", epoch: 1, start: c.starts[r], monotonic: c.starts[r] - early}
+				if c.jobs[r] > 0 {
+					id.job = fmt.Sprint("job", c.jobs[r])
+				}
+				f := newFile(id)
+				f.op(testOp{number: 1, granted: 9000, begun: 9000, ended: 9500, tensors: []testTensor{{name: "x", submitted: 1000}}})
+				name := "t.json"
+				if r > 0 {
+					name = fmt.Sprintf("t.rank%d.json", r)
+				}
+				put(t, dir, name, f.end(10_000, 0))
+			}
+			r := reportOf(t, filepath.Join(dir, "t.json"))
+			if !slices.Equal(r.Missing, c.leftOut) {
+				t.Errorf("got no files of %v, want none of %v", r.Missing, c.leftOut)
+			}
+			for _, rank := range c.leftOut {
+				file := "t.json"
+				if rank > 0 {
+					file = fmt.Sprintf("t.rank%d.json", rank)
+				}
+				if !slices.ContainsFunc(r.Problems, func(p string) bool {
+					return strings.Contains(p, file+": of another job: its rank started at 2023-11-14T22:13:20Z, and that of ") && strings.Contains(p, "2023-11-14T22:15:00Z")
+				}) {
+					t.Errorf("got %q, want %s left out", r.Problems, file)
+				}
+			}
+			if c.leftOut != nil && r.Lateness.WaitedUS > 10 { // the starts of one job differ by 5
+				t.Errorf("got %+v, want nobody accused", r.Lateness)
+			}
+		})
+	}
+}
+
 // Other process sets have numbers of their own, and not all ranks.
 func TestProcessSets(t *testing.T) {
 	dir := t.TempDir()

@@ -13,6 +13,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"time"
 )
 
 const (
@@ -34,6 +35,7 @@ type source struct {
 	horovod            bool
 	rank, size         int
 	host, domain       string
+	job                string // of files that say it; others do not tell jobs apart
 	epoch, segment     int64
 	monotonic, start   int64
 	points             []clockPoint
@@ -206,6 +208,9 @@ func (s *source) survey() (err error) {
 			if e.timed {
 				s.addPoint(clockPoint{e.at, e.args.offset, max(e.args.clockError, 0)})
 			}
+			if len(e.args.job) > 0 {
+				s.job = clip(e.args.job)
+			}
 		case "hvd_end":
 			s.dropped = max(s.dropped, e.args.dropped)
 		}
@@ -344,6 +349,12 @@ func (j *Job) arrange(sources []*source) {
 	})
 	newest := slices.MaxFunc(sources, func(a, b *source) int { return cmp.Compare(a.start, b.start) })
 	j.size, j.horovod = newest.size, newest.horovod
+	named := newest // the newest of its files that name their job
+	for _, s := range sources {
+		if s.job != "" && s.epoch == newest.epoch && s.size == newest.size && newest.job == "" && (named.job == "" || s.start > named.start) {
+			named = s
+		}
+	}
 	for _, s := range sources {
 		switch last := len(j.ranks) - 1; {
 		case s.horovod != newest.horovod || s.horovod && s != newest:
@@ -352,6 +363,9 @@ func (j *Job) arrange(sources []*source) {
 		case s.epoch != newest.epoch || s.size != newest.size:
 			j.problemf("left out: %s: of another job: epoch %d and %d ranks, while %s has epoch %d and %d ranks",
 				s.path, s.epoch, s.size, newest.path, newest.epoch, newest.size)
+			continue
+		case s.job != named.job && s.job != "" && named.job != "":
+			j.problemf("left out: %s: of another job: its rank started at %s, and that of %s at %s", s.path, s.started(), named.path, named.started())
 			continue
 		case last < 0 || j.ranks[last].rank != s.rank:
 			j.ranks = append(j.ranks, &rankFiles{rank: s.rank, segments: []*source{s}})
@@ -375,6 +389,9 @@ func (j *Job) arrange(sources []*source) {
 	}
 	j.setClocks()
 }
+
+// started is when the rank did, by its own clock.
+func (s *source) started() string { return time.UnixMicro(s.start).UTC().Format(time.RFC3339) }
 
 // dropped is how many operations the writers of the files say that they have lost.
 func (r *rankFiles) dropped() (n int64) {

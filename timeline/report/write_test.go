@@ -23,6 +23,7 @@ type rankID struct {
 	epoch, segment int
 	monotonic      int // us
 	start          int // us
+	job            string
 }
 
 // testTensor is one of an operation at a rank. Times are in us.
@@ -65,6 +66,9 @@ func newFile(id rankID) *file {
 	f.event(`{"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}}`)
 	f.event(`{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":%d,"size":%d,"host":%q,"epoch":%d,"segment":%d,"clock_domain":%q,"monotonic_us":%d,"dropped":0,"version":1}}`,
 		id.rank, id.size, id.host, id.epoch, max(id.segment, 1), id.domain, id.monotonic)
+	if id.job != "" {
+		f.event(`{"name":"hvd_clock","ph":"i","s":"p","ts":0,"pid":0,"args":{"offset_us":0,"error_us":0,"job":%q}}`, id.job)
+	}
 	return f
 }
 

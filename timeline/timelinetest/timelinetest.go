@@ -20,6 +20,8 @@ import (
 type Summary struct {
 	Rank, Size, Segment int
 	Epoch               uint64
+	// Job is what the measurements of the clock say of it.
+	Job string
 	// Operations are the bars of tensors by the number of the operation, in the order of the file.
 	Operations []Operation
 	Cycles     int
@@ -41,7 +43,7 @@ type Operation struct {
 	// Times are in microseconds since the start: of the bars, and Submitted and Sent as told.
 	Begin, Submitted, Sent, Granted, Begun, Ended float64
 	Cached                                        bool
-	// Arrivals are by position; Last and Late are there if there are any.
+	// Arrivals are by position; Last and Late are there if there are any, but where they are not all. Last is -1 then.
 	Arrivals map[int]float64
 	Last     int
 	Late     float64
@@ -359,6 +361,7 @@ func (c *checker) instant(e *event, ts float64) error {
 		var a struct {
 			Offset *json.RawMessage `json:"offset_us"`
 			Error  *json.RawMessage `json:"error_us"`
+			Job    *string
 		}
 		if err := args(e, &a); err != nil {
 			return err
@@ -372,6 +375,13 @@ func (c *checker) instant(e *event, ts float64) error {
 			return err
 		}
 		c.s.Clocks = append(c.s.Clocks, Clock{ts, offset, bound})
+		if a.Job == nil {
+			break
+		}
+		if *a.Job == "" || c.s.Job != "" && *a.Job != c.s.Job {
+			return fmt.Errorf("hvd_clock is of job %q, and before of %q", *a.Job, c.s.Job)
+		}
+		c.s.Job = *a.Job
 	case "hvd_end":
 		var a struct{ Dropped *uint64 }
 		if err := args(e, &a); err != nil || a.Dropped == nil {
@@ -541,6 +551,10 @@ func (t *track) grant(e *event, ts float64) error {
 		if a.Last != nil || a.Late != nil {
 			return fmt.Errorf("%q: who was last, without ticks: %s", t.name, e.Args)
 		}
+		return nil
+	}
+	if a.Last == nil && a.Late == nil {
+		t.op.Last = -1
 		return nil
 	}
 	late, err := micros(a.Late, false)

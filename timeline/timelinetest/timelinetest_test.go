@@ -80,7 +80,7 @@ func TestBroken(t *testing.T) {
 		{`"error_us":0.25`, `"error_us":null`}, {`"args":{"sort_index":1}`, `"args":[1]`}, {`"args":{"sort_index":1}`, `"args":1`}, {`"args":{"sort_index":1}`, `"args":null`}, {`"s":"g"`, `"s":"p"`}, {`"ts":2,"pid":0`, `"ts":0.5,"pid":0`}, {`"name":"g [set 3]"`, `"name":"g"`},
 		{`"sort_index":1`, `"sort_index":2`}, {`NEGOTIATE_ALLREDUCE`, `NEGOTIATE_SOMETHING`}, {`NEGOTIATE_ALLREDUCE`, `NEGOTIATE_ALLGATHER`},
 		{`"submitted":1000`, `"sbmitted":1000`}, {`"name":"1","ph":"X"`, `"name":"0","ph":"X"`}, {`"name":"1","ph":"X"`, `"name":"01","ph":"X"`},
-		{`"ts":900,"dur":0`, `"ts":900,"dur":1`}, {`"ts":900,"dur":0`, `"ts":900,"dur":0,"tid":1`}, {`"cached":true,`, ``}, {`,"last":0,"late_us":200.001`, ``},
+		{`"ts":900,"dur":0`, `"ts":900,"dur":1`}, {`"ts":900,"dur":0`, `"ts":900,"dur":0,"tid":1`}, {`"cached":true,`, ``}, {`,"last":0`, ``}, {`,"late_us":200.001`, ``},
 		{`"last":0`, `"last":1`}, {`"late_us":200.001`, `"late_us":200.003`}, {`{"name":"QUEUE","ph":"B","ts":1200`, `{"name":"QUEUE","ph":"B","ts":1201`},
 		{`"name":"ALLREDUCE","ph":"B","ts":1200`, `"name":"ALLREDUCE","ph":"B","ts":1201`}, {`"QUEUE"`, `"SHM"`}, {`"SHM_ALLREDUCE"`, `"QUEUE"`},
 		{`"ts":1800`, `"ts":1349`}, {`"shape":"[2, 3]"`, `"shape":"[2 3]"`}, {`"dtype":"float32",`, ``}, {`"bytes":24,`, ``}, {`"fused":2`, `"fused":0`},

@@ -1,0 +1,60 @@
+package engine_test
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensorqueue"
+)
+
+// A timeline that begins when some have asked for a tensor says that it has not seen all; of the next tensor it has. That a member has
+// joined is no such gap.
+func TestTimelineBeginsBetweenArrivals(t *testing.T) {
+	const n = 3
+	c := start(t, n, nil)
+	wait := func(all ...chan error) {
+		t.Helper()
+		for _, done := range all {
+			if err := c.wait(done); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	everywhere := func(name string) {
+		t.Helper()
+		c.each(func(r int) { wait(c.allreduce(r, name, make([]byte, 8))) })
+	}
+	early := c.allreduce(1, "x", make([]byte, 8))
+	everywhere("behind x") // rank 0 has x of rank 1 now
+	var seen log
+	c.engines[0].Watch(&seen)
+	last := func() *trace.Tensor {
+		ops := seen.operations()
+		return &ops[len(ops)-1].Tensors[0]
+	}
+	for i := 0; ; i++ {
+		if everywhere(fmt.Sprint("until arrivals are noted ", i)); len(last().Arrivals) == n {
+			break
+		}
+	}
+	wait(c.allreduce(2, "x", make([]byte, 8)), c.allreduce(0, "x", make([]byte, 8)), early)
+	if x := last(); x.Name != "x" || !x.Partial || len(x.Arrivals) != n || x.Arrivals[1] != 0 {
+		t.Errorf("got %+v, want it to lack the arrival of rank 1", x)
+	}
+	everywhere("after x")
+	if x := last(); x.Partial || len(x.Arrivals) != n {
+		t.Errorf("got %+v, want all arrivals", x)
+	}
+	join := func(r int) chan error {
+		return c.submit(r, &tensorqueue.Entry{Request: message.Request{Kind: message.Join, Name: "join"}})
+	}
+	joined := join(1)
+	wait(c.allreduce(0, "without rank 1", make([]byte, 8)), c.allreduce(2, "without rank 1", make([]byte, 8)))
+	if x := last(); x.Name != "without rank 1" || x.Partial || len(x.Arrivals) != n || x.Arrivals[1] != 0 {
+		t.Errorf("got %+v, want all arrivals that there are", x)
+	}
+	wait(join(0), join(2), joined)
+	c.shutdown()
+}

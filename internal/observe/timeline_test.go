@@ -1,0 +1,146 @@
+package observe
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/timeline/report"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// observed has f watch each rank of a job of two, in an epoch.
+func observed(t *testing.T, set config.Config, epoch uint64, f func(r *testcluster.Rank, o *Rank)) {
+	t.Helper()
+	testcluster.Run(t, testcluster.Options{Ranks: 2}, func(r *testcluster.Rank) {
+		o := New(Config{
+			Settings: &set, Rank: int(r.Rank), Size: r.Size, Host: "h", Epoch: epoch, Log: zap.NewNop(),
+			Sets: func() map[topo.ProcessSetID][]topo.Rank { return nil },
+		})
+		if err := o.Attach(r.Engine); err != nil {
+			t.Error(err)
+			return
+		}
+		f(r, o)
+		r.Do(testcluster.Barrier("the end"))
+		if err := o.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// Each timeline has a file of its own, however it was started, and those of an epoch leave those of the one before alone.
+func TestFilesOfEpochs(t *testing.T) {
+	for name, c := range map[string]struct {
+		fromStart bool
+		want      []string
+	}{
+		"signals alone":  {false, []string{"hvd-timeline-2.json", "hvd-timeline.epoch2-2.json", "hvd-timeline.epoch2.json", "hvd-timeline.json"}},
+		"from the start": {true, []string{"t-1.json", "t-2.json", "t.epoch2-1.json", "t.epoch2-2.json", "t.epoch2.json", "t.json"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Chdir(t.TempDir())
+			set := config.Config{}
+			if c.fromStart {
+				set.Timeline = "t.json"
+			}
+			for epoch := range uint64(2) {
+				observed(t, set, epoch+1, func(r *testcluster.Rank, o *Rank) {
+					times := 4 // two timelines begin and end
+					if c.fromStart {
+						times++ // the first signal ends the one that is there
+					}
+					for range times {
+						if err := o.timeline.toggle(); err != nil {
+							t.Error(err)
+						}
+					}
+				})
+			}
+			for rank, part := range []string{"", ".rank1"} {
+				var want []string
+				for _, name := range c.want {
+					want = append(want, strings.TrimSuffix(name, ".json")+part+".json")
+				}
+				all, err := filepath.Glob("*.json")
+				if err != nil {
+					t.Fatal(err)
+				}
+				all = slices.DeleteFunc(all, func(name string) bool { return strings.Contains(name, ".rank1") != (rank == 1) })
+				slices.Sort(want)
+				if slices.Sort(all); !slices.Equal(all, want) {
+					t.Errorf("rank %d: got files %v, want %v", rank, all, want)
+				}
+			}
+		})
+	}
+}
+
+// A signal for a timeline that goes to a device starts it there again.
+func TestSignalsAndDevices(t *testing.T) {
+	observed(t, config.Config{Timeline: os.DevNull}, 2, func(_ *testcluster.Rank, o *Rank) {
+		for range 2 {
+			if err := o.timeline.toggle(); err != nil {
+				t.Error(err)
+			}
+		}
+		if o.timeline.path != os.DevNull {
+			t.Errorf("got %q, want %s", o.timeline.path, os.DevNull)
+		}
+	})
+}
+
+// Where an earlier job has left a rank's file, and this job makes none of that rank, the report is of this job alone.
+func TestFilesOfTwoJobs(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "t.json")
+	job := func(ranks int) {
+		observed(t, config.Config{Timeline: config.TimelineDynamic}, 1, func(r *testcluster.Rank, o *Rank) {
+			if int(r.Rank) < ranks {
+				if err := o.StartTimeline(path, false); err != nil {
+					t.Error(err)
+				}
+			}
+			for range 3 {
+				r.Do(testcluster.Allreduce("x", tensor.Float32, tensor.Shape{1}, tensor.Sum, make([]byte, 4)))
+			}
+		})
+	}
+	check := func(missing []int, problems ...string) {
+		t.Helper()
+		j, bad, err := report.Open([]string{path}, nil)
+		if bad != nil || err != nil {
+			t.Fatal(bad, err)
+		}
+		defer func() {
+			if err := j.Close(); err != nil {
+				t.Error(err)
+			}
+		}()
+		r, err := j.Report(report.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		text := strings.Join(r.Problems, "\n")
+		if !slices.Equal(r.Missing, missing) || len(r.Problems) != len(problems) {
+			t.Errorf("got no files of %v, and %q", r.Missing, r.Problems)
+		}
+		for _, p := range problems {
+			if !strings.Contains(text, p) {
+				t.Errorf("got %q, want %q", r.Problems, p)
+			}
+		}
+	}
+	job(2)
+	check(nil)
+	job(1)
+	check([]int{1}, "t.rank1.json: of another job", "no file of rank 1")
+	job(2)
+	check(nil)
+}
