@@ -23,6 +23,7 @@ const maxTensors = wire.MaxInFlight
 type plan struct {
 	raw.Operation
 	places []place // two for each tensor: input and output
+	makes  bool    // the sidecar is to make some output
 }
 
 // place is where a tensor is.
@@ -113,6 +114,7 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	}
 	p.Tensors = append(p.Tensors, raw.Tensor{DType: dt, Shape: shape})
 	p.places = append(p.places, in, out)
+	p.makes = p.makes || out.none
 	return nil
 }
 
@@ -229,9 +231,10 @@ func (o *operation) forget() {
 	o.made = nil
 }
 
-// plain reports whether a client knows all that has come of o when it knows that it has succeeded.
+// plain reports whether a client knows all that has come of o when it knows that it has succeeded. Of an output that the
+// sidecar was to make it has to be told the shape, also if that has no bytes and nothing was allocated.
 func (o *operation) plain() bool {
-	return o.made == nil && o.Kind != message.Alltoall && o.Kind != message.Join
+	return !o.plan.makes && o.Kind != message.Alltoall && o.Kind != message.Join
 }
 
 // completion is the answer of an operation that has succeeded. A result of no bytes that the sidecar made is nowhere.

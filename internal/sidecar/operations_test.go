@@ -455,6 +455,65 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 	})
 }
 
+// A result without an output is told of also if it is empty, as often as it comes. One that has an output is not.
+func TestEmptyOverTheRing(t *testing.T) {
+	for _, n := range []int{1, 2, 3} {
+		ranks(t, n, func(r int, c *client, _ []byte) {
+			c.Ring(16)
+			empty := func(given bool) *sidecarpb.Tensor {
+				tt := &sidecarpb.Tensor{Shape: []int64{0, 6}, Input: &sidecarpb.Memory{}}
+				if given {
+					tt.Output = &sidecarpb.Memory{}
+				}
+				return tt
+			}
+			slot := uint32(0)
+			for _, kind := range []uint32{1, 2, 3, 4, 5} {
+				for _, given := range [][]bool{{false}, {true}, {false, false}, {true, true}, {true, false}} {
+					grouped := len(given) > 1
+					if grouped && (kind == 3 || kind == 4) {
+						continue
+					}
+					o := &sidecarpb.Operation{Kind: kind, Dtype: 9, Grouped: grouped, Name: fmt.Sprint(kind, given)}
+					if kind == 1 || kind == 5 {
+						o.ReduceOp = 2
+					}
+					for _, g := range given {
+						o.Tensors = append(o.Tensors, empty(g))
+					}
+					c.Must(sidecartest.Prepare(slot, o))
+					// What came of an alltoall is more than its result.
+					want := uint32(statusDone)
+					if kind == 4 || slices.Contains(given, false) {
+						want = statusReply
+					}
+					for range 4 {
+						id := c.Push(slot)
+						c.Doorbell()
+						if got, status := c.Pop(); got != id || status != want {
+							t.Errorf("rank %d, %s: completion %d with status %d, want %d with %d", r, o.Name, got, status, id, want)
+							return
+						}
+						if want == statusDone {
+							continue
+						}
+						results := c.Reply(id).GetCompletion().GetResults()
+						if len(results) != len(given) {
+							t.Errorf("rank %d, %s: results %v, want %d", r, o.Name, results, len(given))
+						}
+						for _, got := range results {
+							if m := got.Memory; !slices.Equal(got.Shape, []int64{0, 6}) || m.Arena != 0 || m.Bytes != 0 {
+								t.Errorf("rank %d, %s: result %v, want shape [0 6] and no memory", r, o.Name, got)
+							}
+						}
+					}
+					slot++
+				}
+			}
+		})
+	}
+}
+
 // Barriers and joins, the latter with the rank that was last.
 func TestBarrierAndJoin(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {

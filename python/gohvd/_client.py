@@ -263,6 +263,12 @@ class Client:
         """The process of an own sidecar, else 0."""
         return self._child.process.pid if self._child is not None else 0
 
+    def signal(self, number: int) -> None:
+        """Sends a signal to an own sidecar. For signal handlers: it takes no lock."""
+        child = self._child
+        if child is not None:
+            child.signal(number)
+
     def after_fork(self) -> None:
         """In a forked process: the connection is the parent's alone."""
         self._lock = threading.RLock()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Generic, List, Optional, 
 from . import _wire as wire
 from ._arena import Block, Extent
 from ._client import Client, Operation, Pending
+from ._timeline_signal import TimelineSignal
 from .exceptions import HorovodInternalError, InitError, NotInitializedError, SidecarError
 
 if TYPE_CHECKING:
@@ -232,6 +233,7 @@ class Engine:
         self._idle_bytes = 0
         self._job = 0
         self._exit_registered = False
+        self._timeline_signal = TimelineSignal(self._pass_on)
         self.at_shutdown: List[Callable[[], None]] = []
         """What is called when the job is left."""
         # process_sets sets it: it is an object that users know.
@@ -275,6 +277,8 @@ class Engine:
                 self._unnamed = {}
                 self._sets = {0: self.global_set}
                 self.global_set.ranks = list(range(reply.ready.size))
+                if client.pid:  # whoever started another one can send it signals
+                    self._timeline_signal.listen()
             elif any([not self._registered_in_job(s) for s in process_sets]):
                 # Another client of the sidecar may have added them.
                 self._refresh()
@@ -315,6 +319,7 @@ class Engine:
                 pass  # the job had failed before; whoever waited for an operation has heard of it
             finally:
                 self._place = None
+                self._timeline_signal.stop()
                 for s in self._registered:
                     s._invalidate()
                 self._registered = []
@@ -341,6 +346,12 @@ class Engine:
         self._lock = threading.RLock()
         self._main_thread = threading.get_ident()
         self._plans_lock = threading.Lock()
+
+    def _pass_on(self, number: int) -> None:
+        """In a signal handler: sends the sidecar what this process was sent."""
+        client = self._client
+        if client is not None:
+            client.signal(number)
 
     def initialized(self) -> bool:
         return self._place is not None

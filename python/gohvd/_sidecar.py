@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import threading
 from typing import Deque, Optional
@@ -100,17 +101,33 @@ def find_sidecar() -> str:
     )
 
 
+def _pmi_socket() -> Optional[int]:
+    """The connection to a launcher that speaks PMI. The number alone may have been inherited, from a process that did not
+    hand on what it stands for."""
+    number = os.environ.get("PMI_FD", "")
+    if not number.isdecimal() or not (os.environ.get("PMI_RANK") or os.environ.get("PMI_SIZE")):
+        return None
+    try:
+        return int(number) if stat.S_ISSOCK(os.fstat(int(number)).st_mode) else None
+    except (OSError, OverflowError):
+        return None
+
+
 class Child:
     """A sidecar's process. Its standard error is passed on to this process's, and the last lines are kept."""
 
     def __init__(self) -> None:
         path = find_sidecar()
+        pmi = _pmi_socket()  # before a descriptor of this one's takes a number that is free
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
         handed = [theirs.fileno()]
-        pmi = os.environ.get("PMI_FD", "")
-        if pmi.isdigit():
-            handed.append(int(pmi))
+        # What this process alone needs to know.
+        hidden = {"HVD_SIDECAR_BINARY", "HVD_SIDECAR"}
+        if pmi is not None:
+            handed.append(pmi)
+        else:
+            hidden.add("PMI_FD")  # its number may be another descriptor's there
         try:
             # A session of its own: the signals of a terminal or a launcher are for the program, with which it ends.
             self.process = subprocess.Popen(
@@ -118,8 +135,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stderr=write,
                 pass_fds=handed,
-                # What this process alone needs to know.
-                env={k: v for k, v in os.environ.items() if k not in ("HVD_SIDECAR_BINARY", "HVD_SIDECAR")},
+                env={k: v for k, v in os.environ.items() if k not in hidden},
                 start_new_session=True,
             )
         except OSError as e:
@@ -167,6 +183,10 @@ class Child:
             how = f"has ended with status {status}"
         words = b"\n".join(self._words).decode("utf-8", "replace").strip()
         return f"{how}: {reason}" + (f"; its last words:\n{words}" if words else "")
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal, if it lives and is this process's child."""
+        self.process.send_signal(number)
 
     def end(self, seconds: float) -> None:
         """Closes the socket, by which the process ends; if it does not within seconds, kills it."""

@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import unittest
@@ -382,6 +383,171 @@ class Alone(Bounded):
             os.symlink(binary, os.path.join(package, "bin", "hvdd"))
             out = self.run_program(script, HVD_SIDECAR_BINARY="", PATH=top, PYTHONPATH=top)
             self.assertIn(f"found {package}/bin/hvdd", out)
+
+    def test_a_launcher_that_speaks_pmi(self) -> None:
+        """PMI_FD is handed on if it is the connection to a launcher, and is nothing to an init that needs none."""
+        script = """
+            import os, socket, sys
+            what = sys.argv[1]
+            if what == "file":
+                fd = os.open("/dev/null", os.O_RDONLY)
+            elif what == "closed":
+                # The number that the next descriptor gets.
+                fd = os.open("/dev/null", os.O_RDONLY)
+                os.close(fd)
+            elif what == "socket":
+                a, b = socket.socketpair()
+                fd = a.fileno()
+            else:
+                fd = int(what)
+            os.environ["PMI_FD"] = str(fd)
+            import gohvd.numpy as hvd
+            try:
+                hvd.init()
+                print("size", hvd.size())
+            except hvd.HorovodInternalError as e:
+                print("error:", str(e).replace(chr(10), " "))
+            """
+        for what in ("file", "closed", "socket", "77", "99999999999999999999"):
+            self.assertIn("size 1", self.run_program(script, what), what)
+        with tempfile.TemporaryDirectory() as top:
+            fake = os.path.join(top, "hvdd")
+            with open(fake, "w") as f:
+                f.write('#!/bin/sh\necho "it has ${PMI_FD:-none}:" >&2\nreadlink /proc/$$/fd/$PMI_FD >&2\nexit 3\n')
+            os.chmod(fake, 0o700)
+            for what, want in (("file", "it has none"), ("closed", "it has none"), ("socket", r"it has \d+: socket:")):
+                out = self.run_program(script, what, HVD_SIDECAR_BINARY=fake, PMI_RANK="0", PMI_SIZE="2")
+                self.assertRegex(out, "error: .*" + want)
+            out = self.run_program(script, "socket", HVD_SIDECAR_BINARY=fake)
+            self.assertRegex(out, "error: .*it has none")
+
+    def test_timeline_signal(self) -> None:
+        """A signal to hvdrun starts the timeline of all ranks, and another stops it, also where ranks have forked."""
+        script = """
+            import os, signal, sys, time
+            import gohvd.numpy as hvd
+            os.chdir(sys.argv[1])
+            before = signal.getsignal(signal.SIGUSR2)
+            hvd.init()
+            worker = os.fork()
+            if worker == 0:
+                while True:
+                    signal.pause()
+            print("ready", flush=True)
+            while not hvd.allreduce([float(os.path.exists("stop"))], name="work", op=hvd.Max)[0]:
+                time.sleep(0.01)  # a step's work, for a file that is not long
+            os.kill(worker, 0)
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+            hvd.shutdown()
+            print("as before:", signal.getsignal(signal.SIGUSR2) == before, flush=True)
+            """
+        with tempfile.TemporaryDirectory() as top:
+            files = [os.path.join(top, name) for name in ("hvd-timeline.json", "hvd-timeline.rank1.json")]
+            job = subprocess.Popen(
+                [os.environ["HVD_RUN"], "-np", "2", sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script), top],
+                env=programs.environment(HOROVOD_TIMELINE="DYNAMIC", HVD_TIMELINE_SIGNAL="SIGUSR2"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            self.addCleanup(job.wait)
+            self.addCleanup(job.kill)
+            assert job.stdout is not None
+            self.addCleanup(job.stdout.close)
+            out = ""
+
+            def until(so: Callable[[], bool], what: str) -> None:
+                deadline = time.monotonic() + 60
+                while not so():
+                    self.assertLess(time.monotonic(), deadline, f"{what}: {out}")
+                    self.assertIsNone(job.poll(), f"{what}: {out}{job.stdout.read() if job.poll() is not None else ''}")
+                    os.sched_yield()
+
+            def says(file: str, what: str) -> bool:
+                with open(file, encoding="utf-8") as f:
+                    return what in f.read()
+
+            while out.count("ready") < 2:
+                line = job.stdout.readline()
+                self.assertTrue(line, out)
+                out += line
+            job.send_signal(signal.SIGUSR2)
+            until(lambda: all(os.path.exists(f) and says(f, "ALLREDUCE") for f in files), "the timeline starts")
+            job.send_signal(signal.SIGUSR2)
+            until(lambda: all(says(f, "hvd_end") for f in files), "the timeline stops")
+            # Heard twice, a signal would have begun another.
+            self.assertEqual(sorted(os.listdir(top)), sorted(map(os.path.basename, files)))
+            open(os.path.join(top, "stop"), "w").close()
+            out += job.stdout.read()
+            self.assertEqual(job.wait(30), 0, out)
+            self.assertEqual(out.count("as before: True"), 2, out)
+
+    def test_handler_of_the_timeline_signal(self) -> None:
+        out = self.run_program(
+            """
+            import faulthandler, os, signal, threading, warnings
+            warnings.simplefilter("always")
+            import gohvd.numpy as hvd
+            from gohvd._engine import engine
+
+            def inits(what, setting="sigusr1"):
+                os.environ["HVD_TIMELINE_SIGNAL"] = setting
+                engine._timeline_signal._warned = False
+                before = signal.getsignal(signal.SIGUSR1)
+                with warnings.catch_warnings(record=True) as caught:
+                    for _ in range(2):
+                        hvd.init()
+                        ours = signal.getsignal(signal.SIGUSR1) == engine._timeline_signal._heard
+                        hvd.shutdown()
+                same = signal.getsignal(signal.SIGUSR1) == before
+                # The warning is about this program's line.
+                print(what, ours, same, [f"{w.category.__name__} {w.message}" for w in caught if w.filename == "<string>"])
+
+            inits("default")
+            inits("not set", "")
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            inits("ignored")
+            signal.signal(signal.SIGUSR1, print)
+            inits("own")
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            faulthandler.register(signal.SIGUSR1)
+            inits("of C")
+            faulthandler.unregister(signal.SIGUSR1)
+            thread = threading.Thread(target=inits, args=("thread",))
+            thread.start()
+            thread.join()
+
+            # One that the program sets in the job stays.
+            hvd.init()
+            signal.signal(signal.SIGUSR1, print)
+            hvd.shutdown()
+            print("kept", signal.getsignal(signal.SIGUSR1) is print)
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+            # There may be no sidecar any more.
+            hvd.init()
+            os.kill(engine.client().pid, signal.SIGKILL)
+            try:
+                hvd.barrier()
+            except hvd.HorovodInternalError:
+                pass
+            os.kill(os.getpid(), signal.SIGUSR1)
+            print("lives")
+            """
+        )
+        for what, want in (
+            ("default", "True True []"),
+            ("not set", "False True []"),
+            ("ignored", "True True []"),
+            ("own", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL cannot be heard: the program has a handler"),
+            ("of C", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL cannot be heard: the program has a handler"),
+            ("thread", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL cannot be heard: init was called outside"),
+            ("kept", "True"),
+            ("lives", ""),
+        ):
+            self.assertIn(f"{what} {want}".strip(), out)
+        self.assertEqual(out.count("cannot be heard"), 3, out)
 
     def test_the_sidecar_ends_with_the_program(self) -> None:
         for end in ("", "os._exit(0)", "os.kill(os.getpid(), 9)", "raise SystemExit"):

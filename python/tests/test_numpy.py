@@ -193,6 +193,16 @@ class Numpy(unittest.TestCase):
         self.equal(got[0], np.arange(self.size))
         self.equal(got[1], np.repeat(np.arange(self.size), 4).reshape(-1, 2))
 
+    def test_empty_results_again_and_again(self) -> None:
+        # From the third call on an operation goes through the ring.
+        for _ in range(5):
+            empty = np.empty((0, 6), np.float32)
+            self.equal(hvd.allgather(empty), empty)
+            self.equal(hvd.allgather(empty, name="empty"), empty)
+            for got in hvd.grouped_allgather([empty, empty], name="both"):
+                self.equal(got, empty)
+            self.equal(hvd.allgather_async(empty).wait(), empty)
+
     def test_large_allgather(self) -> None:
         """Results beyond one chunk of the sidecar's, again and again: they are given back, and so is the memory."""
         client = hvd._engine.engine.client()

@@ -163,7 +163,10 @@ class OptimizerState(RanksTest):
         a, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
         groups = [{"params": a.parameters(), "lr": 0.1 + self.rank}, {"params": b.parameters(), "lr": 0.2 + self.rank}]
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
+        held = list(optimizer.param_groups)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        # Who holds a group sees what came.
+        self.assertEqual([g["lr"] for g in held], [0.1, 0.2])
         self.assertEqual([g["lr"] for g in optimizer.param_groups], [0.1, 0.2])
 
     def test_lbfgs(self) -> None:

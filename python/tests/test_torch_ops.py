@@ -265,6 +265,13 @@ class Allreduce(RanksTest):
             self.assertTrue(got.is_sparse)
             self.close(got.to_dense(), want, 1e-6)
 
+    def test_sparse_without_elements(self) -> None:
+        for _ in range(5):
+            none = torch.sparse_coo_tensor(torch.empty((1, 0), dtype=torch.int64), torch.empty(0, 2), (5, 2))
+            got = hvd.sparse_allreduce_async(none, "nothing", hvd.Average)()
+            self.assertTrue(got.is_sparse)
+            self.equal(got.to_dense(), torch.zeros(5, 2))
+
 
 class OtherOperations(RanksTest):
     def test_allgather(self) -> None:
@@ -283,6 +290,29 @@ class OtherOperations(RanksTest):
             self.equal(got, want)
         for got, want in zip(hvd.synchronize(hvd.grouped_allgather_async(tensors, "gg")), wants):
             self.equal(got, want)
+
+    def test_empty_results_again_and_again(self) -> None:
+        # From the third call on an operation goes through the ring.
+        for _ in range(5):
+            empty = torch.empty(0, 6)
+            self.equal(hvd.allgather(empty), empty)
+            self.equal(hvd.allgather(empty, name="empty"), empty)
+            self.equal(hvd.allgather(torch.empty(2, 0)), torch.empty(2 * self.size, 0))
+            for got in hvd.grouped_allgather([empty, empty]):
+                self.equal(got, empty)
+            # Of a group of which one is not.
+            got = hvd.grouped_allgather([empty, torch.tensor([self.rank])], name="half")
+            self.equal(got[0], empty)
+            self.equal(got[1], torch.arange(self.size))
+            self.equal(hvd.alltoall(empty), empty)
+            received, splits = hvd.alltoall(empty, torch.zeros(self.size, dtype=torch.int32))
+            self.equal(received, empty)
+            self.assertEqual(splits.tolist(), [0] * self.size)
+            self.equal(hvd.reducescatter(empty, op=hvd.Sum), empty)
+            for got in hvd.grouped_reducescatter([empty, empty], op=hvd.Sum):
+                self.equal(got, empty)
+            self.equal(hvd.allreduce(empty, op=hvd.Sum), empty)
+            self.equal(hvd.broadcast(empty, 0), empty)
 
     def test_scalars_cannot_be_gathered(self) -> None:
         for call in (hvd.allgather, hvd.alltoall, hvd.reducescatter):

@@ -56,7 +56,7 @@ class OptimizerTest(RanksTest):
 
     def same_at_all_ranks(self, model: torch.nn.Module) -> None:
         for p in model.parameters():
-            every = hvd.allgather(p.detach().unsqueeze(0))
+            every = hvd.allgather(p.detach().contiguous().unsqueeze(0))
             for other in every:
                 self.equal(other, p.detach())
 
@@ -340,6 +340,110 @@ class Training(OptimizerTest):
                             o.step()
                 self.same_weights(model, want, 1e-2 if "compression" in options else 1e-8)
 
+    def test_layouts_without_a_gradient(self) -> None:
+        kinds = ((torch.nn.Conv2d, torch.channels_last, (4, 4)), (torch.nn.Conv3d, torch.channels_last_3d, (3, 3, 3)))
+        for kind, layout, tail in kinds:
+            for options in (
+                dict(),
+                dict(gradient_as_arena_view=False),
+                dict(groups=1),
+                dict(groups=1, gradient_as_arena_view=False),
+                dict(compression=hvd.Compression.fp16),
+                dict(compression=hvd.Compression.fp16, groups=1),
+            ):
+                torch.manual_seed(0)
+                model = kind(3, 4, 2).to(memory_format=layout)
+                start = model.weight.detach().clone()
+                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+                optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+                total = torch.zeros_like(start)
+                for step in range(6):
+                    optimizer.zero_grad(set_to_none=True)
+                    # Whole numbers, of which no two are equal: elements in the wrong place are seen.
+                    by = torch.arange(float(start.numel())).reshape(start.shape) % 61 * (step + 1)
+                    # All have one, then none has, then some.
+                    has = [step in (0, 4) or step == 2 and r == 0 or step == 5 and r > 0 for r in range(self.size)]
+                    if has[self.rank]:
+                        (model.weight * by).sum().backward()
+                        if step == 4 and self.rank == 0:
+                            # One of the program's, which lies as it likes.
+                            model.weight.grad = by.clone(memory_format=torch.contiguous_format)
+                            self.assertFalse(model.weight.grad.is_contiguous(memory_format=layout))
+                    optimizer.step()
+                    total += by * sum(has) / self.size
+                    self.close(model.weight.detach(), start - total, 1e-3)
+                self.same_at_all_ranks(model)
+                if self.size > 1:
+                    self.assertEqual(model.weight.grad.stride(), model.weight.stride())
+
+    def test_a_gradient_in_another_layout(self) -> None:
+        """What travels is as the weight lies, not as this rank's gradient does."""
+        layouts = (torch.channels_last, torch.contiguous_format)
+        for views in (True, False):
+            for mine, theirs in (layouts, layouts[::-1]):
+                p = torch.nn.Parameter(torch.zeros(2, 3, 4, 5).contiguous(memory_format=mine))
+                optimizer = hvd.DistributedOptimizer(
+                    torch.optim.SGD([p], lr=1.0), [("p", p)], gradient_as_arena_view=views
+                )
+                by = torch.arange(120.0).reshape(p.shape)
+                # Backward adds to what there is, where that lies.
+                if self.rank == 0:
+                    p.grad = torch.zeros_like(p).contiguous(memory_format=theirs)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that it does
+                    (p * by * (self.rank + 1)).sum().backward()
+                optimizer.step()
+                self.close(p.detach(), -by * (self.size + 1) / 2, 1e-5)
+
+    def test_a_layout_that_changes(self) -> None:
+        conv = torch.nn.Conv2d(2, 3, 2, bias=False)
+        conv.weight.data.zero_()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(conv.parameters(), lr=1.0), conv.named_parameters(), compression=hvd.Compression.fp16
+        )
+        by = torch.arange(24.0).reshape(conv.weight.shape)
+        for layout in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+            conv.to(memory_format=layout)
+            optimizer.zero_grad(set_to_none=True)
+            (conv.weight * by).sum().backward()
+            optimizer.step()
+        self.close(conv.weight.detach(), -3 * by, 1e-5)
+
+    def test_a_backward_pass_that_gives_no_gradient(self) -> None:
+        class Nothing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, weight, gives):
+                ctx.gives = gives
+                return x + weight
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad, grad if ctx.gives else None, None
+
+        for options in (
+            dict(),
+            dict(groups=1),
+            dict(gradient_as_arena_view=False),
+            dict(backward_passes_per_step=2),
+            dict(compression=hvd.Compression.fp16),
+            dict(op=hvd.Adasum),
+        ):
+            a, b = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0), [("a", a), ("b", b)], **options)
+            passes = options.get("backward_passes_per_step", 1)
+            # b has a gradient at all ranks, at rank 0, at none.
+            for gives in (True, self.rank == 0, False):
+                optimizer.zero_grad(set_to_none=True)
+                for i in range(passes):
+                    Nothing.apply(a, b, gives and i == 0).sum().backward()
+                    if i + 1 < passes and not gives:
+                        self.assertIsNone(b.grad)
+                optimizer.step()
+            self.close(a.detach(), torch.full((4,), -3.0 * passes), 1e-5)
+            if "op" not in options:
+                self.close(b.detach(), torch.full((4,), -1.0 - 1 / self.size), 1e-3)
+        self.same_at_all_ranks(torch.nn.ParameterList([a, b]))
+
     def test_closure(self) -> None:
         for make, again in ((sgd, False), (lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4), True)):
             model, want = network(), network()
@@ -460,6 +564,29 @@ class Sparse(OptimizerTest):
         want[: self.size] -= 1 / self.size
         want[0] -= 1 / self.size
         self.close(model.weight.detach(), want, 1e-6)
+
+
+    def test_an_embedding_that_nobody_uses(self) -> None:
+        class Two(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.used, self.unused = (torch.nn.Embedding(4, 2, sparse=True) for _ in range(2))
+
+        model = Two()
+        for p in model.parameters():
+            p.data.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        nothing = torch.empty(0, dtype=torch.int64)
+        for _ in range(5):
+            optimizer.zero_grad(set_to_none=True)
+            (model.used(torch.tensor([self.rank])).sum() + model.unused(nothing).sum()).backward()
+            self.assertTrue(model.unused.weight.grad.is_sparse)
+            optimizer.step()
+        want = torch.zeros(4, 2)
+        want[: self.size] -= 5 / self.size
+        self.close(model.used.weight.detach(), want, 1e-6)
+        self.equal(model.unused.weight.detach(), torch.zeros(4, 2))
 
 
 class Synchronizing(OptimizerTest):
@@ -795,6 +922,48 @@ class TheOptimizerItself(OptimizerTest):
                     warnings.simplefilter("ignore")
                     scheduler.step()
             self.close(x.detach(), torch.tensor([-1.75 * (self.size + 1) / 2]), 1e-6)
+
+    def test_schedulers_after_loading(self) -> None:
+        def broadcast(optimizer: torch.optim.Optimizer) -> None:
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+        def load(optimizer: torch.optim.Optimizer) -> None:
+            state = hvd.broadcast_object(optimizer.state_dict(), 0, "state")
+            # At all ranks: torch makes groups of its own of it.
+            optimizer.load_state_dict(state)
+
+        for take in (broadcast, load):
+            for early in (False, True):
+                x, y = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+                lr = 1.0 if self.rank == 0 else 0.125
+                plain = torch.optim.SGD([{"params": [x]}, {"params": [y], "lr": 2 * lr}], lr=lr, momentum=0.5)
+                if early:
+                    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+                optimizer = hvd.DistributedOptimizer(plain, [("x", x), ("y", y)])
+                if not early:
+                    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+                hvd.broadcast_parameters([x, y], 0)
+                groups, state = list(optimizer.param_groups), optimizer.state
+                for step in range(3):
+                    take(optimizer)
+                    self.assertEqual([g["lr"] for g in optimizer.param_groups], [0.5**step, 2 * 0.5**step])
+                    optimizer.zero_grad()
+                    ((x + y) * (self.rank + 1)).sum().backward()
+                    optimizer.step()
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        scheduler.step()
+                self.assertEqual([g["lr"] for g in optimizer.param_groups], [0.125, 0.25])
+                for mine, other, old in zip(optimizer.param_groups, plain.param_groups, groups):
+                    self.assertIs(mine, old)
+                    self.assertIs(mine, other)
+                self.assertIs(optimizer.state, state)
+                self.assertIs(plain.state, state)
+                # The momentum is 1, 1.5 and 1.75 gradients.
+                mean = (self.size + 1) / 2
+                want = -(1 + 1.5 * 0.5 + 1.75 * 0.25) * mean
+                self.close(torch.cat([x, y]).detach(), torch.tensor([want, 2 * want]), 1e-6)
+                self.close(optimizer.state[x]["momentum_buffer"], torch.tensor([1.75 * mean]), 1e-6)
 
     def test_a_group_added_later(self) -> None:
         x, y = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))

@@ -7,9 +7,10 @@ only from ranks of the job, which have proved to each other that they know its s
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import ctypes
 import pickle
-from typing import Any, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
 
@@ -96,7 +97,8 @@ def _empty(tree: Any) -> List[torch.Tensor]:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Optional[torch.nn.Module] = None
 ) -> None:
-    """Gives every rank the options and the state of root_rank's optimizer, as its load_state_dict would.
+    """Gives every rank the options and the state of root_rank's optimizer, as its load_state_dict would, but into the param
+    groups that there are.
 
     Ranks may differ in what state they have. A root whose optimizer has not stepped yet has none; then none has any. (Horovod
     makes state by a step on gradients of zero, which Adam counts and weight decay feels.) As there, gradients of an
@@ -120,7 +122,32 @@ def broadcast_optimizer_state(
     for handle in handles:
         synchronize(handle)
     if not at_root:
-        optimizer.load_state_dict(_put_in(tree, iter(wires)))
+        with in_place(optimizer):
+            optimizer.load_state_dict(_put_in(tree, iter(wires)))
+
+
+@contextlib.contextmanager
+def in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Has a load_state_dict within it write to the param groups and the state that there are; torch makes new ones. The
+    optimizer that a distributed one takes the place of has the same, and so have learning rate schedulers made for that.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    yield
+    loaded = optimizer.param_groups
+    if loaded is not groups and len(loaded) == len(groups):
+        for group, new in zip(groups, loaded):
+            _become(group, new)
+        optimizer.param_groups = groups
+    if isinstance(state, dict) and optimizer.state is not state:
+        _become(state, optimizer.state)
+        optimizer.state = state
+
+
+def _become(old: Dict[Any, Any], new: Mapping[Any, Any]) -> None:
+    if new is not old:
+        entries = dict(new)
+        old.clear()
+        old.update(entries)
 
 
 def _sparse_parameters(model: Optional[torch.nn.Module]) -> Set[torch.Tensor]:

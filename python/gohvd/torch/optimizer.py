@@ -15,7 +15,7 @@ import torch
 import gohvd
 from gohvd.process_sets import ProcessSet, global_process_set
 from gohvd.torch.compression import Compression, Compressor
-from gohvd.torch.functions import broadcast_object
+from gohvd.torch.functions import broadcast_object, in_place
 from gohvd.torch.mpi_ops import (
     Adasum,
     Average,
@@ -122,7 +122,8 @@ class _Distributed(torch.optim.Optimizer):
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
-        if p.grad.requires_grad:
+        # Before torch 2.1 this is called also where a backward pass gives no gradient.
+        if p.grad is not None and p.grad.requires_grad:
             raise AssertionError("gradients that have gradients (create_graph=True) cannot be reduced")
         self._allreduce_delay[p] -= 1
         self._accumulated(p, self._allreduce_delay[p] == 0)
@@ -143,7 +144,8 @@ class _Distributed(torch.optim.Optimizer):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._handles.clear()
         self._reset_delays()
-        super().load_state_dict(*args, **kwargs)
+        with in_place(self):
+            super().load_state_dict(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._handles:
@@ -154,11 +156,12 @@ class _Distributed(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def _compress(self, p: torch.Tensor, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
-        """Gives what travels for tensor, which is of p's shape, and what decompresses it."""
+        """Gives what travels for tensor, which has p's elements, and what decompresses it."""
         if self._compression not in _CASTS or not tensor.dtype.is_floating_point or not _in_reach(tensor):
             return self._compression.compress(tensor)
         wire = self._wires.get(p)
-        if wire is None:
+        # A program may change the order in which p lies.
+        if wire is None or wire.shape != tensor.shape:
             wire = self._wires[p] = alloc_tensor(tuple(tensor.shape), self._compression.wire_dtype)
         return wire.copy_(tensor), tensor.dtype
 
@@ -305,7 +308,8 @@ class _DistributedOptimizer(_Distributed):
             self._p_to_group.update(dict.fromkeys(group, group))
 
     def _accumulated(self, p: torch.Tensor, last: bool) -> None:
-        self._adopt(p)
+        if p.grad is not None:
+            self._adopt(p)
         if not last:
             return
         group = self._p_to_group.get(p)
@@ -329,7 +333,8 @@ class _DistributedOptimizer(_Distributed):
             elif self._views and _in_reach(p):
                 p.grad = self._memory_of(p).tensor(p).zero_()
             else:
-                p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+                order = torch.preserve_format if _in_order(p) else torch.contiguous_format
+                p.grad = torch.zeros_like(p, memory_format=order)
         elif grad.is_sparse:
             self._was_sparse[p] = grad.sparse_dim()
         elif self._views and _in_reach(grad):
@@ -356,7 +361,7 @@ class _DistributedOptimizer(_Distributed):
         if grad.is_sparse and not self.sparse_as_dense:
             self._handles[p] = (sparse_allreduce_async(grad, name, self.op, process_set=self.process_set), None)
             return
-        wire, ctx = self._compress(p, _flat(grad))
+        wire, ctx = self._compress(p, _flat(p, grad))
         before, after = self._factors()
         handle = begin_allreduce_(wire, name, self.op, before, after, self.process_set, later)
         self._handles[p] = (handle, ctx)
@@ -371,7 +376,7 @@ class _DistributedOptimizer(_Distributed):
                 dense.append(p)
         if not dense:
             return
-        wires = [self._compress(p, _flat(p.grad)) for p in dense]
+        wires = [self._compress(p, _flat(p, p.grad)) for p in dense]
         before, after = self._factors()
         handle = grouped_allreduce_async_(
             [wire for wire, _ in wires],
@@ -561,11 +566,16 @@ def _in_order(tensor: torch.Tensor) -> bool:
     )
 
 
-def _flat(grad: torch.Tensor) -> torch.Tensor:
-    """Gives a dense gradient as what can travel: the same memory, in the order in which it lies."""
+def _flat(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Gives p's gradient as what can travel, in the order in which p lies: all ranks have that order in common, but not
+    those of their gradients. A dense gradient that lies so too is not copied.
+    """
     if grad.is_sparse:
-        return grad.to_dense()
-    return grad.as_strided((grad.numel(),), (1,)) if _in_order(grad) else grad
+        grad = grad.to_dense()
+    if not _in_order(p):
+        return grad.contiguous()
+    order = torch.channels_last if p.dim() == 4 else torch.channels_last_3d
+    return grad.contiguous(memory_format=order).as_strided((grad.numel(),), (1,))
 
 
 def _unflat(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""The signal for the timeline (HVD_TIMELINE_SIGNAL). Launchers and users send it to this process; the sidecar, which is in
+a session of its own, obeys it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from typing import Any, Callable
+
+_SIGNALS = {"SIGUSR1": int(signal.SIGUSR1), "SIGUSR2": int(signal.SIGUSR2)}
+
+
+class TimelineSignal:
+    """Passes the signal on, if it is set and the program has no use for it."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell = tell
+        self._number = 0
+        """The signal that is listened for, or 0."""
+        self._before: Any = signal.SIG_DFL
+        """What was done with it before."""
+        self._warned = False
+
+    def listen(self) -> None:
+        number = _SIGNALS.get(os.environ.get("HVD_TIMELINE_SIGNAL", "").upper(), 0)
+        if number == self._number:
+            return
+        self.stop()
+        if number == 0:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            self._warn("init was called outside of the main thread, where no handler can be set")
+        elif _has_handler(number):
+            self._warn("the program has a handler of its own")
+        else:
+            self._before = signal.signal(number, self._heard) or signal.SIG_DFL
+            self._number = number
+
+    def stop(self) -> None:
+        """Does with the signal what was done before, unless it is the program's by now. In another thread than the main one,
+        where Python sets no handlers, it does nothing."""
+        number = self._number
+        if number == 0 or threading.current_thread() is not threading.main_thread():
+            return
+        self._number = 0
+        if signal.getsignal(number) == self._heard:
+            signal.signal(number, self._before)
+
+    def _heard(self, number: int, frame: Any) -> None:
+        self._tell(number)
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"gohvd: HVD_TIMELINE_SIGNAL cannot be heard: {why}", RuntimeWarning, stacklevel=5)
+
+
+def _has_handler(number: int) -> bool:
+    """Whether the process has a handler. signal.getsignal does not know those of C, such as faulthandler's."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as f:
+        for line in f:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
