@@ -45,8 +45,8 @@ func TestMain(m *testing.M) {
 	}())
 }
 
-// pythonLimit is for one file of Python tests at one number of ranks. The files bound their own tests; this is for what gets
-// stuck outside of them.
+// pythonLimit is for the Python tests at one number of ranks. They are bounded themselves; this is for what gets stuck outside of
+// them.
 const pythonLimit = 5 * time.Minute
 
 // python is the directory of the Python package.
@@ -74,29 +74,34 @@ func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// Every file of the Python package's tests passes on 1, 2 and 3 ranks, or on 2 if it is to be short. Each rank starts a sidecar.
+// All tests of the Python package pass on 1, 2 and 3 ranks, or on 2 if it is to be short. Each rank starts a sidecar. They are one
+// program: to import torch takes longer than most files of tests.
 func TestPython(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no Python tests: %v", err)
 	}
 	testtorch.Need(t)
+	args := []string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"}
 	for _, file := range files {
-		module := strings.TrimSuffix(filepath.Base(file), ".py")
-		t.Run(strings.TrimPrefix(module, "test_"), func(t *testing.T) {
-			for n := 1; n <= 3; n++ {
-				if testing.Short() && n != 2 {
-					continue
+		args = append(args, strings.TrimSuffix(filepath.Base(file), ".py"))
+	}
+	for n := 1; n <= 3; n++ {
+		if testing.Short() && n != 2 {
+			continue
+		}
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			cmd := job(t, n, args...)
+			cmd.Dir = filepath.Dir(files[0])
+			out, err := cmd.CombinedOutput()
+			if err != nil || strings.Count(string(out), ":Ran ") != n {
+				t.Fatalf("%v\n%s", err, out)
+			}
+			// One that ran none of a file has tested nothing of it.
+			for _, module := range args[5:] {
+				if !strings.Contains(string(out), "("+module+".") {
+					t.Errorf("no test of %s was run\n%s", module, out)
 				}
-				t.Run(fmt.Sprint(n), func(t *testing.T) {
-					cmd := job(t, n, "-W", "error::ResourceWarning", "-m", "unittest", module)
-					cmd.Dir = filepath.Dir(file)
-					out, err := cmd.CombinedOutput()
-					// Each rank says how many tests it has run; one that ran none has tested nothing.
-					if err != nil || strings.Count(string(out), "\nRan 0 tests") > 0 || strings.Count(string(out), ":Ran ") != n {
-						t.Fatalf("%v\n%s", err, out)
-					}
-				})
 			}
 		})
 	}

@@ -1,5 +1,5 @@
 """Runs all tests with some interpreters at 1, 2 and 3 ranks: ``all.py [--page FILE] INTERPRETER...``. Without torch, those that
-need none.
+need none. The tests of one number of ranks are one program: to import torch takes longer than most of them.
 
 HVD_RUN is hvdrun, HVD_SIDECAR_BINARY hvdd. The page says what has passed with which versions. Ends with 1 if a test fails.
 """
@@ -49,31 +49,31 @@ class Outcome(NamedTuple):
 
 
 def run(interpreter: str, ranks: int, torch: bool) -> Outcome:
-    tests = skipped = 0
-    failed = []
-    for path in sorted(TESTS.glob("test_*.py")):
-        if not torch and any(path.match(pattern) for pattern in _NEED_TORCH):
-            continue
-        # A rank may wait for another that has tests of its own to do first.
-        patience = f"--start-timeout={_LIMIT_SECONDS}"
-        command = [os.environ["HVD_RUN"], "-np", str(ranks), patience, interpreter, "-m", "unittest", path.stem]
-        env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
-        try:
-            job = subprocess.run(
-                command, cwd=TESTS, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_LIMIT_SECONDS
-            )
-            status, output = job.returncode, job.stdout.decode(errors="replace")
-        except subprocess.TimeoutExpired as e:
-            status, output = 124, (e.stdout or b"").decode(errors="replace")
-        ran = re.search(r"^\[0\]<stderr>:Ran (\d+) tests?", output, re.MULTILINE)
-        if status != 0 or ran is None:
-            failed.append(path.stem)
-            print(output)
-        tests += int(ran[1]) if ran else 0
-        skips = re.search(r"^\[0\]<stderr>:OK \(skipped=(\d+)\)", output, re.MULTILINE)
-        skipped += int(skips[1]) if skips else 0
-        print(f"{interpreter} {ranks} {path.stem}: {'failed' if path.stem in failed else 'ok'}", flush=True)
-    return Outcome(tests, skipped, failed)
+    modules = [
+        path.stem
+        for path in sorted(TESTS.glob("test_*.py"))
+        if torch or not any(path.match(pattern) for pattern in _NEED_TORCH)
+    ]
+    # A rank may wait for another that has tests of its own to do first.
+    patience = f"--start-timeout={_LIMIT_SECONDS}"
+    command = [os.environ["HVD_RUN"], "-np", str(ranks), patience, interpreter, "-m", "unittest", *modules]
+    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    try:
+        job = subprocess.run(
+            command, cwd=TESTS, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_LIMIT_SECONDS
+        )
+        status, output = job.returncode, job.stdout.decode(errors="replace")
+    except subprocess.TimeoutExpired as e:
+        status, output = 124, (e.stdout or b"").decode(errors="replace")
+    failed = sorted({name for name in re.findall(r"(?:FAIL|ERROR): .*?\((?:\w+\.)*?(test_\w+)\.", output)})
+    ran = re.search(r"^\[0\]<stderr>:Ran (\d+) tests?", output, re.MULTILINE)
+    if (status != 0 or ran is None) and not failed:
+        failed = [f"status {status}"]
+    skips = re.search(r"^\[0\]<stderr>:OK \(skipped=(\d+)\)", output, re.MULTILINE)
+    if failed:
+        print(output)
+    print(f"{interpreter} {ranks}: {'failed' if failed else 'ok'}", flush=True)
+    return Outcome(int(ran[1]) if ran else 0, int(skips[1]) if skips else 0, failed)
 
 
 def main() -> int:
