@@ -27,10 +27,12 @@ others: format vet lint race nocgo noasm arm64 shortfuzz generated ## what CI ru
 test: ## all tests
 	$(GO) test ./...
 
-# The programs under the tests of Python are not built for the race detector; Go clients try the sidecar under it.
+# The programs of Python's tests and of most that run hvdrun are not built for the race detector, which sees nothing there.
+# Of the latter come those whose ranks die, or have a sidecar; Go clients try the sidecar under the detector in its own tests.
 .PHONY: race
-race: ## all tests but Python's under the race detector, in random order, fewer rounds of killing
-	$(GO) test -race -shuffle=on -short -timeout 30m $$($(GO) list ./... | grep -v /internal/pythontest)
+race: ## the tests in Go under the race detector, in random order, fewer rounds of killing
+	$(GO) test -race -shuffle=on -short -timeout 30m $$($(GO) list ./... | grep -v -e /internal/pythontest -e /internal/e2e)
+	$(GO) test -race -shuffle=on -short -timeout 30m -run 'Kill$$|Stopped|Leave|InitAgain|Sidecar|Digits' ./internal/e2e
 
 # No package of ours has C in it: what differs is how names are resolved, and how programs are linked.
 .PHONY: nocgo
@@ -57,9 +59,9 @@ python: ## say which Python has torch, and will run the tests
 # What the Python tests run.
 .PHONY: python-programs
 python-programs:
-	$(GO) build -o $(TOOLS)/ ./cmd/hvdrun ./cmd/hvdd
+	$(GO) build -o "$(TOOLS)/" ./cmd/hvdrun ./cmd/hvdd
 
-TEST_PYTHON = HVD_RUN=$(TOOLS)/hvdrun HVD_SIDECAR_BINARY=$(TOOLS)/hvdd $(1) python/tests/all.py
+TEST_PYTHON = HVD_RUN="$(TOOLS)/hvdrun" HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" $(1) python/tests/all.py
 
 .PHONY: test-python
 test-python: python-programs ## the tests of the Python package at 1, 2 and 3 ranks
@@ -67,9 +69,9 @@ test-python: python-programs ## the tests of the Python package at 1, 2 and 3 ra
 
 .PHONY: test-torch2
 test-torch2: python-programs ## the same with the newest torch of PyPI too, some GB, and with PYTHONS; writes docs/compatibility.md
-	python3 -m venv $(TOOLS)/torch2
-	$(TOOLS)/torch2/bin/python -m pip install --quiet --upgrade torch numpy
-	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) $(TOOLS)/torch2/bin/python $(PYTHONS)
+	python3 -m venv "$(TOOLS)/torch2"
+	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy
+	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
 .PHONY: bench
 bench: ## all benchmarks (BENCH=regexp chooses)
@@ -91,8 +93,8 @@ vet:
 
 .PHONY: lint
 lint: ## staticcheck
-	cd tools && $(GO) build -o $(TOOLS)/ honnef.co/go/tools/cmd/staticcheck
-	$(TOOLS)/staticcheck ./...
+	cd tools && $(GO) build -o "$(TOOLS)/" honnef.co/go/tools/cmd/staticcheck
+	"$(TOOLS)/staticcheck" ./...
 
 .PHONY: shortfuzz
 shortfuzz: ## every fuzz target for a moment
@@ -109,7 +111,7 @@ fuzz: ## every fuzz target for FUZZTIME, an hour or so
 
 .PHONY: generate
 generate: ## generate code anew
-	cd tools && $(GO) build -o $(TOOLS)/ google.golang.org/protobuf/cmd/protoc-gen-go
+	cd tools && $(GO) build -o "$(TOOLS)/" google.golang.org/protobuf/cmd/protoc-gen-go
 	PATH="$(TOOLS):$$PATH" $(GO) generate ./...
 
 .PHONY: generated

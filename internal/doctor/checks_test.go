@@ -331,6 +331,7 @@ func TestInterfaces(t *testing.T) {
 		"two":        {[]Interface{lo, eth}, []string{"ok interface lo", "ok interface eth0: up, mtu 9000, 10.0.0.2/24 fd00::2/64"}},
 		"down":       {[]Interface{lo, with(eth, func(i *Interface) { i.Up = false })}, []string{"ok interface lo", "warn interface eth0: down, mtu"}},
 		"no carrier": {[]Interface{lo, with(eth, func(i *Interface) { i.Running = false })}, []string{"ok interface lo", "warn interface eth0: without a carrier"}},
+		"no member":  {[]Interface{lo, with(eth, func(i *Interface) { i.Name, i.Running = "docker0", false })}, []string{"ok interface lo", "ok interface docker0: a bridge without members that are up, mtu"}},
 		"idle":       {append([]Interface{lo}, many[:2]...), []string{"ok interface lo", "ok no address: v0 v1"}},
 		"many idle":  {append([]Interface{lo}, many...), []string{"ok interface lo", "ok no address: v7 and 2 more"}},
 		"none":       {nil, []string{"fail loopback: ip link set lo up"}},
@@ -341,6 +342,7 @@ func TestInterfaces(t *testing.T) {
 		"no lo flag": {[]Interface{with(lo, func(i *Interface) { i.Loopback = false })}, []string{"ok interface lo", "fail loopback"}},
 	} {
 		s := soundSystem()
+		s.Root = files{"sys/class/net/docker0/bridge/bridge_id": ""}.fs()
 		s.Interfaces = func() ([]Interface, error) { return c.all, nil }
 		holds(t, name, look(t, s, "interfaces"), c.want...)
 	}

@@ -3,6 +3,7 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"io/fs"
 	"net/netip"
 	"strings"
 	"time"
@@ -33,6 +34,8 @@ func interfaces(_ context.Context, s *System) []Line {
 			idle = append(idle, i.Name)
 		case !i.Up:
 			lines = append(lines, warn(name, "ip link set "+i.Name+" up, or take its address away", "down, %s", found))
+		case !i.Running && s.isBridge(i.Name): // as docker0 without a container, which is as it should be
+			lines = append(lines, ok(name, "a bridge without members that are up, %s", found))
 		case !i.Running:
 			lines = append(lines, warn(name, "look at its cable or its other end, or take its address away", "up without a carrier, %s", found))
 		default:
@@ -51,6 +54,11 @@ func interfaces(_ context.Context, s *System) []Line {
 			"not up with an address: ranks of one host meet there"))
 	}
 	return lines
+}
+
+func (s *System) isBridge(name string) bool {
+	_, err := fs.Stat(s.Root, "sys/class/net/"+name+"/bridge")
+	return err == nil
 }
 
 func hasLoopback(prefixes []string) bool {
