@@ -91,15 +91,11 @@ func (j *Job) Handler() http.Handler {
 }
 
 func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
-	wait, ask := patience, askTime
+	wait := patience
 	if s, err := strconv.ParseFloat(r.Header.Get(timeoutHeader), 64); err == nil && s > 0 && s < patience.Seconds() {
 		wait = time.Duration(s * float64(time.Second))
-		// What is left is for the answer's way.
-		ask = min(ask, max(wait*3/4, leastAskTime))
 	}
-	ctx, cancel := context.WithTimeout(r.Context(), wait)
-	defer cancel()
-	families, err := j.gather(ctx, ask)
+	families, err := j.gather(r.Context(), wait)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusServiceUnavailable)
 		return
@@ -110,17 +106,31 @@ func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
 	).ServeHTTP(w, r)
 }
 
+// timeToAsk is what ranks have for a scrape that waits so long: three quarters of it at most, the rest is for the answer's way. It is one of
+// five times, so that a question in each of them is all that scrapers can cause in a second, whatever timeouts they tell.
+func timeToAsk(wait time.Duration) time.Duration {
+	ask := askTime
+	for ask > wait*3/4 && ask > leastAskTime {
+		ask /= 2
+	}
+	return ask
+}
+
 // gather waits for the answers to a question that is under way, or was asked a moment ago, or asks one that ranks have
-// the time ask for.
-func (j *Job) gather(ctx context.Context, ask time.Duration) ([]*dto.MetricFamily, error) {
+// time for within wait.
+func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFamily, error) {
+	end := time.Now().Add(wait)
+	ctx, cancel := context.WithDeadline(ctx, end)
+	defer cancel()
 	for {
+		ask := timeToAsk(time.Until(end)) // less if the question that was under way is not enough
 		g, err := j.question(ask)
 		if err != nil {
 			return nil, err
 		}
 		select {
 		case <-g.done:
-			if g.enough(ask) {
+			if g.enough(timeToAsk(time.Until(end))) {
 				return g.families, g.err
 			}
 		case <-ctx.Done():
@@ -145,8 +155,6 @@ func (j *Job) question(ask time.Duration) (*gathering, error) {
 			if g.enough(ask) {
 				return g, nil
 			}
-			// Twice the time at least, so that few questions are asked within a second, whatever timeouts scrapers tell.
-			ask = min(askTime, max(ask, 2*g.ask))
 		default:
 			return g, nil
 		}

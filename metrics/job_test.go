@@ -269,13 +269,14 @@ func TestScrapesShareQuestions(t *testing.T) {
 	})
 }
 
-// Ranks have a second, or three quarters of what Prometheus waits; who has answered until then is shown.
+// Ranks have a second, or the half, the quarter, ... of one that is at most three quarters of what Prometheus waits; who has answered until
+// then is shown.
 func TestRanksThatDoNotAnswer(t *testing.T) {
 	for _, c := range []struct {
 		header string
 		want   time.Duration
 	}{
-		{"", time.Second}, {"10", time.Second}, {"5", time.Second}, {"0.4", 300 * time.Millisecond}, {"1", 750 * time.Millisecond},
+		{"", time.Second}, {"10", time.Second}, {"5", time.Second}, {"0.4", 250 * time.Millisecond}, {"1", 500 * time.Millisecond},
 		{"NaN", time.Second}, {"-1", time.Second}, {"0", time.Second}, {"1e300", time.Second}, {"soon", time.Second},
 	} {
 		t.Run(c.header, func(t *testing.T) {
@@ -381,7 +382,7 @@ func TestScrapesWithLessTimeTellOthersNothing(t *testing.T) {
 		wantLines(t, request(h, "/metrics", header, "0.2").Body.String(), down)
 		wantLines(t, request(h, "/metrics", header, "0.2").Body.String(), down)
 		wantLines(t, request(h, "/metrics").Body.String(), up) // within a second of that
-		if got, want := times()[2:], []time.Duration{150 * time.Millisecond, time.Second}; !slices.Equal(got, want) {
+		if got, want := times()[2:], []time.Duration{time.Second / 8, time.Second}; !slices.Equal(got, want) {
 			t.Errorf("ranks had %v, want %v", got, want)
 		}
 		j.Close()
@@ -395,6 +396,28 @@ func TestScrapesWithLessTimeTellOthersNothing(t *testing.T) {
 		}
 		j.Close()
 	})
+	// Whoever comes behind one with less time is answered within his own.
+	for _, c := range [][2]string{{"0.5", "0.6"}, {"0.9", "1"}, {"0.9", "1.5"}, {"0.2", "1.9"}, {"1", "30"}} {
+		for _, gap := range []time.Duration{10 * time.Millisecond, 600 * time.Millisecond} {
+			synctest.Test(t, func(t *testing.T) {
+				j, _ := slowAnswers(t, time.Hour)
+				var both sync.WaitGroup
+				for i, timeout := range c {
+					both.Go(func() {
+						time.Sleep(time.Duration(i) * gap)
+						begun := time.Now()
+						w := request(j.Handler(), "/metrics", header, timeout)
+						if s, err := strconv.ParseFloat(timeout, 64); err != nil || time.Since(begun).Seconds() > s {
+							t.Errorf("%v, %v apart: took %v of %s s", c, gap, time.Since(begun), timeout)
+						}
+						wantLines(t, w.Body.String(), down)
+					})
+				}
+				both.Wait()
+				j.Close()
+			})
+		}
+	}
 	synctest.Test(t, func(t *testing.T) {
 		j, times := slowAnswers(t, time.Hour)
 		h := j.Handler()

@@ -165,9 +165,11 @@ func TestLargerThanMemory(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+		tl.mu.Lock()
 		if got, fresh := tl.filling, newBatch(tensors); cap(got.tensors) != cap(fresh.tensors) || cap(got.arrivals) != cap(fresh.arrivals) || cap(got.activities) != cap(fresh.activities) || got.grown {
 			t.Errorf("%s: there is room for %d tensors, %d arrivals and %d activities afterwards", name, cap(got.tensors), cap(got.arrivals), cap(got.activities))
 		}
+		tl.mu.Unlock()
 		mustClose(t, tl)
 		if got := slices.Compact(numbers(mustRead(t, path))); !slices.Equal(got, append(want, 5)) || entries.Len() > 0 {
 			t.Errorf("%s: got operations %v and log %v, want %v and 5", name, got, entries.All(), want)

@@ -40,9 +40,9 @@ type reporter struct {
 	wg     sync.WaitGroup
 
 	mu        sync.Mutex
-	failures  map[int][]byte // the last dump of each rank whose job has failed
-	kept      int            // their length
-	told      map[stalled]wait
+	failures  map[int][]byte           // the last dump of each rank whose job has failed
+	kept      int                      // their length
+	told      map[stalled]map[int]wait // by rank
 	lastStall time.Time
 	watchErr  error
 }
@@ -55,22 +55,21 @@ type stalled struct {
 
 // wait is one of a rank for a tensor. Names come again each step, so the name alone does not tell a stall from the next.
 type wait struct {
-	rank      int
 	epoch     uint64
 	submitted time.Duration // by the rank's clock
 	seen      time.Time     // when a dump had it last
 }
 
-// is reports whether it is the wait of d for p.
+// is reports whether it is the wait of d, which is its rank's, for p.
 func (w *wait) is(d *recorder.Dump, p *recorder.Pending) bool {
-	return w.rank == d.Rank && w.epoch == d.Epoch && w.submitted == p.Submitted
+	return w.epoch == d.Epoch && w.submitted == p.Submitted
 }
 
 // newReporter starts to take what the ranks of a job volunteer, until close.
 func newReporter(kv store.Store, size int, dir string, period time.Duration) *reporter {
 	r := &reporter{
 		kv: kv, size: size, dir: dir, period: period,
-		alarms: make(chan string, 1), failures: make(map[int][]byte), told: make(map[stalled]wait),
+		alarms: make(chan string, 1), failures: make(map[int][]byte), told: make(map[stalled]map[int]wait),
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	r.cancel = cancel
@@ -103,6 +102,9 @@ func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte)
 		}
 		r.mu.Lock()
 		r.lastStall = time.Now()
+		if key := (stalled{s.Set, s.Name}); r.told[key] == nil && len(r.told) < maxTold {
+			r.told[key] = make(map[int]wait) // also if no rank that waits answers
+		}
 		r.mu.Unlock()
 		select {
 		case r.alarms <- stallCause + s.Text:
@@ -123,14 +125,20 @@ func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte)
 func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	r.mu.Lock()
 	soon := !r.lastStall.IsZero() && time.Since(r.lastStall) < r.period
-	w, told := r.told[s]
+	waits, told := r.told[s]
+	var seen time.Time
+	for _, w := range waits {
+		if w.seen.After(seen) {
+			seen = w.seen
+		}
+	}
 	r.mu.Unlock()
 	switch {
 	case soon:
 		return false
 	case !told:
 		return true
-	case time.Since(w.seen) < r.period/2: // a stall has waited for a period, so this one was seen
+	case time.Since(seen) < r.period/2: // a stall has waited for a period, so this one was seen
 		return false
 	}
 	ctx, cancel := context.WithTimeout(ctx, surveyTime)
@@ -149,11 +157,11 @@ func (r *reporter) waitsAnew(s stalled, dumps []*recorder.Dump) bool {
 		for i := range d.Pending {
 			p := &d.Pending[i]
 			key := stalled{p.Set, p.Name}
-			w, told := r.told[key]
+			w, told := r.told[key][d.Rank]
 			same := told && w.is(d, p)
 			if same {
 				w.seen = now
-				r.told[key] = w
+				r.told[key][d.Rank] = w
 			}
 			if key == s {
 				// What stalls has waited for a period. What has not is of a later step: the stall is over meanwhile.
@@ -170,10 +178,14 @@ func (r *reporter) tell(dumps []*recorder.Dump) {
 	for _, d := range dumps {
 		for i := range d.Pending {
 			p := &d.Pending[i]
-			if len(r.told) >= maxTold {
-				clear(r.told)
+			key := stalled{p.Set, p.Name}
+			if r.told[key] == nil {
+				if len(r.told) >= maxTold {
+					clear(r.told)
+				}
+				r.told[key] = make(map[int]wait)
 			}
-			r.told[stalled{p.Set, p.Name}] = wait{d.Rank, d.Epoch, p.Submitted, now}
+			r.told[key][d.Rank] = wait{d.Epoch, p.Submitted, now}
 		}
 	}
 }

@@ -491,7 +491,7 @@ func TestEachStallIsReported(t *testing.T) {
 		var (
 			mu    sync.Mutex
 			since time.Duration // when ranks 0 and 2 have begun to wait; 0 if they do not
-			mute  bool          // rank 2, whose wait is remembered, does not answer
+			mute  []int         // ranks that do not answer
 			asked int
 			wg    sync.WaitGroup
 		)
@@ -505,7 +505,7 @@ func TestEachStallIsReported(t *testing.T) {
 					defer mu.Unlock()
 					asked++
 					switch {
-					case rank == 2 && mute:
+					case slices.Contains(mute, rank):
 						return nil
 					case rank == 1 || since == 0:
 						return dumpOf(rank, size, "")
@@ -574,11 +574,52 @@ func TestEachStallIsReported(t *testing.T) {
 		time.Sleep(period)
 		begins()
 		says(0) // as it is if a later step waits for a moment
-		set(func() { mute = true })
+		set(func() { mute = []int{2} })
 		time.Sleep(period)
 		says(1)
 		time.Sleep(period)
 		says(0)
+		// It is one stall whoever of those that wait answers when.
+		ends()
+		time.Sleep(period)
+		begins()
+		set(func() { mute = nil })
+		time.Sleep(period)
+		says(1)
+		for _, mutes := range [][]int{{2}, {0}, {2}, {0, 2}, {0}} {
+			set(func() { mute = mutes })
+			time.Sleep(period)
+			says(0)
+		}
+	})
+}
+
+// A stall is reported once also if none of the ranks that wait answers.
+func TestStallOfSilentRanks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kv := store.NewHashStore(store.Limits{})
+		defer kv.Close()
+		r := newReporter(kv, 2, "", time.Minute)
+		defer r.close()
+		body, err := recorder.EncodeStall(recorder.Stall{Name: "grad/7", Text: "grad/7 stalled"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range 3 {
+			r.hear(t.Context(), 0, inquiry.Stall, body)
+			select {
+			case why := <-r.alarms:
+				if i > 0 {
+					t.Errorf("it is reported again: %s", why)
+				}
+				r.survey(t.Context(), why, nil)
+			default:
+				if i == 0 {
+					t.Error("it is not reported")
+				}
+			}
+			time.Sleep(2 * time.Minute)
+		}
 	})
 }
 
