@@ -1,6 +1,7 @@
 package sidecar
 
 import (
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -250,6 +251,13 @@ func TestProcessSets(t *testing.T) {
 		refused(t, "no such rank", c.Call(wrong), wire.ClassUsage, "rank 3")
 		remove := func(id int32) *sidecarpb.Request {
 			return &sidecarpb.Request{What: &sidecarpb.Request_RemoveProcessSet{RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: id}}}
+		}
+		for _, seconds := range []float64{-1, 1e30, math.NaN()} {
+			late := &sidecarpb.AddProcessSet{Ranks: []int32{0, 1}, TimeoutSeconds: seconds}
+			refused(t, "added in no time", c.Call(&sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: late}}), wire.ClassUsage, "a timeout of ")
+			q := remove(2)
+			q.GetRemoveProcessSet().TimeoutSeconds = seconds
+			refused(t, "removed in no time", c.Call(q), wire.ClassUsage, "a timeout of ")
 		}
 		c.Must(remove(2))
 		refused(t, "removed twice", c.Call(remove(2)), wire.ClassUsage, "process set 2")

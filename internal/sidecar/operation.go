@@ -49,17 +49,18 @@ func newPlan(o *sidecarpb.Operation) (*plan, error) {
 		DType: tensor.DType(min(o.Dtype, math.MaxUint8)), Op: tensor.ReduceOp(min(o.ReduceOp, math.MaxUint8)),
 		Prescale: orOne(o.Prescale), Postscale: orOne(o.Postscale), Wire: tensor.DType(min(o.WireDtype, math.MaxUint8)),
 		Root: int(o.RootRank), ErrorFeedback: o.ErrorFeedback, Empty: o.Empty, Grouped: o.Grouped,
-		Timeout: time.Duration(o.TimeoutSeconds * float64(time.Second)),
 	}}
-	switch seconds := o.TimeoutSeconds; {
+	timeout, err := timeoutOf(o.TimeoutSeconds)
+	p.Timeout = timeout
+	switch {
 	case kind.MovesData() && !p.DType.Valid():
 		return misuse("element type %d is unknown", o.Dtype)
 	case p.Op != tensor.NoReduce && !p.Op.Valid():
 		return misuse("reduction %d is unknown", o.ReduceOp)
 	case p.Wire != tensor.Invalid && !p.Wire.IsHalf():
 		return misuse("compression to element type %d, want float16 or bfloat16", o.WireDtype)
-	case seconds != 0 && !(seconds >= 1e-9 && seconds < math.MaxInt64/1e9):
-		return misuse("a timeout of %v s", seconds)
+	case err != nil:
+		return misuse("%w", err)
 	case len(o.Tensors) > maxTensors:
 		return misuse("%d tensors, want at most %d", len(o.Tensors), maxTensors)
 	case !kind.MovesData() && len(o.Tensors) > 0:
@@ -77,6 +78,17 @@ func newPlan(o *sidecarpb.Operation) (*plan, error) {
 		return misuse("%w", err)
 	}
 	return p, nil
+}
+
+// timeoutOf is a timeout as clients say it, 0 for that of the settings.
+func timeoutOf(seconds float64) (time.Duration, error) {
+	if seconds == time.Duration(math.MaxInt64).Seconds() { // as Go's clients say that there is no end
+		return math.MaxInt64, nil
+	}
+	if seconds != 0 && !(seconds >= 1e-9 && seconds < math.MaxInt64/1e9) {
+		return 0, fmt.Errorf("a timeout of %v s", seconds)
+	}
+	return time.Duration(seconds * float64(time.Second)), nil
 }
 
 // orOne is f, or 1 where that is not given.

@@ -534,7 +534,11 @@ func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	if e == nil {
 		return nil, usage("add process set", "", hvd.ErrNotInitialized)
 	}
-	set, err := hvd.AddProcessSet(context.Background(), ints(q.GetRanks()), hvd.On(e))
+	opts, err := setOptions(q.GetTimeoutSeconds(), hvd.On(e))
+	if err != nil {
+		return nil, usage("add process set", "", err)
+	}
+	set, err := hvd.AddProcessSet(context.Background(), ints(q.GetRanks()), opts...)
 	if err != nil {
 		return nil, err
 	}
@@ -546,12 +550,25 @@ func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	if e == nil {
 		return usage("remove process set", "", hvd.ErrNotInitialized)
 	}
+	opts, err := setOptions(q.GetTimeoutSeconds())
+	if err != nil {
+		return usage("remove process set", "", err)
+	}
 	sets := e.ProcessSets()
 	i := slices.IndexFunc(sets, func(p *hvd.ProcessSet) bool { return p.ID() == int(q.GetId()) })
 	if i < 0 {
 		return usage("remove process set", "", fmt.Errorf("process set %d: %w", q.GetId(), hvd.ErrNoProcessSet))
 	}
-	return hvd.RemoveProcessSet(context.Background(), sets[i])
+	return hvd.RemoveProcessSet(context.Background(), sets[i], opts...)
+}
+
+// setOptions adds the timeout of a change of process sets to its options.
+func setOptions(timeoutSeconds float64, opts ...hvd.Option) ([]hvd.Option, error) {
+	timeout, err := timeoutOf(timeoutSeconds)
+	if err != nil || timeout == 0 {
+		return opts, err
+	}
+	return append(opts, hvd.Timeout(timeout)), nil
 }
 
 // startTimeline writes the timeline to where the client says. It is of the same user, so there is no file that it could not write

@@ -543,6 +543,8 @@ func (e *Engine) news(r *sidecarpb.Reply) error {
 	switch what := r.What.(type) {
 	case *sidecarpb.Reply_Arena:
 		return e.shown(what.Arena)
+	case *sidecarpb.Reply_DropArena:
+		return e.hidden(what.DropArena.GetArena())
 	case *sidecarpb.Reply_Ended:
 		e.mu.Lock()
 		defer e.mu.Unlock()

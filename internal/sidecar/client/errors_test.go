@@ -218,6 +218,22 @@ var failures = []failing{
 		_, err := hvd.Allreduce(ctx, make([]int32, 3), named("x", e, hvd.Timeout(100*time.Millisecond))...)
 		return err
 	}, ends: true},
+	{title: "an added set out of time", is: []string{"peer", "op"}, do: func(ctx context.Context, e *hvd.Engine) error {
+		if e.Rank() != 1 {
+			<-e.Done()
+			return nil
+		}
+		_, err := hvd.AddProcessSet(ctx, []int{0, 1}, hvd.On(e), hvd.Timeout(100*time.Millisecond))
+		return err
+	}, ends: true},
+	{title: "a removed set out of time", is: []string{"peer", "op"}, opts: []hvd.InitOption{hvd.WithProcessSets([]int{0})},
+		do: func(ctx context.Context, e *hvd.Engine) error {
+			if e.Rank() != 1 {
+				<-e.Done()
+				return nil
+			}
+			return hvd.RemoveProcessSet(ctx, e.ProcessSets()[1], hvd.Timeout(100*time.Millisecond))
+		}, ends: true},
 	{title: "after a failure", is: []string{"peer", "op"}, do: func(ctx context.Context, e *hvd.Engine) error {
 		if e.Rank() == 0 {
 			_, _ = hvd.Allreduce(ctx, make([]int32, 3), named("x", e, hvd.Timeout(100*time.Millisecond))...)

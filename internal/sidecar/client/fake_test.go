@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -551,6 +552,98 @@ func TestResultOfTheSidecar(t *testing.T) {
 	}
 	if freed != 2 {
 		t.Errorf("the results were given back %d times, want 2", freed)
+	}
+}
+
+// theirMaps is how often this process maps to read what a memfd of the given name has, as a client does with a sidecar's arenas.
+func theirMaps(t *testing.T, name string) (n int) {
+	t.Helper()
+	maps, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(maps)) {
+		if strings.Contains(line, " r--s ") && strings.Contains(line, "/memfd:"+name+" ") {
+			n++
+		}
+	}
+	return n
+}
+
+// An arena of the sidecar's that has gone is unmapped, at once; its number may then be another's. That one goes that the client has
+// not is none of its business.
+func TestArenaGoes(t *testing.T) {
+	const name, rounds = "theirs that go", 5
+	ctx := patience(t)
+	f := newFake(t, func(f *fake, q *sidecarpb.Request) []byte {
+		dropped := func(number uint32) *sidecarpb.Reply {
+			return &sidecarpb.Reply{What: &sidecarpb.Reply_DropArena{DropArena: &sidecarpb.DropArena{Arena: number}}}
+		}
+		if at := q.GetFree(); at != nil {
+			return frameOf(dropped(at.Arena), dropped(at.Arena), dropped(7))
+		}
+		if o := q.GetSubmit().GetOperation(); o == nil || o.Kind != uint32(message.Allgather) {
+			return nil
+		}
+		s, err := memfd.Create(name, 4096)
+		if err != nil {
+			t.Error(err)
+			return nil
+		}
+		defer s.Close()
+		copy(s.Bytes(), []byte{5, 6, 7})
+		news := frameOf(&sidecarpb.Reply{What: &sidecarpb.Reply_Arena{Arena: &sidecarpb.Arena{Arena: 1 << 31, Bytes: 4096}}})
+		if _, _, err := f.conn.WriteMsgUnix(news, unix.UnixRights(s.FD()), nil); err != nil {
+			t.Error(err)
+		}
+		return frameOf(&sidecarpb.Reply{Id: q.Id, What: &sidecarpb.Reply_Completion{Completion: &sidecarpb.Completion{
+			Results: []*sidecarpb.Result{{Memory: &sidecarpb.Memory{Arena: 1 << 31, Bytes: 3}}},
+		}}})
+	})
+	e := f.join(ctx, t)
+	for i := range rounds {
+		got, err := hvd.Allgather(ctx, []uint8{1}, hvd.On(e))
+		if err != nil || !slices.Equal(got, []uint8{5, 6, 7}) {
+			t.Fatalf("got %v and error %v, want [5 6 7]", got, err)
+		}
+		if _, err := sumOf(ctx, e, "x"); err != nil { // which is answered after the news
+			t.Fatal(err)
+		}
+		if n := theirMaps(t, name); n != 0 {
+			t.Errorf("after %d results whose arenas have gone, %d are mapped", i+1, n)
+		}
+	}
+	if err := e.Shutdown(ctx); err != nil {
+		t.Error(err)
+	}
+}
+
+// Results that are larger than what is kept take no more memory the more there are of them.
+func TestLargeResults(t *testing.T) {
+	const large, rounds = 66 << 20, 8
+	for _, n := range []int{1, 2} {
+		t.Run(fmt.Sprint("ranks=", n), func(t *testing.T) {
+			before := theirMaps(t, "gohvd-arena")
+			ways[1].run(t, n, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+				mine := make([]uint8, large/n)
+				for i := range rounds {
+					mine[0], mine[len(mine)-1] = uint8(i+e.Rank()), uint8(i+e.Rank())
+					got, err := hvd.Allgather(ctx, mine, hvd.Name("x"), hvd.On(e))
+					if err != nil || len(got) != large || got[0] != uint8(i) || got[large-1] != uint8(i+n-1) {
+						t.Errorf("rank %d: got %d bytes and error %v", e.Rank(), len(got), err)
+						return
+					}
+				}
+				// Answered behind the news of what has gone.
+				if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+					t.Error(err)
+				}
+				// The sidecars, in this process too, map each other's memory, and another rank may not have heard yet.
+				if got := theirMaps(t, "gohvd-arena") - before; got >= rounds {
+					t.Errorf("rank %d: %d arenas more are mapped after %d results, want fewer than results", e.Rank(), got, rounds)
+				}
+			})
+		})
 	}
 }
 

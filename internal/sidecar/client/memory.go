@@ -220,7 +220,21 @@ func (e *Engine) shown(a *sidecarpb.Arena) error {
 	return nil
 }
 
-// seen is memory of the sidecar's.
+// hidden lets go of an arena of the sidecar's that has gone. One that was not shown is left alone. Results were copied out of it before
+// they were given back, by who held reading.
+func (e *Engine) hidden(number uint32) error {
+	s := e.theirs[number]
+	if s == nil {
+		return nil
+	}
+	delete(e.theirs, number)
+	if err := s.Close(); err != nil {
+		return fmt.Errorf("arena %d of the sidecar: %w", number, err)
+	}
+	return nil
+}
+
+// seen is memory of the sidecar's. It is valid until more is read.
 func (e *Engine) seen(at *sidecarpb.Memory) ([]byte, error) {
 	if at.GetBytes() == 0 {
 		return nil, nil

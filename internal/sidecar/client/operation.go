@@ -131,14 +131,14 @@ func (o *operation) request(id uint64) *sidecarpb.Request {
 	q := &entry.Request
 	switch q.Kind {
 	case message.AddProcessSet:
-		add := new(sidecarpb.AddProcessSet)
+		add := &sidecarpb.AddProcessSet{TimeoutSeconds: entry.Timeout.Seconds()}
 		for _, r := range q.Ranks {
 			add.Ranks = append(add.Ranks, int32(r))
 		}
 		return &sidecarpb.Request{Id: id, What: &sidecarpb.Request_AddProcessSet{AddProcessSet: add}}
 	case message.RemoveProcessSet:
 		return &sidecarpb.Request{Id: id, What: &sidecarpb.Request_RemoveProcessSet{
-			RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: int32(q.Set)},
+			RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: int32(q.Set), TimeoutSeconds: entry.Timeout.Seconds()},
 		}}
 	}
 	op := &sidecarpb.Operation{

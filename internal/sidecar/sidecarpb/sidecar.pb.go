@@ -1462,10 +1462,11 @@ func (x *Free) GetOffset() uint64 {
 }
 
 type AddProcessSet struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Ranks         []int32                `protobuf:"varint,1,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Ranks          []int32                `protobuf:"varint,1,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	TimeoutSeconds float64                `protobuf:"fixed64,2,opt,name=timeout_seconds,json=timeoutSeconds,proto3" json:"timeout_seconds,omitempty"` // 0: the setting's
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *AddProcessSet) Reset() {
@@ -1505,11 +1506,19 @@ func (x *AddProcessSet) GetRanks() []int32 {
 	return nil
 }
 
+func (x *AddProcessSet) GetTimeoutSeconds() float64 {
+	if x != nil {
+		return x.TimeoutSeconds
+	}
+	return 0
+}
+
 type RemoveProcessSet struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            int32                  `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Id             int32                  `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	TimeoutSeconds float64                `protobuf:"fixed64,2,opt,name=timeout_seconds,json=timeoutSeconds,proto3" json:"timeout_seconds,omitempty"` // 0: the setting's
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *RemoveProcessSet) Reset() {
@@ -1545,6 +1554,13 @@ func (*RemoveProcessSet) Descriptor() ([]byte, []int) {
 func (x *RemoveProcessSet) GetId() int32 {
 	if x != nil {
 		return x.Id
+	}
+	return 0
+}
+
+func (x *RemoveProcessSet) GetTimeoutSeconds() float64 {
+	if x != nil {
+		return x.TimeoutSeconds
 	}
 	return 0
 }
@@ -2035,11 +2051,13 @@ const file_sidecar_proto_rawDesc = "" +
 	"lastJoined\"4\n" +
 	"\x04Free\x12\x14\n" +
 	"\x05arena\x18\x01 \x01(\rR\x05arena\x12\x16\n" +
-	"\x06offset\x18\x02 \x01(\x04R\x06offset\"%\n" +
+	"\x06offset\x18\x02 \x01(\x04R\x06offset\"N\n" +
 	"\rAddProcessSet\x12\x14\n" +
-	"\x05ranks\x18\x01 \x03(\x05R\x05ranks\"\"\n" +
+	"\x05ranks\x18\x01 \x03(\x05R\x05ranks\x12'\n" +
+	"\x0ftimeout_seconds\x18\x02 \x01(\x01R\x0etimeoutSeconds\"K\n" +
 	"\x10RemoveProcessSet\x12\x0e\n" +
-	"\x02id\x18\x01 \x01(\x05R\x02id\"\b\n" +
+	"\x02id\x18\x01 \x01(\x05R\x02id\x12'\n" +
+	"\x0ftimeout_seconds\x18\x02 \x01(\x01R\x0etimeoutSeconds\"\b\n" +
 	"\x06Status\"\xa7\x01\n" +
 	"\fStatusReport\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12\x10\n" +

@@ -1,0 +1,20 @@
+package sidecar
+
+import (
+	"math"
+	"testing"
+	"time"
+)
+
+func TestTimeoutOf(t *testing.T) {
+	for _, d := range []time.Duration{0, 1, time.Second, math.MaxInt64} {
+		if got, err := timeoutOf(d.Seconds()); got != d || err != nil {
+			t.Errorf("%v: got %v and error %v", d, got, err)
+		}
+	}
+	for _, s := range []float64{-1, 1e-10, 1e10, math.Inf(1), math.NaN()} {
+		if got, err := timeoutOf(s); err == nil {
+			t.Errorf("%v s: got %v, want an error", s, got)
+		}
+	}
+}
