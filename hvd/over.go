@@ -102,8 +102,7 @@ func (e *Engine) startOver(ctx context.Context, cfg config.Config, o *initOption
 	delete(settings, config.SidecarVariable)
 	over, err := client.Start(ctx, client.Config{
 		Path: cfg.Sidecar, Secret: known, ConnectTimeout: cfg.StartTimeout, Settings: settings, Sets: o.sets,
-		Misuse: func(op, tensor string, err error) error { return &UsageError{Op: op, Tensor: tensor, Err: err} },
-		Log:    o.log,
+		Log: o.log,
 	})
 	if err != nil {
 		return err

@@ -58,9 +58,7 @@ type Config struct {
 	// Settings and Sets are those of Init.
 	Settings map[string]string
 	Sets     [][]int
-	// Misuse makes the error of a call that this rank should not have made.
-	Misuse func(op, tensor string, err error) error
-	Log    *zap.Logger
+	Log      *zap.Logger
 }
 
 // Engine is one rank of one epoch, or a part in it: other clients of the sidecar may be the same rank. Its methods are safe for

@@ -82,7 +82,7 @@ func cause(r *sidecarpb.Error, q *message.Request) error {
 }
 
 // errorOf is the error of an operation, of which q is the request, or the first.
-func errorOf(cfg *Config, r *sidecarpb.Error, q *message.Request) error {
+func errorOf(r *sidecarpb.Error, q *message.Request) error {
 	op, tensor := r.GetOperation(), r.GetTensor()
 	if op == "" {
 		op, tensor = q.Kind.String(), q.Name
@@ -91,7 +91,7 @@ func errorOf(cfg *Config, r *sidecarpb.Error, q *message.Request) error {
 	misuse := r.GetClass() == wire.ClassUsage || r.GetClass() == wire.ClassDuplicate
 	// What a removed set leaves unanswered is no misuse by who had asked before.
 	if misuse && !errors.Is(why, engine.ErrNoProcessSet) {
-		return cfg.Misuse(op, tensor, why)
+		return &engine.UsageError{Op: op, Tensor: tensor, Err: why}
 	}
 	return &engine.OpError{Op: op, Tensor: tensor, Err: why}
 }

@@ -188,7 +188,7 @@ func factor(f float64) *float64 {
 func (o *operation) answer(r *sidecarpb.Reply) error {
 	o.landed()
 	if r.Error != nil {
-		o.finish(errorOf(&o.engine.cfg, r.Error, &o.entries[0].Request))
+		o.finish(errorOf(r.Error, &o.entries[0].Request))
 		return nil
 	}
 	err := o.results(r)
