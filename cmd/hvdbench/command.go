@@ -124,9 +124,9 @@ func (b *bencher) command() *cobra.Command {
 	f.StringVar(&o.Workload, "workload", "", "steps over the gradients of "+strings.Join(bench.WorkloadNames(), ", ")+" or `FILE`, lines of name, count, shape")
 	add(f, &o.Many, "many", "", "N:BYTES", "", bench.ParseMany, "steps over N tensors of so many bytes")
 	f.StringSliceVar(&o.Modes, "mode", []string{"async"}, "how a step reduces its tensors, by commas: "+strings.Join(bench.ModeNames(), ", "))
-	f.IntVar(&o.Negotiation, "negotiation", 0, "compare `N` pairs of a negotiated and a raw step")
+	f.IntVar(&o.Negotiation, "negotiation", 0, "compare `N` pairs of a negotiated and a raw step, asynchronous, of one type; instead of --iters")
 	f.StringVar(&o.Format, "format", "nccl", "output: "+strings.Join(bench.Formats, ", "))
-	f.StringVar(&o.Plot, "plot", "", "draw bus bandwidth over size into `FILE`.svg")
+	f.StringVar(&o.Plot, "plot", "", "draw bus bandwidth over size, or algbw where one rank has no other, into `FILE`, as SVG")
 	f.BoolVar(&o.Memory, "memory", false, "show the memory of each rank at the end")
 	f.BoolVar(&o.CPU, "cpu", false, "show the CPU time of each rank for each case")
 	f.BoolVar(&o.Progress, "progress", false, "say what is measured also where standard error is no terminal")
@@ -189,6 +189,13 @@ func (b *bencher) complete(f *pflag.FlagSet, args []string) error {
 	}
 	if b.in {
 		o.Placements = append(o.Placements, true)
+	}
+	if o.Negotiation > 0 {
+		for _, name := range []string{"mode", "iters", "check", "average", "cpu", "in-place", "out-of-place"} {
+			if f.Changed(name) {
+				return fmt.Errorf("--%s says nothing about --negotiation: its steps are asynchronous, checked once, and last as long as at the slowest rank", name)
+			}
+		}
 	}
 	o.Terminal = isTerminal(b.stderr)
 	return o.Check()
@@ -260,6 +267,6 @@ func (b *bencher) reportCommand() *cobra.Command {
 	}
 	f := cmd.Flags()
 	f.StringVarP(&out, "output", "o", "", "`FILE` to write instead of standard output")
-	f.StringVar(&chart, "chart", "", "`FILE`.svg to draw allreduce into, beside the output")
+	f.StringVar(&chart, "chart", "", "draw allreduce into `FILE`, as SVG, beside the output")
 	return cmd
 }

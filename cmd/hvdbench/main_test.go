@@ -146,6 +146,9 @@ func TestFlags(t *testing.T) {
 	for _, args := range [][]string{
 		{"-z", "0"}, {"-b", "x"}, {"-d", "uint32"}, {"-o", "xor"}, {"gather"}, {"barrier", "--collective", "allreduce"}, {"-b", "2K", "-e", "1K"},
 		{"--in-place=false", "--out-of-place=false"}, {"--format", "xml"}, {"-f", "1"}, {"-r", "x"}, {"--many", "3"}, {"--negotiation", "30"},
+		{"--many", "3:8", "--negotiation", "30", "--raw"}, {"--many", "3:8", "--negotiation", "30", "-d", "all"},
+		{"--many", "3:8", "--negotiation", "30", "--mode", "grouped"}, {"--many", "3:8", "--negotiation", "30", "-n", "5"},
+		{"--many", "3:8", "--negotiation", "30", "-c", "0"}, {"--many", "3:8", "--negotiation", "30", "-a", "0"},
 	} {
 		if o, err := parse(args...); err == nil {
 			t.Errorf("%q gives %+v, want an error", args, o)
@@ -155,7 +158,7 @@ func TestFlags(t *testing.T) {
 
 func TestWrongUsage(t *testing.T) {
 	for _, args := range [][]string{
-		{"--no-such-flag"}, {"-z", "0"}, {"gather"}, {"barrier", "allreduce"}, {"--peers", "--variants", "fast"}, {"plot"}, {"plot", "x.csv"},
+		{"--no-such-flag"}, {"-z", "0"}, {"gather"}, {"barrier", "allreduce"}, {"--peers", "--variants", "fast"}, {"plot"}, {"plot", "x.csv"}, {"barrier", "--plot", "x.svg"}, {"--workload", "gpt2", "--negotiation", "9", "--raw"},
 		{"plot", "x.csv", "-o", "y", "--metric", "z"}, {"report"},
 	} {
 		var stdout, stderr bytes.Buffer
@@ -170,7 +173,7 @@ func TestHelpAndCompletion(t *testing.T) {
 		args []string
 		want []string
 	}{
-		{[]string{"--help"}, []string{"-b, --minbytes SIZE", "#wrong", "hvdbench plot a.csv", "completion", "--workload FILE"}},
+		{[]string{"--help"}, []string{"-b, --minbytes SIZE", "#wrong", "hvdbench plot a.csv", "completion", "--workload FILE", "into FILE, as SVG\n"}},
 		{[]string{"__complete", "allg"}, []string{"allgather\n"}},
 		{[]string{"__complete", "--format", ""}, []string{"nccl\nosu\ncsv\njson\n"}},
 		{[]string{"completion", "bash"}, []string{"__start_hvdbench"}},

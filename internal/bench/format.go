@@ -171,28 +171,53 @@ func micros(us float64) string {
 	return fmt.Sprintf("%.0f", us)
 }
 
-// osuOutput has the columns of osu_allreduce -f. What they do not show stands in a comment whenever it changes.
+// osuOutput has the columns of osu_allreduce -f. What they do not show stands above each table.
 type osuOutput struct {
 	w    *sink
 	last string
+	held []*Row // in place, until the table of the same out of place ends
 }
 
 func (o *osuOutput) begin(title string) { fmt.Fprintf(o.w, "# %s\n", title) }
 
 func (o *osuOutput) line(l line) {
-	for _, r := range l.rows() {
-		if of := fmt.Sprintf("%s, %s, %s, root %d, %s", r.Collective, r.Type, r.Op, r.Root, r.Placement); of != o.last {
-			o.last = of
-			fmt.Fprintf(o.w, "# %s\n%-10s %18s %18s %18s %12s\n", of, "# Size", "Avg Latency(us)", "Min Latency(us)", "Max Latency(us)", "Iterations")
-		}
-		fmt.Fprintf(o.w, "%-10d %18.2f %18.2f %18.2f %12d\n", r.Bytes, r.Mean, r.LeastMean, r.GreatestMean, r.Iters)
-		cpuComments(o.w, r)
+	rows := l.rows()
+	if len(rows) > 0 && len(o.held) > 0 && rows[0].caseName() != o.held[0].caseName() {
+		o.flush()
 	}
+	for _, r := range rows {
+		if r == l.in && (l.out != nil || len(o.held) > 0) {
+			o.held = append(o.held, r)
+		} else {
+			o.row(r)
+		}
+	}
+}
+
+func (r *Row) caseName() string {
+	return fmt.Sprintf("%s, %s, %s, root %d", r.Collective, r.Type, r.Op, r.Root)
+}
+
+func (o *osuOutput) row(r *Row) {
+	if of := r.caseName() + ", " + r.Placement; of != o.last {
+		o.last = of
+		fmt.Fprintf(o.w, "# %s\n%-10s %18s %18s %18s %12s\n", of, "# Size", "Avg Latency(us)", "Min Latency(us)", "Max Latency(us)", "Iterations")
+	}
+	fmt.Fprintf(o.w, "%-10d %18.2f %18.2f %18.2f %12d\n", r.Bytes, r.Mean, r.LeastMean, r.GreatestMean, r.Iters)
+	cpuComments(o.w, r)
+}
+
+func (o *osuOutput) flush() {
+	for _, r := range o.held {
+		o.row(r)
+	}
+	o.held = nil
 }
 
 func (o *osuOutput) note(text string) { fmt.Fprintf(o.w, "# %s\n", text) }
 
 func (o *osuOutput) end(v verdict) {
+	o.flush()
 	comments(o.w, v)
 	if v.wrong > 0 {
 		fmt.Fprintf(o.w, "# FAILED: %d elements are wrong\n", v.wrong)

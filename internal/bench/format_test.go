@@ -30,7 +30,7 @@ func show(format string) string {
 		o.line(l)
 	}
 	o.note("a note")
-	o.end(verdict{3, []RankMemory{{64 << 20, 1 << 20, 32 << 20}}, &Negotiation{"resnet50", 30, 21, 20, 5, 4.5, 5.5}})
+	o.end(verdict{3, []RankMemory{{64 << 20, 1 << 20, 32 << 20}}, &Negotiation{"resnet50", "float32", 30, 21, 20, 5, 4.5, 5.5}})
 	return b.String()
 }
 
@@ -40,6 +40,39 @@ func TestFormats(t *testing.T) {
 	}
 	if !json.Valid([]byte(show("json"))) {
 		t.Error("the JSON is not valid")
+	}
+}
+
+// One table for each placement, though rows come in pairs.
+func TestTablesOfOSU(t *testing.T) {
+	row := func(op string, numBytes int64, inPlace bool) *Row {
+		return &Row{Collective: "allreduce", Type: "float32", Op: op, Root: -1, Bytes: numBytes, Placement: placement(inPlace)}
+	}
+	var b strings.Builder
+	o := newOutput("osu", &sink{w: &b})
+	for _, op := range []string{"sum", "max"} {
+		for _, numBytes := range []int64{8, 16, 32} {
+			l := line{row(op, numBytes, false), row(op, numBytes, true)}
+			if op == "max" && numBytes == 16 {
+				l.out = nil
+			}
+			o.line(l)
+		}
+	}
+	o.line(line{in: row("min", 8, true)})
+	o.line(line{in: row("min", 16, true)})
+	o.end(verdict{})
+	var got []string
+	for l := range strings.Lines(b.String()) {
+		if f := strings.Fields(l); f[0] == "#" && f[1] != "Size" {
+			got = append(got, f[3]+" "+f[len(f)-1])
+		} else if f[0] != "#" {
+			got = append(got, f[0])
+		}
+	}
+	want := "sum, out-of-place 8 16 32 sum, in-place 8 16 32 max, out-of-place 8 32 max, in-place 8 16 32 min, in-place 8 16"
+	if s := strings.Join(got, " "); s != want {
+		t.Errorf("got\n%s\nwant\n%s", s, want)
 	}
 }
 

@@ -1,6 +1,10 @@
 package bench
 
 import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/tensor"
 )
@@ -12,6 +16,14 @@ type memory struct {
 
 // alloc makes a zeroed tensor, in the arena or as an ordinary slice. Every page was touched.
 func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
+	// The Go runtime ends the process where it gets no memory, which tells the user nothing.
+	var host unix.Sysinfo_t
+	if err := unix.Sysinfo(&host); err != nil {
+		return nil, fmt.Errorf("memory of this host: %w", err)
+	}
+	if total := int64(host.Totalram) * int64(host.Unit); numBytes > total-m.live {
+		return nil, fmt.Errorf("tensors of %s do not fit the %s of memory of this host", FormatSize(m.live+numBytes), FormatSize(total))
+	}
 	m.live += numBytes
 	m.peak = max(m.peak, m.live)
 	if inArena {

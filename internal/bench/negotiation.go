@@ -9,6 +9,7 @@ import (
 // Negotiation is what a negotiated step costs beside a raw one on the same tensors.
 type Negotiation struct {
 	Workload string `json:"workload"`
+	Type     string `json:"type"`
 	Pairs    int    `json:"pairs"`
 	// NegotiatedMs and RawMs are mean steps; a step lasts until the last rank has done it.
 	NegotiatedMs float64 `json:"negotiated_ms"`
@@ -21,8 +22,8 @@ type Negotiation struct {
 }
 
 func (n *Negotiation) String() string {
-	return fmt.Sprintf("%s: negotiated %.3f ms, raw %.3f ms a step; negotiation costs %.2f%% of the raw step, 95%% interval %.2f%% to %.2f%% (bootstrap of %d pairs)",
-		n.Workload, n.NegotiatedMs, n.RawMs, n.Percent, n.Low, n.High, n.Pairs)
+	return fmt.Sprintf("%s, %s: negotiated %.3f ms, raw %.3f ms a step; negotiation costs %.2f%% of the raw step, 95%% interval %.2f%% to %.2f%% (bootstrap of %d pairs)",
+		n.Workload, n.Type, n.NegotiatedMs, n.RawMs, n.Percent, n.Low, n.High, n.Pairs)
 }
 
 // compare alternates negotiated and raw steps over g. Which of a pair comes first alternates too, so that neither gains
@@ -83,7 +84,7 @@ func (r *run) compare(ctx context.Context, g *gradients) error {
 		}
 		means[i] = combine(byRank, OfMax)
 	}
-	r.cost = &Negotiation{Workload: g.name, Pairs: r.Negotiation, NegotiatedMs: mean(means[0]) / 1000, RawMs: mean(means[1]) / 1000}
+	r.cost = &Negotiation{Workload: g.name, Type: g.dt.String(), Pairs: r.Negotiation, NegotiatedMs: mean(means[0]) / 1000, RawMs: mean(means[1]) / 1000}
 	r.cost.Percent, r.cost.Low, r.cost.High = relativeDifference(means[0], means[1])
 	return nil
 }

@@ -217,10 +217,10 @@ func kindOf(collective string) message.Kind {
 // Formats are the forms of the output.
 var Formats = []string{"nccl", "osu", "csv", "json"}
 
-// sizes are the bytes of the table's lines.
+// sizes are the bytes of the table's lines, or the first maxLines+1 of them, which Check refuses.
 func (o *Options) sizes() []int64 {
 	var all []int64
-	for n := o.MinBytes; n <= o.MaxBytes; {
+	for n := o.MinBytes; n <= o.MaxBytes && len(all) <= maxLines; {
 		all = append(all, n)
 		next := n + o.StepBytes
 		if o.StepFactor > 1 {
@@ -259,14 +259,22 @@ func (o *Options) Check() error {
 		return fmt.Errorf("--negotiation needs --workload or --many")
 	case o.Negotiation < 0 || o.Negotiation == 1:
 		return fmt.Errorf("--negotiation is %d pairs, want 2 or more", o.Negotiation)
+	case o.Negotiation > 0 && o.Raw:
+		return fmt.Errorf("--negotiation and --raw exclude each other: a comparison has raw steps already")
+	case o.Negotiation > 0 && len(o.Types) > 1:
+		return fmt.Errorf("--negotiation compares steps of one type, got --datatype %s", words(o.Types))
+	case o.Negotiation > 0 && o.Plot != "":
+		return fmt.Errorf("--negotiation and --plot exclude each other: a comparison has no sizes")
+	case o.Plot != "" && kindOf(o.Collective) == message.Barrier && o.Workload == "" && o.Many.Count == 0:
+		return fmt.Errorf("--plot: a barrier has no size to draw")
 	}
 	for _, m := range o.Modes {
 		if _, err := parseMode(m); err != nil {
 			return fmt.Errorf("--mode: %w", err)
 		}
 	}
-	if n := int64(len(o.sizes())); n > maxLines {
-		return fmt.Errorf("%d sizes, want at most %d: raise --stepbytes or --stepfactor", n, maxLines)
+	if len(o.sizes()) > maxLines {
+		return fmt.Errorf("more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
 	}
 	return nil
 }

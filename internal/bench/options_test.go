@@ -94,6 +94,18 @@ func TestSizes(t *testing.T) {
 	}
 }
 
+// Check must refuse a list before it is made: this one would take 8 TiB.
+func TestSizesAreCountedBeforeTheyFillMemory(t *testing.T) {
+	o := sample()
+	o.MinBytes, o.MaxBytes, o.StepFactor, o.StepBytes = 1, 1<<40, 0, 1
+	if n := len(o.sizes()); n != maxLines+1 {
+		t.Errorf("%d sizes, want %d", n, maxLines+1)
+	}
+	if err := o.Check(); err == nil || !strings.Contains(err.Error(), "more than 100000 sizes") {
+		t.Errorf("got error %v", err)
+	}
+}
+
 func TestContradictions(t *testing.T) {
 	ok := sample()
 	if err := ok.Check(); err != nil {
@@ -111,6 +123,10 @@ func TestContradictions(t *testing.T) {
 		"exclude each other":      func(o *Options) { o.Workload, o.Many = "gpt2", Many{1, 4} },
 		"--negotiation needs":     func(o *Options) { o.Negotiation = 30 },
 		"--negotiation is 1":      func(o *Options) { o.Workload, o.Negotiation = "gpt2", 1 },
+		"--negotiation and --raw": func(o *Options) { o.Workload, o.Negotiation, o.Raw = "gpt2", 30, true },
+		"steps of one type":       func(o *Options) { o.Workload, o.Negotiation, o.Types = "gpt2", 30, tensor.DTypes() },
+		"--negotiation and --plo": func(o *Options) { o.Workload, o.Negotiation, o.Plot = "gpt2", 30, "x.svg" },
+		"a barrier has no size":   func(o *Options) { o.Collective, o.Plot = "barrier", "x.svg" },
 		`--mode: got "bucket25"`:  func(o *Options) { o.Modes = []string{"bucket25"} },
 		"raise --stepbytes or --": func(o *Options) { o.MinBytes, o.MaxBytes, o.StepFactor, o.StepBytes = 0, 1<<20, 0, 1 },
 	} {

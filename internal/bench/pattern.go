@@ -17,7 +17,10 @@ type pattern struct {
 	ulps   int    // by how many units in the last place a float may differ
 }
 
-// modulus is the period of the test values: element i of rank r is (7i+13r) mod m. It is 101, as in the harness of
+// movedModulus is the period of values that are only moved, of any number of ranks: each is exact in every type.
+const movedModulus = 101
+
+// modulus is the period of values to reduce: element i of rank r is (7i+13r) mod m. It is 101, as in the harness of
 // bench/peers, unless a sum of n of them would not be exact in the type.
 func modulus(dt tensor.DType, n int) int {
 	exact := math.MaxInt
@@ -46,7 +49,10 @@ type inputs struct {
 }
 
 func (in inputs) period() int {
-	if in.op == tensor.Product {
+	switch in.op {
+	case tensor.NoReduce:
+		return movedModulus
+	case tensor.Product:
 		return in.n
 	}
 	return modulus(in.dt, in.n)
@@ -54,13 +60,36 @@ func (in inputs) period() int {
 
 // value is element i of rank r. A product has one factor of 2 among ones, so that it is small and every rank counts.
 func (in inputs) value(i, r int) int {
-	if in.op == tensor.Product {
+	switch in.op {
+	case tensor.NoReduce:
+		return in.moved(i, r)
+	case tensor.Product:
 		if i%in.n == r {
 			return 2
 		}
 		return 1
 	}
 	return (7*i + 13*r) % in.period()
+}
+
+// moved is element i of block r. It must tell the blocks apart, of which an alltoall has n*n. Up to 101 blocks are as in
+// the harness and differ in every element. Those after them have other slopes: straight lines modulo a prime meet once in
+// a period, so that no two of the first 101*100 blocks agree in more than one element of 101.
+func (in inputs) moved(i, r int) int {
+	const m = movedModulus
+	if in.dt == tensor.Bool {
+		return int(mix(uint64(r*m+i%m)) & 1)
+	}
+	slope := 1 + (6+r/m)%(m-1)
+	return (slope*i + 13*r) % m
+}
+
+// mix makes bits that look random (the finalizer of SplitMix64: Steele, Lea and Flood, 2014).
+func mix(x uint64) uint64 {
+	x += 0x9e3779b97f4a7c15
+	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
+	x = (x ^ x>>27) * 0x94d049bb133111eb
+	return x ^ x>>31
 }
 
 // of is the input of rank r. Where nothing is reduced, r may be any number that says whose block it is.

@@ -2,10 +2,12 @@ package bench
 
 import (
 	"bytes"
+	"fmt"
 	"strings"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -62,6 +64,114 @@ func TestReducedIsWhatTheKernelsGive(t *testing.T) {
 					t.Errorf("%v %v of %d: a rank that counts twice is not seen", o.op, dt, n)
 				}
 			}
+		}
+	}
+}
+
+// A block that comes from another rank, or to another place, or not at all, must be seen in every type.
+func TestMisroutedBlocksAreSeen(t *testing.T) {
+	const count = 32
+	for _, dt := range tensor.DTypes() {
+		blocks := make(map[int][]byte)
+		block := func(id int) []byte {
+			if blocks[id] == nil {
+				blocks[id] = make([]byte, count*dt.Size())
+				inputs{dt: dt}.of(id).fill(blocks[id])
+			}
+			return blocks[id]
+		}
+		for n := 2; n <= 64; n++ {
+			for _, kind := range []message.Kind{message.Broadcast, message.Allgather, message.Alltoall} {
+				misroute(t, shot{kind: kind, dt: dt, root: n - 1, count: count, inPlace: true}, n, block)
+			}
+		}
+	}
+}
+
+func misroute(t *testing.T, s shot, n int, block func(id int) []byte) {
+	// arg is block b of what a rank gives, or 0 where it has room for others' blocks.
+	arg := func(rank, b int) []byte {
+		switch {
+		case s.kind == message.Alltoall:
+			return block(rank*n + b)
+		case s.kind == message.Allgather && b != rank:
+			return make([]byte, len(block(0)))
+		}
+		return block(rank)
+	}
+	// route says of which rank's argument, and which block there, block b of the result of rank r is.
+	route := func(r, b int) (rank, block int) {
+		switch s.kind {
+		case message.Broadcast:
+			return s.root, 0
+		case message.Allgather:
+			return b, b
+		}
+		return b, r
+	}
+	for _, r := range []int{0, 1, n / 2, n - 1} {
+		if s.kind == message.Broadcast && r == s.root {
+			continue // it has its result before
+		}
+		buf := make([]byte, s.bufferBytes(n))
+		want := prepareInput(s, r, n, buf)
+		// An eighth of what is wrong must be seen: by chance half of the bits of bools are right.
+		expect := func(what string, blocks int, from func(b int) (rank, block int)) {
+			t.Helper()
+			got := make([]byte, 0, len(buf))
+			for b := range want {
+				got = append(got, arg(from(b))...)
+			}
+			wrong, first := wrongBlocks(got, want)
+			if least := int64(blocks) * s.count / 8; wrong < least || blocks == 0 && wrong > 0 {
+				t.Errorf("%v of %v, rank %d of %d: %s: %d wrong of %d: %s", s.kind, s.dt, r, n, what, wrong, int64(blocks)*s.count, first)
+			}
+		}
+		expect("right", 0, func(b int) (int, int) { return route(r, b) })
+		switch s.kind {
+		case message.Broadcast:
+			for other := range s.root {
+				expect(fmt.Sprintf("from rank %d", other), 1, func(int) (int, int) { return other, 0 })
+			}
+			continue
+		case message.Alltoall:
+			expect("block b of rank b", n-1, func(b int) (int, int) { return b, b })
+		}
+		expect("unchanged", n-1, func(b int) (int, int) { return r, b })
+		for b := range want {
+			if at := b * len(buf) / n; !bytes.Equal(buf[at:][:len(buf)/n], arg(r, b)) {
+				t.Errorf("%v of %v, rank %d of %d: the argument's block %d is another than this test has", s.kind, s.dt, r, n, b)
+			}
+		}
+		for _, d := range []int{1, 2, n / 2, n - 1} {
+			if d >= n {
+				continue
+			}
+			expect(fmt.Sprintf("sources %d off", d), n, func(b int) (int, int) { return route(r, (b+d)%n) })
+			expect(fmt.Sprintf("blocks 0 and %d swapped", d), 2, func(b int) (int, int) {
+				switch b {
+				case 0:
+					b = d
+				case d:
+					b = 0
+				}
+				return route(r, b)
+			})
+		}
+	}
+}
+
+// All blocks of an alltoall of 64 ranks differ.
+func TestMovedBlocksDiffer(t *testing.T) {
+	for _, dt := range tensor.DTypes() {
+		seen := make(map[string]int)
+		in := inputs{dt, tensor.NoReduce, 64}
+		for id := range 64 * 64 {
+			p := string(in.of(id).period)
+			if other, ok := seen[p]; ok {
+				t.Fatalf("%v: blocks %d and %d are equal", dt, other, id)
+			}
+			seen[p] = id
 		}
 	}
 }

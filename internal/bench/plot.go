@@ -3,7 +3,9 @@ package bench
 import (
 	"cmp"
 	"encoding/xml"
+	"errors"
 	"fmt"
+	"io/fs"
 	"math"
 	"os"
 	"slices"
@@ -31,18 +33,26 @@ type Metric string
 const (
 	BusBandwidth Metric = "busbw"
 	Time         Metric = "time"
+
+	algBandwidth Metric = "algbw" // of results of one rank, which has no busbw
 )
 
 func (m Metric) label() string {
-	if m == Time {
+	switch m {
+	case Time:
 		return "median time in µs"
+	case algBandwidth:
+		return "algorithm bandwidth (algbw) in GB/s"
 	}
 	return "bus bandwidth in GB/s"
 }
 
 func (m Metric) of(p point) float64 {
-	if m == Time {
+	switch m {
+	case Time:
 		return p.us
+	case algBandwidth:
+		return p.algbw
 	}
 	return p.busbw
 }
@@ -72,23 +82,73 @@ func Plot(out string, files []string, o PlotOptions) error {
 	all = slices.DeleteFunc(all, func(p point) bool {
 		return o.Op != "" && p.op != o.Op || o.Ranks != 0 && p.ranks != o.Ranks
 	})
-	return draw(out, all, o)
+	d, err := openDrawing(out)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.draw(all, o), d.close())
 }
 
-func plotRows(out string, rows []*Row) error { return draw(out, points(rows), PlotOptions{}) }
+// drawing is a file to draw into. Until then it stays what it was.
+type drawing struct {
+	*os.File
+	made bool // by openDrawing, and nothing is in it
+}
 
-func draw(out string, all []point, o PlotOptions) error {
-	if o.Metric == "" {
-		o.Metric = BusBandwidth
+func openDrawing(name string) (*drawing, error) {
+	f, err := os.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	made := err == nil
+	if errors.Is(err, fs.ErrExist) {
+		f, err = os.OpenFile(name, os.O_WRONLY|os.O_CREATE, 0o666) // it may be a link to a file that is not
 	}
-	c := Chart{Title: o.Title, YLabel: o.Metric.label(), LogY: o.Metric == Time, Series: series(all, o.Metric)}
-	if len(c.Series) == 0 {
-		return fmt.Errorf("plot %s: there is no result with a size to draw", out)
+	if err != nil {
+		return nil, fmt.Errorf("plot: %w", err)
 	}
+	return &drawing{f, made}, nil
+}
+
+// close leaves no empty file behind. d may be nil.
+func (d *drawing) close() error {
+	if d == nil {
+		return nil
+	}
+	err := d.Close()
+	if d.made {
+		err = errors.Join(err, os.Remove(d.Name()))
+	}
+	return err
+}
+
+func (d *drawing) draw(all []point, o PlotOptions) error {
+	c, err := newChart(all, o)
+	if err != nil {
+		return fmt.Errorf("plot %s: %w", d.Name(), err)
+	}
+	d.made = false
+	if info, err := d.Stat(); err == nil && info.Mode().IsRegular() { // a pipe has no end to cut off
+		if err := d.Truncate(0); err != nil {
+			return err
+		}
+	}
+	_, err = d.Write(c.SVG())
+	return err
+}
+
+func newChart(all []point, o PlotOptions) (*Chart, error) {
+	metric := cmp.Or(o.Metric, BusBandwidth)
+	found := series(all, metric)
+	if len(found) == 0 && metric == BusBandwidth {
+		metric = algBandwidth
+		found = series(all, metric)
+	}
+	if len(found) == 0 {
+		return nil, errors.New("there is no result with a size to draw")
+	}
+	c := &Chart{Title: o.Title, YLabel: metric.label(), LogY: metric == Time, Series: found}
 	if c.Title == "" {
 		c.Title = strings.Join(common(all), ", ")
 	}
-	return os.WriteFile(out, c.SVG(), 0o666)
+	return c, nil
 }
 
 // series are the points of one sort each. Their names have what differs between them.
@@ -157,7 +217,8 @@ const (
 	chartWidth, chartHeight = 860, 480
 	plotLeft, plotTop       = 72, 52
 	plotWidth, plotHeight   = 540, 364
-	legendLeft              = plotLeft + plotWidth + 20
+	legendLeft, legendTop   = plotLeft + plotWidth + 20, plotTop + 10
+	legendRow               = 22
 )
 
 // colors can be told apart by people who confuse some (Okabe and Ito, Color universal design, 2008), without the yellow.
@@ -166,12 +227,13 @@ var colors = []string{"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e
 // dashes tell series of one color apart.
 var dashes = []string{"", "7 4", "2 3"}
 
-// SVG is the chart as a document of its own.
+// SVG is the chart as a document of its own. It is as high as its legend needs.
 func (c *Chart) SVG() []byte {
 	var b strings.Builder
+	height := max(chartHeight, legendTop+legendRow*len(c.Series))
 	x, y := c.axes()
 	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" width="%d" height="%d" font-family="Helvetica, Arial, sans-serif" font-size="13" fill="#222">`+"\n",
-		chartWidth, chartHeight, chartWidth, chartHeight)
+		chartWidth, height, chartWidth, height)
 	fmt.Fprintf(&b, `<title>%s</title>`+"\n", escape(c.Title))
 	fmt.Fprintf(&b, `<rect width="%d" height="%d" fill="#ffffff"/>`+"\n", chartWidth, chartHeight)
 	fmt.Fprintf(&b, `<text x="%d" y="28" font-size="16" font-weight="bold">%s</text>`+"\n", plotLeft, escape(c.Title))
@@ -314,7 +376,7 @@ func (c *Chart) curve(b *strings.Builder, i int, s Series, x, y axis) {
 	if s.Name == "" {
 		return
 	}
-	row := plotTop + 10 + 22*i
+	row := legendTop + legendRow*i
 	fmt.Fprintf(b, `<line x1="%d" y1="%d" x2="%d" y2="%d" %s/>`+"\n", legendLeft, row, legendLeft+26, row, style)
 	fmt.Fprintf(b, `<text x="%d" y="%d">%s</text>`+"\n", legendLeft+34, row+4, escape(s.Name))
 }

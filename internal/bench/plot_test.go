@@ -40,7 +40,7 @@ func elements(t *testing.T, svg []byte) (count map[string]int, attrs []xml.Attr,
 
 func TestSVG(t *testing.T) {
 	many := Chart{Title: `a < b & "c"`, YLabel: "y"}
-	for i := range 20 { // more than there are colors
+	for i := range 40 { // more than there are colors, and lines of legend beside the plot
 		many.Series = append(many.Series, Series{Name: "s<" + strconv.Itoa(i), X: []float64{4, 1 << 10, 256 << 20}, Y: []float64{0.001, 3, float64(i + 1)}})
 	}
 	for name, c := range map[string]Chart{
@@ -60,9 +60,13 @@ func TestSVG(t *testing.T) {
 		if count["polyline"] != len(c.Series) || count["circle"] != points {
 			t.Errorf("%s: %v, want %d lines and %d points", name, count, len(c.Series), points)
 		}
+		height := 0.0
 		for _, a := range attrs {
+			if height == 0 && a.Name.Local == "height" { // the first is the document's
+				height, _ = strconv.ParseFloat(a.Value, 64)
+			}
 			v, err := strconv.ParseFloat(a.Value, 64)
-			inside := map[string]float64{"cx": chartWidth, "x1": chartWidth, "x2": chartWidth, "cy": chartHeight}[a.Name.Local]
+			inside := map[string]float64{"cx": chartWidth, "x1": chartWidth, "x2": chartWidth, "cy": chartHeight, "y1": height, "y": height}[a.Name.Local]
 			if inside > 0 && (err != nil || v < 0 || v > inside) {
 				t.Errorf("%s: %s is %s", name, a.Name.Local, a.Value)
 			}

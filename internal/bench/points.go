@@ -18,6 +18,7 @@ type point struct {
 	ranks int
 	bytes int64
 	us    float64 // median
+	algbw float64 // 10^9 bytes per second
 	busbw float64 // 10^9 bytes per second
 }
 
@@ -108,6 +109,8 @@ func newPoint(columns, fields []string) (p point, err error) {
 			p.bytes = int64(number(text))
 		case "median_us", "p50_us":
 			p.us = number(text)
+		case "algbw_GBps":
+			p.algbw = number(text)
 		case "busbw_GBps":
 			p.busbw = number(text)
 		}

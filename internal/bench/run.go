@@ -57,15 +57,23 @@ type run struct {
 	cost     *Negotiation
 }
 
-// agree makes sure that all ranks measure the same: else they would wait for each other's operations for ever.
-func (r *run) agree(ctx context.Context) error {
+// agree makes sure that all ranks measure the same: else they would wait for each other's operations for ever. Nor do
+// they begin if rank 0 cannot write what it shall draw, which drawErr says there.
+func (r *run) agree(ctx context.Context, drawErr error) error {
 	o := r.Options
 	o.Format, o.Plot, o.Progress, o.Terminal = "", "", false, false // of rank 0 alone
 	h := fnv.New32a()
 	fmt.Fprintf(h, "%+v", o)
-	all, err := r.team.gather(ctx, []float64{float64(h.Sum32())})
-	if err != nil {
-		return err
+	mine := []float64{float64(h.Sum32()), 0}
+	if drawErr != nil {
+		mine[1] = 1
+	}
+	all, err := r.team.gather(ctx, mine)
+	switch {
+	case err != nil || drawErr != nil:
+		return errors.Join(drawErr, err)
+	case all[0][1] != 0:
+		return fmt.Errorf("rank 0 cannot write its --plot")
 	}
 	for rank, v := range all {
 		if v[0] != all[0][0] {
@@ -75,12 +83,16 @@ func (r *run) agree(ctx context.Context) error {
 	return nil
 }
 
-func (r *run) all(ctx context.Context) error {
-	if err := r.agree(ctx); err != nil {
-		return err
+func (r *run) all(ctx context.Context) (err error) {
+	var plot *drawing
+	if r.Plot != "" && r.team.Rank() == 0 {
+		plot, err = openDrawing(r.Plot)
 	}
+	if err := r.agree(ctx, err); err != nil {
+		return errors.Join(err, plot.close())
+	}
+	defer func() { err = errors.Join(err, plot.close()) }()
 	r.out.begin(r.title())
-	var err error
 	if r.Workload != "" || r.Many.Count > 0 {
 		err = r.workloads(ctx)
 	} else {
@@ -92,15 +104,18 @@ func (r *run) all(ctx context.Context) error {
 	}
 	r.progress.clear()
 	r.out.end(v)
-	if err == nil && r.Plot != "" && r.team.Rank() == 0 {
-		err = plotRows(r.Plot, r.rows)
-	}
 	if err == nil {
 		err = r.team.barrier(ctx) // nobody leaves while others work
+	}
+	var drawErr error
+	if err == nil && plot != nil {
+		drawErr = plot.draw(points(r.rows), PlotOptions{}) // its failure is this rank's alone
 	}
 	switch {
 	case err != nil:
 		return err
+	case drawErr != nil:
+		return drawErr
 	case r.sink.err != nil:
 		return fmt.Errorf("writing the results: %w", r.sink.err)
 	case r.wrong > 0:
@@ -147,35 +162,55 @@ func (r *run) sweep(ctx context.Context) error {
 	if !kind.Reduces() {
 		ops = []tensor.ReduceOp{tensor.NoReduce}
 	}
+	var none error // why the last case that is not here is not
 	for _, dt := range types {
 		for _, op := range ops {
 			if kind.Reduces() {
 				if err := tensor.CheckReduce(op, dt); err != nil {
-					if len(types)*len(ops) == 1 {
-						return err
-					}
+					none = err
 					continue // all of all is all that there is
 				}
 			}
-			for _, root := range roots {
-				for _, size := range sizes {
-					s := shot{kind: kind, dt: dt, op: op, root: root}
-					if size > 0 {
-						s.count = size / int64(dt.Size()) / parts(kind, r.team.Size())
-					}
-					if err := r.point(ctx, s); err != nil {
-						return err
-					}
+			err := r.lines(ctx, shot{kind: kind, dt: dt, op: op}, roots, sizes)
+			var absent errNotHere
+			switch {
+			case errors.As(err, &absent) && len(types)*len(ops) > 1:
+				none = err
+				if r.team.Rank() == 0 {
+					r.progress.clear()
+					fmt.Fprintf(r.log, "hvdbench: no %s of %s %s: %v\n", r.Collective, ncclType(dt), ncclOp(op), err)
 				}
+			case err != nil:
+				return err
+			}
+		}
+	}
+	if len(r.rows) == 0 {
+		return none
+	}
+	return nil
+}
+
+// lines measures s over roots and sizes.
+func (r *run) lines(ctx context.Context, s shot, roots []int, sizes []int64) error {
+	for _, s.root = range roots {
+		for _, size := range sizes {
+			s.count = 0
+			if size > 0 {
+				s.count = size / int64(s.dt.Size()) / parts(s.kind, r.team.Size())
+			}
+			if err := r.point(ctx, s); err != nil {
+				return err
 			}
 		}
 	}
 	return nil
 }
 
-// point measures one line of the table.
+// point measures one line of the table. The error is errNotHere if no placement is.
 func (r *run) point(ctx context.Context, s shot) error {
 	var l line
+	var none error
 	placements := r.Placements
 	if s.kind == message.Barrier {
 		placements = []bool{true}
@@ -186,10 +221,8 @@ func (r *run) point(ctx context.Context, s shot) error {
 		row, err := r.shoot(ctx, s)
 		var absent errNotHere
 		switch {
-		case errors.As(err, &absent) && len(placements) == 1:
-			return err
 		case errors.As(err, &absent):
-			continue
+			none = err
 		case err != nil:
 			return err
 		case inPlace:
@@ -197,6 +230,9 @@ func (r *run) point(ctx context.Context, s shot) error {
 		default:
 			l.out = row
 		}
+	}
+	if len(l.rows()) == 0 {
+		return none
 	}
 	r.add(l)
 	return nil

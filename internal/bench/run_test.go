@@ -1,10 +1,13 @@
 package bench
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -132,7 +135,7 @@ func TestNegotiationIsCompared(t *testing.T) {
 		t.Fatal(err)
 	}
 	n := document.Negotiation
-	if n.Workload != "many20x64" || n.Pairs != 5 || n.NegotiatedMs <= 0 || n.RawMs <= 0 || n.Low > n.Percent || n.High < n.Percent {
+	if n.Workload != "many20x64" || n.Type != "float32" || n.Pairs != 5 || n.NegotiatedMs <= 0 || n.RawMs <= 0 || n.Low > n.Percent || n.High < n.Percent {
 		t.Errorf("got %+v", n)
 	}
 	if diff := 100 * (n.NegotiatedMs/n.RawMs - 1); diff-n.Percent > 1e-6 || n.Percent-diff > 1e-6 {
@@ -140,6 +143,80 @@ func TestNegotiationIsCompared(t *testing.T) {
 	}
 	if len(document.Memory) != 2 || document.Memory[1].PeakRSS < 1<<20 || document.Memory[0].Tensors != 20*64 {
 		t.Errorf("memory %+v, want that of 2 ranks with tensors of 1280 bytes", document.Memory)
+	}
+}
+
+// No memory is an error, not the end of the process.
+func TestMoreThanTheMemory(t *testing.T) {
+	for _, arena := range []bool{false, true} {
+		_, _, err := runs(t, 1, nil, func(o *Options, _ int) { o.MinBytes, o.MaxBytes, o.Arena = 1000<<40, 1000<<40, arena })
+		if err == nil || !strings.Contains(err.Error(), "tensors of 1024000G do not fit the ") {
+			t.Errorf("arena %v: got error %v", arena, err)
+		}
+	}
+	_, _, err := runs(t, 1, nil, func(o *Options, _ int) { o.Many = Many{100, 1 << 60} })
+	if err == nil || !strings.Contains(err.Error(), "do not fit the ") {
+		t.Errorf("many: got error %v", err)
+	}
+}
+
+// One rank has no bus, so what is drawn is algbw.
+func TestOneRankIsDrawn(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "x.svg")
+	if _, log, err := runs(t, 1, nil, func(o *Options, _ int) { o.Plot = file }); err != nil {
+		t.Fatalf("%v\n%s", err, log)
+	}
+	svg, err := os.ReadFile(file)
+	if err != nil || !strings.Contains(string(svg), ">algorithm bandwidth (algbw) in GB/s<") {
+		t.Errorf("error %v and\n%s", err, svg)
+	}
+}
+
+// A drawing that cannot be written is known before anything is measured, at all ranks.
+func TestPlotIsOpenedFirst(t *testing.T) {
+	dir := t.TempDir()
+	bad := filepath.Join(dir, "none", "x.svg")
+	out, _, err := runs(t, 2, nil, func(o *Options, _ int) { o.Plot = bad })
+	if !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), "rank 0 cannot write its --plot") || out != "" {
+		t.Errorf("got error %v and\n%s", err, out)
+	}
+	// A run that fails neither leaves an empty file, nor loses what was there.
+	for name, before := range map[string]string{"new.svg": "", "old.svg": "old"} {
+		file := filepath.Join(dir, name)
+		if before != "" {
+			if err := os.WriteFile(file, []byte(before), 0o666); err != nil {
+				t.Fatal(err)
+			}
+		}
+		fails := func(o *Options, _ int) { o.Plot, o.Types = file, []tensor.DType{tensor.Bool} }
+		if _, _, err := runs(t, 2, nil, fails); err == nil {
+			t.Fatal("a sum of bools")
+		}
+		if after, err := os.ReadFile(file); string(after) != before || before == "" && !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s: %q and error %v, want %q", name, after, err, before)
+		}
+	}
+	// A longer drawing than the new one leaves nothing of it.
+	file := filepath.Join(dir, "long.svg")
+	if err := os.WriteFile(file, bytes.Repeat([]byte("x"), 1<<20), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := runs(t, 2, nil, func(o *Options, _ int) { o.Plot = file }); err != nil {
+		t.Fatal(err)
+	}
+	if svg, err := os.ReadFile(file); err != nil || !bytes.HasSuffix(svg, []byte("</svg>\n")) {
+		t.Errorf("error %v, and the end is not the drawing's", err)
+	}
+	// What has no size fails at rank 0 alone.
+	errs := make([]error, 2)
+	err = cluster(t, 2, nil, func(ctx context.Context, at Place, rank int) error {
+		o := sample()
+		o.Plot, o.MinBytes, o.MaxBytes, o.StepFactor = file, 0, 0, 0
+		errs[rank] = Run(ctx, o, at, Streams{io.Discard, io.Discard})
+		return nil
+	})
+	if err != nil || errs[0] == nil || !strings.Contains(errs[0].Error(), "no result with a size") || errs[1] != nil {
+		t.Errorf("got errors %v", errs)
 	}
 }
 
@@ -157,6 +234,29 @@ func TestWhatABackendHasNot(t *testing.T) {
 	var absent errNotHere
 	if !errors.As(err, &absent) || !strings.Contains(err.Error(), "no averages") {
 		t.Errorf("got error %v", err)
+	}
+	// Neither placement is there.
+	_, _, err = runs(t, 2, nil, func(o *Options, _ int) { o.Raw, o.Ops = true, []tensor.ReduceOp{tensor.Average} })
+	if !errors.As(err, &absent) || !strings.Contains(err.Error(), "no averages") {
+		t.Errorf("both placements: got error %v", err)
+	}
+	for _, placements := range [][]bool{{true}, {false, true}} {
+		out, log, err := runs(t, 2, nil, func(o *Options, _ int) {
+			o.Raw, o.Ops, o.Placements = true, []tensor.ReduceOp{tensor.Average, tensor.Max}, placements
+		})
+		rows := table(t, out)
+		if err != nil || len(rows) == 0 || rows[0]["redop"] != "max" {
+			t.Errorf("an average and a maximum: error %v and\n%s", err, out)
+		}
+		if want := "hvdbench: no allreduce of float avg: a backend has no averages"; strings.Count(log, want) != 1 {
+			t.Errorf("got %q, want %q once", log, want)
+		}
+	}
+	_, _, err = runs(t, 2, nil, func(o *Options, _ int) {
+		o.Types, o.Ops = []tensor.DType{tensor.Bool}, []tensor.ReduceOp{tensor.Sum, tensor.Average}
+	})
+	if err == nil || !strings.Contains(err.Error(), "reduce bool") {
+		t.Errorf("sum and average of bools: got error %v", err)
 	}
 	_, _, err = runs(t, 2, nil, func(o *Options, _ int) { o.Types = []tensor.DType{tensor.Bool} })
 	if err == nil || !strings.Contains(err.Error(), "reduce bool") {
