@@ -20,6 +20,11 @@ from gohvd import _engine
 from gohvd.torch import optimizer as module
 
 ROWS = 4  # of each rank in each step
+# Convolutions, how their weights may lie, and the end of their inputs' shape.
+LAYOUTS = (
+    (torch.nn.Conv2d, torch.channels_last, (4, 4)),
+    (torch.nn.Conv3d, torch.channels_last_3d, (3, 3, 3)),
+)
 
 
 def network(seed: int = 0) -> torch.nn.Module:
@@ -306,8 +311,7 @@ class Training(OptimizerTest):
         self.same_weights(model, want)
 
     def test_layouts(self) -> None:
-        kinds = ((torch.nn.Conv2d, torch.channels_last, (4, 4)), (torch.nn.Conv3d, torch.channels_last_3d, (3, 3, 3)))
-        for kind, layout, tail in kinds:
+        for kind, layout, tail in LAYOUTS:
             for options in (
                 dict(),
                 dict(gradient_as_arena_view=False),
@@ -341,8 +345,7 @@ class Training(OptimizerTest):
                 self.same_weights(model, want, 1e-2 if "compression" in options else 1e-8)
 
     def test_layouts_without_a_gradient(self) -> None:
-        kinds = ((torch.nn.Conv2d, torch.channels_last, (4, 4)), (torch.nn.Conv3d, torch.channels_last_3d, (3, 3, 3)))
-        for kind, layout, tail in kinds:
+        for kind, layout, tail in LAYOUTS:
             for options in (
                 dict(),
                 dict(gradient_as_arena_view=False),

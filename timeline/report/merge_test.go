@@ -25,6 +25,20 @@ type traceEvent struct {
 
 type lane struct{ pid, tid int }
 
+// merged is the trace that j becomes.
+func merged(t *testing.T, j *Job) []byte {
+	t.Helper()
+	out := filepath.Join(t.TempDir(), "out.json")
+	if _, err := j.Merge(out); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return text
+}
+
 // checkTrace holds a trace against the rules of the format: metadata first, every B with its E, and no time that goes back on a thread. It
 // returns the events of the threads.
 func checkTrace(t *testing.T, text []byte) (threads map[lane][]traceEvent, named map[lane]string) {
@@ -167,15 +181,7 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":1940,"pid":1,"args":{"set":0,"op":2,"submitted":1930}}`)
 	put(t, dir, "t.rank1.json", f.end(2000, 0))
 	j := openJob(t, dir)
-	out := filepath.Join(t.TempDir(), "out.json")
-	if _, err := j.Merge(out); err != nil {
-		t.Fatal(err)
-	}
-	text, err := os.ReadFile(out)
-	if err != nil {
-		t.Fatal(err)
-	}
-	threads, _ := checkTrace(t, text)
+	threads, _ := checkTrace(t, merged(t, j))
 	// Rank 0's clock is 1000 us behind, and all are later by 900, which the first of rank 1 is before rank 0's.
 	for i, want := range []struct {
 		ts   float64

@@ -203,15 +203,7 @@ func TestSegments(t *testing.T) {
 	if r.Operations != 3 || r.Slowest[0].Name != "x" || r.Slowest[0].Count != 2 || !strings.Contains(strings.Join(r.Problems, "\n"), "1 operations have a beginning and no end") {
 		t.Errorf("got %+v, want 3 operations, of which the second has no name", r)
 	}
-	out := filepath.Join(t.TempDir(), "out.json")
-	if _, err := j.Merge(out); err != nil {
-		t.Fatal(err)
-	}
-	text, err := os.ReadFile(out)
-	if err != nil {
-		t.Fatal(err)
-	}
-	threads, _ := checkTrace(t, text)
+	threads, _ := checkTrace(t, merged(t, j))
 	// The operation of four events and a QUEUE, twice, and the bar that was open at the end of the first segment.
 	if x := threads[lane{0, 1}]; len(x) != 14 || x[7].Ph != "E" || *x[7].Ts != 40 {
 		t.Errorf("got %d events of x, want 14 and the bar closed at 40", len(x))
