@@ -63,9 +63,12 @@ type Coordinator struct {
 	now       time.Duration
 	cycle     uint64
 	lastCycle time.Duration // when the cycle was issued
-	stopSent  bool
-	// stopReason is why the job is stopped, unless a rank asked for it.
+	leaving   int           // ranks that submit nothing more
+	stopSent  bool          // every rank was stopped
+	// stopReason is why the job is stopped, unless every rank has asked for it, and stopRanks the ranks that caused it by
+	// their shutdown.
 	stopReason string
+	stopRanks  []topo.Rank
 	byes       int
 	progress   time.Duration // when the shutdown last got on
 
@@ -87,9 +90,9 @@ type rankState struct {
 	heard time.Duration // when its last frame came
 	spoke time.Duration // when the last frame to it was made
 	lost  bool          // its control connection ended
-	bye   bool
 	// executing is what it has not finished for longest.
 	executing execution
+	departure
 }
 
 type suspicion struct {
@@ -207,22 +210,24 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 		c.timeout(from, up)
 	case message.UpBye:
 		switch {
-		case !c.stopSent || up.Seen != c.cycle: // STOP is the last cycle
+		case k.stop == 0 || up.Seen != k.stop: // which is the last cycle that it gets
 			c.breach(from, fmt.Errorf("bye without a stop"))
 			return
 		case k.bye:
 			c.breach(from, fmt.Errorf("second bye"))
 			return
 		}
-		k.bye, k.executing = true, execution{}
-		c.progress = c.now
-		if c.byes++; c.byes == len(c.ranks) {
-			c.close()
+		c.sayBye(from)
+	case message.UpReleased:
+		if int(up.Suspect) >= len(c.ranks) {
+			c.breach(from, fmt.Errorf("it released rank %d of %d ranks", up.Suspect, len(c.ranks)))
+			return
 		}
+		c.released(up.Suspect, from)
 	case message.UpSuspect:
 		c.suspect(from, up)
 	case message.UpNews:
-		if c.stopSent {
+		if k.stop != 0 {
 			c.progress = c.now
 			return // crossed with STOP: the sender answers its requests itself
 		}
@@ -271,8 +276,8 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 			s.done += uint64(u.Done)
 		}
 	}
-	if up.Shutdown && c.state == running {
-		c.state, c.progress = stopping, c.now
+	if up.Shutdown {
+		return c.leave(from, up)
 	}
 	return nil
 }
@@ -356,7 +361,8 @@ func (c *Coordinator) judge(s *suspicion) {
 // fail gives the verdict, once.
 func (c *Coordinator) fail(ranks []topo.Rank, reason string) {
 	c.state = failed
-	c.out = c.out[:0]
+	// What was decided in this turn is not sent, but a rank that has left is closed all the same.
+	c.out = slices.DeleteFunc(c.out, func(o Outgoing) bool { return o.Down.Type != message.DownClose })
 	d := &message.Down{Type: message.DownFail, Cycle: c.cycle, Ranks: ranks, Reason: reason}
 	c.emit(d, c.present())
 }
@@ -366,11 +372,11 @@ func (c *Coordinator) close() {
 	c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, c.present())
 }
 
-// present are the ranks whose control connection stands.
+// present returns the ranks that have not left and whose control connection stands.
 func (c *Coordinator) present() []topo.Rank {
 	var all []topo.Rank
 	for r := range c.ranks {
-		if !c.ranks[r].lost {
+		if k := &c.ranks[r]; !k.lost && !k.closed {
 			all = append(all, topo.Rank(r))
 		}
 	}
@@ -387,6 +393,9 @@ func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
 // Ready issues a cycle if anything can be decided, and is what to send now, in this order. It is valid
 // until Advance.
 func (c *Coordinator) Ready() []Outgoing {
+	if c.leaving > 0 && c.state == running {
+		c.checkLeavers()
+	}
 	if c.state == running && c.now-c.lastCycle >= c.cfg.CycleTime || c.state == stopping && !c.stopSent {
 		c.decide()
 	}
@@ -423,7 +432,15 @@ func (c *Coordinator) decide() {
 		s.decide(c.decision.AddSet(s.ID), next, &c.policy, nil)
 		c.states = append(c.states, s)
 	}
-	if len(c.states) == 0 && !stop {
+	stops := stop
+	if c.leaving > 0 {
+		for r := range c.ranks {
+			k := &c.ranks[r]
+			k.stops = k.stop == 0 && (stop || k.leaving && !c.outstanding(topo.Rank(r)))
+			stops = stops || k.stops
+		}
+	}
+	if len(c.states) == 0 && !stops {
 		return
 	}
 	c.cycle, c.lastCycle = next, c.now
@@ -431,26 +448,30 @@ func (c *Coordinator) decide() {
 	first := len(c.out)
 rank:
 	for r := range c.ranks {
-		rank := topo.Rank(r)
+		rank, k := topo.Rank(r), &c.ranks[r]
+		stops := k.stop == 0 && (stop || k.stops)
 		c.mine = c.mine[:0]
 		for i, s := range c.states {
 			if s.index(rank) >= 0 {
 				c.mine = append(c.mine, i)
 			}
 		}
-		if len(c.mine) == 0 && !stop {
+		if len(c.mine) == 0 && !stops {
 			continue
 		}
-		c.ranks[r].spoke = c.now
+		if k.spoke = c.now; stops {
+			k.stop = next
+		}
 		for i := first; i < len(c.out); i++ {
-			if sameSets(c.out[i].Down, c.states, c.mine) {
+			if d := c.out[i].Down; d.Stop == stops && sameSets(d, c.states, c.mine) {
 				c.out[i].To = append(c.out[i].To, rank)
 				continue rank
 			}
 		}
 		o := c.newOutgoing()
 		o.To = append(o.To, rank)
-		o.Down.Type, o.Down.Cycle, o.Down.Stop, o.Down.Reason = message.DownCycle, next, stop, c.stopReason
+		o.Down.Type, o.Down.Cycle, o.Down.Stop, o.Down.Reason = message.DownCycle, next, stops, c.stopReason
+		o.Down.Ranks = append(o.Down.Ranks, c.stopRanks...)
 		for _, i := range c.mine {
 			o.Down.Sets = append(o.Down.Sets, c.decision.Sets[i])
 		}
@@ -487,7 +508,7 @@ func sameSets(d *message.Down, states []*setState, mine []int) bool {
 func (c *Coordinator) beat() {
 	var quiet []topo.Rank
 	for r := range c.ranks {
-		if k := &c.ranks[r]; !k.lost && c.now-k.spoke >= heartbeatPeriod {
+		if k := &c.ranks[r]; !k.lost && !k.closed && c.now-k.spoke >= heartbeatPeriod {
 			quiet = append(quiet, topo.Rank(r))
 		}
 	}
@@ -507,7 +528,7 @@ func (c *Coordinator) Next() time.Duration {
 	next := never
 	for r := range c.ranks {
 		k := &c.ranks[r]
-		if !k.lost {
+		if !k.lost && !k.closed {
 			next = min(next, k.spoke+heartbeatPeriod)
 		}
 		if !k.bye {
@@ -524,6 +545,9 @@ func (c *Coordinator) Next() time.Duration {
 		next = min(next, c.waits.due)
 	}
 	if c.cfg.CycleTime > 0 && c.state == running {
+		if c.canStop() {
+			next = min(next, c.lastCycle+c.cfg.CycleTime)
+		}
 		for _, s := range c.sets.sets {
 			if len(s.ready) > 0 && s.open() {
 				next = min(next, c.lastCycle+c.cfg.CycleTime)

@@ -69,6 +69,11 @@ type heldGroups struct {
 	bits message.Bits
 }
 
+// has reports whether tensors of a group are held.
+func (h *heldGroups) has(key groupKey) bool {
+	return slices.ContainsFunc(h.groups, func(g *group) bool { return g.groupKey == key && len(g.items) > 0 })
+}
+
 // add takes a complete tensor of a group. When it was the last, the whole group comes back. When it is an error, the
 // group fails at once: what is held comes back as errors, and each further tensor as it comes. To hold an error until the
 // group is complete could hang ranks that disagree about what the group is: one waits for the answer to a tensor before

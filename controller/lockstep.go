@@ -173,8 +173,8 @@ func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool, err error)
 			broadcast = true
 		}
 	}
-	gather = gather || l.combine.requests
-	return gather, broadcast || gather || l.combine.shutdown, nil
+	gather = gather || l.combine.requests || l.combine.shutdown
+	return gather, broadcast || gather, nil
 }
 
 // Quiet reports whether no rank had anything to say in the combined vectors. All ranks answer the same.
@@ -263,6 +263,16 @@ func (l *Lockstep) Decide(ups []*message.Up) (*message.Down, error) {
 		s.state.cache.Forget(next)
 	}
 	l.table.forget(next)
+	for r, up := range ups {
+		if up.Shutdown {
+			d.Ranks = append(d.Ranks, topo.Rank(r))
+		}
+	}
+	if len(d.Ranks) == len(l.cfg.Sets[0].Ranks) {
+		d.Ranks = nil // nobody is left who could wait for them
+	} else if d.Stop {
+		d.Reason = "shut down, which ends the job of all ranks where HVD_NEGOTIATION is lockstep"
+	}
 	return d, nil
 }
 

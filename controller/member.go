@@ -46,14 +46,22 @@ type Member struct {
 	beat  time.Duration // when the last heartbeat was made
 	seen  uint64        // last cycle applied
 
-	up           message.Up // next frame
-	news         bool       // up holds something
-	shutdown     bool       // Shutdown was called
-	stopAnnounce bool       // STOP was just applied
-	grants       []*Grant   // to run
-	running      grantList  // not finished; those to run among them
-	free         []*Grant   // released
+	up           message.Up   // next frame
+	news         bool         // up holds something
+	shutdown     bool         // Shutdown was called
+	announced    bool         // and the coordinator was told
+	reason       string       // of Shutdown
+	operations   uint64       // responses that have finished
+	lastKind     message.Kind // of the last of them, which ended at lastAt
+	lastName     string
+	lastAt       time.Duration
+	stopAnnounce bool        // STOP was just applied
+	grants       []*Grant    // to run
+	running      grantList   // not finished; those to run among them
+	free         []*Grant    // released
+	left         []topo.Rank // that DownLeft has named and that are not released
 	stopReason   string
+	stopRanks    []topo.Rank
 	timeouts     []message.Up // to be sent
 	suspected    *Verdict     // our own suspicion
 	suspectedAt  time.Duration
@@ -95,8 +103,9 @@ type Ready struct {
 	Grants []*Grant
 	// Stop says that nothing more will be granted: what was not is to be answered with the shutdown.
 	Stop bool
-	// StopReason is why, unless a rank asked for it.
+	// StopReason is why, unless this rank has asked for it, and StopRanks are those that caused it by their shutdown.
 	StopReason string
+	StopRanks  []topo.Rank
 }
 
 // NewMember makes the member of an epoch that begins at the given time.
@@ -166,6 +175,10 @@ func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 // Finished says that a grant has run and may be used again by the member. Its process set may be gone.
 func (m *Member) Finished(g *Grant) {
 	m.running.remove(g)
+	if n := len(g.Responses); n > 0 {
+		m.operations += uint64(n)
+		m.lastKind, m.lastName, m.lastAt = g.Responses[n-1].Kind, g.Responses[n-1].Name, m.now
+	}
 	if s := m.set(g.Set); s != nil && s.me == 0 && (m.state == memberRunning || m.state == memberDraining) {
 		m.up.At(g.Set).Done++
 		m.news = true
@@ -175,10 +188,11 @@ func (m *Member) Finished(g *Grant) {
 	m.free = append(m.free, g)
 }
 
-// Shutdown asks for the end of the job.
-func (m *Member) Shutdown() {
+// Shutdown says that this rank submits nothing more. It is stopped when its requests are answered. The reason, which may
+// be empty, explains it to ranks that still need this one.
+func (m *Member) Shutdown(reason string) {
 	if m.state == memberRunning && !m.shutdown {
-		m.shutdown, m.news = true, true
+		m.shutdown, m.reason, m.news = true, reason, true
 	}
 }
 
@@ -236,6 +250,8 @@ func (m *Member) Step(d *message.Down) error {
 		} else {
 			m.fail(&Verdict{Ranks: append([]topo.Rank(nil), d.Ranks...), Reason: d.Reason})
 		}
+	case message.DownLeft:
+		m.left = append(m.left, d.Ranks...)
 	case message.DownClose:
 		if m.state == memberRunning {
 			err = fmt.Errorf("close without a stop")
@@ -279,6 +295,7 @@ func (m *Member) apply(d *message.Down) error {
 	m.seen = d.Cycle
 	if d.Stop {
 		m.state, m.stopAnnounce, m.stopReason = memberDraining, true, d.Reason
+		m.stopRanks = append([]topo.Rank(nil), d.Ranks...)
 	}
 	return nil
 }
@@ -394,15 +411,27 @@ func (m *Member) Ready() Ready {
 	if m.state != memberClosed && m.state != memberFailed {
 		m.speak()
 	}
-	return Ready{Ups: m.ups, Grants: m.grants, Stop: m.stopAnnounce, StopReason: m.stopReason}
+	return Ready{Ups: m.ups, Grants: m.grants, Stop: m.stopAnnounce, StopReason: m.stopReason, StopRanks: m.stopRanks}
 }
 
 // speak makes the frames of a turn.
 func (m *Member) speak() {
 	if m.news {
-		m.up.Seen, m.up.Shutdown = m.seen, m.shutdown
+		if m.up.Seen = m.seen; m.shutdown && !m.announced {
+			m.up.Shutdown, m.up.Operations, m.up.Reason = true, m.operations, m.reason
+			if m.operations > 0 {
+				m.up.Tensor, m.up.Millis = m.lastOperation(), millis(m.now-m.lastAt)
+			}
+		}
 		m.ups = append(m.ups, &m.up)
 	}
+	m.left = slices.DeleteFunc(m.left, func(r topo.Rank) bool {
+		if m.executes(r) {
+			return false
+		}
+		m.ups = append(m.ups, &message.Up{Type: message.UpReleased, Seen: m.seen, Suspect: r})
+		return true
+	})
 	for i := range m.timeouts {
 		u := &m.timeouts[i]
 		u.Seen, u.Granted = m.seen, m.running.has(u.Set, u.Tensor)
@@ -418,6 +447,24 @@ func (m *Member) speak() {
 	}
 }
 
+// lastOperation names the last response that has finished.
+func (m *Member) lastOperation() string {
+	if m.lastKind == message.Error { // of which the kind is not known
+		return label(message.NoKind, m.lastName)
+	}
+	return label(m.lastKind, m.lastName)
+}
+
+// executes reports whether a grant of a process set with rank r is not finished.
+func (m *Member) executes(r topo.Rank) bool {
+	for g := m.running.oldest; g != nil; g = g.newer {
+		if s := m.set(g.Set); s != nil && s.index(r) >= 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // Advance says that the outputs of the last Ready were taken.
 func (m *Member) Advance() {
 	if len(m.ups) > 0 {
@@ -429,11 +476,12 @@ func (m *Member) Advance() {
 	m.ups = m.ups[:0]
 	m.timeouts = m.timeouts[:0]
 	if m.news {
+		m.announced = m.announced || m.up.Shutdown
 		m.up.Reset()
 		m.up.Type = message.UpNews
 		m.news = false
 	}
-	m.suspectFrame, m.bye, m.stopAnnounce, m.stopReason = false, false, false, ""
+	m.suspectFrame, m.bye, m.stopAnnounce, m.stopReason, m.stopRanks = false, false, false, "", nil
 	clear(m.grants)
 	m.grants = m.grants[:0]
 }

@@ -142,7 +142,7 @@ func TestMember(t *testing.T) {
 		if err := m.Submit(topo.Global, &a); err != nil {
 			t.Error(err)
 		}
-		m.Shutdown()
+		m.Shutdown("")
 		if got := ups(m); len(got) > 0 {
 			t.Errorf("frames %v", got)
 		}
@@ -161,12 +161,12 @@ func TestMember(t *testing.T) {
 	})
 	t.Run("shuts down once", func(t *testing.T) {
 		m := loner(1, 2)
-		m.Shutdown()
-		m.Shutdown()
+		m.Shutdown("")
+		m.Shutdown("")
 		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpNews}) {
 			t.Errorf("frames %v", got)
 		}
-		m.Shutdown()
+		m.Shutdown("")
 		if got := ups(m); len(got) > 0 {
 			t.Errorf("frames %v after the shutdown is said", got)
 		}
@@ -453,7 +453,9 @@ func TestSilentInShutdown(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: time.Minute, Plan: plan(),
 	}, 0)
-	c.Step(0, &message.Up{Type: message.UpNews, Shutdown: true})
+	for r := range topo.Rank(3) {
+		c.Step(r, &message.Up{Type: message.UpNews, Shutdown: true})
+	}
 	for now := time.Duration(0); now < controller.CloseTimeout; now += time.Second {
 		c.Tick(now)
 		c.Ready()
@@ -510,7 +512,9 @@ func TestCoordinatorNext(t *testing.T) {
 
 	// Rank 0 has said bye, rank 1 lives and does not.
 	c = start(0)
-	c.Step(0, &message.Up{Type: message.UpNews, Shutdown: true})
+	for r := range topo.Rank(2) {
+		c.Step(r, &message.Up{Type: message.UpNews, Shutdown: true})
+	}
 	turn(c)
 	c.Step(0, &message.Up{Type: message.UpBye, Seen: 1})
 	until(c, controller.CloseTimeout-beat/2)

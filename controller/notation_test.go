@@ -17,11 +17,14 @@ import (
 
 func upText(from topo.Rank, u *message.Up) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%d->0 %s seen=%d", from, [...]string{"?", "up", "heartbeat", "bye", "suspect", "timeout"}[u.Type], u.Seen)
-	if u.Type == message.UpSuspect {
+	fmt.Fprintf(&b, "%d->0 %s seen=%d", from, [...]string{"?", "up", "heartbeat", "bye", "suspect", "timeout", "released"}[u.Type], u.Seen)
+	switch u.Type {
+	case message.UpSuspect:
 		fmt.Fprintf(&b, " rank=%d %s", u.Suspect, u.Reason)
+	case message.UpReleased:
+		fmt.Fprintf(&b, " rank=%d", u.Suspect)
 	}
-	if u.Tensor != "" {
+	if u.Tensor != "" && !u.Shutdown {
 		fmt.Fprintf(&b, " set=%d %s %v", u.Set, u.Tensor, time.Duration(u.Millis)*time.Millisecond)
 	}
 	if u.Granted {
@@ -45,6 +48,12 @@ func upText(from topo.Rank, u *message.Up) string {
 	}
 	if u.Shutdown {
 		b.WriteString(" shutdown")
+		if u.Operations > 0 {
+			fmt.Fprintf(&b, " after %d, %s %dms ago", u.Operations, u.Tensor, u.Millis)
+		}
+		if u.Reason != "" {
+			fmt.Fprintf(&b, " (%s)", u.Reason)
+		}
 	}
 	return b.String()
 }
@@ -118,6 +127,9 @@ func downText(to []topo.Rank, size int, d *message.Down) string {
 		return b.String()
 	case message.DownClose:
 		b.WriteString("close")
+		return b.String()
+	case message.DownLeft:
+		fmt.Fprintf(&b, "left ranks=%s", ranksText(d.Ranks, -1))
 		return b.String()
 	case message.DownFail:
 		fmt.Fprintf(&b, "fail ranks=%s %s", ranksText(d.Ranks, -1), d.Reason)

@@ -44,8 +44,8 @@ type checker struct {
 	cycle     uint64
 	lastCycle time.Duration
 	arrivals  int  // frames taken by the coordinator
-	stopping  bool // a shutdown has arrived
-	stopped   bool // STOP is issued
+	stopping  bool // all ranks leave, or one waits for what another, which leaves, has not submitted
+	stopped   bool // every rank was stopped
 	order     int  // grants issued, of all sets
 	verdict   *controller.Verdict
 	failing   bool // the coordinator has given its verdict
@@ -59,6 +59,7 @@ type checker struct {
 type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
+	left, awaited, closedEarly                                                            int
 }
 
 type setModel struct {
@@ -219,9 +220,11 @@ type rankModel struct {
 	fresh     []request   // submitted and not sent
 	intents   [][]request // what its news frames in flight mean
 	submitted int
-	finished  int // grants whose end it reports
-	news      int // frames sent
-	shutdown  bool
+	finished  int  // grants whose end it reports
+	news      int  // frames sent
+	shutdown  bool // its program has asked for it
+	leaving   bool // the coordinator knows
+	stopSent  bool
 	position  map[topo.ProcessSetID]int // grants applied
 	order     int                       // of the last grant applied
 	running   map[*controller.Grant]string
@@ -293,7 +296,7 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 	k := &ch.ranks[n.rank]
 	meant := k.intents[0]
 	k.intents = k.intents[1:]
-	if ch.stopped || ch.failing {
+	if k.stopSent || ch.failing {
 		return
 	}
 	ch.arrivals++
@@ -319,7 +322,96 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 			}
 		}
 	}
-	ch.stopping = ch.stopping || u.Shutdown
+	k.leaving = k.leaving || u.Shutdown
+}
+
+// awaited is something that ranks wait for.
+type awaited struct{ waiting, missing []topo.Rank }
+
+// awaited is what ranks wait for in the set, and joins.
+func (s *setModel) awaited() (all []awaited) {
+	ranks := func(of func(member int) bool) (ranks []topo.Rank) {
+		for m, r := range s.Ranks {
+			if of(m) {
+				ranks = append(ranks, r)
+			}
+		}
+		return ranks
+	}
+	present := ranks(func(m int) bool { return !s.joined[m] })
+	open := make(map[string]bool) // groups of which a tensor is asked for and not complete
+	for name, qs := range s.asked {
+		if s.complete[name] {
+			continue
+		}
+		a := awaited{
+			waiting: ranks(func(m int) bool { return qs[m] != nil && !s.joined[m] }),
+			missing: ranks(func(m int) bool { return qs[m] == nil && !s.joined[m] }),
+		}
+		if group := groupText(firstOf(qs)); group != "" {
+			open[group] = true
+			if g := s.held[group]; g != nil && len(g.names) > 0 {
+				a.waiting = present
+			}
+		}
+		all = append(all, a)
+	}
+	for group, g := range s.held {
+		if len(g.names) > 0 && !open[group] {
+			all = append(all, awaited{present, present})
+		}
+	}
+	if s.joins > 0 && s.joins < len(s.Ranks) {
+		all = append(all, awaited{ranks(func(m int) bool { return s.joined[m] }), present})
+	}
+	return all
+}
+
+func (ch *checker) isLeaving(r topo.Rank) bool { return ch.ranks[r].leaving }
+
+func (ch *checker) stays(r topo.Rank) bool { return !ch.ranks[r].leaving }
+
+// checkLeavers finds out whether the job is to be stopped.
+func (ch *checker) checkLeavers() {
+	if ch.stopping {
+		return
+	}
+	if !slices.ContainsFunc(ch.ranks, func(k rankModel) bool { return !k.leaving }) {
+		ch.stopping = true
+		return
+	}
+	for _, s := range ch.sets {
+		if s.gone {
+			continue
+		}
+		for _, a := range s.awaited() {
+			if slices.ContainsFunc(a.missing, ch.isLeaving) && slices.ContainsFunc(a.waiting, ch.stays) {
+				ch.stopping = true
+				ch.seen.awaited++
+				return
+			}
+		}
+	}
+}
+
+// outstanding reports whether a rank that leaves may still be granted something.
+func (ch *checker) outstanding(r topo.Rank, decided map[topo.ProcessSetID]*message.DownSet) bool {
+	for _, s := range ch.sets {
+		m := slices.Index(s.Ranks, r)
+		if m < 0 || s.gone || removes(decided[topo.Global], s.ID) {
+			continue
+		}
+		if len(s.ready) > 0 && decided[s.ID] == nil {
+			return true
+		}
+		joined := s.joined[m] && s.joins < len(s.Ranks)
+		for _, a := range s.awaited() {
+			if (joined || slices.Contains(a.waiting, r)) && !slices.ContainsFunc(a.missing, ch.isLeaving) {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 func (ch *checker) heard() {
@@ -331,18 +423,23 @@ func (ch *checker) heard() {
 }
 
 func (ch *checker) issued(outs []controller.Outgoing) {
+	ch.checkLeavers() // as of the turn, in which a rank that waits may leave too
 	decided := make(map[topo.ProcessSetID]*message.DownSet)
-	told := make(map[topo.Rank]bool)
+	told, stops := make(map[topo.Rank]bool), make(map[topo.Rank]bool)
 	var cycle *message.Down
 	for _, o := range outs {
 		switch o.Down.Type {
+		case message.DownClose:
+			for _, r := range o.To {
+				ch.closing(r)
+			}
 		case message.DownFail:
 			if ch.failing {
 				ch.broken(10, "a second verdict: %v", o.Down.Ranks)
 			}
 			ch.failing = true
 		case message.DownCycle:
-			if cycle != nil && (cycle.Cycle != o.Down.Cycle || cycle.Stop != o.Down.Stop) {
+			if cycle != nil && cycle.Cycle != o.Down.Cycle {
 				ch.broken(1, "cycles %d and %d in one turn", cycle.Cycle, o.Down.Cycle)
 			}
 			cycle = o.Down
@@ -357,7 +454,10 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 				if told[r] {
 					ch.broken(7, "rank %d got two frames of cycle %d", r, cycle.Cycle)
 				}
-				told[r] = true
+				told[r], stops[r] = true, o.Down.Stop
+				if ch.ranks[r].stopSent {
+					ch.broken(9, "rank %d is told of cycle %d after STOP", r, cycle.Cycle)
+				}
 				for i := range o.Down.Sets {
 					if s := ch.set(o.Down.Sets[i].Set); !slices.Contains(s.Ranks, r) {
 						ch.broken(7, "rank %d is told about set %d", r, s.ID)
@@ -372,7 +472,7 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 	if ch.failing {
 		return
 	}
-	ch.mustDecide(cycle, decided)
+	ch.mustDecide(stops, decided)
 	if cycle == nil {
 		return
 	}
@@ -382,30 +482,56 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 	if cycle.Cycle != ch.cycle+1 {
 		ch.broken(1, "cycle %d after cycle %d", cycle.Cycle, ch.cycle)
 	}
-	ch.cycle, ch.lastCycle, ch.stopped = cycle.Cycle, ch.c.now, cycle.Stop
+	ch.cycle, ch.lastCycle, ch.stopped = cycle.Cycle, ch.c.now, ch.stopping
+	for r := range stops {
+		ch.ranks[r].stopSent = ch.ranks[r].stopSent || stops[r]
+	}
 	for _, s := range ch.sets {
 		d := decided[s.ID]
 		for _, r := range s.Ranks {
-			if (d != nil || cycle.Stop) && !told[r] && !ch.c.nodes[r].dead {
+			if d != nil && !told[r] {
 				ch.broken(1, "rank %d is not told of cycle %d", r, cycle.Cycle)
 			}
 		}
 		if d != nil {
 			ch.decided(s, d)
 		}
-		if cycle.Stop && s.unfinished > 0 {
+		if ch.stopped && s.unfinished > 0 {
 			ch.seen.stopsWithWork++
 		}
 	}
 }
 
-// mustDecide checks that exactly those sets are decided about that have something ready and an open gate.
-func (ch *checker) mustDecide(cycle *message.Down, decided map[topo.ProcessSetID]*message.DownSet) {
-	stop := ch.stopping && !ch.stopped
-	if (cycle != nil && cycle.Stop) != stop {
-		ch.broken(9, "a shutdown has arrived: %v, and this turn says stop: %v", stop, !stop)
+// closing checks that no rank executes anything with a rank that is to close.
+func (ch *checker) closing(r topo.Rank) {
+	if ch.stopping {
+		return // then all close together
 	}
+	ch.seen.closedEarly++
+	for _, n := range ch.c.nodes {
+		for i, l := range n.lanes {
+			if len(l) > 0 && !n.dead && slices.Contains(n.sets[i].Ranks, r) {
+				ch.broken(9, "rank %d closes while rank %d executes %q with it", r, n.rank, l[0].Responses[0].Name)
+			}
+		}
+	}
+}
+
+// mustDecide checks that exactly those sets are decided about that have something ready and an open gate, and that
+// exactly those ranks are stopped that leave and wait for nothing.
+func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.ProcessSetID]*message.DownSet) {
+	stop := ch.stopping && !ch.stopped
 	early := ch.c.now-ch.lastCycle < ch.c.cfg.CycleTime
+	for r := range ch.ranks {
+		k := &ch.ranks[r]
+		alone := !early && k.leaving && !ch.outstanding(topo.Rank(r), decided)
+		if want := !k.stopSent && (stop || alone); want != stops[topo.Rank(r)] {
+			ch.broken(9, "rank %d leaves: %v, the job is stopping: %v, and this turn stops it: %v", r, k.leaving, stop, !want)
+		}
+		if alone && !stop && !k.stopSent {
+			ch.seen.left++
+		}
+	}
 	for _, s := range ch.sets {
 		if s.gone || removes(decided[topo.Global], s.ID) {
 			if decided[s.ID] != nil {
@@ -696,6 +822,8 @@ type run struct {
 	todo [][]request // by rank
 	// hangUp is the rank that died and whose connections still stand, or -1.
 	hangUp topo.Rank
+	// leavers says that ranks shut down.
+	leavers bool
 }
 
 // Whatever the order in which ranks submit, speak, read and finish, whatever the cache and the fusion, and
@@ -726,6 +854,7 @@ func (a counts) plus(b counts) counts {
 		a.late + b.late, a.invalid + b.invalid, a.stopsWithWork + b.stopsWithWork, a.verdicts + b.verdicts,
 		a.joins + b.joins, a.absent + b.absent, a.absentByBit + b.absentByBit, a.groups + b.groups, a.failedGroups + b.failedGroups,
 		a.added + b.added, a.removed + b.removed, a.impossible + b.impossible, a.crossed + b.crossed,
+		a.left + b.left, a.awaited + b.awaited, a.closedEarly + b.closedEarly,
 	}
 }
 
@@ -761,6 +890,7 @@ func (r *run) end(how int) {
 	n := r.c.nodes[r.rng.IntN(size)]
 	switch how {
 	case 1:
+		r.leavers = true
 		r.shutdown(n)
 	case 2:
 		if !n.over {
@@ -781,7 +911,7 @@ func (r *run) end(how int) {
 func (r *run) shutdown(n *node) {
 	if !n.over && !n.stopped {
 		n.m.Tick(r.c.now)
-		n.m.Shutdown()
+		n.m.Shutdown("")
 		r.ranks[n.rank].shutdown = true
 	}
 }
@@ -818,6 +948,8 @@ func (r *run) act() {
 	default:
 		if r.hangUp >= 0 {
 			r.mourn(n)
+		} else if r.leavers && r.rng.IntN(8) == 0 {
+			r.shutdown(n)
 		} else if !r.failing && len(r.accused) == 0 && r.c.now < time.Second {
 			r.pass(time.Duration(r.rng.IntN(10)) * time.Millisecond)
 		}
@@ -838,7 +970,7 @@ func (r *run) mourn(n *node) {
 // submit makes the next request of a rank's program, if the name is free.
 func (r *run) submit(n *node) bool {
 	todo := r.todo[n.rank]
-	if len(todo) == 0 || n.over || n.stopped {
+	if len(todo) == 0 || n.over || n.stopped || r.ranks[n.rank].shutdown {
 		return false
 	}
 	switch turnOf(todo[0], n.pending, n.sets, n.gone) {
@@ -892,8 +1024,19 @@ func (r *run) finish() {
 	}
 	r.settle()
 	if r.verdict == nil && len(r.died) == 0 && len(r.accused) == 0 && !r.stopped {
-		r.idle()
-		r.shutdown(r.c.nodes[r.rng.IntN(len(r.c.nodes))])
+		if !r.leavers {
+			r.idle()
+		}
+		for _, i := range r.rng.Perm(len(r.c.nodes)) {
+			r.shutdown(r.c.nodes[i])
+			if r.rng.IntN(2) == 0 {
+				r.settle()
+			}
+		}
+		for range 2 { // a cycle may be due a little later
+			r.settle()
+			r.pass(10 * time.Millisecond)
+		}
 		r.settle()
 	}
 	for _, n := range r.c.nodes {

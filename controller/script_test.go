@@ -232,7 +232,7 @@ func (s *script) command(line string) error {
 			s.frozen = append(s.frozen, r)
 		case "shutdown":
 			s.c.nodes[r].m.Tick(s.c.now)
-			s.c.nodes[r].m.Shutdown()
+			s.c.nodes[r].m.Shutdown("")
 		case "timeout":
 			d, err := time.ParseDuration(rest[1])
 			if err != nil {

@@ -31,7 +31,7 @@ func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 // timeout fails the epoch because a tensor was not done in time at a rank, unless its answer is under way to it.
 func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 	s, _ := c.member(u.Set, by)
-	if s != nil && !c.stopSent {
+	if s != nil && c.ranks[by].stop == 0 {
 		if kind, ranks, why := s.blocked(u.Tensor); why != "" {
 			if len(ranks) == 0 {
 				ranks = []topo.Rank{by}

@@ -271,7 +271,16 @@ func (e *Engine) publish(p *PeerError) {
 
 // Shutdown is the package-level Shutdown for this rank.
 func (e *Engine) Shutdown(ctx context.Context) error {
-	err := e.engine.Shutdown(ctx)
+	var why engine.Departure
+	if p := recover(); p != nil {
+		defer panic(p)
+		why = panicked(p)
+	}
+	return e.shutdown(ctx, why)
+}
+
+func (e *Engine) shutdown(ctx context.Context, why engine.Departure) error {
+	err := e.engine.Shutdown(ctx, why)
 	if err != nil {
 		err = fmt.Errorf("hvd: shutdown: %w", err)
 	}
@@ -296,7 +305,7 @@ func (e *Engine) release() error {
 	return errors.Join(errs...)
 }
 
-// Done is closed when the job is over for this rank: shut down by any rank, or failed.
+// Done is closed when the job is over for this rank: it has shut down, or the job has failed.
 func (e *Engine) Done() <-chan struct{} { return e.engine.Ended() }
 
 // Err is why the job has failed; nil while it runs and after a shutdown.

@@ -12,7 +12,8 @@ import (
 var (
 	// ErrNotInitialized is the error of an operation before Init or after Shutdown.
 	ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
-	// ErrShutDown answers operations that were pending when a rank shut the job down, and later ones.
+	// ErrShutDown answers operations that this rank submits after its Shutdown, or that nobody is left to run with it. A
+	// *PeerError is one too if it names ranks that have shut down, and so is a *StallError.
 	ErrShutDown = engine.ErrShutDown
 	// ErrClosed answers them when this rank's own Shutdown was cut short by its context.
 	ErrClosed = engine.ErrClosed

@@ -31,10 +31,11 @@
 //     not fit. Nothing was submitted.
 //   - *MismatchError: the ranks' requests contradict each other, and the job goes on. All of them get it, but where
 //     allgather or alltoall in place has another result than one rank has room for: that rank alone knows.
-//   - ErrShutDown: a rank has ended the job, or the stall inspector (*StallError, which Err and Shutdown give too); ErrClosed: the context of this rank's
-//     Shutdown ended before the others were ready.
-//   - *PeerError: ranks failed, or an operation ran out of time. The epoch is over, and after Shutdown the survivors may
-//     Init again, once all ranks of the job are there anew.
+//   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err and Shutdown
+//     give too); ErrClosed: the context of this rank's Shutdown ended before the others were ready.
+//   - *PeerError: ranks failed, or shut down while this one waits for them (then it is an ErrShutDown too), or an operation
+//     ran out of time. The epoch is over, and after Shutdown the survivors may Init again, once all ranks of the job are
+//     there anew.
 package hvd
 
 import (
@@ -43,6 +44,7 @@ import (
 	"slices"
 	"sync"
 
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/meeting"
 )
 
@@ -105,18 +107,34 @@ func Init(ctx context.Context, opts ...InitOption) error {
 	return err
 }
 
-// Shutdown ends the job at every rank: granted operations finish, all others get ErrShutDown. It waits for the
-// other ranks to finish theirs. The error says why the job had failed before. Without Init it does nothing.
+// Shutdown takes this rank out of the job. What it has submitted still runs if every other rank submits it too, and
+// Shutdown waits for that; it submits nothing more. The other ranks go on with process sets without this rank. If one of
+// them waits for an operation that this rank has not submitted, then or later, the job has failed: the other ranks get a
+// *PeerError that names this one, and is an ErrShutDown too. Rank 0, which coordinates, serves the others until they have
+// shut down too or ctx ends; ranks that are left then get a *PeerError that names rank 0.
 //
-// A process that exits without Shutdown, or before it has returned, is a failed rank to the others.
+// The error says why the job had failed before. Without Init it does nothing. A process that exits without Shutdown, or
+// before it has returned, is a failed rank to the others.
+//
+// Deferred, as "defer hvd.Shutdown(ctx)", it tells the others if the goroutine panics, and lets the panic go on.
 func Shutdown(ctx context.Context) error {
+	var why engine.Departure
+	if p := recover(); p != nil {
+		defer panic(p)
+		why = panicked(p)
+	}
 	e, nothing, err := begin(ctx, func(e *Engine) bool { return e == nil })
 	if nothing || err != nil {
 		return err
 	}
-	err = e.Shutdown(ctx)
+	err = e.shutdown(ctx, why)
 	end(nil)
 	return err
+}
+
+// panicked is the departure of a rank whose program has panicked with p.
+func panicked(p any) engine.Departure {
+	return engine.Departure{Reason: fmt.Sprintf("its program has panicked: %v", p), Failed: true}
 }
 
 // IsInitialized reports whether Init has succeeded and no Shutdown has ended since.

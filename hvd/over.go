@@ -61,11 +61,11 @@ func (r *runner) Help(ctx context.Context, done func() bool) {
 }
 
 // Shutdown is as the engine's.
-func (r *runner) Shutdown(ctx context.Context) error {
+func (r *runner) Shutdown(ctx context.Context, why engine.Departure) error {
 	if r.over != nil {
-		return r.over.Shutdown(ctx)
+		return r.over.Shutdown(ctx, why)
 	}
-	return r.in.Shutdown(ctx)
+	return r.in.Shutdown(ctx, why)
 }
 
 // Ended is as the engine's.

@@ -1,9 +1,11 @@
 package hvd
 
 import (
+	"context"
 	"slices"
 	"sync/atomic"
 
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/message"
@@ -15,7 +17,7 @@ import (
 // Door is for the sidecar, which runs operations for other processes. Programs have no use for it.
 func (e *Engine) Door() raw.Door {
 	return raw.Door{
-		Begin: e.beginRaw, Help: e.engine.Help, Ring: e.engine.in.Ring, Close: e.closeRaw,
+		Begin: e.beginRaw, Help: e.engine.Help, Ring: e.engine.in.Ring, Shutdown: e.shutdownRaw, Close: e.closeRaw,
 		StartTimeline: e.watch.StartTimeline, StopTimeline: e.watch.StopTimeline,
 		Homogeneous: e.session == nil || evenly(e.session.Hosts),
 	}
@@ -51,6 +53,10 @@ func (o *initOptions) processes(ranks int) int {
 		return 2 * ranks
 	}
 	return ranks
+}
+
+func (e *Engine) shutdownRaw(ctx context.Context, reason string, failed bool) error {
+	return e.shutdown(ctx, engine.Departure{Reason: reason, Failed: failed})
 }
 
 func (e *Engine) closeRaw() error {

@@ -38,15 +38,18 @@ const (
 //
 //	Up:       u8 type | u8 flags (1 shutdown, 2 granted) | u64 seen | body
 //	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
+//	          | with shutdown: u64 operations, u32 milliseconds | u16 length + tensor | u16 length + reason
 //	suspect:  u32 rank | u16 length + reason
+//	released: u32 rank
 //	timeout,
 //	heartbeat: u32 set, u32 milliseconds | u16 length + tensor
 //	Down:     u8 type | u8 flags (1 stop) | u64 cycle | body
 //	cycle:    u16 sets | per set: u32 set, u32 grants, u32 erase, u32 bit each, u32 puts, 3 x u32 each
-//	          | u16 length + reason
+//	          | u32 ranks, u32 each | u16 length + reason
 //	  grant:  u8 backend, u8 algorithm, u32 absent, u32 rank each, u32 bits, u32 bit each, u32 full, each
 //	          u32 length + protobuf
 //	fail:     u32 ranks, u32 each | u16 length + reason
+//	left:     u32 ranks, u32 each
 //	bits:     u16 words, u64 each
 //	Vectors:  u8 type | and, or: u32 words, u64 each
 //	Probe:    u8 type | u64 sent, received, replied, monotonic | u16 length + domain
@@ -96,9 +99,17 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 				}
 			}
 		}
+		if u.Shutdown {
+			b = binary.LittleEndian.AppendUint64(b, u.Operations)
+			b = binary.LittleEndian.AppendUint32(b, u.Millis)
+			b = appendText(b, u.Tensor)
+			b = appendText(b, u.Reason)
+		}
 	case UpSuspect:
 		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
 		b = appendText(b, u.Reason)
+	case UpReleased:
+		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
 	case UpHeartbeat, UpTimeout:
 		b = binary.LittleEndian.AppendUint32(b, uint32(u.Set))
 		b = binary.LittleEndian.AppendUint32(b, u.Millis)
@@ -137,6 +148,10 @@ func DecodeUp(b []byte, u *Up) error {
 				break
 			}
 		}
+		if u.Shutdown {
+			u.Operations, u.Millis = d.u64(), d.u32()
+			u.Tensor, u.Reason = d.text(), d.text()
+		}
 	case UpBye:
 	case UpHeartbeat, UpTimeout:
 		u.Granted = u.Type == UpTimeout && flags&flagGranted != 0
@@ -148,6 +163,8 @@ func DecodeUp(b []byte, u *Up) error {
 	case UpSuspect:
 		u.Suspect = d.rank()
 		u.Reason = d.text()
+	case UpReleased:
+		u.Suspect = d.rank()
 	default:
 		d.fail(fmt.Errorf("has unknown type %d", u.Type))
 	}
@@ -175,10 +192,13 @@ func AppendDown(b []byte, d *Down) ([]byte, error) {
 				return b, err
 			}
 		}
+		b = appendRanks(b, d.Ranks)
 		b = appendText(b, d.Reason)
 	case DownFail:
 		b = appendRanks(b, d.Ranks)
 		b = appendText(b, d.Reason)
+	case DownLeft:
+		b = appendRanks(b, d.Ranks)
 	}
 	return b, nil
 }
@@ -226,11 +246,14 @@ func DecodeDown(b []byte, out *Down) error {
 			}
 			d.downSet(out.AddSet(topo.ProcessSetID(d.u32())))
 		}
+		d.ranks(&out.Ranks)
 		out.Reason = d.text()
 	case DownHeartbeat, DownClose:
 	case DownFail:
 		d.ranks(&out.Ranks)
 		out.Reason = d.text()
+	case DownLeft:
+		d.ranks(&out.Ranks)
 	default:
 		d.fail(fmt.Errorf("has unknown type %d", out.Type))
 	}

@@ -32,6 +32,8 @@ const (
 	UpSuspect
 	// UpTimeout says that an operation was not done in the time that its caller gave it.
 	UpTimeout
+	// UpReleased answers DownLeft: the sender has finished everything that it ran together with a rank that has left.
+	UpReleased
 )
 
 // Up is a frame from a rank to the coordinator.
@@ -39,15 +41,20 @@ type Up struct {
 	Type UpType
 	// Seen is the number of the last cycle that the sender had applied when it wrote the votes.
 	Seen uint64
-	// Shutdown says that the sender wants the job to end. It is sticky.
+	// Shutdown says that the sender submits nothing after this frame. It belongs to UpNews and is said once, with what
+	// explains it to others: Operations, Tensor, Millis and Reason.
 	Shutdown bool
+	// Operations counts the responses that the sender has finished. It belongs to Shutdown.
+	Operations uint64
 	// Sets has the process sets with news, each at most once.
 	Sets []UpSet
-	// Suspect and Reason belong to UpSuspect.
+	// Suspect is the accused rank of UpSuspect, or the rank that has left of UpReleased.
 	Suspect topo.Rank
-	Reason  string
+	// Reason belongs to UpSuspect and to Shutdown, where it may be empty.
+	Reason string
 	// Tensor, its Set and Millis belong to UpTimeout, where they are the operation and the time it had, and to
-	// UpHeartbeat, where they are the oldest grant that the rank has not finished, if there is one, and its age.
+	// UpHeartbeat, where they are the oldest grant that the rank has not finished, if there is one, and its age. With
+	// Shutdown, Tensor is the last operation, as `allreduce "g"`, and Millis how long ago it ended.
 	Tensor string
 	Set    topo.ProcessSetID
 	Millis uint32
@@ -101,8 +108,10 @@ const (
 	DownHeartbeat
 	// DownFail is the verdict: the epoch is over because Ranks failed.
 	DownFail
-	// DownClose ends an orderly shutdown: every rank has said bye.
+	// DownClose lets the recipient, which has said bye, close its connections: no rank needs them any more.
 	DownClose
+	// DownLeft says that Ranks have left the job in order. UpReleased answers it.
+	DownLeft
 )
 
 // Down is a frame from the coordinator to a rank. Cycles are a log that every rank replays.
@@ -110,13 +119,13 @@ type Down struct {
 	Type DownType
 	// Cycle is the number of the cycle. It rises, with gaps.
 	Cycle uint64
-	// Stop says that nothing will be granted any more.
+	// Stop says that nothing more will be granted to the recipient.
 	Stop bool
 	// Sets has the process sets of the recipient about which something was decided.
 	Sets []DownSet
-	// Ranks belongs to DownFail.
+	// Ranks are those that failed (DownFail), that have left (DownLeft), or whose shutdown stops the others (Stop).
 	Ranks []topo.Rank
-	// Reason says why, with DownFail, and with Stop unless a rank asked for it.
+	// Reason says why, with DownFail, and with Stop unless the recipient has asked for it.
 	Reason string
 }
 

@@ -30,6 +30,7 @@ type Primary struct {
 	// unissued counts the entries at the end of erased whose cycle is not known yet.
 	unissued      int
 	invalidations map[string]int
+	evicted       bool // some entry has had to give its bit to another
 }
 
 // slot is what the Primary knows of a bit beyond its response.
@@ -37,6 +38,8 @@ type slot struct {
 	put          uint64 // the cycle that put the entry
 	votes        int32
 	older, newer int32
+	// grants counts the grants of the name, if it was never out of the cache between them; else it is 0.
+	grants uint64
 }
 
 type erasedEntry struct {
@@ -104,10 +107,17 @@ func (p *Primary) Voted(member int, bit uint32) bool { return p.rows[member].Has
 
 // Granted takes note that the entry of bit is granted: its votes are spent and it is the most recently used.
 func (p *Primary) Granted(bit uint32) {
+	if s := &p.slots[bit]; s.grants > 0 {
+		s.grants++
+	}
 	p.clearVotes(bit)
 	p.unlink(bit)
 	p.linkNewest(bit)
 }
+
+// Grants is the number of times that the tensor of bit was granted, or 0 if that is not known. The bit must stand for
+// something.
+func (p *Primary) Grants(bit uint32) uint64 { return p.slots[bit].grants }
 
 func (p *Primary) clearVotes(bit uint32) {
 	for _, row := range p.rows {
@@ -168,6 +178,7 @@ func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits)
 			return 0, false
 		}
 		bit = uint32(victim)
+		p.evicted = true
 		p.erase(bit) // without votes there is nothing to turn into requests
 	}
 	if err := p.Put(bit, r); err != nil {
@@ -177,6 +188,9 @@ func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits)
 		p.slots = append(p.slots, slot{})
 	}
 	p.slots[bit] = slot{put: cycle}
+	if p.invalidations[r.Name] == 0 && !p.evicted {
+		p.slots[bit].grants = 1 // r itself; the name cannot have been granted before
+	}
 	p.linkNewest(bit)
 	return bit, true
 }

@@ -128,10 +128,10 @@ type Engine struct {
 	coordinator *controller.Coordinator // rank 0 only
 
 	bell     chan struct{}
-	rung     atomic.Bool // the loop has to take a turn
-	resting  atomic.Bool // it sleeps, or is about to
-	shutdown atomic.Bool
-	stop     chan struct{} // closed: give up without ceremony
+	rung     atomic.Bool             // the loop has to take a turn
+	resting  atomic.Bool             // it sleeps, or is about to
+	leaving  atomic.Pointer[leaving] // not nil after Shutdown
+	stop     chan struct{}           // closed: give up without ceremony
 	stopOnce sync.Once
 	ended    chan struct{} // closed: the epoch is over and every operation is answered
 	released chan struct{} // closed: connections and goroutines are gone too
@@ -144,7 +144,8 @@ type Engine struct {
 	now        time.Duration // when the turn began
 	granted    int           // grants given to lanes and not finished
 	stopped    bool          // STOP is applied
-	stalled    *StallError   // why, if no rank asked for it
+	stopCause  error         // why, unless this rank has asked for it: a *StallError or a *PeerError
+	refusal    *PeerError    // answers operations that a lock-step job ends with, unless it has failed; or nil
 	due        time.Duration // when the first of the operations in flight runs out of time
 	complaints complaints
 	scratch    struct {
@@ -329,23 +330,70 @@ func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
 	return err
 }
 
-// Shutdown ends the job at every rank: what is granted is finished, everything else gets ErrShutDown. It returns
-// when this rank has let go of everything, or after ctx has cut it short. The error is why the epoch had
-// failed before, or ctx's.
-func (e *Engine) Shutdown(ctx context.Context) error {
-	for _, l := range e.lanes.snapshot() {
-		l.queue.Close(ErrShutDown)
+// Departure says why a rank leaves. The zero value is an orderly shutdown that needs no explanation.
+type Departure struct {
+	// Reason is a clause for the other ranks, as `exit status 1`. It may be empty unless Failed.
+	Reason string
+	// Failed says that the program of the rank has failed. Then the job has.
+	Failed bool
+}
+
+// leaving is a Departure in progress. It is replaced, never changed.
+type leaving struct {
+	Departure
+	expired bool // the context of Shutdown has ended
+}
+
+const (
+	// expireTimeout is how long a rank whose Shutdown is cut short takes to tell the others.
+	expireTimeout = 500 * time.Millisecond
+	// failTimeout is how long a rank that fails waits for the verdict.
+	failTimeout = time.Second
+)
+
+// Shutdown takes this rank out of the job. What it has submitted is still run if every other rank submits it too; it
+// submits nothing more. Operations of process sets without this rank go on. If another rank waits for an operation that
+// this one has not submitted, or does so later, the job has failed and this rank is to blame. Rank 0, which
+// coordinates, serves the others until they have shut down too.
+//
+// It returns when no other rank needs this one, or when ctx ends, which fails this rank unless it was ready to go. With
+// why.Failed it fails this rank at once and waits for a second at most. The error is why the epoch had failed before, or
+// ctx's.
+func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
+	e.depart(&leaving{Departure: why})
+	if why.Failed {
+		e.awaitEnd(ctx, failTimeout)
+		return e.failure
 	}
-	e.shutdown.Store(true)
-	e.ring()
 	select {
 	case <-e.ended:
 		e.Close()
 		return e.failure
 	case <-ctx.Done():
-		e.Close()
+		e.depart(&leaving{Departure: why, expired: true})
+		e.awaitEnd(context.Background(), expireTimeout)
 		return fmt.Errorf("engine: rank %d: shutdown: %w", e.cfg.Rank, ctx.Err())
 	}
+}
+
+// depart makes the loop end this rank.
+func (e *Engine) depart(how *leaving) {
+	for _, l := range e.lanes.snapshot() {
+		l.queue.Close(ErrShutDown)
+	}
+	e.leaving.Store(how)
+	e.ring()
+}
+
+// awaitEnd closes the engine when the epoch has ended, at the latest after d or when ctx ends.
+func (e *Engine) awaitEnd(ctx context.Context, d time.Duration) {
+	ctx, cancel := context.WithTimeout(ctx, d)
+	defer cancel()
+	select {
+	case <-e.ended:
+	case <-ctx.Done():
+	}
+	e.Close()
 }
 
 // Close ends this rank at once and lets go of everything. To the other ranks it is a death, unless the epoch is

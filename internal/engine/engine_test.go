@@ -86,7 +86,7 @@ func (c *cluster) each(f func(r int)) {
 
 func (c *cluster) shutdown() {
 	c.each(func(r int) {
-		if err := c.engines[r].Shutdown(c.ctx); err != nil {
+		if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); err != nil {
 			c.t.Errorf("rank %d: shutdown: %v", r, err)
 		}
 	})
@@ -268,7 +268,7 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	})
 	killer.Wait()
 	for r, e := range c.engines {
-		if err := e.Shutdown(c.ctx); err == nil && r != victim {
+		if err := e.Shutdown(c.ctx, engine.Departure{}); err == nil && r != victim {
 			t.Errorf("rank %d: shutdown after the failure gave no error", r)
 		}
 	}
@@ -378,7 +378,7 @@ func TestShutdownGivesUp(t *testing.T) {
 		<-executing // and rank 1 sends nothing
 		ctx, cancel := context.WithCancel(c.ctx)
 		cancel()
-		if err := c.engines[0].Shutdown(ctx); !errors.Is(err, context.Canceled) {
+		if err := c.engines[0].Shutdown(ctx, engine.Departure{}); !errors.Is(err, context.Canceled) {
 			t.Errorf("got error %v, want the context's", err)
 		}
 		if err := c.wait(zero); !errors.Is(err, engine.ErrClosed) {
@@ -406,7 +406,7 @@ func TestShutdownCrossesWork(t *testing.T) {
 				for i := range done {
 					done[i] = c.allreduce(r, fmt.Sprint("x", i), make([]byte, 8<<rand.IntN(3)*10_000))
 				}
-				if err := c.engines[r].Shutdown(c.ctx); err != nil {
+				if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); err != nil {
 					t.Errorf("rank %d: shutdown: %v", r, err)
 				}
 				for i := range done {
@@ -518,7 +518,7 @@ func TestAloneClosedWhileWorking(t *testing.T) {
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
-		_ = e.Shutdown(ctx) // in time or not
+		_ = e.Shutdown(ctx, engine.Departure{}) // in time or not
 		<-done
 	})
 }
@@ -549,8 +549,8 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	})
 }
 
-// A rank whose lane is stuck does not hold up the others' shutdown for ever: after ten seconds without progress it is cut
-// short, and every operation is answered.
+// A rank whose lane is stuck does not hold up the shutdown of all ranks for ever: after ten seconds without progress it is
+// cut short, and every operation is answered.
 func TestShutdownWithoutProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)
@@ -561,7 +561,12 @@ func TestShutdownWithoutProgress(t *testing.T) {
 		})
 		synctest.Wait()
 		began := time.Now()
-		err := c.engines[0].Shutdown(t.Context())
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			_ = c.engines[1].Shutdown(t.Context(), engine.Departure{})
+		}()
+		err := c.engines[0].Shutdown(t.Context(), engine.Departure{})
 		if took := time.Since(began); took < 10*time.Second || took > 15*time.Second || !errors.Is(err, engine.ErrCutShort) {
 			t.Errorf("shutdown took %v and gave %v, want 10s and that it was cut short", took, err)
 		}
@@ -569,6 +574,6 @@ func TestShutdownWithoutProgress(t *testing.T) {
 			t.Errorf("the stuck operation: got %v", err)
 		}
 		<-one
-		_ = c.engines[1].Shutdown(t.Context())
+		<-ended
 	})
 }

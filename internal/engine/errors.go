@@ -9,8 +9,9 @@ import (
 	"github.com/gohvd/gohvd/message"
 )
 
-// ErrShutDown answers operations that no longer run because a rank has shut the job down.
-var ErrShutDown = errors.New("the job was shut down before every rank had asked for it")
+// ErrShutDown answers operations that no longer run because this rank has shut down, or because every rank that could
+// have submitted them has.
+var ErrShutDown = errors.New("shut down before every rank had submitted it")
 
 // ErrClosed is the end of an epoch that Close cut short.
 var ErrClosed = errors.New("the engine was closed")
@@ -65,7 +66,13 @@ type PeerError struct {
 	Ranks []int
 	// Reason is what was observed.
 	Reason string
+	// ShutDown says that the ranks have shut down in order, while others waited for an operation that they had not submitted.
+	// The error is then an ErrShutDown too.
+	ShutDown bool
 }
+
+// Is makes the error an ErrShutDown if the ranks have shut down.
+func (e *PeerError) Is(target error) bool { return e.ShutDown && target == ErrShutDown }
 
 func (e *PeerError) Error() string {
 	var b strings.Builder

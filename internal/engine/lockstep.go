@@ -118,14 +118,18 @@ func (e *Engine) lockstepLoop(ctx context.Context) error {
 // cycle runs one. An error is a failure to be judged.
 func (s *lockstep) cycle() (over bool, err error) {
 	e := s.e
-	shutdown := e.shutdown.Load() // before Pop: what was submitted before it does not come after it
+	leaving := e.leaving.Load() // before Pop: what was submitted before it does not come after it
 	now := time.Since(e.start)
 	for _, l := range e.lanes.all {
 		if l.queue.Waiting() {
 			e.submit(l, now, s.core.Submit)
 		}
 	}
-	if shutdown {
+	switch {
+	case leaving == nil:
+	case leaving.Failed:
+		return false, &PeerError{Ranks: []int{int(e.cfg.Rank)}, Reason: leaving.Reason}
+	default:
 		s.core.Shutdown()
 	}
 	if late := e.overdue(now); len(late) > 0 {
@@ -156,6 +160,11 @@ func (s *lockstep) cycle() (over bool, err error) {
 		if err := s.run(g); err != nil {
 			return false, err
 		}
+	}
+	if self := e.cfg.Rank; len(down.Ranks) > 0 && !slices.Contains(down.Ranks, self) {
+		p := newPeerError(&controller.Verdict{Ranks: down.Ranks, Reason: down.Reason})
+		p.ShutDown = true
+		e.refusal = p
 	}
 	return s.core.Stopped(), nil
 }

@@ -39,8 +39,8 @@ func (e *Engine) BackgroundThreadLoop() {
 	if e.poller != nil {
 		e.tellPeers() // for the last frames
 	}
-	if e.failure = err; err == nil && e.stalled != nil {
-		e.failure = e.stalled
+	if e.failure = err; err == nil {
+		e.failure = e.stopCause
 	}
 	e.answer(err)
 	close(e.ended)
@@ -140,15 +140,16 @@ func (e *Engine) backgroundTurn(timer *time.Timer) (sleep, over bool, err error)
 func (e *Engine) answer(err error) {
 	e.closeComplaints()
 	reason := err
-	if err == nil {
+	switch {
+	case err == nil && e.refusal != nil:
+		reason = e.refusal
+	case err == nil:
 		reason = ErrShutDown
 	}
+	// A shutdown in lock-step is a failure if something waits.
 	var p *PeerError
-	if errors.As(err, &p) {
-		e.log.Error("the job failed", zap.Error(err))
-		if e.cfg.OnVerdict != nil {
-			e.cfg.OnVerdict(p)
-		}
+	if errors.As(reason, &p) && (err != nil || e.waiting()) {
+		e.reportVerdict(p)
 	}
 	for _, l := range e.lanes.all {
 		l.queue.Close(reason)
@@ -165,6 +166,16 @@ func (e *Engine) answer(err error) {
 		all := func(*tensorqueue.Entry) bool { return true }
 		l.queue.FinishAll(all, func(entry *tensorqueue.Entry) error { return l.abandon(entry, reason) })
 	}
+}
+
+// waiting reports whether an operation of this rank is not answered.
+func (e *Engine) waiting() bool {
+	for _, l := range e.lanes.all {
+		if l.queue.Len() > 0 {
+			return true
+		}
+	}
+	return false
 }
 
 // endLanes lets the lanes return when nothing is left to do. An err answers what has not begun.
@@ -218,6 +229,9 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	}
 	switch {
 	case e.member.Verdict() != nil:
+		if l := e.leaving.Load(); l != nil && l.expired {
+			return 0, true, ErrClosed
+		}
 		return 0, true, newPeerError(e.member.Verdict())
 	case e.member.Closed() && e.granted > 0:
 		return 0, true, ErrCutShort
@@ -266,15 +280,23 @@ func (e *Engine) takeFinished() {
 
 func (e *Engine) takeRequests() {
 	// In this order: what was submitted before the shutdown travels with it or before it.
-	shutdown := e.shutdown.Load()
+	leaving := e.leaving.Load()
 	for _, l := range e.lanes.all {
 		if l.queue.Waiting() {
 			e.spin.extend(e.now)
 			e.submit(l, e.now, e.member.Submit)
 		}
 	}
-	if shutdown {
-		e.member.Shutdown()
+	switch {
+	case leaving == nil:
+	case leaving.Failed:
+		e.member.Suspect(e.cfg.Rank, leaving.Reason)
+	case leaving.expired && e.coordinator != nil:
+		e.coordinator.Abandon()
+	case leaving.expired:
+		e.member.Suspect(e.cfg.Rank, "the context of its Shutdown ended before its operations had")
+	default:
+		e.member.Shutdown(leaving.Reason)
 	}
 }
 
@@ -334,11 +356,7 @@ func (e *Engine) speak() (spoke bool) {
 	}
 	stop, reason := r.Stop, error(ErrShutDown)
 	if r.StopReason != "" {
-		e.stalled = &StallError{Reason: r.StopReason}
-		reason = e.stalled
-		if e.cfg.OnStallShutdown != nil {
-			e.cfg.OnStallShutdown(e.stalled)
-		}
+		reason = e.stopFor(r.StopRanks, r.StopReason)
 	}
 	e.member.Advance()
 	if failed != nil {
@@ -354,6 +372,31 @@ func (e *Engine) speak() (spoke bool) {
 		}
 	}
 	return spoke
+}
+
+// stopFor takes note why the job is stopped though this rank has not asked for it.
+func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
+	if len(ranks) > 0 {
+		p := newPeerError(&controller.Verdict{Ranks: ranks, Reason: reason})
+		p.ShutDown = true
+		e.stopCause = p
+		e.reportVerdict(p)
+		return p
+	}
+	stalled := &StallError{Reason: reason}
+	e.stopCause = stalled
+	if e.cfg.OnStallShutdown != nil {
+		e.cfg.OnStallShutdown(stalled)
+	}
+	return stalled
+}
+
+// reportVerdict tells who has ended the job, before an operation is answered with it.
+func (e *Engine) reportVerdict(p *PeerError) {
+	e.log.Error("the job failed", zap.Error(p))
+	if e.cfg.OnVerdict != nil {
+		e.cfg.OnVerdict(p)
+	}
 }
 
 // dispatch gives a grant to its lane.

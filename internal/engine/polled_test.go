@@ -194,7 +194,7 @@ func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 			t.Errorf("after %v: got error %v, want that it timed out after %v", took, err, late.Timeout)
 		}
 		for _, e := range c.engines {
-			_ = e.Shutdown(c.ctx) // the job has failed
+			_ = e.Shutdown(c.ctx, engine.Departure{}) // the job has failed
 		}
 	})
 }

@@ -226,7 +226,7 @@ func TestDeathDuringARemoval(t *testing.T) {
 			}
 		}
 		for _, e := range c.engines[:2] {
-			if err := e.Shutdown(c.ctx); err == nil {
+			if err := e.Shutdown(c.ctx, engine.Departure{}); err == nil {
 				t.Error("shutdown after the death gave no error")
 			}
 		}

@@ -186,7 +186,7 @@ func TestStallShutdown(t *testing.T) {
 				t.Errorf("rank %d: took %v, want %v", r, took, patience)
 			}
 			<-c.engines[r].Ended()
-			if err := c.engines[r].Shutdown(c.ctx); !errors.As(err, &stall) || err != c.engines[r].Err() {
+			if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); !errors.As(err, &stall) || err != c.engines[r].Err() {
 				t.Errorf("rank %d: the epoch ended with %v and the shutdown with %v, want the stall", r, c.engines[r].Err(), err)
 			}
 		})
@@ -241,7 +241,7 @@ func TestOperationTimeout(t *testing.T) {
 					}
 					wantTimeout(t, r, c.wait(c.allreduce(r, "later", make([]byte, 8))), by, 2)
 				})
-				c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx), by, 2) })
+				c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx, engine.Departure{}), by, 2) })
 			})
 		}
 	})
@@ -268,7 +268,7 @@ func TestOperationTimeoutOfACachedTensor(t *testing.T) {
 				t.Errorf("rank %d: took %v, want %v", r, took, patience)
 			}
 		})
-		c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx), 0, 1) })
+		c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx, engine.Departure{}), 0, 1) })
 	})
 }
 
@@ -304,7 +304,7 @@ func TestOperationTimeoutWhileExecuting(t *testing.T) {
 			}
 		})
 		c.each(func(r int) {
-			if err := c.engines[r].Shutdown(c.ctx); err == nil {
+			if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); err == nil {
 				t.Errorf("rank %d: shutdown after the timeout gave no error", r)
 			}
 		})

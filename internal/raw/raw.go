@@ -20,6 +20,8 @@ type Door struct {
 	// the engine's own goroutine.
 	Help func(ctx context.Context, done func() bool)
 	Ring func()
+	// Shutdown is hvd's, with what is told to ranks that wait for this one; failed says that its program has failed.
+	Shutdown func(ctx context.Context, reason string, failed bool) error
 	// Close is a Shutdown without ceremony: if the job is not over the other ranks take this one for dead.
 	Close func() error
 	// StartTimeline and StopTimeline are as hvd's, without the words before the cause of an error. They may wait for a disk.

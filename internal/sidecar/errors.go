@@ -26,6 +26,7 @@ func describe(err error) *sidecarpb.Error {
 		for _, r := range of.Ranks {
 			e.Ranks = append(e.Ranks, int32(r))
 		}
+		e.ShutDown = of.ShutDown
 	}
 	return e
 }

@@ -158,16 +158,21 @@ func TestHomogeneous(t *testing.T) {
 	}
 }
 
-// A shutdown by one rank answers what the others have in flight.
+// A shutdown by one rank answers what the others have in flight that it has not submitted, with its name.
 func TestShutDownByAnother(t *testing.T) {
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
 		c.Init()
 		if r == 0 {
 			id := c.Send(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "alone"}))
-			refused(t, "in flight", c.Reply(id), wire.ClassShutDown, "alone")
+			refused(t, "in flight", c.Reply(id), wire.ClassPeer, "rank 1 failed: shut down")
+			if r := c.Call(sidecartest.Shutdown()); !r.GetError().GetShutDown() {
+				t.Errorf("shutdown: got %v, want that rank 1 has shut down", r)
+			}
+			c.bye()
+			return
 		}
-		c.Shutdown()
+		c.Call(sidecartest.Shutdown()) // fails too, if the barrier comes first
 		c.bye()
 	})
 }

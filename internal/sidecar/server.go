@@ -152,7 +152,7 @@ func (s *Server) Death() error {
 func (s *Server) Close(ctx context.Context) error {
 	s.cancel() // of an Init
 	s.changing <- struct{}{}
-	err := s.shutdown(ctx)
+	err := s.shutdown(ctx, "its sidecar was told to end", false)
 	s.mu.Lock()
 	s.closed = true
 	for c := range s.conns {
@@ -255,7 +255,7 @@ func (s *Server) tidy() {
 		// There is nobody to wait for: it is as good as cut short.
 		over, cancel := context.WithCancel(s.ctx)
 		cancel()
-		s.check(s.shutdown(over))
+		s.check(s.shutdown(over, "", false))
 	}
 }
 
@@ -377,7 +377,7 @@ func (s *Server) request(c *conn, q *sidecarpb.Request) {
 	case *sidecarpb.Request_Init:
 		do = func() (*sidecarpb.Reply, error) { return s.init(what.Init) }
 	case *sidecarpb.Request_Shutdown:
-		do = func() (*sidecarpb.Reply, error) { return nil, s.end() }
+		do = func() (*sidecarpb.Reply, error) { return nil, s.end(what.Shutdown) }
 	case *sidecarpb.Request_AddProcessSet:
 		do = func() (*sidecarpb.Reply, error) { return s.addSet(what.AddProcessSet) }
 	case *sidecarpb.Request_StartTimeline:
@@ -491,27 +491,28 @@ func (s *Server) ended(why error) {
 }
 
 // end is the Shutdown of a client.
-func (s *Server) end() error {
+func (s *Server) end(q *sidecarpb.Shutdown) error {
 	if err := s.change(); err != nil {
 		return err
 	}
 	defer func() { <-s.changing }()
-	return s.shutdown(s.ctx)
+	return s.shutdown(s.ctx, q.GetReason(), q.GetFailed())
 }
 
 // shutdown ends the engine. The caller holds changing.
-func (s *Server) shutdown(ctx context.Context) error {
+func (s *Server) shutdown(ctx context.Context, reason string, failed bool) error {
 	s.mu.Lock()
 	e, over := s.engine, s.over
 	s.mu.Unlock()
 	if e == nil {
 		return nil
 	}
-	end := func() error { return e.Shutdown(ctx) }
+	door, err := e.Door(), error(nil)
 	if ctx.Err() != nil {
-		end = e.Door().Close
+		err = door.Close()
+	} else {
+		err = door.Shutdown(ctx, reason, failed)
 	}
-	err := end()
 	<-over
 	s.setState(StateIdle, nil)
 	return err

@@ -262,7 +262,7 @@ func (c *cluster) shutdown() {
 	ctx, cancel := context.WithTimeout(c.ctx, shutdownTime)
 	defer cancel()
 	c.each(func(r *Rank) {
-		if err := r.Engine.Shutdown(ctx); err != nil && !failed {
+		if err := r.Engine.Shutdown(ctx, engine.Departure{}); err != nil && !failed {
 			c.t.Errorf("rank %d: %v", r.Rank, err)
 		}
 	})

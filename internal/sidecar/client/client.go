@@ -618,9 +618,9 @@ func (e *Engine) lose(err error) {
 	e.mu.Unlock()
 }
 
-// Shutdown ends the job at every rank: what is granted is finished, everything else gets engine.ErrShutDown. If ctx ends first
-// the other ranks take this one for dead. The error is why the job had failed before, or ctx's.
-func (e *Engine) Shutdown(ctx context.Context) error {
+// Shutdown takes the rank out of the job, as engine.Engine.Shutdown does. If ctx ends first the other ranks take this one
+// for dead. The error is why the job had failed before, or ctx's.
+func (e *Engine) Shutdown(ctx context.Context, why engine.Departure) error {
 	e.mu.Lock()
 	e.send()
 	for _, q := range e.queues {
@@ -631,7 +631,9 @@ func (e *Engine) Shutdown(ctx context.Context) error {
 	if gone {
 		return errors.Join(e.failed(), e.close(nil))
 	}
-	r, err := e.ask(ctx, &sidecarpb.Request{What: &sidecarpb.Request_Shutdown{Shutdown: &sidecarpb.Shutdown{}}})
+	r, err := e.ask(ctx, &sidecarpb.Request{What: &sidecarpb.Request_Shutdown{
+		Shutdown: &sidecarpb.Shutdown{Reason: why.Reason, Failed: why.Failed},
+	}})
 	if err == nil {
 		e.mu.Lock()
 		var why error

@@ -48,10 +48,18 @@ func serve(t testing.TB, cfg sidecar.Config) *served {
 			serving.Go(func() { _ = s.ServeConn(conn, true) }) // its client says what matters
 		}
 	})
-	t.Cleanup(func() {
+	over := make(chan struct{})
+	serving.Go(func() {
+		select {
+		case <-s.Dead(): // then hvdd ends
+		case <-over:
+		}
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel() // what is left of a job is left in disorder
 		_ = s.Close(ctx)
+	})
+	t.Cleanup(func() {
+		close(over)
 		l.Close()
 		serving.Wait()
 	})

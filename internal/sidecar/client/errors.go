@@ -59,7 +59,7 @@ func cause(r *sidecarpb.Error, q *message.Request) error {
 		}
 		return &tensorqueue.DuplicateNameError{Kind: q.Kind, Name: r.GetTensor()}
 	case wire.ClassPeer:
-		p := new(engine.PeerError)
+		p := &engine.PeerError{ShutDown: r.GetShutDown()}
 		for _, rank := range r.GetRanks() {
 			p.Ranks = append(p.Ranks, int(rank))
 		}

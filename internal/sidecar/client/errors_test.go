@@ -171,7 +171,7 @@ var failures = []failing{
 		_, err := hvd.Allreduce(short, make([]int32, 3), named("x", e)...)
 		return err
 	}, ends: true},
-	{title: "another's shutdown", is: []string{"op", "shut down"}, do: func(ctx context.Context, e *hvd.Engine) error {
+	{title: "another's shutdown", is: []string{"peer", "op", "shut down"}, do: func(ctx context.Context, e *hvd.Engine) error {
 		switch e.Rank() {
 		case 0:
 			return e.Shutdown(ctx)

@@ -742,7 +742,11 @@ func (x *ProcessSet) GetRanks() []int32 {
 }
 
 type Shutdown struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// For the other ranks, as "it raised ValueError: ..."; may be empty.
+	Reason string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
+	// The program has failed: fail the rank at once.
+	Failed        bool `protobuf:"varint,2,opt,name=failed,proto3" json:"failed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -775,6 +779,20 @@ func (x *Shutdown) ProtoReflect() protoreflect.Message {
 // Deprecated: Use Shutdown.ProtoReflect.Descriptor instead.
 func (*Shutdown) Descriptor() ([]byte, []int) {
 	return file_sidecar_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Shutdown) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *Shutdown) GetFailed() bool {
+	if x != nil {
+		return x.Failed
+	}
+	return false
 }
 
 type Arena struct {
@@ -1855,12 +1873,14 @@ func (*StopTimeline) Descriptor() ([]byte, []int) {
 }
 
 type Error struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Class         uint32                 `protobuf:"varint,1,opt,name=class,proto3" json:"class,omitempty"`
-	Text          string                 `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
-	Operation     string                 `protobuf:"bytes,3,opt,name=operation,proto3" json:"operation,omitempty"`
-	Tensor        string                 `protobuf:"bytes,4,opt,name=tensor,proto3" json:"tensor,omitempty"`
-	Ranks         []int32                `protobuf:"varint,5,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Class     uint32                 `protobuf:"varint,1,opt,name=class,proto3" json:"class,omitempty"`
+	Text      string                 `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
+	Operation string                 `protobuf:"bytes,3,opt,name=operation,proto3" json:"operation,omitempty"`
+	Tensor    string                 `protobuf:"bytes,4,opt,name=tensor,proto3" json:"tensor,omitempty"`
+	Ranks     []int32                `protobuf:"varint,5,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	// The ranks have shut down in order, and others wait for them.
+	ShutDown      bool `protobuf:"varint,6,opt,name=shut_down,json=shutDown,proto3" json:"shut_down,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1930,6 +1950,13 @@ func (x *Error) GetRanks() []int32 {
 	return nil
 }
 
+func (x *Error) GetShutDown() bool {
+	if x != nil {
+		return x.ShutDown
+	}
+	return false
+}
+
 var File_sidecar_proto protoreflect.FileDescriptor
 
 const file_sidecar_proto_rawDesc = "" +
@@ -1994,9 +2021,10 @@ const file_sidecar_proto_rawDesc = "" +
 	"\n" +
 	"ProcessSet\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x05R\x02id\x12\x14\n" +
-	"\x05ranks\x18\x02 \x03(\x05R\x05ranks\"\n" +
-	"\n" +
-	"\bShutdown\"3\n" +
+	"\x05ranks\x18\x02 \x03(\x05R\x05ranks\":\n" +
+	"\bShutdown\x12\x16\n" +
+	"\x06reason\x18\x01 \x01(\tR\x06reason\x12\x16\n" +
+	"\x06failed\x18\x02 \x01(\bR\x06failed\"3\n" +
 	"\x05Arena\x12\x14\n" +
 	"\x05arena\x18\x01 \x01(\rR\x05arena\x12\x14\n" +
 	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\"!\n" +
@@ -2075,13 +2103,14 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x1f\n" +
 	"\vmark_cycles\x18\x02 \x01(\bR\n" +
 	"markCycles\"\x0e\n" +
-	"\fStopTimeline\"}\n" +
+	"\fStopTimeline\"\x9a\x01\n" +
 	"\x05Error\x12\x14\n" +
 	"\x05class\x18\x01 \x01(\rR\x05class\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1c\n" +
 	"\toperation\x18\x03 \x01(\tR\toperation\x12\x16\n" +
 	"\x06tensor\x18\x04 \x01(\tR\x06tensor\x12\x14\n" +
-	"\x05ranks\x18\x05 \x03(\x05R\x05ranksB3Z1github.com/gohvd/gohvd/internal/sidecar/sidecarpbb\x06proto3"
+	"\x05ranks\x18\x05 \x03(\x05R\x05ranks\x12\x1b\n" +
+	"\tshut_down\x18\x06 \x01(\bR\bshutDownB3Z1github.com/gohvd/gohvd/internal/sidecar/sidecarpbb\x06proto3"
 
 var (
 	file_sidecar_proto_rawDescOnce sync.Once

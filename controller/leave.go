@@ -1,0 +1,227 @@
+package controller
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// departure is what the coordinator knows of a rank's shutdown. A rank leaves in four steps: it says that it submits
+// nothing more; the coordinator stops it when none of its requests can be granted any more; it says bye when it has
+// finished its grants; and the coordinator closes it when no other rank still executes an operation with it.
+type departure struct {
+	leaving bool // it submits nothing more
+	// What it said with that, and when.
+	at         time.Duration
+	operations uint64        // responses that it had finished
+	last       string        // the last of them, as `allreduce "g"`
+	sinceLast  time.Duration // that ended so long before
+	reason     string        // what its program gave; may be empty
+
+	stop   uint64 // the cycle that stopped it; 0 before
+	stops  bool   // the cycle that is being decided stops it
+	bye    bool
+	closed bool
+	// holders are the ranks that may still execute an operation with it after its bye.
+	holders message.Bits
+}
+
+// leave takes note that a rank submits nothing more.
+func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
+	k := &c.ranks[r]
+	if k.leaving {
+		return fmt.Errorf("second shutdown")
+	}
+	k.departure = departure{
+		leaving: true, at: c.now, operations: up.Operations, last: up.Tensor,
+		sinceLast: time.Duration(up.Millis) * time.Millisecond, reason: up.Reason,
+	}
+	c.leaving++
+	if c.leaving == len(c.ranks) && c.state == running {
+		c.state, c.progress = stopping, c.now
+	}
+	return nil
+}
+
+func (c *Coordinator) isLeaving(r topo.Rank) bool { return c.ranks[r].leaving }
+
+// leavers returns those of ranks that submit nothing more.
+func (c *Coordinator) leavers(ranks []topo.Rank) []topo.Rank {
+	return slices.DeleteFunc(slices.Clone(ranks), func(r topo.Rank) bool { return !c.isLeaving(r) })
+}
+
+// checkLeavers stops the job if a rank waits for an operation that another, which leaves, has not submitted.
+func (c *Coordinator) checkLeavers() {
+	for _, s := range c.sets.sets {
+		if !slices.ContainsFunc(s.Ranks, c.isLeaving) {
+			continue
+		}
+		s.eachAwaited(func(st Stall, waiting []topo.Rank) {
+			gone := c.leavers(st.Missing)
+			waiting = slices.DeleteFunc(waiting, c.isLeaving)
+			if len(gone) > 0 && len(waiting) > 0 {
+				c.stopFor(gone, c.awaitedText(s, &st, gone, waiting))
+			}
+		})
+	}
+}
+
+// outstanding reports whether a rank that leaves has a request that may still be granted.
+func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
+	for _, s := range c.sets.sets {
+		if s.index(r) < 0 {
+			continue
+		}
+		if len(s.ready) > 0 {
+			return true
+		}
+		// A rank that has joined takes part in whatever is granted.
+		joined := s.joined.has(s.index(r))
+		s.eachAwaited(func(st Stall, waiting []topo.Rank) {
+			if (joined || slices.Contains(waiting, r)) && !slices.ContainsFunc(st.Missing, c.isLeaving) {
+				found = true
+			}
+		})
+	}
+	return found
+}
+
+// canStop reports whether the next cycle stops a rank that leaves.
+func (c *Coordinator) canStop() bool {
+	for r := range c.ranks {
+		if k := &c.ranks[r]; k.leaving && k.stop == 0 && !c.outstanding(topo.Rank(r)) {
+			return true
+		}
+	}
+	return false
+}
+
+// eachAwaited visits what ranks wait for in the set, joins among it, with the ranks that wait: those that have asked for
+// it.
+func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
+	s.eachWaiting(func(_ *wait, key groupKey, stall func() Stall) {
+		st := stall()
+		held := s.held.has(key) // every member waits for the tensors that are held
+		visit(st, s.missing(func(m int) bool { return !held && slices.Contains(st.Missing, s.Ranks[m]) }))
+	})
+	if s.joined.count > 0 && s.joined.count < len(s.Ranks) {
+		var joined []topo.Rank
+		for m, r := range s.Ranks {
+			if s.joined.has(m) {
+				joined = append(joined, r)
+			}
+		}
+		visit(Stall{Set: s.ID, Kind: message.Join, Name: s.joined.names[s.index(joined[0])], Missing: s.joining()}, joined)
+	}
+}
+
+// awaitedText explains that the ranks of gone have left while those of waiting wait for st.
+func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.Rank) string {
+	first := gone[0]
+	for _, r := range gone {
+		if c.ranks[r].at < c.ranks[first].at {
+			first = r
+		}
+	}
+	k := &c.ranks[first]
+	var b strings.Builder
+	b.WriteString("shut down")
+	if len(gone) > 1 {
+		fmt.Fprintf(&b, ", rank %d first", first)
+	}
+	if k.reason != "" {
+		fmt.Fprintf(&b, " (%s)", k.reason)
+	}
+	if k.operations > 0 {
+		s := "s"
+		if k.operations == 1 {
+			s = ""
+		}
+		fmt.Fprintf(&b, " after %d operation%s, the last %s %s earlier", k.operations, s, k.last, seconds(k.sinceLast))
+	}
+	verb := "wait"
+	if len(waiting) == 1 {
+		verb = "waits"
+	}
+	fmt.Fprintf(&b, ", while %s %s for ", rankList(waiting), verb)
+	if st.Group != "" {
+		fmt.Fprintf(&b, "the rest of group %q", st.Group)
+	} else {
+		b.WriteString(label(st.Kind, st.Name))
+	}
+	if bit, ok := s.cache.BitOf(st.Name); ok && st.Kind != message.Join {
+		if n := s.cache.Grants(bit); n > 0 {
+			fmt.Fprintf(&b, ", step %d", n+1)
+		}
+	}
+	if st.Kind == message.Allreduce {
+		b.WriteString(": ranks that run out of data before the others call Join")
+	}
+	return b.String()
+}
+
+// stopFor ends the job in the next cycle because ranks have left that others wait for.
+func (c *Coordinator) stopFor(ranks []topo.Rank, reason string) {
+	if c.state == running {
+		c.stop(reason)
+		c.stopRanks = ranks
+	}
+}
+
+// Abandon fails rank 0 because it does not wait for the other ranks to shut down.
+func (c *Coordinator) Abandon() {
+	stay := c.present()
+	stay = slices.DeleteFunc(stay, func(r topo.Rank) bool { return r == 0 || c.ranks[r].bye })
+	if len(stay) > 0 {
+		c.Fault(0, "it coordinates the job, and the context of its Shutdown ended before "+rankList(stay)+" had shut down")
+	}
+}
+
+// sayBye takes the bye of a rank, which has finished all its grants. It is closed when every other rank has finished
+// those that both execute. Rank 0, which coordinates, stays to the end.
+func (c *Coordinator) sayBye(r topo.Rank) {
+	c.ranks[r].bye, c.ranks[r].executing = true, execution{}
+	c.progress = c.now
+	if c.byes++; c.byes == len(c.ranks) {
+		c.close()
+		return
+	}
+	for other := range c.ranks {
+		c.released(topo.Rank(other), r)
+	}
+	if c.state != running || r == 0 {
+		return
+	}
+	k := &c.ranks[r]
+	var others []topo.Rank
+	for i := range c.ranks {
+		if o := &c.ranks[i]; !o.bye && !o.lost {
+			k.holders.Set(uint32(i))
+			others = append(others, topo.Rank(i))
+		}
+	}
+	if len(others) > 0 {
+		c.emit(&message.Down{Type: message.DownLeft, Cycle: c.cycle, Ranks: []topo.Rank{r}}, others)
+	}
+	c.closeReleased(r)
+}
+
+// released takes note that rank by executes nothing with rank r any more, if r has left.
+func (c *Coordinator) released(r, by topo.Rank) {
+	if k := &c.ranks[r]; k.holders.Has(uint32(by)) {
+		k.holders.Clear(uint32(by))
+		c.closeReleased(r)
+	}
+}
+
+// closeReleased closes a rank that has said bye if no other rank needs it.
+func (c *Coordinator) closeReleased(r topo.Rank) {
+	if k := &c.ranks[r]; !k.holders.Any() && !k.lost {
+		c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, []topo.Rank{r})
+		k.closed = true
+	}
+}
