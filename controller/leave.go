@@ -141,7 +141,10 @@ func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.R
 		if k.operations == 1 {
 			s = ""
 		}
-		fmt.Fprintf(&b, " after %d operation%s, the last %s %s earlier", k.operations, s, k.last, seconds(k.sinceLast))
+		fmt.Fprintf(&b, " after %d operation%s, the last %s", k.operations, s, k.last)
+		if k.sinceLast >= 100*time.Millisecond {
+			fmt.Fprintf(&b, " %s earlier", seconds(k.sinceLast))
+		}
 	}
 	verb := "wait"
 	if len(waiting) == 1 {

@@ -25,6 +25,15 @@ func program(name string) int {
 		return overHosts(serveStore)
 	case "id":
 		return overHosts(func() error { return makeID(ctx) })
+	case "ends":
+		switch err := ends(); {
+		case errors.Is(err, errCulprit):
+			return 3
+		case err != nil:
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		return 0
 	case "checked":
 		return overHosts(func() error { return checked(ctx) })
 	}

@@ -289,6 +289,7 @@ func (e *Engine) takeRequests() {
 	}
 	switch {
 	case leaving == nil:
+	case leaving.Failed && e.stopCause != nil: // of which the failure is a consequence
 	case leaving.Failed:
 		e.member.Suspect(e.cfg.Rank, leaving.Reason)
 	case leaving.expired && e.coordinator != nil:

@@ -67,14 +67,13 @@ func judge(exits []Exit, v *verdict.Verdict) (roots []int, status int) {
 		}
 		return x.At.Compare(y.At)
 	})
-	status = exits[failures[0]].Status()
 	if roots == nil {
-		return failures[:1], status
+		return failures[:1], exits[failures[0]].Status()
 	}
 	if i := slices.IndexFunc(failures, func(r int) bool { return slices.Contains(roots, r) }); i >= 0 {
-		status = exits[failures[i]].Status()
+		return roots, exits[failures[i]].Status()
 	}
-	return roots, status
+	return roots, 1 // they ended well, before others needed them
 }
 
 // describe says how the rank ended, in a clause.

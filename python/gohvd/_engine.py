@@ -15,7 +15,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Callable, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar
 
-from . import _wire as wire
+from . import _exit, _wire as wire
 from ._arena import Block, Extent
 from ._client import Client, Operation, Pending
 from ._timeline_signal import TimelineSignal
@@ -233,6 +233,7 @@ class Engine:
         self._idle_bytes = 0
         self._job = 0
         self._exit_registered = False
+        self._except_hook = _exit.ExceptHook()
         self._timeline_signal = TimelineSignal(self._pass_on)
         self.at_shutdown: List[Callable[[], None]] = []
         """What is called when the job is left."""
@@ -253,6 +254,7 @@ class Engine:
                 if not self._exit_registered:
                     atexit.register(self.close)
                     self._exit_registered = True
+                    self._except_hook.install()
             return self._client
 
     def init(self, process_sets: Sequence[ProcessSet], settings: Dict[str, str]) -> None:
@@ -308,13 +310,16 @@ class Engine:
         raise ValueError(f"process set {s.ranks} is not registered: this process is in a job already, without it")
 
     def shutdown(self) -> None:
-        """Leaves the job, which ends for all ranks. Without one it does nothing. The sidecar is kept for the next."""
+        """Leaves the job. Without one it does nothing. The sidecar is kept for the next."""
+        self._leave(*_exit.of_shutdown())
+
+    def _leave(self, reason: str, failed: bool) -> None:
         with self._lock:
             if self._place is None:
                 return
             try:
                 if self._client is not None and not self._client.over:
-                    self._client.call(wire.shutdown)
+                    self._client.call(lambda i: wire.shutdown(i, reason, failed))
             except (HorovodInternalError, ValueError):
                 pass  # the job had failed before; whoever waited for an operation has heard of it
             finally:
@@ -333,9 +338,9 @@ class Engine:
                     self._client = None
 
     def close(self) -> None:
-        """Leaves the job and the sidecar, as at the end of the process."""
+        """Leaves the job and the sidecar, at the end of the process."""
         with self._lock:
-            self.shutdown()
+            self._leave(*_exit.of_exit())
             if self._client is not None:
                 self._client.close()
                 self._client = None

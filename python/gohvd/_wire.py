@@ -106,8 +106,8 @@ def init(ident: int, settings: Dict[str, str], process_sets: Sequence[Sequence[i
     return _request(ident, _INIT, body + b"".join([_bytes(2, _packed(1, ranks)) for ranks in process_sets]))
 
 
-def shutdown(ident: int) -> bytes:
-    return _request(ident, _SHUTDOWN)
+def shutdown(ident: int, reason: str = "", failed: bool = False) -> bytes:
+    return _request(ident, _SHUTDOWN, _string(1, reason) + _uint(2, int(failed)))
 
 
 def arena(ident: int, number: int, size: int) -> bytes:

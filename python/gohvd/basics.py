@@ -52,7 +52,10 @@ def init(
 
 
 def shutdown() -> None:
-    """Leaves the job, which ends for all ranks: what they have not all asked for fails. ``init`` may follow again."""
+    """Leaves the job: this rank submits nothing more. Other ranks go on with process sets without it. If one waits for an
+    operation that this rank has not submitted, then or later, it gets a ``PeerError`` that names this rank. Rank 0 serves
+    the others until they have left too. ``init`` may follow again. At the end of the process this is done by itself; then an
+    exception that nobody has caught fails this rank."""
     _engine_.shutdown()
 
 

@@ -1,0 +1,171 @@
+package e2e
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testtorch"
+)
+
+var (
+	endingRuns = flag.Int("endings", 0, "try each ending so often at 2, 3 and 4 ranks, half of them beside two busy loops, instead of once")
+	endingSeed = flag.Uint64("endings-seed", 0, "replay the draws of this seed")
+)
+
+// An ending is how a rank ends in the middle of training, while the others go on.
+type ending struct {
+	name   string
+	status int    // of its process
+	reason string // what is told of it
+}
+
+var (
+	pythonEndings = []ending{
+		{"raise", 1, "its program raised ValueError: step 5"},
+		{"exit", 5, "shut down after"},
+		{"early", 0, "shut down after"},
+		{"os._exit", 7, "its control connection ended"},
+	}
+	goEndings = []ending{
+		{"return", 3, "shut down after"},
+		{"panic", 2, "its program has panicked: step 5"},
+		{"os.Exit", 6, "its control connection ended"},
+	}
+)
+
+const pythonEnding = `
+import os, sys
+import numpy as np
+import gohvd.numpy as hvd
+
+hvd.init()
+for step in range(10):
+    if step == 5 and hvd.rank() == int(os.environ["CULPRIT"]):
+        how = os.environ["ENDING"]
+        if how == "raise":
+            raise ValueError("step 5")
+        if how == "exit":
+            sys.exit(5)
+        if how == "early":
+            break
+        os._exit(7)
+    hvd.allreduce(np.ones(3, np.float32), name="gradient")
+`
+
+// ends is the program of a rank in Go that may end early; it has the shape that the README shows.
+func ends() error {
+	ctx := context.Background()
+	if err := hvd.Init(ctx); err != nil {
+		return err
+	}
+	defer hvd.Shutdown(ctx)
+	for step := range 10 {
+		if step == 5 && strconv.Itoa(hvd.Rank()) == os.Getenv("CULPRIT") {
+			switch os.Getenv("ENDING") {
+			case "return":
+				return errCulprit
+			case "panic":
+				panic("step 5")
+			default:
+				os.Exit(6)
+			}
+		}
+		if _, err := hvd.Allreduce(ctx, []float32{1}, hvd.Name("gradient")); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+var errCulprit = errors.New("step 5")
+
+// However a rank ends that others wait for, it is the root cause, the job's status is its own (or 1 if that is 0), and what
+// the others get names it.
+func TestEndings(t *testing.T) {
+	seed := *endingSeed
+	if seed == 0 {
+		seed = rand.Uint64()
+	}
+	t.Logf("-endings-seed %d", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	script := filepath.Join(t.TempDir(), "ending.py")
+	if err := os.WriteFile(script, []byte(pythonEnding), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	package_, err := filepath.Abs("../../python")
+	if err != nil {
+		t.Fatal(err)
+	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	inPython := []string{"PYTHONPATH=" + package_, "HVD_SIDECAR_BINARY=" + hvdd(t)}
+	try := func(t *testing.T, ranks int, e ending, command []string, env ...string) {
+		culprit := rng.IntN(ranks)
+		j := startCommand(t, append([]string{hvdrunPath, "-np", strconv.Itoa(ranks)}, command...),
+			append(env, "ENDING="+e.name, fmt.Sprint("CULPRIT=", culprit))...)
+		status := j.wait()
+		if want := max(e.status, 1); status != want {
+			t.Errorf("%s of rank %d of %d: status %d, want %d", e.name, culprit, ranks, status, want)
+		}
+		report := j.err()
+		_, root, _ := strings.Cut(report, "Root cause")
+		root, _, _ = strings.Cut(root, "Other ranks")
+		if !strings.Contains(root, fmt.Sprintf("\n  rank %d: exit status %d\n", culprit, e.status)) || strings.Count(root, "\n  rank ") != 1 ||
+			!strings.Contains(root, e.reason) {
+			t.Errorf("%s of rank %d of %d: the root cause is not that one:\n%s", e.name, culprit, ranks, report)
+		}
+	}
+	each := func(t *testing.T, all []ending, command []string, env ...string) {
+		for _, e := range all {
+			if *endingRuns == 0 {
+				try(t, 2+rng.IntN(3), e, command, env...)
+				continue
+			}
+			for ranks := 2; ranks <= 4; ranks++ {
+				for i := range *endingRuns {
+					stop := func() {}
+					if i%2 == 0 {
+						stop = busy(2)
+					}
+					try(t, ranks, e, command, env...)
+					stop()
+				}
+				t.Logf("%s: %d runs at %d ranks", e.name, *endingRuns, ranks)
+			}
+		}
+	}
+	t.Run("go", func(t *testing.T) { each(t, goEndings, []string{self}, programVariable+"=ends") })
+	t.Run("python", func(t *testing.T) {
+		testtorch.Need(t)
+		each(t, pythonEndings, []string{testtorch.Python, script}, inPython...)
+	})
+}
+
+// busy takes the time of n processors until stop is called.
+func busy(n int) (stop func()) {
+	var over atomic.Bool
+	var wg sync.WaitGroup
+	for range n {
+		wg.Go(func() {
+			for !over.Load() {
+			}
+		})
+	}
+	return func() {
+		over.Store(true)
+		wg.Wait()
+	}
+}

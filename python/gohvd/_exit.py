@@ -1,0 +1,71 @@
+"""What a process tells the other ranks when it leaves the job, and what it prints when they have ended it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from types import TracebackType
+from typing import Any, Optional, Tuple, Type
+
+from .exceptions import HorovodInternalError
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_MOST_BYTES = 1000  # of a reason
+
+
+def _describe(e: BaseException) -> str:
+    text = "".join(traceback.format_exception_only(type(e), e)).strip()
+    return text if len(text) <= _MOST_BYTES else text[:_MOST_BYTES] + "..."
+
+
+def of_shutdown() -> Tuple[str, bool]:
+    """The reason of an explicit shutdown, and that it is no failure: the program may have handled the exception."""
+    e = sys.exc_info()[1]
+    return (f"while it handles {_describe(e)}" if e is not None else "", False)
+
+
+def of_exit() -> Tuple[str, bool]:
+    """The reason for which this process exits, and whether that is a failure: an exception that nobody has caught."""
+    e: Optional[BaseException] = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if e is None or hasattr(sys, "ps1"):  # an interactive interpreter goes on after an exception
+        return "", False
+    return f"its program raised {_describe(e)}", True
+
+
+class ExceptHook:
+    """Prints errors of operations without the frames of this package, after which the line of the program comes last."""
+
+    def __init__(self) -> None:
+        self._next: Any = None
+
+    def install(self) -> None:
+        """Puts it before the hook that is there, once."""
+        if self._next is None:
+            self._next = sys.excepthook
+            sys.excepthook = self
+
+    def __call__(self, kind: Type[BaseException], value: BaseException, tb: Optional[TracebackType]) -> None:
+        if isinstance(value, HorovodInternalError):
+            tb = _of_program(tb)
+            value = value.with_traceback(tb)
+            if value.__cause__ is None:
+                value.__suppress_context__ = True
+        self._next(kind, value, tb)
+
+
+def _of_program(tb: Optional[TracebackType]) -> Optional[TracebackType]:
+    """The traceback without the frames of this package at its end; all of it if it has no others."""
+    frames = []
+    while tb is not None:
+        frames.append(tb)
+        tb = tb.tb_next
+    kept = list(frames)
+    while kept and kept[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        kept.pop()
+    if not kept:
+        return frames[0] if frames else None
+    last: Optional[TracebackType] = None
+    for f in reversed(kept):
+        last = TracebackType(last, f.tb_frame, f.tb_lasti, f.tb_lineno)
+    return last
