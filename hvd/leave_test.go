@@ -1,0 +1,111 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// A rank that leaves in order, be it rank 0, does not end operations of process sets without it, and what it has submitted
+// still runs.
+func TestLeave(t *testing.T) {
+	for leaver := range 3 {
+		var pair []int
+		for r := range 3 {
+			if r != leaver {
+				pair = append(pair, r)
+			}
+		}
+		var last [3]*hvd.Handle[int32]
+		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			var err error
+			submit := func() {
+				if last[e.Rank()], err = hvd.AllreduceAsync([]int32{1}, hvd.Name("last"), hvd.Op(hvd.Sum), hvd.On(e)); err != nil {
+					t.Error(err)
+				}
+			}
+			if e.Rank() == leaver {
+				submit()
+			} else {
+				set := e.ProcessSets()[1]
+				for range 50 {
+					if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.Op(hvd.Sum), hvd.Over(set)); err != nil || got[0] != 2 {
+						t.Errorf("rank %d: got %v and error %v, want 2", e.Rank(), got, err)
+					}
+				}
+				submit()
+				for range 50 {
+					if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.Over(set)); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+			if err := e.Shutdown(ctx); err != nil {
+				t.Errorf("rank %d: %v", e.Rank(), err)
+			}
+			if got, err := last[e.Rank()].Wait(ctx); err != nil || got[0] != 3 {
+				t.Errorf("rank %d: what all had submitted: got %v and error %v, want 3", e.Rank(), got, err)
+			}
+		}, []hvd.InitOption{hvd.WithProcessSets(pair)})
+	}
+}
+
+// Rank 0, which does not wait for the others to shut down, is named when they need it.
+func TestRankZeroDoesNotWait(t *testing.T) {
+	var idle sync.WaitGroup
+	idle.Add(3)
+	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+		if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+			t.Error(err)
+		}
+		idle.Done()
+		if e.Rank() == 0 {
+			idle.Wait()
+			short, cancel := context.WithCancel(ctx)
+			cancel()
+			if err := e.Shutdown(short); !errors.Is(err, context.Canceled) {
+				t.Errorf("got error %v, want the context's", err)
+			}
+			return
+		}
+		<-e.Done()
+		var peer *hvd.PeerError
+		if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{0}) || peer.ShutDown ||
+			!strings.Contains(peer.Reason, "the context of its Shutdown ended before ranks 1 and 2 had shut down") {
+			t.Errorf("rank %d: got error %v, want rank 0 that does not wait", e.Rank(), err)
+		}
+		if err := e.Shutdown(ctx); !errors.As(err, &peer) {
+			t.Errorf("rank %d: shutdown: %v", e.Rank(), err)
+		}
+	}, nil)
+}
+
+// A deferred Shutdown tells the others of a panic, which goes on.
+func TestPanicPastShutdown(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			if e.Rank() == 1 {
+				defer func() {
+					if p := recover(); p != "no such layer" {
+						t.Errorf("recovered %v", p)
+					}
+				}()
+				defer e.Shutdown(ctx)
+				panic("no such layer")
+			}
+			_, err := hvd.Allreduce(ctx, []int32{1}, hvd.On(e))
+			var peer *hvd.PeerError
+			if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || peer.Reason != "its program has panicked: no such layer" {
+				t.Errorf("rank %d: got error %v, want the panic of rank 1", e.Rank(), err)
+			}
+			if err := e.Shutdown(ctx); !errors.As(err, &peer) {
+				t.Errorf("rank %d: shutdown: %v", e.Rank(), err)
+			}
+		}, nil, mode...)
+	})
+}
