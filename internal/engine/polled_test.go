@@ -3,6 +3,7 @@ package engine_test
 import (
 	"context"
 	"encoding/binary"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -76,32 +77,36 @@ func TestIdleRanksDoNotWatch(t *testing.T) {
 
 // An operation that took longer than a loop watches is followed by some watching: the next is likely to come soon.
 func TestWatchesAfterALongOperation(t *testing.T) {
-	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) { cfg.Spin = 20 * time.Millisecond })
-	var watched uint64
-	for range 20 { // on a busy machine there is little watching in 20 ms
-		release := make(chan struct{})
-		var done [2]chan error
-		c.each(func(r int) {
-			done[r] = c.gather(r, func(n int) []byte {
-				<-release
-				return make([]byte, n)
-			})
+	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) { cfg.Spin = -1 }) // every operation is longer than that
+	release := make(chan struct{})
+	var done [2]chan error
+	c.each(func(r int) {
+		executing := make(chan struct{})
+		done[r] = c.gather(r, func(n int) []byte {
+			close(executing)
+			<-release
+			return make([]byte, n)
 		})
-		comesToRest(t, c)
-		before := c.engines[1].Looks() // it does not coordinate, so nothing but the end of the operation concerns it
-		close(release)
-		c.each(func(r int) {
-			if err := c.wait(done[r]); err != nil {
-				t.Error(err)
-			}
-		})
-		comesToRest(t, c)
-		if watched = c.engines[1].Looks() - before; watched >= 100 {
-			c.shutdown()
-			return
+		<-executing
+	})
+	// Rank 1 does not coordinate, so only the end of the operation concerns it from here on.
+	e := c.engines[1]
+	e.SetSpin(time.Hour)
+	before := e.Looks()
+	close(release)
+	c.each(func(r int) {
+		if err := c.wait(done[r]); err != nil {
+			t.Error(err)
 		}
+	})
+	const want = 200 // without watching it is about two a second, for heartbeats
+	for e.Looks() < before+want {
+		if c.ctx.Err() != nil {
+			t.Fatalf("watched %d times, want %d", e.Looks()-before, want)
+		}
+		runtime.Gosched()
 	}
-	t.Errorf("watched %d times", watched)
+	c.shutdown()
 }
 
 // counted counts how often a loop says that it rests, and that it looks again.
