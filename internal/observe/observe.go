@@ -121,7 +121,7 @@ func (r *Rank) Attach(e *engine.Engine) error {
 		}
 	}
 	if set.TimelineSignal != "" {
-		r.running.Go(r.timeline.followSignal)
+		r.timeline.followSignal()
 	}
 	if r.cfg.Launcher != nil {
 		r.running.Go(r.answer)

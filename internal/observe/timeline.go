@@ -150,11 +150,18 @@ func beforeExt(path, text string) string {
 
 var signals = map[string]os.Signal{"SIGUSR1": unix.SIGUSR1, "SIGUSR2": unix.SIGUSR2}
 
-// followSignal starts and stops the timeline as the process gets the signal for it.
+// followSignal starts and stops the timeline as the process gets the signal for it. A signal that comes after
+// followSignal has returned is not lost.
 func (t *timelines) followSignal() {
 	got := make(chan os.Signal, 1)
 	signal.Notify(got, signals[t.rank.cfg.Settings.TimelineSignal])
-	defer signal.Stop(got)
+	t.rank.running.Go(func() {
+		defer signal.Stop(got)
+		t.toggleAt(got)
+	})
+}
+
+func (t *timelines) toggleAt(got <-chan os.Signal) {
 	for {
 		select {
 		case <-t.rank.ctx.Done():

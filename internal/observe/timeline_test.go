@@ -3,11 +3,14 @@ package observe
 import (
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/testcluster"
@@ -16,10 +19,10 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// observed has f watch each rank of a job of two, in an epoch.
-func observed(t *testing.T, set config.Config, epoch uint64, f func(r *testcluster.Rank, o *Rank)) {
+// observed has f watch each rank of a job, in an epoch.
+func observed(t *testing.T, ranks int, set config.Config, epoch uint64, f func(r *testcluster.Rank, o *Rank)) {
 	t.Helper()
-	testcluster.Run(t, testcluster.Options{Ranks: 2}, func(r *testcluster.Rank) {
+	testcluster.Run(t, testcluster.Options{Ranks: ranks}, func(r *testcluster.Rank) {
 		o := New(Config{
 			Settings: &set, Rank: int(r.Rank), Size: r.Size, Host: "h", Epoch: epoch, Log: zap.NewNop(),
 			Sets: func() map[topo.ProcessSetID][]topo.Rank { return nil },
@@ -52,7 +55,7 @@ func TestFilesOfEpochs(t *testing.T) {
 				set.Timeline = "t.json"
 			}
 			for epoch := range uint64(2) {
-				observed(t, set, epoch+1, func(r *testcluster.Rank, o *Rank) {
+				observed(t, 2, set, epoch+1, func(r *testcluster.Rank, o *Rank) {
 					times := 4 // two timelines begin and end
 					if c.fromStart {
 						times++ // the first signal ends the one that is there
@@ -83,9 +86,32 @@ func TestFilesOfEpochs(t *testing.T) {
 	}
 }
 
+// A signal that comes as soon as Init has returned starts the timeline. On one processor nothing else runs before.
+func TestSignalAtOnce(t *testing.T) {
+	t.Chdir(t.TempDir())
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
+	observed(t, 1, config.Config{TimelineSignal: "SIGUSR2"}, 1, func(_ *testcluster.Rank, o *Rank) {
+		if err := unix.Kill(unix.Getpid(), unix.SIGUSR2); err != nil {
+			t.Error(err)
+		}
+		for end := time.Now().Add(time.Minute); ; runtime.Gosched() {
+			o.timeline.mu.Lock()
+			started := o.timeline.started
+			o.timeline.mu.Unlock()
+			if started > 0 {
+				break
+			}
+			if time.Now().After(end) {
+				t.Error("the signal was lost")
+				break
+			}
+		}
+	})
+}
+
 // A signal for a timeline that goes to a device starts it there again.
 func TestSignalsAndDevices(t *testing.T) {
-	observed(t, config.Config{Timeline: os.DevNull}, 2, func(_ *testcluster.Rank, o *Rank) {
+	observed(t, 2, config.Config{Timeline: os.DevNull}, 2, func(_ *testcluster.Rank, o *Rank) {
 		for range 2 {
 			if err := o.timeline.toggle(); err != nil {
 				t.Error(err)
@@ -101,7 +127,7 @@ func TestSignalsAndDevices(t *testing.T) {
 func TestFilesOfTwoJobs(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	job := func(ranks int) {
-		observed(t, config.Config{Timeline: config.TimelineDynamic}, 1, func(r *testcluster.Rank, o *Rank) {
+		observed(t, 2, config.Config{Timeline: config.TimelineDynamic}, 1, func(r *testcluster.Rank, o *Rank) {
 			if int(r.Rank) < ranks {
 				if err := o.StartTimeline(path, false); err != nil {
 					t.Error(err)
