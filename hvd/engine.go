@@ -25,12 +25,13 @@ import (
 // Engine is one rank of one epoch of a job. Programs that are one rank use the package-level functions; a
 // process that holds several ranks makes one Engine for each and passes it to operations by On.
 type Engine struct {
-	engine  *runner
-	at      *meeting.Meeting
-	session *session.Session // nil in a job of one
-	watch   *observe.Rank    // nil over a sidecar, which has it
-	place   topo.Topology
-	epoch   uint64
+	engine      *runner
+	at          *meeting.Meeting
+	session     *session.Session // nil in a job of one
+	watch       *observe.Rank    // nil over a sidecar, which has it
+	place       topo.Topology
+	homogeneous bool
+	epoch       uint64
 
 	log *zap.Logger // nil if it is the program's
 
@@ -230,7 +231,7 @@ func newStall(s *controller.Stall) Stall {
 
 // settle finds out where this rank stands, and whether all ranks were given the same.
 func (e *Engine) settle(cfg config.Config, hosts []string, rank int) error {
-	e.place = place(cfg, hosts, rank)
+	e.place, e.homogeneous = place(cfg, hosts, rank), topo.IsHomogeneous(hosts)
 	if err := e.place.Validate(); err != nil || e.session == nil {
 		return err
 	}
@@ -335,6 +336,9 @@ func (e *Engine) CrossRank() int { return e.place.CrossRank }
 
 // CrossSize is the number of hosts that have this local rank.
 func (e *Engine) CrossSize() int { return e.place.CrossSize }
+
+// IsHomogeneous reports whether every host has the same number of ranks.
+func (e *Engine) IsHomogeneous() bool { return e.homogeneous }
 
 // Epoch numbers the formations of the job: it is greater in each Init that its ranks go through together.
 func (e *Engine) Epoch() uint64 { return e.epoch }

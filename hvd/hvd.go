@@ -172,3 +172,6 @@ func CrossRank() int { return mustCurrent("CrossRank").CrossRank() }
 
 // CrossSize is the number of hosts that have this local rank.
 func CrossSize() int { return mustCurrent("CrossSize").CrossSize() }
+
+// IsHomogeneous reports whether every host has the same number of processes.
+func IsHomogeneous() bool { return mustCurrent("IsHomogeneous").IsHomogeneous() }

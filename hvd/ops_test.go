@@ -295,7 +295,7 @@ func TestOneRankWithoutEnvironment(t *testing.T) {
 		if err := hvd.Init(ctx); err != nil {
 			t.Fatalf("second Init: %v", err)
 		}
-		if hvd.Rank() != 0 || hvd.Size() != 1 || hvd.LocalRank() != 0 || hvd.LocalSize() != 1 || hvd.CrossRank() != 0 || hvd.CrossSize() != 1 || !hvd.IsInitialized() {
+		if hvd.Rank() != 0 || hvd.Size() != 1 || hvd.LocalRank() != 0 || hvd.LocalSize() != 1 || hvd.CrossRank() != 0 || hvd.CrossSize() != 1 || !hvd.IsHomogeneous() || !hvd.IsInitialized() {
 			t.Error("not rank 0 of 1")
 		}
 		if got, err := hvd.Allreduce(ctx, []float32{3}); err != nil || got[0] != 3 {
@@ -464,7 +464,7 @@ func TestPlace(t *testing.T) {
 	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
-	hosts := []string{"a", "a", "b"}
+	hosts := []string{"a", "a", "b"} // not equally many on both
 	want := [][6]int{{0, 3, 0, 2, 0, 2}, {1, 3, 1, 2, 0, 1}, {2, 3, 7, 8, 5, 6}}
 	ranks(3, func(r int) {
 		opts := append(place(kv, r, 3), hvd.WithSetting("HOROVOD_HOSTNAME", hosts[r]))
@@ -479,6 +479,9 @@ func TestPlace(t *testing.T) {
 		}
 		if got := [6]int{e.Rank(), e.Size(), e.LocalRank(), e.LocalSize(), e.CrossRank(), e.CrossSize()}; got != want[r] {
 			t.Errorf("rank %d stands at %v, want %v", r, got, want[r])
+		}
+		if e.IsHomogeneous() {
+			t.Errorf("rank %d: hosts %q are homogeneous", r, hosts)
 		}
 		if err := e.Shutdown(ctx); err != nil {
 			t.Errorf("rank %d: %v", r, err)

@@ -107,7 +107,7 @@ func (e *Engine) startOver(ctx context.Context, cfg config.Config, o *initOption
 	if err != nil {
 		return err
 	}
-	e.engine, e.place, e.epoch = &runner{over: over}, over.Place, over.Epoch
+	e.engine, e.place, e.homogeneous, e.epoch = &runner{over: over}, over.Place, over.Homogeneous, over.Epoch
 	if err := errors.Join(samePlace(&cfg, &over.Place), givenSets(o.sets, over)); err != nil {
 		return errors.Join(err, over.Leave())
 	}

@@ -19,22 +19,7 @@ func (e *Engine) Door() raw.Door {
 	return raw.Door{
 		Begin: e.beginRaw, Help: e.engine.Help, Ring: e.engine.in.Ring, Shutdown: e.shutdownRaw, Close: e.closeRaw,
 		StartTimeline: e.watch.StartTimeline, StopTimeline: e.watch.StopTimeline,
-		Homogeneous: e.session == nil || evenly(e.session.Hosts),
 	}
-}
-
-// evenly reports whether every host has equally many of the ranks, whose hosts are given.
-func evenly(hosts []string) bool {
-	ranks := make(map[string]int)
-	for _, h := range hosts {
-		ranks[h]++
-	}
-	for _, n := range ranks {
-		if n*len(ranks) != len(hosts) {
-			return false
-		}
-	}
-	return true
 }
 
 // ForSidecar is for the sidecar, whose client is a process of its own, and which is one rank in several epochs, as Init's

@@ -54,6 +54,20 @@ func FromHosts(hosts []string, rank Rank) Topology {
 	return t
 }
 
+// IsHomogeneous reports whether every host has the same number of ranks. hosts has the host of every rank.
+func IsHomogeneous(hosts []string) bool {
+	ranks := make(map[string]int)
+	for _, h := range hosts {
+		ranks[h]++
+	}
+	for _, n := range ranks {
+		if n*len(ranks) != len(hosts) {
+			return false
+		}
+	}
+	return true
+}
+
 // Validate says what is inconsistent about t, or returns nil.
 func (t Topology) Validate() error {
 	for _, p := range []struct {

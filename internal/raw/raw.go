@@ -27,8 +27,6 @@ type Door struct {
 	// StartTimeline and StopTimeline are as hvd's, without the words before the cause of an error. They may wait for a disk.
 	StartTimeline func(path string, markCycles bool) error
 	StopTimeline  func() error
-	// Homogeneous says that every host has equally many ranks.
-	Homogeneous bool
 }
 
 // Operation is what to do, and then what has come of it. Its memory is the engine's from Begin to Done.

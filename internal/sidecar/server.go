@@ -428,7 +428,7 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 	ready := &sidecarpb.Ready{
 		Rank: int32(e.Rank()), Size: int32(e.Size()), LocalRank: int32(e.LocalRank()), LocalSize: int32(e.LocalSize()),
 		CrossRank: int32(e.CrossRank()), CrossSize: int32(e.CrossSize()), Epoch: e.Epoch(),
-		Homogeneous: s.door().Homogeneous,
+		Homogeneous: e.IsHomogeneous(),
 	}
 	for _, set := range e.ProcessSets()[1:] {
 		ready.ProcessSets = append(ready.ProcessSets, describeSet(set))

@@ -68,10 +68,12 @@ type Engine struct {
 	fd  int
 	out *wire.Outbox
 
-	// Place, Epoch and Sets are what the sidecar has found: Sets are all process sets but that of all ranks.
-	Place topo.Topology
-	Epoch uint64
-	Sets  []controller.Set
+	// Place, Homogeneous, Epoch and Sets are what the sidecar has found: Homogeneous reports that every host has the same
+	// number of ranks, and Sets are all process sets but that of all ranks.
+	Place       topo.Topology
+	Homogeneous bool
+	Epoch       uint64
+	Sets        []controller.Set
 
 	stage   stage
 	running sync.WaitGroup
@@ -191,7 +193,7 @@ func (e *Engine) init(ctx context.Context) error {
 	if err := e.Place.Validate(); err != nil {
 		return fmt.Errorf("sidecar %s: init: %w", e.cfg.Path, err)
 	}
-	e.Epoch = ready.Epoch
+	e.Homogeneous, e.Epoch = ready.Homogeneous, ready.Epoch
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.addSet(controller.Global(e.Place.Size))

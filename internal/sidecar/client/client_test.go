@@ -15,6 +15,9 @@ func TestOperations(t *testing.T) {
 		for _, n := range []int{1, 2, 3} {
 			t.Run(fmt.Sprintf("%s/ranks=%d", w.name, n), func(t *testing.T) {
 				w.run(t, n, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+					if !e.IsHomogeneous() {
+						t.Error("one host is not homogeneous")
+					}
 					for _, elems := range []int{0, 1, 7, 1000, 100_000} {
 						for _, arena := range []bool{false, true} {
 							operations(ctx, t, e, elems, arena)
