@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import unittest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -138,6 +139,55 @@ class Modules(RanksTest):
         notification_manager.init()
         with self.assertRaises(NotImplementedError):
             run_fn(lambda state: None, lambda: None)(None)
+
+    def test_absent_modules(self) -> None:
+        for name, want in (
+            ("tensorflow", "gohvd supports PyTorch"),
+            ("keras", "gohvd supports PyTorch"),
+            ("mxnet", "gohvd supports PyTorch"),
+            ("spark", "on Spark: start the ranks with hvdrun"),
+            ("ray", "on Ray: start the ranks with hvdrun"),
+            ("data", "docs/migration.md"),
+            ("runner.elastic", "docs/migration.md"),
+        ):
+            package, _, last = ("horovod." + name).rpartition(".")
+            # One that handles a package which is not installed handles this.
+            with self.assertRaisesRegex(ModuleNotFoundError, f"no module horovod.{name}: .*{want}"):
+                importlib.import_module("horovod." + name)
+            with self.assertRaisesRegex(ImportError, f"no module horovod.{name}: .*{want}"):
+                exec(f"from {package} import {last}")
+        with self.assertRaisesRegex(ImportError, "no module horovod.tensorflow: "):
+            importlib.import_module("horovod.tensorflow.keras")
+        with self.assertRaises(ModuleNotFoundError) as other:
+            importlib.import_module("no_such_module_of_anybody")
+        self.assertEqual(other.exception.name, "no_such_module_of_anybody")
+
+    def test_threads(self) -> None:
+        from horovod.runner.util import threads
+
+        done: list = []
+        threads.in_thread(done.append, (1,), name="named").join(30)
+        threads.in_thread(fail, silent=True).join(30)
+        with self.assertRaises(ValueError):
+            threads.in_thread(done.append, [1])
+        event, stop = threading.Event(), threading.Event()
+        waiting = threads.on_event(event, done.append, (2,))
+        stopped = threads.on_event(threading.Event(), done.append, (3,), stop=stop, check_stop_interval_s=0.001)
+        self.assertTrue(waiting.daemon and waiting.is_alive())
+        event.set()
+        stop.set()
+        waiting.join(30)
+        stopped.join(30)
+        self.assertEqual(done, [1, 2])
+
+        multiply = threads.execute_function_multithreaded
+        self.assertEqual(multiply(lambda a, b: a * b, [[1, 2], [3, 4], [5, 6]], max_concurrent_executions=2), {0: 2, 1: 12, 2: 30})
+        self.assertEqual(multiply(fail, []), {})
+        with self.assertRaises(RuntimeError):
+            multiply(fail, [[]])
+        called = threading.Event()
+        self.assertIsNone(multiply(called.set, [[]], block_until_all_done=False))
+        self.assertTrue(called.wait(30))
 
     def test_util(self) -> None:
         from horovod.common import util

@@ -3,6 +3,7 @@
 Classes and functions are gohvd's own, so a program may mix both names.
 """
 
+from horovod import _absent as _absent
 from horovod.runner import run
 
 # The release whose interface this is, for programs that ask for it.

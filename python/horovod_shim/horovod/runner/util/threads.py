@@ -1,0 +1,65 @@
+"""The functions of horovod.runner.util.threads."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from typing import Any, Callable, Dict, Optional, Sequence
+
+
+def in_thread(
+    target: Callable[..., Any], args: tuple = (), name: Optional[str] = None, daemon: bool = True, silent: bool = False
+) -> threading.Thread:
+    """Calls target(*args) in a new thread and returns that. silent drops exceptions."""
+    if not isinstance(args, tuple):
+        raise ValueError(f"args must be a tuple, not {type(args).__name__}")
+
+    def run() -> None:
+        try:
+            target(*args)
+        except Exception:
+            if not silent:
+                raise
+
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
+def on_event(
+    event: threading.Event,
+    func: Callable[..., Any],
+    args: tuple = (),
+    stop: Optional[threading.Event] = None,
+    check_stop_interval_s: float = 1.0,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """Calls func(*args) in a new thread once event is set, unless stop was set before."""
+
+    def wait() -> None:
+        while not event.wait(None if stop is None else check_stop_interval_s):
+            if stop is not None and stop.is_set():
+                return
+        func(*args)
+
+    return in_thread(wait, daemon=daemon, silent=silent)
+
+
+def execute_function_multithreaded(
+    fn: Callable[..., Any],
+    args_list: Sequence[Sequence[Any]],
+    block_until_all_done: bool = True,
+    max_concurrent_executions: int = 1000,
+) -> Optional[Dict[int, Any]]:
+    """Calls fn with each of the argument lists, in threads, and returns the results by their index; without
+    block_until_all_done it returns None at once. Raises RuntimeError if a call has raised an exception."""
+    pool = concurrent.futures.ThreadPoolExecutor(max(1, min(max_concurrent_executions, len(args_list))))
+    calls = [pool.submit(fn, *args) for args in args_list]
+    pool.shutdown(wait=block_until_all_done)
+    if not block_until_all_done:
+        return None
+    for call in calls:
+        if call.exception() is not None:
+            raise RuntimeError(f"a thread has failed that ran {fn}") from call.exception()
+    return {i: call.result() for i, call in enumerate(calls)}
