@@ -137,8 +137,8 @@ class Modules(RanksTest):
 
         self.assertTrue(issubclass(ObjectState, State))
         notification_manager.init()
-        with self.assertRaises(NotImplementedError):
-            run_fn(lambda state: None, lambda: None)(None)
+        state = ObjectState(lambda value: value, lambda: self.rank, epoch=1)
+        self.assertEqual(run_fn(lambda state, n: state.epoch + n, lambda: None)(state, 2), 3)
 
     def test_absent_modules(self) -> None:
         for name, want in (
@@ -274,7 +274,7 @@ class Run(RanksTest):
 
         with self.assertRaisesRegex(RuntimeError, "rank [01]: (.|\n)*KeyError: 'on purpose'"):
             horovod.run(fail, num_proc=2)
-        for options in (dict(min_np=1), dict(host_discovery_script="x"), dict(use_mpi=True)):
+        for options in (dict(min_np=1), dict(num_proc=2, min_np=2, max_np=3), dict(num_proc=3, min_np=2, max_np=2), dict(host_discovery_script="x"), dict(use_mpi=True)):
             with self.assertRaises(NotImplementedError):
                 horovod.run(place, (0,), **options)
         from horovod.common.util import env

@@ -190,15 +190,80 @@ class Objects(RanksTest):
         self.assertEqual(hvd.allgather_object(self.rank, name="ranks"), list(range(self.size)))
 
 
-class Later(RanksTest):
-    def test_names_of_what_comes_later(self) -> None:
-        for call in (
-            hvd.elastic.TorchState,
-            lambda: hvd.elastic.ElasticSampler([1]),
-            hvd.elastic.run(lambda state: None),
-        ):
-            with self.assertRaisesRegex(NotImplementedError, "this version"):
-                call()
+class Elastic(RanksTest):
+    """Scripts for elastic training in a job of fixed size."""
+
+    def state(self):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (self.rank + 1), momentum=0.5)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        with torch.no_grad():
+            model.weight.fill_(self.rank + 1.0)
+        return hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=self.rank, batch=0, seen=[self.rank])
+
+    def test_a_script(self) -> None:
+        state = self.state()
+        resets: list = []
+        state.register_reset_callbacks([lambda: resets.append(1)])
+
+        @hvd.elastic.run
+        def train(state, steps, scale=1.0):
+            self.assertEqual((state.epoch, state.seen), (0, [0]))
+            self.equal(state.model.weight.detach(), torch.ones(2, 3))
+            self.assertEqual(state.optimizer.param_groups[0]["lr"], 0.1)
+            for state.batch in range(steps):
+                state.optimizer.zero_grad()
+                (state.model(torch.full((4, 3), float(self.rank))) * scale).sum().backward()
+                state.optimizer.step()
+                state.seen.append(state.batch)
+                state.commit()
+            return state.batch
+
+        self.assertEqual(train(state, 3, scale=2.0), 2)
+        self.assertEqual(train.__name__, "train")
+        for other in hvd.allgather(state.model.weight.detach().unsqueeze(0)):
+            self.equal(state.model.weight.detach(), other)
+        # What was not committed does not stay.
+        want = state.model.weight.detach().clone()
+        with torch.no_grad():
+            state.model.weight.zero_()
+        state.batch, state.optimizer.param_groups[0]["lr"] = 7, 5.0
+        state.seen.append("lost")
+        state.restore()
+        self.equal(state.model.weight.detach(), want)
+        self.assertEqual((state.batch, state.seen, state.optimizer.param_groups[0]["lr"]), (2, [0, 0, 1, 2], 0.1))
+        self.assertEqual(resets, [])
+
+    def test_failures_are_not_caught(self) -> None:
+        @hvd.elastic.run
+        def train(state):
+            raise hvd.HorovodInternalError("on purpose")
+
+        with self.assertRaisesRegex(hvd.HorovodInternalError, "on purpose"):
+            train(hvd.elastic.TorchState(epoch=0))
+
+    def test_sampler(self) -> None:
+        data = range(20 * self.size + 1)
+        sampler = hvd.elastic.ElasticSampler(data, seed=3)
+        mine = list(sampler)
+        self.assertEqual(len(sampler), 21 if self.size > 1 else len(data))
+        self.assertEqual(len(mine), len(sampler))
+        self.assertEqual(sorted({i for part in hvd.allgather_object(mine) for i in part}), list(data))
+        for batch in range(2):
+            sampler.record_batch(batch, 5)
+        done = {i for part in hvd.allgather_object(mine[:10]) for i in part}
+        state = hvd.elastic.TorchState(sampler=sampler)
+        if self.rank > 0:
+            sampler.set_epoch(5)
+        state.sync()  # as rank 0 has it
+        self.assertEqual(sampler.state_dict(), {"epoch": 0, "processed_num": 10 * self.size})
+        left = {i for part in hvd.allgather_object(list(sampler)) for i in part}
+        self.assertEqual(done | left, set(data))
+        self.assertEqual(done & left, set())
+        sampler.set_epoch(1)
+        self.assertEqual(len(sampler), len(mine))
+        self.assertNotEqual(list(sampler), mine)
+        self.assertEqual(list(hvd.elastic.ElasticSampler([], shuffle=False)), [])
 
 
 if __name__ == "__main__":

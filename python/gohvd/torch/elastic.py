@@ -1,47 +1,187 @@
-"""Elastic training. The names of horovod.torch.elastic are here; what they do comes later."""
+"""The interface of horovod.torch.elastic, for a job of fixed size: scripts that are written for elastic training run, but no rank
+joins later and none is replaced. A rank that fails ends the job, as everywhere in this version."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, NoReturn, TypeVar
+import copy
+import functools
+import random
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Sized, TypeVar
+
+import torch
 
 from gohvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from gohvd.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from gohvd.torch.mpi_ops import rank, size
 
 __all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 
-def _absent(name: str) -> NoReturn:
-    raise NotImplementedError(f"gohvd: elastic.{name}: this version has no elastic training")
+def run(func: Callable[..., _T]) -> Callable[..., _T]:
+    """Decorates a training function, whose first argument is a State: that is made equal at all ranks before each call.
 
+    A HorovodInternalError is not caught, as there are no other ranks to go on with.
+    """
 
-def run(func: _F) -> _F:
-    """Decorates a training function. A script can be imported; calling the function raises NotImplementedError."""
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> _T:
+        state.sync()
+        return func(state, *args, **kwargs)
 
-    def wrapper(*args: Any, **kwargs: Any) -> NoReturn:
-        _absent("run")
-
-    wrapper.__wrapped__ = func  # type: ignore[attr-defined]
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 class State:
-    """Raises NotImplementedError."""
+    """What all ranks have alike between steps."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _absent(type(self).__name__)
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._reset_callbacks: List[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Registers functions for on_reset, which nothing calls in a job of fixed size."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Saves the state."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Does nothing: the hosts do not change."""
+
+    def reset(self) -> None:
+        """Adapts the state to other ranks. Subclasses may have something to do."""
+
+    def save(self) -> None:
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        raise NotImplementedError
 
 
 class ObjectState(State):
-    """Raises NotImplementedError."""
+    """Has values that can be pickled, as attributes of the names that they are given by."""
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._names = list(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self.save()
+
+    def save(self) -> None:
+        """Remembers the values for restore."""
+        self._saved = {name: copy.deepcopy(self._content(getattr(self, name))) for name in self._names}
+
+    def restore(self) -> None:
+        """Brings the saved values back."""
+        for name, content in self._saved.items():
+            self._fill(name, copy.deepcopy(content))
+
+    def sync(self) -> None:
+        """Gives all ranks the values of rank 0, and saves them."""
+        plain = {name: getattr(self, name) for name in self._names if not _has_state(getattr(self, name))}
+        for name, value in self._bcast_object(plain).items():
+            setattr(self, name, value)
+        self.save()
+
+    @staticmethod
+    def _content(value: Any) -> Any:
+        return value.state_dict() if _has_state(value) else value
+
+    def _fill(self, name: str, content: Any) -> None:
+        value = getattr(self, name)
+        if _has_state(value):
+            value.load_state_dict(content)
+        else:
+            setattr(self, name, content)
 
 
 class TorchState(ObjectState):
-    """Raises NotImplementedError."""
+    """Has a model, an optimizer and whatever else it is given. Of models, optimizers and samplers the contents are saved."""
+
+    def __init__(
+        self, model: Optional[torch.nn.Module] = None, optimizer: Optional[torch.optim.Optimizer] = None, **kwargs: Any
+    ) -> None:
+        for name, value in (("model", model), ("optimizer", optimizer)):
+            if value is not None:
+                kwargs[name] = value
+        super().__init__(broadcast_object, rank, **kwargs)
+
+    def sync(self) -> None:
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, torch.nn.Module):
+                broadcast_parameters(value.state_dict(), root_rank=0)
+            elif isinstance(value, torch.optim.Optimizer):
+                broadcast_optimizer_state(value, root_rank=0)
+            elif isinstance(value, ElasticSampler):
+                value.load_state_dict(self._bcast_object(value.state_dict()))
+        super().sync()
+
+    def reset(self) -> None:
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, ElasticSampler):
+                value.reset()
 
 
-class ElasticSampler:
-    """Raises NotImplementedError."""
+class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
+    """Deals out to the ranks what of a data set has not been processed in this epoch. Ranks get equally many samples: the first
+    ones are repeated where they are too few."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _absent(type(self).__name__)
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch, of which nothing is processed."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Notes that every rank has processed a batch."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> Dict[str, int]:
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: Dict[str, int]) -> None:
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Deals out what is left."""
+        self.rank, self.num_replicas = rank(), size()
+        left = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(left)
+        self.remaining_indices = left[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        left, total = self.remaining_indices, self.num_samples * self.num_replicas
+        return iter([left[i % len(left)] for i in range(self.rank, total, self.num_replicas)])
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+def _has_state(value: Any) -> bool:
+    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, ElasticSampler))

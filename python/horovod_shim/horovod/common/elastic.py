@@ -1,4 +1,4 @@
-"""The names of horovod.common.elastic. What they do comes later."""
+"""The names of horovod.common.elastic, for a job of fixed size (gohvd.torch.elastic)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ObjectState", "State", "notification_manager", "run_fn"]
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """As horovod.torch.elastic.run, with what brings the job up again."""
+    """As horovod.torch.elastic.run. reset would bring the job up again, which nothing asks for in a job of fixed size."""
     return run(func)
 
 

@@ -56,12 +56,16 @@ def run(
     Raises RuntimeError with the ranks' errors if any has failed, NotImplementedError for elastic jobs and MPI.
     disable_cache, use_gloo: nothing here depends on them.
     """
-    elastic = (min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range, host_discovery_script)
-    if any(value is not None for value in elastic):
-        raise NotImplementedError("gohvd: run: this version has no elastic jobs")
+    ranks = num_proc if num_proc is not None else np
+    least = min_num_proc if min_num_proc is not None else min_np
+    most = max_num_proc if max_num_proc is not None else max_np
+    elastic = (slots, reset_limit, cooldown_range, host_discovery_script)
+    if any(value is not None for value in elastic) or not least == most in (None, ranks):
+        raise NotImplementedError(
+            "gohvd: run: this version has no elastic jobs, only min_num_proc and max_num_proc that are both num_proc"
+        )
     if use_mpi or mpi_args:
         raise NotImplementedError("gohvd: run: this version has no MPI")
-    ranks = num_proc if num_proc is not None else np
     command = [_hvdrun()]
     options = {
         "--num-proc": 1 if ranks is None and hosts is None and hostfile is None else ranks,
