@@ -18,8 +18,7 @@ var absentFlags = []struct {
 	// They are not the response cache, which is --cache-capacity.
 	{"cached checks over the network", nil, []string{"disable-cache"}},
 	{"elastic jobs", []string{
-		"host-discovery-script", "min-np", "min-num-proc", "max-np", "max-num-proc", "slots-per-host", "elastic-timeout",
-		"reset-limit", "blacklist-cooldown-range",
+		"host-discovery-script", "slots-per-host", "elastic-timeout", "reset-limit", "blacklist-cooldown-range",
 	}, nil},
 	{
 		"hierarchical and torus algorithms",
@@ -61,6 +60,58 @@ func (f *absentFlag) Set(text string) error {
 		return &f.absentError
 	}
 	return nil
+}
+
+// foreignFlags are flags of torchrun and mpirun that hvdrun has under another name or does not need: what to do instead.
+var foreignFlags = []struct {
+	program string
+	names   []string
+	instead string
+}{
+	{"torchrun", []string{"nproc-per-node"}, "use -np N, or on several hosts -H h1:N,h2:N"},
+	{"torchrun", []string{"nnodes", "node-rank", "local-addr"}, "hvdrun starts the ranks of all hosts itself, use -H h1:N,h2:N"},
+	{
+		"torchrun", []string{"rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone"},
+		"leave it out, hvdrun serves the store itself",
+	},
+	{"torchrun", []string{"master-addr", "master-port"}, "use --torch-store ADDR"},
+	{"torchrun", []string{"max-restarts", "monitor-interval"}, "this version restarts no ranks"},
+	{"torchrun", []string{"log-dir", "redirects", "tee", "r", "t"}, "use --output-filename DIR"},
+	{"torchrun", []string{"module", "m"}, "use python3 -m MODULE as the command"},
+	{"torchrun", []string{"no-python"}, "leave it out, hvdrun runs any command"},
+	{"mpirun", []string{"host"}, "use -H h1:N,h2:N"},
+	{"mpirun", []string{"machinefile", "f"}, "use --hostfile FILE"},
+	{"mpirun", []string{"N", "npernode", "ppn", "map-by"}, "use -H h1:N,h2:N"},
+	{"mpirun", []string{"c"}, "use -np N"},
+	{"mpirun", []string{"bind-to"}, "use --thread-affinity"},
+	{"mpirun", []string{"oversubscribe"}, "leave it out, a host gets as many ranks as -np or -H say"},
+	{"mpirun", []string{"allow-run-as-root"}, "leave it out"},
+	{"mpirun", []string{"mca", "gmca", "prtemca"}, "MPI's parameters mean nothing here, hvdrun config shows the settings"},
+	{"mpirun", []string{"genv", "env"}, "use -x NAME=value"},
+	{"mpirun", []string{"wdir", "wd"}, "use sh -c 'cd DIR && exec COMMAND' as the command"},
+	{"mpirun", []string{"timestamp-output"}, "use --prefix-output-with-timestamp"},
+	{"mpirun", []string{"report-bindings", "display-map"}, "use --verbose"},
+}
+
+// isForeign reports whether a flag is in foreignFlags.
+func isForeign(name string) bool { return foreignError("", name) != nil }
+
+// foreignError says what there is instead of a flag of another launcher; it is nil for other flags.
+func foreignError(dashes, name string) error {
+	for _, f := range foreignFlags {
+		if slices.Contains(f.names, string(normalize(nil, name))) {
+			return fmt.Errorf("%s%s is a flag of %s: %s", dashes, name, f.program, f.instead)
+		}
+	}
+	return nil
+}
+
+// fixedWorld checks that the limits of an elastic job, if they are given, are the number of ranks.
+func (r *runner) fixedWorld(np int) error {
+	if r.minNP == r.maxNP && (r.minNP == "" || r.minNP == strconv.Itoa(np)) {
+		return nil
+	}
+	return usagef("--min-np and --max-np: got %q and %q, want both to be %d, the number of ranks: this version does not have elastic jobs", r.minNP, r.maxNP, np)
 }
 
 func addAbsentFlags(flags *pflag.FlagSet) {

@@ -10,12 +10,14 @@ import (
 // aliases are Horovod's and mpirun's other names of flags.
 var aliases = map[string]string{
 	"np":               "num-proc",
+	"min-np":           "min-num-proc",
+	"max-np":           "max-num-proc",
 	"cb":               "check-build",
 	"prefix-timestamp": "prefix-output-with-timestamp",
 }
 
 // singleDash are long names that Horovod takes with one dash.
-var singleDash = []string{"np", "cb", "prefix-timestamp", "hostfile"}
+var singleDash = []string{"np", "cb", "prefix-timestamp", "hostfile", "hosts"}
 
 // ownCommands are hvdrun's own if they come first. After flags or -- they are commands to launch.
 var ownCommands = []string{"completion", configCommand, doctorCommand, "help", storeCommand, timelineCommand, "__complete", "__completeNoDesc"}
@@ -48,7 +50,7 @@ func rewrite(args []string, flags *pflag.FlagSet) []string {
 			return append(append(out, "--"), args...)
 		}
 		args = args[1:]
-		if name, _, _ := strings.Cut(arg[1:], "="); slices.Contains(singleDash, name) {
+		if name, _, _ := strings.Cut(arg[1:], "="); slices.Contains(singleDash, name) || len(name) > 1 && isForeign(name) {
 			arg = "-" + arg
 		}
 		out = append(out, arg)

@@ -31,6 +31,9 @@ func (r *runner) jobFlags() group {
 	g := newGroup("The job and its output")
 	f := g.flags
 	f.StringVarP(&r.numProc, "num-proc", "n", "", "number of ranks `N`; also -np and --np; with --hosts or --hostfile as many as these have slots, if it is not given")
+	f.StringVar(&r.minNP, "min-num-proc", "", "")
+	f.StringVar(&r.maxNP, "max-num-proc", "", "")
+	f.Lookup("min-num-proc").Hidden, f.Lookup("max-num-proc").Hidden = true, true
 	f.VarP(&exportFlag{r}, "x", "x",
 		"set `NAME=value` in the ranks' environment. All of hvdrun's is passed on, but to other hosts no names of this host or login, "+
 			"such as TMPDIR; NAME alone passes on such a one too")
@@ -172,7 +175,14 @@ func flagError(cmd *cobra.Command, err error) error {
 			name = "-x"
 		}
 		return usagef("%s: got %q, %w", name, invalid.GetValue(), invalid.Unwrap())
-	case errors.As(err, &unknown) && unknown.GetSpecifiedShortnames() == "":
+	case errors.As(err, &unknown) && unknown.GetSpecifiedShortnames() != "":
+		if foreign := foreignError("-", unknown.GetSpecifiedName()); foreign != nil {
+			return usageError{foreign}
+		}
+	case errors.As(err, &unknown):
+		if foreign := foreignError("--", unknown.GetSpecifiedName()); foreign != nil {
+			return usageError{foreign}
+		}
 		var names []string
 		cmd.Flags().VisitAll(func(f *pflag.Flag) {
 			if !f.Hidden {

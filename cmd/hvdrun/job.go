@@ -36,6 +36,9 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		return err
 	}
 	np, err := r.ranks(hosts)
+	if err == nil {
+		err = r.fixedWorld(np)
+	}
 	if err != nil {
 		return err
 	}

@@ -47,6 +47,8 @@ type runner struct {
 	status         int // of the job
 
 	numProc     string
+	minNP       string
+	maxNP       string
 	where       hostFlags
 	outputDir   string
 	tagOutput   bool

@@ -156,7 +156,18 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-H", "h1", "--remote-hvdrun="}, touch...), "--remote-hvdrun: got nothing"},
 		{append([]string{"-H", "h1", "--torch-store", "127.0.0.1:0"}, touch...), `--torch-store: got "127.0.0.1:0", want an address of this host`},
 		{append([]string{"-H", "h1", "--network-interfaces", "nothing0"}, touch...), "nothing0"},
-		{append([]string{"--min-np", "2"}, touch...), "--min-np: this version does not have elastic jobs"},
+		{append([]string{"-np", "2", "--min-np", "2"}, touch...), `--min-np and --max-np: got "2" and "", want both to be 2, the number of ranks: this version does not have elastic jobs`},
+		{append([]string{"-np", "2", "--min-np", "2", "--max-np", "4"}, touch...), `got "2" and "4", want both to be 2`},
+		{append([]string{"-H", "h1:2,h2:2", "--min-num-proc", "2", "--max-num-proc", "2"}, touch...), `got "2" and "2", want both to be 4`},
+		{append([]string{"--host-discovery-script", "s"}, touch...), "--host-discovery-script: this version does not have elastic jobs"},
+		{append([]string{"--nproc_per_node=2"}, touch...), "--nproc_per_node is a flag of torchrun: use -np N, or on several hosts -H h1:N,h2:N"},
+		{append([]string{"-np", "2", "--rdzv-endpoint", "h:1"}, touch...), "--rdzv-endpoint is a flag of torchrun: leave it out"},
+		{append([]string{"-np", "2", "-m", "train"}, touch...), "-m is a flag of torchrun: use python3 -m MODULE"},
+		{append([]string{"-np", "2", "-host", "h1,h2"}, touch...), "--host is a flag of mpirun: use -H h1:N,h2:N"},
+		{append([]string{"-np", "2", "-bind-to", "none"}, touch...), "--bind-to is a flag of mpirun: use --thread-affinity"},
+		{append([]string{"-np", "2", "-mca", "pml", "ob1"}, touch...), "--mca is a flag of mpirun: MPI's parameters mean nothing here"},
+		{append([]string{"-ppn", "2"}, touch...), "--ppn is a flag of mpirun: use -H h1:N,h2:N"},
+		{append([]string{"-N", "2"}, touch...), "-N is a flag of mpirun: use -H h1:N,h2:N"},
 		{append([]string{"--mpi"}, touch...), "--mpi: this version does not have MPI"},
 		{append([]string{"--autotune-log-file=t.csv"}, touch...), "--autotune-log-file: this version does not have autotuning"},
 	} {
@@ -195,6 +206,8 @@ func TestFormsOfTheCommandLine(t *testing.T) {
 		{[]string{"-x", "A=1,2", "-np", "2"}, "1,2"},
 		{[]string{"-np", "2", "-xA=1", "-x", "PATH"}, "1"},
 		{[]string{"-np", "3", "-x", "A=-np", "-np", "2"}, "-np"},
+		{[]string{"-np", "2", "--min-np", "2", "--max-np=2"}, ""},
+		{[]string{"-hosts", "localhost:2"}, ""},
 	} {
 		t.Run(strings.Join(c.flags, " "), func(t *testing.T) {
 			stdout, stderr, status := output(t, append(slices.Clone(c.flags), echo...)...)
@@ -401,6 +414,26 @@ func TestRewrite(t *testing.T) {
 	} {
 		if got := strings.Join(rewrite(strings.Fields(c.in), flags), " "); got != c.want {
 			t.Errorf("%q: got %q, want %q", c.in, got, c.want)
+		}
+	}
+}
+
+// Every name of foreignFlags gets its hint, and none is a flag of ours, which would never get it.
+func TestForeignFlags(t *testing.T) {
+	flags := new(runner).command().Flags()
+	for _, f := range foreignFlags {
+		for _, name := range f.names {
+			known, arg := flags.Lookup(name), "-"+name
+			if len(name) == 1 {
+				known = flags.ShorthandLookup(name)
+			}
+			if known != nil {
+				t.Errorf("%s is a flag of hvdrun's own", name)
+			}
+			want := arg + " is a flag of " + f.program + ": " + f.instead
+			if _, stderr, status := output(t, arg); status != 2 || !strings.Contains(stderr, want) {
+				t.Errorf("%s: got exit status %d and %q, want %q", arg, status, stderr, want)
+			}
 		}
 	}
 }
