@@ -11,9 +11,10 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"runtime/debug"
 
 	"github.com/spf13/cobra"
+
+	"github.com/gohvd/gohvd/internal/version"
 )
 
 // Exit statuses.
@@ -54,7 +55,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 			}
 			return nil
 		},
-		Version:       versionText(),
+		Version:       version.Text(),
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		RunE:          func(*cobra.Command, []string) error { return d.run() },
@@ -105,17 +106,4 @@ func completion(root *cobra.Command) *cobra.Command {
 			return shells[args[0]](cmd.OutOrStdout())
 		},
 	}
-}
-
-// versionText is the version of the module, and what it was built from if that is known.
-func versionText() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok {
-		return "unknown"
-	}
-	text := info.Main.Version
-	if text == "" {
-		text = "(devel)"
-	}
-	return text + " " + info.GoVersion
 }

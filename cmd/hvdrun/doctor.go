@@ -76,7 +76,7 @@ func (r *runner) doctor() *cobra.Command {
 // examine runs the checks and prints what they found.
 func (r *runner) examine(given *doctorFlags) error {
 	s := doctor.Here()
-	s.Environ = r.env
+	s.Environ, s.Sidecar = r.env, besideSelf(sidecar)
 	s.Build.Version = version.Text()
 	var err error
 	if s.Build.Parts, err = builtParts(r.env); err != nil {

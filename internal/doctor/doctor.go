@@ -153,6 +153,7 @@ func Checks() []Check {
 		{"found at run time", "libraries", libraries},
 		{"found at run time", "nvidia", nvidia},
 		{"found at run time", "mpirun", mpirun},
+		{"python", "python", python},
 		{"processor", "simd", simd},
 		{"processor", "cores", cores},
 		{"processor", "quota", quota},

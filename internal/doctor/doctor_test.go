@@ -80,7 +80,13 @@ func soundSystem() *System {
 		Hostname:   func() (string, error) { return "h0", nil },
 		LookupHost: func(context.Context, string) ([]string, error) { return []string{"10.0.0.2"}, nil },
 		LookPath:   func(name string) (string, error) { return "/usr/bin/" + name, nil },
-		Reach:      func(context.Context, []string) (string, error) { return "", nil },
+		Output: func(_ context.Context, _, argv []string) (string, error) {
+			if len(argv) == 2 {
+				return "hvdd v1\n", nil
+			}
+			return `{"version": "3.12.1", "minor": 12, "torch": "2.4", "numpy": "2", "gohvd": "0.6", "at": "/p/gohvd", "hvdd": "/b/hvdd"}`, nil
+		},
+		Reach: func(context.Context, []string) (string, error) { return "", nil },
 	}
 }
 
@@ -126,7 +132,7 @@ func TestASoundMachine(t *testing.T) {
 		}
 		return all
 	}())
-	want := []string{"build", "found at run time", "processor", "memory", "limits", "network", "clock", "hosts", "launch environment"}
+	want := []string{"build", "found at run time", "python", "processor", "memory", "limits", "network", "clock", "hosts", "launch environment"}
 	if !slices.Equal(sections, want) {
 		t.Errorf("got sections %q, want %q", sections, want)
 	}
@@ -146,7 +152,7 @@ func TestABrokenMachine(t *testing.T) {
 	s.LookPath = func(string) (string, error) { return "", broken }
 	holds(t, "broken", Run(t.Context(), s, Checks(), testLimit),
 		"ok version", "ok compiler", "ok controllers", "ok cpu operations",
-		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok mpirun: not found",
+		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok mpirun: not found", "ok python: not in PATH", "ok hvdd: not beside",
 		"ok simd", "warn online", "warn affinity", "ok GOMAXPROCS", "ok quota: no limit",
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",
 		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",

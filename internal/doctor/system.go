@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"net"
 	"os"
@@ -49,6 +50,10 @@ type System struct {
 	LookupHost func(ctx context.Context, name string) ([]string, error)
 	// LookPath finds a program.
 	LookPath func(name string) (string, error)
+	// Sidecar is the hvdd that hvdrun gives to ranks which name none; empty if there is none.
+	Sidecar string
+	// Output runs a command with an environment and without input to its end, or that of ctx, and returns what it printed.
+	Output func(ctx context.Context, env, argv []string) (string, error)
 	// Reach runs a command without input to its end, or that of ctx. said is the last that it wrote to standard error.
 	Reach func(ctx context.Context, argv []string) (said string, err error)
 }
@@ -82,7 +87,7 @@ type Interface struct {
 	Up, Running, Loopback bool
 }
 
-// Here is this machine. What it does not know by itself, the caller adds: Build but for its compiler, Environ, Hosts, Agent.
+// Here is this machine. What it does not know by itself, the caller adds: Build but for its compiler, Environ, Hosts, Agent, Sidecar.
 func Here() *System {
 	s := &System{
 		Root: os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, GOMAXPROCS: runtime.GOMAXPROCS(0),
@@ -110,6 +115,7 @@ func Here() *System {
 		Hostname:   os.Hostname,
 		LookupHost: net.DefaultResolver.LookupHost,
 		LookPath:   exec.LookPath,
+		Output:     output,
 		Reach:      reach,
 	}
 	if info, known := debug.ReadBuildInfo(); known {
@@ -156,19 +162,36 @@ func netInterfaces() ([]Interface, error) {
 const (
 	// killDelay is how long what an agent has left behind may keep its standard error open.
 	killDelay = grace / 2
-	// saidBytes bounds what is kept of what an agent says.
+	// saidBytes bounds what is kept of what a command prints.
 	saidBytes = 4 << 10
 )
 
-// reach runs an agent in a process group of its own, all of which the end of ctx kills.
-func reach(ctx context.Context, argv []string) (said string, err error) {
-	var last tail
+// command is one in a process group of its own, all of which the end of ctx kills.
+func command(ctx context.Context, argv []string, stderr *tail) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
-	cmd.Stderr = &last
+	cmd.Stderr = stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) }
 	cmd.WaitDelay = killDelay
-	err = cmd.Run()
+	return cmd
+}
+
+// output runs a program and returns the last that it wrote to standard output. An error has the last line of standard error.
+func output(ctx context.Context, env, argv []string) (string, error) {
+	var stdout, stderr tail
+	cmd := command(ctx, argv, &stderr)
+	cmd.Env, cmd.Stdout = env, &stdout
+	err := cmd.Run()
+	if last := lastLine(string(stderr)); err != nil && last != "" {
+		err = fmt.Errorf("%w: %s", err, last)
+	}
+	return string(stdout), err
+}
+
+// reach runs an agent.
+func reach(ctx context.Context, argv []string) (said string, err error) {
+	var last tail
+	err = command(ctx, argv, &last).Run()
 	if errors.Is(err, exec.ErrWaitDelay) {
 		err = nil // it has succeeded; ssh with ControlPersist leaves a process that shares its standard error
 	}

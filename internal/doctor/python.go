@@ -1,0 +1,110 @@
+package doctor
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+
+	"github.com/gohvd/gohvd/internal/config"
+)
+
+const (
+	// sidecarVariable names the hvdd that a Python program starts, config.SidecarVariable one that runs already.
+	sidecarVariable = "HVD_SIDECAR_BINARY"
+	sidecarName     = "hvdd"
+	sidecarFix      = "go build ./cmd/hvdd beside hvdrun, or name it with " + sidecarVariable
+
+	oldestPython = 10 // 3.10
+)
+
+// probe prints what pythonFacts has. It does not import torch, which may take longer than the doctor has.
+const probe = `
+import importlib.util, json, platform, sys
+def version(name):
+    if importlib.util.find_spec(name) is None:
+        return ""
+    try:
+        from importlib import metadata
+        return metadata.version(name)
+    except ImportError:
+        return "of unknown version"
+facts = dict(version=platform.python_version(), minor=sys.version_info[1], torch=version("torch"), numpy=version("numpy"))
+try:
+    import gohvd, gohvd._sidecar
+    facts.update(gohvd=gohvd.__version__, at=gohvd.__file__)
+    facts.update(hvdd=gohvd._sidecar.find_sidecar())
+except Exception as e:
+    facts.update(error="%s: %s" % (type(e).__name__, e), absent=getattr(e, "name", None) == "gohvd")
+print(json.dumps(facts))
+`
+
+// pythonFacts is what probe prints. A version is empty for what is not installed.
+type pythonFacts struct {
+	Version, Torch, Numpy string
+	Minor                 int
+	Gohvd, At, Hvdd       string
+	// Error is why gohvd cannot be imported or finds no hvdd, and Absent says that gohvd is not installed.
+	Error  string
+	Absent bool
+}
+
+// python says what a program in Python would find: python3, torch, numpy, gohvd and hvdd. Programs in Go need none of it.
+func python(ctx context.Context, s *System) []Line {
+	env := s.Environ
+	if s.Sidecar != "" && s.getenv(sidecarVariable) == "" {
+		env = append(env[:len(env):len(env)], sidecarVariable+"="+s.Sidecar) // as hvdrun does for its ranks
+	}
+	file, err := s.LookPath("python3")
+	if err != nil {
+		return []Line{ok("", "python3 is not in PATH"), s.hvddLine(ctx, s.Sidecar)}
+	}
+	text, err := s.Output(ctx, env, []string{file, "-c", probe})
+	var facts pythonFacts
+	if err == nil {
+		err = json.Unmarshal([]byte(text), &facts)
+	}
+	if err != nil {
+		return []Line{warn("", "run "+file+" by hand", "%s: %v", file, err)}
+	}
+	lines := []Line{ok("", "%s at %s", facts.Version, file)}
+	if facts.Minor < oldestPython {
+		lines[0] = warn("", fmt.Sprintf("install Python 3.%d or newer", oldestPython), "%s at %s is too old for gohvd", facts.Version, file)
+	}
+	for _, l := range []struct{ name, version string }{{"torch", facts.Torch}, {"numpy", facts.Numpy}} {
+		if l.version == "" {
+			l.version = "not installed"
+		}
+		lines = append(lines, ok(l.name, "%s", l.version))
+	}
+	switch {
+	case facts.Absent:
+		return append(lines, ok("gohvd", "not installed for this Python"), s.hvddLine(ctx, s.Sidecar))
+	case facts.Gohvd == "":
+		return append(lines, warn("gohvd", "install it anew: pip install ./python", "it cannot be imported: %s", facts.Error))
+	}
+	lines = append(lines, ok("gohvd", "%s at %s", facts.Gohvd, facts.At))
+	switch running := s.getenv(config.SidecarVariable); {
+	case running != "":
+		return append(lines, ok(sidecarName, "%s is %s, which runs already", config.SidecarVariable, running))
+	case facts.Hvdd == "":
+		return append(lines, fail(sidecarName, sidecarFix, "%s", facts.Error))
+	}
+	return append(lines, s.hvddLine(ctx, facts.Hvdd))
+}
+
+// hvddLine runs an hvdd for its version, which ought to be that of this program.
+func (s *System) hvddLine(ctx context.Context, file string) Line {
+	if file == "" {
+		return ok(sidecarName, "not beside hvdrun; only programs in Python need it")
+	}
+	text, err := s.Output(ctx, s.Environ, []string{file, "--version"})
+	version := strings.TrimSpace(strings.TrimPrefix(strings.TrimSpace(text), sidecarName))
+	switch {
+	case err != nil:
+		return fail(sidecarName, sidecarFix, "%s: %v", file, err)
+	case version != s.Build.Version:
+		return warn(sidecarName, sidecarFix, "%s is of version %s, and hvdrun of %s", file, version, s.Build.Version)
+	}
+	return ok(sidecarName, "%s at %s", version, file)
+}

@@ -1,0 +1,98 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestPythonPrograms(t *testing.T) {
+	const gohvd = `"gohvd": "0.6", "at": "/p/gohvd"`
+	refused := errors.New("exit status 1: no such module")
+	for what, c := range map[string]struct {
+		facts    string // that Python prints; empty if it fails
+		hvdd     string // that hvdd prints; empty if it fails
+		sidecar  string
+		environ  []string
+		want     []string
+		noPython bool
+	}{
+		"without Python":   {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd v1", want: []string{"ok python: not in PATH", "ok hvdd: v1 at /b/hvdd"}},
+		"Python is broken": {want: []string{"warn python: /usr/bin/python3: exit status 1: no such module"}},
+		"it prints rubbish": {
+			facts: "hello", want: []string{"warn python: /usr/bin/python3: invalid"},
+		},
+		"Python is old": {
+			facts: `{"version": "3.8.1", "minor": 8, "error": "x", "absent": true}`,
+			want:  []string{"warn python: 3.8.1 at /usr/bin/python3 is too old", "ok torch: not installed", "ok numpy: not installed", "ok gohvd: not installed", "ok hvdd: only programs in Python"},
+		},
+		"gohvd is broken": {
+			facts: `{"version": "3.12", "minor": 12, "torch": "2.4", "error": "SyntaxError: bad"}`,
+			want:  []string{"ok python", "ok torch: 2.4", "ok numpy", "warn gohvd: it cannot be imported: SyntaxError: bad"},
+		},
+		"no hvdd": {
+			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "SidecarError: none on PATH"}`,
+			want:  []string{"ok python", "ok torch", "ok numpy", "ok gohvd: 0.6 at /p/gohvd", "fail hvdd: SidecarError: none on PATH"},
+		},
+		"no hvdd needed": {
+			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "SidecarError: none on PATH"}`, environ: []string{"HVD_SIDECAR=unix:///s"},
+			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "ok hvdd: HVD_SIDECAR is unix:///s, which runs already"},
+		},
+		"hvdd does not run": {
+			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`,
+			want:  []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "fail hvdd: /b/hvdd: exit status 1"},
+		},
+		"hvdd is another": {
+			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`, hvdd: "hvdd v0\n",
+			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "warn hvdd: /b/hvdd is of version v0, and hvdrun of v1"},
+		},
+	} {
+		s := soundSystem()
+		s.Sidecar, s.Environ = c.sidecar, c.environ
+		if c.noPython {
+			s.LookPath = func(string) (string, error) { return "", refused }
+		}
+		s.Output = func(_ context.Context, _, argv []string) (string, error) {
+			text := c.facts
+			if argv[len(argv)-1] == "--version" {
+				text = c.hvdd
+			}
+			if text == "" {
+				return "", refused
+			}
+			return text, nil
+		}
+		holds(t, what, look(t, s, "python"), c.want...)
+	}
+}
+
+// The probe finds gohvd of this checkout, and the hvdd that hvdrun would name, or that the environment names.
+func TestThisPython(t *testing.T) {
+	if _, err := Here().LookPath("python3"); err != nil {
+		t.Skip("python3 is not in PATH")
+	}
+	checkout, err := filepath.Abs("../../python")
+	if err != nil {
+		t.Fatal(err)
+	}
+	hvdd := filepath.Join(t.TempDir(), "hvdd")
+	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\necho hvdd v1\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	s := Here()
+	s.Build.Version, s.Sidecar = "v1", hvdd
+	s.Environ = slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, "HVD_") || strings.HasPrefix(e, "PYTHON") })
+	s.Environ = append(s.Environ, "PYTHONDONTWRITEBYTECODE=1", "PYTHONPATH="+checkout)
+	lines := python(t.Context(), s)
+	holds(t, "this Python", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: at "+checkout, "ok hvdd: v1 at "+hvdd)
+	s.Environ = append(s.Environ, sidecarVariable+"="+hvdd+".none")
+	lines = python(t.Context(), s)
+	holds(t, "a wrong name", lines, "ok ", "ok torch", "ok numpy", "ok gohvd", "fail hvdd: SidecarError: HVD_SIDECAR_BINARY is")
+	s.Environ = append(s.Environ, "PYTHONPATH=")
+	lines = python(t.Context(), s)
+	holds(t, "without gohvd", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: not installed", "ok hvdd: v1 at "+hvdd)
+}
