@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -513,6 +514,31 @@ func TestMicros(t *testing.T) {
 			t.Errorf("%d ns: got %s, want %s", d, got, want)
 		}
 	}
+}
+
+// What was recorded is in the file 50 ms later, by the clock of a bubble, in which the writing itself takes no time: what comes after
+// a long silence, and what comes as soon as the writer has written.
+func TestVisibleSoon(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const visible = 50 * time.Millisecond
+		path := filepath.Join(t.TempDir(), "t.json")
+		tl := mustStart(t, testConfig(path), usual)
+		for number := range uint64(4) {
+			if number%2 == 0 {
+				time.Sleep(time.Hour)
+			}
+			name := fmt.Sprintf("gradient/%d", number)
+			tl.Record(simple(number+1, name))
+			time.Sleep(visible)
+			synctest.Wait()
+			if text, err := os.ReadFile(path); err != nil || !bytes.Contains(text, []byte(name)) {
+				t.Errorf("operation %d is not in the file after %v (error %v)", number+1, visible, err)
+			}
+		}
+		if err := tl.Close(); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // Why: the engine's lanes call it for every operation.

@@ -62,8 +62,9 @@ type knobs struct {
 	change change
 }
 
-// The interval also gives who reads the file of a running job time to do so: it is not touched before the next but one flush.
-var usual = knobs{tensors: 16 << 10, interval: 200 * time.Millisecond, retry: time.Second, patience: 5 * time.Second}
+// The interval leaves 10 ms for the writing itself: docs/timeline.md promises events in the file after 50. A reader of a running job's
+// file has an interval too: the file is not touched before the next but one flush.
+var usual = knobs{tensors: 16 << 10, interval: 40 * time.Millisecond, retry: time.Second, patience: 5 * time.Second}
 
 // Timeline is the timeline of one rank. Its methods may be called from any goroutine.
 type Timeline struct {
