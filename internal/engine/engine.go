@@ -92,6 +92,9 @@ type Config struct {
 	// OnStall, if not nil, is called at rank 0 for each report of the stall inspector. It delays the negotiation, so it
 	// must return soon.
 	OnStall func(*controller.Stall)
+	// StallsExplained, if not nil, reports whether the launcher prints a report of all that waits when it hears of a stall.
+	// Then the log names one stall where else it names several. It is called as OnStall is.
+	StallsExplained func() bool
 }
 
 // Engine is one rank of one epoch.

@@ -55,11 +55,12 @@ func (e *Engine) overdue(now time.Duration) (late []overdueOperation) {
 	return late
 }
 
-// When a rank is gone astray, all tensors of a step stall at once, if not in one turn: in a stallWindow that many are logged
+// When a rank does not follow, all tensors of a step stall at once, if not in one turn: in a stallWindow so many are logged
 // one by one, and at its end how many more there were.
 const (
-	stallLines  = 10
-	stallWindow = time.Second
+	stallLines          = 10
+	explainedStallLines = 1
+	stallWindow         = time.Second
 )
 
 // complaints counts the stalls of a window, which the first of them opens.
@@ -82,6 +83,10 @@ func (e *Engine) reportStalls(events []controller.Event) {
 	if e.now >= c.end {
 		e.closeComplaints()
 	}
+	lines := stallLines
+	if len(events) > 0 && e.cfg.StallsExplained != nil && e.cfg.StallsExplained() {
+		lines = explainedStallLines
+	}
 	for _, ev := range events {
 		s := ev.Stall
 		if s == nil {
@@ -90,7 +95,7 @@ func (e *Engine) reportStalls(events []controller.Event) {
 		if c.named == 0 {
 			c.end = e.now + stallWindow
 		}
-		if c.named < stallLines {
+		if c.named < lines {
 			c.named++
 			e.logStall(s)
 		} else {

@@ -295,6 +295,12 @@ func Report(ctx context.Context, kv store.Store, rank int, what string, body []b
 	return nil
 }
 
+// IsWatched reports whether somebody watches, or has watched, for reports.
+func IsWatched(ctx context.Context, kv store.Store) (bool, error) {
+	watched, err := peek(ctx, kv, keyWatched)
+	return watched != nil, err
+}
+
 func report(ctx context.Context, kv store.Store, rank int, what string, body []byte) error {
 	if err := checkWhat(what); err != nil {
 		return err
@@ -302,10 +308,10 @@ func report(ctx context.Context, kv store.Store, rank int, what string, body []b
 	if len(body) > MaxBodyBytes {
 		return fmt.Errorf("%d bytes, want at most %d", len(body), MaxBodyBytes)
 	}
-	switch watched, err := peek(ctx, kv, keyWatched); {
+	switch watched, err := IsWatched(ctx, kv); {
 	case err != nil:
 		return err
-	case watched == nil:
+	case !watched:
 		return ErrNobody
 	}
 	switch n, err := kv.QueueLen(ctx, keyReports); {

@@ -482,7 +482,10 @@ func TestReports(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	testnet.Eventually(t, "somebody watches", func() bool { return mustPeek(t, kv, keyWatched) != nil })
+	testnet.Eventually(t, "somebody watches", func() bool {
+		watched, err := IsWatched(ctx, kv)
+		return watched && err == nil
+	})
 	if err := Report(ctx, client, 3, Stall, []byte("grad/7")); err != nil {
 		t.Fatal(err)
 	}

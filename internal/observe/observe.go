@@ -11,6 +11,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -52,6 +53,7 @@ type Rank struct {
 	cancel  context.CancelFunc
 	running sync.WaitGroup
 	stalls  chan recorder.Stall // the engine's reports that are to be passed on
+	watched atomic.Bool         // the launcher makes a report of them
 
 	mu      sync.Mutex
 	engine  *engine.Engine // nil before Attach
@@ -96,6 +98,7 @@ func (r *Rank) Configure(cfg *engine.Config) {
 		r.failed(p)
 	}
 	cfg.OnStallShutdown = func(s *engine.StallError) { r.failed(s) }
+	cfg.StallsExplained = r.watched.Load
 	cfg.OnStall = func(s *controller.Stall) {
 		if stall != nil {
 			stall(s)
@@ -292,6 +295,10 @@ func (r *Rank) stalled(s *controller.Stall) {
 
 // passStallsOn tells the launcher of stalls, which then asks all ranks what they wait for.
 func (r *Rank) passStallsOn() {
+	if r.cfg.Launcher != nil {
+		watched, err := inquiry.IsWatched(r.ctx, r.cfg.Launcher)
+		r.watched.Store(watched && err == nil)
+	}
 	for {
 		var stall recorder.Stall
 		select {
