@@ -96,7 +96,7 @@ type Stall struct {
 
 // OnStall makes f hear of stalls at rank 0, which knows of all ranks': after HOROVOD_STALL_CHECK_TIME_SECONDS and again
 // each time that much more has passed. Stalls are logged besides. f is called by the background loop, so it must return
-// soon and must not wait for an operation.
+// soon and must not wait for an operation. Lock-step negotiation (HVD_NEGOTIATION) does not look for stalls.
 func OnStall(f func(Stall)) InitOption { return func(o *initOptions) { o.onStall = f } }
 
 // After makes the new engine's epoch follow that of prev, which was shut down. Nil is none.
@@ -119,6 +119,9 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	}
 	for _, w := range cfg.Warnings {
 		o.log.Warn(w)
+	}
+	if o.onStall != nil && cfg.Lockstep {
+		o.log.Warn("hvd: OnStall hears of nothing in lock-step negotiation (HVD_NEGOTIATION), which does not look for stalls")
 	}
 	e := &Engine{dynamicSets: cfg.DynamicProcessSets, timeout: cfg.OperationTimeout}
 	if o.ownLog {

@@ -112,6 +112,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		Timeline: "t.json", TimelineMarkCycles: true, TimelineMaxMiB: 3, TimelineLast: 30 * time.Second, TimelineSignal: "SIGUSR2",
 		MetricsAddr: ":9100", FlightRecorder: false, DumpDir: "dumps",
 		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
+		Warnings: got.Warnings, // of what lock-step negotiation does not heed
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -223,6 +224,31 @@ func TestStallSettings(t *testing.T) {
 		if err != nil || got.StallWarning != c.warning || got.StallShutdown != c.shutdown || strings.Join(got.Warnings, "\n") != c.wantWarning {
 			t.Errorf("%v: got %v, %v, %q and error %v, want %v, %v, %q", c.env,
 				got.StallWarning, got.StallShutdown, got.Warnings, err, c.warning, c.shutdown, c.wantWarning)
+		}
+	}
+}
+
+// Settings that lock-step negotiation does not heed say so if they are given, and not as the default.
+func TestSettingsOfEventsInLockstep(t *testing.T) {
+	const noStalls = " has no effect: lock-step negotiation does not look for stalls"
+	for name, want := range map[string]string{
+		"HOROVOD_STALL_CHECK_TIME_SECONDS":    noStalls,
+		"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": noStalls,
+		"HVD_LIVENESS_SECONDS":                " has no effect: lock-step negotiation has no heartbeats; a process that dies is noticed by the end of its connection",
+		"HVD_OPERATION_TIMEOUT_SECONDS":       "", // works
+	} {
+		c, err := load(map[string]string{"HVD_NEGOTIATION": "lockstep", name: "77"})
+		if want != "" {
+			want = name + want
+		}
+		if got := strings.Join(c.Warnings, "\n"); err != nil || got != want {
+			t.Errorf("%s: got %q and error %v, want %q", name, got, err, want)
+		}
+		s, _ := config.Lookup(name)
+		for _, env := range []map[string]string{{name: "77"}, {"HVD_NEGOTIATION": "lockstep", name: s.Default}} {
+			if c, err := load(env); err != nil || len(c.Warnings) > 0 {
+				t.Errorf("%v: got %q and error %v, want no warning", env, c.Warnings, err)
+			}
 		}
 	}
 }
