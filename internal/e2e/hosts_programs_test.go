@@ -140,7 +140,9 @@ func checkRound(ctx context.Context, round int) error {
 		}
 		sums = append(sums, pending{h, want})
 	}
-	for _, check := range []func(context.Context, int, int, int) error{checkAllgather, checkBroadcast, checkAlltoall, checkBarrier} {
+	for _, check := range []func(ctx context.Context, round, me, n int) error{
+		checkReductions, checkReducescatter, checkAllgather, checkBroadcast, checkAlltoall, checkBarrier, checkGroups, checkProcessSet, checkJoin,
+	} {
 		if err := check(ctx, round, me, n); err != nil {
 			return err
 		}
@@ -210,6 +212,135 @@ func checkAlltoall(ctx context.Context, round, me, n int) error {
 		return err
 	}
 	return check("rows of alltoall", received, from, nil)
+}
+
+// checkReductions checks the allreduces that are no sums.
+func checkReductions(ctx context.Context, round, me, n int) error {
+	product := int64(1)
+	for r := range n {
+		product *= int64(1 + (r+round)%3)
+	}
+	// Rank r has 6 round + 2 r.
+	for _, c := range []struct {
+		op   hvd.ReduceOp
+		x    int64
+		want int64
+	}{
+		{hvd.Average, int64(6*round + 2*me), int64(6*round + n - 1)},
+		{hvd.Min, int64(6*round + 2*me), int64(6 * round)},
+		{hvd.Max, int64(6*round + 2*me), int64(6*round + 2*(n-1))},
+		{hvd.Product, int64(1 + (me+round)%3), product},
+	} {
+		got, err := hvd.Allreduce(ctx, slices.Repeat([]int64{c.x}, 1000), hvd.Op(c.op), hvd.Name(fmt.Sprint("reduction ", c.op)))
+		if err := check(fmt.Sprint("allreduce ", c.op), got, slices.Repeat([]int64{c.want}, 1000), err); err != nil {
+			return err
+		}
+	}
+	// Adasum adds vectors that are orthogonal to each other.
+	x, want := make([]float32, n), ramp(n, round+1)
+	x[me] = want[me]
+	got, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.Name("adasum"))
+	return check("adasum", got, want, err)
+}
+
+// dealt is what member m of n gets of the rows of a reducescatter: the first get one more.
+func dealt[T any](rows []T, m, n int) []T {
+	from := func(m int) int { return m*(len(rows)/n) + min(m, len(rows)%n) }
+	return rows[from(m):from(m+1)]
+}
+
+// sumOfRamps is the sum of ramp(numElems, r+round) over ranks.
+func sumOfRamps(numElems, round int, ranks ...int) []float32 {
+	want := make([]float32, numElems)
+	for _, r := range ranks {
+		for k, v := range ramp(numElems, r+round) {
+			want[k] += v
+		}
+	}
+	return want
+}
+
+func all(n int) (ranks []int) {
+	for r := range n {
+		ranks = append(ranks, r)
+	}
+	return ranks
+}
+
+func checkReducescatter(ctx context.Context, round, me, n int) error {
+	numElems := 5000 + round%7
+	got, err := hvd.Reducescatter(ctx, ramp(numElems, me+round), hvd.Op(hvd.Sum), hvd.Name("reducescatter"))
+	return check("reducescatter", got, dealt(sumOfRamps(numElems, round, all(n)...), me, n), err)
+}
+
+func checkGroups(ctx context.Context, round, me, n int) error {
+	lengths := []int{3, 0, 4000 + round%5}
+	var xs [][]float32
+	for _, l := range lengths {
+		xs = append(xs, ramp(l, me+round))
+	}
+	sums, err := hvd.GroupedAllreduce(ctx, xs, hvd.Op(hvd.Sum), hvd.Name("grouped allreduce"))
+	if err != nil {
+		return err
+	}
+	gathered, err := hvd.GroupedAllgather(ctx, xs, hvd.Name("grouped allgather"))
+	if err != nil {
+		return err
+	}
+	scattered, err := hvd.GroupedReducescatter(ctx, xs, hvd.Op(hvd.Sum), hvd.Name("grouped reducescatter"))
+	if err != nil {
+		return err
+	}
+	for i, l := range lengths {
+		want := sumOfRamps(l, round, all(n)...)
+		var together []float32
+		for r := range n {
+			together = append(together, ramp(l, r+round)...)
+		}
+		if err := errors.Join(
+			check("grouped allreduce", sums[i], want, nil), check("grouped allgather", gathered[i], together, nil),
+			check("grouped reducescatter", scattered[i], dealt(want, me, n), nil),
+		); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkProcessSet works on a process set without one of the ranks, or of one of two.
+func checkProcessSet(ctx context.Context, round, me, n int) error {
+	ranks := slices.DeleteFunc(all(n), func(r int) bool { return r == round%n })
+	set, err := hvd.AddProcessSet(ctx, ranks)
+	if err != nil {
+		return err
+	}
+	if set.Included() {
+		got, err := hvd.Allreduce(ctx, ramp(3000, me+round), hvd.Op(hvd.Sum), hvd.Over(set), hvd.Name("of a set"))
+		if err := check("allreduce of a process set", got, sumOfRamps(3000, round, ranks...), err); err != nil {
+			return err
+		}
+		got, err = hvd.Broadcast(ctx, ramp(10, me), ranks[0], hvd.Over(set), hvd.Name("in a set"))
+		if err := check("broadcast in a process set", got, ramp(10, ranks[0]), err); err != nil {
+			return err
+		}
+	}
+	return hvd.RemoveProcessSet(ctx, set)
+}
+
+// checkJoin has all ranks but one join, which goes on by itself for a while.
+func checkJoin(ctx context.Context, round, me, n int) error {
+	late := round % n
+	if me == late {
+		for i := range 3 {
+			x := ramp(100*i, round)
+			got, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Sum), hvd.Name("alone"))
+			if err := check("allreduce of the last to join", got, x, err); err != nil {
+				return err
+			}
+		}
+	}
+	last, err := hvd.Join(ctx)
+	return check("join", []int{last}, []int{late}, err)
 }
 
 // checkBarrier has one rank come late to a barrier: nobody may leave it before. All hosts have one clock here.
