@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/dial"
@@ -55,10 +56,18 @@ func Dial(ctx context.Context, addr string, cfg Config) (*Client, error) {
 
 func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Duration) (*Client, error) {
 	var conn net.Conn
+	http := false
 	err := dial.Retry(ctx, func() (err error) {
 		conn, err = dial.Greet(ctx, addr, cfg.Secret, storeMagic, storeVersion)
+		// Horovod's server waits for a line, in silence.
+		if err != nil && !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(ctx.Err(), context.Canceled) && speaksHTTP(addr) {
+			http, err = true, errHTTP
+		}
 		return err
 	})
+	if http {
+		err = errHTTP // also if ctx has ended meanwhile
+	}
 	if err != nil {
 		return nil, fmt.Errorf("store: dial %s: %w", addr, err)
 	}
@@ -70,6 +79,30 @@ func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Du
 	s.wg.Go(func() { s.read(silence) })
 	s.wg.Go(func() { s.write(ping) })
 	return s, nil
+}
+
+var errHTTP = errors.New("it is an HTTP server, as Horovod's rendezvous server is, and no store of gohvd: " +
+	"start the ranks with hvdrun instead of horovodrun, or have HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT name a store of hvdrun store")
+
+// httpTimeout bounds speaksHTTP.
+const httpTimeout = 2 * time.Second
+
+// speaksHTTP reports whether a server answers an HTTP request with HTTP.
+func speaksHTTP(addr string) bool {
+	conn, err := net.DialTimeout("tcp", addr, httpTimeout)
+	if err != nil {
+		return false
+	}
+	defer conn.Close()
+	if err := conn.SetDeadline(time.Now().Add(httpTimeout)); err != nil {
+		return false
+	}
+	if _, err := io.WriteString(conn, "GET / HTTP/1.0\r\n\r\n"); err != nil {
+		return false
+	}
+	answer := make([]byte, len("HTTP/"))
+	_, err = io.ReadFull(conn, answer)
+	return err == nil && string(answer) == "HTTP/"
 }
 
 // Set implements Store.

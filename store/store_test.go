@@ -284,8 +284,32 @@ func TestDialTCP(t *testing.T) {
 		testnet.WantError(t, err, "missing port")
 	})
 	t.Run("not a store", func(t *testing.T) {
-		_, err := Dial(testnet.Context(t), testnet.FakeServer(t, func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n") }), Config{})
-		testnet.WantError(t, err, `greeting is "HTTP", want "GHVS"`)
+		_, err := Dial(testnet.Context(t), testnet.FakeServer(t, func(conn net.Conn) { io.WriteString(conn, "SSH-2.0-x\r\n") }), Config{})
+		testnet.WantError(t, err, `greeting is "SSH-", want "GHVS"`)
+	})
+	t.Run("Horovod's store", func(t *testing.T) {
+		key, _ := secret.New()
+		for what, refuses := range map[string]bool{"in silence": false, "at once": true} {
+			for _, s := range []secret.Secret{{}, key} {
+				addr := testnet.FakeServer(t, func(conn net.Conn) {
+					first := make([]byte, 4)
+					io.ReadFull(conn, first)
+					if string(first) != "GET " && !refuses {
+						io.Copy(io.Discard, conn) // it waits for the end of the line
+						return
+					}
+					io.WriteString(conn, "HTTP/1.0 404 Not Found\r\nServer: BaseHTTP/0.6\r\n\r\n")
+				})
+				ctx, cancel := context.WithTimeout(testnet.Context(t), 100*time.Millisecond)
+				if refuses {
+					ctx = testnet.Context(t)
+				}
+				_, err := Dial(ctx, addr, Config{Secret: s})
+				cancel()
+				testnet.WantError(t, err, "dial "+addr, "an HTTP server, as Horovod's rendezvous server is", "start the ranks with hvdrun")
+				t.Logf("%s: %v", what, err)
+			}
+		}
 	})
 	t.Run("another version", func(t *testing.T) {
 		_, err := Dial(testnet.Context(t), testnet.FakeServer(t, func(conn net.Conn) {
