@@ -5,207 +5,23 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/topo"
 )
 
-// The notation of NEGOTIATION's golden, in which scripts print frames and forge them. Vectors of bits are hexadecimal
-// numbers (bit 0 is 1), lists of bits are lists.
+// The notation of NEGOTIATION's golden, in which scripts print frames (message.Up, message.Down) and forge them.
 
-func upText(from topo.Rank, u *message.Up) string {
-	var b strings.Builder
-	fmt.Fprintf(&b, "%d->0 %s seen=%d", from, [...]string{"?", "up", "heartbeat", "bye", "suspect", "timeout", "released"}[u.Type], u.Seen)
-	switch u.Type {
-	case message.UpSuspect:
-		fmt.Fprintf(&b, " rank=%d %s", u.Suspect, u.Reason)
-	case message.UpReleased:
-		fmt.Fprintf(&b, " rank=%d", u.Suspect)
-	}
-	if u.Tensor != "" && !u.Shutdown {
-		fmt.Fprintf(&b, " set=%d %s %v", u.Set, u.Tensor, time.Duration(u.Millis)*time.Millisecond)
-	}
-	if u.Granted {
-		b.WriteString(" granted")
-	}
-	for i := range u.Sets {
-		s := &u.Sets[i]
-		fmt.Fprintf(&b, " set=%d", s.Set)
-		if s.Hits.Any() {
-			fmt.Fprintf(&b, " hits=%s", vectorText(s.Hits))
-		}
-		if s.Invalid.Any() {
-			fmt.Fprintf(&b, " invalid=%s", vectorText(s.Invalid))
-		}
-		for j := range s.Requests {
-			fmt.Fprintf(&b, " request %s", requestText(&s.Requests[j]))
-		}
-		if s.Done > 0 {
-			fmt.Fprintf(&b, " done=%d", s.Done)
-		}
-	}
-	if u.Shutdown {
-		b.WriteString(" shutdown")
-		if u.Operations > 0 {
-			fmt.Fprintf(&b, " after %d, %s %dms ago", u.Operations, u.Tensor, u.Millis)
-		}
-		if u.Reason != "" {
-			fmt.Fprintf(&b, " (%s)", u.Reason)
-		}
-	}
-	return b.String()
-}
+func upText(from topo.Rank, u *message.Up) string { return fmt.Sprintf("%d->0 %v", from, u) }
 
-func vectorText(v message.Bits) string {
-	text := ""
-	for i := len(v) - 1; i >= 0; i-- {
-		if text == "" && v[i] != 0 {
-			text = strconv.FormatUint(v[i], 16)
-		} else if text != "" {
-			text += fmt.Sprintf("%016x", v[i])
-		}
-	}
-	return text
+// downText prints a frame to some of size ranks: "0->*" if to all.
+func downText(to []topo.Rank, size int, d *message.Down) string {
+	return fmt.Sprintf("0->%s %v", ranksText(to, size), d)
 }
 
 // kindText is a kind in one word.
 func kindText(k message.Kind) string { return strings.ReplaceAll(k.String(), " ", "-") }
-
-// requestText prints a request; what is usual (sum, factors 1) is left out.
-func requestText(q *message.Request) string {
-	text := fmt.Sprintf("%s %s", kindText(q.Kind), q.Name)
-	switch {
-	case len(q.Parts) > 0:
-		text += " parts="
-		for i := range q.Parts.Len() {
-			dt, shape := q.Parts.At(i)
-			text += fmt.Sprintf("%s%v%v", strings.Repeat(",", min(i, 1)), dt, shape)
-		}
-	case q.Kind.MovesData():
-		text += fmt.Sprintf(" %v%v", q.DType, q.Shape)
-	}
-	switch q.Kind {
-	case message.Join:
-		if q.Empty {
-			text += " empty"
-		}
-	case message.AddProcessSet:
-		text += " ranks=" + listText(q.Ranks)
-	case message.RemoveProcessSet:
-		text += fmt.Sprintf(" id=%d", q.Set)
-	case message.Broadcast:
-		text += fmt.Sprintf(" root=%d", q.Root)
-	case message.Allreduce, message.Reducescatter:
-		if q.Op != tensor.Sum {
-			text += fmt.Sprintf(" op=%v", q.Op)
-		}
-		if q.Prescale != 1 {
-			text += fmt.Sprintf(" prescale=%v", q.Prescale)
-		}
-		if q.Postscale != 1 {
-			text += fmt.Sprintf(" postscale=%v", q.Postscale)
-		}
-		if q.Wire.Valid() {
-			text += fmt.Sprintf(" wire=%v", q.Wire)
-		}
-	}
-	if q.Group != "" {
-		text += fmt.Sprintf(" group=%s/%d", q.Group, q.GroupSize)
-	}
-	return text
-}
-
-// downText prints a frame to some of size ranks: "0->*" if to all.
-func downText(to []topo.Rank, size int, d *message.Down) string {
-	var b strings.Builder
-	fmt.Fprintf(&b, "0->%s ", ranksText(to, size))
-	switch d.Type {
-	case message.DownHeartbeat:
-		b.WriteString("heartbeat")
-		return b.String()
-	case message.DownClose:
-		b.WriteString("close")
-		return b.String()
-	case message.DownLeft:
-		fmt.Fprintf(&b, "left ranks=%s", ranksText(d.Ranks, -1))
-		return b.String()
-	case message.DownFail:
-		fmt.Fprintf(&b, "fail ranks=%s %s", ranksText(d.Ranks, -1), d.Reason)
-		return b.String()
-	}
-	fmt.Fprintf(&b, "down n=%d", d.Cycle)
-	for i := range d.Sets {
-		s := &d.Sets[i]
-		fmt.Fprintf(&b, " set=%d", s.Set)
-		for g := range s.Grants {
-			b.WriteString(" " + grantText(&s.Grants[g]))
-		}
-		if len(s.Erase) > 0 {
-			fmt.Fprintf(&b, " erase=%s", listText(s.Erase))
-		}
-		for j, p := range s.Puts {
-			if j == 0 {
-				b.WriteString(" put")
-			}
-			fmt.Fprintf(&b, " %s=%d", s.Grants[p.Grant].Full[p.Tensor].Name, p.Bit)
-		}
-	}
-	if d.Stop {
-		b.WriteString(" stop")
-	}
-	if d.Reason != "" {
-		fmt.Fprintf(&b, " (%s)", d.Reason)
-	}
-	return b.String()
-}
-
-func grantText(g *message.Grant) string {
-	text := "grant"
-	if len(g.Full) > 0 {
-		text += " " + kindText(g.Full[0].Kind)
-	}
-	if len(g.Bits) > 0 {
-		text += " bits=" + listText(g.Bits)
-	}
-	for i, r := range g.Full {
-		sep := "+"
-		if i == 0 {
-			sep = " "
-		}
-		text += sep + r.Name
-	}
-	if g.Backend != message.NoBackend {
-		text += fmt.Sprintf(" %v/%v", g.Backend, g.Algorithm)
-	}
-	if len(g.Absent) > 0 {
-		text += " absent=" + listText(g.Absent)
-	}
-	for _, r := range g.Full {
-		switch r.Kind {
-		case message.Join:
-			text += fmt.Sprintf(" last=%d", r.Root)
-		case message.AddProcessSet:
-			text += fmt.Sprintf(" id=%d ranks=%s", r.Set, listText(r.Ranks))
-		case message.RemoveProcessSet:
-			text += fmt.Sprintf(" id=%d", r.Set)
-		case message.Error:
-			text += fmt.Sprintf(" (%s)", r.Text)
-		case message.Allgather:
-			text += fmt.Sprintf(" dims=%v", tensor.Shape(r.FirstDims))
-		}
-	}
-	return text
-}
-
-func listText[T ~uint32 | ~int32](v []T) string {
-	var parts []string
-	for _, x := range v {
-		parts = append(parts, fmt.Sprint(x))
-	}
-	return strings.Join(parts, ",")
-}
 
 func ranksText(ranks []topo.Rank, size int) string {
 	if len(ranks) == size {
@@ -213,7 +29,7 @@ func ranksText(ranks []topo.Rank, size int) string {
 	}
 	ranks = slices.Clone(ranks)
 	slices.Sort(ranks)
-	return listText(ranks)
+	return strings.Trim(strings.ReplaceAll(fmt.Sprint(ranks), " ", ","), "[]")
 }
 
 // fields splits at blanks outside brackets.

@@ -678,7 +678,7 @@ func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) 
 	}
 	for m, q := range qs {
 		if q != nil && !r.Matches(q, m) {
-			ch.broken(4, "%v %q of set %d is granted as %v%v, rank %d asked for %s", r.Kind, r.Name, s.ID, r.DType, r.Shape, s.Ranks[m], requestText(q))
+			ch.broken(4, "%v %q of set %d is granted as %v%v, rank %d asked for %v", r.Kind, r.Name, s.ID, r.DType, r.Shape, s.Ranks[m], q)
 		}
 	}
 	return x.frame
@@ -765,7 +765,7 @@ func (ch *checker) granted(n *node, g *controller.Grant) {
 			ch.broken(2, "rank %d is answered %q of set %d, which it does not wait for", n.rank, r.Name, g.Set)
 		}
 		if q := &n.pending[p].q; r.Kind != message.Error && !r.Matches(q, slices.Index(s.Ranks, n.rank)) {
-			ch.broken(4, "rank %d asked for %s and runs %v%v", n.rank, requestText(q), r.DType, r.Shape)
+			ch.broken(4, "rank %d asked for %v and runs %v%v", n.rank, q, r.DType, r.Shape)
 		}
 	}
 }
