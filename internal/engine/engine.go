@@ -26,6 +26,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops"
@@ -99,9 +100,10 @@ type Config struct {
 
 // Engine is one rank of one epoch.
 type Engine struct {
-	cfg   Config
-	log   *zap.Logger
-	start time.Time
+	cfg    Config
+	log    *zap.Logger
+	traced bool // log takes what each cycle says
+	start  time.Time
 
 	lanes   laneTable
 	running sync.WaitGroup // of the lanes
@@ -190,6 +192,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		stop:     make(chan struct{}),
 		ended:    make(chan struct{}),
 		released: make(chan struct{}),
+		traced:   cfg.Log.Core().Enabled(logs.Trace),
 	}
 	e.observer.start, e.observer.recorder, e.observer.fusionThreshold = e.start, cfg.Recorder, cfg.FusionThresholdBytes
 	e.clock.Clock = newClock(e.start, e.log)

@@ -145,10 +145,12 @@ func (s *lockstep) cycle() (over bool, err error) {
 	if err != nil || !broadcast {
 		return false, err
 	}
+	e.traceVectors(and, or)
 	down, err := s.exchange(gather)
 	if err != nil {
 		return false, err
 	}
+	e.traceDown(down)
 	grants, err := s.core.Apply(down)
 	if err != nil {
 		return false, &transport.PeerError{Peer: 0, Err: err}
@@ -237,7 +239,9 @@ func (s *lockstep) exchange(gather bool) (*message.Down, error) {
 	down := &message.Down{}
 	if e.cfg.Rank != 0 {
 		if gather {
-			frame, err := message.AppendUp(e.scratch.frame[:0], s.core.Gather())
+			up := s.core.Gather()
+			e.traceUp(up)
+			frame, err := message.AppendUp(e.scratch.frame[:0], up)
 			if err != nil {
 				return nil, err
 			}
@@ -258,6 +262,7 @@ func (s *lockstep) exchange(gather bool) (*message.Down, error) {
 	var ups []*message.Up
 	if gather {
 		ups = append(ups, s.core.Gather())
+		e.traceUp(ups[0])
 		for r := 1; r < e.cfg.Size; r++ {
 			frame, err := s.receive(topo.Rank(r))
 			if err != nil {

@@ -331,6 +331,7 @@ func (e *Engine) speak() (spoke bool) {
 			continue
 		}
 		spoke = true
+		e.traceUp(up)
 		frame, err := message.AppendUp(e.scratch.frame[:0], up)
 		if err != nil {
 			failed = err
@@ -427,6 +428,7 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 
 // match finds this rank's tensors for a grant.
 func (e *Engine) match(w *work) error {
+	e.traceGrant(w.grant)
 	w.granted = e.now
 	if e.coordinator != nil && e.tracing {
 		w.arrivals = append(w.arrivals[:0], e.coordinator.Arrivals(w.grant.Set, len(w.grant.Responses))...)
@@ -528,6 +530,7 @@ func (e *Engine) memberStep(frame []byte) {
 		e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err)) // also at rank 0, from itself
 		return
 	}
+	e.traceDown(&e.scratch.down)
 	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
 		(*t).Cycle(e.now)
 	}

@@ -5,7 +5,8 @@
 //  1. A storm of equal lines is a few of them and then one a minute, which says how many were left out. Lines of different
 //     messages, and errors with different causes, do not hide each other, as long as there are not thousands of sorts.
 //  2. Whatever a peer or a client has brought into a line, it stays one line of bounded length, and is not taken for the end of it.
-//  3. Nobody waits for a log but on the file itself: there is no goroutine and no queue.
+//  3. What is logged at Trace is complete: nothing of it is left out.
+//  4. Nobody waits for a log but on the file itself: there is no goroutine and no queue.
 package logs
 
 import (
@@ -29,10 +30,15 @@ func New(w io.Writer, c *config.Config) *zap.Logger {
 	return Quiet(zap.New(core, zap.ErrorOutput(sink)))
 }
 
-// Level is that of a value of HOROVOD_LOG_LEVEL. There is nothing below debug; a word that config does not accept is warning.
+// Trace is the level below debug, of what each cycle of the negotiation says.
+const Trace = zapcore.DebugLevel - 1
+
+// Level is that of a value of HOROVOD_LOG_LEVEL. A word that config does not accept is warning.
 func Level(word string) zapcore.Level {
 	switch word {
-	case "trace", "debug":
+	case "trace":
+		return Trace
+	case "debug":
 		return zapcore.DebugLevel
 	case "info":
 		return zapcore.InfoLevel
@@ -42,6 +48,17 @@ func Level(word string) zapcore.Level {
 		return zapcore.FatalLevel
 	}
 	return zapcore.WarnLevel
+}
+
+// withTrace encodes levels as others does, and Trace, which zap does not know, as a word.
+func withTrace(word string, others zapcore.LevelEncoder) zapcore.LevelEncoder {
+	return func(l zapcore.Level, enc zapcore.PrimitiveArrayEncoder) {
+		if l == Trace {
+			enc.AppendString(word)
+			return
+		}
+		others(l, enc)
+	}
 }
 
 // IsTerminal reports whether w is a terminal, in front of which people sit.
@@ -62,12 +79,14 @@ func isConsole(w io.Writer, format string) bool {
 func newEncoder(console, withTime bool) zapcore.Encoder {
 	if console {
 		c := zap.NewDevelopmentEncoderConfig()
+		c.EncodeLevel = withTrace("TRACE", c.EncodeLevel)
 		if !withTime {
 			c.TimeKey = zapcore.OmitKey
 		}
 		return zapcore.NewConsoleEncoder(c)
 	}
 	c := zap.NewProductionEncoderConfig()
+	c.EncodeLevel = withTrace("trace", c.EncodeLevel)
 	c.EncodeTime, c.EncodeDuration = zapcore.TimeEncoderOfLayout(time.RFC3339Nano), zapcore.StringDurationEncoder
 	if c.TimeKey = "time"; !withTime {
 		c.TimeKey = zapcore.OmitKey

@@ -48,12 +48,13 @@ func objects(t *testing.T, b []byte) (all []map[string]any) {
 func TestLevels(t *testing.T) {
 	for _, test := range []struct {
 		word string
-		want string // of debug, info, warn, error
+		want string // of trace, debug, info, warn, error
 	}{
-		{"trace", "diwe"}, {"debug", "diwe"}, {"info", "iwe"}, {"warning", "we"}, {"error", "e"}, {"fatal", ""},
+		{"trace", "tdiwe"}, {"debug", "diwe"}, {"info", "iwe"}, {"warning", "we"}, {"error", "e"}, {"fatal", ""},
 	} {
 		var out bytes.Buffer
 		log := logs.New(&out, settings(t, "HOROVOD_LOG_LEVEL="+test.word))
+		log.Log(logs.Trace, "t")
 		log.Debug("d")
 		log.Info("i")
 		log.Warn("w")
@@ -412,4 +413,27 @@ func ExampleNew() {
 	log.Warn("an operation failed", zap.String("tensor", "grad/7"))
 	log.Info("not at this level")
 	// Output: {"level":"warn","msg":"an operation failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
+}
+
+// Trace is a word in every format, and is complete however many lines there are of it.
+func TestTrace(t *testing.T) {
+	for format, want := range map[string]string{"json": `"level":"trace"`, "console": "TRACE"} {
+		var out bytes.Buffer
+		log := logs.New(&out, settings(t, "HOROVOD_LOG_LEVEL=trace", "HVD_LOG_FORMAT="+format))
+		const lines = 100
+		for range lines {
+			log.Log(logs.Trace, "a cycle", zap.String("frame", strings.Repeat("x", 3000)+"\nend"))
+			log.Debug("a storm")
+		}
+		text := out.String()
+		if n := strings.Count(text, "a cycle"); n != lines || strings.Count(text, want) != lines {
+			t.Errorf("%s: got %d of %d lines in\n%.300s", format, n, lines, text)
+		}
+		if n := strings.Count(text, strings.Repeat("x", 3000)+`\n`+"end"); n != lines {
+			t.Errorf("%s: %d of %d frames are whole and on one line", format, n, lines)
+		}
+		if n := strings.Count(text, "a storm"); n >= lines {
+			t.Errorf("%s: %d equal lines at the level debug", format, n)
+		}
+	}
 }

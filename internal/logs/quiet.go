@@ -46,7 +46,7 @@ type core struct {
 
 // With is as zapcore.Core's.
 func (c *core) With(fields []zapcore.Field) zapcore.Core {
-	return &core{Core: c.Core.With(bounded(fields)), sorts: c.sorts}
+	return &core{Core: c.Core.With(bounded(fields, cut)), sorts: c.sorts}
 }
 
 // Check is as zapcore.Core's. What is left out is decided in Write, which knows the fields.
@@ -57,11 +57,15 @@ func (c *core) Check(e zapcore.Entry, ce *zapcore.CheckedEntry) *zapcore.Checked
 	return ce
 }
 
-// Write is as zapcore.Core's. Levels from DPanic on are written always: they end something.
+// Write is as zapcore.Core's. Levels from DPanic on are written always: they end something. So is Trace, of which users ask for all.
 func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 	e.Message = plain(e.Message)
-	fields = bounded(fields)
-	if e.Level >= zapcore.DPanicLevel {
+	shorten := cut
+	if e.Level <= Trace {
+		shorten = func(text string) string { return text }
+	}
+	fields = bounded(fields, shorten)
+	if e.Level >= zapcore.DPanicLevel || e.Level <= Trace {
 		return c.write(e, fields)
 	}
 	of := sort{level: e.Level, logger: e.LoggerName, message: e.Message}

@@ -56,15 +56,15 @@ func cut(text string) string {
 	return fmt.Sprintf("%s... (%d bytes)", text[:n], len(text))
 }
 
-// bounded is fields with their texts cut and fit to be quoted. The slice is the caller's, and not changed.
-func bounded(fields []zapcore.Field) []zapcore.Field {
+// bounded is fields with their texts shortened and fit to be quoted. The slice is the caller's, and not changed.
+func bounded(fields []zapcore.Field, shorten func(string) string) []zapcore.Field {
 	var changed []zapcore.Field
 	for i, f := range fields {
 		text, ok := textOf(f)
 		if !ok {
 			continue
 		}
-		if p := escape(cut(text), unquoted); p != text {
+		if p := escape(shorten(text), unquoted); p != text {
 			if changed == nil {
 				changed = append(changed, fields...)
 			}

@@ -1,0 +1,47 @@
+package engine
+
+import (
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/message"
+)
+
+// What a rank says and hears in each cycle of the negotiation is logged with HOROVOD_LOG_LEVEL=trace, without heartbeats and
+// measurements of clocks. Otherwise it costs a look at Engine.traced.
+
+// traceUp logs what this rank tells the coordinator: its new requests in full, and bits of the response cache for others.
+func (e *Engine) traceUp(up *message.Up) {
+	if e.traced && up.Type != message.UpHeartbeat {
+		e.log.Log(logs.Trace, "to the coordinator", zap.String("frame", up.String()))
+	}
+}
+
+// traceDown logs what the coordinator has decided.
+func (e *Engine) traceDown(down *message.Down) {
+	if e.traced && down.Type != message.DownHeartbeat {
+		e.log.Log(logs.Trace, "from the coordinator", zap.String("frame", down.String()))
+	}
+}
+
+// traceGrant logs the tensors that are to run together, whose names a frame does not have if they are cached.
+func (e *Engine) traceGrant(g *controller.Grant) {
+	if !e.traced {
+		return
+	}
+	names := make([]string, len(g.Responses))
+	for i, r := range g.Responses {
+		names[i] = r.Name
+	}
+	e.log.Log(logs.Trace, "granted", zap.Uint32("process_set", uint32(g.Set)), zap.Uint64("number", g.Number),
+		zap.Stringer("operation", g.Responses[0].Kind), zap.Strings("tensors", names),
+		zap.Stringer("backend", g.Backend), zap.Stringer("algorithm", g.Algorithm))
+}
+
+// traceVectors logs what the ranks' vectors of a cycle in lock-step give together.
+func (e *Engine) traceVectors(and, or message.Bits) {
+	if e.traced {
+		e.log.Log(logs.Trace, "vectors of all ranks", zap.String("and", and.String()), zap.String("or", or.String()))
+	}
+}
