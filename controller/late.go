@@ -8,26 +8,6 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// lateness is by rank. All process sets share it.
-type lateness []stats.Late
-
-func newLateness(ranks int) lateness {
-	l := make(lateness, ranks)
-	for r := range l {
-		l[r].Rank = topo.Rank(r)
-	}
-	return l
-}
-
-// note counts a tensor for which the request of r was the last, when the first had waited for so long. Those that came in one
-// turn of the loop came at once.
-func (l lateness) note(r topo.Rank, waited time.Duration) {
-	if waited > 0 {
-		l[r].Last++
-		l[r].Waited += waited
-	}
-}
-
 // arrivals are when the members' requests for tensors came, while somebody wants to know.
 type arrivals struct {
 	bits [][]time.Duration // of cached tensors that are not granted, by bit and member; nil where nobody has voted
@@ -125,7 +105,7 @@ func (c *Coordinator) Arrivals(id topo.ProcessSetID, tensors int) []time.Duratio
 
 // Stats are what the coordinator has counted since the epoch began.
 func (c *Coordinator) Stats() stats.Coordinator {
-	st := stats.Coordinator{Cycles: c.cycle, Late: slices.Clone(c.waits.late), StallReports: c.stallReports}
+	st := stats.Coordinator{Cycles: c.cycle, Late: c.waits.late.Ranks(), StallReports: c.stallReports}
 	for _, s := range c.sets.sets {
 		s.eachWaiting(func(w *wait, _ groupKey, _ func() Stall) {
 			if w.reports > 0 {

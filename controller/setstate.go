@@ -115,16 +115,19 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 		return s.ask(member, *late)
 	}
 	votes := s.cache.Votes(bit)
+	w := s.bitWait(bit)
 	if votes == 1 {
-		*s.bitWait(bit) = s.waits.begin()
+		*w = s.waits.begin()
 	}
 	if s.waits.trace {
 		s.arrive(s.bitArrivals(bit), member)
 	}
 	// Most votes are far from the last.
 	if votes+s.joined.count >= len(s.Ranks) && s.bitComplete(bit) {
-		s.waits.late.note(s.Ranks[member], s.waits.now-s.bitWait(bit).since)
+		s.waits.last(s.Ranks[member], w)
 		s.completeBit(bit)
+	} else {
+		w.latest = s.waits.now
 	}
 	return nil
 }
@@ -175,8 +178,10 @@ func (s *setState) ask(member int, q message.Request) error {
 	row.count++
 	s.arrive(&row.arrivals, member)
 	if s.rowComplete(row) {
-		s.waits.late.note(s.Ranks[member], s.waits.now-row.since)
+		s.waits.last(s.Ranks[member], &row.wait)
 		s.completeRow(row)
+	} else {
+		row.latest = s.waits.now
 	}
 	return nil
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -50,9 +51,10 @@ func label(k message.Kind, name string) string {
 	return fmt.Sprintf("%v %q", k, name)
 }
 
-// wait is since when a tensor waits, and how often that was reported.
+// wait is how long a tensor has waited, and how often that was reported. Requests that come in one turn of the loop come at once.
 type wait struct {
-	since   time.Duration
+	since   time.Duration // when the first request came
+	latest  time.Duration // when the latest one came
 	reports int
 }
 
@@ -62,12 +64,12 @@ type waits struct {
 	now      time.Duration
 	patience time.Duration // the least time after which a tensor is looked at; 0 is never
 	due      time.Duration
-	late     lateness
+	late     stats.Lateness // by all process sets
 	trace    bool // arrivals are wanted
 }
 
 func newWaits(warning, shutdown, now time.Duration, ranks int) *waits {
-	w := &waits{now: now, patience: warning, due: never, late: newLateness(ranks)}
+	w := &waits{now: now, patience: warning, due: never, late: stats.NewLateness(ranks)}
 	if shutdown > 0 && (warning == 0 || shutdown < warning) {
 		w.patience = shutdown
 	}
@@ -80,8 +82,11 @@ func (w *waits) beginAt(since time.Duration) wait {
 	if w.patience > 0 {
 		w.due = min(w.due, since+w.patience)
 	}
-	return wait{since: since}
+	return wait{since: since, latest: since}
 }
+
+// last notes that w waits no longer, because the last member, r, has asked.
+func (w *waits) last(r topo.Rank, of *wait) { w.late.Add(r, of.latest, of.latest, w.now) }
 
 // execution is the oldest grant that a rank has not finished, as its last heartbeat says.
 type execution struct {
@@ -252,12 +257,17 @@ func (s *setState) missing(asked func(member int) bool) []topo.Rank {
 	return ranks
 }
 
+func (w *wait) shift(gap time.Duration) {
+	w.since += gap
+	w.latest += gap
+}
+
 // shiftWaits moves the beginnings of all waits, by time that this process did not live through.
 func (s *setState) shiftWaits(gap time.Duration) {
 	for _, row := range s.rows {
-		row.since += gap
+		row.shift(gap)
 	}
 	for bit := range s.bitWaits {
-		s.bitWaits[bit].since += gap
+		s.bitWaits[bit].shift(gap)
 	}
 }

@@ -95,7 +95,7 @@ var (
 		counter("hvd_stall_reports_total", "Stall warnings that were given.", func(s *stats.Stats) uint64 { return s.Coordinator.StallReports }),
 	}
 	last     = desc("hvd_rank_last_total", "Tensors for which this rank was the last to ask.", labelLate)
-	lateness = desc("hvd_rank_lateness_seconds_total", "Time that the first rank to ask for a tensor had waited when this rank, the last, asked; summed over tensors.", labelLate)
+	lateness = desc("hvd_rank_lateness_seconds_total", "Time for which this rank held up all others: they had asked for an operation and it had not. Time counts once, however many operations waited.", labelLate)
 )
 
 // NewCollector makes metrics of what get returns. get is called once for each scrape, by several goroutines at once.
@@ -151,7 +151,7 @@ func (c *collector) Collect(to chan<- prometheus.Metric) {
 	for _, l := range s.Coordinator.Late {
 		rank := strconv.Itoa(int(l.Rank))
 		count(last, float64(l.Last), rank)
-		count(lateness, l.Waited.Seconds(), rank)
+		count(lateness, l.Held.Seconds(), rank)
 	}
 }
 

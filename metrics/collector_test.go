@@ -49,7 +49,7 @@ func full() stats.Stats {
 		ClockOffset: -1500 * time.Millisecond, ClockError: 50 * time.Microsecond, ClockKnown: true,
 		TimelineDropped: 6,
 		Coordinator: &stats.Coordinator{
-			Cycles: 70, Late: []stats.Late{{Rank: 0, Last: 8, Waited: time.Second}, {Rank: 3, Last: 90, Waited: 9500 * time.Millisecond}},
+			Cycles: 70, Late: []stats.Late{{Rank: 0, Last: 8, Held: time.Second}, {Rank: 3, Last: 90, Held: 9500 * time.Millisecond}},
 			Stalled: 10, StallReports: 11,
 		},
 	}
@@ -161,7 +161,7 @@ hvd_rank_info{host="h1",rank="0"} 1
 # TYPE hvd_rank_last_total counter
 hvd_rank_last_total{late_rank="0"} 8
 hvd_rank_last_total{late_rank="3"} 90
-# HELP hvd_rank_lateness_seconds_total Time that the first rank to ask for a tensor had waited when this rank, the last, asked; summed over tensors.
+# HELP hvd_rank_lateness_seconds_total Time for which this rank held up all others: they had asked for an operation and it had not. Time counts once, however many operations waited.
 # TYPE hvd_rank_lateness_seconds_total counter
 hvd_rank_lateness_seconds_total{late_rank="0"} 1
 hvd_rank_lateness_seconds_total{late_rank="3"} 9.5

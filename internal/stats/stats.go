@@ -7,7 +7,6 @@ import (
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // Stats is a rank at a moment. Counters begin with the epoch.
@@ -68,13 +67,6 @@ type Coordinator struct {
 	// Stalled are tensors that have waited for longer than the stall warning, and StallReports how often that was said.
 	Stalled      int
 	StallReports uint64
-}
-
-// Late is how often a rank was the last to ask for a tensor, and for how long the first to ask had waited then, in all.
-type Late struct {
-	Rank   topo.Rank
-	Last   uint64
-	Waited time.Duration
 }
 
 // Histogram counts durations in buckets of powers of two of a second. The zero value is empty.

@@ -1,0 +1,90 @@
+package stats
+
+import (
+	"time"
+
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Late is how often a rank was the last to ask for an operation, and for how long it held up all others.
+type Late struct {
+	Rank topo.Rank
+	Last uint64
+	// Held is wall time: no moment is in it twice, nor in that of two ranks.
+	Held time.Duration
+}
+
+// Lateness adds up for how long each rank held up all others. It keeps these rules, which docs/timeline.md explains:
+//
+//  1. A rank holds up all others while they have asked for an operation and it has not.
+//  2. Operations are in flight side by side. While there is always one that waits for the rank, only the longest wait counts: a
+//     rank that is 5 ms behind with a hundred operations holds up the others for 5 ms.
+//  3. No moment counts twice: if the others wait for two ranks, for two operations, it counts for the rank that asks first, and
+//     for the other from then on. So the sum over all ranks is at most the wall time.
+//
+// The zero value is ready to use. Times may be relative to anything.
+type Lateness struct {
+	ranks []lateRank
+	// charged is the end of the last stretch of time that counted for a rank.
+	charged time.Duration
+	begun   bool // charged is set
+}
+
+type lateRank struct {
+	Late
+	// asked is when the rank, as the last one, asked for an operation most recently, and longest the longest wait since there was
+	// always an operation that waited for it.
+	asked, longest time.Duration
+}
+
+// NewLateness has room for so many ranks.
+func NewLateness(ranks int) Lateness {
+	var l Lateness
+	l.rank(topo.Rank(ranks - 1))
+	return l
+}
+
+// Add takes an operation for which a rank asked last, at asked, after all others had by others. The rank is not charged for time
+// before it was free, as it is not before it has the result of an operation that it waits for; pass others if that is not known.
+// Operations come in the order of asked.
+func (l *Lateness) Add(r topo.Rank, others, free, asked time.Duration) {
+	k := l.rank(r)
+	wait := asked - others
+	if wait <= 0 {
+		return
+	}
+	charge := wait
+	if k.Last > 0 && others <= k.asked {
+		charge -= k.longest
+		k.longest = max(k.longest, wait)
+	} else {
+		k.longest = wait
+	}
+	k.Last++
+	k.asked = asked
+	from := max(others, free)
+	if l.begun {
+		from = max(from, l.charged)
+	}
+	if charge = min(charge, asked-from); charge > 0 {
+		k.Held += charge
+		l.charged, l.begun = from+charge, true
+	}
+}
+
+// rank finds a rank, and makes room for it if there is none.
+func (l *Lateness) rank(r topo.Rank) *lateRank {
+	for len(l.ranks) <= int(r) {
+		l.ranks = append(l.ranks, lateRank{Late: Late{Rank: topo.Rank(len(l.ranks))}})
+	}
+	return &l.ranks[r]
+}
+
+// Ranks are the sums so far, by rank.
+func (l *Lateness) Ranks() []Late {
+	all := make([]Late, len(l.ranks))
+	for r := range l.ranks {
+		all[r] = l.ranks[r].Late
+	}
+	return all
+}
