@@ -44,10 +44,9 @@ func NewLateness(ranks int) Lateness {
 	return l
 }
 
-// Add takes an operation for which a rank asked last, at asked, after all others had by others. The rank is not charged for time
-// before it was free, as it is not before it has the result of an operation that it waits for; pass others if that is not known.
-// Operations come in the order of asked.
-func (l *Lateness) Add(r topo.Rank, others, free, asked time.Duration) {
+// Add takes an operation for which a rank asked last, at asked, after all others had by others. Operations come in the order of
+// asked.
+func (l *Lateness) Add(r topo.Rank, others, asked time.Duration) {
 	k := l.rank(r)
 	wait := asked - others
 	if wait <= 0 {
@@ -62,7 +61,7 @@ func (l *Lateness) Add(r topo.Rank, others, free, asked time.Duration) {
 	}
 	k.Last++
 	k.asked = asked
-	from := max(others, free)
+	from := others
 	if l.begun {
 		from = max(from, l.charged)
 	}

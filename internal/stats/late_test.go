@@ -11,13 +11,13 @@ import (
 )
 
 // ask is an operation for which a rank asked last, in ms.
-type ask struct{ rank, others, free, asked int }
+type ask struct{ rank, others, asked int }
 
 func held(asks ...ask) []int {
 	l := stats.NewLateness(3)
 	for _, a := range asks {
 		ms := func(n int) time.Duration { return time.Duration(n) * time.Millisecond }
-		l.Add(topo.Rank(a.rank), ms(a.others), ms(a.free), ms(a.asked))
+		l.Add(topo.Rank(a.rank), ms(a.others), ms(a.asked))
 	}
 	var all []int
 	for _, r := range l.Ranks() {
@@ -32,23 +32,20 @@ func TestLateness(t *testing.T) {
 		want []int
 	}{
 		"nothing":             {nil, []int{0, 0, 0}},
-		"at the same time":    {[]ask{{1, 7, 7, 7}}, []int{0, 0, 0}},
-		"one operation":       {[]ask{{1, 3, 3, 8}}, []int{0, 5, 0}},
-		"before time began":   {[]ask{{1, -9, -9, -7}, {1, -6, -6, -5}}, []int{0, 3, 0}},
-		"one after the other": {[]ask{{1, 0, 0, 5}, {1, 10, 10, 15}, {1, 20, 20, 25}}, []int{0, 15, 0}},
+		"at the same time":    {[]ask{{1, 7, 7}}, []int{0, 0, 0}},
+		"one operation":       {[]ask{{1, 3, 8}}, []int{0, 5, 0}},
+		"before time began":   {[]ask{{1, -9, -7}, {1, -6, -5}}, []int{0, 3, 0}},
+		"one after the other": {[]ask{{1, 0, 5}, {1, 10, 15}, {1, 20, 25}}, []int{0, 15, 0}},
 		// A checkpoint is read by rank 0 only, and the others wait for twelve broadcasts.
-		"side by side": {slices.Repeat([]ask{{0, 0, 0, 10}}, 12), []int{10, 0, 0}},
+		"side by side": {slices.Repeat([]ask{{0, 0, 10}}, 12), []int{10, 0, 0}},
 		// The rank is behind by 5 ms, and submits as fast as the others.
-		"behind all the time": {[]ask{{2, 0, 0, 5}, {2, 2, 2, 7}, {2, 4, 4, 9}, {2, 6, 6, 11}}, []int{0, 0, 5}},
-		"falls behind":        {[]ask{{2, 0, 0, 1}, {2, 1, 1, 3}, {2, 2, 2, 5}, {2, 3, 3, 7}}, []int{0, 0, 4}},
-		"catches up":          {[]ask{{2, 0, 0, 5}, {2, 4, 4, 7}, {2, 6, 6, 8}}, []int{0, 0, 5}},
+		"behind all the time": {[]ask{{2, 0, 5}, {2, 2, 7}, {2, 4, 9}, {2, 6, 11}}, []int{0, 0, 5}},
+		"falls behind":        {[]ask{{2, 0, 1}, {2, 1, 3}, {2, 2, 5}, {2, 3, 7}}, []int{0, 0, 4}},
+		"catches up":          {[]ask{{2, 0, 5}, {2, 4, 7}, {2, 6, 8}}, []int{0, 0, 5}},
 		// The time up to 6 counts for rank 0 already.
-		"two ranks": {[]ask{{0, 0, 0, 6}, {1, 1, 1, 8}}, []int{6, 2, 0}},
+		"two ranks": {[]ask{{0, 0, 6}, {1, 1, 8}}, []int{6, 2, 0}},
 		// The wait of an operation that nobody waits for until the end does not count again what the others have lost meanwhile.
-		"a long one around others": {[]ask{{1, 1, 1, 5}, {1, 10, 10, 14}, {1, 20, 20, 24}, {1, 0, 0, 26}}, []int{0, 14, 0}},
-		// The rank has the result of the operation before at 4 only, the others have it at 0.
-		"not free before": {[]ask{{1, 0, 4, 5}}, []int{0, 1, 0}},
-		"never free":      {[]ask{{1, 0, 9, 5}}, []int{0, 0, 0}},
+		"a long one around others": {[]ask{{1, 1, 5}, {1, 10, 14}, {1, 20, 24}, {1, 0, 26}}, []int{0, 14, 0}},
 	} {
 		if got := held(c.asks...); !slices.Equal(got, c.want) {
 			t.Errorf("%s: got %v ms, want %v", name, got, c.want)
@@ -65,7 +62,7 @@ func TestLatenessIsWallTime(t *testing.T) {
 		for i := range asks {
 			asked := rng.IntN(400)
 			others := asked - rng.IntN(1+rng.IntN(60))
-			asks[i] = ask{rng.IntN(3), others, others, asked}
+			asks[i] = ask{rng.IntN(3), others, asked}
 		}
 		slices.SortFunc(asks, func(a, b ask) int { return a.asked - b.asked })
 		got := held(asks...)
@@ -88,7 +85,7 @@ func TestLatenessIsWallTime(t *testing.T) {
 
 func TestLatenessAllocatesNothing(t *testing.T) {
 	l, now := stats.NewLateness(4), time.Duration(0)
-	if n := testing.AllocsPerRun(100, func() { now++; l.Add(3, now-1, now-1, now) }); n != 0 {
+	if n := testing.AllocsPerRun(100, func() { now++; l.Add(3, now-1, now) }); n != 0 {
 		t.Errorf("%g allocations", n)
 	}
 }

@@ -1,6 +1,7 @@
 package report
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -9,26 +10,80 @@ import (
 )
 
 const (
-	// outstanding is the share of all waiting from which a rank is named as its cause.
-	outstanding = 0.5
-	// worthwhile is the share of the time below which nothing is worth changing.
-	worthwhile = 0.02
+	// most is the share of something from which it is most of it.
+	most = 0.5
+	// worthwhile is the share of the time below which it is not worth while to look for the rank that holds up the others.
+	worthwhile = 0.05
+	// outstanding is how many times as long as any other a rank that is named alone holds up the others. Among ranks that take turns one
+	// is the worst too, and of two that have waited for each other 50 times it often has two thirds.
+	outstanding = 3
+	// together is the share of all waiting from which ranks that are late at the same time are named as its cause.
+	together = 0.8
 )
 
-// worst is the rank that caused most; nil if there was no waiting.
-func (r *Report) worst() *LateRank {
-	var worst *LateRank
+// worst returns the ranks that held up all others longest and second longest; nil if none did, or no other.
+func (r *Report) worst() (worst, second *LateRank) {
 	for i := range r.Lateness.Ranks {
-		if l := &r.Lateness.Ranks[i]; l.CausedUS > 0 && (worst == nil || l.CausedUS > worst.CausedUS) {
-			worst = l
+		switch l := &r.Lateness.Ranks[i]; {
+		case l.HeldUS == 0:
+		case worst == nil || l.HeldUS > worst.HeldUS:
+			worst, second = l, worst
+		case second == nil || l.HeldUS > second.HeldUS:
+			second = l
 		}
 	}
-	return worst
+	return worst, second
+}
+
+// steadyUS is the time after the start-up.
+func (r *Report) steadyUS() float64 { return r.DurationUS - r.StartupUS }
+
+// late are the ranks to look at: one that holds up all others, or some that are late together, each of which would hold up the rest
+// without the others. It is empty if there are none.
+func (r *Report) late() []*LateRank {
+	l := &r.Lateness
+	worst, second := r.worst()
+	if worst != nil && worst.HeldUS >= worthwhile*r.steadyUS() && worst.HeldShare >= most && (second == nil || worst.HeldUS >= outstanding*second.HeldUS) {
+		return []*LateRank{worst}
+	}
+	if r.part(waiting) < worthwhile {
+		return nil
+	}
+	var all []*LateRank
+	for i := range l.Ranks {
+		all = append(all, &l.Ranks[i])
+	}
+	slices.SortStableFunc(all, func(a, b *LateRank) int { return cmp.Compare(b.CausedUS, a.CausedUS) })
+	for n := 2; n <= len(all)/2; n++ {
+		if shareOf(all[:n]) >= together && all[n-1].CausedUS >= outstanding*all[n].CausedUS {
+			slices.SortFunc(all[:n], func(a, b *LateRank) int { return cmp.Compare(a.Rank, b.Rank) })
+			return all[:n]
+		}
+	}
+	return nil
+}
+
+// shareOf is the share of ranks in all waiting.
+func shareOf(ranks []*LateRank) float64 {
+	share := 0.0
+	for _, l := range ranks {
+		share += l.Share
+	}
+	return share
+}
+
+// ranksOf is as in "ranks 1, 2, 5".
+func ranksOf(late []*LateRank) string {
+	var ranks []int
+	for _, l := range late {
+		ranks = append(ranks, l.Rank)
+	}
+	return rankList(ranks)
 }
 
 func (r *Report) verdict() string {
 	l := &r.Lateness
-	worst := r.worst()
+	worst, second := r.worst()
 	switch {
 	case l.Compared == 0 && r.Operations == 0:
 		return "there is nothing to compare"
@@ -39,37 +94,69 @@ func (r *Report) verdict() string {
 	case worst == nil:
 		return "no rank was late"
 	}
-	held := fmt.Sprintf("%s in all", duration(worst.HeldUS))
-	if r.Steps > 0 {
-		held = fmt.Sprintf("%s per step", duration(worst.HeldPerStepUS))
+	late := r.late()
+	switch {
+	case len(late) == 1 && second == nil:
+		return fmt.Sprintf("rank %d held up all others for %s; no other did", late[0].Rank, r.held(late[0]))
+	case len(late) == 1:
+		return fmt.Sprintf("rank %d held up all others for %s; no other for more than %s", late[0].Rank, r.held(late[0]), r.perStep(second.HeldUS))
+	case len(late) > 1:
+		return fmt.Sprintf("%s are late together: they caused %s of the waiting, and ranks waited for %s of the time", ranksOf(late),
+			percent(shareOf(late)), percent(r.part(waiting)))
+	case worst.HeldUS < worthwhile*r.steadyUS():
+		return fmt.Sprintf("no rank held up the others for long: rank %d most, for %s", worst.Rank, r.held(worst))
+	case second == nil:
+		return fmt.Sprintf("no rank stands out: rank %d held up all others for %s", worst.Rank, r.held(worst))
 	}
-	small := ""
-	if r.DurationUS > 0 && worst.HeldUS/r.DurationUS < worthwhile {
-		small = fmt.Sprintf("; that is only %s of the time", percent(worst.HeldUS/r.DurationUS))
+	return fmt.Sprintf("no rank stands out: rank %d held up all others for %s, rank %d for %s", worst.Rank, r.held(worst), second.Rank, r.held(second))
+}
+
+// startup is the verdict on the start-up.
+func (r *Report) startup() string {
+	if r.StartupUS == 0 {
+		return ""
 	}
-	rest := 0.0
-	for _, other := range l.Ranks {
-		if other.Rank != worst.Rank {
-			rest = max(rest, other.Share)
+	text := fmt.Sprintf("start-up, %s until the first complete step, is not counted", duration(r.StartupUS))
+	var worst *LateRank
+	for i := range r.Lateness.Ranks {
+		if l := &r.Lateness.Ranks[i]; worst == nil || l.StartupHeldUS > worst.StartupHeldUS {
+			worst = l
 		}
 	}
-	if worst.Share >= outstanding && rest < worst.Share {
-		return fmt.Sprintf("rank %d caused %s of the waiting (%s); no other more than %s%s",
-			worst.Rank, percent(worst.Share), held, percent(rest), small)
+	if worst != nil && worst.StartupHeldUS >= worthwhile*r.StartupUS {
+		text += fmt.Sprintf("; rank %d held up all others for %s of it", worst.Rank, duration(worst.StartupHeldUS))
 	}
-	return fmt.Sprintf("no rank stands out: rank %d caused most of the waiting, %s (%s)%s", worst.Rank, percent(worst.Share), held, small)
+	return text
+}
+
+// perStep shows a time after the start-up.
+func (r *Report) perStep(us float64) string {
+	return duration(us/float64(max(r.Steps, 1))) + " " + r.per()
+}
+
+// per is what times are divided by.
+func (r *Report) per() string {
+	if r.Steps > 0 {
+		return "per step"
+	}
+	return "in all"
+}
+
+// held shows for how long a rank held up the others.
+func (r *Report) held(l *LateRank) string {
+	return fmt.Sprintf("%s (%s of the time)", r.perStep(l.HeldUS), percent(l.HeldUS/r.steadyUS()))
 }
 
 // part is the share of the time of all ranks that went into a phase.
 func (r *Report) part(p phase) float64 {
-	if r.DurationUS == 0 || len(r.Phases) == 0 {
+	if r.steadyUS() == 0 || len(r.Phases) == 0 {
 		return 0
 	}
 	sum := 0.0
 	for _, rank := range r.Phases {
 		sum += rank.US[phaseNames[p]]
 	}
-	return sum / float64(len(r.Phases)) / r.DurationUS
+	return sum / float64(len(r.Phases)) / r.steadyUS()
 }
 
 // suggest says what could be set otherwise, where the files show a reason.
@@ -78,13 +165,21 @@ func (r *Report) suggest(c *collection, o Options) []Suggestion {
 	add := func(setting, do, because string, args ...any) {
 		all = append(all, Suggestion{Setting: setting, Do: do, Because: fmt.Sprintf(because, args...)})
 	}
-	if w := r.worst(); w != nil && w.Share >= outstanding && r.DurationUS > 0 && w.HeldUS/r.DurationUS >= worthwhile {
-		add("", fmt.Sprintf("look at what rank %d does before it submits: its input pipeline, its share of the data, its cores "+
-			"(HOROVOD_THREAD_AFFINITY), other load on %s; not at the network", w.Rank, c.place(w.Rank)),
-			"it holds up all others for %s of the time", percent(w.HeldUS/r.DurationUS))
+	late := r.late()
+	const before = "before it submits: its input pipeline, its share of the data, its cores (HOROVOD_THREAD_AFFINITY), other load on %s; not at the network"
+	switch {
+	case len(late) == 1:
+		add("", fmt.Sprintf("look at what rank %d does "+before, late[0].Rank, c.place(late[0].Rank)),
+			"it holds up all others for %s of the time", percent(late[0].HeldUS/r.steadyUS()))
+	case len(late) > 1:
+		add("", fmt.Sprintf("look at what each of %s does "+before, ranksOf(late), c.place(late[0].Rank)),
+			"they cause %s of the waiting", percent(shareOf(late)))
+	case r.Outside.Share >= most:
+		add("", "look at the program, not at gohvd or the network: its input pipeline (more DataLoader workers, prefetching), then its computation",
+			"at every rank at least %s of %s %s pass with no operation in flight", duration(r.Outside.US), duration(r.Outside.StepUS), r.per())
 	}
 	once := c.once()
-	autoNamed := once >= 100 && float64(once) >= outstanding*float64(r.Names)
+	autoNamed := once >= 100 && float64(once) >= most*float64(r.Names)
 	if autoNamed {
 		add("", "give tensors names that are the same in every step",
 			"%d of %d names never come again; what has no lasting name is negotiated in full each time", once, r.Names)
@@ -103,13 +198,20 @@ func (r *Report) suggest(c *collection, o Options) []Suggestion {
 		add("HOROVOD_CYCLE_TIME", "set it to 1 (ms), so that more tensors run as one, or submit them as a group",
 			"responses have %.1f tensors and %s on average, and negotiation goes on for %s of the time", f.MeanTensors, size(f.MeanBytes), percent(r.part(negotiation)))
 	}
-	if q := r.part(queue); q >= 0.25 && q > r.part(waiting) {
+	// While the ones before exchange data, lanes of their own would share the same network.
+	if q := r.part(queue); q >= 0.25 && q > r.part(waiting) && q > r.part(exchange) {
 		add("", "put operations that do not depend on each other into process sets of their own: each set has a lane",
 			"granted operations wait for the ones before them for %s of the time", percent(q))
 	}
-	if tcp := c.backends["tcp"]; tcp > 0 && 2*tcp > c.operations && c.hosts() == 1 && len(r.Missing) == 0 && r.Size > 1 && r.part(exchange) >= 0.1 {
+	tcp, exchanging := c.backends["tcp"], r.part(exchange)+r.part(negotiation)
+	switch {
+	case tcp > 0 && 2*tcp > c.operations && c.hosts() == 1 && len(r.Missing) == 0 && r.Size > 1 && r.part(exchange) >= 0.1:
 		add("HOROVOD_CPU_OPERATIONS", "set it to shm, or leave it out",
 			"all ranks are on one host, and %s of the time go into exchanging data by TCP", percent(r.part(exchange)))
+	case len(late) == 0 && exchanging >= 0.3 && r.Size > 1 && !r.Horovod:
+		add("", "look at the network between the hosts: measure it with hvdbench, choose its interface (HOROVOD_GLOO_IFACE); or send less: 16-bit "+
+			"compression, fewer and larger steps (backward_passes_per_step)",
+			"no rank is late, and %s of the time go into exchanging data, %s into agreeing on it", percent(r.part(exchange)), percent(r.part(negotiation)))
 	}
 	if p := r.part(copies); p >= 0.1 && p > r.part(exchange) && !r.Horovod {
 		add("", "allocate tensors with hvd.Alloc, which are not copied",

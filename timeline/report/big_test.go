@@ -106,14 +106,14 @@ func TestTwoMillionEvents(t *testing.T) {
 		events += int(f.segments[0].records)
 	}
 	t.Logf("%d events: %v, %d KiB of heap at most", events, took, heap>>10)
-	if n := int64(names * steps); events < 20*int(n) || r.Operations != 2*n || r.Steps != int64(steps) || r.Lateness.Compared != n {
+	if n := int64(names * steps); events < 20*int(n) || r.Operations != 2*n || r.Steps != int64(steps-1) || r.Lateness.Compared != n-names {
 		t.Errorf("got %d events, %d operations, %d steps, %d compared", events, r.Operations, r.Steps, r.Lateness.Compared)
 	}
 	if l := r.Lateness.Ranks[1]; l.Share != 1 || l.P50US != 1000 {
 		t.Errorf("got %+v, want all waiting caused by it and 1 ms late", l)
 	}
-	if heap > 16<<20 {
-		t.Errorf("got %d bytes of heap, want at most 16 MiB", heap)
+	if heap > 32<<20 { // most of it is garbage, more where others use the processors
+		t.Errorf("got %d bytes of heap, want at most 32 MiB", heap)
 	}
 }
 

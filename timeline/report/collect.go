@@ -7,6 +7,10 @@ import (
 	"io"
 	"math"
 	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/topo"
 )
 
 const (
@@ -19,6 +23,10 @@ const (
 	// window is for how long one waits, in ns of the job's time. Ranks end an operation within moments of each other; but a
 	// broadcast's root, say, may be far ahead.
 	window = 10_000_000_000
+	// maxWaits bounds the waits that are kept to be put in order.
+	maxWaits = 1 << 15
+	// maxEnds is how many ends of operations a stream remembers.
+	maxEnds = 64
 )
 
 // operation is one at one rank: its instances that ran together. Times are on rank 0's clock.
@@ -51,20 +59,25 @@ type stream struct {
 	begun           bool
 	ended           error
 	unnumbered      int64
-	frontier        int64 // when result ended
+	frontier        int64             // when result ended
+	ends            [maxEnds]previous // the last operations to end, in a ring
+	endsSeen        int
 }
 
 // rankStats is what is known of a rank.
 type rankStats struct {
-	phases [numPhases]cover
-	// lateness is after the first, in ns; last is how often the rank was the last, caused what others waited for it, in ns times ranks,
-	// and held the time in which all others waited for it.
-	lateness     sketch
-	last         int64
-	caused       float64
-	held         cover
-	begin, end   int64
-	any          bool
+	phases      [numPhases]cover
+	inside      cover   // with an operation in flight
+	stepsInside float64 // what of it is in complete steps
+	// lateness is after the first, in ns; last is how often the rank was the last, and caused what others waited for it, in ns times
+	// ranks. As phases and inside, they are without what was before the first complete step.
+	lateness   sketch
+	last       int64
+	caused     float64
+	begin, end int64
+	any        bool
+	// settled is when the first complete step began; never if there is none.
+	settled      int64
 	steps        stepFinder
 	errors       int64
 	instances    int64
@@ -97,12 +110,20 @@ type collection struct {
 	queue []*slot
 	head  int
 	spare []*slot
-	// held is what the slots of pending hold: ranks and arrivals.
-	held       int
+	// kept is what the slots of pending have: ranks and arrivals.
+	kept       int
 	all        []submission
-	late       []*rankStats
 	told       []int64 // by rank, the number of the last judgement that had its own word
 	judgements int64
+
+	// held are for how long each rank held up all others, and startup what of that was before settled, when the first complete
+	// step of the first rank with a file began; never if there is none. startup is right if split is settled. waits are those that
+	// held will be told of, in their order.
+	held    stats.Lateness
+	waits   waits
+	startup []stats.Late
+	settled int64
+	split   int64
 
 	operations, judged, alone int64
 	arrivalsUsed              bool
@@ -131,13 +152,41 @@ type seen struct {
 	stream             *stream
 	submitted, granted int64
 	hasSubmitted       bool
+	previous           previous
+}
+
+// previous is the last operation that had ended at a rank when it submitted another, and when it had; never if none is known.
+type previous struct {
+	key   opKey
+	ended int64
 }
 
 // submission is when a rank had submitted.
 type submission struct {
-	rank  int
-	at    int64
-	clock *clock
+	rank     int
+	at       int64
+	previous previous
+	clock    *clock
+}
+
+// wait is a time for which all ranks but one had submitted an operation.
+type wait struct {
+	rank          int
+	others, asked int64
+}
+
+// waits is the heap of waits by when they ended.
+type waits []wait
+
+func (w waits) Len() int           { return len(w) }
+func (w waits) Less(i, j int) bool { return w[i].asked < w[j].asked }
+func (w waits) Swap(i, j int)      { w[i], w[j] = w[j], w[i] }
+func (w *waits) Push(x any)        { *w = append(*w, x.(wait)) }
+func (w *waits) Pop() any {
+	last := len(*w) - 1
+	x := (*w)[last]
+	*w = (*w)[:last]
+	return x
 }
 
 func (s *stream) next() (*operation, error) {
@@ -229,7 +278,7 @@ func (f *frontiers) Pop() any {
 func (j *Job) collect() (c *collection, err error) {
 	c = &collection{
 		job: j, names: newNameTable(), ranks: make(map[int]*rankStats), pending: make(map[opKey]*slot),
-		backends: make(map[string]int64), tensors: make([]nameStats, 1),
+		backends: make(map[string]int64), tensors: make([]nameStats, 1), settled: never, split: never,
 		responses: sketch{bits: 8}, responseBytes: sketch{bits: 8},
 	}
 	defer func() {
@@ -276,7 +325,7 @@ func (j *Job) collect() (c *collection, err error) {
 func (c *collection) rank(rank int) *rankStats {
 	s := c.ranks[rank]
 	if s == nil {
-		s = &rankStats{lateness: sketch{bits: 5}}
+		s = &rankStats{lateness: sketch{bits: 5}, settled: never}
 		c.ranks[rank] = s
 	}
 	return s
@@ -302,8 +351,19 @@ func (c *collection) observe(s *stream, i *instance) {
 		n.errors++
 	}
 	first := true
-	if i.name != noName && i.hasSubmitted {
-		first = r.steps.see(i.name, s.clock.reference(i.submitted))
+	if i.hasSubmitted {
+		submitted := s.clock.reference(i.submitted)
+		if i.name != noName {
+			step, settled := r.steps.step, r.steps.settledStep
+			first = r.steps.see(i.name, submitted)
+			if r.steps.settledStep != settled {
+				c.settle(s, r.steps.settled)
+			}
+			if r.steps.step != step {
+				r.stepsInside = r.inside.sum()
+			}
+		}
+		r.cover(&r.inside, submitted, s.clock.reference(i.ended))
 	}
 	if !i.cachedKnown && c.job.horovod && i.hasSubmitted {
 		// Horovod does not say; but it has arrivals of all requests that came in full.
@@ -337,7 +397,7 @@ func (c *collection) take(s *stream, o *operation) {
 	}
 	r.begin, r.end = min(r.begin, begin), max(r.end, o.ended)
 	for _, p := range o.parts {
-		r.phases[p.phase].add(p.begin, p.end)
+		r.cover(&r.phases[p.phase], p.begin, p.end)
 	}
 	c.operations++
 	if c.fuses(o.kind) && !o.failed && !c.job.horovod {
@@ -353,13 +413,15 @@ func (c *collection) take(s *stream, o *operation) {
 	if p == nil {
 		p = c.newSlot(key, o)
 	}
-	p.ranks = append(p.ranks, seen{s, o.submitted, o.granted, o.hasSubmitted})
+	p.ranks = append(p.ranks, seen{s, o.submitted, o.granted, o.hasSubmitted, s.previous(o.submitted)})
 	p.lastEnded = max(p.lastEnded, o.ended)
-	c.held++
+	s.ends[s.endsSeen%maxEnds] = previous{key, o.ended}
+	s.endsSeen++
+	c.kept++
 	// Arrivals are by position in the set, which is a rank in the global one alone.
 	if len(o.arrivals) > 0 && o.set == 0 && len(p.arrivals) == 0 {
 		p.arrivals = append(p.arrivals, o.arrivals...)
-		c.held += len(o.arrivals)
+		c.kept += len(o.arrivals)
 	}
 	if len(p.ranks) == len(c.streams) || o.number < 0 {
 		c.judge(p)
@@ -378,11 +440,53 @@ func (c *collection) newSlot(key opKey, o *operation) *slot {
 	return p
 }
 
+// settle takes note that the first complete step of a rank began at a time: what was before is start-up.
+func (c *collection) settle(s *stream, at int64) {
+	r := s.stats
+	r.settled, r.phases, r.inside = at, [numPhases]cover{}, cover{}
+	if s != c.streams[0] || c.job.horovod { // which has arrivals only of what was not cached, as in the first step
+		return
+	}
+	c.settled, c.judged, c.alone, c.waited = at, 0, 0, 0
+	for _, r := range c.ranks {
+		r.lateness, r.last, r.caused = sketch{bits: r.lateness.bits}, 0, 0
+	}
+}
+
+// cover adds what of an interval is not start-up.
+func (r *rankStats) cover(c *cover, begin, end int64) { c.add(max(begin, r.settled), end) }
+
+// previous is the last operation that had ended by a time.
+func (s *stream) previous(by int64) previous {
+	last := previous{ended: never}
+	for _, p := range s.ends[:min(s.endsSeen, maxEnds)] {
+		if p.ended <= by && p.ended > last.ended {
+			last = p
+		}
+	}
+	return last
+}
+
+// forgive takes from submissions by how much later than another each rank had the result of the operation before, if that is the
+// same at all: it was the exchange of data that held the rank up so long, not its program.
+func forgive(all []submission) {
+	first := int64(math.MaxInt64)
+	for _, s := range all {
+		if s.previous.ended == never || s.previous.key != all[0].previous.key {
+			return
+		}
+		first = min(first, s.previous.ended)
+	}
+	for i := range all {
+		all[i].at -= all[i].previous.ended - first
+	}
+}
+
 // expire judges what no rank will tell more of: all have come to a time that is later by the window.
 func (c *collection) expire(frontier int64) {
 	for ; c.head < len(c.queue); c.head++ {
 		p := c.queue[c.head]
-		if !p.done && frontier != math.MaxInt64 && frontier <= p.lastEnded+window && c.held <= maxPending && len(c.pending) <= maxSlots {
+		if !p.done && frontier != math.MaxInt64 && frontier <= p.lastEnded+window && c.kept <= maxPending && len(c.pending) <= maxSlots {
 			break
 		}
 		if !p.done {
@@ -396,6 +500,37 @@ func (c *collection) expire(frontier int64) {
 		c.queue = append(c.queue[:0], c.queue[c.head:]...)
 		c.head = 0
 	}
+	// What is judged from now on was submitted after this, but for operations that took longer than the window.
+	for len(c.waits) > 0 && (frontier == math.MaxInt64 || c.waits[0].asked <= frontier-2*window || len(c.waits) > maxWaits) {
+		c.count(c.waits[0])
+		last := len(c.waits) - 1
+		c.waits[0] = c.waits[last]
+		c.waits = c.waits[:last]
+		if last > 0 {
+			heap.Fix(&c.waits, 0)
+		}
+	}
+}
+
+// count adds a wait, which is not earlier than the one before, to the time for which its rank held up all others.
+func (c *collection) count(w wait) {
+	if w.asked >= c.settled && c.split != c.settled {
+		c.split, c.startup = c.settled, c.held.Ranks()
+	}
+	c.held.Add(topo.Rank(w.rank), time.Duration(w.others), time.Duration(w.asked))
+}
+
+// heldUp are for how long each rank held up all others, by rank, before the first complete step and after it. Those that did
+// not may be missing.
+func (c *collection) heldUp() (startup, rest []stats.Late) {
+	startup, rest = c.startup, c.held.Ranks()
+	if c.settled != c.split {
+		return rest, nil
+	}
+	for r := range startup {
+		rest[r].Held -= startup[r].Held
+	}
+	return startup, rest
 }
 
 // fuses says that operations of the kind can run as one.
@@ -416,22 +551,24 @@ func (c *collection) fuses(kind string) bool {
 func (c *collection) judge(p *slot) {
 	p.done = true
 	delete(c.pending, p.key)
-	c.held -= len(p.ranks) + len(p.arrivals)
+	c.kept -= len(p.ranks) + len(p.arrivals)
 	c.judgements++
-	all := c.all[:0]
+	all, latest := c.all[:0], int64(never)
 	// Alone, a rank's submissions are compared with nothing, but all arrivals with each other. Horovod's file has no other: a bar begins
 	// there with the first rank's request.
 	if len(p.ranks) > 1 || len(p.arrivals) == 0 {
 		for _, s := range p.ranks {
 			if s.hasSubmitted && s.stream.clock.known {
-				all = append(all, submission{s.stream.files.rank, s.submitted, s.stream.clock})
+				all = append(all, submission{s.stream.files.rank, s.submitted, s.previous, s.stream.clock})
+				latest = max(latest, s.submitted)
 				c.tell(s.stream.files.rank)
 			}
 		}
 	}
 	for rank, at := range p.arrivals {
 		if at != never && c.tell(rank) {
-			all = append(all, submission{rank, at, c.streams[0].clock})
+			all = append(all, submission{rank, at, previous{ended: never}, c.streams[0].clock})
+			latest = max(latest, at)
 			c.arrivalsUsed = true
 		}
 	}
@@ -439,11 +576,11 @@ func (c *collection) judge(p *slot) {
 	if p.kind == join {
 		return // ranks that have no more data do not wait in vain
 	}
-	latest := int64(never)
-	if len(all) > 1 {
-		c.judged++
-		latest = c.charge(all)
-	} else if p.key.set == 0 {
+	switch {
+	case len(all) > 1:
+		forgive(all)
+		c.charge(all, latest >= c.settled)
+	case p.key.set == 0:
 		c.alone++
 	}
 	for _, s := range p.ranks {
@@ -454,9 +591,9 @@ func (c *collection) judge(p *slot) {
 		ready := s.submitted
 		if s.stream.clock.known && latest > ready {
 			ready = min(latest, s.granted)
-			r.phases[waiting].add(s.submitted, ready)
+			r.cover(&r.phases[waiting], s.submitted, ready)
 		}
-		r.phases[negotiation].add(ready, s.granted)
+		r.cover(&r.phases[negotiation], ready, s.granted)
 	}
 }
 
@@ -470,16 +607,19 @@ func (c *collection) tell(rank int) bool {
 	return first
 }
 
-// charge returns the latest submission.
-func (c *collection) charge(all []submission) int64 {
+// charge says for how long each rank held up others. What is not steady is start-up.
+func (c *collection) charge(all []submission, steady bool) {
 	slices.SortFunc(all, func(a, b submission) int { return cmp.Or(cmp.Compare(b.at, a.at), cmp.Compare(a.rank, b.rank)) })
 	first := all[len(all)-1]
-	for _, s := range all {
-		late := s.at - first.at
-		if !later(s, first) {
-			late = 0
+	if steady {
+		c.judged++
+		for _, s := range all {
+			late := s.at - first.at
+			if !later(s, first) {
+				late = 0
+			}
+			c.rank(s.rank).lateness.add(late)
 		}
-		c.rank(s.rank).lateness.add(late)
 	}
 	for i := 0; i < len(all); {
 		top, below := all[i], i+1
@@ -495,25 +635,36 @@ func (c *collection) charge(all []submission) int64 {
 				waiters--
 			}
 		}
-		late := c.late[:0]
+		late := int64(0) // how many share the charge
 		for _, s := range all[i:below] {
 			if later(s, all[below]) {
-				late = append(late, c.rank(s.rank))
+				late++
 			}
 		}
-		c.late = late
-		cost := float64(gap) * float64(waiters)
-		c.waited += cost
-		for _, r := range late {
-			r.caused += cost / float64(len(late))
+		if steady {
+			c.waited += float64(gap) * float64(waiters)
+		}
+		from, left := all[below].at, late
+		for _, s := range all[i:below] {
+			if !later(s, all[below]) {
+				continue
+			}
+			if r := c.rank(s.rank); steady {
+				r.caused += float64(gap) * float64(waiters) / float64(late)
+				if i == 0 {
+					r.last++
+				}
+			}
 			if i == 0 {
-				r.last++
-				r.held.add(all[below].at, top.at)
+				// Each has a part of the time, one after the other.
+				to := from + (top.at-from)/left
+				c.waits = append(c.waits, wait{s.rank, from, to})
+				heap.Fix(&c.waits, len(c.waits)-1)
+				from, left = to, left-1
 			}
 		}
 		i = below
 	}
-	return all[0].at
 }
 
 // later says that the clocks can tell that a was later than b.

@@ -49,6 +49,8 @@ func phaseOf(activity []byte) phase {
 }
 
 const (
+	// outside is what the report calls time without an operation in flight.
+	outside   = "outside"
 	negotiate = "NEGOTIATE_"
 	// Bounds on what is kept while files are read, for all ranks together but for maxParts, which is of an operation.
 	maxNames  = 1 << 14 // of tensors; what is beyond is counted as one

@@ -15,6 +15,9 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/stats"
 )
 
 // Options are settings of the job that its files do not tell.
@@ -40,17 +43,20 @@ type Report struct {
 	// ClockErrorUS is how far the times of any rank may be off from rank 0's; Unaligned are ranks of whose clock nothing is known.
 	ClockErrorUS float64 `json:"clock_error_us"`
 	Unaligned    []int   `json:"ranks_with_unknown_clock"`
-	// DurationUS is from the first submission to the last end.
+	// DurationUS is from the first submission to the last end, and StartupUS what of it was before the first complete step; 0 if there are
+	// no steps.
 	DurationUS float64 `json:"duration_us"`
+	StartupUS  float64 `json:"startup_us"`
 	// Operations are counted once for each rank that wrote them, and Tensors likewise.
 	Operations int64 `json:"operations"`
 	Tensors    int64 `json:"tensors"`
 	Errors     int64 `json:"errors"`
-	// Steps is 0 if no name comes again. StepUS is the median.
+	// Steps are those from the first complete one on; 0 if no name comes again. StepUS is the median.
 	Steps  int64   `json:"steps"`
 	StepUS float64 `json:"step_us"`
 
 	Lateness    Lateness     `json:"lateness"`
+	Outside     Outside      `json:"outside"`
 	Phases      []Phases     `json:"phases"`
 	Fusion      Fusion       `json:"fusion"`
 	Cache       Cache        `json:"cache"`
@@ -60,10 +66,13 @@ type Report struct {
 	Suggestions []Suggestion `json:"suggestions"`
 }
 
-// Lateness says who was late.
+// Lateness says who was late, after the start-up but for what says otherwise.
 type Lateness struct {
-	// Verdict is the answer in words.
+	// Verdict is the answer in words, and Startup that for the start-up; empty if there was none.
 	Verdict string `json:"verdict"`
+	Startup string `json:"startup"`
+	// HeldUS is for how long a single rank held up all others, whichever it was.
+	HeldUS float64 `json:"held_us"`
 	// Compared are operations of which at least two ranks' submissions are known, Alone those of the global set of which one is.
 	Compared int64 `json:"operations_compared"`
 	Alone    int64 `json:"operations_of_one_rank"`
@@ -83,10 +92,12 @@ type LateRank struct {
 	// wait because of who is next; in sum that is WaitedUS.
 	CausedUS float64 `json:"caused_us"`
 	Share    float64 `json:"share"`
-	// HeldUS is for how long it alone held up all others: over stretches of time without a gap, the longest wait in each. So what is
-	// late because something before it was late is not counted again.
+	// HeldUS is for how long it held up all others, in wall time, of which no moment counts twice or for two ranks. HeldShare is its share
+	// of what all ranks did so. StartupHeldUS is that of the start-up.
 	HeldUS        float64 `json:"held_us"`
 	HeldPerStepUS float64 `json:"held_per_step_us"`
+	HeldShare     float64 `json:"held_share"`
+	StartupHeldUS float64 `json:"startup_held_us"`
 	// Lateness is that of its submissions after the first rank's.
 	P50US float64 `json:"lateness_p50_us"`
 	P90US float64 `json:"lateness_p90_us"`
@@ -94,12 +105,22 @@ type LateRank struct {
 	MaxUS float64 `json:"lateness_max_us"`
 }
 
-// Phases are the time of a rank in which at least one operation was in a phase. Operations overlap, and so do phases.
+// Outside is the time in which a rank had no operation in flight, for the rank for which that is the least. It is of the complete
+// steps after the start-up, divided by their number; of all time if there are none.
+type Outside struct {
+	Rank   int     `json:"rank"`
+	US     float64 `json:"us_per_step"`
+	StepUS float64 `json:"step_us"`
+	Share  float64 `json:"share"`
+}
+
+// Phases are the time of a rank after the start-up in which at least one operation was in a phase. Operations overlap, and so do phases.
 type Phases struct {
 	Rank   int     `json:"rank"`
 	Steps  int64   `json:"steps"`
 	StepUS float64 `json:"step_us"`
-	// US has waiting (for others' submissions), negotiation (from the last one to the grant), queue, copies, exchange, reduce and other.
+	// US has waiting (for others' submissions), negotiation (from the last one to the grant), queue, copies, exchange, reduce and other; and
+	// outside, the time without any operation in flight.
 	US map[string]float64 `json:"us"`
 }
 
@@ -150,7 +171,7 @@ type Suggestion struct {
 
 const top = 10
 
-func micros[T int64 | float64](ns T) float64 { return float64(ns) / nanosPerMicro }
+func micros[T int64 | float64 | time.Duration](ns T) float64 { return float64(ns) / nanosPerMicro }
 
 // Report reads the files to their ends.
 func (j *Job) Report(o Options) (*Report, error) {
@@ -174,7 +195,7 @@ func (j *Job) Report(o Options) (*Report, error) {
 		r.Fusion.Fill = r.Fusion.MeanBytes / float64(o.FusionThresholdBytes)
 	}
 	r.fillProblems(c)
-	r.Lateness.Verdict = r.verdict()
+	r.Lateness.Verdict, r.Lateness.Startup = r.verdict(), r.startup()
 	r.Suggestions = r.suggest(c, o)
 	return r, nil
 }
@@ -183,26 +204,31 @@ func (r *Report) fillRanks(j *Job, c *collection) {
 	begin, end := int64(math.MaxInt64), int64(math.MinInt64)
 	has := make(map[int]bool)
 	for _, s := range c.streams {
-		f, stats := s.files, s.stats
+		f, k := s.files, s.stats
 		has[f.rank] = true
 		r.Files = append(r.Files, f.rank)
 		r.Dropped += f.dropped()
-		r.Tensors += stats.instances
-		r.Errors += stats.errors
-		r.Cache.Hits += stats.hits
-		r.Cache.Misses += stats.misses
-		r.Cache.SteadyHits += stats.steadyHits
-		r.Cache.SteadyMisses += stats.steadyMisses
+		r.Tensors += k.instances
+		r.Errors += k.errors
+		r.Cache.Hits += k.hits
+		r.Cache.Misses += k.misses
+		r.Cache.SteadyHits += k.steadyHits
+		r.Cache.SteadyMisses += k.steadyMisses
 		if !f.clock.known {
 			r.Unaligned = append(r.Unaligned, f.rank)
 		}
-		if stats.any {
-			begin, end = min(begin, stats.begin), max(end, stats.end)
+		if k.any {
+			begin, end = min(begin, k.begin), max(end, k.end)
 		}
-		p := Phases{Rank: f.rank, Steps: stats.steps.steps(), StepUS: micros(stats.steps.lengths.quantile(.5)), US: make(map[string]float64)}
+		p := Phases{Rank: f.rank, Steps: k.steps.steps(), StepUS: micros(k.steps.lengths.quantile(.5)), US: make(map[string]float64)}
 		for phase, name := range phaseNames {
-			total, _ := stats.phases[phase].sums()
-			p.US[name] = micros(total)
+			p.US[name] = micros(k.phases[phase].sum())
+		}
+		o := k.outside()
+		o.Rank = f.rank
+		p.US[outside] = o.US * float64(max(p.Steps, 1))
+		if r.Outside.StepUS == 0 || o.StepUS > 0 && o.Share < r.Outside.Share {
+			r.Outside = o
 		}
 		r.Phases = append(r.Phases, p)
 		if r.Steps == 0 {
@@ -222,25 +248,54 @@ func (r *Report) fillRanks(j *Job, c *collection) {
 	}
 	if begin < end {
 		r.DurationUS = micros(end - begin)
+		if c.settled != never {
+			r.StartupUS = micros(max(c.settled-begin, 0))
+		}
 	}
+}
+
+// outside is the time without an operation in flight, in the complete steps if there are any: nobody knows when the last one ended.
+func (k *rankStats) outside() (o Outside) {
+	all, inside, steps := k.end-max(k.begin, k.settled), k.inside.sum(), int64(1)
+	if complete := k.steps.steps() - 1; complete > 0 {
+		all, inside, steps = k.steps.begin-k.settled, k.stepsInside, complete
+	}
+	if all > 0 {
+		o.StepUS = micros(all) / float64(steps)
+		o.US = max(micros(float64(all)-inside), 0) / float64(steps)
+		o.Share = o.US / o.StepUS
+	}
+	return o
 }
 
 func (r *Report) fillLateness(c *collection) {
 	l := &r.Lateness
 	l.Compared, l.Alone, l.Arrivals, l.WaitedUS = c.judged, c.alone, c.arrivalsUsed, micros(c.waited)
 	l.Ranks = []LateRank{}
+	startup, held := c.heldUp()
+	of := func(all []stats.Late, rank int) float64 {
+		if rank < len(all) {
+			return micros(all[rank].Held)
+		}
+		return 0
+	}
+	for rank := range held {
+		l.HeldUS += of(held, rank)
+	}
 	for rank, s := range c.ranks {
-		if s.lateness.n == 0 {
+		if s.lateness.n == 0 && of(startup, rank) == 0 {
 			continue
 		}
-		_, held := s.held.sums()
 		late := LateRank{
-			Rank: rank, Last: s.last, CausedUS: micros(s.caused), HeldUS: micros(held),
+			Rank: rank, Last: s.last, CausedUS: micros(s.caused), HeldUS: of(held, rank), StartupHeldUS: of(startup, rank),
 			P50US: micros(s.lateness.quantile(.5)), P90US: micros(s.lateness.quantile(.9)), P99US: micros(s.lateness.quantile(.99)),
 			MaxUS: micros(s.lateness.max),
 		}
 		if c.waited > 0 {
 			late.Share = s.caused / c.waited
+		}
+		if l.HeldUS > 0 {
+			late.HeldShare = late.HeldUS / l.HeldUS
 		}
 		if r.Steps > 0 {
 			late.HeldPerStepUS = late.HeldUS / float64(r.Steps)

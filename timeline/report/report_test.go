@@ -32,14 +32,14 @@ func TestTheLateRankIsNamed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := reportOf(t, s.write(t, t.TempDir(), ".json"))
 			l := r.Lateness
-			if !strings.HasPrefix(l.Verdict, "rank 2 caused 99.7 % of the waiting (") && !strings.HasPrefix(l.Verdict, "rank 2 caused 100 % of the waiting (") {
-				t.Errorf("got verdict %q", l.Verdict)
+			if want := "rank 2 held up all others for 4.99 ms per step (5.1 % of the time); no other did"; l.Verdict != want {
+				t.Errorf("got verdict %q, want %q", l.Verdict, want)
 			}
-			if len(l.Ranks) != 4 || l.Compared != 2*stragglerSteps || l.Alone != 0 || l.Arrivals {
+			if len(l.Ranks) != 4 || l.Compared != 2*(stragglerSteps-1) || l.Alone != 0 || l.Arrivals {
 				t.Fatalf("got %+v", l)
 			}
 			late, third := l.Ranks[2], l.Ranks[3]
-			if late.Rank != 2 || late.Last != 2*stragglerSteps || third.Last != 0 {
+			if late.Rank != 2 || late.Last != 2*(stragglerSteps-1) || third.Last != 0 {
 				t.Errorf("got %+v and %+v, want rank 2 the last always", late, third)
 			}
 			// Rank 2 comes 5 ms + 20 us after rank 0, and rank 3 30 us after it. The operations' waits overlap, so they count once a step.
@@ -51,8 +51,8 @@ func TestTheLateRankIsNamed(t *testing.T) {
 			} else if name == "own clocks" && third.P50US != 0 {
 				t.Errorf("got %+v, want what is within the clocks' error to be none", third)
 			}
-			if r.Steps != stragglerSteps || !near(r.StepUS, 100*ms) {
-				t.Errorf("got %d steps of %g us, want %d of 100 ms", r.Steps, r.StepUS, stragglerSteps)
+			if r.Steps != stragglerSteps-1 || !near(r.StepUS, 100*ms) || !near(r.StartupUS, 100*ms) {
+				t.Errorf("got %d steps of %g us after %g us, want %d of 100 ms after as many", r.Steps, r.StepUS, r.StartupUS, stragglerSteps-1)
 			}
 			if want := float64(s.clockError); r.ClockErrorUS != want {
 				t.Errorf("got a clock error of %g us, want %g", r.ClockErrorUS, want)
@@ -107,16 +107,18 @@ func TestPhases(t *testing.T) {
 	if len(r.Phases) != 4 {
 		t.Fatalf("got %+v", r.Phases)
 	}
+	const steps = stragglerSteps - 1
 	// The second operation begins 1 ms after the first and takes 2 ms from its grant, so all overlap but the short ones.
 	want := map[string]float64{
-		"waiting": 6020 * stragglerSteps, "negotiation": 400 * stragglerSteps, "queue": 600 * stragglerSteps, "copies": 400 * stragglerSteps,
-		"exchange": 2000 * stragglerSteps, "reduce": 0, "other": 1000 * stragglerSteps,
+		"waiting": 6020 * steps, "negotiation": 400 * steps, "queue": 600 * steps, "copies": 400 * steps,
+		"exchange": 2000 * steps, "reduce": 0, "other": 1000 * steps,
+		"outside": (100*ms - 8221) * steps,
 	}
 	// The copies at the end of the first, from 1.4 to 1.5 ms after its grant, are by those at the beginning of the second, from 1.3 to 1.4.
 	got := r.Phases[0].US
 	for name, us := range want {
-		if got[name] != us {
-			t.Errorf("%s: got %g us, want %g", name, got[name]/stragglerSteps, us/stragglerSteps)
+		if math.Abs(got[name]-us) > 2 {
+			t.Errorf("%s: got %g us, want %g", name, got[name]/steps, us/steps)
 		}
 	}
 	if got := r.Phases[2].US["waiting"]; got != 0 {
@@ -156,7 +158,7 @@ func TestArrivalsStandForFiles(t *testing.T) {
 	}
 	r := reportOf(t, path)
 	l := r.Lateness
-	if !strings.HasPrefix(l.Verdict, "rank 2 caused 99.7 % of the waiting (4.99 ms per step); no other more than 0.3 %") || !l.Arrivals || len(l.Ranks) != 4 || !near(l.Ranks[2].P50US, 5020) {
+	if !strings.HasPrefix(l.Verdict, "rank 2 held up all others for 4.99 ms per step") || !l.Arrivals || len(l.Ranks) != 4 || !near(l.Ranks[2].P50US, 5020) {
 		t.Errorf("got %+v", l)
 	}
 	if !slices.Equal(r.Missing, []int{1, 2, 3}) || len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "no file of ranks 1-3") {
@@ -175,7 +177,7 @@ func TestRankZeroIsLate(t *testing.T) {
 	s := oneClock()
 	s.late, s.arrivals = 0, true
 	l := reportOf(t, s.write(t, t.TempDir(), ".json")).Lateness
-	if !strings.HasPrefix(l.Verdict, "rank 0 caused 99.8 % of the waiting") || !near(l.Ranks[0].P50US, 4990) || l.Arrivals {
+	if !strings.HasPrefix(l.Verdict, "rank 0 held up all others for 4.97 ms per step") || !near(l.Ranks[0].P50US, 4990) || l.Arrivals {
 		t.Errorf("got %+v", l)
 	}
 }
@@ -222,17 +224,17 @@ func TestClocks(t *testing.T) {
 			f.clock(5_000_000, 5_000_000+drift/2, 100)
 		}
 		for n := 1; n <= 9; n++ {
-			at := n * 1_000_000 // of rank 0
+			at, late := n*1_000_000, 0 // of rank 0
 			switch r {
 			case 1, 2:
 				at = n*1_000_000 - 5_000_000
 				// ts + 5 s + ts/10^4 = n s
 				at = int(math.Round(float64(at) / (1 + float64(drift)/1e7)))
 				if r == 2 {
-					at += 50 - 300 // 50 us later than rank 1, on a clock that is ahead by 300
+					at, late = at-300, 50 // 50 us later than rank 1, on a clock that is ahead by 300
 				}
 			}
-			f.op(testOp{number: n, granted: at + 10*ms, begun: at + 10*ms, ended: at + 11*ms, tensors: []testTensor{{name: "x", submitted: at}}})
+			f.op(testOp{number: n, granted: at + 10*ms, begun: at + 10*ms, ended: at + 11*ms, tensors: []testTensor{{name: "x", submitted: at + late}}})
 		}
 		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(20_000_000, 0))
 	}
@@ -244,7 +246,7 @@ func TestClocks(t *testing.T) {
 		t.Fatalf("got %+v, want rank 3 not judged", r.Lateness)
 	}
 	// Ranks 1 and 0 cannot be told apart, nor 2 and 0: nobody but rank 2 is later than who can be told from it.
-	for rank, want := range []float64{0, 0, 9 * 50} {
+	for rank, want := range []float64{0, 0, 8 * 50} {
 		if got := r.Lateness.Ranks[rank].CausedUS; math.Abs(got-want) > 9 {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
 		}
@@ -325,12 +327,18 @@ func TestProcessSets(t *testing.T) {
 		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(4_000_000, 0))
 	}
 	l := reportOf(t, dir).Lateness
-	if l.Compared != 60 || l.WaitedUS != 20*(3000+1000) {
-		t.Errorf("got %+v, want 60 operations with 80 ms of waiting", l)
+	if l.Compared != 3*19 || l.WaitedUS != 19*(3000+1000) {
+		t.Errorf("got %+v, want 57 operations with 76 ms of waiting", l)
 	}
-	for rank, want := range []float64{0, 20*1000 + 20*1000, 20 * 2000} {
+	for rank, want := range []float64{0, 19*1000 + 19*1000, 19 * 2000} {
 		if got := l.Ranks[rank].CausedUS; got != want {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
+		}
+	}
+	// Of set 1 what rank 1 was late by, of the global one what rank 2 was.
+	for rank, want := range []float64{0, 19 * 1000, 19 * 1000} {
+		if got := l.Ranks[rank].HeldUS; got != want {
+			t.Errorf("rank %d: got %g us for which it held up all others, want %g", rank, got, want)
 		}
 	}
 }
@@ -385,16 +393,16 @@ func TestHorovodsFile(t *testing.T) {
 	for name, text := range map[string]string{"closed": whole, "comma at the end": horovodFile, "cut off": strings.TrimSuffix(horovodFile, "]\n")} {
 		t.Run(name, func(t *testing.T) {
 			r := reportOf(t, put(t, t.TempDir(), "h.json", text))
-			if !r.Horovod || r.Size != 3 || r.Operations != 2 || r.Steps != 2 {
+			if !r.Horovod || r.Size != 3 || r.Operations != 2 || r.Steps != 1 {
 				t.Errorf("got %+v", r)
 			}
 			l := r.Lateness
 			if l.Compared != 1 || l.Alone != 1 || len(l.Ranks) != 3 || l.Ranks[1].CausedUS != 2*2900 || l.Ranks[2].CausedUS != 99 ||
-				!strings.HasPrefix(l.Verdict, "rank 1 caused 98 % of the waiting") {
+				!strings.HasPrefix(l.Verdict, "rank 1 held up all others for 2.90 ms per step") {
 				t.Errorf("got %+v", l)
 			}
 			us := r.Phases[0].US
-			if us["waiting"] != 3000 || us["negotiation"] != 100+500 || us["queue"] != 100 || us["copies"] != 100 || us["exchange"] != 500 || us["other"] != 100+500 {
+			if us["waiting"] != 0 || us["negotiation"] != 500 || us["queue"] != 0 || us["copies"] != 0 || us["exchange"] != 0 || us["other"] != 500 {
 				t.Errorf("got %v", us)
 			}
 			if r.Cache.Hits != 1 || r.Cache.Misses != 1 {
@@ -522,7 +530,7 @@ func TestSuggestions(t *testing.T) {
 		n      int
 		want   string
 	}{
-		"nothing": {func(int, int, *testOp) {}, 20, ""},
+		"nothing": {func(int, int, *testOp) {}, 20, "|look at the program|at every rank at least 99.9 ms of 100 ms per step pass with no operation in flight"},
 		"capacity": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 1100,
 			"HOROVOD_CACHE_CAPACITY|set it to 1100 or more|1100 names for 1024 places"},
 		"shapes": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 20, "|keep shapes|100 % of the requests"},
@@ -536,13 +544,11 @@ func TestSuggestions(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := job(t, 2, 10, c.n, c.change)
-			if c.want == "" {
-				if len(r.Suggestions) > 0 {
-					t.Errorf("got %+v, want none", r.Suggestions)
-				}
-				return
-			}
 			want := strings.Split(c.want, "|")
+			if len(r.Suggestions) == 2 {
+				// The ranks of these jobs do nothing most of the time, too.
+				r.Suggestions = slices.DeleteFunc(r.Suggestions, func(s Suggestion) bool { return strings.HasPrefix(s.Do, "look at the program") })
+			}
 			if len(r.Suggestions) != 1 {
 				t.Fatalf("got %+v, want one about %q", r.Suggestions, want)
 			}
@@ -574,7 +580,12 @@ func TestErrorsAreCounted(t *testing.T) {
 func TestSteps(t *testing.T) {
 	for name, c := range map[string]struct {
 		before, repeats int
-	}{"plain": {}, "broadcasts before": {before: 20}, "micro-batches": {repeats: 4}, "many broadcasts before": {before: 60}} {
+		objects         int // names that come twice before the first step
+		names           int // of a step
+	}{
+		"plain": {names: 10}, "broadcasts before": {before: 20, names: 10}, "micro-batches": {repeats: 4, names: 10},
+		"many broadcasts before": {before: 60, names: 10}, "objects before": {objects: 2, names: 10}, "one name": {before: 14, objects: 2, names: 1},
+	} {
 		t.Run(name, func(t *testing.T) {
 			var f stepFinder
 			var id nameID = 1000
@@ -582,16 +593,23 @@ func TestSteps(t *testing.T) {
 				id++
 				f.see(id, 0)
 			}
+			for i := range nameID(2 * c.objects) {
+				f.see(900+i%nameID(c.objects), 100)
+			}
 			for step := range int64(20) {
 				for range c.repeats {
 					f.see(500, step*1000)
 				}
-				for i := range nameID(10) {
+				for i := range nameID(c.names) {
 					f.see(1+i, step*1000+int64(i))
 				}
 			}
-			if n := f.steps(); n < 18 || n > 23 || !near(float64(f.lengths.quantile(.5)), 1000) {
+			if n := f.steps(); n < 16 || n > 23 || !near(float64(f.lengths.quantile(.5)), 1000) {
 				t.Errorf("got %d steps of %d, want about 20 of 1000", n, f.lengths.quantile(.5))
+			}
+			// The first step of the training is the last of the start-up.
+			if f.settled < 1000 || f.settled > 4000 {
+				t.Errorf("the first complete step begins at %d, want some time after 1000", f.settled)
 			}
 		})
 	}
@@ -637,8 +655,8 @@ func TestCover(t *testing.T) {
 			want++
 		}
 	}
-	if got, longest := c.sums(); got != float64(want) || longest <= 0 || longest > got {
-		t.Errorf("got %g and %g, want %d", got, longest, want)
+	if got := c.sum(); got != float64(want) {
+		t.Errorf("got %g, want %d", got, want)
 	}
 	if len(c.open) > maxStretches {
 		t.Errorf("%d stretches are kept", len(c.open))
@@ -647,7 +665,7 @@ func TestCover(t *testing.T) {
 	two.add(0, 10)
 	two.add(5, 12)
 	two.add(20, 23)
-	if total, longest := two.sums(); total != 15 || longest != 13 {
-		t.Errorf("got %g and %g, want 15 and 13", total, longest)
+	if total := two.sum(); total != 15 {
+		t.Errorf("got %g, want 15", total)
 	}
 }

@@ -78,19 +78,18 @@ const maxStretches = 64
 
 // cover adds up the time that intervals cover together, however they overlap.
 type cover struct {
-	open []stretch // in order, apart from each other
-	// total is what is covered, longest the sum, over the stretches, of the longest interval in each; both without those in open.
-	total, longest float64
+	open  []stretch // in order, apart from each other
+	total float64   // what is covered, without those in open
 }
 
 // stretch is one without gaps.
-type stretch struct{ begin, end, longest int64 }
+type stretch struct{ begin, end int64 }
 
 func (c *cover) add(begin, end int64) {
 	if end <= begin {
 		return
 	}
-	s := stretch{begin, end, end - begin}
+	s := stretch{begin, end}
 	first := len(c.open)
 	for first > 0 && c.open[first-1].end >= begin {
 		first--
@@ -98,7 +97,6 @@ func (c *cover) add(begin, end int64) {
 	last := first
 	for last < len(c.open) && c.open[last].begin <= end {
 		s.begin, s.end = min(s.begin, c.open[last].begin), max(s.end, c.open[last].end)
-		s.longest = max(s.longest, c.open[last].longest)
 		last++
 	}
 	if last > first {
@@ -110,21 +108,18 @@ func (c *cover) add(begin, end int64) {
 	copy(c.open[first+1:], c.open[first:])
 	c.open[first] = s
 	if len(c.open) > maxStretches {
-		c.settle(c.open[0])
+		c.total += c.open[0].length()
 		c.open = append(c.open[:0], c.open[1:]...)
 	}
 }
 
-func (c *cover) settle(s stretch) {
-	c.total += float64(s.end - s.begin)
-	c.longest += float64(s.longest)
-}
+func (s stretch) length() float64 { return float64(s.end - s.begin) }
 
-// sums are the totals of all.
-func (c *cover) sums() (total, longest float64) {
-	all := cover{total: c.total, longest: c.longest}
+// sum is the time that is covered.
+func (c *cover) sum() float64 {
+	sum := c.total
 	for _, s := range c.open {
-		all.settle(s)
+		sum += s.length()
 	}
-	return all.total, all.longest
+	return sum
 }

@@ -4,14 +4,21 @@ package report
 // many names as the one before: what comes several times in a step, as for micro-batches, ends none. If half of its names have come
 // again, and they are not few, the step before was of another sort, as the broadcasts at the beginning, and the step ends too.
 type stepFinder struct {
-	// last is, by nameID, twice the number of the step, from 1, in which a name was last seen, and 1 more if it came again in it.
+	// last is, by nameID, four times the number of the step, from 1, in which a name was last seen, and how often it came again in it,
+	// at most 3.
 	last                   []int64
 	step                   int64
 	names, again, previous int
+	fresh                  int // of names, those that had not come in an earlier step
 	begin                  int64
 	lengths                sketch
-	repeats                int64 // names that came again, in any step
+	// The first complete step begins at settled, and is that with this number; 0 if there is none yet.
+	settled     int64
+	settledStep int64
 }
+
+// startupSteps bounds the steps that are found before the first complete one, of what comes again before the training begins.
+const startupSteps = 10
 
 // see takes a name, in the order of the file, and when it was submitted. It returns whether that was for the first time.
 func (f *stepFinder) see(name nameID, at int64) (first bool) {
@@ -22,32 +29,45 @@ func (f *stepFinder) see(name nameID, at int64) (first bool) {
 		f.last = append(f.last, make([]int64, int(name)+1-len(f.last))...)
 	}
 	first = f.last[name] == 0
-	if !first {
-		f.repeats++
-	}
-	if f.last[name]>>1 == f.step {
-		if f.last[name]&1 == 0 {
+	if f.last[name]>>2 == f.step {
+		before := f.last[name] & 3
+		if before == 0 {
 			f.again++
+		}
+		if before < 3 {
 			f.last[name]++
 		}
-		if 2*f.names >= f.previous || 2*f.again >= f.names && 8*f.again >= f.previous {
-			f.lengths.add(at - f.begin)
-			f.begin, f.previous = at, f.names
-			f.step++
-			f.names, f.again = 0, 0
+		if 2*f.names >= f.previous || 2*f.again >= f.names && 8*f.again >= f.previous || before >= 2 && f.step == f.settledStep {
+			f.end(at)
 		}
 	}
-	if f.last[name]>>1 != f.step {
-		f.last[name] = f.step << 1
+	if f.last[name]>>2 != f.step {
+		f.last[name] = f.step << 2
 		f.names++
+		if first {
+			f.fresh++
+		}
 	}
 	return first
 }
 
-// steps is how many there were, the last one too; 0 if no name came again.
+// end ends a step, and begins the next.
+func (f *stepFinder) end(at int64) {
+	f.lengths.add(at - f.begin)
+	f.step++
+	// The first step has what a program does once. So has another one with many new names.
+	if f.settledStep == 0 || 4*f.fresh >= f.names && f.step <= startupSteps {
+		f.settledStep, f.settled = f.step, at
+		f.lengths = sketch{bits: f.lengths.bits}
+	}
+	f.begin, f.previous = at, f.names
+	f.names, f.again, f.fresh = 0, 0, 0
+}
+
+// steps is how many there were from the first complete one on, the last one too; 0 if no name came again.
 func (f *stepFinder) steps() int64 {
-	if f.lengths.n == 0 {
+	if f.settledStep == 0 {
 		return 0
 	}
-	return int64(f.lengths.n) + 1
+	return f.step - f.settledStep + 1
 }

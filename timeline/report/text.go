@@ -9,7 +9,7 @@ import (
 	"text/tabwriter"
 )
 
-// mostRanks is how many ranks a table of the text has at most: those that caused most, or waited most.
+// mostRanks is how many ranks a table of the text has at most.
 const mostRanks = 32
 
 // WriteText writes the report for people.
@@ -45,7 +45,7 @@ func (r *Report) WriteText(w io.Writer) error {
 	}
 	line("%s: %s, %d operations on %d tensors, %d errors", what, duration(r.DurationUS), r.Operations, r.Tensors, r.Errors)
 	if r.Steps > 0 {
-		line("%d steps of %s (median), by tensors' names that come again", r.Steps, duration(r.StepUS))
+		line("%d steps of %s (median) after the start-up, by tensors' names that come again", r.Steps, duration(r.StepUS))
 	} else {
 		line("no steps: no tensor's name comes again")
 	}
@@ -60,6 +60,9 @@ func (r *Report) WriteText(w io.Writer) error {
 	}
 
 	line("\nWho is late\n  %s", r.Lateness.Verdict)
+	if r.Lateness.Startup != "" {
+		line("  %s", r.Lateness.Startup)
+	}
 	if l := &r.Lateness; len(l.Ranks) > 0 && l.Compared > 0 {
 		source := "when each rank submitted"
 		if l.Arrivals {
@@ -67,36 +70,43 @@ func (r *Report) WriteText(w io.Writer) error {
 		}
 		line("  of %d operations, by %s; all ranks together waited %s", l.Compared, source, duration(l.WaitedUS))
 		shown := l.shown()
-		table("rank|last|caused|share|held up all|per step|late p50|p90|p99|max", "", func(row func(string, ...any)) {
+		table("rank|held up all|per step|last|caused|share|late p50|p90|p99|max", "", func(row func(string, ...any)) {
 			for _, s := range shown {
 				perStep := "-"
 				if r.Steps > 0 {
 					perStep = duration(s.HeldPerStepUS)
 				}
-				row("", s.Rank, s.Last, duration(s.CausedUS), percent(s.Share), duration(s.HeldUS), perStep,
+				row("", s.Rank, duration(s.HeldUS), perStep, s.Last, duration(s.CausedUS), percent(s.Share),
 					duration(s.P50US), duration(s.P90US), duration(s.P99US), duration(s.MaxUS))
 			}
 		})
 		if hidden := len(l.Ranks) - len(shown); hidden > 0 {
-			line("  and %d ranks that caused less", hidden)
+			line("  and %d ranks that held up the others for less", hidden)
 		}
 	}
 
-	per := "in all"
-	if r.Steps > 0 {
-		per = "per step"
-	}
-	line("\nWhere time goes, %s: time with at least one operation in the phase; phases overlap", per)
+	line("\nWhere time goes, %s: time with at least one operation in the phase; phases overlap", r.per())
 	if r.Lateness.Compared == 0 {
 		line("  negotiation has the waiting for others in it, which one rank's file alone does not show")
 	}
-	table("rank|step|"+strings.Join(phaseNames[:], "|"), "", func(row func(string, ...any)) {
+	if o := &r.Outside; o.StepUS > 0 {
+		text := fmt.Sprintf("  outside gohvd: %s of %s %s (%s)", duration(o.US), duration(o.StepUS), r.per(), percent(o.Share))
+		if len(r.Phases) > 1 {
+			text += " or more at every rank"
+		}
+		if o.Share >= most {
+			text += ": your program, not communication"
+		}
+		line("%s", text)
+	}
+	table("rank|step|"+outside+"|"+strings.Join(phaseNames[:], "|"), "", func(row func(string, ...any)) {
 		for _, p := range r.Phases[:min(len(r.Phases), mostRanks)] {
 			steps, step := max(float64(p.Steps), 1), "-"
 			if p.Steps > 0 {
 				step = duration(p.StepUS)
 			}
 			cells := []any{p.Rank, step}
+			cells = append(cells, duration(p.US[outside]/steps))
 			for _, name := range phaseNames {
 				cells = append(cells, duration(p.US[name]/steps))
 			}
@@ -162,12 +172,14 @@ func (r *Report) WriteText(w io.Writer) error {
 	return err
 }
 
-// shown are the ranks of the table: all, or those that caused most.
+// shown are the ranks of the table: all, or those that held up the others longest.
 func (l *Lateness) shown() []LateRank {
 	if len(l.Ranks) <= mostRanks {
 		return l.Ranks
 	}
 	shown := slices.Clone(l.Ranks)
-	slices.SortStableFunc(shown, func(a, b LateRank) int { return cmp.Compare(b.CausedUS, a.CausedUS) })
+	slices.SortStableFunc(shown, func(a, b LateRank) int {
+		return cmp.Or(cmp.Compare(b.HeldUS, a.HeldUS), cmp.Compare(b.CausedUS, a.CausedUS))
+	})
 	return shown[:mostRanks]
 }
