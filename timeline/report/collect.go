@@ -76,8 +76,8 @@ type rankStats struct {
 	caused     float64
 	begin, end int64
 	any        bool
-	// settled is when the first complete step began; never if there is none.
-	settled      int64
+	// steadyFrom is when the first complete step began; never if there is none yet.
+	steadyFrom   int64
 	steps        stepFinder
 	errors       int64
 	instances    int64
@@ -116,14 +116,14 @@ type collection struct {
 	told       []int64 // by rank, the number of the last judgement that had its own word
 	judgements int64
 
-	// held are for how long each rank held up all others, and startup what of that was before settled, when the first complete
-	// step of the first rank with a file began; never if there is none. startup is right if split is settled. waits are those that
-	// held will be told of, in their order.
-	held    stats.Lateness
-	waits   waits
-	startup []stats.Late
-	settled int64
-	split   int64
+	// steadyFrom is when the first complete step of the first rank with a file began; never if there is none yet.
+	// held are for how long each rank held up all others, and startup what of that was before startupEnd, which is steadyFrom as soon as
+	// an operation after that was counted. waits are to be added to held, in the order in which they ended.
+	held       stats.Lateness
+	waits      waits
+	startup    []stats.Late
+	steadyFrom int64
+	startupEnd int64
 
 	operations, judged, alone int64
 	arrivalsUsed              bool
@@ -278,7 +278,7 @@ func (f *frontiers) Pop() any {
 func (j *Job) collect() (c *collection, err error) {
 	c = &collection{
 		job: j, names: newNameTable(), ranks: make(map[int]*rankStats), pending: make(map[opKey]*slot),
-		backends: make(map[string]int64), tensors: make([]nameStats, 1), settled: never, split: never,
+		backends: make(map[string]int64), tensors: make([]nameStats, 1), steadyFrom: never, startupEnd: never,
 		responses: sketch{bits: 8}, responseBytes: sketch{bits: 8},
 	}
 	defer func() {
@@ -325,7 +325,7 @@ func (j *Job) collect() (c *collection, err error) {
 func (c *collection) rank(rank int) *rankStats {
 	s := c.ranks[rank]
 	if s == nil {
-		s = &rankStats{lateness: sketch{bits: 5}, settled: never}
+		s = &rankStats{lateness: sketch{bits: 5}, steadyFrom: never}
 		c.ranks[rank] = s
 	}
 	return s
@@ -354,10 +354,10 @@ func (c *collection) observe(s *stream, i *instance) {
 	if i.hasSubmitted {
 		submitted := s.clock.reference(i.submitted)
 		if i.name != noName {
-			step, settled := r.steps.step, r.steps.settledStep
+			step, begins := r.steps.step, r.steps.firstStep
 			first = r.steps.see(i.name, submitted)
-			if r.steps.settledStep != settled {
-				c.settle(s, r.steps.settled)
+			if r.steps.firstStep != begins {
+				c.beginSteady(s, r.steps.firstBegin)
 			}
 			if r.steps.step != step {
 				r.stepsInside = r.inside.sum()
@@ -440,21 +440,21 @@ func (c *collection) newSlot(key opKey, o *operation) *slot {
 	return p
 }
 
-// settle takes note that the first complete step of a rank began at a time: what was before is start-up.
-func (c *collection) settle(s *stream, at int64) {
+// beginSteady notes that the first complete step of a rank began at a time, and drops what was before, the start-up.
+func (c *collection) beginSteady(s *stream, at int64) {
 	r := s.stats
-	r.settled, r.phases, r.inside = at, [numPhases]cover{}, cover{}
+	r.steadyFrom, r.phases, r.inside = at, [numPhases]cover{}, cover{}
 	if s != c.streams[0] || c.job.horovod { // which has arrivals only of what was not cached, as in the first step
 		return
 	}
-	c.settled, c.judged, c.alone, c.waited = at, 0, 0, 0
+	c.steadyFrom, c.judged, c.alone, c.waited = at, 0, 0, 0
 	for _, r := range c.ranks {
 		r.lateness, r.last, r.caused = sketch{bits: r.lateness.bits}, 0, 0
 	}
 }
 
 // cover adds what of an interval is not start-up.
-func (r *rankStats) cover(c *cover, begin, end int64) { c.add(max(begin, r.settled), end) }
+func (r *rankStats) cover(c *cover, begin, end int64) { c.add(max(begin, r.steadyFrom), end) }
 
 // previous is the last operation that had ended by a time.
 func (s *stream) previous(by int64) previous {
@@ -467,9 +467,9 @@ func (s *stream) previous(by int64) previous {
 	return last
 }
 
-// forgive takes from submissions by how much later than another each rank had the result of the operation before, if that is the
-// same at all: it was the exchange of data that held the rank up so long, not its program.
-func forgive(all []submission) {
+// discountResults subtracts from each submission by how much later than the first the rank had the result of the operation before,
+// if that is the same operation at all ranks: the exchange of data has taken that time, not the program.
+func discountResults(all []submission) {
 	first := int64(math.MaxInt64)
 	for _, s := range all {
 		if s.previous.ended == never || s.previous.key != all[0].previous.key {
@@ -501,21 +501,15 @@ func (c *collection) expire(frontier int64) {
 		c.head = 0
 	}
 	// What is judged from now on was submitted after this, but for operations that took longer than the window.
-	for len(c.waits) > 0 && (frontier == math.MaxInt64 || c.waits[0].asked <= frontier-2*window || len(c.waits) > maxWaits) {
-		c.count(c.waits[0])
-		last := len(c.waits) - 1
-		c.waits[0] = c.waits[last]
-		c.waits = c.waits[:last]
-		if last > 0 {
-			heap.Fix(&c.waits, 0)
-		}
+	for len(c.waits) > 0 && (frontier == math.MaxInt64 || c.waits[0].asked+2*window <= frontier || len(c.waits) > maxWaits) {
+		c.count(heap.Pop(&c.waits).(wait))
 	}
 }
 
 // count adds a wait, which is not earlier than the one before, to the time for which its rank held up all others.
 func (c *collection) count(w wait) {
-	if w.asked >= c.settled && c.split != c.settled {
-		c.split, c.startup = c.settled, c.held.Ranks()
+	if w.asked >= c.steadyFrom && c.startupEnd != c.steadyFrom {
+		c.startupEnd, c.startup = c.steadyFrom, c.held.Ranks()
 	}
 	c.held.Add(topo.Rank(w.rank), time.Duration(w.others), time.Duration(w.asked))
 }
@@ -524,7 +518,7 @@ func (c *collection) count(w wait) {
 // not may be missing.
 func (c *collection) heldUp() (startup, rest []stats.Late) {
 	startup, rest = c.startup, c.held.Ranks()
-	if c.settled != c.split {
+	if c.steadyFrom != c.startupEnd {
 		return rest, nil
 	}
 	for r := range startup {
@@ -578,8 +572,8 @@ func (c *collection) judge(p *slot) {
 	}
 	switch {
 	case len(all) > 1:
-		forgive(all)
-		c.charge(all, latest >= c.settled)
+		discountResults(all)
+		c.charge(all, latest >= c.steadyFrom)
 	case p.key.set == 0:
 		c.alone++
 	}
@@ -658,8 +652,7 @@ func (c *collection) charge(all []submission, steady bool) {
 			if i == 0 {
 				// Each has a part of the time, one after the other.
 				to := from + (top.at-from)/left
-				c.waits = append(c.waits, wait{s.rank, from, to})
-				heap.Fix(&c.waits, len(c.waits)-1)
+				heap.Push(&c.waits, wait{s.rank, from, to})
 				from, left = to, left-1
 			}
 		}

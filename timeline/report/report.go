@@ -2,9 +2,8 @@
 // be set otherwise; and it merges them to one trace.
 //
 // Files are read as streams, those of all ranks side by side. What is kept is bounded by the numbers of ranks and of names, each with a
-// limit of its own, and not by the length of the files: some 40 MB at most, 4 for an honest job,
-// and for each rank some 200 KB while its file is open. Input may be
-// anything: what is no timeline is an error that says where and why, and what is damaged is used up to there.
+// limit of its own, and not by the length of the files: some 60 MB at most, 4 for an honest job, and for each rank some 200 KB while its
+// file is open. Input may be anything: what is no timeline is an error that says where and why, and what is damaged is used up to there.
 package report
 
 import (
@@ -248,17 +247,17 @@ func (r *Report) fillRanks(j *Job, c *collection) {
 	}
 	if begin < end {
 		r.DurationUS = micros(end - begin)
-		if c.settled != never {
-			r.StartupUS = micros(max(c.settled-begin, 0))
+		if c.steadyFrom != never {
+			r.StartupUS = micros(max(c.steadyFrom-begin, 0))
 		}
 	}
 }
 
 // outside is the time without an operation in flight, in the complete steps if there are any: nobody knows when the last one ended.
 func (k *rankStats) outside() (o Outside) {
-	all, inside, steps := k.end-max(k.begin, k.settled), k.inside.sum(), int64(1)
+	all, inside, steps := k.end-max(k.begin, k.steadyFrom), k.inside.sum(), int64(1)
 	if complete := k.steps.steps() - 1; complete > 0 {
-		all, inside, steps = k.steps.begin-k.settled, k.stepsInside, complete
+		all, inside, steps = k.steps.begin-k.steadyFrom, k.stepsInside, complete
 	}
 	if all > 0 {
 		o.StepUS = micros(all) / float64(steps)

@@ -608,8 +608,8 @@ func TestSteps(t *testing.T) {
 				t.Errorf("got %d steps of %d, want about 20 of 1000", n, f.lengths.quantile(.5))
 			}
 			// The first step of the training is the last of the start-up.
-			if f.settled < 1000 || f.settled > 4000 {
-				t.Errorf("the first complete step begins at %d, want some time after 1000", f.settled)
+			if f.firstBegin < 1000 || f.firstBegin > 4000 {
+				t.Errorf("the first complete step begins at %d, want some time after 1000", f.firstBegin)
 			}
 		})
 	}

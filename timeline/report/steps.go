@@ -12,9 +12,9 @@ type stepFinder struct {
 	fresh                  int // of names, those that had not come in an earlier step
 	begin                  int64
 	lengths                sketch
-	// The first complete step begins at settled, and is that with this number; 0 if there is none yet.
-	settled     int64
-	settledStep int64
+	// The first complete step begins at firstBegin, and is that with this number; 0 if there is none yet.
+	firstBegin int64
+	firstStep  int64
 }
 
 // startupSteps bounds the steps that are found before the first complete one, of what comes again before the training begins.
@@ -37,7 +37,7 @@ func (f *stepFinder) see(name nameID, at int64) (first bool) {
 		if before < 3 {
 			f.last[name]++
 		}
-		if 2*f.names >= f.previous || 2*f.again >= f.names && 8*f.again >= f.previous || before >= 2 && f.step == f.settledStep {
+		if 2*f.names >= f.previous || 2*f.again >= f.names && 8*f.again >= f.previous || before >= 2 && f.step == f.firstStep {
 			f.end(at)
 		}
 	}
@@ -56,8 +56,8 @@ func (f *stepFinder) end(at int64) {
 	f.lengths.add(at - f.begin)
 	f.step++
 	// The first step has what a program does once. So has another one with many new names.
-	if f.settledStep == 0 || 4*f.fresh >= f.names && f.step <= startupSteps {
-		f.settledStep, f.settled = f.step, at
+	if f.firstStep == 0 || 4*f.fresh >= f.names && f.step <= startupSteps {
+		f.firstStep, f.firstBegin = f.step, at
 		f.lengths = sketch{bits: f.lengths.bits}
 	}
 	f.begin, f.previous = at, f.names
@@ -66,8 +66,8 @@ func (f *stepFinder) end(at int64) {
 
 // steps is how many there were from the first complete one on, the last one too; 0 if no name came again.
 func (f *stepFinder) steps() int64 {
-	if f.settledStep == 0 {
+	if f.firstStep == 0 {
 		return 0
 	}
-	return f.step - f.settledStep + 1
+	return f.step - f.firstStep + 1
 }
