@@ -65,7 +65,7 @@ type waits struct {
 	patience time.Duration // the least time after which a tensor is looked at; 0 is never
 	due      time.Duration
 	late     stats.Lateness // by all process sets
-	trace    bool // arrivals are wanted
+	trace    bool           // arrivals are wanted
 }
 
 func newWaits(warning, shutdown, now time.Duration, ranks int) *waits {

@@ -37,15 +37,15 @@ type lateRank struct {
 	asked, longest time.Duration
 }
 
-// NewLateness has room for so many ranks.
+// NewLateness makes one with room for so many ranks.
 func NewLateness(ranks int) Lateness {
 	var l Lateness
 	l.rank(topo.Rank(ranks - 1))
 	return l
 }
 
-// Add takes an operation for which a rank asked last, at asked, after all others had by others. Operations come in the order of
-// asked.
+// Add counts an operation for which a rank was the last to ask, at asked, when all others had asked by others. Operations come in the
+// order of asked.
 func (l *Lateness) Add(r topo.Rank, others, asked time.Duration) {
 	k := l.rank(r)
 	wait := asked - others
@@ -79,7 +79,7 @@ func (l *Lateness) rank(r topo.Rank) *lateRank {
 	return &l.ranks[r]
 }
 
-// Ranks are the sums so far, by rank.
+// Ranks returns the sums so far, by rank.
 func (l *Lateness) Ranks() []Late {
 	all := make([]Late, len(l.ranks))
 	for r := range l.ranks {

@@ -35,11 +35,11 @@ func (r *Report) worst() (worst, second *LateRank) {
 	return worst, second
 }
 
-// steadyUS is the time after the start-up.
+// steadyUS returns the time after the start-up.
 func (r *Report) steadyUS() float64 { return r.DurationUS - r.StartupUS }
 
-// late are the ranks to look at: one that holds up all others, or some that are late together, each of which would hold up the rest
-// without the others. It is empty if there are none.
+// late returns the ranks to look at: the one that holds up all others, or some that are late together, so that none of them does
+// alone. It is empty if there are none.
 func (r *Report) late() []*LateRank {
 	l := &r.Lateness
 	worst, second := r.worst()
@@ -63,7 +63,7 @@ func (r *Report) late() []*LateRank {
 	return nil
 }
 
-// shareOf is the share of ranks in all waiting.
+// shareOf returns the share of all waiting that ranks have caused.
 func shareOf(ranks []*LateRank) float64 {
 	share := 0.0
 	for _, l := range ranks {
@@ -72,7 +72,7 @@ func shareOf(ranks []*LateRank) float64 {
 	return share
 }
 
-// ranksOf is as in "ranks 1, 2, 5".
+// ranksOf lists ranks, as in "ranks 1, 2, 5".
 func ranksOf(late []*LateRank) string {
 	var ranks []int
 	for _, l := range late {
@@ -111,7 +111,7 @@ func (r *Report) verdict() string {
 	return fmt.Sprintf("no rank stands out: rank %d held up all others for %s, rank %d for %s", worst.Rank, r.held(worst), second.Rank, r.held(second))
 }
 
-// startup is the verdict on the start-up.
+// startup returns the verdict on the start-up.
 func (r *Report) startup() string {
 	if r.StartupUS == 0 {
 		return ""
@@ -134,7 +134,7 @@ func (r *Report) perStep(us float64) string {
 	return duration(us/float64(max(r.Steps, 1))) + " " + r.per()
 }
 
-// per is what times are divided by.
+// per says what times are divided by.
 func (r *Report) per() string {
 	if r.Steps > 0 {
 		return "per step"

@@ -456,7 +456,7 @@ func (c *collection) beginSteady(s *stream, at int64) {
 // cover adds what of an interval is not start-up.
 func (r *rankStats) cover(c *cover, begin, end int64) { c.add(max(begin, r.steadyFrom), end) }
 
-// previous is the last operation that had ended by a time.
+// previous returns the last operation that had ended by a time.
 func (s *stream) previous(by int64) previous {
 	last := previous{ended: never}
 	for _, p := range s.ends[:min(s.endsSeen, maxEnds)] {
@@ -514,8 +514,8 @@ func (c *collection) count(w wait) {
 	c.held.Add(topo.Rank(w.rank), time.Duration(w.others), time.Duration(w.asked))
 }
 
-// heldUp are for how long each rank held up all others, by rank, before the first complete step and after it. Those that did
-// not may be missing.
+// heldUp returns for how long each rank held up all others, by rank, before the first complete step and after it. Ranks at the end
+// that did not may be missing.
 func (c *collection) heldUp() (startup, rest []stats.Late) {
 	startup, rest = c.startup, c.held.Ranks()
 	if c.steadyFrom != c.startupEnd {
@@ -601,7 +601,7 @@ func (c *collection) tell(rank int) bool {
 	return first
 }
 
-// charge says for how long each rank held up others. What is not steady is start-up.
+// charge notes for how long each rank made others wait. An operation that is not steady is of the start-up.
 func (c *collection) charge(all []submission, steady bool) {
 	slices.SortFunc(all, func(a, b submission) int { return cmp.Or(cmp.Compare(b.at, a.at), cmp.Compare(a.rank, b.rank)) })
 	first := all[len(all)-1]

@@ -253,7 +253,7 @@ func (r *Report) fillRanks(j *Job, c *collection) {
 	}
 }
 
-// outside is the time without an operation in flight, in the complete steps if there are any: nobody knows when the last one ended.
+// outside returns the time without an operation in flight, in the complete steps if there are any: when the last one ended is not known.
 func (k *rankStats) outside() (o Outside) {
 	all, inside, steps := k.end-max(k.begin, k.steadyFrom), k.inside.sum(), int64(1)
 	if complete := k.steps.steps() - 1; complete > 0 {

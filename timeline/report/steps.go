@@ -2,7 +2,8 @@ package report
 
 // stepFinder infers steps from names that come again. A step ends with a name that it has had already, if it had at least half as
 // many names as the one before: what comes several times in a step, as for micro-batches, ends none. If half of its names have come
-// again, and they are not few, the step before was of another sort, as the broadcasts at the beginning, and the step ends too.
+// again, and they are not few, the step before was of another sort, as the broadcasts at the beginning, and the step ends too. So does
+// the first step after the start-up with a name that it has for the fourth time.
 type stepFinder struct {
 	// last is, by nameID, four times the number of the step, from 1, in which a name was last seen, and how often it came again in it,
 	// at most 3.
