@@ -86,7 +86,7 @@ func (w *waits) beginAt(since time.Duration) wait {
 }
 
 // last notes that w waits no longer, because the last member, r, has asked.
-func (w *waits) last(r topo.Rank, of *wait) { w.late.Add(r, of.latest, w.now) }
+func (w *waits) last(r topo.Rank, of *wait) { w.late.Add(r, of.latest, w.now, true) }
 
 // execution is the oldest grant that a rank has not finished, as its last heartbeat says.
 type execution struct {

@@ -17,8 +17,9 @@ type Late struct {
 // Lateness adds up for how long each rank held up all others. It keeps these rules, which docs/timeline.md explains:
 //
 //  1. A rank holds up all others while they have asked for an operation and it has not.
-//  2. Operations are in flight side by side. While there is always one that waits for the rank, only the longest wait counts: a
-//     rank that is 5 ms behind with a hundred operations holds up the others for 5 ms.
+//  2. Operations are in flight side by side. Until the ranks wait for one before they go on, and while there is always one that
+//     waits for the rank, only the longest wait counts: a rank that is 5 ms behind with a hundred operations holds up the others
+//     for 5 ms.
 //  3. No moment counts twice: if the others wait for two ranks, for two operations, it counts for the rank that asks first, and
 //     for the other from then on. So the sum over all ranks is at most the wall time.
 //
@@ -27,14 +28,16 @@ type Lateness struct {
 	ranks []lateRank
 	// charged is the end of the last stretch of time that counted for a rank.
 	charged time.Duration
-	begun   bool // charged is set
+	begun   bool   // charged is set
+	waited  uint64 // how many operations were waited for
 }
 
 type lateRank struct {
 	Late
-	// asked is when the rank, as the last one, asked for an operation most recently, and longest the longest wait since there was
-	// always an operation that waited for it.
+	// asked is when the rank, as the last one, asked for an operation most recently, when so many had been waited for. longest is the
+	// longest wait of those of which only that counts.
 	asked, longest time.Duration
+	waited         uint64
 }
 
 // NewLateness makes one with room for so many ranks.
@@ -44,23 +47,27 @@ func NewLateness(ranks int) Lateness {
 	return l
 }
 
-// Add counts an operation for which a rank was the last to ask, at asked, when all others had asked by others. Operations come in the
-// order of asked.
-func (l *Lateness) Add(r topo.Rank, others, asked time.Duration) {
-	k := l.rank(r)
-	wait := asked - others
-	if wait <= 0 {
-		return
+// Add counts an operation for which a rank was the last to ask, at asked, when all others had asked by others. The ranks wait for it
+// before they ask for another, unless waited is false; it is true if that is not known. Operations come in the order of asked.
+func (l *Lateness) Add(r topo.Rank, others, asked time.Duration, waited bool) {
+	if wait := asked - others; wait > 0 {
+		l.charge(l.rank(r), wait, others, asked)
 	}
+	if waited {
+		l.waited++
+	}
+}
+
+func (l *Lateness) charge(k *lateRank, wait, others, asked time.Duration) {
 	charge := wait
-	if k.Last > 0 && others <= k.asked {
+	if k.Last > 0 && (others <= k.asked || k.waited == l.waited) {
 		charge -= k.longest
 		k.longest = max(k.longest, wait)
 	} else {
 		k.longest = wait
 	}
 	k.Last++
-	k.asked = asked
+	k.asked, k.waited = asked, l.waited
 	from := others
 	if l.begun {
 		from = max(from, l.charged)

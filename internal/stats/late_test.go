@@ -10,14 +10,18 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// ask is an operation for which a rank asked last, in ms.
+// ask is an operation for which a rank asked last, in ms. The ranks go on without waiting for it if its rank is negated, less 1.
 type ask struct{ rank, others, asked int }
 
 func held(asks ...ask) []int {
 	l := stats.NewLateness(3)
 	for _, a := range asks {
 		ms := func(n int) time.Duration { return time.Duration(n) * time.Millisecond }
-		l.Add(topo.Rank(a.rank), ms(a.others), ms(a.asked))
+		rank, waited := a.rank, a.rank >= 0
+		if !waited {
+			rank = ^a.rank
+		}
+		l.Add(topo.Rank(rank), ms(a.others), ms(a.asked), waited)
 	}
 	var all []int
 	for _, r := range l.Ranks() {
@@ -42,6 +46,10 @@ func TestLateness(t *testing.T) {
 		"behind all the time": {[]ask{{2, 0, 5}, {2, 2, 7}, {2, 4, 9}, {2, 6, 11}}, []int{0, 0, 5}},
 		"falls behind":        {[]ask{{2, 0, 1}, {2, 1, 3}, {2, 2, 5}, {2, 3, 7}}, []int{0, 0, 4}},
 		"catches up":          {[]ask{{2, 0, 5}, {2, 4, 7}, {2, 6, 8}}, []int{0, 0, 5}},
+		// The rank is behind by 2 ms, which is less than what is between operations, and then by 3 ms.
+		"not waited for":         {[]ask{{^1, 0, 2}, {^1, 10, 12}, {^1, 20, 23}, {1, 30, 32}}, []int{0, 3, 0}},
+		"waited for at last":     {[]ask{{^1, 0, 2}, {1, 10, 12}, {^1, 20, 22}, {1, 30, 32}}, []int{0, 4, 0}},
+		"waited for, not behind": {[]ask{{^1, 0, 2}, {1, 10, 10}, {^1, 20, 22}, {1, 30, 30}}, []int{0, 4, 0}},
 		// The time up to 6 counts for rank 0 already.
 		"two ranks": {[]ask{{0, 0, 6}, {1, 1, 8}}, []int{6, 2, 0}},
 		// The wait of an operation that nobody waits for until the end does not count again what the others have lost meanwhile.
@@ -62,7 +70,7 @@ func TestLatenessIsWallTime(t *testing.T) {
 		for i := range asks {
 			asked := rng.IntN(400)
 			others := asked - rng.IntN(1+rng.IntN(60))
-			asks[i] = ask{rng.IntN(3), others, asked}
+			asks[i] = ask{rng.IntN(6) - 3, others, asked}
 		}
 		slices.SortFunc(asks, func(a, b ask) int { return a.asked - b.asked })
 		got := held(asks...)
@@ -85,7 +93,7 @@ func TestLatenessIsWallTime(t *testing.T) {
 
 func TestLatenessAllocatesNothing(t *testing.T) {
 	l, now := stats.NewLateness(4), time.Duration(0)
-	if n := testing.AllocsPerRun(100, func() { now++; l.Add(3, now-1, now) }); n != 0 {
+	if n := testing.AllocsPerRun(100, func() { now++; l.Add(3, now-1, now, true) }); n != 0 {
 		t.Errorf("%g allocations", n)
 	}
 }

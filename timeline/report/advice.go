@@ -46,7 +46,7 @@ func (r *Report) late() []*LateRank {
 	if worst != nil && worst.HeldUS >= worthwhile*r.steadyUS() && worst.HeldShare >= most && (second == nil || worst.HeldUS >= outstanding*second.HeldUS) {
 		return []*LateRank{worst}
 	}
-	if r.part(waiting) < worthwhile {
+	if l.AnybodyUS < worthwhile*r.steadyUS() {
 		return nil
 	}
 	var all []*LateRank
@@ -101,8 +101,8 @@ func (r *Report) verdict() string {
 	case len(late) == 1:
 		return fmt.Sprintf("rank %d held up all others for %s; no other for more than %s", late[0].Rank, r.held(late[0]), r.perStep(second.HeldUS))
 	case len(late) > 1:
-		return fmt.Sprintf("%s are late together: they caused %s of the waiting, and ranks waited for %s of the time", ranksOf(late),
-			percent(shareOf(late)), percent(r.part(waiting)))
+		return fmt.Sprintf("%s are late together: they caused %s of the waiting, and others waited for %s (%s of the time)", ranksOf(late),
+			percent(shareOf(late)), r.perStep(l.AnybodyUS), percent(l.AnybodyUS/r.steadyUS()))
 	case worst.HeldUS < worthwhile*r.steadyUS():
 		return fmt.Sprintf("no rank held up the others for long: rank %d most, for %s", worst.Rank, r.held(worst))
 	case second == nil:

@@ -41,6 +41,7 @@ type operation struct {
 	bytes                     int64
 	backend                   string
 	failed                    bool
+	last                      nameID // the tensor that was submitted last
 	// arrivals are, by position in the set, when the last of the tensors' requests came; never if none did.
 	arrivals []int64
 	parts    []part
@@ -59,8 +60,8 @@ type stream struct {
 	begun           bool
 	ended           error
 	unnumbered      int64
-	frontier        int64             // when result ended
-	ends            [maxEnds]previous // the last operations to end, in a ring
+	frontier        int64           // when result ended
+	ends            [maxEnds]ending // the last operations to end, in a ring
 	endsSeen        int
 }
 
@@ -95,6 +96,8 @@ type nameStats struct {
 	dtype  string
 	errors int64
 	kind   string
+	// overtaken says that a rank had it in flight when it submitted another operation: it goes on without waiting for it.
+	overtaken bool
 }
 
 // collection is what is known of a job.
@@ -119,9 +122,11 @@ type collection struct {
 	// steadyFrom is when the first complete step of the first rank with a file began; never if there is none yet.
 	// held are for how long each rank held up all others, and startup what of that was before startupEnd, which is steadyFrom as soon as
 	// an operation after that was counted. waits are to be added to held, in the order in which they ended.
-	held       stats.Lateness
+	// Of any is rank 0, which stands for whichever rank was the last: for how long anybody waited, by the same rules.
+	held, any  stats.Lateness
 	waits      waits
 	startup    []stats.Late
+	startupAny time.Duration
 	steadyFrom int64
 	startupEnd int64
 
@@ -141,6 +146,7 @@ type opKey struct{ set, number int64 }
 type slot struct {
 	key       opKey
 	kind      string
+	last      nameID
 	ranks     []seen
 	arrivals  []int64
 	lastEnded int64
@@ -161,6 +167,13 @@ type previous struct {
 	ended int64
 }
 
+// ending is an operation that has ended at a rank.
+type ending struct {
+	previous
+	submitted int64
+	last      nameID
+}
+
 // submission is when a rank had submitted.
 type submission struct {
 	rank     int
@@ -169,10 +182,12 @@ type submission struct {
 	clock    *clock
 }
 
-// wait is a time for which all ranks but one had submitted an operation.
+// wait is a time for which all ranks but one had submitted an operation, and first when the first had. Its last tensor is noName if it
+// was certainly waited for.
 type wait struct {
-	rank          int
-	others, asked int64
+	rank                 int
+	first, others, asked int64
+	last                 nameID
 }
 
 // waits is the heap of waits by when they ended.
@@ -237,8 +252,8 @@ func (s *stream) start(i *instance) {
 
 func (s *stream) add(i *instance) {
 	o := &s.current
-	if i.hasSubmitted {
-		o.submitted, o.hasSubmitted = max(o.submitted, s.clock.reference(i.submitted)), true
+	if at := s.clock.reference(i.submitted); i.hasSubmitted && at >= o.submitted {
+		o.submitted, o.hasSubmitted, o.last = at, true, i.name
 	}
 	o.granted, o.ended = s.clock.reference(i.granted), max(o.ended, s.clock.reference(i.ended))
 	if o.tensors == 0 {
@@ -361,6 +376,9 @@ func (c *collection) observe(s *stream, i *instance) {
 			}
 			if r.steps.step != step {
 				r.stepsInside = r.inside.sum()
+				if s == c.streams[0] { // if nothing else is waited for, something is once a step
+					heap.Push(&c.waits, wait{s.files.rank, submitted, submitted, submitted, noName})
+				}
 			}
 		}
 		r.cover(&r.inside, submitted, s.clock.reference(i.ended))
@@ -415,7 +433,8 @@ func (c *collection) take(s *stream, o *operation) {
 	}
 	p.ranks = append(p.ranks, seen{s, o.submitted, o.granted, o.hasSubmitted, s.previous(o.submitted)})
 	p.lastEnded = max(p.lastEnded, o.ended)
-	s.ends[s.endsSeen%maxEnds] = previous{key, o.ended}
+	c.overtake(s, o)
+	s.ends[s.endsSeen%maxEnds] = ending{previous{key, o.ended}, o.submitted, o.last}
 	s.endsSeen++
 	c.kept++
 	// Arrivals are by position in the set, which is a rank in the global one alone.
@@ -434,7 +453,7 @@ func (c *collection) newSlot(key opKey, o *operation) *slot {
 		p = c.spare[n-1]
 		c.spare = c.spare[:n-1]
 	}
-	*p = slot{key: key, kind: o.kind, ranks: p.ranks[:0], arrivals: p.arrivals[:0], lastEnded: never}
+	*p = slot{key: key, kind: o.kind, last: o.last, ranks: p.ranks[:0], arrivals: p.arrivals[:0], lastEnded: never}
 	c.pending[key] = p
 	c.queue = append(c.queue, p)
 	return p
@@ -461,10 +480,23 @@ func (s *stream) previous(by int64) previous {
 	last := previous{ended: never}
 	for _, p := range s.ends[:min(s.endsSeen, maxEnds)] {
 		if p.ended <= by && p.ended > last.ended {
-			last = p
+			last = p.previous
 		}
 	}
 	return last
+}
+
+// overtake notes which operations the rank had in flight when it submitted o, and whether it submitted another while it had o. A
+// program that waits for an operation cannot submit another, so it does not wait for these before it goes on: not in other steps either.
+func (c *collection) overtake(s *stream, o *operation) {
+	for _, e := range s.ends[:min(s.endsSeen, maxEnds)] {
+		switch {
+		case e.submitted < o.submitted && o.submitted < e.ended:
+			c.tensors[e.last].overtaken = true
+		case o.submitted < e.submitted && e.submitted < o.ended:
+			c.tensors[o.last].overtaken = true
+		}
+	}
 }
 
 // discountResults subtracts from each submission by how much later than the first the rank had the result of the operation before,
@@ -509,22 +541,32 @@ func (c *collection) expire(frontier int64) {
 // count adds a wait, which is not earlier than the one before, to the time for which its rank held up all others.
 func (c *collection) count(w wait) {
 	if w.asked >= c.steadyFrom && c.startupEnd != c.steadyFrom {
-		c.startupEnd, c.startup = c.steadyFrom, c.held.Ranks()
+		c.startupEnd, c.startup, c.startupAny = c.steadyFrom, c.held.Ranks(), c.anybodyWaited()
 	}
-	c.held.Add(topo.Rank(w.rank), time.Duration(w.others), time.Duration(w.asked))
+	waited := w.last == noName || !c.tensors[w.last].overtaken
+	c.held.Add(topo.Rank(w.rank), time.Duration(w.others), time.Duration(w.asked), waited)
+	c.any.Add(0, time.Duration(w.first), time.Duration(w.asked), waited)
 }
 
-// heldUp returns for how long each rank held up all others, by rank, before the first complete step and after it. Ranks at the end
-// that did not may be missing.
-func (c *collection) heldUp() (startup, rest []stats.Late) {
+// anybodyWaited returns for how long any rank waited for another.
+func (c *collection) anybodyWaited() time.Duration {
+	if all := c.any.Ranks(); len(all) > 0 {
+		return all[0].Held
+	}
+	return 0
+}
+
+// heldUp returns for how long each rank held up all others, by rank, before the first complete step and after it, and for how long
+// anybody waited after it. Ranks at the end that held up nobody may be missing.
+func (c *collection) heldUp() (startup, rest []stats.Late, anybody time.Duration) {
 	startup, rest = c.startup, c.held.Ranks()
 	if c.steadyFrom != c.startupEnd {
-		return rest, nil
+		return rest, nil, 0
 	}
 	for r := range startup {
 		rest[r].Held -= startup[r].Held
 	}
-	return startup, rest
+	return startup, rest, c.anybodyWaited() - c.startupAny
 }
 
 // fuses says that operations of the kind can run as one.
@@ -573,7 +615,7 @@ func (c *collection) judge(p *slot) {
 	switch {
 	case len(all) > 1:
 		discountResults(all)
-		c.charge(all, latest >= c.steadyFrom)
+		c.charge(all, p.last, latest >= c.steadyFrom)
 	case p.key.set == 0:
 		c.alone++
 	}
@@ -602,7 +644,7 @@ func (c *collection) tell(rank int) bool {
 }
 
 // charge notes for how long each rank made others wait. An operation that is not steady is of the start-up.
-func (c *collection) charge(all []submission, steady bool) {
+func (c *collection) charge(all []submission, last nameID, steady bool) {
 	slices.SortFunc(all, func(a, b submission) int { return cmp.Or(cmp.Compare(b.at, a.at), cmp.Compare(a.rank, b.rank)) })
 	first := all[len(all)-1]
 	if steady {
@@ -621,6 +663,9 @@ func (c *collection) charge(all []submission, steady bool) {
 			below++
 		}
 		if below == len(all) {
+			if i == 0 { // nobody was late; but they may have waited for it
+				heap.Push(&c.waits, wait{top.rank, top.at, top.at, top.at, last})
+			}
 			break
 		}
 		gap, waiters := top.at-all[below].at, len(all)-below
@@ -638,7 +683,7 @@ func (c *collection) charge(all []submission, steady bool) {
 		if steady {
 			c.waited += float64(gap) * float64(waiters)
 		}
-		from, left := all[below].at, late
+		begin, from, left := first.at, all[below].at, late
 		for _, s := range all[i:below] {
 			if !later(s, all[below]) {
 				continue
@@ -652,8 +697,8 @@ func (c *collection) charge(all []submission, steady bool) {
 			if i == 0 {
 				// Each has a part of the time, one after the other.
 				to := from + (top.at-from)/left
-				heap.Push(&c.waits, wait{s.rank, from, to})
-				from, left = to, left-1
+				heap.Push(&c.waits, wait{s.rank, begin, from, to, last})
+				begin, from, left = to, to, left-1
 			}
 		}
 		i = below

@@ -70,8 +70,9 @@ type Lateness struct {
 	// Verdict is the answer in words, and Startup that for the start-up; empty if there was none.
 	Verdict string `json:"verdict"`
 	Startup string `json:"startup"`
-	// HeldUS is for how long a single rank held up all others, whichever it was.
-	HeldUS float64 `json:"held_us"`
+	// HeldUS is for how long a single rank held up all others, whichever it was, and AnybodyUS for how long any rank waited for another.
+	HeldUS    float64 `json:"held_us"`
+	AnybodyUS float64 `json:"anybody_waited_us"`
 	// Compared are operations of which at least two ranks' submissions are known, Alone those of the global set of which one is.
 	Compared int64 `json:"operations_compared"`
 	Alone    int64 `json:"operations_of_one_rank"`
@@ -271,7 +272,8 @@ func (r *Report) fillLateness(c *collection) {
 	l := &r.Lateness
 	l.Compared, l.Alone, l.Arrivals, l.WaitedUS = c.judged, c.alone, c.arrivalsUsed, micros(c.waited)
 	l.Ranks = []LateRank{}
-	startup, held := c.heldUp()
+	startup, held, anybody := c.heldUp()
+	l.AnybodyUS = micros(anybody)
 	of := func(all []stats.Late, rank int) float64 {
 		if rank < len(all) {
 			return micros(all[rank].Held)
