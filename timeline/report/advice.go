@@ -14,6 +14,8 @@ const (
 	most = 0.5
 	// worthwhile is the share of the time below which it is not worth while to look for the rank that holds up the others.
 	worthwhile = 0.05
+	// noticeable is the time per step, in us, below which it is not either: waking a process late costs as much.
+	noticeable = 100
 	// outstanding is how many times as long as any other a rank that is named alone holds up the others. Among ranks that take turns one
 	// is the worst too, and of two that have waited for each other 50 times it often has two thirds.
 	outstanding = 3
@@ -38,15 +40,20 @@ func (r *Report) worst() (worst, second *LateRank) {
 // steadyUS returns the time after the start-up.
 func (r *Report) steadyUS() float64 { return r.DurationUS - r.StartupUS }
 
+// long reports whether a time after the start-up is worth while to look into.
+func (r *Report) long(us float64) bool {
+	return us >= worthwhile*r.steadyUS() && us >= noticeable*float64(max(r.Steps, 1))
+}
+
 // late returns the ranks to look at: the one that holds up all others, or some that are late together, so that none of them does
 // alone. It is empty if there are none.
 func (r *Report) late() []*LateRank {
 	l := &r.Lateness
 	worst, second := r.worst()
-	if worst != nil && worst.HeldUS >= worthwhile*r.steadyUS() && worst.HeldShare >= most && (second == nil || worst.HeldUS >= outstanding*second.HeldUS) {
+	if worst != nil && r.long(worst.HeldUS) && worst.HeldShare >= most && (second == nil || worst.HeldUS >= outstanding*second.HeldUS) {
 		return []*LateRank{worst}
 	}
-	if l.AnybodyUS < worthwhile*r.steadyUS() {
+	if !r.long(l.AnybodyUS) {
 		return nil
 	}
 	var all []*LateRank
@@ -103,7 +110,7 @@ func (r *Report) verdict() string {
 	case len(late) > 1:
 		return fmt.Sprintf("%s are late together: they caused %s of the waiting, and others waited for %s (%s of the time)", ranksOf(late),
 			percent(shareOf(late)), r.perStep(l.AnybodyUS), percent(l.AnybodyUS/r.steadyUS()))
-	case worst.HeldUS < worthwhile*r.steadyUS():
+	case !r.long(worst.HeldUS):
 		return fmt.Sprintf("no rank held up the others for long: rank %d most, for %s", worst.Rank, r.held(worst))
 	case second == nil:
 		return fmt.Sprintf("no rank stands out: rank %d held up all others for %s", worst.Rank, r.held(worst))
@@ -209,8 +216,11 @@ func (r *Report) suggest(c *collection, o Options) []Suggestion {
 		add("HOROVOD_CPU_OPERATIONS", "set it to shm, or leave it out",
 			"all ranks are on one host, and %s of the time go into exchanging data by TCP", percent(r.part(exchange)))
 	case len(late) == 0 && exchanging >= 0.3 && r.Size > 1 && !r.Horovod:
-		add("", "look at the network between the hosts: measure it with hvdbench, choose its interface (HOROVOD_GLOO_IFACE); or send less: 16-bit "+
-			"compression, fewer and larger steps (backward_passes_per_step)",
+		faster := "look at the network between the hosts: measure it with hvdbench, choose its interface (HOROVOD_GLOO_IFACE)"
+		if c.hosts() == 1 && len(r.Missing) == 0 {
+			faster = "give each rank processor cores of its own, if others use them"
+		}
+		add("", faster+"; or send less: 16-bit compression, fewer and larger steps (backward_passes_per_step)",
 			"no rank is late, and %s of the time go into exchanging data, %s into agreeing on it", percent(r.part(exchange)), percent(r.part(negotiation)))
 	}
 	if p := r.part(copies); p >= 0.1 && p > r.part(exchange) && !r.Horovod {

@@ -75,6 +75,24 @@ func TestTheLateRankIsNamed(t *testing.T) {
 	}
 }
 
+// A rank that is late by what it takes to wake a process is not blamed, even if steps are short.
+func TestWhatIsWorthwhile(t *testing.T) {
+	for _, c := range []struct {
+		heldUS float64
+		steps  int64
+		want   string
+	}{
+		{60_000, 100, "rank 1 held up all others for 600 us per step (6.0 % of the time); no other did"},
+		{40_000, 100, "no rank held up the others for long: rank 1 most, for 400 us per step (4.0 % of the time)"},
+		{60_000, 1000, "no rank held up the others for long: rank 1 most, for 60.0 us per step (6.0 % of the time)"},
+	} {
+		r := Report{DurationUS: 1e6, Steps: c.steps, Lateness: Lateness{Compared: 1, Ranks: []LateRank{{}, {Rank: 1, HeldUS: c.heldUS, HeldShare: 1}}}}
+		if got := r.verdict(); got != c.want {
+			t.Errorf("got %q, want %q", got, c.want)
+		}
+	}
+}
+
 // All waiting is distributed, and to whom it belongs.
 func TestWaitingIsDistributedExactly(t *testing.T) {
 	dir := t.TempDir()
@@ -538,9 +556,10 @@ func TestSuggestions(t *testing.T) {
 			"|give tensors names|never come again"},
 		"tiny": {func(_, _ int, o *testOp) { o.granted += 90; o.begun += 90; o.ended += 90 }, 200,
 			"HOROVOD_CYCLE_TIME|set it to 1|responses have 1.0 tensors and 4.00 KiB on average"},
-		"queue":  {func(_, _ int, o *testOp) { o.begun += 40 * ms; o.ended += 40 * ms }, 2, "|put operations that do not depend|wait for the ones before"},
-		"tcp":    {tcp("TCP_ALLREDUCE", "tcp"), 2, "HOROVOD_CPU_OPERATIONS|set it to shm|all ranks are on one host"},
-		"copies": {tcp("MEMCPY_IN_FUSION_BUFFER", "shm"), 2, "|allocate tensors with hvd.Alloc|copies take"},
+		"one host": {tcp("SHM_ALLREDUCE", "shm"), 2, "|give each rank processor cores of its own|no rank is late, and 33 % of the time"},
+		"queue":    {func(_, _ int, o *testOp) { o.begun += 40 * ms; o.ended += 40 * ms }, 2, "|put operations that do not depend|wait for the ones before"},
+		"tcp":      {tcp("TCP_ALLREDUCE", "tcp"), 2, "HOROVOD_CPU_OPERATIONS|set it to shm|all ranks are on one host"},
+		"copies":   {tcp("MEMCPY_IN_FUSION_BUFFER", "shm"), 2, "|allocate tensors with hvd.Alloc|copies take"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := job(t, 2, 10, c.n, c.change)
