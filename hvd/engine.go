@@ -286,7 +286,7 @@ func (e *Engine) Shutdown(ctx context.Context) error {
 func (e *Engine) shutdown(ctx context.Context, why engine.Departure) error {
 	err := e.engine.Shutdown(ctx, why)
 	if err != nil {
-		err = fmt.Errorf("hvd: shutdown: %w", err)
+		err = fmt.Errorf("hvd: shutdown: %w", e.engine.abandoned.explain(err))
 	}
 	return errors.Join(err, e.release())
 }
@@ -316,7 +316,7 @@ func (e *Engine) Done() <-chan struct{} { return e.engine.Ended() }
 func (e *Engine) Err() error {
 	select {
 	case <-e.engine.Ended():
-		return e.engine.Err()
+		return e.engine.abandoned.explain(e.engine.Err())
 	default:
 		return nil
 	}

@@ -31,7 +31,8 @@ type (
 	PeerError = engine.PeerError
 	// StallError: the job was shut down because a tensor waited too long. It is an ErrShutDown.
 	StallError = engine.StallError
-	// DuplicateNameError: a tensor of the name is in flight. It is the cause of a UsageError.
+	// DuplicateNameError: the name is in use by a tensor in flight, or by one that the program has not seen done. It is the
+	// cause of a UsageError.
 	DuplicateNameError = tensorqueue.DuplicateNameError
 	// NoMemoryError: shared memory cannot be had. It names the bytes that were needed.
 	NoMemoryError = memfd.NoMemoryError

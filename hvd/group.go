@@ -129,7 +129,7 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T
 	if err != nil {
 		return nil, err
 	}
-	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.name}, tensors: make([]*Handle[T], len(xs))}
+	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.name, engine: c.engine.engine}, tensors: make([]*Handle[T], len(xs))}
 	g.left.Store(int64(len(xs)))
 	handles := make([]Handle[T], len(xs)) // g keeps all of them anyway
 	for i, x := range xs {
@@ -146,6 +146,6 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T
 	if err := submit(&c, true, g.tensors...); err != nil {
 		return nil, err
 	}
-	g.name, g.engine = c.name, c.engine.engine
+	g.name = c.name
 	return g, nil
 }

@@ -8,18 +8,30 @@ import (
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
 )
 
 // operation is what all handles have.
 type operation struct {
-	kind message.Kind
-	name string
-	err  error // written before it is done
+	kind  message.Kind
+	flags atomic.Uint32
+	name  string
+	err   error // written before it is done
 	// signal is nil until somebody asks for it, or the operation is done; then it is over.
 	signal atomic.Pointer[signal]
 	// engine is who does it; nil if there was nothing to do.
 	engine *runner
+	// held is the name, which stays in use until the program has seen that the operation is done; nil if it has none of its
+	// own. It is written before the operation is done, and read afterwards.
+	held interface{ Release() }
 }
+
+// What is known of an operation.
+const (
+	doneAsked uint32 = 1 << iota // the program has the channel of Done
+	doneSeen                     // it has seen that the operation is done: held is released
+	gaveUp                       // a wait has ended with its context
+)
 
 // signal is closed when an operation is done. Most are, before anybody asks.
 type signal struct{ c chan struct{} }
@@ -33,9 +45,34 @@ var over = func() *signal {
 
 // complete ends the operation.
 func (o *operation) complete(err error) {
+	if err != nil && o.engine != nil {
+		err = o.engine.abandoned.explain(err)
+	}
 	o.err = err
-	if s := o.signal.Swap(over); s != nil {
+	s := o.signal.Swap(over)
+	flags := o.flags.Load()
+	if flags&gaveUp != 0 && err == nil {
+		o.engine.abandoned.remove(o)
+	}
+	if s != nil {
+		if flags&doneAsked != 0 {
+			o.seen() // before the program can see it
+		}
 		close(s.c)
+	}
+}
+
+// hold keeps the name of e, which is the operation's or the first of its group, in use until seen.
+func (o *operation) hold(e *tensorqueue.Entry) {
+	if n := e.Held(); n != nil {
+		o.held = n
+	}
+}
+
+// seen frees the name. The operation is done.
+func (o *operation) seen() {
+	if o.held != nil && o.flags.Load()&doneSeen == 0 && o.flags.Or(doneSeen)&doneSeen == 0 {
+		o.held.Release()
 	}
 }
 
@@ -54,13 +91,14 @@ func started[H interface{ start() }](h H, err error) (H, error) {
 	return h, err
 }
 
-// Poll reports whether the operation is done, so that Wait returns at once. Who asks has what was started noticed without delay.
+// Poll reports whether the operation is done, so that Wait returns at once; its name is then free. It flushes what was started.
 func (o *operation) Poll() bool {
-	done := o.ended()
-	if !done {
+	if !o.ended() {
 		o.hurry()
+		return false
 	}
-	return done
+	o.seen()
+	return true
 }
 
 func (o *operation) ended() bool { return o.signal.Load() == over }
@@ -72,10 +110,16 @@ func (o *operation) hurry() {
 	}
 }
 
-// Done is closed when the operation is done. It has what was started noticed without delay.
+// Done returns a channel that is closed when the operation is done; its name is free from then on, whether or not anybody
+// receives from the channel. It flushes what was started.
 func (o *operation) Done() <-chan struct{} {
 	o.hurry()
-	return o.done()
+	o.flags.Or(doneAsked)
+	c := o.done()
+	if o.ended() {
+		o.seen()
+	}
+	return c
 }
 
 func (o *operation) done() <-chan struct{} {
@@ -91,34 +135,39 @@ func (o *operation) done() <-chan struct{} {
 // Name is the tensor's name, or the group's.
 func (o *operation) Name() string { return o.name }
 
-func (o *operation) wait(ctx context.Context) error {
+// wait waits for the operation, whose handle is h.
+func (o *operation) wait(ctx context.Context, h Pending) error {
+	if !o.ended() {
+		o.await(ctx)
+	}
 	if o.ended() {
+		o.seen()
 		return o.err
 	}
-	if ctx.Err() != nil {
-		o.start() // it goes on without a wait
-		return o.gaveUp(ctx)
-	}
-	if o.engine != nil {
-		if o.engine.Help(ctx, o.ended); o.ended() {
-			return o.err
-		}
-	}
-	select {
-	case <-o.done():
-		return o.err
-	case <-ctx.Done():
-		return o.gaveUp(ctx)
-	}
-}
-
-// gaveUp is the error of a wait whose context has ended.
-func (o *operation) gaveUp(ctx context.Context) error {
 	err := ctx.Err()
 	if cause := context.Cause(ctx); !errors.Is(cause, err) {
 		err = fmt.Errorf("%w: %w", err, cause)
 	}
-	return fmt.Errorf("hvd: %v %q: gave up waiting, while the operation goes on: %w", o.kind, o.name, err)
+	p := &PendingError{Op: o.kind.String(), Tensor: o.name, Handle: h, Err: err}
+	o.engine.abandoned.add(o, p)
+	return p
+}
+
+// await returns when the operation is done, or ctx has ended.
+func (o *operation) await(ctx context.Context) {
+	if ctx.Err() != nil {
+		o.start() // it goes on without a wait
+		return
+	}
+	if o.engine != nil {
+		if o.engine.Help(ctx, o.ended); o.ended() {
+			return
+		}
+	}
+	select {
+	case <-o.done():
+	case <-ctx.Done():
+	}
 }
 
 // Handle is an operation in flight that gives elements of T. Its methods are safe for concurrent use.
@@ -131,10 +180,10 @@ type Handle[T any] struct {
 	group    *GroupHandle[T]
 }
 
-// Wait waits for the operation and gives its result. When ctx ends first the operation goes on, and the slices
-// stay in use until Done.
+// Wait waits for the operation and gives its result. When ctx ends first the error is a *PendingError: the operation goes
+// on, its name stays in use, and its slices too until it is done.
 func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
-	if err := h.wait(ctx); err != nil {
+	if err := h.wait(ctx, h); err != nil {
 		return nil, err
 	}
 	return h.out, nil
@@ -163,7 +212,7 @@ type GroupHandle[T any] struct {
 // Wait waits for all tensors of the group and gives their results, in the order of the call. If one failed the error is
 // the first.
 func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
-	if err := g.wait(ctx); err != nil {
+	if err := g.wait(ctx, g); err != nil {
 		return nil, err
 	}
 	if g.outs != nil {
@@ -184,6 +233,7 @@ func (g *GroupHandle[T]) finished(err error) {
 			onlyBools(p.Output)
 		}
 	}
+	g.hold(e)
 	g.slot.free()
 	g.slot = nil
 	g.complete(err)

@@ -16,17 +16,24 @@
 // type costs one bit of negotiation instead of a message. The same name for different operations is a mismatch if ranks differ, and
 // forgets the cached agreement if they do not: give each use its own name.
 //
+// A name that the program gives is in use from the call until the program has seen that the operation is done: until a
+// synchronous call or Wait has returned without a *PendingError, Poll has said true, or the channel that Done gave is closed.
+// A second call with a name in use is a *UsageError with a *DuplicateNameError, at every rank alike, even if the first
+// operation has long been done. A name that nobody looks after is in use until Shutdown, also if its handle is garbage: an
+// operation that is started and forgotten should have no name, or its Done should be asked for. Names that are counted are
+// free when the operation is done.
+//
 // # Buffers
 //
 // From the call until the operation is done the engine owns the slices passed to it. They must not be written, and
-// results must not be read. A Wait or a synchronous call that ends by its context does not withdraw the request:
-// the slices stay in use until the operation is done at every rank.
+// results must not be read. A Wait or a synchronous call that ends by its context does not withdraw the request: the slices
+// stay in use until the operation is done at this rank. The error, a *PendingError, has the handle to wait for that.
 //
 // # Errors
 //
-// Every error names operation and tensor. There are four sorts, found by errors.Is and errors.As:
+// Every error names operation and tensor. There are five sorts, found by errors.Is and errors.As:
 //
-//   - *UsageError: this rank should not have made the call, because the name is in flight (*DuplicateNameError), the
+//   - *UsageError: this rank should not have made the call, because the name is in use (*DuplicateNameError), the
 //     process set is gone (ErrNoProcessSet) or not its own, Init was not called (ErrNotInitialized), or the arguments do
 //     not fit. Nothing was submitted.
 //   - *MismatchError: the ranks' requests contradict each other, and the job goes on. All of them get it, but where
@@ -36,6 +43,8 @@
 //   - *PeerError: ranks failed, or shut down while this one waits for them (then it is an ErrShutDown too), or an operation
 //     ran out of time. The epoch is over, and after Shutdown the survivors may Init again, once all ranks of the job are
 //     there anew.
+//   - *PendingError: the context of a wait has ended, and the operation goes on. If the job ends before the operation is done,
+//     this rank's errors say that it had given up waiting.
 package hvd
 
 import (

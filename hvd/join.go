@@ -13,8 +13,8 @@ const joinName = "join.noname"
 
 // Join says that this rank has no more tensors, while others may have: it stands in for itself with neutral elements in
 // their allreduces (0 for sums, 1 for products, the largest or smallest value for min and max) until all ranks have
-// joined. It then gives the rank that joined last. What this rank submitted before still counts with its data; until the
-// join is over it may submit nothing.
+// joined. It then gives the rank that joined last. What this rank submitted before still counts with its data; until it has
+// seen that the join is done it may submit nothing to the process set.
 //
 // Average goes on dividing by the number of all ranks, AverageActive by those that take part. Allgather, broadcast,
 // alltoall and reducescatter are errors at the others meanwhile, unless Empty.
@@ -34,36 +34,39 @@ func join(opts []Option) (*JoinHandle, error) {
 	if err != nil {
 		return nil, err
 	}
-	h := &JoinHandle{operation: operation{kind: c.kind, name: joinName, engine: c.engine.engine}}
+	h := &JoinHandle{operation: operation{kind: c.kind, name: joinName, engine: c.engine.engine, held: joining{c.set}}}
 	if err := c.join(&h.entry, h.complete); err != nil {
 		return nil, err
 	}
 	return h, nil
 }
 
-// join queues e, which becomes a join; done is told of its end.
+// join queues e, which becomes a join; done is told of its end. The set is joined until joining is released.
 func (c *call) join(e *tensorqueue.Entry, done func(error)) error {
 	c.name = joinName
-	set := c.set
 	*e = tensorqueue.Entry{
-		Set: set.id, Timeout: c.timeout,
+		Set: c.set.id, Timeout: c.timeout, Done: done,
 		Request: message.Request{Kind: message.Join, Name: c.name, Empty: c.empty},
-		Done: func(err error) {
-			// The ranks that joined early have made fewer unnamed calls than the others. Now nothing is in flight, so
-			// all can begin to count anew.
-			set.unnamed.Store(0)
-			set.joined.Store(false)
-			done(err)
-		},
 	}
-	if !set.joined.CompareAndSwap(false, true) {
-		return c.misuse("this rank has joined %v already", set)
+	if !c.set.joined.CompareAndSwap(false, true) {
+		return c.misuse("this rank has joined %v already", c.set)
 	}
 	if err := c.enter(e); err != nil {
-		set.joined.Store(false)
+		c.set.joined.Store(false)
 		return err
 	}
 	return nil
+}
+
+// joining is a set that this rank has joined.
+type joining struct{ *ProcessSet }
+
+// Release ends the join.
+func (j joining) Release() {
+	// The ranks that joined early have made fewer unnamed calls than the others. Now nothing is in flight, so all can begin to
+	// count anew.
+	j.unnamed.Store(0)
+	j.joined.Store(false)
 }
 
 // JoinHandle is a join in flight. Its methods are safe for concurrent use.
@@ -74,7 +77,7 @@ type JoinHandle struct {
 
 // Wait waits until all members have joined and gives the one that joined last.
 func (h *JoinHandle) Wait(ctx context.Context) (last int, err error) {
-	if err := h.wait(ctx); err != nil {
+	if err := h.wait(ctx, h); err != nil {
 		return 0, err
 	}
 	return int(h.entry.Response.Root), nil

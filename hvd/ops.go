@@ -28,7 +28,7 @@ func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 
 // fill sets what all entries of c have alike.
 func (c *call) fill(e *tensorqueue.Entry) {
-	e.Set, e.Timeout, e.InPlace, e.ErrorFeedback = c.set.id, c.timeout, c.inPlace, c.errorFeedback
+	e.Set, e.Timeout, e.Hold, e.InPlace, e.ErrorFeedback = c.set.id, c.timeout, c.hold, c.inPlace, c.errorFeedback
 	q := &e.Request
 	q.Kind, q.DType, q.Op, q.Prescale, q.Postscale, q.Wire = c.kind, c.dtype, c.op, c.pre, c.post, c.wire
 }
@@ -40,6 +40,11 @@ func (h *Handle[T]) finished(err error) {
 		onlyBools(e.Output)
 	}
 	h.received = e.Received
+	if g := h.group; g == nil {
+		h.hold(e)
+	} else if g.tensors[0] == h {
+		g.hold(e)
+	}
 	h.slot.free()
 	h.slot = nil
 	h.complete(err)
@@ -133,6 +138,7 @@ func (c *call) queue(entries ...*tensorqueue.Entry) error {
 	if err == nil {
 		return nil
 	}
+	err = c.engine.engine.abandoned.explain(err)
 	var (
 		duplicate *DuplicateNameError
 		op        *OpError

@@ -80,7 +80,8 @@ func (k optionKind) String() string {
 	}[k]
 }
 
-// Name names the tensor. The default is "<operation>.noname.<n>".
+// Name names the tensor. The default is "<operation>.noname.<n>". The name is in use until the program has seen that the
+// operation is done (see the package comment).
 func Name(name string) Option { return Option{kind: optName, text: name} }
 
 // Op chooses the reduction of an allreduce or reducescatter. The default is Average.
@@ -175,6 +176,7 @@ type call struct {
 	inPlace       bool
 	errorFeedback bool
 	empty         bool
+	hold          bool // the name stays in use until the handle was seen done
 	timeout       time.Duration
 }
 
@@ -197,6 +199,7 @@ func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (cal
 	if err := c.locate(); err != nil {
 		return call{}, err
 	}
+	c.hold = c.name != "" // a name that is counted does not come again
 	if c.timeout < 0 {
 		if c.timeout = 0; kind != message.Join {
 			c.timeout = c.engine.timeout

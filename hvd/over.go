@@ -25,6 +25,8 @@ const sidecarGrace = 5 * time.Second
 type runner struct {
 	in   *engine.Engine
 	over *client.Engine // if there is no engine in this process
+
+	abandoned abandonedWaits
 }
 
 // Queue is as the engine's.

@@ -156,18 +156,19 @@ func (c *call) changeSets(ctx context.Context, q message.Request, apply func(*me
 	if !c.engine.dynamicSets {
 		return c.misuse("process sets cannot be changed after Init: HOROVOD_DYNAMIC_PROCESS_SETS is 0")
 	}
-	o := operation{kind: c.kind, name: q.Name, engine: c.engine.engine}
-	e := &tensorqueue.Entry{Set: topo.Global, Request: q, Timeout: c.timeout}
+	o := &operation{kind: c.kind, name: q.Name, engine: c.engine.engine}
+	e := &tensorqueue.Entry{Set: topo.Global, Request: q, Timeout: c.timeout, Hold: true}
 	e.Done = func(err error) {
 		if err == nil {
 			apply(e.Response)
 		}
+		o.hold(e)
 		o.complete(err)
 	}
 	if err := c.enter(e); err != nil {
 		return err
 	}
-	return o.wait(ctx)
+	return o.wait(ctx, o)
 }
 
 // members checks the ranks of a set and sorts them.

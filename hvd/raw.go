@@ -82,9 +82,11 @@ func (e *Engine) beginRaw(o *raw.Operation) error {
 	if err != nil {
 		return err
 	}
+	c.hold = false // the client knows what its program has seen
 	if o.Kind == message.Join {
 		var entry tensorqueue.Entry
 		return c.join(&entry, func(err error) {
+			joining{c.set}.Release()
 			if err == nil {
 				o.LastJoined = int(entry.Response.Root)
 			}

@@ -18,14 +18,16 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// DuplicateNameError refuses a tensor whose name is in flight.
+// DuplicateNameError refuses a tensor whose name is in use: a tensor of that name is in flight, or the program that
+// submitted it has not yet seen that it is done.
 type DuplicateNameError struct {
 	Kind message.Kind
 	Name string
 }
 
 func (e *DuplicateNameError) Error() string {
-	return fmt.Sprintf("%v %q: a tensor of this name is in flight already; wait for it or choose another name", e.Kind, e.Name)
+	return fmt.Sprintf("%v %q: a tensor of this name is in flight, or nobody has waited for its handle; "+
+		"wait for it (Wait, or Poll until it says true) or choose another name", e.Kind, e.Name)
 }
 
 // Entry is a submitted tensor.
@@ -49,9 +51,11 @@ type Entry struct {
 	ErrorFeedback bool
 	// Timeout is how long the operation may take; 0 is for ever.
 	Timeout time.Duration
+	// Hold keeps the name in use after Done, until Held is released. It is the same for all entries of an Add.
+	Hold bool
 	// Response is what was granted. It is there before Done is called with nil.
 	Response *message.Response
-	// Done is called exactly once, after the engine has let go of the buffers and freed the name.
+	// Done is called exactly once, after the engine has let go of the buffers and, without Hold, freed the name.
 	Done func(err error)
 	// Times say how far it has got.
 	Times Times
@@ -59,7 +63,16 @@ type Entry struct {
 	Deadline time.Duration
 
 	queue *Queue
-	name  *name
+	name  *Name
+}
+
+// Held returns the name that e holds beyond Done, and nil without Hold. That of the first entry of an Add stands for the
+// names of all entries that were added with it. It must not be called after Done has returned.
+func (e *Entry) Held() *Name {
+	if !e.Hold {
+		return nil
+	}
+	return e.name
 }
 
 // Part is a tensor of a group: what this rank contributes and where the result goes.
@@ -74,16 +87,31 @@ type Times struct {
 	Grant atomic.Uint64
 }
 
-// name is what a queue remembers of a name. It outlives the entries, for most names come again.
-type name struct {
-	entry *Entry // in flight, or nil
-	bit   uint32 // Request.Bit of the last entry
+// Name is what a queue remembers of a name. It outlives the entries, for most names come again.
+type Name struct {
+	entry *Entry      // in flight, or nil
+	next  *Name       // held by the next entry of the same Add
+	bit   uint32      // Request.Bit of the last entry
+	held  atomic.Bool // an entry with Hold was added, and not released
 }
+
+// Release frees n, and the names that were added after it in the same Add. It must be called once, after Done of all these
+// entries. It takes no lock.
+func (n *Name) Release() {
+	for n != nil {
+		next := n.next // before another Add may take n
+		n.held.Store(false)
+		n = next
+	}
+}
+
+// free reports whether the name may be submitted.
+func (n *Name) free() bool { return n.entry == nil && !n.held.Load() }
 
 // Queue holds the entries of one process set. Use New.
 type Queue struct {
 	mu       sync.Mutex
-	names    map[string]*name
+	names    map[string]*Name
 	inFlight int
 	limit    int // of names that are remembered
 	pending  []*Entry
@@ -96,11 +124,11 @@ const minNames = 2048
 
 // New makes an empty queue.
 func New() *Queue {
-	return &Queue{names: make(map[string]*name), limit: minNames}
+	return &Queue{names: make(map[string]*Name), limit: minNames}
 }
 
-// Add submits entries: all of them, in this order, or none. It fails with *DuplicateNameError, or with the error given
-// to Close, and then Done is not called.
+// Add submits entries: all of them, in this order, or none. It fails with *DuplicateNameError if a name is in use, or with
+// the error given to Close, and then Done is not called.
 func (q *Queue) Add(entries ...*Entry) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -109,15 +137,22 @@ func (q *Queue) Add(entries ...*Entry) error {
 	}
 	for i, e := range entries {
 		n := q.nameOf(e.Request.Name)
-		if n.entry != nil {
+		if !n.free() {
 			for _, added := range entries[:i] {
 				added.name.entry = nil
+				added.name.held.Store(false)
 			}
 			return &DuplicateNameError{e.Request.Kind, e.Request.Name}
 		}
-		n.entry = e
+		n.entry, n.next = e, nil
 		e.queue, e.name = q, n
 		e.Request.Bit = n.bit
+		if e.Hold {
+			n.held.Store(true)
+			if i > 0 {
+				entries[i-1].name.next = n
+			}
+		}
 	}
 	q.inFlight += len(entries)
 	q.pending = append(q.pending, entries...)
@@ -128,21 +163,21 @@ func (q *Queue) Add(entries ...*Entry) error {
 }
 
 // nameOf is what is known of a name.
-func (q *Queue) nameOf(text string) *name {
+func (q *Queue) nameOf(text string) *Name {
 	if n := q.names[text]; n != nil {
 		return n
 	}
 	if len(q.names) >= q.limit {
 		q.forget()
 	}
-	n := new(name)
+	n := new(Name)
 	q.names[text] = n
 	return n
 }
 
-// forget drops the names that are not in flight. The next time is after as many new ones as are kept.
+// forget drops the names that are not in use. The next time is after as many new ones as are kept.
 func (q *Queue) forget() {
-	maps.DeleteFunc(q.names, func(_ string, n *name) bool { return n.entry == nil })
+	maps.DeleteFunc(q.names, func(_ string, n *Name) bool { return n.free() })
 	q.limit = max(minNames, 2*len(q.names))
 }
 
@@ -177,7 +212,7 @@ func (q *Queue) Find(name string) *Entry {
 	return nil
 }
 
-// Finish frees the name of e and calls its Done. It does nothing if e is not in its queue any more, but it must not be called after
+// Finish takes e from the table and calls its Done. It does nothing if e is not in its queue any more, but it must not be called after
 // Done was: e may be another by then.
 func (e *Entry) Finish(err error) {
 	q := e.queue
@@ -189,7 +224,7 @@ func (e *Entry) Finish(err error) {
 	}
 }
 
-// remove frees the name of e, if e is in the queue.
+// remove takes e from the table, if it is there.
 func (q *Queue) remove(e *Entry) bool {
 	if e.name.entry != e {
 		return false

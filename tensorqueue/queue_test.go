@@ -265,3 +265,54 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 		t.Errorf("%v allocations for a submission, want 0", n)
 	}
 }
+
+// A name with Hold is in use until it is released, alone or with those of the same Add, also beside many others.
+func TestHold(t *testing.T) {
+	q := tensorqueue.New()
+	add := func(names ...string) ([]*tensorqueue.Entry, error) {
+		var entries []*tensorqueue.Entry
+		for _, name := range names {
+			e := entry(name, func(error) {})
+			e.Hold = true
+			entries = append(entries, e)
+		}
+		return entries, q.Add(entries...)
+	}
+	group, err := add("a", "b", "c")
+	if err != nil {
+		t.Fatal(err)
+	}
+	held := group[0].Held()
+	for _, e := range group {
+		e.Finish(nil)
+	}
+	if q.Len() != 0 || q.Find("a") != nil {
+		t.Errorf("%d entries are in flight, want none", q.Len())
+	}
+	for i := range 10_000 {
+		e := entry(fmt.Sprint(i), func(error) {})
+		if err := q.Add(e); err != nil {
+			t.Fatal(err)
+		}
+		e.Finish(nil)
+	}
+	for _, name := range []string{"a", "b", "c"} {
+		var dup *tensorqueue.DuplicateNameError
+		if _, err := add("new", name); !errors.As(err, &dup) || dup.Name != name {
+			t.Errorf("again %q: got error %v, want a DuplicateNameError", name, err)
+		}
+	}
+	held.Release()
+	one, err := add("new") // in vain above
+	if err != nil {
+		t.Error(err)
+	}
+	if _, err := add("c", "b", "a"); err != nil {
+		t.Errorf("after the release: %v", err)
+	}
+	one[0].Finish(nil)
+	one[0].Held().Release()
+	if _, err := add("a"); err == nil {
+		t.Error("the release of one name has freed another")
+	}
+}

@@ -1,0 +1,302 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// begun is an operation that was started, and a way to see that it is done.
+type begun struct {
+	hvd.Pending
+	wait func(ctx context.Context) error
+}
+
+// starters begin an operation of each sort of handle that has a name of the program's.
+var starters = []struct {
+	sort  string
+	start func(opts ...hvd.Option) (begun, error)
+}{
+	{"tensor", func(opts ...hvd.Option) (begun, error) {
+		h, err := hvd.AllreduceAsync([]int32{1, 2, 3}, opts...)
+		return begun{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
+	}},
+	{"reduced group", func(opts ...hvd.Option) (begun, error) {
+		h, err := hvd.GroupedAllreduceAsync([][]int32{{1, 2}, {3}}, opts...)
+		return begun{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
+	}},
+	{"gathered group", func(opts ...hvd.Option) (begun, error) {
+		h, err := hvd.GroupedAllgatherAsync([][]int32{{1, 2}, {3}, {4}}, opts...)
+		return begun{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
+	}},
+	{"barrier", func(opts ...hvd.Option) (begun, error) {
+		h, err := hvd.BarrierAsync(opts...)
+		return begun{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
+	}},
+}
+
+// ways are those in which a program sees that an operation is done.
+var ways = []struct {
+	way string
+	see func(ctx context.Context, b begun) error
+}{
+	{"Wait", func(ctx context.Context, b begun) error { return b.wait(ctx) }},
+	{"Poll", func(_ context.Context, b begun) error {
+		for !b.Poll() {
+			runtime.Gosched()
+		}
+		return nil
+	}},
+	{"Done", func(ctx context.Context, b begun) error {
+		select {
+		case <-b.Done():
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}},
+}
+
+// A name is in use until the program has seen that its operation is done, however long it has been done by then.
+func TestNameIsInUseUntilSeen(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		for _, s := range starters {
+			for _, w := range ways {
+				sort, start, way, see := s.sort, s.start, w.way, w.see
+				opts := []hvd.Option{hvd.Name(sort + way), hvd.On(e)}
+				first, err := start(opts...)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				// What was begun before a barrier is done when that is.
+				if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+					t.Error(err)
+				}
+				var dup *hvd.DuplicateNameError
+				if _, err := start(opts...); !errors.As(err, &dup) {
+					t.Errorf("%s: again before %s: got error %v, want a DuplicateNameError", sort, way, err)
+				}
+				if err := see(ctx, first); err != nil {
+					t.Error(err)
+				}
+				second, err := start(opts...)
+				if err != nil {
+					t.Errorf("%s: again after %s: %v", sort, way, err)
+					return
+				}
+				if err := first.wait(ctx); err != nil || !first.Poll() { // once more, which frees nothing
+					t.Error(err)
+				}
+				if _, err := start(opts...); !errors.As(err, &dup) {
+					t.Errorf("%s: a third after %s: got error %v, want a DuplicateNameError", sort, way, err)
+				}
+				if err := second.wait(ctx); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+	})
+}
+
+// The second tensor of a name is refused at every rank, in whatever order ranks and operations come.
+func TestSameNameTwice(t *testing.T) {
+	const rounds = 1000
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+		random := rand.New(rand.NewPCG(seed, uint64(e.Rank())))
+		pause := func() {
+			for range random.IntN(200) {
+				runtime.Gosched()
+			}
+		}
+		for round := range rounds {
+			pause()
+			h, err := hvd.AllreduceAsync([]int32{int32(round)}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e))
+			if err != nil {
+				t.Errorf("rank %d, round %d: %v", e.Rank(), round, err)
+				return
+			}
+			pause()
+			_, err = hvd.AllreduceAsync([]int32{1}, hvd.Name("x"), hvd.On(e))
+			wantDuplicate(t, err, `hvd: allreduce "x": `, "x")
+			if err == nil {
+				return
+			}
+			if got, err := h.Wait(ctx); err != nil || !slices.Equal(got, []int32{3 * int32(round)}) {
+				t.Errorf("rank %d, round %d: got %v and error %v", e.Rank(), round, got, err)
+				return
+			}
+		}
+	})
+}
+
+// A join counts as over when the program has seen its end, so that what a rank may submit next is no matter of chance.
+func TestJoinUntilSeen(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		random := rand.New(rand.NewPCG(seed, uint64(e.Rank())))
+		for range 100 {
+			j, err := hvd.JoinAsync(hvd.On(e))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			for range random.IntN(200) {
+				runtime.Gosched()
+			}
+			_, err = hvd.AllreduceAsync([]int32{1}, hvd.On(e))
+			wantMisuse(t, err, "allreduce", "wait for the join")
+			if _, joined := j.Wait(ctx); joined != nil || err == nil {
+				t.Error(joined)
+				return
+			}
+		}
+		goesOn(ctx, t, e.ProcessSets()[0], "x")
+	})
+}
+
+// Operations that nobody waits for need not have a name, and then keep nothing in use.
+func TestFireAndForget(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		for range 100 {
+			if _, err := hvd.AllreduceAsync([]int32{1}, hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+			h, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("told"), hvd.On(e))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			done := h.Done() // whoever asks for it may drop the handle
+			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+				t.Error(err)
+			}
+			<-done
+		}
+	})
+}
+
+// A wait that ends with its context gives the handle, and the name is free when that was seen done.
+func TestPendingError(t *testing.T) {
+	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+		gone, cancel := context.WithCancelCause(ctx)
+		over := errors.New("no more time")
+		cancel(over)
+		on := hvd.On(e)
+		x, sum := []int32{1, int32(e.Rank())}, []int32{int32(e.Size()), int32(e.Size() * (e.Size() - 1) / 2)}
+		for _, c := range []struct {
+			name, op string
+			call     func(ctx context.Context) error
+			result   func(hvd.Pending) error
+		}{
+			{
+				"x", "allreduce", func(ctx context.Context) error {
+					_, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Sum), hvd.Name("x"), on)
+					return err
+				}, func(p hvd.Pending) error {
+					got, err := p.(*hvd.Handle[int32]).Wait(ctx)
+					if err == nil && !slices.Equal(got, sum) {
+						t.Errorf("got %v, want %v", got, sum)
+					}
+					return err
+				},
+			},
+			{
+				"g", "reducescatter", func(ctx context.Context) error {
+					_, err := hvd.GroupedReducescatter(ctx, [][]int32{x, x}, hvd.Name("g"), on)
+					return err
+				}, func(p hvd.Pending) error {
+					_, err := p.(*hvd.GroupHandle[int32]).Wait(ctx)
+					return err
+				},
+			},
+			{
+				"process_set.add", "add process set", func(ctx context.Context) error { _, err := hvd.AddProcessSet(ctx, []int{1}, on); return err },
+				func(p hvd.Pending) error { <-p.Done(); return nil },
+			},
+		} {
+			name := c.name
+			var late *hvd.PendingError
+			err := c.call(gone)
+			if !errors.As(err, &late) || late.Op != c.op || late.Tensor != name || late.Handle.Name() != name ||
+				!errors.Is(err, context.Canceled) || !errors.Is(err, over) {
+				t.Errorf("%s: got error %v, want a PendingError", name, err)
+				return
+			}
+			if err := hvd.Barrier(ctx, on); err != nil {
+				t.Error(err)
+			}
+			var dup *hvd.DuplicateNameError
+			if err := c.call(ctx); !errors.As(err, &dup) {
+				t.Errorf("%s: again before the first was seen done: got error %v, want a DuplicateNameError", name, err)
+			}
+			if err := c.result(late.Handle); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+			if name == "process_set.add" {
+				if sets := e.ProcessSets(); len(sets) != 2 {
+					t.Errorf("process sets %v, want two", sets)
+				}
+			} else if err := c.call(ctx); err != nil {
+				t.Errorf("%s: again: %v", name, err)
+			}
+		}
+	})
+}
+
+// If the job ends after a rank has given up a wait, that rank's errors say so; not if the operation has succeeded since.
+func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
+			on := hvd.On(e)
+			gone, cancel := context.WithCancel(ctx)
+			cancel()
+			const own = `; before that, this rank gave up waiting for barrier "late" (context canceled)`
+			if e.Rank() == 1 {
+				var early, late *hvd.PendingError
+				err := hvd.Barrier(gone, hvd.Name("early"), on)
+				if !errors.As(err, &early) {
+					t.Errorf("got error %v, want a PendingError", err)
+				}
+				<-early.Handle.Done()
+				x, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("x"), on)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if err := hvd.Barrier(gone, hvd.Name("late"), on); !errors.As(err, &late) {
+					t.Errorf("got error %v, want a PendingError", err)
+				}
+				if err := hvd.Barrier(ctx, hvd.Name("given up"), on); err != nil {
+					t.Error(err)
+				}
+				_, err = x.Wait(ctx)
+				next := hvd.Barrier(ctx, on)
+				_, given := late.Handle.(*hvd.Handle[struct{}]).Wait(ctx)
+				for _, err := range []error{err, next, given} {
+					if err == nil || strings.Count(err.Error(), own) != 1 || strings.Contains(err.Error(), "early") {
+						t.Errorf("got error %v, want one that says %q once", err, own)
+					}
+				}
+			} else {
+				for _, name := range []string{"early", "given up"} {
+					if err := hvd.Barrier(ctx, hvd.Name(name), on); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+			if err := e.Shutdown(ctx); err != nil {
+				t.Error(err)
+			}
+		}, nil, mode...)
+	})
+}
