@@ -48,6 +48,7 @@ _NEVER = (1 << 64) - 1
 _WATCH_SECONDS = 50e-6
 _SLOTS = 65536
 _MAX_IN_FLIGHT = 65536
+_MIN_NAMES = 4096
 
 _DOORBELL = b"\0"
 _READ_BYTES = 1 << 16
@@ -65,7 +66,7 @@ class Operation:
     """An operation that can be submitted again and again, and for that gets a slot of the ring when it has proved worth it.
 
     ``body`` is an encoded ``Operation`` of sidecar.proto; its name may be missing, and is then given with each submission.
-    ``key`` is what may be in flight only once: the process set and the name.
+    ``key`` is what may be in use only once: the process set and the name.
     """
 
     __slots__ = ("body", "key", "label", "slot", "ready", "uses")
@@ -96,19 +97,24 @@ class _Letter:
 class Pending:
     """A request that was sent. done is set last."""
 
-    __slots__ = ("done", "in_ring", "reply", "error", "key", "then", "keep")
+    __slots__ = ("done", "held", "in_ring", "reply", "error", "then", "keep")
 
-    def __init__(self, key: Optional[Tuple[int, str]] = None, keep: object = None) -> None:
+    def __init__(self, held: bool = False, keep: object = None) -> None:
         self.done = False
+        self.held = held
+        """Its name stays in use when it is done, until the program has seen that."""
         self.in_ring = False
         """Its end is told of there."""
         self.reply: Optional[wire.Reply] = None
         """None after an operation whose results are in its outputs."""
         self.error: Optional[Callable[[], Exception]] = None
-        self.key = key
         self.then: Optional[Callable[[Pending], None]] = None
         self.keep = keep
         """What must live until it is done, like the memory that the sidecar works on."""
+
+    def in_use(self) -> bool:
+        """Whether its name is."""
+        return self.held or not self.done
 
 
 # data that is not parsed yet, how far it is, descriptors that no frame has named yet, what was read, how much of that is in
@@ -144,7 +150,9 @@ class Client:
         self._unheard = False
         self._ids = itertools.count(1)
         self._pending: Dict[int, Pending] = {}
-        self._names: Set[Tuple[int, str]] = set()
+        # The last operation of each name. Those that are not in use are dropped when there are many.
+        self._names: Dict[Tuple[int, str], Pending] = {}
+        self._most_names = _MIN_NAMES
         # The answer and the completion that were taken last: they may be there once more after a signal.
         self._just_answered = self._just_completed = 0
         self._over: Optional[Callable[[], Exception]] = None
@@ -292,7 +300,7 @@ class Client:
             p.error = self._over
             p.done = True
         self._pending = {}
-        self._names = set()
+        self._names = {}
 
     # Sending. With _lock held.
 
@@ -396,15 +404,16 @@ class Client:
         self,
         op: Operation,
         name: bytes = b"",
-        key: Optional[Tuple[int, str]] = None,
         keep: object = None,
         later: bool = False,
+        held: bool = False,
     ) -> Pending:
-        """Begins an operation. If op has no name, name is the encoded one, and key as op's. keep lives until it is done. With
-        later the sidecar may not hear of it before hurry, another submission, or a wait. A ValueError if one of the name is in
-        flight. What op uses must not be touched until it is done."""
-        key = op.key or key
-        p = Pending(key, keep)
+        """Begins an operation. If op has no name, name is the encoded one. keep lives until it is done. With later the sidecar
+        may not hear of it before hurry, another submission, or a wait. A ValueError if the name of op.key is in use: that of an
+        operation is until it is done and, with held, until wait has ended or its Pending's held is False. What op uses must
+        not be touched until it is done."""
+        key = op.key
+        p = Pending(held, keep)
         with self._lock:
             if self._over is not None:
                 raise self._over_error()
@@ -412,18 +421,17 @@ class Client:
                 self.free_result(self._unwanted.popleft())
             if key is not None:
                 self._check_name(key, op.label)
-                self._names.add(key)
             if len(self._pending) >= _MAX_IN_FLIGHT - 1:
                 self.poll_all()
                 if len(self._pending) >= _MAX_IN_FLIGHT - 1:
-                    if key is not None:
-                        self._names.discard(key)
                     raise ValueError(f"{op.label}: {len(self._pending)} operations are in flight; synchronize some first")
             words, n = self._words, -1
             letter: Optional[_Letter] = None
             ident = next(self._ids)
             try:
                 self._pending[ident] = p
+                if key is not None:
+                    self._names[key] = p
                 if op.ready and words[_SUBMITTED] - words[_SEEN] < _RING_ENTRIES:
                     p.in_ring = True
                     n = words[_SUBMITTED]
@@ -440,8 +448,8 @@ class Client:
                 # Interrupted. What the sidecar will not see ends here; anything else goes on, and keeps its memory.
                 if not (words[_SUBMITTED] > n >= 0 or letter is not None and (letter.sent or letter in self._outbox)):
                     self._pending.pop(ident, None)
-                    if key is not None:
-                        self._names.discard(key)
+                    p.done = True
+                p.held = False  # nobody has it
                 raise
             op.uses += 1
             if op.uses == 2 and op.key is not None:
@@ -449,22 +457,32 @@ class Client:
         return p
 
     def _check_name(self, key: Tuple[int, str], label: str) -> None:
-        if key in self._names:
+        """A ValueError if a name is in use. With _lock held."""
+        p = self._names.get(key)
+        if p is None:
+            if len(self._names) >= self._most_names:
+                for k, q in list(self._names.items()):
+                    if not q.in_use():
+                        self._names.pop(k, None)
+                self._most_names = max(_MIN_NAMES, 2 * len(self._names))
+            return
+        if not p.held and not p.done:
             self.poll_all()  # it may be done, and nobody has looked
-            if key in self._names:
-                raise ValueError(
-                    f"{label or key[1]}: a tensor with the same name as another tensor that is currently being "
-                    "processed; use another name, or synchronize first"
-                )
+        if p.in_use():
+            raise ValueError(
+                f"{label or key[1]}: a tensor of this name is in flight, or its handle was not synchronized; synchronize it "
+                "first, or use another name"
+            )
 
     def check_name(self, name: str, set_id: int) -> None:
-        """A ValueError if an operation of this name is in flight."""
+        """A ValueError if a name is in use."""
         with self._lock:
             self._check_name((set_id, name), name)
 
-    def in_flight(self, key: Tuple[int, str]) -> bool:
-        """Whether an operation of a name is, as far as is known without looking at the socket."""
-        return key in self._names
+    def in_use(self, key: Tuple[int, str]) -> bool:
+        """Whether a name is, as far as is known without looking at the socket."""
+        p = self._names.get(key)
+        return p is not None and p.in_use()
 
     def _prepare(self, op: Operation) -> None:
         """Asks for a slot. It may be used when the answer has come: the sidecar could look at the ring before it reads the
@@ -550,8 +568,16 @@ class Client:
     # Waiting.
 
     def wait(self, p: Pending, others: Sequence[Pending] = ()) -> None:
-        """Waits until p is done, and raises its error. others are what the caller will wait for next: it sleeps until half of
-        them may be done too."""
+        """Waits until p is done, and raises its error; its name is free then. others are what the caller will wait for next: it
+        sleeps until half of them may be done too. An exception of a signal handler ends the wait; the name is then free when p
+        is done, for the caller may have lost p."""
+        try:
+            self._wait(p, others)
+        finally:
+            p.held = False
+        self._raise(p)
+
+    def _wait(self, p: Pending, others: Sequence[Pending]) -> None:
         self.hurry()
         me = threading.get_ident()
         while not p.done:
@@ -569,7 +595,6 @@ class Client:
                         self._cond.wait()
             finally:
                 self._waiting.discard(me)
-        self._raise(p)
 
     def _rouse_reader(self) -> None:
         """Has the thread that reads hear of every completion from now on, and of those that it has not heard of."""
@@ -796,8 +821,6 @@ class Client:
     def _finish(self, ident: int, p: Pending) -> None:
         if p.then is not None:
             p.then(p)
-        if p.key is not None:
-            self._names.discard(p.key)
         p.keep = None
         p.done = True
         self._pending.pop(ident, None)

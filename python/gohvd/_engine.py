@@ -129,9 +129,15 @@ class Call(Generic[A]):
         plan = self.plan
         if plan is not None and not plan.client.poll(pending):
             return False
+        self.let_go()
         if pending.error is None:
             self.results()
         return True
+
+    def let_go(self) -> None:
+        """Has its name free as soon as it is done, for the program has seen that, or nobody will."""
+        if self.pending is not None:
+            self.pending.held = False
 
     def known(self) -> bool:
         """Whether it is done, as far as is known without looking."""
@@ -471,7 +477,7 @@ class Engine:
         if name is None and at_once and threading.get_ident() == self._main_thread:
             # The main thread has one such operation at a time, at every rank, so these can share a name: it need not be
             # negotiated anew each time. Unless a signal has cut the last one short.
-            if not client.in_flight((set_id, _full_name(kind, _AT_ONCE, grouped))):
+            if not client.in_use((set_id, _full_name(kind, _AT_ONCE, grouped))):
                 name = _AT_ONCE
         if types is None:
             where = tuple([self._where(client, framework.address(x), code[1]) for x in arrays])
@@ -493,10 +499,11 @@ class Engine:
         operation = plan.operation
         assert operation is not None
         if name is not None:
-            call.pending = client.submit(operation, keep=call, later=later)
+            call.pending = client.submit(operation, keep=call, later=later, held=not at_once)
         else:
+            # Nothing has this name in use: it does not come again before a join, at whose end nothing is in flight.
             full = _full_name(kind, self.unnamed(set_id), grouped)
-            call.pending = client.submit(operation, wire.operation_name(full), (set_id, full), call)
+            call.pending = client.submit(operation, wire.operation_name(full), call)
         return call
 
     def hurry(self) -> None:
@@ -513,8 +520,8 @@ class Engine:
         return f"noname.{n}"
 
     def check_names(self, kind: int, names: Sequence[str], process_set: ProcessSet) -> None:
-        """A ValueError if an operation of one of these names of a group's tensors is in flight. Before init it says nothing:
-        what comes next does."""
+        """A ValueError if one of these names of a group's tensors is in use. Before init it says nothing: what comes next
+        does."""
         client = self._client
         if self._place is None or client is None:
             return

@@ -21,6 +21,7 @@ import textwrap
 import threading
 import time
 import unittest
+import unittest.mock
 from typing import Callable, List, Tuple
 
 import programs
@@ -192,24 +193,51 @@ class InTheJob(Bounded):
             for i in range(3000):
                 self.assertEqual(handles[i].wait()[0], i * hvd.size())
 
-    def test_names_in_flight(self) -> None:
+    def test_names_in_use(self) -> None:
+        """A name is in use until the program has seen its operation done, however fast the other ranks are."""
         hvd.init()
-        if hvd.size() == 1:
-            return
-        if hvd.rank() == 0:
-            first = hvd.allreduce_async([1.0], name="late")
-            with self.assertRaisesRegex(ValueError, "late.*same name"):
-                hvd.allreduce_async([1.0], name="late")
-            self.assertFalse(first.done())
-            hvd.barrier()
-            first.wait()
-        else:
-            hvd.barrier()
-            hvd.allreduce([1.0], name="late")
-        # Done, though nobody has looked: the name is free.
-        hvd.allreduce_async([1.0], name="again")
-        hvd.barrier()
-        hvd.allreduce_async([1.0], name="again").wait()
+        if hvd.size() > 1:
+            if hvd.rank() == 0:
+                first = hvd.allreduce_async([1.0], name="late")
+                with self.assertRaisesRegex(ValueError, "late.*is in flight, or its handle was not synchronized"):
+                    hvd.allreduce_async([1.0], name="late")
+                self.assertFalse(first.done())
+                hvd.barrier()
+                first.wait()
+            else:
+                hvd.barrier()
+                hvd.allreduce([1.0], name="late")
+        client = hvd._engine.engine.client()
+        for see in (lambda h: h.wait(), lambda h: [None for _ in iter(h.done, True)]):
+            for turn in range(3):
+                first = hvd.allreduce_async([1.0], name="seen")
+                hvd.barrier()  # it is done
+                client.poll_all()
+                with self.assertRaisesRegex(ValueError, "seen"):
+                    hvd.allreduce_async([1.0], name="seen")
+                with self.assertRaisesRegex(ValueError, "seen"):
+                    hvd.allreduce([1.0], name="seen")
+                see(first)
+                second = hvd.allreduce_async([1.0], name="seen")
+                first.wait()  # once more, which frees nothing
+                with self.assertRaisesRegex(ValueError, "seen"):
+                    hvd.allreduce_async([1.0], name="seen")
+                see(second)
+
+    def test_names_of_no_use(self) -> None:
+        """What is begun and forgotten keeps no name, if it has none of the program's. Names that were in use are dropped."""
+        hvd.init()
+        client = hvd._engine.engine.client()
+        unseen = hvd.allreduce_async([1.0], name="unseen")
+        with unittest.mock.patch.object(_client, "_MIN_NAMES", 16):
+            client._most_names = 16
+            for i in range(100):
+                hvd.allreduce_async([1.0])
+                hvd.allreduce([1.0], name=f"once{i}")
+                self.assertLessEqual(len(client._names), 16)
+        with self.assertRaises(ValueError):
+            hvd.allreduce_async([1.0], name="unseen")
+        unseen.wait()
 
     def test_two_clients_know_the_same_sets(self) -> None:
         """Another connection of the rank finds sets that were added, and cannot use those that are gone."""
@@ -580,10 +608,11 @@ class Alone(Bounded):
             never = _client.Pending()
             begin = time.monotonic()
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            never.held = True
             try:
                 client.wait(never)
             except KeyboardInterrupt:
-                print("interrupted", time.monotonic() - begin < 5)
+                print("interrupted", time.monotonic() - begin < 5, never.held)
             # A second thread reads, so that this one waits for it.
             reader = threading.Thread(target=client.wait, args=(never,), daemon=True)
             reader.start()
@@ -621,7 +650,7 @@ class Alone(Bounded):
             print("after", hvd.allreduce([5.0])[0])
             """
         )
-        self.assertIn("interrupted True", out)
+        self.assertIn("interrupted True False", out)
         self.assertIn("interrupted again", out)
         self.assertIn("ticks True", out)
         self.assertIn("after 5.0", out)

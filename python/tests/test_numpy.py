@@ -221,7 +221,7 @@ class Numpy(unittest.TestCase):
                 hvd.barrier()
             x = hvd.alloc(1 << 20)
             x[:] = 1
-            hvd.allreduce_async(x, op=hvd.Sum, out=x, name="dropped")
+            hvd.allreduce_async(x, op=hvd.Sum, out=x)
             del x
             y = hvd.alloc(1 << 20)
             if self.rank != 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import unittest
 import warnings
@@ -423,6 +424,57 @@ class OtherOperations(RanksTest):
         self.equal(hvd.allreduce_(x, op=hvd.Sum), torch.full((n,), self.size * (self.size + 1) / 2))
         x = torch.full((n,), self.rank, dtype=torch.uint8)
         self.equal(hvd.allgather(x), torch.arange(self.size, dtype=torch.uint8).repeat_interleave(n))
+
+
+class Names(RanksTest):
+    def test_same_name_twice(self) -> None:
+        """The second operation of a name is refused at every rank, however fast they are, until the first was synchronized."""
+        x = torch.ones(self.size)
+        rows = torch.ones(self.size, dtype=torch.float64)
+        begin = {
+            "allreduce": lambda name: hvd.allreduce_async(x, name=name),
+            "allreduce_": lambda name: hvd.allreduce_async_(x.clone(), name=name),
+            "allgather": lambda name: hvd.allgather_async(x, name=name),
+            "broadcast": lambda name: hvd.broadcast_async(x, 0, name=name),
+            "alltoall": lambda name: hvd.alltoall_async(x, name=name),
+            "reducescatter": lambda name: hvd.reducescatter_async(x, name=name),
+            "grouped_allreduce": lambda name: hvd.grouped_allreduce_async([x, rows], name=name),
+            "grouped_allgather": lambda name: hvd.grouped_allgather_async([x, x], name=name),
+            "grouped_allgather of two types": lambda name: hvd.grouped_allgather_async([x, rows], name=name),
+            "grouped_reducescatter": lambda name: hvd.grouped_reducescatter_async([x, x], name=name),
+        }
+        random.seed(self.rank)
+        for what, start in begin.items():
+            for turn in range(10):
+                handle = start("twice")
+                if turn % 3 == 0:
+                    hvd.barrier()  # it is done
+                for _ in range(random.choice((0, 0, 50))):
+                    os.sched_yield()
+                with self.assertRaisesRegex(ValueError, "twice.*its handle was not synchronized", msg=what):
+                    start("twice")
+                if turn % 2:
+                    while not hvd.poll(handle):
+                        pass
+                    hvd.synchronize(start("twice"))
+                hvd.synchronize(handle)
+
+    def test_name_of_a_failure(self) -> None:
+        """An operation that has failed has its name until it was synchronized, too."""
+        if self.size == 1:
+            return
+        for begin in (
+            lambda x: hvd.allreduce_async(x, name="fails"),
+            lambda x: hvd.grouped_allgather_async([x, x.to(torch.int32)[None, :self.rank + 1]], name="fails"),
+        ):
+            handle = begin(torch.ones(self.rank + 1))
+            hvd.barrier()
+            with self.assertRaises(ValueError):
+                begin(torch.ones(1))
+            with self.assertRaises(hvd.HorovodInternalError):
+                hvd.synchronize(handle)
+            with self.assertRaises(hvd.HorovodInternalError):
+                hvd.synchronize(begin(torch.ones(self.rank + 1)))
 
 
 class Topology(RanksTest):

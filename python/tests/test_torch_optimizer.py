@@ -996,6 +996,20 @@ class TheOptimizerItself(OptimizerTest):
             optimizer.step()
         self.same_weights(model, self.reference(sgd, 2))
 
+    def test_one_that_is_gone_in_the_middle_of_a_step(self) -> None:
+        """The names of its gradients are free for the next."""
+        for _ in range(3):
+            model = network()
+            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+            loss_of(model, batch(0, self.rank)).backward()
+            hvd.barrier()  # they are reduced, and nobody has looked
+            del optimizer
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        optimizer.zero_grad()
+        loss_of(model, batch(0, self.rank)).backward()
+        optimizer.step()
+        self.same_weights(model, self.reference(sgd, 1))
+
     @unittest.skipUnless(hasattr(torch.optim.Optimizer, "register_step_pre_hook"), "this torch has no step hooks")
     def test_step_hooks_run_once(self) -> None:
         x = torch.nn.Parameter(torch.zeros(1))

@@ -192,7 +192,20 @@ class _Handles:
 
     def take(self, number: int) -> Any:
         entry = self._entries.pop(number, None)
-        return None if entry is None else entry[1](entry[0])
+        if entry is None:
+            return None
+        try:
+            return entry[1](entry[0])
+        finally:
+            for call in entry[0]:
+                call.let_go()
+
+    def forget(self, number: int) -> None:
+        """Gives up a handle: its names are free when its operations are done."""
+        entry = self._entries.pop(number, None)
+        if entry is not None:
+            for call in entry[0]:
+                call.let_go()
 
     def reset(self) -> None:
         self._numbers = itertools.count(1)
@@ -219,6 +232,12 @@ def synchronize_next(handle: int, others: Sequence[int]) -> Any:
     """``synchronize`` for a caller that does the same for others next, and need not be woken for each."""
     _handles.settle(handle, others)
     return synchronize(handle)
+
+
+def forget(handle: Union[int, SparseSum]) -> None:
+    """Gives up a handle that will not be synchronized. Its names are free when its operations are done."""
+    for number in (handle.indices, handle.values) if isinstance(handle, SparseSum) else (handle,):
+        _handles.forget(number)
 
 
 def _one(calls: List[_engine.Call[Tensor]]) -> Tensor:
@@ -495,7 +514,7 @@ def grouped_allreduce_(
 
 def sparse_allreduce_async(
     tensor: Tensor, name: Optional[str], op: Optional[int], process_set: ProcessSet = global_process_set
-) -> Callable[[], Tensor]:
+) -> SparseSum:
     """Adds sparse tensors by gathering their elements. What it gives is called to wait, and gives the sum, or the average, as
     a sparse tensor that is not coalesced."""
     op = Average if op is None else op
@@ -509,15 +528,30 @@ def sparse_allreduce_async(
         tensor._values().contiguous(), None if name is None else f"{name}.values", process_set
     )
 
-    def result() -> Tensor:
-        all_values, all_indices = synchronize(values), synchronize(indices)
-        if op == Average:
-            all_values = all_values / process_set.size()
-        return torch.sparse_coo_tensor(
-            all_indices.transpose(0, 1), all_values, tensor.size(), dtype=tensor.dtype, device=tensor.device
-        )
+    return SparseSum(tensor, indices, values, op, process_set)
 
-    return result
+
+class SparseSum:
+    """A sparse allreduce in flight. It is called to wait, and gives the result."""
+
+    def __init__(self, tensor: Tensor, indices: int, values: int, op: int, process_set: ProcessSet) -> None:
+        self.indices = indices
+        self.values = values
+        self._tensor = tensor
+        self._op = op
+        self._process_set = process_set
+
+    def __call__(self) -> Tensor:
+        try:
+            all_values, all_indices = synchronize(self.values), synchronize(self.indices)
+        finally:
+            forget(self)  # the second, if the first has failed
+        if self._op == Average:
+            all_values = all_values / self._process_set.size()
+        like = self._tensor
+        return torch.sparse_coo_tensor(
+            all_indices.transpose(0, 1), all_values, like.size(), dtype=like.dtype, device=like.device
+        )
 
 
 # Allgather.

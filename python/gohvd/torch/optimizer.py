@@ -22,6 +22,7 @@ from gohvd.torch.mpi_ops import (
     alloc_tensor,
     allreduce_async_,
     begin_allreduce_,
+    forget,
     grouped_allreduce_async_,
     hurry,
     local_size,
@@ -76,6 +77,7 @@ class _Distributed(torch.optim.Optimizer):
         self._requires_update = {}
         self._allreduce_delay = {}
         self._handles = {}
+        weakref.finalize(self, _forget, self._handles).atexit = False
         self._wires = {}
         self._grad_accs: List[Any] = []
         alone = size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
@@ -142,10 +144,14 @@ class _Distributed(torch.optim.Optimizer):
             self._allreduce_delay[p] = self.backward_passes_per_step
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._handles.clear()
-        self._reset_delays()
+        self._forget()
         with in_place(self):
             super().load_state_dict(*args, **kwargs)
+
+    def _forget(self) -> None:
+        """Begins a step anew. What is under way goes on, and nobody waits for it."""
+        _forget(self._handles)
+        self._reset_delays()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._handles:
@@ -181,10 +187,16 @@ class _Distributed(torch.optim.Optimizer):
                 except Exception as e:
                     error = error or e
         finally:
-            self._handles.clear()
-            self._reset_delays()
+            self._forget()
         if error is not None:
             raise error
+
+
+def _forget(handles: Dict[Any, Tuple[Any, Any]]) -> None:
+    """Gives up the handles of an optimizer, which others may then use the names of."""
+    for handle, _ in handles.values():
+        forget(handle)
+    handles.clear()
 
 
 class _Memory:
