@@ -470,8 +470,8 @@ class Client:
             self.poll_all()  # it may be done, and nobody has looked
         if p.in_use():
             raise ValueError(
-                f"{label or key[1]}: a tensor of this name is in flight, or its handle was not synchronized; synchronize it "
-                "first, or use another name"
+                f"{label or key[1]}: a tensor with the same name as another tensor that is currently being processed, or whose "
+                "handle was not synchronized; use another name, or synchronize first"
             )
 
     def check_name(self, name: str, set_id: int) -> None:

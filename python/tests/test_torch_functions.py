@@ -90,6 +90,18 @@ class Parameters(RanksTest):
         self.assertEqual((x.sum(), y.sum()), (0, 0))
         self.assertTrue(x.is_contiguous(memory_format=torch.channels_last))
 
+    def test_again_after_a_failure(self) -> None:
+        if self.size == 1:
+            return
+        wrong = {name: torch.zeros(2 + self.rank % 2 * (name == "b")) for name in "abc"}
+        with self.assertRaises(hvd.HorovodInternalError):
+            hvd.broadcast_parameters(wrong, 0)
+        hvd.barrier()
+        right = {name: torch.full((2,), float(self.rank)) for name in "abc"}
+        hvd.broadcast_parameters(right, self.size - 1)
+        for x in right.values():
+            self.equal(x, torch.full((2,), self.size - 1.0))
+
     def test_wrong_arguments(self) -> None:
         for wrong in (1, "weights", torch.ones(2), {"a": 1}, [("a", "b")]):
             with self.assertRaises(ValueError, msg=str(wrong)):

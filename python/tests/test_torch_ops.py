@@ -451,7 +451,7 @@ class Names(RanksTest):
                     hvd.barrier()  # it is done
                 for _ in range(random.choice((0, 0, 50))):
                     os.sched_yield()
-                with self.assertRaisesRegex(ValueError, "twice.*its handle was not synchronized", msg=what):
+                with self.assertRaisesRegex(ValueError, "twice.*same name.*not synchronized", msg=what):
                     start("twice")
                 if turn % 2:
                     while not hvd.poll(handle):

@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Opt
 import torch
 
 from gohvd.process_sets import ProcessSet, global_process_set
-from gohvd.torch.mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
+from gohvd.torch.mpi_ops import allgather, broadcast_, broadcast_async_, forget, rank, synchronize
 
 try:
     import cloudpickle as _pickler
@@ -42,15 +42,25 @@ def broadcast_parameters(
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"invalid params: {name!r} is of type {type(tensor)}, want a tensor")
-    under_way = []
-    for name, tensor in named:
-        # The operations want contiguous memory; weights in channels_last order are not.
-        wire = tensor.detach().contiguous()
-        under_way.append((tensor, wire, broadcast_async_(wire, root_rank, name)))
-    for tensor, wire, handle in under_way:
-        synchronize(handle)
+    # The operations want contiguous memory; weights in channels_last order are not.
+    wires = [tensor.detach().contiguous() for _, tensor in named]
+    _broadcast_all(wires, root_rank, [name for name, _ in named])
+    for (_, tensor), wire in zip(named, wires):
         if tensor.data_ptr() != wire.data_ptr():
             tensor.detach().copy_(wire)
+
+
+def _broadcast_all(tensors: List[torch.Tensor], root_rank: int, names: List[Optional[str]]) -> None:
+    """Overwrites tensors with those of root_rank. They are under way together; if one fails nobody waits for the others."""
+    handles: List[int] = []
+    try:
+        for tensor, name in zip(tensors, names):
+            handles.append(broadcast_async_(tensor, root_rank, name))
+        for handle in handles:
+            synchronize(handle)
+    finally:
+        for handle in handles:
+            forget(handle)
 
 
 class _Slot(NamedTuple):
@@ -118,9 +128,7 @@ def broadcast_optimizer_state(
     tree = broadcast_object(tree, root_rank, "optimizer_state")
     at_root = rank() == root_rank
     wires = [tensor.detach().cpu().contiguous() for tensor in tensors] if at_root else _empty(tree)
-    handles = [broadcast_async_(wire, root_rank, f"optimizer_state.{i}") for i, wire in enumerate(wires)]
-    for handle in handles:
-        synchronize(handle)
+    _broadcast_all(wires, root_rank, [f"optimizer_state.{i}" for i in range(len(wires))])
     if not at_root:
         with in_place(optimizer):
             optimizer.load_state_dict(_put_in(tree, iter(wires)))
