@@ -176,7 +176,7 @@ type Handle[T any] struct {
 	slot     *slot // nil when it is done
 	out      []T
 	dims     [1]int64 // of a tensor of one dimension
-	received []int64
+	received *[]int64 // nil but after an alltoall
 	group    *GroupHandle[T]
 }
 
@@ -192,10 +192,10 @@ func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
 // Received is, after an alltoall, how many rows came from each member of the process set, in its order; else nil, and
 // nil until it is done.
 func (h *Handle[T]) Received() []int {
-	if !h.ended() {
+	if !h.ended() || h.received == nil {
 		return nil
 	}
-	return intsOf(h.received)
+	return intsOf(*h.received)
 }
 
 // GroupHandle is a group of operations in flight. Its methods are safe for concurrent use.

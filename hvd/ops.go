@@ -39,7 +39,10 @@ func (h *Handle[T]) finished(err error) {
 	if err == nil && e.Request.DType == tensor.Bool {
 		onlyBools(e.Output)
 	}
-	h.received = e.Received
+	if e.Received != nil {
+		received := e.Received
+		h.received = &received
+	}
 	if g := h.group; g == nil {
 		h.hold(e)
 	} else if g.tensors[0] == h {

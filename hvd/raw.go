@@ -66,6 +66,7 @@ type rawTensor struct {
 	i  int
 	// What has come of it.
 	output   []byte
+	received []int64
 	response *message.Response
 }
 

@@ -89,10 +89,12 @@ type Times struct {
 
 // Name is what a queue remembers of a name. It outlives the entries, for most names come again.
 type Name struct {
-	entry *Entry      // in flight, or nil
-	next  *Name       // held by the next entry of the same Add
-	bit   uint32      // Request.Bit of the last entry
-	held  atomic.Bool // an entry with Hold was added, and not released
+	entry *Entry // in flight, or nil
+	next  *Name  // held by the next entry of the same Add
+	bit   uint32 // Request.Bit of the last entry
+	// holds counts the entries with Hold, and changes only while the name is free; released counts those that were released.
+	holds    uint32
+	released atomic.Uint32
 }
 
 // Release frees n, and the names that were added after it in the same Add. It must be called once, after Done of all these
@@ -100,13 +102,13 @@ type Name struct {
 func (n *Name) Release() {
 	for n != nil {
 		next := n.next // before another Add may take n
-		n.held.Store(false)
+		n.released.Store(n.holds)
 		n = next
 	}
 }
 
 // free reports whether the name may be submitted.
-func (n *Name) free() bool { return n.entry == nil && !n.held.Load() }
+func (n *Name) free() bool { return n.entry == nil && n.released.Load() == n.holds }
 
 // Queue holds the entries of one process set. Use New.
 type Queue struct {
@@ -139,8 +141,7 @@ func (q *Queue) Add(entries ...*Entry) error {
 		n := q.nameOf(e.Request.Name)
 		if !n.free() {
 			for _, added := range entries[:i] {
-				added.name.entry = nil
-				added.name.held.Store(false)
+				added.name.entry, added.name.holds = nil, added.name.released.Load()
 			}
 			return &DuplicateNameError{e.Request.Kind, e.Request.Name}
 		}
@@ -148,7 +149,7 @@ func (q *Queue) Add(entries ...*Entry) error {
 		e.queue, e.name = q, n
 		e.Request.Bit = n.bit
 		if e.Hold {
-			n.held.Store(true)
+			n.holds++
 			if i > 0 {
 				entries[i-1].name.next = n
 			}
