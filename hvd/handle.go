@@ -51,7 +51,7 @@ func (o *operation) complete(err error) {
 	o.err = err
 	s := o.signal.Swap(over)
 	flags := o.flags.Load()
-	if flags&gaveUp != 0 && err == nil {
+	if flags&gaveUp != 0 && !jobOver(err) {
 		o.engine.abandoned.remove(o)
 	}
 	if s != nil {

@@ -253,7 +253,7 @@ func TestPendingError(t *testing.T) {
 	})
 }
 
-// If the job ends after a rank has given up a wait, that rank's errors say so; not if the operation has succeeded since.
+// If the job ends after a rank has given up a wait, that rank's errors say so; not if the operation was done before.
 func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -265,6 +265,10 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 				var early, late *hvd.PendingError
 				err := hvd.Barrier(gone, hvd.Name("early"), on)
 				if !errors.As(err, &early) {
+					t.Errorf("got error %v, want a PendingError", err)
+				}
+				<-early.Handle.Done()
+				if _, err = hvd.Allreduce(gone, []int32{1, 2}, hvd.Name("bad"), on); !errors.As(err, &early) {
 					t.Errorf("got error %v, want a PendingError", err)
 				}
 				<-early.Handle.Done()
@@ -283,15 +287,20 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 				next := hvd.Barrier(ctx, on)
 				_, given := late.Handle.(*hvd.Handle[struct{}]).Wait(ctx)
 				for _, err := range []error{err, next, given} {
-					if err == nil || strings.Count(err.Error(), own) != 1 || strings.Contains(err.Error(), "early") {
+					if err == nil || strings.Count(err.Error(), own) != 1 || strings.Contains(err.Error(), "more") {
 						t.Errorf("got error %v, want one that says %q once", err, own)
 					}
 				}
 			} else {
-				for _, name := range []string{"early", "given up"} {
-					if err := hvd.Barrier(ctx, hvd.Name(name), on); err != nil {
-						t.Error(err)
-					}
+				if err := hvd.Barrier(ctx, hvd.Name("early"), on); err != nil {
+					t.Error(err)
+				}
+				var mismatch *hvd.MismatchError
+				if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("bad"), on); !errors.As(err, &mismatch) {
+					t.Errorf("got error %v, want a MismatchError", err)
+				}
+				if err := hvd.Barrier(ctx, hvd.Name("given up"), on); err != nil {
+					t.Error(err)
 				}
 			}
 			if err := e.Shutdown(ctx); err != nil {

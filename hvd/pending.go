@@ -43,8 +43,8 @@ func (e *PendingError) Error() string {
 
 func (e *PendingError) Unwrap() error { return e.Err }
 
-// abandonedWaits are the waits of a rank that have ended with their contexts, of operations that have not succeeded since. If
-// the job ends, they may be the reason: a rank that waits no longer makes others wait.
+// abandonedWaits are the waits of a rank that have ended with their contexts, of operations that were not done when the job
+// ended. They may be the reason: a rank that waits no longer makes others wait.
 type abandonedWaits struct {
 	mu   sync.Mutex
 	ops  []*operation
@@ -59,12 +59,12 @@ func (a *abandonedWaits) add(o *operation, p *PendingError) {
 	a.mu.Lock()
 	a.ops, a.errs = append(a.ops, o), append(a.errs, p)
 	a.mu.Unlock()
-	if o.ended() && o.err == nil { // complete may not have seen gaveUp
+	if o.ended() && !jobOver(o.err) { // complete may not have seen gaveUp
 		a.remove(o)
 	}
 }
 
-// remove notes that o has succeeded.
+// remove notes that o is done.
 func (a *abandonedWaits) remove(o *operation) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -75,8 +75,7 @@ func (a *abandonedWaits) remove(o *operation) {
 
 // explain adds to an error that says that the job is over what this rank had given up waiting for.
 func (a *abandonedWaits) explain(err error) error {
-	var peer *PeerError
-	if !errors.Is(err, ErrShutDown) && !errors.Is(err, ErrClosed) && !errors.As(err, &peer) {
+	if !jobOver(err) {
 		return err
 	}
 	a.mu.Lock()
@@ -90,6 +89,11 @@ func (a *abandonedWaits) explain(err error) error {
 		text += fmt.Sprintf(" and %d more", more)
 	}
 	return &afterTimeoutError{text, err}
+}
+
+// jobOver reports whether err says that the job is.
+func jobOver(err error) bool {
+	return errors.Is(err, ErrShutDown) || errors.Is(err, ErrClosed) || errors.As(err, new(*PeerError))
 }
 
 // afterTimeoutError is the end of the job at a rank whose own timeout came before.

@@ -63,6 +63,20 @@ var failures = []failing{
 		}
 		return err
 	}},
+	{title: "a name that nobody has seen done", is: []string{"usage", "duplicate"}, do: func(ctx context.Context, e *hvd.Engine) error {
+		h, err := waiting(e)
+		if err != nil {
+			return err
+		}
+		if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+			return err
+		}
+		_, err = waiting(e)
+		if _, failed := h.Wait(ctx); failed != nil {
+			return failed
+		}
+		return err
+	}},
 	{title: "a name of a group in flight", is: []string{"usage", "duplicate"}, do: func(ctx context.Context, e *hvd.Engine) error {
 		h, err := hvd.AllreduceAsync([]int32{1}, named("g", e)...)
 		if err != nil {
