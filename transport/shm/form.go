@@ -37,7 +37,7 @@ func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, cards []*card, 
 	m.wg.Wait()
 	for _, r := range failed.ranks() {
 		if slices.Contains(group, r) {
-			m.why = join(m.why, r, failed[r])
+			m.why, m.unable = join(m.why, r, failed[r]), append(m.unable, r)
 		}
 	}
 	if err != nil || m.why != "" {

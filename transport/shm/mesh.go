@@ -20,13 +20,14 @@ import (
 
 // Mesh is one rank's end of an epoch. It implements Sharer.
 type Mesh struct {
-	log   *zap.Logger
-	rank  topo.Rank
-	size  int
-	under transport.Mesh
-	group []topo.Rank // ascending, with rank
-	why   string
-	peers []*peer // the group without this rank
+	log    *zap.Logger
+	rank   topo.Rank
+	size   int
+	under  transport.Mesh
+	group  []topo.Rank // ascending, with rank
+	why    string
+	unable []topo.Rank // which why names
+	peers  []*peer     // the group without this rank
 	// byRank are the peers by rank, nil for other ranks.
 	byRank []*peer
 
@@ -89,6 +90,9 @@ func (m *Mesh) Group() []topo.Rank { return slices.Clone(m.group) }
 
 // Why implements Sharer.
 func (m *Mesh) Why() string { return m.why }
+
+// Unable implements Sharer.
+func (m *Mesh) Unable() []topo.Rank { return slices.Clone(m.unable) }
 
 // peer is the peer of that rank, nil if it is none.
 func (m *Mesh) peer(rank topo.Rank) *peer {

@@ -22,6 +22,9 @@ type Sharer interface {
 	// "" if they do, or this rank is alone on its host.
 	Why() string
 
+	// Unable are the ranks that Why names, ascending.
+	Unable() []topo.Rank
+
 	// Share makes this rank's segment for lane, of numBytes rounded up to whole pages, zeroed, and gives it to peers, ranks
 	// of the group (this rank among them is ignored). It is called once for a lane and does not wait for the peers. The
 	// error is a *memfd.NoMemoryError if there is no memory, or what Err says of the lane.

@@ -312,8 +312,8 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	}
 	cards, doomed := meet(ep)
 	m := newMesh(e, ep)
-	if reason, ok := doomed[ep.Hosts[ep.Rank]]; ok {
-		m.why = reason
+	if d, bad := doomed[ep.Hosts[ep.Rank]]; bad {
+		m.why, m.unable = d.why, d.ranks
 	}
 	// Ranks that are alone, or cannot share for a reason that everybody sees, have nothing to agree on.
 	var partners []topo.Rank
@@ -332,10 +332,16 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	return m, m.form(ctx, e, ep, cards, partners)
 }
 
-// meet reads the cards. doomed says of which hosts the ranks cannot share, and why; all ranks find the same.
-func meet(ep *Epoch) (cards []*card, doomed map[string]string) {
+// doom is why the ranks of a host cannot share memory, and because of which of them.
+type doom struct {
+	why   string
+	ranks []topo.Rank
+}
+
+// meet reads the cards. doomed has the hosts whose ranks cannot share; all ranks find the same.
+func meet(ep *Epoch) (cards []*card, doomed map[string]doom) {
 	cards = make([]*card, len(ep.Cards))
-	doomed = make(map[string]string)
+	doomed = make(map[string]doom)
 	first := make(map[string]topo.Rank)
 	for r, b := range ep.Cards {
 		host, reason := ep.Hosts[r], ""
@@ -356,7 +362,8 @@ func meet(ep *Epoch) (cards []*card, doomed map[string]string) {
 		}
 		cards[r] = c
 		if reason != "" {
-			doomed[host] = join(doomed[host], topo.Rank(r), reason)
+			d := doomed[host]
+			doomed[host] = doom{join(d.why, topo.Rank(r), reason), append(d.ranks, topo.Rank(r))}
 		}
 	}
 	for host := range doomed {
