@@ -18,6 +18,7 @@ import (
 	"github.com/gohvd/gohvd/internal/session"
 	"github.com/gohvd/gohvd/internal/verdict"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -175,22 +176,27 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 	}
 	if size > 1 {
 		e.session, err = session.Open(ctx, session.Config{
-			At: e.at, LastEpoch: o.lastEpoch, Info: []byte(setsText(sets)), Log: log,
+			At: e.at, LastEpoch: o.lastEpoch, Terms: map[string]string{"the list of process sets": setsText(sets)}, Log: log,
 		})
 		if err != nil {
-			return err
+			return e.failed(err)
 		}
 		if err := e.at.Met(); err != nil {
 			log.Warn("what was left for the other ranks to meet by cannot be removed", zap.Error(err))
 		}
+		var stop func()
+		ctx, stop = e.session.Watch(ctx)
+		defer stop()
+		ecfg.Ready = e.session.Ready
 		e.epoch, hosts = e.session.Epoch, e.session.Hosts
 		ecfg.Mesh, ecfg.Memory, ecfg.LocalProcesses = e.session.Mesh, e.session.Memory, o.processes(e.session.LocalSize)
 	}
 	log = log.With(zap.Uint64("epoch", e.epoch))
 	ecfg.Log = log
-	if err := e.settle(cfg, hosts, rank); err != nil {
-		if ecfg.Mesh != nil {
-			err = errors.Join(err, ecfg.Mesh.Close())
+	e.place, e.homogeneous = place(cfg, hosts, rank), topo.IsHomogeneous(hosts)
+	if err := e.place.Validate(); err != nil {
+		if e.session != nil {
+			err = errors.Join(e.failed(e.session.Fail(err)), ecfg.Mesh.Close())
 		}
 		return err
 	}
@@ -211,6 +217,9 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 	e.watch.Configure(&ecfg)
 	in, err := engine.Start(ctx, ecfg)
 	if err != nil {
+		if e.session != nil {
+			err = e.failed(e.session.Fail(err))
+		}
 		return err
 	}
 	e.engine = &runner{in: in}
@@ -232,15 +241,6 @@ func newStall(s *controller.Stall) Stall {
 	return stall
 }
 
-// settle finds out where this rank stands, and whether all ranks were given the same.
-func (e *Engine) settle(cfg config.Config, hosts []string, rank int) error {
-	e.place, e.homogeneous = place(cfg, hosts, rank), topo.IsHomogeneous(hosts)
-	if err := e.place.Validate(); err != nil || e.session == nil {
-		return err
-	}
-	return sameSets(e.session.Infos)
-}
-
 // place is where this rank stands: what the environment says, else what follows from the hosts.
 func place(cfg config.Config, hosts []string, rank int) topo.Topology {
 	t := topo.FromHosts(hosts, topo.Rank(rank))
@@ -258,9 +258,24 @@ func place(cfg config.Config, hosts []string, rank int) topo.Topology {
 	return t
 }
 
+// failed makes what has failed the epoch before it began the error that it is later, and tells the launcher.
+func (e *Engine) failed(err error) error {
+	why, ok := errors.AsType[*rendezvous.FailedError](err)
+	if !ok {
+		return err
+	}
+	e.epoch = why.Epoch
+	p := &PeerError{Reason: why.Reason}
+	for _, r := range why.Ranks {
+		p.Ranks = append(p.Ranks, int(r))
+	}
+	e.publish(p)
+	return p
+}
+
 // publish tells the launcher who failed, so that it does not blame a rank that gave up because of another.
 func (e *Engine) publish(p *PeerError) {
-	if e.session == nil {
+	if e.at.Store == nil {
 		return
 	}
 	v := verdict.Verdict{Epoch: e.epoch, Reason: p.Reason}

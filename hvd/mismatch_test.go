@@ -473,7 +473,7 @@ func TestMismatchedStaticProcessSets(t *testing.T) {
 		if err == nil {
 			e.Shutdown(ctx)
 		}
-		const want = "mismatched process sets: rank 2 was given [[1 2][0]], rank 0 [[0][1 2]]"
+		const want = "the list of process sets is [0][1 2] at ranks 0, 1 and [1 2][0] at rank 2"
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("rank %d: got error %v, want %s", r, err, want)
 		}
@@ -506,7 +506,7 @@ func TestMismatchedListOfManyProcessSets(t *testing.T) {
 		if err == nil {
 			e.Shutdown(ctx)
 		}
-		const want = "mismatched process sets: rank 9 was given [1021 sets with hash "
+		const want = " and 1021 sets with hash "
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("rank %d: got error %v, want %s", r, err, want)
 		}

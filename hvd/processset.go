@@ -226,14 +226,3 @@ func setsText(sets []controller.Set) string {
 	hash := sha256.Sum256([]byte(b.String()))
 	return fmt.Sprintf("%d sets with hash %s", len(sets), hex.EncodeToString(hash[:]))
 }
-
-// sameSets holds the sets of all ranks, as they told each other, against those of rank 0.
-func sameSets(infos [][]byte) error {
-	first := string(infos[0])
-	for r, info := range infos {
-		if got := string(info); got != first {
-			return fmt.Errorf("mismatched process sets: rank %d was given [%s], rank 0 [%s]", r, got, first)
-		}
-	}
-	return nil
-}

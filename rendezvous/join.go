@@ -19,6 +19,8 @@ const (
 	MaxInfoBytes = 64 << 10 // Record.Info
 	MaxNameBytes = 256      // Record.Addr, Record.Host, JoinConfig.Job
 	MaxSize      = 1 << 16  // JoinConfig.Size
+	// MaxTermsBytes bounds the names and values of JoinConfig.Terms.
+	MaxTermsBytes = 16 << 10
 	// maxEpoch leaves room to count on. A greater LastEpoch is a mistake, or a peer that wants to end all counting.
 	maxEpoch = 1 << 62
 )
@@ -47,26 +49,33 @@ type JoinConfig struct {
 	ListenHost string
 	// Secret is that of the job, without which nobody joins. Zero is none.
 	Secret secret.Secret
-	Self   Record      // must not change until Join has returned
-	Log    *zap.Logger // may be nil
+	// Terms must be the same at all ranks, by name. Ranks that differ form no epoch, and are told which terms they differ in.
+	Terms map[string]string
+	Self  Record      // must not change until Join has returned
+	Log   *zap.Logger // may be nil
 }
 
-// Session is a rank's part in an epoch. It is immutable but for Close.
+// Session is a rank's part in an epoch. Its fields are immutable.
 type Session struct {
 	Epoch   uint64   // greater than the LastEpoch of every rank
 	Records []Record // by rank, equal on all ranks
 
-	root *root // at rank 0, unless the job has size 1
+	rank   topo.Rank
+	root   *root   // at rank 0, unless the job has size 1
+	member *member // at the other ranks
 }
 
-// Close ends rank 0's root; at other ranks it does nothing. Until then the root listens, to tell latecomers that
-// the epoch is complete. Tables on their way are delivered first, for at most 5 s. Close waits for the root's
-// goroutines. Later calls return what the first did.
+// Close ends rank 0's root; until then it listens, to tell latecomers that the epoch is complete. Tables on their way are
+// delivered first, for at most 5 s. Close waits for goroutines. To the others a rank that closes before all are Ready has failed.
+// Later calls return what the first did.
 func (s *Session) Close() error {
-	if s.root == nil {
-		return nil
+	switch {
+	case s.root != nil:
+		return s.root.close()
+	case s.member != nil:
+		return s.member.close()
 	}
-	return s.root.close()
+	return nil
 }
 
 // Reason is why an epoch was not formed with this rank.
@@ -80,6 +89,7 @@ const (
 	DuplicateRank // also a second rank 0
 	RankOutOfRange
 	WrongJob
+	TermsDiffer
 	Late   // the epoch was complete, and no newer one was formed in time
 	GaveUp // rank 0 could not go on, or its ctx ended before all ranks were there
 )
@@ -98,8 +108,8 @@ func (e *RefusedError) Error() string { return e.Text }
 //
 // It does not return without them before ctx ends, so give ctx a deadline; the error then says what was missing: the
 // ranks at rank 0, the store, the root or the others at the other ranks. Contradictions between ranks (two sizes, a
-// rank twice, a rank out of range, another job) end it at once at all ranks with the same *RefusedError; rank 0 first
-// keeps answering for at most 2 s, so that those who are still on their way hear it too. A process that finds the
+// rank twice, a rank out of range, another job, other terms) end it at once at all ranks with the same *RefusedError;
+// rank 0 first keeps answering for at most 2 s, so that those who are still on their way hear it too. A process that finds the
 // epoch complete waits for the next one, see the package comment.
 //
 // Every rank but 0 watches one key and opens one connection. Rank 0 sends each of them all records: Size² records in
@@ -164,7 +174,24 @@ func (cfg *JoinConfig) check() error {
 	if ip := net.ParseIP(cfg.ListenHost); cfg.Rank == 0 && ip != nil && ip.IsUnspecified() {
 		return fmt.Errorf("listen host is %s, want an address that other ranks can dial", cfg.ListenHost)
 	}
+	if err := checkTerms(cfg.Terms); err != nil {
+		return err
+	}
 	return cfg.Self.check()
+}
+
+func checkTerms(terms map[string]string) error {
+	n := 0
+	for name, value := range terms {
+		n += len(name) + len(value)
+		if !utf8.ValidString(name) || !utf8.ValidString(value) {
+			return fmt.Errorf("term %q is %q, want UTF-8", name, value)
+		}
+	}
+	if n > MaxTermsBytes {
+		return fmt.Errorf("terms have %d bytes, want at most %d", n, MaxTermsBytes)
+	}
+	return nil
 }
 
 func (r *Record) check() error {

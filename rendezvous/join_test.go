@@ -338,6 +338,34 @@ func TestContradictions(t *testing.T) {
 	}
 }
 
+// Terms that are not the same at all ranks are named at all of them, with ranks and values, and no others.
+func TestTermsDiffer(t *testing.T) {
+	kv := newStore(t)
+	var cfgs []JoinConfig
+	for rank := range 4 {
+		cfg := config(kv, rank, 4)
+		cfg.Terms = map[string]string{"equal": "1", "one": "a", "each": fmt.Sprint(rank), "empty": "", "late": "x"}
+		switch rank {
+		case 2:
+			cfg.Terms["one"] = "b"
+			delete(cfg.Terms, "late")
+		case 3:
+			cfg.Terms["empty"] = "no more"
+		}
+		cfgs = append(cfgs, cfg)
+	}
+	for rank, r := range joinAll(t, testnet.Context(t), cfgs...) {
+		if refused, ok := errors.AsType[*RefusedError](r.err); !ok || refused.Reason != TermsDiffer {
+			t.Errorf("rank %d: got %v, want that terms differ", rank, r.err)
+		}
+		testnet.WantError(t, r.err, "settings that must be the same at all ranks differ: "+
+			"each is 0 at rank 0, 1 at rank 1, 2 at rank 2 and 3 at rank 3; "+
+			"empty is not set at ranks 0, 1, 2 and no more at rank 3; "+
+			"late is x at ranks 0, 1, 3 and not known at rank 2; "+
+			"one is a at ranks 0, 1, 3 and b at rank 2")
+	}
+}
+
 // A rank that has heard of the failure and comes back, while the failed root still answers those who have not, is there
 // for the next epoch.
 func TestRankComesBackToFailedRoot(t *testing.T) {
@@ -394,11 +422,9 @@ func TestFailedRootTellsEachCallOnce(t *testing.T) {
 		{first, rendezvouspb.Answer_REFUSED},
 	} {
 		q := &rendezvouspb.JoinRequest{Nonce: ask.nonce, Rank: 1, Size: 3}
-		frames, err := r.verdict(&guest{q: &joinRequest{JoinRequest: q, record: recordOf(1, 0)}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		body, err := frame.Read(bytes.NewReader(frames), maxAnswerBytes)
+		g := &guest{q: &joinRequest{JoinRequest: q, record: recordOf(1, 0)}, out: make(chan []byte, 1)}
+		r.verdict(g)
+		body, err := frame.Read(bytes.NewReader(<-g.out), maxAnswerBytes)
 		var a rendezvouspb.Answer
 		if err == nil {
 			err = proto.Unmarshal(body, &a)
@@ -720,7 +746,7 @@ func testRankBreaksOff(t *testing.T, key secret.Secret) {
 	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "pid 100 ") })
 	cancel()
 	err := (<-gone).err
-	testnet.WantError(t, err, "waiting for the other ranks", rootOf(t, kv).GetAddr())
+	testnet.WantError(t, err, "waiting for rank 2: context canceled", rootOf(t, kv).GetAddr())
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want that the context ended", err)
 	}
@@ -767,7 +793,7 @@ func TestDeadlines(t *testing.T) {
 	brief := func() context.Context { return within(500 * time.Millisecond) }
 	// The root of before is gone, which takes an attempt to find out.
 	_, err = Join(within(2*time.Second), config(kv, 2, 5))
-	testnet.WantError(t, err, "rank 2 of 5", "joining at root", "deadline exceeded", "connection refused")
+	testnet.WantError(t, err, "rank 2 of 5", "joining at the root of rank 0", "deadline exceeded", "connection refused")
 	_, err = Join(brief(), config(newStore(t), 2, 5))
 	testnet.WantError(t, err, "rank 2 of 5", "waiting for the root of rank 0", `watch "gohvd/job/root"`, "deadline exceeded")
 	_, err = Join(brief(), config(newStore(t), 9, 5))
@@ -906,6 +932,9 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 				t.Errorf("record %d: got %v, %v", rank, got, err)
 			}
 		}
+		if kind == rendezvouspb.Answer_TABLE {
+			return // there is more to come
+		}
 		if n, err := conn.Read(make([]byte, 1)); n != 0 || err != io.EOF {
 			t.Errorf("after the answer: got %d bytes, %v", n, err)
 		}
@@ -1023,12 +1052,12 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 	}{
 		{"web browser", [][]byte{[]byte("GET / HTTP/1.1\r\n\r\n")}, `greeting is "GET "`},
 		{"the other protocol", [][]byte{dial.Greeting("GHVS", 2)}, `greeting is "GHVS"`},
-		{"another version", [][]byte{dial.Greeting(rootMagic, 2)}, "version 2 of the protocol, want 1"},
+		{"another version", [][]byte{dial.Greeting(rootMagic, 1)}, "version 1 of the protocol, want 2"},
 		{"oversized", [][]byte{hello, {0xff, 0, 0, 0}}, "frame of 4278190080 bytes"},
 		{"not protobuf", [][]byte{hello, frame.Seal(append(frame.New(2), 0xff, 0xff))}, "proto"},
 		{"empty", [][]byte{hello, frame.Seal(frame.New(0))}, "token has 0 bytes"},
 		{"nonce", [][]byte{hello, shortNonce}, "nonce 5"},
-		{"two requests", [][]byte{hello, request, request}, "more bytes than one request"},
+		{"two requests", [][]byte{hello, request, request}, "reading a status"},
 	} {
 		conn := say(t, key, root.GetAddr(), test.parts...)
 		io.Copy(io.Discard, conn)

@@ -45,7 +45,7 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 				cfg.Log.Warn("rendezvous: came late, waiting for a newer root",
 					zap.String("job", cfg.Job), zap.Error(err))
 			}
-		} else if isAnswer(err) && !errors.Is(err, errStale) || isVersion(err) || ctx.Err() != nil {
+		} else if isAnswer(err) && !errors.Is(err, errStale) || isVersion(err) || dial.IsExhausted(err) || ctx.Err() != nil {
 			return nil, err
 		}
 		why = err
@@ -81,7 +81,7 @@ func (c *client) follow(ctx context.Context, root *rendezvouspb.Root, value []by
 	)
 	for {
 		s, err := c.ask(ctx, newest, root)
-		if err == nil || isAnswer(err) || isVersion(err) {
+		if err == nil || isAnswer(err) || isVersion(err) || dial.IsExhausted(err) {
 			return s, err
 		}
 		if newest.Err() == nil {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"strings"
+	"sync"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -18,18 +19,22 @@ import (
 )
 
 // The root protocol. After the greetings a rank sends one JoinRequest and gets one Answer, a table at once followed by
-// the records. Each message is a protobuf in a frame.
+// the records. Behind the table it sends Statuses, and gets one more Answer: that all ranks are ready, or which have failed. Each
+// message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
-	rootVersion = 1
+	rootVersion = 2
 
 	tokenBytes = 16
 
 	// The field headers and numbers of a message fit into 256 bytes.
 	maxRecordBytes      = MaxInfoBytes + 2*MaxNameBytes + 256
-	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + 256
+	maxTermsBytes       = 2 * MaxTermsBytes // with headers
+	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
 	maxAnswerBytes      = maxTextBytes + 256
+	maxStatusBytes      = maxTextBytes + 256
+	maxFailedRanks      = 1000 // that are named one by one
 )
 
 // newToken returns random bytes that nobody else has.
@@ -105,9 +110,11 @@ func decodeJoinRequest(body []byte) (*joinRequest, error) {
 }
 
 func refusalAnswer(e *RefusedError) *rendezvouspb.Answer {
-	text := strings.ToValidUTF8(e.Text[:min(len(e.Text), maxTextBytes/2)], "?")
-	return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REFUSED, Reason: uint32(e.Reason), Text: text}
+	return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REFUSED, Reason: uint32(e.Reason), Text: cut(e.Text)}
 }
+
+// cut makes text fit into a message.
+func cut(text string) string { return strings.ToValidUTF8(text[:min(len(text), maxTextBytes/2)], "?") }
 
 // The ways in which a root that could be reached did not take a rank in. A *RefusedError is another.
 var errStale = errors.New("the root is not the one that was published, or has answered this process before")
@@ -127,13 +134,16 @@ type client struct {
 // host of the old root has vanished, nothing comes.
 const tableGrace = 2 * time.Second
 
+// missingGrace is how long a rank whose time has ended waits for the root to name the ranks that are missing.
+const missingGrace = time.Second
+
 // ask asks the root to let this rank join and waits until the epoch is formed, ctx ends, or the connection breaks.
 // The end of newest, which ends no later than ctx, means that there is a newer root. The error is a *RefusedError, a
 // *completeError, errStale, that of newest, or says what broke.
 func (c *client) ask(ctx, newest context.Context, root *rendezvouspb.Root) (*Session, error) {
 	s, err := c.askRoot(ctx, newest, root)
 	if err != nil {
-		return nil, fmt.Errorf("joining at root %s (attempt %d): %w", root.GetAddr(), root.GetAttempt(), err)
+		return nil, fmt.Errorf("joining at the root of rank 0, %s (attempt %d): %w", root.GetAddr(), root.GetAttempt(), err)
 	}
 	return s, nil
 }
@@ -149,7 +159,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	request, err := appendMessage(nil, &rendezvouspb.JoinRequest{
 		Job: c.cfg.Job, Token: root.GetToken(), Nonce: c.nonce,
 		Rank: int32(c.cfg.Rank), Size: int64(c.cfg.Size), LastEpoch: c.cfg.LastEpoch,
-		Record: recordToProto(&c.cfg.Self),
+		Record: recordToProto(&c.cfg.Self), Terms: c.cfg.Terms,
 	})
 	if err != nil {
 		return nil, err
@@ -164,22 +174,34 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	if err != nil {
 		return nil, because(err)
 	}
-	defer conn.Close()
+	kept := false
+	defer func() {
+		if !kept {
+			conn.Close()
+		}
+	}()
+	conn.SetWriteDeadline(time.Now().Add(answerTimeout))
+	if _, err := conn.Write(request); err != nil {
+		return nil, because(err)
+	}
 	answered, left := make(chan struct{}), make(chan struct{})
 	stop := context.AfterFunc(newest, func() {
 		defer close(left)
 		dial.Pause(ctx, tableGrace, answered)
-		conn.SetDeadline(time.Unix(1, 0))
+		if ctx.Err() == nil {
+			conn.SetDeadline(time.Unix(1, 0))
+			return
+		}
+		conn.SetDeadline(time.Now().Add(missingGrace))
+		_ = sendStatus(conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_TIMEOUT}) // else nobody is named
 	})
-	defer func() {
+	ended := sync.OnceFunc(func() {
 		close(answered)
 		if !stop() {
 			<-left
 		}
-	}()
-	if _, err := conn.Write(request); err != nil {
-		return nil, because(err)
-	}
+	})
+	defer ended()
 	in := bufio.NewReader(conn)
 	body, err := frame.Read(in, maxAnswerBytes)
 	if err != nil {
@@ -195,7 +217,12 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 		if err != nil {
 			return nil, fmt.Errorf("reading the table: %w", because(err))
 		}
+		ended()
+		conn.SetDeadline(time.Time{})
+		kept, s.member = true, newMember(conn, in)
 		return s, nil
+	case rendezvouspb.Answer_MISSING:
+		return nil, fmt.Errorf("waiting for %s: %w", a.GetText(), ctx.Err())
 	case rendezvouspb.Answer_STALE:
 		return nil, errStale
 	case rendezvouspb.Answer_COMPLETE:
@@ -211,7 +238,7 @@ func (c *client) readTable(in *bufio.Reader, epoch uint64) (*Session, error) {
 	if epoch <= c.cfg.LastEpoch {
 		return nil, fmt.Errorf("root formed epoch %d, want more than %d", epoch, c.cfg.LastEpoch)
 	}
-	s := &Session{Epoch: epoch, Records: make([]Record, c.cfg.Size)}
+	s := &Session{Epoch: epoch, rank: c.cfg.Rank, Records: make([]Record, c.cfg.Size)}
 	for i := range s.Records {
 		body, err := frame.Read(in, maxRecordBytes)
 		if err != nil {

@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -27,9 +29,10 @@ const (
 	maxHandshakes    = 1024 // connections that have not said what they want
 	handshakeTimeout = 10 * time.Second
 	answerTimeout    = 5 * time.Second
-	probeTimeout     = 5 * time.Second // for an older root to answer a new rank 0
-	windDown         = 2 * time.Second // how long a failed root keeps answering
-	maxTold          = 4096            // processes remembered as having been answered
+	suspicionTime    = 300 * time.Millisecond // for the connection of a rank that died to end, once another rank complains
+	probeTimeout     = 5 * time.Second        // for an older root to answer a new rank 0
+	windDown         = 2 * time.Second        // how long a failed root keeps answering
+	maxTold          = 4096                   // processes remembered as having been answered
 )
 
 type rootState uint8
@@ -56,11 +59,14 @@ type root struct {
 	changed chan struct{} // capacity 1: all ranks are there, or the root failed
 	allTold chan struct{} // closed when a failed root has answered every other rank
 
+	start outcome // of what follows the table
+
 	mu        sync.Mutex
 	state     rootState
 	guests    map[*guest]struct{} // all connections
 	members   []*guest            // by rank, nil for rank 0 and those missing
 	missing   int
+	gaveUp    map[int]bool           // missing ranks that were here until their time ended
 	lastEpoch uint64                 // greatest of all ranks that have been here
 	epoch     uint64                 // once complete
 	records   []Record               // once complete
@@ -68,16 +74,22 @@ type root struct {
 	failure   *RefusedError          // once failed
 	told      map[process][]byte     // once failed, who is told, by its nonce; once complete, which latecomers are in the log
 	toldRanks map[topo.Rank]struct{} // which ranks have been told of the failure
+	ready     map[int]bool           // once complete: the ranks that say so
+	reports   []report               // once complete: of failures, by the ranks that are not dead
 }
 
 // guest is a connection to the root.
 type guest struct {
-	conn      net.Conn
-	place     *serve.Place // until it has said what it wants
-	over      net.Conn     // conn, encrypted if the secret is: what is said goes over it
-	q         *joinRequest // nil until it has been read
-	answering bool         // close lets it have its answer. Guarded by root.mu
-	refused   bool         // the answer is the failure. Guarded by root.mu
+	conn  net.Conn
+	place *serve.Place // until it has said what it wants
+	over  net.Conn     // conn, encrypted if the secret is: what is said goes over it
+	q     *joinRequest // nil until it has been read
+	// out is what to send, closed behind the last of it, which finished says. No guest gets more than two answers, so sending does not
+	// wait.
+	out      chan []byte
+	finished bool  // Guarded by root.mu
+	refused  bool  // the answer is the failure. Guarded by root.mu
+	left     error // why it broke off while forming. Guarded by root.mu
 }
 
 // process identifies who asks, across calls of Join.
@@ -119,6 +131,9 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 		allTold:    make(chan struct{}),
 		guests:     make(map[*guest]struct{}),
 		members:    make([]*guest, cfg.Size),
+		gaveUp:     make(map[int]bool),
+		ready:      make(map[int]bool),
+		start:      newOutcome(),
 		missing:    cfg.Size - 1,
 		lastEpoch:  cfg.LastEpoch,
 		told:       make(map[process][]byte),
@@ -136,8 +151,11 @@ func (r *root) closeOnce() error {
 	r.stop()
 	err := r.ln.Close()
 	r.mu.Lock()
+	if r.state == complete {
+		r.conclude(newFailure(0, "it gave up during Init")) // unless that has ended
+	}
 	for g := range r.guests {
-		if !g.answering {
+		if !g.finished {
 			g.conn.Close()
 		}
 	}
@@ -257,8 +275,11 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 	var late *completeError // what it has said; nil before
 	for {
 		pctx, cancel := context.WithTimeout(ctx, probeTimeout)
-		_, err := c.ask(pctx, pctx, old)
+		s, err := c.ask(pctx, pctx, old)
 		cancel()
+		if err == nil {
+			s.Close() // its error would only hide the one below
+		}
 		running, ok := errors.AsType[*completeError](err)
 		switch {
 		case err == nil:
@@ -314,31 +335,90 @@ func (r *root) progress() (lastEpoch uint64, full bool, failure *RefusedError) {
 	return r.lastEpoch, r.missing == 0, r.failure
 }
 
-// missingRanks names the ranks that are not there, the first 16 of them.
 func (r *root) missingRanks() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	var b strings.Builder
-	n := 0
+	return r.awaited()
+}
+
+// awaited names the ranks that are not there, without those that have waited for them until their own time ended. r is locked.
+func (r *root) awaited() string {
+	var missing, absent []int
 	for rank := 1; rank < len(r.members); rank++ {
 		if r.members[rank] != nil {
 			continue
 		}
-		switch {
-		case n == 0:
-			fmt.Fprintf(&b, "%d", rank)
-		case n < 16:
-			fmt.Fprintf(&b, ", %d", rank)
+		missing = append(missing, rank)
+		if !r.gaveUp[rank] {
+			absent = append(absent, rank)
 		}
-		n++
 	}
-	if n > 16 {
+	if absent == nil {
+		return listRanks(missing) + " to come back"
+	}
+	return listRanks(absent)
+}
+
+// listRanks names ranks, the first 16 of them.
+func listRanks(ranks []int) string {
+	var b strings.Builder
+	b.WriteString("rank")
+	if len(ranks) != 1 {
+		b.WriteString("s")
+	}
+	for i, rank := range ranks[:min(len(ranks), 16)] {
+		if i > 0 {
+			b.WriteString(",")
+		}
+		fmt.Fprintf(&b, " %d", rank)
+	}
+	if n := len(ranks); n > 16 {
 		fmt.Fprintf(&b, " and %d more", n-16)
 	}
-	if n == 1 {
-		return "rank " + b.String()
+	return b.String()
+}
+
+// disagreement names every term that is not the same at all ranks, which are all there. r is locked.
+func (r *root) disagreement() *RefusedError {
+	terms := make([]map[string]string, len(r.members))
+	terms[0] = r.cfg.Terms
+	for rank := 1; rank < len(r.members); rank++ {
+		terms[rank] = r.members[rank].q.GetTerms()
 	}
-	return "ranks " + b.String()
+	names := make(map[string]string)
+	for _, t := range terms {
+		maps.Copy(names, t)
+	}
+	var differ []string
+	for _, name := range slices.Sorted(maps.Keys(names)) {
+		var values []string // in the order of the ranks
+		at := make(map[string][]int)
+		for rank := range terms {
+			value, known := terms[rank][name]
+			switch {
+			case !known:
+				value = "not known"
+			case value == "":
+				value = "not set"
+			}
+			if at[value] == nil {
+				values = append(values, value)
+			}
+			at[value] = append(at[value], rank)
+		}
+		if len(values) == 1 {
+			continue
+		}
+		for i, value := range values {
+			values[i] = fmt.Sprintf("%s at %s", value, listRanks(at[value]))
+		}
+		last := len(values) - 1
+		differ = append(differ, fmt.Sprintf("%s is %s and %s", name, strings.Join(values[:last], ", "), values[last]))
+	}
+	if differ == nil {
+		return nil
+	}
+	return &RefusedError{TermsDiffer, "settings that must be the same at all ranks differ: " + strings.Join(differ, "; ")}
 }
 
 // complete ends forming with epoch, if all ranks are there and it is greater than every epoch they have seen.
@@ -346,6 +426,10 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.state != forming || r.missing > 0 || epoch <= r.lastEpoch {
+		return false, nil
+	}
+	if why := r.disagreement(); why != nil {
+		r.fail(why)
 		return false, nil
 	}
 	records := make([]Record, len(r.members))
@@ -387,9 +471,13 @@ func (r *root) fail(why *RefusedError) {
 func (r *root) decide(s rootState) {
 	r.state = s
 	for _, m := range r.members {
-		if m != nil {
-			m.answering = true
-			m.conn.SetReadDeadline(time.Unix(1, 0)) // ends the wait in serve
+		if m == nil {
+			continue
+		}
+		if s == failed {
+			r.outcome(m)
+		} else {
+			m.out <- r.table
 		}
 	}
 }
@@ -409,12 +497,15 @@ func (r *root) accept() {
 			if r.ctx.Err() != nil {
 				return
 			}
+			if dial.IsExhausted(err) {
+				_ = r.giveUp(err) // form returns it
+			}
 			r.log.Error("rendezvous: root cannot accept", zap.Error(err))
 			dial.Pause(r.ctx, wait.Next(), nil)
 			continue
 		}
 		wait = 0
-		g := &guest{conn: conn, place: r.handshakes.Enter(conn)} // here, so that the oldest is who came first
+		g := &guest{conn: conn, out: make(chan []byte, 2), place: r.handshakes.Enter(conn)} // here, so that the oldest is who came first
 		r.mu.Lock()
 		if r.ctx.Err() != nil {
 			conn.Close()
@@ -434,7 +525,7 @@ func (r *root) accept() {
 	}
 }
 
-// serve reads g's request, waits for the end of forming if g becomes a member, and answers. The error is for the log.
+// serve reads g's request and answers. A member it hears until all is said. The error is for the log.
 func (r *root) serve(g *guest) error {
 	err := r.handshake(g)
 	if !g.place.Leave() {
@@ -446,26 +537,36 @@ func (r *root) serve(g *guest) error {
 		}
 		return err
 	}
-	answer, err := r.admit(g)
-	if err != nil {
-		return err
+	if member := r.admit(g); !member {
+		return r.tell(g)
 	}
-	if answer == nil {
-		var b [1]byte
-		n, err := g.over.Read(b[:])
-		if n > 0 {
-			err = errors.New("more bytes than one request")
+	var hearing sync.WaitGroup
+	hearing.Go(func() { r.hear(g) })
+	err = r.tell(g)
+	// The rank closes the connection when it has its answer. To close it first, with something unread, could cost it.
+	g.conn.SetReadDeadline(time.Now().Add(answerTimeout))
+	hearing.Wait()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return errors.Join(err, g.left)
+}
+
+// tell sends g what there is to say until there is no more.
+func (r *root) tell(g *guest) (err error) {
+	for answer := range g.out {
+		if err != nil {
+			continue
 		}
-		if answer, err = r.dismiss(g, err); answer == nil {
-			return err
+		g.conn.SetWriteDeadline(time.Now().Add(answerTimeout))
+		if _, err = g.over.Write(answer); err != nil {
+			err = fmt.Errorf("answering rank %d, %v: %w", g.q.GetRank(), g.q.record, err)
+			g.conn.Close() // so that hear notices
 		}
 	}
-	g.conn.SetWriteDeadline(time.Now().Add(answerTimeout))
-	if _, err := g.over.Write(answer); err != nil {
-		return fmt.Errorf("answering rank %d, %v: %w", g.q.GetRank(), g.q.record, err)
+	if err == nil {
+		r.noteTold(g)
 	}
-	r.noteTold(g)
-	return nil
+	return err
 }
 
 func (r *root) handshake(g *guest) error {
@@ -496,52 +597,57 @@ func (r *root) handshake(g *guest) error {
 	return nil
 }
 
-// admit returns the answer to g's request, or nil if g is now a member and the answer has to wait.
-func (r *root) admit(g *guest) ([]byte, error) {
+// admit answers g's request, or makes g a member, whose answer has to wait.
+func (r *root) admit(g *guest) (member bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !bytes.Equal(g.q.GetToken(), r.token) {
-		return r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
+		r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
+		return false
 	}
 	if r.state == forming {
 		if why := r.contradiction(g.q); why != nil {
 			r.fail(why)
+			r.outcome(g)
+			return false
 		}
 	}
-	if r.state != forming {
-		return r.verdict(g)
+	rank := int(g.q.GetRank())
+	switch {
+	case r.state == forming:
+	case r.state == complete && rank > 0 && rank < len(r.members) && bytes.Equal(r.members[rank].q.GetNonce(), g.q.GetNonce()):
+		// The same call of Join, whose connection broke before the table came.
+		if old := r.members[rank]; !old.finished {
+			old.conn.Close()
+			close(old.out)
+			old.finished = true
+		}
+		r.members[rank] = g
+		g.out <- r.table
+		if r.start.ended() {
+			r.answer(g, startAnswer(r.start.err))
+		}
+		return true
+	default:
+		r.verdict(g)
+		return false
 	}
-	rank := g.q.GetRank()
 	if old := r.members[rank]; old != nil {
 		old.conn.Close() // the same call of Join; that connection broke
+		close(old.out)
+		old.finished = true
 	} else {
 		r.missing--
 	}
 	r.members[rank] = g
+	delete(r.gaveUp, rank)
 	r.lastEpoch = max(r.lastEpoch, g.q.GetLastEpoch())
-	r.log.Debug("rendezvous: rank has joined", zap.Int32("peer", rank), zap.Stringer("process", g.q.record),
+	r.log.Debug("rendezvous: rank has joined", zap.Int("peer", rank), zap.Stringer("process", g.q.record),
 		zap.Int("missing", r.missing))
 	if r.missing == 0 {
 		r.signal()
 	}
-	return nil, nil
-}
-
-// dismiss ends g's wait, which ended with err, and returns the answer. While forming there is none: g broke off and is
-// forgotten, so it or another may come in its place. The error is for the log.
-func (r *root) dismiss(g *guest, err error) ([]byte, error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	rank := g.q.GetRank()
-	if r.members[rank] != g {
-		return nil, nil // it has come again on another connection
-	}
-	if r.state != forming {
-		return r.outcome(g)
-	}
-	r.members[rank] = nil
-	r.missing++
-	return nil, fmt.Errorf("rank %d, %v, left before the others came: %w", rank, g.q.record, err)
+	return true
 }
 
 // contradiction says what in q cannot be true of this job together with what is known. r is locked and forming.
@@ -567,43 +673,41 @@ func (r *root) contradiction(q *joinRequest) *RefusedError {
 	return nil
 }
 
-// verdict is the answer to g, who has not been waiting, of a root that is no longer forming. r is locked.
-func (r *root) verdict(g *guest) ([]byte, error) {
+// verdict answers g, which has not been waiting, for a root that is no longer forming. r is locked.
+func (r *root) verdict(g *guest) {
 	nonce, told := r.told[g.q.process()]
 	switch {
 	case r.state == failed && told && !bytes.Equal(nonce, g.q.GetNonce()):
 		// It comes back. The same call of Join would be one that the answer has not reached.
-		return r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
+		r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
+		return
 	case r.state == failed:
-		return r.outcome(g)
-	}
-	if rank := g.q.GetRank(); rank > 0 && int(rank) < len(r.members) &&
-		bytes.Equal(r.members[rank].q.GetNonce(), g.q.GetNonce()) {
-		return r.outcome(g)
+		r.outcome(g)
+		return
 	}
 	if !told && g.q.GetLastEpoch() < r.epoch {
 		r.remember(g.q)
 		r.log.Warn("rendezvous: a process came late: the epoch is complete", zap.Uint64("epoch", r.epoch),
 			zap.Int32("peer", g.q.GetRank()), zap.Stringer("process", g.q.record))
 	}
-	return r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: r.epoch})
+	r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: r.epoch})
 }
 
-// outcome is what forming came to: the table or the failure. r is locked and no longer forming.
-func (r *root) outcome(g *guest) ([]byte, error) {
-	if r.state == failed {
-		g.refused = true
-		// Before the answer is sent, for who gets it may be back before anything else is done here.
-		r.remember(g.q)
-		return r.answer(g, refusalAnswer(r.failure))
+// outcome answers g with the failure. r is locked and failed.
+func (r *root) outcome(g *guest) {
+	g.refused = true
+	// Before the answer is sent, for who gets it may be back before anything else is done here.
+	r.remember(g.q)
+	r.answer(g, refusalAnswer(r.failure))
+}
+
+// answer is the last that g is told. r is locked.
+func (r *root) answer(g *guest, a *rendezvouspb.Answer) {
+	if frame, err := appendMessage(nil, a); err == nil { // it is: all texts are UTF-8
+		g.out <- frame
 	}
-	g.answering = true
-	return r.table, nil
-}
-
-func (r *root) answer(g *guest, a *rendezvouspb.Answer) ([]byte, error) {
-	g.answering = true
-	return appendMessage(nil, a)
+	close(g.out)
+	g.finished = true
 }
 
 // noteTold counts the rank that g is, if it has had its answer and that was the failure.

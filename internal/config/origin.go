@@ -54,3 +54,14 @@ func (c Config) Value(name string) string {
 	s, _ := Lookup(name)
 	return s.Default
 }
+
+// Terms are the settings that must be the same at all ranks, by name, in a form that equal values share.
+func (c Config) Terms() map[string]string {
+	terms := make(map[string]string)
+	for _, s := range settings {
+		if s.Scope == PerJob {
+			terms[s.Name] = s.canonical(c.Value(s.Name))
+		}
+	}
+	return terms
+}

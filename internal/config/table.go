@@ -51,8 +51,12 @@ type Scope int
 const (
 	// PerProcess settings may differ from rank to rank.
 	PerProcess Scope = iota
-	// PerJob settings must be the same at all ranks; hvdrun sees to it.
+	// PerJob settings must be the same at all ranks. hvdrun sees to it, and Init refuses ranks that differ.
 	PerJob
+	// PathPerJob settings are files that every rank finds at a path of its own. Paths are not compared.
+	PathPerJob
+	// ToMeet settings must be the same at all ranks, or the ranks do not meet, and there is nothing to compare.
+	ToMeet
 	// ByLauncher settings are set by the launcher, for each rank.
 	ByLauncher
 )
@@ -66,6 +70,10 @@ func (s Scope) String() string {
 	switch s {
 	case PerJob:
 		return "the same at all ranks"
+	case PathPerJob:
+		return "the same at all ranks; paths may differ"
+	case ToMeet:
+		return "the same at all ranks, which do not meet otherwise"
 	case ByLauncher:
 		return "set by the launcher"
 	}
@@ -101,7 +109,7 @@ func onOff(name string) []Flag {
 
 var settings = []Setting{
 	{
-		Name: FileVariable, Section: sectionStart, Scope: PerJob,
+		Name: FileVariable, Section: sectionStart, Scope: PathPerJob,
 		Flags:     []Flag{{Name: "config-file", Arg: "FILE"}},
 		Otherwise: "none", Doc: "YAML file of settings",
 		kind: anything("the name of a file"),
@@ -120,7 +128,7 @@ var settings = []Setting{
 		kind: unixPath(func(c *Config) *string { return &c.Sidecar }),
 	},
 	{
-		Name: "HVD_SECRET_FILE", Section: sectionStart, Scope: PerJob,
+		Name: "HVD_SECRET_FILE", Section: sectionStart, Scope: PathPerJob,
 		Otherwise: "none", Doc: "file with the job's secret, 16 bytes or more, for a job on several hosts that hvdrun does not start; the same on all",
 		kind: text("the name of a file", func(c *Config) *string { return &c.SecretFile }),
 	},
@@ -130,7 +138,7 @@ var settings = []Setting{
 		kind: boolOf(func(c *Config) *bool { return &c.Insecure }),
 	},
 	{
-		Name: "HVD_TLS", Section: sectionStart, Scope: PerJob,
+		Name: "HVD_TLS", Section: sectionStart, Scope: ToMeet,
 		Key:     "library_options.tls",
 		Flags:   onOff("tls"),
 		Default: "0", Doc: "encrypt every connection between processes with TLS 1.3, by certificates made of the job's secret; a job without one does not start",
@@ -147,22 +155,22 @@ var settings = []Setting{
 		kind: interfaces(func(c *Config) *[]string { return &c.NetworkInterfaces }),
 	},
 	{
-		Name: "HVD_RENDEZVOUS_HOST", Section: sectionStart, Scope: PerJob,
+		Name: "HVD_RENDEZVOUS_HOST", Section: sectionStart, Scope: ToMeet,
 		Otherwise: "what the launcher says", Doc: "rank 0's host, for launchers whose ranks meet at a store of rank 0 (docs/launchers.md)",
 		kind: text("a host's name or address", func(c *Config) *string { return &c.MeetHost }),
 	},
 	{
-		Name: "HVD_RENDEZVOUS_PORT", Section: sectionStart, Scope: PerJob,
+		Name: "HVD_RENDEZVOUS_PORT", Section: sectionStart, Scope: ToMeet,
 		Otherwise: "what the launcher says", Doc: "port of that store",
 		kind: port(func(c *Config) *int { return &c.MeetPort }),
 	},
 	{
-		Name: "HVD_SIZE", Section: sectionStart, Scope: PerJob,
+		Name: "HVD_SIZE", Section: sectionStart, Scope: ToMeet,
 		Otherwise: "none", Doc: "number of pods of an Indexed Job of Kubernetes, which does not tell them",
 		kind: anything("a number of at least 1"),
 	},
 	{
-		Name: "HVD_SUBDOMAIN", Section: sectionStart, Scope: PerJob,
+		Name: "HVD_SUBDOMAIN", Section: sectionStart, Scope: ToMeet,
 		Otherwise: "the name of the job", Doc: "headless service of an Indexed Job of Kubernetes",
 		kind: anything("a name"),
 	},
@@ -282,7 +290,7 @@ var settings = []Setting{
 		kind: builtOnly(cpuOperations(), "mpi", "ccl"),
 	},
 	{
-		Name: "HOROVOD_TIMELINE", Section: sectionSee, Scope: PerJob,
+		Name: "HOROVOD_TIMELINE", Section: sectionSee, Scope: PathPerJob,
 		Key:       "timeline.filename",
 		Flags:     []Flag{{Name: "timeline-filename", Arg: "FILE"}},
 		Otherwise: "none", Doc: "file that rank 0 writes its timeline to, the other ranks beside it as FILE.rankN before the last dot (docs/timeline.md); " +

@@ -27,6 +27,17 @@ func (k kind) set(c *Config, text string) error {
 	return err
 }
 
+// canonical writes a value as all texts that mean it are written.
+func (k kind) canonical(text string) string {
+	if v, ok := boolean(text); ok && k.want == wantBoolean {
+		return digit(v)
+	}
+	if v, err := strconv.ParseFloat(text, 64); err == nil {
+		return strconv.FormatFloat(v, 'f', -1, 64)
+	}
+	return strings.ToLower(text)
+}
+
 // Want says what values look like.
 func (k kind) Want() string { return k.want }
 

@@ -56,6 +56,12 @@ func MayRecover(err error) bool {
 	return false
 }
 
+// IsExhausted reports whether err says that this process, or its host, has no file descriptor left. That does not pass by waiting for
+// a peer.
+func IsExhausted(err error) bool {
+	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
+}
+
 // Retry calls try until it succeeds, fails in a way that does not pass, or ctx ends; the error then wraps ctx.Err() and the
 // last reason.
 func Retry(ctx context.Context, try func() error) error {

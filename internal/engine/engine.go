@@ -77,6 +77,8 @@ type Config struct {
 	// operations for; 0 is Size. If there are more than processors they give way to each other while they wait.
 	LocalProcesses int
 
+	// Ready, if not nil, is called when this rank is connected, and returns when all are. An error ends Start.
+	Ready func(context.Context) error
 	// Log hears of failures; nil is silence.
 	Log *zap.Logger
 	// ClockDomain names the clock that the process reads; empty is that of the host and its time namespace. It is for tests, which
@@ -211,10 +213,12 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	for _, set := range e.sets() {
 		if err := e.addSet(set); err != nil {
-			e.cancel(err)
-			e.endLanes(err)
-			e.running.Wait()
-			return nil, e.abandon(err)
+			return nil, e.quit(err)
+		}
+	}
+	if cfg.Ready != nil {
+		if err := cfg.Ready(ctx); err != nil {
+			return nil, e.quit(err)
 		}
 	}
 	if !cfg.Lockstep {
@@ -284,6 +288,14 @@ func planTypes(m *ops.Manager, r *message.Response, numBytes int64) (backend mes
 
 // abandon is the error of a Start that failed.
 func (e *Engine) abandon(err error) error { return errors.Join(err, e.cfg.Mesh.Close()) }
+
+// quit is abandon when there are lanes.
+func (e *Engine) quit(err error) error {
+	e.cancel(err)
+	e.endLanes(err)
+	e.running.Wait()
+	return e.abandon(err)
+}
 
 // alone is the mesh of a job of one: there is nobody to talk to.
 type alone struct{}

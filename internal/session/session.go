@@ -7,9 +7,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
+	"maps"
 	"net"
 	"os"
 	"strings"
+	"syscall"
 
 	"go.uber.org/zap"
 
@@ -29,9 +32,9 @@ type Config struct {
 	At *meeting.Meeting
 	// LastEpoch is the greatest epoch that this process has been in.
 	LastEpoch uint64
-	// Info is what this rank tells all others.
-	Info []byte
-	Log  *zap.Logger
+	// Terms must be the same at all ranks, by name, beside the settings that must.
+	Terms map[string]string
+	Log   *zap.Logger
 }
 
 // Session is a rank's part in an epoch.
@@ -41,13 +44,13 @@ type Session struct {
 	Mesh transport.Mesh
 	// Memory is shared by all ranks of the job; nil if they share none. It lives as long as the mesh.
 	Memory opsshm.Memory
-	// Hosts are the names of the ranks' hosts, and Infos what they told, both by rank.
+	// Hosts are the names of the ranks' hosts, by rank.
 	Hosts []string
-	Infos [][]byte
 	// LocalSize is the number of ranks that have this one's host.
 	LocalSize int
 
-	met *rendezvous.Session
+	rank topo.Rank
+	met  *rendezvous.Session
 }
 
 // Open waits until all ranks of the job are there, ctx ends, or something contradicts. On error nothing is left open.
@@ -60,6 +63,29 @@ func Open(ctx context.Context, cfg Config) (*Session, error) {
 		return nil, errors.Join(err, s.Close())
 	}
 	return s, nil
+}
+
+// Watch derives a context that ends when a rank fails before all are Ready (see rendezvous.Session.Watch).
+func (s *Session) Watch(ctx context.Context) (context.Context, func()) { return s.met.Watch(ctx) }
+
+// Ready waits until every rank is connected with all others. The error is the same at all ranks.
+func (s *Session) Ready(ctx context.Context) error { return s.met.Ready(ctx) }
+
+// Fail tells the other ranks that this rank cannot go on because of err, and returns what has failed the epoch: err, or a
+// *rendezvous.FailedError that names another rank.
+func (s *Session) Fail(err error) error {
+	if memory, ok := errors.AsType[*memoryError](err); ok {
+		return s.met.Fail(err, memory.ranks...)
+	}
+	if peer, ok := errors.AsType[*transport.PeerError](err); ok {
+		return s.met.Fail(err, s.rank, peer.Peer)
+	}
+	for _, by := range []error{io.EOF, io.ErrUnexpectedEOF, syscall.ECONNRESET, syscall.EPIPE, context.DeadlineExceeded} {
+		if errors.Is(err, by) {
+			return s.met.Fail(err) // another rank is the cause, or may be
+		}
+	}
+	return s.met.Fail(err, s.rank)
 }
 
 // Close lets go of all but the mesh.
@@ -88,51 +114,79 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 	if err != nil {
 		return abandon(err)
 	}
+	terms := set.Terms()
+	maps.Copy(terms, cfg.Terms)
 	s.met, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: at.Store, Job: set.JobID, Rank: topo.Rank(set.Rank), Size: set.Size,
-		LastEpoch: cfg.LastEpoch, ListenHost: at.Listen, Secret: at.Secret,
-		Self: rendezvous.Record{Addr: endpoint.Addr(), Host: set.Hostname, PID: os.Getpid(), Info: pack(host, card, cfg.Info)},
+		LastEpoch: cfg.LastEpoch, ListenHost: at.Listen, Secret: at.Secret, Terms: terms,
+		Self: rendezvous.Record{Addr: endpoint.Addr(), Host: set.Hostname, PID: os.Getpid(), Info: pack(host, card)},
 		Log:  cfg.Log,
 	})
 	if err != nil {
 		return abandon(err)
 	}
-	s.Epoch = s.met.Epoch
-	var addrs, ids []string
-	var cards [][]byte
+	s.rank, s.Epoch = topo.Rank(set.Rank), s.met.Epoch
+	ids := make([]string, set.Size)
+	cards := make([][]byte, set.Size)
+	addrs := make([]string, set.Size)
 	for r, rec := range s.met.Records {
-		id, card, info, err := unpack(rec.Info)
-		if err != nil {
+		addrs[r], s.Hosts = rec.Addr, append(s.Hosts, rec.Host)
+		if ids[r], cards[r], err = unpack(rec.Info); err != nil {
 			return abandon(fmt.Errorf("what rank %d says about itself: %w", r, err))
 		}
-		addrs, s.Hosts = append(addrs, rec.Addr), append(s.Hosts, rec.Host)
-		ids, cards, s.Infos = append(ids, id), append(cards, card), append(s.Infos, info)
-		if id == host {
+		if ids[r] == host {
 			s.LocalSize++
 		}
 	}
-	s.Mesh, err = endpoint.Connect(tcp.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: topo.Rank(set.Rank), Addrs: addrs})
-	if err != nil {
-		return abandon(err)
+	// Every rank finds this by itself.
+	if set.SharedMemory == config.SharedAlways && s.LocalSize < set.Size {
+		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s", strings.Join(s.Hosts, ", ")))
 	}
+	watched, stop := s.Watch(ctx)
+	defer stop()
+	if err := s.connect(watched, cfg, endpoint, addrs, local, ids, cards); err != nil {
+		return s.Fail(err)
+	}
+	return nil
+}
+
+// connect makes the mesh when the ranks have met. On error nothing of it is left open.
+func (s *Session) connect(ctx context.Context, cfg *Config, endpoint *tcp.Endpoint, addrs []string, local *shm.Endpoint, ids []string, cards [][]byte) error {
+	set := &cfg.At.Settings
+	mesh, err := endpoint.Connect(tcp.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Addrs: addrs})
+	if err != nil {
+		if local != nil {
+			err = errors.Join(err, local.Close())
+		}
+		return errors.Join(err, endpoint.Close())
+	}
+	s.Mesh = mesh
 	if local == nil {
 		return nil
 	}
-	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: topo.Rank(set.Rank), Hosts: ids, Cards: cards, Under: s.Mesh}
+	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Hosts: ids, Cards: cards, Under: mesh}
 	if s.LocalSize == set.Size {
 		// The set of all ranks will need it, and if it cannot be had the ranks are still free to use TCP.
 		epoch.Reserve = map[transport.Lane]int64{transport.DataLane(topo.Global): opsshm.SegmentBytes(set.Size, opsshm.Config{})}
 	}
-	mesh, err := local.Connect(ctx, epoch)
+	shared, err := local.Connect(ctx, epoch)
 	if err != nil {
 		return err
 	}
-	s.Mesh = mesh
-	if err := s.share(mesh, set, cfg.Log); err != nil {
-		return errors.Join(err, mesh.Close())
+	s.Mesh = shared
+	if err := s.share(shared, set, cfg.Log); err != nil {
+		return errors.Join(err, shared.Close())
 	}
 	return nil
 }
+
+// memoryError says that the ranks of a host cannot share memory, because of some of them.
+type memoryError struct {
+	ranks []topo.Rank
+	text  string
+}
+
+func (e *memoryError) Error() string { return e.text }
 
 // share uses the shared memory of mesh as the settings say.
 func (s *Session) share(mesh shm.Sharer, set *config.Config, log *zap.Logger) error {
@@ -142,15 +196,13 @@ func (s *Session) share(mesh shm.Sharer, set *config.Config, log *zap.Logger) er
 	}
 	why := mesh.Why()
 	switch {
-	case why == "" && set.SharedMemory == config.SharedAlways:
-		return fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s", strings.Join(s.Hosts, ", "))
 	case why == "":
-		return nil
+		return nil // the others are on other hosts
 	case set.SharedMemory == config.SharedIfPossible:
 		log.Warn("the ranks share no memory and use TCP", zap.String("why", why))
 		return nil
 	}
-	return fmt.Errorf("the ranks of this host cannot share memory: %s (HOROVOD_CPU_OPERATIONS=shm,tcp uses TCP then)", why)
+	return &memoryError{mesh.Unable(), fmt.Sprintf("the ranks of this host cannot share memory: %s (HOROVOD_CPU_OPERATIONS=shm,tcp uses TCP then)", why)}
 }
 
 // shareOut opens this rank's door for file descriptors, if memory is to be shared, and makes the card that says where. That
@@ -166,27 +218,19 @@ func shareOut(cfg *Config) (*shm.Endpoint, []byte) {
 	return e, e.Card()
 }
 
-// pack puts a rank's host, its card and its info into one record: the first two behind their lengths, u16 each.
-func pack(host string, card, info []byte) []byte {
-	var b []byte
-	for _, part := range [][]byte{[]byte(host), card} {
-		b = binary.LittleEndian.AppendUint16(b, uint16(len(part)))
-		b = append(b, part...)
-	}
-	return append(b, info...)
+// pack puts a rank's host and its card into one record, the first behind its length, u16.
+func pack(host string, card []byte) []byte {
+	b := binary.LittleEndian.AppendUint16(nil, uint16(len(host)))
+	return append(append(b, host...), card...)
 }
 
-func unpack(b []byte) (host string, card, info []byte, err error) {
-	var parts [2][]byte
-	for i := range parts {
-		if len(b) < 2 {
-			return "", nil, nil, fmt.Errorf("%d bytes where a length should be", len(b))
-		}
-		n := int(binary.LittleEndian.Uint16(b))
-		if b = b[2:]; len(b) < n {
-			return "", nil, nil, fmt.Errorf("%d bytes, want %d", len(b), n)
-		}
-		parts[i], b = b[:n], b[n:]
+func unpack(b []byte) (host string, card []byte, err error) {
+	if len(b) < 2 {
+		return "", nil, fmt.Errorf("%d bytes where a length should be", len(b))
 	}
-	return string(parts[0]), parts[1], b, nil
+	n := int(binary.LittleEndian.Uint16(b))
+	if b = b[2:]; len(b) < n {
+		return "", nil, fmt.Errorf("%d bytes, want %d", len(b), n)
+	}
+	return string(b[:n]), b[n:], nil
 }

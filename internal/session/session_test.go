@@ -25,26 +25,25 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestPack(t *testing.T) {
 	for _, part := range [][]byte{nil, []byte("x"), bytes.Repeat([]byte{0xff}, 300)} {
-		host, card, info, err := unpack(pack("host", part, part))
-		if err != nil || host != "host" || !bytes.Equal(card, part) || !bytes.Equal(info, part) {
-			t.Errorf("got %q, %d and %d bytes, %v, want %d twice", host, len(card), len(info), err, len(part))
+		host, card, err := unpack(pack("host", part))
+		if err != nil || host != "host" || !bytes.Equal(card, part) {
+			t.Errorf("got %q, %d bytes, %v, want %d", host, len(card), err, len(part))
 		}
 	}
-	whole := pack("host", []byte("card"), nil)
-	for n := range whole {
-		if _, _, _, err := unpack(whole[:n]); err == nil {
-			t.Errorf("%d of %d bytes: got no error", n, len(whole))
+	for n := range len(pack("host", nil)) {
+		if _, _, err := unpack(pack("host", nil)[:n]); err == nil {
+			t.Errorf("%d bytes: got no error", n)
 		}
 	}
 }
 
 func FuzzUnpack(f *testing.F) {
-	f.Add(pack("host", []byte("card"), []byte("info")))
+	f.Add(pack("host", []byte("card")))
 	f.Add([]byte{0xff, 0xff, 1})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		host, card, info, err := unpack(b)
-		if err == nil && !bytes.Equal(pack(host, card, info), b) {
-			t.Errorf("%x was read as %q, %x, %x", b, host, card, info)
+		host, card, err := unpack(b)
+		if err == nil && !bytes.Equal(pack(host, card), b) {
+			t.Errorf("%x was read as %q, %x", b, host, card)
 		}
 	})
 }
@@ -75,7 +74,7 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 				errs[r] = err
 				return
 			}
-			sessions[r], errs[r] = Open(ctx, Config{At: at, Info: []byte{byte(r)}})
+			sessions[r], errs[r] = Open(ctx, Config{At: at})
 		})
 	}
 	wg.Wait()
@@ -95,7 +94,7 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 	return sessions, errs
 }
 
-// Every rank learns where all are and what they say, and those of one host share memory.
+// Every rank learns where all are, and those of one host share memory.
 func TestOpen(t *testing.T) {
 	for name, hosts := range map[string][]string{"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}} {
 		t.Run(name, func(t *testing.T) {
@@ -110,8 +109,8 @@ func TestOpen(t *testing.T) {
 					if host == hosts[r] {
 						local++
 					}
-					if s.Hosts[i] != host || !bytes.Equal(s.Infos[i], []byte{byte(i)}) {
-						t.Errorf("rank %d: rank %d is on %q and says %v", r, i, s.Hosts[i], s.Infos[i])
+					if s.Hosts[i] != host {
+						t.Errorf("rank %d: rank %d is on %q", r, i, s.Hosts[i])
 					}
 				}
 				if s.LocalSize != local || s.Epoch != sessions[0].Epoch || (s.Memory != nil) != (local == len(hosts)) {
@@ -122,7 +121,7 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-// What the ranks may use is what the settings say: a rank that was told not to share is a reason for all.
+// The ranks share memory as the settings say, which are the same at all of them.
 func TestOpenWithoutMemory(t *testing.T) {
 	tcp := map[string]string{"HOROVOD_CPU_OPERATIONS": "tcp"}
 	either := map[string]string{"HOROVOD_CPU_OPERATIONS": "shm,tcp"}
@@ -132,9 +131,10 @@ func TestOpenWithoutMemory(t *testing.T) {
 		set   map[int]map[string]string
 		says  string // in the errors; empty if there are none
 	}{
-		"told not to":             {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp}, ""},
-		"several hosts, told to":  {[]string{"a", "b"}, map[int]map[string]string{0: only, 1: only}, "several hosts: a, b"},
-		"one no, one if possible": {[]string{"a", "a"}, map[int]map[string]string{0: either, 1: tcp}, ""},
+		"told not to":            {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp}, ""},
+		"several hosts, told to": {[]string{"a", "b"}, map[int]map[string]string{0: only, 1: only}, "several hosts: a, b"},
+		"one no, one if possible": {[]string{"a", "a"}, map[int]map[string]string{0: either, 1: tcp},
+			"HOROVOD_CPU_OPERATIONS is shm,tcp at rank 0 and tcp at rank 1"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			sessions, errs := open(t, test.hosts, test.set)
@@ -159,8 +159,9 @@ type sharer struct {
 	why   string
 }
 
-func (s *sharer) Group() []topo.Rank { return s.group }
-func (s *sharer) Why() string        { return s.why }
+func (s *sharer) Group() []topo.Rank  { return s.group }
+func (s *sharer) Why() string         { return s.why }
+func (s *sharer) Unable() []topo.Rank { return nil }
 
 func TestShare(t *testing.T) {
 	modes := []config.SharedMemory{config.SharedByHost, config.SharedIfPossible, config.SharedAlways}
@@ -171,7 +172,7 @@ func TestShare(t *testing.T) {
 		fails []config.SharedMemory
 	}{
 		{"all", &sharer{group: []topo.Rank{0, 1}}, nil},
-		{"some on another host", &sharer{group: []topo.Rank{0}}, []config.SharedMemory{config.SharedAlways}},
+		{"some on another host", &sharer{group: []topo.Rank{0}}, nil},
 		{"impossible", &sharer{group: []topo.Rank{0}, why: "rank 1: no memory"}, []config.SharedMemory{config.SharedByHost, config.SharedAlways}},
 	} {
 		for _, mode := range modes {

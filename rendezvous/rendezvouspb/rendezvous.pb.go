@@ -23,6 +23,61 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type Status_Kind int32
+
+const (
+	Status_NONE Status_Kind = 0
+	// The rank's time ended before the table came. It asks which ranks are missing, and leaves.
+	Status_TIMEOUT Status_Kind = 1
+	// The rank is connected with all others.
+	Status_READY Status_Kind = 2
+	// The rank cannot go on. text says why.
+	Status_FAILED Status_Kind = 3
+)
+
+// Enum value maps for Status_Kind.
+var (
+	Status_Kind_name = map[int32]string{
+		0: "NONE",
+		1: "TIMEOUT",
+		2: "READY",
+		3: "FAILED",
+	}
+	Status_Kind_value = map[string]int32{
+		"NONE":    0,
+		"TIMEOUT": 1,
+		"READY":   2,
+		"FAILED":  3,
+	}
+)
+
+func (x Status_Kind) Enum() *Status_Kind {
+	p := new(Status_Kind)
+	*p = x
+	return p
+}
+
+func (x Status_Kind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Status_Kind) Descriptor() protoreflect.EnumDescriptor {
+	return file_rendezvous_proto_enumTypes[0].Descriptor()
+}
+
+func (Status_Kind) Type() protoreflect.EnumType {
+	return &file_rendezvous_proto_enumTypes[0]
+}
+
+func (x Status_Kind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Status_Kind.Descriptor instead.
+func (Status_Kind) EnumDescriptor() ([]byte, []int) {
+	return file_rendezvous_proto_rawDescGZIP(), []int{3, 0}
+}
+
 type Answer_Kind int32
 
 const (
@@ -35,6 +90,12 @@ const (
 	Answer_COMPLETE Answer_Kind = 3
 	// The root failed. reason and text say why.
 	Answer_REFUSED Answer_Kind = 4
+	// All ranks are ready.
+	Answer_START Answer_Kind = 5
+	// A rank failed before all were ready. text says how.
+	Answer_FAILED Answer_Kind = 6
+	// The answer to a TIMEOUT. text names the ranks that are missing.
+	Answer_MISSING Answer_Kind = 7
 )
 
 // Enum value maps for Answer_Kind.
@@ -45,6 +106,9 @@ var (
 		2: "STALE",
 		3: "COMPLETE",
 		4: "REFUSED",
+		5: "START",
+		6: "FAILED",
+		7: "MISSING",
 	}
 	Answer_Kind_value = map[string]int32{
 		"NONE":     0,
@@ -52,6 +116,9 @@ var (
 		"STALE":    2,
 		"COMPLETE": 3,
 		"REFUSED":  4,
+		"START":    5,
+		"FAILED":   6,
+		"MISSING":  7,
 	}
 )
 
@@ -66,11 +133,11 @@ func (x Answer_Kind) String() string {
 }
 
 func (Answer_Kind) Descriptor() protoreflect.EnumDescriptor {
-	return file_rendezvous_proto_enumTypes[0].Descriptor()
+	return file_rendezvous_proto_enumTypes[1].Descriptor()
 }
 
 func (Answer_Kind) Type() protoreflect.EnumType {
-	return &file_rendezvous_proto_enumTypes[0]
+	return &file_rendezvous_proto_enumTypes[1]
 }
 
 func (x Answer_Kind) Number() protoreflect.EnumNumber {
@@ -79,7 +146,7 @@ func (x Answer_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Answer_Kind.Descriptor instead.
 func (Answer_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_rendezvous_proto_rawDescGZIP(), []int{3, 0}
+	return file_rendezvous_proto_rawDescGZIP(), []int{4, 0}
 }
 
 // Record is what one rank tells the others about itself.
@@ -230,18 +297,20 @@ func (x *Root) GetPid() int64 {
 	return 0
 }
 
-// JoinRequest is the only message from a rank to the root.
+// JoinRequest is the first message from a rank to the root.
 type JoinRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Job   string                 `protobuf:"bytes,1,opt,name=job,proto3" json:"job,omitempty"`
 	// The token of the root that the rank means to speak to.
 	Token []byte `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`
 	// Random bytes that name one call of Join: after a broken connection it may ask again.
-	Nonce         []byte  `protobuf:"bytes,3,opt,name=nonce,proto3" json:"nonce,omitempty"`
-	Rank          int32   `protobuf:"varint,4,opt,name=rank,proto3" json:"rank,omitempty"`
-	Size          int64   `protobuf:"varint,5,opt,name=size,proto3" json:"size,omitempty"`
-	LastEpoch     uint64  `protobuf:"varint,6,opt,name=last_epoch,json=lastEpoch,proto3" json:"last_epoch,omitempty"`
-	Record        *Record `protobuf:"bytes,7,opt,name=record,proto3" json:"record,omitempty"`
+	Nonce     []byte  `protobuf:"bytes,3,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	Rank      int32   `protobuf:"varint,4,opt,name=rank,proto3" json:"rank,omitempty"`
+	Size      int64   `protobuf:"varint,5,opt,name=size,proto3" json:"size,omitempty"`
+	LastEpoch uint64  `protobuf:"varint,6,opt,name=last_epoch,json=lastEpoch,proto3" json:"last_epoch,omitempty"`
+	Record    *Record `protobuf:"bytes,7,opt,name=record,proto3" json:"record,omitempty"`
+	// What must be the same at all ranks, by name, without what has its default.
+	Terms         map[string]string `protobuf:"bytes,8,rep,name=terms,proto3" json:"terms,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -325,21 +394,92 @@ func (x *JoinRequest) GetRecord() *Record {
 	return nil
 }
 
-// Answer is the root's answer to a JoinRequest.
+func (x *JoinRequest) GetTerms() map[string]string {
+	if x != nil {
+		return x.Terms
+	}
+	return nil
+}
+
+// Status is what a rank says after its request.
+type Status struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Kind  Status_Kind            `protobuf:"varint,1,opt,name=kind,proto3,enum=gohvd.rendezvous.v1.Status_Kind" json:"kind,omitempty"`
+	Text  string                 `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
+	// For FAILED: the ranks that may be the cause; none if the sender cannot tell.
+	Ranks         []int32 `protobuf:"varint,3,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Status) Reset() {
+	*x = Status{}
+	mi := &file_rendezvous_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Status) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Status) ProtoMessage() {}
+
+func (x *Status) ProtoReflect() protoreflect.Message {
+	mi := &file_rendezvous_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Status.ProtoReflect.Descriptor instead.
+func (*Status) Descriptor() ([]byte, []int) {
+	return file_rendezvous_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Status) GetKind() Status_Kind {
+	if x != nil {
+		return x.Kind
+	}
+	return Status_NONE
+}
+
+func (x *Status) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+func (x *Status) GetRanks() []int32 {
+	if x != nil {
+		return x.Ranks
+	}
+	return nil
+}
+
+// Answer is what the root says to a rank: once, and after a table once more.
 type Answer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Kind  Answer_Kind            `protobuf:"varint,1,opt,name=kind,proto3,enum=gohvd.rendezvous.v1.Answer_Kind" json:"kind,omitempty"`
 	// For TABLE and COMPLETE.
-	Epoch         uint64 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	Reason        uint32 `protobuf:"varint,3,opt,name=reason,proto3" json:"reason,omitempty"`
-	Text          string `protobuf:"bytes,4,opt,name=text,proto3" json:"text,omitempty"`
+	Epoch  uint64 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	Reason uint32 `protobuf:"varint,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	Text   string `protobuf:"bytes,4,opt,name=text,proto3" json:"text,omitempty"`
+	// For FAILED: the ranks that failed.
+	Ranks         []int32 `protobuf:"varint,5,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Answer) Reset() {
 	*x = Answer{}
-	mi := &file_rendezvous_proto_msgTypes[3]
+	mi := &file_rendezvous_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -351,7 +491,7 @@ func (x *Answer) String() string {
 func (*Answer) ProtoMessage() {}
 
 func (x *Answer) ProtoReflect() protoreflect.Message {
-	mi := &file_rendezvous_proto_msgTypes[3]
+	mi := &file_rendezvous_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -364,7 +504,7 @@ func (x *Answer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Answer.ProtoReflect.Descriptor instead.
 func (*Answer) Descriptor() ([]byte, []int) {
-	return file_rendezvous_proto_rawDescGZIP(), []int{3}
+	return file_rendezvous_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Answer) GetKind() Answer_Kind {
@@ -395,6 +535,13 @@ func (x *Answer) GetText() string {
 	return ""
 }
 
+func (x *Answer) GetRanks() []int32 {
+	if x != nil {
+		return x.Ranks
+	}
+	return nil
+}
+
 var File_rendezvous_proto protoreflect.FileDescriptor
 
 const file_rendezvous_proto_rawDesc = "" +
@@ -410,7 +557,7 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\x05token\x18\x02 \x01(\fR\x05token\x12\x12\n" +
 	"\x04addr\x18\x03 \x01(\tR\x04addr\x12\x12\n" +
 	"\x04host\x18\x04 \x01(\tR\x04host\x12\x10\n" +
-	"\x03pid\x18\x05 \x01(\x03R\x03pid\"\xc7\x01\n" +
+	"\x03pid\x18\x05 \x01(\x03R\x03pid\"\xc4\x02\n" +
 	"\vJoinRequest\x12\x10\n" +
 	"\x03job\x18\x01 \x01(\tR\x03job\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\fR\x05token\x12\x14\n" +
@@ -419,18 +566,38 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\x04size\x18\x05 \x01(\x03R\x04size\x12\x1d\n" +
 	"\n" +
 	"last_epoch\x18\x06 \x01(\x04R\tlastEpoch\x123\n" +
-	"\x06record\x18\a \x01(\v2\x1b.gohvd.rendezvous.v1.RecordR\x06record\"\xc3\x01\n" +
+	"\x06record\x18\a \x01(\v2\x1b.gohvd.rendezvous.v1.RecordR\x06record\x12A\n" +
+	"\x05terms\x18\b \x03(\v2+.gohvd.rendezvous.v1.JoinRequest.TermsEntryR\x05terms\x1a8\n" +
+	"\n" +
+	"TermsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x9e\x01\n" +
+	"\x06Status\x124\n" +
+	"\x04kind\x18\x01 \x01(\x0e2 .gohvd.rendezvous.v1.Status.KindR\x04kind\x12\x12\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\x12\x14\n" +
+	"\x05ranks\x18\x03 \x03(\x05R\x05ranks\"4\n" +
+	"\x04Kind\x12\b\n" +
+	"\x04NONE\x10\x00\x12\v\n" +
+	"\aTIMEOUT\x10\x01\x12\t\n" +
+	"\x05READY\x10\x02\x12\n" +
+	"\n" +
+	"\x06FAILED\x10\x03\"\xfd\x01\n" +
 	"\x06Answer\x124\n" +
 	"\x04kind\x18\x01 \x01(\x0e2 .gohvd.rendezvous.v1.Answer.KindR\x04kind\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\rR\x06reason\x12\x12\n" +
-	"\x04text\x18\x04 \x01(\tR\x04text\"A\n" +
+	"\x04text\x18\x04 \x01(\tR\x04text\x12\x14\n" +
+	"\x05ranks\x18\x05 \x03(\x05R\x05ranks\"e\n" +
 	"\x04Kind\x12\b\n" +
 	"\x04NONE\x10\x00\x12\t\n" +
 	"\x05TABLE\x10\x01\x12\t\n" +
 	"\x05STALE\x10\x02\x12\f\n" +
 	"\bCOMPLETE\x10\x03\x12\v\n" +
-	"\aREFUSED\x10\x04B0Z.github.com/gohvd/gohvd/rendezvous/rendezvouspbb\x06proto3"
+	"\aREFUSED\x10\x04\x12\t\n" +
+	"\x05START\x10\x05\x12\n" +
+	"\n" +
+	"\x06FAILED\x10\x06\x12\v\n" +
+	"\aMISSING\x10\aB0Z.github.com/gohvd/gohvd/rendezvous/rendezvouspbb\x06proto3"
 
 var (
 	file_rendezvous_proto_rawDescOnce sync.Once
@@ -444,23 +611,28 @@ func file_rendezvous_proto_rawDescGZIP() []byte {
 	return file_rendezvous_proto_rawDescData
 }
 
-var file_rendezvous_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rendezvous_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
+var file_rendezvous_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_rendezvous_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
 var file_rendezvous_proto_goTypes = []any{
-	(Answer_Kind)(0),    // 0: gohvd.rendezvous.v1.Answer.Kind
-	(*Record)(nil),      // 1: gohvd.rendezvous.v1.Record
-	(*Root)(nil),        // 2: gohvd.rendezvous.v1.Root
-	(*JoinRequest)(nil), // 3: gohvd.rendezvous.v1.JoinRequest
-	(*Answer)(nil),      // 4: gohvd.rendezvous.v1.Answer
+	(Status_Kind)(0),    // 0: gohvd.rendezvous.v1.Status.Kind
+	(Answer_Kind)(0),    // 1: gohvd.rendezvous.v1.Answer.Kind
+	(*Record)(nil),      // 2: gohvd.rendezvous.v1.Record
+	(*Root)(nil),        // 3: gohvd.rendezvous.v1.Root
+	(*JoinRequest)(nil), // 4: gohvd.rendezvous.v1.JoinRequest
+	(*Status)(nil),      // 5: gohvd.rendezvous.v1.Status
+	(*Answer)(nil),      // 6: gohvd.rendezvous.v1.Answer
+	nil,                 // 7: gohvd.rendezvous.v1.JoinRequest.TermsEntry
 }
 var file_rendezvous_proto_depIdxs = []int32{
-	1, // 0: gohvd.rendezvous.v1.JoinRequest.record:type_name -> gohvd.rendezvous.v1.Record
-	0, // 1: gohvd.rendezvous.v1.Answer.kind:type_name -> gohvd.rendezvous.v1.Answer.Kind
-	2, // [2:2] is the sub-list for method output_type
-	2, // [2:2] is the sub-list for method input_type
-	2, // [2:2] is the sub-list for extension type_name
-	2, // [2:2] is the sub-list for extension extendee
-	0, // [0:2] is the sub-list for field type_name
+	2, // 0: gohvd.rendezvous.v1.JoinRequest.record:type_name -> gohvd.rendezvous.v1.Record
+	7, // 1: gohvd.rendezvous.v1.JoinRequest.terms:type_name -> gohvd.rendezvous.v1.JoinRequest.TermsEntry
+	0, // 2: gohvd.rendezvous.v1.Status.kind:type_name -> gohvd.rendezvous.v1.Status.Kind
+	1, // 3: gohvd.rendezvous.v1.Answer.kind:type_name -> gohvd.rendezvous.v1.Answer.Kind
+	4, // [4:4] is the sub-list for method output_type
+	4, // [4:4] is the sub-list for method input_type
+	4, // [4:4] is the sub-list for extension type_name
+	4, // [4:4] is the sub-list for extension extendee
+	0, // [0:4] is the sub-list for field type_name
 }
 
 func init() { file_rendezvous_proto_init() }
@@ -473,8 +645,8 @@ func file_rendezvous_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rendezvous_proto_rawDesc), len(file_rendezvous_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   4,
+			NumEnums:      2,
+			NumMessages:   6,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

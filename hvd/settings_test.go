@@ -1,0 +1,123 @@
+package hvd_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/store"
+)
+
+// initAll starts a job of this process, whose settings are those of the ranks in addition to all, and returns what Init has
+// answered. Ranks for which that is nil are shut down.
+func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []error {
+	t.Helper()
+	t.Setenv("TMPDIR", t.TempDir())
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	errs := make([]error, len(ranks))
+	var wg sync.WaitGroup
+	for r, own := range ranks {
+		opts := []hvd.InitOption{hvd.WithStore(kv), hvd.WithSetting("HOROVOD_RANK", fmt.Sprint(r)), hvd.WithSetting("HOROVOD_SIZE", fmt.Sprint(len(ranks)))}
+		for _, settings := range []map[string]string{all, own} {
+			for name, value := range settings {
+				opts = append(opts, hvd.WithSetting(name, value))
+			}
+		}
+		wg.Go(func() {
+			e, err := hvd.New(ctx, opts...)
+			if errs[r] = err; err == nil {
+				if err := e.Shutdown(ctx); err != nil {
+					t.Errorf("rank %d: %v", r, err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	return errs
+}
+
+// otherValue returns a value of a setting that is neither given nor its default.
+func otherValue(t *testing.T, s config.Setting, given string) string {
+	if s.Scope == config.PathPerJob {
+		path := filepath.Join(t.TempDir(), "other")
+		if err := os.WriteFile(path, []byte("params: {}"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	for _, text := range []string{"lo", "event", "lockstep", "tcp", "1", "0", "7"} {
+		_, err := config.Load(config.Sources{API: map[string]string{s.Name: text}})
+		if err == nil && text != given {
+			return text
+		}
+	}
+	t.Fatalf("no value of %s comes to mind: want %s", s.Name, s.Want())
+	return ""
+}
+
+// Every setting that must be the same at all ranks and is not is an error of Init that names the setting, the ranks and the values,
+// at all ranks and in both modes of negotiation. The list is that of the table of settings.
+func TestSettingsThatDiffer(t *testing.T) {
+	_, key := secret.New()
+	// Ranks that differ in these do not meet, and each has an error of its own. Those without one have no effect on ranks that meet at
+	// a store of the program, as these do.
+	toMeet := map[string][]string{
+		"HVD_TLS":             {"waiting for rank 1: ", "one end of the connection has HVD_TLS set and the other has not", "waiting for rank 1: "},
+		"HVD_RENDEZVOUS_HOST": nil,
+		"HVD_RENDEZVOUS_PORT": nil,
+		"HVD_SIZE":            nil,
+		"HVD_SUBDOMAIN":       nil,
+	}
+	for _, mode := range []string{"event", "lockstep"} {
+		all := map[string]string{"HVD_NEGOTIATION": mode, "HVD_SECRET": key, "HOROVOD_GLOO_TIMEOUT_SECONDS": "2"}
+		for _, s := range config.Settings() {
+			if s.Scope == config.PerProcess || s.Scope == config.ByLauncher {
+				continue
+			}
+			t.Run(mode+"/"+s.Name, func(t *testing.T) {
+				given := all[s.Name]
+				if given == "" {
+					given = s.Default
+				}
+				other := otherValue(t, s, given)
+				var want []string // of each rank, or of all
+				switch s.Scope {
+				case config.PerJob:
+					before := given
+					if before == "" {
+						before = "not set"
+					}
+					says := fmt.Sprintf("settings that must be the same at all ranks differ: %s is %s at ranks 0, 2 and %s at rank 1", s.Name, before, other)
+					want = []string{says, says, says}
+				case config.ToMeet:
+					says, known := toMeet[s.Name]
+					if !known {
+						t.Fatalf("nothing is expected of ranks that differ in %s", s.Name)
+					}
+					want = says
+				}
+				for r, err := range initAll(t, all, nil, map[string]string{s.Name: other}, nil) {
+					switch {
+					case want == nil && err != nil:
+						t.Errorf("rank %d: got %v, want no error", r, err)
+					case want != nil && (err == nil || !strings.Contains(err.Error(), want[r])):
+						t.Errorf("rank %d: got %v, want %q", r, err, want[r])
+					case err != nil && strings.Contains(err.Error(), key):
+						t.Errorf("rank %d shows the secret: %v", r, err)
+					}
+				}
+			})
+		}
+	}
+}
