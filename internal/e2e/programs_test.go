@@ -19,6 +19,8 @@ func program(name string) int {
 	switch name {
 	case "again":
 		return again(ctx)
+	case "dies":
+		return dies(ctx)
 	case "sidecar-sums", "sidecar-loop", "sidecar-fork":
 		return sidecarRank(name)
 	case "store":

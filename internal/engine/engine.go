@@ -205,6 +205,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	if e.inbox.ring = e.ring; cfg.Lockstep {
 		e.inbox.ring = e.rouse // it waits for nothing else
 	}
+	e.log.Debug("init: connecting to the other ranks")
 	if err := e.connect(ctx); err != nil {
 		return nil, e.abandon(err)
 	}
@@ -217,6 +218,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		}
 	}
 	if cfg.Ready != nil {
+		e.log.Debug("init: connected, waiting for the other ranks to be")
 		if err := cfg.Ready(ctx); err != nil {
 			return nil, e.quit(err)
 		}

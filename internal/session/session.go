@@ -114,6 +114,7 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 	if err != nil {
 		return abandon(err)
 	}
+	cfg.Log.Debug("init: joining the other ranks")
 	terms := set.Terms()
 	maps.Copy(terms, cfg.Terms)
 	s.met, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
@@ -126,6 +127,7 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 		return abandon(err)
 	}
 	s.rank, s.Epoch = topo.Rank(set.Rank), s.met.Epoch
+	cfg.Log.Debug("init: all ranks have joined", zap.Uint64("epoch", s.Epoch))
 	ids := make([]string, set.Size)
 	cards := make([][]byte, set.Size)
 	addrs := make([]string, set.Size)

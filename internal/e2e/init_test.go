@@ -1,0 +1,256 @@
+package e2e
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/store"
+)
+
+var (
+	initDeaths = flag.Int("init-deaths", 0, "deaths at each step of Init in TestDeathInInit; 0 is a few in all")
+	initSeed   = flag.Uint64("init-seed", 0, "seed of TestDeathInInit; 0 is a new one")
+)
+
+// Variables of the program dies: the rank that dies, the step after which it does, and how much later.
+const (
+	victimVariable = "GOHVD_E2E_VICTIM"
+	stepVariable   = "GOHVD_E2E_STEP"
+	delayVariable  = "GOHVD_E2E_DELAY"
+)
+
+// The steps of Init, by the messages of the log that end them, and the ends.
+const (
+	stepBegin  = "begin"
+	stepJoined = "init: all ranks have joined"
+	stepEnd    = "end"
+)
+
+var initSteps = []string{
+	stepBegin, "init: joining the other ranks", stepJoined, "init: connecting to the other ranks",
+	"init: connected, waiting for the other ranks to be", stepEnd,
+}
+
+// dies is a rank that waits at a barrier behind Init, or the one that is killed on the way there. Each says how far it comes.
+func dies(ctx context.Context) int {
+	delay, err := time.ParseDuration(os.Getenv(delayVariable))
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 2
+	}
+	reached := func(step string) {
+		if step == stepJoined {
+			fmt.Println("joined")
+		}
+		if os.Getenv("HOROVOD_RANK") == os.Getenv(victimVariable) && step == os.Getenv(stepVariable) {
+			time.AfterFunc(delay, func() {
+				fmt.Println("dies")
+				_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+			})
+		}
+	}
+	core := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(io.Discard), zap.DebugLevel)
+	log := zap.New(core, zap.Hooks(func(e zapcore.Entry) error { reached(e.Message); return nil }))
+	reached(stepBegin)
+	if err = hvd.Init(ctx, hvd.WithLogger(log)); err == nil {
+		reached(stepEnd)
+		if os.Getenv("HOROVOD_RANK") == os.Getenv(victimVariable) {
+			select {} // until it is killed
+		}
+		err = hvd.Barrier(ctx)
+	}
+	if peer, ok := errors.AsType[*hvd.PeerError](err); ok {
+		fmt.Println("failed", peer.Ranks, err)
+	} else {
+		fmt.Println("failed []", err)
+	}
+	return 1
+}
+
+// A rank is killed somewhere in Init, with and without hvdrun, over shared memory and TCP. Every rank that knows all others by then
+// gets a PeerError that names it, soon. The others wait for a replacement: hvdrun names the rank soon, and without hvdrun the errors
+// at the end of the time name it and no other.
+func TestDeathInInit(t *testing.T) {
+	seed := *initSeed
+	if seed == 0 {
+		seed = rand.Uint64()
+	}
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+	var deaths []death
+	for _, memory := range []string{"shm", "tcp"} {
+		for _, hvdrun := range []bool{true, false} {
+			for _, step := range initSteps {
+				for range max(1, *initDeaths) {
+					deaths = append(deaths, death{hvdrun, memory, step, random.IntN(ranks), time.Duration(random.Int64N(int64(3 * time.Millisecond)))})
+				}
+			}
+		}
+	}
+	if *initDeaths == 0 {
+		few := 8
+		if testing.Short() {
+			few = 3
+		}
+		random.Shuffle(len(deaths), func(i, k int) { deaths[i], deaths[k] = deaths[k], deaths[i] })
+		deaths = deaths[:few]
+	}
+	told := make(map[string]int)
+	for _, d := range deaths {
+		t.Run(d.String(), func(t *testing.T) { told[d.run(t)]++ })
+	}
+	t.Logf("%d deaths: %v", len(deaths), told)
+}
+
+type death struct {
+	hvdrun bool
+	memory string
+	step   string
+	victim int
+	delay  time.Duration
+}
+
+func (d death) String() string {
+	by := "alone"
+	if d.hvdrun {
+		by = "hvdrun"
+	}
+	return fmt.Sprintf("%s/%s/%s/rank %d after %v", d.memory, by, d.step, d.victim, d.delay)
+}
+
+func (d death) env() []string {
+	return []string{
+		victimVariable + "=" + strconv.Itoa(d.victim), stepVariable + "=" + d.step, delayVariable + "=" + d.delay.String(),
+		"HOROVOD_CPU_OPERATIONS=" + d.memory, "HOROVOD_GLOO_TIMEOUT_SECONDS=4",
+	}
+}
+
+// run returns what became of the survivors.
+func (d death) run(t *testing.T) string {
+	if d.hvdrun {
+		j := start(t, ranks, "dies", d.env()...)
+		var lines []line
+		j.until("the death", func(l line) bool { lines = append(lines, l); return l.text == "dies" })
+		died := lines[len(lines)-1].at
+		j.untilError("hvdrun names the rank", func(text string) bool {
+			return strings.Contains(text, fmt.Sprintf("rank %d: killed by SIGKILL", d.victim))
+		})
+		if took := time.Since(died); took > survivorsDeadline {
+			t.Errorf("hvdrun took %v to name the rank", took)
+		}
+		for l := range j.lines {
+			lines = append(lines, l)
+		}
+		if status := j.wait(); status != 128+int(syscall.SIGKILL) {
+			t.Errorf("hvdrun ended with status %d", status)
+		}
+		_, cause, _ := strings.Cut(j.err(), "Root cause")
+		if cause, _, _ = strings.Cut(cause, "Other ranks"); !strings.Contains(cause, fmt.Sprintf("rank %d: killed by SIGKILL", d.victim)) ||
+			strings.Count(cause, "\n  rank ") != 1 {
+			t.Errorf("hvdrun gives as the cause: %s", cause)
+		}
+		return d.check(t, lines, died)
+	}
+	lines := d.alone(t)
+	i := slices.IndexFunc(lines, func(l line) bool { return l.text == "dies" })
+	if i < 0 {
+		t.Fatalf("no rank has died: %v", lines)
+	}
+	return d.check(t, lines, lines[i].at)
+}
+
+// alone runs the ranks without hvdrun until all have ended.
+func (d death) alone(t *testing.T) []line {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	server, err := store.Serve("127.0.0.1:0", kv, store.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	host, port, _ := strings.Cut(server.Addr(), ":")
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	var mu sync.Mutex
+	var lines []line
+	var readers sync.WaitGroup
+	for rank := range ranks {
+		cmd := exec.CommandContext(ctx, self)
+		cmd.Env = append(append(os.Environ(), d.env()...), programVariable+"=dies", fmt.Sprint("HOROVOD_RANK=", rank),
+			fmt.Sprint("HOROVOD_SIZE=", ranks), "HOROVOD_GLOO_RENDEZVOUS_ADDR="+host, "HOROVOD_GLOO_RENDEZVOUS_PORT="+port)
+		cmd.Stderr = os.Stderr
+		out, err := cmd.StdoutPipe()
+		if err == nil {
+			err = cmd.Start()
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		readers.Go(func() {
+			for s := bufio.NewScanner(out); s.Scan(); {
+				mu.Lock()
+				lines = append(lines, line{rank, s.Text(), time.Now()})
+				mu.Unlock()
+			}
+			_ = cmd.Wait() // how they end is in the lines
+		})
+	}
+	readers.Wait()
+	return lines
+}
+
+// check holds what the survivors have said against what they knew.
+func (d death) check(t *testing.T, lines []line, died time.Time) string {
+	joined := make(map[int]bool)
+	failed := make(map[int]line)
+	for _, l := range lines {
+		switch {
+		case l.text == "joined":
+			joined[l.rank] = true
+		case strings.HasPrefix(l.text, "failed "):
+			failed[l.rank] = l
+		}
+	}
+	outcome := "waited for a replacement"
+	for rank := range ranks {
+		l, ended := failed[rank]
+		text := strings.TrimPrefix(l.text, "failed ")
+		switch {
+		case rank == d.victim:
+		case joined[rank]:
+			outcome = "had joined"
+			if took := l.at.Sub(died); !ended || !strings.HasPrefix(text, fmt.Sprintf("[%d] ", d.victim)) || took > survivorsDeadline {
+				t.Errorf("rank %d had joined and says after %v: %s", rank, took, text)
+			}
+		case !ended && d.hvdrun: // which has ended it
+		case !strings.Contains(text, fmt.Sprintf("waiting for rank %d: ", d.victim)) && (d.victim != 0 || !strings.Contains(text, "the root of rank 0")):
+			t.Errorf("rank %d names others than rank %d: %s", rank, d.victim, text)
+		}
+	}
+	if t.Failed() {
+		t.Logf("the ranks said %v", lines)
+	}
+	return outcome
+}
