@@ -11,6 +11,7 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/meeting"
@@ -135,7 +136,7 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	if err := start(ctx, cfg, o); err != nil {
-		return nil, fmt.Errorf("hvd: init: %w", errors.Join(err, e.release()))
+		return nil, fmt.Errorf("hvd: init: %w", errors.Join(dial.ExplainLimit(err), e.release()))
 	}
 	return e, nil
 }
@@ -261,6 +262,9 @@ func place(cfg config.Config, hosts []string, rank int) topo.Topology {
 // failed makes what has failed the epoch before it began the error that it is later, and tells the launcher.
 func (e *Engine) failed(err error) error {
 	why, ok := errors.AsType[*rendezvous.FailedError](err)
+	if refused, by := errors.AsType[*rendezvous.RefusedError](err); by && refused.Reason == rendezvous.RootFailed {
+		why, ok = &rendezvous.FailedError{Epoch: e.epoch, Ranks: []topo.Rank{0}, Reason: refused.Text}, e.at.Settings.Rank != 0
+	}
 	if !ok {
 		return err
 	}

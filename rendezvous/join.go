@@ -90,13 +90,14 @@ const (
 	RankOutOfRange
 	WrongJob
 	TermsDiffer
-	Late   // the epoch was complete, and no newer one was formed in time
-	GaveUp // rank 0 could not go on, or its ctx ended before all ranks were there
+	Late       // the epoch was complete, and no newer one was formed in time
+	GaveUp     // rank 0's ctx ended before all ranks were there
+	RootFailed // rank 0 could not go on
 )
 
 // RefusedError is the error of Join when the ranks found each other but formed no epoch, or formed it without this
 // rank. All ranks that had joined have the same error, except that Late is for the latecomer alone and that the
-// error of rank 0 is its own when it GaveUp.
+// error of rank 0 is its own when it GaveUp or RootFailed.
 type RefusedError struct {
 	Reason Reason
 	Text   string

@@ -205,6 +205,9 @@ func (r *root) form(ctx context.Context) error {
 		}
 		lastEpoch, full, failure := r.progress()
 		if failure != nil {
+			if failure.Reason == RootFailed {
+				return failure // nobody else can come in
+			}
 			r.log.Error("rendezvous: root failed", zap.Error(failure))
 			t := time.NewTimer(windDown)
 			defer t.Stop()
@@ -453,7 +456,11 @@ func (r *root) complete(epoch uint64) (bool, error) {
 func (r *root) giveUp(err error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.fail(&RefusedError{GaveUp, fmt.Sprintf("rank 0 gave up: %v", err)})
+	reason := GaveUp
+	if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled) {
+		reason, err = RootFailed, dial.ExplainLimit(err)
+	}
+	r.fail(&RefusedError{reason, fmt.Sprintf("rank 0 gave up: %v", err)})
 	return err
 }
 

@@ -62,6 +62,29 @@ func IsExhausted(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
+// limitError is an error of a process that has as many file descriptors as it may have.
+type limitError struct {
+	err   error
+	limit uint64
+}
+
+func (e *limitError) Error() string {
+	return fmt.Sprintf("%v (this process may have %d file descriptors: raise RLIMIT_NOFILE, as with ulimit -n)", e.err, e.limit)
+}
+
+func (e *limitError) Unwrap() error { return e.err }
+
+// ExplainLimit adds to an error that says that this process has no file descriptor left how many it may have. It returns others as they
+// are.
+func ExplainLimit(err error) error {
+	var limit syscall.Rlimit
+	if _, explained := errors.AsType[*limitError](err); explained || !errors.Is(err, syscall.EMFILE) ||
+		syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) != nil {
+		return err
+	}
+	return &limitError{err, limit.Cur}
+}
+
 // Retry calls try until it succeeds, fails in a way that does not pass, or ctx ends; the error then wraps ctx.Err() and the
 // last reason.
 func Retry(ctx context.Context, try func() error) error {

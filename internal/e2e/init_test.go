@@ -254,3 +254,37 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 	}
 	return outcome
 }
+
+// A rank that has too few file descriptors for Init says so at once, and every other rank names it.
+func TestFewDescriptors(t *testing.T) {
+	for _, c := range []struct {
+		victim, limit int
+		memory        string
+	}{
+		{2, 12, "shm"}, {2, 16, "shm"}, {2, 20, "shm"}, {0, 16, "shm"}, {0, 20, "shm"}, {2, 10, "tcp"}, {0, 16, "tcp"},
+	} {
+		t.Run(fmt.Sprintf("%s/rank %d has %d", c.memory, c.victim, c.limit), func(t *testing.T) {
+			// hvdrun, -np, 4, program.
+			few := fmt.Sprintf("if [ $HOROVOD_RANK = %d ]; then ulimit -n %d; fi", c.victim, c.limit)
+			wrap := []string{"sh", "-c", `exec "$1" "$2" "$3" sh -c '` + few + `; exec "$0"' "$4"`, "sh"}
+			j := startWith(t, wrap, ranks, "sums", "HOROVOD_CPU_OPERATIONS="+c.memory)
+			status := j.wait()
+			_, cause, _ := strings.Cut(j.err(), "Root cause")
+			cause, _, _ = strings.Cut(cause, "Other ranks")
+			for _, want := range []string{"too many open files", "ulimit -n", fmt.Sprintf("\n  rank %d: exit status 1", c.victim)} {
+				if !strings.Contains(cause, want) {
+					t.Errorf("no %q in the cause", want)
+				}
+			}
+			for rank := range ranks {
+				said := fmt.Sprintf("[%d]<stderr>:hvd: init: rank %d failed: ", rank, c.victim)
+				if rank != c.victim && !strings.Contains(j.err(), said) {
+					t.Errorf("rank %d does not name rank %d", rank, c.victim)
+				}
+			}
+			if status != 1 || t.Failed() {
+				t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
+			}
+		})
+	}
+}

@@ -7,16 +7,15 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"net"
 	"os"
 	"strings"
-	"syscall"
 
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/meeting"
 	opsshm "github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/rendezvous"
@@ -74,16 +73,15 @@ func (s *Session) Ready(ctx context.Context) error { return s.met.Ready(ctx) }
 // Fail tells the other ranks that this rank cannot go on because of err, and returns what has failed the epoch: err, or a
 // *rendezvous.FailedError that names another rank.
 func (s *Session) Fail(err error) error {
+	err = dial.ExplainLimit(err)
 	if memory, ok := errors.AsType[*memoryError](err); ok {
 		return s.met.Fail(err, memory.ranks...)
 	}
 	if peer, ok := errors.AsType[*transport.PeerError](err); ok {
 		return s.met.Fail(err, s.rank, peer.Peer)
 	}
-	for _, by := range []error{io.EOF, io.ErrUnexpectedEOF, syscall.ECONNRESET, syscall.EPIPE, context.DeadlineExceeded} {
-		if errors.Is(err, by) {
-			return s.met.Fail(err) // another rank is the cause, or may be
-		}
+	if dial.MayRecover(err) {
+		return s.met.Fail(err) // another rank is the cause, or may be
 	}
 	return s.met.Fail(err, s.rank)
 }
@@ -215,7 +213,7 @@ func shareOut(cfg *Config) (*shm.Endpoint, []byte) {
 	}
 	e, err := shm.Listen(shm.Config{Log: cfg.Log})
 	if err != nil {
-		e = shm.Unavailable(err)
+		e = shm.Unavailable(dial.ExplainLimit(err))
 	}
 	return e, e.Card()
 }

@@ -9,7 +9,9 @@ import (
 	"math"
 	"slices"
 	"sync"
+	"syscall"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 )
@@ -23,6 +25,8 @@ const (
 	reportFrame = 1 + iota
 	// stoppedFrame goes to the centre instead, from a rank that was told to stop.
 	stoppedFrame
+	// complaintFrame goes to the centre instead: the body is what went wrong with another rank. It counts if no rank has a report.
+	complaintFrame
 	// stopFrame comes from the centre: a rank of this host has failed, do not wait for the others.
 	stopFrame
 	// verdictFrame comes from the centre, last: count u32, then for each rank that failed, ascending,
@@ -68,11 +72,15 @@ func (a *agreement) run(ctx context.Context) (failures, error) {
 
 // heard is a report, or why there is none.
 type heard struct {
-	from    topo.Rank
-	text    string
-	stopped bool
-	err     error
+	from      topo.Rank
+	text      string
+	stopped   bool
+	complaint bool
+	err       error
 }
+
+// isComplaint reports whether setting up has failed at a rank because of another one.
+func isComplaint(err error) bool { return dial.MayRecover(err) || errors.Is(err, syscall.ENOENT) }
 
 // lead is the centre's part.
 func (a *agreement) lead(ctx context.Context) (failures, error) {
@@ -104,14 +112,14 @@ func (a *agreement) lead(ctx context.Context) (failures, error) {
 		})
 	}
 	own := a.done
-	failed := make(failures)
+	failed, complaints := make(failures), make(failures)
 	for waiting := len(a.partners); waiting > 0; {
 		var h heard
 		select {
 		case err := <-own:
 			own, h = nil, heard{from: a.rank, stopped: errors.Is(err, errStopped)}
 			if err != nil {
-				h.text = cut(err.Error())
+				h.text, h.complaint = cut(err.Error()), isComplaint(err)
 			}
 		case h = <-reports:
 		}
@@ -123,14 +131,24 @@ func (a *agreement) lead(ctx context.Context) (failures, error) {
 			return nil, fmt.Errorf("shm: agree: rank %d has not reported: %w", h.from, err)
 		}
 		waiting--
-		if h.err != nil {
+		switch {
+		case dial.IsExhausted(h.err):
+			h.from, h.text = a.rank, cut(h.err.Error())
+		case h.err != nil:
 			h.text = cut("no report: " + h.err.Error())
 		}
 		if h.text == "" || h.stopped {
 			continue
 		}
-		failed[h.from] = h.text
+		if h.complaint {
+			complaints[h.from] = h.text
+		} else {
+			failed[h.from] = h.text
+		}
 		a.halt(a.hosts[h.from], conns, told, &mu)
+	}
+	if len(failed) == 0 {
+		failed = complaints
 	}
 	text := encodeFailures(failed)
 	mu.Lock()
@@ -187,6 +205,9 @@ func (a *agreement) follow(ctx context.Context) (failures, error) {
 				kind = stoppedFrame
 			} else if err != nil {
 				text = cut(err.Error())
+				if isComplaint(err) {
+					kind = complaintFrame
+				}
 			}
 			err = c.Send(frame(kind, []byte(text)))
 			if err == nil {
@@ -235,6 +256,8 @@ func readReport(c transport.Conn, from topo.Rank) heard {
 		return heard{from: from, err: err}
 	case kind == reportFrame:
 		return heard{from: from, text: string(body)}
+	case kind == complaintFrame && len(body) > 0:
+		return heard{from: from, text: string(body), complaint: true}
 	case kind == stoppedFrame && len(body) == 0:
 		return heard{from: from, stopped: true}
 	default:

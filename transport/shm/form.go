@@ -12,6 +12,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -83,13 +84,13 @@ type setup struct {
 }
 
 // run ends when all peers have each other's descriptors, or one fails, or ctx has ended; its error is errStopped if that
-// is the cause. No connection is closed that has passed its handshake: to a peer that would look like a death.
+// may be the cause. No connection is closed that has passed its handshake: to a peer that would look like a death.
 func (s *setup) run(ctx context.Context) error {
 	err := s.exchange(ctx)
-	if stopped := context.Cause(ctx); err != nil && stopped != nil {
+	if stopped := context.Cause(ctx); err != nil && stopped != nil && (isComplaint(err) || errors.Is(err, context.Canceled)) {
 		return stopped
 	}
-	return err
+	return dial.ExplainLimit(err)
 }
 
 func (s *setup) exchange(ctx context.Context) (err error) {

@@ -94,8 +94,12 @@ func readMessage(c *net.UnixConn) (message, error) {
 	if err == nil {
 		err = parsed
 	}
-	if err == nil && flags&(unix.MSG_CTRUNC|unix.MSG_TRUNC) != 0 {
-		err = errors.New("message with more bytes or descriptors than any has, or descriptors beyond this process's limit")
+	switch {
+	case err != nil:
+	case flags&unix.MSG_CTRUNC != 0 && len(fds) < maxFDs:
+		err = fmt.Errorf("descriptors of a message: %w", unix.EMFILE)
+	case flags&(unix.MSG_CTRUNC|unix.MSG_TRUNC) != 0:
+		err = errors.New("message with more bytes or descriptors than any has")
 	}
 	var m message
 	if err == nil {

@@ -9,6 +9,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -275,7 +276,7 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 		if err == nil {
 			return
 		}
-		if refusal := Refusal(0); errors.As(err, &refusal) || errors.Is(err, errNotOurs) {
+		if refusal := Refusal(0); errors.As(err, &refusal) || errors.Is(err, errNotOurs) || dial.IsExhausted(err) {
 			m.giveUp(l, peer, err)
 			return
 		}
@@ -357,5 +358,10 @@ func (m *Mesh) giveUp(l *lane, peer topo.Rank, err error) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
 	delete(l.conns, peer)
-	l.finish(peer, nil, &transport.PeerError{Peer: peer, Lane: l.id, Err: err})
+	if dial.IsExhausted(err) {
+		err = dial.ExplainLimit(err) // which is no fault of the peer
+	} else {
+		err = &transport.PeerError{Peer: peer, Lane: l.id, Err: err}
+	}
+	l.finish(peer, nil, err)
 }

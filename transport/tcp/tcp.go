@@ -23,6 +23,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/serve"
 	"github.com/gohvd/gohvd/secret"
@@ -207,7 +208,8 @@ func (e *Endpoint) Close() error {
 }
 
 // accept runs until the listener is closed. Other failures pass (out of file descriptors, a connection reset
-// before it was accepted); it pauses after each, lest it spin.
+// before it was accepted); it pauses after each, lest it spin. Those who wait for a connection hear at once that there is no descriptor
+// for it.
 func (e *Endpoint) accept() {
 	pause := firstPause
 	for {
@@ -216,6 +218,9 @@ func (e *Endpoint) accept() {
 			return
 		}
 		if err != nil {
+			if dial.IsExhausted(err) {
+				e.starve(dial.ExplainLimit(fmt.Errorf("tcp: accept: %w", err)))
+			}
 			e.log.Warn("tcp: accept failed", zap.Error(err), zap.Duration("pause", pause))
 			select {
 			case <-e.ctx.Done():
@@ -227,6 +232,22 @@ func (e *Endpoint) accept() {
 		}
 		pause = firstPause
 		e.wg.Go(func() { e.receive(nc) })
+	}
+}
+
+// starve fails those who wait for a peer that dials. A later Conn waits afresh.
+func (e *Endpoint) starve(err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.mesh == nil {
+		return
+	}
+	for _, l := range e.mesh.lanes {
+		for peer := range l.waits {
+			if peer < e.mesh.rank {
+				l.finish(peer, nil, err)
+			}
+		}
 	}
 }
 
