@@ -61,7 +61,8 @@ type joiner struct {
 	wg     sync.WaitGroup
 
 	ring    *Ring
-	claimed atomic.Bool // the place of prev
+	refused chan *RefusedError // capacity 1: what a root has said first
+	claimed atomic.Bool        // the place of prev
 	prev    chan net.Conn
 }
 
@@ -83,7 +84,7 @@ type rootLink struct {
 // A rank opens a listener, one connection to its root, one more if it is the first of its block and there are several roots,
 // and one to the next rank. It sends a report, then hello, welcome and size-1 pieces, and that it is done.
 func Join(ctx context.Context, ids []ID, cfg Config) (*Ring, error) {
-	j := &joiner{cfg: cfg.fill(), patience: defaultPatience}
+	j := &joiner{cfg: cfg.fill(), patience: defaultPatience, refused: make(chan *RefusedError, 1)}
 	ring, err := j.run(ctx, ids)
 	if err != nil {
 		return nil, fmt.Errorf("bootstrap: join as rank %d of %d: %w", cfg.Rank, cfg.Size, err)
@@ -304,6 +305,10 @@ func (j *joiner) hear(c *rootLink, body []byte) (over bool, err error) {
 			return false, err
 		}
 		j.cancel(why)
+		select {
+		case j.refused <- why:
+		default:
+		}
 		return true, nil
 	}
 }
@@ -478,8 +483,18 @@ func (j *joiner) settle(caller context.Context, err error) error {
 	why, refused := errors.AsType[*RefusedError](err)
 	switch {
 	case caller.Err() != nil:
+		if len(j.roots) == 0 {
+			return err
+		}
 		j.tell(&RefusedError{GaveUp, fmt.Sprintf("%v gave up: %v", j.me, err)})
-		return err
+		verdict := time.NewTimer(j.patience.verdict)
+		defer verdict.Stop()
+		select {
+		case why := <-j.refused: // which names the ranks that are missing
+			return fmt.Errorf("%w (%s)", err, why.Text)
+		case <-verdict.C:
+			return err
+		}
 	case !refused:
 		dial.Pause(j.ctx, j.patience.suspicion, nil)
 		if verdict, ok := j.verdict(); ok {

@@ -402,7 +402,7 @@ func testVerdictStands(t *testing.T, encrypt bool) {
 		conn.Close()
 	}
 	roots[0].Close() // has heard all of it
-	refused(t, append(results, result{err: roots[0].Wait(ctx)}), GaveUp, "the first")
+	refused(t, append(results, result{err: roots[0].Wait(ctx)}), GaveUp, "the first; ")
 }
 
 // Only the root of its block tells a rank who is next.
@@ -556,11 +556,11 @@ func testContextEnds(t *testing.T, encrypt bool) {
 	reported(t, roots[0], 2)
 	cancel()
 	err := (<-impatient).err
-	testnet.WantError(t, err, "waiting for rank 1 to report to the root at "+roots[0].Addr())
+	testnet.WantError(t, err, "waiting for rank 1 to report to the root at "+roots[0].Addr(), "canceled; rank 1 had not reported")
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v", err)
 	}
-	refused(t, collectAll([]<-chan result{other}), GaveUp, `rank 0 (pid 1000 on host "host0") gave up`, "canceled")
+	refused(t, collectAll([]<-chan result{other}), GaveUp, `rank 0 (pid 1000 on host "host0") gave up`, "canceled; rank 1 had not reported")
 
 	if _, err := Join(cctx, ids, configOf(0, 3)); !errors.Is(err, context.Canceled) {
 		t.Errorf("with a context that has ended: got %v", err)

@@ -308,6 +308,9 @@ func (r *Root) hearOne(g *guest, conn net.Conn) error {
 	switch {
 	case r.members[int(g.rank)] != g || r.isDecided(): // it was refused, or has not heard the verdict yet
 	case why != nil:
+		if why.Reason == GaveUp {
+			why.Text += "; " + r.awaited()
+		}
 		r.fail(why)
 	case !g.done:
 		g.done = true
