@@ -14,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"go.uber.org/zap"
 
@@ -352,8 +353,10 @@ func (m *Meeting) serve(key secret.Secret, log *zap.Logger) (addr string, err er
 // Keys by which the ranks agree on addresses.
 const (
 	agreePrefix = "gohvd/listen"
-	nearKey     = "near" // number of ranks on the host of the store
-	hostKey     = "host" // address by which others reach that host
+	nearKey     = "near"  // number of ranks on the host of the store
+	hostKey     = "host"  // address by which others reach that host
+	lackKey     = "lack"  // which ranks are missing: the store ends
+	heardKey    = "heard" // number of ranks that have read that
 )
 
 // agree finds the address to listen on in a job whose ranks may be on several hosts. addr is where this rank reaches the store,
@@ -390,7 +393,7 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 			return err
 		}
 	}
-	told, err := s.Get(ctx, hostKey)
+	told, err := m.awaitHost(ctx, s, addr == "")
 	if err != nil {
 		return fmt.Errorf("waiting for a rank of another host to come, or for all %d ranks on this one: %w", m.Settings.Size, err)
 	}
@@ -409,6 +412,46 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	}
 	m.Listen = host.String()
 	return nil
+}
+
+// awaitHost waits for the host's address. If that does not come, the error names the ranks that are missing. A rank 0 that serves the
+// store, which ends with it, tells them to the others first.
+func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]byte, error) {
+	waiting, cancel := context.WithCancelCause(ctx)
+	var watcher sync.WaitGroup
+	defer watcher.Wait()
+	defer cancel(nil)
+	watcher.Go(func() {
+		if missing, err := s.Get(waiting, lackKey); err == nil {
+			_, _ = s.Add(waiting, heardKey, 1) // rank 0 does not wait long for it
+			cancel(fmt.Errorf("%s did not come in the time of rank 0", missing))
+		}
+	})
+	told, err := s.Get(waiting, hostKey)
+	if err == nil {
+		return told, nil
+	}
+	if ctx.Err() == nil && waiting.Err() != nil {
+		return nil, context.Cause(waiting)
+	}
+	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+	defer stop()
+	var missing []string
+	for r := range m.Settings.Size {
+		if here, err := s.Check(ctx, fmt.Sprintf("%s/%d", nearKey, r)); err == nil && !here {
+			missing = append(missing, strconv.Itoa(r))
+		}
+	}
+	if missing == nil {
+		return nil, err
+	}
+	text := "rank " + strings.Join(missing, ", rank ")
+	if others := m.Settings.Size - len(missing) - 1; serves && others > 0 && s.Set(ctx, lackKey, []byte(text)) == nil {
+		for heard, err := s.Watch(ctx, heardKey, nil); err == nil && string(heard) != strconv.Itoa(others); {
+			heard, err = s.Watch(ctx, heardKey, heard)
+		}
+	}
+	return nil, fmt.Errorf("%s did not come: %w", text, err)
 }
 
 // maxJob bounds the name of a job (HVD_JOB_ID).

@@ -339,8 +339,45 @@ func TestAgree(t *testing.T) {
 	for range 3 { // a rank that tries again is no other rank
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
-		if err := m.agree(ctx, "", netif.Choice{}); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "all 3 ranks on this one") {
+		if err := m.agree(ctx, "127.0.0.1:9", netif.Choice{}); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "all 3 ranks on this one") {
 			t.Errorf("nobody else comes: got %v", err)
+		}
+	}
+}
+
+// When the time is over every rank names those that have not come, also if that of rank 0 ends first, which serves the store.
+func TestMissingRanksAreNamed(t *testing.T) {
+	for _, first := range []int{0, 1} {
+		h := store.NewHashStore(store.Limits{})
+		defer h.Close()
+		var ranks [3]struct {
+			end context.CancelFunc
+			err chan error
+		}
+		for r := range ranks {
+			var ctx context.Context
+			ctx, ranks[r].end = context.WithCancel(testnet.Context(t))
+			defer ranks[r].end()
+			ranks[r].err = make(chan error, 1)
+			addr := "127.0.0.1:9"
+			if r == 0 {
+				addr = ""
+			}
+			m := &Meeting{Store: h, Settings: config.Config{Rank: r, Size: 4}}
+			go func() { ranks[r].err <- m.agree(ctx, addr, netif.Choice{}) }()
+		}
+		testnet.Eventually(t, "three ranks", func() bool {
+			near, err := h.Add(t.Context(), agreePrefix+"/"+nearKey, 0)
+			return err == nil && near == 3
+		})
+		ranks[first].end()
+		for _, r := range []int{first, 2, 1 - first} {
+			if first > 0 {
+				ranks[r].end()
+			}
+			if err := <-ranks[r].err; err == nil || !strings.Contains(err.Error(), ": rank 3 did not come") {
+				t.Errorf("rank %d, when the time of rank %d ends first: got %v, want that rank 3 is missing", r, first, err)
+			}
 		}
 	}
 }
