@@ -19,7 +19,9 @@
 //     table arrived have the same one.
 //  3. Every request that can be read is answered, in every state. Ranks that contradict each other are told so,
 //     rank 0 included.
-//  4. Nothing that a stranger sends to a port costs more memory than the bytes it sent, or disturbs anyone else.
+//  4. From the table on every rank knows the same end of the start: all ranks were ready, or which have failed. The connection to
+//     the root stays until then; if that of a rank ends before, the rank has failed.
+//  5. Nothing that a stranger sends to a port costs more memory than the bytes it sent, or disturbs anyone else.
 //     Who has not the secret of the job, if it has one, gets no answer at all.
 //
 // # Which root is the right one
@@ -34,7 +36,7 @@
 //     replacement of one that died, whose peers have yet to notice: a replacement is a latecomer until rank 0
 //     leaves its epoch. So the rank says so in its log, rank 0 does likewise, and the rank waits for a newer root.
 //     The answer becomes the error when ctx ends. The exception is the same call of Join asking again because its
-//     connection broke before the table arrived: it gets the table;
+//     connection broke before the table arrived: it gets the table, unless the root has noticed and failed the rank;
 //   - failed: it answers with the reason, once to each process, and "stale" to those that had it: they are here for the
 //     next attempt;
 //   - gone, and its port perhaps in other hands: a refused dial, a stranger's answer, or "stale" because the token

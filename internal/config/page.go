@@ -34,6 +34,9 @@ logging:
   level: info
 ` + "```" + `
 
+Settings whose scope is "the same at all ranks" are compared when the ranks meet. If some differ, Init fails at every rank and names
+each of them, with the ranks and the values. Values that mean the same (1 and true) are equal.
+
 A value that cannot be read and a key that is not known are errors. A variable that begins with ` + "`HOROVOD_`" + ` or ` + "`HVD_`" + ` and is not
 known gives a warning with the nearest name.
 `
