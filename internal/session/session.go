@@ -67,8 +67,18 @@ func Open(ctx context.Context, cfg Config) (*Session, error) {
 // Watch derives a context that ends when a rank fails before all are Ready (see rendezvous.Session.Watch).
 func (s *Session) Watch(ctx context.Context) (context.Context, func()) { return s.met.Watch(ctx) }
 
-// Ready waits until every rank is connected with all others. The error is the same at all ranks.
-func (s *Session) Ready(ctx context.Context) error { return s.met.Ready(ctx) }
+// Ready waits until every rank is connected with all others, and has their memory for the lane of all ranks if they share memory. The
+// error is the same at all ranks.
+func (s *Session) Ready(ctx context.Context) error {
+	if s.Memory != nil {
+		for r := range s.Hosts {
+			if _, err := s.Memory.Peer(ctx, transport.DataLane(topo.Global), topo.Rank(r)); err != nil {
+				return err
+			}
+		}
+	}
+	return s.met.Ready(ctx)
+}
 
 // Fail tells the other ranks that this rank cannot go on because of err, and returns what has failed the epoch: err, or a
 // *rendezvous.FailedError that names another rank.
@@ -77,7 +87,7 @@ func (s *Session) Fail(err error) error {
 	if memory, ok := errors.AsType[*memoryError](err); ok {
 		return s.met.Fail(err, memory.ranks...)
 	}
-	if peer, ok := errors.AsType[*transport.PeerError](err); ok {
+	if peer, ok := errors.AsType[*transport.PeerError](err); ok && !dial.IsExhausted(err) {
 		return s.met.Fail(err, s.rank, peer.Peer)
 	}
 	if dial.MayRecover(err) {
