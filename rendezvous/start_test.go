@@ -207,6 +207,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	long, end = context.WithCancel(ctx)
 	kv = newStore(t)
 	zero.Store = kv
+	zero.Log, entries = testnet.Logs()
 	r = start(t, long, zero)
 	short, cancel = context.WithCancel(ctx)
 	one = start(t, short, config(kv, 1, 5))
