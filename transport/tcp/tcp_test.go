@@ -624,6 +624,25 @@ func TestAcceptFailureIsNotTheEnd(t *testing.T) {
 	}
 }
 
+// A rank that has no descriptor for a peer's connection need not wait for it, and does not take that for the peer's fault.
+func TestAcceptWithoutDescriptors(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	e0, e1 := listen(t, Config{}), newEndpoint(Config{}, &failingListener{ln, math.MaxInt})
+	t.Cleanup(func() {
+		if err := e1.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	m := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
+	_, err = m.Conn(ctx(t), transport.Control, 0)
+	if peer, ok := errors.AsType[*transport.PeerError](err); ok || !errors.Is(err, syscall.EMFILE) || !strings.Contains(err.Error(), "ulimit -n") {
+		t.Errorf("got %v (%v), want that this process has no descriptors", err, peer)
+	}
+}
+
 func TestConnectChecksEpoch(t *testing.T) {
 	e := listen(t, Config{})
 	for _, ep := range []Epoch{
