@@ -182,12 +182,12 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 		if err != nil {
 			return e.failed(err)
 		}
-		if err := e.at.Met(); err != nil {
-			log.Warn("what was left for the other ranks to meet by cannot be removed", zap.Error(err))
-		}
 		var stop func()
 		ctx, stop = e.session.Watch(ctx)
 		defer stop()
+		if err := e.at.Met(); err != nil {
+			log.Warn("what was left for the other ranks to meet by cannot be removed", zap.Error(err))
+		}
 		ecfg.Ready = e.session.Ready
 		e.epoch, hosts = e.session.Epoch, e.session.Hosts
 		ecfg.Mesh, ecfg.Memory, ecfg.LocalProcesses = e.session.Mesh, e.session.Memory, o.processes(e.session.LocalSize)
