@@ -67,10 +67,14 @@ TEST_PYTHON = HVD_RUN="$(TOOLS)/hvdrun" HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" $(1) 
 test-python: python-programs ## the tests of the Python package at 1, 2 and 3 ranks
 	$(call TEST_PYTHON,$(PYTHON)) $(PYTHON)
 
+# The Go tests whose other half is a PyTorch.
+TORCHRUN_TESTS = Torch|OtherLaunchers/python3-torch
+
 .PHONY: test-torch2
 test-torch2: python-programs ## the same with the newest torch of PyPI too, some GB, and with PYTHONS; writes docs/compatibility.md
 	python3 -m venv "$(TOOLS)/torch2"
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy
+	TESTTORCH_PYTHON="$(TOOLS)/torch2/bin/python" $(GO) test -count 1 -run '$(TORCHRUN_TESTS)' ./store/c10d ./internal/e2e
 	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
 .PHONY: bench

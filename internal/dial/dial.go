@@ -105,7 +105,9 @@ func Retry(ctx context.Context, try func() error) error {
 			return err
 		}
 		// The end of ctx may show as a timeout before it shows in ctx.
-		if ne, ok := errors.AsType[net.Error](err); last == nil || !ok || !ne.Timeout() {
+		ne, ok := errors.AsType[net.Error](err)
+		deadline, bounded := ctx.Deadline()
+		if last == nil || !ok || !ne.Timeout() || !bounded || time.Now().Before(deadline) {
 			last = err
 		}
 		Pause(ctx, wait.Next(), nil)

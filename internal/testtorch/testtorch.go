@@ -1,8 +1,8 @@
-// Package testtorch runs PyTorch of Debian, package python3-torch, with Debian's own Python, for tests of what must work with
-// it unmodified.
+// Package testtorch runs an unmodified PyTorch for tests: that of Debian, package python3-torch, or another.
 package testtorch
 
 import (
+	"cmp"
 	"context"
 	"os"
 	"os/exec"
@@ -11,8 +11,9 @@ import (
 	"time"
 )
 
-// Python is Debian's: the one that is first on the path may be another, which does not see Debian's packages.
-const Python = "/usr/bin/python3"
+// Python is the interpreter that TESTTORCH_PYTHON names, or else Debian's. The one that is first on the path may be another,
+// which does not see Debian's packages.
+var Python = cmp.Or(os.Getenv("TESTTORCH_PYTHON"), "/usr/bin/python3")
 
 var have = sync.OnceValue(func() error { return exec.Command(Python, "-c", "import torch.distributed").Run() })
 

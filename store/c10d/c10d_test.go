@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -127,6 +128,14 @@ func (c *client) hear(what, answer string) {
 	}
 }
 
+// closed wants the server to close the connection without an answer.
+func (c *client) closed(why string) {
+	c.t.Helper()
+	if got, err := io.ReadAll(c); len(got) > 0 || err != nil && !errors.Is(err, syscall.ECONNRESET) {
+		c.t.Errorf("%s: got %x (%v), want that the server closes the connection", why, got, err)
+	}
+}
+
 // hello is how modern clients begin; since 2.5 with a ping.
 const hello = "00 ce f7 85 3c"
 
@@ -218,11 +227,13 @@ func TestOldVersions(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	unsure := dialRaw(t, addr, "")
 	unsure.say("00 '/k' 'v' 08 '/k'", "+1") // deletes
+	dialRaw(t, addr, "07 '/k'").closed("an operation 7 that may be watch_key")
 	shown := dialRaw(t, addr, "")
 	shown.say("0a [1 '/k' 'v' 08 '/k' 'w' 02 '/k'", "'vw'") // 10 is a multi_set of 2.1, so 8 appends
 	shown.say("07 '/k'", "+1")
 	told, _ := serve(t, c10d.Config{Torch21: true})
 	dialRaw(t, told, "").say("08 '/k' 'w' 02 '/k'", "'w'")
+	dialRaw(t, told, "").say("07 '/k'", "+1")
 	if n, err := hash.NumKeys(t.Context()); n != 0 || err != nil {
 		t.Errorf("%d keys are left (%v), want 0", n, err)
 	}
@@ -306,6 +317,7 @@ func TestGarbage(t *testing.T) {
 		"almost validated":   {"00 ce f7 85 3d 00000000", "set: 1032189902 bytes, want at most 8192"},
 		"validated twice":    {hello + " " + hello, "a second validation"},
 		"unknown operation":  {hello + " 11", "unknown operation 17"},
+		"a watch":            {"07 '/k'", "watch_key is not served"},
 		"unknown to the old": {"0d", "unknown operation 13"},
 		"huge key":           {"02 " + huge, "get: 1152921504606846976 bytes"},
 		"huge value":         {"00 '/k' " + huge, "set: 1152921504606846976 bytes"},
@@ -372,45 +384,128 @@ func TestManyWaiters(t *testing.T) {
 	t.Logf("%d clients awake after %v", n, time.Since(began))
 }
 
+// answerModern answers modern requests for the number of keys. Old ones it leaves to old.
+func answerModern(t *testing.T, conn net.Conn, old func()) {
+	var b [5]byte
+	if _, err := io.ReadFull(conn, b[:1]); err != nil {
+		return
+	}
+	if b[0] != 0 {
+		old()
+		return
+	}
+	if _, err := io.ReadFull(conn, b[1:]); err != nil || !bytes.Equal(b[:], wire(t, hello)) {
+		t.Errorf("the client began with %x (%v), want %s", b, err, hello)
+		return
+	}
+	for {
+		if _, err := io.ReadFull(conn, b[:1]); err != nil || b[0] != 7 {
+			return
+		}
+		conn.Write(wire(t, "+3"))
+	}
+}
+
+// answerOld answers old requests for the number of keys. It takes a modern one for setting a key, as PyTorch does: when it has
+// the length of the key, which is beyond any memory, it leaves the connection to modern.
+func answerOld(t *testing.T, conn net.Conn, modern func()) {
+	for {
+		var b [9]byte
+		if _, err := io.ReadFull(conn, b[:1]); err != nil {
+			return
+		}
+		if b[0] == 6 {
+			conn.Write(wire(t, "+3"))
+			continue
+		}
+		if _, err := io.ReadFull(conn, b[1:]); err != nil {
+			t.Errorf("an old server was left waiting for the length of a key (%v)", err)
+			return
+		}
+		if n := binary.LittleEndian.Uint64(b[1:]); b[0] != 0 || n < 1<<47 {
+			t.Errorf("an old server was asked for operation %d with a key of %d bytes, want that this cannot be", b[0], n)
+		}
+		modern()
+		return
+	}
+}
+
+// lateConn has a slow server.
+type lateConn struct{ net.Conn }
+
+func (c lateConn) Write(b []byte) (int, error) {
+	time.Sleep(4 * time.Millisecond)
+	return c.Conn.Write(b)
+}
+
+// A Go process is one of the workers that a TCPStore counts.
+func TestCountWorker(t *testing.T) {
+	addr, hash := serve(t, c10d.Config{})
+	dialRaw(t, addr, hello).say("04 'init/' +1", "+1")
+	n, err := open(t, addr, c10d.Unknown).CountWorker(testnet.Context(t))
+	if v, _, lookErr := hash.Look(t.Context(), "init/"); n != 2 || err != nil || lookErr != nil || string(v) != "2" {
+		t.Errorf("the worker is number %d (%v), and init/ is %q (%v); want 2", n, err, v, lookErr)
+	}
+}
+
 func TestDial(t *testing.T) {
-	t.Run("finds the dialect", func(t *testing.T) {
-		// A modern server hangs up on what is not validated, an old one on what is, in the end.
-		modern := testnet.FakeServer(t, func(conn net.Conn) {
-			var b [6]byte
-			if _, err := io.ReadFull(conn, b[:1]); err != nil || b[0] != 0 {
-				return
+	for name, c := range map[string]struct {
+		serve  func(net.Conn)
+		queues bool // Dial found that the server is a modern one
+	}{
+		// PyTorch's server with libuv says nothing to an old client, and keeps the connection.
+		"modern, silent to the old": {func(conn net.Conn) { answerModern(t, conn, func() { io.Copy(io.Discard, conn) }) }, true},
+		"modern, closes on the old": {func(conn net.Conn) { answerModern(t, conn, func() {}) }, true},
+		"old":                       {func(conn net.Conn) { answerOld(t, conn, func() {}) }, false},
+		// It would take any shorter request for a part of a key, and serve nobody else meanwhile.
+		"old, silent to the modern": {func(conn net.Conn) { answerOld(t, conn, func() { io.Copy(io.Discard, conn) }) }, false},
+		"modern, late": {func(conn net.Conn) {
+			answerModern(t, lateConn{conn}, func() { io.Copy(io.Discard, conn) })
+		}, true},
+		"old, late": {func(conn net.Conn) { answerOld(t, lateConn{conn}, func() {}) }, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, err := c10d.DialPatience(testnet.Context(t), testnet.FakeServer(t, c.serve), c10d.Unknown, time.Millisecond)
+			if err != nil {
+				t.Fatal(err)
 			}
-			for {
-				if _, err := io.ReadFull(conn, b[1:6]); err != nil {
-					return
-				}
-				conn.Write(wire(t, "+3"))
+			defer s.Close()
+			if err := s.Push(canceled(t), "q", nil); errors.Is(err, store.ErrUnsupported) {
+				t.Errorf("%v before the context", err)
+			}
+			// A modern server gets the request and never answers.
+			ctx, cancel := context.WithTimeout(testnet.Context(t), 50*time.Millisecond)
+			defer cancel()
+			if got := !errors.Is(s.Push(ctx, "q", nil), store.ErrUnsupported); got != c.queues {
+				t.Errorf("the server is taken for one with queues: %v, want %v", got, c.queues)
 			}
 		})
-		old := testnet.FakeServer(t, func(conn net.Conn) {
-			var b [1]byte
-			if _, err := io.ReadFull(conn, b[:]); err == nil && b[0] == 6 {
-				conn.Write(wire(t, "+3"))
+	}
+	for name, c := range map[string]struct {
+		serve func(net.Conn)
+		parts []string
+	}{
+		"silent": {func(conn net.Conn) { io.Copy(io.Discard, conn) },
+			[]string{"in the dialect of PyTorch 2.2 and later: no answer within", "in the dialect of PyTorch before 2.1: no answer within"}},
+		"closes": {func(conn net.Conn) {}, []string{"in the dialect of PyTorch 2.2 and later", "in the dialect of PyTorch before 2.1"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			_, err := c10d.DialPatience(ctx, testnet.FakeServer(t, c.serve), c10d.Unknown, time.Millisecond)
+			if !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("got %v, want that the time is over", err)
 			}
+			testnet.WantError(t, err, append(c.parts, "c10d: dial 127.0.0.1:")...)
+		})
+	}
+	t.Run("a web server", func(t *testing.T) {
+		addr := testnet.FakeServer(t, func(conn net.Conn) {
+			io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n\r\n")
 			io.Copy(io.Discard, conn)
 		})
-		for name, addr := range map[string]string{"modern": modern, "old": old} {
-			s := open(t, addr, c10d.Unknown)
-			err := s.Push(canceled(t), "q", nil)
-			if unsupported := errors.Is(err, store.ErrUnsupported); unsupported {
-				t.Errorf("%s: %v before the context", name, err)
-			}
-			ctx := testnet.Context(t)
-			cancel := func() {}
-			if name == "modern" { // which waits for an answer
-				ctx, cancel = context.WithTimeout(ctx, 50*time.Millisecond)
-			}
-			err = s.Push(ctx, "q", nil)
-			cancel()
-			if got := errors.Is(err, store.ErrUnsupported); got != (name == "old") {
-				t.Errorf("%s: a push gives %v", name, err)
-			}
-		}
+		_, err := c10d.Dial(testnet.Context(t), addr, c10d.Unknown)
+		testnet.WantError(t, err, `the server answered "HTTP/1.1", so it is no TCPStore`)
 	})
 	t.Run("refused", func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond) // for at least one refusal

@@ -6,8 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -46,40 +46,89 @@ const (
 	watchPeriod = 50 * time.Millisecond
 )
 
-// Dial connects to the TCPStore at addr, host:port, which speaks the given dialect. A server that is not there yet, or cannot
-// be reached, is tried again until ctx ends; the error then wraps ctx.Err() and the last reason.
+// Dial connects to the TCPStore at addr, host:port, which speaks the given dialect. It retries a server that is not there
+// yet or does not answer until ctx ends; the error then wraps ctx.Err() and the last reason.
 //
-// Unknown finds out whether the server is a modern one, by what it does with a question in the old dialect. So a Server, which
-// understands that, is taken for an old one.
+// With Unknown it finds out whether the server is a modern one or an old one. A Server of this package counts as modern.
 func Dial(ctx context.Context, addr string, d Dialect) (*Store, error) {
-	s := &Store{addr: addr, dialect: d, busy: make(map[*conn]struct{})}
-	if err := dial.Retry(ctx, func() error { return s.probe(ctx) }); err != nil {
+	return dialStore(ctx, addr, d, firstPatience)
+}
+
+const (
+	// firstPatience is how long the server may take to answer in one dialect before the next attempt, which doubles it.
+	firstPatience = time.Second
+	maxPatience   = 10 * time.Second
+)
+
+func dialStore(ctx context.Context, addr string, d Dialect, patience time.Duration) (*Store, error) {
+	s := &Store{addr: addr, busy: make(map[*conn]struct{})}
+	dialects := []Dialect{d}
+	if d == Unknown {
+		dialects = []Dialect{Modern, Old}
+	}
+	err := dial.Retry(ctx, func() error {
+		err := s.probe(ctx, dialects, patience)
+		patience = min(2*patience, maxPatience)
+		return err
+	})
+	if err != nil {
 		return nil, fmt.Errorf("c10d: dial %s: %w", addr, err)
 	}
 	return s, nil
 }
 
-// probe finds out which dialect the server speaks. An old server takes a validation for the length of a key, and waits for
-// the rest; a modern one closes what does not begin with a validation.
-func (s *Store) probe(ctx context.Context) error {
-	if s.dialect != Unknown {
-		_, err := s.NumKeys(ctx)
+// probe chooses the first of the dialects in which the server answers. The modern one must come first: PyTorch's libuv
+// server, the default since 2.4, neither answers an old request nor closes the connection.
+func (s *Store) probe(ctx context.Context, dialects []Dialect, patience time.Duration) error {
+	var failed error
+	for _, d := range dialects {
+		s.dialect = d
+		attempt, cancel := context.WithTimeout(ctx, patience)
+		err := s.greet(attempt)
+		cancel()
+		if err == nil {
+			return nil
+		}
+		if opErr := (*net.OpError)(nil); ctx.Err() != nil || !dial.MayRecover(err) || errors.As(err, &opErr) && opErr.Op == "dial" {
+			return err // which another dialect does not mend
+		}
+		if errors.Is(err, context.DeadlineExceeded) {
+			err = fmt.Errorf("no answer within %v: %w", patience, err)
+		}
+		failed = errors.Join(failed, fmt.Errorf("in the dialect of %v: %w", d, err))
+	}
+	return failed
+}
+
+const (
+	// greetings is how many questions greet asks. After a validation an old server takes them for the upper half of the
+	// length of a key, far more than any memory, and so closes the connection. With fewer it would wait for the rest, and
+	// serve nobody else meanwhile.
+	greetings = 4
+	// maxBelievable bounds the number of keys. What another kind of server says in words is more.
+	maxBelievable = 1 << 40
+)
+
+// greet asks what every TCPStore answers.
+func (s *Store) greet(ctx context.Context) error {
+	return s.exchange(ctx, func(x *exchange) error {
+		for range greetings {
+			if err := x.say(opNumKeys, nil); err != nil {
+				return err
+			}
+		}
+		in, err := x.hear()
+		for range greetings {
+			var n uint64
+			if err == nil {
+				n, err = in.u64()
+			}
+			if n > maxBelievable {
+				err = fmt.Errorf("the server answered %q, so it is no TCPStore", appendU64(nil, n))
+			}
+		}
 		return err
-	}
-	s.dialect = Old
-	_, err := s.NumKeys(ctx)
-	if err == nil || ctx.Err() != nil || !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) && !dial.MayRecover(err) {
-		return err
-	}
-	if opErr := (*net.OpError)(nil); errors.As(err, &opErr) && opErr.Op == "dial" {
-		s.dialect = Unknown
-		return err
-	}
-	s.dialect = Modern
-	if _, err = s.NumKeys(ctx); err != nil {
-		s.dialect = Unknown
-	}
-	return err
+	})
 }
 
 // conn is a connection without a request under way.
@@ -142,13 +191,8 @@ func (s *Store) number(op opcode) (byte, error) {
 	s.mu.Lock()
 	d := s.dialect
 	s.mu.Unlock()
-	for i, o := range ops[d] {
-		if o == op {
-			if d == Old && op == opDelete {
-				i = 8 // 7 is to watch
-			}
-			return byte(i), nil
-		}
+	if i := slices.Index(ops[d], op); i >= 0 {
+		return byte(i), nil
 	}
 	return 0, fmt.Errorf("%w: the server's PyTorch is older than %v", store.ErrUnsupported, op)
 }
@@ -428,6 +472,16 @@ func (s *Store) Check(ctx context.Context, keys ...string) (ok bool, err error) 
 		})
 	}
 	return ok && err == nil, s.failed("check", fmt.Sprint(keys), err)
+}
+
+// workersKey is where the workers of a TCPStore with a world size are counted. It has no prefix.
+const workersKey = "init/"
+
+// CountWorker counts this process as one of the workers for which a TCPStore with a world size waits, as PyTorch's clients
+// are by their constructor, and returns how many have been counted. Each worker calls it once.
+func (s *Store) CountWorker(ctx context.Context) (int64, error) {
+	n, err := s.ask(ctx, opAdd, appendU64(appendBytes(nil, workersKey), 1))
+	return n, s.failed("count a worker", workersKey, err)
 }
 
 // NumKeys implements store.Store. The server counts keys of its own.

@@ -7,7 +7,8 @@
 // There are two dialects. Since PyTorch 2.2 a client begins with a validation, and operations are numbered from 1. Before,
 // they were numbered from 0, without one for validation; 2.1 left out watching, which moves what follows. A Server tells
 // them apart: a connection that does not begin with a validation is old, and one that uses an operation which only 2.1 has
-// is of 2.1. What cannot be told is delete (up to 2.0) and append (2.1), which have the same number; see [Config].
+// is of 2.1. Two numbers are ambiguous until then: 7 is watch_key up to 2.0 and delete_key in 2.1, 8 is delete_key up to
+// 2.0 and append in 2.1. A Server takes them for those of 2.0, unless [Config] says otherwise, and refuses watch_key.
 //
 // A Server differs from PyTorch's where that is better for clients of any version:
 //

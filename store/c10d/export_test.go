@@ -10,6 +10,9 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
+// DialPatience is Dial with another time for the first answer.
+var DialPatience = dialStore
+
 // ServeBytes serves a client that sends in and leaves.
 func ServeBytes(s *store.HashStore, in []byte) error {
 	return (&Server{store: s}).serve(context.Background(), byteConn{bytes.NewReader(in)})

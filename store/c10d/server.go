@@ -25,8 +25,8 @@ const (
 
 // Config is what a Server cannot find out.
 type Config struct {
-	// Torch21 says that old clients are of PyTorch 2.1, so that their operation 8 is append, not delete. A connection that
-	// uses other operations of 2.1 is known to be of it.
+	// Torch21 says that old clients are of PyTorch 2.1, whose operations 7 and 8 are delete_key and append. Without it they
+	// are watch_key, which is refused, and delete_key, until a connection uses an operation that only 2.1 has.
 	Torch21 bool
 	// Log may be nil.
 	Log *zap.Logger
@@ -103,8 +103,11 @@ func (c *session) run() error {
 			return fmt.Errorf("unknown operation %d", number)
 		}
 		op := ops[c.dialect][number]
-		if op == opValidate {
+		switch op {
+		case opValidate:
 			return errors.New("a second validation")
+		case opWatch:
+			return errors.New("watch_key is not served; if this client is of PyTorch 2.1 it meant delete_key: see Config.Torch21")
 		}
 		if err := c.handle(op); err != nil {
 			return fmt.Errorf("%v: %w", op, unexpected(err))

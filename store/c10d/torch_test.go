@@ -129,7 +129,7 @@ a.set("from python", "done")
 	}
 }
 
-// PyTorch's server, with our client.
+// PyTorch's server, with our client, which is one of the two workers that the server waits for.
 func TestTorchServer(t *testing.T) {
 	testtorch.Need(t)
 	port := strconv.Itoa(testnet.FreePort(t))
@@ -137,7 +137,7 @@ func TestTorchServer(t *testing.T) {
 	wait := testtorch.Start(t, `
 import datetime, sys
 import torch.distributed as dist
-s = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, True, timeout=datetime.timedelta(seconds=60))
+s = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, True, timeout=datetime.timedelta(seconds=60))
 s.set("from python", "hello")
 s.set("taken", "yes")
 assert s.get("from go") == b"here", s.get("from go")
@@ -145,6 +145,9 @@ s.get("bye")
 `, port)
 	ctx := testnet.Context(t)
 	s := open(t, addr, c10d.Unknown)
+	if _, err := s.CountWorker(ctx); err != nil {
+		t.Error(err)
+	}
 	if v, err := s.Get(ctx, "from python"); err != nil || string(v) != "hello" {
 		t.Errorf("got %q, %v", v, err)
 	}

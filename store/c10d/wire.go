@@ -33,12 +33,13 @@ const (
 	opQueuePush
 	opQueuePop
 	opQueueLen
+	opWatch // of old clients only
 	numOps
 )
 
 var opNames = [numOps]string{
 	"validate", "set", "compare_set", "get", "add", "check", "wait", "num_keys", "delete_key", "append", "multi_get",
-	"multi_set", "cancel_wait", "ping", "queue_push", "queue_pop", "queue_len",
+	"multi_set", "cancel_wait", "ping", "queue_push", "queue_pop", "queue_len", "watch_key",
 }
 
 func (o opcode) String() string {
@@ -63,7 +64,7 @@ const (
 type Dialect uint8
 
 const (
-	// Unknown is to be found out.
+	// Unknown means that Dial finds out.
 	Unknown Dialect = iota
 	// Modern is PyTorch 2.2 and later, Torch21 is 2.1, and Old is what comes before.
 	Modern
@@ -71,19 +72,23 @@ const (
 	Old
 )
 
+func (d Dialect) String() string {
+	return [...]string{"any PyTorch", "PyTorch 2.2 and later", "PyTorch 2.1", "PyTorch before 2.1"}[d]
+}
+
 // ops are the operations of a dialect by their numbers there.
 var ops = [...][]opcode{
 	Modern: {
 		opValidate, opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend, opMultiGet, opMultiSet,
 		opCancelWait, opPing, opQueuePush, opQueuePop, opQueueLen,
 	},
-	// Nobody watches: so 7 is the deletion of 2.1.
-	Old:     {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opDelete},
+	Old:     {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opWatch, opDelete},
 	Torch21: {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend, opMultiGet, opMultiSet, opCancelWait},
 }
 
-// is21 reports whether a number that an old client sends shows that it is of 2.1.
-func is21(number uint8) bool { return number == 7 || number > 8 }
+// is21 reports whether a number that an old client sends shows that it is of 2.1. Number 7 does not: before 2.1 it is
+// watch_key, in 2.1 it is delete_key.
+func is21(number uint8) bool { return number > 8 }
 
 // reader reads requests, or answers, with bounds.
 type reader struct {
