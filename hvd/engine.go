@@ -185,8 +185,8 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 		var stop func()
 		ctx, stop = e.session.Watch(ctx)
 		defer stop()
-		if err := e.at.Met(); err != nil {
-			log.Warn("what was left for the other ranks to meet by cannot be removed", zap.Error(err))
+		if err := e.at.Met(ctx); err != nil {
+			log.Warn("rank 0 has not removed what it left for the other ranks to meet by", zap.Error(err))
 		}
 		ecfg.Ready = e.session.Ready
 		e.epoch, hosts = e.session.Epoch, e.session.Hosts

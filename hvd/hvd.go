@@ -100,8 +100,8 @@ func end(e *Engine) {
 }
 
 // Init joins this process to its job, as its environment says, and waits until all ranks have come. The environment is that
-// of hvdrun, of another launcher (Open MPI, MPICH, torchrun, Slurm, Kubernetes: docs/launchers.md), or of none, which makes a
-// job of one; options say otherwise. Called again while initialized it does nothing; after Shutdown it joins a new epoch. ctx
+// of hvdrun, of another launcher (Open MPI, MPICH, torchrun, Slurm, Kubernetes, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT:
+// docs/launchers.md), or of none, which makes a job of one; options say otherwise. WithSetting("HVD_SIZE", "1") makes a job of one. Called again while initialized it does nothing; after Shutdown it joins a new epoch. ctx
 // bounds the wait in addition to HOROVOD_GLOO_TIMEOUT_SECONDS.
 func Init(ctx context.Context, opts ...InitOption) error {
 	_, nothing, err := begin(ctx, func(e *Engine) bool { return e != nil })

@@ -21,7 +21,8 @@ func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.store
 //	tcp://host:port?rank=R&world_size=N      a store that rank 0 serves there
 //	file:///path?rank=R&world_size=N         a file that all ranks see and that is not there before
 //
-// Rank and size may be left out of the URL if HOROVOD_RANK and HOROVOD_SIZE are set. If the ranks are on several hosts they
+// Rank and size may be left out of the URL if a launcher, or HOROVOD_RANK and HOROVOD_SIZE, say them. The setting
+// HVD_INIT_METHOD does the same for a program that gives no way to meet. If the ranks are on several hosts they
 // need a secret, in HVD_SECRET_FILE, and with a file an interface, in HOROVOD_GLOO_IFACE.
 func WithInitMethod(url string) InitOption { return func(o *initOptions) { o.method = url } }
 
@@ -62,7 +63,7 @@ func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOp
 	return Init(ctx, append(opts[:len(opts):len(opts)], WithID(rank, size, id))...)
 }
 
-// WithID makes the ranks meet by ids, the same at all of them in the same order: one, or for more than some thousand ranks
+// WithID, and for a program that gives no way to meet the setting HVD_UNIQUE_ID, makes the ranks meet by ids, the same at all of them in the same order: one, or for more than some thousand ranks
 // several, which NewUniqueID made in different processes and which share the work.
 func WithID(rank, size int, ids ...UniqueID) InitOption {
 	return func(o *initOptions) { o.id = &meeting.ID{IDs: ids, Rank: rank, Size: size} }
@@ -79,14 +80,13 @@ func keeping(met **meeting.Meeting) InitOption { return func(o *initOptions) { o
 
 // meet finds where the ranks meet.
 func (o *initOptions) meet(ctx context.Context, cfg config.Config) (*meeting.Meeting, error) {
-	byLauncher := o.store == nil && o.method == "" && o.id == nil && cfg.Size == config.Unset
+	byLauncher := o.store == nil && o.method == "" && o.id == nil && cfg.InitMethod == "" && cfg.UniqueID == "" && cfg.Size == config.Unset
 	if byLauncher && o.kept != nil && *o.kept != nil {
 		return (*o.kept).Again(cfg), nil
 	}
-	if o.id != nil {
-		o.id.Device, o.id.ShareDevices = o.device, o.shareDevice
-	}
-	m, err := meeting.Open(ctx, meeting.Config{Settings: cfg, Store: o.store, Method: o.method, ID: o.id, Log: o.log})
+	m, err := meeting.Open(ctx, meeting.Config{
+		Settings: cfg, Store: o.store, Method: o.method, ID: o.id, Device: o.device, ShareDevices: o.shareDevice, Log: o.log,
+	})
 	if err == nil && m.Once && o.kept != nil {
 		*o.kept = m
 		m = m.Again(cfg)

@@ -55,6 +55,9 @@ type Config struct {
 	// says; empty and 0 if not given.
 	MeetHost string
 	MeetPort int
+	// InitMethod is the URL of an init method and UniqueID the text of an id, or several with commas between them, by which the
+	// ranks meet if the program says nothing else; empty if not given.
+	InitMethod, UniqueID string
 	// JobID tells the processes of this job from those of another that reuses its addresses.
 	JobID string
 	// StartTimeout bounds Init: all ranks must have met by then.
@@ -262,7 +265,7 @@ func (c *Config) check(haveStore bool) error {
 		return fmt.Errorf("config: HOROVOD_RANK and HOROVOD_SIZE must be set together: rank is %s, size is %s", orUnset(c.Rank), orUnset(c.Size))
 	case c.Rank != Unset && c.Rank >= c.Size:
 		return fmt.Errorf("config: HOROVOD_RANK is %d, want less than HOROVOD_SIZE, which is %d", c.Rank, c.Size)
-	case c.Size > 1 && !haveStore && (c.RendezvousAddr == "" || c.RendezvousPort == 0):
+	case c.Size > 1 && !haveStore && c.InitMethod == "" && c.UniqueID == "" && (c.RendezvousAddr == "" || c.RendezvousPort == 0):
 		return fmt.Errorf("config: a job of %d ranks needs HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT, which hvdrun sets", c.Size)
 	}
 	return nil

@@ -83,6 +83,7 @@ var every = map[string]string{
 	"HVD_JOB_ID": "j", "HVD_HOSTID": "rack", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
 	"HVD_SIDECAR_BINARY": "hvdd", "HVD_RUN": "hvdrun", "HVD_SECRET": "shh", "HVD_SECRET_FILE": "s.txt", "HVD_INSECURE": "1", "HVD_TLS": "1",
 	"HOROVOD_GLOO_IFACE": "eth0,10.0.0.0/8", "HVD_RENDEZVOUS_HOST": "h0", "HVD_RENDEZVOUS_PORT": "4712", "HVD_SIZE": "4", "HVD_SUBDOMAIN": "train",
+	"HVD_INIT_METHOD": "env://", "HVD_UNIQUE_ID": "id",
 	"HVD_SIDECAR": "unix:///run/hvdd.sock", "HVD_DETERMINISTIC": "true", "HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
 }
 
@@ -104,7 +105,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		Rank: 1, Size: 4, LocalRank: 0, LocalSize: 2, CrossRank: 1, CrossSize: 2,
 		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", HostID: "rack", SharedMemory: config.SharedAlways, JobID: "j",
 		Sidecar: "/run/hvdd.sock", Secret: "shh", SecretFile: "s.txt", Insecure: true, TLS: true,
-		NetworkInterfaces: []string{"eth0", "10.0.0.0/8"}, MeetHost: "h0", MeetPort: 4712,
+		NetworkInterfaces: []string{"eth0", "10.0.0.0/8"}, MeetHost: "h0", MeetPort: 4712, InitMethod: "env://", UniqueID: "id",
 		StartTimeout: 2500 * time.Millisecond, LivenessTimeout: 3 * time.Second,
 		FusionThresholdBytes: 65536, CycleTime: 500 * time.Microsecond, CacheCapacity: 2,
 		Lockstep: true, DisableGroupFusion: true, DynamicProcessSets: false, Deterministic: true,

@@ -28,6 +28,8 @@ type Setting struct {
 	Scope Scope
 	// Lockstep says why the setting has no effect in lock-step negotiation; it is empty if it has.
 	Lockstep string
+	// Secret says that the value is shown to nobody.
+	Secret bool
 
 	kind
 	form *form // of the file and of flags with a value; nil: as in the environment
@@ -166,7 +168,7 @@ var settings = []Setting{
 	},
 	{
 		Name: "HVD_SIZE", Section: sectionStart, Scope: ToMeet,
-		Otherwise: "none", Doc: "number of pods of an Indexed Job of Kubernetes, which does not tell them",
+		Otherwise: "none", Doc: "1: this process is a job of its own, whatever any launcher but hvdrun says; else the number of pods of an Indexed Job of Kubernetes, which does not tell them",
 		kind: anything("a number of at least 1"),
 	},
 	{
@@ -428,7 +430,19 @@ var settings = []Setting{
 		kind: short(func(c *Config) *string { return &c.JobID }),
 	},
 	{
-		Name: "HVD_SECRET", Section: sectionPlace, Scope: ByLauncher,
+		Name: "HVD_INIT_METHOD", Section: sectionPlace, Scope: ByLauncher,
+		Otherwise: "as the launcher says", Doc: "URL by which the ranks meet, as of PyTorch's init_process_group: env://, tcp://HOST:PORT or " +
+			"file:///PATH, with ?rank=R&world_size=N unless a launcher or HOROVOD_RANK and HOROVOD_SIZE say them (docs/launchers.md)",
+		kind: text("a URL", func(c *Config) *string { return &c.InitMethod }),
+	},
+	{
+		Name: "HVD_UNIQUE_ID", Section: sectionPlace, Scope: ByLauncher, Secret: true,
+		Otherwise: "as the launcher says", Doc: "id of hvd.NewUniqueID by which the ranks meet, the same at all; a launcher or HOROVOD_RANK and HOROVOD_SIZE say " +
+			"which rank this is; every process that has the id can join the job",
+		kind: text("the text of an id, or several with commas between them", func(c *Config) *string { return &c.UniqueID }),
+	},
+	{
+		Name: "HVD_SECRET", Section: sectionPlace, Scope: ByLauncher, Secret: true,
 		Otherwise: "none", Doc: "text that proves that a process is of this job: every connection is refused to who has another",
 		kind: text("any text", func(c *Config) *string { return &c.Secret }),
 	},

@@ -158,7 +158,8 @@ func TestABrokenMachine(t *testing.T) {
 		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
 		"warn agent: broken; only jobs on several hosts", "ok hosts: none",
-		"ok hvdrun", "ok Open MPI", "ok MPICH (PMI)", "ok torchrun", "ok Slurm", "ok Kubernetes", "ok variables: none")
+		"ok hvdrun", "ok HVD_SIZE=1", "ok Open MPI", "ok MPICH (PMI)", "ok torchrun", "ok Slurm", "ok Kubernetes", "ok plain environment",
+		"ok variables: none")
 }
 
 func TestHangs(t *testing.T) {

@@ -9,19 +9,29 @@ import (
 
 // launcher says which launcher has started this process, and of every other why it was not.
 func launcher(_ context.Context, s *System) []Line {
-	_, found, err := launchenv.Detect(s.getenv)
+	env, found, err := launchenv.Detect(s.getenv)
 	var lines []Line
 	for _, l := range found {
-		lines = append(lines, ok(string(l.Kind), "%s", l.Why))
+		switch {
+		case l.Matched:
+			where := env.Where()
+			for _, name := range []string{"HVD_INIT_METHOD", "HVD_UNIQUE_ID"} {
+				if s.getenv(name) != "" {
+					where = "as " + name + " says"
+				}
+			}
+			lines = append(lines, ok(string(l.Kind), "%s; the ranks meet %s", l.Why, where))
+		case l.Suspect && env == nil && err == nil:
+			lines = append(lines, warn(string(l.Kind), "start the ranks with srun, or set HVD_SIZE=1 if this process is to be a job of its own", "%s", l.Why))
+		default:
+			lines = append(lines, ok(string(l.Kind), "%s", l.Why))
+		}
 	}
 	if err != nil {
-		lines = append(lines, fail("", "unset what is wrong, or start the process with the launcher that sets all of it", "%v", err))
+		lines = append(lines, fail("", "set what is missing, start the process with the launcher that sets all of it, or set HVD_SIZE=1 for a job of its own", "%v", err))
 	}
 	return lines
 }
-
-// secretVariable is the one whose value is shown to nobody.
-const secretVariable = "HVD_SECRET"
 
 // variables lists the settings that the environment has, in the order of their table: what places a rank in a job among
 // them. hvdrun config says whether their values are good.
@@ -31,14 +41,14 @@ func variables(_ context.Context, s *System) []Line {
 		value := s.getenv(setting.Name)
 		switch {
 		case value == "":
-		case setting.Name == secretVariable:
+		case setting.Secret:
 			lines = append(lines, ok(setting.Name, "set, not shown"))
 		default:
 			lines = append(lines, ok(setting.Name, "%s", value))
 		}
 	}
 	if len(lines) == 0 {
-		return []Line{ok("", "none of gohvd's is set: no rank of a job")}
+		return []Line{ok("", "none of gohvd's is set")}
 	}
 	return lines
 }

@@ -98,7 +98,7 @@ func jobSecret(t *testing.T) string {
 	return path
 }
 
-// The variables of Slurm and Kubernetes, as their documentation has them, on several hosts. Names that a name server would know are
+// The variables of Slurm, of Kubernetes and of PyTorch, as their documentation has them, on several hosts. Names that a name server would know are
 // addresses here.
 func TestLaunchersOnSeveralHosts(t *testing.T) {
 	file := "HVD_SECRET_FILE=" + jobSecret(t)
@@ -119,6 +119,14 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 			return []string{
 				"JOB_COMPLETION_INDEX=" + strconv.Itoa(r), "HOSTNAME=train-" + strconv.Itoa(r), "HVD_SIZE=3",
 				"HVD_RENDEZVOUS_HOST=" + hosts[0].Addr.String(), file,
+			}
+		})
+	})
+	t.Run("plain", func(t *testing.T) {
+		hosts := testhosts.New(t, 2)
+		launched(t, hosts, 2, func(r, _, _ int) []string {
+			return []string{
+				"RANK=" + strconv.Itoa(r), "WORLD_SIZE=4", "MASTER_ADDR=" + hosts[0].Addr.String(), "MASTER_PORT=29500", file,
 			}
 		})
 	})

@@ -18,7 +18,7 @@ func Example() {
 		fmt.Println(err)
 		return
 	}
-	for _, line := range lines[:2] {
+	for _, line := range lines[:3] {
 		fmt.Println(line)
 	}
 	m, err := env.Meet(context.Background(), launchenv.MeetOptions{})
@@ -30,6 +30,7 @@ func Example() {
 	fmt.Println(n, err, m.Close())
 	// Output:
 	// hvdrun: neither HOROVOD_RANK nor HOROVOD_SIZE is set
+	// HVD_SIZE=1: HVD_SIZE is not 1
 	// Open MPI: rank 0 of 1, local rank 0 of 1, cross rank 0 of 1, by OMPI_COMM_WORLD_RANK
 	// 1 <nil> <nil>
 }

@@ -2,17 +2,21 @@
 // where the ranks of its job meet.
 //
 // [Detect] asks for the kinds of launchers in a fixed order, of which the first wins: hvdrun and whatever else sets
-// Horovod's variables, Open MPI, MPICH and others that speak PMI, torchrun, Slurm, Kubernetes. So mpirun wins over the
-// Slurm or Kubernetes in which it runs. [Env.Meet] then brings the ranks to a store.
+// Horovod's variables, HVD_SIZE=1, Open MPI, MPICH and others that speak PMI, torchrun, Slurm, Kubernetes, and last the plain
+// variables of PyTorch. So mpirun wins over the Slurm or Kubernetes in which it runs. [Env.Meet] then brings the ranks to a
+// store.
 //
 //	kind        ranks meet at                                       secret
 //	hvdrun      the store of hvdrun                                 given by hvdrun
+//	HVD_SIZE=1  nowhere: the process is a job of its own
 //	Open MPI    a store of rank 0, told in a 0600 file in           made by rank 0, in that file
 //	            the job's session directory; one host only
 //	MPICH, PMI  a store of rank 0, told in the key-value space      made by rank 0, in that space
 //	torchrun    its TCPStore at MASTER_ADDR:MASTER_PORT             one host: made by rank 0, in a 0600 file
 //	Slurm       a store of rank 0, on the first host of the step    given by the user
 //	Kubernetes  a store of rank 0, at the DNS name of index 0       given by the user
+//	plain       a store of rank 0, told at a TCPStore at            one host: made by rank 0, in a 0600 file
+//	            MASTER_ADDR:MASTER_PORT
 //
 // Where the table says that rank 0 makes the secret, one that the user gives takes its place. Where the user has to
 // give one and does not, Meet fails with ErrNoSecret unless it is told to go without.
@@ -25,6 +29,7 @@ import (
 	"fmt"
 	"math"
 	"net"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -37,11 +42,14 @@ type Kind string
 // Kinds, in the order in which they are asked for.
 const (
 	Hvdrun     Kind = "hvdrun"
+	Alone      Kind = "HVD_SIZE=1"
 	OpenMPI    Kind = "Open MPI"
 	PMI        Kind = "MPICH (PMI)"
 	Torchrun   Kind = "torchrun"
 	Slurm      Kind = "Slurm"
 	Kubernetes Kind = "Kubernetes"
+	// Plain is RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT without a launcher that is known.
+	Plain Kind = "plain environment"
 )
 
 // Env is this process's place in its job, as a launcher has told it. What is not known is -1.
@@ -65,6 +73,8 @@ type Env struct {
 	// agentStore says that torchrun serves its store itself. Otherwise rank 0 does.
 	agentStore bool
 	node       int // this host's number in the job, -1 if not told
+	// loopback says that the ranks were told to meet on a loopback address.
+	loopback bool
 }
 
 // Line says what Detect has found out about a kind of launcher.
@@ -74,6 +84,8 @@ type Line struct {
 	Matched bool
 	// Why says it in words, with the variables that decided.
 	Why string
+	// Suspect says that the launcher has started a job of several ranks, but not this process as one of them.
+	Suspect bool
 }
 
 // String is the line as it is shown to people.
@@ -88,11 +100,13 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 		find func(*variables) (e *Env, why string)
 	}{
 		{Hvdrun, findHvdrun},
+		{Alone, findAlone},
 		{OpenMPI, findOpenMPI},
 		{PMI, findPMI},
 		{Torchrun, findTorchrun},
 		{Slurm, findSlurm},
 		{Kubernetes, findKubernetes},
+		{Plain, findPlain},
 	}
 	var (
 		found    *Env
@@ -103,7 +117,7 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 	for _, k := range kinds {
 		v := &variables{getenv: getenv}
 		e, why := k.find(v)
-		line := Line{Kind: k.kind, Why: why}
+		line := Line{Kind: k.kind, Why: why, Suspect: v.suspect}
 		switch {
 		case e == nil:
 		case first != "":
@@ -113,6 +127,9 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 			}
 		case v.err != nil:
 			first, firstErr = k.kind, fmt.Errorf("launchenv: %s: %w", k.kind, v.err)
+			if k.kind != Hvdrun {
+				firstErr = fmt.Errorf("%w; HVD_SIZE=1 makes this process a job of its own", firstErr)
+			}
 			line.Why = v.err.Error()
 		default:
 			e.Kind, first, found = k.kind, k.kind, e
@@ -136,12 +153,13 @@ func (e *Env) place() string {
 }
 
 // OneHost reports whether all ranks are known to be on this host.
-func (e *Env) OneHost() bool { return e.LocalSize == e.Size }
+func (e *Env) OneHost() bool { return e.LocalSize == e.Size || e.loopback }
 
 // variables reads the environment for one kind. The first error stays.
 type variables struct {
-	getenv func(string) string
-	err    error
+	getenv  func(string) string
+	err     error
+	suspect bool // of Line
 }
 
 func (v *variables) fail(format string, args ...any) {
@@ -248,6 +266,13 @@ func findHvdrun(v *variables) (*Env, string) {
 	return e, why
 }
 
+func findAlone(v *variables) (*Env, string) {
+	if v.getenv("HVD_SIZE") != "1" {
+		return nil, "HVD_SIZE is not 1"
+	}
+	return newEnv(0, 1), "HVD_SIZE"
+}
+
 func findOpenMPI(v *variables) (*Env, string) {
 	why, ok := v.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 	if !ok {
@@ -300,10 +325,40 @@ func findTorchrun(v *variables) (*Env, string) {
 	e.JobID = run + "/" + strconv.Itoa(restarts)
 	// PyTorch compares it with exactly this.
 	e.agentStore = v.getenv("TORCHELASTIC_USE_AGENT_STORE") == "True"
+	v.master(e)
+	return e, why
+}
+
+// master reads where rank 0 is by PyTorch's convention.
+func (v *variables) master(e *Env) {
 	e.host, e.port = v.getenv("MASTER_ADDR"), v.port("MASTER_PORT")
-	if e.Size > 1 && (e.host == "" || e.port == 0) {
-		v.fail("MASTER_ADDR is %q and MASTER_PORT is %q, want both set", e.host, v.getenv("MASTER_PORT"))
+	if _, ok := v.any("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
+		return // then it does not matter
 	}
+	missing := slices.DeleteFunc([]string{"MASTER_ADDR", "MASTER_PORT"}, func(name string) bool { return v.getenv(name) != "" })
+	if len(missing) > 0 {
+		v.fail("rank %d of %d does not know where the ranks meet: %s not set", e.Rank, e.Size, strings.Join(missing, " and "))
+	}
+}
+
+func findPlain(v *variables) (*Env, string) {
+	why, ok := v.any("RANK", "WORLD_SIZE")
+	if !ok {
+		if name, ok := v.any("MASTER_ADDR", "MASTER_PORT"); ok {
+			v.fail("neither RANK nor WORLD_SIZE is set, but %s is %s", name, quote(v.getenv(name)))
+			return newEnv(0, 1), ""
+		}
+		return nil, "none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set"
+	}
+	e := newEnv(v.pair("RANK", "WORLD_SIZE"))
+	// Scripts often set one of these alone, for torch.cuda.set_device. Then the hosts of all ranks tell.
+	if v.getenv("LOCAL_RANK") != "" && v.getenv("LOCAL_WORLD_SIZE") != "" {
+		e.LocalRank, e.LocalSize = v.part("LOCAL_RANK", "LOCAL_WORLD_SIZE", e)
+	}
+	e.settle()
+	v.master(e)
+	ip, err := netip.ParseAddr(e.host)
+	e.loopback = e.host == "localhost" || err == nil && ip.IsLoopback()
 	return e, why
 }
 
@@ -314,13 +369,13 @@ func findSlurm(v *variables) (*Env, string) {
 	id := v.getenv("SLURM_STEP_ID")
 	if id == "" {
 		if _, ok := v.any("SLURM_JOB_ID"); ok {
-			return nil, "SLURM_STEP_ID is not set: a process in an allocation, but no task of a step; start it with srun"
+			return nil, "SLURM_STEP_ID is not set: a process in " + v.slurmAllocation() + ", but no task of a step; start it with srun"
 		}
 		return nil, "SLURM_STEP_ID is not set"
 	}
 	step, err := strconv.ParseUint(id, 10, 32)
 	if err == nil && step >= firstSpecialStep {
-		return nil, "SLURM_STEP_ID is " + id + ": a script, and no task of a step; start it with srun"
+		return nil, "SLURM_STEP_ID is " + id + ": a script in " + v.slurmAllocation() + ", and no task of a step; start it with srun"
 	}
 	if err != nil {
 		v.fail("SLURM_STEP_ID is %s, want a number", quote(id))
@@ -342,6 +397,16 @@ func findSlurm(v *variables) (*Env, string) {
 	e.port = slurmPort(uint64(job), step)
 	v.slurmHosts(e)
 	return e, "SLURM_STEP_ID"
+}
+
+// slurmAllocation says what a process outside of a step is in. If that is for several tasks, it is suspect to be meant as one.
+func (v *variables) slurmAllocation() string {
+	text := v.getenv("SLURM_NTASKS")
+	if n, err := strconv.Atoi(text); err != nil || n < 2 {
+		return "an allocation"
+	}
+	v.suspect = true
+	return "an allocation for SLURM_NTASKS=" + text + " tasks"
 }
 
 // Where the ranks of a step of Slurm meet if the user chooses no port: ports below those that Linux gives out by
@@ -430,6 +495,10 @@ const KubernetesPort = 29550
 func findKubernetes(v *variables) (*Env, string) {
 	index := v.getenv("JOB_COMPLETION_INDEX")
 	if index == "" {
+		if size := v.getenv("HVD_SIZE"); size != "" && size != "1" {
+			v.fail("JOB_COMPLETION_INDEX is not set, but HVD_SIZE is %s", quote(size))
+			return newEnv(0, 1), ""
+		}
 		return nil, "JOB_COMPLETION_INDEX is not set"
 	}
 	if v.getenv("HVD_SIZE") == "" {
@@ -456,9 +525,16 @@ func findKubernetes(v *variables) (*Env, string) {
 	return e, "JOB_COMPLETION_INDEX"
 }
 
+// atMaster reports whether rank 0 tells where its store is at MASTER_ADDR:MASTER_PORT.
+func (e *Env) atMaster() bool { return e.Kind == Plain || e.Kind == Torchrun && !e.agentStore }
+
 // Where says in words where the ranks meet, for people.
 func (e *Env) Where() string {
-	at := net.JoinHostPort(e.host, strconv.Itoa(e.port))
+	host := e.host
+	if e.OneHost() && (e.atMaster() || e.Kind == Slurm) {
+		host = loopback
+	}
+	at := net.JoinHostPort(host, strconv.Itoa(e.port))
 	switch {
 	case e.Size == 1 && (e.Kind != Hvdrun || e.host == ""):
 		return "nowhere: there is one rank"
@@ -470,8 +546,8 @@ func (e *Env) Where() string {
 		return "at a store of rank 0, told in the key-value space of PMI"
 	case e.Kind == Torchrun && e.agentStore:
 		return "at the TCPStore of torchrun, " + at
-	case e.Kind == Torchrun && e.OneHost(), e.Kind == Slurm && e.OneHost():
-		return "at a store of rank 0, " + net.JoinHostPort(loopback, strconv.Itoa(e.port))
+	case e.atMaster():
+		return "at a store of rank 0, of which it tells at " + at
 	case e.Kind != Hvdrun:
 		return "at a store of rank 0, " + at
 	}

@@ -2,6 +2,7 @@ package launchenv
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -31,6 +32,7 @@ var (
 		"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "5", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_NTASKS": "99",
 		"SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_NODELIST": "node[01-03,7]", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
 	}
+	plainEnv      = environment{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 	kubernetesEnv = environment{"JOB_COMPLETION_INDEX": "2", "HVD_SIZE": "4", "HOSTNAME": "train-2"}
 )
 
@@ -56,9 +58,9 @@ func TestDetect(t *testing.T) {
 		{"PMI without hosts", pmiEnv.with("MPI_LOCALRANKID", "", "MPI_LOCALNRANKS", ""), "MPICH (PMI) 3/4 -1/-1 -1/-1 ", ""},
 		{"torchrun", torchrunEnv, "torchrun 3/4 1/2 1/2 job7/2", "at the TCPStore of torchrun, head:29500"},
 		{"torchrun, rank 0's store", torchrunEnv.with("TORCHELASTIC_USE_AGENT_STORE", "False"), "torchrun 3/4 1/2 1/2 job7/2",
-			"at a store of rank 0, head:29500"},
+			"at a store of rank 0, of which it tells at head:29500"},
 		{"torchrun, one host", torchrunEnv.with("TORCHELASTIC_USE_AGENT_STORE", "False", "LOCAL_RANK", "3", "LOCAL_WORLD_SIZE", "4",
-			"GROUP_RANK", "0", "GROUP_WORLD_SIZE", "1"), "torchrun 3/4 3/4 0/1 job7/2", "at a store of rank 0, 127.0.0.1:29500"},
+			"GROUP_RANK", "0", "GROUP_WORLD_SIZE", "1"), "torchrun 3/4 3/4 0/1 job7/2", "at a store of rank 0, of which it tells at 127.0.0.1:29500"},
 		{"torchrun, no run id", torchrunEnv.with("TORCHELASTIC_RUN_ID", "", "TORCHELASTIC_RESTART_COUNT", ""), "torchrun 3/4 1/2 1/2 none/0", ""},
 		{"Slurm", slurmEnv, "Slurm 5/7 1/2 2/3 1234.5", "at a store of rank 0, node01:29703"}, // 1234*97+5 = 119703
 		{"Slurm, last host", slurmEnv.with("SLURM_PROCID", "6", "SLURM_LOCALID", "0", "SLURM_NODEID", "3"), "Slurm 6/7 0/1 3/4 1234.5", ""},
@@ -75,6 +77,15 @@ func TestDetect(t *testing.T) {
 		{"Kubernetes", kubernetesEnv, "Kubernetes 2/4 0/1 2/4 train", "at a store of rank 0, train-0.train:29550"},
 		{"Kubernetes, a service", kubernetesEnv.with("HVD_SUBDOMAIN", "ranks"), "Kubernetes 2/4 0/1 2/4 train", "train-0.ranks:29550"},
 		{"Kubernetes, full name", kubernetesEnv.with("HOSTNAME", "a-b-2.svc.ns.cluster.local"), "Kubernetes 2/4 0/1 2/4 a-b", "a-b-0.a-b:29550"},
+		{"Kubernetes, alone", kubernetesEnv.with("HVD_SIZE", "1"), "HVD_SIZE=1 0/1 0/1 0/1 ", "nowhere: there is one rank"},
+		{"plain", plainEnv, "plain environment 1/2 -1/-1 -1/-1 ", "at a store of rank 0, of which it tells at head:29500"},
+		{"plain, loopback", plainEnv.with("MASTER_ADDR", "localhost"), "plain environment 1/2 -1/-1 -1/-1 ", "tells at 127.0.0.1:29500"},
+		{"plain, IPv6 loopback", plainEnv.with("MASTER_ADDR", "::1"), "plain environment 1/2 -1/-1 -1/-1 ", "tells at 127.0.0.1:29500"},
+		{"plain, local", plainEnv.with("WORLD_SIZE", "4", "LOCAL_RANK", "1", "LOCAL_WORLD_SIZE", "2"), "plain environment 1/4 1/2 -1/-1 ", "head:29500"},
+		{"plain, half of local", plainEnv.with("LOCAL_RANK", "7"), "plain environment 1/2 -1/-1 -1/-1 ", ""},
+		{"plain, one", environment{"RANK": "0", "WORLD_SIZE": "1"}, "plain environment 0/1 0/1 0/1 ", "nowhere: there is one rank"},
+		{"plain, alone", plainEnv.with("HVD_SIZE", "1"), "HVD_SIZE=1 0/1 0/1 0/1 ", "nowhere: there is one rank"},
+		{"plain, by an id", plainEnv.with("MASTER_ADDR", "", "HVD_UNIQUE_ID", "x"), "plain environment 1/2 -1/-1 -1/-1 ", ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			e := detect(t, c.env)
@@ -117,8 +128,8 @@ func TestDetectRefuses(t *testing.T) {
 		{torchrunEnv.with("RANK", "", "WORLD_SIZE", ""), []string{"torchrun", "neither RANK nor WORLD_SIZE", `TORCHELASTIC_RUN_ID is "job7"`}},
 		{torchrunEnv.with("RANK", ""), []string{"RANK is not set"}},
 		{torchrunEnv.with("TORCHELASTIC_RESTART_COUNT", "two"), []string{`TORCHELASTIC_RESTART_COUNT is "two"`}},
-		{torchrunEnv.with("MASTER_ADDR", ""), []string{`MASTER_ADDR is ""`}},
-		{torchrunEnv.with("MASTER_PORT", ""), []string{`MASTER_PORT is ""`}},
+		{torchrunEnv.with("MASTER_ADDR", ""), []string{"MASTER_ADDR not set"}},
+		{torchrunEnv.with("MASTER_PORT", ""), []string{"MASTER_PORT not set"}},
 		{torchrunEnv.with("MASTER_PORT", "99999"), []string{"MASTER_PORT is 99999"}},
 		{slurmEnv.with("SLURM_PROCID", ""), []string{"Slurm", "SLURM_PROCID is not set", `SLURM_STEP_NUM_TASKS is "7"`}},
 		{slurmEnv.with("SLURM_STEP_NUM_TASKS", "", "SLURM_NTASKS", ""), []string{"SLURM_NTASKS is not set", `SLURM_PROCID is "5"`}},
@@ -139,6 +150,17 @@ func TestDetectRefuses(t *testing.T) {
 		{kubernetesEnv.with("HOSTNAME", ""), []string{`HOSTNAME is ""`, "<job>-2"}},
 		{kubernetesEnv.with("HOSTNAME", "train-3"), []string{`HOSTNAME is "train-3"`, "<job>-2"}},
 		{kubernetesEnv.with("HOSTNAME", "-2"), []string{`HOSTNAME is "-2"`}},
+		{environment{"HVD_SIZE": "4"}, []string{"Kubernetes", "JOB_COMPLETION_INDEX is not set", `HVD_SIZE is "4"`}},
+		{plainEnv.with("RANK", ""), []string{"plain environment", "RANK is not set", `WORLD_SIZE is "2"`, "HVD_SIZE=1 makes this process a job of its own"}},
+		{plainEnv.with("WORLD_SIZE", ""), []string{"WORLD_SIZE is not set", `RANK is "1"`}},
+		{plainEnv.with("RANK", "", "WORLD_SIZE", ""), []string{"neither RANK nor WORLD_SIZE is set", `MASTER_ADDR is "head"`}},
+		{plainEnv.with("RANK", "2"), []string{"RANK is 2", "WORLD_SIZE, which is 2"}},
+		{plainEnv.with("RANK", "one"), []string{`RANK is "one"`}},
+		{plainEnv.with("MASTER_ADDR", ""), []string{"rank 1 of 2 does not know where the ranks meet: MASTER_ADDR not set"}},
+		{plainEnv.with("MASTER_PORT", ""), []string{"MASTER_PORT not set"}},
+		{plainEnv.with("MASTER_ADDR", "", "MASTER_PORT", ""), []string{"MASTER_ADDR and MASTER_PORT not set"}},
+		{plainEnv.with("MASTER_PORT", "http"), []string{`MASTER_PORT is "http"`}},
+		{environment{"WORLD_SIZE": "2"}, []string{"RANK is not set"}},
 	} {
 		e, lines, err := Detect(c.env.get)
 		if e != nil {
@@ -162,22 +184,35 @@ func TestDetectRefuses(t *testing.T) {
 }
 
 func TestNoLauncher(t *testing.T) {
-	e, lines, err := Detect(environment{"PATH": "/bin", "RANK": "1", "WORLD_SIZE": "2", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}.get)
+	e, lines, err := Detect(environment{"PATH": "/bin", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "LOCAL_RANK": "0"}.get)
 	if e != nil || err != nil {
 		t.Errorf("detected %v, %v", e, err)
 	}
 	wantLines(t, lines,
 		"hvdrun: neither HOROVOD_RANK nor HOROVOD_SIZE is set",
+		"HVD_SIZE=1: HVD_SIZE is not 1",
 		"Open MPI: neither OMPI_COMM_WORLD_RANK nor OMPI_COMM_WORLD_SIZE is set",
 		"MPICH (PMI): neither PMI_RANK nor PMI_SIZE is set",
 		"torchrun: neither TORCHELASTIC_RUN_ID nor TORCHELASTIC_USE_AGENT_STORE is set",
 		"Slurm: SLURM_STEP_ID is not set: a process in an allocation, but no task of a step; start it with srun",
 		"Kubernetes: JOB_COMPLETION_INDEX is not set",
+		"plain environment: none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set",
 	)
-	// A batch script.
-	e, lines, err = Detect(slurmEnv.with("SLURM_STEP_ID", "4294967291").get)
-	if e != nil || err != nil || !strings.Contains(lines[4].Why, "4294967291: a script") {
-		t.Errorf("detected %v, %v; %v", e, err, lines)
+	// Outside of a step, with several tasks it is suspect.
+	for _, c := range []struct {
+		env     environment
+		why     string
+		suspect bool
+	}{
+		{environment{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}, "an allocation, but", false},
+		{environment{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "an allocation for SLURM_NTASKS=4 tasks, but", true},
+		{slurmEnv.with("SLURM_STEP_ID", "4294967291", "SLURM_NTASKS", ""), "4294967291: a script in an allocation, and", false},
+		{slurmEnv.with("SLURM_STEP_ID", "4294967291"), "4294967291: a script in an allocation for SLURM_NTASKS=99 tasks, and", true},
+	} {
+		e, lines, err := Detect(c.env.get)
+		if slurm := lines[5]; e != nil || err != nil || !strings.Contains(slurm.Why, c.why) || slurm.Suspect != c.suspect {
+			t.Errorf("detected %v, %v; %v, suspect: %v", e, err, slurm, slurm.Suspect)
+		}
 	}
 }
 
@@ -198,7 +233,7 @@ func TestFirstWins(t *testing.T) {
 	kinds := []struct {
 		kind Kind
 		env  environment
-	}{{Hvdrun, hvdrunEnv}, {OpenMPI, openMPIEnv}, {PMI, pmiEnv}, {Torchrun, torchrunEnv}, {Slurm, slurmEnv}, {Kubernetes, kubernetesEnv}}
+	}{{Hvdrun, hvdrunEnv}, {OpenMPI, openMPIEnv}, {PMI, pmiEnv}, {Torchrun, torchrunEnv}, {Slurm, slurmEnv}, {Kubernetes, kubernetesEnv}, {Plain, plainEnv}}
 	for _, k := range kinds {
 		for name, value := range k.env {
 			env[name] = value
@@ -206,9 +241,10 @@ func TestFirstWins(t *testing.T) {
 	}
 	for i, k := range kinds {
 		e, lines, err := Detect(env.get)
-		if err != nil || e.Kind != k.kind || len(lines) != len(kinds) {
+		if err != nil || e.Kind != k.kind || len(lines) != len(kinds)+1 {
 			t.Fatalf("detected %v, %v; %v", e, err, lines)
 		}
+		lines = slices.Delete(lines, 1, 2) // that of HVD_SIZE=1
 		for j, l := range lines {
 			if l.Kind != kinds[j].kind || l.Matched != (j == i) {
 				t.Errorf("with %s first, line %d is %v", k.kind, j, l)
@@ -218,16 +254,18 @@ func TestFirstWins(t *testing.T) {
 			}
 		}
 		for name := range k.env {
-			delete(env, name)
+			if k.kind != Torchrun || plainEnv[name] == "" {
+				delete(env, name)
+			}
 		}
 	}
 	_, lines, _ := Detect(slurmEnv.with("JOB_COMPLETION_INDEX", "7", "HVD_SIZE", "x").get)
-	wantLines(t, lines[4:],
+	wantLines(t, lines[5:7],
 		"Slurm: rank 5 of 7, local rank 1 of 2, cross rank 2 of 3, by SLURM_STEP_ID",
 		"Kubernetes: passed over, for Slurm comes first")
 	// What contradicts itself is not passed over for something that does not.
 	e, lines, err := Detect(openMPIEnv.with("PMI_RANK", "0", "PMI_SIZE", "1", "OMPI_COMM_WORLD_RANK", "9").get)
-	if e != nil || err == nil || !strings.Contains(lines[2].Why, "passed over") {
+	if e != nil || err == nil || !strings.Contains(lines[3].Why, "passed over") {
 		t.Errorf("detected %v, %v; %v", e, err, lines)
 	}
 }
@@ -250,7 +288,7 @@ func FuzzDetect(f *testing.F) {
 			env[names[i]] = v
 		}
 		e, lines, err := Detect(env.get)
-		if len(lines) != 6 || e != nil && err != nil {
+		if len(lines) != 8 || e != nil && err != nil {
 			t.Fatalf("detected %v, %v; %v", e, err, lines)
 		}
 		if e == nil {

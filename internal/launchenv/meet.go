@@ -1,6 +1,7 @@
 package launchenv
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -45,8 +46,8 @@ type MeetOptions struct {
 	// The others dial Host and Port, which then must be given unless the launcher has a port. MPICH's are told it by
 	// rank 0, in place of the name that the host has for itself; hvdrun's do not need it.
 	Host string
-	// Port is where rank 0 serves, in place of the launcher's or the default; 0 for that. It does not move torchrun's
-	// own TCPStore, nor hvdrun's.
+	// Port is where rank 0 serves, in place of the launcher's or the default; 0 for that. In a plain environment it takes the
+	// place of MASTER_PORT. It does not move torchrun's own TCPStore, nor hvdrun's.
 	Port int
 	// Interfaces are those that the user has chosen. Where the ranks are on several hosts rank 0 listens on the first address
 	// among them by which the others reach it, and on all interfaces if none is chosen, or if the name that the others dial
@@ -75,22 +76,30 @@ type Meeting struct {
 
 	closers []func() error // last first
 	close   func() error
-	met     func() error // nil if there is nothing to remove
+	atMet   []func(ctx context.Context) error // in this order
+	met     bool
 }
 
-// Met removes what rank 0 had left for the others to find: the file with the secret, where there is one. It is called when
-// all ranks are known to have met; Close does it otherwise.
-func (m *Meeting) Met() error {
-	if m.met == nil {
+// Met removes what rank 0 had left for the others to find, such as the file with the secret, and gives up a port that is
+// another's to use afterwards; the other ranks wait until rank 0 has done that. Each rank calls it when all ranks are known to
+// have met. Further calls do nothing. Close removes what is left without Met.
+func (m *Meeting) Met(ctx context.Context) error {
+	if m.met {
 		return nil
 	}
-	return m.met()
+	m.met = true
+	var errs []error
+	for _, f := range m.atMet {
+		errs = append(errs, f(ctx))
+	}
+	return errors.Join(errs...)
 }
 
 // leaves says how to remove what this rank has left for the others.
 func (m *Meeting) leaves(remove func() error) {
-	m.met = sync.OnceValue(remove)
-	m.onClose(m.met)
+	remove = sync.OnceValue(remove)
+	m.atMet = append([]func(context.Context) error{func(context.Context) error { return remove() }}, m.atMet...)
+	m.onClose(remove)
 }
 
 // Close closes the store. Rank 0's Close, where it serves the store, ends it for all, so it comes after whatever the
@@ -141,13 +150,15 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Meeting) error {
 		return m.alone(o)
 	case e.Kind == Hvdrun:
 		return errors.New("HOROVOD_GLOO_RENDEZVOUS_ADDR or HOROVOD_GLOO_RENDEZVOUS_PORT is not set")
+	case e.atMaster():
+		return e.meetAtMaster(ctx, o, m)
 	case o.Host != "" && e.Kind != PMI:
 		return e.meetAt(ctx, o, m, o.Host)
 	case e.Kind == OpenMPI:
 		return e.meetByFile(ctx, o, m)
 	case e.Kind == PMI:
 		return e.meetByPMI(ctx, o, m)
-	case e.Kind == Torchrun && (e.agentStore || e.OneHost()):
+	case e.Kind == Torchrun:
 		return e.meetAtTorch(ctx, o, m)
 	case e.Kind == Slurm && e.Rank == 0 && e.node > 0:
 		return fmt.Errorf("rank 0 is on node %d of the step, want the first: say which host with HVD_RENDEZVOUS_HOST", e.node)
@@ -498,31 +509,16 @@ func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Meeting) error {
 // is not told there, for whoever reaches a TCPStore can read it.
 const torchSecretKey = "secret"
 
-// meetAtTorch is the meeting at a TCPStore of PyTorch's protocol: that of the agent, or rank 0's on the same host.
+// meetAtTorch is the meeting at the TCPStore of torchrun's agent.
 func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Meeting) error {
 	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
 		return ErrNoSecret
 	}
-	host, port := e.host, e.port
-	if !e.agentStore {
-		host, port = loopback, o.Port
-	}
-	if e.Rank == 0 && !e.agentStore {
-		h := store.NewHashStore(store.Limits{})
-		m.onClose(h.Close)
-		server, err := c10d.Serve(net.JoinHostPort(host, strconv.Itoa(port)), h, c10d.Config{Log: o.Log})
-		switch {
-		case err == nil:
-			m.onClose(server.Close)
-		case !errors.Is(err, syscall.EADDRINUSE): // else PyTorch in this process has been here before
-			return err
-		}
-	}
-	host, err := o.resolve(ctx, host)
+	host, err := o.resolve(ctx, e.host)
 	if err != nil {
 		return err
 	}
-	addr := net.JoinHostPort(host, strconv.Itoa(port))
+	addr := net.JoinHostPort(host, strconv.Itoa(e.port))
 	client, err := c10d.Dial(ctx, addr, c10d.Unknown)
 	if err != nil {
 		return err
@@ -541,7 +537,11 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Meeting) error 
 	if err != nil {
 		return err
 	}
-	told := string(word)
+	return e.hearTorchSecret(o, m, string(word))
+}
+
+// hearTorchSecret settles the secret of another rank than 0 by what rank 0 told.
+func (e *Env) hearTorchSecret(o MeetOptions, m *Meeting, told string) (err error) {
 	if filepath.IsAbs(told) {
 		if !e.OneHost() {
 			return fmt.Errorf("rank 0 keeps the secret in a file of its host, and only %d of %d ranks are on this one",
@@ -576,4 +576,124 @@ func (e *Env) torchSecret(o MeetOptions, m *Meeting) (word string, err error) {
 	m.leaves(func() error { return os.RemoveAll(dir) })
 	path := filepath.Join(dir, "secret")
 	return path, writePrivate(path, word)
+}
+
+const (
+	// masterPlace is where rank 0 tells at MASTER_ADDR:MASTER_PORT how to reach its store: port,word as of torchSecret.
+	masterPlace = "place"
+	// masterClaim counts the jobs that meet there, by the ranks 0.
+	masterClaim = "claim"
+	// masterFreeKey is where rank 0 tells in its own store that it has given MASTER_PORT up.
+	masterFreeKey = "launchenv/master-free"
+)
+
+// meetAtMaster is the meeting at MASTER_ADDR:MASTER_PORT, where by PyTorch's convention rank 0 serves a TCPStore. PyTorch in
+// the same process may have done so before, or may want to do so later. So the ranks only learn there how to reach a store of
+// rank 0 at another port. Rank 0 tells them at PyTorch's store if that is there, else at one of its own, which it closes when
+// all have met and before another rank goes on.
+func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Meeting) error {
+	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
+		return ErrNoSecret
+	}
+	host, port := cmp.Or(o.Host, e.host), o.Port
+	if e.OneHost() {
+		host = loopback
+	}
+	if e.Rank == 0 {
+		return e.tellAtMaster(ctx, o, m, host, port)
+	}
+	dialed, err := o.resolve(ctx, host)
+	if err != nil {
+		return err
+	}
+	master := net.JoinHostPort(dialed, strconv.Itoa(port))
+	client, err := c10d.Dial(ctx, master, c10d.Unknown)
+	if err != nil {
+		return fmt.Errorf("rank 0 is not to be found at MASTER_ADDR and MASTER_PORT: %w", err)
+	}
+	text, err := e.atMasterStore(client).Get(ctx, masterPlace)
+	if err != nil {
+		return errors.Join(fmt.Errorf("rank 0 has told nothing at the TCPStore at %s; if PyTorch serves it, all ranks must call "+
+			"init_process_group and Init in the same order: %w", master, err), client.Close())
+	}
+	if err := client.Close(); err != nil {
+		return err
+	}
+	portText, word, _ := strings.Cut(string(text), ",")
+	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
+		return fmt.Errorf("the TCPStore at %s told no port, want port,secret", master)
+	}
+	if err := e.hearTorchSecret(o, m, word); err != nil {
+		return err
+	}
+	m.atMet = append(m.atMet, func(ctx context.Context) error { return m.Store.Wait(ctx, masterFreeKey) })
+	return e.dial(ctx, o, m, host, port)
+}
+
+// atMasterStore is the part of that TCPStore that is gohvd's.
+func (e *Env) atMasterStore(s store.Store) store.Store {
+	return store.NewPrefixStore("gohvd/"+cmp.Or(e.JobID, "plain"), s)
+}
+
+// tellAtMaster is meetAtMaster for rank 0.
+func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Meeting, host string, port int) error {
+	word, err := e.torchSecret(o, m)
+	if err != nil {
+		return err
+	}
+	listen, err := e.listenHost(ctx, o, host)
+	if err != nil {
+		return err
+	}
+	server, err := e.serve(ctx, o, m, listen, 0)
+	if err != nil {
+		return err
+	}
+	_, own, err := net.SplitHostPort(server.Addr())
+	if err != nil {
+		return err
+	}
+	master, release, err := masterStore(ctx, o, listen, port)
+	if err != nil {
+		return err
+	}
+	m.leaves(release)
+	s := e.atMasterStore(master)
+	// Not by a compare-and-set: at PyTorch's older servers that does not wake the ranks that wait for the key.
+	if n, err := s.Add(ctx, masterClaim, 1); err != nil {
+		return err
+	} else if n != 1 { // the other job might have the same secret
+		return fmt.Errorf("another job meets at port %d of this host: choose another MASTER_PORT", port)
+	}
+	m.leaves(func() error {
+		// The store may be PyTorch's, which lives on, and these processes may meet there once more.
+		ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
+		defer cancel()
+		_, err := s.Delete(ctx, masterPlace)
+		_, claimErr := s.Delete(ctx, masterClaim)
+		return errors.Join(err, claimErr)
+	})
+	if err := s.Set(ctx, masterPlace, []byte(own+","+word)); err != nil {
+		return err
+	}
+	m.atMet = append(m.atMet, func(ctx context.Context) error { return m.Store.Set(ctx, masterFreeKey, nil) })
+	return nil
+}
+
+// masterStore is a TCPStore that it serves on a port, or that which is there already.
+func masterStore(ctx context.Context, o MeetOptions, listen string, port int) (s store.Store, release func() error, err error) {
+	h := store.NewHashStore(store.Limits{})
+	server, err := c10d.Serve(net.JoinHostPort(listen, strconv.Itoa(port)), h, c10d.Config{Log: o.Log})
+	if err == nil {
+		// The keys of a TCPStore begin with a slash.
+		return store.NewPrefixStore("", h), func() error { return errors.Join(server.Close(), h.Close()) }, nil
+	}
+	if err = errors.Join(err, h.Close()); !errors.Is(err, syscall.EADDRINUSE) {
+		return nil, nil, err
+	}
+	client, err := c10d.Dial(ctx, net.JoinHostPort(cmp.Or(listen, loopback), strconv.Itoa(port)), c10d.Unknown)
+	if err != nil {
+		return nil, nil, fmt.Errorf("MASTER_PORT is in use on this host, but not by a TCPStore as PyTorch's: %w", err)
+	}
+	return client, client.Close, nil
 }

@@ -4,12 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -180,6 +182,7 @@ func TestSecretIsNeeded(t *testing.T) {
 	for _, env := range []environment{
 		slurmEnv, slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "0"), kubernetesEnv, torch, torch.with("RANK", "0"),
 		torch.with("TORCHELASTIC_USE_AGENT_STORE", "False"),
+		plainEnv, plainEnv.with("RANK", "0"),
 	} {
 		e := detect(t, env)
 		if _, err := e.Meet(soon(t), MeetOptions{Interfaces: onLoopback(t)}); !errors.Is(err, ErrNoSecret) {
@@ -279,6 +282,8 @@ func TestHvdrunsStore(t *testing.T) {
 
 func TestAlone(t *testing.T) {
 	for _, env := range []environment{
+		{"HVD_SIZE": "1"},
+		{"RANK": "0", "WORLD_SIZE": "1"},
 		{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"},
 		{"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
 		{"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "77"},
@@ -533,7 +538,7 @@ func TestTorchrunsStore(t *testing.T) {
 	testnet.WantError(t, err, "only 2 of 4 ranks")
 }
 
-// Where torchrun's agent serves no store rank 0 does: one of PyTorch's protocol on one host, ours on several.
+// If torchrun's agent serves no store, rank 0 does.
 func TestTorchrunWithoutStore(t *testing.T) {
 	for _, hosts := range []int{1, 2} {
 		port := testnet.FreePort(t)
@@ -544,7 +549,87 @@ func TestTorchrunWithoutStore(t *testing.T) {
 	}
 }
 
-// PyTorch in rank 0 may have served a store at MASTER_PORT before.
+// plainRanks are the ranks of a job that nothing but the plain variables places.
+func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
+	t.Helper()
+	for r := range n {
+		envs = append(envs, detect(t, plainEnv.with("RANK", strconv.Itoa(r), "WORLD_SIZE", strconv.Itoa(n)).with(more...)))
+	}
+	return envs
+}
+
+func TestPlain(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	at := func() []string { return []string{"MASTER_PORT", strconv.Itoa(testnet.FreePort(t))} }
+	// On loopback rank 0 makes the secret, on a host by its name the user has to.
+	mustMeet(t, true, same(MeetOptions{}), plainRanks(t, 3, append(at(), "MASTER_ADDR", "127.0.0.1")...)...)
+	o := MeetOptions{Secret: parse(t, userSecret), Interfaces: onLoopback(t), resolver: loopbackNames("head")}
+	mustMeet(t, true, same(o), plainRanks(t, 3, at()...)...)
+	o.Secret, o.Insecure = secret.Secret{}, true
+	mustMeet(t, false, same(o), plainRanks(t, 3, at()...)...)
+	// The user's host and port are taken in place of the variables'.
+	o.Host, o.Port, o.resolver = "other", testnet.FreePort(t), loopbackNames("other")
+	mustMeet(t, false, same(o), plainRanks(t, 3, "MASTER_PORT", "1")...)
+	if left, err := os.ReadDir(os.TempDir()); len(left) > 0 || err != nil {
+		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
+// meetBoth has two ranks meet.
+func meetBoth(t *testing.T, envs []*Env) (met [2]*Meeting) {
+	t.Helper()
+	var errs [2]error
+	var wg sync.WaitGroup
+	for r, e := range envs {
+		wg.Go(func() { met[r], errs[r] = e.Meet(testnet.Context(t), MeetOptions{}) })
+	}
+	wg.Wait()
+	if err := errors.Join(errs[:]...); err != nil {
+		t.Fatal(err)
+	}
+	return met
+}
+
+func closeBoth(t *testing.T, met [2]*Meeting) {
+	t.Helper()
+	for _, m := range met {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// PyTorch in rank 0 may want MASTER_PORT as soon as any rank goes on: rank 0 gives it up, and the others wait for that. The
+// ranks keep their store.
+func TestMasterPortIsGivenUp(t *testing.T) {
+	port := strconv.Itoa(testnet.FreePort(t))
+	met := meetBoth(t, plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port))
+	defer closeBoth(t, met)
+	if err := met[1].atMet[0](soon(t)); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("rank 1 goes on before rank 0 has given the port up: %v", err)
+	}
+	gone := make(chan error, 1)
+	go func() {
+		err := met[1].Met(testnet.Context(t))
+		l, listenErr := net.Listen("tcp", net.JoinHostPort(loopback, port))
+		if listenErr == nil {
+			listenErr = l.Close()
+		}
+		gone <- errors.Join(err, listenErr)
+	}()
+	if err := met[0].Met(testnet.Context(t)); err != nil {
+		t.Error(err)
+	}
+	if err := <-gone; err != nil {
+		t.Error(err)
+	}
+	if _, err := met[1].Store.Add(testnet.Context(t), "n", 1); err != nil {
+		t.Errorf("the store went away with the port: %v", err)
+	}
+}
+
+// PyTorch in rank 0 may have served a store at MASTER_PORT before. It lives on, and gohvd leaves nothing there, so the ranks can
+// meet there once more; but not two jobs at a time.
 func TestTorchWasHere(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
@@ -555,6 +640,29 @@ func TestTorchWasHere(t *testing.T) {
 	defer server.Close()
 	_, port, _ := net.SplitHostPort(server.Addr())
 	mustMeet(t, true, same(MeetOptions{}), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_USE_AGENT_STORE", "False")...)
+	for range 2 {
+		ranks := func() []*Env { return plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port) }
+		met := meetBoth(t, ranks())
+		_, err := ranks()[0].Meet(testnet.Context(t), MeetOptions{})
+		testnet.WantError(t, err, "another job meets at port "+port, "choose another MASTER_PORT")
+		closeBoth(t, met)
+	}
+	if n, err := h.NumKeys(t.Context()); n != 0 || err != nil {
+		t.Errorf("%d keys are left in PyTorch's store (%v)", n, err)
+	}
+}
+
+// What listens at MASTER_PORT may be neither of them.
+func TestMasterPortIsTaken(t *testing.T) {
+	addr := testnet.FakeServer(t, func(conn net.Conn) {
+		io.WriteString(conn, "220 mail.example.org\r\n")
+		io.Copy(io.Discard, conn)
+	})
+	_, port, _ := net.SplitHostPort(addr)
+	for r, part := range []string{"MASTER_PORT is in use on this host, but not by a TCPStore", "rank 0 is not to be found at MASTER_ADDR and MASTER_PORT"} {
+		_, err := plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[r].Meet(testnet.Context(t), MeetOptions{})
+		testnet.WantError(t, err, part, "the server answered \"220 mail\", so it is no TCPStore")
+	}
 }
 
 // The real one, of Debian's PyTorch: --standalone leaves the store to rank 0, otherwise the agent has it.
@@ -584,7 +692,7 @@ func TestNobodyComes(t *testing.T) {
 		hvdrunEnv.with("HOROVOD_GLOO_RENDEZVOUS_ADDR", loopback, "HOROVOD_GLOO_RENDEZVOUS_PORT", port),
 		torchrunEnv.with("MASTER_PORT", port),
 		torchrunEnv.with("MASTER_PORT", port, "TORCHELASTIC_USE_AGENT_STORE", "False"),
-		slurmEnv, kubernetesEnv,
+		slurmEnv, kubernetesEnv, plainEnv,
 	} {
 		e := detect(t, env)
 		_, err := e.Meet(soon(t), o)

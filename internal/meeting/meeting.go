@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"net/url"
 	"os"
 	"slices"
 	"strconv"
@@ -29,9 +30,9 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// Config says where to meet. At most one of Store, Method and ID is given. Without any it is what the settings say, and if
-// they do not place this process in a job, what the launcher says that is found in the environment. If none is found the
-// process is a job of its own.
+// Config says where to meet. At most one of Store, Method and ID is given. Without any it is what the settings say
+// (HVD_INIT_METHOD, HVD_UNIQUE_ID), and if they do not place this process in a job, what the launcher says that is found in the
+// environment. If none is found the process is a job of its own.
 type Config struct {
 	Settings config.Config
 	// Store is the program's own, and stays it.
@@ -39,18 +40,18 @@ type Config struct {
 	// Method is the URL of an init method. Rank and size are the settings' if they are there, else the URL's.
 	Method string
 	// ID is a meeting by ids.
-	ID  *ID
-	Log *zap.Logger // may be nil
+	ID *ID
+	// Device is the accelerator that this rank uses, a name that is unique on its host, or empty. Two ranks that meet by ids and
+	// have the same one are an error unless both have ShareDevices.
+	Device       string
+	ShareDevices bool
+	Log          *zap.Logger // may be nil
 }
 
 // ID says which ranks meet by which ids.
 type ID struct {
 	IDs        []bootstrap.ID
 	Rank, Size int
-	// Device is the accelerator that this rank uses, a name that is unique on its host, or empty. Two ranks with one are
-	// an error unless both have ShareDevices.
-	Device       string
-	ShareDevices bool
 }
 
 // Meeting is where the ranks have met, as this rank has it.
@@ -70,15 +71,15 @@ type Meeting struct {
 	launcher store.Store    // Store, if it is hvdrun's
 	closers  []func() error // last first
 	close    func() error
-	met      func() error // nil for nothing
+	met      func(context.Context) error // nil for nothing
 }
 
-// Met is called when all ranks have met. It removes what this rank had left for the others to find.
-func (m *Meeting) Met() error {
+// Met is called when all ranks have met. It removes what rank 0 had left for the others to find; these wait for that.
+func (m *Meeting) Met(ctx context.Context) error {
 	if m.met == nil {
 		return nil
 	}
-	return m.met()
+	return m.met(ctx)
 }
 
 const loopback = "127.0.0.1"
@@ -130,6 +131,11 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 	if ways > 1 {
 		return fmt.Errorf("%d ways to meet are given, want one of a store, an init method and an id", ways)
 	}
+	if ways == 0 {
+		if err := m.bySettings(cfg); err != nil {
+			return err
+		}
+	}
 	choice, err := netif.Parse(m.Settings.NetworkInterfaces)
 	if err != nil {
 		return err
@@ -156,6 +162,62 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 		m.Settings.Rank, m.Settings.Size = 0, 1
 	}
 	return m.checkSecret()
+}
+
+// bySettings takes the way to meet from the settings, if they have one.
+func (m *Meeting) bySettings(cfg *Config) error {
+	set := &m.Settings
+	switch {
+	case set.InitMethod != "" && set.UniqueID != "":
+		return errors.New("HVD_INIT_METHOD and HVD_UNIQUE_ID are set, want one of them")
+	case set.InitMethod != "":
+		cfg.Method = set.InitMethod
+	case set.UniqueID != "":
+		cfg.ID = new(ID)
+		for text := range strings.SplitSeq(set.UniqueID, ",") {
+			id, err := bootstrap.ParseID(text)
+			if err != nil {
+				return fmt.Errorf("HVD_UNIQUE_ID: %w", err)
+			}
+			cfg.ID.IDs = append(cfg.ID.IDs, id)
+		}
+		if set.Size == config.Unset {
+			if err := m.placeByLauncher(); err != nil {
+				return err
+			}
+		}
+		if set.Size == config.Unset {
+			return errors.New("HVD_UNIQUE_ID is set, but nothing says which rank this is: set HOROVOD_RANK and HOROVOD_SIZE, or RANK and WORLD_SIZE")
+		}
+		cfg.ID.Rank, cfg.ID.Size = set.Rank, set.Size
+	}
+	return nil
+}
+
+// placeByLauncher sets this process's place as the launcher says, if there is one.
+func (m *Meeting) placeByLauncher() error {
+	env, _, err := launchenv.Detect(m.Settings.Variable)
+	if err == nil && env != nil {
+		m.take(env)
+	}
+	return err
+}
+
+// take sets this process's place by what a launcher says. A setting for a part of it stays.
+func (m *Meeting) take(env *launchenv.Env) {
+	set := &m.Settings
+	set.Rank, set.Size = env.Rank, env.Size
+	for _, f := range []struct {
+		field *int
+		told  int
+	}{
+		{&set.LocalRank, env.LocalRank}, {&set.LocalSize, env.LocalSize},
+		{&set.CrossRank, env.CrossRank}, {&set.CrossSize, env.CrossSize},
+	} {
+		if *f.field == config.Unset && f.told >= 0 {
+			*f.field = f.told
+		}
+	}
 }
 
 // place sets this process's place, which nothing has set before.
@@ -224,9 +286,17 @@ func (m *Meeting) Launcher() store.Store { return m.launcher }
 // byEnvironment meets as the launcher says that has started this process.
 func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	set := &m.Settings
-	env, _, err := launchenv.Detect(set.Variable)
-	if err != nil || env == nil {
+	env, lines, err := launchenv.Detect(set.Variable)
+	if err != nil {
 		return err
+	}
+	if env == nil {
+		for _, l := range lines {
+			if l.Suspect {
+				cfg.Log.Warn("this process is a job of its own, rank 0 of 1; HVD_SIZE=1 says that it is meant to be", zap.Stringer("launcher", l))
+			}
+		}
+		return nil
 	}
 	if env.Size == 1 {
 		set.Rank, set.Size = 0, 1
@@ -244,20 +314,9 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 	m.Once, m.Store, m.Secret = true, met.Store, met.Secret
 	m.onClose(met.Close)
 	m.met = met.Met
-	set.Rank, set.Size = env.Rank, env.Size
+	m.take(env)
 	if set.Variable("HVD_JOB_ID") == "" && met.JobID != "" {
 		set.JobID = short(met.JobID)
-	}
-	for _, f := range []struct {
-		field *int
-		told  int
-	}{
-		{&set.LocalRank, env.LocalRank}, {&set.LocalSize, env.LocalSize},
-		{&set.CrossRank, env.CrossRank}, {&set.CrossSize, env.CrossSize},
-	} {
-		if *f.field == config.Unset && f.told >= 0 {
-			*f.field = f.told
-		}
 	}
 	if env.OneHost() {
 		return nil
@@ -268,6 +327,11 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 // byMethod meets by an init method.
 func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	set := &m.Settings
+	if u, err := url.Parse(cfg.Method); err == nil && set.Size == config.Unset && u.Scheme != "env" && !u.Query().Has("rank") && !u.Query().Has("world_size") {
+		if err := m.placeByLauncher(); err != nil {
+			return err
+		}
+	}
 	p, err := rendezvous.NewMethods().Open(ctx, cfg.Method, rendezvous.MethodOptions{
 		Rank: set.Rank, Size: set.Size, Getenv: set.Variable, Secret: m.Secret, Log: cfg.Log,
 	})
@@ -310,7 +374,7 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 		return err
 	}
 	m.Listen, m.Secret, m.Settings.JobID = listen.String(), key, job
-	self := bootstrap.Record{HostHash: host, Device: id.Device, Host: m.Settings.Hostname}
+	self := bootstrap.Record{HostHash: host, Device: cfg.Device, Host: m.Settings.Hostname}
 	if id.Rank == 0 {
 		addr, err := m.serve(key, cfg.Log)
 		if err != nil {
@@ -319,7 +383,7 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 		self.Info = []byte(addr)
 	}
 	ring, err := bootstrap.Join(ctx, id.IDs, bootstrap.Config{
-		Rank: topo.Rank(id.Rank), Size: id.Size, Self: self, ListenHost: m.Listen, ShareDevices: id.ShareDevices, Log: cfg.Log,
+		Rank: topo.Rank(id.Rank), Size: id.Size, Self: self, ListenHost: m.Listen, ShareDevices: cfg.ShareDevices, Log: cfg.Log,
 	})
 	if err != nil {
 		return err

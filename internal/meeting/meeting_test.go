@@ -212,13 +212,97 @@ func TestByMethod(t *testing.T) {
 	}
 }
 
+// The settings say how to meet, and a launcher which rank this is.
+func TestBySettings(t *testing.T) {
+	free := func() string { return net.JoinHostPort(loopback, strconv.Itoa(testnet.FreePort(t))) }
+	placed := map[string][2]string{
+		"HOROVOD_RANK": {"HOROVOD_RANK", "HOROVOD_SIZE"}, "mpirun": {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, "plain": {"RANK", "WORLD_SIZE"},
+	}
+	for by, names := range placed {
+		for name, value := range map[string]string{"HVD_INIT_METHOD": "tcp://" + free(), "HVD_UNIQUE_ID": newIDs(t, 1)[0].String()} {
+			t.Run(name+" by "+by, func(t *testing.T) {
+				var configs []Config
+				for r := range 2 {
+					configs = append(configs, Config{Settings: settings(t, map[string]string{name: value, names[0]: strconv.Itoa(r), names[1]: "2"})})
+				}
+				met, errs := all(t, configs...)
+				meets(t, met, errs)
+			})
+		}
+	}
+	t.Run("rank in the URL", func(t *testing.T) {
+		var configs []Config
+		at := free()
+		for r := range 2 {
+			// Also where a plain environment does not say where to meet.
+			vars := map[string]string{"HVD_INIT_METHOD": "tcp://" + at + "?world_size=2&rank=" + strconv.Itoa(r), "WORLD_SIZE": "2"}
+			configs = append(configs, Config{Settings: settings(t, vars)})
+		}
+		met, errs := all(t, configs...)
+		meets(t, met, errs)
+	})
+	for name, test := range map[string]struct {
+		vars map[string]string
+		want string
+	}{
+		"both":      {map[string]string{"HVD_INIT_METHOD": "env://", "HVD_UNIQUE_ID": "x"}, "HVD_INIT_METHOD and HVD_UNIQUE_ID are set"},
+		"no id":     {map[string]string{"HVD_UNIQUE_ID": "private"}, "HVD_UNIQUE_ID: bootstrap: parse id: 7 characters, want 171"},
+		"no rank":   {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1)[0].String()}, "nothing says which rank this is"},
+		"half":      {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1)[0].String(), "RANK": "1"}, "WORLD_SIZE is not set"},
+		"no scheme": {map[string]string{"HVD_INIT_METHOD": "host:1"}, "init method"},
+		"size":      {map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}, "world size parameter missing"},
+	} {
+		_, errs := all(t, Config{Settings: settings(t, test.vars)})
+		if errs[0] == nil || !strings.Contains(errs[0].Error(), test.want) || strings.Contains(errs[0].Error(), "private") {
+			t.Errorf("%s: got %v, want %q", name, errs[0], test.want)
+		}
+	}
+	// What the program says comes first.
+	h := store.NewHashStore(store.Limits{})
+	defer h.Close()
+	met, errs := all(t, Config{Settings: settings(t, map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}), ID: &ID{IDs: newIDs(t, 1), Size: 1}})
+	meets(t, met, errs)
+}
+
+// Signs of a job in which this process does not know its place, or where the others are, are errors. It is alone if it is told to be.
+func TestNoWayToMeet(t *testing.T) {
+	for name, vars := range map[string]map[string]string{
+		"no address": {"RANK": "1", "WORLD_SIZE": "2"},
+		"no rank":    {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+		"no size":    {"RANK": "0"},
+		"address":    {"MASTER_ADDR": "localhost"},
+		"pods":       {"HVD_SIZE": "3"},
+	} {
+		if _, errs := all(t, Config{Settings: settings(t, vars)}); errs[0] == nil || !strings.Contains(errs[0].Error(), "HVD_SIZE=1 makes this process a job of its own") {
+			t.Errorf("%s: got %v", name, errs[0])
+		}
+		vars["HVD_SIZE"] = "1"
+		met, errs := all(t, Config{Settings: settings(t, vars)})
+		meets(t, met, errs)
+	}
+	log, entries := testnet.Logs()
+	allocation := map[string]string{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
+	met, errs := all(t, Config{Settings: settings(t, allocation), Log: log})
+	meets(t, met, errs)
+	if !testnet.Logged(entries, "this process is a job of its own", "SLURM_NTASKS=4", "start it with srun") {
+		t.Errorf("a process in an allocation for four tasks trains alone without a warning: %v", entries.All())
+	}
+	allocation["HVD_SIZE"] = "1"
+	log, entries = testnet.Logs()
+	met, errs = all(t, Config{Settings: settings(t, allocation), Log: log})
+	meets(t, met, errs)
+	if entries.Len() > 0 {
+		t.Errorf("a process that is to be alone warns: %v", entries.All())
+	}
+}
+
 func TestByID(t *testing.T) {
 	jobs := make(map[string]bool)
 	for _, test := range []struct{ size, ids int }{{1, 1}, {2, 1}, {5, 2}} {
 		ids := newIDs(t, test.ids)
 		var configs []Config
 		for r := range test.size {
-			configs = append(configs, Config{Settings: settings(t, nil), ID: &ID{IDs: ids, Rank: r, Size: test.size, Device: "gpu" + strconv.Itoa(r)}})
+			configs = append(configs, Config{Settings: settings(t, nil), ID: &ID{IDs: ids, Rank: r, Size: test.size}, Device: "gpu" + strconv.Itoa(r)})
 		}
 		met, errs := all(t, configs...)
 		meets(t, met, errs)
@@ -263,7 +347,8 @@ func TestByIDRefused(t *testing.T) {
 		want    string
 	}{
 		"device": {[]Config{
-			rank(t, ID{IDs: ids[:1], Rank: 0, Size: 2, Device: "gpu"}, nil), rank(t, ID{IDs: ids[:1], Rank: 1, Size: 2, Device: "gpu", ShareDevices: true}, nil),
+			{Settings: settings(t, nil), ID: &ID{IDs: ids[:1], Rank: 0, Size: 2}, Device: "gpu"},
+			{Settings: settings(t, nil), ID: &ID{IDs: ids[:1], Rank: 1, Size: 2}, Device: "gpu", ShareDevices: true},
 		}, "both use device"},
 		"size": {[]Config{
 			rank(t, ID{IDs: ids[1:2], Rank: 0, Size: 2}, nil), rank(t, ID{IDs: ids[1:2], Rank: 1, Size: 3}, nil),
@@ -412,7 +497,7 @@ func TestByEnvironment(t *testing.T) {
 		if !m.Once || m.Secret.IsZero() || s.LocalRank != r || s.LocalSize != 2 || s.JobID != "run/0" || m.Listen != loopback {
 			t.Errorf("rank %d: got %+v", r, m)
 		}
-		if err := m.Met(); err != nil {
+		if err := m.Met(t.Context()); err != nil {
 			t.Error(err)
 		}
 		a := m.Again(settings(t, map[string]string{"HOROVOD_CACHE_CAPACITY": "7"}))

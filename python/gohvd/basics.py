@@ -22,7 +22,8 @@ def init(
 ) -> None:
     """Joins this process to its job, and waits until all ranks have come. Again while it is in the job it does nothing.
 
-    The job is that of hvdrun, mpirun, srun or torchrun; without a launcher this process is rank 0 of 1.
+    The job is that of hvdrun, mpirun, srun or torchrun, or that of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without any
+    this process is rank 0 of 1, as it is with HVD_SIZE=1.
 
     comm is None, or all ranks of the job: a list of them, or a communicator of mpi4py. For a part of the job use process
     sets. process_sets are sets to register, the same in the same order at all ranks, or "dynamic" if they shall be added

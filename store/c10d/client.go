@@ -19,9 +19,9 @@ import (
 // each.
 //
 // The protocol leaves some things out, so a Store is less than others: an empty value is like none to CompareAndSet; where
-// the value that is desired is there already CompareAndSet reports that it was set; Watch asks every 50 ms; what the server
-// refuses it answers by closing the connection; and PyTorch before 2.1 has neither Append nor calls with many keys, and
-// queues came with 2.8.
+// the value that is desired is there already CompareAndSet reports that it was set, and at PyTorch's servers without libuv it
+// does not wake those that wait for the key; Watch asks every 50 ms; what the server refuses it answers by closing the
+// connection; and PyTorch before 2.1 has neither Append nor calls with many keys, and queues came with 2.8.
 //
 // A call has a connection to itself, so that none waits for another. One that is given up is closed.
 type Store struct {

@@ -1,0 +1,121 @@
+package pythontest
+
+import (
+	"bytes"
+	"context"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/testtorch"
+)
+
+// besideTorch calls gohvd's init (h) and PyTorch's (t) in the order that it is told, uses both, and joins the job once more.
+const besideTorch = `
+import sys, time
+import torch, torch.distributed as dist
+import gohvd.torch as hvd
+
+def torch_init():
+    dist.init_process_group("gloo")
+
+def hvd_init():
+    begin = time.monotonic()
+    hvd.init()
+    times.append("%.2f s" % (time.monotonic() - begin))
+
+times = []
+order = sys.argv[1]
+for which in order:
+    {"h": hvd_init, "t": torch_init}[which]()
+ones = lambda: torch.ones(4)
+got = ["rank", hvd.rank(), "of", hvd.size(), "sum", hvd.allreduce(ones(), op=hvd.Sum, name="x").sum().item()]
+if "t" in order:
+    x = ones()
+    dist.all_reduce(x)
+    got += ["torch", x.sum().item()]
+hvd.shutdown()
+hvd_init()
+got += ["again", hvd.allreduce(ones(), op=hvd.Sum, name="x").sum().item()]
+hvd.shutdown()
+if "t" in order:
+    dist.destroy_process_group()
+# One write, so that the ranks' lines stay whole.
+sys.stdout.write("%s\ninit took %s\n" % (" ".join(map(str, got)), times))
+`
+
+// Programs that torchrun starts, or somebody by hand with PyTorch's four variables, are one job, also if they use PyTorch's own
+// process group at the same port, whichever is initialized first.
+func TestBesideTorch(t *testing.T) {
+	testtorch.Need(t)
+	script := filepath.Join(t.TempDir(), "script.py")
+	if err := os.WriteFile(script, []byte(besideTorch), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, test := range []struct {
+		launcher, order string
+		run             func(*testing.T, func(...string) *exec.Cmd) string
+	}{
+		{"torchrun", "h", torchrun}, {"torchrun", "ht", torchrun}, {"by hand", "th", byHand}, {"by hand", "ht", byHand},
+	} {
+		t.Run(test.launcher+" "+test.order, func(t *testing.T) {
+			out := test.run(t, func(args ...string) *exec.Cmd {
+				ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+				t.Cleanup(cancel)
+				cmd := exec.CommandContext(ctx, testtorch.Python, append(args, script, test.order)...)
+				cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo",
+					"HVD_SIDECAR_BINARY="+hvdd)
+				cmd.WaitDelay = 10 * time.Second
+				return cmd
+			})
+			t.Log(out)
+			for r := range 2 {
+				want := "rank " + strconv.Itoa(r) + " of 2 sum 8.0 "
+				if strings.Contains(test.order, "t") {
+					want += "torch 8.0 "
+				}
+				if !strings.Contains(out, want+"again 8.0\n") {
+					t.Errorf("no rank says %q:\n%s", want+"again 8.0", out)
+				}
+			}
+		})
+	}
+}
+
+// torchrun starts two ranks with torchrun, whose agent serves no store in older versions.
+func torchrun(t *testing.T, command func(...string) *exec.Cmd) string {
+	// The redirects are of no rank: the default of 1.13 fails with today's Python.
+	cmd := command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=9:1", "--tee=9:1")
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	if err := cmd.Run(); err != nil {
+		t.Fatalf("%v\n%s%s", err, &stdout, &stderr)
+	}
+	return stdout.String()
+}
+
+// byHand starts two ranks with the four variables and nothing else.
+func byHand(t *testing.T, command func(...string) *exec.Cmd) string {
+	port := strconv.Itoa(testnet.FreePort(t))
+	var outs [2][]byte
+	var errs [2]error
+	var wg sync.WaitGroup
+	for r := range outs {
+		cmd := command()
+		cmd.Env = append(cmd.Env, "RANK="+strconv.Itoa(r), "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT="+port)
+		wg.Go(func() { outs[r], errs[r] = cmd.CombinedOutput() })
+	}
+	wg.Wait()
+	for r, err := range errs {
+		if err != nil {
+			t.Errorf("rank %d: %v\n%s", r, err, outs[r])
+		}
+	}
+	return string(outs[0]) + string(outs[1])
+}
