@@ -134,7 +134,7 @@ func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Meeting, error) {
 	if err != nil {
 		// What was opened is of no use; why it was is said.
 		_ = m.Close()
-		return nil, fmt.Errorf("launchenv: rank %d of %d, started by %s, meeting the others: %w", e.Rank, e.Size, e.Kind, err)
+		return nil, fmt.Errorf("launchenv: rank %d of %d (%s), meeting the others: %w", e.Rank, e.Size, e.Kind, err)
 	}
 	return m, nil
 }
@@ -210,8 +210,12 @@ func (e *Env) dial(ctx context.Context, o MeetOptions, m *Meeting, host string, 
 		return err
 	}
 	if string(got) != e.jobValue(m) {
-		return fmt.Errorf("the store at %s is of job %s, want %s: choose another port with HVD_RENDEZVOUS_PORT",
-			net.JoinHostPort(host, strconv.Itoa(port)), got[:min(len(got), 200)], e.jobValue(m))
+		advice := "choose another port with HVD_RENDEZVOUS_PORT"
+		if e.atMaster() {
+			advice = "set the same WORLD_SIZE at all ranks, and another MASTER_PORT for each job"
+		}
+		return fmt.Errorf("the store at %s is of job %s, want %s: %s",
+			net.JoinHostPort(host, strconv.Itoa(port)), got[:min(len(got), 200)], e.jobValue(m), advice)
 	}
 	return nil
 }
@@ -663,7 +667,7 @@ func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Meeting, host 
 	if n, err := s.Add(ctx, masterClaim, 1); err != nil {
 		return err
 	} else if n != 1 { // the other job might have the same secret
-		return fmt.Errorf("another job meets at port %d of this host: choose another MASTER_PORT", port)
+		return fmt.Errorf("another job, or another rank 0 of this one, meets at port %d of this host: give each rank its RANK, and each job its MASTER_PORT", port)
 	}
 	m.leaves(func() error {
 		// The store may be PyTorch's, which lives on, and these processes may meet there once more.
@@ -685,8 +689,19 @@ func masterStore(ctx context.Context, o MeetOptions, listen string, port int) (s
 	h := store.NewHashStore(store.Limits{})
 	server, err := c10d.Serve(net.JoinHostPort(listen, strconv.Itoa(port)), h, c10d.Config{Log: o.Log})
 	if err == nil {
-		// The keys of a TCPStore begin with a slash.
-		return store.NewPrefixStore("", h), func() error { return errors.Join(server.Close(), h.Close()) }, nil
+		watch, stop := context.WithCancel(context.WithoutCancel(ctx))
+		var watching sync.WaitGroup
+		watching.Go(func() {
+			if h.Wait(watch, c10d.WorkersKey) == nil && o.Log != nil {
+				o.Log.Error("PyTorch of another rank has come to MASTER_PORT, while rank 0 is in Init: all ranks must call init_process_group and Init in the same order")
+			}
+		})
+		release = func() error {
+			stop()
+			watching.Wait()
+			return errors.Join(server.Close(), h.Close())
+		}
+		return store.NewPrefixStore("", h), release, nil // the keys of a TCPStore begin with a slash
 	}
 	if err = errors.Join(err, h.Close()); !errors.Is(err, syscall.EADDRINUSE) {
 		return nil, nil, err

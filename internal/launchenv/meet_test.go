@@ -206,7 +206,7 @@ func TestSecretDiffers(t *testing.T) {
 		if !errors.Is(err, secret.ErrWrong) && !errors.Is(err, secret.ErrNeeded) {
 			t.Errorf("%s: got %v", what, err)
 		}
-		testnet.WantError(t, err, "rank 1 of 4, started by Kubernetes")
+		testnet.WantError(t, err, "rank 1 of 4 (Kubernetes)")
 		if strings.Contains(fmt.Sprint(err), userSecret) {
 			t.Errorf("the error shows the secret: %v", err)
 		}
@@ -644,12 +644,64 @@ func TestTorchWasHere(t *testing.T) {
 		ranks := func() []*Env { return plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port) }
 		met := meetBoth(t, ranks())
 		_, err := ranks()[0].Meet(testnet.Context(t), MeetOptions{})
-		testnet.WantError(t, err, "another job meets at port "+port, "choose another MASTER_PORT")
+		testnet.WantError(t, err, "another job, or another rank 0 of this one, meets at port "+port)
 		closeBoth(t, met)
 	}
 	if n, err := h.NumKeys(t.Context()); n != 0 || err != nil {
 		t.Errorf("%d keys are left in PyTorch's store (%v)", n, err)
 	}
+}
+
+// Ranks that call Init and PyTorch's init_process_group in another order than rank 0 wait for it in vain: the log says why.
+func TestMasterOutOfOrder(t *testing.T) {
+	log, entries := testnet.Logs()
+	port := strconv.Itoa(testnet.FreePort(t))
+	ranks := plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)
+	m, err := ranks[0].Meet(t.Context(), MeetOptions{Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	torch, err := c10d.Dial(testnet.Context(t), net.JoinHostPort(loopback, port), c10d.Unknown)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := torch.CountWorker(testnet.Context(t)); err != nil {
+		t.Error(err)
+	}
+	testnet.Eventually(t, "the reason", func() bool { return testnet.Logged(entries, "PyTorch of another rank", "in the same order") })
+	if err := errors.Join(torch.Close(), m.Close()); err != nil {
+		t.Error(err)
+	}
+	// Rank 0 in PyTorch: the error of the others says why.
+	h := store.NewHashStore(store.Limits{})
+	defer h.Close()
+	server, err := c10d.Serve("127.0.0.1:"+port, h, c10d.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	ctx, cancel := context.WithCancel(testnet.Context(t))
+	defer cancel()
+	failed := make(chan error, 1)
+	go func() {
+		_, err := ranks[1].Meet(ctx, MeetOptions{})
+		failed <- err
+	}()
+	testnet.Eventually(t, "that rank 1 waits", func() bool { return h.Waits() == 1 })
+	cancel()
+	testnet.WantError(t, <-failed, "rank 0 has told nothing at the TCPStore at 127.0.0.1:"+port, "in the same order")
+}
+
+// Ranks of different sizes are no job.
+func TestMasterOfAnotherSize(t *testing.T) {
+	port := strconv.Itoa(testnet.FreePort(t))
+	m, err := plainRanks(t, 3, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[0].Meet(t.Context(), MeetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	_, err = plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[1].Meet(testnet.Context(t), MeetOptions{})
+	testnet.WantError(t, err, "of 3 ranks", "of 2 ranks", "set the same WORLD_SIZE at all ranks")
 }
 
 // What listens at MASTER_PORT may be neither of them.

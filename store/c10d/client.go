@@ -474,14 +474,14 @@ func (s *Store) Check(ctx context.Context, keys ...string) (ok bool, err error) 
 	return ok && err == nil, s.failed("check", fmt.Sprint(keys), err)
 }
 
-// workersKey is where the workers of a TCPStore with a world size are counted. It has no prefix.
-const workersKey = "init/"
+// WorkersKey is the key of a server at which the workers of a TCPStore with a world size are counted.
+const WorkersKey = "init/"
 
 // CountWorker counts this process as one of the workers for which a TCPStore with a world size waits, as PyTorch's clients
 // are by their constructor, and returns how many have been counted. Each worker calls it once.
 func (s *Store) CountWorker(ctx context.Context) (int64, error) {
-	n, err := s.ask(ctx, opAdd, appendU64(appendBytes(nil, workersKey), 1))
-	return n, s.failed("count a worker", workersKey, err)
+	n, err := s.ask(ctx, opAdd, appendU64(appendBytes(nil, WorkersKey), 1))
+	return n, s.failed("count a worker", WorkersKey, err)
 }
 
 // NumKeys implements store.Store. The server counts keys of its own.
