@@ -450,22 +450,23 @@ func TestCountWorker(t *testing.T) {
 
 func TestDial(t *testing.T) {
 	for name, c := range map[string]struct {
-		serve  func(net.Conn)
-		queues bool // Dial found that the server is a modern one
+		serve    func(net.Conn)
+		patience time.Duration
+		queues   bool // Dial found that the server is a modern one
 	}{
 		// PyTorch's server with libuv says nothing to an old client, and keeps the connection.
-		"modern, silent to the old": {func(conn net.Conn) { answerModern(t, conn, func() { io.Copy(io.Discard, conn) }) }, true},
-		"modern, closes on the old": {func(conn net.Conn) { answerModern(t, conn, func() {}) }, true},
-		"old":                       {func(conn net.Conn) { answerOld(t, conn, func() {}) }, false},
+		"modern, silent to the old": {func(conn net.Conn) { answerModern(t, conn, func() { io.Copy(io.Discard, conn) }) }, time.Minute, true},
+		"modern, closes on the old": {func(conn net.Conn) { answerModern(t, conn, func() {}) }, time.Minute, true},
+		"old":                       {func(conn net.Conn) { answerOld(t, conn, func() {}) }, time.Minute, false},
 		// It would take any shorter request for a part of a key, and serve nobody else meanwhile.
-		"old, silent to the modern": {func(conn net.Conn) { answerOld(t, conn, func() { io.Copy(io.Discard, conn) }) }, false},
+		"old, silent to the modern": {func(conn net.Conn) { answerOld(t, conn, func() { io.Copy(io.Discard, conn) }) }, time.Millisecond, false},
 		"modern, late": {func(conn net.Conn) {
 			answerModern(t, lateConn{conn}, func() { io.Copy(io.Discard, conn) })
-		}, true},
-		"old, late": {func(conn net.Conn) { answerOld(t, lateConn{conn}, func() {}) }, false},
+		}, time.Millisecond, true},
+		"old, late": {func(conn net.Conn) { answerOld(t, lateConn{conn}, func() {}) }, time.Millisecond, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s, err := c10d.DialPatience(testnet.Context(t), testnet.FakeServer(t, c.serve), c10d.Unknown, time.Millisecond)
+			s, err := c10d.DialPatience(testnet.Context(t), testnet.FakeServer(t, c.serve), c10d.Unknown, c.patience)
 			if err != nil {
 				t.Fatal(err)
 			}
