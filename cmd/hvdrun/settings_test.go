@@ -117,7 +117,7 @@ func TestConfigCommand(t *testing.T) {
 	run := func(args ...string) string {
 		t.Helper()
 		cmd := hvdrun(t, args...)
-		cmd.Env = append(cmd.Env, "HVD_LIVENESS_SECONDS=5", "HOROVOD_RANK=3")
+		cmd.Env = append(cmd.Env, "HVD_LIVENESS_SECONDS=5", "HOROVOD_RANK=3", "HVD_UNIQUE_ID=hush")
 		out, err := cmd.Output()
 		if err != nil {
 			t.Fatal(err)
@@ -133,6 +133,7 @@ func TestConfigCommand(t *testing.T) {
 		"HOROVOD_CACHE_CAPACITY 7 flag --cache-capacity",
 		"HOROVOD_LOG_LEVEL info flag -x",
 		"HVD_LIVENESS_SECONDS 5 environment",
+		"HVD_UNIQUE_ID set, not shown environment",
 		"HOROVOD_FUSION_THRESHOLD 134217728 default",
 		"HOROVOD_THREAD_AFFINITY (not pinned) default",
 	} {

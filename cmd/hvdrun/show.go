@@ -37,9 +37,14 @@ func (r *runner) showSettings(*cobra.Command, []string) error {
 	}
 	var shown []shownSetting
 	for _, s := range config.Settings() {
-		if s.Scope != config.ByLauncher {
-			shown = append(shown, shownSetting{s.Name, c.Value(s.Name), c.Origin(s.Name).String(), s.Otherwise})
+		if s.Scope == config.ByLauncher {
+			continue
 		}
+		value := c.Value(s.Name)
+		if s.Secret && value != "" {
+			value = "set, not shown"
+		}
+		shown = append(shown, shownSetting{s.Name, value, c.Origin(s.Name).String(), s.Otherwise})
 	}
 	if r.asJSON {
 		out := json.NewEncoder(r.stdout)

@@ -430,13 +430,13 @@ var settings = []Setting{
 		kind: short(func(c *Config) *string { return &c.JobID }),
 	},
 	{
-		Name: "HVD_INIT_METHOD", Section: sectionPlace, Scope: ByLauncher,
+		Name: "HVD_INIT_METHOD", Section: sectionPlace, Scope: PerProcess,
 		Otherwise: "as the launcher says", Doc: "URL by which the ranks meet, as of PyTorch's init_process_group: env://, tcp://HOST:PORT or " +
 			"file:///PATH, with ?rank=R&world_size=N unless a launcher or HOROVOD_RANK and HOROVOD_SIZE say them (docs/launchers.md)",
 		kind: text("a URL", func(c *Config) *string { return &c.InitMethod }),
 	},
 	{
-		Name: "HVD_UNIQUE_ID", Section: sectionPlace, Scope: ByLauncher, Secret: true,
+		Name: "HVD_UNIQUE_ID", Section: sectionPlace, Scope: PerProcess, Secret: true,
 		Otherwise: "as the launcher says", Doc: "id of hvd.NewUniqueID by which the ranks meet, the same at all; a launcher or HOROVOD_RANK and HOROVOD_SIZE say " +
 			"which rank this is; every process that has the id can join the job",
 		kind: text("the text of an id, or several with commas between them", func(c *Config) *string { return &c.UniqueID }),
