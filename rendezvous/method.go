@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 
 	"go.uber.org/zap"
 
@@ -164,6 +165,9 @@ func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (
 	server, err := store.Serve(addr, hash, store.Config{Secret: o.Secret, Log: o.Log})
 	if err != nil {
 		hash.Close()
+		if errors.Is(err, syscall.EADDRINUSE) {
+			err = fmt.Errorf("%w: a store of gohvd's needs a port of its own; init_process_group and other jobs need others", err)
+		}
 		return nil, err
 	}
 	return &Place{Store: hash, Rank: rank, Size: size, close: func() error { return errors.Join(server.Close(), hash.Close()) }}, nil

@@ -166,11 +166,22 @@ func TestMethodErrors(t *testing.T) {
 		{"env://", lack("MASTER_ADDR"), "environment variable MASTER_ADDR expected"},
 		{"env://", lack("MASTER_PORT"), "environment variable MASTER_PORT expected"},
 	} {
-		_, err := NewMethods().Open(testnet.Context(t), test.url, test.o)
-		testnet.WantError(t, err, "rendezvous: init method", test.want)
-		if _, ok := errors.AsType[*MethodError](err); !ok {
-			t.Errorf("%s: got a %T", test.url, err)
-		}
+		testMethodError(t, test.url, test.o, test.want)
+	}
+	// PyTorch may serve its store there.
+	_, port, err := net.SplitHostPort(testnet.FakeServer(t, func(net.Conn) {}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	testMethodError(t, "tcp://127.0.0.1:"+port, MethodOptions{Rank: 0, Size: 2}, "address already in use: a store of gohvd's needs a port of its own")
+}
+
+func testMethodError(t *testing.T, rawURL string, o MethodOptions, want string) {
+	t.Helper()
+	_, err := NewMethods().Open(testnet.Context(t), rawURL, o)
+	testnet.WantError(t, err, "rendezvous: init method", want)
+	if _, ok := errors.AsType[*MethodError](err); !ok {
+		t.Errorf("%s: got a %T", rawURL, err)
 	}
 }
 
