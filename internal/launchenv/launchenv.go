@@ -73,7 +73,7 @@ type Env struct {
 	// agentStore says that torchrun serves its store itself. Otherwise rank 0 does.
 	agentStore bool
 	node       int // this host's number in the job, -1 if not told
-	// loopback says that the ranks were told to meet on a loopback address.
+	// loopback says that this rank was told to meet on a loopback address, and that so were the others as far as is known.
 	loopback bool
 }
 

@@ -143,6 +143,10 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Meeting) error {
 	if o.Port == 0 {
 		o.Port = e.port
 	}
+	if !o.Secret.IsZero() || o.Insecure {
+		// The others may come from elsewhere: older versions of Kubeflow tell rank 0 localhost, and the others its name.
+		e.loopback = false
+	}
 	switch {
 	case e.Kind == Hvdrun && e.host != "" && e.port != 0:
 		return e.join(ctx, o, m, e.host, e.port)

@@ -567,6 +567,13 @@ func TestPlain(t *testing.T) {
 	mustMeet(t, true, same(o), plainRanks(t, 3, at()...)...)
 	o.Secret, o.Insecure = secret.Secret{}, true
 	mustMeet(t, false, same(o), plainRanks(t, 3, at()...)...)
+	// Rank 0 may be told that it is on localhost, and the others where that is.
+	o.Secret, o.Insecure, o.Interfaces, o.resolver = parse(t, userSecret), false, netif.Choice{}, func(_ context.Context, host string) (string, error) {
+		return map[string]string{"head": "127.0.0.2", "localhost": loopback}[host], nil
+	}
+	from := at()
+	mustMeet(t, true, same(o), append(plainRanks(t, 3, append(from, "MASTER_ADDR", "localhost")...)[:1], plainRanks(t, 3, from...)[1:]...)...)
+	o.Secret, o.Insecure, o.Interfaces = secret.Secret{}, true, onLoopback(t)
 	// The user's host and port are taken in place of the variables'.
 	o.Host, o.Port, o.resolver = "other", testnet.FreePort(t), loopbackNames("other")
 	mustMeet(t, false, same(o), plainRanks(t, 3, "MASTER_PORT", "1")...)

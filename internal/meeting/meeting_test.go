@@ -467,6 +467,39 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	}
 }
 
+// Ranks that have only PyTorch's variables meet, on this host also where the one is told localhost and the other its name.
+func TestPlain(t *testing.T) {
+	out := outside(t)
+	for name, test := range map[string]struct {
+		masters [2]string
+		secret  string
+		listen  string
+	}{
+		"loopback":         {[2]string{loopback, loopback}, "", loopback},
+		"loopback, secret": {[2]string{loopback, loopback}, given, loopback},
+		"hosts":            {[2]string{out, out}, given, out},
+		"localhost there":  {[2]string{"localhost", out}, given, out},
+	} {
+		t.Run(name, func(t *testing.T) {
+			port := strconv.Itoa(testnet.FreePort(t))
+			var configs []Config
+			for r, master := range test.masters {
+				configs = append(configs, Config{Settings: settings(t, map[string]string{
+					"RANK": strconv.Itoa(r), "WORLD_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": port, "HVD_SECRET": test.secret,
+				})})
+			}
+			met, errs := all(t, configs...)
+			meets(t, met, errs)
+			for r, m := range met {
+				if m.Listen != test.listen || m.Secret.IsZero() || m.Settings.LocalRank != config.Unset {
+					t.Errorf("rank %d: listens on %s (%v), local rank %d, want on %s, with a secret, and a local rank by the hosts", r, m.Listen, m.Secret,
+						m.Settings.LocalRank, test.listen)
+				}
+			}
+		})
+	}
+}
+
 // Under torchrun the ranks meet at its store, and may do so again.
 func TestByEnvironment(t *testing.T) {
 	tmp := t.TempDir() // for rank 0's file with the secret
