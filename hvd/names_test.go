@@ -303,8 +303,9 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 					t.Error(err)
 				}
 			}
-			if err := e.Shutdown(ctx); err != nil {
-				t.Error(err)
+			// An operation that rank 1 waits for ends the job by a failure, but in lock-step.
+			if err := e.Shutdown(ctx); err != nil && strings.Contains(err.Error(), own) != (e.Rank() == 1) {
+				t.Errorf("rank %d: got error %v", e.Rank(), err)
 			}
 		}, nil, mode...)
 	})
