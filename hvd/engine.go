@@ -303,6 +303,9 @@ func (e *Engine) Shutdown(ctx context.Context) error {
 }
 
 func (e *Engine) shutdown(ctx context.Context, why engine.Departure) error {
+	if why.Reason == "" {
+		why.Reason = e.engine.abandoned.what()
+	}
 	err := e.engine.Shutdown(ctx, why)
 	if err != nil {
 		err = fmt.Errorf("hvd: shutdown: %w", e.engine.abandoned.explain(err))

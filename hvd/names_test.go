@@ -310,3 +310,25 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 		}, nil, mode...)
 	})
 }
+
+// A rank that shuts down after a timeout of its own is blamed with that reason, if others wait for it.
+func TestShutdownAfterAnOwnTimeout(t *testing.T) {
+	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		on := hvd.On(e)
+		if e.Rank() == 1 {
+			gone, cancel := context.WithCancel(ctx)
+			cancel()
+			if err := hvd.Barrier(gone, hvd.Name("late"), on); !errors.As(err, new(*hvd.PendingError)) {
+				t.Errorf("got error %v, want a PendingError", err)
+			}
+		} else {
+			const want = `rank 1 failed: shut down (gave up waiting for barrier "late" (context canceled))`
+			if err := hvd.Barrier(ctx, hvd.Name("other"), on); err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("got error %v, want one that says %q", err, want)
+			}
+		}
+		if err := e.Shutdown(ctx); err != nil && !errors.As(err, new(*hvd.PeerError)) {
+			t.Error(err)
+		}
+	}, nil)
+}

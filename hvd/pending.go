@@ -78,17 +78,26 @@ func (a *abandonedWaits) explain(err error) error {
 	if !jobOver(err) {
 		return err
 	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if len(a.errs) == 0 || errors.As(err, new(*afterTimeoutError)) {
+	what := a.what()
+	if what == "" || errors.As(err, new(*afterTimeoutError)) {
 		return err
 	}
+	return &afterTimeoutError{fmt.Sprintf("%v; before that, this rank %s", err, what), err}
+}
+
+// what says what this rank has given up, as a clause without its subject. It is empty if that is nothing.
+func (a *abandonedWaits) what() string {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if len(a.errs) == 0 {
+		return ""
+	}
 	first := a.errs[0]
-	text := fmt.Sprintf("%v; before that, this rank gave up waiting for %s %q (%v)", err, first.Op, first.Tensor, first.Err)
+	text := fmt.Sprintf("gave up waiting for %s %q (%v)", first.Op, first.Tensor, first.Err)
 	if more := len(a.errs) - 1; more > 0 {
 		text += fmt.Sprintf(" and %d more", more)
 	}
-	return &afterTimeoutError{text, err}
+	return text
 }
 
 // jobOver reports whether err says that the job is.
