@@ -157,7 +157,7 @@ func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (
 	if rank > 0 {
 		client, err := store.Dial(ctx, addr, store.Config{Secret: o.Secret})
 		if err != nil {
-			return nil, err
+			return nil, fmt.Errorf("reaching the store of rank 0: %w", err)
 		}
 		return &Place{Store: client, Rank: rank, Size: size, Addr: addr}, nil
 	}

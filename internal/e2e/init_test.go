@@ -22,6 +22,7 @@ import (
 	"go.uber.org/zap/zapcore"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -35,6 +36,8 @@ const (
 	victimVariable = "GOHVD_E2E_VICTIM"
 	stepVariable   = "GOHVD_E2E_STEP"
 	delayVariable  = "GOHVD_E2E_DELAY"
+	// initMethodVariable has the URL of an init method, without the rank, if the ranks are to meet by one.
+	initMethodVariable = "GOHVD_E2E_INIT_METHOD"
 )
 
 // The steps of Init, by the messages of the log that end them, and the ends.
@@ -70,7 +73,11 @@ func dies(ctx context.Context) int {
 	core := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(io.Discard), zap.DebugLevel)
 	log := zap.New(core, zap.Hooks(func(e zapcore.Entry) error { reached(e.Message); return nil }))
 	reached(stepBegin)
-	if err = hvd.Init(ctx, hvd.WithLogger(log)); err == nil {
+	options := []hvd.InitOption{hvd.WithLogger(log)}
+	if url := os.Getenv(initMethodVariable); url != "" {
+		options = append(options, hvd.WithInitMethod(url))
+	}
+	if err = hvd.Init(ctx, options...); err == nil {
 		reached(stepEnd)
 		if os.Getenv("HOROVOD_RANK") == os.Getenv(victimVariable) {
 			select {} // until it is killed
@@ -85,7 +92,7 @@ func dies(ctx context.Context) int {
 	return 1
 }
 
-// A rank is killed somewhere in Init, with and without hvdrun, over shared memory and TCP. Every rank that knows all others by then
+// A rank is killed somewhere in Init, under hvdrun, at a store that outlives it and at one of rank 0, over shared memory and TCP. Every rank that knows all others by then
 // gets a PeerError that names it, soon. The others wait for a replacement: hvdrun names the rank soon, and without hvdrun the errors
 // at the end of the time name it and no other.
 func TestDeathInInit(t *testing.T) {
@@ -97,10 +104,10 @@ func TestDeathInInit(t *testing.T) {
 	random := rand.New(rand.NewPCG(seed, 0))
 	var deaths []death
 	for _, memory := range []string{"shm", "tcp"} {
-		for _, hvdrun := range []bool{true, false} {
+		for _, by := range []string{"hvdrun", "store", "tcp://"} {
 			for _, step := range initSteps {
 				for range max(1, *initDeaths) {
-					deaths = append(deaths, death{hvdrun, memory, step, random.IntN(ranks), time.Duration(random.Int64N(int64(3 * time.Millisecond)))})
+					deaths = append(deaths, death{by, memory, step, random.IntN(ranks), time.Duration(random.Int64N(int64(3 * time.Millisecond)))})
 				}
 			}
 		}
@@ -121,7 +128,7 @@ func TestDeathInInit(t *testing.T) {
 }
 
 type death struct {
-	hvdrun bool
+	by     string // hvdrun, or where the ranks meet without it
 	memory string
 	step   string
 	victim int
@@ -129,11 +136,7 @@ type death struct {
 }
 
 func (d death) String() string {
-	by := "alone"
-	if d.hvdrun {
-		by = "hvdrun"
-	}
-	return fmt.Sprintf("%s/%s/%s/rank %d after %v", d.memory, by, d.step, d.victim, d.delay)
+	return fmt.Sprintf("%s/%s/%s/rank %d after %v", d.memory, d.by, d.step, d.victim, d.delay)
 }
 
 func (d death) env() []string {
@@ -145,7 +148,7 @@ func (d death) env() []string {
 
 // run returns what became of the survivors.
 func (d death) run(t *testing.T) string {
-	if d.hvdrun {
+	if d.by == "hvdrun" {
 		j := start(t, ranks, "dies", d.env()...)
 		var lines []line
 		j.until("the death", func(l line) bool { lines = append(lines, l); return l.text == "dies" })
@@ -191,6 +194,10 @@ func (d death) alone(t *testing.T) []line {
 	}
 	defer server.Close()
 	host, port, _ := strings.Cut(server.Addr(), ":")
+	meet := []string{"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + host, "HOROVOD_GLOO_RENDEZVOUS_PORT=" + port}
+	if d.by != "store" {
+		meet = []string{fmt.Sprintf("%s=tcp://127.0.0.1:%d", initMethodVariable, testnet.FreePort(t))}
+	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	var mu sync.Mutex
@@ -198,8 +205,9 @@ func (d death) alone(t *testing.T) []line {
 	var readers sync.WaitGroup
 	for rank := range ranks {
 		cmd := exec.CommandContext(ctx, self)
-		cmd.Env = append(append(os.Environ(), d.env()...), programVariable+"=dies", fmt.Sprint("HOROVOD_RANK=", rank),
-			fmt.Sprint("HOROVOD_SIZE=", ranks), "HOROVOD_GLOO_RENDEZVOUS_ADDR="+host, "HOROVOD_GLOO_RENDEZVOUS_PORT="+port)
+		cmd.Env = slices.Concat(os.Environ(), d.env(), meet, []string{
+			programVariable + "=dies", fmt.Sprint("HOROVOD_RANK=", rank), fmt.Sprint("HOROVOD_SIZE=", ranks),
+		})
 		cmd.Stderr = os.Stderr
 		out, err := cmd.StdoutPipe()
 		if err == nil {
@@ -244,8 +252,8 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 			if took := l.at.Sub(died); !ended || !strings.HasPrefix(text, fmt.Sprintf("[%d] ", d.victim)) || took > survivorsDeadline {
 				t.Errorf("rank %d had joined and says after %v: %s", rank, took, text)
 			}
-		case !ended && d.hvdrun: // which has ended it
-		case !strings.Contains(text, fmt.Sprintf("waiting for rank %d: ", d.victim)) && (d.victim != 0 || !strings.Contains(text, "the root of rank 0")):
+		case !ended && d.by == "hvdrun": // which has ended it
+		case !d.isMissing(text):
 			t.Errorf("rank %d names others than rank %d: %s", rank, d.victim, text)
 		}
 	}
@@ -253,6 +261,14 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 		t.Logf("the ranks said %v", lines)
 	}
 	return outcome
+}
+
+// isMissing reports whether an error says that the victim, and nobody else, has not come.
+func (d death) isMissing(text string) bool {
+	if d.victim == 0 && (strings.Contains(text, "the root of rank 0") || strings.Contains(text, "the store of rank 0")) {
+		return true
+	}
+	return strings.Contains(text, fmt.Sprintf("waiting for rank %d: ", d.victim)) || strings.Contains(text, fmt.Sprintf(": rank %d did not come", d.victim))
 }
 
 // A rank that has too few file descriptors for Init says so at once, and every other rank names it.

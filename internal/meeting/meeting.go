@@ -346,7 +346,11 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 	if strings.HasPrefix(cfg.Method, "file:") {
 		return m.choose(choice)
 	}
-	return m.agree(ctx, p.Addr, choice)
+	err = m.agree(ctx, p.Addr, choice)
+	if err != nil && ctx.Err() == nil && p.Addr != "" && strings.HasPrefix(cfg.Method, "tcp:") {
+		err = fmt.Errorf("the store of rank 0: %w", err)
+	}
+	return err
 }
 
 // byID meets by ids: the ranks find each other through the roots, and rank 0 serves a store for what follows.
@@ -414,6 +418,9 @@ func (m *Meeting) serve(key secret.Secret, log *zap.Logger) (addr string, err er
 	return server.Addr(), nil
 }
 
+// counted is the value of nearKey/RANK once that rank has done its part.
+const counted = "counted"
+
 // Keys by which the ranks agree on addresses.
 const (
 	agreePrefix = "gohvd/listen"
@@ -445,7 +452,8 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	}
 	// The store may outlive an attempt that failed: a rank counts once.
 	var near int64
-	_, first, err := s.CompareAndSet(ctx, fmt.Sprintf("%s/%d", nearKey, m.Settings.Rank), nil, []byte("1"))
+	place := fmt.Sprintf("%s/%d", nearKey, m.Settings.Rank)
+	_, first, err := s.CompareAndSet(ctx, place, nil, []byte("1"))
 	if err == nil && first {
 		near, err = s.Add(ctx, nearKey, 1)
 	}
@@ -456,6 +464,9 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 		if err := s.Set(ctx, hostKey, []byte(loopback)); err != nil {
 			return err
 		}
+	}
+	if err := s.Set(ctx, place, []byte(counted)); err != nil {
+		return err
 	}
 	told, err := m.awaitHost(ctx, s, addr == "")
 	if err != nil {
@@ -481,28 +492,37 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 // awaitHost waits for the host's address. If that does not come, the error names the ranks that are missing. A rank 0 that serves the
 // store, which ends with it, tells them to the others first.
 func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]byte, error) {
-	waiting, cancel := context.WithCancelCause(ctx)
+	waiting, cancel := context.WithCancel(ctx)
+	defer cancel()
+	ctx, stop := context.WithCancel(context.WithoutCancel(ctx)) // what is to be said when the time is over
+	defer stop()
 	var watcher sync.WaitGroup
-	defer watcher.Wait()
-	defer cancel(nil)
+	var lack []byte
 	watcher.Go(func() {
 		if missing, err := s.Get(waiting, lackKey); err == nil {
-			_, _ = s.Add(waiting, heardKey, 1) // rank 0 does not wait long for it
-			cancel(fmt.Errorf("%s did not come in the time of rank 0", missing))
+			lack = missing
+			cancel()
+			last, done := context.WithTimeout(ctx, time.Second)
+			defer done()
+			_, _ = s.Add(last, heardKey, 1) // rank 0 does not wait long for it
 		}
 	})
 	told, err := s.Get(waiting, hostKey)
-	if err == nil {
+	cancel()
+	watcher.Wait()
+	switch {
+	case err == nil:
 		return told, nil
+	case lack != nil:
+		return nil, fmt.Errorf("%s did not come in the time of rank 0", lack)
 	}
-	if ctx.Err() == nil && waiting.Err() != nil {
-		return nil, context.Cause(waiting)
-	}
-	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+	ctx, stop = context.WithTimeout(ctx, time.Second)
 	defer stop()
 	var missing []string
+	nobody := []byte("nobody")
 	for r := range m.Settings.Size {
-		if here, err := s.Check(ctx, fmt.Sprintf("%s/%d", nearKey, r)); err == nil && !here {
+		// This only reads: no rank has the value nobody.
+		if value, _, err := s.CompareAndSet(ctx, fmt.Sprintf("%s/%d", nearKey, r), nobody, nobody); err == nil && string(value) != counted {
 			missing = append(missing, strconv.Itoa(r))
 		}
 	}
