@@ -288,7 +288,7 @@ func TestJudge(t *testing.T) {
 		{"verdict", []Exit{{Code: 1, At: at(1)}, {Signal: 9, At: at(2)}}, names(1), []int{1}, 137},
 		{"verdict on two, the earlier counts", []Exit{{Code: 1, At: at(1)}, {Code: 8, At: at(3)}, {Code: 7, At: at(2)}}, names(2, 1), []int{1, 2}, 7},
 		{"verdict on one that hung", []Exit{{Code: 1, At: at(1)}, {Signal: 9, Sent: 9, At: at(9)}}, names(1), []int{1}, 137},
-		{"verdict on one that ended well", []Exit{{Code: 4, At: at(1)}, ok}, names(1), []int{1}, 4},
+		{"verdict on one that ended well", []Exit{{Code: 4, At: at(1)}, ok}, names(1), []int{1}, 1},
 		{"verdict on a rank that is not there", []Exit{{Code: 4, At: at(1)}}, names(3), []int{0}, 4},
 	} {
 		if roots, status := judge(c.exits, c.v); !slices.Equal(roots, c.roots) || status != c.status {
