@@ -207,13 +207,15 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	return r.text(title, recorder.Analyse(dumps, r.size, absent), dumps, errors.Join(err, watching))
 }
 
-// epilogue makes a report of what the ranks have left behind when their job failed; empty if it would say nothing.
-func (r *reporter) epilogue(known []string) string {
+// epilogue makes a report of what the ranks have left behind when their job failed; empty if it would say nothing. culprits are
+// the ranks that are to blame, if that is known.
+func (r *reporter) epilogue(known []string, culprits []int) string {
 	r.close()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	dumps, absent := r.decode(r.failures, known)
 	f := recorder.Analyse(dumps, r.size, absent)
+	f.Blame(culprits)
 	if !f.Says() {
 		return ""
 	}

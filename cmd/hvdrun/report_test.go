@@ -646,7 +646,7 @@ func TestDumpsOfFailures(t *testing.T) {
 		t.Error("what there is room for was not kept")
 	}
 	delete(r.failures, 3)
-	got := r.epilogue([]string{"a", "b", "c", "exit status 7"})
+	got := r.epilogue([]string{"a", "b", "c", "exit status 7"}, nil)
 	for _, want := range []string{
 		"as 1 of 4 tell", "Rank 1 did not answer: its dump cannot be read: it is of rank 0 of 4", "Rank 2 did not answer: its dump cannot be read: recorder: malformed dump",
 		"Rank 3 did not answer: exit status 7.",
@@ -666,12 +666,12 @@ func TestDumpsOfFailures(t *testing.T) {
 		}
 	}
 	late.mu.Unlock()
-	if got := late.epilogue(nil); !strings.Contains(got, "as 4 of 4 tell") {
+	if got := late.epilogue(nil, nil); !strings.Contains(got, "as 4 of 4 tell") {
 		t.Errorf("got %s, want the dumps of all", got)
 	}
 	quiet := newReporter(kv, 1, "", time.Hour)
 	quiet.hear(t.Context(), 0, inquiry.Failure, dumpOf(0, 1, ""))
-	if got := quiet.epilogue(nil); got != "" {
+	if got := quiet.epilogue(nil, nil); got != "" {
 		t.Errorf("got %s of a rank that waits for nothing, want nothing", got)
 	}
 }

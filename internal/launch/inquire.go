@@ -19,8 +19,9 @@ type Inquiry struct {
 	Survey func(ctx context.Context, why string, known []string) string
 	// Alarms are causes for a survey: SIGQUIT is one, too, unless it comes again within 5 s. One that comes while a survey is made is left out.
 	Alarms <-chan string
-	// Epilogue follows the report of a failure, when all ranks are gone. It must not take long. known is as for Survey.
-	Epilogue func(known []string) string
+	// Epilogue follows the report of a failure, when all ranks are gone. It must not take long. known is as for Survey, and
+	// culprits are the ranks that the survivors' verdict names, if there is one.
+	Epilogue func(known []string, culprits []int) string
 }
 
 // heedQuit reports whether SIGQUIT has led to a survey, or is to be left alone; else it is for the ranks.

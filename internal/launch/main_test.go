@@ -113,7 +113,7 @@ func launcher(text string) int {
 				}
 				return "surveyed for " + why + "\n"
 			},
-			Epilogue: func(known []string) string { return fmt.Sprintf("epilogue %q\n", known) },
+			Epilogue: func(known []string, _ []int) string { return fmt.Sprintf("epilogue %q\n", known) },
 		}
 	}
 	res, err := launch.Run(ctx, launch.Options{

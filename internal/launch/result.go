@@ -76,6 +76,14 @@ func judge(exits []Exit, v *verdict.Verdict) (roots []int, status int) {
 	return roots, 1 // they ended well, before others needed them
 }
 
+// culprits are the root causes that the survivors have found.
+func (r Result) culprits() []int {
+	if len(r.Roots) == 0 || !named(r.Verdict, r.Roots[0]) {
+		return nil
+	}
+	return r.Roots
+}
+
 // describe says how the rank ended, in a clause.
 func (e Exit) describe() string {
 	switch {

@@ -411,7 +411,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		agents = j.fleet.dismiss(j.o.Kill)
 		if text := j.report(result); text != "" {
 			if j.o.Inquiry != nil {
-				text += j.o.Inquiry.Epilogue(known)
+				text += j.o.Inquiry.Epilogue(known, result.culprits())
 			}
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}

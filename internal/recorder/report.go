@@ -26,6 +26,19 @@ func Report(dumps []*Dump, size int, absent map[int]string) string {
 // Says reports whether there is something that a rank waits for or is inside, or a stall.
 func (f *Findings) Says() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
 
+// Blame takes into account which ranks have ended the job: where one of them may be what others wait for, ranks that are
+// not to blame and were on their way are not named as missing.
+func (f *Findings) Blame(culprits []int) {
+	guilty := func(r int) bool { return slices.Contains(culprits, r) }
+	for i := range f.Waiting {
+		w := &f.Waiting[i]
+		if slices.ContainsFunc(w.Silent, guilty) || slices.ContainsFunc(w.Missing, func(m Missing) bool { return guilty(m.Rank) }) {
+			w.Missing = slices.DeleteFunc(w.Missing, func(m Missing) bool { return !guilty(m.Rank) })
+			w.Silent = slices.DeleteFunc(w.Silent, func(r int) bool { return !guilty(r) })
+		}
+	}
+}
+
 // Text is the report.
 func (f *Findings) Text() string {
 	var b strings.Builder

@@ -338,3 +338,25 @@ func TestSpan(t *testing.T) {
 		}
 	}
 }
+
+// A rank that was on its way when another ended the job is not named as missing, be there a dump of that one or not.
+func TestBlame(t *testing.T) {
+	ranks := job(3)
+	ranks[2].waits(19990*ms, "grad/0")
+	for _, c := range []struct {
+		dumps []*Dump
+		want  string
+	}{
+		{dumps(t, ranks[1], ranks[2]), `Rank 2 has waited for allreduce "grad/0" for 10 ms: perhaps for rank 0, which did not answer.`},
+		{dumps(t, ranks...), `Rank 0 has not called allreduce "grad/0", for which rank 2 has waited for 10 ms.`},
+	} {
+		f := Analyse(c.dumps, 3, map[int]string{0: "exit status 0"})
+		f.Blame([]int{0})
+		if got, _, _ := strings.Cut(f.Text(), "\n"); got != c.want {
+			t.Errorf("got %s\nwant %s", got, c.want)
+		}
+		if text := Report(c.dumps, 3, nil); !strings.HasPrefix(text, "Rank 1 has not") && !strings.HasPrefix(text, "Ranks 0, 1 have not") {
+			t.Errorf("got %s, want that of ranks whose job goes on", text)
+		}
+	}
+}
