@@ -101,6 +101,7 @@ type Engine struct {
 	shares  map[chunk]*share
 	numbers map[uint32]bool // of arenas
 	unheard int             // arenas that the sidecar has not confirmed
+	allSent chan struct{}   // not nil in Shutdown: closed when nothing is pending
 	queues  map[topo.ProcessSetID]*tensorqueue.Queue
 	over    bool  // the job is, for this rank
 	failure error // why, if not by a shutdown
@@ -392,11 +393,15 @@ func (e *Engine) send() {
 		e.calls[e.lastID] = o
 		e.flying += o.weight()
 	}
-	if len(e.pending) == 0 {
-		e.pending = nil
-	}
 	if len(data) > 0 {
 		e.out.Put(data, -1)
+	}
+	if len(e.pending) == 0 {
+		e.pending = nil
+		if e.allSent != nil {
+			close(e.allSent)
+			e.allSent = nil
+		}
 	}
 }
 
@@ -623,7 +628,9 @@ func (e *Engine) lose(err error) {
 // Shutdown takes the rank out of the job, as engine.Engine.Shutdown does. If ctx ends first the other ranks take this one
 // for dead. The error is why the job had failed before, or ctx's.
 func (e *Engine) Shutdown(ctx context.Context, why engine.Departure) error {
+	allSent := make(chan struct{})
 	e.mu.Lock()
+	e.allSent = allSent
 	e.send()
 	for _, q := range e.queues {
 		q.Close(engine.ErrShutDown)
@@ -632,6 +639,13 @@ func (e *Engine) Shutdown(ctx context.Context, why engine.Departure) error {
 	e.mu.Unlock()
 	if gone {
 		return errors.Join(e.failed(), e.close(nil))
+	}
+	// What was submitted must come before the shutdown, and may wait until the sidecar has its memory.
+	select {
+	case <-allSent:
+	case <-e.ended:
+	case <-ctx.Done():
+		return errors.Join(fmt.Errorf("rank %d: shutdown: %w", e.Place.Rank, context.Cause(ctx)), e.close(engine.ErrClosed))
 	}
 	r, err := e.ask(ctx, &sidecarpb.Request{What: &sidecarpb.Request_Shutdown{
 		Shutdown: &sidecarpb.Shutdown{Reason: why.Reason, Failed: why.Failed},

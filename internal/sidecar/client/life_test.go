@@ -289,3 +289,24 @@ func TestTimeline(t *testing.T) {
 		})
 	}
 }
+
+// What was submitted just before Shutdown runs, though the sidecar had to be given memory for it first.
+func TestLastOperationBeforeShutdown(t *testing.T) {
+	for _, w := range ways {
+		for range 10 {
+			w.start(t, 2, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+				h, err := hvd.AllreduceAsync([]int32{1}, named("last", e, hvd.Op(hvd.Sum))...)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if err := e.Shutdown(ctx); err != nil {
+					t.Errorf("%s: rank %d: %v", w.name, e.Rank(), err)
+				}
+				if got, err := h.Wait(ctx); err != nil || got[0] != 2 {
+					t.Errorf("%s: rank %d: got %v and error %v, want 2", w.name, e.Rank(), got, err)
+				}
+			})
+		}
+	}
+}
