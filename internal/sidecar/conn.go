@@ -42,6 +42,7 @@ type conn struct {
 
 	// The reader's.
 	ring  *ring
+	until uint64 // the submissions of the ring that a turn begins
 	plans map[uint32]*plan
 	looks int
 
@@ -131,10 +132,9 @@ func (c *conn) read() error {
 
 // turn does what has come, and works for the engine. It reports whether there may be more.
 func (c *conn) turn() (again bool, err error) {
-	var until uint64
 	if c.ring != nil {
 		c.ring.watch() // in each turn, for the ring may have come in the last one
-		until = c.ring.pending()
+		c.until = c.ring.pending()
 	}
 	// What a submission refers to was sent before it was written: so the frames that are there come first.
 	came := true
@@ -150,7 +150,7 @@ func (c *conn) turn() (again bool, err error) {
 		}
 		again = again || came
 	}
-	took, err := c.submissions(until)
+	took, err := c.submissions()
 	if err != nil {
 		return false, err
 	}
@@ -189,13 +189,13 @@ func (c *conn) frames() error {
 	}
 }
 
-// submissions begins those of the ring, up to a number.
-func (c *conn) submissions(until uint64) (some bool, err error) {
+// submissions begins those of the ring, up to until.
+func (c *conn) submissions() (some bool, err error) {
 	if c.ring == nil {
 		return false, nil
 	}
 	for {
-		id, slot, ok, err := c.ring.next(until)
+		id, slot, ok, err := c.ring.next(c.until)
 		if err != nil || !ok {
 			return some, err
 		}
@@ -456,6 +456,13 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	}
 	if err := c.enter(q.Id, 0); err != nil {
 		return err
+	}
+	if _, is := q.What.(*sidecarpb.Request_Shutdown); is && c.ring != nil {
+		// What was submitted before the shutdown is still to run.
+		c.until = c.ring.pending()
+		if _, err := c.submissions(); err != nil {
+			return err
+		}
 	}
 	c.server.request(c, q)
 	return nil
