@@ -1045,6 +1045,10 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 	hello := dial.Greeting(rootMagic, rootVersion)
 	request := rootRequest(t, root, newToken(), 2, 4)
 	shortNonce := rootRequest(t, root, []byte("short"), 2, 4)
+	early, err := appendMessage(nil, &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: "too early"})
+	if err != nil {
+		t.Fatal(err)
+	}
 	for _, test := range []struct {
 		name   string
 		parts  [][]byte
@@ -1058,6 +1062,7 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 		{"empty", [][]byte{hello, frame.Seal(frame.New(0))}, "token has 0 bytes"},
 		{"nonce", [][]byte{hello, shortNonce}, "nonce 5"},
 		{"two requests", [][]byte{hello, request, request}, "reading a status"},
+		{"a failure before the table", [][]byte{hello, request, early}, "reading a status: FAILED before all ranks have come"},
 	} {
 		conn := say(t, key, root.GetAddr(), test.parts...)
 		io.Copy(io.Discard, conn)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -260,6 +261,9 @@ func (r *root) hear(g *guest) {
 			err = fmt.Errorf("reading a status: %v is unknown", s.GetKind())
 		}
 		r.mu.Lock()
+		if err == nil && r.state == forming && s.GetKind() != rendezvouspb.Status_TIMEOUT {
+			err = fmt.Errorf("reading a status: %v before all ranks have come", s.GetKind())
+		}
 		if !g.finished { // else it was told everything
 			r.heard(g, &s, err)
 		}
@@ -320,10 +324,10 @@ func (r *root) hearReport(p report) {
 	r.noteReport(p)
 }
 
-// noteReport notes that a rank cannot go on. The first report has the root wait a little: if the cause is a death, the connection of
+// noteReport notes that a rank cannot go on, as it says first. The first report of all has the root wait a little: if the cause is a death, the connection of
 // that rank ends. r is locked and complete.
 func (r *root) noteReport(p report) {
-	if r.start.ended() || r.ctx.Err() != nil {
+	if r.start.ended() || r.ctx.Err() != nil || slices.ContainsFunc(r.reports, func(q report) bool { return q.rank == p.rank }) {
 		return
 	}
 	r.reports = append(r.reports, p)
