@@ -134,7 +134,8 @@ func (s *Store) greet(ctx context.Context) error {
 // conn is a connection without a request under way.
 type conn struct {
 	net.Conn
-	in reader
+	in    reader
+	first []byte // goes before the first request, in one write with it: a server never gets it without a request
 }
 
 // take gives a connection that is idle, or a new one.
@@ -159,10 +160,7 @@ func (s *Store) take(ctx context.Context) (*conn, error) {
 	}
 	c := &conn{Conn: nc, in: reader{Reader: bufio.NewReader(nc)}}
 	if d == Modern {
-		if _, err := c.Write(appendU32([]byte{byte(opValidate)}, magic)); err != nil {
-			c.Close()
-			return nil, err
-		}
+		c.first = appendU32([]byte{byte(opValidate)}, magic)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -286,7 +284,9 @@ func (s *Store) exchange(ctx context.Context, f func(x *exchange) error) error {
 		return err
 	}
 	stop := context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })
-	err = f(&exchange{store: s, conn: c})
+	x := &exchange{store: s, conn: c, out: c.first}
+	c.first = nil
+	err = f(x)
 	s.give(c, stop() && err == nil)
 	if err == nil {
 		return nil
