@@ -288,11 +288,11 @@ func TestLimits(t *testing.T) {
 		{"file size", unix.RLIMIT_FSIZE, gib - 1, "warn file size: 1024 MiB"},
 		{"locked memory", unix.RLIMIT_MEMLOCK, 65536, "ok locked memory: 64 KiB"},
 		{"open files", unix.RLIMIT_NOFILE, none, "ok open files: unlimited"},
-		{"open files", unix.RLIMIT_NOFILE, 1024, "ok open files: 1024 (RLIMIT_NOFILE): a rank needs about 2 for each other rank, so jobs can have about 497 ranks"},
-		{"open files", unix.RLIMIT_NOFILE, 1023, "warn open files: about 496 ranks"},
-		{"open files", unix.RLIMIT_NOFILE, 128, "warn open files: about 49 ranks"},
-		{"open files", unix.RLIMIT_NOFILE, 127, "fail open files: about 48 ranks"},
-		{"open files", unix.RLIMIT_NOFILE, 3, "fail open files: about 1 ranks"},
+		{"open files", unix.RLIMIT_NOFILE, 1024, "ok open files: 1024 (RLIMIT_NOFILE): a rank needs about 4 for each rank of its host and 2 for each other, so jobs can have about 249 ranks on a host and 497 in all"},
+		{"open files", unix.RLIMIT_NOFILE, 1023, "warn open files: about 248 ranks on a host and 496 in all"},
+		{"open files", unix.RLIMIT_NOFILE, 128, "warn open files: about 25 ranks on a host and 49 in all"},
+		{"open files", unix.RLIMIT_NOFILE, 127, "fail open files: about 24 ranks on a host and 48 in all"},
+		{"open files", unix.RLIMIT_NOFILE, 3, "fail open files: about 1 ranks on a host and 1 in all"},
 	} {
 		s := soundSystem()
 		s.Rlimit = func(resource int) (unix.Rlimit, error) {

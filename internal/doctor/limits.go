@@ -41,8 +41,9 @@ func lockedMemory(_ context.Context, s *System) []Line {
 }
 
 const (
-	// filesPerPeer are a rank's sockets to each other rank: one for data and, on one host or at rank 0, one more.
-	filesPerPeer = 2
+	// filesPerPeer are rank 0's sockets to each other rank, and filesPerLocal those in Init to ranks of its host, with which it
+	// shares memory.
+	filesPerPeer, filesPerLocal = 2, 4
 	// filesOwn is about what a rank needs besides: its output, poller, listeners, store and shared memory.
 	filesOwn = 32
 	// fewFiles are too few for large jobs, tooFewFiles for most.
@@ -56,16 +57,17 @@ func openFiles(_ context.Context, s *System) []Line {
 	if err != nil {
 		return []Line{warn("", getrlimitFix, "%v", err)}
 	}
-	const format = "%d (RLIMIT_NOFILE): a rank needs about %d for each other rank, so jobs can have about %d ranks"
-	ranks := (r.Cur-min(r.Cur, filesOwn))/filesPerPeer + 1
+	const format = "%d (RLIMIT_NOFILE): a rank needs about %d for each rank of its host and %d for each other, so jobs can have about %d ranks on a host and %d in all"
+	left := r.Cur - min(r.Cur, filesOwn)
+	values := []any{r.Cur, filesPerLocal, filesPerPeer, left/filesPerLocal + 1, left/filesPerPeer + 1}
 	switch {
 	case r.Cur == unix.RLIM_INFINITY:
 		return []Line{ok("", "unlimited (RLIMIT_NOFILE)")}
 	case r.Cur < tooFewFiles:
-		return []Line{fail("", fix, format, r.Cur, filesPerPeer, ranks)}
+		return []Line{fail("", fix, format, values...)}
 	case r.Cur < fewFiles:
-		return []Line{warn("", fix, format, r.Cur, filesPerPeer, ranks)}
+		return []Line{warn("", fix, format, values...)}
 	default:
-		return []Line{ok("", format, r.Cur, filesPerPeer, ranks)}
+		return []Line{ok("", format, values...)}
 	}
 }
