@@ -38,6 +38,15 @@ const (
 	delayVariable  = "GOHVD_E2E_DELAY"
 	// initMethodVariable has the URL of an init method, without the rank, if the ranks are to meet by one.
 	initMethodVariable = "GOHVD_E2E_INIT_METHOD"
+	// gateVariable has the ranks say "up" and wait for the end of their input before Init, whose time is short.
+	gateVariable = "GOHVD_E2E_GATE"
+)
+
+const (
+	// initTime is how long Init waits for the ranks if the test waits for the end of that.
+	initTime = 5 * time.Second
+	// noticeDeadline is less than it takes to miss a rank by the end of initTime under hvdrun, or by its silence (HVD_LIVENESS_SECONDS).
+	noticeDeadline = 8 * time.Second
 )
 
 // The steps of Init, by the messages of the log that end them, and the ends.
@@ -72,6 +81,13 @@ func dies(ctx context.Context) int {
 	}
 	core := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(io.Discard), zap.DebugLevel)
 	log := zap.New(core, zap.Hooks(func(e zapcore.Entry) error { reached(e.Message); return nil }))
+	if os.Getenv(gateVariable) != "" {
+		fmt.Println("up")
+		if _, err := io.Copy(io.Discard, os.Stdin); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 2
+		}
+	}
 	reached(stepBegin)
 	options := []hvd.InitOption{hvd.WithLogger(log)}
 	if url := os.Getenv(initMethodVariable); url != "" {
@@ -92,8 +108,8 @@ func dies(ctx context.Context) int {
 	return 1
 }
 
-// A rank is killed somewhere in Init, under hvdrun, at a store that outlives it and at one of rank 0, over shared memory and TCP. Every rank that knows all others by then
-// gets a PeerError that names it, soon. The others wait for a replacement: hvdrun names the rank soon, and without hvdrun the errors
+// A rank is killed somewhere in Init, under hvdrun, at a store that outlives it and at one of rank 0, over shared memory and TCP. Every
+// rank that knows all others by then gets a PeerError that names it, soon. The others wait for a replacement: hvdrun names the rank soon, and without hvdrun the errors
 // at the end of the time name it and no other.
 func TestDeathInInit(t *testing.T) {
 	seed := *initSeed
@@ -142,7 +158,7 @@ func (d death) String() string {
 func (d death) env() []string {
 	return []string{
 		victimVariable + "=" + strconv.Itoa(d.victim), stepVariable + "=" + d.step, delayVariable + "=" + d.delay.String(),
-		"HOROVOD_CPU_OPERATIONS=" + d.memory, "HOROVOD_GLOO_TIMEOUT_SECONDS=4",
+		"HOROVOD_CPU_OPERATIONS=" + d.memory,
 	}
 }
 
@@ -156,7 +172,7 @@ func (d death) run(t *testing.T) string {
 		j.untilError("hvdrun names the rank", func(text string) bool {
 			return strings.Contains(text, fmt.Sprintf("rank %d: killed by SIGKILL", d.victim))
 		})
-		if took := time.Since(died); took > survivorsDeadline {
+		if took := time.Since(died); took > noticeDeadline {
 			t.Errorf("hvdrun took %v to name the rank", took)
 		}
 		for l := range j.lines {
@@ -202,28 +218,48 @@ func (d death) alone(t *testing.T) []line {
 	defer cancel()
 	var mu sync.Mutex
 	var lines []line
-	var readers sync.WaitGroup
+	var readers, up sync.WaitGroup
+	up.Add(ranks)
+	var gates []io.Closer
 	for rank := range ranks {
 		cmd := exec.CommandContext(ctx, self)
 		cmd.Env = slices.Concat(os.Environ(), d.env(), meet, []string{
 			programVariable + "=dies", fmt.Sprint("HOROVOD_RANK=", rank), fmt.Sprint("HOROVOD_SIZE=", ranks),
+			gateVariable + "=1", fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", initTime.Seconds()),
 		})
 		cmd.Stderr = os.Stderr
 		out, err := cmd.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		gate, err := cmd.StdinPipe()
 		if err == nil {
 			err = cmd.Start()
 		}
 		if err != nil {
 			t.Fatal(err)
 		}
+		gates = append(gates, gate)
 		readers.Go(func() {
+			isUp := sync.OnceFunc(up.Done)
+			defer isUp()
 			for s := bufio.NewScanner(out); s.Scan(); {
+				if s.Text() == "up" {
+					isUp()
+					continue
+				}
 				mu.Lock()
 				lines = append(lines, line{rank, s.Text(), time.Now()})
 				mu.Unlock()
 			}
 			_ = cmd.Wait() // how they end is in the lines
 		})
+	}
+	up.Wait()
+	for _, gate := range gates {
+		if err := gate.Close(); err != nil {
+			t.Error(err)
+		}
 	}
 	readers.Wait()
 	return lines
@@ -249,7 +285,7 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 		case rank == d.victim:
 		case joined[rank]:
 			outcome = "had joined"
-			if took := l.at.Sub(died); !ended || !strings.HasPrefix(text, fmt.Sprintf("[%d] ", d.victim)) || took > survivorsDeadline {
+			if took := l.at.Sub(died); !ended || !strings.HasPrefix(text, fmt.Sprintf("[%d] ", d.victim)) || took > noticeDeadline {
 				t.Errorf("rank %d had joined and says after %v: %s", rank, took, text)
 			}
 		case !ended && d.by == "hvdrun": // which has ended it
