@@ -3,6 +3,7 @@ package meeting
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"strconv"
@@ -451,10 +452,12 @@ func TestMissingRanksAreNamed(t *testing.T) {
 			m := &Meeting{Store: h, Settings: config.Config{Rank: r, Size: 4}}
 			go func() { ranks[r].err <- m.agree(ctx, addr, netif.Choice{}) }()
 		}
-		testnet.Eventually(t, "three ranks", func() bool {
-			near, err := h.Add(t.Context(), agreePrefix+"/"+nearKey, 0)
-			return err == nil && near == 3
-		})
+		for r := range ranks {
+			testnet.Eventually(t, fmt.Sprint("rank ", r), func() bool {
+				place, _, err := h.Look(t.Context(), fmt.Sprintf("%s/%s/%d", agreePrefix, nearKey, r))
+				return err == nil && string(place) == counted
+			})
+		}
 		ranks[first].end()
 		for _, r := range []int{first, 2, 1 - first} {
 			if first > 0 {
