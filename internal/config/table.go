@@ -148,7 +148,7 @@ var settings = []Setting{
 		kind:  boolOf(func(c *Config) *bool { return &c.TLS }),
 	},
 	{
-		Name: "HOROVOD_GLOO_IFACE", Section: sectionStart, Scope: PerJob,
+		Name: "HOROVOD_GLOO_IFACE", Section: sectionStart, Scope: PerProcess,
 		Key:       "library_options.network_interfaces",
 		Flags:     []Flag{{Name: "network-interfaces", Arg: "LIST"}, {Name: "network-interface", Arg: "LIST", Instead: "network-interfaces"}},
 		Otherwise: "the one that leads to where the ranks meet",

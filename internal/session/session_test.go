@@ -121,6 +121,16 @@ func TestOpen(t *testing.T) {
 	}
 }
 
+// Each host may have its own names and addresses of interfaces.
+func TestOpenOnInterfacesOfTheirOwn(t *testing.T) {
+	_, errs := open(t, []string{"a", "b"}, map[int]map[string]string{
+		0: {"HOROVOD_GLOO_IFACE": "127.0.0.1"}, 1: {"HOROVOD_GLOO_IFACE": "127.0.0.0/8"},
+	})
+	if err := errors.Join(errs...); err != nil {
+		t.Error(err)
+	}
+}
+
 // The ranks share memory as the settings say, which are the same at all of them.
 func TestOpenWithoutMemory(t *testing.T) {
 	tcp := map[string]string{"HOROVOD_CPU_OPERATIONS": "tcp"}
