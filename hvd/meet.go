@@ -63,8 +63,9 @@ func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOp
 	return Init(ctx, append(opts[:len(opts):len(opts)], WithID(rank, size, id))...)
 }
 
-// WithID, and for a program that gives no way to meet the setting HVD_UNIQUE_ID, makes the ranks meet by ids, the same at all of them in the same order: one, or for more than some thousand ranks
-// several, which NewUniqueID made in different processes and which share the work.
+// WithID makes the ranks meet by ids, the same at all of them in the same order: one, or for more than some thousand ranks
+// several, which NewUniqueID made in different processes and which share the work. The setting HVD_UNIQUE_ID does the same for a
+// program that gives no way to meet.
 func WithID(rank, size int, ids ...UniqueID) InitOption {
 	return func(o *initOptions) { o.id = &meeting.ID{IDs: ids, Rank: rank, Size: size} }
 }

@@ -131,8 +131,8 @@ const failWait = 2 * time.Second
 
 // Fail tells the others that this rank cannot go on because of err, and returns why the epoch has failed for all: err, if this rank
 // is the only cause, else a *FailedError. suspects are the ranks that may be the cause: this one if it is, and none if that cannot be
-// told. If the epoch has failed before, err does not count. A rank that has died is the cause whatever the others say. The connections to the other ranks should stay until Fail has
-// returned. After all ranks were ready it returns err.
+// told. If the epoch has failed before, err does not count. A rank that has died is the cause whatever the others say. The connections
+// to the other ranks should stay until Fail has returned. After all ranks were ready it returns err.
 func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	if s.root == nil && s.member == nil {
 		return err
