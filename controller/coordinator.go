@@ -347,11 +347,11 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	}
 }
 
-// judge decides about a suspect whose control connection did not end: it alone if it has missed its heartbeat, else
-// the pair, because either may be wrong.
+// judge decides about a suspect whose control connection stands, or has ended after its bye: it alone if it has missed its
+// heartbeat or is gone, else the pair, because either may be wrong.
 func (c *Coordinator) judge(s *suspicion) {
 	ranks := []topo.Rank{s.suspect}
-	if c.now-c.ranks[s.suspect].heard < 2*heartbeatPeriod {
+	if k := &c.ranks[s.suspect]; !k.lost && c.now-k.heard < 2*heartbeatPeriod {
 		ranks = append(ranks, s.by)
 		slices.Sort(ranks)
 	}

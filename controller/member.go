@@ -203,10 +203,10 @@ func (m *Member) Drained() {
 	}
 }
 
-// Suspect says that the data channel to a rank failed. The coordinator's verdict follows; if it does not come in
-// time the suspicion is the verdict.
+// Suspect says that the data channel to a rank failed, or that this rank itself fails. The coordinator's verdict follows; if
+// it does not come in time the suspicion is the verdict. After its bye a rank has nothing left to fail at.
 func (m *Member) Suspect(r topo.Rank, reason string) {
-	if m.suspected != nil || m.state == memberClosed || m.state == memberFailed {
+	if m.suspected != nil || m.state == memberBye || m.state == memberClosed || m.state == memberFailed {
 		return
 	}
 	m.suspected = &Verdict{Ranks: []topo.Rank{r}, Reason: reason}
@@ -455,10 +455,11 @@ func (m *Member) lastOperation() string {
 	return label(m.lastKind, m.lastName)
 }
 
-// executes reports whether a grant of a process set with rank r is not finished.
+// executes reports whether a grant that is not finished may be of a process set with rank r.
 func (m *Member) executes(r topo.Rank) bool {
 	for g := m.running.oldest; g != nil; g = g.newer {
-		if s := m.set(g.Set); s != nil && s.index(r) >= 0 {
+		// Of a process set that was removed the members are not known any more.
+		if s := m.set(g.Set); s == nil || s.index(r) >= 0 {
 			return true
 		}
 	}
