@@ -11,12 +11,14 @@ from typing import Any, Optional, Tuple, Type
 from .exceptions import HorovodInternalError
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_MOST_BYTES = 1000  # of a reason
+_MOST_CHARACTERS = 1000  # of a reason
 
 
 def _describe(e: BaseException) -> str:
     text = "".join(traceback.format_exception_only(type(e), e)).strip()
-    return text if len(text) <= _MOST_BYTES else text[:_MOST_BYTES] + "..."
+    # The name of a file may have surrogates, which cannot be encoded in a message.
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
 
 
 def of_shutdown() -> Tuple[str, bool]:

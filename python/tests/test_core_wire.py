@@ -6,7 +6,7 @@ import random
 import struct
 import unittest
 
-from gohvd import _wire as wire
+from gohvd import _exit, _wire as wire
 
 
 def _field(number: int, body: bytes) -> bytes:
@@ -19,6 +19,14 @@ class Encoding(unittest.TestCase):
             got = wire.varint(n)
             self.assertEqual(got.hex(), want)
             self.assertEqual(wire.take_varint(got, 0, len(got)), (n, len(got)))
+
+    # The text of an exception may have surrogates, which cannot be encoded: the ranks are told all the same.
+    def test_reason(self) -> None:
+        try:
+            raise ValueError("no file 'x\udcff'")
+        except ValueError:
+            reason, failed = _exit.of_shutdown()
+        self.assertIn(b"ValueError: no file 'x\\udcff'", wire.shutdown(1, reason, failed))
 
     # As protoc encodes them, whose text is beside.
     def test_requests(self) -> None:
