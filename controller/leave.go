@@ -119,6 +119,13 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	}
 }
 
+// isAwaited reports whether a rank that has not been stopped waits for st.
+func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
+	return slices.ContainsFunc(s.Ranks, func(r topo.Rank) bool {
+		return c.ranks[r].stop == 0 && (st.Group != "" || !slices.Contains(st.Missing, r))
+	})
+}
+
 // awaitedText explains that the ranks of gone have left while those of waiting wait for st.
 func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.Rank) string {
 	first := gone[0]

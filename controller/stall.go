@@ -123,7 +123,11 @@ func (c *Coordinator) checkStalls() {
 	}
 	c.waits.due = never
 	for _, s := range c.sets.sets {
-		s.eachWaiting(func(w *wait, _ groupKey, stall func() Stall) { c.checkStall(w, c.now-w.since, stall) })
+		s.eachWaiting(func(w *wait, _ groupKey, stall func() Stall) {
+			if c.leaving == 0 || c.isAwaited(s, stall()) {
+				c.checkStall(w, c.now-w.since, stall)
+			}
+		})
 	}
 	c.checkExecutions()
 }
