@@ -169,7 +169,7 @@ func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.R
 		}
 	}
 	if st.Kind == message.Allreduce {
-		b.WriteString(": ranks that run out of data before the others call Join")
+		b.WriteString(": a rank whose data runs out first must call Join before Shutdown")
 	}
 	return b.String()
 }

@@ -295,7 +295,7 @@ func (e *Engine) takeRequests() {
 	case leaving.expired && e.coordinator != nil:
 		e.coordinator.Abandon()
 	case leaving.expired:
-		e.member.Suspect(e.cfg.Rank, "the context of its Shutdown ended before its operations had")
+		e.member.Suspect(e.cfg.Rank, "the context of its Shutdown ended before it had left the job")
 	default:
 		e.member.Shutdown(leaving.Reason)
 	}
