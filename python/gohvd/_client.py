@@ -479,6 +479,12 @@ class Client:
         with self._lock:
             self._check_name((set_id, name), name)
 
+    def let_go(self) -> None:
+        """Frees all names, each as soon as its operation is done: the program has left the job."""
+        with self._lock:
+            for p in list(self._names.values()):
+                p.held = False
+
     def in_use(self, key: Tuple[int, str]) -> bool:
         """Whether a name is, as far as is known without looking at the socket."""
         p = self._names.get(key)

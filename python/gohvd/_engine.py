@@ -339,9 +339,11 @@ class Engine:
                 for f in self.at_shutdown:
                     f()
                 self._clear_plans()
-                if self._client is not None and self._client.over:
-                    self._client.close()
-                    self._client = None
+                if self._client is not None:
+                    self._client.let_go()
+                    if self._client.over:
+                        self._client.close()
+                        self._client = None
 
     def close(self) -> None:
         """Leaves the job and the sidecar, at the end of the process."""

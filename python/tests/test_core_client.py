@@ -224,6 +224,14 @@ class InTheJob(Bounded):
                     hvd.allreduce_async([1.0], name="seen")
                 see(second)
 
+    def test_names_of_an_earlier_job(self) -> None:
+        """A name that nobody has looked after is in use until shutdown."""
+        hvd.init()
+        hvd.allreduce_async([1.0], name="left")
+        hvd.shutdown()
+        hvd.init()
+        self.assertEqual(list(hvd.allreduce([1.0], name="left")), [1.0])
+
     def test_names_of_no_use(self) -> None:
         """What is begun and forgotten keeps no name, if it has none of the program's. Names that were in use are dropped."""
         hvd.init()
