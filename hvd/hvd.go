@@ -51,6 +51,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 
 	"github.com/gohvd/gohvd/internal/engine"
@@ -143,7 +144,8 @@ func Shutdown(ctx context.Context) error {
 
 // panicked is the departure of a rank whose program has panicked with p.
 func panicked(p any) engine.Departure {
-	return engine.Departure{Reason: fmt.Sprintf("its program has panicked: %v", p), Failed: true}
+	text := strings.ToValidUTF8(fmt.Sprint(p), "") // protobuf refuses anything else
+	return engine.Departure{Reason: "its program has panicked: " + text, Failed: true}
 }
 
 // IsInitialized reports whether Init has succeeded and no Shutdown has ended since.

@@ -310,3 +310,29 @@ func TestLastOperationBeforeShutdown(t *testing.T) {
 		}
 	}
 }
+
+// A deferred Shutdown tells the other ranks of a panic, whatever bytes its text has.
+func TestPanic(t *testing.T) {
+	for _, w := range ways {
+		t.Run(w.name, func(t *testing.T) {
+			w.start(t, 2, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
+				if e.Rank() == 1 {
+					defer func() {
+						if recover() == nil {
+							t.Error("the panic is lost")
+						}
+					}()
+					defer e.Shutdown(ctx)
+					panic("no file x\xff")
+				}
+				var peer *hvd.PeerError
+				if err := hvd.Barrier(ctx, hvd.On(e)); !errors.As(err, &peer) || peer.Reason != "its program has panicked: no file x" {
+					t.Errorf("got error %v, want the panic of rank 1", err)
+				}
+				if err := e.Shutdown(ctx); !errors.As(err, &peer) {
+					t.Errorf("shutdown: %v", err)
+				}
+			})
+		})
+	}
+}
