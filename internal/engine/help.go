@@ -161,10 +161,11 @@ func (e *Engine) handOver() {
 
 // attempt does w here, or begins it, if that needs no waiting. Else it reports false, and w is to be given to the lane.
 func (e *Engine) attempt(l *lane, w *work) bool {
-	if !e.helpable || !l.claim() {
+	kind := w.grant.Responses[0].Kind
+	// A barrier is not answered before what it comes after.
+	if !e.helpable || !l.claim(!kind.MovesData()) {
 		return false
 	}
-	kind := w.grant.Responses[0].Kind
 	e.observer.begin(w, e.now)
 	var err error
 	if !kind.MovesData() {

@@ -70,6 +70,7 @@ type lane struct {
 	mu      sync.Mutex
 	todo    []*work
 	busy    bool  // run executes
+	answers bool  // run has executed something, and has not answered all of it
 	claimed bool  // the loop has the lane, and run waits
 	ended   bool  // no more work will come
 	err     error // answers everything that is left
@@ -127,11 +128,11 @@ func (l *lane) push(w *work) {
 	}
 }
 
-// claim takes the lane from run, if it has nothing to do.
-func (l *lane) claim() bool {
+// claim takes the lane from run, if it has nothing to do. With inOrder it must have answered what it has executed, too.
+func (l *lane) claim(inOrder bool) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.busy || l.claimed || l.ended || l.err != nil || len(l.todo) > 0 {
+	if l.busy || l.claimed || l.ended || l.err != nil || len(l.todo) > 0 || inOrder && l.answers {
 		return false
 	}
 	l.claimed = true
@@ -156,7 +157,7 @@ func (l *lane) unclaim(w *work) {
 // may find the lane free.
 func (l *lane) rest() {
 	l.mu.Lock()
-	l.busy = false
+	l.busy, l.answers = false, l.busy
 	l.mu.Unlock()
 }
 
@@ -180,7 +181,7 @@ func (l *lane) ring() {
 func (l *lane) next() (w *work, err error) {
 	for {
 		l.mu.Lock()
-		l.busy = false
+		l.busy, l.answers = false, false
 		switch {
 		case l.claimed:
 		case len(l.todo) > 0:

@@ -60,3 +60,32 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 		t.Errorf("answered with %v, want %v", answer, verdict)
 	}
 }
+
+// What is answered in a turn of the loop, as a barrier, does not overtake the answers of what the lane has executed before.
+func TestClaimInOrder(t *testing.T) {
+	l := &lane{bell: make(chan struct{}, 1)}
+	l.push(&work{})
+	if w, err := l.next(); w == nil || err != nil {
+		t.Fatalf("got %v and error %v, want the work", w, err)
+	}
+	claim := func(inOrder bool) bool {
+		claimed := l.claim(inOrder)
+		if claimed {
+			l.unclaim(nil)
+		}
+		return claimed
+	}
+	if claim(false) || claim(true) {
+		t.Error("the lane was taken while it executes")
+	}
+	l.rest()
+	if claim(true) || !claim(false) {
+		t.Error("while it answers, the lane was taken for what must wait for the answers, or for nothing")
+	}
+	l.end(nil)
+	l.next()
+	l.ended = false
+	if !claim(true) {
+		t.Error("the lane was not taken after the answers")
+	}
+}
