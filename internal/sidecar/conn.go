@@ -150,7 +150,7 @@ func (c *conn) turn() (again bool, err error) {
 		}
 		again = again || came
 	}
-	took, err := c.submissions()
+	took, err := c.submissions(c.until)
 	if err != nil {
 		return false, err
 	}
@@ -189,13 +189,25 @@ func (c *conn) frames() error {
 	}
 }
 
-// submissions begins those of the ring, up to until.
-func (c *conn) submissions() (some bool, err error) {
+// submissionsBefore begins those of the ring, up to a number, that are still to be begun in this turn or a later one.
+func (c *conn) submissionsBefore(until uint64) error {
+	if c.ring == nil || int64(until-c.ring.read) <= 0 {
+		return nil
+	}
+	if int64(until-c.until) > 0 {
+		c.until = until
+	}
+	_, err := c.submissions(until)
+	return err
+}
+
+// submissions begins those of the ring, up to a number.
+func (c *conn) submissions(until uint64) (some bool, err error) {
 	if c.ring == nil {
 		return false, nil
 	}
 	for {
-		id, slot, ok, err := c.ring.next(c.until)
+		id, slot, ok, err := c.ring.next(until)
 		if err != nil || !ok {
 			return some, err
 		}
@@ -423,6 +435,9 @@ func (c *conn) answer(id uint64, r *sidecarpb.Reply, err error) {
 func (c *conn) request(q *sidecarpb.Request) error {
 	switch what := q.What.(type) {
 	case *sidecarpb.Request_Submit:
+		if err := c.submissionsBefore(what.Submit.GetAfter()); err != nil {
+			return err
+		}
 		p, err := newPlan(what.Submit.GetOperation())
 		if err == nil {
 			return c.submit(p, q.Id, false)
@@ -459,8 +474,7 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	}
 	if _, is := q.What.(*sidecarpb.Request_Shutdown); is && c.ring != nil {
 		// What was submitted before the shutdown is still to run.
-		c.until = c.ring.pending()
-		if _, err := c.submissions(); err != nil {
+		if err := c.submissionsBefore(c.ring.pending()); err != nil {
 			return err
 		}
 	}

@@ -442,7 +442,7 @@ class Client:
                     if not later:
                         self._tell()
                     return p
-                letter = _Letter(wire.submit(ident, op.body + name))
+                letter = _Letter(wire.submit(ident, op.body + name, words[_SUBMITTED]))
                 self._post(letter)
             except BaseException:
                 # Interrupted. What the sidecar will not see ends here; anything else goes on, and keeps its memory.

@@ -126,8 +126,8 @@ def prepare(ident: int, slot: int, operation: bytes) -> bytes:
     return _request(ident, _PREPARE, _uint(1, slot) + _bytes(2, operation))
 
 
-def submit(ident: int, operation: bytes) -> bytes:
-    return _request(ident, _SUBMIT, _bytes(1, operation))
+def submit(ident: int, operation: bytes, after: int = 0) -> bytes:
+    return _request(ident, _SUBMIT, _bytes(1, operation) + _uint(2, after))
 
 
 def free(ident: int, arena_number: int, offset: int) -> bytes:

@@ -988,8 +988,10 @@ func (x *Prepare) GetOperation() *Operation {
 }
 
 type Submit struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Operation     *Operation             `protobuf:"bytes,1,opt,name=operation,proto3" json:"operation,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Operation *Operation             `protobuf:"bytes,1,opt,name=operation,proto3" json:"operation,omitempty"`
+	// The count of submissions in the ring that this one comes after; 0 if their order does not matter.
+	After         uint64 `protobuf:"varint,2,opt,name=after,proto3" json:"after,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1029,6 +1031,13 @@ func (x *Submit) GetOperation() *Operation {
 		return x.Operation
 	}
 	return nil
+}
+
+func (x *Submit) GetAfter() uint64 {
+	if x != nil {
+		return x.After
+	}
+	return 0
 }
 
 type Memory struct {
@@ -2034,9 +2043,10 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"X\n" +
 	"\aPrepare\x12\x12\n" +
 	"\x04slot\x18\x01 \x01(\rR\x04slot\x129\n" +
-	"\toperation\x18\x02 \x01(\v2\x1b.gohvd.sidecar.v1.OperationR\toperation\"C\n" +
+	"\toperation\x18\x02 \x01(\v2\x1b.gohvd.sidecar.v1.OperationR\toperation\"Y\n" +
 	"\x06Submit\x129\n" +
-	"\toperation\x18\x01 \x01(\v2\x1b.gohvd.sidecar.v1.OperationR\toperation\"L\n" +
+	"\toperation\x18\x01 \x01(\v2\x1b.gohvd.sidecar.v1.OperationR\toperation\x12\x14\n" +
+	"\x05after\x18\x02 \x01(\x04R\x05after\"L\n" +
 	"\x06Memory\x12\x14\n" +
 	"\x05arena\x18\x01 \x01(\rR\x05arena\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x14\n" +
