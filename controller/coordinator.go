@@ -361,7 +361,7 @@ func (c *Coordinator) judge(s *suspicion) {
 // fail gives the verdict, once.
 func (c *Coordinator) fail(ranks []topo.Rank, reason string) {
 	c.state = failed
-	// What was decided in this turn is not sent, but a rank that has left is closed all the same.
+	// The decisions of this turn are dropped. A rank that has left is still told that it may close.
 	c.out = slices.DeleteFunc(c.out, func(o Outgoing) bool { return o.Down.Type != message.DownClose })
 	d := &message.Down{Type: message.DownFail, Cycle: c.cycle, Ranks: ranks, Reason: reason}
 	c.emit(d, c.present())

@@ -15,7 +15,7 @@ import (
 // finished its grants; and the coordinator closes it when no other rank still executes an operation with it.
 type departure struct {
 	leaving bool // it submits nothing more
-	// What it said with that, and when.
+	// Its own account of the shutdown, and when that came.
 	at         time.Duration
 	operations uint64        // responses that it had finished
 	last       string        // the last of them, as `allreduce "g"`

@@ -26,7 +26,7 @@ type operation struct {
 	held interface{ Release() }
 }
 
-// What is known of an operation.
+// Flags of a handle.
 const (
 	doneAsked uint32 = 1 << iota // the program has the channel of Done
 	doneSeen                     // it has seen that the operation is done: held is released

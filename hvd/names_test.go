@@ -75,7 +75,7 @@ func TestNameIsInUseUntilSeen(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				// What was begun before a barrier is done when that is.
+				// Operations that all ranks began before a barrier are done after it.
 				if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
 					t.Error(err)
 				}

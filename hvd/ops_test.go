@@ -382,8 +382,8 @@ func TestDone(t *testing.T) {
 	})
 }
 
-// What a rank that has shut down never submitted is answered with its name, at all ranks that wait for it and ever after. In
-// lock-step only what was pending names it.
+// An operation that a rank never submitted before it shut down ends with an error that names this rank, at all ranks that
+// wait for it, and so do later operations.
 func TestShutdownWithPendingRequests(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		kv := store.NewHashStore(store.Limits{})

@@ -61,7 +61,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}
 }
 
-// What is answered in a turn of the loop, as a barrier, does not overtake the answers of what the lane has executed before.
+// A barrier that is answered in a turn of the loop does not overtake the answers of operations that the lane has executed.
 func TestClaimInOrder(t *testing.T) {
 	l := &lane{bell: make(chan struct{}, 1)}
 	l.push(&work{})

@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/message"
 )
 
-// What a rank says and hears in each cycle of the negotiation is logged with HOROVOD_LOG_LEVEL=trace, without heartbeats and
-// measurements of clocks. Otherwise it costs a look at Engine.traced.
+// HOROVOD_LOG_LEVEL=trace logs each frame of the negotiation that a rank sends or receives, except heartbeats and clock
+// probes. At other levels a frame costs one test of Engine.traced.
 
 // traceUp logs what this rank tells the coordinator: its new requests in full, and bits of the response cache for others.
 func (e *Engine) traceUp(up *message.Up) {

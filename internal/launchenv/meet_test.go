@@ -711,7 +711,7 @@ func TestMasterOfAnotherSize(t *testing.T) {
 	testnet.WantError(t, err, "of 3 ranks", "of 2 ranks", "set the same WORLD_SIZE at all ranks")
 }
 
-// What listens at MASTER_PORT may be neither of them.
+// A server at MASTER_PORT that is neither ours nor PyTorch's is reported as that.
 func TestMasterPortIsTaken(t *testing.T) {
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
 		io.WriteString(conn, "220 mail.example.org\r\n")
