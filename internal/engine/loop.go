@@ -393,7 +393,7 @@ func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	return stalled
 }
 
-// reportVerdict tells who has ended the job, before an operation is answered with it.
+// reportVerdict logs and publishes the ranks that ended the job. It must come before an operation is answered with p.
 func (e *Engine) reportVerdict(p *PeerError) {
 	e.log.Error("the job failed", zap.Error(p))
 	if e.cfg.OnVerdict != nil {

@@ -473,7 +473,7 @@ func (c *conn) request(q *sidecarpb.Request) error {
 		return err
 	}
 	if _, is := q.What.(*sidecarpb.Request_Shutdown); is && c.ring != nil {
-		// What was submitted before the shutdown is still to run.
+		// Submissions that the client made before the shutdown still run.
 		if err := c.submissionsBefore(c.ring.pending()); err != nil {
 			return err
 		}

@@ -640,7 +640,7 @@ func (e *Engine) Shutdown(ctx context.Context, why engine.Departure) error {
 	if gone {
 		return errors.Join(e.failed(), e.close(nil))
 	}
-	// What was submitted must come before the shutdown, and may wait until the sidecar has its memory.
+	// Submissions must be sent before the shutdown. They may still wait for the sidecar to confirm their memory.
 	select {
 	case <-allSent:
 	case <-e.ended:

@@ -290,7 +290,7 @@ func TestTimeline(t *testing.T) {
 	}
 }
 
-// What was submitted just before Shutdown runs, though the sidecar had to be given memory for it first.
+// An operation that is submitted just before Shutdown runs, though the sidecar must be given memory for it first.
 func TestLastOperationBeforeShutdown(t *testing.T) {
 	for _, w := range ways {
 		for range 10 {
