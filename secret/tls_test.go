@@ -330,7 +330,7 @@ func TestEndOfEncrypted(t *testing.T) {
 	}
 	began := time.Now()
 	server.Close() // a pipe has no room for a word
-	if took := time.Since(began); took > 2*time.Second {
+	if took := time.Since(began); took > 20*time.Second {
 		t.Errorf("close took %v", took)
 	}
 	if _, err := server.Write([]byte("x")); !errors.Is(err, io.ErrClosedPipe) {

@@ -300,7 +300,7 @@ func TestDialTCP(t *testing.T) {
 					}
 					io.WriteString(conn, "HTTP/1.0 404 Not Found\r\nServer: BaseHTTP/0.6\r\n\r\n")
 				})
-				ctx, cancel := context.WithTimeout(testnet.Context(t), 100*time.Millisecond)
+				ctx, cancel := context.WithTimeout(testnet.Context(t), time.Second)
 				if refuses {
 					ctx = testnet.Context(t)
 				}

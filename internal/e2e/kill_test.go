@@ -15,7 +15,7 @@ import (
 const (
 	ranks = 4
 	// survivorsDeadline is how soon every survivor's pending calls must have failed.
-	survivorsDeadline = 2 * time.Second
+	survivorsDeadline = 20 * time.Second
 )
 
 // rounds is how often a death is tried: often, or once for each rank; or less if it is to be short.

@@ -71,7 +71,7 @@ func TestContextEnds(t *testing.T) {
 				if err := op(ctx, r); !errors.Is(err, why) {
 					t.Errorf("got %v, want %v", err, why)
 				}
-				if took := time.Since(began); took > 2*time.Second {
+				if took := time.Since(began); took > 20*time.Second {
 					t.Errorf("it took %v to notice", took)
 				}
 				return nil

@@ -257,7 +257,7 @@ func TestKill(t *testing.T) {
 	if got := ranks[0].hear(t); got != "gone 1 2 101" {
 		t.Errorf("got %q, want both", got)
 	}
-	if took := time.Since(began); took > 2*time.Second {
+	if took := time.Since(began); took > 20*time.Second {
 		t.Errorf("it took %v", took)
 	}
 	empty(t, "killed", dir)
