@@ -16,9 +16,12 @@ import (
 
 // Bounds on what a rank says about itself.
 const (
-	MaxInfoBytes = 64 << 10 // Record.Info
-	MaxNameBytes = 256      // Record.Addr, Record.Host, JoinConfig.Job
-	MaxSize      = 1 << 16  // JoinConfig.Size
+	MaxNameBytes = 256     // Record.Addr, Record.Host, Record.HostID, JoinConfig.Job
+	MaxSize      = 1 << 16 // JoinConfig.Size
+	// MaxCapabilitiesBytes bounds the names and texts of Record.Capabilities.
+	MaxCapabilitiesBytes = 4 << 10
+	// MaxMemoryBytes bounds Record.Memory.
+	MaxMemoryBytes = 1 << 10
 	// MaxTermsBytes bounds the names and values of JoinConfig.Terms.
 	MaxTermsBytes = 16 << 10
 	// maxEpoch leaves room to count on. A greater LastEpoch is a mistake, or a peer that wants to end all counting.
@@ -27,10 +30,15 @@ const (
 
 // Record is what one rank tells all others about itself.
 type Record struct {
-	Addr string // where it takes data connections, host:port
-	Host string // identity of its host: equal for ranks that share memory
-	PID  int
-	Info []byte // the engine's own, not looked at here
+	Addr   string // where it takes data connections, host:port
+	Host   string // the name of its host, for people
+	HostID string // the identity of its host: equal for ranks that can share memory
+	PID    int
+	// Capabilities say why the rank cannot serve a backend, by the name of the backend. The text is empty if the rank can serve it.
+	// A backend that is not in the map does not exist in the rank's build.
+	Capabilities map[string]string
+	// Memory is the rank's offer to share memory with the ranks of its host (shm.Endpoint.Card). Empty is none.
+	Memory []byte
 }
 
 // String names a process in errors.
@@ -175,22 +183,23 @@ func (cfg *JoinConfig) check() error {
 	if ip := net.ParseIP(cfg.ListenHost); cfg.Rank == 0 && ip != nil && ip.IsUnspecified() {
 		return fmt.Errorf("listen host is %s, want an address that other ranks can dial", cfg.ListenHost)
 	}
-	if err := checkTerms(cfg.Terms); err != nil {
+	if err := checkTexts("terms", cfg.Terms, MaxTermsBytes); err != nil {
 		return err
 	}
 	return cfg.Self.check()
 }
 
-func checkTerms(terms map[string]string) error {
+// checkTexts checks names and texts that travel as protobuf.
+func checkTexts(what string, texts map[string]string, most int) error {
 	n := 0
-	for name, value := range terms {
-		n += len(name) + len(value)
-		if !utf8.ValidString(name) || !utf8.ValidString(value) {
-			return fmt.Errorf("term %q is %q, want UTF-8", name, value)
+	for name, text := range texts {
+		n += len(name) + len(text)
+		if !utf8.ValidString(name) || !utf8.ValidString(text) {
+			return fmt.Errorf("%s have %q for %q, want UTF-8", what, text, name)
 		}
 	}
-	if n > MaxTermsBytes {
-		return fmt.Errorf("terms have %d bytes, want at most %d", n, MaxTermsBytes)
+	if n > most {
+		return fmt.Errorf("%s have %d bytes, want at most %d", what, n, most)
 	}
 	return nil
 }
@@ -202,8 +211,14 @@ func (r *Record) check() error {
 	if err := checkName("host", r.Host); err != nil {
 		return err
 	}
-	if len(r.Info) > MaxInfoBytes {
-		return fmt.Errorf("info has %d bytes, want at most %d", len(r.Info), MaxInfoBytes)
+	if err := checkName("host identity", r.HostID); err != nil {
+		return err
+	}
+	if err := checkTexts("capabilities", r.Capabilities, MaxCapabilitiesBytes); err != nil {
+		return err
+	}
+	if len(r.Memory) > MaxMemoryBytes {
+		return fmt.Errorf("the offer to share memory has %d bytes, want at most %d", len(r.Memory), MaxMemoryBytes)
 	}
 	return nil
 }

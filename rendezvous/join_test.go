@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"os"
 	"slices"
@@ -31,7 +32,8 @@ import (
 func recordOf(rank, incarnation int) Record {
 	return Record{
 		Addr: fmt.Sprintf("10.0.0.%d:7", rank), Host: fmt.Sprintf("host%d", rank/2), PID: 100*rank + incarnation,
-		Info: bytes.Repeat([]byte{byte(rank)}, max(rank, 0)),
+		HostID: fmt.Sprintf("id%d", rank/2), Capabilities: map[string]string{"tcp": "", "shm": fmt.Sprintf("not at rank %d", rank)},
+		Memory: bytes.Repeat([]byte{byte(rank)}, min(max(rank, 0), MaxMemoryBytes)),
 	}
 }
 
@@ -69,7 +71,8 @@ func say(t *testing.T, key secret.Secret, addr string, parts ...[]byte) net.Conn
 }
 
 func same(a, b Record) bool {
-	return a.Addr == b.Addr && a.Host == b.Host && a.PID == b.PID && bytes.Equal(a.Info, b.Info)
+	return a.Addr == b.Addr && a.Host == b.Host && a.HostID == b.HostID && a.PID == b.PID &&
+		maps.Equal(a.Capabilities, b.Capabilities) && bytes.Equal(a.Memory, b.Memory)
 }
 
 type result struct {
@@ -203,7 +206,8 @@ func TestJoinTakesLargestRecords(t *testing.T) {
 		cfg.LastEpoch = maxEpoch - 1
 		cfg.Self = Record{
 			Addr: strings.Repeat("a", MaxNameBytes), Host: strings.Repeat("ü", MaxNameBytes/2), PID: -1,
-			Info: bytes.Repeat([]byte{byte(rank)}, MaxInfoBytes),
+			HostID: strings.Repeat("i", MaxNameBytes), Capabilities: map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes-3)},
+			Memory: bytes.Repeat([]byte{byte(rank)}, MaxMemoryBytes),
 		}
 		cfgs, records = append(cfgs, cfg), append(records, cfg.Self)
 	}
@@ -213,20 +217,23 @@ func TestJoinTakesLargestRecords(t *testing.T) {
 func TestJoinChecksConfig(t *testing.T) {
 	kv := newStore(t)
 	for want, spoil := range map[string]func(*JoinConfig){
-		"job has no name":                          func(c *JoinConfig) { c.Job = "" },
-		"job has 257 bytes":                        func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
-		`job is "\xff", want UTF-8`:                func(c *JoinConfig) { c.Job = "\xff" },
-		"size is 0, want 1 to 65536":               func(c *JoinConfig) { c.Size = 0 },
-		"size is 65537":                            func(c *JoinConfig) { c.Size = 65537 },
-		"no store":                                 func(c *JoinConfig) { c.Store = nil },
-		"last epoch is 4611686018427387905":        func(c *JoinConfig) { c.LastEpoch = 1<<62 + 1 },
-		"listen host is 0.0.0.0, want an address":  func(c *JoinConfig) { c.ListenHost = "0.0.0.0" },
-		"listen host is ::, want an address":       func(c *JoinConfig) { c.ListenHost = "::" },
-		"opening the root":                         func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
-		"data address has 257 bytes":               func(c *JoinConfig) { c.Self.Addr = strings.Repeat("a", 257) },
-		"host has 257 bytes":                       func(c *JoinConfig) { c.Self.Host = strings.Repeat("h", 257) },
-		"info has 65537 bytes, want at most 65536": func(c *JoinConfig) { c.Self.Info = make([]byte, MaxInfoBytes+1) },
-		"rank 1 is out of range, want 0 to 0":      func(c *JoinConfig) { c.Rank, c.Size = 1, 1 },
+		"job has no name":                         func(c *JoinConfig) { c.Job = "" },
+		"job has 257 bytes":                       func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
+		`job is "\xff", want UTF-8`:               func(c *JoinConfig) { c.Job = "\xff" },
+		"size is 0, want 1 to 65536":              func(c *JoinConfig) { c.Size = 0 },
+		"size is 65537":                           func(c *JoinConfig) { c.Size = 65537 },
+		"no store":                                func(c *JoinConfig) { c.Store = nil },
+		"last epoch is 4611686018427387905":       func(c *JoinConfig) { c.LastEpoch = 1<<62 + 1 },
+		"listen host is 0.0.0.0, want an address": func(c *JoinConfig) { c.ListenHost = "0.0.0.0" },
+		"listen host is ::, want an address":      func(c *JoinConfig) { c.ListenHost = "::" },
+		"opening the root":                        func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
+		"data address has 257 bytes":              func(c *JoinConfig) { c.Self.Addr = strings.Repeat("a", 257) },
+		"host has 257 bytes":                      func(c *JoinConfig) { c.Self.Host = strings.Repeat("h", 257) },
+		"the offer to share memory has 1025 bytes, want at most 1024": func(c *JoinConfig) { c.Self.Memory = make([]byte, MaxMemoryBytes+1) },
+		"capabilities have 4099 bytes, want at most 4096": func(c *JoinConfig) {
+			c.Self.Capabilities = map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes)}
+		},
+		"rank 1 is out of range, want 0 to 0": func(c *JoinConfig) { c.Rank, c.Size = 1, 1 },
 	} {
 		cfg := config(kv, 0, 2)
 		spoil(&cfg)
@@ -1056,7 +1063,7 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 	}{
 		{"web browser", [][]byte{[]byte("GET / HTTP/1.1\r\n\r\n")}, `greeting is "GET "`},
 		{"the other protocol", [][]byte{dial.Greeting("GHVS", 2)}, `greeting is "GHVS"`},
-		{"another version", [][]byte{dial.Greeting(rootMagic, 1)}, "version 1 of the protocol, want 2"},
+		{"another version", [][]byte{dial.Greeting(rootMagic, 1)}, fmt.Sprintf("version 1 of the protocol, want %d", rootVersion)},
 		{"oversized", [][]byte{hello, {0xff, 0, 0, 0}}, "frame of 4278190080 bytes"},
 		{"not protobuf", [][]byte{hello, frame.Seal(append(frame.New(2), 0xff, 0xff))}, "proto"},
 		{"empty", [][]byte{hello, frame.Seal(frame.New(0))}, "token has 0 bytes"},

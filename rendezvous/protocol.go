@@ -23,12 +23,12 @@ import (
 // message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
-	rootVersion = 2
+	rootVersion = 3
 
 	tokenBytes = 16
 
 	// The field headers and numbers of a message fit into 256 bytes.
-	maxRecordBytes      = MaxInfoBytes + 2*MaxNameBytes + 256
+	maxRecordBytes      = 3*MaxNameBytes + 2*MaxCapabilitiesBytes + MaxMemoryBytes + 256
 	maxTermsBytes       = 2 * MaxTermsBytes // with headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
@@ -53,11 +53,15 @@ func appendMessage(frames []byte, m proto.Message) ([]byte, error) {
 }
 
 func recordToProto(r *Record) *rendezvouspb.Record {
-	return &rendezvouspb.Record{Addr: r.Addr, Host: r.Host, Pid: int64(r.PID), Info: r.Info}
+	return &rendezvouspb.Record{
+		Addr: r.Addr, Host: r.Host, HostId: r.HostID, Pid: int64(r.PID), Capabilities: r.Capabilities, Memory: r.Memory,
+	}
 }
 
 func recordFromProto(m *rendezvouspb.Record) (Record, error) {
-	r := Record{Addr: m.GetAddr(), Host: m.GetHost(), PID: int(m.GetPid()), Info: m.GetInfo()}
+	r := Record{
+		Addr: m.GetAddr(), Host: m.GetHost(), HostID: m.GetHostId(), PID: int(m.GetPid()), Capabilities: m.GetCapabilities(), Memory: m.GetMemory(),
+	}
 	return r, r.check()
 }
 

@@ -4,7 +4,6 @@ package session
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
@@ -33,7 +32,9 @@ type Config struct {
 	LastEpoch uint64
 	// Terms must be the same at all ranks, by name, beside the settings that must.
 	Terms map[string]string
-	Log   *zap.Logger
+	// Capabilities say which backends this rank can serve (rendezvous.Record).
+	Capabilities map[string]string
+	Log          *zap.Logger
 }
 
 // Session is a rank's part in an epoch.
@@ -45,6 +46,8 @@ type Session struct {
 	Memory opsshm.Memory
 	// Hosts are the names of the ranks' hosts, by rank.
 	Hosts []string
+	// Capabilities are what each rank says of its backends, by rank (rendezvous.Record).
+	Capabilities []map[string]string
 	// LocalSize is the number of ranks that have this one's host.
 	LocalSize int
 
@@ -128,8 +131,10 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 	s.met, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: at.Store, Job: set.JobID, Rank: topo.Rank(set.Rank), Size: set.Size,
 		LastEpoch: cfg.LastEpoch, ListenHost: at.Listen, Secret: at.Secret, Terms: terms,
-		Self: rendezvous.Record{Addr: endpoint.Addr(), Host: set.Hostname, PID: os.Getpid(), Info: pack(host, card)},
-		Log:  cfg.Log,
+		Self: rendezvous.Record{
+			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(), Capabilities: cfg.Capabilities, Memory: card,
+		},
+		Log: cfg.Log,
 	})
 	if err != nil {
 		return abandon(err)
@@ -140,11 +145,9 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 	cards := make([][]byte, set.Size)
 	addrs := make([]string, set.Size)
 	for r, rec := range s.met.Records {
-		addrs[r], s.Hosts = rec.Addr, append(s.Hosts, rec.Host)
-		if ids[r], cards[r], err = unpack(rec.Info); err != nil {
-			return abandon(fmt.Errorf("what rank %d says about itself: %w", r, err))
-		}
-		if ids[r] == host {
+		ids[r], addrs[r], cards[r] = rec.HostID, rec.Addr, rec.Memory
+		s.Hosts, s.Capabilities = append(s.Hosts, rec.Host), append(s.Capabilities, rec.Capabilities)
+		if rec.HostID == host {
 			s.LocalSize++
 		}
 	}
@@ -226,21 +229,4 @@ func shareOut(cfg *Config) (*shm.Endpoint, []byte) {
 		e = shm.Unavailable(dial.ExplainLimit(err))
 	}
 	return e, e.Card()
-}
-
-// pack puts a rank's host and its card into one record, the first behind its length, u16.
-func pack(host string, card []byte) []byte {
-	b := binary.LittleEndian.AppendUint16(nil, uint16(len(host)))
-	return append(append(b, host...), card...)
-}
-
-func unpack(b []byte) (host string, card []byte, err error) {
-	if len(b) < 2 {
-		return "", nil, fmt.Errorf("%d bytes where a length should be", len(b))
-	}
-	n := int(binary.LittleEndian.Uint16(b))
-	if b = b[2:]; len(b) < n {
-		return "", nil, fmt.Errorf("%d bytes, want %d", len(b), n)
-	}
-	return string(b[:n]), b[n:], nil
 }

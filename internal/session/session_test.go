@@ -1,7 +1,6 @@
 package session
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"slices"
@@ -22,31 +21,6 @@ import (
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
-
-func TestPack(t *testing.T) {
-	for _, part := range [][]byte{nil, []byte("x"), bytes.Repeat([]byte{0xff}, 300)} {
-		host, card, err := unpack(pack("host", part))
-		if err != nil || host != "host" || !bytes.Equal(card, part) {
-			t.Errorf("got %q, %d bytes, %v, want %d", host, len(card), err, len(part))
-		}
-	}
-	for n := range len(pack("host", nil)) {
-		if _, _, err := unpack(pack("host", nil)[:n]); err == nil {
-			t.Errorf("%d bytes: got no error", n)
-		}
-	}
-}
-
-func FuzzUnpack(f *testing.F) {
-	f.Add(pack("host", []byte("card")))
-	f.Add([]byte{0xff, 0xff, 1})
-	f.Fuzz(func(t *testing.T, b []byte) {
-		host, card, err := unpack(b)
-		if err == nil && !bytes.Equal(pack(host, card), b) {
-			t.Errorf("%x was read as %q, %x", b, host, card)
-		}
-	})
-}
 
 // open opens the sessions of a job whose ranks are in this process, and closes those there are at the end of the test.
 func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Session, []error) {
@@ -74,7 +48,7 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 				errs[r] = err
 				return
 			}
-			sessions[r], errs[r] = Open(ctx, Config{At: at})
+			sessions[r], errs[r] = Open(ctx, Config{At: at, Capabilities: map[string]string{"tcp": "", "shm": "not at " + host}})
 		})
 	}
 	wg.Wait()
@@ -111,6 +85,9 @@ func TestOpen(t *testing.T) {
 					}
 					if s.Hosts[i] != host {
 						t.Errorf("rank %d: rank %d is on %q", r, i, s.Hosts[i])
+					}
+					if why := s.Capabilities[i]["shm"]; why != "not at "+host {
+						t.Errorf("rank %d: rank %d says %q of shm", r, i, why)
 					}
 				}
 				if s.LocalSize != local || s.Epoch != sessions[0].Epoch || (s.Memory != nil) != (local == len(hosts)) {

@@ -151,11 +151,15 @@ func (Answer_Kind) EnumDescriptor() ([]byte, []int) {
 
 // Record is what one rank tells the others about itself.
 type Record struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Addr          string                 `protobuf:"bytes,1,opt,name=addr,proto3" json:"addr,omitempty"`
-	Host          string                 `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`
-	Pid           int64                  `protobuf:"varint,3,opt,name=pid,proto3" json:"pid,omitempty"`
-	Info          []byte                 `protobuf:"bytes,4,opt,name=info,proto3" json:"info,omitempty"`
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Addr   string                 `protobuf:"bytes,1,opt,name=addr,proto3" json:"addr,omitempty"`
+	Host   string                 `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`
+	Pid    int64                  `protobuf:"varint,3,opt,name=pid,proto3" json:"pid,omitempty"`
+	HostId string                 `protobuf:"bytes,4,opt,name=host_id,json=hostId,proto3" json:"host_id,omitempty"`
+	// Why the rank cannot serve a backend, by the backend's name; empty if it can.
+	Capabilities map[string]string `protobuf:"bytes,5,rep,name=capabilities,proto3" json:"capabilities,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// The rank's offer to share memory; empty for none.
+	Memory        []byte `protobuf:"bytes,6,opt,name=memory,proto3" json:"memory,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -211,9 +215,23 @@ func (x *Record) GetPid() int64 {
 	return 0
 }
 
-func (x *Record) GetInfo() []byte {
+func (x *Record) GetHostId() string {
 	if x != nil {
-		return x.Info
+		return x.HostId
+	}
+	return ""
+}
+
+func (x *Record) GetCapabilities() map[string]string {
+	if x != nil {
+		return x.Capabilities
+	}
+	return nil
+}
+
+func (x *Record) GetMemory() []byte {
+	if x != nil {
+		return x.Memory
 	}
 	return nil
 }
@@ -546,12 +564,17 @@ var File_rendezvous_proto protoreflect.FileDescriptor
 
 const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
-	"\x10rendezvous.proto\x12\x13gohvd.rendezvous.v1\"V\n" +
+	"\x10rendezvous.proto\x12\x13gohvd.rendezvous.v1\"\x87\x02\n" +
 	"\x06Record\x12\x12\n" +
 	"\x04addr\x18\x01 \x01(\tR\x04addr\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x10\n" +
-	"\x03pid\x18\x03 \x01(\x03R\x03pid\x12\x12\n" +
-	"\x04info\x18\x04 \x01(\fR\x04info\"p\n" +
+	"\x03pid\x18\x03 \x01(\x03R\x03pid\x12\x17\n" +
+	"\ahost_id\x18\x04 \x01(\tR\x06hostId\x12Q\n" +
+	"\fcapabilities\x18\x05 \x03(\v2-.gohvd.rendezvous.v1.Record.CapabilitiesEntryR\fcapabilities\x12\x16\n" +
+	"\x06memory\x18\x06 \x01(\fR\x06memory\x1a?\n" +
+	"\x11CapabilitiesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"p\n" +
 	"\x04Root\x12\x18\n" +
 	"\aattempt\x18\x01 \x01(\x04R\aattempt\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\fR\x05token\x12\x12\n" +
@@ -612,7 +635,7 @@ func file_rendezvous_proto_rawDescGZIP() []byte {
 }
 
 var file_rendezvous_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rendezvous_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_rendezvous_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_rendezvous_proto_goTypes = []any{
 	(Status_Kind)(0),    // 0: gohvd.rendezvous.v1.Status.Kind
 	(Answer_Kind)(0),    // 1: gohvd.rendezvous.v1.Answer.Kind
@@ -621,18 +644,20 @@ var file_rendezvous_proto_goTypes = []any{
 	(*JoinRequest)(nil), // 4: gohvd.rendezvous.v1.JoinRequest
 	(*Status)(nil),      // 5: gohvd.rendezvous.v1.Status
 	(*Answer)(nil),      // 6: gohvd.rendezvous.v1.Answer
-	nil,                 // 7: gohvd.rendezvous.v1.JoinRequest.TermsEntry
+	nil,                 // 7: gohvd.rendezvous.v1.Record.CapabilitiesEntry
+	nil,                 // 8: gohvd.rendezvous.v1.JoinRequest.TermsEntry
 }
 var file_rendezvous_proto_depIdxs = []int32{
-	2, // 0: gohvd.rendezvous.v1.JoinRequest.record:type_name -> gohvd.rendezvous.v1.Record
-	7, // 1: gohvd.rendezvous.v1.JoinRequest.terms:type_name -> gohvd.rendezvous.v1.JoinRequest.TermsEntry
-	0, // 2: gohvd.rendezvous.v1.Status.kind:type_name -> gohvd.rendezvous.v1.Status.Kind
-	1, // 3: gohvd.rendezvous.v1.Answer.kind:type_name -> gohvd.rendezvous.v1.Answer.Kind
-	4, // [4:4] is the sub-list for method output_type
-	4, // [4:4] is the sub-list for method input_type
-	4, // [4:4] is the sub-list for extension type_name
-	4, // [4:4] is the sub-list for extension extendee
-	0, // [0:4] is the sub-list for field type_name
+	7, // 0: gohvd.rendezvous.v1.Record.capabilities:type_name -> gohvd.rendezvous.v1.Record.CapabilitiesEntry
+	2, // 1: gohvd.rendezvous.v1.JoinRequest.record:type_name -> gohvd.rendezvous.v1.Record
+	8, // 2: gohvd.rendezvous.v1.JoinRequest.terms:type_name -> gohvd.rendezvous.v1.JoinRequest.TermsEntry
+	0, // 3: gohvd.rendezvous.v1.Status.kind:type_name -> gohvd.rendezvous.v1.Status.Kind
+	1, // 4: gohvd.rendezvous.v1.Answer.kind:type_name -> gohvd.rendezvous.v1.Answer.Kind
+	5, // [5:5] is the sub-list for method output_type
+	5, // [5:5] is the sub-list for method input_type
+	5, // [5:5] is the sub-list for extension type_name
+	5, // [5:5] is the sub-list for extension extendee
+	0, // [0:5] is the sub-list for field type_name
 }
 
 func init() { file_rendezvous_proto_init() }
@@ -646,7 +671,7 @@ func file_rendezvous_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rendezvous_proto_rawDesc), len(file_rendezvous_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   6,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
