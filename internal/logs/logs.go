@@ -2,8 +2,8 @@
 //
 // Invariants:
 //
-//  1. A storm of equal lines is a few of them and then one a minute, which says how many were left out. Lines of different
-//     messages, and errors with different causes, do not hide each other, as long as there are not thousands of sorts.
+//  1. At most 20 lines of a level and message are written in a minute (zap's sampler), and the next line that is written tells how
+//     many were dropped.
 //  2. Whatever a peer or a client has brought into a line, it stays one line of bounded length, and is not taken for the end of it.
 //  3. What is logged at Trace is complete: nothing of it is left out.
 //  4. Nobody waits for a log but on the file itself: there is no goroutine and no queue.

@@ -10,12 +10,8 @@ import (
 	"go.uber.org/zap/zapcore"
 )
 
-const (
-	// maxTextBytes bounds a message, and a text in a field. A name of a tensor may have 4096 bytes.
-	maxTextBytes = 1 << 10
-	// errorField is the name that zap.Error gives.
-	errorField = "error"
-)
+// maxTextBytes bounds a message, and a text in a field. A name of a tensor may have 4096 bytes.
+const maxTextBytes = 1 << 10
 
 // plain is a message cut to its bound, in which what does not print is escaped as by strconv.Quote: the end of a line, what a
 // terminal obeys, and what is no UTF-8.
@@ -90,14 +86,4 @@ func textOf(f zapcore.Field) (text string, ok bool) {
 		return err.Error(), true
 	}
 	return "", false
-}
-
-// cause is the text of the error among fields, or empty.
-func cause(fields []zapcore.Field) string {
-	for _, f := range fields {
-		if text, ok := textOf(f); ok && f.Key == errorField {
-			return text
-		}
-	}
-	return ""
 }
