@@ -640,3 +640,14 @@ func FuzzDecodeProbe(f *testing.F) {
 		}
 	})
 }
+
+func FuzzDecodeVectors(f *testing.F) {
+	f.Add(message.AppendVectors(nil, []uint64{1, 2}, []uint64{3}))
+	f.Add(message.AppendVectors(nil, nil, nil))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		and, or, err := message.DecodeVectors(b, nil, nil)
+		if err == nil && !bytes.Equal(message.AppendVectors(nil, and, or), b) {
+			t.Errorf("%x was read as %x, %x", b, and, or)
+		}
+	})
+}

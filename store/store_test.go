@@ -573,3 +573,14 @@ func BenchmarkSetGet(b *testing.B) {
 		})
 	}
 }
+
+func FuzzCutRecord(f *testing.F) {
+	f.Add(appendRecord(nil, "key", []byte("value")))
+	f.Add(appendRecord(appendRecord(nil, "", nil), "k", []byte{0}))
+	f.Add([]byte{0xff, 0xff, 0xff, 0xff, 'k'})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		if key, value, n := cutRecord(b); n > 0 && !bytes.Equal(appendRecord(nil, key, value), b[:n]) {
+			t.Errorf("%x was read as %q, %x of %d bytes", b, key, value, n)
+		}
+	})
+}

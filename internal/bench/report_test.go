@@ -86,3 +86,14 @@ func TestReportOfNothing(t *testing.T) {
 		t.Errorf("got error %v, want one that names file and line", err)
 	}
 }
+
+func FuzzReadPoints(f *testing.F) {
+	f.Add(harnessColumns + "\nours,allreduce,2,4,10,6.5,6,1,1\n")
+	f.Add(strings.Join(csvColumns, ",") + "\n# comment\n\n\"\n")
+	f.Fuzz(func(t *testing.T, text string) {
+		points, err := readPoints("x.csv", strings.NewReader(text))
+		if err == nil && len(points) > strings.Count(text, "\n")+1 {
+			t.Errorf("%d points in %q", len(points), text)
+		}
+	})
+}

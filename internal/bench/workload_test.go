@@ -68,3 +68,14 @@ func TestBuckets(t *testing.T) {
 		t.Errorf("buckets begin at %v, want %v", got, want)
 	}
 }
+
+func FuzzReadWorkload(f *testing.F) {
+	f.Add("a 12 3x4 # comment\nb 5\n")
+	f.Add("a -1\na 99999999999999999999 1x1\n")
+	f.Fuzz(func(t *testing.T, text string) {
+		w, err := readWorkload("x", strings.NewReader(text))
+		if err == nil && (len(w.gradients) == 0 || w.numElems() < 0) {
+			t.Errorf("%q was read as %+v", text, w)
+		}
+	})
+}

@@ -1,8 +1,11 @@
 package engine
 
 import (
+	"bytes"
+	"encoding/binary"
 	"testing"
 
+	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/transport"
 )
 
@@ -42,4 +45,37 @@ func TestLinkKeepsLittle(t *testing.T) {
 			t.Errorf("keeps a buffer of %d bytes", cap(b))
 		}
 	}
+}
+
+// Frames that come over a connection are those that were sent, whatever comes behind them.
+func FuzzReceive(f *testing.F) {
+	header := func(n, seq uint32) []byte {
+		return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, n), seq)
+	}
+	f.Add(append(append(header(2, 0), "ab"...), header(0, 1)...))
+	f.Add(header(1<<32-1, 0))
+	f.Add(header(2, 1))
+	f.Fuzz(func(t *testing.T, in []byte) {
+		for seq, rest := uint32(0), in; len(rest) >= headerBytes; seq++ {
+			n, err := frameBytes(rest, seq)
+			if err != nil {
+				return
+			}
+			if n < 0 || n > message.MaxFrameBytes || !bytes.HasPrefix(rest, header(uint32(n), seq)) {
+				t.Fatalf("%x was read as frame %d of %d bytes", rest[:headerBytes], seq, n)
+			}
+			r := bytes.NewReader(rest[headerBytes:])
+			body, err := readBody(r, nil, n)
+			if err != nil {
+				if cap(body) > 2*len(in)+readStep {
+					t.Fatalf("%d bytes were allocated for %d", cap(body), len(in))
+				}
+				return
+			}
+			if !bytes.Equal(body, rest[headerBytes:][:n]) {
+				t.Fatalf("got %x of %x", body, rest)
+			}
+			rest = rest[headerBytes+n:]
+		}
+	})
 }

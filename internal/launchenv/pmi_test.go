@@ -220,3 +220,15 @@ func TestPMINoSocket(t *testing.T) {
 	_, err = detect(t, pmiEnv.with("PMI_FD", "")).Meet(testnet.Context(t), MeetOptions{})
 	testnet.WantError(t, err, "PMI_FD is not set")
 }
+
+func FuzzParsePMI(f *testing.F) {
+	f.Add("cmd=response_to_init pmi_version=1 rc=0")
+	f.Add("= a= =b a==b  c")
+	f.Fuzz(func(t *testing.T, line string) {
+		for name, value := range parsePMI(line) {
+			if word := strings.TrimSuffix(name+"="+value, "="); !strings.Contains(line, word) {
+				t.Errorf("%q has no %q", line, word)
+			}
+		}
+	})
+}

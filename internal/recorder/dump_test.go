@@ -301,3 +301,21 @@ func FuzzDecode(f *testing.F) {
 		}
 	})
 }
+
+func FuzzDecodeStall(f *testing.F) {
+	f.Add([]byte(`{"set":1,"name":"x","text":"y"}`))
+	f.Add([]byte(`{"set":-1}`))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		s, err := DecodeStall(text)
+		if err != nil {
+			return
+		}
+		again, err := EncodeStall(s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if twin, err := DecodeStall(again); err != nil || twin.Set != s.Set || !strings.HasPrefix(s.Name, twin.Name) {
+			t.Errorf("%+v was read again as %+v, %v", s, twin, err)
+		}
+	})
+}

@@ -599,3 +599,32 @@ func BenchmarkSetGet(b *testing.B) {
 		})
 	}
 }
+
+func FuzzClient(f *testing.F) {
+	f.Add([]byte{0, 1, 0, 0, 0, 0, 0, 0, 0, 'v'})
+	f.Add([]byte{0, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff})
+	f.Add([]byte{7, 0, 0, 0, 0, 0, 0, 0})
+	f.Fuzz(func(t *testing.T, in []byte) {
+		for name, ask := range map[string]func(s *c10d.Store) ([]byte, error){
+			"get":   func(s *c10d.Store) ([]byte, error) { return s.Get(t.Context(), "k") },
+			"add":   func(s *c10d.Store) ([]byte, error) { _, err := s.Add(t.Context(), "k", 1); return nil, err },
+			"check": func(s *c10d.Store) ([]byte, error) { _, err := s.Check(t.Context(), "k"); return nil, err },
+			"count": func(s *c10d.Store) ([]byte, error) { _, err := s.NumKeys(t.Context()); return nil, err },
+			"compare and set": func(s *c10d.Store) ([]byte, error) {
+				v, _, err := s.CompareAndSet(t.Context(), "k", nil, in)
+				return v, err
+			},
+			"get many": func(s *c10d.Store) ([]byte, error) {
+				v, err := s.MultiGet(t.Context(), "k", "l")
+				return bytes.Join(v, nil), err
+			},
+			"take from queues": func(s *c10d.Store) ([]byte, error) { v, _, err := s.TryPop(t.Context(), "k"); return v, err },
+		} {
+			s := c10d.ClientOf(in)
+			if value, err := ask(s); err == nil && len(value) > len(in) {
+				t.Errorf("%s: %d bytes of %d that were answered", name, len(value), len(in))
+			}
+			s.Close()
+		}
+	})
+}

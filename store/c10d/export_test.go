@@ -1,6 +1,7 @@
 package c10d
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"io"
@@ -28,3 +29,11 @@ func (byteConn) RemoteAddr() net.Addr             { return nil }
 func (byteConn) SetDeadline(time.Time) error      { return nil }
 func (byteConn) SetReadDeadline(time.Time) error  { return nil }
 func (byteConn) SetWriteDeadline(time.Time) error { return nil }
+
+// ClientOf is a Store whose only connection has a server that answers in, whatever it is asked, and is gone then.
+func ClientOf(in []byte) *Store {
+	s := &Store{dialect: Modern, busy: make(map[*conn]struct{})}
+	over := byteConn{bytes.NewReader(in)}
+	s.idle = []*conn{{Conn: over, in: reader{Reader: bufio.NewReader(over)}}}
+	return s
+}

@@ -299,6 +299,26 @@ func TestImpossibleWords(t *testing.T) {
 	}
 }
 
+// A peer may write any words into its segment, at any time: reading and sending end with an error or go on, within the ring.
+func FuzzRingWords(f *testing.F) {
+	f.Add(uint64(10), uint64(0), uint64(64), uint64(0))
+	f.Add(uint64(65), uint64(1), uint64(1<<63), uint64(1<<63))
+	f.Fuzz(func(t *testing.T, head, tail, nextHead, nextTail uint64) {
+		c, setWords := shm.Loopback()
+		p := make([]byte, 100)
+		for _, words := range [][2]uint64{{head, tail}, {nextHead, nextTail}} {
+			setWords(words[0], words[1])
+			n, err := c.TryRead(p)
+			if n > 64 || n > 0 && err != nil {
+				t.Fatalf("head %d: read %d bytes and error %v", words[0], n, err)
+			}
+			if err := c.Send(p[:10]); err == nil && c.Sent() > 128 {
+				t.Fatalf("tail %d: %d bytes were sent", words[1], c.Sent())
+			}
+		}
+	})
+}
+
 // In steady state nothing is allocated, whether or not the peer keeps up.
 func TestRingAllocatesNothing(t *testing.T) {
 	for _, ringBytes := range []int{0, 64} {

@@ -210,3 +210,15 @@ func TestHandshake(t *testing.T) {
 }
 
 var errAny = errors.New("some error")
+
+func FuzzReport(f *testing.F) {
+	f.Add(frame(reportFrame, nil))
+	f.Add(frame(complaintFrame, []byte("why")))
+	f.Add(frame(verdictFrame, encodeFailures(failures{1: "x"})))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		kind, body, err := readFrame(bytes.NewReader(b), maxTextBytes)
+		if err == nil && !bytes.HasPrefix(b, frame(kind, body)) {
+			t.Errorf("%x was read as kind %d with %x", b, kind, body)
+		}
+	})
+}

@@ -121,3 +121,17 @@ func TestSecret(t *testing.T) {
 		})
 	}
 }
+
+func FuzzReadAnswer(f *testing.F) {
+	for r := accepted; r <= numRefusals; r++ {
+		f.Add(encodeAnswer(r))
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		err := readAnswer(bytes.NewReader(b))
+		if r := accepted; err == nil && !bytes.HasPrefix(b, encodeAnswer(r)) {
+			t.Errorf("%x accepts", b)
+		} else if errors.As(err, &r) && !bytes.HasPrefix(b, encodeAnswer(r)) {
+			t.Errorf("%x was read as %v", b, r)
+		}
+	})
+}
