@@ -14,8 +14,8 @@ import (
 )
 
 const (
-	rootMagic = "GHVB"
-	ringMagic = "GHVR"
+	rootMagic = "GHVU"
+	ringMagic = "GHVC"
 	// protocolVersion is that of both.
 	protocolVersion = 1
 )

@@ -1,0 +1,310 @@
+package lint
+
+import (
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// format is a row of docs/formats.md.
+type format struct {
+	name           string
+	magic, version []constant
+	decoders       map[string][]string // functions by file
+	fuzzTests      map[string][]string // by package folder
+}
+
+// constant is a name and what the page says of its value.
+type constant struct{ name, value string }
+
+var (
+	cellCode  = regexp.MustCompile("`([^`]+)`([^`]*)")
+	cellWords = regexp.MustCompile(`[A-Za-z_][A-Za-z0-9_.]*`)
+)
+
+// namesIn reads a cell that says "`place` name, name; `place` name".
+func namesIn(cell string) map[string][]string {
+	names := make(map[string][]string)
+	for _, m := range cellCode.FindAllStringSubmatch(cell, -1) {
+		names[m[1]] = append(names[m[1]], cellWords.FindAllString(m[2], -1)...)
+	}
+	return names
+}
+
+func constantsIn(cell string) (all []constant) {
+	for _, m := range cellCode.FindAllStringSubmatch(cell, -1) {
+		all = append(all, constant{m[1], strings.TrimSpace(strings.TrimRight(strings.TrimSpace(m[2]), ",;"))})
+	}
+	return all
+}
+
+const formatsPage = "docs/formats.md"
+
+func readFormats(t *testing.T, root string) (all []format) {
+	text, err := os.ReadFile(filepath.Join(root, formatsPage))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(text)) {
+		cells := strings.Split(strings.TrimSpace(line), "|")
+		if len(cells) != 7 || strings.HasPrefix(cells[1], "---") || strings.TrimSpace(cells[1]) == "format" {
+			continue
+		}
+		all = append(all, format{
+			strings.TrimSpace(cells[1]), constantsIn(cells[2]), constantsIn(cells[3]), namesIn(cells[4]), namesIn(cells[5]),
+		})
+	}
+	if len(all) < 20 {
+		t.Fatalf("%s has %d formats, want 20 at least: has the form of its tables changed?", formatsPage, len(all))
+	}
+	return all
+}
+
+// source is what this test has to know of the Go files of a folder.
+type source struct {
+	constants map[string]string // literals by name, of the products' files
+	functions map[string]bool   // "file.go:Name"
+	fuzzed    map[string]string // files by the fuzz tests in them
+	reads     map[string]string // a place where bytes are decoded, by file
+}
+
+// decoding are the functions that turn bytes from elsewhere into values.
+var decoding = map[string][]string{
+	"proto":     {"Unmarshal"},
+	"json":      {"Unmarshal", "NewDecoder"},
+	"csv":       {"NewReader"},
+	"protowire": {"ConsumeVarint", "ConsumeTag", "ConsumeField"},
+	"binary":    {"Uvarint", "Varint", "Read"},
+}
+
+func readSources(t *testing.T, root string) map[string]*source {
+	sources := make(map[string]*source)
+	fset := token.NewFileSet()
+	err := filepath.WalkDir(root, func(path string, d os.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if name := d.Name(); d.IsDir() && path != root && (strings.HasPrefix(name, ".") || name == "testdata" || name == "tools") {
+			return filepath.SkipDir
+		}
+		if !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, ".pb.go") {
+			return nil
+		}
+		parsed, err := parser.ParseFile(fset, path, nil, parser.SkipObjectResolution)
+		if err != nil {
+			return err
+		}
+		file, err := filepath.Rel(root, path)
+		if err != nil {
+			return err
+		}
+		dir := filepath.Dir(file)
+		s := sources[dir]
+		if s == nil {
+			s = &source{make(map[string]string), make(map[string]bool), make(map[string]string), make(map[string]string)}
+			sources[dir] = s
+		}
+		if strings.HasSuffix(file, "_test.go") {
+			for _, d := range parsed.Decls {
+				if f, ok := d.(*ast.FuncDecl); ok && f.Recv == nil && strings.HasPrefix(f.Name.Name, "Fuzz") {
+					s.fuzzed[f.Name.Name] = file
+				}
+			}
+			return nil
+		}
+		s.look(fset, file, parsed)
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return sources
+}
+
+func (s *source) look(fset *token.FileSet, file string, parsed *ast.File) {
+	for _, d := range parsed.Decls {
+		switch d := d.(type) {
+		case *ast.FuncDecl:
+			s.functions[filepath.Base(file)+":"+d.Name.Name] = true
+		case *ast.GenDecl:
+			for _, spec := range d.Specs {
+				v, ok := spec.(*ast.ValueSpec)
+				if !ok || d.Tok != token.CONST {
+					continue
+				}
+				for i, name := range v.Names {
+					if i < len(v.Values) {
+						if lit, ok := v.Values[i].(*ast.BasicLit); ok {
+							s.constants[name.Name] = lit.Value
+						} else if strings.HasSuffix(strings.ToLower(name.Name), "magic") {
+							s.constants[name.Name] = "" // not a literal: the test cannot compare it
+						}
+					}
+				}
+			}
+		}
+	}
+	ast.Inspect(parsed, func(n ast.Node) bool {
+		sel, ok := n.(*ast.SelectorExpr)
+		if !ok {
+			return true
+		}
+		decodes := false
+		switch x := sel.X.(type) {
+		case *ast.Ident:
+			decodes = slices.Contains(decoding[x.Name], sel.Sel.Name)
+		case *ast.SelectorExpr: // binary.LittleEndian.Uint32
+			p, ok := x.X.(*ast.Ident)
+			decodes = ok && p.Name == "binary" && strings.HasSuffix(x.Sel.Name, "Endian") && strings.HasPrefix(sel.Sel.Name, "Uint")
+		}
+		if decodes {
+			s.reads[file] = fset.Position(sel.Pos()).String()
+		}
+		return true
+	})
+}
+
+// withoutRow says why the page does not have a file that decodes something.
+var withoutRow = map[string]string{
+	"ops/tcp/alltoall.go":                    "numbers, each compared with a bound",
+	"ops/shm/alltoall.go":                    "numbers, each compared with a bound",
+	"internal/engine/gather.go":              "numbers, each compared with a bound",
+	"internal/launch/crew.go":                "reports of a child that runs this program, through a pipe that only it has",
+	"internal/doctor/python.go":              "the output of a script that is in the same file",
+	"examples/digits/data.go":                "data that is in the program",
+	"internal/testprom/testprom.go":          "answers of Prometheus, in tests",
+	"internal/sidecar/sidecartest/client.go": "a client for tests",
+	"timeline/timelinetest/timelinetest.go":  "a reader for tests",
+}
+
+// Why: what comes from another process, or from a file, must be found in one place with its version, and must not bring a rank down.
+func TestFormats(t *testing.T) {
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	formats, sources := readFormats(t, root), readSources(t, root)
+
+	listed := make(map[string]string) // formats by file of their decoder
+	fuzzed := make(map[string]string) // formats by "dir.FuzzX"
+	onPage := make(map[string]bool)   // "dir.constant"
+	for _, f := range formats {
+		if len(f.decoders) == 0 || len(f.fuzzTests) == 0 {
+			t.Errorf("%s: %q has no decoder or no fuzz test", formatsPage, f.name)
+		}
+		var dirs []string
+		for file, functions := range f.decoders {
+			listed[file] = f.name
+			if strings.HasSuffix(file, ".py") {
+				text, err := os.ReadFile(filepath.Join(root, file))
+				if err != nil {
+					t.Errorf("%q: %v", f.name, err)
+				}
+				for _, m := range f.magic {
+					if !strings.Contains(string(text), m.value) {
+						t.Errorf("%q: %s does not have %s", f.name, file, m.value)
+					}
+				}
+				continue
+			}
+			s := sources[filepath.Dir(file)]
+			dirs = append(dirs, filepath.Dir(file))
+			for _, name := range functions {
+				if s == nil || !s.functions[filepath.Base(file)+":"+name] {
+					t.Errorf("%q: %s has no function %s", f.name, file, name)
+				}
+			}
+		}
+		for dir, names := range f.fuzzTests {
+			for _, name := range names {
+				fuzzed[dir+"."+name] = f.name
+				if s := sources[dir]; s == nil || s.fuzzed[name] == "" {
+					t.Errorf("%q: %s has no fuzz test %s", f.name, dir, name)
+				}
+			}
+		}
+		for _, c := range slices.Concat(f.magic, f.version) {
+			found := false
+			for _, dir := range dirs {
+				literal, ok := sources[dir].constants[c.name]
+				if ok {
+					found, onPage[dir+"."+c.name] = true, true
+				}
+				if ok && literal != c.value {
+					t.Errorf("%q: %s is %s in %s, and %s on the page", f.name, c.name, literal, dir, c.value)
+				}
+			}
+			if !found {
+				t.Errorf("%q: none of its decoders' packages has a constant %s", f.name, c.name)
+			}
+		}
+	}
+
+	magics := make(map[string]string) // by what is on the wire
+	for _, dir := range slices.Sorted(maps.Keys(sources)) {
+		s := sources[dir]
+		for _, name := range slices.Sorted(maps.Keys(s.constants)) {
+			if !strings.HasSuffix(strings.ToLower(name), "magic") {
+				continue
+			}
+			at := dir + "." + name
+			if !onPage[at] {
+				t.Errorf("%s: %s is in no row", formatsPage, at)
+			}
+			for _, wire := range onTheWire(t, at, s.constants[name]) {
+				if other := magics[wire]; other != "" && other != at {
+					t.Errorf("%s and %s are both %q", other, at, wire)
+				}
+				magics[wire] = at
+			}
+		}
+		for name, file := range s.fuzzed {
+			if fuzzed[dir+"."+name] == "" && !slices.Contains(otherFuzzTests, dir+"."+name) {
+				t.Errorf("%s: %s of %s fuzzes what is in no row", formatsPage, name, file)
+			}
+		}
+		for file, at := range s.reads {
+			if listed[file] != "" && withoutRow[file] != "" {
+				t.Errorf("%s is in a row and in this test's list of those without", file)
+			}
+			if listed[file] == "" && withoutRow[file] == "" {
+				t.Errorf("%s: nothing that %s reads is in a row (%s)", formatsPage, file, at)
+			}
+		}
+	}
+	for file := range withoutRow {
+		if s := sources[filepath.Dir(file)]; s == nil || s.reads[file] == "" {
+			t.Errorf("%s decodes nothing: drop it from this test's list", file)
+		}
+	}
+	if len(magics) < 5 {
+		t.Errorf("only %d magics: this test looks for the wrong thing", len(magics))
+	}
+}
+
+// otherFuzzTests are of what writes, or computes.
+var otherFuzzTests = []string{"internal/kernel.FuzzLevels", "internal/launch.FuzzSplitter", "timeline.FuzzString"}
+
+// onTheWire is the literal of a magic as bytes: of a number in both orders, because some of the formats are little-endian.
+func onTheWire(t *testing.T, at, literal string) []string {
+	if text, err := strconv.Unquote(literal); err == nil {
+		return []string{text}
+	}
+	n, err := strconv.ParseUint(literal, 0, 32)
+	if err != nil {
+		t.Errorf("%s is not a literal of four bytes, which this test could compare with others", at)
+		return nil
+	}
+	return []string{
+		fmt.Sprintf("%c%c%c%c", byte(n>>24), byte(n>>16), byte(n>>8), byte(n)), fmt.Sprintf("%c%c%c%c", byte(n), byte(n>>8), byte(n>>16), byte(n>>24)),
+	}
+}
