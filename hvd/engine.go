@@ -177,7 +177,7 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 	}
 	if size > 1 {
 		e.session, err = session.Open(ctx, session.Config{
-			At: e.at, LastEpoch: o.lastEpoch, Terms: map[string]string{"the list of process sets": setsText(sets)}, Log: log,
+			At: e.at, LastEpoch: o.lastEpoch, Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.device, SharesDevice: o.shareDevice, Log: log,
 		})
 		if err != nil {
 			return e.failed(err)
@@ -185,12 +185,12 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 		var stop func()
 		ctx, stop = e.session.Watch(ctx)
 		defer stop()
-		if err := e.at.Met(ctx); err != nil {
-			log.Warn("rank 0 has not removed what it left for the other ranks to meet by", zap.Error(err))
-		}
 		ecfg.Ready = e.session.Ready
 		e.epoch, hosts = e.session.Epoch, e.session.Hosts
 		ecfg.Mesh, ecfg.Memory, ecfg.LocalProcesses = e.session.Mesh, e.session.Memory, o.processes(e.session.LocalSize)
+	}
+	if err := e.at.Met(ctx); err != nil {
+		log.Warn("rank 0 has not removed what it left for the other ranks to meet by", zap.Error(err))
 	}
 	log = log.With(zap.Uint64("epoch", e.epoch))
 	ecfg.Log = log

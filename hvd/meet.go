@@ -7,7 +7,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/rendezvous/bootstrap"
+	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -26,13 +26,13 @@ func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.store
 // need a secret, in HVD_SECRET_FILE, and with a file an interface, in HOROVOD_GLOO_IFACE.
 func WithInitMethod(url string) InitOption { return func(o *initOptions) { o.method = url } }
 
-// UniqueID is where the ranks of one job meet, and the key to it: 128 bytes that one process makes by NewUniqueID and hands
-// to the others by any means. Who has it can join the job, so it is to be kept as a secret is. String is its text, and
+// UniqueID says where the ranks of one job meet, and is the key to it: 128 bytes that one process makes by NewUniqueID and hands
+// to the others by any means. Anybody who has it can join the job, so keep it as a secret. String is its text, and
 // ParseUniqueID reads that. It is good for one Init of all ranks.
-type UniqueID = bootstrap.ID
+type UniqueID = rendezvous.ID
 
-// ParseUniqueID is the id of a text that String made. Its error does not show the text.
-func ParseUniqueID(text string) (UniqueID, error) { return bootstrap.ParseID(text) }
+// ParseUniqueID reads the text of an id, which String made. Its error does not show the text.
+func ParseUniqueID(text string) (UniqueID, error) { return rendezvous.ParseID(text) }
 
 // NewUniqueID makes an id, on the model of ncclGetUniqueId. The process that calls it, a rank or not, answers the ranks until
 // all have met and some 30 s longer, or until ctx ends, and so has to live as long. It listens on the interface of
@@ -50,7 +50,7 @@ func NewUniqueID(ctx context.Context, opts ...InitOption) (UniqueID, error) {
 	if err != nil {
 		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
 	}
-	id, _, err := bootstrap.NewID(ctx, bootstrap.Config{ListenHost: listen.String(), Encrypt: cfg.TLS, Log: o.log})
+	id, _, err := rendezvous.NewID(ctx, listen.String(), cfg.TLS, o.log)
 	if err != nil {
 		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
 	}
@@ -64,14 +64,14 @@ func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOp
 }
 
 // WithID makes the ranks meet by ids, the same at all of them in the same order: one, or for more than some thousand ranks
-// several, which NewUniqueID made in different processes and which share the work. The setting HVD_UNIQUE_ID does the same for a
+// several, which NewUniqueID made in different processes, whose connections the ranks then share. The setting HVD_UNIQUE_ID does the same for a
 // program that gives no way to meet.
 func WithID(rank, size int, ids ...UniqueID) InitOption {
 	return func(o *initOptions) { o.id = &meeting.ID{IDs: ids, Rank: rank, Size: size} }
 }
 
-// WithDevice names the accelerator that this rank uses, by a name that is unique on its host, such as its UUID. Of ranks that
-// meet by an id no two of a host may have the same device, unless both share it.
+// WithDevice names the accelerator that this rank uses, by a name that is unique on its host, such as its UUID. Two ranks of a host
+// that have the same device are an error at all ranks, unless both share it.
 func WithDevice(name string, share bool) InitOption {
 	return func(o *initOptions) { o.device, o.shareDevice = name, share }
 }
@@ -86,7 +86,7 @@ func (o *initOptions) meet(ctx context.Context, cfg config.Config) (*meeting.Mee
 		return (*o.kept).Again(cfg), nil
 	}
 	m, err := meeting.Open(ctx, meeting.Config{
-		Settings: cfg, Store: o.store, Method: o.method, ID: o.id, Device: o.device, ShareDevices: o.shareDevice, Log: o.log,
+		Settings: cfg, Store: o.store, Method: o.method, ID: o.id, Log: o.log,
 	})
 	if err == nil && m.Once && o.kept != nil {
 		*o.kept = m

@@ -16,7 +16,7 @@ import (
 
 // Bounds on what a rank says about itself.
 const (
-	MaxNameBytes = 256     // Record.Addr, Record.Host, Record.HostID, JoinConfig.Job
+	MaxNameBytes = 256     // Record.Addr, Record.Host, Record.HostID, Record.Device, JoinConfig.Job
 	MaxSize      = 1 << 16 // JoinConfig.Size
 	// MaxCapabilitiesBytes bounds the names and texts of Record.Capabilities.
 	MaxCapabilitiesBytes = 4 << 10
@@ -37,6 +37,10 @@ type Record struct {
 	// Capabilities say why the rank cannot serve a backend, by the name of the backend. The text is empty if the rank can serve it.
 	// A backend that is not in the map does not exist in the rank's build.
 	Capabilities map[string]string
+	// Device is the accelerator that the rank uses, a name that is unique on its host, or empty. Ranks of one host that have the same
+	// device form no epoch, unless all of them have SharesDevice.
+	Device       string
+	SharesDevice bool
 	// Memory is the rank's offer to share memory with the ranks of its host (shm.Endpoint.Card). Empty is none.
 	Memory []byte
 }
@@ -59,16 +63,22 @@ type JoinConfig struct {
 	Secret secret.Secret
 	// Terms must be the same at all ranks, by name. Ranks that differ form no epoch, and are told which terms they differ in.
 	Terms map[string]string
-	Self  Record      // must not change until Join has returned
-	Log   *zap.Logger // may be nil
+	Self  Record // must not change until Join has returned
+	// RingAbove is rank 0's: in a job of more ranks the root tells each rank of its neighbours only, and Session.Gather learns the rest
+	// from them. Default 128. It is 2 at least.
+	RingAbove int
+	Log       *zap.Logger // may be nil
 }
 
-// Session is a rank's part in an epoch. Its fields are immutable.
+// Session is a rank's part in an epoch.
 type Session struct {
-	Epoch   uint64   // greater than the LastEpoch of every rank
-	Records []Record // by rank, equal on all ranks
+	Epoch uint64 // greater than the LastEpoch of every rank
+	// Records are those of the ranks, by rank, equal on all ranks. In a large job (JoinConfig.RingAbove) this rank has only its own and
+	// those of the ranks before and after it until Gather has returned.
+	Records []Record
 
 	rank   topo.Rank
+	ring   bool    // Gather is needed
 	root   *root   // at rank 0, unless the job has size 1
 	member *member // at the other ranks
 }
@@ -98,6 +108,7 @@ const (
 	RankOutOfRange
 	WrongJob
 	TermsDiffer
+	DuplicateDevice
 	Late       // the epoch was complete, and no newer one was formed in time
 	GaveUp     // rank 0's ctx ended before all ranks were there
 	RootFailed // rank 0 could not go on
@@ -121,14 +132,17 @@ func (e *RefusedError) Error() string { return e.Text }
 // rank 0 first keeps answering for at most 2 s, so that those who are still on their way hear it too. A process that finds the
 // epoch complete waits for the next one, see the package comment.
 //
-// Every rank but 0 watches one key and opens one connection. Rank 0 sends each of them all records: Size² records in
-// total. A job of size 1 uses neither store nor network, and its epoch is LastEpoch+1.
+// Every rank but 0 watches one key and opens one connection. Rank 0 sends each of them all records, Size² in total, or, in a large job,
+// two: Gather learns the others. A job of size 1 uses neither store nor network, and its epoch is LastEpoch+1.
 func Join(ctx context.Context, cfg JoinConfig) (*Session, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
 	}
 	if cfg.ListenHost == "" {
 		cfg.ListenHost = "127.0.0.1"
+	}
+	if cfg.RingAbove == 0 {
+		cfg.RingAbove = ringAbove
 	}
 	s, err := join(ctx, &cfg)
 	if err != nil {
@@ -212,6 +226,9 @@ func (r *Record) check() error {
 		return err
 	}
 	if err := checkName("host identity", r.HostID); err != nil {
+		return err
+	}
+	if err := checkName("device", r.Device); err != nil {
 		return err
 	}
 	if err := checkTexts("capabilities", r.Capabilities, MaxCapabilitiesBytes); err != nil {

@@ -19,12 +19,20 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// Place is the store of a job, as a process has it, and which of its ranks the process is.
+// Place is where the ranks of a job find its root, and which of the ranks this process is.
 type Place struct {
+	// Store is where rank 0 publishes its root.
 	Store      store.Store
 	Rank, Size int
 	// Addr is where this process reaches the store, host:port; empty if it serves the store itself, or there is no such place.
 	Addr string
+	// Secret and JobID are the job's if the place has them, else zero.
+	Secret secret.Secret
+	JobID  string
+	// Terms must be the same at all ranks, beside JoinConfig.Terms.
+	Terms map[string]string
+	// Met, if not nil, is to be called when all ranks have met.
+	Met func(context.Context) error
 
 	close func() error
 }

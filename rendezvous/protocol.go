@@ -28,7 +28,7 @@ const (
 	tokenBytes = 16
 
 	// The field headers and numbers of a message fit into 256 bytes.
-	maxRecordBytes      = 3*MaxNameBytes + 2*MaxCapabilitiesBytes + MaxMemoryBytes + 256
+	maxRecordBytes      = 4*MaxNameBytes + 2*MaxCapabilitiesBytes + MaxMemoryBytes + 256
 	maxTermsBytes       = 2 * MaxTermsBytes // with headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
@@ -55,12 +55,14 @@ func appendMessage(frames []byte, m proto.Message) ([]byte, error) {
 func recordToProto(r *Record) *rendezvouspb.Record {
 	return &rendezvouspb.Record{
 		Addr: r.Addr, Host: r.Host, HostId: r.HostID, Pid: int64(r.PID), Capabilities: r.Capabilities, Memory: r.Memory,
+		Device: r.Device, SharesDevice: r.SharesDevice,
 	}
 }
 
 func recordFromProto(m *rendezvouspb.Record) (Record, error) {
 	r := Record{
 		Addr: m.GetAddr(), Host: m.GetHost(), HostID: m.GetHostId(), PID: int(m.GetPid()), Capabilities: m.GetCapabilities(), Memory: m.GetMemory(),
+		Device: m.GetDevice(), SharesDevice: m.GetSharesDevice(),
 	}
 	return r, r.check()
 }
@@ -217,7 +219,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	}
 	switch a.GetKind() {
 	case rendezvouspb.Answer_TABLE:
-		s, err := c.readTable(in, a.GetEpoch())
+		s, err := c.readTable(in, &a)
 		if err != nil {
 			return nil, fmt.Errorf("reading the table: %w", because(err))
 		}
@@ -238,12 +240,13 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	}
 }
 
-func (c *client) readTable(in *bufio.Reader, epoch uint64) (*Session, error) {
-	if epoch <= c.cfg.LastEpoch {
-		return nil, fmt.Errorf("root formed epoch %d, want more than %d", epoch, c.cfg.LastEpoch)
+func (c *client) readTable(in *bufio.Reader, a *rendezvouspb.Answer) (*Session, error) {
+	if a.GetEpoch() <= c.cfg.LastEpoch {
+		return nil, fmt.Errorf("root formed epoch %d, want more than %d", a.GetEpoch(), c.cfg.LastEpoch)
 	}
-	s := &Session{Epoch: epoch, rank: c.cfg.Rank, Records: make([]Record, c.cfg.Size)}
-	for i := range s.Records {
+	s := &Session{Epoch: a.GetEpoch(), rank: c.cfg.Rank, ring: a.GetRing(), Records: make([]Record, c.cfg.Size)}
+	s.Records[s.rank] = c.cfg.Self
+	for _, i := range told(int(s.rank), c.cfg.Size, s.ring) {
 		body, err := frame.Read(in, maxRecordBytes)
 		if err != nil {
 			return nil, fmt.Errorf("record of rank %d: %w", i, err)

@@ -70,7 +70,8 @@ type root struct {
 	lastEpoch uint64                 // greatest of all ranks that have been here
 	epoch     uint64                 // once complete
 	records   []Record               // once complete
-	table     []byte                 // once complete: frames for the members
+	ring      bool                   // once complete: members get the records of their neighbours only
+	table     []byte                 // once complete, unless ring: frames for the members
 	failure   *RefusedError          // once failed
 	told      map[process][]byte     // once failed, who is told, by its nonce; once complete, which latecomers are in the log
 	toldRanks map[topo.Rank]struct{} // which ranks have been told of the failure
@@ -113,7 +114,7 @@ func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		r.close() // the listener's error would only hide err
 		return nil, err
 	}
-	return &Session{Epoch: r.epoch, Records: r.records, root: r}, nil
+	return &Session{Epoch: r.epoch, Records: r.records, ring: r.ring, root: r}, nil
 }
 
 // openRoot starts to answer. Nobody knows the address yet, but rank 0 itself may find it in the store: published by
@@ -431,25 +432,57 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	if r.state != forming || r.missing > 0 || epoch <= r.lastEpoch {
 		return false, nil
 	}
-	if why := r.disagreement(); why != nil {
-		r.fail(why)
-		return false, nil
-	}
 	records := make([]Record, len(r.members))
 	records[0] = r.cfg.Self
 	for rank := 1; rank < len(r.members); rank++ {
 		records[rank] = r.members[rank].q.record
 	}
-	table, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: epoch})
-	for rank := 0; rank < len(records) && err == nil; rank++ {
-		table, err = appendMessage(table, recordToProto(&records[rank]))
+	why := r.disagreement()
+	if why == nil {
+		why = deviceTwice(records)
 	}
-	if err != nil {
-		return false, err
+	if why != nil {
+		r.fail(why)
+		return false, nil
 	}
-	r.epoch, r.records, r.table = epoch, records, table
+	r.epoch, r.records, r.ring = epoch, records, len(records) > max(r.cfg.RingAbove, 2)
+	if !r.ring {
+		r.table = r.tableOf(0) // the same for all
+	}
 	r.decide(complete)
 	return true, nil
+}
+
+// tableOf is what a member is sent when the epoch is complete.
+func (r *root) tableOf(rank int) []byte {
+	if r.table != nil {
+		return r.table
+	}
+	// Encoding cannot fail: all texts are UTF-8.
+	table, _ := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: r.epoch, Ring: r.ring})
+	for _, i := range told(rank, len(r.records), r.ring) {
+		table, _ = appendMessage(table, recordToProto(&r.records[i]))
+	}
+	return table
+}
+
+// deviceTwice finds the first two ranks that use one device, and do not both share it.
+func deviceTwice(records []Record) *RefusedError {
+	type device struct{ host, name string }
+	owner := make(map[device]int)
+	for rank, r := range records {
+		d := device{r.HostID, r.Device}
+		first, taken := owner[d]
+		switch {
+		case r.Device == "":
+		case !taken:
+			owner[d] = rank
+		case !r.SharesDevice || !records[first].SharesDevice:
+			return &RefusedError{DuplicateDevice, fmt.Sprintf("rank %d (%v) and rank %d (%v) both use device %q, want one rank per device unless both share it",
+				first, records[first], rank, r, r.Device)}
+		}
+	}
+	return nil
 }
 
 // giveUp fails the root because rank 0 cannot go on, and returns err.
@@ -477,14 +510,14 @@ func (r *root) fail(why *RefusedError) {
 // decide sets the final state and lets the members have it. r is locked.
 func (r *root) decide(s rootState) {
 	r.state = s
-	for _, m := range r.members {
+	for rank, m := range r.members {
 		if m == nil {
 			continue
 		}
 		if s == failed {
 			r.outcome(m)
 		} else {
-			m.out <- r.table
+			m.out <- r.tableOf(rank)
 		}
 	}
 }
@@ -630,7 +663,7 @@ func (r *root) admit(g *guest) (member bool) {
 			old.finished = true
 		}
 		r.members[rank] = g
-		g.out <- r.table
+		g.out <- r.tableOf(rank)
 		if r.start.ended() {
 			r.answer(g, startAnswer(r.start.err))
 		}

@@ -60,7 +60,7 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 // floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
 var floors = [][]string{
 	{"half", "topo", "secret", "internal/netif", "internal/lint", "internal/futex", "internal/clock", "internal/version", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet", "internal/testtorch", "internal/testprom", "internal/testhosts"},
-	{"tensor", "internal/config", "internal/arena", "internal/dial", "internal/hostlist"},
+	{"transport", "tensor", "internal/config", "internal/arena", "internal/dial", "internal/hostlist"},
 	{"message/messagepb", "rendezvous/rendezvouspb", "internal/sidecar/sidecarpb", "internal/sidecar/wire", "internal/kernel", "internal/verdict", "internal/logs"},
 	{"message", "internal/sidecar/sidecartest", "internal/serve"},
 	{"responsecache", "fusion", "tensorqueue", "internal/raw", "internal/trace", "internal/stats"},
@@ -72,7 +72,7 @@ var floors = [][]string{
 	{"metrics"},
 	{"timeline/report"},
 	{"rendezvous/..."},
-	{"transport", "internal/meeting"},
+	{"internal/meeting"},
 	{"transport/tcp", "transport/mem", "transport/shm", "transport/transporttest"},
 	{"ops"},
 	{"ops/tcp", "ops/shm"},

@@ -1,5 +1,5 @@
 // Package meeting brings a rank to the store where its job meets, whichever way the job was started: by hvdrun, by another
-// launcher (package launchenv), by an id (package rendezvous/bootstrap), by an init method (package rendezvous), or with a
+// launcher (package launchenv), by an id or an init method (package rendezvous), or with a
 // store of the program's own. It finds out on which address of this host the rank is to listen for the others.
 package meeting
 
@@ -24,7 +24,6 @@ import (
 	"github.com/gohvd/gohvd/internal/launchenv"
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/rendezvous"
-	"github.com/gohvd/gohvd/rendezvous/bootstrap"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
@@ -40,17 +39,13 @@ type Config struct {
 	// Method is the URL of an init method. Rank and size are the settings' if they are there, else the URL's.
 	Method string
 	// ID is a meeting by ids.
-	ID *ID
-	// Device is the accelerator that this rank uses, a name that is unique on its host, or empty. Two ranks that meet by ids and
-	// have the same one are an error unless both have ShareDevices.
-	Device       string
-	ShareDevices bool
-	Log          *zap.Logger // may be nil
+	ID  *ID
+	Log *zap.Logger // may be nil
 }
 
 // ID says which ranks meet by which ids.
 type ID struct {
-	IDs        []bootstrap.ID
+	IDs        []rendezvous.ID
 	Rank, Size int
 }
 
@@ -62,6 +57,8 @@ type Meeting struct {
 	Store store.Store
 	// Secret is the job's; zero is none.
 	Secret secret.Secret
+	// Terms must be the same at all ranks, by name, because of the way in which they meet.
+	Terms map[string]string
 	// Listen is the address of this host on which the rank is to listen: one that all other ranks can dial.
 	Listen string
 	// Once says that the launcher's means are used up: who may have to meet again keeps the Meeting. The store lives until
@@ -175,7 +172,7 @@ func (m *Meeting) bySettings(cfg *Config) error {
 	case set.UniqueID != "":
 		cfg.ID = new(ID)
 		for text := range strings.SplitSeq(set.UniqueID, ",") {
-			id, err := bootstrap.ParseID(text)
+			id, err := rendezvous.ParseID(text)
 			if err != nil {
 				return fmt.Errorf("HVD_UNIQUE_ID: %w", err)
 			}
@@ -353,69 +350,24 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 	return err
 }
 
-// byID meets by ids: the ranks find each other through the roots, and rank 0 serves a store for what follows.
+// byID meets at the store that the process that made the id serves.
 func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	id := cfg.ID
 	if err := m.place(id.Rank, id.Size); err != nil {
 		return err
 	}
-	if len(id.IDs) == 0 {
-		return errors.New("no id to meet by")
-	}
-	key, job, err := bootstrap.Key(id.IDs)
+	p, err := rendezvous.OpenIDs(ctx, id.IDs, id.Rank, id.Size)
 	if err != nil {
 		return err
 	}
-	if m.Settings.TLS && !key.IsEncrypted() {
+	m.onClose(p.Close)
+	if m.Settings.TLS && !p.Secret.IsEncrypted() {
 		return errors.New("HVD_TLS is set, and the id was made without it")
 	}
-	host, err := HostID(&m.Settings)
-	if err != nil {
-		return err
-	}
-	listen, err := choice.Towards(ctx, id.IDs[0].Addr())
-	if err != nil {
-		return err
-	}
-	m.Listen, m.Secret, m.Settings.JobID = listen.String(), key, job
-	self := bootstrap.Record{HostHash: host, Device: cfg.Device, Host: m.Settings.Hostname}
-	if id.Rank == 0 {
-		addr, err := m.serve(key, cfg.Log)
-		if err != nil {
-			return err
-		}
-		self.Info = []byte(addr)
-	}
-	ring, err := bootstrap.Join(ctx, id.IDs, bootstrap.Config{
-		Rank: topo.Rank(id.Rank), Size: id.Size, Self: self, ListenHost: m.Listen, ShareDevices: cfg.ShareDevices, Log: cfg.Log,
-	})
-	if err != nil {
-		return err
-	}
-	// Ranks that share no root with this one may still be gathering: they are done when all have met at the store.
-	m.onClose(ring.Close)
-	if id.Rank > 0 {
-		client, err := store.Dial(ctx, string(ring.Records()[0].Info), store.Config{Secret: key})
-		if err != nil {
-			return err
-		}
-		m.Store = client
-		m.onClose(client.Close)
-	}
-	return nil
-}
-
-// serve serves the store of a job and gives its address.
-func (m *Meeting) serve(key secret.Secret, log *zap.Logger) (addr string, err error) {
-	h := store.NewHashStore(store.Limits{})
-	m.Store = h
-	m.onClose(h.Close)
-	server, err := store.Serve(net.JoinHostPort(m.Listen, "0"), h, store.Config{Secret: key, Log: log})
-	if err != nil {
-		return "", err
-	}
-	m.onClose(server.Close)
-	return server.Addr(), nil
+	m.Store, m.Secret, m.Settings.JobID, m.Terms, m.met = p.Store, p.Secret, p.JobID, p.Terms, p.Met
+	listen, err := choice.Towards(ctx, p.Addr)
+	m.Listen = listen.String()
+	return err
 }
 
 // counted is the value of nearKey/RANK once that rank has done its part.

@@ -32,9 +32,14 @@ type Config struct {
 	LastEpoch uint64
 	// Terms must be the same at all ranks, by name, beside the settings that must.
 	Terms map[string]string
+	// Device is the accelerator that this rank uses (rendezvous.Record).
+	Device       string
+	SharesDevice bool
 	// Capabilities say which backends this rank can serve (rendezvous.Record).
 	Capabilities map[string]string
 	Log          *zap.Logger
+
+	ringAbove int // of rendezvous.JoinConfig; tests have less
 }
 
 // Session is a rank's part in an epoch.
@@ -115,7 +120,11 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 		return err
 	}
 	local, card := shareOut(cfg)
+	// abandon closes what there is, in any state.
 	abandon := func(err error) error {
+		if s.Mesh != nil {
+			err = errors.Join(err, s.Mesh.Close())
+		}
 		if local != nil {
 			err = errors.Join(err, local.Close())
 		}
@@ -128,56 +137,70 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 	cfg.Log.Debug("init: joining the other ranks")
 	terms := set.Terms()
 	maps.Copy(terms, cfg.Terms)
+	maps.Copy(terms, at.Terms)
 	s.met, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: at.Store, Job: set.JobID, Rank: topo.Rank(set.Rank), Size: set.Size,
 		LastEpoch: cfg.LastEpoch, ListenHost: at.Listen, Secret: at.Secret, Terms: terms,
 		Self: rendezvous.Record{
 			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(), Capabilities: cfg.Capabilities, Memory: card,
+			Device: cfg.Device, SharesDevice: cfg.SharesDevice,
 		},
-		Log: cfg.Log,
+		RingAbove: cfg.ringAbove,
+		Log:       cfg.Log,
 	})
 	if err != nil {
 		return abandon(err)
 	}
 	s.rank, s.Epoch = topo.Rank(set.Rank), s.met.Epoch
 	cfg.Log.Debug("init: all ranks have joined", zap.Uint64("epoch", s.Epoch))
-	ids := make([]string, set.Size)
-	cards := make([][]byte, set.Size)
-	addrs := make([]string, set.Size)
-	for r, rec := range s.met.Records {
-		ids[r], addrs[r], cards[r] = rec.HostID, rec.Addr, rec.Memory
+	watched, stop := s.Watch(ctx)
+	defer stop()
+	if err := s.connect(watched, set, endpoint); err != nil {
+		return abandon(s.Fail(err))
+	}
+	for _, rec := range s.met.Records {
 		s.Hosts, s.Capabilities = append(s.Hosts, rec.Host), append(s.Capabilities, rec.Capabilities)
 		if rec.HostID == host {
 			s.LocalSize++
 		}
 	}
-	// Every rank finds this by itself.
-	if set.SharedMemory == config.SharedAlways && s.LocalSize < set.Size {
+	switch {
+	case local == nil:
+		return nil
+	case set.SharedMemory == config.SharedAlways && s.LocalSize < set.Size: // every rank finds this by itself
 		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s", strings.Join(s.Hosts, ", ")))
 	}
-	watched, stop := s.Watch(ctx)
-	defer stop()
-	if err := s.connect(watched, cfg, endpoint, addrs, local, ids, cards); err != nil {
-		return s.Fail(err)
+	if err := s.share(watched, set, local, cfg.Log); err != nil {
+		return abandon(s.Fail(err))
 	}
 	return nil
 }
 
-// connect makes the mesh when the ranks have met. On error nothing of it is left open.
-func (s *Session) connect(ctx context.Context, cfg *Config, endpoint *tcp.Endpoint, addrs []string, local *shm.Endpoint, ids []string, cards [][]byte) error {
-	set := &cfg.At.Settings
-	mesh, err := endpoint.Connect(tcp.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Addrs: addrs})
-	if err != nil {
-		if local != nil {
-			err = errors.Join(err, local.Close())
+// connect makes the mesh when the ranks have checked in, and learns the records of all.
+func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp.Endpoint) error {
+	addrs := func() (addrs []string) {
+		for _, rec := range s.met.Records {
+			addrs = append(addrs, rec.Addr)
 		}
-		return errors.Join(err, endpoint.Close())
+		return addrs
+	}
+	mesh, err := endpoint.Connect(tcp.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Addrs: addrs()})
+	if err != nil {
+		return err
 	}
 	s.Mesh = mesh
-	if local == nil {
-		return nil
+	if err := s.met.Gather(ctx, mesh); err != nil {
+		return err
 	}
-	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Hosts: ids, Cards: cards, Under: mesh}
+	return mesh.Learn(addrs())
+}
+
+// share has the ranks of this host share memory, as the settings say.
+func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endpoint, log *zap.Logger) error {
+	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Under: s.Mesh}
+	for _, rec := range s.met.Records {
+		epoch.Hosts, epoch.Cards = append(epoch.Hosts, rec.HostID), append(epoch.Cards, rec.Memory)
+	}
 	if s.LocalSize == set.Size {
 		// The set of all ranks will need it, and if it cannot be had the ranks are still free to use TCP.
 		epoch.Reserve = map[transport.Lane]int64{transport.DataLane(topo.Global): opsshm.SegmentBytes(set.Size, opsshm.Config{})}
@@ -187,10 +210,7 @@ func (s *Session) connect(ctx context.Context, cfg *Config, endpoint *tcp.Endpoi
 		return err
 	}
 	s.Mesh = shared
-	if err := s.share(shared, set, cfg.Log); err != nil {
-		return errors.Join(err, shared.Close())
-	}
-	return nil
+	return s.use(shared, set, log)
 }
 
 // memoryError says that the ranks of a host cannot share memory, because of some of them.
@@ -201,8 +221,8 @@ type memoryError struct {
 
 func (e *memoryError) Error() string { return e.text }
 
-// share uses the shared memory of mesh as the settings say.
-func (s *Session) share(mesh shm.Sharer, set *config.Config, log *zap.Logger) error {
+// use takes the shared memory of mesh, if all ranks have it.
+func (s *Session) use(mesh shm.Sharer, set *config.Config, log *zap.Logger) error {
 	if len(mesh.Group()) == set.Size {
 		s.Memory = mesh
 		return nil

@@ -48,7 +48,7 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 				errs[r] = err
 				return
 			}
-			sessions[r], errs[r] = Open(ctx, Config{At: at, Capabilities: map[string]string{"tcp": "", "shm": "not at " + host}})
+			sessions[r], errs[r] = Open(ctx, Config{At: at, ringAbove: 2, Capabilities: map[string]string{"tcp": "", "shm": "not at " + host}})
 		})
 	}
 	wg.Wait()
@@ -70,7 +70,9 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 
 // Every rank learns where all are, and those of one host share memory.
 func TestOpen(t *testing.T) {
-	for name, hosts := range map[string][]string{"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}} {
+	for name, hosts := range map[string][]string{
+		"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}, "no ring": {"a", "a"}, "four": {"a", "b", "b", "c"},
+	} {
 		t.Run(name, func(t *testing.T) {
 			sessions, errs := open(t, hosts, nil)
 			for r, s := range sessions {
@@ -164,7 +166,7 @@ func TestShare(t *testing.T) {
 	} {
 		for _, mode := range modes {
 			s := &Session{Hosts: []string{"a", "b"}}
-			err := s.share(test.mesh, &config.Config{Size: 2, SharedMemory: mode}, zap.NewNop())
+			err := s.use(test.mesh, &config.Config{Size: 2, SharedMemory: mode}, zap.NewNop())
 			if (err != nil) != slices.Contains(test.fails, mode) {
 				t.Errorf("%s, %v: got %v", test.name, mode, err)
 			}

@@ -82,7 +82,8 @@ type Answer_Kind int32
 
 const (
 	Answer_NONE Answer_Kind = 0
-	// All ranks are here. One Record per rank follows, each in a frame of its own, in rank order.
+	// All ranks are here. One Record per rank follows, each in a frame of its own, in rank order. If ring is set there are only
+	// those of the rank before and of the rank after, and the ranks pass all records round in a ring.
 	Answer_TABLE Answer_Kind = 1
 	// The token is not this root's, or the rank has had its answer: read the root key again.
 	Answer_STALE Answer_Kind = 2
@@ -159,7 +160,10 @@ type Record struct {
 	// Why the rank cannot serve a backend, by the backend's name; empty if it can.
 	Capabilities map[string]string `protobuf:"bytes,5,rep,name=capabilities,proto3" json:"capabilities,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The rank's offer to share memory; empty for none.
-	Memory        []byte `protobuf:"bytes,6,opt,name=memory,proto3" json:"memory,omitempty"`
+	Memory []byte `protobuf:"bytes,6,opt,name=memory,proto3" json:"memory,omitempty"`
+	// The accelerator that the rank uses; empty for none. Two ranks of a host have the same only if both share it.
+	Device        string `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`
+	SharesDevice  bool   `protobuf:"varint,8,opt,name=shares_device,json=sharesDevice,proto3" json:"shares_device,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -234,6 +238,20 @@ func (x *Record) GetMemory() []byte {
 		return x.Memory
 	}
 	return nil
+}
+
+func (x *Record) GetDevice() string {
+	if x != nil {
+		return x.Device
+	}
+	return ""
+}
+
+func (x *Record) GetSharesDevice() bool {
+	if x != nil {
+		return x.SharesDevice
+	}
+	return false
 }
 
 // Root is the value of a job's root key: where to join.
@@ -490,7 +508,9 @@ type Answer struct {
 	Reason uint32 `protobuf:"varint,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	Text   string `protobuf:"bytes,4,opt,name=text,proto3" json:"text,omitempty"`
 	// For FAILED: the ranks that failed.
-	Ranks         []int32 `protobuf:"varint,5,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	Ranks []int32 `protobuf:"varint,5,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	// For TABLE.
+	Ring          bool `protobuf:"varint,6,opt,name=ring,proto3" json:"ring,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -560,18 +580,27 @@ func (x *Answer) GetRanks() []int32 {
 	return nil
 }
 
+func (x *Answer) GetRing() bool {
+	if x != nil {
+		return x.Ring
+	}
+	return false
+}
+
 var File_rendezvous_proto protoreflect.FileDescriptor
 
 const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
-	"\x10rendezvous.proto\x12\x13gohvd.rendezvous.v1\"\x87\x02\n" +
+	"\x10rendezvous.proto\x12\x13gohvd.rendezvous.v1\"\xc4\x02\n" +
 	"\x06Record\x12\x12\n" +
 	"\x04addr\x18\x01 \x01(\tR\x04addr\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x10\n" +
 	"\x03pid\x18\x03 \x01(\x03R\x03pid\x12\x17\n" +
 	"\ahost_id\x18\x04 \x01(\tR\x06hostId\x12Q\n" +
 	"\fcapabilities\x18\x05 \x03(\v2-.gohvd.rendezvous.v1.Record.CapabilitiesEntryR\fcapabilities\x12\x16\n" +
-	"\x06memory\x18\x06 \x01(\fR\x06memory\x1a?\n" +
+	"\x06memory\x18\x06 \x01(\fR\x06memory\x12\x16\n" +
+	"\x06device\x18\a \x01(\tR\x06device\x12#\n" +
+	"\rshares_device\x18\b \x01(\bR\fsharesDevice\x1a?\n" +
 	"\x11CapabilitiesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"p\n" +
@@ -604,13 +633,14 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\aTIMEOUT\x10\x01\x12\t\n" +
 	"\x05READY\x10\x02\x12\n" +
 	"\n" +
-	"\x06FAILED\x10\x03\"\xfd\x01\n" +
+	"\x06FAILED\x10\x03\"\x91\x02\n" +
 	"\x06Answer\x124\n" +
 	"\x04kind\x18\x01 \x01(\x0e2 .gohvd.rendezvous.v1.Answer.KindR\x04kind\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\rR\x06reason\x12\x12\n" +
 	"\x04text\x18\x04 \x01(\tR\x04text\x12\x14\n" +
-	"\x05ranks\x18\x05 \x03(\x05R\x05ranks\"e\n" +
+	"\x05ranks\x18\x05 \x03(\x05R\x05ranks\x12\x12\n" +
+	"\x04ring\x18\x06 \x01(\bR\x04ring\"e\n" +
 	"\x04Kind\x12\b\n" +
 	"\x04NONE\x10\x00\x12\t\n" +
 	"\x05TABLE\x10\x01\x12\t\n" +

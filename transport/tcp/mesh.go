@@ -21,7 +21,7 @@ type Mesh struct {
 	job   [16]byte
 	epoch uint64
 	rank  topo.Rank
-	addrs []string
+	addrs []string // guarded by e.mu once the Mesh is in use
 	lanes map[transport.Lane]*lane
 	// released are lanes that have gone from the map, for good.
 	released transport.LaneSet
@@ -45,6 +45,26 @@ type wait struct {
 	err  error
 	// attempt is why the channel could not be made so far.
 	attempt error
+}
+
+// Learn tells the Mesh the addresses of all ranks, if it was made with some of them.
+func (m *Mesh) Learn(addrs []string) error {
+	if len(addrs) != len(m.addrs) {
+		return fmt.Errorf("tcp: connect: %d addresses, want %d", len(addrs), len(m.addrs))
+	}
+	if err := checkAddrs(addrs, m.rank, false); err != nil {
+		return err
+	}
+	m.e.mu.Lock()
+	defer m.e.mu.Unlock()
+	copy(m.addrs, addrs)
+	return nil
+}
+
+func (m *Mesh) addr(peer topo.Rank) string {
+	m.e.mu.Lock()
+	defer m.e.mu.Unlock()
+	return m.addrs[peer]
 }
 
 // lane returns the lane with the given number. One that was released is made up each time and not kept. The caller
@@ -285,7 +305,7 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 		}
 		m.failed(l, peer, last)
 		m.e.log.Debug("tcp: connect failed", zap.Uint32("lane", uint32(l.id)), zap.Int32("peer", int32(peer)),
-			zap.String("addr", m.addrs[peer]), zap.Error(err), zap.Duration("pause", pause))
+			zap.String("addr", m.addr(peer)), zap.Error(err), zap.Duration("pause", pause))
 		select {
 		case <-time.After(pause):
 		case <-ctx.Done():
@@ -298,7 +318,7 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 // attempt dials once.
 func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 	var d net.Dialer
-	nc, err := d.DialContext(ctx, "tcp", m.addrs[peer])
+	nc, err := d.DialContext(ctx, "tcp", m.addr(peer))
 	if err != nil {
 		return err
 	}

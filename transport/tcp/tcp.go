@@ -73,7 +73,8 @@ type Epoch struct {
 	Epoch uint64
 	// Rank is this rank.
 	Rank topo.Rank
-	// Addrs are the addresses of all ranks, in rank order. A rank's own is not used.
+	// Addrs are the addresses of all ranks, in rank order. A rank's own is not used. Those of ranks to which there is no channel before
+	// Mesh.Learn may be empty.
 	Addrs []string
 }
 
@@ -84,8 +85,12 @@ func (ep *Epoch) validate() error {
 	if ep.Rank < 0 || int(ep.Rank) >= len(ep.Addrs) {
 		return fmt.Errorf("tcp: connect: rank is %d, want 0 to %d", ep.Rank, len(ep.Addrs)-1)
 	}
-	for r, addr := range ep.Addrs {
-		if r == int(ep.Rank) {
+	return checkAddrs(ep.Addrs, ep.Rank, true)
+}
+
+func checkAddrs(addrs []string, own topo.Rank, unknown bool) error {
+	for r, addr := range addrs {
+		if r == int(own) || addr == "" && unknown {
 			continue
 		}
 		if _, _, err := net.SplitHostPort(addr); err != nil {

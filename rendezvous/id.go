@@ -1,0 +1,306 @@
+package rendezvous
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/store"
+)
+
+// ID is the unique id of a job: the address of a store that one process serves for the job, and the job's key. Anybody who has it can
+// join the job, so keep it as a secret: String is for handing it to the ranks, not for logs.
+//
+//	0    magic "GHVI", version u32
+//	8    key [32]
+//	40   family u8 (4 or 6), flags u8 (1: connections are encrypted), port u16, address [16]; IPv4 is in the first four bytes
+//	60   zeros
+//	120  checksum: the first eight bytes of the SHA-256 of what is before     (numbers big-endian)
+type ID [128]byte
+
+const (
+	idMagic   = "GHVI"
+	idVersion = 2
+	idKey     = 8
+	idAddr    = 40
+	idFlags   = 41
+	idSum     = 120
+	keyBytes  = 32
+
+	flagEncrypt = 1
+)
+
+// idText is strict, so that one id has one text.
+var idText = base64.RawURLEncoding.Strict()
+
+// newID makes an id with key for a store at addr.
+func newID(addr netip.AddrPort, key [keyBytes]byte, encrypt bool) (ID, error) {
+	ip := addr.Addr().Unmap()
+	switch {
+	case !ip.IsValid() || ip.IsUnspecified() || addr.Port() == 0:
+		return ID{}, fmt.Errorf("the store of the id would listen on %s, want an address that other ranks can dial", addr)
+	case ip.Zone() != "":
+		return ID{}, fmt.Errorf("the store of the id would listen on %s, want an address without a zone: other hosts have other zones", addr)
+	}
+	var id ID
+	copy(id[:], idMagic)
+	binary.BigEndian.PutUint32(id[4:], idVersion)
+	copy(id[idKey:], key[:])
+	id[idAddr] = 6
+	if ip.Is4() {
+		id[idAddr] = 4
+	}
+	if encrypt {
+		id[idFlags] = flagEncrypt
+	}
+	binary.BigEndian.PutUint16(id[idAddr+2:], addr.Port())
+	copy(id[idAddr+4:], ip.AsSlice())
+	id.seal()
+	return id, nil
+}
+
+func (id *ID) seal() {
+	sum := sha256.Sum256(id[:idSum])
+	copy(id[idSum:], sum[:])
+}
+
+// String is the text of id, 171 letters, digits, '-' and '_'.
+func (id ID) String() string { return idText.EncodeToString(id[:]) }
+
+// ParseID reads the text of an id, with or without white space around it. Its error does not show the text.
+func ParseID(text string) (ID, error) {
+	text = strings.TrimSpace(text)
+	if want := idText.EncodedLen(len(ID{})); len(text) != want {
+		return ID{}, fmt.Errorf("rendezvous: parse id: %d characters, want %d", len(text), want)
+	}
+	b, err := idText.DecodeString(text)
+	if err != nil || len(b) != len(ID{}) { // shorter if line breaks, which base64 skips, stand in the text
+		return ID{}, errors.New("rendezvous: parse id: not base64")
+	}
+	id := ID(b)
+	if _, err := id.open(); err != nil {
+		return ID{}, fmt.Errorf("rendezvous: parse id: %w", err)
+	}
+	return id, nil
+}
+
+// idStore is the store that an id names.
+type idStore struct {
+	addr    string        // host:port
+	key     secret.Secret // encrypted if encrypt is set
+	encrypt bool
+}
+
+func (id *ID) open() (idStore, error) {
+	sum := sha256.Sum256(id[:idSum])
+	version := binary.BigEndian.Uint32(id[4:])
+	switch {
+	case string(id[:4]) != idMagic:
+		return idStore{}, errors.New("no id: it begins with something else")
+	case version != idVersion:
+		return idStore{}, fmt.Errorf("version is %d, want %d", version, idVersion)
+	case !bytes.Equal(id[idSum:], sum[:len(id)-idSum]):
+		return idStore{}, errors.New("checksum is wrong: the id was damaged")
+	}
+	var zeros [idSum]byte
+	var ip netip.Addr
+	used := idAddr + 4 + 16
+	switch id[idAddr] {
+	case 4:
+		used = idAddr + 4 + 4
+		ip = netip.AddrFrom4([4]byte(id[idAddr+4:]))
+	case 6:
+		ip = netip.AddrFrom16([16]byte(id[idAddr+4:]))
+	default:
+		return idStore{}, fmt.Errorf("address family is %d, want 4 or 6", id[idAddr])
+	}
+	port := binary.BigEndian.Uint16(id[idAddr+2:])
+	switch {
+	case ip.IsUnspecified() || ip.Is4In6() || port == 0:
+		return idStore{}, fmt.Errorf("address is %s port %d, want one that can be dialed", ip, port)
+	case id[idFlags]&^flagEncrypt != 0 || !bytes.Equal(id[used:idSum], zeros[used:]):
+		return idStore{}, errors.New("bytes that must be zero are not")
+	}
+	encrypt := id[idFlags] == flagEncrypt
+	key, err := secretOf([keyBytes]byte(id[idKey:]), encrypt)
+	return idStore{netip.AddrPortFrom(ip, port).String(), key, encrypt}, err
+}
+
+func secretOf(key [keyBytes]byte, encrypt bool) (secret.Secret, error) {
+	s, err := secret.Parse(hex.EncodeToString(key[:]))
+	if encrypt {
+		s = s.Encrypted()
+	}
+	return s, err
+}
+
+// metKey is where rank 0 says in the store of an id that all ranks have met.
+const metKey = "gohvd/met"
+
+// lateTime is how long the store of an id is served after all ranks have met, so that a process that comes late is told so.
+const lateTime = 30 * time.Second
+
+// NewID serves a store on a free port of listenHost for the ranks of one job, and makes the id by which they find it. The store ends
+// 30 s after all ranks have met, or when ctx ends: then served is closed.
+func NewID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logger) (id ID, served <-chan struct{}, err error) {
+	if id, served, err = serveID(ctx, listenHost, encrypt, log, lateTime); err != nil {
+		err = fmt.Errorf("rendezvous: new id: %w", err)
+	}
+	return id, served, err
+}
+
+func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logger, late time.Duration) (id ID, served <-chan struct{}, err error) {
+	if err := ctx.Err(); err != nil {
+		return ID{}, nil, err
+	}
+	var key [keyBytes]byte
+	rand.Read(key[:]) // never fails
+	proof, err := secretOf(key, encrypt)
+	if err != nil {
+		return ID{}, nil, err
+	}
+	kv := store.NewHashStore(store.Limits{})
+	server, err := store.Serve(net.JoinHostPort(listenHost, "0"), kv, store.Config{Secret: proof, Log: log})
+	if err != nil {
+		return ID{}, nil, errors.Join(err, kv.Close())
+	}
+	stop := func() error { return errors.Join(server.Close(), kv.Close()) }
+	addr, err := netip.ParseAddrPort(server.Addr())
+	if err == nil {
+		id, err = newID(addr, key, encrypt)
+	}
+	if err != nil {
+		return ID{}, nil, errors.Join(err, stop())
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if kv.Wait(ctx, metKey) == nil {
+			dial.Pause(ctx, late, nil)
+		}
+		if err := stop(); err != nil && log != nil {
+			log.Warn("rendezvous: the store of an id", zap.Error(err))
+		}
+	}()
+	return id, done, nil
+}
+
+// Addr is where the store of id is, host:port. It is empty if id is not valid.
+func (id ID) Addr() string {
+	s, err := id.open()
+	if err != nil {
+		return ""
+	}
+	return s.addr
+}
+
+// OpenIDs reaches the store of a job by its ids, which all ranks give in the same order. With one id all ranks use the same store.
+// With several, which different processes serve, the ranks are divided among them: rank 0 uses the first and leaves its root's address
+// in all of them.
+func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
+	if len(ids) < 1 || len(ids) > max(size, 1) {
+		return nil, fmt.Errorf("rendezvous: %d ids, want 1 to one per rank: %d", len(ids), size)
+	}
+	stores, names := make([]idStore, len(ids)), sha256.New()
+	for i, id := range ids {
+		s, err := id.open()
+		if err != nil {
+			return nil, fmt.Errorf("rendezvous: id %d: %w", i, err)
+		}
+		if first := slices.Index(ids, id); first < i {
+			return nil, fmt.Errorf("rendezvous: ids %d and %d are the same", first, i)
+		}
+		if stores[i] = s; s.encrypt != stores[0].encrypt {
+			return nil, fmt.Errorf("rendezvous: of ids 0 and %d one is for encrypted connections: want both or neither", i)
+		}
+		names.Write(id[:])
+	}
+	first := sha256.Sum256(ids[0][:])
+	p := &Place{
+		Rank: rank, Size: size, Secret: stores[0].key, JobID: "id-" + hex.EncodeToString(first[:8]),
+		Terms: map[string]string{"the list of unique ids": hex.EncodeToString(names.Sum(nil)[:8])},
+	}
+	if rank != 0 {
+		own := 0 // also for a rank that is out of range, of which Join tells the others
+		if rank > 0 && rank < size {
+			own = rank * len(ids) / size
+		}
+		stores = stores[own : own+1]
+	}
+	if err := p.dialIDs(ctx, stores); err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// dialIDs makes p.Store of the stores of ids. On error nothing is left open.
+func (p *Place) dialIDs(ctx context.Context, stores []idStore) error {
+	var all spread
+	var err error
+	for _, s := range stores {
+		var client *store.Client
+		if client, err = store.Dial(ctx, s.addr, store.Config{Secret: s.key}); err != nil {
+			err = fmt.Errorf("rendezvous: reaching the process that made the id: %w", err)
+			break
+		}
+		all = append(all, client)
+	}
+	p.close = func() error {
+		var errs []error
+		for _, s := range all {
+			errs = append(errs, s.Close())
+		}
+		return errors.Join(errs...)
+	}
+	if err != nil {
+		return errors.Join(err, p.close())
+	}
+	p.Addr, p.Store = stores[0].addr, all[0]
+	if len(all) > 1 {
+		p.Store = rootSpreader{all[0], all[1:]}
+	}
+	if p.Rank == 0 {
+		p.Met = func(ctx context.Context) error { return all.set(ctx, metKey, nil) }
+	}
+	return nil
+}
+
+// spread are the stores of a job's ids.
+type spread []store.Store
+
+func (s spread) set(ctx context.Context, key string, value []byte) error {
+	var errs []error
+	for _, kv := range s {
+		errs = append(errs, kv.Set(ctx, key, value))
+	}
+	return errors.Join(errs...)
+}
+
+// rootSpreader is the store of the first id, as rank 0 has it. A root that is published there is copied to those of the other ids.
+type rootSpreader struct {
+	store.Store
+	others spread
+}
+
+func (s rootSpreader) CompareAndSet(ctx context.Context, key string, expected, desired []byte) (actual []byte, swapped bool, err error) {
+	actual, swapped, err = s.Store.CompareAndSet(ctx, key, expected, desired)
+	if err == nil && swapped {
+		err = s.others.set(ctx, key, desired)
+	}
+	return actual, swapped, err
+}

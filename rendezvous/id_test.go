@@ -1,0 +1,283 @@
+package rendezvous
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// newIDs makes ids on loopback. Their stores end with the test.
+func newIDs(t testing.TB, n int, encrypt bool) (ids []ID) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	t.Cleanup(cancel)
+	for range n {
+		id, served, err := NewID(ctx, "127.0.0.1", encrypt, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			cancel()
+			<-served
+		})
+		ids = append(ids, id)
+	}
+	return ids
+}
+
+// startByID joins as a rank that has nothing but ids.
+func startByID(t testing.TB, ctx context.Context, ids []ID, cfg JoinConfig) <-chan result {
+	t.Helper()
+	p, err := OpenIDs(ctx, ids, int(cfg.Rank), cfg.Size)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := p.Close(); err != nil {
+			t.Errorf("rank %d: closing the store: %v", cfg.Rank, err)
+		}
+	})
+	cfg.Store, cfg.Job, cfg.Secret, cfg.Terms = p.Store, p.JobID, p.Secret, p.Terms
+	return start(t, ctx, cfg)
+}
+
+func TestID(t *testing.T) {
+	for _, host := range []string{"127.0.0.1", "::1"} {
+		if ln, err := net.Listen("tcp", net.JoinHostPort(host, "0")); err != nil {
+			t.Logf("no %s here: %v", host, err)
+			continue
+		} else {
+			ln.Close()
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		id, served, err := NewID(ctx, host, false, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		again, err := ParseID(" \n" + id.String() + "\n")
+		if err != nil || again != id {
+			t.Errorf("%s: text was read as %v, %v", host, again, err)
+		}
+		p, err := OpenIDs(ctx, []ID{id}, 0, 1)
+		if err != nil || p.Addr != id.Addr() {
+			t.Fatalf("%s: %v, %v", host, p, err)
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+		cancel()
+		<-served
+	}
+}
+
+// Ranks that have nothing but ids meet, however many ids there are.
+func TestJoinByIDs(t *testing.T) {
+	for _, encrypt := range []bool{false, true} {
+		for _, size := range []int{2, 3, 7} {
+			for k := 1; k <= size; k += 2 {
+				t.Run(fmt.Sprintf("encrypted=%v/ranks=%d/ids=%d", encrypt, size, k), func(t *testing.T) {
+					ctx, ids := testnet.Context(t), newIDs(t, k, encrypt)
+					var running []<-chan result
+					var records []Record
+					for rank := range size {
+						records = append(records, recordOf(rank, 0))
+						running = append(running, startByID(t, ctx, ids, config(nil, rank, size)))
+					}
+					var results []result
+					for _, r := range running {
+						results = append(results, <-r)
+					}
+					formed(t, results, records...)
+				})
+			}
+		}
+	}
+}
+
+// The store of an id ends a while after all ranks have met, and not before.
+func TestStoreOfIDEnds(t *testing.T) {
+	ctx := testnet.Context(t)
+	id, served, err := serveID(ctx, "127.0.0.1", false, nil, time.Millisecond)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := OpenIDs(ctx, []ID{id}, 0, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Store.Set(ctx, "x", nil); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-served:
+		t.Error("the store ended before the ranks had met")
+	default:
+	}
+	if err := p.Met(ctx); err != nil {
+		t.Fatal(err)
+	}
+	<-served
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestListsOfIDsDiffer(t *testing.T) {
+	ctx, ids := testnet.Context(t), newIDs(t, 2, false)
+	running := []<-chan result{startByID(t, ctx, ids, config(nil, 0, 2)), startByID(t, ctx, ids[:1], config(nil, 1, 2))}
+	for rank, r := range running {
+		if refused, ok := errors.AsType[*RefusedError]((<-r).err); !ok || refused.Reason != TermsDiffer || !strings.Contains(refused.Text, "the list of unique ids") {
+			t.Errorf("rank %d: got %v, want that the lists of ids differ", rank, refused)
+		}
+	}
+	for want, given := range map[string][]ID{
+		"ids 0 and 1 are the same": {ids[0], ids[0]},
+		"0 ids, want 1":            nil,
+		"3 ids, want 1 to one per": {ids[0], ids[1], ids[0]},
+		"no id":                    {{}},
+	} {
+		_, err := OpenIDs(ctx, given, 0, 2)
+		testnet.WantError(t, err, want)
+	}
+}
+
+func someID(t testing.TB, addr string) ID {
+	t.Helper()
+	id, err := newID(netip.MustParseAddrPort(addr), [keyBytes]byte{1, 2, 3}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+func TestDamagedIDs(t *testing.T) {
+	id := someID(t, "10.1.2.3:4567")
+	text := id.String()
+	for i := range id {
+		damaged := id
+		damaged[i] ^= 0x10
+		if _, err := ParseID(damaged.String()); err == nil {
+			t.Errorf("byte %d is wrong, and it was read", i)
+		} else if strings.Contains(err.Error(), text[:20]) {
+			t.Errorf("error shows the id: %v", err)
+		}
+	}
+	for _, c := range []struct {
+		change func(*ID)
+		want   string
+	}{
+		{func(id *ID) { id[0] = 'X' }, "no id"},
+		{func(id *ID) { id[7] = 1 }, "version is 1, want 2"},
+		{func(id *ID) { id[idAddr] = 5 }, "address family is 5"},
+		{func(id *ID) { id[idAddr+2], id[idAddr+3] = 0, 0 }, "port 0"},
+		{func(id *ID) { copy(id[idAddr+4:], make([]byte, 4)) }, "address is 0.0.0.0"},
+		{func(id *ID) { id[idFlags] = 2 }, "bytes that must be zero"},
+		{func(id *ID) { id[idAddr+4+4] = 1 }, "bytes that must be zero"},
+		{func(id *ID) { id[60] = 1 }, "bytes that must be zero"},
+		{func(id *ID) { id[idSum-1] = 1 }, "bytes that must be zero"},
+		{func(id *ID) {
+			v4 := netip.MustParseAddr("10.1.2.3").As16()
+			id[idAddr] = 6
+			copy(id[idAddr+4:], v4[:])
+		}, "address is ::ffff:10.1.2.3"},
+	} {
+		changed := id
+		c.change(&changed)
+		changed.seal()
+		_, err := ParseID(changed.String())
+		testnet.WantError(t, err, "rendezvous: parse id: ", c.want)
+	}
+	changed := id
+	changed[idSum] ^= 1
+	_, err := ParseID(changed.String())
+	testnet.WantError(t, err, "checksum is wrong")
+	for _, wrong := range []string{"", text[1:], text + "A"} {
+		_, err := ParseID(wrong)
+		testnet.WantError(t, err, "characters, want 171")
+	}
+	_, err = ParseID("!" + text[1:])
+	testnet.WantError(t, err, "not base64")
+}
+
+func TestNoIDForWhatCannotBeDialed(t *testing.T) {
+	for _, addr := range []string{"0.0.0.0:1", "[::]:1", "10.0.0.1:0", "[fe80::1%eth0]:1"} {
+		if _, err := newID(netip.MustParseAddrPort(addr), [keyBytes]byte{}, false); err == nil {
+			t.Errorf("there is an id for %s", addr)
+		}
+	}
+	if _, err := newID(netip.AddrPort{}, [keyBytes]byte{}, false); err == nil {
+		t.Error("there is an id for no address")
+	}
+}
+
+// Ids say whether connections are encrypted; a job does not have both kinds.
+func TestIDSaysWhetherToEncrypt(t *testing.T) {
+	ctx := testnet.Context(t)
+	plain, sealed := newIDs(t, 1, false)[0], newIDs(t, 1, true)[0]
+	for _, ids := range [][]ID{{plain, sealed}, {sealed, plain}} {
+		_, err := OpenIDs(ctx, ids, 0, 2)
+		testnet.WantError(t, err, "of ids 0 and 1 one is for encrypted connections")
+	}
+	// A rank that leaves the flag out does not come in, and is told why.
+	bare := sealed
+	bare[idFlags] = 0
+	bare.seal()
+	_, err := OpenIDs(ctx, []ID{bare}, 0, 1)
+	testnet.WantError(t, err, "reaching the process that made the id", "HVD_TLS", "(the other end has)")
+	wrong := plain
+	wrong[idKey] ^= 1
+	wrong.seal()
+	_, err = OpenIDs(ctx, []ID{wrong}, 0, 1)
+	testnet.WantError(t, err, plain.Addr(), "another secret")
+}
+
+func TestIDsHaveTheirOwnKeys(t *testing.T) {
+	ids := newIDs(t, 2, false)
+	if [keyBytes]byte(ids[0][idKey:]) == [keyBytes]byte(ids[1][idKey:]) {
+		t.Error("two ids have one key")
+	}
+}
+
+func FuzzParseID(f *testing.F) {
+	f.Add(someID(f, "10.1.2.3:4567").String())
+	f.Add(someID(f, "[2001:db8::1]:80").String())
+	encrypted := someID(f, "10.1.2.3:4567")
+	encrypted[idFlags] = flagEncrypt
+	encrypted.seal()
+	f.Add(encrypted.String())
+	f.Add("A\n" + strings.Repeat("A", 169)) // of the right length, and decodes to one byte less
+	f.Fuzz(func(t *testing.T, text string) {
+		id, err := ParseID(text)
+		if err == nil && id.String() != strings.TrimSpace(text) {
+			t.Errorf("%q was read as %s", text, id)
+		}
+	})
+}
+
+// The checksum stands in the way of a fuzzer that changes texts.
+func FuzzOpenID(f *testing.F) {
+	for _, addr := range []string{"10.1.2.3:4567", "[2001:db8::1]:80"} {
+		id := someID(f, addr)
+		f.Add(id[:idSum])
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var id ID
+		copy(id[:idSum], b)
+		id.seal()
+		m, err := id.open()
+		if err != nil {
+			return
+		}
+		again, err := newID(netip.MustParseAddrPort(m.addr), [keyBytes]byte(id[idKey:]), m.encrypt)
+		if err != nil || again != id {
+			t.Errorf("%x was read as %s and became %x, %v", id, m.addr, again, err)
+		}
+	})
+}
