@@ -43,14 +43,7 @@ func TestDoors(t *testing.T) {
 			if mode.tls == "1" {
 				key, wrong = key.Encrypted(), wrong.Encrypted()
 			}
-			var doors []door
-			for _, pid := range pids {
-				for _, port := range listening(t, pid) {
-					if purpose, ok := find(t, port, key); ok {
-						doors = append(doors, door{port, purpose})
-					}
-				}
-			}
+			doors := find(t, pids, key)
 			// hvdrun's store, rank 0's root, the endpoint of each rank. (PyTorch's store has no lock.)
 			if len(doors) != 4 {
 				t.Fatalf("%d doors know the secret, want 4: %v", len(doors), doors)
@@ -113,27 +106,39 @@ func (d door) enter(key secret.Secret) error {
 	return accepted(over)
 }
 
-// find tries which proof a port takes.
-func find(t *testing.T, port int, key secret.Secret) (purpose string, ok bool) {
+// find tries which ports of processes take which proof.
+func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 	t.Helper()
-	for _, purpose := range purposes {
-		d := door{port, purpose}
-		conn, err := d.dial()
-		if err != nil {
-			t.Fatal(err)
-		}
-		// A server that speaks something else may wait for more before it hangs up.
-		conn.SetDeadline(time.Now().Add(3 * time.Second))
-		over, err := key.Dial(conn, purpose)
-		if err == nil {
-			err = accepted(over)
-		}
-		conn.Close()
-		if err == nil {
-			return purpose, true
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for _, pid := range pids {
+		for _, port := range listening(t, pid) {
+			for _, purpose := range purposes {
+				// A server that speaks something else may wait for more before it hangs up.
+				wg.Go(func() {
+					d := door{port, purpose}
+					conn, err := d.dial()
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					defer conn.Close()
+					conn.SetDeadline(time.Now().Add(5 * time.Second))
+					over, err := key.Dial(conn, purpose)
+					if err == nil {
+						err = accepted(over)
+					}
+					if err == nil {
+						mu.Lock()
+						defer mu.Unlock()
+						doors = append(doors, d)
+					}
+				})
+			}
 		}
 	}
-	return "", false
+	wg.Wait()
+	return doors
 }
 
 // accepted reports whether the server did not hang up on what a client said last: the client's own proof, of which it is told
@@ -231,7 +236,7 @@ func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 	}
 	for _, d := range doors {
 		// Who is thrown out while the others still come in tries again, as ranks do.
-		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), doorDeadline)
 		err := dial.Retry(ctx, func() error { return d.enter(key) })
 		cancel()
 		if err != nil {

@@ -3,24 +3,15 @@ package e2e
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/testtorch"
-)
-
-var (
-	endingRuns = flag.Int("endings", 0, "try each ending so often at 2, 3 and 4 ranks, half of them beside two busy loops, instead of once")
-	endingSeed = flag.Uint64("endings-seed", 0, "replay the draws of this seed")
 )
 
 // An ending is how a rank ends in the middle of training, while the others go on.
@@ -93,12 +84,7 @@ var errCulprit = errors.New("step 5")
 // However a rank ends that others wait for, it is the root cause, the job's status is its own (or 1 if that is 0), and what
 // the others get names it.
 func TestEndings(t *testing.T) {
-	seed := *endingSeed
-	if seed == 0 {
-		seed = rand.Uint64()
-	}
-	t.Logf("-endings-seed %d", seed)
-	rng := rand.New(rand.NewPCG(seed, 0))
+	random := draws(t)
 	script := filepath.Join(t.TempDir(), "ending.py")
 	if err := os.WriteFile(script, []byte(pythonEnding), 0o600); err != nil {
 		t.Fatal(err)
@@ -113,7 +99,7 @@ func TestEndings(t *testing.T) {
 	}
 	inPython := []string{"PYTHONPATH=" + package_, "HVD_SIDECAR_BINARY=" + hvdd(t)}
 	try := func(t *testing.T, ranks int, e ending, command []string, env ...string) {
-		culprit := rng.IntN(ranks)
+		culprit := random.IntN(ranks)
 		j := startCommand(t, append([]string{hvdrunPath, "-np", strconv.Itoa(ranks)}, command...),
 			append(env, "ENDING="+e.name, fmt.Sprint("CULPRIT=", culprit))...)
 		status := j.wait()
@@ -130,20 +116,8 @@ func TestEndings(t *testing.T) {
 	}
 	each := func(t *testing.T, all []ending, command []string, env ...string) {
 		for _, e := range all {
-			if *endingRuns == 0 {
-				try(t, 2+rng.IntN(3), e, command, env...)
-				continue
-			}
-			for ranks := 2; ranks <= 4; ranks++ {
-				for i := range *endingRuns {
-					stop := func() {}
-					if i%2 == 0 {
-						stop = busy(2)
-					}
-					try(t, ranks, e, command, env...)
-					stop()
-				}
-				t.Logf("%s: %d runs at %d ranks", e.name, *endingRuns, ranks)
+			for _, ranks := range sample(random, []int{2, 3, 4}, 1) {
+				try(t, ranks, e, command, env...)
 			}
 		}
 	}
@@ -152,20 +126,4 @@ func TestEndings(t *testing.T) {
 		testtorch.Need(t)
 		each(t, pythonEndings, []string{testtorch.Python, script}, inPython...)
 	})
-}
-
-// busy takes the time of n processors until stop is called.
-func busy(n int) (stop func()) {
-	var over atomic.Bool
-	var wg sync.WaitGroup
-	for range n {
-		wg.Go(func() {
-			for !over.Load() {
-			}
-		})
-	}
-	return func() {
-		over.Store(true)
-		wg.Wait()
-	}
 }

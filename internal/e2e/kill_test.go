@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -18,42 +17,39 @@ const (
 	survivorsDeadline = 20 * time.Second
 )
 
-// rounds is how often a death is tried: often, or once for each rank; or less if it is to be short.
-func rounds(often bool) int {
-	switch {
-	case testing.Short():
-		return 2
-	case often:
-		return 20
-	}
-	return ranks
-}
-
 // Any of four ranks is killed while all execute or negotiate. Every other rank gets an error that names it, in time,
 // and hvdrun ends with the victim's status and names it too.
 func TestKill(t *testing.T) {
+	type death struct {
+		program, memory, negotiation string
+		victim                       int
+		after                        time.Duration // anywhere in an operation
+	}
+	random := draws(t)
+	var deaths []death
 	for _, program := range []string{"large", "arena", "small", "waiting", "mixed", "joined"} {
-		for _, mode := range []struct{ negotiation, memory string }{{"event", "shm"}, {"lockstep", "shm"}, {"event", "tcp"}, {"lockstep", "tcp"}} {
-			if program == "arena" && mode.memory == "tcp" {
+		for _, memory := range []string{"shm", "tcp"} {
+			if program == "arena" && memory == "tcp" {
 				continue // it is what large is
 			}
-			t.Run(fmt.Sprintf("%s/%s/%s", program, mode.memory, mode.negotiation), func(t *testing.T) {
-				usual := mode.negotiation == "event" && mode.memory == "shm"
-				for i := range rounds(usual && (program == "large" || program == "waiting")) {
-					kill(t, program, i%ranks, "HVD_NEGOTIATION="+mode.negotiation, "HOROVOD_CPU_OPERATIONS="+mode.memory)
-					if t.Failed() {
-						t.Fatalf("in round %d", i)
-					}
+			for _, negotiation := range []string{"event", "lockstep"} {
+				for victim := range ranks {
+					deaths = append(deaths, death{program, memory, negotiation, victim, time.Duration(random.IntN(50)) * time.Millisecond})
 				}
-			})
+			}
 		}
+	}
+	for _, d := range sample(random, deaths, 16) {
+		t.Run(fmt.Sprintf("%s/%s/%s/%d", d.program, d.memory, d.negotiation, d.victim), func(t *testing.T) {
+			kill(t, d.program, d.victim, d.after, "HVD_NEGOTIATION="+d.negotiation, "HOROVOD_CPU_OPERATIONS="+d.memory)
+		})
 	}
 }
 
-func kill(t *testing.T, program string, victim int, env ...string) {
+func kill(t *testing.T, program string, victim int, after time.Duration, env ...string) {
 	j := start(t, ranks, program, env...)
 	pids := j.ready(ranks)
-	<-time.After(time.Duration(rand.IntN(50)) * time.Millisecond) // anywhere in an operation
+	<-time.After(after)
 	if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}

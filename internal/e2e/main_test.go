@@ -5,7 +5,9 @@ import (
 	"bufio"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -23,10 +25,40 @@ const programVariable = "GOHVD_E2E_PROGRAM"
 
 var hvdrunPath string
 
+// Matrices of deaths are too large to be run each time.
+var (
+	whole    = flag.Int("whole", 0, "run the matrices of deaths and endings so often; 0 runs a sample of each once")
+	seedFlag = flag.Uint64("seed", 0, "draw samples and times by this seed; 0 makes one")
+)
+
+// draws is what a test draws by. The seed is in its log.
+func draws(t *testing.T) *rand.Rand {
+	t.Helper()
+	seed := *seedFlag
+	if seed == 0 {
+		seed = rand.Uint64()
+	}
+	t.Logf("to draw the same: -args -seed %d", seed)
+	return rand.New(rand.NewPCG(seed, 0))
+}
+
+// sample is the whole matrix, as often as was asked for, or n of its cells.
+func sample[T any](random *rand.Rand, cells []T, n int) []T {
+	if *whole > 0 {
+		return slices.Repeat(cells, *whole)
+	}
+	cells = slices.Clone(cells)
+	random.Shuffle(len(cells), func(i, k int) { cells[i], cells[k] = cells[k], cells[i] })
+	return cells[:min(n, len(cells))]
+}
+
 func TestMain(m *testing.M) {
 	if p := os.Getenv(programVariable); p != "" {
 		os.Exit(program(p))
 	}
+	flag.Parse()
+	// Parallel tests mostly wait: for the end of a time, or for processes.
+	_ = flag.Set("test.parallel", "4")
 	os.Exit(func() int {
 		dir, err := os.MkdirTemp("", "hvdrun")
 		if err != nil {

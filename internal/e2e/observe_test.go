@@ -77,10 +77,7 @@ func checkTimeline(t *testing.T, pattern string, want int) {
 // A rank that is slow is found, also when nothing but bits is negotiated: of the timeline that is started by a signal in the
 // middle of the training, all tensors are cached.
 func TestSlowRankIsNamed(t *testing.T) {
-	digits := filepath.Join(t.TempDir(), "digits")
-	if out, err := exec.Command("go", "build", "-o", digits, "github.com/gohvd/gohvd/examples/digits").CombinedOutput(); err != nil {
-		t.Fatalf("building digits: %v\n%s", err, out)
-	}
+	digits := buildDigits(t)
 	for _, signalled := range []bool{false, true} {
 		// All four ranks share the processors with other tests, for which each waits some milliseconds too: if they were too
 		// many, the slow one is slower.
@@ -271,6 +268,7 @@ func TestClocksSetApart(t *testing.T) {
 // A tensor that one rank never submits is named, with that rank, by the log, the metrics, the report that comes by itself, that which
 // SIGQUIT asks for, and the files.
 func TestForgottenTensorIsNamed(t *testing.T) {
+	t.Parallel()
 	dumps := filepath.Join(t.TempDir(), "dumps")
 	addr := freeAddress(t)
 	j := startHvdrun(t, nil, []string{"-np", "4", "--stall-check-warning-time-seconds", "1", "--metrics-addr", addr, "--dump-dir", dumps}, "stalls")
@@ -292,12 +290,10 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 	}
 
 	before := len(j.err())
-	asked := time.Now()
 	if err := j.cmd.Process.Signal(syscall.SIGQUIT); err != nil {
 		t.Fatal(err)
 	}
 	j.untilError("report after SIGQUIT", func(text string) bool { return named(text[before:]) })
-	t.Logf("the report was there after %v", time.Since(asked))
 	for _, pid := range pids {
 		if err := syscall.Kill(pid, 0); err != nil {
 			t.Errorf("process %d: %v, want it to go on", pid, err)
@@ -319,6 +315,7 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 
 // When the stall inspector ends the job, the report says what for.
 func TestStallShutdownIsExplained(t *testing.T) {
+	t.Parallel()
 	j := startHvdrun(t, nil, []string{"-np", "3", "--stall-check-warning-time-seconds", "1", "--stall-check-shutdown-time-seconds", "2"}, "stalls")
 	if status := j.wait(); status == 0 {
 		t.Error("exit status 0")
@@ -356,6 +353,7 @@ func get(t *testing.T, url string) string {
 
 // A real Prometheus sees a real job work.
 func TestPrometheusScrapesAJob(t *testing.T) {
+	t.Parallel()
 	addr, end := freeAddress(t), filepath.Join(t.TempDir(), "end")
 	j := startHvdrun(t, nil, []string{"-np", "2", "--metrics-addr", addr}, "steps", "E2E_END="+end)
 	j.ready(2)

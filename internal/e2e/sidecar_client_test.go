@@ -102,10 +102,7 @@ func outputs(t *testing.T, all []*pathSidecar, command string, env ...string) []
 // The example gives over sidecars what it gives in process, bit by bit, though its ranks know nothing but a path each. The sidecars
 // are good for more than one job.
 func TestDigitsOverSidecars(t *testing.T) {
-	digits := filepath.Join(t.TempDir(), "digits")
-	if out, err := exec.Command("go", "build", "-o", digits, "github.com/gohvd/gohvd/examples/digits").CombinedOutput(); err != nil {
-		t.Fatalf("building the example: %v\n%s", err, out)
-	}
+	digits := buildDigits(t)
 	result := regexp.MustCompile(`(?m)digits: ranks=(\d+) epochs=\d+ (test_accuracy=[0-9.]+) seconds=[0-9.]+ (weights_sha256=[0-9a-f]{64})$`)
 	results := func(text string, size int) []string {
 		var found []string
@@ -255,7 +252,7 @@ func TestSidecarKilled(t *testing.T) {
 				if !strings.Contains(text, want) {
 					t.Errorf("rank %d: got %q, want an error with %q", r, text, want)
 				}
-				if took := time.Since(killed); took > 5*time.Second {
+				if took := time.Since(killed); took > survivorsDeadline {
 					t.Errorf("rank %d heard of it after %v", r, took)
 				}
 			}

@@ -216,6 +216,7 @@ func TestSidecarDeaths(t *testing.T) {
 		{"sidecar", "sidecar-loop", "sidecar"}, {"client", "sidecar-loop", "pid"}, {"client with a fork", "sidecar-fork", "pid"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
 			const n, dies = 3, 1
 			j := start(t, n, c.program, hvddVariable+"="+path)
 			pids := map[string][]int{"pid": make([]int, n), "sidecar": make([]int, n), "child": make([]int, n)}

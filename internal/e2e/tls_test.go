@@ -215,6 +215,7 @@ func TestTLSOfSome(t *testing.T) {
 		{"one rank with", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=1; fi`, "HVD_TLS=0", "(this end has)"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
 			// hvdrun, -np, 2, program.
 			wrap := []string{"sh", "-c", `exec "$1" "$2" "$3" sh -c '` + test.ranks + `; exec "$0"' "$4"`, "sh"}
 			j := startWith(t, wrap, 2, "sums", test.env)
