@@ -27,10 +27,10 @@ import (
 // Engine is one rank of one epoch of a job. Programs that are one rank use the package-level functions; a
 // process that holds several ranks makes one Engine for each and passes it to operations by On.
 type Engine struct {
-	engine      *runner
+	engine      *engine.Engine
 	at          *meeting.Meeting
 	session     *session.Session // nil in a job of one
-	watch       *observe.Rank    // nil over a sidecar, which has it
+	watch       *observe.Rank
 	place       topo.Topology
 	homogeneous bool
 	epoch       uint64
@@ -42,6 +42,7 @@ type Engine struct {
 	slots       slots
 	dynamicSets bool
 	timeout     time.Duration // of operations that say none
+	abandoned   abandonedWaits
 }
 
 // InitOption changes what Init and New read from the environment.
@@ -129,13 +130,9 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	if o.ownLog {
 		e.log = o.log
 	}
-	start, limit := e.start, cfg.StartTimeout
-	if cfg.Sidecar != "" {
-		start, limit = e.startOver, cfg.StartTimeout+sidecarGrace
-	}
-	ctx, cancel := context.WithTimeout(ctx, limit)
+	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
 	defer cancel()
-	if err := start(ctx, cfg, o); err != nil {
+	if err := e.start(ctx, cfg, o); err != nil {
 		return nil, fmt.Errorf("hvd: init: %w", errors.Join(dial.ExplainLimit(err), e.release()))
 	}
 	return e, nil
@@ -216,16 +213,14 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 		Launcher: e.at.Launcher(), Sets: e.members, Log: log,
 	})
 	e.watch.Configure(&ecfg)
-	in, err := engine.Start(ctx, ecfg)
-	if err != nil {
+	if e.engine, err = engine.Start(ctx, ecfg); err != nil {
 		if e.session != nil {
 			err = e.failed(e.session.Fail(err))
 		}
 		return err
 	}
-	e.engine = &runner{in: in}
-	if err := e.watch.Attach(in); err != nil {
-		in.Close()
+	if err := e.watch.Attach(e.engine); err != nil {
+		e.engine.Close()
 		return err
 	}
 	return nil
@@ -304,11 +299,11 @@ func (e *Engine) Shutdown(ctx context.Context) error {
 
 func (e *Engine) shutdown(ctx context.Context, why engine.Departure) error {
 	if why.Reason == "" {
-		why.Reason = e.engine.abandoned.what()
+		why.Reason = e.abandoned.what()
 	}
 	err := e.engine.Shutdown(ctx, why)
 	if err != nil {
-		err = fmt.Errorf("hvd: shutdown: %w", e.engine.abandoned.explain(err))
+		err = fmt.Errorf("hvd: shutdown: %w", e.abandoned.explain(err))
 	}
 	return errors.Join(err, e.release())
 }
@@ -338,7 +333,7 @@ func (e *Engine) Done() <-chan struct{} { return e.engine.Ended() }
 func (e *Engine) Err() error {
 	select {
 	case <-e.engine.Ended():
-		return e.engine.abandoned.explain(e.engine.Err())
+		return e.abandoned.explain(e.engine.Err())
 	default:
 		return nil
 	}

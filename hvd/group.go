@@ -61,7 +61,7 @@ func allreduceGroup[T Element](xs [][]T, opts []Option) (*GroupHandle[T], error)
 	}
 	q := &e.Request
 	q.Shape, q.Parts = g.dims[:], g.slot.drafted()
-	g.engine = c.engine.engine
+	g.engine = c.engine
 	if err := c.submitGroup(e); err != nil {
 		return nil, err
 	}
@@ -129,7 +129,7 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T
 	if err != nil {
 		return nil, err
 	}
-	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.name, engine: c.engine.engine}, tensors: make([]*Handle[T], len(xs))}
+	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.name, engine: c.engine}, tensors: make([]*Handle[T], len(xs))}
 	g.left.Store(int64(len(xs)))
 	handles := make([]Handle[T], len(xs)) // g keeps all of them anyway
 	for i, x := range xs {

@@ -20,7 +20,7 @@ type operation struct {
 	// signal is nil until somebody asks for it, or the operation is done; then it is over.
 	signal atomic.Pointer[signal]
 	// engine is who does it; nil if there was nothing to do.
-	engine *runner
+	engine *Engine
 	// held is the name, which stays in use until the program has seen that the operation is done; nil if it has none of its
 	// own. It is written before the operation is done, and read afterwards.
 	held interface{ Release() }
@@ -79,7 +79,7 @@ func (o *operation) seen() {
 // start has the engine notice what submit has queued, some time. Who waits at once need not call it.
 func (o *operation) start() {
 	if o.engine != nil {
-		o.engine.RingSoon()
+		o.engine.engine.RingSoon()
 	}
 }
 
@@ -106,7 +106,7 @@ func (o *operation) ended() bool { return o.signal.Load() == over }
 // hurry has the engine notice at once what submit has queued.
 func (o *operation) hurry() {
 	if o.engine != nil {
-		o.engine.Hurry()
+		o.engine.engine.Hurry()
 	}
 }
 
@@ -160,7 +160,7 @@ func (o *operation) await(ctx context.Context) {
 		return
 	}
 	if o.engine != nil {
-		if o.engine.Help(ctx, o.ended); o.ended() {
+		if o.engine.engine.Help(ctx, o.ended); o.ended() {
 			return
 		}
 	}

@@ -34,7 +34,7 @@ func join(opts []Option) (*JoinHandle, error) {
 	if err != nil {
 		return nil, err
 	}
-	h := &JoinHandle{operation: operation{kind: c.kind, name: joinName, engine: c.engine.engine, held: joining{c.set}}}
+	h := &JoinHandle{operation: operation{kind: c.kind, name: joinName, engine: c.engine, held: joining{c.set}}}
 	if err := c.join(&h.entry, h.complete); err != nil {
 		return nil, err
 	}

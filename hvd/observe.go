@@ -1,7 +1,6 @@
 package hvd
 
 import (
-	"errors"
 	"fmt"
 	"net/http"
 
@@ -14,13 +13,7 @@ import (
 // HOROVOD_TIMELINE. markCycles marks when negotiation cycles begin. A timeline that goes to another path ends; if it goes to this
 // one already nothing changes. The error is that the file cannot be made; what cannot be written later is dropped and counted.
 func (e *Engine) StartTimeline(path string, markCycles bool) error {
-	var err error
-	if e.watch == nil {
-		err = e.engine.over.StartTimeline(path, markCycles)
-	} else {
-		err = e.watch.StartTimeline(path, markCycles)
-	}
-	if err != nil {
+	if err := e.watch.StartTimeline(path, markCycles); err != nil {
 		return fmt.Errorf("hvd: start timeline: %w", err)
 	}
 	return nil
@@ -28,13 +21,7 @@ func (e *Engine) StartTimeline(path string, markCycles bool) error {
 
 // StopTimeline ends the timeline, and returns when its file is complete. Without one it does nothing. Shutdown does it too.
 func (e *Engine) StopTimeline() error {
-	var err error
-	if e.watch == nil {
-		err = e.engine.over.StopTimeline()
-	} else {
-		err = e.watch.StopTimeline()
-	}
-	if err != nil {
+	if err := e.watch.StopTimeline(); err != nil {
 		return fmt.Errorf("hvd: stop timeline: %w", err)
 	}
 	return nil
@@ -59,11 +46,10 @@ func StopTimeline() error {
 }
 
 // MetricsHandler answers /metrics with what the engine that Init started has counted (docs/metrics.md), for a program that has an
-// HTTP server of its own; HVD_METRICS_ADDR shows the same without one. Before Init and after Shutdown, and over a
-// sidecar, which shows its own, the counters are 0.
+// HTTP server of its own; HVD_METRICS_ADDR shows the same without one. Before Init and after Shutdown the counters are 0.
 func MetricsHandler() http.Handler {
 	return metrics.Handler(func() stats.Stats {
-		if e := current(); e != nil && e.watch != nil {
+		if e := current(); e != nil {
 			return e.watch.Stats()
 		}
 		return stats.Stats{}
@@ -72,22 +58,12 @@ func MetricsHandler() http.Handler {
 
 // MetricsHandler is the package-level one for this engine.
 func (e *Engine) MetricsHandler() http.Handler {
-	return metrics.Handler(func() stats.Stats {
-		if e.watch == nil {
-			return stats.Stats{}
-		}
-		return e.watch.Stats()
-	})
+	return metrics.Handler(e.watch.Stats)
 }
-
-var errNoRecorder = errors.New("the flight recorder is in the sidecar")
 
 // Dump is, as JSON, what this rank waits for, and its last operations unless HVD_FLIGHT_RECORDER is off. It costs some
 // milliseconds, and may be called while operations run, hang or have failed.
 func (e *Engine) Dump() ([]byte, error) {
-	if e.watch == nil {
-		return nil, fmt.Errorf("hvd: dump: %w", errNoRecorder)
-	}
 	text, err := e.watch.Dump("asked for by the program").JSON()
 	if err != nil {
 		return nil, fmt.Errorf("hvd: dump: %w", err)

@@ -13,7 +13,7 @@ import (
 
 // describe makes h, which is empty, the handle of tensor i of c, which has numElems elements. Its buffers are still to be set.
 func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
-	h.kind, h.engine = c.kind, c.engine.engine
+	h.kind, h.engine = c.kind, c.engine
 	h.slot = take(&c.engine.slots.single, h)
 	c.fill(&h.slot.entry)
 	q := &h.slot.entry.Request
@@ -141,7 +141,7 @@ func (c *call) queue(entries ...*tensorqueue.Entry) error {
 	if err == nil {
 		return nil
 	}
-	err = c.engine.engine.abandoned.explain(err)
+	err = c.engine.abandoned.explain(err)
 	var (
 		duplicate *DuplicateNameError
 		op        *OpError

@@ -156,7 +156,7 @@ func (c *call) changeSets(ctx context.Context, q message.Request, apply func(*me
 	if !c.engine.dynamicSets {
 		return c.misuse("process sets cannot be changed after Init: HOROVOD_DYNAMIC_PROCESS_SETS is 0")
 	}
-	o := &operation{kind: c.kind, name: q.Name, engine: c.engine.engine}
+	o := &operation{kind: c.kind, name: q.Name, engine: c.engine}
 	e := &tensorqueue.Entry{Set: topo.Global, Request: q, Timeout: c.timeout, Hold: true}
 	e.Done = func(err error) {
 		if err == nil {

@@ -17,7 +17,7 @@ import (
 // Door is for the sidecar, which runs operations for other processes. Programs have no use for it.
 func (e *Engine) Door() raw.Door {
 	return raw.Door{
-		Begin: e.beginRaw, Help: e.engine.Help, Ring: e.engine.in.Ring, Shutdown: e.shutdownRaw, Close: e.closeRaw,
+		Begin: e.beginRaw, Help: e.engine.Help, Ring: e.engine.Ring, Shutdown: e.shutdownRaw, Close: e.closeRaw,
 		StartTimeline: e.watch.StartTimeline, StopTimeline: e.watch.StopTimeline,
 	}
 }
@@ -45,7 +45,7 @@ func (e *Engine) shutdownRaw(ctx context.Context, reason string, failed bool) er
 }
 
 func (e *Engine) closeRaw() error {
-	e.engine.in.Close()
+	e.engine.Close()
 	return e.release()
 }
 

@@ -46,9 +46,6 @@ func (d *daemon) run() error {
 	}
 	d.log = logs.New(d.stderr, &d.settings).Named("hvdd")
 	defer func() { _ = d.log.Sync() }() // of the same file as the error that hvdd ends with
-	if d.settings.Sidecar != "" {
-		return fmt.Errorf("%s is set: it is for the programs that use a sidecar, not for the sidecar", config.SidecarVariable)
-	}
 	cfg := sidecar.Config{Version: d.version, Log: d.log}
 	if d.fd < 0 {
 		// It encrypts nothing: what is said does not leave the host, and descriptors cannot travel with what is encrypted.

@@ -92,27 +92,6 @@ type watcher struct {
 
 var process heap
 
-// Private is an allocator beside that of the process, for memory that one owner hands out and gives up as a whole. Its methods
-// are as the functions of the same name, and its chunks are numbered by themselves. The zero Private is empty.
-type Private struct{ heap heap }
-
-// Alloc is as the process's.
-func (p *Private) Alloc(numBytes int) ([]byte, error) { return p.heap.alloc(numBytes) }
-
-// Free is as the process's.
-func (p *Private) Free(b []byte) error { return p.heap.release(b) }
-
-// Find is as the process's.
-func (p *Private) Find(b []byte) (Ref, bool) { return p.heap.find(b) }
-
-// Watch is as the process's.
-func (p *Private) Watch(added func(Chunk), removed func(id uint32)) (stop func()) {
-	return p.heap.watch(added, removed)
-}
-
-// Close unmaps all chunks. Nobody may use the tensors any more, nor p.
-func (p *Private) Close() error { return p.heap.close() }
-
 // Alloc returns numBytes of zeroed shared memory, aligned to 64 bytes, that Free takes back. The error is a
 // *memfd.NoMemoryError if there is none.
 //
@@ -236,20 +215,6 @@ func (h *heap) remove(i int) {
 	for _, w := range h.watchers {
 		w.removed(id)
 	}
-}
-
-// close takes out all chunks.
-func (h *heap) close() error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	var errs []error
-	for len(h.chunks) > 0 {
-		segment := h.chunks[0].Segment
-		h.remove(0)
-		errs = append(errs, segment.Close())
-	}
-	h.live = 0
-	return errors.Join(errs...)
 }
 
 func (h *heap) adopt(s *memfd.Segment) Chunk {

@@ -497,37 +497,6 @@ func TestChunksAreOpen(t *testing.T) {
 	}
 }
 
-// A Private is apart from the process's allocator, and goes as a whole.
-func TestPrivate(t *testing.T) {
-	var p Private
-	events := 0
-	defer p.Watch(func(Chunk) { events++ }, func(uint32) { events += 100 })()
-	b, err := p.Alloc(chunkBytes + 1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	c, err := p.Alloc(10)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, ok := Find(c); ok {
-		t.Error("the process's allocator finds what is not its own")
-	}
-	first, ok := p.Find(b)
-	if second, found := p.Find(c); !ok || !found || first.Chunk == second.Chunk {
-		t.Errorf("found %v and %v at %v and %v", ok, found, first, second)
-	}
-	if err := p.Free(c); err != nil {
-		t.Error(err)
-	}
-	if err := p.Close(); err != nil {
-		t.Error(err)
-	}
-	if chunks, mapped, live := p.heap.stats(); chunks != 0 || mapped != 0 || live != 0 || events != 202 {
-		t.Errorf("after the end: %d chunks of %d bytes, %d in use, and events %d, want 202", chunks, mapped, live, events)
-	}
-}
-
 func duplicate(t *testing.T, fd int) int {
 	d, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {

@@ -16,7 +16,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
 )
@@ -430,11 +429,3 @@ func TestInterrupted(t *testing.T) {
 type writerFunc func(p []byte)
 
 func (f writerFunc) Write(p []byte) (int, error) { f(p); return len(p), nil }
-
-// The backend is this process's, which over a sidecar has none.
-func TestRawOverASidecar(t *testing.T) {
-	at := Place{Settings: map[string]string{config.SidecarVariable: "unix:///nowhere"}}
-	if _, _, _, err := openRaw(t.Context(), at); err == nil || !strings.Contains(err.Error(), config.SidecarVariable) {
-		t.Errorf("got %v, want that %s is in the way", err, config.SidecarVariable)
-	}
-}

@@ -40,8 +40,6 @@ type Config struct {
 	HostID string
 	// SharedMemory says where tensors go through shared memory.
 	SharedMemory SharedMemory
-	// Sidecar is the path of the socket of the process that runs this rank; empty if this one does.
-	Sidecar string
 	// Secret is the text that proves that a process is of this job, and SecretFile a file that has it. Insecure lets a job
 	// without one run on several hosts.
 	Secret, SecretFile string
@@ -178,12 +176,17 @@ func Defaults() Config {
 	return c
 }
 
-// FromEnvironment is Load for a rank: from its environment, and from overrides, by name, which the program sets.
-// haveStore says that the program brings a rendezvous store of its own.
+// FromEnvironment is Load for a process that runs an engine: from its environment, and from overrides, by name, which the
+// program sets. haveStore says that the program brings a rendezvous store of its own. It refuses HVD_SIDECAR: with that, another
+// process runs the engine of this rank.
 func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error) {
 	c, err := Load(Sources{Environ: os.Environ(), API: overrides, HaveStore: haveStore})
 	if err != nil {
 		return Config{}, err
+	}
+	if at := c.Variable(SidecarVariable); at != "" {
+		return Config{}, fmt.Errorf("config: %s is %q, and this program runs its engine itself: only clients of a sidecar, such as "+
+			"gohvd in Python, use it; unset it", SidecarVariable, at)
 	}
 	if c.Hostname == "" {
 		if c.Hostname, err = os.Hostname(); err != nil {

@@ -82,7 +82,7 @@ func (s Scope) String() string {
 	return "each rank for itself"
 }
 
-// SidecarVariable is the setting that names a sidecar. It is a client's alone: a sidecar has none of its own.
+// SidecarVariable is the setting that names a running sidecar to its clients.
 const SidecarVariable = "HVD_SIDECAR"
 
 // FileVariable is the setting that names the file of settings.
@@ -123,11 +123,6 @@ var settings = []Setting{
 		Default: "30", Doc: "how long Init waits for the other ranks",
 		Raise: "Raising it leaves slow starters more time and reports a rank that never comes later.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.StartTimeout }, 0.001),
-	},
-	{
-		Name: SidecarVariable, Section: sectionStart,
-		Otherwise: "none", Doc: "the sidecar that runs this rank, in place of the program itself; it knows the rank's place in the job (docs/sidecar.md)",
-		kind: unixPath(func(c *Config) *string { return &c.Sidecar }),
 	},
 	{
 		Name: "HVD_SECRET_FILE", Section: sectionStart, Scope: PathPerJob,
@@ -445,6 +440,11 @@ var settings = []Setting{
 		Name: "HVD_SECRET", Section: sectionPlace, Scope: ByLauncher, Secret: true,
 		Otherwise: "none", Doc: "text that proves that a process is of this job: every connection is refused to who has another",
 		kind: text("any text", func(c *Config) *string { return &c.Secret }),
+	},
+	{
+		Name: SidecarVariable, Section: sectionPlace, Scope: PerProcess,
+		Otherwise: "the program starts one", Doc: "the running sidecar that a program in Python uses; a Go program, which runs the engine itself, refuses it (docs/sidecar.md)",
+		kind: anything("unix:///path"),
 	},
 	{
 		Name: "HVD_SIDECAR_BINARY", Section: sectionPlace, Scope: PerProcess,

@@ -243,15 +243,3 @@ func interfaces(field func(*Config) *[]string) kind {
 		return true, nil
 	}}
 }
-
-// unixPath reads the URL of a Unix socket, of which the field gets the path.
-func unixPath(field func(*Config) *string) kind {
-	return kind{want: "unix:///path", read: func(c *Config, text string) (bool, error) {
-		path, ok := strings.CutPrefix(text, "unix://")
-		if !ok || !strings.HasPrefix(path, "/") {
-			return false, nil
-		}
-		*field(c) = path
-		return true, nil
-	}}
-}

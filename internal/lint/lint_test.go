@@ -78,7 +78,6 @@ var floors = [][]string{
 	{"ops/tcp", "ops/shm"},
 	{"internal/engine", "internal/session"},
 	{"internal/observe"},
-	{"internal/sidecar/client"},
 	{"hvd", "internal/launch", "internal/testcluster"},
 	{"internal/bench", "internal/sidecar"},
 	{"internal/doctor"},
