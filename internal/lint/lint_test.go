@@ -61,7 +61,7 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 var floors = [][]string{
 	{"half", "topo", "secret", "internal/netif", "internal/lint", "internal/futex", "internal/clock", "internal/version", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet", "internal/testtorch", "internal/testprom", "internal/testhosts"},
 	{"transport", "tensor", "internal/config", "internal/arena", "internal/dial", "internal/hostlist"},
-	{"message/messagepb", "rendezvous/rendezvouspb", "internal/sidecar/sidecarpb", "internal/sidecar/wire", "internal/kernel", "internal/verdict", "internal/logs"},
+	{"message/messagepb", "rendezvous/rendezvouspb", "internal/sidecar/sidecarpb", "internal/kernel", "internal/verdict", "internal/logs"},
 	{"message", "internal/sidecar/sidecartest", "internal/serve"},
 	{"responsecache", "fusion", "tensorqueue", "internal/raw", "internal/trace", "internal/stats"},
 	{"timeline", "timeline/timelinetest"},

@@ -13,7 +13,6 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 const (
@@ -37,8 +36,8 @@ var (
 type conn struct {
 	server *Server
 	pid    int
-	in     wire.Inbox
-	out    *wire.Outbox
+	in     inbox
+	out    *outbox
 
 	// The reader's.
 	ring  *ring
@@ -66,7 +65,7 @@ type origin struct {
 
 func newConn(s *Server, fd, pid int) *conn {
 	return &conn{
-		server: s, pid: pid, in: wire.Inbox{FD: fd}, out: wire.NewOutbox(fd),
+		server: s, pid: pid, in: inbox{FD: fd}, out: newOutbox(fd),
 		plans: make(map[uint32]*plan), busy: make(map[uint64]struct{}),
 		places: make(map[origin][]byte), told: make(map[uint32]bool),
 	}
@@ -77,9 +76,6 @@ func (c *conn) serve() error {
 	var sending sync.WaitGroup
 	sending.Go(c.out.Run)
 	err := c.read()
-	if errors.Is(err, wire.ErrEnd) {
-		err = errEnd
-	}
 	c.mu.Lock()
 	c.left = true
 	if c.why != nil && !errors.Is(err, errBye) {
@@ -175,7 +171,7 @@ func (c *conn) frames() error {
 			c.ringOverdue() // the ring is looked at in any case
 			continue
 		}
-		if c.out.Unsent() > wire.MaxUnsentBytes {
+		if c.out.Unsent() > maxUnsentBytes {
 			c.notice()
 			c.out.Room()
 		}
@@ -235,11 +231,11 @@ func (c *conn) enter(id uint64, weight int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if _, ok := c.busy[id]; ok {
-		return fmt.Errorf("%w: number %d is in use", wire.ErrFrame, id)
+		return fmt.Errorf("%w: number %d is in use", errFrame, id)
 	}
 	most := c.server.cfg.MaxInFlight
 	if n := c.flying.Load() + int64(weight); n > int64(most) || len(c.busy) >= most {
-		return fmt.Errorf("%w: %d operations and %d requests in flight, want at most %d", wire.ErrFrame, n, len(c.busy)+1, most)
+		return fmt.Errorf("%w: %d operations and %d requests in flight, want at most %d", errFrame, n, len(c.busy)+1, most)
 	}
 	c.busy[id] = struct{}{}
 	c.flying.Add(int64(weight))
@@ -330,10 +326,10 @@ func (c *conn) tell(o *operation, a *sidecarpb.Completion) (given bool, err erro
 	}
 	for _, r := range a.Results {
 		number := r.Memory.Arena
-		if number < wire.OwnArenas || c.told[number] {
+		if number < ownArenas || c.told[number] {
 			continue
 		}
-		news, fd, err := c.server.chunks.news(number - wire.OwnArenas)
+		news, fd, err := c.server.chunks.news(number - ownArenas)
 		if err != nil {
 			return false, err
 		}
@@ -505,7 +501,7 @@ func (c *conn) takeRing(numBytes uint64) error {
 		return err
 	}
 	if c.ring != nil {
-		wire.Discard(fd)
+		discard(fd)
 		return errors.New("the connection has a ring already")
 	}
 	s, err := memfd.Adopt(fd)

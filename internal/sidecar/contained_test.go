@@ -22,7 +22,6 @@ import (
 	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/tensor"
 )
@@ -77,7 +76,7 @@ func TestUsage(t *testing.T) {
 			"output at byte 66":          good(func(o *op, tt *tens) { tt.Output = at(0, 66, 16) }),
 			"overlap in arena 1":         good(func(o *op, tt *tens) { tt.Output = at(0, 12, 16) }),
 			"no arena 9":                 good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
-			"no arena 2147483649":        good(func(o *op, tt *tens) { tt.Input = &sidecarpb.Memory{Arena: wire.OwnArenas + 1, Bytes: 16} }),
+			"no arena 2147483649":        good(func(o *op, tt *tens) { tt.Input = &sidecarpb.Memory{Arena: ownArenas + 1, Bytes: 16} }),
 			"16 bytes from byte 1048572": good(func(o *op, tt *tens) { tt.Input = at(0, 1<<20-4, 16) }),
 			"from byte 1844674407370955": good(func(o *op, tt *tens) { tt.Output = at(0, -16, 16) }),
 			"tensor name has 5000 bytes": good(func(o *op, _ *tens) { o.Name = strings.Repeat("x", 5000) }),
@@ -87,7 +86,7 @@ func TestUsage(t *testing.T) {
 				o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 128, 4)}, &tens{Shape: []int64{1}, Input: at(0, 68, 4)})
 			}),
 		} {
-			refused(t, what, c.Call(sidecartest.Submit(o)), wire.ClassUsage, what)
+			refused(t, what, c.Call(sidecartest.Submit(o)), classUsage, what)
 		}
 		// Inputs may overlap: nobody writes them.
 		c.Must(sidecartest.Submit(good(func(o *op, tt *tens) {
@@ -95,18 +94,18 @@ func TestUsage(t *testing.T) {
 			o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 4, 4)})
 		})))
 		c.Must(sidecartest.Submit(good(func(*op, *tens) {})))
-		refused(t, "a slot too many", c.Call(sidecartest.Prepare(maxSlots, good(func(*op, *tens) {}))), wire.ClassUsage, "slot 65536")
-		refused(t, "no operation", c.Call(sidecartest.Prepare(0, nil)), wire.ClassUsage, "operation 0")
-		refused(t, "no ring with it", c.Call(sidecartest.Ring(8192)), wire.ClassUsage, "no descriptor")
+		refused(t, "a slot too many", c.Call(sidecartest.Prepare(maxSlots, good(func(*op, *tens) {}))), classUsage, "slot 65536")
+		refused(t, "no operation", c.Call(sidecartest.Prepare(0, nil)), classUsage, "operation 0")
+		refused(t, "no ring with it", c.Call(sidecartest.Ring(8192)), classUsage, "no descriptor")
 		c.Ring(16)
 		id := c.Push(5)
 		c.Doorbell()
 		if got, status := c.Pop(); got != id || status != statusReply {
 			t.Errorf("completion %d %d, want %d with a reply", got, status, id)
 		}
-		refused(t, "an empty slot", c.Reply(id), wire.ClassUsage, "slot 5")
+		refused(t, "an empty slot", c.Reply(id), classUsage, "slot 5")
 		fd, rb := sidecartest.NewRing(t, 16)
-		refused(t, "a second ring", c.Call(sidecartest.Ring(uint64(len(rb))), fd), wire.ClassUsage, "already")
+		refused(t, "a second ring", c.Call(sidecartest.Ring(uint64(len(rb))), fd), classUsage, "already")
 		release(t, fd, rb)
 		// In the arena of a client that has dropped it, a prepared operation fails.
 		c.Must(sidecartest.Prepare(1, good(func(*op, *tens) {})))
@@ -114,8 +113,8 @@ func TestUsage(t *testing.T) {
 		id = c.Push(1)
 		c.Doorbell()
 		c.Pop()
-		refused(t, "a dropped arena", c.Reply(id), wire.ClassUsage, "no arena 1")
-		refused(t, "dropped twice", c.Call(sidecartest.DropArena(1)), wire.ClassUsage, "no arena 1")
+		refused(t, "a dropped arena", c.Reply(id), classUsage, "no arena 1")
+		refused(t, "dropped twice", c.Call(sidecartest.DropArena(1)), classUsage, "no arena 1")
 	})
 }
 
@@ -156,7 +155,7 @@ func TestArenaRefused(t *testing.T) {
 		}},
 		{"another size", "65536 bytes", 1, 2 * size, sidecartest.Seals, nil},
 		{"number 0", "a number from", 0, size, sidecartest.Seals, nil},
-		{"a number of the sidecar's", "a number from", wire.OwnArenas, size, sidecartest.Seals, nil},
+		{"a number of the sidecar's", "a number from", ownArenas, size, sidecartest.Seals, nil},
 		{"no bytes", "at most", 1, 0, sidecartest.Seals, nil},
 		{"too large", "at most", 1, 1<<40 + 4096, sidecartest.Seals, nil},
 		{"a number in use", "already", 5, size, sidecartest.Seals, nil},
@@ -168,7 +167,7 @@ func TestArenaRefused(t *testing.T) {
 			}
 		}
 		before := descriptors(t)
-		refused(t, q.what, c.Call(sidecartest.Arena(q.number, q.numBytes), fd), wire.ClassUsage, q.says)
+		refused(t, q.what, c.Call(sidecartest.Arena(q.number, q.numBytes), fd), classUsage, q.says)
 		if after := descriptors(t); after != before {
 			t.Errorf("%s: %d descriptors before, %d after", q.what, before, after)
 		}
@@ -180,8 +179,8 @@ func TestArenaRefused(t *testing.T) {
 	}
 	defer r.Close()
 	defer w.Close()
-	refused(t, "a pipe", c.Call(sidecartest.Arena(1, size), int(r.Fd())), wire.ClassUsage, "seals")
-	refused(t, "nothing", c.Call(sidecartest.Arena(1, size)), wire.ClassUsage, "no descriptor")
+	refused(t, "a pipe", c.Call(sidecartest.Arena(1, size), int(r.Fd())), classUsage, "seals")
+	refused(t, "nothing", c.Call(sidecartest.Arena(1, size)), classUsage, "no descriptor")
 	for _, spoil := range []func(b []byte){
 		func(b []byte) { b[0] = 'X' },
 		func(b []byte) { b[4] = 2 },
@@ -192,7 +191,7 @@ func TestArenaRefused(t *testing.T) {
 	} {
 		fd, b := sidecartest.NewRing(t, 32)
 		spoil(b)
-		refused(t, "a broken ring", c.Call(sidecartest.Ring(uint64(len(b))), fd), wire.ClassUsage, "a ring")
+		refused(t, "a broken ring", c.Call(sidecartest.Ring(uint64(len(b))), fd), classUsage, "a ring")
 		release(t, fd, b)
 	}
 	c.Ring(16)
@@ -219,17 +218,17 @@ func TestArenaOfAnother(t *testing.T) {
 	x[0], y[0] = 7, 8
 	const others = "arena 1 is another client's"
 	sum := sidecartest.Sum("x", 1, 0, 1)
-	refused(t, "all of it", second.Call(sidecartest.Submit(sum)), wire.ClassUsage, others)
+	refused(t, "all of it", second.Call(sidecartest.Submit(sum)), classUsage, others)
 	out := sidecartest.Sum("x", 2, 0, 1)
 	out.Tensors[0].Output = at(0, 0, 4)
-	refused(t, "the output", second.Call(sidecartest.Submit(out)), wire.ClassUsage, others)
-	refused(t, "dropped", second.Call(sidecartest.DropArena(1)), wire.ClassUsage, others)
+	refused(t, "the output", second.Call(sidecartest.Submit(out)), classUsage, others)
+	refused(t, "dropped", second.Call(sidecartest.DropArena(1)), classUsage, others)
 	second.Must(sidecartest.Prepare(0, sum)) // whose memory counts when it is run
 	second.Ring(16)
 	id := second.Push(0)
 	second.Doorbell()
 	second.Pop()
-	refused(t, "by the ring", second.Reply(id), wire.ClassUsage, others)
+	refused(t, "by the ring", second.Reply(id), classUsage, others)
 	// What was refused is in use by nobody.
 	for i, c := range []*client{first, second} {
 		number := uint32(i + 1)
@@ -275,7 +274,7 @@ func TestArenaInUse(t *testing.T) {
 	c := clients[0]
 	c.Arena(1, 4096)
 	c.Send(sidecartest.Submit(sidecartest.Sum("x", 1, 0, 1)))
-	refused(t, "in use", c.Call(sidecartest.DropArena(1)), wire.ClassUsage, "in use")
+	refused(t, "in use", c.Call(sidecartest.DropArena(1)), classUsage, "in use")
 	if got := c.Must(sidecartest.Status()).GetStatus(); got.InFlight != 1 || got.Clients != 2 || got.State != StateRunning {
 		t.Errorf("status: %v", got)
 	}
@@ -351,7 +350,7 @@ func TestGarbage(t *testing.T) {
 		send(c)
 		if err := c.end(); what == "without a farewell" && err != nil {
 			t.Errorf("%s: %v", what, err)
-		} else if what != "without a farewell" && !errors.Is(err, wire.ErrFrame) {
+		} else if what != "without a farewell" && !errors.Is(err, errFrame) {
 			t.Errorf("%s: the connection has ended with %v", what, err)
 		}
 		c.Close()
@@ -420,7 +419,7 @@ func TestTooMany(t *testing.T) {
 				c.Push(16)
 				c.Doorbell()
 			}
-			if err := c.end(); !errors.Is(err, wire.ErrFrame) {
+			if err := c.end(); !errors.Is(err, errFrame) {
 				t.Errorf("%s: the connection has ended with %v", what, err)
 			}
 			<-s.Dead()
@@ -449,14 +448,14 @@ func TestClientThatNeverReads(t *testing.T) {
 		}
 		return most
 	}
-	within(t, "the bound", func() bool { return waiting() > wire.MaxUnsentBytes })
+	within(t, "the bound", func() bool { return waiting() > maxUnsentBytes })
 	for range 100 {
 		if got := other.Must(sidecartest.Status()).GetStatus(); got.Clients != 2 {
 			t.Errorf("status: %v", got)
 		}
 	}
-	if got := waiting(); got > wire.MaxUnsentBytes+1100 {
-		t.Errorf("%d bytes are kept, want about %d", got, wire.MaxUnsentBytes)
+	if got := waiting(); got > maxUnsentBytes+1100 {
+		t.Errorf("%d bytes are kept, want about %d", got, maxUnsentBytes)
 	}
 	for id := range uint64(asked) { // now it reads, and all is there
 		if got := c.Reply(id + 1).GetStatus(); got == nil {
@@ -518,7 +517,7 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for c := range s.conns {
-			return c.out.Unsent() > wire.MaxUnsentBytes
+			return c.out.Unsent() > maxUnsentBytes
 		}
 		return false
 	})

@@ -5,7 +5,19 @@ import (
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
+)
+
+// Classes of errors, as docs/sidecar.md numbers them.
+const (
+	classUsage = 1 + iota
+	classDuplicate
+	classMismatch
+	classPeer
+	classShutDown
+	classClosed
+	classNotInitialized
+	classStall
+	classInternal
 )
 
 // usage makes an error one of the client's making, as hvd's are.
@@ -33,29 +45,29 @@ func describe(err error) *sidecarpb.Error {
 
 func classOf(err error) uint32 {
 	if _, ok := errors.AsType[*hvd.DuplicateNameError](err); ok {
-		return wire.ClassDuplicate
+		return classDuplicate
 	}
 	if _, ok := errors.AsType[*hvd.MismatchError](err); ok {
-		return wire.ClassMismatch
+		return classMismatch
 	}
 	if _, ok := errors.AsType[*hvd.PeerError](err); ok {
-		return wire.ClassPeer
+		return classPeer
 	}
 	if _, ok := errors.AsType[*hvd.StallError](err); ok { // before ErrShutDown, which it is too
-		return wire.ClassStall
+		return classStall
 	}
 	switch {
 	case errors.Is(err, hvd.ErrNotInitialized):
-		return wire.ClassNotInitialized
+		return classNotInitialized
 	case errors.Is(err, hvd.ErrShutDown):
-		return wire.ClassShutDown
+		return classShutDown
 	case errors.Is(err, hvd.ErrClosed):
-		return wire.ClassClosed
+		return classClosed
 	case errors.Is(err, hvd.ErrNoProcessSet):
-		return wire.ClassUsage
+		return classUsage
 	}
 	if _, ok := errors.AsType[*hvd.UsageError](err); ok {
-		return wire.ClassUsage
+		return classUsage
 	}
-	return wire.ClassInternal
+	return classInternal
 }

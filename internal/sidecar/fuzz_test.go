@@ -11,7 +11,6 @@ import (
 	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 // Whatever comes over a connection: frames are cut where their lengths say, what is a request is one again when it is written, and
@@ -33,17 +32,17 @@ func FuzzFrames(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		for len(b) > 0 {
-			body, n, err := wire.CutFrame(b)
-			if err != nil && !errors.Is(err, wire.ErrFrame) {
+			body, n, err := cutFrame(b)
+			if err != nil && !errors.Is(err, errFrame) {
 				t.Fatalf("error %v, want a broken frame", err)
 			}
 			if n == 0 || err != nil {
-				if err == nil && len(b) > wire.MaxFrameBytes+wire.MaxHeadBytes {
+				if err == nil && len(b) > maxFrameBytes+maxHeadBytes {
 					t.Fatal("a frame that is longer than frames may be is waited for")
 				}
 				return
 			}
-			if n < len(body) || n > len(body)+wire.MaxHeadBytes || !bytes.Equal(b[n-len(body):n], body) {
+			if n < len(body) || n > len(body)+maxHeadBytes || !bytes.Equal(b[n-len(body):n], body) {
 				t.Fatalf("a frame of %d bytes with a body of %d", n, len(body))
 			}
 			b = b[n:]
@@ -61,7 +60,7 @@ func FuzzFrames(f *testing.F) {
 			for _, o := range []*sidecarpb.Operation{q.GetSubmit().GetOperation(), q.GetPrepare().GetOperation()} {
 				p, err := newPlan(o)
 				if err != nil {
-					if class := classOf(err); class != wire.ClassUsage {
+					if class := classOf(err); class != classUsage {
 						t.Fatalf("class %d of %v", class, err)
 					}
 					continue
@@ -122,7 +121,7 @@ func FuzzRing(f *testing.F) {
 		for {
 			id, _, ok, err := r.next(until)
 			if err != nil || !ok {
-				if !errors.Is(err, wire.ErrFrame) && taken != until {
+				if !errors.Is(err, errFrame) && taken != until {
 					t.Fatalf("took %d of %d: %v", taken, until, err)
 				}
 				break

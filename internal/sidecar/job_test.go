@@ -13,7 +13,6 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -55,20 +54,20 @@ func TestDeathOfAClient(t *testing.T) {
 	}
 	for _, id := range []uint64{id, ringID} {
 		a := c.Reply(id)
-		refused(t, "in flight", a, wire.ClassPeer, "rank 1")
+		refused(t, "in flight", a, classPeer, "rank 1")
 		if !slices.Equal(a.Error.Ranks, []int32{1}) || a.Error.Operation != "barrier" {
 			t.Errorf("error: %v", a.Error)
 		}
 	}
-	if e := c.ended().Error; e.GetClass() != wire.ClassPeer {
+	if e := c.ended().Error; e.GetClass() != classPeer {
 		t.Errorf("news of the end: %v", e)
 	}
-	refused(t, "afterwards", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), wire.ClassPeer, "rank 1")
+	refused(t, "afterwards", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), classPeer, "rank 1")
 	if got := c.Must(sidecartest.Status()).GetStatus(); got.State != StateEnded {
 		t.Errorf("status: %v", got)
 	}
-	refused(t, "shutdown after the failure", c.Call(sidecartest.Shutdown()), wire.ClassPeer, "rank 1")
-	refused(t, "after the shutdown", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), wire.ClassNotInitialized, "hvd.Init")
+	refused(t, "shutdown after the failure", c.Call(sidecartest.Shutdown()), classPeer, "rank 1")
+	refused(t, "after the shutdown", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), classNotInitialized, "hvd.Init")
 	ready := c.Must(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"})).GetReady()
 	if ready.Size != 1 || ready.Epoch != 2 {
 		t.Errorf("the next job: %v", ready)
@@ -165,7 +164,7 @@ func TestShutDownByAnother(t *testing.T) {
 		c.Init()
 		if r == 0 {
 			id := c.Send(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "alone"}))
-			refused(t, "in flight", c.Reply(id), wire.ClassPeer, "rank 1 failed: shut down")
+			refused(t, "in flight", c.Reply(id), classPeer, "rank 1 failed: shut down")
 			if r := c.Call(sidecartest.Shutdown()); !r.GetError().GetShutDown() {
 				t.Errorf("shutdown: got %v, want that rank 1 has shut down", r)
 			}
@@ -180,10 +179,10 @@ func TestShutDownByAnother(t *testing.T) {
 // What ranks do not agree on, and names in flight.
 func TestDisagreement(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
-		refused(t, "another length", c.Call(sidecartest.Submit(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1)))), wire.ClassMismatch, "x")
+		refused(t, "another length", c.Call(sidecartest.Submit(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1)))), classMismatch, "x")
 		first := c.Send(sidecartest.Submit(sidecartest.Sum("y", uint32(r+1), 0, 4)))
 		if r == 0 { // rank 1's is done as soon as this is
-			refused(t, "twice", c.Call(sidecartest.Submit(sidecartest.Sum("z", 9, 0, 4))), wire.ClassUsage, "no arena")
+			refused(t, "twice", c.Call(sidecartest.Submit(sidecartest.Sum("z", 9, 0, 4))), classUsage, "no arena")
 		}
 		if a := c.Reply(first); a.Error != nil {
 			t.Error(a)
@@ -191,11 +190,11 @@ func TestDisagreement(t *testing.T) {
 		late := &sidecarpb.Operation{Kind: 6, Name: "late"}
 		if r == 0 {
 			id := c.Send(sidecartest.Submit(late))
-			refused(t, "twice", c.Call(sidecartest.Submit(late)), wire.ClassDuplicate, "late")
+			refused(t, "twice", c.Call(sidecartest.Submit(late)), classDuplicate, "late")
 			// So is one for whose result there was room already.
 			same := sidecartest.Sum("late", 1, 0, 4)
 			same.Tensors[0].Output = nil
-			refused(t, "twice", c.Call(sidecartest.Submit(same)), wire.ClassDuplicate, "late")
+			refused(t, "twice", c.Call(sidecartest.Submit(same)), classDuplicate, "late")
 			if _, _, live := arena.Stats(); live != 0 {
 				t.Errorf("%d bytes are kept for the result of an operation that was refused", live)
 			}
@@ -219,7 +218,7 @@ func TestTimeout(t *testing.T) {
 		c.Init()
 		if r == 0 {
 			o := &sidecarpb.Operation{Kind: 6, Name: "slow", TimeoutSeconds: 0.05}
-			refused(t, "late", c.Call(sidecartest.Submit(o)), wire.ClassPeer, "slow")
+			refused(t, "late", c.Call(sidecartest.Submit(o)), classPeer, "slow")
 		}
 		c.ended()
 		c.Call(sidecartest.Shutdown())
@@ -243,7 +242,7 @@ func TestProcessSets(t *testing.T) {
 			return c.Call(sidecartest.Submit(o))
 		}
 		if r == 1 {
-			refused(t, "of others", sum(1), wire.ClassUsage, "not a member")
+			refused(t, "of others", sum(1), classUsage, "not a member")
 		} else if a := sum(1); a.Error != nil || b[2] != 0x80 { // 4.0
 			t.Errorf("sum of two: %v, %v", a, b[:4])
 		}
@@ -253,25 +252,25 @@ func TestProcessSets(t *testing.T) {
 			t.Errorf("added %v", added)
 		}
 		wrong := &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: &sidecarpb.AddProcessSet{Ranks: []int32{3}}}}
-		refused(t, "no such rank", c.Call(wrong), wire.ClassUsage, "rank 3")
+		refused(t, "no such rank", c.Call(wrong), classUsage, "rank 3")
 		remove := func(id int32) *sidecarpb.Request {
 			return &sidecarpb.Request{What: &sidecarpb.Request_RemoveProcessSet{RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: id}}}
 		}
 		for _, seconds := range []float64{-1, 1e30, math.NaN()} {
 			late := &sidecarpb.AddProcessSet{Ranks: []int32{0, 1}, TimeoutSeconds: seconds}
-			refused(t, "added in no time", c.Call(&sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: late}}), wire.ClassUsage, "a timeout of ")
+			refused(t, "added in no time", c.Call(&sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: late}}), classUsage, "a timeout of ")
 			q := remove(2)
 			q.GetRemoveProcessSet().TimeoutSeconds = seconds
-			refused(t, "removed in no time", c.Call(q), wire.ClassUsage, "a timeout of ")
+			refused(t, "removed in no time", c.Call(q), classUsage, "a timeout of ")
 		}
 		c.Must(remove(2))
-		refused(t, "removed twice", c.Call(remove(2)), wire.ClassUsage, "process set 2")
-		refused(t, "that of all", c.Call(remove(0)), wire.ClassUsage, "global")
-		refused(t, "in a removed one", sum(2), wire.ClassUsage, "removed")
+		refused(t, "removed twice", c.Call(remove(2)), classUsage, "process set 2")
+		refused(t, "that of all", c.Call(remove(0)), classUsage, "global")
+		refused(t, "in a removed one", sum(2), classUsage, "removed")
 		c.Shutdown()
-		refused(t, "without a job", c.Call(remove(1)), wire.ClassNotInitialized, "")
+		refused(t, "without a job", c.Call(remove(1)), classNotInitialized, "")
 		wrong.Id = 0
-		refused(t, "without a job", c.Call(wrong), wire.ClassNotInitialized, "")
+		refused(t, "without a job", c.Call(wrong), classNotInitialized, "")
 		c.bye()
 	})
 }
@@ -283,9 +282,9 @@ func TestInitFails(t *testing.T) {
 	s := job(t, 2)[0]
 	c := connect(t, s)
 	a := c.Call(sidecartest.Init(map[string]string{"HOROVOD_NO_SUCH": "1"}))
-	refused(t, "no such setting", a, wire.ClassInternal, "HOROVOD_NO_SUCH")
+	refused(t, "no such setting", a, classInternal, "HOROVOD_NO_SUCH")
 	a = c.Call(sidecartest.Init(map[string]string{"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}))
-	refused(t, "alone of two", a, wire.ClassInternal, "init")
+	refused(t, "alone of two", a, classInternal, "init")
 	if got := c.Must(sidecartest.Status()).GetStatus(); got.State != StateIdle {
 		t.Errorf("status: %v", got)
 	}
@@ -310,7 +309,7 @@ func TestTimeline(t *testing.T) {
 	for what, q := range map[string]*sidecarpb.Request{
 		"start without a job": sidecartest.StartTimeline(path, false), "stop without a job": sidecartest.StopTimeline(),
 	} {
-		refused(t, what, c.Call(q), wire.ClassNotInitialized, "timeline: ")
+		refused(t, what, c.Call(q), classNotInitialized, "timeline: ")
 	}
 	c.Init()
 	for _, test := range []struct{ path, says string }{
@@ -318,7 +317,7 @@ func TestTimeline(t *testing.T) {
 		{"/" + strings.Repeat("x", 4096), "a path of 4097 bytes, want at most 4096"},
 		{filepath.Join(path, "below"), "start timeline: "},
 	} {
-		refused(t, test.path, c.Call(sidecartest.StartTimeline(test.path, false)), wire.ClassUsage, test.says)
+		refused(t, test.path, c.Call(sidecartest.StartTimeline(test.path, false)), classUsage, test.says)
 	}
 	c.Arena(1, 4096)
 	sum := func(name string) { c.Must(sidecartest.Submit(sidecartest.Sum(name, 1, 0, 4))) }

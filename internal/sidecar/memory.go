@@ -10,7 +10,6 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 const (
@@ -38,14 +37,14 @@ type given struct {
 
 // add takes the arena that fd is, and fd.
 func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error {
-	if number == 0 || number >= wire.OwnArenas || numBytes == 0 || numBytes > maxArenaBytes {
-		wire.Discard(fd)
+	if number == 0 || number >= ownArenas || numBytes == 0 || numBytes > maxArenaBytes {
+		discard(fd)
 		return fmt.Errorf("arena %d of %d bytes, want a number from 1 to 2^31-1 and at most 2^40 bytes", number, numBytes)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.all[number] != nil || len(m.all) >= maxArenas {
-		wire.Discard(fd)
+		discard(fd)
 		if m.all[number] != nil {
 			return fmt.Errorf("there is an arena %d already", number)
 		}
@@ -190,6 +189,6 @@ func (c *chunks) news(id uint32) (*sidecarpb.Reply, int, error) {
 		return nil, -1, fmt.Errorf("descriptor of chunk %d: %w", id, err)
 	}
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_Arena{Arena: &sidecarpb.Arena{
-		Arena: wire.OwnArenas + id, Bytes: uint64(len(s.Bytes())),
+		Arena: ownArenas + id, Bytes: uint64(len(s.Bytes())),
 	}}}, fd, nil
 }

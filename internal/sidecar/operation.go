@@ -11,13 +11,12 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
 )
 
 // maxTensors bounds those of a group.
-const maxTensors = wire.MaxInFlight
+const maxTensors = maxInFlight
 
 // plan is an operation as a client has described it, and good for any number of runs.
 type plan struct {
@@ -260,7 +259,7 @@ func (o *operation) completion() *sidecarpb.Completion {
 			at.Arena, at.Offset = given.arena, given.offset
 		case len(t.Output) > 0:
 			ref, _ := arena.Find(t.Output)
-			at.Arena, at.Offset = wire.OwnArenas+ref.Chunk, uint64(ref.Offset)
+			at.Arena, at.Offset = ownArenas+ref.Chunk, uint64(ref.Offset)
 		}
 		a.Results = append(a.Results, &sidecarpb.Result{Shape: t.Result, Memory: at})
 	}

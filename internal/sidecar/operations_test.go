@@ -19,7 +19,6 @@ import (
 	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -132,7 +131,7 @@ func TestOperations(t *testing.T) {
 					t.Errorf("rank %d, %s, output given: %v: got %v of shape %v with splits %v, want %v, %v, %v",
 						r, c2.what, given, got, a.Results[0].Shape, a.ReceivedSplits, c2.want, c2.wantDim, c2.splits)
 				}
-				if given != (m.Arena < wire.OwnArenas) {
+				if given != (m.Arena < ownArenas) {
 					t.Errorf("%s, output given: %v: the result is in arena %d", c2.what, given, m.Arena)
 				}
 				if !given {
@@ -288,7 +287,7 @@ func TestWantedCompletions(t *testing.T) {
 		wanted.Store(math.MaxUint64)
 		do(1)
 		wanted.Store(0)
-		c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Free{Free: &sidecarpb.Free{Arena: wire.OwnArenas}}})
+		c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Free{Free: &sidecarpb.Free{Arena: ownArenas}}})
 		before := c.Bells
 		if err := c.Read(); err != nil {
 			t.Fatal(err)

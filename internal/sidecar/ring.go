@@ -8,7 +8,6 @@ import (
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/memfd"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 // The layout of a ring; docs/sidecar.md owns it.
@@ -100,12 +99,12 @@ func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	completed := r.completed
 	r.mu.Unlock()
 	if until-r.read > r.n || r.read+1-completed > r.n {
-		return 0, 0, false, fmt.Errorf("%w: the ring of %d has %d submissions, of which %d were taken and %d completed", wire.ErrFrame, r.n, until, r.read, completed)
+		return 0, 0, false, fmt.Errorf("%w: the ring of %d has %d submissions, of which %d were taken and %d completed", errFrame, r.n, until, r.read, completed)
 	}
 	e := r.bytes[ringEntries+ringEntryBytes*(r.read&(r.n-1)):][:ringEntryBytes]
 	id, slot = binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint32(e[8:])
 	if zero := binary.LittleEndian.Uint32(e[12:]); zero != 0 || id == 0 {
-		return 0, 0, false, fmt.Errorf("%w: submission %d of the ring has number %d and %#x after its slot", wire.ErrFrame, r.read, id, zero)
+		return 0, 0, false, fmt.Errorf("%w: submission %d of the ring has number %d and %#x after its slot", errFrame, r.read, id, zero)
 	}
 	r.read++
 	r.taken.Store(r.read)

@@ -7,7 +7,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -44,7 +43,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 						}
 						a := c.Call(sidecartest.Submit(o))
 						if r == 1 {
-							refused(t, o.Name, a, wire.ClassMismatch, "the result has 8 bytes, in the output there is room for")
+							refused(t, o.Name, a, classMismatch, "the result has 8 bytes, in the output there is room for")
 							if result[0] != -1 || result[1] != -1 || result[2] != -1 {
 								t.Errorf("%s: %v was written where there is no room", o.Name, result[:3])
 							}
@@ -59,7 +58,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 					{Shape: []int64{2, 0}, Input: at(r, 0, 0), Output: at(r, 0, 4*r)},
 				}}
 				if a := c.Call(sidecartest.Submit(rows)); r == 1 {
-					refused(t, "rows", a, wire.ClassMismatch, "the result has 0 bytes, in the output there is room for 4")
+					refused(t, "rows", a, classMismatch, "the result has 0 bytes, in the output there is room for 4")
 				} else if a.Error != nil {
 					t.Error(a)
 				}
@@ -92,7 +91,7 @@ func TestNoRoomForAResult(t *testing.T) {
 			barrier()
 			limit(1 << 10) // of both, which are in this process
 			barrier()
-			refused(t, o.Name, c.Call(sidecartest.Submit(o)), wire.ClassInternal, "RLIMIT_FSIZE")
+			refused(t, o.Name, c.Call(sidecartest.Submit(o)), classInternal, "RLIMIT_FSIZE")
 			barrier()
 			limit(old.Cur)
 			barrier()

@@ -34,7 +34,6 @@ import (
 	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/secret"
 )
 
@@ -112,7 +111,7 @@ func New(cfg Config) *Server {
 		cfg.HelloTimeout = helloTimeout
 	}
 	if cfg.MaxInFlight == 0 {
-		cfg.MaxInFlight = wire.MaxInFlight
+		cfg.MaxInFlight = maxInFlight
 	}
 	s := &Server{
 		cfg: cfg, log: cfg.Log,
@@ -132,7 +131,7 @@ func (s *Server) chunkRemoved(id uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for c := range s.conns {
-		c.gone(wire.OwnArenas + id)
+		c.gone(ownArenas + id)
 	}
 }
 
@@ -191,7 +190,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		refused = fmt.Errorf("it is one more than %d clients", maxConns)
 	default:
 		s.conns[c] = struct{}{}
-		c.out.Put(dial.Greeting(wire.Magic, wire.Version), -1) // now, for whoever has a greeting counts as a client, and before any news
+		c.out.Put(dial.Greeting(magic, version), -1) // now, for whoever has a greeting counts as a client, and before any news
 	}
 	s.mu.Unlock()
 	if refused != nil {
@@ -292,17 +291,17 @@ func (s *Server) welcome(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.
 		return fail(err)
 	}
 	if path && !s.cfg.Secret.IsZero() {
-		if _, err := s.cfg.Secret.Accept(conn, wire.Magic); err != nil {
+		if _, err := s.cfg.Secret.Accept(conn, magic); err != nil {
 			return fail(err)
 		}
 	}
-	got, err := dial.ReadGreeting(conn, wire.Magic)
+	got, err := dial.ReadGreeting(conn, magic)
 	if err != nil {
 		return fail(err)
 	}
-	if got != wire.Version {
-		_, err := conn.Write(dial.Greeting(wire.Magic, wire.Version))
-		return fail(errors.Join(fmt.Errorf("it speaks version %d, want %d", got, wire.Version), err))
+	if got != version {
+		_, err := conn.Write(dial.Greeting(magic, version))
+		return fail(errors.Join(fmt.Errorf("it speaks version %d, want %d", got, version), err))
 	}
 	if fd, err = bare(conn); err != nil {
 		return fail(err)

@@ -1,22 +1,23 @@
-package wire
+package sidecar
 
 import (
 	"errors"
 	"sync"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 )
 
-// MaxUnsentBytes is how much may wait for the other end to read before Room waits.
-const MaxUnsentBytes = 1 << 20
+// maxUnsentBytes is how much may wait for the other end to read before Room waits.
+const maxUnsentBytes = 1 << 20
 
 // doorbell is a frame of length 0.
 var doorbell = []byte{0}
 
-// Outbox sends over a connection. Nobody waits for it but who calls Room: what the socket has no room for is queued, and sent by
+// outbox sends over a connection. Nobody waits for it but who calls Room: what the socket has no room for is queued, and sent by
 // Run. The queue is bounded if its user bounds what is unanswered, or calls Room. Its methods are safe for concurrent use.
-type Outbox struct {
+type outbox struct {
 	fd int
 	// wake tells Run of a queue.
 	wake chan struct{}
@@ -34,30 +35,31 @@ type packet struct {
 	fd   int
 }
 
-// NewOutbox sends over a socket, which stays the caller's.
-func NewOutbox(fd int) *Outbox {
-	o := &Outbox{fd: fd, wake: make(chan struct{}, 1)}
+// newOutbox sends over a socket, which stays the caller's.
+func newOutbox(fd int) *outbox {
+	o := &outbox{fd: fd, wake: make(chan struct{}, 1)}
 	o.less.L = &o.mu
 	return o
 }
 
 // Send sends a message, with a descriptor unless that is -1, which is closed.
-func (o *Outbox) Send(m proto.Message, fd int) error {
-	data, err := AppendFrame(nil, m)
+func (o *outbox) Send(m proto.Message, fd int) error {
+	data := protowire.AppendVarint(nil, uint64(proto.Size(m)))
+	data, err := proto.MarshalOptions{UseCachedSize: true}.MarshalAppend(data, m)
 	if err != nil {
-		Discard(fd)
+		discard(fd)
 		return err
 	}
 	o.Put(data, fd)
 	return nil
 }
 
-// Put sends frames, and with their first byte a descriptor, as Send does. data is the Outbox's.
-func (o *Outbox) Put(data []byte, fd int) {
+// Put sends frames, and with their first byte a descriptor, as Send does. data is the outbox's.
+func (o *outbox) Put(data []byte, fd int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.closed {
-		Discard(fd)
+		discard(fd)
 		return
 	}
 	p := packet{data, fd}
@@ -73,7 +75,7 @@ func (o *Outbox) Put(data []byte, fd int) {
 }
 
 // Bell sends a doorbell, unless the other end has something to read anyhow.
-func (o *Outbox) Bell() {
+func (o *outbox) Bell() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.closed || len(o.queue) > 0 {
@@ -88,7 +90,7 @@ func (o *Outbox) Bell() {
 }
 
 // write sends as much of p as there is room for, and reports whether p is done with. The caller holds mu.
-func (o *Outbox) write(p *packet) bool {
+func (o *outbox) write(p *packet) bool {
 	for len(p.data) > 0 {
 		var oob []byte
 		if p.fd >= 0 {
@@ -101,19 +103,19 @@ func (o *Outbox) write(p *packet) bool {
 		case err == unix.EAGAIN:
 			return false
 		case err != nil: // the reader of the connection hears why
-			Discard(p.fd)
+			discard(p.fd)
 			p.fd = -1 // p may be in the queue, whose descriptors shut closes
 			o.shut()
 			return true
 		}
-		Discard(p.fd)
+		discard(p.fd)
 		p.data, p.fd = p.data[n:], -1
 	}
 	return true
 }
 
 // Run sends what is queued, until Close.
-func (o *Outbox) Run() {
+func (o *outbox) Run() {
 	for range o.wake {
 		for o.flush() {
 			// Ends also when the socket is shut down.
@@ -126,7 +128,7 @@ func (o *Outbox) Run() {
 }
 
 // flush reports whether something is left.
-func (o *Outbox) flush() (left bool) {
+func (o *outbox) flush() (left bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for len(o.queue) > 0 {
@@ -150,29 +152,29 @@ func (o *Outbox) flush() (left bool) {
 }
 
 // Unsent is how many bytes wait for the other end to read.
-func (o *Outbox) Unsent() int {
+func (o *outbox) Unsent() int {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.bytes
 }
 
-// Room waits until the other end has read so much that no more than MaxUnsentBytes wait, or nothing more is sent.
-func (o *Outbox) Room() {
+// Room waits until the other end has read so much that no more than maxUnsentBytes wait, or nothing more is sent.
+func (o *outbox) Room() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	for o.bytes > MaxUnsentBytes && !o.closed {
+	for o.bytes > maxUnsentBytes && !o.closed {
 		o.less.Wait()
 	}
 }
 
 // shut drops what is queued. The caller holds mu.
-func (o *Outbox) shut() {
+func (o *outbox) shut() {
 	if o.closed {
 		return
 	}
 	o.closed = true
 	for i := range o.queue {
-		Discard(o.queue[i].fd)
+		discard(o.queue[i].fd)
 	}
 	o.queue, o.bytes = nil, 0
 	o.less.Broadcast()
@@ -180,14 +182,14 @@ func (o *Outbox) shut() {
 }
 
 // Close ends everything that is sent. It may be called more than once.
-func (o *Outbox) Close() {
+func (o *outbox) Close() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.shut()
 }
 
-// Discard closes a descriptor, unless it is -1.
-func Discard(fd int) {
+// discard closes a descriptor, unless it is -1.
+func discard(fd int) {
 	if fd >= 0 {
 		_ = unix.Close(fd) // of a descriptor that was sent, or cannot be
 	}

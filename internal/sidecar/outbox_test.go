@@ -1,4 +1,4 @@
-package wire_test
+package sidecar
 
 import (
 	"bytes"
@@ -7,8 +7,6 @@ import (
 	"testing/synctest"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 // pair are the two ends of a connection.
@@ -54,7 +52,7 @@ func numbered(n int) []byte {
 // A doorbell is not rung within a frame, and not where there is something to read.
 func TestBell(t *testing.T) {
 	near, far := pair(t)
-	o := wire.NewOutbox(near)
+	o := newOutbox(near)
 	o.Bell()
 	o.Bell()
 	if got := drain(t, far); !bytes.Equal(got, []byte{0}) {
@@ -63,7 +61,7 @@ func TestBell(t *testing.T) {
 	sent := numbered(4 << 20)
 	o.Put(bytes.Clone(sent), -1)
 	got := drain(t, far) // the rest is queued, for nobody runs the outbox
-	if o.Unsent() != len(sent)-len(got) || o.Unsent() <= wire.MaxUnsentBytes {
+	if o.Unsent() != len(sent)-len(got) || o.Unsent() <= maxUnsentBytes {
 		t.Fatalf("%d bytes are unsent, of %d that %d were read of", o.Unsent(), len(sent), len(got))
 	}
 	o.Bell()
@@ -92,7 +90,7 @@ func TestBell(t *testing.T) {
 func TestRoom(t *testing.T) {
 	near, far := pair(t)
 	synctest.Test(t, func(t *testing.T) {
-		o := wire.NewOutbox(near)
+		o := newOutbox(near)
 		sent := numbered(4 << 20)
 		o.Put(bytes.Clone(sent), -1)
 		waited := make(chan struct{})
@@ -113,14 +111,14 @@ func TestRoom(t *testing.T) {
 }
 
 // Close ends the wait for room, and closes the descriptors of what was not sent.
-func TestClose(t *testing.T) {
+func TestOutboxCloses(t *testing.T) {
 	near, _ := pair(t)
 	queued, err := unix.FcntlInt(uintptr(near), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	synctest.Test(t, func(t *testing.T) {
-		o := wire.NewOutbox(near)
+		o := newOutbox(near)
 		o.Put(numbered(4<<20), -1)
 		o.Put([]byte{1}, queued)
 		waited := make(chan struct{})

@@ -1,0 +1,170 @@
+package sidecar
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+)
+
+const (
+	// magic and version are those of the greeting.
+	magic   = "GHVD"
+	version = 1
+	// maxFrameBytes bounds a frame without its length.
+	maxFrameBytes = 16 << 20
+	// maxInFlight bounds the operations of a connection.
+	maxInFlight = 1 << 16
+	// ownArenas is what the numbers of the sidecar's own arenas begin with.
+	ownArenas = 1 << 31
+
+	// maxHeadBytes is what the length of the longest frame takes.
+	maxHeadBytes = 4
+
+	// readBytes is the least room for what one read brings, and keptBytes the most that is kept when nothing is unread.
+	readBytes = 16 << 10
+	keptBytes = 1 << 20
+)
+
+// errFrame is the error of what cannot be read. It ends the connection.
+var errFrame = errors.New("broken frame")
+
+// cutFrame cuts the first frame off b. It says how many bytes that takes, 0 if not all have come.
+func cutFrame(b []byte) (body []byte, numBytes int, err error) {
+	n, head := binary.Uvarint(b[:min(len(b), maxHeadBytes)])
+	switch {
+	case head == 0 && len(b) < maxHeadBytes:
+		return nil, 0, nil
+	case head <= 0 || n > maxFrameBytes:
+		return nil, 0, fmt.Errorf("%w: its length is more than %d bytes", errFrame, maxFrameBytes)
+	case uint64(len(b)-head) < n:
+		return nil, 0, nil
+	}
+	return b[head : head+int(n)], head + int(n), nil
+}
+
+// inbox is what has come over a connection and was not used: bytes, and descriptors. It is for one goroutine at a time.
+type inbox struct {
+	FD  int // the socket, which stays the caller's
+	buf []byte
+	at  int // where the unread bytes begin
+	fds []int
+	oob [128]byte
+}
+
+// Fill reads once, and with wait until something is there. It reports whether something came. The error is errEnd at the end.
+func (i *inbox) Fill(wait bool) (bool, error) {
+	switch {
+	case i.at == len(i.buf):
+		if i.buf, i.at = i.buf[:0], 0; cap(i.buf) > keptBytes {
+			i.buf = nil
+		}
+	case len(i.buf) == cap(i.buf) && i.at > 0:
+		i.buf, i.at = i.buf[:copy(i.buf, i.buf[i.at:])], 0
+	}
+	if len(i.buf) == cap(i.buf) {
+		i.buf = slices.Grow(i.buf, readBytes) // with what has come, not with what was announced
+	}
+	flags := unix.MSG_CMSG_CLOEXEC
+	if !wait {
+		flags |= unix.MSG_DONTWAIT
+	}
+	for {
+		n, oobn, got, _, err := unix.Recvmsg(i.FD, i.buf[len(i.buf):cap(i.buf)], i.oob[:], flags)
+		switch {
+		case err == unix.EINTR:
+			continue
+		case err == unix.EAGAIN:
+			return false, nil
+		case err != nil:
+			return false, fmt.Errorf("reading: %w", err)
+		case n == 0:
+			return false, errEnd
+		}
+		i.buf = i.buf[:len(i.buf)+n]
+		if oobn > 0 || got&unix.MSG_CTRUNC != 0 {
+			if err := i.take(i.oob[:oobn], got); err != nil {
+				return false, err
+			}
+		}
+		return true, nil
+	}
+}
+
+// take keeps the descriptors that came.
+func (i *inbox) take(oob []byte, flags int) error {
+	messages, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return fmt.Errorf("%w: its descriptors: %w", errFrame, err)
+	}
+	for _, m := range messages {
+		if m.Header.Level != unix.SOL_SOCKET || m.Header.Type != unix.SCM_RIGHTS {
+			continue
+		}
+		fds, err := unix.ParseUnixRights(&m)
+		if err != nil {
+			return fmt.Errorf("%w: its descriptors: %w", errFrame, err)
+		}
+		i.fds = append(i.fds, fds...)
+	}
+	if len(i.fds) > 1 || flags&unix.MSG_CTRUNC != 0 {
+		return fmt.Errorf("%w: %d descriptors or more that no frame names, want at most one", errFrame, len(i.fds))
+	}
+	return nil
+}
+
+// Next is the next frame that has come whole. It is valid until Fill.
+func (i *inbox) Next() (body []byte, ok bool, err error) {
+	body, n, err := cutFrame(i.buf[i.at:])
+	if n == 0 || err != nil {
+		return nil, false, err
+	}
+	i.at += n
+	return body, true, nil
+}
+
+// Descriptor is the one that came with the frame, for the caller to close.
+func (i *inbox) Descriptor() (int, error) {
+	if len(i.fds) == 0 {
+		return -1, errors.New("no descriptor came with it")
+	}
+	fd := i.fds[0]
+	i.fds = i.fds[:0]
+	return fd, nil
+}
+
+// Spare is an error if a descriptor came that no frame has taken.
+func (i *inbox) Spare() error {
+	if len(i.fds) > 0 && i.at == len(i.buf) {
+		return fmt.Errorf("%w: a descriptor with a frame that takes none", errFrame)
+	}
+	return nil
+}
+
+// Close closes what nobody has taken.
+func (i *inbox) Close() {
+	for _, fd := range i.fds {
+		_ = unix.Close(fd) // of a descriptor that was never used
+	}
+	i.fds = nil
+}
+
+// readRequest reads the body of a frame.
+func readRequest(body []byte) (*sidecarpb.Request, error) {
+	q := new(sidecarpb.Request)
+	if err := proto.Unmarshal(body, q); err != nil {
+		return nil, fmt.Errorf("%w: %w", errFrame, err)
+	}
+	if q.What == nil {
+		return nil, fmt.Errorf("%w: request %d is none that this version knows", errFrame, q.Id)
+	}
+	if q.Id == 0 {
+		return nil, fmt.Errorf("%w: a request with the number 0", errFrame)
+	}
+	return q, nil
+}
