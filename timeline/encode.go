@@ -19,7 +19,7 @@ type encoder interface {
 	encode(dst, text []byte) (out, next []byte)
 	// tail appends what makes a complete file of all before it. It leaves the encoder as it was.
 	tail(dst []byte) []byte
-	// most is an upper bound of what n bytes of text become.
+	// most is an upper bound of what n bytes of text and the tail become.
 	most(n int) int64
 }
 
@@ -27,7 +27,7 @@ type plain struct{}
 
 func (plain) reset()                 {}
 func (plain) tail(dst []byte) []byte { return append(dst, closing...) }
-func (plain) most(n int) int64       { return int64(n) }
+func (plain) most(n int) int64       { return int64(n + len(closing)) }
 
 func (plain) encode(dst, text []byte) (out, next []byte) {
 	if len(dst) == 0 {
@@ -85,5 +85,5 @@ func (g *gzipped) tail(dst []byte) []byte {
 	return binary.LittleEndian.AppendUint32(dst, g.size+uint32(n))
 }
 
-// most: incompressible blocks are stored, with 5 bytes for each (of 16 KiB at least, in compress/flate); header and flush.
-func (*gzipped) most(n int) int64 { return int64(n) + int64(n)/(16<<10)*5 + 64 }
+// most: incompressible blocks are stored, with 5 bytes for each (of 16 KiB at least, in compress/flate); header, flush and tail.
+func (*gzipped) most(n int) int64 { return int64(n) + int64(n)/(16<<10)*5 + 80 }

@@ -1,10 +1,10 @@
 package timeline
 
 import (
+	"encoding/json"
 	"slices"
 	"strconv"
 	"time"
-	"unicode/utf8"
 
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/message"
@@ -15,21 +15,26 @@ import (
 // version is that of the format, in hvd_rank.
 const version = 1
 
-// maxTracks bounds what a segment remembers of tensors. Who makes up a name for each operation gets new tracks after that.
+// maxTracks bounds what a segment remembers of tensors. A program that makes up a name for each operation gets new tracks after that.
 const maxTracks = 1 << 17
+
+// negotiate is before the name of an operation while it is negotiated.
+const negotiate = "NEGOTIATE_"
 
 // names are Horovod's words for the kinds (common.h, RequestTypeName), and our own in its way.
 var names = [...]string{
-	message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BROADCAST", message.Alltoall: "ALLTOALL",
-	message.Reducescatter: "REDUCESCATTER", message.Barrier: "BARRIER", message.Join: "JOIN",
-	message.AddProcessSet: "ADD_PROCESS_SET", message.RemoveProcessSet: "REMOVE_PROCESS_SET",
+	0:                 negotiate + "ERROR", // what was asked for is not known
+	message.Allreduce: negotiate + "ALLREDUCE", message.Allgather: negotiate + "ALLGATHER", message.Broadcast: negotiate + "BROADCAST",
+	message.Alltoall: negotiate + "ALLTOALL", message.Reducescatter: negotiate + "REDUCESCATTER", message.Barrier: negotiate + "BARRIER",
+	message.Join: negotiate + "JOIN", message.AddProcessSet: negotiate + "ADD_PROCESS_SET", message.RemoveProcessSet: negotiate + "REMOVE_PROCESS_SET",
 }
 
-func nameOf(k message.Kind) string {
-	if k.Valid() {
-		return names[k]
+// nameOf returns what the negotiation of a kind is called, and the operation itself.
+func nameOf(k message.Kind) (negotiation, operation string) {
+	if !k.Valid() {
+		k = 0
 	}
-	return "ERROR" // what was asked for is not known
+	return names[k], names[k][len(negotiate):]
 }
 
 type trackKey struct {
@@ -39,7 +44,7 @@ type trackKey struct {
 
 // track is a line of the picture, a "process" of the trace format.
 type track struct {
-	pid int
+	pid string
 	// last is the latest time on it: none may go back.
 	last time.Duration
 }
@@ -50,18 +55,17 @@ type formatter struct {
 	cfg    *Config
 	tracks map[trackKey]*track
 	pids   int
-	zero   track // of pid 0: the rank itself
-	offset trace.Offset
-	known  bool
+	zero   track         // of pid 0: the rank itself
+	offset *trace.Offset // the last measurement of the clock; nil if there is none
 	latest time.Duration
 
-	// What undo takes back.
-	undoKey   trackKey
-	undoTrack *track
-	undoLast  time.Duration
-	undoNew   bool
-
-	pid    []byte // part of the lines of a tensor
+	// before is the state that undo restores: the last tensor's track, when it was last used, and whether it is new.
+	before struct {
+		key   trackKey
+		track *track
+		last  time.Duration
+		fresh bool
+	}
 	order  []int32
 	stamps [32]stamp // found by a hash of their time
 }
@@ -73,211 +77,147 @@ type stamp struct {
 	text [23]byte
 }
 
-// micros is appendMicros for a time that is likely to come again soon.
-func (f *formatter) micros(dst []byte, d time.Duration) []byte {
-	s := &f.stamps[uint64(d)*0x9e3779b97f4a7c15>>59]
-	if s.at != d || s.n == 0 {
-		s.at, s.n = d, uint8(len(appendMicros(s.text[:0], d)))
-	}
-	return append(dst, s.text[:s.n]...)
-}
-
 // header begins a segment.
 func (f *formatter) header(dst []byte, segment int, dropped uint64) []byte {
-	f.tracks, f.pids, f.zero = make(map[trackKey]*track), 0, track{}
-	dst = append(dst, `[`+"\n"+`{"name":"process_name","ph":"M","pid":0,"args":{"start_time_since_epoch_in_micros":`...)
+	f.tracks, f.pids, f.zero = make(map[trackKey]*track), 0, track{pid: "0"}
 	var start int64
 	if !f.cfg.Clock.Start.IsZero() {
 		start = f.cfg.Clock.Start.UnixMicro()
 	}
-	dst = strconv.AppendInt(dst, start, 10)
-	dst = append(dst, `}}`+",\n"+`{"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}}`...)
-	dst = append(dst, ",\n"+`{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":`...)
-	dst = strconv.AppendInt(dst, int64(f.cfg.Rank), 10)
-	dst = append(dst, `,"size":`...)
-	dst = strconv.AppendInt(dst, int64(f.cfg.Size), 10)
-	dst = append(dst, `,"host":`...)
-	dst = appendString(dst, f.cfg.Host)
-	dst = append(dst, `,"epoch":`...)
-	dst = strconv.AppendUint(dst, f.cfg.Epoch, 10)
-	dst = append(dst, `,"segment":`...)
-	dst = strconv.AppendInt(dst, int64(segment), 10)
-	dst = append(dst, `,"clock_domain":`...)
-	dst = appendString(dst, f.cfg.Clock.Domain)
-	dst = append(dst, `,"monotonic_us":`...)
-	dst = appendMicros(dst, f.cfg.Clock.Monotonic)
-	dst = append(dst, `,"dropped":`...)
-	dst = strconv.AppendUint(dst, dropped, 10)
-	dst = append(dst, `,"version":`...)
-	dst = strconv.AppendInt(dst, version, 10)
-	dst = append(dst, `}}`...)
-	if f.known {
+	dst = append(dst, '[')
+	dst = number(meta(dst, "process_name", "0"), "start_time_since_epoch_in_micros", start)
+	dst = number(meta(append(dst, "}}"...), "process_sort_index", "0"), "sort_index", 0)
+	dst = number(meta(append(dst, "}}"...), "hvd_rank", "0"), "rank", int64(f.cfg.Rank))
+	dst = number(dst, "size", int64(f.cfg.Size))
+	dst = text(dst, "host", f.cfg.Host)
+	dst = number(dst, "epoch", int64(f.cfg.Epoch))
+	dst = number(dst, "segment", int64(segment))
+	dst = text(dst, "clock_domain", f.cfg.Clock.Domain)
+	dst = micros(dst, "monotonic_us", f.cfg.Clock.Monotonic)
+	dst = number(dst, "dropped", int64(dropped))
+	dst = append(number(dst, "version", version), "}}"...)
+	if f.offset != nil {
 		// Each segment can be read by itself.
 		dst = f.clock(dst, f.offset)
 	}
 	return dst
 }
 
-func (f *formatter) clock(dst []byte, o trace.Offset) []byte {
-	f.offset, f.known = o, true
-	dst = append(dst, ",\n"+`{"name":"hvd_clock","ph":"i","s":"p","ts":`...)
-	dst = appendMicros(dst, f.at(&f.zero, o.At))
-	dst = append(dst, `,"pid":0,"args":{"offset_us":`...)
-	dst = appendMicros(dst, o.Offset)
-	dst = append(dst, `,"error_us":`...)
-	dst = appendMicros(dst, o.Error)
+// clock is a measurement of the clock.
+func (f *formatter) clock(dst []byte, o *trace.Offset) []byte {
+	f.offset, f.before.track = o, nil
+	dst = append(f.event(dst, "hvd_clock", `i","s":"p`, &f.zero, o.At), `,"args":{`...)
+	dst = micros(micros(dst, "offset_us", o.Offset), "error_us", o.Error)
 	if o.Job != "" {
-		dst = append(dst, `,"job":`...)
-		dst = appendString(dst, o.Job)
+		dst = text(dst, "job", o.Job)
 	}
-	return append(dst, `}}`...)
+	return append(dst, "}}"...)
 }
 
 func (f *formatter) cycle(dst []byte, at time.Duration) []byte {
-	dst = append(dst, ",\n"+`{"name":"CYCLE_START","ph":"i","s":"g","ts":`...)
-	dst = appendMicros(dst, f.at(&f.zero, at))
-	return append(dst, `,"pid":0}`...)
+	f.before.track = nil
+	return append(f.event(dst, "CYCLE_START", `i","s":"g`, &f.zero, at), '}')
 }
 
 // end is the last event of a timeline that was closed in order.
 func (f *formatter) end(dst []byte, dropped uint64) []byte {
+	f.before.track = nil
 	at := f.latest
 	if !f.cfg.Clock.Start.IsZero() {
 		at = max(at, time.Since(f.cfg.Clock.Start))
 	}
-	dst = append(dst, ",\n"+`{"name":"hvd_end","ph":"i","s":"p","ts":`...)
-	dst = appendMicros(dst, f.at(&f.zero, at))
-	dst = append(dst, `,"pid":0,"args":{"dropped":`...)
-	dst = strconv.AppendUint(dst, dropped, 10)
-	return append(dst, `}}`...)
+	dst = append(f.event(dst, "hvd_end", `i","s":"p`, &f.zero, at), `,"args":{`...)
+	return append(number(dst, "dropped", int64(dropped)), "}}"...)
 }
 
-// at is d, or the latest time of the track if d is before that.
-func (f *formatter) at(t *track, d time.Duration) time.Duration {
-	t.last = max(t.last, d)
-	f.latest = max(f.latest, d)
-	return t.last
+// event begins an event on a track at a time, or at the latest one of the track if that is later. The caller closes it.
+func (f *formatter) event(dst []byte, name, phase string, t *track, at time.Duration) []byte {
+	t.last = max(t.last, at)
+	f.latest = max(f.latest, at)
+	dst = append(dst, ",\n{"...)
+	if name != "" {
+		dst = append(appendString(append(dst, `"name":`...), name), ',')
+	}
+	dst = append(append(append(dst, `"ph":"`...), phase...), `","ts":`...)
+	s := &f.stamps[uint64(t.last)*0x9e3779b97f4a7c15>>59]
+	if s.at != t.last || s.n == 0 {
+		s.at, s.n = t.last, uint8(len(appendMicros(s.text[:0], t.last)))
+	}
+	dst = append(dst, s.text[:s.n]...)
+	if phase == "X" {
+		dst = append(dst, `,"dur":0`...)
+	}
+	return append(append(dst, `,"pid":`...), t.pid...)
 }
 
-// tensor has all events of a tensor of an operation. arrivals are its own, activities those of the operation.
-func (f *formatter) tensor(dst []byte, e *entry, n *tensorEntry, activities []trace.Activity, arrivals []time.Duration) []byte {
-	dst, t := f.track(dst, trackKey{n.name, e.set})
-	f.pid = strconv.AppendInt(append(f.pid[:0], `,"pid":`...), int64(t.pid), 10)
-
-	op := nameOf(e.kind)
-	f.order = byTime(f.order[:0], arrivals)
-	begin := n.submitted
+// tensor has all events of a tensor of an operation.
+func (f *formatter) tensor(dst []byte, op *record, n *trace.Tensor) []byte {
+	dst, t := f.track(dst, trackKey{n.Name, op.Set})
+	negotiation, name := nameOf(op.Kind)
+	f.order = byTime(f.order[:0], n.Arrivals)
+	begin := n.Submitted
 	if len(f.order) > 0 {
 		// As Horovod's, the bar at the coordinator's rank begins when the first rank has asked.
-		if first := arrivals[f.order[0]]; begin == 0 || first < begin {
+		if first := n.Arrivals[f.order[0]]; begin == 0 || first < begin {
 			begin = first
 		}
 	}
-	dst = append(dst, ",\n"+`{"name":"NEGOTIATE_`...)
-	dst = append(dst, op...)
-	dst = append(dst, `","ph":"B","ts":`...)
-	begin = f.at(t, begin)
-	dst = appendMicros(dst, begin)
-	dst = append(dst, f.pid...)
-	dst = append(dst, `,"args":{"set":`...)
-	dst = strconv.AppendUint(dst, uint64(e.set), 10)
-	dst = append(dst, `,"op":`...)
-	dst = strconv.AppendUint(dst, e.number, 10)
-	if n.submitted > 0 && begin != n.submitted {
-		dst = append(dst, `,"submitted":`...)
-		dst = appendMicros(dst, n.submitted)
+	dst = append(f.event(dst, negotiation, "B", t, begin), `,"args":{`...)
+	dst = number(number(dst, "set", int64(op.Set)), "op", int64(op.Number))
+	if n.Submitted > 0 && t.last != n.Submitted {
+		dst = micros(dst, "submitted", n.Submitted)
 	}
-	dst = append(dst, `}}`...)
+	dst = append(dst, "}}"...)
 	for _, i := range f.order {
-		dst = append(dst, ",\n"+`{"name":"`...)
-		dst = strconv.AppendInt(dst, int64(i), 10)
-		dst = append(dst, `","ph":"X","ts":`...)
-		at := f.at(t, arrivals[i])
-		dst = appendMicros(dst, at)
-		dst = append(dst, `,"dur":0`...)
-		dst = append(dst, f.pid...)
-		if at != arrivals[i] {
-			dst = append(dst, `,"args":{"at":`...)
-			dst = appendMicros(dst, arrivals[i])
-			dst = append(dst, '}')
+		var position [8]byte
+		dst = f.event(dst, string(strconv.AppendInt(position[:0], int64(i), 10)), "X", t, n.Arrivals[i])
+		if t.last != n.Arrivals[i] {
+			dst = append(micros(append(dst, `,"args":{`...), "at", n.Arrivals[i]), '}')
 		}
 		dst = append(dst, '}')
 	}
-	granted := f.at(t, e.at)
-	dst = f.endOf(dst, granted)
-	dst = append(dst, `,"args":{"cached":`...)
-	dst = strconv.AppendBool(dst, n.cached)
-	if n.sent-n.submitted >= time.Microsecond {
-		dst = append(dst, `,"sent":`...)
-		dst = appendMicros(dst, n.sent)
+	dst = append(f.event(dst, "", "E", t, op.Granted), `,"args":{"cached":`...)
+	dst = strconv.AppendBool(dst, n.Cached)
+	if n.Sent-n.Submitted >= time.Microsecond {
+		dst = micros(dst, "sent", n.Sent)
 	}
-	if k := len(f.order); k > 0 && !n.partial {
+	if k := len(f.order); k > 0 && !n.Partial {
 		first, last := f.order[0], f.order[k-1]
-		dst = append(dst, `,"last":`...)
-		dst = strconv.AppendInt(dst, int64(last), 10)
-		dst = append(dst, `,"late_us":`...)
-		dst = appendMicros(dst, arrivals[last]-arrivals[first])
+		dst = micros(number(dst, "last", int64(last)), "late_us", n.Arrivals[last]-n.Arrivals[first])
 	}
-	dst = append(dst, `}}`...)
+	dst = append(dst, "}}"...)
 
-	failed := e.failed
-	if n.refused != "" {
-		op, failed = "ERROR", n.refused
-	} else if failed == "" && e.kind == message.Error {
+	failed := ""
+	switch {
+	case n.Refused != nil:
+		name, failed = "ERROR", n.Refused.Error()
+	case op.Failed != nil:
+		failed = op.Failed.Error()
+	case op.Kind == message.Error:
 		failed = "the ranks did not agree"
 	}
-	dst = f.beginning(dst, op, granted)
-	dst = f.beginning(dst, "QUEUE", granted)
-	dst = append(f.endOf(dst, f.at(t, e.begun)), '}')
-	for i := range activities {
-		a := &activities[i]
-		dst = append(dst, ",\n"+`{"name":`...)
-		dst = appendString(dst, a.Name)
-		dst = append(dst, `,"ph":"B","ts":`...)
-		dst = f.micros(dst, f.at(t, a.Begun))
-		dst = append(dst, f.pid...)
-		dst = append(dst, '}')
-		dst = append(f.endOf(dst, f.at(t, a.End)), '}')
+	if failed == "" && (n.Refused != nil || op.Failed != nil) {
+		failed = "unknown error"
 	}
-	dst = f.endOf(dst, f.at(t, e.ended))
-	dst = append(dst, `,"args":{`...)
-	if n.dtype.Valid() {
-		dst = append(dst, `"dtype":"`...)
-		dst = append(dst, n.dtype.String()...)
-		dst = append(dst, `","shape":"`...)
-		dst = appendShape(dst, n.shape)
-		dst = append(dst, `",`...)
+	dst = append(f.event(dst, name, "B", t, op.Granted), '}')
+	dst = append(f.event(dst, "QUEUE", "B", t, op.Granted), '}')
+	dst = append(f.event(dst, "", "E", t, op.Begun), '}')
+	for i := range op.Activities {
+		a := &op.Activities[i]
+		dst = append(f.event(dst, a.Name, "B", t, a.Begun), '}')
+		dst = append(f.event(dst, "", "E", t, a.End), '}')
 	}
-	dst = append(dst, `"bytes":`...)
-	dst = strconv.AppendInt(dst, n.bytes, 10)
-	dst = append(dst, `,"fused":`...)
-	dst = strconv.AppendInt(dst, int64(e.fused), 10)
-	dst = append(dst, `,"backend":"`...)
-	dst = append(dst, e.backend.String()...)
-	dst = append(dst, `","algorithm":"`...)
-	dst = append(dst, e.algorithm.String()...)
-	dst = append(dst, '"')
+	dst = append(f.event(dst, "", "E", t, op.Ended), `,"args":{`...)
+	if n.DType.Valid() {
+		dst = text(dst, "dtype", n.DType.String())
+		dst = append(appendShape(append(dst, `,"shape":"`...), n.Shape), '"')
+	}
+	dst = number(number(dst, "bytes", n.Bytes), "fused", int64(op.fused))
+	dst = text(text(dst, "backend", op.Backend.String()), "algorithm", op.Algorithm.String())
 	if failed != "" {
-		dst = append(dst, `,"error":`...)
-		dst = appendString(dst, failed)
+		dst = text(dst, "error", failed)
 	}
-	return append(dst, `}}`...)
-}
-
-func (f *formatter) beginning(dst []byte, name string, at time.Duration) []byte {
-	dst = append(dst, ",\n"+`{"name":"`...)
-	dst = append(dst, name...)
-	dst = append(dst, `","ph":"B","ts":`...)
-	dst = f.micros(dst, at)
-	dst = append(dst, f.pid...)
-	return append(dst, '}')
-}
-
-// endOf is an end without its closing brace.
-func (f *formatter) endOf(dst []byte, at time.Duration) []byte {
-	dst = append(dst, ",\n"+`{"ph":"E","ts":`...)
-	dst = f.micros(dst, at)
-	return append(dst, f.pid...)
+	return append(dst, "}}"...)
 }
 
 // track finds the track of a tensor, or makes it and says so in dst.
@@ -288,32 +228,27 @@ func (f *formatter) track(dst []byte, k trackKey) ([]byte, *track) {
 			clear(f.tracks)
 		}
 		f.pids++
-		t = &track{pid: f.pids}
+		t = &track{pid: strconv.Itoa(f.pids)}
 		f.tracks[k] = t
-		dst = append(dst, ",\n"+`{"name":"process_name","ph":"M","pid":`...)
-		dst = strconv.AppendInt(dst, int64(t.pid), 10)
-		dst = append(dst, `,"args":{"name":`...)
-		dst = appendString(dst, k.name)
+		name := k.name
 		if k.set != topo.Global {
-			dst = append(dst[:len(dst)-1], ` [set `...)
-			dst = strconv.AppendUint(dst, uint64(k.set), 10)
-			dst = append(dst, `]"`...)
+			name += " [set " + strconv.FormatUint(uint64(k.set), 10) + "]"
 		}
-		dst = append(dst, `}}`+",\n"+`{"name":"process_sort_index","ph":"M","pid":`...)
-		dst = strconv.AppendInt(dst, int64(t.pid), 10)
-		dst = append(dst, `,"args":{"sort_index":`...)
-		dst = strconv.AppendInt(dst, int64(t.pid), 10)
-		dst = append(dst, `}}`...)
+		dst = append(text(meta(dst, "process_name", t.pid), "name", name), "}}"...)
+		dst = append(number(meta(dst, "process_sort_index", t.pid), "sort_index", int64(f.pids)), "}}"...)
 	}
-	f.undoKey, f.undoTrack, f.undoLast, f.undoNew = k, t, t.last, !ok
+	f.before.key, f.before.track, f.before.last, f.before.fresh = k, t, t.last, !ok
 	return dst, t
 }
 
-// undo forgets the last tensor, whose text was not used.
+// undo forgets the last text, which was not used.
 func (f *formatter) undo() {
-	f.undoTrack.last = f.undoLast
-	if f.undoNew {
-		delete(f.tracks, f.undoKey)
+	if f.before.track == nil {
+		return
+	}
+	f.before.track.last = f.before.last
+	if f.before.fresh {
+		delete(f.tracks, f.before.key)
 		f.pids--
 	}
 }
@@ -328,6 +263,29 @@ func byTime(order []int32, arrivals []time.Duration) []int32 {
 	slices.SortStableFunc(order, func(a, b int32) int { return int(min(max(arrivals[a]-arrivals[b], -1), 1)) })
 	return order
 }
+
+// meta begins an event of metadata, up to its arguments.
+func meta(dst []byte, name, pid string) []byte {
+	if string(dst) != "[" { // the beginning of the file
+		dst = append(dst, ',')
+	}
+	dst = append(append(append(dst, "\n"+`{"name":"`...), name...), `","ph":"M","pid":`...)
+	return append(append(dst, pid...), `,"args":{`...)
+}
+
+// arg begins an argument.
+func arg(dst []byte, name string) []byte {
+	if dst[len(dst)-1] != '{' {
+		dst = append(dst, ',')
+	}
+	return append(append(append(dst, '"'), name...), `":`...)
+}
+
+func number(dst []byte, name string, v int64) []byte { return strconv.AppendInt(arg(dst, name), v, 10) }
+
+func micros(dst []byte, name string, d time.Duration) []byte { return appendMicros(arg(dst, name), d) }
+
+func text(dst []byte, name, s string) []byte { return appendString(arg(dst, name), s) }
 
 // appendMicros writes d in microseconds, with as many of three decimals as are needed.
 func appendMicros(dst []byte, d time.Duration) []byte {
@@ -359,51 +317,13 @@ func appendShape(dst []byte, s tensor.Shape) []byte {
 	return append(dst, ']')
 }
 
-// appendString writes s as a JSON string, as encoding/json does without its care for HTML: what is not UTF-8 becomes U+FFFD.
+// appendString writes s as a JSON string. What is not UTF-8 becomes U+FFFD.
 func appendString(dst []byte, s string) []byte {
-	const hex = "0123456789abcdef"
-	dst = append(dst, '"')
-	start := 0
-	for i := 0; i < len(s); {
-		c := s[i]
-		if c >= ' ' && c != '"' && c != '\\' && c < utf8.RuneSelf {
-			i++
-			continue
+	for i := range len(s) {
+		if c := s[i]; c < ' ' || c > '~' || c == '"' || c == '\\' {
+			quoted, _ := json.Marshal(s) // a string always can be
+			return append(dst, quoted...)
 		}
-		if c < utf8.RuneSelf {
-			dst = append(dst, s[start:i]...)
-			switch c {
-			case '"', '\\':
-				dst = append(dst, '\\', c)
-			case '\b':
-				dst = append(dst, `\b`...)
-			case '\f':
-				dst = append(dst, `\f`...)
-			case '\n':
-				dst = append(dst, `\n`...)
-			case '\r':
-				dst = append(dst, `\r`...)
-			case '\t':
-				dst = append(dst, `\t`...)
-			default:
-				dst = append(dst, '\\', 'u', '0', '0', hex[c>>4], hex[c&0xf])
-			}
-			i++
-			start = i
-			continue
-		}
-		r, size := utf8.DecodeRuneInString(s[i:])
-		switch {
-		case r == utf8.RuneError && size == 1:
-			dst = append(append(dst, s[start:i]...), `\ufffd`...)
-			start = i + size
-		case r == '\u2028' || r == '\u2029':
-			// Valid in JSON, but ends a line of JavaScript.
-			dst = append(append(dst, s[start:i]...), '\\', 'u', '2', '0', '2', hex[r&0xf])
-			start = i + size
-		}
-		i += size
 	}
-	dst = append(dst, s[start:]...)
-	return append(dst, '"')
+	return append(append(append(dst, '"'), s...), '"')
 }

@@ -6,10 +6,11 @@
 //  1. Record never waits for a disk, and allocates nothing: it copies into memory that is there already, or for an operation that
 //     alone is larger than that, into more. If it is full because the disk is slow, full or gone, the operation is dropped and
 //     counted.
-//  2. At every moment, also after kill -9, the path names a complete JSON file (or gzip file of one). What is appended goes to a
-//     hidden twin, which then takes the name in one step. A machine that crashes is not covered: nothing is synced.
+//  2. The path names a complete JSON file (or gzip file of one) before and after each write, which goes over the closing bracket
+//     and puts a new one behind it. If the process is killed in the middle of a write, the end of that write may be missing. A
+//     machine that crashes is not covered: nothing is synced.
 //  3. All events of an operation are written together when it has ended, so that every beginning has its end.
-//  4. The files of a rank take at most MaxBytes, not counting the twin.
+//  4. The files of a rank take at most MaxBytes.
 //  5. One goroutine owns the files; it sleeps while there is nothing to write.
 package timeline
 
@@ -34,7 +35,7 @@ var ErrClosed = errors.New("timeline: closed")
 // Config says what to write where.
 type Config struct {
 	// Path is this rank's file (PathOf). With .gz at its end it is compressed. If it is there and is no regular file, as a FIFO or
-	// /dev/stdout, the events are written to it as a stream, without cap, segments or twin.
+	// /dev/stdout, the events are written to it as a stream, without cap or segments.
 	Path       string
 	Rank, Size int
 	Host       string
@@ -58,12 +59,9 @@ type knobs struct {
 	interval, retry time.Duration
 	// patience is how long Close and Write wait for the disk.
 	patience time.Duration
-	// change is the best way for the twins to change places.
-	change change
 }
 
-// The interval leaves 10 ms for the writing itself: docs/timeline.md promises events in the file after 50. A reader of a running job's
-// file has an interval too: the file is not touched before the next but one flush.
+// The interval leaves 10 ms for the writing itself: docs/timeline.md promises events in the file after 50.
 var usual = knobs{tensors: 16 << 10, interval: 40 * time.Millisecond, retry: time.Second, patience: 5 * time.Second}
 
 // Timeline is the timeline of one rank. Its methods may be called from any goroutine.
@@ -150,15 +148,13 @@ func (t *Timeline) Record(op *trace.Operation) {
 // Cycle marks the beginning of a negotiation cycle, if cycles are marked.
 func (t *Timeline) Cycle(at time.Duration) {
 	if t.mark {
-		t.add(func(b *batch) bool { return b.entry(entry{what: aCycle, at: at}) })
+		t.add(func(b *batch) bool { return b.mark(record{Operation: trace.Operation{Granted: at}, cycle: true}) })
 	}
 }
 
 // Offset takes a measurement of this rank's clock against rank 0's.
 func (t *Timeline) Offset(o trace.Offset) {
-	t.add(func(b *batch) bool {
-		return b.entry(entry{what: anOffset, at: o.At, begun: o.Offset, ended: o.Error, failed: o.Job})
-	})
+	t.add(func(b *batch) bool { return b.mark(record{Operation: trace.Operation{Granted: o.At}, offset: &o}) })
 }
 
 func (t *Timeline) add(to func(*batch) bool) {
@@ -226,7 +222,7 @@ func (t *Timeline) Close() error {
 		t.mu.Unlock()
 		if t.stream != nil {
 			// Half of the time for what is under way, so that its failure is still heard.
-			t.stream.hurry(time.Now().Add(t.knobs.patience / 2))
+			t.stream.limit(time.Now().Add(t.knobs.patience / 2))
 		}
 		close(t.closing)
 	})
@@ -243,29 +239,15 @@ func (t *Timeline) Close() error {
 // run is the goroutine that owns the files.
 func (t *Timeline) run(w *writer) {
 	defer close(t.done)
-	// more gives the writer what was recorded, when it has written what it got before.
-	more := func() {
-		if !w.idle() {
-			return
-		}
-		empty := w.reading
-		empty.reset()
-		t.mu.Lock()
-		full := t.filling
-		t.filling = empty
-		t.mu.Unlock()
-		w.take(full)
-	}
-	// settle writes all that was recorded before.
+	// settle writes all that was recorded before: what an earlier attempt has left, and then what has come in meanwhile.
 	settle := func() error {
-		waited := !w.idle()
-		more()
-		err := w.flush()
-		if err == nil && waited {
-			more() // what came in while older things were waiting for the disk
-			err = w.flush()
+		if err := w.flush(); err != nil {
+			return err
 		}
-		return err
+		t.mu.Lock()
+		t.filling, w.reading = w.reading, t.filling
+		t.mu.Unlock()
+		return w.flush()
 	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -292,14 +274,14 @@ func (t *Timeline) run(w *writer) {
 		case <-t.closing:
 			err := settle()
 			t.mu.Lock()
-			left := t.filling.operations()
+			left := len(t.filling.records)
 			t.mu.Unlock()
 			t.err = w.close(err, left)
 			return
 		}
 		err := settle()
-		if err == nil && answer != nil {
-			err = w.write()
+		if err == nil && answer != nil && w.ring != nil {
+			err = w.unroll()
 		}
 		if failing = err != nil; failing {
 			timer.Reset(t.knobs.retry)
