@@ -235,6 +235,9 @@ func TestFormats(t *testing.T) {
 		for _, c := range slices.Concat(f.magic, f.version) {
 			found := false
 			for _, dir := range dirs {
+				if sources[dir] == nil {
+					continue // reported above
+				}
 				literal, ok := sources[dir].constants[c.name]
 				if ok {
 					found, onPage[dir+"."+c.name] = true, true
