@@ -19,8 +19,8 @@ import (
 )
 
 // The root protocol. After the greetings a rank sends one JoinRequest and gets one Answer, a table at once followed by
-// the records. Behind the table it sends Statuses, and gets one more Answer: that all ranks are ready, or which have failed. Each
-// message is a protobuf in a frame.
+// records. Behind the table it sends Statuses, and gets Answers: how the try of its host goes (Agree), and last that all ranks are
+// ready, or which have failed. Each message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
 	rootVersion = 3
@@ -32,7 +32,7 @@ const (
 	maxTermsBytes       = 2 * MaxTermsBytes // with headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
-	maxAnswerBytes      = maxTextBytes + 256
+	maxAnswerBytes      = maxTriedRanks*(maxTriedBytes+16) + 256 // of TRIED, the longest
 	maxStatusBytes      = maxTextBytes + 256
 	maxFailedRanks      = 1000 // that are named one by one
 )
@@ -116,11 +116,14 @@ func decodeJoinRequest(body []byte) (*joinRequest, error) {
 }
 
 func refusalAnswer(e *RefusedError) *rendezvouspb.Answer {
-	return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REFUSED, Reason: uint32(e.Reason), Text: cut(e.Text)}
+	return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REFUSED, Reason: uint32(e.Reason), Text: cut(e.Text, maxTextBytes)}
 }
 
-// cut makes text fit into a message.
-func cut(text string) string { return strings.ToValidUTF8(text[:min(len(text), maxTextBytes/2)], "?") }
+// cut makes text fit into a message, of which it may take so many bytes.
+func cut(text string, most int) string {
+	text = strings.ToValidUTF8(text, "?")
+	return strings.ToValidUTF8(text[:min(len(text), most)], "") // the cut may go through a character
+}
 
 // The ways in which a root that could be reached did not take a rank in. A *RefusedError is another.
 var errStale = errors.New("the root is not the one that was published, or has answered this process before")
@@ -209,17 +212,13 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	})
 	defer ended()
 	in := bufio.NewReader(conn)
-	body, err := frame.Read(in, maxAnswerBytes)
+	a, err := readAnswer(in)
 	if err != nil {
 		return nil, fmt.Errorf("waiting for the other ranks: %w", because(err))
 	}
-	var a rendezvouspb.Answer
-	if err := proto.Unmarshal(body, &a); err != nil {
-		return nil, err
-	}
 	switch a.GetKind() {
 	case rendezvouspb.Answer_TABLE:
-		s, err := c.readTable(in, &a)
+		s, err := c.readTable(in, a)
 		if err != nil {
 			return nil, fmt.Errorf("reading the table: %w", because(err))
 		}

@@ -59,24 +59,26 @@ type root struct {
 	changed chan struct{} // capacity 1: all ranks are there, or the root failed
 	allTold chan struct{} // closed when a failed root has answered every other rank
 
-	start outcome // of what follows the table
+	start outcome    // of what follows the table
+	tries *agreement // of rank 0's host
 
 	mu        sync.Mutex
 	state     rootState
 	guests    map[*guest]struct{} // all connections
 	members   []*guest            // by rank, nil for rank 0 and those missing
 	missing   int
-	gaveUp    map[int]bool           // missing ranks that were here until their time ended
-	lastEpoch uint64                 // greatest of all ranks that have been here
-	epoch     uint64                 // once complete
-	records   []Record               // once complete
-	ring      bool                   // once complete: members get the records of their neighbours only
-	table     []byte                 // once complete, unless ring: frames for the members
-	failure   *RefusedError          // once failed
-	told      map[process][]byte     // once failed, who is told, by its nonce; once complete, which latecomers are in the log
-	toldRanks map[topo.Rank]struct{} // which ranks have been told of the failure
-	ready     map[int]bool           // once complete: the ranks that say so
-	reports   []report               // once complete: of failures, by the ranks that are not dead
+	gaveUp    map[int]bool                            // missing ranks that were here until their time ended
+	lastEpoch uint64                                  // greatest of all ranks that have been here
+	epoch     uint64                                  // once complete
+	records   []Record                                // once complete
+	ring      bool                                    // once complete: members get the records of their neighbours only
+	table     []byte                                  // once complete, unless ring: frames for the members
+	failure   *RefusedError                           // once failed
+	told      map[process][]byte                      // once failed, who is told, by its nonce; once complete, which latecomers are in the log
+	toldRanks map[topo.Rank]struct{}                  // which ranks have been told of the failure
+	ready     map[int]bool                            // once complete: the ranks that say so
+	tried     map[string]map[int]*rendezvouspb.Status // once complete: how the tries of ranks have ended, by host
+	reports   []report                                // once complete: of failures, by the ranks that are not dead
 }
 
 // guest is a connection to the root.
@@ -85,7 +87,7 @@ type guest struct {
 	place *serve.Place // until it has said what it wants
 	over  net.Conn     // conn, encrypted if the secret is: what is said goes over it
 	q     *joinRequest // nil until it has been read
-	// out is what to send, closed behind the last of it, which finished says. No guest gets more than two answers, so sending does not
+	// out is what to send, closed behind the last of it, which finished says. No guest gets more than four answers, so sending does not
 	// wait.
 	out      chan []byte
 	finished bool  // Guarded by root.mu
@@ -135,6 +137,8 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 		gaveUp:     make(map[int]bool),
 		ready:      make(map[int]bool),
 		start:      newOutcome(),
+		tries:      newAgreement(),
+		tried:      make(map[string]map[int]*rendezvouspb.Status),
 		missing:    cfg.Size - 1,
 		lastEpoch:  cfg.LastEpoch,
 		told:       make(map[process][]byte),
@@ -545,7 +549,7 @@ func (r *root) accept() {
 			continue
 		}
 		wait = 0
-		g := &guest{conn: conn, out: make(chan []byte, 2), place: r.handshakes.Enter(conn)} // here, so that the oldest is who came first
+		g := &guest{conn: conn, out: make(chan []byte, 4), place: r.handshakes.Enter(conn)} // here, so that the oldest is who came first
 		r.mu.Lock()
 		if r.ctx.Err() != nil {
 			conn.Close()
@@ -664,6 +668,9 @@ func (r *root) admit(g *guest) (member bool) {
 		}
 		r.members[rank] = g
 		g.out <- r.tableOf(rank)
+		if hasFailed(r.tried[r.records[rank].HostID]) {
+			r.sayTried(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
+		}
 		if r.start.ended() {
 			r.answer(g, startAnswer(r.start.err))
 		}

@@ -141,7 +141,7 @@ func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	if s.root != nil {
 		s.root.hearReport(report{0, suspects, err.Error()})
 	} else {
-		status := &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: cut(err.Error())}
+		status := &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: cut(err.Error(), maxTextBytes)}
 		for _, r := range suspects {
 			status.Ranks = append(status.Ranks, int32(r))
 		}
@@ -160,10 +160,11 @@ func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 type member struct {
 	conn  net.Conn
 	start outcome
+	tries *agreement
 }
 
 func newMember(conn net.Conn, in *bufio.Reader) *member {
-	m := &member{conn, newOutcome()}
+	m := &member{conn, newOutcome(), newAgreement()}
 	go m.listen(in)
 	return m
 }
@@ -187,25 +188,53 @@ func (m *member) listen(in *bufio.Reader) {
 }
 
 func (m *member) hear(in *bufio.Reader) error {
-	body, err := frame.Read(in, maxAnswerBytes)
-	if err != nil {
-		return err
-	}
-	var a rendezvouspb.Answer
-	if err := proto.Unmarshal(body, &a); err != nil {
-		return err
-	}
-	switch kind := a.GetKind(); {
-	case kind == rendezvouspb.Answer_START:
-		return nil
-	case kind == rendezvouspb.Answer_FAILED && len(a.GetRanks()) > 0:
-		why := &FailedError{Reason: a.GetText()}
-		for _, r := range a.GetRanks() {
-			why.Ranks = append(why.Ranks, topo.Rank(r))
+	for {
+		a, err := readAnswer(in)
+		if err != nil {
+			return err
 		}
-		return why
+		switch kind := a.GetKind(); {
+		case kind == rendezvouspb.Answer_START:
+			return nil
+		case kind == rendezvouspb.Answer_FAILED && len(a.GetRanks()) > 0:
+			why := &FailedError{Reason: a.GetText()}
+			for _, r := range a.GetRanks() {
+				why.Ranks = append(why.Ranks, topo.Rank(r))
+			}
+			return why
+		case kind == rendezvouspb.Answer_STOP || kind == rendezvouspb.Answer_TRIED:
+			if err := m.tries.hear(a); err != nil {
+				return err
+			}
+		default:
+			return fmt.Errorf("unknown answer %v", a)
+		}
 	}
-	return fmt.Errorf("unknown answer %v", &a)
+}
+
+func readAnswer(in io.Reader) (*rendezvouspb.Answer, error) {
+	a := new(rendezvouspb.Answer)
+	body, err := frame.Read(in, maxAnswerBytes)
+	if err == nil {
+		err = proto.Unmarshal(body, a)
+	}
+	return a, err
+}
+
+// readStatus reads what a member says after its request.
+func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
+	s := new(rendezvouspb.Status)
+	body, err := frame.Read(in, maxStatusBytes)
+	if err != nil {
+		return s, err
+	}
+	if err = proto.Unmarshal(body, s); err == nil && (s.GetKind() < rendezvouspb.Status_TIMEOUT || s.GetKind() > rendezvouspb.Status_TRIED) {
+		err = fmt.Errorf("%v is unknown", s.GetKind())
+	}
+	if err != nil {
+		err = fmt.Errorf("reading a status: %w", err)
+	}
+	return s, err
 }
 
 // hungUp says that the connection of a rank has ended with err.
@@ -230,7 +259,7 @@ func startAnswer(why *FailedError) *rendezvouspb.Answer {
 	if why == nil {
 		return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_START}
 	}
-	a := &rendezvouspb.Answer{Kind: rendezvouspb.Answer_FAILED, Text: cut(why.Reason)}
+	a := &rendezvouspb.Answer{Kind: rendezvouspb.Answer_FAILED, Text: cut(why.Reason, maxTextBytes)}
 	for _, r := range why.Ranks[:min(len(why.Ranks), maxFailedRanks)] {
 		a.Ranks = append(a.Ranks, int32(r))
 	}
@@ -250,22 +279,13 @@ func (p *report) blamesItself() bool { return len(p.suspects) == 1 && int(p.susp
 // hear takes what a member says until its connection ends.
 func (r *root) hear(g *guest) {
 	for {
-		var s rendezvouspb.Status
-		body, err := frame.Read(g.over, maxStatusBytes)
-		if err == nil {
-			if err = proto.Unmarshal(body, &s); err != nil {
-				err = fmt.Errorf("reading a status: %w", err)
-			}
-		}
-		if err == nil && (s.GetKind() < rendezvouspb.Status_TIMEOUT || s.GetKind() > rendezvouspb.Status_FAILED) {
-			err = fmt.Errorf("reading a status: %v is unknown", s.GetKind())
-		}
+		s, err := readStatus(g.over)
 		r.mu.Lock()
 		if err == nil && r.state == forming && s.GetKind() != rendezvouspb.Status_TIMEOUT {
 			err = fmt.Errorf("reading a status: %v before all ranks have come", s.GetKind())
 		}
 		if !g.finished { // else it was told everything
-			r.heard(g, &s, err)
+			r.heard(g, s, err)
 		}
 		r.mu.Unlock()
 		if err != nil {
@@ -294,6 +314,8 @@ func (r *root) heard(g *guest, s *rendezvouspb.Status, err error) {
 		r.conclude(newFailure(rank, hungUp(err)))
 	case s.GetKind() == rendezvouspb.Status_READY:
 		r.noteReady(rank)
+	case s.GetKind() == rendezvouspb.Status_TRIED:
+		r.noteTried(rank, s)
 	case s.GetKind() == rendezvouspb.Status_FAILED:
 		p := report{rank: rank, text: s.GetText()}
 		for _, suspect := range s.GetRanks() {

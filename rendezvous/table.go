@@ -15,7 +15,7 @@ const (
 	// ringAbove is the default of JoinConfig.RingAbove.
 	ringAbove = 128
 	// tableLane is the lane of the mesh on which the records go round. No process set gets that far.
-	tableLane = transport.Lane(math.MaxUint32 - 1)
+	tableLane = transport.Lane(math.MaxUint32)
 )
 
 // told lists the ranks whose records the root sends to rank with the table: all, or its neighbours in the ring.

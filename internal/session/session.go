@@ -197,7 +197,7 @@ func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp
 
 // share has the ranks of this host share memory, as the settings say.
 func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endpoint, log *zap.Logger) error {
-	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Under: s.Mesh}
+	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Under: s.Mesh, Agree: s.met.Agree}
 	for _, rec := range s.met.Records {
 		epoch.Hosts, epoch.Cards = append(epoch.Hosts, rec.HostID), append(epoch.Cards, rec.Memory)
 	}

@@ -27,6 +27,8 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
 	ops "github.com/gohvd/gohvd/ops/shm"
+	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 	"github.com/gohvd/gohvd/transport/mem"
@@ -181,10 +183,29 @@ func (c *cluster) shareMemory() error {
 	}
 	c.memory = make([]ops.Memory, n)
 	errs := make([]error, n)
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	sessions := make([]*rendezvous.Session, n) // by which the ranks agree
+	defer func() {
+		for _, s := range sessions {
+			if s != nil {
+				s.Close()
+			}
+		}
+	}()
 	var wg sync.WaitGroup
 	for r, e := range endpoints {
 		wg.Go(func() {
-			mesh, err := e.Connect(c.ctx, shm.Epoch{Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Cards: cards, Under: c.meshes[r]})
+			var err error
+			if sessions[r], err = rendezvous.Join(c.ctx, rendezvous.JoinConfig{
+				Store: kv, Job: "test", Rank: topo.Rank(r), Size: n, Self: rendezvous.Record{HostID: hosts[r]},
+			}); err != nil {
+				errs[r] = errors.Join(err, e.Close())
+				return
+			}
+			mesh, err := e.Connect(c.ctx, shm.Epoch{
+				Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Cards: cards, Under: c.meshes[r], Agree: sessions[r].Agree,
+			})
 			if err == nil && len(mesh.Group()) < n {
 				err = errors.Join(fmt.Errorf("rank %d shares no memory: %s", r, mesh.Why()), mesh.Close())
 			}

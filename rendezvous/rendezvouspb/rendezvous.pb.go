@@ -33,6 +33,8 @@ const (
 	Status_READY Status_Kind = 2
 	// The rank cannot go on. text says why.
 	Status_FAILED Status_Kind = 3
+	// What the ranks of a host try together has ended at this rank: text says how it failed; empty if it did not, or was stopped.
+	Status_TRIED Status_Kind = 4
 )
 
 // Enum value maps for Status_Kind.
@@ -42,12 +44,14 @@ var (
 		1: "TIMEOUT",
 		2: "READY",
 		3: "FAILED",
+		4: "TRIED",
 	}
 	Status_Kind_value = map[string]int32{
 		"NONE":    0,
 		"TIMEOUT": 1,
 		"READY":   2,
 		"FAILED":  3,
+		"TRIED":   4,
 	}
 )
 
@@ -97,6 +101,10 @@ const (
 	Answer_FAILED Answer_Kind = 6
 	// The answer to a TIMEOUT. text names the ranks that are missing.
 	Answer_MISSING Answer_Kind = 7
+	// Another rank of the host has failed at what they try together.
+	Answer_STOP Answer_Kind = 8
+	// All ranks of the host have tried. tried says which failed, and how.
+	Answer_TRIED Answer_Kind = 9
 )
 
 // Enum value maps for Answer_Kind.
@@ -110,6 +118,8 @@ var (
 		5: "START",
 		6: "FAILED",
 		7: "MISSING",
+		8: "STOP",
+		9: "TRIED",
 	}
 	Answer_Kind_value = map[string]int32{
 		"NONE":     0,
@@ -120,6 +130,8 @@ var (
 		"START":    5,
 		"FAILED":   6,
 		"MISSING":  7,
+		"STOP":     8,
+		"TRIED":    9,
 	}
 )
 
@@ -443,7 +455,9 @@ type Status struct {
 	Kind  Status_Kind            `protobuf:"varint,1,opt,name=kind,proto3,enum=gohvd.rendezvous.v1.Status_Kind" json:"kind,omitempty"`
 	Text  string                 `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
 	// For FAILED: the ranks that may be the cause; none if the sender cannot tell.
-	Ranks         []int32 `protobuf:"varint,3,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	Ranks []int32 `protobuf:"varint,3,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
+	// For TRIED: the failure may be that of another rank.
+	MayPass       bool `protobuf:"varint,4,opt,name=may_pass,json=mayPass,proto3" json:"may_pass,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -499,7 +513,14 @@ func (x *Status) GetRanks() []int32 {
 	return nil
 }
 
-// Answer is what the root says to a rank: once, and after a table once more.
+func (x *Status) GetMayPass() bool {
+	if x != nil {
+		return x.MayPass
+	}
+	return false
+}
+
+// Answer is what the root says to a rank: one, or a table and then STOP, TRIED, and START or FAILED.
 type Answer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Kind  Answer_Kind            `protobuf:"varint,1,opt,name=kind,proto3,enum=gohvd.rendezvous.v1.Answer_Kind" json:"kind,omitempty"`
@@ -510,7 +531,9 @@ type Answer struct {
 	// For FAILED: the ranks that failed.
 	Ranks []int32 `protobuf:"varint,5,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 	// For TABLE.
-	Ring          bool `protobuf:"varint,6,opt,name=ring,proto3" json:"ring,omitempty"`
+	Ring bool `protobuf:"varint,6,opt,name=ring,proto3" json:"ring,omitempty"`
+	// For TRIED: what went wrong, by rank.
+	Tried         map[int32]string `protobuf:"bytes,7,rep,name=tried,proto3" json:"tried,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -587,6 +610,13 @@ func (x *Answer) GetRing() bool {
 	return false
 }
 
+func (x *Answer) GetTried() map[int32]string {
+	if x != nil {
+		return x.Tried
+	}
+	return nil
+}
+
 var File_rendezvous_proto protoreflect.FileDescriptor
 
 const file_rendezvous_proto_rawDesc = "" +
@@ -623,24 +653,31 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
 	"TermsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x9e\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc4\x01\n" +
 	"\x06Status\x124\n" +
 	"\x04kind\x18\x01 \x01(\x0e2 .gohvd.rendezvous.v1.Status.KindR\x04kind\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x14\n" +
-	"\x05ranks\x18\x03 \x03(\x05R\x05ranks\"4\n" +
+	"\x05ranks\x18\x03 \x03(\x05R\x05ranks\x12\x19\n" +
+	"\bmay_pass\x18\x04 \x01(\bR\amayPass\"?\n" +
 	"\x04Kind\x12\b\n" +
 	"\x04NONE\x10\x00\x12\v\n" +
 	"\aTIMEOUT\x10\x01\x12\t\n" +
 	"\x05READY\x10\x02\x12\n" +
 	"\n" +
-	"\x06FAILED\x10\x03\"\x91\x02\n" +
+	"\x06FAILED\x10\x03\x12\t\n" +
+	"\x05TRIED\x10\x04\"\x9e\x03\n" +
 	"\x06Answer\x124\n" +
 	"\x04kind\x18\x01 \x01(\x0e2 .gohvd.rendezvous.v1.Answer.KindR\x04kind\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\rR\x06reason\x12\x12\n" +
 	"\x04text\x18\x04 \x01(\tR\x04text\x12\x14\n" +
 	"\x05ranks\x18\x05 \x03(\x05R\x05ranks\x12\x12\n" +
-	"\x04ring\x18\x06 \x01(\bR\x04ring\"e\n" +
+	"\x04ring\x18\x06 \x01(\bR\x04ring\x12<\n" +
+	"\x05tried\x18\a \x03(\v2&.gohvd.rendezvous.v1.Answer.TriedEntryR\x05tried\x1a8\n" +
+	"\n" +
+	"TriedEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\x05R\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"z\n" +
 	"\x04Kind\x12\b\n" +
 	"\x04NONE\x10\x00\x12\t\n" +
 	"\x05TABLE\x10\x01\x12\t\n" +
@@ -650,7 +687,9 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\x05START\x10\x05\x12\n" +
 	"\n" +
 	"\x06FAILED\x10\x06\x12\v\n" +
-	"\aMISSING\x10\aB0Z.github.com/gohvd/gohvd/rendezvous/rendezvouspbb\x06proto3"
+	"\aMISSING\x10\a\x12\b\n" +
+	"\x04STOP\x10\b\x12\t\n" +
+	"\x05TRIED\x10\tB0Z.github.com/gohvd/gohvd/rendezvous/rendezvouspbb\x06proto3"
 
 var (
 	file_rendezvous_proto_rawDescOnce sync.Once
@@ -665,7 +704,7 @@ func file_rendezvous_proto_rawDescGZIP() []byte {
 }
 
 var file_rendezvous_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rendezvous_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_rendezvous_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
 var file_rendezvous_proto_goTypes = []any{
 	(Status_Kind)(0),    // 0: gohvd.rendezvous.v1.Status.Kind
 	(Answer_Kind)(0),    // 1: gohvd.rendezvous.v1.Answer.Kind
@@ -676,6 +715,7 @@ var file_rendezvous_proto_goTypes = []any{
 	(*Answer)(nil),      // 6: gohvd.rendezvous.v1.Answer
 	nil,                 // 7: gohvd.rendezvous.v1.Record.CapabilitiesEntry
 	nil,                 // 8: gohvd.rendezvous.v1.JoinRequest.TermsEntry
+	nil,                 // 9: gohvd.rendezvous.v1.Answer.TriedEntry
 }
 var file_rendezvous_proto_depIdxs = []int32{
 	7, // 0: gohvd.rendezvous.v1.Record.capabilities:type_name -> gohvd.rendezvous.v1.Record.CapabilitiesEntry
@@ -683,11 +723,12 @@ var file_rendezvous_proto_depIdxs = []int32{
 	8, // 2: gohvd.rendezvous.v1.JoinRequest.terms:type_name -> gohvd.rendezvous.v1.JoinRequest.TermsEntry
 	0, // 3: gohvd.rendezvous.v1.Status.kind:type_name -> gohvd.rendezvous.v1.Status.Kind
 	1, // 4: gohvd.rendezvous.v1.Answer.kind:type_name -> gohvd.rendezvous.v1.Answer.Kind
-	5, // [5:5] is the sub-list for method output_type
-	5, // [5:5] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	9, // 5: gohvd.rendezvous.v1.Answer.tried:type_name -> gohvd.rendezvous.v1.Answer.TriedEntry
+	6, // [6:6] is the sub-list for method output_type
+	6, // [6:6] is the sub-list for method input_type
+	6, // [6:6] is the sub-list for extension type_name
+	6, // [6:6] is the sub-list for extension extendee
+	0, // [0:6] is the sub-list for field type_name
 }
 
 func init() { file_rendezvous_proto_init() }
@@ -701,7 +742,7 @@ func file_rendezvous_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rendezvous_proto_rawDesc), len(file_rendezvous_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   7,
+			NumMessages:   8,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -18,27 +18,12 @@ import (
 )
 
 // form makes the group, or says in why there is none.
-func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, cards []*card, partners []topo.Rank) error {
-	var group []topo.Rank
-	for _, r := range partners {
-		if ep.Hosts[r] == ep.Hosts[ep.Rank] {
-			group = append(group, r)
-		}
-	}
-	setting, stop := context.WithCancelCause(ctx)
-	defer stop(nil)
+func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, cards []*card, group []topo.Rank) error {
 	s := &setup{m: m, e: e, ep: ep, cards: cards, group: group}
-	done := make(chan error, 1)
-	m.wg.Go(func() { done <- s.run(setting) })
-	a := &agreement{
-		rank: ep.Rank, hosts: ep.Hosts, partners: partners, under: ep.Under,
-		done: done, stop: func() { stop(errStopped) },
-	}
-	failed, err := a.run(ctx)
-	m.wg.Wait()
-	for _, r := range failed.ranks() {
-		if slices.Contains(group, r) {
-			m.why, m.unable = join(m.why, r, failed[r]), append(m.unable, r)
+	failed, err := ep.Agree(ctx, func(ctx context.Context) error { return dial.ExplainLimit(s.exchange(ctx)) })
+	for _, r := range group {
+		if text, ok := failed[r]; ok {
+			m.why, m.unable = join(m.why, r, text), append(m.unable, r)
 		}
 	}
 	if err != nil || m.why != "" {
@@ -83,16 +68,8 @@ type setup struct {
 	claimed map[topo.Rank]bool
 }
 
-// run ends when all peers have each other's descriptors, or one fails, or ctx has ended; its error is errStopped if that
-// may be the cause. No connection is closed that has passed its handshake: to a peer that would look like a death.
-func (s *setup) run(ctx context.Context) error {
-	err := s.exchange(ctx)
-	if stopped := context.Cause(ctx); err != nil && stopped != nil && (isComplaint(err) || errors.Is(err, context.Canceled)) {
-		return stopped
-	}
-	return dial.ExplainLimit(err)
-}
-
+// exchange ends when all peers have each other's descriptors, or one fails, or ctx has ended. No connection is closed that has passed
+// its handshake: to a peer that would look like a death.
 func (s *setup) exchange(ctx context.Context) (err error) {
 	s.layout = controlLayout{len(s.group), s.e.cfg.RingBytes}
 	s.index = slices.Index(s.group, s.ep.Rank)

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 	"github.com/gohvd/gohvd/transport/shm"
@@ -241,26 +242,23 @@ func TestAbsentRank(t *testing.T) {
 	}
 }
 
-// A rank that dies while the others form groups makes them give up sharing, not wait.
+// A rank that dies while the others form a group is named at all of them; they do not wait for it.
 func TestDeathWhileForming(t *testing.T) {
-	j := newJob(t, shm.Config{}, overMem(t, 3), "a", "a", "a") // which knows a death at once
-	dead := j.endpoints[2]
-	j.endpoints[2] = nil
-	if err := errors.Join(dead.Close(), j.under[2].Close()); err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	meshes, errs := j.connect(ctx)
-	for r := range 2 {
-		if errs[r] != nil {
-			t.Fatalf("rank %d: %v", r, errs[r])
+	for _, dead := range []int{0, 2} {
+		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
+		e := j.endpoints[dead]
+		j.endpoints[dead] = nil
+		if err := errors.Join(e.Close(), j.under[dead].Close(), j.sessions[dead].Close()); err != nil {
+			t.Fatal(err)
 		}
-		if len(meshes[r].Group()) != 1 || !strings.Contains(meshes[r].Why(), "rank 2") {
-			t.Errorf("rank %d: got group %v, %q", r, meshes[r].Group(), meshes[r].Why())
-		}
-		if err := meshes[r].Close(); err != nil {
-			t.Error(err)
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		_, errs := j.connect(ctx)
+		cancel()
+		for r, err := range errs {
+			why, ok := errors.AsType[*rendezvous.FailedError](err)
+			if r != dead && (!ok || !slices.Equal(why.Ranks, []topo.Rank{topo.Rank(dead)})) {
+				t.Errorf("rank %d: got %v, want that rank %d failed", r, err, dead)
+			}
 		}
 	}
 }

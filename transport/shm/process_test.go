@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 	"github.com/gohvd/gohvd/transport/shm"
@@ -25,7 +27,9 @@ import (
 // gives it lines and reads what it says:
 //
 //	> its address and card
-//	< rank, addresses and cards of all
+//	< rank, the store of the job, addresses and cards of all
+//	> joined
+//	< anything
 //	> formed
 //	< something it is to do
 func child(dir, waits string) error {
@@ -53,7 +57,7 @@ func child(dir, waits string) error {
 		return err
 	}
 	var addrs []string
-	for i := 1; i < len(words); i += 2 {
+	for i := 2; i < len(words); i += 2 {
 		card, err := hex.DecodeString(words[i+1])
 		if err != nil {
 			return err
@@ -65,6 +69,21 @@ func child(dir, waits string) error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
+	kv, err := store.Dial(ctx, words[1], store.Config{})
+	if err != nil {
+		return err
+	}
+	defer kv.Close()
+	s, err := join(ctx, kv, ep.Rank, len(addrs))
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	ep.Agree = s.Agree
+	fmt.Println("joined")
+	if !in.Scan() {
+		return in.Err()
+	}
 	m, err := e.Connect(ctx, ep)
 	if err != nil {
 		return err
@@ -77,6 +96,29 @@ func child(dir, waits string) error {
 		}
 	}
 	return in.Err()
+}
+
+// join has a rank check in.
+func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rendezvous.Session, error) {
+	return rendezvous.Join(ctx, rendezvous.JoinConfig{
+		Store: kv, Job: "job", Rank: rank, Size: size, Self: rendezvous.Record{PID: os.Getpid(), HostID: "host"},
+	})
+}
+
+// serve serves a store until the end of the test.
+func serve(tb testing.TB) (kv store.Store, addr string) {
+	tb.Helper()
+	h := store.NewHashStore(store.Limits{})
+	server, err := store.Serve("127.0.0.1:0", h, store.Config{})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		if err := errors.Join(server.Close(), h.Close()); err != nil {
+			tb.Error(err)
+		}
+	})
+	return h, server.Addr()
 }
 
 // act does what the test tells a child.
@@ -201,7 +243,9 @@ func (p *process) hear(tb testing.TB) string {
 // launch starts size ranks up to their cards, and returns what each is to be told to connect.
 func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*process, epoch []string) {
 	tb.Helper()
+	_, kv := serve(tb)
 	var all strings.Builder
+	all.WriteString(" " + kv)
 	for range size {
 		p := start(tb, dir, limit)
 		ranks = append(ranks, p)
@@ -213,11 +257,25 @@ func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*
 	return ranks, epoch
 }
 
+// meetAll has ranks check in.
+func meetAll(tb testing.TB, ranks []*process, epoch []string) {
+	tb.Helper()
+	for r, p := range ranks {
+		p.say(tb, epoch[r])
+	}
+	for r, p := range ranks {
+		if got := p.hear(tb); got != "joined" {
+			tb.Fatalf("rank %d: got %q", r, got)
+		}
+	}
+}
+
 func form(tb testing.TB, dir string, size int) []*process {
 	tb.Helper()
 	ranks, epoch := launch(tb, dir, size, patience)
-	for r, p := range ranks {
-		p.say(tb, epoch[r])
+	meetAll(tb, ranks, epoch)
+	for _, p := range ranks {
+		p.say(tb, "connect")
 	}
 	for r, p := range ranks {
 		if got, want := p.hear(tb), fmt.Sprintf("formed %d ", size); got != want {
@@ -295,19 +353,20 @@ func TestKillBeforeConnect(t *testing.T) {
 	empty(t, "closed", dir)
 }
 
-// A rank that is killed before it has connected to anybody keeps the others no longer than their context.
+// A rank that is killed before it has connected to anybody is named at the others, which do not wait for it.
 func TestKillInConnect(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
-	ranks, epoch := launch(t, dir, 3, time.Second)
+	ranks, epoch := launch(t, dir, 3, patience)
+	meetAll(t, ranks, epoch)
 	for _, r := range []int{0, 1} {
-		ranks[r].say(t, epoch[r])
+		ranks[r].say(t, "connect")
 	}
 	ranks[2].kill()
 	for _, r := range []int{0, 1} {
 		if ranks[r].out.Scan() {
 			t.Errorf("rank %d said %q, want an error", r, ranks[r].out.Text())
 		}
-		if err := ranks[r].cmd.Wait(); err == nil || !strings.Contains(ranks[r].err.String(), "shm: agree") {
+		if err := ranks[r].cmd.Wait(); err == nil || !strings.Contains(ranks[r].err.String(), "rank 2 failed: the process hung up during Init") {
 			t.Errorf("rank %d: %v\n%s", r, err, ranks[r].err.String())
 		}
 	}
@@ -331,13 +390,21 @@ func BenchmarkProcesses(b *testing.B) {
 		b.Fatal(err)
 	}
 	addrs := []string{under.Addr(), words[0]}
-	other.say(b, fmt.Sprintf("1 %s %x %s %s", addrs[0], e.Card(), words[0], words[1]))
+	kv, at := serve(b)
+	other.say(b, fmt.Sprintf("1 %s %s %x %s %s", at, addrs[0], e.Card(), words[0], words[1]))
+	s, err := join(b.Context(), kv, 0, 2)
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer s.Close()
+	other.hear(b)
+	other.say(b, "connect")
 	mesh, err := under.Connect(tcp.Epoch{Job: "job", Epoch: 7, Rank: 0, Addrs: addrs})
 	if err != nil {
 		b.Fatal(err)
 	}
 	m, err := e.Connect(b.Context(), shm.Epoch{
-		Job: "job", Epoch: 7, Rank: 0, Hosts: []string{"host", "host"}, Cards: [][]byte{e.Card(), card}, Under: mesh,
+		Job: "job", Epoch: 7, Rank: 0, Hosts: []string{"host", "host"}, Cards: [][]byte{e.Card(), card}, Under: mesh, Agree: s.Agree,
 	})
 	if err != nil {
 		b.Fatal(err)

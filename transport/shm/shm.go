@@ -266,8 +266,10 @@ type Epoch struct {
 	// Reserve is how many bytes this rank will Share for which lanes. They are had before the ranks agree, so that a rank
 	// without so much memory is a reason not to share any.
 	Reserve map[transport.Lane]int64
-	// Under reaches all ranks. It is the new mesh's from now on, and is closed with it, or if Connect fails. Its lane
-	// 2^32-1 is used by Connect alone.
+	// Agree has the ranks of this host try to connect, and returns at each of them which failed, and how (rendezvous.Session.Agree). It
+	// ends ctx of the others' try when a rank fails. It is not called at a rank that is alone on its host.
+	Agree func(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error)
+	// Under reaches all ranks. It is the new mesh's from now on, and is closed with it, or if Connect fails.
 	Under transport.Mesh
 }
 
@@ -281,7 +283,7 @@ func (ep *Epoch) validate() error {
 	return nil
 }
 
-// Connect forms the epoch. It returns when all ranks that could share memory with a peer have agreed on who does, or
+// Connect forms the epoch. It returns when the ranks of this host have agreed on whether they share memory, or
 // ctx has ended, which is an error. That memory cannot be shared is none: the mesh then has a Group of one, and Why.
 //
 // The mesh is a transport.Poller if and only if all ranks share memory.
@@ -315,21 +317,16 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	if d, bad := doomed[ep.Hosts[ep.Rank]]; bad {
 		m.why, m.unable = d.why, d.ranks
 	}
-	// Ranks that are alone, or cannot share for a reason that everybody sees, have nothing to agree on.
-	var partners []topo.Rank
-	count := make(map[string]int)
-	for _, h := range ep.Hosts {
-		count[h]++
-	}
+	var group []topo.Rank
 	for r, h := range ep.Hosts {
-		if _, bad := doomed[h]; !bad && count[h] > 1 {
-			partners = append(partners, topo.Rank(r))
+		if h == ep.Hosts[ep.Rank] {
+			group = append(group, topo.Rank(r))
 		}
 	}
-	if !slices.Contains(partners, ep.Rank) {
-		return m, nil
+	if m.why != "" || len(group) == 1 {
+		return m, nil // there is nothing to agree on
 	}
-	return m, m.form(ctx, e, ep, cards, partners)
+	return m, m.form(ctx, e, ep, cards, group)
 }
 
 // doom is why the ranks of a host cannot share memory, and because of which of them.

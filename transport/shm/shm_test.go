@@ -12,6 +12,8 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 	"github.com/gohvd/gohvd/transport/mem"
@@ -60,6 +62,7 @@ type job struct {
 	endpoints []*shm.Endpoint
 	cards     [][]byte
 	under     []transport.Mesh
+	sessions  []*rendezvous.Session         // by which the ranks agree
 	epoch     func(rank int, ep *shm.Epoch) // changes what a rank is given, if not nil
 	after     func() error                  // is called when Connect has returned at all ranks, if not nil
 }
@@ -88,7 +91,39 @@ func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...stri
 		j.endpoints = append(j.endpoints, e)
 		j.cards = append(j.cards, e.Card())
 	}
+	j.sessions = meet(tb, hosts)
 	return j
+}
+
+// meet has ranks on the given hosts check in. Their sessions end with the test, or earlier.
+func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
+	tb.Helper()
+	kv := store.NewHashStore(store.Limits{})
+	sessions, errs := make([]*rendezvous.Session, len(hosts)), make([]error, len(hosts))
+	var wg sync.WaitGroup
+	for r, host := range hosts {
+		wg.Go(func() {
+			sessions[r], errs[r] = rendezvous.Join(tb.Context(), rendezvous.JoinConfig{
+				Store: kv, Job: "job", Rank: topo.Rank(r), Size: len(hosts), Self: rendezvous.Record{HostID: host},
+			})
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		tb.Fatal(err)
+	}
+	if err := kv.Close(); err != nil {
+		tb.Error(err)
+	}
+	tb.Cleanup(func() { leave(sessions) })
+	return sessions
+}
+
+// leave ends sessions, as often as it is called. Their errors are those of the connections between them.
+func leave(sessions []*rendezvous.Session) {
+	for _, s := range sessions {
+		_ = s.Close()
+	}
 }
 
 // connect calls Connect of all ranks at once.
@@ -100,7 +135,7 @@ func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 			continue
 		}
 		wg.Go(func() {
-			ep := shm.Epoch{Job: "job", Epoch: 1, Rank: topo.Rank(r), Hosts: j.hosts, Cards: j.cards, Under: j.under[r]}
+			ep := shm.Epoch{Job: "job", Epoch: 1, Rank: topo.Rank(r), Hosts: j.hosts, Cards: j.cards, Under: j.under[r], Agree: j.sessions[r].Agree}
 			if j.epoch != nil {
 				j.epoch(r, &ep)
 			}
@@ -108,6 +143,7 @@ func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 		})
 	}
 	wg.Wait()
+	leave(j.sessions)
 	if j.after != nil {
 		errs = append(errs, j.after())
 	}

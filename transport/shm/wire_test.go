@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"maps"
 	"net"
 	"path/filepath"
 	"strings"
@@ -88,40 +87,6 @@ func FuzzMessage(f *testing.F) {
 		}
 		if again := m.encode(); !bytes.Equal(again, b) || len(m.fds) != numFDs[m.kind] {
 			t.Errorf("got %x with %d descriptors, want %x with %d", again, len(m.fds), b, fds)
-		}
-	})
-}
-
-func TestFailures(t *testing.T) {
-	for _, f := range []failures{{}, {0: "x"}, {3: strings.Repeat("y", maxTextBytes), 0: "x", 9: "z"}} {
-		b := encodeFailures(f)
-		got, err := decodeFailures(b, 10)
-		if err != nil || !maps.Equal(got, f) {
-			t.Errorf("got %v, %v, want %v", got, err, f)
-		}
-		if len(b) > maxVerdictBytes(10) {
-			t.Errorf("got %d bytes, want at most %d", len(b), maxVerdictBytes(10))
-		}
-		for n := range b {
-			if got, err := decodeFailures(b[:n], 10); err == nil {
-				t.Errorf("%d of %d bytes: got %v", n, len(b), got)
-			}
-		}
-	}
-	if got, err := decodeFailures(encodeFailures(failures{3: "x"}), 3); err == nil {
-		t.Errorf("a rank that does not exist: got %v", got)
-	}
-}
-
-func FuzzFailures(f *testing.F) {
-	f.Add(encodeFailures(failures{1: "a", 2: "b"}))
-	f.Fuzz(func(t *testing.T, b []byte) {
-		got, err := decodeFailures(b, 100)
-		if err != nil {
-			return
-		}
-		if again := encodeFailures(got); !bytes.Equal(again, b) {
-			t.Errorf("got %x, want %x", again, b)
 		}
 	})
 }
@@ -210,15 +175,3 @@ func TestHandshake(t *testing.T) {
 }
 
 var errAny = errors.New("some error")
-
-func FuzzReport(f *testing.F) {
-	f.Add(frame(reportFrame, nil))
-	f.Add(frame(complaintFrame, []byte("why")))
-	f.Add(frame(verdictFrame, encodeFailures(failures{1: "x"})))
-	f.Fuzz(func(t *testing.T, b []byte) {
-		kind, body, err := readFrame(bytes.NewReader(b), maxTextBytes)
-		if err == nil && !bytes.HasPrefix(b, frame(kind, body)) {
-			t.Errorf("%x was read as kind %d with %x", b, kind, body)
-		}
-	})
-}
