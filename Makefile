@@ -83,7 +83,7 @@ bench: ## all benchmarks (BENCH=regexp chooses)
 
 .PHONY: bench-peers
 bench-peers: ## ours and other libraries in turn, most of an hour; writes docs/benchmarks.md
-	scripts/bench-peers.sh
+	bench/compare.sh
 
 .PHONY: format
 format: ## fail if gofmt would change something

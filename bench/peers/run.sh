@@ -22,7 +22,7 @@ fi
 
 scratch=$(mktemp -d -t gohvd-peers.XXXXXX)
 trap 'rm -rf "$scratch"' EXIT
-export BENCH_NP=$np BENCH_PEER=$name BENCH_SHAPES=$here/../../internal/bench/shapes BENCH_STORE=$scratch
+export BENCH_NP=$np BENCH_PEER=$name BENCH_SHAPES=$here/../../cmd/hvdbench/shapes BENCH_STORE=$scratch
 export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 
 older() { # TARGET SOURCE...: TARGET is missing, or older than a source

@@ -24,7 +24,7 @@ import gohvd.torch as hvd
 STEPS = 8
 BUCKET_BYTES = 25 << 20
 # name, count, shape, as hvdbench --workload resnet50 has them
-SHAPES = pathlib.Path(__file__).parent.parent.parent / "internal" / "bench" / "shapes" / "resnet50.txt"
+SHAPES = pathlib.Path(__file__).parent.parent.parent / "cmd" / "hvdbench" / "shapes" / "resnet50.txt"
 
 
 def sizes():

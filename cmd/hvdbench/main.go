@@ -24,15 +24,13 @@ const (
 )
 
 func main() {
-	os.Exit(run(os.Args[1:], os.Environ(), os.Stdout, os.Stderr))
+	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
 }
 
-// usageError is one of the user's making.
+// usageError is an error in the command line.
 type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
-
-func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
 
 // interruptError says by which signal the benchmark was ended.
 type interruptError struct{ signal unix.Signal }
@@ -64,10 +62,13 @@ func interruptible(ctx context.Context) (context.Context, func()) {
 }
 
 // run is main without the process: it returns the exit status.
-func run(args, env []string, stdout, stderr io.Writer) int {
-	b := &bencher{env: env, stdout: stdout, stderr: stderr}
-	cmd := b.command()
+func run(args []string, stdout, stderr io.Writer) int {
+	cmd := newCommand(func(ctx context.Context, o options) error {
+		return measure(ctx, o, place{}, streams{stdout, stderr})
+	})
 	cmd.SetArgs(args)
+	cmd.SetOut(stdout)
+	cmd.SetErr(stderr)
 	ctx, stop := interruptible(context.Background())
 	defer stop()
 	err := cmd.ExecuteContext(ctx)

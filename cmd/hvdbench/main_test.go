@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -16,7 +17,7 @@ import (
 
 	"go.uber.org/goleak"
 
-	"github.com/gohvd/gohvd/internal/bench"
+	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -27,7 +28,7 @@ var hvdrunPath string
 // The test binary is hvdbench, if its first argument says so.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "hvdbench" {
-		status := run(os.Args[2:], os.Environ(), os.Stdout, os.Stderr)
+		status := run(os.Args[2:], os.Stdout, os.Stderr)
 		if err := goleak.Find(goleak.IgnoreTopFunction("os/signal.loop")); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			status = 99
@@ -42,6 +43,14 @@ func TestMain(m *testing.M) {
 		}
 		defer os.RemoveAll(dir)
 		hvdrunPath = filepath.Join(dir, "hvdrun")
+		self, err := os.Executable()
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, "hvdbench"), []byte("#!/bin/sh\nexec '"+self+"' hvdbench \"$@\"\n"), 0o777)
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
 		if out, err := exec.Command("go", "build", "-o", hvdrunPath, "github.com/gohvd/gohvd/cmd/hvdrun").CombinedOutput(); err != nil {
 			fmt.Fprintf(os.Stderr, "building hvdrun: %v\n%s", err, out)
 			return 1
@@ -99,14 +108,14 @@ func status(t *testing.T, cmd *exec.Cmd) int {
 }
 
 // parse gives the options of a command line.
-func parse(args ...string) (bench.Options, error) {
-	b := &bencher{stdout: new(bytes.Buffer), stderr: new(bytes.Buffer)}
-	f := b.command().Flags()
-	if err := f.Parse(args); err != nil {
-		return b.options, err
-	}
-	err := b.complete(f, f.Args())
-	return b.options, err
+func parse(args ...string) (got options, err error) {
+	cmd := newCommand(func(_ context.Context, o options) error {
+		got = o
+		return nil
+	})
+	cmd.SetArgs(args)
+	err = cmd.Execute()
+	return got, err
 }
 
 func TestFlags(t *testing.T) {
@@ -114,14 +123,14 @@ func TestFlags(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if o.Collective != "allgather" || o.MinBytes != 8 || o.MaxBytes != 128<<20 || o.StepFactor != 2 || o.Iters != 5 || o.Warmup != 3 || o.Checks != 0 ||
-		!slices.Equal(o.Types, []tensor.DType{tensor.Float16, tensor.Int8}) || !slices.Equal(o.Ops, []tensor.ReduceOp{tensor.Max}) || o.Roots != nil ||
-		o.Average != bench.OfMax || !o.Raw || !o.Touch || o.Arena || !slices.Equal(o.Placements, []bool{false, true}) {
+	if o.kind != message.Allgather || o.minBytes != 8 || o.maxBytes != 128<<20 || o.stepFactor != 2 || o.iters != 5 || o.warmup != 3 || o.checks != 0 ||
+		!slices.Equal(o.types, []tensor.DType{tensor.Float16, tensor.Int8}) || !slices.Equal(o.ops, []tensor.ReduceOp{tensor.Max}) || o.roots != nil ||
+		o.average != ofMax || !o.raw || !o.touch || o.arena || !slices.Equal(o.placements, []bool{false, true}) {
 		t.Errorf("got %+v", o)
 	}
 	o, err = parse()
-	if err != nil || o.Collective != "allreduce" || o.MinBytes != 32<<20 || o.MaxBytes != 32<<20 || o.Iters != 20 || o.Warmup != 1 || o.Checks != 1 ||
-		o.Average != bench.ByKind || !slices.Equal(o.Roots, []int{0}) || !slices.Equal(o.Modes, []string{"async"}) || o.Format != "nccl" {
+	if err != nil || o.kind != message.Allreduce || o.minBytes != 32<<20 || o.maxBytes != 32<<20 || o.iters != 20 || o.warmup != 1 || o.checks != 1 ||
+		o.average != byKind || !slices.Equal(o.roots, []int{0}) || !slices.Equal(o.modes, []stepMode{asynchronous}) || o.format != "nccl" {
 		t.Errorf("without flags: %+v and error %v", o, err)
 	}
 	for _, c := range []struct {
@@ -133,14 +142,14 @@ func TestFlags(t *testing.T) {
 		{[]string{"-b", "1K", "-f", "4"}, 1 << 10, 32 << 20},
 		{[]string{"--maxbytes=1K"}, 1 << 10, 1 << 10},
 	} {
-		if o, err = parse(c.args...); err != nil || o.MinBytes != c.min || o.MaxBytes != c.max {
-			t.Errorf("%q: %d to %d and error %v, want %d to %d", c.args, o.MinBytes, o.MaxBytes, err, c.min, c.max)
+		if o, err = parse(c.args...); err != nil || o.minBytes != c.min || o.maxBytes != c.max {
+			t.Errorf("%q: %d to %d and error %v, want %d to %d", c.args, o.minBytes, o.maxBytes, err, c.min, c.max)
 		}
 	}
-	if o, err = parse("--warmup_iters", "7", "--in_place=false"); err != nil || o.Warmup != 7 || !slices.Equal(o.Placements, []bool{false}) {
+	if o, err = parse("--warmup_iters", "7", "--in_place=false"); err != nil || o.warmup != 7 || !slices.Equal(o.placements, []bool{false}) {
 		t.Errorf("nccl-tests' spelling: %+v and error %v", o, err)
 	}
-	if o, err = parse("--many", "1000:256", "--mode", "grouped,async"); err != nil || o.Many != (bench.Many{Count: 1000, Bytes: 256}) || len(o.Modes) != 2 {
+	if o, err = parse("--many", "1000:256", "--mode", "grouped,async"); err != nil || o.many != (many{count: 1000, bytes: 256}) || len(o.modes) != 2 {
 		t.Errorf("many: %+v and error %v", o, err)
 	}
 	for _, args := range [][]string{
@@ -158,11 +167,10 @@ func TestFlags(t *testing.T) {
 
 func TestWrongUsage(t *testing.T) {
 	for _, args := range [][]string{
-		{"--no-such-flag"}, {"-z", "0"}, {"gather"}, {"barrier", "allreduce"}, {"--peers", "--variants", "fast"}, {"plot"}, {"plot", "x.csv"}, {"barrier", "--plot", "x.svg"}, {"--workload", "gpt2", "--negotiation", "9", "--raw"},
-		{"plot", "x.csv", "-o", "y", "--metric", "z"}, {"report"},
+		{"--no-such-flag"}, {"-z", "0"}, {"gather"}, {"barrier", "allreduce"}, {"--workload", "gpt2", "--negotiation", "9", "--raw"},
 	} {
 		var stdout, stderr bytes.Buffer
-		if got := run(args, nil, &stdout, &stderr); got != statusUsage || !strings.Contains(stderr.String(), "hvdbench --help") || stdout.Len() > 0 {
+		if got := run(args, &stdout, &stderr); got != statusUsage || !strings.Contains(stderr.String(), "hvdbench --help") || stdout.Len() > 0 {
 			t.Errorf("%q: status %d, stdout %q, stderr %q; want status 2 and a hint", args, got, stdout.String(), stderr.String())
 		}
 	}
@@ -173,13 +181,13 @@ func TestHelpAndCompletion(t *testing.T) {
 		args []string
 		want []string
 	}{
-		{[]string{"--help"}, []string{"-b, --minbytes SIZE", "#wrong", "hvdbench plot a.csv", "completion", "--workload FILE", "into FILE, as SVG\n"}},
+		{[]string{"--help"}, []string{"-b, --minbytes SIZE", "#wrong", "bench/plot.py a.csv", "--workload FILE"}},
 		{[]string{"__complete", "allg"}, []string{"allgather\n"}},
-		{[]string{"__complete", "--format", ""}, []string{"nccl\nosu\ncsv\njson\n"}},
+		{[]string{"__complete", "--format", ""}, []string{"nccl\ncsv\n"}},
 		{[]string{"completion", "bash"}, []string{"__start_hvdbench"}},
 	} {
 		var stdout, stderr bytes.Buffer
-		if got := run(c.args, nil, &stdout, &stderr); got != 0 {
+		if got := run(c.args, &stdout, &stderr); got != 0 {
 			t.Errorf("%q: status %d: %s", c.args, got, stderr.String())
 		}
 		for _, want := range c.want {
@@ -190,11 +198,8 @@ func TestHelpAndCompletion(t *testing.T) {
 	}
 }
 
-// The whole way: measure under hvdrun, draw the result.
 func TestTwoProcesses(t *testing.T) {
-	dir := t.TempDir()
-	drawn, again := filepath.Join(dir, "a.svg"), filepath.Join(dir, "b.svg")
-	cmd, stdout, stderr := start(t, 2, nil, "-b", "64", "-e", "4K", "-f", "8", "-n", "5", "--format", "csv", "--plot", drawn, "--memory", "--cpu", "--progress")
+	cmd, stdout, stderr := start(t, 2, nil, "-b", "64", "-e", "4K", "-f", "8", "-n", "5", "--format", "csv", "--memory", "--cpu")
 	if s := status(t, cmd); s != 0 {
 		t.Fatalf("status %d\n%s", s, stderr)
 	}
@@ -203,25 +208,36 @@ func TestTwoProcesses(t *testing.T) {
 			t.Errorf("no %q in\n%s", want, stdout)
 		}
 	}
-	if !strings.Contains(stderr.String(), "hvdbench: allreduce, 4K, float sum, in-place") {
-		t.Errorf("no progress in\n%s", stderr)
-	}
-	file := filepath.Join(dir, "a.csv")
-	if err := os.WriteFile(file, stdout.Bytes(), 0o666); err != nil {
-		t.Fatal(err)
-	}
-	var out, errs bytes.Buffer
-	if s := run([]string{"plot", file, "-o", again}, nil, &out, &errs); s != 0 {
-		t.Fatalf("status %d: %s", s, errs.String())
-	}
-	for _, f := range []string{drawn, again} {
-		if svg, err := os.ReadFile(f); err != nil || !bytes.Contains(svg, []byte("out-of-place")) || !bytes.HasSuffix(svg, []byte("</svg>\n")) {
-			t.Errorf("%s: error %v and\n%s", f, err, svg)
+}
+
+// script runs one of the scripts in bench with the first interpreter on the path. They need only the standard library.
+func script(t *testing.T, env []string, args ...string) (stdout string, err error) {
+	t.Helper()
+	if _, err := exec.LookPath("python3"); err != nil {
+		if os.Getenv("CI") != "" {
+			t.Fatal(err)
 		}
+		t.Skip(err)
+	}
+	cmd := exec.CommandContext(t.Context(), "python3", args...)
+	cmd.Dir = "../../bench"
+	cmd.Env = append(os.Environ(), append(env, "HVD_PROGRAMS="+filepath.Dir(hvdrunPath))...)
+	var out, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &stderr
+	if err = cmd.Run(); err != nil {
+		err = fmt.Errorf("%q: %w\n%s", args, err, &stderr)
+	}
+	return out.String(), err
+}
+
+func TestScripts(t *testing.T) {
+	if _, err := script(t, nil, "test_scripts.py"); err != nil {
+		t.Error(err)
 	}
 }
 
-func TestPeers(t *testing.T) {
+// bench/peers/ours.py measures what the programs for the other libraries do, and bench/report.py reads its rows.
+func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 	dir := t.TempDir()
 	for _, name := range []string{"resnet50", "gpt2"} {
 		if err := os.WriteFile(filepath.Join(dir, name+".txt"), []byte("a 100 10x10\nb 7 7\n"), 0o666); err != nil {
@@ -229,43 +245,44 @@ func TestPeers(t *testing.T) {
 		}
 	}
 	env := []string{
-		"BENCH_NP=2", "BENCH_PEER=mine", "BENCH_SHAPES=" + dir, "BENCH_OPS=barrier,allreduce,resnet50,gpt2", "BENCH_MAX_BYTES=64",
+		"BENCH_NP=2", "BENCH_PEER=ours", "BENCH_SHAPES=" + dir, "BENCH_OPS=barrier,allreduce,gpt2", "BENCH_MAX_BYTES=64", "BENCH_VARIANTS=slices,arena-raw",
 		"BENCH_SMALL_S=0.001", "BENCH_LARGE_S=0.001", "BENCH_HARD_S=0.001",
 	}
-	cmd, stdout, stderr := start(t, 2, env, "--peers")
-	if s := status(t, cmd); s != 0 {
-		t.Fatalf("status %d\n%s", s, stderr)
+	rows, err := script(t, env, "peers/ours.py")
+	if err != nil {
+		t.Fatal(err)
 	}
 	var got []string
-	for l := range strings.Lines(stdout.String()) {
-		f := strings.Split(l, ",")
-		switch {
-		case strings.HasPrefix(l, "# extra,mine"):
-		case len(f) == 9:
-			got = append(got, strings.Join(f[:4], ","))
-		default:
-			t.Errorf("unknown line %q", l)
+	for l := range strings.Lines(rows) {
+		if f := strings.Split(l, ","); len(f) == 9 {
+			l = strings.Join(f[:4], ",")
 		}
+		got = append(got, l)
 	}
-	var want []string
-	for _, peer := range []string{"mine", "mine-arena", "mine-raw", "mine-arena-raw"} {
-		for _, c := range []string{
-			"barrier,2,0", "allreduce,2,4", "allreduce,2,64", "resnet50_pertensor,2,428", "resnet50_async,2,428", "resnet50_bucket25,2,428",
-			"gpt2_pertensor,2,428", "gpt2_async,2,428", "gpt2_bucket25,2,428",
-		} {
-			raw, arena := strings.Contains(peer, "raw"), strings.Contains(peer, "arena")
-			if raw && strings.Contains(c, "bucket25") || arena && strings.Contains(c, "barrier") {
-				continue
-			}
-			want = append(want, peer+","+c)
-		}
+	want := []string{
+		"ours,barrier,2,0", "ours,allreduce,2,4", "ours,allreduce,2,64", "ours,gpt2_pertensor,2,428", "ours,gpt2_async,2,428", "ours,gpt2_bucket25,2,428",
+		"ours-arena-raw,allreduce,2,4", "ours-arena-raw,allreduce,2,64", "ours-arena-raw,gpt2_pertensor,2,428", "ours-arena-raw,gpt2_async,2,428",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("got rows\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 	}
-	cmd, _, stderr = start(t, 2, slices.Concat(env, []string{"BENCH_NP=3"}), "--peers")
-	if s := status(t, cmd); s != 1 || !strings.Contains(stderr.String(), "BENCH_NP is 3, but the job has 2 ranks") {
-		t.Errorf("status %d\n%s", s, stderr)
+	for name, text := range map[string]string{"ours": rows, "ompi": strings.ReplaceAll(rows, "ours", "ompi")} {
+		if err := os.WriteFile(filepath.Join(dir, name+"-np2-round1.csv"), []byte(text), 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := script(t, nil, "report.py", dir, "-o", filepath.Join(dir, "page.md")); err != nil {
+		t.Fatal(err)
+	}
+	page, err := os.ReadFile(filepath.Join(dir, "page.md"))
+	if want := " ompi | **1.00** (1.00–1.00) |"; err != nil || !strings.Contains(string(page), want) {
+		t.Errorf("error %v, and no %q in\n%s", err, want, page)
+	}
+	if _, err := script(t, append(env, "BENCH_OPS=alltoall"), "peers/ours.py"); err == nil || !strings.Contains(err.Error(), "BENCH_OPS has alltoall") {
+		t.Errorf("an operation that is not in the matrix: error %v", err)
+	}
+	if _, err := script(t, append(env, "BENCH_SHAPES=/nowhere"), "peers/ours.py"); err == nil || !strings.Contains(err.Error(), "/nowhere/gpt2.txt") {
+		t.Errorf("no shapes: error %v", err)
 	}
 }
 
@@ -273,14 +290,14 @@ func TestPeers(t *testing.T) {
 func TestSignals(t *testing.T) {
 	for _, np := range []int{0, 2} {
 		for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
-			cmd, stdout, stderr := prepare(t, np, nil, "-b", "4", "-e", "8", "-f", "2", "-n", "100000000", "-w", "0", "-c", "0", "--out-of-place=false", "--progress")
+			cmd, stdout, stderr := prepare(t, np, nil, "-b", "4", "-e", "8", "-f", "2", "-n", "100000000", "-w", "0", "-c", "0", "--out-of-place=false")
 			measuring := make(chan struct{})
 			once := sync.OnceFunc(func() { close(measuring) })
-			cmd.Stderr = writerFunc(func(p []byte) (int, error) {
-				if bytes.Contains(p, []byte("in-place")) {
+			cmd.Stdout = writerFunc(func(p []byte) (int, error) {
+				if bytes.Contains(p, []byte("# hvdbench: allreduce")) {
 					once()
 				}
-				return stderr.Write(p)
+				return stdout.Write(p)
 			})
 			launch(t, cmd)
 			select {

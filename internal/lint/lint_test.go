@@ -79,7 +79,7 @@ var floors = [][]string{
 	{"internal/engine", "internal/session"},
 	{"internal/observe"},
 	{"hvd", "internal/launch", "internal/testcluster"},
-	{"internal/bench", "internal/sidecar"},
+	{"internal/sidecar"},
 	{"internal/doctor"},
 	{"cmd/hvdrun", "cmd/hvdd", "cmd/hvdbench", "examples/digits", "internal/e2e", "internal/pythontest", "internal/conformance"},
 }
@@ -177,9 +177,6 @@ func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
 			continue
 		case "internal/launch", "cmd/hvdrun":
 			// A launcher passes its environment on to the ranks; it reads no setting from it.
-			continue
-		case "cmd/hvdbench":
-			// Its variables are those of the benchmarks of the peers, not settings.
 			continue
 		case "internal/testhosts", "internal/testtorch", "internal/testprom":
 			// Whether a test may be skipped is CI's to say.

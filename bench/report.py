@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Writes the page that compares this library with others, from a folder that bench/compare.sh has filled."""
+
+import argparse
+import os
+import re
+import statistics
+import sys
+from collections import defaultdict
+
+import plot
+
+MPI = ["ompi", "ompi-spin", "mpich"]  # what the ratios of collectives are relative to; Open MPI runs yielding and spinning
+PEERS = ["ompi", "ompi-spin", "ompi-tcp", "mpich", "gloo", "torch", "horovod"]  # the order of the columns
+COLLECTIVES = ["allreduce", "allgather", "broadcast", "barrier"]
+WORKLOADS = ["resnet50", "gpt2"]
+MODES = ["pertensor", "async", "grouped", "bucket25"]
+
+INTRODUCTION = """# Benchmarks
+
+This library beside others, on one machine, in one session. `make bench-peers` measures and writes this page; the
+programs and their rules are in [bench/peers](../bench/peers/README.md). Everything is float32 sums of CPU memory, in
+place, by ranks of one host.
+"""
+
+LEGEND = """
+`ours` is package hvd on ordinary Go slices: names, negotiation, cache and fusion included. `-arena` has its tensors in the
+shared arena, and `-raw` is the backend alone. `ompi` yields when idle, `ompi-spin` spins on a core of its own; `gloo` is the
+best of its algorithms at each size.
+
+## Ratios
+
+Time relative to others: below 1 is faster. In each round our median is divided by the best of the others' medians of
+that round; a cell has the median of these ratios and, in parentheses, the least and the greatest.
+"""
+
+
+class Comparison:
+    """The medians in microseconds, times[op, ranks, bytes][peer][round]."""
+
+    def __init__(self, folder):
+        self.times = defaultdict(lambda: defaultdict(dict))
+        self.failed = []
+        rounds = set()
+        for name in sorted(os.listdir(folder)):
+            match = re.fullmatch(r".+-np\d+-round(\d+)\.csv", name)
+            if not match:
+                continue
+            number = int(match[1])
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                lines = file.readlines()
+            self.failed += [f"round {number}: {line.removeprefix('# FAILED,').strip()}" for line in lines if line.startswith("# FAILED,")]
+            for row in plot.read_results(name, lines):
+                rounds.add(number)
+                # Gloo's algorithms are one peer, which has the best of their times: its users may choose.
+                peer = "gloo" if row["peer"].startswith("gloo-") else row["peer"]
+                of = self.times[row["collective"], row["ranks"], row["bytes"]][peer]
+                of[number] = min(row["p50_us"], of.get(number, row["p50_us"]))
+        if not rounds:
+            raise plot.InputError(f"{folder} has no results: no rows in files named PEER-npN-roundR.csv")
+        self.rounds = len(rounds)
+        self.ranks = sorted({ranks for _, ranks, _ in self.times})
+
+    def peers(self, ranks):
+        """Returns the names of ours, and those of the others, that have a time at so many ranks."""
+        seen = {peer for case, by_peer in self.times.items() if case[1] == ranks for peer in by_peer}
+        own = sorted(peer for peer in seen if peer.split("-")[0] == "ours")
+        return own, [peer for peer in PEERS if peer in seen] + sorted(seen - set(own) - set(PEERS))
+
+    def cases(self, op, ranks):
+        return sorted(case for case in self.times if case[:2] == (op, ranks))
+
+    def steps(self, workload, ranks):
+        return [case for mode in MODES for case in self.cases(f"{workload}_{mode}", ranks)]
+
+    def best(self, cases, peers):
+        """Returns the least time of the peers in any of the cases by round, and the peer that has it most often."""
+        times, winner = {}, {}
+        for case in cases:
+            for peer in peers:
+                for number, us in self.times[case].get(peer, {}).items():
+                    if us < times.get(number, float("inf")):
+                        times[number], winner[number] = us, peer
+        wins = list(winner.values())
+        return times, max(peers, key=wins.count) if wins else ""
+
+    def ratio_rows(self, cases, against, scale, own):
+        """Yields rows of cells. Those of a workload are relative to the best of the others in its best mode."""
+        for case in cases:
+            base, who = self.best(cases if scale == 1000 else [case], against)
+            cells = []
+            for peer in own:
+                times = self.times[case].get(peer, {})
+                ratios = [times[number] / base[number] for number in times if number in base]
+                cells.append("–" if not ratios else f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}–{max(ratios):.2f})"
+                             + (f" of {len(ratios)}" if len(ratios) < self.rounds else ""))
+            if base and any(cell != "–" for cell in cells):
+                yield [name_of(case), f"{digits(statistics.median(base.values()) / scale)} {who}", *cells]
+
+    def ratios(self, ranks):
+        own, others = self.peers(ranks)
+        against = [peer for peer in others if peer in MPI]
+        if not own or not others:
+            return
+        if against:
+            cases = [case for op in COLLECTIVES for case in self.cases(op, ranks)]
+            rows = [row for case in cases for row in self.ratio_rows([case], against, 1, own)]
+            yield from table(f"{ranks} ranks: collectives, relative to the best of Open MPI and MPICH", ["case", "best, µs", *own], rows)
+        rows = [row for workload in WORKLOADS for row in self.ratio_rows(self.steps(workload, ranks), others, 1000, own)]
+        if rows:
+            yield from table(f"{ranks} ranks: training steps, relative to the best of all others in its best mode", ["case", "best, ms", *own], rows)
+
+    def all_times(self, ranks):
+        own, others = self.peers(ranks)
+        cases = [(case, 1) for op in COLLECTIVES for case in self.cases(op, ranks)]
+        cases += [(case, 1000) for workload in WORKLOADS for case in self.steps(workload, ranks)]
+        rows = []
+        for case, scale in cases:
+            by_peer = self.times[case]
+            rows.append([name_of(case), *(digits(statistics.median(by_peer[peer].values()) / scale) if peer in by_peer else "–" for peer in own + others)])
+        yield from table(f"{ranks} ranks", ["case", *own, *others], rows)
+
+    def chart(self):
+        """Draws allreduce at the least number of ranks."""
+        ranks = self.ranks[0]
+        own, others = self.peers(ranks)
+        series = []
+        for peer in own + others:
+            points = [(case[2], case[2] / statistics.median(self.times[case][peer].values()) / 1000 * 2 * (ranks - 1) / ranks)
+                      for case in self.cases("allreduce", ranks) if peer in self.times[case]]
+            if points:
+                series.append((peer, points))
+        if not series:
+            raise plot.InputError(f"there is no allreduce at {ranks} ranks to draw")
+        return plot.draw(f"allreduce, float32 sum, {ranks} ranks on one host", "bus bandwidth in GB/s", False, series)
+
+
+def name_of(case):
+    op, _, size = case
+    if not size:
+        return op
+    if op.split("_")[0] in WORKLOADS:
+        return op.replace("_", " ")
+    return f"{op} {plot.size_label(size)}"
+
+
+def digits(value):
+    """Three digits, as many as are significant."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def table(title, head, rows):
+    yield f"\n### {title}\n\n"
+    yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n"
+    yield from (f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def read_if_there(folder, name):
+    try:
+        with open(os.path.join(folder, name), encoding="utf-8") as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def page(folder, comparison, chart):
+    """Returns the page. chart is the path of the drawing."""
+    about = [f"- {line}\n" for line in read_if_there(folder, "about.txt").splitlines()]
+    about.append(f"- Rounds: {comparison.rounds}, in each of which every program ran once, in turn\n")
+    command = read_if_there(folder, "commands.txt")
+    parts = [INTRODUCTION, "\n", *about]
+    if command:
+        parts.append(f"\n```sh\n{command}\n```\n")
+    parts += [f"\n![bus bandwidth of allreduce]({os.path.basename(chart)})\n", LEGEND]
+    for ranks in comparison.ranks:
+        parts += comparison.ratios(ranks)
+    parts.append("\n## Times\n\nThe median of the rounds' medians in µs, and of workloads in ms a step.\n")
+    for ranks in comparison.ranks:
+        parts += comparison.all_times(ranks)
+    if comparison.failed:
+        parts += ["\n## Not finished\n\n", *(f"- {line}\n" for line in comparison.failed)]
+    return "".join(parts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.md", help="the page; its chart is written beside it, as FILE.svg")
+    args = parser.parse_args()
+    comparison = Comparison(args.folder)
+    chart = args.output.removesuffix(".md") + ".svg"
+    for name, text in ((chart, comparison.chart()), (args.output, page(args.folder, comparison, chart))):
+        with open(name, "w", encoding="utf-8") as out:
+            out.write(text)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (plot.InputError, OSError) as err:
+        sys.exit(f"report.py: {err}")

@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Tests of the scripts beside it. cmd/hvdbench runs them with the Go tests."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+import xml.etree.ElementTree
+
+import plot
+import report
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def golden(name):
+    with open(os.path.join(HERE, "testdata", name), encoding="utf-8") as file:
+        return file.read()
+
+
+def run(script, *args):
+    return subprocess.run([sys.executable, os.path.join(HERE, script), *args], capture_output=True, text=True, check=False)
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def write(self, name, text):
+        path = os.path.join(self.folder, name)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+        return path
+
+    def read(self, name):
+        with open(os.path.join(self.folder, name), encoding="utf-8") as file:
+            return file.read()
+
+
+class Plot(Folder):
+    def test_drawing(self):
+        many = [(f"s<{i}", [(4, 0.001), (1 << 10, 3), (256 << 20, i + 1)]) for i in range(40)]  # more than colours and rows beside the plot
+        for logarithmic, series in ((False, many), (False, [("x", [(1024, 7)])]), (True, [("x", [(8, 0.3), (64 << 20, 44000)])]), (True, [("x", [(8, 1)])])):
+            root = xml.etree.ElementTree.fromstring(plot.draw('a < b & "c"', "y", logarithmic, series))
+            self.assertEqual(len(root.findall(f"{SVG}polyline")), len(series))
+            self.assertEqual(len(root.findall(f"{SVG}circle")), sum(len(points) for _, points in series))
+            texts = [e.text for e in root.iter(f"{SVG}text")]
+            self.assertTrue({name for name, _ in series} <= set(texts))
+            for e in root.iter():
+                for attribute, limit in (("cx", plot.WIDTH), ("x1", plot.WIDTH), ("x2", plot.WIDTH), ("cy", plot.HEIGHT), ("y1", float(root.get("height")))):
+                    self.assertTrue(0 <= float(e.get(attribute, 0)) <= limit, (attribute, e.attrib))
+        self.assertEqual(plot.draw("t", "y", False, [("a", [(1 << 10, 1), (1 << 20, 4)]), ("b", [(1 << 10, 2.5)])]), golden("chart.svg"))
+
+    def test_axes(self):
+        x, ticks = plot.size_axis([4, 256 << 20])
+        self.assertEqual((x(4), x(256 << 20)), (plot.LEFT, plot.RIGHT))
+        self.assertEqual([text for _, text in ticks], ["16 B", "256 B", "4 KiB", "64 KiB", "1 MiB", "16 MiB", "256 MiB"])
+        y, ticks = plot.value_axis([0.5, 9], False)
+        self.assertEqual((y(0), y(10)), (plot.BOTTOM, plot.TOP))
+        self.assertEqual([text for _, text in ticks], ["0", "2", "4", "6", "8", "10"])
+
+    def test_the_legend_names_what_differs(self):
+        columns = "collective,path,memory,touch,ranks,bytes,count,type,redop,root,placement,iters,mean_us,p50_us,p99_us,min_us,max_us," \
+                  "least_mean_us,greatest_mean_us,algbw_GBps,busbw_GBps,wrong\n"
+        row = "allreduce,raw,{},false,2,{},1,float32,sum,-1,in-place,20,1,2,3,1,4,1,1,5,6,0\n"
+        ours = self.write("a.csv", columns + row.format("slices", 8) + row.format("arena", 8) + row.format("arena", 64))
+        peers = self.write("b.csv", "# x\nompi,allreduce,2,8,20,1.0,1.0,2.0,3.0\nompi,allreduce,2,8,20,1.0,1.0,2.0,5.0\n"
+                           "ompi,allreduce,4,8,20,1.0,1.0,2.0,3.0\nompi,barrier,2,0,20,1.0,1.0,0,0\n")
+        out = os.path.join(self.folder, "out.svg")
+        done = run("plot.py", ours, peers, "-o", out, "--ranks", "2", "--op", "allreduce")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        titles = [e.text for e in xml.etree.ElementTree.parse(out).getroot().iter(f"{SVG}title")]
+        # The median of 3 and 5 is 4.
+        self.assertEqual(titles, ["allreduce, 2 ranks", "raw slices untouched float32 sum root -1 in-place a: 8 B, 6",
+                                  "raw arena untouched float32 sum root -1 in-place a: 8 B, 6", "raw arena untouched float32 sum root -1 in-place a: 64 B, 6",
+                                  "ompi: 8 B, 4"])
+
+    def test_one_rank_has_no_bus(self):
+        file, out = self.write("a.csv", "x,allreduce,1,8,20,1.0,1.0,2.0,0\n"), os.path.join(self.folder, "out.svg")
+        self.assertEqual(run("plot.py", file, "-o", out).returncode, 0)
+        self.assertIn(">algorithm bandwidth (algbw) in GB/s<", self.read("out.svg"))
+
+    def test_errors_name_file_and_line(self):
+        out = os.path.join(self.folder, "out.svg")
+        for i, (text, want) in enumerate((("a,b\n", "line 1: 2 columns, want 9"), ("#\nompi,allreduce,2,x,1,1,1,1,1\n", "line 2: could not convert"),
+                                          ("ompi,barrier,2,0,20,1.0,1.0,0,0\n", "no result with a size"))):
+            done = run("plot.py", self.write(f"{i}.csv", text), "-o", out)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(want, done.stderr)
+            self.assertFalse(os.path.exists(out))
+
+
+class Report(Folder):
+    def add(self, file, peer, op, size, *times):
+        for number, us in enumerate(times, 1):
+            self.write(f"{file}-np2-round{number}.csv", f"{peer},{op},2,{size},20,{us:.3f},1.0,1.0,1.0\n")
+
+    def test_page(self):
+        self.add("ours", "ours", "allreduce", 1024, 2, 3)
+        self.add("ours", "ours-arena-raw", "allreduce", 1024, 1, 1)
+        self.add("ompi", "ompi", "allreduce", 1024, 4, 10)
+        self.add("ompi-spin", "ompi-spin", "allreduce", 1024, 5, 2)
+        self.add("mpich", "mpich", "allreduce", 1024, 40, 100)
+        self.add("gloo", "gloo-ring", "allreduce", 1024, 0.5, 0.25)  # not what the ratios are about
+        self.add("gloo", "gloo-hd", "allreduce", 1024, 0.125, 8)
+        self.add("ours", "ours", "resnet50_async", 102228128, 10000, 10000)
+        self.add("ompi", "ompi", "resnet50_pertensor", 102228128, 40000, 20000)
+        self.add("ompi", "ompi", "resnet50_async", 102228128, 80000, 80000)
+        self.add("gloo", "gloo-ring", "resnet50_pertensor", 102228128, 30000, 50000)
+        self.add("ours", "ours", "barrier", 0, 1.5)  # only in the first round
+        self.add("ompi", "ompi", "barrier", 0, 1, 1)
+        self.write("mpich-np2-round2.csv", "# FAILED,mpich,2,status 124\n")
+        self.write("about.txt", "Machine: a test\n")
+        self.write("commands.txt", "make bench-peers\n")
+        self.write("limits.csv", "memcpy,64KiB,median=1,best=1,worst=1,GB/s\n")
+        done = run("report.py", self.folder, "-o", os.path.join(self.folder, "chart.md"))
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertEqual(self.read("chart.md"), golden("report.md"))
+        for want in (
+            # Round 1: 2 and 1 of ompi's 4. Round 2: 3 and 1 of ompi-spin's 2.
+            "| allreduce 1 KiB | 3.00 ompi | **1.00** (0.50–1.50) | **0.38** (0.25–0.50) |",
+            # In each round against the best of all others in any mode: 30 ms of gloo, then 20 of ompi.
+            "| resnet50 async | 25.0 ompi | **0.42** (0.33–0.50) | – |",
+            "| barrier | 1.00 ompi | **1.50** (1.50–1.50) of 1 | – |",
+            "- round 2: mpich,2,status 124",
+        ):
+            self.assertIn(want, self.read("chart.md"))
+        svg = xml.etree.ElementTree.fromstring(self.read("chart.svg"))
+        self.assertEqual(len(svg.findall(f"{SVG}polyline")), 6)  # gloo's algorithms are one
+
+    def test_errors(self):
+        with self.assertRaisesRegex(plot.InputError, "no results"):
+            report.Comparison(self.folder)
+        self.write("ompi-np2-round1.csv", "ompi,allreduce\n")
+        with self.assertRaisesRegex(plot.InputError, "ompi-np2-round1.csv, line 1"):
+            report.Comparison(self.folder)
+
+
+if __name__ == "__main__":
+    unittest.main()

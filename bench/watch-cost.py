@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""What watching costs: steps over ResNet-50's gradients with timeline, metrics or flight recorder, against steps with none.
+
+    bench/watch-cost.py [ROUNDS [ITERATIONS [RANKS]]]
+
+In each round hvdbench runs once in each way, in random order. Printed are, for each way, the median of the rounds' ratios to the
+round's run without, and the 95 % interval of their mean (Student's t on logarithms). The time of a run is the median of its
+steps, each a job of its own; metrics are read from all ranks twice a second.
+"""
+
+import csv
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+
+NONE = {"HVD_FLIGHT_RECORDER": "0"}
+WAYS = {
+    "none": NONE,
+    "none again": NONE,
+    "timeline": NONE | {"HOROVOD_TIMELINE": "t.json"},
+    "metrics": NONE,
+    "flight recorder": {},
+}
+PORT = 19100
+
+
+def scrape(ended):
+    """Reads all ranks' metrics twice a second until ended, and returns how often that worked."""
+    times = 0
+    while not ended.wait(0.5):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=2) as response:
+                times += len(response.read()) > 0
+        except OSError:
+            pass  # the job begins, or ends
+    return times
+
+
+def run(way, programs, iterations, ranks):
+    with tempfile.TemporaryDirectory() as folder:
+        command = [os.path.join(programs, "hvdrun"), "-np", str(ranks), "--tag-output=false"]
+        if way == "metrics":
+            command += ["--metrics-addr", f"127.0.0.1:{PORT}"]
+        command += [os.path.join(programs, "hvdbench"), "--workload", "resnet50", "-n", str(iterations), "-w", "10", "--format", "csv"]
+        ended, scraped = threading.Event(), []
+        scraper = threading.Thread(target=lambda: scraped.append(scrape(ended)))
+        if way == "metrics":
+            scraper.start()
+        try:
+            out = subprocess.run(command, cwd=folder, env=os.environ | WAYS[way], check=True, capture_output=True, timeout=300).stdout
+        finally:
+            ended.set()
+            if way == "metrics":
+                scraper.join()
+        if way == "metrics" and not scraped[0]:
+            sys.exit("watch-cost: the metrics could not be read")
+        if way == "timeline" and len(os.listdir(folder)) != ranks:
+            sys.exit(f"watch-cost: the timelines are {os.listdir(folder)}")
+        rows = csv.DictReader(line for line in out.decode().splitlines() if not line.startswith("#"))
+        return float(next(rows)["p50_us"])
+
+
+def t_quantile(df):
+    """The 97.5 % quantile of Student's t (Cornish and Fisher's expansion)."""
+    z = 1.959964
+    return z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+
+
+def main():
+    rounds, iterations, ranks = (int(a) for a in (sys.argv[1:] + ["30", "60", "2"][len(sys.argv) - 1:]))
+    with tempfile.TemporaryDirectory() as programs:
+        root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+        subprocess.run(["go", "build", "-o", programs + "/", "./cmd/hvdrun", "./cmd/hvdbench"], cwd=root, check=True)
+        times = {way: [] for way in WAYS}
+        for n in range(rounds):
+            for way in random.sample(list(WAYS), len(WAYS)):
+                times[way].append(run(way, programs, iterations, ranks))
+            print(f"\rround {n + 1} of {rounds}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(f"{ranks} ranks, {rounds} rounds of {iterations} steps; none: {statistics.median(times['none']) / 1000:.2f} ms a step")
+    for way in WAYS:
+        if way == "none":
+            continue
+        logs = [math.log(with_it / without) for with_it, without in zip(times[way], times["none"])]
+        mean = statistics.fmean(logs)
+        half = t_quantile(rounds - 1) * statistics.stdev(logs) / math.sqrt(rounds)
+        print(f"{way:16} median {100 * (math.exp(statistics.median(logs)) - 1):+6.2f} %   "
+              f"95 % interval {100 * (math.exp(mean - half) - 1):+6.2f} to {100 * (math.exp(mean + half) - 1):+6.2f} %")
+
+
+if __name__ == "__main__":
+    main()

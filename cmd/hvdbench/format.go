@@ -1,0 +1,165 @@
+package main
+
+import (
+	"encoding/csv"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+)
+
+// line holds the results for one size, out of place and in place. Either may be nil.
+type line struct{ out, in *result }
+
+func (l line) results() []*result {
+	var all []*result
+	for _, r := range []*result{l.out, l.in} {
+		if r != nil {
+			all = append(all, r)
+		}
+	}
+	return all
+}
+
+// summary holds what is printed after all lines.
+type summary struct {
+	wrong  int64
+	memory []rankMemory // by rank, nil unless requested
+	cost   *negotiationCost
+}
+
+// formats are the values of --format: the table of nccl-tests, with the median and the 99th percentile behind it, or CSV.
+// bench/plot.py and bench/report.py read the CSV.
+var formats = []string{"nccl", "csv"}
+
+// printer prints results as they come. It keeps the first error of the writer and prints nothing after it.
+type printer struct {
+	w   io.Writer
+	csv bool
+	err error
+
+	busBW  float64 // sum over all results of the table
+	numBus int
+}
+
+func (p *printer) printf(format string, args ...any) {
+	if p.err == nil {
+		_, p.err = fmt.Fprintf(p.w, format, args...)
+	}
+}
+
+func (p *printer) begin(title string) {
+	p.printf("# %s\n", title)
+	if p.csv {
+		p.printf("%s\n", strings.Join(csvColumns, ","))
+		return
+	}
+	p.printf("#\n#%54s %-34s %-34s %-21s %s\n", "", "            out-of-place", "              in-place", "    out-of-place", "      in-place")
+	head := strings.Repeat(fmt.Sprintf(" %9s %8s %8s %6s", "time", "algbw", "busbw", "#wrong"), 2)
+	unit := strings.Repeat(fmt.Sprintf(" %9s %8s %8s %6s", "(us)", "(GB/s)", "(GB/s)", ""), 2)
+	p.printf("# %11s %13s %9s %7s %7s%s%s\n", "size", "count", "type", "redop", "root", head, strings.Repeat(fmt.Sprintf(" %10s %10s", "p50", "p99"), 2))
+	p.printf("# %11s %13s %9s %7s %7s%s%s\n", "(B)", "(elements)", "", "", "", unit, strings.Repeat(fmt.Sprintf(" %10s %10s", "(us)", "(us)"), 2))
+}
+
+func (p *printer) line(l line) {
+	if p.csv {
+		for _, r := range l.results() {
+			var record strings.Builder
+			w := csv.NewWriter(&record) // quotes the name of a workload's file
+			_ = w.Write(r.fields())     // a strings.Builder returns no error
+			w.Flush()
+			p.printf("%s", record.String())
+		}
+	} else {
+		p.tableLine(l)
+	}
+	for _, r := range l.results() {
+		for rank, c := range r.cpu {
+			p.printf("# cpu of rank %d, %s: wall %.3f s, user %.3f s, system %.3f s, %.0f%% of a core\n",
+				rank, r.placement, c.wall, c.user, c.system, 100*(c.user+c.system)/c.wall)
+		}
+	}
+}
+
+func (p *printer) tableLine(l line) {
+	r := l.results()[0]
+	p.printf("  %11d %13d %9s %7s %7d", r.bytes, r.count, ncclType(r.dt), ncclOp(r.op), r.root)
+	both := []*result{l.out, l.in}
+	for _, r := range both {
+		if r == nil {
+			p.printf(" %9s %8s %8s %6s", "-", "-", "-", "-")
+			continue
+		}
+		wrong := strconv.FormatInt(r.wrong, 10)
+		if r.wrong == unchecked {
+			wrong = "N/A"
+		}
+		p.printf(" %9s %8.2f %8.2f %6s", micros(r.mean), r.algBW, r.busBW, wrong)
+		p.busBW += r.busBW
+		p.numBus++
+	}
+	for _, r := range both {
+		if r == nil {
+			p.printf(" %10s %10s", "-", "-")
+			continue
+		}
+		p.printf(" %10s %10s", micros(r.p50), micros(r.p99))
+	}
+	p.printf("\n")
+}
+
+// note prints a comment.
+func (p *printer) note(text string) { p.printf("# %s\n", text) }
+
+func (p *printer) end(s summary) {
+	const mib = 1 << 20
+	for rank, m := range s.memory {
+		p.printf("# memory of rank %d: peak RSS %.1f MiB, of that its tensors %.1f MiB; shared with other ranks %.1f MiB\n",
+			rank, m.peakRSS/mib, m.tensors/mib, m.shared/mib)
+	}
+	if s.cost != nil {
+		p.note(s.cost.String())
+	}
+	if p.csv {
+		return
+	}
+	state := "OK"
+	if s.wrong > 0 {
+		state = "FAILED"
+	}
+	p.printf("# Out of bounds values : %d %s\n", s.wrong, state)
+	if p.numBus > 0 {
+		p.printf("# Avg bus bandwidth    : %.4f\n", p.busBW/float64(p.numBus))
+	}
+}
+
+// micros formats a time with as many digits as are significant.
+func micros(us float64) string {
+	switch {
+	case us < 100:
+		return fmt.Sprintf("%.2f", us)
+	case us < 10000:
+		return fmt.Sprintf("%.1f", us)
+	}
+	return fmt.Sprintf("%.0f", us)
+}
+
+var csvColumns = []string{
+	"collective", "path", "memory", "touch", "ranks", "bytes", "count", "type", "redop", "root", "placement", "iters",
+	"mean_us", "p50_us", "p99_us", "min_us", "max_us", "least_mean_us", "greatest_mean_us", "algbw_GBps", "busbw_GBps", "wrong",
+}
+
+// fields are the values of csvColumns.
+func (r *result) fields() []string {
+	dt := "none"
+	if r.dt.Valid() {
+		dt = r.dt.String()
+	}
+	number := func(v float64) string { return strconv.FormatFloat(v, 'f', 4, 64) }
+	return []string{
+		r.collective, r.path, r.memory, strconv.FormatBool(r.touch), strconv.Itoa(r.ranks), strconv.FormatInt(r.bytes, 10),
+		strconv.FormatInt(r.count, 10), dt, ncclOp(r.op), strconv.Itoa(r.root), r.placement, strconv.Itoa(r.iters),
+		number(r.mean), number(r.p50), number(r.p99), number(r.min), number(r.max), number(r.leastMean), number(r.greatestMean),
+		number(r.algBW), number(r.busBW), strconv.FormatInt(r.wrong, 10),
+	}
+}

@@ -1,0 +1,95 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/store"
+)
+
+// place is how this rank finds its job. The zero value is what the environment says.
+type place struct {
+	settings map[string]string // override those of the environment, by name
+	store    store.Store       // where the ranks meet, instead of the launcher's
+}
+
+// leaveTimeout bounds the shutdown after the benchmark was interrupted.
+const leaveTimeout = 5 * time.Second
+
+// job is this rank's part in a running job, by the paths that are needed. A path that is not is nil.
+type job struct {
+	negotiated, raw *team
+	engine          *hvd.Engine
+	backend         *rawBackend
+	memory          memory
+}
+
+// join makes the paths. All ranks must ask for the same.
+func join(ctx context.Context, at place, negotiate, raw bool) (*job, error) {
+	j := &job{}
+	err := j.open(ctx, at, negotiate, raw)
+	if err != nil {
+		return nil, errors.Join(err, j.leave(ctx))
+	}
+	return j, nil
+}
+
+func (j *job) open(ctx context.Context, at place, negotiate, raw bool) (err error) {
+	if negotiate {
+		var opts []hvd.InitOption
+		if at.store != nil {
+			opts = append(opts, hvd.WithStore(at.store))
+		}
+		for name, value := range at.settings {
+			opts = append(opts, hvd.WithSetting(name, value))
+		}
+		if j.engine, err = hvd.New(ctx, opts...); err != nil {
+			return err
+		}
+		if j.negotiated, err = newTeam(negotiated{j.engine}); err != nil {
+			return err
+		}
+	}
+	if !raw {
+		return nil
+	}
+	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
+	if err != nil {
+		return err
+	}
+	if j.backend, err = openRaw(ctx, at); err != nil {
+		return fmt.Errorf("raw backend: %w", err)
+	}
+	j.raw, err = newTeam(&alone{backend: j.backend, fusionBytes: cfg.FusionThresholdBytes})
+	return err
+}
+
+// leave ends the job for this rank. Ranks that finished leave together; one that was interrupted waits for the others a
+// little.
+func (j *job) leave(ctx context.Context) error {
+	var errs []error
+	if j.backend != nil {
+		errs = append(errs, j.backend.Close())
+	}
+	if j.engine != nil {
+		if ctx.Err() != nil {
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithTimeout(context.WithoutCancel(ctx), leaveTimeout)
+			defer cancel()
+		}
+		errs = append(errs, j.engine.Shutdown(ctx))
+	}
+	return errors.Join(errs...)
+}
+
+// any returns a team of the job.
+func (j *job) any() *team {
+	if j.negotiated != nil {
+		return j.negotiated
+	}
+	return j.raw
+}

@@ -1,0 +1,69 @@
+package main
+
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// memory makes the benchmark's tensors and counts them.
+type memory struct {
+	live, peak int64 // bytes
+}
+
+// alloc makes a zeroed tensor, in the arena or as an ordinary slice. Every page was touched.
+func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
+	// The Go runtime ends the process where it gets no memory, which tells the user nothing.
+	var host unix.Sysinfo_t
+	if err := unix.Sysinfo(&host); err != nil {
+		return nil, fmt.Errorf("memory of this host: %w", err)
+	}
+	if total := int64(host.Totalram) * int64(host.Unit); numBytes > total-m.live {
+		return nil, fmt.Errorf("tensors of %s do not fit the %s of memory of this host", formatSize(m.live+numBytes), formatSize(total))
+	}
+	m.live += numBytes
+	m.peak = max(m.peak, m.live)
+	if inArena {
+		return hvd.Alloc[uint8](int(numBytes))
+	}
+	b := tensor.Bytes(make([]int64, (numBytes+7)/8))[:numBytes]
+	touchPages(b)
+	return b, nil
+}
+
+// free gives a tensor back. No operation uses it any more.
+func (m *memory) free(b []byte, inArena bool) error {
+	m.live -= int64(len(b))
+	if inArena {
+		return hvd.Free(b)
+	}
+	return nil
+}
+
+const pageBytes = 4096
+
+func touchPages(b []byte) {
+	for i := 0; i < len(b); i += pageBytes {
+		b[i] = 0
+	}
+}
+
+// touch writes every byte of b, as a training step does before its gradients are reduced. The bytes are such that as
+// elements of any type they are finite, true or small.
+func touch(b []byte, pattern uint64) {
+	words := tensor.View[int64](b)
+	for i := range words {
+		words[i] = int64(pattern)
+	}
+	for i := len(words) * 8; i < len(b); i++ {
+		b[i] = byte(pattern)
+	}
+}
+
+const (
+	touchNumbers = 0x3c003c003c003c00 // 1 in float16, 0.0078 in bfloat16 and float32
+	touchBools   = 0x0101010101010101
+)

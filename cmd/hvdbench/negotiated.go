@@ -1,0 +1,159 @@
+package main
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// negotiated runs operations through package hvd.
+type negotiated struct{ *hvd.Engine }
+
+func (negotiated) String() string { return "negotiated" }
+
+func (p negotiated) prepare(s shot, name string, buf []byte) (*action, error) {
+	if s.kind == message.Barrier {
+		opts := []hvd.Option{hvd.On(p.Engine), hvd.Name(name)}
+		return &action{run: func(ctx context.Context) error { return hvd.Barrier(ctx, opts...) }}, nil
+	}
+	t, ok := typed[s.dt]
+	if !ok {
+		return nil, errNotHere{fmt.Sprintf("no elements of %v", s.dt)}
+	}
+	return t.prepare(p.Engine, s, name, buf)
+}
+
+func (p negotiated) step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error) {
+	t, ok := typed[dt]
+	if !ok {
+		return nil, errNotHere{fmt.Sprintf("no elements of %v", dt)}
+	}
+	return t.step(p.Engine, mode, tensors, flats)
+}
+
+// ofType is package hvd for one type of elements.
+type ofType struct {
+	prepare func(e *hvd.Engine, s shot, name string, buf []byte) (*action, error)
+	step    func(e *hvd.Engine, mode stepMode, tensors, flats []named) (func(ctx context.Context) error, error)
+}
+
+func forType[T tensor.Element]() ofType { return ofType{prepareTyped[T], stepTyped[T]} }
+
+var typed = map[tensor.DType]ofType{
+	tensor.Uint8: forType[uint8](), tensor.Int8: forType[int8](),
+	tensor.Uint16: forType[uint16](), tensor.Int16: forType[int16](),
+	tensor.Int32: forType[int32](), tensor.Int64: forType[int64](),
+	tensor.Float16: forType[half.Float16](), tensor.BFloat16: forType[half.BFloat16](),
+	tensor.Float32: forType[float32](), tensor.Float64: forType[float64](),
+	tensor.Bool: forType[bool](),
+}
+
+func prepareTyped[T tensor.Element](e *hvd.Engine, s shot, name string, buf []byte) (*action, error) {
+	x := tensor.View[T](buf)
+	opts := []hvd.Option{hvd.On(e), hvd.Name(name)}
+	if s.inPlace {
+		opts = append(opts, hvd.InPlace())
+	}
+	if s.kind.Reduces() {
+		opts = append(opts, hvd.Op(s.op))
+	}
+	var out []T
+	a := &action{result: func() []byte { return tensor.Bytes(out) }}
+	switch s.kind {
+	case message.Allreduce:
+		a.run = func(ctx context.Context) (err error) { out, err = hvd.Allreduce(ctx, x, opts...); return err }
+	case message.Allgather:
+		a.run = func(ctx context.Context) (err error) { out, err = hvd.Allgather(ctx, x, opts...); return err }
+	case message.Broadcast:
+		a.run = func(ctx context.Context) (err error) { out, err = hvd.Broadcast(ctx, x, s.root, opts...); return err }
+	case message.Reducescatter:
+		a.run = func(ctx context.Context) (err error) { out, err = hvd.Reducescatter(ctx, x, opts...); return err }
+	case message.Alltoall:
+		a.run = func(ctx context.Context) (err error) { out, _, err = hvd.Alltoall(ctx, x, nil, opts...); return err }
+	default:
+		return nil, errNotHere{fmt.Sprintf("no measurement of %v", s.kind)}
+	}
+	return a, nil
+}
+
+func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors, flats []named) (func(ctx context.Context) error, error) {
+	xs := make([][]T, len(tensors))
+	opts := make([][]hvd.Option, len(tensors))
+	for i, t := range tensors {
+		xs[i] = tensor.View[T](t.buf)
+		opts[i] = []hvd.Option{hvd.On(e), hvd.Name(t.name), hvd.Op(hvd.Sum), hvd.InPlace()}
+	}
+	switch mode {
+	case perTensor:
+		return func(ctx context.Context) error {
+			for i, x := range xs {
+				if _, err := hvd.Allreduce(ctx, x, opts[i]...); err != nil {
+					return err
+				}
+			}
+			return nil
+		}, nil
+	case asynchronous:
+		handles := make([]*hvd.Handle[T], len(xs))
+		return func(ctx context.Context) (err error) {
+			for i, x := range xs {
+				if handles[i], err = hvd.AllreduceAsync(x, opts[i]...); err != nil {
+					return err
+				}
+			}
+			for _, h := range handles {
+				if _, err := h.Wait(ctx); err != nil {
+					return err
+				}
+			}
+			return nil
+		}, nil
+	case bucketed:
+		return stepBuckets[T](e, tensors, flats)
+	case grouped:
+		group := []hvd.Option{hvd.On(e), hvd.Name("hvdbench.group"), hvd.Op(hvd.Sum), hvd.InPlace()}
+		return func(ctx context.Context) error {
+			_, err := hvd.GroupedAllreduce(ctx, xs, group...)
+			return err
+		}, nil
+	}
+	return nil, errNotHere{fmt.Sprintf("no mode %v", mode)}
+}
+
+// stepBuckets copies the tensors into buckets and starts each bucket as it is full; then it waits for one after the
+// other and copies it back.
+func stepBuckets[T tensor.Element](e *hvd.Engine, tensors, flats []named) (func(ctx context.Context) error, error) {
+	reduce := make([]*hvd.Handle[T], len(flats))
+	xs := make([][]T, len(flats))
+	opts := make([][]hvd.Option, len(flats))
+	for b, f := range flats {
+		xs[b] = tensor.View[T](f.buf)
+		opts[b] = []hvd.Option{hvd.On(e), hvd.Name(f.name), hvd.Op(hvd.Sum), hvd.InPlace()}
+	}
+	first := buckets(tensors)
+	return func(ctx context.Context) (err error) {
+		for b, f := range flats {
+			at := 0
+			for _, t := range tensors[first[b]:first[b+1]] {
+				at += copy(f.buf[at:], t.buf)
+			}
+			if reduce[b], err = hvd.AllreduceAsync(xs[b], opts[b]...); err != nil {
+				return err
+			}
+		}
+		for b, f := range flats {
+			if _, err := reduce[b].Wait(ctx); err != nil {
+				return err
+			}
+			at := 0
+			for _, t := range tensors[first[b]:first[b+1]] {
+				at += copy(t.buf, f.buf[at:])
+			}
+		}
+		return nil
+	}, nil
+}

@@ -1,0 +1,249 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// options say what is measured and how it is shown. Every rank must have the same.
+type options struct {
+	kind message.Kind
+	// minBytes to maxBytes are the sizes, by factor stepFactor if that is more than 1, else by stepBytes.
+	minBytes, maxBytes, stepBytes int64
+	stepFactor                    int
+	iters, warmup                 int
+	// seconds and maxSeconds choose the number of calls instead of iters if seconds is not 0, as calls says.
+	seconds, maxSeconds float64
+	checks              int // how often each case is verified; 0 is never
+	types               []tensor.DType
+	ops                 []tensor.ReduceOp
+	roots               []int  // nil is all
+	placements          []bool // whether in place
+	average             average
+
+	raw   bool // the backend alone
+	arena bool // tensors of the shared arena
+	touch bool // each rank writes its buffer before every call
+
+	// workload is the name of a built-in list of gradients, or the file of one; many stands for equal tensors. If
+	// either is given, steps over them are measured instead of a collective, in each of modes.
+	workload string
+	many     many
+	modes    []stepMode
+	// negotiation is the number of pairs of a negotiated and a raw step to compare; 0 compares none.
+	negotiation int
+
+	format string // one of formats
+	memory bool   // show what memory each rank has used
+	cpu    bool   // show what CPU time each rank has used
+}
+
+// many is a number of tensors of so many bytes each.
+type many struct {
+	count int
+	bytes int64
+}
+
+// parseSize reads a number of bytes: digits, and one of the letters K, M, G and T for powers of 1024.
+func parseSize(text string) (int64, error) {
+	digits, shift := strings.ToUpper(text), 0
+	for _, unit := range []string{"IB", "B"} {
+		digits = strings.TrimSuffix(digits, unit)
+	}
+	if n := len(digits); n > 0 {
+		if i := strings.IndexByte("KMGT", digits[n-1]); i >= 0 {
+			digits, shift = digits[:n-1], 10*(i+1)
+		}
+	}
+	n, err := strconv.ParseInt(digits, 10, 64)
+	if err != nil || n < 0 || n > (1<<62)>>shift {
+		return 0, fmt.Errorf("got %q, want a number of bytes as 8, 64K or 1G", text)
+	}
+	return n << shift, nil
+}
+
+// formatSize is the shortest text that parseSize reads as n.
+func formatSize(n int64) string {
+	for i, unit := range "GMK" {
+		if shift := 30 - 10*i; n >= 1<<shift && n%(1<<shift) == 0 {
+			return strconv.FormatInt(n>>shift, 10) + string(unit)
+		}
+	}
+	return strconv.FormatInt(n, 10)
+}
+
+// parseList reads words separated by commas, each with parse. "all" stands for all, which has no duplicates.
+func parseList[T comparable](text string, all []T, parse func(word string) (T, error)) ([]T, error) {
+	if text == "all" {
+		return all, nil
+	}
+	var list []T
+	for word := range strings.SplitSeq(text, ",") {
+		v, err := parse(word)
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, v)
+	}
+	return list, nil
+}
+
+// parseOne reads one of values by any of its names. The first names of all are in the error.
+func parseOne[T any](word string, values []T, names func(T) []string) (T, error) {
+	var known []string
+	for _, v := range values {
+		if slices.Contains(names(v), word) {
+			return v, nil
+		}
+		known = append(known, names(v)[0])
+	}
+	var none T
+	return none, fmt.Errorf("got %q, want one of %s", word, strings.Join(known, ", "))
+}
+
+// ncclType is nccl-tests' name of an element type.
+func ncclType(dt tensor.DType) string {
+	switch dt {
+	case tensor.Invalid:
+		return "none"
+	case tensor.Float16:
+		return "half"
+	case tensor.Float32:
+		return "float"
+	case tensor.Float64:
+		return "double"
+	}
+	return dt.String()
+}
+
+func parseTypes(text string) ([]tensor.DType, error) {
+	return parseList(text, tensor.DTypes(), func(word string) (tensor.DType, error) {
+		return parseOne(word, tensor.DTypes(), func(dt tensor.DType) []string { return []string{dt.String(), ncclType(dt)} })
+	})
+}
+
+var reductions = []tensor.ReduceOp{tensor.Sum, tensor.Product, tensor.Min, tensor.Max, tensor.Average}
+
+// ncclOp is nccl-tests' name of a reduction.
+func ncclOp(op tensor.ReduceOp) string {
+	switch op {
+	case tensor.NoReduce:
+		return "none"
+	case tensor.Product:
+		return "prod"
+	case tensor.Average:
+		return "avg"
+	}
+	return op.String()
+}
+
+func parseOps(text string) ([]tensor.ReduceOp, error) {
+	return parseList(text, reductions, func(word string) (tensor.ReduceOp, error) {
+		return parseOne(word, reductions, func(op tensor.ReduceOp) []string { return []string{ncclOp(op), op.String()} })
+	})
+}
+
+// parseRoots reads the roots of broadcasts: a rank, or "all", which is nil.
+func parseRoots(text string) ([]int, error) {
+	if text == "all" {
+		return nil, nil
+	}
+	root, err := strconv.Atoi(text)
+	if err != nil || root < 0 {
+		return nil, fmt.Errorf("got %q, want a rank or all", text)
+	}
+	return []int{root}, nil
+}
+
+// parseMany reads N:BYTES.
+func parseMany(text string) (many, error) {
+	count, size, _ := strings.Cut(text, ":")
+	n, err := strconv.Atoi(count)
+	b, sizeErr := parseSize(size)
+	if err != nil || sizeErr != nil || n < 1 {
+		return many{}, fmt.Errorf("got %q, want N:BYTES, as 1000:256", text)
+	}
+	return many{n, b}, nil
+}
+
+// mpiNames are names of collectives in nccl-tests and MPI.
+var mpiNames = map[message.Kind]string{
+	message.Allreduce: "all_reduce", message.Allgather: "all_gather", message.Reducescatter: "reduce_scatter",
+	message.Alltoall: "all_to_all", message.Broadcast: "bcast", message.Barrier: "barrier",
+}
+
+func parseCollective(text string) (message.Kind, error) {
+	return parseOne(strings.ReplaceAll(text, "-", "_"), kinds, func(k message.Kind) []string { return []string{k.String(), mpiNames[k]} })
+}
+
+func parseModes(text string) ([]stepMode, error) {
+	modes := []stepMode{perTensor, asynchronous, grouped, bucketed}
+	return parseList(text, modes, func(word string) (stepMode, error) {
+		return parseOne(word, modes, func(m stepMode) []string { return []string{m.String()} })
+	})
+}
+
+// maxLines bounds the number of sizes.
+const maxLines = 100000
+
+// sizes are the bytes of the table's lines, or the first maxLines+1 of them, which check refuses.
+func (o *options) sizes() []int64 {
+	var all []int64
+	for n := o.minBytes; n <= o.maxBytes && len(all) <= maxLines; {
+		all = append(all, n)
+		next := n + o.stepBytes
+		if o.stepFactor > 1 {
+			next = n * int64(o.stepFactor)
+		}
+		if next <= n {
+			break
+		}
+		n = next
+	}
+	return all
+}
+
+// check returns an error for options that contradict each other or are out of range.
+func (o *options) check() error {
+	steps := o.workload != "" || o.many.count > 0
+	switch {
+	case o.maxBytes < o.minBytes:
+		return fmt.Errorf("--maxbytes is %d, less than --minbytes %d", o.maxBytes, o.minBytes)
+	case o.stepFactor == 1 || o.stepFactor < 0:
+		return fmt.Errorf("--stepfactor is %d, want 2 or more, or 0 for --stepbytes", o.stepFactor)
+	case o.stepFactor > 1 && o.minBytes == 0 && o.maxBytes > 0:
+		return fmt.Errorf("--minbytes is 0, which no factor makes larger")
+	case o.stepFactor == 0 && o.stepBytes <= 0 && o.maxBytes > o.minBytes:
+		return fmt.Errorf("--stepbytes is %d, want 1 or more", o.stepBytes)
+	case o.iters < 1:
+		return fmt.Errorf("--iters is %d, want 1 or more", o.iters)
+	case o.warmup < 0 || o.checks < 0:
+		return fmt.Errorf("--warmup-iters is %d and --check %d, want 0 or more", o.warmup, o.checks)
+	case !(o.seconds >= 0 && o.maxSeconds > 0):
+		return fmt.Errorf("--seconds is %v and --max-seconds %v, want 0 or more, and more than 0", o.seconds, o.maxSeconds)
+	case o.average < byKind || o.average > ofMax:
+		return fmt.Errorf("--average is %d, want 0 (rank 0), 1 (mean), 2 (least) or 3 (greatest)", o.average)
+	case !slices.Contains(formats, o.format):
+		return fmt.Errorf("--format is %q, want one of %s", o.format, strings.Join(formats, ", "))
+	case len(o.placements) == 0:
+		return fmt.Errorf("neither in place nor out of place leaves nothing to measure")
+	case o.workload != "" && o.many.count > 0:
+		return fmt.Errorf("--workload and --many exclude each other")
+	case o.negotiation != 0 && !steps:
+		return fmt.Errorf("--negotiation needs --workload or --many")
+	case o.negotiation < 0 || o.negotiation == 1:
+		return fmt.Errorf("--negotiation is %d pairs, want 2 or more", o.negotiation)
+	case o.negotiation > 0 && o.raw:
+		return fmt.Errorf("--negotiation and --raw exclude each other: a comparison has raw steps already")
+	case o.negotiation > 0 && len(o.types) > 1:
+		return fmt.Errorf("--negotiation compares steps of one type, got %v", o.types)
+	case len(o.sizes()) > maxLines:
+		return fmt.Errorf("more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
+	}
+	return nil
+}

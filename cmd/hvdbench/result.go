@@ -1,0 +1,138 @@
+package main
+
+import (
+	"math"
+	"slices"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// unchecked is the value of result.wrong if no result was verified.
+const unchecked = -1
+
+// result is the result of one case. Times are of one call, in microseconds; bandwidths are in 10^9 bytes per second, by
+// the mean time.
+type result struct {
+	collective string // or workload and mode
+	path       string // negotiated or raw
+	memory     string // slices or arena
+	touch      bool
+	ranks      int
+	bytes      int64
+	count      int64
+	dt         tensor.DType    // Invalid for a barrier
+	op         tensor.ReduceOp // NoReduce unless the collective reduces
+	root       int             // -1 unless the collective has one
+	placement  string
+	iters      int
+	mean, p50  float64
+	p99        float64
+	min, max   float64
+	// leastMean and greatestMean are the extremes of the ranks' own means.
+	leastMean, greatestMean float64
+	algBW, busBW            float64
+	wrong                   int64     // number of elements of all ranks, or unchecked
+	cpu                     []rankCPU // by rank, nil unless requested
+}
+
+// rankCPU is what the timed calls took at one rank, in seconds.
+type rankCPU struct{ wall, user, system float64 }
+
+// rankMemory is the memory of one rank in bytes. tensors is the peak of the benchmark's own.
+type rankMemory struct{ peakRSS, shared, tensors float64 }
+
+// setTimes fills in what follows from the times of all ranks' calls. factor is busbw by algbw.
+func (r *result) setTimes(byRank [][]float64, how average, factor float64) {
+	r.leastMean = math.Inf(1)
+	for _, times := range byRank {
+		m := mean(times)
+		r.leastMean, r.greatestMean = min(r.leastMean, m), max(r.greatestMean, m)
+	}
+	times := combine(byRank, how)
+	slices.Sort(times)
+	r.mean, r.p50, r.p99 = mean(times), quantile(times, 0.5), quantile(times, 0.99)
+	r.min, r.max = quantile(times, 0), quantile(times, 1)
+	r.algBW = float64(r.bytes) / r.mean / 1000
+	r.busBW = r.algBW * factor
+}
+
+// combine makes one time of those that the ranks took for each call.
+func combine(byRank [][]float64, how average) []float64 {
+	times := slices.Clone(byRank[0])
+	for i := range times {
+		for _, of := range byRank[1:] {
+			switch how {
+			case ofMin:
+				times[i] = min(times[i], of[i])
+			case ofMax:
+				times[i] = max(times[i], of[i])
+			case ofMean:
+				times[i] += of[i]
+			}
+		}
+		if how == ofMean {
+			times[i] /= float64(len(byRank))
+		}
+	}
+	return times
+}
+
+// average says how the times of all ranks for one call become one, by nccl-tests' numbers.
+type average int
+
+// byKind is the mean, but the longest for a broadcast, from which the root returns first, and the shortest if buffers are
+// touched: the last rank to arrive is the only one that has not waited for another.
+const (
+	byKind average = iota - 1
+	ofRank0
+	ofMean
+	ofMin
+	ofMax
+)
+
+// resolve replaces byKind by what it stands for.
+func (a average) resolve(kind message.Kind, touched bool) average {
+	switch {
+	case a != byKind:
+		return a
+	case kind == message.Broadcast:
+		return ofMax
+	case touched:
+		return ofMin
+	}
+	return ofMean
+}
+
+func placement(inPlace bool) string {
+	if inPlace {
+		return "in-place"
+	}
+	return "out-of-place"
+}
+
+func memoryName(inArena bool) string {
+	if inArena {
+		return "arena"
+	}
+	return "slices"
+}
+
+func mean(values []float64) float64 {
+	sum := 0.0
+	for _, v := range values {
+		sum += v
+	}
+	return sum / float64(len(values))
+}
+
+// quantile is that of sorted values, interpolated between neighbours (definition 7 of Hyndman and Fan, 1996); at 0.5 it
+// is the median.
+func quantile(sorted []float64, q float64) float64 {
+	at := q * float64(len(sorted)-1)
+	low := int(at)
+	if low+1 >= len(sorted) {
+		return sorted[len(sorted)-1]
+	}
+	return sorted[low] + (at-float64(low))*(sorted[low+1]-sorted[low])
+}

@@ -1,0 +1,417 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"io"
+	"runtime"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// wrongError says that elements were not what they should be.
+type wrongError struct{ count int64 }
+
+func (e *wrongError) Error() string { return fmt.Sprintf("%d elements are wrong", e.count) }
+
+// streams are where a benchmark writes.
+type streams struct{ out, err io.Writer }
+
+// measure measures what o says, together with the other ranks of the job. Rank 0 prints the results on s.out. The error is a
+// *wrongError if results were wrong. If ctx ends, the results until then are printed.
+//
+// The rules of a measurement:
+//
+//  1. Every case is verified before and after it is timed, on all ranks, against values known by formula.
+//  2. Timed calls follow each other without a pause, on zeros: sums of them do not grow into infinities or denormals.
+//     A barrier precedes each broadcast, since a root could run ahead.
+//  3. Nothing but the operation happens between the two readings of the clock, and nothing is printed, sent or
+//     allocated by this program in the loop around it.
+//  4. GB is 10^9 bytes, and busbw as nccl-tests define it (doc/PERFORMANCE.md there; busFactor).
+func measure(ctx context.Context, o options, at place, s streams) error {
+	j, err := join(ctx, at, !o.raw, o.raw || o.negotiation > 0)
+	if err != nil {
+		return err
+	}
+	b := &benchmark{options: o, job: j, team: j.any(), log: s.err, out: &printer{w: s.out, csv: o.format == "csv"}}
+	if b.team.Rank() != 0 {
+		b.out.w = io.Discard
+	}
+	err = b.all(ctx)
+	return errors.Join(err, j.leave(ctx))
+}
+
+// benchmark is one call of measure.
+type benchmark struct {
+	options
+	job        *job
+	team       *team
+	log        io.Writer
+	out        *printer
+	numResults int
+	wrong      int64
+	cost       *negotiationCost
+}
+
+// agree returns an error unless all ranks measure the same: else they would wait for each other's operations for ever.
+func (b *benchmark) agree(ctx context.Context) error {
+	h := fnv.New32a()
+	fmt.Fprintf(h, "%+v", b.options)
+	all, err := b.team.gather(ctx, []float64{float64(h.Sum32())})
+	if err != nil {
+		return err
+	}
+	for rank, v := range all {
+		if v[0] != all[0][0] {
+			return fmt.Errorf("rank %d was given other options than rank 0", rank)
+		}
+	}
+	return nil
+}
+
+func (b *benchmark) all(ctx context.Context) error {
+	if err := b.agree(ctx); err != nil {
+		return err
+	}
+	touched := ""
+	if b.touch {
+		touched = ", written before every call"
+	}
+	b.out.begin(fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %d iterations after %d",
+		b.kind, b.team.Size(), b.team, memoryName(b.arena), touched, b.iters, b.warmup))
+	var err error
+	if b.workload != "" || b.many.count > 0 {
+		err = b.workloads(ctx)
+	} else {
+		err = b.sweep(ctx)
+	}
+	s := summary{wrong: b.wrong, cost: b.cost}
+	if err == nil && b.memory {
+		s.memory, err = b.memoryByRank(ctx)
+	}
+	b.out.end(s)
+	if err == nil {
+		err = b.team.barrier(ctx) // nobody leaves while others work
+	}
+	switch {
+	case err != nil:
+		return err
+	case b.out.err != nil:
+		return fmt.Errorf("writing the results: %w", b.out.err)
+	case b.wrong > 0:
+		return &wrongError{b.wrong}
+	}
+	return nil
+}
+
+func (b *benchmark) add(l line) {
+	for _, r := range l.results() {
+		b.numResults++
+		b.wrong += max(0, r.wrong)
+	}
+	b.out.line(l)
+}
+
+// skip says on standard error why a case is not measured.
+func (b *benchmark) skip(what string, err error) {
+	if b.team.Rank() == 0 {
+		fmt.Fprintf(b.log, "hvdbench: no %s: %v\n", what, err)
+	}
+}
+
+// sweep measures a collective over sizes, types, reductions and roots.
+func (b *benchmark) sweep(ctx context.Context) error {
+	sizes, types, ops, roots := b.sizes(), b.types, b.ops, []int{-1}
+	switch {
+	case b.kind == message.Barrier:
+		sizes, types, ops = []int64{0}, []tensor.DType{tensor.Invalid}, []tensor.ReduceOp{tensor.NoReduce}
+	case b.kind == message.Broadcast:
+		roots = b.roots
+		for rank := 0; b.roots == nil && rank < b.team.Size(); rank++ {
+			roots = append(roots, rank)
+		}
+	}
+	if !b.kind.Reduces() {
+		ops = []tensor.ReduceOp{tensor.NoReduce}
+	}
+	var none error // why the last case that does not exist does not
+	for _, dt := range types {
+		for _, op := range ops {
+			if b.kind.Reduces() {
+				if err := tensor.CheckReduce(op, dt); err != nil {
+					none = err
+					continue // "all" stands for the combinations that exist
+				}
+			}
+			err := b.lines(ctx, shot{kind: b.kind, dt: dt, op: op}, roots, sizes)
+			var absent errNotHere
+			switch {
+			case errors.As(err, &absent) && len(types)*len(ops) > 1:
+				none = err
+				b.skip(fmt.Sprintf("%v of %s %s", b.kind, ncclType(dt), ncclOp(op)), err)
+			case err != nil:
+				return err
+			}
+		}
+	}
+	if b.numResults == 0 {
+		return none
+	}
+	return nil
+}
+
+// lines measures s over roots and sizes, in each placement. The error is errNotHere if no placement exists.
+func (b *benchmark) lines(ctx context.Context, s shot, roots []int, sizes []int64) error {
+	placements := b.placements
+	if s.kind == message.Barrier {
+		placements = []bool{true}
+	}
+	for _, s.root = range roots {
+		for _, size := range sizes {
+			s.count = 0
+			if size > 0 {
+				s.count = size / int64(s.dt.Size()) / parts(s.kind, b.team.Size())
+			}
+			var l line
+			var none error
+			for _, s.inPlace = range placements {
+				r, err := b.shoot(ctx, s)
+				var absent errNotHere
+				switch {
+				case errors.As(err, &absent):
+					none = err
+				case err != nil:
+					return err
+				case s.inPlace:
+					l.in = r
+				default:
+					l.out = r
+				}
+			}
+			if len(l.results()) == 0 {
+				return none
+			}
+			b.add(l)
+		}
+	}
+	return nil
+}
+
+// newResult is the result of a case before anything is measured.
+func (b *benchmark) newResult(collective string, dt tensor.DType, op tensor.ReduceOp, inPlace bool) *result {
+	return &result{
+		collective: collective, path: b.team.String(), memory: memoryName(b.arena), touch: b.touch, ranks: b.team.Size(),
+		dt: dt, op: op, placement: placement(inPlace), wrong: unchecked,
+	}
+}
+
+// shoot measures one operation.
+func (b *benchmark) shoot(ctx context.Context, s shot) (*result, error) {
+	n := b.team.Size()
+	buf, err := b.job.memory.alloc(s.bufferBytes(n), b.arena)
+	if err != nil {
+		return nil, err
+	}
+	name := fmt.Sprintf("hvdbench.%v.%v.%v.%d.%d.%v", s.kind, s.dt, s.op, s.root, len(buf), s.inPlace)
+	a, err := b.team.prepare(s, name, buf)
+	if err != nil {
+		return nil, errors.Join(err, b.job.memory.free(buf, b.arena))
+	}
+	r := b.newResult(s.kind.String(), s.dt, s.op, s.inPlace)
+	r.bytes, r.count, r.root = s.numBytes(n), s.count, s.root
+	w := work{run: a.run, buffers: [][]byte{buf}, kind: s.kind}
+	if s.kind != message.Barrier {
+		w.check = func() error {
+			want := prepareInput(s, b.team.Rank(), n, buf)
+			if err := a.run(ctx); err != nil {
+				return err
+			}
+			wrong, first := wrongBlocks(a.result(), want)
+			return b.count(ctx, r, wrong, first)
+		}
+	}
+	if err := b.measure(ctx, w, r); err != nil {
+		return nil, err // an operation may still use the buffer
+	}
+	return r, b.job.memory.free(buf, b.arena)
+}
+
+// count prints what is wrong at this rank, and adds what is wrong at all ranks to r.
+func (b *benchmark) count(ctx context.Context, r *result, wrong int64, first string) error {
+	if wrong > 0 {
+		fmt.Fprintf(b.log, "hvdbench: rank %d: %s of %d bytes: %d elements are wrong: %s\n", b.team.Rank(), r.collective, r.bytes, wrong, first)
+	}
+	all, err := b.team.gather(ctx, []float64{float64(wrong)})
+	r.wrong = max(0, r.wrong)
+	for _, v := range all {
+		r.wrong += int64(v[0])
+	}
+	return err
+}
+
+// work is what is timed.
+type work struct {
+	kind    message.Kind // tells how times are averaged and what busbw is
+	run     func(ctx context.Context) error
+	buffers [][]byte     // to touch
+	check   func() error // runs it once and verifies the result; may be nil
+}
+
+// measure times w at all ranks and fills in r.
+func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
+	t := b.team
+	if w.check != nil {
+		for range b.checks {
+			if err := w.check(); err != nil {
+				return err
+			}
+		}
+	}
+	pattern := uint64(touchNumbers)
+	if r.dt == tensor.Bool {
+		pattern = touchBools
+	}
+	for _, buf := range w.buffers {
+		clear(buf)
+	}
+	before := func() error {
+		if w.kind == message.Broadcast {
+			if err := t.barrier(ctx); err != nil {
+				return err
+			}
+		}
+		// Touching comes last, so that nothing puts the bytes in another place before the operation finds them.
+		if b.touch {
+			for _, buf := range w.buffers {
+				touch(buf, pattern)
+			}
+		}
+		return nil
+	}
+	if err := t.barrier(ctx); err != nil {
+		return err
+	}
+	how := b.average.resolve(w.kind, b.touch)
+	if err := b.warmUp(ctx, r, how, before, w.run); err != nil {
+		return err
+	}
+	runtime.GC() // what the checks have left
+	times := make([]float64, r.iters)
+	if err := t.barrier(ctx); err != nil {
+		return err
+	}
+	user, system, err := cpuUsed()
+	if err != nil {
+		return err
+	}
+	start := time.Now()
+	if err := loop(ctx, times, before, w.run); err != nil {
+		return err
+	}
+	wall := time.Since(start)
+	userAfter, systemAfter, err := cpuUsed()
+	if err != nil {
+		return err
+	}
+	byRank, err := t.gather(ctx, times)
+	if err != nil {
+		return err
+	}
+	r.setTimes(byRank, how, busFactor(w.kind, t.Size()))
+	if b.cpu {
+		all, err := t.gather(ctx, []float64{wall.Seconds(), userAfter - user, systemAfter - system})
+		if err != nil {
+			return err
+		}
+		for _, v := range all {
+			r.cpu = append(r.cpu, rankCPU{v[0], v[1], v[2]})
+		}
+	}
+	if w.check != nil && b.checks > 0 {
+		return w.check()
+	}
+	return nil
+}
+
+// warmUp makes the untimed calls and sets r.iters: to --iters, or to what fills --seconds if that is given.
+func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before func() error, run func(ctx context.Context) error) error {
+	n := b.warmup
+	if b.seconds > 0 {
+		n = max(n, warmUps(r.bytes))
+	}
+	times := make([]float64, n)
+	if err := loop(ctx, times, before, run); err != nil {
+		return err
+	}
+	r.iters = b.iters
+	if b.seconds > 0 {
+		byRank, err := b.team.gather(ctx, times)
+		if err != nil {
+			return err
+		}
+		r.iters = b.calls(r.bytes, mean(combine(byRank, how)))
+	}
+	return nil
+}
+
+// warmUps is the number of calls that give the estimate for --seconds.
+func warmUps(numBytes int64) int {
+	switch {
+	case numBytes <= 64<<10:
+		return 50
+	case numBytes <= 4<<20:
+		return 6
+	case numBytes <= 64<<20:
+		return 2
+	}
+	return 1
+}
+
+// calls is the number of timed calls if one takes about so many microseconds: enough to fill seconds, at least 20 and at
+// most 20000; if 20 would take longer than maxSeconds, as many as fit, but at least 5, or 3 above 64 MiB. bench/peers/bench.h
+// has the same rule.
+func (o *options) calls(numBytes int64, micros float64) int {
+	n := min(max(o.seconds*1e6/micros, 20), 20000)
+	if limit := o.maxSeconds * 1e6; n*micros > limit {
+		least := 5.0
+		if numBytes > 64<<20 {
+			least = 3
+		}
+		n = max(limit/micros, least)
+	}
+	return int(n)
+}
+
+// loop calls run once for each of times and stores what it took, in microseconds. before is not counted.
+func loop(ctx context.Context, times []float64, before func() error, run func(ctx context.Context) error) error {
+	for i := range times {
+		if err := before(); err != nil {
+			return err
+		}
+		start := time.Now()
+		err := run(ctx)
+		times[i] = float64(time.Since(start)) / 1000
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// memoryByRank gathers what the ranks have used until now.
+func (b *benchmark) memoryByRank(ctx context.Context) ([]rankMemory, error) {
+	m, err := memoryUsed()
+	if err != nil {
+		return nil, err
+	}
+	all, err := b.team.gather(ctx, []float64{m.peak, m.shared, float64(b.job.memory.peak)})
+	var ranks []rankMemory
+	for _, v := range all {
+		ranks = append(ranks, rankMemory{v[0], v[1], v[2]})
+	}
+	return ranks, err
+}

@@ -1,0 +1,337 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+func TestEveryCollectiveOnEveryPath(t *testing.T) {
+	for _, kind := range kinds {
+		for _, path := range []string{"negotiated", "raw", "negotiated arena", "raw arena", "raw tcp", "negotiated touch"} {
+			for _, n := range []int{1, 2, 3} {
+				if testing.Short() && n == 2 {
+					continue
+				}
+				t.Run(fmt.Sprintf("%v/%s/ranks=%d", kind, path, n), func(t *testing.T) {
+					settings := map[string]string{}
+					if strings.Contains(path, "tcp") {
+						settings["HOROVOD_CPU_OPERATIONS"] = "tcp"
+					}
+					out, log, err := runs(t, n, settings, func(o *options, _ int) {
+						o.kind = kind
+						o.raw, o.arena, o.touch = strings.Contains(path, "raw"), strings.Contains(path, "arena"), strings.Contains(path, "touch")
+						o.types, o.ops, o.roots = []tensor.DType{tensor.Float32, tensor.Bool, tensor.BFloat16}, []tensor.ReduceOp{tensor.Sum, tensor.Max}, nil
+						o.minBytes, o.maxBytes, o.stepFactor = 100, 10000, 100
+					})
+					if err != nil {
+						t.Fatalf("%v\n%s", err, log)
+					}
+					rows := table(t, out)
+					want := map[message.Kind]int{
+						message.Allreduce: 2 * 5, message.Reducescatter: 2 * 5, // a bool has no sum
+						message.Allgather: 2 * 3, message.Alltoall: 2 * 3, message.Broadcast: 2 * 3 * n, message.Barrier: 1,
+					}[kind]
+					if kind != message.Barrier && !strings.Contains(path, "raw") {
+						want *= 2 // the backend has one placement, or both
+					}
+					if len(rows) != want && !(strings.Contains(path, "raw") && len(rows) == 2*want) {
+						t.Errorf("%d rows, want %d:\n%s", len(rows), want, out)
+					}
+					for _, row := range rows {
+						expect := "0"
+						if kind == message.Barrier {
+							expect = "-1"
+						}
+						if row["wrong"] != expect || row["collective"] != kind.String() || row["ranks"] != fmt.Sprint(n) || row["iters"] != "3" {
+							t.Errorf("got %v", row)
+						}
+					}
+				})
+			}
+		}
+	}
+}
+
+func TestSizesAreThoseOfTheTensor(t *testing.T) {
+	for kind, want := range map[message.Kind][2]string{
+		message.Allreduce: {"1000", "250"}, message.Broadcast: {"1000", "250"},
+		message.Allgather: {"996", "83"}, message.Reducescatter: {"996", "83"}, message.Alltoall: {"996", "83"},
+	} {
+		out, _, err := runs(t, 3, nil, func(o *options, _ int) { o.kind = kind })
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, row := range table(t, out) {
+			if got := [2]string{row["bytes"], row["count"]}; got != want {
+				t.Errorf("%v of 1000 bytes at 3 ranks: bytes and count %v, want %v", kind, got, want)
+			}
+		}
+	}
+}
+
+func TestWorkloadsOnEveryPath(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "tiny.txt")
+	if err := os.WriteFile(file, []byte("a 1000 10x100\nb 1 1\nc 77\n"), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	for _, raw := range []bool{false, true} {
+		wantSteps := []string{"tiny_pertensor", "tiny_async", "tiny_grouped", "tiny_bucket25"}
+		if raw {
+			wantSteps = wantSteps[:3] // only those who negotiate make buckets
+		}
+		for _, arena := range []bool{false, true} {
+			out, log, err := runs(t, 2, nil, func(o *options, _ int) {
+				o.workload, o.modes, o.raw, o.arena, o.touch, o.cpu = file, []stepMode{perTensor, asynchronous, grouped, bucketed}, raw, arena, arena, true
+			})
+			if err != nil {
+				t.Fatalf("%v\n%s", err, log)
+			}
+			rows := table(t, out)
+			var names []string
+			for _, row := range rows {
+				names = append(names, row["collective"])
+				if row["bytes"] != "4312" || row["count"] != "1078" || row["wrong"] != "0" {
+					t.Errorf("got %v", row)
+				}
+			}
+			if want := wantSteps; !slices.Equal(names, want) {
+				t.Errorf("raw %v: rows %v, want %v", raw, names, wantSteps)
+			}
+			if n := strings.Count(out, "# cpu of rank "); n != 2*len(wantSteps) {
+				t.Errorf("%d lines on CPU time, want one for each row and each of 2 ranks:\n%s", n, out)
+			}
+		}
+	}
+	out, _, err := runs(t, 2, nil, func(o *options, _ int) { o.many = many{50, 256} })
+	if rows := table(t, out); err != nil || len(rows) != 1 || rows[0]["bytes"] != "12800" || rows[0]["collective"] != "many50x256_async" {
+		t.Errorf("many: error %v and\n%s", err, out)
+	}
+}
+
+func TestNegotiationIsCompared(t *testing.T) {
+	out, log, err := runs(t, 2, nil, func(o *options, _ int) {
+		o.many, o.negotiation, o.touch, o.memory = many{20, 1 << 17}, 5, true, true
+	})
+	if err != nil {
+		t.Fatalf("%v\n%s", err, log)
+	}
+	var negotiated, raw, percent, low, high, peak, tensors, shared float64
+	for l := range strings.Lines(out) {
+		_, _ = fmt.Sscanf(l, "# many20x131072, float32: negotiated %f ms, raw %f ms a step; negotiation costs %f%% of the raw step, 95%% interval %f%% to %f%% (bootstrap of 5 pairs)",
+			&negotiated, &raw, &percent, &low, &high)
+		_, _ = fmt.Sscanf(l, "# memory of rank 1: peak RSS %f MiB, of that its tensors %f MiB; shared with other ranks %f MiB", &peak, &tensors, &shared)
+	}
+	if negotiated <= 0 || raw <= 0 || low > percent || high < percent {
+		t.Errorf("negotiated %v ms, raw %v, %v%% (%v to %v)", negotiated, raw, percent, low, high)
+	}
+	if peak < 2.5 || tensors != 2.5 || !strings.Contains(out, "# memory of rank 0") {
+		t.Errorf("want the memory of 2 ranks with tensors of 2.5 MiB, got\n%s", out)
+	}
+}
+
+func TestSecondsChooseTheNumberOfCalls(t *testing.T) {
+	out, log, err := runs(t, 2, nil, func(o *options, _ int) { o.seconds, o.placements = 1e-9, []bool{true} })
+	if rows := table(t, out); err != nil || len(rows) != 1 || rows[0]["iters"] != "20" {
+		t.Errorf("a nanosecond's calls, which are the least, 20: error %v and\n%s%s", err, out, log)
+	}
+}
+
+// No memory is an error, not the end of the process.
+func TestMoreThanTheMemory(t *testing.T) {
+	for _, arena := range []bool{false, true} {
+		_, _, err := runs(t, 1, nil, func(o *options, _ int) { o.minBytes, o.maxBytes, o.arena = 1000<<40, 1000<<40, arena })
+		if err == nil || !strings.Contains(err.Error(), "tensors of 1024000G do not fit the ") {
+			t.Errorf("arena %v: got error %v", arena, err)
+		}
+	}
+	_, _, err := runs(t, 1, nil, func(o *options, _ int) { o.many = many{100, 1 << 60} })
+	if err == nil || !strings.Contains(err.Error(), "do not fit the ") {
+		t.Errorf("many: got error %v", err)
+	}
+}
+
+func TestRanksMustMeasureTheSame(t *testing.T) {
+	_, _, err := runs(t, 2, nil, func(o *options, rank int) { o.maxBytes += int64(rank) })
+	if err == nil || !strings.Contains(err.Error(), "rank 1 was given other options") {
+		t.Errorf("got error %v", err)
+	}
+}
+
+func TestWhatABackendHasNot(t *testing.T) {
+	_, _, err := runs(t, 2, nil, func(o *options, _ int) {
+		o.raw, o.ops, o.placements = true, []tensor.ReduceOp{tensor.Average}, []bool{true}
+	})
+	var absent errNotHere
+	if !errors.As(err, &absent) || !strings.Contains(err.Error(), "no averages") {
+		t.Errorf("got error %v", err)
+	}
+	// Neither placement is there.
+	_, _, err = runs(t, 2, nil, func(o *options, _ int) { o.raw, o.ops = true, []tensor.ReduceOp{tensor.Average} })
+	if !errors.As(err, &absent) || !strings.Contains(err.Error(), "no averages") {
+		t.Errorf("both placements: got error %v", err)
+	}
+	for _, placements := range [][]bool{{true}, {false, true}} {
+		out, log, err := runs(t, 2, nil, func(o *options, _ int) {
+			o.raw, o.ops, o.placements = true, []tensor.ReduceOp{tensor.Average, tensor.Max}, placements
+		})
+		rows := table(t, out)
+		if err != nil || len(rows) == 0 || rows[0]["redop"] != "max" {
+			t.Errorf("an average and a maximum: error %v and\n%s", err, out)
+		}
+		if want := "hvdbench: no allreduce of float avg: a backend has no averages"; strings.Count(log, want) != 1 {
+			t.Errorf("got %q, want %q once", log, want)
+		}
+	}
+	_, _, err = runs(t, 2, nil, func(o *options, _ int) {
+		o.types, o.ops = []tensor.DType{tensor.Bool}, []tensor.ReduceOp{tensor.Sum, tensor.Average}
+	})
+	if err == nil || !strings.Contains(err.Error(), "reduce bool") {
+		t.Errorf("sum and average of bools: got error %v", err)
+	}
+	_, _, err = runs(t, 2, nil, func(o *options, _ int) { o.types = []tensor.DType{tensor.Bool} })
+	if err == nil || !strings.Contains(err.Error(), "reduce bool") {
+		t.Errorf("sum of bools: got error %v", err)
+	}
+}
+
+// corrupted is a path whose results have one wrong byte at one rank.
+type corrupted struct {
+	path
+	after *int // so many right operations on tensors come first
+}
+
+func (p corrupted) prepare(s shot, name string, buf []byte) (*action, error) {
+	a, err := p.path.prepare(s, name, buf)
+	if err != nil || s.dt != tensor.Float32 {
+		return a, err
+	}
+	return &action{result: a.result, run: func(ctx context.Context) error {
+		err := a.run(ctx)
+		p.spoil(a.result())
+		return err
+	}}, nil
+}
+
+func (p corrupted) step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error) {
+	run, err := p.path.step(mode, dt, tensors, flats)
+	return func(ctx context.Context) error {
+		err := run(ctx)
+		p.spoil(tensors[len(tensors)-1].buf)
+		return err
+	}, err
+}
+
+func (p corrupted) spoil(b []byte) {
+	if *p.after--; *p.after < 0 && len(b) > 0 {
+		b[len(b)-2] ^= 0x40
+	}
+}
+
+// One wrong element at a rank other than that which reports must be seen, be it from the first call on or later.
+func TestAWrongByteIsSeen(t *testing.T) {
+	for _, kind := range []message.Kind{message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter, message.Alltoall, message.Join} {
+		for _, after := range []int{0, 4} { // 4: the check before the loop passes
+			var out strings.Builder
+			err := cluster(t, 2, nil, func(ctx context.Context, at place, rank int) error {
+				o := sample()
+				o.placements = []bool{true}
+				if kind == message.Join {
+					o.many = many{3, 400}
+				} else {
+					o.kind = kind
+				}
+				j, err := join(ctx, at, true, false)
+				if err != nil {
+					return err
+				}
+				b := &benchmark{options: o, job: j, team: j.any(), log: io.Discard, out: &printer{w: io.Discard}}
+				if rank == 0 {
+					b.out.w = &out
+				} else {
+					b.team.path = corrupted{b.team.path, &after}
+				}
+				err = b.all(ctx)
+				var wrong *wrongError
+				if !errors.As(err, &wrong) || wrong.count < 1 || wrong.count > 2 {
+					t.Errorf("%v, rank %d, after %d: got error %v, want a *wrongError", kind, rank, after, err)
+				}
+				return j.leave(ctx)
+			})
+			if err != nil {
+				t.Error(err)
+			}
+			if !strings.Contains(out.String(), "FAILED") {
+				t.Errorf("%v: rank 0 does not say so:\n%s", kind, out.String())
+			}
+		}
+	}
+}
+
+func TestTheLoopAllocatesNothing(t *testing.T) {
+	times := make([]float64, 100)
+	nothing := func(context.Context) error { return nil }
+	before := func() error { return nil }
+	if n := testing.AllocsPerRun(10, func() { _ = loop(t.Context(), times, before, nothing) }); n != 0 {
+		t.Errorf("%v allocations in 100 turns, want none", n)
+	}
+	if slices.Min(times) <= 0 {
+		t.Errorf("a call took %v µs", slices.Min(times))
+	}
+}
+
+func TestTheLoopDoesNotTimeWhatComesBefore(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		times := make([]float64, 5)
+		sleep := func(d time.Duration) error { time.Sleep(d); return nil }
+		err := loop(t.Context(), times, func() error { return sleep(time.Hour) }, func(context.Context) error { return sleep(time.Millisecond) })
+		if err != nil || slices.Min(times) != 1000 || slices.Max(times) != 1000 {
+			t.Errorf("error %v, and a millisecond took %v µs", err, times)
+		}
+	})
+}
+
+// Interrupted, a benchmark shows what it has and leaves the job.
+func TestInterrupted(t *testing.T) {
+	var out strings.Builder
+	err := cluster(t, 2, nil, func(ctx context.Context, at place, rank int) error {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		o := sample()
+		o.maxBytes, o.placements = 2000, []bool{true}
+		s := streams{io.Discard, io.Discard}
+		if rank == 0 {
+			s.out = writerFunc(func(p []byte) (int, error) {
+				if strings.Contains(string(p), ",1000,250,") { // what follows are 2000 bytes
+					cancel()
+				}
+				return out.Write(p)
+			})
+		}
+		err := measure(ctx, o, at, s)
+		if rank == 0 && !errors.Is(err, context.Canceled) {
+			t.Errorf("rank 0: got error %v, want the context's", err)
+		}
+		if rank == 1 && err == nil {
+			t.Error("rank 1 went on alone")
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+	if rows := table(t, out.String()); len(rows) != 1 || rows[0]["bytes"] != "1000" {
+		t.Errorf("want the row of 1000 bytes, got\n%s", out.String())
+	}
+}

@@ -1,0 +1,186 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// gradients are the tensors of a workload at this rank.
+type gradients struct {
+	workload
+	dt      tensor.DType
+	tensors []named
+	arena   bool
+	memory  *memory
+}
+
+// allocate makes the tensors of w, zeroed.
+func (m *memory) allocate(w workload, dt tensor.DType, inArena bool) (*gradients, error) {
+	g := &gradients{workload: w, dt: dt, arena: inArena, memory: m}
+	for _, t := range w.gradients {
+		buf, err := m.alloc(t.numElems*int64(dt.Size()), inArena)
+		if err != nil {
+			return nil, errors.Join(err, g.free())
+		}
+		g.tensors = append(g.tensors, named{w.name + "/" + t.name, buf})
+	}
+	return g, nil
+}
+
+func (g *gradients) free() error {
+	var errs []error
+	for _, t := range g.tensors {
+		errs = append(errs, g.memory.free(t.buf, g.arena))
+	}
+	return errors.Join(errs...)
+}
+
+func (g *gradients) numBytes() int64 { return g.numElems() * int64(g.dt.Size()) }
+
+// buckets makes the buckets of g.
+func (g *gradients) buckets() (*gradients, error) {
+	first := buckets(g.tensors)
+	w := workload{name: g.name + ".buckets"}
+	for b := range len(first) - 1 {
+		n := 0
+		for _, t := range g.tensors[first[b]:first[b+1]] {
+			n += len(t.buf)
+		}
+		w.gradients = append(w.gradients, gradient{fmt.Sprint(b), int64(n / g.dt.Size())})
+	}
+	return g.memory.allocate(w, g.dt, g.arena)
+}
+
+// step makes ready a step, and says how to free what it needs.
+func (g *gradients) step(p path, mode stepMode) (run func(ctx context.Context) error, free func() error, err error) {
+	free = func() error { return nil }
+	var flats []named
+	if mode == bucketed {
+		b, err := g.buckets()
+		if err != nil {
+			return nil, nil, err
+		}
+		flats, free = b.tensors, b.free
+	}
+	run, err = p.step(mode, g.dt, g.tensors, flats)
+	if err != nil {
+		return nil, nil, errors.Join(err, free())
+	}
+	return run, free, nil
+}
+
+// fill gives each tensor the input of rank r of n, and says what all should be after a step.
+func (g *gradients) fill(r, n int) (want pattern) {
+	in := inputs{g.dt, tensor.Sum, n}
+	for _, t := range g.tensors {
+		in.of(r).fill(t.buf)
+	}
+	return in.reduced()
+}
+
+// wrong counts the elements that are not as want says.
+func (g *gradients) wrong(want pattern) (count int64, first string) {
+	for _, t := range g.tensors {
+		n, text := want.wrong(t.buf)
+		if count == 0 && n > 0 {
+			first = fmt.Sprintf("%q: %s", t.name, text)
+		}
+		count += n
+	}
+	return count, first
+}
+
+func (g *gradients) clear() {
+	for _, t := range g.tensors {
+		clear(t.buf)
+	}
+}
+
+func (g *gradients) buffers() [][]byte {
+	var all [][]byte
+	for _, t := range g.tensors {
+		all = append(all, t.buf)
+	}
+	return all
+}
+
+// workloads measures steps over the tensors of a workload, in every mode, for every type.
+func (b *benchmark) workloads(ctx context.Context) error {
+	for _, dt := range b.types {
+		if err := tensor.CheckReduce(tensor.Sum, dt); err != nil {
+			if len(b.types) == 1 {
+				return err
+			}
+			continue
+		}
+		var w workload
+		var err error
+		if b.many.count > 0 {
+			w, err = manyTensors(b.many, dt)
+		} else {
+			w, err = openWorkload(b.workload)
+		}
+		if err != nil {
+			return err
+		}
+		g, err := b.job.memory.allocate(w, dt, b.arena)
+		if err != nil {
+			return err
+		}
+		if b.negotiation > 0 {
+			err = b.compare(ctx, g)
+		} else {
+			err = b.steps(ctx, g)
+		}
+		if err != nil {
+			return err
+		}
+		if err := g.free(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (b *benchmark) steps(ctx context.Context, g *gradients) error {
+	for _, mode := range b.modes {
+		run, free, err := g.step(b.team, mode)
+		var absent errNotHere
+		if errors.As(err, &absent) && len(b.modes) > 1 {
+			b.skip(g.name+"_"+mode.String(), err)
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		r := b.newResult(g.name+"_"+mode.String(), g.dt, tensor.Sum, true)
+		r.bytes, r.count, r.root = g.numBytes(), g.numElems(), -1
+		w := work{
+			run: run, buffers: g.buffers(), kind: message.Allreduce,
+			check: func() error { return b.checkStep(ctx, g, run, r) },
+		}
+		if err := b.measure(ctx, w, r); err != nil {
+			return err
+		}
+		if err := free(); err != nil {
+			return err
+		}
+		b.out.note(fmt.Sprintf("%s: %d tensors a step", r.collective, len(g.tensors)))
+		b.add(line{in: r})
+	}
+	return nil
+}
+
+// checkStep runs a step on values whose result is known, and counts what is wrong at all ranks.
+func (b *benchmark) checkStep(ctx context.Context, g *gradients, run func(ctx context.Context) error, r *result) error {
+	want := g.fill(b.team.Rank(), b.team.Size())
+	if err := run(ctx); err != nil {
+		return err
+	}
+	n, first := g.wrong(want)
+	return b.count(ctx, r, n, first)
+}

@@ -1,0 +1,172 @@
+package main
+
+import (
+	"bufio"
+	"embed"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// stepMode is how the gradients of a step are reduced.
+type stepMode uint8
+
+const (
+	// perTensor waits for each before the next.
+	perTensor stepMode = iota
+	// asynchronous starts all, then waits for all.
+	asynchronous
+	// grouped submits all as one group.
+	grouped
+	// bucketed copies them into buckets of 25 MiB, reduces these and copies back.
+	bucketed
+)
+
+var modeNames = [...]string{"pertensor", "async", "grouped", "bucket25"}
+
+func (m stepMode) String() string { return modeNames[m] }
+
+// shapes are lists of a model's parameters in the order in which it registers them: ResNet-50 and GPT-2 small.
+//
+//go:embed shapes/*.txt
+var shapes embed.FS
+
+// gradient is one tensor of a workload.
+type gradient struct {
+	name     string
+	numElems int64
+}
+
+// workload is what a training step reduces, in that order.
+type workload struct {
+	name      string
+	gradients []gradient
+}
+
+func (w workload) numElems() int64 {
+	sum := int64(0)
+	for _, g := range w.gradients {
+		sum += g.numElems
+	}
+	return sum
+}
+
+// maxGradients bounds what is read of a file.
+const maxGradients = 1 << 20
+
+// readWorkload reads a list: "name elements shape" on each line, and turns it round, for the last parameter has its
+// gradient first. # begins a comment.
+func readWorkload(name string, r io.Reader) (workload, error) {
+	w := workload{name: name}
+	seen := make(map[string]bool)
+	s := bufio.NewScanner(r)
+	for line := 1; s.Scan(); line++ {
+		text, _, _ := strings.Cut(s.Text(), "#")
+		fields := strings.Fields(text)
+		if len(fields) == 0 {
+			continue
+		}
+		fail := func(format string, args ...any) (workload, error) {
+			return w, fmt.Errorf("workload %s, line %d: %s", name, line, fmt.Sprintf(format, args...))
+		}
+		if len(fields) < 2 {
+			return fail("got %q, want name, elements and shape", s.Text())
+		}
+		n, err := strconv.ParseInt(fields[1], 10, 64)
+		if err != nil || n < 0 || n > 1<<40 {
+			return fail("got %q, want a number of elements", fields[1])
+		}
+		if seen[fields[0]] {
+			return fail("%q is there twice", fields[0])
+		}
+		if len(fields) > 2 {
+			if shape, err := elemsOf(fields[2]); err != nil || shape != n {
+				return fail("shape %q does not have %d elements", fields[2], n)
+			}
+		}
+		seen[fields[0]] = true
+		if w.gradients = append(w.gradients, gradient{fields[0], n}); len(w.gradients) > maxGradients {
+			return fail("more than %d tensors", maxGradients)
+		}
+	}
+	if err := s.Err(); err != nil {
+		return w, fmt.Errorf("workload %s: %w", name, err)
+	}
+	if len(w.gradients) == 0 {
+		return w, fmt.Errorf("workload %s: no tensor in it", name)
+	}
+	slices.Reverse(w.gradients)
+	return w, nil
+}
+
+// elemsOf is the number of elements of a shape written as 64x3x7x7.
+func elemsOf(text string) (int64, error) {
+	var shape tensor.Shape
+	for d := range strings.SplitSeq(text, "x") {
+		n, err := strconv.ParseInt(d, 10, 64)
+		if err != nil {
+			return 0, err
+		}
+		shape = append(shape, n)
+	}
+	return shape.NumElems()
+}
+
+// workloadNames are the built-in ones.
+var workloadNames = []string{"resnet50", "gpt2"}
+
+// openWorkload reads a built-in list, or else the file of that name.
+func openWorkload(name string) (workload, error) {
+	var f fs.File
+	var err error
+	if slices.Contains(workloadNames, name) {
+		f, err = shapes.Open("shapes/" + name + ".txt")
+	} else {
+		if f, err = os.Open(name); errors.Is(err, fs.ErrNotExist) {
+			err = fmt.Errorf("%w, nor is it one of %s", err, strings.Join(workloadNames, ", "))
+		}
+		name = strings.TrimSuffix(filepath.Base(name), ".txt")
+	}
+	if err != nil {
+		return workload{}, fmt.Errorf("workload: %w", err)
+	}
+	defer f.Close()
+	return readWorkload(name, f)
+}
+
+// manyTensors are m.count equal ones.
+func manyTensors(m many, dt tensor.DType) (workload, error) {
+	size := int64(dt.Size())
+	if m.bytes%size != 0 {
+		return workload{}, fmt.Errorf("--many: %d bytes are not whole elements of %v", m.bytes, dt)
+	}
+	w := workload{name: fmt.Sprintf("many%dx%d", m.count, m.bytes)}
+	for i := range m.count {
+		w.gradients = append(w.gradients, gradient{fmt.Sprintf("tensor%d", i), m.bytes / size})
+	}
+	return w, nil
+}
+
+// bucketBytes bounds a bucket; a larger tensor is a bucket of its own.
+const bucketBytes = 25 << 20
+
+// buckets are the first tensor of each bucket, greedily filled, and the number of tensors at the end.
+func buckets(tensors []named) []int {
+	var first []int
+	have := 0
+	for i, t := range tensors {
+		if i == 0 || have+len(t.buf) > bucketBytes {
+			first, have = append(first, i), 0
+		}
+		have += len(t.buf)
+	}
+	return append(first, len(tensors))
+}
