@@ -45,6 +45,9 @@ func TestMain(m *testing.M) {
 	}())
 }
 
+// withoutRanks are the modules whose tests have nothing to do with other ranks.
+var withoutRanks = []string{"test_core_arena", "test_core_exit", "test_core_wheel", "test_core_wire"}
+
 // pythonLimit is for the Python tests at one number of ranks. They are bounded themselves; this is for what gets stuck outside of
 // them.
 const pythonLimit = 5 * time.Minute
@@ -74,31 +77,32 @@ func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// All tests of the Python package pass on 1, 2 and 3 ranks, or on 2 if it is to be short. Each rank starts a sidecar. They are one
-// program: to import torch takes longer than most files of tests.
+// All tests of the Python package pass on 1 and 3 ranks (make test-python runs them on 2 too). Each rank starts a sidecar. They are
+// one program: to import torch takes longer than most files of tests.
 func TestPython(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no Python tests: %v", err)
 	}
 	testtorch.Need(t)
-	args := []string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"}
-	for _, file := range files {
-		args = append(args, strings.TrimSuffix(filepath.Base(file), ".py"))
-	}
-	for n := 1; n <= 3; n++ {
-		if testing.Short() && n != 2 {
-			continue
-		}
+	for _, n := range []int{1, 3} {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
-			cmd := job(t, n, args...)
+			var modules []string
+			for _, file := range files {
+				module := strings.TrimSuffix(filepath.Base(file), ".py")
+				if n > 1 && slices.Contains(withoutRanks, module) {
+					continue
+				}
+				modules = append(modules, module)
+			}
+			cmd := job(t, n, append([]string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"}, modules...)...)
 			cmd.Dir = filepath.Dir(files[0])
 			out, err := cmd.CombinedOutput()
 			if err != nil || strings.Count(string(out), ":Ran ") != n {
 				t.Fatalf("%v\n%s", err, out)
 			}
 			// One that ran none of a file has tested nothing of it.
-			for _, module := range args[5:] {
+			for _, module := range modules {
 				if !strings.Contains(string(out), "("+module+".") {
 					t.Errorf("no test of %s was run\n%s", module, out)
 				}

@@ -62,7 +62,7 @@ func TestBesideTorch(t *testing.T) {
 		launcher, order string
 		run             func(*testing.T, func(...string) *exec.Cmd) string
 	}{
-		{"torchrun", "h", torchrun}, {"torchrun", "ht", torchrun}, {"by hand", "th", byHand}, {"by hand", "ht", byHand},
+		{"torchrun", "ht", torchrun}, {"by hand", "th", byHand}, {"by hand", "ht", byHand},
 	} {
 		t.Run(test.launcher+" "+test.order, func(t *testing.T) {
 			out := test.run(t, func(args ...string) *exec.Cmd {

@@ -11,8 +11,8 @@ from typing import Dict, Sequence
 _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PMIX_", "SLURM_", "MASTER_", "TORCHELASTIC_", "GROUP_")
 _OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_SIDECAR")
 
-# Only one rank runs them: the others would do the same.
-first_rank = int(os.environ.get("HOROVOD_RANK", "0")) == 0
+# What has nothing to do with other ranks runs at one rank: more would do the same, as often as there are numbers of ranks.
+alone = os.environ.get("HOROVOD_SIZE", "1") == "1"
 
 
 def environment(**env: str) -> Dict[str, str]:

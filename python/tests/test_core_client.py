@@ -249,7 +249,7 @@ class InTheJob(Bounded):
 
     def test_two_clients_know_the_same_sets(self) -> None:
         """Another connection of the rank finds sets that were added, and cannot use those that are gone."""
-        if not programs.first_rank:
+        if not programs.alone:
             return
         script = """
             import os, subprocess, sys, time
@@ -323,7 +323,7 @@ class InTheJob(Bounded):
         hvd.init()
 
 
-@unittest.skipUnless(programs.first_rank, "it has nothing to do with other ranks")
+@unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Alone(Bounded):
     """Programs of one rank, each in a process of its own."""
 
@@ -835,7 +835,7 @@ class WithFake(Bounded):
             self.assertEqual(fake.error, [])
 
 
-@unittest.skipUnless(programs.first_rank, "it has nothing to do with other ranks")
+@unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Ring(WithFake):
     """What the client asks of the sidecar, and what it does not ask."""
 
@@ -1142,7 +1142,7 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
 
-@unittest.skipUnless(programs.first_rank, "it has nothing to do with other ranks")
+@unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Nonsense(WithFake):
     """Sidecars that do what none may do. The client says so, and waits for nothing."""
 

@@ -28,7 +28,7 @@ def _can_build() -> bool:
         return False
 
 
-@unittest.skipUnless(programs.first_rank, "one rank builds them")
+@unittest.skipUnless(programs.alone, "a job of one rank builds them")
 @unittest.skipUnless(_can_build(), "this Python cannot build wheels")
 class Wheels(unittest.TestCase):
     def build(self, hvdd: Optional[bytes]) -> subprocess.CompletedProcess:
