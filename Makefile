@@ -18,35 +18,49 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: check
-check: test others ## everything CI runs but the image
+check: test others ## everything CI runs
 
 .PHONY: others
-others: format vet lint race nocgo noasm arm64 shortfuzz generated ## what CI runs beside the tests and the image
+others: format vet lint race nocgo noasm changed generated ## what CI runs beside the tests
+
+.PHONY: nightly
+nightly: check arm64 image fuzz conformance deaths test-python ## what takes too long for each change: some hours
 
 .PHONY: test
 test: ## all tests
 	$(GO) test ./...
 
-# The programs of Python's tests and of most that run hvdrun are not built for the race detector, which sees nothing there.
-# Of the latter come those whose ranks die, or have a sidecar; Go clients try the sidecar under the detector in its own tests.
-.PHONY: race
-race: ## the tests in Go under the race detector, in random order, fewer rounds of killing
-	$(GO) test -race -shuffle=on -short -timeout 30m $$($(GO) list ./... | grep -v -e /internal/pythontest -e /internal/e2e)
-	$(GO) test -race -shuffle=on -short -timeout 30m -run 'Kill$$|Stopped|Leave|InitAgain|Sidecar|Digits' ./internal/e2e
+# The detector finds nothing where no package of ours synchronizes, which is what the imports of the product's packages say.
+SYNCHRONIZES = {{range .Imports}}{{if or (eq . "sync") (eq . "sync/atomic")}}{{$$.ImportPath}}{{break}}{{end}}{{end}}
 
-# No package of ours has C in it: what differs is how names are resolved, and how programs are linked.
+# Of the jobs of several processes come those whose ranks are this test program and die: others run programs without the detector.
+.PHONY: race
+race: ## the tests of what has goroutines under the race detector, in random order, with less data
+	$(GO) test -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./...) ./internal/conformance
+	$(GO) test -race -shuffle=on -timeout 30m -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
+
+# No package of ours has C in it, and go vet for arm64 has compiled all without. What differs is how names are resolved.
 .PHONY: nocgo
-nocgo: ## without a C compiler: all compiles, and jobs run that find each other by name
-	CGO_ENABLED=0 $(GO) vet ./...
-	CGO_ENABLED=0 $(GO) test -short ./examples/... ./internal/launch ./internal/version ./rendezvous ./store/...
+nocgo: ## without a C compiler: ranks find each other by name, and jobs run
+	CGO_ENABLED=0 $(GO) test ./internal/meeting
+	CGO_ENABLED=0 $(GO) test -run InitAgain ./internal/e2e
 
 .PHONY: noasm
 noasm: ## the tests of the kernels without assembly
 	$(GO) test -tags noasm ./internal/kernel
 
+.PHONY: changed
+changed: ## arm64 and image, unless they passed with the files as they are
+	@for target in arm64 image; do scripts/tested.sh $$target || $(MAKE) --no-print-directory $$target; done
+
 .PHONY: arm64
 arm64: ## the tests of the kernels for arm64, under emulation
 	scripts/arm64-test.sh
+	scripts/tested.sh --note arm64
+
+.PHONY: deaths
+deaths: ## every death, at work and in Init, and every ending, five times
+	$(GO) test -count 1 -timeout 0 -run 'Kill$$|DeathInInit|Endings' ./internal/e2e -args -whole 5
 
 .PHONY: conformance
 conformance: ## every operation in every configuration against the reference; half an hour
@@ -100,10 +114,6 @@ lint: ## staticcheck
 	cd tools && $(GO) build -o "$(TOOLS)/" honnef.co/go/tools/cmd/staticcheck
 	"$(TOOLS)/staticcheck" ./...
 
-.PHONY: shortfuzz
-shortfuzz: ## every fuzz target for a moment
-	@$(MAKE) --no-print-directory fuzz FUZZTIME=20000x
-
 .PHONY: fuzz
 fuzz: ## every fuzz target for FUZZTIME, an hour or so
 	@for file in $$(git grep -l '^func Fuzz' -- '*_test.go'); do \
@@ -125,3 +135,4 @@ generated: generate ## fail if generated files are not up to date
 .PHONY: image
 image: ## build the Dockerfile with buildah and run the example in it
 	scripts/image-check.sh
+	scripts/tested.sh --note image

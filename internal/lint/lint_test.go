@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 )
 
@@ -27,10 +28,11 @@ type pkg struct {
 	IgnoredGoFiles []string
 }
 
-// packages are all packages of the module, without their tests.
+// listing is what go list says of all packages of the module, without their tests.
+var listing = sync.OnceValues(exec.Command("go", "list", "-json=ImportPath,Dir,GoFiles,CgoFiles,Imports,IgnoredGoFiles", module+"/...").Output)
+
 func packages(t *testing.T) []pkg {
-	cmd := exec.CommandContext(t.Context(), "go", "list", "-json", module+"/...")
-	out, err := cmd.Output()
+	out, err := listing()
 	if err != nil {
 		var exit *exec.ExitError
 		if errors.As(err, &exit) {
