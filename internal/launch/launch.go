@@ -108,6 +108,9 @@ type Options struct {
 	Notice time.Duration
 	// Grace is how long ranks that were sent a signal may take to end before SIGKILL: 5 s.
 	Grace time.Duration
+	// Echo is how soon after a signal an equal one counts as the same: 500 ms, sooner than somebody has read that once more kills, and
+	// presses the key.
+	Echo time.Duration
 	// Kill is how long processes that were sent SIGKILL may take to be gone: 5 s. After it the helpers are killed as
 	// well, and as long again after that Run gives up.
 	Kill time.Duration
@@ -210,6 +213,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	o.Notice = orDefault(o.Notice, 5*time.Second)
 	o.Grace = orDefault(o.Grace, 5*time.Second)
 	o.Kill = orDefault(o.Kill, 5*time.Second)
+	o.Echo = orDefault(o.Echo, 500*time.Millisecond)
 	o.Start = orDefault(o.Start, 30*time.Second)
 	o.Liveness = max(orDefault(o.Liveness, 10*time.Second), minLiveness)
 	if o.NP < 1 || o.NP > MaxRanks {

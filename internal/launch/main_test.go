@@ -50,6 +50,7 @@ type spec struct {
 	NP                                   int
 	Command, Set                         []string
 	NoticeMS, GraceMS, KillMS, TimeoutMS int
+	EchoMS                               int
 	OutputDir, Verdict, ResultFile       string
 	NoPrefix, Timestamp, Verbose         bool
 	// Inquire has surveys last until nobody is left to ask.
@@ -124,7 +125,7 @@ func launcher(text string) int {
 		Store: verdicts(s.Verdict), StoreAddr: netip.MustParseAddrPort("127.0.0.1:4711"),
 		Stdout: os.Stdout, Stderr: os.Stderr,
 		NoPrefix: s.NoPrefix, Timestamp: s.Timestamp, OutputDir: s.OutputDir, Verbose: s.Verbose,
-		Signals: signals, Notice: ms(s.NoticeMS), Grace: ms(s.GraceMS), Kill: ms(s.KillMS),
+		Signals: signals, Notice: ms(s.NoticeMS), Grace: ms(s.GraceMS), Kill: ms(s.KillMS), Echo: ms(s.EchoMS),
 	})
 	if err := hosts.close(); err != nil {
 		fmt.Fprintln(os.Stderr, err)

@@ -52,10 +52,6 @@ const (
 // verdictWait is how long a verdict may take to be read. The ranks are gone then: it is there, or it never will be.
 const verdictWait = 100 * time.Millisecond
 
-// echoWait is how soon after a signal an equal one is taken for the same: sooner than somebody has read that once more kills, and
-// presses the key.
-const echoWait = 500 * time.Millisecond
-
 // part is the ranks of one host.
 type part interface {
 	// send sends s to the process group of the rank with an index, or kills everything of it if it is SIGKILL. It does not wait.
@@ -304,7 +300,7 @@ func (j *job) heed(s os.Signal) {
 
 // isEcho reports whether s is the signal that has ended the job come again, from the same sender: timeout(1) sends it to its child and
 // then to the group that they both are in.
-func (j *job) isEcho(s syscall.Signal) bool { return s == j.first && time.Since(j.firstAt) < echoWait }
+func (j *job) isEcho(s syscall.Signal) bool { return s == j.first && time.Since(j.firstAt) < j.o.Echo }
 
 func ends(s syscall.Signal) bool { return s == unix.SIGINT || s == unix.SIGTERM || s == unix.SIGHUP }
 
