@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"time"
 	"unicode/utf8"
 
 	"go.uber.org/zap"
@@ -68,6 +69,8 @@ type JoinConfig struct {
 	// from them. Default 128. It is 2 at least.
 	RingAbove int
 	Log       *zap.Logger // may be nil
+
+	suspicion time.Duration // default suspicionTime
 }
 
 // Session is a rank's part in an epoch.

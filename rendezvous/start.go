@@ -2,6 +2,7 @@ package rendezvous
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -357,7 +358,7 @@ func (r *root) noteReport(p report) {
 		return
 	}
 	r.wg.Go(func() {
-		t := time.NewTimer(suspicionTime)
+		t := time.NewTimer(cmp.Or(r.cfg.suspicion, suspicionTime))
 		defer t.Stop()
 		select {
 		case <-t.C:

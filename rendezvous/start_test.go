@@ -19,11 +19,19 @@ import (
 // meet returns the sessions of size ranks that have met.
 func meet(t *testing.T, size int, key secret.Secret) []*Session {
 	t.Helper()
+	return meetWith(t, size, key, 0)
+}
+
+// meetWith is meet with a root that waits for so long, or 300 ms, for the cause of the first complaint.
+func meetWith(t *testing.T, size int, key secret.Secret, suspicion time.Duration) []*Session {
+	t.Helper()
 	kv := newStore(t)
 	var cfgs []JoinConfig
 	var records []Record
 	for rank := range size {
-		cfgs, records = append(cfgs, keyed(kv, rank, size, key)), append(records, recordOf(rank, 0))
+		cfg := keyed(kv, rank, size, key)
+		cfg.suspicion = suspicion
+		cfgs, records = append(cfgs, cfg), append(records, recordOf(rank, 0))
 	}
 	results := joinAll(t, testnet.Context(t), cfgs...)
 	formed(t, results, records...)
@@ -152,8 +160,9 @@ func TestFailure(t *testing.T) {
 		{"nobody else", map[int][]topo.Rank{3: nil}, []int{0, 1, 2}, []topo.Rank{3}, "no connection"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
 			ctx := testnet.Context(t)
-			sessions := meet(t, 4, secret.Secret{})
+			sessions := meetWith(t, 4, secret.Secret{}, time.Second) // all complain in this time, half of what Fail waits
 			for rank, err := range each(sessions, -1, func(rank int, s *Session) error {
 				watched, stop := s.Watch(ctx)
 				defer stop()
