@@ -670,23 +670,18 @@ func TestStuck(t *testing.T) {
 	k.patience = 100 * time.Millisecond
 	tl := mustStart(t, testConfig(path), k)
 	// A pipe holds 64 KiB, the buffers some more.
-	longest := time.Duration(0)
 	for n := range uint64(20_000) {
-		op := simple(n+1, "g", "h")
-		before := time.Now()
-		tl.Record(op)
-		longest = max(longest, time.Since(before))
+		tl.Record(simple(n+1, "g", "h"))
 	}
 	if tl.Dropped() == 0 {
 		t.Error("nothing was dropped")
 	}
-	t.Logf("the longest Record took %v", longest)
 	testnet.WantError(t, tl.Write(), "100ms")
 	begin := time.Now()
 	if err := tl.Close(); err == nil {
 		t.Error("Close says that all is written")
 	}
-	if d := time.Since(begin); d > 10*time.Second {
+	if d := time.Since(begin); d > 30*time.Second {
 		t.Errorf("Close took %v", d)
 	}
 	testnet.Eventually(t, "the writer has ended and counted the rest", func() bool {

@@ -305,15 +305,11 @@ func TestSignals(t *testing.T) {
 			case <-time.After(deadline):
 				t.Fatal("it measures nothing")
 			}
-			began := time.Now()
 			if err := cmd.Process.Signal(sig); err != nil {
 				t.Fatal(err)
 			}
 			if s := status(t, cmd); s != 128+int(sig) {
 				t.Errorf("%d ranks, %v: status %d, want %d\n%s", np, sig, s, 128+int(sig), stderr)
-			}
-			if took := time.Since(began); took > 8*time.Second {
-				t.Errorf("%d ranks, %v: the end took %v", np, sig, took)
 			}
 			if !strings.Contains(stdout.String(), "# Out of bounds values : 0 OK") {
 				t.Errorf("%d ranks, %v: the table has no end:\n%s", np, sig, stdout)

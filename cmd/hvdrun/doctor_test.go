@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/gohvd/gohvd/internal/doctor"
 	"github.com/gohvd/gohvd/internal/version"
@@ -176,16 +175,15 @@ func TestDoctorWrongUsage(t *testing.T) {
 	}
 }
 
-// Ctrl-C ends it at once, and the agents with it.
+// Ctrl-C ends it, and the agents with it.
 func TestDoctorInterrupted(t *testing.T) {
 	agent := filepath.Join(t.TempDir(), "agent")
 	if err := os.WriteFile(agent, []byte("#!/bin/sh\necho $$ >&2; kill -INT $PPID; exec sleep 100\n"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	start := time.Now()
 	stdout, stderr, status := output(t, "doctor", "--agent", agent, "-H", "h1")
-	if took := time.Since(start); status != 1 || stdout != "" || !strings.Contains(stderr, "hvdrun: doctor: interrupted\n") || took > doctorLimit-2*time.Second {
-		t.Errorf("got exit status %d, %q and %q after %v", status, stdout, stderr, took)
+	if status != 1 || stdout != "" || !strings.Contains(stderr, "hvdrun: doctor: interrupted\n") {
+		t.Errorf("got exit status %d, %q and %q", status, stdout, stderr)
 	}
 }
 

@@ -280,11 +280,7 @@ func TestThisMachine(t *testing.T) {
 	s := Here()
 	s.Agent = func(host string, words []string) []string { return append([]string{"ssh", host}, words...) }
 	s.Environ = os.Environ()
-	start := time.Now()
 	lines := Run(t.Context(), s, Checks(), testLimit)
-	if took := time.Since(start); took > testLimit {
-		t.Errorf("took %v, want at most %v", took, testLimit)
-	}
 	status := map[string]Status{}
 	for _, l := range lines {
 		t.Logf("%+v", l)

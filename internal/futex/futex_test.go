@@ -152,7 +152,7 @@ func TestWaitReturns(t *testing.T) {
 	for time.Since(began) < d { // it may return early
 		futex.Wait(words[0], 0, d)
 	}
-	if took := time.Since(began); took > 10*time.Second {
+	if took := time.Since(began); took > 30*time.Second {
 		t.Errorf("a wait of %v took %v", d, took)
 	}
 	// One wait sleeps at least once: many that return at once would be a spin.
@@ -174,7 +174,7 @@ func TestFence(t *testing.T) {
 	if raceEnabled {
 		t.Skip("plain words, on purpose")
 	}
-	const rounds = 200_000
+	const rounds = 50_000
 	var words [2]struct {
 		v, saw uint32
 		_      [120]byte
