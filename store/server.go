@@ -2,6 +2,7 @@ package store
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"fmt"
 	"net"
@@ -28,16 +29,17 @@ const (
 // server gives up a client that takes no bytes for 10 s, or says nothing for a minute (clients ping every 5 s), and
 // with it the client's waits.
 type Server struct {
-	store  *HashStore
-	secret secret.Secret
-	way    *serve.Doorway
+	store *HashStore
+	cfg   Config
+	way   *serve.Doorway
 	*serve.Listener
 }
 
 // Serve listens on addr, host:port with port 0 for any free one, and serves store until Close. The caller keeps
 // store and closes it.
 func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
-	s := &Server{store: store, secret: cfg.Secret, way: serve.NewDoorway(doorway)}
+	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
+	s := &Server{store: store, cfg: cfg, way: serve.NewDoorway(doorway)}
 	var err error
 	if s.Listener, err = serve.Listen(addr, "store: server", maxClients, cfg.Log, s.serve); err != nil {
 		return nil, fmt.Errorf("store: serve: %w", err)
@@ -76,9 +78,9 @@ func (c *serverConn) end(err error) {
 
 // run serves requests until the connection ends and returns the reason, io.EOF if the client left between frames.
 func (c *serverConn) run(s *Server) error {
-	c.conn.SetDeadline(time.Now().Add(serverIOTimeout))
+	c.conn.SetDeadline(time.Now().Add(s.cfg.handshake))
 	place := s.way.Enter(c.conn)
-	in, version, err := c.meet(s.secret)
+	in, version, err := c.meet(s.cfg.Secret)
 	if !place.Leave() {
 		return serve.ErrCrowded
 	}

@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"go.uber.org/zap"
 
@@ -107,6 +108,8 @@ type Config struct {
 	Secret secret.Secret
 	// Log is the server's; it may be nil.
 	Log *zap.Logger
+
+	handshake time.Duration // default serverIOTimeout
 }
 
 // refusal is why a store did not do what was asked. It can be sent from a server to its client.
