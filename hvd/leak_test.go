@@ -12,17 +12,14 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// A process that starts, works and shuts down a hundred times, three ranks at once over TCP, keeps no goroutine, no file
+// A process that starts, works and shuts down forty times, three ranks at once over TCP, keeps no goroutine, no file
 // and no memory of it.
 func TestInitLeavesNothing(t *testing.T) {
 	const (
+		rounds    = 40
 		warmup    = 10
 		mostBytes = 256 << 10
 	)
-	rounds := 100
-	if testing.Short() {
-		rounds = 30
-	}
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)

@@ -16,8 +16,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/internal/testprom"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
@@ -349,51 +347,4 @@ func get(t *testing.T, url string) string {
 		t.Fatalf("%s: %v, %v\n%s", url, resp.Status, err, b)
 	}
 	return string(b)
-}
-
-// A real Prometheus sees a real job work.
-func TestPrometheusScrapesAJob(t *testing.T) {
-	t.Parallel()
-	addr, end := freeAddress(t), filepath.Join(t.TempDir(), "end")
-	j := startHvdrun(t, nil, []string{"-np", "2", "--metrics-addr", addr}, "steps", "E2E_END="+end)
-	j.ready(2)
-	prom := testprom.Start(t, fmt.Sprintf(`
-scrape_configs:
-  - job_name: gohvd
-    scrape_interval: 1s
-    static_configs: [{targets: [%q]}]
-`, addr), nil)
-	query := func(expression string) map[string]float64 {
-		samples, err := prom.Query(expression)
-		if err != nil {
-			t.Fatal(err)
-		}
-		byRank := make(map[string]float64)
-		for _, s := range samples {
-			byRank[s.Labels["rank"]] = s.Value
-		}
-		return byRank
-	}
-	const tensors = `hvd_collective_tensors_total{op="allreduce"}`
-	var first map[string]float64
-	testnet.Eventually(t, "Prometheus has both ranks", func() bool {
-		first = query(tensors)
-		return len(first) == 2
-	})
-	testnet.Eventually(t, "the job goes on", func() bool {
-		now := query(tensors)
-		return now["0"] > first["0"] && now["1"] > first["1"]
-	})
-	if up := query("hvd_up"); up["0"] != 1 || up["1"] != 1 {
-		t.Errorf("up are %v", up)
-	}
-	if bad := query("hvd_job_bad_answers_total"); bad[""] != 0 {
-		t.Errorf("%v bad answers", bad)
-	}
-	if err := os.WriteFile(end, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if status := j.wait(); status != 0 {
-		t.Errorf("exit status %d\n%s%s", status, j.out(), j.err())
-	}
 }

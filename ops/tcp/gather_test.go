@@ -180,7 +180,7 @@ func TestAlltoallLies(t *testing.T) {
 		"two that exceed": {1 << 62, 1 << 62},
 	} {
 		t.Run(name, func(t *testing.T) {
-			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 			defer cancel()
 			meshes := memMeshes(3)
 			b := tcp.New(meshes[0], lane, upTo(3), 0, tcp.Config{})

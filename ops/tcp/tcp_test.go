@@ -265,7 +265,7 @@ func TestRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			// A call that is not refused would wait for the other ranks.
-			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 			defer cancel()
 			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})
 			b := c.backends[0]
