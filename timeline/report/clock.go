@@ -2,7 +2,6 @@ package report
 
 import (
 	"cmp"
-	"hash/fnv"
 	"slices"
 	"time"
 )
@@ -113,10 +112,4 @@ func (c *clock) apart(other *clock) int64 {
 		return 0
 	}
 	return c.err + other.err
-}
-
-func checksum(b []byte) uint32 {
-	h := fnv.New32a()
-	h.Write(b)
-	return h.Sum32()
 }

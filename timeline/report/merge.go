@@ -2,15 +2,20 @@ package report
 
 import (
 	"bufio"
+	"bytes"
 	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
+
+	jsonv2 "github.com/go-json-experiment/json"
+	"github.com/go-json-experiment/json/jsontext"
 )
 
 // Merged says what a merged trace has.
@@ -108,22 +113,24 @@ func (j *Job) tracks() (ranks []*mergedRank, earliest int64, err error) {
 	total := 0
 	for _, f := range j.ranks {
 		r := &mergedRank{files: f, ids: make(map[string]int), names: []string{"rank"}}
-		err := f.each(func(e *event, _ bool) error {
-			switch {
-			case e.phase == 'M' && e.pid != 0 && string(e.name) == "process_name":
-				name := clip(e.args.name)
-				if _, known := r.ids[name]; !known && total < maxTracks {
-					r.ids[name] = len(r.names)
-					r.names = append(r.names, name)
-					total++
+		for _, s := range f.segments {
+			err := s.each(s.monotonic-f.clock.base, func(e *event, _ jsontext.Value) error {
+				switch {
+				case e.Phase == "M" && e.PID != 0 && e.Name == "process_name":
+					name := clip(e.Args.Name)
+					if _, known := r.ids[name]; !known && total < maxTracks {
+						r.ids[name] = len(r.names)
+						r.names = append(r.names, name)
+						total++
+					}
+				case e.timed:
+					earliest = min(earliest, f.clock.reference(e.at))
 				}
-			case e.timed:
-				earliest = min(earliest, f.clock.reference(e.at))
+				return nil
+			})
+			if err != nil {
+				return nil, 0, err
 			}
-			return nil
-		})
-		if err != nil {
-			return nil, 0, err
 		}
 		r.tracks = make([]mergedTrack, len(r.names))
 		ranks = append(ranks, r)
@@ -131,25 +138,16 @@ func (j *Job) tracks() (ranks []*mergedRank, earliest int64, err error) {
 	return ranks, earliest, nil
 }
 
-// each gives all events of a rank that can be read, on its own clock; fresh says that it is the first of a segment.
-func (f *rankFiles) each(do func(e *event, fresh bool) error) error {
-	for _, s := range f.segments {
-		if err := s.each(s.monotonic-f.clock.base, do); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func (s *source) each(shift int64, do func(e *event, fresh bool) error) (err error) {
+// each gives all events of a file that can be read, with their texts. Times are those of the rank's first file, by shift.
+func (s *source) each(shift int64, do func(e *event, text jsontext.Value) error) (err error) {
 	o, err := s.open()
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, o.close()) }()
 	var e event
-	for fresh := true; ; {
-		record, err := o.next()
+	for {
+		text, err := o.next()
 		var f *FormatError
 		if errors.Is(err, io.EOF) || errors.As(err, &f) {
 			return nil // survey has said so
@@ -157,14 +155,13 @@ func (s *source) each(shift int64, do func(e *event, fresh bool) error) (err err
 		if err != nil {
 			return err
 		}
-		if parse(record, &e) != nil {
+		if parse(text, &e) != nil {
 			continue
 		}
-		e.at, e.shift = e.at+shift, shift
-		if err := do(&e, fresh); err != nil {
+		e.at += shift
+		if err := do(&e, text); err != nil {
 			return err
 		}
-		fresh = false
 	}
 }
 
@@ -191,25 +188,21 @@ func (m *merger) write(ranks []*mergedRank) error {
 		}
 	}
 	for _, r := range ranks {
-		pids := make(map[int64]int)
-		err := r.files.each(func(e *event, fresh bool) error {
-			if fresh {
-				m.closeAll(r)
-				clear(pids)
+		for _, s := range r.files.segments {
+			pids, shift := make(map[int64]int), s.monotonic-r.files.clock.base // each segment has tracks of its own
+			err := s.each(shift, func(e *event, text jsontext.Value) error { return m.event(r, pids, e, text, shift) })
+			if err != nil {
+				return err
 			}
-			return m.event(r, pids, e)
-		})
-		if err != nil {
-			return err
+			m.closeAll(r)
 		}
-		m.closeAll(r)
 	}
 	_, err := m.w.WriteString("\n]\n")
 	return err
 }
 
 // begin starts a record.
-func (m *merger) begin(name string, phase byte, pid, tid int) {
+func (m *merger) begin(name, phase string, pid, tid int) {
 	m.line = m.line[:0]
 	if !m.first {
 		m.line = append(m.line, ',')
@@ -221,10 +214,7 @@ func (m *merger) begin(name string, phase byte, pid, tid int) {
 		m.line = append(m.line, `"name":`...)
 		m.line = append(append(m.line, quoted...), ',')
 	}
-	m.line = append(m.line, `"ph":"`...)
-	m.line = append(m.line, phase, '"')
-	m.line = strconv.AppendInt(append(m.line, `,"pid":`...), int64(pid), 10)
-	m.line = strconv.AppendInt(append(m.line, `,"tid":`...), int64(tid), 10)
+	m.line = fmt.Appendf(m.line, `"ph":"%s","pid":%d,"tid":%d`, phase, pid, tid)
 }
 
 // end writes it.
@@ -235,7 +225,7 @@ func (m *merger) end() {
 }
 
 func (m *merger) meta(pid, tid int, name string, args map[string]any) {
-	m.begin(name, 'M', pid, tid)
+	m.begin(name, "M", pid, tid)
 	text, _ := json.Marshal(args) // numbers and strings always can be
 	m.line = append(append(m.line, `,"args":`...), text...)
 	m.end()
@@ -247,83 +237,85 @@ func (m *merger) time(t *mergedTrack, at int64) {
 }
 
 // event takes one of a rank. Its error is that nothing more can be written.
-func (m *merger) event(r *mergedRank, pids map[int64]int, e *event) error {
-	if e.phase == 'M' {
-		if id, known := r.ids[clip(e.args.name)]; known && e.pid != 0 && string(e.name) == "process_name" && len(pids) < maxTracks {
-			pids[e.pid] = id
+func (m *merger) event(r *mergedRank, pids map[int64]int, e *event, text jsontext.Value, shift int64) error {
+	if e.Phase == "M" {
+		if id, known := r.ids[clip(e.Args.Name)]; known && e.PID != 0 && e.Name == "process_name" && len(pids) < maxTracks {
+			pids[e.PID] = id
 		}
 		return nil
 	}
-	id, known := pids[e.pid]
-	if !e.timed || !known && e.pid != 0 || e.pid == 0 && e.phase != 'i' && e.phase != 'I' {
+	phase := e.Phase
+	if phase == "I" { // the old way to write it
+		phase = "i"
+	}
+	id, known := pids[e.PID]
+	if !e.timed || !known && e.PID != 0 || e.PID == 0 && phase != "i" {
 		m.sum.LeftOut++
 		return nil
 	}
 	t := &r.tracks[id]
-	switch e.phase {
-	case 'B':
+	switch phase {
+	case "B":
 		t.depth++
-	case 'E':
+	case "E":
 		if t.depth == 0 {
 			m.sum.LeftOut++ // Horovod's, of a barrier or a join
 			return nil
 		}
 		t.depth--
-	case 'X', 'i', 'I':
+	case "X", "i":
 	default:
 		m.sum.LeftOut++
 		return nil
 	}
-	phase := e.phase
-	if phase == 'I' { // the old way to write it
-		phase = 'i'
-	}
-	m.begin(string(e.name), phase, r.files.rank, id)
+	m.begin(e.Name, phase, r.files.rank, id)
 	now := func(at int64) int64 { return r.files.clock.reference(at) + m.shift }
 	m.time(t, now(e.at))
 	switch phase {
-	case 'X':
+	case "X":
 		m.line = append(m.line, `,"dur":0`...)
-	case 'i':
+	case "i":
 		m.line = append(m.line, `,"s":"p"`...)
 	}
-	if len(e.raw) > 0 && json.Valid(e.raw) {
+	var raw struct {
+		Args jsontext.Value `json:"args"`
+	}
+	if err := jsonv2.Unmarshal(text, &raw, lenient); err == nil && raw.Args.Kind() == '{' {
 		m.line = append(m.line, `,"args":`...)
-		m.args(e.raw, func(at int64) int64 { return now(at + e.shift) })
+		m.args(raw.Args, func(at int64) int64 { return now(at + shift) })
 	}
 	m.end()
 	return m.err
 }
 
 // args writes those of an event, with their times as now has them; it is given those of the file.
-func (m *merger) args(raw []byte, now func(at int64) int64) {
-	c, done := cursor{b: raw}, 0
-	// It is valid JSON; if not, the rest stays as it is.
-	_ = c.object(func(key []byte) error {
-		switch string(key) {
-		case "submitted", "sent", "at":
-		default:
-			return c.skip(0)
+func (m *merger) args(raw jsontext.Value, now func(at int64) int64) {
+	// It was read before, so that there are no errors.
+	d := jsontext.NewDecoder(bytes.NewReader(raw), lenient)
+	_, _ = d.ReadToken()
+	m.line = append(m.line, '{')
+	for sep := ""; d.PeekKind() == '"'; sep = "," {
+		key, _ := d.ReadValue()
+		name := string(key)
+		m.line = append(append(append(m.line, sep...), name...), ':')
+		value, _ := d.ReadValue()
+		switch name {
+		case `"submitted"`, `"sent"`, `"at"`:
+			if us, err := strconv.ParseFloat(string(value), 64); err == nil && math.Abs(us) <= maxMicros {
+				m.line = strconv.AppendFloat(m.line, float64(now(nanos(us)))/nanosPerMicro, 'f', -1, 64)
+				continue
+			}
 		}
-		if b := c.next(); b != '-' && (b < '0' || b > '9') {
-			return c.skip(0)
-		}
-		begin := c.at
-		if at, err := c.number(nanosPerMicro, maxTime); err == nil { // otherwise it is passed over
-			m.line = append(m.line, raw[done:begin]...)
-			m.line = strconv.AppendFloat(m.line, float64(now(at))/nanosPerMicro, 'f', -1, 64)
-			done = c.at
-		}
-		return nil
-	})
-	m.line = append(m.line, raw[done:]...)
+		m.line = append(m.line, value...)
+	}
+	m.line = append(m.line, '}')
 }
 
 // closeAll ends what a rank has begun and not ended.
 func (m *merger) closeAll(r *mergedRank) {
 	for id := range r.tracks {
 		for t := &r.tracks[id]; t.depth > 0; t.depth-- {
-			m.begin("", 'E', r.files.rank, id)
+			m.begin("", "E", r.files.rank, id)
 			m.time(t, t.last)
 			m.end()
 		}

@@ -187,7 +187,7 @@ func TestMergeMovesAllTimes(t *testing.T) {
 		ts   float64
 		args string
 	}{
-		{1100.5, `{"set":0,"op":1,"submitted": 1000.25 , "other":{"at":7},"text":"\"sent\":5"}`},
+		{1100.5, `{"set":0,"op":1,"submitted":1000.25,"other":{"at":7},"text":"\"sent\":5"}`},
 		{1200, `{"at":100}`},
 		{1600, `{"cached":true,"sent":900,"last":0,"late_us":55}`},
 		{1600, `{"sent":"yes","at":1601}`},
@@ -211,7 +211,7 @@ func TestMergeRepairs(t *testing.T) {
 	f.event(`{"name":"process_name","ph":"M","pid":1,"args":{"name":"x"}}`)
 	f.event(`{"name":"old","ph":"I","ts":50,"pid":0}`)
 	f.event(`{"ph":"E","ts":10,"pid":1}`)
-	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":20,"pid":1,"args":{"set":0,"op":1.}}`)
+	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":20,"pid":1,"args":{"set":0,"op":1}}`)
 	f.event(`{"name":"a","ph":"B","ts":5,"pid":1}`)
 	put(t, dir, "t.json", f.b.String())
 	f = newFile(rankID{rank: 1, size: 2, host: "h", domain: "a", epoch: 1, monotonic: 400})

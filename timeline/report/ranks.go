@@ -1,9 +1,10 @@
 package report
 
 import (
-	"bytes"
 	"errors"
 	"io"
+	"math"
+	"slices"
 	"strings"
 )
 
@@ -25,25 +26,19 @@ const (
 var phaseNames = [numPhases]string{"waiting", "negotiation", "queue", "copies", "exchange", "reduce", "other"}
 
 // exchanges are the ends of the names of activities that move data, after the name of a backend.
-var exchanges = [][]byte{
-	[]byte("_ALLREDUCE"), []byte("_ALLGATHER"), []byte("_BCAST"), []byte("_BROADCAST"), []byte("_ALLTOALL"),
-	[]byte("_REDUCESCATTER"), []byte("_REDUCE"), []byte("_ADASUM"),
-}
+var exchanges = []string{"_ALLREDUCE", "_ALLGATHER", "_BCAST", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER", "_REDUCE", "_ADASUM"}
 
 // phaseOf sorts an activity by its name.
-func phaseOf(activity []byte) phase {
+func phaseOf(activity string) phase {
 	switch {
-	case bytes.Equal(activity, []byte("QUEUE")):
+	case activity == "QUEUE":
 		return queue
-	case bytes.HasPrefix(activity, []byte("MEMCPY")), bytes.HasPrefix(activity, []byte("COPY_")):
+	case strings.HasPrefix(activity, "MEMCPY"), strings.HasPrefix(activity, "COPY_"):
 		return copies
-	case bytes.HasPrefix(activity, []byte("REDUCE")):
+	case strings.HasPrefix(activity, "REDUCE"):
 		return reduce
-	}
-	for _, e := range exchanges {
-		if bytes.HasSuffix(activity, e) {
-			return exchange
-		}
+	case slices.ContainsFunc(exchanges, func(end string) bool { return strings.HasSuffix(activity, end) }):
+		return exchange
 	}
 	return other
 }
@@ -77,12 +72,7 @@ func newNameTable() *nameTable {
 	return &nameTable{ids: make(map[string]nameID), names: []string{""}}
 }
 
-func (t *nameTable) id(name []byte) nameID {
-	if len(name) <= maxText {
-		if id, known := t.ids[string(name)]; known {
-			return id
-		}
-	}
+func (t *nameTable) id(name string) nameID {
 	s := clip(name)
 	id, known := t.ids[s]
 	if !known && len(t.names) <= maxNames {
@@ -248,7 +238,7 @@ func (r *rankReader) release(t *track) {
 
 // trackOf is the track of the event, made if it is the first of an operation.
 func (r *rankReader) trackOf(e *event) *track {
-	if t := r.open[e.pid]; t != nil {
+	if t := r.open[e.PID]; t != nil {
 		return t
 	}
 	if r.names.open >= maxOpen {
@@ -261,42 +251,42 @@ func (r *rankReader) trackOf(e *event) *track {
 		t = r.free[n-1]
 		r.free = r.free[:n-1]
 	}
-	t.name = r.tracks[e.pid]
-	r.open[e.pid] = t
+	t.name = r.tracks[e.PID]
+	r.open[e.PID] = t
 	return t
 }
 
 // apply takes an event. It returns the track whose instance ends with it, taken from the open ones.
 func (r *rankReader) apply(e *event) *track {
 	e.at += r.shift
-	switch e.phase {
-	case 'M':
-		if e.pid != 0 && string(e.name) == "process_name" {
-			_, known := r.tracks[e.pid]
+	switch e.Phase {
+	case "M":
+		if e.PID != 0 && e.Name == "process_name" {
+			_, known := r.tracks[e.PID]
 			if !known && r.names.tracks >= maxTracks {
 				return nil
 			}
 			if !known {
 				r.names.tracks++
 			}
-			r.tracks[e.pid] = r.names.id(e.args.name)
+			r.tracks[e.PID] = r.names.id(e.Args.Name)
 		}
-	case 'B':
-		if e.pid != 0 && e.timed {
+	case "B":
+		if e.PID != 0 && e.timed {
 			return r.push(e)
 		}
-	case 'E':
+	case "E":
 		// One without a beginning is Horovod's, for a barrier or a join.
-		if t := r.open[e.pid]; t != nil && t.depth > 0 && e.timed {
+		if t := r.open[e.PID]; t != nil && t.depth > 0 && e.timed {
 			return r.pop(t, e)
 		}
-	case 'X', 'i', 'I':
-		t := r.open[e.pid]
+	case "X", "i", "I":
+		t := r.open[e.PID]
 		position, is := e.position()
 		if t != nil && is && position < r.ranks && e.timed && t.depth == 1 && t.opened[0].neg && len(t.arrivals) < r.ranks {
 			at := e.at
-			if e.args.hasAt {
-				at = e.args.at + r.shift
+			if !math.IsNaN(e.Args.At) {
+				at = nanos(e.Args.At) + r.shift
 			}
 			t.arrivals = append(t.arrivals, arrival{position, at})
 		}
@@ -305,11 +295,11 @@ func (r *rankReader) apply(e *event) *track {
 }
 
 func (r *rankReader) push(e *event) *track {
-	name, neg := bytes.CutPrefix(e.name, []byte(negotiate))
+	name, neg := strings.CutPrefix(e.Name, negotiate)
 	var before *track
-	if t := r.open[e.pid]; t != nil && t.depth == 0 && neg {
+	if t := r.open[e.PID]; t != nil && t.depth == 0 && neg {
 		// What was negotiated last was never executed, as Horovod's barriers.
-		delete(r.open, e.pid)
+		delete(r.open, e.PID)
 		if t.hasGranted {
 			t.ended = t.granted
 			before = t
@@ -330,14 +320,14 @@ func (r *rankReader) push(e *event) *track {
 	case t.depth == 1 && neg:
 		o.neg = true
 		t.kind = kindName(name)
-		t.set, t.op = e.args.set, e.args.op
+		t.set, t.op = e.Args.Set, e.Args.Op
 		t.submitted, t.hasSubmitted = e.at, true
-		if e.args.hasSubmitted {
-			t.submitted = e.args.submitted + r.shift
+		if !math.IsNaN(e.Args.Submitted) {
+			t.submitted = nanos(e.Args.Submitted) + r.shift
 		}
 	case t.depth == 1:
 		o.top = true
-		t.kind = kindName(e.name)
+		t.kind = kindName(e.Name)
 		t.begun, t.cursor, t.hasExecution = e.at, e.at, true
 		if !t.hasGranted {
 			t.granted, t.hasGranted = e.at, true
@@ -346,7 +336,7 @@ func (r *rankReader) push(e *event) *track {
 		if t.depth == 2 {
 			t.addPart(other, e.at)
 		}
-		o.phase = phaseOf(e.name)
+		o.phase = phaseOf(e.Name)
 	}
 	return before
 }
@@ -367,15 +357,16 @@ func (r *rankReader) pop(t *track, e *event) *track {
 	switch o := t.opened[t.depth]; {
 	case o.neg:
 		t.granted, t.hasGranted = e.at, true
-		t.cached, t.cachedKnown = e.args.cached, e.args.cachedKnown
+		t.cachedKnown = e.Args.Cached != nil
+		t.cached = t.cachedKnown && *e.Args.Cached
 	case o.top:
 		t.addPart(other, e.at)
 		t.ended = e.at
-		a := &e.args
-		t.bytes, t.fused = max(a.bytes, 0), a.fused
-		t.backend, t.shape, t.dtype = clip(a.backend), clip(a.shape), clip(a.dtype)
-		t.failed = t.kind == "ERROR" || a.err != nil
-		delete(r.open, e.pid)
+		a := &e.Args
+		t.bytes, t.fused = max(a.Bytes, 0), a.Fused
+		t.backend, t.shape, t.dtype = clip(a.Backend), clip(a.Shape), clip(a.DType)
+		t.failed = t.kind == "ERROR" || a.Error != nil
+		delete(r.open, e.PID)
 		return t
 	case t.depth == 1:
 		t.addPart(o.phase, e.at)
@@ -386,27 +377,12 @@ func (r *rankReader) pop(t *track, e *event) *track {
 	return nil
 }
 
-// kindName is that of an operation, in lower case. Those that are known share their text.
-func kindName(b []byte) string {
-	switch string(b) {
-	case "ALLREDUCE":
-		return "allreduce"
-	case "ALLGATHER":
-		return "allgather"
-	case "BROADCAST":
-		return "broadcast"
-	case "ALLTOALL":
-		return "alltoall"
-	case "REDUCESCATTER":
-		return "reducescatter"
-	case "BARRIER":
-		return "barrier"
-	case "JOIN":
-		return join
-	case "ERROR":
-		return "ERROR"
+// kindName is that of an operation, in lower case but for ERROR.
+func kindName(name string) string {
+	if name == "ERROR" {
+		return name
 	}
-	return strings.ToLower(clip(b))
+	return strings.ToLower(clip(name))
 }
 
 const join = "join"

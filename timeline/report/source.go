@@ -7,6 +7,7 @@ import (
 	"compress/gzip"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io"
 	"os"
 	"path/filepath"
@@ -32,15 +33,15 @@ type source struct {
 	spool *os.File
 
 	// What the survey has found. Times are in ns but for start, which is in us since 1970.
-	horovod            bool
-	rank, size         int
-	host, domain       string
-	job                string // of files that say it; others do not tell jobs apart
-	epoch, segment     int64
-	monotonic, start   int64
-	points             []clockPoint
-	dropped            int64
-	records, oversized int64
+	horovod          bool
+	rank, size       int
+	host, domain     string
+	job              string // of files that say it; others do not tell jobs apart
+	epoch, segment   int64
+	monotonic, start int64
+	points           []clockPoint
+	dropped          int64
+	records          int64
 	// problem is why reading ended early, a *FormatError; nil if it did not.
 	problem error
 }
@@ -176,7 +177,6 @@ func (s *source) survey() (err error) {
 	for {
 		record, err := o.next()
 		if err != nil {
-			s.oversized = o.tooLong
 			if errors.Is(err, io.EOF) {
 				break
 			}
@@ -190,29 +190,29 @@ func (s *source) survey() (err error) {
 		if !bytes.Contains(record, []byte(`"hvd_`)) && !bytes.Contains(record, []byte(`start_time_since`)) || parse(record, &e) != nil {
 			continue
 		}
-		switch string(e.name) {
+		switch a := &e.Args; e.Name {
 		case "process_name":
-			if e.pid == 0 && e.args.startMicros != 0 {
-				s.start = e.args.startMicros
+			if e.PID == 0 && a.Start != 0 {
+				s.start = a.Start
 			}
 		case "hvd_merged":
 			merged = true
 		case "hvd_rank":
-			if a := &e.args; a.hasRank && a.rank >= 0 && a.rank < maxRanks && a.size >= 0 && a.size <= maxRanks {
-				s.horovod, s.rank, s.size = false, int(a.rank), int(a.size)
-				s.host, s.domain = clip(a.host), clip(a.domain)
-				s.epoch, s.segment, s.monotonic = a.epoch, a.segment, a.monotonic
-				s.dropped = max(s.dropped, a.dropped)
+			if a.Rank != nil && *a.Rank >= 0 && *a.Rank < maxRanks && a.Size >= 0 && a.Size <= maxRanks {
+				s.horovod, s.rank, s.size = false, int(*a.Rank), int(a.Size)
+				s.host, s.domain = clip(a.Host), clip(a.Domain)
+				s.epoch, s.segment, s.monotonic = a.Epoch, a.Segment, nanos(a.Uptime)
+				s.dropped = max(s.dropped, a.Dropped)
 			}
 		case "hvd_clock":
 			if e.timed {
-				s.addPoint(clockPoint{e.at, e.args.offset, max(e.args.clockError, 0)})
+				s.addPoint(clockPoint{e.at, nanos(a.Offset), nanos(max(a.ClockErr, 0))})
 			}
-			if len(e.args.job) > 0 {
-				s.job = clip(e.args.job)
+			if a.Job != "" {
+				s.job = clip(a.Job)
 			}
 		case "hvd_end":
-			s.dropped = max(s.dropped, e.args.dropped)
+			s.dropped = max(s.dropped, a.Dropped)
 		}
 	}
 	if merged {
@@ -383,9 +383,6 @@ func (j *Job) arrange(sources []*source) {
 			}
 			j.problemf("%s, and used up to there: %v", what, s.problem)
 		}
-		if s.oversized > 0 {
-			j.problemf("%s: %d events of more than %d bytes are left out", s.path, s.oversized, maxRecord)
-		}
 	}
 	j.setClocks()
 }
@@ -407,10 +404,10 @@ func (r *rankFiles) host() string { return r.segments[len(r.segments)-1].host }
 // maxText bounds the texts that are kept of a file.
 const maxText = 200
 
-// clip copies a text of a file, with an end that tells it from others that begin alike if it is too long to be kept.
-func clip(b []byte) string {
-	if len(b) <= maxText {
-		return strings.ToValidUTF8(string(b), "\ufffd")
+// clip bounds a text of a file, with an end that tells it from others that begin alike if it is too long to be kept.
+func clip(s string) string {
+	if len(s) <= maxText {
+		return s
 	}
-	return fmt.Sprintf("%s…%08x", strings.ToValidUTF8(string(b[:maxText-12]), "\ufffd"), checksum(b))
+	return fmt.Sprintf("%s…%08x", strings.ToValidUTF8(s[:maxText-12], "\ufffd"), crc32.ChecksumIEEE([]byte(s)))
 }

@@ -1,0 +1,212 @@
+package report
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"strconv"
+
+	"github.com/go-json-experiment/json"
+	"github.com/go-json-experiment/json/jsontext"
+)
+
+const (
+	// maxRecord bounds an event. A name has 4 KiB at most, six times that when every byte is escaped.
+	maxRecord  = 1 << 18
+	scanBuffer = 1 << 16
+)
+
+// FormatError is a place where a file is not what a timeline is.
+type FormatError struct {
+	File string
+	// Byte is the place, from 0, in the file when unpacked.
+	Byte int64
+	// Truncated says that the file only ends too early.
+	Truncated bool
+	Err       error
+}
+
+func (e *FormatError) Error() string { return fmt.Sprintf("%s: byte %d: %v", e.File, e.Byte, e.Err) }
+
+// Unwrap returns the reason.
+func (e *FormatError) Unwrap() error { return e.Err }
+
+var (
+	errNoArray  = errors.New("want [ and the events of a timeline")
+	errNoEvent  = errors.New("want an event, as {...}, or ]")
+	errAfterEnd = errors.New("want nothing after the closing ]")
+	errTooLong  = fmt.Errorf("an event of more than %d bytes", maxRecord)
+)
+
+// scanner cuts a JSON array into its events. It holds one event, whatever the file has.
+type scanner struct {
+	*jsontext.Decoder
+	limit  *limited
+	file   string
+	failed error
+	opened bool
+}
+
+// limited is a reader that fails when it was read for more than an event.
+type limited struct {
+	io.Reader
+	left int
+}
+
+func (l *limited) Read(p []byte) (int, error) {
+	if l.left <= 0 {
+		return 0, errTooLong
+	}
+	n, err := l.Reader.Read(p[:min(len(p), l.left)])
+	l.left -= n
+	return n, err
+}
+
+var lenient = json.JoinOptions(jsontext.AllowDuplicateNames(true), jsontext.AllowInvalidUTF8(true))
+
+func newScanner(r io.Reader, file string) *scanner {
+	l := &limited{Reader: r}
+	return &scanner{Decoder: jsontext.NewDecoder(l, lenient), limit: l, file: file}
+}
+
+// next returns the text of the next event, valid until the next call; io.EOF after the closing bracket; else a *FormatError, again
+// and again.
+func (s *scanner) next() (event jsontext.Value, err error) {
+	if s.failed == nil {
+		s.limit.left = maxRecord + scanBuffer
+		event, s.failed = s.scan()
+	}
+	return event, s.failed
+}
+
+func (s *scanner) scan() (jsontext.Value, error) {
+	if !s.opened {
+		if s.PeekKind() != '[' {
+			_, err := s.ReadToken()
+			return nil, s.fault(err, errNoArray)
+		}
+		if _, err := s.ReadToken(); err != nil {
+			return nil, s.fault(err, nil)
+		}
+		s.opened = true
+	}
+	switch s.PeekKind() {
+	case '{':
+		event, err := s.ReadValue()
+		if err != nil {
+			return nil, s.fault(err, nil)
+		}
+		return event, nil
+	case ']':
+		if _, err := s.ReadToken(); err != nil {
+			return nil, s.fault(err, nil)
+		}
+		if _, err := s.ReadToken(); !errors.Is(err, io.EOF) {
+			return nil, s.fault(err, errAfterEnd)
+		}
+		return nil, io.EOF
+	}
+	// Horovod puts a comma after every event, the last too.
+	rest, comma := bytes.CutPrefix(bytes.TrimLeft(s.UnreadBuffer(), " \t\r\n"), []byte(","))
+	if comma && bytes.HasPrefix(bytes.TrimLeft(rest, " \t\r\n"), []byte("]")) {
+		return nil, io.EOF
+	}
+	_, err := s.ReadValue()
+	return nil, s.fault(err, errNoEvent)
+}
+
+// fault makes the error for what stands here: err is what reading gave, and want what to say if that is nothing.
+func (s *scanner) fault(err, want error) error {
+	f := &FormatError{File: s.file, Byte: s.InputOffset(), Err: err}
+	var syntax *jsontext.SyntacticError
+	if errors.As(err, &syntax) {
+		f.Byte, f.Err = syntax.ByteOffset, syntax.Err
+	}
+	switch {
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		f.Truncated, f.Err = true, errors.New("the file ends here")
+	case err == nil:
+		f.Err = want
+	case want == errNoArray:
+		f.Err = fmt.Errorf("%w: %w", f.Err, want)
+	}
+	return f
+}
+
+// event is a record of the file.
+type event struct {
+	Phase string `json:"ph"`
+	Name  string `json:"name"`
+	// Time is in us since the file's start, NaN if there is none.
+	Time float64 `json:"ts"`
+	PID  int64   `json:"pid"`
+	Args args    `json:"args"`
+
+	at    int64 // Time in ns
+	timed bool
+}
+
+// args are those of all events that are read; an event has some. Times are in us, NaN where there is none.
+type args struct {
+	Name     string  `json:"name"`
+	DType    string  `json:"dtype"`
+	Shape    string  `json:"shape"`
+	Backend  string  `json:"backend"`
+	Error    *string `json:"error"`
+	Set      int64   `json:"set"`
+	Op       int64   `json:"op"`
+	Bytes    int64   `json:"bytes"`
+	Fused    int64   `json:"fused"`
+	Cached   *bool   `json:"cached"`
+	Dropped  int64   `json:"dropped"`
+	Start    int64   `json:"start_time_since_epoch_in_micros"`
+	Rank     *int64  `json:"rank"`
+	Size     int64   `json:"size"`
+	Epoch    int64   `json:"epoch"`
+	Segment  int64   `json:"segment"`
+	Host     string  `json:"host"`
+	Domain   string  `json:"clock_domain"`
+	Job      string  `json:"job"`
+	Uptime   float64 `json:"monotonic_us"`
+	Offset   float64 `json:"offset_us"`
+	ClockErr float64 `json:"error_us"`
+	// Submitted and At are of events whose own time could not be that, because a track's times never go back.
+	Submitted float64 `json:"submitted"`
+	At        float64 `json:"at"`
+}
+
+const (
+	nanosPerMicro = 1000
+	// maxMicros bounds times: 31 years. Sums of a few cannot overflow when they are in ns.
+	maxMicros = 1e15
+)
+
+var errRange = errors.New("a time beyond its range")
+
+// parse reads the text of an event into e.
+func parse(text jsontext.Value, e *event) error {
+	nan := math.NaN()
+	*e = event{Time: nan, Args: args{Submitted: nan, At: nan}}
+	if err := json.Unmarshal(text, e, lenient); err != nil {
+		return err
+	}
+	for _, us := range []float64{e.Time, e.Args.Submitted, e.Args.At, e.Args.Uptime, e.Args.Offset, e.Args.ClockErr} {
+		if math.Abs(us) > maxMicros {
+			return errRange
+		}
+	}
+	if e.timed = !math.IsNaN(e.Time); e.timed {
+		e.at = nanos(e.Time)
+	}
+	return nil
+}
+
+func nanos(us float64) int64 { return int64(math.Round(us * nanosPerMicro)) }
+
+// position is the number that names a tick.
+func (e *event) position() (int, bool) {
+	n, err := strconv.Atoi(e.Name)
+	return n, err == nil && n >= 0 && n < maxRanks
+}
