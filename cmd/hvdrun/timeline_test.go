@@ -84,7 +84,7 @@ func TestTimelineOfWhatIsNone(t *testing.T) {
 		want   string
 		report bool
 	}{
-		{[]string{bad}, 1, bad + ": byte 0 (line 1): got 'h', want [", false},
+		{[]string{bad}, 1, bad + ": byte 0: invalid character 'h' at start of value: want [", false},
 		{[]string{filepath.Join(dir, "none.json")}, 1, "no such file", false},
 		{[]string{dir + "/t.json", bad}, 1, bad + ": byte 0", true},
 		{[]string{dir}, 0, "", true}, // a folder may have other files too
