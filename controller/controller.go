@@ -8,9 +8,8 @@
 // One idea carries everything: a request is sent once, the coordinator remembers it until it is answered,
 // and its numbered answers are a log that every rank replays.
 //
-// Lockstep is the second controller over the same parts, for channels that only offer collectives: every
-// cycle, all ranks combine their votes by AND and OR, gather what is not cached at rank 0, and broadcast its
-// decision.
+// Lockstep carries requests and decisions between the two if the channel only offers collectives: in every cycle all ranks
+// combine their votes by AND and OR, gather what is not cached at rank 0, and broadcast its decision.
 package controller
 
 import (

@@ -30,6 +30,9 @@ type CoordinatorConfig struct {
 	// then between reports; 0 reports nothing. StallShutdown is how long it waits before the job is stopped; 0 is for
 	// ever.
 	StallWarning, StallShutdown time.Duration
+	// Lockstep says that a Lockstep brings the requests and carries the cycles, which go to all ranks. Then ranks that leave
+	// are stopped together, by the last.
+	Lockstep bool
 	// Plan chooses backend and algorithm.
 	Plan Planner
 }
@@ -63,6 +66,7 @@ type Coordinator struct {
 	now       time.Duration
 	cycle     uint64
 	lastCycle time.Duration // when the cycle was issued
+	combined  time.Duration // when all ranks had last entered a cycle, in lock-step
 	leaving   int           // ranks that submit nothing more
 	stopSent  bool          // every rank was stopped
 	// stopReason is why the job is stopped, unless every rank has asked for it, and stopRanks the ranks that caused it by
@@ -127,6 +131,7 @@ func (c *Coordinator) Tick(now time.Duration) {
 			s.shiftWaits(g)
 		}
 		c.progress += g
+		c.combined += g
 		if c.suspicion != nil {
 			c.suspicion.since += g
 		}
@@ -393,11 +398,13 @@ func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
 // Ready issues a cycle if anything can be decided, and is what to send now, in this order. It is valid
 // until Advance.
 func (c *Coordinator) Ready() []Outgoing {
-	if c.leaving > 0 && c.state == running {
-		c.checkLeavers()
-	}
-	if c.state == running && c.now-c.lastCycle >= c.cfg.CycleTime || c.state == stopping && !c.stopSent {
-		c.decide()
+	if !c.cfg.Lockstep {
+		if c.leaving > 0 && c.state == running {
+			c.checkLeavers()
+		}
+		if c.state == running && c.now-c.lastCycle >= c.cfg.CycleTime || c.state == stopping && !c.stopSent {
+			c.decide()
+		}
 	}
 	if c.state == running || c.state == stopping {
 		c.beat()

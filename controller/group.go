@@ -65,8 +65,6 @@ func (g *group) fail(items []readyItem) {
 // heldGroups are the groups of which tensors are complete and others are not.
 type heldGroups struct {
 	groups []*group // in order of their first complete tensor
-	// bits are those of cached tensors that are held or ready: to Lockstep they are complete again in every cycle.
-	bits message.Bits
 }
 
 // has reports whether tensors of a group are held.
@@ -81,9 +79,6 @@ func (h *heldGroups) has(key groupKey) bool {
 func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	g := h.at(key)
 	item.group = g
-	if item.cached {
-		h.bits.Set(item.bit)
-	}
 	g.items = append(g.items, item)
 	if r := item.response; r.Kind == message.Error && g.failed == "" {
 		g.failed = r.Text

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/message"
@@ -16,11 +17,12 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// lockstepJob is a job of Lockstep controllers, whose collectives it does itself.
+// lockstepJob is a job in lock-step, whose collectives it does itself.
 type lockstepJob struct {
 	tb    testing.TB
 	sets  []controller.Set
-	ranks []*controller.Lockstep
+	coord *controller.Coordinator
+	ranks []lockstepRank
 	// pending are the requests in flight and answers what became of the others, by rank.
 	pending [][]request
 	answers []map[string]string
@@ -30,11 +32,24 @@ type lockstepJob struct {
 	gone    []topo.ProcessSetID
 }
 
-func newLockstepJob(tb testing.TB, cfg controller.LockstepConfig) *lockstepJob {
-	j := &lockstepJob{tb: tb, sets: cfg.Sets}
+// lockstepRank is a rank of the job.
+type lockstepRank struct {
+	*controller.Member
+	*controller.Lockstep
+	stop       bool // STOP is applied
+	stopReason string
+}
+
+func newLockstepJob(tb testing.TB, cfg controller.CoordinatorConfig) *lockstepJob {
+	cfg.Lockstep, cfg.LivenessTimeout = true, livenessTimeout
+	j := &lockstepJob{tb: tb, sets: cfg.Sets, coord: controller.NewCoordinator(cfg, 0)}
 	for _, r := range cfg.Sets[0].Ranks {
-		cfg.Rank = r
-		j.ranks = append(j.ranks, controller.NewLockstep(cfg))
+		m := controller.NewMember(controller.MemberConfig{Rank: r, Sets: cfg.Sets, LivenessTimeout: livenessTimeout, Lockstep: true}, 0)
+		c := j.coord
+		if r != 0 {
+			c = nil
+		}
+		j.ranks = append(j.ranks, lockstepRank{Member: m, Lockstep: controller.NewLockstep(m, c, cfg.CacheCapacity)})
 		j.answers = append(j.answers, make(map[string]string))
 		j.turns = append(j.turns, make(map[string]int))
 	}
@@ -73,10 +88,7 @@ func (j *lockstepJob) cycle() bool {
 	}
 	var gather, broadcast bool
 	for i, l := range j.ranks {
-		g, b, err := l.Combine(and, or)
-		if err != nil {
-			j.tb.Fatal(err)
-		}
+		g, b := l.Combine(and, or)
 		if i > 0 && (g != gather || b != broadcast) {
 			j.tb.Fatalf("rank %d: gather %v, broadcast %v; rank 0: %v, %v", i, g, b, gather, broadcast)
 		}
@@ -103,9 +115,9 @@ func (j *lockstepJob) cycle() bool {
 			ups = append(ups, u)
 		}
 	}
-	down, err := j.ranks[0].Decide(ups)
-	if err != nil {
-		j.tb.Fatal(err)
+	down := j.ranks[0].Decide(ups)
+	if down == nil {
+		j.tb.Fatalf("rank 0 has failed the job: %v", verdictOf(j.coord))
 	}
 	frame, err := message.AppendDown(nil, down)
 	if err != nil {
@@ -130,10 +142,14 @@ func (j *lockstepJob) cycle() bool {
 
 func (j *lockstepJob) apply(rank int, d *message.Down) {
 	j.tb.Helper()
-	grants, err := j.ranks[rank].Apply(d)
-	if err != nil {
+	m := &j.ranks[rank]
+	if err := m.Step(d); err != nil {
 		j.tb.Fatal(err)
 	}
+	ready := m.Ready()
+	grants := slices.Clone(ready.Grants)
+	m.stop, m.stopReason = ready.Stop, ready.StopReason
+	m.Advance()
 	for _, g := range grants {
 		j.grants[rank] = append(j.grants[rank], grantKey(g.Set, g.Backend, g.Algorithm, g.Absent, g.Responses))
 		for _, r := range g.Responses {
@@ -151,13 +167,27 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 			}
 		}
 	}
-	for _, id := range removals(grants) {
+	removed := removals(grants)
+	for _, g := range grants {
+		m.Finished(g)
+	}
+	for _, id := range removed {
 		for _, p := range j.pending[rank] {
 			if p.set == id {
 				j.tb.Fatalf("rank %d waits for %q of set %d, which is removed", rank, p.q.Name, id)
 			}
 		}
 	}
+}
+
+// verdictOf is the verdict that a coordinator has given, or nil.
+func verdictOf(c *controller.Coordinator) *controller.Verdict {
+	for _, o := range c.Ready() {
+		if o.Down.Type == message.DownFail {
+			return &controller.Verdict{Ranks: o.Down.Ranks, Reason: o.Down.Reason}
+		}
+	}
+	return nil
 }
 
 // change follows, once for all ranks, what a response does to the process sets.
@@ -243,7 +273,7 @@ func TestTwins(t *testing.T) {
 		}
 		r.finish()
 
-		l := newLockstepJob(t, controller.LockstepConfig{
+		l := newLockstepJob(t, controller.CoordinatorConfig{
 			Sets: sets, CacheCapacity: pick(0, 1, 2, 4, 64, 65), FusionThresholdBytes: int64(pick(0, 16, 1<<20)), Plan: plan(refusedType),
 			DisableGroupFusion: pick(0, 1) == 1, Deterministic: pick(0, 1) == 1,
 		})
@@ -331,7 +361,7 @@ func TestRefusedThoughCached(t *testing.T) {
 	want := []string{"a run", "b run", "a " + large.Error(), "b " + large.Error(), "a run"}
 
 	t.Run("lockstep", func(t *testing.T) {
-		j := newLockstepJob(t, controller.LockstepConfig{
+		j := newLockstepJob(t, controller.CoordinatorConfig{
 			Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: planner,
 		})
 		for _, names := range []string{"a", "b", "ab", "a"} {
@@ -395,40 +425,74 @@ func results(keys []string) []string {
 	return short
 }
 
-// Shutdown in lock-step: what every rank has asked for is granted in the last cycle.
+// Shutdown in lock-step: nobody is stopped before the last leaves, or others wait for what a rank that leaves has not
+// asked for. What every rank has asked for is granted in the last cycle.
 func TestLockstepShutdown(t *testing.T) {
-	j := newLockstepJob(t, controller.LockstepConfig{
-		Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
+	start := func() *lockstepJob {
+		j := newLockstepJob(t, controller.CoordinatorConfig{
+			Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
+		})
+		for range 2 { // in the second turn it is cached
+			for rank := range 3 {
+				j.submit(rank, request{q: allreduce("a", 1)})
+			}
+			j.cycle()
+		}
+		return j
+	}
+	t.Run("all", func(t *testing.T) {
+		j := start()
+		for rank := range 3 {
+			j.submit(rank, request{q: allreduce("a", 1)})
+			j.ranks[rank].Shutdown("")
+			j.cycle()
+			for r, l := range j.ranks {
+				if l.Quiet() {
+					t.Errorf("rank %d is quiet in a cycle with a request and a shutdown", r)
+				}
+				if last := rank == 2; l.stop != last || l.Over() != last || l.stopReason != "" {
+					t.Errorf("rank %d: stopped %v with reason %q, over %v, after %d ranks have left", r, l.stop, l.stopReason, l.Over(), rank+1)
+				}
+			}
+		}
+		for rank := range 3 {
+			if len(j.grants[rank]) != 3 {
+				t.Errorf("rank %d ran %v, want a three times", rank, j.grants[rank])
+			}
+		}
+		if err := j.ranks[0].Submit(topo.Global, new(allreduce("c", 1))); err != nil {
+			t.Errorf("submit after the stop: %v", err)
+		}
+		if a, o := j.ranks[0].Vectors(); slices.Max(a) != 0 || slices.Max(o) != 0 {
+			t.Errorf("submit after the stop counts: and %x, or %x", a, o)
+		}
 	})
-	for rank := range 3 {
-		j.submit(rank, request{q: allreduce("a", 1)})
-	}
-	j.submit(1, request{q: allreduce("b", 1)})
-	j.ranks[2].Shutdown()
-	j.cycle()
-	for rank, l := range j.ranks {
-		if l.Quiet() {
-			t.Errorf("rank %d is quiet in a cycle with requests and a shutdown", rank)
-		}
-		if !l.Stopped() {
-			t.Errorf("rank %d is not stopped", rank)
-		}
-		if len(j.grants[rank]) != 1 || !strings.Contains(j.grants[rank][0], `"a"`) {
-			t.Errorf("rank %d runs %v, want a", rank, j.grants[rank])
-		}
-	}
-	if err := j.ranks[0].Submit(topo.Global, new(allreduce("c", 1))); err != nil {
-		t.Errorf("submit after the stop: %v", err)
-	}
-	if a, o := j.ranks[0].Vectors(); slices.Max(a) != 0 || slices.Max(o) != 0 {
-		t.Errorf("submit after the stop counts: and %x, or %x", a, o)
+	for name, tensor := range map[string]string{"cached": "a", "not cached": "b"} {
+		t.Run(name, func(t *testing.T) {
+			j := start()
+			j.ranks[2].Shutdown("that was all")
+			j.cycle()
+			j.submit(1, request{q: allreduce(tensor, 1)})
+			for range 2 { // a vote is told in the second cycle
+				if j.ranks[0].Over() {
+					break
+				}
+				j.cycle()
+			}
+			want := fmt.Sprintf(`shut down (that was all) after 2 operations, the last allreduce "a", while rank 1 waits for allreduce %q`, tensor)
+			for r, l := range j.ranks {
+				if !l.stop || !strings.HasPrefix(l.stopReason, want) {
+					t.Errorf("rank %d: stopped %v with reason %q, want %q", r, l.stop, l.stopReason, want)
+				}
+			}
+		})
 	}
 }
 
 // Vectors of more than one word, of sets that lack a rank and that lack all.
 func TestLockstepManyBits(t *testing.T) {
 	sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}}, {ID: 2}}
-	j := newLockstepJob(t, controller.LockstepConfig{Sets: sets, CacheCapacity: 130, FusionThresholdBytes: 1 << 20, Plan: plan()})
+	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 130, FusionThresholdBytes: 1 << 20, Plan: plan()})
 	for turn := range 3 {
 		for _, s := range sets {
 			for _, r := range s.Ranks {
@@ -459,7 +523,7 @@ func TestLockstepManyBits(t *testing.T) {
 
 // What other ranks, or rank 0, may not say in lock-step.
 func TestLockstepErrors(t *testing.T) {
-	cfg := controller.LockstepConfig{
+	cfg := controller.CoordinatorConfig{
 		Sets:          []controller.Set{controller.Global(2), {ID: 1, Ranks: []topo.Rank{0}}},
 		CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
 	}
@@ -467,75 +531,35 @@ func TestLockstepErrors(t *testing.T) {
 	up := func(set topo.ProcessSetID, qs ...message.Request) *message.Up {
 		return &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Set: set, Requests: qs}}}
 	}
-	decide := func(ready, invalid uint64, ups ...*message.Up) error {
-		l := controller.NewLockstep(cfg)
-		if _, _, err := l.Combine([]uint64{ready, 0}, []uint64{0, ready, invalid, 0, 0}); err != nil {
-			t.Fatal(err)
+	decide := func(ready uint64, ups ...*message.Up) error {
+		j := newLockstepJob(t, cfg)
+		j.ranks[0].Combine([]uint64{ready, 0}, []uint64{0, ready, 0})
+		if d := j.ranks[0].Decide(ups); d != nil {
+			return nil
 		}
-		_, err := l.Decide(ups)
-		return err
+		return verdictOf(j.coord)
 	}
-	combine := func(and, or int) error {
-		_, _, err := controller.NewLockstep(cfg).Combine(make([]uint64, and), make([]uint64, or))
-		return err
-	}
-	apply := func(d *message.Down) error {
-		_, err := controller.NewLockstep(cfg).Apply(d)
-		return err
-	}
-	held := func() error {
-		j := newLockstepJob(t, controller.LockstepConfig{
-			Sets: []controller.Set{controller.Global(1)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
-		})
-		for _, name := range []string{"a", "b", "a"} {
-			r := request{q: allreduce(name, 1)}
-			r.q.Group, r.q.GroupSize = "G", 2
-			j.submit(0, r)
-			j.cycle()
-		}
-		if _, _, err := j.ranks[0].Combine([]uint64{1}, []uint64{0, 1, 1}); err != nil {
-			t.Fatal(err)
-		}
-		_, err := j.ranks[0].Decide(nil)
-		return err
-	}
-	submit := func(rank topo.Rank, set topo.ProcessSetID) error {
-		c := cfg
-		c.Rank = rank
-		return controller.NewLockstep(c).Submit(set, &q)
+	step := func(d *message.Down) error {
+		d.Type, d.Cycle = message.DownCycle, 1
+		return newLockstepJob(t, cfg).ranks[0].Step(d)
 	}
 	hits := up(0, message.Request{Kind: message.Join, Name: "j"})
 	hits.Sets[0].Hits.Set(0)
-	unjoined := up(0)
-	unjoined.Sets[0].Hits.Set(0)
-	change := func(r *message.Response) error {
-		r.Name = "s"
-		return apply(&message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{r}}}}}})
-	}
 	for _, c := range []struct {
 		name string
 		err  error
 		want string
 	}{
-		{"invalid bit of a group that waits", held(), "bit 0 of process set 0 is invalid though all ranks voted for it"},
-		{"vote for a free bit before a join", decide(0, 0, hits), "rank 0 broke the protocol: responsecache: vote for bit 0, which stood for nothing"},
-		{"votes without a join", decide(0, 0, unjoined), "rank 0 broke the protocol: votes of process set 0 without a join"},
-		{"request after a join", decide(0, 0, up(0, message.Request{Kind: message.Join, Name: "j"}, q)), `rank 0 broke the protocol: request for allreduce "a" of process set 0 after it has joined`},
-		{"set that is there", change(&message.Response{Kind: message.AddProcessSet, Set: 1, Ranks: []topo.Rank{0}}), "process set 1 is added, which is there"},
-		{"set that is not there", change(&message.Response{Kind: message.RemoveProcessSet, Set: 7}), "process set 7 is removed, which is not there"},
-		{"and of another capacity", combine(4, 5), "vectors of 4 and 5 words, want 2 and 5"},
-		{"or of another capacity", combine(2, 3), "vectors of 2 and 3 words, want 2 and 5"},
-		{"ready bit that is free", decide(1, 0), "all ranks voted for bit 0 of process set 0, which is free"},
-		{"invalid bit that is free", decide(0, 2), "bit 1 of process set 0 is invalid but free"},
-		{"news of another's set", decide(0, 0, up(0), up(1, q)), "rank 1 broke the protocol: news of process set 1, of which it is no member"},
-		{"news of no set", decide(0, 0, up(7, q)), "rank 0 broke the protocol: news of process set 7"},
-		{"second request", decide(0, 0, up(0, q, q)), `rank 0 broke the protocol: second request for allreduce "a"`},
-		{"cycle skipped", apply(&message.Down{Type: message.DownCycle, Cycle: 2}), "for cycle 2, want cycle 1"},
-		{"no cycle", apply(&message.Down{Type: message.DownFail, Cycle: 1}), "frame of type 3"},
-		{"unknown set", apply(&message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{{Set: 7}}}), "unknown process set 7"},
-		{"free bit granted", apply(&message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{{Grants: []message.Grant{{Bits: []uint32{3}}}}}}), "grant of bit 3, which is free"},
-		{"submit to another's set", submit(1, 1), "rank 1 is not a member of process set 1"},
-		{"submit to no set", submit(0, 7), "rank 0 is not a member of process set 7"},
+		{"vote for a free bit before a join", decide(0, hits), "rank 0 failed: it broke the protocol: responsecache: vote for bit 0, which stood for nothing"},
+		{"request after a join", decide(0, up(0, message.Request{Kind: message.Join, Name: "j"}, q)), `rank 0 failed: it broke the protocol: request for allreduce "a" of process set 0 after it has joined`},
+		{"set that is there", step(&message.Down{Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{
+			{Kind: message.AddProcessSet, Name: "s", Set: 1, Ranks: []topo.Rank{0}},
+		}}}}}}), "process set 1 is added, which is there"},
+		{"ready bit that is free", decide(1), "rank 0 failed: it broke the protocol: responsecache: vote for bit 0, which stood for nothing"},
+		{"news of another's set", decide(0, up(0), up(1, q)), "rank 1 failed: it broke the protocol: news of process set 1, of which it is no member"},
+		{"second request", decide(0, up(0, q, q)), `rank 0 failed: it broke the protocol: second request for allreduce "a"`},
+		{"submit to another's set", newLockstepJob(t, cfg).ranks[1].Submit(1, &q), "rank 1 is not a member of process set 1"},
+		{"submit to no set", newLockstepJob(t, cfg).ranks[0].Submit(7, &q), "rank 0 is not a member of process set 7"},
 	} {
 		if c.err == nil || !strings.Contains(c.err.Error(), c.want) {
 			t.Errorf("%s: got error %v, want %q", c.name, c.err, c.want)
@@ -543,9 +567,9 @@ func TestLockstepErrors(t *testing.T) {
 	}
 }
 
-// Who joins asks for nothing more, in lock-step too, and what keeps an uncached tensor is known at rank 0.
+// Who joins asks for nothing more, in lock-step too.
 func TestLockstepJoin(t *testing.T) {
-	j := newLockstepJob(t, controller.LockstepConfig{
+	j := newLockstepJob(t, controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
 	})
 	join := request{q: message.Request{Kind: message.Join, Name: "j"}}
@@ -555,22 +579,8 @@ func TestLockstepJoin(t *testing.T) {
 	if err := j.ranks[2].Submit(topo.Global, new(allreduce("b", 1))); err == nil || !strings.Contains(err.Error(), "this rank has joined process set 0; wait for the join") {
 		t.Errorf("submit after a join: got error %v", err)
 	}
-	if got := j.ranks[0].Missing(topo.Global, "a"); !slices.Equal(got, []topo.Rank{1}) {
-		t.Errorf("a waits for %v, want rank 1", got)
-	}
-	for _, l := range j.ranks {
-		if got := append(l.Missing(topo.Global, "b"), l.Missing(7, "a")...); got != nil {
-			t.Errorf("unknown tensors wait for %v", got)
-		}
-	}
-	if got := j.ranks[1].Missing(topo.Global, "a"); got != nil {
-		t.Errorf("rank 1 knows that a waits for %v", got)
-	}
 	j.submit(1, request{q: allreduce("a", 1)})
 	j.cycle()
-	if got := j.ranks[0].Missing(topo.Global, "a"); got != nil {
-		t.Errorf("a, which is granted, waits for %v", got)
-	}
 	for rank, grants := range j.grants {
 		if len(grants) != 1 || !strings.Contains(grants[0], "without [2]") {
 			t.Errorf("rank %d runs %v, want a without rank 2", rank, grants)
@@ -581,6 +591,61 @@ func TestLockstepJoin(t *testing.T) {
 	j.cycle()
 	if err := j.ranks[2].Submit(topo.Global, new(allreduce("b", 1))); err != nil {
 		t.Errorf("submit after the answer: %v", err)
+	}
+}
+
+// What keeps a tensor is known at rank 0, cached or not: by the stall inspector, by operation timeouts, and by who was late.
+func TestLockstepKnowsWhoIsMissing(t *testing.T) {
+	for name, warmUp := range map[string]int{"cached": 2, "not cached": 0} {
+		t.Run(name, func(t *testing.T) {
+			j := newLockstepJob(t, controller.CoordinatorConfig{
+				Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(), StallWarning: time.Second,
+			})
+			now := time.Duration(0)
+			tick := func(d time.Duration) {
+				now += d
+				j.coord.Tick(now)
+				for _, l := range j.ranks {
+					l.Tick(now)
+				}
+			}
+			for range warmUp {
+				for rank := range 3 {
+					j.submit(rank, request{q: allreduce("a", 1)})
+				}
+				j.cycle()
+			}
+			for _, rank := range []int{2, 0} {
+				j.submit(rank, request{q: allreduce("a", 1)})
+				j.cycle()
+				j.cycle() // a vote is told in the second cycle
+			}
+			if warmUp > 0 && j.cycle() {
+				t.Error("a cycle gathers votes that were told before")
+			}
+			tick(time.Second)
+			events := j.coord.Events()
+			if len(events) != 1 || events[0].Stall == nil || events[0].Stall.Name != "a" || !slices.Equal(events[0].Stall.Missing, []topo.Rank{1}) {
+				t.Errorf("got events %v, want a stall of a that waits for rank 1", events)
+			}
+			j.submit(1, request{q: allreduce("a", 1)})
+			j.cycle()
+			if late := j.coord.Stats().Late; late[1].Held != time.Second {
+				t.Errorf("lateness %v, want rank 1 late by 1s", late)
+			}
+
+			j.submit(0, request{q: allreduce("a", 1)})
+			j.cycle()
+			j.cycle()
+			j.ranks[0].Timeout(topo.Global, "a", 500*time.Millisecond)
+			for _, up := range j.ranks[0].Ready().Ups {
+				j.coord.Step(0, up)
+			}
+			v := verdictOf(j.coord)
+			if v == nil || !slices.Equal(v.Ranks, []topo.Rank{1, 2}) || !strings.Contains(v.Reason, `allreduce "a" timed out after 0.5s at rank 0: ranks 1 and 2 have not submitted it`) {
+				t.Errorf("got verdict %v, want one of ranks 1 and 2", v)
+			}
+		})
 	}
 }
 
@@ -608,4 +673,42 @@ func differences(events, lockstep map[string]string) string {
 		}
 	}
 	return text.String()
+}
+
+// If an operation times out while a rank is silent, that rank is named, and not those whose requests its silence holds up.
+func TestTimeoutDuringSilence(t *testing.T) {
+	start := func(lockstep bool) *controller.Coordinator {
+		c := controller.NewCoordinator(controller.CoordinatorConfig{
+			Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: livenessTimeout, Plan: plan(), Lockstep: lockstep,
+		}, 0)
+		c.Step(0, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+		return c
+	}
+	complain := func(c *controller.Coordinator, at time.Duration) *controller.Verdict {
+		c.Tick(at)
+		c.Step(1, &message.Up{Type: message.UpHeartbeat})
+		c.Step(0, &message.Up{Type: message.UpTimeout, Tensor: "a", Millis: 500})
+		return verdictOf(c)
+	}
+	for _, lockstep := range []bool{false, true} {
+		c := start(lockstep)
+		for _, at := range []time.Duration{controller.HeartbeatPeriod, 2*controller.HeartbeatPeriod - 1} {
+			if !lockstep {
+				break // events tell what others have asked for
+			}
+			if v := complain(c, at); v != nil {
+				t.Errorf("after %v without a cycle: got verdict %v", at, v)
+			}
+		}
+		if v := complain(c, 2*controller.HeartbeatPeriod); v == nil || !slices.Equal(v.Ranks, []topo.Rank{2}) ||
+			!strings.Contains(v.Reason, `tensor "a" timed out after 0.5s at rank 0: rank 2 has been silent for 2s`) {
+			t.Errorf("lock-step %v: got verdict %v, want that rank 2 is silent", lockstep, v)
+		}
+	}
+	m := controller.NewMember(controller.MemberConfig{Rank: 1, Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: livenessTimeout}, 0)
+	m.Tick(2 * controller.HeartbeatPeriod)
+	m.Timeout(0, "a", time.Second)
+	if v := m.Verdict(); v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) || !strings.Contains(v.Reason, `silent for 2s, and tensor "a" timed out after 1s`) {
+		t.Errorf("got verdict %v, want that rank 0 is silent", v)
+	}
 }

@@ -14,10 +14,13 @@ import (
 // MemberConfig is what a Member needs to know.
 type MemberConfig struct {
 	Rank topo.Rank
-	// Sets are the process sets of which the rank is a member when the job begins, ascending by id.
+	// Sets are the process sets of which the rank is a member when the job begins, ascending by id. With Lockstep they are
+	// all process sets.
 	Sets []Set
 	// LivenessTimeout is the silence after which the coordinator has failed.
 	LivenessTimeout time.Duration
+	// Lockstep says that a Lockstep carries the requests and brings the cycles.
+	Lockstep bool
 }
 
 type memberState uint8
@@ -76,7 +79,8 @@ type Member struct {
 // memberSet is a process set as seen by a member.
 type memberSet struct {
 	Set
-	me     int // position in the set
+	me     int // position in the set, or -1
+	ballot     // in lock-step
 	cache  responsecache.Cache
 	join   string // what this rank calls the join that it waits for; else empty
 	grants uint64
@@ -147,29 +151,37 @@ func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 		return nil
 	}
 	s := m.set(id)
-	if s == nil {
+	if s == nil || s.me < 0 {
 		return fmt.Errorf("%v %q: rank %d is not a member of process set %d", q.Kind, q.Name, m.cfg.Rank, id)
 	}
 	if err := s.admit(q); err != nil {
 		return err
 	}
-	u := m.up.At(id)
-	m.news = true
 	if q.Kind == message.Join {
 		s.join = q.Name // it is no tensor: it has no bit, and takes none from a tensor of its name
-		u.Requests = append(u.Requests, *q)
+		m.ask(id, q)
 		return nil
 	}
-	switch bit, state := s.cache.Lookup(q, s.me); state {
-	case responsecache.Hit:
-		u.Hits.Set(bit)
-	case responsecache.Invalid:
-		u.Invalid.Set(bit)
+	switch bit, state := s.cache.Lookup(q, s.me); {
+	case state == responsecache.Hit && m.cfg.Lockstep:
+		s.votes.Set(bit)
+	case state == responsecache.Hit:
+		m.up.At(id).Hits.Set(bit)
+		m.news = true
+	case state == responsecache.Invalid:
+		m.up.At(id).Invalid.Set(bit)
 		fallthrough
 	default:
-		u.Requests = append(u.Requests, *q)
+		m.ask(id, q)
 	}
 	return nil
+}
+
+// ask puts a request in full into the next frame.
+func (m *Member) ask(id topo.ProcessSetID, q *message.Request) {
+	u := m.up.At(id)
+	u.Requests = append(u.Requests, *q)
+	m.news = true
 }
 
 // Finished says that a grant has run and may be used again by the member. Its process set may be gone.
@@ -179,7 +191,7 @@ func (m *Member) Finished(g *Grant) {
 		m.operations += uint64(n)
 		m.lastKind, m.lastName, m.lastAt = g.Responses[n-1].Kind, g.Responses[n-1].Name, m.now
 	}
-	if s := m.set(g.Set); s != nil && s.me == 0 && (m.state == memberRunning || m.state == memberDraining) {
+	if s := m.set(g.Set); s != nil && s.me == 0 && !m.cfg.Lockstep && (m.state == memberRunning || m.state == memberDraining) {
 		m.up.At(g.Set).Done++
 		m.news = true
 	}
@@ -238,7 +250,7 @@ func (m *Member) Step(d *message.Down) error {
 	if m.state == memberClosed || m.state == memberFailed {
 		return nil
 	}
-	if m.news {
+	if m.news && d.Type == message.DownCycle {
 		panic("controller: Step while requests that were classified before wait in Ready")
 	}
 	m.heard = m.now
@@ -280,6 +292,9 @@ func (m *Member) apply(d *message.Down) error {
 		if s == nil {
 			return fmt.Errorf("cycle %d has process set %d, of which rank %d is no member", d.Cycle, ds.Set, m.cfg.Rank)
 		}
+		if s.me < 0 {
+			continue
+		}
 		first := len(m.grants)
 		var err error
 		if m.grants, err = s.apply(ds, m.grants, m.newGrant); err != nil {
@@ -314,20 +329,28 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 			if r == nil {
 				return grants, fmt.Errorf("grant of bit %d, which is free", bit)
 			}
+			s.answered(bit)
 			g.Responses = append(g.Responses, r)
 		}
-		g.Responses = append(g.Responses, dg.Full...)
+		for _, r := range dg.Full {
+			// What is cached is answered in full if no backend runs it.
+			if bit, ok := s.cache.BitOf(r.Name); ok {
+				s.answered(bit)
+			}
+			g.Responses = append(g.Responses, r)
+		}
 		if err := checkGrant(s, g); err != nil {
 			return grants, err
 		}
 		if r := g.Responses[0]; r.Kind == message.Join {
 			mine := *r // ranks may call theirs differently
-			mine.Name, s.join = s.join, ""
+			mine.Name, s.join, s.joinTold = s.join, "", false
 			g.Responses[0] = &mine
 		}
 		grants = append(grants, g)
 	}
 	for _, bit := range ds.Erase {
+		s.answered(bit) // the coordinator has made a request of the vote
 		if err := s.cache.Erase(bit); err != nil {
 			return grants, err
 		}
@@ -416,13 +439,8 @@ func (m *Member) Ready() Ready {
 
 // speak makes the frames of a turn.
 func (m *Member) speak() {
-	if m.news {
-		if m.up.Seen = m.seen; m.shutdown && !m.announced {
-			m.up.Shutdown, m.up.Operations, m.up.Reason = true, m.operations, m.reason
-			if m.operations > 0 {
-				m.up.Tensor, m.up.Millis = m.lastOperation(), millis(m.now-m.lastAt)
-			}
-		}
+	if m.news && !m.cfg.Lockstep {
+		m.completeNews()
 		m.ups = append(m.ups, &m.up)
 	}
 	m.left = slices.DeleteFunc(m.left, func(r topo.Rank) bool {
@@ -445,6 +463,24 @@ func (m *Member) speak() {
 	case m.now >= m.nextBeat(len(m.ups) > 0):
 		m.ups = append(m.ups, m.beatFrame())
 	}
+}
+
+// completeNews adds to the next news what is known when they are sent.
+func (m *Member) completeNews() {
+	if m.up.Seen = m.seen; m.shutdown && !m.announced {
+		m.up.Shutdown, m.up.Operations, m.up.Reason = true, m.operations, m.reason
+		if m.operations > 0 {
+			m.up.Tensor, m.up.Millis = m.lastOperation(), millis(m.now-m.lastAt)
+		}
+		m.announced = true
+	}
+}
+
+// newsTaken begins the next news.
+func (m *Member) newsTaken() {
+	m.up.Reset()
+	m.up.Type = message.UpNews
+	m.news = false
 }
 
 // lastOperation names the last response that has finished.
@@ -476,11 +512,8 @@ func (m *Member) Advance() {
 	}
 	m.ups = m.ups[:0]
 	m.timeouts = m.timeouts[:0]
-	if m.news {
-		m.announced = m.announced || m.up.Shutdown
-		m.up.Reset()
-		m.up.Type = message.UpNews
-		m.news = false
+	if m.news && !m.cfg.Lockstep {
+		m.newsTaken()
 	}
 	m.suspectFrame, m.bye, m.stopAnnounce, m.stopReason, m.stopRanks = false, false, false, "", nil
 	clear(m.grants)

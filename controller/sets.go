@@ -118,28 +118,11 @@ func (m *Member) change(r *message.Response) error {
 		if m.set(r.Set) != nil {
 			return fmt.Errorf("process set %d is added, which is there", r.Set)
 		}
-		if s := newMemberSet(Set{ID: r.Set, Ranks: r.Ranks}, m.cfg.Rank); s.me >= 0 {
+		if s := newMemberSet(Set{ID: r.Set, Ranks: r.Ranks}, m.cfg.Rank); s.me >= 0 || m.cfg.Lockstep {
 			m.sets = append(m.sets, s)
 		}
 	case message.RemoveProcessSet:
 		m.sets = slices.DeleteFunc(m.sets, func(s *memberSet) bool { return s.ID == r.Set })
-	}
-	return nil
-}
-
-// change is that of a Member, where all ranks know all sets.
-func (l *Lockstep) change(r *message.Response) error {
-	switch r.Kind {
-	case message.AddProcessSet:
-		if l.set(r.Set) != nil {
-			return fmt.Errorf("process set %d is added, which is there", r.Set)
-		}
-		l.addSet(Set{ID: r.Set, Ranks: r.Ranks})
-	case message.RemoveProcessSet:
-		if l.set(r.Set) == nil {
-			return fmt.Errorf("process set %d is removed, which is not there", r.Set)
-		}
-		l.sets = slices.DeleteFunc(l.sets, func(s *lockstepSet) bool { return s.ID == r.Set })
 	}
 	return nil
 }

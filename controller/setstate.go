@@ -218,12 +218,11 @@ func (s *setState) completeBit(bit uint32) {
 	s.complete(&item, groupKey{entry.Group, entry.GroupSize})
 }
 
-// votesInFull are the requests that the votes for bit stand for, and those of members that nobody knows to have
-// joined: under the lock-step controller votes are not counted one by one.
+// votesInFull are the requests that the votes for bit stand for, by member.
 func (s *setState) votesInFull(bit uint32) []message.Request {
 	requests := make([]message.Request, len(s.Ranks))
 	for m := range requests {
-		if s.cache.Voted(m, bit) || !s.joined.has(m) {
+		if s.cache.Voted(m, bit) {
 			requests[m] = s.cache.At(bit).Request(m)
 		}
 	}
@@ -377,7 +376,6 @@ func (s *setState) grant(d *message.DownSet, group []int, p plan) {
 		switch {
 		case item.cached:
 			s.cache.Granted(item.bit)
-			s.held.bits.Clear(item.bit)
 		case item.row != nil:
 			item.row.granted = true
 			delete(s.table, item.response.Name)

@@ -10,9 +10,14 @@ import (
 )
 
 // Timeout says that a tensor was not done in the time that its caller gave it. The verdict of the coordinator follows,
-// unless the tensor was granted and this rank has not seen it yet: if it is not finished then, say so again.
+// unless the tensor was granted and this rank has not seen it yet: if it is not finished then, say so again. A coordinator that
+// has missed its heartbeats has failed.
 func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
 	if m.state != memberRunning && m.state != memberDraining {
+		return
+	}
+	if silent := m.now - m.heard; silent >= 2*heartbeatPeriod {
+		m.Lost(fmt.Sprintf("silent for %s, and %s timed out after %s", seconds(silent), label(message.NoKind, tensor), seconds(after)))
 		return
 	}
 	m.timeouts = append(m.timeouts, message.Up{Type: message.UpTimeout, Set: set, Tensor: tensor, Millis: millis(after)})
@@ -30,6 +35,14 @@ func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 
 // timeout fails the epoch because a tensor was not done in time at a rank, unless its answer is under way to it.
 func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
+	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
+		// What it has asked for may not have come, nor, in lock-step, what the others have.
+		c.fail(silent, timeoutText(message.NoKind, by, u, have(silent)+" been silent for "+seconds(c.now-c.ranks[silent[0]].heard)))
+		return
+	}
+	if c.cfg.Lockstep && c.now-c.combined >= max(heartbeatPeriod, 2*c.cfg.CycleTime) {
+		return // a rank does not enter the cycle, and will be silent when this one complains again
+	}
 	s, _ := c.member(u.Set, by)
 	if s != nil && c.ranks[by].stop == 0 {
 		if kind, ranks, why := s.blocked(u.Tensor); why != "" {
@@ -119,21 +132,4 @@ func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank
 		why += fmt.Sprintf("%s not finished %q", have(at), e.tensor)
 	}
 	return ranks, why
-}
-
-// Missing are the ranks, ascending, that keep a tensor of a process set from being granted, where that is known: at rank
-// 0, for joins and what is not cached. It is nil elsewhere: what ranks vote for by bits is combined on its way, and
-// nobody knows who has not voted.
-func (l *Lockstep) Missing(set topo.ProcessSetID, tensor string) []topo.Rank {
-	s := l.set(set)
-	if s == nil || s.state == nil {
-		return nil
-	}
-	if row := s.state.table[tensor]; row != nil && !row.complete {
-		return s.state.rowMissing(row)
-	}
-	if tensor != "" && slices.Contains(s.state.joined.names, tensor) {
-		return s.state.joining()
-	}
-	return nil
 }

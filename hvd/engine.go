@@ -123,9 +123,6 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	for _, w := range cfg.Warnings {
 		o.log.Warn(w)
 	}
-	if o.onStall != nil && cfg.Lockstep {
-		o.log.Warn("hvd: OnStall hears of nothing in lock-step negotiation (HVD_NEGOTIATION), which does not look for stalls")
-	}
 	e := &Engine{dynamicSets: cfg.DynamicProcessSets, timeout: cfg.OperationTimeout}
 	if o.ownLog {
 		e.log = o.log

@@ -10,10 +10,6 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/zap"
-	"go.uber.org/zap/zapcore"
-	"go.uber.org/zap/zaptest/observer"
-
 	"github.com/gohvd/gohvd/hvd"
 )
 
@@ -35,23 +31,6 @@ func gathering(n int32) func(ctx context.Context) {
 		select {
 		case <-all:
 		case <-ctx.Done():
-		}
-	}
-}
-
-// A program that wants to hear of stalls is told that it does not in lock-step negotiation.
-func TestOnStallInLockstep(t *testing.T) {
-	for negotiation, want := range map[string]int{"lockstep": 1, "event": 0} {
-		core, logged := observer.New(zapcore.WarnLevel)
-		e, err := hvd.New(t.Context(), hvd.WithSetting("HVD_NEGOTIATION", negotiation), hvd.WithLogger(zap.New(core)), hvd.OnStall(func(hvd.Stall) {}))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := e.Shutdown(t.Context()); err != nil {
-			t.Error(err)
-		}
-		if got := logged.FilterMessageSnippet("OnStall hears of nothing in lock-step").Len(); got != want {
-			t.Errorf("%s: got %d warnings %v, want %d", negotiation, got, logged.All(), want)
 		}
 	}
 }

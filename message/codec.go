@@ -332,6 +332,9 @@ func AppendProbe(b []byte, p *Probe) []byte {
 	return appendText(b, p.Domain)
 }
 
+// IsVectors reports whether a frame is a cycle's vectors, or broken ones.
+func IsVectors(frame []byte) bool { return len(frame) > 0 && frame[0] == vectorsType }
+
 // IsProbe reports whether a frame is a Probe, or a broken one.
 func IsProbe(frame []byte) bool { return len(frame) > 0 && frame[0] == probeType }
 

@@ -222,26 +222,12 @@ func Load(src Sources) (Config, error) {
 			return Config{}, fmt.Errorf("config: %s from %s: got %q, %w", s.Name, v.origin, v.text, err)
 		}
 	}
-	if c.Lockstep {
-		l.warnings = append(l.warnings, c.withoutEvents()...)
-	} else {
-		l.warnings = append(l.warnings, c.settleStalls()...)
-	}
+	l.warnings = append(l.warnings, c.settleStalls()...)
 	c.warn(l.warnings, l.shown)
 	if err := c.check(src.HaveStore); err != nil {
 		return Config{}, err
 	}
 	return c, nil
-}
-
-// withoutEvents warns of the settings that were given and have no effect in lock-step negotiation.
-func (c *Config) withoutEvents() (all []warning) {
-	for _, s := range settings {
-		if v, ok := c.given[s.Name]; ok && s.Lockstep != "" && v.text != s.Default {
-			all = append(all, noEffect(s.Name, s.Lockstep))
-		}
-	}
-	return all
 }
 
 // settleStalls applies Horovod's rules for the stall check's settings.

@@ -227,31 +227,6 @@ func TestStallSettings(t *testing.T) {
 	}
 }
 
-// Settings that lock-step negotiation does not heed say so if they are given, and not as the default.
-func TestSettingsOfEventsInLockstep(t *testing.T) {
-	const noStalls = " has no effect: lock-step negotiation does not look for stalls"
-	for name, want := range map[string]string{
-		"HOROVOD_STALL_CHECK_TIME_SECONDS":    noStalls,
-		"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": noStalls,
-		"HVD_LIVENESS_SECONDS":                " has no effect: lock-step negotiation has no heartbeats; a process that dies is noticed by the end of its connection",
-		"HVD_OPERATION_TIMEOUT_SECONDS":       "", // works
-	} {
-		c, err := load(map[string]string{"HVD_NEGOTIATION": "lockstep", name: "77"})
-		if want != "" {
-			want = name + want
-		}
-		if got := strings.Join(c.Warnings, "\n"); err != nil || got != want {
-			t.Errorf("%s: got %q and error %v, want %q", name, got, err, want)
-		}
-		s, _ := config.Lookup(name)
-		for _, env := range []map[string]string{{name: "77"}, {"HVD_NEGOTIATION": "lockstep", name: s.Default}} {
-			if c, err := load(env); err != nil || len(c.Warnings) > 0 {
-				t.Errorf("%v: got %q and error %v, want no warning", env, c.Warnings, err)
-			}
-		}
-	}
-}
-
 func TestUnknownNames(t *testing.T) {
 	for name, want := range map[string]string{
 		"HOROVOD_FUSION_TRESHOLD": "HOROVOD_FUSION_TRESHOLD is not a setting; did you mean HOROVOD_FUSION_THRESHOLD?",

@@ -90,9 +90,6 @@ func (s Setting) writeEntry(b *strings.Builder) {
 		fmt.Fprintf(b, "- Key in the file: `%s`%s.\n", s.Key, note)
 	}
 	fmt.Fprintf(b, "- Scope: %s.\n", s.Scope)
-	if s.Lockstep != "" {
-		fmt.Fprintf(b, "- With `HVD_NEGOTIATION=lockstep` it has no effect: %s.\n", s.Lockstep)
-	}
 }
 
 func (f Flag) entry() string {

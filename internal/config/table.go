@@ -26,8 +26,6 @@ type Setting struct {
 	Section string
 	// Scope says whose value counts.
 	Scope Scope
-	// Lockstep says why the setting has no effect in lock-step negotiation; it is empty if it has.
-	Lockstep string
 	// Secret says that the value is shown to nobody.
 	Secret bool
 
@@ -61,11 +59,6 @@ const (
 	ToMeet
 	// ByLauncher settings are set by the launcher, for each rank.
 	ByLauncher
-)
-
-const (
-	noStalls     = "lock-step negotiation does not look for stalls"
-	noHeartbeats = "lock-step negotiation has no heartbeats; a process that dies is noticed by the end of its connection"
 )
 
 func (s Scope) String() string {
@@ -240,7 +233,7 @@ var settings = []Setting{
 		kind: boolOf(func(c *Config) *bool { return &c.stallCheckDisabled }), form: negated,
 	},
 	{
-		Name: "HOROVOD_STALL_CHECK_TIME_SECONDS", Section: sectionTrouble, Scope: PerJob, Lockstep: noStalls,
+		Name: "HOROVOD_STALL_CHECK_TIME_SECONDS", Section: sectionTrouble, Scope: PerJob,
 		Key:     "stall_check.warning_time_seconds",
 		Flags:   []Flag{{Name: "stall-check-warning-time-seconds", Arg: "SECONDS"}},
 		Default: "60", Doc: "how long a tensor may wait for some ranks before a warning names them; 0 never warns",
@@ -248,7 +241,7 @@ var settings = []Setting{
 		kind:  seconds(func(c *Config) *time.Duration { return &c.StallWarning }, 0),
 	},
 	{
-		Name: "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", Section: sectionTrouble, Scope: PerJob, Lockstep: noStalls,
+		Name: "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", Section: sectionTrouble, Scope: PerJob,
 		Key:     "stall_check.shutdown_time_seconds",
 		Flags:   []Flag{{Name: "stall-check-shutdown-time-seconds", Arg: "SECONDS"}},
 		Default: "0", Doc: "how long it may wait before the job is ended, at least the time of the warning; 0 never ends it",
@@ -264,7 +257,7 @@ var settings = []Setting{
 		kind:  seconds(func(c *Config) *time.Duration { return &c.OperationTimeout }, 0),
 	},
 	{
-		Name: "HVD_LIVENESS_SECONDS", Section: sectionTrouble, Scope: PerJob, Lockstep: noHeartbeats,
+		Name: "HVD_LIVENESS_SECONDS", Section: sectionTrouble, Scope: PerJob,
 		Key:     "library_options.liveness_seconds",
 		Flags:   []Flag{{Name: "liveness-seconds", Arg: "SECONDS"}},
 		Default: "10", Doc: "silence after which a rank is taken for dead",

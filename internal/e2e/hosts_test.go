@@ -266,92 +266,106 @@ var (
 	number      = regexp.MustCompile(`\d+`)
 )
 
+// linkDown is a host that loses its link in the middle of work.
+type linkDown struct {
+	program        string
+	hosts, perHost int
+	lost           int  // the host
+	atHost         bool // its interface is set down, which takes its routes too, instead of the cable being pulled
+	negotiation    string
+}
+
 // A host that loses its link in the middle of work, whatever that is: on both sides every rank gets an error that names ranks of
 // the other side, on that of rank 0 all of them, and none of its own, and ends. When the link is there again the hosts can be used again.
 func TestLinkDown(t *testing.T) {
+	for _, c := range []linkDown{
+		{"mixed", 2, 2, 1, false, "event"},
+		{"mixed", 2, 2, 0, false, "lockstep"},
+		{"large", 2, 2, 0, true, "event"},
+		{"small", 3, 1, 1, true, "event"},
+		{"small", 3, 1, 2, false, "lockstep"},
+		{"waiting", 3, 1, 0, false, "event"},
+		{"joined", 3, 1, 2, false, "event"},
+	} {
+		t.Run(c.String(), func(t *testing.T) {
+			t.Parallel()
+			c.run(t)
+		})
+	}
+}
+
+func (c *linkDown) String() string {
+	return fmt.Sprintf("%s/%s/%dx%d/%d", c.program, c.negotiation, c.hosts, c.perHost, c.lost)
+}
+
+func (c *linkDown) run(t *testing.T) {
 	const (
 		liveness = 3 * time.Second  // the least that can be set
 		deadline = 30 * time.Second // against hanging: the verdict takes little longer than the silence
 	)
-	for _, c := range []struct {
-		program        string
-		hosts, perHost int
-		lost           int  // the host
-		atHost         bool // its interface is set down, which takes its routes too, instead of the cable being pulled
-	}{
-		{"mixed", 2, 2, 1, false},
-		{"large", 2, 2, 0, true},
-		{"small", 3, 1, 1, true},
-		{"waiting", 3, 1, 0, false},
-		{"joined", 3, 1, 2, false},
-	} {
-		t.Run(fmt.Sprintf("%s/%dx%d/%d", c.program, c.hosts, c.perHost, c.lost), func(t *testing.T) {
-			t.Parallel()
-			hosts := testhosts.New(t, c.hosts)
-			s := startOn(t, hosts, c.perHost, c.program, fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()))
-			size := c.hosts * c.perHost
-			s.ready(size)
-			setLink := func(up bool) {
-				if !c.atHost {
-					hosts[c.lost].SetLink(up)
-					return
-				}
-				state := map[bool]string{true: "up", false: "down"}[up]
-				set := hosts[c.lost].Command(t.Context(), "ip", "link", "set", testhosts.Interface, state)
-				if out, err := set.CombinedOutput(); err != nil {
-					t.Fatalf("%v: %s", err, out)
-				}
-			}
-			setLink(false)
-			cut := time.Now()
-			isLost := func(r int) bool { return r/c.perHost == c.lost }
-			reports := 0
-			s.until("all ranks had reported", func(l line) bool {
-				text, ok := strings.CutPrefix(l.text, "error ")
-				if !ok {
-					return false
-				}
-				reports++
-				took := l.at.Sub(cut)
-				t.Logf("rank %d after %v: %s", l.rank, took.Round(time.Millisecond), text)
-				if took > deadline {
-					t.Errorf("rank %d took %v, want at most %v", l.rank, took, deadline)
-				}
-				named := make(map[int]bool)
-				for _, list := range failedRanks.FindAllString(text, -1) {
-					for _, n := range number.FindAllString(list, -1) {
-						r, err := strconv.Atoi(n)
-						if named[r] = true; err != nil || isLost(r) == isLost(l.rank) {
-							t.Errorf("rank %d names a rank that it can reach: %s", l.rank, text)
-						}
-					}
-				}
-				// Rank 0 hears all others, who hear rank 0 alone.
-				want := 1
-				if !isLost(0) && !isLost(l.rank) {
-					want = c.perHost
-				}
-				if len(named) < want {
-					t.Errorf("rank %d names %d ranks, want %d at least: %s", l.rank, len(named), want, text)
-				}
-				return reports == size
-			})
-			if got, want := s.end(), slices.Repeat([]int{1}, size); !slices.Equal(got, want) {
-				t.Errorf("the ranks ended with statuses %v, want %v", got, want)
-			}
-			for r, at := range s.ended {
-				if took := at.Sub(cut); took > deadline {
-					t.Errorf("rank %d ended after %v, want at most %v", r, took, deadline)
+	hosts := testhosts.New(t, c.hosts)
+	s := startOn(t, hosts, c.perHost, c.program, "HVD_NEGOTIATION="+c.negotiation, fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()))
+	size := c.hosts * c.perHost
+	s.ready(size)
+	setLink := func(up bool) {
+		if !c.atHost {
+			hosts[c.lost].SetLink(up)
+			return
+		}
+		state := map[bool]string{true: "up", false: "down"}[up]
+		set := hosts[c.lost].Command(t.Context(), "ip", "link", "set", testhosts.Interface, state)
+		if out, err := set.CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+	}
+	setLink(false)
+	cut := time.Now()
+	isLost := func(r int) bool { return r/c.perHost == c.lost }
+	reports := 0
+	s.until("all ranks had reported", func(l line) bool {
+		text, ok := strings.CutPrefix(l.text, "error ")
+		if !ok {
+			return false
+		}
+		reports++
+		took := l.at.Sub(cut)
+		t.Logf("rank %d after %v: %s", l.rank, took.Round(time.Millisecond), text)
+		if took > deadline {
+			t.Errorf("rank %d took %v, want at most %v", l.rank, took, deadline)
+		}
+		named := make(map[int]bool)
+		for _, list := range failedRanks.FindAllString(text, -1) {
+			for _, n := range number.FindAllString(list, -1) {
+				r, err := strconv.Atoi(n)
+				if named[r] = true; err != nil || isLost(r) == isLost(l.rank) {
+					t.Errorf("rank %d names a rank that it can reach: %s", l.rank, text)
 				}
 			}
-			s.tell()
+		}
+		// Rank 0 hears all others, who hear rank 0 alone.
+		want := 1
+		if !isLost(0) && !isLost(l.rank) {
+			want = c.perHost
+		}
+		if len(named) < want {
+			t.Errorf("rank %d names %d ranks, want %d at least: %s", l.rank, len(named), want, text)
+		}
+		return reports == size
+	})
+	if got, want := s.end(), slices.Repeat([]int{1}, size); !slices.Equal(got, want) {
+		t.Errorf("the ranks ended with statuses %v, want %v", got, want)
+	}
+	for r, at := range s.ended {
+		if took := at.Sub(cut); took > deadline {
+			t.Errorf("rank %d ended after %v, want at most %v", r, took, deadline)
+		}
+	}
+	s.tell()
 
-			setLink(true)
-			again := startOn(t, hosts, c.perHost, "checked", secondsVariable+"=0")
-			if got, want := again.end(), make([]int, size); !slices.Equal(got, want) {
-				t.Errorf("afterwards the ranks ended with statuses %v", got)
-				again.tell()
-			}
-		})
+	setLink(true)
+	again := startOn(t, hosts, c.perHost, "checked", secondsVariable+"=0")
+	if got, want := again.end(), make([]int, size); !slices.Equal(got, want) {
+		t.Errorf("afterwards the ranks ended with statuses %v", got)
+		again.tell()
 	}
 }

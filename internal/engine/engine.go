@@ -60,7 +60,7 @@ type Config struct {
 	// MaxResultBytes bounds the result of an allgather or alltoall, whose size other ranks decide; 0 is the memory of
 	// the host.
 	MaxResultBytes int64
-	// Lockstep makes all ranks enter every cycle of the negotiation.
+	// Lockstep has all ranks enter every cycle of the negotiation.
 	Lockstep bool
 	// Deterministic makes sums equal bit by bit in every run.
 	Deterministic bool
@@ -133,6 +133,7 @@ type Engine struct {
 
 	member      *controller.Member
 	coordinator *controller.Coordinator // rank 0 only
+	negotiation negotiation
 
 	bell     chan struct{}
 	rung     atomic.Bool             // the loop has to take a turn
@@ -152,7 +153,6 @@ type Engine struct {
 	granted    int           // grants given to lanes and not finished
 	stopped    bool          // STOP is applied
 	stopCause  error         // why, unless this rank has asked for it: a *StallError or a *PeerError
-	refusal    *PeerError    // answers operations that a lock-step job ends with, unless it has failed; or nil
 	due        time.Duration // when the first of the operations in flight runs out of time
 	complaints complaints
 	scratch    struct {
@@ -202,9 +202,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		e.clock.Domain = cfg.ClockDomain
 	}
 	e.ctx, e.cancel = context.WithCancelCause(context.Background())
-	if e.inbox.ring = e.ring; cfg.Lockstep {
-		e.inbox.ring = e.rouse // it waits for nothing else
-	}
+	e.inbox.ring = e.ring
 	e.log.Debug("init: connecting to the other ranks")
 	if err := e.connect(ctx); err != nil {
 		return nil, e.abandon(err)
@@ -223,9 +221,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 			return nil, e.quit(err)
 		}
 	}
-	if !cfg.Lockstep {
-		e.negotiate()
-	}
+	e.negotiate()
 	go e.BackgroundThreadLoop()
 	return e, nil
 }
@@ -235,12 +231,13 @@ func (e *Engine) sets() []controller.Set {
 	return append([]controller.Set{controller.Global(e.cfg.Size)}, e.cfg.Sets...)
 }
 
-// negotiate makes the event-driven controller.
+// negotiate makes the controller.
 func (e *Engine) negotiate() {
 	sets := e.sets()
-	own := slices.DeleteFunc(slices.Clone(sets), func(s controller.Set) bool { return !slices.Contains(s.Ranks, e.cfg.Rank) })
+	lockstep := e.cfg.Lockstep
+	own := slices.DeleteFunc(slices.Clone(sets), func(s controller.Set) bool { return !lockstep && !slices.Contains(s.Ranks, e.cfg.Rank) })
 	e.member = controller.NewMember(controller.MemberConfig{
-		Rank: e.cfg.Rank, Sets: own, LivenessTimeout: e.cfg.LivenessTimeout,
+		Rank: e.cfg.Rank, Sets: own, LivenessTimeout: e.cfg.LivenessTimeout, Lockstep: lockstep,
 	}, 0)
 	if e.cfg.Rank == 0 {
 		e.coordinator = controller.NewCoordinator(controller.CoordinatorConfig{
@@ -248,8 +245,11 @@ func (e *Engine) negotiate() {
 			DisableGroupFusion: e.cfg.DisableGroupFusion, Deterministic: e.cfg.Deterministic,
 			CycleTime: e.cfg.CycleTime, LivenessTimeout: e.cfg.LivenessTimeout,
 			StallWarning: e.cfg.StallWarning, StallShutdown: e.cfg.StallShutdown,
-			Plan: e.plan,
+			Lockstep: lockstep, Plan: e.plan,
 		}, 0)
+	}
+	if e.negotiation = (events{e}); lockstep {
+		e.negotiation = newLockstep(e)
 	}
 }
 
@@ -422,9 +422,6 @@ func (e *Engine) Close() {
 	e.stopOnce.Do(func() {
 		close(e.stop)
 		e.ring() // it may be watching
-		if e.cfg.Lockstep {
-			e.interruptLanes() // the loop may be executing
-		}
 	})
 	<-e.released
 }

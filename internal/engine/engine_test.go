@@ -466,34 +466,38 @@ func needsNoClock(t *testing.T, net func(n int) *mem.Cluster) {
 
 // A rank that falls silent without its connection ending is found by the clock.
 func TestSilence(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		net := mem.New(2)
-		ctx := t.Context()
-		began := time.Now()
-		var silent sync.WaitGroup
-		silent.Go(func() {
-			// Rank 1 is there, and says nothing.
-			if _, err := net.Mesh(1).Conn(ctx, transport.Control, 0); err != nil {
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			net := mem.New(2)
+			ctx := t.Context()
+			began := time.Now()
+			var silent sync.WaitGroup
+			silent.Go(func() {
+				// Rank 1 is there, and says nothing.
+				if _, err := net.Mesh(1).Conn(ctx, transport.Control, 0); err != nil {
+					t.Error(err)
+				}
+			})
+			e, err := engine.Start(ctx, engine.Config{
+				Rank: 0, Size: 2, Mesh: net.Mesh(0), LivenessTimeout: 10 * time.Second, Lockstep: lockstep,
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			silent.Wait()
+			<-e.Ended()
+			var peer *engine.PeerError
+			if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || !strings.Contains(err.Error(), "silent for 10s") {
+				t.Errorf("ended with %v, want rank 1's silence", err)
+			}
+			if took := time.Since(began); took != 10*time.Second {
+				t.Errorf("took %v, want 10s", took)
+			}
+			e.Close()
+			if err := net.Mesh(1).Close(); err != nil {
 				t.Error(err)
 			}
 		})
-		e, err := engine.Start(ctx, engine.Config{Rank: 0, Size: 2, Mesh: net.Mesh(0), LivenessTimeout: 10 * time.Second})
-		if err != nil {
-			t.Fatal(err)
-		}
-		silent.Wait()
-		<-e.Ended()
-		var peer *engine.PeerError
-		if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || !strings.Contains(err.Error(), "silent for 10s") {
-			t.Errorf("ended with %v, want rank 1's silence", err)
-		}
-		if took := time.Since(began); took != 10*time.Second {
-			t.Errorf("took %v, want 10s", took)
-		}
-		e.Close()
-		if err := net.Mesh(1).Close(); err != nil {
-			t.Error(err)
-		}
 	})
 }
 

@@ -168,10 +168,6 @@ type event struct {
 // inbox is where the receivers leave events for the loop.
 type inbox struct {
 	ring func() // wakes the loop
-	// watch and interrupt are for a loop that executes: interrupt is called when watch finds that an event
-	// is about a failure, after the event is in the inbox.
-	watch     func(e *event) bool
-	interrupt func()
 
 	mu     sync.Mutex
 	events []event
@@ -179,13 +175,9 @@ type inbox struct {
 }
 
 func (in *inbox) put(e event) {
-	failure := in.watch != nil && in.watch(&e)
 	in.mu.Lock()
 	in.events = append(in.events, e)
 	in.mu.Unlock()
-	if failure {
-		in.interrupt()
-	}
 	in.ring()
 }
 

@@ -1,17 +1,13 @@
 package engine
 
 import (
-	"context"
-	"errors"
 	"fmt"
-	"math"
 	"slices"
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
 )
 
 const (
@@ -19,498 +15,333 @@ const (
 	lockstepCycle = time.Millisecond
 	// lockstepIdleCycle is what that grows to while no rank has anything to say.
 	lockstepIdleCycle = 8 * time.Millisecond
-	// lockstepGrace is how long a failure waits for a control connection to end and name the dead.
-	lockstepGrace = 200 * time.Millisecond
-	// lockstepVerdict is how long a rank waits for rank 0's word about a failure.
-	lockstepVerdict = time.Second
 )
 
-// lockstep is the loop of an engine under the lock-step controller. All ranks enter every cycle, on a timer;
-// grants execute in the loop, so nothing overlaps and process sets are not independent. The collectives are a
-// star over the control connections.
-//
-// While the loop executes, the receivers watch for it: the end of a control connection, or a frame about a
-// failure, aborts the data lanes, so that a dead rank stops those who wait for its living neighbours too.
+// collectives are what negotiation in lock-step needs of a channel. All ranks start the same ones in the same order, one at a
+// time, and then ask whether it has completed. Starting one does not wait. What it is given must not be changed until then.
+type collectives interface {
+	// andOr combines and by bitwise AND and or by bitwise OR, in place, at all ranks.
+	andOr(and, or []uint64)
+	// gather brings a frame of each rank to rank 0.
+	gather(frame []byte)
+	// broadcast brings a frame of rank 0 to all ranks; other ranks give nil.
+	broadcast(frame []byte)
+	// test reports whether the collective that was started last has completed here. A gather gives rank 0 the frames by
+	// rank, a broadcast gives the others one frame. They are valid until the next collective.
+	test() (frames [][]byte, done bool)
+	// missing are the ranks without which it cannot complete here, as far as that is known.
+	missing() []topo.Rank
+}
+
+// phase is what a cycle in lock-step waits for.
+type phase uint8
+
+const (
+	pausing phase = iota // for the next cycle to be due
+	combining
+	gathering
+	broadcasting
+)
+
+// lockstep is the negotiation by collectives that all ranks enter in every cycle, on a timer. They carry requests and
+// cycles. Everything else (heartbeats, timeouts, suspicions, the verdict, the end) travels as it does by events, from
+// which lockstep has it.
 type lockstep struct {
-	e       *Engine
-	core    *controller.Lockstep
-	waiting [][][]byte // by rank: the frames that came and were not used yet
-	ended   []error    // by rank: why its control connection ended
-	failure error      // the first accusation (rank 0) or the verdict (others) that came
-	and, or []uint64   // scratch
-	ctx     context.Context
+	events
+	core *controller.Lockstep
+	via  collectives
+	star *star // via, if that shares the control connections
+
+	phase    phase
+	and, or  []uint64      // of this cycle
+	due      time.Duration // when the next cycle begins
+	pause    time.Duration // between cycles
+	deadline time.Duration // when the collective in progress is to have completed
+	last     time.Duration // when the last turn began
 }
 
-// isFailure reports whether an event is about a failure. It is the inbox's watch.
-func (e *Engine) isFailure(ev *event) bool {
+func newLockstep(e *Engine) *lockstep {
+	n := &lockstep{
+		events: events{e}, core: controller.NewLockstep(e.member, e.coordinator, e.cfg.CacheCapacity),
+		star: &star{e: e, came: make([][][]byte, e.cfg.Size)},
+	}
+	n.via = n.star
+	return n
+}
+
+// accepts is true when a cycle begins in this turn: votes mean what the cache holds when the cycle ends.
+func (n *lockstep) accepts() bool { return n.phase == pausing && n.e.now >= n.due }
+
+func (n *lockstep) hear(from topo.Rank, frame []byte) {
+	ofCycle := byte(message.DownCycle)
+	if n.e.cfg.Rank == 0 {
+		ofCycle = byte(message.UpNews)
+	}
+	if message.IsVectors(frame) || len(frame) > 0 && frame[0] == ofCycle {
+		n.star.came[from] = append(n.star.came[from], slices.Clone(frame))
+		return
+	}
+	n.events.hear(from, frame)
+}
+
+func (n *lockstep) turn() error {
+	if err := n.events.turn(); err != nil {
+		return err
+	}
+	if now := n.e.now; now-n.last > longTurn {
+		n.deadline += now - n.last // which this process did not live through
+	}
+	n.last = n.e.now
+	for n.step() {
+	}
+	n.conclude()
+	return nil
+}
+
+// longTurn is longer than the time between two turns, which a heartbeat bounds, unless the process is stopped.
+const longTurn = 2 * time.Second
+
+// next implements negotiation.
+func (n *lockstep) next() time.Duration {
+	next := n.events.next()
 	switch {
-	case ev.err != nil:
+	case n.core.Over():
+		return next
+	case n.phase == pausing:
+		return min(next, n.due)
+	}
+	return min(next, n.deadline)
+}
+
+// step takes the cycle one phase on, and reports whether it has done so.
+func (n *lockstep) step() bool {
+	e := n.e
+	if n.core.Over() || e.coordinator != nil && e.coordinator.Closed() {
+		return false
+	}
+	if n.phase == pausing {
+		if e.now < n.due {
+			return false
+		}
+		n.begin(combining)
+		n.and, n.or = n.core.Vectors()
+		n.via.andOr(n.and, n.or)
 		return true
-	case e.cfg.Rank == 0:
-		return isSuspicion(ev.frame)
-	default:
-		return isVerdict(ev.frame)
 	}
-}
-
-func isSuspicion(frame []byte) bool {
-	return len(frame) > 0 && (message.UpType(frame[0]) == message.UpSuspect || message.UpType(frame[0]) == message.UpTimeout)
-}
-
-func isVerdict(frame []byte) bool {
-	return len(frame) > 0 && message.DownType(frame[0]) == message.DownFail
-}
-
-// interruptLanes cuts off what the loop executes.
-func (e *Engine) interruptLanes() {
-	for _, l := range e.lanes.snapshot() {
-		e.cfg.Mesh.Abort(transport.DataLane(l.set.ID), errInterrupted)
+	frames, done := n.via.test()
+	if !done {
+		if e.now >= n.deadline {
+			n.expire()
+		}
+		return false
 	}
+	switch n.phase {
+	case combining:
+		n.combined()
+	case gathering:
+		n.gathered(frames)
+	case broadcasting:
+		e.memberStep(frames[0])
+		n.rest()
+	}
+	return true
 }
 
-var errInterrupted = errors.New("another rank reported a failure")
+// begin enters a phase with a collective.
+func (n *lockstep) begin(p phase) { n.phase, n.deadline = p, n.e.now+2*n.e.cfg.LivenessTimeout }
 
-// lockstepLoop is nil after an orderly shutdown.
-func (e *Engine) lockstepLoop(ctx context.Context) error {
-	s := &lockstep{
-		e: e, ctx: ctx,
-		waiting: make([][][]byte, e.cfg.Size), ended: make([]error, e.cfg.Size),
-		core: controller.NewLockstep(controller.LockstepConfig{
-			Rank: e.cfg.Rank, Sets: e.sets(),
-			CacheCapacity: e.cfg.CacheCapacity, FusionThresholdBytes: e.cfg.FusionThresholdBytes,
-			DisableGroupFusion: e.cfg.DisableGroupFusion, Deterministic: e.cfg.Deterministic,
-			Plan: e.plan,
-		}),
-	}
-	period := e.cfg.CycleTime
+// rest ends a cycle.
+func (n *lockstep) rest() {
+	period := n.e.cfg.CycleTime
 	if period == 0 {
 		period = lockstepCycle
 	}
-	pause := period
-	timer := time.NewTimer(0)
-	defer timer.Stop()
-	for {
-		select {
-		case <-timer.C:
-		case <-e.stop:
-			return ErrClosed
-		}
-		over, err := s.cycle()
-		if err != nil {
-			return s.fail(err)
-		}
-		if over {
-			// Once more round, so that nobody closes connections while another still executes.
-			if _, _, err := s.allreduce(s.core.Vectors()); err != nil {
-				return s.fail(err)
-			}
-			return nil
-		}
-		if s.core.Quiet() {
-			pause = min(2*pause, max(lockstepIdleCycle, period))
-		} else {
-			pause = period
-		}
-		timer.Reset(pause)
+	if n.pause = min(2*n.pause, max(lockstepIdleCycle, period)); !n.core.Quiet() || n.pause == 0 {
+		n.pause = period
 	}
+	n.phase, n.due = pausing, n.e.now+n.pause
 }
 
-// cycle runs one. An error is a failure to be judged.
-func (s *lockstep) cycle() (over bool, err error) {
-	e := s.e
-	leaving := e.leaving.Load() // before Pop: what was submitted before it does not come after it
-	now := time.Since(e.start)
-	for _, l := range e.lanes.all {
-		if l.queue.Waiting() {
-			e.submit(l, now, s.core.Submit)
-		}
+// combined goes on after andOr.
+func (n *lockstep) combined() {
+	e := n.e
+	gather, broadcast := n.core.Combine(n.and, n.or)
+	if broadcast {
+		e.traceVectors(n.and, n.or)
 	}
 	switch {
-	case leaving == nil:
-	case leaving.Failed:
-		return false, &PeerError{Ranks: []int{int(e.cfg.Rank)}, Reason: leaving.Reason}
+	case gather:
+		up := n.core.Gather()
+		e.traceUp(up)
+		frame, err := message.AppendUp(nil, up)
+		if err != nil {
+			e.suspect(e.cfg.Rank, err)
+			return
+		}
+		n.begin(gathering)
+		n.via.gather(frame)
+	case broadcast:
+		n.decide(nil)
 	default:
-		s.core.Shutdown()
+		n.rest()
 	}
-	if late := e.overdue(now); len(late) > 0 {
-		return false, &timeoutError{late[0].set, late[0].name, late[0].timeout}
-	}
-	e.now = now
-	e.probe()
-	and, or, err := s.allreduce(s.core.Vectors())
-	if err != nil {
-		return false, err
-	}
-	gather, broadcast, err := s.core.Combine(and, or)
-	if err != nil || !broadcast {
-		return false, err
-	}
-	e.traceVectors(and, or)
-	down, err := s.exchange(gather)
-	if err != nil {
-		return false, err
-	}
-	e.traceDown(down)
-	grants, err := s.core.Apply(down)
-	if err != nil {
-		return false, &transport.PeerError{Peer: 0, Err: err}
-	}
-	if t := e.observer.timeline.Load(); t != nil {
-		(*t).Cycle(e.observer.since())
-	}
-	for _, g := range grants {
-		if err := s.run(g); err != nil {
-			return false, err
-		}
-	}
-	if self := e.cfg.Rank; len(down.Ranks) > 0 && !slices.Contains(down.Ranks, self) {
-		p := newPeerError(&controller.Verdict{Ranks: down.Ranks, Reason: down.Reason})
-		p.ShutDown = true
-		e.refusal = p
-	}
-	return s.core.Stopped(), nil
 }
 
-// run executes a grant. An error of this rank's controller is the coordinator's fault.
-func (s *lockstep) run(g *controller.Grant) error {
-	w := &work{grant: g}
-	s.e.now = time.Since(s.e.start)
-	if err := s.e.match(w); err != nil {
-		return &transport.PeerError{Peer: 0, Err: err}
-	}
-	l, err := s.e.changeSets(g)
-	if err != nil {
-		return err
-	}
-	// What the grant says is read before its tensors are answered: then it may be the last of its set.
-	r := g.Responses[0]
-	s.e.observer.begin(w, s.e.observer.since())
-	if err := l.execute(s.ctx, w); err != nil {
-		return err // its tensors are abandoned
-	}
-	if r.Kind == message.RemoveProcessSet {
-		s.e.dropSet(r.Set)
-	}
-	return nil
-}
-
-// allreduce combines every rank's vectors. The results are valid until the next call.
-func (s *lockstep) allreduce(and, or []uint64) (_, _ []uint64, err error) {
-	e := s.e
-	if e.cfg.Rank != 0 {
-		e.scratch.frame = message.AppendVectors(e.scratch.frame[:0], and, or)
-		if err := s.send(0, e.scratch.frame); err != nil {
-			return nil, nil, err
-		}
-		frame, err := s.receive(0)
-		if err != nil {
-			return nil, nil, err
-		}
-		if s.and, s.or, err = message.DecodeVectors(frame, s.and, s.or); err != nil {
-			return nil, nil, &transport.PeerError{Peer: 0, Err: err}
-		}
-		return s.and, s.or, nil
-	}
-	for r := 1; r < e.cfg.Size; r++ {
-		frame, err := s.receive(topo.Rank(r))
-		if err == nil {
-			s.and, s.or, err = message.DecodeVectors(frame, s.and, s.or)
-			if err == nil && (len(s.and) != len(and) || len(s.or) != len(or)) {
-				err = fmt.Errorf("vectors of %d and %d words, want %d and %d: do all ranks have the same HOROVOD_CACHE_CAPACITY?",
-					len(s.and), len(s.or), len(and), len(or))
-			}
-			if err != nil {
-				err = &transport.PeerError{Peer: topo.Rank(r), Err: err}
-			}
-		}
-		if err != nil {
-			return nil, nil, err
-		}
-		(*message.Bits)(&and).And(s.and)
-		(*message.Bits)(&or).Or(s.or)
-	}
-	e.scratch.frame = message.AppendVectors(e.scratch.frame[:0], and, or)
-	return and, or, s.tellAll(e.scratch.frame)
-}
-
-// exchange gathers requests at rank 0 if asked to, and gives every rank its decision.
-func (s *lockstep) exchange(gather bool) (*message.Down, error) {
-	e := s.e
-	down := &message.Down{}
-	if e.cfg.Rank != 0 {
-		if gather {
-			up := s.core.Gather()
-			e.traceUp(up)
-			frame, err := message.AppendUp(e.scratch.frame[:0], up)
-			if err != nil {
-				return nil, err
-			}
-			e.scratch.frame = frame
-			if err := s.send(0, frame); err != nil {
-				return nil, err
-			}
-		}
-		frame, err := s.receive(0)
-		if err != nil {
-			return nil, err
-		}
-		if err := message.DecodeDown(frame, down); err != nil {
-			return nil, &transport.PeerError{Peer: 0, Err: err}
-		}
-		return down, nil
-	}
+// gathered goes on after gather.
+func (n *lockstep) gathered(frames [][]byte) {
 	var ups []*message.Up
-	if gather {
-		ups = append(ups, s.core.Gather())
-		e.traceUp(ups[0])
-		for r := 1; r < e.cfg.Size; r++ {
-			frame, err := s.receive(topo.Rank(r))
-			if err != nil {
-				return nil, err
-			}
-			up := new(message.Up)
-			if err := message.DecodeUp(frame, up); err != nil {
-				return nil, &transport.PeerError{Peer: topo.Rank(r), Err: err}
-			}
-			ups = append(ups, up)
+	for r, frame := range frames { // at rank 0
+		up := new(message.Up)
+		if err := message.DecodeUp(frame, up); err != nil {
+			n.e.breach(topo.Rank(r), err)
+			return
 		}
+		ups = append(ups, up)
 	}
-	decision, err := s.core.Decide(ups)
-	var breach *controller.BreachError
-	switch {
-	case errors.As(err, &breach):
-		return nil, &PeerError{Ranks: []int{int(breach.Rank)}, Reason: fmt.Sprintf("it broke the protocol: %v", breach.Err)}
-	case err != nil:
-		return nil, err
-	}
-	frame, err := message.AppendDown(e.scratch.frame[:0], decision)
-	if err != nil {
-		return nil, err
-	}
-	e.scratch.frame = frame
-	// Rank 0 replays what the others get, not what it meant.
-	if err := message.DecodeDown(frame, down); err != nil {
-		return nil, err
-	}
-	return down, s.tellAll(frame)
+	n.decide(ups)
 }
 
-func (s *lockstep) tellAll(frame []byte) error {
-	for r := 1; r < s.e.cfg.Size; r++ {
-		if err := s.send(topo.Rank(r), frame); err != nil {
-			return err
+// decide begins the broadcast of rank 0's decision.
+func (n *lockstep) decide(ups []*message.Up) {
+	var frame []byte
+	if n.e.coordinator != nil {
+		down := n.core.Decide(ups)
+		if down == nil {
+			return // the coordinator has given a verdict
+		}
+		var err error
+		if frame, err = message.AppendDown(nil, down); err != nil {
+			n.e.coordinator.Fault(0, err.Error())
+			return
 		}
 	}
-	return nil
+	n.begin(broadcasting)
+	n.via.broadcast(frame)
 }
 
-func (s *lockstep) send(to topo.Rank, frame []byte) error {
-	l := s.e.links[max(0, int(to)-1)]
-	if err := l.send(frame); err != nil {
-		return &transport.PeerError{Peer: to, Err: cause(err)}
-	}
-	return nil
-}
-
-// receive waits for the next frame of a rank. News of a failure of any rank is an error.
-func (s *lockstep) receive(from topo.Rank) ([]byte, error) {
-	for {
-		if frames := s.waiting[from]; len(frames) > 0 {
-			s.waiting[from] = frames[1:]
-			return frames[0], nil
-		}
-		if s.failure != nil {
-			return nil, s.failure
-		}
-		if err := s.firstEnd(); err != nil {
-			return nil, err
-		}
-		select {
-		case <-s.e.bell:
-			s.collect()
-		case <-s.e.stop:
-			return nil, ErrClosed
+// expire fails the ranks without which a collective does not complete, though they are not silent.
+func (n *lockstep) expire() {
+	n.deadline = never
+	reason := fmt.Sprintf("it has not entered a collective of the negotiation for %v", 2*n.e.cfg.LivenessTimeout)
+	for _, r := range n.via.missing() {
+		if n.e.coordinator != nil {
+			n.e.coordinator.Fault(r, reason)
+		} else {
+			n.e.member.Suspect(r, reason)
 		}
 	}
 }
 
-// collect sorts what came by rank.
-func (s *lockstep) collect() {
-	e := s.e
-	e.scratch.events = e.inbox.take(e.scratch.events[:0])
-	for _, ev := range e.scratch.events {
-		switch {
-		case ev.err != nil:
-			s.ended[ev.from] = ev.err
-		case message.IsProbe(ev.frame):
-			if err := e.hearProbe(ev.from, ev.frame); err != nil {
-				s.ended[ev.from] = err
-			}
-		case e.isFailure(&ev):
-			if s.failure == nil {
-				s.failure = s.readFailure(ev.from, ev.frame)
-			}
-		default:
-			s.waiting[ev.from] = append(s.waiting[ev.from], ev.frame)
-		}
-	}
-	clear(e.scratch.events)
+// star is collectives over the control connections, with rank 0 in the middle.
+type star struct {
+	e       *Engine
+	came    [][][]byte // by rank: the frames of collectives that came and were not used yet
+	phase   phase      // the collective in progress
+	and, or []uint64   // what it combines
+	own     []byte     // what this rank gives
+	scratch struct{ and, or []uint64 }
 }
 
-// firstEnd is the failure of a rank whose control connection ended.
-func (s *lockstep) firstEnd() error {
-	for r, err := range s.ended {
-		if errors.Is(err, transport.ErrClosed) {
-			return ErrClosed // by this process itself, which says nothing about the peer
-		}
-		if err != nil {
-			return &PeerError{Ranks: []int{r}, Reason: fmt.Sprintf("its control connection ended: %v", err)}
-		}
-	}
-	return nil
-}
-
-// readFailure is the error that a frame about a failure stands for.
-func (s *lockstep) readFailure(from topo.Rank, frame []byte) error {
+func (s *star) andOr(and, or []uint64) {
+	s.phase, s.and, s.or = combining, and, or
 	if s.e.cfg.Rank != 0 {
-		var down message.Down
-		if err := message.DecodeDown(frame, &down); err != nil {
-			return &transport.PeerError{Peer: from, Err: err}
-		}
-		return &verdictError{newPeerError(&controller.Verdict{Ranks: down.Ranks, Reason: down.Reason})}
+		s.up(message.AppendVectors(nil, and, or))
 	}
-	var up message.Up
-	if err := message.DecodeUp(frame, &up); err != nil {
-		return &transport.PeerError{Peer: from, Err: err}
-	}
-	if up.Type == message.UpTimeout {
-		return s.late(from, &timeoutError{up.Set, up.Tensor, time.Duration(up.Millis) * time.Millisecond})
-	}
-	if up.Suspect == from {
-		return &PeerError{Ranks: []int{int(from)}, Reason: up.Reason}
-	}
-	ranks := []int{int(up.Suspect), int(from)}
-	slices.Sort(ranks)
-	return &PeerError{Ranks: ranks, Reason: fmt.Sprintf("rank %d lost its channel to rank %d: %s", from, up.Suspect, up.Reason)}
 }
 
-// timeoutError says that an operation was not done in the time that its caller at this rank gave it.
-type timeoutError struct {
-	set    topo.ProcessSetID
-	tensor string
-	after  time.Duration
+func (s *star) gather(frame []byte) {
+	s.phase, s.own = gathering, frame
+	if s.e.cfg.Rank != 0 {
+		s.up(frame)
+	}
 }
 
-func (e *timeoutError) Error() string {
-	return fmt.Sprintf("tensor %q of process set %d timed out after %v", e.tensor, e.set, e.after)
-}
-
-// late is the failure that a timeout is. Rank 0 knows who keeps the tensor waiting, the others name themselves.
-func (s *lockstep) late(at topo.Rank, err *timeoutError) *PeerError {
-	p := &PeerError{Reason: fmt.Sprintf("%v at rank %d", err, at)}
+func (s *star) broadcast(frame []byte) {
+	s.phase, s.own = broadcasting, frame
 	if s.e.cfg.Rank == 0 {
-		for _, r := range s.core.Missing(err.set, err.tensor) {
-			p.Ranks = append(p.Ranks, int(r))
-		}
+		s.down(frame)
 	}
-	if len(p.Ranks) == 0 {
-		p.Ranks = []int{int(at)}
-	} else {
-		p.Reason += ", which waits for a request of this rank"
-	}
-	return p
 }
 
-// verdictError is rank 0's word: final.
-type verdictError struct{ *PeerError }
-
-// fail turns a failure into the verdict. Rank 0 gives it; the others ask for it, and go by what they know if it does
-// not come.
-func (s *lockstep) fail(err error) error {
-	select {
-	case <-s.e.stop:
-		return ErrClosed
-	default:
+func (s *star) up(frame []byte) {
+	if err := s.e.sendUp(frame); err != nil {
+		s.e.suspect(s.e.cfg.Rank, err)
 	}
-	if errors.Is(err, ErrClosed) || errors.Is(err, transport.ErrClosed) {
-		return ErrClosed
-	}
-	var (
-		own  *PeerError
-		late *timeoutError
-	)
-	switch {
-	case errors.As(err, &own):
-	case errors.As(err, &late):
-		own = s.late(s.e.cfg.Rank, late)
-	default:
-		r, reason := blame(err, s.e.cfg.Rank)
-		own = &PeerError{Ranks: []int{int(r)}, Reason: reason}
-	}
-	if s.e.cfg.Rank == 0 {
-		return s.judge(err, own)
-	}
-	var final *verdictError
-	known := func() bool { return errors.As(s.failure, &final) || s.ended[0] != nil }
-	if s.collect(); !known() {
-		up := &message.Up{Type: message.UpSuspect, Suspect: topo.Rank(own.Ranks[0]), Reason: own.Reason}
-		if late != nil {
-			up = &message.Up{Type: message.UpTimeout, Set: late.set, Tensor: late.tensor, Millis: uint32(min(late.after.Milliseconds(), math.MaxUint32))}
-		}
-		if frame, err := message.AppendUp(nil, up); err == nil {
-			_ = s.send(0, frame) // if that fails, rank 0 is the one
-		}
-		s.await(lockstepVerdict, known)
-	}
-	if final != nil {
-		return final.PeerError
-	}
-	if end := s.firstEnd(); end != nil {
-		return end
-	}
-	return own
 }
 
-// judge is rank 0's verdict, which it tells all others. The dead are known by the end of their control connection,
-// which may come a little later than what their neighbours notice.
-func (s *lockstep) judge(err error, own *PeerError) error {
-	s.await(lockstepGrace, func() bool { return s.firstEnd() != nil })
-	if end := s.firstEnd(); errors.Is(end, ErrClosed) {
-		return end
-	} else if end != nil {
-		errors.As(end, &own)
-	} else if errors.Is(err, errInterrupted) && !errors.As(s.failure, &own) {
-		r, reason := blame(s.failure, s.e.cfg.Rank)
-		own = &PeerError{Ranks: []int{int(r)}, Reason: reason}
+func (s *star) down(frame []byte) {
+	for r := 1; r < s.e.cfg.Size; r++ {
+		if r, err := s.e.sendDown(topo.Rank(r), frame); err != nil {
+			s.e.coordinator.Fault(r, err.Error())
+		}
 	}
-	down := &message.Down{Type: message.DownFail, Reason: own.Reason}
-	for _, r := range own.Ranks {
-		down.Ranks = append(down.Ranks, topo.Rank(r))
+}
+
+func (s *star) missing() (ranks []topo.Rank) {
+	for r := range s.e.cfg.Size {
+		waits := s.phase != broadcasting && s.e.cfg.Rank == 0 && r != 0 || s.phase != gathering && s.e.cfg.Rank != 0 && r == 0
+		if waits && len(s.came[r]) == 0 {
+			ranks = append(ranks, topo.Rank(r))
+		}
 	}
-	if frame, err := message.AppendDown(nil, down); err == nil {
+	return ranks
+}
+
+func (s *star) test() (frames [][]byte, done bool) {
+	if len(s.missing()) > 0 {
+		return nil, false
+	}
+	root := s.e.cfg.Rank == 0
+	switch s.phase {
+	case gathering:
+		if !root {
+			return nil, true
+		}
+		frames = append(frames, s.own)
 		for r := 1; r < s.e.cfg.Size; r++ {
-			if s.ended[r] == nil {
-				_ = s.send(topo.Rank(r), frame) // whom it does not reach is dead too
-			}
+			frames = append(frames, s.take(topo.Rank(r)))
 		}
+		return frames, true
+	case broadcasting:
+		if !root {
+			s.own = s.take(0)
+		}
+		return [][]byte{s.own}, true
 	}
-	return own
+	if !root {
+		ok := s.decode(0)
+		copy(s.and, s.scratch.and)
+		copy(s.or, s.scratch.or)
+		return nil, ok
+	}
+	for r := 1; r < s.e.cfg.Size; r++ {
+		if !s.decode(topo.Rank(r)) {
+			return nil, false
+		}
+		(*message.Bits)(&s.and).And(s.scratch.and)
+		(*message.Bits)(&s.or).Or(s.scratch.or)
+	}
+	s.down(message.AppendVectors(nil, s.and, s.or))
+	return nil, true
 }
 
-// await collects until enough says so, at most for d.
-func (s *lockstep) await(d time.Duration, enough func() bool) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	for {
-		if s.collect(); enough() {
-			return
-		}
-		select {
-		case <-s.e.bell:
-		case <-timer.C:
-			return
-		case <-s.e.stop:
-			return
-		}
+// take removes the oldest frame of a rank.
+func (s *star) take(from topo.Rank) []byte {
+	frame := s.came[from][0]
+	s.came[from] = slices.Delete(s.came[from], 0, 1)
+	return frame
+}
+
+// decode takes the vectors of a rank. If they cannot be combined with this rank's that is its fault.
+func (s *star) decode(from topo.Rank) bool {
+	var err error
+	v := &s.scratch
+	if v.and, v.or, err = message.DecodeVectors(s.take(from), v.and, v.or); err == nil && (len(v.and) != len(s.and) || len(v.or) != len(s.or)) {
+		err = fmt.Errorf("vectors of %d and %d words, want %d and %d: do all ranks have the same HOROVOD_CACHE_CAPACITY?",
+			len(v.and), len(v.or), len(s.and), len(s.or))
 	}
+	if err != nil {
+		s.e.breach(from, err)
+	}
+	return err == nil
 }

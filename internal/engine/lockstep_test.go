@@ -5,7 +5,9 @@ import (
 	"encoding/binary"
 	"errors"
 	"slices"
+	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
@@ -15,29 +17,30 @@ import (
 	"github.com/gohvd/gohvd/transport/mem"
 )
 
-// In lock-step too, a rank that breaks the protocol is named, and not the one that notices.
-func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
+// againstFrames runs rank 0 in lock-step until its epoch ends. In place of rank 1 there is a sender of frames.
+func againstFrames(t *testing.T, rank1 func(ctx context.Context, send func(frame []byte) error) error) error {
 	net := mem.New(2)
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
 	sent := make(chan error, 1)
+	ended := make(chan struct{})
 	go func() {
 		conn, err := net.Mesh(1).Conn(ctx, transport.Control, 0)
 		if err != nil {
 			sent <- err
 			return
 		}
-		q := message.Request{
-			Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{1}, Op: tensor.Sum, Prescale: 1, Postscale: 1,
-		}
-		twice, err := message.AppendUp(nil, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{q, q}}}})
-		const flagRequests = 2
-		for seq, frame := range [][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{flagRequests, 0, 0}), twice} {
+		go func() {
+			<-ended
+			cancel()
+		}()
+		seq := uint32(0)
+		sent <- rank1(ctx, func(frame []byte) error {
 			b := binary.LittleEndian.AppendUint32(nil, uint32(len(frame)))
-			b = binary.LittleEndian.AppendUint32(b, uint32(seq))
-			err = errors.Join(err, conn.Send(append(b, frame...)))
-		}
-		sent <- err
+			b = binary.LittleEndian.AppendUint32(b, seq)
+			seq++
+			return conn.Send(append(b, frame...))
+		})
 	}()
 	e, err := engine.Start(ctx, engine.Config{
 		Rank: 0, Size: 2, Mesh: net.Mesh(0), CacheCapacity: 4, LivenessTimeout: 10 * time.Second, Lockstep: true,
@@ -45,16 +48,78 @@ func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	<-e.Ended()
+	close(ended)
 	if err := <-sent; err != nil {
 		t.Error(err)
-	}
-	<-e.Ended()
-	var peer *engine.PeerError
-	if !errors.As(e.Err(), &peer) || !slices.Equal(peer.Ranks, []int{1}) {
-		t.Errorf("got error %v, want one that names rank 1", e.Err())
 	}
 	e.Close()
 	if err := net.Mesh(1).Close(); err != nil {
 		t.Error(err)
 	}
+	return e.Err()
+}
+
+func wantRank1(t *testing.T, err error, text string) {
+	t.Helper()
+	var peer *engine.PeerError
+	if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || !strings.Contains(err.Error(), text) {
+		t.Errorf("got error %v, want one that names rank 1 and says %q", err, text)
+	}
+}
+
+// In lock-step too, a rank that breaks the protocol is named, and not the one that notices.
+func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
+	q := message.Request{
+		Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{1}, Op: tensor.Sum, Prescale: 1, Postscale: 1,
+	}
+	twice, err := message.AppendUp(nil, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{q, q}}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const flagGather = 1
+	for name, c := range map[string]struct {
+		frames [][]byte
+		want   string
+	}{
+		"second request":   {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{flagGather, 0}), twice}, "second request"},
+		"broken news":      {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{flagGather, 0}), twice[:len(twice)-1]}, "broke the protocol"},
+		"broken vectors":   {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{0, 0})[:9]}, "broke the protocol"},
+		"another capacity": {[][]byte{message.AppendVectors(nil, []uint64{0, 0}, []uint64{0, 0, 0})}, "vectors of 2 and 3 words, want 1 and 2"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			wantRank1(t, againstFrames(t, func(_ context.Context, send func([]byte) error) (err error) {
+				for _, frame := range c.frames {
+					err = errors.Join(err, send(frame))
+				}
+				return err
+			}), c.want)
+		})
+	}
+}
+
+// A rank that lives and does not enter a collective is named when the deadline of that passes: nobody waits for it for ever.
+func TestLockstepDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		began := time.Now()
+		beat, err := message.AppendUp(nil, &message.Up{Type: message.UpHeartbeat})
+		if err != nil {
+			t.Fatal(err)
+		}
+		wantRank1(t, againstFrames(t, func(ctx context.Context, send func([]byte) error) error {
+			for ctx.Err() == nil {
+				if err := send(beat); err != nil {
+					return err
+				}
+				select {
+				case <-ctx.Done():
+				case <-time.After(time.Second): // in the bubble
+				}
+			}
+			return nil
+		}), "it has not entered a collective of the negotiation for 20s")
+		if took := time.Since(began); took < 20*time.Second || took > 21*time.Second {
+			t.Errorf("took %v, want 20s", took)
+		}
+	})
 }

@@ -22,20 +22,12 @@ func (e *Engine) BackgroundThreadLoop() {
 	defer e.cancel(nil)
 	e.pin()
 	var connected sync.WaitGroup
-	if e.cfg.Lockstep {
-		e.inbox.watch, e.inbox.interrupt = e.isFailure, e.interruptLanes
-	}
 	if e.poller == nil {
 		for _, l := range e.links {
 			connected.Go(func() { l.receive(&e.inbox) })
 		}
 	}
-	var err error
-	if e.cfg.Lockstep {
-		err = e.lockstepLoop(e.ctx)
-	} else {
-		err = e.loop()
-	}
+	err := e.loop()
 	if e.poller != nil {
 		e.tellPeers() // for the last frames
 	}
@@ -140,15 +132,11 @@ func (e *Engine) backgroundTurn(timer *time.Timer) (sleep, over bool, err error)
 func (e *Engine) answer(err error) {
 	e.closeComplaints()
 	reason := err
-	switch {
-	case err == nil && e.refusal != nil:
-		reason = e.refusal
-	case err == nil:
+	if err == nil {
 		reason = ErrShutDown
 	}
-	// A shutdown in lock-step is a failure if something waits.
 	var p *PeerError
-	if errors.As(reason, &p) && (err != nil || e.waiting()) {
+	if errors.As(reason, &p) {
 		e.reportVerdict(p)
 	}
 	for _, l := range e.lanes.all {
@@ -168,16 +156,6 @@ func (e *Engine) answer(err error) {
 	}
 }
 
-// waiting reports whether an operation of this rank is not answered.
-func (e *Engine) waiting() bool {
-	for _, l := range e.lanes.all {
-		if l.queue.Len() > 0 {
-			return true
-		}
-	}
-	return false
-}
-
 // endLanes lets the lanes return when nothing is left to do. An err answers what has not begun.
 func (e *Engine) endLanes(err error) {
 	for _, l := range e.lanes.all {
@@ -193,9 +171,9 @@ func (e *Engine) laneFinished(w *work, err error) {
 	e.ring()
 }
 
-// RunLoopOnce is one turn: take the queue, classify each request against the cache, send one frame if there is
-// anything to say, apply the frames that came, hand grants to lanes. It does not block. It says when the next turn
-// is due at the latest, as a time since start; over means that the epoch is, and why.
+// RunLoopOnce is one turn: take the queue, classify each request against the cache, negotiate, hand grants to lanes. It
+// does not block. It says when the next turn is due at the latest, as a time since start; over means that the epoch is, and
+// why.
 func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	e.rung.Store(false)
 	e.now = time.Since(e.start)
@@ -211,21 +189,8 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	e.takeFinished()
 	e.takeRequests()
 	e.expire()
-	e.speak()
-	if err := e.listen(); err != nil {
+	if err := e.negotiation.turn(); err != nil {
 		return 0, true, err
-	}
-	for again := true; again; {
-		if e.coordinator != nil {
-			e.announce()
-		}
-		// What the frames brought: grants, a stop, and the bye that may follow from it.
-		spoke := e.speak()
-		if e.stopped && e.granted == 0 {
-			e.member.Drained()
-			spoke = e.speak() || spoke
-		}
-		again = spoke && e.coordinator != nil // which has heard it after its announcement
 	}
 	switch {
 	case e.member.Verdict() != nil:
@@ -238,9 +203,8 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	case e.member.Closed():
 		return 0, true, nil
 	}
-	next = e.member.Next()
+	next = e.negotiation.next()
 	if e.coordinator != nil {
-		next = min(next, e.coordinator.Next())
 		stalls := e.coordinator.Events()
 		e.publish(len(stalls) > 0)
 		e.reportStalls(stalls)
@@ -280,11 +244,11 @@ func (e *Engine) takeFinished() {
 
 func (e *Engine) takeRequests() {
 	// In this order: what was submitted before the shutdown travels with it or before it.
-	leaving := e.leaving.Load()
+	leaving, accepts := e.leaving.Load(), e.negotiation.accepts()
 	for _, l := range e.lanes.all {
-		if l.queue.Waiting() {
+		if accepts && l.queue.Waiting() {
 			e.spin.extend(e.now)
-			e.submit(l, e.now, e.member.Submit)
+			e.submit(l)
 		}
 	}
 	switch {
@@ -296,17 +260,18 @@ func (e *Engine) takeRequests() {
 		e.coordinator.Abandon()
 	case leaving.expired:
 		e.member.Suspect(e.cfg.Rank, "the context of its Shutdown ended before it had left the job")
-	default:
+	case accepts:
 		e.member.Shutdown(leaving.Reason)
 	}
 }
 
 // submit gives what was queued on a lane to the controller.
-func (e *Engine) submit(l *lane, now time.Duration, to func(topo.ProcessSetID, *message.Request) error) {
+func (e *Engine) submit(l *lane) {
+	now := e.now
 	s := &e.scratch
 	s.entries = l.queue.Pop(s.entries[:0])
 	for _, entry := range s.entries {
-		if err := to(entry.Set, &entry.Request); err != nil {
+		if err := e.member.Submit(entry.Set, &entry.Request); err != nil {
 			entry.Finish(&UsageError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err})
 			continue
 		}
@@ -319,61 +284,6 @@ func (e *Engine) submit(l *lane, now time.Duration, to func(topo.ProcessSetID, *
 		}
 	}
 	clear(s.entries)
-}
-
-// speak sends and runs what the member wants, and reports whether it sent something.
-func (e *Engine) speak() (spoke bool) {
-	r := e.member.Ready()
-	var failed error // of this rank's own making, or of a coordinator that grants what it should not
-	suspect := e.cfg.Rank
-	for _, up := range r.Ups {
-		if up == nil {
-			continue
-		}
-		spoke = true
-		e.traceUp(up)
-		frame, err := message.AppendUp(e.scratch.frame[:0], up)
-		if err != nil {
-			failed = err
-			break
-		}
-		e.scratch.frame = frame
-		if e.coordinator != nil {
-			e.coordinatorStep(e.cfg.Rank, frame)
-			continue
-		}
-		switch err := e.send(e.links[0], frame); {
-		case errors.Is(err, errBacklog):
-			e.member.Lost(err.Error())
-		case errors.Is(err, errTooLarge):
-			failed = err
-		}
-	}
-	for _, g := range r.Grants {
-		if failed == nil {
-			if failed = e.dispatch(g); failed != nil {
-				suspect = 0
-			}
-		}
-	}
-	stop, reason := r.Stop, error(ErrShutDown)
-	if r.StopReason != "" {
-		reason = e.stopFor(r.StopRanks, r.StopReason)
-	}
-	e.member.Advance()
-	if failed != nil {
-		// Not before Advance, which drops what Ready said.
-		e.log.Error("cannot go on", zap.Error(failed))
-		e.member.Suspect(suspect, failed.Error())
-		e.ring()
-	}
-	if stop {
-		e.stopped = true
-		for _, l := range e.lanes.all {
-			l.refuse(reason)
-		}
-	}
-	return spoke
 }
 
 // stopFor takes note why the job is stopped though this rank has not asked for it.
@@ -462,117 +372,4 @@ func (e *Engine) match(w *work) error {
 		w.entries = append(w.entries, entry)
 	}
 	return nil
-}
-
-// listen applies what came over the control connections.
-func (e *Engine) listen() error {
-	if e.poller != nil {
-		return e.listenPolled()
-	}
-	s := &e.scratch
-	s.events = e.inbox.take(s.events[:0])
-	defer clear(s.events)
-	for i := range s.events {
-		if err := e.hear(&s.events[i]); err != nil {
-			return err
-		}
-		e.inbox.recycle(s.events[i].frame)
-	}
-	return nil
-}
-
-// hear applies something that came over a control connection. An error ends the epoch at once.
-func (e *Engine) hear(ev *event) error {
-	switch {
-	case errors.Is(ev.err, transport.ErrClosed):
-		// Connections that this process closed itself say nothing about the peers.
-		return ErrClosed
-	case e.coordinator != nil && errors.Is(ev.err, errFrame):
-		e.coordinator.Fault(ev.from, fmt.Sprintf("it broke the protocol: %v", ev.err))
-	case ev.err == nil && message.IsProbe(ev.frame):
-		if err := e.hearProbe(ev.from, ev.frame); err != nil {
-			e.breach(ev.from, err)
-		}
-	case e.coordinator != nil && ev.err != nil:
-		e.coordinator.Lost(ev.from, fmt.Sprintf("its control connection ended: %v", ev.err))
-	case e.coordinator != nil:
-		e.coordinatorStep(ev.from, ev.frame)
-	case ev.err != nil:
-		e.member.Lost(fmt.Sprintf("its control connection ended: %v", ev.err))
-	default:
-		e.memberStep(ev.frame)
-	}
-	return nil
-}
-
-// breach is the fault of a peer that sent what cannot be read.
-func (e *Engine) breach(from topo.Rank, err error) {
-	if e.coordinator != nil {
-		e.coordinator.Fault(from, fmt.Sprintf("it broke the protocol: %v", err))
-		return
-	}
-	e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err))
-}
-
-func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
-	if err := message.DecodeUp(frame, &e.scratch.up); err != nil {
-		e.breach(from, err)
-		return
-	}
-	if e.scratch.up.Type == message.UpNews {
-		e.spin.extend(e.now) // the others' operations are this rank's too, as their coordinator
-	}
-	e.coordinator.Step(from, &e.scratch.up)
-}
-
-func (e *Engine) memberStep(frame []byte) {
-	if err := message.DecodeDown(frame, &e.scratch.down); err != nil {
-		e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err)) // also at rank 0, from itself
-		return
-	}
-	e.traceDown(&e.scratch.down)
-	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
-		(*t).Cycle(e.now)
-	}
-	// The step's own outputs (grants) accumulate; what it lets us say is said by the next speak.
-	if err := e.member.Step(&e.scratch.down); err != nil {
-		e.log.Error("the coordinator broke the protocol", zap.Error(err))
-	}
-}
-
-// announce sends what the coordinator has decided. Rank 0's own member hears it by the same encoding, last, so
-// that its work does not delay the others.
-func (e *Engine) announce() {
-	failed := e.scratch.failed[:0]
-	for _, o := range e.coordinator.Ready() {
-		frame, err := message.AppendDown(e.scratch.frame[:0], o.Down)
-		if err != nil {
-			failed = append(failed, event{from: e.cfg.Rank, err: err}) // the others must not wait for it
-			continue
-		}
-		e.scratch.frame = frame
-		for _, r := range o.To {
-			if r == 0 {
-				continue
-			}
-			// Any other error ends the receiving half too, which has read what came before.
-			switch err := e.send(e.links[r-1], frame); {
-			case errors.Is(err, errBacklog):
-				failed = append(failed, event{from: r, err: err})
-			case errors.Is(err, errTooLarge):
-				failed = append(failed, event{from: e.cfg.Rank, err: err})
-			}
-		}
-		if slices.Contains(o.To, 0) {
-			e.memberStep(frame)
-		}
-	}
-	e.coordinator.Advance()
-	// Not before: Advance drops what Ready said, and a verdict would go with it.
-	for _, f := range failed {
-		e.coordinator.Fault(f.from, f.err.Error())
-		e.ring()
-	}
-	clear(failed)
-	e.scratch.failed = failed
 }

@@ -114,7 +114,7 @@ func (e *Engine) tellPeers() {
 // poll makes the loop ask the control connections, if they can be asked.
 func (e *Engine) poll() error {
 	p, ok := e.cfg.Mesh.(transport.Poller)
-	if !ok || e.cfg.Lockstep {
+	if !ok {
 		return nil
 	}
 	for _, l := range e.links {

@@ -72,12 +72,10 @@ func (e *Engine) addSet(set controller.Set) error {
 		return err
 	}
 	e.lanes.add(l)
-	if !e.cfg.Lockstep {
-		e.running.Go(func() {
-			e.pin()
-			l.run(e.ctx, e.laneFinished)
-		})
-	}
+	e.running.Go(func() {
+		e.pin()
+		l.run(e.ctx, e.laneFinished)
+	})
 	return nil
 }
 

@@ -8,51 +8,35 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // never is a time that does not come.
 const never = time.Duration(math.MaxInt64)
 
-// expire tells the coordinator of operations that have run out of time.
-func (e *Engine) expire() {
-	for _, o := range e.overdue(e.now) {
-		e.member.Timeout(o.set, o.name, o.timeout)
-	}
-}
-
-// overdueOperation is one that has run out of time.
-type overdueOperation struct {
-	set     topo.ProcessSetID
-	name    string
-	timeout time.Duration
-}
-
 // complainAgain is how long after its first complaint about an operation a rank complains again. The coordinator ignores
 // the first if the answer was on its way.
 const complainAgain = time.Second
 
-// overdue are the operations that have run out of time. The search over what is in flight happens only when
+// expire tells the coordinator of operations that have run out of time. The search over what is in flight happens only when
 // the earliest deadline known has passed, so operations that are in time cost nothing.
-func (e *Engine) overdue(now time.Duration) (late []overdueOperation) {
-	if now < e.due {
-		return nil
+func (e *Engine) expire() {
+	if e.now < e.due {
+		return
 	}
 	e.due = never
 	for _, l := range e.lanes.all {
 		l.queue.Each(func(entry *tensorqueue.Entry) {
 			switch {
 			case entry.Deadline == 0:
-			case entry.Deadline <= now:
-				late = append(late, overdueOperation{entry.Set, entry.Request.Name, entry.Timeout})
-				entry.Deadline = now + complainAgain
+			case entry.Deadline <= e.now:
+				e.member.Timeout(entry.Set, entry.Request.Name, entry.Timeout)
+				entry.Deadline = e.now + complainAgain
 				fallthrough
 			default:
 				e.due = min(e.due, entry.Deadline)
 			}
 		})
 	}
-	return late
 }
 
 // When a rank does not follow, all tensors of a step stall at once, if not in one turn: in a stallWindow so many are logged

@@ -34,7 +34,9 @@ type reports struct {
 // hear makes cfg report here.
 func (r *reports) hear(cfg *engine.Config) {
 	cfg.OnStall = func(s *controller.Stall) {
-		r.list = append(r.list, fmt.Sprintf("%v: %v after %v", time.Since(r.began), s, s.Waited))
+		// To a precision that the cycles of lock-step have.
+		const precision = 100 * time.Millisecond
+		r.list = append(r.list, fmt.Sprintf("%v: %v after %v", time.Since(r.began).Truncate(precision), s, s.Waited.Truncate(precision)))
 	}
 }
 
@@ -49,42 +51,44 @@ func (r *reports) take() []string {
 // A tensor that waits is reported when the time is up, and each time it is up again, until the last rank comes: also when
 // it is cached, and also on a process set without rank 0.
 func TestStallReports(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		var r reports
-		c := start(t, 3, func(cfg *engine.Config) {
-			cfg.StallWarning = patience
-			cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{1, 2}}}
-			r.hear(cfg)
-		})
-		for round, set := range []topo.ProcessSetID{0, 0, 1, 1} { // each the second time from the cache
-			r.began = time.Now()
-			c.each(func(rank int) {
-				if set == 1 && rank == 0 {
-					return
-				}
-				if rank == 2 {
-					time.Sleep(2*patience + time.Second)
-				}
-				e := sum("x", make([]byte, 8))
-				e.Set = set
-				if err := c.wait(c.submit(rank, e)); err != nil {
-					t.Errorf("rank %d: %v", rank, err)
-				}
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			var r reports
+			c := start(t, 3, func(cfg *engine.Config) {
+				cfg.Lockstep, cfg.StallWarning = lockstep, patience
+				cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{1, 2}}}
+				r.hear(cfg)
 			})
-			want := []string{
-				fmt.Sprintf(`2.3s: allreduce "x" of process set %d has waited 2.3s for rank 2 after 2.3s`, set),
-				fmt.Sprintf(`4.6s: allreduce "x" of process set %d has waited 4.6s for rank 2 after 4.6s`, set),
+			for round, set := range []topo.ProcessSetID{0, 0, 1, 1} { // each the second time from the cache
+				r.began = time.Now()
+				c.each(func(rank int) {
+					if set == 1 && rank == 0 {
+						return
+					}
+					if rank == 2 {
+						time.Sleep(2*patience + time.Second)
+					}
+					e := sum("x", make([]byte, 8))
+					e.Set = set
+					if err := c.wait(c.submit(rank, e)); err != nil {
+						t.Errorf("rank %d: %v", rank, err)
+					}
+				})
+				want := []string{
+					fmt.Sprintf(`2.3s: allreduce "x" of process set %d has waited 2.3s for rank 2 after 2.3s`, set),
+					fmt.Sprintf(`4.6s: allreduce "x" of process set %d has waited 4.6s for rank 2 after 4.6s`, set),
+				}
+				if got := r.take(); !slices.Equal(got, want) {
+					t.Errorf("round %d: got %q\nwant %q", round, got, want)
+				}
 			}
-			if got := r.take(); !slices.Equal(got, want) {
-				t.Errorf("round %d: got %q\nwant %q", round, got, want)
+			// What is in time is not reported, and neither is the idle.
+			time.Sleep(10 * patience)
+			c.shutdown()
+			if got := r.take(); len(got) != 0 {
+				t.Errorf("in time: got %q", got)
 			}
-		}
-		// What is in time is not reported, and neither is the idle.
-		time.Sleep(10 * patience)
-		c.shutdown()
-		if got := r.take(); len(got) != 0 {
-			t.Errorf("in time: got %q", got)
-		}
+		})
 	})
 }
 
@@ -147,54 +151,60 @@ func TestManyStallsAreFewLines(t *testing.T) {
 
 // An operation that a rank does not finish is reported too, as far as its heartbeats tell.
 func TestStallReportsOfExecution(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		var r reports
-		c := start(t, 2, func(cfg *engine.Config) {
-			cfg.StallWarning = patience
-			r.hear(cfg)
-		})
-		r.began = time.Now()
-		zero := c.gather(0, allocate)
-		one := c.gather(1, func(n int) []byte {
-			time.Sleep(2 * patience) // in the bubble
-			return allocate(n)
-		})
-		for _, done := range []chan error{zero, one} {
-			if err := c.wait(done); err != nil {
-				t.Error(err)
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			var r reports
+			c := start(t, 2, func(cfg *engine.Config) {
+				cfg.Lockstep, cfg.StallWarning = lockstep, patience
+				r.hear(cfg)
+			})
+			r.began = time.Now()
+			zero := c.gather(0, allocate)
+			one := c.gather(1, func(n int) []byte {
+				time.Sleep(2 * patience) // in the bubble
+				return allocate(n)
+			})
+			for _, done := range []chan error{zero, one} {
+				if err := c.wait(done); err != nil {
+					t.Error(err)
+				}
 			}
-		}
-		got := r.take()
-		if len(got) == 0 || !strings.Contains(got[0], `tensor "gather" of process set 0 has waited `) || !strings.Contains(got[0], "to finish it") {
-			t.Errorf("got %q, want that the gather is not finished", got)
-		}
-		c.shutdown()
+			got := r.take()
+			if len(got) == 0 || !strings.Contains(got[0], `tensor "gather" of process set 0 has waited `) || !strings.Contains(got[0], "to finish it") {
+				t.Errorf("got %q, want that the gather is not finished", got)
+			}
+			c.shutdown()
+		})
 	})
 }
 
 // The job is shut down at all ranks when a tensor has waited for too long, for a reason that names it.
 func TestStallShutdown(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := start(t, 3, func(cfg *engine.Config) { cfg.StallWarning, cfg.StallShutdown = time.Second, patience })
-		began := time.Now()
-		c.each(func(r int) {
-			var err error
-			if r == 1 {
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			c := start(t, 3, func(cfg *engine.Config) {
+				cfg.Lockstep, cfg.StallWarning, cfg.StallShutdown = lockstep, time.Second, patience
+			})
+			began := time.Now()
+			c.each(func(r int) {
+				var err error
+				if r == 1 {
+					<-c.engines[r].Ended()
+				}
+				err = c.wait(c.allreduce(r, "x", make([]byte, 8)))
+				var stall *engine.StallError
+				const want = `hvd: allreduce "x": the job was shut down: stalled: allreduce "x" of process set 0 has waited 2.3s for rank 1`
+				if !errors.As(err, &stall) || !errors.Is(err, engine.ErrShutDown) || err.Error() != want {
+					t.Errorf("rank %d: got error %v\nwant %s", r, err, want)
+				}
+				if took := time.Since(began); took < patience || took > patience+grace(lockstep) {
+					t.Errorf("rank %d: took %v, want %v", r, took, patience)
+				}
 				<-c.engines[r].Ended()
-			}
-			err = c.wait(c.allreduce(r, "x", make([]byte, 8)))
-			var stall *engine.StallError
-			const want = `hvd: allreduce "x": the job was shut down: stalled: allreduce "x" of process set 0 has waited 2.3s for rank 1`
-			if !errors.As(err, &stall) || !errors.Is(err, engine.ErrShutDown) || err.Error() != want {
-				t.Errorf("rank %d: got error %v\nwant %s", r, err, want)
-			}
-			if took := time.Since(began); took != patience {
-				t.Errorf("rank %d: took %v, want %v", r, took, patience)
-			}
-			<-c.engines[r].Ended()
-			if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); !errors.As(err, &stall) || err != c.engines[r].Err() {
-				t.Errorf("rank %d: the epoch ended with %v and the shutdown with %v, want the stall", r, c.engines[r].Err(), err)
-			}
+				if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); !errors.As(err, &stall) || err != c.engines[r].Err() {
+					t.Errorf("rank %d: the epoch ended with %v and the shutdown with %v, want the stall", r, c.engines[r].Err(), err)
+				}
+			})
 		})
 	})
 }
@@ -215,10 +225,11 @@ func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	}
 }
 
-// grace is how much later than the deadline a verdict may come: a rank in lock-step first waits for the dead to show.
+// grace is how much later than the deadline a verdict may come: in lock-step what a rank has asked for is known after two
+// cycles.
 func grace(lockstep bool) time.Duration {
 	if lockstep {
-		return 300 * time.Millisecond
+		return 20 * time.Millisecond
 	}
 	return 0
 }
@@ -255,64 +266,68 @@ func TestOperationTimeout(t *testing.T) {
 
 // A cached tensor's timeout names the missing rank too.
 func TestOperationTimeoutOfACachedTensor(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := start(t, 3, nil)
-		for range 2 {
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			c := start(t, 3, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+			for range 2 {
+				c.each(func(r int) {
+					if err := c.wait(c.late(r, "x")); err != nil {
+						t.Errorf("rank %d: %v", r, err)
+					}
+				})
+			}
+			began := time.Now()
 			c.each(func(r int) {
-				if err := c.wait(c.late(r, "x")); err != nil {
-					t.Errorf("rank %d: %v", r, err)
+				if r == 1 {
+					<-c.engines[r].Ended()
+				}
+				wantTimeout(t, r, c.wait(c.late(r, "x")), 0, 1)
+				if took := time.Since(began); took < patience || took > patience+grace(lockstep) {
+					t.Errorf("rank %d: took %v, want %v", r, took, patience)
 				}
 			})
-		}
-		began := time.Now()
-		c.each(func(r int) {
-			if r == 1 {
-				<-c.engines[r].Ended()
-			}
-			wantTimeout(t, r, c.wait(c.late(r, "x")), 0, 1)
-			if took := time.Since(began); took != patience {
-				t.Errorf("rank %d: took %v, want %v", r, took, patience)
-			}
+			c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx, engine.Departure{}), 0, 1) })
 		})
-		c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx, engine.Departure{}), 0, 1) })
 	})
 }
 
 // An operation that is granted and not finished in time is blamed on the rank that does not finish it.
 func TestOperationTimeoutWhileExecuting(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := start(t, 3, nil)
-		release := make(chan struct{})
-		c.each(func(r int) {
-			e := gather("gather", allocate)
-			switch r {
-			case 0:
-				e.Timeout = patience
-			case 2:
-				e.Allocate = func(n int) []byte {
-					<-release
-					return allocate(n)
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			c := start(t, 3, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+			release := make(chan struct{})
+			c.each(func(r int) {
+				e := gather("gather", allocate)
+				switch r {
+				case 0:
+					e.Timeout = patience
+				case 2:
+					e.Allocate = func(n int) []byte {
+						<-release
+						return allocate(n)
+					}
 				}
-			}
-			done := c.submit(r, e)
-			if r != 2 {
-				err := c.wait(done)
-				var peer *engine.PeerError
-				if !errors.As(err, &peer) || !slices.Contains(peer.Ranks, 2) || !strings.Contains(err.Error(), `tensor "gather" timed out after 2.3s at rank 0`) {
-					t.Errorf("rank %d: got error %v, want a timeout that names rank 2", r, err)
+				done := c.submit(r, e)
+				if r != 2 {
+					err := c.wait(done)
+					var peer *engine.PeerError
+					if !errors.As(err, &peer) || !slices.Contains(peer.Ranks, 2) || !strings.Contains(err.Error(), `tensor "gather" timed out after 2.3s at rank 0`) {
+						t.Errorf("rank %d: got error %v, want a timeout that names rank 2", r, err)
+					}
+					return
 				}
-				return
-			}
-			time.Sleep(2 * patience)
-			close(release)
-			if err := c.wait(done); err == nil {
-				t.Error("rank 2: the operation that was cut off gave no error")
-			}
-		})
-		c.each(func(r int) {
-			if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); err == nil {
-				t.Errorf("rank %d: shutdown after the timeout gave no error", r)
-			}
+				time.Sleep(2 * patience)
+				close(release)
+				if err := c.wait(done); err == nil {
+					t.Error("rank 2: the operation that was cut off gave no error")
+				}
+			})
+			c.each(func(r int) {
+				if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); err == nil {
+					t.Errorf("rank %d: shutdown after the timeout gave no error", r)
+				}
+			})
 		})
 	})
 }
@@ -429,31 +444,33 @@ func (c slowConn) Read(p []byte) (int, error) {
 // Steps that take a little less than the time between heartbeats, and use one name, are not one long operation: each
 // heartbeat finds the name a little older.
 func TestRepeatedNameIsNoStall(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		var heard reports
-		c := start(t, 2, func(cfg *engine.Config) {
-			heard.hear(cfg)
-			cfg.StallWarning, cfg.StallShutdown = 30*time.Second, 30*time.Second
-		})
-		c.each(func(r int) {
-			for step := range 50 {
-				e := gather("x", func(n int) []byte {
-					long := 990 * time.Millisecond
-					if step == 0 {
-						long = 2500 * time.Millisecond // heartbeats tell of it from now on
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			var heard reports
+			c := start(t, 2, func(cfg *engine.Config) {
+				heard.hear(cfg)
+				cfg.Lockstep, cfg.StallWarning, cfg.StallShutdown = lockstep, 30*time.Second, 30*time.Second
+			})
+			c.each(func(r int) {
+				for step := range 50 {
+					e := gather("x", func(n int) []byte {
+						long := 990 * time.Millisecond
+						if step == 0 {
+							long = 2500 * time.Millisecond // heartbeats tell of it from now on
+						}
+						<-time.After(long)
+						return allocate(n)
+					})
+					if err := c.wait(c.submit(r, e)); err != nil {
+						t.Errorf("rank %d: step %d: %v", r, step, err)
+						return
 					}
-					<-time.After(long)
-					return allocate(n)
-				})
-				if err := c.wait(c.submit(r, e)); err != nil {
-					t.Errorf("rank %d: step %d: %v", r, step, err)
-					return
 				}
+			})
+			if got := heard.take(); len(got) > 0 {
+				t.Errorf("got reports %v, want none", got)
 			}
+			c.shutdown()
 		})
-		if got := heard.take(); len(got) > 0 {
-			t.Errorf("got reports %v, want none", got)
-		}
-		c.shutdown()
 	})
 }

@@ -1,0 +1,87 @@
+package e2e
+
+import (
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+var (
+	faultRuns = flag.Int("faults", 1, "try each fault so often with each way of negotiation")
+	faultSeed = flag.Uint64("faults-seed", 0, "replay the draws of this seed")
+)
+
+// A rank that is stopped for good, or whose network is cut, in the middle of work is named at all others when its silence has lasted
+// for the limit; if an operation times out before that, then.
+func TestFaults(t *testing.T) {
+	for _, negotiation := range []string{"event", "lockstep"} {
+		for name, fault := range map[string]func(t *testing.T, rng *rand.Rand, negotiation string){
+			"stopped": func(t *testing.T, rng *rand.Rand, negotiation string) {
+				stopped(t, rng, 3*time.Second, "failed: silent", "HVD_NEGOTIATION="+negotiation, "HVD_LIVENESS_SECONDS=3")
+			},
+			"timeout": func(t *testing.T, rng *rand.Rand, negotiation string) {
+				stopped(t, rng, 3*time.Second, "timed out after 3s", "HVD_NEGOTIATION="+negotiation, "HVD_OPERATION_TIMEOUT_SECONDS=3", "HVD_LIVENESS_SECONDS=60")
+			},
+			"cut": func(t *testing.T, rng *rand.Rand, negotiation string) {
+				c := linkDown{drawProgram(rng), 2, 1 + rng.IntN(2), rng.IntN(2), rng.IntN(2) == 0, negotiation}
+				t.Log(c.String())
+				c.run(t)
+			},
+		} {
+			t.Run(name+"/"+negotiation, func(t *testing.T) {
+				t.Parallel()
+				for range *faultRuns {
+					seed := *faultSeed
+					if seed == 0 {
+						seed = rand.Uint64()
+					}
+					if fault(t, rand.New(rand.NewPCG(seed, 0)), negotiation); t.Failed() {
+						t.Fatalf("with -faults-seed=%d", seed)
+					}
+				}
+			})
+		}
+	}
+}
+
+// drawProgram draws what the ranks do.
+func drawProgram(rng *rand.Rand) string {
+	return []string{"large", "small", "steady"}[rng.IntN(3)]
+}
+
+// stopped stops a rank for good. The others have an error with the text, which names it, soon after the limit.
+func stopped(t *testing.T, rng *rand.Rand, limit time.Duration, text string, env ...string) {
+	const grace = 6 * time.Second // against hanging
+	n, what, memory := 2+rng.IntN(3), drawProgram(rng), []string{"shm", "tcp"}[rng.IntN(2)]
+	victim := rng.IntN(n)
+	t.Logf("rank %d of %d, %s over %s", victim, n, what, memory)
+	j := start(t, n, what, append(env, "HOROVOD_CPU_OPERATIONS="+memory)...)
+	pids := j.ready(n)
+	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // anywhere in an operation
+	if err := syscall.Kill(pids[victim], syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	reports := 0
+	j.until("the other ranks had reported", func(l line) bool {
+		got, ok := strings.CutPrefix(l.text, "error ")
+		if !ok {
+			return false
+		}
+		reports++
+		if !strings.Contains(got, fmt.Sprintf("rank %d failed: ", victim)) || !strings.Contains(got, text) {
+			t.Errorf("rank %d does not say that rank %d %s: %s", l.rank, victim, text, got)
+		}
+		if took := l.at.Sub(began); took > limit+grace {
+			t.Errorf("rank %d took %v", l.rank, took)
+		}
+		return reports == n-1
+	})
+	if status := j.wait(); status == 0 {
+		t.Error("hvdrun ended with status 0")
+	}
+}

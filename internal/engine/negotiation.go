@@ -1,0 +1,264 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// negotiation is how the requests of the ranks reach the coordinator, and its grants the ranks. None of its methods waits
+// for another rank.
+type negotiation interface {
+	// accepts reports whether this turn may submit requests to the member.
+	accepts() bool
+	// turn sends what the member and the coordinator have to say and applies what has come. An error ends the epoch at
+	// once.
+	turn() error
+	// hear applies a frame that came over a control connection and is no clock probe.
+	hear(from topo.Rank, frame []byte)
+	// next is when the next turn is due at the latest.
+	next() time.Duration
+}
+
+// events is the negotiation by frames: a rank speaks when it has news, and the coordinator answers at once.
+type events struct{ e *Engine }
+
+func (n events) accepts() bool { return true }
+
+func (n events) turn() error {
+	n.e.speak()
+	if err := n.e.listen(); err != nil {
+		return err
+	}
+	n.conclude()
+	return nil
+}
+
+// conclude sends what the frames that came, and the grants that they brought, give cause to.
+func (n events) conclude() {
+	e := n.e
+	for again := true; again; {
+		if e.coordinator != nil {
+			e.announce()
+		}
+		// What the frames brought: grants, a stop, and the bye that may follow from it.
+		spoke := e.speak()
+		if e.stopped && e.granted == 0 {
+			e.member.Drained()
+			spoke = e.speak() || spoke
+		}
+		again = spoke && e.coordinator != nil // which has heard it after its announcement
+	}
+}
+
+func (n events) hear(from topo.Rank, frame []byte) {
+	if n.e.coordinator != nil {
+		n.e.coordinatorStep(from, frame)
+	} else {
+		n.e.memberStep(frame)
+	}
+}
+
+func (n events) next() time.Duration {
+	next := n.e.member.Next()
+	if n.e.coordinator != nil {
+		next = min(next, n.e.coordinator.Next())
+	}
+	return next
+}
+
+// speak sends and runs what the member wants, and reports whether it sent something.
+func (e *Engine) speak() (spoke bool) {
+	r := e.member.Ready()
+	var failed error // of this rank's own making, or of a coordinator that grants what it should not
+	suspect := e.cfg.Rank
+	for _, up := range r.Ups {
+		if up == nil {
+			continue
+		}
+		spoke = true
+		e.traceUp(up)
+		frame, err := message.AppendUp(e.scratch.frame[:0], up)
+		if err != nil {
+			failed = err
+			break
+		}
+		e.scratch.frame = frame
+		if e.coordinator != nil {
+			e.coordinatorStep(e.cfg.Rank, frame)
+			continue
+		}
+		if err := e.sendUp(frame); err != nil {
+			failed = err
+		}
+	}
+	for _, g := range r.Grants {
+		if failed == nil {
+			if failed = e.dispatch(g); failed != nil {
+				suspect = 0
+			}
+		}
+	}
+	stop, reason := r.Stop, error(ErrShutDown)
+	if r.StopReason != "" {
+		reason = e.stopFor(r.StopRanks, r.StopReason)
+	}
+	e.member.Advance()
+	if failed != nil {
+		// Not before Advance, which drops what Ready said.
+		e.suspect(suspect, failed)
+	}
+	if stop {
+		e.stopped = true
+		for _, l := range e.lanes.all {
+			l.refuse(reason)
+		}
+	}
+	return spoke
+}
+
+// suspect fails a rank, maybe this one, because of something that this rank has found out.
+func (e *Engine) suspect(r topo.Rank, err error) {
+	e.log.Error("cannot go on", zap.Error(err))
+	e.member.Suspect(r, err.Error())
+	e.ring()
+}
+
+// sendUp sends a frame to rank 0. An error is of this rank's own making; others fail rank 0.
+func (e *Engine) sendUp(frame []byte) error {
+	err := e.send(e.links[0], frame)
+	switch {
+	case errors.Is(err, errTooLarge):
+		return err
+	case errors.Is(err, errBacklog):
+		e.member.Lost(err.Error())
+	}
+	// Any other error ends the receiving half too, which has read what came before.
+	return nil
+}
+
+// sendDown sends a frame from rank 0 to another rank. An error is the failure of a rank.
+func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
+	err = e.send(e.links[to-1], frame)
+	switch {
+	case errors.Is(err, errTooLarge):
+		return 0, err
+	case errors.Is(err, errBacklog):
+		return to, err
+	}
+	return 0, nil // see sendUp
+}
+
+// listen applies what came over the control connections.
+func (e *Engine) listen() error {
+	if e.poller != nil {
+		return e.listenPolled()
+	}
+	s := &e.scratch
+	s.events = e.inbox.take(s.events[:0])
+	defer clear(s.events)
+	for i := range s.events {
+		if err := e.hear(&s.events[i]); err != nil {
+			return err
+		}
+		e.inbox.recycle(s.events[i].frame)
+	}
+	return nil
+}
+
+// hear applies something that came over a control connection. An error ends the epoch at once.
+func (e *Engine) hear(ev *event) error {
+	switch {
+	case errors.Is(ev.err, transport.ErrClosed):
+		// Connections that this process closed itself say nothing about the peers.
+		return ErrClosed
+	case e.coordinator != nil && errors.Is(ev.err, errFrame):
+		e.coordinator.Fault(ev.from, fmt.Sprintf("it broke the protocol: %v", ev.err))
+	case ev.err == nil && message.IsProbe(ev.frame):
+		if err := e.hearProbe(ev.from, ev.frame); err != nil {
+			e.breach(ev.from, err)
+		}
+	case e.coordinator != nil && ev.err != nil:
+		e.coordinator.Lost(ev.from, fmt.Sprintf("its control connection ended: %v", ev.err))
+	case ev.err != nil:
+		e.member.Lost(fmt.Sprintf("its control connection ended: %v", ev.err))
+	default:
+		e.negotiation.hear(ev.from, ev.frame)
+	}
+	return nil
+}
+
+// breach is the fault of a peer that sent what cannot be read.
+func (e *Engine) breach(from topo.Rank, err error) {
+	if e.coordinator != nil {
+		e.coordinator.Fault(from, fmt.Sprintf("it broke the protocol: %v", err))
+		return
+	}
+	e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err))
+}
+
+func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
+	if err := message.DecodeUp(frame, &e.scratch.up); err != nil {
+		e.breach(from, err)
+		return
+	}
+	if e.scratch.up.Type == message.UpNews {
+		e.spin.extend(e.now) // the others' operations are this rank's too, as their coordinator
+	}
+	e.coordinator.Step(from, &e.scratch.up)
+}
+
+func (e *Engine) memberStep(frame []byte) {
+	if err := message.DecodeDown(frame, &e.scratch.down); err != nil {
+		e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err)) // also at rank 0, from itself
+		return
+	}
+	e.traceDown(&e.scratch.down)
+	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
+		(*t).Cycle(e.now)
+	}
+	// The step's own outputs (grants) accumulate; what it lets us say is said by the next speak.
+	if err := e.member.Step(&e.scratch.down); err != nil {
+		e.log.Error("the coordinator broke the protocol", zap.Error(err))
+	}
+}
+
+// announce sends what the coordinator has decided. Rank 0's own member hears it by the same encoding, last, so
+// that its work does not delay the others.
+func (e *Engine) announce() {
+	failed := e.scratch.failed[:0]
+	for _, o := range e.coordinator.Ready() {
+		frame, err := message.AppendDown(e.scratch.frame[:0], o.Down)
+		if err != nil {
+			failed = append(failed, event{from: e.cfg.Rank, err: err}) // the others must not wait for it
+			continue
+		}
+		e.scratch.frame = frame
+		for _, r := range o.To {
+			if r == 0 {
+				continue
+			}
+			if r, err := e.sendDown(r, frame); err != nil {
+				failed = append(failed, event{from: r, err: err})
+			}
+		}
+		if slices.Contains(o.To, 0) {
+			e.memberStep(frame)
+		}
+	}
+	e.coordinator.Advance()
+	// Not before: Advance drops what Ready said, and a verdict would go with it.
+	for _, f := range failed {
+		e.coordinator.Fault(f.from, f.err.Error())
+		e.ring()
+	}
+	clear(failed)
+	e.scratch.failed = failed
+}
