@@ -13,11 +13,11 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/observe"
 	"github.com/gohvd/gohvd/internal/session"
-	"github.com/gohvd/gohvd/internal/verdict"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/store"
@@ -207,7 +207,7 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 	}
 	e.watch = observe.New(observe.Config{
 		Settings: &cfg, Rank: rank, Size: size, LocalRank: e.place.LocalRank, Host: cfg.Hostname, Epoch: e.epoch,
-		Launcher: e.at.Launcher(), Sets: e.members, Log: log,
+		Launcher: e.launcher(), Sets: e.members, Log: log,
 	})
 	e.watch.Configure(&ecfg)
 	if e.engine, err = engine.Start(ctx, ecfg); err != nil {
@@ -271,17 +271,27 @@ func (e *Engine) failed(err error) error {
 
 // publish tells the launcher who failed, so that it does not blame a rank that gave up because of another.
 func (e *Engine) publish(p *PeerError) {
-	if e.at.Store == nil {
+	launcher := e.launcher()
+	if launcher == nil {
 		return
 	}
-	v := verdict.Verdict{Epoch: e.epoch, Reason: p.Reason}
+	v := joblink.Verdict{Epoch: e.epoch, Reason: p.Reason}
 	for _, r := range p.Ranks {
 		v.Ranks = append(v.Ranks, topo.Rank(r))
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
 	defer cancel()
-	// Without a launcher nobody reads it; the error that the program gets says the same.
-	_ = verdict.Publish(ctx, e.at.Store, v)
+	// If the launcher cannot be told, the error that the program gets says the same.
+	_ = launcher.Condemn(ctx, v)
+}
+
+// launcher is the link to the launcher; nil if there is none.
+func (e *Engine) launcher() joblink.Link {
+	kv := e.at.Launcher()
+	if kv == nil {
+		return nil
+	}
+	return joblink.New(kv, e.at.Settings.Rank)
 }
 
 // Shutdown is the package-level Shutdown for this rank.

@@ -89,14 +89,17 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	}
 	defer closeTorch()
 
-	stopMetrics, err := r.serveMetrics(hosts, np, kv)
+	reports, err := newReporter(kv, np, settings.DumpDir, settings.StallWarning)
+	if err != nil {
+		return err
+	}
+	defer reports.close()
+
+	stopMetrics, err := r.serveMetrics(hosts, np, reports.ranks)
 	if err != nil {
 		return err
 	}
 	defer stopMetrics()
-
-	reports := newReporter(kv, np, settings.DumpDir, settings.StallWarning)
-	defer reports.close()
 
 	signals := make(chan os.Signal, 16)
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
@@ -108,7 +111,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 
 	result, err := launch.Run(context.Background(), launch.Options{
 		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, r.logFormat(&settings), r.sidecarBinary(&settings, several), timelineSignal(&settings), settings.ForRanks()),
-		Store: kv, StoreAddr: addr, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
+		Verdict: reports.ranks.Verdict, StoreAddr: addr, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout, Liveness: settings.LivenessTimeout,
 		Stdout: r.stdout, Stderr: r.stderr,
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,

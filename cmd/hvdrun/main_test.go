@@ -19,8 +19,8 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
-	"github.com/gohvd/gohvd/internal/verdict"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
@@ -77,7 +77,7 @@ func accuse() error {
 	if err != nil {
 		return err
 	}
-	err = verdict.Publish(ctx, kv, verdict.Verdict{Epoch: 1, Ranks: []topo.Rank{1}, Reason: "connection reset"})
+	err = joblink.New(kv, 0).Condemn(ctx, joblink.Verdict{Epoch: 1, Ranks: []topo.Rank{1}, Reason: "connection reset"})
 	return errors.Join(err, kv.Close())
 }
 

@@ -6,13 +6,12 @@ import (
 	"os"
 
 	"github.com/gohvd/gohvd/internal/hostlist"
-	"github.com/gohvd/gohvd/internal/inquiry"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/metrics"
-	"github.com/gohvd/gohvd/store"
 )
 
-// serveMetrics serves the metrics of all ranks, which answer in kv, until stop.
-func (r *runner) serveMetrics(hosts []hostlist.Host, np int, kv store.Store) (stop func(), err error) {
+// serveMetrics serves the metrics of all ranks, which it asks for them, until stop.
+func (r *runner) serveMetrics(hosts []hostlist.Host, np int, ranks *joblink.Launcher) (stop func(), err error) {
 	if r.metricsAddr == "" {
 		return func() {}, nil
 	}
@@ -26,7 +25,7 @@ func (r *runner) serveMetrics(hosts []hostlist.Host, np int, kv store.Store) (st
 	job := metrics.NewJob(metrics.JobConfig{
 		Hosts: names, Log: r.logger(),
 		Ask: func(ctx context.Context) (map[int][]byte, error) {
-			answers, _, err := inquiry.Ask(ctx, kv, inquiry.Metrics, np)
+			answers, _, err := ranks.Ask(ctx, joblink.Metrics)
 			return answers, err
 		},
 	})

@@ -22,7 +22,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/hostlist"
-	"github.com/gohvd/gohvd/internal/inquiry"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/testprom"
@@ -57,7 +57,7 @@ func TestMetricsRank(t *testing.T) {
 	switch kinds[rank] {
 	case "good":
 		answer = func(what string) []byte {
-			if what != inquiry.Metrics {
+			if what != joblink.Metrics {
 				return nil
 			}
 			text, err := metrics.Text(func() stats.Stats { return statsOf(rank) })
@@ -69,13 +69,13 @@ func TestMetricsRank(t *testing.T) {
 	case "garbage":
 		answer = func(string) []byte { return []byte("{\"hvd\":\xff") }
 	case "large":
-		answer = func(string) []byte { return bytes.Repeat([]byte("x 1\n"), inquiry.MaxBodyBytes/4) }
+		answer = func(string) []byte { return bytes.Repeat([]byte("x 1\n"), joblink.MaxBodyBytes/4) }
 	case "impostor":
 		answer = func(string) []byte { return []byte("hvd_queue_depth{rank=\"0\"} 1\nhvd_queue_depth{rank=\"1\"} 1\n") }
 	case "silent":
 		select {} // until it is killed
 	}
-	if err := inquiry.Answer(t.Context(), kv, rank, answer); err != nil {
+	if err := joblink.New(kv, rank).Answer(t.Context(), answer); err != nil {
 		t.Log(err) // the job has ended
 	}
 }

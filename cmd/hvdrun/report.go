@@ -9,7 +9,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/inquiry"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/store"
@@ -30,21 +30,19 @@ const (
 
 // reporter makes reports of what the ranks are at, for launch.Inquiry.
 type reporter struct {
-	kv     store.Store
+	ranks  *joblink.Launcher
 	size   int
 	dir    string        // for the dumps and the last report; empty for none
 	period time.Duration // a stall leads to a report at most so often
 
 	alarms chan string
 	cancel context.CancelFunc
-	wg     sync.WaitGroup
 
 	mu        sync.Mutex
 	failures  map[int][]byte           // the last dump of each rank whose job has failed
 	kept      int                      // their length
 	told      map[stalled]map[int]wait // by rank
 	lastStall time.Time
-	watchErr  error
 }
 
 // stalled is a tensor that a report of a stall has.
@@ -65,27 +63,25 @@ func (w *wait) is(d *recorder.Dump, p *recorder.Pending) bool {
 	return w.epoch == d.Epoch && w.submitted == p.Submitted
 }
 
-// newReporter starts to take what the ranks of a job volunteer, until close.
-func newReporter(kv store.Store, size int, dir string, period time.Duration) *reporter {
+// newReporter starts to listen to the ranks of a job, at its store, until close.
+func newReporter(kv *store.HashStore, size int, dir string, period time.Duration) (*reporter, error) {
 	r := &reporter{
-		kv: kv, size: size, dir: dir, period: period,
+		size: size, dir: dir, period: period,
 		alarms: make(chan string, 1), failures: make(map[int][]byte), told: make(map[stalled]map[int]wait),
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	r.cancel = cancel
-	r.wg.Go(func() {
-		err := inquiry.Watch(ctx, kv, func(rank int, what string, body []byte) { r.hear(ctx, rank, what, body) })
-		r.mu.Lock()
-		r.watchErr = err
-		r.mu.Unlock()
-	})
-	return r
+	r.mu.Lock() // hear looks at ranks
+	defer r.mu.Unlock()
+	var err error
+	r.ranks, err = joblink.Listen(kv, size, func(rank int, what string, body []byte) { r.hear(ctx, rank, what, body) })
+	return r, err
 }
 
 // close returns when all that has come was heard.
 func (r *reporter) close() {
 	r.cancel()
-	r.wg.Wait()
+	_ = r.ranks.Close() // text tells what went wrong
 }
 
 func (r *reporter) inquiry() *launch.Inquiry {
@@ -95,7 +91,7 @@ func (r *reporter) inquiry() *launch.Inquiry {
 // hear takes what a rank volunteers. It may have to ask the ranks, as a survey does.
 func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte) {
 	switch what {
-	case inquiry.Stall:
+	case joblink.Stall:
 		s, err := recorder.DecodeStall(body)
 		if err != nil || !r.isNews(ctx, stalled{s.Set, s.Name}) {
 			return
@@ -110,7 +106,7 @@ func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte)
 		case r.alarms <- stallCause + s.Text:
 		default: // one is waiting to be asked about
 		}
-	case inquiry.Failure:
+	case joblink.Failure:
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		if rank < r.size && r.kept-len(r.failures[rank])+len(body) <= maxFailureBytes {
@@ -143,7 +139,7 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	}
 	ctx, cancel := context.WithTimeout(ctx, surveyTime)
 	defer cancel()
-	answers, _, _ := inquiry.Ask(ctx, r.kv, inquiry.Dump, r.size) // Watch tells what is wrong with the store
+	answers, _, _ := r.ranks.Ask(ctx, joblink.Dump) // text tells what is wrong with the store
 	dumps, _ := r.decode(answers, nil)
 	return r.waitsAnew(s, dumps)
 }
@@ -195,16 +191,15 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	ctx, cancel := context.WithTimeout(ctx, surveyTime)
 	defer cancel()
 	begun := time.Now()
-	answers, _, err := inquiry.Ask(ctx, r.kv, inquiry.Dump, r.size)
+	answers, _, err := r.ranks.Ask(ctx, joblink.Dump)
 	dumps, absent := r.decode(answers, known)
 	r.mu.Lock()
 	if strings.HasPrefix(why, stallCause) { // another report is no reason to leave that of a stall out
 		r.tell(dumps)
 	}
-	watching := r.watchErr
 	r.mu.Unlock()
 	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", recorder.Plain(why), len(dumps), r.size, time.Since(begun).Round(time.Millisecond))
-	return r.text(title, recorder.Analyse(dumps, r.size, absent), dumps, errors.Join(err, watching))
+	return r.text(title, recorder.Analyse(dumps, r.size, absent), dumps, errors.Join(err, r.ranks.Err()))
 }
 
 // epilogue makes a report of what the ranks have left behind when their job failed; empty if it would say nothing. culprits are
@@ -219,7 +214,7 @@ func (r *reporter) epilogue(known []string, culprits []int) string {
 	if !f.Says() {
 		return ""
 	}
-	return r.text(fmt.Sprintf("what the ranks were at when the job failed, as %d of %d tell", len(dumps), r.size), f, dumps, r.watchErr)
+	return r.text(fmt.Sprintf("what the ranks were at when the job failed, as %d of %d tell", len(dumps), r.size), f, dumps, r.ranks.Err())
 }
 
 // decode unpacks dumps. absent is what is known of each rank.

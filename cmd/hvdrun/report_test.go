@@ -22,7 +22,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/inquiry"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -97,7 +97,7 @@ func pretend(do string) error {
 			return err
 		}
 		wg.Go(func() {
-			inquiry.Answer(answering, kv, rank, func(what string) []byte {
+			joblink.New(kv, rank).Answer(answering, func(what string) []byte {
 				select {
 				case asked <- struct{}{}:
 				default:
@@ -121,10 +121,10 @@ func pretend(do string) error {
 			}
 		}
 		for i := 0; rank == 0 && i < 2; {
-			switch err := inquiry.Report(ctx, kv, 0, inquiry.Stall, stalled); {
+			switch err := joblink.New(kv, 0).Tell(ctx, joblink.Stall, stalled); {
 			case err == nil:
 				i++
-			case !strings.Contains(err.Error(), inquiry.ErrNobody.Error()):
+			case !strings.Contains(err.Error(), joblink.ErrNobody.Error()):
 				return err
 			}
 		}
@@ -138,7 +138,7 @@ func pretend(do string) error {
 			}
 			return unix.Kill(os.Getpid(), unix.SIGKILL)
 		}
-		if err := inquiry.Report(ctx, kv, rank, inquiry.Failure, dumpOf(rank, size, "rank 1 is dead", waits...)); err != nil {
+		if err := joblink.New(kv, rank).Tell(ctx, joblink.Failure, dumpOf(rank, size, "rank 1 is dead", waits...)); err != nil {
 			return err
 		}
 		return kv.Set(ctx, "told/"+strconv.Itoa(rank), nil)
@@ -229,7 +229,7 @@ func TestSurveyTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
 		defer kv.Close()
-		r := newReporter(kv, 2, "", time.Hour)
+		r := reporterOf(t, kv, 2, "", time.Hour)
 		defer r.close()
 		begun := time.Now()
 		text := r.survey(t.Context(), "SIGQUIT", nil)
@@ -395,19 +395,28 @@ func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 	w.until(rule, 2) // what was known by then
 }
 
+func reporterOf(t *testing.T, kv *store.HashStore, size int, dir string, period time.Duration) *reporter {
+	t.Helper()
+	r, err := newReporter(kv, size, dir, period)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
 // Reports of stalls: one for each, one at a time, and none for what a report of a stall had.
 func TestStallsAreReportedOnce(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	const size = 2
-	r := newReporter(kv, size, "", time.Hour)
+	r := reporterOf(t, kv, size, "", time.Hour)
 	defer r.close()
 	say := func(name string) {
 		body, err := recorder.EncodeStall(recorder.Stall{Name: name, Text: "stalled " + name + "\x1b"})
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.hear(t.Context(), 0, inquiry.Stall, body)
+		r.hear(t.Context(), 0, joblink.Stall, body)
 	}
 	heard := func(want string) {
 		t.Helper()
@@ -436,7 +445,7 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	var wg sync.WaitGroup
 	for rank := range size {
 		wg.Go(func() {
-			inquiry.Answer(ctx, kv, rank, func(string) []byte { return dumpOf(rank, size, "", "b", "c") })
+			joblink.New(kv, rank).Answer(ctx, func(string) []byte { return dumpOf(rank, size, "", "b", "c") })
 		})
 	}
 	text := r.survey(ctx, "a stall: stalled a\x1b", []string{"x", "y"})
@@ -452,7 +461,7 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	say("d")
 	heard("a stall: stalled d\x1b")
 	passes()
-	r.hear(t.Context(), 0, inquiry.Stall, []byte("x"))
+	r.hear(t.Context(), 0, joblink.Stall, []byte("x"))
 	r.hear(t.Context(), 0, "what", nil)
 	heard("")
 	// Nobody has taken the alarm of e: f does not wait for that.
@@ -473,7 +482,7 @@ func TestEachStallIsReported(t *testing.T) {
 		)
 		kv := store.NewHashStore(store.Limits{})
 		defer kv.Close()
-		r := newReporter(kv, size, "", period)
+		r := reporterOf(t, kv, size, "", period)
 		defer r.close()
 		begun := time.Now()
 		var (
@@ -488,7 +497,7 @@ func TestEachStallIsReported(t *testing.T) {
 		defer cancel()
 		for rank := range size {
 			wg.Go(func() {
-				inquiry.Answer(ctx, kv, rank, func(string) []byte {
+				joblink.New(kv, rank).Answer(ctx, func(string) []byte {
 					mu.Lock()
 					defer mu.Unlock()
 					asked++
@@ -518,7 +527,7 @@ func TestEachStallIsReported(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if err := inquiry.Report(ctx, kv, 0, inquiry.Stall, body); err != nil {
+				if err := joblink.New(kv, 0).Tell(ctx, joblink.Stall, body); err != nil {
 					t.Fatal(err)
 				}
 				synctest.Wait()
@@ -587,14 +596,14 @@ func TestStallOfSilentRanks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
 		defer kv.Close()
-		r := newReporter(kv, 2, "", time.Minute)
+		r := reporterOf(t, kv, 2, "", time.Minute)
 		defer r.close()
 		body, err := recorder.EncodeStall(recorder.Stall{Name: "grad/7", Text: "grad/7 stalled"})
 		if err != nil {
 			t.Fatal(err)
 		}
 		for i := range 3 {
-			r.hear(t.Context(), 0, inquiry.Stall, body)
+			r.hear(t.Context(), 0, joblink.Stall, body)
 			select {
 			case why := <-r.alarms:
 				if i > 0 {
@@ -615,21 +624,21 @@ func TestStallOfSilentRanks(t *testing.T) {
 func TestDumpsOfFailures(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	r := newReporter(kv, 4, "", time.Hour)
+	r := reporterOf(t, kv, 4, "", time.Hour)
 	good := dumpOf(0, 4, "", "grad/7")
-	r.hear(t.Context(), 0, inquiry.Failure, []byte("replaced"))
-	r.hear(t.Context(), 0, inquiry.Failure, good)
-	r.hear(t.Context(), 1, inquiry.Failure, good)
-	r.hear(t.Context(), 2, inquiry.Failure, []byte("\x1f\x8bnothing"))
-	r.hear(t.Context(), 4, inquiry.Failure, good) // there is no such rank
+	r.hear(t.Context(), 0, joblink.Failure, []byte("replaced"))
+	r.hear(t.Context(), 0, joblink.Failure, good)
+	r.hear(t.Context(), 1, joblink.Failure, good)
+	r.hear(t.Context(), 2, joblink.Failure, []byte("\x1f\x8bnothing"))
+	r.hear(t.Context(), 4, joblink.Failure, good) // there is no such rank
 	if want := 2*len(good) + 9; r.kept != want || len(r.failures) != 3 {
 		t.Errorf("got %d bytes of %d ranks, want %d of 3", r.kept, len(r.failures), want)
 	}
-	r.hear(t.Context(), 3, inquiry.Failure, make([]byte, maxFailureBytes-r.kept+1))
+	r.hear(t.Context(), 3, joblink.Failure, make([]byte, maxFailureBytes-r.kept+1))
 	if r.failures[3] != nil {
 		t.Error("more was kept than there is room for")
 	}
-	r.hear(t.Context(), 3, inquiry.Failure, make([]byte, maxFailureBytes-r.kept))
+	r.hear(t.Context(), 3, joblink.Failure, make([]byte, maxFailureBytes-r.kept))
 	if r.failures[3] == nil {
 		t.Error("what there is room for was not kept")
 	}
@@ -644,12 +653,12 @@ func TestDumpsOfFailures(t *testing.T) {
 		}
 	}
 	// What has come when the job ends counts, though it was not taken yet.
-	late := newReporter(kv, 4, "", time.Hour)
+	late := reporterOf(t, kv, 4, "", time.Hour)
 	ctx := testnet.Context(t)
-	testnet.Eventually(t, "somebody watches", func() bool { return kv.Waits() == 1 })
+	testnet.Eventually(t, "the launcher listens", func() bool { return kv.Waits() == 2 })
 	late.mu.Lock()
 	for rank := range 4 {
-		if err := inquiry.Report(ctx, kv, rank, inquiry.Failure, dumpOf(rank, 4, "", "grad/7")); err != nil {
+		if err := joblink.New(kv, rank).Tell(ctx, joblink.Failure, dumpOf(rank, 4, "", "grad/7")); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -657,8 +666,8 @@ func TestDumpsOfFailures(t *testing.T) {
 	if got := late.epilogue(nil, nil); !strings.Contains(got, "as 4 of 4 tell") {
 		t.Errorf("got %s, want the dumps of all", got)
 	}
-	quiet := newReporter(kv, 1, "", time.Hour)
-	quiet.hear(t.Context(), 0, inquiry.Failure, dumpOf(0, 1, ""))
+	quiet := reporterOf(t, kv, 1, "", time.Hour)
+	quiet.hear(t.Context(), 0, joblink.Failure, dumpOf(0, 1, ""))
 	if got := quiet.epilogue(nil, nil); got != "" {
 		t.Errorf("got %s of a rank that waits for nothing, want nothing", got)
 	}
@@ -671,11 +680,11 @@ func TestReportsInTrouble(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	r := newReporter(kv, 2, file, time.Hour)
+	r := reporterOf(t, kv, 2, file, time.Hour)
 	kv.Close()
-	r.wg.Wait()
+	testnet.Eventually(t, "nobody listens", func() bool { return r.ranks.Err() != nil })
 	got := r.survey(testnet.Context(t), "SIGQUIT", []string{"runs"})
-	for _, want := range []string{"hvdrun: warning: the report: ", "store is closed", "inquiry: watch", file, "Rank 0 did not answer: runs.\nRank 1 did not answer.\n"} {
+	for _, want := range []string{"hvdrun: warning: the report: ", "store is closed", "joblink: listening to the ranks", file, "Rank 0 did not answer: runs.\nRank 1 did not answer.\n"} {
 		if !strings.Contains(got, want) {
 			t.Errorf("got %s, want %q", got, want)
 		}

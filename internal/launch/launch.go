@@ -36,7 +36,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/hostlist"
-	"github.com/gohvd/gohvd/internal/verdict"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/topo"
 )
 
@@ -63,8 +63,9 @@ type Options struct {
 	// Set is added to Env or replaces it, NAME=value. It cannot set what places a rank in the job.
 	Set []string
 
-	// Store is the job's store in this process. The caller closes it after Run. StoreAddr is where ranks of this host reach it.
-	Store     verdict.Reader
+	// Verdict waits until ctx ends for what the surviving ranks say of those that failed; nil if they cannot say anything.
+	Verdict func(ctx context.Context) (joblink.Verdict, error)
+	// StoreAddr is where ranks of this host reach the job's store.
 	StoreAddr netip.AddrPort
 	// StoreAddrs take the place of StoreAddr if the ranks are not all on this host: each host tries them, and one that works will do.
 	StoreAddrs []netip.AddrPort
@@ -169,7 +170,7 @@ type Result struct {
 	// first. Empty if none failed.
 	Roots []int
 	// Verdict is the survivors' finding; nil if they left none or none failed.
-	Verdict *verdict.Verdict
+	Verdict *joblink.Verdict
 }
 
 // Exit is how one rank ended.
@@ -472,6 +473,6 @@ func closeFiles(files [][2]*os.File) {
 }
 
 // named reports whether v names rank r.
-func named(v *verdict.Verdict, r int) bool {
+func named(v *joblink.Verdict, r int) bool {
 	return v != nil && slices.Contains(v.Ranks, topo.Rank(r))
 }

@@ -21,6 +21,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 )
 
@@ -68,15 +69,14 @@ type spec struct {
 
 const lostByLauncher = 99 // exit status: the launcher has leaked a goroutine
 
-// verdicts is a store that holds at most a verdict.
-type verdicts string
-
-func (v verdicts) Get(ctx context.Context, key string) ([]byte, error) {
-	if v != "" && key == "verdict" {
-		return []byte(v), nil
+// verdict is what the ranks that are left say.
+func (s *spec) verdict(ctx context.Context) (v joblink.Verdict, err error) {
+	if s.Verdict == "" {
+		<-ctx.Done()
+		return v, ctx.Err()
 	}
-	<-ctx.Done()
-	return nil, ctx.Err()
+	err = json.Unmarshal([]byte(s.Verdict), &v)
+	return v, err
 }
 
 // launcher is a program around Run, as hvdrun is.
@@ -122,7 +122,7 @@ func launcher(text string) int {
 		TorchStore: hosts.torch, Hosts: hosts.list, StoreAddrs: hosts.addrs, Secret: hosts.secret, AgentPath: self(), Reach: hosts.reach,
 		Start: ms(s.StartMS), Liveness: ms(s.LivenessMS),
 		NP: s.NP, Command: s.Command, Env: os.Environ(), Set: s.Set,
-		Store: verdicts(s.Verdict), StoreAddr: netip.MustParseAddrPort("127.0.0.1:4711"),
+		Verdict: s.verdict, StoreAddr: netip.MustParseAddrPort("127.0.0.1:4711"),
 		Stdout: os.Stdout, Stderr: os.Stderr,
 		NoPrefix: s.NoPrefix, Timestamp: s.Timestamp, OutputDir: s.OutputDir, Verbose: s.Verbose,
 		Signals: signals, Notice: ms(s.NoticeMS), Grace: ms(s.GraceMS), Kill: ms(s.KillMS), Echo: ms(s.EchoMS),

@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/verdict"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/topo"
 )
 
@@ -273,11 +273,11 @@ func TestParseStat(t *testing.T) {
 func TestJudge(t *testing.T) {
 	at := func(ms int) time.Time { return time.UnixMilli(int64(1e12 + ms)) }
 	ok := Exit{At: at(0)}
-	names := func(ranks ...topo.Rank) *verdict.Verdict { return &verdict.Verdict{Ranks: ranks} }
+	names := func(ranks ...topo.Rank) *joblink.Verdict { return &joblink.Verdict{Ranks: ranks} }
 	for _, c := range []struct {
 		name   string
 		exits  []Exit
-		v      *verdict.Verdict
+		v      *joblink.Verdict
 		roots  []int
 		status int
 	}{

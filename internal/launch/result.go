@@ -8,7 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/verdict"
+	"github.com/gohvd/gohvd/internal/joblink"
 )
 
 // result says how the job ended. The lines of standard error come later.
@@ -31,13 +31,13 @@ func (j *job) result(ctx context.Context) Result {
 	return res
 }
 
-func (j *job) readVerdict(ctx context.Context) *verdict.Verdict {
-	if j.o.Store == nil {
+func (j *job) readVerdict(ctx context.Context) *joblink.Verdict {
+	if j.o.Verdict == nil {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), verdictWait)
 	defer cancel()
-	v, err := verdict.Read(ctx, j.o.Store)
+	v, err := j.o.Verdict(ctx)
 	if err != nil {
 		j.tell("no verdict: %v", err)
 		return nil
@@ -46,7 +46,7 @@ func (j *job) readVerdict(ctx context.Context) *verdict.Verdict {
 }
 
 // judge finds who caused the failure and its status. Exits of which at least one is a failure are given.
-func judge(exits []Exit, v *verdict.Verdict) (roots []int, status int) {
+func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 	var failures []int
 	for r, e := range exits {
 		if named(v, r) {

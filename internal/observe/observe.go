@@ -19,12 +19,11 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/inquiry"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/version"
 	"github.com/gohvd/gohvd/metrics"
-	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
 
@@ -36,8 +35,8 @@ type Config struct {
 	LocalRank int
 	Host      string
 	Epoch     uint64
-	// Launcher is the store of the launcher, which asks there; nil if there is none. It stays the caller's.
-	Launcher store.Store
+	// Launcher is the link to the launcher; nil if there is none. It stays the caller's.
+	Launcher joblink.Link
 	// Sets are the members of the process sets that there are at the moment, other than the global one.
 	Sets func() map[topo.ProcessSetID][]topo.Rank
 	Log  *zap.Logger
@@ -185,16 +184,16 @@ func (r *Rank) serveMetrics(addr string) error {
 
 // answer answers what the launcher asks.
 func (r *Rank) answer() {
-	err := inquiry.Answer(r.ctx, r.cfg.Launcher, r.cfg.Rank, func(what string) []byte {
+	err := r.cfg.Launcher.Answer(r.ctx, func(what string) []byte {
 		switch what {
-		case inquiry.Metrics:
+		case joblink.Metrics:
 			text, err := metrics.Text(r.Stats)
 			if err != nil {
 				r.cfg.Log.Warn("metrics for the launcher", zap.Error(err))
 				return nil
 			}
 			return text
-		case inquiry.Dump:
+		case joblink.Dump:
 			return r.encodedDump("asked for")
 		}
 		return nil
@@ -256,7 +255,7 @@ func (r *Rank) leave(why string) {
 // wait.
 func (r *Rank) failed(failure error) {
 	why := "the job failed: " + failure.Error()
-	told := r.volunteer(inquiry.Failure, r.encodedDump(why))
+	told := r.volunteer(joblink.Failure, r.encodedDump(why))
 	written := make(chan struct{})
 	r.running.Go(func() {
 		defer close(written)
@@ -278,8 +277,8 @@ func (r *Rank) volunteer(what string, body []byte) bool {
 	}
 	ctx, cancel := context.WithTimeout(r.ctx, reportTimeout)
 	defer cancel()
-	err := inquiry.Report(ctx, r.cfg.Launcher, r.cfg.Rank, what, body)
-	if err != nil && !errors.Is(err, inquiry.ErrNobody) {
+	err := r.cfg.Launcher.Tell(ctx, what, body)
+	if err != nil && !errors.Is(err, joblink.ErrNobody) {
 		r.cfg.Log.Debug("the launcher does not hear", zap.String("of", what), zap.Error(err))
 	}
 	return err == nil
@@ -296,7 +295,7 @@ func (r *Rank) stalled(s *controller.Stall) {
 // passStallsOn tells the launcher of stalls, which then asks all ranks what they wait for.
 func (r *Rank) passStallsOn() {
 	if r.cfg.Launcher != nil {
-		watched, err := inquiry.IsWatched(r.ctx, r.cfg.Launcher)
+		watched, err := r.cfg.Launcher.IsHeard(r.ctx)
 		r.watched.Store(watched && err == nil)
 	}
 	for {
@@ -317,7 +316,7 @@ func (r *Rank) passStallsOn() {
 		if err != nil {
 			r.cfg.Log.Warn("a stall", zap.Error(err))
 		}
-		if !r.volunteer(inquiry.Stall, text) {
+		if !r.volunteer(joblink.Stall, text) {
 			r.leave("stalled: " + stall.Text)
 		}
 	}

@@ -1,8 +1,6 @@
 package observe
 
 import (
-	"context"
-	"sync"
 	"testing"
 	"testing/synctest"
 
@@ -10,7 +8,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/inquiry"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -20,19 +18,14 @@ func TestStallsAreExplainedByAWatcher(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			kv := store.NewHashStore(store.Limits{})
 			defer kv.Close()
-			var watching sync.WaitGroup
-			defer watching.Wait()
-			ctx, cancel := context.WithCancel(t.Context())
-			defer cancel()
 			if watched {
-				watching.Go(func() {
-					if err := inquiry.Watch(ctx, kv, func(int, string, []byte) {}); err != nil {
-						t.Error(err)
-					}
-				})
-				synctest.Wait()
+				launcher, err := joblink.Listen(kv, 1, func(int, string, []byte) {})
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer launcher.Close()
 			}
-			r := New(Config{Settings: &config.Config{}, Launcher: kv, Log: zap.NewNop()})
+			r := New(Config{Settings: &config.Config{}, Launcher: joblink.New(kv, 0), Log: zap.NewNop()})
 			var e engine.Config
 			r.Configure(&e)
 			r.running.Go(r.passStallsOn)

@@ -1,0 +1,441 @@
+// Package joblink connects the ranks of a job with their launcher while the job runs: the launcher asks all ranks something, and ranks
+// tell the launcher what nobody has asked, such as which rank has failed.
+//
+// The connections are those to the launcher's store, which every rank has for as long as the job runs, whichever rank dies. The
+// launcher alone writes the list of questions, which every rank watches. Answers and reports are queues that the launcher empties.
+//
+//  1. A rank has one waiting call, whatever is asked. Askers do not wait for each other, and each gets only the answers to its own
+//     question.
+//  2. A rank's first answer counts. The launcher drops an answer for which nobody waits any more.
+//  3. There is one verdict for an epoch: the first that arrives. One of a later epoch takes its place.
+//
+// Every rank has the job's secret and is believed: a rank could answer in the name of another.
+package joblink
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Questions of the launcher.
+const (
+	// Dump asks for what the flight recorder has.
+	Dump = "dump"
+	// Metrics asks for the counters.
+	Metrics = "metrics"
+)
+
+// What ranks tell without being asked.
+const (
+	// Stall is a text of rank 0: tensors have waited for longer than the warning time.
+	Stall = "stall"
+	// Failure is the dump of a rank whose job has failed, as an answer to Dump is.
+	Failure = "failure"
+	// verdict is a Verdict.
+	verdict = "verdict"
+)
+
+const (
+	// MaxBodyBytes bounds an answer or a report.
+	MaxBodyBytes = store.MaxValueBytes - maxHeadBytes
+	// MaxReasonBytes bounds Verdict.Reason. Condemn cuts a longer one.
+	MaxReasonBytes = 4 << 10
+
+	maxHeadBytes = 1 << 10
+	// maxReports bounds the reports that the launcher has not taken yet: some of each rank of the largest job.
+	maxReports = 16 << 10
+)
+
+// Keys in the store.
+const (
+	keyQuestions = "joblink/questions" // the open ones; there if a launcher listens
+	keyAnswers   = "joblink/answers"   // a queue of answers and verdicts
+	keyReports   = "joblink/reports"   // a queue
+)
+
+// ErrNobody is the error of Tell if no launcher listens, as with hvdrun store.
+var ErrNobody = errors.New("no launcher listens to this job")
+
+// Link is a rank's connection to its launcher.
+type Link interface {
+	// Tell hands the launcher a report of at most MaxBodyBytes. It does not wait until the launcher has read it.
+	Tell(ctx context.Context, what string, body []byte) error
+	// Condemn tells the launcher which ranks have failed.
+	Condemn(ctx context.Context, v Verdict) error
+	// IsHeard reports whether a launcher listens.
+	IsHeard(ctx context.Context) (bool, error)
+	// Answer answers the launcher's questions until ctx ends, which is no error, or the connection is lost. It calls handle once for each
+	// question, one after the other. Nil says that the rank has nothing to say, as does more than MaxBodyBytes.
+	Answer(ctx context.Context, handle func(what string) []byte) error
+}
+
+// Verdict says which ranks ended an epoch.
+type Verdict struct {
+	// Epoch is the one that failed.
+	Epoch uint64 `json:"epoch"`
+	// Ranks are those that failed: rarely several, never none.
+	Ranks []topo.Rank `json:"ranks"`
+	// Reason is a text for people, at most MaxReasonBytes of UTF-8.
+	Reason string `json:"reason"`
+}
+
+// question is one of the list.
+type question struct {
+	ID   uint64 `json:"id"`
+	What string `json:"what"`
+}
+
+// New returns the link of a rank over a client of the launcher's store, which stays the caller's.
+func New(kv store.Store, rank int) Link { return &link{kv, rank} }
+
+type link struct {
+	kv   store.Store
+	rank int
+}
+
+func (l *link) failed(what string, err error) error {
+	if err != nil {
+		err = fmt.Errorf("joblink: rank %d: %s: %w", l.rank, what, err)
+	}
+	return err
+}
+
+func (l *link) IsHeard(ctx context.Context) (bool, error) {
+	heard, err := l.kv.Check(ctx, keyQuestions)
+	return heard, l.failed("looking for a launcher", err)
+}
+
+func (l *link) Tell(ctx context.Context, what string, body []byte) error {
+	return l.failed("telling the launcher", l.tell(ctx, keyReports, message{Rank: l.rank, What: what, Has: true, body: body}))
+}
+
+func (l *link) Condemn(ctx context.Context, v Verdict) error {
+	if len(v.Reason) > MaxReasonBytes {
+		v.Reason = v.Reason[:MaxReasonBytes]
+	}
+	v.Reason = strings.ToValidUTF8(v.Reason, "")
+	body, err := json.Marshal(v)
+	if err == nil {
+		_, err = decodeVerdict(body)
+	}
+	if err == nil {
+		err = l.tell(ctx, keyAnswers, message{Rank: l.rank, What: verdict, Has: true, body: body})
+	}
+	return l.failed("telling the launcher who failed", err)
+}
+
+func (l *link) tell(ctx context.Context, queue string, m message) error {
+	text, err := m.encode()
+	if err != nil {
+		return err
+	}
+	heard, err := l.kv.Check(ctx, keyQuestions)
+	if err != nil {
+		return err
+	}
+	if !heard {
+		return ErrNobody
+	}
+	n, err := l.kv.QueueLen(ctx, queue)
+	if err == nil && n >= maxReports {
+		err = fmt.Errorf("the launcher has not read %d reports yet, the most that there may be", n)
+	}
+	if err != nil {
+		return err
+	}
+	return l.kv.Push(ctx, queue, text)
+}
+
+func (l *link) Answer(ctx context.Context, handle func(what string) []byte) error {
+	return l.failed("answering the launcher", unlessOver(ctx, l.answer(ctx, handle)))
+}
+
+func (l *link) answer(ctx context.Context, handle func(what string) []byte) error {
+	var list []byte
+	var err error
+	for last := uint64(0); ; {
+		if list, err = l.kv.Watch(ctx, keyQuestions, list); err != nil {
+			return err
+		}
+		questions, err := decodeQuestions(list)
+		if err != nil {
+			return err
+		}
+		for _, q := range questions {
+			if q.ID <= last {
+				continue
+			}
+			last = q.ID
+			if err := l.reply(ctx, q.ID, handle(q.What)); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+func (l *link) reply(ctx context.Context, question uint64, body []byte) error {
+	m := message{Rank: l.rank, Question: question, Has: body != nil, body: body}
+	text, err := m.encode()
+	if err == nil {
+		if err = l.kv.Push(ctx, keyAnswers, text); !errors.Is(err, store.ErrLimit) {
+			return err
+		}
+	}
+	// The answer is too long, or the store is full of answers. The launcher sees that this one is missing.
+	m.Has, m.body = false, nil
+	if text, err = m.encode(); err != nil {
+		return err
+	}
+	if err = l.kv.Push(ctx, keyAnswers, text); errors.Is(err, store.ErrLimit) {
+		return nil
+	}
+	return err
+}
+
+// unlessOver returns err, or nil if ctx has ended: then the call was only cut short.
+func unlessOver(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}
+
+// Launcher is the launcher's end of the links of a job.
+type Launcher struct {
+	kv     *store.HashStore
+	ranks  int
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+	ended  chan struct{} // closed when answers are read no longer; err is why
+
+	mu      sync.Mutex
+	err     error
+	last    uint64
+	open    []*inquiry
+	verdict Verdict
+	judged  chan struct{} // closed when there is a verdict
+}
+
+// inquiry is a question that is open.
+type inquiry struct {
+	question
+	silent  map[int]bool
+	answers map[int][]byte
+	done    chan struct{} // closed when nobody is silent
+}
+
+// Listen listens to the ranks of a job, at its store, until Close. hear is called by one goroutine with what ranks tell, other than
+// answers and verdicts. It may Ask.
+func Listen(kv *store.HashStore, ranks int, hear func(rank int, what string, body []byte)) (*Launcher, error) {
+	l := &Launcher{kv: kv, ranks: ranks, ended: make(chan struct{}), judged: make(chan struct{})}
+	if err := l.publish(); err != nil {
+		return nil, fmt.Errorf("joblink: listen: %w", err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	l.cancel = cancel
+	l.wg.Go(func() {
+		defer close(l.ended)
+		l.note(l.read(ctx, keyAnswers, l.take))
+	})
+	l.wg.Go(func() { l.note(l.read(ctx, keyReports, func(m message) { hear(m.Rank, m.What, m.body) })) })
+	return l, nil
+}
+
+// Close hands on what has come by now, and returns what went wrong with the store.
+func (l *Launcher) Close() error {
+	l.cancel()
+	l.wg.Wait()
+	return l.Err()
+}
+
+// Err returns why the launcher can hear no more; nil if it can, or was closed.
+func (l *Launcher) Err() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.err
+}
+
+func (l *Launcher) note(err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err != nil && l.err == nil {
+		l.err = fmt.Errorf("joblink: listening to the ranks: %w", err)
+	}
+}
+
+// read takes from a queue until ctx ends, and then what is in it. It drops what is malformed.
+func (l *Launcher) read(ctx context.Context, queue string, take func(message)) error {
+	for {
+		b, err := l.kv.Pop(ctx, queue)
+		if err != nil && ctx.Err() != nil {
+			var more bool
+			if b, more, err = l.kv.TryPop(context.WithoutCancel(ctx), queue); !more {
+				return err
+			}
+		}
+		if err != nil {
+			return err
+		}
+		if m, err := decodeMessage(b); err == nil {
+			take(m)
+		}
+	}
+}
+
+// take takes an answer or a verdict.
+func (l *Launcher) take(m message) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if m.What == verdict {
+		if v, err := decodeVerdict(m.body); err == nil && (l.verdict.Ranks == nil || v.Epoch > l.verdict.Epoch) {
+			if l.verdict.Ranks == nil {
+				close(l.judged)
+			}
+			l.verdict = v
+		}
+		return
+	}
+	for _, q := range l.open {
+		if q.ID != m.Question || !q.silent[m.Rank] {
+			continue
+		}
+		delete(q.silent, m.Rank)
+		if m.Has {
+			q.answers[m.Rank] = m.body
+		}
+		if len(q.silent) == 0 {
+			close(q.done)
+		}
+	}
+}
+
+// Verdict waits for what the survivors say of the ranks that failed.
+func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
+	select {
+	case <-l.judged:
+	case <-l.ended:
+	case <-ctx.Done():
+		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: %w", ctx.Err())
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.verdict.Ranks == nil {
+		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: nobody listens any more: %w", l.err)
+	}
+	return l.verdict, nil
+}
+
+// Ask asks all ranks and waits until they have answered, or ctx ends. missing are those that have not, or had nothing to say, in order.
+// The error is the store's, and not that ctx has ended; what was answered until then is returned with it.
+//
+// It costs the memory of the answers, at most MaxBodyBytes each.
+func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte, missing []int, err error) {
+	q := &inquiry{question{What: what}, make(map[int]bool), make(map[int][]byte), make(chan struct{})}
+	for r := range l.ranks {
+		q.silent[r] = true
+	}
+	l.mu.Lock()
+	l.last++
+	q.ID = l.last
+	l.open = append(l.open, q)
+	err = l.publish()
+	l.mu.Unlock()
+	if err == nil {
+		select {
+		case <-q.done:
+		case <-ctx.Done():
+		case <-l.ended:
+			err = l.Err()
+		}
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.open = slices.DeleteFunc(l.open, func(other *inquiry) bool { return other == q })
+	if err = errors.Join(unlessOver(ctx, err), l.publish()); err != nil {
+		err = fmt.Errorf("joblink: ask ranks for %.*q: %w", 64, what, err)
+	}
+	for r := range l.ranks {
+		if _, ok := q.answers[r]; !ok {
+			missing = append(missing, r)
+		}
+	}
+	return q.answers, missing, err
+}
+
+// publish writes the list of open questions. l is locked, or not in use yet.
+func (l *Launcher) publish() error {
+	list := []question{}
+	for _, q := range l.open {
+		list = append(list, q.question)
+	}
+	text, err := json.Marshal(list)
+	if err != nil {
+		return err
+	}
+	return l.kv.Set(context.Background(), keyQuestions, text)
+}
+
+func decodeQuestions(text []byte) ([]question, error) {
+	var list []question
+	if err := json.Unmarshal(text, &list); err != nil {
+		return nil, fmt.Errorf("malformed list of questions: %w", err)
+	}
+	return list, nil
+}
+
+func decodeVerdict(text []byte) (Verdict, error) {
+	var v Verdict
+	if err := json.Unmarshal(text, &v); err != nil {
+		return Verdict{}, fmt.Errorf("malformed verdict: %w", err)
+	}
+	if len(v.Ranks) == 0 || slices.Min(v.Ranks) < 0 || len(v.Reason) > MaxReasonBytes {
+		return Verdict{}, fmt.Errorf("malformed verdict: ranks %d and a reason of %d bytes, want at least one rank, from 0 on, and at most %d bytes",
+			v.Ranks, len(v.Reason), MaxReasonBytes)
+	}
+	return v, nil
+}
+
+// message is what a rank sends: an answer to a question, or with number 0 something that was not asked. On the way it is a line of JSON
+// and then the body.
+type message struct {
+	Rank     int    `json:"rank"`
+	Question uint64 `json:"question"`
+	What     string `json:"what"`
+	Has      bool   `json:"has"` // a body
+	body     []byte
+}
+
+func (m *message) encode() ([]byte, error) {
+	head, err := json.Marshal(m)
+	if err != nil {
+		return nil, err
+	}
+	if len(head) >= maxHeadBytes || len(m.body) > MaxBodyBytes {
+		return nil, fmt.Errorf("%d bytes of %.64q, want at most %d", len(m.body), m.What, MaxBodyBytes)
+	}
+	return append(append(head, '\n'), m.body...), nil
+}
+
+func decodeMessage(b []byte) (m message, err error) {
+	head, body, ok := bytes.Cut(b, []byte("\n"))
+	if !ok || len(head) >= maxHeadBytes {
+		return m, fmt.Errorf("malformed message of %d bytes: it has no head", len(b))
+	}
+	if err := json.Unmarshal(head, &m); err != nil {
+		return m, fmt.Errorf("malformed message: %w", err)
+	}
+	if m.Rank < 0 || !m.Has && len(body) > 0 {
+		return m, fmt.Errorf("malformed message of rank %d with %d bytes", m.Rank, len(body))
+	}
+	m.body = body
+	return m, nil
+}

@@ -1,0 +1,382 @@
+package joblink
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/topo"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// served is a launcher's store and a way to reach it.
+func served(t *testing.T) (*store.HashStore, func() store.Store) {
+	t.Helper()
+	kv := store.NewHashStore(store.Limits{})
+	key, _ := secret.New()
+	server, err := store.Serve("127.0.0.1:0", kv, store.Config{Secret: key})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		server.Close()
+		kv.Close()
+	})
+	return kv, func() store.Store {
+		c, err := store.Dial(testnet.Context(t), server.Addr(), store.Config{Secret: key})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		return c
+	}
+}
+
+// listen listens until the end of the test.
+func listen(t *testing.T, kv *store.HashStore, ranks int, hear func(rank int, what string, body []byte)) *Launcher {
+	t.Helper()
+	l, err := Listen(kv, ranks, hear)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return l
+}
+
+func deaf(int, string, []byte) {}
+
+// answers has ranks 0 to n-1 answer until the test ends, or the returned function was called.
+func answers(t *testing.T, n int, dial func() store.Store, handle func(rank int, what string) []byte) (end func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(testnet.Context(t))
+	var wg sync.WaitGroup
+	for r := range n {
+		rank := New(dial(), r)
+		wg.Go(func() {
+			if err := rank.Answer(ctx, func(what string) []byte { return handle(r, what) }); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+		})
+	}
+	end = func() {
+		cancel()
+		wg.Wait()
+	}
+	t.Cleanup(end)
+	return end
+}
+
+func echo(rank int, what string) []byte { return fmt.Appendf(nil, "%s of %d", what, rank) }
+
+func wantEchoes(t *testing.T, what string, n int, got map[int][]byte, missing []int, err error) {
+	t.Helper()
+	if err != nil || len(missing) > 0 || len(got) != n {
+		t.Fatalf("%s: got %d answers, %v missing, error %v, want %d answers", what, len(got), missing, err, n)
+	}
+	for r, body := range got {
+		if !bytes.Equal(body, echo(r, what)) {
+			t.Errorf("rank %d: got %q, want %q", r, body, echo(r, what))
+		}
+	}
+}
+
+// Several questions at once: each gets the answers to itself, and nothing stays in the store.
+func TestAsk(t *testing.T) {
+	const n, askers, times = 32, 4, 5
+	kv, dial := served(t)
+	l := listen(t, kv, n, deaf)
+	answers(t, n, dial, echo)
+	var wg sync.WaitGroup
+	for a := range askers {
+		wg.Go(func() {
+			for i := range times {
+				what := fmt.Sprintf("what %d.%d", a, i)
+				got, missing, err := l.Ask(testnet.Context(t), what)
+				if err != nil || len(missing) > 0 {
+					t.Errorf("%s: %v missing, error %v", what, missing, err)
+				}
+				for r, body := range got {
+					if !bytes.Equal(body, echo(r, what)) {
+						t.Errorf("%s: rank %d answered %q", what, r, body)
+					}
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if list, err := kv.Get(t.Context(), keyQuestions); string(list) != "[]" || err != nil {
+		t.Errorf("got questions %s, error %v, want none", list, err)
+	}
+	if keys, err := kv.NumKeys(t.Context()); err != nil || keys != 1 {
+		t.Errorf("got %d keys, error %v, want that of the questions", keys, err)
+	}
+}
+
+// A rank that hangs is missing when the time is over, exactly then. Its late answer counts for no other question.
+func TestDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kv := store.NewHashStore(store.Limits{})
+		t.Cleanup(func() { kv.Close() })
+		l := listen(t, kv, 4, deaf)
+		ctx, cancel := context.WithCancel(t.Context())
+		release := make(chan struct{})
+		var wg sync.WaitGroup
+		for r := range 3 {
+			wg.Go(func() {
+				New(kv, r).Answer(ctx, func(what string) []byte {
+					if r == 2 && what == Dump {
+						<-release
+					}
+					return echo(r, what)
+				})
+			})
+		}
+		limited, stop := context.WithTimeout(ctx, 1500*time.Millisecond)
+		defer stop()
+		begun := time.Now()
+		got, missing, err := l.Ask(limited, Dump)
+		if err != nil || !slices.Equal(missing, []int{2, 3}) || !slices.Equal(slices.Sorted(maps.Keys(got)), []int{0, 1}) {
+			t.Errorf("got answers of %v, %v missing, error %v", slices.Sorted(maps.Keys(got)), missing, err)
+		}
+		if took := time.Since(begun); took != 1500*time.Millisecond {
+			t.Errorf("it took %v, want 1.5 s", took)
+		}
+		close(release)
+		wg.Go(func() { New(kv, 3).Answer(ctx, func(what string) []byte { return echo(3, what) }) })
+		got, missing, err = l.Ask(ctx, Metrics)
+		wantEchoes(t, Metrics, 4, got, missing, err)
+		cancel()
+		wg.Wait()
+	})
+}
+
+// A rank that has nothing to say, or too much, is missing, and nobody waits for it.
+func TestNothingToSay(t *testing.T) {
+	kv, dial := served(t)
+	l := listen(t, kv, 4, deaf)
+	answers(t, 4, dial, func(rank int, _ string) []byte {
+		switch rank {
+		case 1:
+			return nil
+		case 2:
+			return make([]byte, MaxBodyBytes+1)
+		case 3:
+			return []byte{}
+		}
+		return make([]byte, MaxBodyBytes)
+	})
+	got, missing, err := l.Ask(testnet.Context(t), Dump)
+	if err != nil || !slices.Equal(missing, []int{1, 2}) || len(got[0]) != MaxBodyBytes || got[3] == nil || len(got[3]) != 0 {
+		t.Errorf("got %d answers, %v missing, error %v, want all of 0, nothing of 3, and 1 and 2 missing", len(got), missing, err)
+	}
+}
+
+// A rank whose answers find no room in the store says so, and goes on.
+func TestFullStore(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{Bytes: 64 << 10})
+	t.Cleanup(func() { kv.Close() })
+	l := listen(t, kv, 2, deaf)
+	answers(t, 2, func() store.Store { return kv }, func(rank int, what string) []byte {
+		if what == Metrics {
+			return echo(rank, what)
+		}
+		return make([]byte, 63<<10+rank*100<<10)
+	})
+	ctx := testnet.Context(t)
+	got, missing, err := l.Ask(ctx, Dump)
+	if err != nil || !slices.Equal(missing, []int{1}) || len(got[0]) != 63<<10 {
+		t.Errorf("got %d answers, %v missing, error %v, want 1 missing", len(got), missing, err)
+	}
+	got, missing, err = l.Ask(ctx, Metrics)
+	wantEchoes(t, Metrics, 2, got, missing, err)
+}
+
+// The first answer of a rank counts, also if it comes back in a new epoch and answers again, and one of a rank that is not asked does not.
+func TestRepeatedAnswers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kv := store.NewHashStore(store.Limits{})
+		t.Cleanup(func() { kv.Close() })
+		l := listen(t, kv, 2, deaf)
+		var wg sync.WaitGroup
+		for i, rank := range []int{0, 0, 7} {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			defer cancel()
+			wg.Go(func() {
+				time.Sleep(time.Duration(i) * time.Second)
+				New(kv, rank).Answer(ctx, func(string) []byte { return []byte{byte(i)} })
+			})
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		got, missing, err := l.Ask(ctx, Dump)
+		if err != nil || !slices.Equal(missing, []int{1}) || !bytes.Equal(got[0], []byte{0}) || len(got) != 1 {
+			t.Errorf("got %v, %v missing, error %v, want the first answer of rank 0", got, missing, err)
+		}
+		wg.Wait()
+	})
+}
+
+// Reports arrive once each, in the order of each rank, and those that came before the end are handed on.
+func TestReports(t *testing.T) {
+	kv, dial := served(t)
+	ctx := testnet.Context(t)
+	if heard, err := New(kv, 0).IsHeard(ctx); heard || err != nil {
+		t.Errorf("got %v, %v, want that nobody listens", heard, err)
+	}
+	if err := New(kv, 0).Tell(ctx, Stall, nil); !errors.Is(err, ErrNobody) {
+		t.Errorf("got %v, want %v", err, ErrNobody)
+	}
+	const ranks, times = 4, 10
+	var got [ranks][]string
+	held := make(chan struct{})
+	l, err := Listen(kv, ranks, func(rank int, what string, body []byte) {
+		<-held
+		got[rank] = append(got[rank], what+string(body))
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for r := range ranks {
+		rank := New(dial(), r)
+		wg.Go(func() {
+			for i := range times {
+				if err := rank.Tell(ctx, Stall, fmt.Append(nil, i)); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	for _, garbage := range []string{"", "\n", "{}", "{\"rank\":-1}\n", "x\ny"} {
+		if err := kv.Push(ctx, keyReports, []byte(garbage)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	close(held)
+	if err := l.Close(); err != nil {
+		t.Error(err)
+	}
+	for r, heard := range got {
+		if len(heard) != times || !slices.IsSorted(heard) || heard[0] != "stall0" {
+			t.Errorf("rank %d: got %q, want %d in order", r, heard, times)
+		}
+	}
+	if err := New(kv, 0).Tell(ctx, strings.Repeat("x", maxHeadBytes), nil); err == nil {
+		t.Error("a report with a name of 1024 bytes was taken")
+	}
+	if err := New(kv, 0).Tell(ctx, Stall, make([]byte, MaxBodyBytes+1)); err == nil {
+		t.Error("too long a report was taken")
+	}
+	for range maxReports {
+		if err := kv.Push(ctx, keyReports, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	testnet.WantError(t, New(kv, 0).Tell(ctx, Stall, nil), "has not read 16384 reports")
+}
+
+// There is one verdict for an epoch: the first. One of a later epoch takes its place.
+func TestVerdict(t *testing.T) {
+	kv, dial := served(t)
+	ctx := testnet.Context(t)
+	l := listen(t, kv, 3, deaf)
+	limited, cancel := context.WithTimeout(ctx, time.Millisecond)
+	defer cancel()
+	if v, err := l.Verdict(limited); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v, %v before there is one", v, err)
+	}
+	rank := New(dial(), 2)
+	for _, step := range []struct{ says, want Verdict }{
+		{Verdict{3, []topo.Rank{1}, "first"}, Verdict{3, []topo.Rank{1}, "first"}},
+		{Verdict{3, []topo.Rank{0}, "second"}, Verdict{3, []topo.Rank{1}, "first"}},
+		{Verdict{2, []topo.Rank{0}, "old"}, Verdict{3, []topo.Rank{1}, "first"}},
+		{Verdict{4, []topo.Rank{0, 2}, strings.Repeat("é", MaxReasonBytes)}, Verdict{4, []topo.Rank{0, 2}, strings.Repeat("é", MaxReasonBytes/2)}},
+	} {
+		if err := rank.Condemn(ctx, step.says); err != nil {
+			t.Fatal(err)
+		}
+		testnet.Eventually(t, "the launcher has read it", func() bool {
+			n, err := kv.QueueLen(ctx, keyAnswers)
+			return err == nil && n == 0 && kv.Waits() == 2
+		})
+		v, err := l.Verdict(ctx)
+		if err != nil || v.Epoch != step.want.Epoch || !slices.Equal(v.Ranks, step.want.Ranks) || v.Reason != step.want.Reason {
+			t.Errorf("got %v, %v, want %v", v, err, step.want)
+		}
+	}
+	for _, bad := range []Verdict{{Epoch: 9}, {Epoch: 9, Ranks: []topo.Rank{-1}}} {
+		testnet.WantError(t, rank.Condemn(ctx, bad), "malformed verdict")
+	}
+}
+
+// The end of the store ends everything, with an error.
+func TestStoreGoesAway(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	l, err := Listen(kv, 1, deaf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if err := New(kv, 0).Answer(testnet.Context(t), func(string) []byte { return nil }); !errors.Is(err, store.ErrClosed) {
+			t.Errorf("answering: got %v", err)
+		}
+	})
+	testnet.Eventually(t, "all wait", func() bool { return kv.Waits() == 3 })
+	kv.Close()
+	wg.Wait()
+	_, missing, err := l.Ask(testnet.Context(t), Dump)
+	if !errors.Is(err, store.ErrClosed) || !slices.Equal(missing, []int{0}) {
+		t.Errorf("asking: got %v, %v", missing, err)
+	}
+	if _, err := l.Verdict(testnet.Context(t)); !errors.Is(err, store.ErrClosed) {
+		t.Errorf("waiting for a verdict: got %v", err)
+	}
+	if err := l.Close(); !errors.Is(err, store.ErrClosed) {
+		t.Errorf("closing: got %v", err)
+	}
+	if _, err := Listen(kv, 1, deaf); !errors.Is(err, store.ErrClosed) {
+		t.Errorf("listening: got %v", err)
+	}
+}
+
+func FuzzDecode(f *testing.F) {
+	f.Add([]byte("{\"rank\":1,\"question\":2,\"what\":\"dump\",\"has\":true}\nbody"))
+	f.Add([]byte("{\"epoch\":1,\"ranks\":[2],\"reason\":\"x\"}"))
+	f.Add([]byte("[{\"id\":1,\"what\":\"dump\"}]"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		if m, err := decodeMessage(b); err == nil {
+			text, err := m.encode()
+			if err != nil {
+				return // a name that is longer with its escapes
+			}
+			again, err := decodeMessage(text)
+			if err != nil || again.Rank != m.Rank || again.Question != m.Question || !bytes.Equal(again.body, m.body) {
+				t.Errorf("%q was read as %v and again as %v, %v", b, m, again, err)
+			}
+		}
+		if v, err := decodeVerdict(b); err == nil && (len(v.Ranks) == 0 || len(v.Reason) > MaxReasonBytes) {
+			t.Errorf("%q was read as %v", b, v)
+		}
+		decodeQuestions(b)
+	})
+}
