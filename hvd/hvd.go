@@ -11,8 +11,8 @@
 //
 // # Names
 //
-// The name is what ranks match by. A tensor without one gets "<operation>.noname.<n>", counted per process set, so
-// ranks must make unnamed calls in the same order; a join begins the count anew. A repeated name with equal shape and
+// The name is what ranks match by. A tensor without one gets "<operation>.noname.<n>", counted per operation and process set, so
+// ranks must make the unnamed calls of an operation in the same order; a join begins the count anew. A repeated name with equal shape and
 // type costs one bit of negotiation instead of a message. The same name for different operations is a mismatch if ranks differ, and
 // forgets the cached agreement if they do not: give each use its own name.
 //

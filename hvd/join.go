@@ -65,7 +65,9 @@ type joining struct{ *ProcessSet }
 func (j joining) Release() {
 	// The ranks that joined early have made fewer unnamed calls than the others. Now nothing is in flight, so all can begin to
 	// count anew.
-	j.unnamed.Store(0)
+	for i := range j.unnamed {
+		j.unnamed[i].Store(0)
+	}
 	j.joined.Store(false)
 }
 

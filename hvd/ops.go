@@ -115,11 +115,11 @@ func memberNames(group string, n int) []string {
 	return names
 }
 
-// ensureName names what has no name. Members of a set make unnamed calls in one order, so they draw the same.
+// ensureName names what has no name. Members of a set make unnamed calls of an operation in one order, so they draw the same.
 func (c *call) ensureName() error {
 	if c.name == "" {
 		name := append([]byte(c.kind.String()), ".noname."...)
-		c.name = string(strconv.AppendInt(name, c.set.unnamed.Add(1), 10))
+		c.name = string(strconv.AppendInt(name, c.set.unnamed[c.kind].Add(1), 10))
 	}
 	if err := message.CheckName(c.name); err != nil {
 		return c.misuse("%w", err)

@@ -22,10 +22,10 @@ import (
 type ProcessSet struct {
 	engine  *Engine
 	id      topo.ProcessSetID
-	ranks   []topo.Rank // ascending
-	me      int         // position of this rank, or -1
-	unnamed atomic.Int64
-	joined  atomic.Bool // this rank has joined, and not all have
+	ranks   []topo.Rank                    // ascending
+	me      int                            // position of this rank, or -1
+	unnamed [message.NumKinds]atomic.Int64 // how many calls of each kind without a name this rank has made
+	joined  atomic.Bool                    // this rank has joined, and not all have
 }
 
 // ID is the number of the set: 0 for that of all ranks, then 1, 2, ... in the order in which they were added. It is the

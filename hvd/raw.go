@@ -151,16 +151,12 @@ func (r *rawOperation) allreduceGroup(c *call) error {
 	r.group.draft = r.group.draft[:0]
 	for i := range r.Tensors {
 		t := &r.Tensors[i]
-		dt := t.DType
-		if dt == tensor.Invalid {
-			dt = c.dtype
-		}
-		if err := fits(c, dt, t); err != nil {
+		dt, err := fits(c, t)
+		if err != nil {
 			return err
 		}
 		out := t.Output
 		if out == nil {
-			var err error
 			if out, err = r.Allocate(i, len(t.Input)); err != nil {
 				return err
 			}
@@ -195,16 +191,20 @@ func (r *rawOperation) finished(err error) {
 	r.Done(err)
 }
 
-// fits is an error if the input of t has not the bytes of its shape.
-func fits(c *call, dt tensor.DType, t *raw.Tensor) error {
+// fits gives the element type of t. It is an error if the input has not the bytes of its shape.
+func fits(c *call, t *raw.Tensor) (tensor.DType, error) {
+	dt := t.DType
+	if dt == tensor.Invalid {
+		dt = c.dtype
+	}
 	n, err := t.Shape.NumElems()
 	if err != nil {
-		return c.misuse("%w", err)
+		return dt, c.misuse("%w", err)
 	}
 	if size := int64(dt.Size()); n > int64(len(t.Input))/max(size, 1) || n*size != int64(len(t.Input)) {
-		return c.misuse("shape %v of %v in %d bytes", t.Shape, dt, len(t.Input))
+		return dt, c.misuse("shape %v of %v in %d bytes", t.Shape, dt, len(t.Input))
 	}
-	return nil
+	return dt, nil
 }
 
 // prepare makes the handles of r.
@@ -243,12 +243,12 @@ func (r *rawOperation) prepare(c *call) error {
 
 // place gives t its memory.
 func (t *rawTensor) place(c *call, of *raw.Tensor) error {
-	if err := fits(c, c.dtype, of); err != nil {
+	dt, err := fits(c, of)
+	if err != nil {
 		return err
 	}
-	var err error
 	e := &t.slot.entry
-	e.Request.Shape, e.Input, e.Output = of.Shape, of.Input, of.Output
+	e.Request.DType, e.Request.Shape, e.Input, e.Output = dt, of.Shape, of.Input, of.Output
 	e.InPlace = len(of.Input) > 0 && len(of.Input) == len(of.Output) && &of.Input[0] == &of.Output[0]
 	numBytes := len(of.Input) // of the output
 	switch r := t.of; c.kind {

@@ -109,7 +109,7 @@ func sidecarRank(name string) int {
 	ready := c.Init()
 	x := tensor.View[float32](c.Arena(1, 4<<20))
 	c.Ring(16)
-	c.Must(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, int64(len(x)))))
+	c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, int64(len(x)))))
 	if name == "sidecar-fork" { // who holds the socket of a client that has been killed
 		child := exec.Command("sleep", "60")
 		child.ExtraFiles = []*os.File{os.NewFile(uintptr(c.FD), "socket")}
@@ -275,7 +275,7 @@ func BenchmarkSidecarAllreduce(b *testing.B) {
 			for r, c := range clients {
 				c.Arena(uint32(r+1), size)
 				c.Ring(64)
-				c.Must(sidecartest.Prepare(0, sidecartest.Sum("x", uint32(r+1), 0, bytes/4)))
+				c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", uint32(r+1), 0, bytes/4)))
 			}
 			b.SetBytes(bytes)
 			took := make([]time.Duration, b.N)

@@ -59,7 +59,7 @@ type Operation struct {
 
 // Tensor is one of an Operation.
 type Tensor struct {
-	// DType is the operation's, or in a group that is to be allreduced any; Invalid is the operation's.
+	// DType is the operation's, or in a group any; Invalid is the operation's.
 	DType  tensor.DType
 	Shape  tensor.Shape
 	Input  []byte

@@ -16,12 +16,17 @@ import (
 )
 
 const (
-	// maxSlots is one more than the last slot.
-	maxSlots = 1 << 16
+	// maxSlots is one more than the last slot. A client can have as many operations in flight as there may be, and as many again
+	// kept for their next use.
+	maxSlots = 2 * maxInFlight
 	// helpsPerRead is how often who helps the engine looks at the ring for each look at the socket, which is a system call.
 	helpsPerRead = 32
 	// readsPerNotice is how much a client may say at a stretch before the engine hears of the first of it.
 	readsPerNotice = 64
+	// dozes is how often a reader without work looks at the ring once more, after dozeTime each, before it waits to be rung for. A
+	// client that submits one operation after another so needs no doorbell for any of them.
+	dozes    = 5
+	dozeTime = 1 // ms
 )
 
 var (
@@ -41,8 +46,8 @@ type conn struct {
 
 	// The reader's.
 	ring  *ring
-	until uint64 // the submissions of the ring that a turn begins
-	plans map[uint32]*plan
+	until uint64           // the submissions of the ring that a turn begins
+	plans map[uint32]*plan // by slot
 	looks int
 
 	// attending says that the reader works for the engine, and rings the bell for who finishes operations; owed, that it has to.
@@ -112,10 +117,8 @@ func (c *conn) cut(why error) {
 // read is nil never.
 func (c *conn) read() error {
 	for {
-		if c.ring == nil || c.ring.rest() {
-			if _, err := c.in.Fill(true); err != nil {
-				return err
-			}
+		if err := c.rest(); err != nil {
+			return err
 		}
 		for again := true; again; {
 			var err error
@@ -124,6 +127,22 @@ func (c *conn) read() error {
 			}
 		}
 	}
+}
+
+// rest waits for something to do.
+func (c *conn) rest() error {
+	if c.ring != nil {
+		for range dozes {
+			if !c.ring.rest(dozing) || c.in.Wait(dozeTime) {
+				return nil
+			}
+		}
+		if !c.ring.rest(asleep) {
+			return nil
+		}
+	}
+	_, err := c.in.Fill(true)
+	return err
 }
 
 // turn does what has come, and works for the engine. It reports whether there may be more.
@@ -146,7 +165,7 @@ func (c *conn) turn() (again bool, err error) {
 		}
 		again = again || came
 	}
-	took, err := c.submissions(c.until)
+	took, err := c.submissions()
 	if err != nil {
 		return false, err
 	}
@@ -185,42 +204,22 @@ func (c *conn) frames() error {
 	}
 }
 
-// submissionsBefore begins those of the ring, up to a number, that are still to be begun in this turn or a later one.
-func (c *conn) submissionsBefore(until uint64) error {
-	if c.ring == nil || int64(until-c.ring.read) <= 0 {
-		return nil
-	}
-	if int64(until-c.until) > 0 {
-		c.until = until
-	}
-	_, err := c.submissions(until)
-	return err
-}
-
-// submissions begins those of the ring, up to a number.
-func (c *conn) submissions(until uint64) (some bool, err error) {
+// submissions begins those of the ring that this turn does.
+func (c *conn) submissions() (some bool, err error) {
 	if c.ring == nil {
 		return false, nil
 	}
 	for {
-		id, slot, ok, err := c.ring.next(until)
+		id, slot, ok, err := c.ring.next(c.until)
 		if err != nil || !ok {
 			return some, err
 		}
 		some = true
 		p := c.plans[slot]
 		if p == nil {
-			if err := c.enter(id, 1); err != nil {
-				return false, err
-			}
-			c.leave(id, 1)
-			c.reply(&sidecarpb.Reply{Id: id, Error: describe(usage("submit", "", fmt.Errorf("slot %d is not prepared", slot)))}, -1)
-			if c.ring.complete(id, statusReply) {
-				c.out.Bell()
-			}
-			continue
+			p = &plan{wrong: usage("submit", "", fmt.Errorf("slot %d is not prepared", slot))}
 		}
-		if err := c.submit(p, id, true); err != nil {
+		if err := c.submit(p, id); err != nil {
 			return false, err
 		}
 	}
@@ -251,19 +250,17 @@ func (c *conn) leave(id uint64, weight int) {
 }
 
 // submit begins an operation. The error ends the connection; others are answers.
-func (c *conn) submit(p *plan, id uint64, inRing bool) error {
+func (c *conn) submit(p *plan, id uint64) error {
 	if err := c.enter(id, p.weight()); err != nil {
 		return err
 	}
-	o, err := c.newOperation(p, id, inRing)
+	o, err := c.newOperation(p, id)
 	if err == nil {
-		if err = c.server.begin(&o.Operation); err == nil {
-			return nil
-		}
-	} else {
-		o = &operation{Operation: p.Operation, conn: c, id: id, inRing: inRing, plan: p}
+		err = c.server.begin(&o.Operation)
 	}
-	o.answer(err)
+	if err != nil {
+		o.answer(err)
+	}
 	return nil
 }
 
@@ -280,27 +277,22 @@ func (o *operation) answer(err error) {
 	if err != nil {
 		o.forget()
 	}
-	if err == nil && o.inRing && o.plain() {
-		c.leave(o.id, o.plan.weight())
-		if c.ring.complete(o.id, statusDone) {
-			c.ringLater()
-		}
-		return
-	}
-	r := &sidecarpb.Reply{Id: o.id}
-	if err != nil {
-		r.Error = describe(err)
-	} else {
-		a := o.completion()
-		if err := c.give(o, a); err != nil {
-			r.Error = describe(err)
-		} else {
+	status := uint32(statusDone)
+	if err != nil || !o.plain() {
+		status = statusReply
+		r := &sidecarpb.Reply{Id: o.id}
+		if err == nil {
+			a := o.completion()
+			err = c.give(o, a)
 			r.What = &sidecarpb.Reply_Completion{Completion: a}
 		}
+		if err != nil {
+			r.What, r.Error = nil, describe(err)
+		}
+		c.reply(r, -1)
 	}
 	c.leave(o.id, o.plan.weight())
-	c.reply(r, -1)
-	if o.inRing && c.ring.complete(o.id, statusReply) {
+	if c.ring.complete(o.id, status) {
 		c.ringLater()
 	}
 }
@@ -430,15 +422,6 @@ func (c *conn) answer(id uint64, r *sidecarpb.Reply, err error) {
 // request does what a frame asks for. The error ends the connection.
 func (c *conn) request(q *sidecarpb.Request) error {
 	switch what := q.What.(type) {
-	case *sidecarpb.Request_Submit:
-		if err := c.submissionsBefore(what.Submit.GetAfter()); err != nil {
-			return err
-		}
-		p, err := newPlan(what.Submit.GetOperation())
-		if err == nil {
-			return c.submit(p, q.Id, false)
-		}
-		return c.now(q.Id, err)
 	case *sidecarpb.Request_Free:
 		c.free(origin{what.Free.GetArena(), what.Free.GetOffset()})
 		return nil
@@ -455,22 +438,20 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	case *sidecarpb.Request_Ring:
 		return c.now(q.Id, asUsage("ring", c.takeRing(what.Ring.GetBytes())))
 	case *sidecarpb.Request_Prepare:
-		p, err := newPlan(what.Prepare.GetOperation())
 		slot := what.Prepare.GetSlot()
-		if err == nil && slot >= maxSlots {
-			err = usage(p.Kind.String(), p.Name, fmt.Errorf("slot %d, want less than %d", slot, maxSlots))
+		if slot >= maxSlots {
+			return fmt.Errorf("%w: slot %d, want less than %d", errFrame, slot, maxSlots)
 		}
-		if err == nil {
-			c.plans[slot] = p
-		}
-		return c.now(q.Id, err)
+		c.plans[slot] = newPlan(what.Prepare.GetOperation())
+		return nil
 	}
 	if err := c.enter(q.Id, 0); err != nil {
 		return err
 	}
 	if _, is := q.What.(*sidecarpb.Request_Shutdown); is && c.ring != nil {
 		// Submissions that the client made before the shutdown still run.
-		if err := c.submissionsBefore(c.ring.pending()); err != nil {
+		c.until = c.ring.pending()
+		if _, err := c.submissions(); err != nil {
 			return err
 		}
 	}

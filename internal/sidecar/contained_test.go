@@ -86,18 +86,16 @@ func TestUsage(t *testing.T) {
 				o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 128, 4)}, &tens{Shape: []int64{1}, Input: at(0, 68, 4)})
 			}),
 		} {
-			refused(t, what, c.Call(sidecartest.Submit(o)), classUsage, what)
+			refused(t, what, c.Run(o), classUsage, what)
 		}
 		// Inputs may overlap: nobody writes them.
-		c.Must(sidecartest.Submit(good(func(o *op, tt *tens) {
+		c.MustRun(good(func(o *op, tt *tens) {
 			o.Grouped = true
 			o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 4, 4)})
-		})))
-		c.Must(sidecartest.Submit(good(func(*op, *tens) {})))
-		refused(t, "a slot too many", c.Call(sidecartest.Prepare(maxSlots, good(func(*op, *tens) {}))), classUsage, "slot 65536")
-		refused(t, "no operation", c.Call(sidecartest.Prepare(0, nil)), classUsage, "operation 0")
+		}))
+		c.MustRun(good(func(*op, *tens) {}))
+		refused(t, "no operation", c.Run(nil), classUsage, "operation 0")
 		refused(t, "no ring with it", c.Call(sidecartest.Ring(8192)), classUsage, "no descriptor")
-		c.Ring(16)
 		id := c.Push(5)
 		c.Doorbell()
 		if got, status := c.Pop(); got != id || status != statusReply {
@@ -108,7 +106,7 @@ func TestUsage(t *testing.T) {
 		refused(t, "a second ring", c.Call(sidecartest.Ring(uint64(len(rb))), fd), classUsage, "already")
 		release(t, fd, rb)
 		// In the arena of a client that has dropped it, a prepared operation fails.
-		c.Must(sidecartest.Prepare(1, good(func(*op, *tens) {})))
+		c.Send(sidecartest.Prepare(1, good(func(*op, *tens) {})))
 		c.Must(sidecartest.DropArena(1))
 		id = c.Push(1)
 		c.Doorbell()
@@ -183,10 +181,10 @@ func TestArenaRefused(t *testing.T) {
 	refused(t, "nothing", c.Call(sidecartest.Arena(1, size)), classUsage, "no descriptor")
 	for _, spoil := range []func(b []byte){
 		func(b []byte) { b[0] = 'X' },
-		func(b []byte) { b[4] = 2 },
+		func(b []byte) { b[4] = 1 },
 		func(b []byte) { binary.LittleEndian.PutUint32(b[8:], 15) },
 		func(b []byte) { binary.LittleEndian.PutUint32(b[8:], 48) },
-		func(b []byte) { binary.LittleEndian.PutUint32(b[8:], 8192) },
+		func(b []byte) { binary.LittleEndian.PutUint32(b[8:], 1<<17) },
 		func(b []byte) { binary.LittleEndian.PutUint32(b[8:], 4096) },
 	} {
 		fd, b := sidecartest.NewRing(t, 32)
@@ -218,21 +216,15 @@ func TestArenaOfAnother(t *testing.T) {
 	x[0], y[0] = 7, 8
 	const others = "arena 1 is another client's"
 	sum := sidecartest.Sum("x", 1, 0, 1)
-	refused(t, "all of it", second.Call(sidecartest.Submit(sum)), classUsage, others)
+	refused(t, "all of it", second.Run(sum), classUsage, others)
 	out := sidecartest.Sum("x", 2, 0, 1)
 	out.Tensors[0].Output = at(0, 0, 4)
-	refused(t, "the output", second.Call(sidecartest.Submit(out)), classUsage, others)
+	refused(t, "the output", second.Run(out), classUsage, others)
 	refused(t, "dropped", second.Call(sidecartest.DropArena(1)), classUsage, others)
-	second.Must(sidecartest.Prepare(0, sum)) // whose memory counts when it is run
-	second.Ring(16)
-	id := second.Push(0)
-	second.Doorbell()
-	second.Pop()
-	refused(t, "by the ring", second.Reply(id), classUsage, others)
 	// What was refused is in use by nobody.
 	for i, c := range []*client{first, second} {
 		number := uint32(i + 1)
-		c.Must(sidecartest.Submit(sidecartest.Sum("x", number, 0, 1)))
+		c.MustRun(sidecartest.Sum("x", number, 0, 1))
 		if got := tensor.View[int32](c.Arenas[number])[0]; got != int32(7+i) {
 			t.Errorf("the sum in arena %d is %d, want %d", number, got, 7+i)
 		}
@@ -273,7 +265,8 @@ func TestArenaInUse(t *testing.T) {
 	other := connect(t, servers[0])
 	c := clients[0]
 	c.Arena(1, 4096)
-	c.Send(sidecartest.Submit(sidecartest.Sum("x", 1, 0, 1)))
+	c.Begin(sidecartest.Sum("x", 1, 0, 1))
+	within(t, "it is begun", func() bool { return c.Word(ringTaken).Load() == 1 })
 	refused(t, "in use", c.Call(sidecartest.DropArena(1)), classUsage, "in use")
 	if got := c.Must(sidecartest.Status()).GetStatus(); got.InFlight != 1 || got.Clients != 2 || got.State != StateRunning {
 		t.Errorf("status: %v", got)
@@ -283,7 +276,7 @@ func TestArenaInUse(t *testing.T) {
 		t.Error("the arena has gone in the middle of the operation")
 	}
 	clients[1].Arena(2, 4096)
-	clients[1].Must(sidecartest.Submit(sidecartest.Sum("x", 2, 0, 1)))
+	clients[1].MustRun(sidecartest.Sum("x", 2, 0, 1))
 	within(t, "the arena is unmapped", func() bool {
 		servers[0].memory.mu.Lock()
 		defer servers[0].memory.mu.Unlock()
@@ -319,6 +312,7 @@ func TestGarbage(t *testing.T) {
 		"proto":                    func(c *client) { c.Write([]byte{3, 0xff, 0xff, 0xff}) },
 		"is none that":             func(c *client) { c.Write([]byte{2, 8, 1}) },
 		"number 0":                 func(c *client) { c.Write([]byte{2, 0x62, 0}) },
+		"slot 131072":              func(c *client) { c.Send(sidecartest.Prepare(131072, sidecartest.Sum("x", 1, 0, 1))) },
 		"a frame that takes none":  func(c *client) { c.Send(sidecartest.Status(), memfd(c)) },
 		"2 descriptors or more":    func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
 		"with a doorbell":          func(c *client) { c.Write([]byte{0}, memfd(c)) },
@@ -389,33 +383,35 @@ func TestTooMany(t *testing.T) {
 			c.Arena(1, 4096)
 			switch what {
 			case "number":
-				q := sidecartest.Submit(sidecartest.Sum("x", 1, 0, 1))
-				c.Send(q)
+				q := sidecartest.Init(nil)
+				q.Id = c.Begin(sidecartest.Sum("x", 1, 0, 1))
+				c.Await(c.Begin(sidecartest.Sum("no arena", 9, 0, 1))) // so that both are begun
 				c.Send(q)
 			case "operations":
-				var frames []byte
-				for i := range most + 1 {
-					frames = append(frames, c.Frame(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: fmt.Sprint(i)}))...)
+				c.Ring(128)
+				for i := range uint32(most + 1) {
+					c.Send(sidecartest.Prepare(i, &sidecarpb.Operation{Kind: 6, Name: fmt.Sprint(i)}))
+					c.Push(i)
 				}
-				_ = c.TryWrite(frames) // it may be cut off before its end
+				c.Doorbell()
 			case "tensors":
 				group := &sidecarpb.Operation{Kind: 1, Dtype: 9, Grouped: true, Name: "x"}
 				for range most/2 + 1 {
 					group.Tensors = append(group.Tensors, &sidecarpb.Tensor{Shape: []int64{0}})
 				}
-				c.Send(sidecartest.Submit(group))
+				c.Begin(group)
 				group.Name = "y"
-				_ = c.TryWrite(c.Frame(sidecartest.Submit(group)))
+				c.Begin(group)
 			case "ring":
 				c.Ring(16)
 				for i := range uint32(17) {
-					c.Must(sidecartest.Prepare(i, &sidecarpb.Operation{Kind: 6, Name: fmt.Sprint(i)}))
+					c.Send(sidecartest.Prepare(i, &sidecarpb.Operation{Kind: 6, Name: fmt.Sprint(i)}))
 				}
 				for i := range uint32(16) {
 					c.Push(i)
 				}
 				c.Doorbell()
-				within(t, "all were taken", func() bool { return c.Word(128).Load() == 16 })
+				within(t, "all were taken", func() bool { return c.Word(ringTaken).Load() == 16 })
 				c.Push(16)
 				c.Doorbell()
 			}
@@ -485,7 +481,8 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 		},
 	})
 	c := connect(t, s)
-	frames := c.Frame(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "b"}))
+	c.Begin(&sidecarpb.Operation{Kind: 6, Name: "b"})
+	var frames []byte
 	for range 5000 {
 		frames = append(frames, c.Frame(sidecartest.Status())...)
 	}
@@ -534,7 +531,7 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 func TestStrangers(t *testing.T) {
 	s, hasty := server(t, Config{}), server(t, Config{HelloTimeout: 50 * time.Millisecond})
 	for what, hello := range map[string]string{
-		"i/o timeout": "", "greeting is": "GET / HT", "it speaks version 2": "GHVD\x00\x00\x00\x02", "secret": "GHVA\x01\x00\x00\x00",
+		"i/o timeout": "", "greeting is": "GET / HT", "it speaks version 1": "GHVD\x00\x00\x00\x01", "secret": "GHVA\x01\x00\x00\x00",
 	} {
 		c := stranger(t, s)
 		if hello == "" {
@@ -571,7 +568,7 @@ func TestStrangers(t *testing.T) {
 		if q.of != nil {
 			_, err = q.of.Dial(conn, "GHVD")
 		}
-		_, written := conn.Write([]byte("GHVD\x00\x00\x00\x01"))
+		_, written := conn.Write([]byte("GHVD\x00\x00\x00\x02"))
 		if q.want == nil {
 			var b [8]byte
 			if _, err := conn.Read(b[:]); err != nil || written != nil || string(b[:4]) != "GHVD" {

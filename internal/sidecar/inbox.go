@@ -15,7 +15,7 @@ import (
 const (
 	// magic and version are those of the greeting.
 	magic   = "GHVD"
-	version = 1
+	version = 2
 	// maxFrameBytes bounds a frame without its length.
 	maxFrameBytes = 16 << 20
 	// maxInFlight bounds the operations of a connection.
@@ -94,6 +94,13 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 		}
 		return true, nil
 	}
+}
+
+// Wait waits until something is there, but no longer than so many milliseconds, and reports whether something is.
+func (i *inbox) Wait(ms int) bool {
+	fds := [1]unix.PollFd{{Fd: int32(i.FD), Events: unix.POLLIN}}
+	n, err := unix.Poll(fds[:], ms)
+	return n > 0 || err != nil && err != unix.EINTR // of a broken socket Fill hears more
 }
 
 // take keeps the descriptors that came.

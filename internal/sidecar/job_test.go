@@ -29,11 +29,7 @@ func TestDeathOfAClient(t *testing.T) {
 	clients := make([]*client, 2)
 	all(servers, func(r int, s *Server) { clients[r] = connect(t, s); clients[r].Init() })
 	c := clients[0]
-	c.Ring(16)
-	c.Must(sidecartest.Prepare(0, &sidecarpb.Operation{Kind: 6, Name: "a"}))
-	c.Push(0)
-	c.Doorbell()
-	id := c.Send(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "b"}))
+	ids := []uint64{c.Begin(&sidecarpb.Operation{Kind: 6, Name: "a"}), c.Begin(&sidecarpb.Operation{Kind: 6, Name: "b"})}
 
 	if err := unix.Shutdown(clients[1].FD, unix.SHUT_WR); err != nil {
 		t.Fatal(err)
@@ -48,12 +44,8 @@ func TestDeathOfAClient(t *testing.T) {
 	// The process would end now. This is the next best.
 	gone(t, servers[1])
 
-	ringID, status := c.Pop()
-	if status != statusReply {
-		t.Errorf("completion with status %d", status)
-	}
-	for _, id := range []uint64{id, ringID} {
-		a := c.Reply(id)
+	for _, id := range ids {
+		a := c.Await(id)
 		refused(t, "in flight", a, classPeer, "rank 1")
 		if !slices.Equal(a.Error.Ranks, []int32{1}) || a.Error.Operation != "barrier" {
 			t.Errorf("error: %v", a.Error)
@@ -62,17 +54,17 @@ func TestDeathOfAClient(t *testing.T) {
 	if e := c.ended().Error; e.GetClass() != classPeer {
 		t.Errorf("news of the end: %v", e)
 	}
-	refused(t, "afterwards", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), classPeer, "rank 1")
+	refused(t, "afterwards", c.Run(&sidecarpb.Operation{Kind: 6}), classPeer, "rank 1")
 	if got := c.Must(sidecartest.Status()).GetStatus(); got.State != StateEnded {
 		t.Errorf("status: %v", got)
 	}
 	refused(t, "shutdown after the failure", c.Call(sidecartest.Shutdown()), classPeer, "rank 1")
-	refused(t, "after the shutdown", c.Call(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})), classNotInitialized, "hvd.Init")
+	refused(t, "after the shutdown", c.Run(&sidecarpb.Operation{Kind: 6}), classNotInitialized, "hvd.Init")
 	ready := c.Must(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"})).GetReady()
 	if ready.Size != 1 || ready.Epoch != 2 {
 		t.Errorf("the next job: %v", ready)
 	}
-	c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6}))
+	c.MustRun(&sidecarpb.Operation{Kind: 6})
 	c.Shutdown()
 	c.bye()
 }
@@ -107,7 +99,7 @@ func TestFarewells(t *testing.T) {
 		t.Errorf("the second client's Init: %v", ready)
 	}
 	first.bye()
-	second.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6}))
+	second.MustRun(&sidecarpb.Operation{Kind: 6})
 	if s.Death() != nil {
 		t.Fatalf("the rank has failed: %v", s.Death())
 	}
@@ -127,7 +119,7 @@ func TestInitAgain(t *testing.T) {
 			if ready := c.Init(); ready.Epoch != epoch+1 || !ready.Homogeneous || ready.LocalSize != 2 {
 				t.Errorf("ready: %v", ready)
 			}
-			c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6}))
+			c.MustRun(&sidecarpb.Operation{Kind: 6})
 			c.Shutdown()
 			if e := watcher.ended(); e.Error != nil {
 				t.Errorf("ended: %v", e)
@@ -163,8 +155,8 @@ func TestShutDownByAnother(t *testing.T) {
 		c := connect(t, s)
 		c.Init()
 		if r == 0 {
-			id := c.Send(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "alone"}))
-			refused(t, "in flight", c.Reply(id), classPeer, "rank 1 failed: shut down")
+			id := c.Begin(&sidecarpb.Operation{Kind: 6, Name: "alone"})
+			refused(t, "in flight", c.Await(id), classPeer, "rank 1 failed: shut down")
 			if r := c.Call(sidecartest.Shutdown()); !r.GetError().GetShutDown() {
 				t.Errorf("shutdown: got %v, want that rank 1 has shut down", r)
 			}
@@ -179,35 +171,35 @@ func TestShutDownByAnother(t *testing.T) {
 // What ranks do not agree on, and names in flight.
 func TestDisagreement(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
-		refused(t, "another length", c.Call(sidecartest.Submit(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1)))), classMismatch, "x")
-		first := c.Send(sidecartest.Submit(sidecartest.Sum("y", uint32(r+1), 0, 4)))
+		refused(t, "another length", c.Run(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1))), classMismatch, "x")
+		first := c.Begin(sidecartest.Sum("y", uint32(r+1), 0, 4))
 		if r == 0 { // rank 1's is done as soon as this is
-			refused(t, "twice", c.Call(sidecartest.Submit(sidecartest.Sum("z", 9, 0, 4))), classUsage, "no arena")
+			refused(t, "twice", c.Run(sidecartest.Sum("z", 9, 0, 4)), classUsage, "no arena")
 		}
-		if a := c.Reply(first); a.Error != nil {
+		if a := c.Await(first); a.Error != nil {
 			t.Error(a)
 		}
 		late := &sidecarpb.Operation{Kind: 6, Name: "late"}
 		if r == 0 {
-			id := c.Send(sidecartest.Submit(late))
-			refused(t, "twice", c.Call(sidecartest.Submit(late)), classDuplicate, "late")
+			id := c.Begin(late)
+			refused(t, "twice", c.Run(late), classDuplicate, "late")
 			// So is one for whose result there was room already.
 			same := sidecartest.Sum("late", 1, 0, 4)
 			same.Tensors[0].Output = nil
-			refused(t, "twice", c.Call(sidecartest.Submit(same)), classDuplicate, "late")
+			refused(t, "twice", c.Run(same), classDuplicate, "late")
 			if _, _, live := arena.Stats(); live != 0 {
 				t.Errorf("%d bytes are kept for the result of an operation that was refused", live)
 			}
 			c.Must(sidecartest.DropArena(1))
 			c.Arena(1, 4096)
-			c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "go"}))
-			c.Reply(id)
+			c.MustRun(&sidecarpb.Operation{Kind: 6, Name: "go"})
+			c.Await(id)
 		} else {
-			c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6, Name: "go"}))
-			c.Must(sidecartest.Submit(late))
+			c.MustRun(&sidecarpb.Operation{Kind: 6, Name: "go"})
+			c.MustRun(late)
 		}
 		// In a cached form too: the names are known now.
-		c.Must(sidecartest.Submit(sidecartest.Sum("y", uint32(r+1), 0, 4)))
+		c.MustRun(sidecartest.Sum("y", uint32(r+1), 0, 4))
 	})
 }
 
@@ -218,7 +210,7 @@ func TestTimeout(t *testing.T) {
 		c.Init()
 		if r == 0 {
 			o := &sidecarpb.Operation{Kind: 6, Name: "slow", TimeoutSeconds: 0.05}
-			refused(t, "late", c.Call(sidecartest.Submit(o)), classPeer, "slow")
+			refused(t, "late", c.Run(o), classPeer, "slow")
 		}
 		c.ended()
 		c.Call(sidecartest.Shutdown())
@@ -239,7 +231,7 @@ func TestProcessSets(t *testing.T) {
 		sum := func(set int32) *sidecarpb.Reply {
 			o := sidecartest.Sum("x", uint32(r+1), 0, 1)
 			o.ProcessSet = set
-			return c.Call(sidecartest.Submit(o))
+			return c.Run(o)
 		}
 		if r == 1 {
 			refused(t, "of others", sum(1), classUsage, "not a member")
@@ -320,7 +312,7 @@ func TestTimeline(t *testing.T) {
 		refused(t, test.path, c.Call(sidecartest.StartTimeline(test.path, false)), classUsage, test.says)
 	}
 	c.Arena(1, 4096)
-	sum := func(name string) { c.Must(sidecartest.Submit(sidecartest.Sum(name, 1, 0, 4))) }
+	sum := func(name string) { c.MustRun(sidecartest.Sum(name, 1, 0, 4)) }
 	sum("before")
 	c.Must(sidecartest.StartTimeline(path, true))
 	sum("within")

@@ -23,6 +23,7 @@ type plan struct {
 	raw.Operation
 	places []place // two for each tensor: input and output
 	makes  bool    // the sidecar is to make some output
+	wrong  error   // why it cannot be run
 }
 
 // place is where a tensor is.
@@ -34,11 +35,11 @@ type place struct {
 	to []byte
 }
 
-// newPlan checks what can be checked before the operation is run. Its errors are usage errors.
-func newPlan(o *sidecarpb.Operation) (*plan, error) {
+// newPlan checks what can be checked before the operation is run. What is wrong then is a usage error.
+func newPlan(o *sidecarpb.Operation) *plan {
 	kind := message.Kind(min(o.GetKind(), math.MaxUint8))
-	misuse := func(format string, args ...any) (*plan, error) {
-		return nil, usage(kind.String(), o.GetName(), fmt.Errorf(format, args...))
+	misuse := func(format string, args ...any) *plan {
+		return &plan{wrong: usage(kind.String(), o.GetName(), fmt.Errorf(format, args...))}
 	}
 	if kind < message.Allreduce || kind > message.Join {
 		return misuse("operation %d, want one from %d to %d", o.GetKind(), message.Allreduce, message.Join)
@@ -76,14 +77,11 @@ func newPlan(o *sidecarpb.Operation) (*plan, error) {
 	if err := p.overlaps(); err != nil {
 		return misuse("%w", err)
 	}
-	return p, nil
+	return p
 }
 
 // timeoutOf is a timeout as clients say it, 0 for that of the settings.
 func timeoutOf(seconds float64) (time.Duration, error) {
-	if seconds == time.Duration(math.MaxInt64).Seconds() { // as Go's clients say that there is no end
-		return math.MaxInt64, nil
-	}
 	if seconds != 0 && !(seconds >= 1e-9 && seconds < math.MaxInt64/1e9) {
 		return 0, fmt.Errorf("a timeout of %v s", seconds)
 	}
@@ -116,8 +114,8 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	}
 	size := uint64(dt.Size())
 	switch {
-	case dt != p.DType && !(p.Grouped && p.Kind == message.Allreduce):
-		return fmt.Errorf("element type %v in an operation on %v, want a group that is to be allreduced", dt, p.DType)
+	case dt != p.DType && !p.Grouped:
+		return fmt.Errorf("element type %v in an operation on %v, want a group", dt, p.DType)
 	case uint64(n) > in.numBytes/size || uint64(n)*size != in.numBytes:
 		return fmt.Errorf("shape %v of %v in %d bytes", shape, dt, in.numBytes)
 	case in.offset%size != 0 || out.offset%size != 0 || out.numBytes%size != 0:
@@ -187,23 +185,25 @@ func (p *plan) weight() int { return max(len(p.Tensors), 1) }
 // operation is a run of a plan.
 type operation struct {
 	raw.Operation
-	plan   *plan
-	conn   *conn
-	id     uint64
-	inRing bool
-	uses   []*given
+	plan *plan
+	conn *conn
+	id   uint64
+	uses []*given
 
 	mu   sync.Mutex
 	made [][]byte // outputs that were allocated, by tensor; nil if none was
 }
 
-// newOperation begins to use the memory of p.
-func (c *conn) newOperation(p *plan, id uint64, inRing bool) (*operation, error) {
-	o := &operation{Operation: p.Operation, plan: p, conn: c, id: id, inRing: inRing}
+// newOperation begins to use the memory of p. With an error it uses none.
+func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
+	o := &operation{Operation: p.Operation, plan: p, conn: c, id: id}
+	if p.wrong != nil {
+		return o, p.wrong
+	}
 	o.Allocate, o.Done = o.allocate, o.done
 	var err error
 	if o.uses, err = c.server.memory.use(c, p.places, make([]*given, 0, len(p.places))); err != nil {
-		return nil, usage(p.Kind.String(), p.Name, err)
+		return o, usage(p.Kind.String(), p.Name, err)
 	}
 	o.Tensors = slices.Clone(p.Tensors)
 	for i := range o.Tensors {

@@ -36,30 +36,16 @@ func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	})
 }
 
-// Sums in place, by frames and by the ring.
+// Sums in place.
 func TestAllreduce(t *testing.T) {
 	for _, n := range []int{1, 2, 3} {
 		ranks(t, n, func(r int, c *client, b []byte) {
 			x := tensor.View[float32](b)
-			c.Ring(64)
-			for i, elems := range []int64{0, 1, 7, 1000, 100000} {
+			for _, elems := range []int64{0, 1, 7, 1000, 100000} {
 				for k := range x[:elems] {
 					x[k] = float32(r + k%10)
 				}
-				op := sidecartest.Sum("a", uint32(r+1), 0, elems)
-				if i%2 == 0 {
-					a := c.Must(sidecartest.Submit(op)).GetCompletion()
-					if got := a.Results[0]; !slices.Equal(got.Shape, []int64{elems}) || got.Memory.Bytes != uint64(4*elems) || got.Memory.Arena != uint32(r+1) {
-						t.Errorf("result: %v", got)
-					}
-				} else {
-					c.Must(sidecartest.Prepare(3, op))
-					id := c.Push(3)
-					c.Doorbell()
-					if got, status := c.Pop(); got != id || status != 0 {
-						t.Errorf("completion %d with status %d, want %d", got, status, id)
-					}
-				}
+				c.MustRun(sidecartest.Sum("a", uint32(r+1), 0, elems))
 				for k, got := range x[:elems] {
 					if want := float32(n*(n-1)/2 + n*(k%10)); got != want {
 						t.Errorf("%d elements: element %d is %v, want %v", elems, k, got, want)
@@ -124,10 +110,11 @@ func TestOperations(t *testing.T) {
 					tt.Output = at(r, out, c2.outSize)
 				}
 				o.Tensors = []*sidecarpb.Tensor{tt}
-				a := c.Must(sidecartest.Submit(o)).GetCompletion()
+				a := c.MustRun(o)
 				m := a.Results[0].Memory
 				got := tensor.View[int32](c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes])
-				if !slices.Equal(got, c2.want) || !slices.Equal(a.Results[0].Shape, c2.wantDim) || !slices.Equal(a.ReceivedSplits, c2.splits) {
+				told := !given || c2.splits != nil
+				if !slices.Equal(got, c2.want) || told && !slices.Equal(a.Results[0].Shape, c2.wantDim) || !slices.Equal(a.ReceivedSplits, c2.splits) {
 					t.Errorf("rank %d, %s, output given: %v: got %v of shape %v with splits %v, want %v, %v, %v",
 						r, c2.what, given, got, a.Results[0].Shape, a.ReceivedSplits, c2.want, c2.wantDim, c2.splits)
 				}
@@ -146,7 +133,7 @@ func TestOperations(t *testing.T) {
 		splits := &sidecarpb.Operation{Kind: 4, Dtype: 5, Name: "splits", Splits: []int64{int64(r), 0, 1}, Tensors: []*sidecarpb.Tensor{
 			{Shape: []int64{int64(r + 1)}, Input: at(r, 0, 4*(r+1))},
 		}}
-		a := c.Must(sidecartest.Submit(splits)).GetCompletion()
+		a := c.MustRun(splits)
 		want := [][]int64{{0, 1, 2}, {0, 0, 0}, {1, 1, 1}}[r]
 		if !slices.Equal(a.ReceivedSplits, want) {
 			t.Errorf("received splits %v, want %v", a.ReceivedSplits, want)
@@ -165,7 +152,7 @@ func TestOperations(t *testing.T) {
 func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	c.t.Helper()
 	o := &sidecarpb.Operation{Kind: 1, Dtype: 1, ReduceOp: 2, Name: name, Tensors: []*sidecarpb.Tensor{{Shape: []int64{int64(in.Bytes)}, Input: in}}}
-	return c.Must(sidecartest.Submit(o)).GetCompletion().Results[0].Memory
+	return c.MustRun(o).Results[0].Memory
 }
 
 // A client cannot give back what has become another's.
@@ -238,7 +225,7 @@ func TestBellIsOwed(t *testing.T) {
 func TestWantedCompletions(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		c.Ring(16)
-		c.Must(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
+		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
 		wanted := c.Word(sidecartest.RingWanted)
 		// do runs so many operations one after the other, and is how often the sidecar has rung. It rings before it answers what
 		// came after.
@@ -307,7 +294,7 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 		c.Ring(16)
 		c.Arena(uint32(r+1), 1<<20)
 		for slot := range uint32(2) {
-			c.Must(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1), 64*uint64(slot), 1)))
+			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1), 64*uint64(slot), 1)))
 		}
 		if r == 0 {
 			// It works for the engine for as long as the other rank takes.
@@ -339,6 +326,28 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
+// A sidecar that has had something to do looks at the ring again, for which nobody need ring.
+func TestDozingNeedsNoDoorbell(t *testing.T) {
+	ranks(t, 1, func(_ int, c *client, _ []byte) {
+		c.Ring(16)
+		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
+		state := c.Word(sidecartest.RingLooking)
+		until(t, func() bool {
+			c.Push(0)
+			was := state.Load()
+			if was == asleep {
+				c.Doorbell()
+			}
+			c.Pop()
+			for was == asleep && state.Load() == looking { // it will doze
+				runtime.Gosched()
+			}
+			return was == dozing
+		})
+		until(t, func() bool { return state.Load() == asleep })
+	})
+}
+
 // until waits until something is so.
 func until(t *testing.T, so func() bool) {
 	t.Helper()
@@ -361,15 +370,15 @@ func TestRest(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	looking, submitted := word(b, ringLooking), word(b, ringSubmitted)
-	if r.watch(); looking.Load() == 0 {
+	state, submitted := word(b, ringLooking), word(b, ringSubmitted)
+	if r.watch(); state.Load() != looking {
 		t.Error("it does not say that it looks")
 	}
-	if !r.rest() || looking.Load() != 0 {
-		t.Errorf("with nothing submitted it does not rest, or says that it looks: %d", looking.Load())
+	if !r.rest(asleep) || state.Load() != asleep {
+		t.Errorf("with nothing submitted it does not rest, or says that it looks: %d", state.Load())
 	}
 	submitted.Store(1)
-	if r.watch(); r.rest() {
+	if r.watch(); r.rest(asleep) || r.rest(dozing) {
 		t.Error("it rests over a submission")
 	}
 	if err := errors.Join(r.close(), unix.Munmap(b)); err != nil {
@@ -394,7 +403,7 @@ func TestGroups(t *testing.T) {
 				}
 				o.Tensors = append(o.Tensors, tt)
 			}
-			a := c.Must(sidecartest.Submit(o)).GetCompletion()
+			a := c.MustRun(o)
 			for i, result := range a.Results {
 				m := result.Memory
 				got := tensor.View[int32](c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes])
@@ -410,7 +419,7 @@ func TestGroups(t *testing.T) {
 				t.Errorf("%d results", len(a.Results))
 			}
 		}
-		if a := c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 1, Dtype: 5, Grouped: true, Name: "none"})); len(a.GetCompletion().Results) != 0 {
+		if a := c.MustRun(&sidecarpb.Operation{Kind: 1, Dtype: 5, Grouped: true, Name: "none"}); len(a.Results) != 0 {
 			t.Errorf("a group of none gave %v", a)
 		}
 	})
@@ -430,16 +439,26 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 		o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(tensor.Float32), ReduceOp: 2, Grouped: true, Name: "g", Tensors: []*sidecarpb.Tensor{
 			own(tensor.Float32, 0, 4), own(tensor.Int64, 128, 8), own(0, 64, 4), // 0 is the operation's
 		}}
-		c.Must(sidecartest.Submit(o))
+		c.MustRun(o)
 		if f[0] != 3 || f[16] != 5 || n[16] != 1<<40 {
 			t.Errorf("rank %d: got %v, %v and %v", r, f[0], f[16], n[16])
+		}
+		f[0], f[16], n[16] = 1.5, 2.5, int64(r)<<40
+		a := c.MustRun(&sidecarpb.Operation{Kind: 2, Dtype: uint32(tensor.Float32), Grouped: true, Name: "gathered", Tensors: []*sidecarpb.Tensor{
+			{Shape: []int64{1}, Input: at(r, 0, 4)}, {Dtype: uint32(tensor.Int64), Shape: []int64{1}, Input: at(r, 128, 8)},
+		}})
+		place := func(i int) []byte {
+			m := a.Results[i].Memory
+			return c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes]
+		}
+		if gotF, gotN := tensor.View[float32](place(0)), tensor.View[int64](place(1)); !slices.Equal(gotF, []float32{1.5, 1.5}) || !slices.Equal(gotN, []int64{0, 1 << 40}) {
+			t.Errorf("rank %d: gathered %v and %v", r, gotF, gotN)
 		}
 		for _, refused := range []struct {
 			change func(*sidecarpb.Operation)
 			want   string
 		}{
 			{func(o *sidecarpb.Operation) { o.Grouped, o.Tensors = false, o.Tensors[1:2] }, "element type int64 in an operation on float32"},
-			{func(o *sidecarpb.Operation) { o.Kind = 5 }, "element type int64 in an operation on float32"},
 			{func(o *sidecarpb.Operation) { o.Tensors[1].Dtype = 77 }, "element type 77 is unknown"},
 			{func(o *sidecarpb.Operation) { o.Tensors[1].Dtype = 256 + uint32(tensor.Int64) }, "is unknown"},
 			{func(o *sidecarpb.Operation) { o.Tensors[1].Input.Offset += 4 }, "want multiples of 8"},
@@ -447,7 +466,7 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 		} {
 			o := proto.Clone(o).(*sidecarpb.Operation)
 			refused.change(o)
-			if a := c.Call(sidecartest.Submit(o)); !strings.Contains(a.GetError().GetText(), refused.want) {
+			if a := c.Run(o); !strings.Contains(a.GetError().GetText(), refused.want) {
 				t.Errorf("rank %d: got %v, want %q", r, a, refused.want)
 			}
 		}
@@ -480,7 +499,7 @@ func TestEmptyOverTheRing(t *testing.T) {
 					for _, g := range given {
 						o.Tensors = append(o.Tensors, empty(g))
 					}
-					c.Must(sidecartest.Prepare(slot, o))
+					c.Send(sidecartest.Prepare(slot, o))
 					// What came of an alltoall is more than its result.
 					want := uint32(statusDone)
 					if kind == 4 || slices.Contains(given, false) {
@@ -517,9 +536,9 @@ func TestEmptyOverTheRing(t *testing.T) {
 func TestBarrierAndJoin(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		c.Ring(16)
-		c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6}))
-		c.Must(sidecartest.Prepare(0, &sidecarpb.Operation{Kind: 6, Name: "b"}))
-		c.Must(sidecartest.Prepare(1, &sidecarpb.Operation{Kind: 7}))
+		c.MustRun(&sidecarpb.Operation{Kind: 6})
+		c.Send(sidecartest.Prepare(0, &sidecarpb.Operation{Kind: 6, Name: "b"}))
+		c.Send(sidecartest.Prepare(1, &sidecarpb.Operation{Kind: 7}))
 		c.Push(0)
 		c.Doorbell()
 		if _, status := c.Pop(); status != 0 {
@@ -545,7 +564,7 @@ func TestTypes(t *testing.T) {
 			o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(dt), ReduceOp: 4, Name: dt.String(), Tensors: []*sidecarpb.Tensor{
 				{Shape: []int64{1}, Input: at(r, 0, dt.Size()), Output: at(r, 0, dt.Size())},
 			}}
-			if a := c.Call(sidecartest.Submit(o)); a.Error != nil || b[0] != 1 {
+			if a := c.Run(o); a.Error != nil || b[0] != 1 {
 				t.Errorf("rank %d: %v: got %v, byte %d", r, dt, a, b[0])
 			}
 		}
@@ -554,7 +573,7 @@ func TestTypes(t *testing.T) {
 		o := &sidecarpb.Operation{Kind: 3, Dtype: 11, RootRank: 1, Name: "bool", Tensors: []*sidecarpb.Tensor{
 			{Shape: []int64{1}, Input: at(r, 0, 1), Output: at(r, 1, 1)},
 		}}
-		if c.Must(sidecartest.Submit(o)); b[1] != 1 {
+		if c.MustRun(o); b[1] != 1 {
 			t.Errorf("rank %d: the bool is %d", r, b[1])
 		}
 	})
@@ -568,7 +587,7 @@ func TestCompression(t *testing.T) {
 			x[0] = 1 + 1.0/1024/4 // a quarter of a step of float16
 			o := sidecartest.Sum("x", uint32(r+1), 0, 1)
 			o.WireDtype, o.ErrorFeedback = 7, true
-			c.Must(sidecartest.Submit(o))
+			c.MustRun(o)
 		}
 		if x[0] == 2 { // without feedback it always is
 			t.Error("nothing was made up for")

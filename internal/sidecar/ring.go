@@ -13,7 +13,7 @@ import (
 // The layout of a ring; docs/sidecar.md owns it.
 const (
 	ringMagic   = 0x52564847 // "GHVR"
-	ringVersion = 1
+	ringVersion = 2
 
 	ringSubmitted = 64
 	ringTaken     = 128
@@ -22,9 +22,16 @@ const (
 	ringLooking   = 384
 	ringEntries   = 4096
 
-	ringEntryBytes = 64
+	ringEntryBytes = 16
 	minRing        = 16
-	maxRing        = 4096
+	maxRing        = maxInFlight
+)
+
+// Values of the looking word: what the reader does, and so when the client has to ring for it.
+const (
+	asleep  = 0 // it waits for a doorbell
+	looking = 1 // it looks at the ring
+	dozing  = 2 // it looks at the ring again within dozeTime
 )
 
 // Statuses of a completion.
@@ -39,7 +46,7 @@ type ring struct {
 	n                  uint64
 	submitted          *atomic.Uint64
 	taken, completedAt *atomic.Uint64
-	wanted, looking    *atomic.Uint64
+	wanted, state      *atomic.Uint64
 
 	read uint64 // submissions that were taken; the reader's
 
@@ -68,7 +75,7 @@ func newRing(s *memfd.Segment) (*ring, error) {
 	return &ring{
 		bytes: b, n: uint64(n), segment: s,
 		submitted: word(b, ringSubmitted), taken: word(b, ringTaken), completedAt: word(b, ringCompleted),
-		wanted: word(b, ringWanted), looking: word(b, ringLooking),
+		wanted: word(b, ringWanted), state: word(b, ringLooking),
 	}, nil
 }
 
@@ -79,14 +86,14 @@ func (r *ring) pending() uint64 { return r.submitted.Load() }
 
 // watch tells the client that it need not ring: the reader looks by itself until it rests.
 func (r *ring) watch() {
-	if r.looking.Load() == 0 {
-		r.looking.Store(1)
+	if r.state.Load() != looking {
+		r.state.Store(looking)
 	}
 }
 
-// rest tells the client to ring, and reports whether the reader may wait for that. It is the reader's.
-func (r *ring) rest() bool {
-	r.looking.Store(0)
+// rest tells the client that the reader is asleep or dozing, and reports whether it may be. It is the reader's.
+func (r *ring) rest(state uint64) bool {
+	r.state.Store(state)
 	return r.pending() == r.read
 }
 

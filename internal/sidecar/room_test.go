@@ -41,7 +41,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 						if r == 1 {
 							o.Tensors[0].Output = at(r, out, size)
 						}
-						a := c.Call(sidecartest.Submit(o))
+						a := c.Run(o)
 						if r == 1 {
 							refused(t, o.Name, a, classMismatch, "the result has 8 bytes, in the output there is room for")
 							if result[0] != -1 || result[1] != -1 || result[2] != -1 {
@@ -50,14 +50,14 @@ func TestOutputOfAnotherSize(t *testing.T) {
 						} else if a.Error != nil || result[0] != ofRank(0, 0) || result[1] != ofRank(1, 0) {
 							t.Errorf("%s: got %v and %v", o.Name, result[:2], a)
 						}
-						c.Must(sidecartest.Submit(sidecartest.Sum("after", uint32(r+1), 0, 2)))
+						c.MustRun(sidecartest.Sum("after", uint32(r+1), 0, 2))
 					}
 				}
 				// Where only numbers of rows travel.
 				rows := &sidecarpb.Operation{Name: "rows", Kind: 4, Dtype: 5, Tensors: []*sidecarpb.Tensor{
 					{Shape: []int64{2, 0}, Input: at(r, 0, 0), Output: at(r, 0, 4*r)},
 				}}
-				if a := c.Call(sidecartest.Submit(rows)); r == 1 {
+				if a := c.Run(rows); r == 1 {
 					refused(t, "rows", a, classMismatch, "the result has 0 bytes, in the output there is room for 4")
 				} else if a.Error != nil {
 					t.Error(a)
@@ -86,17 +86,17 @@ func TestNoRoomForAResult(t *testing.T) {
 		c := connect(t, s)
 		c.Init()
 		c.Arena(uint32(r+1), 8*numElems)
-		barrier := func() { c.Must(sidecartest.Submit(&sidecarpb.Operation{Kind: 6})) }
+		barrier := func() { c.MustRun(&sidecarpb.Operation{Kind: 6}) }
 		for _, o := range gatherings(r, numElems) {
 			barrier()
 			limit(1 << 10) // of both, which are in this process
 			barrier()
-			refused(t, o.Name, c.Call(sidecartest.Submit(o)), classInternal, "RLIMIT_FSIZE")
+			refused(t, o.Name, c.Run(o), classInternal, "RLIMIT_FSIZE")
 			barrier()
 			limit(old.Cur)
 			barrier()
-			a := c.Must(sidecartest.Submit(o))
-			m := a.GetCompletion().Results[0].Memory
+			a := c.MustRun(o)
+			m := a.Results[0].Memory
 			c.Send(sidecartest.Free(m.Arena, m.Offset))
 		}
 		c.Shutdown()

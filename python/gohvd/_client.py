@@ -35,19 +35,21 @@ from ._arena import PAGE, Arena, Chunk, Extent
 from ._sidecar import GREETING_SECONDS, Child, connect, receive
 from .exceptions import HorovodInternalError, MismatchError, NotInitializedError, PeerError, SidecarError
 
-_GREETING = struct.pack(">4sI", b"GHVD", 1)
+_GREETING = struct.pack(">4sI", b"GHVD", 2)
 _EXIT_SECONDS = 15.0  # of a sidecar that was told to go; it waits ten seconds for other ranks at most
 
-_RING_ENTRIES = 1024
-_RING_BYTES = 4096 + 128 * _RING_ENTRIES
+_MAX_IN_FLIGHT = 65536
+_RING_ENTRIES = _MAX_IN_FLIGHT
+_RING_BYTES = 4096 + 32 * _RING_ENTRIES
 _MASK = _RING_ENTRIES - 1
 # Words.
-_SUBMITTED, _COMPLETED, _SEEN, _WANTED, _LOOKING = 64 // 8, 192 // 8, 256 // 8, 320 // 8, 384 // 8
+_SUBMITTED, _TAKEN, _COMPLETED, _SEEN, _WANTED, _LOOKING = 64 // 8, 128 // 8, 192 // 8, 256 // 8, 320 // 8, 384 // 8
+# Values of _LOOKING but for 0, when the sidecar looks at the ring only after a doorbell: it looks now, or within a millisecond.
+_NOW, _SOON = 1, 2
 _NEVER = (1 << 64) - 1
 # How long the sidecar's answer to the only operation is looked for before the process sleeps.
 _WATCH_SECONDS = 50e-6
-_SLOTS = 65536
-_MAX_IN_FLIGHT = 65536
+_SLOTS = 131072
 _MIN_NAMES = 4096
 
 _DOORBELL = b"\0"
@@ -63,13 +65,12 @@ _completion = struct.Struct("<QI").unpack_from
 
 
 class Operation:
-    """An operation that can be submitted again and again, and for that gets a slot of the ring when it has proved worth it.
+    """An operation that can be submitted again and again, for which it gets a slot of the ring.
 
-    ``body`` is an encoded ``Operation`` of sidecar.proto; its name may be missing, and is then given with each submission.
-    ``key`` is what may be in use only once: the process set and the name.
+    ``body`` is an encoded ``Operation`` of sidecar.proto. ``key`` is what may be in use only once: the process set and the name.
     """
 
-    __slots__ = ("body", "key", "label", "slot", "ready", "uses")
+    __slots__ = ("body", "key", "label", "slot")
 
     def __init__(self, body: bytes, label: str, key: Optional[Tuple[int, str]] = None) -> None:
         self.body = body
@@ -77,9 +78,6 @@ class Operation:
         """For errors: its kind and name."""
         self.key = key
         self.slot = -1
-        self.ready = False
-        """The sidecar has said that it has the slot's operation."""
-        self.uses = 0
 
 
 class _Letter:
@@ -97,18 +95,17 @@ class _Letter:
 class Pending:
     """A request that was sent. done is set last."""
 
-    __slots__ = ("done", "held", "in_ring", "reply", "error", "then", "keep")
+    __slots__ = ("done", "held", "in_ring", "reply", "error", "keep")
 
-    def __init__(self, held: bool = False, keep: object = None) -> None:
+    def __init__(self, held: bool = False, keep: object = None, in_ring: bool = False) -> None:
         self.done = False
         self.held = held
         """Its name stays in use when it is done, until the program has seen that."""
-        self.in_ring = False
+        self.in_ring = in_ring
         """Its end is told of there."""
         self.reply: Optional[wire.Reply] = None
         """None after an operation whose results are in its outputs."""
         self.error: Optional[Callable[[], Exception]] = None
-        self.then: Optional[Callable[[Pending], None]] = None
         self.keep = keep
         """What must live until it is done, like the memory that the sidecar works on."""
 
@@ -203,7 +200,7 @@ class Client:
             os.posix_fallocate(fd, 0, _RING_BYTES)
             self._ring = mmap.mmap(fd, _RING_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            struct.pack_into("<III", self._ring, 0, 0x52564847, 1, _RING_ENTRIES)
+            struct.pack_into("<III", self._ring, 0, 0x52564847, 2, _RING_ENTRIES)
             # In 8-byte units, for these are read and written as one by memoryview, not byte by byte.
             self._words = memoryview(self._ring).cast("Q")
             self._words[_WANTED] = _NEVER
@@ -351,15 +348,20 @@ class Client:
         if self._unheard:
             with self._lock:
                 if self._over is None:
-                    self._tell()
+                    self._tell(_NOW)
 
-    def _tell(self) -> None:
-        """Has the sidecar see the ring."""
-        # It says that it looks by itself before it looks, and looks once more after it has said that it does not.
+    def _tell(self, when: int) -> None:
+        """Has the sidecar see the ring: _NOW, or _SOON, for which no doorbell is needed while submissions follow each other. With
+        _lock held."""
+        words = self._words
+        # It says what it does before it looks, and looks once more after it has said that it does less.
         self._order()
-        if not self._words[_LOOKING]:
+        state = words[_LOOKING]
+        if state > when:
+            state = _NOW if words[_TAKEN] == words[_SUBMITTED] else 0
+        if not state:
             self._doorbell()
-        self._unheard = False
+        self._unheard = state == _SOON
 
     def _doorbell(self) -> None:
         if self._outbox:
@@ -400,20 +402,13 @@ class Client:
         assert p.reply is not None
         return p.reply
 
-    def submit(
-        self,
-        op: Operation,
-        name: bytes = b"",
-        keep: object = None,
-        later: bool = False,
-        held: bool = False,
-    ) -> Pending:
-        """Begins an operation. If op has no name, name is the encoded one. keep lives until it is done. With later the sidecar
-        may not hear of it before hurry, another submission, or a wait. A ValueError if the name of op.key is in use: that of an
-        operation is until it is done and, with held, until wait has ended or its Pending's held is False. What op uses must
-        not be touched until it is done."""
+    def submit(self, op: Operation, keep: object = None, later: bool = False, held: bool = False) -> Pending:
+        """Begins an operation. keep lives until it is done. The sidecar hears of it within a millisecond, or with later perhaps not
+        before hurry, another submission, or a wait. A ValueError if the name of op.key is in use: that of an operation is until it
+        is done and, with held, until wait has ended or its Pending's held is False. What op uses must not be touched until it is
+        done."""
         key = op.key
-        p = Pending(held, keep)
+        p = Pending(held, keep, True)
         with self._lock:
             if self._over is not None:
                 raise self._over_error()
@@ -425,35 +420,30 @@ class Client:
                 self.poll_all()
                 if len(self._pending) >= _MAX_IN_FLIGHT - 1:
                     raise ValueError(f"{op.label}: {len(self._pending)} operations are in flight; synchronize some first")
-            words, n = self._words, -1
-            letter: Optional[_Letter] = None
+            words = self._words
+            n = words[_SUBMITTED]
             ident = next(self._ids)
             try:
+                if op.slot < 0:
+                    self._prepare(op)
+                elif self._outbox:
+                    self._flush()  # it may be what prepares the slot, if a signal came
                 self._pending[ident] = p
                 if key is not None:
                     self._names[key] = p
-                if op.ready and words[_SUBMITTED] - words[_SEEN] < _RING_ENTRIES:
-                    p.in_ring = True
-                    n = words[_SUBMITTED]
-                    _submission(self._ring, 4096 + 64 * (n & _MASK), ident, op.slot, 0)
-                    self._order()
-                    self._unheard = True
-                    words[_SUBMITTED] = n + 1
-                    if not later:
-                        self._tell()
-                    return p
-                letter = _Letter(wire.submit(ident, op.body + name, words[_SUBMITTED]))
-                self._post(letter)
+                _submission(self._ring, 4096 + 16 * (n & _MASK), ident, op.slot, 0)
+                self._order()
+                self._unheard = True
+                words[_SUBMITTED] = n + 1
+                if not later:
+                    self._tell(_SOON)
             except BaseException:
                 # Interrupted. What the sidecar will not see ends here; anything else goes on, and keeps its memory.
-                if not (words[_SUBMITTED] > n >= 0 or letter is not None and (letter.sent or letter in self._outbox)):
+                if words[_SUBMITTED] == n:
                     self._pending.pop(ident, None)
                     p.done = True
                 p.held = False  # nobody has it
                 raise
-            op.uses += 1
-            if op.uses == 2 and op.key is not None:
-                self._prepare(op)
         return p
 
     def _check_name(self, key: Tuple[int, str], label: str) -> None:
@@ -474,11 +464,6 @@ class Client:
                 "handle was not synchronized; use another name, or synchronize first"
             )
 
-    def check_name(self, name: str, set_id: int) -> None:
-        """A ValueError if a name is in use."""
-        with self._lock:
-            self._check_name((set_id, name), name)
-
     def let_go(self) -> None:
         """Frees all names, each as soon as its operation is done: the program has left the job."""
         with self._lock:
@@ -491,29 +476,20 @@ class Client:
         return p is not None and p.in_use()
 
     def _prepare(self, op: Operation) -> None:
-        """Asks for a slot. It may be used when the answer has come: the sidecar could look at the ring before it reads the
-        request, and run what had the slot before."""
+        """Gives op a slot. The sidecar reads that before any submission that is written later. With _lock held."""
         if self._free_slots:
             slot = self._free_slots.pop()  # with _lock held nobody else takes one
         elif self._next_slot < _SLOTS:
             slot = self._next_slot
             self._next_slot += 1
         else:
-            return
+            raise ValueError(f"{op.label}: {_SLOTS} operations were begun and not synchronized; synchronize some first")
+        self._outbox.append(_Letter(wire.prepare(next(self._ids), slot, op.body)))
         op.slot = slot
-
-        def prepared(p: Pending) -> None:
-            op.ready = p.error is None and op.slot == slot
-
-        ident = next(self._ids)
-        p = Pending()
-        p.then = prepared
-        self._pending[ident] = p
-        self._send_frame(wire.prepare(ident, slot, op.body))
+        self._flush()
 
     def forget(self, op: Operation) -> None:
         """Gives back what op has of the ring. It must not be in flight, nor be submitted again. A finalizer may call it."""
-        op.ready = False
         slot, op.slot = op.slot, -1
         if slot >= 0:
             self._free_slots.append(slot)
@@ -812,7 +788,7 @@ class Client:
             return
         self._order()
         while seen != completed:
-            ident, status = _completion(self._ring, 4096 + 64 * (_RING_ENTRIES + (seen & _MASK)))
+            ident, status = _completion(self._ring, 4096 + 16 * (_RING_ENTRIES + (seen & _MASK)))
             if status == 0:
                 p = self._pending.get(ident)
                 if p is not None:
@@ -825,8 +801,6 @@ class Client:
             words[_SEEN] = seen
 
     def _finish(self, ident: int, p: Pending) -> None:
-        if p.then is not None:
-            p.then(p)
         p.keep = None
         p.done = True
         self._pending.pop(ident, None)

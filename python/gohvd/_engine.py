@@ -34,7 +34,7 @@ Average, Sum, Adasum, Min, Max, Product, AverageActive = range(7)
 _ON_WIRE = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, AverageActive: 7}
 
 # Plans that are kept for their next use: no more in number, nor in bytes of staging.
-_MAX_PLANS = 4096
+_MAX_PLANS = 32768
 _MAX_IDLE_BYTES = 512 << 20
 
 _KEPT_FROM_ENVIRONMENT = ("HOROVOD_", "HVD_")
@@ -64,8 +64,9 @@ class Framework(Generic[A]):
         """A new array with the elements of x, where like lies."""
         raise NotImplementedError
 
-    def fresh(self, data: memoryview, dtype: Any, shape: Shape, like: A) -> A:
-        """A new array of bytes that are to be read only, where like lies."""
+    def fresh(self, data: memoryview, shape: Shape, like: A) -> A:
+        """A new array of bytes that are to be read only, of like's type and where like lies. A ValueError if they are not so many
+        as shape wants."""
         raise NotImplementedError
 
 
@@ -99,7 +100,7 @@ class Plan(Generic[A]):
 class Call(Generic[A]):
     """An operation in flight. Its memory is the sidecar's until it is done."""
 
-    __slots__ = ("engine", "framework", "plan", "arrays", "targets", "dtype", "pending", "received", "_results")
+    __slots__ = ("engine", "framework", "plan", "arrays", "targets", "pending", "received", "_results")
 
     def __init__(
         self,
@@ -108,14 +109,12 @@ class Call(Generic[A]):
         plan: Plan[A],
         arrays: Sequence[A],
         targets: Optional[Sequence[A]],
-        dtype: Any,
     ) -> None:
         self.engine = engine
         self.framework = framework
         self.plan: Optional[Plan[A]] = plan
         self.arrays = arrays
         self.targets = targets
-        self.dtype = dtype
         self.pending: Optional[Pending] = None
         self.received: List[int] = []
         """How many rows came from each member, after an alltoall."""
@@ -143,11 +142,6 @@ class Call(Generic[A]):
         """Whether it is done, as far as is known without looking."""
         return self.pending is None or self.pending.done
 
-    def ended(self) -> bool:
-        """Whether it is done. The targets stay what they are."""
-        pending, plan = self.pending, self.plan
-        return pending is None or plan is None or plan.client.poll(pending)
-
     def settle(self, others: Sequence[Call[A]]) -> None:
         """Waits until it is done, well or not. others are what the caller waits for next."""
         pending, plan = self.pending, self.plan
@@ -158,18 +152,6 @@ class Call(Generic[A]):
         except Exception:
             if not pending.done or pending.error is None:
                 raise  # a signal handler's
-
-    def error(self) -> Optional[Exception]:
-        """Waits, and gives what it has failed with, if it has. The targets stay what they are."""
-        pending, plan = self.pending, self.plan
-        if pending is None:
-            return None
-        if plan is not None:
-            try:
-                plan.client.wait(pending)
-            except Exception as e:
-                return e
-        return None if pending.error is None else pending.error()
 
     def results(self) -> List[A]:
         """Waits, and gives the results: the targets, or new arrays."""
@@ -206,7 +188,7 @@ class Call(Generic[A]):
                 if completion is None or i >= len(completion.results):
                     raise HorovodInternalError(f"{wire.KIND_NAMES[plan.key[0]]}: the sidecar gave no result {i}")
                 place, shape = completion.results[i]
-                out.append(fw.fresh(plan.client.result(place), self.dtype, shape, x))
+                out.append(fw.fresh(plan.client.result(place), shape, x))
         self._results = out
         self.plan = None
         self.arrays = ()
@@ -233,10 +215,10 @@ class Engine:
         self._place: Optional[wire.Ready] = None
         self._sets: Dict[int, ProcessSet] = {}
         self._registered: List[ProcessSet] = []  # of which there may be several for one set of the job
-        self._unnamed: Dict[int, int] = {}
         self._plans: "collections.OrderedDict[tuple, List[Plan]]" = collections.OrderedDict()
         self._plans_lock = threading.Lock()
-        self._idle_bytes = 0
+        self._idle = self._idle_bytes = 0
+        self._simple: Dict[Tuple[int, int], Operation] = {}
         self._job = 0
         self._exit_registered = False
         self._except_hook = _exit.ExceptHook()
@@ -282,7 +264,6 @@ class Engine:
                 if reply.ready is None:
                     raise HorovodInternalError("the sidecar has not said which rank this is")
                 self._place = reply.ready
-                self._unnamed = {}
                 self._sets = {0: self.global_set}
                 self.global_set.ranks = list(range(reply.ready.size))
                 if client.pid:  # whoever started another one can send it signals
@@ -335,7 +316,6 @@ class Engine:
                     s._invalidate()
                 self._registered = []
                 self._sets = {}
-                self._unnamed = {}
                 for f in self.at_shutdown:
                     f()
                 self._clear_plans()
@@ -462,15 +442,13 @@ class Engine:
         root: int = 0,
         splits: Tuple[int, ...] = (),
         grouped: bool = False,
-        member: bool = False,
         at_once: bool = False,
         later: bool = False,
         types: Optional[Tuple[Tuple[Any, Code], ...]] = None,
     ) -> Call[A]:
         """Begins an operation on contiguous arrays: several if grouped, else one. They are of one type, whose code it is; in a
-        grouped allreduce they may be of several, and types are then those of each, with their codes. targets, for
-        allreduce and broadcast, take the results; they may be the arrays themselves. member says that it is one of a group,
-        whose name it has, and travels by itself. at_once says that the caller does nothing until it is done; later, that it
+        group they may be of several, and types are then those of each, with their codes. targets, for
+        allreduce and broadcast, take the results; they may be the arrays themselves. at_once says that the caller does nothing until it is done; later, that it
         calls hurry soon, or begins another, or waits."""
         client = self._client
         if self._place is None or client is None:
@@ -488,7 +466,7 @@ class Engine:
         in_place = targets is arrays
         key = (
             kind, framework, name, set_id, code, types, shapes, where, in_place, reduce_op, prescale, postscale, root,
-            splits, grouped, member,
+            splits, grouped,
         )  # fmt: skip
         plan = self._take(key)
         if plan is None:
@@ -497,15 +475,11 @@ class Engine:
             for local, x in zip(plan.inputs, arrays):
                 if local is not None:
                     framework.copy(local, x)
-        call: Call[A] = Call(self, framework, plan, arrays, targets, dtype)
+        call: Call[A] = Call(self, framework, plan, arrays, targets)
         operation = plan.operation
         assert operation is not None
-        if name is not None:
-            call.pending = client.submit(operation, keep=call, later=later, held=not at_once)
-        else:
-            # Nothing has this name in use: it does not come again before a join, at whose end nothing is in flight.
-            full = _full_name(kind, self.unnamed(set_id), grouped)
-            call.pending = client.submit(operation, wire.operation_name(full), call)
+        # What has no name is counted by the sidecar, and never in use.
+        call.pending = client.submit(operation, call, later, name is not None and not at_once)
         return call
 
     def hurry(self) -> None:
@@ -513,23 +487,6 @@ class Engine:
         client = self._client
         if client is not None:
             client.hurry()
-
-    def unnamed(self, set_id: int) -> str:
-        """The name of the next tensor without one: counted by process set, so that ranks that are not in a set count as
-        those that are."""
-        n = self._unnamed.get(set_id, 0) + 1
-        self._unnamed[set_id] = n
-        return f"noname.{n}"
-
-    def check_names(self, kind: int, names: Sequence[str], process_set: ProcessSet) -> None:
-        """A ValueError if one of these names of a group's tensors is in use. Before init it says nothing: what comes next
-        does."""
-        client = self._client
-        if self._place is None or client is None:
-            return
-        set_id = self.set_id(process_set, wire.KIND_NAMES[kind])
-        for name in names:
-            client.check_name(_full_name(kind, name, True), set_id)
 
     def _where(self, client: Client, address: int, alignment: int) -> Optional[Tuple[int, int]]:
         """The arena and offset of what lies at address; None if the sidecar cannot work on it there."""
@@ -540,7 +497,7 @@ class Engine:
         return found[0].number, found[1]
 
     def _plan(self, key: tuple, client: Client, fw: Framework[A], dtype: Any, process_set: ProcessSet) -> Plan[A]:
-        kind, _, name, set_id, code, types, shapes, where, in_place, reduce_op, pre, post, root, splits, grouped, member = key
+        kind, _, name, set_id, code, types, shapes, where, in_place, reduce_op, pre, post, root, splits, grouped = key
         plan: Plan[A] = Plan(key, client, self._job)
         tensors: List[Tuple[Shape, Optional[wire.Place], Optional[wire.Place], int]] = []
         number, size = code
@@ -585,7 +542,7 @@ class Engine:
         if name is None:
             plan.operation = Operation(body, wire.KIND_NAMES[kind])
         else:
-            full = _full_name(kind, name, grouped or member)
+            full = _full_name(kind, name, grouped)
             label = f'{wire.KIND_NAMES[kind]} "{full}"'
             plan.operation = Operation(body + wire.operation_name(full), label, (set_id, full))
         return plan
@@ -606,11 +563,12 @@ class Engine:
         if self._place is None or client is None:
             raise NotInitializedError()
         set_id = self.set_id(process_set, wire.KIND_NAMES[kind])
-        pending = client.submit(Operation(wire.operation(kind, process_set=set_id), wire.KIND_NAMES[kind]))
+        operation = self._simple.get((kind, set_id))
+        if operation is None:
+            operation = Operation(wire.operation(kind, process_set=set_id), wire.KIND_NAMES[kind])
+            self._simple[kind, set_id] = operation
+        pending = client.submit(operation)
         client.wait(pending)
-        if kind == wire.JOIN:
-            # All ranks are here: what comes next has the same names, however many steps each has made.
-            self._unnamed[set_id] = 0
         if pending.reply is None or pending.reply.completion is None:
             return wire.Completion()
         return pending.reply.completion
@@ -626,6 +584,7 @@ class Engine:
             if not idle:
                 return None
             plan = idle.pop()
+            self._idle -= 1
             self._idle_bytes -= plan.nbytes
             return plan
 
@@ -637,9 +596,11 @@ class Engine:
                 return
             self._plans.setdefault(plan.key, []).append(plan)
             self._plans.move_to_end(plan.key)
+            self._idle += 1
             self._idle_bytes += plan.nbytes
-            while len(self._plans) > _MAX_PLANS or self._idle_bytes > _MAX_IDLE_BYTES and len(self._plans) > 1:
+            while (self._idle > _MAX_PLANS or self._idle_bytes > _MAX_IDLE_BYTES) and len(self._plans) > 1:
                 _, idle = self._plans.popitem(last=False)
+                self._idle -= len(idle)
                 self._idle_bytes -= sum([p.nbytes for p in idle])
                 dropped.append(idle)
         if dropped:
@@ -650,7 +611,8 @@ class Engine:
     def _clear_plans(self) -> None:
         with self._plans_lock:
             plans, self._plans = self._plans, collections.OrderedDict()
-            self._idle_bytes = 0
+            self._idle = self._idle_bytes = 0
+            self._simple = {}
             self._job += 1
         del plans
 

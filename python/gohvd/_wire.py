@@ -50,8 +50,8 @@ DTYPES: Dict[str, Tuple[int, int]] = {
 }
 
 # Field numbers of Request.what.
-_INIT, _SHUTDOWN, _ARENA, _DROP_ARENA, _RING, _PREPARE, _SUBMIT, _FREE, _ADD_SET, _REMOVE_SET, _STATUS, _BYE = range(2, 14)
-_START_TIMELINE, _STOP_TIMELINE = 14, 15
+_INIT, _SHUTDOWN, _ARENA, _DROP_ARENA, _RING, _PREPARE = range(2, 8)
+_FREE, _ADD_SET, _REMOVE_SET, _STATUS, _BYE, _START_TIMELINE, _STOP_TIMELINE = range(9, 16)
 
 
 def varint(n: int) -> bytes:
@@ -124,10 +124,6 @@ def ring(ident: int, size: int) -> bytes:
 
 def prepare(ident: int, slot: int, operation: bytes) -> bytes:
     return _request(ident, _PREPARE, _uint(1, slot) + _bytes(2, operation))
-
-
-def submit(ident: int, operation: bytes, after: int = 0) -> bytes:
-    return _request(ident, _SUBMIT, _bytes(1, operation) + _uint(2, after))
 
 
 def free(ident: int, arena_number: int, offset: int) -> bytes:

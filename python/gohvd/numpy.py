@@ -55,8 +55,8 @@ class _Numpy(_engine.Framework[Array]):
     def clone(self, x: Array, like: Array) -> Array:
         return x.copy()
 
-    def fresh(self, data: memoryview, dtype: Any, shape: Shape, like: Array) -> Array:
-        return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
+    def fresh(self, data: memoryview, shape: Shape, like: Array) -> Array:
+        return np.frombuffer(data, dtype=like.dtype).reshape(shape).copy()
 
 
 _numpy = _Numpy()
@@ -118,8 +118,6 @@ def _begin(
     code = _code(dtype)
     shapes, types = [], None
     for x in arrays:
-        if x.dtype != dtype and kind != wire.ALLREDUCE:
-            raise ValueError(f"a group with arrays of type {dtype} and {x.dtype}: one type is possible")
         if x.dtype != dtype and types is None:
             types = tuple([(y.dtype, _code(y.dtype)) for y in arrays])
         shapes.append(x.shape)

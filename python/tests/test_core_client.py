@@ -771,7 +771,7 @@ class Alone(Bounded):
 class Fake:
     """A sidecar of the test's, in this process. script gets the connection after the greeting and the ring."""
 
-    def __init__(self, top: str, script: Callable[["Fake"], None], greet: bytes = b"GHVD\0\0\0\1") -> None:
+    def __init__(self, top: str, script: Callable[["Fake"], None], greet: bytes = b"GHVD\0\0\0\2") -> None:
         self.path = os.path.join(top, "fake")
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(self.path)
@@ -789,7 +789,7 @@ class Fake:
             with self.sock:
                 self.sock.recv(8)
                 self.sock.sendall(self.greet)
-                if self.greet != b"GHVD\0\0\0\1":
+                if self.greet != b"GHVD\0\0\0\2":
                     return
                 _, fds, _, _ = socket.recv_fds(self.sock, 100, 1)
                 self.ring = fds[0]
@@ -850,7 +850,7 @@ class Ring(WithFake):
 
         def complete(self, *idents: int) -> None:
             for ident in idents:
-                struct.pack_into("<QI", self.map, 4096 + 64 * (1024 + self.completed), ident, 0)
+                struct.pack_into("<QI", self.map, 4096 + 16 * (_client._RING_ENTRIES + self.completed), ident, 0)
                 self.completed += 1
             self.words[_client._COMPLETED] = self.completed
 
@@ -883,7 +883,7 @@ class Ring(WithFake):
 
     def operation(self, slot: int) -> _client.Operation:
         op = _client.Operation(b"", f"operation {slot}")
-        op.slot, op.ready = slot, True
+        op.slot = slot
         return op
 
     def five(self, client: _client.Client) -> Tuple[List[_client.Pending], threading.Thread]:
@@ -934,7 +934,7 @@ class Ring(WithFake):
             class Signal(BaseException):
                 pass
 
-            def interrupt() -> None:
+            def interrupt(when: int) -> None:
                 raise Signal
 
             client._tell = interrupt  # type: ignore[method-assign]
@@ -980,6 +980,37 @@ class Ring(WithFake):
             p = client.submit(self.operation(0))
             step.wait()
             client.wait(p)
+
+        self.meet_ring(script, use)
+
+    def test_sidecar_that_looks_soon(self) -> None:
+        """It hears of nothing but that the client waits, unless it has taken what it is waited for."""
+        step = threading.Barrier(2, timeout=20)
+
+        def script(s: Ring.Sidecar) -> None:
+            s.words[_client._LOOKING] = _client._SOON
+            step.wait()
+            step.wait()
+            assert not s.heard()
+            s.words[_client._TAKEN] = 1
+            step.wait()
+            step.wait()  # hurry
+            assert not s.heard()
+            step.wait()
+            s.hears()
+            s.complete(2, 3)
+            s.ring()
+
+        def use(client: _client.Client) -> None:
+            step.wait()
+            first = client.submit(self.operation(0))
+            step.wait()
+            step.wait()
+            client.hurry()
+            step.wait()
+            step.wait()
+            client.wait(client.submit(self.operation(1)))
+            client.wait(first)
 
         self.meet_ring(script, use)
 
@@ -1217,12 +1248,12 @@ class Nonsense(WithFake):
 
     def test_ring(self) -> None:
         def complete(f: Fake, completed: int, ident: int, status: int = 0) -> None:
-            os.pwrite(f.ring, struct.pack("<QI", ident, status), 4096 + 64 * 1024)
+            os.pwrite(f.ring, struct.pack("<QI", ident, status), 4096 + 16 * _client._RING_ENTRIES)
             os.pwrite(f.ring, struct.pack("<Q", completed), 192)
             f.sock.sendall(b"\0")
 
         self.refuses("completed 99, which was not submitted", lambda f: complete(f, 1, 99))
-        self.refuses("5000 completions in the ring, of which 0", lambda f: complete(f, 5000, 2))
+        self.refuses("70000 completions in the ring, of which 0", lambda f: complete(f, 70000, 2))
 
         # A completion whose answer is a frame: not before it is there.
         def script(f: Fake) -> None:
@@ -1240,7 +1271,7 @@ class Nonsense(WithFake):
 
     def test_greeting(self) -> None:
         with self.assertRaisesRegex(SidecarError, "has greeted with"):
-            self.meet(lambda f: None, lambda c: None, greet=b"GHVD\0\0\0\2")
+            self.meet(lambda f: None, lambda c: None, greet=b"GHVD\0\0\0\3")
         with self.assertRaisesRegex(SidecarError, "did not answer the greeting"):
             self.meet(lambda f: None, lambda c: None, greet=b"")
 
@@ -1261,7 +1292,7 @@ class Nonsense(WithFake):
             client._ids = iter(range(1000, 1 << 20))  # type: ignore[assignment]
             for _ in range(50):
                 with client._lock:
-                    client._send_frame(wire.submit(5, bytes(40000)))
+                    client._send_frame(wire.prepare(5, 0, bytes(40000)))
             for p in pending:
                 with self.assertRaises(HorovodInternalError):
                     client.wait(p)

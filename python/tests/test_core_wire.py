@@ -40,8 +40,6 @@ class Encoding(unittest.TestCase):
             (wire.ring(5, 8192), "0805" "3203" "088040"),
             # id: 6 prepare { slot: 0 operation { kind: 6 } }
             (wire.prepare(6, 0, wire.operation(wire.BARRIER)), "0806" "3a04" "1202" "0806"),
-            (wire.submit(7, wire.operation(wire.JOIN)), "0807" "4204" "0a02" "0807"),
-            (wire.submit(7, wire.operation(wire.JOIN), 300), "0807" "4207" "0a02" "0807" "10ac02"),
             (wire.free(8, 1 << 31, 64), "0808" "4a08" "088080808008" "1040"),
             (wire.add_process_set(9, [2, 1]), "0809" "5204" "0a020201"),
             (wire.remove_process_set(10, 3), "080a" "5a02" "0803"),

@@ -273,9 +273,6 @@ class Numpy(unittest.TestCase):
                 self.equal(x, np.full(3, sum(range(self.size)) + i * self.size, np.float32))
             self.assertIs(hvd.grouped_allreduce(xs, op=hvd.Sum, name="group in place", out=xs)[2], xs[2])
             self.equal(xs[1], got[1])
-        for call in (hvd.grouped_allgather, hvd.grouped_reducescatter):
-            with self.assertRaisesRegex(ValueError, "one type"):
-                call([np.ones(1), np.ones(1, np.float32)])
         with self.assertRaisesRegex(ValueError, "no arrays"):
             hvd.grouped_allreduce([])
 
@@ -286,6 +283,10 @@ class Numpy(unittest.TestCase):
             for turn in range(3):
                 for got, want in zip(hvd.grouped_allreduce(xs, op=hvd.Sum, name="types"), wants):
                     self.equal(got, want, f"turn {turn} of {dtypes}")
+                for got, d in zip(hvd.grouped_allgather(xs, name="types"), dtypes):
+                    self.assertEqual((got.dtype, len(got)), (d, 3 * self.size))
+                for got, want, x in zip(hvd.grouped_reducescatter(xs, op=hvd.Sum, name="types"), wants, xs):
+                    self.equal(got, want[: len(got)])
             out = [np.zeros_like(x) for x in xs]
             handle = hvd.grouped_allreduce_async(xs, op=hvd.Sum, name="types", out=out)
             for got, o, want in zip(handle.wait(), out, wants):

@@ -707,7 +707,7 @@ class Synchronizing(OptimizerTest):
             for step in range(4):
                 optimizer.zero_grad(set_to_none=False)
                 hvd.barrier()
-                with mock.patch.object(client, "_tell", lambda: (told.append(step), tell())[1]):
+                with mock.patch.object(client, "_tell", lambda when: (told.append(step), tell(when))[1]):
                     loss_of(model, batch(step, self.rank)).backward()
                 self.assertFalse(client._unheard, "the backward pass has ended")
                 optimizer.step()

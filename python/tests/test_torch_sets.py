@@ -149,18 +149,17 @@ class Errors(SetsTest):
                 self.assertEqual(len(client._pending), before, "some were begun")
         if self.rank > 0:
             hvd.barrier()  # until then those of rank 0 cannot end
-        # An allgather's tensors have names of their own, an allreduce's have not.
         of_this_name = [
             hvd.grouped_allreduce_async([two], name="whole"),
-            hvd.grouped_allreduce_async([two], name="whole_2of2"),
-            hvd.grouped_allgather_async([two], name="whole_2of2"),
+            hvd.grouped_allreduce_async([two], name="whole_2of2"),  # of no tensor in the group
+            hvd.grouped_allgather_async([two], name="whole"),
         ]
         if self.rank == 0 and self.size > 1:
             before = len(client._pending)
             for begin, full in (
                 (hvd.grouped_allreduce_async, "grouped_allreduce.whole"),
                 (hvd.grouped_allreduce_async_, "grouped_allreduce.whole"),
-                (hvd.grouped_allgather_async, "grouped_allgather.whole_2of2"),
+                (hvd.grouped_allgather_async, "grouped_allgather.whole"),
             ):
                 with self.assertRaisesRegex(ValueError, f'{full}"?: .* same name'):
                     begin([one, two], name="whole")

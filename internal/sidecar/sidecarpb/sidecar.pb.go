@@ -35,7 +35,6 @@ type Request struct {
 	//	*Request_DropArena
 	//	*Request_Ring
 	//	*Request_Prepare
-	//	*Request_Submit
 	//	*Request_Free
 	//	*Request_AddProcessSet
 	//	*Request_RemoveProcessSet
@@ -146,15 +145,6 @@ func (x *Request) GetPrepare() *Prepare {
 	return nil
 }
 
-func (x *Request) GetSubmit() *Submit {
-	if x != nil {
-		if x, ok := x.What.(*Request_Submit); ok {
-			return x.Submit
-		}
-	}
-	return nil
-}
-
 func (x *Request) GetFree() *Free {
 	if x != nil {
 		if x, ok := x.What.(*Request_Free); ok {
@@ -246,10 +236,6 @@ type Request_Prepare struct {
 	Prepare *Prepare `protobuf:"bytes,7,opt,name=prepare,proto3,oneof"`
 }
 
-type Request_Submit struct {
-	Submit *Submit `protobuf:"bytes,8,opt,name=submit,proto3,oneof"`
-}
-
 type Request_Free struct {
 	Free *Free `protobuf:"bytes,9,opt,name=free,proto3,oneof"`
 }
@@ -289,8 +275,6 @@ func (*Request_DropArena) isRequest_What() {}
 func (*Request_Ring) isRequest_What() {}
 
 func (*Request_Prepare) isRequest_What() {}
-
-func (*Request_Submit) isRequest_What() {}
 
 func (*Request_Free) isRequest_What() {}
 
@@ -987,59 +971,6 @@ func (x *Prepare) GetOperation() *Operation {
 	return nil
 }
 
-type Submit struct {
-	state     protoimpl.MessageState `protogen:"open.v1"`
-	Operation *Operation             `protobuf:"bytes,1,opt,name=operation,proto3" json:"operation,omitempty"`
-	// The count of submissions in the ring that this one comes after; 0 if their order does not matter.
-	After         uint64 `protobuf:"varint,2,opt,name=after,proto3" json:"after,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Submit) Reset() {
-	*x = Submit{}
-	mi := &file_sidecar_proto_msgTypes[11]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Submit) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Submit) ProtoMessage() {}
-
-func (x *Submit) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[11]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Submit.ProtoReflect.Descriptor instead.
-func (*Submit) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{11}
-}
-
-func (x *Submit) GetOperation() *Operation {
-	if x != nil {
-		return x.Operation
-	}
-	return nil
-}
-
-func (x *Submit) GetAfter() uint64 {
-	if x != nil {
-		return x.After
-	}
-	return 0
-}
-
 type Memory struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Arena         uint32                 `protobuf:"varint,1,opt,name=arena,proto3" json:"arena,omitempty"`
@@ -1051,7 +982,7 @@ type Memory struct {
 
 func (x *Memory) Reset() {
 	*x = Memory{}
-	mi := &file_sidecar_proto_msgTypes[12]
+	mi := &file_sidecar_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1063,7 +994,7 @@ func (x *Memory) String() string {
 func (*Memory) ProtoMessage() {}
 
 func (x *Memory) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[12]
+	mi := &file_sidecar_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1076,7 +1007,7 @@ func (x *Memory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Memory.ProtoReflect.Descriptor instead.
 func (*Memory) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{12}
+	return file_sidecar_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Memory) GetArena() uint32 {
@@ -1112,7 +1043,7 @@ type Tensor struct {
 
 func (x *Tensor) Reset() {
 	*x = Tensor{}
-	mi := &file_sidecar_proto_msgTypes[13]
+	mi := &file_sidecar_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1124,7 +1055,7 @@ func (x *Tensor) String() string {
 func (*Tensor) ProtoMessage() {}
 
 func (x *Tensor) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[13]
+	mi := &file_sidecar_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1137,7 +1068,7 @@ func (x *Tensor) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tensor.ProtoReflect.Descriptor instead.
 func (*Tensor) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{13}
+	return file_sidecar_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Tensor) GetShape() []int64 {
@@ -1191,7 +1122,7 @@ type Operation struct {
 
 func (x *Operation) Reset() {
 	*x = Operation{}
-	mi := &file_sidecar_proto_msgTypes[14]
+	mi := &file_sidecar_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1203,7 +1134,7 @@ func (x *Operation) String() string {
 func (*Operation) ProtoMessage() {}
 
 func (x *Operation) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[14]
+	mi := &file_sidecar_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1216,7 +1147,7 @@ func (x *Operation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Operation.ProtoReflect.Descriptor instead.
 func (*Operation) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{14}
+	return file_sidecar_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Operation) GetKind() uint32 {
@@ -1334,7 +1265,7 @@ type Result struct {
 
 func (x *Result) Reset() {
 	*x = Result{}
-	mi := &file_sidecar_proto_msgTypes[15]
+	mi := &file_sidecar_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1346,7 +1277,7 @@ func (x *Result) String() string {
 func (*Result) ProtoMessage() {}
 
 func (x *Result) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[15]
+	mi := &file_sidecar_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1359,7 +1290,7 @@ func (x *Result) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Result.ProtoReflect.Descriptor instead.
 func (*Result) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{15}
+	return file_sidecar_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Result) GetMemory() *Memory {
@@ -1387,7 +1318,7 @@ type Completion struct {
 
 func (x *Completion) Reset() {
 	*x = Completion{}
-	mi := &file_sidecar_proto_msgTypes[16]
+	mi := &file_sidecar_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1399,7 +1330,7 @@ func (x *Completion) String() string {
 func (*Completion) ProtoMessage() {}
 
 func (x *Completion) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[16]
+	mi := &file_sidecar_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1412,7 +1343,7 @@ func (x *Completion) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Completion.ProtoReflect.Descriptor instead.
 func (*Completion) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{16}
+	return file_sidecar_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Completion) GetResults() []*Result {
@@ -1446,7 +1377,7 @@ type Free struct {
 
 func (x *Free) Reset() {
 	*x = Free{}
-	mi := &file_sidecar_proto_msgTypes[17]
+	mi := &file_sidecar_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1458,7 +1389,7 @@ func (x *Free) String() string {
 func (*Free) ProtoMessage() {}
 
 func (x *Free) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[17]
+	mi := &file_sidecar_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1471,7 +1402,7 @@ func (x *Free) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Free.ProtoReflect.Descriptor instead.
 func (*Free) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{17}
+	return file_sidecar_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Free) GetArena() uint32 {
@@ -1498,7 +1429,7 @@ type AddProcessSet struct {
 
 func (x *AddProcessSet) Reset() {
 	*x = AddProcessSet{}
-	mi := &file_sidecar_proto_msgTypes[18]
+	mi := &file_sidecar_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1510,7 +1441,7 @@ func (x *AddProcessSet) String() string {
 func (*AddProcessSet) ProtoMessage() {}
 
 func (x *AddProcessSet) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[18]
+	mi := &file_sidecar_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1523,7 +1454,7 @@ func (x *AddProcessSet) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddProcessSet.ProtoReflect.Descriptor instead.
 func (*AddProcessSet) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{18}
+	return file_sidecar_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *AddProcessSet) GetRanks() []int32 {
@@ -1550,7 +1481,7 @@ type RemoveProcessSet struct {
 
 func (x *RemoveProcessSet) Reset() {
 	*x = RemoveProcessSet{}
-	mi := &file_sidecar_proto_msgTypes[19]
+	mi := &file_sidecar_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1562,7 +1493,7 @@ func (x *RemoveProcessSet) String() string {
 func (*RemoveProcessSet) ProtoMessage() {}
 
 func (x *RemoveProcessSet) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[19]
+	mi := &file_sidecar_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1575,7 +1506,7 @@ func (x *RemoveProcessSet) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveProcessSet.ProtoReflect.Descriptor instead.
 func (*RemoveProcessSet) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{19}
+	return file_sidecar_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *RemoveProcessSet) GetId() int32 {
@@ -1600,7 +1531,7 @@ type Status struct {
 
 func (x *Status) Reset() {
 	*x = Status{}
-	mi := &file_sidecar_proto_msgTypes[20]
+	mi := &file_sidecar_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1612,7 +1543,7 @@ func (x *Status) String() string {
 func (*Status) ProtoMessage() {}
 
 func (x *Status) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[20]
+	mi := &file_sidecar_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1625,7 +1556,7 @@ func (x *Status) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Status.ProtoReflect.Descriptor instead.
 func (*Status) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{20}
+	return file_sidecar_proto_rawDescGZIP(), []int{19}
 }
 
 type StatusReport struct {
@@ -1642,7 +1573,7 @@ type StatusReport struct {
 
 func (x *StatusReport) Reset() {
 	*x = StatusReport{}
-	mi := &file_sidecar_proto_msgTypes[21]
+	mi := &file_sidecar_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1654,7 +1585,7 @@ func (x *StatusReport) String() string {
 func (*StatusReport) ProtoMessage() {}
 
 func (x *StatusReport) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[21]
+	mi := &file_sidecar_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1667,7 +1598,7 @@ func (x *StatusReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatusReport.ProtoReflect.Descriptor instead.
 func (*StatusReport) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{21}
+	return file_sidecar_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *StatusReport) GetVersion() string {
@@ -1722,7 +1653,7 @@ type Ended struct {
 
 func (x *Ended) Reset() {
 	*x = Ended{}
-	mi := &file_sidecar_proto_msgTypes[22]
+	mi := &file_sidecar_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1734,7 +1665,7 @@ func (x *Ended) String() string {
 func (*Ended) ProtoMessage() {}
 
 func (x *Ended) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[22]
+	mi := &file_sidecar_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1747,7 +1678,7 @@ func (x *Ended) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ended.ProtoReflect.Descriptor instead.
 func (*Ended) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{22}
+	return file_sidecar_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Ended) GetError() *Error {
@@ -1765,7 +1696,7 @@ type Bye struct {
 
 func (x *Bye) Reset() {
 	*x = Bye{}
-	mi := &file_sidecar_proto_msgTypes[23]
+	mi := &file_sidecar_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1777,7 +1708,7 @@ func (x *Bye) String() string {
 func (*Bye) ProtoMessage() {}
 
 func (x *Bye) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[23]
+	mi := &file_sidecar_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1790,7 +1721,7 @@ func (x *Bye) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Bye.ProtoReflect.Descriptor instead.
 func (*Bye) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{23}
+	return file_sidecar_proto_rawDescGZIP(), []int{22}
 }
 
 type StartTimeline struct {
@@ -1803,7 +1734,7 @@ type StartTimeline struct {
 
 func (x *StartTimeline) Reset() {
 	*x = StartTimeline{}
-	mi := &file_sidecar_proto_msgTypes[24]
+	mi := &file_sidecar_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1815,7 +1746,7 @@ func (x *StartTimeline) String() string {
 func (*StartTimeline) ProtoMessage() {}
 
 func (x *StartTimeline) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[24]
+	mi := &file_sidecar_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1828,7 +1759,7 @@ func (x *StartTimeline) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartTimeline.ProtoReflect.Descriptor instead.
 func (*StartTimeline) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{24}
+	return file_sidecar_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *StartTimeline) GetPath() string {
@@ -1853,7 +1784,7 @@ type StopTimeline struct {
 
 func (x *StopTimeline) Reset() {
 	*x = StopTimeline{}
-	mi := &file_sidecar_proto_msgTypes[25]
+	mi := &file_sidecar_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1865,7 +1796,7 @@ func (x *StopTimeline) String() string {
 func (*StopTimeline) ProtoMessage() {}
 
 func (x *StopTimeline) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[25]
+	mi := &file_sidecar_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1878,7 +1809,7 @@ func (x *StopTimeline) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopTimeline.ProtoReflect.Descriptor instead.
 func (*StopTimeline) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{25}
+	return file_sidecar_proto_rawDescGZIP(), []int{24}
 }
 
 type Error struct {
@@ -1896,7 +1827,7 @@ type Error struct {
 
 func (x *Error) Reset() {
 	*x = Error{}
-	mi := &file_sidecar_proto_msgTypes[26]
+	mi := &file_sidecar_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1908,7 +1839,7 @@ func (x *Error) String() string {
 func (*Error) ProtoMessage() {}
 
 func (x *Error) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[26]
+	mi := &file_sidecar_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1921,7 +1852,7 @@ func (x *Error) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Error.ProtoReflect.Descriptor instead.
 func (*Error) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{26}
+	return file_sidecar_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Error) GetClass() uint32 {
@@ -1970,7 +1901,7 @@ var File_sidecar_proto protoreflect.FileDescriptor
 
 const file_sidecar_proto_rawDesc = "" +
 	"\n" +
-	"\rsidecar.proto\x12\x10gohvd.sidecar.v1\"\xce\x06\n" +
+	"\rsidecar.proto\x12\x10gohvd.sidecar.v1\"\xa0\x06\n" +
 	"\aRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12,\n" +
 	"\x04init\x18\x02 \x01(\v2\x16.gohvd.sidecar.v1.InitH\x00R\x04init\x128\n" +
@@ -1979,8 +1910,7 @@ const file_sidecar_proto_rawDesc = "" +
 	"\n" +
 	"drop_arena\x18\x05 \x01(\v2\x1b.gohvd.sidecar.v1.DropArenaH\x00R\tdropArena\x12,\n" +
 	"\x04ring\x18\x06 \x01(\v2\x16.gohvd.sidecar.v1.RingH\x00R\x04ring\x125\n" +
-	"\aprepare\x18\a \x01(\v2\x19.gohvd.sidecar.v1.PrepareH\x00R\aprepare\x122\n" +
-	"\x06submit\x18\b \x01(\v2\x18.gohvd.sidecar.v1.SubmitH\x00R\x06submit\x12,\n" +
+	"\aprepare\x18\a \x01(\v2\x19.gohvd.sidecar.v1.PrepareH\x00R\aprepare\x12,\n" +
 	"\x04free\x18\t \x01(\v2\x16.gohvd.sidecar.v1.FreeH\x00R\x04free\x12I\n" +
 	"\x0fadd_process_set\x18\n" +
 	" \x01(\v2\x1f.gohvd.sidecar.v1.AddProcessSetH\x00R\raddProcessSet\x12R\n" +
@@ -1989,7 +1919,7 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x03bye\x18\r \x01(\v2\x15.gohvd.sidecar.v1.ByeH\x00R\x03bye\x12H\n" +
 	"\x0estart_timeline\x18\x0e \x01(\v2\x1f.gohvd.sidecar.v1.StartTimelineH\x00R\rstartTimeline\x12E\n" +
 	"\rstop_timeline\x18\x0f \x01(\v2\x1e.gohvd.sidecar.v1.StopTimelineH\x00R\fstopTimelineB\x06\n" +
-	"\x04what\"\xda\x03\n" +
+	"\x04whatJ\x04\b\b\x10\t\"\xda\x03\n" +
 	"\x05Reply\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12-\n" +
 	"\x05error\x18\x02 \x01(\v2\x17.gohvd.sidecar.v1.ErrorR\x05error\x12/\n" +
@@ -2043,10 +1973,7 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"X\n" +
 	"\aPrepare\x12\x12\n" +
 	"\x04slot\x18\x01 \x01(\rR\x04slot\x129\n" +
-	"\toperation\x18\x02 \x01(\v2\x1b.gohvd.sidecar.v1.OperationR\toperation\"Y\n" +
-	"\x06Submit\x129\n" +
-	"\toperation\x18\x01 \x01(\v2\x1b.gohvd.sidecar.v1.OperationR\toperation\x12\x14\n" +
-	"\x05after\x18\x02 \x01(\x04R\x05after\"L\n" +
+	"\toperation\x18\x02 \x01(\v2\x1b.gohvd.sidecar.v1.OperationR\toperation\"L\n" +
 	"\x06Memory\x12\x14\n" +
 	"\x05arena\x18\x01 \x01(\rR\x05arena\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x14\n" +
@@ -2134,7 +2061,7 @@ func file_sidecar_proto_rawDescGZIP() []byte {
 	return file_sidecar_proto_rawDescData
 }
 
-var file_sidecar_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
+var file_sidecar_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_sidecar_proto_goTypes = []any{
 	(*Request)(nil),          // 0: gohvd.sidecar.v1.Request
 	(*Reply)(nil),            // 1: gohvd.sidecar.v1.Reply
@@ -2147,23 +2074,22 @@ var file_sidecar_proto_goTypes = []any{
 	(*DropArena)(nil),        // 8: gohvd.sidecar.v1.DropArena
 	(*Ring)(nil),             // 9: gohvd.sidecar.v1.Ring
 	(*Prepare)(nil),          // 10: gohvd.sidecar.v1.Prepare
-	(*Submit)(nil),           // 11: gohvd.sidecar.v1.Submit
-	(*Memory)(nil),           // 12: gohvd.sidecar.v1.Memory
-	(*Tensor)(nil),           // 13: gohvd.sidecar.v1.Tensor
-	(*Operation)(nil),        // 14: gohvd.sidecar.v1.Operation
-	(*Result)(nil),           // 15: gohvd.sidecar.v1.Result
-	(*Completion)(nil),       // 16: gohvd.sidecar.v1.Completion
-	(*Free)(nil),             // 17: gohvd.sidecar.v1.Free
-	(*AddProcessSet)(nil),    // 18: gohvd.sidecar.v1.AddProcessSet
-	(*RemoveProcessSet)(nil), // 19: gohvd.sidecar.v1.RemoveProcessSet
-	(*Status)(nil),           // 20: gohvd.sidecar.v1.Status
-	(*StatusReport)(nil),     // 21: gohvd.sidecar.v1.StatusReport
-	(*Ended)(nil),            // 22: gohvd.sidecar.v1.Ended
-	(*Bye)(nil),              // 23: gohvd.sidecar.v1.Bye
-	(*StartTimeline)(nil),    // 24: gohvd.sidecar.v1.StartTimeline
-	(*StopTimeline)(nil),     // 25: gohvd.sidecar.v1.StopTimeline
-	(*Error)(nil),            // 26: gohvd.sidecar.v1.Error
-	nil,                      // 27: gohvd.sidecar.v1.Init.SettingsEntry
+	(*Memory)(nil),           // 11: gohvd.sidecar.v1.Memory
+	(*Tensor)(nil),           // 12: gohvd.sidecar.v1.Tensor
+	(*Operation)(nil),        // 13: gohvd.sidecar.v1.Operation
+	(*Result)(nil),           // 14: gohvd.sidecar.v1.Result
+	(*Completion)(nil),       // 15: gohvd.sidecar.v1.Completion
+	(*Free)(nil),             // 16: gohvd.sidecar.v1.Free
+	(*AddProcessSet)(nil),    // 17: gohvd.sidecar.v1.AddProcessSet
+	(*RemoveProcessSet)(nil), // 18: gohvd.sidecar.v1.RemoveProcessSet
+	(*Status)(nil),           // 19: gohvd.sidecar.v1.Status
+	(*StatusReport)(nil),     // 20: gohvd.sidecar.v1.StatusReport
+	(*Ended)(nil),            // 21: gohvd.sidecar.v1.Ended
+	(*Bye)(nil),              // 22: gohvd.sidecar.v1.Bye
+	(*StartTimeline)(nil),    // 23: gohvd.sidecar.v1.StartTimeline
+	(*StopTimeline)(nil),     // 24: gohvd.sidecar.v1.StopTimeline
+	(*Error)(nil),            // 25: gohvd.sidecar.v1.Error
+	nil,                      // 26: gohvd.sidecar.v1.Init.SettingsEntry
 }
 var file_sidecar_proto_depIdxs = []int32{
 	2,  // 0: gohvd.sidecar.v1.Request.init:type_name -> gohvd.sidecar.v1.Init
@@ -2172,38 +2098,36 @@ var file_sidecar_proto_depIdxs = []int32{
 	8,  // 3: gohvd.sidecar.v1.Request.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
 	9,  // 4: gohvd.sidecar.v1.Request.ring:type_name -> gohvd.sidecar.v1.Ring
 	10, // 5: gohvd.sidecar.v1.Request.prepare:type_name -> gohvd.sidecar.v1.Prepare
-	11, // 6: gohvd.sidecar.v1.Request.submit:type_name -> gohvd.sidecar.v1.Submit
-	17, // 7: gohvd.sidecar.v1.Request.free:type_name -> gohvd.sidecar.v1.Free
-	18, // 8: gohvd.sidecar.v1.Request.add_process_set:type_name -> gohvd.sidecar.v1.AddProcessSet
-	19, // 9: gohvd.sidecar.v1.Request.remove_process_set:type_name -> gohvd.sidecar.v1.RemoveProcessSet
-	20, // 10: gohvd.sidecar.v1.Request.status:type_name -> gohvd.sidecar.v1.Status
-	23, // 11: gohvd.sidecar.v1.Request.bye:type_name -> gohvd.sidecar.v1.Bye
-	24, // 12: gohvd.sidecar.v1.Request.start_timeline:type_name -> gohvd.sidecar.v1.StartTimeline
-	25, // 13: gohvd.sidecar.v1.Request.stop_timeline:type_name -> gohvd.sidecar.v1.StopTimeline
-	26, // 14: gohvd.sidecar.v1.Reply.error:type_name -> gohvd.sidecar.v1.Error
-	4,  // 15: gohvd.sidecar.v1.Reply.ready:type_name -> gohvd.sidecar.v1.Ready
-	16, // 16: gohvd.sidecar.v1.Reply.completion:type_name -> gohvd.sidecar.v1.Completion
-	5,  // 17: gohvd.sidecar.v1.Reply.process_set:type_name -> gohvd.sidecar.v1.ProcessSet
-	21, // 18: gohvd.sidecar.v1.Reply.status:type_name -> gohvd.sidecar.v1.StatusReport
-	7,  // 19: gohvd.sidecar.v1.Reply.arena:type_name -> gohvd.sidecar.v1.Arena
-	22, // 20: gohvd.sidecar.v1.Reply.ended:type_name -> gohvd.sidecar.v1.Ended
-	8,  // 21: gohvd.sidecar.v1.Reply.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
-	27, // 22: gohvd.sidecar.v1.Init.settings:type_name -> gohvd.sidecar.v1.Init.SettingsEntry
-	3,  // 23: gohvd.sidecar.v1.Init.process_sets:type_name -> gohvd.sidecar.v1.Ranks
-	5,  // 24: gohvd.sidecar.v1.Ready.process_sets:type_name -> gohvd.sidecar.v1.ProcessSet
-	14, // 25: gohvd.sidecar.v1.Prepare.operation:type_name -> gohvd.sidecar.v1.Operation
-	14, // 26: gohvd.sidecar.v1.Submit.operation:type_name -> gohvd.sidecar.v1.Operation
-	12, // 27: gohvd.sidecar.v1.Tensor.input:type_name -> gohvd.sidecar.v1.Memory
-	12, // 28: gohvd.sidecar.v1.Tensor.output:type_name -> gohvd.sidecar.v1.Memory
-	13, // 29: gohvd.sidecar.v1.Operation.tensors:type_name -> gohvd.sidecar.v1.Tensor
-	12, // 30: gohvd.sidecar.v1.Result.memory:type_name -> gohvd.sidecar.v1.Memory
-	15, // 31: gohvd.sidecar.v1.Completion.results:type_name -> gohvd.sidecar.v1.Result
-	26, // 32: gohvd.sidecar.v1.Ended.error:type_name -> gohvd.sidecar.v1.Error
-	33, // [33:33] is the sub-list for method output_type
-	33, // [33:33] is the sub-list for method input_type
-	33, // [33:33] is the sub-list for extension type_name
-	33, // [33:33] is the sub-list for extension extendee
-	0,  // [0:33] is the sub-list for field type_name
+	16, // 6: gohvd.sidecar.v1.Request.free:type_name -> gohvd.sidecar.v1.Free
+	17, // 7: gohvd.sidecar.v1.Request.add_process_set:type_name -> gohvd.sidecar.v1.AddProcessSet
+	18, // 8: gohvd.sidecar.v1.Request.remove_process_set:type_name -> gohvd.sidecar.v1.RemoveProcessSet
+	19, // 9: gohvd.sidecar.v1.Request.status:type_name -> gohvd.sidecar.v1.Status
+	22, // 10: gohvd.sidecar.v1.Request.bye:type_name -> gohvd.sidecar.v1.Bye
+	23, // 11: gohvd.sidecar.v1.Request.start_timeline:type_name -> gohvd.sidecar.v1.StartTimeline
+	24, // 12: gohvd.sidecar.v1.Request.stop_timeline:type_name -> gohvd.sidecar.v1.StopTimeline
+	25, // 13: gohvd.sidecar.v1.Reply.error:type_name -> gohvd.sidecar.v1.Error
+	4,  // 14: gohvd.sidecar.v1.Reply.ready:type_name -> gohvd.sidecar.v1.Ready
+	15, // 15: gohvd.sidecar.v1.Reply.completion:type_name -> gohvd.sidecar.v1.Completion
+	5,  // 16: gohvd.sidecar.v1.Reply.process_set:type_name -> gohvd.sidecar.v1.ProcessSet
+	20, // 17: gohvd.sidecar.v1.Reply.status:type_name -> gohvd.sidecar.v1.StatusReport
+	7,  // 18: gohvd.sidecar.v1.Reply.arena:type_name -> gohvd.sidecar.v1.Arena
+	21, // 19: gohvd.sidecar.v1.Reply.ended:type_name -> gohvd.sidecar.v1.Ended
+	8,  // 20: gohvd.sidecar.v1.Reply.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
+	26, // 21: gohvd.sidecar.v1.Init.settings:type_name -> gohvd.sidecar.v1.Init.SettingsEntry
+	3,  // 22: gohvd.sidecar.v1.Init.process_sets:type_name -> gohvd.sidecar.v1.Ranks
+	5,  // 23: gohvd.sidecar.v1.Ready.process_sets:type_name -> gohvd.sidecar.v1.ProcessSet
+	13, // 24: gohvd.sidecar.v1.Prepare.operation:type_name -> gohvd.sidecar.v1.Operation
+	11, // 25: gohvd.sidecar.v1.Tensor.input:type_name -> gohvd.sidecar.v1.Memory
+	11, // 26: gohvd.sidecar.v1.Tensor.output:type_name -> gohvd.sidecar.v1.Memory
+	12, // 27: gohvd.sidecar.v1.Operation.tensors:type_name -> gohvd.sidecar.v1.Tensor
+	11, // 28: gohvd.sidecar.v1.Result.memory:type_name -> gohvd.sidecar.v1.Memory
+	14, // 29: gohvd.sidecar.v1.Completion.results:type_name -> gohvd.sidecar.v1.Result
+	25, // 30: gohvd.sidecar.v1.Ended.error:type_name -> gohvd.sidecar.v1.Error
+	31, // [31:31] is the sub-list for method output_type
+	31, // [31:31] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_sidecar_proto_init() }
@@ -2218,7 +2142,6 @@ func file_sidecar_proto_init() {
 		(*Request_DropArena)(nil),
 		(*Request_Ring)(nil),
 		(*Request_Prepare)(nil),
-		(*Request_Submit)(nil),
 		(*Request_Free)(nil),
 		(*Request_AddProcessSet)(nil),
 		(*Request_RemoveProcessSet)(nil),
@@ -2236,14 +2159,14 @@ func file_sidecar_proto_init() {
 		(*Reply_Ended)(nil),
 		(*Reply_DropArena)(nil),
 	}
-	file_sidecar_proto_msgTypes[14].OneofWrappers = []any{}
+	file_sidecar_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sidecar_proto_rawDesc), len(file_sidecar_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   28,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

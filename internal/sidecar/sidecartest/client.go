@@ -41,7 +41,9 @@ const (
 	ringSubmitted = 64
 	ringCompleted = 192
 	ringEntries   = 4096
-	entryBytes    = 64
+	entryBytes    = 16
+	ownRing       = 64 // entries, of a Client that is not told how many
+	firstSlot     = 1 << 16
 
 	// RingSeen, RingWanted and RingLooking are words for Word.
 	RingSeen    = 256
@@ -68,11 +70,14 @@ type Client struct {
 	n         uint64                      // entries of the ring
 	submitted uint64
 	seen      uint64
+	begun     map[uint64]*sidecarpb.Operation
+	ended     map[uint64]uint32 // statuses of begun operations that are done
 }
 
 // New is the client at this end of a socket, which it owns.
 func New(t TB, fd int) *Client {
-	c := &Client{t: t, FD: fd, early: make(map[uint64]*sidecarpb.Reply), Arenas: make(map[uint32][]byte)}
+	c := &Client{t: t, FD: fd, early: make(map[uint64]*sidecarpb.Reply), Arenas: make(map[uint32][]byte),
+		begun: make(map[uint64]*sidecarpb.Operation), ended: make(map[uint64]uint32)}
 	timeout := unix.NsecToTimeval(Patience.Nanoseconds())
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout); err != nil {
 		t.Fatal(err)
@@ -114,7 +119,7 @@ func (c *Client) unmap(b []byte) {
 // Hello exchanges greetings.
 func (c *Client) Hello() {
 	c.t.Helper()
-	const greeting = "GHVD\x00\x00\x00\x01"
+	const greeting = "GHVD\x00\x00\x00\x02"
 	c.Write([]byte(greeting))
 	for len(c.buf) < len(greeting) {
 		if err := c.Read(); err != nil {
@@ -386,7 +391,7 @@ func NewRing(t TB, n uint64) (fd int, b []byte) {
 	page := uint64(os.Getpagesize())
 	fd, b = File(t, int64((ringEntries+2*entryBytes*n+page-1)/page*page), Seals)
 	copy(b, "GHVR")
-	binary.LittleEndian.PutUint32(b[4:], 1)
+	binary.LittleEndian.PutUint32(b[4:], 2)
 	binary.LittleEndian.PutUint32(b[8:], uint32(n))
 	return fd, b
 }
@@ -423,6 +428,57 @@ func (c *Client) Push(slot uint32) uint64 {
 func (c *Client) Doorbell() {
 	c.t.Helper()
 	c.Write([]byte{0})
+}
+
+// Begin submits an operation, for which Await waits, and gives its number.
+func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
+	c.t.Helper()
+	if c.RingBytes == nil {
+		c.Ring(ownRing)
+	}
+	slot := firstSlot + uint32(c.submitted)%firstSlot
+	c.Send(Prepare(slot, o))
+	id := c.Push(slot)
+	c.begun[id] = o
+	c.Doorbell()
+	return id
+}
+
+// Await waits for an operation that was begun, and gives the answer. That of one which has none has the outputs as its results,
+// without shapes.
+func (c *Client) Await(id uint64) *sidecarpb.Reply {
+	c.t.Helper()
+	o, waits := c.begun[id]
+	for ; waits; _, waits = c.begun[id] {
+		ended, status := c.Pop()
+		c.ended[ended] = status
+		delete(c.begun, ended)
+	}
+	status := c.ended[id]
+	if delete(c.ended, id); status != 0 {
+		return c.Reply(id)
+	}
+	a := new(sidecarpb.Completion)
+	for _, t := range o.GetTensors() {
+		a.Results = append(a.Results, &sidecarpb.Result{Memory: t.Output})
+	}
+	return &sidecarpb.Reply{Id: id, What: &sidecarpb.Reply_Completion{Completion: a}}
+}
+
+// Run runs an operation, and gives the answer as Await does.
+func (c *Client) Run(o *sidecarpb.Operation) *sidecarpb.Reply {
+	c.t.Helper()
+	return c.Await(c.Begin(o))
+}
+
+// MustRun is Run for what has to succeed.
+func (c *Client) MustRun(o *sidecarpb.Operation) *sidecarpb.Completion {
+	c.t.Helper()
+	r := c.Run(o)
+	if r.Error != nil {
+		c.t.Fatalf("%v: %v", o, r.Error)
+	}
+	return r.GetCompletion()
 }
 
 // Pop waits for a completion in the ring.

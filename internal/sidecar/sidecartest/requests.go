@@ -44,11 +44,6 @@ func Ring(numBytes uint64) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Ring{Ring: &sidecarpb.Ring{Bytes: numBytes}}}
 }
 
-// Submit is a request.
-func Submit(o *sidecarpb.Operation) *sidecarpb.Request {
-	return &sidecarpb.Request{What: &sidecarpb.Request_Submit{Submit: &sidecarpb.Submit{Operation: o}}}
-}
-
 // Prepare is a request.
 func Prepare(slot uint32, o *sidecarpb.Operation) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Prepare{Prepare: &sidecarpb.Prepare{Slot: slot, Operation: o}}}

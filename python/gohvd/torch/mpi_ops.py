@@ -83,8 +83,10 @@ class _Torch(_engine.Framework[Tensor]):
     def clone(self, x: Tensor, like: Tensor) -> Tensor:
         return x.clone() if like.is_cpu else x.to(like.device)
 
-    def fresh(self, data: memoryview, dtype: Any, shape: Shape, like: Tensor) -> Tensor:
-        x = torch.empty(shape, dtype=dtype)
+    def fresh(self, data: memoryview, shape: Shape, like: Tensor) -> Tensor:
+        x = torch.empty(shape, dtype=like.dtype)
+        if len(data) != x.numel() * x.element_size():
+            raise ValueError(f"a result of {len(data)} bytes for {x.dtype} of shape {shape}")
         if len(data):
             # Through bytes of x's own, for torch takes no memory that is to be read only.
             _engine.memory_at(x.data_ptr(), len(data))[:] = data
@@ -124,7 +126,6 @@ def _begin(
     root: int = 0,
     splits: Tuple[int, ...] = (),
     grouped: bool = False,
-    member: bool = False,
     at_once: bool = False,
     later: bool = False,
     types: Optional[Tuple[Tuple[Any, _engine.Code], ...]] = None,
@@ -135,7 +136,7 @@ def _begin(
     shapes: Tuple[Shape, ...] = tuple([t.shape for t in tensors]) if grouped else (first.shape,)
     return _engine.engine.begin(
         _torch, kind, tensors, shapes, dtype, code, process_set, name, targets=targets, reduce_op=reduce_op,
-        prescale=prescale, postscale=postscale, root=root, splits=splits, grouped=grouped, member=member, at_once=at_once,
+        prescale=prescale, postscale=postscale, root=root, splits=splits, grouped=grouped, at_once=at_once,
         later=later, types=types,
     )  # fmt: skip
 
@@ -158,37 +159,25 @@ class _Handles:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._entries: Dict[int, Tuple[List[_engine.Call[Tensor]], Callable[[List[_engine.Call[Tensor]]], Any]]] = {}
+        self._entries: Dict[int, Tuple[_engine.Call[Tensor], Callable[[_engine.Call[Tensor]], Any]]] = {}
 
-    def add(self, calls: List[_engine.Call[Tensor]], result: Callable[[List[_engine.Call[Tensor]]], Any]) -> int:
+    def add(self, call: _engine.Call[Tensor], result: Callable[[_engine.Call[Tensor]], Any]) -> int:
         """result makes what synchronize gives."""
         number = next(self._numbers)
-        self._entries[number] = calls, result
+        self._entries[number] = call, result
         return number
 
     def poll(self, number: int) -> bool:
         entry = self._entries.get(number)
         if entry is None:
             raise ValueError(f"handle {number} does not exist, or was synchronized")
-        calls = entry[0]
-        if len(calls) == 1:
-            return calls[0].done()
-        if not all([call.ended() for call in calls]):
-            return False
-        # As in _group_results.
-        if not any([call.error() for call in calls]):
-            for call in calls:
-                call.results()
-        return True
+        return entry[0].done()
 
     def settle(self, number: int, others: Sequence[int]) -> None:
         """Waits until an operation has ended. The caller waits for the others next."""
         entry = self._entries.get(number)
-        if entry is None or all([call.known() for call in entry[0]]):
-            return
-        calls = [call for n in others if n in self._entries for call in self._entries[n][0]]
-        for call in entry[0]:
-            call.settle(calls)
+        if entry is not None and not entry[0].known():
+            entry[0].settle([self._entries[n][0] for n in others if n in self._entries])
 
     def take(self, number: int) -> Any:
         entry = self._entries.pop(number, None)
@@ -197,15 +186,13 @@ class _Handles:
         try:
             return entry[1](entry[0])
         finally:
-            for call in entry[0]:
-                call.let_go()
+            entry[0].let_go()
 
     def forget(self, number: int) -> None:
         """Gives up a handle: its names are free when its operations are done."""
         entry = self._entries.pop(number, None)
         if entry is not None:
-            for call in entry[0]:
-                call.let_go()
+            entry[0].let_go()
 
     def reset(self) -> None:
         self._numbers = itertools.count(1)
@@ -240,12 +227,15 @@ def forget(handle: Union[int, SparseSum]) -> None:
         _handles.forget(number)
 
 
-def _one(calls: List[_engine.Call[Tensor]]) -> Tensor:
-    return calls[0].results()[0]
+def _one(call: _engine.Call[Tensor]) -> Tensor:
+    return call.results()[0]
 
 
-def _with_splits(calls: List[_engine.Call[Tensor]]) -> Tuple[Tensor, Tensor]:
-    call = calls[0]
+def _all(call: _engine.Call[Tensor]) -> List[Tensor]:
+    return call.results()
+
+
+def _with_splits(call: _engine.Call[Tensor]) -> Tuple[Tensor, Tensor]:
     output = call.results()[0]
     return output, torch.tensor(call.received, dtype=torch.int32)
 
@@ -267,46 +257,17 @@ def _wants_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-# Groups. A grouped allreduce is one operation, whatever the types of its tensors. Any other grouped operation of the sidecar
-# has one element type: there the tensors of a group of several types travel each by itself, under the names that they have in
-# a group, so that ranks whose types differ get a mismatch and do not wait.
-
-
 def _begin_group(
-    kind: int,
-    tensors: Sequence[Tensor],
-    name: Optional[str],
-    process_set: ProcessSet,
-    in_place: bool = False,
-    **kw: Any,
-) -> Tuple[List[_engine.Call[Tensor]], Callable[[List[_engine.Call[Tensor]]], List[Tensor]]]:
-    """The operations of a group, and what makes their results a list. Nothing is begun if a tensor cannot be."""
+    kind: int, tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet, in_place: bool = False, **kw: Any
+) -> int:
+    """Begins the operation of a group, whose tensors may be of several types. Nothing is begun if a tensor cannot be."""
     tensors = list(tensors)
     if not tensors:
         raise ValueError("a group of no tensors")
     codes = [_check(t) for t in tensors]
-    several = len(set(codes)) > 1
-    if not several or kind == wire.ALLREDUCE:
-        types = tuple([(t.dtype, code) for t, code in zip(tensors, codes)]) if several else None
-        targets = tensors if in_place else None
-        return [_begin(kind, tensors, name, process_set, targets, grouped=True, types=types, **kw)], _group_results
-    engine = _engine.engine
-    if name is None:
-        name = engine.unnamed(engine.set_id(process_set, wire.KIND_NAMES[kind]))
-    names = [f"{name}_{i}of{len(tensors)}" for i in range(1, len(tensors) + 1)]
-    engine.check_names(kind, names, process_set)
-    calls = []
-    for t, its_name in zip(tensors, names):
-        calls.append(_begin(kind, [t], its_name, process_set, member=True, **kw))
-    return calls, _group_results
-
-
-def _group_results(calls: List[_engine.Call[Tensor]]) -> List[Tensor]:
-    # All have ended before the error is raised, and their memory is free.
-    errors = [e for e in [call.error() for call in calls] if e is not None] if len(calls) > 1 else []
-    if errors:
-        raise errors[0]
-    return [x for call in calls for x in call.results()]
+    types = tuple([(t.dtype, code) for t, code in zip(tensors, codes)]) if len(set(codes)) > 1 else None
+    targets = tensors if in_place else None
+    return _handles.add(_begin(kind, tensors, name, process_set, targets, grouped=True, types=types, **kw), _all)
 
 
 # Allreduce.
@@ -325,7 +286,7 @@ def allreduce_async(
     written until then."""
     op = _reduction(op, average)
     return _handles.add(
-        [_begin(wire.ALLREDUCE, [tensor], name, process_set, None, op, prescale_factor, postscale_factor)], _one
+        _begin(wire.ALLREDUCE, [tensor], name, process_set, None, op, prescale_factor, postscale_factor), _one
     )
 
 
@@ -389,7 +350,7 @@ def begin_allreduce_(
     """``allreduce_async_``, of which the sidecar may hear later: with the next operation, ``hurry`` or ``synchronize``."""
     tensors = [tensor]
     return _handles.add(
-        [_begin(wire.ALLREDUCE, tensors, name, process_set, tensors, op, prescale, postscale, later=later)], _one
+        _begin(wire.ALLREDUCE, tensors, name, process_set, tensors, op, prescale, postscale, later=later), _one
     )
 
 
@@ -427,11 +388,9 @@ def grouped_allreduce_async(
 ) -> int:
     """``grouped_allreduce`` without the wait and without autograd."""
     op = _reduction(op, average)
-    return _handles.add(
-        *_begin_group(
-            wire.ALLREDUCE, tensors, name, process_set,
-            reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
-        )
+    return _begin_group(
+        wire.ALLREDUCE, tensors, name, process_set,
+        reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
     )  # fmt: skip
 
 
@@ -488,11 +447,9 @@ def grouped_allreduce_async_(
 ) -> int:
     """``grouped_allreduce_`` without the wait."""
     op = _reduction(op, average)
-    return _handles.add(
-        *_begin_group(
-            wire.ALLREDUCE, tensors, name, process_set, True,
-            reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
-        )
+    return _begin_group(
+        wire.ALLREDUCE, tensors, name, process_set, True,
+        reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
     )  # fmt: skip
 
 
@@ -561,7 +518,7 @@ def allgather_async(
     tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """``allgather`` without the wait and without autograd."""
-    return _handles.add([_begin(wire.ALLGATHER, [tensor], name, process_set)], _one)
+    return _handles.add(_begin(wire.ALLGATHER, [tensor], name, process_set), _one)
 
 
 def _gathered_rows(rows: List[int], process_set: ProcessSet) -> List[Tuple[int, int]]:
@@ -599,7 +556,7 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """``grouped_allgather`` without the wait and without autograd."""
-    return _handles.add(*_begin_group(wire.ALLGATHER, tensors, name, process_set))
+    return _begin_group(wire.ALLGATHER, tensors, name, process_set)
 
 
 class HorovodGroupedAllgather(torch.autograd.Function):
@@ -634,7 +591,7 @@ def broadcast_async(
 ) -> int:
     """``broadcast`` without the wait and without autograd."""
     _engine.check_root(root_rank, process_set)
-    return _handles.add([_begin(wire.BROADCAST, [tensor], name, process_set, root=root_rank)], _one)
+    return _handles.add(_begin(wire.BROADCAST, [tensor], name, process_set, root=root_rank), _one)
 
 
 class HorovodBroadcast(torch.autograd.Function):
@@ -669,7 +626,7 @@ def broadcast_async_(
     """``broadcast_`` without the wait."""
     _engine.check_root(root_rank, process_set)
     tensors = [tensor]
-    return _handles.add([_begin(wire.BROADCAST, tensors, name, process_set, tensors, root=root_rank)], _one)
+    return _handles.add(_begin(wire.BROADCAST, tensors, name, process_set, tensors, root=root_rank), _one)
 
 
 def broadcast_(
@@ -697,7 +654,7 @@ def alltoall_async(
 ) -> int:
     """``alltoall`` without the wait and without autograd. ``synchronize`` always gives the pair."""
     given = _splits(splits, tensor, process_set)
-    return _handles.add([_begin(wire.ALLTOALL, [tensor], name, process_set, splits=given)], _with_splits)
+    return _handles.add(_begin(wire.ALLTOALL, [tensor], name, process_set, splits=given), _with_splits)
 
 
 class HorovodAlltoall(torch.autograd.Function):
@@ -755,7 +712,7 @@ def reducescatter_async(
     """``reducescatter`` without the wait and without autograd."""
     op = _scattered(op)
     call = _begin(wire.REDUCESCATTER, [tensor], name, process_set, None, op, prescale_factor, postscale_factor)
-    return _handles.add([call], _one)
+    return _handles.add(call, _one)
 
 
 def _scatter_scale(op: int, pre: float, post: float, ps: ProcessSet) -> float:
@@ -810,11 +767,9 @@ def grouped_reducescatter_async(
 ) -> int:
     """``grouped_reducescatter`` without the wait and without autograd."""
     op = _scattered(op)
-    return _handles.add(
-        *_begin_group(
-            wire.REDUCESCATTER, tensors, name, process_set,
-            reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
-        )
+    return _begin_group(
+        wire.REDUCESCATTER, tensors, name, process_set,
+        reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
     )  # fmt: skip
 
 
