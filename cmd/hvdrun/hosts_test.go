@@ -41,7 +41,7 @@ func TestHostsBySSH(t *testing.T) {
 	if err := os.Symlink(self, odd); err != nil {
 		t.Fatal(err)
 	}
-	bin, notes := fakeSSH(t, 2)
+	bin, notes := fakeSSH(t, 3)
 	cmd := hvdrun(t, "-np", "3", "-H", "h1:2,h2:2", "-p", "2222", "-i", "key file", "--remote-hvdrun", odd, "--network-interfaces", "lo",
 		"-x", "TMPDIR", "sh", "-c", "echo $HOROVOD_HOSTNAME $HOROVOD_LOCAL_RANK $HOROVOD_GLOO_RENDEZVOUS_ADDR $TMPDIR $MASTER_ADDR")
 	cmd.Env = append(slices.DeleteFunc(cmd.Env, func(v string) bool { return strings.HasPrefix(v, "TMPDIR=") || strings.HasPrefix(v, "MASTER_ADDR=") }),
@@ -61,7 +61,7 @@ func TestHostsBySSH(t *testing.T) {
 	}
 	for _, host := range []string{"h1", "h2"} {
 		want := strings.Join([]string{"-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no", "-p", "2222", "-i", "key file", host,
-			"'" + strings.ReplaceAll(odd, "'", `'\''`) + "'", launch.AgentArg, ""}, "\n")
+			"'" + strings.ReplaceAll(odd, "'", `'\''`) + "'", launch.AgentArg, "10s", ""}, "\n")
 		if !strings.Contains(string(words), want) {
 			t.Errorf("got %q, want %q", words, want)
 		}

@@ -72,7 +72,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		return fmt.Errorf("address of the store: %w", err)
 	}
 
-	var addrs []netip.AddrPort
+	addrs := []netip.AddrPort{addr}
 	if several {
 		if addrs, err = storeAddresses(&settings, addr.Port()); err != nil {
 			return err
@@ -111,7 +111,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 
 	result, err := launch.Run(context.Background(), launch.Options{
 		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, r.logFormat(&settings), r.sidecarBinary(&settings, several), timelineSignal(&settings), settings.ForRanks()),
-		Verdict: reports.ranks.Verdict, StoreAddr: addr, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
+		Verdict: reports.ranks.Verdict, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout, Liveness: settings.LivenessTimeout,
 		Stdout: r.stdout, Stderr: r.stderr,
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,

@@ -28,7 +28,7 @@ func main() {
 		os.Exit(launch.HelperMain(os.Args[2:], os.Environ()))
 	}
 	if len(os.Args) > 1 && os.Args[1] == launch.AgentArg {
-		os.Exit(launch.AgentMain(os.Environ()))
+		os.Exit(launch.AgentMain(os.Args[2:], os.Environ()))
 	}
 	os.Exit(run(os.Args[1:], os.Environ(), os.Stdout, os.Stderr))
 }

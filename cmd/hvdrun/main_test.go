@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 		case launch.HelperArg:
 			os.Exit(launch.HelperMain(os.Args[2:], os.Environ()))
 		case launch.AgentArg:
-			os.Exit(launch.AgentMain(os.Environ()))
+			os.Exit(launch.AgentMain(os.Args[2:], os.Environ()))
 		case "hvdrun":
 			status := run(os.Args[2:], os.Environ(), os.Stdout, os.Stderr)
 			if err := goleak.Find(); err != nil {

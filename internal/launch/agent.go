@@ -1,20 +1,22 @@
 package launch
 
 import (
-	"bufio"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/netip"
 	"os"
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
+	"github.com/hashicorp/yamux"
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 )
@@ -23,10 +25,8 @@ import (
 const AgentArg = "__hvdrun-host-agent"
 
 const (
-	// jobWait is how long an agent waits for its job.
-	jobWait = 30 * time.Second
-	// storeWait is how long it tries to reach the job's store, and headStart how long an address is tried before the next is
-	// as well: the one that should work mostly does, and the store is spared the others.
+	// storeWait is how long an agent tries to reach the job's store, and headStart how long an address is tried before the next
+	// is as well: the one that should work mostly does, and the store is spared the others.
 	storeWait = 5 * time.Second
 	headStart = 250 * time.Millisecond
 	// killWait is how long ranks and helpers may take to be gone when the launcher is.
@@ -35,220 +35,241 @@ const (
 
 // agent runs the ranks of one host for a launcher.
 type agent struct {
-	environ []string // of this process
+	environ []string // of this host
+	family  *family  // of this process
+	session *yamux.Session
+	// liveness is how long the launcher may be silent, and why the reason for which the session has ended, with room for one.
+	liveness time.Duration
+	why      chan error
+
+	telling sync.Mutex
+	control *yamux.Stream
+
 	job     hostJob
-	in      *bufio.Reader
+	path    string     // of the command
+	envs    [][]string // of the ranks
+	outputs []io.WriteCloser
 
-	sending sync.Mutex
-	out     *os.File
+	helpers *batch
+	members []*member // those that were started
+	reports sync.WaitGroup
+	relays  sync.WaitGroup
 
-	path string     // of the command
-	envs [][]string // of the ranks
+	// prepared is closed when the ranks can be started, and begun when they were, or could not be.
+	prepared, begun chan struct{}
+}
 
-	crew   crew
-	relays []*relay // twice the index, and the stream
-	flows  sync.WaitGroup
-
-	// prepared is closed when path and envs are there, begun when the ranks were started, or could not be, and lost when the
-	// launcher is gone.
-	prepared, begun, lost chan struct{}
+// member is one rank's helper.
+type member struct {
+	helper  int      // process id
+	orders  *os.File // to the helper; closing it ends the rank
+	reports *os.File // from the helper
+	outputs [2]*pipeSource
 }
 
 // AgentMain runs the ranks of a host for the launcher at the other end of standard input and output, and returns the process's exit
-// status. The program's main must call it, before anything else, when its first argument is AgentArg; environ is the
-// environment. It ends with the process.
+// status. The program's main must call it, before anything else, when its first argument is AgentArg; args are the
+// arguments after that one and environ is the environment. It ends with the process.
 //
-// When its input ends, or the launcher was not heard for as long as that has said, everything is killed. What it says on
+// When its input ends, or the launcher is silent for longer than args say, everything is killed. What it says on
 // standard error is for the user.
-func AgentMain(environ []string) int {
-	if err := serveLauncher(environ); err != nil {
+func AgentMain(args, environ []string) int {
+	err := func() error {
+		if len(args) != 1 {
+			return fmt.Errorf("%s is for the launcher's own use", AgentArg)
+		}
+		liveness, err := time.ParseDuration(args[0])
+		if err != nil {
+			return err
+		}
+		l, err := ownStandardFiles()
+		if err != nil {
+			return err
+		}
+		return serveLauncher(l, max(liveness, minLiveness), environ, new(family))
+	}()
+	if err != nil {
 		fmt.Fprintf(os.Stderr, "%s\n", strings.TrimPrefix(err.Error(), "launch: "))
 		return 1
 	}
 	return 0
 }
 
-func serveLauncher(environ []string) error {
-	// Who writes to standard output by mistake writes to standard error, and a rank reads nothing.
+// ownStandardFiles takes standard input and output for the link. What is written to standard output by mistake goes to standard
+// error from then on, and ranks read nothing.
+func ownStandardFiles() (*link, error) {
 	null, err := os.Open(os.DevNull)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer null.Close()
-	input, err := own(unix.Stdin, int(null.Fd()), "orders")
+	in, err := own(unix.Stdin, int(null.Fd()), "orders")
+	if err != nil {
+		return nil, err
+	}
+	out, err := own(unix.Stdout, unix.Stderr, "notices")
+	return &link{in: in, out: out}, err
+}
+
+// own makes a file of this process's own of a descriptor, one that Close wakes the readers and writers of, if that is possible. The
+// descriptor itself then is that of another file.
+func own(fd, instead int, name string) (*os.File, error) {
+	mine, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
+	if err != nil {
+		return nil, os.NewSyscallError("fcntl", err)
+	}
+	if err := unix.Dup3(instead, fd, 0); err != nil {
+		unix.Close(mine)
+		return nil, os.NewSyscallError("dup3", err)
+	}
+	if err := unix.SetNonblock(mine, true); err != nil {
+		unix.Close(mine)
+		return nil, os.NewSyscallError("fcntl", err)
+	}
+	return os.NewFile(uintptr(mine), name), nil
+}
+
+// serveLauncher runs the ranks of this host for the launcher at the other end of a link, which it closes. It returns when nothing of
+// them is left and all that they have printed is sent. It is an error if the launcher is gone before.
+func serveLauncher(l *link, liveness time.Duration, environ []string, f *family) error {
+	defer l.Close()
+	if _, err := l.out.Write(hello()); err != nil {
+		return err
+	}
+	session, err := yamux.Server(l, sessionConfig(liveness))
 	if err != nil {
 		return err
 	}
-	output, err := own(unix.Stdout, unix.Stderr, "answers")
-	if err != nil {
-		return err
-	}
-	if _, err := output.Write(hello()); err != nil {
-		return err
-	}
-	orders := &pulse{file: input, limit: jobWait}
+	defer session.Close()
 	a := &agent{
-		environ: environ, in: bufio.NewReader(orders), out: output,
-		prepared: make(chan struct{}), begun: make(chan struct{}), lost: make(chan struct{}),
+		environ: environ, family: f, session: session, liveness: liveness,
+		prepared: make(chan struct{}), begun: make(chan struct{}), why: make(chan error, 1),
 	}
-	m, err := a.read()
-	if err == nil && m.kind != kindJob {
-		err = fmt.Errorf("got a %v, want a job", m.kind)
+	if a.control, err = session.AcceptStream(); err == nil {
+		err = a.accept()
 	}
 	if err != nil {
 		return fmt.Errorf("waiting for the launcher's orders: %w", err)
 	}
-	a.job = m.job
-	orders.limit = max(a.job.Liveness, minLiveness)
-	go a.ping()
-	why := make(chan error, 1)
-	go func() {
-		why <- a.obey()
-		// A launcher that is stopped reads nothing. The news that wait for it would hold up who kills the ranks; what is no pipe and
-		// no socket has no deadline.
-		_ = a.out.SetWriteDeadline(time.Unix(1, 0))
-		close(a.lost)
-	}()
-	err = a.run()
-	select {
-	case because := <-why:
-		if err != nil {
-			err = fmt.Errorf("%w (%w)", err, because)
+	var orders sync.WaitGroup
+	orders.Go(func() {
+		err := a.obey()
+		if end := endOf(session, liveness); err == io.EOF {
+			err = end
 		}
-	default: // it is there still, or nobody cares
+		a.end(err)
+	})
+	err = a.run()
+	session.Close()
+	if orders.Wait(); err != nil {
+		err = fmt.Errorf("%w (the launcher's orders: %w)", err, <-a.why)
 	}
 	return err
 }
 
-func (a *agent) read() (message, error) {
-	body, err := frame.Read(a.in, maxOrderBytes)
-	if err != nil {
-		return message{}, err
+// end ends the session. The first reason given is the one that counts.
+func (a *agent) end(why error) {
+	select {
+	case a.why <- why:
+	default:
 	}
-	return decode(body)
+	a.session.Close()
 }
 
-// send waits until the launcher takes the frame or is gone, which obey finds out.
-func (a *agent) send(frame []byte) {
-	a.sending.Lock()
-	defer a.sending.Unlock()
-	_, _ = a.out.Write(frame)
-}
-
-func (a *agent) tell(k kind, v any) {
-	f, err := encodeJSON(k, v)
-	if err != nil {
-		panic(err) // of types of our own, which can be encoded
+// accept takes the job and the streams of its ranks.
+func (a *agent) accept() error {
+	var o order
+	if err := receive(a.control, maxOrderBytes, &o); err != nil {
+		return err
 	}
-	a.send(f)
-}
-
-func (a *agent) ping() {
-	tick := time.NewTicker(pingInterval)
-	defer tick.Stop()
-	for {
-		select {
-		case <-tick.C:
-			a.send(encodeKind(kindPing))
-		case <-a.lost:
-			return
+	if o.Job == nil || len(o.Job.Command) == 0 || len(o.Job.Ranks) == 0 || len(o.Job.Stores) > 0 && len(o.Job.Secret) != 1 {
+		return errors.New("the first one lacks the job, or its command, ranks or secret")
+	}
+	a.job = *o.Job
+	for range 2 * len(a.job.Ranks) {
+		s, err := a.session.Accept()
+		if err != nil {
+			return err
 		}
+		a.outputs = append(a.outputs, s)
 	}
+	return nil
 }
 
-// run returns when nothing of the ranks is left and all that they have printed is sent. It is an error if the launcher went
-// before.
+// tell waits until the launcher takes the notice or is gone, which obey finds out.
+func (a *agent) tell(n notice) {
+	a.telling.Lock()
+	defer a.telling.Unlock()
+	_ = send(a.control, n)
+}
+
+// run is serveLauncher after the job has come.
 func (a *agent) run() error {
+	lost := a.session.CloseChan()
 	if no := a.prepare(); no != nil {
-		a.tell(kindRefused, no)
-		a.send(encodeKind(kindBye))
+		a.tell(notice{Refused: no})
+		a.tell(notice{Over: true})
+		a.tell(notice{Bye: true})
 		return nil
 	}
 	select {
 	case <-a.begun:
-	case <-a.lost:
+	case <-lost:
 		return errors.New("the launcher was gone before the ranks were started")
 	}
 	select {
-	case <-a.crew.done():
-	case <-a.lost:
-		return a.killAll()
+	case <-a.helpers.gone:
+	case <-lost:
+		err := a.killAll()
+		a.release()
+		return err
 	}
-	sent := make(chan struct{})
-	err := a.crew.release()
-	go func() {
-		a.flows.Wait()
-		close(sent)
-	}()
-	select {
-	case <-sent:
-	case <-a.lost:
+	a.reports.Wait()
+	a.tell(notice{Over: true})
+	a.release()
+	if isClosed(lost) {
 		return errors.New("the launcher was gone before the end of the output")
 	}
-	a.send(encodeKind(kindBye))
-	return err
+	a.tell(notice{Bye: true})
+	return nil
 }
 
 // killAll kills the ranks of a launcher that is gone.
 func (a *agent) killAll() error {
-	for i := range a.crew.members {
-		a.crew.send(i, unix.SIGKILL)
-	}
+	a.signal(unix.SIGKILL)
 	timer := time.NewTimer(killWait)
 	defer timer.Stop()
 	for _, how := range []string{"the ranks were killed", "the ranks were killed with their helpers"} {
 		select {
-		case <-a.crew.done():
+		case <-a.helpers.gone:
 			return fmt.Errorf("the launcher is gone, and %s", how)
 		case <-timer.C:
-			a.crew.force()
+			a.force()
 			timer.Reset(killWait)
 		}
 	}
 	return errors.New("the launcher is gone; ranks were sent SIGKILL and are not gone")
 }
 
-// obey carries out orders until the launcher is gone, and says why it is thought to be.
+// obey carries out orders until the launcher is gone, and returns why it is thought to be.
 func (a *agent) obey() error {
 	for {
-		m, err := a.read()
-		if err == nil {
-			err = a.do(&m)
+		var o order
+		if err := receive(a.control, maxOrderBytes, &o); err != nil {
+			return err
 		}
-		if err != nil {
-			return fmt.Errorf("the launcher's orders: %w", err)
+		running := isClosed(a.begun)
+		switch {
+		case o.Begin && (running || !isClosed(a.prepared)):
+			return errors.New("a Begin out of turn")
+		case o.Begin:
+			a.begin()
+		case o.Force && running:
+			a.force()
+		case o.Signal != 0 && running:
+			a.signal(o.Signal)
 		}
 	}
-}
-
-func (a *agent) do(m *message) error {
-	running := isClosed(a.begun)
-	switch m.kind {
-	case kindPing:
-		return nil
-	case kindBegin:
-		if running || !isClosed(a.prepared) {
-			return errors.New("a begin out of turn")
-		}
-		a.begin()
-		return nil
-	case kindForce:
-		if running {
-			a.crew.force()
-		}
-		return nil
-	case kindSignal:
-		if running && m.index < len(a.crew.members) {
-			a.crew.send(m.index, m.signal)
-		}
-		return nil
-	case kindCredit:
-		if !running || m.index >= len(a.relays) {
-			return fmt.Errorf("a credit for stream %d, which is not there", m.index)
-		}
-		return a.relays[m.index].allow(m.credit)
-	}
-	return fmt.Errorf("a %v, which is not the launcher's to send", m.kind)
 }
 
 func isClosed(c <-chan struct{}) bool {
@@ -263,37 +284,112 @@ func isClosed(c <-chan struct{}) bool {
 // begin starts the ranks.
 func (a *agent) begin() {
 	defer close(a.begun)
-	a.crew.news = func(i int, p *report) {
-		if p == nil {
-			a.send(encodeIndex(kindGone, i))
-			return
-		}
-		a.tell(kindReport, hostReport{i, *p})
-	}
-	err := a.crew.start(a.path, a.job.Command, a.envs)
-	for _, m := range a.crew.members {
-		for _, in := range m.outputs {
-			r := &relay{agent: a, id: len(a.relays), in: in, credit: streamWindow, more: make(chan struct{}, 1)}
-			a.relays = append(a.relays, r)
-			a.flows.Go(r.run)
+	a.helpers = newBatch()
+	err := a.startHelpers()
+	for i, m := range a.members {
+		a.reports.Go(func() { a.listen(i, m) })
+		for j, in := range m.outputs {
+			a.relays.Go(func() { a.relay(in, a.outputs[2*i+j]) })
 		}
 	}
-	a.crew.lead()
+	for _, out := range a.outputs[2*len(a.members):] {
+		out.Close()
+	}
+	a.family.complete(a.helpers)
 	if err != nil {
-		a.tell(kindRefused, refusal{Text: strings.TrimPrefix(err.Error(), "launch: ")})
-		for i := range a.crew.members {
-			a.crew.send(i, unix.SIGKILL)
+		a.tell(notice{Refused: &refusal{Text: strings.TrimPrefix(err.Error(), "launch: ")}})
+		a.signal(unix.SIGKILL)
+	}
+}
+
+func (a *agent) startHelpers() error {
+	if err := a.family.adopt(); err != nil {
+		return err
+	}
+	null, err := os.Open(os.DevNull)
+	if err != nil {
+		return fmt.Errorf("launch: standard input of the ranks: %w", err)
+	}
+	defer null.Close()
+	argv := append([]string{"hvdrun", HelperArg, a.path}, a.job.Command...)
+	for _, env := range a.envs {
+		var mine []*os.File // in the order of the helper's descriptors from 1 on
+		pid, err := a.family.start(a.helpers, func() (pid int, err error) {
+			mine, pid, err = startWithPipes("/proc/self/exe", argv, env, null, []bool{true, true, false, true})
+			return pid, err
+		}, a.family.doomOrphans)
+		if err != nil {
+			return fmt.Errorf("launch: start a rank: %w", err)
+		}
+		a.members = append(a.members, &member{
+			helper: pid, orders: mine[2], reports: mine[3],
+			outputs: [2]*pipeSource{{file: mine[0]}, {file: mine[1]}},
+		})
+	}
+	return nil
+}
+
+// listen tells the helper's reports.
+func (a *agent) listen(i int, m *member) {
+	reports := json.NewDecoder(m.reports)
+	for {
+		var p report
+		if reports.Decode(&p) != nil {
+			break
+		}
+		a.tell(notice{Rank: i, Report: &p})
+	}
+	// Only the helper has the other end, so this is the helper's end.
+	_, _ = io.Copy(io.Discard, m.reports)
+	a.tell(notice{Rank: i, Report: &report{Gone: true}})
+}
+
+// relay carries what a rank writes to the launcher.
+func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
+	defer in.Close()
+	// Small blocks, since a ping waits for 64 of them.
+	_, err := io.CopyBuffer(out, in, make([]byte, 16<<10))
+	if errors.Is(err, yamux.ErrConnectionWriteTimeout) { // part of the output is lost, so nothing can go on
+		a.end(errSilent(a.liveness))
+	}
+	out.Close()
+}
+
+// signal has the helpers send s to the process groups of the ranks, or kill everything if it is SIGKILL. It does not wait: a
+// pipe holds 65536 signals.
+func (a *agent) signal(s syscall.Signal) {
+	for _, m := range a.members {
+		_, _ = m.orders.Write([]byte{byte(s)}) // an error is a helper that has ended
+	}
+}
+
+// force kills the helpers, and with them the ranks.
+func (a *agent) force() {
+	for _, m := range a.members {
+		a.family.kill(m.helper)
+	}
+}
+
+// release lets go of the helpers, which are gone or will not go, and returns when all that the ranks had printed is sent or the
+// launcher is gone.
+func (a *agent) release() {
+	for _, m := range a.members {
+		m.orders.Close()
+		m.reports.Close()
+		for _, p := range m.outputs {
+			p.finish()
 		}
 	}
+	a.reports.Wait()
+	a.relays.Wait()
 }
 
 // prepare finds all that the ranks need. It returns what is missing.
 func (a *agent) prepare() *refusal {
-	if len(a.job.Command) == 0 || len(a.job.Dir) != 1 || len(a.job.Secret) != 1 || len(a.job.Stores) == 0 || len(a.job.Ranks) == 0 {
-		return &refusal{Text: "the job that it was given lacks its command, directory, secret, store or ranks"}
-	}
-	if err := os.Chdir(a.job.Dir[0]); err != nil {
-		return &refusal{Text: fmt.Sprintf("the launcher's working directory, in which the ranks are to run: %v", err)}
+	if len(a.job.Dir) > 0 {
+		if err := os.Chdir(a.job.Dir[0]); err != nil {
+			return &refusal{Text: fmt.Sprintf("the launcher's working directory, in which the ranks are to run: %v", err)}
+		}
 	}
 	env := a.environment()
 	var err error
@@ -301,15 +397,18 @@ func (a *agent) prepare() *refusal {
 		e := newCommandError(a.job.Command[0], err)
 		return &refusal{Text: e.Err.Error(), Command: e.Command, Status: e.Status}
 	}
-	at, err := a.reachStore()
-	if err != nil {
-		return &refusal{Text: err.Error()}
+	if len(a.job.Stores) > 0 {
+		at, err := a.reachStore()
+		if err != nil {
+			return &refusal{Text: err.Error()}
+		}
+		env = append(env, storeVariables(at)...)
 	}
 	for _, r := range a.job.Ranks {
-		a.envs = append(a.envs, slices.Concat(env, r, storeVariables(at)))
+		a.envs = append(a.envs, slices.Concat(env, r))
 	}
 	close(a.prepared)
-	a.tell(kindReady, at.String())
+	a.tell(notice{Ready: true})
 	return nil
 }
 
@@ -323,16 +422,16 @@ func (a *agent) environment() []string {
 			given[name] = true
 		}
 	}
-	env := slices.DeleteFunc(slices.Clone(a.environ), func(v string) bool {
+	env := slices.Clone(a.job.Env)
+	if len(a.job.Dir) > 0 && !given["PWD"] {
+		env, given["PWD"] = append(env, "PWD="+a.job.Dir[0]), true
+	}
+	own := slices.DeleteFunc(slices.Clone(a.environ), func(v string) bool {
 		name, _, _ := strings.Cut(v, "=")
 		isSetting := strings.HasPrefix(name, "HOROVOD_") || strings.HasPrefix(name, "HVD_")
-		return given[name] || name == "PWD" || isSetting && !IsOfHost(name)
+		return given[name] || isSetting && !IsOfHost(name)
 	})
-	env = append(env, a.job.Env...)
-	if !given["PWD"] {
-		env = append(env, "PWD="+a.job.Dir[0])
-	}
-	return env
+	return append(own, env...)
 }
 
 // reachStore tries the addresses of the store, each a little after the one before, and takes the first that proves the job's secret.
@@ -381,67 +480,10 @@ func (a *agent) reachStore() (netip.AddrPort, error) {
 			}
 		case <-next.C:
 			begin()
-		case <-a.lost:
+		case <-a.session.CloseChan():
 			return netip.AddrPort{}, errors.New("the launcher is gone")
 		}
 	}
 	return netip.AddrPort{}, fmt.Errorf("it does not reach the job's store on the launcher's host, at %s: "+
 		"is there a firewall between them? --network-interfaces chooses the network (%w)", strings.Join(a.job.Stores, ", "), errs[0])
-}
-
-// relay carries what a rank writes to the launcher, as far as there is credit.
-type relay struct {
-	agent *agent
-	id    int
-	in    source
-	more  chan struct{} // capacity 1: there is credit
-
-	mu     sync.Mutex
-	credit int
-}
-
-// allow adds to the credit.
-func (r *relay) allow(numBytes int) error {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.credit += numBytes; r.credit > streamWindow {
-		return fmt.Errorf("a credit for stream %d above %d bytes", r.id, streamWindow)
-	}
-	select {
-	case r.more <- struct{}{}:
-	default:
-	}
-	return nil
-}
-
-// await waits for credit.
-func (r *relay) await() int {
-	for {
-		r.mu.Lock()
-		credit := r.credit
-		r.mu.Unlock()
-		if credit > 0 {
-			return credit
-		}
-		<-r.more
-	}
-}
-
-// run reads until the end of the source. If the launcher is gone it may wait for ever, and ends with the process.
-func (r *relay) run() {
-	buf := make([]byte, readBytes)
-	for {
-		n, err := r.in.Read(buf[:min(len(buf), r.await())])
-		if n > 0 {
-			r.mu.Lock()
-			r.credit -= n
-			r.mu.Unlock()
-			r.agent.send(encodeOutput(r.id, buf[:n]))
-		}
-		if err != nil {
-			break
-		}
-	}
-	r.in.Close()
-	r.agent.send(encodeIndex(kindClosed, r.id))
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -31,34 +32,140 @@ const (
 // A family takes every child of its process: a process can have one only, and must not wait for children itself.
 type family struct {
 	mu sync.Mutex
-	// own holds the children that were started here and are not reaped, with what to do when they are. The function
-	// is called with mu held.
-	own map[int]func(unix.WaitStatus)
+	// own holds the children that were started here and are not reaped.
+	own map[int]relative
 	// fate decides about a child that is not in own, by its process id and group. nil ignores all and saves
 	// looking for them.
 	fate func(pid, pgrp int) fate
+	// before are the children that the process had at adopt.
+	before map[int]bool
+
+	batches []*batch // complete and not gone
+	reaping bool     // a goroutine runs reap
+	err     error    // why reap gave up; all batches count as gone then
+	reaper  sync.WaitGroup
 }
 
-// reap returns when own is empty and no other child is awaited.
-func (f *family) reap() error {
-	for {
-		done, err := f.collect()
-		if done || err != nil {
-			return err
+// relative is a child of a batch, with what to do when it is reaped. The function is called with mu held.
+type relative struct {
+	batch *batch
+	ended func(unix.WaitStatus)
+}
+
+// batch is children that are started for one purpose.
+type batch struct {
+	left int           // children that are not reaped; guarded by family.mu
+	gone chan struct{} // closed when none is left, and no orphan is awaited
+}
+
+func newBatch() *batch { return &batch{gone: make(chan struct{})} }
+
+// adopt makes this process a subreaper. Children that it has already are left alone: a program that replaces itself by the
+// launcher leaves it its children.
+func (f *family) adopt() error {
+	if f.before != nil {
+		return nil
+	}
+	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
+		return fmt.Errorf("launch: become a subreaper: %w", err)
+	}
+	children, err := listChildren()
+	if err != nil {
+		return err
+	}
+	f.before = make(map[int]bool, len(children))
+	for _, c := range children {
+		f.before[c.pid] = true
+	}
+	return nil
+}
+
+// doomOrphans is for a child that has ended and was to leave nobody behind. If its status is not 0 it may have: then all orphans are
+// killed from now on. mu is held.
+func (f *family) doomOrphans(status unix.WaitStatus) {
+	if status.Exited() && status.ExitStatus() == 0 {
+		return
+	}
+	f.fate = func(pid, _ int) fate {
+		if f.before[pid] {
+			return ignored
 		}
-		// WNOWAIT leaves the child for collect, which reaps with mu held.
-		err = unix.Waitid(unix.P_ALL, 0, nil, unix.WEXITED|unix.WNOWAIT, nil)
-		if err != nil && err != unix.EINTR && err != unix.ECHILD {
-			return fmt.Errorf("launch: wait for children: %w", err)
-		}
+		return doomed
 	}
 }
 
-// collect reaps the children that are dead, then looks at the others. It reports whether there is nothing to wait
-// for any more.
-func (f *family) collect() (bool, error) {
+// start starts a child of a batch that is not complete.
+func (f *family) start(b *batch, start func() (pid int, err error), ended func(unix.WaitStatus)) (pid int, err error) {
+	f.mu.Lock() // nobody reaps it before it is in own
+	defer f.mu.Unlock()
+	if pid, err = start(); err == nil {
+		if f.own == nil {
+			f.own = make(map[int]relative)
+		}
+		f.own[pid] = relative{b, ended}
+		b.left++
+	}
+	return pid, err
+}
+
+// complete says that a batch gets no more children. Its children are reaped from now on.
+func (f *family) complete(b *batch) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if b.left == 0 {
+		close(b.gone)
+		return
+	}
+	f.batches = append(f.batches, b)
+	if !f.reaping {
+		f.reaping = true
+		f.reaper.Go(f.reap)
+	}
+}
+
+// kill kills a child if it is not reaped.
+func (f *family) kill(pid int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if _, ok := f.own[pid]; ok {
+		_ = unix.Kill(pid, unix.SIGKILL) // it is a child and not reaped
+	}
+}
+
+// reap returns when own is empty and no other child is awaited.
+func (f *family) reap() {
+	for !f.collect() {
+		// WNOWAIT leaves the child for collect, which reaps with mu held. An error comes again there.
+		_ = unix.Waitid(unix.P_ALL, 0, nil, unix.WEXITED|unix.WNOWAIT, nil)
+	}
+}
+
+// collect reaps the children that are dead, then looks at the others. It reports whether reap is to end.
+func (f *family) collect() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	none, err := f.reapDead()
+	awaiting := 0
+	if !none && err == nil {
+		awaiting, err = f.sweep()
+	}
+	if err != nil {
+		f.err = err
+	} else if awaiting > 0 {
+		return false
+	}
+	f.batches = slices.DeleteFunc(f.batches, func(b *batch) bool {
+		if b.left == 0 || err != nil {
+			close(b.gone)
+		}
+		return b.left == 0 || err != nil
+	})
+	f.reaping = err == nil && len(f.own) > 0
+	return !f.reaping
+}
+
+// reapDead reports whether there are no children at all. mu is held.
+func (f *family) reapDead() (none bool, err error) {
 	for {
 		var status unix.WaitStatus
 		pid, err := unix.Wait4(-1, &status, unix.WNOHANG, nil)
@@ -71,17 +178,15 @@ func (f *family) collect() (bool, error) {
 			return true, nil
 		case err != nil:
 			return false, fmt.Errorf("launch: wait for children: %w", err)
+		case pid == 0:
+			return false, nil // the rest is alive
 		}
-		if pid == 0 {
-			break // the rest is alive
-		}
-		if ended := f.own[pid]; ended != nil {
+		if r, ok := f.own[pid]; ok {
 			delete(f.own, pid)
-			ended(status)
+			r.batch.left--
+			r.ended(status)
 		}
 	}
-	left, err := f.sweep()
-	return left == 0 && len(f.own) == 0, err
 }
 
 // sweep gives every child that is not in own its fate and returns how many of them are awaited. mu is held.

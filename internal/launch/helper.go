@@ -29,7 +29,7 @@ const (
 // shell runs scripts that do not say what runs them.
 const shell = "/bin/sh"
 
-// report is what a helper tells the launcher: first PID or Errno, then, if the command ran, the rest.
+// report is news of a rank: from its helper first PID or Errno and then, if the command ran, how it ended; from the agent Gone.
 type report struct {
 	// PID is the command's process, once it runs.
 	PID int `json:"pid,omitempty"`
@@ -43,6 +43,9 @@ type report struct {
 	Signal syscall.Signal `json:"signal,omitempty"`
 	// Sent is the last signal meant to end it that it was sent before.
 	Sent syscall.Signal `json:"sent,omitempty"`
+
+	// Gone says that the helper has ended.
+	Gone bool `json:"gone,omitempty"`
 }
 
 // helper stands between the launcher and one rank's command.
@@ -99,7 +102,8 @@ func HelperMain(args, env []string) int {
 		return 0
 	}
 	go h.obey(os.NewFile(orderFD, "orders"))
-	if err := h.family.reap(); err != nil {
+	h.family.reap() // here, since another goroutine would be another thread
+	if err := h.family.err; err != nil {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s\n", strings.TrimPrefix(err.Error(), "launch: "))
 		return 1
 	}
@@ -119,24 +123,23 @@ func timelineSignal(env []string) syscall.Signal {
 }
 
 func (h *helper) start(path string, argv, env []string) error {
-	h.family.mu.Lock()
-	defer h.family.mu.Unlock()
 	attr := &syscall.ProcAttr{
 		Env:   env,
 		Files: []uintptr{0, 1, 2},
 		Sys:   &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL},
 	}
-	pid, _, err := syscall.StartProcess(path, argv, attr)
-	if errors.Is(err, syscall.ENOEXEC) && isText(path) { // as execvp does (exec(3))
-		pid, _, err = syscall.StartProcess(shell, slices.Concat([]string{shell, path}, argv[1:]), attr)
-	}
-	if err != nil {
-		return err
-	}
-	h.pid, h.alive = pid, true
-	h.family.own = map[int]func(unix.WaitStatus){pid: h.ended}
-	h.tell(report{PID: pid})
-	return nil
+	_, err := h.family.start(newBatch(), func() (int, error) {
+		pid, _, err := syscall.StartProcess(path, argv, attr)
+		if errors.Is(err, syscall.ENOEXEC) && isText(path) { // as execvp does (exec(3))
+			pid, _, err = syscall.StartProcess(shell, slices.Concat([]string{shell, path}, argv[1:]), attr)
+		}
+		if err == nil {
+			h.pid, h.alive = pid, true
+			h.tell(report{PID: pid})
+		}
+		return pid, err
+	}, h.ended)
+	return err
 }
 
 // isText reports whether a file that the kernel cannot run is to be read by the shell: by its first line, as POSIX has it (XCU 2.9.1.4). A

@@ -16,7 +16,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/secret"
@@ -34,10 +33,6 @@ type several struct {
 }
 
 func severalHosts(s *spec) (h several, err error) {
-	h.close = func() error { return nil }
-	if s.Hosts == "" {
-		return h, nil
-	}
 	if h.list, err = hostlist.Parse(s.Hosts); err != nil {
 		return h, err
 	}
@@ -223,7 +218,7 @@ func TestSecondInterruptKillsOverHosts(t *testing.T) {
 func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,localhost", Command: sh("trap '' INT TERM HUP; (setsid sh -c 'sleep 1000 & sleep 1000; true' &); sleep 1000; true")})
-	r.await("all processes", func() bool { return len(r.processes()) == 2*(1+1+2+3) })
+	r.await("all processes", func() bool { return len(r.processes()) == 1+2*(1+2+3) })
 	r.signal(unix.SIGKILL)
 	r.cmd.Wait()
 	r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
@@ -281,7 +276,7 @@ func TestLauncherIsStopped(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	flood, orders, answers := filepath.Join(dir, "flood"), filepath.Join(dir, "orders"), filepath.Join(dir, "answers")
-	r := start(t, spec{NP: 3, Hosts: "h1:2,localhost", NoticeMS: 50, LivenessMS: 6000,
+	r := start(t, spec{NP: 3, Hosts: "h1:2,h2", NoticeMS: 50, LivenessMS: 6000,
 		Reach:   byShell(`tee '` + orders + `' | "$@" | tee '` + answers + `'`),
 		Command: sh("echo ready; " + laterScript(flood) + "yes")})
 	r.awaitOutput(&r.stdout, "ready", 3)
@@ -299,7 +294,7 @@ func TestLauncherIsStopped(t *testing.T) {
 		r.await("pings in "+filepath.Base(file), func() bool { return size() >= before+n*pingBytes })
 	}
 	r.signal(unix.SIGSTOP)
-	awaitPings(answers, 2)
+	awaitPings(answers, 1)
 	r.signal(unix.SIGCONT)
 	awaitPings(orders, 2)
 	awaitPings(answers, 1)
@@ -332,8 +327,8 @@ func TestLauncherIsStopped(t *testing.T) {
 	}
 }
 
-// pingBytes is the size of a ping.
-const pingBytes = 5
+// pingBytes is the size of a ping and of its answer.
+const pingBytes = 12
 
 // A lost host failed when it was last heard: before those who fail because of it.
 func TestLostHostIsBlamed(t *testing.T) {
@@ -366,18 +361,6 @@ func TestLostHostIsBlamed(t *testing.T) {
 	}
 }
 
-// agentSaying is an agent that is ready, then says what it is told to, and ends with a script.
-func agentSaying(t *testing.T, then string, frames ...[]byte) []string {
-	ready := append([]byte("\x00hvdrun host agent\x00\x00\x00\x00\x01"), frame.Seal(append(frame.New(4), "\x06\"x\""...))...)
-	dir := t.TempDir()
-	for name, text := range map[string][]byte{"ready": ready, "more": bytes.Join(frames, nil)} {
-		if err := os.WriteFile(filepath.Join(dir, name), text, 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	return byShell("cd '" + dir + "'; cat ready; cat more; " + then)
-}
-
 // An agent that lives and obeys nothing is killed in the end, and its ranks are named, whether a signal or a failure ends the job.
 func TestAgentThatObeysNothing(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -390,8 +373,7 @@ func TestAgentThatObeysNothing(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, GraceMS: 50, KillMS: 100, Command: c.command,
-				Reach: byShell(`[ $AT = h2 ] || exec "$@"; trap '' INT TERM
-					printf '\0hvdrun host agent\0\0\0\0\1\0\0\0\4\6"x"'; while :; do printf '\0\0\0\1\0'; sleep 0.2; done`)})
+				Reach: byShell(`[ $AT = h2 ] || exec "$@"; exec "$1" "fake agent" '{"Notices": ["{\"Ready\":true}"], "Lives": true}'`)})
 			r.awaitOutput(&r.stdout, "ready", 1)
 			if name == "signal" {
 				r.signal(unix.SIGINT)
@@ -403,48 +385,42 @@ func TestAgentThatObeysNothing(t *testing.T) {
 	}
 }
 
-// An agent that ends before it has sent all output is told of, though its ranks ended well.
-func TestOutputCutShort(t *testing.T) {
-	t.Parallel()
-	report := func(text string) []byte { return frame.Seal(append(append(frame.New(100), 8), text...)) }
-	r := start(t, spec{NP: 1, Hosts: "h1", Command: []string{"true"}, Reach: agentSaying(t, "head -c 100 >/dev/null; sleep 0.1; echo bad line >&2; exit 7",
-		report(`{"Index":0,"Report":{"pid":12345}}`), report(`{"Index":0,"Report":{"ended":true}}`), frame.Seal(append(frame.New(5), 9, 0, 0, 0, 0)))})
-	if got := r.wait(); got != 1 || !strings.Contains(r.stderr.String(), "host h1: the end of the output is lost: env: exit status 7: bad line") {
-		t.Errorf("got exit status %d and %q, want 1 and the reason", got, r.stderr.String())
-	}
-	// Its clock is another than this host's.
-	if e := r.outcome().Ranks[0]; time.Since(e.At) > deadline || e.PID != 12345 {
-		t.Errorf("got %+v, want this host's time", e)
-	}
-}
-
 // Whatever an agent leaves out at the end is told of, and no rank is blamed that has ended well.
 func TestAgentThatEndsEarly(t *testing.T) {
-	report := func(text string) []byte { return frame.Seal(append(append(frame.New(100), 8), text...)) }
-	index := func(kind, i byte) []byte { return frame.Seal(append(frame.New(5), kind, 0, 0, 0, i)) }
-	started, ended := report(`{"Index":0,"Report":{"pid":12345}}`), report(`{"Index":0,"Report":{"ended":true}}`)
-	half := frame.Seal(append(append(frame.New(9), 10, 0, 0, 0, 0), "half"...))
-	gone, closed, bye := index(9, 0), [][]byte{index(11, 0), index(11, 1)}, frame.Seal(append(frame.New(1), 12))
+	const (
+		ready   = `{"Ready":true}`
+		started = `{"Report":{"pid":12345}}`
+		ended   = `{"Report":{"ended":true}}`
+		gone    = `{"Report":{"gone":true}}`
+		over    = `{"Over":true}`
+		bye     = `{"Bye":true}`
+	)
 	for _, c := range []struct {
-		name   string
-		frames [][]byte
-		status int
-		want   string // after "the end of the output is lost: "
+		name    string
+		notices []string
+		status  int
+		want    string // after "the end of the output is lost: "
 	}{
-		{"before it says gone", [][]byte{started, half, ended}, 1, "env: exit status 7"},
-		{"gone alone", [][]byte{started, gone}, 137, "env: exit status 7"},
-		{"without bye", [][]byte{started, ended, closed[0], closed[1], gone}, 1, "env: exit status 7"},
-		{"bye before gone", [][]byte{started, half, ended, closed[0], closed[1], bye}, 1, "its agent has sent a bye before the end"},
-		{"bye before an end of output", [][]byte{started, ended, closed[0], gone, bye}, 1, "its agent has sent a bye before the end"},
-		{"all", [][]byte{started, ended, closed[0], gone, closed[1], bye}, 0, ""},
+		{"before it says gone", []string{ready, started, ended}, 1, "env: exit status 7: bad line"},
+		{"gone alone", []string{ready, started, gone}, 137, "env: exit status 7: bad line"},
+		{"without bye", []string{ready, started, ended, gone, over}, 1, "env: exit status 7: bad line"},
+		{"bye before the end", []string{ready, started, ended, gone, bye}, 1, "its agent has sent a Bye before the end"},
+		{"all", []string{ready, started, ended, gone, over, bye}, 0, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			r := start(t, spec{NP: 1, Hosts: "h1", Command: []string{"true"}, Reach: agentSaying(t, "head -c 100 >/dev/null; exit 7", c.frames...)})
+			r := start(t, spec{NP: 1, Hosts: "h1", Command: []string{"true"}, Reach: fake{Notices: c.notices, Print: "half"}.reach()})
 			got, said := r.wait(), r.stderr.String()
 			want := "launch: host h1: the end of the output is lost: " + c.want
-			if got != c.status || c.want != "" && !strings.Contains(said, want) || c.want == "" && said != "" {
+			if got != c.status || c.want != "" && !strings.Contains(said, want) || c.want == "" && strings.Contains(said, "lost") {
 				t.Errorf("got exit status %d and %q, want %d and %q", got, said, c.status, want)
+			}
+			if out := r.stdout.String(); out != "[0]<stdout>:half\n" {
+				t.Errorf("got %q, want what the agent had sent", out)
+			}
+			// Its clock is another than this host's.
+			if e := r.outcome().Ranks[0]; time.Since(e.At) > deadline || e.PID != 12345 {
+				t.Errorf("got %+v, want this host's time", e)
 			}
 		})
 	}
@@ -512,10 +488,11 @@ func TestHostsThatAreNotReady(t *testing.T) {
 		{"is killed", spec{Reach: byShell(`kill -9 $$`)}, 1, []string{": env: killed by SIGKILL"}, ""},
 		{"says something else", spec{Reach: byShell(`echo this is a menu`)}, 1, []string{`no agent of hvdrun, and printed "this is a menu"`}, ""},
 		{"says without end", spec{Reach: []string{"sh", "-c", "yes menu"}}, 1, []string{"no agent of hvdrun", "menu"}, ""},
-		{"another version", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\7'; cat`)}, 1, []string{"speaks version 7", "this one 1", "same hvdrun"}, ""},
-		{"bad frames", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\1\377\377\377\377'; cat >/dev/null`)}, 1, []string{"frame of 4294967295 bytes"}, ""},
-		{"garbled", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\1\0\0\0\1\77'; cat >/dev/null`)}, 1, []string{"its agent has sent a frame of kind 63"}, ""},
-		{"gone and done", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\1\0\0\0\5\11\0\0\1\0'; cat >/dev/null`)}, 1, []string{"its agent has sent a gone on rank 256 of 2"}, ""},
+		{"another version", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\7'; cat`)}, 1, []string{"speaks version 7", "this one 2", "same hvdrun"}, ""},
+		{"no session", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\2\377\377\377\377\377\377\377\377\377\377\377\377'; cat >/dev/null`)}, 1, []string{"invalid protocol version"}, ""},
+		{"bad frames", spec{Reach: fake{Notices: []string{strings.Repeat("x", 70_000)}}.reach()}, 1, []string{"frame of 70000 bytes"}, ""},
+		{"garbled", spec{Reach: fake{Notices: []string{"{"}}.reach()}, 1, []string{"malformed message"}, ""},
+		{"gone and done", spec{Reach: fake{Notices: []string{`{"Rank":256,"Report":{"gone":true}}`}}.reach()}, 1, []string{"its agent has sent a report on rank 256 of 2"}, ""},
 		{"hangs", spec{StartMS: 3000, Reach: byShell(`[ $AT = h1 ] || exec sleep 1000; exec "$@"`)}, 1, []string{"host h2: not ready within 3s"}, "h1:"},
 		{"closes its output", spec{Reach: byShell(`[ $AT = h1 ] || exec sleep 1000 >/dev/null; exec "$@"`)}, 1, []string{"host h2: its agent has closed its output, and env goes on"}, ""},
 		{"no store", spec{StoreAddrs: []string{"127.0.0.1:9", "127.0.0.1:7"}}, 1,

@@ -13,9 +13,9 @@
 // pipe's end tells it that the launcher is gone. The launcher is a subreaper in turn, for the orphans of a helper
 // that was killed.
 //
-// If the ranks are on several hosts, each host has an agent (see AgentMain), which the launcher starts by a command such as ssh,
-// on its own host without one. The agent has the helpers; it and the launcher speak over the command's standard input and output
-// (wire.go). Its input's end, or silence, tells the agent that the launcher is gone.
+// Each host has an agent, which has the helpers. The launcher's own host has it in the launcher's process, and on another one the
+// launcher starts it by a command such as ssh (see AgentMain). They speak over a pipe, or the command's standard input and output
+// (wire.go). The end of its connection, or silence, tells the agent that the launcher is gone.
 package launch
 
 import (
@@ -65,9 +65,8 @@ type Options struct {
 
 	// Verdict waits until ctx ends for what the surviving ranks say of those that failed; nil if they cannot say anything.
 	Verdict func(ctx context.Context) (joblink.Verdict, error)
-	// StoreAddr is where ranks of this host reach the job's store.
-	StoreAddr netip.AddrPort
-	// StoreAddrs take the place of StoreAddr if the ranks are not all on this host: each host tries them, and one that works will do.
+	// StoreAddrs are where the ranks reach the store, at least one. If the ranks are not all on this host each host tries them,
+	// and one that works will do.
 	StoreAddrs []netip.AddrPort
 	// Secret is the text of the job's secret, which the ranks get in their environment, and TLS says that the store takes
 	// connections by TLS alone.
@@ -207,9 +206,9 @@ func (e Exit) Status() int {
 // as a SIGTERM would have. All that was started is gone in either case, but for processes named in the error.
 //
 // The calling process must start no other child during Run: Run waits for all of them, and makes the process a subreaper for
-// good (prctl(2)). Its executable must call HelperMain and AgentMain. Each rank costs a helper process, four file
-// descriptors and three goroutines; on several hosts two goroutines, and each host an agent's command, three file
-// descriptors and three goroutines.
+// good (prctl(2)). Its executable must call HelperMain and AgentMain. Each rank costs two goroutines and, on this host, a helper
+// process, four file descriptors and three goroutines more; each other host an agent's command, three file descriptors and
+// seven goroutines.
 func Run(ctx context.Context, o Options) (Result, error) {
 	o.Notice = orDefault(o.Notice, 5*time.Second)
 	o.Grace = orDefault(o.Grace, 5*time.Second)
@@ -236,20 +235,16 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	}
 	var id [16]byte
 	rand.Read(id[:]) // never fails
-	j := &job{o: o, places: places, hosts: places[o.NP-1].Host + 1, id: hex.EncodeToString(id[:])}
+	j := &job{
+		o: o, places: places, hosts: places[o.NP-1].Host + 1, id: hex.EncodeToString(id[:]), policy: endAll,
+		events: make(chan func()), deaf: make(chan struct{}), surveyed: make(chan struct{}, 1),
+	}
 	j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
-	j.events = make(chan event, maxNews*o.NP+maxHostNews*j.hosts)
-	placing := slices.Concat(j.rankVariables(0), storeVariables(o.StoreAddr))
+	placing := slices.Concat(j.rankVariables(0), storeVariables(netip.AddrPort{}))
 	if j.env, err = merge(without(o.Env, j.torchVariables(0)), o.Set, placing); err != nil {
 		return Result{}, err
 	}
-	if j.several {
-		return j.run(ctx, j.startAgents)
-	}
-	if j.path, err = lookPath(o.Command[0], j.env); err != nil {
-		return Result{}, newCommandError(o.Command[0], err)
-	}
-	return j.run(ctx, j.startCrew)
+	return j.run(ctx)
 }
 
 func orDefault(d, otherwise time.Duration) time.Duration {
@@ -396,8 +391,8 @@ func valueOf(env []string, name string) (value string) {
 
 // rank is one rank, for the supervisor, whose goroutine it belongs to.
 type rank struct {
-	part    part
-	index   int // in part
+	number  int
+	conn    *agentConn
 	streams [2]*stream
 
 	exit  Exit
@@ -405,40 +400,30 @@ type rank struct {
 	gone  bool // so is the helper's end
 }
 
-// newRank is rank r, the one with an index of a part, which prints what is read from in.
-func (j *job) newRank(r int, p part, index int, in [2]source, files [2]*os.File) *rank {
-	k := &rank{part: p, index: index, exit: Exit{Host: j.o.Hosts[j.places[r].Host].Name}}
-	for i, name := range [2]string{"stdout", "stderr"} {
-		s := &stream{in: in[i], console: j.console, err: i == 1, timestamp: j.o.Timestamp, file: files[i]}
-		if !j.o.NoPrefix {
-			s.prefix = fmt.Sprintf("[%d]<%s>:", r, name)
+// makeRanks makes the ranks and their hosts' connections.
+func (j *job) makeRanks(files [][2]*os.File) {
+	for _, h := range j.o.Hosts[:j.hosts] {
+		c := &agentConn{host: h.Name, here: IsThisHost(h.Name), orders: make(chan order, maxOrders)}
+		if !c.here {
+			c.liveness = j.o.Liveness
 		}
-		if s.err {
-			s.tail = new(tail)
+		j.conns = append(j.conns, c)
+	}
+	j.waiting, j.open = j.hosts, j.hosts
+	for r, p := range j.places {
+		k := &rank{number: r, conn: j.conns[p.Host], exit: Exit{Host: j.o.Hosts[p.Host].Name}}
+		for i, name := range [2]string{"stdout", "stderr"} {
+			s := &stream{console: j.console, err: i == 1, timestamp: j.o.Timestamp, file: files[r][i]}
+			if !j.o.NoPrefix {
+				s.prefix = fmt.Sprintf("[%d]<%s>:", r, name)
+			}
+			if s.err {
+				s.tail = new(tail)
+			}
+			k.streams[i] = s
 		}
-		k.streams[i] = s
+		k.conn.ranks, j.ranks = append(k.conn.ranks, k), append(j.ranks, k)
 	}
-	return k
-}
-
-// startCrew starts the ranks where all are of this host.
-func (j *job) startCrew(files [][2]*os.File) error {
-	c := &crew{news: func(i int, p *report) { j.events <- event{rank: i, report: p} }}
-	envs := make([][]string, j.o.NP)
-	for r := range envs {
-		envs[r] = slices.Concat(j.env, j.torchVariables(r), j.rankVariables(r), storeVariables(j.o.StoreAddr))
-	}
-	err := c.start(j.path, j.o.Command, envs)
-	for r, m := range c.members {
-		j.ranks = append(j.ranks, j.newRank(r, c, r, [2]source{m.outputs[0], m.outputs[1]}, files[r]))
-	}
-	c.lead()
-	j.parts, j.begun, j.phase = []part{c}, true, running
-	if err != nil {
-		closeFiles(files[len(c.members):])
-		return fmt.Errorf("launch: start rank %d: %w", len(c.members), err)
-	}
-	return nil
 }
 
 // openFiles creates the files of all ranks before any is started.

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -18,9 +19,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/hashicorp/yamux"
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 )
@@ -32,9 +35,11 @@ func TestMain(m *testing.M) {
 		case launch.HelperArg:
 			os.Exit(launch.HelperMain(os.Args[2:], os.Environ()))
 		case launch.AgentArg:
-			os.Exit(launch.AgentMain(os.Environ()))
+			os.Exit(launch.AgentMain(os.Args[2:], os.Environ()))
 		case "launcher":
 			os.Exit(launcher(os.Args[2]))
+		case "fake agent":
+			os.Exit(fakeAgent(os.Args[2]))
 		case "rank":
 			os.Exit(rankProgram(os.Args[2]))
 		}
@@ -95,7 +100,11 @@ func launcher(text string) int {
 		defer cancel()
 	}
 	ms := func(n int) time.Duration { return time.Duration(n) * time.Millisecond }
-	hosts, err := severalHosts(&s)
+	hosts := several{addrs: []netip.AddrPort{netip.MustParseAddrPort("127.0.0.1:4711")}, close: func() error { return nil }}
+	err := error(nil)
+	if s.Hosts != "" {
+		hosts, err = severalHosts(&s)
+	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 2
@@ -122,8 +131,8 @@ func launcher(text string) int {
 		TorchStore: hosts.torch, Hosts: hosts.list, StoreAddrs: hosts.addrs, Secret: hosts.secret, AgentPath: self(), Reach: hosts.reach,
 		Start: ms(s.StartMS), Liveness: ms(s.LivenessMS),
 		NP: s.NP, Command: s.Command, Env: os.Environ(), Set: s.Set,
-		Verdict: s.verdict, StoreAddr: netip.MustParseAddrPort("127.0.0.1:4711"),
-		Stdout: os.Stdout, Stderr: os.Stderr,
+		Verdict: s.verdict,
+		Stdout:  os.Stdout, Stderr: os.Stderr,
 		NoPrefix: s.NoPrefix, Timestamp: s.Timestamp, OutputDir: s.OutputDir, Verbose: s.Verbose,
 		Signals: signals, Notice: ms(s.NoticeMS), Grace: ms(s.GraceMS), Kill: ms(s.KillMS), Echo: ms(s.EchoMS),
 	})
@@ -156,6 +165,45 @@ func launcher(text string) int {
 		}
 	}
 	return status
+}
+
+// fake is an agent that greets the launcher, takes its streams, sends what it is told to, and ends with 7.
+type fake struct {
+	Notices []string // JSON
+	Print   string   // by rank 0
+	Lives   bool     // it goes on and obeys nothing, and answers pings
+}
+
+func (f fake) reach() []string {
+	return []string{"env", "AT={host}", self(), "fake agent", string(must(json.Marshal(f)))}
+}
+
+func fakeAgent(text string) int {
+	var f fake
+	if err := json.Unmarshal([]byte(text), &f); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 2
+	}
+	fmt.Print("\x00hvdrun host agent\x00\x00\x00\x00\x02")
+	config := yamux.DefaultConfig()
+	config.LogOutput = io.Discard
+	s := must(yamux.Server(struct {
+		io.Reader
+		io.WriteCloser
+	}{os.Stdin, os.Stdout}, config))
+	control := must(s.Accept())
+	out := must(s.Accept())
+	must(s.Accept()) // the launcher opens it before it reads
+	fmt.Fprint(out, f.Print)
+	for _, n := range f.Notices {
+		must(control.Write(frame.Seal(append(frame.New(len(n)), n...))))
+	}
+	if f.Lives {
+		signal.Ignore(unix.SIGINT, unix.SIGTERM)
+		select {}
+	}
+	fmt.Fprintln(os.Stderr, "bad line")
+	return 7
 }
 
 // rankProgram is what a rank runs where a shell will not do.

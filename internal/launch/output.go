@@ -116,34 +116,26 @@ func (c *console) run() {
 	}
 }
 
-// source is where a stream of a rank is read. Read waits, and gives io.EOF when all who may write to it have closed it, or
-// after finish.
-type source interface {
-	io.ReadCloser
-	// finish has Read give what is there now and then io.EOF. Nobody of the job is left to write, but somebody else may have been
-	// given the other end and keep it open.
-	finish()
-}
-
-// pipeSource is the end to read of a rank's pipe, non-blocking.
+// pipeSource is the end to read of a pipe, non-blocking. Read gives io.EOF when all who may write to it have closed it, or after
+// finish.
 type pipeSource struct {
-	*os.File
+	file *os.File
 	last bool // it is being emptied
 	left int  // bytes to take then at most, for who goes on writing could fill it again and again
 }
 
 func (p *pipeSource) Read(b []byte) (n int, err error) {
 	if !p.last {
-		n, err = p.File.Read(b)
+		n, err = p.file.Read(b)
 		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
 			return n, err
 		}
 		// The descriptor cannot be had while the deadline holds.
-		if err := p.SetReadDeadline(time.Time{}); err != nil {
+		if err := p.file.SetReadDeadline(time.Time{}); err != nil {
 			return 0, err
 		}
 	}
-	raw, err := p.SyscallConn()
+	raw, err := p.file.SyscallConn()
 	if err != nil {
 		return 0, err
 	}
@@ -163,12 +155,16 @@ func (p *pipeSource) Read(b []byte) (n int, err error) {
 	return n, nil
 }
 
-func (p *pipeSource) finish() { _ = p.SetReadDeadline(time.Unix(1, 0)) }
+// finish has Read give what is there now and then io.EOF. Nobody of the job is left to write, but somebody else may have been
+// given the other end and keep it open.
+func (p *pipeSource) finish() { _ = p.file.SetReadDeadline(time.Unix(1, 0)) }
+
+func (p *pipeSource) Close() error { return p.file.Close() }
 
 // stream carries what one rank writes to its standard output or error to the console, and to a file and a tail
 // if it has them.
 type stream struct {
-	in        source
+	in        io.ReadCloser
 	console   *console
 	err       bool
 	prefix    string

@@ -181,11 +181,12 @@ func TestStreamFinishesWithAnOpenPipe(t *testing.T) {
 	defer unix.Close(theirs)
 	var out text
 	c := newConsole(&out, io.Discard)
-	s := &stream{in: &pipeSource{File: mine}, console: c, prefix: "p:"}
+	in := &pipeSource{file: mine}
+	s := &stream{in: in, console: c, prefix: "p:"}
 	if _, err := unix.Write(theirs, []byte("one\ntwo")); err != nil {
 		t.Fatal(err)
 	}
-	s.in.finish() // before run has read anything
+	in.finish() // before run has read anything
 	done := make(chan struct{})
 	go func() { s.run(); close(done) }()
 	select {
@@ -212,7 +213,7 @@ func TestStreamGoesOnWithoutItsFile(t *testing.T) {
 	}
 	var out text
 	c := newConsole(&out, io.Discard)
-	s := &stream{in: &pipeSource{File: mine}, console: c, file: full}
+	s := &stream{in: &pipeSource{file: mine}, console: c, file: full}
 	if _, err := unix.Write(theirs, []byte("one\n")); err != nil {
 		t.Fatal(err)
 	}

@@ -4,10 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -29,60 +29,53 @@ const (
 	givenUp                  // what is left cannot be killed
 )
 
-// event is news of one rank: a report of its helper, or nil for the helper's end. Or it is news of a host, if that is not nil.
-type event struct {
-	rank   int
-	report *report
-
-	host *remote
-	// ready says that the host is, refused that it can start no ranks. Else the host is no more, and was heard last at that time.
-	ready, refused bool
-	store          netip.AddrPort // where it has reached that, if it is ready
-	err            error          // why it is not, or no more
-	heard          time.Time
-}
+// reaction is what the supervisor does about the end of a rank's command.
+type reaction int
 
 const (
-	// maxNews bounds the events of one rank: two reports and the end.
-	maxNews = 3
-	// maxHostNews bounds those of a host: ready, refused, and the end.
-	maxHostNews = 3
+	goOn    reaction = iota // the other ranks go on
+	failJob                 // the job has failed: the other ranks end by themselves or are ended
 )
+
+// policy decides what follows the end of a rank's command.
+type policy func(rank int, e Exit) reaction
+
+// endAll is the policy of a job in which no rank is of use without the others.
+func endAll(_ int, e Exit) reaction {
+	if e.Status() != 0 {
+		return failJob
+	}
+	return goOn
+}
 
 // verdictWait is how long a verdict may take to be read. The ranks are gone then: it is there, or it never will be.
 const verdictWait = 100 * time.Millisecond
-
-// part is the ranks of one host.
-type part interface {
-	// send sends s to the process group of the rank with an index, or kills everything of it if it is SIGKILL. It does not wait.
-	send(index int, s syscall.Signal)
-	// force kills the helpers.
-	force()
-	// done is closed when nothing of the ranks is left, and all events were told.
-	done() <-chan struct{}
-	// release has the outputs end. Nothing is sent any more. The error is of the supervision itself.
-	release() error
-}
 
 // job is one run. Its fields belong to the goroutine of Run, except where noted.
 type job struct {
 	o       Options
 	places  []hostlist.Place // by rank
 	hosts   int              // that have ranks
-	several bool             // not all ranks are of this host, and each host has an agent
+	several bool             // not all ranks are of this host
 	id      string
-	path    string   // of the command
 	env     []string // of all ranks
+	policy  policy
 
 	ranks   []*rank
-	parts   []part
-	fleet   fleet // of agents
-	waiting int   // for hosts that are not ready
-	begun   bool  // ranks were started
+	conns   []*agentConn // by host
+	waiting int          // for agents that are not ready
+	open    int          // conns that are not over
+	begun   bool         // ranks were started
+
+	family      family
+	commands    *batch         // those that reach agents
+	commandErrs sync.WaitGroup // goroutines that read the standard error of those
+	dropped     atomic.Bool    // cutAll was called: nobody wants to know what the agents have to say
+
 	console *console
-	events  chan event // has room for all that come
-	settled chan struct{}
-	writers sync.WaitGroup
+	events  chan func()    // run by supervise
+	deaf    chan struct{}  // closed when supervise has returned
+	writers sync.WaitGroup // the goroutines that attend to the agents, and the streams
 
 	phase    phase
 	deadline time.Time // of phase, unless running
@@ -100,16 +93,16 @@ type job struct {
 	quitAt    time.Time     // when SIGQUIT asked for one
 }
 
-// run runs the ranks that start starts. That gets the files of their output.
-func (j *job) run(ctx context.Context, start func([][2]*os.File) error) (Result, error) {
+// run runs the job on its hosts.
+func (j *job) run(ctx context.Context) (Result, error) {
 	files, err := j.openFiles()
 	if err != nil {
 		return Result{}, err
 	}
 	j.console = newConsole(j.o.Stdout, j.o.Stderr)
-	if err := start(files); err != nil {
-		j.abort(err)
-	}
+	j.makeRanks(files)
+	j.enter(preparing, j.o.Start)
+	j.connect()
 	j.supervise(ctx)
 	result, err := j.conclude(ctx)
 	if j.aborted != nil {
@@ -118,37 +111,34 @@ func (j *job) run(ctx context.Context, start func([][2]*os.File) error) (Result,
 	return result, err
 }
 
-// supervise returns when all helpers are gone, and the orphans of those that were killed, or when that has
-// proved impossible.
-func (j *job) supervise(ctx context.Context) {
-	for _, k := range j.ranks {
-		for _, s := range k.streams {
-			j.writers.Go(s.run)
-		}
+// post has the supervisor call f. It reports whether there still is one.
+func (j *job) post(f func()) bool {
+	select {
+	case j.events <- f:
+		return true
+	case <-j.deaf:
+		return false
 	}
+}
+
+// supervise returns when no process of the ranks is left on any host, or when that has proved impossible.
+func (j *job) supervise(ctx context.Context) {
+	defer close(j.deaf)
 	var nobodyLeft context.CancelFunc
 	j.surveys, nobodyLeft = context.WithCancel(ctx)
 	defer nobodyLeft()
-	j.surveyed = make(chan struct{}, 1)
-	j.settled = make(chan struct{})
-	go func() {
-		for _, p := range j.parts {
-			<-p.done()
-		}
-		close(j.settled)
-	}()
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	done := ctx.Done()
-	for j.phase != givenUp {
+	for j.open > 0 && j.phase != givenUp {
 		var expired <-chan time.Time
 		if j.phase != running {
 			timer.Reset(time.Until(j.deadline))
 			expired = timer.C
 		}
 		select {
-		case e := <-j.events:
-			j.hear(e)
+		case f := <-j.events:
+			f()
 		case s := <-j.o.Signals:
 			if s != unix.SIGQUIT || !j.heedQuit() {
 				j.heed(s)
@@ -164,30 +154,21 @@ func (j *job) supervise(ctx context.Context) {
 			j.end(unix.SIGTERM)
 		case <-expired:
 			j.expire()
-		case <-j.settled:
-			for len(j.events) > 0 {
-				j.hear(<-j.events)
-			}
-			return
 		}
 	}
 }
 
-// hear takes in the news of a rank.
-func (j *job) hear(e event) {
-	if e.host != nil {
-		j.hearHost(e)
+// hearReport takes in the news of a rank.
+func (j *job) hearReport(k *rank, p *report) {
+	switch {
+	case k.gone:
 		return
-	}
-	k := j.ranks[e.rank]
-	switch p := e.report; {
-	case p == nil:
+	case p.Gone:
 		k.gone = true
 		if !k.ended {
-			k.ended = true
-			k.exit.Lost, k.exit.Signal, k.exit.At = true, unix.SIGKILL, time.Now()
+			k.lose(time.Now(), "")
 		}
-		j.tell("rank %d: all its processes are gone", e.rank)
+		j.tell("rank %d: all its processes are gone", k.number)
 	case p.Errno != 0:
 		k.ended = true // before it began
 		err := newCommandError(j.o.Command[0], p.Errno)
@@ -198,65 +179,77 @@ func (j *job) hear(e event) {
 		return
 	case p.PID != 0:
 		k.exit.PID = p.PID
-		j.tell("rank %d: started as process %d", e.rank, p.PID)
+		j.tell("rank %d: started as process %d", k.number, p.PID)
 	case p.Ended:
 		k.ended = true
 		k.exit.Code, k.exit.Signal, k.exit.Sent, k.exit.At = p.Code, p.Signal, p.Sent, time.Unix(0, p.At)
-		j.tell("rank %d: %s", e.rank, k.exit.describe())
+		j.tell("rank %d: %s", k.number, k.exit.describe())
 	}
-	j.consider(e.rank)
+	j.consider(k)
 }
 
-// hearHost takes in the news of a host.
-func (j *job) hearHost(e event) {
-	h := e.host
-	switch {
-	case e.ready:
-		h.ready = true
-		j.waiting--
-		j.tell("host %s: ready; its ranks meet the others at %v", h.name, e.store)
-		if j.waiting == 0 && j.phase == preparing {
-			j.begun, j.phase = true, running
-			for _, h := range j.fleet.hosts {
-				h.out.put(encodeKind(kindBegin))
-			}
-		}
+// lose notes that it will never be known how the rank's command ended.
+func (k *rank) lose(at time.Time, why string) {
+	k.gone, k.ended = true, true
+	k.exit.Lost, k.exit.Signal, k.exit.At, k.exit.Why = true, unix.SIGKILL, at, why
+}
+
+// hearReady takes in that a host can start its ranks.
+func (j *job) hearReady(c *agentConn) {
+	if c.ready {
 		return
-	case e.refused:
-		j.abort(e.err)
-		return
-	case j.phase == preparing:
-		j.abort(&HostError{h.name, e.err})
 	}
-	var lost []int
-	for _, r := range h.ranks {
-		k := j.ranks[r]
-		k.gone = true
+	c.ready = true
+	j.waiting--
+	j.tell("host %s: ready", c.host)
+	if j.waiting == 0 && j.phase == preparing {
+		j.begun, j.phase = true, running
+		j.order(order{Begin: true})
+	}
+}
+
+// hearLoss takes in that the connection to an agent has ended before the agent had sent everything. It was heard last at that time.
+func (j *job) hearLoss(c *agentConn, err error, heard time.Time) {
+	if j.phase == preparing {
+		j.abort(&HostError{c.host, err})
+	}
+	var lost []*rank
+	for _, k := range c.ranks {
 		if !k.ended && j.begun {
-			k.ended = true
-			k.exit.Lost, k.exit.Signal, k.exit.At = true, unix.SIGKILL, e.heard
-			k.exit.Why = fmt.Sprintf("host %s is lost: %v", h.name, e.err)
-			lost = append(lost, r)
+			k.lose(heard, fmt.Sprintf("host %s is lost: %v", c.host, err))
+			lost = append(lost, k)
 		}
+		k.gone = true
 	}
-	for _, r := range lost {
-		j.consider(r)
+	if len(lost) == 0 && j.begun {
+		c.cutShort(j, err)
+	}
+	j.setOver(c)
+	for _, k := range lost {
+		j.consider(k)
 	}
 }
 
-// consider decides what rank r's news mean for the others.
-func (j *job) consider(r int) {
-	k := j.ranks[r]
+// setOver notes that no process of a host's ranks is left.
+func (j *job) setOver(c *agentConn) {
+	if !c.over {
+		c.over = true
+		j.open--
+	}
+}
+
+// consider decides what the news of a rank mean for the others.
+func (j *job) consider(k *rank) {
 	alive := 0
 	for _, k := range j.ranks {
 		if !k.ended {
 			alive++
 		}
 	}
-	if k.ended && k.exit.Status() != 0 && !j.asked && !j.failed && j.aborted == nil {
+	if k.ended && !j.asked && !j.failed && j.aborted == nil && j.policy(k.number, k.exit) == failJob {
 		j.failed = true
 		if alive > 0 && j.phase == running {
-			j.console.note("rank %d: %s; the others have %v to end", r, k.exit.describe(), j.o.Notice)
+			j.console.note("rank %d: %s; the others have %v to end", k.number, k.exit.describe(), j.o.Notice)
 			j.enter(noticing, j.o.Notice)
 		}
 	}
@@ -308,9 +301,9 @@ func (j *job) expire() {
 	switch j.phase {
 	case preparing:
 		var late []string
-		for _, h := range j.fleet.hosts {
-			if !h.ready {
-				late = append(late, h.name)
+		for _, c := range j.conns {
+			if !c.ready {
+				late = append(late, c.host)
 			}
 		}
 		j.abort(&HostError{strings.Join(late, ", "), fmt.Errorf("not ready within %v", j.o.Start)})
@@ -322,9 +315,7 @@ func (j *job) expire() {
 		j.kill()
 	case killing:
 		j.enter(forcing, j.o.Kill)
-		for _, p := range j.parts {
-			p.force()
-		}
+		j.order(order{Force: true})
 	case forcing:
 		j.phase = givenUp
 	}
@@ -346,7 +337,7 @@ func (j *job) end(s syscall.Signal) {
 
 func (j *job) kill() {
 	if !j.begun {
-		j.fleet.cut() // there is nothing but agents
+		j.cutAll() // there is nothing but agents
 	}
 	j.enter(killing, j.o.Kill)
 	j.send(unix.SIGKILL)
@@ -354,9 +345,21 @@ func (j *job) kill() {
 
 // send sends s to the ranks' process groups.
 func (j *job) send(s syscall.Signal) {
-	for _, k := range j.ranks {
-		if !k.gone && j.begun {
-			k.part.send(k.index, s)
+	if j.begun {
+		j.order(order{Signal: s})
+	}
+}
+
+// order sends an order to all agents. It does not wait.
+func (j *job) order(o order) {
+	for _, c := range j.conns {
+		if c.over {
+			continue
+		}
+		select {
+		case c.orders <- o:
+		default:
+			j.cut(c) // it takes none
 		}
 	}
 }
@@ -388,10 +391,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 			}
 		}
 		errs = append(errs, fmt.Errorf("launch: processes of ranks %v were sent SIGKILL and are not gone", left))
-		j.fleet.cut() // or the output of those would not end
-	}
-	for _, p := range j.parts {
-		errs = append(errs, p.release())
+		j.cutAll() // or the output of those would not end
 	}
 	result := j.result(ctx)
 	if j.cause != nil {
@@ -404,7 +404,10 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	go func() {
 		defer close(written)
 		j.writers.Wait()
-		agents = j.fleet.dismiss(j.o.Kill)
+		agents = j.dismiss(j.o.Kill)
+		for _, c := range j.conns {
+			agents = errors.Join(agents, c.lost)
+		}
 		if text := j.report(result); text != "" {
 			if j.o.Inquiry != nil {
 				text += j.o.Inquiry.Epilogue(known, result.culprits())
@@ -447,8 +450,8 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		case <-patience:
 		}
 		j.console.abandon()
-		j.fleet.cut()
-		errs = append(errs, j.fleet.dismiss(j.o.Kill))
+		j.cutAll()
+		errs = append(errs, j.dismiss(j.o.Kill))
 		return result, errors.Join(append(errs, errors.New("launch: output was lost: nobody has read it"))...)
 	}
 }

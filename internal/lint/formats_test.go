@@ -178,7 +178,7 @@ var withoutRow = map[string]string{
 	"ops/tcp/alltoall.go":                    "numbers, each compared with a bound",
 	"ops/shm/alltoall.go":                    "numbers, each compared with a bound",
 	"internal/engine/gather.go":              "numbers, each compared with a bound",
-	"internal/launch/crew.go":                "reports of a child that runs this program, through a pipe that only it has",
+	"internal/launch/agent.go":               "reports of a child that runs this program, through a pipe that only it has",
 	"internal/doctor/python.go":              "the output of a script that is in the same file",
 	"examples/digits/data.go":                "data that is in the program",
 	"internal/testprom/testprom.go":          "answers of Prometheus, in tests",

@@ -1,0 +1,408 @@
+package launch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/yamux"
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// lastWords is how long a command that ends may take to be reaped, and to be read.
+	lastWords = 2 * time.Second
+	// routeWait bounds the search for the addresses of all hosts' names.
+	routeWait = 2 * time.Second
+	// maxOrders bounds the orders that an agent leaves unread. Beyond it the agent is killed.
+	maxOrders = 1000
+)
+
+// agentConn is the launcher's end of the connection to an agent. The fields of the supervisor belong to its goroutine.
+type agentConn struct {
+	host     string
+	here     bool // the agent runs in this process
+	ranks    []*rank
+	liveness time.Duration // how long the agent may be silent; 0 if it runs here
+	orders   chan order
+
+	link    *link
+	command string  // the first word of the one that reaches the agent
+	pid     int     // its process
+	stderr  *stream // its standard error
+	greeted bool    // the agent has said hello
+	status  unix.WaitStatus
+	ended   chan struct{} // closed when the command was reaped, or when the agent here has returned
+	silent  chan struct{} // closed when standard error was read
+
+	// Of the supervisor.
+	ready, over bool
+
+	// lost is why the agent ended before it had sent all output, though nothing of its ranks was left, so that none of them
+	// is to blame; valid after the writers.
+	lost error
+}
+
+// connect starts the agents of all hosts and the goroutines that attend to them.
+func (j *job) connect() {
+	commands := newBatch()
+	jobs, err := j.hostJobs()
+	if err == nil {
+		err = j.family.adopt()
+	}
+	for i, c := range j.conns {
+		if err == nil {
+			c.orders <- order{Job: &jobs[i]}
+			err = j.startAgent(commands, c)
+		}
+		if err != nil {
+			j.abort(err)
+			j.setOver(c)
+			c.close()
+			continue
+		}
+		j.writers.Go(func() { j.attend(c) })
+	}
+	j.family.complete(commands)
+	j.commands = commands
+}
+
+// startAgent starts the agent of a host: in this process, or the command that runs one there.
+func (j *job) startAgent(commands *batch, c *agentConn) error {
+	c.ended, c.silent = make(chan struct{}), make(chan struct{})
+	if c.here {
+		mine, theirs := net.Pipe()
+		c.link = &link{in: mine, out: mine}
+		go func() {
+			defer close(c.ended)
+			// Why it fails is why the launcher has cut it off.
+			_ = serveLauncher(&link{in: theirs, out: theirs}, 0, j.o.Env, &j.family)
+		}()
+		return nil
+	}
+	argv := j.o.Reach(c.host, []string{j.o.AgentPath, AgentArg, j.o.Liveness.String()})
+	path, err := lookPath(argv[0], j.o.Env)
+	if err != nil {
+		return &HostError{c.host, fmt.Errorf("%s: %w", argv[0], err)}
+	}
+	j.tell("host %s: %s", c.host, strings.Join(argv, " "))
+	var mine []*os.File
+	c.command = argv[0]
+	c.pid, err = j.family.start(commands, func() (pid int, err error) {
+		mine, pid, err = startWithPipes(path, argv, j.o.Env, nil, []bool{false, true, true})
+		return pid, err
+	}, func(status unix.WaitStatus) {
+		j.family.doomOrphans(status)
+		c.status = status
+		c.stderr.in.(*pipeSource).finish()
+		// Somebody outside the job may hold the other end of the link.
+		time.AfterFunc(lastWords, func() { c.link.Close() })
+		close(c.ended)
+	})
+	if err != nil {
+		return &HostError{c.host, fmt.Errorf("%s: %w", argv[0], err)}
+	}
+	c.link = &link{in: mine[1], out: mine[0]}
+	c.stderr = &stream{
+		in: &pipeSource{file: mine[2]}, console: j.console, err: true, timestamp: j.o.Timestamp,
+		prefix: "hvdrun: host " + c.host + ": ", tail: new(tail),
+	}
+	j.commandErrs.Go(func() {
+		defer close(c.silent)
+		c.stderr.run()
+	})
+	return nil
+}
+
+// hostJobs are the orders to all hosts.
+func (j *job) hostJobs() ([]hostJob, error) {
+	travelling := slices.DeleteFunc(slices.Clone(j.env), func(v string) bool {
+		name, _, _ := strings.Cut(v, "=")
+		return IsOfHost(name) && !slices.ContainsFunc(j.o.Set, func(set string) bool { return strings.HasPrefix(set, name+"=") })
+	})
+	routes := j.routes()
+	jobs := make([]hostJob, len(j.conns))
+	for i, c := range j.conns {
+		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret}, TLS: j.o.TLS}
+		if !c.here {
+			dir, err := os.Getwd()
+			if err != nil {
+				return nil, fmt.Errorf("launch: working directory: %w", err)
+			}
+			jobs[i].Dir = words{dir}
+		}
+		for _, k := range c.ranks {
+			vars := slices.Concat(j.torchVariables(k.number), j.rankVariables(k.number))
+			if !j.several {
+				vars = append(vars, storeVariables(j.o.StoreAddrs[0])...)
+			}
+			jobs[i].Ranks = append(jobs[i].Ranks, vars)
+		}
+		for _, a := range j.o.StoreAddrs {
+			switch {
+			case !j.several:
+			case a.Addr() == routes[i]:
+				jobs[i].Stores = slices.Insert(jobs[i].Stores, 0, a.String())
+			default:
+				jobs[i].Stores = append(jobs[i].Stores, a.String())
+			}
+		}
+	}
+	return jobs, nil
+}
+
+// routes are the addresses of this host from which the others are reached, as far as they can be known: a name may be one that
+// ssh alone understands. This host gets that of the first other one, for it must be reached there too.
+func (j *job) routes() []netip.Addr {
+	ctx, cancel := context.WithTimeout(context.Background(), routeWait)
+	defer cancel()
+	found := make([]netip.Addr, len(j.conns))
+	var searches sync.WaitGroup
+	for i, c := range j.conns {
+		if c.here {
+			continue
+		}
+		searches.Go(func() {
+			var d net.Dialer
+			// Connecting a datagram socket sends nothing; it only asks for the route.
+			conn, err := d.DialContext(ctx, "udp", net.JoinHostPort(c.host[strings.LastIndexByte(c.host, '@')+1:], "9"))
+			if err != nil {
+				return
+			}
+			defer conn.Close()
+			if addr, ok := conn.LocalAddr().(*net.UDPAddr); ok {
+				found[i] = addr.AddrPort().Addr().Unmap()
+			}
+		})
+	}
+	searches.Wait()
+	first := slices.IndexFunc(found, func(a netip.Addr) bool {
+		return slices.ContainsFunc(j.o.StoreAddrs, func(s netip.AddrPort) bool { return s.Addr() == a })
+	})
+	for i, c := range j.conns {
+		if first >= 0 && c.here {
+			found[i] = found[first]
+		}
+	}
+	return found
+}
+
+// attend listens to an agent until it ends.
+func (j *job) attend(c *agentConn) {
+	err := j.converse(c)
+	if err != nil {
+		err = j.explain(c, err)
+	}
+	heard := time.Unix(0, c.link.heard.Load())
+	c.close()
+	if err != nil {
+		// After the supervision, only output can have been lost.
+		if !j.post(func() { j.hearLoss(c, err, heard) }) {
+			c.cutShort(j, err)
+		}
+	}
+}
+
+// cutShort notes that output may be missing, unless that is what the launcher wants.
+func (c *agentConn) cutShort(j *job, err error) {
+	if !j.dropped.Load() {
+		c.lost = fmt.Errorf("launch: host %s: the end of the output is lost: %w", c.host, err)
+	}
+}
+
+// close closes the link and the files of the ranks that had no stream.
+func (c *agentConn) close() {
+	if c.link != nil {
+		c.link.Close()
+	}
+	for _, k := range c.ranks {
+		for _, s := range k.streams {
+			if s.in == nil && s.file != nil {
+				s.file.Close() // nothing was written
+			}
+		}
+	}
+}
+
+// converse returns nil when the agent has said Bye in its turn.
+func (j *job) converse(c *agentConn) error {
+	if err := readHello(c.link); err != nil {
+		return err
+	}
+	c.greeted = true
+	session, err := yamux.Client(c.link, sessionConfig(c.liveness))
+	if err != nil {
+		return err
+	}
+	err = j.listen(c, session)
+	end := endOf(session, c.liveness)
+	if err == io.EOF || errors.Is(err, yamux.ErrSessionShutdown) {
+		return end
+	}
+	return err
+}
+
+func (j *job) listen(c *agentConn, session *yamux.Session) error {
+	control, err := session.OpenStream()
+	if err != nil {
+		return err
+	}
+	j.writers.Go(func() {
+		for {
+			select {
+			case o := <-c.orders:
+				_ = send(control, o) // why it fails is seen where the notices are read
+			case <-session.CloseChan():
+				return
+			}
+		}
+	})
+	for _, k := range c.ranks {
+		for _, s := range k.streams {
+			in, err := session.OpenStream()
+			if err != nil {
+				return err
+			}
+			s.in = in
+			j.writers.Go(s.run)
+		}
+	}
+	return j.hearNotices(c, control)
+}
+
+// hearNotices returns nil at a Bye in its turn.
+func (j *job) hearNotices(c *agentConn, control io.Reader) error {
+	over := false
+	for {
+		var n notice
+		if err := receive(control, maxNoticeBytes, &n); err != nil {
+			return err
+		}
+		switch {
+		case n.Ready:
+			j.post(func() { j.hearReady(c) })
+		case n.Refused != nil:
+			err := n.Refused.error(j, c)
+			j.post(func() { j.abort(err) })
+		case n.Report != nil && (n.Rank < 0 || n.Rank >= len(c.ranks)):
+			return fmt.Errorf("its agent has sent a report on rank %d of %d", n.Rank, len(c.ranks))
+		case n.Report != nil:
+			if !c.here {
+				n.Report.At = time.Now().UnixNano() // its clock is another
+			}
+			j.post(func() { j.hearReport(c.ranks[n.Rank], n.Report) })
+		case n.Over:
+			over = true
+			j.post(func() { j.setOver(c) })
+		case n.Bye && !over:
+			return errors.New("its agent has sent a Bye before the end of its ranks")
+		case n.Bye:
+			return nil
+		}
+	}
+}
+
+// error is what a refusal means.
+func (r *refusal) error(j *job, c *agentConn) error {
+	text := printable(r.Text[:min(len(r.Text), maxTextBytes)])
+	if r.Status != 0 {
+		err := &CommandError{Command: printable(r.Command), Status: r.Status & 0xff, Err: errors.New(text)}
+		if j.several {
+			err.Host = c.host
+		}
+		return err
+	}
+	return &HostError{c.host, errors.New(text)}
+}
+
+// explain says why an agent ended that did not say bye.
+func (j *job) explain(c *agentConn, err error) error {
+	if !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) || c.here {
+		j.cut(c)
+		return err
+	}
+	timer := time.NewTimer(lastWords)
+	defer timer.Stop()
+	for _, over := range []<-chan struct{}{c.ended, c.silent} {
+		select {
+		case <-over:
+		case <-timer.C:
+			j.cut(c)
+			return fmt.Errorf("its agent has closed its output, and %s goes on", c.command)
+		}
+	}
+	how := fmt.Sprintf("exit status %d", c.status.ExitStatus())
+	if c.status.Signaled() {
+		how = "killed by " + unix.SignalName(c.status.Signal())
+	}
+	how = c.command + ": " + how
+	if lines := c.stderr.tail.lines; len(lines) > 0 {
+		how += ": " + printable(lines[len(lines)-1])
+	}
+	if err != io.EOF { // of readHello or the middle of a frame
+		how = fmt.Sprintf("%v (%s)", err, how)
+	}
+	if !c.greeted && (c.status.ExitStatus() == statusNotFound || c.status.ExitStatus() == statusNotExecutable) {
+		return fmt.Errorf("hvdrun is not at %s there; --remote-hvdrun says where it is (%s)", j.o.AgentPath, how)
+	}
+	return errors.New(how)
+}
+
+// cut ends an agent: its command is killed, or the connection to the agent here is closed. What the command has started is killed
+// then too, as all orphans are.
+func (j *job) cut(c *agentConn) {
+	switch {
+	case c.here:
+		c.link.Close()
+	case c.pid != 0:
+		j.family.kill(c.pid)
+	}
+}
+
+// cutAll cuts all agents.
+func (j *job) cutAll() {
+	j.dropped.Store(true)
+	for _, c := range j.conns {
+		j.cut(c)
+	}
+}
+
+// dismiss returns when all agents have ended, as they do when they have sent everything, and the commands that reach them. Those that
+// have not after the time given are killed, and given up after it has passed once more.
+func (j *job) dismiss(patience time.Duration) error {
+	all := make(chan struct{})
+	go func() {
+		defer close(all)
+		<-j.commands.gone
+		for _, c := range j.conns {
+			if c.here {
+				<-c.ended
+			}
+		}
+		j.family.reaper.Wait()
+	}()
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	for range 2 {
+		select {
+		case <-all:
+			j.commandErrs.Wait()
+			return j.family.err
+		case <-timer.C:
+			j.cutAll()
+			timer.Reset(patience)
+		}
+	}
+	for _, c := range j.conns {
+		c.close()
+	}
+	return errors.New("launch: the commands that reach other hosts were sent SIGKILL and are not gone")
+}

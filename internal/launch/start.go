@@ -1,0 +1,63 @@
+package launch
+
+import (
+	"os"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// startWithPipes starts a program with pipes as its descriptors, from 0 on or, with first, from 1; reading says which of them are
+// read here. On an error nothing is left of it.
+func startWithPipes(path string, argv, env []string, first *os.File, reading []bool) (mine []*os.File, pid int, err error) {
+	var theirs, files []uintptr
+	defer func() {
+		for _, fd := range theirs {
+			unix.Close(int(fd))
+		}
+		if err != nil {
+			for _, f := range mine {
+				f.Close()
+			}
+		}
+	}()
+	for _, r := range reading {
+		f, fd, err := pipe(r)
+		if err != nil {
+			return mine, 0, err
+		}
+		mine, theirs = append(mine, f), append(theirs, uintptr(fd))
+	}
+	if first != nil {
+		files = []uintptr{first.Fd()}
+	}
+	pid, _, err = syscall.StartProcess(path, argv, &syscall.ProcAttr{
+		Env:   env,
+		Files: append(files, theirs...),
+		// A group of its own keeps it from signals meant for this process's.
+		Sys: &syscall.SysProcAttr{Setpgid: true},
+	})
+	if err != nil {
+		return mine, 0, os.NewSyscallError("start process", err)
+	}
+	return mine, pid, nil
+}
+
+// pipe returns a pipe's reading and writing end. mine is the one that stays here, non-blocking; the other blocks,
+// as programs expect. Neither is inherited unless it is passed on.
+func pipe(readingIsMine bool) (mine *os.File, theirs int, err error) {
+	var p [2]int
+	if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {
+		return nil, 0, os.NewSyscallError("pipe2", err)
+	}
+	here, there := p[0], p[1]
+	if !readingIsMine {
+		here, there = there, here
+	}
+	if err := unix.SetNonblock(here, true); err != nil {
+		unix.Close(here)
+		unix.Close(there)
+		return nil, 0, os.NewSyscallError("fcntl", err)
+	}
+	return os.NewFile(uintptr(here), "pipe"), there, nil
+}
