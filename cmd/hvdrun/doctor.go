@@ -1,19 +1,15 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"os/signal"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
-	"github.com/gohvd/gohvd/internal/version"
 )
 
 const (
@@ -75,16 +71,7 @@ func (r *runner) doctor() *cobra.Command {
 
 // examine runs the checks and prints what they found.
 func (r *runner) examine(given *doctorFlags) error {
-	s := doctor.Here()
-	s.Environ, s.Sidecar = r.env, besideSelf(sidecar)
-	s.Build.Version = version.Text()
-	var err error
-	if s.Build.Parts, err = builtParts(r.env); err != nil {
-		return err
-	}
-	if cpu, known := config.Lookup("HOROVOD_CPU_OPERATIONS"); known {
-		s.Build.CPUOperations = cpu.Want()
-	}
+	s := doctor.Here(r.env)
 	hosts, err := given.where.hosts()
 	if err != nil {
 		return err
@@ -108,27 +95,4 @@ func (r *runner) examine(given *doctorFlags) error {
 		r.status = statusFailure
 	}
 	return write(r.stdout, lines)
-}
-
-// builtParts reads what --check-build prints, so that there is one list of what is built.
-func builtParts(env []string) ([]doctor.Part, error) {
-	var block bytes.Buffer
-	if err := (&runner{env: env, stdout: &block}).printBuild(); err != nil {
-		return nil, err
-	}
-	var (
-		parts []doctor.Part
-		kind  string
-	)
-	for line := range strings.Lines(block.String()) {
-		line = strings.TrimSpace(line)
-		if title, is := strings.CutPrefix(strings.TrimSuffix(line, ":"), "Available "); is {
-			kind = strings.ToLower(title)
-		} else if name, is := strings.CutPrefix(line, "[X] "); is {
-			parts = append(parts, doctor.Part{Kind: kind, Name: name, Built: true})
-		} else if name, is := strings.CutPrefix(line, "[ ] "); is {
-			parts = append(parts, doctor.Part{Kind: kind, Name: name})
-		}
-	}
-	return parts, nil
 }

@@ -6,7 +6,6 @@ import (
 	"net/netip"
 	"os"
 	"os/signal"
-	"path/filepath"
 	"slices"
 	"strconv"
 
@@ -16,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/doctor"
 	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/logs"
@@ -26,7 +26,7 @@ import (
 // launch runs the job.
 func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if r.checkBuild {
-		return r.printBuild()
+		return doctor.Here(r.env).WriteBuild(r.stdout)
 	}
 	if err := r.where.check(cmd.Flags()); err != nil {
 		return err
@@ -110,7 +110,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	defer signal.Stop(signals)
 
 	result, err := launch.Run(context.Background(), launch.Options{
-		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, r.logFormat(&settings), r.sidecarBinary(&settings, several), timelineSignal(&settings), settings.ForRanks()),
+		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, r.logFormat(&settings), sidecarBinary(&settings, several), timelineSignal(&settings), settings.ForRanks()),
 		Verdict: reports.ranks.Verdict, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout, Liveness: settings.LivenessTimeout,
 		Stdout: r.stdout, Stderr: r.stderr,
@@ -164,31 +164,13 @@ func (r *runner) logger() *zap.Logger {
 	return logs.New(r.stderr, &c)
 }
 
-const (
-	sidecar         = "hvdd"
-	sidecarVariable = "HVD_SIDECAR_BINARY"
-)
-
 // sidecarBinary tells ranks in Python of an hvdd that is beside hvdrun, on whose host they are, if they would not be told else.
-func (r *runner) sidecarBinary(settings *config.Config, several bool) []string {
-	path := besideSelf(sidecar)
-	if path == "" || several || settings.Variable(sidecarVariable) != "" {
+func sidecarBinary(settings *config.Config, several bool) []string {
+	path := doctor.BesideSelf(config.SidecarProgram)
+	if path == "" || several || settings.Variable(config.SidecarBinaryVariable) != "" {
 		return nil
 	}
-	return []string{sidecarVariable + "=" + path}
-}
-
-// besideSelf is the path of a program in the folder of this one; empty if there is none.
-func besideSelf(name string) string {
-	self, err := os.Executable()
-	if err != nil {
-		return ""
-	}
-	path := filepath.Join(filepath.Dir(self), name)
-	if unix.Access(path, unix.X_OK) != nil {
-		return ""
-	}
-	return path
+	return []string{config.SidecarBinaryVariable + "=" + path}
 }
 
 // timelineSignal tells the ranks, where launch looks for it too, of a signal that the file names.

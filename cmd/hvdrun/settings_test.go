@@ -169,7 +169,7 @@ func TestConfigCommand(t *testing.T) {
 }
 
 func TestCheckBuild(t *testing.T) {
-	t.Setenv(sidecarVariable, "")
+	t.Setenv(config.SidecarBinaryVariable, "")
 	for _, flag := range []string{"-cb", "--check-build"} {
 		stdout, stderr, status := output(t, flag)
 		if status != 0 || stderr != "" || strings.Count(stdout, "[X] Gloo (gohvd's own, over shared memory and TCP)\n") != 2 || strings.Count(stdout, "[ ] MPI\n") != 2 {
@@ -194,7 +194,7 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 		{plain, dir, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is no program)", plain), "Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
 		{dir, none, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is no program)", dir), "Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
 	} {
-		t.Setenv(sidecarVariable, c.named)
+		t.Setenv(config.SidecarBinaryVariable, c.named)
 		t.Setenv("PATH", c.path)
 		if stdout, stderr, status := output(t, "--check-build"); status != 0 || stderr != "" || !strings.Contains(stdout, "    "+c.want+"\n") {
 			t.Errorf("%+v: got exit status %d, %q and %q", c, status, stdout, stderr)
@@ -216,7 +216,7 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 	if err := os.WriteFile(copied, text, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	t.Setenv(sidecarVariable, "")
+	t.Setenv(config.SidecarBinaryVariable, "")
 	t.Setenv("PATH", none)
 	cmd := hvdrun(t, "--check-build")
 	cmd.Path = copied

@@ -4,16 +4,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"os"
-	"os/exec"
-	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/version"
 )
 
 // shownSetting is one line of hvdrun config.
@@ -60,53 +55,4 @@ func (r *runner) showSettings(*cobra.Command, []string) error {
 		fmt.Fprintf(table, "%s\t%s\t%s\n", s.Name, s.Value, s.Origin)
 	}
 	return table.Flush()
-}
-
-// printBuild has the form of Horovod's, for scripts that look for "[X] PyTorch".
-func (r *runner) printBuild() error {
-	torch := "[X] PyTorch (over hvdd)"
-	if err := r.findSidecar(); err != nil {
-		torch = fmt.Sprintf("[ ] PyTorch (%v)", err)
-	}
-	const own = "[X] Gloo (gohvd's own, over shared memory and TCP)"
-	_, err := fmt.Fprintf(r.stdout, `gohvd %s:
-
-Available Frameworks:
-    [X] Go
-    %s
-    [ ] TensorFlow
-    [ ] MXNet
-
-Available Controllers:
-    [ ] MPI
-    %s
-
-Available Tensor Operations:
-    [ ] NCCL
-    [ ] DDL
-    [ ] CCL
-    [ ] MPI
-    %s
-`, version.Text(), torch, own, own)
-	return err
-}
-
-// findSidecar looks for hvdd where ranks in Python would, but for their package, which hvdrun does not know. The error says why there is
-// none.
-func (r *runner) findSidecar() error {
-	for _, v := range r.env {
-		if named, is := strings.CutPrefix(v, sidecarVariable+"="); is && named != "" {
-			if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() || unix.Access(named, unix.X_OK) != nil {
-				return fmt.Errorf("%s is %q, which is no program", sidecarVariable, named)
-			}
-			return nil
-		}
-	}
-	if besideSelf(sidecar) != "" {
-		return nil
-	}
-	if _, err := exec.LookPath(sidecar); err != nil {
-		return fmt.Errorf("no %s: %s is not set, and there is none beside hvdrun or on PATH", sidecar, sidecarVariable)
-	}
-	return nil
 }

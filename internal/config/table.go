@@ -78,6 +78,12 @@ func (s Scope) String() string {
 // SidecarVariable is the setting that names a running sidecar to its clients.
 const SidecarVariable = "HVD_SIDECAR"
 
+// SidecarProgram is the sidecar's name, and SidecarBinaryVariable the setting that names the one that a client starts.
+const (
+	SidecarProgram        = "hvdd"
+	SidecarBinaryVariable = "HVD_SIDECAR_BINARY"
+)
+
 // FileVariable is the setting that names the file of settings.
 const FileVariable = "HVD_CONFIG_FILE"
 
@@ -440,7 +446,7 @@ var settings = []Setting{
 		kind: anything("unix:///path"),
 	},
 	{
-		Name: "HVD_SIDECAR_BINARY", Section: sectionPlace, Scope: PerProcess,
+		Name: SidecarBinaryVariable, Section: sectionPlace, Scope: PerProcess,
 		Otherwise: "bin/hvdd of the Python package, then hvdd on PATH", Doc: "hvdd, for Python programs that start a sidecar",
 		kind: anything("the path of a program"),
 	},

@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
@@ -10,42 +11,76 @@ import (
 	"path"
 	"slices"
 	"strings"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/version"
 )
+
+// Part is something that may be built in, such as MPI.
+type Part struct {
+	// Kind is what it is a part of, a heading such as "Controllers".
+	Kind, Name string
+	Built      bool
+}
+
+// Parts lists what this build has and lacks, by kind.
+func (s *System) Parts() []Part {
+	const own = "Gloo (gohvd's own, over shared memory and TCP)"
+	torch := Part{"Frameworks", "PyTorch (over hvdd)", true}
+	if err := s.findSidecar(); err != nil {
+		torch = Part{"Frameworks", fmt.Sprintf("PyTorch (%v)", err), false}
+	}
+	return []Part{
+		{"Frameworks", "Go", true}, torch, {"Frameworks", "TensorFlow", false}, {"Frameworks", "MXNet", false},
+		{"Controllers", "MPI", false}, {"Controllers", own, true},
+		{"Tensor Operations", "NCCL", false}, {"Tensor Operations", "DDL", false}, {"Tensor Operations", "CCL", false},
+		{"Tensor Operations", "MPI", false}, {"Tensor Operations", own, true},
+	}
+}
+
+// WriteBuild writes the parts in the form of horovodrun --check-build, for scripts that look for "[X] PyTorch".
+func (s *System) WriteBuild(w io.Writer) error {
+	out := bufio.NewWriter(w)
+	fmt.Fprintf(out, "gohvd %s:\n", version.Text())
+	kind := ""
+	for _, p := range s.Parts() {
+		if p.Kind != kind {
+			kind = p.Kind
+			fmt.Fprintf(out, "\nAvailable %s:\n", kind)
+		}
+		mark := " "
+		if p.Built {
+			mark = "X"
+		}
+		fmt.Fprintf(out, "    [%s] %s\n", mark, p.Name)
+	}
+	return out.Flush()
+}
 
 // built says what this program is made of. That something is not built in is a fact, no fault.
 func built(_ context.Context, s *System) []Line {
 	b := s.Build
-	lines := []Line{ok("version", "gohvd %s", b.Version)}
+	lines := []Line{ok("version", "gohvd %s", version.Text())}
 	compiler := b.Go + " for " + s.Arch
 	if b.Known {
 		compiler += fmt.Sprintf(", cgo %s, assembly %s", onOff(b.CGO), onOff(!b.NoAsm))
 	}
 	lines = append(lines, ok("compiler", "%s", compiler))
-	for i, p := range b.Parts {
-		if i > 0 && b.Parts[i-1].Kind == p.Kind {
-			continue
-		}
-		has, lacks := []string{}, []string{}
-		for _, q := range b.Parts[i:] {
-			switch {
-			case q.Kind != p.Kind:
-			case q.Built:
-				has = append(has, q.Name)
-			default:
-				lacks = append(lacks, q.Name)
+	for parts := s.Parts(); len(parts) > 0; {
+		var has, lacks []string
+		kind := parts[0].Kind
+		for len(parts) > 0 && parts[0].Kind == kind {
+			if parts[0].Built {
+				has = append(has, parts[0].Name)
+			} else {
+				lacks = append(lacks, parts[0].Name)
 			}
+			parts = parts[1:]
 		}
-		text := strings.Join(has, ", ")
-		if len(has) == 0 {
-			text = "none"
-		}
-		if len(lacks) > 0 {
-			text += "; not built in: " + strings.Join(lacks, ", ")
-		}
-		lines = append(lines, ok(p.Kind, "%s", text))
+		lines = append(lines, ok(strings.ToLower(kind), "%s; not built in: %s", strings.Join(has, ", "), strings.Join(lacks, ", ")))
 	}
-	if b.CPUOperations != "" {
-		lines = append(lines, ok("cpu operations", "HOROVOD_CPU_OPERATIONS can be %s", b.CPUOperations))
+	if cpu, known := config.Lookup("HOROVOD_CPU_OPERATIONS"); known {
+		lines = append(lines, ok("cpu operations", "%s can be %s", cpu.Name, cpu.Want()))
 	}
 	return lines
 }

@@ -57,6 +57,9 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 	start := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, limit-grace)
 	defer cancel()
+	late, stop := context.WithCancel(context.Background())
+	defer stop()
+	context.AfterFunc(ctx, func() { time.AfterFunc(grace, stop) })
 	answers := make([]chan []Line, len(checks))
 	for i, c := range checks {
 		answers[i] = make(chan []Line, 1)
@@ -64,10 +67,8 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 	}
 
 	var all []Line
-	w := waiter{ctx: ctx}
-	defer w.close()
 	for i, c := range checks {
-		lines, ended := w.wait(answers[i])
+		lines, ended := await(late, answers[i])
 		if !ended {
 			lines = []Line{warn("", "look at what it waits for: a file system, a device or a name server",
 				"it has not ended within %v", time.Since(start).Round(100*time.Millisecond))}
@@ -84,35 +85,14 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 	return all
 }
 
-// waiter waits for one check after the other until the grace after the end of ctx is over.
-type waiter struct {
-	ctx  context.Context
-	late context.Context // ends with the grace; nil before it has begun
-	stop context.CancelFunc
-}
-
-func (w *waiter) close() {
-	if w.stop != nil {
-		w.stop()
-	}
-}
-
-func (w *waiter) wait(answer <-chan []Line) (lines []Line, ended bool) {
+// await waits for the lines of a check until the end of late.
+func await(late context.Context, answer <-chan []Line) (lines []Line, ended bool) {
 	select {
 	case lines = <-answer:
 		return lines, true
-	case <-w.ctx.Done():
+	case <-late.Done():
 	}
-	if w.late == nil {
-		w.late, w.stop = context.WithTimeout(context.Background(), grace)
-	}
-	select {
-	case lines = <-answer:
-		return lines, true
-	case <-w.late.Done():
-	}
-	// It may have ended while others were waited for.
-	select {
+	select { // it may have come while others were waited for
 	case lines = <-answer:
 		return lines, true
 	default:

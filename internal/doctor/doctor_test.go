@@ -15,6 +15,8 @@ import (
 
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/version"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -49,10 +51,9 @@ func (f files) with(more files) files {
 }
 
 var soundFiles = files{
-	"sys/devices/system/cpu/online": "0-7\n",
-	"proc/self/status":              "Name:\tx\nCpus_allowed:\tf\nCpus_allowed_list:\t0-2,5\n",
-	"proc/self/cgroup":              "0::/job\n",
-	"proc/meminfo":                  "MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n",
+	"proc/stat":        "cpu  8 0\ncpu0 2 0\ncpu1 2 0\ncpu5 4 0\nintr 9\n",
+	"proc/self/cgroup": "0::/job\n",
+	"proc/meminfo":     "MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n",
 }
 
 const gib = 1 << 30
@@ -60,8 +61,8 @@ const gib = 1 << 30
 // soundSystem is a machine with which nothing is wrong.
 func soundSystem() *System {
 	return &System{
-		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", GOMAXPROCS: 4,
-		Build: Build{Version: "v1", Go: "go1", Known: true, Parts: []Part{{"controllers", "Gloo", true}}, CPUOperations: "shm or tcp"},
+		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", Affinity: 4, GOMAXPROCS: 4,
+		Build: Build{Go: "go1", Known: true},
 		Agent: func(host string, words []string) []string { return append([]string{"agent", "-q", host}, words...) },
 		Rlimit: func(int) (unix.Rlimit, error) {
 			return unix.Rlimit{Cur: unix.RLIM_INFINITY, Max: unix.RLIM_INFINITY}, nil
@@ -82,7 +83,7 @@ func soundSystem() *System {
 		LookPath:   func(name string) (string, error) { return "/usr/bin/" + name, nil },
 		Output: func(_ context.Context, _, argv []string) (string, error) {
 			if len(argv) == 2 {
-				return "hvdd v1\n", nil
+				return "hvdd " + version.Text() + "\n", nil
 			}
 			return `{"version": "3.12.1", "minor": 12, "torch": "2.4", "numpy": "2", "gohvd": "0.6", "at": "/p/gohvd", "hvdd": "/b/hvdd"}`, nil
 		},
@@ -151,9 +152,9 @@ func TestABrokenMachine(t *testing.T) {
 	s.Hostname = func() (string, error) { return "", broken }
 	s.LookPath = func(string) (string, error) { return "", broken }
 	holds(t, "broken", Run(t.Context(), s, Checks(), testLimit),
-		"ok version", "ok compiler", "ok controllers", "ok cpu operations",
+		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (no hvdd", "ok controllers", "ok tensor operations", "ok cpu operations",
 		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok mpirun: not found", "ok python: not in PATH", "ok hvdd: not beside",
-		"ok simd", "warn online", "warn affinity", "ok GOMAXPROCS", "ok quota: no limit",
+		"ok simd", "warn online", "ok affinity", "ok GOMAXPROCS", "ok quota: no limit",
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",
 		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
@@ -277,9 +278,8 @@ type full struct{}
 func (full) Write([]byte) (int, error) { return 0, errFull }
 
 func TestThisMachine(t *testing.T) {
-	s := Here()
+	s := Here(os.Environ())
 	s.Agent = func(host string, words []string) []string { return append([]string{"ssh", host}, words...) }
-	s.Environ = os.Environ()
 	lines := Run(t.Context(), s, Checks(), testLimit)
 	status := map[string]Status{}
 	for _, l := range lines {

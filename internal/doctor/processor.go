@@ -3,7 +3,6 @@ package doctor
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io/fs"
 	"math"
 	"strconv"
@@ -26,77 +25,18 @@ func simd(_ context.Context, s *System) []Line {
 
 // cores says what there is to compute with. Each of these bounds the next but GOMAXPROCS, which the environment can set.
 func cores(_ context.Context, s *System) []Line {
-	const mount = "mount /proc and /sys"
 	var lines []Line
-	online, err := s.online()
-	if err != nil {
-		lines = append(lines, warn("online", mount, "%v", err))
-	} else {
-		lines = append(lines, ok("online", "%d", online))
+	if text, err := fs.ReadFile(s.Root, "proc/stat"); err != nil {
+		lines = append(lines, warn("online", "mount /proc", "%v", err))
+	} else { // a line for each after that for all (proc_stat(5))
+		lines = append(lines, ok("online", "%d", strings.Count(string(text), "\ncpu")))
 	}
-	mask, err := s.affinity()
-	if err != nil {
-		lines = append(lines, warn("affinity", mount, "%v", err))
-	} else {
-		lines = append(lines, ok("affinity", "this process may run on %d", mask))
+	lines = append(lines, ok("affinity", "this process may run on %d", s.Affinity))
+	if s.GOMAXPROCS > s.Affinity {
+		return append(lines, warn("GOMAXPROCS", "unset GOMAXPROCS, or allow more cores (taskset, --cpuset-cpus, --cpus-per-task)",
+			"%d threads for %d cores: threads of Go wait for each other", s.GOMAXPROCS, s.Affinity))
 	}
-	switch n := s.GOMAXPROCS; {
-	case err == nil && n > mask:
-		lines = append(lines, warn("GOMAXPROCS", "unset GOMAXPROCS, or allow more cores (taskset, --cpuset-cpus, --cpus-per-task)",
-			"%d threads for %d cores: threads of Go wait for each other", n, mask))
-	default:
-		lines = append(lines, ok("GOMAXPROCS", "%d", n))
-	}
-	return lines
-}
-
-func (s *System) online() (int, error) {
-	const file = "sys/devices/system/cpu/online"
-	text, err := fs.ReadFile(s.Root, file)
-	if err != nil {
-		return 0, err
-	}
-	n, err := countList(strings.TrimSpace(string(text)))
-	if err != nil {
-		return 0, fmt.Errorf("%s: %w", file, err)
-	}
-	return n, nil
-}
-
-// affinity is the number of processors that this process may run on.
-func (s *System) affinity() (int, error) {
-	const file, key = "proc/self/status", "Cpus_allowed_list:"
-	text, err := fs.ReadFile(s.Root, file)
-	if err != nil {
-		return 0, err
-	}
-	for line := range strings.Lines(string(text)) {
-		if list, is := strings.CutPrefix(line, key); is {
-			n, err := countList(strings.TrimSpace(list))
-			if err != nil {
-				return 0, fmt.Errorf("%s: %s %w", file, key, err)
-			}
-			return n, nil
-		}
-	}
-	return 0, fmt.Errorf("%s: no %s", file, key)
-}
-
-// countList is how many numbers a list such as 0-3,8 has (cpuset(7), "List format").
-func countList(list string) (n int, err error) {
-	for part := range strings.SplitSeq(list, ",") {
-		first, last, isRange := strings.Cut(part, "-")
-		if !isRange {
-			last = first
-		}
-		from, err1 := strconv.ParseUint(first, 10, 16)
-		to, err2 := strconv.ParseUint(last, 10, 16)
-		if errors.Join(err1, err2) != nil || to < from {
-			return 0, fmt.Errorf("got %q, want a list of processors", list)
-		}
-		n += int(to-from) + 1
-	}
-	return n, nil
+	return append(lines, ok("GOMAXPROCS", "%d", s.GOMAXPROCS))
 }
 
 // quota says how much time of the cores the cgroup allows. A job whose quota is used up is stopped until the next period,
@@ -108,13 +48,12 @@ func quota(_ context.Context, s *System) []Line {
 			least, file = cores, from
 		}
 	}
-	mask, err := s.affinity()
 	switch {
 	case file == "":
 		return []Line{ok("", "no limit")}
-	case err == nil && least < float64(mask):
+	case least < float64(s.Affinity):
 		return []Line{warn("", "raise the quota (docker --cpus, limits.cpu of the pod, CPUQuota=) or start fewer ranks",
-			"%.3g cores of the %d that are visible (/%s): ranks are stopped when it is used up", least, mask, file)}
+			"%.3g cores of the %d that are visible (/%s): ranks are stopped when it is used up", least, s.Affinity, file)}
 	default:
 		return []Line{ok("", "%.3g cores (/%s)", least, file)}
 	}

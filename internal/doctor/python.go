@@ -4,17 +4,18 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"os"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/version"
 )
 
 const (
-	// sidecarVariable names the hvdd that a Python program starts, config.SidecarVariable one that runs already.
-	sidecarVariable = "HVD_SIDECAR_BINARY"
-	sidecarName     = "hvdd"
-	sidecarFix      = "go build ./cmd/hvdd beside hvdrun, or name it with " + sidecarVariable
-
+	sidecarName  = config.SidecarProgram
+	sidecarFix   = "go build ./cmd/hvdd beside hvdrun, or name it with " + config.SidecarBinaryVariable
 	oldestPython = 10 // 3.10
 )
 
@@ -52,8 +53,8 @@ type pythonFacts struct {
 // python says what a program in Python would find: python3, torch, numpy, gohvd and hvdd. Programs in Go need none of it.
 func python(ctx context.Context, s *System) []Line {
 	env := s.Environ
-	if s.Sidecar != "" && s.getenv(sidecarVariable) == "" {
-		env = append(env[:len(env):len(env)], sidecarVariable+"="+s.Sidecar) // as hvdrun does for its ranks
+	if s.Sidecar != "" && s.getenv(config.SidecarBinaryVariable) == "" {
+		env = append(env[:len(env):len(env)], config.SidecarBinaryVariable+"="+s.Sidecar) // as hvdrun does for its ranks
 	}
 	file, err := s.LookPath("python3")
 	if err != nil {
@@ -99,12 +100,30 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 		return ok(sidecarName, "not beside hvdrun; only programs in Python need it")
 	}
 	text, err := s.Output(ctx, s.Environ, []string{file, "--version"})
-	version := strings.TrimSpace(strings.TrimPrefix(strings.TrimSpace(text), sidecarName))
+	its := strings.TrimSpace(strings.TrimPrefix(strings.TrimSpace(text), sidecarName))
 	switch {
 	case err != nil:
 		return fail(sidecarName, sidecarFix, "%s: %v", file, err)
-	case version != s.Build.Version:
-		return warn(sidecarName, sidecarFix, "%s is of version %s, and hvdrun of %s", file, version, s.Build.Version)
+	case its != version.Text():
+		return warn(sidecarName, sidecarFix, "%s is of version %s, and hvdrun of %s", file, its, version.Text())
 	}
-	return ok(sidecarName, "%s at %s", version, file)
+	return ok(sidecarName, "%s at %s", its, file)
+}
+
+// findSidecar looks for hvdd where ranks in Python would, but for their package, which hvdrun does not know. The error says why there is
+// none.
+func (s *System) findSidecar() error {
+	if named := s.getenv(config.SidecarBinaryVariable); named != "" {
+		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() || unix.Access(named, unix.X_OK) != nil {
+			return fmt.Errorf("%s is %q, which is no program", config.SidecarBinaryVariable, named)
+		}
+		return nil
+	}
+	if s.Sidecar != "" {
+		return nil
+	}
+	if _, err := s.LookPath(sidecarName); err != nil {
+		return fmt.Errorf("no %s: %s is not set, and there is none beside hvdrun or on PATH", sidecarName, config.SidecarBinaryVariable)
+	}
+	return nil
 }

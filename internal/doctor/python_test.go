@@ -4,10 +4,14 @@ import (
 	"context"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/version"
 )
 
 func TestPythonPrograms(t *testing.T) {
@@ -21,7 +25,7 @@ func TestPythonPrograms(t *testing.T) {
 		want     []string
 		noPython bool
 	}{
-		"without Python":   {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd v1", want: []string{"ok python: not in PATH", "ok hvdd: v1 at /b/hvdd"}},
+		"without Python":   {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd " + version.Text(), want: []string{"ok python: not in PATH", "ok hvdd: " + version.Text() + " at /b/hvdd"}},
 		"Python is broken": {want: []string{"warn python: /usr/bin/python3: exit status 1: no such module"}},
 		"it prints rubbish": {
 			facts: "hello", want: []string{"warn python: /usr/bin/python3: invalid"},
@@ -48,7 +52,7 @@ func TestPythonPrograms(t *testing.T) {
 		},
 		"hvdd is another": {
 			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`, hvdd: "hvdd v0\n",
-			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "warn hvdd: /b/hvdd is of version v0, and hvdrun of v1"},
+			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "warn hvdd: /b/hvdd is of version v0, and hvdrun of " + version.Text()},
 		},
 	} {
 		s := soundSystem()
@@ -72,7 +76,7 @@ func TestPythonPrograms(t *testing.T) {
 
 // The probe finds gohvd of this checkout, and the hvdd that hvdrun would name, or that the environment names.
 func TestThisPython(t *testing.T) {
-	if _, err := Here().LookPath("python3"); err != nil {
+	if _, err := exec.LookPath("python3"); err != nil {
 		t.Skip("python3 is not in PATH")
 	}
 	checkout, err := filepath.Abs("../../python")
@@ -80,19 +84,18 @@ func TestThisPython(t *testing.T) {
 		t.Fatal(err)
 	}
 	hvdd := filepath.Join(t.TempDir(), "hvdd")
-	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\necho hvdd v1\n"), 0o700); err != nil {
+	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\necho "+"'hvdd "+version.Text()+"'\n"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	s := Here()
-	s.Build.Version, s.Sidecar = "v1", hvdd
-	s.Environ = slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, "HVD_") || strings.HasPrefix(e, "PYTHON") })
+	s := Here(slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, "HVD_") || strings.HasPrefix(e, "PYTHON") }))
+	s.Sidecar = hvdd
 	s.Environ = append(s.Environ, "PYTHONDONTWRITEBYTECODE=1", "PYTHONPATH="+checkout)
 	lines := python(t.Context(), s)
-	holds(t, "this Python", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: at "+checkout, "ok hvdd: v1 at "+hvdd)
-	s.Environ = append(s.Environ, sidecarVariable+"="+hvdd+".none")
+	holds(t, "this Python", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: at "+checkout, "ok hvdd: "+version.Text()+" at "+hvdd)
+	s.Environ = append(s.Environ, config.SidecarBinaryVariable+"="+hvdd+".none")
 	lines = python(t.Context(), s)
 	holds(t, "a wrong name", lines, "ok ", "ok torch", "ok numpy", "ok gohvd", "fail hvdd: SidecarError: HVD_SIDECAR_BINARY is")
 	s.Environ = append(s.Environ, "PYTHONPATH=")
 	lines = python(t.Context(), s)
-	holds(t, "without gohvd", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: not installed", "ok hvdd: v1 at "+hvdd)
+	holds(t, "without gohvd", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: not installed", "ok hvdd: "+version.Text()+" at "+hvdd)
 }

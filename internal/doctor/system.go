@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"runtime/debug"
 	"strings"
@@ -16,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/memfd"
 )
@@ -30,8 +32,8 @@ type System struct {
 	Build Build
 	// SIMD is kernel.Level, Arch the processor's architecture as Go calls it.
 	SIMD, Arch string
-	// GOMAXPROCS is how many threads run Go at once.
-	GOMAXPROCS int
+	// Affinity is how many processors this process may run on, and GOMAXPROCS how many threads run Go at once.
+	Affinity, GOMAXPROCS int
 
 	// Hosts are those to reach, and Agent is the command that runs the words of another on one of them. Its first word is the same
 	// for all.
@@ -50,7 +52,7 @@ type System struct {
 	LookupHost func(ctx context.Context, name string) ([]string, error)
 	// LookPath finds a program.
 	LookPath func(name string) (string, error)
-	// Sidecar is the hvdd that hvdrun gives to ranks which name none; empty if there is none.
+	// Sidecar is the hvdd beside hvdrun, which it gives to ranks that name none; empty if there is none.
 	Sidecar string
 	// Output runs a command with an environment and without input to its end, or that of ctx, and returns what it printed.
 	Output func(ctx context.Context, env, argv []string) (string, error)
@@ -60,21 +62,10 @@ type System struct {
 
 // Build is what a program was built of.
 type Build struct {
-	// Version is that of gohvd, Go that of the compiler.
-	Version, Go string
+	// Go is the version of the compiler.
+	Go string
 	// CGO says whether C was allowed and NoAsm whether assembly was left out, where Known.
 	CGO, NoAsm, Known bool
-	// Parts are what may be built in.
-	Parts []Part
-	// CPUOperations are the values of HOROVOD_CPU_OPERATIONS, in words.
-	CPUOperations string
-}
-
-// Part is something that may be built in, such as MPI.
-type Part struct {
-	// Kind is what it is a part of, such as "controllers".
-	Kind, Name string
-	Built      bool
 }
 
 // Interface is one of the network.
@@ -87,10 +78,11 @@ type Interface struct {
 	Up, Running, Loopback bool
 }
 
-// Here is this machine. What it does not know by itself, the caller adds: Build but for its compiler, Environ, Hosts, Agent, Sidecar.
-func Here() *System {
+// Here is this machine, for ranks with an environment. The caller adds Hosts and Agent.
+func Here(environ []string) *System {
 	s := &System{
-		Root: os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, GOMAXPROCS: runtime.GOMAXPROCS(0),
+		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram),
+		Root: os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, Affinity: runtime.NumCPU(), GOMAXPROCS: runtime.GOMAXPROCS(0),
 		Build: Build{Go: runtime.Version()},
 		Rlimit: func(resource int) (r unix.Rlimit, err error) {
 			err = unix.Getrlimit(resource, &r)
@@ -122,6 +114,19 @@ func Here() *System {
 		s.Build.read(info)
 	}
 	return s
+}
+
+// BesideSelf is the path of a program in the folder of this one; empty if there is none.
+func BesideSelf(name string) string {
+	self, err := os.Executable()
+	if err != nil {
+		return ""
+	}
+	path := filepath.Join(filepath.Dir(self), name)
+	if unix.Access(path, unix.X_OK) != nil {
+		return ""
+	}
+	return path
 }
 
 func (b *Build) read(info *debug.BuildInfo) {
