@@ -27,24 +27,22 @@ type assembly[F any] struct {
 // functions are those of a level, indexed by type.
 type functions struct {
 	reduce [numTypes]reductions[assembly[reduceAssembly]]
-	scale  [numTypes]assembly[factorAssembly] // by a number, for integers a finite one
-	divide [numTypes]assembly[factorAssembly] // by at least 1
-	// convert is indexed by the type to which, and then by that from which.
-	convert [numTypes][numTypes]assembly[convertAssembly]
+	scale  [numTypes]assembly[factorAssembly] // of floating-point types
+	// widen and narrow convert halves to float32 and back.
+	widen, narrow [numTypes]assembly[convertAssembly]
 }
 
-// vectorize is that of a level.
-func (f *functions) vectorize(dt tensor.DType, r *row) {
-	size := dt.Size()
-	reduce := f.reduce[dt]
-	r.sum = reducing(reduce.sum, size, r.sum)
-	r.min = reducing(reduce.min, size, r.min)
-	r.max = reducing(reduce.max, size, r.max)
-	r.product = reducing(reduce.product, size, r.product)
-	r.scale = scaling(f.scale[dt], dt, r.scale)
-	r.divide = dividing(f.divide[dt], size, r.divide)
-	for from := range r.from {
-		r.from[from] = converting(f.convert[dt][from], size, tensor.DType(from).Size(), r.from[from])
+// vectorize replaces functions of t, which are in plain Go, by those of f.
+func (f *functions) vectorize(t *table) {
+	for i := range t {
+		dt, r := tensor.DType(i), &t[i]
+		r.sum = reducing(f.reduce[dt].sum, dt.Size(), r.sum)
+		r.min = reducing(f.reduce[dt].min, dt.Size(), r.min)
+		r.max = reducing(f.reduce[dt].max, dt.Size(), r.max)
+		r.scale = scaling(f.scale[dt], dt.Size(), r.scale)
+		r.from[tensor.Float32] = converting(f.narrow[dt], dt.Size(), 4, r.from[tensor.Float32])
+		wide := &t[tensor.Float32].from[dt]
+		*wide = converting(f.widen[dt], 4, dt.Size(), *wide)
 	}
 }
 
@@ -88,46 +86,22 @@ func reducing(f assembly[reduceAssembly], size int, plain IntoFunc) IntoFunc {
 	}
 }
 
-func scaling(f assembly[factorAssembly], dt tensor.DType, plain ScaleFunc) ScaleFunc {
+func scaling(f assembly[factorAssembly], size int, plain ScaleFunc) ScaleFunc {
 	if f.run == nil {
 		return plain
 	}
-	size, whole := dt.Size(), dt.IsInteger()
-	run, least := running(f, size), f.least*size
-	return func(buf []byte, factor float64) {
-		switch {
-		case len(buf) < least || len(buf)&(size-1) != 0 || whole && (factor == 1 || factor-factor != 0):
-			// For integers 1 is special, and infinities and NaNs give NaNs, for which the assembly has no rule.
-			plain(buf, factor)
-		case factor != factor:
-			// Rounded, some NaNs would be none.
-			run(buf, math.NaN())
-		default:
-			run(buf, factor)
-		}
-	}
-}
-
-func dividing(f assembly[factorAssembly], size int, plain DivideFunc) DivideFunc {
-	if f.run == nil {
-		return plain
-	}
-	run, least := running(f, size), f.least*size
-	return func(buf []byte, n int64) {
-		if len(buf) < least || len(buf)&(size-1) != 0 || n < 1 {
-			plain(buf, n)
-			return
-		}
-		run(buf, float64(n))
-	}
-}
-
-// running is f on all of buf, which has elements of size bytes, f.least at least.
-func running(f assembly[factorAssembly], size int) func(buf []byte, factor float64) {
 	shift := shiftOf(size)
 	return func(buf []byte, factor float64) {
+		n := len(buf) >> shift
+		if n < f.least || n<<shift != len(buf) {
+			plain(buf, factor)
+			return
+		}
+		if factor != factor {
+			factor = math.NaN() // rounded to float32, some NaNs would be none
+		}
 		noteWrite(buf)
-		for i, n := 0, len(buf)>>shift; n > 0; {
+		for i := 0; n > 0; {
 			k := stretch(n, shift, f.least)
 			f.run(at(buf, i), at(buf, i), k, factor)
 			i, n = i+k<<shift, n-k

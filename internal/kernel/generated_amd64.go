@@ -16,45 +16,6 @@ func minUint8AVX2(dst, a, b *byte, n int)
 func maxUint8AVX2(dst, a, b *byte, n int)
 
 //go:noescape
-func productUint8AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func sumInt8AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func minInt8AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func maxInt8AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func productInt8AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func sumUint16AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func minUint16AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func maxUint16AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func productUint16AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func sumInt16AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func minInt16AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func maxInt16AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func productInt16AVX2(dst, a, b *byte, n int)
-
-//go:noescape
 func sumInt32AVX2(dst, a, b *byte, n int)
 
 //go:noescape
@@ -62,9 +23,6 @@ func minInt32AVX2(dst, a, b *byte, n int)
 
 //go:noescape
 func maxInt32AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func productInt32AVX2(dst, a, b *byte, n int)
 
 //go:noescape
 func sumInt64AVX2(dst, a, b *byte, n int)
@@ -76,9 +34,6 @@ func minInt64AVX2(dst, a, b *byte, n int)
 func maxInt64AVX2(dst, a, b *byte, n int)
 
 //go:noescape
-func productInt64AVX2(dst, a, b *byte, n int)
-
-//go:noescape
 func sumFloat16AVX2(dst, a, b *byte, n int)
 
 //go:noescape
@@ -86,9 +41,6 @@ func minFloat16AVX2(dst, a, b *byte, n int)
 
 //go:noescape
 func maxFloat16AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func productFloat16AVX2(dst, a, b *byte, n int)
 
 //go:noescape
 func sumBFloat16AVX2(dst, a, b *byte, n int)
@@ -100,9 +52,6 @@ func minBFloat16AVX2(dst, a, b *byte, n int)
 func maxBFloat16AVX2(dst, a, b *byte, n int)
 
 //go:noescape
-func productBFloat16AVX2(dst, a, b *byte, n int)
-
-//go:noescape
 func sumFloat32AVX2(dst, a, b *byte, n int)
 
 //go:noescape
@@ -112,9 +61,6 @@ func minFloat32AVX2(dst, a, b *byte, n int)
 func maxFloat32AVX2(dst, a, b *byte, n int)
 
 //go:noescape
-func productFloat32AVX2(dst, a, b *byte, n int)
-
-//go:noescape
 func sumFloat64AVX2(dst, a, b *byte, n int)
 
 //go:noescape
@@ -122,30 +68,6 @@ func minFloat64AVX2(dst, a, b *byte, n int)
 
 //go:noescape
 func maxFloat64AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func productFloat64AVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func minBoolAVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func maxBoolAVX2(dst, a, b *byte, n int)
-
-//go:noescape
-func scaleUint8AVX2(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt8AVX2(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleUint16AVX2(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt16AVX2(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt32AVX2(dst, src *byte, n int, factor float64)
 
 //go:noescape
 func scaleFloat16AVX2(dst, src *byte, n int, factor float64)
@@ -160,55 +82,16 @@ func scaleFloat32AVX2(dst, src *byte, n int, factor float64)
 func scaleFloat64AVX2(dst, src *byte, n int, factor float64)
 
 //go:noescape
-func divideUint8AVX2(dst, src *byte, n int, factor float64)
+func widenFloat16AVX2(dst, src *byte, n int)
 
 //go:noescape
-func divideInt8AVX2(dst, src *byte, n int, factor float64)
+func widenBFloat16AVX2(dst, src *byte, n int)
 
 //go:noescape
-func divideUint16AVX2(dst, src *byte, n int, factor float64)
+func narrowFloat16AVX2(dst, src *byte, n int)
 
 //go:noescape
-func divideInt16AVX2(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func divideInt32AVX2(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func convertBFloat16ToFloat16AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat32ToFloat16AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat64ToFloat16AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat16ToBFloat16AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat32ToBFloat16AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat64ToBFloat16AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat16ToFloat32AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertBFloat16ToFloat32AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat64ToFloat32AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat16ToFloat64AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertBFloat16ToFloat64AVX2(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat32ToFloat64AVX2(dst, src *byte, n int)
+func narrowBFloat16AVX2(dst, src *byte, n int)
 
 //go:noescape
 func streamAVX2(dst, src *byte, n int)
@@ -223,45 +106,6 @@ func minUint8AVX512(dst, a, b *byte, n int)
 func maxUint8AVX512(dst, a, b *byte, n int)
 
 //go:noescape
-func productUint8AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func sumInt8AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func minInt8AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func maxInt8AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func productInt8AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func sumUint16AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func minUint16AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func maxUint16AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func productUint16AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func sumInt16AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func minInt16AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func maxInt16AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func productInt16AVX512(dst, a, b *byte, n int)
-
-//go:noescape
 func sumInt32AVX512(dst, a, b *byte, n int)
 
 //go:noescape
@@ -269,9 +113,6 @@ func minInt32AVX512(dst, a, b *byte, n int)
 
 //go:noescape
 func maxInt32AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func productInt32AVX512(dst, a, b *byte, n int)
 
 //go:noescape
 func sumInt64AVX512(dst, a, b *byte, n int)
@@ -283,9 +124,6 @@ func minInt64AVX512(dst, a, b *byte, n int)
 func maxInt64AVX512(dst, a, b *byte, n int)
 
 //go:noescape
-func productInt64AVX512(dst, a, b *byte, n int)
-
-//go:noescape
 func sumFloat16AVX512(dst, a, b *byte, n int)
 
 //go:noescape
@@ -293,9 +131,6 @@ func minFloat16AVX512(dst, a, b *byte, n int)
 
 //go:noescape
 func maxFloat16AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func productFloat16AVX512(dst, a, b *byte, n int)
 
 //go:noescape
 func sumBFloat16AVX512(dst, a, b *byte, n int)
@@ -307,9 +142,6 @@ func minBFloat16AVX512(dst, a, b *byte, n int)
 func maxBFloat16AVX512(dst, a, b *byte, n int)
 
 //go:noescape
-func productBFloat16AVX512(dst, a, b *byte, n int)
-
-//go:noescape
 func sumFloat32AVX512(dst, a, b *byte, n int)
 
 //go:noescape
@@ -319,9 +151,6 @@ func minFloat32AVX512(dst, a, b *byte, n int)
 func maxFloat32AVX512(dst, a, b *byte, n int)
 
 //go:noescape
-func productFloat32AVX512(dst, a, b *byte, n int)
-
-//go:noescape
 func sumFloat64AVX512(dst, a, b *byte, n int)
 
 //go:noescape
@@ -329,33 +158,6 @@ func minFloat64AVX512(dst, a, b *byte, n int)
 
 //go:noescape
 func maxFloat64AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func productFloat64AVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func minBoolAVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func maxBoolAVX512(dst, a, b *byte, n int)
-
-//go:noescape
-func scaleUint8AVX512(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt8AVX512(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleUint16AVX512(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt16AVX512(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt32AVX512(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt64AVX512(dst, src *byte, n int, factor float64)
 
 //go:noescape
 func scaleFloat16AVX512(dst, src *byte, n int, factor float64)
@@ -370,55 +172,16 @@ func scaleFloat32AVX512(dst, src *byte, n int, factor float64)
 func scaleFloat64AVX512(dst, src *byte, n int, factor float64)
 
 //go:noescape
-func divideUint8AVX512(dst, src *byte, n int, factor float64)
+func widenFloat16AVX512(dst, src *byte, n int)
 
 //go:noescape
-func divideInt8AVX512(dst, src *byte, n int, factor float64)
+func widenBFloat16AVX512(dst, src *byte, n int)
 
 //go:noescape
-func divideUint16AVX512(dst, src *byte, n int, factor float64)
+func narrowFloat16AVX512(dst, src *byte, n int)
 
 //go:noescape
-func divideInt16AVX512(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func divideInt32AVX512(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func convertBFloat16ToFloat16AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat32ToFloat16AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat64ToFloat16AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat16ToBFloat16AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat32ToBFloat16AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat64ToBFloat16AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat16ToFloat32AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertBFloat16ToFloat32AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat64ToFloat32AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat16ToFloat64AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertBFloat16ToFloat64AVX512(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat32ToFloat64AVX512(dst, src *byte, n int)
+func narrowBFloat16AVX512(dst, src *byte, n int)
 
 //go:noescape
 func streamAVX512(dst, src *byte, n int)
@@ -426,218 +189,107 @@ func streamAVX512(dst, src *byte, n int)
 var functionsAVX2 = functions{
 	reduce: [numTypes]reductions[assembly[reduceAssembly]]{
 		tensor.Uint8: {
-			sum:     assembly[reduceAssembly]{sumUint8AVX2, 32},
-			min:     assembly[reduceAssembly]{minUint8AVX2, 32},
-			max:     assembly[reduceAssembly]{maxUint8AVX2, 32},
-			product: assembly[reduceAssembly]{productUint8AVX2, 32},
-		},
-		tensor.Int8: {
-			sum:     assembly[reduceAssembly]{sumInt8AVX2, 32},
-			min:     assembly[reduceAssembly]{minInt8AVX2, 32},
-			max:     assembly[reduceAssembly]{maxInt8AVX2, 32},
-			product: assembly[reduceAssembly]{productInt8AVX2, 32},
-		},
-		tensor.Uint16: {
-			sum:     assembly[reduceAssembly]{sumUint16AVX2, 16},
-			min:     assembly[reduceAssembly]{minUint16AVX2, 16},
-			max:     assembly[reduceAssembly]{maxUint16AVX2, 16},
-			product: assembly[reduceAssembly]{productUint16AVX2, 16},
-		},
-		tensor.Int16: {
-			sum:     assembly[reduceAssembly]{sumInt16AVX2, 16},
-			min:     assembly[reduceAssembly]{minInt16AVX2, 16},
-			max:     assembly[reduceAssembly]{maxInt16AVX2, 16},
-			product: assembly[reduceAssembly]{productInt16AVX2, 16},
+			sum: assembly[reduceAssembly]{sumUint8AVX2, 32},
+			min: assembly[reduceAssembly]{minUint8AVX2, 32},
+			max: assembly[reduceAssembly]{maxUint8AVX2, 32},
 		},
 		tensor.Int32: {
-			sum:     assembly[reduceAssembly]{sumInt32AVX2, 8},
-			min:     assembly[reduceAssembly]{minInt32AVX2, 8},
-			max:     assembly[reduceAssembly]{maxInt32AVX2, 8},
-			product: assembly[reduceAssembly]{productInt32AVX2, 8},
+			sum: assembly[reduceAssembly]{sumInt32AVX2, 8},
+			min: assembly[reduceAssembly]{minInt32AVX2, 8},
+			max: assembly[reduceAssembly]{maxInt32AVX2, 8},
 		},
 		tensor.Int64: {
-			sum:     assembly[reduceAssembly]{sumInt64AVX2, 4},
-			min:     assembly[reduceAssembly]{minInt64AVX2, 4},
-			max:     assembly[reduceAssembly]{maxInt64AVX2, 4},
-			product: assembly[reduceAssembly]{productInt64AVX2, 4},
+			sum: assembly[reduceAssembly]{sumInt64AVX2, 4},
+			min: assembly[reduceAssembly]{minInt64AVX2, 4},
+			max: assembly[reduceAssembly]{maxInt64AVX2, 4},
 		},
 		tensor.Float16: {
-			sum:     assembly[reduceAssembly]{sumFloat16AVX2, 16},
-			min:     assembly[reduceAssembly]{minFloat16AVX2, 16},
-			max:     assembly[reduceAssembly]{maxFloat16AVX2, 16},
-			product: assembly[reduceAssembly]{productFloat16AVX2, 16},
+			sum: assembly[reduceAssembly]{sumFloat16AVX2, 16},
+			min: assembly[reduceAssembly]{minFloat16AVX2, 16},
+			max: assembly[reduceAssembly]{maxFloat16AVX2, 16},
 		},
 		tensor.BFloat16: {
-			sum:     assembly[reduceAssembly]{sumBFloat16AVX2, 16},
-			min:     assembly[reduceAssembly]{minBFloat16AVX2, 16},
-			max:     assembly[reduceAssembly]{maxBFloat16AVX2, 16},
-			product: assembly[reduceAssembly]{productBFloat16AVX2, 16},
+			sum: assembly[reduceAssembly]{sumBFloat16AVX2, 16},
+			min: assembly[reduceAssembly]{minBFloat16AVX2, 16},
+			max: assembly[reduceAssembly]{maxBFloat16AVX2, 16},
 		},
 		tensor.Float32: {
-			sum:     assembly[reduceAssembly]{sumFloat32AVX2, 8},
-			min:     assembly[reduceAssembly]{minFloat32AVX2, 8},
-			max:     assembly[reduceAssembly]{maxFloat32AVX2, 8},
-			product: assembly[reduceAssembly]{productFloat32AVX2, 8},
+			sum: assembly[reduceAssembly]{sumFloat32AVX2, 8},
+			min: assembly[reduceAssembly]{minFloat32AVX2, 8},
+			max: assembly[reduceAssembly]{maxFloat32AVX2, 8},
 		},
 		tensor.Float64: {
-			sum:     assembly[reduceAssembly]{sumFloat64AVX2, 4},
-			min:     assembly[reduceAssembly]{minFloat64AVX2, 4},
-			max:     assembly[reduceAssembly]{maxFloat64AVX2, 4},
-			product: assembly[reduceAssembly]{productFloat64AVX2, 4},
-		},
-		tensor.Bool: {
-			min: assembly[reduceAssembly]{minBoolAVX2, 32},
-			max: assembly[reduceAssembly]{maxBoolAVX2, 32},
+			sum: assembly[reduceAssembly]{sumFloat64AVX2, 4},
+			min: assembly[reduceAssembly]{minFloat64AVX2, 4},
+			max: assembly[reduceAssembly]{maxFloat64AVX2, 4},
 		},
 	},
 	scale: [numTypes]assembly[factorAssembly]{
-		tensor.Uint8:    {scaleUint8AVX2, 8},
-		tensor.Int8:     {scaleInt8AVX2, 8},
-		tensor.Uint16:   {scaleUint16AVX2, 8},
-		tensor.Int16:    {scaleInt16AVX2, 8},
-		tensor.Int32:    {scaleInt32AVX2, 8},
 		tensor.Float16:  {scaleFloat16AVX2, 16},
 		tensor.BFloat16: {scaleBFloat16AVX2, 16},
 		tensor.Float32:  {scaleFloat32AVX2, 8},
 		tensor.Float64:  {scaleFloat64AVX2, 4},
 	},
-	divide: [numTypes]assembly[factorAssembly]{
-		tensor.Uint8:  {divideUint8AVX2, 8},
-		tensor.Int8:   {divideInt8AVX2, 8},
-		tensor.Uint16: {divideUint16AVX2, 8},
-		tensor.Int16:  {divideInt16AVX2, 8},
-		tensor.Int32:  {divideInt32AVX2, 8},
+	widen: [numTypes]assembly[convertAssembly]{
+		tensor.Float16:  {widenFloat16AVX2, 8},
+		tensor.BFloat16: {widenBFloat16AVX2, 8},
 	},
-	convert: [numTypes][numTypes]assembly[convertAssembly]{
-		tensor.Float16: {
-			tensor.BFloat16: {convertBFloat16ToFloat16AVX2, 8},
-			tensor.Float32:  {convertFloat32ToFloat16AVX2, 8},
-			tensor.Float64:  {convertFloat64ToFloat16AVX2, 4},
-		},
-		tensor.BFloat16: {
-			tensor.Float16: {convertFloat16ToBFloat16AVX2, 8},
-			tensor.Float32: {convertFloat32ToBFloat16AVX2, 8},
-			tensor.Float64: {convertFloat64ToBFloat16AVX2, 4},
-		},
-		tensor.Float32: {
-			tensor.Float16:  {convertFloat16ToFloat32AVX2, 8},
-			tensor.BFloat16: {convertBFloat16ToFloat32AVX2, 8},
-			tensor.Float64:  {convertFloat64ToFloat32AVX2, 4},
-		},
-		tensor.Float64: {
-			tensor.Float16:  {convertFloat16ToFloat64AVX2, 4},
-			tensor.BFloat16: {convertBFloat16ToFloat64AVX2, 4},
-			tensor.Float32:  {convertFloat32ToFloat64AVX2, 4},
-		},
+	narrow: [numTypes]assembly[convertAssembly]{
+		tensor.Float16:  {narrowFloat16AVX2, 8},
+		tensor.BFloat16: {narrowBFloat16AVX2, 8},
 	},
 }
 
 var functionsAVX512 = functions{
 	reduce: [numTypes]reductions[assembly[reduceAssembly]]{
 		tensor.Uint8: {
-			sum:     assembly[reduceAssembly]{sumUint8AVX512, 1},
-			min:     assembly[reduceAssembly]{minUint8AVX512, 1},
-			max:     assembly[reduceAssembly]{maxUint8AVX512, 1},
-			product: assembly[reduceAssembly]{productUint8AVX512, 1},
-		},
-		tensor.Int8: {
-			sum:     assembly[reduceAssembly]{sumInt8AVX512, 1},
-			min:     assembly[reduceAssembly]{minInt8AVX512, 1},
-			max:     assembly[reduceAssembly]{maxInt8AVX512, 1},
-			product: assembly[reduceAssembly]{productInt8AVX512, 1},
-		},
-		tensor.Uint16: {
-			sum:     assembly[reduceAssembly]{sumUint16AVX512, 1},
-			min:     assembly[reduceAssembly]{minUint16AVX512, 1},
-			max:     assembly[reduceAssembly]{maxUint16AVX512, 1},
-			product: assembly[reduceAssembly]{productUint16AVX512, 1},
-		},
-		tensor.Int16: {
-			sum:     assembly[reduceAssembly]{sumInt16AVX512, 1},
-			min:     assembly[reduceAssembly]{minInt16AVX512, 1},
-			max:     assembly[reduceAssembly]{maxInt16AVX512, 1},
-			product: assembly[reduceAssembly]{productInt16AVX512, 1},
+			sum: assembly[reduceAssembly]{sumUint8AVX512, 1},
+			min: assembly[reduceAssembly]{minUint8AVX512, 1},
+			max: assembly[reduceAssembly]{maxUint8AVX512, 1},
 		},
 		tensor.Int32: {
-			sum:     assembly[reduceAssembly]{sumInt32AVX512, 1},
-			min:     assembly[reduceAssembly]{minInt32AVX512, 1},
-			max:     assembly[reduceAssembly]{maxInt32AVX512, 1},
-			product: assembly[reduceAssembly]{productInt32AVX512, 1},
+			sum: assembly[reduceAssembly]{sumInt32AVX512, 1},
+			min: assembly[reduceAssembly]{minInt32AVX512, 1},
+			max: assembly[reduceAssembly]{maxInt32AVX512, 1},
 		},
 		tensor.Int64: {
-			sum:     assembly[reduceAssembly]{sumInt64AVX512, 1},
-			min:     assembly[reduceAssembly]{minInt64AVX512, 1},
-			max:     assembly[reduceAssembly]{maxInt64AVX512, 1},
-			product: assembly[reduceAssembly]{productInt64AVX512, 1},
+			sum: assembly[reduceAssembly]{sumInt64AVX512, 1},
+			min: assembly[reduceAssembly]{minInt64AVX512, 1},
+			max: assembly[reduceAssembly]{maxInt64AVX512, 1},
 		},
 		tensor.Float16: {
-			sum:     assembly[reduceAssembly]{sumFloat16AVX512, 1},
-			min:     assembly[reduceAssembly]{minFloat16AVX512, 1},
-			max:     assembly[reduceAssembly]{maxFloat16AVX512, 1},
-			product: assembly[reduceAssembly]{productFloat16AVX512, 1},
+			sum: assembly[reduceAssembly]{sumFloat16AVX512, 1},
+			min: assembly[reduceAssembly]{minFloat16AVX512, 1},
+			max: assembly[reduceAssembly]{maxFloat16AVX512, 1},
 		},
 		tensor.BFloat16: {
-			sum:     assembly[reduceAssembly]{sumBFloat16AVX512, 1},
-			min:     assembly[reduceAssembly]{minBFloat16AVX512, 1},
-			max:     assembly[reduceAssembly]{maxBFloat16AVX512, 1},
-			product: assembly[reduceAssembly]{productBFloat16AVX512, 1},
+			sum: assembly[reduceAssembly]{sumBFloat16AVX512, 1},
+			min: assembly[reduceAssembly]{minBFloat16AVX512, 1},
+			max: assembly[reduceAssembly]{maxBFloat16AVX512, 1},
 		},
 		tensor.Float32: {
-			sum:     assembly[reduceAssembly]{sumFloat32AVX512, 1},
-			min:     assembly[reduceAssembly]{minFloat32AVX512, 1},
-			max:     assembly[reduceAssembly]{maxFloat32AVX512, 1},
-			product: assembly[reduceAssembly]{productFloat32AVX512, 1},
+			sum: assembly[reduceAssembly]{sumFloat32AVX512, 1},
+			min: assembly[reduceAssembly]{minFloat32AVX512, 1},
+			max: assembly[reduceAssembly]{maxFloat32AVX512, 1},
 		},
 		tensor.Float64: {
-			sum:     assembly[reduceAssembly]{sumFloat64AVX512, 1},
-			min:     assembly[reduceAssembly]{minFloat64AVX512, 1},
-			max:     assembly[reduceAssembly]{maxFloat64AVX512, 1},
-			product: assembly[reduceAssembly]{productFloat64AVX512, 1},
-		},
-		tensor.Bool: {
-			min: assembly[reduceAssembly]{minBoolAVX512, 1},
-			max: assembly[reduceAssembly]{maxBoolAVX512, 1},
+			sum: assembly[reduceAssembly]{sumFloat64AVX512, 1},
+			min: assembly[reduceAssembly]{minFloat64AVX512, 1},
+			max: assembly[reduceAssembly]{maxFloat64AVX512, 1},
 		},
 	},
 	scale: [numTypes]assembly[factorAssembly]{
-		tensor.Uint8:    {scaleUint8AVX512, 1},
-		tensor.Int8:     {scaleInt8AVX512, 1},
-		tensor.Uint16:   {scaleUint16AVX512, 1},
-		tensor.Int16:    {scaleInt16AVX512, 1},
-		tensor.Int32:    {scaleInt32AVX512, 1},
-		tensor.Int64:    {scaleInt64AVX512, 1},
 		tensor.Float16:  {scaleFloat16AVX512, 1},
 		tensor.BFloat16: {scaleBFloat16AVX512, 1},
 		tensor.Float32:  {scaleFloat32AVX512, 1},
 		tensor.Float64:  {scaleFloat64AVX512, 1},
 	},
-	divide: [numTypes]assembly[factorAssembly]{
-		tensor.Uint8:  {divideUint8AVX512, 1},
-		tensor.Int8:   {divideInt8AVX512, 1},
-		tensor.Uint16: {divideUint16AVX512, 1},
-		tensor.Int16:  {divideInt16AVX512, 1},
-		tensor.Int32:  {divideInt32AVX512, 1},
+	widen: [numTypes]assembly[convertAssembly]{
+		tensor.Float16:  {widenFloat16AVX512, 1},
+		tensor.BFloat16: {widenBFloat16AVX512, 1},
 	},
-	convert: [numTypes][numTypes]assembly[convertAssembly]{
-		tensor.Float16: {
-			tensor.BFloat16: {convertBFloat16ToFloat16AVX512, 1},
-			tensor.Float32:  {convertFloat32ToFloat16AVX512, 1},
-			tensor.Float64:  {convertFloat64ToFloat16AVX512, 1},
-		},
-		tensor.BFloat16: {
-			tensor.Float16: {convertFloat16ToBFloat16AVX512, 1},
-			tensor.Float32: {convertFloat32ToBFloat16AVX512, 1},
-			tensor.Float64: {convertFloat64ToBFloat16AVX512, 1},
-		},
-		tensor.Float32: {
-			tensor.Float16:  {convertFloat16ToFloat32AVX512, 1},
-			tensor.BFloat16: {convertBFloat16ToFloat32AVX512, 1},
-			tensor.Float64:  {convertFloat64ToFloat32AVX512, 1},
-		},
-		tensor.Float64: {
-			tensor.Float16:  {convertFloat16ToFloat64AVX512, 1},
-			tensor.BFloat16: {convertBFloat16ToFloat64AVX512, 1},
-			tensor.Float32:  {convertFloat32ToFloat64AVX512, 1},
-		},
+	narrow: [numTypes]assembly[convertAssembly]{
+		tensor.Float16:  {narrowFloat16AVX512, 1},
+		tensor.BFloat16: {narrowBFloat16AVX512, 1},
 	},
 }

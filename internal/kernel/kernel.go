@@ -1,9 +1,10 @@
 // Package kernel has the arithmetic of collective operations: loops over arrays of elements.
 //
 // A table has one function per operation and element type. Those in plain Go run anywhere and define the results. When
-// the program starts, functions for the processor take the place of most of them, which give the same bits (of a NaN
-// only that it is one): AVX-512 (F, BW, DQ, VL) or AVX2, F16C and FMA on amd64, NEON on arm64. A build with the tag noasm
-// keeps to plain Go.
+// the program starts, functions for the processor replace those that training spends its time in: sum, min and max of
+// uint8, int32, int64 and the floating-point types, scaling of the latter, and conversions between halves and float32.
+// They give the same bits (of a NaN only that it is one), with AVX-512 (F, BW, DQ, VL) or AVX2, F16C and FMA on amd64, NEON on
+// arm64. A build with the tag noasm has only plain Go.
 //
 // All functions read and write only the bytes that they are given.
 package kernel
@@ -101,21 +102,20 @@ func plainTable() *table {
 // level is a set of functions for processors that have certain instructions.
 type level struct {
 	name string
-	// vectorize replaces the functions of a row, which is in plain Go, for which it has better ones. It leaves dot,
-	// combine and neutral alone.
-	vectorize func(dt tensor.DType, r *row)
+	// vectorize replaces the functions of a table in plain Go for which it has better ones.
+	vectorize func(t *table)
 	stream    func(dst, src []byte)
 }
 
 // plainLevel is the set that runs anywhere.
-var plainLevel = level{name: "none", vectorize: func(tensor.DType, *row) {}, stream: func(dst, src []byte) { copy(dst, src) }}
+var plainLevel = level{name: "none", vectorize: func(*table) {}, stream: func(dst, src []byte) { copy(dst, src) }}
 
 // table has the functions of l, and those in plain Go where it has none.
 func (l level) table() *table {
 	t := plainTable()
+	l.vectorize(t)
 	for dt := range t {
 		r := &t[dt]
-		l.vectorize(tensor.DType(dt), r)
 		r.inPlace = reductions[Func]{
 			sum: r.sum.inPlace(), min: r.min.inPlace(), max: r.max.inPlace(), product: r.product.inPlace(),
 		}

@@ -7,43 +7,7 @@ package kernel
 import "github.com/gohvd/gohvd/tensor"
 
 //go:noescape
-func sumInt8NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func sumInt16NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func sumInt32NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func sumInt64NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func productInt8NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func minInt8NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func maxInt8NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func productInt16NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func minInt16NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func maxInt16NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func productInt32NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func minInt32NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func maxInt32NEON(dst, a, b *byte, n int)
+func sumUint8NEON(dst, a, b *byte, n int)
 
 //go:noescape
 func minUint8NEON(dst, a, b *byte, n int)
@@ -52,10 +16,16 @@ func minUint8NEON(dst, a, b *byte, n int)
 func maxUint8NEON(dst, a, b *byte, n int)
 
 //go:noescape
-func minUint16NEON(dst, a, b *byte, n int)
+func sumInt32NEON(dst, a, b *byte, n int)
 
 //go:noescape
-func maxUint16NEON(dst, a, b *byte, n int)
+func minInt32NEON(dst, a, b *byte, n int)
+
+//go:noescape
+func maxInt32NEON(dst, a, b *byte, n int)
+
+//go:noescape
+func sumInt64NEON(dst, a, b *byte, n int)
 
 //go:noescape
 func minInt64NEON(dst, a, b *byte, n int)
@@ -67,9 +37,6 @@ func maxInt64NEON(dst, a, b *byte, n int)
 func sumFloat16NEON(dst, a, b *byte, n int)
 
 //go:noescape
-func productFloat16NEON(dst, a, b *byte, n int)
-
-//go:noescape
 func minFloat16NEON(dst, a, b *byte, n int)
 
 //go:noescape
@@ -77,9 +44,6 @@ func maxFloat16NEON(dst, a, b *byte, n int)
 
 //go:noescape
 func sumBFloat16NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func productBFloat16NEON(dst, a, b *byte, n int)
 
 //go:noescape
 func minBFloat16NEON(dst, a, b *byte, n int)
@@ -91,9 +55,6 @@ func maxBFloat16NEON(dst, a, b *byte, n int)
 func sumFloat32NEON(dst, a, b *byte, n int)
 
 //go:noescape
-func productFloat32NEON(dst, a, b *byte, n int)
-
-//go:noescape
 func minFloat32NEON(dst, a, b *byte, n int)
 
 //go:noescape
@@ -103,37 +64,10 @@ func maxFloat32NEON(dst, a, b *byte, n int)
 func sumFloat64NEON(dst, a, b *byte, n int)
 
 //go:noescape
-func productFloat64NEON(dst, a, b *byte, n int)
-
-//go:noescape
 func minFloat64NEON(dst, a, b *byte, n int)
 
 //go:noescape
 func maxFloat64NEON(dst, a, b *byte, n int)
-
-//go:noescape
-func minBoolNEON(dst, a, b *byte, n int)
-
-//go:noescape
-func maxBoolNEON(dst, a, b *byte, n int)
-
-//go:noescape
-func scaleUint8NEON(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt8NEON(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleUint16NEON(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt16NEON(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt32NEON(dst, src *byte, n int, factor float64)
-
-//go:noescape
-func scaleInt64NEON(dst, src *byte, n int, factor float64)
 
 //go:noescape
 func scaleFloat32NEON(dst, src *byte, n int, factor float64)
@@ -148,139 +82,67 @@ func scaleFloat16NEON(dst, src *byte, n int, factor float64)
 func scaleBFloat16NEON(dst, src *byte, n int, factor float64)
 
 //go:noescape
-func convertBFloat16ToFloat16NEON(dst, src *byte, n int)
+func widenFloat16NEON(dst, src *byte, n int)
 
 //go:noescape
-func convertFloat32ToFloat16NEON(dst, src *byte, n int)
+func narrowFloat16NEON(dst, src *byte, n int)
 
 //go:noescape
-func convertFloat64ToFloat16NEON(dst, src *byte, n int)
+func widenBFloat16NEON(dst, src *byte, n int)
 
 //go:noescape
-func convertFloat16ToBFloat16NEON(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat32ToBFloat16NEON(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat64ToBFloat16NEON(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat16ToFloat32NEON(dst, src *byte, n int)
-
-//go:noescape
-func convertBFloat16ToFloat32NEON(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat64ToFloat32NEON(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat16ToFloat64NEON(dst, src *byte, n int)
-
-//go:noescape
-func convertBFloat16ToFloat64NEON(dst, src *byte, n int)
-
-//go:noescape
-func convertFloat32ToFloat64NEON(dst, src *byte, n int)
+func narrowBFloat16NEON(dst, src *byte, n int)
 
 var functionsNEON = functions{
 	reduce: [numTypes]reductions[assembly[reduceAssembly]]{
-		tensor.BFloat16: {
-			sum:     assembly[reduceAssembly]{sumBFloat16NEON, 1},
-			product: assembly[reduceAssembly]{productBFloat16NEON, 1},
-			min:     assembly[reduceAssembly]{minBFloat16NEON, 1},
-			max:     assembly[reduceAssembly]{maxBFloat16NEON, 1},
-		},
-		tensor.Bool: {
-			min: assembly[reduceAssembly]{minBoolNEON, 1},
-			max: assembly[reduceAssembly]{maxBoolNEON, 1},
-		},
-		tensor.Float16: {
-			sum:     assembly[reduceAssembly]{sumFloat16NEON, 1},
-			product: assembly[reduceAssembly]{productFloat16NEON, 1},
-			min:     assembly[reduceAssembly]{minFloat16NEON, 1},
-			max:     assembly[reduceAssembly]{maxFloat16NEON, 1},
-		},
-		tensor.Float32: {
-			sum:     assembly[reduceAssembly]{sumFloat32NEON, 1},
-			product: assembly[reduceAssembly]{productFloat32NEON, 1},
-			min:     assembly[reduceAssembly]{minFloat32NEON, 1},
-			max:     assembly[reduceAssembly]{maxFloat32NEON, 1},
-		},
-		tensor.Float64: {
-			sum:     assembly[reduceAssembly]{sumFloat64NEON, 1},
-			product: assembly[reduceAssembly]{productFloat64NEON, 1},
-			min:     assembly[reduceAssembly]{minFloat64NEON, 1},
-			max:     assembly[reduceAssembly]{maxFloat64NEON, 1},
-		},
-		tensor.Int16: {
-			sum:     assembly[reduceAssembly]{sumInt16NEON, 1},
-			product: assembly[reduceAssembly]{productInt16NEON, 1},
-			min:     assembly[reduceAssembly]{minInt16NEON, 1},
-			max:     assembly[reduceAssembly]{maxInt16NEON, 1},
+		tensor.Uint8: {
+			sum: assembly[reduceAssembly]{sumUint8NEON, 1},
+			min: assembly[reduceAssembly]{minUint8NEON, 1},
+			max: assembly[reduceAssembly]{maxUint8NEON, 1},
 		},
 		tensor.Int32: {
-			sum:     assembly[reduceAssembly]{sumInt32NEON, 1},
-			product: assembly[reduceAssembly]{productInt32NEON, 1},
-			min:     assembly[reduceAssembly]{minInt32NEON, 1},
-			max:     assembly[reduceAssembly]{maxInt32NEON, 1},
+			sum: assembly[reduceAssembly]{sumInt32NEON, 1},
+			min: assembly[reduceAssembly]{minInt32NEON, 1},
+			max: assembly[reduceAssembly]{maxInt32NEON, 1},
 		},
 		tensor.Int64: {
 			sum: assembly[reduceAssembly]{sumInt64NEON, 1},
 			min: assembly[reduceAssembly]{minInt64NEON, 1},
 			max: assembly[reduceAssembly]{maxInt64NEON, 1},
 		},
-		tensor.Int8: {
-			sum:     assembly[reduceAssembly]{sumInt8NEON, 1},
-			product: assembly[reduceAssembly]{productInt8NEON, 1},
-			min:     assembly[reduceAssembly]{minInt8NEON, 1},
-			max:     assembly[reduceAssembly]{maxInt8NEON, 1},
+		tensor.Float16: {
+			sum: assembly[reduceAssembly]{sumFloat16NEON, 1},
+			min: assembly[reduceAssembly]{minFloat16NEON, 1},
+			max: assembly[reduceAssembly]{maxFloat16NEON, 1},
 		},
-		tensor.Uint16: {
-			sum:     assembly[reduceAssembly]{sumInt16NEON, 1},
-			product: assembly[reduceAssembly]{productInt16NEON, 1},
-			min:     assembly[reduceAssembly]{minUint16NEON, 1},
-			max:     assembly[reduceAssembly]{maxUint16NEON, 1},
+		tensor.BFloat16: {
+			sum: assembly[reduceAssembly]{sumBFloat16NEON, 1},
+			min: assembly[reduceAssembly]{minBFloat16NEON, 1},
+			max: assembly[reduceAssembly]{maxBFloat16NEON, 1},
 		},
-		tensor.Uint8: {
-			sum:     assembly[reduceAssembly]{sumInt8NEON, 1},
-			product: assembly[reduceAssembly]{productInt8NEON, 1},
-			min:     assembly[reduceAssembly]{minUint8NEON, 1},
-			max:     assembly[reduceAssembly]{maxUint8NEON, 1},
+		tensor.Float32: {
+			sum: assembly[reduceAssembly]{sumFloat32NEON, 1},
+			min: assembly[reduceAssembly]{minFloat32NEON, 1},
+			max: assembly[reduceAssembly]{maxFloat32NEON, 1},
+		},
+		tensor.Float64: {
+			sum: assembly[reduceAssembly]{sumFloat64NEON, 1},
+			min: assembly[reduceAssembly]{minFloat64NEON, 1},
+			max: assembly[reduceAssembly]{maxFloat64NEON, 1},
 		},
 	},
 	scale: [numTypes]assembly[factorAssembly]{
-		tensor.Uint8:    {scaleUint8NEON, 1},
-		tensor.Int8:     {scaleInt8NEON, 1},
-		tensor.Uint16:   {scaleUint16NEON, 1},
-		tensor.Int16:    {scaleInt16NEON, 1},
-		tensor.Int32:    {scaleInt32NEON, 1},
-		tensor.Int64:    {scaleInt64NEON, 1},
 		tensor.Float32:  {scaleFloat32NEON, 1},
 		tensor.Float64:  {scaleFloat64NEON, 1},
 		tensor.Float16:  {scaleFloat16NEON, 1},
 		tensor.BFloat16: {scaleBFloat16NEON, 1},
 	},
-	convert: [numTypes][numTypes]assembly[convertAssembly]{
-		tensor.BFloat16: {
-			tensor.Float16: {convertFloat16ToBFloat16NEON, 1},
-			tensor.Float32: {convertFloat32ToBFloat16NEON, 1},
-			tensor.Float64: {convertFloat64ToBFloat16NEON, 1},
-		},
-		tensor.Float16: {
-			tensor.BFloat16: {convertBFloat16ToFloat16NEON, 1},
-			tensor.Float32:  {convertFloat32ToFloat16NEON, 1},
-			tensor.Float64:  {convertFloat64ToFloat16NEON, 1},
-		},
-		tensor.Float32: {
-			tensor.Float16:  {convertFloat16ToFloat32NEON, 1},
-			tensor.BFloat16: {convertBFloat16ToFloat32NEON, 1},
-			tensor.Float64:  {convertFloat64ToFloat32NEON, 1},
-		},
-		tensor.Float64: {
-			tensor.Float16:  {convertFloat16ToFloat64NEON, 1},
-			tensor.BFloat16: {convertBFloat16ToFloat64NEON, 1},
-			tensor.Float32:  {convertFloat32ToFloat64NEON, 1},
-		},
+	widen: [numTypes]assembly[convertAssembly]{
+		tensor.Float16:  {widenFloat16NEON, 1},
+		tensor.BFloat16: {widenBFloat16NEON, 1},
+	},
+	narrow: [numTypes]assembly[convertAssembly]{
+		tensor.Float16:  {narrowFloat16NEON, 1},
+		tensor.BFloat16: {narrowBFloat16NEON, 1},
 	},
 }

@@ -3,7 +3,6 @@ package main
 import (
 	"fmt"
 	"math"
-	"slices"
 )
 
 // vectors is the access to whole vectors of elements of size bytes.
@@ -37,32 +36,23 @@ func (l level) logic(name string) string {
 	return name
 }
 
-// reduction is dst = a op b, nil if there is no such operation.
+// reduction is dst = a op b.
 func reduction(l level, e elem, op string) *kernel {
-	if l == avx512 && !e.half() && !(op == "product" && e.size == 1) {
+	if l == avx512 && !e.half() {
 		l = narrow
 	}
 	k := &kernel{name: op + e.name + l.name, level: l, in: []int{e.size, e.size}, out: e.size, unit: l.size / e.size, unroll: 4}
 	k.load, k.store = vectors(l, e.size)
 	switch {
-	case e == bools:
-		reduceBools(k, op)
-		if k.compute == nil {
-			return nil
-		}
-	case e.half() && (op == "min" || op == "max"):
+	case e.half() && op != "sum":
 		firstHalf(k, e, op)
 	case e == float16:
-		throughFloat32(k, op)
+		addFloat16(k)
 	case e == bfloat16:
-		roundedBFloat16(k, op)
+		addBFloat16(k)
 	case e == float32s || e == float64s:
 		reduceFloats(k, e, op)
-	case op == "product" && e.size == 1:
-		multiplyBytes(k)
-	case op == "product" && e == int64s && !l.masks:
-		multiplyInt64s(k)
-	case op != "sum" && op != "product" && e == int64s && !l.masks:
+	case op != "sum" && e == int64s && !l.masks:
 		firstInt64(k, op)
 	default:
 		single(k, integerInstruction(e, op))
@@ -80,65 +70,15 @@ func single(k *kernel, instruction string) {
 }
 
 func integerInstruction(e elem, op string) string {
-	letter := map[int]string{1: "B", 2: "W", 4: "D", 8: "Q"}[e.size]
-	switch op {
-	case "sum":
+	letter := map[elem]string{uint8s: "B", int32s: "D", int64s: "Q"}[e]
+	if op == "sum" {
 		return "VPADD" + letter
-	case "product":
-		return "VPMULL" + letter
 	}
-	sign := "U"
-	if e.signed() {
-		sign = "S"
+	sign := "S"
+	if e == uint8s {
+		sign = "U"
 	}
 	return map[string]string{"min": "VPMIN", "max": "VPMAX"}[op] + sign + letter
-}
-
-// reduceBools: with 1 every byte but 0 becomes 1.
-func reduceBools(k *kernel, op string) {
-	one := k.level.constant(0)
-	k.setup = func(w *writer) { w.broadcast(k.level, 0x01010101, one) }
-	first := map[string]string{"min": "VPMINUB", "max": "VPMAXUB"}[op]
-	if first == "" {
-		return
-	}
-	k.compute = func(w *writer, r int) {
-		a, b := k.level.full(r), k.level.full(r+b)
-		w.op(first, b, a, a)
-		w.op("VPMINUB", k.level.full(one), a, a)
-	}
-}
-
-// multiplyBytes multiplies words, even bytes in place and odd ones shifted.
-func multiplyBytes(k *kernel) {
-	l := k.level
-	and, andNot, or := l.logic("VPAND"), l.logic("VPANDN"), l.logic("VPOR")
-	low := l.constant(0)
-	k.setup = func(w *writer) { w.broadcast(l, 0x00ff00ff, low) }
-	k.compute = func(w *writer, r int) {
-		a, b, low, even := l.full(r), l.full(r+b), l.full(low), l.full(t)
-		w.op("VPMULLW", b, a, even)
-		w.op(and, low, even, even)
-		w.op("VPSRLW", 8, a, a)
-		w.op(andNot, b, low, b)
-		w.op("VPMULLW", b, a, a)
-		w.op(or, even, a, a)
-	}
-}
-
-// multiplyInt64s adds to the product of the low halves those of low and high ones, whose upper bits drop out.
-func multiplyInt64s(k *kernel) {
-	l := k.level
-	k.compute = func(w *writer, r int) {
-		a, b, cross, other := l.full(r), l.full(r+b), l.full(t), l.full(t+1)
-		w.op("VPSHUFD", 0xb1, b, cross)
-		w.op("VPMULLD", cross, a, cross)
-		w.op("VPSRLQ", 32, cross, other)
-		w.op("VPADDD", other, cross, cross)
-		w.op("VPSLLQ", 32, cross, cross)
-		w.op("VPMULUDQ", b, a, a)
-		w.op("VPADDQ", cross, a, a)
-	}
 }
 
 func firstInt64(k *kernel, op string) {
@@ -166,8 +106,6 @@ func reduceFloats(k *kernel, e elem, op string) {
 	switch op {
 	case "sum":
 		single(k, "VADD"+suffix)
-	case "product":
-		single(k, "VMUL"+suffix)
 	case "min":
 		k.compute = func(w *writer, r int) {
 			a, b, other := l.full(r), l.full(r+b), l.full(t)
@@ -190,13 +128,8 @@ func reduceFloats(k *kernel, e elem, op string) {
 	}
 }
 
-// Predicates of VCMP.
-const (
-	unordered        = 0x03
-	notEqual         = 0x04 // or unordered
-	greaterThanQuiet = 0x1e
-	notLessQuiet     = 0x1d // greater or equal
-)
+// unordered is a predicate of VCMP.
+const unordered = 0x03
 
 // setOnes sets to ones the elements, of size bytes, that mask has: a NaN. The mask is a vector or a mask register.
 func setOnes(w *writer, size int, mask, r string) {
@@ -210,11 +143,11 @@ func setOnes(w *writer, size int, mask, r string) {
 	}
 }
 
-// throughFloat32 widens float16s, both halves of a vector, and rounds the results.
+// addFloat16 widens float16s, both halves of a vector, adds them as float32s and rounds the sums.
 //
-// To add it multiplies with 1 and adds, which rounds once, to the same bits: AMD's Zen adds where it converts, and
-// multiplies elsewhere.
-func throughFloat32(k *kernel, op string) {
+// It multiplies with 1 and adds, which rounds once, to the same bits: AMD's Zen adds on the units that convert, and
+// multiplies on others.
+func addFloat16(k *kernel) {
 	l := k.level
 	one := l.constant(0)
 	k.setup = func(w *writer) { w.broadcast(l, math.Float32bits(1), one) }
@@ -226,12 +159,7 @@ func throughFloat32(k *kernel, op string) {
 		w.op("VCVTPH2PS", l.half(r+b), l.full(r+b))
 		w.op("VCVTPH2PS", l.half(t+2), l.full(t+2))
 		for _, x := range [][2]int{{t, r + b}, {t + 1, t + 2}} {
-			a, b := l.full(x[0]), l.full(x[1])
-			if op == "sum" {
-				w.op("VFMADD213PS", b, l.full(one), a)
-			} else {
-				w.op("VMULPS", b, a, a)
-			}
+			w.op("VFMADD213PS", l.full(x[1]), l.full(one), l.full(x[0]))
 		}
 		roundFloat16s(w, l, r)
 	}
@@ -262,23 +190,22 @@ func joinHalves(w *writer, l level, lower, upper, to int) {
 	}
 }
 
-// roundedBFloat16 computes with the odd elements where they are, for their bits are the upper half of a float32, and
+// addBFloat16 computes with the odd elements where they are, for their bits are the upper half of a float32, and
 // with the even ones shifted.
 //
 // NaNs come out of an operation with a quiet bit, and of bfloat16s with nothing in the lower half, that could carry.
-func roundedBFloat16(k *kernel, op string) {
+func addBFloat16(k *kernel) {
 	l := k.level
-	instruction := map[string]string{"sum": "VADDPS", "product": "VMULPS"}[op]
 	k.setup = func(w *writer) { bfloat16Constants(w, l) }
 	upper := l.full(l.constant(2))
 	k.compute = func(w *writer, r int) {
 		a, b, even, other := l.full(r), l.full(r+b), l.full(t), l.full(t+1)
 		w.op("VPSLLD", 16, a, even)
 		w.op("VPSLLD", 16, b, other)
-		w.op(instruction, other, even, even)
+		w.op("VADDPS", other, even, even)
 		w.op(l.logic("VPAND"), upper, a, a)
 		w.op(l.logic("VPAND"), upper, b, b)
-		w.op(instruction, b, a, a)
+		w.op("VADDPS", b, a, a)
 		joinBFloat16s(w, l, r)
 	}
 }
@@ -295,8 +222,8 @@ func bfloat16Constants(w *writer, l level) {
 // bits in the lower half.
 func joinBFloat16s(w *writer, l level, r int) {
 	a, even := l.full(r), l.full(t)
-	roundUpper(w, l, l.size, t, t+1)
-	roundUpper(w, l, l.size, r, t+1)
+	roundUpper(w, l, t, t+1)
+	roundUpper(w, l, r, t+1)
 	w.op("VPSRLD", 16, even, even)
 	if l.masks {
 		w.op("VPTERNLOGD", 0xea, even, l.full(l.constant(2)), a) // a AND constant OR even
@@ -306,12 +233,11 @@ func joinBFloat16s(w *writer, l level, r int) {
 }
 
 // roundUpper rounds float32s, to nearest even, to what their upper halves can have. It leaves something in the lower.
-// The vector, and tmp, has size bytes.
-func roundUpper(w *writer, l level, size, r, tmp int) {
-	x, bit := reg(size, r), reg(size, tmp)
+func roundUpper(w *writer, l level, r, tmp int) {
+	x, bit := l.full(r), l.full(tmp)
 	w.op("VPSRLD", 16, x, bit)
-	w.op(l.logic("VPAND"), reg(size, l.constant(0)), bit, bit)
-	w.op("VPADDD", reg(size, l.constant(1)), x, x)
+	w.op(l.logic("VPAND"), l.full(l.constant(0)), bit, bit)
+	w.op("VPADDD", l.full(l.constant(1)), x, x)
 	w.op("VPADDD", bit, x, x)
 }
 
@@ -346,18 +272,8 @@ func firstHalf(k *kernel, e elem, op string) {
 	}
 }
 
-// scaling is dst = src · factor, nil if there is none. The factor, and the product with an element of an integer type,
-// is not a NaN.
+// scaling is dst = src · factor.
 func scaling(l level, e elem) *kernel {
-	if !slices.Contains(floats, e) {
-		if e != int64s {
-			return throughFloat64(l, e, false)
-		}
-		if l.masks {
-			return scaleInt64s()
-		}
-		return nil // no conversion between int64 and float64
-	}
 	if l == avx512 && !e.half() {
 		l = narrow
 	}
@@ -403,209 +319,63 @@ func scaling(l level, e elem) *kernel {
 	return k
 }
 
-// throughFloat64 is dst = src · factor, within the type's bounds, or src / factor, truncated, for an integer type of at
-// most 32 bits. A quotient is then further from the whole number above it than a float64 rounds, and it has no bounds:
-// factor is at least 1.
-func throughFloat64(l level, e elem, divide bool) *kernel {
-	name := "scale"
-	if divide {
-		name = "divide"
-	}
-	k := &kernel{
-		name: name + e.name + l.name, level: l, in: []int{e.size}, out: e.size, unit: l.size / 4, unroll: 2, factor: true,
-	}
-	factor, lowest, highest := l.constant(0), l.constant(1), l.constant(2)
-	k.setup = func(w *writer) {
-		w.op("VBROADCASTSD", "factor+24(FP)", l.full(factor))
-		if !divide {
-			w.broadcast64(l, math.Float64bits(e.lowest), lowest)
-			w.broadcast64(l, math.Float64bits(e.highest), highest)
-		}
-	}
-	k.load, k.store = int32s(l, e)
-	k.compute = func(w *writer, r int) {
-		upperHalf(w, l, r, t+1)
-		w.op("VCVTDQ2PD", l.half(r), l.full(t))
-		w.op("VCVTDQ2PD", l.half(t+1), l.full(t+1))
-		for _, x := range []int{t, t + 1} {
-			x := l.full(x)
-			if divide {
-				w.op("VDIVPD", l.full(factor), x, x)
-				continue
-			}
-			w.op("VMULPD", l.full(factor), x, x)
-			w.op("VMAXPD", l.full(lowest), x, x)
-			w.op("VMINPD", l.full(highest), x, x)
-		}
-		truncate := "VCVTTPD2DQ"
-		if !l.masks {
-			truncate = "VCVTTPD2DQY"
-		}
-		w.op(truncate, l.full(t), l.half(t))
-		w.op(truncate, l.full(t+1), l.half(t+1))
-		joinHalves(w, l, t, t+1, r)
-		if !l.masks && e.size < 4 {
-			packInt32s(w, e, r)
-		}
-	}
-	return k
+// conversion is a kernel between a half and float32, which are in registers.
+func conversion(name string, l level, to, from elem) *kernel {
+	return &kernel{name: name + l.name, level: l, in: []int{from.size}, out: to.size, unit: l.size / 4, unroll: 4}
 }
 
-// int32s is the access to elements of a type of at most 32 bits as int32s.
-func int32s(l level, e elem) (load, store access) {
-	load, store = vectors(l, 4)
-	if e.size == 4 {
-		return load, store
-	}
-	extend := "VPMOVZX"
-	if e.signed() {
-		extend = "VPMOVSX"
-	}
-	letter := map[int]string{1: "B", 2: "W"}[e.size]
-	load = func(w *writer, r int, mem string, masked bool) {
+// widening is dst = src as float32s.
+func widening(l level, from elem) *kernel {
+	k := conversion("widen"+from.name, l, float32s, from)
+	_, k.store = vectors(l, 4)
+	name := map[elem]string{float16: "VCVTPH2PS", bfloat16: "VPMOVZXWD"}[from]
+	k.load = func(w *writer, r int, mem string, masked bool) {
 		if masked {
-			w.op(extend+letter+"D.Z", mem, "K1", l.full(r))
+			w.op(name+".Z", mem, "K1", l.full(r))
 		} else {
-			w.op(extend+letter+"D", mem, l.full(r))
+			w.op(name, mem, l.full(r))
 		}
-	}
-	store = func(w *writer, r int, mem string, masked bool) {
-		switch {
-		case masked:
-			w.op("VPMOVD"+letter, l.full(r), "K1", mem)
-		case l.masks:
-			w.op("VPMOVD"+letter, l.full(r), mem)
-		case e.size == 2:
-			w.op("VMOVDQU", reg(16, r), mem)
-		default:
-			w.op("VMOVQ", reg(16, r), mem)
-		}
-	}
-	return load, store
-}
-
-// packInt32s narrows the int32s of a vector, which are within the type's bounds, to its lowest bytes.
-func packInt32s(w *writer, e elem, r int) {
-	x, upper := reg(16, r), reg(16, t)
-	upperHalf(w, avx2, r, t)
-	if e.size == 2 && !e.signed() {
-		w.op("VPACKUSDW", upper, x, x)
-		return
-	}
-	w.op("VPACKSSDW", upper, x, x)
-	if e.size == 1 && e.signed() {
-		w.op("VPACKSSWB", x, x, x)
-	} else if e.size == 1 {
-		w.op("VPACKUSWB", x, x, x)
-	}
-}
-
-// scaleInt64s: below the least int64 the conversion gives that, and so it does above the highest.
-func scaleInt64s() *kernel {
-	l := avx512
-	k := &kernel{name: "scaleInt64" + l.name, level: l, in: []int{8}, out: 8, unit: 8, unroll: 4, factor: true}
-	k.load, k.store = vectors(l, 8)
-	factor, beyond, highest := l.full(l.constant(0)), l.full(l.constant(1)), l.full(l.constant(2))
-	k.setup = func(w *writer) {
-		w.op("VBROADCASTSD", "factor+24(FP)", factor)
-		w.broadcast64(l, math.Float64bits(0x1p63), l.constant(1))
-		w.broadcast64(l, math.MaxInt64, l.constant(2))
 	}
 	k.compute = func(w *writer, r int) {
-		x := l.full(r)
-		w.op("VCVTQQ2PD", x, x)
-		w.op("VMULPD", factor, x, x)
-		w.op("VCMPPD", notLessQuiet, beyond, x, "K2")
-		w.op("VCVTTPD2QQ", x, x)
-		w.op("VMOVDQA64", highest, "K2", x)
+		if from == bfloat16 {
+			w.op("VPSLLD", 16, l.full(r), l.full(r))
+		}
 	}
 	return k
 }
 
-// conversion is dst = src in another floating-point type. In registers there are float32s, in vectors of half the size
-// if one of the types is float64.
-func conversion(l level, to, from elem) *kernel {
-	size := l.size
-	if to == float64s || from == float64s {
-		size /= 2
-	}
-	k := &kernel{
-		name: "convert" + from.name + "To" + to.name + l.name, level: l, in: []int{from.size}, out: to.size, unit: size / 4, unroll: 4,
-	}
+// narrowing is dst = src, of float32s, rounded.
+func narrowing(l level, to elem) *kernel {
+	k := conversion("narrow"+to.name, l, to, float32s)
+	k.load, _ = vectors(l, 4)
 	k.setup = func(w *writer) {
 		if to == bfloat16 {
 			bfloat16Constants(w, l)
 		}
-		if from == float64s && to.half() && !l.masks {
-			w.broadcast64(l, 1<<63-1, l.constant(3))
-		}
-		if from == float64s && to.half() && l.masks {
-			w.broadcast(l, 1, l.constant(3))
-		}
-	}
-	k.load = func(w *writer, r int, mem string, masked bool) {
-		name, to := "VMOVUPS", reg(size, r)
-		switch from {
-		case float16:
-			name = "VCVTPH2PS"
-		case bfloat16:
-			name = "VPMOVZXWD"
-		case float64s:
-			name, to = "VMOVUPD", l.full(r)
-		}
-		if masked {
-			w.op(name+".Z", mem, "K1", to)
-		} else {
-			w.op(name, mem, to)
-		}
 	}
 	k.compute = func(w *writer, r int) {
-		x := reg(size, r)
-		switch {
-		case from == bfloat16:
-			w.op("VPSLLD", 16, x, x)
-		case from == float64s && to == float32s:
-			roundFloat64s(w, l, "", r, r)
-		case from == float64s && l.masks:
-			truncateToOdd(w, r)
-		case from == float64s:
-			roundToOdd(w, r)
+		if to == float16 {
+			return // the store rounds
 		}
-		switch to {
-		case float64s:
-			w.op("VCVTPS2PD", x, l.full(r))
-		case bfloat16:
-			nan := reg(size, t+1)
-			if l.masks {
-				nan = "K2"
-			}
-			w.op("VCMPPS", unordered, x, x, nan)
-			roundUpper(w, l, size, r, t)
-			setOnes(w, 4, nan, x)
-			w.op("VPSRLD", 16, x, x)
-			if !l.masks && size == 32 {
-				upperHalf(w, l, r, t)
-				w.op("VPACKUSDW", reg(16, t), reg(16, r), reg(16, r))
-			} else if !l.masks {
-				w.op("VPACKUSDW", x, x, x)
-			}
+		x, nan := l.full(r), l.full(t+1)
+		if l.masks {
+			nan = "K2"
+		}
+		w.op("VCMPPS", unordered, x, x, nan)
+		roundUpper(w, l, r, t)
+		setOnes(w, 4, nan, x)
+		w.op("VPSRLD", 16, x, x)
+		if !l.masks {
+			upperHalf(w, l, r, t)
+			w.op("VPACKUSDW", l.half(t), l.half(r), l.half(r))
 		}
 	}
 	k.store = func(w *writer, r int, mem string, masked bool) {
-		x := reg(size, r)
-		operands := []any{x}
-		name := "VMOVUPS"
-		switch {
-		case to == float16:
-			name, operands = "VCVTPS2PH", []any{0, x}
-		case to == bfloat16 && l.masks:
-			name = "VPMOVDW"
-		case to == bfloat16 && size == 32:
-			operands = []any{reg(16, r)}
-		case to == bfloat16:
-			name = "VMOVQ"
-		case to == float64s:
-			name, operands = "VMOVUPD", []any{l.full(r)}
+		name, operands := "VMOVDQU", []any{l.half(r)}
+		if to == float16 {
+			name, operands = "VCVTPS2PH", []any{0, l.full(r)}
+		} else if l.masks {
+			name, operands = "VPMOVDW", []any{l.full(r)}
 		}
 		if masked {
 			operands = append(operands, "K1")
@@ -613,44 +383,4 @@ func conversion(l level, to, from elem) *kernel {
 		w.op(name, append(operands, mem)...)
 	}
 	return k
-}
-
-// roundFloat64s rounds a vector of float64s to one of half the size of float32s, to nearest even or as mode says.
-func roundFloat64s(w *writer, l level, mode string, from, to int) {
-	name := "VCVTPD2PS"
-	if !l.masks {
-		name = "VCVTPD2PSY"
-	}
-	w.op(name+mode, l.full(from), l.half(to))
-}
-
-// truncateToOdd rounds float64s to odd float32s: toward zero, and if that is not exact the last bit is set. It is
-// roundToOdd of the package.
-func truncateToOdd(w *writer, r int) {
-	l := avx512
-	roundFloat64s(w, l, ".RZ_SAE", r, t)
-	w.op("VCVTPS2PD", l.half(t), l.full(t+1))
-	w.op("VCMPPD", notEqual, l.full(r), l.full(t+1), "K2")
-	w.op("VPORD", l.half(l.constant(3)), l.half(t), "K2", l.half(t))
-	w.op("VMOVDQA64", l.full(t), l.full(r))
-}
-
-// roundToOdd is truncateToOdd where there is no rounding toward zero: what was rounded away from it goes down by one.
-func roundToOdd(w *writer, r int) {
-	l := avx2
-	x, abs := l.full(r), l.full(l.constant(3))
-	near, wide, inexact := l.half(t), l.full(t+1), l.full(r+b)
-	roundFloat64s(w, l, "", r, t)
-	w.op("VCVTPS2PD", near, wide)
-	w.op("VCMPPD", notEqual, x, wide, inexact)
-	w.op("VANDPD", abs, x, x)
-	w.op("VANDPD", abs, wide, wide)
-	w.op("VCMPPD", greaterThanQuiet, x, wide, wide)
-	for _, mask := range []int{t + 1, r + b} {
-		upperHalf(w, l, mask, r)
-		w.op("VSHUFPS", 0x88, l.half(r), l.half(mask), l.half(mask))
-	}
-	w.op("VPADDD", l.half(t+1), near, near)
-	w.op("VPSRLD", 31, l.half(r+b), l.half(r+b))
-	w.op("VPOR", l.half(r+b), near, l.half(r))
 }

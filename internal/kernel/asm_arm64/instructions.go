@@ -1,9 +1,6 @@
 package main
 
-import (
-	"fmt"
-	"strings"
-)
+import "fmt"
 
 // vec is the number of a vector register.
 type vec int
@@ -27,11 +24,8 @@ type lanes struct {
 }
 
 var (
-	b8  = lanes{"8b", "B8", 0}
 	b16 = lanes{"16b", "B16", 0}
-	h4  = lanes{"4h", "H4", 1}
 	h8  = lanes{"8h", "H8", 1}
-	s2  = lanes{"2s", "S2", 2}
 	s4  = lanes{"4s", "S4", 2}
 	d2  = lanes{"2d", "D2", 3}
 )
@@ -48,7 +42,6 @@ func (p *program) word(bits uint32, form string, args ...any) {
 // three are the instructions of the group "three same". The size of a floating-point one is that of its lanes less 2,
 // of which high sets the upper bit.
 var three = map[string]struct{ u, opcode, float, high uint32 }{
-	"mul":   {0, 0b10011, 0, 0},
 	"smax":  {0, 0b01100, 0, 0},
 	"umax":  {1, 0b01100, 0, 0},
 	"smin":  {0, 0b01101, 0, 0},
@@ -70,62 +63,6 @@ func (p *program) three(op string, l lanes, d, n, m vec) {
 	size := l.size - 2*e.float + 2*e.high
 	p.word(0x4e200400|e.u<<29|size<<22|uint32(m)<<16|e.opcode<<11|uint32(n)<<5|uint32(d),
 		"%s v%d.%s, v%d.%s, v%d.%s", op, d, l.arm, n, l.arm, m, l.arm)
-}
-
-// two are the instructions of the group "two-register miscellaneous".
-var two = map[string]struct{ u, opcode uint32 }{
-	"fcvtl":  {0, 0b10111},
-	"fcvtn":  {0, 0b10110},
-	"fcvtxn": {1, 0b10110},
-	"scvtf":  {0, 0b11101},
-	"fcvtzs": {0, 0b11011},
-	"sqxtn":  {0, 0b10100},
-	"sqxtun": {1, 0b10010},
-}
-
-// two writes d = op n. With q it is for all of a register, or for the upper half where one side is a half.
-func (p *program) two(op string, size uint32, d vec, dl lanes, n vec, nl lanes, q uint32) {
-	e, ok := two[op]
-	if !ok {
-		panic("asm_arm64: no instruction " + op)
-	}
-	if dl.size != nl.size {
-		op += suffix(q)
-	}
-	p.word(0x0e200800|q<<30|e.u<<29|size<<22|e.opcode<<12|uint32(n)<<5|uint32(d),
-		"%s v%d.%s, v%d.%s", op, d, dl.arm, n, nl.arm)
-}
-
-// suffix is what the names of instructions for an upper half end in.
-func suffix(q uint32) string { return [...]string{"", "2"}[q] }
-
-// halves are the lanes of a lower half, of a register with that as its upper half, and of one of elements twice as wide.
-var halves = map[lanes][3]lanes{b8: {b8, b16, h8}, h4: {h4, h8, s4}, s2: {s2, s4, d2}}
-
-// widenFloats sets d to the lower or upper half of n, of lanes l, twice as wide.
-func (p *program) widenFloats(l lanes, d, n vec, up uint32) {
-	h := halves[l]
-	p.two("fcvtl", l.size-1, d, h[2], n, h[up], up)
-}
-
-// narrow sets the lower or upper half of d, of lanes l, to n, of lanes twice as wide. The lower half clears the upper.
-func (p *program) narrow(op string, l lanes, d, n vec, up uint32) {
-	h, size := halves[l], l.size
-	if strings.HasPrefix(op, "f") {
-		size--
-	}
-	p.two(op, size, d, h[up], n, h[2], up)
-}
-
-// widenInts is widenFloats for integers, signed or not: a shift left by nothing that widens.
-func (p *program) widenInts(signed bool, l lanes, d, n vec, up uint32) {
-	h := halves[l]
-	op, u := "ushll", uint32(1)
-	if signed {
-		op, u = "sshll", 0
-	}
-	p.word(0x0f00a400|up<<30|u<<29|8<<l.size<<16|uint32(n)<<5|uint32(d),
-		"%s%s v%d.%s, v%d.%s, #0", op, suffix(up), d, h[2].arm, n, h[up].arm)
 }
 
 // asm writes an instruction that Go's assembler has, d = n op m; n and m change places there.

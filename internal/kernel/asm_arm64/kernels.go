@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"math/bits"
 	"strconv"
 )
@@ -51,26 +52,21 @@ func (p *program) loop(step, least int, body func(n int)) {
 
 // elem is a type of elements.
 type elem struct {
-	name   string
-	size   int
-	lanes  lanes
-	signed bool
-	half   *half // nil for what is not one
-	exact  bool  // what is computed needs no rounding
+	name  string
+	size  int
+	lanes lanes
+	half  *half // nil for what is not one
+	exact bool  // what is computed needs no rounding
 }
 
 var (
 	uint8s    = elem{name: "Uint8", size: 1, lanes: b16}
-	int8s     = elem{name: "Int8", size: 1, lanes: b16, signed: true}
-	uint16s   = elem{name: "Uint16", size: 2, lanes: h8}
-	int16s    = elem{name: "Int16", size: 2, lanes: h8, signed: true}
-	int32s    = elem{name: "Int32", size: 4, lanes: s4, signed: true}
-	int64s    = elem{name: "Int64", size: 8, lanes: d2, signed: true}
+	int32s    = elem{name: "Int32", size: 4, lanes: s4}
+	int64s    = elem{name: "Int64", size: 8, lanes: d2}
 	float32s  = elem{name: "Float32", size: 4, lanes: s4}
 	float64s  = elem{name: "Float64", size: 8, lanes: d2}
 	float16s  = elem{name: "Float16", size: 2, lanes: h8, half: &float16}
 	bfloat16s = elem{name: "BFloat16", size: 2, lanes: h8, half: &bfloat16}
-	bools     = elem{name: "Bool", size: 1, lanes: b16}
 )
 
 // half is how a half is computed with.
@@ -88,12 +84,22 @@ type half struct {
 
 var float16 = half{widen: (*program).widenFloat16, pack: (*program).packFloat16}
 
-func (p *program) widenFloat16(d, n vec, up uint32) { p.widenFloats(h4, d, n, up) }
+func (p *program) widenFloat16(d, n vec, up uint32) {
+	p.word(0x0e217800|up<<30|uint32(n)<<5|uint32(d), "fcvtl%s v%d.4s, v%d.%s", suffix[up], d, n, half16[up])
+}
 
 func (p *program) packFloat16(d, v vec) {
-	p.narrow("fcvtn", h4, d, v, 0)
-	p.narrow("fcvtn", h4, d, v+1, 1)
+	for up := range uint32(2) { // the lower half clears the upper
+		n := uint32(v) + up
+		p.word(0x0e216800|up<<30|n<<5|uint32(d), "fcvtn%s v%d.%s, v%d.4s", suffix[up], d, half16[up], n)
+	}
 }
+
+// What Arm's names of an instruction for the lower or upper half of a register have, and of the half's lanes.
+var (
+	suffix = [2]string{"", "2"}
+	half16 = [2]string{"4h", "8h"}
+)
 
 // A bfloat16 is the upper half of a float32.
 var bfloat16 = half{
@@ -130,9 +136,6 @@ func (p *program) convertBFloat16(v, t vec) {
 
 // constants sets those that the functions for e use.
 func (p *program) constants(e elem) {
-	if e.name == bools.name {
-		p.fill(b16, ones, 1)
-	}
 	if e.half == nil || e.half.round == nil {
 		return
 	}
@@ -143,58 +146,48 @@ func (p *program) constants(e elem) {
 	}
 }
 
-// reductions writes those of all types but the product of int64s: NEON multiplies none.
+// reductions writes those of all types.
 func reductions(p *program) {
-	for _, e := range []elem{int8s, int16s, int32s, int64s} {
-		p.reduction("sum", e, func(l lanes, x, y vec) { p.asm("VADD", l, x, x, y) })
-	}
-	for _, e := range []elem{int8s, int16s, int32s} {
-		p.reduction("product", e, p.instruction("mul"))
-		p.reduction("min", e, p.instruction("smin"))
-		p.reduction("max", e, p.instruction("smax"))
-	}
-	// Sums and products wrap around, so that signs make no difference.
-	for _, pair := range [][2]elem{{uint8s, int8s}, {uint16s, int16s}} {
-		e, same := pair[0], pair[1]
-		p.table.reduce(e, "sum", "sum"+same.name)
-		p.table.reduce(e, "product", "product"+same.name)
-		p.reduction("min", e, p.instruction("umin"))
-		p.reduction("max", e, p.instruction("umax"))
-	}
-	p.reduction("min", int64s, func(l lanes, x, y vec) {
+	add := func(l lanes, x, y vec) { p.asm("VADD", l, x, x, y) }
+	p.reduction(uint8s, add, p.instruction("umin"), p.instruction("umax"))
+	p.reduction(int32s, add, p.instruction("smin"), p.instruction("smax"))
+	p.reduction(int64s, add, func(l lanes, x, y vec) {
 		p.three("cmgt", l, temp, x, y)
 		p.asm("VBIT", b16, x, y, temp)
-	})
-	p.reduction("max", int64s, func(l lanes, x, y vec) {
+	}, func(l lanes, x, y vec) {
 		p.three("cmgt", l, temp, y, x)
 		p.asm("VBIT", b16, x, y, temp)
 	})
 	// FMIN and FMAX give a NaN if either is one, and order -0 before +0.
 	for _, e := range []elem{float16s, bfloat16s, float32s, float64s} {
-		p.reduction("sum", e, p.instruction("fadd"))
-		p.reduction("product", e, p.instruction("fmul"))
-		e.exact = true
-		p.reduction("min", e, p.instruction("fmin"))
-		p.reduction("max", e, p.instruction("fmax"))
+		p.reduction(e, p.instruction("fadd"), p.instruction("fmin"), p.instruction("fmax"))
 	}
-	p.reduction("min", bools, func(l lanes, x, y vec) {
-		p.three("umin", l, x, x, y)
-		p.three("umin", l, x, x, ones)
-	})
-	p.reduction("max", bools, func(l lanes, x, y vec) {
-		p.asm("VORR", l, x, x, y)
-		p.three("umin", l, x, x, ones)
-	})
 }
 
-// instruction is the step x = x op y that is one instruction.
-func (p *program) instruction(op string) func(l lanes, x, y vec) {
+// step is x = x op y.
+type step func(l lanes, x, y vec)
+
+// reduction writes the functions of e.
+func (p *program) reduction(e elem, sum, min, max step) {
+	fmt.Fprintf(&p.reduces, "tensor.%s: {\n", e.name)
+	for _, of := range []struct {
+		op   string
+		step step
+	}{{"sum", sum}, {"min", min}, {"max", max}} {
+		e.exact = of.op != "sum"
+		p.reduce(of.op, e, of.step)
+		fmt.Fprintf(&p.reduces, "%s: assembly[reduceAssembly]{%s, 1},\n", of.op, suffixed(of.op+e.name))
+	}
+	fmt.Fprintln(&p.reduces, "},")
+}
+
+// instruction is the step that is one instruction.
+func (p *program) instruction(op string) step {
 	return func(l lanes, x, y vec) { p.three(op, l, x, x, y) }
 }
 
-// reduction writes the function that does step with elements of e, a half's as float32s.
-func (p *program) reduction(op string, e elem, step func(l lanes, x, y vec)) {
-	p.table.reduce(e, op, op+e.name)
+// reduce writes the function that does step with elements of e, a half's as float32s.
+func (p *program) reduce(op string, e elem, step step) {
 	p.function(op+e.name, "dst, a, b *byte, n int", 32)
 	p.arguments("dst", "a", "b", "n")
 	p.bytes(e)
@@ -232,16 +225,13 @@ func (p *program) pack(e elem, d vec) {
 // registers is how many hold n bytes.
 func registers(n int) vec { return vec(max(1, n/16)) }
 
-// scales writes those of all types.
+// scales writes those of the floating-point types.
 func scales(p *program) {
-	for _, e := range []elem{uint8s, int8s, uint16s, int16s, int32s, int64s} {
-		p.scale(e, d2, func(v vec) { p.scaleInts(e, e.lanes, v, temp) })
-	}
 	for _, e := range []elem{float32s, float64s} {
-		p.scale(e, e.lanes, func(v vec) { p.three("fmul", e.lanes, v, v, factor) })
+		p.scaling(e, e.lanes, func(v vec) { p.three("fmul", e.lanes, v, v, factor) })
 	}
 	for _, e := range []elem{float16s, bfloat16s} {
-		p.scale(e, s4, func(v vec) {
+		p.scaling(e, s4, func(v vec) {
 			for up := range vec(2) {
 				e.half.widen(p, temp+up, v, uint32(up))
 				p.three("fmul", s4, temp+up, temp+up, factor)
@@ -251,10 +241,10 @@ func scales(p *program) {
 	}
 }
 
-// scale writes the function that does step with a register of elements of e. factor has the factor in each of its
+// scaling writes the function that does step with a register of elements of e. factor has the factor in each of its
 // lanes l, which say whether as a float32 or float64.
-func (p *program) scale(e elem, l lanes, step func(v vec)) {
-	p.table.scale(e, "scale"+e.name)
+func (p *program) scaling(e elem, l lanes, step func(v vec)) {
+	row(&p.scales, e, "scale"+e.name)
 	p.function("scale"+e.name, "dst, src *byte, n int, factor float64", 32)
 	p.arguments("dst", "src", "n")
 	p.bytes(e)
@@ -273,89 +263,39 @@ func (p *program) scale(e elem, l lanes, step func(v vec)) {
 	})
 }
 
-// scaleInts multiplies the integers in v, in lanes l of elements of e, as float64s. FCVTZS truncates, saturates and makes
-// a NaN 0, as package kernel says; narrowing saturates on. It changes t and up to 5 registers after it.
-func (p *program) scaleInts(e elem, l lanes, v, t vec) {
-	if l == d2 {
-		p.two("scvtf", l.size-2, v, l, v, l, 1)
-		p.three("fmul", l, v, v, factor)
-		p.two("fcvtzs", l.size, v, l, v, l, 1)
-		return
-	}
-	part := map[lanes]lanes{b16: b8, h8: h4, s4: s2}[l]
-	wide := halves[part][2]
-	for up := range vec(2) {
-		p.widenInts(e.signed, part, t+up, v, uint32(up))
-		p.scaleInts(e, wide, t+up, t+2)
-	}
-	op := "sqxtn"
-	if l == e.lanes && !e.signed {
-		op = "sqxtun"
-	}
-	p.narrow(op, part, v, t, 0)
-	p.narrow(op, part, v, t+1, 1)
-}
-
 // turnElems is what a turn of the loop of a conversion does: a register of halves.
 const turnElems = 8
 
-// conversions writes those between every two floating-point types.
+// conversions writes those between halves and float32.
 func conversions(p *program) {
-	floats := []elem{float16s, bfloat16s, float32s, float64s}
-	for _, to := range floats {
-		for _, from := range floats {
-			if to.name != from.name {
-				p.conversion(to, from)
+	for _, e := range []elem{float16s, bfloat16s} {
+		row(&p.widens, e, "widen"+e.name)
+		p.conversion("widen", e, func(n int) {
+			p.load("R1", first, n*e.size)
+			e.half.widen(p, temp, first, 0)
+			e.half.widen(p, temp+1, first, 1)
+			p.store("R0", temp, n*float32s.size)
+		})
+		row(&p.narrows, e, "narrow"+e.name)
+		p.conversion("narrow", e, func(n int) {
+			p.load("R1", temp, n*float32s.size)
+			if e.half.convert != nil {
+				e.half.convert(p, temp, temp+2)
+				e.half.convert(p, temp+1, temp+3)
 			}
-		}
+			e.half.pack(p, first, temp)
+			p.store("R0", first, n*e.size)
+		})
 	}
 }
 
-// conversion writes the function for a pair of types. It goes by way of float32, which is exact but from float64.
-func (p *program) conversion(to, from elem) {
-	name := "convert" + from.name + "To" + to.name
-	p.table.convert(to, from, name)
-	p.function(name, "dst, src *byte, n int", 24)
+// conversion writes a function whose turn converts n elements.
+func (p *program) conversion(kind string, e elem, turn func(n int)) {
+	p.function(kind+e.name, "dst, src *byte, n int", 24)
 	p.arguments("dst", "src", "n")
-	p.constants(from)
-	p.constants(to)
-	if to.half != nil && to.half.convert != nil {
+	p.constants(e)
+	if e.half.convert != nil {
 		p.fill(s4, upper, 0xffff0000)
 	}
-	p.loop(turnElems, 1, func(n int) {
-		in := first
-		if from.name == float32s.name {
-			in = temp
-		}
-		p.load("R1", in, n*from.size)
-		switch {
-		case from.half != nil:
-			from.half.widen(p, temp, first, 0)
-			from.half.widen(p, temp+1, first, 1)
-		case from.name == float64s.name:
-			op := "fcvtn"
-			if to.half != nil {
-				op = "fcvtxn" // to odd, for pack to round again: see roundToOdd in package kernel
-			}
-			for i := range vec(4) {
-				p.narrow(op, s2, temp+i/2, first+i, uint32(i%2))
-			}
-		}
-		out := first
-		switch {
-		case to.half != nil:
-			if to.half.convert != nil {
-				to.half.convert(p, temp, temp+2)
-				to.half.convert(p, temp+1, temp+3)
-			}
-			to.half.pack(p, first, temp)
-		case to.name == float64s.name:
-			for i := range vec(4) {
-				p.widenFloats(s2, first+i, temp+i/2, uint32(i%2))
-			}
-		default:
-			out = temp
-		}
-		p.store("R0", out, n*to.size)
-	})
+	p.loop(turnElems, 1, turn)
 }

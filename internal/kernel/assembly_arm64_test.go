@@ -1,0 +1,5 @@
+//go:build !noasm
+
+package kernel
+
+var assembled = map[string]*functions{"neon": &functionsNEON}
