@@ -5,61 +5,48 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 
 	"github.com/spf13/pflag"
+
+	"github.com/gohvd/gohvd/internal/config"
 )
 
-// absentFlags are horovodrun's flags for what this version does not have, by what that is.
-var absentFlags = []struct {
-	feature string
-	names   []string // ask for it
-	without []string // switches that ask to do without it, as this version does
-}{
-	// They are not the response cache, which is --cache-capacity.
-	{"cached checks over the network", nil, []string{"disable-cache"}},
-	{"elastic jobs", []string{
-		"host-discovery-script", "slots-per-host", "elastic-timeout", "reset-limit", "blacklist-cooldown-range",
-	}, nil},
-	{
-		"hierarchical and torus algorithms",
-		[]string{"hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce"},
-		[]string{"no-hierarchical-allreduce", "no-hierarchical-allgather", "no-torus-allreduce"},
-	},
-	{"autotuning", []string{
-		"autotune", "autotune-log-file", "autotune-warmup-samples", "autotune-steps-per-sample",
-		"autotune-bayes-opt-max-samples", "autotune-gaussian-process-noise",
-	}, []string{"no-autotune"}},
-	{"MPI", []string{"mpi", "jsrun", "mpi-args", "tcp", "mpi-threads-disable", "binding-args"}, []string{"no-mpi-threads-disable"}},
-	{"NCCL", []string{"num-nccl-streams"}, nil},
-}
-
-// absentError says that a flag is Horovod's but not in this version.
-type absentError struct{ flag, feature string }
-
-func (e *absentError) Error() string {
-	return fmt.Sprintf("--%s: this version does not have %s", e.flag, e.feature)
-}
-
-// absentFlag is the value of such a flag. It rejects every value, but for a switch the one that asks for nothing.
+// absentFlag is the value of a flag of horovodrun that has no effect here. It refuses every value, unless it asks to do without.
 type absentFlag struct {
-	absentError
-	without bool
+	name, reason string
+	without      bool // a switch that asks for what holds anyway
 }
 
 func (f *absentFlag) String() string { return "" }
 func (f *absentFlag) Type() string   { return "bool" }
 
 func (f *absentFlag) Set(text string) error {
-	if !f.without {
-		return &f.absentError
+	if f.without {
+		switch on, err := strconv.ParseBool(text); {
+		case err != nil:
+			return errors.New("want no value")
+		case on:
+			return nil
+		}
 	}
-	switch on, err := strconv.ParseBool(text); {
-	case err != nil:
-		return errors.New("want no value")
-	case !on:
-		return &f.absentError
+	return &absentError{f}
+}
+
+// absentError says that a flag is Horovod's, and why it has no effect.
+type absentError struct{ flag *absentFlag }
+
+func (e *absentError) Error() string { return fmt.Sprintf("--%s: %s", e.flag.name, e.flag.reason) }
+
+func addAbsentFlags(flags *pflag.FlagSet) {
+	for _, i := range config.Inerts() {
+		for _, name := range strings.Fields(i.Flags) {
+			without := strings.HasPrefix(name, "no-") || strings.HasPrefix(name, "disable-")
+			f := flags.VarPF(&absentFlag{name, i.Reason, without}, name, "", "")
+			f.NoOptDefVal = "true"
+			f.Hidden = true
+		}
 	}
-	return nil
 }
 
 // foreignFlags are flags of torchrun and mpirun that hvdrun has under another name or does not need: what to do instead.
@@ -111,15 +98,5 @@ func (r *runner) fixedWorld(np int) error {
 	if r.minNP == r.maxNP && (r.minNP == "" || r.minNP == strconv.Itoa(np)) {
 		return nil
 	}
-	return usagef("--min-np and --max-np: got %q and %q, want both to be %d, the number of ranks: this version does not have elastic jobs", r.minNP, r.maxNP, np)
-}
-
-func addAbsentFlags(flags *pflag.FlagSet) {
-	for _, a := range absentFlags {
-		for _, name := range slices.Concat(a.names, a.without) {
-			f := flags.VarPF(&absentFlag{absentError{name, a.feature}, slices.Contains(a.without, name)}, name, "", "")
-			f.NoOptDefVal = "true"
-			f.Hidden = true
-		}
-	}
+	return usagef("--min-np and --max-np: got %q and %q, want both to be %d, the number of ranks: this version has no elastic jobs", r.minNP, r.maxNP, np)
 }

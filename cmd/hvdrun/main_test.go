@@ -156,10 +156,10 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-H", "h1", "--remote-hvdrun="}, touch...), "--remote-hvdrun: got nothing"},
 		{append([]string{"-H", "h1", "--torch-store", "127.0.0.1:0"}, touch...), `--torch-store: got "127.0.0.1:0", want an address of this host`},
 		{append([]string{"-H", "h1", "--network-interfaces", "nothing0"}, touch...), "nothing0"},
-		{append([]string{"-np", "2", "--min-np", "2"}, touch...), `--min-np and --max-np: got "2" and "", want both to be 2, the number of ranks: this version does not have elastic jobs`},
+		{append([]string{"-np", "2", "--min-np", "2"}, touch...), `--min-np and --max-np: got "2" and "", want both to be 2, the number of ranks: this version has no elastic jobs`},
 		{append([]string{"-np", "2", "--min-np", "2", "--max-np", "4"}, touch...), `got "2" and "4", want both to be 2`},
 		{append([]string{"-H", "h1:2,h2:2", "--min-num-proc", "2", "--max-num-proc", "2"}, touch...), `got "2" and "2", want both to be 4`},
-		{append([]string{"--host-discovery-script", "s"}, touch...), "--host-discovery-script: this version does not have elastic jobs"},
+		{append([]string{"--host-discovery-script", "s"}, touch...), "--host-discovery-script: this version has no elastic jobs"},
 		{append([]string{"--nproc_per_node=2"}, touch...), "--nproc_per_node is a flag of torchrun: use -np N, or on several hosts -H h1:N,h2:N"},
 		{append([]string{"-np", "2", "--rdzv-endpoint", "h:1"}, touch...), "--rdzv-endpoint is a flag of torchrun: leave it out"},
 		{append([]string{"-np", "2", "-m", "train"}, touch...), "-m is a flag of torchrun: use python3 -m MODULE"},
@@ -168,8 +168,8 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "-mca", "pml", "ob1"}, touch...), "--mca is a flag of mpirun: MPI's parameters mean nothing here"},
 		{append([]string{"-ppn", "2"}, touch...), "--ppn is a flag of mpirun: use -H h1:N,h2:N"},
 		{append([]string{"-N", "2"}, touch...), "-N is a flag of mpirun: use -H h1:N,h2:N"},
-		{append([]string{"--mpi"}, touch...), "--mpi: this version does not have MPI"},
-		{append([]string{"--autotune-log-file=t.csv"}, touch...), "--autotune-log-file: this version does not have autotuning"},
+		{append([]string{"--mpi"}, touch...), "--mpi: this version has no MPI"},
+		{append([]string{"--autotune-log-file=t.csv"}, touch...), "--autotune-log-file: this version has no autotuning"},
 	} {
 		t.Run(strings.Join(c.args, " "), func(t *testing.T) {
 			stdout, stderr, status := output(t, c.args...)

@@ -171,7 +171,7 @@ func TestFileErrors(t *testing.T) {
 // Keys that only Horovod has give a warning, unless they say what Horovod does anyway.
 func TestKeysWithoutEffect(t *testing.T) {
 	c, path, err := loadFile(t, "autotune:\n  enabled: true\n  warmup_samples: 3\nparams: {torus_allreduce: no}\n")
-	want := "file " + path + " line 2: autotune.enabled has no effect: this version does not tune itself"
+	want := "file " + path + " line 2: autotune.enabled has no effect: this version has no autotuning"
 	if err != nil || strings.Join(c.Warnings, "\n") != want {
 		t.Errorf("got %q and error %v, want %q", c.Warnings, err, want)
 	}

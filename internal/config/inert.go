@@ -6,25 +6,27 @@ import (
 	"strings"
 )
 
-// Inert is a setting of Horovod that has no effect here.
+// Inert is a row of the table of what Horovod has and gohvd has not.
 type Inert struct {
-	// Name is the environment variable.
+	// Name is an environment variable, or empty. One that ends in * stands for all that begin with the rest.
 	Name string
 	// Key is where it stands in Horovod's file, or empty.
 	Key string
-	// Default is Horovod's; giving that is no cause for a warning.
+	// Default is Horovod's; a variable or key with that value causes no warning.
 	Default string
+	// Flags are those of horovodrun, with spaces between them. A flag that begins with no- or disable- asks to do without,
+	// and has no effect. hvdrun refuses the others.
+	Flags string
 	// Reason says why it has no effect.
 	Reason string
 }
 
 const (
-	noAutotune     = "this version does not tune itself"
+	noAutotune     = "this version has no autotuning"
 	noElastic      = "this version has no elastic jobs"
 	noHierarchical = "this version has no hierarchical or torus algorithms"
 	noMPI          = "this version has no MPI"
 	noGPU          = "this version moves tensors in host memory only"
-	noXLA          = "gohvd is no part of TensorFlow"
 	noSpark        = "gohvd has no Spark integration"
 	noPreflight    = "hvdrun makes no checks over the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS bounds Init"
 	noSecret       = "each job has a secret of its own: see HVD_SECRET_FILE"
@@ -32,59 +34,58 @@ const (
 	buildOnly      = "it is for building Horovod; gohvd is built by the go command"
 )
 
-var inerts = slices.Concat(
-	[]Inert{
-		{"HOROVOD_HIERARCHICAL_ALLREDUCE", "params.hierarchical_allreduce", "0", noHierarchical},
-		{"HOROVOD_HIERARCHICAL_ALLGATHER", "params.hierarchical_allgather", "0", noHierarchical},
-		{"HOROVOD_TORUS_ALLREDUCE", "params.torus_allreduce", "0", noHierarchical},
-		{"HOROVOD_AUTOTUNE", "autotune.enabled", "0", noAutotune},
-		{"HOROVOD_AUTOTUNE_LOG", "autotune.log_file", "", noAutotune},
-		{"HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "autotune.warmup_samples", "3", noAutotune},
-		{"HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "autotune.steps_per_sample", "10", noAutotune},
-		{"HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "autotune.bayes_opt_max_samples", "20", noAutotune},
-		{"HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "autotune.gaussian_process_noise", "0.8", noAutotune},
-		{"HOROVOD_BATCH_D2D_MEMCOPIES", "", "1", noGPU},
-		{"HOROVOD_NUM_NCCL_STREAMS", "library_options.num_nccl_streams", "1", noGPU},
-		{"HOROVOD_ENABLE_ASYNC_COMPLETION", "", "0", noGPU},
-		{"HOROVOD_DISABLE_NVTX_RANGES", "", "0", noGPU},
-		{"HOROVOD_ENABLE_XLA_OPS", "", "0", noXLA},
-		{"HOROVOD_MPI_THREADS_DISABLE", "library_options.mpi_threads_disable", "0", noMPI},
-		{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", noMPI},
-		{"HOROVOD_CCL_CACHE", "", "0", "this version has no oneCCL"},
-		{"HOROVOD_ELASTIC", "", "0", noElastic},
-		{"HOROVOD_START_TIMEOUT", "", "30", noPreflight},
-		{"HOROVOD_ELASTIC_TIMEOUT", "", "600", noElastic},
-		{"_HOROVOD_SECRET_KEY", "", "", noSecret},
-		{"HOROVOD_SECRET_KEY", "", "", noSecret},
-		{"HOROVOD_SPARK_START_TIMEOUT", "", "600", noSpark},
-		{"HOROVOD_SPARK_WORK_DIR", "", "", noSpark},
-		{"HOROVOD_SPARK_PYTHONPATH", "", "", noSpark},
-		{"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "", "0", noSpark},
-		{"HOROVOD_TEST_GPU", "", "0", testOnly},
-		{"HOROVOD_MIXED_INSTALL", "", "0", testOnly},
-	},
-	builds("WITH_", "TENSORFLOW", "PYTORCH", "MXNET", "MPI", "GLOO", "NVTX"),
-	builds("WITHOUT_", "TENSORFLOW", "PYTORCH", "MXNET", "MPI", "GLOO", "NVTX"),
-	builds("GPU", "", "_OPERATIONS", "_ALLREDUCE", "_ALLGATHER", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER"),
-	builds("NCCL_", "HOME", "INCLUDE", "LIB", "LINK"),
-	builds("", "CUDA_HOME", "ROCM_HOME", "NVTX_INCLUDE", "BUILD_ARCH_FLAGS", "BUILD_CUDA_CC_LIST", "CMAKE", "DEBUG",
-		"SKIP_COMPILE", "LOCAL_VERSION", "ALLOW_MIXED_GPU_IMPL"),
-)
-
-// builds are variables that only Horovod's build reads.
-func builds(prefix string, names ...string) []Inert {
-	list := make([]Inert, len(names))
-	for i, name := range names {
-		list[i] = Inert{Name: "HOROVOD_" + prefix + name, Reason: buildOnly}
-	}
-	return list
+var inerts = []Inert{
+	{"HOROVOD_HIERARCHICAL_ALLREDUCE", "params.hierarchical_allreduce", "0", "hierarchical-allreduce no-hierarchical-allreduce", noHierarchical},
+	{"HOROVOD_HIERARCHICAL_ALLGATHER", "params.hierarchical_allgather", "0", "hierarchical-allgather no-hierarchical-allgather", noHierarchical},
+	{"HOROVOD_TORUS_ALLREDUCE", "params.torus_allreduce", "0", "torus-allreduce no-torus-allreduce", noHierarchical},
+	{"HOROVOD_AUTOTUNE", "autotune.enabled", "0", "autotune no-autotune", noAutotune},
+	{"HOROVOD_AUTOTUNE_LOG", "autotune.log_file", "", "autotune-log-file", noAutotune},
+	{"HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "autotune.warmup_samples", "3", "autotune-warmup-samples", noAutotune},
+	{"HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "autotune.steps_per_sample", "10", "autotune-steps-per-sample", noAutotune},
+	{"HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "autotune.bayes_opt_max_samples", "20", "autotune-bayes-opt-max-samples", noAutotune},
+	{"HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "autotune.gaussian_process_noise", "0.8", "autotune-gaussian-process-noise", noAutotune},
+	{"HOROVOD_BATCH_D2D_MEMCOPIES", "", "1", "", noGPU},
+	{"HOROVOD_NUM_NCCL_STREAMS", "library_options.num_nccl_streams", "1", "num-nccl-streams", noGPU},
+	{"HOROVOD_ENABLE_ASYNC_COMPLETION", "", "0", "", noGPU},
+	{"HOROVOD_DISABLE_NVTX_RANGES", "", "0", "", noGPU},
+	{"HOROVOD_ENABLE_XLA_OPS", "", "0", "", "gohvd is no part of TensorFlow"},
+	{"HOROVOD_MPI_THREADS_DISABLE", "library_options.mpi_threads_disable", "0", "mpi-threads-disable no-mpi-threads-disable", noMPI},
+	{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", "", noMPI},
+	{"", "", "", "mpi jsrun mpi-args tcp binding-args", noMPI},
+	{"HOROVOD_CCL_CACHE", "", "0", "", "this version has no oneCCL"},
+	{"HOROVOD_ELASTIC", "", "0", "host-discovery-script slots-per-host reset-limit blacklist-cooldown-range", noElastic},
+	{"HOROVOD_ELASTIC_TIMEOUT", "", "600", "elastic-timeout", noElastic},
+	{"HOROVOD_START_TIMEOUT", "", "30", "disable-cache", noPreflight}, // not of the response cache, but of such checks
+	{"HOROVOD_SECRET_KEY", "", "", "", noSecret},
+	{"_HOROVOD_SECRET_KEY", "", "", "", noSecret},
+	{"HOROVOD_SPARK_START_TIMEOUT", "", "600", "", noSpark},
+	{"HOROVOD_SPARK_*", "", "", "", noSpark},
+	{"HOROVOD_TEST_GPU", "", "0", "", testOnly},
+	{"HOROVOD_MIXED_INSTALL", "", "0", "", testOnly},
+	{"HOROVOD_WITH_*", "", "", "", buildOnly},
+	{"HOROVOD_WITHOUT_*", "", "", "", buildOnly},
+	{"HOROVOD_GPU*", "", "", "", buildOnly},
+	{"HOROVOD_NCCL_*", "", "", "", buildOnly},
+	{"HOROVOD_NVTX_INCLUDE", "", "", "", buildOnly},
+	{"HOROVOD_CUDA_HOME", "", "", "", buildOnly},
+	{"HOROVOD_ROCM_HOME", "", "", "", buildOnly},
+	{"HOROVOD_BUILD_*", "", "", "", buildOnly},
+	{"HOROVOD_CMAKE", "", "", "", buildOnly},
+	{"HOROVOD_DEBUG", "", "", "", buildOnly},
+	{"HOROVOD_SKIP_COMPILE", "", "", "", buildOnly},
+	{"HOROVOD_LOCAL_VERSION", "", "", "", buildOnly},
+	{"HOROVOD_ALLOW_MIXED_GPU_IMPL", "", "", "", buildOnly},
 }
 
-// Inerts lists Horovod's settings that have no effect. The caller may keep and change the slice.
+// Inerts lists the table. The caller may keep and change the slice.
 func Inerts() []Inert { return slices.Clone(inerts) }
 
+// inertByName finds the row of an environment variable. One that is there by its whole name comes first.
 func inertByName(name string) (Inert, bool) {
-	return findInert(func(i Inert) bool { return i.Name == name })
+	return findInert(func(i Inert) bool {
+		prefix, many := strings.CutSuffix(i.Name, "*")
+		return i.Name == name || many && strings.HasPrefix(name, prefix)
+	})
 }
 
 func inertByKey(key string) (Inert, bool) {

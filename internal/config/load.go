@@ -3,7 +3,6 @@ package config
 import (
 	"fmt"
 	"maps"
-	"net/url"
 	"slices"
 	"strings"
 )
@@ -56,13 +55,11 @@ func (l *loader) file() (map[string]value, error) {
 
 // environment takes the settings, and warns of names that look like one.
 func (l *loader) environment() {
-	// Unreadable is as good as absent: then the origin is the environment.
-	flags, _ := url.ParseQuery(l.environ[flagsVariable])
 	for _, name := range slices.Sorted(maps.Keys(l.environ)) {
 		text := l.environ[name]
 		if s, ok := Lookup(name); ok {
 			if !l.src.Launcher || s.Scope != ByLauncher {
-				l.given[name] = value{text, environOrigin(flags, name, text)}
+				l.given[name] = value{text, Origin{Source: FromEnviron}}
 			}
 			continue
 		}
@@ -76,14 +73,6 @@ func (l *loader) environment() {
 			l.warnings = append(l.warnings, warning{name, fmt.Sprintf("%s is not a setting%s", name, suggest(nearestName(name)))})
 		}
 	}
-}
-
-// environOrigin is a flag if hvdrun says so and nobody between it and this process has changed the value.
-func environOrigin(flags url.Values, name, text string) Origin {
-	if given := flags[name]; len(given) == 2 && given[1] == text {
-		return Origin{Source: FromFlag, Flag: given[0]}
-	}
-	return Origin{Source: FromEnviron}
 }
 
 // flags takes the launcher's, but those that stand before the flag that names the file, where the file says otherwise.
@@ -147,19 +136,14 @@ func (c *Config) warn(warnings []warning, shown []string) {
 	}
 }
 
-// ForRanks is what the launcher adds to its environment for the ranks, NAME=value: the values of its flags, and what
-// the ranks could not know, namely which these are and which warnings it has shown.
+// ForRanks returns what the launcher adds to its environment for the ranks, NAME=value: the values of its flags, and which
+// warnings it has shown.
 func (c Config) ForRanks() []string {
 	var env []string
-	flags := make(url.Values)
 	for _, s := range settings {
 		if v, ok := c.given[s.Name]; ok && v.origin.Source == FromFlag {
 			env = append(env, s.Name+"="+v.text)
-			flags[s.Name] = []string{v.origin.Flag, v.text}
 		}
-	}
-	if len(flags) > 0 {
-		env = append(env, flagsVariable+"="+flags.Encode())
 	}
 	if len(c.warned) > 0 {
 		env = append(env, shownVariable+"="+strings.Join(c.warned, ","))

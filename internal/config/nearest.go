@@ -19,7 +19,7 @@ func nearestName(name string) string {
 		}
 	}
 	for _, i := range inerts {
-		names = append(names, i.Name)
+		names = append(names, strings.TrimSuffix(i.Name, "*"))
 	}
 	return Nearest(name, names, "_")
 }

@@ -44,10 +44,11 @@ known gives a warning with the nearest name.
 const pageInert = `
 ## Names that have no effect
 
-Horovod knows these. Given another value than Horovod's default they give a warning.
+Horovod knows these. A variable, or a key in the file, with another value than Horovod's default causes a warning. hvdrun refuses the
+flags that ask for what there is not, and accepts those that ask to do without.
 
-| Variable | Key in the file | Horovod's default | Why it has no effect |
-|---|---|---|---|
+| Variable | Key in the file | Horovod's default | Flags of horovodrun | Why it has no effect |
+|---|---|---|---|---|
 `
 
 // Page is docs/settings.md.
@@ -64,7 +65,11 @@ func Page() string {
 	}
 	b.WriteString(pageInert)
 	for _, i := range inerts {
-		fmt.Fprintf(&b, "| `%s` | %s | %s | %s |\n", i.Name, code(i.Key), code(i.Default), i.Reason)
+		var flags []string
+		for _, name := range strings.Fields(i.Flags) {
+			flags = append(flags, code("--"+name))
+		}
+		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s |\n", code(i.Name), code(i.Key), code(i.Default), strings.Join(flags, ", "), i.Reason)
 	}
 	return b.String()
 }

@@ -87,11 +87,8 @@ const (
 // FileVariable is the setting that names the file of settings.
 const FileVariable = "HVD_CONFIG_FILE"
 
-// Variables by which hvdrun tells its ranks what they could not know (see Config.ForRanks).
-const (
-	flagsVariable = "HVD_FLAGS"
-	shownVariable = "HVD_SHOWN"
-)
+// shownVariable has the names that hvdrun has warned of (see Config.ForRanks).
+const shownVariable = "HVD_SHOWN"
 
 const (
 	sectionStart     = "Start of the job"
@@ -454,11 +451,6 @@ var settings = []Setting{
 		Name: "HVD_RUN", Section: sectionPlace, Scope: PerProcess,
 		Otherwise: "hvdrun on PATH", Doc: "hvdrun, for horovod.run in Python",
 		kind: anything("the path of a program"),
-	},
-	{
-		Name: flagsVariable, Section: sectionPlace, Scope: ByLauncher,
-		Otherwise: "none", Doc: "which settings of the environment come from flags of hvdrun",
-		kind: anything("what hvdrun writes"),
 	},
 	{
 		Name: shownVariable, Section: sectionPlace, Scope: ByLauncher,

@@ -3,6 +3,7 @@ package config
 import (
 	"errors"
 	"fmt"
+	"math"
 	"strconv"
 	"strings"
 	"time"
@@ -79,13 +80,25 @@ func text(want string, field func(*Config) *string) kind {
 }
 
 func whole(field func(*Config) *int, least int) kind {
-	return kind{want: fmt.Sprintf("a whole number of at least %d", least), read: func(c *Config, text string) (bool, error) {
-		v, err := strconv.ParseInt(text, 10, 32)
-		if err != nil || v < int64(least) {
-			return false, nil
+	return integer("", fmt.Sprintf("a whole number of at least %d", least), field, least, math.MaxInt32)
+}
+
+func bytesOf(field func(*Config) *int64) kind {
+	return integer("bytes", "a whole number of bytes, 0 or more", field, 0, math.MaxInt64)
+}
+
+func port(field func(*Config) *int) kind {
+	return integer("", "a port, 1 to 65535", field, 1, math.MaxUint16)
+}
+
+func integer[T int | int64](unit, want string, field func(*Config) *T, least, most T) kind {
+	return kind{unit, want, func(c *Config, text string) (bool, error) {
+		v, err := strconv.ParseInt(text, 10, 64)
+		ok := err == nil && v >= int64(least) && v <= int64(most)
+		if ok {
+			*field(c) = T(v)
 		}
-		*field(c) = int(v)
-		return true, nil
+		return ok, nil
 	}}
 }
 
@@ -143,28 +156,6 @@ const most = 1_000_000
 func number(text string, least float64) (float64, bool) {
 	v, err := strconv.ParseFloat(text, 64)
 	return v, err == nil && v >= least && v <= most
-}
-
-func bytesOf(field func(*Config) *int64) kind {
-	return kind{"bytes", "a whole number of bytes, 0 or more", func(c *Config, text string) (bool, error) {
-		v, err := strconv.ParseInt(text, 10, 64)
-		if err != nil || v < 0 {
-			return false, nil
-		}
-		*field(c) = v
-		return true, nil
-	}}
-}
-
-func port(field func(*Config) *int) kind {
-	return kind{want: "a port, 1 to 65535", read: func(c *Config, text string) (bool, error) {
-		v, err := strconv.ParseUint(text, 10, 16)
-		if err != nil || v == 0 {
-			return false, nil
-		}
-		*field(c) = int(v)
-		return true, nil
-	}}
 }
 
 // short is a text that travels in handshakes.
