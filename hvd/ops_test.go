@@ -354,6 +354,7 @@ func TestDone(t *testing.T) {
 	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
+	looked := make(chan struct{})
 	ranks(2, func(r int) {
 		e, err := hvd.New(ctx, place(kv, r, 2)...)
 		if err != nil {
@@ -363,7 +364,13 @@ func TestDone(t *testing.T) {
 		if e.Err() != nil {
 			t.Errorf("rank %d: %v before the end", r, e.Err())
 		}
-		if r == 0 {
+		if r == 1 {
+			close(looked)
+		} else {
+			select {
+			case <-looked:
+			case <-ctx.Done():
+			}
 			gone, cancel := context.WithCancel(ctx)
 			cancel()
 			if err := e.Shutdown(gone); !errors.Is(err, context.Canceled) {
