@@ -326,9 +326,18 @@ func TestManyGoroutines(t *testing.T) {
 	if err := log.Sync(); err != nil {
 		t.Error(err)
 	}
-	all := objects(t, out.Bytes())
-	if n := len(all); n != 21 || all[20]["left_out"] != 980.0 {
-		t.Errorf("%d lines, the last %v", n, all[n-1])
+	// A line that is being written while others are dropped tells of them. The sampler may let through what comes at its very first moment.
+	written, leftOut := 0, 0.0
+	for _, line := range objects(t, out.Bytes()) {
+		if line["msg"] == "w" {
+			written++
+		}
+		if n, ok := line["left_out"].(float64); ok {
+			leftOut += n
+		}
+	}
+	if written < 20 || written > 23 || written+int(leftOut) != 1000 {
+		t.Errorf("%d lines were written and %v left out, of 1000", written, leftOut)
 	}
 }
 
