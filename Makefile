@@ -88,7 +88,7 @@ TORCHRUN_TESTS = Torch|OtherLaunchers/python3-torch
 test-torch2: python-programs ## the same with the newest torch of PyPI too, some GB, and with PYTHONS; writes docs/compatibility.md
 	python3 -m venv "$(TOOLS)/torch2"
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy
-	TESTTORCH_PYTHON="$(TOOLS)/torch2/bin/python" $(GO) test -count 1 -run '$(TORCHRUN_TESTS)' ./store/c10d ./internal/launchenv ./internal/pythontest ./internal/e2e
+	TESTTORCH_PYTHON="$(TOOLS)/torch2/bin/python" $(GO) test -count 1 -run '$(TORCHRUN_TESTS)' ./store/c10d ./internal/place ./internal/pythontest ./internal/e2e
 	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
 .PHONY: bench

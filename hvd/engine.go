@@ -17,6 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/observe"
+	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/session"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/rendezvous"
@@ -52,6 +53,7 @@ type initOptions struct {
 	settings    map[string]string
 	store       store.Store
 	method      string
+	methods     place.Methods
 	id          *meeting.ID
 	device      string
 	shareDevice bool
@@ -188,7 +190,7 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 	}
 	log = log.With(zap.Uint64("epoch", e.epoch))
 	ecfg.Log = log
-	e.place, e.homogeneous = place(cfg, hosts, rank), topo.IsHomogeneous(hosts)
+	e.place, e.homogeneous = topologyOf(cfg, hosts, rank), topo.IsHomogeneous(hosts)
 	if err := e.place.Validate(); err != nil {
 		if e.session != nil {
 			err = errors.Join(e.failed(e.session.Fail(err)), ecfg.Mesh.Close())
@@ -234,8 +236,8 @@ func newStall(s *controller.Stall) Stall {
 	return stall
 }
 
-// place is where this rank stands: what the environment says, else what follows from the hosts.
-func place(cfg config.Config, hosts []string, rank int) topo.Topology {
+// topologyOf is where this rank stands: what the environment says, else what follows from the hosts.
+func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
 	t := topo.FromHosts(hosts, topo.Rank(rank))
 	for _, f := range []struct {
 		field *int

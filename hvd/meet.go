@@ -3,11 +3,12 @@ package hvd
 import (
 	"context"
 	"fmt"
+	"net/url"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -26,13 +27,41 @@ func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.store
 // need a secret, in HVD_SECRET_FILE, and with a file an interface, in HOROVOD_GLOO_IFACE.
 func WithInitMethod(url string) InitOption { return func(o *initOptions) { o.method = url } }
 
+// InitMethod opens the store at which the ranks of a job meet, for a URL with a scheme of the program's own. The query of u has rank and
+// world_size if a launcher or the settings say them; rank and size are this process's place in the job. The store is closed when the
+// rank shuts down, or when its Init fails.
+type InitMethod func(ctx context.Context, u *url.URL) (s store.Store, rank, size int, err error)
+
+// WithInitScheme makes open the init method of URLs that begin with scheme://, in WithInitMethod and in the setting HVD_INIT_METHOD. The
+// ranks listen on loopback, unless HOROVOD_GLOO_IFACE chooses an interface.
+func WithInitScheme(scheme string, open InitMethod) InitOption {
+	return func(o *initOptions) {
+		if o.methods == nil {
+			o.methods = make(place.Methods)
+		}
+		o.methods[scheme] = func(ctx context.Context, u *url.URL, _ place.MethodOptions) (*place.Place, error) {
+			s, rank, size, err := open(ctx, u)
+			if err != nil {
+				return nil, err
+			}
+			return place.New(s, rank, size), nil
+		}
+	}
+}
+
 // UniqueID says where the ranks of one job meet, and is the key to it: 128 bytes that one process makes by NewUniqueID and hands
 // to the others by any means. Anybody who has it can join the job, so keep it as a secret. String is its text, and
 // ParseUniqueID reads that. It is good for one Init of all ranks.
-type UniqueID = rendezvous.ID
+type UniqueID [128]byte
+
+// String is the text of id, 171 letters, digits, '-' and '_'.
+func (id UniqueID) String() string { return place.ID(id).String() }
 
 // ParseUniqueID reads the text of an id, which String made. Its error does not show the text.
-func ParseUniqueID(text string) (UniqueID, error) { return rendezvous.ParseID(text) }
+func ParseUniqueID(text string) (UniqueID, error) {
+	id, err := place.ParseID(text)
+	return UniqueID(id), err
+}
 
 // NewUniqueID makes an id, on the model of ncclGetUniqueId. The process that calls it, a rank or not, answers the ranks until
 // all have met and some 30 s longer, or until ctx ends, and so has to live as long. It listens on the interface of
@@ -50,11 +79,11 @@ func NewUniqueID(ctx context.Context, opts ...InitOption) (UniqueID, error) {
 	if err != nil {
 		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
 	}
-	id, _, err := rendezvous.NewID(ctx, listen.String(), cfg.TLS, o.log)
+	id, _, err := place.NewID(ctx, listen.String(), cfg.TLS, o.log)
 	if err != nil {
 		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
 	}
-	return id, nil
+	return UniqueID(id), nil
 }
 
 // InitWithID is Init for a rank of a job of size ranks that have the same id. Contradictions between them (two sizes, a rank
@@ -67,7 +96,12 @@ func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOp
 // several, which NewUniqueID made in different processes, whose connections the ranks then share. The setting HVD_UNIQUE_ID does the same for a
 // program that gives no way to meet.
 func WithID(rank, size int, ids ...UniqueID) InitOption {
-	return func(o *initOptions) { o.id = &meeting.ID{IDs: ids, Rank: rank, Size: size} }
+	return func(o *initOptions) {
+		o.id = &meeting.ID{Rank: rank, Size: size}
+		for _, id := range ids {
+			o.id.IDs = append(o.id.IDs, place.ID(id))
+		}
+	}
 }
 
 // WithDevice names the accelerator that this rank uses, by a name that is unique on its host, such as its UUID. Two ranks of a host
@@ -86,7 +120,7 @@ func (o *initOptions) meet(ctx context.Context, cfg config.Config) (*meeting.Mee
 		return (*o.kept).Again(cfg), nil
 	}
 	m, err := meeting.Open(ctx, meeting.Config{
-		Settings: cfg, Store: o.store, Method: o.method, ID: o.id, Log: o.log,
+		Settings: cfg, Store: o.store, Method: o.method, Methods: o.methods, ID: o.id, Log: o.log,
 	})
 	if err == nil && m.Once && o.kept != nil {
 		*o.kept = m

@@ -4,12 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/store"
 )
 
 // onLoopback keeps the tests' ports to this machine.
@@ -135,6 +137,43 @@ func TestInitMethod(t *testing.T) {
 	_, err := hvd.New(ctx, hvd.WithInitMethod("zk://here"))
 	if err == nil || !strings.Contains(err.Error(), "no handler") {
 		t.Errorf("got %v, want that there is no such method", err)
+	}
+}
+
+// A program can bring init methods of its own.
+func TestInitScheme(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	engines, errs := make([]*hvd.Engine, 2), make([]error, 2)
+	ranks(2, func(r int) {
+		own := hvd.WithInitScheme("own", func(_ context.Context, u *url.URL) (store.Store, int, int, error) {
+			if u.Host != "here" || u.Query().Get("rank") != strconv.Itoa(r) || u.Query().Get("world_size") != "2" {
+				return nil, 0, 0, fmt.Errorf("got %v", u)
+			}
+			return store.NewPrefixStore("job", kv), r, 2, nil
+		})
+		engines[r], errs[r] = hvd.New(ctx, own, hvd.WithSetting("HVD_INIT_METHOD", "own://here"),
+			hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)), hvd.WithSetting("HOROVOD_SIZE", "2"))
+	})
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	ranks(2, func(r int) {
+		sum, err := hvd.Allreduce(ctx, []int64{1}, hvd.Op(hvd.Sum), hvd.On(engines[r]))
+		if err != nil || sum[0] != 2 {
+			t.Errorf("rank %d: got %v, %v", r, sum, err)
+		}
+	})
+	if err := stop(ctx, engines); err != nil {
+		t.Error(err)
+	}
+	broken := hvd.WithInitScheme("own", func(context.Context, *url.URL) (store.Store, int, int, error) {
+		return nil, 0, 0, errors.New("nobody is at home")
+	})
+	if _, err := hvd.New(ctx, broken, hvd.WithInitMethod("own://here")); err == nil || !strings.Contains(err.Error(), "init method own://: nobody is at home") {
+		t.Errorf("got %v, want the error of the program's own method", err)
 	}
 }
 

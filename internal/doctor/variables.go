@@ -4,12 +4,12 @@ import (
 	"context"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/launchenv"
+	"github.com/gohvd/gohvd/internal/place"
 )
 
 // launcher says which launcher has started this process, and of every other why it was not.
 func launcher(_ context.Context, s *System) []Line {
-	env, found, err := launchenv.Detect(s.getenv)
+	env, found, err := place.Detect(s.getenv)
 	var lines []Line
 	for _, l := range found {
 		switch {

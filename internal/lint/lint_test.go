@@ -69,7 +69,7 @@ var floors = [][]string{
 	{"timeline", "timeline/timelinetest"},
 	{"controller"},
 	{"store/..."},
-	{"internal/launchenv"},
+	{"internal/place"},
 	{"internal/recorder", "internal/joblink"},
 	{"metrics"},
 	{"timeline/report"},

@@ -1,5 +1,4 @@
-// Package meeting brings a rank to the store where its job meets, whichever way the job was started: by hvdrun, by another
-// launcher (package launchenv), by an id or an init method (package rendezvous), or with a
+// Package meeting brings a rank to the place where its job meets (package place) by what the program and the settings say, or with a
 // store of the program's own. It finds out on which address of this host the rank is to listen for the others.
 package meeting
 
@@ -7,11 +6,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"net/url"
 	"os"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -21,10 +20,8 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/internal/launchenv"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/rendezvous"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -38,6 +35,8 @@ type Config struct {
 	Store store.Store
 	// Method is the URL of an init method. Rank and size are the settings' if they are there, else the URL's.
 	Method string
+	// Methods are init methods of the program's own, by the scheme of their URLs.
+	Methods place.Methods
 	// ID is a meeting by ids.
 	ID  *ID
 	Log *zap.Logger // may be nil
@@ -45,46 +44,31 @@ type Config struct {
 
 // ID says which ranks meet by which ids.
 type ID struct {
-	IDs        []rendezvous.ID
+	IDs        []place.ID
 	Rank, Size int
 }
 
 // Meeting is where the ranks have met, as this rank has it.
 type Meeting struct {
+	// Place has the store, nil if there is one rank, and the secret, also if the settings give it.
+	*place.Place
 	// Settings are those given, with this process's place in the job. Size is 1 at least.
 	Settings config.Config
-	// Store is the same at all ranks; nil if there is one only.
-	Store store.Store
-	// Secret is the job's; zero is none.
-	Secret secret.Secret
-	// Terms must be the same at all ranks, by name, because of the way in which they meet.
-	Terms map[string]string
 	// Listen is the address of this host on which the rank is to listen: one that all other ranks can dial.
 	Listen string
 	// Once says that the launcher's means are used up: who may have to meet again keeps the Meeting. The store lives until
 	// rank 0 closes it.
 	Once bool
 
-	launcher store.Store    // Store, if it is hvdrun's
-	closers  []func() error // last first
-	close    func() error
-	met      func(context.Context) error // nil for nothing
-}
-
-// Met is called when all ranks have met. It removes what rank 0 had left for the others to find; these wait for that.
-func (m *Meeting) Met(ctx context.Context) error {
-	if m.met == nil {
-		return nil
-	}
-	return m.met(ctx)
+	launcher store.Store // Store, if it is hvdrun's
+	again    bool        // another Meeting has the same Place
 }
 
 const loopback = "127.0.0.1"
 
 // Open meets. It waits until the store is there, ctx ends, or something contradicts. On error nothing is left open.
 func Open(ctx context.Context, cfg Config) (*Meeting, error) {
-	m := &Meeting{Settings: cfg.Settings, Store: cfg.Store, Listen: loopback}
-	m.close = sync.OnceValue(m.closeOnce)
+	m := &Meeting{Place: &place.Place{Store: cfg.Store}, Settings: cfg.Settings, Listen: loopback}
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
 	}
@@ -97,7 +81,7 @@ func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 // Again is the same Meeting for settings that do not place this process: those of an Init after a Shutdown. Its Close does
 // nothing.
 func (m *Meeting) Again(set config.Config) *Meeting {
-	a := &Meeting{Settings: set, Store: m.Store, Secret: m.Secret, Listen: m.Listen, Once: true, met: m.met, close: func() error { return nil }}
+	a := &Meeting{Place: m.Place, Settings: set, Listen: m.Listen, Once: true, again: true}
 	from := &m.Settings
 	a.Settings.Rank, a.Settings.Size, a.Settings.JobID = from.Rank, from.Size, from.JobID
 	a.Settings.LocalRank, a.Settings.LocalSize = from.LocalRank, from.LocalSize
@@ -106,17 +90,12 @@ func (m *Meeting) Again(set config.Config) *Meeting {
 }
 
 // Close gives up the store, unless it is the program's own. Where this rank serves it, it ends for all.
-func (m *Meeting) Close() error { return m.close() }
-
-func (m *Meeting) closeOnce() error {
-	var errs []error
-	for _, c := range slices.Backward(m.closers) {
-		errs = append(errs, c())
+func (m *Meeting) Close() error {
+	if m.again {
+		return nil
 	}
-	return errors.Join(errs...)
+	return m.Place.Close()
 }
-
-func (m *Meeting) onClose(c func() error) { m.closers = append(m.closers, c) }
 
 func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 	ways := 0
@@ -172,7 +151,7 @@ func (m *Meeting) bySettings(cfg *Config) error {
 	case set.UniqueID != "":
 		cfg.ID = new(ID)
 		for text := range strings.SplitSeq(set.UniqueID, ",") {
-			id, err := rendezvous.ParseID(text)
+			id, err := place.ParseID(text)
 			if err != nil {
 				return fmt.Errorf("HVD_UNIQUE_ID: %w", err)
 			}
@@ -193,7 +172,7 @@ func (m *Meeting) bySettings(cfg *Config) error {
 
 // placeByLauncher sets this process's place as the launcher says, if there is one.
 func (m *Meeting) placeByLauncher() error {
-	env, _, err := launchenv.Detect(m.Settings.Variable)
+	env, _, err := place.Detect(m.Settings.Variable)
 	if err == nil && env != nil {
 		m.take(env)
 	}
@@ -201,7 +180,7 @@ func (m *Meeting) placeByLauncher() error {
 }
 
 // take sets this process's place by what a launcher says. A setting for a part of it stays.
-func (m *Meeting) take(env *launchenv.Env) {
+func (m *Meeting) take(env *place.Env) {
 	set := &m.Settings
 	set.Rank, set.Size = env.Rank, env.Size
 	for _, f := range []struct {
@@ -268,13 +247,21 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	if err := m.checkSecret(); err != nil {
 		return err // before anybody is told anything
 	}
-	client, err := store.Dial(ctx, address, store.Config{Secret: m.Secret})
+	p, err := place.Dial(ctx, address, m.Secret)
 	if err != nil {
 		return err
 	}
-	m.Store, m.launcher = client, client
-	m.onClose(client.Close)
+	m.meetAt(p)
+	m.launcher = p.Store
 	return nil
+}
+
+// meetAt makes p the Place, with the secret of the settings if it says none.
+func (m *Meeting) meetAt(p *place.Place) {
+	if p.Secret.IsZero() {
+		p.Secret = m.Secret
+	}
+	m.Place = p
 }
 
 // Launcher is the store, if it is that of hvdrun, which asks and is told there what no rank needs to know; else nil.
@@ -283,7 +270,7 @@ func (m *Meeting) Launcher() store.Store { return m.launcher }
 // byEnvironment meets as the launcher says that has started this process.
 func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	set := &m.Settings
-	env, lines, err := launchenv.Detect(set.Variable)
+	env, lines, err := place.Detect(set.Variable)
 	if err != nil {
 		return err
 	}
@@ -301,24 +288,22 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 	}
 	cfg.Log.Debug("found the launcher", zap.String("launcher", string(env.Kind)), zap.Int("rank", env.Rank), zap.Int("size", env.Size),
 		zap.String("meeting", env.Where()))
-	met, err := env.Meet(ctx, launchenv.MeetOptions{
+	p, err := env.Meet(ctx, place.MeetOptions{
 		Secret: m.Secret, Insecure: set.Insecure, Encrypt: set.TLS, Host: set.MeetHost, Port: set.MeetPort, Interfaces: choice,
 		Log: cfg.Log,
 	})
 	if err != nil {
 		return err
 	}
-	m.Once, m.Store, m.Secret = true, met.Store, met.Secret
-	m.onClose(met.Close)
-	m.met = met.Met
+	m.Place, m.Once = p, true
 	m.take(env)
-	if set.Variable("HVD_JOB_ID") == "" && met.JobID != "" {
-		set.JobID = short(met.JobID)
+	if set.Variable("HVD_JOB_ID") == "" && p.JobID != "" {
+		set.JobID = short(p.JobID)
 	}
 	if env.OneHost() {
 		return nil
 	}
-	return m.agree(ctx, met.Addr, choice)
+	return m.agree(ctx, p.Addr, choice)
 }
 
 // byMethod meets by an init method.
@@ -329,18 +314,20 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 			return err
 		}
 	}
-	p, err := rendezvous.NewMethods().Open(ctx, cfg.Method, rendezvous.MethodOptions{
+	methods := place.NewMethods()
+	maps.Copy(methods, cfg.Methods)
+	p, err := methods.Open(ctx, cfg.Method, place.MethodOptions{
 		Rank: set.Rank, Size: set.Size, Getenv: set.Variable, Secret: m.Secret, Log: cfg.Log,
 	})
 	if err != nil {
 		return err
 	}
-	m.onClose(p.Close)
-	m.Store = store.NewPrefixStore("gohvd", p.Store)
+	p.Store = store.NewPrefixStore("gohvd", p.Store)
+	m.meetAt(p)
 	if err := m.place(p.Rank, p.Size); err != nil || p.Size == 1 {
 		return err
 	}
-	if strings.HasPrefix(cfg.Method, "file:") {
+	if p.Nowhere {
 		return m.choose(choice)
 	}
 	err = m.agree(ctx, p.Addr, choice)
@@ -356,15 +343,15 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	if err := m.place(id.Rank, id.Size); err != nil {
 		return err
 	}
-	p, err := rendezvous.OpenIDs(ctx, id.IDs, id.Rank, id.Size)
+	p, err := place.OpenIDs(ctx, id.IDs, id.Rank, id.Size)
 	if err != nil {
 		return err
 	}
-	m.onClose(p.Close)
+	m.Place = p
 	if m.Settings.TLS && !p.Secret.IsEncrypted() {
 		return errors.New("HVD_TLS is set, and the id was made without it")
 	}
-	m.Store, m.Secret, m.Settings.JobID, m.Terms, m.met = p.Store, p.Secret, p.JobID, p.Terms, p.Met
+	m.Settings.JobID = p.JobID
 	listen, err := choice.Towards(ctx, p.Addr)
 	m.Listen = listen.String()
 	return err

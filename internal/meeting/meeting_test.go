@@ -17,8 +17,8 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
 )
@@ -247,7 +247,7 @@ func TestBySettings(t *testing.T) {
 		want string
 	}{
 		"both":      {map[string]string{"HVD_INIT_METHOD": "env://", "HVD_UNIQUE_ID": "x"}, "HVD_INIT_METHOD and HVD_UNIQUE_ID are set"},
-		"no id":     {map[string]string{"HVD_UNIQUE_ID": "private"}, "HVD_UNIQUE_ID: rendezvous: parse id: 7 characters, want 171"},
+		"no id":     {map[string]string{"HVD_UNIQUE_ID": "private"}, "HVD_UNIQUE_ID: place: parse id: 7 characters, want 171"},
 		"no rank":   {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1)[0].String()}, "nothing says which rank this is"},
 		"half":      {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1)[0].String(), "RANK": "1"}, "WORLD_SIZE is not set"},
 		"no scheme": {map[string]string{"HVD_INIT_METHOD": "host:1"}, "init method"},
@@ -324,12 +324,12 @@ func TestByID(t *testing.T) {
 	}
 }
 
-func newIDs(t *testing.T, n int) (ids []rendezvous.ID) {
+func newIDs(t *testing.T, n int) (ids []place.ID) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	t.Cleanup(cancel)
 	for range n {
-		id, served, err := rendezvous.NewID(ctx, "127.0.0.1", false, nil)
+		id, served, err := place.NewID(ctx, "127.0.0.1", false, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -389,7 +389,7 @@ func TestAgree(t *testing.T) {
 			var wg sync.WaitGroup
 			for r, via := range test.via {
 				wg.Go(func() {
-					m := &Meeting{Store: h, Listen: loopback, Settings: config.Config{Rank: r, Size: len(test.via)}}
+					m := &Meeting{Place: &place.Place{Store: h}, Listen: loopback, Settings: config.Config{Rank: r, Size: len(test.via)}}
 					if err := m.agree(testnet.Context(t), via, netif.Choice{}); err != nil || m.Listen != test.want[r] {
 						t.Errorf("rank %d: listens on %s, %v, want %s", r, m.Listen, err, test.want[r])
 					}
@@ -400,12 +400,12 @@ func TestAgree(t *testing.T) {
 	}
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
-	m := &Meeting{Store: h, Settings: config.Config{Size: 3}}
+	m := &Meeting{Place: &place.Place{Store: h}, Settings: config.Config{Size: 3}}
 	// Others know this host by an address that it does not know itself.
 	if err := store.NewPrefixStore(agreePrefix, h).Set(t.Context(), hostKey, []byte("127.77.0.1")); err != nil {
 		t.Fatal(err)
 	}
-	translated := &Meeting{Store: store.NewPrefixStore("x", h), Settings: config.Config{Size: 3}}
+	translated := &Meeting{Place: &place.Place{Store: store.NewPrefixStore("x", h)}, Settings: config.Config{Size: 3}}
 	if err := translated.Store.Set(t.Context(), agreePrefix+"/"+hostKey, []byte("192.0.2.7")); err != nil {
 		t.Fatal(err)
 	}
@@ -419,7 +419,7 @@ func TestAgree(t *testing.T) {
 	}
 	h = store.NewHashStore(store.Limits{})
 	defer h.Close()
-	m = &Meeting{Store: h, Settings: config.Config{Size: 3}}
+	m = &Meeting{Place: &place.Place{Store: h}, Settings: config.Config{Size: 3}}
 	for range 3 { // a rank that tries again is no other rank
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
@@ -447,7 +447,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 			if r == 0 {
 				addr = ""
 			}
-			m := &Meeting{Store: h, Settings: config.Config{Rank: r, Size: 4}}
+			m := &Meeting{Place: &place.Place{Store: h}, Settings: config.Config{Rank: r, Size: 4}}
 			go func() { ranks[r].err <- m.agree(ctx, addr, netif.Choice{}) }()
 		}
 		for r := range ranks {

@@ -1,4 +1,4 @@
-package rendezvous
+package place
 
 import (
 	"context"
@@ -20,6 +20,12 @@ import (
 // unknown are options in which the URL says all.
 func unknown(env map[string]string) MethodOptions {
 	return MethodOptions{Rank: -1, Size: -1, Getenv: func(name string) string { return env[name] }}
+}
+
+func newStore(t *testing.T) *store.HashStore {
+	h := store.NewHashStore(store.Limits{})
+	t.Cleanup(func() { h.Close() })
+	return h
 }
 
 func freePort(t *testing.T) string {
@@ -179,7 +185,7 @@ func TestMethodErrors(t *testing.T) {
 func testMethodError(t *testing.T, rawURL string, o MethodOptions, want string) {
 	t.Helper()
 	_, err := NewMethods().Open(testnet.Context(t), rawURL, o)
-	testnet.WantError(t, err, "rendezvous: init method", want)
+	testnet.WantError(t, err, "init method", want)
 	if _, ok := errors.AsType[*MethodError](err); !ok {
 		t.Errorf("%s: got a %T", rawURL, err)
 	}
@@ -190,7 +196,7 @@ func TestOwnMethod(t *testing.T) {
 	m := NewMethods()
 	m["own"] = func(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error) {
 		rank, size, err := placeOf(u.Query())
-		return &Place{Store: store.NewHashStore(store.Limits{}), Rank: rank, Size: size}, err
+		return New(store.NewHashStore(store.Limits{}), rank, size), err
 	}
 	p, err := m.Open(t.Context(), "own://here", MethodOptions{Rank: 1, Size: 2})
 	if err != nil || p.Rank != 1 || p.Size != 2 {

@@ -1,4 +1,4 @@
-package launchenv
+package place
 
 import (
 	"bytes"
@@ -69,7 +69,7 @@ func rankMain(what string) error {
 }
 
 // twice is what a program does that starts over: the second time there is no connection to the launcher any more.
-func twice(ctx context.Context, first *Meeting) error {
+func twice(ctx context.Context, first *Place) error {
 	e, _, err := Detect(os.Getenv)
 	if err != nil {
 		return err
@@ -86,7 +86,7 @@ func twice(ctx context.Context, first *Meeting) error {
 
 // work is what ranks do where they have met, and the end of the meeting: they count themselves, read each other's values, and,
 // if there is a secret, show each other that it is one. None leaves before all are done.
-func work(ctx context.Context, e *Env, m *Meeting, wantSecret bool) (err error) {
+func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 	defer func() { err = errors.Join(err, m.Close()) }()
 	if m.Secret.IsZero() == wantSecret {
 		return fmt.Errorf("rank %d has %v", e.Rank, m.Secret)
@@ -138,7 +138,7 @@ func counted(ctx context.Context, s store.Store, key string, n int) (err error) 
 }
 
 // sameSecret has rank 0 serve another store, to which only those come who know its secret.
-func sameSecret(ctx context.Context, e *Env, m *Meeting) error {
+func sameSecret(ctx context.Context, e *Env, m *Place) error {
 	cfg := store.Config{Secret: m.Secret}
 	if e.Rank != 0 {
 		addr, err := m.Store.Get(ctx, "proof")

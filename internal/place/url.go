@@ -1,4 +1,4 @@
-package rendezvous
+package place
 
 import (
 	"context"
@@ -18,32 +18,6 @@ import (
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
 )
-
-// Place is where the ranks of a job find its root, and which of the ranks this process is.
-type Place struct {
-	// Store is where rank 0 publishes its root.
-	Store      store.Store
-	Rank, Size int
-	// Addr is where this process reaches the store, host:port; empty if it serves the store itself, or there is no such place.
-	Addr string
-	// Secret and JobID are the job's if the place has them, else zero.
-	Secret secret.Secret
-	JobID  string
-	// Terms must be the same at all ranks, beside JoinConfig.Terms.
-	Terms map[string]string
-	// Met, if not nil, is to be called when all ranks have met.
-	Met func(context.Context) error
-
-	close func() error
-}
-
-// Close closes the store, and what was opened for it.
-func (p *Place) Close() error {
-	if p.close == nil {
-		return p.Store.Close()
-	}
-	return p.close()
-}
 
 // MethodOptions are what a method needs beside its URL.
 type MethodOptions struct {
@@ -80,9 +54,9 @@ type MethodError struct {
 
 func (e *MethodError) Error() string {
 	if e.Scheme == "" {
-		return fmt.Sprintf("rendezvous: init method: %v", e.Err)
+		return fmt.Sprintf("init method: %v", e.Err)
 	}
-	return fmt.Sprintf("rendezvous: init method %s://: %v", e.Scheme, e.Err)
+	return fmt.Sprintf("init method %s://: %v", e.Scheme, e.Err)
 }
 
 func (e *MethodError) Unwrap() error { return e.Err }
@@ -160,6 +134,31 @@ func tcpMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 	return meetAt(ctx, u.Host, rank, size, o)
 }
 
+// New is the place of a rank in a store without an address, which the Place closes.
+func New(s store.Store, rank, size int) *Place {
+	p := placeAt(s, rank, size, "")
+	p.Nowhere = true
+	return p
+}
+
+// placeAt is the place of a rank that reaches a store at addr, and closes it.
+func placeAt(s store.Store, rank, size int, addr string) *Place {
+	p := &Place{Store: s, Rank: rank, Size: size, Addr: addr}
+	p.onClose(s.Close)
+	return p
+}
+
+// Dial reaches the store of a launcher. The place of this process in the job is not known by that.
+func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
+	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
+	if err != nil {
+		return nil, err
+	}
+	p := placeAt(client, -1, -1, addr)
+	p.Secret = s
+	return p, nil
+}
+
 // meetAt serves a store at an address, as rank 0, or dials it.
 func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (*Place, error) {
 	if rank > 0 {
@@ -167,7 +166,7 @@ func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (
 		if err != nil {
 			return nil, fmt.Errorf("reaching the store of rank 0: %w", err)
 		}
-		return &Place{Store: client, Rank: rank, Size: size, Addr: addr}, nil
+		return placeAt(client, rank, size, addr), nil
 	}
 	hash := store.NewHashStore(store.Limits{})
 	server, err := store.Serve(addr, hash, store.Config{Secret: o.Secret, Log: o.Log})
@@ -178,7 +177,10 @@ func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (
 		}
 		return nil, err
 	}
-	return &Place{Store: hash, Rank: rank, Size: size, close: func() error { return errors.Join(server.Close(), hash.Close()) }}, nil
+	p := &Place{Store: hash, Rank: rank, Size: size}
+	p.onClose(hash.Close)
+	p.onClose(server.Close)
+	return p, nil
 }
 
 func envMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error) {
@@ -211,7 +213,7 @@ func envMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 	if err != nil {
 		return nil, err
 	}
-	return &Place{Store: s, Rank: rank, Size: size, Addr: addr}, nil
+	return placeAt(s, rank, size, addr), nil
 }
 
 func fileMethod(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error) {
@@ -229,5 +231,5 @@ func fileMethod(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error
 	if err != nil {
 		return nil, err
 	}
-	return &Place{Store: s, Rank: rank, Size: size}, nil
+	return New(s, rank, size), nil
 }

@@ -1,4 +1,4 @@
-package launchenv
+package place
 
 import (
 	"cmp"
@@ -62,84 +62,26 @@ type MeetOptions struct {
 	resolver func(ctx context.Context, host string) (addr string, err error)
 }
 
-// Meeting is where the ranks of a job have met.
-type Meeting struct {
-	// Store is the same at all ranks.
-	Store store.Store
-	// Secret is the job's, the same at all ranks. None means that there is none.
-	Secret secret.Secret
-	// JobID is that of Env, or what the meeting place says where the environment does not.
-	JobID string
-	// Addr is where this rank reaches the store, host:port. It is empty at the rank that serves it, and where there is one
-	// rank alone.
-	Addr string
-
-	closers []func() error // last first
-	close   func() error
-	atMet   []func(ctx context.Context) error // in this order
-	met     bool
-}
-
-// Met removes what rank 0 had left for the others to find, such as the file with the secret, and gives up a port that is
-// another's to use afterwards; the other ranks wait until rank 0 has done that. Each rank calls it when all ranks are known to
-// have met. Further calls do nothing. Close removes what is left without Met.
-func (m *Meeting) Met(ctx context.Context) error {
-	if m.met {
-		return nil
-	}
-	m.met = true
-	var errs []error
-	for _, f := range m.atMet {
-		errs = append(errs, f(ctx))
-	}
-	return errors.Join(errs...)
-}
-
-// leaves says how to remove what this rank has left for the others.
-func (m *Meeting) leaves(remove func() error) {
-	remove = sync.OnceValue(remove)
-	m.atMet = append([]func(context.Context) error{func(context.Context) error { return remove() }}, m.atMet...)
-	m.onClose(remove)
-}
-
-// Close closes the store. Rank 0's Close, where it serves the store, ends it for all, so it comes after whatever the
-// others have to do there.
-func (m *Meeting) Close() error { return m.close() }
-
-func newMeeting(jobID string) *Meeting {
-	m := &Meeting{JobID: jobID}
-	m.close = sync.OnceValue(func() error {
-		var errs []error
-		for _, c := range slices.Backward(m.closers) {
-			errs = append(errs, c())
-		}
-		return errors.Join(errs...)
-	})
-	return m
-}
-
-func (m *Meeting) onClose(c func() error) { m.closers = append(m.closers, c) }
-
-// Meet brings the ranks to a store. Each calls it once; rank 0 returns as soon as the others can find it, the others
+// Meet brings the ranks to a store, unless they are hvdrun's (Dial). Each calls it once; rank 0 returns as soon as the others can find it, the others
 // when they have. It waits until ctx ends.
 //
 // With PMI the ranks talk to the launcher on a connection that each process has one of: a program that meets so cannot
 // call MPI_Init as well.
-func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Meeting, error) {
+func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Place, error) {
 	err := ErrMet
-	m := newMeeting(e.JobID)
+	m := &Place{Rank: e.Rank, Size: e.Size, JobID: e.JobID}
 	if !e.met.Swap(true) {
 		err = e.meet(ctx, o, m)
 	}
 	if err != nil {
 		// What was opened is of no use; why it was is said.
 		_ = m.Close()
-		return nil, fmt.Errorf("launchenv: rank %d of %d (%s), meeting the others: %w", e.Rank, e.Size, e.Kind, err)
+		return nil, fmt.Errorf("place: rank %d of %d (%s), meeting the others: %w", e.Rank, e.Size, e.Kind, err)
 	}
 	return m, nil
 }
 
-func (e *Env) meet(ctx context.Context, o MeetOptions, m *Meeting) error {
+func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	if o.Port == 0 {
 		o.Port = e.port
 	}
@@ -148,12 +90,10 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Meeting) error {
 		e.loopback = false
 	}
 	switch {
-	case e.Kind == Hvdrun && e.host != "" && e.port != 0:
-		return e.join(ctx, o, m, e.host, e.port)
 	case e.Size == 1:
 		return m.alone(o)
 	case e.Kind == Hvdrun:
-		return errors.New("HOROVOD_GLOO_RENDEZVOUS_ADDR or HOROVOD_GLOO_RENDEZVOUS_PORT is not set")
+		return errors.New("the store of hvdrun is reached by Dial")
 	case e.atMaster():
 		return e.meetAtMaster(ctx, o, m)
 	case o.Host != "" && e.Kind != PMI:
@@ -171,7 +111,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Meeting) error {
 }
 
 // alone is the meeting of one rank.
-func (m *Meeting) alone(o MeetOptions) error {
+func (m *Place) alone(o MeetOptions) error {
 	h := store.NewHashStore(store.Limits{})
 	m.Store, m.Secret = h, o.Secret
 	m.onClose(h.Close)
@@ -179,14 +119,14 @@ func (m *Meeting) alone(o MeetOptions) error {
 }
 
 // jobKey is where rank 0 says which job its store is of: on a fixed port it may be that of another.
-const jobKey = "launchenv/job"
+const jobKey = "place/job"
 
-func (e *Env) jobValue(m *Meeting) string {
+func (e *Env) jobValue(m *Place) string {
 	return fmt.Sprintf("%s of %d ranks by %s", quote(m.JobID), e.Size, e.Kind)
 }
 
 // serve serves a store at host:port, with rank 0 using it directly.
-func (e *Env) serve(ctx context.Context, o MeetOptions, m *Meeting, host string, port int) (*store.Server, error) {
+func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string, port int) (*store.Server, error) {
 	h := store.NewHashStore(store.Limits{})
 	m.Store = h
 	m.onClose(h.Close)
@@ -205,7 +145,7 @@ func (e *Env) serve(ctx context.Context, o MeetOptions, m *Meeting, host string,
 }
 
 // dial makes a client of rank 0's store.
-func (e *Env) dial(ctx context.Context, o MeetOptions, m *Meeting, host string, port int) error {
+func (e *Env) dial(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	if err := e.connect(ctx, o, m, host, port); err != nil {
 		return err
 	}
@@ -224,7 +164,7 @@ func (e *Env) dial(ctx context.Context, o MeetOptions, m *Meeting, host string, 
 	return nil
 }
 
-func (e *Env) connect(ctx context.Context, o MeetOptions, m *Meeting, host string, port int) error {
+func (e *Env) connect(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	host, err := o.resolve(ctx, host)
 	if err != nil {
 		return err
@@ -253,14 +193,8 @@ func (o *MeetOptions) resolve(ctx context.Context, host string) (addr string, er
 	return addr, nil
 }
 
-// join makes all ranks clients of the launcher's store.
-func (e *Env) join(ctx context.Context, o MeetOptions, m *Meeting, host string, port int) error {
-	m.Secret = o.Secret
-	return e.connect(ctx, o, m, host, port)
-}
-
 // meetAt is the meeting at a place that all know beforehand.
-func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Meeting, host string) error {
+func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) error {
 	if o.Secret.IsZero() && !o.Insecure {
 		return ErrNoSecret
 	}
@@ -376,7 +310,7 @@ func (o *MeetOptions) heard(word string) (secret.Secret, error) {
 }
 
 // announce serves a store on a free port, and gives where to reach it and the secret as others parseAnnouncement.
-func (e *Env) announce(ctx context.Context, o MeetOptions, m *Meeting) (text string, err error) {
+func (e *Env) announce(ctx context.Context, o MeetOptions, m *Place) (text string, err error) {
 	var word string
 	m.Secret, word = o.announced()
 	host, err := e.announcedHost(o)
@@ -417,7 +351,7 @@ func (e *Env) announcedHost(o MeetOptions) (string, error) {
 }
 
 // follow dials what announce has told of.
-func (e *Env) follow(ctx context.Context, o MeetOptions, m *Meeting, text string) error {
+func (e *Env) follow(ctx context.Context, o MeetOptions, m *Place, text string) error {
 	host, port, word, err := parseAnnouncement(text)
 	if err != nil {
 		return err
@@ -445,7 +379,7 @@ func parseAnnouncement(text string) (host string, port int, word string, err err
 }
 
 // meetByFile is the meeting of ranks on one host that have a directory of their job.
-func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Meeting) error {
+func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 	if !e.OneHost() {
 		return fmt.Errorf("%d of %d ranks are on this host, and Open MPI tells nothing of rank 0's: say which "+
 			"with HVD_RENDEZVOUS_HOST, or start the job with hvdrun -H", e.LocalSize, e.Size)
@@ -477,7 +411,7 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Meeting) error {
 const pmiKey = "gohvd-meet"
 
 // meetByPMI is the meeting of ranks whose launcher has a key-value space for them.
-func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Meeting) error {
+func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	if e.pmiFD < 0 {
 		return errors.New("PMI_FD is not set: the launcher gives no connection to itself")
 	}
@@ -518,7 +452,7 @@ func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Meeting) error {
 const torchSecretKey = "secret"
 
 // meetAtTorch is the meeting at the TCPStore of torchrun's agent.
-func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Meeting) error {
+func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
 		return ErrNoSecret
 	}
@@ -549,7 +483,7 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Meeting) error 
 }
 
 // hearTorchSecret settles the secret of another rank than 0 by what rank 0 told.
-func (e *Env) hearTorchSecret(o MeetOptions, m *Meeting, told string) (err error) {
+func (e *Env) hearTorchSecret(o MeetOptions, m *Place, told string) (err error) {
 	if filepath.IsAbs(told) {
 		if !e.OneHost() {
 			return fmt.Errorf("rank 0 keeps the secret in a file of its host, and only %d of %d ranks are on this one",
@@ -569,7 +503,7 @@ func (e *Env) hearTorchSecret(o MeetOptions, m *Meeting, told string) (err error
 }
 
 // torchSecret settles rank 0's secret, and gives what to tell the others.
-func (e *Env) torchSecret(o MeetOptions, m *Meeting) (word string, err error) {
+func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 	if o.Secret.IsZero() && !e.OneHost() {
 		return wordNone, nil
 	}
@@ -592,14 +526,14 @@ const (
 	// masterClaim counts the jobs that meet there, by the ranks 0.
 	masterClaim = "claim"
 	// masterFreeKey is where rank 0 tells in its own store that it has given MASTER_PORT up.
-	masterFreeKey = "launchenv/master-free"
+	masterFreeKey = "place/master-free"
 )
 
 // meetAtMaster is the meeting at MASTER_ADDR:MASTER_PORT, where by PyTorch's convention rank 0 serves a TCPStore. PyTorch in
 // the same process may have done so before, or may want to do so later. So the ranks only learn there how to reach a store of
 // rank 0 at another port. Rank 0 tells them at PyTorch's store if that is there, else at one of its own, which it closes when
 // all have met and before another rank goes on.
-func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Meeting) error {
+func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
 		return ErrNoSecret
 	}
@@ -634,7 +568,7 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Meeting) error
 	if err := e.hearTorchSecret(o, m, word); err != nil {
 		return err
 	}
-	m.atMet = append(m.atMet, func(ctx context.Context) error { return m.Store.Wait(ctx, masterFreeKey) })
+	m.onMet(func(ctx context.Context) error { return m.Store.Wait(ctx, masterFreeKey) })
 	return e.dial(ctx, o, m, host, port)
 }
 
@@ -644,7 +578,7 @@ func (e *Env) atMasterStore(s store.Store) store.Store {
 }
 
 // tellAtMaster is meetAtMaster for rank 0.
-func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Meeting, host string, port int) error {
+func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	word, err := e.torchSecret(o, m)
 	if err != nil {
 		return err
@@ -684,7 +618,7 @@ func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Meeting, host 
 	if err := s.Set(ctx, masterPlace, []byte(own+","+word)); err != nil {
 		return err
 	}
-	m.atMet = append(m.atMet, func(ctx context.Context) error { return m.Store.Set(ctx, masterFreeKey, nil) })
+	m.onMet(func(ctx context.Context) error { return m.Store.Set(ctx, masterFreeKey, nil) })
 	return nil
 }
 

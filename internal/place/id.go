@@ -1,4 +1,4 @@
-package rendezvous
+package place
 
 import (
 	"bytes"
@@ -86,15 +86,15 @@ func (id ID) String() string { return idText.EncodeToString(id[:]) }
 func ParseID(text string) (ID, error) {
 	text = strings.TrimSpace(text)
 	if want := idText.EncodedLen(len(ID{})); len(text) != want {
-		return ID{}, fmt.Errorf("rendezvous: parse id: %d characters, want %d", len(text), want)
+		return ID{}, fmt.Errorf("place: parse id: %d characters, want %d", len(text), want)
 	}
 	b, err := idText.DecodeString(text)
 	if err != nil || len(b) != len(ID{}) { // shorter if line breaks, which base64 skips, stand in the text
-		return ID{}, errors.New("rendezvous: parse id: not base64")
+		return ID{}, errors.New("place: parse id: not base64")
 	}
 	id := ID(b)
 	if _, err := id.open(); err != nil {
-		return ID{}, fmt.Errorf("rendezvous: parse id: %w", err)
+		return ID{}, fmt.Errorf("place: parse id: %w", err)
 	}
 	return id, nil
 }
@@ -159,7 +159,7 @@ const lateTime = 30 * time.Second
 // 30 s after all ranks have met, or when ctx ends: then served is closed.
 func NewID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logger) (id ID, served <-chan struct{}, err error) {
 	if id, served, err = serveID(ctx, listenHost, encrypt, log, lateTime); err != nil {
-		err = fmt.Errorf("rendezvous: new id: %w", err)
+		err = fmt.Errorf("place: new id: %w", err)
 	}
 	return id, served, err
 }
@@ -194,7 +194,7 @@ func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logg
 			dial.Pause(ctx, late, nil)
 		}
 		if err := stop(); err != nil && log != nil {
-			log.Warn("rendezvous: the store of an id", zap.Error(err))
+			log.Warn("place: the store of an id", zap.Error(err))
 		}
 	}()
 	return id, done, nil
@@ -214,19 +214,19 @@ func (id ID) Addr() string {
 // in all of them.
 func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 	if len(ids) < 1 || len(ids) > max(size, 1) {
-		return nil, fmt.Errorf("rendezvous: %d ids, want 1 to one per rank: %d", len(ids), size)
+		return nil, fmt.Errorf("place: %d ids, want 1 to one per rank: %d", len(ids), size)
 	}
 	stores, names := make([]idStore, len(ids)), sha256.New()
 	for i, id := range ids {
 		s, err := id.open()
 		if err != nil {
-			return nil, fmt.Errorf("rendezvous: id %d: %w", i, err)
+			return nil, fmt.Errorf("place: id %d: %w", i, err)
 		}
 		if first := slices.Index(ids, id); first < i {
-			return nil, fmt.Errorf("rendezvous: ids %d and %d are the same", first, i)
+			return nil, fmt.Errorf("place: ids %d and %d are the same", first, i)
 		}
 		if stores[i] = s; s.encrypt != stores[0].encrypt {
-			return nil, fmt.Errorf("rendezvous: of ids 0 and %d one is for encrypted connections: want both or neither", i)
+			return nil, fmt.Errorf("place: of ids 0 and %d one is for encrypted connections: want both or neither", i)
 		}
 		names.Write(id[:])
 	}
@@ -248,34 +248,23 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 	return p, nil
 }
 
-// dialIDs makes p.Store of the stores of ids. On error nothing is left open.
+// dialIDs makes p.Store of the stores of ids.
 func (p *Place) dialIDs(ctx context.Context, stores []idStore) error {
 	var all spread
-	var err error
 	for _, s := range stores {
-		var client *store.Client
-		if client, err = store.Dial(ctx, s.addr, store.Config{Secret: s.key}); err != nil {
-			err = fmt.Errorf("rendezvous: reaching the process that made the id: %w", err)
-			break
+		client, err := store.Dial(ctx, s.addr, store.Config{Secret: s.key})
+		if err != nil {
+			return errors.Join(fmt.Errorf("place: reaching the process that made the id: %w", err), p.Close())
 		}
+		p.onClose(client.Close)
 		all = append(all, client)
-	}
-	p.close = func() error {
-		var errs []error
-		for _, s := range all {
-			errs = append(errs, s.Close())
-		}
-		return errors.Join(errs...)
-	}
-	if err != nil {
-		return errors.Join(err, p.close())
 	}
 	p.Addr, p.Store = stores[0].addr, all[0]
 	if len(all) > 1 {
 		p.Store = rootSpreader{all[0], all[1:]}
 	}
 	if p.Rank == 0 {
-		p.Met = func(ctx context.Context) error { return all.set(ctx, metKey, nil) }
+		p.onMet(func(ctx context.Context) error { return all.set(ctx, metKey, nil) })
 	}
 	return nil
 }

@@ -1,4 +1,4 @@
-package launchenv
+package place
 
 import (
 	"runtime"

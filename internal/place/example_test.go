@@ -1,10 +1,10 @@
-package launchenv_test
+package place_test
 
 import (
 	"context"
 	"fmt"
 
-	"github.com/gohvd/gohvd/internal/launchenv"
+	"github.com/gohvd/gohvd/internal/place"
 )
 
 func Example() {
@@ -13,7 +13,7 @@ func Example() {
 		"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
 		"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
 	}
-	env, lines, err := launchenv.Detect(func(name string) string { return environment[name] })
+	env, lines, err := place.Detect(func(name string) string { return environment[name] })
 	if err != nil {
 		fmt.Println(err)
 		return
@@ -21,7 +21,7 @@ func Example() {
 	for _, line := range lines[:3] {
 		fmt.Println(line)
 	}
-	m, err := env.Meet(context.Background(), launchenv.MeetOptions{})
+	m, err := env.Meet(context.Background(), place.MeetOptions{})
 	if err != nil {
 		fmt.Println(err)
 		return
@@ -36,6 +36,6 @@ func Example() {
 }
 
 func ExampleExpandHosts() {
-	fmt.Println(launchenv.ExpandHosts("node[01-03,7],gpu-[1-2]-x"))
+	fmt.Println(place.ExpandHosts("node[01-03,7],gpu-[1-2]-x"))
 	// Output: [node01 node02 node03 node7 gpu-1-x gpu-2-x] <nil>
 }

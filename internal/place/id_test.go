@@ -1,4 +1,4 @@
-package rendezvous
+package place
 
 import (
 	"context"
@@ -6,11 +6,15 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/topo"
 )
 
 // newIDs makes ids on loopback. Their stores end with the test.
@@ -32,20 +36,38 @@ func newIDs(t testing.TB, n int, encrypt bool) (ids []ID) {
 	return ids
 }
 
-// startByID joins as a rank that has nothing but ids.
-func startByID(t testing.TB, ctx context.Context, ids []ID, cfg JoinConfig) <-chan result {
+// meetByIDs has ranks that have nothing but ids join; ids are those of each rank.
+func meetByIDs(t *testing.T, ids ...[]ID) ([]*rendezvous.Session, []error) {
 	t.Helper()
-	p, err := OpenIDs(ctx, ids, int(cfg.Rank), cfg.Size)
-	if err != nil {
-		t.Fatal(err)
+	size := len(ids)
+	sessions, errs := make([]*rendezvous.Session, size), make([]error, size)
+	ctx := testnet.Context(t)
+	var wg sync.WaitGroup
+	for rank := range ids {
+		p, err := OpenIDs(ctx, ids[rank], rank, size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := p.Close(); err != nil {
+				t.Errorf("rank %d: closing the store: %v", rank, err)
+			}
+		})
+		wg.Go(func() {
+			sessions[rank], errs[rank] = rendezvous.Join(ctx, rendezvous.JoinConfig{
+				Store: p.Store, Job: p.JobID, Secret: p.Secret, Terms: p.Terms, Rank: topo.Rank(rank), Size: size, Self: rendezvous.Record{PID: rank},
+			})
+		})
 	}
+	wg.Wait()
 	t.Cleanup(func() {
-		if err := p.Close(); err != nil {
-			t.Errorf("rank %d: closing the store: %v", cfg.Rank, err)
+		for _, s := range sessions {
+			if s != nil {
+				s.Close()
+			}
 		}
 	})
-	cfg.Store, cfg.Job, cfg.Secret, cfg.Terms = p.Store, p.JobID, p.Secret, p.Terms
-	return start(t, ctx, cfg)
+	return sessions, errs
 }
 
 func TestID(t *testing.T) {
@@ -83,18 +105,17 @@ func TestJoinByIDs(t *testing.T) {
 		for _, size := range []int{2, 3, 7} {
 			for k := 1; k <= size; k += 2 {
 				t.Run(fmt.Sprintf("encrypted=%v/ranks=%d/ids=%d", encrypt, size, k), func(t *testing.T) {
-					ctx, ids := testnet.Context(t), newIDs(t, k, encrypt)
-					var running []<-chan result
-					var records []Record
-					for rank := range size {
-						records = append(records, recordOf(rank, 0))
-						running = append(running, startByID(t, ctx, ids, config(nil, rank, size)))
+					sessions, errs := meetByIDs(t, slices.Repeat([][]ID{newIDs(t, k, encrypt)}, size)...)
+					for rank, s := range sessions {
+						if errs[rank] != nil {
+							t.Fatalf("rank %d: %v", rank, errs[rank])
+						}
+						for other, r := range s.Records {
+							if r.PID != other || s.Epoch != sessions[0].Epoch {
+								t.Errorf("rank %d: got %v for rank %d, in epoch %d", rank, r, other, s.Epoch)
+							}
+						}
 					}
-					var results []result
-					for _, r := range running {
-						results = append(results, <-r)
-					}
-					formed(t, results, records...)
 				})
 			}
 		}
@@ -130,11 +151,11 @@ func TestStoreOfIDEnds(t *testing.T) {
 }
 
 func TestListsOfIDsDiffer(t *testing.T) {
-	ctx, ids := testnet.Context(t), newIDs(t, 2, false)
-	running := []<-chan result{startByID(t, ctx, ids, config(nil, 0, 2)), startByID(t, ctx, ids[:1], config(nil, 1, 2))}
-	for rank, r := range running {
-		if refused, ok := errors.AsType[*RefusedError]((<-r).err); !ok || refused.Reason != TermsDiffer || !strings.Contains(refused.Text, "the list of unique ids") {
-			t.Errorf("rank %d: got %v, want that the lists of ids differ", rank, refused)
+	ids := newIDs(t, 2, false)
+	_, errs := meetByIDs(t, ids, ids[:1])
+	for rank, err := range errs {
+		if refused, ok := errors.AsType[*rendezvous.RefusedError](err); !ok || refused.Reason != rendezvous.TermsDiffer || !strings.Contains(refused.Text, "the list of unique ids") {
+			t.Errorf("rank %d: got %v, want that the lists of ids differ", rank, err)
 		}
 	}
 	for want, given := range map[string][]ID{
@@ -143,7 +164,7 @@ func TestListsOfIDsDiffer(t *testing.T) {
 		"3 ids, want 1 to one per": {ids[0], ids[1], ids[0]},
 		"no id":                    {{}},
 	} {
-		_, err := OpenIDs(ctx, given, 0, 2)
+		_, err := OpenIDs(t.Context(), given, 0, 2)
 		testnet.WantError(t, err, want)
 	}
 }
@@ -192,7 +213,7 @@ func TestDamagedIDs(t *testing.T) {
 		c.change(&changed)
 		changed.seal()
 		_, err := ParseID(changed.String())
-		testnet.WantError(t, err, "rendezvous: parse id: ", c.want)
+		testnet.WantError(t, err, "place: parse id: ", c.want)
 	}
 	changed := id
 	changed[idSum] ^= 1

@@ -1,29 +1,4 @@
-// Package launchenv finds out from the environment which launcher has started this process, which rank it is there, and
-// where the ranks of its job meet.
-//
-// [Detect] asks for the kinds of launchers in a fixed order, of which the first wins: hvdrun and whatever else sets
-// Horovod's variables, HVD_SIZE=1, Open MPI, MPICH and others that speak PMI, torchrun, Slurm, Kubernetes, and last the plain
-// variables of PyTorch. So mpirun wins over the Slurm or Kubernetes in which it runs. [Env.Meet] then brings the ranks to a
-// store.
-//
-//	kind        ranks meet at                                       secret
-//	hvdrun      the store of hvdrun                                 given by hvdrun
-//	HVD_SIZE=1  nowhere: the process is a job of its own
-//	Open MPI    a store of rank 0, told in a 0600 file in           made by rank 0, in that file
-//	            the job's session directory; one host only
-//	MPICH, PMI  a store of rank 0, told in the key-value space      made by rank 0, in that space
-//	torchrun    its TCPStore at MASTER_ADDR:MASTER_PORT             one host: made by rank 0, in a 0600 file
-//	Slurm       a store of rank 0, on the first host of the step    given by the user
-//	Kubernetes  a store of rank 0, at the DNS name of index 0       given by the user
-//	plain       a store of rank 0, told at a TCPStore at            one host: made by rank 0, in a 0600 file
-//	            MASTER_ADDR:MASTER_PORT
-//
-// Where the table says that rank 0 makes the secret, one that the user gives takes its place. Where the user has to
-// give one and does not, Meet fails with ErrNoSecret unless it is told to go without.
-//
-// What contradicts itself is an error that names variables and values. It never makes the process rank 0 of 1: several
-// such would train apart and not notice.
-package launchenv
+package place
 
 import (
 	"fmt"
@@ -60,7 +35,7 @@ type Env struct {
 	// rank on all hosts.
 	LocalRank, LocalSize, CrossRank, CrossSize int
 	// JobID is the same at all ranks of a job and differs between jobs. Empty where the launcher has told of none in
-	// the environment; MPICH gives it in Meeting.JobID.
+	// the environment; MPICH gives it in Place.JobID.
 	JobID string
 
 	met atomic.Bool
@@ -126,7 +101,7 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 				line.Why = fmt.Sprintf("passed over at %s, for %s comes first", e.place(), first)
 			}
 		case v.err != nil:
-			first, firstErr = k.kind, fmt.Errorf("launchenv: %s: %w", k.kind, v.err)
+			first, firstErr = k.kind, fmt.Errorf("place: %s: %w", k.kind, v.err)
 			if k.kind != Hvdrun {
 				firstErr = fmt.Errorf("%w; HVD_SIZE=1 makes this process a job of its own", firstErr)
 			}

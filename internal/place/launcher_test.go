@@ -1,4 +1,4 @@
-package launchenv
+package place
 
 import (
 	"fmt"
@@ -166,7 +166,7 @@ func TestDetectRefuses(t *testing.T) {
 		if e != nil {
 			t.Errorf("%v: rank %d of %d", c.env, e.Rank, e.Size)
 		}
-		testnet.WantError(t, err, append(c.parts, "launchenv: ")...)
+		testnet.WantError(t, err, append(c.parts, "place: ")...)
 		if err == nil {
 			continue
 		}

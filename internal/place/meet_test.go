@@ -1,4 +1,4 @@
-package launchenv
+package place
 
 import (
 	"context"
@@ -85,7 +85,7 @@ func TestSlurm(t *testing.T) {
 
 // Rank 0 listens on the interface that was chosen, if the others come that way.
 func TestInterfaces(t *testing.T) {
-	meet := func(o MeetOptions) (*Meeting, int, error) {
+	meet := func(o MeetOptions) (*Place, int, error) {
 		o.Insecure, o.Port = true, testnet.FreePort(t)
 		m, err := slurmRanks(t, 2)[0].Meet(testnet.Context(t), o)
 		return m, o.Port, err
@@ -238,12 +238,12 @@ func TestAnotherJobsStore(t *testing.T) {
 }
 
 // Servers end before what they serve, all is closed whatever fails, and once.
-func TestCloseMeeting(t *testing.T) {
-	m := newMeeting("job")
+func TestClose(t *testing.T) {
+	p := new(Place)
 	var order []int
 	broken := errors.New("broken")
 	for i := range 3 {
-		m.onClose(func() error {
+		p.onClose(func() error {
 			order = append(order, i)
 			if i == 1 {
 				return broken
@@ -251,33 +251,34 @@ func TestCloseMeeting(t *testing.T) {
 			return nil
 		})
 	}
-	if err := m.Close(); !errors.Is(err, broken) {
+	if err := p.Close(); !errors.Is(err, broken) {
 		t.Errorf("got %v", err)
 	}
-	if err := m.Close(); !errors.Is(err, broken) || !slices.Equal(order, []int{2, 1, 0}) {
+	if err := p.Close(); err != nil || !slices.Equal(order, []int{2, 1, 0}) {
 		t.Errorf("got %v, closed in the order %v", err, order)
 	}
 }
 
 func TestHvdrunsStore(t *testing.T) {
-	h := store.NewHashStore(store.Limits{})
-	defer h.Close()
+	h := newStore(t)
 	s := parse(t, userSecret)
 	server, err := store.Serve("127.0.0.1:0", h, store.Config{Secret: s})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer server.Close()
-	host, port, _ := net.SplitHostPort(server.Addr())
-	var envs []*Env
-	for r := range 3 {
-		envs = append(envs, detect(t, environment{"HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": "3",
-			"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}))
+	p, err := Dial(testnet.Context(t), server.Addr(), s)
+	if err != nil {
+		t.Fatal(err)
 	}
-	// What the user says of hosts is for launchers without a store.
-	mustMeet(t, true, same(MeetOptions{Secret: s, Host: "elsewhere", Port: 1}), envs...)
+	if err := p.Store.Set(t.Context(), "x", nil); err != nil || p.Addr != server.Addr() || p.Secret.IsZero() {
+		t.Errorf("got %v, %v", p, err)
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
 	_, err = detect(t, environment{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}).Meet(soon(t), MeetOptions{})
-	testnet.WantError(t, err, "HOROVOD_GLOO_RENDEZVOUS_ADDR", "is not set")
+	testnet.WantError(t, err, "hvdrun is reached by Dial")
 }
 
 func TestAlone(t *testing.T) {
@@ -583,7 +584,7 @@ func TestPlain(t *testing.T) {
 }
 
 // meetBoth has two ranks meet.
-func meetBoth(t *testing.T, envs []*Env) (met [2]*Meeting) {
+func meetBoth(t *testing.T, envs []*Env) (met [2]*Place) {
 	t.Helper()
 	var errs [2]error
 	var wg sync.WaitGroup
@@ -597,7 +598,7 @@ func meetBoth(t *testing.T, envs []*Env) (met [2]*Meeting) {
 	return met
 }
 
-func closeBoth(t *testing.T, met [2]*Meeting) {
+func closeBoth(t *testing.T, met [2]*Place) {
 	t.Helper()
 	for _, m := range met {
 		if err := m.Close(); err != nil {
@@ -746,7 +747,6 @@ func TestNobodyComes(t *testing.T) {
 	o := MeetOptions{Insecure: true, Interfaces: onLoopback(t), resolver: func(context.Context, string) (string, error) { return loopback, nil }}
 	o.Port = testnet.FreePort(t)
 	for _, env := range []environment{
-		hvdrunEnv.with("HOROVOD_GLOO_RENDEZVOUS_ADDR", loopback, "HOROVOD_GLOO_RENDEZVOUS_PORT", port),
 		torchrunEnv.with("MASTER_PORT", port),
 		torchrunEnv.with("MASTER_PORT", port, "TORCHELASTIC_USE_AGENT_STORE", "False"),
 		slurmEnv, kubernetesEnv, plainEnv,
@@ -756,6 +756,9 @@ func TestNobodyComes(t *testing.T) {
 		if !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("%s: got %v, want %v", e.Kind, err, context.DeadlineExceeded)
 		}
+	}
+	if _, err := Dial(soon(t), net.JoinHostPort(loopback, port), secret.Secret{}); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("hvdrun: got %v, want %v", err, context.DeadlineExceeded)
 	}
 	o.resolver = func(_ context.Context, host string) (string, error) {
 		return "", &net.DNSError{Err: "no such host", Name: host}

@@ -1,0 +1,96 @@
+// Package place finds where the ranks of a job meet, and which of them this process is: its [Place]. It asks the launcher that has
+// started the process ([Detect], [Env.Meet]), opens the URL of an init method ([Methods]) or the store of a unique id ([OpenIDs]).
+//
+// [Detect] asks for the kinds of launchers in a fixed order, of which the first wins: hvdrun and whatever else sets
+// Horovod's variables, HVD_SIZE=1, Open MPI, MPICH and others that speak PMI, torchrun, Slurm, Kubernetes, and last the plain
+// variables of PyTorch. So mpirun wins over the Slurm or Kubernetes in which it runs.
+//
+//	kind        ranks meet at                                       secret
+//	hvdrun      the store of hvdrun                                 given by hvdrun
+//	HVD_SIZE=1  nowhere: the process is a job of its own
+//	Open MPI    a store of rank 0, told in a 0600 file in           made by rank 0, in that file
+//	            the job's session directory; one host only
+//	MPICH, PMI  a store of rank 0, told in the key-value space      made by rank 0, in that space
+//	torchrun    its TCPStore at MASTER_ADDR:MASTER_PORT             one host: made by rank 0, in a 0600 file
+//	Slurm       a store of rank 0, on the first host of the step    given by the user
+//	Kubernetes  a store of rank 0, at the DNS name of index 0       given by the user
+//	plain       a store of rank 0, told at a TCPStore at            one host: made by rank 0, in a 0600 file
+//	            MASTER_ADDR:MASTER_PORT
+//
+// Where the table says that rank 0 makes the secret, one that the user gives takes its place. Where the user has to
+// give one and does not, Meet fails with ErrNoSecret unless it is told to go without.
+//
+// What contradicts itself is an error that names variables and values. It never makes the process rank 0 of 1: several
+// such would train apart and not notice.
+package place
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+
+	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/store"
+)
+
+// Place is where the ranks of a job meet, as one of them has it.
+type Place struct {
+	// Store is where rank 0 publishes the root of the rendezvous. All ranks have the same, or copies of that root in theirs.
+	Store      store.Store
+	Rank, Size int
+	// Addr is where this rank reaches the store, host:port. It is empty at the rank that serves it.
+	Addr string
+	// Nowhere says that the store has no address, as a file.
+	Nowhere bool
+	// Secret is the job's, the same at all ranks, if the place says it. Zero is none.
+	Secret secret.Secret
+	// JobID is the job's, if the place says it: the same at all ranks, and different for other jobs.
+	JobID string
+	// Terms must be the same at all ranks, by name, because of the way in which they meet.
+	Terms map[string]string
+
+	mu      sync.Mutex
+	closers []func() error                    // last first
+	atMet   []func(ctx context.Context) error // in this order
+}
+
+// Met removes what rank 0 had left for the others to find, such as the file with the secret, and gives up a port that is
+// another's to use afterwards; the other ranks wait until rank 0 has done that. Each rank calls it when all ranks are known to
+// have met. Further calls do nothing. Close removes what is left without Met.
+func (p *Place) Met(ctx context.Context) error {
+	p.mu.Lock()
+	todo := p.atMet
+	p.atMet = nil
+	p.mu.Unlock()
+	var errs []error
+	for _, f := range todo {
+		errs = append(errs, f(ctx))
+	}
+	return errors.Join(errs...)
+}
+
+// Close closes the store, and what was opened for it. If rank 0 serves the store, its Close ends it for all, so it comes after whatever
+// the others have to do there. Further calls do nothing.
+func (p *Place) Close() error {
+	p.mu.Lock()
+	todo := p.closers
+	p.closers = nil
+	p.mu.Unlock()
+	var errs []error
+	for _, c := range slices.Backward(todo) {
+		errs = append(errs, c())
+	}
+	return errors.Join(errs...)
+}
+
+func (p *Place) onClose(c func() error) { p.closers = append(p.closers, c) }
+
+func (p *Place) onMet(f func(context.Context) error) { p.atMet = append(p.atMet, f) }
+
+// leaves says how to remove what this rank has left for the others.
+func (p *Place) leaves(remove func() error) {
+	remove = sync.OnceValue(remove)
+	p.atMet = append([]func(context.Context) error{func(context.Context) error { return remove() }}, p.atMet...)
+	p.onClose(remove)
+}
