@@ -1,8 +1,16 @@
-// Package rendezvous is how the ranks of a job find each other.
+// Package rendezvous brings the ranks of a job together in four steps.
 //
-// [Join] needs a [store.Store]. Rank 0 opens a root, a TCP listener, and publishes its address in the store; the others
-// dial it and say who they are; once all are there, everyone gets the table of all [Record]s and the number of the epoch
-// (NEGOTIATION §8).
+//  1. Find the root. Rank 0 opens a root, a TCP listener, and publishes its address in the [store.Store] that all ranks were given
+//     (internal/place finds it: by the launcher, a URL or a unique id). The others read it there and dial.
+//  2. Check in. Each rank sends one [Record], and everything that must be the same at all ranks. Everyone is answered, also those that
+//     contradict another rank, or come late. Once all are there the epoch is complete.
+//  3. Learn the others. The root sends everyone the table of all records and the number of the epoch. In a large job it sends each rank the
+//     records of its two neighbours, and the ranks pass the others round ([Session.Gather]).
+//  4. Stay connected. Over the connection to the root the ranks of a host agree on what they can only do together, such as sharing memory
+//     ([Session.Agree]), and all learn whether every rank is ready ([Session.Ready]) or which has failed ([Session.Fail], [Session.Watch]).
+//     Then the engine's control channels take over, and internal/joblink for what the launcher wants to know.
+//
+// Steps 1 and 2 are [Join].
 //
 // # Keys
 //
