@@ -42,7 +42,7 @@ func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp,
 	if err := door.Begin(o); err != nil {
 		return nil, err
 	}
-	door.Ring()
+	door.Notify()
 	select {
 	case err := <-done:
 		var outs [][]byte

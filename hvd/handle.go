@@ -79,7 +79,7 @@ func (o *operation) seen() {
 // start has the engine notice what submit has queued, some time. Who waits at once need not call it.
 func (o *operation) start() {
 	if o.engine != nil {
-		o.engine.engine.RingSoon()
+		o.engine.engine.NotifyLater()
 	}
 }
 
@@ -106,7 +106,7 @@ func (o *operation) ended() bool { return o.signal.Load() == over }
 // hurry has the engine notice at once what submit has queued.
 func (o *operation) hurry() {
 	if o.engine != nil {
-		o.engine.engine.Hurry()
+		o.engine.engine.Flush()
 	}
 }
 
@@ -160,7 +160,7 @@ func (o *operation) await(ctx context.Context) {
 		return
 	}
 	if o.engine != nil {
-		if o.engine.engine.Help(ctx, o.ended); o.ended() {
+		if o.engine.engine.Drive(ctx, o.ended); o.ended() {
 			return
 		}
 	}

@@ -1,13 +1,13 @@
 // Package engine runs a rank: it joins the pure controller to the queue of submitted tensors, the transport,
 // the backends and the clock.
 //
-// One goroutine, BackgroundThreadLoop, owns the controller. It sleeps until something rings: a submission, at once or a
-// little later (RingSoon), a frame, a finished grant, the controller's next deadline. It never waits for a peer. Each
-// process set has a lane, a goroutine that executes its grants in order; each control connection has a receiver, unless
-// the mesh is a transport.Poller: then the loop asks the connections itself, and watches them for a while before it
-// sleeps. All goroutines end in Shutdown or Close.
+// Turns of the loop (RunLoopOnce) own the controller and never wait for a peer. A submission, a frame, a finished grant or the
+// controller's next deadline makes a turn due. BackgroundThreadLoop runs the turns, or a caller that waits for its operation
+// (Drive); the scheduler decides which. Each process set has a lane, a goroutine that executes its grants in order; each control
+// connection has a receiver, unless the mesh is a transport.Poller: then the goroutine that runs the turns polls the
+// connections. All goroutines end in Shutdown or Close.
 //
-// Over a transport.Poller a caller that waits for its operation takes the loop's turns itself (Help), and what takes no
+// Over a transport.Poller callers can drive the loop, and what takes no
 // waiting is done in a turn: a barrier, or an allreduce of few bytes, of which a turn does the first half and a later one
 // the second (ops.Starter). Operations of many steps are done so by callers that wait, not by the loop, and go to the lane
 // when a step has to wait long. So a blocking call neither leaves the caller's thread nor wakes another.
@@ -69,7 +69,7 @@ type Config struct {
 	// Cores are the processors that the loop and the lanes keep to; empty is all.
 	Cores []int
 	// Spin is how long the loop of a rank that is busy watches for what comes next before it sleeps, and a caller that waits
-	// (Help), if Mesh is a transport.Poller. 0 is a default that depends on LocalProcesses, and is longer for a caller with a
+	// (Drive), if Mesh is a transport.Poller. 0 is a default that depends on LocalProcesses, and is longer for a caller with a
 	// processor of its own; less than 0 is not at all. The greater it is the less often a rank that waits for others has to
 	// be woken, and the more processor time it takes.
 	Spin time.Duration
@@ -115,9 +115,7 @@ type Engine struct {
 	inbox   inbox
 	poller  transport.Poller // nil where links have receivers
 	polled  []*frames        // of the links
-	spin    spin
-	wheel   wheel
-	late    lateBell
+	sched   *scheduler
 	clock   rankClock
 	// observer is told what happens. tracing says that the coordinator notes arrivals for it.
 	observer observer
@@ -125,19 +123,11 @@ type Engine struct {
 	// published is what the coordinator had counted at publishedAt.
 	published   atomic.Pointer[stats.Coordinator]
 	publishedAt time.Duration
-	// helpable says that other goroutines than BackgroundThreadLoop may take turns, and trying are the lanes whose work a turn
-	// has started. Both belong to who holds the wheel.
-	helpable bool
-	trying   []*lane
-	looks    atomic.Uint64 // for tests: how often the loop has watched
 
 	member      *controller.Member
 	coordinator *controller.Coordinator // rank 0 only
 	negotiation negotiation
 
-	bell     chan struct{}
-	rung     atomic.Bool             // the loop has to take a turn
-	resting  atomic.Bool             // it sleeps, or is about to
 	leaving  atomic.Pointer[leaving] // not nil after Shutdown
 	stop     chan struct{}           // closed: give up without ceremony
 	stopOnce sync.Once
@@ -148,9 +138,10 @@ type Engine struct {
 	mu       sync.Mutex
 	finished []finishedWork // from the lanes
 
-	// Owned by the loop.
+	// Owned by the goroutine that runs turns.
 	now        time.Duration // when the turn began
 	granted    int           // grants given to lanes and not finished
+	trying     []*lane       // those whose work a turn has started
 	stopped    bool          // STOP is applied
 	stopCause  error         // why, unless this rank has asked for it: a *StallError or a *PeerError
 	due        time.Duration // when the first of the operations in flight runs out of time
@@ -190,7 +181,6 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e := &Engine{
 		cfg: cfg, log: cfg.Log, start: time.Now(), due: never,
-		bell:     make(chan struct{}, 1),
 		stop:     make(chan struct{}),
 		ended:    make(chan struct{}),
 		released: make(chan struct{}),
@@ -202,12 +192,13 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		e.clock.Domain = cfg.ClockDomain
 	}
 	e.ctx, e.cancel = context.WithCancelCause(context.Background())
-	e.inbox.ring = e.ring
+	e.sched = newScheduler(e, e.observer.since, e.stop)
+	e.inbox.notify = e.sched.notify
 	e.log.Debug("init: connecting to the other ranks")
 	if err := e.connect(ctx); err != nil {
 		return nil, e.abandon(err)
 	}
-	if err := e.poll(); err != nil {
+	if err := e.openPolled(); err != nil {
 		return nil, e.abandon(err)
 	}
 	for _, set := range e.sets() {
@@ -345,7 +336,7 @@ func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
 	}
 	err := e.Queue(entries...)
 	if err == nil {
-		e.ring()
+		e.sched.notify()
 	}
 	return err
 }
@@ -402,7 +393,7 @@ func (e *Engine) depart(how *leaving) {
 		l.queue.Close(ErrShutDown)
 	}
 	e.leaving.Store(how)
-	e.ring()
+	e.sched.notify()
 }
 
 // awaitEnd closes the engine when the epoch has ended, at the latest after d or when ctx ends.
@@ -421,7 +412,7 @@ func (e *Engine) awaitEnd(ctx context.Context, d time.Duration) {
 func (e *Engine) Close() {
 	e.stopOnce.Do(func() {
 		close(e.stop)
-		e.ring() // it may be watching
+		e.sched.notify() // it may be polling
 	})
 	<-e.released
 }
@@ -431,23 +422,3 @@ func (e *Engine) Ended() <-chan struct{} { return e.ended }
 
 // Err is why the epoch ended: nil after an orderly shutdown. It must not be called before Ended is closed.
 func (e *Engine) Err() error { return e.failure }
-
-// ring makes the loop take a turn, after what it is to see was put where it looks. Either it has not begun that turn, or it
-// sees rung before it sleeps, or it is seen to rest.
-func (e *Engine) ring() {
-	if e.rung.Load() {
-		return
-	}
-	e.rung.Store(true)
-	if e.resting.Load() {
-		e.rouse()
-	}
-}
-
-// rouse ends the wait of a loop that sleeps.
-func (e *Engine) rouse() {
-	select {
-	case e.bell <- struct{}{}:
-	default:
-	}
-}

@@ -6,14 +6,14 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// Looks is how often the loop has watched.
-func (e *Engine) Looks() uint64 { return e.looks.Load() }
+// Polls is how often the loop was polled.
+func (e *Engine) Polls() uint64 { return e.sched.polls.Load() }
 
-// SetSpin replaces how long the loop watches after what comes next.
+// SetSpin replaces how long the loop polls before it parks.
 func (e *Engine) SetSpin(d time.Duration) {
-	e.wheel.mu.Lock()
-	defer e.wheel.mu.Unlock()
-	e.spin.budget, e.spin.watch = d, d
+	e.sched.mu.Lock()
+	defer e.sched.mu.Unlock()
+	e.sched.budget, e.sched.backgroundBudget = d, d
 }
 
 // Queued is how many grants wait for the lane of a process set.
@@ -24,5 +24,5 @@ func (e *Engine) Queued(set topo.ProcessSetID) int {
 	return len(l.todo)
 }
 
-// SetLatePeriod replaces the time that lateBell waits, before it has.
-func (e *Engine) SetLatePeriod(d time.Duration) { e.late.period = d }
+// SetDeferralPeriod replaces the time for which NotifyLater defers, before it has.
+func (e *Engine) SetDeferralPeriod(d time.Duration) { e.sched.deferred.period = d }

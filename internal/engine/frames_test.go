@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"testing"
-	"time"
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/transport"
@@ -196,84 +195,5 @@ func TestFramesThatNeverPause(t *testing.T) {
 	}
 	if f.seq != 2000 || most > 2*readStep {
 		t.Errorf("%d frames came, %d bytes were held, want 2000 and at most %d", f.seq, most, 2*readStep)
-	}
-}
-
-func TestSpin(t *testing.T) {
-	for _, test := range []struct {
-		name                  string
-		budget                time.Duration
-		pinned                bool
-		ranks, cores, threads int
-		want                  spin
-	}{
-		{"room for all", 0, false, 2, 16, 16, spin{budget: defaultSpin, watch: defaultSpin, help: defaultHelp, watching: pace{16, 64}, helping: pace{16, 256}}},
-		{"room for one thread each", 0, false, 2, 4, 1, spin{budget: defaultSpin, watch: defaultSpin, help: defaultHelp, watching: pace{16, 1}, helping: pace{16, 256}}},
-		{"alone on one processor", 0, false, 1, 1, 1, spin{budget: defaultSpin, watch: defaultSpin, help: defaultHelp, watching: pace{1, 1}, helping: pace{16, 256}}},
-		{"as many ranks as processors", 0, false, 2, 2, 2, spin{budget: 2 * defaultSpin, watch: 2 * defaultSpin, help: defaultHelp, watching: pace{1, 4}, tight: true, helping: pace{16, 256}}},
-		{"the same with a thread each", 0, false, 2, 2, 1, spin{budget: defaultSpin, watch: defaultSpin, help: defaultHelp, watching: pace{1, 1}, helping: pace{16, 256}}},
-		{"more ranks than processors", 0, false, 4, 2, 2, spin{budget: 4 * defaultSpin, watch: 4 * defaultSpin, help: 4 * defaultSpin, watching: pace{1, 1}, tight: true, helping: pace{1, 64}}},
-		{"pinned", 0, true, 2, 16, 16, spin{budget: defaultSpin, watch: defaultSpin, help: defaultHelp, watching: pace{1, 4}, helping: pace{16, 256}, pinned: true}},
-		{"a budget of its own", time.Hour, false, 4, 2, 2, spin{budget: time.Hour, watch: time.Hour, help: time.Hour, watching: pace{1, 1}, tight: true, helping: pace{1, 64}}},
-		{"no budget", -1, false, 2, 16, 16, spin{watching: pace{16, 64}, helping: pace{16, 256}}},
-	} {
-		if got := newSpin(test.budget, test.pinned, test.ranks, test.cores, test.threads); got != test.want {
-			t.Errorf("%s: got %+v, want %+v", test.name, got, test.want)
-		}
-	}
-}
-
-// rings counts how often peers that rest are told.
-type rings struct {
-	transport.Poller
-	n int
-}
-
-func (r *rings) Ring() { r.n++ }
-
-// Peers that rest hear of what was sent also from a rank that always finds something to do after a look or two: after some
-// looks, or some time, and once.
-func TestBusyRankRings(t *testing.T) {
-	var mesh rings
-	e := &Engine{start: time.Now(), poller: &mesh, spin: spin{watch: time.Hour}}
-	busy := func() {
-		e.rung.Store(true)
-		if !e.look(&pace{1, 1}, func() bool { return false }) {
-			t.Fatal("a loop whose bell was rung does not see it")
-		}
-	}
-	looks := func(n int) {
-		for range n {
-			busy()
-		}
-	}
-	looks(2 * looksPerRing)
-	if mesh.n != 0 {
-		t.Errorf("rang %d times, and nothing was sent", mesh.n)
-	}
-	for range 3 {
-		mesh.n = 0
-		e.spin.sent(e.now)
-		looks(looksPerRing - 1)
-		e.spin.sent(e.now) // does not put off what was sent before
-		if mesh.n != 0 {
-			t.Errorf("rang %d times before the peer has had time to look", mesh.n)
-		}
-		looks(1)
-		if mesh.n != 1 {
-			t.Errorf("rang %d times after %d looks, want once", mesh.n, looksPerRing)
-		}
-		looks(2 * looksPerRing)
-		if mesh.n != 1 {
-			t.Errorf("rang %d times though nothing more was sent, want once", mesh.n)
-		}
-	}
-	mesh.n = 0
-	e.spin.sent(e.now)
-	busy()
-	e.now += time.Hour
-	busy()
-	if mesh.n != 1 {
-		t.Errorf("rang %d times in an hour, want once", mesh.n)
 	}
 }

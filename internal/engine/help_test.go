@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/transport/mem"
 )
 
-// do submits an entry as a caller does that waits at once, and reports whether it was done when Help returned.
+// do submits an entry as a caller does that waits at once, and reports whether it was done when Drive returned.
 func (c *cluster) do(r int, entry *tensorqueue.Entry) (helped bool) {
 	done := make(chan struct{})
 	var failed error
@@ -24,7 +24,7 @@ func (c *cluster) do(r int, entry *tensorqueue.Entry) (helped bool) {
 		c.t.Errorf("rank %d: %q: %v", r, entry.Request.Name, err)
 		return false
 	}
-	c.engines[r].Help(c.ctx, isClosed(done))
+	c.engines[r].Drive(c.ctx, isClosed(done))
 	select {
 	case <-done:
 		helped = true
@@ -60,7 +60,7 @@ func barrier(name string) *tensorqueue.Entry {
 }
 
 // Who waits does the work.
-func TestHelp(t *testing.T) {
+func TestDrive(t *testing.T) {
 	c := startOn(t, mem.NewPolled(3), 3, func(cfg *engine.Config) { cfg.Spin = time.Second })
 	helped := make([]int, 3)
 	c.each(func(r int) {
@@ -79,8 +79,8 @@ func TestHelp(t *testing.T) {
 	c.shutdown()
 }
 
-// Goroutines that wait, and the loop that serves those who do not, take the wheel from each other.
-func TestManyHelp(t *testing.T) {
+// Goroutines that wait, and the loop that serves those who do not, take the lock from each other.
+func TestManyDrive(t *testing.T) {
 	const n, goroutines, rounds = 2, 4, 200
 	c := startOn(t, mem.NewPolled(n), n, nil)
 	c.each(func(r int) {
@@ -108,7 +108,7 @@ func TestManyHelp(t *testing.T) {
 }
 
 // Who helps stops when its context ends, or when nothing has happened for a while; what it waits for goes on without it.
-func TestHelpEnds(t *testing.T) {
+func TestDriveEnds(t *testing.T) {
 	c := startOn(t, mem.NewPolled(3), 3, func(cfg *engine.Config) {
 		cfg.Spin = time.Hour
 		if cfg.Rank == 2 {
@@ -128,7 +128,7 @@ func TestHelpEnds(t *testing.T) {
 		if err := c.engines[r].Queue(entry); err != nil {
 			t.Fatal(err)
 		}
-		c.engines[r].Help(ctx, never)
+		c.engines[r].Drive(ctx, never)
 		if len(late[r]) > 0 {
 			t.Fatalf("rank %d is done without rank 0", r)
 		}
@@ -140,14 +140,14 @@ func TestHelpEnds(t *testing.T) {
 		}
 	}
 	c.shutdown()
-	c.engines[1].Help(c.ctx, never) // there is nothing to help with any more
+	c.engines[1].Drive(c.ctx, never) // there is nothing to help with any more
 }
 
 // What is left to a heartbeat takes half a second. So much of it takes longer than the test has.
 const oftenEnough = 200
 
 // A rank that watches for very long tells those who rest what it has sent.
-func TestHelpRings(t *testing.T) {
+func TestDriverNotifiesPeers(t *testing.T) {
 	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) {
 		cfg.Spin = time.Microsecond
 		if cfg.Rank == 1 {
@@ -166,7 +166,7 @@ func TestHelpRings(t *testing.T) {
 }
 
 // A deadline that a helper's turn brings is kept though the background loop sleeps.
-func TestHelpKeepsDeadlines(t *testing.T) {
+func TestDriveKeepsDeadlines(t *testing.T) {
 	end := time.Now().Add(deadline)
 	for range oftenEnough {
 		c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Microsecond })
@@ -178,7 +178,7 @@ func TestHelpKeepsDeadlines(t *testing.T) {
 		if err := c.engines[1].Queue(entry); err != nil {
 			t.Fatal(err)
 		}
-		c.engines[1].Help(c.ctx, never)
+		c.engines[1].Drive(c.ctx, never)
 		if err := c.wait(done); err == nil {
 			t.Fatal("got no error")
 		}
@@ -190,7 +190,7 @@ func TestHelpKeepsDeadlines(t *testing.T) {
 }
 
 // The end of an engine reaches a goroutine that helps.
-func TestCloseWhileHelping(t *testing.T) {
+func TestCloseWhileDriving(t *testing.T) {
 	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Hour })
 	left := make(chan struct{})
 	entry := sum("x", make([]byte, 8))
@@ -201,9 +201,9 @@ func TestCloseWhileHelping(t *testing.T) {
 	}
 	go func() {
 		defer close(left)
-		c.engines[1].Help(context.Background(), isClosed(answered))
+		c.engines[1].Drive(context.Background(), isClosed(answered))
 	}()
-	for before := c.engines[1].Looks(); c.engines[1].Looks() < before+100; {
+	for before := c.engines[1].Polls(); c.engines[1].Polls() < before+100; {
 	}
 	c.engines[1].Close()
 	<-left

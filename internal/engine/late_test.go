@@ -18,7 +18,7 @@ func crowded(t *testing.T, told *[2]log, period time.Duration) *cluster {
 	})
 	if period > 0 {
 		for _, e := range c.engines {
-			e.SetLatePeriod(period)
+			e.SetDeferralPeriod(period)
 		}
 	}
 	return c
@@ -31,7 +31,7 @@ func (c *cluster) queue(r int, name string, done chan<- error) {
 	if err := c.engines[r].Queue(e); err != nil {
 		done <- err
 	}
-	c.engines[r].RingSoon()
+	c.engines[r].NotifyLater()
 }
 
 // lateRounds is how many operations one after the other take milliseconds.
@@ -45,7 +45,7 @@ func promptly(t *testing.T, began time.Time) {
 }
 
 // What is queued one after the other is negotiated together.
-func TestRingOnceForMany(t *testing.T) {
+func TestNotifyOnceForMany(t *testing.T) {
 	const tensors = 20
 	var told [2]log
 	c := crowded(t, &told, time.Hour)
@@ -55,7 +55,7 @@ func TestRingOnceForMany(t *testing.T) {
 			c.queue(r, fmt.Sprint(i), done)
 			time.Sleep(time.Millisecond) // time enough for a loop that is rung
 		}
-		c.engines[r].Hurry()
+		c.engines[r].Flush()
 		for range tensors {
 			if err := c.wait(done); err != nil {
 				t.Errorf("rank %d: %v", r, err)
@@ -74,7 +74,7 @@ func TestRingOnceForMany(t *testing.T) {
 }
 
 // What was queued is done also if nobody hurries.
-func TestRingWithoutHurry(t *testing.T) {
+func TestNotifyLaterWithoutFlush(t *testing.T) {
 	var told [2]log
 	c := crowded(t, &told, 0)
 	began := time.Now()
@@ -92,7 +92,7 @@ func TestRingWithoutHurry(t *testing.T) {
 }
 
 // What was queued is done also if more keeps coming.
-func TestRingWhileQueueing(t *testing.T) {
+func TestNotifyWhileQueueing(t *testing.T) {
 	const most = 500 // before the first heartbeat
 	var told [2]log
 	c := crowded(t, &told, 5*time.Millisecond)
@@ -114,7 +114,7 @@ func TestRingWhileQueueing(t *testing.T) {
 }
 
 // Who waits does not wait for the bell, nor who asks, and the next is rung for again, by the timer too.
-func TestHelpAfterRing(t *testing.T) {
+func TestDriveAfterNotifyLater(t *testing.T) {
 	for _, period := range []time.Duration{0, time.Hour} {
 		var told [2]log
 		c := crowded(t, &told, period)
@@ -125,9 +125,9 @@ func TestHelpAfterRing(t *testing.T) {
 				c.queue(r, "a", done)
 				switch {
 				case round%2 == 0:
-					c.engines[r].Help(c.ctx, func() bool { return len(done) == 1 })
+					c.engines[r].Drive(c.ctx, func() bool { return len(done) == 1 })
 				case period > 0:
-					c.engines[r].Hurry()
+					c.engines[r].Flush()
 				}
 				if err := c.wait(done); err != nil {
 					t.Errorf("rank %d: round %d: %v", r, round, err)

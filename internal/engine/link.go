@@ -167,7 +167,7 @@ type event struct {
 
 // inbox is where the receivers leave events for the loop.
 type inbox struct {
-	ring func() // wakes the loop
+	notify func() // wakes the loop
 
 	mu     sync.Mutex
 	events []event
@@ -178,7 +178,7 @@ func (in *inbox) put(e event) {
 	in.mu.Lock()
 	in.events = append(in.events, e)
 	in.mu.Unlock()
-	in.ring()
+	in.notify()
 }
 
 // take appends the waiting events to dst.

@@ -27,10 +27,8 @@ func (e *Engine) BackgroundThreadLoop() {
 			connected.Go(func() { l.receive(&e.inbox) })
 		}
 	}
-	err := e.loop()
-	if e.poller != nil {
-		e.tellPeers() // for the last frames
-	}
+	err := e.sched.run()
+	e.sched.notifyPeers() // of the last frames
 	if e.failure = err; err == nil {
 		e.failure = e.stopCause
 	}
@@ -65,69 +63,6 @@ func (e *Engine) BackgroundThreadLoop() {
 // flushTimeout is how long the last frames may take to leave.
 const flushTimeout = time.Second
 
-// loop is nil after an orderly shutdown.
-func (e *Engine) loop() error {
-	timer := time.NewTimer(0)
-	defer timer.Stop()
-	for {
-		if e.wheel.takeBack() {
-			sleep, over, err := e.backgroundTurn(timer)
-			e.wheel.giveUp()
-			if over {
-				return err
-			}
-			if !sleep {
-				continue
-			}
-		}
-		select {
-		case <-e.bell:
-		case <-timer.C:
-		case <-e.stop:
-			// Whoever has the wheel is about to give it up.
-			e.wheel.mu.Lock()
-			e.wheel.over = true
-			e.wheel.mu.Unlock()
-			return ErrClosed
-		}
-	}
-}
-
-// backgroundTurn is a turn of BackgroundThreadLoop, which has the wheel. Then it sleeps until timer fires or the bell rings,
-// if there is nothing to do or another takes the wheel.
-func (e *Engine) backgroundTurn(timer *time.Timer) (sleep, over bool, err error) {
-	if e.wheel.over {
-		return false, true, e.wheel.err
-	}
-	e.wake()
-	next := e.turn()
-	if e.wheel.over {
-		return false, true, e.wheel.err
-	}
-	if closed(e.stop) {
-		e.wheel.over = true
-		return false, true, ErrClosed
-	}
-	if e.look(&e.spin.watching, e.wheel.wanted.Load) {
-		return false, false, nil
-	}
-	if !e.wheel.wanted.Load() {
-		e.handOver()
-		if e.poller != nil {
-			e.tellPeers()
-		}
-		if !e.rest() {
-			return false, false, nil
-		}
-	}
-	// An alarm too early is a turn for nothing, and cheaper than to move it in every turn.
-	if next < e.wheel.alarm || e.wheel.alarm <= e.now {
-		timer.Reset(next - e.now)
-		e.wheel.alarm = next
-	}
-	return true, false, nil
-}
-
 // answer ends the lanes and answers everything that is left, with err unless that is nil.
 func (e *Engine) answer(err error) {
 	e.closeComplaints()
@@ -142,9 +77,9 @@ func (e *Engine) answer(err error) {
 	for _, l := range e.lanes.all {
 		l.queue.Close(reason)
 	}
-	e.wheel.mu.Lock() // for who leaves it
-	e.handOver()
-	e.wheel.mu.Unlock()
+	e.sched.mu.Lock() // a driver may be about to unlock it
+	e.handOff()
+	e.sched.mu.Unlock()
 	e.endLanes(err)
 	if err != nil {
 		e.cancel(err)
@@ -168,15 +103,14 @@ func (e *Engine) laneFinished(w *work, err error) {
 	e.mu.Lock()
 	e.finished = append(e.finished, finishedWork{w, err})
 	e.mu.Unlock()
-	e.ring()
+	e.sched.notify()
 }
 
 // RunLoopOnce is one turn: take the queue, classify each request against the cache, negotiate, hand grants to lanes. It
 // does not block. It says when the next turn is due at the latest, as a time since start; over means that the epoch is, and
 // why.
 func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
-	e.rung.Store(false)
-	e.now = time.Since(e.start)
+	e.now = e.sched.now
 	e.member.Tick(e.now)
 	if e.coordinator != nil {
 		e.coordinator.Tick(e.now)
@@ -220,7 +154,7 @@ func (e *Engine) takeFinished() {
 	e.finished = e.finished[:0]
 	e.mu.Unlock()
 	if len(s.finished) > 0 {
-		e.spin.extend(e.now)
+		e.sched.extend()
 	}
 	for _, f := range s.finished {
 		if errors.Is(f.err, transport.ErrClosed) {
@@ -247,7 +181,7 @@ func (e *Engine) takeRequests() {
 	leaving, accepts := e.leaving.Load(), e.negotiation.accepts()
 	for _, l := range e.lanes.all {
 		if accepts && l.queue.Waiting() {
-			e.spin.extend(e.now)
+			e.sched.extend()
 			e.submit(l)
 		}
 	}
@@ -328,9 +262,9 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 		return err
 	}
 	e.granted++
-	e.spin.extend(e.now)
+	e.sched.extend()
 	if !e.attempt(l, w) {
-		e.spin.dispatched = true
+		e.sched.dispatched = true
 		l.push(w)
 	}
 	return nil

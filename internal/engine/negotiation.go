@@ -128,7 +128,7 @@ func (e *Engine) speak() (spoke bool) {
 func (e *Engine) suspect(r topo.Rank, err error) {
 	e.log.Error("cannot go on", zap.Error(err))
 	e.member.Suspect(r, err.Error())
-	e.ring()
+	e.sched.notify()
 }
 
 // sendUp sends a frame to rank 0. An error is of this rank's own making; others fail rank 0.
@@ -210,7 +210,7 @@ func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 		return
 	}
 	if e.scratch.up.Type == message.UpNews {
-		e.spin.extend(e.now) // the others' operations are this rank's too, as their coordinator
+		e.sched.extend() // the others' operations are this rank's too, as their coordinator
 	}
 	e.coordinator.Step(from, &e.scratch.up)
 }
@@ -257,7 +257,7 @@ func (e *Engine) announce() {
 	// Not before: Advance drops what Ready said, and a verdict would go with it.
 	for _, f := range failed {
 		e.coordinator.Fault(f.from, f.err.Error())
-		e.ring()
+		e.sched.notify()
 	}
 	clear(failed)
 	e.scratch.failed = failed

@@ -26,7 +26,7 @@ func comesToRest(t *testing.T, c *cluster) {
 	t.Helper()
 	looks := func() (n uint64) {
 		for _, e := range c.engines {
-			n += e.Looks()
+			n += e.Polls()
 		}
 		return n
 	}
@@ -54,8 +54,8 @@ func TestIdleRanksDoNotWatch(t *testing.T) {
 		}
 	})
 	for r, e := range c.engines {
-		if e.Looks() < 100 {
-			t.Errorf("rank %d watched %d times in 100 operations", r, e.Looks())
+		if e.Polls() < 100 {
+			t.Errorf("rank %d watched %d times in 100 operations", r, e.Polls())
 		}
 	}
 	comesToRest(t, c)
@@ -92,7 +92,7 @@ func TestWatchesAfterALongOperation(t *testing.T) {
 	// Rank 1 does not coordinate, so only the end of the operation concerns it from here on.
 	e := c.engines[1]
 	e.SetSpin(time.Hour)
-	before := e.Looks()
+	before := e.Polls()
 	close(release)
 	c.each(func(r int) {
 		if err := c.wait(done[r]); err != nil {
@@ -100,9 +100,9 @@ func TestWatchesAfterALongOperation(t *testing.T) {
 		}
 	})
 	const want = 200 // without watching it is about two a second, for heartbeats
-	for e.Looks() < before+want {
+	for e.Polls() < before+want {
 		if c.ctx.Err() != nil {
-			t.Fatalf("watched %d times, want %d", e.Looks()-before, want)
+			t.Fatalf("watched %d times, want %d", e.Polls()-before, want)
 		}
 		runtime.Gosched()
 	}

@@ -38,10 +38,10 @@ func TestHelpLeavesSteps(t *testing.T) {
 			x := sum("x", buf)
 			if r.Rank == 0 {
 				submit(hold, func() {})
-				r.Engine.Ring()
+				r.Engine.Notify()
 				r.Must(<-done)
 				submit(x, func() {})
-				r.Engine.Help(t.Context(), never)
+				r.Engine.Drive(t.Context(), never)
 				if len(done) > 0 {
 					r.Errorf("done without rank 1")
 				}
@@ -50,10 +50,10 @@ func TestHelpLeavesSteps(t *testing.T) {
 				held := make(chan struct{})
 				release <- held
 				submit(hold, func() { <-held })
-				r.Engine.Ring()
+				r.Engine.Notify()
 				r.Must(<-done)
 				submit(x, func() {})
-				r.Engine.Ring()
+				r.Engine.Notify()
 			}
 			r.Must(<-done)
 			if !bytes.Equal(buf, want) {

@@ -372,7 +372,7 @@ func (c *conn) help() (came bool, err error) {
 		return false, nil
 	}
 	c.attending.Store(true)
-	door.Help(context.Background(), func() bool {
+	door.Drive(context.Background(), func() bool {
 		if c.owed.Load() && c.owed.Swap(false) {
 			c.out.Bell()
 		}
@@ -395,7 +395,7 @@ func (c *conn) help() (came bool, err error) {
 // notice has the engine see what was begun, for who comes to help only later.
 func (c *conn) notice() {
 	if door := c.server.door(); door != nil {
-		door.Ring()
+		door.Notify()
 	}
 }
 

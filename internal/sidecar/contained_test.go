@@ -472,8 +472,8 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 	begun := make(chan *raw.Operation, 1)
 	s.inside.Store(&raw.Door{
 		Begin: func(o *raw.Operation) error { begun <- o; return nil },
-		Help:  func(context.Context, func() bool) {},
-		Ring: func() {
+		Drive: func(context.Context, func() bool) {},
+		Notify: func() {
 			select {
 			case noticed <- struct{}{}:
 			default:

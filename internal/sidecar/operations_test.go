@@ -209,7 +209,7 @@ func TestBellIsOwed(t *testing.T) {
 		"after the last look": func(context.Context, func() bool) { c.ringLater() },
 		"before a look":       func(_ context.Context, done func() bool) { c.ringLater(); c.ringLater(); done() },
 	} {
-		s.inside.Store(&raw.Door{Help: help})
+		s.inside.Store(&raw.Door{Drive: help})
 		if _, err := c.help(); err != nil {
 			t.Fatal(err)
 		}
@@ -299,8 +299,8 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 		if r == 0 {
 			// It works for the engine for as long as the other rank takes.
 			door := *s.inside.Load()
-			help := door.Help
-			door.Help = func(ctx context.Context, done func() bool) {
+			help := door.Drive
+			door.Drive = func(ctx context.Context, done func() bool) {
 				for !done() {
 					help(ctx, done)
 				}

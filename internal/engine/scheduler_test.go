@@ -1,0 +1,393 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// fakeLoop is a loop whose turns do what tests say. It has peers too.
+type fakeLoop struct {
+	start time.Time
+	ahead atomic.Int64 // of the bubble's clock is the loop's, because polls take time
+
+	mu     sync.Mutex
+	turns  []time.Duration                     // when each began
+	turn   func() (time.Duration, bool, error) // nil: nothing is due for an hour
+	work   atomic.Int32                        // what is queued
+	polls  func(n int) bool                    // what a poll finds; nil: nothing
+	polled int
+
+	handOffs, notified, parks, unparks int
+	busy                               bool
+}
+
+func (l *fakeLoop) clock() time.Duration { return time.Since(l.start) + time.Duration(l.ahead.Load()) }
+
+func (l *fakeLoop) RunLoopOnce() (time.Duration, bool, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.turns = append(l.turns, l.clock())
+	l.work.Store(0)
+	if l.turn != nil {
+		return l.turn()
+	}
+	return l.clock() + time.Hour, false, nil
+}
+
+// arrived takes a microsecond of the fake clock.
+func (l *fakeLoop) arrived() bool {
+	l.ahead.Add(int64(time.Microsecond))
+	l.polled++
+	return l.polls != nil && l.polls(l.polled)
+}
+
+func (l *fakeLoop) handOff()        { l.handOffs++ }
+func (l *fakeLoop) executing() bool { return l.busy }
+func (l *fakeLoop) queued() int     { return int(l.work.Load()) }
+func (l *fakeLoop) NotifyPeers()    { l.notified++ }
+func (l *fakeLoop) Park() bool      { l.parks++; return true }
+func (l *fakeLoop) Unpark()         { l.unparks++ }
+
+// nextTurns says what turns do from now on; nil is nothing.
+func (l *fakeLoop) nextTurns(turn func() (time.Duration, bool, error)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.turn = turn
+}
+
+// took returns when the turns began since the last call.
+func (l *fakeLoop) took() []time.Duration {
+	synctest.Wait()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	turns := l.turns
+	l.turns = nil
+	return turns
+}
+
+// scheduled calls test with a scheduler that BackgroundThreadLoop runs, in a bubble. What run returned is checked against want.
+func scheduled(t *testing.T, budget time.Duration, want error, test func(t *testing.T, s *scheduler, l *fakeLoop)) {
+	synctest.Test(t, func(t *testing.T) {
+		l := &fakeLoop{start: time.Now()}
+		stop := make(chan struct{})
+		s := newScheduler(l, l.clock, stop)
+		limits := pollLimits{backgroundBudget: budget, driveBudget: budget, backgroundPace: pace{1 << 30, 1 << 30}, drivePace: pace{1 << 30, 1 << 30}}
+		s.poll(l, limits)
+		var err error
+		var running sync.WaitGroup
+		running.Go(func() { err = s.run() })
+		if got := l.took(); len(got) != 1 {
+			t.Fatalf("turns at %v at the start, want one", got)
+		}
+		test(t, s, l)
+		close(stop)
+		s.notify()
+		running.Wait()
+		if !errors.Is(err, want) {
+			t.Errorf("run returned %v, want %v", err, want)
+		}
+	})
+}
+
+// isAt reports whether a turn began when it was due: polls may have taken a little time after the last look at the clock.
+func isAt(at, due time.Duration) bool { return at >= due && at <= due+pollsPerClock*time.Microsecond }
+
+const pollBudget = 50 * time.Microsecond
+
+// parked -> background: by notify, and when a turn is due; many notifications before a turn are one.
+func TestSchedulerParks(t *testing.T) {
+	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+		if !s.parked.Load() || l.parks == 0 {
+			t.Error("an idle scheduler is not parked")
+		}
+		for range 3 {
+			time.Sleep(time.Second)
+			at := l.clock()
+			s.notify()
+			s.notify()
+			if got := l.took(); !slices.Equal(got, []time.Duration{at}) {
+				t.Errorf("notified at %v: turns at %v", at, got)
+			}
+		}
+		due := l.clock() + time.Minute
+		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
+		s.notify()
+		l.took()
+		l.nextTurns(nil)
+		time.Sleep(2 * time.Minute)
+		if got := l.took(); len(got) != 1 || !isAt(got[0], due) {
+			t.Errorf("turns at %v, want one at %v, when it is due", got, due)
+		}
+		if l.unparks == 0 {
+			t.Error("the mesh was not told that the scheduler polls again")
+		}
+	})
+}
+
+// background: a rank that is busy polls for its budget, an idle one once.
+func TestSchedulerPolls(t *testing.T) {
+	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+		for _, busy := range []bool{false, true} {
+			want := 1
+			if busy {
+				want = int(pollBudget / time.Microsecond)
+			}
+			l.polled = 0
+			l.nextTurns(func() (time.Duration, bool, error) {
+				if busy {
+					s.extend()
+				}
+				return l.clock() + time.Hour, false, nil
+			})
+			s.notify()
+			time.Sleep(time.Millisecond)
+			l.took()
+			if l.polled < want || l.polled > want+pollsPerClock {
+				t.Errorf("busy %v: %d polls, want %d", busy, l.polled, want)
+			}
+		}
+		// What a poll finds is for a turn at once.
+		l.polls = func(n int) bool { return n == 10 }
+		l.polled = 0
+		at := l.clock()
+		s.notify()
+		time.Sleep(time.Millisecond)
+		if got := l.took(); len(got) != 2 || got[1] != at+10*time.Microsecond {
+			t.Errorf("turns at %v, want them at %v and 10us later", got, at)
+		}
+	})
+}
+
+// parked -> driven -> parked, and over: a driver runs the turns until what it waits for is done, its context ends, or nothing
+// comes within the budget; what comes afterwards is for BackgroundThreadLoop.
+func TestSchedulerDrives(t *testing.T) {
+	over := errors.New("over")
+	scheduled(t, pollBudget, over, func(t *testing.T, s *scheduler, l *fakeLoop) {
+		canceled, cancel := context.WithCancel(t.Context())
+		cancel()
+		for name, c := range map[string]struct {
+			ctx  context.Context
+			done func() bool
+			want time.Duration
+		}{
+			"done":     {t.Context(), func() bool { return l.polled >= 7 }, 7 * time.Microsecond},
+			"canceled": {canceled, func() bool { return false }, 0},
+			"budget":   {t.Context(), func() bool { return false }, pollBudget},
+		} {
+			l.polled, l.handOffs = 0, 0
+			at := l.clock()
+			s.drive(c.ctx, c.done)
+			if took := l.clock() - at; took < c.want || took > c.want+pollsPerClock*time.Microsecond {
+				t.Errorf("%s: drove for %v, want %v", name, took, c.want)
+			}
+			if l.handOffs == 0 || !s.parked.Load() {
+				t.Errorf("%s: %d hand-offs, parked %v after driving", name, l.handOffs, s.parked.Load())
+			}
+			l.took()
+			s.notify()
+			if got := l.took(); len(got) != 1 {
+				t.Errorf("%s: turns at %v after a notification, want one", name, got)
+			}
+		}
+		l.nextTurns(func() (time.Duration, bool, error) { return 0, true, over })
+		s.drive(t.Context(), func() bool { return false })
+		before := len(l.took())
+		s.drive(t.Context(), func() bool { t.Error("a driver of what is over waits"); return true })
+		if got := l.took(); len(got) > 0 || before != 1 {
+			t.Errorf("%d turns and then %v, want one that says that it is over", before, got)
+		}
+	})
+}
+
+// driven -> background: a deadline that a driver's turn has brought, and a wake-up that BackgroundThreadLoop could not follow, are
+// not lost.
+func TestSchedulerHandsOff(t *testing.T) {
+	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+		due := l.clock() + time.Second
+		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
+		s.drive(t.Context(), func() bool { return true })
+		l.took()
+		l.nextTurns(nil)
+		time.Sleep(time.Minute)
+		if got := l.took(); !slices.ContainsFunc(got, func(at time.Duration) bool { return isAt(at, due) }) {
+			t.Errorf("turns at %v, want one at %v, which a driver's turn has asked for", got, due)
+		}
+
+		// The timer fires while a driver holds the lock.
+		due = l.clock() + 10*time.Microsecond
+		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
+		s.notify()
+		l.took()
+		l.nextTurns(nil)
+		at := l.clock()
+		s.drive(t.Context(), func() bool { return l.clock() > at+30*time.Microsecond })
+		if got := l.took(); len(got) < 2 {
+			t.Errorf("turns at %v, want the driver's and one of BackgroundThreadLoop, which was woken meanwhile", got)
+		}
+	})
+}
+
+// background -> wanted -> driven: a driver takes the lock from BackgroundThreadLoop; a second one returns, and the turn that it needs is
+// run.
+func TestSchedulerTakesTheLock(t *testing.T) {
+	scheduled(t, time.Hour, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+		var turns atomic.Int32
+		l.nextTurns(func() (time.Duration, bool, error) {
+			turns.Add(1)
+			s.extend()
+			return l.clock() + 2*time.Hour, false, nil
+		})
+		var end atomic.Bool
+		l.polls = func(int) bool { // nothing comes, for as long as the test takes
+			runtime.Gosched()
+			l.ahead.Store(0)
+			return false
+		}
+		until := func(what string, holds func() bool) {
+			for n := 0; !holds(); n++ {
+				if n == 100_000_000 {
+					panic(what)
+				}
+				runtime.Gosched()
+			}
+		}
+		s.notify()
+		until("BackgroundThreadLoop polls", func() bool { return turns.Load() == 1 && s.background.Load() && !s.parked.Load() })
+		var driver sync.WaitGroup
+		driver.Go(func() { s.drive(t.Context(), end.Load) })
+		until("the driver has the lock", func() bool { return turns.Load() == 2 && !s.background.Load() && !s.wanted.Load() })
+		if s.parked.Load() {
+			t.Error("parked while a driver polls")
+		}
+		s.drive(t.Context(), func() bool { t.Error("a second driver waits"); return true })
+		until("a turn for the second driver", func() bool { return turns.Load() == 3 })
+		end.Store(true)
+		driver.Wait()
+		if !s.parked.Load() {
+			t.Error("not parked after the driver")
+		}
+	})
+}
+
+// A rank that always finds something to do after a poll or two notifies parked peers too of what was sent: after some polls, or
+// some time, and once.
+func TestSchedulerNotifiesPeers(t *testing.T) {
+	l := &fakeLoop{start: time.Now()}
+	s := newScheduler(l, l.clock, nil)
+	s.poll(l, pollLimits{backgroundBudget: time.Hour})
+	polls := func(n int) {
+		for range n {
+			s.pending.Store(true)
+			if !s.await(&pace{1, 1}, func() bool { return false }) {
+				t.Fatal("a notification is not seen")
+			}
+		}
+	}
+	want := func(when string, n int) {
+		t.Helper()
+		if l.notified != n {
+			t.Errorf("%s: peers were notified %d times, want %d", when, l.notified, n)
+		}
+		l.notified = 0
+	}
+	polls(2 * pollsPerNotify)
+	want("nothing was sent", 0)
+	for range 3 {
+		s.sent()
+		polls(pollsPerNotify - 1)
+		s.sent() // does not put off what was sent before
+		want("before a peer has had time to poll", 0)
+		polls(1)
+		want("after that", 1)
+		polls(2 * pollsPerNotify)
+		want("nothing more was sent", 0)
+	}
+	s.sent()
+	polls(1)
+	s.now += time.Hour
+	polls(1)
+	want("in an hour", 1)
+}
+
+// Where polling takes the processor from a caller, what it queues is noticed when nothing more comes, at the latest after some
+// periods, and at once if the caller flushes.
+func TestSchedulerDefers(t *testing.T) {
+	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+		s.tight = true
+		queue := func() {
+			l.work.Add(1)
+			s.notifyLater()
+		}
+		at := l.clock()
+		queue()
+		time.Sleep(deferralPeriod / 2)
+		queue()
+		time.Sleep(time.Second)
+		if got := l.took(); !slices.Equal(got, []time.Duration{at + 2*deferralPeriod}) {
+			t.Errorf("queued at %v: turns at %v, want one after two periods", at, got)
+		}
+		at = l.clock()
+		for range 4 * deferralPeriods {
+			queue()
+			time.Sleep(deferralPeriod / 2)
+		}
+		time.Sleep(time.Second)
+		if got := l.took(); len(got) < 2 || got[0] != at+deferralPeriods*deferralPeriod {
+			t.Errorf("queued from %v on: turns at %v, want the first after %d periods", at, got, deferralPeriods)
+		}
+		at = l.clock()
+		queue()
+		s.flush()
+		if got := l.took(); !slices.Equal(got, []time.Duration{at}) {
+			t.Errorf("flushed at %v: turns at %v", at, got)
+		}
+		at = l.clock()
+		queue()
+		s.drive(t.Context(), func() bool { return true })
+		if got := l.took(); len(got) == 0 || got[0] != at {
+			t.Errorf("driven at %v: turns at %v", at, got)
+		}
+		time.Sleep(time.Second)
+		if got := l.took(); len(got) > 1 { // BackgroundThreadLoop may set its alarm
+			t.Errorf("turns at %v for what was driven", got)
+		}
+		s.tight = false
+		at = l.clock()
+		queue()
+		if got := l.took(); !slices.Equal(got, []time.Duration{at}) {
+			t.Errorf("with a processor to spare, queued at %v: turns at %v", at, got)
+		}
+	})
+}
+
+// How long and how often a loop polls depends on how many processes want a processor.
+func TestPollLimits(t *testing.T) {
+	for _, test := range []struct {
+		name                  string
+		budget                time.Duration
+		pinned                bool
+		ranks, cores, threads int
+		want                  pollLimits
+	}{
+		{"room for all", 0, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
+		{"room for one thread each", 0, false, 2, 4, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 1}, drivePace: pace{16, 256}}},
+		{"alone on one processor", 0, false, 1, 1, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
+		{"as many ranks as processors", 0, false, 2, 2, 2, pollLimits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, tight: true, drivePace: pace{16, 256}}},
+		{"the same with a thread each", 0, false, 2, 2, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
+		{"more ranks than processors", 0, false, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
+		{"pinned", 0, true, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, drivePace: pace{16, 256}, pinned: true}},
+		{"a budget of its own", time.Hour, false, 4, 2, 2, pollLimits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
+		{"no budget", -1, false, 2, 16, 16, pollLimits{backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
+	} {
+		if got := newPollLimits(test.budget, test.pinned, test.ranks, test.cores, test.threads); got != test.want {
+			t.Errorf("%s: got %+v, want %+v", test.name, got, test.want)
+		}
+	}
+}
