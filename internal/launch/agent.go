@@ -38,9 +38,7 @@ type agent struct {
 	environ []string // of this host
 	family  *family  // of this process
 	session *yamux.Session
-	// liveness is how long the launcher may be silent, and why the reason for which the session has ended, with room for one.
-	liveness time.Duration
-	why      chan error
+	why     chan error // the reason for which the session has ended; it has room for one
 
 	telling sync.Mutex
 	control *yamux.Stream
@@ -142,7 +140,7 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	}
 	defer session.Close()
 	a := &agent{
-		environ: environ, family: f, session: session, liveness: liveness,
+		environ: environ, family: f, session: session,
 		prepared: make(chan struct{}), begun: make(chan struct{}), why: make(chan error, 1),
 	}
 	if a.control, err = session.AcceptStream(); err == nil {
@@ -154,7 +152,7 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	var orders sync.WaitGroup
 	orders.Go(func() {
 		err := a.obey()
-		if end := endOf(session, liveness); err == io.EOF {
+		if end := endOf(session); err == io.EOF {
 			err = end
 		}
 		a.end(err)
@@ -162,7 +160,7 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	err = a.run()
 	session.Close()
 	if orders.Wait(); err != nil {
-		err = fmt.Errorf("%w (the launcher's orders: %w)", err, <-a.why)
+		err = fmt.Errorf("%w (the launcher's orders: %w)", err, silence(<-a.why, liveness))
 	}
 	return err
 }
@@ -196,11 +194,19 @@ func (a *agent) accept() error {
 	return nil
 }
 
+// check ends the session if something could not be sent in time, since nothing can go on without it. Other errors mean that the
+// session has ended.
+func (a *agent) check(err error) {
+	if errors.Is(err, yamux.ErrConnectionWriteTimeout) {
+		a.end(err)
+	}
+}
+
 // tell waits until the launcher takes the notice or is gone, which obey finds out.
 func (a *agent) tell(n notice) {
 	a.telling.Lock()
 	defer a.telling.Unlock()
-	_ = send(a.control, n)
+	a.check(send(a.control, n))
 }
 
 // run is serveLauncher after the job has come.
@@ -349,9 +355,7 @@ func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 	defer in.Close()
 	// Small blocks, since a ping waits for 64 of them.
 	_, err := io.CopyBuffer(out, in, make([]byte, 16<<10))
-	if errors.Is(err, yamux.ErrConnectionWriteTimeout) { // part of the output is lost, so nothing can go on
-		a.end(errSilent(a.liveness))
-	}
+	a.check(err)
 	out.Close()
 }
 
@@ -434,11 +438,11 @@ func (a *agent) environment() []string {
 	return append(own, env...)
 }
 
-// reachStore tries the addresses of the store, each a little after the one before, and takes the first that proves the job's secret.
-func (a *agent) reachStore() (netip.AddrPort, error) {
+// reachStore tries the addresses of the store, each headStart after the one before, and takes the first that proves the job's secret.
+func (a *agent) reachStore() (at netip.AddrPort, err error) {
 	key, err := secret.Parse(a.job.Secret[0])
 	if err != nil {
-		return netip.AddrPort{}, fmt.Errorf("the job's secret: %w", err)
+		return at, fmt.Errorf("the job's secret: %w", err)
 	}
 	if a.job.TLS {
 		key = key.Encrypted()
@@ -446,44 +450,32 @@ func (a *agent) reachStore() (netip.AddrPort, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), storeWait)
 	defer cancel()
 	type attempt struct {
-		index int
-		err   error
+		addr string
+		err  error
 	}
-	n := len(a.job.Stores)
-	errs, done := make([]error, n), make(chan attempt, n)
-	next := time.NewTicker(min(headStart, storeWait/time.Duration(2*n)))
-	defer next.Stop()
-	started := 0
-	begin := func() {
-		if started == n {
-			return
-		}
-		go func(i int) {
-			kv, err := store.Dial(ctx, a.job.Stores[i], store.Config{Secret: key})
+	attempts := make(chan attempt, len(a.job.Stores))
+	for i, addr := range a.job.Stores {
+		time.AfterFunc(time.Duration(i)*min(headStart, storeWait/time.Duration(2*len(a.job.Stores))), func() {
+			kv, err := store.Dial(ctx, addr, store.Config{Secret: key})
 			if err == nil {
 				err = kv.Close()
 			}
-			done <- attempt{i, err}
-		}(started)
-		started++
+			attempts <- attempt{addr, err}
+		})
 	}
-	begin()
-	for failed := 0; failed < n; {
+	for range a.job.Stores {
 		select {
-		case t := <-done:
+		case t := <-attempts:
 			if t.err == nil {
-				return netip.ParseAddrPort(a.job.Stores[t.index])
+				return netip.ParseAddrPort(t.addr)
 			}
-			errs[t.index] = t.err
-			if failed++; failed == started {
-				begin()
+			if err == nil || t.addr == a.job.Stores[0] {
+				err = t.err
 			}
-		case <-next.C:
-			begin()
 		case <-a.session.CloseChan():
-			return netip.AddrPort{}, errors.New("the launcher is gone")
+			return at, errors.New("the launcher is gone")
 		}
 	}
-	return netip.AddrPort{}, fmt.Errorf("it does not reach the job's store on the launcher's host, at %s: "+
-		"is there a firewall between them? --network-interfaces chooses the network (%w)", strings.Join(a.job.Stores, ", "), errs[0])
+	return at, fmt.Errorf("it does not reach the job's store on the launcher's host, at %s: "+
+		"is there a firewall between them? --network-interfaces chooses the network (%w)", strings.Join(a.job.Stores, ", "), err)
 }

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/yamux"
@@ -39,6 +40,7 @@ type agentConn struct {
 	pid     int     // its process
 	stderr  *stream // its standard error
 	greeted bool    // the agent has said hello
+	stalled atomic.Bool
 	status  unix.WaitStatus
 	ended   chan struct{} // closed when the command was reaped, or when the agent here has returned
 	silent  chan struct{} // closed when standard error was read
@@ -243,9 +245,32 @@ func (j *job) converse(c *agentConn) error {
 		return err
 	}
 	err = j.listen(c, session)
-	end := endOf(session, c.liveness)
-	if err == io.EOF || errors.Is(err, yamux.ErrSessionShutdown) {
-		return end
+	end := endOf(session)
+	switch {
+	case c.stalled.Load():
+		err = yamux.ErrConnectionWriteTimeout
+	case err == io.EOF || errors.Is(err, yamux.ErrSessionShutdown):
+		err = end
+	}
+	return silence(err, c.liveness)
+}
+
+// rankOutput is the stream of a rank's output. Reading also sends: if the agent takes nothing, the session ends.
+type rankOutput struct {
+	*yamux.Stream
+	conn *agentConn
+}
+
+func (o rankOutput) Read(b []byte) (int, error) {
+	n, err := o.Stream.Read(b)
+	return n, o.conn.check(err, o.Session())
+}
+
+// check ends the session if something could not be sent in time, since nothing can go on without it.
+func (c *agentConn) check(err error, s *yamux.Session) error {
+	if errors.Is(err, yamux.ErrConnectionWriteTimeout) {
+		c.stalled.Store(true)
+		s.Close()
 	}
 	return err
 }
@@ -259,7 +284,7 @@ func (j *job) listen(c *agentConn, session *yamux.Session) error {
 		for {
 			select {
 			case o := <-c.orders:
-				_ = send(control, o) // why it fails is seen where the notices are read
+				_ = c.check(send(control, o), session) // what else is wrong is seen where the notices are read
 			case <-session.CloseChan():
 				return
 			}
@@ -271,7 +296,7 @@ func (j *job) listen(c *agentConn, session *yamux.Session) error {
 			if err != nil {
 				return err
 			}
-			s.in = in
+			s.in = rankOutput{in, c}
 			j.writers.Go(s.run)
 		}
 	}
@@ -360,9 +385,10 @@ func (j *job) explain(c *agentConn, err error) error {
 // then too, as all orphans are.
 func (j *job) cut(c *agentConn) {
 	switch {
+	case c.link == nil: // it was not started
 	case c.here:
 		c.link.Close()
-	case c.pid != 0:
+	default:
 		j.family.kill(c.pid)
 	}
 }
@@ -383,7 +409,7 @@ func (j *job) dismiss(patience time.Duration) error {
 		defer close(all)
 		<-j.commands.gone
 		for _, c := range j.conns {
-			if c.here {
+			if c.here && c.link != nil {
 				<-c.ended
 			}
 		}

@@ -481,6 +481,7 @@ func TestHostsThatAreNotReady(t *testing.T) {
 		{"not executable", spec{Command: []string{os.TempDir()}}, 126, []string{`on host h`}, ""},
 		{"no interpreter", spec{Command: []string{brokenScript(t)}}, 127, []string{`on host h`, "no such file"}, "Root cause"},
 		{"no reach", spec{Reach: []string{"no-such-agent"}}, 1, []string{"host h1: no-such-agent: ", "not found"}, ""},
+		{"no reach, and this host", spec{Hosts: "h1:2,localhost:2", Reach: []string{"no-such-agent"}}, 1, []string{"host h1: no-such-agent: "}, ""},
 		{"no hvdrun", spec{Reach: byShell(`[ $AT = h1 ] || exec /no/hvdrun; exec "$@"`)}, 1,
 			[]string{"host h2: hvdrun is not at " + self() + " there; --remote-hvdrun", "exit status 127", "/no/hvdrun: not found", "hvdrun: host h2: "}, ""},
 		{"ends at once", spec{Reach: byShell(`[ $AT = h1 ] || { echo name unknown >&2; exit 255; }; exec "$@"`)}, 1,
@@ -501,7 +502,10 @@ func TestHostsThatAreNotReady(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			c.s.NP, c.s.Hosts, c.s.KillMS = 4, "h1:2,h2:2", 600_000
+			c.s.NP, c.s.KillMS = 4, 600_000
+			if c.s.Hosts == "" {
+				c.s.Hosts = "h1:2,h2:2"
+			}
 			started := filepath.Join(t.TempDir(), "started")
 			if c.s.Command == nil {
 				c.s.Command = []string{"touch", started}

@@ -206,13 +206,16 @@ func sessionConfig(liveness time.Duration) *yamux.Config {
 }
 
 // endOf closes a session and returns why it has ended.
-func endOf(s *yamux.Session, liveness time.Duration) error {
+func endOf(s *yamux.Session) error {
 	s.Close()
 	_, err := s.Accept() // does not wait any more; nobody has opened a stream here
-	if errors.Is(err, yamux.ErrKeepAliveTimeout) {
-		return errSilent(liveness)
-	}
 	return err
 }
 
-func errSilent(d time.Duration) error { return fmt.Errorf("no sign of life for %v", d) }
+// silence is err in words that name the time, if it is that of a peer that does not answer or does not read.
+func silence(err error, liveness time.Duration) error {
+	if errors.Is(err, yamux.ErrKeepAliveTimeout) || errors.Is(err, yamux.ErrConnectionWriteTimeout) {
+		return fmt.Errorf("no sign of life for %v", liveness)
+	}
+	return err
+}
