@@ -80,7 +80,7 @@ func AgentMain(args, environ []string) int {
 		if err != nil {
 			return err
 		}
-		l, err := ownStandardFiles()
+		l, err := standardLink()
 		if err != nil {
 			return err
 		}
@@ -93,38 +93,14 @@ func AgentMain(args, environ []string) int {
 	return 0
 }
 
-// ownStandardFiles takes standard input and output for the link. What is written to standard output by mistake goes to standard
-// error from then on, and ranks read nothing.
-func ownStandardFiles() (*link, error) {
-	null, err := os.Open(os.DevNull)
-	if err != nil {
-		return nil, err
+// standardLink is the link over standard input and output. Their reads and writes end with Close, if that is possible for such a file.
+func standardLink() (*link, error) {
+	for _, fd := range []int{unix.Stdin, unix.Stdout} {
+		if err := unix.SetNonblock(fd, true); err != nil {
+			return nil, os.NewSyscallError("fcntl", err)
+		}
 	}
-	defer null.Close()
-	in, err := own(unix.Stdin, int(null.Fd()), "orders")
-	if err != nil {
-		return nil, err
-	}
-	out, err := own(unix.Stdout, unix.Stderr, "notices")
-	return &link{in: in, out: out}, err
-}
-
-// own makes a file of this process's own of a descriptor, one that Close wakes the readers and writers of, if that is possible. The
-// descriptor itself then is that of another file.
-func own(fd, instead int, name string) (*os.File, error) {
-	mine, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
-	if err != nil {
-		return nil, os.NewSyscallError("fcntl", err)
-	}
-	if err := unix.Dup3(instead, fd, 0); err != nil {
-		unix.Close(mine)
-		return nil, os.NewSyscallError("dup3", err)
-	}
-	if err := unix.SetNonblock(mine, true); err != nil {
-		unix.Close(mine)
-		return nil, os.NewSyscallError("fcntl", err)
-	}
-	return os.NewFile(uintptr(mine), name), nil
+	return &link{in: os.NewFile(uintptr(unix.Stdin), "orders"), out: os.NewFile(uintptr(unix.Stdout), "notices")}, nil
 }
 
 // serveLauncher runs the ranks of this host for the launcher at the other end of a link, which it closes. It returns when nothing of

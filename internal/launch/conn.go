@@ -227,8 +227,8 @@ func (c *agentConn) close() {
 	}
 	for _, k := range c.ranks {
 		for _, s := range k.streams {
-			if s.in == nil && s.file != nil {
-				s.file.Close() // nothing was written
+			if s != nil && s.in == nil {
+				s.file.Close() // nothing was written; nil is refused
 			}
 		}
 	}

@@ -37,7 +37,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/joblink"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // MaxRanks bounds Options.NP.
@@ -400,8 +399,8 @@ type rank struct {
 	gone  bool // so is the helper's end
 }
 
-// makeRanks makes the ranks and their hosts' connections.
-func (j *job) makeRanks(files [][2]*os.File) {
+// makeRanks makes the ranks with the files of their output, and the connections to their hosts.
+func (j *job) makeRanks() error {
 	for _, h := range j.o.Hosts[:j.hosts] {
 		c := &agentConn{host: h.Name, here: IsThisHost(h.Name), orders: make(chan order, maxOrders)}
 		if !c.here {
@@ -412,52 +411,28 @@ func (j *job) makeRanks(files [][2]*os.File) {
 	j.waiting, j.open = j.hosts, j.hosts
 	for r, p := range j.places {
 		k := &rank{number: r, conn: j.conns[p.Host], exit: Exit{Host: j.o.Hosts[p.Host].Name}}
+		k.conn.ranks, j.ranks = append(k.conn.ranks, k), append(j.ranks, k)
+		dir := filepath.Join(j.o.OutputDir, fmt.Sprintf("rank.%0*d", len(strconv.Itoa(j.o.NP-1)), r))
 		for i, name := range [2]string{"stdout", "stderr"} {
-			s := &stream{console: j.console, err: i == 1, timestamp: j.o.Timestamp, file: files[r][i]}
+			s := &stream{console: j.console, err: i == 1, timestamp: j.o.Timestamp}
+			k.streams[i] = s
 			if !j.o.NoPrefix {
 				s.prefix = fmt.Sprintf("[%d]<%s>:", r, name)
 			}
 			if s.err {
 				s.tail = new(tail)
 			}
-			k.streams[i] = s
-		}
-		k.conn.ranks, j.ranks = append(k.conn.ranks, k), append(j.ranks, k)
-	}
-}
-
-// openFiles creates the files of all ranks before any is started.
-func (j *job) openFiles() ([][2]*os.File, error) {
-	files := make([][2]*os.File, j.o.NP)
-	if j.o.OutputDir == "" {
-		return files, nil
-	}
-	width := len(strconv.Itoa(j.o.NP - 1))
-	for r := range files {
-		dir := filepath.Join(j.o.OutputDir, fmt.Sprintf("rank.%0*d", width, r))
-		err := os.MkdirAll(dir, 0o777)
-		for i, name := range [2]string{"stdout", "stderr"} {
+			if j.o.OutputDir == "" {
+				continue
+			}
+			err := os.MkdirAll(dir, 0o777)
 			if err == nil {
-				files[r][i], err = os.Create(filepath.Join(dir, name))
+				s.file, err = os.Create(filepath.Join(dir, name))
+			}
+			if err != nil {
+				return fmt.Errorf("launch: output files: %w", err)
 			}
 		}
-		if err != nil {
-			closeFiles(files)
-			return nil, fmt.Errorf("launch: output files: %w", err)
-		}
 	}
-	return files, nil
-}
-
-func closeFiles(files [][2]*os.File) {
-	for _, pair := range files {
-		for _, f := range pair {
-			f.Close() // nothing was written; nil is refused
-		}
-	}
-}
-
-// named reports whether v names rank r.
-func named(v *joblink.Verdict, r int) bool {
-	return v != nil && slices.Contains(v.Ranks, topo.Rank(r))
+	return nil
 }

@@ -59,6 +59,12 @@ func (c *console) put(k chunk) {
 	}
 }
 
+// close returns when all that was put is written or writing was abandoned.
+func (c *console) close() {
+	close(c.queue)
+	<-c.done
+}
+
 // note prints a line of the launcher's own. It does not wait: supervision goes on if nobody reads the terminal, and
 // the line is dropped.
 func (c *console) note(format string, args ...any) {

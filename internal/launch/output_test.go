@@ -123,8 +123,7 @@ func TestConsoleEndsOpenLines(t *testing.T) {
 	} {
 		c.put(k)
 	}
-	close(c.queue)
-	<-c.done
+	c.close()
 	if want := "a1\ra2\r\nb1\na3\r\nhvdrun\nb2\r\n"; out.String() != want {
 		t.Errorf("got %q, want %q", out.String(), want)
 	}
@@ -161,8 +160,7 @@ func TestStuckConsoleHoldsUpOnlyOutput(t *testing.T) {
 func TestConsoleReportsTheFirstFailure(t *testing.T) {
 	c := newConsole(failing{}, failing{})
 	c.put(chunk{text: []byte("x\n")})
-	close(c.queue)
-	<-c.done
+	c.close()
 	if !errors.Is(c.lost, io.ErrShortWrite) {
 		t.Errorf("got error %v, want %v", c.lost, io.ErrShortWrite)
 	}
@@ -194,8 +192,7 @@ func TestStreamFinishesWithAnOpenPipe(t *testing.T) {
 	case <-time.After(30 * time.Second):
 		t.Fatal("the stream waits for an end that does not come")
 	}
-	close(c.queue)
-	<-c.done
+	c.close()
 	if want := "p:one\np:two\n"; out.String() != want {
 		t.Errorf("got %q, want %q", out.String(), want)
 	}
@@ -219,8 +216,7 @@ func TestStreamGoesOnWithoutItsFile(t *testing.T) {
 	}
 	unix.Close(theirs)
 	s.run()
-	close(c.queue)
-	<-c.done
+	c.close()
 	if out.String() != "one\n" || !errors.Is(s.fileErr, unix.ENOSPC) {
 		t.Errorf("got %q and error %v, want the line and %v", out.String(), s.fileErr, unix.ENOSPC)
 	}

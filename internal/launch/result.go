@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/topo"
 )
 
 // result says how the job ended. The lines of standard error come later.
@@ -74,6 +75,11 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 		return roots, exits[failures[i]].Status()
 	}
 	return roots, 1 // they ended well, before others needed them
+}
+
+// named reports whether v names rank r.
+func named(v *joblink.Verdict, r int) bool {
+	return v != nil && slices.Contains(v.Ranks, topo.Rank(r))
 }
 
 // culprits are the root causes that the survivors have found.

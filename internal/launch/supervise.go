@@ -95,12 +95,14 @@ type job struct {
 
 // run runs the job on its hosts.
 func (j *job) run(ctx context.Context) (Result, error) {
-	files, err := j.openFiles()
-	if err != nil {
+	j.console = newConsole(j.o.Stdout, j.o.Stderr)
+	if err := j.makeRanks(); err != nil {
+		for _, c := range j.conns {
+			c.close()
+		}
+		j.console.close()
 		return Result{}, err
 	}
-	j.console = newConsole(j.o.Stdout, j.o.Stderr)
-	j.makeRanks(files)
 	j.enter(preparing, j.o.Start)
 	j.connect()
 	j.supervise(ctx)
@@ -414,8 +416,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 			}
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
-		close(j.console.queue)
-		<-j.console.done
+		j.console.close()
 	}()
 	// A job that somebody has ended does not wait long for a reader.
 	var patience <-chan time.Time

@@ -100,8 +100,7 @@ func FuzzNotices(f *testing.F) {
 		if j.open != 0 {
 			t.Errorf("%d hosts are open after the end of the conversation", j.open)
 		}
-		close(j.console.queue)
-		<-j.console.done
+		j.console.close()
 	})
 }
 
