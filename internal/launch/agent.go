@@ -141,7 +141,7 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	return err
 }
 
-// end ends the session. The first reason given is the one that counts.
+// end ends the session. The first reason counts.
 func (a *agent) end(why error) {
 	select {
 	case a.why <- why:
@@ -185,7 +185,7 @@ func (a *agent) tell(n notice) {
 	a.check(send(a.control, n))
 }
 
-// run is serveLauncher after the job has come.
+// run prepares the ranks and returns when all of them and their output are done.
 func (a *agent) run() error {
 	lost := a.session.CloseChan()
 	if no := a.prepare(); no != nil {
@@ -216,7 +216,7 @@ func (a *agent) run() error {
 	return nil
 }
 
-// killAll kills the ranks of a launcher that is gone.
+// killAll kills the ranks after the loss of the launcher and returns what was achieved.
 func (a *agent) killAll() error {
 	a.signal(unix.SIGKILL)
 	timer := time.NewTimer(killWait)
@@ -311,7 +311,7 @@ func (a *agent) startHelpers() error {
 	return nil
 }
 
-// listen tells the helper's reports.
+// listen forwards the helper's reports.
 func (a *agent) listen(i int, m *member) {
 	reports := json.NewDecoder(m.reports)
 	for {
@@ -326,7 +326,7 @@ func (a *agent) listen(i int, m *member) {
 	a.tell(notice{Rank: i, Report: &report{Gone: true}})
 }
 
-// relay carries what a rank writes to the launcher.
+// relay copies what a rank writes to its stream.
 func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 	defer in.Close()
 	// Small blocks, since a ping waits for 64 of them.
@@ -364,7 +364,7 @@ func (a *agent) release() {
 	a.relays.Wait()
 }
 
-// prepare finds all that the ranks need. It returns what is missing.
+// prepare finds everything that the ranks need, or returns what is missing.
 func (a *agent) prepare() *refusal {
 	if len(a.job.Dir) > 0 {
 		if err := os.Chdir(a.job.Dir[0]); err != nil {
@@ -392,26 +392,18 @@ func (a *agent) prepare() *refusal {
 	return nil
 }
 
-// environment is that of all ranks: this host's own, and over it what comes from the launcher, which has the job's settings
-// alone.
+// environment returns the environment of all ranks: this host's own without settings, overridden by the job's.
 func (a *agent) environment() []string {
-	given := make(map[string]bool, len(a.job.Env))
-	for _, of := range append(a.job.Ranks[:1:1], a.job.Env) { // all ranks have the same names
-		for _, v := range of {
-			name, _, _ := strings.Cut(v, "=")
-			given[name] = true
-		}
+	given := a.job.Env
+	if len(a.job.Dir) > 0 && !has(given, "PWD") {
+		given = append(given, "PWD="+a.job.Dir[0])
 	}
-	env := slices.Clone(a.job.Env)
-	if len(a.job.Dir) > 0 && !given["PWD"] {
-		env, given["PWD"] = append(env, "PWD="+a.job.Dir[0]), true
-	}
-	own := slices.DeleteFunc(slices.Clone(a.environ), func(v string) bool {
-		name, _, _ := strings.Cut(v, "=")
-		isSetting := strings.HasPrefix(name, "HOROVOD_") || strings.HasPrefix(name, "HVD_")
-		return given[name] || isSetting && !IsOfHost(name)
+	own := without(without(a.environ, given), a.job.Ranks[0]) // all ranks have the same names
+	own = slices.DeleteFunc(own, func(v string) bool {
+		name := nameOf(v)
+		return (strings.HasPrefix(name, "HOROVOD_") || strings.HasPrefix(name, "HVD_")) && !IsOfHost(name)
 	})
-	return append(own, env...)
+	return append(own, given...)
 }
 
 // reachStore tries the addresses of the store, each headStart after the one before, and takes the first that proves the job's secret.

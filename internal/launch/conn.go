@@ -30,9 +30,9 @@ const (
 // agentConn is the launcher's end of the connection to an agent. The fields of the supervisor belong to its goroutine.
 type agentConn struct {
 	host     string
-	here     bool // the agent runs in this process
+	local    bool // the agent runs in this process
 	ranks    []*rank
-	liveness time.Duration // how long the agent may be silent; 0 if it runs here
+	liveness time.Duration // how long the agent may be silent; 0 if it runs in this process
 	orders   chan order
 
 	link    *link
@@ -42,7 +42,7 @@ type agentConn struct {
 	greeted bool    // the agent has said hello
 	stalled atomic.Bool
 	status  unix.WaitStatus
-	ended   chan struct{} // closed when the command was reaped, or when the agent here has returned
+	ended   chan struct{} // closed when the command was reaped, or when the agent of this process has returned
 	silent  chan struct{} // closed when standard error was read
 
 	// Of the supervisor.
@@ -80,12 +80,12 @@ func (j *job) connect() {
 // startAgent starts the agent of a host: in this process, or the command that runs one there.
 func (j *job) startAgent(commands *batch, c *agentConn) error {
 	c.ended, c.silent = make(chan struct{}), make(chan struct{})
-	if c.here {
+	if c.local {
 		mine, theirs := net.Pipe()
 		c.link = &link{in: mine, out: mine}
 		go func() {
 			defer close(c.ended)
-			// Why it fails is why the launcher has cut it off.
+			// It fails only if the launcher has closed the link, and knows why.
 			_ = serveLauncher(&link{in: theirs, out: theirs}, 0, j.o.Env, &j.family)
 		}()
 		return nil
@@ -124,17 +124,16 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 	return nil
 }
 
-// hostJobs are the orders to all hosts.
+// hostJobs returns the order for each host.
 func (j *job) hostJobs() ([]hostJob, error) {
 	travelling := slices.DeleteFunc(slices.Clone(j.env), func(v string) bool {
-		name, _, _ := strings.Cut(v, "=")
-		return IsOfHost(name) && !slices.ContainsFunc(j.o.Set, func(set string) bool { return strings.HasPrefix(set, name+"=") })
+		return IsOfHost(nameOf(v)) && !has(j.o.Set, nameOf(v))
 	})
 	routes := j.routes()
 	jobs := make([]hostJob, len(j.conns))
 	for i, c := range j.conns {
 		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret}, TLS: j.o.TLS}
-		if !c.here {
+		if !c.local {
 			dir, err := os.Getwd()
 			if err != nil {
 				return nil, fmt.Errorf("launch: working directory: %w", err)
@@ -169,7 +168,7 @@ func (j *job) routes() []netip.Addr {
 	found := make([]netip.Addr, len(j.conns))
 	var searches sync.WaitGroup
 	for i, c := range j.conns {
-		if c.here {
+		if c.local {
 			continue
 		}
 		searches.Go(func() {
@@ -190,14 +189,14 @@ func (j *job) routes() []netip.Addr {
 		return slices.ContainsFunc(j.o.StoreAddrs, func(s netip.AddrPort) bool { return s.Addr() == a })
 	})
 	for i, c := range j.conns {
-		if first >= 0 && c.here {
+		if first >= 0 && c.local {
 			found[i] = found[first]
 		}
 	}
 	return found
 }
 
-// attend listens to an agent until it ends.
+// attend handles the notices of an agent until the connection ends.
 func (j *job) attend(c *agentConn) {
 	err := j.converse(c)
 	if err != nil {
@@ -207,20 +206,20 @@ func (j *job) attend(c *agentConn) {
 	c.close()
 	if err != nil {
 		// After the supervision, only output can have been lost.
-		if !j.post(func() { j.hearLoss(c, err, heard) }) {
+		if !j.post(func() { j.handleLoss(c, err, heard) }) {
 			c.cutShort(j, err)
 		}
 	}
 }
 
-// cutShort notes that output may be missing, unless that is what the launcher wants.
+// cutShort records that output may be missing, unless the launcher has ended the connection itself.
 func (c *agentConn) cutShort(j *job, err error) {
 	if !j.dropped.Load() {
 		c.lost = fmt.Errorf("launch: host %s: the end of the output is lost: %w", c.host, err)
 	}
 }
 
-// close closes the link and the files of the ranks that had no stream.
+// close closes the link, and the output files of ranks whose streams were not opened.
 func (c *agentConn) close() {
 	if c.link != nil {
 		c.link.Close()
@@ -234,7 +233,7 @@ func (c *agentConn) close() {
 	}
 }
 
-// converse returns nil when the agent has said Bye in its turn.
+// converse opens the session with an agent and handles its notices. It returns nil after Bye.
 func (j *job) converse(c *agentConn) error {
 	if err := readHello(c.link); err != nil {
 		return err
@@ -300,11 +299,11 @@ func (j *job) listen(c *agentConn, session *yamux.Session) error {
 			j.writers.Go(s.run)
 		}
 	}
-	return j.hearNotices(c, control)
+	return j.handleNotices(c, control)
 }
 
-// hearNotices returns nil at a Bye in its turn.
-func (j *job) hearNotices(c *agentConn, control io.Reader) error {
+// handleNotices hands the notices of an agent to the supervisor. It returns nil at Bye, which has to follow Over.
+func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 	over := false
 	for {
 		var n notice
@@ -313,17 +312,17 @@ func (j *job) hearNotices(c *agentConn, control io.Reader) error {
 		}
 		switch {
 		case n.Ready:
-			j.post(func() { j.hearReady(c) })
+			j.post(func() { j.handleReady(c) })
 		case n.Refused != nil:
 			err := n.Refused.error(j, c)
 			j.post(func() { j.abort(err) })
 		case n.Report != nil && (n.Rank < 0 || n.Rank >= len(c.ranks)):
 			return fmt.Errorf("its agent has sent a report on rank %d of %d", n.Rank, len(c.ranks))
 		case n.Report != nil:
-			if !c.here {
+			if !c.local {
 				n.Report.At = time.Now().UnixNano() // its clock is another
 			}
-			j.post(func() { j.hearReport(c.ranks[n.Rank], n.Report) })
+			j.post(func() { j.handleReport(c.ranks[n.Rank], n.Report) })
 		case n.Over:
 			over = true
 			j.post(func() { j.setOver(c) })
@@ -335,7 +334,7 @@ func (j *job) hearNotices(c *agentConn, control io.Reader) error {
 	}
 }
 
-// error is what a refusal means.
+// error returns the error of Run for a refusal.
 func (r *refusal) error(j *job, c *agentConn) error {
 	text := printable(r.Text[:min(len(r.Text), maxTextBytes)])
 	if r.Status != 0 {
@@ -348,9 +347,9 @@ func (r *refusal) error(j *job, c *agentConn) error {
 	return &HostError{c.host, errors.New(text)}
 }
 
-// explain says why an agent ended that did not say bye.
+// explain returns why an agent ended without Bye, as far as its command tells.
 func (j *job) explain(c *agentConn, err error) error {
-	if !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) || c.here {
+	if !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) || c.local {
 		j.cut(c)
 		return err
 	}
@@ -381,12 +380,12 @@ func (j *job) explain(c *agentConn, err error) error {
 	return errors.New(how)
 }
 
-// cut ends an agent: its command is killed, or the connection to the agent here is closed. What the command has started is killed
+// cut ends an agent: its command is killed, or the link to the one in this process is closed. What the command has started is killed
 // then too, as all orphans are.
 func (j *job) cut(c *agentConn) {
 	switch {
 	case c.link == nil: // it was not started
-	case c.here:
+	case c.local:
 		c.link.Close()
 	default:
 		j.family.kill(c.pid)
@@ -409,7 +408,7 @@ func (j *job) dismiss(patience time.Duration) error {
 		defer close(all)
 		<-j.commands.gone
 		for _, c := range j.conns {
-			if c.here && c.link != nil {
+			if c.local && c.link != nil {
 				<-c.ended
 			}
 		}

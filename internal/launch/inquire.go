@@ -73,7 +73,7 @@ func (j *job) known() []string {
 			known[r] = fmt.Sprintf("%s, at %s", e.describe(), e.At.Format(clock))
 		case e.PID == 0:
 			known[r] = "its command has not been started yet" + where
-		case !k.conn.here:
+		case !k.conn.local:
 			known[r] = fmt.Sprintf("process %d%s has not ended", e.PID, where)
 		default:
 			known[r] = fmt.Sprintf("process %d%s %s", e.PID, where, activity(e.PID))

@@ -19,6 +19,7 @@
 package launch
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -209,12 +210,12 @@ func (e Exit) Status() int {
 // process, four file descriptors and three goroutines more; each other host an agent's command, three file descriptors and
 // seven goroutines.
 func Run(ctx context.Context, o Options) (Result, error) {
-	o.Notice = orDefault(o.Notice, 5*time.Second)
-	o.Grace = orDefault(o.Grace, 5*time.Second)
-	o.Kill = orDefault(o.Kill, 5*time.Second)
-	o.Echo = orDefault(o.Echo, 500*time.Millisecond)
-	o.Start = orDefault(o.Start, 30*time.Second)
-	o.Liveness = max(orDefault(o.Liveness, 10*time.Second), minLiveness)
+	o.Notice = cmp.Or(o.Notice, 5*time.Second)
+	o.Grace = cmp.Or(o.Grace, 5*time.Second)
+	o.Kill = cmp.Or(o.Kill, 5*time.Second)
+	o.Echo = cmp.Or(o.Echo, 500*time.Millisecond)
+	o.Start = cmp.Or(o.Start, 30*time.Second)
+	o.Liveness = max(cmp.Or(o.Liveness, 10*time.Second), minLiveness)
 	if o.NP < 1 || o.NP > MaxRanks {
 		return Result{}, &OptionError{fmt.Sprintf("number of ranks: got %d, want 1 to %d", o.NP, MaxRanks)}
 	}
@@ -236,7 +237,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	rand.Read(id[:]) // never fails
 	j := &job{
 		o: o, places: places, hosts: places[o.NP-1].Host + 1, id: hex.EncodeToString(id[:]), policy: endAll,
-		events: make(chan func()), deaf: make(chan struct{}), surveyed: make(chan struct{}, 1),
+		events: make(chan func()), done: make(chan struct{}), surveyed: make(chan struct{}, 1),
 	}
 	j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
 	placing := slices.Concat(j.rankVariables(0), storeVariables(netip.AddrPort{}))
@@ -244,13 +245,6 @@ func Run(ctx context.Context, o Options) (Result, error) {
 		return Result{}, err
 	}
 	return j.run(ctx)
-}
-
-func orDefault(d, otherwise time.Duration) time.Duration {
-	if d == 0 {
-		return otherwise
-	}
-	return d
 }
 
 // rankVariables place rank r in the job.
@@ -277,22 +271,34 @@ func storeVariables(addr netip.AddrPort) []string {
 	}
 }
 
+// nameOf is the name of a variable, NAME=value.
+func nameOf(v string) string {
+	name, _, _ := strings.Cut(v, "=")
+	return name
+}
+
+// has reports whether a variable with a name is among vars.
+func has(vars []string, name string) bool {
+	return slices.ContainsFunc(vars, func(v string) bool { return nameOf(v) == name })
+}
+
 // without is env without the variables that vars name.
 func without(env, vars []string) []string {
-	return slices.DeleteFunc(slices.Clone(env), func(v string) bool {
-		name, _, _ := strings.Cut(v, "=")
-		return slices.ContainsFunc(vars, func(other string) bool { return strings.HasPrefix(other, name+"=") })
-	})
+	named := make(map[string]bool, len(vars)) // there may be thousands, as in a pod of a large cluster
+	for _, v := range vars {
+		named[nameOf(v)] = true
+	}
+	return slices.DeleteFunc(slices.Clone(env), func(v string) bool { return named[nameOf(v)] })
 }
 
 // torchVariables are what torch.distributed wants of a launcher. A user who sets one of them has another meeting place in
 // mind, and keeps it.
-func (j *job) torchVariables(r int) (vars []string) {
+func (j *job) torchVariables(r int) []string {
 	addr, p := j.o.TorchStore, j.places[r]
 	if !addr.IsValid() {
 		return nil
 	}
-	for _, v := range []string{
+	return without([]string{
 		"MASTER_ADDR=" + addr.Addr().String(),
 		"MASTER_PORT=" + strconv.Itoa(int(addr.Port())),
 		"RANK=" + strconv.Itoa(p.Rank),
@@ -304,48 +310,22 @@ func (j *job) torchVariables(r int) (vars []string) {
 		// The store is there already, so that rank 0 need not serve one.
 		"TORCHELASTIC_USE_AGENT_STORE=True",
 		"TORCHELASTIC_RESTART_COUNT=0",
-	} {
-		name, _, _ := strings.Cut(v, "=")
-		if !slices.ContainsFunc(j.o.Set, func(set string) bool { return strings.HasPrefix(set, name+"=") }) {
-			vars = append(vars, v)
-		}
-	}
-	return vars
+	}, j.o.Set)
 }
 
 // merge is the environment of all ranks: inherited, without what set and placing name, then set. Of equal names in set
 // the last counts.
 func merge(inherited, set, placing []string) ([]string, error) {
-	values := make(map[string]string, len(set)+1)
-	names := []string{"PYTHONUNBUFFERED"} // output is prefixed line by line, so it should come line by line
-	values[names[0]] = "1"
-	reserved := make(map[string]bool, len(placing))
-	for _, v := range placing {
-		name, _, _ := strings.Cut(v, "=")
-		reserved[name] = true
-	}
-	for _, v := range set {
-		name, value, ok := strings.Cut(v, "=")
-		switch {
-		case !ok || name == "" || strings.Contains(v, "\x00"):
+	env := without(inherited, placing)
+	// Output is prefixed line by line, so it should come line by line.
+	for _, v := range append([]string{"PYTHONUNBUFFERED=1"}, set...) {
+		switch name := nameOf(v); {
+		case name == "" || !strings.Contains(v, "=") || strings.Contains(v, "\x00"):
 			return nil, &OptionError{fmt.Sprintf("environment: got %q, want NAME=value", v)}
-		case reserved[name]:
+		case has(placing, name):
 			return nil, &OptionError{fmt.Sprintf("environment: %s is set by the launcher itself", name)}
 		}
-		if _, ok := values[name]; !ok {
-			names = append(names, name)
-		}
-		values[name] = value
-	}
-	env := make([]string, 0, len(inherited)+len(names)+len(placing))
-	for _, v := range inherited {
-		name, _, _ := strings.Cut(v, "=")
-		if _, ok := values[name]; !ok && !reserved[name] {
-			env = append(env, v)
-		}
-	}
-	for _, name := range names {
-		env = append(env, name+"="+values[name])
+		env = append(without(env, []string{v}), v)
 	}
 	return env, nil
 }
@@ -402,8 +382,8 @@ type rank struct {
 // makeRanks makes the ranks with the files of their output, and the connections to their hosts.
 func (j *job) makeRanks() error {
 	for _, h := range j.o.Hosts[:j.hosts] {
-		c := &agentConn{host: h.Name, here: IsThisHost(h.Name), orders: make(chan order, maxOrders)}
-		if !c.here {
+		c := &agentConn{host: h.Name, local: IsThisHost(h.Name), orders: make(chan order, maxOrders)}
+		if !c.local {
 			c.liveness = j.o.Liveness
 		}
 		j.conns = append(j.conns, c)

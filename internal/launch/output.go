@@ -74,15 +74,6 @@ func (c *console) note(format string, args ...any) {
 	}
 }
 
-func (c *console) isAbandoned() bool {
-	select {
-	case <-c.quit:
-		return true
-	default:
-		return false
-	}
-}
-
 func (c *console) run() {
 	defer close(c.done)
 	var open *chunk // left its line at \r
@@ -102,7 +93,7 @@ func (c *console) run() {
 		case <-c.quit:
 		case k, more = <-c.queue:
 		}
-		if c.isAbandoned() {
+		if isClosed(c.quit) {
 			return
 		}
 		if open != nil && (k.from != open.from || k.text == nil) {

@@ -74,7 +74,7 @@ type job struct {
 
 	console *console
 	events  chan func()    // run by supervise
-	deaf    chan struct{}  // closed when supervise has returned
+	done    chan struct{}  // closed when supervise has returned
 	writers sync.WaitGroup // the goroutines that attend to the agents, and the streams
 
 	phase    phase
@@ -118,14 +118,14 @@ func (j *job) post(f func()) bool {
 	select {
 	case j.events <- f:
 		return true
-	case <-j.deaf:
+	case <-j.done:
 		return false
 	}
 }
 
 // supervise returns when no process of the ranks is left on any host, or when that has proved impossible.
 func (j *job) supervise(ctx context.Context) {
-	defer close(j.deaf)
+	defer close(j.done)
 	var nobodyLeft context.CancelFunc
 	j.surveys, nobodyLeft = context.WithCancel(ctx)
 	defer nobodyLeft()
@@ -160,8 +160,8 @@ func (j *job) supervise(ctx context.Context) {
 	}
 }
 
-// hearReport takes in the news of a rank.
-func (j *job) hearReport(k *rank, p *report) {
+// handleReport records a report on a rank and decides what it means for the others.
+func (j *job) handleReport(k *rank, p *report) {
 	switch {
 	case k.gone:
 		return
@@ -190,14 +190,14 @@ func (j *job) hearReport(k *rank, p *report) {
 	j.consider(k)
 }
 
-// lose notes that it will never be known how the rank's command ended.
+// lose records that nobody can say how the rank's command ended.
 func (k *rank) lose(at time.Time, why string) {
 	k.gone, k.ended = true, true
 	k.exit.Lost, k.exit.Signal, k.exit.At, k.exit.Why = true, unix.SIGKILL, at, why
 }
 
-// hearReady takes in that a host can start its ranks.
-func (j *job) hearReady(c *agentConn) {
+// handleReady records that a host can start its ranks. When all can, they are started.
+func (j *job) handleReady(c *agentConn) {
 	if c.ready {
 		return
 	}
@@ -210,8 +210,9 @@ func (j *job) hearReady(c *agentConn) {
 	}
 }
 
-// hearLoss takes in that the connection to an agent has ended before the agent had sent everything. It was heard last at that time.
-func (j *job) hearLoss(c *agentConn, err error, heard time.Time) {
+// handleLoss records that the connection to an agent ended before the agent had sent everything, and at what time the agent was
+// last heard.
+func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 	if j.phase == preparing {
 		j.abort(&HostError{c.host, err})
 	}
@@ -232,7 +233,7 @@ func (j *job) hearLoss(c *agentConn, err error, heard time.Time) {
 	}
 }
 
-// setOver notes that no process of a host's ranks is left.
+// setOver records that no process of a host's ranks is left.
 func (j *job) setOver(c *agentConn) {
 	if !c.over {
 		c.over = true
@@ -240,7 +241,7 @@ func (j *job) setOver(c *agentConn) {
 	}
 }
 
-// consider decides what the news of a rank mean for the others.
+// consider decides what the state of a rank means for the others.
 func (j *job) consider(k *rank) {
 	alive := 0
 	for _, k := range j.ranks {

@@ -72,7 +72,7 @@ func FuzzNotices(f *testing.F) {
 		_ = receive(bytes.NewReader(text), maxOrderBytes, new(order))
 		j := &job{
 			o: Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard}, policy: endAll, events: make(chan func()),
-			deaf: make(chan struct{}), console: newConsole(io.Discard, io.Discard), phase: running, begun: true, several: true, open: 1,
+			done: make(chan struct{}), console: newConsole(io.Discard, io.Discard), phase: running, begun: true, several: true, open: 1,
 		}
 		c := &agentConn{host: "h", orders: make(chan order, maxOrders)}
 		for r := range 2 {
@@ -81,7 +81,7 @@ func FuzzNotices(f *testing.F) {
 		j.ranks, j.conns = c.ranks, []*agentConn{c}
 		heard := make(chan error, 1)
 		go func() {
-			defer close(j.deaf)
+			defer close(j.done)
 			for {
 				select {
 				case f := <-j.events:
@@ -92,10 +92,10 @@ func FuzzNotices(f *testing.F) {
 				}
 			}
 		}()
-		heard <- j.hearNotices(c, bytes.NewReader(text))
-		<-j.deaf
+		heard <- j.handleNotices(c, bytes.NewReader(text))
+		<-j.done
 		if err := <-heard; err != nil {
-			j.hearLoss(c, err, time.Now())
+			j.handleLoss(c, err, time.Now())
 		}
 		if j.open != 0 {
 			t.Errorf("%d hosts are open after the end of the conversation", j.open)
