@@ -16,7 +16,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/gohvd/gohvd/internal/stats"
-	"github.com/gohvd/gohvd/internal/testprom"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/metrics"
 	"github.com/gohvd/gohvd/tensor"
@@ -356,12 +356,12 @@ func TestNames(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if out, content := testprom.Promtool(t, "", string(text), "check", "metrics"); !content || out != "" {
+		if out, content := testnet.Promtool(t, "", string(text), "check", "metrics"); !content || out != "" {
 			t.Errorf("%s: promtool: %s", name, out)
 		}
 	}
 	// A check that finds nothing ever would be none.
-	if _, content := testprom.Promtool(t, "", "# TYPE hvd_x_milliseconds counter\nhvd_x_milliseconds 1\n", "check", "metrics"); content {
+	if _, content := testnet.Promtool(t, "", "# TYPE hvd_x_milliseconds counter\nhvd_x_milliseconds 1\n", "check", "metrics"); content {
 		t.Error("promtool accepts what it should not")
 	}
 }

@@ -20,7 +20,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/internal/testprom"
 	"github.com/gohvd/gohvd/metrics"
 )
 
@@ -130,14 +129,14 @@ func TestDeploy(t *testing.T) {
 		wantSeries(t, name, expr, exist)
 	}
 	recorded := []map[string]string{}
-	for i, expr := range testprom.Dashboard(t, filepath.Join(deploy, "grafana-dashboard.json")) {
+	for i, expr := range testnet.Dashboard(t, filepath.Join(deploy, "grafana-dashboard.json")) {
 		wantSeries(t, "dashboard: "+expr, expr, exist)
 		recorded = append(recorded, map[string]string{"record": fmt.Sprintf("query:%d", i), "expr": expr})
 	}
 	for _, args := range [][]string{
 		{"check", "rules", "alerts.yml"}, {"test", "rules", "alerts_test.yml"}, {"check", "config", "prometheus.yml"},
 	} {
-		if out, content := testprom.Promtool(t, deploy, "", args...); !content {
+		if out, content := testnet.Promtool(t, deploy, "", args...); !content {
 			t.Errorf("promtool %v: %s", args, out)
 		}
 	}
@@ -150,7 +149,7 @@ func TestDeploy(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "dashboard.yml"), text, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if out, content := testprom.Promtool(t, dir, "", "check", "rules", "dashboard.yml"); !content {
+	if out, content := testnet.Promtool(t, dir, "", "check", "rules", "dashboard.yml"); !content {
 		t.Errorf("the dashboard's queries: %s", out)
 	}
 	tests, err := os.ReadFile(filepath.Join(deploy, "alerts_test.yml"))
@@ -211,9 +210,9 @@ func TestDashboardOfRanks(t *testing.T) {
 		t.Cleanup(server.Close)
 		targets = append(targets, fmt.Sprintf("{targets: ['%s'], labels: {rank: '%d', host: h}}", server.Listener.Addr(), r))
 	}
-	prom := testprom.Start(t, "global: {scrape_interval: 1s}\nscrape_configs: [{job_name: gohvd, static_configs: ["+strings.Join(targets, ", ")+"]}]\n", nil)
+	prom := testnet.StartPrometheus(t, "global: {scrape_interval: 1s}\nscrape_configs: [{job_name: gohvd, static_configs: ["+strings.Join(targets, ", ")+"]}]\n", nil)
 	t.Cleanup(http.DefaultClient.CloseIdleConnections)
-	query := func(expr string) []testprom.Sample {
+	query := func(expr string) []testnet.Sample {
 		samples, err := prom.Query(expr)
 		if err != nil {
 			t.Fatal(err)

@@ -20,7 +20,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/internal/testprom"
 	"github.com/gohvd/gohvd/metrics"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -116,7 +115,7 @@ func TestJob(t *testing.T) {
 	if !slices.IsSorted(names) || len(slices.Compact(slices.Clone(names))) != len(names) {
 		t.Errorf("got %v, want each once, in order", names)
 	}
-	if out, content := testprom.Promtool(t, "", text, "check", "metrics"); !content || out != "" {
+	if out, content := testnet.Promtool(t, "", text, "check", "metrics"); !content || out != "" {
 		t.Errorf("promtool: %s", out)
 	}
 	if entries.Len() > 0 {

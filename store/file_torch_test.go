@@ -8,20 +8,19 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/internal/testtorch"
 	"github.com/gohvd/gohvd/store"
 )
 
 // PyTorch's FileStore and ours on one file.
 func TestTorchFileStore(t *testing.T) {
-	testtorch.Need(t)
+	testnet.NeedTorch(t)
 	ctx := testnet.Context(t)
 	path := filepath.Join(t.TempDir(), "store")
 	s, err := store.NewFileStore(ctx, path, 2)
 	if err != nil {
 		t.Fatal(err)
 	}
-	wait := testtorch.Start(t, `
+	wait := testnet.StartTorch(t, `
 import sys, datetime
 import torch.distributed as dist
 s = dist.FileStore(sys.argv[1], 2)

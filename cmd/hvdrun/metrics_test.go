@@ -25,7 +25,6 @@ import (
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/internal/testprom"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/metrics"
 	"github.com/gohvd/gohvd/secret"
@@ -204,7 +203,7 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 		}
 		config = strings.Replace(config, c.is, c.want, 1)
 	}
-	prom := testprom.Start(t, config, map[string]string{"alerts.yml": read("alerts.yml")})
+	prom := testnet.StartPrometheus(t, config, map[string]string{"alerts.yml": read("alerts.yml")})
 
 	values := func(expression, label string) map[string]float64 {
 		samples, err := prom.Query(expression)
@@ -240,7 +239,7 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 		t.Errorf("got %v, want %v", got, want)
 	}
 	// Rates take two scrapes.
-	for _, query := range testprom.Dashboard(t, filepath.Join(deploy, "grafana-dashboard.json")) {
+	for _, query := range testnet.Dashboard(t, filepath.Join(deploy, "grafana-dashboard.json")) {
 		testnet.Eventually(t, "Prometheus answers "+query, func() bool {
 			samples, err := prom.Query(query)
 			if err != nil {

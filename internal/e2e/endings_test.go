@@ -11,7 +11,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/internal/testtorch"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // An ending is how a rank ends in the middle of training, while the others go on.
@@ -123,7 +123,7 @@ func TestEndings(t *testing.T) {
 	}
 	t.Run("go", func(t *testing.T) { each(t, goEndings, []string{self}, programVariable+"=ends") })
 	t.Run("python", func(t *testing.T) {
-		testtorch.Need(t)
-		each(t, pythonEndings, []string{testtorch.Python, script}, inPython...)
+		testnet.NeedTorch(t)
+		each(t, pythonEndings, []string{testnet.Python, script}, inPython...)
 	})
 }

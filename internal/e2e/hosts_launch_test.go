@@ -16,19 +16,19 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/testhosts"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // enterHost is an agent that needs no network.
 const enterHost = "ip netns exec {host}"
 
 // on is how a command starts that runs the rest on a host.
-func on(t *testing.T, h *testhosts.Host) []string {
+func on(t *testing.T, h *testnet.Host) []string {
 	return h.Command(t.Context(), "env").Args
 }
 
 // list is the hosts for --hosts, perHost ranks on each, by their names or, as they know no names, their addresses.
-func list(hosts []*testhosts.Host, perHost int, byAddress bool) string {
+func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
 	var words []string
 	for _, h := range hosts {
 		name := h.Name
@@ -95,7 +95,7 @@ func TestHvdrunOverHosts(t *testing.T) {
 		tls            string
 	}{{2, 2, "0"}, {3, 1, "0"}, {2, 1, "1"}} {
 		t.Run(fmt.Sprintf("%dx%d/tls=%s", c.hosts, c.perHost, c.tls), func(t *testing.T) {
-			hosts := testhosts.New(t, c.hosts)
+			hosts := testnet.NewHosts(t, c.hosts)
 			m := mark(t)
 			j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, c.perHost, false), "--agent", enterHost}, "checked", secondsVariable+"=0.5", m, "HVD_TLS="+c.tls)
 			if status := j.wait(); status != 0 || j.err() != "" {
@@ -145,7 +145,7 @@ func checkDigits(t *testing.T, output string) {
 }
 
 func TestDigitsOverHosts(t *testing.T) {
-	hosts := testhosts.New(t, 2)
+	hosts := testnet.NewHosts(t, 2)
 	digits := buildDigits(t)
 	j := startCommand(t, append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, 2, false), "--agent", enterHost, digits))
 	if status := j.wait(); status != 0 {
@@ -157,7 +157,7 @@ func TestDigitsOverHosts(t *testing.T) {
 
 // A launcher that is killed takes the ranks of all hosts with it.
 func TestHvdrunIsKilledOverHosts(t *testing.T) {
-	hosts := testhosts.New(t, 2)
+	hosts := testnet.NewHosts(t, 2)
 	m := mark(t)
 	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 2, false), "--agent", enterHost}, "small", m)
 	j.ready(4)
@@ -170,7 +170,7 @@ func TestHvdrunIsKilledOverHosts(t *testing.T) {
 
 // A rank that is killed on one host fails the others, and is named with its host.
 func TestKillOverHosts(t *testing.T) {
-	hosts := testhosts.New(t, 2)
+	hosts := testnet.NewHosts(t, 2)
 	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 2, false), "--agent", enterHost}, "mixed")
 	pids := j.ready(4)
 	if err := unix.Kill(pids[3], unix.SIGKILL); err != nil {
@@ -193,7 +193,7 @@ func TestKillOverHosts(t *testing.T) {
 // A host that cannot reach the store says so, and which addresses it has tried.
 func TestStoreOutOfReach(t *testing.T) {
 	t.Parallel()
-	hosts := testhosts.New(t, 2)
+	hosts := testnet.NewHosts(t, 2)
 	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 1, false), "--agent", enterHost, "--network-interfaces", "lo"}, "checked")
 	if status := j.wait(); status != 1 {
 		t.Errorf("hvdrun ended with status %d, want 1", status)
@@ -208,7 +208,7 @@ func TestStoreOutOfReach(t *testing.T) {
 // Of several addresses of the store's host the ranks of all hosts take the one on the way between the hosts, so that those on the
 // host of the store listen there too.
 func TestAddressBetweenTheHosts(t *testing.T) {
-	hosts := testhosts.New(t, 2)
+	hosts := testnet.NewHosts(t, 2)
 	// The kernel lists it before the other.
 	add := hosts[0].Command(t.Context(), "ip", "address", "add", "192.168.77.1/24", "dev", "lo")
 	if out, err := add.CombinedOutput(); err != nil {
@@ -229,7 +229,7 @@ func TestAddressBetweenTheHosts(t *testing.T) {
 
 // A TCPStore for torch.distributed is there on several hosts if it was asked for, and not else.
 func TestTorchStoreOverHosts(t *testing.T) {
-	hosts := testhosts.New(t, 2)
+	hosts := testnet.NewHosts(t, 2)
 	script := `echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $GROUP_WORLD_SIZE $MASTER_ADDR; ` +
 		`[ -z "$MASTER_ADDR" ] || exec bash -c "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT"`
 	for _, c := range []struct {
@@ -259,9 +259,9 @@ const (
 )
 
 // sshHosts are hosts of which all but the first have an sshd. hvdrun on the first reaches them with the flags, behind command.
-func sshHosts(t *testing.T, n int) (hosts []*testhosts.Host, command, flags []string) {
+func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []string) {
 	t.Helper()
-	testhosts.Need(t)
+	testnet.NeedHosts(t)
 	for _, program := range []string{sshd, "ssh", "ssh-keygen"} {
 		if _, err := exec.LookPath(program); err != nil {
 			if os.Getenv("CI") != "" {
@@ -270,7 +270,7 @@ func sshHosts(t *testing.T, n int) (hosts []*testhosts.Host, command, flags []st
 			t.Skipf("%v; it is in Debian's packages openssh-server and openssh-client", err)
 		}
 	}
-	hosts = testhosts.New(t, n)
+	hosts = testnet.NewHosts(t, n)
 	dir := t.TempDir()
 	at := func(name string) string { return filepath.Join(dir, name) }
 	write := func(name, text string) {
@@ -323,7 +323,7 @@ func sshHosts(t *testing.T, n int) (hosts []*testhosts.Host, command, flags []st
 }
 
 // awaitPort waits until an address can be connected to from a host.
-func awaitPort(t *testing.T, from *testhosts.Host, addr string) {
+func awaitPort(t *testing.T, from *testnet.Host, addr string) {
 	t.Helper()
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {

@@ -15,7 +15,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/testhosts"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/secret"
 )
 
@@ -38,7 +38,7 @@ func (l locked) Write(p []byte) (int, error) {
 }
 
 // startOn runs this binary as the given program, perHost ranks on each host, the first on hosts[0], where the store is too.
-func startOn(t *testing.T, hosts []*testhosts.Host, perHost int, program string, env ...string) *spread {
+func startOn(t *testing.T, hosts []*testnet.Host, perHost int, program string, env ...string) *spread {
 	t.Helper()
 	s, ctx := newSpread(t)
 	_, text := secret.New()
@@ -98,7 +98,7 @@ func newSpread(t *testing.T) (s *spread, ctx context.Context) {
 }
 
 // run starts the ranks, each with its own variables. ended is called after the last has ended.
-func (s *spread) run(ctx context.Context, hosts []*testhosts.Host, perHost int, program string,
+func (s *spread) run(ctx context.Context, hosts []*testnet.Host, perHost int, program string,
 	env func(rank, host, local int) []string, ended func()) {
 	s.t.Helper()
 	self, err := os.Executable()
@@ -178,7 +178,7 @@ func TestSeveralHosts(t *testing.T) {
 		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			hosts := testhosts.New(t, c.hosts)
+			hosts := testnet.NewHosts(t, c.hosts)
 			s := startOn(t, hosts, c.perHost, "checked", append(c.env, secondsVariable+"=0.3")...)
 			size := c.hosts * c.perHost
 			if got, want := s.end(), make([]int, size); !slices.Equal(got, want) {
@@ -199,7 +199,7 @@ func TestSeveralHosts(t *testing.T) {
 
 // Ranks of several hosts do not take each other's memory for shared, though here they could reach it.
 func TestHostsShareNoMemory(t *testing.T) {
-	hosts := testhosts.New(t, 2)
+	hosts := testnet.NewHosts(t, 2)
 	s := startOn(t, hosts, 1, "checked", "HOROVOD_CPU_OPERATIONS=shm", "HOROVOD_HOSTNAME=same")
 	if got, want := s.end(), []int{1, 1}; !slices.Equal(got, want) {
 		t.Errorf("the ranks ended with statuses %v, want %v", got, want)
@@ -213,7 +213,7 @@ func TestHostsShareNoMemory(t *testing.T) {
 // A link that is down for much less than the liveness limit costs time and nothing else.
 func TestLinkComesBack(t *testing.T) {
 	t.Parallel()
-	hosts := testhosts.New(t, 2)
+	hosts := testnet.NewHosts(t, 2)
 	s := startOn(t, hosts, 2, "checked", secondsVariable+"=3")
 	placed := 0
 	s.until("all ranks had met", func(l line) bool {
@@ -237,7 +237,7 @@ func TestLinkComesBack(t *testing.T) {
 func TestNoLinkAtStart(t *testing.T) {
 	t.Parallel()
 	const deadline = 30 * time.Second // against hanging: the time to meet is 3 s
-	hosts := testhosts.New(t, 2)
+	hosts := testnet.NewHosts(t, 2)
 	missed := []string{"waiting for rank 1: ", "store: dial " + hosts[0].Addr.String()}
 	hosts[1].SetLink(false)
 	began := time.Now()
@@ -303,7 +303,7 @@ func (c *linkDown) run(t *testing.T) {
 		liveness = 3 * time.Second  // the least that can be set
 		deadline = 30 * time.Second // against hanging: the verdict takes little longer than the silence
 	)
-	hosts := testhosts.New(t, c.hosts)
+	hosts := testnet.NewHosts(t, c.hosts)
 	s := startOn(t, hosts, c.perHost, c.program, "HVD_NEGOTIATION="+c.negotiation, fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()))
 	size := c.hosts * c.perHost
 	s.ready(size)
@@ -313,7 +313,7 @@ func (c *linkDown) run(t *testing.T) {
 			return
 		}
 		state := map[bool]string{true: "up", false: "down"}[up]
-		set := hosts[c.lost].Command(t.Context(), "ip", "link", "set", testhosts.Interface, state)
+		set := hosts[c.lost].Command(t.Context(), "ip", "link", "set", testnet.HostInterface, state)
 		if out, err := set.CombinedOutput(); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}

@@ -14,8 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/testhosts"
-	"github.com/gohvd/gohvd/internal/testtorch"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/secret"
 )
 
@@ -33,7 +32,7 @@ func TestOtherLaunchers(t *testing.T) {
 	}{
 		{"mpirun.openmpi", "openmpi-bin", []string{"--oversubscribe", "--allow-run-as-root", "-np", strconv.Itoa(n), self}},
 		{"mpiexec.mpich", "mpich", []string{"-n", strconv.Itoa(n), self}},
-		{testtorch.Python, "python3-torch", []string{
+		{testnet.Python, "python3-torch", []string{
 			"-m", "torch.distributed.run", "--standalone", "--nproc_per_node", strconv.Itoa(n),
 			"--redirects=9:1", "--tee=9:1", // of no rank: the default of 1.13 fails with today's Python
 			"--no_python", self,
@@ -41,7 +40,7 @@ func TestOtherLaunchers(t *testing.T) {
 	} {
 		t.Run(c.pkg, func(t *testing.T) {
 			if c.pkg == "python3-torch" {
-				testtorch.Need(t)
+				testnet.NeedTorch(t)
 			} else if _, err := exec.LookPath(c.program); err != nil {
 				if os.Getenv("CI") != "" {
 					t.Fatalf("%v; CI installs %s", err, c.pkg)
@@ -68,7 +67,7 @@ func TestOtherLaunchers(t *testing.T) {
 }
 
 // launched starts ranks on hosts as a launcher would that is not there, and checks that they meet and work.
-func launched(t *testing.T, hosts []*testhosts.Host, perHost int, env func(rank, host, local int) []string) {
+func launched(t *testing.T, hosts []*testnet.Host, perHost int, env func(rank, host, local int) []string) {
 	t.Helper()
 	s, ctx := newSpread(t)
 	s.run(ctx, hosts, perHost, "checked", func(r, h, local int) []string {
@@ -103,7 +102,7 @@ func jobSecret(t *testing.T) string {
 func TestLaunchersOnSeveralHosts(t *testing.T) {
 	file := "HVD_SECRET_FILE=" + jobSecret(t)
 	t.Run("Slurm", func(t *testing.T) {
-		hosts := testhosts.New(t, 2)
+		hosts := testnet.NewHosts(t, 2)
 		list := hosts[0].Addr.String() + "," + hosts[1].Addr.String()
 		launched(t, hosts, 2, func(r, h, local int) []string {
 			return []string{
@@ -114,7 +113,7 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 		})
 	})
 	t.Run("Kubernetes", func(t *testing.T) {
-		hosts := testhosts.New(t, 3)
+		hosts := testnet.NewHosts(t, 3)
 		launched(t, hosts, 1, func(r, _, _ int) []string {
 			return []string{
 				"JOB_COMPLETION_INDEX=" + strconv.Itoa(r), "HOSTNAME=train-" + strconv.Itoa(r), "HVD_SIZE=3",
@@ -123,7 +122,7 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 		})
 	})
 	t.Run("plain", func(t *testing.T) {
-		hosts := testhosts.New(t, 2)
+		hosts := testnet.NewHosts(t, 2)
 		launched(t, hosts, 2, func(r, _, _ int) []string {
 			return []string{
 				"RANK=" + strconv.Itoa(r), "WORLD_SIZE=4", "MASTER_ADDR=" + hosts[0].Addr.String(), "MASTER_PORT=29500", file,
@@ -131,13 +130,13 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 		})
 	})
 	t.Run("init method", func(t *testing.T) {
-		hosts := testhosts.New(t, 2)
+		hosts := testnet.NewHosts(t, 2)
 		launched(t, hosts, 2, func(r, _, _ int) []string {
 			return []string{methodVariable + fmt.Sprintf("=tcp://%s:4711?rank=%d&world_size=4", hosts[0].Addr, r), file}
 		})
 	})
 	t.Run("no secret", func(t *testing.T) {
-		hosts := testhosts.New(t, 2)
+		hosts := testnet.NewHosts(t, 2)
 		s, ctx := newSpread(t)
 		s.run(ctx, hosts, 1, "checked", func(r, _, _ int) []string {
 			return []string{
@@ -156,7 +155,7 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 func TestUniqueID(t *testing.T) {
 	for _, c := range []struct{ hosts, perHost int }{{1, 3}, {2, 2}} {
 		t.Run(fmt.Sprintf("%dx%d", c.hosts, c.perHost), func(t *testing.T) {
-			hosts := testhosts.New(t, c.hosts)
+			hosts := testnet.NewHosts(t, c.hosts)
 			self, err := os.Executable()
 			if err != nil {
 				t.Fatal(err)

@@ -14,7 +14,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/testhosts"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
@@ -137,7 +136,7 @@ func (c *capture) stop() {
 // Who listens to the network of a plain job sees its tensors, the names of them and those of its processes, and of an encrypted
 // job none of it.
 func TestTLSHidesTensors(t *testing.T) {
-	testhosts.Need(t) // who may make hosts may listen too
+	testnet.NeedHosts(t) // who may make hosts may listen too
 	for _, test := range []struct {
 		name      string
 		env       string

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/testtorch"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // torchScript is a program for torch.distributed alone, as its users write them.
@@ -41,7 +41,7 @@ dist.destroy_process_group()
 
 // A script that knows nothing of us finds its store under hvdrun, whichever init method it uses.
 func TestTorchScript(t *testing.T) {
-	testtorch.Need(t)
+	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
 	if err := os.WriteFile(script, []byte(torchScript), 0o600); err != nil {
 		t.Fatal(err)
@@ -50,7 +50,7 @@ func TestTorchScript(t *testing.T) {
 		t.Run(method, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 			defer cancel()
-			cmd := exec.CommandContext(ctx, hvdrunPath, "-np", fmt.Sprint(n), testtorch.Python, script, method)
+			cmd := exec.CommandContext(ctx, hvdrunPath, "-np", fmt.Sprint(n), testnet.Python, script, method)
 			cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 			cmd.WaitDelay = 20 * time.Second
 			cmd.Env = append(os.Environ(), "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo", "MASTER_ADDR=not.here", "RANK=9")

@@ -61,7 +61,7 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 
 // floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
 var floors = [][]string{
-	{"half", "topo", "secret", "internal/netif", "internal/lint", "internal/futex", "internal/clock", "internal/version", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet", "internal/testtorch", "internal/testprom", "internal/testhosts"},
+	{"half", "topo", "secret", "internal/netif", "internal/lint", "internal/futex", "internal/clock", "internal/version", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet"},
 	{"transport", "tensor", "internal/config", "internal/arena", "internal/dial", "internal/hostlist"},
 	{"message/messagepb", "rendezvous/rendezvouspb", "internal/sidecar/sidecarpb", "internal/kernel", "internal/logs"},
 	{"message", "internal/sidecar/sidecartest", "internal/serve"},
@@ -180,7 +180,7 @@ func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
 		case "internal/launch", "cmd/hvdrun":
 			// A launcher passes its environment on to the ranks; it reads no setting from it.
 			continue
-		case "internal/testhosts", "internal/testtorch", "internal/testprom":
+		case "internal/testnet":
 			// Whether a test may be skipped is CI's to say.
 			continue
 		}

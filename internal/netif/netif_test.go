@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/gohvd/gohvd/internal/testhosts"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // The program that runs on a host of a test: it prints what addresses there are.
@@ -32,7 +32,7 @@ func TestMain(m *testing.M) {
 
 // On a host with interfaces of all sorts only those count that are up, and no address of a link alone.
 func TestInterfaces(t *testing.T) {
-	host := testhosts.New(t, 1)[0]
+	host := testnet.NewHosts(t, 1)[0]
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -54,10 +54,10 @@ func TestInterfaces(t *testing.T) {
 		sh("", "ip", strings.Fields(args)...)
 	}
 	for list, want := range map[string]string{
-		"":                           fmt.Sprintf("[%s 10.98.0.1]", host.Addr),
-		"up0":                        "[10.98.0.1]",
-		"10.0.0.0/8":                 fmt.Sprintf("[%s 10.98.0.1]", host.Addr),
-		"up0," + testhosts.Interface: fmt.Sprintf("[10.98.0.1 %s]", host.Addr),
+		"":                             fmt.Sprintf("[%s 10.98.0.1]", host.Addr),
+		"up0":                          "[10.98.0.1]",
+		"10.0.0.0/8":                   fmt.Sprintf("[%s 10.98.0.1]", host.Addr),
+		"up0," + testnet.HostInterface: fmt.Sprintf("[10.98.0.1 %s]", host.Addr),
 	} {
 		if got := sh(list, self); got != want {
 			t.Errorf("%q: got %s, want %s", list, got, want)

@@ -21,7 +21,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/internal/testtorch"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
@@ -727,13 +726,13 @@ func TestMasterPortIsTaken(t *testing.T) {
 
 // The real one, of Debian's PyTorch: --standalone leaves the store to rank 0, otherwise the agent has it.
 func TestTorchrun(t *testing.T) {
-	testtorch.Need(t)
+	testnet.NeedTorch(t)
 	for secret, arg := range map[string][]string{
 		"secret made":  {"--standalone"},
 		"secret given": {"--master_addr=127.0.0.1", "--master_port=" + strconv.Itoa(testnet.FreePort(t))},
 	} {
 		t.Run(secret, func(t *testing.T) {
-			argv := append([]string{testtorch.Python, "-m", "torch.distributed.run"}, arg...)
+			argv := append([]string{testnet.Python, "-m", "torch.distributed.run"}, arg...)
 			// For rank 9, which there is not: the default for all ranks fails on Python 3.11.
 			argv = append(argv, "--redirects=9:1", "--tee=9:1", "--monitor_interval=0.1")
 			launch(t, Torchrun, 4, []string{rankVariable + "=once", bothSecrets[secret]}, append(argv, "--nproc_per_node=4", "--no_python", self(t))...)

@@ -21,7 +21,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/internal/testtorch"
 )
 
 // The programs of this module that the tests use.
@@ -68,7 +67,7 @@ func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
 	t.Cleanup(cancel)
 	// A rank may wait for another that has tests of its own to do first.
-	flags := []string{"-np", fmt.Sprint(n), "--start-timeout", fmt.Sprint(pythonLimit.Seconds()), testtorch.Python}
+	flags := []string{"-np", fmt.Sprint(n), "--start-timeout", fmt.Sprint(pythonLimit.Seconds()), testnet.Python}
 	cmd := exec.CommandContext(ctx, hvdrun, append(flags, args...)...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = 20 * time.Second
@@ -84,7 +83,7 @@ func TestPython(t *testing.T) {
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no Python tests: %v", err)
 	}
-	testtorch.Need(t)
+	testnet.NeedTorch(t)
 	for _, n := range []int{1, 3} {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
 			var modules []string
@@ -144,7 +143,7 @@ except hvd.HorovodInternalError as e:
 // A rank whose sidecar is killed hears of it with the cause, and the others hear that the rank has failed. So they do when a
 // trainer is killed, although its forked workers still hold its connection.
 func TestPythonKilled(t *testing.T) {
-	testtorch.Need(t)
+	testnet.NeedTorch(t)
 	for _, victim := range []string{"sidecar", "trainer"} {
 		t.Run(victim, func(t *testing.T) {
 			script := filepath.Join(t.TempDir(), "script.py")
@@ -190,7 +189,7 @@ while True:
 
 // When hvdrun is killed nothing of the job is left: no rank, no sidecar, no worker that a rank has forked.
 func TestHvdrunKilled(t *testing.T) {
-	testtorch.Need(t)
+	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
 	if err := os.WriteFile(script, []byte(pythonWorker), 0o600); err != nil {
 		t.Fatal(err)

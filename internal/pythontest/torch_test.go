@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/internal/testtorch"
 )
 
 // besideTorch calls gohvd's init (h) and PyTorch's (t) in the order that it is told, uses both, and joins the job once more.
@@ -53,7 +52,7 @@ sys.stdout.write("%s\ninit took %s\n" % (" ".join(map(str, got)), times))
 // Programs that torchrun starts, or somebody by hand with PyTorch's four variables, are one job, also if they use PyTorch's own
 // process group at the same port, whichever is initialized first.
 func TestBesideTorch(t *testing.T) {
-	testtorch.Need(t)
+	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
 	if err := os.WriteFile(script, []byte(besideTorch), 0o600); err != nil {
 		t.Fatal(err)
@@ -68,7 +67,7 @@ func TestBesideTorch(t *testing.T) {
 			out := test.run(t, func(args ...string) *exec.Cmd {
 				ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 				t.Cleanup(cancel)
-				cmd := exec.CommandContext(ctx, testtorch.Python, append(args, script, test.order)...)
+				cmd := exec.CommandContext(ctx, testnet.Python, append(args, script, test.order)...)
 				cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo",
 					"HVD_SIDECAR_BINARY="+hvdd)
 				cmd.WaitDelay = 10 * time.Second

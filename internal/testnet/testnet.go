@@ -1,4 +1,5 @@
-// Package testnet helps tests of what talks over real sockets.
+// Package testnet has what tests need of the world around a process: sockets, hosts made of network namespaces, PyTorch and
+// Prometheus. Where one of the programs is missing the test is skipped, but not in CI.
 package testnet
 
 import (

@@ -13,7 +13,6 @@ import (
 	"go.uber.org/zap/zaptest"
 
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/internal/testtorch"
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
@@ -121,7 +120,7 @@ a.set("from python", "done")
 	if err := hash.Set(t.Context(), "/from go", []byte("hello")); err != nil {
 		t.Fatal(err)
 	}
-	wait := testtorch.Start(t, script, host, port)
+	wait := testnet.StartTorch(t, script, host, port)
 	wait()
 	// Our own client finds what PyTorch's has written.
 	s := open(t, addr, c10d.Unknown)
@@ -132,10 +131,10 @@ a.set("from python", "done")
 
 // PyTorch's server, with our client, which is one of the two workers that the server waits for.
 func TestTorchServer(t *testing.T) {
-	testtorch.Need(t)
+	testnet.NeedTorch(t)
 	port := strconv.Itoa(testnet.FreePort(t))
 	addr := net.JoinHostPort("127.0.0.1", port)
-	wait := testtorch.Start(t, `
+	wait := testnet.StartTorch(t, `
 import datetime, sys
 import torch.distributed as dist
 s = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, True, timeout=datetime.timedelta(seconds=60))
@@ -247,10 +246,10 @@ func setGet(conn net.Conn, key string, n int) error {
 
 // torchServer runs PyTorch's server until stop.
 func torchServer(b *testing.B) (addr string, stop func()) {
-	testtorch.Need(b)
+	testnet.NeedTorch(b)
 	port := strconv.Itoa(testnet.FreePort(b))
 	addr = net.JoinHostPort("127.0.0.1", port)
-	wait := testtorch.Start(b, `
+	wait := testnet.StartTorch(b, `
 import datetime, sys
 import torch.distributed as dist
 s = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, True, timeout=datetime.timedelta(seconds=100))

@@ -1,5 +1,4 @@
-// Package testprom runs Prometheus of Debian, package prometheus, for tests of what it must accept, scrape and answer.
-package testprom
+package testnet
 
 import (
 	"bytes"
@@ -18,15 +17,11 @@ import (
 	"time"
 )
 
-const (
-	// patience bounds one call of a program or of the server.
-	patience = time.Minute
-	// maxAnswer bounds what is read of the server's answer.
-	maxAnswer = 16 << 20
-)
+// maxAnswer bounds what is read of the server's answer.
+const maxAnswer = 16 << 20
 
-// program is the path of one of Debian's programs. Without it the test is skipped, but not in CI, which has it.
-func program(t testing.TB, name string) string {
+// prometheusProgram is the path of one of Debian's programs. Without it the test is skipped, but not in CI, which has it.
+func prometheusProgram(t testing.TB, name string) string {
 	t.Helper()
 	path, err := exec.LookPath(name)
 	if err != nil {
@@ -44,7 +39,7 @@ func Promtool(t testing.TB, dir, input string, args ...string) (output string, c
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, program(t, "promtool"), args...)
+	cmd := exec.CommandContext(ctx, prometheusProgram(t, "promtool"), args...)
 	cmd.Dir, cmd.Stdin = dir, strings.NewReader(input)
 	out, err := cmd.CombinedOutput()
 	if _, ended := err.(*exec.ExitError); err != nil && !ended {
@@ -53,16 +48,16 @@ func Promtool(t testing.TB, dir, input string, args ...string) (output string, c
 	return string(out), err == nil
 }
 
-// Server is a Prometheus that runs.
-type Server struct {
+// Prometheus is a Prometheus that runs.
+type Prometheus struct {
 	t    testing.TB
 	base string // of its URLs
 }
 
-// Start starts a Prometheus with a configuration, and what it can read beside that, by file name. It is killed when the test ends.
-func Start(t testing.TB, config string, files map[string]string, args ...string) *Server {
+// StartPrometheus starts a Prometheus with a configuration, and what it can read beside that, by file name. It is killed when the test ends.
+func StartPrometheus(t testing.TB, config string, files map[string]string, args ...string) *Prometheus {
 	t.Helper()
-	path := program(t, "prometheus")
+	path := prometheusProgram(t, "prometheus")
 	dir := t.TempDir()
 	write := func(name, text string) string {
 		at := filepath.Join(dir, name)
@@ -115,7 +110,7 @@ func Start(t testing.TB, config string, files map[string]string, args ...string)
 	})
 	select {
 	case addr := <-found:
-		return &Server{t, "http://" + addr}
+		return &Prometheus{t, "http://" + addr}
 	case <-done:
 		t.Fatal("prometheus has ended")
 	case <-time.After(patience):
@@ -144,7 +139,7 @@ type Sample struct {
 }
 
 // Query evaluates an expression now. What is wrong with it, or with the server, is an error.
-func (s *Server) Query(expression string) ([]Sample, error) {
+func (s *Prometheus) Query(expression string) ([]Sample, error) {
 	var answer struct {
 		Data struct {
 			Result []struct {
@@ -175,7 +170,7 @@ type Target struct {
 }
 
 // Targets are those of the configuration.
-func (s *Server) Targets() ([]Target, error) {
+func (s *Prometheus) Targets() ([]Target, error) {
 	var answer struct {
 		Data struct {
 			Active []Target `json:"activeTargets"`
@@ -185,7 +180,7 @@ func (s *Server) Targets() ([]Target, error) {
 	return answer.Data.Active, err
 }
 
-func (s *Server) get(path string, to any) error {
+func (s *Prometheus) get(path string, to any) error {
 	ctx, cancel := context.WithTimeout(s.t.Context(), patience)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.base+path, nil)

@@ -1,5 +1,4 @@
-// Package testtorch runs an unmodified PyTorch for tests: that of Debian, package python3-torch, or another.
-package testtorch
+package testnet
 
 import (
 	"cmp"
@@ -15,12 +14,12 @@ import (
 // which does not see Debian's packages.
 var Python = cmp.Or(os.Getenv("TESTTORCH_PYTHON"), "/usr/bin/python3")
 
-var have = sync.OnceValue(func() error { return exec.Command(Python, "-c", "import torch.distributed").Run() })
+var haveTorch = sync.OnceValue(func() error { return exec.Command(Python, "-c", "import torch.distributed").Run() })
 
-// Need skips the test where there is no PyTorch, but not in CI, which has it.
-func Need(t testing.TB) {
+// NeedTorch skips the test where there is no PyTorch, but not in CI, which has it.
+func NeedTorch(t testing.TB) {
 	t.Helper()
-	if err := have(); err != nil {
+	if err := haveTorch(); err != nil {
 		if os.Getenv("CI") != "" {
 			t.Fatalf("%s cannot import torch: %v; CI installs python3-torch", Python, err)
 		}
@@ -28,11 +27,11 @@ func Need(t testing.TB) {
 	}
 }
 
-// Start starts a script, which gets args from sys.argv[1] on. Its output is the test's log if it fails. wait waits for it,
+// StartTorch starts a script, which gets args from sys.argv[1] on. Its output is the test's log if it fails. wait waits for it,
 // and fails the test if it does.
-func Start(t testing.TB, script string, args ...string) (wait func()) {
+func StartTorch(t testing.TB, script string, args ...string) (wait func()) {
 	t.Helper()
-	Need(t)
+	NeedTorch(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	cmd := exec.CommandContext(ctx, Python, append([]string{"-c", script}, args...)...)
 	cmd.Env = append(cmd.Environ(), "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo")

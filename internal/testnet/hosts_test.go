@@ -1,4 +1,4 @@
-package testhosts_test
+package testnet_test
 
 import (
 	"bufio"
@@ -16,7 +16,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/testhosts"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
@@ -115,7 +114,7 @@ type process struct {
 }
 
 // program runs a program on a host until the test ends.
-func program(t *testing.T, h *testhosts.Host, name string, args ...string) *process {
+func program(t *testing.T, h *testnet.Host, name string, args ...string) *process {
 	t.Helper()
 	return begin(t, h.Command(t.Context(), self(t), args...), programVariable+"="+name)
 }
@@ -201,7 +200,7 @@ func (p *process) say(text string) {
 // TCP works between any two hosts. Without its cable a host reaches nobody and is reached by nobody, what is on its way waits, and
 // the others do not notice.
 func TestLinks(t *testing.T) {
-	hosts := testhosts.New(t, 3)
+	hosts := testnet.NewHosts(t, 3)
 	addrs := make([]string, len(hosts))
 	for i, h := range hosts {
 		addrs[i] = program(t, h, "echo", net.JoinHostPort(h.Addr.String(), "0")).line()
@@ -261,9 +260,9 @@ func TestHostsAreApart(t *testing.T) {
 	}
 	local := testnet.FakeServer(t, func(net.Conn) {})
 	before := machine()
-	hosts := testhosts.New(t, 2)
+	hosts := testnet.NewHosts(t, 2)
 	for i, h := range hosts {
-		want := fmt.Sprintf("%s [lo 127.0.0.1/8 %s %s/24] [/sys/class/net/%[2]s /sys/class/net/lo]", h.Name, testhosts.Interface, h.Addr)
+		want := fmt.Sprintf("%s [lo 127.0.0.1/8 %s %s/24] [/sys/class/net/%[2]s /sys/class/net/lo]", h.Name, testnet.HostInterface, h.Addr)
 		if got := program(t, h, "where").line(); got != want {
 			t.Errorf("host %d: got  %s\nwant %s", i, got, want)
 		}
@@ -281,7 +280,7 @@ func TestHostsAreApart(t *testing.T) {
 		t.Errorf("before there was %s, now %s", before, now)
 	}
 	// Hosts of another New have the same addresses, and nothing to do with these.
-	others := testhosts.New(t, 2)
+	others := testnet.NewHosts(t, 2)
 	addr := program(t, hosts[1], "echo", net.JoinHostPort(hosts[1].Addr.String(), "0")).line()
 	if got := program(t, others[0], "talk", addr).line(); others[1].Addr != hosts[1].Addr || !strings.Contains(got, "connection refused") {
 		t.Errorf("from a host of another bridge: %s", got)
@@ -290,7 +289,7 @@ func TestHostsAreApart(t *testing.T) {
 
 // Commands are what os/exec promises: the process is the command itself, and has its arguments and status.
 func TestCommand(t *testing.T) {
-	h := testhosts.New(t, 1)[0]
+	h := testnet.NewHosts(t, 1)[0]
 	cmd := h.Command(t.Context(), "sh", "-c", `echo $$ "$0" "$1"; exit 7`, "a b", "$c")
 	out, err := cmd.Output()
 	if want := fmt.Sprintf("%d a b $c\n", cmd.Process.Pid); string(out) != want || cmd.ProcessState.ExitCode() != 7 {
@@ -318,7 +317,7 @@ func namespaces(t *testing.T, beginning string) []string {
 }
 
 // group is how the names of all namespaces of a New begin.
-func group(h *testhosts.Host) string { return h.Name[:strings.LastIndexByte(h.Name, '-')+1] }
+func group(h *testnet.Host) string { return h.Name[:strings.LastIndexByte(h.Name, '-')+1] }
 
 // runs reports whether a process does.
 func runs(pid int) bool {
@@ -328,7 +327,7 @@ func runs(pid int) bool {
 
 // stray starts a process on a host that ends by itself only after the test, and no signal but SIGKILL ends. Nobody but the
 // namespace knows of it: its parent is gone.
-func stray(t testing.TB, h *testhosts.Host) (pid int) {
+func stray(t testing.TB, h *testnet.Host) (pid int) {
 	t.Helper()
 	cmd := h.Command(t.Context(), "sh", "-c", `trap "" TERM HUP INT; setsid sleep 1000 >/dev/null 2>&1 & echo $!`)
 	out, err := cmd.Output()
@@ -343,7 +342,7 @@ func stray(t testing.TB, h *testhosts.Host) (pid int) {
 
 // storm starts a process on a host that starts others, faster than they can be looked for. It gives a word that is among the
 // arguments of all.
-func storm(t testing.TB, h *testhosts.Host) (word string) {
+func storm(t testing.TB, h *testnet.Host) (word string) {
 	t.Helper()
 	word = fmt.Sprintf("20.%d", os.Getpid()) // seconds
 	cmd := h.Command(t.Context(), "sh", "-c", `setsid sh -c 'for i in $(seq 2000); do sleep $0 & done' "$0" >/dev/null 2>&1 &`, word)
@@ -374,7 +373,7 @@ func TestNothingStays(t *testing.T) {
 	var names, word string
 	var pids []int
 	t.Run("hosts", func(t *testing.T) {
-		hosts := testhosts.New(t, 2)
+		hosts := testnet.NewHosts(t, 2)
 		names = group(hosts[0])
 		for _, h := range hosts {
 			for range 3 {
@@ -414,7 +413,7 @@ func TestChild(t *testing.T) {
 	if end == "" {
 		t.Skip("other tests run this one")
 	}
-	h := testhosts.New(t, 2)[0]
+	h := testnet.NewHosts(t, 2)[0]
 	fmt.Println(group(h), stray(t, h))
 	if end == "panic" {
 		panic("on purpose")
@@ -436,7 +435,7 @@ func child(t *testing.T, end string) (p *process, names string, pid int) {
 
 // A test that panics cleans up. What a killed one leaves, the next New removes, and touches nothing of those that live.
 func TestLeftovers(t *testing.T) {
-	testhosts.Need(t)
+	testnet.NeedHosts(t)
 	panicking, names, pid := child(t, "panic")
 	panicking.end()
 	wantNothing(t, names, pid)
@@ -450,7 +449,7 @@ func TestLeftovers(t *testing.T) {
 	if n := len(namespaces(t, left)); n != 3 || !runs(leftPID) {
 		t.Fatalf("of the killed process %d namespaces are left, want 3, and its process %d", n, leftPID)
 	}
-	testhosts.New(t, 1)
+	testnet.NewHosts(t, 1)
 	wantNothing(t, left, leftPID)
 	if n := len(namespaces(t, living)); n != 3 || !runs(livingPID) {
 		t.Errorf("of the living process %d namespaces are left, want 3, and its process %d", n, livingPID)
@@ -464,7 +463,7 @@ func TestLeftovers(t *testing.T) {
 
 // Whose namespaces are swept goes by process id and when that began; other names are left alone.
 func TestSweep(t *testing.T) {
-	testhosts.Need(t)
+	testnet.NeedHosts(t)
 	ended := exec.CommandContext(t.Context(), "sleep", "1000")
 	if err := ended.Start(); err != nil {
 		t.Fatal(err)
@@ -488,7 +487,7 @@ func TestSweep(t *testing.T) {
 		if out, err := exec.CommandContext(t.Context(), "ip", "netns", "add", name).CombinedOutput(); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
-		testhosts.New(t, 1)
+		testnet.NewHosts(t, 1)
 		if left := namespaces(t, name); (len(left) == 0) != goes {
 			t.Errorf("of %s is left: %v, want that it goes: %v", name, left, goes)
 		}
@@ -505,7 +504,7 @@ func TestSweep(t *testing.T) {
 
 // Where no hosts can be made a test is skipped and says why; in CI it fails.
 func TestNeed(t *testing.T) {
-	testhosts.Need(t)
+	testnet.NeedHosts(t)
 	const unprivileged = "setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin "
 	for _, c := range []struct{ name, command, path, says string }{
 		{"no privilege", unprivileged, os.Getenv("PATH"), "Operation not permitted"},

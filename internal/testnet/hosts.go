@@ -1,12 +1,4 @@
-// Package testhosts makes hosts for tests of what runs on several: network namespaces, joined by a bridge that stands in a
-// namespace of its own. So nothing of the machine's own network is touched, and no route leads out of it. It needs Linux,
-// root, and Debian's packages iproute2 and util-linux.
-//
-// Hosts share the machine's files, processes and clock; their interfaces, addresses, ports and names are their own.
-//
-// The namespaces are named gohvd-PID-START-RANDOM-WHAT, after the process that made them and when that began, so that those of
-// a process that was killed are known as such: the next New removes them.
-package testhosts
+package testnet
 
 import (
 	"bytes"
@@ -25,10 +17,10 @@ import (
 	"time"
 )
 
-// Interface is the name of the one network interface that each host has besides lo.
-const Interface = "eth0"
+// HostInterface is the name of the one network interface that each host has besides lo.
+const HostInterface = "eth0"
 
-// MaxHosts bounds New: the hosts' addresses are of one subnet of 24 bits.
+// MaxHosts bounds NewHosts: the hosts' addresses are of one subnet of 24 bits.
 const MaxHosts = 200
 
 const (
@@ -36,16 +28,22 @@ const (
 	// prefix begins the names of all namespaces of this package.
 	prefix = "gohvd-"
 	bridge = "br0" // in a namespace of its own
-	// patience bounds every command and every wait of this package.
-	patience = 30 * time.Second
+	// patience bounds every command, every call of a server, and every wait of this package.
+	patience = time.Minute
 )
 
-// Host is a network namespace with one interface. Its methods that have no error fail the test instead, and must be called
-// by the test's goroutine.
+// Host is a host for tests of what runs on several: a network namespace with one interface, joined with others by a bridge that
+// stands in a namespace of its own. So nothing of the machine's own network is touched, and no route leads out of it. It
+// needs Linux, root, and Debian's packages iproute2 and util-linux. Hosts share the machine's files, processes and clock.
+//
+// The namespaces are named gohvd-PID-START-RANDOM-WHAT, after the process that made them and when that began, so that those
+// of a process that was killed are known as such: the next NewHosts removes them.
+//
+// Methods without an error fail the test instead, and must be called by the test's goroutine.
 type Host struct {
 	// Name is the host's name, and that of the namespace: "ip netns exec NAME" enters it.
 	Name string
-	// Addr is its address, which the other hosts of the same New reach, and nobody else.
+	// Addr is its address, which the other hosts of the same NewHosts reach, and nobody else.
 	Addr netip.Addr
 
 	t      testing.TB
@@ -53,8 +51,8 @@ type Host struct {
 	port   string // the bridge's end of the cable
 }
 
-// have makes a namespace with all that New needs, and removes it.
-var have = sync.OnceValue(func() (err error) {
+// haveHosts makes a namespace with all that NewHosts needs, and removes it.
+var haveHosts = sync.OnceValue(func() (err error) {
 	name := newNames() + "probe"
 	defer func() { err = errors.Join(err, remove(name)) }()
 	if err := ip("netns", "add", name); err != nil {
@@ -69,10 +67,10 @@ var have = sync.OnceValue(func() (err error) {
 	return run(h.Command(ctx, "true"))
 })
 
-// Need skips the test where hosts cannot be made, but not in CI, which can.
-func Need(t testing.TB) {
+// NeedHosts skips the test where hosts cannot be made, but not in CI, which can.
+func NeedHosts(t testing.TB) {
 	t.Helper()
-	err := have()
+	err := haveHosts()
 	if err == nil {
 		return
 	}
@@ -83,13 +81,13 @@ func Need(t testing.TB) {
 	t.Skipf("%s: %v", needs, err)
 }
 
-// New makes n hosts, 1 to MaxHosts, each of which reaches all others. When the test ends, however it does, what runs in them is
+// NewHosts makes n hosts, 1 to MaxHosts, each of which reaches all others. When the test ends, however it does, what runs in them is
 // killed and they are removed. It costs some 10 ms for each host.
-func New(t testing.TB, n int) []*Host {
+func NewHosts(t testing.TB, n int) []*Host {
 	t.Helper()
-	Need(t)
+	NeedHosts(t)
 	if n < 1 || n > MaxHosts {
-		t.Fatalf("testhosts: got %d hosts, want 1 to %d", n, MaxHosts)
+		t.Fatalf("testnet: got %d hosts, want 1 to %d", n, MaxHosts)
 	}
 	if err := sweep(); err != nil {
 		t.Fatal(err)
@@ -132,13 +130,13 @@ func (h *Host) build() error {
 	if err := ip("netns", "add", h.Name); err != nil {
 		return err
 	}
-	if err := addPort(h.bridge, h.port, h.Name, Interface); err != nil {
+	if err := addPort(h.bridge, h.port, h.Name, HostInterface); err != nil {
 		return err
 	}
 	for _, args := range [][]string{
-		{"-n", h.Name, "address", "add", h.Addr.String() + "/24", "dev", Interface},
+		{"-n", h.Name, "address", "add", h.Addr.String() + "/24", "dev", HostInterface},
 		{"-n", h.Name, "link", "set", "lo", "up"},
-		{"-n", h.Name, "link", "set", Interface, "up"},
+		{"-n", h.Name, "link", "set", HostInterface, "up"},
 		{"-n", h.bridge, "link", "set", h.port, "master", bridge, "up"},
 	} {
 		if err := ip(args...); err != nil {
@@ -271,7 +269,7 @@ func empty(name string) error {
 		select {
 		case <-tick.C:
 		case <-late:
-			return fmt.Errorf("testhosts: processes on %s live on %v after they were killed", name, patience)
+			return fmt.Errorf("testnet: processes on %s live on %v after they were killed", name, patience)
 		}
 	}
 }
@@ -308,7 +306,7 @@ func run(cmd *exec.Cmd) error {
 	var said bytes.Buffer
 	cmd.Stderr = &said
 	if err := cmd.Run(); err != nil {
-		return fmt.Errorf("testhosts: %s: %w: %s", strings.Join(cmd.Args, " "), err, bytes.TrimSpace(said.Bytes()))
+		return fmt.Errorf("testnet: %s: %w: %s", strings.Join(cmd.Args, " "), err, bytes.TrimSpace(said.Bytes()))
 	}
 	return nil
 }
