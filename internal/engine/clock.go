@@ -1,11 +1,16 @@
 package engine
 
 import (
+	"bytes"
+	"crypto/rand"
+	"fmt"
+	"math"
+	"os"
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/clock"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/topo"
@@ -36,9 +41,9 @@ type rankClock struct {
 
 // newClock is the clock of an engine that starts now.
 func newClock(start time.Time, log *zap.Logger) trace.Clock {
-	c := trace.Clock{Start: start, Domain: clock.Domain()}
+	c := trace.Clock{Start: start, Domain: clockDomain()}
 	var err error
-	if c.Monotonic, err = clock.Monotonic(start); err != nil {
+	if c.Monotonic, err = monotonic(start); err != nil {
 		log.Warn("times of this rank cannot be compared with others' of its host", zap.Error(err))
 		c.Domain = ""
 	}
@@ -112,4 +117,37 @@ func (e *Engine) measured(at time.Duration, p *message.Probe) {
 	}
 	c.best.Job = trace.Clock{Domain: p.Domain, Monotonic: time.Duration(p.Monotonic)}.Job()
 	e.observer.align(c.best)
+}
+
+// clockDomain names the clock that monotonic reads: processes with the same one read the same clock. It stands for a boot of a host
+// and for a time namespace, whose clocks are set apart (time_namespaces(7)). Where these cannot be found out it is one of
+// its own.
+func clockDomain() string {
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return rand.Text()
+	}
+	namespace, err := os.Readlink("/proc/self/ns/time")
+	if err != nil {
+		namespace = "time" // a kernel without them
+	}
+	return fmt.Sprintf("%s/%s", bytes.TrimSpace(boot), namespace)
+}
+
+// monotonic returns what the clock of the domain shows at a time that time.Now gave a moment ago. It is right to within the time that
+// two readings of a clock take.
+func monotonic(at time.Time) (time.Duration, error) {
+	// Between the two readings the thread may lose its processor. Of some tries that with the least between them counts.
+	best, shown := time.Duration(math.MaxInt64), time.Duration(0)
+	for range 5 {
+		before := time.Since(at)
+		var ts unix.Timespec
+		if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
+			return 0, fmt.Errorf("clock: %w", err)
+		}
+		if took := time.Since(at) - before; took < best {
+			best, shown = took, time.Duration(ts.Nano())-before-took/2
+		}
+	}
+	return shown, nil
 }
