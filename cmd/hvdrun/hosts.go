@@ -12,7 +12,6 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/netif"
 )
@@ -51,16 +50,16 @@ func (h *hostFlags) addReach(f *pflag.FlagSet) {
 }
 
 // hosts are those of the flags, none if there are none.
-func (h *hostFlags) hosts() (hosts []hostlist.Host, err error) {
+func (h *hostFlags) hosts() (hosts []launch.Host, err error) {
 	switch {
 	case h.list != "" && h.file != "":
 		return nil, usagef("--hosts and --hostfile exclude each other")
 	case h.list != "":
-		if hosts, err = hostlist.Parse(h.list); err != nil {
+		if hosts, err = launch.ParseHosts(h.list); err != nil {
 			return nil, usagef("--hosts: %w", err)
 		}
 	case h.file != "":
-		if hosts, err = hostlist.ParseFile(h.file); err != nil {
+		if hosts, err = launch.ParseHostFile(h.file); err != nil {
 			return nil, usagef("--hostfile: %w", err)
 		}
 	}
@@ -90,8 +89,8 @@ func (h *hostFlags) check(given *pflag.FlagSet) error {
 }
 
 // idle warns of the flags that were given and mean nothing, for all hosts are this one.
-func (h *hostFlags) idle(given *pflag.FlagSet, hosts []hostlist.Host) (warnings []string) {
-	if slices.ContainsFunc(hosts, func(host hostlist.Host) bool { return !launch.IsThisHost(host.Name) }) {
+func (h *hostFlags) idle(given *pflag.FlagSet, hosts []launch.Host) (warnings []string) {
+	if slices.ContainsFunc(hosts, func(host launch.Host) bool { return !launch.IsThisHost(host.Name) }) {
 		return nil
 	}
 	for _, name := range []string{"ssh-port", "ssh-identity-file", "agent", "remote-hvdrun"} {
@@ -103,7 +102,7 @@ func (h *hostFlags) idle(given *pflag.FlagSet, hosts []hostlist.Host) (warnings 
 }
 
 // onSeveral reports whether a rank is to run on another host.
-func onSeveral(hosts []hostlist.Host) bool {
+func onSeveral(hosts []launch.Host) bool {
 	return len(hosts) > 1 || len(hosts) == 1 && !launch.IsThisHost(hosts[0].Name)
 }
 

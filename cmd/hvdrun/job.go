@@ -16,7 +16,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
-	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/secret"
@@ -122,12 +121,12 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 }
 
 // ranks is how many there are to be.
-func (r *runner) ranks(hosts []hostlist.Host) (int, error) {
+func (r *runner) ranks(hosts []launch.Host) (int, error) {
 	if r.numProc == "" && hosts != nil {
-		if n := hostlist.Slots(hosts); n <= launch.MaxRanks {
+		if n := launch.Slots(hosts); n <= launch.MaxRanks {
 			return n, nil
 		}
-		return 0, usagef("the hosts have %d slots, and a job has at most %d ranks: say how many with -np", hostlist.Slots(hosts), launch.MaxRanks)
+		return 0, usagef("the hosts have %d slots, and a job has at most %d ranks: say how many with -np", launch.Slots(hosts), launch.MaxRanks)
 	}
 	if r.numProc == "" {
 		return 0, usagef("the number of ranks is missing: hvdrun -np N command [args...]")

@@ -5,13 +5,13 @@ import (
 	"fmt"
 	"os"
 
-	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/metrics"
 )
 
 // serveMetrics serves the metrics of all ranks, which it asks for them, until stop.
-func (r *runner) serveMetrics(hosts []hostlist.Host, np int, ranks *joblink.Launcher) (stop func(), err error) {
+func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launcher) (stop func(), err error) {
 	if r.metricsAddr == "" {
 		return func() {}, nil
 	}
@@ -43,15 +43,15 @@ func (r *runner) serveMetrics(hosts []hostlist.Host, np int, ranks *joblink.Laun
 }
 
 // hostNames are the names of the ranks' hosts, by rank.
-func hostNames(hosts []hostlist.Host, np int) ([]string, error) {
+func hostNames(hosts []launch.Host, np int) ([]string, error) {
 	if hosts == nil {
 		name, err := os.Hostname()
 		if err != nil {
 			return nil, err
 		}
-		hosts = []hostlist.Host{{Name: name, Slots: np}}
+		hosts = []launch.Host{{Name: name, Slots: np}}
 	}
-	places, err := hostlist.Assign(hosts, np)
+	places, err := launch.Assign(hosts, np)
 	if err != nil {
 		return nil, usageError{err}
 	}

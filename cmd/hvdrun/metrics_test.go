@@ -21,8 +21,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/message"
@@ -326,7 +326,7 @@ func TestMetricsAddr(t *testing.T) {
 }
 
 func TestHostNames(t *testing.T) {
-	hosts := []hostlist.Host{{Name: "h1", Slots: 2}, {Name: "h2", Slots: 2}}
+	hosts := []launch.Host{{Name: "h1", Slots: 2}, {Name: "h2", Slots: 2}}
 	if got, err := hostNames(hosts, 3); err != nil || !slices.Equal(got, []string{"h1", "h1", "h2"}) {
 		t.Errorf("got %v and error %v", got, err)
 	}

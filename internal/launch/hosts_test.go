@@ -16,7 +16,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
@@ -24,7 +23,7 @@ import (
 
 // several is what a launcher needs for hosts that are not this one. Here all of them are: the agents' commands stay on it.
 type several struct {
-	list   []hostlist.Host
+	list   []launch.Host
 	addrs  []netip.AddrPort
 	secret string
 	torch  netip.AddrPort
@@ -33,7 +32,7 @@ type several struct {
 }
 
 func severalHosts(s *spec) (h several, err error) {
-	if h.list, err = hostlist.Parse(s.Hosts); err != nil {
+	if h.list, err = launch.ParseHosts(s.Hosts); err != nil {
 		return h, err
 	}
 	var key secret.Secret
@@ -629,7 +628,7 @@ func TestOutputHeldFromOutsideOverHosts(t *testing.T) {
 }
 
 func TestTooFewSlots(t *testing.T) {
-	_, err := launch.Run(t.Context(), launch.Options{NP: 4, Hosts: []hostlist.Host{{Name: "h1", Slots: 3}}, Command: []string{"true"}})
+	_, err := launch.Run(t.Context(), launch.Options{NP: 4, Hosts: []launch.Host{{Name: "h1", Slots: 3}}, Command: []string{"true"}})
 	if _, ok := err.(*launch.OptionError); !ok || !strings.Contains(err.Error(), "there are 3") {
 		t.Errorf("got error %v, want an OptionError", err)
 	}

@@ -36,7 +36,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/hostlist"
 	"github.com/gohvd/gohvd/internal/joblink"
 )
 
@@ -54,8 +53,8 @@ const (
 type Options struct {
 	// NP is the number of ranks, 1 to MaxRanks.
 	NP int
-	// Hosts have the ranks, in the order of hostlist.Assign. None is this host, by its own name.
-	Hosts []hostlist.Host
+	// Hosts have the ranks, in the order of Assign. None is this host, by its own name.
+	Hosts []Host
 	// Command is what each rank runs. Its first word is looked up in the ranks' PATH, on the host that it is to run on.
 	Command []string
 	// Env is the environment of the ranks, NAME=value; what places a rank in the job is added or replaced.
@@ -227,9 +226,9 @@ func Run(ctx context.Context, o Options) (Result, error) {
 		if err != nil {
 			return Result{}, fmt.Errorf("launch: name of this host: %w", err)
 		}
-		o.Hosts = []hostlist.Host{{Name: host, Slots: o.NP}}
+		o.Hosts = []Host{{Name: host, Slots: o.NP}}
 	}
-	places, err := hostlist.Assign(o.Hosts, o.NP)
+	places, err := Assign(o.Hosts, o.NP)
 	if err != nil {
 		return Result{}, &OptionError{err.Error()}
 	}

@@ -12,8 +12,6 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/gohvd/gohvd/internal/hostlist"
 )
 
 // phase is how far the end of the job has come.
@@ -54,9 +52,9 @@ const verdictWait = 100 * time.Millisecond
 // job is one run. Its fields belong to the goroutine of Run, except where noted.
 type job struct {
 	o       Options
-	places  []hostlist.Place // by rank
-	hosts   int              // that have ranks
-	several bool             // not all ranks are of this host
+	places  []Place // by rank
+	hosts   int     // that have ranks
+	several bool    // not all ranks are of this host
 	id      string
 	env     []string // of all ranks
 	policy  policy

@@ -1,5 +1,4 @@
-// Package hostlist reads lists of hosts, as launchers take them, and places the ranks of a job on them.
-package hostlist
+package launch
 
 import (
 	"bufio"
@@ -15,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/topo"
 )
 
-// Bounds of a list.
+// Bounds of a list of hosts.
 const (
 	// MaxHosts bounds a list.
 	MaxHosts = 4096
@@ -35,14 +34,14 @@ type Host struct {
 	Slots int
 }
 
-// Parse reads a list such as h1:2,[fd00::1]:2,10.0.0.1:4,h3. A host without a number has one slot. A host that is there twice
+// ParseHosts reads a list such as h1:2,[fd00::1]:2,10.0.0.1:4,h3. A host without a number has one slot. A host that is there twice
 // is an error, for nobody could tell whether its slots add up.
-func Parse(list string) ([]Host, error) {
+func ParseHosts(list string) ([]Host, error) {
 	var hosts []Host
 	for word := range strings.SplitSeq(list, ",") {
-		h, err := parse(strings.TrimSpace(word))
+		h, err := parseHost(strings.TrimSpace(word))
 		if err == nil {
-			hosts, err = add(hosts, h)
+			hosts, err = addHost(hosts, h)
 		}
 		if err != nil {
 			return nil, fmt.Errorf("got %.80q in %.80q, %w", word, list, err)
@@ -51,7 +50,7 @@ func Parse(list string) ([]Host, error) {
 	return hosts, nil
 }
 
-func add(hosts []Host, h Host) ([]Host, error) {
+func addHost(hosts []Host, h Host) ([]Host, error) {
 	if len(hosts) == MaxHosts {
 		return nil, fmt.Errorf("want at most %d hosts", MaxHosts)
 	}
@@ -64,8 +63,8 @@ func add(hosts []Host, h Host) ([]Host, error) {
 }
 
 // parse reads name, name:slots, [address]:slots, or an IPv6 address alone.
-func parse(word string) (Host, error) {
-	name, slots, err := cut(word)
+func parseHost(word string) (Host, error) {
+	name, slots, err := cutHost(word)
 	h := Host{Name: name, Slots: 1}
 	if err == nil && slots != "" {
 		number, ok := strings.CutPrefix(slots, ":")
@@ -78,17 +77,17 @@ func parse(word string) (Host, error) {
 }
 
 // cut gives the name and what stands behind it.
-func cut(word string) (name, rest string, err error) {
+func cutHost(word string) (name, rest string, err error) {
 	name = word
 	if inside, behind, closed := strings.Cut(word, "]"); closed && word[0] == '[' {
 		name, rest = inside[1:], behind
 	} else if at := strings.IndexByte(word, ':'); at >= 0 && at == strings.LastIndexByte(word, ':') {
 		name, rest = word[:at], word[at:]
 	}
-	return name, rest, checkName(name)
+	return name, rest, checkHostName(name)
 }
 
-func checkName(name string) error {
+func checkHostName(name string) error {
 	strange := strings.IndexFunc(name, func(r rune) bool {
 		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune(".:-_%@", r)
 	})
@@ -112,9 +111,9 @@ func parseSlots(text string) (int, error) {
 	return n, nil
 }
 
-// ParseFile reads a file with a host a line: "h1 slots=2" as for Open MPI and Horovod, "h1:2" as for MPICH, or "h1" for one
+// ParseHostFile reads a file with a host a line: "h1 slots=2" as for Open MPI and Horovod, "h1:2" as for MPICH, or "h1" for one
 // slot. Empty lines and what follows a # are passed over. The file has at most 1 MiB.
-func ParseFile(path string) ([]Host, error) {
+func ParseHostFile(path string) ([]Host, error) {
 	f, err := os.Open(path)
 	if err != nil {
 		return nil, err
@@ -136,9 +135,9 @@ func ParseFile(path string) ([]Host, error) {
 		if len(words) == 0 {
 			continue
 		}
-		h, err := parseLine(words)
+		h, err := parseHostLine(words)
 		if err == nil {
-			hosts, err = add(hosts, h)
+			hosts, err = addHost(hosts, h)
 		}
 		if err != nil {
 			return nil, fmt.Errorf("%s, line %d: got %.80q, %w", path, n, strings.TrimSpace(line), err)
@@ -150,11 +149,11 @@ func ParseFile(path string) ([]Host, error) {
 	return hosts, lines.Err()
 }
 
-func parseLine(words []string) (Host, error) {
+func parseHostLine(words []string) (Host, error) {
 	if len(words) == 1 {
-		return parse(words[0])
+		return parseHost(words[0])
 	}
-	name, rest, err := cut(words[0])
+	name, rest, err := cutHost(words[0])
 	if err != nil {
 		return Host{}, err
 	}

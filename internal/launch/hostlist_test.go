@@ -1,4 +1,4 @@
-package hostlist_test
+package launch_test
 
 import (
 	"fmt"
@@ -10,24 +10,24 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/hostlist"
+	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/topo"
 )
 
-func TestParse(t *testing.T) {
+func TestParseHosts(t *testing.T) {
 	for _, c := range []struct {
 		list string
-		want []hostlist.Host
+		want []launch.Host
 	}{
-		{"h1", []hostlist.Host{{"h1", 1}}},
-		{"h1:2,h2:3", []hostlist.Host{{"h1", 2}, {"h2", 3}}},
-		{" h1:2 , h2 ", []hostlist.Host{{"h1", 2}, {"h2", 1}}},
-		{"10.0.0.1:4,[fe80::1%eth0]:2,fd00::7,[fd00::8]", []hostlist.Host{{"10.0.0.1", 4}, {"fe80::1%eth0", 2}, {"fd00::7", 1}, {"fd00::8", 1}}},
-		{"me@h-1.a_b.example:2", []hostlist.Host{{"me@h-1.a_b.example", 2}}},
-		{"me@fd00::7,[me@fd00::8]:2,a:2::b:1", []hostlist.Host{{"me@fd00::7", 1}, {"me@fd00::8", 2}, {"a:2::b:1", 1}}},
-		{"h1:65536", []hostlist.Host{{"h1", hostlist.MaxSlots}}},
+		{"h1", []launch.Host{{"h1", 1}}},
+		{"h1:2,h2:3", []launch.Host{{"h1", 2}, {"h2", 3}}},
+		{" h1:2 , h2 ", []launch.Host{{"h1", 2}, {"h2", 1}}},
+		{"10.0.0.1:4,[fe80::1%eth0]:2,fd00::7,[fd00::8]", []launch.Host{{"10.0.0.1", 4}, {"fe80::1%eth0", 2}, {"fd00::7", 1}, {"fd00::8", 1}}},
+		{"me@h-1.a_b.example:2", []launch.Host{{"me@h-1.a_b.example", 2}}},
+		{"me@fd00::7,[me@fd00::8]:2,a:2::b:1", []launch.Host{{"me@fd00::7", 1}, {"me@fd00::8", 2}, {"a:2::b:1", 1}}},
+		{"h1:65536", []launch.Host{{"h1", launch.MaxSlots}}},
 	} {
-		if got, err := hostlist.Parse(c.list); err != nil || !slices.Equal(got, c.want) {
+		if got, err := launch.ParseHosts(c.list); err != nil || !slices.Equal(got, c.want) {
 			t.Errorf("%q: got %v and error %v, want %v", c.list, got, err, c.want)
 		}
 	}
@@ -35,7 +35,7 @@ func TestParse(t *testing.T) {
 
 func TestListsThatCannotBe(t *testing.T) {
 	var many []string
-	for i := range hostlist.MaxHosts + 1 {
+	for i := range launch.MaxHosts + 1 {
 		many = append(many, fmt.Sprint("h", i))
 	}
 	for _, c := range []struct{ list, want string }{
@@ -67,14 +67,14 @@ func TestListsThatCannotBe(t *testing.T) {
 		{strings.Repeat("x", 256), "names or addresses"},
 		{strings.Join(many, ","), "at most 4096 hosts"},
 	} {
-		got, err := hostlist.Parse(c.list)
+		got, err := launch.ParseHosts(c.list)
 		if err == nil || !strings.Contains(err.Error(), c.want) || len(err.Error()) > 400 {
 			t.Errorf("%.80q: got %v and error %v, want one with %q", c.list, got, err, c.want)
 		}
 	}
 }
 
-func TestParseFile(t *testing.T) {
+func TestParseHostFile(t *testing.T) {
 	write := func(text string) string {
 		path := filepath.Join(t.TempDir(), "hosts")
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
@@ -82,8 +82,8 @@ func TestParseFile(t *testing.T) {
 		}
 		return path
 	}
-	got, err := hostlist.ParseFile(write("# all of them\n\nh1 slots=2 # near\n\th2:3\r\n[fd00::1]:4\n[fd00::2] slots=5\nfd00::3 slots=6\nh3"))
-	want := []hostlist.Host{{"h1", 2}, {"h2", 3}, {"fd00::1", 4}, {"fd00::2", 5}, {"fd00::3", 6}, {"h3", 1}}
+	got, err := launch.ParseHostFile(write("# all of them\n\nh1 slots=2 # near\n\th2:3\r\n[fd00::1]:4\n[fd00::2] slots=5\nfd00::3 slots=6\nh3"))
+	want := []launch.Host{{"h1", 2}, {"h2", 3}, {"fd00::1", 4}, {"fd00::2", 5}, {"fd00::3", 6}, {"h3", 1}}
 	if err != nil || !slices.Equal(got, want) {
 		t.Errorf("got %v and error %v, want %v", got, err, want)
 	}
@@ -103,27 +103,27 @@ func TestParseFile(t *testing.T) {
 		{strings.Repeat("#", 1<<20+1), "more than 1048576 bytes"},
 	} {
 		path := write(c.text)
-		if got, err := hostlist.ParseFile(path); err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path) {
+		if got, err := launch.ParseHostFile(path); err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path) {
 			t.Errorf("%.80q: got %v and error %v, want one with %q and the path", c.text, got, err, c.want)
 		}
 	}
-	if _, err := hostlist.ParseFile(t.TempDir() + "/none"); !os.IsNotExist(err) {
+	if _, err := launch.ParseHostFile(t.TempDir() + "/none"); !os.IsNotExist(err) {
 		t.Errorf("no file: got error %v", err)
 	}
 }
 
 // The definition of local and cross ranks is topo's.
-func TestAssign(t *testing.T) {
+func TestAssignHosts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	draw := rand.New(rand.NewPCG(seed, 0))
 	for range 300 {
-		var hosts []hostlist.Host
+		var hosts []launch.Host
 		for i := range 1 + draw.IntN(5) {
-			hosts = append(hosts, hostlist.Host{Name: fmt.Sprint("h", i), Slots: 1 + draw.IntN(4)})
+			hosts = append(hosts, launch.Host{Name: fmt.Sprint("h", i), Slots: 1 + draw.IntN(4)})
 		}
-		np := 1 + draw.IntN(hostlist.Slots(hosts))
-		places, err := hostlist.Assign(hosts, np)
+		np := 1 + draw.IntN(launch.Slots(hosts))
+		places, err := launch.Assign(hosts, np)
 		if err != nil || len(places) != np {
 			t.Fatalf("%d ranks on %v: got %v and error %v", np, hosts, places, err)
 		}
@@ -149,8 +149,8 @@ func TestAssign(t *testing.T) {
 	}
 }
 
-func TestTooFewSlots(t *testing.T) {
-	_, err := hostlist.Assign([]hostlist.Host{{"h1", 2}, {"h2", 1}}, 4)
+func TestAssignNeedsSlots(t *testing.T) {
+	_, err := launch.Assign([]launch.Host{{"h1", 2}, {"h2", 1}}, 4)
 	const want = "4 ranks want as many slots, but there are 3 (h1 has 2, h2 has 1): lower -np, or raise the number behind a host in -H or --hostfile"
 	if err == nil || err.Error() != want {
 		t.Errorf("got error %v, want %s", err, want)
@@ -158,11 +158,11 @@ func TestTooFewSlots(t *testing.T) {
 }
 
 func ExampleAssign() {
-	hosts, err := hostlist.Parse("a:2,b:1")
+	hosts, err := launch.ParseHosts("a:2,b:1")
 	if err != nil {
 		panic(err)
 	}
-	places, err := hostlist.Assign(hosts, 3)
+	places, err := launch.Assign(hosts, 3)
 	if err != nil {
 		panic(err)
 	}
@@ -175,11 +175,11 @@ func ExampleAssign() {
 	// b 2 local 0 of 1 cross 1 of 2
 }
 
-func FuzzParse(f *testing.F) {
+func FuzzParseHosts(f *testing.F) {
 	f.Add("h1:2,[fe80::1]:2,10.0.0.1:4,h3")
 	f.Add("[]:1,a@b:3")
 	f.Fuzz(func(t *testing.T, list string) {
-		hosts, err := hostlist.Parse(list)
+		hosts, err := launch.ParseHosts(list)
 		if err != nil {
 			return
 		}
@@ -187,7 +187,7 @@ func FuzzParse(f *testing.F) {
 		for _, h := range hosts {
 			words = append(words, fmt.Sprintf("[%s]:%d", h.Name, h.Slots))
 		}
-		again, err := hostlist.Parse(strings.Join(words, ","))
+		again, err := launch.ParseHosts(strings.Join(words, ","))
 		if err != nil || !slices.Equal(again, hosts) {
 			t.Errorf("%q: got %v, then %v and error %v", list, hosts, again, err)
 		}
