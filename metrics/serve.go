@@ -12,7 +12,7 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/gohvd/gohvd/internal/serve"
+	"github.com/gohvd/gohvd/internal/dial"
 )
 
 const (
@@ -81,7 +81,7 @@ func Serve(addr string, h http.Handler, log *zap.Logger) (*Server, error) {
 
 func serveOn(l net.Listener, h http.Handler, log *zap.Logger) *Server {
 	ctx, cancel := context.WithCancel(context.Background())
-	s := &Server{listener: &bounded{l, serve.NewDoorway(maxConns)}, cancel: cancel}
+	s := &Server{listener: &bounded{l, dial.NewLimiter(maxConns)}, cancel: cancel}
 	s.http = http.Server{
 		Handler:     http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.answer(h, w, r) }),
 		ReadTimeout: patience, WriteTimeout: patience, IdleTimeout: 3 * time.Minute, MaxHeaderBytes: 8 << 10,
@@ -132,7 +132,7 @@ func (s *Server) Close() error {
 // Prometheus whose idle connection has gone makes another.
 type bounded struct {
 	net.Listener
-	doorway *serve.Doorway
+	limiter *dial.Limiter
 }
 
 func (l *bounded) Accept() (net.Conn, error) {
@@ -140,16 +140,16 @@ func (l *bounded) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &boundedConn{Conn: conn, place: l.doorway.Enter(conn)}, nil
+	return &boundedConn{Conn: conn, slot: l.limiter.Acquire(conn)}, nil
 }
 
 type boundedConn struct {
 	net.Conn
-	place *serve.Place
+	slot  *dial.Slot
 	leave sync.Once
 }
 
 func (c *boundedConn) Close() error {
-	c.leave.Do(func() { c.place.Leave() })
+	c.leave.Do(func() { c.slot.Release() })
 	return c.Conn.Close()
 }

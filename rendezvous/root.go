@@ -19,7 +19,6 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/logs"
-	"github.com/gohvd/gohvd/internal/serve"
 	"github.com/gohvd/gohvd/rendezvous/rendezvouspb"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -53,7 +52,7 @@ type root struct {
 	stop       context.CancelFunc
 	close      func() error
 	wg         sync.WaitGroup
-	handshakes *serve.Doorway
+	handshakes *dial.Limiter
 	refused    *zap.Logger
 
 	changed chan struct{} // capacity 1: all ranks are there, or the root failed
@@ -83,10 +82,10 @@ type root struct {
 
 // guest is a connection to the root.
 type guest struct {
-	conn  net.Conn
-	place *serve.Place // until it has said what it wants
-	over  net.Conn     // conn, encrypted if the secret is: what is said goes over it
-	q     *joinRequest // nil until it has been read
+	conn net.Conn
+	slot *dial.Slot   // until it has said what it wants
+	over net.Conn     // conn, encrypted if the secret is: what is said goes over it
+	q    *joinRequest // nil until it has been read
 	// out is what to send, closed behind the last of it, which finished says. No guest gets more than four answers, so sending does not
 	// wait.
 	out      chan []byte
@@ -129,7 +128,7 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 	r := &root{
 		cfg: cfg, token: newToken(), ln: ln,
 		log:        cfg.Log.With(zap.String("job", cfg.Job), zap.Stringer("root", ln.Addr())),
-		handshakes: serve.NewDoorway(max(maxHandshakes, 2*cfg.Size)),
+		handshakes: dial.NewLimiter(max(maxHandshakes, 2*cfg.Size)),
 		changed:    make(chan struct{}, 1),
 		allTold:    make(chan struct{}),
 		guests:     make(map[*guest]struct{}),
@@ -549,7 +548,7 @@ func (r *root) accept() {
 			continue
 		}
 		wait = 0
-		g := &guest{conn: conn, out: make(chan []byte, 4), place: r.handshakes.Enter(conn)} // here, so that the oldest is who came first
+		g := &guest{conn: conn, out: make(chan []byte, 4), slot: r.handshakes.Acquire(conn)} // here, so that the oldest is who came first
 		r.mu.Lock()
 		if r.ctx.Err() != nil {
 			conn.Close()
@@ -572,8 +571,8 @@ func (r *root) accept() {
 // serve reads g's request and answers. A member it hears until all is said. The error is for the log.
 func (r *root) serve(g *guest) error {
 	err := r.handshake(g)
-	if !g.place.Leave() {
-		return serve.ErrCrowded
+	if !g.slot.Release() {
+		return dial.ErrEvicted
 	}
 	if err != nil {
 		if errors.Is(err, io.EOF) {

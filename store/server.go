@@ -11,7 +11,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
-	"github.com/gohvd/gohvd/internal/serve"
 	"github.com/gohvd/gohvd/secret"
 )
 
@@ -19,7 +18,7 @@ import (
 const (
 	maxClients        = 4096 // connections
 	maxWaitsPerClient = 1024 // calls of one connection
-	doorway           = 1024 // connections that have not proven the secret
+	maxUnproven       = 1024 // connections that have not proven the secret
 	serverIOTimeout   = 10 * time.Second
 )
 
@@ -29,19 +28,19 @@ const (
 // server gives up a client that takes no bytes for 10 s, or says nothing for a minute (clients ping every 5 s), and
 // with it the client's waits.
 type Server struct {
-	store *HashStore
-	cfg   Config
-	way   *serve.Doorway
-	*serve.Listener
+	store    *HashStore
+	cfg      Config
+	unproven *dial.Limiter
+	*dial.Acceptor
 }
 
 // Serve listens on addr, host:port with port 0 for any free one, and serves store until Close. The caller keeps
 // store and closes it.
 func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
-	s := &Server{store: store, cfg: cfg, way: serve.NewDoorway(doorway)}
+	s := &Server{store: store, cfg: cfg, unproven: dial.NewLimiter(maxUnproven)}
 	var err error
-	if s.Listener, err = serve.Listen(addr, "store: server", maxClients, cfg.Log, s.serve); err != nil {
+	if s.Acceptor, err = dial.Serve(addr, "store: server", maxClients, cfg.Log, s.serve); err != nil {
 		return nil, fmt.Errorf("store: serve: %w", err)
 	}
 	return s, nil
@@ -79,10 +78,10 @@ func (c *serverConn) end(err error) {
 // run serves requests until the connection ends and returns the reason, io.EOF if the client left between frames.
 func (c *serverConn) run(s *Server) error {
 	c.conn.SetDeadline(time.Now().Add(s.cfg.handshake))
-	place := s.way.Enter(c.conn)
+	slot := s.unproven.Acquire(c.conn)
 	in, version, err := c.meet(s.cfg.Secret)
-	if !place.Leave() {
-		return serve.ErrCrowded
+	if !slot.Release() {
+		return dial.ErrEvicted
 	}
 	if err != nil {
 		return err

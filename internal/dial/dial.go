@@ -1,8 +1,7 @@
-// Package dial is how connections of this project begin, and how they are tried again.
+// Package dial begins connections: it dials and tries again, accepts, and exchanges greetings.
 //
-// Whoever dials proves that it knows the secret of the job, if there is one (package secret, which may encrypt what follows),
-// and sends a greeting; whoever
-// accepts answers with one: four bytes of magic that name the protocol, and its version, four bytes, big-endian.
+// The end that dials proves that it knows the secret of the job, if there is one (package secret, which may encrypt what
+// follows), and sends a greeting; the end that accepts answers with one: four bytes of magic that name the protocol, and its version, four bytes, big-endian.
 package dial
 
 import (

@@ -11,7 +11,7 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/gohvd/gohvd/internal/serve"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -37,14 +37,14 @@ type Config struct {
 type Server struct {
 	store *store.HashStore
 	cfg   Config
-	*serve.Listener
+	*dial.Acceptor
 }
 
 // Serve listens on addr, host:port with port 0 for any free one, and serves s until Close. The caller keeps s and closes it.
 func Serve(addr string, s *store.HashStore, cfg Config) (*Server, error) {
 	server := &Server{store: s, cfg: cfg}
 	var err error
-	if server.Listener, err = serve.Listen(addr, "c10d: server", maxClients, cfg.Log, server.serve); err != nil {
+	if server.Acceptor, err = dial.Serve(addr, "c10d: server", maxClients, cfg.Log, server.serve); err != nil {
 		return nil, fmt.Errorf("c10d: serve: %w", err)
 	}
 	return server, nil

@@ -25,7 +25,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/logs"
-	"github.com/gohvd/gohvd/internal/serve"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -110,7 +109,7 @@ type Endpoint struct {
 	cancel    context.CancelFunc
 	connected chan struct{} // closed by Connect
 	refused   *zap.Logger   // as log
-	doorway   *serve.Doorway
+	limiter   *dial.Limiter
 	slots     chan struct{} // holds a token per accepted connection that has said who it is and has no channel yet
 	wg        sync.WaitGroup
 
@@ -144,7 +143,7 @@ func newEndpoint(cfg Config, ln net.Listener) *Endpoint {
 		log:       cmp.Or(cfg.Log, zap.NewNop()),
 		ln:        ln,
 		connected: make(chan struct{}),
-		doorway:   serve.NewDoorway(maxHandshakes),
+		limiter:   dial.NewLimiter(maxHandshakes),
 		slots:     make(chan struct{}, maxHandshakes),
 		loose:     make(map[net.Conn]struct{}),
 	}
@@ -181,7 +180,7 @@ func (e *Endpoint) Connect(ep Epoch) (*Mesh, error) {
 		lanes: make(map[transport.Lane]*lane),
 	}
 	// All ranks may dial this one at once.
-	e.doorway.Grow(2 * len(ep.Addrs))
+	e.limiter.Grow(2 * len(ep.Addrs))
 	close(e.connected)
 	return e.mesh, nil
 }
@@ -275,10 +274,10 @@ func (e *Endpoint) handshake(nc net.Conn) error {
 	if err := nc.SetDeadline(deadline); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
-	place := e.doorway.Enter(nc)
+	slot := e.limiter.Acquire(nc)
 	over, h, err := e.meet(nc)
-	if !place.Leave() {
-		return fmt.Errorf("tcp: handshake: %w", serve.ErrCrowded)
+	if !slot.Release() {
+		return fmt.Errorf("tcp: handshake: %w", dial.ErrEvicted)
 	}
 	if err != nil {
 		return err

@@ -22,7 +22,7 @@ import (
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
 
-	"github.com/gohvd/gohvd/internal/serve"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -574,7 +574,7 @@ func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 	for i := range silent {
 		silent[i] = dialRaw(t, e1.Addr(), nil)
 	}
-	book.wait(t, "tcp: connection refused", "error", serve.ErrCrowded.Error())
+	book.wait(t, "tcp: connection refused", "error", dial.ErrEvicted.Error())
 	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, e1)})
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	c, b := pair(t, zero, one, 0)

@@ -1,0 +1,64 @@
+package dial
+
+import (
+	"container/list"
+	"errors"
+	"io"
+	"sync"
+)
+
+// ErrEvicted is the error of a connection that a Limiter closed.
+var ErrEvicted = errors.New("closed without a proof to make room: too many such connections")
+
+// Limiter bounds the connections that have yet to prove who they are. If there is one too many it closes the oldest: a peer that can
+// prove itself is through in a moment, so the oldest is a stranger as a rule, and a peer of ours tries again.
+type Limiter struct {
+	most int
+
+	mu    sync.Mutex
+	slots list.List // of *Slot, oldest first
+}
+
+// NewLimiter makes a Limiter for most connections, at least one.
+func NewLimiter(most int) *Limiter { return &Limiter{most: most} }
+
+// Grow raises the bound to most, if that is more.
+func (l *Limiter) Grow(most int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.most = max(l.most, most)
+}
+
+// Slot is that of one connection in a Limiter.
+type Slot struct {
+	of   *Limiter
+	conn io.Closer
+	at   *list.Element // nil once it was released or evicted
+}
+
+// Acquire gives conn a slot, and closes the connection that has had one for the longest time if there are too many. The caller
+// must release the slot.
+func (l *Limiter) Acquire(conn io.Closer) *Slot {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.slots.Len() >= l.most {
+		oldest := l.slots.Remove(l.slots.Front()).(*Slot)
+		oldest.at = nil
+		oldest.conn.Close()
+	}
+	s := &Slot{of: l, conn: conn}
+	s.at = l.slots.PushBack(s)
+	return s
+}
+
+// Release gives up the slot, and reports whether the connection still had it. It is called once.
+func (s *Slot) Release() bool {
+	s.of.mu.Lock()
+	defer s.of.mu.Unlock()
+	if s.at == nil {
+		return false
+	}
+	s.of.slots.Remove(s.at)
+	s.at = nil
+	return true
+}

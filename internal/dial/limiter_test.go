@@ -1,0 +1,46 @@
+package dial
+
+import "testing"
+
+type closer struct{ closed int }
+
+func (c *closer) Close() error {
+	c.closed++
+	return nil
+}
+
+// The oldest connection makes room for one more; one that was released is not closed.
+func TestLimiter(t *testing.T) {
+	l := NewLimiter(2)
+	var conns [4]closer
+	first, second := l.Acquire(&conns[0]), l.Acquire(&conns[1])
+	third := l.Acquire(&conns[2])
+	if first.Release() || conns[0].closed != 1 {
+		t.Errorf("the oldest was closed %d times", conns[0].closed)
+	}
+	if !second.Release() {
+		t.Error("one that had its slot has lost it")
+	}
+	fourth := l.Acquire(&conns[3])
+	if !third.Release() || !fourth.Release() {
+		t.Error("there was room for two")
+	}
+	l.Grow(1) // it has room for two
+	var more [4]closer
+	for i := range more[:2] {
+		l.Acquire(&more[i])
+	}
+	l.Grow(3)
+	l.Acquire(&more[2])
+	if more[0].closed != 0 {
+		t.Error("one was closed though the bound has grown")
+	}
+	if l.Acquire(&more[3]); more[0].closed != 1 || more[1].closed != 0 {
+		t.Error("it has grown without a bound")
+	}
+	for i := range conns[1:] {
+		if n := conns[1+i].closed; n != 0 {
+			t.Errorf("connection %d was closed", 1+i)
+		}
+	}
+}
