@@ -160,7 +160,8 @@ func FuzzStatusAndAnswer(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if h := newAgreement(); h.hear(a) == nil && h.hear(a) == nil {
+		h := newAgreement()
+		if first := h.hear(a); first == nil && h.hear(a) == nil {
 			t.Errorf("%v was heard twice", a)
 		}
 	})
