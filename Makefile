@@ -59,8 +59,8 @@ arm64: ## the tests of the kernels for arm64, under emulation
 	scripts/tested.sh --note arm64
 
 .PHONY: deaths
-deaths: ## every death, at work and in Init, and every ending, five times
-	$(GO) test -count 1 -timeout 0 -run 'Kill$$|DeathInInit|Endings' ./internal/e2e -args -whole 5
+deaths: ## every death, at work and in Init, every fault and every ending, five times
+	$(GO) test -count 1 -timeout 0 -run 'Kill$$|Faults|DeathInInit|Endings' ./internal/e2e -args -whole 5
 
 .PHONY: conformance
 conformance: ## every operation in every configuration against the reference; half an hour

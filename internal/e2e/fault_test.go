@@ -1,18 +1,12 @@
 package e2e
 
 import (
-	"flag"
 	"fmt"
 	"math/rand/v2"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
-)
-
-var (
-	faultRuns = flag.Int("faults", 1, "try each fault so often with each way of negotiation")
-	faultSeed = flag.Uint64("faults-seed", 0, "replay the draws of this seed")
 )
 
 // A rank that is stopped for good, or whose network is cut, in the middle of work is named at all others when its silence has lasted
@@ -34,13 +28,9 @@ func TestFaults(t *testing.T) {
 		} {
 			t.Run(name+"/"+negotiation, func(t *testing.T) {
 				t.Parallel()
-				for range *faultRuns {
-					seed := *faultSeed
-					if seed == 0 {
-						seed = rand.Uint64()
-					}
-					if fault(t, rand.New(rand.NewPCG(seed, 0)), negotiation); t.Failed() {
-						t.Fatalf("with -faults-seed=%d", seed)
+				for range max(1, *whole) {
+					if fault(t, draws(t), negotiation); t.Failed() {
+						return
 					}
 				}
 			})
@@ -55,7 +45,7 @@ func drawProgram(rng *rand.Rand) string {
 
 // stopped stops a rank for good. The others have an error with the text, which names it, soon after the limit.
 func stopped(t *testing.T, rng *rand.Rand, limit time.Duration, text string, env ...string) {
-	const grace = 6 * time.Second // against hanging
+	const grace = 30 * time.Second // against hanging
 	n, what, memory := 2+rng.IntN(3), drawProgram(rng), []string{"shm", "tcp"}[rng.IntN(2)]
 	victim := rng.IntN(n)
 	t.Logf("rank %d of %d, %s over %s", victim, n, what, memory)

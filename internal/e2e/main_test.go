@@ -27,7 +27,7 @@ var hvdrunPath string
 
 // Matrices of deaths are too large to be run each time.
 var (
-	whole    = flag.Int("whole", 0, "run the matrices of deaths and endings so often; 0 runs a sample of each once")
+	whole    = flag.Int("whole", 0, "run the matrices of deaths, faults and endings so often; 0 runs a sample of each once")
 	seedFlag = flag.Uint64("seed", 0, "draw samples and times by this seed; 0 makes one")
 )
 
