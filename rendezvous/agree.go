@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"sync"
 	"syscall"
 
@@ -73,7 +74,7 @@ func (s *Session) Agree(ctx context.Context, try func(context.Context) error) (f
 		}
 	})
 	err = try(trying)
-	if err != nil && errors.Is(context.Cause(trying), errStopped) {
+	if errors.Is(context.Cause(trying), errStopped) && isConsequence(err) {
 		err = errStopped
 	}
 	stop(nil)
@@ -103,7 +104,7 @@ func (s *Session) tried(err error) {
 	case errors.Is(err, errStopped):
 	case err != nil:
 		status.Text = cut(err.Error(), maxTriedBytes)
-		status.MayPass = dial.MayRecover(err) || errors.Is(err, syscall.ENOENT)
+		status.MayPass = mayPass(err)
 	}
 	if s.root != nil {
 		s.root.mu.Lock()
@@ -112,6 +113,15 @@ func (s *Session) tried(err error) {
 		return
 	}
 	_ = sendStatus(s.member.conn, status) // if it cannot be sent, listen says why
+}
+
+// mayPass reports whether a try may have failed because that of another rank had ended.
+func mayPass(err error) bool { return dial.MayRecover(err) || errors.Is(err, syscall.ENOENT) }
+
+// isConsequence reports whether a try that was told to stop failed because of that. A rank that has a reason of its own may be told
+// to stop before it has reported it: its peers notice that it has closed its connections.
+func isConsequence(err error) bool {
+	return errors.Is(err, context.Canceled) || errors.Is(err, os.ErrDeadlineExceeded) || err != nil && mayPass(err)
 }
 
 // noteTried takes how the try of a rank has ended. The first failure of a host stops its other ranks, and they hear the outcome when all

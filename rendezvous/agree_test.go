@@ -60,6 +60,14 @@ func waits(ctx context.Context) error {
 	return fmt.Errorf("waiting for a peer: %w", ctx.Err())
 }
 
+// stoppedAfter returns a try that has failed when it is told to stop.
+func stoppedAfter(err error) func(context.Context) error {
+	return func(ctx context.Context) error {
+		<-ctx.Done()
+		return err
+	}
+}
+
 func fails(err error) func(context.Context) error {
 	return func(context.Context) error { return err }
 }
@@ -74,10 +82,12 @@ func testAgree(t *testing.T, key secret.Secret) {
 		tries []func(context.Context) error
 		want  []map[topo.Rank]string
 	}{
-		"all succeed":          {"aaa", []func(context.Context) error{succeeds, succeeds, succeeds}, []map[topo.Rank]string{{}, {}, {}}},
-		"one fails":            {"aaa", []func(context.Context) error{waits, succeeds, fails(errors.New("no memory"))}, []map[topo.Rank]string{{2: "no memory"}, {2: "no memory"}, {2: "no memory"}}},
-		"rank 0 fails":         {"aaa", []func(context.Context) error{fails(errors.New("no memory")), waits, waits}, []map[topo.Rank]string{{0: "no memory"}, {0: "no memory"}, {0: "no memory"}}},
-		"another host is fine": {"abab", []func(context.Context) error{succeeds, waits, succeeds, fails(errors.New("x"))}, []map[topo.Rank]string{{}, {3: "x"}, {}, {3: "x"}}},
+		"all succeed":                     {"aaa", []func(context.Context) error{succeeds, succeeds, succeeds}, []map[topo.Rank]string{{}, {}, {}}},
+		"one fails":                       {"aaa", []func(context.Context) error{waits, succeeds, fails(errors.New("no memory"))}, []map[topo.Rank]string{{2: "no memory"}, {2: "no memory"}, {2: "no memory"}}},
+		"rank 0 fails":                    {"aaa", []func(context.Context) error{fails(errors.New("no memory")), waits, waits}, []map[topo.Rank]string{{0: "no memory"}, {0: "no memory"}, {0: "no memory"}}},
+		"stopped before it could say why": {"aa", []func(context.Context) error{fails(syscall.ECONNRESET), stoppedAfter(syscall.EMFILE)}, []map[topo.Rank]string{{1: "too many open files"}, {1: "too many open files"}}},
+		"stopped by a stop":               {"aa", []func(context.Context) error{fails(syscall.ECONNRESET), stoppedAfter(syscall.ENOENT)}, []map[topo.Rank]string{{0: "connection reset by peer"}, {0: "connection reset by peer"}}},
+		"another host is fine":            {"abab", []func(context.Context) error{succeeds, waits, succeeds, fails(errors.New("x"))}, []map[topo.Rank]string{{}, {3: "x"}, {}, {3: "x"}}},
 		"the consequence does not count": {"aaa", []func(context.Context) error{fails(syscall.ECONNREFUSED), fails(errors.New("no memory")), fails(syscall.ENOENT)},
 			[]map[topo.Rank]string{{1: "no memory"}, {1: "no memory"}, {1: "no memory"}}},
 		"only consequences":    {"aa", []func(context.Context) error{fails(syscall.ECONNREFUSED), waits}, []map[topo.Rank]string{{0: "connection refused"}, {0: "connection refused"}}},
