@@ -17,12 +17,10 @@ import (
 
 // Bounds on what a rank says about itself.
 const (
-	MaxNameBytes = 256     // Record.Addr, Record.Host, Record.HostID, Record.Device, JoinConfig.Job
+	MaxNameBytes = 256     // every text of a Record, JoinConfig.Job
 	MaxSize      = 1 << 16 // JoinConfig.Size
 	// MaxCapabilitiesBytes bounds the names and texts of Record.Capabilities.
 	MaxCapabilitiesBytes = 4 << 10
-	// MaxMemoryBytes bounds Record.Memory.
-	MaxMemoryBytes = 1 << 10
 	// MaxTermsBytes bounds the names and values of JoinConfig.Terms.
 	MaxTermsBytes = 16 << 10
 	// maxEpoch leaves room to count on. A greater LastEpoch is a mistake, or a peer that wants to end all counting.
@@ -42,8 +40,15 @@ type Record struct {
 	// device form no epoch, unless all of them have SharesDevice.
 	Device       string
 	SharesDevice bool
-	// Memory is the rank's offer to share memory with the ranks of its host (shm.Endpoint.Card). Empty is none.
-	Memory []byte
+	// Memory is the rank's offer to share memory with the ranks of its host. Zero is none.
+	Memory Memory
+}
+
+// Memory is a rank's offer to share memory (shm.Offer).
+type Memory struct {
+	UID            uint32
+	Token          []byte
+	Socket, Reason string
 }
 
 // String names a process in errors.
@@ -237,10 +242,11 @@ func (r *Record) check() error {
 	if err := checkTexts("capabilities", r.Capabilities, MaxCapabilitiesBytes); err != nil {
 		return err
 	}
-	if len(r.Memory) > MaxMemoryBytes {
-		return fmt.Errorf("the offer to share memory has %d bytes, want at most %d", len(r.Memory), MaxMemoryBytes)
+	m := &r.Memory
+	if len(m.Token) > MaxNameBytes {
+		return fmt.Errorf("token has %d bytes, want at most %d", len(m.Token), MaxNameBytes)
 	}
-	return nil
+	return errors.Join(checkName("socket", m.Socket), checkName("reason not to share memory", m.Reason))
 }
 
 // checkName checks a string that travels as protobuf, which wants UTF-8.

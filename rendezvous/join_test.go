@@ -33,7 +33,7 @@ func recordOf(rank, incarnation int) Record {
 	return Record{
 		Addr: fmt.Sprintf("10.0.0.%d:7", rank), Host: fmt.Sprintf("host%d", rank/2), PID: 100*rank + incarnation,
 		HostID: fmt.Sprintf("id%d", rank/2), Capabilities: map[string]string{"tcp": "", "shm": fmt.Sprintf("not at rank %d", rank)},
-		Memory: bytes.Repeat([]byte{byte(rank)}, min(max(rank, 0), MaxMemoryBytes)),
+		Memory: Memory{UID: uint32(rank), Token: []byte{byte(rank)}, Socket: fmt.Sprint("/tmp/", rank)},
 	}
 }
 
@@ -72,7 +72,7 @@ func say(t *testing.T, key secret.Secret, addr string, parts ...[]byte) net.Conn
 
 func same(a, b Record) bool {
 	return a.Addr == b.Addr && a.Host == b.Host && a.HostID == b.HostID && a.PID == b.PID &&
-		maps.Equal(a.Capabilities, b.Capabilities) && bytes.Equal(a.Memory, b.Memory)
+		maps.Equal(a.Capabilities, b.Capabilities) && a.Memory.UID == b.Memory.UID && bytes.Equal(a.Memory.Token, b.Memory.Token) && a.Memory.Socket == b.Memory.Socket && a.Memory.Reason == b.Memory.Reason
 }
 
 type result struct {
@@ -207,7 +207,7 @@ func TestJoinTakesLargestRecords(t *testing.T) {
 		cfg.Self = Record{
 			Addr: strings.Repeat("a", MaxNameBytes), Host: strings.Repeat("ü", MaxNameBytes/2), PID: -1,
 			HostID: strings.Repeat("i", MaxNameBytes), Capabilities: map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes-3)},
-			Memory: bytes.Repeat([]byte{byte(rank)}, MaxMemoryBytes),
+			Memory: Memory{Token: make([]byte, MaxNameBytes), Socket: strings.Repeat("s", MaxNameBytes), Reason: strings.Repeat("r", MaxNameBytes)},
 		}
 		cfgs, records = append(cfgs, cfg), append(records, cfg.Self)
 	}
@@ -217,19 +217,20 @@ func TestJoinTakesLargestRecords(t *testing.T) {
 func TestJoinChecksConfig(t *testing.T) {
 	kv := newStore(t)
 	for want, spoil := range map[string]func(*JoinConfig){
-		"job has no name":                         func(c *JoinConfig) { c.Job = "" },
-		"job has 257 bytes":                       func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
-		`job is "\xff", want UTF-8`:               func(c *JoinConfig) { c.Job = "\xff" },
-		"size is 0, want 1 to 65536":              func(c *JoinConfig) { c.Size = 0 },
-		"size is 65537":                           func(c *JoinConfig) { c.Size = 65537 },
-		"no store":                                func(c *JoinConfig) { c.Store = nil },
-		"last epoch is 4611686018427387905":       func(c *JoinConfig) { c.LastEpoch = 1<<62 + 1 },
-		"listen host is 0.0.0.0, want an address": func(c *JoinConfig) { c.ListenHost = "0.0.0.0" },
-		"listen host is ::, want an address":      func(c *JoinConfig) { c.ListenHost = "::" },
-		"opening the root":                        func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
-		"data address has 257 bytes":              func(c *JoinConfig) { c.Self.Addr = strings.Repeat("a", 257) },
-		"host has 257 bytes":                      func(c *JoinConfig) { c.Self.Host = strings.Repeat("h", 257) },
-		"the offer to share memory has 1025 bytes, want at most 1024": func(c *JoinConfig) { c.Self.Memory = make([]byte, MaxMemoryBytes+1) },
+		"job has no name":                          func(c *JoinConfig) { c.Job = "" },
+		"job has 257 bytes":                        func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
+		`job is "\xff", want UTF-8`:                func(c *JoinConfig) { c.Job = "\xff" },
+		"size is 0, want 1 to 65536":               func(c *JoinConfig) { c.Size = 0 },
+		"size is 65537":                            func(c *JoinConfig) { c.Size = 65537 },
+		"no store":                                 func(c *JoinConfig) { c.Store = nil },
+		"last epoch is 4611686018427387905":        func(c *JoinConfig) { c.LastEpoch = 1<<62 + 1 },
+		"listen host is 0.0.0.0, want an address":  func(c *JoinConfig) { c.ListenHost = "0.0.0.0" },
+		"listen host is ::, want an address":       func(c *JoinConfig) { c.ListenHost = "::" },
+		"opening the root":                         func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
+		"data address has 257 bytes":               func(c *JoinConfig) { c.Self.Addr = strings.Repeat("a", 257) },
+		"host has 257 bytes":                       func(c *JoinConfig) { c.Self.Host = strings.Repeat("h", 257) },
+		"token has 257 bytes, want at most 256":    func(c *JoinConfig) { c.Self.Memory.Token = make([]byte, MaxNameBytes+1) },
+		"reason not to share memory has 257 bytes": func(c *JoinConfig) { c.Self.Memory.Reason = strings.Repeat("x", MaxNameBytes+1) },
 		"capabilities have 4099 bytes, want at most 4096": func(c *JoinConfig) {
 			c.Self.Capabilities = map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes)}
 		},

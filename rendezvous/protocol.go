@@ -28,7 +28,7 @@ const (
 	tokenBytes = 16
 
 	// The field headers and numbers of a message fit into 256 bytes.
-	maxRecordBytes      = 4*MaxNameBytes + 2*MaxCapabilitiesBytes + MaxMemoryBytes + 256
+	maxRecordBytes      = 7*MaxNameBytes + 2*MaxCapabilitiesBytes + 256
 	maxTermsBytes       = 2 * MaxTermsBytes // with headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
@@ -54,14 +54,17 @@ func appendMessage(frames []byte, m proto.Message) ([]byte, error) {
 
 func recordToProto(r *Record) *rendezvouspb.Record {
 	return &rendezvouspb.Record{
-		Addr: r.Addr, Host: r.Host, HostId: r.HostID, Pid: int64(r.PID), Capabilities: r.Capabilities, Memory: r.Memory,
+		Addr: r.Addr, Host: r.Host, HostId: r.HostID, Pid: int64(r.PID), Capabilities: r.Capabilities,
+		Memory: &rendezvouspb.Memory{Uid: r.Memory.UID, Token: r.Memory.Token, Socket: r.Memory.Socket, Reason: r.Memory.Reason},
 		Device: r.Device, SharesDevice: r.SharesDevice,
 	}
 }
 
 func recordFromProto(m *rendezvouspb.Record) (Record, error) {
+	shared := m.GetMemory()
 	r := Record{
-		Addr: m.GetAddr(), Host: m.GetHost(), HostID: m.GetHostId(), PID: int(m.GetPid()), Capabilities: m.GetCapabilities(), Memory: m.GetMemory(),
+		Addr: m.GetAddr(), Host: m.GetHost(), HostID: m.GetHostId(), PID: int(m.GetPid()), Capabilities: m.GetCapabilities(),
+		Memory: Memory{shared.GetUid(), shared.GetToken(), shared.GetSocket(), shared.GetReason()},
 		Device: m.GetDevice(), SharesDevice: m.GetSharesDevice(),
 	}
 	return r, r.check()

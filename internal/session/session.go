@@ -119,7 +119,7 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 	if err != nil {
 		return err
 	}
-	local, card := shareOut(cfg)
+	local, offer := shareOut(cfg)
 	// abandon closes what there is, in any state.
 	abandon := func(err error) error {
 		if s.Mesh != nil {
@@ -142,7 +142,7 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 		Store: at.Store, Job: set.JobID, Rank: topo.Rank(set.Rank), Size: set.Size,
 		LastEpoch: cfg.LastEpoch, ListenHost: at.Listen, Secret: at.Secret, Terms: terms,
 		Self: rendezvous.Record{
-			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(), Capabilities: cfg.Capabilities, Memory: card,
+			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(), Capabilities: cfg.Capabilities, Memory: rendezvous.Memory(offer),
 			Device: cfg.Device, SharesDevice: cfg.SharesDevice,
 		},
 		RingAbove: cfg.ringAbove,
@@ -199,7 +199,7 @@ func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp
 func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endpoint, log *zap.Logger) error {
 	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Under: s.Mesh, Agree: s.met.Agree}
 	for _, rec := range s.met.Records {
-		epoch.Hosts, epoch.Cards = append(epoch.Hosts, rec.HostID), append(epoch.Cards, rec.Memory)
+		epoch.Hosts, epoch.Offers = append(epoch.Hosts, rec.HostID), append(epoch.Offers, shm.Offer(rec.Memory))
 	}
 	if s.LocalSize == set.Size {
 		// The set of all ranks will need it, and if it cannot be had the ranks are still free to use TCP.
@@ -238,15 +238,15 @@ func (s *Session) use(mesh shm.Sharer, set *config.Config, log *zap.Logger) erro
 	return &memoryError{mesh.Unable(), fmt.Sprintf("the ranks of this host cannot share memory: %s (HOROVOD_CPU_OPERATIONS=shm,tcp uses TCP then)", why)}
 }
 
-// shareOut opens this rank's door for file descriptors, if memory is to be shared, and makes the card that says where. That
-// it cannot be opened is told to the others like any other reason.
-func shareOut(cfg *Config) (*shm.Endpoint, []byte) {
+// shareOut opens this rank's socket for file descriptors, if memory is to be shared. That it cannot be opened is told to the others like
+// any other reason.
+func shareOut(cfg *Config) (*shm.Endpoint, shm.Offer) {
 	if cfg.At.Settings.SharedMemory == config.SharedNever {
-		return nil, nil
+		return nil, shm.Offer{}
 	}
 	e, err := shm.Listen(shm.Config{Log: cfg.Log})
 	if err != nil {
 		e = shm.Unavailable(dial.ExplainLimit(err))
 	}
-	return e, e.Card()
+	return e, e.Offer()
 }

@@ -173,13 +173,13 @@ func (c *cluster) connectTCP() error {
 // shareMemory puts shared memory on top of the meshes.
 func (c *cluster) shareMemory() error {
 	n := c.o.Ranks
-	endpoints, cards, hosts := make([]*shm.Endpoint, n), make([][]byte, n), make([]string, n)
+	endpoints, offers, hosts := make([]*shm.Endpoint, n), make([]shm.Offer, n), make([]string, n)
 	for r := range n {
 		e, err := shm.Listen(shm.Config{})
 		if err != nil {
 			e = shm.Unavailable(err)
 		}
-		endpoints[r], cards[r], hosts[r] = e, e.Card(), "host"
+		endpoints[r], offers[r], hosts[r] = e, e.Offer(), "host"
 	}
 	c.memory = make([]ops.Memory, n)
 	errs := make([]error, n)
@@ -204,7 +204,7 @@ func (c *cluster) shareMemory() error {
 				return
 			}
 			mesh, err := e.Connect(c.ctx, shm.Epoch{
-				Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Cards: cards, Under: c.meshes[r], Agree: sessions[r].Agree,
+				Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Offers: offers, Under: c.meshes[r], Agree: sessions[r].Agree,
 			})
 			if err == nil && len(mesh.Group()) < n {
 				err = errors.Join(fmt.Errorf("rank %d shares no memory: %s", r, mesh.Why()), mesh.Close())

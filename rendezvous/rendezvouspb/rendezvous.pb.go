@@ -79,7 +79,7 @@ func (x Status_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Status_Kind.Descriptor instead.
 func (Status_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_rendezvous_proto_rawDescGZIP(), []int{3, 0}
+	return file_rendezvous_proto_rawDescGZIP(), []int{4, 0}
 }
 
 type Answer_Kind int32
@@ -159,7 +159,7 @@ func (x Answer_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Answer_Kind.Descriptor instead.
 func (Answer_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_rendezvous_proto_rawDescGZIP(), []int{4, 0}
+	return file_rendezvous_proto_rawDescGZIP(), []int{5, 0}
 }
 
 // Record is what one rank tells the others about itself.
@@ -171,8 +171,7 @@ type Record struct {
 	HostId string                 `protobuf:"bytes,4,opt,name=host_id,json=hostId,proto3" json:"host_id,omitempty"`
 	// Why the rank cannot serve a backend, by the backend's name; empty if it can.
 	Capabilities map[string]string `protobuf:"bytes,5,rep,name=capabilities,proto3" json:"capabilities,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// The rank's offer to share memory; empty for none.
-	Memory []byte `protobuf:"bytes,6,opt,name=memory,proto3" json:"memory,omitempty"`
+	Memory       *Memory           `protobuf:"bytes,6,opt,name=memory,proto3" json:"memory,omitempty"`
 	// The accelerator that the rank uses; empty for none. Two ranks of a host have the same only if both share it.
 	Device        string `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`
 	SharesDevice  bool   `protobuf:"varint,8,opt,name=shares_device,json=sharesDevice,proto3" json:"shares_device,omitempty"`
@@ -245,7 +244,7 @@ func (x *Record) GetCapabilities() map[string]string {
 	return nil
 }
 
-func (x *Record) GetMemory() []byte {
+func (x *Record) GetMemory() *Memory {
 	if x != nil {
 		return x.Memory
 	}
@@ -266,6 +265,76 @@ func (x *Record) GetSharesDevice() bool {
 	return false
 }
 
+// Memory is a rank's offer to share memory with the ranks of its host.
+type Memory struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Uid   uint32                 `protobuf:"varint,1,opt,name=uid,proto3" json:"uid,omitempty"`
+	Token []byte                 `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`
+	// The path of a socket; empty if the rank cannot share memory, for the reason.
+	Socket        string `protobuf:"bytes,3,opt,name=socket,proto3" json:"socket,omitempty"`
+	Reason        string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Memory) Reset() {
+	*x = Memory{}
+	mi := &file_rendezvous_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Memory) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Memory) ProtoMessage() {}
+
+func (x *Memory) ProtoReflect() protoreflect.Message {
+	mi := &file_rendezvous_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Memory.ProtoReflect.Descriptor instead.
+func (*Memory) Descriptor() ([]byte, []int) {
+	return file_rendezvous_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Memory) GetUid() uint32 {
+	if x != nil {
+		return x.Uid
+	}
+	return 0
+}
+
+func (x *Memory) GetToken() []byte {
+	if x != nil {
+		return x.Token
+	}
+	return nil
+}
+
+func (x *Memory) GetSocket() string {
+	if x != nil {
+		return x.Socket
+	}
+	return ""
+}
+
+func (x *Memory) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
 // Root is the value of a job's root key: where to join.
 type Root struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -282,7 +351,7 @@ type Root struct {
 
 func (x *Root) Reset() {
 	*x = Root{}
-	mi := &file_rendezvous_proto_msgTypes[1]
+	mi := &file_rendezvous_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -294,7 +363,7 @@ func (x *Root) String() string {
 func (*Root) ProtoMessage() {}
 
 func (x *Root) ProtoReflect() protoreflect.Message {
-	mi := &file_rendezvous_proto_msgTypes[1]
+	mi := &file_rendezvous_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -307,7 +376,7 @@ func (x *Root) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Root.ProtoReflect.Descriptor instead.
 func (*Root) Descriptor() ([]byte, []int) {
-	return file_rendezvous_proto_rawDescGZIP(), []int{1}
+	return file_rendezvous_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Root) GetAttempt() uint64 {
@@ -365,7 +434,7 @@ type JoinRequest struct {
 
 func (x *JoinRequest) Reset() {
 	*x = JoinRequest{}
-	mi := &file_rendezvous_proto_msgTypes[2]
+	mi := &file_rendezvous_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -377,7 +446,7 @@ func (x *JoinRequest) String() string {
 func (*JoinRequest) ProtoMessage() {}
 
 func (x *JoinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rendezvous_proto_msgTypes[2]
+	mi := &file_rendezvous_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -390,7 +459,7 @@ func (x *JoinRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use JoinRequest.ProtoReflect.Descriptor instead.
 func (*JoinRequest) Descriptor() ([]byte, []int) {
-	return file_rendezvous_proto_rawDescGZIP(), []int{2}
+	return file_rendezvous_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *JoinRequest) GetJob() string {
@@ -464,7 +533,7 @@ type Status struct {
 
 func (x *Status) Reset() {
 	*x = Status{}
-	mi := &file_rendezvous_proto_msgTypes[3]
+	mi := &file_rendezvous_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -476,7 +545,7 @@ func (x *Status) String() string {
 func (*Status) ProtoMessage() {}
 
 func (x *Status) ProtoReflect() protoreflect.Message {
-	mi := &file_rendezvous_proto_msgTypes[3]
+	mi := &file_rendezvous_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -489,7 +558,7 @@ func (x *Status) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Status.ProtoReflect.Descriptor instead.
 func (*Status) Descriptor() ([]byte, []int) {
-	return file_rendezvous_proto_rawDescGZIP(), []int{3}
+	return file_rendezvous_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Status) GetKind() Status_Kind {
@@ -540,7 +609,7 @@ type Answer struct {
 
 func (x *Answer) Reset() {
 	*x = Answer{}
-	mi := &file_rendezvous_proto_msgTypes[4]
+	mi := &file_rendezvous_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -552,7 +621,7 @@ func (x *Answer) String() string {
 func (*Answer) ProtoMessage() {}
 
 func (x *Answer) ProtoReflect() protoreflect.Message {
-	mi := &file_rendezvous_proto_msgTypes[4]
+	mi := &file_rendezvous_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -565,7 +634,7 @@ func (x *Answer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Answer.ProtoReflect.Descriptor instead.
 func (*Answer) Descriptor() ([]byte, []int) {
-	return file_rendezvous_proto_rawDescGZIP(), []int{4}
+	return file_rendezvous_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Answer) GetKind() Answer_Kind {
@@ -621,19 +690,24 @@ var File_rendezvous_proto protoreflect.FileDescriptor
 
 const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
-	"\x10rendezvous.proto\x12\x13gohvd.rendezvous.v1\"\xc4\x02\n" +
+	"\x10rendezvous.proto\x12\x13gohvd.rendezvous.v1\"\xe1\x02\n" +
 	"\x06Record\x12\x12\n" +
 	"\x04addr\x18\x01 \x01(\tR\x04addr\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x10\n" +
 	"\x03pid\x18\x03 \x01(\x03R\x03pid\x12\x17\n" +
 	"\ahost_id\x18\x04 \x01(\tR\x06hostId\x12Q\n" +
-	"\fcapabilities\x18\x05 \x03(\v2-.gohvd.rendezvous.v1.Record.CapabilitiesEntryR\fcapabilities\x12\x16\n" +
-	"\x06memory\x18\x06 \x01(\fR\x06memory\x12\x16\n" +
+	"\fcapabilities\x18\x05 \x03(\v2-.gohvd.rendezvous.v1.Record.CapabilitiesEntryR\fcapabilities\x123\n" +
+	"\x06memory\x18\x06 \x01(\v2\x1b.gohvd.rendezvous.v1.MemoryR\x06memory\x12\x16\n" +
 	"\x06device\x18\a \x01(\tR\x06device\x12#\n" +
 	"\rshares_device\x18\b \x01(\bR\fsharesDevice\x1a?\n" +
 	"\x11CapabilitiesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"p\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"`\n" +
+	"\x06Memory\x12\x10\n" +
+	"\x03uid\x18\x01 \x01(\rR\x03uid\x12\x14\n" +
+	"\x05token\x18\x02 \x01(\fR\x05token\x12\x16\n" +
+	"\x06socket\x18\x03 \x01(\tR\x06socket\x12\x16\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\"p\n" +
 	"\x04Root\x12\x18\n" +
 	"\aattempt\x18\x01 \x01(\x04R\aattempt\x12\x14\n" +
 	"\x05token\x18\x02 \x01(\fR\x05token\x12\x12\n" +
@@ -704,31 +778,33 @@ func file_rendezvous_proto_rawDescGZIP() []byte {
 }
 
 var file_rendezvous_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rendezvous_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
+var file_rendezvous_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_rendezvous_proto_goTypes = []any{
 	(Status_Kind)(0),    // 0: gohvd.rendezvous.v1.Status.Kind
 	(Answer_Kind)(0),    // 1: gohvd.rendezvous.v1.Answer.Kind
 	(*Record)(nil),      // 2: gohvd.rendezvous.v1.Record
-	(*Root)(nil),        // 3: gohvd.rendezvous.v1.Root
-	(*JoinRequest)(nil), // 4: gohvd.rendezvous.v1.JoinRequest
-	(*Status)(nil),      // 5: gohvd.rendezvous.v1.Status
-	(*Answer)(nil),      // 6: gohvd.rendezvous.v1.Answer
-	nil,                 // 7: gohvd.rendezvous.v1.Record.CapabilitiesEntry
-	nil,                 // 8: gohvd.rendezvous.v1.JoinRequest.TermsEntry
-	nil,                 // 9: gohvd.rendezvous.v1.Answer.TriedEntry
+	(*Memory)(nil),      // 3: gohvd.rendezvous.v1.Memory
+	(*Root)(nil),        // 4: gohvd.rendezvous.v1.Root
+	(*JoinRequest)(nil), // 5: gohvd.rendezvous.v1.JoinRequest
+	(*Status)(nil),      // 6: gohvd.rendezvous.v1.Status
+	(*Answer)(nil),      // 7: gohvd.rendezvous.v1.Answer
+	nil,                 // 8: gohvd.rendezvous.v1.Record.CapabilitiesEntry
+	nil,                 // 9: gohvd.rendezvous.v1.JoinRequest.TermsEntry
+	nil,                 // 10: gohvd.rendezvous.v1.Answer.TriedEntry
 }
 var file_rendezvous_proto_depIdxs = []int32{
-	7, // 0: gohvd.rendezvous.v1.Record.capabilities:type_name -> gohvd.rendezvous.v1.Record.CapabilitiesEntry
-	2, // 1: gohvd.rendezvous.v1.JoinRequest.record:type_name -> gohvd.rendezvous.v1.Record
-	8, // 2: gohvd.rendezvous.v1.JoinRequest.terms:type_name -> gohvd.rendezvous.v1.JoinRequest.TermsEntry
-	0, // 3: gohvd.rendezvous.v1.Status.kind:type_name -> gohvd.rendezvous.v1.Status.Kind
-	1, // 4: gohvd.rendezvous.v1.Answer.kind:type_name -> gohvd.rendezvous.v1.Answer.Kind
-	9, // 5: gohvd.rendezvous.v1.Answer.tried:type_name -> gohvd.rendezvous.v1.Answer.TriedEntry
-	6, // [6:6] is the sub-list for method output_type
-	6, // [6:6] is the sub-list for method input_type
-	6, // [6:6] is the sub-list for extension type_name
-	6, // [6:6] is the sub-list for extension extendee
-	0, // [0:6] is the sub-list for field type_name
+	8,  // 0: gohvd.rendezvous.v1.Record.capabilities:type_name -> gohvd.rendezvous.v1.Record.CapabilitiesEntry
+	3,  // 1: gohvd.rendezvous.v1.Record.memory:type_name -> gohvd.rendezvous.v1.Memory
+	2,  // 2: gohvd.rendezvous.v1.JoinRequest.record:type_name -> gohvd.rendezvous.v1.Record
+	9,  // 3: gohvd.rendezvous.v1.JoinRequest.terms:type_name -> gohvd.rendezvous.v1.JoinRequest.TermsEntry
+	0,  // 4: gohvd.rendezvous.v1.Status.kind:type_name -> gohvd.rendezvous.v1.Status.Kind
+	1,  // 5: gohvd.rendezvous.v1.Answer.kind:type_name -> gohvd.rendezvous.v1.Answer.Kind
+	10, // 6: gohvd.rendezvous.v1.Answer.tried:type_name -> gohvd.rendezvous.v1.Answer.TriedEntry
+	7,  // [7:7] is the sub-list for method output_type
+	7,  // [7:7] is the sub-list for method input_type
+	7,  // [7:7] is the sub-list for extension type_name
+	7,  // [7:7] is the sub-list for extension extendee
+	0,  // [0:7] is the sub-list for field type_name
 }
 
 func init() { file_rendezvous_proto_init() }
@@ -742,7 +818,7 @@ func file_rendezvous_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rendezvous_proto_rawDesc), len(file_rendezvous_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   8,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -18,8 +18,8 @@ import (
 )
 
 // form makes the group, or says in why there is none.
-func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, cards []*card, group []topo.Rank) error {
-	s := &setup{m: m, e: e, ep: ep, cards: cards, group: group}
+func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Rank) error {
+	s := &setup{m: m, e: e, ep: ep, group: group}
 	failed, err := ep.Agree(ctx, func(ctx context.Context) error { return dial.ExplainLimit(s.exchange(ctx)) })
 	for _, r := range group {
 		if text, ok := failed[r]; ok {
@@ -57,7 +57,6 @@ type setup struct {
 	m     *Mesh
 	e     *Endpoint
 	ep    *Epoch
-	cards []*card
 	group []topo.Rank
 	index int // of this rank in the group
 
@@ -75,7 +74,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 	s.index = slices.Index(s.group, s.ep.Rank)
 	s.peers = make([]*peer, len(s.ep.Hosts))
 	s.claimed = make(map[topo.Rank]bool)
-	who := make([]*card, len(s.ep.Hosts)) // the ranks that dial this one
+	who := make([]*Offer, len(s.ep.Hosts)) // the ranks that dial this one
 	for i, r := range s.group {
 		if i == s.index {
 			continue
@@ -86,7 +85,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 		s.peers[r] = p
 		s.m.peers = append(s.m.peers, p)
 		if i < s.index {
-			who[r] = s.cards[r]
+			who[r] = &s.ep.Offers[r]
 		}
 	}
 	control, err := memfd.Create("gohvd-control", int64(s.layout.bytes()))
@@ -133,14 +132,14 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 // dial connects to a higher rank.
 func (s *setup) dial(ctx context.Context, p *peer) error {
 	var d net.Dialer
-	nc, err := d.DialContext(ctx, network, s.cards[p.rank].path)
+	nc, err := d.DialContext(ctx, network, s.ep.Offers[p.rank].Socket)
 	if err != nil {
 		return fmt.Errorf("no connection to rank %d: %w", p.rank, err)
 	}
 	uc := nc.(*net.UnixConn)
 	p.uc = uc
 	defer interrupt(ctx, uc)()
-	if err := greet(uc, s.ep, &s.e.card, s.cards[p.rank], p.rank); err != nil {
+	if err := greet(uc, s.ep, &s.e.offer, p.rank); err != nil {
 		return fmt.Errorf("handshake with rank %d: %w", p.rank, err)
 	}
 	return s.swap(p)
@@ -161,7 +160,7 @@ func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 }
 
 // accept receives the lower ranks until the listener is closed. It must not return before those it has started.
-func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, who []*card, results chan<- error) {
+func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, who []*Offer, results chan<- error) {
 	for {
 		uc, err := s.e.ln.AcceptUnix()
 		if errors.Is(err, net.ErrClosed) {
@@ -177,7 +176,7 @@ func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, who []*card, res
 }
 
 // receive hears who has connected. A stranger is sent away and changes nothing.
-func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*card, results chan<- error) {
+func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*Offer, results chan<- error) {
 	refuse := func(err error) {
 		switch {
 		case ctx.Err() != nil:
@@ -194,7 +193,7 @@ func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*card, resu
 		return
 	}
 	defer interrupt(ctx, uc)()
-	from, err := welcome(uc, s.ep, &s.e.card, who)
+	from, err := welcome(uc, s.ep, &s.e.offer, who)
 	if err != nil {
 		refuse(err)
 		return

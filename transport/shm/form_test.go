@@ -86,15 +86,6 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// socketOf is the path on a card: what follows version, kind, uid, pid, token and length.
-func socketOf(t *testing.T, card []byte) string {
-	t.Helper()
-	if len(card) < 45 {
-		t.Fatalf("a card of %d bytes", len(card))
-	}
-	return string(card[44:])
-}
-
 // Whatever keeps a rank from sharing dissolves the group of its host and no other, at once, and everybody there says
 // which rank and why.
 func TestDissolved(t *testing.T) {
@@ -102,31 +93,31 @@ func TestDissolved(t *testing.T) {
 		spoil func(t *testing.T, j *job)
 		why   []string // parts of Why on host a
 	}{
-		"no card": {func(t *testing.T, j *job) {
-			j.cards[2] = nil
-		}, []string{"rank 2: has no card"}},
-		"bad card": {func(t *testing.T, j *job) {
-			j.cards[2] = j.cards[2][:20]
-		}, []string{"rank 2: has a card of 20 bytes"}},
+		"no offer": {func(t *testing.T, j *job) {
+			j.offers[2] = shm.Offer{}
+		}, []string{"rank 2: offers no memory"}},
+		"bad offer": {func(t *testing.T, j *job) {
+			j.offers[2].Token = j.offers[2].Token[:20]
+		}, []string{"rank 2: has a token of 20 bytes"}},
 		"other user": {func(t *testing.T, j *job) {
-			j.cards[2][2]++
+			j.offers[2].UID++
 		}, []string{"rank 2: runs as user", "rank 0 as user"}},
 		"unavailable": {func(t *testing.T, j *job) {
 			if err := j.endpoints[2].Close(); err != nil {
 				t.Fatal(err)
 			}
 			j.endpoints[2] = shm.Unavailable(errors.New("no space for a socket"))
-			j.cards[2] = j.endpoints[2].Card()
+			j.offers[2] = j.endpoints[2].Offer()
 		}, []string{"rank 2: no space for a socket"}},
 		"socket gone": {func(t *testing.T, j *job) {
-			path := socketOf(t, j.cards[2])
+			path := j.offers[2].Socket
 			if err := os.Rename(path, path+"x"); err != nil {
 				t.Fatal(err)
 			}
 			j.after = func() error { return os.Remove(path + "x") }
 		}, []string{"rank 0: no connection to rank 2"}},
 		"wrong token": {func(t *testing.T, j *job) {
-			j.cards[2][15]++ // what everybody believes to be its token
+			j.offers[2].Token = append([]byte{j.offers[2].Token[0] + 1}, j.offers[2].Token[1:]...) // what everybody believes to be its token
 		}, []string{"rank 2"}},
 		"wrong epoch": {func(t *testing.T, j *job) {
 			j.epoch = func(r int, ep *shm.Epoch) {
@@ -154,8 +145,8 @@ func TestDissolved(t *testing.T) {
 // dissolved connects j, of ranks on hosts a, b, a, b, a, and expects the group of a to come to nothing, soon.
 func dissolved(t *testing.T, j *job, why []string) {
 	t.Helper()
-	if j.cards[2] == nil {
-		j.ownCard(t, 2)
+	if j.offers[2].Token == nil && j.offers[2].Reason == "" {
+		j.noOffer(t, 2)
 	}
 	began := time.Now()
 	meshes := j.mustConnect(t)
@@ -203,7 +194,7 @@ func TestNoMemory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	j.endpoints[2], j.cards[2] = greedy, greedy.Card()
+	j.endpoints[2], j.offers[2] = greedy, greedy.Offer()
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {
 		t.Fatal(err)
@@ -267,7 +258,7 @@ func TestDeathWhileForming(t *testing.T) {
 func TestStrangers(t *testing.T) {
 	j := newJob(t, shm.Config{}, overTCP(t, 2), "a", "a")
 	for _, say := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72), make([]byte, 1000)} {
-		nc, err := net.Dial("unixpacket", socketOf(t, j.cards[1]))
+		nc, err := net.Dial("unixpacket", j.offers[1].Socket)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -290,7 +281,7 @@ func TestConnectChecks(t *testing.T) {
 		"no job":       func(ep *shm.Epoch) { ep.Job = "" },
 		"long job":     func(ep *shm.Epoch) { ep.Job = strings.Repeat("x", 65) },
 		"no such rank": func(ep *shm.Epoch) { ep.Rank = 2 },
-		"few cards":    func(ep *shm.Epoch) { ep.Cards = ep.Cards[:1] },
+		"few offers":   func(ep *shm.Epoch) { ep.Offers = ep.Offers[:1] },
 	} {
 		j := newJob(t, shm.Config{}, overMem(t, 2), "a", "b")
 		j.epoch = func(_ int, ep *shm.Epoch) { change(ep) }
@@ -384,7 +375,7 @@ func TestSweep(t *testing.T) {
 	}
 	defer next.Close()
 	want := []string{
-		filepath.Base(socketOf(t, live.Card())), filepath.Base(socketOf(t, next.Card())), "other", "sfile",
+		filepath.Base(live.Offer().Socket), filepath.Base(next.Offer().Socket), "other", "sfile",
 	}
 	slices.Sort(want)
 	entries, err := os.ReadDir(dir)

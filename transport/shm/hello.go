@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"net"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -41,17 +42,17 @@ func decodeHello(b []byte) (from topo.Rank, err error) {
 }
 
 // proofOf returns what two ranks prove to each other, and for which connection.
-func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials, accepts *card) (key secret.Secret, purpose string, err error) {
-	key, err = secret.Parse(hex.EncodeToString(append(dials.token[:], accepts.token[:]...)))
+func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials, accepts *Offer) (key secret.Secret, purpose string, err error) {
+	key, err = secret.Parse(hex.EncodeToString(slices.Concat(dials.Token, accepts.Token)))
 	return key, fmt.Sprintf("shm epoch %d rank %d to %d %s", ep.Epoch, dialer, acceptor, ep.Job), err
 }
 
 // greet is the dialer's side.
-func greet(c *net.UnixConn, ep *Epoch, own, other *card, to topo.Rank) error {
+func greet(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 	if err := sameUser(c); err != nil {
 		return err
 	}
-	key, purpose, err := proofOf(ep, ep.Rank, to, own, other)
+	key, purpose, err := proofOf(ep, ep.Rank, to, own, &ep.Offers[to])
 	if err != nil {
 		return err
 	}
@@ -62,8 +63,8 @@ func greet(c *net.UnixConn, ep *Epoch, own, other *card, to topo.Rank) error {
 	return err
 }
 
-// welcome is the acceptor's side. who has the cards of those that may come, by rank; the others are nil.
-func welcome(c *net.UnixConn, ep *Epoch, own *card, who []*card) (topo.Rank, error) {
+// welcome is the acceptor's side. who has the offers of those that may come, by rank; the others are nil.
+func welcome(c *net.UnixConn, ep *Epoch, own *Offer, who []*Offer) (topo.Rank, error) {
 	if err := sameUser(c); err != nil {
 		return 0, err
 	}

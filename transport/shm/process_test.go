@@ -3,7 +3,7 @@ package shm_test
 import (
 	"bufio"
 	"context"
-	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -26,8 +26,8 @@ import (
 // child is a rank in a process of its own, whose socket is in dir, and which waits no longer than is said. The test
 // gives it lines and reads what it says:
 //
-//	> its address and card
-//	< rank, the store of the job, addresses and cards of all
+//	> its address and offer
+//	< rank, the store of the job, addresses and offers of all
 //	> joined
 //	< anything
 //	> formed
@@ -47,7 +47,7 @@ func child(dir, waits string) error {
 	if err != nil {
 		return err
 	}
-	fmt.Println(under.Addr(), hex.EncodeToString(e.Card()))
+	fmt.Println(under.Addr(), offerText(e.Offer()))
 	if !in.Scan() {
 		return in.Err()
 	}
@@ -58,11 +58,11 @@ func child(dir, waits string) error {
 	}
 	var addrs []string
 	for i := 2; i < len(words); i += 2 {
-		card, err := hex.DecodeString(words[i+1])
+		offer, err := offerOf(words[i+1])
 		if err != nil {
 			return err
 		}
-		addrs, ep.Cards, ep.Hosts = append(addrs, words[i]), append(ep.Cards, card), append(ep.Hosts, "host")
+		addrs, ep.Offers, ep.Hosts = append(addrs, words[i]), append(ep.Offers, offer), append(ep.Hosts, "host")
 	}
 	if ep.Under, err = under.Connect(tcp.Epoch{Job: "job", Epoch: 7, Rank: ep.Rank, Addrs: addrs}); err != nil {
 		return err
@@ -96,6 +96,20 @@ func child(dir, waits string) error {
 		}
 	}
 	return in.Err()
+}
+
+// offerText is an offer as one word.
+func offerText(o shm.Offer) string {
+	text, err := json.Marshal(o)
+	if err != nil {
+		panic(err)
+	}
+	return string(text)
+}
+
+func offerOf(text string) (o shm.Offer, err error) {
+	err = json.Unmarshal([]byte(text), &o)
+	return o, err
 }
 
 // join has a rank check in.
@@ -240,7 +254,7 @@ func (p *process) hear(tb testing.TB) string {
 	return p.out.Text()
 }
 
-// launch starts size ranks up to their cards, and returns what each is to be told to connect.
+// launch starts size ranks up to their offers, and returns what each is to be told to connect.
 func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*process, epoch []string) {
 	tb.Helper()
 	_, kv := serve(tb)
@@ -377,7 +391,7 @@ func BenchmarkProcesses(b *testing.B) {
 	dir := filepath.Join(b.TempDir(), "s")
 	other := start(b, dir, patience)
 	words := strings.Fields(other.hear(b))
-	card, err := hex.DecodeString(words[1])
+	offer, err := offerOf(words[1])
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -391,7 +405,7 @@ func BenchmarkProcesses(b *testing.B) {
 	}
 	addrs := []string{under.Addr(), words[0]}
 	kv, at := serve(b)
-	other.say(b, fmt.Sprintf("1 %s %s %x %s %s", at, addrs[0], e.Card(), words[0], words[1]))
+	other.say(b, fmt.Sprintf("1 %s %s %s %s %s", at, addrs[0], offerText(e.Offer()), words[0], words[1]))
 	s, err := join(b.Context(), kv, 0, 2)
 	if err != nil {
 		b.Fatal(err)
@@ -404,7 +418,7 @@ func BenchmarkProcesses(b *testing.B) {
 		b.Fatal(err)
 	}
 	m, err := e.Connect(b.Context(), shm.Epoch{
-		Job: "job", Epoch: 7, Rank: 0, Hosts: []string{"host", "host"}, Cards: [][]byte{e.Card(), card}, Under: mesh, Agree: s.Agree,
+		Job: "job", Epoch: 7, Rank: 0, Hosts: []string{"host", "host"}, Offers: []shm.Offer{e.Offer(), offer}, Under: mesh, Agree: s.Agree,
 	})
 	if err != nil {
 		b.Fatal(err)

@@ -1,6 +1,6 @@
 // Package shm lets the ranks of one host share memory, and negotiates in it.
 //
-// A rank opens an Endpoint, publishes its Card with its record, and calls Connect when it knows all cards and has a mesh
+// A rank opens an Endpoint, publishes its Offer with its record, and calls Connect when it knows all offers and has a mesh
 // that reaches all ranks (transport/tcp). The ranks of one host then give each other file descriptors, over Unix
 // connections that prove who they are, and agree on whether all of that went well: a host's ranks share memory all or
 // not at all. The mesh that Connect returns has the Control lane between them in shared memory and everything else in
@@ -69,10 +69,10 @@ type Config struct {
 
 // Endpoint is a socket that becomes a mesh when Connect tells it the epoch. It serves one epoch.
 type Endpoint struct {
-	cfg  Config
-	log  *zap.Logger
-	card card
-	ln   *net.UnixListener // nil if this rank cannot share
+	cfg   Config
+	log   *zap.Logger
+	offer Offer
+	ln    *net.UnixListener // nil if this rank cannot share
 
 	mu        sync.Mutex
 	connected bool
@@ -123,12 +123,12 @@ func lock(dir string) (unlock func() error, err error) {
 	return d.Close, nil
 }
 
-// Unavailable is the Endpoint of a rank that cannot share, for example because Listen failed. Its Card tells the others
+// Unavailable is the Endpoint of a rank that cannot share, for example because Listen failed. Its Offer tells the others
 // so, and why: they do not wait for it, and their Why names it.
 func Unavailable(reason error) *Endpoint {
 	e := &Endpoint{log: zap.NewNop()}
-	e.card.uid, e.card.pid = uint32(os.Geteuid()), uint32(os.Getpid())
-	e.card.reason = reason.Error()
+	text := reason.Error()
+	e.offer = Offer{UID: uint32(os.Geteuid()), Reason: strings.ToValidUTF8(text[:min(len(text), maxReasonBytes)], "?")}
 	return e
 }
 
@@ -146,8 +146,8 @@ func newEndpoint(cfg Config) (*Endpoint, error) {
 	if e.log == nil {
 		e.log = zap.NewNop()
 	}
-	e.card.uid, e.card.pid = uint32(os.Geteuid()), uint32(os.Getpid())
-	if _, err := rand.Read(e.card.token[:]); err != nil {
+	e.offer = Offer{UID: uint32(os.Geteuid()), Token: make([]byte, tokenBytes)}
+	if _, err := rand.Read(e.offer.Token); err != nil {
 		return nil, fmt.Errorf("shm: listen: %w", err)
 	}
 	return e, nil
@@ -176,7 +176,7 @@ func (e *Endpoint) listen() error {
 		return errors.Join(err, ln.Close())
 	}
 	ln.SetUnlinkOnClose(false) // Close removes it, and says so if it cannot
-	e.ln, e.card.path = ln, path
+	e.ln, e.offer.Socket = ln, path
 	return nil
 }
 
@@ -229,9 +229,9 @@ func abandoned(path string) bool {
 	return unix.Connect(fd, &unix.SockaddrUnix{Name: path}) == unix.ECONNREFUSED
 }
 
-// Card is what the other ranks need to know to share memory with this one, at most MaxCardBytes. It holds a secret:
+// Offer is what the other ranks need to know to share memory with this one. It holds a secret:
 // whoever has it, and runs as the same user, can take this rank's place before its peers have.
-func (e *Endpoint) Card() []byte { return e.card.encode() }
+func (e *Endpoint) Offer() Offer { return e.offer }
 
 // Close removes the socket. After Connect it does nothing.
 func (e *Endpoint) Close() error {
@@ -241,7 +241,7 @@ func (e *Endpoint) Close() error {
 		return nil
 	}
 	e.closed = true
-	err := os.Remove(e.card.path)
+	err := os.Remove(e.offer.Socket)
 	if errors.Is(err, os.ErrNotExist) {
 		err = nil // somebody cleaned up
 	}
@@ -261,8 +261,8 @@ type Epoch struct {
 	Rank topo.Rank
 	// Hosts are the identities of the hosts, by rank.
 	Hosts []string
-	// Cards are the ranks' cards, by rank; nil for a rank that does not call Connect.
-	Cards [][]byte
+	// Offers are the ranks', by rank; zero for a rank that does not call Connect.
+	Offers []Offer
 	// Reserve is how many bytes this rank will Share for which lanes. They are had before the ranks agree, so that a rank
 	// without so much memory is a reason not to share any.
 	Reserve map[transport.Lane]int64
@@ -277,8 +277,8 @@ func (ep *Epoch) validate() error {
 	if len(ep.Job) < 1 || len(ep.Job) > maxJobBytes {
 		return fmt.Errorf("shm: connect: job identity has %d bytes, want 1 to %d", len(ep.Job), maxJobBytes)
 	}
-	if ep.Rank < 0 || int(ep.Rank) >= len(ep.Hosts) || len(ep.Cards) != len(ep.Hosts) {
-		return fmt.Errorf("shm: connect: rank %d of %d hosts and %d cards, want a rank and a card for each host", ep.Rank, len(ep.Hosts), len(ep.Cards))
+	if ep.Rank < 0 || int(ep.Rank) >= len(ep.Hosts) || len(ep.Offers) != len(ep.Hosts) {
+		return fmt.Errorf("shm: connect: rank %d of %d hosts and %d offers, want a rank and an offer for each host", ep.Rank, len(ep.Hosts), len(ep.Offers))
 	}
 	return nil
 }
@@ -312,7 +312,7 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	if again {
 		return nil, errors.New("shm: connect: the endpoint has served an epoch, or is closed")
 	}
-	cards, doomed := meet(ep)
+	doomed := meet(ep)
 	m := newMesh(e, ep)
 	if d, bad := doomed[ep.Hosts[ep.Rank]]; bad {
 		m.why, m.unable = d.why, d.ranks
@@ -326,7 +326,7 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	if m.why != "" || len(group) == 1 {
 		return m, nil // there is nothing to agree on
 	}
-	return m, m.form(ctx, e, ep, cards, group)
+	return m, m.form(ctx, e, ep, group)
 }
 
 // doom is why the ranks of a host cannot share memory, and because of which of them.
@@ -335,29 +335,21 @@ type doom struct {
 	ranks []topo.Rank
 }
 
-// meet reads the cards. doomed has the hosts whose ranks cannot share; all ranks find the same.
-func meet(ep *Epoch) (cards []*card, doomed map[string]doom) {
-	cards = make([]*card, len(ep.Cards))
+// meet checks the offers. doomed has the hosts whose ranks cannot share; all ranks find the same.
+func meet(ep *Epoch) (doomed map[string]doom) {
 	doomed = make(map[string]doom)
 	first := make(map[string]topo.Rank)
-	for r, b := range ep.Cards {
+	for r := range ep.Offers {
 		host, reason := ep.Hosts[r], ""
 		lowest, seen := first[host]
 		if !seen {
-			first[host] = topo.Rank(r)
+			first[host], lowest = topo.Rank(r), topo.Rank(r)
 		}
-		c, err := decodeCard(b)
-		switch {
-		case b == nil:
-			reason = "has no card"
-		case err != nil:
-			reason = "has a " + err.Error()
-		case c.reason != "":
-			reason = c.reason
-		case seen && cards[lowest] != nil && cards[lowest].uid != c.uid:
-			reason = fmt.Sprintf("runs as user %d, rank %d as user %d", c.uid, lowest, cards[lowest].uid)
+		if err := ep.Offers[r].check(); err != nil {
+			reason = err.Error()
+		} else if uid, other := ep.Offers[r].UID, &ep.Offers[lowest]; uid != other.UID && other.check() == nil {
+			reason = fmt.Sprintf("runs as user %d, rank %d as user %d", uid, lowest, other.UID)
 		}
-		cards[r] = c
 		if reason != "" {
 			d := doomed[host]
 			doomed[host] = doom{join(d.why, topo.Rank(r), reason), append(d.ranks, topo.Rank(r))}
@@ -368,7 +360,7 @@ func meet(ep *Epoch) (cards []*card, doomed map[string]doom) {
 			delete(doomed, host) // there is nobody to share with
 		}
 	}
-	return cards, doomed
+	return doomed
 }
 
 // join adds what is wrong with a rank to what is wrong with others.

@@ -60,15 +60,15 @@ type job struct {
 	cfg       shm.Config
 	hosts     []string
 	endpoints []*shm.Endpoint
-	cards     [][]byte
+	offers    []shm.Offer
 	under     []transport.Mesh
 	sessions  []*rendezvous.Session         // by which the ranks agree
 	epoch     func(rank int, ep *shm.Epoch) // changes what a rank is given, if not nil
 	after     func() error                  // is called when Connect has returned at all ranks, if not nil
 }
 
-// ownCard has a rank without a card call no Connect and use the mesh underneath.
-func (j *job) ownCard(tb testing.TB, rank int) {
+// noOffer has a rank without an offer call no Connect and use the mesh underneath.
+func (j *job) noOffer(tb testing.TB, rank int) {
 	tb.Helper()
 	if err := j.endpoints[rank].Close(); err != nil {
 		tb.Fatal(err)
@@ -89,7 +89,7 @@ func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...stri
 			tb.Fatal(err)
 		}
 		j.endpoints = append(j.endpoints, e)
-		j.cards = append(j.cards, e.Card())
+		j.offers = append(j.offers, e.Offer())
 	}
 	j.sessions = meet(tb, hosts)
 	return j
@@ -135,7 +135,7 @@ func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 			continue
 		}
 		wg.Go(func() {
-			ep := shm.Epoch{Job: "job", Epoch: 1, Rank: topo.Rank(r), Hosts: j.hosts, Cards: j.cards, Under: j.under[r], Agree: j.sessions[r].Agree}
+			ep := shm.Epoch{Job: "job", Epoch: 1, Rank: topo.Rank(r), Hosts: j.hosts, Offers: j.offers, Under: j.under[r], Agree: j.sessions[r].Agree}
 			if j.epoch != nil {
 				j.epoch(r, &ep)
 			}

@@ -8,58 +8,34 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
 )
 
-func TestCard(t *testing.T) {
-	token := [tokenBytes]byte{1, 2, 31: 9}
-	for _, c := range []card{
-		{uid: 7, pid: 8, token: token, path: "/tmp/x"},
-		{uid: 1<<32 - 1, path: "/" + strings.Repeat("x", maxPathBytes-1)},
-		{uid: 7, token: token, reason: "no socket"},
+func TestOffer(t *testing.T) {
+	good := Offer{Token: make([]byte, tokenBytes), Socket: "/tmp/x"}
+	if err := good.check(); err != nil {
+		t.Error(err)
+	}
+	long := Unavailable(errors.New(strings.Repeat("é", 10_000))).Offer()
+	if err := long.check(); err == nil || !utf8.ValidString(err.Error()) || len(err.Error()) > maxReasonBytes {
+		t.Errorf("a long reason: got %v", err)
+	}
+	for name, spoil := range map[string]func(*Offer){
+		"none":          func(o *Offer) { *o = Offer{} },
+		"short token":   func(o *Offer) { o.Token = o.Token[1:] },
+		"relative path": func(o *Offer) { o.Socket = "x" },
+		"abstract name": func(o *Offer) { o.Socket = "@x" },
+		"path too long": func(o *Offer) { o.Socket = "/" + strings.Repeat("x", maxPathBytes) },
 	} {
-		got, err := decodeCard(c.encode())
-		if err != nil || *got != c {
-			t.Errorf("got %+v, %v, want %+v", got, err, c)
+		bad := good
+		spoil(&bad)
+		if bad.check() == nil {
+			t.Errorf("%s: %v was taken", name, bad)
 		}
 	}
-	long := card{reason: strings.Repeat("x", 10_000)}
-	b := long.encode()
-	if got, err := decodeCard(b); err != nil || len(b) != MaxCardBytes || !strings.HasPrefix(long.reason, got.reason) {
-		t.Errorf("a long reason: got %d bytes, %v, want %d", len(b), err, MaxCardBytes)
-	}
-	good := (&card{path: "/tmp/x"}).encode()
-	for name, spoil := range map[string]func(b []byte) []byte{
-		"empty":         func([]byte) []byte { return nil },
-		"cut":           func(b []byte) []byte { return b[:len(b)-1] },
-		"longer":        func(b []byte) []byte { return append(b, 'x') },
-		"version":       func(b []byte) []byte { b[0]++; return b },
-		"kind":          func(b []byte) []byte { b[1] = 2; return b },
-		"no text":       func(b []byte) []byte { return append(b[:cardHeadBytes-2], 0, 0) },
-		"relative":      func(b []byte) []byte { b[cardHeadBytes] = 'x'; return b },
-		"abstract":      func(b []byte) []byte { b[cardHeadBytes] = '@'; return b },
-		"path too long": func([]byte) []byte { return (&card{path: "/" + strings.Repeat("x", maxPathBytes)}).encode() },
-	} {
-		if c, err := decodeCard(spoil(bytes.Clone(good))); err == nil {
-			t.Errorf("%s: got %+v", name, c)
-		}
-	}
-}
-
-func FuzzCard(f *testing.F) {
-	f.Add((&card{uid: 7, pid: 8, path: "/tmp/x"}).encode())
-	f.Add((&card{reason: "no socket"}).encode())
-	f.Fuzz(func(t *testing.T, b []byte) {
-		c, err := decodeCard(b)
-		if err != nil {
-			return
-		}
-		if again := c.encode(); !bytes.Equal(again, b) {
-			t.Errorf("got %x, want %x", again, b)
-		}
-	})
 }
 
 func FuzzHello(f *testing.F) {
@@ -90,14 +66,14 @@ func FuzzMessage(f *testing.F) {
 
 // Each side finds out by itself that the other does not know its token, or is of another epoch or job.
 func TestHandshake(t *testing.T) {
-	good := [2]card{{token: [tokenBytes]byte{1}}, {token: [tokenBytes]byte{2}}}
-	wrong := card{token: [tokenBytes]byte{3}}
+	good := [2]Offer{{Token: make([]byte, tokenBytes)}, {Token: append(make([]byte, tokenBytes-1), 1)}}
+	wrong := Offer{Token: append(make([]byte, tokenBytes-1), 3)}
 	here := Epoch{Job: "job", Epoch: 3}
 	for name, c := range map[string]struct {
 		dialer, acceptor Epoch
 		rank             topo.Rank // of the dialer
-		ofAcceptor       card      // that the dialer has
-		ofDialer         card      // that the acceptor has
+		ofAcceptor       Offer     // that the dialer has
+		ofDialer         Offer     // that the acceptor has
 		dials, accepts   error     // nil is none, errAny is some
 	}{
 		"good":                   {here, here, 0, good[1], good[0], nil, nil},
@@ -123,7 +99,7 @@ func TestHandshake(t *testing.T) {
 				defer uc.Close()
 				ep := c.acceptor
 				ep.Rank = 1
-				from, err := welcome(uc, &ep, &good[1], []*card{&c.ofDialer, nil, nil})
+				from, err := welcome(uc, &ep, &good[1], []*Offer{&c.ofDialer, nil, nil})
 				if err == nil && from != c.rank {
 					err = fmt.Errorf("welcomed rank %d", from)
 				}
@@ -135,7 +111,8 @@ func TestHandshake(t *testing.T) {
 			}
 			ep := c.dialer
 			ep.Rank = c.rank
-			err = greet(uc, &ep, &good[0], &c.ofAcceptor, 1)
+			ep.Offers = []Offer{{}, c.ofAcceptor}
+			err = greet(uc, &ep, &good[0], 1)
 			if closing := uc.Close(); closing != nil {
 				t.Error(closing)
 			}

@@ -1,0 +1,40 @@
+package shm
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+)
+
+const (
+	tokenBytes = 32
+	// maxPathBytes is the longest path that a Unix socket can have: its address has 108 bytes and ends with a zero.
+	maxPathBytes = 107
+	// maxReasonBytes bounds the reason of a rank that shares nothing.
+	maxReasonBytes = 200
+)
+
+// Offer is what the other ranks need to know to share memory with a rank. The zero Offer is none.
+type Offer struct {
+	UID uint32 // the user as which the rank runs
+	// Token is a secret: a process that has it, and runs as the same user, can take the rank's place before its peers have connected.
+	Token []byte
+	// Socket is the path of the rank's socket. It is empty if the rank cannot share memory, for the Reason.
+	Socket, Reason string
+}
+
+// check looks at what a peer published. Its error is also that the peer cannot share.
+func (o *Offer) check() error {
+	switch {
+	case o.Reason != "":
+		return errors.New(o.Reason)
+	case o.Socket == "":
+		return errors.New("offers no memory")
+	case len(o.Token) != tokenBytes:
+		return fmt.Errorf("has a token of %d bytes, want %d", len(o.Token), tokenBytes)
+	case len(o.Socket) > maxPathBytes || !filepath.IsAbs(o.Socket):
+		// Not absolute could also be a name in the abstract namespace, which anybody can take.
+		return fmt.Errorf("has its socket at %q, want an absolute path of at most %d bytes", o.Socket, maxPathBytes)
+	}
+	return nil
+}
