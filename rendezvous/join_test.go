@@ -430,7 +430,7 @@ func TestFailedRootTellsEachCallOnce(t *testing.T) {
 		{first, rendezvouspb.Answer_REFUSED},
 	} {
 		q := &rendezvouspb.JoinRequest{Nonce: ask.nonce, Rank: 1, Size: 3}
-		g := &guest{q: &joinRequest{JoinRequest: q, record: recordOf(1, 0)}, out: make(chan []byte, 1)}
+		g := &caller{q: &joinRequest{JoinRequest: q, record: recordOf(1, 0)}, out: make(chan []byte, 1)}
 		r.verdict(g)
 		body, err := frame.Read(bytes.NewReader(<-g.out), maxAnswerBytes)
 		var a rendezvouspb.Answer

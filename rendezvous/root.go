@@ -63,8 +63,8 @@ type root struct {
 
 	mu        sync.Mutex
 	state     rootState
-	guests    map[*guest]struct{} // all connections
-	members   []*guest            // by rank, nil for rank 0 and those missing
+	callers   map[*caller]struct{} // all connections
+	members   []*caller            // by rank, nil for rank 0 and those missing
 	missing   int
 	gaveUp    map[int]bool                            // missing ranks that were here until their time ended
 	lastEpoch uint64                                  // greatest of all ranks that have been here
@@ -80,13 +80,13 @@ type root struct {
 	reports   []report                                // once complete: of failures, by the ranks that are not dead
 }
 
-// guest is a connection to the root.
-type guest struct {
+// caller is a connection to the root.
+type caller struct {
 	conn net.Conn
 	slot *dial.Slot   // until it has said what it wants
 	over net.Conn     // conn, encrypted if the secret is: what is said goes over it
 	q    *joinRequest // nil until it has been read
-	// out is what to send, closed behind the last of it, which finished says. No guest gets more than four answers, so sending does not
+	// out is what to send, closed behind the last of it, which finished says. No caller gets more than four answers, so sending does not
 	// wait.
 	out      chan []byte
 	finished bool  // Guarded by root.mu
@@ -131,8 +131,8 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 		handshakes: dial.NewLimiter(max(maxHandshakes, 2*cfg.Size)),
 		changed:    make(chan struct{}, 1),
 		allTold:    make(chan struct{}),
-		guests:     make(map[*guest]struct{}),
-		members:    make([]*guest, cfg.Size),
+		callers:    make(map[*caller]struct{}),
+		members:    make([]*caller, cfg.Size),
 		gaveUp:     make(map[int]bool),
 		ready:      make(map[int]bool),
 		start:      newOutcome(),
@@ -158,7 +158,7 @@ func (r *root) closeOnce() error {
 	if r.state == complete {
 		r.conclude(newFailure(0, "it gave up during Init")) // unless that has ended
 	}
-	for g := range r.guests {
+	for g := range r.callers {
 		if !g.finished {
 			g.conn.Close()
 		}
@@ -548,12 +548,12 @@ func (r *root) accept() {
 			continue
 		}
 		wait = 0
-		g := &guest{conn: conn, out: make(chan []byte, 4), slot: r.handshakes.Acquire(conn)} // here, so that the oldest is who came first
+		g := &caller{conn: conn, out: make(chan []byte, 4), slot: r.handshakes.Acquire(conn)} // here, so that the oldest is who came first
 		r.mu.Lock()
 		if r.ctx.Err() != nil {
 			conn.Close()
 		}
-		r.guests[g] = struct{}{}
+		r.callers[g] = struct{}{}
 		r.mu.Unlock()
 		r.wg.Go(func() {
 			if err := r.serve(g); err != nil && r.ctx.Err() == nil {
@@ -562,14 +562,14 @@ func (r *root) accept() {
 			}
 			conn.Close()
 			r.mu.Lock()
-			delete(r.guests, g)
+			delete(r.callers, g)
 			r.mu.Unlock()
 		})
 	}
 }
 
 // serve reads g's request and answers. A member it hears until all is said. The error is for the log.
-func (r *root) serve(g *guest) error {
+func (r *root) serve(g *caller) error {
 	err := r.handshake(g)
 	if !g.slot.Release() {
 		return dial.ErrEvicted
@@ -595,7 +595,7 @@ func (r *root) serve(g *guest) error {
 }
 
 // tell sends g what there is to say until there is no more.
-func (r *root) tell(g *guest) (err error) {
+func (r *root) tell(g *caller) (err error) {
 	for answer := range g.out {
 		if err != nil {
 			continue
@@ -612,7 +612,7 @@ func (r *root) tell(g *guest) (err error) {
 	return err
 }
 
-func (r *root) handshake(g *guest) error {
+func (r *root) handshake(g *caller) error {
 	g.conn.SetDeadline(time.Now().Add(handshakeTimeout))
 	var err error
 	if g.over, err = r.cfg.Secret.Accept(g.conn, rootMagic); err != nil {
@@ -641,7 +641,7 @@ func (r *root) handshake(g *guest) error {
 }
 
 // admit answers g's request, or makes g a member, whose answer has to wait.
-func (r *root) admit(g *guest) (member bool) {
+func (r *root) admit(g *caller) (member bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !bytes.Equal(g.q.GetToken(), r.token) {
@@ -720,7 +720,7 @@ func (r *root) contradiction(q *joinRequest) *RefusedError {
 }
 
 // verdict answers g, which has not been waiting, for a root that is no longer forming. r is locked.
-func (r *root) verdict(g *guest) {
+func (r *root) verdict(g *caller) {
 	nonce, told := r.told[g.q.process()]
 	switch {
 	case r.state == failed && told && !bytes.Equal(nonce, g.q.GetNonce()):
@@ -740,7 +740,7 @@ func (r *root) verdict(g *guest) {
 }
 
 // outcome answers g with the failure. r is locked and failed.
-func (r *root) outcome(g *guest) {
+func (r *root) outcome(g *caller) {
 	g.refused = true
 	// Before the answer is sent, for who gets it may be back before anything else is done here.
 	r.remember(g.q)
@@ -748,7 +748,7 @@ func (r *root) outcome(g *guest) {
 }
 
 // answer is the last that g is told. r is locked.
-func (r *root) answer(g *guest, a *rendezvouspb.Answer) {
+func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
 	if frame, err := appendMessage(nil, a); err == nil { // it is: all texts are UTF-8
 		g.out <- frame
 	}
@@ -757,7 +757,7 @@ func (r *root) answer(g *guest, a *rendezvouspb.Answer) {
 }
 
 // noteTold counts the rank that g is, if it has had its answer and that was the failure.
-func (r *root) noteTold(g *guest) {
+func (r *root) noteTold(g *caller) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !g.refused {

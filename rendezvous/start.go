@@ -278,7 +278,7 @@ type report struct {
 func (p *report) blamesItself() bool { return len(p.suspects) == 1 && int(p.suspects[0]) == p.rank }
 
 // hear takes what a member says until its connection ends.
-func (r *root) hear(g *guest) {
+func (r *root) hear(g *caller) {
 	for {
 		s, err := readStatus(g.over)
 		r.mu.Lock()
@@ -296,7 +296,7 @@ func (r *root) hear(g *guest) {
 }
 
 // heard takes one status of g, or the end of its connection. r is locked, and g is a member.
-func (r *root) heard(g *guest, s *rendezvouspb.Status, err error) {
+func (r *root) heard(g *caller, s *rendezvouspb.Status, err error) {
 	rank := int(g.q.GetRank())
 	switch {
 	case r.state == forming && (err != nil || s.GetKind() == rendezvouspb.Status_TIMEOUT):

@@ -135,7 +135,7 @@ func testDeathBeforeReady(t *testing.T, key secret.Secret) {
 func (r *root) kill() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for g := range r.guests {
+	for g := range r.callers {
 		g.conn.Close()
 	}
 }
