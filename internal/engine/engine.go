@@ -102,51 +102,49 @@ type Config struct {
 
 // Engine is one rank of one epoch.
 type Engine struct {
+	// What Start has made.
 	cfg    Config
 	log    *zap.Logger
 	traced bool // log takes what each cycle says
 	start  time.Time
+	ctx    context.Context
+	cancel context.CancelCauseFunc // cuts off what the lanes execute
+	links  []*link                 // to rank 0; at rank 0, to every other rank
+	poller transport.Poller        // nil where links have receivers
+	sched  *scheduler
 
-	lanes   laneTable
-	running sync.WaitGroup // of the lanes
-	ctx     context.Context
-	cancel  context.CancelCauseFunc // cuts off what the lanes execute
-	links   []*link                 // to rank 0; at rank 0, to every other rank
-	inbox   inbox
-	poller  transport.Poller // nil where links have receivers
-	polled  []*frames        // of the links
-	sched   *scheduler
-	clock   rankClock
-	// observer is told what happens. tracing says that the coordinator notes arrivals for it.
-	observer observer
-	tracing  bool
-	// published is what the coordinator had counted at publishedAt.
-	published   atomic.Pointer[stats.Coordinator]
-	publishedAt time.Duration
+	// For any goroutine.
+	lanes     laneTable
+	running   sync.WaitGroup // of the lanes
+	inbox     inbox
+	observer  observer
+	published atomic.Pointer[stats.Coordinator] // what the coordinator had counted a little earlier
+	leaving   atomic.Pointer[leaving]           // not nil after Shutdown
+	stop      chan struct{}                     // closed: give up without ceremony
+	stopOnce  sync.Once
+	ended     chan struct{} // closed: the epoch is over and every operation is answered
+	released  chan struct{} // closed: connections and goroutines are gone too
+	failure   error         // why the epoch ended other than by an orderly shutdown; read after ended
+	mu        sync.Mutex
+	finished  []finishedWork // from the lanes; guarded by mu
 
+	// Owned by the goroutine that runs turns, which holds the scheduler's lock.
+	now         time.Duration // when the turn began
 	member      *controller.Member
 	coordinator *controller.Coordinator // rank 0 only
 	negotiation negotiation
-
-	leaving  atomic.Pointer[leaving] // not nil after Shutdown
-	stop     chan struct{}           // closed: give up without ceremony
-	stopOnce sync.Once
-	ended    chan struct{} // closed: the epoch is over and every operation is answered
-	released chan struct{} // closed: connections and goroutines are gone too
-	failure  error         // why the epoch ended other than by an orderly shutdown; read after ended
-
-	mu       sync.Mutex
-	finished []finishedWork // from the lanes
-
-	// Owned by the goroutine that runs turns.
-	now        time.Duration // when the turn began
-	granted    int           // grants given to lanes and not finished
-	trying     []*lane       // those whose work a turn has started
-	stopped    bool          // STOP is applied
-	stopCause  error         // why, unless this rank has asked for it: a *StallError or a *PeerError
-	due        time.Duration // when the first of the operations in flight runs out of time
-	complaints complaints
-	scratch    struct {
+	polled      []*frames // of the links
+	clock       rankClock
+	tracing     bool          // the coordinator notes arrivals for the observer
+	publishedAt time.Duration // when published was
+	granted     int           // grants given to lanes and not finished
+	trying      []*lane       // those whose work a turn has started
+	stopped     bool          // STOP is applied
+	stopCause   error         // why, unless this rank has asked for it: a *StallError or a *PeerError
+	due         time.Duration // when the first of the operations in flight runs out of time
+	complaints  complaints
+	works       []*work // free
+	scratch     struct {
 		entries  []*tensorqueue.Entry
 		events   []event
 		failed   []event
@@ -155,7 +153,6 @@ type Engine struct {
 		up       message.Up
 		down     message.Down
 	}
-	works []*work // free
 }
 
 type finishedWork struct {
