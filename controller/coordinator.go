@@ -551,7 +551,7 @@ func (c *Coordinator) Next() time.Duration {
 	if c.state == running {
 		next = min(next, c.waits.due)
 	}
-	if c.cfg.CycleTime > 0 && c.state == running {
+	if c.cfg.CycleTime > 0 && c.state == running && !c.cfg.Lockstep {
 		if c.canStop() {
 			next = min(next, c.lastCycle+c.cfg.CycleTime)
 		}

@@ -430,7 +430,7 @@ func results(keys []string) []string {
 func TestLockstepShutdown(t *testing.T) {
 	start := func() *lockstepJob {
 		j := newLockstepJob(t, controller.CoordinatorConfig{
-			Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
+			Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(), CycleTime: time.Millisecond,
 		})
 		for range 2 { // in the second turn it is cached
 			for rank := range 3 {
@@ -472,6 +472,9 @@ func TestLockstepShutdown(t *testing.T) {
 			j := start()
 			j.ranks[2].Shutdown("that was all")
 			j.cycle()
+			if next := j.coord.Next(); next < controller.HeartbeatPeriod {
+				t.Errorf("the coordinator wants a turn at %v though only a cycle can bring it on", next)
+			}
 			j.submit(1, request{q: allreduce(tensor, 1)})
 			for range 2 { // a vote is told in the second cycle
 				if j.ranks[0].Over() {
