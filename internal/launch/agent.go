@@ -37,8 +37,7 @@ const (
 type agent struct {
 	environ []string // of this host
 	family  *family  // of this process
-	session *yamux.Session
-	why     chan error // the reason for which the session has ended; it has room for one
+	session *session
 
 	telling sync.Mutex
 	control *yamux.Stream
@@ -110,44 +109,26 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	if _, err := l.out.Write(hello()); err != nil {
 		return err
 	}
-	session, err := yamux.Server(l, sessionConfig(liveness))
+	session, err := newSession(yamux.Server, l, liveness)
 	if err != nil {
 		return err
 	}
 	defer session.Close()
-	a := &agent{
-		environ: environ, family: f, session: session,
-		prepared: make(chan struct{}), begun: make(chan struct{}), why: make(chan error, 1),
-	}
+	a := &agent{environ: environ, family: f, session: session, prepared: make(chan struct{}), begun: make(chan struct{})}
 	if a.control, err = session.AcceptStream(); err == nil {
 		err = a.accept()
 	}
 	if err != nil {
 		return fmt.Errorf("waiting for the launcher's orders: %w", err)
 	}
-	var orders sync.WaitGroup
-	orders.Go(func() {
-		err := a.obey()
-		if end := endOf(session); err == io.EOF {
-			err = end
-		}
-		a.end(err)
-	})
+	why := make(chan error, 1)
+	go func() { why <- session.reason(a.obey()) }()
 	err = a.run()
 	session.Close()
-	if orders.Wait(); err != nil {
-		err = fmt.Errorf("%w (the launcher's orders: %w)", err, silence(<-a.why, liveness))
+	if because := <-why; err != nil {
+		err = fmt.Errorf("%w (the launcher's orders: %w)", err, because)
 	}
 	return err
-}
-
-// end ends the session. The first reason counts.
-func (a *agent) end(why error) {
-	select {
-	case a.why <- why:
-	default:
-	}
-	a.session.Close()
 }
 
 // accept takes the job and the streams of its ranks.
@@ -170,19 +151,11 @@ func (a *agent) accept() error {
 	return nil
 }
 
-// check ends the session if something could not be sent in time, since nothing can go on without it. Other errors mean that the
-// session has ended.
-func (a *agent) check(err error) {
-	if errors.Is(err, yamux.ErrConnectionWriteTimeout) {
-		a.end(err)
-	}
-}
-
 // tell waits until the launcher takes the notice or is gone, which obey finds out.
 func (a *agent) tell(n notice) {
 	a.telling.Lock()
 	defer a.telling.Unlock()
-	a.check(send(a.control, n))
+	_ = a.session.check(send(a.control, n))
 }
 
 // run prepares the ranks and returns when all of them and their output are done.
@@ -331,7 +304,7 @@ func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 	defer in.Close()
 	// Small blocks, since a ping waits for 64 of them.
 	_, err := io.CopyBuffer(out, in, make([]byte, 16<<10))
-	a.check(err)
+	_ = a.session.check(err) // another error means that the session has ended
 	out.Close()
 }
 

@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/yamux"
@@ -40,7 +39,6 @@ type agentConn struct {
 	pid     int     // its process
 	stderr  *stream // its standard error
 	greeted bool    // the agent has said hello
-	stalled atomic.Bool
 	status  unix.WaitStatus
 	ended   chan struct{} // closed when the command was reaped, or when the agent of this process has returned
 	silent  chan struct{} // closed when standard error was read
@@ -239,42 +237,29 @@ func (j *job) converse(c *agentConn) error {
 		return err
 	}
 	c.greeted = true
-	session, err := yamux.Client(c.link, sessionConfig(c.liveness))
+	s, err := newSession(yamux.Client, c.link, c.liveness)
 	if err != nil {
 		return err
 	}
-	err = j.listen(c, session)
-	end := endOf(session)
-	switch {
-	case c.stalled.Load():
-		err = yamux.ErrConnectionWriteTimeout
-	case err == io.EOF || errors.Is(err, yamux.ErrSessionShutdown):
-		err = end
+	defer s.Close()
+	if err := j.listen(c, s); err != nil {
+		return s.reason(err)
 	}
-	return silence(err, c.liveness)
+	return nil
 }
 
-// rankOutput is the stream of a rank's output. Reading also sends: if the agent takes nothing, the session ends.
+// rankOutput is the stream of a rank's output. Reading also sends, to make room in the window.
 type rankOutput struct {
 	*yamux.Stream
-	conn *agentConn
+	session *session
 }
 
 func (o rankOutput) Read(b []byte) (int, error) {
 	n, err := o.Stream.Read(b)
-	return n, o.conn.check(err, o.Session())
+	return n, o.session.check(err)
 }
 
-// check ends the session if something could not be sent in time, since nothing can go on without it.
-func (c *agentConn) check(err error, s *yamux.Session) error {
-	if errors.Is(err, yamux.ErrConnectionWriteTimeout) {
-		c.stalled.Store(true)
-		s.Close()
-	}
-	return err
-}
-
-func (j *job) listen(c *agentConn, session *yamux.Session) error {
+func (j *job) listen(c *agentConn, session *session) error {
 	control, err := session.OpenStream()
 	if err != nil {
 		return err
@@ -283,7 +268,7 @@ func (j *job) listen(c *agentConn, session *yamux.Session) error {
 		for {
 			select {
 			case o := <-c.orders:
-				_ = c.check(send(control, o), session) // what else is wrong is seen where the notices are read
+				_ = session.check(send(control, o)) // what else is wrong is seen where the notices are read
 			case <-session.CloseChan():
 				return
 			}
@@ -295,7 +280,7 @@ func (j *job) listen(c *agentConn, session *yamux.Session) error {
 			if err != nil {
 				return err
 			}
-			s.in = rankOutput{in, c}
+			s.in = rankOutput{in, session}
 			j.writers.Go(s.run)
 		}
 	}
@@ -427,7 +412,9 @@ func (j *job) dismiss(patience time.Duration) error {
 		}
 	}
 	for _, c := range j.conns {
-		c.close()
+		if c.link != nil {
+			c.link.Close()
+		}
 	}
 	return errors.New("launch: the commands that reach other hosts were sent SIGKILL and are not gone")
 }

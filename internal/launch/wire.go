@@ -190,9 +190,9 @@ func (l *link) Write(b []byte) (int, error) {
 
 func (l *link) Close() error { return errors.Join(l.out.Close(), l.in.Close()) }
 
-// sessionConfig is that of both ends. A peer that is silent for liveness ends the session; 0 is for two ends in one process, where
-// that cannot be.
-func sessionConfig(liveness time.Duration) *yamux.Config {
+// newSession opens a session by yamux.Client or yamux.Server. A peer that is silent for liveness ends it; 0 is for two ends in one
+// process, where that cannot be.
+func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, error), l *link, liveness time.Duration) (*session, error) {
 	c := yamux.DefaultConfig()
 	c.LogOutput = io.Discard
 	c.StreamOpenTimeout, c.StreamCloseTimeout = 0, 0 // output may wait for its reader for ever
@@ -202,20 +202,34 @@ func sessionConfig(liveness time.Duration) *yamux.Config {
 	if liveness == 0 {
 		c.ConnectionWriteTimeout = time.Duration(1<<63 - 1)
 	}
-	return c
+	s, err := open(l, c)
+	return &session{Session: s, liveness: liveness}, err
 }
 
-// endOf closes a session and returns why it has ended.
-func endOf(s *yamux.Session) error {
-	s.Close()
-	_, err := s.Accept() // does not wait any more; nobody has opened a stream here
+// session is a yamux session that knows why it has ended.
+type session struct {
+	*yamux.Session
+	liveness time.Duration
+	stalled  atomic.Bool // something could not be sent in time
+}
+
+// check ends the session if err says that something could not be sent in time, since nothing can go on without it.
+func (s *session) check(err error) error {
+	if errors.Is(err, yamux.ErrConnectionWriteTimeout) {
+		s.stalled.Store(true)
+		s.Close()
+	}
 	return err
 }
 
-// silence is err in words that name the time, if it is that of a peer that does not answer or does not read.
-func silence(err error, liveness time.Duration) error {
-	if errors.Is(err, yamux.ErrKeepAliveTimeout) || errors.Is(err, yamux.ErrConnectionWriteTimeout) {
-		return fmt.Errorf("no sign of life for %v", liveness)
+// reason ends the session and returns err or, if that only says that the session has ended, why it has.
+func (s *session) reason(err error) error {
+	s.Close()
+	if err == io.EOF || errors.Is(err, yamux.ErrSessionShutdown) {
+		_, err = s.Accept() // does not wait any more; nobody has opened a stream here
+	}
+	if s.stalled.Load() || errors.Is(err, yamux.ErrKeepAliveTimeout) {
+		return fmt.Errorf("no sign of life for %v", s.liveness)
 	}
 	return err
 }

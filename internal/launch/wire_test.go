@@ -138,12 +138,12 @@ func TestWords(t *testing.T) {
 // A rank whose output nobody reads holds up neither another's output nor notices and orders.
 func TestStreamThatNobodyReads(t *testing.T) {
 	here, there := net.Pipe()
-	launcher, err := yamux.Client(&link{in: here, out: here}, sessionConfig(minLiveness))
+	launcher, err := newSession(yamux.Client, &link{in: here, out: here}, minLiveness)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer launcher.Close()
-	agent, err := yamux.Server(&link{in: there, out: there}, sessionConfig(minLiveness))
+	agent, err := newSession(yamux.Server, &link{in: there, out: there}, minLiveness)
 	if err != nil {
 		t.Fatal(err)
 	}
