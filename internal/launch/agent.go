@@ -52,8 +52,9 @@ type agent struct {
 	reports sync.WaitGroup
 	relays  sync.WaitGroup
 
-	// prepared is closed when the ranks can be started, and begun when they were, or could not be.
-	prepared, begun chan struct{}
+	// prepared is closed when the ranks can be started, begun when they were, or could not be, and lost when no more orders are
+	// carried out, since the session has ended.
+	prepared, begun, lost chan struct{}
 }
 
 // member is one rank's helper.
@@ -114,19 +115,25 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 		return err
 	}
 	defer session.Close()
-	a := &agent{environ: environ, family: f, session: session, prepared: make(chan struct{}), begun: make(chan struct{})}
+	a := &agent{
+		environ: environ, family: f, session: session,
+		prepared: make(chan struct{}), begun: make(chan struct{}), lost: make(chan struct{}),
+	}
 	if a.control, err = session.AcceptStream(); err == nil {
 		err = a.accept()
 	}
 	if err != nil {
 		return fmt.Errorf("waiting for the launcher's orders: %w", err)
 	}
-	why := make(chan error, 1)
-	go func() { why <- session.reason(a.obey()) }()
+	var why error // valid after lost
+	go func() {
+		defer close(a.lost)
+		why = session.reason(a.obey())
+	}()
 	err = a.run()
 	session.Close()
-	if because := <-why; err != nil {
-		err = fmt.Errorf("%w (the launcher's orders: %w)", err, because)
+	if <-a.lost; err != nil {
+		err = fmt.Errorf("%w (the launcher's orders: %w)", err, why)
 	}
 	return err
 }
@@ -160,7 +167,6 @@ func (a *agent) tell(n notice) {
 
 // run prepares the ranks and returns when all of them and their output are done.
 func (a *agent) run() error {
-	lost := a.session.CloseChan()
 	if no := a.prepare(); no != nil {
 		a.tell(notice{Refused: no})
 		a.tell(notice{Over: true})
@@ -169,12 +175,14 @@ func (a *agent) run() error {
 	}
 	select {
 	case <-a.begun:
-	case <-lost:
-		return errors.New("the launcher was gone before the ranks were started")
+	case <-a.lost:
+		if !isClosed(a.begun) {
+			return errors.New("the launcher was gone before the ranks were started")
+		}
 	}
 	select {
 	case <-a.helpers.gone:
-	case <-lost:
+	case <-a.lost:
 		err := a.killAll()
 		a.release()
 		return err
@@ -182,7 +190,7 @@ func (a *agent) run() error {
 	a.reports.Wait()
 	a.tell(notice{Over: true})
 	a.release()
-	if isClosed(lost) {
+	if a.session.IsClosed() {
 		return errors.New("the launcher was gone before the end of the output")
 	}
 	a.tell(notice{Bye: true})
@@ -413,7 +421,7 @@ func (a *agent) reachStore() (at netip.AddrPort, err error) {
 			if err == nil || t.addr == a.job.Stores[0] {
 				err = t.err
 			}
-		case <-a.session.CloseChan():
+		case <-a.lost:
 			return at, errors.New("the launcher is gone")
 		}
 	}

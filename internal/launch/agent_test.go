@@ -1,0 +1,60 @@
+package launch
+
+import (
+	"errors"
+	"net"
+	"os"
+	"os/exec"
+	"testing"
+
+	"github.com/hashicorp/yamux"
+)
+
+// An agent that loses its launcher while it starts ranks leaves none behind. It takes all children of its process, so it has one of its
+// own.
+func TestLauncherIsGoneAtBegin(t *testing.T) {
+	const inChild = "LAUNCH_TEST_GONE_AT_BEGIN"
+	if os.Getenv(inChild) == "" {
+		cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.timeout=60s")
+		cmd.Env = append(os.Environ(), inChild+"=1")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+		return
+	}
+	for range 20 {
+		mine, theirs := net.Pipe()
+		var f family
+		ended := make(chan error, 1)
+		go func() { ended <- serveLauncher(&link{in: theirs, out: theirs}, 0, os.Environ(), &f) }()
+		l := &link{in: mine, out: mine}
+		if err := readHello(l); err != nil {
+			t.Fatal(err)
+		}
+		s, err := newSession(yamux.Client, l, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		control, err := s.OpenStream()
+		if err == nil {
+			err = send(control, order{Job: &hostJob{Command: words{"sleep", "1000"}, Ranks: []words{{"A=1"}, {"A=2"}}}})
+		}
+		for range 4 {
+			_, openErr := s.OpenStream()
+			err = errors.Join(err, openErr)
+		}
+		var n notice
+		if err = errors.Join(err, receive(control, maxNoticeBytes, &n), send(control, order{Begin: true})); err != nil || !n.Ready {
+			t.Fatalf("got %+v and error %v, want a ready agent", n, err)
+		}
+		s.Close()
+		if err := <-ended; err == nil {
+			t.Error("got no error, want that the launcher is gone")
+		}
+		f.mu.Lock()
+		if len(f.own) > 0 {
+			t.Fatalf("%d helpers are left", len(f.own))
+		}
+		f.mu.Unlock()
+	}
+}
