@@ -36,8 +36,7 @@ type JobConfig struct {
 
 // Job shows the metrics of all ranks of a job. Each has the labels rank and host, and hvd_up says who has answered.
 //
-// Scrapes that come at the same time, or within a second, share one question to the ranks, unless some ranks have not answered it and had
-// less time than they may have.
+// Scrapes that come at the same time, or within a second, share one question to the ranks.
 type Job struct {
 	cfg   JobConfig
 	begun time.Time
@@ -55,16 +54,11 @@ type Job struct {
 // gathering is one question to all ranks.
 type gathering struct {
 	begun time.Time
-	ask   time.Duration // what the ranks have
 	done  chan struct{}
-	// When done is closed; they are not changed. All says that all ranks have answered.
+	// When done is closed these are there, and not changed any more.
 	families []*dto.MetricFamily
-	all      bool
 	err      error
 }
-
-// enough says that g, which is done, answers a scrape for which ranks have the time ask.
-func (g *gathering) enough(ask time.Duration) bool { return g.all || g.ask >= ask || g.err != nil }
 
 // NewJob makes a Job, which must be closed.
 func NewJob(cfg JobConfig) *Job {
@@ -106,40 +100,24 @@ func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
 	).ServeHTTP(w, r)
 }
 
-// timeToAsk is what ranks have for a scrape that waits so long: three quarters of it at most, the rest is for the answer's way. It is one of
-// five times, so that a question in each of them is all that scrapers can cause in a second, whatever timeouts they tell.
-func timeToAsk(wait time.Duration) time.Duration {
-	ask := askTime
-	for ask > wait*3/4 && ask > leastAskTime {
-		ask /= 2
-	}
-	return ask
-}
-
-// gather waits for the answers to a question that is under way, or was asked a moment ago, or asks one that ranks have
-// time for within wait.
+// gather waits for the answers to a question that is under way, or was asked a moment ago, or asks one. The ranks have
+// three quarters of wait, the rest is for the answer's way.
 func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFamily, error) {
-	end := time.Now().Add(wait)
-	ctx, cancel := context.WithDeadline(ctx, end)
+	ctx, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
-	for {
-		ask := timeToAsk(time.Until(end)) // less if the question that was under way is not enough
-		g, err := j.question(ask)
-		if err != nil {
-			return nil, err
-		}
-		select {
-		case <-g.done:
-			if g.enough(timeToAsk(time.Until(end))) {
-				return g.families, g.err
-			}
-		case <-ctx.Done():
-			return nil, errLate
-		}
+	g, err := j.question(max(min(askTime, wait*3/4), leastAskTime))
+	if err != nil {
+		return nil, err
+	}
+	select {
+	case <-g.done:
+		return g.families, g.err
+	case <-ctx.Done():
+		return nil, errLate
 	}
 }
 
-// question is the one that is under way, or the last if it is fresh and enough, or a new one.
+// question is the one that is under way, or the last if it is fresh, or a new one that the ranks have so long to answer.
 func (j *Job) question(ask time.Duration) (*gathering, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -149,17 +127,14 @@ func (j *Job) question(ask time.Duration) (*gathering, error) {
 	if g := j.last; g != nil {
 		select {
 		case <-g.done:
-			if time.Since(g.begun) > fresh {
-				break
-			}
-			if g.enough(ask) {
+			if time.Since(g.begun) <= fresh {
 				return g, nil
 			}
 		default:
 			return g, nil
 		}
 	}
-	g := &gathering{begun: time.Now(), ask: ask, done: make(chan struct{})}
+	g := &gathering{begun: time.Now(), done: make(chan struct{})}
 	j.last = g
 	// Nobody's request: the others wait for it too if the one that has caused it goes away.
 	j.asking.Go(func() {
@@ -174,21 +149,19 @@ func (j *Job) question(ask time.Duration) (*gathering, error) {
 		if err != nil {
 			j.cfg.Log.Warn("ranks could not be asked for metrics", zap.Error(err))
 		}
-		g.families, g.all, g.err = j.merge(answers, time.Since(g.begun))
+		g.families, g.err = j.merge(answers, time.Since(g.begun))
 	})
 	return g, nil
 }
 
-// merge makes one of the answers, which have taken that long. All says that there was one of each rank.
-func (j *Job) merge(answers map[int][]byte, took time.Duration) (families []*dto.MetricFamily, all bool, err error) {
+// merge makes one of the answers, which have taken that long.
+func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFamily, error) {
 	m := newMerger()
 	up := make([]bool, len(j.cfg.Hosts))
 	bad := uint64(0)
-	all = true
 	for rank, host := range j.cfg.Hosts {
 		text, answered := answers[rank]
 		if !answered {
-			all = false
 			continue
 		}
 		if err := m.add(rank, host, text); err != nil {
@@ -204,16 +177,16 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) (families []*dto
 	j.mu.Unlock()
 	r := prometheus.NewRegistry()
 	if err := r.Register(own); err != nil {
-		return nil, false, err
+		return nil, err
 	}
 	if err := r.Register(buildInfo(jobPrefix + "build_info")); err != nil {
-		return nil, false, err
+		return nil, err
 	}
-	families, err = r.Gather()
+	families, err := r.Gather()
 	if err != nil {
-		return nil, false, err
+		return nil, err
 	}
-	return m.with(families), all, nil
+	return m.with(families), nil
 }
 
 // Names that no rank may use.
