@@ -23,6 +23,9 @@ const (
 	crowdedYields = 100
 	// yieldsPerGosched keeps small what it costs to offer the processor to other goroutines: three times a yield.
 	yieldsPerGosched = 16
+	// maxYielding bounds the time of all yields together: each may run another process for milliseconds, in which a rank that sleeps would
+	// have been woken.
+	maxYielding = time.Millisecond
 	// nap bounds a sleep. Nobody wakes a rank because its context has ended.
 	nap = 20 * time.Millisecond
 )
@@ -42,6 +45,7 @@ func (b *Backend) post(word *uint64, v uint64) {
 
 // await waits until the word of member i of the set has come to want.
 func (b *Backend) await(i int, word *uint64, want uint64) error {
+	var began time.Time
 	for k := 0; ; k++ {
 		for range b.looks {
 			if reached(word, want) {
@@ -54,6 +58,11 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 		}
 		if b.crowded && k%yieldsPerGosched == yieldsPerGosched-1 {
 			runtime.Gosched() // the loop of this rank, or another rank of this process, may need the processor
+		}
+		if k == 0 {
+			began = time.Now()
+		} else if time.Since(began) > maxYielding {
+			break
 		}
 		futex.Yield()
 	}
