@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -56,7 +56,7 @@ func (a *arrivals) want(set topo.ProcessSetID, tensors int, ms ...int) {
 	}
 }
 
-func (a *arrivals) wantLate(want ...stats.Late) {
+func (a *arrivals) wantLate(want ...analysis.HeldUp) {
 	a.t.Helper()
 	if got := a.c.Stats().Late; !slices.Equal(got, want) {
 		a.t.Errorf("late are %+v, want %+v", got, want)
@@ -73,7 +73,7 @@ func TestArrivals(t *testing.T) {
 	a.want(0, 1, 2, 1, 5)
 	a.at(9, 0, 1, asks("a")) // grants a; rank 0 has not finished b, but one unfinished response leaves the gate open
 	a.want(0, 1, 9, 1, 5)
-	a.wantLate(stats.Late{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, stats.Late{Rank: 1}, stats.Late{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
+	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 
 	// Now b is bit 0, a bit 1: both cached, and c between them in full.
 	a.at(20, 0, 2, message.UpSet{Done: 2})
@@ -88,7 +88,7 @@ func TestArrivals(t *testing.T) {
 	a.want(0, 3, 21, 25, 22, 21, 25, 22, 21, 25, 22)
 	a.want(0, 1) // no more
 	// Rank 1 held up the others for 3 ms, not for 3 ms with each of three tensors.
-	a.wantLate(stats.Late{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, stats.Late{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, stats.Late{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
+	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 }
 
 // A vote that turns into a request because its bit is erased keeps the time when it came.
@@ -104,7 +104,7 @@ func TestArrivalsOfAnErasedBit(t *testing.T) {
 	a.at(7, 2, 1, other)
 	a.at(8, 0, 1, other) // an error: rank 1 meant another shape
 	a.want(0, 1, 8, 3, 7)
-	a.wantLate(stats.Late{Rank: 0, Last: 1, Held: time.Millisecond}, stats.Late{Rank: 1}, stats.Late{Rank: 2})
+	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: time.Millisecond}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2})
 }
 
 // Sets without rank 0 keep nothing, for nobody will ask; nor does a coordinator that was told to stop.
@@ -116,7 +116,7 @@ func TestArrivalsThatNobodyAsksFor(t *testing.T) {
 	a.at(1, 1, 0, u)
 	a.at(2, 2, 0, u)
 	a.want(1, 1)
-	a.wantLate(stats.Late{Rank: 0}, stats.Late{Rank: 1}, stats.Late{Rank: 2, Last: 1, Held: time.Millisecond})
+	a.wantLate(analysis.HeldUp{Rank: 0}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2, Last: 1, Held: time.Millisecond})
 
 	a.at(3, 0, 0, asks("b"))
 	a.c.Trace(false)

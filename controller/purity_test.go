@@ -17,7 +17,7 @@ import (
 func TestPurity(t *testing.T) {
 	const project = "github.com/gohvd/gohvd/"
 	pure := map[string][]string{
-		"../controller":    {"fmt", "slices", "strings", "time", project + "fusion", project + "internal/stats", project + "message", project + "responsecache", project + "tensor", project + "topo"},
+		"../controller":    {"fmt", "slices", "strings", "time", project + "fusion", project + "internal/analysis", project + "internal/stats", project + "message", project + "responsecache", project + "tensor", project + "topo"},
 		"../responsecache": {"encoding/binary", "fmt", "hash/fnv", "math", project + "message"},
 	}
 	for dir, allowed := range pure {

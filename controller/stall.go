@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -64,12 +64,12 @@ type waits struct {
 	now      time.Duration
 	patience time.Duration // the least time after which a tensor is looked at; 0 is never
 	due      time.Duration
-	late     stats.Lateness // by all process sets
-	trace    bool           // arrivals are wanted
+	late     analysis.Held // by all process sets
+	trace    bool          // arrivals are wanted
 }
 
 func newWaits(warning, shutdown, now time.Duration, ranks int) *waits {
-	w := &waits{now: now, patience: warning, due: never, late: stats.NewLateness(ranks)}
+	w := &waits{now: now, patience: warning, due: never, late: analysis.NewHeld(ranks)}
 	if shutdown > 0 && (warning == 0 || shutdown < warning) {
 		w.patience = shutdown
 	}

@@ -15,6 +15,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/message"
@@ -49,7 +50,7 @@ func full() stats.Stats {
 		ClockOffset: -1500 * time.Millisecond, ClockError: 50 * time.Microsecond, ClockKnown: true,
 		TimelineDropped: 6,
 		Coordinator: &stats.Coordinator{
-			Cycles: 70, Late: []stats.Late{{Rank: 0, Last: 8, Held: time.Second}, {Rank: 3, Last: 90, Held: 9500 * time.Millisecond}},
+			Cycles: 70, Late: []analysis.HeldUp{{Rank: 0, Last: 8, Held: time.Second}, {Rank: 3, Last: 90, Held: 9500 * time.Millisecond}},
 			Stalled: 10, StallReports: 11,
 		},
 	}

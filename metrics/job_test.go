@@ -18,6 +18,7 @@ import (
 
 	"go.uber.org/zap/zaptest/observer"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/metrics"
@@ -198,7 +199,7 @@ func TestLargestJobFits(t *testing.T) {
 	late := func(s *stats.Stats) {
 		s.Coordinator.Late = nil
 		for r := range 4096 {
-			s.Coordinator.Late = append(s.Coordinator.Late, stats.Late{Rank: topo.Rank(r), Last: 1<<63 + uint64(r), Held: 123456789123456789})
+			s.Coordinator.Late = append(s.Coordinator.Late, analysis.HeldUp{Rank: topo.Rank(r), Last: 1<<63 + uint64(r), Held: 123456789123456789})
 		}
 	}
 	text := textOf(t, 0, late)

@@ -21,6 +21,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/stats"
@@ -90,7 +91,7 @@ func statsOf(rank int) stats.Stats {
 		Negotiation: h, Queued: h, FusedTensors: 3, FusedBytes: 100, FusionResponses: 1, FusionThresholdBytes: 1000,
 	}
 	if rank == 0 {
-		s.Coordinator = &stats.Coordinator{Late: []stats.Late{{Rank: 2, Last: 3, Held: time.Second}}, Stalled: 1}
+		s.Coordinator = &stats.Coordinator{Late: []analysis.HeldUp{{Rank: 2, Last: 3, Held: time.Second}}, Stalled: 1}
 	}
 	return s
 }

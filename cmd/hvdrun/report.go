@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/recorder"
@@ -59,7 +60,7 @@ type wait struct {
 }
 
 // is reports whether it is the wait of d, which is its rank's, for p.
-func (w *wait) is(d *recorder.Dump, p *recorder.Pending) bool {
+func (w *wait) is(d *analysis.Snapshot, p *analysis.Record) bool {
 	return w.epoch == d.Epoch && w.submitted == p.Submitted
 }
 
@@ -145,7 +146,7 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 }
 
 // waitsAnew reports whether ranks wait for s, but not since what was reported. It notes which waits that were reported go on.
-func (r *reporter) waitsAnew(s stalled, dumps []*recorder.Dump) bool {
+func (r *reporter) waitsAnew(s stalled, dumps []*analysis.Snapshot) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now, waits, goesOn := time.Now(), false, false
@@ -169,7 +170,7 @@ func (r *reporter) waitsAnew(s stalled, dumps []*recorder.Dump) bool {
 }
 
 // tell remembers what a report of a stall has. r is locked.
-func (r *reporter) tell(dumps []*recorder.Dump) {
+func (r *reporter) tell(dumps []*analysis.Snapshot) {
 	now := time.Now()
 	for _, d := range dumps {
 		for i := range d.Pending {
@@ -198,8 +199,8 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 		r.tell(dumps)
 	}
 	r.mu.Unlock()
-	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", recorder.Plain(why), len(dumps), r.size, time.Since(begun).Round(time.Millisecond))
-	return r.text(title, recorder.Analyse(dumps, r.size, absent), dumps, errors.Join(err, r.ranks.Err()))
+	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", analysis.Plain(why), len(dumps), r.size, time.Since(begun).Round(time.Millisecond))
+	return r.text(title, analysis.Analyse(dumps, r.size, absent), dumps, errors.Join(err, r.ranks.Err()))
 }
 
 // epilogue makes a report of what the ranks have left behind when their job failed; empty if it would say nothing. culprits are
@@ -209,7 +210,7 @@ func (r *reporter) epilogue(known []string, culprits []int) string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	dumps, absent := r.decode(r.failures, known)
-	f := recorder.Analyse(dumps, r.size, absent)
+	f := analysis.Analyse(dumps, r.size, absent)
 	f.Blame(culprits)
 	if !f.Says() {
 		return ""
@@ -218,7 +219,7 @@ func (r *reporter) epilogue(known []string, culprits []int) string {
 }
 
 // decode unpacks dumps. absent is what is known of each rank.
-func (r *reporter) decode(bodies map[int][]byte, known []string) (dumps []*recorder.Dump, absent map[int]string) {
+func (r *reporter) decode(bodies map[int][]byte, known []string) (dumps []*analysis.Snapshot, absent map[int]string) {
 	absent = make(map[int]string, len(known))
 	for rank, what := range known {
 		absent[rank] = what
@@ -242,7 +243,7 @@ func (r *reporter) decode(bodies map[int][]byte, known []string) (dumps []*recor
 }
 
 // text is what is printed of a report, and leaves it in the folder for dumps.
-func (r *reporter) text(title string, f *recorder.Findings, dumps []*recorder.Dump, err error) string {
+func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Snapshot, err error) string {
 	rule := strings.Repeat("-", 72) + "\n"
 	full := "hvdrun: " + title + "\n" + f.Text()
 	if r.dir != "" {
@@ -254,7 +255,7 @@ func (r *reporter) text(title string, f *recorder.Findings, dumps []*recorder.Du
 	}
 	switch {
 	case err != nil:
-		full += "hvdrun: warning: the report: " + recorder.Plain(err.Error()) + "\n"
+		full += "hvdrun: warning: the report: " + analysis.Plain(err.Error()) + "\n"
 	case r.dir != "":
 		full += "The report and the dumps of the ranks are in " + r.dir + "\n"
 	}
@@ -262,7 +263,7 @@ func (r *reporter) text(title string, f *recorder.Findings, dumps []*recorder.Du
 }
 
 // write leaves a report and what it was made of in the folder for dumps.
-func (r *reporter) write(text string, f *recorder.Findings, dumps []*recorder.Dump) error {
+func (r *reporter) write(text string, f *analysis.Findings, dumps []*analysis.Snapshot) error {
 	found, err := json.MarshalIndent(f, "", " ")
 	if err != nil {
 		return err

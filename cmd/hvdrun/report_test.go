@@ -22,6 +22,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -31,7 +32,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// dumpOf is the dump of a rank that has run grad/0 to grad/9, and waits for some since 5 s.
+// dumpOf is the dump of a rank that has run grad/0 to grad/9, and has waited for some for 5 s.
 func dumpOf(rank, size int, why string, waits ...string) []byte {
 	return dumpAt(20*time.Second, 15*time.Second, rank, size, why, waits...)
 }
@@ -695,11 +696,11 @@ func TestReportsInTrouble(t *testing.T) {
 func TestLongReportsAreCut(t *testing.T) {
 	dir := t.TempDir()
 	r := &reporter{size: 1, dir: dir}
-	f := &recorder.Findings{}
+	f := &analysis.Findings{}
 	for i := range 300 {
-		f.Waiting = append(f.Waiting, recorder.Waiting{Kind: "allreduce", Names: []string{strconv.Itoa(i)}, NumNames: 1, Ranks: []int{0}})
+		f.Waiting = append(f.Waiting, analysis.Waiting{Kind: "allreduce", Names: []string{strconv.Itoa(i)}, NumNames: 1, Ranks: []int{0}})
 		for rank := range 12 {
-			f.Waiting[i].Missing = append(f.Waiting[i].Missing, recorder.Missing{Rank: rank})
+			f.Waiting[i].Missing = append(f.Waiting[i].Missing, analysis.Missing{Rank: rank})
 		}
 	}
 	lines := strings.Split(r.text("title", f, nil, nil), "\n")
@@ -711,7 +712,7 @@ func TestLongReportsAreCut(t *testing.T) {
 	if n := bytes.Count(full, []byte("\n")); err != nil || n <= maxReportLines {
 		t.Errorf("got %d lines in the file, error %v, want all", n, err)
 	}
-	var again recorder.Findings
+	var again analysis.Findings
 	if text, err := os.ReadFile(filepath.Join(dir, "report.json")); err != nil || json.Unmarshal(text, &again) != nil || len(again.Waiting) != 300 {
 		t.Errorf("got %.100s, error %v", text, err)
 	}

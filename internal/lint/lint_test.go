@@ -62,7 +62,7 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 // floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
 var floors = [][]string{
 	{"half", "topo", "secret", "internal/netif", "internal/lint", "internal/futex", "internal/version", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet"},
-	{"transport", "tensor", "internal/config", "internal/arena"},
+	{"transport", "tensor", "internal/analysis", "internal/config", "internal/arena"},
 	{"message/messagepb", "rendezvous/rendezvouspb", "internal/sidecar/sidecarpb", "internal/kernel", "internal/logs"},
 	{"message", "internal/sidecar/sidecartest", "internal/dial"},
 	{"responsecache", "fusion", "tensorqueue", "internal/raw", "internal/trace", "internal/stats"},

@@ -17,6 +17,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
@@ -204,7 +205,7 @@ func (r *Rank) answer() {
 }
 
 // Dump is what the rank waits for, and what the flight recorder has if it is on.
-func (r *Rank) Dump(why string) *recorder.Dump {
+func (r *Rank) Dump(why string) *analysis.Snapshot {
 	r.mu.Lock()
 	e := r.engine
 	var stalls []string

@@ -15,6 +15,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/topo"
 )
@@ -69,99 +70,26 @@ type About struct {
 	Stalls []string
 }
 
-// Dump is what a rank knows at a moment. Durations are in nanoseconds, those that are times of an operation since the start of
-// the engine, 0 where they are not known. Names are as their users gave them.
-type Dump struct {
-	Format  int       `json:"format"`
-	Version string    `json:"version"`
-	Why     string    `json:"why"`
-	Rank    int       `json:"rank"`
-	Size    int       `json:"size"`
-	Host    string    `json:"host"`
-	PID     int       `json:"pid"`
-	Epoch   uint64    `json:"epoch"`
-	Time    time.Time `json:"time"`
-	// At is when it was made, since the engine's start.
-	At time.Duration `json:"at_ns"`
-	// Start, Domain and Monotonic are of trace.Clock, Measured, Offset and OffsetError of trace.Offset.
-	Start       time.Time     `json:"start"`
-	Domain      string        `json:"clock_domain"`
-	Monotonic   time.Duration `json:"monotonic_ns"`
-	Measured    time.Duration `json:"measured_ns"`
-	Offset      time.Duration `json:"offset_ns"`
-	OffsetError time.Duration `json:"offset_error_ns"`
-
-	Stalls  []string  `json:"stalls,omitempty"`
-	Sets    []Set     `json:"process_sets,omitempty"`
-	Pending []Pending `json:"pending"`
-	// NotShown are pending operations beyond those of Pending.
-	NotShown int `json:"pending_not_shown,omitempty"`
-	// Recorded is how many operations the recorder was told of in all; Operations are the last of them, oldest first.
-	Recorded   uint64      `json:"recorded"`
-	Operations []Operation `json:"operations"`
-}
-
-// Set is a process set other than 0.
-type Set struct {
-	ID    uint32 `json:"id"`
-	Ranks []int  `json:"ranks"`
-}
-
-// Pending is an operation on a tensor that has not ended.
-type Pending struct {
-	Set       uint32        `json:"set,omitempty"`
-	Number    uint64        `json:"number,omitempty"`
-	Kind      string        `json:"kind"`
-	Name      string        `json:"name"`
-	DType     string        `json:"dtype,omitempty"`
-	Shape     []int64       `json:"shape,omitempty"`
-	Backend   string        `json:"backend,omitempty"`
-	Submitted time.Duration `json:"submitted_ns"`
-	Sent      time.Duration `json:"sent_ns,omitempty"`
-	Granted   time.Duration `json:"granted_ns,omitempty"`
-	Begun     time.Duration `json:"begun_ns,omitempty"`
-}
-
-// Operation is one on a tensor that has ended. Those of one set with one number ran as one, on all members.
-type Operation struct {
-	Set       uint32        `json:"set,omitempty"`
-	Number    uint64        `json:"number"`
-	Kind      string        `json:"kind"`
-	Name      string        `json:"name"`
-	DType     string        `json:"dtype,omitempty"`
-	Shape     []int64       `json:"shape,omitempty"`
-	Bytes     int64         `json:"bytes,omitempty"`
-	Backend   string        `json:"backend,omitempty"`
-	Cached    bool          `json:"cached,omitempty"`
-	Absent    bool          `json:"absent,omitempty"` // the rank had joined
-	Error     string        `json:"error,omitempty"`
-	Submitted time.Duration `json:"submitted_ns,omitempty"`
-	Sent      time.Duration `json:"sent_ns,omitempty"`
-	Granted   time.Duration `json:"granted_ns"`
-	Begun     time.Duration `json:"begun_ns,omitempty"`
-	Ended     time.Duration `json:"ended_ns"`
-}
-
-// Dump is what the recorder has, and what the caller says about the rank. It costs some milliseconds and 2 MB for 10,000 operations;
+// Dump returns what the recorder has, and what the caller says about the rank. It costs some milliseconds and 2 MB for 10,000 operations;
 // recording goes on meanwhile but for the time of a copy.
-func (r *Recorder) Dump(about About) *Dump {
+func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	slots, total := r.copy()
-	d := &Dump{
+	d := &analysis.Snapshot{
 		Format: format, Version: cut(about.Version, maxNameBytes), Why: cut(about.Why, maxTextBytes),
 		Rank: about.Rank, Size: about.Size, Host: cut(about.Host, maxNameBytes), PID: about.PID, Epoch: about.Epoch,
 		Time: about.Now.Round(0), At: about.At,
 		Start: about.Clock.Start.Round(0), Domain: cut(about.Clock.Domain, maxNameBytes), Monotonic: about.Clock.Monotonic,
 		Measured: about.Offset.At, Offset: about.Offset.Offset, OffsetError: about.Offset.Error,
-		Recorded: total, Operations: make([]Operation, 0, len(slots)),
+		Recorded: total, Operations: make([]analysis.Record, 0, len(slots)),
 		NotShown: max(len(about.Pending)-maxPending, 0),
 	}
 	for _, text := range about.Stalls[:min(len(about.Stalls), maxStalls)] {
 		d.Stalls = append(d.Stalls, cut(text, maxTextBytes))
 	}
-	d.addSets(about.Sets)
-	d.Pending = make([]Pending, 0, len(about.Pending)-d.NotShown)
+	addSets(d, about.Sets)
+	d.Pending = make([]analysis.Record, 0, len(about.Pending)-d.NotShown)
 	for _, p := range about.Pending[:len(about.Pending)-d.NotShown] {
-		d.Pending = append(d.Pending, Pending{
+		d.Pending = append(d.Pending, analysis.Record{
 			Set: uint32(p.Set), Number: p.Number, Kind: p.Kind.String(), Name: cut(p.Name, maxNameBytes), DType: word(p.DType.String(), p.DType.Valid()),
 			Shape: p.Shape[:min(len(p.Shape), maxDims)], Backend: word(p.Backend.String(), p.Backend != 0),
 			Submitted: p.Submitted, Sent: p.Sent, Granted: p.Granted, Begun: p.Begun,
@@ -169,7 +97,7 @@ func (r *Recorder) Dump(about About) *Dump {
 	}
 	for i := range slots {
 		s := &slots[i]
-		o := Operation{
+		o := analysis.Record{
 			Set: uint32(s.set), Number: s.number, Kind: s.kind.String(), Name: cut(s.name, maxNameBytes), DType: word(s.dtype.String(), s.dtype.Valid()),
 			Shape: s.shape[:min(len(s.shape), maxDims)], Bytes: s.bytes, Backend: word(s.backend.String(), s.backend != 0),
 			Cached: s.cached, Absent: s.absent,
@@ -204,9 +132,11 @@ func OperationsOf(size int) int { return min(max(operationsOfAll/max(size, 1), 1
 
 // Encode makes JSON of a dump and its last operations, packed by gzip: as many as are wanted, or fewer so that it has at most
 // MaxBytes. It takes some 5 us per operation.
-func Encode(d *Dump, operations int) ([]byte, error) { return encodeWithin(d, operations, MaxBytes) }
+func Encode(d *analysis.Snapshot, operations int) ([]byte, error) {
+	return encodeWithin(d, operations, MaxBytes)
+}
 
-func encodeWithin(d *Dump, operations, most int) ([]byte, error) {
+func encodeWithin(d *analysis.Snapshot, operations, most int) ([]byte, error) {
 	few := *d
 	for n := min(operations, len(d.Operations)); ; n /= 2 {
 		few.Operations = d.Operations[len(d.Operations)-n:]
@@ -241,7 +171,7 @@ func pack(b *bytes.Buffer, plain []byte) error {
 }
 
 // Decode reads what Encode has made. Whatever text is, it takes memory for at most maxPlainBytes of JSON.
-func Decode(text []byte) (*Dump, error) {
+func Decode(text []byte) (*analysis.Snapshot, error) {
 	if len(text) > MaxBytes {
 		return nil, fmt.Errorf("recorder: %w: %d bytes, want at most %d", ErrMalformed, len(text), MaxBytes)
 	}
@@ -256,18 +186,18 @@ func Decode(text []byte) (*Dump, error) {
 	if len(plain) > maxPlainBytes {
 		return nil, fmt.Errorf("recorder: %w: more than %d bytes unpacked", ErrMalformed, maxPlainBytes)
 	}
-	d := new(Dump)
+	d := new(analysis.Snapshot)
 	if err := json.Unmarshal(plain, d); err != nil {
 		return nil, fmt.Errorf("recorder: %w: %w", ErrMalformed, err)
 	}
-	if err := d.check(); err != nil {
+	if err := check(d); err != nil {
 		return nil, fmt.Errorf("recorder: %w: %w", ErrMalformed, err)
 	}
 	return d, nil
 }
 
 // check finds what a report cannot be made of.
-func (d *Dump) check() error {
+func check(d *analysis.Snapshot) error {
 	members := 0
 	for _, s := range d.Sets {
 		members += len(s.Ranks)
@@ -327,21 +257,12 @@ func DecodeStall(text []byte) (s Stall, err error) {
 // WriteFile leaves a dump as JSON in rankN.json of a folder, which is made if it is not there, and returns the file's path. A file of that
 // name is replaced; whoever reads it sees the old one or the new one. Only its user can read it: names of tensors may tell what a
 // model is.
-func WriteFile(dir string, d *Dump) (path string, err error) {
+func WriteFile(dir string, d *analysis.Snapshot) (path string, err error) {
 	text, err := d.JSON()
 	if err != nil {
 		return "", err
 	}
 	return WriteText(dir, fmt.Sprintf("rank%d.json", d.Rank), text)
-}
-
-// JSON is the dump for people and programs, whole and not packed.
-func (d *Dump) JSON() ([]byte, error) {
-	text, err := json.MarshalIndent(d, "", " ")
-	if err != nil {
-		return nil, fmt.Errorf("recorder: dump of rank %d: %w", d.Rank, err)
-	}
-	return append(text, '\n'), nil
 }
 
 // WriteText leaves a text in a file of a folder as WriteFile does.
@@ -366,14 +287,14 @@ func WriteText(dir, name string, text []byte) (path string, err error) {
 }
 
 // addSets takes in the members of process sets, by number.
-func (d *Dump) addSets(sets map[topo.ProcessSetID][]topo.Rank) {
+func addSets(d *analysis.Snapshot, sets map[topo.ProcessSetID][]topo.Rank) {
 	members := 0
 	for _, id := range slices.Sorted(maps.Keys(sets)) {
 		members += len(sets[id])
 		if len(d.Sets) == maxSets || members > maxMembers {
 			return
 		}
-		s := Set{ID: uint32(id), Ranks: make([]int, 0, len(sets[id]))}
+		s := analysis.Set{ID: uint32(id), Ranks: make([]int, 0, len(sets[id]))}
 		for _, r := range sets[id] {
 			s.Ranks = append(s.Ranks, int(r))
 		}

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/message"
@@ -22,7 +23,7 @@ import (
 )
 
 // full is a dump that has something of everything.
-func full() *Dump {
+func full() *analysis.Snapshot {
 	r := New(10)
 	r.Record(operation(1, 5*ms, "a", "b\"\n\x1b[2J", "\xff"))
 	start := time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)
@@ -49,10 +50,10 @@ func TestDumpTravels(t *testing.T) {
 	if err != nil || !reflect.DeepEqual(got, d) {
 		t.Errorf("got %+v, error %v, want %+v", got, err, d)
 	}
-	want := Pending{
+	want := analysis.Record{
 		Set: 2, Number: 9, Kind: "broadcast", Name: "p", DType: "int64", Shape: []int64{4}, Backend: "tcp", Submitted: 1, Sent: 2, Granted: 3, Begun: 4,
 	}
-	if !reflect.DeepEqual(got.Pending, []Pending{want}) || !reflect.DeepEqual(got.Sets, []Set{{1, []int{0}}, {2, []int{1, 3}}}) {
+	if !reflect.DeepEqual(got.Pending, []analysis.Record{want}) || !reflect.DeepEqual(got.Sets, []analysis.Set{{ID: 1, Ranks: []int{0}}, {ID: 2, Ranks: []int{1, 3}}}) {
 		t.Errorf("got %+v and %+v", got.Pending, got.Sets)
 	}
 	if got.Domain != "boot" || got.Monotonic != time.Hour || got.Measured != time.Second || got.Offset != -5*ms || got.OffsetError != 7 ||
@@ -167,7 +168,7 @@ func packed(t testing.TB, text []byte) []byte {
 }
 
 func TestDecodeRefuses(t *testing.T) {
-	with := func(change func(*Dump)) []byte {
+	with := func(change func(*analysis.Snapshot)) []byte {
 		d := full()
 		change(d)
 		text, err := json.Marshal(d)
@@ -182,17 +183,17 @@ func TestDecodeRefuses(t *testing.T) {
 		"invalid character":                 packed(t, []byte("x")),
 		"unexpected end":                    packed(t, nil),
 		"format 0":                          packed(t, []byte("{}")),
-		"format 2":                          with(func(d *Dump) { d.Format = 2 }),
-		"rank 4 of 4":                       with(func(d *Dump) { d.Rank = 4 }),
-		"rank -1 of 4":                      with(func(d *Dump) { d.Rank = -1 }),
-		"rank 0 of 0":                       with(func(d *Dump) { d.Size, d.Rank, d.Sets = 0, 0, nil }),
-		"16385 pending":                     with(func(d *Dump) { d.Pending = make([]Pending, maxPending+1) }),
-		"10001 operations":                  with(func(d *Dump) { d.Operations = make([]Operation, DefaultOperations+1) }),
-		"257 stalls":                        with(func(d *Dump) { d.Stalls = make([]string, maxStalls+1) }),
-		"257 process sets":                  with(func(d *Dump) { d.Sets = make([]Set, maxSets+1) }),
-		"with 65537 members":                with(func(d *Dump) { d.Sets = []Set{{1, make([]int, maxMembers+1)}} }),
-		"rank 4 in process set 7":           with(func(d *Dump) { d.Sets = []Set{{7, []int{4}}} }),
-		"rank -1 in process set 7":          with(func(d *Dump) { d.Sets = []Set{{7, []int{-1}}} }),
+		"format 2":                          with(func(d *analysis.Snapshot) { d.Format = 2 }),
+		"rank 4 of 4":                       with(func(d *analysis.Snapshot) { d.Rank = 4 }),
+		"rank -1 of 4":                      with(func(d *analysis.Snapshot) { d.Rank = -1 }),
+		"rank 0 of 0":                       with(func(d *analysis.Snapshot) { d.Size, d.Rank, d.Sets = 0, 0, nil }),
+		"16385 pending":                     with(func(d *analysis.Snapshot) { d.Pending = make([]analysis.Record, maxPending+1) }),
+		"10001 operations":                  with(func(d *analysis.Snapshot) { d.Operations = make([]analysis.Record, DefaultOperations+1) }),
+		"257 stalls":                        with(func(d *analysis.Snapshot) { d.Stalls = make([]string, maxStalls+1) }),
+		"257 process sets":                  with(func(d *analysis.Snapshot) { d.Sets = make([]analysis.Set, maxSets+1) }),
+		"with 65537 members":                with(func(d *analysis.Snapshot) { d.Sets = []analysis.Set{{ID: 1, Ranks: make([]int, maxMembers+1)}} }),
+		"rank 4 in process set 7":           with(func(d *analysis.Snapshot) { d.Sets = []analysis.Set{{ID: 7, Ranks: []int{4}}} }),
+		"rank -1 in process set 7":          with(func(d *analysis.Snapshot) { d.Sets = []analysis.Set{{ID: 7, Ranks: []int{-1}}} }),
 		"cannot unmarshal":                  packed(t, []byte(`{"format":"x"}`)),
 		"more than 16777216 bytes unpacked": packed(t, make([]byte, maxPlainBytes+1)),
 		"7340033 bytes, want at most":       make([]byte, MaxBytes+1),
@@ -203,7 +204,7 @@ func TestDecodeRefuses(t *testing.T) {
 			testnet.WantError(t, err, want)
 		}
 	}
-	cutOff := with(func(*Dump) {})
+	cutOff := with(func(*analysis.Snapshot) {})
 	if _, err := Decode(cutOff[:len(cutOff)-9]); !errors.Is(err, ErrMalformed) {
 		t.Errorf("got %v of what is cut off, want ErrMalformed", err)
 	}
@@ -244,7 +245,7 @@ func TestWriteFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var got Dump
+	var got analysis.Snapshot
 	if err := json.Unmarshal(text, &got); err != nil || !reflect.DeepEqual(&got, d) {
 		t.Errorf("got %+v, error %v, want the second dump", got, err)
 	}
@@ -295,7 +296,7 @@ func FuzzDecode(f *testing.F) {
 		}
 		other := full()
 		other.Size = d.Size
-		report := Report([]*Dump{d, other}, min(d.Size, 8), nil)
+		report := analysis.Analyse([]*analysis.Snapshot{d, other}, min(d.Size, 8), nil).Text()
 		if lines := strings.Split(report, "\n"); len(lines) > 400 || strings.ContainsAny(report, "\x00\x1b\r\x7f") {
 			t.Errorf("got %d lines: %q", len(lines), report)
 		}

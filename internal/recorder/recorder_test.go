@@ -12,6 +12,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/message"
@@ -46,7 +47,7 @@ func TestRecord(t *testing.T) {
 	r.Record(failed)
 	r.Record(&trace.Operation{Number: 3, Kind: message.Barrier, Ended: 300 * ms})
 	d := r.Dump(About{Size: 1})
-	want := []Operation{
+	want := []analysis.Record{
 		{
 			Number: 1, Kind: "allreduce", Name: "a", DType: "float32", Shape: []int64{2, 3}, Bytes: 24, Backend: "shm",
 			Submitted: 96 * ms, Sent: 97 * ms, Granted: 98 * ms, Begun: 99 * ms, Ended: 100 * ms,
@@ -182,7 +183,7 @@ func BenchmarkDump(b *testing.B) {
 	})
 	b.Run("analyse", func(b *testing.B) {
 		for b.Loop() {
-			Analyse([]*Dump{d}, 1, nil)
+			analysis.Analyse([]*analysis.Snapshot{d}, 1, nil)
 		}
 	})
 }

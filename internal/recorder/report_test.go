@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/topo"
@@ -46,7 +47,7 @@ func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
 }
 
 // dumps are those of the ranks as they arrive.
-func dumps(t *testing.T, ranks ...*rankAt) (all []*Dump) {
+func dumps(t *testing.T, ranks ...*rankAt) (all []*analysis.Snapshot) {
 	t.Helper()
 	for _, k := range ranks {
 		text, err := Encode(k.Dump(k.About), OperationsOf(k.Size))
@@ -93,9 +94,9 @@ func TestReport(t *testing.T) {
 			j[0].waits(2*time.Second, "a")
 			j[1].waits(3*time.Second, "b")
 		}, nil, nil, "Rank 1 has not called allreduce \"a\", for which rank 0 has waited for 18.0 s.\n" +
-			"  rank 1 never called it in this epoch; it waits for allreduce \"b\" since 17.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
+			"  rank 1 never called it in this epoch; it has waited for allreduce \"b\" for 17.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
 			"Rank 0 has not called allreduce \"b\", for which rank 1 has waited for 17.0 s.\n" +
-			"  rank 0 never called it in this epoch; it waits for allreduce \"a\" since 18.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n"},
+			"  rank 0 never called it in this epoch; it has waited for allreduce \"a\" for 18.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n"},
 
 		{"many names, many ranks", 30, func(j []*rankAt) {
 			for r := range 30 {
@@ -185,8 +186,8 @@ func TestReport(t *testing.T) {
 			j[1].waits(4*time.Second, "x")
 			j[2].waits(5*time.Second, "x")
 		}, nil, nil, "Rank 0 has joined and ranks 1, 2 have not, for 17.0 s.\n" +
-			"  rank 1 goes on; it waits for allreduce \"x\" since 16.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
-			"  rank 2 goes on; it waits for allreduce \"x\" since 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
+			"  rank 1 goes on; it has waited for allreduce \"x\" for 16.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
+			"  rank 2 goes on; it has waited for allreduce \"x\" for 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
 			"Ranks 1, 2 have called allreduce \"x\", and it was not granted yet, for 16.0 s: that is under way, or waits for the rest of a group.\n"},
 
 		// That ranks have joined, longest ago, is no fault, and what is queued waits for what is inside.
@@ -206,7 +207,7 @@ func TestReport(t *testing.T) {
 				j[r].Record(operation(3, 1500*ms, "x"))
 			}
 		}, nil, nil, "Rank 3 has not called allreduce \"x\", for which ranks 1, 2 have waited for 10.0 s.\n" +
-			"  rank 3 never called it in this epoch; it has still to begin allreduce \"queued\" since 16.0 s and 1 more; " +
+			"  rank 3 never called it in this epoch; it has waited to begin allreduce \"queued\" for 16.0 s and 1 more; " +
 			"its last operation was allreduce \"x\", which ended 18.5 s ago\n" +
 			"Rank 0 has joined and ranks 1-3 have not, for 17.0 s.\n" +
 			func() (lines string) {
@@ -215,7 +216,7 @@ func TestReport(t *testing.T) {
 					if r == 3 {
 						more = 1
 					}
-					lines += fmt.Sprintf("  rank %d goes on; it has still to begin allreduce \"queued\" since 16.0 s and %d more; "+
+					lines += fmt.Sprintf("  rank %d goes on; it has waited to begin allreduce \"queued\" for 16.0 s and %d more; "+
 						"its last operation was allreduce \"x\", which ended 18.5 s ago\n", r, more)
 				}
 				return lines
@@ -266,11 +267,11 @@ func TestReport(t *testing.T) {
 			}
 			slices.Reverse(who) // they come in any order
 			all := dumps(t, who...)
-			report := Report(all, c.size, c.absent)
+			report := analysis.Analyse(all, c.size, c.absent).Text()
 			if got := head(report); got != c.want {
 				t.Errorf("got\n%s\nwant\n%s", got, c.want)
 			}
-			f := Analyse(all, c.size, c.absent)
+			f := analysis.Analyse(all, c.size, c.absent)
 			if says := len(j[0].Stalls) > 0 || slices.ContainsFunc(who, func(k *rankAt) bool { return len(k.Pending) > 0 }); f.Says() != says {
 				t.Errorf("it says something: %v, want %v", f.Says(), says)
 			}
@@ -292,22 +293,22 @@ func TestWhereTheRanksAre(t *testing.T) {
 	failed := operation(3, 19*time.Second, "bad")
 	failed.Failed = fmt.Errorf("rank 1 sent\n%s", strings.Repeat("x", 1<<10))
 	j[5].Record(failed)
-	_, got, _ := strings.Cut(Report(dumps(t, j...), 70, nil), "Where the ranks are:\n")
+	_, got, _ := strings.Cut(analysis.Analyse(dumps(t, j...), 70, nil).Text(), "Where the ranks are:\n")
 	lines := strings.Split(got, "\n")
 	for i, want := range []string{
 		"  rank 0 (host h0, pid 100): " + atLast,
-		"  rank 1 (host h0, pid 101): it waits for allreduce \"x\" since 18.0 s and 1 more; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
-		"  rank 2 (host h1, pid 102): it is inside allreduce \"x\" since 18.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
-		"  rank 3 (host h1, pid 103): it has still to begin allreduce \"x\" since 1.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
+		"  rank 1 (host h0, pid 101): it has waited for allreduce \"x\" for 18.0 s and 1 more; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
+		"  rank 2 (host h1, pid 102): it has been inside allreduce \"x\" for 18.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
+		"  rank 3 (host h1, pid 103): it has waited to begin allreduce \"x\" for 1.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
 		"  rank 4 (host h2, pid 104): it waits for nothing; it has ended no operation",
 		"  rank 5 (host h2, pid 105): it waits for nothing; its last operation was allreduce \"bad\", which ended 1.0 s ago, with an error: rank 1 sent?" +
-			strings.Repeat("x", maxLineBytes-12),
+			strings.Repeat("x", 500-12),
 	} {
 		if lines[i] != want {
 			t.Errorf("got\n%s\nwant\n%s", lines[i], want)
 		}
 	}
-	if len(lines) != maxRankLines+2 || lines[maxRankLines] != "  ... and 6 more ranks" {
+	if len(lines) != 64+2 || lines[64] != "  ... and 6 more ranks" {
 		t.Errorf("got %d lines, the last %q", len(lines), lines[len(lines)-2])
 	}
 }
@@ -323,18 +324,8 @@ func TestDumpsThatDoNotCount(t *testing.T) {
 	stranger.waits(time.Second, "strange")
 	want := "No rank that answered waits for an operation.\n"
 	for _, order := range [][]*rankAt{{old, j[0], j[1], stranger}, {stranger, j[1], j[0], old}} {
-		if got := head(Report(dumps(t, order...), 2, nil)); got != want {
+		if got := head(analysis.Analyse(dumps(t, order...), 2, nil).Text()); got != want {
 			t.Errorf("got %q, want %q", got, want)
-		}
-	}
-}
-
-func TestSpan(t *testing.T) {
-	for d, want := range map[time.Duration]string{
-		0: "0 ms", 999 * ms: "999 ms", time.Second: "1.0 s", 599 * time.Second: "599.0 s", 10 * time.Minute: "10m0s", 90*time.Minute + 400*ms: "1h30m0s",
-	} {
-		if got := span(d); got != want {
-			t.Errorf("%v: got %q, want %q", d, got, want)
 		}
 	}
 }
@@ -344,18 +335,18 @@ func TestBlame(t *testing.T) {
 	ranks := job(3)
 	ranks[2].waits(19990*ms, "grad/0")
 	for _, c := range []struct {
-		dumps []*Dump
+		dumps []*analysis.Snapshot
 		want  string
 	}{
 		{dumps(t, ranks[1], ranks[2]), `Rank 2 has waited for allreduce "grad/0" for 10 ms: perhaps for rank 0, which did not answer.`},
 		{dumps(t, ranks...), `Rank 0 has not called allreduce "grad/0", for which rank 2 has waited for 10 ms.`},
 	} {
-		f := Analyse(c.dumps, 3, map[int]string{0: "exit status 0"})
+		f := analysis.Analyse(c.dumps, 3, map[int]string{0: "exit status 0"})
 		f.Blame([]int{0})
 		if got, _, _ := strings.Cut(f.Text(), "\n"); got != c.want {
 			t.Errorf("got %s\nwant %s", got, c.want)
 		}
-		if text := Report(c.dumps, 3, nil); !strings.HasPrefix(text, "Rank 1 has not") && !strings.HasPrefix(text, "Ranks 0, 1 have not") {
+		if text := analysis.Analyse(c.dumps, 3, nil).Text(); !strings.HasPrefix(text, "Rank 1 has not") && !strings.HasPrefix(text, "Ranks 0, 1 have not") {
 			t.Errorf("got %s, want that of ranks whose job goes on", text)
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"math"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
 )
@@ -63,7 +64,7 @@ type Moved struct {
 type Coordinator struct {
 	Cycles uint64
 	// Late is by rank.
-	Late []Late
+	Late []analysis.HeldUp
 	// Stalled are tensors that have waited for longer than the stall warning, and StallReports how often that was said.
 	Stalled      int
 	StallReports uint64

@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"strings"
 	"unicode"
+
+	"github.com/gohvd/gohvd/internal/analysis"
 )
 
 const (
@@ -85,7 +87,7 @@ func ranksOf(late []*LateRank) string {
 	for _, l := range late {
 		ranks = append(ranks, l.Rank)
 	}
-	return rankList(ranks)
+	return analysis.Ranks(ranks)
 }
 
 func (r *Report) verdict() string {
@@ -234,7 +236,7 @@ func (r *Report) suggest(c *collection, o Options) []Suggestion {
 func (c *collection) once() int64 {
 	n := int64(0)
 	for id := range c.tensors {
-		if t := &c.tensors[id].total; id != int(noName) && t.n > 0 && t.n <= uint64(len(c.streams)) {
+		if t := &c.tensors[id].total; id != int(noName) && t.N > 0 && t.N <= uint64(len(c.streams)) {
 			n++
 		}
 	}

@@ -6,6 +6,9 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/analysis"
 )
 
 // phase is a way to spend time.
@@ -60,12 +63,11 @@ type nameID uint32
 
 const noName nameID = 0
 
-// nameTable gives names numbers.
+// nameTable gives names numbers, and counts what is kept of all ranks.
 type nameTable struct {
-	ids    map[string]nameID
-	names  []string
-	tracks int
-	open   int
+	ids          map[string]nameID
+	names        []string
+	tracks, open int
 }
 
 func newNameTable() *nameTable {
@@ -89,29 +91,24 @@ func (t *nameTable) full() bool { return len(t.names) > maxNames }
 // part is a stretch of an operation's execution.
 type part struct {
 	phase      phase
-	begin, end int64
+	begin, end time.Duration
 }
 
 // arrival is when the request of a rank, by its position in the set, came to rank 0.
 type arrival struct {
 	position int
-	at       int64
+	at       time.Duration
 }
 
-// instance is one operation on one tensor at one rank. Times are the rank's own.
+// instance is one operation on one tensor at one rank. Times are on rank 0's clock.
 type instance struct {
-	name nameID
-	kind string
-	set  int64
-	op   int64 // 0 if the file does not say
-	// What has not been seen is said not to be there by the flags.
-	submitted, granted, begun, ended       int64
-	hasSubmitted, hasGranted, hasExecution bool
-	cached, cachedKnown, failed            bool
-	bytes, fused                           int64
-	backend, shape, dtype                  string
-	arrivals                               []arrival
-	parts                                  []part
+	analysis.Record
+	name        nameID
+	fused       int64
+	shape       string
+	cachedKnown bool
+	arrivals    []arrival
+	parts       []part
 }
 
 // track is a tensor of which something has begun.
@@ -120,12 +117,11 @@ type track struct {
 	// depth counts open events; phases are those of the first.
 	depth  int
 	opened [maxTrack]openEvent
-	cursor int64 // end of what parts has
+	cursor time.Duration // end of what parts has
 }
 
 type openEvent struct {
 	phase    phase
-	at       int64
 	top, neg bool
 }
 
@@ -139,12 +135,9 @@ type rankReader struct {
 	shift   int64 // from ts of the segment to those of the first
 	tracks  map[int64]nameID
 	open    map[int64]*track
-	free    []*track
 	e       event
 
 	malformed, unfinished, tooMany int64
-	// done is the track whose instance was returned last, to be used again.
-	done *track
 	// ranks bounds the positions of arrivals.
 	ranks int
 }
@@ -157,15 +150,11 @@ func newRankReader(f *rankFiles, names *nameTable) *rankReader {
 	return &rankReader{files: f, names: names, ranks: ranks, tracks: make(map[int64]nameID), open: make(map[int64]*track)}
 }
 
-// next returns the next instance, which is valid until the next call, or io.EOF. What survey has said of the files is not said again.
+// next returns the next instance, or io.EOF. What survey has said of the files is not said again.
 func (r *rankReader) next() (*instance, error) {
-	if r.done != nil {
-		r.release(r.done)
-		r.done = nil
-	}
 	for {
 		if r.in == nil {
-			if err := r.begin(); err != nil {
+			if err := r.openNext(); err != nil {
 				return nil, err
 			}
 		}
@@ -185,14 +174,13 @@ func (r *rankReader) next() (*instance, error) {
 			continue
 		}
 		if t := r.apply(&r.e); t != nil {
-			r.done = t
 			return &t.instance, nil
 		}
 	}
 }
 
-// begin opens the next segment.
-func (r *rankReader) begin() (err error) {
+// openNext opens the next segment.
+func (r *rankReader) openNext() (err error) {
 	if r.segment == len(r.files.segments) {
 		return io.EOF
 	}
@@ -205,14 +193,14 @@ func (r *rankReader) begin() (err error) {
 
 // finish ends a segment: the next one has tracks of its own.
 func (r *rankReader) finish() error {
-	for pid, t := range r.open {
-		if t.hasExecution || t.depth > 0 {
+	for _, t := range r.open {
+		if t.Begun != 0 || t.depth > 0 {
 			r.unfinished++
 		}
-		delete(r.open, pid)
-		r.release(t)
 	}
+	r.names.open -= len(r.open)
 	r.names.tracks -= len(r.tracks)
+	clear(r.open)
 	clear(r.tracks)
 	return r.close()
 }
@@ -226,46 +214,42 @@ func (r *rankReader) close() error {
 	return err
 }
 
-func (r *rankReader) release(t *track) {
-	arrivals, parts := t.arrivals[:0], t.parts[:0]
-	*t = track{}
-	t.arrivals, t.parts = arrivals, parts
-	r.names.open--
-	if len(r.free) < 64 {
-		r.free = append(r.free, t)
+// reference returns a time of the file on rank 0's clock. It is not 0, which stands for one that is not known.
+func (r *rankReader) reference(at int64) time.Duration {
+	if at = r.files.clock.reference(at + r.shift); at == 0 {
+		at = 1
 	}
+	return time.Duration(at)
 }
 
-// trackOf is the track of the event, made if it is the first of an operation.
+// trackOf returns the track of the event, made if it is the first of an operation; nil if there are too many.
 func (r *rankReader) trackOf(e *event) *track {
-	if t := r.open[e.PID]; t != nil {
-		return t
-	}
-	if r.names.open >= maxOpen {
+	t := r.open[e.PID]
+	switch {
+	case t != nil:
+	case r.names.open >= maxOpen:
 		r.tooMany++
-		return nil
+	default:
+		t = &track{instance: instance{name: r.tracks[e.PID]}}
+		t.Name = r.names.names[t.name]
+		r.names.open++
+		r.open[e.PID] = t
 	}
-	r.names.open++
-	t := &track{}
-	if n := len(r.free); n > 0 {
-		t = r.free[n-1]
-		r.free = r.free[:n-1]
-	}
-	t.name = r.tracks[e.PID]
-	r.open[e.PID] = t
 	return t
+}
+
+// closed takes the track from the open ones.
+func (r *rankReader) closed(pid int64) {
+	delete(r.open, pid)
+	r.names.open--
 }
 
 // apply takes an event. It returns the track whose instance ends with it, taken from the open ones.
 func (r *rankReader) apply(e *event) *track {
-	e.at += r.shift
+	t, now := r.open[e.PID], r.reference(e.at)
 	switch e.Phase {
 	case "M":
-		if e.PID != 0 && e.Name == "process_name" {
-			_, known := r.tracks[e.PID]
-			if !known && r.names.tracks >= maxTracks {
-				return nil
-			}
+		if _, known := r.tracks[e.PID]; e.PID != 0 && e.Name == "process_name" && (known || r.names.tracks < maxTracks) {
 			if !known {
 				r.names.tracks++
 			}
@@ -273,106 +257,95 @@ func (r *rankReader) apply(e *event) *track {
 		}
 	case "B":
 		if e.PID != 0 && e.timed {
-			return r.push(e)
+			return r.push(e, t, now)
 		}
 	case "E":
 		// One without a beginning is Horovod's, for a barrier or a join.
-		if t := r.open[e.PID]; t != nil && t.depth > 0 && e.timed {
-			return r.pop(t, e)
+		if t != nil && t.depth > 0 && e.timed {
+			return r.pop(e, t, now)
 		}
 	case "X", "i", "I":
-		t := r.open[e.PID]
 		position, is := e.position()
 		if t != nil && is && position < r.ranks && e.timed && t.depth == 1 && t.opened[0].neg && len(t.arrivals) < r.ranks {
-			at := e.at
 			if !math.IsNaN(e.Args.At) {
-				at = nanos(e.Args.At) + r.shift
+				now = r.reference(nanos(e.Args.At))
 			}
-			t.arrivals = append(t.arrivals, arrival{position, at})
+			t.arrivals = append(t.arrivals, arrival{position, now})
 		}
 	}
 	return nil
 }
 
-func (r *rankReader) push(e *event) *track {
+// push begins an event.
+func (r *rankReader) push(e *event, t *track, now time.Duration) (ended *track) {
 	name, neg := strings.CutPrefix(e.Name, negotiate)
-	var before *track
-	if t := r.open[e.PID]; t != nil && t.depth == 0 && neg {
+	if t != nil && t.depth == 0 && neg {
 		// What was negotiated last was never executed, as Horovod's barriers.
-		delete(r.open, e.PID)
-		if t.hasGranted {
-			t.ended = t.granted
-			before = t
-		} else {
-			r.release(t)
+		r.closed(e.PID)
+		if t.Granted != 0 {
+			t.Ended = t.Granted
+			ended = t
 		}
 	}
-	t := r.trackOf(e)
-	if t == nil {
-		return before
+	if t = r.trackOf(e); t == nil {
+		return ended
 	}
 	if t.depth++; t.depth > maxTrack {
-		return before
+		return ended
 	}
 	o := &t.opened[t.depth-1]
-	*o = openEvent{at: e.at}
+	*o = openEvent{}
 	switch {
 	case t.depth == 1 && neg:
 		o.neg = true
-		t.kind = kindName(name)
-		t.set, t.op = e.Args.Set, e.Args.Op
-		t.submitted, t.hasSubmitted = e.at, true
+		t.Kind, t.Set, t.Number, t.Submitted = kindName(name), uint32(e.Args.Set), uint64(e.Args.Op), now
 		if !math.IsNaN(e.Args.Submitted) {
-			t.submitted = nanos(e.Args.Submitted) + r.shift
+			t.Submitted = r.reference(nanos(e.Args.Submitted))
 		}
 	case t.depth == 1:
 		o.top = true
-		t.kind = kindName(e.Name)
-		t.begun, t.cursor, t.hasExecution = e.at, e.at, true
-		if !t.hasGranted {
-			t.granted, t.hasGranted = e.at, true
+		t.Kind, t.Begun, t.cursor = kindName(e.Name), now, now
+		if t.Granted == 0 {
+			t.Granted = now
 		}
 	case t.opened[0].top:
 		if t.depth == 2 {
-			t.addPart(other, e.at)
+			t.addPart(other, now)
 		}
 		o.phase = phaseOf(e.Name)
 	}
-	return before
+	return ended
 }
 
 // addPart says what the time until now went into.
-func (t *track) addPart(p phase, now int64) {
+func (t *track) addPart(p phase, now time.Duration) {
 	if now > t.cursor && len(t.parts) < maxParts {
 		t.parts = append(t.parts, part{p, t.cursor, now})
 	}
 	t.cursor = max(t.cursor, now)
 }
 
-func (r *rankReader) pop(t *track, e *event) *track {
+// pop ends an event.
+func (r *rankReader) pop(e *event, t *track, now time.Duration) *track {
 	t.depth--
 	if t.depth >= maxTrack {
 		return nil
 	}
-	switch o := t.opened[t.depth]; {
+	switch o, a := t.opened[t.depth], &e.Args; {
 	case o.neg:
-		t.granted, t.hasGranted = e.at, true
-		t.cachedKnown = e.Args.Cached != nil
-		t.cached = t.cachedKnown && *e.Args.Cached
+		t.Granted, t.cachedKnown = now, a.Cached != nil
+		t.Cached = t.cachedKnown && *a.Cached
 	case o.top:
-		t.addPart(other, e.at)
-		t.ended = e.at
-		a := &e.Args
-		t.bytes, t.fused = max(a.Bytes, 0), a.Fused
-		t.backend, t.shape, t.dtype = clip(a.Backend), clip(a.Shape), clip(a.DType)
-		t.failed = t.kind == "ERROR" || a.Error != nil
-		delete(r.open, e.PID)
+		t.addPart(other, now)
+		t.Ended, t.Bytes, t.fused = now, max(a.Bytes, 0), a.Fused
+		t.Backend, t.shape, t.DType = clip(a.Backend), clip(a.Shape), clip(a.DType)
+		if t.Kind == "ERROR" || a.Error != nil {
+			t.Error = "failed"
+		}
+		r.closed(e.PID)
 		return t
 	case t.depth == 1:
-		t.addPart(o.phase, e.at)
-		if o.phase == queue {
-			t.begun = e.at
-		}
+		t.addPart(o.phase, now)
 	}
 	return nil
 }
@@ -384,5 +357,3 @@ func kindName(name string) string {
 	}
 	return strings.ToLower(clip(name))
 }
-
-const join = "join"

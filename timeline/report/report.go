@@ -13,10 +13,9 @@ import (
 	"io"
 	"math"
 	"slices"
-	"strings"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/analysis"
 )
 
 // Options are settings of the job that its files do not tell.
@@ -183,12 +182,13 @@ func (j *Job) Report(o Options) (*Report, error) {
 		Problems: append([]string{}, j.problems...), Horovod: j.horovod, Size: j.size, Operations: c.operations, ClockErrorUS: micros(c.clockErr),
 		Files: []int{}, Missing: []int{}, Unaligned: []int{}, Names: int64(len(c.names.names) - 1),
 	}
-	r.fillRanks(j, c)
-	r.fillLateness(c)
+	late := c.late.Findings()
+	r.fillRanks(j, c, late.Ranks)
+	r.fillLateness(late)
 	r.fillTensors(c)
 	r.Fusion = Fusion{
-		Responses: int64(c.responses.n), MeanTensors: c.responses.mean(), P50Tensors: c.responses.quantile(.5), MaxTensors: c.responses.max,
-		MeanBytes: c.responseBytes.mean(), P50Bytes: c.responseBytes.quantile(.5), MaxBytes: c.responseBytes.max,
+		Responses: int64(c.responses.N), MeanTensors: c.responses.Mean(), P50Tensors: c.responses.Quantile(.5), MaxTensors: c.responses.Max,
+		MeanBytes: c.responseBytes.Mean(), P50Bytes: c.responseBytes.Quantile(.5), MaxBytes: c.responseBytes.Max,
 		ThresholdBytes: o.FusionThresholdBytes,
 	}
 	if o.FusionThresholdBytes > 0 {
@@ -200,11 +200,11 @@ func (j *Job) Report(o Options) (*Report, error) {
 	return r, nil
 }
 
-func (r *Report) fillRanks(j *Job, c *collection) {
-	begin, end := int64(math.MaxInt64), int64(math.MinInt64)
+func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness) {
+	begin, end := time.Duration(math.MaxInt64), time.Duration(never)
 	has := make(map[int]bool)
 	for _, s := range c.streams {
-		f, k := s.files, s.stats
+		f, k := s.files, s.rankStats
 		has[f.rank] = true
 		r.Files = append(r.Files, f.rank)
 		r.Dropped += f.dropped()
@@ -220,7 +220,7 @@ func (r *Report) fillRanks(j *Job, c *collection) {
 		if k.any {
 			begin, end = min(begin, k.begin), max(end, k.end)
 		}
-		p := Phases{Rank: f.rank, Steps: k.steps.steps(), StepUS: micros(k.steps.lengths.quantile(.5)), US: make(map[string]float64)}
+		p := Phases{Rank: f.rank, Steps: k.steps.steps(), StepUS: micros(k.steps.lengths.Quantile(.5)), US: make(map[string]float64)}
 		for phase, name := range phaseNames {
 			p.US[name] = micros(k.phases[phase].sum())
 		}
@@ -236,9 +236,9 @@ func (r *Report) fillRanks(j *Job, c *collection) {
 		}
 	}
 	if j.horovod {
-		// Who has sent requests is who there is.
-		for rank := range c.ranks {
-			r.Size = max(r.Size, rank+1)
+		// The ranks that have sent requests are those that there are.
+		for _, s := range late {
+			r.Size = max(r.Size, s.Rank+1)
 		}
 	}
 	for rank := range r.Size {
@@ -262,38 +262,31 @@ func (k *rankStats) outside() (o Outside) {
 	}
 	if all > 0 {
 		o.StepUS = micros(all) / float64(steps)
-		o.US = max(micros(float64(all)-inside), 0) / float64(steps)
+		o.US = max(micros(all-inside), 0) / float64(steps)
 		o.Share = o.US / o.StepUS
 	}
 	return o
 }
 
-func (r *Report) fillLateness(c *collection) {
+func (r *Report) fillLateness(f *analysis.Lateness) {
 	l := &r.Lateness
-	l.Compared, l.Alone, l.Arrivals, l.WaitedUS = c.judged, c.alone, c.arrivalsUsed, micros(c.waited)
+	l.Compared, l.Alone, l.Arrivals = f.Compared, f.Alone, f.Arrivals
+	l.WaitedUS, l.AnybodyUS = micros(f.Waited), micros(f.Anybody)
 	l.Ranks = []LateRank{}
-	startup, held, anybody := c.heldUp()
-	l.AnybodyUS = micros(anybody)
-	of := func(all []stats.Late, rank int) float64 {
-		if rank < len(all) {
-			return micros(all[rank].Held)
-		}
-		return 0
+	for _, s := range f.Ranks {
+		l.HeldUS += micros(s.Held)
 	}
-	for rank := range held {
-		l.HeldUS += of(held, rank)
-	}
-	for rank, s := range c.ranks {
-		if s.lateness.n == 0 && of(startup, rank) == 0 {
+	for _, s := range f.Ranks {
+		if s.Lateness.N == 0 && s.StartupHeld == 0 {
 			continue
 		}
 		late := LateRank{
-			Rank: rank, Last: s.last, CausedUS: micros(s.caused), HeldUS: of(held, rank), StartupHeldUS: of(startup, rank),
-			P50US: micros(s.lateness.quantile(.5)), P90US: micros(s.lateness.quantile(.9)), P99US: micros(s.lateness.quantile(.99)),
-			MaxUS: micros(s.lateness.max),
+			Rank: s.Rank, Last: s.Last, CausedUS: micros(s.Caused), HeldUS: micros(s.Held), StartupHeldUS: micros(s.StartupHeld),
+			P50US: micros(s.Lateness.Quantile(.5)), P90US: micros(s.Lateness.Quantile(.9)), P99US: micros(s.Lateness.Quantile(.99)),
+			MaxUS: micros(s.Lateness.Max),
 		}
-		if c.waited > 0 {
-			late.Share = s.caused / c.waited
+		if f.Waited > 0 {
+			late.Share = s.Caused / f.Waited
 		}
 		if l.HeldUS > 0 {
 			late.HeldShare = late.HeldUS / l.HeldUS
@@ -303,18 +296,17 @@ func (r *Report) fillLateness(c *collection) {
 		}
 		l.Ranks = append(l.Ranks, late)
 	}
-	slices.SortFunc(l.Ranks, func(a, b LateRank) int { return cmp.Compare(a.Rank, b.Rank) })
 }
 
 func (r *Report) fillTensors(c *collection) {
 	all := make([]Tensor, 0, len(c.tensors))
 	for id, n := range c.tensors {
-		if id == int(noName) || n.total.n == 0 {
+		if id == int(noName) || n.total.N == 0 {
 			continue
 		}
 		all = append(all, Tensor{
-			Name: c.names.names[id], Kind: n.kind, Count: n.total.n, TotalUS: micros(n.total.sum), MeanUS: micros(n.total.mean()),
-			P99US: micros(n.total.quantile(.99)), MaxUS: micros(n.total.max), Bytes: n.bytes, DType: n.dtype, Shape: n.shape, Errors: n.errors,
+			Name: c.names.names[id], Kind: n.kind, Count: n.total.N, TotalUS: micros(n.total.Sum), MeanUS: micros(n.total.Mean()),
+			P99US: micros(n.total.Quantile(.99)), MaxUS: micros(n.total.Max), Bytes: n.bytes, DType: n.dtype, Shape: n.shape, Errors: n.errors,
 		})
 	}
 	pick := func(by func(a, b Tensor) int) []Tensor {
@@ -333,13 +325,13 @@ func (r *Report) fillProblems(c *collection) {
 	case r.Horovod:
 		add("Horovod writes rank 0's file alone: other ranks' requests are known by their arrival at rank 0, those that were cached not at all")
 	default:
-		add("no file of %s: of operations on the global set, arrivals at rank 0 stand for their submissions, if rank 0's file has them", rankList(r.Missing))
+		add("no file of %s: of operations on the global set, arrivals at rank 0 stand for their submissions, if rank 0's file has them", analysis.Ranks(r.Missing))
 	}
 	if r.Dropped > 0 {
 		add("%d operations were dropped, because a rank could not write as fast or at all: what follows is without them", r.Dropped)
 	}
 	if len(r.Unaligned) > 0 {
-		add("%s: nothing is known of the clock but the time of day, so lateness is not judged", rankList(r.Unaligned))
+		add("%s: nothing is known of the clock but the time of day, so lateness is not judged", analysis.Ranks(r.Unaligned))
 	}
 	if c.malformed > 0 {
 		add("%d events could not be read and are left out", c.malformed)
@@ -356,30 +348,6 @@ func (r *Report) fillProblems(c *collection) {
 	if r.Operations == 0 {
 		add("there is no operation in the files")
 	}
-}
-
-// rankList is as in "ranks 1, 2, 5".
-func rankList(ranks []int) string {
-	if len(ranks) == 1 {
-		return fmt.Sprintf("rank %d", ranks[0])
-	}
-	var b strings.Builder
-	for i := 0; i < len(ranks); {
-		last := i
-		for last+1 < len(ranks) && ranks[last+1] == ranks[last]+1 {
-			last++
-		}
-		if b.Len() > 0 {
-			b.WriteString(", ")
-		}
-		if last > i {
-			fmt.Fprintf(&b, "%d-%d", ranks[i], ranks[last])
-		} else {
-			fmt.Fprintf(&b, "%d", ranks[i])
-		}
-		i = last + 1
-	}
-	return "ranks " + b.String()
 }
 
 // WriteJSON writes the report as one object.

@@ -1,5 +1,11 @@
 package report
 
+import (
+	"time"
+
+	"github.com/gohvd/gohvd/internal/analysis"
+)
+
 // stepFinder infers steps from names that come again. A step ends with a name that it has had already, if it had at least half as
 // many names as the one before: what comes several times in a step, as for micro-batches, ends none. If half of its names have come
 // again, and they are not few, the step before was of another sort, as the broadcasts at the beginning, and the step ends too. So does
@@ -11,10 +17,10 @@ type stepFinder struct {
 	step                   int64
 	names, again, previous int
 	fresh                  int // of names, those that had not come in an earlier step
-	begin                  int64
-	lengths                sketch
+	begin                  time.Duration
+	lengths                analysis.Sketch
 	// The first complete step begins at firstBegin, and is that with this number; 0 if there is none yet.
-	firstBegin int64
+	firstBegin time.Duration
 	firstStep  int64
 }
 
@@ -22,9 +28,9 @@ type stepFinder struct {
 const startupSteps = 10
 
 // see takes a name, in the order of the file, and when it was submitted. It returns whether that was for the first time.
-func (f *stepFinder) see(name nameID, at int64) (first bool) {
+func (f *stepFinder) see(name nameID, at time.Duration) (first bool) {
 	if f.step == 0 {
-		f.step, f.begin, f.lengths.bits = 1, at, 5
+		f.step, f.begin, f.lengths.Bits = 1, at, 5
 	}
 	if int(name) >= len(f.last) {
 		f.last = append(f.last, make([]int64, int(name)+1-len(f.last))...)
@@ -53,13 +59,13 @@ func (f *stepFinder) see(name nameID, at int64) (first bool) {
 }
 
 // end ends a step, and begins the next.
-func (f *stepFinder) end(at int64) {
-	f.lengths.add(at - f.begin)
+func (f *stepFinder) end(at time.Duration) {
+	f.lengths.Add(int64(at - f.begin))
 	f.step++
 	// The first step has what a program does once. So has another one with many new names.
 	if f.firstStep == 0 || 4*f.fresh >= f.names && f.step <= startupSteps {
 		f.firstStep, f.firstBegin = f.step, at
-		f.lengths = sketch{bits: f.lengths.bits}
+		f.lengths = analysis.Sketch{Bits: f.lengths.Bits}
 	}
 	f.begin, f.previous = at, f.names
 	f.names, f.again, f.fresh = 0, 0, 0

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"text/tabwriter"
+
+	"github.com/gohvd/gohvd/internal/analysis"
 )
 
 // mostRanks is how many ranks a table of the text has at most.
@@ -37,7 +39,7 @@ func (r *Report) WriteText(w io.Writer) error {
 		t.Flush() //nolint:errcheck // a strings.Builder takes everything
 	}
 
-	what := "files of " + rankList(r.Files)
+	what := "files of " + analysis.Ranks(r.Files)
 	if r.Horovod {
 		what = "Horovod's file of rank 0"
 	} else if r.Size > 0 {

@@ -1,4 +1,4 @@
-package recorder
+package analysis
 
 import (
 	"cmp"
@@ -6,12 +6,13 @@ import (
 	"maps"
 	"slices"
 	"time"
-
-	"github.com/gohvd/gohvd/message"
 )
 
 // shown is how many of a list are shown; of the rest only the number is said.
 const shown = 10
+
+// join is the kind of a join (message.Join).
+const join = "join"
 
 // Findings are what the dumps of all ranks say together. Lists of names have at most 10, the longest waiting first, beside the number of
 // all. Durations are in nanoseconds.
@@ -83,10 +84,10 @@ type Rank struct {
 	Why     string `json:"why"`
 	Pending int    `json:"pending"`
 	// First is the one that it waits for longest, and Waited for how long.
-	First  *Pending      `json:"first,omitempty"`
+	First  *Record       `json:"first,omitempty"`
 	Waited time.Duration `json:"waited_ns"`
 	// Last is the operation that ended last, and Ago when that was.
-	Last *Operation    `json:"last,omitempty"`
+	Last *Record       `json:"last,omitempty"`
 	Ago  time.Duration `json:"ago_ns"`
 }
 
@@ -96,183 +97,166 @@ type tensorKey struct {
 	name string
 }
 
-// view is what a dump says, to be looked up.
+// view is a snapshot to be looked up.
 type view struct {
-	*Dump
-	pending map[tensorKey]*Pending
-	calls   map[tensorKey]*calls
+	*Snapshot
+	pending map[tensorKey]*Record
+	ended   map[tensorKey]*calls
 	joined  map[uint32]bool
-	last    *Operation
 }
 
 // calls are the operations on a tensor that have ended.
 type calls struct {
 	times int
-	last  *Operation
+	last  *Record
 }
 
-func look(d *Dump) *view {
-	v := &view{Dump: d, pending: make(map[tensorKey]*Pending), calls: make(map[tensorKey]*calls), joined: make(map[uint32]bool)}
-	for i := range d.Pending {
-		p := &d.Pending[i]
+func look(s *Snapshot) *view {
+	v := &view{s, make(map[tensorKey]*Record), make(map[tensorKey]*calls), make(map[uint32]bool)}
+	for i := range s.Pending {
+		p := &s.Pending[i]
 		v.pending[tensorKey{p.Set, p.Name}] = p
-		if p.Kind == message.Join.String() {
+		if p.Kind == join {
 			v.joined[p.Set] = true
 		}
 	}
-	for i := range d.Operations {
-		o := &d.Operations[i]
+	for i := range s.Operations {
+		o := &s.Operations[i]
 		key := tensorKey{o.Set, o.Name}
-		c := v.calls[key]
+		c := v.ended[key]
 		if c == nil {
 			c = new(calls)
-			v.calls[key] = c
+			v.ended[key] = c
 		}
-		if !o.Absent {
+		if c.last = o; !o.Absent {
 			c.times++
 		}
-		c.last, v.last = o, o
 	}
 	return v
 }
 
 // number is that of the last grant of a tensor which has ended here.
 func (v *view) number(key tensorKey) uint64 {
-	if c := v.calls[key]; c != nil {
+	if c := v.ended[key]; c != nil {
 		return c.last.Number
 	}
 	return 0
 }
 
-// ago is how long before the dump a time of this rank was.
+// ago is how long before the snapshot a time of this rank was.
 func (v *view) ago(t time.Duration) time.Duration { return max(v.At-t, 0) }
 
-// analysis is Analyse under way.
-type analysis struct {
-	size    int
-	views   []*view // by rank; nil for none
-	silent  []int
-	members map[uint32][]int
-}
-
-// Analyse holds dumps against each other: of a job of size ranks, one of each or fewer. absent says what is otherwise known of ranks
-// without one, in a clause for people. Of two dumps of a rank that of the later epoch counts, or the later in the list.
+// Analyse holds snapshots against each other: of a job of size ranks, one of each or fewer. absent says what is otherwise known of ranks
+// without one, in a clause for people. Of two snapshots of a rank that of the later epoch counts, or the later in the list.
 //
-// The dumps need not be of one moment: who has gone on since others were asked is told by the numbers of the grants. Time and
-// memory are in proportion to the operations of all dumps.
-func Analyse(dumps []*Dump, size int, absent map[int]string) *Findings {
-	a := &analysis{size: size, views: make([]*view, size), members: make(map[uint32][]int)}
+// The snapshots need not be of one moment: the numbers of the grants tell which ranks have gone on since others were asked. Time and
+// memory are in proportion to the records of all snapshots.
+func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	f := &Findings{Size: size, Waiting: []Waiting{}, Running: []Running{}, Silent: []Silent{}, Stalls: []string{}, Ranks: []Rank{}}
-	newest := make([]*Dump, size)
-	for _, d := range dumps {
-		if d.Rank >= 0 && d.Rank < size && (newest[d.Rank] == nil || d.Epoch >= newest[d.Rank].Epoch) {
-			newest[d.Rank] = d
-			f.Epoch = max(f.Epoch, d.Epoch)
+	newest := make([]*Snapshot, size)
+	for _, s := range snapshots {
+		if s.Rank >= 0 && s.Rank < size && (newest[s.Rank] == nil || s.Epoch >= newest[s.Rank].Epoch) {
+			newest[s.Rank] = s
+			f.Epoch = max(f.Epoch, s.Epoch)
 		}
 	}
-	for r, d := range newest {
+	views := make([]*view, size) // nil for silent ranks
+	for r, s := range newest {
 		why := absent[r]
-		if d != nil && d.Epoch < f.Epoch {
-			why, d = fmt.Sprintf("it is in epoch %d still, others in %d", d.Epoch, f.Epoch), nil
+		if s != nil && s.Epoch < f.Epoch {
+			why, s = fmt.Sprintf("it is in epoch %d still, others in %d", s.Epoch, f.Epoch), nil
 		}
-		if d == nil {
-			a.silent = append(a.silent, r)
+		if s == nil {
 			f.Silent = append(f.Silent, Silent{r, why})
 			continue
 		}
-		v := look(d)
-		a.views[r] = v
-		f.Stalls = append(f.Stalls, d.Stalls...)
-		f.Ranks = append(f.Ranks, v.state())
+		views[r] = look(s)
+		f.Stalls = append(f.Stalls, s.Stalls...)
+		f.Ranks = append(f.Ranks, views[r].state())
 	}
-	a.findMembers()
-	f.Waiting, f.Running = a.waiting(), a.running()
+	var granted, waiting []*awaited
+	for _, t := range pendings(views) {
+		if len(t.inside)+len(t.queued)+len(t.ended) > 0 {
+			granted = append(granted, t) // nobody is missing, even if some have not heard of it yet
+		} else {
+			waiting = append(waiting, t)
+		}
+	}
+	f.addWaiting(waiting, views)
+	f.addRunning(granted)
 	return f
 }
 
 // state is where the rank is.
 func (v *view) state() Rank {
-	s := Rank{Rank: v.Rank, Host: v.Host, PID: v.PID, Why: v.Why, Pending: len(v.Pending) + max(v.NotShown, 0), Last: v.last}
+	s := Rank{Rank: v.Rank, Host: v.Host, PID: v.PID, Why: v.Why, Pending: len(v.Pending) + max(v.NotShown, 0)}
 	for i := range v.Pending {
 		if p := &v.Pending[i]; s.First == nil || p.Submitted < s.First.Submitted {
 			s.First, s.Waited = p, v.ago(p.Submitted)
 		}
 	}
-	if v.last != nil {
-		s.Ago = v.ago(v.last.Ended)
+	if n := len(v.Operations); n > 0 {
+		s.Last, s.Ago = &v.Operations[n-1], v.ago(v.Operations[n-1].Ended)
 	}
 	return s
 }
 
-// each visits the views, by rank.
-func (a *analysis) each(visit func(rank int, v *view)) {
-	for r, v := range a.views {
-		if v != nil {
-			visit(r, v)
+// membersOf returns the members of the process sets, by rank. A set whose members nobody tells has those that are seen to use it.
+func membersOf(views []*view) map[uint32][]int {
+	members := map[uint32][]int{0: make([]int, len(views))}
+	for r := range views {
+		members[0][r] = r
+	}
+	for _, v := range views {
+		if v == nil {
+			continue
 		}
-	}
-}
-
-// findMembers finds the members of all process sets.
-func (a *analysis) findMembers() {
-	all := make([]int, a.size)
-	for r := range all {
-		all[r] = r
-	}
-	a.members[0] = all
-	a.each(func(_ int, v *view) {
 		for _, s := range v.Sets {
-			if _, known := a.members[s.ID]; !known {
-				a.members[s.ID] = slices.DeleteFunc(slices.Clone(s.Ranks), func(r int) bool { return r < 0 || r >= a.size })
+			if members[s.ID] == nil {
+				members[s.ID] = slices.DeleteFunc(slices.Clone(s.Ranks), func(r int) bool { return r < 0 || r >= len(views) })
 			}
 		}
-	})
-	seen := make(map[uint32]map[int]bool) // to use a set whose members nobody tells
-	a.each(func(r int, v *view) {
-		see := func(set uint32) {
-			if _, known := a.members[set]; known {
-				return
-			}
-			if seen[set] == nil {
-				seen[set] = make(map[int]bool)
-			}
-			seen[set][r] = true
-		}
-		for i := range v.Pending {
-			see(v.Pending[i].Set)
-		}
-		for i := range v.Operations {
-			see(v.Operations[i].Set)
-		}
-	})
-	for set, ranks := range seen {
-		a.members[set] = slices.Sorted(maps.Keys(ranks))
 	}
+	used := make(map[uint32][]int)
+	for r, v := range views {
+		if v == nil {
+			continue
+		}
+		for _, records := range [][]Record{v.Pending, v.Operations} {
+			for i := range records {
+				if set := records[i].Set; members[set] == nil && !slices.Contains(used[set], r) {
+					used[set] = append(used[set], r)
+				}
+			}
+		}
+	}
+	maps.Copy(members, used)
+	return members
 }
 
 // awaited is what all ranks together say about a tensor that is pending somewhere.
 type awaited struct {
 	tensorKey
-	kind, backend                           string
-	number                                  uint64 // of the grant, if it is granted and known
-	since                                   time.Duration
-	waiting, queued, inside, ended, missing []int
-	silent                                  []int
+	kind, backend                                   string
+	number                                          uint64 // of the grant, if it is granted and known
+	since                                           time.Duration
+	waiting, queued, inside, ended, missing, silent []int
 }
 
 // pendings are all tensors that are pending somewhere, in the order of the ranks and of their lists.
-func (a *analysis) pendings() (all []*awaited) {
+func pendings(views []*view) (all []*awaited) {
 	known := make(map[tensorKey]*awaited)
-	a.each(func(_ int, v *view) {
+	members := membersOf(views)
+	for _, v := range views {
+		if v == nil {
+			continue
+		}
 		for i := range v.Pending {
 			p := &v.Pending[i]
 			key := tensorKey{p.Set, p.Name}
 			t := known[key]
 			if t == nil {
 				t = &awaited{tensorKey: key, kind: p.Kind}
-				for _, list := range []*[]int{&t.waiting, &t.queued, &t.inside, &t.ended, &t.missing, &t.silent} {
-					*list = []int{} // empty in JSON, not null
-				}
 				known[key] = t
 				all = append(all, t)
 			}
@@ -280,48 +264,44 @@ func (a *analysis) pendings() (all []*awaited) {
 			t.number = max(t.number, p.Number)
 			t.backend = cmp.Or(t.backend, p.Backend)
 		}
-	})
+	}
 	for _, t := range all {
-		a.place(t)
+		t.place(views, members[t.set])
 	}
 	return all
 }
 
 // place finds how far each member has come with a tensor.
-func (a *analysis) place(t *awaited) {
+func (t *awaited) place(views []*view, members []int) {
+	for _, list := range []*[]int{&t.waiting, &t.queued, &t.inside, &t.ended, &t.missing, &t.silent} {
+		*list = []int{} // empty in JSON, not null
+	}
 	var before uint64 // the last grant that ended where the tensor is pending now
-	for _, r := range a.members[t.set] {
-		if v := a.views[r]; v != nil && v.pending[t.tensorKey] != nil {
+	for _, r := range members {
+		if v := views[r]; v != nil && v.pending[t.tensorKey] != nil {
 			before = max(before, v.number(t.tensorKey))
 		}
 	}
-	for _, r := range a.members[t.set] {
-		v := a.views[r]
-		if v == nil {
-			t.silent = append(t.silent, r)
-			continue
+	for _, r := range members {
+		list := &t.missing
+		if v := views[r]; v == nil {
+			list = &t.silent
+		} else if p := v.pending[t.tensorKey]; p != nil && p.Begun > 0 {
+			list = &t.inside
+		} else if p != nil && p.Granted > 0 {
+			list = &t.queued
+		} else if p != nil {
+			list = &t.waiting
+		} else if v.number(t.tensorKey) > before {
+			list = &t.ended
+		} else if v.joined[t.set] {
+			continue // it stands in for everything
 		}
-		switch p := v.pending[t.tensorKey]; {
-		case p != nil && p.Begun > 0:
-			t.inside = append(t.inside, r)
-		case p != nil && p.Granted > 0:
-			t.queued = append(t.queued, r)
-		case p != nil:
-			t.waiting = append(t.waiting, r)
-		case v.number(t.tensorKey) > before:
-			t.ended = append(t.ended, r)
-		case v.joined[t.set]:
-			// It stands in for everything.
-		default:
-			t.missing = append(t.missing, r)
-		}
+		*list = append(*list, r)
 	}
 }
 
-// granted reports whether the ranks have agreed on it: then nobody is missing, whoever has not heard of it yet.
-func (t *awaited) granted() bool { return len(t.inside)+len(t.queued)+len(t.ended) > 0 }
-
-// gather makes groups of those that are alike, in the order of their first.
+// gather makes groups of those that are alike, in the order of their first. In a group the longest waiting is first.
 func gather(all []*awaited, key func(*awaited) string) (groups [][]*awaited) {
 	at := make(map[string]int)
 	for _, t := range all {
@@ -347,35 +327,31 @@ func names(group []*awaited) (some []string) {
 	return some
 }
 
-func (a *analysis) waiting() []Waiting {
-	all := slices.DeleteFunc(a.pendings(), (*awaited).granted)
-	found := []Waiting{}
+func (f *Findings) addWaiting(all []*awaited, views []*view) {
 	for _, g := range gather(all, func(t *awaited) string { return fmt.Sprint(t.set, t.kind, t.waiting, t.missing) }) {
-		first := g[0]
+		t := g[0]
 		w := Waiting{
-			Set: first.set, Kind: first.kind, Names: names(g), NumNames: len(g), Ranks: first.waiting, Longest: first.since,
-			Missing: []Missing{}, Silent: first.silent,
+			Set: t.set, Kind: t.kind, Names: names(g), NumNames: len(g), Ranks: t.waiting, Longest: t.since, Missing: []Missing{}, Silent: t.silent,
 		}
-		for _, r := range first.missing {
-			v := a.views[r]
+		for _, r := range t.missing {
+			v := views[r]
 			m := Missing{Rank: r, Complete: v.Recorded <= uint64(len(v.Operations))}
-			if c := v.calls[first.tensorKey]; c != nil {
+			if c := v.ended[t.tensorKey]; c != nil {
 				m.Times, m.Ago = c.times, v.ago(c.last.Ended)
 			}
 			w.Missing = append(w.Missing, m)
 		}
-		found = append(found, w)
+		f.Waiting = append(f.Waiting, w)
 	}
-	slices.SortStableFunc(found, func(a, b Waiting) int {
+	slices.SortStableFunc(f.Waiting, func(a, b Waiting) int {
 		return cmp.Or(cmp.Compare(a.class(), b.class()), cmp.Compare(b.Longest, a.Longest))
 	})
-	return found
 }
 
 // class orders Waiting by how much it says. That a rank has joined and others have not is no fault.
 func (w *Waiting) class() int {
 	switch {
-	case len(w.Missing) > 0 && w.Kind != message.Join.String():
+	case len(w.Missing) > 0 && w.Kind != join:
 		return 0
 	case len(w.Silent) > 0:
 		return 1
@@ -385,22 +361,19 @@ func (w *Waiting) class() int {
 	return 3
 }
 
-func (a *analysis) running() []Running {
-	all := slices.DeleteFunc(a.pendings(), func(t *awaited) bool { return !t.granted() })
-	found := []Running{}
+func (f *Findings) addRunning(all []*awaited) {
 	alike := func(t *awaited) string {
 		return fmt.Sprint(t.set, t.number, t.kind, t.inside, t.queued, t.waiting, t.ended)
 	}
 	for _, g := range gather(all, alike) {
-		first := g[0]
-		found = append(found, Running{
-			Set: first.set, Number: first.number, Kind: first.kind, Backend: first.backend, Names: names(g), NumNames: len(g),
-			Inside: first.inside, Queued: first.queued, Waiting: first.waiting, Ended: first.ended, Longest: first.since,
+		t := g[0]
+		f.Running = append(f.Running, Running{
+			Set: t.set, Number: t.number, Kind: t.kind, Backend: t.backend, Names: names(g), NumNames: len(g),
+			Inside: t.inside, Queued: t.queued, Waiting: t.waiting, Ended: t.ended, Longest: t.since,
 		})
 	}
 	// What is inside holds up what is queued behind it.
-	slices.SortStableFunc(found, func(a, b Running) int {
+	slices.SortStableFunc(f.Running, func(a, b Running) int {
 		return cmp.Or(cmp.Compare(min(len(b.Inside), 1), min(len(a.Inside), 1)), cmp.Compare(b.Longest, a.Longest))
 	})
-	return found
 }

@@ -1,4 +1,4 @@
-package stats_test
+package analysis_test
 
 import (
 	"math/rand/v2"
@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/topo"
 )
 
@@ -14,7 +14,7 @@ import (
 type ask struct{ rank, others, asked int }
 
 func held(asks ...ask) []int {
-	l := stats.NewLateness(3)
+	l := analysis.NewHeld(3)
 	for _, a := range asks {
 		ms := func(n int) time.Duration { return time.Duration(n) * time.Millisecond }
 		rank, waited := a.rank, a.rank >= 0
@@ -30,7 +30,7 @@ func held(asks ...ask) []int {
 	return all
 }
 
-func TestLateness(t *testing.T) {
+func TestHeld(t *testing.T) {
 	for name, c := range map[string]struct {
 		asks []ask
 		want []int
@@ -92,7 +92,7 @@ func TestLatenessIsWallTime(t *testing.T) {
 }
 
 func TestLatenessAllocatesNothing(t *testing.T) {
-	l, now := stats.NewLateness(4), time.Duration(0)
+	l, now := analysis.NewHeld(4), time.Duration(0)
 	if n := testing.AllocsPerRun(100, func() { now++; l.Add(3, now-1, now, true) }); n != 0 {
 		t.Errorf("%g allocations", n)
 	}

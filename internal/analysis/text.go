@@ -1,4 +1,4 @@
-package recorder
+package analysis
 
 import (
 	"fmt"
@@ -6,8 +6,6 @@ import (
 	"strconv"
 	"strings"
 	"time"
-
-	"github.com/gohvd/gohvd/message"
 )
 
 const (
@@ -16,12 +14,6 @@ const (
 	// maxLineBytes bounds what a report repeats of a text that a rank has given.
 	maxLineBytes = 500
 )
-
-// Report is the merged report of a job of size ranks, for people: Analyse as text. First is what is the matter, then where each rank
-// is. It has some hundred lines at most, each without control characters.
-func Report(dumps []*Dump, size int, absent map[int]string) string {
-	return Analyse(dumps, size, absent).Text()
-}
 
 // Says reports whether there is something that a rank waits for or is inside, or a stall.
 func (f *Findings) Says() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
@@ -39,7 +31,8 @@ func (f *Findings) Blame(culprits []int) {
 	}
 }
 
-// Text is the report.
+// Text returns the report for people: first what is the matter, then where each rank is. It has some hundred lines at most, each
+// without control characters.
 func (f *Findings) Text() string {
 	var b strings.Builder
 	list(&b, len(f.Waiting), shown, "tensors are waited for otherwise", func(i int) { f.writeWaiting(&b, &f.Waiting[i]) })
@@ -74,7 +67,7 @@ func list(b *strings.Builder, n, most int, what string, write func(i int)) {
 
 func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	what := label(w.Kind, w.Names, w.NumNames, w.Set)
-	join := w.Kind == message.Join.String()
+	join := w.Kind == join
 	long := span(w.Longest)
 	var missing []int
 	for _, m := range w.Missing {
@@ -82,20 +75,20 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	}
 	unknown := "" // it may be for these that the others wait
 	if len(w.Silent) > 0 {
-		unknown = fmt.Sprintf("; of %s, which did not answer, nothing is known", ranks(w.Silent))
+		unknown = fmt.Sprintf("; of %s, which did not answer, nothing is known", Ranks(w.Silent))
 	}
 	switch {
 	case len(missing) > 0 && join:
 		fmt.Fprintf(b, "%s %s joined%s and %s not, for %s%s.\n",
-			capital(ranks(w.Ranks)), have(w.Ranks), ofSet(w.Set), ranks(missing)+" "+have(missing), long, unknown)
+			capital(Ranks(w.Ranks)), have(w.Ranks), ofSet(w.Set), Ranks(missing)+" "+have(missing), long, unknown)
 	case len(missing) > 0:
 		fmt.Fprintf(b, "%s %s not called %s, for which %s %s waited for %s%s.\n",
-			capital(ranks(missing)), have(missing), what, ranks(w.Ranks), have(w.Ranks), long, unknown)
+			capital(Ranks(missing)), have(missing), what, Ranks(w.Ranks), have(w.Ranks), long, unknown)
 	case len(w.Silent) > 0:
-		fmt.Fprintf(b, "%s %s waited for %s for %s: perhaps for %s, which did not answer.\n", capital(ranks(w.Ranks)), have(w.Ranks), what, long, ranks(w.Silent))
+		fmt.Fprintf(b, "%s %s waited for %s for %s: perhaps for %s, which did not answer.\n", capital(Ranks(w.Ranks)), have(w.Ranks), what, long, Ranks(w.Silent))
 	default:
 		fmt.Fprintf(b, "%s %s called %s, and it was not granted yet, for %s: that is under way, or waits for the rest of a group.\n",
-			capital(ranks(w.Ranks)), have(w.Ranks), what, long)
+			capital(Ranks(w.Ranks)), have(w.Ranks), what, long)
 	}
 	list(b, len(w.Missing), shown, "ranks", func(i int) {
 		m := &w.Missing[i]
@@ -129,11 +122,11 @@ func writeRunning(b *strings.Builder, r *Running) {
 	var parts []string
 	add := func(list []int, text string) {
 		if len(list) > 0 {
-			parts = append(parts, fmt.Sprintf(text, ranks(list)))
+			parts = append(parts, fmt.Sprintf(text, Ranks(list)))
 		}
 	}
 	if len(r.Inside) > 0 {
-		parts = append(parts, fmt.Sprintf("%s %s inside %s, asked for %s ago", ranks(r.Inside), are(r.Inside), what, span(r.Longest)))
+		parts = append(parts, fmt.Sprintf("%s %s inside %s, asked for %s ago", Ranks(r.Inside), are(r.Inside), what, span(r.Longest)))
 	} else {
 		parts = append(parts, fmt.Sprintf("nobody is inside %s, asked for %s ago", what, span(r.Longest)))
 	}
@@ -159,7 +152,7 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 		if why != "" {
 			text = ": " + Plain(why)
 		}
-		fmt.Fprintf(b, "%s did not answer%s.\n", capital(ranks(of[why])), text)
+		fmt.Fprintf(b, "%s did not answer%s.\n", capital(Ranks(of[why])), text)
 	})
 }
 
@@ -167,14 +160,14 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 func (r *Rank) describe() string {
 	text := "it waits for nothing"
 	if r.First != nil {
-		state := "waits for"
+		state := "has waited for"
 		switch {
 		case r.First.Begun > 0:
-			state = "is inside"
+			state = "has been inside"
 		case r.First.Granted > 0:
-			state = "has still to begin"
+			state = "has waited to begin"
 		}
-		text = fmt.Sprintf("it %s %s since %s", state, label(r.First.Kind, []string{r.First.Name}, 1, r.First.Set), span(r.Waited))
+		text = fmt.Sprintf("it %s %s for %s", state, label(r.First.Kind, []string{r.First.Name}, 1, r.First.Set), span(r.Waited))
 		if r.Pending > 1 {
 			text += fmt.Sprintf(" and %d more", r.Pending-1)
 		}
@@ -213,8 +206,8 @@ func ofSet(set uint32) string {
 	return " of process set " + strconv.FormatUint(uint64(set), 10)
 }
 
-// ranks lists ranks, ascending: "ranks 0-2, 5", at most 10 runs of them.
-func ranks(list []int) string {
+// Ranks lists ranks, ascending: "ranks 0-2, 5", at most 10 runs of them.
+func Ranks(list []int) string {
 	var runs []string
 	rest := list
 	for len(rest) > 0 && len(runs) < shown {
@@ -283,5 +276,5 @@ func Plain(text string) string {
 			return '?'
 		}
 		return r
-	}, cut(text, maxLineBytes))
+	}, text[:min(len(text), maxLineBytes)])
 }

@@ -1,0 +1,80 @@
+// Package analysis finds who waits for whom and who was late, from what the ranks of a job tell of their operations.
+//
+// There is one kind of record, an operation on a tensor at a rank, and three sources. The coordinator adds each operation when the last
+// member has asked for it (Held). The flight recorders give a Snapshot of each rank, from which Analyse finds what is pending, and which
+// ranks have not asked. The timelines give the operations of all ranks in order (Late). Lateness has the same rules in all of them.
+package analysis
+
+import (
+	"encoding/json"
+	"fmt"
+	"time"
+)
+
+// Record is an operation on a tensor at a rank. Times are in nanoseconds since the start of the rank's engine, or on a clock that the
+// ranks share; 0 is a time that has not come or is not known. Those of one set with one number ran as one, on all members.
+type Record struct {
+	Set       uint32        `json:"set,omitempty"`
+	Number    uint64        `json:"number,omitempty"` // of the grant, from 1; 0 if there is none or it is not known
+	Kind      string        `json:"kind"`
+	Name      string        `json:"name"`
+	DType     string        `json:"dtype,omitempty"`
+	Shape     []int64       `json:"shape,omitempty"`
+	Bytes     int64         `json:"bytes,omitempty"`
+	Backend   string        `json:"backend,omitempty"`
+	Cached    bool          `json:"cached,omitempty"`
+	Absent    bool          `json:"absent,omitempty"` // the rank had joined
+	Error     string        `json:"error,omitempty"`
+	Submitted time.Duration `json:"submitted_ns,omitempty"`
+	Sent      time.Duration `json:"sent_ns,omitempty"`
+	Granted   time.Duration `json:"granted_ns,omitempty"`
+	Begun     time.Duration `json:"begun_ns,omitempty"`
+	Ended     time.Duration `json:"ended_ns,omitempty"`
+}
+
+// Set is a process set other than 0.
+type Set struct {
+	ID    uint32 `json:"id"`
+	Ranks []int  `json:"ranks"`
+}
+
+// Snapshot is what a rank knows at a moment.
+type Snapshot struct {
+	Format  int       `json:"format"`
+	Version string    `json:"version"` // of this module
+	Why     string    `json:"why"`
+	Rank    int       `json:"rank"`
+	Size    int       `json:"size"`
+	Host    string    `json:"host"`
+	PID     int       `json:"pid"`
+	Epoch   uint64    `json:"epoch"`
+	Time    time.Time `json:"time"`
+	// At is when it was made, since the engine's start.
+	At time.Duration `json:"at_ns"`
+	// Start, Domain and Monotonic are of trace.Clock, Measured, Offset and OffsetError of trace.Offset.
+	Start       time.Time     `json:"start"`
+	Domain      string        `json:"clock_domain"`
+	Monotonic   time.Duration `json:"monotonic_ns"`
+	Measured    time.Duration `json:"measured_ns"`
+	Offset      time.Duration `json:"offset_ns"`
+	OffsetError time.Duration `json:"offset_error_ns"`
+
+	// Stalls are those that rank 0 knows of, as texts.
+	Stalls []string `json:"stalls,omitempty"`
+	Sets   []Set    `json:"process_sets,omitempty"`
+	// Pending are the operations that have not ended, oldest first, and NotShown how many there are besides.
+	Pending  []Record `json:"pending"`
+	NotShown int      `json:"pending_not_shown,omitempty"`
+	// Recorded is how many operations have ended; Operations are the last of them, oldest first.
+	Recorded   uint64   `json:"recorded"`
+	Operations []Record `json:"operations"`
+}
+
+// JSON returns the snapshot for people and programs, whole and not packed.
+func (s *Snapshot) JSON() ([]byte, error) {
+	text, err := json.MarshalIndent(s, "", " ")
+	if err != nil {
+		return nil, fmt.Errorf("dump of rank %d: %w", s.Rank, err)
+	}
+	return append(text, '\n'), nil
+}

@@ -1,0 +1,54 @@
+package report
+
+import "time"
+
+// maxStretches bounds what a cover remembers. Intervals come nearly in order; what is older than this many has been passed.
+const maxStretches = 64
+
+// cover adds up the time that intervals cover together, however they overlap.
+type cover struct {
+	open  []stretch     // in order, apart from each other
+	total time.Duration // what is covered, without those in open
+}
+
+// stretch is one without gaps.
+type stretch struct{ begin, end time.Duration }
+
+func (c *cover) add(begin, end time.Duration) {
+	if end <= begin {
+		return
+	}
+	s := stretch{begin, end}
+	first := len(c.open)
+	for first > 0 && c.open[first-1].end >= begin {
+		first--
+	}
+	last := first
+	for last < len(c.open) && c.open[last].begin <= end {
+		s.begin, s.end = min(s.begin, c.open[last].begin), max(s.end, c.open[last].end)
+		last++
+	}
+	if last > first {
+		c.open[first] = s
+		c.open = append(c.open[:first+1], c.open[last:]...)
+		return
+	}
+	c.open = append(c.open, stretch{})
+	copy(c.open[first+1:], c.open[first:])
+	c.open[first] = s
+	if len(c.open) > maxStretches {
+		c.total += c.open[0].length()
+		c.open = append(c.open[:0], c.open[1:]...)
+	}
+}
+
+func (s stretch) length() time.Duration { return s.end - s.begin }
+
+// sum is the time that is covered.
+func (c *cover) sum() time.Duration {
+	sum := c.total
+	for _, s := range c.open {
+		sum += s.length()
+	}
+	return sum
+}
