@@ -2,8 +2,7 @@ package report
 
 import (
 	"cmp"
-	"errors"
-	"io"
+	"iter"
 	"math"
 	"slices"
 	"time"
@@ -26,10 +25,10 @@ type stream struct {
 	*rankReader
 	*rankStats
 	member   *analysis.Member
-	current  *operation      // what the last instance belongs to; it ends with the first of another
-	observe  func(*instance) // is given each
-	ended    error
-	frontier time.Duration // when the operation that was given last ended
+	observe  func(*instance)           // is given each
+	next     func() (*operation, bool) // pulls from operations
+	frontier time.Duration             // when the operation that was given last ended
+	failed   error                     // why there are no more
 }
 
 // rankStats is what is known of a rank.
@@ -43,7 +42,7 @@ type rankStats struct {
 	steadyFrom   time.Duration
 	steps        stepFinder
 	errors       int64
-	instances    int64
+	tensors      int64
 	hits, misses int64
 	// steadyHits and steadyMisses are without the first time of each name.
 	steadyHits, steadyMisses int64
@@ -79,29 +78,26 @@ type collection struct {
 	tooMany                  int64
 }
 
-func (s *stream) next() (*operation, error) {
-	for {
-		var i *instance
-		if s.ended == nil {
-			i, s.ended = s.rankReader.next()
+// operations gives all operations: an operation is the instances with its number that follow each other.
+func (s *stream) operations(yield func(*operation) bool) {
+	var o *operation
+	more := true
+	s.failed = s.instances(func(i *instance) bool {
+		s.observe(i)
+		whole := o
+		if o == nil || i.Number == 0 || i.Number != o.Number || i.Set != o.Set {
+			o = &operation{Record: analysis.Record{Set: i.Set, Number: i.Number, Kind: i.Kind, Ended: never}, parts: i.parts}
 		}
-		if s.ended != nil && s.current == nil {
-			return nil, s.ended
-		}
-		whole := s.current
-		if s.ended == nil {
-			s.observe(i)
-			if whole == nil || i.Number == 0 || i.Number != whole.Number || i.Set != whole.Set {
-				s.current = &operation{Record: analysis.Record{Set: i.Set, Number: i.Number, Kind: i.Kind, Ended: never}, parts: i.parts}
-			}
-			s.current.add(i)
-		} else {
-			s.current = nil
-		}
-		if whole != nil && whole != s.current {
+		o.add(i)
+		if whole != nil && whole != o {
 			s.frontier = whole.Ended
-			return whole, nil
+			more = yield(whole)
 		}
+		return more
+	})
+	if s.failed == nil && more && o != nil {
+		s.frontier = o.Ended
+		yield(o)
 	}
 }
 
@@ -126,16 +122,11 @@ func (o *operation) add(i *instance) {
 }
 
 // collect reads all files, all ranks side by side, so that only what is under way at a moment has to be kept.
-func (j *Job) collect() (c *collection, err error) {
-	c = &collection{
+func (j *Job) collect() (*collection, error) {
+	c := &collection{
 		job: j, names: newNameTable(), backends: make(map[string]int64), tensors: make([]nameStats, 1), steadyFrom: never,
 		responses: analysis.Sketch{Bits: 8}, responseBytes: analysis.Sketch{Bits: 8},
 	}
-	defer func() {
-		for _, s := range c.streams {
-			err = errors.Join(err, s.close())
-		}
-	}()
 	of := make(map[*analysis.Member]*rankStats)
 	c.late = analysis.NewLate(func(m *analysis.Member, from, to, granted time.Duration) {
 		r := of[m]
@@ -147,6 +138,9 @@ func (j *Job) collect() (c *collection, err error) {
 		s.member = c.late.Member(f.rank, analysis.Clock{Domain: f.clock.domain, Error: time.Duration(f.clock.err), Known: f.clock.known})
 		of[s.member] = s.rankStats
 		s.observe = func(i *instance) { c.observe(s, i) }
+		var stop func()
+		s.next, stop = iter.Pull(s.operations)
+		defer stop()
 		c.streams = append(c.streams, s)
 		if f.clock.known {
 			c.clockErr = max(c.clockErr, time.Duration(f.clock.err))
@@ -156,14 +150,12 @@ func (j *Job) collect() (c *collection, err error) {
 	for active := slices.Clone(c.streams); len(active) > 0; {
 		s := slices.MinFunc(active, func(a, b *stream) int { return cmp.Compare(a.frontier, b.frontier) })
 		c.late.Advance(s.frontier)
-		o, err := s.next()
-		switch {
-		case errors.Is(err, io.EOF):
-			active = slices.DeleteFunc(active, func(a *stream) bool { return a == s })
-		case err != nil:
-			return c, err
-		default:
+		if o, more := s.next(); more {
 			c.take(s, o)
+		} else if s.failed != nil {
+			return nil, s.failed
+		} else {
+			active = slices.DeleteFunc(active, func(a *stream) bool { return a == s })
 		}
 	}
 	for _, s := range c.streams {
@@ -176,7 +168,7 @@ func (j *Job) collect() (c *collection, err error) {
 
 // observe counts an instance.
 func (c *collection) observe(s *stream, i *instance) {
-	s.instances++
+	s.tensors++
 	for len(c.tensors) < len(c.names.names) {
 		c.tensors = append(c.tensors, nameStats{total: analysis.Sketch{Bits: 3}})
 	}

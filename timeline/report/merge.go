@@ -114,7 +114,7 @@ func (j *Job) tracks() (ranks []*mergedRank, earliest int64, err error) {
 	for _, f := range j.ranks {
 		r := &mergedRank{files: f, ids: make(map[string]int), names: []string{"rank"}}
 		for _, s := range f.segments {
-			err := s.each(s.monotonic-f.clock.base, func(e *event, _ jsontext.Value) error {
+			_, err := s.events(func(e *event, _ jsontext.Value) bool {
 				switch {
 				case e.Phase == "M" && e.PID != 0 && e.Name == "process_name":
 					name := clip(e.Args.Name)
@@ -124,9 +124,9 @@ func (j *Job) tracks() (ranks []*mergedRank, earliest int64, err error) {
 						total++
 					}
 				case e.timed:
-					earliest = min(earliest, f.clock.reference(e.at))
+					earliest = min(earliest, f.clock.reference(e.at+s.monotonic-f.clock.base))
 				}
-				return nil
+				return true
 			})
 			if err != nil {
 				return nil, 0, err
@@ -136,33 +136,6 @@ func (j *Job) tracks() (ranks []*mergedRank, earliest int64, err error) {
 		ranks = append(ranks, r)
 	}
 	return ranks, earliest, nil
-}
-
-// each gives all events of a file that can be read, with their texts. Times are those of the rank's first file, by shift.
-func (s *source) each(shift int64, do func(e *event, text jsontext.Value) error) (err error) {
-	o, err := s.open()
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, o.close()) }()
-	var e event
-	for {
-		text, err := o.next()
-		var f *FormatError
-		if errors.Is(err, io.EOF) || errors.As(err, &f) {
-			return nil // survey has said so
-		}
-		if err != nil {
-			return err
-		}
-		if parse(text, &e) != nil {
-			continue
-		}
-		e.at += shift
-		if err := do(&e, text); err != nil {
-			return err
-		}
-	}
 }
 
 func (m *merger) write(ranks []*mergedRank) error {
@@ -190,8 +163,11 @@ func (m *merger) write(ranks []*mergedRank) error {
 	for _, r := range ranks {
 		for _, s := range r.files.segments {
 			pids, shift := make(map[int64]int), s.monotonic-r.files.clock.base // each segment has tracks of its own
-			err := s.each(shift, func(e *event, text jsontext.Value) error { return m.event(r, pids, e, text, shift) })
-			if err != nil {
+			_, err := s.events(func(e *event, text jsontext.Value) bool {
+				m.event(r, pids, e, text, shift)
+				return m.err == nil
+			})
+			if err = errors.Join(err, m.err); err != nil {
 				return err
 			}
 			m.closeAll(r)
@@ -236,13 +212,13 @@ func (m *merger) time(t *mergedTrack, at int64) {
 	m.line = fmt.Appendf(m.line, `,"ts":%d.%03d`, t.last/nanosPerMicro, t.last%nanosPerMicro)
 }
 
-// event takes one of a rank. Its error is that nothing more can be written.
-func (m *merger) event(r *mergedRank, pids map[int64]int, e *event, text jsontext.Value, shift int64) error {
+// event writes one of a rank. shift is what is to be added to its times to make them those of the rank's first file.
+func (m *merger) event(r *mergedRank, pids map[int64]int, e *event, text jsontext.Value, shift int64) {
 	if e.Phase == "M" {
 		if id, known := r.ids[clip(e.Args.Name)]; known && e.PID != 0 && e.Name == "process_name" && len(pids) < maxTracks {
 			pids[e.PID] = id
 		}
-		return nil
+		return
 	}
 	phase := e.Phase
 	if phase == "I" { // the old way to write it
@@ -251,7 +227,7 @@ func (m *merger) event(r *mergedRank, pids map[int64]int, e *event, text jsontex
 	id, known := pids[e.PID]
 	if !e.timed || !known && e.PID != 0 || e.PID == 0 && phase != "i" {
 		m.sum.LeftOut++
-		return nil
+		return
 	}
 	t := &r.tracks[id]
 	switch phase {
@@ -260,17 +236,17 @@ func (m *merger) event(r *mergedRank, pids map[int64]int, e *event, text jsontex
 	case "E":
 		if t.depth == 0 {
 			m.sum.LeftOut++ // Horovod's, of a barrier or a join
-			return nil
+			return
 		}
 		t.depth--
 	case "X", "i":
 	default:
 		m.sum.LeftOut++
-		return nil
+		return
 	}
 	m.begin(e.Name, phase, r.files.rank, id)
 	now := func(at int64) int64 { return r.files.clock.reference(at) + m.shift }
-	m.time(t, now(e.at))
+	m.time(t, now(e.at+shift))
 	switch phase {
 	case "X":
 		m.line = append(m.line, `,"dur":0`...)
@@ -285,7 +261,6 @@ func (m *merger) event(r *mergedRank, pids map[int64]int, e *event, text jsontex
 		m.args(raw.Args, func(at int64) int64 { return now(at + shift) })
 	}
 	m.end()
-	return m.err
 }
 
 // args writes those of an event, with their times as now has them; it is given those of the file.

@@ -1,12 +1,12 @@
 package report
 
 import (
-	"errors"
-	"io"
 	"math"
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/go-json-experiment/json/jsontext"
 
 	"github.com/gohvd/gohvd/internal/analysis"
 )
@@ -130,12 +130,9 @@ type rankReader struct {
 	files *rankFiles
 	names *nameTable
 
-	segment int // of files, being read
-	in      *opened
-	shift   int64 // from ts of the segment to those of the first
-	tracks  map[int64]nameID
-	open    map[int64]*track
-	e       event
+	shift  int64 // from ts of the segment that is being read to those of the first
+	tracks map[int64]nameID
+	open   map[int64]*track
 
 	malformed, unfinished, tooMany int64
 	// ranks bounds the positions of arrivals.
@@ -150,68 +147,33 @@ func newRankReader(f *rankFiles, names *nameTable) *rankReader {
 	return &rankReader{files: f, names: names, ranks: ranks, tracks: make(map[int64]nameID), open: make(map[int64]*track)}
 }
 
-// next returns the next instance, or io.EOF. What survey has said of the files is not said again.
-func (r *rankReader) next() (*instance, error) {
-	for {
-		if r.in == nil {
-			if err := r.openNext(); err != nil {
-				return nil, err
+// instances gives the instances to yield, until that returns false.
+func (r *rankReader) instances(yield func(*instance) bool) error {
+	for _, s := range r.files.segments {
+		r.shift = s.monotonic - r.files.clock.base
+		more := true
+		malformed, err := s.events(func(e *event, _ jsontext.Value) bool {
+			if t := r.apply(e); t != nil {
+				more = yield(&t.instance)
+			}
+			return more
+		})
+		r.malformed += malformed
+		// The next segment has tracks of its own.
+		for _, t := range r.open {
+			if t.Begun != 0 || t.depth > 0 {
+				r.unfinished++
 			}
 		}
-		record, err := r.in.next()
-		if err != nil {
-			var f *FormatError
-			if !errors.Is(err, io.EOF) && !errors.As(err, &f) {
-				return nil, errors.Join(err, r.close())
-			}
-			if err := r.finish(); err != nil {
-				return nil, err
-			}
-			continue
-		}
-		if parse(record, &r.e) != nil {
-			r.malformed++
-			continue
-		}
-		if t := r.apply(&r.e); t != nil {
-			return &t.instance, nil
+		r.names.open -= len(r.open)
+		r.names.tracks -= len(r.tracks)
+		clear(r.open)
+		clear(r.tracks)
+		if err != nil || !more {
+			return err
 		}
 	}
-}
-
-// openNext opens the next segment.
-func (r *rankReader) openNext() (err error) {
-	if r.segment == len(r.files.segments) {
-		return io.EOF
-	}
-	s := r.files.segments[r.segment]
-	r.segment++
-	r.shift = s.monotonic - r.files.clock.base
-	r.in, err = s.open()
-	return err
-}
-
-// finish ends a segment: the next one has tracks of its own.
-func (r *rankReader) finish() error {
-	for _, t := range r.open {
-		if t.Begun != 0 || t.depth > 0 {
-			r.unfinished++
-		}
-	}
-	r.names.open -= len(r.open)
-	r.names.tracks -= len(r.tracks)
-	clear(r.open)
-	clear(r.tracks)
-	return r.close()
-}
-
-func (r *rankReader) close() error {
-	if r.in == nil {
-		return nil
-	}
-	err := r.in.close()
-	r.in = nil
-	return err
+	return nil
 }
 
 // reference returns a time of the file on rank 0's clock. It is not 0, which stands for one that is not known.

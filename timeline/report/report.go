@@ -208,7 +208,7 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 		has[f.rank] = true
 		r.Files = append(r.Files, f.rank)
 		r.Dropped += f.dropped()
-		r.Tensors += k.instances
+		r.Tensors += k.tensors
 		r.Errors += k.errors
 		r.Cache.Hits += k.hits
 		r.Cache.Misses += k.misses

@@ -15,6 +15,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/go-json-experiment/json/jsontext"
 )
 
 const (
@@ -28,9 +30,8 @@ const (
 
 // source is a file.
 type source struct {
-	path string
-	// spool is standard input, for files are read more than once; nil for others.
-	spool *os.File
+	path string // as people know it
+	at   string // where it is opened, which may be more than once
 
 	// What the survey has found. Times are in ns but for start, which is in us since 1970.
 	horovod          bool
@@ -125,70 +126,65 @@ func spoolOf(r io.Reader) (*os.File, error) {
 	return f, nil
 }
 
-// opened is a file that is being read.
-type opened struct {
-	*scanner
-	file *os.File // nil for a spool
-}
-
-func (s *source) open() (*opened, error) {
-	o := &opened{}
-	var r io.Reader
-	if s.spool != nil {
-		r = io.NewSectionReader(s.spool, 0, 1<<62)
-	} else {
-		f, err := os.Open(s.path)
-		if err != nil {
-			return nil, err
-		}
-		o.file, r = f, f
+// texts gives the texts of all events to do, until that returns false. The error is why it ended early: a *FormatError if the file is
+// not what a timeline is.
+func (s *source) texts(do func(text jsontext.Value) bool) (err error) {
+	f, err := os.Open(s.at)
+	if err != nil {
+		return err
 	}
-	packed := bufio.NewReaderSize(r, scanBuffer)
-	r = packed
+	defer func() {
+		if failed := f.Close(); err == nil {
+			err = failed
+		}
+	}()
+	packed := bufio.NewReaderSize(f, scanBuffer)
+	var r io.Reader = packed
 	if head, err := packed.Peek(2); err == nil && bytes.Equal(head, []byte{0x1f, 0x8b}) {
-		z, err := gzip.NewReader(packed)
-		if err != nil {
-			return nil, errors.Join(fmt.Errorf("%s: %w", s.path, err), o.close())
+		if r, err = gzip.NewReader(packed); err != nil {
+			return fmt.Errorf("%s: %w", s.path, err)
 		}
-		r = z
 	}
-	o.scanner = newScanner(r, s.path)
-	return o, nil
+	scan := newScanner(r, s.path)
+	for {
+		text, err := scan.next()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil || !do(text) {
+			return err
+		}
+	}
 }
 
-func (o *opened) close() error {
-	if o.file == nil {
-		return nil
+// events gives all events that can be read to do, until that returns false, and returns how many cannot. How the file is damaged is no
+// error here: survey has said so.
+func (s *source) events(do func(e *event, text jsontext.Value) bool) (malformed int64, err error) {
+	var e event
+	err = s.texts(func(text jsontext.Value) bool {
+		if parse(text, &e) != nil {
+			malformed++
+			return true
+		}
+		return do(&e, text)
+	})
+	if damage := (*FormatError)(nil); errors.As(err, &damage) {
+		err = nil
 	}
-	return o.file.Close()
+	return malformed, err
 }
 
 // survey reads who wrote the file, on which clock, and whether it can be read to its end. The error is that of a file of which
 // nothing can be used.
-func (s *source) survey() (err error) {
-	o, err := s.open()
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, o.close()) }()
+func (s *source) survey() error {
 	s.horovod = true
 	var e event
 	merged := false
-	for {
-		record, err := o.next()
-		if err != nil {
-			if errors.Is(err, io.EOF) {
-				break
-			}
-			if s.problem = err; s.records == 0 {
-				return err
-			}
-			break
-		}
+	s.problem = s.texts(func(text jsontext.Value) bool {
 		s.records++
 		// Only these say something of the file itself; what is unreadable among the others is found when they are read.
-		if !bytes.Contains(record, []byte(`"hvd_`)) && !bytes.Contains(record, []byte(`start_time_since`)) || parse(record, &e) != nil {
-			continue
+		if !bytes.Contains(text, []byte(`"hvd_`)) && !bytes.Contains(text, []byte(`start_time_since`)) || parse(text, &e) != nil {
+			return true
 		}
 		switch a := &e.Args; e.Name {
 		case "process_name":
@@ -214,6 +210,10 @@ func (s *source) survey() (err error) {
 		case "hvd_end":
 			s.dropped = max(s.dropped, a.Dropped)
 		}
+		return true
+	})
+	if s.records == 0 && s.problem != nil {
+		return s.problem
 	}
 	if merged {
 		return fmt.Errorf("%s: this is a merged trace, want the files of the ranks, as they were written", s.path)
@@ -278,8 +278,7 @@ func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 				continue
 			}
 			seen = append(seen, path)
-			s := &source{path: path}
-			err := j.prepare(s, stdin)
+			s, err := j.source(path, stdin)
 			if err == nil {
 				err = s.survey()
 			}
@@ -303,29 +302,27 @@ func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 	return j, bad, nil
 }
 
-// prepare makes a source one that can be read more than once.
-func (j *Job) prepare(s *source, stdin io.Reader) (err error) {
-	if s.path == Stdin {
-		s.path = "standard input"
-		if s.spool, err = spoolOf(stdin); err != nil {
-			return fmt.Errorf("%s: %w", s.path, err)
-		}
-	} else if info, err := os.Stat(s.path); err != nil {
-		return err
-	} else if !info.Mode().IsRegular() {
-		f, err := os.Open(s.path)
+// source makes one that can be read more than once.
+func (j *Job) source(path string, stdin io.Reader) (*source, error) {
+	from := stdin
+	if path == Stdin {
+		path = "standard input"
+	} else if info, err := os.Stat(path); err != nil || info.Mode().IsRegular() {
+		return &source{path: path, at: path}, err
+	} else {
+		f, err := os.Open(path)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		s.spool, err = spoolOf(f)
-		if err = errors.Join(err, f.Close()); err != nil {
-			return fmt.Errorf("%s: %w", s.path, err)
-		}
+		defer func() { _ = f.Close() }() // it was only read
+		from = f
 	}
-	if s.spool != nil {
-		j.spools = append(j.spools, s.spool)
+	spool, err := spoolOf(from)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
 	}
-	return nil
+	j.spools = append(j.spools, spool)
+	return &source{path: path, at: fmt.Sprintf("/proc/self/fd/%d", spool.Fd())}, nil
 }
 
 // Close gives up what Open holds.
