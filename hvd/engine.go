@@ -20,9 +20,12 @@ import (
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/session"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/shm"
+	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
 )
 
 // Engine is one rank of one epoch of a job. Programs that are one rank use the package-level functions; a
@@ -165,7 +168,7 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 	hosts := []string{cfg.Hostname}
 	e.epoch = o.lastEpoch + 1
 	ecfg := engine.Config{
-		Rank: topo.Rank(rank), Size: size, Sets: sets,
+		Rank: topo.Rank(rank), Size: size, Sets: sets, Mesh: transport.Alone{},
 		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion,
 		CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep, Deterministic: cfg.Deterministic,
 		StallWarning: cfg.StallWarning, StallShutdown: cfg.StallShutdown,
@@ -183,11 +186,15 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 		defer stop()
 		ecfg.Ready = e.session.Ready
 		e.epoch, hosts = e.session.Epoch, e.session.Hosts
-		ecfg.Mesh, ecfg.Memory, ecfg.LocalProcesses = e.session.Mesh, e.session.Memory, o.processes(e.session.LocalSize)
+		ecfg.Mesh, ecfg.LocalProcesses = e.session.Mesh, o.processes(e.session.LocalSize)
+		if e.session.Memory != nil {
+			ecfg.Backends = append(ecfg.Backends, shm.Register(e.session.Memory, shm.Config{Crowded: shm.Crowded(ecfg.LocalProcesses)}))
+		}
 	}
 	if err := e.at.Met(ctx); err != nil {
 		log.Warn("rank 0 has not removed what it left for the other ranks to meet by", zap.Error(err))
 	}
+	ecfg.Backends = append(ecfg.Backends, tcp.Register(ecfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
 	log = log.With(zap.Uint64("epoch", e.epoch))
 	ecfg.Log = log
 	e.place, e.homogeneous = topologyOf(cfg, hosts, rank), topo.IsHomogeneous(hosts)

@@ -8,17 +8,18 @@ import (
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
 )
 
 // planner is a backend that can only plan.
 type planner struct {
 	ops.Backend
-	id  message.Backend
-	alg message.Algorithm
-	err error
+	alg    message.Algorithm
+	err    error
+	closed bool
 }
 
-func (p *planner) ID() message.Backend { return p.id }
+func (p *planner) Close() { p.closed = true }
 
 func (p *planner) Plan(*message.Response, int64) (message.Algorithm, error) { return p.alg, p.err }
 
@@ -28,19 +29,30 @@ const (
 	second = message.Backend(102)
 )
 
-func TestManagerPlan(t *testing.T) {
-	refusal := errors.New("no such processor")
-	var m ops.Manager
-	add(t, &m, &planner{id: first, err: refusal}, message.Allreduce)
-	add(t, &m, &planner{id: second, alg: message.Tree}, message.Broadcast, message.Allreduce)
-	add(t, &m, &planner{id: message.TCP, alg: message.Ring}, message.Allreduce, message.Broadcast)
+// entry registers p.
+func entry(id message.Backend, p *planner) ops.Registration {
+	return ops.Registration{ID: id, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return p, nil }}
+}
 
+func newManager(t *testing.T, r ...ops.Registration) *ops.Manager {
+	t.Helper()
+	m, err := ops.NewManager(r, 3, []topo.Rank{1, 2}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+func TestManagerPlan(t *testing.T) {
+	m := newManager(t,
+		entry(first, &planner{err: errors.New("no such processor")}),
+		entry(second, &planner{alg: message.Tree}),
+		entry(message.TCP, &planner{alg: message.Ring}))
 	for kind, want := range map[message.Kind]struct {
 		id  message.Backend
 		alg message.Algorithm
 	}{
 		message.Allreduce: {second, message.Tree}, // the first refuses, the third comes too late
-		message.Broadcast: {second, message.Tree},
 		message.Barrier:   {message.NoBackend, message.NoAlgorithm},
 		message.Join:      {message.NoBackend, message.NoAlgorithm},
 		message.Error:     {message.NoBackend, message.NoAlgorithm},
@@ -54,15 +66,12 @@ func TestManagerPlan(t *testing.T) {
 
 func TestManagerPlanNone(t *testing.T) {
 	one, two := errors.New("no such processor"), errors.New("too long")
-	var m ops.Manager
 	r := &message.Response{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32}
-	_, _, err := m.Plan(r, 4)
+	_, _, err := newManager(t).Plan(r, 4)
 	if want := `ops: no backend for allreduce "g0" of float32: none is configured`; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)
 	}
-	add(t, &m, &planner{id: message.TCP, err: one}, message.Allreduce)
-	add(t, &m, &planner{id: first, err: two}, message.Allreduce)
-	_, _, err = m.Plan(r, 4)
+	_, _, err = newManager(t, entry(message.TCP, &planner{err: one}), entry(first, &planner{err: two})).Plan(r, 4)
 	if want := `ops: no backend for allreduce "g0" of float32: tcp: no such processor; Backend(101): too long`; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)
 	}
@@ -72,26 +81,32 @@ func TestManagerPlanNone(t *testing.T) {
 }
 
 func TestManagerGet(t *testing.T) {
-	var m ops.Manager
-	b := &planner{id: first}
-	add(t, &m, b, message.Allreduce)
-	add(t, &m, b, message.Broadcast)
-	if got, err := m.Get(first); err != nil || got != b {
-		t.Errorf("got %v, %v, want the backend", got, err)
+	a, b := new(planner), new(planner)
+	lists := entry(second, b)
+	lists.Lists = true
+	m := newManager(t, entry(first, a), lists)
+	for id, want := range map[message.Backend]*planner{first: a, second: b} {
+		if got, lists, err := m.Get(id); err != nil || got != want || lists != (id == second) {
+			t.Errorf("%v: got %v, %v, %v, want its backend", id, got, lists, err)
+		}
 	}
-	if err := m.Add(&planner{id: first}, message.Allgather); err == nil {
-		t.Error("a second backend of the same name was taken")
-	}
-	for _, id := range []message.Backend{message.NoBackend, message.TCP, second} {
-		if _, err := m.Get(id); err == nil || !strings.Contains(err.Error(), id.String()) {
+	for _, id := range []message.Backend{message.NoBackend, message.TCP} {
+		if _, _, err := m.Get(id); err == nil || !strings.Contains(err.Error(), id.String()) {
 			t.Errorf("got %v, want an error that names %v", err, id)
 		}
 	}
 }
 
-func add(t *testing.T, m *ops.Manager, b ops.Backend, kinds ...message.Kind) {
-	t.Helper()
-	if err := m.Add(b, kinds...); err != nil {
-		t.Fatal(err)
+// A backend that cannot be made ends the others.
+func TestManagerFails(t *testing.T) {
+	a, boom := new(planner), errors.New("boom")
+	_, err := ops.NewManager(ops.Registry{entry(first, a), {ID: second, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+		if set != 3 || len(ranks) != 2 || me != 1 {
+			t.Errorf("made for position %d of ranks %v of set %d", me, ranks, set)
+		}
+		return nil, boom
+	}}}, 3, []topo.Rank{1, 2}, 1)
+	if !errors.Is(err, boom) || !a.closed {
+		t.Errorf("got error %v, and the other backend is closed: %v", err, a.closed)
 	}
 }

@@ -9,48 +9,80 @@ import (
 	"github.com/gohvd/gohvd/tensor"
 )
 
-// Backend runs collectives among the members of one process set on one lane. All members call the same
-// methods in the same order with agreeing arguments. Calls are not concurrent. Ranks are counted within
-// the set: 0 to n-1 in the order of the set.
+// Backend runs collectives among the members of one process set on one lane, one after the other. All members start the
+// same operations in the same order with agreeing arguments. Calls are not concurrent. Ranks are counted within the set: 0
+// to n-1 in the order of the set.
 //
-// Whenever a method returns, nothing reads or writes its buffers any more. An error leaves their contents undefined
-// and the backend dead: its streams have lost their position.
+// An operation runs from Start until Step returns Finished or an error. Then nothing reads or writes its buffers any more.
+// An error leaves their contents undefined and the backend dead: its streams have lost their position.
 type Backend interface {
-	// ID names the backend on the wire.
-	ID() message.Backend
-
 	// Plan says by which algorithm the backend would run a response of r's kind on numBytes of output, or
 	// why it cannot (the reason alone: the Manager adds whose it is, and for what). It must give the same
 	// answer on every rank that has the same capabilities; the coordinator asks, and its answer binds all.
 	Plan(r *message.Response, numBytes int64) (message.Algorithm, error)
 
-	// Allreduce reduces buf, elements of dt and aligned for them, in place with op (Sum, Min, Max or Product;
-	// averages are made by scaling). Afterwards all ranks hold the same bits.
-	Allreduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte) error
+	// Start begins op. It does not wait for other ranks.
+	Start(op Operation) error
 
-	// Adasum combines the tensors that lie one behind the other in buf, elements of dt, in place and each by
-	// itself; counts has the bytes of each. Afterwards all ranks hold the same bits.
-	Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte, counts []int64) error
+	// Step does the next step of the operation. If wait is set, it waits for other ranks as long as ctx allows, and may do
+	// all that is left. If not, it takes no notice of ctx and returns Waiting or Blocked instead. A backend whose operations
+	// block returns Blocked, and finishes in its first step that waits.
+	Step(ctx context.Context, wait bool) (Progress, error)
 
-	// Allgather fills out with the contributions of all ranks in order; rank i gives counts[i] bytes. The
-	// caller has put its own contribution in place already.
-	Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error
-
-	// Broadcast copies root's buf to the buf of all others.
-	Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error
-
-	// Reducescatter reduces buf, elements of dt in one block for each rank, with op as Allreduce does. Block i has
-	// counts[i] bytes, whole elements. Afterwards each rank holds the result in its own block; the others are undefined.
-	Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte, counts []int64) error
-
-	// Alltoall gives each rank i its block of in, which has counts[i] bytes, and collects the blocks that the ranks
-	// have for this one, in their order. What each rank gives is known only now: allocate is called once, with the
-	// bytes from each rank (valid during the call), and returns the output of their sum, or an error, which ends
-	// the operation.
-	Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error
+	// Close releases what the backend holds. An operation that has not ended is given up.
+	Close()
 }
 
-// Tensor is this rank's part in one tensor of a fused reduction: elements, as bytes.
+// Progress is what came of a step.
+type Progress uint8
+
+const (
+	// Waiting is a step that could not be done because another rank is not ready for it. It may be tried again.
+	Waiting Progress = iota
+	// Blocked is a step that can only be done by waiting for it.
+	Blocked
+	// Moving is a step that was done; others are left.
+	Moving
+	// Finished is the last step.
+	Finished
+)
+
+// Operation is this rank's part in a collective. Which fields count depends on Kind.
+type Operation struct {
+	// Kind is Allreduce, Allgather, Broadcast, Alltoall or Reducescatter.
+	Kind      message.Kind
+	Algorithm message.Algorithm
+
+	// DType is the type of the elements that are reduced, and Op how: Sum, Min, Max or Product (averages are made by
+	// scaling), or Adasum for an Allreduce.
+	DType tensor.DType
+	Op    tensor.ReduceOp
+
+	// Tensors are what an Allreduce reduces, as if they lay one behind the other. What each rank's tensors are and where one
+	// ends may differ between ranks; their total length may not. Afterwards all ranks hold the same bits. A backend
+	// that is not registered for Lists takes one tensor, whose In is its Out, and does not scale.
+	Tensors []Tensor
+	Scaling Scaling
+
+	// Buf is what the others work on: an Allgather fills it with the contributions of all ranks in order, of which the
+	// caller has put its own in place; a Broadcast copies that of Root to all others; a Reducescatter reduces it and leaves
+	// the result in this rank's block (the other blocks are undefined); an Alltoall gives each rank its block of it.
+	Buf []byte
+
+	// Counts are the bytes of the blocks of Buf, by rank. For Adasum they are the bytes of the tensors that lie one
+	// behind the other in the one that is given, each of which is combined by itself.
+	Counts []int64
+
+	// Root is the rank whose Buf is broadcast.
+	Root int
+
+	// Allocate returns the output of an Alltoall: the blocks that the ranks have for this one, in their order. It is called
+	// once, with the bytes from each rank (valid during the call), which only their owners know before. Its error ends the
+	// operation.
+	Allocate func(counts []int64) ([]byte, error)
+}
+
+// Tensor is this rank's part in one tensor of an allreduce: elements, as bytes.
 type Tensor struct {
 	// In is what the rank contributes and Out where it wants the result. They have the same length and are aligned for
 	// the elements; they are the same memory or do not overlap.
@@ -64,48 +96,14 @@ type Scaling struct {
 	Divisor   int64
 }
 
-// Fuser is a Backend that takes the tensors of a fused allreduce from where they lie and puts them there, scaling them
-// on the way, so that they pass through no fusion buffer.
-type Fuser interface {
-	Backend
-
-	// AllreduceFused is Allreduce of the tensors as if they lay one behind the other. What each rank's tensors are called
-	// and where one ends may differ between ranks; their total length may not.
-	AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s Scaling, tensors []Tensor) error
+// Run starts op and waits until it has ended.
+func Run(ctx context.Context, b Backend, op Operation) error {
+	if err := b.Start(op); err != nil {
+		return err
+	}
+	for {
+		if p, err := b.Step(ctx, true); err != nil || p == Finished {
+			return err
+		}
+	}
 }
-
-// Starter is a Fuser that can do operations step by step, so that who waits for other ranks can do something else
-// meanwhile.
-type Starter interface {
-	Fuser
-
-	// StartAllreduce begins AllreduceFused: it gives the others what they need first of this rank. It does not wait. If it
-	// cannot, or if more than one step is left and long does not allow that, it does nothing and reports false, and
-	// AllreduceFused is to be called. The buffers are the backend's until the operation is finished, which comes before
-	// any other call.
-	StartAllreduce(alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s Scaling, tensors []Tensor, long bool) (started bool, err error)
-
-	// StartAllgather begins Allgather, which has more than one step.
-	StartAllgather(alg message.Algorithm, out []byte, counts []int64) (started bool, err error)
-
-	// StartBroadcast begins Broadcast, which has more than one step.
-	StartBroadcast(alg message.Algorithm, root int, buf []byte) (started bool, err error)
-
-	// TryFinish does the next step, unless that would have to wait for another rank.
-	TryFinish() (Progress, error)
-
-	// Finish does what is left. It waits until ctx ends.
-	Finish(ctx context.Context) error
-}
-
-// Progress is what came of a step.
-type Progress uint8
-
-const (
-	// Waiting is a step that has to wait for another rank.
-	Waiting Progress = iota
-	// Moving is a step that was done, and others are left.
-	Moving
-	// Finished is the last step.
-	Finished
-)

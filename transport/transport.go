@@ -82,6 +82,36 @@ type Mesh interface {
 	// Close closes every Conn and waits for the goroutines of the mesh. Pending and future calls fail with
 	// ErrClosed. What was sent but not flushed may be lost. Later calls wait for the first and return nil.
 	Close() error
+
+	Poller
+}
+
+// Poller lets one goroutine poll the Control lane: it calls TryRead of that lane's Conns by turns instead of keeping a
+// goroutine in Read for each peer. It is for a loop that answers in less time than it takes to wake a goroutine. While
+// nothing comes the goroutine may park; the mesh then notifies it.
+type Poller interface {
+	// OnNotify sets the function that the mesh calls, from a goroutine of its own, when something has arrived on the Control
+	// lane, or one of its Conns has failed, while the polling goroutine is parked. OnNotify is called once, before the first
+	// Park. notify must not block. It may be called more often than necessary. After OnNotify, a Send of this rank on the
+	// Control lane need not notify a parked peer: NotifyPeers does.
+	OnNotify(notify func())
+
+	// NotifyPeers notifies those peers that are parked and have not read what they were sent since the last NotifyPeers. A
+	// caller that goes on polling may give a peer some time to poll by itself, which costs less than a notification on both
+	// sides. The caller is the polling goroutine.
+	NotifyPeers()
+
+	// Park says that the caller stops polling. If it returns false, something may be there already, and the caller must poll
+	// again instead of sleeping. Before Park the caller has called TryRead of every Conn until that gave 0 bytes, or Park may
+	// return false though nothing arrived. Polling again needs no call of Unpark but is faster after it.
+	Park() bool
+
+	// Unpark says that the caller polls again, so that it need not be notified.
+	Unpark()
+
+	// EntersKernel reports whether polling costs system calls. If it does, a loop can yield its processor after each round of
+	// polling, and is hardly slower for it.
+	EntersKernel() bool
 }
 
 // Conn is a reliable, ordered, bidirectional stream of bytes to one peer. One goroutine may send while
@@ -92,6 +122,9 @@ type Conn interface {
 	// Read receives at least one byte into p and at most len(p), as io.Reader. When the peer closed or died
 	// the error is a *PeerError, never io.EOF, and comes after the bytes that had arrived.
 	Read(p []byte) (int, error)
+
+	// TryRead is Read, but gives 0 and no error where Read would wait. Then it allocates nothing.
+	TryRead(p []byte) (int, error)
 
 	// Send queues p behind what was sent before and returns without waiting for the peer. p must not change
 	// until Sent has passed its last byte or Flush has returned. Sending never blocks on the receiver, so ranks
@@ -106,40 +139,4 @@ type Conn interface {
 	// the Conn holds no buffer any more. How long it takes may depend on the peer: some transports take bytes
 	// only as the peer reads them.
 	Flush() error
-}
-
-// Poller is a Mesh whose Control lane can be looked at without a goroutine that waits for each peer: all Conns of that
-// lane are Polled. It is for a loop that answers in less time than it takes to wake somebody.
-//
-// One goroutine looks. While it does, peers send and move on. Before it sleeps it calls Rest, and from then on a peer
-// that sends rings: the mesh calls what OnBell was given.
-type Poller interface {
-	Mesh
-
-	// OnBell sets what is called, by a goroutine of the mesh, when something has arrived on the Control lane, or one of
-	// its Conns has failed, while the looking goroutine rests. It is called once, before the first Rest. ring must not
-	// block. It may be called more often than necessary. From then on a Send of this rank on the Control lane does not ring
-	// the peer's bell: Ring does.
-	OnBell(ring func())
-
-	// Ring rings the bells of those peers that rest and have not read what they were sent since the last Ring. Who goes on looking may
-	// leave a peer some time to look by itself, which costs less than a bell on both sides. The caller is the goroutine that
-	// looks.
-	Ring()
-
-	// Rest says that the caller no longer looks. If it returns false something is there already, and the caller must
-	// not sleep. Looking again needs no call of Wake but is faster after it.
-	Rest() bool
-
-	// Wake says that the caller looks again, so that peers need not ring.
-	Wake()
-}
-
-// Polled is a Conn that its reader can ask for bytes instead of waiting for them.
-type Polled interface {
-	Conn
-
-	// TryRead is Read, but gives 0 and no error where that would wait. It allocates nothing and makes no system call
-	// where nothing has arrived.
-	TryRead(p []byte) (int, error)
 }

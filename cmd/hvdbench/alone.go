@@ -28,7 +28,7 @@ func (p *alone) plan(s shot) (message.Algorithm, error) {
 	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op, Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
 	alg, err := p.backend.Plan(r, s.numBytes(p.Size()))
 	if err != nil {
-		return 0, errNotHere{fmt.Sprintf("%v: %v", p.backend.ID(), err)}
+		return 0, errNotHere{fmt.Sprintf("%v: %v", p.backend.ID, err)}
 	}
 	return alg, nil
 }
@@ -46,50 +46,34 @@ func (p *alone) prepare(s shot, _ string, buf []byte) (*action, error) {
 	for i := range counts {
 		counts[i] = each
 	}
-	own := func(b []byte) []byte { return b[int64(p.Rank())*each : int64(p.Rank()+1)*each] }
-	b := p.backend.Backend
+	op := ops.Operation{Kind: s.kind, Algorithm: alg, DType: s.dt, Op: s.op, Scaling: ops.Scaling{Pre: 1, Post: 1}, Buf: buf, Counts: counts, Root: s.root}
 	out := buf
-	a := &action{result: func() []byte { return out }}
-	switch s.kind {
-	case message.Allreduce:
-		if s.inPlace {
-			a.run = func(ctx context.Context) error { return b.Allreduce(ctx, alg, s.dt, s.op, buf) }
-			return a, nil
+	switch {
+	case s.kind == message.Allreduce:
+		if !s.inPlace {
+			if !p.backend.Lists {
+				return nil, errNotHere{fmt.Sprintf("the %v backend works in place", p.backend.ID)}
+			}
+			out = make([]byte, len(buf))
 		}
-		fuser, ok := b.(ops.Fuser)
-		if !ok {
-			return nil, errNotHere{fmt.Sprintf("the %v backend works in place", b.ID())}
-		}
-		out = make([]byte, len(buf))
-		tensors := []ops.Tensor{{In: buf, Out: out}}
-		a.run = func(ctx context.Context) error {
-			return fuser.AllreduceFused(ctx, alg, s.dt, s.op, ops.Scaling{Pre: 1, Post: 1}, tensors)
-		}
-		return a, nil
-	case message.Alltoall:
+		op.Tensors = []ops.Tensor{{In: buf, Out: out}}
+	case s.kind == message.Alltoall:
 		if s.inPlace {
 			return nil, errNotHere{"a backend has no alltoall in place"}
 		}
 		out = make([]byte, len(buf))
-		allocate := func([]int64) ([]byte, error) { return out, nil }
-		a.run = func(ctx context.Context) error { return b.Alltoall(ctx, alg, buf, counts, allocate) }
-		return a, nil
-	}
-	if !s.inPlace {
+		op.Allocate = func([]int64) ([]byte, error) { return out, nil }
+	case !s.inPlace:
 		return nil, errNotHere{fmt.Sprintf("a backend has %v in place alone", s.kind)}
-	}
-	switch s.kind {
-	case message.Allgather:
-		a.run = func(ctx context.Context) error { return b.Allgather(ctx, alg, buf, counts) }
-	case message.Broadcast:
-		a.run = func(ctx context.Context) error { return b.Broadcast(ctx, alg, s.root, buf) }
-	case message.Reducescatter:
-		out = own(buf)
-		a.run = func(ctx context.Context) error { return b.Reducescatter(ctx, alg, s.dt, s.op, buf, counts) }
-	default:
+	case s.kind == message.Reducescatter:
+		out = buf[int64(p.Rank())*each : int64(p.Rank()+1)*each]
+	case s.kind != message.Allgather && s.kind != message.Broadcast:
 		return nil, errNotHere{fmt.Sprintf("no measurement of %v", s.kind)}
 	}
-	return a, nil
+	return &action{
+		run:    func(ctx context.Context) error { return ops.Run(ctx, p.backend, op) },
+		result: func() []byte { return out },
+	}, nil
 }
 
 // barrier is an allreduce of one byte: a backend has no barrier, which to the engine is negotiation alone.
@@ -101,43 +85,30 @@ func (p *alone) barrier() (*action, error) {
 // so and the backend can fuse, in its order.
 func (p *alone) step(mode stepMode, dt tensor.DType, tensors, _ []named) (func(ctx context.Context) error, error) {
 	s := shot{kind: message.Allreduce, dt: dt, op: tensor.Sum, inPlace: true}
-	fuser, ok := p.backend.Backend.(ops.Fuser)
 	if mode == bucketed {
 		return nil, errNotHere{"buckets are made by those who negotiate"}
 	}
-	if mode == perTensor || !ok {
-		algs := make([]message.Algorithm, len(tensors))
-		for i, t := range tensors {
-			var err error
-			s.count = int64(len(t.buf) / dt.Size())
-			if algs[i], err = p.plan(s); err != nil {
-				return nil, err
-			}
-		}
-		return func(ctx context.Context) error {
-			for i, t := range tensors {
-				if err := p.backend.Allreduce(ctx, algs[i], dt, tensor.Sum, t.buf); err != nil {
-					return err
-				}
-			}
-			return nil
-		}, nil
+	most := p.fusionBytes
+	if mode == perTensor || !p.backend.Lists {
+		most = 0
 	}
-	groups := p.fuse(tensors)
-	algs := make([]message.Algorithm, len(groups))
-	for i, g := range groups {
+	var operations []ops.Operation
+	for _, g := range fuse(tensors, most) {
 		s.count = 0
 		for _, t := range g {
 			s.count += int64(len(t.In) / dt.Size())
 		}
-		var err error
-		if algs[i], err = p.plan(s); err != nil {
+		alg, err := p.plan(s)
+		if err != nil {
 			return nil, err
 		}
+		operations = append(operations, ops.Operation{
+			Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: tensor.Sum, Tensors: g, Scaling: ops.Scaling{Pre: 1, Post: 1},
+		})
 	}
 	return func(ctx context.Context) error {
-		for i, g := range groups {
-			if err := fuser.AllreduceFused(ctx, algs[i], dt, tensor.Sum, ops.Scaling{Pre: 1, Post: 1}, g); err != nil {
+		for _, op := range operations {
+			if err := ops.Run(ctx, p.backend, op); err != nil {
 				return err
 			}
 		}
@@ -145,12 +116,12 @@ func (p *alone) step(mode stepMode, dt tensor.DType, tensors, _ []named) (func(c
 	}, nil
 }
 
-// fuse groups neighbours up to the fusion threshold.
-func (p *alone) fuse(tensors []named) [][]ops.Tensor {
+// fuse groups neighbours of most bytes together. A tensor that is larger is by itself.
+func fuse(tensors []named, most int64) [][]ops.Tensor {
 	var groups [][]ops.Tensor
 	have := int64(0)
 	for _, t := range tensors {
-		if len(groups) == 0 || have+int64(len(t.buf)) > p.fusionBytes {
+		if len(groups) == 0 || have+int64(len(t.buf)) > most {
 			groups, have = append(groups, nil), 0
 		}
 		last := &groups[len(groups)-1]

@@ -3,8 +3,8 @@ package main
 import (
 	"context"
 	"errors"
-	"runtime"
 
+	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/session"
@@ -13,22 +13,25 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
-	"github.com/gohvd/gohvd/transport/mem"
 )
 
 // rawBackend is a backend of all ranks of the job with nothing above it: no names, no negotiation. It owns what the backend
 // runs on.
 type rawBackend struct {
 	ops.Backend
+	ops.Registration
 	rank, size int
 	mesh       transport.Mesh
 	at         *meeting.Meeting
 	session    *session.Session // nil in a job of one
 }
 
-// Close ends it for all ranks, which must have finished their operations.
-func (b *rawBackend) Close() error {
+// close ends it for all ranks, which must have finished their operations.
+func (b *rawBackend) close() error {
 	var errs []error
+	if b.Backend != nil {
+		b.Backend.Close()
+	}
 	if b.mesh != nil {
 		errs = append(errs, b.mesh.Close())
 	}
@@ -54,36 +57,24 @@ func openRaw(ctx context.Context, at place) (b *rawBackend, err error) {
 	b = &rawBackend{at: met}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, b.Close())
+			err = errors.Join(err, b.close())
 		}
 	}()
 	cfg = met.Settings
 	b.rank, b.size = int(cfg.Rank), cfg.Size
-	var memory shm.Memory
-	crowded := false
 	if cfg.Size == 1 {
-		b.mesh = mem.New(1).Mesh(0)
+		b.mesh = transport.Alone{}
 	} else {
 		met.Settings.JobID += "/raw"
 		if b.session, err = session.Open(ctx, session.Config{At: met}); err != nil {
 			return nil, err
 		}
-		b.mesh, memory = b.session.Mesh, b.session.Memory
-		crowded = b.session.LocalSize > min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
+		b.mesh = b.session.Mesh
 	}
-	ranks := make([]topo.Rank, cfg.Size)
-	for i := range ranks {
-		ranks[i] = topo.Rank(i)
+	b.Registration = tcp.Register(b.mesh, tcp.Config{Deterministic: cfg.Deterministic})
+	if b.session != nil && b.session.Memory != nil {
+		b.Registration = shm.Register(b.session.Memory, shm.Config{Crowded: shm.Crowded(b.session.LocalSize)})
 	}
-	lane := transport.DataLane(topo.Global)
-	if memory == nil {
-		b.Backend = tcp.New(b.mesh, lane, ranks, cfg.Rank, tcp.Config{Deterministic: cfg.Deterministic})
-		return b, nil
-	}
-	shared := shm.New(memory, lane, ranks, cfg.Rank, shm.Config{Crowded: crowded})
-	if err := shared.Open(); err != nil {
-		return nil, err
-	}
-	b.Backend = shared
-	return b, nil
+	b.Backend, err = b.New(topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
+	return b, err
 }

@@ -73,7 +73,7 @@ func (j *job) open(ctx context.Context, at place, negotiate, raw bool) (err erro
 func (j *job) leave(ctx context.Context) error {
 	var errs []error
 	if j.backend != nil {
-		errs = append(errs, j.backend.Close())
+		errs = append(errs, j.backend.close())
 	}
 	if j.engine != nil {
 		if ctx.Err() != nil {

@@ -32,7 +32,7 @@ func (c configuration) String() string {
 func (c configuration) apply(cfg *engine.Config) {
 	cfg.Lockstep = c.link.lockstep
 	cfg.CacheCapacity, cfg.FusionThresholdBytes, cfg.DisableGroupFusion = c.cacheCapacity, c.fusionThreshold, c.disableGroupFusion
-	cfg.SegmentBytes, cfg.Deterministic = c.segmentBytes, c.deterministic
+	cfg.Deterministic = c.deterministic
 	if c.link.lockstep {
 		cfg.CycleTime = 20 * time.Microsecond
 	}
@@ -88,7 +88,7 @@ func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
 			p := write(seed, 200, 10, choices(func(what) bool { return true }), false)
 			got := p.newAnswers()
 			testcluster.Run(t, testcluster.Options{
-				Ranks: p.ranks, Transport: c.link.transport, Sets: p.sets[1:], Config: c.apply,
+				Ranks: p.ranks, Transport: c.link.transport, Sets: p.sets[1:], Config: c.apply, SegmentBytes: c.segmentBytes,
 			}, func(r *testcluster.Rank) { p.run(r, hash(seed, uint64(i)), got, yield) })
 			if !c.deterministic || t.Failed() {
 				return

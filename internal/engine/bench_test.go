@@ -57,17 +57,14 @@ func rounds(b *testing.B, c *cluster, numBytes int) {
 // BenchmarkCycle is the latency of one small cached allreduce, submission to completion at all ranks.
 func BenchmarkCycle(b *testing.B) {
 	for _, ranks := range []int{2, 4, 8} {
-		for _, over := range []string{"mem", "polled", "tcp"} {
+		for _, over := range []string{"mem", "tcp"} {
 			for _, mode := range []string{"event", "lockstep"} {
 				b.Run(fmt.Sprintf("ranks=%d/%s/%s", ranks, over, mode), func(b *testing.B) {
-					net, change := mem.New(ranks), func(*engine.Config) {}
-					switch over {
-					case "tcp":
+					change := func(*engine.Config) {}
+					if over == "tcp" {
 						change = overTCP(b, ranks)
-					case "polled":
-						net = mem.NewPolled(ranks)
 					}
-					c := startOn(b, net, ranks, func(cfg *engine.Config) {
+					c := startOn(b, mem.New(ranks), ranks, func(cfg *engine.Config) {
 						change(cfg)
 						cfg.Lockstep = mode == "lockstep"
 					})

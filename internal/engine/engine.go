@@ -3,14 +3,13 @@
 //
 // Turns of the loop (RunLoopOnce) own the controller and never wait for a peer. A submission, a frame, a finished grant or the
 // controller's next deadline makes a turn due. BackgroundThreadLoop runs the turns, or a caller that waits for its operation
-// (Drive); the scheduler decides which. Each process set has a lane, a goroutine that executes its grants in order; each control
-// connection has a receiver, unless the mesh is a transport.Poller: then the goroutine that runs the turns polls the
-// connections. All goroutines end in Shutdown or Close.
+// (Drive); the scheduler decides which. The goroutine that runs the turns polls the control
+// connections. Each process set has a lane, a goroutine that executes its grants in order. All goroutines end in Shutdown or
+// Close.
 //
-// Over a transport.Poller callers can drive the loop, and what takes no
-// waiting is done in a turn: a barrier, or an allreduce of few bytes, of which a turn does the first half and a later one
-// the second (ops.Starter). Operations of many steps are done so by callers that wait, not by the loop, and go to the lane
-// when a step has to wait long. So a blocking call neither leaves the caller's thread nor wakes another.
+// What takes no waiting is done in a turn: a barrier, or steps of an allreduce of few bytes. Callers that drive the loop while
+// they wait have it do steps of larger operations as well, which go to the lane if a step has to wait long. So a blocking call
+// neither leaves the caller's thread nor wakes another.
 package engine
 
 import (
@@ -30,7 +29,6 @@ import (
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -40,10 +38,10 @@ import (
 type Config struct {
 	Rank topo.Rank
 	Size int
-	// Mesh connects the ranks of this epoch. The engine owns and closes it. A job of one needs none.
+	// Mesh connects the ranks of this epoch. The engine owns and closes it.
 	Mesh transport.Mesh
-	// Memory, if not nil, is shared by all ranks, and lives as long as Mesh.
-	Memory shm.Memory
+	// Backends are those that all ranks have, in the order in which they are asked.
+	Backends ops.Registry
 
 	// Sets are the process sets that the job begins with, beside the global one: ascending by id and the same at all
 	// ranks.
@@ -64,12 +62,10 @@ type Config struct {
 	Lockstep bool
 	// Deterministic makes sums equal bit by bit in every run.
 	Deterministic bool
-	// SegmentBytes is the size in which backends cut what they send; 0 is their default.
-	SegmentBytes int
 	// Cores are the processors that the loop and the lanes keep to; empty is all.
 	Cores []int
 	// Spin is how long the loop of a rank that is busy watches for what comes next before it sleeps, and a caller that waits
-	// (Drive), if Mesh is a transport.Poller. 0 is a default that depends on LocalProcesses, and is longer for a caller with a
+	// (Drive). 0 is a default that depends on LocalProcesses, and is longer for a caller with a
 	// processor of its own; less than 0 is not at all. The greater it is the less often a rank that waits for others has to
 	// be woken, and the more processor time it takes.
 	Spin time.Duration
@@ -110,13 +106,11 @@ type Engine struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc // cuts off what the lanes execute
 	links  []*link                 // to rank 0; at rank 0, to every other rank
-	poller transport.Poller        // nil where links have receivers
 	sched  *scheduler
 
 	// For any goroutine.
 	lanes     laneTable
 	running   sync.WaitGroup // of the lanes
-	inbox     inbox
 	observer  observer
 	published atomic.Pointer[stats.Coordinator] // what the coordinator had counted a little earlier
 	leaving   atomic.Pointer[leaving]           // not nil after Shutdown
@@ -146,7 +140,6 @@ type Engine struct {
 	works       []*work // free
 	scratch     struct {
 		entries  []*tensorqueue.Entry
-		events   []event
 		failed   []event
 		finished []finishedWork
 		frame    []byte
@@ -165,9 +158,6 @@ type finishedWork struct {
 func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
-	}
-	if cfg.Mesh == nil {
-		cfg.Mesh = alone{}
 	}
 	if cfg.MaxResultBytes == 0 {
 		var host unix.Sysinfo_t
@@ -190,14 +180,11 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e.ctx, e.cancel = context.WithCancelCause(context.Background())
 	e.sched = newScheduler(e, e.observer.since, e.stop)
-	e.inbox.notify = e.sched.notify
 	e.log.Debug("init: connecting to the other ranks")
 	if err := e.connect(ctx); err != nil {
 		return nil, e.abandon(err)
 	}
-	if err := e.openPolled(); err != nil {
-		return nil, e.abandon(err)
-	}
+	e.openPolled()
 	for _, set := range e.sets() {
 		if err := e.addSet(set); err != nil {
 			return nil, e.quit(err)
@@ -286,16 +273,6 @@ func (e *Engine) quit(err error) error {
 	e.running.Wait()
 	return e.abandon(err)
 }
-
-// alone is the mesh of a job of one: there is nobody to talk to.
-type alone struct{}
-
-func (alone) Conn(_ context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
-	return nil, fmt.Errorf("engine: lane %d to rank %d in a job of one", lane, peer)
-}
-func (alone) Abort(transport.Lane, error) {}
-func (alone) Release(transport.Lane)      {}
-func (alone) Close() error                { return nil }
 
 // connect makes the control channels: a star with rank 0 in the middle.
 func (e *Engine) connect(ctx context.Context) error {

@@ -20,6 +20,8 @@ import (
 
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
@@ -39,9 +41,15 @@ type cluster struct {
 	engines []*engine.Engine
 }
 
-// start makes a job of n ranks. change, if not nil, changes a rank's configuration.
+// start makes a job of n ranks whose loops sleep as soon as they have nothing to do: in a bubble the time would not pass for
+// one that polls. change, if not nil, changes a rank's configuration.
 func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
-	return startOn(t, mem.New(n), n, change)
+	return startOn(t, mem.New(n), n, func(cfg *engine.Config) {
+		cfg.Spin = -1
+		if change != nil {
+			change(cfg)
+		}
+	})
 }
 
 // startOn is start with channels of net.
@@ -63,6 +71,7 @@ func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config))
 		if change != nil {
 			change(&cfg)
 		}
+		cfg.Backends = append(cfg.Backends, tcp.Register(cfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
 		e, err := engine.Start(ctx, cfg)
 		if err != nil {
 			t.Errorf("rank %d: %v", r, err)
@@ -135,11 +144,10 @@ func both(t *testing.T, f func(t *testing.T, lockstep bool)) {
 }
 
 func TestSums(t *testing.T) {
-	t.Run("polled", func(t *testing.T) { sums(t, mem.NewPolled, nil) })
-	t.Run("polled without watching", func(t *testing.T) { sums(t, mem.NewPolled, func(cfg *engine.Config) { cfg.Spin = -1 }) })
-	t.Run("polled with a processor each", func(t *testing.T) { sums(t, mem.NewPolled, func(cfg *engine.Config) { cfg.LocalProcesses = 1 }) })
+	t.Run("without watching", func(t *testing.T) { sums(t, func(cfg *engine.Config) { cfg.Spin = -1 }) })
+	t.Run("with a processor each", func(t *testing.T) { sums(t, func(cfg *engine.Config) { cfg.LocalProcesses = 1 }) })
 	both(t, func(t *testing.T, lockstep bool) {
-		sums(t, mem.New, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+		sums(t, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
 	})
 }
 
@@ -172,9 +180,9 @@ func TestSubmitBehindAJoin(t *testing.T) {
 	})
 }
 
-func sums(t *testing.T, net func(n int) *mem.Cluster, change func(*engine.Config)) {
+func sums(t *testing.T, change func(*engine.Config)) {
 	for _, n := range []int{1, 2, 3, 5} {
-		c := startOn(t, net(n), n, change)
+		c := startOn(t, mem.New(n), n, change)
 		c.each(func(r int) {
 			for i := range 50 {
 				buf := binary.LittleEndian.AppendUint64(nil, uint64(i+r))
@@ -194,7 +202,7 @@ func sums(t *testing.T, net func(n int) *mem.Cluster, change func(*engine.Config
 // A rank that dies is named to all others, whether they execute or negotiate, and every operation is answered.
 func TestDeath(t *testing.T) {
 	const n = 4
-	for _, over := range []string{"mem", "polled", "tcp"} {
+	for _, over := range []string{"mem", "mem without watching", "tcp"} {
 		t.Run(over, func(t *testing.T) {
 			both(t, func(t *testing.T, lockstep bool) {
 				for _, executing := range []bool{false, true, true, true} {
@@ -203,8 +211,8 @@ func TestDeath(t *testing.T) {
 						switch over {
 						case "tcp":
 							change = overTCP(t, n)
-						case "polled":
-							net = mem.NewPolled(n)
+						case "mem without watching":
+							change = func(cfg *engine.Config) { cfg.Spin = -1 }
 						}
 						c := startOn(t, net, n, func(cfg *engine.Config) {
 							change(cfg)
@@ -276,18 +284,13 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 
 // A peer that does not keep to the protocol is named, and nobody hangs.
 func TestGarbageOnAControlConnection(t *testing.T) {
-	t.Run("received", func(t *testing.T) { garbage(t, mem.New) })
-	t.Run("polled", func(t *testing.T) { garbage(t, mem.NewPolled) })
-}
-
-func garbage(t *testing.T, job func(size int) *mem.Cluster) {
 	for _, frame := range [][]byte{
 		{10, 0, 0, 0, 9, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0}, // wrong number
 		{0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0},                    // too long
 		{3, 0, 0, 0, 0, 0, 0, 0, 0xde, 0xad, 0xbe},              // unreadable
 		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // a heartbeat from the future
 	} {
-		net := job(2)
+		net := mem.New(2)
 		ctx, cancel := context.WithTimeout(t.Context(), deadline)
 		defer cancel()
 		sent := make(chan error, 1)
@@ -395,11 +398,7 @@ func TestShutdownGivesUp(t *testing.T) {
 func TestShutdownCrossesWork(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for i := range 40 {
-			net := mem.New(4)
-			if i%2 == 0 {
-				net = mem.NewPolled(4)
-			}
-			c := startOn(t, net, 4, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+			c := startOn(t, mem.New(4), 4, func(cfg *engine.Config) { cfg.Lockstep, cfg.Spin = lockstep, time.Duration(-(i % 2)) })
 			var outcomes [4][10]error
 			c.each(func(r int) {
 				var done [10]chan error
@@ -434,14 +433,9 @@ func TestShutdownCrossesWork(t *testing.T) {
 //
 // A rank that polls sleeps at once here, because time does not pass while it watches: this is the test of its bell.
 func TestNobodyWaitsForTheClock(t *testing.T) {
-	t.Run("received", func(t *testing.T) { needsNoClock(t, mem.New) })
-	t.Run("polled", func(t *testing.T) { needsNoClock(t, mem.NewPolled) })
-}
-
-func needsNoClock(t *testing.T, net func(n int) *mem.Cluster) {
 	for _, n := range []int{1, 3} {
 		synctest.Test(t, func(t *testing.T) {
-			c := startOn(t, net(n), n, func(cfg *engine.Config) { cfg.Spin = -1 })
+			c := start(t, n, nil)
 			began := time.Now()
 			c.each(func(r int) {
 				for range 10 {
@@ -479,7 +473,7 @@ func TestSilence(t *testing.T) {
 				}
 			})
 			e, err := engine.Start(ctx, engine.Config{
-				Rank: 0, Size: 2, Mesh: net.Mesh(0), LivenessTimeout: 10 * time.Second, Lockstep: lockstep,
+				Rank: 0, Size: 2, Mesh: net.Mesh(0), LivenessTimeout: 10 * time.Second, Lockstep: lockstep, Spin: -1,
 			})
 			if err != nil {
 				t.Fatal(err)
@@ -504,7 +498,7 @@ func TestSilence(t *testing.T) {
 // A job of one can be closed in the middle of an operation.
 func TestAloneClosedWhileWorking(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
-		e, err := engine.Start(t.Context(), engine.Config{Size: 1, LivenessTimeout: 10 * time.Second, Lockstep: lockstep})
+		e, err := engine.Start(t.Context(), engine.Config{Size: 1, Mesh: transport.Alone{}, Backends: ops.Registry{tcp.Register(transport.Alone{}, tcp.Config{})}, LivenessTimeout: 10 * time.Second, Lockstep: lockstep})
 		if err != nil {
 			t.Fatal(err)
 		}

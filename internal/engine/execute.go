@@ -7,6 +7,7 @@ import (
 	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -19,15 +20,46 @@ type scratch struct {
 	wide    fusion.Buffer // of compression
 	back    fusion.Buffer
 	losses  []loss
+	types   []tensor.DType // of a group
 	// residuals is what compression lost of the last tensor of a name.
 	residuals map[loss]*residual
 }
 
-// execute runs w and answers its tensors. On error none is answered and all belong to the caller still.
+// execution is how far a lane has come with a piece of work. The work is done in parts, one after the other: mostly there is
+// one, but each type of a group is reduced by itself, and so is what does not fit into the fusion buffer together.
+type execution struct {
+	work    *work
+	backend ops.Backend
+	lists   bool          // the backend takes tensors where they lie
+	op      ops.Operation // of the part
+	one     [1]ops.Tensor // its tensor if there is one only
+
+	buf []byte // what travels, if that is to be copied to the outputs
+	reduction
+}
+
+// execute does the work and answers its tensors. If it was started before, it goes on with it. On error no tensor is answered
+// and all belong to the caller still.
 func (l *lane) execute(ctx context.Context, w *work) error {
-	if err := l.collective(ctx, w); err != nil {
-		return err
+	if !w.started {
+		if err := l.start(w); err != nil {
+			return err
+		}
 	}
+	for {
+		p, err := l.step(ctx, true)
+		if err != nil {
+			return err
+		}
+		if p == ops.Finished {
+			l.answer(w)
+			return nil
+		}
+	}
+}
+
+// answer answers the tensors of work that has been done.
+func (l *lane) answer(w *work) {
 	l.rest()
 	l.observer.ended(l.set.ID, w, nil)
 	for i, e := range w.entries {
@@ -37,7 +69,6 @@ func (l *lane) execute(ctx context.Context, w *work) error {
 		}
 		l.finish(e, err)
 	}
-	return nil
 }
 
 // finish answers an entry.
@@ -48,8 +79,11 @@ func (l *lane) finish(e *tensorqueue.Entry, err error) {
 	e.Finish(err)
 }
 
-// collective moves the data of w.
-func (l *lane) collective(ctx context.Context, w *work) error {
+// start starts the first part of the work. It does not wait.
+func (l *lane) start(w *work) (err error) {
+	x := &l.execution
+	*x = execution{work: w}
+	w.started = true
 	kind := w.grant.Responses[0].Kind
 	if kind == message.Error {
 		for i, e := range w.entries {
@@ -59,59 +93,120 @@ func (l *lane) collective(ctx context.Context, w *work) error {
 	if !kind.MovesData() {
 		return nil
 	}
-	backend, err := l.manager.Get(w.grant.Backend)
+	if x.backend, x.lists, err = l.manager.Get(w.grant.Backend); err != nil {
+		return err
+	}
+	x.op = ops.Operation{Kind: kind, Algorithm: w.grant.Algorithm}
+	switch kind {
+	case message.Allreduce:
+		err = l.startAllreduce()
+	case message.Allgather:
+		err = l.startAllgather()
+	case message.Broadcast:
+		l.startBroadcast()
+	case message.Alltoall:
+		l.startAlltoall()
+	case message.Reducescatter:
+		err = l.startReducescatter()
+	default:
+		err = fmt.Errorf("engine: granted operation %v is unknown", kind)
+	}
 	if err != nil {
 		return err
 	}
-	if w.started {
-		return backend.(ops.Starter).Finish(ctx)
+	return l.exchange()
+}
+
+// exchange hands a part that is prepared to the backend.
+func (l *lane) exchange() error {
+	x := &l.execution
+	x.work.enter(exchanging)
+	return x.backend.Start(x.op)
+}
+
+// step does the next step of the work, waiting for other ranks or not. After Finished its tensors can be answered.
+func (l *lane) step(ctx context.Context, wait bool) (ops.Progress, error) {
+	x := &l.execution
+	if x.backend == nil {
+		return ops.Finished, nil
 	}
-	switch kind {
-	case message.Allreduce:
-		return l.allreduce(ctx, backend, w)
+	p, err := x.backend.Step(ctx, wait)
+	if err != nil || p != ops.Finished {
+		return p, err
+	}
+	if x.op.Kind == message.Allreduce {
+		if err := l.finishPart(); err != nil {
+			return ops.Waiting, err
+		}
+		if x.hasParts() {
+			if err := l.nextPart(); err != nil {
+				return ops.Waiting, err
+			}
+			return ops.Moving, l.exchange()
+		}
+	} else if !x.work.absent && x.buf != nil {
+		x.work.enter(unpacking)
+		if err := l.unpack(); err != nil {
+			return ops.Waiting, err
+		}
+	}
+	clear(l.scratch.tensors)
+	*x = execution{}
+	return ops.Finished, nil
+}
+
+// unpack copies what was exchanged to the outputs.
+func (l *lane) unpack() error {
+	x := &l.execution
+	switch x.op.Kind {
 	case message.Allgather:
-		return l.allgather(ctx, backend, w)
+		l.ungather(x.work, x.buf)
 	case message.Broadcast:
-		return l.broadcast(ctx, backend, w)
+		buf := x.buf
+		for _, e := range x.work.entries {
+			buf = buf[copy(e.Output, buf):]
+		}
 	case message.Alltoall:
-		return l.alltoall(ctx, backend, w)
+		l.unpackAlltoall()
 	case message.Reducescatter:
-		return l.reducescatter(ctx, backend, w)
+		return l.unpackReducescatter()
 	}
-	return fmt.Errorf("engine: granted operation %v is unknown", kind)
+	return nil
 }
 
-// start begins the operation of w, if that can be done step by step; long says that it may be more than one step.
-func (l *lane) start(w *work, long bool) (started bool, err error) {
-	backend, err := l.manager.Get(w.grant.Backend)
-	if err != nil {
-		return false, err
-	}
-	s, ok := backend.(ops.Starter)
-	if !ok {
-		return false, nil
-	}
-	switch kind := w.grant.Responses[0].Kind; {
-	case kind == message.Allreduce:
-		return l.startAllreduce(s, w, long)
-	case !long || w.absent || len(w.entries) > 1:
-		return false, nil
-	case kind == message.Allgather:
-		return l.startAllgather(s, w)
-	case kind == message.Broadcast:
-		w.enter(exchanging)
-		return s.StartBroadcast(w.grant.Algorithm, l.root(w), l.offer(w))
-	}
-	return false, nil
-}
+// Bounds on an operation that is done in turns of the loop. BackgroundThreadLoop has others to serve: it does not copy much, nor have
+// a backend exchange much in one go. A goroutine that takes turns while it waits for the operation may do more. For what is larger,
+// to wake the lane costs little.
+const (
+	maxLoopBytes = 64 << 10
+	maxHelpBytes = 4 << 20
+)
 
-// tryFinish does the next step of what start has begun, if that is possible without waiting.
-func (l *lane) tryFinish(w *work) (ops.Progress, error) {
-	backend, err := l.manager.Get(w.grant.Backend)
-	if err != nil {
-		return ops.Waiting, err
+// isBrief reports whether turns of the loop may do the work, steps of it at a time. waitedFor says that the goroutine that takes
+// them waits for it.
+func (l *lane) isBrief(w *work, waitedFor bool) bool {
+	r := w.grant.Responses[0]
+	numBytes := total(w)
+	if r.Kind == message.Alltoall && !w.absent {
+		numBytes = int64(len(w.entries[0].Input)) // what others give is not known
 	}
-	return backend.(ops.Starter).TryFinish()
+	if !waitedFor {
+		return r.Kind == message.Allreduce && numBytes*int64(max(len(l.set.Ranks)-1, 1)) <= maxLoopBytes
+	}
+	if numBytes <= maxHelpBytes {
+		return true
+	}
+	// What is not copied before can be of any size, if the backend does it in many steps.
+	if _, lists, _ := l.manager.Get(w.grant.Backend); !lists {
+		return false
+	}
+	switch r.Kind {
+	case message.Allreduce:
+		return r.DType.Valid() && len(w.grant.Absent) == 0 && r.Op != tensor.Adasum && !r.Wire.Valid()
+	case message.Allgather, message.Broadcast:
+		return len(w.entries) == 1
+	}
+	return false
 }
 
 // checkResult refuses a result that would be allocated here because another rank says so, and cannot be.

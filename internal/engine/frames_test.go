@@ -14,7 +14,7 @@ import (
 
 // arrivals is a connection on which each piece arrives by itself; an empty one is that nothing has. After them it ends.
 type arrivals struct {
-	transport.Polled
+	transport.Conn
 	pieces [][]byte
 	end    error
 	tries  int

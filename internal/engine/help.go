@@ -80,21 +80,18 @@ func (e *Engine) attempt(l *lane, w *work) bool {
 		return false
 	}
 	e.observer.begin(w, e.now)
-	var err error
 	if !kind.MovesData() {
-		err = l.execute(e.ctx, w)
-		e.attempted(l, w, err)
+		e.attempted(l, w, l.execute(e.ctx, w))
 		return true
 	}
 	// A caller that waits has time for many steps. If others are late for one of them, or ctx ends, the lane goes on.
-	w.started, err = l.start(w, !e.sched.background.Load())
-	if err != nil {
-		e.attempted(l, w, err)
-		return true
-	}
-	if !w.started {
+	if !l.isBrief(w, !e.sched.background.Load()) {
 		l.unclaim(nil)
 		return false
+	}
+	if err := l.start(w); err != nil {
+		e.attempted(l, w, err)
+		return true
 	}
 	l.trial = w
 	e.trying = append(e.trying, l)
@@ -117,21 +114,22 @@ func (e *Engine) try() (some bool) {
 	for i := 0; i < len(e.trying); i++ {
 		l := e.trying[i]
 		w := l.trial
-		progress, err := l.tryFinish(w)
-		if err == nil && progress != ops.Finished {
-			if progress == ops.Moving {
-				some = true
-				e.sched.extend()
-			}
+		progress, err := l.step(e.ctx, false)
+		switch {
+		case err == nil && progress == ops.Moving:
+			some = true
+			e.sched.extend()
 			continue
-		}
-		if err == nil {
-			l.observer.ended(l.set.ID, w, nil)
-			for _, entry := range w.entries {
-				l.finish(entry, nil)
+		case err == nil && progress == ops.Waiting:
+			continue
+		case err == nil && progress == ops.Blocked:
+			l.unclaim(w)
+		default:
+			if err == nil {
+				l.answer(w)
 			}
+			e.attempted(l, w, err)
 		}
-		e.attempted(l, w, err)
 		l.trial = nil
 		last := len(e.trying) - 1
 		e.trying[i], e.trying[last] = e.trying[last], nil

@@ -61,7 +61,7 @@ func barrier(name string) *tensorqueue.Entry {
 
 // Who waits does the work.
 func TestDrive(t *testing.T) {
-	c := startOn(t, mem.NewPolled(3), 3, func(cfg *engine.Config) { cfg.Spin = time.Second })
+	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) { cfg.Spin = time.Second })
 	helped := make([]int, 3)
 	c.each(func(r int) {
 		for range 100 {
@@ -82,7 +82,7 @@ func TestDrive(t *testing.T) {
 // Goroutines that wait, and the loop that serves those who do not, take the lock from each other.
 func TestManyDrive(t *testing.T) {
 	const n, goroutines, rounds = 2, 4, 200
-	c := startOn(t, mem.NewPolled(n), n, nil)
+	c := startOn(t, mem.New(n), n, nil)
 	c.each(func(r int) {
 		var wg sync.WaitGroup
 		for g := range goroutines {
@@ -109,7 +109,7 @@ func TestManyDrive(t *testing.T) {
 
 // Who helps stops when its context ends, or when nothing has happened for a while; what it waits for goes on without it.
 func TestDriveEnds(t *testing.T) {
-	c := startOn(t, mem.NewPolled(3), 3, func(cfg *engine.Config) {
+	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) {
 		cfg.Spin = time.Hour
 		if cfg.Rank == 2 {
 			cfg.Spin = 10 * time.Millisecond
@@ -148,7 +148,7 @@ const oftenEnough = 200
 
 // A rank that watches for very long tells those who rest what it has sent.
 func TestDriverNotifiesPeers(t *testing.T) {
-	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) {
+	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.Spin = time.Microsecond
 		if cfg.Rank == 1 {
 			cfg.Spin = time.Hour
@@ -169,7 +169,7 @@ func TestDriverNotifiesPeers(t *testing.T) {
 func TestDriveKeepsDeadlines(t *testing.T) {
 	end := time.Now().Add(deadline)
 	for range oftenEnough {
-		c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Microsecond })
+		c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Microsecond })
 		entry := sum("never", make([]byte, 8))
 		entry.Timeout = 2 * time.Millisecond
 		<-time.After(2 * time.Millisecond) // for the loops to rest
@@ -191,7 +191,7 @@ func TestDriveKeepsDeadlines(t *testing.T) {
 
 // The end of an engine reaches a goroutine that helps.
 func TestCloseWhileDriving(t *testing.T) {
-	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Hour })
+	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Hour })
 	left := make(chan struct{})
 	entry := sum("x", make([]byte, 8))
 	answered := make(chan struct{})

@@ -60,6 +60,7 @@ type lane struct {
 	maxResultBytes int64
 	observer       *observer
 	scratch        scratch
+	execution      execution
 
 	bell chan struct{}
 	// voted finds what was submitted by the bits of the response cache. Owned by the loop.
@@ -78,7 +79,7 @@ type lane struct {
 
 // newLane makes the lane of a set in which this rank has position me.
 func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
-	manager, err := e.backends(set, me)
+	manager, err := ops.NewManager(e.cfg.Backends, set.ID, set.Ranks, me)
 	return &lane{
 		set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes, observer: &e.observer,
 		manager: manager,

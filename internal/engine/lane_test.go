@@ -9,29 +9,32 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
 )
 
 // unfinished is a backend whose operation, which was started, waits for a rank that does not come.
 type unfinished struct {
-	ops.Starter
+	ops.Backend
 	ended bool
 }
 
-func (b *unfinished) ID() message.Backend { return message.SHM }
+func (b *unfinished) Start(ops.Operation) error { return nil }
 
-func (b *unfinished) Finish(ctx context.Context) error {
+func (b *unfinished) Step(ctx context.Context, _ bool) (ops.Progress, error) {
 	<-ctx.Done()
 	b.ended = true
-	return context.Cause(ctx)
+	return ops.Waiting, context.Cause(ctx)
 }
 
 // An operation that was started is ended at the backend before its tensors are answered, though the epoch is over before the
 // lane comes to it: others may still read them.
 func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	b := new(unfinished)
-	m := new(ops.Manager)
-	if err := m.Add(b, message.Allreduce); err != nil {
+	m, err := ops.NewManager(ops.Registry{{ID: message.SHM, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }}},
+		topo.Global, []topo.Rank{0, 1}, 0)
+	if err != nil {
 		t.Fatal(err)
 	}
 	l := &lane{
@@ -39,7 +42,8 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 		claimed: true,
 	}
 	var answer error
-	e := &tensorqueue.Entry{Done: func(err error) {
+	buf := make([]byte, 8)
+	e := &tensorqueue.Entry{Input: buf, Output: buf, Done: func(err error) {
 		if answer = err; !b.ended {
 			t.Error("answered before the backend has ended it")
 		}
@@ -48,11 +52,17 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	if err := l.queue.Add(e); err != nil {
 		t.Fatal(err)
 	}
-	g := &controller.Grant{Backend: message.SHM, Responses: []*message.Response{{Kind: message.Allreduce, Name: "x"}}}
+	g := &controller.Grant{Backend: message.SHM, Responses: []*message.Response{{
+		Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Op: tensor.Sum, Shape: tensor.Shape{1}, Prescale: 1, Postscale: 1,
+	}}}
 	ctx, cancel := context.WithCancelCause(t.Context())
 	verdict := errors.New("rank 1 failed")
 	// As at the end of an epoch.
-	l.unclaim(&work{grant: g, entries: []*tensorqueue.Entry{e}, started: true})
+	w := &work{grant: g, entries: []*tensorqueue.Entry{e}}
+	if err := l.start(w); err != nil {
+		t.Fatal(err)
+	}
+	l.unclaim(w)
 	l.end(verdict)
 	cancel(verdict)
 	l.run(ctx, func(*work, error) {})

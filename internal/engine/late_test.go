@@ -12,7 +12,7 @@ import (
 
 // crowded makes a job of two whose loops would take the processor from who queues. They are rung after period; 0 is the default.
 func crowded(t *testing.T, told *[2]log, period time.Duration) *cluster {
-	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) {
+	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.LocalProcesses = runtime.NumCPU() + 1
 		cfg.Recorder = &told[cfg.Rank]
 	})

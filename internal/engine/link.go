@@ -1,13 +1,11 @@
 package engine
 
 import (
-	"bufio"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"net"
-	"sync"
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/topo"
@@ -26,8 +24,7 @@ const (
 	mostKept = 64
 )
 
-// link carries negotiation frames over a control connection. The loop sends. A goroutine of its own receives into the
-// inbox, or the loop itself asks for frames (polled.go).
+// link sends negotiation frames over a control connection.
 type link struct {
 	peer topo.Rank
 	conn transport.Conn
@@ -86,29 +83,6 @@ func (l *link) send(frame []byte) error {
 // flush waits until what was sent has left this process.
 func (l *link) flush() error { return l.conn.Flush() }
 
-// receive puts frames into in until the connection ends, which it reports there too.
-func (l *link) receive(in *inbox) {
-	r := bufio.NewReaderSize(l.conn, readStep)
-	var header [headerBytes]byte
-	for seq := uint32(0); ; seq++ {
-		if _, err := io.ReadFull(r, header[:]); err != nil {
-			in.put(event{from: l.peer, err: cause(err)})
-			return
-		}
-		n, err := frameBytes(header[:], seq)
-		if err != nil {
-			in.put(event{from: l.peer, err: err})
-			return
-		}
-		buf, err := readBody(r, in.buffer(), n)
-		if err != nil {
-			in.put(event{from: l.peer, err: cause(err)})
-			return
-		}
-		in.put(event{from: l.peer, frame: buf})
-	}
-}
-
 // frameBytes is the length of the frame that header announces, which must be number seq of its connection.
 func frameBytes(header []byte, seq uint32) (int, error) {
 	n, got := binary.LittleEndian.Uint32(header), binary.LittleEndian.Uint32(header[4:])
@@ -116,24 +90,6 @@ func frameBytes(header []byte, seq uint32) (int, error) {
 		return 0, fmt.Errorf("%w: number %d of %d bytes, want number %d of at most %d", errFrame, got, n, seq, message.MaxFrameBytes)
 	}
 	return int(n), nil
-}
-
-// readBody appends n bytes of r to buf, which grows with what arrives, not with what was announced.
-func readBody(r io.Reader, buf []byte, n int) ([]byte, error) {
-	for n > 0 {
-		step := min(n, max(readStep, cap(buf)-len(buf)))
-		at := len(buf)
-		if cap(buf)-at < step {
-			buf = append(buf, make([]byte, step)...)
-		} else {
-			buf = buf[:at+step]
-		}
-		if _, err := io.ReadFull(r, buf[at:]); err != nil {
-			return nil, err
-		}
-		n -= step
-	}
-	return buf, nil
 }
 
 // cause strips what a reader of the verdict knows already: which peer, which lane, which addresses.
@@ -163,51 +119,4 @@ type event struct {
 	from  topo.Rank
 	frame []byte
 	err   error
-}
-
-// inbox is where the receivers leave events for the loop.
-type inbox struct {
-	notify func() // wakes the loop
-
-	mu     sync.Mutex
-	events []event
-	free   [][]byte
-}
-
-func (in *inbox) put(e event) {
-	in.mu.Lock()
-	in.events = append(in.events, e)
-	in.mu.Unlock()
-	in.notify()
-}
-
-// take appends the waiting events to dst.
-func (in *inbox) take(dst []event) []event {
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	dst = append(dst, in.events...)
-	clear(in.events)
-	in.events = in.events[:0]
-	return dst
-}
-
-// buffer is an empty buffer for a frame, with the memory of an earlier one if there is any.
-func (in *inbox) buffer() []byte {
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	if n := len(in.free); n > 0 {
-		b := in.free[n-1]
-		in.free = in.free[:n-1]
-		return b
-	}
-	return nil
-}
-
-// recycle takes back the buffer of a frame that was decoded.
-func (in *inbox) recycle(b []byte) {
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	if b != nil && cap(b) <= maxKept && len(in.free) < mostKept {
-		in.free = append(in.free, b[:0])
-	}
 }

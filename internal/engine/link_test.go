@@ -3,9 +3,9 @@ package engine
 import (
 	"bytes"
 	"encoding/binary"
+	"io"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/transport"
 )
 
@@ -56,26 +56,20 @@ func FuzzReceive(f *testing.F) {
 	f.Add(header(1<<32-1, 0))
 	f.Add(header(2, 1))
 	f.Fuzz(func(t *testing.T, in []byte) {
-		for seq, rest := uint32(0), in; len(rest) >= headerBytes; seq++ {
-			n, err := frameBytes(rest, seq)
-			if err != nil {
+		from := &frames{conn: &arrivals{pieces: [][]byte{in}, end: io.EOF}}
+		rest := in
+		for seq := uint32(0); ; seq++ {
+			ev, ok := from.next()
+			if cap(from.buf) > 2*len(in)+2*readStep {
+				t.Fatalf("%d bytes were allocated for %d", cap(from.buf), len(in))
+			}
+			if !ok || ev.err != nil {
 				return
 			}
-			if n < 0 || n > message.MaxFrameBytes || !bytes.HasPrefix(rest, header(uint32(n), seq)) {
-				t.Fatalf("%x was read as frame %d of %d bytes", rest[:headerBytes], seq, n)
+			if !bytes.HasPrefix(rest, append(header(uint32(len(ev.frame)), seq), ev.frame...)) {
+				t.Fatalf("got frame %d %x of %x", seq, ev.frame, rest)
 			}
-			r := bytes.NewReader(rest[headerBytes:])
-			body, err := readBody(r, nil, n)
-			if err != nil {
-				if cap(body) > 2*len(in)+readStep {
-					t.Fatalf("%d bytes were allocated for %d", cap(body), len(in))
-				}
-				return
-			}
-			if !bytes.Equal(body, rest[headerBytes:][:n]) {
-				t.Fatalf("got %x of %x", body, rest)
-			}
-			rest = rest[headerBytes+n:]
+			rest = rest[headerBytes+len(ev.frame):]
 		}
 	})
 }

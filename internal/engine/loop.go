@@ -22,11 +22,6 @@ func (e *Engine) BackgroundThreadLoop() {
 	defer e.cancel(nil)
 	e.pin()
 	var connected sync.WaitGroup
-	if e.poller == nil {
-		for _, l := range e.links {
-			connected.Go(func() { l.receive(&e.inbox) })
-		}
-	}
 	err := e.sched.run()
 	e.sched.notifyPeers() // of the last frames
 	if e.failure = err; err == nil {
@@ -37,9 +32,7 @@ func (e *Engine) BackgroundThreadLoop() {
 	// The last frames must reach the peers. A connection that is closed while something unread has come over it is
 	// reset, and a reset may overtake the verdict: after a failure the connections stand until somebody
 	// calls Shutdown or Close.
-	if e.poller != nil {
-		e.drain(&connected)
-	}
+	e.drain(&connected)
 	flushed := make(chan struct{})
 	connected.Go(func() {
 		defer close(flushed)

@@ -156,23 +156,6 @@ func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err err
 	return 0, nil // see sendUp
 }
 
-// listen applies what came over the control connections.
-func (e *Engine) listen() error {
-	if e.poller != nil {
-		return e.listenPolled()
-	}
-	s := &e.scratch
-	s.events = e.inbox.take(s.events[:0])
-	defer clear(s.events)
-	for i := range s.events {
-		if err := e.hear(&s.events[i]); err != nil {
-			return err
-		}
-		e.inbox.recycle(s.events[i].frame)
-	}
-	return nil
-}
-
 // hear applies something that came over a control connection. An error ends the epoch at once.
 func (e *Engine) hear(ev *event) error {
 	switch {

@@ -62,9 +62,9 @@ func (l *log) operations() []trace.Operation {
 // Every tensor that is answered is told of, before the answer, with times in order and a number that all ranks have.
 func TestOperationsAreTold(t *testing.T) {
 	const n, steps = 3, 30
-	told := func(t *testing.T, net func(n int) *mem.Cluster, lockstep bool) {
+	told := func(t *testing.T, lockstep bool) {
 		recorders, timelines := make([]log, n), make([]log, n)
-		c := startOn(t, net(n), n, func(cfg *engine.Config) {
+		c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 			cfg.Lockstep = lockstep
 			cfg.Recorder = &recorders[cfg.Rank]
 		})
@@ -152,9 +152,7 @@ func TestOperationsAreTold(t *testing.T) {
 		}
 		c.shutdown()
 	}
-	t.Run("event", func(t *testing.T) { told(t, mem.New, false) })
-	t.Run("polled", func(t *testing.T) { told(t, mem.NewPolled, false) })
-	t.Run("lockstep", func(t *testing.T) { told(t, mem.New, true) })
+	both(t, told)
 }
 
 func checkOperation(t *testing.T, rank int, op *trace.Operation) {

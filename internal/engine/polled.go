@@ -1,7 +1,7 @@
 package engine
 
 import (
-	"fmt"
+	"cmp"
 	"io"
 	"runtime"
 	"slices"
@@ -17,34 +17,18 @@ func (e *Engine) send(l *link, frame []byte) error {
 	return l.send(frame)
 }
 
-// openPolled makes the loop poll the control connections, if they can be polled.
-func (e *Engine) openPolled() error {
-	p, ok := e.cfg.Mesh.(transport.Poller)
-	if !ok {
-		return nil
-	}
+// openPolled makes the loop poll the control connections.
+func (e *Engine) openPolled() {
 	for _, l := range e.links {
-		conn, ok := l.conn.(transport.Polled)
-		if !ok {
-			return fmt.Errorf("engine: rank %d: control channel to rank %d is a %T, want a transport.Polled", e.cfg.Rank, l.peer, l.conn)
-		}
-		e.polled = append(e.polled, &frames{peer: l.peer, conn: conn})
+		e.polled = append(e.polled, &frames{peer: l.peer, conn: l.conn})
 	}
-	e.poller = p
-	p.OnBell(e.sched.notify)
-	e.sched.poll(meshPeers{p}, newPollLimits(e.cfg.Spin, len(e.cfg.Cores) > 0, e.localProcesses(), runtime.NumCPU(), runtime.GOMAXPROCS(0)))
-	return nil
+	e.cfg.Mesh.OnNotify(e.sched.notify)
+	e.sched.poll(e.cfg.Mesh, newPollLimits(e.cfg.Spin, len(e.cfg.Cores) > 0, e.cfg.Mesh.EntersKernel(),
+		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), runtime.NumCPU(), runtime.GOMAXPROCS(0)))
 }
 
-// meshPeers are the peers of a mesh.
-type meshPeers struct{ transport.Poller }
-
-func (p meshPeers) NotifyPeers() { p.Ring() }
-func (p meshPeers) Park() bool   { return p.Rest() }
-func (p meshPeers) Unpark()      { p.Wake() }
-
-// listenPolled applies what the control connections have.
-func (e *Engine) listenPolled() error {
+// listen applies what the control connections have.
+func (e *Engine) listen() error {
 	for _, f := range e.polled {
 		for n := 0; ; n++ {
 			if n == framesPerTurn {
@@ -76,7 +60,7 @@ const framesPerTurn = 64
 // frames cuts the frames out of what a control connection has received, without waiting.
 type frames struct {
 	peer topo.Rank
-	conn transport.Polled
+	conn transport.Conn
 
 	seq   uint32
 	buf   []byte // from at on, what came and was not used

@@ -1,7 +1,6 @@
 package engine_test
 
 import (
-	"context"
 	"encoding/binary"
 	"runtime"
 	"slices"
@@ -45,7 +44,7 @@ func comesToRest(t *testing.T, c *cluster) {
 // A loop watches while its rank is busy. When it is not, or waits for a rank that does not come, it sleeps.
 func TestIdleRanksDoNotWatch(t *testing.T) {
 	const n = 3
-	c := startOn(t, mem.NewPolled(n), n, func(cfg *engine.Config) { cfg.Spin = time.Millisecond })
+	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) { cfg.Spin = time.Millisecond })
 	c.each(func(r int) {
 		for range 100 {
 			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
@@ -77,7 +76,7 @@ func TestIdleRanksDoNotWatch(t *testing.T) {
 
 // An operation that took longer than a loop watches is followed by some watching: the next is likely to come soon.
 func TestWatchesAfterALongOperation(t *testing.T) {
-	c := startOn(t, mem.NewPolled(2), 2, func(cfg *engine.Config) { cfg.Spin = -1 }) // every operation is longer than that
+	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = -1 }) // every operation is longer than that
 	release := make(chan struct{})
 	var done [2]chan error
 	c.each(func(r int) {
@@ -111,27 +110,27 @@ func TestWatchesAfterALongOperation(t *testing.T) {
 
 // counted counts how often a loop says that it rests, and that it looks again.
 type counted struct {
-	transport.Poller
+	transport.Mesh
 	rests, wakes atomic.Int32
 }
 
-func (c *counted) Rest() bool {
+func (c *counted) Park() bool {
 	c.rests.Add(1)
-	return c.Poller.Rest()
+	return c.Mesh.Park()
 }
 
-func (c *counted) Wake() {
+func (c *counted) Unpark() {
 	c.wakes.Add(1)
-	c.Poller.Wake()
+	c.Mesh.Unpark()
 }
 
 // A loop that rested says so when it looks again, so that peers need not ring for what it sees anyhow.
 func TestLoopsWakeTheMesh(t *testing.T) {
-	net := mem.NewPolled(2)
+	net := mem.New(2)
 	var meshes [2]counted
 	c := startOn(t, net, 2, func(cfg *engine.Config) {
 		m := &meshes[cfg.Rank]
-		m.Poller = net.Mesh(cfg.Rank).(transport.Poller)
+		m.Mesh = net.Mesh(cfg.Rank)
 		cfg.Mesh, cfg.Spin = m, -1
 	})
 	c.each(func(r int) {
@@ -151,39 +150,35 @@ func TestLoopsWakeTheMesh(t *testing.T) {
 
 // A rank whose epoch has failed reads on until it is closed, so that living peers get rid of what they sent.
 func TestReadsOnAfterAFailure(t *testing.T) {
-	for name, net := range map[string]func(int) *mem.Cluster{"received": mem.New, "polled": mem.NewPolled} {
-		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				const n = 3
-				c := startOn(t, net(n), n, func(cfg *engine.Config) { cfg.Spin = -1 })
-				c.net.Kill(2)
-				for _, e := range c.engines {
-					<-e.Ended()
-				}
-				conn, err := c.net.Mesh(1).Conn(t.Context(), transport.Control, 0)
-				if err != nil {
-					t.Fatal(err)
-				}
-				began := time.Now()
-				if err := conn.Send([]byte("too late to matter")); err != nil {
-					t.Error(err)
-				}
-				flushed := make(chan error, 1)
-				go func() { flushed <- conn.Flush() }()
-				select {
-				case err := <-flushed:
-					if took := time.Since(began); err != nil || took != 0 {
-						t.Errorf("flushed after %v with %v", took, err)
-					}
-				case <-time.After(time.Minute): // in the bubble
-					t.Error("nobody reads")
-				}
-				for _, e := range c.engines {
-					e.Close()
-				}
-			})
-		})
-	}
+	synctest.Test(t, func(t *testing.T) {
+		const n = 3
+		c := start(t, n, nil)
+		c.net.Kill(2)
+		for _, e := range c.engines {
+			<-e.Ended()
+		}
+		conn, err := c.net.Mesh(1).Conn(t.Context(), transport.Control, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		began := time.Now()
+		if err := conn.Send([]byte("too late to matter")); err != nil {
+			t.Error(err)
+		}
+		flushed := make(chan error, 1)
+		go func() { flushed <- conn.Flush() }()
+		select {
+		case err := <-flushed:
+			if took := time.Since(began); err != nil || took != 0 {
+				t.Errorf("flushed after %v with %v", took, err)
+			}
+		case <-time.After(time.Minute): // in the bubble
+			t.Error("nobody reads")
+		}
+		for _, e := range c.engines {
+			e.Close()
+		}
+	})
 }
 
 // A deadline that comes before the next heartbeat is not missed.
@@ -207,72 +202,68 @@ func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 // While a lane is busy what comes next is negotiated: one grant is ready to begin, and the others collect, to be granted
 // together. They run in order.
 func TestNegotiationOverlapsExecution(t *testing.T) {
-	for name, net := range map[string]func(int) *mem.Cluster{"received": mem.New, "polled": mem.NewPolled} {
-		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				const n = 3
-				c := startOn(t, net(n), n, func(cfg *engine.Config) { cfg.Spin = -1 })
-				release := make(chan struct{})
-				var mu sync.Mutex
-				order := make([][]string, n)
-				all := make([][]chan error, n)
-				submit := func(entry func(r int) *tensorqueue.Entry) {
-					c.each(func(r int) {
-						e := entry(r)
-						done := make(chan error, 1)
-						e.Done = func(err error) {
-							mu.Lock()
-							order[r] = append(order[r], e.Request.Name)
-							mu.Unlock()
-							done <- err
-						}
-						all[r] = append(all[r], done)
-						if err := c.engines[r].Submit(e); err != nil {
-							t.Error(err)
-						}
-					})
-					synctest.Wait()
+	synctest.Test(t, func(t *testing.T) {
+		const n = 3
+		c := start(t, n, nil)
+		release := make(chan struct{})
+		var mu sync.Mutex
+		order := make([][]string, n)
+		all := make([][]chan error, n)
+		submit := func(entry func(r int) *tensorqueue.Entry) {
+			c.each(func(r int) {
+				e := entry(r)
+				done := make(chan error, 1)
+				e.Done = func(err error) {
+					mu.Lock()
+					order[r] = append(order[r], e.Request.Name)
+					mu.Unlock()
+					done <- err
 				}
-				queued := func(when string, want int) {
-					for r, e := range c.engines {
-						if got := e.Queued(topo.Global); got != want {
-							t.Errorf("%s: rank %d has %d grants waiting for its lane, want %d", when, r, got, want)
-						}
-					}
+				all[r] = append(all[r], done)
+				if err := c.engines[r].Submit(e); err != nil {
+					t.Error(err)
 				}
-				submit(func(int) *tensorqueue.Entry {
-					return gather("a", func(n int) []byte {
-						<-release
-						return make([]byte, n)
-					})
-				})
-				queued("while a runs", 0)
-				submit(func(int) *tensorqueue.Entry { return sum("b", make([]byte, 8)) })
-				queued("with b submitted", 1)
-				submit(func(int) *tensorqueue.Entry { return sum("c", make([]byte, 8)) })
-				submit(func(int) *tensorqueue.Entry { return sum("d", make([]byte, 8)) })
-				queued("with c and d submitted, which wait for a", 1)
-				close(release)
-				for r := range all {
-					for _, done := range all[r] {
-						if err := <-done; err != nil {
-							t.Errorf("rank %d: %v", r, err)
-						}
-					}
-					if want := []string{"a", "b", "c", "d"}; !slices.Equal(order[r], want) {
-						t.Errorf("rank %d: done in the order %v, want %v", r, order[r], want)
-					}
+			})
+			synctest.Wait()
+		}
+		queued := func(when string, want int) {
+			for r, e := range c.engines {
+				if got := e.Queued(topo.Global); got != want {
+					t.Errorf("%s: rank %d has %d grants waiting for its lane, want %d", when, r, got, want)
 				}
-				c.shutdown()
+			}
+		}
+		submit(func(int) *tensorqueue.Entry {
+			return gather("a", func(n int) []byte {
+				<-release
+				return make([]byte, n)
 			})
 		})
-	}
+		queued("while a runs", 0)
+		submit(func(int) *tensorqueue.Entry { return sum("b", make([]byte, 8)) })
+		queued("with b submitted", 1)
+		submit(func(int) *tensorqueue.Entry { return sum("c", make([]byte, 8)) })
+		submit(func(int) *tensorqueue.Entry { return sum("d", make([]byte, 8)) })
+		queued("with c and d submitted, which wait for a", 1)
+		close(release)
+		for r := range all {
+			for _, done := range all[r] {
+				if err := <-done; err != nil {
+					t.Errorf("rank %d: %v", r, err)
+				}
+			}
+			if want := []string{"a", "b", "c", "d"}; !slices.Equal(order[r], want) {
+				t.Errorf("rank %d: done in the order %v, want %v", r, order[r], want)
+			}
+		}
+		c.shutdown()
+	})
 }
 
 // An operation in the steady state allocates next to nothing at all its ranks together: fusion's list of what runs together.
 func TestSteadyStateAllocates(t *testing.T) {
 	for _, n := range []int{1, 2, 4} {
-		c := startOn(t, mem.NewPolled(n), n, nil)
+		c := startOn(t, mem.New(n), n, nil)
 		// Without elements nothing is allocated for the data.
 		entries := make([]*tensorqueue.Entry, n)
 		done := make(chan error, n)
@@ -307,29 +298,10 @@ func TestSteadyStateAllocates(t *testing.T) {
 
 var noElements = tensor.Shape{0}
 
-// unpolled is a Poller whose Conns are not Polled.
-type unpolled struct{ transport.Poller }
-
-func (unpolled) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
-	return struct{ transport.Conn }{}, nil
-}
-
-// A mesh that breaks its promise is refused.
-func TestPollerWithoutPolledConns(t *testing.T) {
-	net := mem.NewPolled(2)
-	_, err := engine.Start(t.Context(), engine.Config{Rank: 0, Size: 2, Mesh: unpolled{net.Mesh(0).(transport.Poller)}})
-	if err == nil || !strings.Contains(err.Error(), "control channel to rank 1") {
-		t.Errorf("got error %v, want one about the channel to rank 1", err)
-	}
-	if _, err := net.Mesh(0).Conn(t.Context(), 1, 1); err == nil {
-		t.Error("the mesh is not closed")
-	}
-}
-
 // More frames at once than one turn takes from a peer are all heard, though nothing rings for the rest of them.
 func TestManyFramesAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		net := mem.NewPolled(2)
+		net := mem.New(2)
 		var stream []byte
 		for seq := range uint32(500) {
 			body, err := message.AppendUp(nil, &message.Up{Type: message.UpHeartbeat})

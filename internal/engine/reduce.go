@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"context"
 	"slices"
 
 	"github.com/gohvd/gohvd/message"
@@ -15,169 +14,154 @@ import (
 // which does so for tensors that come one by one, need not be the same at all ranks; this is.
 const maxStagedBytes = 64 << 20
 
-// maxNeutralBytes bounds what the engine's loop writes for a rank that is absent, before it knows whether the operation can be started
-// there.
-const maxNeutralBytes = 64 << 10
-
-// allreduce reduces the tensors of w, those of each type together.
-func (l *lane) allreduce(ctx context.Context, backend ops.Backend, w *work) error {
-	r := w.grant.Responses[0]
-	if r.DType.Valid() {
-		return l.allreduceType(ctx, backend, w, r.DType)
-	}
-	for dt := range r.Parts.Types() {
-		if err := l.allreduceType(ctx, backend, w, dt); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// allreduceType reduces the tensors of one type.
-func (l *lane) allreduceType(ctx context.Context, backend ops.Backend, w *work, dt tensor.DType) error {
-	s := scalingOf(w.grant.Responses[0], dt, l.averageOver(w))
-	fuser, whereTheyLie := backend.(ops.Fuser)
-	whereTheyLie = whereTheyLie && fusible(w, s)
-	tensors := l.tensors(w, dt)
-	defer clear(tensors)
-	if whereTheyLie && len(w.grant.Absent) == 0 {
-		return l.allreduceFused(ctx, fuser, w, s, &batch{tensors: tensors}) // nobody needs a buffer
-	}
-	counts, losses := l.counts(w, dt), l.losses(w, dt)
-	for from := 0; from < len(counts); {
-		to, numBytes := from+1, counts[from]
-		for to < len(counts) && counts[to] <= maxStagedBytes-numBytes {
-			numBytes += counts[to]
-			to++
-		}
-		b := batch{counts: counts[from:to]}
-		if !w.absent {
-			b.tensors = tensors[from:to]
-		}
-		if losses != nil {
-			b.losses = losses[from:to]
-		}
-		var err error
-		if whereTheyLie {
-			err = l.allreduceFused(ctx, fuser, w, s, &b)
-		} else {
-			err = l.allreduceStaged(ctx, backend, w, s, &b)
-		}
-		if err != nil {
-			return err
-		}
-		from = to
-	}
-	return nil
-}
-
-// batch is what is reduced at once.
-type batch struct {
-	counts []int64 // bytes that travel, by tensor
-	// tensors are this rank's; none if it is absent. losses say for which it is made up what compression loses; nil if for none.
+// reduction is the state of an allreduce between its parts.
+type reduction struct {
+	types   []tensor.DType // that are left, after this one
+	scaling scaling
+	// tensors are this rank's of one type, none if it is absent; counts are the bytes that travel of each, and losses say for
+	// which it is made up what compression loses. counts is nil if all tensors are one part and nobody needs to know.
 	tensors []ops.Tensor
+	counts  []int64
+	losses  []loss
+	next    int // tensor after this part
+	batch   batch
+	staged  bool // the part is reduced in buf, which is its output or in the fusion buffer
+	direct  bool // buf is its output
+}
+
+// batch is the tensors that are reduced as one part.
+type batch struct {
+	tensors []ops.Tensor
+	counts  []int64
 	losses  []loss
 }
 
-// allreduceStaged reduces one tensor in its output, several in the fusion buffer, and so one that is compressed.
-func (l *lane) allreduceStaged(ctx context.Context, backend ops.Backend, w *work, s scaling, b *batch) error {
+// startAllreduce begins with the first type.
+func (l *lane) startAllreduce() error {
+	x := &l.execution
+	r := x.work.grant.Responses[0]
+	x.types = append(l.scratch.types[:0], r.DType)
+	if !r.DType.Valid() {
+		x.types = slices.AppendSeq(x.types[:0], r.Parts.Types())
+	}
+	l.scratch.types = x.types
+	return l.nextPart()
+}
+
+// hasParts reports whether parts of the allreduce are left.
+func (x *execution) hasParts() bool { return x.next < len(x.counts) || len(x.types) > 0 }
+
+// nextPart prepares the next part of an allreduce.
+func (l *lane) nextPart() error {
+	x := &l.execution
+	w := x.work
+	if x.next == len(x.counts) {
+		dt := x.types[0]
+		x.types = x.types[1:]
+		x.scaling = scalingOf(w.grant.Responses[0], dt, l.averageOver(w))
+		x.staged = !x.lists || !fusible(w, x.scaling)
+		x.tensors, x.counts, x.next = l.tensors(w, dt), nil, 0
+		if x.staged || len(w.grant.Absent) > 0 {
+			x.counts, x.losses = l.counts(w, dt), l.losses(w, dt)
+		}
+	}
+	x.batch = batch{tensors: x.tensors}
+	if x.counts != nil {
+		from := x.next
+		numBytes := x.counts[from]
+		for x.next++; x.next < len(x.counts) && x.counts[x.next] <= maxStagedBytes-numBytes; x.next++ {
+			numBytes += x.counts[x.next]
+		}
+		x.batch.counts = x.counts[from:x.next]
+		if !w.absent {
+			x.batch.tensors = x.tensors[from:x.next]
+		}
+		if x.losses != nil {
+			x.batch.losses = x.losses[from:x.next]
+		}
+	}
+	if x.staged {
+		return l.pack()
+	}
+	return l.list()
+}
+
+// list has the backend reduce the tensors of the part where they lie.
+func (l *lane) list() (err error) {
+	x := &l.execution
+	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.grant.Responses[0].Op.Base(), x.scaling.ops()
+	x.op.Tensors, err = l.tensorsOrNeutral(x.work, x.scaling.dt, &x.batch)
+	return err
+}
+
+// pack has the backend reduce the tensors of the part in the fusion buffer, or one that is not compressed in its output.
+func (l *lane) pack() (err error) {
+	x := &l.execution
+	w, b, s := x.work, &x.batch, x.scaling
 	r := w.grant.Responses[0]
 	wire := s.dt
 	if r.Wire.Valid() {
 		wire = r.Wire
 	}
-	direct := len(b.tensors) == 1 && !r.Wire.Valid()
-	var buf []byte
-	if direct {
-		buf = b.tensors[0].Out
+	if x.direct = len(b.tensors) == 1 && !r.Wire.Valid(); x.direct {
+		x.buf = b.tensors[0].Out
 	} else {
-		buf = l.scratch.fused.Bytes(int(sum(b.counts)))
+		x.buf = l.scratch.fused.Bytes(int(sum(b.counts)))
 	}
-	var err error
 	w.enter(packing)
 	switch {
 	case w.absent:
-		err = neutral(r.Op, wire, buf)
+		err = neutral(r.Op, wire, x.buf)
 	case r.Wire.Valid():
-		err = l.compress(b, s, wire, buf)
-	case direct:
-		copyUnlessSame(buf, b.tensors[0].In)
-		err = s.before(buf)
+		err = l.compress(b, s, wire, x.buf)
+	case x.direct:
+		copyUnlessSame(x.buf, b.tensors[0].In)
+		err = s.before(x.buf)
 	default:
 		at := 0
 		for _, t := range b.tensors {
-			at += copy(buf[at:], t.In)
+			at += copy(x.buf[at:], t.In)
 		}
-		err = s.before(buf)
+		err = s.before(x.buf)
 	}
-	if err != nil {
-		return err
-	}
-	w.enter(exchanging)
+	x.one[0] = ops.Tensor{In: x.buf, Out: x.buf}
+	x.op.DType, x.op.Op, x.op.Tensors, x.op.Scaling = wire, r.Op.Base(), x.one[:], ops.Scaling{Pre: 1, Post: 1}
 	if r.Op == tensor.Adasum {
-		err = backend.Adasum(ctx, w.grant.Algorithm, wire, buf, b.counts)
-	} else {
-		err = backend.Allreduce(ctx, w.grant.Algorithm, wire, r.Op.Base(), buf)
+		x.op.Counts = b.counts
+	}
+	return err
+}
+
+// finishPart scales the result of a part, and copies it to the outputs, if the backend has not.
+func (l *lane) finishPart() error {
+	x := &l.execution
+	w, b, s := x.work, &x.batch, x.scaling
+	if !x.staged {
+		return nil
 	}
 	w.enter(unpacking)
 	switch {
-	case err != nil || w.absent:
-		return err
-	case r.Wire.Valid():
-		return decompress(b, s, wire, buf)
+	case w.absent:
+		return nil
+	case w.grant.Responses[0].Wire.Valid():
+		return decompress(b, s, x.op.DType, x.buf)
 	}
-	if err := s.after(buf); err != nil || direct {
+	if err := s.after(x.buf); err != nil || x.direct {
 		return err
 	}
 	at := 0
 	for _, t := range b.tensors {
-		at += copy(t.Out, buf[at:])
+		at += copy(t.Out, x.buf[at:])
 	}
 	return nil
 }
 
-// fusible reports whether a Fuser can reduce the tensors of an allreduce where they lie. All contributions are scaled by
+// fusible reports whether a backend can reduce the tensors of an allreduce where they lie. All contributions are scaled by
 // the same factor there: so if there is one, no rank may be absent, whose part does nothing to a reduction but would if it
 // were scaled.
 func fusible(w *work, s scaling) bool {
 	r := w.grant.Responses[0]
 	return r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0)
-}
-
-// allreduceFused reduces tensors where they lie.
-func (l *lane) allreduceFused(ctx context.Context, backend ops.Fuser, w *work, s scaling, b *batch) error {
-	tensors, err := l.tensorsOrNeutral(w, s.dt, b)
-	if err != nil {
-		return err
-	}
-	w.enter(exchanging)
-	return backend.AllreduceFused(ctx, w.grant.Algorithm, s.dt, w.grant.Responses[0].Op.Base(), s.ops(), tensors)
-}
-
-// startAllreduce starts an allreduce of tensors of one type, unless it is done in batches.
-func (l *lane) startAllreduce(backend ops.Starter, w *work, long bool) (started bool, err error) {
-	r := w.grant.Responses[0]
-	s := scalingOf(r, r.DType, l.averageOver(w))
-	if !r.DType.Valid() || !fusible(w, s) {
-		return false, nil
-	}
-	b := batch{}
-	if len(w.grant.Absent) > 0 {
-		b.counts = l.counts(w, s.dt)
-		if total := sum(b.counts); total > maxStagedBytes || w.absent && !long && total > maxNeutralBytes {
-			return false, nil
-		}
-	}
-	if !w.absent {
-		b.tensors = l.tensors(w, s.dt)
-		defer clear(b.tensors)
-	}
-	tensors, err := l.tensorsOrNeutral(w, s.dt, &b)
-	if err != nil {
-		return false, err
-	}
-	w.enter(exchanging)
-	return backend.StartAllreduce(w.grant.Algorithm, r.DType, r.Op.Base(), s.ops(), tensors, long)
 }
 
 // tensorsOrNeutral are the tensors of b, or, for a rank that is absent, one that does nothing to a reduction.
@@ -273,17 +257,15 @@ func (l *lane) losses(w *work, dt tensor.DType) []loss {
 	return all
 }
 
-// reducescatter reduces in the fusion buffer, which has a block for each rank, and in it that rank's rows of each
+// startReducescatter reduces in the fusion buffer, which has a block for each rank, and in it that rank's rows of each
 // tensor; or, in place, in the tensor itself, which is laid out like that.
-func (l *lane) reducescatter(ctx context.Context, backend ops.Backend, w *work) error {
+func (l *lane) startReducescatter() error {
+	x := &l.execution
+	w := x.work
 	r := w.grant.Responses[0]
-	s := scalingOf(r, r.DType, l.averageOver(w))
+	x.scaling = scalingOf(r, r.DType, l.averageOver(w))
 	counts := l.scratch.counts[:0]
-	var mine int64 // where this rank's block begins
 	for i := range l.set.Ranks {
-		if i == l.me {
-			mine = sum(counts)
-		}
 		var n int64
 		for _, r := range w.grant.Responses {
 			_, rows := tensor.Rows(r.Shape[0], len(l.set.Ranks), i)
@@ -292,28 +274,26 @@ func (l *lane) reducescatter(ctx context.Context, backend ops.Backend, w *work) 
 		counts = append(counts, n)
 	}
 	l.scratch.counts = counts
-	inPlace := len(w.entries) == 1 && w.entries[0].InPlace
-	var buf []byte
-	if inPlace {
-		buf = w.entries[0].Input
+	if x.direct = len(w.entries) == 1 && w.entries[0].InPlace; x.direct {
+		x.buf = w.entries[0].Input
 	} else {
-		buf = l.scratch.fused.Bytes(int(sum(counts)))
+		x.buf = l.scratch.fused.Bytes(int(sum(counts)))
 	}
+	x.op.Buf, x.op.Counts, x.op.DType, x.op.Op = x.buf, counts, r.DType, r.Op.Base()
 	w.enter(packing)
-	if err := l.fillBlocks(w, s, buf, inPlace); err != nil {
-		return err
-	}
-	w.enter(exchanging)
-	if err := backend.Reducescatter(ctx, w.grant.Algorithm, r.DType, r.Op.Base(), buf, counts); err != nil || w.absent {
-		return err
-	}
-	w.enter(unpacking)
-	result := buf[mine : mine+counts[l.me]]
-	if err := s.after(result); err != nil || inPlace {
+	return l.fillBlocks(w, x.scaling, x.buf, x.direct)
+}
+
+// unpackReducescatter scales this rank's block, and copies it to the outputs.
+func (l *lane) unpackReducescatter() error {
+	x := &l.execution
+	mine := sum(x.op.Counts[:l.me])
+	result := x.buf[mine : mine+x.op.Counts[l.me]]
+	if err := x.scaling.after(result); err != nil || x.direct {
 		return err
 	}
 	at := 0
-	for _, e := range w.entries {
+	for _, e := range x.work.entries {
 		at += copy(e.Output, result[at:])
 	}
 	return nil

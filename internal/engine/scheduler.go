@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/futex"
+	"github.com/gohvd/gohvd/transport"
 )
 
 // scheduler decides which goroutine runs the turns of the loop, how long it polls between them, and when it parks.
@@ -121,7 +122,7 @@ type pace struct {
 
 // newPollLimits is for a loop among the given number of processes on a host with so many processors, in one that uses so many
 // threads for goroutines. The numbers of polls are those of the shortest times to completion that were measured.
-func newPollLimits(budget time.Duration, pinned bool, processes, cores, threads int) pollLimits {
+func newPollLimits(budget time.Duration, pinned, entersKernel bool, processes, cores, threads int) pollLimits {
 	// Each process keeps two threads busy if it can: the loop polls while a lane runs, or the caller. If the caller drives it is
 	// one.
 	busy := processes * min(2, threads)
@@ -137,6 +138,9 @@ func newPollLimits(budget time.Duration, pinned bool, processes, cores, threads 
 	if processes > cores {
 		l.drivePace = pace{1, 64}
 	}
+	if entersKernel {
+		l.backgroundPace.pollsPerYield, l.drivePace.pollsPerYield = 1, 1
+	}
 	l.backgroundBudget = max(budget, 0)
 	if budget == 0 {
 		// A thread that gives way waits for its turn as well.
@@ -151,19 +155,12 @@ func newPollLimits(budget time.Duration, pinned bool, processes, cores, threads 
 
 // newScheduler returns the scheduler of a loop that nobody polls or drives.
 func newScheduler(l loop, clock func() time.Duration, stop <-chan struct{}) *scheduler {
-	s := &scheduler{loop: l, peers: noPeers{}, clock: clock, stop: stop, wake: make(chan struct{}, 1)}
+	s := &scheduler{loop: l, peers: transport.Alone{}, clock: clock, stop: stop, wake: make(chan struct{}, 1)}
 	s.deferred.timer = time.AfterFunc(never, s.deferralEnds)
 	s.deferred.timer.Stop()
 	s.deferred.period = deferralPeriod
 	return s
 }
-
-// noPeers are peers that need not be notified because they do not poll.
-type noPeers struct{}
-
-func (noPeers) NotifyPeers() {}
-func (noPeers) Park() bool   { return true }
-func (noPeers) Unpark()      {}
 
 // poll makes the scheduler poll within limits.
 func (s *scheduler) poll(p peers, limits pollLimits) {

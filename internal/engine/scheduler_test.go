@@ -372,21 +372,22 @@ func TestPollLimits(t *testing.T) {
 	for _, test := range []struct {
 		name                  string
 		budget                time.Duration
-		pinned                bool
+		pinned, kernel        bool
 		ranks, cores, threads int
 		want                  pollLimits
 	}{
-		{"room for all", 0, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
-		{"room for one thread each", 0, false, 2, 4, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 1}, drivePace: pace{16, 256}}},
-		{"alone on one processor", 0, false, 1, 1, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
-		{"as many ranks as processors", 0, false, 2, 2, 2, pollLimits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, tight: true, drivePace: pace{16, 256}}},
-		{"the same with a thread each", 0, false, 2, 2, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
-		{"more ranks than processors", 0, false, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
-		{"pinned", 0, true, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, drivePace: pace{16, 256}, pinned: true}},
-		{"a budget of its own", time.Hour, false, 4, 2, 2, pollLimits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
-		{"no budget", -1, false, 2, 16, 16, pollLimits{backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
+		{"room for all", 0, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
+		{"polling enters the kernel", 0, false, true, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 64}, drivePace: pace{1, 256}}},
+		{"room for one thread each", 0, false, false, 2, 4, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 1}, drivePace: pace{16, 256}}},
+		{"alone on one processor", 0, false, false, 1, 1, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
+		{"as many ranks as processors", 0, false, false, 2, 2, 2, pollLimits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, tight: true, drivePace: pace{16, 256}}},
+		{"the same with a thread each", 0, false, false, 2, 2, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
+		{"more ranks than processors", 0, false, false, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
+		{"pinned", 0, true, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, drivePace: pace{16, 256}, pinned: true}},
+		{"a budget of its own", time.Hour, false, false, 4, 2, 2, pollLimits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
+		{"no budget", -1, false, false, 2, 16, 16, pollLimits{backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
 	} {
-		if got := newPollLimits(test.budget, test.pinned, test.ranks, test.cores, test.threads); got != test.want {
+		if got := newPollLimits(test.budget, test.pinned, test.kernel, test.ranks, test.cores, test.threads); got != test.want {
 			t.Errorf("%s: got %+v, want %+v", test.name, got, test.want)
 		}
 	}

@@ -75,6 +75,7 @@ func (e *Engine) addSet(set controller.Set) error {
 	e.running.Go(func() {
 		e.pin()
 		l.run(e.ctx, e.laneFinished)
+		l.manager.Close()
 	})
 	return nil
 }

@@ -435,9 +435,11 @@ type slowConn struct {
 	delay time.Duration
 }
 
-func (c slowConn) Read(p []byte) (int, error) {
-	n, err := c.Conn.Read(p)
-	time.Sleep(c.delay) // in the bubble
+func (c slowConn) TryRead(p []byte) (int, error) {
+	n, err := c.Conn.TryRead(p)
+	if n > 0 {
+		time.Sleep(c.delay) // in the bubble
+	}
 	return n, err
 }
 

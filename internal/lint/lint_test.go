@@ -77,7 +77,7 @@ var floors = [][]string{
 	{"internal/meeting"},
 	{"transport/tcp", "transport/mem", "transport/shm", "transport/transporttest"},
 	{"ops"},
-	{"ops/tcp", "ops/shm"},
+	{"ops/tcp", "ops/shm", "ops/opstest"},
 	{"internal/engine", "internal/session"},
 	{"internal/observe"},
 	{"hvd", "internal/launch", "internal/testcluster"},

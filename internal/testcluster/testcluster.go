@@ -16,6 +16,7 @@
 package testcluster
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,7 +27,8 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
-	ops "github.com/gohvd/gohvd/ops/shm"
+	opsshm "github.com/gohvd/gohvd/ops/shm"
+	opstcp "github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
@@ -60,12 +62,15 @@ type Options struct {
 	Latency time.Duration
 	// Sets are the members, ascending, of the process sets 1, 2, ... that the job begins with.
 	Sets [][]topo.Rank
-	// Config, if not nil, changes the configuration of a rank, which Config.Rank names. It must give all ranks the same
+	// Config, if not nil, changes the configuration of a rank, which Config.Rank names. Over Mem its Spin is -1 before, because
+	// in a bubble time does not pass for a loop that polls. Config must give all ranks the same
 	// settings of the negotiation, and is called by all of them at once.
 	Config func(*engine.Config)
 	// OnFrame, if not nil, sees every frame of the negotiation that goes from one rank to another, before it does. The
 	// ranks call it at once. It must not keep or change the frame.
 	OnFrame func(from, to topo.Rank, frame []byte)
+	// SegmentBytes is the size in which backends cut what they move. Default theirs.
+	SegmentBytes int
 	// Deadline is how long the job may take. Default 60 s.
 	Deadline time.Duration
 }
@@ -83,7 +88,7 @@ type cluster struct {
 	ctx    context.Context // of the job
 	fail   context.CancelCauseFunc
 	meshes []transport.Mesh
-	memory []ops.Memory // by rank, if they share it
+	memory []opsshm.Memory // by rank, if they share it
 	ranks  []*Rank
 }
 
@@ -181,7 +186,7 @@ func (c *cluster) shareMemory() error {
 		}
 		endpoints[r], offers[r], hosts[r] = e, e.Offer(), "host"
 	}
-	c.memory = make([]ops.Memory, n)
+	c.memory = make([]opsshm.Memory, n)
 	errs := make([]error, n)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -238,8 +243,8 @@ func (c *cluster) start() error {
 				Rank: topo.Rank(i), Size: c.o.Ranks, Mesh: c.meshes[i], Sets: sets[1:],
 				CacheCapacity: 1024, FusionThresholdBytes: 64 << 20, LivenessTimeout: 10 * time.Second,
 			}
-			if c.memory != nil {
-				cfg.Memory = c.memory[i]
+			if c.o.Transport == Mem {
+				cfg.Spin = -1
 			}
 			if c.o.OnFrame != nil {
 				cfg.Mesh = &tapped{Mesh: cfg.Mesh, rank: cfg.Rank, hear: c.o.OnFrame}
@@ -247,6 +252,12 @@ func (c *cluster) start() error {
 			if c.o.Config != nil {
 				c.o.Config(&cfg)
 			}
+			if c.memory != nil {
+				cfg.Backends = append(cfg.Backends, opsshm.Register(c.memory[i], opsshm.Config{
+					StageBytes: int64(c.o.SegmentBytes), Crowded: opsshm.Crowded(cmp.Or(cfg.LocalProcesses, c.o.Ranks)),
+				}))
+			}
+			cfg.Backends = append(cfg.Backends, opstcp.Register(cfg.Mesh, opstcp.Config{SegmentBytes: c.o.SegmentBytes, Deterministic: cfg.Deterministic}))
 			e, err := engine.Start(c.ctx, cfg)
 			if err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)

@@ -8,9 +8,31 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
+// checkAlltoall checks the operation, and cuts its buffer.
+func (b *Backend) checkAlltoall() error {
+	if err := b.cut(b.op.Counts); err != nil {
+		return err
+	}
+	n := len(b.op.Counts)
+	if n > maxMembers {
+		return fmt.Errorf("got %d ranks, want at most %d", n, maxMembers)
+	}
+	if total := b.plan.ends[n-1]; total != int64(len(b.op.Buf)) {
+		return fmt.Errorf("got blocks of %d bytes in all, want %d", total, len(b.op.Buf))
+	}
+	return nil
+}
+
 // alltoall is an exchange whose blocks every rank has for every other, of sizes that only their owners know at first. In
 // step t a rank stages the t-th part of each block that is for another.
 func (b *Backend) alltoall(in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error {
+	if len(b.ranks) == 1 {
+		out, err := allocateOutput(allocate, counts, int64(len(in)))
+		if err == nil {
+			copy(out, in)
+		}
+		return err
+	}
 	column := b.column(len(b.ranks))
 	if _, err := b.own.set([]ops.Tensor{{In: in, Out: in}}); err != nil {
 		return err
@@ -23,7 +45,7 @@ func (b *Backend) alltoall(in []byte, counts []int64, allocate func(counts []int
 		b.counts[b.me][i] = c
 		binary.LittleEndian.PutUint64(countsOf(table)[8*i:], uint64(c))
 	}
-	base := b.round
+	base := b.rounds
 	b.stageBlocks(in, 0, column)
 	b.post(b.progress, base+1)
 	if err := b.awaitAll(base + 1); err != nil {

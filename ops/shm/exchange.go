@@ -63,26 +63,16 @@ type running struct {
 	leaving       bool // all rounds are done, and the others may still read this rank's buffers
 }
 
-// exchange runs p over this rank's tensors, which b.own has.
-//
-// It goes by rounds: a rank begins round r when all others have finished round r-1. In round r it stages step r, reduces
-// step r-1 and, after it has said so, copies the results of step r-2: of the step before, if there is nothing to reduce. So
-// whatever a rank reads lies in the caches, and it has a round of time to be late. The stages of three steps are in use,
-// and a rank that has finished its round but not its copying may still read a fourth.
-func (b *Backend) exchange(p *plan) error {
-	b.start(p)
-	for b.running.plan != nil {
-		if _, err := b.step(true); err != nil {
-			return err
-		}
-	}
-	return nil
-}
+// An exchange goes by rounds over this rank's tensors, which b.own has: a rank begins round r when all others have finished
+// round r-1. In round r it stages step r, reduces step r-1 and, after it has said so, copies the results of step r-2: of the
+// step before, if there is nothing to reduce. So whatever a rank reads lies in the caches, and it has a round of time to be
+// late. The stages of three steps are in use, and a rank that has finished its round but not its copying may still read a
+// fourth.
 
 // start begins an exchange and does the first round, which waits for nobody.
 func (b *Backend) start(p *plan) {
 	x := &b.running
-	*x = running{total: p.ends[len(p.ends)-1], steps: p.steps(), base: b.round, next: 1}
+	*x = running{total: p.ends[len(p.ends)-1], steps: p.steps(), base: b.rounds, next: 1}
 	if x.steps == 0 {
 		return
 	}
@@ -106,8 +96,8 @@ func (b *Backend) start(p *plan) {
 	b.post(b.progress, x.base+1)
 }
 
-// step does the next round. Where that has to wait for others it does so, or reports that.
-func (b *Backend) step(wait bool) (ops.Progress, error) {
+// round does the next round. If that has to wait for others it does so, or reports that.
+func (b *Backend) round(wait bool) (ops.Progress, error) {
 	x := &b.running
 	p, r := x.plan, x.next
 	if x.leaving {
@@ -178,12 +168,12 @@ func (b *Backend) stages(p *plan) bool {
 // caller gets one back before all peers have finished: then it reports true, and all are to be waited for.
 func (b *Backend) leave(round uint64, steps int) bool {
 	b.stage += steps
-	b.round = round
+	b.rounds = round
 	b.turn ^= 1
 	for i := range b.layouts {
 		if b.layouts[i].direct {
-			b.round++
-			b.post(b.progress, b.round)
+			b.rounds++
+			b.post(b.progress, b.rounds)
 			return true
 		}
 	}
@@ -192,7 +182,7 @@ func (b *Backend) leave(round uint64, steps int) bool {
 
 // letGo reports whether all others have finished reading, after waiting for that if it is to.
 func (b *Backend) letGo(wait bool) (bool, error) {
-	if ok, err := b.arrived(b.round, wait); !ok {
+	if ok, err := b.arrived(b.rounds, wait); !ok {
 		return false, err
 	}
 	return true, b.sound()

@@ -9,6 +9,7 @@ import (
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -127,7 +128,7 @@ func aligned(n int) []byte {
 
 // rank is one rank of a test.
 type rank struct {
-	*shm.Backend
+	opstest.Blocking
 	mem *rankMemory
 	me  int
 	n   int
@@ -156,7 +157,7 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 				own.SmallBytes, own.DirectBytes = 4<<10, 1
 			}
 			own.Find = mem.find
-			if err := f(&rank{shm.New(mem, 1, ranks, i, own), mem, i, n}); err != nil {
+			if err := f(&rank{opstest.Blocking{Backend: shm.New(mem, 1, ranks, i, own)}, mem, i, n}); err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)
 			}
 		})

@@ -26,6 +26,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync/atomic"
 
@@ -90,14 +91,16 @@ type Backend struct {
 	progress *uint64
 	rest     *uint32
 
-	round  uint64 // that all ranks have come to, or will when the operation is over
+	op    ops.Operation // under way
+	state state
+
+	rounds uint64 // that all ranks have come to, or will when the operation is over
 	smalls uint64 // small operations
-	// smallTotal are the bytes of the small operation under way; 0 if there is none.
+	// smallTotal are the bytes of the small operation under way.
 	smallTotal int64
-	running    running      // the exchange under way
-	kind       message.Kind // of what was started
-	stage      int          // steps staged over all operations
-	turn       int          // of the tables
+	running    running // the exchange under way
+	stage      int     // steps staged over all operations
+	turn       int     // of the tables
 	// ringPos is where the running small operation has its bytes in the ring, and ringEnd where those of the next begin.
 	ringPos, ringEnd int64
 
@@ -169,6 +172,23 @@ func (cfg *Config) stage(n int) int64 {
 	return max(bytes/int64(n*lineBytes), 1) * int64(n*lineBytes)
 }
 
+// Register registers the backend. The set of all ranks has its memory before anything runs; others may never need it.
+func Register(mem Memory, cfg Config) ops.Registration {
+	return ops.Registration{ID: message.SHM, Lists: true, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+		b := New(mem, transport.DataLane(set), ranks, me, cfg)
+		if set == topo.Global {
+			if err := b.Open(); err != nil {
+				return nil, err
+			}
+		}
+		return b, nil
+	}}
+}
+
+// Crowded reports whether this host has more processes of the job than processors for them, so that a rank that waits must
+// give way.
+func Crowded(processes int) bool { return processes > min(runtime.NumCPU(), runtime.GOMAXPROCS(0)) }
+
 // Open shares this rank's memory, so that operations need not.
 func (b *Backend) Open() error {
 	if b.segment != nil {
@@ -223,9 +243,6 @@ func (b *Backend) blame(i int, err error) error {
 // errGaveUp is a peer that has failed, and whose callers' buffers may have changed while they were read.
 var errGaveUp = errors.New("it gave the operation up")
 
-// ID implements ops.Backend.
-func (b *Backend) ID() message.Backend { return message.SHM }
-
 // Plan implements ops.Backend. All is direct: the owner of a block reads what it needs.
 func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
 	switch r.Kind {
@@ -241,32 +258,6 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 		return message.Direct, nil
 	}
 	return message.NoAlgorithm, fmt.Errorf("no method for %v", r.Kind)
-}
-
-// run is the frame of every operation.
-func (b *Backend) run(ctx context.Context, kind message.Kind, alg message.Algorithm, op func() error) error {
-	if b.err != nil {
-		return b.fail(kind, nil)
-	}
-	b.ctx = ctx
-	err := contextError(ctx)
-	if err == nil && alg != message.Direct {
-		err = fmt.Errorf("got algorithm %v, want %v", alg, message.Direct)
-	}
-	if err == nil && !b.connected && len(b.ranks) > 1 {
-		err = b.connect()
-	}
-	if err == nil && b.underWay() {
-		err = errUnderWay
-	}
-	if err == nil {
-		err = op()
-	}
-	b.own.clear()
-	if err == nil {
-		return nil
-	}
-	return b.fail(kind, err)
 }
 
 // fail ends the backend. It is the error of the operation that ends it, or that comes after the end.
@@ -313,90 +304,42 @@ func (b *Backend) cut(counts []int64) error {
 	return nil
 }
 
-// single makes buf the one tensor of the operation, in place.
-func (b *Backend) single(buf []byte) []ops.Tensor {
-	b.one[0] = ops.Tensor{In: buf, Out: buf}
+// single makes the buffer the one tensor of the operation, in place.
+func (b *Backend) single() []ops.Tensor {
+	b.one[0] = ops.Tensor{In: b.op.Buf, Out: b.op.Buf}
 	return b.one[:]
 }
 
-// Allreduce implements ops.Backend.
-func (b *Backend) Allreduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte) error {
-	return b.AllreduceFused(ctx, alg, dt, op, ops.Scaling{Pre: 1, Post: 1}, b.single(buf))
-}
-
-// AllreduceFused implements ops.Fuser.
-func (b *Backend) AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor) error {
-	return b.run(ctx, message.Allreduce, alg, func() error {
-		total, err := b.own.set(tensors)
-		if err != nil || total == 0 {
-			return err
-		}
-		if err := b.reducer.prepare(op, dt, s, len(b.ranks)); err != nil {
-			return err
-		}
-		if len(b.ranks) == 1 {
-			return b.alone()
-		}
-		b.begin(total)
-		return b.finish()
-	})
-}
-
 // alone is an allreduce of one rank.
-func (b *Backend) alone() error {
+func (b *Backend) alone() {
 	for _, t := range b.own.tensors {
 		if &t.In[0] != &t.Out[0] {
 			copy(t.Out, t.In)
 		}
 		b.reducer.alone(t.Out)
 	}
+}
+
+func (b *Backend) planReducescatter() error {
+	if _, err := b.own.set(b.single()); err != nil {
+		return err
+	}
+	if err := b.reducer.prepare(b.op.Op, b.op.DType, ops.Scaling{Pre: 1, Post: 1}, len(b.ranks)); err != nil {
+		return err
+	}
+	if err := b.cut(b.op.Counts); err != nil {
+		return err
+	}
+	b.columns()
+	b.plan.reduce, b.plan.pull = true, false
 	return nil
 }
 
-// Adasum implements ops.Backend; Plan has said no.
-func (b *Backend) Adasum(ctx context.Context, alg message.Algorithm, _ tensor.DType, _ []byte, _ []int64) error {
-	return b.run(ctx, message.Allreduce, alg, func() error { return errors.New("no method for adasum") })
-}
-
-// Reducescatter implements ops.Backend.
-func (b *Backend) Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte, counts []int64) error {
-	return b.run(ctx, message.Reducescatter, alg, func() error {
-		if len(b.ranks) == 1 {
-			return nil
-		}
-		if _, err := b.own.set(b.single(buf)); err != nil {
-			return err
-		}
-		if err := b.reducer.prepare(op, dt, ops.Scaling{Pre: 1, Post: 1}, len(b.ranks)); err != nil {
-			return err
-		}
-		if err := b.cut(counts); err != nil {
-			return err
-		}
-		b.columns()
-		b.plan.reduce, b.plan.pull = true, false
-		return b.exchange(&b.plan)
-	})
-}
-
-// Allgather implements ops.Backend.
-func (b *Backend) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
-	return b.run(ctx, message.Allgather, alg, func() error {
-		if len(b.ranks) == 1 {
-			return nil
-		}
-		if err := b.planAllgather(out, counts); err != nil {
-			return err
-		}
-		return b.exchange(&b.plan)
-	})
-}
-
-func (b *Backend) planAllgather(out []byte, counts []int64) error {
-	if _, err := b.own.set(b.single(out)); err != nil {
+func (b *Backend) planAllgather() error {
+	if _, err := b.own.set(b.single()); err != nil {
 		return err
 	}
-	if err := b.cut(counts); err != nil {
+	if err := b.cut(b.op.Counts); err != nil {
 		return err
 	}
 	b.planPull()
@@ -409,55 +352,20 @@ func (b *Backend) planPull() {
 	b.plan.reduce, b.plan.pull = false, true
 }
 
-// Broadcast implements ops.Backend.
-func (b *Backend) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
-	return b.run(ctx, message.Broadcast, alg, func() error {
-		if len(b.ranks) == 1 && root == 0 {
-			return nil
-		}
-		if err := b.planBroadcast(root, buf); err != nil {
-			return err
-		}
-		return b.exchange(&b.plan)
-	})
-}
-
-func (b *Backend) planBroadcast(root int, buf []byte) error {
+func (b *Backend) planBroadcast() error {
+	root := b.op.Root
 	if root < 0 || root >= len(b.ranks) {
 		return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
 	}
-	if _, err := b.own.set(b.single(buf)); err != nil {
+	if _, err := b.own.set(b.single()); err != nil {
 		return err
 	}
 	for i := range b.plan.ends {
 		b.plan.ends[i] = 0
 		if i >= root {
-			b.plan.ends[i] = int64(len(buf))
+			b.plan.ends[i] = int64(len(b.op.Buf))
 		}
 	}
 	b.planPull()
 	return nil
-}
-
-// Alltoall implements ops.Backend.
-func (b *Backend) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error {
-	return b.run(ctx, message.Alltoall, alg, func() error {
-		if err := b.cut(counts); err != nil {
-			return err
-		}
-		if len(counts) > maxMembers {
-			return fmt.Errorf("got %d ranks, want at most %d", len(counts), maxMembers)
-		}
-		if total := b.plan.ends[len(counts)-1]; total != int64(len(in)) {
-			return fmt.Errorf("got blocks of %d bytes in all, want %d", total, len(in))
-		}
-		if len(b.ranks) == 1 {
-			out, err := allocateOutput(allocate, counts, int64(len(in)))
-			if err == nil {
-				copy(out, in)
-			}
-			return err
-		}
-		return b.alltoall(in, counts, allocate)
-	})
 }

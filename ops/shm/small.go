@@ -5,8 +5,8 @@ import "github.com/gohvd/gohvd/ops"
 // Few bytes are reduced in one step: each rank gives all to all others, and everybody reduces everything. The number of
 // the operation stands beside the contribution, so that few bytes cost one cache line.
 
-// small reports whether so many bytes go this way.
-func (b *Backend) small(total int64) bool {
+// isSmall reports whether so many bytes go this way.
+func (b *Backend) isSmall(total int64) bool {
 	return total*int64(len(b.ranks)-1) <= b.smallBytes
 }
 
@@ -50,7 +50,6 @@ func (b *Backend) smallArrived() bool {
 // finishSmall reduces the parts, which are there.
 func (b *Backend) finishSmall() {
 	total := b.smallTotal
-	b.smallTotal = 0
 	for i := range b.peers {
 		b.sources[i] = b.shown(b.peers[i].segment, total)
 	}

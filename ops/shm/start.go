@@ -3,146 +3,179 @@ package shm
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensor"
 )
 
-// Operations are done in steps, each of which waits for the other ranks' step before. Who calls one waits between them; who
-// starts one tries.
+// Operations are done in steps, each of which needs the other ranks' step before.
 
-// begin does the first step of an allreduce of total bytes, which b.own has. It does not wait.
-func (b *Backend) begin(total int64) {
-	if b.small(total) {
-		b.startSmall(total)
-		return
+// Start implements ops.Backend. Once the peers' segments are known it gives the peers what they need first of this rank.
+func (b *Backend) Start(op ops.Operation) error {
+	if b.err != nil || b.state != idle {
+		return b.fail(op.Kind, errUnderWay)
 	}
-	b.even(total)
-	b.columns()
-	b.plan.reduce, b.plan.pull = true, true
-	b.own.pack()
-	b.start(&b.plan)
+	b.op, b.state = op, started
+	if !b.connected && len(b.ranks) > 1 {
+		return nil // the first step that waits connects
+	}
+	if err := b.begin(); err != nil {
+		return b.fail(op.Kind, err)
+	}
+	return nil
 }
 
-// underWay reports whether there is an operation that was begun and not finished.
-func (b *Backend) underWay() bool { return b.smallTotal != 0 || b.running.plan != nil }
-
-// proceed does the next step. If that has to wait it does so, or reports so.
-func (b *Backend) proceed(wait bool) (ops.Progress, error) {
-	if b.smallTotal == 0 {
-		p, err := b.step(wait)
-		if p == ops.Finished {
-			b.own.unpack()
-		}
-		return p, err
-	}
-	if wait {
-		if err := b.awaitSmall(); err != nil {
-			return ops.Waiting, err
-		}
-	} else if !b.smallArrived() {
-		return ops.Waiting, nil
-	}
-	b.finishSmall()
-	return ops.Finished, nil
-}
-
-// finish does all steps that are left.
-func (b *Backend) finish() error {
-	for {
-		if p, err := b.proceed(true); err != nil || p == ops.Finished {
-			return err
-		}
-	}
-}
-
-// StartAllreduce implements ops.Starter. Like the others, before the first other operation it reports false.
-func (b *Backend) StartAllreduce(alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor, long bool) (bool, error) {
-	return b.startOperation(message.Allreduce, alg, func() (bool, error) {
-		total, err := b.own.set(tensors)
-		if err != nil || total == 0 || !long && !b.small(total) {
-			return false, err
-		}
-		if err := b.reducer.prepare(op, dt, s, len(b.ranks)); err != nil {
-			return false, err
-		}
-		b.begin(total)
-		return true, nil
-	})
-}
-
-// StartAllgather implements ops.Starter.
-func (b *Backend) StartAllgather(alg message.Algorithm, out []byte, counts []int64) (bool, error) {
-	return b.startOperation(message.Allgather, alg, func() (bool, error) {
-		if err := b.planAllgather(out, counts); err != nil {
-			return false, err
-		}
-		b.start(&b.plan)
-		return b.underWay(), nil
-	})
-}
-
-// StartBroadcast implements ops.Starter.
-func (b *Backend) StartBroadcast(alg message.Algorithm, root int, buf []byte) (bool, error) {
-	return b.startOperation(message.Broadcast, alg, func() (bool, error) {
-		if err := b.planBroadcast(root, buf); err != nil {
-			return false, err
-		}
-		b.start(&b.plan)
-		return b.underWay(), nil
-	})
-}
-
-// startOperation is the frame of every start.
-func (b *Backend) startOperation(kind message.Kind, alg message.Algorithm, start func() (bool, error)) (bool, error) {
-	if !b.connected || b.err != nil || alg != message.Direct {
-		return false, nil // the operation itself does what is to be done, or says what is wrong
-	}
-	if b.underWay() {
-		return false, b.fail(kind, errUnderWay)
-	}
-	b.kind = kind
-	started, err := start()
-	if err != nil {
-		return false, b.fail(kind, err)
-	}
-	if !started {
-		b.own.clear()
-	}
-	return started, nil
-}
-
-// TryFinish implements ops.Starter.
-func (b *Backend) TryFinish() (ops.Progress, error) {
-	if !b.underWay() || b.err != nil {
-		return ops.Waiting, b.fail(b.kind, errNotStarted)
+// Step implements ops.Backend. It does one round if there are several.
+func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
+	if b.err != nil || b.state == idle {
+		return ops.Waiting, b.fail(b.op.Kind, errNotStarted)
 	}
 	b.ctx = noTime
-	p, err := b.proceed(false)
+	if wait {
+		b.ctx = ctx
+	}
+	p, err := b.step(wait)
 	if err != nil {
-		return ops.Waiting, b.fail(b.kind, err)
+		return ops.Waiting, b.fail(b.op.Kind, err)
 	}
 	if p == ops.Finished {
 		b.own.clear()
+		b.op, b.state = ops.Operation{}, idle
 	}
 	return p, nil
 }
 
-// Finish implements ops.Starter.
-func (b *Backend) Finish(ctx context.Context) error {
-	if !b.underWay() || b.err != nil {
-		return b.fail(b.kind, errNotStarted)
+// Close implements ops.Backend. The memory is the lane's.
+func (b *Backend) Close() {}
+
+// state is how far an operation has come.
+type state uint8
+
+const (
+	idle    state = iota
+	started       // and not begun
+	exchanging
+	small
+	blocking // it is an alltoall
+	done
+)
+
+// begin does the first round, which waits for nobody.
+func (b *Backend) begin() error {
+	op := &b.op
+	if op.Algorithm != message.Direct {
+		return fmt.Errorf("got algorithm %v, want %v", op.Algorithm, message.Direct)
 	}
-	b.ctx = ctx
-	if err := b.finish(); err != nil {
-		return b.fail(b.kind, err)
+	var err error
+	switch op.Kind {
+	case message.Allreduce:
+		return b.beginAllreduce()
+	case message.Reducescatter:
+		err = b.planReducescatter()
+	case message.Allgather:
+		err = b.planAllgather()
+	case message.Broadcast:
+		err = b.planBroadcast()
+	case message.Alltoall:
+		b.state = blocking
+		return b.checkAlltoall()
+	default:
+		return fmt.Errorf("no method for %v", op.Kind)
 	}
-	b.own.clear()
+	if err == nil {
+		b.exchange()
+	}
+	return err
+}
+
+func (b *Backend) beginAllreduce() error {
+	op := &b.op
+	if op.Op == tensor.Adasum {
+		return errors.New("no method for adasum")
+	}
+	total, err := b.own.set(op.Tensors)
+	if err != nil {
+		return err
+	}
+	if total == 0 {
+		b.state = done
+		return nil
+	}
+	if err := b.reducer.prepare(op.Op, op.DType, op.Scaling, len(b.ranks)); err != nil {
+		return err
+	}
+	switch {
+	case len(b.ranks) == 1:
+		b.alone()
+		b.state = done
+	case b.isSmall(total):
+		b.startSmall(total)
+		b.state = small
+	default:
+		b.even(total)
+		b.columns()
+		b.plan.reduce, b.plan.pull = true, true
+		b.own.pack()
+		b.exchange()
+	}
 	return nil
 }
 
-// noTime is the context of who does not wait: it has ended.
+// exchange begins the exchange that is planned. One rank alone has all it is to have.
+func (b *Backend) exchange() {
+	b.state = done
+	if len(b.ranks) == 1 {
+		return
+	}
+	b.start(&b.plan)
+	if b.running.plan != nil {
+		b.state = exchanging
+	}
+}
+
+// step does the next step. If that has to wait it does so, or reports so.
+func (b *Backend) step(wait bool) (ops.Progress, error) {
+	if wait {
+		if err := contextError(b.ctx); err != nil {
+			return ops.Waiting, err
+		}
+	}
+	switch b.state {
+	case started:
+		if !wait {
+			return ops.Blocked, nil
+		}
+		if err := b.connect(); err != nil {
+			return ops.Waiting, err
+		}
+		return ops.Moving, b.begin()
+	case exchanging:
+		p, err := b.round(wait)
+		if p == ops.Finished {
+			b.own.unpack()
+		}
+		return p, err
+	case small:
+		if wait {
+			if err := b.awaitSmall(); err != nil {
+				return ops.Waiting, err
+			}
+		} else if !b.smallArrived() {
+			return ops.Waiting, nil
+		}
+		b.finishSmall()
+	case blocking:
+		if !wait {
+			return ops.Blocked, nil
+		}
+		return ops.Finished, b.alltoall(b.op.Buf, b.op.Counts, b.op.Allocate)
+	}
+	return ops.Finished, nil
+}
+
+// noTime is the context of a step that does not wait: it has ended.
 var noTime = func() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()

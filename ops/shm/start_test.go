@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/tensor"
 )
 
-var _ ops.Starter = (*shm.Backend)(nil)
+var _ ops.Backend = (*shm.Backend)(nil)
 
 // because is err, or else an error that says text.
 func because(err error, text string) error {
@@ -26,24 +26,30 @@ func because(err error, text string) error {
 	return err
 }
 
-// start starts a sum of float32, of many steps if it may be long.
-func start(r *rank, buf []byte, long bool) (bool, error) {
-	return r.StartAllreduce(message.Direct, tensor.Float32, tensor.Sum, one, []ops.Tensor{{In: buf, Out: buf}}, long)
+// start starts a sum of float32.
+func start(r *rank, buf []byte) error {
+	return r.Start(ops.Operation{
+		Kind: message.Allreduce, Algorithm: message.Direct, DType: tensor.Float32, Op: tensor.Sum,
+		Tensors: []ops.Tensor{{In: buf, Out: buf}}, Scaling: one,
+	})
 }
 
-// connect has an operation behind it, before which nothing is started.
+// connect has an operation behind it, whose first step must wait, because the others' memory is not known.
 func connect(r *rank) error {
 	buf := input(tensor.Float32, r.me, 0, 1)
-	if started, err := start(r, buf, true); started || err != nil {
-		return because(err, "started, though the others' memory is not known")
+	if err := start(r, buf); err != nil {
+		return err
 	}
-	return r.Allreduce(context.Background(), message.Direct, tensor.Float32, tensor.Sum, buf)
+	if p, err := r.Step(context.Background(), false); p != ops.Blocked || err != nil {
+		return because(err, "went on, though the others' memory is not known")
+	}
+	return finish(r, 0)
 }
 
 // finish does the steps that are left, the last of them by waiting if so many tries are too few.
 func finish(r *rank, tries int) error {
-	for range tries {
-		p, err := r.TryFinish()
+	for i := 0; ; i++ {
+		p, err := r.Step(context.Background(), i >= tries)
 		if p == ops.Finished || err != nil {
 			return err
 		}
@@ -51,7 +57,6 @@ func finish(r *rank, tries int) error {
 			runtime.Gosched()
 		}
 	}
-	return r.Finish(context.Background())
 }
 
 // What was started is finished by trying, or by waiting, or by both, and between other operations: in one step or in many,
@@ -70,9 +75,8 @@ func TestStart(t *testing.T) {
 					copy(shared, buf)
 					buf = shared
 				}
-				started, err := start(r, buf, true)
-				if err != nil || !started {
-					return because(err, "not started")
+				if err := start(r, buf); err != nil {
+					return err
 				}
 				if err := finish(r, 1000*((i+r.me)%3)); err != nil {
 					return err
@@ -81,9 +85,6 @@ func TestStart(t *testing.T) {
 					return errors.New(difference(buf, want))
 				}
 				buf = input(tensor.Float32, r.me, i, 500)
-				if started, err := start(r, buf, false); started || err != nil {
-					return because(err, "2 kB were started, which take many steps")
-				}
 				if err := r.Allreduce(context.Background(), message.Direct, tensor.Float32, tensor.Sum, buf); err != nil {
 					return err
 				}
@@ -99,9 +100,6 @@ func TestStartGather(t *testing.T) {
 	for _, each := range []int{0, 96, 20_000} {
 		run(t, n, shm.Config{StageBytes: 12 << 10}, func(r *rank) error {
 			counts := []int64{int64(each), 0, int64(2 * each)}
-			if started, err := r.StartAllgather(message.Direct, nil, make([]int64, n)); started || err != nil {
-				return because(err, "started, though the others' memory is not known")
-			}
 			if err := connect(r); err != nil {
 				return err
 			}
@@ -114,11 +112,8 @@ func TestStartGather(t *testing.T) {
 				}
 				clear(out)
 				copy(out[[]int{0, each, each}[r.me]:], part(r.me))
-				started, err := r.StartAllgather(message.Direct, out, counts)
-				if err != nil || started != (each > 0) {
-					return because(err, "want it started if there is something to do")
-				}
-				if started {
+				err := r.Start(ops.Operation{Kind: message.Allgather, Algorithm: message.Direct, Buf: out, Counts: counts})
+				if err == nil {
 					err = finish(r, 1000*((i+r.me)%3))
 				}
 				if err != nil || !bytes.Equal(out, want) {
@@ -130,11 +125,8 @@ func TestStartGather(t *testing.T) {
 						out[0] = 99
 					}
 				}
-				started, err = r.StartBroadcast(message.Direct, i%n, out)
-				if err != nil || started != (each > 0) {
-					return because(err, "want it started if there is something to do")
-				}
-				if started {
+				err = r.Start(ops.Operation{Kind: message.Broadcast, Algorithm: message.Direct, Buf: out, Root: i % n})
+				if err == nil {
 					err = finish(r, 1000*((i+r.me)%2))
 				}
 				if err != nil || !bytes.Equal(out, want) {
@@ -161,20 +153,20 @@ func TestStartDoesNotWait(t *testing.T) {
 				return nil
 			}
 			defer waited.Store(true)
-			if started, err := start(r, input(tensor.Float32, 0, 0, elems), true); err != nil || !started {
-				return because(err, "not started")
+			if err := start(r, input(tensor.Float32, 0, 0, elems)); err != nil {
+				return err
 			}
 			for range 100 {
-				if p, err := r.TryFinish(); p != ops.Waiting || err != nil {
+				if p, err := r.Step(context.Background(), false); p != ops.Waiting || err != nil {
 					return because(err, "went on without the other")
 				}
 			}
 			ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
 			defer cancel()
-			if err := r.Finish(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			if _, err := r.Step(ctx, true); !errors.Is(err, context.DeadlineExceeded) {
 				return because(err, "want that the time is over")
 			}
-			if _, err := r.TryFinish(); err == nil {
+			if _, err := r.Step(context.Background(), false); err == nil {
 				return errors.New("the backend goes on after an error")
 			}
 			return nil
@@ -185,8 +177,7 @@ func TestStartDoesNotWait(t *testing.T) {
 // Nothing comes between the steps, and there are none without a start.
 func TestStepsOfAStart(t *testing.T) {
 	begun := func(r *rank, elems int) bool {
-		started, err := start(r, input(tensor.Float32, r.me, 0, elems), true)
-		return started && err == nil
+		return start(r, input(tensor.Float32, r.me, 0, elems)) == nil
 	}
 	for name, misuse := range map[string]func(r *rank) error{
 		"another operation": func(r *rank) error {
@@ -205,11 +196,10 @@ func TestStepsOfAStart(t *testing.T) {
 			if !begun(r, 5000) {
 				return nil
 			}
-			_, err := start(r, aligned(4), true)
-			return err
+			return start(r, aligned(4))
 		},
-		"try":    func(r *rank) error { _, err := r.TryFinish(); return err },
-		"finish": func(r *rank) error { return r.Finish(context.Background()) },
+		"try":    func(r *rank) error { _, err := r.Step(context.Background(), false); return err },
+		"finish": func(r *rank) error { _, err := r.Step(context.Background(), true); return err },
 	} {
 		run(t, 2, shm.Config{SmallBytes: 1 << 10}, func(r *rank) error {
 			if err := connect(r); err != nil {

@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"context"
 	"iter"
 	"math/bits"
 	"slices"
@@ -9,10 +8,9 @@ import (
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/transport"
 )
 
-// Adasum implements ops.Backend by HalvingDoubling, in the tree that the package comment defines. Ranks from p on, the
+// runAdasum combines tensors by HalvingDoubling, in the tree that the package comment defines. Ranks from p on, the
 // largest power of two, first give their vectors to partners. The others work at distances d = 1, 2, 4 ... p/2: a rank
 // and the one d further, which hold the same part of two vectors, send each other one half of it and combine the other
 // half. To do so the 2d ranks that hold parts of these vectors add up their dot products. At the end the halves are
@@ -25,38 +23,43 @@ import (
 // The halves are cut from the whole buffer and their dot products added by segments: what else is in buf, and the size
 // of segments, may change the last bits of products, and so of results. All ranks have the same bits all the same. A NaN
 // in a vector, or an infinity, makes the tensor NaN or infinite as the arithmetic has it.
-func (b *Backend) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte, counts []int64) error {
-	return b.run(ctx, message.Allreduce, alg, func() error {
-		if err := b.adasum.prepare(dt, len(buf), counts); err != nil {
-			return err
-		}
-		if len(b.ranks) == 1 || len(buf) == 0 {
-			return nil
-		}
-		return b.adasumHalvingDoubling(ctx, b.segment(dt.Size()), buf)
-	}, message.HalvingDoubling)
+func (b *Backend) runAdasum() error {
+	if err := b.by(message.HalvingDoubling); err != nil {
+		return err
+	}
+	buf, err := b.tensor()
+	if err != nil {
+		return err
+	}
+	if err := b.adasum.prepare(b.op.DType, len(buf), b.op.Counts); err != nil {
+		return err
+	}
+	if len(b.ranks) == 1 || len(buf) == 0 {
+		return nil
+	}
+	return b.adasumHalvingDoubling(b.segment(b.op.DType.Size()), buf)
 }
 
 // adasumHalvingDoubling combines the tensors in buf, which b.adasum is prepared for, over two ranks or more.
-func (b *Backend) adasumHalvingDoubling(ctx context.Context, seg int, buf []byte) error {
+func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 	n := len(b.ranks)
 	p := 1 << (bits.Len(uint(n)) - 1)
 	if b.me >= p {
-		return b.delegate(ctx, b.me-p, seg, buf)
+		return b.delegate(b.me-p, seg, buf)
 	}
 	guest := b.me + p // the rank that delegates to this one, unless there are not so many
 	if guest < n {
-		if err := b.takeIn(ctx, guest, seg, buf); err != nil {
+		if err := b.takeIn(guest, seg, buf); err != nil {
 			return err
 		}
 	}
 	for d := 1; d < p; d *= 2 {
-		if err := b.halve(ctx, d, seg, buf); err != nil {
+		if err := b.halve(d, seg, buf); err != nil {
 			return err
 		}
 	}
 	for d := p / 2; d > 0; d /= 2 {
-		if err := b.unite(ctx, d, seg, buf); err != nil {
+		if err := b.unite(d, seg, buf); err != nil {
 			return err
 		}
 	}
@@ -67,8 +70,8 @@ func (b *Backend) adasumHalvingDoubling(ctx context.Context, seg int, buf []byte
 }
 
 // delegate gives buf to rank host of the set, and gets the result.
-func (b *Backend) delegate(ctx context.Context, host, seg int, buf []byte) error {
-	c, err := b.conn(ctx, host)
+func (b *Backend) delegate(host, seg int, buf []byte) error {
+	c, err := b.conn(host)
 	if err != nil {
 		return err
 	}
@@ -79,8 +82,8 @@ func (b *Backend) delegate(ctx context.Context, host, seg int, buf []byte) error
 }
 
 // takeIn combines buf, as the lower side, with what rank guest of the set delegates.
-func (b *Backend) takeIn(ctx context.Context, guest, seg int, buf []byte) error {
-	c, err := b.conn(ctx, guest)
+func (b *Backend) takeIn(guest, seg int, buf []byte) error {
+	c, err := b.conn(guest)
 	if err != nil {
 		return err
 	}
@@ -94,9 +97,9 @@ func (b *Backend) takeIn(ctx context.Context, guest, seg int, buf []byte) error 
 
 // halve combines the vectors of two blocks of d ranks. Of the part that this rank and its partner in the other block
 // hold, each combines one half.
-func (b *Backend) halve(ctx context.Context, d, seg int, buf []byte) error {
+func (b *Backend) halve(d, seg int, buf []byte) error {
 	a, lower := &b.adasum, b.me&d == 0
-	c, err := b.conn(ctx, b.me^d)
+	c, err := b.conn(b.me ^ d)
 	if err != nil {
 		return err
 	}
@@ -110,7 +113,7 @@ func (b *Backend) halve(ctx context.Context, d, seg int, buf []byte) error {
 	// At each distance both ranks of a pair add the same two numbers: in the end all 2d ranks have the same bits. The last
 	// exchange is with the partner again, so that the half that it got has left.
 	for e := 1; e <= d; e *= 2 {
-		if c, err = b.conn(ctx, b.me^e); err != nil {
+		if c, err = b.conn(b.me ^ e); err != nil {
 			return err
 		}
 		if err := a.addDots(c, seg); err != nil {
@@ -122,8 +125,8 @@ func (b *Backend) halve(ctx context.Context, d, seg int, buf []byte) error {
 }
 
 // unite undoes the halving at distance d: this rank and its partner give each other what they have.
-func (b *Backend) unite(ctx context.Context, d, seg int, buf []byte) error {
-	c, err := b.conn(ctx, b.me^d)
+func (b *Backend) unite(d, seg int, buf []byte) error {
+	c, err := b.conn(b.me ^ d)
 	if err != nil {
 		return err
 	}
@@ -133,7 +136,7 @@ func (b *Backend) unite(ctx context.Context, d, seg int, buf []byte) error {
 
 // exchange sends out and receives in. The peer does the opposite at the same time. It cannot wait for ever: neither
 // waits to send, so both receive, and so both flush.
-func exchange(c transport.Conn, out, in []byte, seg int) error {
+func exchange(c *stream, out, in []byte, seg int) error {
 	if err := send(c, out, seg); err != nil {
 		return err
 	}
@@ -194,7 +197,7 @@ func (a *adasum) half(r, d, numBytes int) stretch {
 
 // compare receives the other vector's stretch s into a.other and computes the dot products over it while more comes.
 // What buf holds there is a if lower is set, else b.
-func (a *adasum) compare(c transport.Conn, buf []byte, s stretch, seg int, lower bool) error {
+func (a *adasum) compare(c *stream, buf []byte, s stretch, seg int, lower bool) error {
 	clear(a.dots)
 	in := a.other.room(s.to - s.from)
 	for at := s.from; at < s.to; at += seg {
@@ -215,7 +218,7 @@ func (a *adasum) compare(c transport.Conn, buf []byte, s stretch, seg int, lower
 }
 
 // addDots adds the dot products of the rank at the other end of c, which does the same.
-func (a *adasum) addDots(c transport.Conn, seg int) error {
+func (a *adasum) addDots(c *stream, seg int) error {
 	if err := exchange(c, tensor.Bytes(a.dots), tensor.Bytes(a.otherDots), seg); err != nil {
 		return err
 	}

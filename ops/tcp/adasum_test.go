@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/tensor"
 )
@@ -44,7 +45,7 @@ func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []in
 		counts = append(counts, int64(k*dt.Size()))
 	}
 	bufs := make([][]byte, len(in))
-	c.must(t, func(r int, b *tcp.Backend) error {
+	c.must(t, func(r int, b *opstest.Blocking) error {
 		bufs[r] = aligned(in[r])
 		return b.Adasum(t.Context(), message.HalvingDoubling, dt, bufs[r], counts)
 	})

@@ -1,29 +1,28 @@
 package tcp
 
 import (
-	"context"
-
 	"github.com/gohvd/gohvd/message"
 )
 
-// Allgather implements ops.Backend by Ring: every block travels once round the ring. Each rank sends len(out) less
+// allgather runs an allgather by Ring: every block travels once round the ring. Each rank sends len(out) less
 // its right neighbour's block, in n-1 steps.
-func (b *Backend) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
-	return b.run(ctx, message.Allgather, alg, func() error {
-		if err := b.parts.by(counts, len(out), 1); err != nil {
-			return err
-		}
-		if len(b.ranks) == 1 || len(out) == 0 {
-			return nil
-		}
-		return b.allgatherRing(ctx, out)
-	}, message.Ring)
+func (b *Backend) allgather() error {
+	if err := b.by(message.Ring); err != nil {
+		return err
+	}
+	if err := b.parts.by(b.op.Counts, len(b.op.Buf), 1); err != nil {
+		return err
+	}
+	if len(b.ranks) == 1 || len(b.op.Buf) == 0 {
+		return nil
+	}
+	return b.allgatherRing(b.op.Buf)
 }
 
 // allgatherRing fills out. In step s of n-1 a rank receives part i-s-1 (modulo n), and sends it on unless the step is
 // the last. Each place of out is written before it is sent or never.
-func (b *Backend) allgatherRing(ctx context.Context, out []byte) error {
-	right, left, err := b.neighbours(ctx)
+func (b *Backend) allgatherRing(out []byte) error {
+	right, left, err := b.neighbours()
 	if err != nil {
 		return err
 	}

@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"context"
 	"encoding/binary"
 	"fmt"
 	"math"
@@ -12,19 +11,20 @@ import (
 // countBytes is the size of the count before every block of an alltoall: a little-endian uint64.
 const countBytes = 8
 
-// Alltoall implements ops.Backend by Direct: every rank sends each other rank the length of its block, in 8 bytes, and
+// alltoall runs an alltoall by Direct: every rank sends each other rank the length of its block, in 8 bytes, and
 // the block. When the lengths from all have come and the output is there, the blocks are read straight into it. Each
 // rank sends len(in) less its own block, in one step, and has channels to all n-1 others.
 //
 // A rank that claims to send more than there can be ends the operation before allocate is called. Whether there is room
 // for less is for allocate to say.
-func (b *Backend) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error {
-	return b.run(ctx, message.Alltoall, alg, func() error {
-		if err := b.parts.by(counts, len(in), 1); err != nil {
-			return err
-		}
-		return b.alltoallDirect(ctx, in, allocate)
-	}, message.Direct)
+func (b *Backend) alltoall() error {
+	if err := b.by(message.Direct); err != nil {
+		return err
+	}
+	if err := b.parts.by(b.op.Counts, len(b.op.Buf), 1); err != nil {
+		return err
+	}
+	return b.alltoallDirect(b.op.Buf, b.op.Allocate)
 }
 
 // blocks is what an alltoall learns about its output.
@@ -40,8 +40,8 @@ func newBlocks(n int) blocks {
 
 // alltoallDirect sends the parts of in and receives those for this rank. It cannot wait for ever: all that is read here
 // was queued by its sender before that read anything.
-func (b *Backend) alltoallDirect(ctx context.Context, in []byte, allocate func([]int64) ([]byte, error)) error {
-	if err := b.connectAll(ctx); err != nil {
+func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, error)) error {
+	if err := b.connectAll(); err != nil {
 		return err
 	}
 	if err := b.sendBlocks(in); err != nil {

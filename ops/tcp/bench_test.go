@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/tensor"
 )
@@ -52,7 +53,7 @@ func benchmarkAllreduce(b *testing.B, c *cluster, alg message.Algorithm, dt tens
 	for r := range bufs {
 		bufs[r] = tensor.Bytes(make([]float64, numBytes/8))
 	}
-	sum := func(r int, be *tcp.Backend) error {
+	sum := func(r int, be *opstest.Blocking) error {
 		return be.Allreduce(b.Context(), alg, dt, tensor.Sum, bufs[r])
 	}
 	c.must(b, sum) // channels are made
@@ -60,7 +61,7 @@ func benchmarkAllreduce(b *testing.B, c *cluster, alg message.Algorithm, dt tens
 	b.ReportAllocs()
 	b.ResetTimer()
 	// Each rank loops by itself: a collective needs no further synchronisation.
-	c.must(b, func(r int, be *tcp.Backend) error {
+	c.must(b, func(r int, be *opstest.Blocking) error {
 		for range b.N {
 			if err := sum(r, be); err != nil {
 				return err

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -21,7 +22,7 @@ const lane = transport.Lane(3)
 // cluster is the backends of all ranks of a process set in one process.
 type cluster struct {
 	meshes   []transport.Mesh
-	backends []*tcp.Backend
+	backends []*opstest.Blocking
 }
 
 // newCluster joins ranks of all meshes, in the order of ranks.
@@ -29,7 +30,7 @@ func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *clu
 	c := &cluster{}
 	for i, r := range ranks {
 		c.meshes = append(c.meshes, meshes[r])
-		c.backends = append(c.backends, tcp.New(meshes[r], lane, ranks, i, cfg))
+		c.backends = append(c.backends, &opstest.Blocking{Backend: tcp.New(meshes[r], lane, ranks, i, cfg)})
 	}
 	return c
 }
@@ -87,7 +88,7 @@ func upTo(n int) []topo.Rank {
 
 // each runs f for all ranks at once and returns their errors. A cluster that hangs is aborted, so that the test
 // fails and does not.
-func (c *cluster) each(f func(i int, b *tcp.Backend) error) []error {
+func (c *cluster) each(f func(i int, b *opstest.Blocking) error) []error {
 	hung := time.AfterFunc(time.Minute, func() {
 		for _, m := range c.meshes {
 			m.Abort(lane, errors.New("the cluster hangs"))
@@ -104,21 +105,33 @@ func (c *cluster) each(f func(i int, b *tcp.Backend) error) []error {
 }
 
 // must is each for what has to succeed.
-func (c *cluster) must(tb testing.TB, f func(i int, b *tcp.Backend) error) {
+func (c *cluster) must(tb testing.TB, f func(i int, b *opstest.Blocking) error) {
 	tb.Helper()
 	if err := errors.Join(c.each(f)...); err != nil {
 		tb.Fatal(err)
 	}
 }
 
-// eachCluster tests clusters of several sizes, cut into several segments: of one element, of 64 bytes, and by default.
+// eachCluster tests clusters of several sizes, cut into several segments: of one element, of 64 bytes, and by default. In
+// those of 64 bytes some ranks wait and the others do their operations step by step.
 func eachCluster(t *testing.T, f func(t *testing.T, c *cluster, segmentBytes int)) {
 	for _, n := range []int{1, 2, 3, 4, 5, 8} {
 		for _, seg := range []int{1, 64, 0} {
 			t.Run(fmt.Sprintf("ranks=%d/segment=%d", n, seg), func(t *testing.T) {
-				f(t, newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: seg}), seg)
+				c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: seg})
+				defer c.close()
+				for r, b := range c.backends {
+					b.Steps = seg == 64 && r%3 > 0
+				}
+				f(t, c, seg)
 			})
 		}
+	}
+}
+
+func (c *cluster) close() {
+	for _, b := range c.backends {
+		b.Close()
 	}
 }
 

@@ -1,8 +1,6 @@
 package tcp
 
 import (
-	"context"
-
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/tensor"
 )
@@ -14,8 +12,8 @@ import (
 
 // allreduceDirect reduces buf over two ranks or more, in the even parts of b.parts: each rank reduces its part, and
 // sends every segment of the result to all as soon as it is there.
-func (b *Backend) allreduceDirect(ctx context.Context, op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
-	if err := b.reducePart(ctx, op, dt, buf, true); err != nil {
+func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
+	if err := b.reducePart(op, dt, buf, true); err != nil {
 		return err
 	}
 	n, seg := len(b.ranks), b.segment(dt.Size())
@@ -36,8 +34,8 @@ func (b *Backend) allreduceDirect(ctx context.Context, op tensor.ReduceOp, dt te
 }
 
 // reducescatterDirect reduces buf over two ranks or more, so that each has the result of its part.
-func (b *Backend) reducescatterDirect(ctx context.Context, op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
-	if err := b.reducePart(ctx, op, dt, buf, false); err != nil {
+func (b *Backend) reducescatterDirect(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
+	if err := b.reducePart(op, dt, buf, false); err != nil {
 		return err
 	}
 	return b.flush()
@@ -46,11 +44,11 @@ func (b *Backend) reducescatterDirect(ctx context.Context, op tensor.ReduceOp, d
 // reducePart sends the other ranks their parts of buf, noting in b.starts where in the streams, and reduces this rank's
 // part. If share is set it sends the result to all. Whatever it sends, it begins with the next rank, so that not all
 // ranks begin with the same.
-func (b *Backend) reducePart(ctx context.Context, op tensor.ReduceOp, dt tensor.DType, buf []byte, share bool) error {
+func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, share bool) error {
 	if err := b.ordered.prepare(op, dt); err != nil {
 		return err
 	}
-	if err := b.connectAll(ctx); err != nil {
+	if err := b.connectAll(); err != nil {
 		return err
 	}
 	n, seg := len(b.ranks), b.segment(dt.Size())

@@ -8,7 +8,7 @@ import (
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -92,13 +92,15 @@ func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DT
 		}
 	}
 	embed()
-	c.must(t, func(r int, b *tcp.Backend) error { return b.Allreduce(t.Context(), message.Direct, dt, op, bufs[r]) })
+	c.must(t, func(r int, b *opstest.Blocking) error {
+		return b.Allreduce(t.Context(), message.Direct, dt, op, bufs[r])
+	})
 	for r := range bufs {
 		what := fmt.Sprintf("allreduce %v of %v between %d and %d bytes: rank %d", op, dt, before, after, r)
 		wantElements(t, what, dt, bufs[r][before:][:len(want)], want)
 	}
 	embed()
-	c.must(t, func(r int, b *tcp.Backend) error {
+	c.must(t, func(r int, b *opstest.Blocking) error {
 		return b.Reducescatter(t.Context(), message.Direct, dt, op, bufs[r], counts)
 	})
 	what := fmt.Sprintf("reducescatter %v of %v between %d and %d bytes", op, dt, before, after)

@@ -6,6 +6,7 @@ import (
 	"sync"
 
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/topo"
@@ -22,7 +23,11 @@ func Example() {
 	for me := range ranks {
 		wg.Go(func() {
 			b := tcp.New(world.Mesh(ranks[me]), transport.DataLane(topo.Global), ranks, me, tcp.Config{})
-			err := b.Allreduce(context.Background(), message.Ring, tensor.Float32, tensor.Sum, tensor.Bytes(grads[me]))
+			buf := tensor.Bytes(grads[me])
+			err := ops.Run(context.Background(), b, ops.Operation{
+				Kind: message.Allreduce, Algorithm: message.Ring, DType: tensor.Float32, Op: tensor.Sum,
+				Tensors: []ops.Tensor{{In: buf, Out: buf}},
+			})
 			if err != nil {
 				fmt.Println(err)
 			}

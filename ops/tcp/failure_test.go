@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/topo"
@@ -20,51 +21,52 @@ import (
 type arguments struct {
 	buf, out []byte
 	counts   []int64
+	allocate func([]int64) ([]byte, error) // gives out
 }
 
 func newArguments(n int) *arguments {
-	return &arguments{
+	a := &arguments{
 		buf:    tensor.Bytes(make([]int64, 50*n)),
 		out:    tensor.Bytes(make([]int64, 50*n)),
 		counts: slices.Repeat([]int64{400}, n),
 	}
+	a.allocate = func([]int64) ([]byte, error) { return a.out, nil }
+	return a
 }
 
-func (a *arguments) allocate([]int64) ([]byte, error) { return a.out, nil }
-
 // operations are the collectives by all algorithms. They make every rank wait for all others, or nearly.
-var operations = map[string]func(ctx context.Context, b *tcp.Backend, a *arguments) error{
-	"allreduce ring": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *arguments) error{
+	"allreduce ring": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Allreduce(ctx, message.Ring, tensor.Float32, tensor.Sum, a.buf)
 	},
-	"allreduce direct": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+	"allreduce direct": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, a.buf)
 	},
-	"allreduce direct halves": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+	"allreduce direct halves": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Allreduce(ctx, message.Direct, tensor.Float16, tensor.Sum, a.buf)
 	},
-	"adasum": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+	"adasum": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Adasum(ctx, message.HalvingDoubling, tensor.BFloat16, a.buf, a.counts)
 	},
-	"reducescatter ring": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+	"reducescatter ring": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Reducescatter(ctx, message.Ring, tensor.Int16, tensor.Max, a.buf, a.counts)
 	},
-	"reducescatter direct": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+	"reducescatter direct": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Reducescatter(ctx, message.Direct, tensor.BFloat16, tensor.Sum, a.buf, a.counts)
 	},
-	"allgather ring": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+	"allgather ring": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Allgather(ctx, message.Ring, a.buf, a.counts)
 	},
-	"broadcast tree": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+	"broadcast tree": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Broadcast(ctx, message.Tree, 0, a.buf)
 	},
-	"alltoall direct": func(ctx context.Context, b *tcp.Backend, a *arguments) error {
+	"alltoall direct": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Alltoall(ctx, message.Direct, a.buf, a.counts, a.allocate)
 	},
 }
 
 // runOperation writes to the buffers once the operation gave them back: the race detector sees who still reads them.
-func runOperation(ctx context.Context, name string, b *tcp.Backend, n int) error {
+func runOperation(ctx context.Context, name string, b *opstest.Blocking, n int) error {
 	a := newArguments(n)
 	err := operations[name](ctx, b, a)
 	for i := range a.buf {
@@ -75,9 +77,9 @@ func runOperation(ctx context.Context, name string, b *tcp.Backend, n int) error
 
 // judge is each for a cluster with a coordinator: the first error of a rank other than dead aborts the lane of all
 // others.
-func (c *cluster) judge(dead int, f func(i int, b *tcp.Backend) error) []error {
+func (c *cluster) judge(dead int, f func(i int, b *opstest.Blocking) error) []error {
 	var verdict sync.Once
-	return c.each(func(i int, b *tcp.Backend) error {
+	return c.each(func(i int, b *opstest.Blocking) error {
 		err := f(i, b)
 		if i != dead && err != nil {
 			verdict.Do(func() {
@@ -127,7 +129,7 @@ func checkPeerDies(t *testing.T, meshes []transport.Mesh, name string, dying int
 	_, sockets := dies.(*transporttcp.Mesh)
 	meshes[dying] = &countdownMesh{Mesh: dies, left: 300, zero: func() { _ = dies.Close() }}
 	c := newCluster(meshes, upTo(n), tcp.Config{SegmentBytes: 64})
-	errs := c.judge(dying, func(i int, b *tcp.Backend) error { return runOperation(t.Context(), name, b, n) })
+	errs := c.judge(dying, func(i int, b *opstest.Blocking) error { return runOperation(t.Context(), name, b, n) })
 	for i, err := range errs {
 		var peer *transport.PeerError
 		switch {
@@ -189,7 +191,7 @@ func TestAbort(t *testing.T) {
 				}
 			}}
 			c := newCluster(meshes, upTo(n), tcp.Config{SegmentBytes: 64})
-			for i, err := range c.each(func(i int, b *tcp.Backend) error { return runOperation(t.Context(), name, b, n) }) {
+			for i, err := range c.each(func(i int, b *opstest.Blocking) error { return runOperation(t.Context(), name, b, n) }) {
 				if !errors.Is(err, boom) {
 					t.Errorf("rank %d: got %v, want %v", i, err, boom)
 				}
@@ -209,7 +211,7 @@ func TestAbortUnsent(t *testing.T) {
 				meshes[r] = &stuckMesh{meshes[r], boom}
 			}
 			c := newCluster(meshes, upTo(2), tcp.Config{})
-			for i, err := range c.each(func(i int, b *tcp.Backend) error { return runOperation(t.Context(), name, b, 2) }) {
+			for i, err := range c.each(func(i int, b *opstest.Blocking) error { return runOperation(t.Context(), name, b, 2) }) {
 				if !errors.Is(err, boom) {
 					t.Errorf("rank %d: got %v, want %v", i, err, boom)
 				}
@@ -256,7 +258,7 @@ func TestContext(t *testing.T) {
 		c := newCluster(memMeshes(n), upTo(n), tcp.Config{})
 		for range 50 {
 			ctx, cancel := context.WithCancel(t.Context())
-			c.must(t, func(i int, b *tcp.Backend) error { return runOperation(ctx, "allreduce ring", b, n) })
+			c.must(t, func(i int, b *opstest.Blocking) error { return runOperation(ctx, "allreduce ring", b, n) })
 			cancel()
 		}
 	})
@@ -267,14 +269,14 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 		ctx, cancel := context.WithCancelCause(t.Context())
 		cancel(reason)
 		c := newCluster(meshes(t, n), upTo(n), tcp.Config{})
-		wantReason(t, reason, c.each(func(i int, b *tcp.Backend) error { return runOperation(ctx, name, b, n) }))
+		wantReason(t, reason, c.each(func(i int, b *opstest.Blocking) error { return runOperation(ctx, name, b, n) }))
 	})
 	t.Run("middle", func(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
 		defer cancel(nil)
 		c := newCluster(meshes(t, n), upTo(n), tcp.Config{SegmentBytes: 64})
-		c.must(t, func(i int, b *tcp.Backend) error { return runOperation(ctx, name, b, n) })
-		wantReason(t, reason, c.each(func(i int, b *tcp.Backend) error {
+		c.must(t, func(i int, b *opstest.Blocking) error { return runOperation(ctx, name, b, n) })
+		wantReason(t, reason, c.each(func(i int, b *opstest.Blocking) error {
 			if i == 0 {
 				cancel(reason)
 			}
@@ -284,7 +286,7 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 	t.Run("unconnected", func(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
 		c := newCluster(meshes(t, n), upTo(n), tcp.Config{})
-		wantReason(t, reason, c.each(func(i int, b *tcp.Backend) error {
+		wantReason(t, reason, c.each(func(i int, b *opstest.Blocking) error {
 			if i == 0 {
 				cancel(reason)
 				return reason

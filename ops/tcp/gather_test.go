@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
@@ -42,7 +43,7 @@ func checkAllgather(t *testing.T, c *cluster, of func(r int) int64) {
 		}
 	}
 	got := make([][]byte, len(c.backends))
-	c.must(t, func(r int, b *tcp.Backend) error {
+	c.must(t, func(r int, b *opstest.Blocking) error {
 		got[r] = bytes.Repeat([]byte{0xee}, len(want))
 		from := int64(0)
 		for _, k := range counts[:r] {
@@ -67,7 +68,7 @@ func TestBroadcast(t *testing.T) {
 					want[i] = byte(i*31 + root)
 				}
 				got := make([][]byte, len(c.backends))
-				c.must(t, func(r int, b *tcp.Backend) error {
+				c.must(t, func(r int, b *opstest.Blocking) error {
 					if got[r] = make([]byte, size); r == root {
 						copy(got[r], want)
 					}
@@ -114,7 +115,7 @@ func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 		return buf, counts
 	}
 	got, gotCounts, calls := make([][]byte, n), make([][]int64, n), make([]int, n)
-	c.must(t, func(r int, b *tcp.Backend) error {
+	c.must(t, func(r int, b *opstest.Blocking) error {
 		in, counts := blocks(func(to int) int64 { return of(r, to) }, func(to int) int { return 31*r + 7*to })
 		return b.Alltoall(t.Context(), message.Direct, in, counts, func(counts []int64) ([]byte, error) {
 			calls[r]++
@@ -153,7 +154,7 @@ func TestAlltoallNoRoom(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})
 			const nobody = -1
-			errs := c.judge(nobody, func(r int, b *tcp.Backend) error {
+			errs := c.judge(nobody, func(r int, b *opstest.Blocking) error {
 				return b.Alltoall(t.Context(), message.Direct, make([]byte, 6), []int64{2, 2, 2}, func([]int64) ([]byte, error) {
 					if r == 0 {
 						return make([]byte, test.size), test.err
@@ -183,7 +184,7 @@ func TestAlltoallLies(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 			defer cancel()
 			meshes := memMeshes(3)
-			b := tcp.New(meshes[0], lane, upTo(3), 0, tcp.Config{})
+			b := &opstest.Blocking{Backend: tcp.New(meshes[0], lane, upTo(3), 0, tcp.Config{})}
 			done := make(chan error, 1)
 			go func() {
 				done <- b.Alltoall(ctx, message.Direct, nil, []int64{0, 0, 0}, func(counts []int64) ([]byte, error) {

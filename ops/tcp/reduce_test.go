@@ -7,7 +7,7 @@ import (
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -128,7 +128,7 @@ func checkAllreduce(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
 	eachReduction(c, numElems, func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, bufs [][]byte, want []byte) {
 		t.Helper()
-		c.must(t, func(r int, b *tcp.Backend) error { return b.Allreduce(t.Context(), alg, dt, op, bufs[r]) })
+		c.must(t, func(r int, b *opstest.Blocking) error { return b.Allreduce(t.Context(), alg, dt, op, bufs[r]) })
 		for r := range bufs {
 			wantElements(t, fmt.Sprintf("allreduce %v %v of %d × %v: rank %d", alg, op, numElems, dt, r), dt, bufs[r], want)
 		}
@@ -170,7 +170,7 @@ func TestAllreduceSameBits(t *testing.T) {
 			for r := range bufs {
 				bufs[r] = floats(tensor.Float32, 1000, func(i int) float64 { return 1 / float64(1+i*len(bufs)+r*r) })
 			}
-			c.must(t, func(r int, b *tcp.Backend) error {
+			c.must(t, func(r int, b *opstest.Blocking) error {
 				return b.Allreduce(t.Context(), alg, tensor.Float32, tensor.Sum, bufs[r])
 			})
 			for r := range bufs {
@@ -207,7 +207,7 @@ func checkReducescatter(t *testing.T, c *cluster, numElems int) {
 			for _, k := range elems {
 				counts = append(counts, k*int64(dt.Size()))
 			}
-			c.must(t, func(r int, b *tcp.Backend) error {
+			c.must(t, func(r int, b *opstest.Blocking) error {
 				return b.Reducescatter(t.Context(), alg, dt, op, bufs[r], counts)
 			})
 			from := int64(0)

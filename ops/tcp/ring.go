@@ -1,10 +1,7 @@
 package tcp
 
 import (
-	"context"
-
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/transport"
 )
 
 // allreduceRing reduces buf, elements of size bytes, over two ranks or more, in the even parts of b.parts.
@@ -12,8 +9,8 @@ import (
 // Rank i starts by sending part i. In step s of 2(n-1) it receives part i-s-1 (modulo n), and sends it on unless the
 // step is the last. In the first n-1 steps what it receives is the sum over the ranks passed so far, to which it adds
 // its own; from then on it is the sum over all.
-func (b *Backend) allreduceRing(ctx context.Context, size int, reduce kernel.Func, buf []byte) error {
-	right, left, err := b.neighbours(ctx)
+func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error {
+	right, left, err := b.neighbours()
 	if err != nil {
 		return err
 	}
@@ -53,8 +50,8 @@ func (b *Backend) allreduceRing(ctx context.Context, size int, reduce kernel.Fun
 //
 // The sum of a part ends where it should if it begins at the rank behind: rank i starts by sending part i-1. In step s
 // of n-1 it receives part i-s-2 (modulo n), which is its own in the last, adds what it has, and sends the sum on.
-func (b *Backend) reducescatterRing(ctx context.Context, size int, reduce kernel.Func, buf []byte) error {
-	right, left, err := b.neighbours(ctx)
+func (b *Backend) reducescatterRing(size int, reduce kernel.Func, buf []byte) error {
+	right, left, err := b.neighbours()
 	if err != nil {
 		return err
 	}
@@ -76,7 +73,7 @@ func (b *Backend) reducescatterRing(ctx context.Context, size int, reduce kernel
 
 // addOwn receives the sum over the ranks passed so far of a part, adds it to p, which holds what this rank has, and
 // sends it on to right unless that is nil.
-func (b *Backend) addOwn(left, right transport.Conn, reduce kernel.Func, p []byte, seg int) error {
+func (b *Backend) addOwn(left, right *stream, reduce kernel.Func, p []byte, seg int) error {
 	for rest := p; len(rest) > 0; {
 		var own []byte
 		own, rest = split(rest, seg)

@@ -7,43 +7,49 @@ import (
 	"io"
 	"runtime"
 
-	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/ops"
 )
 
 // conn returns the channel to rank i of the set.
-func (b *Backend) conn(ctx context.Context, i int) (transport.Conn, error) {
-	if b.conns[i] == nil {
-		c, err := b.mesh.Conn(ctx, b.lane, b.ranks[i])
+func (b *Backend) conn(i int) (*stream, error) {
+	for b.conns[i] == nil {
+		if err := b.await(ops.Blocked); err != nil {
+			return nil, err
+		}
+		if b.ctx == nil {
+			continue
+		}
+		c, err := b.mesh.Conn(b.ctx, b.lane, b.ranks[i])
 		if err != nil {
-			if cause := context.Cause(ctx); cause != nil && !errors.Is(err, cause) {
+			if cause := context.Cause(b.ctx); cause != nil && !errors.Is(err, cause) {
 				err = fmt.Errorf("%w: %w", err, cause)
 			}
 			return nil, err
 		}
-		b.conns[i] = c
+		b.conns[i] = &stream{Conn: c, b: b, queued: c.Sent()}
 	}
 	return b.conns[i], nil
 }
 
 // neighbours returns the channels to the next rank of the ring, to whom all is sent, and from the one before.
-func (b *Backend) neighbours(ctx context.Context) (right, left transport.Conn, err error) {
+func (b *Backend) neighbours() (right, left *stream, err error) {
 	n := len(b.ranks)
-	if right, err = b.conn(ctx, (b.me+1)%n); err != nil {
+	if right, err = b.conn((b.me + 1) % n); err != nil {
 		return nil, nil, err
 	}
-	if left, err = b.conn(ctx, (b.me+n-1)%n); err != nil {
+	if left, err = b.conn((b.me + n - 1) % n); err != nil {
 		return nil, nil, err
 	}
 	return right, left, nil
 }
 
 // connectAll makes the channels to all other ranks.
-func (b *Backend) connectAll(ctx context.Context) error {
+func (b *Backend) connectAll() error {
 	for i := range b.ranks {
 		if i == b.me {
 			continue
 		}
-		if _, err := b.conn(ctx, i); err != nil {
+		if _, err := b.conn(i); err != nil {
 			return err
 		}
 	}
@@ -67,13 +73,13 @@ func (b *Backend) flush() error {
 func (b *Backend) segment(size int) int { return max(b.segBytes/size, 1) * size }
 
 // receive fills p from c.
-func receive(c transport.Conn, p []byte) error {
+func receive(c *stream, p []byte) error {
 	_, err := io.ReadFull(c, p)
 	return err
 }
 
 // send queues p on c by segments of seg bytes.
-func send(c transport.Conn, p []byte, seg int) error {
+func send(c *stream, p []byte, seg int) error {
 	for len(p) > 0 {
 		var first []byte
 		first, p = split(p, seg)
@@ -95,7 +101,7 @@ func split(p []byte, seg int) (first, rest []byte) {
 // It never waits long for the old content to leave: the new one is a sum that the copy of the old at the other end of
 // out has gone into, so once it is here, the old one is there. But the transport may be late to say so, and only what
 // it says settles who owns p. To flush instead could hang: all ranks would wait for each other to receive.
-func (b *Backend) replace(c, out transport.Conn, p []byte, sent uint64) error {
+func (b *Backend) replace(c, out *stream, p []byte, sent uint64) error {
 	if out.Sent() >= sent {
 		return receive(c, p)
 	}

@@ -48,11 +48,13 @@ package tcp
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
 
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -76,11 +78,10 @@ type Config struct {
 
 // Backend is the ops.Backend of one process set on one lane, which it has to itself.
 //
-// Whenever a method returns, with an error too, nothing reads or writes its buffers any more. Any error ends the
-// backend: later calls fail with it, and the lane of this rank is aborted, which its peers take for silence. The
-// error wraps what the transport said: a *transport.PeerError names the peer that failed, which is always a direct
-// one. A rank that waits for a living peer learns of a death elsewhere when its lane is aborted. When the context of
-// a call ends, the error wraps context.Cause.
+// Any error ends the backend: later calls fail with it, and the lane of this rank is aborted, which its peers take for
+// silence. The error wraps what the transport said: a *transport.PeerError names the peer that failed, which is always a
+// direct one. A rank that waits for a living peer learns of a death elsewhere when its lane is aborted. When the context
+// of a step ends, the error wraps context.Cause.
 type Backend struct {
 	mesh  transport.Mesh
 	lane  transport.Lane
@@ -89,9 +90,14 @@ type Backend struct {
 
 	segBytes      int
 	deterministic bool
-	conns         []transport.Conn // by rank of the set, nil until needed
-	ctx           watch
+	conns         []*stream // by rank of the set, nil until needed
+	watch         watch
 	err           error // what ended the backend
+
+	op      ops.Operation // under way
+	started bool          // there is one
+	steps   steps
+	ctx     context.Context // of the step, if it waits; else nil
 
 	// What follows is kept because steady state allocates nothing. Each operation fills what it uses.
 	parts   cut      // the ranks' parts of the buffer
@@ -109,7 +115,7 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	b := &Backend{
 		mesh: mesh, lane: lane, ranks: slices.Clone(ranks), me: me,
 		segBytes: cfg.SegmentBytes, deterministic: cfg.Deterministic,
-		conns:  make([]transport.Conn, n),
+		conns:  make([]*stream, n),
 		parts:  make(cut, n+1),
 		starts: make([]uint64, n),
 		blocks: newBlocks(n),
@@ -117,12 +123,16 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	if b.segBytes <= 0 {
 		b.segBytes = DefaultSegmentBytes
 	}
-	b.ctx.abort = func(err error) { mesh.Abort(lane, err) }
+	b.watch.abort = func(err error) { mesh.Abort(lane, err) }
 	return b
 }
 
-// ID implements ops.Backend.
-func (b *Backend) ID() message.Backend { return message.TCP }
+// Register registers the backend.
+func Register(mesh transport.Mesh, cfg Config) ops.Registration {
+	return ops.Registration{ID: message.TCP, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+		return New(mesh, transport.DataLane(set), ranks, me, cfg), nil
+	}}
+}
 
 // Plan implements ops.Backend. The size makes no difference.
 func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
@@ -158,31 +168,98 @@ func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) 
 	return message.Ring, nil
 }
 
-// run is the frame of every operation. The operation can be run by the algorithms known.
-func (b *Backend) run(ctx context.Context, kind message.Kind, alg message.Algorithm, op func() error, known ...message.Algorithm) error {
-	if b.err != nil {
-		return fmt.Errorf("ops/tcp: %v %v: after a failure: %w", kind, alg, b.err)
+// Start implements ops.Backend.
+func (b *Backend) Start(op ops.Operation) error {
+	switch {
+	case b.err != nil:
+		return fmt.Errorf("ops/tcp: %v %v: after a failure: %w", op.Kind, op.Algorithm, b.err)
+	case b.started:
+		return b.fail(errors.New("another operation was started before its end"))
 	}
-	err := b.ctx.begin(ctx)
-	if err == nil && !slices.Contains(known, alg) {
-		err = fmt.Errorf("got algorithm %v, want %s", alg, list(known))
+	b.op, b.started = op, true
+	return nil
+}
+
+// Step implements ops.Backend.
+func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err error) {
+	switch {
+	case b.err != nil:
+		return ops.Waiting, fmt.Errorf("ops/tcp: step after a failure: %w", b.err)
+	case !b.started:
+		return ops.Waiting, errors.New("ops/tcp: step of an operation that was not started")
 	}
-	if err == nil {
-		err = op()
+	if wait {
+		b.ctx = ctx
+		if err = b.watch.begin(ctx); err == nil {
+			p, err = b.steps.next(b)
+		}
+		err = b.watch.end(err)
+		b.ctx = nil
+	} else {
+		p, err = b.steps.next(b)
 	}
-	if err = b.ctx.end(err); err == nil {
-		return nil
+	if err != nil {
+		return ops.Waiting, b.fail(err)
 	}
-	b.err = fmt.Errorf("ops/tcp: %v %v: %w", kind, alg, err)
+	if p == ops.Finished {
+		b.op, b.started = ops.Operation{}, false
+	}
+	return p, nil
+}
+
+// fail ends the backend with the operation under way.
+func (b *Backend) fail(err error) error {
+	b.err = fmt.Errorf("ops/tcp: %v %v: %w", b.op.Kind, b.op.Algorithm, err)
+	b.Close()
 	// The streams have lost their position. Once the lane is aborted Flush no longer waits for peers, but only until
 	// the channel holds no buffer; it fails with an error that adds nothing.
 	b.mesh.Abort(b.lane, b.err)
 	for _, c := range b.conns {
 		if c != nil {
-			_ = c.Flush()
+			_ = c.Conn.Flush()
 		}
 	}
+	b.op = ops.Operation{}
 	return b.err
+}
+
+// Close implements ops.Backend.
+func (b *Backend) Close() { b.steps.close() }
+
+// run does the operation, and waits by way of the streams.
+func (b *Backend) run() error {
+	switch kind := b.op.Kind; {
+	case kind == message.Allreduce && b.op.Op == tensor.Adasum:
+		return b.runAdasum()
+	case kind == message.Allreduce:
+		return b.allreduce()
+	case kind == message.Reducescatter:
+		return b.reducescatter()
+	case kind == message.Allgather:
+		return b.allgather()
+	case kind == message.Broadcast:
+		return b.broadcast()
+	case kind == message.Alltoall:
+		return b.alltoall()
+	default:
+		return fmt.Errorf("no method for %v", kind)
+	}
+}
+
+// by checks that the operation can be run by the algorithm that was asked for.
+func (b *Backend) by(known ...message.Algorithm) error {
+	if !slices.Contains(known, b.op.Algorithm) {
+		return fmt.Errorf("got algorithm %v, want %s", b.op.Algorithm, list(known))
+	}
+	return nil
+}
+
+// tensor is the buffer of an allreduce.
+func (b *Backend) tensor() ([]byte, error) {
+	if n := len(b.op.Tensors); n != 1 {
+		return nil, fmt.Errorf("got %d tensors, want 1", n)
+	}
+	return b.op.Tensors[0].Out, nil
 }
 
 // list is "x or y".

@@ -12,6 +12,7 @@ import (
 
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/topo"
@@ -43,7 +44,7 @@ func TestSegmentsDiffer(t *testing.T) {
 	meshes, ranks := strictMeshes(t, 4), upTo(4)
 	c := &cluster{meshes: meshes}
 	for i, seg := range []int{1, 1000, 64, 0} {
-		c.backends = append(c.backends, tcp.New(meshes[i], lane, ranks, i, tcp.Config{SegmentBytes: seg}))
+		c.backends = append(c.backends, &opstest.Blocking{Backend: tcp.New(meshes[i], lane, ranks, i, tcp.Config{SegmentBytes: seg})})
 	}
 	checkAll(t, c, 1000)
 	checkAllgather(t, c, func(r int) int64 { return int64(1000*r + 1) })
@@ -73,7 +74,7 @@ func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
 	want := elements(tensor.Float32, numElems, func(i int) int64 { return fold(tensor.Sum, tensor.Float32, len(c.backends), i) })
 	for _, alg := range reduceAlgs {
-		c.must(t, func(r int, b *tcp.Backend) error {
+		c.must(t, func(r int, b *opstest.Blocking) error {
 			buf := elements(tensor.Float32, numElems, func(i int) int64 { return value(tensor.Float32, r, i) })
 			err := b.Allreduce(t.Context(), alg, tensor.Float32, tensor.Sum, buf)
 			if err == nil && !bytes.Equal(buf, want) {
@@ -94,7 +95,7 @@ func TestBufferOwnership(t *testing.T) {
 				checkReleased(t, c)
 			}
 			bufs := make([][64]byte, n)
-			c.must(t, func(r int, b *tcp.Backend) error { return b.Broadcast(t.Context(), message.Tree, 0, bufs[r][:]) })
+			c.must(t, func(r int, b *opstest.Blocking) error { return b.Broadcast(t.Context(), message.Tree, 0, bufs[r][:]) })
 			checkReleased(t, c)
 		})
 	}
@@ -140,9 +141,6 @@ func TestAllocs(t *testing.T) {
 
 func TestPlan(t *testing.T) {
 	fast := newCluster(memMeshes(2), upTo(2), tcp.Config{}).backends[0]
-	if fast.ID() != message.TCP {
-		t.Errorf("got ID %v, want %v", fast.ID(), message.TCP)
-	}
 	same := newCluster(memMeshes(2), upTo(2), tcp.Config{Deterministic: true}).backends[0]
 	const none = message.NoAlgorithm // refused
 	for _, test := range []struct {
@@ -176,7 +174,7 @@ func TestPlan(t *testing.T) {
 		{message.Response{Kind: message.Join}, none, none},
 		{message.Response{Kind: message.Error}, none, none},
 	} {
-		for b, want := range map[*tcp.Backend]message.Algorithm{fast: test.usual, same: test.wantDeterministic} {
+		for b, want := range map[*opstest.Blocking]message.Algorithm{fast: test.usual, same: test.wantDeterministic} {
 			for _, numBytes := range []int64{0, 1 << 10, 1 << 40} {
 				got, err := b.Plan(&test.r, numBytes)
 				if got != want || (err == nil) != (want != none) {
@@ -189,77 +187,77 @@ func TestPlan(t *testing.T) {
 
 // TestRefused calls with arguments that do not fit, as a wrong frame could make a rank do.
 func TestRefused(t *testing.T) {
-	for name, call := range map[string]func(context.Context, *tcp.Backend) error{
-		"allreduce by tree": func(ctx context.Context, b *tcp.Backend) error {
+	for name, call := range map[string]func(context.Context, *opstest.Blocking) error{
+		"allreduce by tree": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allreduce(ctx, message.Tree, tensor.Float32, tensor.Sum, make([]byte, 8))
 		},
-		"average": func(ctx context.Context, b *tcp.Backend) error {
+		"average": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allreduce(ctx, message.Ring, tensor.Float32, tensor.Average, make([]byte, 8))
 		},
-		"part of an element": func(ctx context.Context, b *tcp.Backend) error {
+		"part of an element": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allreduce(ctx, message.Ring, tensor.Float32, tensor.Sum, make([]byte, 7))
 		},
-		"no such type": func(ctx context.Context, b *tcp.Backend) error {
+		"no such type": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allreduce(ctx, message.Ring, 99, tensor.Sum, make([]byte, 8))
 		},
-		"allgather by tree": func(ctx context.Context, b *tcp.Backend) error {
+		"allgather by tree": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allgather(ctx, message.Tree, make([]byte, 3), []int64{1, 1, 1})
 		},
-		"counts too few": func(ctx context.Context, b *tcp.Backend) error {
+		"counts too few": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allgather(ctx, message.Ring, make([]byte, 2), []int64{1, 1})
 		},
-		"counts too small": func(ctx context.Context, b *tcp.Backend) error {
+		"counts too small": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allgather(ctx, message.Ring, make([]byte, 4), []int64{1, 1, 1})
 		},
-		"counts too large": func(ctx context.Context, b *tcp.Backend) error {
+		"counts too large": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allgather(ctx, message.Ring, make([]byte, 3), []int64{1, 1, 2})
 		},
-		"counts that overflow": func(ctx context.Context, b *tcp.Backend) error {
+		"counts that overflow": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allgather(ctx, message.Ring, make([]byte, 2), []int64{1<<63 - 1, 1<<63 - 1, 4})
 		},
-		"negative count": func(ctx context.Context, b *tcp.Backend) error {
+		"negative count": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allgather(ctx, message.Ring, make([]byte, 2), []int64{1, -1, 2})
 		},
-		"reducescatter by tree": func(ctx context.Context, b *tcp.Backend) error {
+		"reducescatter by tree": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Reducescatter(ctx, message.Tree, tensor.Float32, tensor.Sum, make([]byte, 12), []int64{4, 4, 4})
 		},
-		"reducescatter into parts of an element": func(ctx context.Context, b *tcp.Backend) error {
+		"reducescatter into parts of an element": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Reducescatter(ctx, message.Direct, tensor.Float32, tensor.Sum, make([]byte, 12), []int64{2, 6, 4})
 		},
-		"reducescatter of other bytes": func(ctx context.Context, b *tcp.Backend) error {
+		"reducescatter of other bytes": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Reducescatter(ctx, message.Ring, tensor.Float32, tensor.Sum, make([]byte, 12), []int64{4, 4, 0})
 		},
-		"sum of bools": func(ctx context.Context, b *tcp.Backend) error {
+		"sum of bools": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Reducescatter(ctx, message.Ring, tensor.Bool, tensor.Sum, make([]byte, 3), []int64{1, 1, 1})
 		},
-		"alltoall by ring": func(ctx context.Context, b *tcp.Backend) error {
+		"alltoall by ring": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Alltoall(ctx, message.Ring, make([]byte, 3), []int64{1, 1, 1}, nil)
 		},
-		"alltoall of other bytes": func(ctx context.Context, b *tcp.Backend) error {
+		"alltoall of other bytes": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Alltoall(ctx, message.Direct, make([]byte, 3), []int64{1, 1, 2}, nil)
 		},
-		"adasum by ring": func(ctx context.Context, b *tcp.Backend) error {
+		"adasum by ring": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Adasum(ctx, message.Ring, tensor.Float32, make([]byte, 8), []int64{8})
 		},
-		"adasum of integers": func(ctx context.Context, b *tcp.Backend) error {
+		"adasum of integers": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Adasum(ctx, message.HalvingDoubling, tensor.Int32, make([]byte, 8), []int64{8})
 		},
-		"adasum of no type": func(ctx context.Context, b *tcp.Backend) error {
+		"adasum of no type": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Adasum(ctx, message.HalvingDoubling, 99, make([]byte, 8), []int64{8})
 		},
-		"adasum of parts of an element": func(ctx context.Context, b *tcp.Backend) error {
+		"adasum of parts of an element": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Adasum(ctx, message.HalvingDoubling, tensor.Float32, make([]byte, 8), []int64{2, 6})
 		},
-		"adasum of other bytes": func(ctx context.Context, b *tcp.Backend) error {
+		"adasum of other bytes": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Adasum(ctx, message.HalvingDoubling, tensor.Float32, make([]byte, 8), []int64{4})
 		},
-		"broadcast by ring": func(ctx context.Context, b *tcp.Backend) error {
+		"broadcast by ring": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Broadcast(ctx, message.Ring, 0, make([]byte, 2))
 		},
-		"root below": func(ctx context.Context, b *tcp.Backend) error {
+		"root below": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Broadcast(ctx, message.Tree, -1, make([]byte, 2))
 		},
-		"root beyond": func(ctx context.Context, b *tcp.Backend) error {
+		"root beyond": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Broadcast(ctx, message.Tree, 3, make([]byte, 2))
 		},
 	} {

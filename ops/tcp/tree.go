@@ -1,51 +1,50 @@
 package tcp
 
 import (
-	"context"
 	"fmt"
 	"math/bits"
 
 	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/transport"
 )
 
-// Broadcast implements ops.Backend by Tree: a binomial tree of depth ceil(log2 n), in which the root sends up to
+// broadcast runs a broadcast by Tree: a binomial tree of depth ceil(log2 n), in which the root sends up to
 // ceil(log2 n) × len(buf) bytes and every other rank less.
-func (b *Backend) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
-	return b.run(ctx, message.Broadcast, alg, func() error {
-		if root < 0 || root >= len(b.ranks) {
-			return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
-		}
-		if len(b.ranks) == 1 || len(buf) == 0 {
-			return nil
-		}
-		return b.broadcastTree(ctx, root, buf)
-	}, message.Tree)
+func (b *Backend) broadcast() error {
+	if err := b.by(message.Tree); err != nil {
+		return err
+	}
+	if root := b.op.Root; root < 0 || root >= len(b.ranks) {
+		return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
+	}
+	if len(b.ranks) == 1 || len(b.op.Buf) == 0 {
+		return nil
+	}
+	return b.broadcastTree(b.op.Root, b.op.Buf)
 }
 
 // broadcastTree copies root's buf to the other ranks, of which there is one at least, in a binomial tree. Counted from
 // the root, the parent of rank v is v without its lowest one bit, and its children are v plus each power of two below
 // that bit.
-func (b *Backend) broadcastTree(ctx context.Context, root int, buf []byte) error {
+func (b *Backend) broadcastTree(root int, buf []byte) error {
 	n := len(b.ranks)
 	v := (b.me - root + n) % n
 	low := v & -v
-	var parent transport.Conn
+	var parent *stream
 	if v == 0 {
 		low = 1 << bits.Len(uint(n-1)) // the first power of two that is no rank's
 	} else {
-		c, err := b.conn(ctx, (v-low+root)%n)
+		c, err := b.conn((v - low + root) % n)
 		if err != nil {
 			return err
 		}
 		parent = c
 	}
-	var room [bits.UintSize]transport.Conn // on the stack
+	var room [bits.UintSize]*stream // on the stack
 	children := room[:0]
 	// The child with the deepest tree below it is the first to be sent to.
 	for bit := low >> 1; bit > 0; bit >>= 1 {
 		if v+bit < n {
-			c, err := b.conn(ctx, (v+bit+root)%n)
+			c, err := b.conn((v + bit + root) % n)
 			if err != nil {
 				return err
 			}

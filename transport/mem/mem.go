@@ -8,7 +8,7 @@
 // found out.
 //
 // A cluster made by NewWithLatency has links that take their time, exactly measurable in a bubble. One made by New
-// does not look at the clock. The meshes of one made by NewPolled are transport.Pollers, those of the others are not.
+// does not look at the clock.
 package mem
 
 import (
@@ -26,7 +26,6 @@ import (
 type Cluster struct {
 	meshes []mesh
 	clock  clock
-	polled bool
 
 	// mu is held before a pipe's mu, never after.
 	mu       sync.Mutex
@@ -49,23 +48,13 @@ type mesh struct {
 	closed   bool
 	aborted  map[transport.Lane]error
 	released transport.LaneSet
-	control  []*conn // of a polled cluster
+	control  []*conn
 
-	bell bell // of a polled cluster
+	bell bell
 }
-
-// poller is a mesh of a polled cluster.
-type poller struct{ *mesh }
 
 // New makes a cluster of size ranks whose bytes arrive as soon as they are sent.
 func New(size int) *Cluster { return NewWithLatency(size, 0) }
-
-// NewPolled makes a cluster like New whose meshes are transport.Pollers.
-func NewPolled(size int) *Cluster {
-	c := New(size)
-	c.polled = true
-	return c
-}
 
 // NewWithLatency makes a cluster of size ranks whose bytes arrive latency after they were sent: exactly then in a
 // testing/synctest bubble, and else not before. They keep their order, and however many there are, none waits for
@@ -91,12 +80,7 @@ func NewWithLatency(size int, latency time.Duration) *Cluster {
 }
 
 // Mesh returns rank's end of the cluster. Every call returns the same one.
-func (c *Cluster) Mesh(rank topo.Rank) transport.Mesh {
-	if c.polled {
-		return poller{&c.meshes[rank]}
-	}
-	return &c.meshes[rank]
-}
+func (c *Cluster) Mesh(rank topo.Rank) transport.Mesh { return &c.meshes[rank] }
 
 // Kill ends rank as its peers see it when the process dies: they read what it had sent, then get a
 // *transport.PeerError, as they do when they send. The calls of the rank itself fail with ErrClosed.
@@ -154,7 +138,7 @@ func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}
 			return nil, m.c.changed, nil
 		}
 		ch = newChannel(k, &m.c.clock)
-		if m.c.polled && lane == transport.Control {
+		if lane == transport.Control {
 			m.attach(&ch.lo)
 			other.attach(&ch.hi)
 		}

@@ -46,7 +46,7 @@ type conn struct {
 // Read implements transport.Conn.
 func (c *conn) Read(p []byte) (int, error) { return c.in.read(p, true) }
 
-// TryRead implements transport.Polled.
+// TryRead implements transport.Conn.
 func (c *conn) TryRead(p []byte) (int, error) { return c.in.read(p, false) }
 
 // Send implements transport.Conn.
@@ -89,8 +89,8 @@ type pipe struct {
 	clock *clock
 	sent  atomic.Uint64
 
-	bell     *bell       // of the receiver, if it polls
-	own      *bell       // of the sender, if it polls
+	bell     *bell       // of the receiver; nil on other lanes than Control, as is own
+	own      *bell       // of the sender
 	unrung   atomic.Bool // something was sent for which bell was not rung
 	mu       sync.Mutex
 	changed  sync.Cond
@@ -150,7 +150,7 @@ func (p *pipe) send(b []byte) error {
 		p.queue, p.head = slices.Delete(p.queue, 0, p.head), 0
 	}
 	p.queue = append(p.queue, piece{b, p.clock.arrival()})
-	if p.own != nil && p.own.ring.Load() != nil {
+	if p.own != nil && p.own.notify.Load() != nil && p.clock.latency == 0 {
 		p.unrung.Store(true)
 		p.changed.Broadcast()
 		return nil
@@ -159,15 +159,15 @@ func (p *pipe) send(b []byte) error {
 	return nil
 }
 
-// ring makes up for what send did not, if the receiver has not seen it.
-func (p *pipe) ring() {
+// notify makes up for the notification that send left out, if the receiver has not read since.
+func (p *pipe) notify() {
 	if !p.unrung.Load() {
 		return
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.unrung.Swap(false) && p.head < len(p.queue) {
-		p.bell.strike()
+		p.bell.ring()
 	}
 }
 
@@ -279,7 +279,7 @@ func (p *pipe) empty() { p.queue, p.head = nil, 0 }
 func (p *pipe) announce() {
 	p.changed.Broadcast()
 	if p.bell != nil {
-		p.bell.strike()
+		p.bell.ring()
 	}
 	if p.clock.latency > 0 {
 		time.AfterFunc(p.clock.latency, p.wake)
@@ -290,4 +290,7 @@ func (p *pipe) wake() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.changed.Broadcast()
+	if p.bell != nil {
+		p.bell.ring()
+	}
 }

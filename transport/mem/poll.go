@@ -2,54 +2,57 @@ package mem
 
 import "sync/atomic"
 
-// bell tells a rank that rests of what arrives on its Control lane.
+// bell notifies a rank that is parked of what arrives on its Control lane.
 type bell struct {
-	ring  atomic.Pointer[func()]
-	rests atomic.Bool
+	notify atomic.Pointer[func()]
+	parked atomic.Bool
 }
 
-// strike rings, once for each Rest.
-func (b *bell) strike() {
-	if !b.rests.CompareAndSwap(true, false) {
+// ring notifies, once for each Park.
+func (b *bell) ring() {
+	if !b.parked.CompareAndSwap(true, false) {
 		return
 	}
-	if ring := b.ring.Load(); ring != nil {
-		(*ring)()
+	if notify := b.notify.Load(); notify != nil {
+		(*notify)()
 	}
 }
 
-// attach makes this rank hear of what arrives on c. The caller holds the Cluster's mu.
+// attach notifies this rank of what arrives on c. The caller holds the Cluster's mu.
 func (m *mesh) attach(c *conn) {
 	c.in.bell, c.out.own = &m.bell, &m.bell
 	m.control = append(m.control, c)
 }
 
-// OnBell implements transport.Poller.
-func (p poller) OnBell(ring func()) { p.bell.ring.Store(&ring) }
+// OnNotify implements transport.Poller.
+func (m *mesh) OnNotify(notify func()) { m.bell.notify.Store(&notify) }
 
-// Ring implements transport.Poller.
-func (p poller) Ring() {
-	p.c.mu.Lock()
-	defer p.c.mu.Unlock()
-	for _, c := range p.control {
-		c.out.ring()
+// NotifyPeers implements transport.Poller.
+func (m *mesh) NotifyPeers() {
+	m.c.mu.Lock()
+	defer m.c.mu.Unlock()
+	for _, c := range m.control {
+		c.out.notify()
 	}
 }
 
-// Rest implements transport.Poller. It says so before it looks, and senders look after they have sent: one of the two
-// sees the other.
-func (p poller) Rest() bool {
-	p.bell.rests.Store(true)
-	p.c.mu.Lock()
-	defer p.c.mu.Unlock()
-	for _, c := range p.control {
+// Park implements transport.Poller. It sets parked before it looks, and senders look at parked after they have sent: one of
+// the two sees the other.
+func (m *mesh) Park() bool {
+	m.bell.parked.Store(true)
+	m.c.mu.Lock()
+	defer m.c.mu.Unlock()
+	for _, c := range m.control {
 		if c.in.stirs() {
-			p.Wake()
+			m.Unpark()
 			return false
 		}
 	}
 	return true
 }
 
-// Wake implements transport.Poller.
-func (p poller) Wake() { p.bell.rests.Store(false) }
+// Unpark implements transport.Poller.
+func (m *mesh) Unpark() { m.bell.parked.Store(false) }
+
+// EntersKernel implements transport.Poller.
+func (m *mesh) EntersKernel() bool { return false }

@@ -7,13 +7,8 @@ import (
 	"github.com/gohvd/gohvd/transport"
 )
 
-// Inner is the Mesh within what Connect returned.
-func Inner(s Sharer) *Mesh {
-	if p, ok := s.(pollingMesh); ok {
-		return p.Mesh
-	}
-	return s.(*Mesh)
-}
+// Inner is the Mesh that Connect returned.
+func Inner(s Sharer) *Mesh { return s.(*Mesh) }
 
 // Put sends a message as this rank would, which owns fds.
 func (m *Mesh) Put(to topo.Rank, kind, id uint32, size uint64, fds ...int) {
@@ -42,7 +37,7 @@ func (m *Mesh) Sleepers() (int, bool) {
 }
 
 // Loopback is the channel to a peer that never runs, with rings of 64 bytes, and sets the words that the peer would write.
-func Loopback() (c transport.Polled, setWords func(head, tail uint64)) {
+func Loopback() (c transport.Conn, setWords func(head, tail uint64)) {
 	const index, bytes = 1, 64
 	layout := controlLayout{size: 2, ringBytes: bytes}
 	own, theirs := make([]byte, layout.bytes()), make([]byte, layout.bytes())

@@ -51,7 +51,7 @@ func say(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) {
 	}
 }
 
-// Groups are the ranks of a host. The mesh is a Poller if that is everybody, and reaches everybody in any case.
+// Groups are the ranks of a host, whose Control channels are in memory. The mesh reaches everybody.
 func TestGroups(t *testing.T) {
 	for _, hosts := range []string{"a", "aa", "ab", "aaaa", "abab", "abbba", "abcb"} {
 		t.Run(hosts, func(t *testing.T) {
@@ -66,10 +66,6 @@ func TestGroups(t *testing.T) {
 				if got := m.Group(); !slices.Equal(got, want) || m.Why() != "" {
 					t.Errorf("rank %d: got group %v, %q, want %v", r, got, m.Why(), want)
 				}
-				_, polls := m.(transport.Poller)
-				if want := len(want) == len(hosts) && len(hosts) > 1; polls != want {
-					t.Errorf("rank %d: poller %v, want %v", r, polls, want)
-				}
 				for p := range r {
 					say(t, meshes, transport.Control, p, r)
 					say(t, meshes, 1, p, r)
@@ -77,8 +73,8 @@ func TestGroups(t *testing.T) {
 					if err != nil {
 						t.Fatal(err)
 					}
-					if _, polled := c.(transport.Polled); polled != (hosts[p] == hosts[r]) {
-						t.Errorf("rank %d: the channel to rank %d is polled: %v", r, p, polled)
+					if inMemory := fmt.Sprintf("%T", c) == "*shm.conn"; inMemory != (hosts[p] == hosts[r]) {
+						t.Errorf("rank %d: the channel to rank %d is a %T", r, p, c)
 					}
 				}
 			}

@@ -38,11 +38,13 @@ type Mesh struct {
 	wg       sync.WaitGroup
 	unwatch  func() // ends the watching of arenas
 
-	// resting is set between Rest and Wake; ring is what OnBell was given.
-	resting atomic.Bool
-	ring    atomic.Pointer[func()]
-	// quiet is set since OnBell.
+	// parked is set between Park and Unpark; notifyPoller is what OnNotify was given.
+	parked       atomic.Bool
+	notifyPoller atomic.Pointer[func()]
+	// quiet is set by OnNotify.
 	quiet atomic.Bool
+	// reachesOut says that some ranks are no peers, so that the mesh underneath has Control channels too.
+	reachesOut bool
 
 	// lanes are those in use. The map is replaced, not changed, by who holds mu. isClosed is closed, for who does not.
 	lanes    atomic.Pointer[map[transport.Lane]*lane]
@@ -144,12 +146,12 @@ func (m *Mesh) rung() {
 		p.ring.stir()
 	}
 	m.announce()
-	m.wakeLooker()
+	m.wakePoller()
 }
 
-// wakeLooker calls what OnBell was given, if the looking goroutine rests.
-func (m *Mesh) wakeLooker() {
-	if f := m.ring.Load(); f != nil && m.resting.Load() {
+// wakePoller notifies the polling goroutine if it is parked.
+func (m *Mesh) wakePoller() {
+	if f := m.notifyPoller.Load(); f != nil && m.parked.Load() {
 		(*f)()
 	}
 }
@@ -170,7 +172,7 @@ func (m *Mesh) lose(p *peer, err error) {
 		m.log.Warn(fmt.Sprintf("shm: rank %d: %v", p.rank, err))
 	}
 	p.ring.lose(err)
-	m.wakeLooker()
+	m.wakePoller()
 }
 
 // Conn implements transport.Mesh.
@@ -225,7 +227,7 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 			p.ring.fail(err)
 		}
 		m.announce() // those who wait for a Conn look at its cause
-		m.wakeLooker()
+		m.wakePoller()
 	}
 	m.under.Abort(id, err)
 }
@@ -298,7 +300,7 @@ func (m *Mesh) Close() error {
 		p.ring.fail(transport.ErrClosed)
 		p.outbox.close()
 	}
-	m.wakeLooker()
+	m.wakePoller()
 	var errs []error
 	for _, p := range m.peers {
 		errs = append(errs, p.uc.Close())
@@ -352,39 +354,50 @@ func (m *Mesh) letGo() error {
 	return errors.Join(errs...)
 }
 
-// pollingMesh is a Mesh all of whose Control channels are rings. It is a transport.Poller.
-type pollingMesh struct{ *Mesh }
-
-// OnBell implements transport.Poller.
-func (m pollingMesh) OnBell(ring func()) {
-	m.ring.Store(&ring)
+// OnNotify implements transport.Poller.
+func (m *Mesh) OnNotify(notify func()) {
+	m.notifyPoller.Store(&notify)
 	m.quiet.Store(true)
+	m.under.OnNotify(notify)
 }
 
-// Ring implements transport.Poller.
-func (m pollingMesh) Ring() {
+// NotifyPeers implements transport.Poller.
+func (m *Mesh) NotifyPeers() {
 	for _, p := range m.peers {
 		p.ring.tell()
 	}
+	if m.reachesOut {
+		m.under.NotifyPeers()
+	}
 }
 
-// Rest implements transport.Poller. Conns that nobody has asked for do not count.
-func (m pollingMesh) Rest() bool {
-	if !m.resting.Swap(true) {
+// Park implements transport.Poller. Conns that nobody has asked for do not count.
+func (m *Mesh) Park() bool {
+	if !m.parked.Swap(true) && m.bell != nil {
 		m.bell.rest()
 	}
 	for _, p := range m.peers {
 		if p.ring.taken.Load() && p.ring.waiting() {
-			m.Wake()
+			m.Unpark()
 			return false
 		}
+	}
+	if m.reachesOut && !m.under.Park() {
+		m.Unpark()
+		return false
 	}
 	return true
 }
 
-// Wake implements transport.Poller.
-func (m pollingMesh) Wake() {
-	if m.resting.Swap(false) {
+// Unpark implements transport.Poller.
+func (m *Mesh) Unpark() {
+	if m.parked.Swap(false) && m.bell != nil {
 		m.bell.wake()
 	}
+	if m.reachesOut {
+		m.under.Unpark()
+	}
 }
+
+// EntersKernel implements transport.Poller.
+func (m *Mesh) EntersKernel() bool { return m.reachesOut }

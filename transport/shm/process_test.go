@@ -197,7 +197,7 @@ func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 			return err
 		}
 		fmt.Println("ready")
-		pong(c.(transport.Polled), 64)
+		pong(c, 64)
 	}
 	return nil
 }
@@ -431,5 +431,5 @@ func BenchmarkProcesses(b *testing.B) {
 		b.Fatal(err)
 	}
 	other.hear(b)
-	measure(b, c.(transport.Polled), 64)
+	measure(b, c, 64)
 }

@@ -124,7 +124,7 @@ func (c *conn) Read(p []byte) (int, error) {
 	}
 }
 
-// TryRead implements transport.Polled.
+// TryRead implements transport.Conn.
 func (c *conn) TryRead(p []byte) (int, error) {
 	c.reading.Lock()
 	defer c.reading.Unlock()

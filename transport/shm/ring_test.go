@@ -21,7 +21,7 @@ import (
 )
 
 // controls are the polled channels between ranks 0 and 1, the lower rank's first.
-func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Polled) {
+func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Conn) {
 	tb.Helper()
 	a, err := meshes[0].Conn(tb.Context(), transport.Control, 1)
 	if err != nil {
@@ -31,11 +31,11 @@ func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Polled) {
 	if err != nil {
 		tb.Fatal(err)
 	}
-	return a.(transport.Polled), b.(transport.Polled)
+	return a, b
 }
 
 // poll reads by TryRead until p is full.
-func poll(c transport.Polled, p []byte) error {
+func poll(c transport.Conn, p []byte) error {
 	for len(p) > 0 {
 		n, err := c.TryRead(p)
 		if err != nil {
@@ -119,15 +119,15 @@ func TestRing(t *testing.T) {
 func TestRest(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 3)
 	zero, one := controls(t, meshes)
-	polls := meshes[1].(transport.Poller)
+	polls := meshes[1]
 	rang := make(chan struct{}, 100)
-	polls.OnBell(func() { rang <- struct{}{} })
+	polls.OnNotify(func() { rang <- struct{}{} })
 
 	if err := zero.Send([]byte("a")); err != nil {
 		t.Fatal(err)
 	}
 	got := make([]byte, 10)
-	if polls.Rest() {
+	if polls.Park() {
 		t.Error("rests though something has come")
 	}
 	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 0 || at {
@@ -140,7 +140,7 @@ func TestRest(t *testing.T) {
 		t.Errorf("nothing has come: got %d, %v", n, err)
 	}
 	for range 2 { // the second changes nothing
-		if !polls.Rest() {
+		if !polls.Park() {
 			t.Error("does not rest though nothing has come")
 		}
 	}
@@ -154,8 +154,8 @@ func TestRest(t *testing.T) {
 	if err := poll(one, got[:1]); err != nil || got[0] != 'b' {
 		t.Fatalf("got %q, %v", got[:1], err)
 	}
-	polls.Wake()
-	polls.Wake()
+	polls.Unpark()
+	polls.Unpark()
 	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 0 || at {
 		t.Errorf("awake: %d sleepers, seen by peers: %v", n, at)
 	}
@@ -173,7 +173,7 @@ func TestRest(t *testing.T) {
 	}
 
 	// A channel that nobody asked for does not count, nor does an error that was told.
-	if !polls.Rest() {
+	if !polls.Park() {
 		t.Error("does not rest")
 	}
 	if err := meshes[2].Close(); err != nil {
@@ -181,8 +181,8 @@ func TestRest(t *testing.T) {
 	}
 	<-rang // it may ring too often
 	within(t, "the death is not noticed", func() bool { return meshes[1].Err(1, 2) != nil })
-	polls.Wake()
-	if !polls.Rest() {
+	polls.Unpark()
+	if !polls.Park() {
 		t.Error("does not rest because of a channel that is not used")
 	}
 	for len(rang) > 0 {
@@ -192,13 +192,13 @@ func TestRest(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-rang
-	polls.Wake()
-	if polls.Rest() {
+	polls.Unpark()
+	if polls.Park() {
 		t.Error("rests though a channel has failed")
 	}
 	_, err := one.TryRead(got)
 	wantPeer(t, "try to read", err, transport.Control, 0)
-	if !polls.Rest() {
+	if !polls.Park() {
 		t.Error("does not rest because of an error that was told")
 	}
 }
@@ -209,10 +209,10 @@ func TestRestRace(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
 	zero, one := controls(t, meshes)
 	var wg sync.WaitGroup
-	for r, c := range []transport.Polled{zero, one} {
-		polls := meshes[r].(transport.Poller)
+	for r, c := range []transport.Conn{zero, one} {
+		polls := meshes[r]
 		rang := make(chan struct{}, 1)
-		polls.OnBell(func() {
+		polls.OnNotify(func() {
 			select {
 			case rang <- struct{}{}:
 			default:
@@ -226,7 +226,7 @@ func TestRestRace(t *testing.T) {
 						t.Error(err)
 						return
 					}
-					polls.Ring()
+					polls.NotifyPeers()
 				}
 				for got := 0; got < len(p); {
 					n, err := c.TryRead(p[got:])
@@ -234,14 +234,14 @@ func TestRestRace(t *testing.T) {
 						t.Error(err)
 						return
 					}
-					if got += n; n == 0 && polls.Rest() {
+					if got += n; n == 0 && polls.Park() {
 						select {
 						case <-rang:
 						case <-time.After(patience):
 							t.Errorf("rank %d sleeps for ever in round %d", r, i)
 							return
 						}
-						polls.Wake()
+						polls.Unpark()
 					}
 				}
 				if r == 1 {
@@ -249,7 +249,7 @@ func TestRestRace(t *testing.T) {
 						t.Error(err)
 						return
 					}
-					polls.Ring()
+					polls.NotifyPeers()
 				}
 			}
 		})
@@ -272,7 +272,7 @@ func TestImpossibleWords(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
 			zero, one := controls(t, meshes)
-			for _, way := range [][2]transport.Polled{{zero, one}, {one, zero}} { // 100 bytes each way
+			for _, way := range [][2]transport.Conn{{zero, one}, {one, zero}} { // 100 bytes each way
 				if err := way[0].Send(make([]byte, 100)); err != nil {
 					t.Fatal(err)
 				}
@@ -324,13 +324,13 @@ func TestRingAllocatesNothing(t *testing.T) {
 	for _, ringBytes := range []int{0, 64} {
 		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
 		zero, one := controls(t, meshes)
-		polls := meshes[1].(transport.Poller)
-		polls.OnBell(func() {})
+		polls := meshes[1]
+		polls.OnNotify(func() {})
 		out, in := make([]byte, 200), make([]byte, 200)
 		if n := testing.AllocsPerRun(200, func() {
-			polls.Rest()
+			polls.Park()
 			err := zero.Send(out)
-			polls.Wake()
+			polls.Unpark()
 			if err := errors.Join(err, poll(one, in), zero.Flush()); err != nil {
 				t.Fatal(err)
 			}
@@ -345,9 +345,9 @@ func TestIdle(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 3)
 	zero, one := controls(t, meshes)
 	for _, m := range meshes {
-		polls := m.(transport.Poller)
-		polls.OnBell(func() {})
-		if !polls.Rest() {
+		polls := m
+		polls.OnNotify(func() {})
+		if !polls.Park() {
 			t.Error("does not rest")
 		}
 	}
@@ -382,7 +382,7 @@ func TestIdle(t *testing.T) {
 	if err := zero.Send([]byte{1}); err != nil {
 		t.Error(err)
 	}
-	meshes[0].(transport.Poller).Ring()
+	meshes[0].NotifyPeers()
 	if err := <-done; err != nil {
 		t.Error(err)
 	}
@@ -392,12 +392,12 @@ func TestIdle(t *testing.T) {
 func TestWhoSendsDecidesWhenToRing(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	zero, one := controls(t, meshes)
-	teller, looker := meshes[0].(transport.Poller), meshes[1].(transport.Poller)
-	teller.OnBell(func() {})
+	teller, looker := meshes[0], meshes[1]
+	teller.OnNotify(func() {})
 	rang := make(chan struct{}, 10)
-	looker.OnBell(func() { rang <- struct{}{} })
+	looker.OnNotify(func() { rang <- struct{}{} })
 	// The bell was rung for the Conns as well.
-	looker.Rest()
+	looker.Park()
 	for settled := false; !settled; {
 		select {
 		case <-rang:
@@ -405,10 +405,10 @@ func TestWhoSendsDecidesWhenToRing(t *testing.T) {
 			settled = true
 		}
 	}
-	looker.Wake()
+	looker.Unpark()
 	var b [10]byte
 	for i := range 3 {
-		if !looker.Rest() {
+		if !looker.Park() {
 			t.Fatal("does not rest")
 		}
 		if err := zero.Send([]byte("seen")); err != nil {
@@ -417,7 +417,7 @@ func TestWhoSendsDecidesWhenToRing(t *testing.T) {
 		if err := poll(one, b[:4]); err != nil {
 			t.Fatal(err)
 		}
-		teller.Ring()
+		teller.NotifyPeers()
 		if err := zero.Send([]byte("new")); err != nil {
 			t.Fatal(err)
 		}
@@ -425,9 +425,9 @@ func TestWhoSendsDecidesWhenToRing(t *testing.T) {
 		if n := len(rang); n != 0 {
 			t.Errorf("round %d: rang %d times before Ring", i, n)
 		}
-		teller.Ring()
+		teller.NotifyPeers()
 		<-rang
-		looker.Wake()
+		looker.Unpark()
 		if err := poll(one, b[:3]); err != nil {
 			t.Fatal(err)
 		}
@@ -453,13 +453,13 @@ func TestCloseWhileInUse(t *testing.T) {
 				}
 			})
 		}
-		for r, c := range []transport.Polled{zero, one} {
+		for r, c := range []transport.Conn{zero, one} {
 			out, in := make([]byte, 50), make([]byte, 70)
 			loop(func() error { return errors.Join(c.Send(out), c.Flush()) })
-			polls := meshes[r].(transport.Poller)
+			polls := meshes[r]
 			loop(func() error {
-				polls.Rest()
-				polls.Wake()
+				polls.Park()
+				polls.Unpark()
 				_, err := c.TryRead(in)
 				return err
 			})
@@ -513,7 +513,7 @@ func BenchmarkPingPong(b *testing.B) {
 }
 
 // measure sends messages to a rank that answers them.
-func measure(b *testing.B, c transport.Polled, size int) {
+func measure(b *testing.B, c transport.Conn, size int) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	p := make([]byte, size)
@@ -534,14 +534,14 @@ func measure(b *testing.B, c transport.Polled, size int) {
 }
 
 // ping sends p and waits for as much, without giving the processor away.
-func ping(c transport.Polled, p []byte) error {
+func ping(c transport.Conn, p []byte) error {
 	if err := c.Send(p); err != nil {
 		return err
 	}
 	return spin(c, p)
 }
 
-func spin(c transport.Polled, p []byte) error {
+func spin(c transport.Conn, p []byte) error {
 	for len(p) > 0 {
 		n, err := c.TryRead(p)
 		if err != nil {
@@ -553,7 +553,7 @@ func spin(c transport.Polled, p []byte) error {
 }
 
 // pong answers messages until an error.
-func pong(c transport.Polled, size int) {
+func pong(c transport.Conn, size int) {
 	p := make([]byte, size)
 	for spin(c, p) == nil && c.Send(p) == nil {
 	}

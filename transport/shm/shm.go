@@ -285,8 +285,6 @@ func (ep *Epoch) validate() error {
 
 // Connect forms the epoch. It returns when the ranks of this host have agreed on whether they share memory, or
 // ctx has ended, which is an error. That memory cannot be shared is none: the mesh then has a Group of one, and Why.
-//
-// The mesh is a transport.Poller if and only if all ranks share memory.
 func (e *Endpoint) Connect(ctx context.Context, ep Epoch) (Sharer, error) {
 	m, err := e.connect(ctx, &ep)
 	if err != nil {
@@ -295,9 +293,7 @@ func (e *Endpoint) Connect(ctx context.Context, ep Epoch) (Sharer, error) {
 	if err := errors.Join(e.Close(), m.begin()); err != nil {
 		return nil, errors.Join(err, m.Close())
 	}
-	if len(m.group) == len(ep.Hosts) && len(m.group) > 1 {
-		return pollingMesh{m}, nil
-	}
+	m.reachesOut = len(m.group) < len(ep.Hosts)
 	return m, nil
 }
 

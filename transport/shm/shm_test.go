@@ -233,9 +233,13 @@ func (c swappedConn) Read(p []byte) (int, error) {
 func (c swappedConn) Send(p []byte) error { return c.s.blame(c.Conn.Send(p)) }
 func (c swappedConn) Flush() error        { return c.s.blame(c.Conn.Flush()) }
 
-func contractMeshes(ringBytes int, wrap func(transport.Mesh) transport.Mesh) transporttest.Factory {
+func contractMeshes(ringBytes, ranksPerHost int, wrap func(transport.Mesh) transport.Mesh) transporttest.Factory {
 	return func(tb testing.TB, size int) []transport.Mesh {
-		j := newJob(tb, shm.Config{RingBytes: ringBytes}, overTCP(tb, size), slices.Repeat([]string{"host"}, size)...)
+		hosts := make([]string, size)
+		for r := range hosts {
+			hosts[r] = fmt.Sprint("host", r/ranksPerHost)
+		}
+		j := newJob(tb, shm.Config{RingBytes: ringBytes}, overTCP(tb, size), hosts...)
 		meshes, errs := j.connect(tb.Context())
 		if err := errors.Join(errs...); err != nil {
 			tb.Fatal(err)
@@ -248,9 +252,13 @@ func contractMeshes(ringBytes int, wrap func(transport.Mesh) transport.Mesh) tra
 	}
 }
 
-// The mesh keeps the contract on every lane.
+// The mesh keeps the contract on every lane, also where some Control channels are in memory and others are not.
 func TestContract(t *testing.T) {
-	transporttest.Run(t, contractMeshes(0, func(m transport.Mesh) transport.Mesh { return m }))
+	for name, ranksPerHost := range map[string]int{"one host": 8, "two ranks a host": 2} {
+		t.Run(name, func(t *testing.T) {
+			transporttest.Run(t, contractMeshes(0, ranksPerHost, func(m transport.Mesh) transport.Mesh { return m }))
+		})
+	}
 }
 
 // The channels in memory keep the contract, also with rings so small that everything waits for room. Only one clause is
@@ -261,7 +269,7 @@ func TestContractInMemory(t *testing.T) {
 		lane      transport.Lane
 	}{{0, 1}, {1024, 1}, {4096, 3}} {
 		t.Run(fmt.Sprintf("ring=%d/lane=%d", c.ringBytes, c.lane), func(t *testing.T) {
-			f := contractMeshes(c.ringBytes, func(m transport.Mesh) transport.Mesh { return swapped{m, c.lane} })
+			f := contractMeshes(c.ringBytes, 8, func(m transport.Mesh) transport.Mesh { return swapped{m, c.lane} })
 			transporttest.RunUnreleased(t, f)
 		})
 	}

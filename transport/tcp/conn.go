@@ -2,14 +2,11 @@ package tcp
 
 import (
 	"errors"
-	"fmt"
 	"io"
 	"net"
-	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"github.com/gohvd/gohvd/topo"
@@ -38,29 +35,27 @@ const (
 type conn struct {
 	lane transport.Lane
 	peer topo.Rank
-	tc   *net.TCPConn
-	raw  syscall.RawConn
-	over net.Conn        // tc, or TLS over it: then only out writes to tc
-	out  *gather         // nil if over is tc
+	sock *socket
+	over net.Conn        // sock, or TLS over it: then only out writes to sock
+	out  *gather         // nil if over is sock
 	wg   *sync.WaitGroup // of the Endpoint, whose Close waits for the writer
+	poll *poller         // nil on other lanes than Control
 
 	// cause is why this side gave up the connection. It is set before the socket is touched, so that whoever
 	// is thrown out of a system call finds it.
 	cause atomic.Pointer[error]
 	sent  atomic.Uint64
 
-	reading sync.Mutex // held by Read
-	rerr    error      // of the receiving half
+	reading sync.Mutex  // held by Read and TryRead
+	rerr    error       // of the receiving half
+	unread  atomic.Bool // TLS may have decrypted more than it was asked for
 
-	// These belong to whoever writes. They are kept, and the closures made once, because Send must not allocate.
-	rest      []byte
-	writeErr  error
-	tryWrite  func(fd uintptr) bool
-	waitWrite func(fd uintptr) bool
-	small     [maxBatch][]byte
-	batch     net.Buffers // a part of small
-	record    []byte      // what goes into the next record, if over is TLS
-	unsent    int         // bytes that out has and sent has not
+	// These belong to whoever writes, and are kept because Send must not allocate.
+	small    [maxBatch][]byte
+	batch    [][]byte // a part of small
+	gathered []byte   // batch in one piece
+	record   []byte   // what goes into the next record, if over is TLS
+	unsent   int      // bytes that out has and sent has not
 
 	mu      sync.Mutex
 	changed sync.Cond // queue ran empty or got its first buffer, or cause was set
@@ -70,51 +65,81 @@ type conn struct {
 	serr    error // of the sending half
 }
 
-// newConn makes a channel of the socket nc, when the handshake is over. over is nc or *sealed over it.
-func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, nc, over net.Conn) (*conn, error) {
-	tc, ok := nc.(*net.TCPConn)
-	if !ok {
-		return nil, fmt.Errorf("tcp: connection is a %T, want a *net.TCPConn", nc)
-	}
-	raw, err := tc.SyscallConn()
-	if err != nil {
-		return nil, fmt.Errorf("tcp: connection: %w", err)
-	}
-	c := &conn{lane: lane, peer: peer, tc: tc, raw: raw, over: over, wg: wg}
+// newConn makes a channel of the socket, when the handshake is over. over is sock or *sealed over it.
+func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, sock *socket, over net.Conn) *conn {
+	c := &conn{lane: lane, peer: peer, sock: sock, over: over, wg: wg}
 	c.changed.L = &c.mu
 	if s, ok := over.(*sealed); ok {
 		c.out, c.record = s.out, make([]byte, 0, recordBytes)
 		c.out.begin()
-		return c, nil
 	}
-	c.tryWrite = func(fd uintptr) bool {
-		c.writeSome(int(fd))
-		return true
-	}
-	c.waitWrite = func(fd uintptr) bool { return c.writeSome(int(fd)) }
-	return c, nil
+	return c
 }
 
 // Read implements transport.Conn.
 func (c *conn) Read(p []byte) (int, error) {
 	c.reading.Lock()
 	defer c.reading.Unlock()
+	return c.read(c.over.Read, p)
+}
+
+// TryRead implements transport.Conn.
+func (c *conn) TryRead(p []byte) (n int, err error) {
+	c.reading.Lock()
+	defer c.reading.Unlock()
+	if c.sock.isWaitedFor() {
+		c.leaveRuntimePoller()
+	}
+	switch {
+	case c.out == nil:
+		n, err = c.read(c.sock.TryRead, p)
+	case c.unread.Load() || c.out.fill(c.sock) || c.cause.Load() != nil || c.rerr != nil:
+		c.out.trying = true
+		n, err = c.read(c.over.Read, p)
+		c.out.trying = false
+		c.unread.Store(n > 0)
+	}
+	if err != nil && c.poll != nil {
+		c.poll.remove(c)
+	}
+	return n, err
+}
+
+// leaveRuntimePoller is called by who polls. The socket changes its descriptor then, which the poller knows it by.
+func (c *conn) leaveRuntimePoller() {
+	if c.poll != nil {
+		c.poll.remove(c)
+	}
+	err := c.sock.leave()
+	if c.poll != nil {
+		err = errors.Join(err, c.poll.add(c))
+	}
+	if err != nil && c.rerr == nil {
+		c.rerr = c.explain(err)
+	}
+}
+
+// read reads by r and notes a failure. It gives 0 and no error for errWouldBlock. The caller holds reading.
+func (c *conn) read(r func([]byte) (int, error), p []byte) (int, error) {
 	if cause := c.cause.Load(); cause != nil {
 		return 0, *cause
 	}
 	if c.rerr != nil {
 		return 0, c.rerr
 	}
-	n, err := c.over.Read(p)
-	if err != nil {
-		if errors.Is(err, io.EOF) {
-			err = io.ErrUnexpectedEOF
-		}
-		c.rerr = c.explain(err)
-		return n, c.rerr
+	n, err := r(p)
+	if err == nil || err == errWouldBlock {
+		return n, nil
 	}
-	return n, nil
+	if errors.Is(err, io.EOF) {
+		err = io.ErrUnexpectedEOF
+	}
+	c.rerr = c.explain(err)
+	return n, c.rerr
 }
+
+// hasUnread reports whether TryRead may have something to give that the socket does not show.
+func (c *conn) hasUnread() bool { return c.unread.Load() || c.cause.Load() != nil }
 
 // Send implements transport.Conn.
 func (c *conn) Send(p []byte) error {
@@ -126,7 +151,7 @@ func (c *conn) Send(p []byte) error {
 	}
 	if !busy && c.out == nil {
 		// The writer has nothing to do, and only this goroutine could give it something.
-		p, err = c.write(p, c.tryWrite)
+		p, err = c.write(p, c.sock.TryWrite)
 	}
 	if err == nil && len(p) == 0 {
 		return nil
@@ -183,7 +208,7 @@ func (c *conn) drain() {
 		case n > 1:
 			err = c.writeBatch()
 		default:
-			_, err = c.write(c.small[0], c.waitWrite)
+			_, err = c.write(c.small[0], c.sock.WriteSome)
 		}
 		clear(c.small[:n])
 		c.mu.Lock()
@@ -210,14 +235,14 @@ func (c *conn) fillBatch() int {
 	return n
 }
 
-// writeBatch writes batch, by writev.
+// writeBatch writes batch in one piece: a copy costs less than a system call.
 func (c *conn) writeBatch() error {
-	n, err := c.batch.WriteTo(c.tc)
-	c.sent.Add(uint64(n))
-	if err != nil {
-		return c.explain(err)
+	c.gathered = c.gathered[:0]
+	for _, p := range c.batch {
+		c.gathered = append(c.gathered, p...)
 	}
-	return nil
+	_, err := c.write(c.gathered, c.sock.WriteSome)
+	return err
 }
 
 // writeRecords writes batch in as few records as it takes: a copy costs less than a system call.
@@ -309,7 +334,7 @@ func (c *conn) abort(err error) {
 	c.cause.Store(&err)
 	// A deadline in the past throws out whoever waits for the socket, and lets nobody in. It fails only on a
 	// closed socket, which does the same.
-	_ = c.tc.SetDeadline(time.Unix(1, 0))
+	_ = c.sock.SetDeadline(time.Unix(1, 0))
 	c.wake()
 }
 
@@ -317,7 +342,7 @@ func (c *conn) abort(err error) {
 func (c *conn) close() {
 	err := transport.ErrClosed
 	c.cause.Store(&err)
-	hangUp(c.tc)
+	hangUp(c.sock)
 	c.wake()
 }
 
@@ -326,12 +351,12 @@ func (c *conn) close() {
 // answers bytes that find the socket closed, or are unread when it closes, with a reset, which can cost the peer
 // what it has not read yet.
 func (c *conn) linger(d time.Duration) {
-	defer hangUp(c.tc)
+	defer hangUp(c.sock)
 	if err := c.endStream(d); err != nil {
 		return // the connection has ended by itself
 	}
 	// However this ends, there is nothing left to wait for.
-	_, _ = io.Copy(io.Discard, c.tc)
+	_, _ = io.Copy(io.Discard, c.sock)
 }
 
 // endStream tells the peer that no more will come, and allows reading for d.
@@ -339,10 +364,10 @@ func (c *conn) endStream(d time.Duration) error {
 	// Whoever was in Read is out, or the new deadline would keep it there; who comes later finds cause.
 	c.reading.Lock()
 	defer c.reading.Unlock()
-	if err := c.tc.CloseWrite(); err != nil {
+	if err := c.sock.CloseWrite(); err != nil {
 		return err
 	}
-	return c.tc.SetReadDeadline(time.Now().Add(d))
+	return c.sock.SetReadDeadline(time.Now().Add(d))
 }
 
 // wake makes those who wait for changed see cause.
@@ -352,38 +377,22 @@ func (c *conn) wake() {
 	c.changed.Broadcast()
 }
 
-// write writes p by one of the closures and returns what it left.
-func (c *conn) write(p []byte, by func(uintptr) bool) ([]byte, error) {
-	c.rest, c.writeErr = p, nil
-	err := c.raw.Write(by)
-	p, c.rest = c.rest, nil
-	if err == nil {
-		err = c.writeErr
-	}
-	if err != nil || c.cause.Load() != nil {
-		return nil, c.explain(err)
+// write writes p by one of the socket's methods, and returns what it left because it must not wait. It watches cause itself
+// because the deadline throws out only who waits, and a fast peer never makes it wait.
+func (c *conn) write(p []byte, by func([]byte) (int, error)) ([]byte, error) {
+	for len(p) > 0 {
+		if c.cause.Load() != nil {
+			return nil, c.explain(nil)
+		}
+		n, err := by(p)
+		if err == errWouldBlock {
+			break
+		}
+		if err != nil {
+			return nil, c.explain(err)
+		}
+		p = p[n:]
+		c.sent.Add(uint64(n))
 	}
 	return p, nil
-}
-
-// writeSome writes rest until it is empty, an error, or the socket is full, when it returns false. It
-// watches cause itself because the deadline throws out only who waits, and a fast peer never makes it wait.
-func (c *conn) writeSome(fd int) bool {
-	for len(c.rest) > 0 && c.cause.Load() == nil {
-		n, err := syscall.Write(fd, c.rest[:min(len(c.rest), maxWrite)])
-		if n > 0 {
-			c.rest = c.rest[n:]
-			c.sent.Add(uint64(n))
-			continue
-		}
-		switch err {
-		case syscall.EINTR:
-		case syscall.EAGAIN:
-			return false
-		default:
-			c.writeErr = os.NewSyscallError("write", err)
-			return true
-		}
-	}
-	return true
 }

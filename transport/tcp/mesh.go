@@ -23,6 +23,7 @@ type Mesh struct {
 	rank  topo.Rank
 	addrs []string // guarded by e.mu once the Mesh is in use
 	lanes map[transport.Lane]*lane
+	poll  *poller // of the Control lane
 	// released are lanes that have gone from the map, for good.
 	released transport.LaneSet
 }
@@ -183,6 +184,9 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 	defer m.e.mu.Unlock()
 	if l := m.lane(id); m.laneErr(l) == nil {
 		l.fail(err)
+		if id == transport.Control {
+			m.poll.ring()
+		}
 	}
 }
 
@@ -214,12 +218,27 @@ func (m *Mesh) Release(id transport.Lane) {
 
 // letGo ends an aborted connection in its own time. The caller holds mu.
 func (m *Mesh) letGo(c *conn) {
-	m.e.loose[c.tc] = struct{}{}
+	m.e.loose[c.sock] = struct{}{}
 	m.e.wg.Go(func() {
 		c.linger(m.e.cfg.LingerTimeout)
-		m.e.untrack(c.tc)
+		m.e.untrack(c.sock)
 	})
 }
+
+// OnNotify implements transport.Poller.
+func (m *Mesh) OnNotify(notify func()) { m.poll.notify.Store(&notify) }
+
+// NotifyPeers implements transport.Poller. The kernel has done it.
+func (m *Mesh) NotifyPeers() {}
+
+// Park implements transport.Poller.
+func (m *Mesh) Park() bool { return m.poll.park() }
+
+// Unpark implements transport.Poller.
+func (m *Mesh) Unpark() { m.poll.unpark() }
+
+// EntersKernel implements transport.Poller.
+func (m *Mesh) EntersKernel() bool { return true }
 
 // Close implements transport.Mesh. It closes the Endpoint.
 func (m *Mesh) Close() error { return m.e.Close() }
@@ -236,6 +255,7 @@ func (m *Mesh) closeConns() {
 			l.finish(peer, nil, transport.ErrClosed)
 		}
 	}
+	m.poll.ring()
 }
 
 // reserve books the channel that h asks for, or says why it cannot be had by an error that wraps a Refusal. A lane
@@ -280,7 +300,13 @@ func (m *Mesh) publish(l *lane, c *conn) error {
 		m.letGo(c)
 		return nil
 	}
-	delete(m.e.loose, c.tc)
+	if l.id == transport.Control {
+		if err := m.poll.add(c); err != nil {
+			return err
+		}
+		c.poll = m.poll
+	}
+	delete(m.e.loose, c.sock)
 	l.conns[c.peer] = c
 	l.finish(c.peer, c, nil) // nobody waits, nor ever will, if the lane was aborted
 	return nil
@@ -318,7 +344,11 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 // attempt dials once.
 func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 	var d net.Dialer
-	nc, err := d.DialContext(ctx, "tcp", m.addr(peer))
+	dialed, err := d.DialContext(ctx, "tcp", m.addr(peer))
+	if err != nil {
+		return err
+	}
+	nc, err := newSocket(dialed)
 	if err != nil {
 		return err
 	}
@@ -335,7 +365,7 @@ func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 }
 
 // introduce is the dialing side of the handshake, and publishes the channel.
-func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc net.Conn) error {
+func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc *socket) error {
 	deadline := time.Now().Add(2 * m.e.cfg.HandshakeTimeout)
 	if end, ok := ctx.Deadline(); ok && end.Before(deadline) {
 		deadline = end
@@ -354,10 +384,7 @@ func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc net.Co
 	if err := readAnswer(over); err != nil {
 		return err
 	}
-	c, err := newConn(&m.e.wg, l.id, peer, nc, over)
-	if err != nil {
-		return err
-	}
+	c := newConn(&m.e.wg, l.id, peer, nc, over)
 	if err := nc.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}

@@ -229,11 +229,11 @@ func TestReleaseOfReserved(t *testing.T) {
 	}
 	for _, l := range []*lane{before, after} {
 		ln, dialed := tcpPair(t)
-		c, err := newConn(&e.wg, l.id, topo.Rank(0), ln, ln)
+		sock, err := newSocket(ln)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := m.publish(l, c); err != nil {
+		if err := m.publish(l, newConn(&e.wg, l.id, topo.Rank(0), sock, sock)); err != nil {
 			t.Fatal(err)
 		}
 		if got := untilClosed(t, dialed); len(got) != 0 {

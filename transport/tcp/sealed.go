@@ -27,6 +27,12 @@ type gather struct {
 	held  []byte
 
 	spare []byte // of who flushes
+
+	// What follows belongs to whoever reads. While trying is set nothing waits, and what fill has read comes first.
+	trying bool
+	ahead  []byte // of room
+	room   [recordBytes]byte
+	failed error // after ahead
 }
 
 // seal proves key over nc by one of its Dial and Accept. The connection is nc or a *sealed.
@@ -47,6 +53,31 @@ func (g *gather) begin() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.begun = true
+}
+
+func (g *gather) Read(b []byte) (int, error) {
+	switch {
+	case len(g.ahead) > 0:
+		n := copy(b, g.ahead)
+		g.ahead = g.ahead[n:]
+		return n, nil
+	case g.failed != nil:
+		return 0, g.failed
+	case g.trying:
+		return 0, errWouldBlock
+	}
+	return g.Conn.Read(b)
+}
+
+// fill reads ahead without waiting, and reports whether there is something to read. TLS would allocate to find that there is not.
+func (g *gather) fill(s *socket) bool {
+	if len(g.ahead) == 0 && g.failed == nil {
+		n, err := s.TryRead(g.room[:])
+		if g.ahead = g.room[:n]; err != errWouldBlock {
+			g.failed = err
+		}
+	}
+	return len(g.ahead) > 0 || g.failed != nil
 }
 
 func (g *gather) Write(b []byte) (int, error) {

@@ -171,8 +171,14 @@ func (e *Endpoint) Connect(ep Epoch) (*Mesh, error) {
 	if e.mesh != nil {
 		return nil, fmt.Errorf("tcp: connect: endpoint already serves epoch %d, got epoch %d", e.mesh.epoch, ep.Epoch)
 	}
+	poller, err := newPoller()
+	if err != nil {
+		return nil, err
+	}
+	e.wg.Go(poller.watch)
 	e.mesh = &Mesh{
 		e:     e,
+		poll:  poller,
 		job:   hashJob(ep.Job),
 		epoch: ep.Epoch,
 		rank:  ep.Rank,
@@ -206,6 +212,9 @@ func (e *Endpoint) Close() error {
 		if err = e.ln.Close(); err != nil {
 			err = fmt.Errorf("tcp: close: %w", err)
 		}
+		if e.mesh != nil {
+			err = errors.Join(err, e.mesh.poll.close())
+		}
 	}
 	e.wg.Wait()
 	return err
@@ -235,7 +244,12 @@ func (e *Endpoint) accept() {
 			continue
 		}
 		pause = firstPause
-		e.wg.Go(func() { e.receive(nc) })
+		s, err := newSocket(nc)
+		if err != nil {
+			e.logRefused(nc, err)
+			continue
+		}
+		e.wg.Go(func() { e.receive(s) })
 	}
 }
 
@@ -256,7 +270,7 @@ func (e *Endpoint) starve(err error) {
 }
 
 // receive makes an accepted connection a channel, or logs why not and closes it.
-func (e *Endpoint) receive(nc net.Conn) {
+func (e *Endpoint) receive(nc *socket) {
 	if !e.track(nc) {
 		hangUp(nc)
 		return
@@ -269,7 +283,7 @@ func (e *Endpoint) receive(nc net.Conn) {
 }
 
 // handshake is the accepting side's.
-func (e *Endpoint) handshake(nc net.Conn) error {
+func (e *Endpoint) handshake(nc *socket) error {
 	deadline := time.Now().Add(e.cfg.HandshakeTimeout)
 	if err := nc.SetDeadline(deadline); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
@@ -316,14 +330,11 @@ func (e *Endpoint) meet(nc net.Conn) (over net.Conn, h hello, err error) {
 }
 
 // welcome answers a hello that has its channel reserved, and publishes the channel. nc and over are as for newConn.
-func (e *Endpoint) welcome(m *Mesh, l *lane, peer topo.Rank, nc, over net.Conn) error {
+func (e *Endpoint) welcome(m *Mesh, l *lane, peer topo.Rank, nc *socket, over net.Conn) error {
 	if err := answer(over, accepted); err != nil {
 		return err
 	}
-	c, err := newConn(&e.wg, l.id, peer, nc, over)
-	if err != nil {
-		return err
-	}
+	c := newConn(&e.wg, l.id, peer, nc, over)
 	// Before the channel is public: from then on the deadline is Abort's.
 	if err := nc.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)

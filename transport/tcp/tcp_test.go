@@ -21,6 +21,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/secret"
@@ -265,7 +266,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 		{"duplicate", goodHello(1).encode(), false, DuplicateChannel, "lane 1 of rank 0"},
 		{"silent", nil, false, accepted, "0 of 4 bytes of the first word"},
 		{"gone", nil, true, accepted, "0 of 4 bytes of the first word: EOF"},
-		{"half a hello", half, false, accepted, "22 of 44 bytes: read tcp"},
+		{"half a hello", half, false, accepted, "22 of 44 bytes: i/o timeout"},
 		{"half a hello, then gone", half, true, accepted, "22 of 44 bytes: unexpected EOF"},
 	}
 	conns := make([]net.Conn, len(cases))
@@ -709,7 +710,9 @@ func TestReset(t *testing.T) { overBoth(t, testReset) }
 func testReset(t *testing.T, key secret.Secret) {
 	zero, one := twoRanks(t, key)
 	a, b := pair(t, zero, one, 1)
-	if err := a.tc.SetLinger(0); err != nil {
+	if _, err := a.sock.now(func(fd int, _ []byte) (int, error) {
+		return 0, unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+	}, nil); err != nil {
 		t.Fatal(err)
 	}
 	if err := zero.Close(); err != nil {
@@ -735,11 +738,9 @@ func TestSocketOptions(t *testing.T) {
 			{"TCP_NODELAY", syscall.IPPROTO_TCP, syscall.TCP_NODELAY},
 			{"SO_KEEPALIVE", syscall.SOL_SOCKET, syscall.SO_KEEPALIVE},
 		} {
-			var got int
-			var sockErr error
-			err := c.raw.Control(func(fd uintptr) { got, sockErr = syscall.GetsockoptInt(int(fd), o.level, o.opt) })
-			if err != nil || sockErr != nil || got == 0 {
-				t.Errorf("%s connection: %s is %d, %v, %v, want it on", name, o.name, got, err, sockErr)
+			got, err := c.sock.now(func(fd int, _ []byte) (int, error) { return unix.GetsockoptInt(fd, o.level, o.opt) }, nil)
+			if err != nil || got == 0 {
+				t.Errorf("%s connection: %s is %d, %v, want it on", name, o.name, got, err)
 			}
 		}
 	}

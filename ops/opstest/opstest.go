@@ -1,0 +1,85 @@
+// Package opstest lets tests and benchmarks of backends call collectives as functions that return when they are done.
+package opstest
+
+import (
+	"context"
+	"runtime"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// Blocking calls the operations of a backend, and returns when they have ended. Steps says that it does not wait for
+// other ranks where the backend allows that, but tries again and again.
+type Blocking struct {
+	ops.Backend
+	Steps bool
+
+	one [1]ops.Tensor // of the running operation: steady state allocates nothing
+}
+
+func (b *Blocking) run(ctx context.Context, op ops.Operation) error {
+	if !b.Steps {
+		return ops.Run(ctx, b.Backend, op)
+	}
+	if err := b.Start(op); err != nil {
+		return err
+	}
+	for wait := false; ; {
+		p, err := b.Step(ctx, wait)
+		if err != nil || p == ops.Finished {
+			return err
+		}
+		wait = p == ops.Blocked
+		if p == ops.Waiting {
+			if err := context.Cause(ctx); err != nil {
+				wait = true // it says so
+			}
+			runtime.Gosched()
+		}
+	}
+}
+
+// single is buf as the tensor of an operation in place.
+func (b *Blocking) single(buf []byte) []ops.Tensor {
+	b.one[0] = ops.Tensor{In: buf, Out: buf}
+	return b.one[:]
+}
+
+// Allreduce reduces buf in place.
+func (b *Blocking) Allreduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte) error {
+	return b.AllreduceFused(ctx, alg, dt, op, ops.Scaling{Pre: 1, Post: 1}, b.single(buf))
+}
+
+// AllreduceFused reduces tensors, scaling them.
+func (b *Blocking) AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor) error {
+	return b.run(ctx, ops.Operation{Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: op, Tensors: tensors, Scaling: s})
+}
+
+// Adasum combines the tensors of buf, which have counts bytes.
+func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte, counts []int64) error {
+	return b.run(ctx, ops.Operation{
+		Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: tensor.Adasum, Tensors: b.single(buf), Counts: counts,
+	})
+}
+
+// Allgather fills out.
+func (b *Blocking) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
+	return b.run(ctx, ops.Operation{Kind: message.Allgather, Algorithm: alg, Buf: out, Counts: counts})
+}
+
+// Broadcast copies root's buf to the others.
+func (b *Blocking) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
+	return b.run(ctx, ops.Operation{Kind: message.Broadcast, Algorithm: alg, Buf: buf, Root: root})
+}
+
+// Reducescatter reduces the blocks of buf in place.
+func (b *Blocking) Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte, counts []int64) error {
+	return b.run(ctx, ops.Operation{Kind: message.Reducescatter, Algorithm: alg, DType: dt, Op: op, Buf: buf, Counts: counts})
+}
+
+// Alltoall sends the blocks of in.
+func (b *Blocking) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error {
+	return b.run(ctx, ops.Operation{Kind: message.Alltoall, Algorithm: alg, Buf: in, Counts: counts, Allocate: allocate})
+}

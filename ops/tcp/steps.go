@@ -1,0 +1,104 @@
+package tcp
+
+import (
+	"iter"
+
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// steps runs operations step by step. They are written as code that waits where it reads and flushes. In a step that may
+// wait it does; in one that may not, the code runs on a coroutine, which is suspended there until the next step.
+type steps struct {
+	resume  func() (ops.Progress, bool) // nil until the first step that may not wait
+	stop    func()
+	yield   func(ops.Progress) bool
+	err     error // of the operation that has finished
+	running bool  // an operation is suspended
+	closed  bool
+}
+
+// next goes on with b's operation.
+func (s *steps) next(b *Backend) (ops.Progress, error) {
+	if !s.running && b.ctx != nil {
+		return ops.Finished, b.run()
+	}
+	if s.closed {
+		return ops.Waiting, transport.ErrClosed
+	}
+	if s.resume == nil {
+		s.resume, s.stop = iter.Pull(func(yield func(ops.Progress) bool) {
+			s.yield = yield
+			for {
+				s.running = true
+				s.err = b.run()
+				s.running = false
+				if !yield(ops.Finished) {
+					return
+				}
+			}
+		})
+	}
+	p, _ := s.resume()
+	if p != ops.Finished {
+		return p, nil
+	}
+	return p, s.err
+}
+
+// close ends the coroutine, and an operation that is suspended.
+func (s *steps) close() {
+	s.closed = true
+	if s.stop != nil {
+		s.stop()
+	}
+}
+
+// await suspends the operation in a step that may not wait. It returns nil in one that may.
+func (b *Backend) await(p ops.Progress) error {
+	if b.ctx == nil && (b.steps.closed || !b.steps.yield(p)) {
+		return transport.ErrClosed
+	}
+	return nil
+}
+
+// stream is the channel to a peer, whose calls wait only in steps that may.
+type stream struct {
+	transport.Conn
+	b      *Backend
+	queued uint64 // bytes given to the channel
+}
+
+// Read implements io.Reader.
+func (s *stream) Read(p []byte) (int, error) {
+	for s.b.ctx == nil {
+		if n, err := s.Conn.TryRead(p); n > 0 || err != nil || len(p) == 0 {
+			return n, err
+		}
+		if err := s.b.await(ops.Waiting); err != nil {
+			return 0, err
+		}
+	}
+	return s.Conn.Read(p)
+}
+
+func (s *stream) Send(p []byte) error {
+	s.queued += uint64(len(p))
+	return s.Conn.Send(p)
+}
+
+func (s *stream) Flush() error {
+	for s.b.ctx == nil {
+		if s.Conn.Sent() == s.queued {
+			return nil
+		}
+		// Sending nothing tells whether the lane was aborted.
+		if err := s.Conn.Send(nil); err != nil {
+			return err
+		}
+		if err := s.b.await(ops.Waiting); err != nil {
+			return err
+		}
+	}
+	return s.Conn.Flush()
+}

@@ -1,0 +1,153 @@
+package tcp
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// poller notifies the goroutine that polls the Control lane of what arrives while that is parked. The sockets are in an epoll
+// instance, which is in another one, and a goroutine waits for that in the runtime's poller. While nobody is parked the outer
+// one is told to ignore the inner one, so that what arrives wakes no thread.
+type poller struct {
+	inner  int      // the descriptor of an epoll instance that has the sockets
+	outer  int      // of one that has inner
+	file   *os.File // has outer
+	raw    syscall.RawConn
+	notify atomic.Pointer[func()]
+	parked atomic.Bool
+
+	mu     sync.Mutex // held to use inner
+	closed bool
+	conns  []*conn
+	event  unix.EpollEvent // here because it must not be allocated
+	events [1]unix.EpollEvent
+}
+
+func newPoller() (*poller, error) {
+	p := &poller{inner: -1, outer: -1}
+	err := func() (err error) {
+		if p.inner, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
+			return os.NewSyscallError("epoll_create1", err)
+		}
+		if p.outer, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
+			return os.NewSyscallError("epoll_create1", err)
+		}
+		if err := unix.EpollCtl(p.outer, unix.EPOLL_CTL_ADD, p.inner, &unix.EpollEvent{}); err != nil {
+			return os.NewSyscallError("epoll_ctl", err)
+		}
+		return unix.SetNonblock(p.outer, true) // or package os would not put it into the runtime's poller
+	}()
+	if err != nil {
+		for _, fd := range []int{p.inner, p.outer} {
+			if fd >= 0 {
+				err = errors.Join(err, unix.Close(fd))
+			}
+		}
+		return nil, fmt.Errorf("tcp: poll: %w", err)
+	}
+	p.file = os.NewFile(uintptr(p.outer), "epoll")
+	if p.raw, err = p.file.SyscallConn(); err != nil {
+		return nil, errors.Join(fmt.Errorf("tcp: poll: %w", err), p.close())
+	}
+	return p, nil
+}
+
+// add has the poller notify of what arrives on c.
+func (p *poller) add(c *conn) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := p.change(unix.EPOLL_CTL_ADD, c); err != nil {
+		return fmt.Errorf("tcp: poll: %w", err)
+	}
+	p.conns = append(p.conns, c)
+	return nil
+}
+
+// remove has the poller forget c, because its descriptor changes, or because it has failed: its socket would stay readable.
+func (p *poller) remove(c *conn) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	_ = p.change(unix.EPOLL_CTL_DEL, c) // it fails only on a closed socket, which is forgotten by itself
+	p.conns = slices.DeleteFunc(p.conns, func(other *conn) bool { return other == c })
+}
+
+// change does an operation of epoll_ctl. The caller holds mu.
+func (p *poller) change(op int, c *conn) error {
+	if p.closed {
+		return net.ErrClosed
+	}
+	_, err := c.sock.now(func(fd int, _ []byte) (int, error) {
+		event := unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLRDHUP, Fd: int32(fd)}
+		return 0, os.NewSyscallError("epoll_ctl", unix.EpollCtl(p.inner, op, fd, &event))
+	}, nil)
+	return err
+}
+
+// ring notifies the polling goroutine if it is parked.
+func (p *poller) ring() {
+	if notify := p.notify.Load(); notify != nil && p.parked.CompareAndSwap(true, false) {
+		(*notify)()
+	}
+}
+
+// watch rings for what arrives after park, until close.
+func (p *poller) watch() {
+	var events [1]unix.EpollEvent
+	for p.raw.Read(func(outer uintptr) bool { return arrived(int(outer), events[:]) }) == nil {
+		p.ring()
+	}
+}
+
+// arrived reports whether an epoll instance has an event.
+func arrived(epoll int, events []unix.EpollEvent) bool {
+	n, err := unix.EpollWait(epoll, events, 0)
+	return n > 0 || err != nil && err != unix.EINTR
+}
+
+// heed has the outer instance take notice of the next event of the inner one, or of none. The caller holds mu, and the poller
+// is not closed: nothing can fail.
+func (p *poller) heed(events uint32) {
+	p.event.Events = events
+	_ = unix.EpollCtl(p.outer, unix.EPOLL_CTL_MOD, p.inner, &p.event)
+}
+
+// park is Mesh's Park.
+func (p *poller) park() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || arrived(p.inner, p.events[:]) || slices.ContainsFunc(p.conns, (*conn).hasUnread) {
+		return false
+	}
+	p.parked.Store(true)
+	p.heed(unix.EPOLLIN | unix.EPOLLONESHOT) // also of what has arrived meanwhile
+	if slices.ContainsFunc(p.conns, (*conn).hasUnread) {
+		p.parked.Store(false) // who failed it may have looked at parked too early
+		return false
+	}
+	return true
+}
+
+// unpark is Mesh's Unpark.
+func (p *poller) unpark() {
+	p.parked.Store(false)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.closed {
+		p.heed(0)
+	}
+}
+
+func (p *poller) close() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.closed = true
+	return errors.Join(p.file.Close(), unix.Close(p.inner))
+}

@@ -1,0 +1,279 @@
+package tcp
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// socket is a TCP connection that is polled, or waited for in the runtime's poller. While it is in there, a thread of the
+// process is woken for whatever arrives, even though nobody waits for it. So it is put in by the first call that waits, and
+// taken out again by polling.
+//
+// One goroutine may read while another writes.
+type socket struct {
+	local, remote net.Addr
+
+	mu              sync.RWMutex // held to use fd; locked to change what follows
+	fd              int
+	file            *os.File // has fd while it is in the runtime's poller; nil else
+	raw             syscall.RawConn
+	reads, writes   time.Time // deadlines
+	closed          bool
+	waiters         atomic.Int32 // calls in the runtime's poller
+	reader, writer  transfer
+	inRuntimePoller atomic.Bool
+}
+
+// transfer is a call that waits. The closure is made once, because reading and writing must not allocate.
+type transfer struct {
+	p   []byte
+	n   int
+	err error
+	try func(fd uintptr) bool
+}
+
+// errWouldBlock is what a call gives that must not wait, and would have to. TLS takes it for a timeout, after which it can be
+// read from again.
+var errWouldBlock error = wouldBlock{}
+
+// wouldBlock is a net.Error.
+type wouldBlock struct{}
+
+func (wouldBlock) Error() string   { return "nothing has arrived" }
+func (wouldBlock) Timeout() bool   { return true }
+func (wouldBlock) Temporary() bool { return true }
+
+// newSocket takes over nc, which is closed.
+func newSocket(nc net.Conn) (*socket, error) {
+	s := &socket{fd: -1, local: nc.LocalAddr(), remote: nc.RemoteAddr()}
+	err := s.takeOver(nc)
+	if err = errors.Join(err, nc.Close()); err != nil {
+		if s.fd >= 0 {
+			err = errors.Join(err, unix.Close(s.fd))
+		}
+		return nil, fmt.Errorf("tcp: connection: %w", err)
+	}
+	s.reader.try = func(fd uintptr) bool {
+		s.reader.n, s.reader.err = readNow(int(fd), s.reader.p)
+		return s.reader.err != errWouldBlock
+	}
+	s.writer.try = func(fd uintptr) bool {
+		s.writer.n, s.writer.err = writeNow(int(fd), s.writer.p)
+		return s.writer.err != errWouldBlock
+	}
+	return s, nil
+}
+
+func (s *socket) takeOver(nc net.Conn) error {
+	tc, ok := nc.(syscall.Conn)
+	if !ok {
+		return fmt.Errorf("it is a %T, want a *net.TCPConn", nc)
+	}
+	raw, err := tc.SyscallConn()
+	if err != nil {
+		return err
+	}
+	if ctl := raw.Control(func(fd uintptr) { s.fd, err = duplicate(int(fd)) }); ctl != nil {
+		return ctl
+	}
+	return err
+}
+
+func duplicate(fd int) (int, error) {
+	fd, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	return fd, os.NewSyscallError("fcntl", err)
+}
+
+// readNow and writeNow do a call of the system that does not wait.
+func readNow(fd int, p []byte) (int, error) {
+	for {
+		n, err := syscall.Read(fd, p)
+		switch {
+		case err == syscall.EINTR:
+		case err == syscall.EAGAIN:
+			return 0, errWouldBlock
+		case err != nil:
+			return 0, os.NewSyscallError("read", err)
+		case n == 0 && len(p) > 0:
+			return 0, io.EOF
+		default:
+			return n, nil
+		}
+	}
+}
+
+func writeNow(fd int, p []byte) (int, error) {
+	for {
+		n, err := syscall.Write(fd, p[:min(len(p), maxWrite)])
+		switch {
+		case err == syscall.EINTR:
+		case err == syscall.EAGAIN:
+			return 0, errWouldBlock
+		case err != nil:
+			return 0, os.NewSyscallError("write", err)
+		default:
+			return n, nil
+		}
+	}
+}
+
+// now calls f with the descriptor.
+func (s *socket) now(f func(fd int, p []byte) (int, error), p []byte) (int, error) {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	if s.closed {
+		return 0, net.ErrClosed
+	}
+	return f(s.fd, p)
+}
+
+// TryRead is Read, but gives errWouldBlock where that would wait. It takes no notice of deadlines.
+func (s *socket) TryRead(p []byte) (int, error) { return s.now(readNow, p) }
+
+// TryWrite is Write, but gives errWouldBlock where that would wait, and may write less.
+func (s *socket) TryWrite(p []byte) (int, error) { return s.now(writeNow, p) }
+
+// Read implements net.Conn.
+func (s *socket) Read(p []byte) (int, error) {
+	if n, err := s.TryRead(p); err != errWouldBlock {
+		return n, err
+	}
+	return s.wait(&s.reader, p, syscall.RawConn.Read)
+}
+
+// WriteSome is Write, but may write less.
+func (s *socket) WriteSome(p []byte) (int, error) {
+	if n, err := s.TryWrite(p); err != errWouldBlock {
+		return n, err
+	}
+	return s.wait(&s.writer, p, syscall.RawConn.Write)
+}
+
+// Write implements net.Conn.
+func (s *socket) Write(p []byte) (total int, err error) {
+	for len(p) > 0 && err == nil {
+		var n int
+		n, err = s.WriteSome(p)
+		total += n
+		p = p[n:]
+	}
+	return total, err
+}
+
+// wait does a call as soon as the runtime says that it can be done.
+func (s *socket) wait(t *transfer, p []byte, by func(syscall.RawConn, func(uintptr) bool) error) (int, error) {
+	raw, err := s.enter()
+	if err != nil {
+		return 0, err
+	}
+	defer s.waiters.Add(-1)
+	t.p = p
+	err = by(raw, t.try)
+	t.p = nil
+	if err != nil {
+		return 0, err
+	}
+	return t.n, t.err
+}
+
+// enter puts the socket into the runtime's poller for a waiter.
+func (s *socket) enter() (syscall.RawConn, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil, net.ErrClosed
+	}
+	if s.file == nil {
+		s.file = os.NewFile(uintptr(s.fd), "socket")
+		raw, err := s.file.SyscallConn()
+		if err = errors.Join(err, s.file.SetReadDeadline(s.reads), s.file.SetWriteDeadline(s.writes)); err != nil {
+			return nil, fmt.Errorf("tcp: wait: %w", err)
+		}
+		s.raw = raw
+		s.inRuntimePoller.Store(true)
+	}
+	s.waiters.Add(1)
+	return s.raw, nil
+}
+
+// leave takes the socket out of the runtime's poller, unless somebody waits there. Its descriptor changes.
+func (s *socket) leave() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || s.file == nil || s.waiters.Load() > 0 {
+		return nil
+	}
+	fd, err := duplicate(s.fd)
+	if err != nil {
+		return err
+	}
+	file := s.file
+	s.fd, s.file, s.raw = fd, nil, nil
+	s.inRuntimePoller.Store(false)
+	return file.Close()
+}
+
+// isWaitedFor reports whether leave would do something.
+func (s *socket) isWaitedFor() bool { return s.inRuntimePoller.Load() && s.waiters.Load() == 0 }
+
+// Close implements net.Conn.
+func (s *socket) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return net.ErrClosed
+	}
+	s.closed = true
+	if s.file != nil {
+		return s.file.Close()
+	}
+	return unix.Close(s.fd)
+}
+
+// CloseWrite tells the peer that no more will come.
+func (s *socket) CloseWrite() error {
+	_, err := s.now(func(fd int, _ []byte) (int, error) { return 0, unix.Shutdown(fd, unix.SHUT_WR) }, nil)
+	return err
+}
+
+// LocalAddr implements net.Conn.
+func (s *socket) LocalAddr() net.Addr { return s.local }
+
+// RemoteAddr implements net.Conn.
+func (s *socket) RemoteAddr() net.Addr { return s.remote }
+
+// SetDeadline implements net.Conn. It is for calls that wait.
+func (s *socket) SetDeadline(t time.Time) error {
+	return errors.Join(s.SetReadDeadline(t), s.SetWriteDeadline(t))
+}
+
+// SetReadDeadline implements net.Conn.
+func (s *socket) SetReadDeadline(t time.Time) error {
+	return s.setDeadline(&s.reads, t, (*os.File).SetReadDeadline)
+}
+
+// SetWriteDeadline implements net.Conn.
+func (s *socket) SetWriteDeadline(t time.Time) error {
+	return s.setDeadline(&s.writes, t, (*os.File).SetWriteDeadline)
+}
+
+func (s *socket) setDeadline(own *time.Time, t time.Time, set func(*os.File, time.Time) error) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return net.ErrClosed
+	}
+	if *own = t; s.file != nil {
+		return set(s.file, t)
+	}
+	return nil
+}
