@@ -105,11 +105,3 @@ func (j *Job) setClocks() {
 		}
 	}
 }
-
-// apart is how much two ranks' times must differ to be told apart.
-func (c *clock) apart(other *clock) int64 {
-	if c.domain == other.domain {
-		return 0
-	}
-	return c.err + other.err
-}
