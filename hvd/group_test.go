@@ -42,7 +42,7 @@ func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp,
 	if err := door.Begin(o); err != nil {
 		return nil, err
 	}
-	door.Notify()
+	door.Drive(ctx, func() bool { return len(done) > 0 })
 	select {
 	case err := <-done:
 		var outs [][]byte

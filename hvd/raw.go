@@ -17,7 +17,7 @@ import (
 // Door is for the sidecar, which runs operations for other processes. Programs have no use for it.
 func (e *Engine) Door() raw.Door {
 	return raw.Door{
-		Begin: e.beginRaw, Drive: e.engine.Drive, Notify: e.engine.Notify, Shutdown: e.shutdownRaw, Close: e.closeRaw,
+		Begin: e.beginRaw, Drive: e.engine.Drive, Shutdown: e.shutdownRaw, Close: e.closeRaw,
 		StartTimeline: e.watch.StartTimeline, StopTimeline: e.watch.StopTimeline,
 	}
 }

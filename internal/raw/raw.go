@@ -14,12 +14,10 @@ import (
 // Door is an engine from inside.
 type Door struct {
 	// Begin starts an operation. An error says that it has not begun: then Done is not called. What was begun is noticed by
-	// the next Drive or Notify.
+	// the next Drive.
 	Begin func(*Operation) error
-	// Drive runs the engine's loop until done reports true, or for a while after the last thing has happened; Notify leaves that
-	// to the engine's own goroutine.
-	Drive  func(ctx context.Context, done func() bool)
-	Notify func()
+	// Drive runs the engine's loop until done reports true, or for a while after the last thing has happened.
+	Drive func(ctx context.Context, done func() bool)
 	// Shutdown is hvd's, with what is told to ranks that wait for this one; failed says that its program has failed.
 	Shutdown func(ctx context.Context, reason string, failed bool) error
 	// Close is a Shutdown without ceremony: if the job is not over the other ranks take this one for dead.

@@ -21,8 +21,6 @@ const (
 	maxSlots = 2 * maxInFlight
 	// helpsPerRead is how often who helps the engine looks at the ring for each look at the socket, which is a system call.
 	helpsPerRead = 32
-	// readsPerNotice is how much a client may say at a stretch before the engine hears of the first of it.
-	readsPerNotice = 64
 	// dozes is how often a reader without work looks at the ring once more, after dozeTime each, before it waits to be rung for. A
 	// client that submits one operation after another so needs no doorbell for any of them.
 	dozes    = 5
@@ -153,10 +151,7 @@ func (c *conn) turn() (again bool, err error) {
 	}
 	// What a submission refers to was sent before it was written: so the frames that are there come first.
 	came := true
-	for n := 1; came; n++ {
-		if n%readsPerNotice == 0 {
-			c.notice()
-		}
+	for came {
 		if err := c.frames(); err != nil {
 			return false, err
 		}
@@ -191,7 +186,6 @@ func (c *conn) frames() error {
 			continue
 		}
 		if c.out.Unsent() > maxUnsentBytes {
-			c.notice()
 			c.out.Room()
 		}
 		q, err := readRequest(body)
@@ -390,13 +384,6 @@ func (c *conn) help() (came bool, err error) {
 		c.out.Bell()
 	}
 	return came || c.ring != nil && c.ring.pending() != c.ring.read, err
-}
-
-// notice has the engine see what was begun, for who comes to help only later.
-func (c *conn) notice() {
-	if door := c.server.door(); door != nil {
-		door.Notify()
-	}
 }
 
 // reply sends an answer or news.

@@ -465,36 +465,42 @@ func TestClientThatNeverReads(t *testing.T) {
 	other.bye()
 }
 
-// What it has begun the engine hears of all the same, before it reads.
+// What it has begun the engine hears of, and ends, while nothing more is read.
 func TestOperationOfClientThatNeverReads(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
-	noticed := make(chan struct{}, 1)
+	helped := make(chan struct{}, 1)
 	begun := make(chan *raw.Operation, 1)
 	s.inside.Store(&raw.Door{
 		Begin: func(o *raw.Operation) error { begun <- o; return nil },
-		Drive: func(context.Context, func() bool) {},
-		Notify: func() {
+		Drive: func(context.Context, func() bool) {
 			select {
-			case noticed <- struct{}{}:
+			case helped <- struct{}{}:
 			default:
 			}
 		},
 	})
 	c := connect(t, s)
 	c.Begin(&sidecarpb.Operation{Kind: 6, Name: "b"})
+	o := <-begun
+	<-helped
 	var frames []byte
 	for range 5000 {
 		frames = append(frames, c.Frame(sidecartest.Status())...)
 	}
 	sent := make(chan error, 1)
 	go func() { sent <- c.TryWrite(frames) }()
-	o := <-begun
-	select {
-	case <-noticed:
-	case <-time.After(sidecartest.Patience):
-		t.Error("the engine has not heard of what was begun")
-	}
+	within(t, "nothing more is read", func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for c := range s.conns {
+			return c.out.Unsent() > maxUnsentBytes
+		}
+		return false
+	})
 	o.Done(nil)
+	if got := c.Word(ringCompleted).Load(); got != 1 {
+		t.Errorf("%d completions, want 1", got)
+	}
 	gone(t, s)
 	<-sent // an error, if not all was read
 	s.inside.Store(nil)
