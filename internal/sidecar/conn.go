@@ -123,6 +123,7 @@ func (c *conn) read() error {
 			if again, err = c.turn(); err != nil {
 				return err
 			}
+			again = again && (c.ring == nil || c.ring.awaited())
 		}
 	}
 }
@@ -131,7 +132,8 @@ func (c *conn) read() error {
 func (c *conn) rest() error {
 	if c.ring != nil {
 		for range dozes {
-			if !c.ring.rest(dozing) || c.in.Wait(dozeTime) {
+			// A client that only submits needs the processor more than the engine does, which so has many operations at once.
+			if !c.ring.rest(dozing) && c.ring.awaited() || c.in.Wait(dozeTime) || c.ring.pending() != c.ring.read {
 				return nil
 			}
 		}
@@ -370,7 +372,7 @@ func (c *conn) help() (came bool, err error) {
 		if c.owed.Load() && c.owed.Swap(false) {
 			c.out.Bell()
 		}
-		if c.flying.Load() == 0 || c.ring != nil && c.ring.pending() != c.ring.read {
+		if c.flying.Load() == 0 || c.ring != nil && (c.ring.pending() != c.ring.read || !c.ring.awaited()) {
 			return true
 		}
 		if c.looks++; c.looks%helpsPerRead != 0 {

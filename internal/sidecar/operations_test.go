@@ -381,6 +381,12 @@ func TestRest(t *testing.T) {
 	if r.watch(); r.rest(asleep) || r.rest(dozing) {
 		t.Error("it rests over a submission")
 	}
+	wanted := word(b, ringWanted)
+	for value, want := range map[uint64]bool{0: true, 1: true, math.MaxUint64 - 1: true, math.MaxUint64: false} {
+		if wanted.Store(value); r.awaited() != want {
+			t.Errorf("with %d wanted, the client waits: %v, want %v", value, !want, want)
+		}
+	}
 	if err := errors.Join(r.close(), unix.Munmap(b)); err != nil {
 		t.Error(err)
 	}

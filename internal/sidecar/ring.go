@@ -3,6 +3,7 @@ package sidecar
 import (
 	"encoding/binary"
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -96,6 +97,9 @@ func (r *ring) rest(state uint64) bool {
 	r.state.Store(state)
 	return r.pending() == r.read
 }
+
+// awaited reports whether the client waits, or does not say.
+func (r *ring) awaited() bool { return r.wanted.Load() != math.MaxUint64 }
 
 // next takes a submission before number until. It is the reader's.
 func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {

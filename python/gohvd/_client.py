@@ -46,7 +46,8 @@ _MASK = _RING_ENTRIES - 1
 _SUBMITTED, _TAKEN, _COMPLETED, _SEEN, _WANTED, _LOOKING = 64 // 8, 128 // 8, 192 // 8, 256 // 8, 320 // 8, 384 // 8
 # Values of _LOOKING but for 0, when the sidecar looks at the ring only after a doorbell: it looks now, or within a millisecond.
 _NOW, _SOON = 1, 2
-_NEVER = (1 << 64) - 1
+# Values of _WANTED: nobody waits, or a thread does and looks by itself.
+_NEVER, _WATCHING = (1 << 64) - 1, (1 << 64) - 2
 # How long the sidecar's answer to the only operation is looked for before the process sleeps.
 _WATCH_SECONDS = 50e-6
 _SLOTS = 131072
@@ -560,6 +561,8 @@ class Client:
         self._raise(p)
 
     def _wait(self, p: Pending, others: Sequence[Pending]) -> None:
+        if self._words[_WANTED] == _NEVER:
+            self._words[_WANTED] = _WATCHING  # before the sidecar looks. A thread that reads and set another value is told below.
         self.hurry()
         me = threading.get_ident()
         while not p.done:
@@ -649,6 +652,7 @@ class Client:
 
     def _leave_reader(self) -> None:
         """Gives _reader back, and tells who waits."""
+        self._words[_WANTED] = _NEVER
         self._release_reader()
         if self._waiting:
             with self._mutex:
@@ -662,7 +666,7 @@ class Client:
     def _watch(self) -> None:
         """Waits a little for a completion, of which the sidecar need not tell. With _reader held."""
         words = self._words
-        words[_WANTED] = _NEVER
+        words[_WANTED] = _WATCHING
         seen = words[_SEEN]
         stop = time.perf_counter() + _WATCH_SECONDS
         while words[_COMPLETED] == seen and time.perf_counter() < stop:

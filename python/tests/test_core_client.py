@@ -1153,7 +1153,7 @@ class Ring(WithFake):
 
         def script(s: Ring.Sidecar) -> None:
             s.hears()
-            s.until(_client._WANTED, _client._NEVER)
+            s.until(_client._WANTED, _client._WATCHING)
             s.complete(2)
             s.hears()
             s.until(_client._WANTED, 2)  # it has looked for long enough
