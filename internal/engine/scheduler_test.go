@@ -25,6 +25,7 @@ type fakeLoop struct {
 	polled int
 
 	handOffs, notified, parks, unparks int
+	onHandOff, onNotify                func()
 	busy                               bool
 }
 
@@ -48,12 +49,24 @@ func (l *fakeLoop) arrived() bool {
 	return l.polls != nil && l.polls(l.polled)
 }
 
-func (l *fakeLoop) handOff()        { l.handOffs++ }
 func (l *fakeLoop) executing() bool { return l.busy }
 func (l *fakeLoop) queued() int     { return int(l.work.Load()) }
-func (l *fakeLoop) NotifyPeers()    { l.notified++ }
 func (l *fakeLoop) Park() bool      { l.parks++; return true }
 func (l *fakeLoop) Unpark()         { l.unparks++ }
+
+func (l *fakeLoop) handOff() {
+	l.handOffs++
+	if l.onHandOff != nil {
+		l.onHandOff()
+	}
+}
+
+func (l *fakeLoop) NotifyPeers() {
+	l.notified++
+	if l.onNotify != nil {
+		l.onNotify()
+	}
+}
 
 // nextTurns says what turns do from now on; nil is nothing.
 func (l *fakeLoop) nextTurns(turn func() (time.Duration, bool, error)) {
@@ -115,6 +128,15 @@ func TestSchedulerParks(t *testing.T) {
 			if got := l.took(); !slices.Equal(got, []time.Duration{at}) {
 				t.Errorf("notified at %v: turns at %v", at, got)
 			}
+		}
+		// What is notified of when the last poll is over and nobody is parked yet is not lost.
+		l.onHandOff = func() {
+			l.onHandOff = nil
+			s.notify()
+		}
+		s.notify()
+		if got := l.took(); len(got) != 2 {
+			t.Errorf("turns at %v, want one more for what came on the way to being parked", got)
 		}
 		due := l.clock() + time.Minute
 		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
@@ -230,6 +252,21 @@ func TestSchedulerHandsOff(t *testing.T) {
 		s.drive(t.Context(), func() bool { return l.clock() > at+30*time.Microsecond })
 		if got := l.took(); len(got) < 2 {
 			t.Errorf("turns at %v, want the driver's and one of BackgroundThreadLoop, which was woken meanwhile", got)
+		}
+
+		// The timer fires when the driver has seen that it is not due.
+		due = l.clock() + 10*time.Microsecond
+		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
+		s.notify()
+		l.took()
+		l.nextTurns(nil)
+		l.onNotify = func() {
+			l.onNotify = nil
+			time.Sleep(time.Millisecond) // in the bubble
+		}
+		s.drive(t.Context(), func() bool { return true })
+		if got := l.took(); len(got) != 2 {
+			t.Errorf("turns at %v, want the driver's and that of the alarm", got)
 		}
 	})
 }
