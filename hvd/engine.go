@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"time"
 
 	"go.uber.org/zap"
@@ -20,6 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/session"
 	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/rendezvous"
@@ -195,6 +197,12 @@ func (e *Engine) start(ctx context.Context, cfg config.Config, o *initOptions) (
 		log.Warn("rank 0 has not removed what it left for the other ranks to meet by", zap.Error(err))
 	}
 	ecfg.Backends = append(ecfg.Backends, tcp.Register(ecfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
+	if e.session != nil {
+		ecfg.Backends = slices.DeleteFunc(ecfg.Backends, func(r ops.Registration) bool {
+			ranks, _ := e.session.Lacking(r.ID)
+			return len(ranks) > 0
+		})
+	}
 	log = log.With(zap.Uint64("epoch", e.epoch))
 	ecfg.Log = log
 	e.place, e.homogeneous = topologyOf(cfg, hosts, rank), topo.IsHomogeneous(hosts)

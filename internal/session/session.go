@@ -16,6 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/meeting"
+	"github.com/gohvd/gohvd/message"
 	opsshm "github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/topo"
@@ -35,7 +36,7 @@ type Config struct {
 	// Device is the accelerator that this rank uses (rendezvous.Record).
 	Device       string
 	SharesDevice bool
-	// Capabilities say which backends this rank can serve (rendezvous.Record).
+	// Capabilities say which backends this rank can serve (rendezvous.Record), beside those that package session knows of.
 	Capabilities map[string]string
 	Log          *zap.Logger
 
@@ -142,7 +143,7 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 		Store: at.Store, Job: set.JobID, Rank: topo.Rank(set.Rank), Size: set.Size,
 		LastEpoch: cfg.LastEpoch, ListenHost: at.Listen, Secret: at.Secret, Terms: terms,
 		Self: rendezvous.Record{
-			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(), Capabilities: cfg.Capabilities, Memory: rendezvous.Memory(offer),
+			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(), Capabilities: capabilities(cfg, offer), Memory: rendezvous.Memory(offer),
 			Device: cfg.Device, SharesDevice: cfg.SharesDevice,
 		},
 		RingAbove: cfg.ringAbove,
@@ -164,16 +165,51 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 			s.LocalSize++
 		}
 	}
-	switch {
-	case local == nil:
+	if local == nil {
 		return nil
+	}
+	lacking, why := s.Lacking(message.SHM)
+	switch {
 	case set.SharedMemory == config.SharedAlways && s.LocalSize < set.Size: // every rank finds this by itself
 		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s", strings.Join(s.Hosts, ", ")))
+	case set.SharedMemory == config.SharedAlways && why != "":
+		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why + " (shm,tcp uses TCP then)"}))
+	case set.SharedMemory == config.SharedIfPossible && why != "":
+		cfg.Log.Warn("the ranks share no memory and use TCP", zap.String("why", why))
+		return local.Close()
 	}
 	if err := s.share(watched, set, local, cfg.Log); err != nil {
 		return abandon(s.Fail(err))
 	}
 	return nil
+}
+
+// capabilities are what this rank says of its backends.
+func capabilities(cfg *Config, offer shm.Offer) map[string]string {
+	all := map[string]string{message.TCP.String(): ""}
+	if cfg.At.Settings.SharedMemory != config.SharedNever {
+		all[message.SHM.String()] = offer.Reason
+	}
+	maps.Copy(all, cfg.Capabilities)
+	return all
+}
+
+// Lacking returns the ranks that cannot serve a backend, and why: "" if all can. It is the same at all ranks.
+func (s *Session) Lacking(b message.Backend) (ranks []topo.Rank, why string) {
+	var reasons []string
+	for r, capabilities := range s.Capabilities {
+		reason, known := capabilities[b.String()]
+		switch {
+		case !known:
+			reasons = append(reasons, fmt.Sprintf("rank %d does not have the backend %v", r, b))
+		case reason != "":
+			reasons = append(reasons, fmt.Sprintf("rank %d cannot serve it: %s", r, reason))
+		default:
+			continue
+		}
+		ranks = append(ranks, topo.Rank(r))
+	}
+	return ranks, strings.Join(reasons, "; ")
 }
 
 // connect makes the mesh when the ranks have checked in, and learns the records of all.

@@ -14,6 +14,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/meeting"
+	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
@@ -24,6 +25,11 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // open opens the sessions of a job whose ranks are in this process, and closes those there are at the end of the test.
 func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Session, []error) {
+	return openLacking(t, hosts, set, nil)
+}
+
+// openLacking is open with ranks that cannot share memory, for the reasons given.
+func openLacking(t *testing.T, hosts []string, set map[int]map[string]string, lacks map[int]string) ([]*Session, []error) {
 	t.Setenv("TMPDIR", t.TempDir()) // where the sockets are
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -48,7 +54,11 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 				errs[r] = err
 				return
 			}
-			sessions[r], errs[r] = Open(ctx, Config{At: at, ringAbove: 2, Capabilities: map[string]string{"tcp": "", "shm": "not at " + host}})
+			capabilities := map[string]string{"device": "not at " + host}
+			if why := lacks[r]; why != "" {
+				capabilities["shm"] = why
+			}
+			sessions[r], errs[r] = Open(ctx, Config{At: at, ringAbove: 2, Capabilities: capabilities})
 		})
 	}
 	wg.Wait()
@@ -88,8 +98,8 @@ func TestOpen(t *testing.T) {
 					if s.Hosts[i] != host {
 						t.Errorf("rank %d: rank %d is on %q", r, i, s.Hosts[i])
 					}
-					if why := s.Capabilities[i]["shm"]; why != "not at "+host {
-						t.Errorf("rank %d: rank %d says %q of shm", r, i, why)
+					if why := s.Capabilities[i]["device"]; why != "not at "+host {
+						t.Errorf("rank %d: rank %d says %q of the device", r, i, why)
 					}
 				}
 				if s.LocalSize != local || s.Epoch != sessions[0].Epoch || (s.Memory != nil) != (local == len(hosts)) {
@@ -138,6 +148,38 @@ func TestOpenWithoutMemory(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// A backend that one rank cannot serve is planned with by none, and an explicit choice of it is an error at every rank that names
+// the rank and the reason.
+func TestOneRankLacksABackend(t *testing.T) {
+	hosts, lacks := []string{"a", "a", "a"}, map[int]string{1: "no memory today"}
+	all := func(value string) map[int]map[string]string {
+		set := map[string]string{"HOROVOD_CPU_OPERATIONS": value}
+		return map[int]map[string]string{0: set, 1: set, 2: set}
+	}
+	_, errs := openLacking(t, hosts, all("shm"), lacks)
+	for r, err := range errs {
+		if want := "HOROVOD_CPU_OPERATIONS is shm, but rank 1 cannot serve it: no memory today"; err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("rank %d: got error %v, want %q in it", r, err, want)
+		}
+	}
+	sessions, errs := openLacking(t, hosts, all("shm,tcp"), lacks)
+	for r, s := range sessions {
+		if errs[r] != nil {
+			t.Errorf("rank %d: %v", r, errs[r])
+			continue
+		}
+		if ranks, why := s.Lacking(message.SHM); s.Memory != nil || !slices.Equal(ranks, []topo.Rank{1}) || why != "rank 1 cannot serve it: no memory today" {
+			t.Errorf("rank %d: memory %v, ranks %v lack shm: %q", r, s.Memory, ranks, why)
+		}
+		if ranks, why := s.Lacking(message.TCP); len(ranks) > 0 || why != "" {
+			t.Errorf("rank %d: ranks %v lack tcp: %q", r, ranks, why)
+		}
+		if ranks, _ := s.Lacking(message.NoBackend); len(ranks) != len(hosts) {
+			t.Errorf("rank %d: ranks %v lack a backend that none has", r, ranks)
+		}
 	}
 }
 
