@@ -77,6 +77,41 @@ type source struct {
 	reads     map[string]string // a place where bytes are decoded, by file
 }
 
+// Why: a newcomer follows a tensor through the code by these tables.
+func TestWalkthroughs(t *testing.T) {
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(filepath.Join(root, "docs/design.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	sources := readSources(t, root)
+	for _, title := range []string{"## Follow one tensor", "## Follow one death"} {
+		_, section, _ := strings.Cut(string(text), title)
+		section, _, _ = strings.Cut(section, "\n## ")
+		steps := 0
+		for line := range strings.Lines(section) {
+			cells := strings.Split(strings.TrimSpace(line), "|")
+			if len(cells) != 4 || !strings.Contains(cells[1], "`") {
+				continue
+			}
+			steps++
+			for file, functions := range namesIn(cells[1]) {
+				for _, name := range functions {
+					if s := sources[filepath.Dir(file)]; s == nil || !s.functions[filepath.Base(file)+":"+name] {
+						t.Errorf("%s: %s has no function %s", title, file, name)
+					}
+				}
+			}
+		}
+		if steps < 10 {
+			t.Errorf("%s: got %d steps, want at least 10", title, steps)
+		}
+	}
+}
+
 // decoding are the functions that turn bytes from elsewhere into values.
 var decoding = map[string][]string{
 	"proto":     {"Unmarshal"},
