@@ -138,8 +138,8 @@ func TestTorchServer(t *testing.T) {
 import datetime, sys
 import torch.distributed as dist
 s = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, True, timeout=datetime.timedelta(seconds=60))
-s.set("from python", "hello")
 s.set("taken", "yes")
+s.set("from python", "hello")
 assert s.get("from go") == b"here", s.get("from go")
 s.get("bye")
 `, port)
