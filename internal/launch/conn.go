@@ -248,17 +248,6 @@ func (j *job) converse(c *agentConn) error {
 	return nil
 }
 
-// rankOutput is the stream of a rank's output. Reading also sends, to make room in the window.
-type rankOutput struct {
-	*yamux.Stream
-	session *session
-}
-
-func (o rankOutput) Read(b []byte) (int, error) {
-	n, err := o.Stream.Read(b)
-	return n, o.session.check(err)
-}
-
 func (j *job) listen(c *agentConn, session *session) error {
 	control, err := session.OpenStream()
 	if err != nil {
@@ -268,7 +257,7 @@ func (j *job) listen(c *agentConn, session *session) error {
 		for {
 			select {
 			case o := <-c.orders:
-				_ = session.check(send(control, o)) // what else is wrong is seen where the notices are read
+				_ = send(control, o) // what is wrong is seen where the notices are read
 			case <-session.CloseChan():
 				return
 			}
@@ -280,7 +269,7 @@ func (j *job) listen(c *agentConn, session *session) error {
 			if err != nil {
 				return err
 			}
-			s.in = rankOutput{in, session}
+			s.in = in
 			j.writers.Go(s.run)
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -33,7 +34,7 @@ import (
 //
 // The launcher sends Begin when all hosts are ready. An agent that loses its connection kills its ranks. A stream has a window
 // of 256 KiB, which bounds the output that waits for a reader; a stream with a full window delays no other. Between
-// hosts yamux's keepalive finds a peer that is silent.
+// hosts each end sends a ping each pingInterval, and an end that hears nothing for Options.Liveness ends the session.
 const (
 	agentVersion = 2
 	// helloMagic is nothing that a login prints: logins may print before the agent sends hello.
@@ -190,36 +191,51 @@ func (l *link) Write(b []byte) (int, error) {
 
 func (l *link) Close() error { return errors.Join(l.out.Close(), l.in.Close()) }
 
+// session is a yamux session that ends when its peer is silent, and knows why it has ended.
+type session struct {
+	*yamux.Session
+	liveness time.Duration
+	silent   atomic.Bool // nothing was heard for liveness
+}
+
 // newSession opens a session by yamux.Client or yamux.Server. A peer that is silent for liveness ends it; 0 is for two ends in one
 // process, where that cannot be.
 func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, error), l *link, liveness time.Duration) (*session, error) {
 	c := yamux.DefaultConfig()
 	c.LogOutput = io.Discard
 	c.StreamOpenTimeout, c.StreamCloseTimeout = 0, 0 // output may wait for its reader for ever
-	c.EnableKeepAlive = liveness > 0
-	c.KeepAliveInterval = pingInterval
-	c.ConnectionWriteTimeout = liveness - pingInterval // of the answer to a ping, too
-	if liveness == 0 {
-		c.ConnectionWriteTimeout = time.Duration(1<<63 - 1)
+	// Over a slow connection an answer to a ping may wait for long behind output, so yamux must not judge by it, nor by how long it takes
+	// to send.
+	c.EnableKeepAlive, c.ConnectionWriteTimeout = false, math.MaxInt64
+	y, err := open(l, c)
+	if err != nil {
+		return nil, err
 	}
-	s, err := open(l, c)
-	return &session{Session: s, liveness: liveness}, err
+	s := &session{Session: y, liveness: liveness}
+	if liveness > 0 {
+		go s.keepAlive(l)
+	}
+	return s, nil
 }
 
-// session is a yamux session that knows why it has ended.
-type session struct {
-	*yamux.Session
-	liveness time.Duration
-	stalled  atomic.Bool // something could not be sent in time
-}
-
-// check ends the session if err says that something could not be sent in time, since nothing can go on without it.
-func (s *session) check(err error) error {
-	if errors.Is(err, yamux.ErrConnectionWriteTimeout) {
-		s.stalled.Store(true)
-		s.Close()
+// keepAlive has the peer hear something each pingInterval, and ends the session when nothing comes from the peer for liveness. It counts
+// intervals, so that the time in which this process itself was stopped does not count.
+func (s *session) keepAlive(l *link) {
+	last, silence := l.heard.Load(), time.Duration(0)
+	for silence < s.liveness {
+		select {
+		case <-s.CloseChan():
+			return
+		case <-time.After(pingInterval):
+		}
+		go func() { _, _ = s.Ping() }() // the answer is heard like all that comes
+		silence += pingInterval
+		if heard := l.heard.Load(); heard != last {
+			last, silence = heard, 0
+		}
 	}
-	return err
+	s.silent.Store(true)
+	s.Close()
 }
 
 // reason ends the session and returns err or, if that only says that the session has ended, why it has.
@@ -228,7 +244,7 @@ func (s *session) reason(err error) error {
 	if err == io.EOF || errors.Is(err, yamux.ErrSessionShutdown) {
 		_, err = s.Accept() // does not wait any more; nobody has opened a stream here
 	}
-	if s.stalled.Load() || errors.Is(err, yamux.ErrKeepAliveTimeout) {
+	if s.silent.Load() {
 		return fmt.Errorf("no sign of life for %v", s.liveness)
 	}
 	return err

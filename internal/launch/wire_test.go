@@ -9,6 +9,7 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -179,6 +180,71 @@ func TestStreamThatNobodyReads(t *testing.T) {
 	if n := <-stuck; n > 256<<10 {
 		t.Errorf("%d bytes wait, want at most 256 KiB", n)
 	}
+}
+
+// slow is a link with room for all that is written, which delivers it in small pieces, as a slow network does.
+type slow struct {
+	net.Conn
+	written chan []byte
+}
+
+func newSlow(t *testing.T, c net.Conn) *slow {
+	s := &slow{c, make(chan []byte, 1000)}
+	go func() {
+		for {
+			select {
+			case b := <-s.written:
+				time.Sleep(time.Duration(len(b)) * 3 * time.Microsecond)
+				if _, err := c.Write(b); err != nil {
+					return
+				}
+			case <-t.Context().Done():
+				return
+			}
+		}
+	}()
+	return s
+}
+
+func (s *slow) Write(b []byte) (int, error) {
+	for piece := range slices.Chunk(slices.Clone(b), 16<<10) {
+		s.written <- piece
+	}
+	return len(b), nil
+}
+
+// A peer that sends is alive, also if the answer to a ping waits behind so much output that it takes longer than liveness.
+func TestSlowLink(t *testing.T) {
+	const liveness, streams, numBytes = 2 * time.Second, 8, 256 << 10
+	here, there := net.Pipe()
+	launcher, err := newSession(yamux.Client, &link{in: here, out: here}, liveness)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer launcher.Close()
+	agent, err := newSession(yamux.Server, &link{in: there, out: newSlow(t, there)}, liveness)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer agent.Close()
+	var readers sync.WaitGroup
+	for range streams {
+		in, err := launcher.OpenStream()
+		if err != nil {
+			t.Fatal(err)
+		}
+		out, err := agent.AcceptStream()
+		if err != nil {
+			t.Fatal(err)
+		}
+		go func() { _, _ = out.Write(make([]byte, numBytes)) }()
+		readers.Go(func() {
+			if n, err := io.CopyN(io.Discard, in, numBytes); err != nil {
+				t.Errorf("got %d of %d bytes and error %v", n, numBytes, launcher.reason(err))
+			}
+		})
+	}
+	readers.Wait()
 }
 
 type zeros struct{}
