@@ -14,6 +14,7 @@ package joblink
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -329,7 +330,7 @@ func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.verdict.Ranks == nil {
-		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: nobody listens any more: %w", l.err)
+		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: nobody listens any more: %w", cmp.Or(l.err, store.ErrClosed))
 	}
 	return l.verdict, nil
 }

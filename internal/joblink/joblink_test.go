@@ -326,6 +326,13 @@ func TestVerdict(t *testing.T) {
 	for _, bad := range []Verdict{{Epoch: 9}, {Epoch: 9, Ranks: []topo.Rank{-1}}} {
 		testnet.WantError(t, rank.Condemn(ctx, bad), "malformed verdict")
 	}
+	unheard, err := Listen(store.NewHashStore(store.Limits{}), 1, deaf)
+	if err == nil {
+		err = unheard.Close()
+	}
+	if _, waited := unheard.Verdict(ctx); err != nil || !errors.Is(waited, store.ErrClosed) {
+		t.Errorf("after Close: got error %v", waited)
+	}
 }
 
 // The end of the store ends everything, with an error.
