@@ -174,7 +174,7 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s", strings.Join(s.Hosts, ", ")))
 	case set.SharedMemory == config.SharedAlways && why != "":
 		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why + " (shm,tcp uses TCP then)"}))
-	case set.SharedMemory == config.SharedIfPossible && why != "":
+	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size: // else it is for each host to see
 		cfg.Log.Warn("the ranks share no memory and use TCP", zap.String("why", why))
 		return local.Close()
 	}

@@ -223,3 +223,20 @@ func TestShare(t *testing.T) {
 }
 
 var _ transport.Mesh = (*sharer)(nil)
+
+// What a rank of one host cannot keeps no other host's ranks from sharing memory among themselves.
+func TestOneHostLacksMemory(t *testing.T) {
+	hosts, set := []string{"a", "a", "b"}, map[int]map[string]string{}
+	for r := range hosts {
+		set[r] = map[string]string{"HOROVOD_CPU_OPERATIONS": "shm,tcp"}
+	}
+	sessions, errs := openLacking(t, hosts, set, map[int]string{2: "no memory today"})
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	for r, s := range sessions[:2] {
+		if mesh, shares := s.Mesh.(shm.Sharer); !shares || !slices.Equal(mesh.Group(), []topo.Rank{0, 1}) {
+			t.Errorf("rank %d: it does not share memory with the other rank of its host", r)
+		}
+	}
+}
