@@ -22,10 +22,10 @@ import (
 )
 
 // A process of the test binary with this variable is a rank, started by a real launcher. Its value says what to do.
-const rankVariable = "LAUNCHENV_TEST_RANK"
+const rankVariable = "PLACE_TEST_RANK"
 
 // givenVariable holds the text of a secret that the user gives the ranks.
-const givenVariable = "LAUNCHENV_TEST_SECRET"
+const givenVariable = "PLACE_TEST_SECRET"
 
 func TestMain(m *testing.M) {
 	if what := os.Getenv(rankVariable); what != "" {
