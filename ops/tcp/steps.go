@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"iter"
+	_ "unsafe" // for lockedOSThread
 
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/transport"
@@ -9,6 +10,9 @@ import (
 
 // steps runs operations step by step. They are written as code that waits where it reads and flushes. In a step that may
 // wait it does; in one that may not, the code runs on a coroutine, which is suspended there until the next step.
+//
+// A goroutine that is locked to a thread, as each is that C has called, must not resume the coroutine: the runtime would end
+// the process.
 type steps struct {
 	resume  func() (ops.Progress, bool) // nil until the first step that may not wait
 	stop    func()
@@ -26,6 +30,9 @@ func (s *steps) next(b *Backend) (ops.Progress, error) {
 	if s.closed {
 		return ops.Waiting, transport.ErrClosed
 	}
+	if b.ctx == nil && lockedOSThread() {
+		return ops.Blocked, nil
+	}
 	if s.resume == nil {
 		s.resume, s.stop = iter.Pull(func(yield func(ops.Progress) bool) {
 			s.yield = yield
@@ -39,7 +46,11 @@ func (s *steps) next(b *Backend) (ops.Progress, error) {
 			}
 		})
 	}
-	p, _ := s.resume()
+	resume := s.resume
+	if lockedOSThread() {
+		resume = elsewhere(resume)
+	}
+	p, _ := resume()
 	if p != ops.Finished {
 		return p, nil
 	}
@@ -49,10 +60,36 @@ func (s *steps) next(b *Backend) (ops.Progress, error) {
 // close ends the coroutine, and an operation that is suspended.
 func (s *steps) close() {
 	s.closed = true
-	if s.stop != nil {
+	switch {
+	case s.stop == nil:
+	case lockedOSThread():
+		elsewhere(func() (ops.Progress, bool) {
+			s.stop()
+			return ops.Finished, false
+		})()
+	default:
 		s.stop()
 	}
 }
+
+// elsewhere is f in a goroutine that is locked to no thread.
+func elsewhere(f func() (ops.Progress, bool)) func() (ops.Progress, bool) {
+	return func() (p ops.Progress, ok bool) {
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			p, ok = f()
+		}()
+		<-done
+		return p, ok
+	}
+}
+
+// lockedOSThread reports whether the calling goroutine is locked to a thread. If the runtime no longer has it, the linker says
+// so.
+//
+//go:linkname lockedOSThread runtime.lockedOSThread
+func lockedOSThread() bool
 
 // await suspends the operation in a step that may not wait. It returns nil in one that may.
 func (b *Backend) await(p ops.Progress) error {

@@ -1,0 +1,64 @@
+package tcp_test
+
+import (
+	"runtime"
+	"testing"
+
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/opstest"
+	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/tensor"
+)
+
+// TestStepsOnThreads has operations stepped, and given up, by goroutines that are locked to a thread, as those are that C has
+// called, after others have begun them.
+func TestStepsOnThreads(t *testing.T) {
+	c := newCluster(memMeshes(2), upTo(2), tcp.Config{})
+	checkBigSum(t, c, 1) // makes the channels
+	bufs := [][]float32{{1}, {2}}
+	start := func(r int, b *opstest.Blocking) {
+		t.Helper()
+		buf := tensor.Bytes(bufs[r])
+		op := ops.Operation{
+			Kind: message.Allreduce, Algorithm: message.Ring, DType: tensor.Float32, Op: tensor.Sum,
+			Tensors: []ops.Tensor{{In: buf, Out: buf}},
+		}
+		if err := b.Start(op); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			if p, err := b.Step(t.Context(), false); p != ops.Waiting || err != nil {
+				t.Fatalf("step without the other rank: %v, %v, want Waiting", p, err)
+			}
+		}
+	}
+	locked := func(f func()) {
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			runtime.LockOSThread()
+			f()
+		}()
+		<-done
+	}
+	start(0, c.backends[0])
+	locked(func() {
+		if p, err := c.backends[0].Step(t.Context(), false); p != ops.Blocked || err != nil {
+			t.Errorf("step in a locked goroutine: %v, %v, want Blocked", p, err)
+		}
+	})
+	c.must(t, func(r int, b *opstest.Blocking) (err error) {
+		if r == 0 {
+			locked(func() { _, err = b.Step(t.Context(), true) })
+			return err
+		}
+		return b.Allreduce(t.Context(), message.Ring, tensor.Float32, tensor.Sum, tensor.Bytes(bufs[r]))
+	})
+	if bufs[0][0] != 3 || bufs[1][0] != 3 {
+		t.Errorf("got %v, want [[3] [3]]", bufs)
+	}
+	start(0, c.backends[0])
+	locked(c.backends[0].Close)
+	c.backends[1].Close()
+}
