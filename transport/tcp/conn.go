@@ -80,7 +80,9 @@ func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, sock *sock
 func (c *conn) Read(p []byte) (int, error) {
 	c.reading.Lock()
 	defer c.reading.Unlock()
-	return c.read(c.over.Read, p)
+	n, err := c.read(c.over.Read, p)
+	c.unread.Store(c.out != nil && n > 0)
+	return n, err
 }
 
 // TryRead implements transport.Conn.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"runtime"
 	"testing"
@@ -122,6 +123,29 @@ func testTryRead(s *suite) {
 			},
 		)
 		s.exchange(zero, one) // Read goes on where TryRead has stopped
+		if n, err := one.TryRead(make([]byte, 1)); n != 0 || err != nil {
+			s.Fatalf("after all was read: got %d, %v, want 0, nil", n, err)
+		}
+		// And TryRead where Read has.
+		s.together(
+			func() error { return errors.Join(zero.Send([]byte("somemore")), zero.Flush()) },
+			func() error {
+				b := make([]byte, 4)
+				if _, err := io.ReadFull(one, b); err != nil {
+					return err
+				}
+				for got, end := 0, time.Now().Add(patience); got < len(b); runtime.Gosched() {
+					n, err := one.TryRead(b[got:])
+					if err != nil {
+						return err
+					}
+					if got += n; time.Now().After(end) {
+						return fmt.Errorf("lane %d: after Read, TryRead gives %d bytes of what has come, want %d", lane, got, len(b))
+					}
+				}
+				return nil
+			},
+		)
 		b := make([]byte, 10)
 		if n := testing.AllocsPerRun(100, func() { _, _ = one.TryRead(b) }); n != 0 {
 			s.Errorf("lane %d: TryRead makes %v allocations where nothing has arrived", lane, n)
