@@ -170,13 +170,20 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 	}
 	lacking, why := s.Lacking(message.SHM)
 	switch {
-	case set.SharedMemory == config.SharedAlways && s.LocalSize < set.Size: // every rank finds this by itself
+	case set.SharedMemory == config.SharedAlways && s.LocalSize < set.Size:
+		// Every rank finds this by itself, when it has all records. A rank that left before the others have them would be taken for dead.
+		if err := s.met.Ready(watched); err != nil {
+			return abandon(err)
+		}
 		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s", strings.Join(s.Hosts, ", ")))
 	case set.SharedMemory == config.SharedAlways && why != "":
 		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why + " (shm,tcp uses TCP then)"}))
 	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size: // else it is for each host to see
 		cfg.Log.Warn("the ranks share no memory and use TCP", zap.String("why", why))
-		return local.Close()
+		if err := local.Close(); err != nil {
+			return abandon(s.Fail(err))
+		}
+		return nil
 	}
 	if err := s.share(watched, set, local, cfg.Log); err != nil {
 		return abandon(s.Fail(err))
