@@ -106,7 +106,7 @@ type Stall struct {
 
 // OnStall makes f hear of stalls at rank 0, which knows of all ranks': after HOROVOD_STALL_CHECK_TIME_SECONDS and again
 // each time that much more has passed. Stalls are logged besides. f is called by the background loop, so it must return
-// soon and must not wait for an operation. Lock-step negotiation (HVD_NEGOTIATION) does not look for stalls.
+// soon and must not wait for an operation.
 func OnStall(f func(Stall)) InitOption { return func(o *initOptions) { o.onStall = f } }
 
 // After makes the new engine's epoch follow that of prev, which was shut down. Nil is none.

@@ -200,15 +200,6 @@ func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logg
 	return id, done, nil
 }
 
-// Addr is where the store of id is, host:port. It is empty if id is not valid.
-func (id ID) Addr() string {
-	s, err := id.open()
-	if err != nil {
-		return ""
-	}
-	return s.addr
-}
-
 // OpenIDs reaches the store of a job by its ids, which all ranks give in the same order. With one id all ranks use the same store.
 // With several, which different processes serve, the ranks are divided among them: rank 0 uses the first and leaves its root's address
 // in all of them.

@@ -88,7 +88,7 @@ func TestID(t *testing.T) {
 			t.Errorf("%s: text was read as %v, %v", host, again, err)
 		}
 		p, err := OpenIDs(ctx, []ID{id}, 0, 1)
-		if err != nil || p.Addr != id.Addr() {
+		if err != nil || p.Addr != addrOf(t, id) {
 			t.Fatalf("%s: %v, %v", host, p, err)
 		}
 		if err := p.Close(); err != nil {
@@ -256,7 +256,7 @@ func TestIDSaysWhetherToEncrypt(t *testing.T) {
 	wrong[idKey] ^= 1
 	wrong.seal()
 	_, err = OpenIDs(ctx, []ID{wrong}, 0, 1)
-	testnet.WantError(t, err, plain.Addr(), "another secret")
+	testnet.WantError(t, err, addrOf(t, plain), "another secret")
 }
 
 func TestIDsHaveTheirOwnKeys(t *testing.T) {
@@ -301,4 +301,14 @@ func FuzzOpenID(f *testing.F) {
 			t.Errorf("%x was read as %s and became %x, %v", id, m.addr, again, err)
 		}
 	})
+}
+
+// addrOf is where the store of an id is.
+func addrOf(t *testing.T, id ID) string {
+	t.Helper()
+	s, err := id.open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s.addr
 }
