@@ -215,7 +215,7 @@ func (s *slow) Write(b []byte) (int, error) {
 
 // A peer that sends is alive, also if the answer to a ping waits behind so much output that it takes longer than liveness.
 func TestSlowLink(t *testing.T) {
-	const liveness, streams, numBytes = 2 * time.Second, 8, 256 << 10
+	const liveness, streams, numBytes = 2 * time.Second, 4, 256 << 10
 	here, there := net.Pipe()
 	launcher, err := newSession(yamux.Client, &link{in: here, out: here}, liveness)
 	if err != nil {
