@@ -11,6 +11,7 @@ import (
 
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/topo"
 	"github.com/gohvd/gohvd/transport"
 	"github.com/gohvd/gohvd/transport/mem"
@@ -46,11 +47,13 @@ func memMeshes(n int) []transport.Mesh {
 }
 
 // tcpMeshes are n ranks over the loopback interface, closed at the end.
-func tcpMeshes(tb testing.TB, n int) []transport.Mesh {
+func tcpMeshes(tb testing.TB, n int) []transport.Mesh { return socketMeshes(tb, n, secret.Secret{}) }
+
+func socketMeshes(tb testing.TB, n int, key secret.Secret) []transport.Mesh {
 	tb.Helper()
 	endpoints, addrs := make([]*transporttcp.Endpoint, n), make([]string, n)
 	for r := range n {
-		e, err := transporttcp.Listen(transporttcp.Config{ListenAddr: "127.0.0.1:0"})
+		e, err := transporttcp.Listen(transporttcp.Config{ListenAddr: "127.0.0.1:0", Secret: key})
 		if err != nil {
 			tb.Fatal(err)
 		}

@@ -8,6 +8,7 @@ import (
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/tensor"
 )
 
@@ -61,4 +62,26 @@ func TestStepsOnThreads(t *testing.T) {
 	start(0, c.backends[0])
 	locked(c.backends[0].Close)
 	c.backends[1].Close()
+}
+
+// TestSteps does operations step by step over sockets, plain and with TLS, that take less at once than is sent. Some ranks
+// wait.
+func TestSteps(t *testing.T) {
+	key, _ := secret.New()
+	for name, key := range map[string]secret.Secret{"plain": {}, "TLS": key.Encrypted()} {
+		t.Run(name, func(t *testing.T) {
+			for _, n := range []int{2, 3} {
+				c := newCluster(socketMeshes(t, n, key), upTo(n), tcp.Config{})
+				for waiting := range n {
+					for r, b := range c.backends {
+						b.Steps = waiting == 0 || r != waiting
+					}
+					checkAll(t, c, 1000)
+					checkBigSum(t, c, 2<<20)
+					checkAlltoall(t, c, func(from, to int) int64 { return int64(from * (to + 1) << 20) })
+				}
+				c.close()
+			}
+		})
+	}
 }
