@@ -225,7 +225,7 @@ func (v *voices) roots() string {
 	}
 	switch root := v.set.index(v.first.Root); {
 	case root < 0:
-		return v.say("root rank %d is not in the process set of %s", v.first.Root, rankList(v.set.Ranks))
+		return v.say("root rank %d is not in the process set of %s", v.first.Root, topo.FormatRanks(v.set.Ranks))
 	case v.requests[root].Kind == message.NoKind:
 		return v.say("root rank %d has joined and sends nothing", v.first.Root)
 	}
@@ -233,7 +233,7 @@ func (v *voices) roots() string {
 }
 
 func (v *voices) members() string {
-	return v.mismatch("members", "named", func(q *message.Request) string { return rankList(q.Ranks) },
+	return v.mismatch("members", "named", func(q *message.Request) string { return topo.FormatRanks(q.Ranks) },
 		func(q *message.Request) bool { return slices.Equal(q.Ranks, v.first.Ranks) })
 }
 
@@ -291,7 +291,7 @@ next:
 		if i > 0 {
 			b.WriteString(", ")
 		}
-		fmt.Fprintf(&b, "%s %s %s", rankList(g.ranks), verb, g.said)
+		fmt.Fprintf(&b, "%s %s %s", topo.FormatRanks(g.ranks), verb, g.said)
 	}
 	return b.String()
 }

@@ -15,7 +15,6 @@ package controller
 import (
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/gohvd/gohvd/message"
@@ -99,40 +98,16 @@ type Verdict struct {
 }
 
 func (v *Verdict) Error() string {
-	return fmt.Sprintf("%s failed: %s", rankList(v.Ranks), v.Reason)
+	return fmt.Sprintf("%s failed: %s", topo.FormatRanks(v.Ranks), v.Reason)
 }
 
 // have says of ranks that they have: "rank 3 has", "ranks 0 and 1 have".
 func have(ranks []topo.Rank) string {
 	if len(ranks) == 1 {
-		return rankList(ranks) + " has"
+		return topo.FormatRanks(ranks) + " has"
 	}
-	return rankList(ranks) + " have"
+	return topo.FormatRanks(ranks) + " have"
 }
 
 // seconds prints a duration for people: "60s", "0.5s".
 func seconds(d time.Duration) string { return fmt.Sprintf("%gs", d.Round(time.Millisecond).Seconds()) }
-
-// rankList prints ranks for people: "rank 3", "ranks 0, 1 and 5", "ranks 0, 1, ... (70 in all)".
-func rankList(ranks []topo.Rank) string {
-	const most = 8
-	if len(ranks) == 1 {
-		return fmt.Sprintf("rank %d", ranks[0])
-	}
-	var b strings.Builder
-	b.WriteString("ranks ")
-	for i, r := range ranks {
-		switch {
-		case i == most:
-			fmt.Fprintf(&b, ", ... (%d in all)", len(ranks))
-			return b.String()
-		case i == 0:
-		case i == len(ranks)-1:
-			b.WriteString(" and ")
-		default:
-			b.WriteString(", ")
-		}
-		fmt.Fprintf(&b, "%d", r)
-	}
-	return b.String()
-}

@@ -157,7 +157,7 @@ func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.R
 	if len(waiting) == 1 {
 		verb = "waits"
 	}
-	fmt.Fprintf(&b, ", while %s %s for ", rankList(waiting), verb)
+	fmt.Fprintf(&b, ", while %s %s for ", topo.FormatRanks(waiting), verb)
 	if st.Group != "" {
 		fmt.Fprintf(&b, "the rest of group %q", st.Group)
 	} else {
@@ -187,7 +187,7 @@ func (c *Coordinator) Abandon() {
 	stay := c.present()
 	stay = slices.DeleteFunc(stay, func(r topo.Rank) bool { return r == 0 || c.ranks[r].bye })
 	if len(stay) > 0 {
-		c.Fault(0, "it coordinates the job, and the context of its Shutdown ended before "+rankList(stay)+" had shut down")
+		c.Fault(0, "it coordinates the job, and the context of its Shutdown ended before "+topo.FormatRanks(stay)+" had shut down")
 	}
 }
 

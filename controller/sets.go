@@ -73,7 +73,7 @@ func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) 
 	}
 	for _, s := range t.sets {
 		if slices.Equal(s.Ranks, ranks) {
-			return 0, fmt.Sprintf("duplicate process set: process set %d has %s already", s.ID, rankList(ranks))
+			return 0, fmt.Sprintf("duplicate process set: process set %d has %s already", s.ID, topo.FormatRanks(ranks))
 		}
 	}
 	if len(t.sets) >= message.MaxSets {

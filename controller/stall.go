@@ -34,11 +34,11 @@ func (s *Stall) String() string {
 	text := fmt.Sprintf("%s of process set %d has waited %s for ", label(s.Kind, s.Name), s.Set, seconds(s.Waited))
 	switch {
 	case s.Executing:
-		text += rankList(s.Missing) + " to finish it"
+		text += topo.FormatRanks(s.Missing) + " to finish it"
 	case s.Group != "":
-		text += fmt.Sprintf("the rest of its group %q from %s", s.Group, rankList(s.Missing))
+		text += fmt.Sprintf("the rest of its group %q from %s", s.Group, topo.FormatRanks(s.Missing))
 	default:
-		text += rankList(s.Missing)
+		text += topo.FormatRanks(s.Missing)
 	}
 	return text
 }

@@ -239,7 +239,7 @@ func (p *part) joined(do func() error, opts ...hvd.Option) error {
 
 func (p *part) expand(want string) string {
 	last := p.e.Size() - 1
-	most, all := "ranks 0 and 1", "ranks 0, 1 and 2"
+	most, all := "ranks 0 and 1", "ranks 0-2"
 	if last == 1 {
 		most, all = "rank 0", "ranks 0 and 1"
 	}
@@ -473,7 +473,7 @@ func TestMismatchedStaticProcessSets(t *testing.T) {
 		if err == nil {
 			e.Shutdown(ctx)
 		}
-		const want = "the list of process sets is [0][1 2] at ranks 0, 1 and [1 2][0] at rank 2"
+		const want = "the list of process sets is [0][1 2] at ranks 0 and 1, [1 2][0] at rank 2"
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("rank %d: got error %v, want %s", r, err, want)
 		}
@@ -506,7 +506,7 @@ func TestMismatchedListOfManyProcessSets(t *testing.T) {
 		if err == nil {
 			e.Shutdown(ctx)
 		}
-		const want = " and 1021 sets with hash "
+		const want = ", 1021 sets with hash "
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("rank %d: got error %v, want %s", r, err, want)
 		}

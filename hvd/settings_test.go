@@ -98,7 +98,7 @@ func TestSettingsThatDiffer(t *testing.T) {
 					if before == "" {
 						before = "not set"
 					}
-					says := fmt.Sprintf("settings that must be the same at all ranks differ: %s is %s at ranks 0, 2 and %s at rank 1", s.Name, before, other)
+					says := fmt.Sprintf("settings that must be the same at all ranks differ: %s is %s at ranks 0 and 2, %s at rank 1", s.Name, before, other)
 					want = []string{says, says, says}
 				case config.ToMeet:
 					says, known := toMeet[s.Name]

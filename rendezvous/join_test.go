@@ -367,10 +367,10 @@ func TestTermsDiffer(t *testing.T) {
 			t.Errorf("rank %d: got %v, want that terms differ", rank, r.err)
 		}
 		testnet.WantError(t, r.err, "settings that must be the same at all ranks differ: "+
-			"each is 0 at rank 0, 1 at rank 1, 2 at rank 2 and 3 at rank 3; "+
-			"empty is not set at ranks 0, 1, 2 and no more at rank 3; "+
-			"late is x at ranks 0, 1, 3 and not known at rank 2; "+
-			"one is a at ranks 0, 1, 3 and b at rank 2")
+			"each is 0 at rank 0, 1 at rank 1, 2 at rank 2, 3 at rank 3; "+
+			"empty is not set at ranks 0-2, no more at rank 3; "+
+			"late is x at ranks 0, 1 and 3, not known at rank 2; "+
+			"one is a at ranks 0, 1 and 3, b at rank 2")
 	}
 }
 
@@ -781,7 +781,7 @@ func TestDeadlines(t *testing.T) {
 	}
 	cancel()
 	err := (<-r).err
-	testnet.WantError(t, err, "rank 0 of 5", "waiting for ranks 2, 4: context canceled")
+	testnet.WantError(t, err, "rank 0 of 5", "waiting for ranks 2 and 4: context canceled")
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("%v does not wrap its cause", err)
 	}
@@ -790,7 +790,7 @@ func TestDeadlines(t *testing.T) {
 		if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != GaveUp {
 			t.Errorf("got %v, want that rank 0 gave up", err)
 		}
-		testnet.WantError(t, err, "rank 0 gave up: waiting for ranks 2, 4: context canceled")
+		testnet.WantError(t, err, "rank 0 gave up: waiting for ranks 2 and 4: context canceled")
 	}
 
 	within := func(d time.Duration) context.Context {
@@ -807,7 +807,7 @@ func TestDeadlines(t *testing.T) {
 	_, err = Join(brief(), config(newStore(t), 9, 5))
 	testnet.WantError(t, err, "rank 9 is out of range, want 0 to 4", "rank 0 could not be told")
 	_, err = Join(brief(), config(newStore(t), 0, 100))
-	testnet.WantError(t, err, "waiting for ranks 1, 2, ", ", 16 and 83 more: context deadline exceeded")
+	testnet.WantError(t, err, "waiting for ranks 1-99: context deadline exceeded")
 	_, err = Join(brief(), config(newStore(t), 0, 2))
 	testnet.WantError(t, err, "waiting for rank 1: context deadline exceeded")
 }

@@ -361,28 +361,9 @@ func (r *root) awaited() string {
 		}
 	}
 	if absent == nil {
-		return listRanks(missing) + " to come back"
+		return topo.FormatRanks(missing) + " to come back"
 	}
-	return listRanks(absent)
-}
-
-// listRanks names ranks, the first 16 of them.
-func listRanks(ranks []int) string {
-	var b strings.Builder
-	b.WriteString("rank")
-	if len(ranks) != 1 {
-		b.WriteString("s")
-	}
-	for i, rank := range ranks[:min(len(ranks), 16)] {
-		if i > 0 {
-			b.WriteString(",")
-		}
-		fmt.Fprintf(&b, " %d", rank)
-	}
-	if n := len(ranks); n > 16 {
-		fmt.Fprintf(&b, " and %d more", n-16)
-	}
-	return b.String()
+	return topo.FormatRanks(absent)
 }
 
 // disagreement names every term that is not the same at all ranks, which are all there. r is locked.
@@ -417,10 +398,9 @@ func (r *root) disagreement() *RefusedError {
 			continue
 		}
 		for i, value := range values {
-			values[i] = fmt.Sprintf("%s at %s", value, listRanks(at[value]))
+			values[i] = fmt.Sprintf("%s at %s", value, topo.FormatRanks(at[value]))
 		}
-		last := len(values) - 1
-		differ = append(differ, fmt.Sprintf("%s is %s and %s", name, strings.Join(values[:last], ", "), values[last]))
+		differ = append(differ, fmt.Sprintf("%s is %s", name, strings.Join(values, ", ")))
 	}
 	if differ == nil {
 		return nil

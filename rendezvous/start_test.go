@@ -204,13 +204,13 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	cancel()
 	for _, early := range []<-chan result{one, three} {
 		err := (<-early).err
-		testnet.WantError(t, err, "waiting for ranks 2, 4: context canceled")
+		testnet.WantError(t, err, "waiting for ranks 2 and 4: context canceled")
 		if !errors.Is(err, context.Canceled) {
 			t.Errorf("%v does not wrap its cause", err)
 		}
 	}
 	end()
-	testnet.WantError(t, (<-r).err, "waiting for ranks 2, 4: context canceled")
+	testnet.WantError(t, (<-r).err, "waiting for ranks 2 and 4: context canceled")
 
 	// When the others have come meanwhile, those who left are missing.
 	long, end = context.WithCancel(ctx)

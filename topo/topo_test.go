@@ -56,3 +56,14 @@ func TestHostID(t *testing.T) {
 		t.Errorf("got %q, want what was given", got)
 	}
 }
+
+func TestFormatRanks(t *testing.T) {
+	for want, ranks := range map[string][]topo.Rank{
+		"no ranks": nil, "rank 3": {3}, "ranks 0 and 1": {0, 1}, "ranks 0-2": {0, 1, 2}, "ranks 0, 1 and 3": {0, 1, 3},
+		"ranks 0-2, 5 and 7": {0, 1, 2, 5, 7}, "ranks 0 and 2-5": {0, 2, 3, 4, 5}, "ranks 1, 3, 4, 6, 8, 10, 12, 14, 16, 18 and 2 more": {1, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22},
+	} {
+		if got := topo.FormatRanks(ranks); got != want {
+			t.Errorf("%v: got %q, want %q", ranks, got, want)
+		}
+	}
+}

@@ -248,7 +248,7 @@ func TestQuitPrintsReport(t *testing.T) {
 	w, report := quit(t, 4, "-np", "4", "--dump-dir", dir)
 	for _, want := range []string{
 		"hvdrun: SIGQUIT: 2 of 4 ranks answered, in 1.",
-		"Rank 1 has not called allreduce \"grad/7\", for which rank 0 has waited for 5.0 s; of ranks 2, 3, which did not answer, nothing is known.\n" +
+		"Rank 1 has not called allreduce \"grad/7\", for which rank 0 has waited for 5.0 s; of ranks 2 and 3, which did not answer, nothing is known.\n" +
 			"  rank 1 called it once before, the last ended 10.0 s ago; it waits for nothing; its last operation was allreduce \"grad/9\", which ended 10.0 s ago\n",
 		"The report and the dumps of the ranks are in " + dir + "\n",
 	} {
@@ -285,7 +285,7 @@ func TestStallPrintsReport(t *testing.T) {
 	report := w.until(rule, 2)
 	for _, want := range []string{
 		`hvdrun: a stall: allreduce "grad/7" has waited 5.0 s for rank 1: 3 of 3 ranks answered, in `,
-		"Rank 1 has not called allreduce \"grad/7\", for which ranks 0, 2 have waited for 5.0 s.\n",
+		"Rank 1 has not called allreduce \"grad/7\", for which ranks 0 and 2 have waited for 5.0 s.\n",
 	} {
 		if !strings.Contains(report, want) {
 			t.Errorf("got %s, want %q", report, want)
@@ -318,7 +318,7 @@ func TestFailurePrintsReport(t *testing.T) {
 		t.Fatalf("got %s, want a report after the root cause", text)
 	}
 	for _, want := range []string{
-		"Ranks 0, 2 have waited for allreduce \"grad/7\" for 5.0 s: perhaps for rank 1, which did not answer.\n",
+		"Ranks 0 and 2 have waited for allreduce \"grad/7\" for 5.0 s: perhaps for rank 1, which did not answer.\n",
 		"Rank 1 did not answer: killed by SIGKILL, not from hvdrun",
 	} {
 		if !strings.Contains(report, want) {

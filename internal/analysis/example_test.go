@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/topo"
 )
 
 // Two ranks run an operation in each of three steps, for which rank 1 asks 5 ms late. Then rank 0 asks for another, and rank 1 does not.
@@ -33,7 +34,7 @@ func Example() {
 		fmt.Printf("rank %d held up the others for %v\n", r.Rank, r.Held)
 	}
 	for _, w := range analysis.Analyse(snapshots, 2, nil).Waiting {
-		fmt.Printf("%s has waited for %v for %s of rank %d\n", analysis.Ranks(w.Ranks), w.Longest, w.Names[0], w.Missing[0].Rank)
+		fmt.Printf("%s has waited for %v for %s of rank %d\n", topo.FormatRanks(w.Ranks), w.Longest, w.Names[0], w.Missing[0].Rank)
 	}
 	// Output:
 	// rank 0 held up the others for 0s

@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/gohvd/gohvd/topo"
 )
 
 const (
@@ -75,20 +77,20 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	}
 	unknown := "" // it may be for these that the others wait
 	if len(w.Silent) > 0 {
-		unknown = fmt.Sprintf("; of %s, which did not answer, nothing is known", Ranks(w.Silent))
+		unknown = fmt.Sprintf("; of %s, which did not answer, nothing is known", topo.FormatRanks(w.Silent))
 	}
 	switch {
 	case len(missing) > 0 && join:
 		fmt.Fprintf(b, "%s %s joined%s and %s not, for %s%s.\n",
-			capital(Ranks(w.Ranks)), have(w.Ranks), ofSet(w.Set), Ranks(missing)+" "+have(missing), long, unknown)
+			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), ofSet(w.Set), topo.FormatRanks(missing)+" "+have(missing), long, unknown)
 	case len(missing) > 0:
 		fmt.Fprintf(b, "%s %s not called %s, for which %s %s waited for %s%s.\n",
-			capital(Ranks(missing)), have(missing), what, Ranks(w.Ranks), have(w.Ranks), long, unknown)
+			capital(topo.FormatRanks(missing)), have(missing), what, topo.FormatRanks(w.Ranks), have(w.Ranks), long, unknown)
 	case len(w.Silent) > 0:
-		fmt.Fprintf(b, "%s %s waited for %s for %s: perhaps for %s, which did not answer.\n", capital(Ranks(w.Ranks)), have(w.Ranks), what, long, Ranks(w.Silent))
+		fmt.Fprintf(b, "%s %s waited for %s for %s: perhaps for %s, which did not answer.\n", capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long, topo.FormatRanks(w.Silent))
 	default:
 		fmt.Fprintf(b, "%s %s called %s, and it was not granted yet, for %s: that is under way, or waits for the rest of a group.\n",
-			capital(Ranks(w.Ranks)), have(w.Ranks), what, long)
+			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long)
 	}
 	list(b, len(w.Missing), shown, "ranks", func(i int) {
 		m := &w.Missing[i]
@@ -122,11 +124,11 @@ func writeRunning(b *strings.Builder, r *Running) {
 	var parts []string
 	add := func(list []int, text string) {
 		if len(list) > 0 {
-			parts = append(parts, fmt.Sprintf(text, Ranks(list)))
+			parts = append(parts, fmt.Sprintf(text, topo.FormatRanks(list)))
 		}
 	}
 	if len(r.Inside) > 0 {
-		parts = append(parts, fmt.Sprintf("%s %s inside %s, asked for %s ago", Ranks(r.Inside), are(r.Inside), what, span(r.Longest)))
+		parts = append(parts, fmt.Sprintf("%s %s inside %s, asked for %s ago", topo.FormatRanks(r.Inside), are(r.Inside), what, span(r.Longest)))
 	} else {
 		parts = append(parts, fmt.Sprintf("nobody is inside %s, asked for %s ago", what, span(r.Longest)))
 	}
@@ -152,7 +154,7 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 		if why != "" {
 			text = ": " + Plain(why)
 		}
-		fmt.Fprintf(b, "%s did not answer%s.\n", capital(Ranks(of[why])), text)
+		fmt.Fprintf(b, "%s did not answer%s.\n", capital(topo.FormatRanks(of[why])), text)
 	})
 }
 
@@ -204,35 +206,6 @@ func ofSet(set uint32) string {
 		return ""
 	}
 	return " of process set " + strconv.FormatUint(uint64(set), 10)
-}
-
-// Ranks lists ranks, ascending: "ranks 0-2, 5", at most 10 runs of them.
-func Ranks(list []int) string {
-	var runs []string
-	rest := list
-	for len(rest) > 0 && len(runs) < shown {
-		n := 1
-		for n < len(rest) && rest[n] == rest[n-1]+1 {
-			n++
-		}
-		text := strconv.Itoa(rest[0])
-		switch {
-		case n == 2:
-			text += ", " + strconv.Itoa(rest[1])
-		case n > 2:
-			text += "-" + strconv.Itoa(rest[n-1])
-		}
-		runs, rest = append(runs, text), rest[n:]
-	}
-	word := "ranks "
-	if len(list) == 1 {
-		word = "rank "
-	}
-	text := word + strings.Join(runs, ", ")
-	if len(rest) > 0 {
-		text += fmt.Sprintf(" ... and %d more", len(rest))
-	}
-	return text
 }
 
 func have(list []int) string {

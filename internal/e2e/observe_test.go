@@ -274,7 +274,7 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 	logged := regexp.MustCompile(`stalled: allreduce \\?"grad/7\\?" of process set 0 has waited \S+ for rank 2`)
 	j.untilError("line in the log", logged.MatchString)
 	named := func(text string) bool {
-		return strings.Contains(text, `Rank 2 has not called allreduce "grad/7", for which ranks 0, 1, 3 have waited`)
+		return strings.Contains(text, `Rank 2 has not called allreduce "grad/7", for which ranks 0, 1 and 3 have waited`)
 	}
 	j.untilError("report by itself", named)
 	text := get(t, "http://"+addr+"/metrics")
@@ -319,7 +319,7 @@ func TestStallShutdownIsExplained(t *testing.T) {
 		t.Error("exit status 0")
 	}
 	_, report, found := strings.Cut(j.err(), "what the ranks were at when the job failed")
-	if !found || !strings.Contains(report, `Rank 2 has not called allreduce "grad/7", for which ranks 0, 1 have waited for 2.0 s`) {
+	if !found || !strings.Contains(report, `Rank 2 has not called allreduce "grad/7", for which ranks 0 and 1 have waited for 2.0 s`) {
 		t.Errorf("got\n%s", j.err())
 	}
 }

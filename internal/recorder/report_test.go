@@ -87,7 +87,7 @@ func TestReport(t *testing.T) {
 			for _, r := range []int{0, 2, 3} {
 				j[r].waits(time.Duration(r+2)*time.Second, "grad/0")
 			}
-		}, nil, nil, "Rank 1 has not called allreduce \"grad/0\", for which ranks 0, 2, 3 have waited for 18.0 s.\n" +
+		}, nil, nil, "Rank 1 has not called allreduce \"grad/0\", for which ranks 0, 2 and 3 have waited for 18.0 s.\n" +
 			"  rank 1 called it 2 times before, the last ended 19.0 s ago" + where1},
 
 		{"two ranks at different names", 2, func(j []*rankAt) {
@@ -106,9 +106,9 @@ func TestReport(t *testing.T) {
 					}
 				}
 			}
-		}, nil, nil, "Ranks 1, 3, 5, 7, 9, 11, 13, 15, 17, 19 ... and 7 more have not called allreduce " +
+		}, nil, nil, "Ranks 1, 3, 5, 7, 9, 11, 13, 15, 17, 19 and 7 more have not called allreduce " +
 			`"layer6", "layer13", "layer20", "layer27", "layer34", "layer41", "layer48", "layer55", "layer62", "layer69" ... and 151 more` +
-			", for which ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 ... and 3 more have waited for 17.0 s.\n" +
+			", for which ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 3 more have waited for 17.0 s.\n" +
 			func() (lines string) {
 				for r := 1; r < 21; r += 2 {
 					lines += fmt.Sprintf("  rank %d never called it in this epoch%s", r, where1)
@@ -135,15 +135,15 @@ func TestReport(t *testing.T) {
 			j[0].waits(2*time.Second, "x")
 			j[1].waits(2*time.Second, "x")
 		}, []int{0, 1}, map[int]string{2: "process 5 on host \x1bh runs\n"},
-			"Ranks 0, 1 have waited for allreduce \"x\" for 18.0 s: perhaps for rank 2, which did not answer.\n" +
+			"Ranks 0 and 1 have waited for allreduce \"x\" for 18.0 s: perhaps for rank 2, which did not answer.\n" +
 				"Rank 2 did not answer: process 5 on host ?h runs?.\n"},
 
 		{"one stays away and others give no answer", 5, func(j []*rankAt) {
 			j[1].waits(2*time.Second, "x")
 			j[3].waits(2*time.Second, "x")
 		}, []int{0, 1, 3}, map[int]string{2: "killed by SIGKILL", 4: "killed by SIGKILL"},
-			"Rank 0 has not called allreduce \"x\", for which ranks 1, 3 have waited for 18.0 s; of ranks 2, 4, which did not answer, nothing is known.\n" +
-				"  rank 0 never called it in this epoch" + where1 + "Ranks 2, 4 did not answer: killed by SIGKILL.\n"},
+			"Rank 0 has not called allreduce \"x\", for which ranks 1 and 3 have waited for 18.0 s; of ranks 2 and 4, which did not answer, nothing is known.\n" +
+				"  rank 0 never called it in this epoch" + where1 + "Ranks 2 and 4 did not answer: killed by SIGKILL.\n"},
 
 		{"one has joined and another gives no answer", 3, func(j []*rankAt) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
@@ -151,14 +151,14 @@ func TestReport(t *testing.T) {
 			"  rank 1 goes on" + where1 + "Rank 2 did not answer.\n"},
 
 		{"nobody answers", 5, func([]*rankAt) {}, []int{}, map[int]string{1: "it has ended", 2: "it has ended"},
-			"Ranks 0, 3, 4 did not answer.\nRanks 1, 2 did not answer: it has ended.\n"},
+			"Ranks 0, 3 and 4 did not answer.\nRanks 1 and 2 did not answer: it has ended.\n"},
 
 		{"nothing happens", 2, func([]*rankAt) {}, nil, nil, "No rank that answered waits for an operation.\n"},
 
 		{"all have asked", 2, func(j []*rankAt) {
 			j[0].waits(20*time.Second-5*ms, "x")
 			j[1].waits(20*time.Second-4*ms, "x")
-		}, nil, nil, "Ranks 0, 1 have called allreduce \"x\", and it was not granted yet, for 5 ms: that is under way, or waits for the rest of a group.\n"},
+		}, nil, nil, "Ranks 0 and 1 have called allreduce \"x\", and it was not granted yet, for 5 ms: that is under way, or waits for the rest of a group.\n"},
 
 		{"inside, queued, not heard of, done", 5, func(j []*rankAt) {
 			j[0].runs(2*time.Second, 3*time.Second, 3, "x")
@@ -166,14 +166,14 @@ func TestReport(t *testing.T) {
 			j[2].runs(3*time.Second, 0, 3, "x")
 			j[3].waits(4*time.Second, "x")
 			j[4].Record(operation(3, 3*time.Second, "x"))
-		}, nil, nil, "Ranks 0, 1 are inside allreduce \"x\" (tcp), asked for 18.0 s ago; rank 2: not begun; rank 3: not granted yet; rank 4: done with it.\n"},
+		}, nil, nil, "Ranks 0 and 1 are inside allreduce \"x\" (tcp), asked for 18.0 s ago; rank 2: not begun; rank 3: not granted yet; rank 4: done with it.\n"},
 
 		{"queued alone", 2, func(j []*rankAt) {
 			j[0].runs(2*time.Second, 0, 0, "x")
 			j[1].runs(2*time.Second, 0, 0, "x")
 			j[0].runs(2*time.Second, 0, 0, "y")
 			j[1].runs(2*time.Second, 0, 0, "y")
-		}, nil, nil, "Nobody is inside allreduce \"x\", \"y\" (tcp), asked for 18.0 s ago; ranks 0, 1: not begun.\n"},
+		}, nil, nil, "Nobody is inside allreduce \"x\", \"y\" (tcp), asked for 18.0 s ago; ranks 0 and 1: not begun.\n"},
 
 		// The dumps are of different moments: rank 1 has done it meanwhile, again.
 		{"asked later", 2, func(j []*rankAt) {
@@ -185,10 +185,10 @@ func TestReport(t *testing.T) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 			j[1].waits(4*time.Second, "x")
 			j[2].waits(5*time.Second, "x")
-		}, nil, nil, "Rank 0 has joined and ranks 1, 2 have not, for 17.0 s.\n" +
+		}, nil, nil, "Rank 0 has joined and ranks 1 and 2 have not, for 17.0 s.\n" +
 			"  rank 1 goes on; it has waited for allreduce \"x\" for 16.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
 			"  rank 2 goes on; it has waited for allreduce \"x\" for 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
-			"Ranks 1, 2 have called allreduce \"x\", and it was not granted yet, for 16.0 s: that is under way, or waits for the rest of a group.\n"},
+			"Ranks 1 and 2 have called allreduce \"x\", and it was not granted yet, for 16.0 s: that is under way, or waits for the rest of a group.\n"},
 
 		// That ranks have joined, longest ago, is no fault, and what is queued waits for what is inside.
 		{"what says most is first", 4, func(j []*rankAt) {
@@ -206,7 +206,7 @@ func TestReport(t *testing.T) {
 			for _, r := range []int{1, 2} {
 				j[r].Record(operation(3, 1500*ms, "x"))
 			}
-		}, nil, nil, "Rank 3 has not called allreduce \"x\", for which ranks 1, 2 have waited for 10.0 s.\n" +
+		}, nil, nil, "Rank 3 has not called allreduce \"x\", for which ranks 1 and 2 have waited for 10.0 s.\n" +
 			"  rank 3 never called it in this epoch; it has waited to begin allreduce \"queued\" for 16.0 s and 1 more; " +
 			"its last operation was allreduce \"x\", which ended 18.5 s ago\n" +
 			"Rank 0 has joined and ranks 1-3 have not, for 17.0 s.\n" +
@@ -228,7 +228,7 @@ func TestReport(t *testing.T) {
 			j[1].Sets = map[topo.ProcessSetID][]topo.Rank{3: {1, 2, 4}}
 			j[1].Pending = []trace.Pending{{Set: 3, Kind: message.Broadcast, Name: "b", Submitted: 2 * time.Second}}
 			j[4].Pending = []trace.Pending{{Set: 3, Kind: message.Broadcast, Name: "b", Submitted: 3 * time.Second}}
-		}, nil, nil, "Rank 2 has not called broadcast \"b\" of process set 3, for which ranks 1, 4 have waited for 18.0 s.\n" +
+		}, nil, nil, "Rank 2 has not called broadcast \"b\" of process set 3, for which ranks 1 and 4 have waited for 18.0 s.\n" +
 			"  rank 2 never called it in this epoch" + where1},
 
 		{"a process set, of which nothing is known", 5, func(j []*rankAt) {
@@ -252,7 +252,7 @@ func TestReport(t *testing.T) {
 			j[0].Stalls = []string{"allreduce \"\\n\" has waited\n\x1b[2J"}
 			j[0].waits(2*time.Second, "a\n\x1b[2J\"\u202e")
 			j[1].waits(2*time.Second, "a\n\x1b[2J\"\u202e")
-		}, nil, nil, "Ranks 0, 1 have called allreduce \"a\\n\\x1b[2J\\\"\\u202e\", and it was not granted yet, for 18.0 s: that is under way, or waits for the rest of a group.\n" +
+		}, nil, nil, "Ranks 0 and 1 have called allreduce \"a\\n\\x1b[2J\\\"\\u202e\", and it was not granted yet, for 18.0 s: that is under way, or waits for the rest of a group.\n" +
 			"The coordinator knows of these stalls:\n  allreduce \"\\n\" has waited??[2J\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -346,7 +346,7 @@ func TestBlame(t *testing.T) {
 		if got, _, _ := strings.Cut(f.Text(), "\n"); got != c.want {
 			t.Errorf("got %s\nwant %s", got, c.want)
 		}
-		if text := analysis.Analyse(c.dumps, 3, nil).Text(); !strings.HasPrefix(text, "Rank 1 has not") && !strings.HasPrefix(text, "Ranks 0, 1 have not") {
+		if text := analysis.Analyse(c.dumps, 3, nil).Text(); !strings.HasPrefix(text, "Rank 1 has not") && !strings.HasPrefix(text, "Ranks 0 and 1 have not") {
 			t.Errorf("got %s, want that of ranks whose job goes on", text)
 		}
 	}

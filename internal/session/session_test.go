@@ -134,7 +134,7 @@ func TestOpenWithoutMemory(t *testing.T) {
 		"several hosts, told to":           {[]string{"a", "b"}, map[int]map[string]string{0: only, 1: only}, "several hosts: a, b"},
 		"several hosts in a ring, told to": {[]string{"a", "b", "a", "b", "a"}, map[int]map[string]string{0: only, 1: only, 2: only, 3: only, 4: only}, "several hosts: a, b"},
 		"one no, one if possible": {[]string{"a", "a"}, map[int]map[string]string{0: either, 1: tcp},
-			"HOROVOD_CPU_OPERATIONS is shm,tcp at rank 0 and tcp at rank 1"},
+			"HOROVOD_CPU_OPERATIONS is shm,tcp at rank 0, tcp at rank 1"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			sessions, errs := open(t, test.hosts, test.set)

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"unicode"
 
-	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/topo"
 )
 
 const (
@@ -87,7 +87,7 @@ func ranksOf(late []*LateRank) string {
 	for _, l := range late {
 		ranks = append(ranks, l.Rank)
 	}
-	return analysis.Ranks(ranks)
+	return topo.FormatRanks(ranks)
 }
 
 func (r *Report) verdict() string {

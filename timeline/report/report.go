@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/topo"
 )
 
 // Options are settings of the job that its files do not tell.
@@ -325,13 +326,13 @@ func (r *Report) fillProblems(c *collection) {
 	case r.Horovod:
 		add("Horovod writes rank 0's file alone: other ranks' requests are known by their arrival at rank 0, those that were cached not at all")
 	default:
-		add("no file of %s: of operations on the global set, arrivals at rank 0 stand for their submissions, if rank 0's file has them", analysis.Ranks(r.Missing))
+		add("no file of %s: of operations on the global set, arrivals at rank 0 stand for their submissions, if rank 0's file has them", topo.FormatRanks(r.Missing))
 	}
 	if r.Dropped > 0 {
 		add("%d operations were dropped, because a rank could not write as fast or at all: what follows is without them", r.Dropped)
 	}
 	if len(r.Unaligned) > 0 {
-		add("%s: nothing is known of the clock but the time of day, so lateness is not judged", analysis.Ranks(r.Unaligned))
+		add("%s: nothing is known of the clock but the time of day, so lateness is not judged", topo.FormatRanks(r.Unaligned))
 	}
 	if c.malformed > 0 {
 		add("%d events could not be read and are left out", c.malformed)

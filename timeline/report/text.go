@@ -8,7 +8,7 @@ import (
 	"strings"
 	"text/tabwriter"
 
-	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/topo"
 )
 
 // mostRanks is how many ranks a table of the text has at most.
@@ -39,7 +39,7 @@ func (r *Report) WriteText(w io.Writer) error {
 		t.Flush() //nolint:errcheck // a strings.Builder takes everything
 	}
 
-	what := "files of " + analysis.Ranks(r.Files)
+	what := "files of " + topo.FormatRanks(r.Files)
 	if r.Horovod {
 		what = "Horovod's file of rank 0"
 	} else if r.Size > 0 {

@@ -213,7 +213,7 @@ func TestKnownTimelines(t *testing.T) {
 				}
 				return normal(rng, usual)
 			}
-		}, verdict: "ranks 1, 3 are late together", suggestion: "look at what each of ranks 1, 3 does"},
+		}, verdict: "ranks 1 and 3 are late together", suggestion: "look at what each of ranks 1 and 3 does"},
 		"a slow rank under mpirun": {make: func(rng *rand.Rand, job *training, usual, rank int) {
 			slow(rng, job, usual, rank)
 			job.hosts, job.trip, job.firstHost = 2, 20*us+rng.IntN(200*us), rng.IntN(2) == 0

@@ -1,0 +1,43 @@
+package topo
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+)
+
+// maxRuns caps how many ranks and runs of ranks FormatRanks spells out.
+const maxRuns = 10
+
+// FormatRanks returns ranks, in ascending order, as reports and errors name them: "rank 3", "ranks 0 and 1", "ranks 0-2, 5 and 7".
+// It ends with the number of those that it does not spell out: "and 7 more".
+func FormatRanks[R ~int | ~int32](ranks []R) string {
+	var runs []string
+	rest := ranks
+	for len(rest) > 0 && len(runs) < maxRuns {
+		n := 1
+		for n < len(rest) && rest[n] == rest[n-1]+1 {
+			n++
+		}
+		run := strconv.Itoa(int(rest[0]))
+		if n > 2 {
+			run += "-" + strconv.Itoa(int(rest[n-1]))
+		} else {
+			n = 1 // the second of two is a run of its own
+		}
+		runs, rest = append(runs, run), rest[n:]
+	}
+	if len(rest) > 0 {
+		runs = append(runs, fmt.Sprintf("%d more", len(rest)))
+	}
+	last := len(runs) - 1
+	switch {
+	case len(ranks) == 0:
+		return "no ranks"
+	case len(ranks) == 1:
+		return "rank " + runs[0]
+	case last == 0:
+		return "ranks " + runs[0]
+	}
+	return "ranks " + strings.Join(runs[:last], ", ") + " and " + runs[last]
+}
