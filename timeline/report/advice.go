@@ -1,88 +1,27 @@
 package report
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 	"unicode"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/topo"
 )
 
-const (
-	// most is the share of something from which it is most of it.
-	most = 0.5
-	// worthwhile is the share of the time below which it is not worth while to look for the rank that holds up the others.
-	worthwhile = 0.05
-	// noticeable is the time per step, in us, below which it is not either: waking a process late costs as much.
-	noticeable = 100
-	// outstanding is how many times as long as any other a rank that is named alone holds up the others. Among ranks that take turns one
-	// is the worst too, and of two that have waited for each other 50 times it often has two thirds.
-	outstanding = 3
-	// together is the share of all waiting from which ranks that are late at the same time are named as its cause.
-	together = 0.8
-)
+// most is the share of something from which it is most of it.
+const most = 0.5
 
-// worst returns the ranks that held up all others longest and second longest; nil if none did, or no other.
-func (r *Report) worst() (worst, second *LateRank) {
-	for i := range r.Lateness.Ranks {
-		switch l := &r.Lateness.Ranks[i]; {
-		case l.HeldUS == 0:
-		case worst == nil || l.HeldUS > worst.HeldUS:
-			worst, second = l, worst
-		case second == nil || l.HeldUS > second.HeldUS:
-			second = l
-		}
-	}
-	return worst, second
-}
-
-// steadyUS returns the time after the start-up.
-func (r *Report) steadyUS() float64 { return r.DurationUS - r.StartupUS }
-
-// long reports whether a time after the start-up is worth while to look into.
-func (r *Report) long(us float64) bool {
-	return us >= worthwhile*r.steadyUS() && us >= noticeable*float64(max(r.Steps, 1))
-}
-
-// late returns the ranks to look at: the one that holds up all others, or some that are late together, so that none of them does
-// alone. It is empty if there are none.
-func (r *Report) late() []*LateRank {
-	l := &r.Lateness
-	worst, second := r.worst()
-	if worst != nil && r.long(worst.HeldUS) && worst.HeldShare >= most && (second == nil || worst.HeldUS >= outstanding*second.HeldUS) {
-		return []*LateRank{worst}
-	}
-	if !r.long(l.AnybodyUS) {
-		return nil
-	}
-	var all []*LateRank
-	for i := range l.Ranks {
-		all = append(all, &l.Ranks[i])
-	}
-	slices.SortStableFunc(all, func(a, b *LateRank) int { return cmp.Compare(b.CausedUS, a.CausedUS) })
-	for n := 2; n <= len(all)/2; n++ {
-		if shareOf(all[:n]) >= together && all[n-1].CausedUS >= outstanding*all[n].CausedUS {
-			slices.SortFunc(all[:n], func(a, b *LateRank) int { return cmp.Compare(a.Rank, b.Rank) })
-			return all[:n]
-		}
-	}
-	return nil
-}
-
-// shareOf returns the share of all waiting that ranks have caused.
-func shareOf(ranks []*LateRank) float64 {
-	share := 0.0
-	for _, l := range ranks {
-		share += l.Share
-	}
-	return share
+// steady returns the time after the start-up.
+func (r *Report) steady() analysis.Span {
+	return analysis.Span{Time: time.Duration((r.DurationUS - r.StartupUS) * nanosPerMicro), Steps: r.Steps}
 }
 
 // ranksOf lists ranks, as in "ranks 1, 2, 5".
-func ranksOf(late []*LateRank) string {
+func ranksOf(late []*analysis.RankLateness) string {
 	var ranks []int
 	for _, l := range late {
 		ranks = append(ranks, l.Rank)
@@ -90,57 +29,50 @@ func ranksOf(late []*LateRank) string {
 	return topo.FormatRanks(ranks)
 }
 
-func (r *Report) verdict() string {
-	l := &r.Lateness
-	worst, second := r.worst()
+// verdict says who was late, by what was found.
+func (r *Report) verdict(f *analysis.Lateness) string {
+	worst, second := f.Worst()
 	switch {
-	case l.Compared == 0 && r.Operations == 0:
+	case f.Compared == 0 && r.Operations == 0:
 		return "there is nothing to compare"
-	case l.Compared == 0:
+	case f.Compared == 0:
 		return "nobody can be called late: the files have the submissions of one rank alone"
 	case worst == nil && r.ClockErrorUS > 0:
 		return fmt.Sprintf("no rank was later than the clocks can tell, which is %s", duration(r.ClockErrorUS))
 	case worst == nil:
 		return "no rank was late"
 	}
-	late := r.late()
+	late := f.Suspects(r.steady())
 	switch {
 	case len(late) == 1 && second == nil:
-		return fmt.Sprintf("rank %d held up all others for %s; no other did", late[0].Rank, r.held(late[0]))
+		return fmt.Sprintf("rank %d held up all others for %s; no other did", late[0].Rank, r.time(late[0].Held))
 	case len(late) == 1:
-		return fmt.Sprintf("rank %d held up all others for %s; no other for more than %s", late[0].Rank, r.held(late[0]), r.perStep(second.HeldUS))
+		return fmt.Sprintf("rank %d held up all others for %s; no other for more than %s", late[0].Rank, r.time(late[0].Held), r.perStep(second.Held))
 	case len(late) > 1:
-		return fmt.Sprintf("%s are late together: they caused %s of the waiting, and others waited for %s (%s of the time)", ranksOf(late),
-			percent(shareOf(late)), r.perStep(l.AnybodyUS), percent(l.AnybodyUS/r.steadyUS()))
-	case !r.long(worst.HeldUS):
-		return fmt.Sprintf("no rank held up the others for long: rank %d most, for %s", worst.Rank, r.held(worst))
+		return fmt.Sprintf("%s are late together: they caused %s of the waiting, and others waited for %s", ranksOf(late), percent(f.Share(late...)), r.time(f.Anybody))
+	case !r.steady().Long(worst.Held):
+		return fmt.Sprintf("no rank held up the others for long: rank %d most, for %s", worst.Rank, r.time(worst.Held))
 	case second == nil:
-		return fmt.Sprintf("no rank stands out: rank %d held up all others for %s", worst.Rank, r.held(worst))
+		return fmt.Sprintf("no rank stands out: rank %d held up all others for %s", worst.Rank, r.time(worst.Held))
 	}
-	return fmt.Sprintf("no rank stands out: rank %d held up all others for %s, rank %d for %s", worst.Rank, r.held(worst), second.Rank, r.held(second))
+	return fmt.Sprintf("no rank stands out: rank %d held up all others for %s, rank %d for %s", worst.Rank, r.time(worst.Held), second.Rank, r.time(second.Held))
 }
 
 // startup returns the verdict on the start-up.
-func (r *Report) startup() string {
+func (r *Report) startup(f *analysis.Lateness) string {
 	if r.StartupUS == 0 {
 		return ""
 	}
 	text := fmt.Sprintf("start-up, %s until the first complete step, is not counted", duration(r.StartupUS))
-	var worst *LateRank
-	for i := range r.Lateness.Ranks {
-		if l := &r.Lateness.Ranks[i]; worst == nil || l.StartupHeldUS > worst.StartupHeldUS {
-			worst = l
-		}
-	}
-	if worst != nil && worst.StartupHeldUS >= worthwhile*r.StartupUS {
-		text += fmt.Sprintf("; rank %d held up all others for %s of it", worst.Rank, duration(worst.StartupHeldUS))
+	if worst := f.WorstInStartup(time.Duration(r.StartupUS * nanosPerMicro)); worst != nil {
+		text += fmt.Sprintf("; rank %d held up all others for %s of it", worst.Rank, duration(micros(worst.StartupHeld)))
 	}
 	return text
 }
 
 // perStep shows a time after the start-up.
-func (r *Report) perStep(us float64) string {
-	return duration(us/float64(max(r.Steps, 1))) + " " + r.per()
+func (r *Report) perStep(d time.Duration) string {
+	return duration(micros(d)/float64(max(r.Steps, 1))) + " " + r.per()
 }
 
 // per says what times are divided by.
@@ -151,38 +83,41 @@ func (r *Report) per() string {
 	return "in all"
 }
 
-// held shows for how long a rank held up the others.
-func (r *Report) held(l *LateRank) string {
-	return fmt.Sprintf("%s (%s of the time)", r.perStep(l.HeldUS), percent(l.HeldUS/r.steadyUS()))
+// time shows a time after the start-up, and its share.
+func (r *Report) time(d time.Duration) string {
+	return fmt.Sprintf("%s (%s of the time)", r.perStep(d), percent(r.share(d)))
 }
+
+func (r *Report) share(d time.Duration) float64 { return micros(d) / (r.DurationUS - r.StartupUS) }
 
 // part is the share of the time of all ranks that went into a phase.
 func (r *Report) part(p phase) float64 {
-	if r.steadyUS() == 0 || len(r.Phases) == 0 {
+	steady := r.DurationUS - r.StartupUS
+	if steady == 0 || len(r.Phases) == 0 {
 		return 0
 	}
 	sum := 0.0
 	for _, rank := range r.Phases {
 		sum += rank.US[phaseNames[p]]
 	}
-	return sum / float64(len(r.Phases)) / r.steadyUS()
+	return sum / float64(len(r.Phases)) / steady
 }
 
 // suggest says what could be set otherwise, where the files show a reason.
-func (r *Report) suggest(c *collection, o Options) []Suggestion {
+func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Suggestion {
 	all := []Suggestion{}
 	add := func(setting, do, because string, args ...any) {
 		all = append(all, Suggestion{Setting: setting, Do: do, Because: fmt.Sprintf(because, args...)})
 	}
-	late := r.late()
+	late := f.Suspects(r.steady())
 	const before = "before it submits: its input pipeline, its share of the data, its cores (HOROVOD_THREAD_AFFINITY), other load on %s; not at the network"
 	switch {
 	case len(late) == 1:
 		add("", fmt.Sprintf("look at what rank %d does "+before, late[0].Rank, c.place(late[0].Rank)),
-			"it holds up all others for %s of the time", percent(late[0].HeldUS/r.steadyUS()))
+			"it holds up all others for %s of the time", percent(r.share(late[0].Held)))
 	case len(late) > 1:
 		add("", fmt.Sprintf("look at what each of %s does "+before, ranksOf(late), c.place(late[0].Rank)),
-			"they cause %s of the waiting", percent(shareOf(late)))
+			"they cause %s of the waiting", percent(f.Share(late...)))
 	case r.Outside.Share >= most:
 		add("", "look at the program, not at gohvd or the network: its input pipeline (more DataLoader workers, prefetching), then its computation",
 			"at every rank at least %s of %s %s pass with no operation in flight", duration(r.Outside.US), duration(r.Outside.StepUS), r.per())

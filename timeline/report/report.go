@@ -196,8 +196,8 @@ func (j *Job) Report(o Options) (*Report, error) {
 		r.Fusion.Fill = r.Fusion.MeanBytes / float64(o.FusionThresholdBytes)
 	}
 	r.fillProblems(c)
-	r.Lateness.Verdict, r.Lateness.Startup = r.verdict(), r.startup()
-	r.Suggestions = r.suggest(c, o)
+	r.Lateness.Verdict, r.Lateness.Startup = r.verdict(late), r.startup(late)
+	r.Suggestions = r.suggest(c, late, o)
 	return r, nil
 }
 
@@ -272,22 +272,13 @@ func (k *rankStats) outside() (o Outside) {
 func (r *Report) fillLateness(f *analysis.Lateness) {
 	l := &r.Lateness
 	l.Compared, l.Alone, l.Arrivals = f.Compared, f.Alone, f.Arrivals
-	l.WaitedUS, l.AnybodyUS = micros(f.Waited), micros(f.Anybody)
+	l.WaitedUS, l.AnybodyUS, l.HeldUS = micros(f.Waited), micros(f.Anybody), micros(f.Held())
 	l.Ranks = []LateRank{}
 	for _, s := range f.Ranks {
-		l.HeldUS += micros(s.Held)
-	}
-	for _, s := range f.Ranks {
-		if s.Lateness.N == 0 && s.StartupHeld == 0 {
-			continue
-		}
 		late := LateRank{
-			Rank: s.Rank, Last: s.Last, CausedUS: micros(s.Caused), HeldUS: micros(s.Held), StartupHeldUS: micros(s.StartupHeld),
+			Rank: s.Rank, Last: s.Last, CausedUS: micros(s.Caused), Share: f.Share(s), HeldUS: micros(s.Held), StartupHeldUS: micros(s.StartupHeld),
 			P50US: micros(s.Lateness.Quantile(.5)), P90US: micros(s.Lateness.Quantile(.9)), P99US: micros(s.Lateness.Quantile(.99)),
 			MaxUS: micros(s.Lateness.Max),
-		}
-		if f.Waited > 0 {
-			late.Share = s.Caused / f.Waited
 		}
 		if l.HeldUS > 0 {
 			late.HeldShare = late.HeldUS / l.HeldUS

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
@@ -79,16 +80,17 @@ func TestTheLateRankIsNamed(t *testing.T) {
 // A rank that is late by what it takes to wake a process is not blamed, even if steps are short.
 func TestWhatIsWorthwhile(t *testing.T) {
 	for _, c := range []struct {
-		heldUS float64
-		steps  int64
-		want   string
+		held  time.Duration
+		steps int64
+		want  string
 	}{
-		{60_000, 100, "rank 1 held up all others for 600 us per step (6.0 % of the time); no other did"},
-		{40_000, 100, "no rank held up the others for long: rank 1 most, for 400 us per step (4.0 % of the time)"},
-		{60_000, 1000, "no rank held up the others for long: rank 1 most, for 60.0 us per step (6.0 % of the time)"},
+		{60 * time.Millisecond, 100, "rank 1 held up all others for 600 us per step (6.0 % of the time); no other did"},
+		{40 * time.Millisecond, 100, "no rank held up the others for long: rank 1 most, for 400 us per step (4.0 % of the time)"},
+		{60 * time.Millisecond, 1000, "no rank held up the others for long: rank 1 most, for 60.0 us per step (6.0 % of the time)"},
 	} {
-		r := Report{DurationUS: 1e6, Steps: c.steps, Lateness: Lateness{Compared: 1, Ranks: []LateRank{{}, {Rank: 1, HeldUS: c.heldUS, HeldShare: 1}}}}
-		if got := r.verdict(); got != c.want {
+		r := Report{DurationUS: 1e6, Steps: c.steps}
+		f := &analysis.Lateness{Compared: 1, Ranks: []*analysis.RankLateness{{}, {Rank: 1, Held: c.held}}}
+		if got := r.verdict(f); got != c.want {
 			t.Errorf("got %q, want %q", got, c.want)
 		}
 	}
