@@ -2,7 +2,8 @@
 //
 // There is one kind of record, an operation on a tensor at a rank, and three sources. The coordinator adds each operation when the last
 // member has asked for it (Held). The flight recorders give a Snapshot of each rank, from which Analyse finds what is pending, and which
-// ranks have not asked. The timelines give the operations of all ranks in order (Late). Lateness has the same rules in all of them.
+// ranks have not asked. The timelines give the operations of all ranks in order (Late), and Lateness.Suspects
+// chooses the ranks that a report names. Lateness has the same rules in all of them.
 package analysis
 
 import (

@@ -214,13 +214,11 @@ func percent(share float64) string {
 
 // duration shows microseconds to three places.
 func duration(us float64) string {
-	for _, unit := range []struct {
-		name string
-		us   float64
-	}{{"s", 1e6}, {"ms", 1e3}} {
-		if us >= 0.9995*unit.us {
-			return places(us/unit.us) + " " + unit.name
-		}
+	switch {
+	case us >= 0.9995e6:
+		return places(us/1e6) + " s"
+	case us >= 0.9995e3:
+		return places(us/1e3) + " ms"
 	}
 	return places(us) + " us"
 }
@@ -239,13 +237,13 @@ func places(v float64) string {
 
 // size shows bytes.
 func size(bytes float64) string {
-	for _, unit := range []struct {
-		name  string
-		bytes float64
-	}{{"GiB", 1 << 30}, {"MiB", 1 << 20}, {"KiB", 1 << 10}} {
-		if bytes >= unit.bytes {
-			return places(bytes/unit.bytes) + " " + unit.name
-		}
+	switch {
+	case bytes >= 1<<30:
+		return places(bytes/(1<<30)) + " GiB"
+	case bytes >= 1<<20:
+		return places(bytes/(1<<20)) + " MiB"
+	case bytes >= 1<<10:
+		return places(bytes/(1<<10)) + " KiB"
 	}
 	return fmt.Sprintf("%.0f B", bytes)
 }

@@ -3,6 +3,7 @@ package report
 import (
 	"cmp"
 	"slices"
+	"strconv"
 	"time"
 )
 
@@ -48,20 +49,14 @@ func (j *Job) setClocks() {
 		rank   *rankFiles
 		points []clockPoint
 	}
-	type key struct {
-		domain string
-		rank   int // of one without a domain, which has a clock of its own
-	}
-	leaders := make(map[key]*leader)
+	leaders := make(map[string]*leader)
 	of := func(r *rankFiles) *leader {
-		k := key{domain: r.segments[0].domain}
-		if k.domain == "" {
-			k.rank = r.rank
-		}
-		l := leaders[k]
+		// A rank without a domain has a clock of its own.
+		domain := cmp.Or(r.segments[0].domain, "\x00"+strconv.Itoa(r.rank))
+		l := leaders[domain]
 		if l == nil {
 			l = &leader{number: len(leaders), rank: r}
-			leaders[k] = l
+			leaders[domain] = l
 		}
 		return l
 	}
