@@ -1,7 +1,9 @@
 package tcp_test
 
 import (
+	"context"
 	"runtime"
+	"sync/atomic"
 	"testing"
 
 	"github.com/gohvd/gohvd/message"
@@ -10,6 +12,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
 )
 
 // TestStepsOnThreads has operations stepped, and given up, by goroutines that are locked to a thread, as those are that C has
@@ -83,5 +87,78 @@ func TestSteps(t *testing.T) {
 				c.close()
 			}
 		})
+	}
+}
+
+// late is a channel that says no more of what it has sent.
+type late struct {
+	transport.Mesh
+	held atomic.Bool
+}
+
+type lateConn struct {
+	transport.Conn
+	held *atomic.Bool
+}
+
+func (m *late) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, l, peer)
+	return &lateConn{c, &m.held}, err
+}
+
+func (c *lateConn) Sent() uint64 {
+	if c.held.Load() {
+		return 0
+	}
+	return c.Conn.Sent()
+}
+
+// TestStepsWhileBuffersAreHeld has the channel keep a buffer that is to be overwritten: a step that may not wait returns.
+func TestStepsWhileBuffersAreHeld(t *testing.T) {
+	meshes := memMeshes(2)
+	l := &late{Mesh: meshes[0]}
+	meshes[0] = l
+	c := newCluster(meshes, upTo(2), tcp.Config{})
+	defer c.close()
+	var bufs [2][2]float32
+	sum := func(r int, b *opstest.Blocking) error {
+		bufs[r] = [2]float32{1, 2}
+		return b.Allreduce(t.Context(), message.Ring, tensor.Float32, tensor.Sum, tensor.Bytes(bufs[r][:]))
+	}
+	c.must(t, sum) // makes the channels
+	l.held.Store(true)
+	b := c.backends[0]
+	bufs[0] = [2]float32{1, 2}
+	buf := tensor.Bytes(bufs[0][:])
+	op := ops.Operation{
+		Kind: message.Allreduce, Algorithm: message.Ring, DType: tensor.Float32, Op: tensor.Sum,
+		Tensors: []ops.Tensor{{In: buf, Out: buf}},
+	}
+	if err := b.Start(op); err != nil {
+		t.Fatal(err)
+	}
+	other := make(chan error, 1)
+	go func() { other <- sum(1, c.backends[1]) }()
+	for ended := false; ; {
+		p, err := b.Step(t.Context(), false)
+		if err != nil || p == ops.Finished {
+			t.Fatalf("%v, %v, want Waiting while the channel holds the buffer", p, err)
+		}
+		if ended {
+			break
+		}
+		select {
+		case err := <-other: // so this rank's sums are all here
+			if err != nil {
+				t.Fatal(err)
+			}
+			ended = true
+		default:
+			runtime.Gosched()
+		}
+	}
+	l.held.Store(false)
+	if _, err := b.Step(t.Context(), true); err != nil || bufs[0] != [2]float32{2, 4} {
+		t.Errorf("got %v, %v, want [2 4]", bufs[0], err)
 	}
 }

@@ -114,6 +114,9 @@ func (b *Backend) replace(c, out *stream, p []byte, sent uint64) error {
 		if err := out.Send(nil); err != nil {
 			return err
 		}
+		if err := b.await(ops.Waiting); err != nil {
+			return err
+		}
 		runtime.Gosched()
 	}
 	copy(p, in)
