@@ -242,12 +242,17 @@ func span(d time.Duration) string {
 	return d.Round(time.Second).String()
 }
 
-// Plain bounds a text that a rank has given, and takes out what a terminal would obey.
+// Plain returns a text that comes from elsewhere for a report or a terminal: with a ? for each character that a terminal would obey,
+// and cut if it is long.
 func Plain(text string) string {
-	return strings.Map(func(r rune) rune {
+	text = strings.Map(func(r rune) rune {
 		if !strconv.IsPrint(r) {
 			return '?'
 		}
 		return r
-	}, text[:min(len(text), maxLineBytes)])
+	}, text)
+	if len(text) > maxLineBytes {
+		text = strings.ToValidUTF8(text[:maxLineBytes], "") + "..."
+	}
+	return text
 }

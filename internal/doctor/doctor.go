@@ -10,9 +10,9 @@ package doctor
 import (
 	"context"
 	"fmt"
-	"strings"
 	"time"
-	"unicode"
+
+	"github.com/gohvd/gohvd/internal/analysis"
 )
 
 // Status is how good what a Line tells is.
@@ -47,9 +47,6 @@ type Check struct {
 // grace is how long a check that heeds its context has after the context's end.
 const grace = time.Second
 
-// maxTextBytes bounds what a line says: its text may come from other hosts and from the environment.
-const maxTextBytes = 400
-
 // Run runs the checks side by side and gives their lines in the order of the checks. It takes no longer than limit, which is
 // more than a second, and ends soon after ctx. For a check that has not ended by then there is a line that says so; its
 // goroutine is left behind, for nothing can end a system call that hangs.
@@ -78,7 +75,8 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 			if l.Name == "" {
 				l.Name = c.Name
 			}
-			l.Name, l.Text, l.Fix = printable(l.Name), printable(l.Text), printable(l.Fix)
+			// Texts may come from other hosts and from the environment.
+			l.Name, l.Text, l.Fix = analysis.Plain(l.Name), analysis.Plain(l.Text), analysis.Plain(l.Fix)
 			all = append(all, l)
 		}
 	}
@@ -98,20 +96,6 @@ func await(late context.Context, answer <-chan []Line) (lines []Line, ended bool
 	default:
 		return nil, false
 	}
-}
-
-// printable is text that does nothing to a terminal and is not too long.
-func printable(text string) string {
-	text = strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return '?'
-		}
-		return r
-	}, text)
-	if len(text) > maxTextBytes {
-		text = strings.ToValidUTF8(text[:maxTextBytes], "") + "..."
-	}
-	return text
 }
 
 func ok(name, format string, args ...any) Line {

@@ -302,7 +302,7 @@ func TestWhereTheRanksAre(t *testing.T) {
 		"  rank 3 (host h1, pid 103): it has waited to begin allreduce \"x\" for 1.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
 		"  rank 4 (host h2, pid 104): it waits for nothing; it has ended no operation",
 		"  rank 5 (host h2, pid 105): it waits for nothing; its last operation was allreduce \"bad\", which ended 1.0 s ago, with an error: rank 1 sent?" +
-			strings.Repeat("x", 500-12),
+			strings.Repeat("x", 500-12) + "...",
 	} {
 		if lines[i] != want {
 			t.Errorf("got\n%s\nwant\n%s", lines[i], want)
