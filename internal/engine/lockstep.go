@@ -89,7 +89,7 @@ func (n *lockstep) turn() error {
 		return err
 	}
 	if now := n.e.now; now-n.last > longTurn {
-		n.deadline += now - n.last // which this process did not live through
+		n.deadline += min(now-n.last, never-n.deadline) // which this process did not live through
 	}
 	n.last = n.e.now
 	for n.step() {
