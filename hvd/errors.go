@@ -1,17 +1,16 @@
 package hvd
 
 import (
-	"errors"
-
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
 // States that operations end in.
 var (
 	// ErrNotInitialized is the error of an operation before Init or after Shutdown.
-	ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
+	ErrNotInitialized = rank.ErrNotInitialized
 	// ErrShutDown answers operations that this rank submits after its Shutdown, or that nobody is left to run with it. A
 	// *PeerError is one too if it names ranks that have shut down, and so is a *StallError.
 	ErrShutDown = engine.ErrShutDown

@@ -29,7 +29,7 @@ func allreduceGroup[T Element](xs [][]T, opts []Option) (*GroupHandle[T], error)
 	if err != nil {
 		return nil, err
 	}
-	g := &GroupHandle[T]{operation: operation{kind: c.kind, name: c.name}, outs: slices.Clone(xs)}
+	g := &GroupHandle[T]{operation: operation{kind: c.Kind, name: c.Name}, outs: slices.Clone(xs)}
 	if len(xs) == 0 {
 		g.complete(nil)
 		return g, nil
@@ -37,7 +37,7 @@ func allreduceGroup[T Element](xs [][]T, opts []Option) (*GroupHandle[T], error)
 	for _, x := range xs {
 		g.dims[0] += int64(len(x))
 	}
-	if !c.inPlace {
+	if !c.InPlace {
 		room := make([]T, g.dims[0])
 		for i, x := range xs {
 			g.outs[i], room = room[:len(x):len(x)], room[len(x):]
@@ -45,48 +45,35 @@ func allreduceGroup[T Element](xs [][]T, opts []Option) (*GroupHandle[T], error)
 	}
 	g.slot = take(&c.engine.slots.group, g)
 	e := &g.slot.entry
-	c.fill(e)
+	c.Fill(e)
 	g.slot.draft = g.slot.draft[:0]
 	for i, x := range xs {
 		e.Parts = append(e.Parts, tensorqueue.Part{Input: tensor.Bytes(x), Output: tensor.Bytes(g.outs[i])})
 		if c.shapes == nil {
-			g.slot.draft = append(g.slot.draft, int64(c.dtype), 1, int64(len(x)))
+			g.slot.draft = append(g.slot.draft, int64(c.DType), 1, int64(len(x)))
 			continue
 		}
 		shape, err := c.shape(i, len(x))
 		if err != nil {
 			return nil, err
 		}
-		g.slot.draft = g.slot.draft.Append(c.dtype, shape)
+		g.slot.draft = g.slot.draft.Append(c.DType, shape)
 	}
 	q := &e.Request
 	q.Shape, q.Parts = g.dims[:], g.slot.drafted()
 	g.engine = c.engine
-	if err := c.submitGroup(e); err != nil {
+	if err := c.submitted(c.Submit(e)); err != nil {
 		return nil, err
 	}
-	g.name = c.name
+	g.name = c.Name
 	return g, nil
-}
-
-// submitGroup queues e, which is a group.
-func (c *call) submitGroup(e *tensorqueue.Entry) error {
-	// Before a number is drawn: a call that fails at this rank alone must not shift those that follow.
-	if err := e.Request.CheckParameters(); err != nil {
-		return c.misuse("%w", err)
-	}
-	if err := c.ensureName(); err != nil {
-		return err
-	}
-	e.Request.Name = c.name
-	return c.queue(e)
 }
 
 // prepareGroup reads the options of an operation on n tensors.
 func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, error) {
 	c, err := prepare(kind, tensor.Of[T](), true, opts)
 	if err == nil && c.shapes != nil && len(c.shapes) != n {
-		return c, c.misuse("%d shapes, want one for each of %d tensors", len(c.shapes), n)
+		return c, c.Misuse("%d shapes, want one for each of %d tensors", len(c.shapes), n)
 	}
 	return c, err
 }
@@ -129,7 +116,7 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T
 	if err != nil {
 		return nil, err
 	}
-	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.name, engine: c.engine}, tensors: make([]*Handle[T], len(xs))}
+	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.Name, engine: c.engine}, tensors: make([]*Handle[T], len(xs))}
 	g.left.Store(int64(len(xs)))
 	handles := make([]Handle[T], len(xs)) // g keeps all of them anyway
 	for i, x := range xs {
@@ -143,9 +130,13 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T
 		g.complete(nil)
 		return g, nil
 	}
-	if err := submit(&c, true, g.tensors...); err != nil {
+	entries := make([]*tensorqueue.Entry, len(xs))
+	for i, h := range g.tensors {
+		entries[i] = &h.slot.entry
+	}
+	if err := c.submitted(c.SubmitMembers(entries)); err != nil {
 		return nil, err
 	}
-	g.name = c.name
+	g.name = c.Name
 	return g, nil
 }

@@ -11,9 +11,10 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/internal/raw"
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
 )
 
 // Backends, of which the first reduces tensors where they lie and the other in a buffer; in small pieces too.
@@ -27,28 +28,32 @@ var backends = [][]string{
 // mixed is an allreduce of a group of tensors of several types, of which rank r has the values whole(r, …). Results are on their own
 // unless in place.
 func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp, inPlace bool, types []tensor.DType, lengths []int) ([][]byte, error) {
-	o := &raw.Operation{Kind: message.Allreduce, Name: group, Op: op, Prescale: 1, Postscale: 1, Grouped: true}
-	for i, dt := range types {
-		t := raw.Tensor{DType: dt, Shape: tensor.Shape{int64(lengths[i])}, Input: whole(dt, lengths[i], e.Rank(), i)}
-		if inPlace {
-			t.Output = t.Input
-		}
-		o.Tensors = append(o.Tensors, t)
-	}
-	o.Allocate = func(_, numBytes int) ([]byte, error) { return make([]byte, numBytes), nil }
-	done := make(chan error, 1)
-	o.Done = func(err error) { done <- err }
-	door := e.Door()
-	if err := door.Begin(o); err != nil {
+	c := rank.NewCall(message.Allreduce, tensor.Invalid)
+	c.Rank, c.Name, c.Op = e.Inside(), group, op
+	if err := c.Check(); err != nil {
 		return nil, err
 	}
-	door.Drive(ctx, func() bool { return len(done) > 0 })
+	done := make(chan error, 1)
+	entry := &tensorqueue.Entry{Done: func(err error) { done <- err }}
+	c.Fill(entry)
+	q, numElems := &entry.Request, int64(0)
+	outs := make([][]byte, len(types))
+	for i, dt := range types {
+		in := whole(dt, lengths[i], e.Rank(), i)
+		if outs[i] = in; !inPlace {
+			outs[i] = make([]byte, len(in))
+		}
+		entry.Parts = append(entry.Parts, tensorqueue.Part{Input: in, Output: outs[i]})
+		q.Parts = q.Parts.Append(dt, tensor.Shape{int64(lengths[i])})
+		numElems += int64(lengths[i])
+	}
+	q.Shape, q.DType = tensor.Shape{numElems}, q.Parts.DType()
+	if err := c.Submit(entry); err != nil {
+		return nil, err
+	}
+	c.Rank.Engine.Drive(ctx, func() bool { return len(done) > 0 })
 	select {
 	case err := <-done:
-		var outs [][]byte
-		for i := range o.Tensors {
-			outs = append(outs, o.Tensors[i].Output)
-		}
 		return outs, err
 	case <-ctx.Done():
 		return nil, ctx.Err()

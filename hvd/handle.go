@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync/atomic"
 
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
@@ -79,7 +80,7 @@ func (o *operation) seen() {
 // start has the engine notice what submit has queued, some time. Who waits at once need not call it.
 func (o *operation) start() {
 	if o.engine != nil {
-		o.engine.engine.NotifyLater()
+		o.engine.rank.Engine.NotifyLater()
 	}
 }
 
@@ -106,7 +107,7 @@ func (o *operation) ended() bool { return o.signal.Load() == over }
 // hurry has the engine notice at once what submit has queued.
 func (o *operation) hurry() {
 	if o.engine != nil {
-		o.engine.engine.Flush()
+		o.engine.rank.Engine.Flush()
 	}
 }
 
@@ -160,7 +161,7 @@ func (o *operation) await(ctx context.Context) {
 		return
 	}
 	if o.engine != nil {
-		if o.engine.engine.Drive(ctx, o.ended); o.ended() {
+		if o.engine.rank.Engine.Drive(ctx, o.ended); o.ended() {
 			return
 		}
 	}
@@ -195,7 +196,11 @@ func (h *Handle[T]) Received() []int {
 	if !h.ended() || h.received == nil {
 		return nil
 	}
-	return intsOf(*h.received)
+	rows := make([]int, len(*h.received))
+	for i, n := range *h.received {
+		rows[i] = int(n)
+	}
+	return rows
 }
 
 // GroupHandle is a group of operations in flight. Its methods are safe for concurrent use.
@@ -230,7 +235,7 @@ func (g *GroupHandle[T]) finished(err error) {
 	e := &g.slot.entry
 	if err == nil && e.Request.DType == tensor.Bool {
 		for _, p := range e.Parts {
-			onlyBools(p.Output)
+			rank.OnlyBools(p.Output)
 		}
 	}
 	g.hold(e)

@@ -3,13 +3,11 @@ package hvd
 import (
 	"context"
 
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
-
-// joinName is the name of every join: a rank joins a process set once at a time.
-const joinName = "join.noname"
 
 // Join says that this rank has no more tensors, while others may have: it stands in for itself with neutral elements in
 // their allreduces (0 for sums, 1 for products, the largest or smallest value for min and max) until all ranks have
@@ -34,41 +32,11 @@ func join(opts []Option) (*JoinHandle, error) {
 	if err != nil {
 		return nil, err
 	}
-	h := &JoinHandle{operation: operation{kind: c.kind, name: joinName, engine: c.engine, held: joining{c.set}}}
-	if err := c.join(&h.entry, h.complete); err != nil {
+	h := &JoinHandle{operation: operation{kind: c.Kind, name: rank.JoinName, engine: c.engine, held: c.Set}}
+	if err := c.submitted(c.Join(&h.entry, h.complete)); err != nil {
 		return nil, err
 	}
 	return h, nil
-}
-
-// join queues e, which becomes a join; done is told of its end. The set is joined until joining is released.
-func (c *call) join(e *tensorqueue.Entry, done func(error)) error {
-	c.name = joinName
-	*e = tensorqueue.Entry{
-		Set: c.set.id, Timeout: c.timeout, Done: done,
-		Request: message.Request{Kind: message.Join, Name: c.name, Empty: c.empty},
-	}
-	if !c.set.joined.CompareAndSwap(false, true) {
-		return c.misuse("this rank has joined %v already", c.set)
-	}
-	if err := c.enter(e); err != nil {
-		c.set.joined.Store(false)
-		return err
-	}
-	return nil
-}
-
-// joining is a set that this rank has joined.
-type joining struct{ *ProcessSet }
-
-// Release ends the join.
-func (j joining) Release() {
-	// The ranks that joined early have made fewer unnamed calls than the others. Now nothing is in flight, so all can begin to
-	// count anew.
-	for i := range j.unnamed {
-		j.unnamed[i].Store(0)
-	}
-	j.joined.Store(false)
 }
 
 // JoinHandle is a join in flight. Its methods are safe for concurrent use.

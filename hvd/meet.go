@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net/url"
 
-	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/place"
@@ -14,7 +13,7 @@ import (
 
 // WithStore makes the ranks meet in s instead of the launcher's store. HOROVOD_RANK and HOROVOD_SIZE say which ranks they are.
 // They listen on loopback, unless HOROVOD_GLOO_IFACE chooses an interface. The caller keeps and closes s, after the shutdown.
-func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.store = s } }
+func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.Store = s } }
 
 // WithInitMethod makes the ranks meet as PyTorch's init_process_group does by a URL:
 //
@@ -25,7 +24,7 @@ func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.store
 // Rank and size may be left out of the URL if a launcher, or HOROVOD_RANK and HOROVOD_SIZE, say them. The setting
 // HVD_INIT_METHOD does the same for a program that gives no way to meet. If the ranks are on several hosts they
 // need a secret, in HVD_SECRET_FILE, and with a file an interface, in HOROVOD_GLOO_IFACE.
-func WithInitMethod(url string) InitOption { return func(o *initOptions) { o.method = url } }
+func WithInitMethod(url string) InitOption { return func(o *initOptions) { o.Method = url } }
 
 // InitMethod opens the store at which the ranks of a job meet, for a URL with a scheme of the program's own. The query of u has rank and
 // world_size if a launcher or the settings say them; rank and size are this process's place in the job. The store is closed when the
@@ -36,10 +35,10 @@ type InitMethod func(ctx context.Context, u *url.URL) (s store.Store, rank, size
 // ranks listen on loopback, unless HOROVOD_GLOO_IFACE chooses an interface.
 func WithInitScheme(scheme string, open InitMethod) InitOption {
 	return func(o *initOptions) {
-		if o.methods == nil {
-			o.methods = make(place.Methods)
+		if o.Methods == nil {
+			o.Methods = make(place.Methods)
 		}
-		o.methods[scheme] = func(ctx context.Context, u *url.URL, _ place.MethodOptions) (*place.Place, error) {
+		o.Methods[scheme] = func(ctx context.Context, u *url.URL, _ place.MethodOptions) (*place.Place, error) {
 			s, rank, size, err := open(ctx, u)
 			if err != nil {
 				return nil, err
@@ -67,7 +66,8 @@ func ParseUniqueID(text string) (UniqueID, error) {
 // all have met and some 30 s longer, or until ctx ends, and so has to live as long. It listens on the interface of
 // HOROVOD_GLOO_IFACE if that is set, else on that of the default route, else on loopback.
 func NewUniqueID(ctx context.Context, opts ...InitOption) (UniqueID, error) {
-	o, cfg, err := readOptions(opts)
+	o := collect(opts)
+	cfg, err := o.Read()
 	if err != nil {
 		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
 	}
@@ -79,7 +79,7 @@ func NewUniqueID(ctx context.Context, opts ...InitOption) (UniqueID, error) {
 	if err != nil {
 		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
 	}
-	id, _, err := place.NewID(ctx, listen.String(), cfg.TLS, o.log)
+	id, _, err := place.NewID(ctx, listen.String(), cfg.TLS, o.Log)
 	if err != nil {
 		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
 	}
@@ -97,9 +97,9 @@ func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOp
 // program that gives no way to meet.
 func WithID(rank, size int, ids ...UniqueID) InitOption {
 	return func(o *initOptions) {
-		o.id = &meeting.ID{Rank: rank, Size: size}
+		o.ID = &meeting.ID{Rank: rank, Size: size}
 		for _, id := range ids {
-			o.id.IDs = append(o.id.IDs, place.ID(id))
+			o.ID.IDs = append(o.ID.IDs, place.ID(id))
 		}
 	}
 }
@@ -107,24 +107,8 @@ func WithID(rank, size int, ids ...UniqueID) InitOption {
 // WithDevice names the accelerator that this rank uses, by a name that is unique on its host, such as its UUID. Two ranks of a host
 // that have the same device are an error at all ranks, unless both share it.
 func WithDevice(name string, share bool) InitOption {
-	return func(o *initOptions) { o.device, o.shareDevice = name, share }
+	return func(o *initOptions) { o.Device, o.SharesDevice = name, share }
 }
 
 // keeping keeps a meeting that cannot be repeated.
-func keeping(met **meeting.Meeting) InitOption { return func(o *initOptions) { o.kept = met } }
-
-// meet finds where the ranks meet.
-func (o *initOptions) meet(ctx context.Context, cfg config.Config) (*meeting.Meeting, error) {
-	byLauncher := o.store == nil && o.method == "" && o.id == nil && cfg.InitMethod == "" && cfg.UniqueID == "" && cfg.Size == config.Unset
-	if byLauncher && o.kept != nil && *o.kept != nil {
-		return (*o.kept).Again(cfg), nil
-	}
-	m, err := meeting.Open(ctx, meeting.Config{
-		Settings: cfg, Store: o.store, Method: o.method, Methods: o.methods, ID: o.id, Log: o.log,
-	})
-	if err == nil && m.Once && o.kept != nil {
-		*o.kept = m
-		m = m.Again(cfg)
-	}
-	return m, err
-}
+func keeping(met **meeting.Meeting) InitOption { return func(o *initOptions) { o.Kept = met } }

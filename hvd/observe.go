@@ -13,7 +13,7 @@ import (
 // HOROVOD_TIMELINE. markCycles marks when negotiation cycles begin. A timeline that goes to another path ends; if it goes to this
 // one already nothing changes. The error is that the file cannot be made; what cannot be written later is dropped and counted.
 func (e *Engine) StartTimeline(path string, markCycles bool) error {
-	if err := e.watch.StartTimeline(path, markCycles); err != nil {
+	if err := e.rank.Watch.StartTimeline(path, markCycles); err != nil {
 		return fmt.Errorf("hvd: start timeline: %w", err)
 	}
 	return nil
@@ -21,7 +21,7 @@ func (e *Engine) StartTimeline(path string, markCycles bool) error {
 
 // StopTimeline ends the timeline, and returns when its file is complete. Without one it does nothing. Shutdown does it too.
 func (e *Engine) StopTimeline() error {
-	if err := e.watch.StopTimeline(); err != nil {
+	if err := e.rank.Watch.StopTimeline(); err != nil {
 		return fmt.Errorf("hvd: stop timeline: %w", err)
 	}
 	return nil
@@ -50,7 +50,7 @@ func StopTimeline() error {
 func MetricsHandler() http.Handler {
 	return metrics.Handler(func() stats.Stats {
 		if e := current(); e != nil {
-			return e.watch.Stats()
+			return e.rank.Watch.Stats()
 		}
 		return stats.Stats{}
 	})
@@ -58,13 +58,13 @@ func MetricsHandler() http.Handler {
 
 // MetricsHandler is the package-level one for this engine.
 func (e *Engine) MetricsHandler() http.Handler {
-	return metrics.Handler(e.watch.Stats)
+	return metrics.Handler(e.rank.Watch.Stats)
 }
 
 // Dump is, as JSON, what this rank waits for, and its last operations unless HVD_FLIGHT_RECORDER is off. It costs some
 // milliseconds, and may be called while operations run, hang or have failed.
 func (e *Engine) Dump() ([]byte, error) {
-	text, err := e.watch.Dump("asked for by the program").JSON()
+	text, err := e.rank.Watch.Dump("asked for by the program").JSON()
 	if err != nil {
 		return nil, fmt.Errorf("hvd: dump: %w", err)
 	}

@@ -2,20 +2,18 @@ package hvd
 
 import (
 	"context"
-	"errors"
-	"strconv"
 
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/tensorqueue"
 	"github.com/gohvd/gohvd/topo"
 )
 
 // describe makes h, which is empty, the handle of tensor i of c, which has numElems elements. Its buffers are still to be set.
 func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
-	h.kind, h.engine = c.kind, c.engine
+	h.kind, h.engine = c.Kind, c.engine
 	h.slot = take(&c.engine.slots.single, h)
-	c.fill(&h.slot.entry)
+	c.Fill(&h.slot.entry)
 	q := &h.slot.entry.Request
 	if c.shapes == nil {
 		h.dims[0] = int64(numElems)
@@ -26,18 +24,11 @@ func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	return err
 }
 
-// fill sets what all entries of c have alike.
-func (c *call) fill(e *tensorqueue.Entry) {
-	e.Set, e.Timeout, e.Hold, e.InPlace, e.ErrorFeedback = c.set.id, c.timeout, c.hold, c.inPlace, c.errorFeedback
-	q := &e.Request
-	q.Kind, q.DType, q.Op, q.Prescale, q.Postscale, q.Wire = c.kind, c.dtype, c.op, c.pre, c.post, c.wire
-}
-
 // finished is told of the end of h's entry.
 func (h *Handle[T]) finished(err error) {
 	e := &h.slot.entry
 	if err == nil && e.Request.DType == tensor.Bool {
-		onlyBools(e.Output)
+		rank.OnlyBools(e.Output)
 	}
 	if e.Received != nil {
 		received := e.Received
@@ -56,100 +47,12 @@ func (h *Handle[T]) finished(err error) {
 	}
 }
 
-// onlyBools makes the bytes that other ranks sent ones that Go allows in a bool.
-func onlyBools(b []byte) {
-	for i, v := range b {
-		if v > 1 {
-			b[i] = 1
-		}
-	}
-}
-
-// submit queues the operations of c. In a group each has a name made from c's.
-func submit[T any](c *call, group bool, handles ...*Handle[T]) error {
-	for _, h := range handles {
-		// Before a number is drawn: a call that fails at this rank alone must not shift those that follow.
-		if err := h.slot.entry.Request.CheckParameters(); err != nil {
-			return c.misuse("%w", err)
-		}
-	}
-	if err := c.ensureName(); err != nil {
-		return err
-	}
-	if !group {
-		h := handles[0]
-		h.name, h.slot.entry.Request.Name = c.name, c.name
-		return c.queue(&h.slot.entry)
-	}
-	names := memberNames(c.name, len(handles))
-	if err := message.CheckName(names[len(names)-1]); err != nil { // none is longer
-		return c.misuse("%w", err)
-	}
-	entries := make([]*tensorqueue.Entry, len(handles))
-	for i, name := range names {
-		h := handles[i]
-		q := &h.slot.entry.Request
-		if len(handles) > 1 {
-			q.Group, q.GroupSize = c.name, int32(len(handles))
-		}
-		h.name, q.Name = name, name
-		entries[i] = &h.slot.entry
-	}
-	return c.queue(entries...)
-}
-
-// memberNames are the names of the n tensors of a group. They are parts of one string.
-func memberNames(group string, n int) []string {
-	var text []byte
-	ends := make([]int, n)
-	for i := range n {
-		text = append(append(text, group...), '_')
-		text = strconv.AppendInt(text, int64(i+1), 10)
-		text = strconv.AppendInt(append(text, "of"...), int64(n), 10)
-		ends[i] = len(text)
-	}
-	all, names, begin := string(text), make([]string, n), 0
-	for i, end := range ends {
-		names[i], begin = all[begin:end], end
-	}
-	return names
-}
-
-// ensureName names what has no name. Members of a set make unnamed calls of an operation in one order, so they draw the same.
-func (c *call) ensureName() error {
-	if c.name == "" {
-		name := append([]byte(c.kind.String()), ".noname."...)
-		c.name = string(strconv.AppendInt(name, c.set.unnamed[c.kind].Add(1), 10))
-	}
-	if err := message.CheckName(c.name); err != nil {
-		return c.misuse("%w", err)
-	}
-	return nil
-}
-
-// enter gives to the engine what has not been checked.
-func (c *call) enter(e *tensorqueue.Entry) error {
-	if err := e.Request.Check(); err != nil {
-		return c.misuse("%w", err)
-	}
-	return c.queue(e)
-}
-
-// queue gives entries to the engine, and makes what it refuses because of this call a misuse.
-func (c *call) queue(entries ...*tensorqueue.Entry) error {
-	err := c.engine.engine.Queue(entries...)
+// submitted returns the error of a call that err, if it is not nil, has refused.
+func (c *call) submitted(err error) error {
 	if err == nil {
 		return nil
 	}
-	err = c.engine.abandoned.explain(err)
-	var (
-		duplicate *DuplicateNameError
-		op        *OpError
-	)
-	if errors.As(err, &op) && (errors.As(err, &duplicate) || errors.Is(err, ErrNoProcessSet)) {
-		return &UsageError{Op: op.Op, Tensor: op.Tensor, Err: op.Err}
-	}
-	return err
+	return c.engine.abandoned.explain(err)
 }
 
 // await turns the asynchronous form into the synchronous.
@@ -188,9 +91,10 @@ func one[T Element](kind message.Kind, x []T, opts []Option, build builder[T]) (
 	if err := build(h, c, 0, x); err != nil {
 		return nil, err
 	}
-	if err := submit(&c, false, h); err != nil {
+	if err := c.submitted(c.Submit(&h.slot.entry)); err != nil {
 		return nil, err
 	}
+	h.name = c.Name
 	return h, nil
 }
 
@@ -199,7 +103,7 @@ func allreduceTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 		return err
 	}
 	h.out = x
-	if !c.inPlace {
+	if !c.InPlace {
 		h.out = make([]T, len(x))
 	}
 	h.slot.entry.Input, h.slot.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
@@ -222,19 +126,19 @@ func AllgatherAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 
 func allgatherTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	mine := x
-	if c.inPlace {
-		n := c.set.Size()
+	if c.InPlace {
+		n := c.Set.Size()
 		if len(x)%n != 0 {
-			return c.misuse("%d elements in place, want a multiple of the %d ranks", len(x), n)
+			return c.Misuse("%d elements in place, want a multiple of the %d ranks", len(x), n)
 		}
 		each := len(x) / n
-		mine = x[c.set.Rank()*each : (c.set.Rank()+1)*each]
+		mine = x[c.Set.Me*each : (c.Set.Me+1)*each]
 	}
 	if err := h.describe(&c, i, len(mine)); err != nil {
 		return err
 	}
 	h.slot.entry.Input = tensor.Bytes(mine)
-	if c.inPlace {
+	if c.InPlace {
 		h.out, h.slot.entry.Output = x, tensor.Bytes(x)
 	} else {
 		allocates(h)
@@ -266,7 +170,7 @@ func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], err
 
 func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 	return one(message.Broadcast, x, opts, func(h *Handle[T], c call, i int, x []T) error {
-		if err := c.checkRoot(root); err != nil {
+		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
 		if err := allreduceTensor(h, c, i, x); err != nil { // the buffers are the same
@@ -275,13 +179,6 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 		h.slot.entry.Request.Root = topo.Rank(root)
 		return nil
 	})
-}
-
-func (c *call) checkRoot(root int) error {
-	if !c.set.contains(root) {
-		return c.misuse("root rank is %d, want one of %v", root, c.set)
-	}
-	return nil
 }
 
 // Reducescatter reduces x over all ranks as Allreduce does, and gives each rank its part of the rows: as even as can be,
@@ -305,12 +202,12 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	shape := h.slot.entry.Request.Shape
 	from, to := 0, 0 // a scalar has no rows: the ranks are told together
 	if len(shape) > 0 && shape[0] > 0 {
-		first, rows := tensor.Rows(shape[0], c.set.Size(), c.set.Rank())
+		first, rows := tensor.Rows(shape[0], c.Set.Size(), c.Set.Me)
 		row := len(x) / int(shape[0])
 		from, to = int(first)*row, int(first+rows)*row
 	}
 	h.out = x[from:to:to]
-	if !c.inPlace {
+	if !c.InPlace {
 		h.out = make([]T, to-from)
 	}
 	h.slot.entry.Input, h.slot.entry.Output = tensor.Bytes(x), tensor.Bytes(h.out)
@@ -342,45 +239,18 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 			return err
 		}
 		if shape := h.slot.entry.Request.Shape; len(shape) > 0 { // a scalar has no rows: the ranks are told together
-			if h.slot.entry.Splits, err = c.splits(splits, shape[0]); err != nil {
+			if h.slot.entry.Splits, err = rank.Splits(&c.Call, splits, shape[0]); err != nil {
 				return err
 			}
 		}
 		h.slot.entry.Input = tensor.Bytes(x)
-		if c.inPlace {
+		if c.InPlace {
 			h.out, h.slot.entry.Output = x, h.slot.entry.Input
 		} else {
 			allocates(h)
 		}
 		return nil
 	})
-}
-
-// splits checks how many of the rows each member gets.
-func (c *call) splits(splits []int, rows int64) ([]int64, error) {
-	n := c.set.Size()
-	given := make([]int64, n)
-	if splits == nil {
-		if rows%int64(n) != 0 {
-			return nil, c.misuse("%d rows cannot be dealt evenly to %d ranks: give splits", rows, n)
-		}
-		for i := range given {
-			given[i] = rows / int64(n)
-		}
-		return given, nil
-	}
-	if len(splits) != n {
-		return nil, c.misuse("%d splits, want one for each of %d ranks", len(splits), n)
-	}
-	left := rows
-	for i, s := range splits {
-		if s < 0 || int64(s) > left {
-			return nil, c.misuse("splits %v, want none negative and at most the %d rows together", splits, rows)
-		}
-		left -= int64(s)
-		given[i] = int64(s)
-	}
-	return given, nil
 }
 
 // Barrier waits until every rank has called it.
@@ -403,8 +273,9 @@ func barrier(opts []Option) (*Handle[struct{}], error) {
 		return nil, err
 	}
 	h.slot.entry.Request.Shape = nil
-	if err := submit(&c, false, h); err != nil {
+	if err := c.submitted(c.Submit(&h.slot.entry)); err != nil {
 		return nil, err
 	}
+	h.name = c.Name
 	return h, nil
 }

@@ -14,7 +14,7 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/store"
 )
@@ -49,18 +49,28 @@ func job(t testing.TB, n int, settings ...string) []*Server {
 	t.Cleanup(func() { kv.Close() })
 	servers := make([]*Server, n)
 	for r := range servers {
-		opts := []hvd.InitOption{
-			hvd.WithStore(kv), hvd.WithLogger(zap.NewNop()),
-			hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)), hvd.WithSetting("HOROVOD_SIZE", strconv.Itoa(n)),
-			hvd.WithSetting("HOROVOD_HOSTNAME", "test"),
-		}
+		opts := rank.Options{Store: kv, Log: zap.NewNop(), Settings: map[string]string{
+			"HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": strconv.Itoa(n), "HOROVOD_HOSTNAME": "test",
+		}}
 		for i := 0; i < len(settings); i += 2 {
-			opts = append(opts, hvd.WithSetting(settings[i], settings[i+1]))
+			opts.Settings[settings[i]] = settings[i+1]
 		}
 		servers[r] = server(t, Config{Options: opts, Version: "test"})
 	}
 	return servers
 }
+
+// stub is a runner without an engine.
+type stub struct {
+	begin func(*operation) error
+	drive func(context.Context, func() bool)
+}
+
+func (s stub) Begin(o *operation) error                    { return s.begin(o) }
+func (s stub) Drive(ctx context.Context, done func() bool) { s.drive(ctx, done) }
+
+// install makes s run operations by r.
+func install(s *Server, r runner) { s.inside.Store(&r) }
 
 // client is one of a Server in this process.
 type client struct {

@@ -252,7 +252,7 @@ func (c *conn) submit(p *plan, id uint64) error {
 	}
 	o, err := c.newOperation(p, id)
 	if err == nil {
-		err = c.server.begin(&o.Operation)
+		err = c.server.begin(o)
 	}
 	if err != nil {
 		o.answer(err)
@@ -363,12 +363,12 @@ func (c *conn) ringOverdue() {
 // help works for the engine while operations are in flight, until something comes from the client or nothing happens for a
 // while. It reports whether something has come.
 func (c *conn) help() (came bool, err error) {
-	door := c.server.door()
-	if door == nil {
+	inside := c.server.inside.Load()
+	if inside == nil {
 		return false, nil
 	}
 	c.attending.Store(true)
-	door.Drive(context.Background(), func() bool {
+	(*inside).Drive(context.Background(), func() bool {
 		if c.owed.Load() && c.owed.Swap(false) {
 			c.out.Bell()
 		}

@@ -19,7 +19,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/secret"
@@ -469,10 +468,10 @@ func TestClientThatNeverReads(t *testing.T) {
 func TestOperationOfClientThatNeverReads(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
 	helped := make(chan struct{}, 1)
-	begun := make(chan *raw.Operation, 1)
-	s.inside.Store(&raw.Door{
-		Begin: func(o *raw.Operation) error { begun <- o; return nil },
-		Drive: func(context.Context, func() bool) {
+	begun := make(chan *operation, 1)
+	install(s, stub{
+		begin: func(o *operation) error { begun <- o; return nil },
+		drive: func(context.Context, func() bool) {
 			select {
 			case helped <- struct{}{}:
 			default:
@@ -497,7 +496,7 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 		}
 		return false
 	})
-	o.Done(nil)
+	o.done(nil)
 	if got := c.Word(ringCompleted).Load(); got != 1 {
 		t.Errorf("%d completions, want 1", got)
 	}

@@ -2,17 +2,21 @@ package sidecar
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"math"
 	"slices"
-	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/raw"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
 )
 
 // maxTensors bounds those of a group.
@@ -20,10 +24,24 @@ const maxTensors = maxInFlight
 
 // plan is an operation as a client has described it, and good for any number of runs.
 type plan struct {
-	raw.Operation
-	places []place // two for each tensor: input and output
-	makes  bool    // the sidecar is to make some output
-	wrong  error   // why it cannot be run
+	rank.Call
+	set     int // ID of the process set
+	root    int
+	splits  []int64 // of an alltoall; nil is even ones
+	grouped bool
+	tensors []described
+	places  []place // two for each tensor: input and output
+	// parts, with whole elements, are the tensors of a group that is one request; else nil.
+	parts message.Parts
+	whole tensor.Shape
+	makes bool  // the sidecar is to make some output
+	wrong error // why it cannot be run
+}
+
+// described is a tensor as a client has described it.
+type described struct {
+	dtype tensor.DType
+	shape tensor.Shape
 }
 
 // place is where a tensor is.
@@ -44,18 +62,18 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	if kind < message.Allreduce || kind > message.Join {
 		return misuse("operation %d, want one from %d to %d", o.GetKind(), message.Allreduce, message.Join)
 	}
-	p := &plan{Operation: raw.Operation{
-		Kind: kind, Set: int(o.ProcessSet), Name: o.Name,
-		DType: tensor.DType(min(o.Dtype, math.MaxUint8)), Op: tensor.ReduceOp(min(o.ReduceOp, math.MaxUint8)),
-		Prescale: orOne(o.Prescale), Postscale: orOne(o.Postscale), Wire: tensor.DType(min(o.WireDtype, math.MaxUint8)),
-		Root: int(o.RootRank), ErrorFeedback: o.ErrorFeedback, Empty: o.Empty, Grouped: o.Grouped,
-	}}
+	op := tensor.ReduceOp(min(o.ReduceOp, math.MaxUint8))
+	p := &plan{
+		Call: rank.NewCall(kind, tensor.DType(min(o.Dtype, math.MaxUint8))),
+		set:  int(o.ProcessSet), root: int(o.RootRank), grouped: o.Grouped, whole: tensor.Shape{0},
+	}
+	p.Name, p.Wire, p.ErrorFeedback, p.Empty = o.Name, tensor.DType(min(o.WireDtype, math.MaxUint8)), o.ErrorFeedback, o.Empty
 	timeout, err := timeoutOf(o.TimeoutSeconds)
 	p.Timeout = timeout
 	switch {
 	case kind.MovesData() && !p.DType.Valid():
 		return misuse("element type %d is unknown", o.Dtype)
-	case p.Op != tensor.NoReduce && !p.Op.Valid():
+	case op != tensor.NoReduce && !op.Valid():
 		return misuse("reduction %d is unknown", o.ReduceOp)
 	case p.Wire != tensor.Invalid && !p.Wire.IsHalf():
 		return misuse("compression to element type %d, want float16 or bfloat16", o.WireDtype)
@@ -67,7 +85,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 		return misuse("%d tensors, want none", len(o.Tensors))
 	}
 	if len(o.Splits) > 0 {
-		p.Splits = o.Splits
+		p.splits = o.Splits
 	}
 	for i, t := range o.Tensors {
 		if err := p.add(t); err != nil {
@@ -76,6 +94,32 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	}
 	if err := p.overlaps(); err != nil {
 		return misuse("%w", err)
+	}
+	pre, post := orOne(o.Prescale), orOne(o.Postscale)
+	for _, given := range [...]struct {
+		is bool
+		rank.Option
+	}{
+		{o.Name != "", rank.OptName}, {op != tensor.NoReduce, rank.OptOp}, {pre != 1, rank.OptPrescale}, {post != 1, rank.OptPostscale},
+		{p.Wire != tensor.Invalid, rank.OptCompress}, {o.ErrorFeedback, rank.OptErrorFeedback}, {o.Empty, rank.OptEmpty},
+	} {
+		if given.is {
+			if err := p.CheckOption(given.Option); err != nil {
+				return &plan{wrong: err}
+			}
+		}
+	}
+	if op != tensor.NoReduce {
+		p.Op = op
+	}
+	if kind.Reduces() {
+		p.Prescale, p.Postscale = pre, post
+	}
+	switch n := len(o.Tensors); {
+	case o.Grouped && (kind == message.Barrier || kind == message.Broadcast || kind == message.Alltoall):
+		return misuse("a group, which this operation does not have")
+	case !o.Grouped && kind.MovesData() && n != 1:
+		return misuse("%d tensors, want one", n)
 	}
 	return p
 }
@@ -114,14 +158,18 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	}
 	size := uint64(dt.Size())
 	switch {
-	case dt != p.DType && !p.Grouped:
+	case dt != p.DType && !p.grouped:
 		return fmt.Errorf("element type %v in an operation on %v, want a group", dt, p.DType)
 	case uint64(n) > in.numBytes/size || uint64(n)*size != in.numBytes:
 		return fmt.Errorf("shape %v of %v in %d bytes", shape, dt, in.numBytes)
 	case in.offset%size != 0 || out.offset%size != 0 || out.numBytes%size != 0:
 		return fmt.Errorf("input at byte %d, output at byte %d with %d bytes, want multiples of %d", in.offset, out.offset, out.numBytes, size)
 	}
-	p.Tensors = append(p.Tensors, raw.Tensor{DType: dt, Shape: shape})
+	p.tensors = append(p.tensors, described{dt, shape})
+	if p.grouped && p.Kind == message.Allreduce {
+		p.parts = p.parts.Append(dt, shape)
+		p.whole[0] += n
+	}
 	p.places = append(p.places, in, out)
 	p.makes = p.makes || out.none
 	return nil
@@ -180,36 +228,156 @@ func (p *place) same(q *place) bool {
 }
 
 // weight is what p counts for among those in flight.
-func (p *plan) weight() int { return max(len(p.Tensors), 1) }
+func (p *plan) weight() int { return max(len(p.tensors), 1) }
 
 // operation is a run of a plan.
 type operation struct {
-	raw.Operation
 	plan *plan
 	conn *conn
 	id   uint64
 	uses []*given
+	set  *rank.Set
+	// entries has one for each tensor, or one with Parts for a group that is one request.
+	entries []entry
+	left    atomic.Int64          // entries that are not done
+	failed  atomic.Pointer[error] // why the first output could not be allocated
+	made    [][]byte              // outputs that were allocated, by tensor; nil if none can be
+}
 
-	mu   sync.Mutex
-	made [][]byte // outputs that were allocated, by tensor; nil if none was
+// entry is one request of an operation.
+type entry struct {
+	tensorqueue.Entry
+	err error // once it is done
 }
 
 // newOperation begins to use the memory of p. With an error it uses none.
 func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
-	o := &operation{Operation: p.Operation, plan: p, conn: c, id: id}
+	o := &operation{plan: p, conn: c, id: id}
 	if p.wrong != nil {
 		return o, p.wrong
 	}
-	o.Allocate, o.Done = o.allocate, o.done
 	var err error
 	if o.uses, err = c.server.memory.use(c, p.places, make([]*given, 0, len(p.places))); err != nil {
 		return o, usage(p.Kind.String(), p.Name, err)
 	}
-	o.Tensors = slices.Clone(p.Tensors)
-	for i := range o.Tensors {
-		o.Tensors[i].Input, o.Tensors[i].Output = p.places[2*i].to, p.places[2*i+1].to
+	if p.makes {
+		o.made = make([][]byte, len(p.tensors))
+	}
+	if p.parts != nil {
+		o.entries = make([]entry, 1)
+		o.entries[0].Parts = make([]tensorqueue.Part, len(p.tensors))
+	} else {
+		o.entries = make([]entry, len(p.tensors), p.weight())
+	}
+	for i := range p.tensors {
+		in, out := o.buffers(i)
+		*in, *out = p.places[2*i].to, p.places[2*i+1].to
 	}
 	return o, nil
+}
+
+// buffers returns where the input and the output of tensor i are noted.
+func (o *operation) buffers(i int) (in, out *[]byte) {
+	if parts := o.entries[0].Parts; parts != nil {
+		return &parts[i].Input, &parts[i].Output
+	}
+	return &o.entries[i].Input, &o.entries[i].Output
+}
+
+// rankRunner runs operations on a rank.
+type rankRunner struct{ *rank.Rank }
+
+// Drive implements runner.
+func (r rankRunner) Drive(ctx context.Context, done func() bool) { r.Engine.Drive(ctx, done) }
+
+// Begin implements runner.
+func (r rankRunner) Begin(o *operation) error {
+	p := o.plan
+	c := p.Call
+	c.Rank = r.Rank
+	if c.Set = r.FindSet(p.set); c.Set == nil {
+		return c.Misuse("%w", engine.ErrNoProcessSet)
+	}
+	if err := c.Check(); err != nil {
+		return err
+	}
+	o.set = c.Set
+	if !c.Kind.MovesData() {
+		o.entries = o.entries[:1]
+	}
+	o.left.Store(int64(len(o.entries)))
+	queued := make([]*tensorqueue.Entry, len(o.entries))
+	for i := range o.entries {
+		e := &o.entries[i]
+		done := func(err error) { o.finished(e, err) }
+		if c.Kind == message.Join {
+			return c.Join(&e.Entry, done)
+		}
+		c.Fill(&e.Entry)
+		e.Done, queued[i] = done, &e.Entry
+	}
+	for i := range p.tensors {
+		if err := o.place(&c, i); err != nil {
+			return err
+		}
+	}
+	switch {
+	case len(queued) == 0:
+		o.done(nil)
+		return nil
+	case p.parts != nil:
+		q := &queued[0].Request
+		q.Shape, q.Parts, q.DType = p.whole, p.parts, p.parts.DType()
+	case p.grouped:
+		return c.SubmitMembers(queued)
+	}
+	return c.Submit(queued[0])
+}
+
+// place describes tensor i in its entry and gives it its output.
+func (o *operation) place(c *rank.Call, i int) (err error) {
+	in, out := o.buffers(i)
+	numBytes, t := len(*in), &o.plan.tensors[i] // numBytes is that of the output
+	if e := &o.entries[min(i, len(o.entries)-1)]; e.Parts == nil {
+		e.Request.DType, e.Request.Shape = t.dtype, t.shape
+		e.InPlace = numBytes > 0 && numBytes == len(*out) && &(*in)[0] == &(*out)[0]
+		switch c.Kind {
+		case message.Broadcast:
+			if err := c.CheckRoot(o.plan.root); err != nil {
+				return err
+			}
+			e.Request.Root = topo.Rank(o.plan.root)
+		case message.Reducescatter:
+			if len(t.shape) > 0 { // a scalar has no rows: the ranks are told together
+				numBytes = int(o.shape(i)[0]) * (numBytes / max(int(t.shape[0]), 1))
+			}
+		case message.Allgather, message.Alltoall:
+			if c.Kind == message.Alltoall && len(t.shape) > 0 {
+				if e.Splits, err = rank.Splits(c, o.plan.splits, t.shape[0]); err != nil {
+					return err
+				}
+			}
+			if *out == nil { // its size is not known yet
+				e.Allocate = func(numBytes int) []byte {
+					b, err := o.allocate(i, numBytes)
+					if err != nil {
+						o.failed.CompareAndSwap(nil, &err)
+					}
+					return b
+				}
+			}
+			return nil
+		}
+	}
+	if *out == nil {
+		if *out, err = o.allocate(i, numBytes); err != nil {
+			return err
+		}
+	}
+	if len(*out) != numBytes {
+		return c.Misuse("the output has %d bytes, want %d", len(*out), numBytes)
+	}
+	return nil
 }
 
 // allocate makes the output of a tensor.
@@ -218,22 +386,65 @@ func (o *operation) allocate(i, numBytes int) ([]byte, error) {
 		return []byte{}, nil
 	}
 	b, err := arena.Alloc(numBytes)
-	if err != nil {
-		return nil, err
+	if err == nil {
+		o.made[i] = b
 	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.made == nil {
-		o.made = make([][]byte, len(o.Tensors))
+	return b, err
+}
+
+// finished is the Done of e. That of the last entry ends the operation.
+func (o *operation) finished(e *entry, err error) {
+	if o.plan.Kind == message.Join {
+		o.set.Release()
 	}
-	o.made[i] = b
-	return b, nil
+	e.err = err
+	if o.left.Add(-1) > 0 {
+		return
+	}
+	for i := range o.entries {
+		if err := o.entries[i].err; err != nil {
+			if why := o.failed.Load(); why != nil {
+				err = *why // the ranks could not tell more than that there is no room
+			}
+			o.done(err)
+			return
+		}
+	}
+	for i, t := range o.plan.tensors {
+		if t.dtype == tensor.Bool {
+			_, out := o.buffers(i)
+			rank.OnlyBools(*out)
+		}
+	}
+	o.done(nil)
+}
+
+// shape returns the shape of the result of tensor i.
+func (o *operation) shape(i int) tensor.Shape {
+	shape := slices.Clone(o.plan.tensors[i].shape)
+	var rows []int64
+	switch o.plan.Kind {
+	case message.Reducescatter:
+		if len(shape) > 0 {
+			_, shape[0] = tensor.Rows(shape[0], o.set.Size(), o.set.Me)
+		}
+		return shape
+	case message.Allgather:
+		rows = o.entries[i].Response.FirstDims
+	case message.Alltoall:
+		rows = o.entries[i].Received
+	default:
+		return shape
+	}
+	shape[0] = 0
+	for _, n := range rows {
+		shape[0] += n
+	}
+	return shape
 }
 
 // forget frees what was allocated.
 func (o *operation) forget() {
-	o.mu.Lock()
-	defer o.mu.Unlock()
 	for _, b := range o.made {
 		if b != nil {
 			o.conn.server.check(arena.Free(b))
@@ -245,23 +456,29 @@ func (o *operation) forget() {
 // plain reports whether a client knows all that has come of o when it knows that it has succeeded. Of an output that the
 // sidecar was to make it has to be told the shape, also if that has no bytes and nothing was allocated.
 func (o *operation) plain() bool {
-	return !o.plan.makes && o.Kind != message.Alltoall && o.Kind != message.Join
+	return !o.plan.makes && o.plan.Kind != message.Alltoall && o.plan.Kind != message.Join
 }
 
 // completion is the answer of an operation that has succeeded. A result of no bytes that the sidecar made is nowhere.
 func (o *operation) completion() *sidecarpb.Completion {
-	a := &sidecarpb.Completion{ReceivedSplits: o.Received, LastJoined: int32(o.LastJoined)}
-	for i := range o.Tensors {
-		t := &o.Tensors[i]
-		at := &sidecarpb.Memory{Bytes: uint64(len(t.Output))}
+	a := new(sidecarpb.Completion)
+	switch o.plan.Kind {
+	case message.Alltoall:
+		a.ReceivedSplits = o.entries[0].Received
+	case message.Join:
+		a.LastJoined = int32(o.entries[0].Response.Root)
+	}
+	for i := range o.plan.tensors {
+		_, out := o.buffers(i)
+		at := &sidecarpb.Memory{Bytes: uint64(len(*out))}
 		switch given := o.plan.places[2*i+1]; {
 		case !given.none:
 			at.Arena, at.Offset = given.arena, given.offset
-		case len(t.Output) > 0:
-			ref, _ := arena.Find(t.Output)
+		case len(*out) > 0:
+			ref, _ := arena.Find(*out)
 			at.Arena, at.Offset = ownArenas+ref.Chunk, uint64(ref.Offset)
 		}
-		a.Results = append(a.Results, &sidecarpb.Result{Shape: t.Result, Memory: at})
+		a.Results = append(a.Results, &sidecarpb.Result{Shape: o.shape(i), Memory: at})
 	}
 	return a
 }

@@ -16,7 +16,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/memfd"
-	"github.com/gohvd/gohvd/internal/raw"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/tensor"
@@ -209,7 +208,7 @@ func TestBellIsOwed(t *testing.T) {
 		"after the last look": func(context.Context, func() bool) { c.ringLater() },
 		"before a look":       func(_ context.Context, done func() bool) { c.ringLater(); c.ringLater(); done() },
 	} {
-		s.inside.Store(&raw.Door{Drive: help})
+		install(s, stub{drive: help})
 		if _, err := c.help(); err != nil {
 			t.Fatal(err)
 		}
@@ -298,14 +297,12 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 		}
 		if r == 0 {
 			// It works for the engine for as long as the other rank takes.
-			door := *s.inside.Load()
-			help := door.Drive
-			door.Drive = func(ctx context.Context, done func() bool) {
+			inside := *s.inside.Load()
+			install(s, stub{begin: inside.Begin, drive: func(ctx context.Context, done func() bool) {
 				for !done() {
-					help(ctx, done)
+					inside.Drive(ctx, done)
 				}
-			}
-			s.inside.Store(&door)
+			}})
 			c.Push(0)
 			c.Doorbell()
 			until(t, func() bool { return c.Word(sidecartest.RingLooking).Load() != 0 })

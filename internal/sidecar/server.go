@@ -27,14 +27,16 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/memfd"
-	"github.com/gohvd/gohvd/internal/raw"
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/tensor"
 )
 
 const (
@@ -53,7 +55,7 @@ type Config struct {
 	// Secret is what clients that come to a path have to know; zero is nothing.
 	Secret secret.Secret
 	// Options are those of every Init, before what the client sets.
-	Options []hvd.InitOption
+	Options rank.Options
 	// HelloTimeout is how long a client may take to begin; 0 is 30 s.
 	HelloTimeout time.Duration
 	// MaxInFlight bounds the operations of a connection, and its requests; 0 is 65536.
@@ -75,23 +77,30 @@ type Server struct {
 	ctx        context.Context // ends in Close
 	wg         sync.WaitGroup
 	operations atomic.Uint64
-	// inside is the engine's door while there is one.
-	inside atomic.Pointer[raw.Door]
+	// inside is the rank while there is one.
+	inside atomic.Pointer[runner]
 	// changing is held by who makes or ends an engine.
 	changing chan struct{}
 
 	// Of who holds changing.
 	met  *meeting.Meeting
-	last *hvd.Engine // of the last epoch
+	last uint64 // the last epoch
 
 	mu     sync.Mutex
 	state  string
-	engine *hvd.Engine
-	over   chan struct{} // closed when clients have heard that engine has ended
+	rank   *rank.Rank
+	over   chan struct{} // closed when clients have heard that rank has ended
 	conns  map[*conn]struct{}
 	closed bool
 	dead   chan struct{}
 	death  error
+}
+
+// runner runs operations: a rankRunner.
+type runner interface {
+	// Begin starts o. An error says that it has not begun: then it is not done either. The next Drive notices what was begun.
+	Begin(o *operation) error
+	Drive(ctx context.Context, done func() bool)
 }
 
 // States of a rank, as a StatusReport says them.
@@ -413,65 +422,66 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 		return nil, err
 	}
 	defer func() { <-s.changing }()
-	e := s.current()
-	if e == nil {
+	r := s.current()
+	if r == nil {
 		s.setState(StateStarting, nil)
-		var err error
-		if e, err = hvd.New(s.ctx, s.options(q)...); err != nil {
+		r = new(rank.Rank)
+		if err := r.Start(s.ctx, s.options(q)); err != nil {
 			s.setState(StateIdle, nil)
 			return nil, err
 		}
-		s.last = e
-		s.setState(StateRunning, e)
+		s.last = r.Epoch
+		s.setState(StateRunning, r)
 	}
 	ready := &sidecarpb.Ready{
-		Rank: int32(e.Rank()), Size: int32(e.Size()), LocalRank: int32(e.LocalRank()), LocalSize: int32(e.LocalSize()),
-		CrossRank: int32(e.CrossRank()), CrossSize: int32(e.CrossSize()), Epoch: e.Epoch(),
-		Homogeneous: e.IsHomogeneous(),
+		Rank: int32(r.Place.Rank), Size: int32(r.Place.Size), LocalRank: int32(r.Place.LocalRank), LocalSize: int32(r.Place.LocalSize),
+		CrossRank: int32(r.Place.CrossRank), CrossSize: int32(r.Place.CrossSize), Epoch: r.Epoch,
+		Homogeneous: r.Homogeneous,
 	}
-	for _, set := range e.ProcessSets()[1:] {
+	for _, set := range r.Sets()[1:] {
 		ready.ProcessSets = append(ready.ProcessSets, describeSet(set))
 	}
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_Ready{Ready: ready}}, nil
 }
 
-func (s *Server) options(q *sidecarpb.Init) []hvd.InitOption {
-	opts := append(slices.Clone(s.cfg.Options), hvd.ForSidecar(&s.met))
-	if s.last != nil {
-		opts = append(opts, hvd.After(s.last))
+func (s *Server) options(q *sidecarpb.Init) rank.Options {
+	o := s.cfg.Options
+	o.ForClient, o.Kept, o.LastEpoch = true, &s.met, s.last
+	o.Settings = maps.Clone(o.Settings)
+	if o.Settings == nil {
+		o.Settings = make(map[string]string)
 	}
-	for _, name := range slices.Sorted(maps.Keys(q.GetSettings())) {
-		opts = append(opts, hvd.WithSetting(name, q.GetSettings()[name]))
-	}
+	maps.Copy(o.Settings, q.GetSettings())
+	o.Sets = slices.Clone(o.Sets)
 	for _, set := range q.GetProcessSets() {
-		opts = append(opts, hvd.WithProcessSets(ints(set.GetRanks())))
+		o.Sets = append(o.Sets, ints(set.GetRanks()))
 	}
-	return opts
+	return o
 }
 
-func (s *Server) current() *hvd.Engine {
+func (s *Server) current() *rank.Rank {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.engine
+	return s.rank
 }
 
-// setState sets state and engine. With an engine, its end is waited for.
-func (s *Server) setState(state string, e *hvd.Engine) {
+// setState sets state and rank. With a rank, its end is waited for.
+func (s *Server) setState(state string, r *rank.Rank) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.state, s.engine = state, e
-	if e == nil {
+	s.state, s.rank = state, r
+	if r == nil {
 		s.inside.Store(nil)
 		return
 	}
-	door := e.Door()
-	s.inside.Store(&door)
+	inside := runner(rankRunner{r})
+	s.inside.Store(&inside)
 	over := make(chan struct{})
 	s.over = over
 	s.wg.Go(func() {
 		defer close(over)
-		<-e.Done()
-		s.ended(e.Err())
+		<-r.Engine.Ended()
+		s.ended(r.Engine.Err())
 	})
 }
 
@@ -501,102 +511,100 @@ func (s *Server) end(q *sidecarpb.Shutdown) error {
 // shutdown ends the engine. The caller holds changing.
 func (s *Server) shutdown(ctx context.Context, reason string, failed bool) error {
 	s.mu.Lock()
-	e, over := s.engine, s.over
+	r, over := s.rank, s.over
 	s.mu.Unlock()
-	if e == nil {
+	if r == nil {
 		return nil
 	}
-	door, err := e.Door(), error(nil)
+	var err error
 	if ctx.Err() != nil {
-		err = door.Close()
+		err = r.Close()
 	} else {
-		err = door.Shutdown(ctx, reason, failed)
+		err = r.Shutdown(ctx, engine.Departure{Reason: reason, Failed: failed})
 	}
 	<-over
 	s.setState(StateIdle, nil)
 	return err
 }
 
-// door is the engine's, or nil.
-func (s *Server) door() *raw.Door { return s.inside.Load() }
-
 // begin begins an operation.
-func (s *Server) begin(o *raw.Operation) error {
-	door := s.door()
-	if door == nil {
-		return usage(o.Kind.String(), o.Name, hvd.ErrNotInitialized)
+func (s *Server) begin(o *operation) error {
+	inside := s.inside.Load()
+	if inside == nil {
+		return o.plan.Misuse("%w", rank.ErrNotInitialized)
 	}
-	return door.Begin(o)
+	return (*inside).Begin(o)
 }
 
 func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
-	e := s.current()
-	if e == nil {
-		return nil, usage("add process set", "", hvd.ErrNotInitialized)
-	}
-	opts, err := setOptions(q.GetTimeoutSeconds(), hvd.On(e))
-	if err != nil {
-		return nil, usage("add process set", "", err)
-	}
-	set, err := hvd.AddProcessSet(context.Background(), ints(q.GetRanks()), opts...)
+	ch, err := s.changeSets(message.AddProcessSet, q.GetTimeoutSeconds(), func(c *rank.Call, done func(*rank.Change, error)) error {
+		return c.AddSet(ints(q.GetRanks()), done)
+	})
 	if err != nil {
 		return nil, err
 	}
-	return &sidecarpb.Reply{What: &sidecarpb.Reply_ProcessSet{ProcessSet: describeSet(set)}}, nil
+	return &sidecarpb.Reply{What: &sidecarpb.Reply_ProcessSet{ProcessSet: describeSet(ch.Set)}}, nil
 }
 
 func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
-	e := s.current()
-	if e == nil {
-		return usage("remove process set", "", hvd.ErrNotInitialized)
-	}
-	opts, err := setOptions(q.GetTimeoutSeconds())
-	if err != nil {
-		return usage("remove process set", "", err)
-	}
-	sets := e.ProcessSets()
-	i := slices.IndexFunc(sets, func(p *hvd.ProcessSet) bool { return p.ID() == int(q.GetId()) })
-	if i < 0 {
-		return usage("remove process set", "", fmt.Errorf("process set %d: %w", q.GetId(), hvd.ErrNoProcessSet))
-	}
-	return hvd.RemoveProcessSet(context.Background(), sets[i], opts...)
+	_, err := s.changeSets(message.RemoveProcessSet, q.GetTimeoutSeconds(), func(c *rank.Call, done func(*rank.Change, error)) error {
+		set := c.Rank.FindSet(int(q.GetId()))
+		if set == nil {
+			return c.Misuse("process set %d: %w", q.GetId(), engine.ErrNoProcessSet)
+		}
+		return c.RemoveSet(set, done)
+	})
+	return err
 }
 
-// setOptions adds the timeout of a change of process sets to its options.
-func setOptions(timeoutSeconds float64, opts ...hvd.Option) ([]hvd.Option, error) {
-	timeout, err := timeoutOf(timeoutSeconds)
-	if err != nil || timeout == 0 {
-		return opts, err
+// changeSets does what ask submits, and waits for it.
+func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64, ask func(c *rank.Call, done func(*rank.Change, error)) error) (*rank.Change, error) {
+	c := rank.NewCall(kind, tensor.Invalid)
+	if c.Rank = s.current(); c.Rank == nil {
+		return nil, c.Misuse("%w", rank.ErrNotInitialized)
 	}
-	return append(opts, hvd.Timeout(timeout)), nil
+	var err error
+	if c.Timeout, err = timeoutOf(timeoutSeconds); err != nil {
+		return nil, c.Misuse("%w", err)
+	}
+	if err := c.Check(); err != nil {
+		return nil, err
+	}
+	var change *rank.Change
+	done := make(chan error, 1)
+	if err = ask(&c, func(ch *rank.Change, err error) { change = ch; done <- err }); err == nil {
+		c.Rank.Engine.Notify()
+		err = <-done
+	}
+	return change, err
 }
 
 // startTimeline writes the timeline to where the client says. It is of the same user, so there is no file that it could not write
 // itself.
 func (s *Server) startTimeline(q *sidecarpb.StartTimeline) error {
-	door, path := s.door(), q.GetPath()
+	r, path := s.current(), q.GetPath()
 	switch {
-	case door == nil:
-		return hvd.ErrNotInitialized
+	case r == nil:
+		return rank.ErrNotInitialized
 	case len(path) > maxPathBytes:
 		return fmt.Errorf("a path of %d bytes, want at most %d", len(path), maxPathBytes)
 	case !filepath.IsAbs(path): // whose directory would that be?
 		return fmt.Errorf("the path %q is not absolute", path)
 	}
-	return door.StartTimeline(path, q.GetMarkCycles())
+	return r.Watch.StartTimeline(path, q.GetMarkCycles())
 }
 
 func (s *Server) stopTimeline() error {
-	door := s.door()
-	if door == nil {
-		return hvd.ErrNotInitialized
+	r := s.current()
+	if r == nil {
+		return rank.ErrNotInitialized
 	}
-	return door.StopTimeline()
+	return r.Watch.StopTimeline()
 }
 
-func describeSet(set *hvd.ProcessSet) *sidecarpb.ProcessSet {
-	d := &sidecarpb.ProcessSet{Id: int32(set.ID())}
-	for _, r := range set.Ranks() {
+func describeSet(set *rank.Set) *sidecarpb.ProcessSet {
+	d := &sidecarpb.ProcessSet{Id: int32(set.ID)}
+	for _, r := range set.Ranks {
 		d.Ranks = append(d.Ranks, int32(r))
 	}
 	return d

@@ -1,0 +1,290 @@
+package rank
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Option is a kind of option of an operation.
+type Option uint8
+
+// The options of operations.
+const (
+	OptName Option = iota
+	OptOp
+	OptInPlace
+	OptShape
+	OptShapes
+	OptPrescale
+	OptPostscale
+	OptCompress
+	OptErrorFeedback
+	OptEmpty
+	OptTimeout
+	OptOver
+	OptOn
+)
+
+func (o Option) String() string {
+	return [...]string{
+		"Name", "Op", "InPlace", "Shape", "Shapes", "Prescale", "Postscale", "CompressFP16 or CompressBF16", "ErrorFeedback", "Empty", "Timeout", "Over", "On",
+	}[o]
+}
+
+// optionSet is a set of options, a bit for each.
+type optionSet uint16
+
+func optionsOf(options ...Option) (s optionSet) {
+	for _, o := range options {
+		s |= 1 << o
+	}
+	return s
+}
+
+// applies are the options of each operation.
+var applies = func() (sets [message.Error]optionSet) {
+	always := optionsOf(OptTimeout, OptOver, OptOn)
+	moves := always | optionsOf(OptName, OptShape, OptShapes, OptInPlace)
+	reduces := moves | optionsOf(OptOp, OptPrescale, OptPostscale)
+	for k := range sets {
+		sets[k] = always
+	}
+	sets[message.Allreduce] = reduces | optionsOf(OptCompress, OptErrorFeedback)
+	sets[message.Reducescatter] = reduces
+	sets[message.Allgather], sets[message.Alltoall], sets[message.Broadcast] = moves, moves, moves
+	sets[message.Barrier] |= optionsOf(OptName)
+	sets[message.Join] |= optionsOf(OptEmpty)
+	return sets
+}()
+
+// Call is an operation as its caller describes it.
+type Call struct {
+	Kind                message.Kind
+	DType               tensor.DType
+	Name                string
+	Rank                *Rank
+	Set                 *Set // nil is that of all ranks
+	Op                  tensor.ReduceOp
+	Prescale, Postscale float64
+	Wire                tensor.DType
+	InPlace             bool
+	ErrorFeedback       bool
+	Empty               bool
+	Hold                bool          // the name stays in use until the caller releases it
+	Timeout             time.Duration // 0 is that of the settings
+}
+
+// NewCall returns a call of an operation on elements of dt without options.
+func NewCall(kind message.Kind, dt tensor.DType) Call {
+	c := Call{Kind: kind, DType: dt}
+	if kind.Reduces() {
+		c.Op, c.Prescale, c.Postscale = tensor.Average, 1, 1
+	}
+	return c
+}
+
+// Misuse returns the error of a call that the engine never sees.
+func (c *Call) Misuse(format string, args ...any) error {
+	return &engine.UsageError{Op: c.Kind.String(), Tensor: c.Name, Err: fmt.Errorf(format, args...)}
+}
+
+// CheckOption returns an error if o does not apply to the operation of c.
+func (c *Call) CheckOption(o Option) error {
+	if applies[c.Kind]>>o&1 == 0 {
+		return c.Misuse("option %v does not apply", o)
+	}
+	return nil
+}
+
+// Check checks the options together, and sets those that were not given.
+func (c *Call) Check() error {
+	if c.Set == nil {
+		c.Set = c.Rank.Global
+	}
+	switch {
+	case c.Set.Me < 0:
+		return c.Misuse("rank %d is not a member of %v", c.Rank.Place.Rank, c.Set)
+	case c.ErrorFeedback && !c.Wire.Valid():
+		return c.Misuse("option ErrorFeedback does not apply without compression")
+	case c.ErrorFeedback && c.Op != tensor.Sum && !c.Op.IsAverage():
+		return c.Misuse("error feedback with reduction %v, want a sum or an average", c.Op)
+	case c.ErrorFeedback && c.Name == "":
+		return c.Misuse("error feedback needs a name: what was lost is made up for in the next tensor of the same name")
+	case c.Set.joined.Load() && c.Kind != message.Join:
+		return c.Misuse("this rank has joined %v; wait for the join", c.Set)
+	}
+	if c.Timeout == 0 && c.Kind != message.Join {
+		c.Timeout = c.Rank.timeout
+	}
+	return nil
+}
+
+// CheckRoot returns an error if root is no member of the process set.
+func (c *Call) CheckRoot(root int) error {
+	if _, ok := slices.BinarySearch(c.Set.Ranks, topo.Rank(root)); !ok {
+		return c.Misuse("root rank is %d, want one of %v", root, c.Set)
+	}
+	return nil
+}
+
+// Splits checks how many of the rows of an alltoall each member gets. Nil are even splits.
+func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
+	n := c.Set.Size()
+	given := make([]int64, n)
+	if splits == nil {
+		if rows%int64(n) != 0 {
+			return nil, c.Misuse("%d rows cannot be dealt evenly to %d ranks: give splits", rows, n)
+		}
+		for i := range given {
+			given[i] = rows / int64(n)
+		}
+		return given, nil
+	}
+	if len(splits) != n {
+		return nil, c.Misuse("%d splits, want one for each of %d ranks", len(splits), n)
+	}
+	left := rows
+	for i, s := range splits {
+		if s < 0 || int64(s) > left {
+			return nil, c.Misuse("splits %v, want none negative and at most the %d rows together", splits, rows)
+		}
+		left -= int64(s)
+		given[i] = int64(s)
+	}
+	return given, nil
+}
+
+// Fill sets what all entries of c have alike.
+func (c *Call) Fill(e *tensorqueue.Entry) {
+	e.Set, e.Timeout, e.Hold, e.InPlace, e.ErrorFeedback = c.Set.ID, c.Timeout, c.Hold, c.InPlace, c.ErrorFeedback
+	q := &e.Request
+	q.Kind, q.DType, q.Op, q.Prescale, q.Postscale, q.Wire = c.Kind, c.DType, c.Op, c.Prescale, c.Postscale, c.Wire
+}
+
+// Submit names e, which is an operation or a group that is one request, and queues it. Drive, Notify or NotifyLater of the engine
+// comes next.
+func (c *Call) Submit(e *tensorqueue.Entry) error {
+	// Before a number is drawn: a call that fails at this rank alone must not shift those that follow.
+	if err := e.Request.CheckParameters(); err != nil {
+		return c.Misuse("%w", err)
+	}
+	if err := c.ensureName(); err != nil {
+		return err
+	}
+	e.Request.Name = c.Name
+	return c.queue(e)
+}
+
+// SubmitMembers is Submit for a group with a request for each tensor. Each has a name made from c's.
+func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
+	for _, e := range entries {
+		if err := e.Request.CheckParameters(); err != nil { // as in Submit
+			return c.Misuse("%w", err)
+		}
+	}
+	if err := c.ensureName(); err != nil {
+		return err
+	}
+	names := memberNames(c.Name, len(entries))
+	if err := message.CheckName(names[len(names)-1]); err != nil { // none is longer
+		return c.Misuse("%w", err)
+	}
+	for i, name := range names {
+		q := &entries[i].Request
+		if q.Name = name; len(entries) > 1 {
+			q.Group, q.GroupSize = c.Name, int32(len(entries))
+		}
+	}
+	return c.queue(entries...)
+}
+
+// memberNames returns the names of the n tensors of a group. They are parts of one string.
+func memberNames(group string, n int) []string {
+	var text []byte
+	ends := make([]int, n)
+	for i := range n {
+		text = append(append(text, group...), '_')
+		text = strconv.AppendInt(text, int64(i+1), 10)
+		text = strconv.AppendInt(append(text, "of"...), int64(n), 10)
+		ends[i] = len(text)
+	}
+	all, names, begin := string(text), make([]string, n), 0
+	for i, end := range ends {
+		names[i], begin = all[begin:end], end
+	}
+	return names
+}
+
+// ensureName names what has no name. Members of a set make unnamed calls of an operation in one order, so they draw the same.
+func (c *Call) ensureName() error {
+	if c.Name == "" {
+		name := append([]byte(c.Kind.String()), ".noname."...)
+		c.Name = string(strconv.AppendInt(name, c.Set.unnamed[c.Kind].Add(1), 10))
+	}
+	if err := message.CheckName(c.Name); err != nil {
+		return c.Misuse("%w", err)
+	}
+	return nil
+}
+
+// enter queues e, whose request has a name and has not been checked.
+func (c *Call) enter(e *tensorqueue.Entry) error {
+	if err := e.Request.Check(); err != nil {
+		return c.Misuse("%w", err)
+	}
+	return c.queue(e)
+}
+
+// queue gives entries to the engine. A refusal because of this call is a *engine.UsageError.
+func (c *Call) queue(entries ...*tensorqueue.Entry) error {
+	err := c.Rank.Engine.Queue(entries...)
+	if err == nil {
+		return nil
+	}
+	var (
+		duplicate *tensorqueue.DuplicateNameError
+		op        *engine.OpError
+	)
+	if errors.As(err, &op) && (errors.As(err, &duplicate) || errors.Is(err, engine.ErrNoProcessSet)) {
+		return &engine.UsageError{Op: op.Op, Tensor: op.Tensor, Err: op.Err}
+	}
+	return err
+}
+
+// JoinName is the name of every join: a rank joins a process set once at a time.
+const JoinName = "join.noname"
+
+// Join queues e, which becomes a join; done is told of its end. The set is joined until its Release.
+func (c *Call) Join(e *tensorqueue.Entry, done func(error)) error {
+	c.Name = JoinName
+	*e = tensorqueue.Entry{
+		Set: c.Set.ID, Timeout: c.Timeout, Done: done,
+		Request: message.Request{Kind: message.Join, Name: c.Name, Empty: c.Empty},
+	}
+	if !c.Set.joined.CompareAndSwap(false, true) {
+		return c.Misuse("this rank has joined %v already", c.Set)
+	}
+	if err := c.enter(e); err != nil {
+		c.Set.joined.Store(false)
+		return err
+	}
+	return nil
+}
+
+// OnlyBools makes the bytes that other ranks sent ones that Go allows in a bool.
+func OnlyBools(b []byte) {
+	for i, v := range b {
+		if v > 1 {
+			b[i] = 1
+		}
+	}
+}

@@ -1,0 +1,308 @@
+// Package rank joins one rank to its job: it turns settings into a connected, running and observed engine with its process sets,
+// and checks, names and queues operations on it. Package hvd gives it types for programs; the sidecar uses it for other processes.
+package rank
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/internal/meeting"
+	"github.com/gohvd/gohvd/internal/observe"
+	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/session"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/shm"
+	"github.com/gohvd/gohvd/ops/tcp"
+	"github.com/gohvd/gohvd/rendezvous"
+	"github.com/gohvd/gohvd/store"
+	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/transport"
+)
+
+// ErrNotInitialized is the error of an operation without an engine.
+var ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
+
+// Options change what Start reads from the environment.
+type Options struct {
+	// Settings override environment variables of their names.
+	Settings map[string]string
+	// Store, Method or ID say where the ranks meet. If all are zero the settings or the launcher do. Methods adds URL schemes.
+	Store   store.Store
+	Method  string
+	Methods place.Methods
+	ID      *meeting.ID
+	// Device names the accelerator of this rank. SharesDevice allows other ranks of the host to have the same.
+	Device       string
+	SharesDevice bool
+	// Kept holds a meeting that cannot be repeated, for later epochs of this process.
+	Kept **meeting.Meeting
+	// ForClient says that the program that computes is a process of its own.
+	ForClient bool
+	// Log replaces the log that the settings describe.
+	Log *zap.Logger
+	// LastEpoch is the last epoch that this rank was in.
+	LastEpoch uint64
+	// Sets are the process sets to start with, other than that of all ranks.
+	Sets [][]int
+	// OnStall hears of stalls at rank 0.
+	OnStall func(*controller.Stall)
+}
+
+// Read reads the settings that o leaves to the environment, and makes the log that they describe if o has none.
+func (o *Options) Read() (config.Config, error) {
+	cfg, err := config.FromEnvironment(o.Settings, o.Store != nil || o.Method != "" || o.ID != nil)
+	if err == nil && o.Log == nil {
+		o.Log = logs.New(os.Stderr, &cfg)
+	}
+	return cfg, err
+}
+
+// meet finds where the ranks meet.
+func (o *Options) meet(ctx context.Context, cfg config.Config) (*meeting.Meeting, error) {
+	byLauncher := o.Store == nil && o.Method == "" && o.ID == nil && cfg.InitMethod == "" && cfg.UniqueID == "" && cfg.Size == config.Unset
+	if byLauncher && o.Kept != nil && *o.Kept != nil {
+		return (*o.Kept).Again(cfg), nil
+	}
+	m, err := meeting.Open(ctx, meeting.Config{
+		Settings: cfg, Store: o.Store, Method: o.Method, Methods: o.Methods, ID: o.ID, Log: o.Log,
+	})
+	if err == nil && m.Once && o.Kept != nil {
+		*o.Kept = m
+		m = m.Again(cfg)
+	}
+	return m, err
+}
+
+// processes returns how many processes of the job want a processor of a host that has so many ranks. It assumes that the other
+// ranks are as this one. A wrong guess only changes how they wait.
+func (o *Options) processes(ranks int) int {
+	if o.ForClient {
+		return 2 * ranks
+	}
+	return ranks
+}
+
+// Rank is one rank of one epoch of a job. Its fields are set by Start and do not change afterwards.
+type Rank struct {
+	Engine      *engine.Engine
+	Watch       *observe.Rank
+	Place       topo.Topology
+	Homogeneous bool // every host has the same number of ranks
+	Epoch       uint64
+	Global      *Set // of all ranks
+
+	at          *meeting.Meeting
+	session     *session.Session // nil in a job of one
+	log         *zap.Logger      // nil if it is the program's
+	sets        setTable
+	dynamicSets bool
+	timeout     time.Duration // of operations that say none
+}
+
+// Start joins r, which is zero, to its job and waits until all ranks have come. After an error r is of no use.
+func (r *Rank) Start(ctx context.Context, o Options) error {
+	ownLog := o.Log == nil
+	cfg, err := o.Read()
+	if err != nil {
+		return fmt.Errorf("hvd: init: %w", err)
+	}
+	for _, w := range cfg.Warnings {
+		o.Log.Warn(w)
+	}
+	r.dynamicSets, r.timeout = cfg.DynamicProcessSets, cfg.OperationTimeout
+	if ownLog {
+		r.log = o.Log
+	}
+	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
+	defer cancel()
+	if err := r.start(ctx, cfg, &o); err != nil {
+		return fmt.Errorf("hvd: init: %w", errors.Join(dial.ExplainLimit(err), r.release()))
+	}
+	return nil
+}
+
+func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err error) {
+	if r.at, err = o.meet(ctx, cfg); err != nil {
+		return err
+	}
+	cfg = r.at.Settings
+	rank, size := cfg.Rank, cfg.Size
+	sets, err := staticSets(o.Sets, size)
+	if err != nil {
+		return err
+	}
+	log := o.Log.With(zap.Int("rank", rank), zap.Int("size", size), zap.String("host", cfg.Hostname))
+	hosts := []string{cfg.Hostname}
+	r.Epoch = o.LastEpoch + 1
+	ecfg := engine.Config{
+		Rank: topo.Rank(rank), Size: size, Sets: sets, Mesh: transport.Alone{},
+		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion,
+		CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep, Deterministic: cfg.Deterministic,
+		StallWarning: cfg.StallWarning, StallShutdown: cfg.StallShutdown,
+		OnVerdict: r.publish, OnStall: o.OnStall,
+	}
+	if size > 1 {
+		r.session, err = session.Open(ctx, session.Config{
+			At: r.at, LastEpoch: o.LastEpoch, Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.Device, SharesDevice: o.SharesDevice, Log: log,
+		})
+		if err != nil {
+			return r.failed(err)
+		}
+		var stop func()
+		ctx, stop = r.session.Watch(ctx)
+		defer stop()
+		ecfg.Ready = r.session.Ready
+		r.Epoch, hosts = r.session.Epoch, r.session.Hosts
+		ecfg.Mesh, ecfg.LocalProcesses = r.session.Mesh, o.processes(r.session.LocalSize)
+		if r.session.Memory != nil {
+			ecfg.Backends = append(ecfg.Backends, shm.Register(r.session.Memory, shm.Config{Crowded: shm.Crowded(ecfg.LocalProcesses)}))
+		}
+	}
+	if err := r.at.Met(ctx); err != nil {
+		log.Warn("rank 0 has not removed what it left for the other ranks to meet by", zap.Error(err))
+	}
+	ecfg.Backends = append(ecfg.Backends, tcp.Register(ecfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
+	if r.session != nil {
+		ecfg.Backends = slices.DeleteFunc(ecfg.Backends, func(b ops.Registration) bool {
+			ranks, _ := r.session.Lacking(b.ID)
+			return len(ranks) > 0
+		})
+	}
+	log = log.With(zap.Uint64("epoch", r.Epoch))
+	ecfg.Log = log
+	r.Place, r.Homogeneous = topologyOf(cfg, hosts, rank), topo.IsHomogeneous(hosts)
+	if err := r.Place.Validate(); err != nil {
+		if r.session != nil {
+			err = errors.Join(r.failed(r.session.Fail(err)), ecfg.Mesh.Close())
+		}
+		return err
+	}
+	r.Global = r.newSet(topo.Global, controller.Global(size).Ranks)
+	for _, s := range sets {
+		r.newSet(s.ID, s.Ranks)
+	}
+	if n := r.Place.LocalRank; n < len(cfg.ThreadAffinity) {
+		ecfg.Cores = cfg.ThreadAffinity[n : n+1]
+	}
+	r.Watch = observe.New(observe.Config{
+		Settings: &cfg, Rank: rank, Size: size, LocalRank: r.Place.LocalRank, Host: cfg.Hostname, Epoch: r.Epoch,
+		Launcher: r.launcher(), Sets: r.members, Log: log,
+	})
+	r.Watch.Configure(&ecfg)
+	if r.Engine, err = engine.Start(ctx, ecfg); err != nil {
+		if r.session != nil {
+			err = r.failed(r.session.Fail(err))
+		}
+		return err
+	}
+	if err := r.Watch.Attach(r.Engine); err != nil {
+		r.Engine.Close()
+		return err
+	}
+	return nil
+}
+
+// topologyOf returns where this rank stands: what the environment says, else what follows from the hosts.
+func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
+	t := topo.FromHosts(hosts, topo.Rank(rank))
+	for _, f := range []struct {
+		field *int
+		given int
+	}{
+		{&t.LocalRank, cfg.LocalRank}, {&t.LocalSize, cfg.LocalSize},
+		{&t.CrossRank, cfg.CrossRank}, {&t.CrossSize, cfg.CrossSize},
+	} {
+		if f.given != config.Unset {
+			*f.field = f.given
+		}
+	}
+	return t
+}
+
+// failed turns a failure of the epoch before it began into the *engine.PeerError of a later one, and tells the launcher.
+func (r *Rank) failed(err error) error {
+	why, ok := errors.AsType[*rendezvous.FailedError](err)
+	if refused, by := errors.AsType[*rendezvous.RefusedError](err); by && refused.Reason == rendezvous.RootFailed {
+		why, ok = &rendezvous.FailedError{Epoch: r.Epoch, Ranks: []topo.Rank{0}, Reason: refused.Text}, r.at.Settings.Rank != 0
+	}
+	if !ok {
+		return err
+	}
+	r.Epoch = why.Epoch
+	p := &engine.PeerError{Reason: why.Reason}
+	for _, failed := range why.Ranks {
+		p.Ranks = append(p.Ranks, int(failed))
+	}
+	r.publish(p)
+	return p
+}
+
+// publish tells the launcher who failed, so that it does not blame a rank that gave up because of another.
+func (r *Rank) publish(p *engine.PeerError) {
+	launcher := r.launcher()
+	if launcher == nil {
+		return
+	}
+	v := joblink.Verdict{Epoch: r.Epoch, Reason: p.Reason}
+	for _, failed := range p.Ranks {
+		v.Ranks = append(v.Ranks, topo.Rank(failed))
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
+	defer cancel()
+	// If the launcher cannot be told, the error that the program gets says the same.
+	_ = launcher.Condemn(ctx, v)
+}
+
+// launcher returns the link to the launcher, or nil if there is none.
+func (r *Rank) launcher() joblink.Link {
+	kv := r.at.Launcher()
+	if kv == nil {
+		return nil
+	}
+	return joblink.New(kv, r.at.Settings.Rank)
+}
+
+// Shutdown takes r out of the job, as hvd.Shutdown does, and closes it.
+func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
+	err := r.Engine.Shutdown(ctx, why)
+	if err != nil {
+		err = fmt.Errorf("hvd: shutdown: %w", err)
+	}
+	return errors.Join(err, r.release())
+}
+
+// Close closes r at once. If the job is not over the other ranks take this one for dead.
+func (r *Rank) Close() error {
+	r.Engine.Close()
+	return r.release()
+}
+
+// release closes what the engine does not own.
+func (r *Rank) release() error {
+	var errs []error
+	if r.Watch != nil {
+		errs = append(errs, r.Watch.Close())
+	}
+	if r.session != nil {
+		errs = append(errs, r.session.Close())
+	}
+	if r.at != nil {
+		errs = append(errs, r.at.Close())
+	}
+	if r.log != nil {
+		_ = r.log.Sync() // of lines that were left out; standard error itself may refuse
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,199 @@
+package rank
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/tensorqueue"
+	"github.com/gohvd/gohvd/topo"
+)
+
+// Set is a process set of a rank's job.
+type Set struct {
+	ID    topo.ProcessSetID
+	Ranks []topo.Rank // ascending
+	Me    int         // position of this rank, or -1
+
+	unnamed [message.NumKinds]atomic.Int64 // how many calls of each kind without a name this rank has made
+	joined  atomic.Bool                    // this rank has joined, and not all have
+}
+
+// Size returns the number of members.
+func (s *Set) Size() int { return len(s.Ranks) }
+
+// String returns "process set 2 of ranks [0 3]".
+func (s *Set) String() string { return fmt.Sprintf("process set %d of ranks %v", s.ID, s.Ranks) }
+
+// Release ends this rank's join of s, after all have joined or the join has failed.
+func (s *Set) Release() {
+	// The ranks that joined early have made fewer unnamed calls than the others. Now nothing is in flight, so all can begin to
+	// count anew.
+	for i := range s.unnamed {
+		s.unnamed[i].Store(0)
+	}
+	s.joined.Store(false)
+}
+
+// setTable has the process sets of a rank.
+type setTable struct {
+	mu  sync.Mutex
+	all []*Set // ascending by ID
+}
+
+func bySetID(s *Set, id topo.ProcessSetID) int { return int(s.ID) - int(id) }
+
+// newSet enters a set that the ranks have agreed on.
+func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank) *Set {
+	s := &Set{ID: id, Ranks: ranks, Me: slices.Index(ranks, topo.Rank(r.Place.Rank))}
+	t := &r.sets
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	i, _ := slices.BinarySearchFunc(t.all, id, bySetID)
+	t.all = slices.Insert(t.all, i, s)
+	return s
+}
+
+// removeSet removes a set that the ranks have agreed to remove.
+func (r *Rank) removeSet(s *Set) {
+	r.sets.mu.Lock()
+	defer r.sets.mu.Unlock()
+	r.sets.all = slices.DeleteFunc(r.sets.all, func(other *Set) bool { return other == s })
+}
+
+// Sets returns the process sets that exist, by ID. The first is that of all ranks.
+func (r *Rank) Sets() []*Set {
+	r.sets.mu.Lock()
+	defer r.sets.mu.Unlock()
+	return slices.Clone(r.sets.all)
+}
+
+// FindSet returns the set of this ID, or nil.
+func (r *Rank) FindSet(id int) *Set {
+	r.sets.mu.Lock()
+	defer r.sets.mu.Unlock()
+	i, ok := slices.BinarySearchFunc(r.sets.all, topo.ProcessSetID(id), bySetID)
+	if !ok {
+		return nil
+	}
+	return r.sets.all[i]
+}
+
+// members returns the members of all sets but the global one.
+func (r *Rank) members() map[topo.ProcessSetID][]topo.Rank {
+	m := make(map[topo.ProcessSetID][]topo.Rank)
+	for _, s := range r.Sets()[1:] {
+		m[s.ID] = s.Ranks
+	}
+	return m
+}
+
+// Change is a change of the process sets, on which all ranks agree.
+type Change struct {
+	tensorqueue.Entry
+	// Set is the set that is added, once that is done, or the one to remove.
+	Set *Set
+}
+
+// AddSet queues the addition of a process set of these ranks. done is called when all ranks have agreed.
+func (c *Call) AddSet(ranks []int, done func(*Change, error)) error {
+	members, err := membersOf(ranks, c.Rank.Place.Size)
+	if err != nil {
+		return c.Misuse("%w", err)
+	}
+	return c.change(&Change{}, message.Request{Name: "process_set.add", Ranks: members}, done)
+}
+
+// RemoveSet queues the removal of s. done is called when all ranks have agreed.
+func (c *Call) RemoveSet(s *Set, done func(*Change, error)) error {
+	if !slices.Contains(c.Rank.Sets(), s) {
+		return c.Misuse("%w", engine.ErrNoProcessSet)
+	}
+	return c.change(&Change{Set: s}, message.Request{Name: "process_set.remove", Set: s.ID}, done)
+}
+
+func (c *Call) change(ch *Change, q message.Request, done func(*Change, error)) error {
+	r := c.Rank
+	q.Kind, c.Name = c.Kind, q.Name
+	if c.Set != r.Global {
+		return c.Misuse("option Over does not apply: all ranks of the job take part")
+	}
+	if !r.dynamicSets {
+		return c.Misuse("process sets cannot be changed after Init: HOROVOD_DYNAMIC_PROCESS_SETS is 0")
+	}
+	ch.Entry = tensorqueue.Entry{Set: topo.Global, Request: q, Timeout: c.Timeout, Hold: c.Hold}
+	ch.Done = func(err error) {
+		switch {
+		case err != nil:
+		case c.Kind == message.AddProcessSet:
+			ch.Set = r.newSet(ch.Response.Set, ch.Response.Ranks)
+		default:
+			r.removeSet(ch.Set)
+		}
+		done(ch, err)
+	}
+	return c.enter(&ch.Entry)
+}
+
+// membersOf checks the ranks of a set and sorts them.
+func membersOf(ranks []int, size int) ([]topo.Rank, error) {
+	if len(ranks) == 0 {
+		return nil, fmt.Errorf("a process set without ranks")
+	}
+	sorted := slices.Sorted(slices.Values(ranks))
+	set := make([]topo.Rank, len(sorted))
+	for i, r := range sorted {
+		switch {
+		case r < 0 || r >= size:
+			return nil, fmt.Errorf("rank %d, want 0 to %d", r, size-1)
+		case i > 0 && r == sorted[i-1]:
+			return nil, fmt.Errorf("rank %d twice in %v", r, ranks)
+		}
+		set[i] = topo.Rank(r)
+	}
+	return set, nil
+}
+
+// staticSets checks the sets that Start was given.
+func staticSets(given [][]int, size int) ([]controller.Set, error) {
+	if len(given) >= message.MaxSets {
+		return nil, fmt.Errorf("%d process sets, want less than %d", len(given), message.MaxSets)
+	}
+	sets := []controller.Set{controller.Global(size)}
+	for k, ranks := range given {
+		set, err := membersOf(ranks, size)
+		if err != nil {
+			return nil, fmt.Errorf("process set %d: %w", k+1, err)
+		}
+		for _, other := range sets {
+			if slices.Equal(other.Ranks, set) {
+				return nil, fmt.Errorf("process set %d is a duplicate: set %d has the ranks %v too", k+1, other.ID, set)
+			}
+		}
+		sets = append(sets, controller.Set{ID: topo.ProcessSetID(k + 1), Ranks: set})
+	}
+	return sets[1:], nil
+}
+
+// maxSetsText is how long a rank's list of process sets may be to be told to the others as it is.
+const maxSetsText = 4096
+
+// setsText returns what ranks compare to see that they were given the same sets.
+func setsText(sets []controller.Set) string {
+	var b strings.Builder
+	for _, s := range sets {
+		fmt.Fprint(&b, s.Ranks)
+	}
+	if b.Len() <= maxSetsText {
+		return b.String()
+	}
+	hash := sha256.Sum256([]byte(b.String()))
+	return fmt.Sprintf("%d sets with hash %s", len(sets), hex.EncodeToString(hash[:]))
+}
