@@ -245,6 +245,68 @@ func TestOnlyMetricsKnowsPrometheus(t *testing.T) {
 	}
 }
 
+// Why: a program cannot name the types of internal packages, and what it cannot name it cannot store or pass on. hvd exports such
+// types only as aliases, which give them a name.
+func TestUsersCanNameWhatHvdExports(t *testing.T) {
+	all := packages(t)
+	p := all[slices.IndexFunc(all, func(p pkg) bool { return short(p.ImportPath) == "hvd" })]
+	exported := 0
+	for _, f := range p.GoFiles {
+		parsed, err := parser.ParseFile(token.NewFileSet(), filepath.Join(p.Dir, f), nil, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		internal := make(map[string]bool) // packages, by their names in f
+		for _, i := range parsed.Imports {
+			path := strings.Trim(i.Path.Value, `"`)
+			name := path[strings.LastIndex(path, "/")+1:]
+			if i.Name != nil {
+				name = i.Name.Name
+			}
+			internal[name] = strings.HasPrefix(path, module+"/internal/")
+		}
+		check := func(what string, types ast.Node) {
+			exported++
+			ast.Inspect(types, func(n ast.Node) bool {
+				field, ok := n.(*ast.Field)
+				if ok && what == "type" && field.Names != nil && !slices.ContainsFunc(field.Names, (*ast.Ident).IsExported) {
+					return false
+				}
+				if s, ok := n.(*ast.SelectorExpr); ok {
+					if x, ok := s.X.(*ast.Ident); ok && internal[x.Name] {
+						t.Errorf("hvd/%s: exported %s has the internal type %s.%s", f, what, x.Name, s.Sel.Name)
+					}
+				}
+				return true
+			})
+		}
+		for _, d := range parsed.Decls {
+			switch d := d.(type) {
+			case *ast.FuncDecl:
+				if d.Name.IsExported() {
+					check(d.Name.Name, d.Type)
+				}
+			case *ast.GenDecl:
+				for _, spec := range d.Specs {
+					switch spec := spec.(type) {
+					case *ast.TypeSpec:
+						if spec.Name.IsExported() && !spec.Assign.IsValid() {
+							check("type", spec.Type)
+						}
+					case *ast.ValueSpec:
+						if spec.Type != nil && slices.ContainsFunc(spec.Names, (*ast.Ident).IsExported) {
+							check(spec.Names[0].Name, spec.Type)
+						}
+					}
+				}
+			}
+		}
+	}
+	if exported < 50 {
+		t.Errorf("found only %d exported declarations", exported)
+	}
+}
+
 // uses lists where a package names one of the functions of an imported package.
 func uses(t *testing.T, p pkg, imported string, names ...string) []string {
 	var at []string
