@@ -570,7 +570,7 @@ func TestLockstepErrors(t *testing.T) {
 	}
 }
 
-// Who joins asks for nothing more, in lock-step too.
+// A rank that has joined asks for nothing more, in lock-step too.
 func TestLockstepJoin(t *testing.T) {
 	j := newLockstepJob(t, controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
@@ -597,7 +597,7 @@ func TestLockstepJoin(t *testing.T) {
 	}
 }
 
-// What keeps a tensor is known at rank 0, cached or not: by the stall inspector, by operation timeouts, and by who was late.
+// Rank 0 knows which ranks hold up a tensor, cached or not: stall reports, operation timeouts and lateness name them.
 func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	for name, warmUp := range map[string]int{"cached": 2, "not cached": 0} {
 		t.Run(name, func(t *testing.T) {

@@ -333,7 +333,7 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 			g.Responses = append(g.Responses, r)
 		}
 		for _, r := range dg.Full {
-			// What is cached is answered in full if no backend runs it.
+			// The coordinator answers a cached request in full if no backend runs it.
 			if bit, ok := s.cache.BitOf(r.Name); ok {
 				s.answered(bit)
 			}

@@ -36,7 +36,7 @@ func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 // timeout fails the epoch because a tensor was not done in time at a rank, unless its answer is under way to it.
 func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
-		// What it has asked for may not have come, nor, in lock-step, what the others have.
+		// The silent rank's request may not have arrived, nor, in lock-step, those of the others.
 		c.fail(silent, timeoutText(message.NoKind, by, u, have(silent)+" been silent for "+seconds(c.now-c.ranks[silent[0]].heard)))
 		return
 	}

@@ -48,7 +48,7 @@ func TestFormats(t *testing.T) {
 	}
 }
 
-// Who reads nccl-tests' table by columns must find them where they are there.
+// A script that reads nccl-tests' table by columns finds the same columns in ours.
 func TestColumnsOfNCCL(t *testing.T) {
 	for l := range strings.Lines(show("nccl")) {
 		if strings.HasPrefix(l, "#") {
