@@ -5,8 +5,8 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // agree makes the response to the requests of the members of a set, in the order of the set; members that have joined

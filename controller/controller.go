@@ -17,8 +17,8 @@ import (
 	"slices"
 	"time"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Durations of the protocol that are not settings (NEGOTIATION §3 and §7).

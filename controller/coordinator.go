@@ -6,8 +6,8 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/fusion"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // CoordinatorConfig is what a Coordinator needs to know.

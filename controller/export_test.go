@@ -3,7 +3,7 @@ package controller
 import (
 	"time"
 
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // What tests of invariants look at from inside.

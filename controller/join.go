@@ -1,8 +1,8 @@
 package controller
 
 import (
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // joinState is which members of a process set have joined, and so have no more requests until all have.

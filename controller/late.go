@@ -5,7 +5,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/stats"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // arrivals are when the members' requests for tensors came, while somebody wants to know.

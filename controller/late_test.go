@@ -7,8 +7,8 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/analysis"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // arrivals plays ranks against a coordinator that notes when they ask.

@@ -6,8 +6,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // departure is what the coordinator knows of a rank's shutdown. A rank leaves in four steps: it says that it submits

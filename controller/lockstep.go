@@ -1,8 +1,8 @@
 package controller
 
 import (
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Lockstep carries the requests of a Member to the Coordinator, and its decisions back, by collectives that all ranks

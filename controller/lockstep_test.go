@@ -12,9 +12,9 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // lockstepJob is a job in lock-step, whose collectives it does itself.

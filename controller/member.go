@@ -6,9 +6,9 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/fusion"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/responsecache"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // MemberConfig is what a Member needs to know.

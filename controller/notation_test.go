@@ -6,9 +6,9 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // The notation of NEGOTIATION's golden, in which scripts print frames (message.Up, message.Down) and forge them.

@@ -10,9 +10,9 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/responsecache"
-	"github.com/gohvd/gohvd/topo"
 )
 
 var seedFlag = flag.Uint64("seed", 0, "replay the random run of this seed only")

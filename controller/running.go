@@ -3,7 +3,7 @@ package controller
 import (
 	"time"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 )
 
 // grantList has the grants that a member has not finished, oldest first.

@@ -12,9 +12,9 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 var rewrite = flag.Bool("rewrite", false, "write what the scripts print into testdata")

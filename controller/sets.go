@@ -4,8 +4,8 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // setTable has the process sets of a job as its coordinator knows them. They come and go by requests of all ranks on the

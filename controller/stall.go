@@ -5,8 +5,8 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Event is something that happened and that nobody has to act on: it is for people. Exactly one field is set.

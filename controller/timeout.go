@@ -5,8 +5,8 @@ import (
 	"slices"
 	"time"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Timeout says that a tensor was not done in the time that its caller gave it. The verdict of the coordinator follows,

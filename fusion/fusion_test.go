@@ -8,9 +8,9 @@ import (
 	"unsafe"
 
 	"github.com/gohvd/gohvd/fusion"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 func allreduce(dt tensor.DType, numElems int64) *message.Response {

@@ -5,7 +5,7 @@ import (
 	"math"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // Alloc makes a tensor of n zeros in memory that the other ranks of the host can read: operations take it from where it
@@ -18,7 +18,7 @@ import (
 //
 // The error is a *NoMemoryError if the memory cannot be had: it says how many bytes and, where that can be told, because of
 // which limit.
-func Alloc[T tensor.Element](n int) ([]T, error) {
+func Alloc[T Element](n int) ([]T, error) {
 	var zero T
 	size := int64(len(tensor.Bytes([]T{zero})))
 	if n < 0 || int64(n) > math.MaxInt64/size {
@@ -37,7 +37,7 @@ func Alloc[T tensor.Element](n int) ([]T, error) {
 // Free gives back what Alloc made. s must begin where that did, and no operation on it may be in flight; it must not be
 // touched any more, nor any other slice of the same memory. To free a slice that did not come from Alloc, or twice, is an
 // error and does nothing. An empty slice is nothing to free.
-func Free[T tensor.Element](s []T) error {
+func Free[T Element](s []T) error {
 	if cap(s) == 0 {
 		return nil
 	}

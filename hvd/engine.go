@@ -9,8 +9,8 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
-	"github.com/gohvd/gohvd/message"
 )
 
 // Engine is one rank of one epoch of a job. Programs that are one rank use the package-level functions; a

@@ -11,9 +11,9 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 

@@ -6,9 +6,9 @@ import (
 	"fmt"
 	"sync/atomic"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 

@@ -3,9 +3,9 @@ package hvd
 import (
 	"context"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 

@@ -4,8 +4,8 @@ import (
 	"fmt"
 	"net/http"
 
+	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/stats"
-	"github.com/gohvd/gohvd/metrics"
 )
 
 // StartTimeline writes what this rank does from now on to a file: rank 0 to path, rank r to path with .rank<r> before the

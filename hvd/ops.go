@@ -3,10 +3,10 @@ package hvd
 import (
 	"context"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // describe makes h, which is empty, the handle of tensor i of c, which has numElems elements. Its buffers are still to be set.

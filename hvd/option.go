@@ -4,14 +4,16 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // Element is the constraint on element types: the integers of 8 to 64 bits (without uint32 and uint64), float32, float64,
 // bool, types made of them, Float16 and BFloat16.
-type Element = tensor.Element
+type Element interface {
+	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool | Float16 | BFloat16
+}
 
 // The floats of 16 bits. They have no arithmetic in Go, but conversions: hvd.Float16FromFloat32, x.Float32().
 type (
@@ -25,8 +27,11 @@ func Float16FromFloat32(f float32) Float16 { return half.Float16FromFloat32(f) }
 // BFloat16FromFloat32 rounds to the nearest, ties to even.
 func BFloat16FromFloat32(f float32) BFloat16 { return half.BFloat16FromFloat32(f) }
 
-// ReduceOp says how the elements of all ranks become one.
-type ReduceOp = tensor.ReduceOp
+// ReduceOp is a reduction: how the elements of all ranks become one.
+type ReduceOp uint8
+
+// String returns the name of op, such as "sum".
+func (op ReduceOp) String() string { return tensor.ReduceOp(op).String() }
 
 // The reductions. Sums and products of integers wrap around; Min and Max of floats are NaN where any rank's
 // element is. Average is the sum divided by the number of ranks, truncated toward zero for integers; AverageActive
@@ -34,13 +39,13 @@ type ReduceOp = tensor.ReduceOp
 // averages what is parallel (Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020), for any number
 // of ranks. Bools have Min (all) and Max (any).
 const (
-	Average       = tensor.Average
-	Sum           = tensor.Sum
-	Min           = tensor.Min
-	Max           = tensor.Max
-	Product       = tensor.Product
-	Adasum        = tensor.Adasum
-	AverageActive = tensor.AverageActive
+	Average       = ReduceOp(tensor.Average)
+	Sum           = ReduceOp(tensor.Sum)
+	Min           = ReduceOp(tensor.Min)
+	Max           = ReduceOp(tensor.Max)
+	Product       = ReduceOp(tensor.Product)
+	Adasum        = ReduceOp(tensor.Adasum)
+	AverageActive = ReduceOp(tensor.AverageActive)
 )
 
 // Option changes one operation. An option that does not apply to the operation is an error.
@@ -149,7 +154,7 @@ func (c *call) take(o *Option, group bool) error {
 	}
 	switch o.kind {
 	case rank.OptOp:
-		c.Op = o.op
+		c.Op = tensor.ReduceOp(o.op)
 	case rank.OptInPlace:
 		c.InPlace = true
 	case rank.OptShape, rank.OptShapes:

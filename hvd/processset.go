@@ -5,9 +5,9 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // ProcessSet is some ranks of a job, among whom operations can run: with Over. Each set negotiates, fuses and executes by

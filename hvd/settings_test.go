@@ -12,7 +12,7 @@ import (
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 )
 

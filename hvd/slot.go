@@ -4,7 +4,7 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 

@@ -5,10 +5,10 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // planner is a backend that can only plan.

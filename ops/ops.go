@@ -5,8 +5,8 @@ package ops
 import (
 	"context"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // Backend runs collectives among the members of one process set on one lane, one after the other. All members start the

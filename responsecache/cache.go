@@ -15,7 +15,7 @@ import (
 	"hash/fnv"
 	"math"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 )
 
 // State is what a cache knows of a request.

@@ -5,9 +5,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/responsecache"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 func allreduce(name string, dims ...int64) *message.Response {

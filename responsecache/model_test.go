@@ -9,7 +9,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/responsecache"
 )
 

@@ -6,9 +6,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/responsecache"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // assign gives r a bit in its own cycle and says which bits the cycle erased.

@@ -14,7 +14,7 @@ if [ "$1" = --note ]; then
 	shift
 fi
 case $1 in
-arm64) inputs=(internal/kernel half tensor scripts/arm64-test.sh) ;;
+arm64) inputs=(internal/kernel half internal/tensor scripts/arm64-test.sh) ;;
 image) inputs=(Dockerfile .dockerignore go.mod go.sum scripts/image-check.sh) ;;
 *)
 	echo "tested: $1: want arm64 or image" >&2

@@ -7,7 +7,7 @@ import (
 	"go.uber.org/goleak"
 	"go.uber.org/zap/zaptest"
 
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/storetest"
 )

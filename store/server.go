@@ -11,7 +11,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 )
 
 // Bounds of a Server.

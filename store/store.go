@@ -14,7 +14,7 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 )
 
 // Bounds on what a store takes, those of PyTorch's. A call beyond them gives an error that is ErrLimit.

@@ -19,8 +19,8 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/secret"
 )
 
 func TestHashStoreTotals(t *testing.T) {

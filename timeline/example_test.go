@@ -6,8 +6,8 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/timeline"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )

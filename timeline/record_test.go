@@ -18,12 +18,12 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
-	"github.com/gohvd/gohvd/topo"
 )
 
 func TestMain(m *testing.M) {

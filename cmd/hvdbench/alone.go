@@ -4,9 +4,9 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // alone runs operations on the backend, with nothing above it.

@@ -8,11 +8,11 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/session"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/ops/tcp"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
 )
 
 // rawBackend is a backend of all ranks of the job with nothing above it: no names, no negotiation. It owns what the backend

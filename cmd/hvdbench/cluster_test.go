@@ -11,9 +11,9 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 var rewrite = flag.Bool("rewrite", false, "write the goldens anew")

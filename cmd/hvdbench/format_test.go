@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // lines are made up.

@@ -6,8 +6,8 @@ import (
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // negotiated runs operations through package hvd.
@@ -59,7 +59,7 @@ func prepareTyped[T tensor.Element](e *hvd.Engine, s shot, name string, buf []by
 		opts = append(opts, hvd.InPlace())
 	}
 	if s.kind.Reduces() {
-		opts = append(opts, hvd.Op(s.op))
+		opts = append(opts, hvd.Op(hvd.ReduceOp(s.op)))
 	}
 	var out []T
 	a := &action{result: func() []byte { return tensor.Bytes(out) }}

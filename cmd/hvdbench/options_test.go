@@ -5,8 +5,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 func TestParseSize(t *testing.T) {

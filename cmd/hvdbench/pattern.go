@@ -6,8 +6,8 @@ import (
 	"math"
 
 	"github.com/gohvd/gohvd/half"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // pattern is a periodic sequence of elements: what a buffer is filled with, or should be found to have.

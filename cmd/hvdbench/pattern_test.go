@@ -7,8 +7,8 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // The rule of the harness: element i of rank r is (7i+13r) mod 101.

@@ -4,8 +4,8 @@ import (
 	"math"
 	"slices"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // unchecked is the value of result.wrong if no result was verified.

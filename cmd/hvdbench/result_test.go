@@ -5,7 +5,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 )
 
 func TestQuantiles(t *testing.T) {

@@ -9,8 +9,8 @@ import (
 	"runtime"
 	"time"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // wrongError says that elements were not what they should be.

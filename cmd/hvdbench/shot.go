@@ -4,8 +4,8 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // shot is one operation to measure.

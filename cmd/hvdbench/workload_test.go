@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 func TestBuiltInWorkloads(t *testing.T) {

@@ -18,7 +18,7 @@ import (
 	"github.com/gohvd/gohvd/internal/doctor"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/logs"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 )
 

@@ -21,9 +21,9 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/topo"
 )
 
 const deadline = time.Minute

@@ -7,7 +7,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
-	"github.com/gohvd/gohvd/metrics"
+	"github.com/gohvd/gohvd/internal/metrics"
 )
 
 // serveMetrics serves the metrics of all ranks, which it asks for them, until stop.

@@ -24,13 +24,13 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/metrics"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/metrics"
-	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // ranksOfMetrics has, for each rank of a test, how it answers.

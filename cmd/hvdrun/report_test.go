@@ -24,11 +24,11 @@ import (
 
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/recorder"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 )
 

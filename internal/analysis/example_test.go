@@ -5,7 +5,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Two ranks run an operation in each of three steps, for which rank 1 asks 5 ms late. Then rank 0 asks for another, and rank 1 does not.

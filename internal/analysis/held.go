@@ -3,7 +3,7 @@ package analysis
 import (
 	"time"
 
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // HeldUp is how often a rank was the last to ask for an operation, and for how long it held up all others.

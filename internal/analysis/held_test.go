@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // ask is an operation for which a rank asked last, in ms. The ranks go on without waiting for it if its rank is negated, less 1.

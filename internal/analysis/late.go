@@ -7,7 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 const (

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"os"
 
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 )
 
 // JobSecret is the secret of the job, that of HVD_SECRET, else that of the file that HVD_SECRET_FILE names; zero is none. It does

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 )
 
 // The secret is the launcher's, or that of a file.

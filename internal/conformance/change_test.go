@@ -3,9 +3,9 @@ package conformance
 import (
 	"testing"
 
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // changes are jobs, and what makes each of them another operation by one parameter.

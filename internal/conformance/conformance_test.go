@@ -11,10 +11,10 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // The parameters, beside what is computed. How ranks join and whether inputs are wild is not combined in full with the

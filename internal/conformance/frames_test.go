@@ -4,8 +4,8 @@ import (
 	"fmt"
 	"sync"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // frames counts what ranks other than 0 say and hear in the negotiation: that a tensor came from the cache, or was fused,

@@ -3,7 +3,7 @@ package conformance
 import (
 	"math"
 
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // hash mixes numbers to 64 bits that look random (the finalizer of splitmix64, after each).

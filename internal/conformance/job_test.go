@@ -8,10 +8,10 @@ import (
 	"sync"
 
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // what is an operation without its data.

@@ -5,7 +5,7 @@ import (
 	"math"
 	"testing"
 
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // format is a binary floating-point format, whose numbers are a subset of float64's.

@@ -14,7 +14,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 )
 
 // keepAlive finds a vanished peer in about 15 s on a connection on which nothing is said.

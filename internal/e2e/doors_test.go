@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 )
 
 // purposes are what is proven at the doors of a job: those of the store, the root, and the ranks.

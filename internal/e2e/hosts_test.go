@@ -15,8 +15,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/secret"
 )
 
 // spread is a job over hosts, whose ranks the test starts itself, with the variables that a launcher would set. The cmd of its

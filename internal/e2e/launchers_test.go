@@ -14,8 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/secret"
 )
 
 // Under the launchers that there are the ranks find each other without hvdrun, know where they stand, and can start over in one

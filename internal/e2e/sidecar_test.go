@@ -19,8 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // buildSidecar builds hvdd beside hvdrun.

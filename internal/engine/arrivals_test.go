@@ -4,8 +4,8 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/message"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 

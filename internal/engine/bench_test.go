@@ -5,9 +5,9 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/transport"
-	"github.com/gohvd/gohvd/transport/mem"
-	"github.com/gohvd/gohvd/transport/tcp"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
+	"github.com/gohvd/gohvd/internal/transport/tcp"
 )
 
 // overTCP gives the ranks of a job channels over loopback.

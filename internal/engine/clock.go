@@ -11,9 +11,9 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // A rank measures its clock against rank 0's as NTP does (Mills, Internet Time Synchronization, 1991): it notes when its question

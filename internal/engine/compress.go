@@ -4,7 +4,7 @@ import (
 	"math"
 
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // compress writes the scaled tensors of b to buf as elements of wire, one behind the other. With error feedback it adds

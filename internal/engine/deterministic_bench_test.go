@@ -7,8 +7,8 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 

@@ -6,7 +6,7 @@ import (
 	"strings"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 )
 
 // ErrShutDown answers operations that no longer run because this rank has shut down, or because every rank that could

@@ -5,9 +5,9 @@ import (
 	"fmt"
 
 	"github.com/gohvd/gohvd/fusion"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 

@@ -3,7 +3,7 @@ package engine
 import (
 	"time"
 
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Polls is how often the loop was polled.

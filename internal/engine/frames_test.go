@@ -8,8 +8,8 @@ import (
 	"io"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/transport"
 )
 
 // arrivals is a connection on which each piece arrives by itself; an empty one is that nothing has. After them it ends.

@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 )
 
 // startAllgather gathers one tensor in its output, several in the fusion buffer, which then has a block from each rank, and in

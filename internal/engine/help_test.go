@@ -7,9 +7,9 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/transport/mem"
 )
 
 // do submits an entry as a caller does that waits at once, and reports whether it was done when Drive returned.

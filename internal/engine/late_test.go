@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/transport/mem"
+	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
 // crowded makes a job of two whose loops would take the processor from who queues. They are rung after period; 0 is the default.

@@ -7,9 +7,9 @@ import (
 	"io"
 	"net"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 )
 
 const (

@@ -6,7 +6,7 @@ import (
 	"io"
 	"testing"
 
-	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/internal/transport"
 )
 
 // pipe takes what it is given, and says that it has sent it when it is told to.

@@ -11,10 +11,10 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/transport"
-	"github.com/gohvd/gohvd/transport/mem"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
 // againstFrames runs rank 0 in lock-step until its epoch ends. In place of rank 1 there is a sender of frames.

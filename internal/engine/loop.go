@@ -10,10 +10,10 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
 )
 
 // BackgroundThreadLoop runs turns until the epoch is over, then lets go of everything.

@@ -7,12 +7,12 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // Recorder hears of every operation when it has ended, before it is answered. It is called by one goroutine at a time, delays

@@ -10,11 +10,11 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/transport/mem"
 )
 
 // log keeps what it hears of.

@@ -7,8 +7,8 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 )
 
 // send sends a frame to a peer, which is notified later if it is parked.

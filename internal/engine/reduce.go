@@ -3,9 +3,9 @@ package engine
 import (
 	"slices"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 

@@ -2,9 +2,9 @@ package engine
 
 import (
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // scaling is what happens to elements around a reduction.

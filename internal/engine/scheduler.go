@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/futex"
-	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/internal/transport"
 )
 
 // scheduler decides which goroutine runs the turns of the loop, how long it polls between them, and when it parks.

@@ -6,10 +6,10 @@ import (
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
 )
 
 // ErrNoProcessSet refuses an operation on a process set that has been removed, or that this rank is no member of, and

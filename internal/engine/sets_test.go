@@ -11,10 +11,10 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // withSet adds a process set of ranks 0 and 1 to the start.

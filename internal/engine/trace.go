@@ -5,7 +5,7 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/logs"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 )
 
 // HOROVOD_LOG_LEVEL=trace logs each frame of the negotiation that a rank sends or receives, except heartbeats and clock

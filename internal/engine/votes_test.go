@@ -3,7 +3,7 @@ package engine
 import (
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 

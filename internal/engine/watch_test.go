@@ -17,9 +17,9 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
 )
 
 // patience is no multiple of a heartbeat, whose turn would hide a deadline that nobody waits for.

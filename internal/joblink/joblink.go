@@ -23,8 +23,8 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // Questions of the launcher.

@@ -15,10 +15,10 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/topo"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

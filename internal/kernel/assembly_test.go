@@ -6,7 +6,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // A function missing in assembly would be slow, right, and compared with itself everywhere else.

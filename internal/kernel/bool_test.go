@@ -3,7 +3,7 @@ package kernel_test
 import (
 	"math/rand/v2"
 
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // bools are bytes as a peer may send them: of all values, and many 0.

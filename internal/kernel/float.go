@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // ConvertFunc sets the elements of dst to those of src, converted.

@@ -10,7 +10,7 @@ import (
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 var floatTypes = []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}

@@ -5,7 +5,7 @@ import (
 	"math"
 
 	"github.com/gohvd/gohvd/half"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // Halves are computed with in blocks: widened to float32, combined as those are, and rounded back. A block is small

@@ -7,7 +7,7 @@ import (
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 func float16(x float64) half.Float16 {

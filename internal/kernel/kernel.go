@@ -16,7 +16,7 @@ import (
 	"math"
 	"unsafe"
 
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // Func combines src into dst element by element: dst[i] = dst[i] op src[i].

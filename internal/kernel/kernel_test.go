@@ -11,7 +11,7 @@ import (
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 var ops = []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Product}

@@ -4,7 +4,7 @@
 
 package kernel
 
-import "github.com/gohvd/gohvd/tensor"
+import "github.com/gohvd/gohvd/internal/tensor"
 
 //go:noescape
 func sumUint8NEON(dst, a, b *byte, n int)

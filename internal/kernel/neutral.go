@@ -4,7 +4,7 @@ import (
 	"bytes"
 	"fmt"
 
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // neutrals has the elements of a type, as bytes, that change nothing: zero in a sum, one in a product, the highest in

@@ -8,7 +8,7 @@ import (
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 var allOps = []tensor.ReduceOp{

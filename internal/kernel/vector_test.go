@@ -11,7 +11,7 @@ import (
 	"unsafe"
 
 	"github.com/gohvd/gohvd/half"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // The functions in assembly are compared with those in plain Go here, those of all levels that this processor has, one

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/launch"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 func TestParseHosts(t *testing.T) {

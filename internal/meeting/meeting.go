@@ -22,8 +22,8 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // Config says where to meet. At most one of Store, Method and ID is given. Without any it is what the settings say

@@ -2,7 +2,7 @@ package meeting
 
 import (
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 )
 
 // secretOf is the secret of the job, encrypted if the settings say so.

@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 )
 
 // A secret encrypts if the settings say so; none cannot.

@@ -14,12 +14,12 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/metrics"
-	"github.com/gohvd/gohvd/tensor"
 	"github.com/gohvd/gohvd/timeline"
 )
 

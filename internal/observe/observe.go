@@ -21,11 +21,11 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/version"
-	"github.com/gohvd/gohvd/metrics"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // Config says which rank it is.

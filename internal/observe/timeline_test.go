@@ -13,10 +13,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/timeline/report"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // observed has f watch each rank of a job, in an epoch.

@@ -19,7 +19,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 )
 

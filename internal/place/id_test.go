@@ -12,9 +12,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/rendezvous"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // newIDs makes ids on loopback. Their stores end with the test.

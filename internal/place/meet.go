@@ -20,7 +20,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
 )

@@ -30,7 +30,7 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 )
 

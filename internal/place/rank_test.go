@@ -16,8 +16,8 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
-	"github.com/gohvd/gohvd/secret"
 	"github.com/gohvd/gohvd/store"
 )
 

@@ -14,7 +14,7 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/gohvd/gohvd/secret"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
 )

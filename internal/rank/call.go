@@ -8,10 +8,10 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // Option is a kind of option of an operation.

@@ -21,14 +21,14 @@ import (
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/observe"
 	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/session"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/ops/tcp"
-	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
 )
 
 // ErrNotInitialized is the error of an operation without an engine.

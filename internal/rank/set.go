@@ -11,9 +11,9 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // Set is a process set of a rank's job.

@@ -16,8 +16,8 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/topo"
 )
 
 const (

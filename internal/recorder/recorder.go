@@ -9,10 +9,10 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // DefaultOperations is how many a rank keeps: some 60 steps of ResNet-50, in 1.3 MB.

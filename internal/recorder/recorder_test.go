@@ -14,9 +14,9 @@ import (
 
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

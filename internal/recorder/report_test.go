@@ -9,9 +9,9 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // rankAt is a rank of a job in a test, and what its dump says.

@@ -16,13 +16,13 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/meeting"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/shm"
+	"github.com/gohvd/gohvd/internal/transport/tcp"
 	opsshm "github.com/gohvd/gohvd/ops/shm"
-	"github.com/gohvd/gohvd/rendezvous"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
-	"github.com/gohvd/gohvd/transport/shm"
-	"github.com/gohvd/gohvd/transport/tcp"
 )
 
 // Config says who joins what.

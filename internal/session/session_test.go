@@ -14,11 +14,11 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/meeting"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/shm"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
-	"github.com/gohvd/gohvd/transport/shm"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

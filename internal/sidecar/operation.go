@@ -11,12 +11,12 @@ import (
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/tensorqueue"
-	"github.com/gohvd/gohvd/topo"
 )
 
 // maxTensors bounds those of a group.

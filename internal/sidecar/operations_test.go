@@ -18,7 +18,7 @@ import (
 	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // ranks runs f as the client of each of n ranks, between Init and Shutdown. The arena of rank r has the number r+1 and is b.

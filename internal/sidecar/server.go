@@ -32,11 +32,11 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/secret"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 const (

@@ -27,15 +27,15 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
+	"github.com/gohvd/gohvd/internal/transport/shm"
+	"github.com/gohvd/gohvd/internal/transport/tcp"
 	opsshm "github.com/gohvd/gohvd/ops/shm"
 	opstcp "github.com/gohvd/gohvd/ops/tcp"
-	"github.com/gohvd/gohvd/rendezvous"
 	"github.com/gohvd/gohvd/store"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
-	"github.com/gohvd/gohvd/transport/mem"
-	"github.com/gohvd/gohvd/transport/shm"
-	"github.com/gohvd/gohvd/transport/tcp"
 )
 
 // Transport is what connects the ranks.

@@ -9,9 +9,9 @@ import (
 	"hash/fnv"
 	"time"
 
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Operation is a granted response, of one tensor or of several that ran as one, when it has ended. Whoever is given one

@@ -5,9 +5,9 @@ import (
 	"context"
 	"runtime"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // Blocking calls the operations of a backend, and returns when they have ended. Steps says that it does not wait for

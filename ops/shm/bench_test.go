@@ -6,9 +6,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops/shm"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // BenchmarkAllreduce has ranks that are threads of one process, each of which writes its buffer before every operation.

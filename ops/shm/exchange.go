@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/futex"
 	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/transport"
 )
 
 // streamBytes is from where on results that a peer has reduced are written past the caches: by then they would drive each

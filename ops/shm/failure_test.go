@@ -12,11 +12,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/shm"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/transport"
 )
 
 // A rank that never comes is waited for until its process is given up, whatever the operation. Then the backend is dead.

@@ -7,9 +7,9 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops/shm"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // counts are blocks of many lengths, some empty, for n ranks.

@@ -3,8 +3,8 @@ package shm
 import (
 	"context"
 
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 )
 
 // Memory is what a Backend needs of the ranks' host: segments of each other's memory. The mesh of transport/shm is one.

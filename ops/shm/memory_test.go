@@ -9,10 +9,10 @@ import (
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/shm"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
 )
 
 // host is memory that the ranks of one process share because it is one: the protocol of the backends without files and

@@ -4,8 +4,8 @@ import (
 	"fmt"
 
 	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // blockBytes is how much is reduced at a time: few enough bytes for all that is done to them to find them in the

@@ -7,10 +7,10 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/shm"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // input is what rank has in tensor number t: small numbers, so that the bits do not depend on the order.

@@ -6,10 +6,10 @@ import (
 	"fmt"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/shm"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // Contributions lie one behind the other in a ring, which comes round several times here.

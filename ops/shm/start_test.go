@@ -10,10 +10,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/shm"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 var _ ops.Backend = (*shm.Backend)(nil)

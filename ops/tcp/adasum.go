@@ -6,8 +6,8 @@ import (
 	"slices"
 
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/message"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // runAdasum combines tensors by HalvingDoubling, in the tree that the package comment defines. Ranks from p on, the

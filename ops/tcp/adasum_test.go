@@ -12,10 +12,10 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // alike is what the ranks contribute to tensors of the given lengths: vectors that have much in common, so that the

@@ -1,7 +1,7 @@
 package tcp
 
 import (
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 )
 
 // allgather runs an allgather by Ring: every block travels once round the ring. Each rank sends len(out) less

@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 )
 
 // countBytes is the size of the count before every block of an alltoall: a little-endian uint64.

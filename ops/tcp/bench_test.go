@@ -4,10 +4,10 @@ import (
 	"fmt"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // The figures are those of nccl-tests: busbw is bytes/time × 2(n-1)/n, which of the links' speed is used, whatever n.

@@ -9,13 +9,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
+	transporttcp "github.com/gohvd/gohvd/internal/transport/tcp"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
-	"github.com/gohvd/gohvd/secret"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
-	"github.com/gohvd/gohvd/transport/mem"
-	transporttcp "github.com/gohvd/gohvd/transport/tcp"
 )
 
 const lane = transport.Lane(3)

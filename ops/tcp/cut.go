@@ -3,7 +3,7 @@ package tcp
 import (
 	"fmt"
 
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // cut says where a buffer is cut into parts: part i is the bytes from cut[i] to cut[i+1]. It has one entry more than

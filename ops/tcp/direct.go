@@ -2,7 +2,7 @@ package tcp
 
 import (
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/tensor"
+	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // No rank can wait for ever in the reductions here, although each reads from the others in an order of its own. A rank

@@ -7,9 +7,9 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/half"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops/opstest"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // uneven is what the ranks contribute to a tensor whose sums and products depend on the order: numbers of very different

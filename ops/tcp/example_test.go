@@ -5,13 +5,13 @@ import (
 	"fmt"
 	"sync"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/tcp"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
-	"github.com/gohvd/gohvd/transport/mem"
 )
 
 // Two ranks add what they have.

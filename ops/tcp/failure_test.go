@@ -8,13 +8,13 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	transporttcp "github.com/gohvd/gohvd/internal/transport/tcp"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
-	"github.com/gohvd/gohvd/transport"
-	transporttcp "github.com/gohvd/gohvd/transport/tcp"
 )
 
 // arguments are one rank's, for every collective: buffers in which every rank has a block of 400 bytes.

@@ -2,7 +2,7 @@ package tcp
 
 import (
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 )
 
 // allreduce runs an allreduce in which one rank computes the result of an element and all get it.

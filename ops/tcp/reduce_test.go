@@ -6,9 +6,9 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/half"
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops/opstest"
-	"github.com/gohvd/gohvd/tensor"
 )
 
 // value is what rank contributes at place i, as an element of dt: small, of either sign, never zero, so that sums and

@@ -4,8 +4,8 @@ import (
 	"iter"
 	_ "unsafe" // for lockedOSThread
 
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/transport"
 )
 
 // steps runs operations step by step. They are written as code that waits where it reads and flushes. In a step that may

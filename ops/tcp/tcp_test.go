@@ -10,12 +10,12 @@ import (
 
 	"go.uber.org/goleak"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
-	"github.com/gohvd/gohvd/tensor"
-	"github.com/gohvd/gohvd/topo"
 )
 
 var _ ops.Backend = (*tcp.Backend)(nil)

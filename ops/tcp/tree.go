@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"math/bits"
 
-	"github.com/gohvd/gohvd/message"
+	"github.com/gohvd/gohvd/internal/message"
 )
 
 // broadcast runs a broadcast by Tree: a binomial tree of depth ceil(log2 n), in which the root sends up to

@@ -9,7 +9,7 @@ import (
 	"unicode"
 
 	"github.com/gohvd/gohvd/internal/analysis"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // most is the share of something from which it is most of it.

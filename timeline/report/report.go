@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Options are settings of the job that its files do not tell.

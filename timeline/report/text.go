@@ -8,7 +8,7 @@ import (
 	"strings"
 	"text/tabwriter"
 
-	"github.com/gohvd/gohvd/topo"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // mostRanks is how many ranks a table of the text has at most.

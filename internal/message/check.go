@@ -1,0 +1,174 @@
+package message
+
+import (
+	"fmt"
+	"math"
+	"unicode/utf8"
+
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// Check says what is wrong with r by itself, or returns nil. What ranks must agree on is the coordinator's to
+// check.
+func (r *Request) Check() error {
+	if !r.Kind.Valid() {
+		return fmt.Errorf("request %q has unknown kind %d", r.Name, r.Kind)
+	}
+	if err := CheckName(r.Name); err != nil {
+		return err
+	}
+	if err := r.CheckParameters(); err != nil {
+		return fmt.Errorf("%v %q: %w", r.Kind, r.Name, err)
+	}
+	return nil
+}
+
+// CheckParameters is Check for a request whose name is not known yet; its errors do not name the operation.
+func (r *Request) CheckParameters() error {
+	if (r.Group == "") != (r.GroupSize == 0) || r.GroupSize < 0 || r.Group != "" && !r.Kind.MovesData() {
+		return fmt.Errorf("group %q of %d tensors", r.Group, r.GroupSize)
+	}
+	if r.Group != "" {
+		if err := CheckName(r.Group); err != nil {
+			return err
+		}
+	}
+	if len(r.Parts) > 0 {
+		return r.checkParts()
+	}
+	switch r.Kind {
+	case AddProcessSet:
+		return checkMembers(r.Ranks)
+	case RemoveProcessSet:
+		if r.Set == topo.Global {
+			return fmt.Errorf("the global process set cannot be removed")
+		}
+		return nil
+	case Barrier, Join:
+		return nil
+	}
+	if _, err := checkTensor(r.DType, r.Shape); err != nil {
+		return err
+	}
+	if r.Kind == Broadcast && r.Root < 0 {
+		return fmt.Errorf("root rank %d", r.Root)
+	}
+	if r.Kind.Reduces() {
+		return r.checkReduction(r.DType)
+	}
+	return nil
+}
+
+// checkParts is CheckParameters of a group.
+func (r *Request) checkParts() error {
+	switch {
+	case r.Kind != Allreduce:
+		return fmt.Errorf("tensors of a group as one, which only allreduce has")
+	case r.Group != "":
+		return fmt.Errorf("tensors of a group in group %q", r.Group)
+	case len(r.Shape) != 1:
+		return fmt.Errorf("tensors of a group with shape %v, want their number of elements", r.Shape)
+	}
+	if err := r.Parts.check(r.DType, r.Shape[0]); err != nil {
+		return err
+	}
+	for dt := range r.Parts.Types() {
+		if err := r.checkReduction(dt); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkReduction checks how elements of dt are to be reduced.
+func (r *Request) checkReduction(dt tensor.DType) error {
+	if err := tensor.CheckReduce(r.Op, dt); err != nil {
+		return err
+	}
+	if r.Kind == Reducescatter && r.Op == tensor.Adasum {
+		return fmt.Errorf("adasum is a reduction for allreduce alone")
+	}
+	if math.IsNaN(r.Prescale) || math.IsNaN(r.Postscale) {
+		return fmt.Errorf("scale factors %v and %v, want numbers", r.Prescale, r.Postscale)
+	}
+	if r.Prescale != 1 || r.Postscale != 1 {
+		if err := tensor.CheckScale(dt); err != nil {
+			return err
+		}
+	}
+	if r.Wire != tensor.Invalid {
+		switch {
+		case r.Kind != Allreduce:
+			return fmt.Errorf("compression to %v, which only allreduce has", r.Wire)
+		case !r.Wire.IsHalf() || dt != tensor.Float32 && dt != tensor.Float64:
+			return fmt.Errorf("compression of %v to %v, want float32 or float64 to float16 or bfloat16", dt, r.Wire)
+		}
+	}
+	return nil
+}
+
+// check is Check for responses, whose sizes followers compute with.
+func (r *Response) check() error {
+	if r.Kind == Error {
+		return CheckName(r.Name)
+	}
+	q := r.request()
+	if err := q.Check(); err != nil {
+		return err
+	}
+	if r.Kind.Ragged() && (len(r.Shape) == 0 || r.Shape[0] != 0) || r.Kind == Reducescatter && len(r.Shape) == 0 {
+		return fmt.Errorf("%v %q has shape %v", r.Kind, r.Name, r.Shape)
+	}
+	if r.Kind == AddProcessSet && r.Set == topo.Global {
+		return fmt.Errorf("%v %q without an id", r.Kind, r.Name)
+	}
+	if r.Kind == Allgather {
+		if _, err := r.NumElems(); err != nil {
+			return fmt.Errorf("allgather %q has first dimensions %v for shape %v", r.Name, r.FirstDims, r.Shape)
+		}
+	}
+	return nil
+}
+
+// CheckName says what is wrong with the name of a tensor or group, or returns nil.
+func CheckName(name string) error {
+	if name == "" || len(name) > MaxNameBytes {
+		return fmt.Errorf("a tensor name has %d bytes, want 1 to %d", len(name), MaxNameBytes)
+	}
+	if !utf8.ValidString(name) {
+		return fmt.Errorf("tensor name %q is not UTF-8", name)
+	}
+	return nil
+}
+
+// checkMembers holds the ranks of a process set against what a Set promises: at least one, ascending.
+func checkMembers(ranks []topo.Rank) error {
+	if len(ranks) == 0 {
+		return fmt.Errorf("a process set without ranks")
+	}
+	for i, r := range ranks {
+		if r < 0 || r >= MaxRanks || i > 0 && r <= ranks[i-1] {
+			return fmt.Errorf("ranks %v, want them ascending and from 0 to %d", ranks, MaxRanks-1)
+		}
+	}
+	return nil
+}
+
+// checkTensor gives the number of elements, whose bytes can be counted too.
+func checkTensor(dt tensor.DType, s tensor.Shape) (numElems int64, err error) {
+	if !dt.Valid() {
+		return 0, fmt.Errorf("unknown element type %d", dt)
+	}
+	if len(s) > MaxDims {
+		return 0, fmt.Errorf("%d dimensions, want at most %d", len(s), MaxDims)
+	}
+	n, err := s.NumElems()
+	if err != nil {
+		return 0, err
+	}
+	if n > math.MaxInt64/int64(dt.Size()) {
+		return 0, fmt.Errorf("shape %v of %v has more than 2^63-1 bytes", s, dt)
+	}
+	return n, nil
+}

@@ -1,0 +1,628 @@
+package message
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"strings"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/message/messagepb"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// Limits of a frame. A decoder refuses what exceeds them, an encoder's caller must not.
+const (
+	// MaxFrameBytes bounds one encoded frame.
+	MaxFrameBytes = 64 << 20
+	// MaxNameBytes bounds the name of a tensor.
+	MaxNameBytes = 4096
+	// MaxDims bounds the dimensions of a shape.
+	MaxDims = 64
+	// MaxReasonBytes bounds a reason or an error text; longer ones are cut when encoded.
+	MaxReasonBytes = 4096
+	// MaxCacheBits bounds cache bits.
+	MaxCacheBits = 1 << 20
+	// maxWords bounds a vector.
+	maxWords = 1<<16 - 1
+	// MaxRanks bounds the ranks of a job.
+	MaxRanks = 1 << 20
+	// MaxSets bounds the process sets of one frame.
+	MaxSets = 1024
+)
+
+// A frame is little-endian:
+//
+//	Up:       u8 type | u8 flags (1 shutdown, 2 granted) | u64 seen | body
+//	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
+//	          | with shutdown: u64 operations, u32 milliseconds | u16 length + tensor | u16 length + reason
+//	suspect:  u32 rank | u16 length + reason
+//	released: u32 rank
+//	timeout,
+//	heartbeat: u32 set, u32 milliseconds | u16 length + tensor
+//	Down:     u8 type | u8 flags (1 stop) | u64 cycle | body
+//	cycle:    u16 sets | per set: u32 set, u32 grants, u32 erase, u32 bit each, u32 puts, 3 x u32 each
+//	          | u32 ranks, u32 each | u16 length + reason
+//	  grant:  u8 backend, u8 algorithm, u32 absent, u32 rank each, u32 bits, u32 bit each, u32 full, each
+//	          u32 length + protobuf
+//	fail:     u32 ranks, u32 each | u16 length + reason
+//	left:     u32 ranks, u32 each
+//	bits:     u16 words, u64 each
+//	Vectors:  u8 type | and, or: u32 words, u64 each
+//	Probe:    u8 type | u64 sent, received, replied, monotonic | u16 length + domain
+//
+// Its own length is not part of it: the channel knows it.
+const (
+	flagShutdown = 1
+	flagGranted  = 2
+	flagStop     = 1
+	// vectorsType is beyond the types of Up and Down frames, which share connections with it.
+	vectorsType = 64
+	// probeType is likewise.
+	probeType = 65
+)
+
+var (
+	errShort    = errors.New("ends in the middle of a field")
+	errTrailing = errors.New("has bytes after its end")
+)
+
+// AppendUp appends the encoding of u to b. In steady state (votes, no full requests) it allocates nothing
+// once b has room. It fails for a request that breaks the limits.
+func AppendUp(b []byte, u *Up) ([]byte, error) {
+	var flags byte
+	if u.Shutdown {
+		flags |= flagShutdown
+	}
+	if u.Granted {
+		flags |= flagGranted
+	}
+	b = append(b, byte(u.Type), flags)
+	b = binary.LittleEndian.AppendUint64(b, u.Seen)
+	switch u.Type {
+	case UpNews:
+		b = binary.LittleEndian.AppendUint16(b, uint16(len(u.Sets)))
+		for i := range u.Sets {
+			s := &u.Sets[i]
+			b = binary.LittleEndian.AppendUint32(b, uint32(s.Set))
+			b = binary.LittleEndian.AppendUint32(b, s.Done)
+			b = appendBits(b, s.Hits)
+			b = appendBits(b, s.Invalid)
+			b = binary.LittleEndian.AppendUint32(b, uint32(len(s.Requests)))
+			for j := range s.Requests {
+				var err error
+				if b, err = appendProto(b, requestToPB(&s.Requests[j])); err != nil {
+					return b, fmt.Errorf("message: request %q: %w", s.Requests[j].Name, err)
+				}
+			}
+		}
+		if u.Shutdown {
+			b = binary.LittleEndian.AppendUint64(b, u.Operations)
+			b = binary.LittleEndian.AppendUint32(b, u.Millis)
+			b = appendText(b, u.Tensor)
+			b = appendText(b, u.Reason)
+		}
+	case UpSuspect:
+		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
+		b = appendText(b, u.Reason)
+	case UpReleased:
+		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
+	case UpHeartbeat, UpTimeout:
+		b = binary.LittleEndian.AppendUint32(b, uint32(u.Set))
+		b = binary.LittleEndian.AppendUint32(b, u.Millis)
+		b = appendText(b, u.Tensor)
+	}
+	return b, nil
+}
+
+// DecodeUp decodes b into u, reusing u's memory. Nothing of b is kept.
+func DecodeUp(b []byte, u *Up) error {
+	u.Reset()
+	d := decoder{b: b}
+	u.Type = UpType(d.u8())
+	flags := d.u8()
+	u.Seen = d.u64()
+	switch u.Type {
+	case UpNews:
+		u.Shutdown = flags&flagShutdown != 0
+		for range d.sets() {
+			id := topo.ProcessSetID(d.u32())
+			before := len(u.Sets)
+			s := u.At(id)
+			if len(u.Sets) == before {
+				d.fail(fmt.Errorf("names process set %d twice", id))
+			}
+			s.Done = d.u32()
+			d.bits(&s.Hits)
+			d.bits(&s.Invalid)
+			for range d.count(4) {
+				d.request(grow(&s.Requests))
+				if d.err != nil {
+					break
+				}
+			}
+			if d.err != nil {
+				break
+			}
+		}
+		if u.Shutdown {
+			u.Operations, u.Millis = d.u64(), d.u32()
+			u.Tensor, u.Reason = d.text(), d.text()
+		}
+	case UpBye:
+	case UpHeartbeat, UpTimeout:
+		u.Granted = u.Type == UpTimeout && flags&flagGranted != 0
+		u.Set = topo.ProcessSetID(d.u32())
+		u.Millis = d.u32()
+		if u.Tensor = d.text(); u.Tensor == "" && u.Type == UpTimeout {
+			d.fail(errors.New("times out no tensor"))
+		}
+	case UpSuspect:
+		u.Suspect = d.rank()
+		u.Reason = d.text()
+	case UpReleased:
+		u.Suspect = d.rank()
+	default:
+		d.fail(fmt.Errorf("has unknown type %d", u.Type))
+	}
+	if err := d.end(); err != nil {
+		u.Reset()
+		return fmt.Errorf("message: up frame %w", err)
+	}
+	return nil
+}
+
+// AppendDown appends the encoding of d to b, as AppendUp does.
+func AppendDown(b []byte, d *Down) ([]byte, error) {
+	var flags byte
+	if d.Stop {
+		flags |= flagStop
+	}
+	b = append(b, byte(d.Type), flags)
+	b = binary.LittleEndian.AppendUint64(b, d.Cycle)
+	switch d.Type {
+	case DownCycle:
+		b = binary.LittleEndian.AppendUint16(b, uint16(len(d.Sets)))
+		for i := range d.Sets {
+			var err error
+			if b, err = appendDownSet(b, &d.Sets[i]); err != nil {
+				return b, err
+			}
+		}
+		b = appendRanks(b, d.Ranks)
+		b = appendText(b, d.Reason)
+	case DownFail:
+		b = appendRanks(b, d.Ranks)
+		b = appendText(b, d.Reason)
+	case DownLeft:
+		b = appendRanks(b, d.Ranks)
+	}
+	return b, nil
+}
+
+func appendDownSet(b []byte, s *DownSet) ([]byte, error) {
+	b = binary.LittleEndian.AppendUint32(b, uint32(s.Set))
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(s.Grants)))
+	for i := range s.Grants {
+		g := &s.Grants[i]
+		b = append(b, byte(g.Backend), byte(g.Algorithm))
+		b = appendRanks(b, g.Absent)
+		b = appendWords(b, g.Bits)
+		b = binary.LittleEndian.AppendUint32(b, uint32(len(g.Full)))
+		for _, r := range g.Full {
+			var err error
+			if b, err = appendProto(b, responseToPB(r)); err != nil {
+				return b, fmt.Errorf("message: response %q: %w", r.Name, err)
+			}
+		}
+	}
+	b = appendWords(b, s.Erase)
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(s.Puts)))
+	for _, p := range s.Puts {
+		b = binary.LittleEndian.AppendUint32(b, p.Grant)
+		b = binary.LittleEndian.AppendUint32(b, p.Tensor)
+		b = binary.LittleEndian.AppendUint32(b, p.Bit)
+	}
+	return b, nil
+}
+
+// DecodeDown decodes b into out, reusing out's memory. Nothing of b is kept. A frame of grants for cached
+// tensors allocates nothing once out has room.
+func DecodeDown(b []byte, out *Down) error {
+	out.Reset()
+	d := decoder{b: b}
+	out.Type = DownType(d.u8())
+	flags := d.u8()
+	out.Cycle = d.u64()
+	switch out.Type {
+	case DownCycle:
+		out.Stop = flags&flagStop != 0
+		for range d.sets() {
+			if d.err != nil {
+				break
+			}
+			d.downSet(out.AddSet(topo.ProcessSetID(d.u32())))
+		}
+		d.ranks(&out.Ranks)
+		out.Reason = d.text()
+	case DownHeartbeat, DownClose:
+	case DownFail:
+		d.ranks(&out.Ranks)
+		out.Reason = d.text()
+	case DownLeft:
+		d.ranks(&out.Ranks)
+	default:
+		d.fail(fmt.Errorf("has unknown type %d", out.Type))
+	}
+	if err := d.end(); err != nil {
+		out.Reset()
+		return fmt.Errorf("message: down frame %w", err)
+	}
+	return nil
+}
+
+func (d *decoder) downSet(s *DownSet) {
+	for range d.count(2 + 4 + 4 + 4) {
+		g := s.AddGrant()
+		g.Backend, g.Algorithm = Backend(d.u8()), Algorithm(d.u8())
+		d.ranks(&g.Absent)
+		d.words(&g.Bits)
+		for range d.count(4) {
+			r := new(Response)
+			d.response(r)
+			g.Full = append(g.Full, r)
+			if d.err != nil {
+				return
+			}
+		}
+		if d.err != nil {
+			return
+		}
+	}
+	d.words(&s.Erase)
+	for range d.count(12) {
+		p := grow(&s.Puts)
+		p.Grant, p.Tensor, p.Bit = d.u32(), d.u32(), d.bit()
+		if d.err != nil {
+			return
+		}
+		if int64(p.Grant) >= int64(len(s.Grants)) || int64(p.Tensor) >= int64(len(s.Grants[p.Grant].Full)) {
+			d.fail(fmt.Errorf("puts tensor %d of grant %d, which is not in it", p.Tensor, p.Grant))
+			return
+		}
+	}
+}
+
+// AppendVectors appends the encoding of a cycle's two vectors to b, all their words.
+func AppendVectors(b []byte, and, or []uint64) []byte {
+	b = append(b, vectorsType)
+	for _, v := range [][]uint64{and, or} {
+		b = binary.LittleEndian.AppendUint32(b, uint32(len(v)))
+		for _, w := range v {
+			b = binary.LittleEndian.AppendUint64(b, w)
+		}
+	}
+	return b
+}
+
+// DecodeVectors is the inverse of AppendVectors, reusing the memory of and and or.
+func DecodeVectors(b []byte, and, or []uint64) (_, _ []uint64, err error) {
+	d := decoder{b: b}
+	if t := d.u8(); t != vectorsType {
+		d.fail(fmt.Errorf("has type %d, want %d", t, vectorsType))
+	}
+	and, or = and[:0], or[:0]
+	d.vector(&and)
+	d.vector(&or)
+	if err := d.end(); err != nil {
+		return and[:0], or[:0], fmt.Errorf("message: vectors frame %w", err)
+	}
+	return and, or, nil
+}
+
+// AppendProbe appends the encoding of p to b.
+func AppendProbe(b []byte, p *Probe) []byte {
+	b = append(b, probeType)
+	for _, v := range [...]uint64{p.Sent, p.Received, p.Replied, p.Monotonic} {
+		b = binary.LittleEndian.AppendUint64(b, v)
+	}
+	return appendText(b, p.Domain)
+}
+
+// IsVectors reports whether a frame is a cycle's vectors, or broken ones.
+func IsVectors(frame []byte) bool { return len(frame) > 0 && frame[0] == vectorsType }
+
+// IsProbe reports whether a frame is a Probe, or a broken one.
+func IsProbe(frame []byte) bool { return len(frame) > 0 && frame[0] == probeType }
+
+// DecodeProbe is the inverse of AppendProbe.
+func DecodeProbe(b []byte) (p Probe, err error) {
+	d := decoder{b: b}
+	if t := d.u8(); t != probeType {
+		d.fail(fmt.Errorf("has type %d, want %d", t, probeType))
+	}
+	p.Sent, p.Received, p.Replied, p.Monotonic = d.u64(), d.u64(), d.u64(), d.u64()
+	p.Domain = d.text()
+	if err := d.end(); err != nil {
+		return Probe{}, fmt.Errorf("message: probe frame %w", err)
+	}
+	return p, nil
+}
+
+func appendBits(b []byte, v Bits) []byte {
+	n := len(v)
+	for n > 0 && v[n-1] == 0 {
+		n--
+	}
+	b = binary.LittleEndian.AppendUint16(b, uint16(n))
+	for _, w := range v[:n] {
+		b = binary.LittleEndian.AppendUint64(b, w)
+	}
+	return b
+}
+
+func appendRanks(b []byte, v []topo.Rank) []byte {
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(v)))
+	for _, r := range v {
+		b = binary.LittleEndian.AppendUint32(b, uint32(r))
+	}
+	return b
+}
+
+func appendWords(b []byte, v []uint32) []byte {
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(v)))
+	for _, w := range v {
+		b = binary.LittleEndian.AppendUint32(b, w)
+	}
+	return b
+}
+
+// cut shortens a text for people, and makes it one: protobuf refuses half a character.
+func cut(s string) string {
+	return strings.ToValidUTF8(s[:min(len(s), MaxReasonBytes)], "")
+}
+
+func appendText(b []byte, s string) []byte {
+	s = cut(s)
+	b = binary.LittleEndian.AppendUint16(b, uint16(len(s)))
+	return append(b, s...)
+}
+
+var marshal = proto.MarshalOptions{Deterministic: true}
+
+func appendProto(b []byte, m proto.Message) ([]byte, error) {
+	at := len(b)
+	b = append(b, 0, 0, 0, 0)
+	b, err := marshal.MarshalAppend(b, m)
+	if err != nil {
+		return b, err
+	}
+	binary.LittleEndian.PutUint32(b[at:], uint32(len(b)-at-4))
+	return b, nil
+}
+
+// decoder takes fields from the front of b. After the first error every field is zero.
+type decoder struct {
+	b   []byte
+	err error
+}
+
+func (d *decoder) fail(err error) {
+	if d.err == nil {
+		d.err = err
+	}
+	d.b = nil
+}
+
+func (d *decoder) take(n int) []byte {
+	if n > len(d.b) {
+		d.fail(errShort)
+		return nil
+	}
+	p := d.b[:n]
+	d.b = d.b[n:]
+	return p
+}
+
+func (d *decoder) u8() uint8 {
+	if p := d.take(1); p != nil {
+		return p[0]
+	}
+	return 0
+}
+
+func (d *decoder) u16() uint16 {
+	if p := d.take(2); p != nil {
+		return binary.LittleEndian.Uint16(p)
+	}
+	return 0
+}
+
+func (d *decoder) u32() uint32 {
+	if p := d.take(4); p != nil {
+		return binary.LittleEndian.Uint32(p)
+	}
+	return 0
+}
+
+func (d *decoder) u64() uint64 {
+	if p := d.take(8); p != nil {
+		return binary.LittleEndian.Uint64(p)
+	}
+	return 0
+}
+
+// count takes the number of elements that follow, each of at least size bytes, so that nothing is
+// allocated for elements that are not there.
+func (d *decoder) count(size int) int {
+	n := int64(d.u32())
+	if n*int64(size) > int64(len(d.b)) {
+		d.fail(errShort)
+		return 0
+	}
+	return int(n)
+}
+
+func (d *decoder) sets() int {
+	n := d.u16()
+	if n > MaxSets {
+		d.fail(fmt.Errorf("has %d process sets, want at most %d", n, MaxSets))
+		return 0
+	}
+	return int(n)
+}
+
+func (d *decoder) bit() uint32 {
+	b := d.u32()
+	if b >= MaxCacheBits {
+		d.fail(fmt.Errorf("has cache bit %d, want less than %d", b, MaxCacheBits))
+		return 0
+	}
+	return b
+}
+
+func (d *decoder) rank() topo.Rank {
+	r := d.u32()
+	if r >= MaxRanks {
+		d.fail(fmt.Errorf("has rank %d, want less than %d", int32(r), MaxRanks))
+		return 0
+	}
+	return topo.Rank(r)
+}
+
+func (d *decoder) ranks(v *[]topo.Rank) {
+	for range d.count(4) {
+		*v = append(*v, d.rank())
+	}
+}
+
+func (d *decoder) bits(v *Bits) {
+	n := int(d.u16())
+	if n > maxWords || n*8 > len(d.b) {
+		d.fail(errShort)
+		return
+	}
+	for range n {
+		*v = append(*v, d.u64())
+	}
+}
+
+// vector is bits of all process sets, of which there may be more than of one.
+func (d *decoder) vector(v *[]uint64) {
+	for range d.count(8) {
+		*v = append(*v, d.u64())
+	}
+}
+
+func (d *decoder) words(v *[]uint32) {
+	for range d.count(4) {
+		*v = append(*v, d.bit())
+	}
+}
+
+func (d *decoder) text() string {
+	n := int(d.u16())
+	if n > MaxReasonBytes {
+		d.fail(fmt.Errorf("has a text of %d bytes, want at most %d", n, MaxReasonBytes))
+		return ""
+	}
+	return cut(string(d.take(n))) // as if its sender had cut it: what is decoded can be encoded
+}
+
+func (d *decoder) proto(m proto.Message) bool {
+	n := d.count(1)
+	p := d.take(n)
+	if d.err != nil {
+		return false
+	}
+	if err := proto.Unmarshal(p, m); err != nil {
+		d.fail(fmt.Errorf("has a malformed part: %w", err))
+		return false
+	}
+	return true
+}
+
+func (d *decoder) end() error {
+	if d.err == nil && len(d.b) > 0 {
+		return errTrailing
+	}
+	return d.err
+}
+
+func requestToPB(r *Request) *messagepb.Request {
+	return &messagepb.Request{
+		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape,
+		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire), RootRank: int32(r.Root),
+		Group: r.Group, GroupSize: r.GroupSize, Empty: r.Empty, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set), Parts: r.Parts,
+	}
+}
+
+func (d *decoder) request(r *Request) {
+	var pb messagepb.Request
+	if !d.proto(&pb) {
+		return
+	}
+	*r = Request{
+		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape,
+		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
+		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
+		Group: pb.Group, GroupSize: pb.GroupSize, Empty: pb.Empty, Ranks: ranksFromPB(pb.Ranks), Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
+	}
+	if err := r.Check(); err != nil {
+		d.fail(err)
+	}
+}
+
+func responseToPB(r *Response) *messagepb.Response {
+	return &messagepb.Response{
+		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape, FirstDims: r.FirstDims,
+		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire), RootRank: int32(r.Root),
+		Group: r.Group, GroupSize: r.GroupSize, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set), Parts: r.Parts,
+		Text: cut(r.Text),
+	}
+}
+
+func (d *decoder) response(r *Response) {
+	var pb messagepb.Response
+	if !d.proto(&pb) {
+		return
+	}
+	*r = Response{
+		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape, FirstDims: pb.FirstDims,
+		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
+		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
+		Group: pb.Group, GroupSize: pb.GroupSize, Ranks: ranksFromPB(pb.Ranks), Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
+		Text: pb.Text,
+	}
+	if err := r.check(); err != nil {
+		d.fail(err)
+	}
+}
+
+// narrow keeps a number that does not fit in a byte from becoming another that does.
+func narrow(v uint32) uint8 { return uint8(min(v, math.MaxUint8)) }
+
+func ranksToPB(ranks []topo.Rank) []int32 {
+	if len(ranks) == 0 {
+		return nil
+	}
+	pb := make([]int32, len(ranks))
+	for i, r := range ranks {
+		pb[i] = int32(r)
+	}
+	return pb
+}
+
+func ranksFromPB(pb []int32) []topo.Rank {
+	if len(pb) == 0 {
+		return nil
+	}
+	ranks := make([]topo.Rank, len(pb))
+	for i, r := range pb {
+		ranks[i] = topo.Rank(r)
+	}
+	return ranks
+}

@@ -1,0 +1,195 @@
+// Package message holds what ranks say to each other while they negotiate, and its encoding.
+//
+// A rank sends Up frames to the coordinator, the coordinator sends Down frames to ranks (NEGOTIATION §2).
+// Votes for cached tensors are bit vectors in a fixed binary layout; requests and responses are protobuf
+// messages inside it. Decoders bound every length by the bytes that are there before they allocate.
+package message
+
+import (
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// Request is one rank's wish to run an operation on a named tensor. Its rank is the sender's.
+type Request struct {
+	Kind  Kind
+	Name  string
+	DType tensor.DType
+	Shape tensor.Shape
+	// Op, Prescale and Postscale are for kinds that reduce.
+	Op                  tensor.ReduceOp
+	Prescale, Postscale float64
+	// Wire is the type to which an allreduce is compressed on its way; Invalid where it is not.
+	Wire tensor.DType
+	// Root is for broadcast: a rank of the job, not a position in the set.
+	Root topo.Rank
+	// Group names the tensors that are to be granted together, GroupSize of them; empty and 0 for a tensor by itself.
+	Group     string
+	GroupSize int32
+	// Parts are the tensors of an allreduce of a group, which is one request; nil for a tensor. Shape is then the number of all
+	// elements, and DType their type, Invalid if they have several.
+	Parts Parts
+	// Empty is for Join: the rank takes part with nothing in operations that otherwise refuse joined ranks.
+	Empty bool
+	// Ranks are the members of a process set to add, ascending.
+	Ranks []topo.Rank
+	// Set is the process set to remove.
+	Set topo.ProcessSetID
+	// Bit is a guess which bit the name has in the response cache, and does not travel. A wrong one costs time alone.
+	Bit uint32
+	// Hit is the response of the cache that the request was found to match, or nil. It does not travel either.
+	Hit *Response
+}
+
+// Response is what the members of a process set have agreed to do with one tensor. It is immutable once
+// built and holds nothing that is true of one rank only, so the caches of all ranks are equal.
+type Response struct {
+	Kind  Kind
+	Name  string
+	DType tensor.DType
+	// Shape is each rank's shape. Where the first dimensions may differ it is 0 here. Those of an allgather are in
+	// FirstDims, in the order of the set; those of an alltoall travel when it is executed.
+	Shape               tensor.Shape
+	FirstDims           []int64
+	Op                  tensor.ReduceOp
+	Prescale, Postscale float64
+	Wire                tensor.DType
+	// Root is that of a broadcast, and of a join the rank that joined last.
+	Root      topo.Rank
+	Group     string
+	GroupSize int32
+	Parts     Parts
+	Ranks     []topo.Rank
+	// Set is the process set that was added, or is removed.
+	Set topo.ProcessSetID
+	// Text is the reason of an Error.
+	Text string
+}
+
+// Request is what member i of the process set must have submitted for this response. For alltoall the first
+// dimension is not known and 0.
+func (r *Response) Request(i int) Request {
+	q := r.request()
+	if r.Kind == Allgather {
+		q.Shape = slices.Clone(r.Shape)
+		q.Shape[0] = r.FirstDims[i]
+	}
+	return q
+}
+
+func (r *Response) request() Request {
+	return Request{
+		Kind: r.Kind, Name: r.Name, DType: r.DType, Shape: r.Shape,
+		Op: r.Op, Prescale: r.Prescale, Postscale: r.Postscale, Wire: r.Wire, Root: r.Root,
+		Group: r.Group, GroupSize: r.GroupSize, Parts: r.Parts, Ranks: r.Ranks, Set: r.Set,
+	}
+}
+
+// Matches reports whether q, submitted by member i of the process set, is a repetition of what r
+// answered. It compares what matters to the kind, as the coordinator does, and allocates nothing.
+func (r *Response) Matches(q *Request, i int) bool {
+	if r.Kind != q.Kind || r.Group != q.Group || r.GroupSize != q.GroupSize || !r.Parts.Equal(q.Parts) {
+		return false
+	}
+	switch r.Kind {
+	case AddProcessSet:
+		return slices.Equal(r.Ranks, q.Ranks)
+	case RemoveProcessSet:
+		return r.Set == q.Set
+	case Barrier, Join:
+		return true
+	}
+	return r.DType == q.DType && r.matchesShape(q.Shape, i) &&
+		(!r.Kind.Reduces() || r.Op == q.Op && r.Prescale == q.Prescale && r.Postscale == q.Postscale) &&
+		(r.Kind != Allreduce || r.Wire == q.Wire) &&
+		(r.Kind != Broadcast || r.Root == q.Root)
+}
+
+func (r *Response) matchesShape(s tensor.Shape, i int) bool {
+	if len(r.Shape) != len(s) {
+		return false
+	}
+	for d := range r.Shape {
+		if d == 0 && r.Kind.Ragged() {
+			if r.Kind == Allgather && s[0] != r.FirstDims[i] {
+				return false
+			}
+			continue
+		}
+		if s[d] != r.Shape[d] {
+			return false
+		}
+	}
+	return true
+}
+
+// NumElems is the number of elements of the result: for allgather those of all ranks together, for reducescatter the
+// parts of all, for alltoall, where nobody knows, 0.
+func (r *Response) NumElems() (int64, error) {
+	if r.Kind != Allgather {
+		return r.Shape.NumElems()
+	}
+	var rows int64
+	for _, n := range r.FirstDims {
+		if n < 0 || rows > math.MaxInt64-n {
+			return 0, fmt.Errorf("message: allgather %q: first dimensions %v have no sum", r.Name, r.FirstDims)
+		}
+		rows += n
+	}
+	row, err := r.RowElems()
+	if err != nil {
+		return 0, err
+	}
+	if row > 0 && rows > math.MaxInt64/int64(r.DType.Size())/row {
+		return 0, fmt.Errorf("message: allgather %q: %d rows of %d elements have more than 2^63-1 bytes", r.Name, rows, row)
+	}
+	return rows * row, nil
+}
+
+// RowElems is the number of elements under one index of the first dimension.
+func (r *Response) RowElems() (int64, error) {
+	if len(r.Shape) == 0 {
+		return 1, nil
+	}
+	return r.Shape[1:].NumElems()
+}
+
+// NumBytes is the size of the result. The response must be sound, as the coordinator's are.
+func (r *Response) NumBytes() int64 {
+	if r.several() {
+		return r.Parts.numBytes(tensor.Invalid)
+	}
+	n, err := r.NumElems()
+	if err != nil {
+		return 0
+	}
+	return n * int64(r.DType.Size())
+}
+
+// WireBytes is the size of the result in elements of the type that travels: what it takes of a fusion buffer. The
+// response must be sound.
+func (r *Response) WireBytes() int64 {
+	if r.several() {
+		return r.Parts.numBytes(r.Wire)
+	}
+	n, err := r.NumElems()
+	if err != nil {
+		return 0
+	}
+	return n * int64(r.WireType().Size())
+}
+
+// several reports whether there are tensors of several types.
+func (r *Response) several() bool { return len(r.Parts) > 0 && !r.DType.Valid() }
+
+// WireType is the element type that travels.
+func (r *Response) WireType() tensor.DType {
+	if r.Wire.Valid() {
+		return r.Wire
+	}
+	return r.DType
+}

@@ -1,0 +1,138 @@
+package message
+
+import (
+	"fmt"
+	"iter"
+	"math"
+	"slices"
+
+	"github.com/gohvd/gohvd/internal/tensor"
+)
+
+// Parts are the tensors of a group that is asked for, and granted, as one: for each its element type, its number of dimensions and
+// these, all in a row. They are one slice because most groups come again, and are then compared and not read.
+type Parts []int64
+
+// Append appends a tensor.
+func (p Parts) Append(dt tensor.DType, shape tensor.Shape) Parts {
+	return append(append(p, int64(dt), int64(len(shape))), shape...)
+}
+
+// All are the tensors in order. They must be sound.
+func (p Parts) All() iter.Seq2[tensor.DType, tensor.Shape] {
+	return func(yield func(tensor.DType, tensor.Shape) bool) {
+		for len(p) > 0 {
+			dims := 2 + p[1]
+			if !yield(tensor.DType(p[0]), tensor.Shape(p[2:dims])) {
+				return
+			}
+			p = p[dims:]
+		}
+	}
+}
+
+// Len is the number of tensors.
+func (p Parts) Len() (n int) {
+	for range p.All() {
+		n++
+	}
+	return n
+}
+
+// Types are the element types, each once, in the order in which they first appear.
+func (p Parts) Types() iter.Seq[tensor.DType] {
+	return func(yield func(tensor.DType) bool) {
+		var seen uint64 // bits, by type
+		for dt := range p.All() {
+			if seen&(1<<dt) == 0 && !yield(dt) {
+				return
+			}
+			seen |= 1 << dt
+		}
+	}
+}
+
+// DType is the element type that all tensors have, or Invalid if there are several.
+func (p Parts) DType() tensor.DType {
+	common := tensor.Invalid
+	for dt := range p.Types() {
+		if common != tensor.Invalid {
+			return tensor.Invalid
+		}
+		common = dt
+	}
+	return common
+}
+
+// Equal reports whether p and q are the same tensors.
+func (p Parts) Equal(q Parts) bool { return slices.Equal(p, q) }
+
+// At is tensor i, of the type Invalid if there are not as many.
+func (p Parts) At(i int) (tensor.DType, tensor.Shape) {
+	for dt, shape := range p.All() {
+		if i == 0 {
+			return dt, shape
+		}
+		i--
+	}
+	return tensor.Invalid, nil
+}
+
+// Difference is the first tensor that is not the same in q, or -1.
+func (p Parts) Difference(q Parts) int {
+	for i := 0; ; i++ {
+		switch {
+		case len(p) == 0 && len(q) == 0:
+			return -1
+		case len(p) == 0 || len(q) == 0:
+			return i
+		}
+		dims := 2 + p[1]
+		if p[0] != q[0] || p[1] != q[1] || !slices.Equal(p[2:dims], q[2:dims]) {
+			return i
+		}
+		p, q = p[dims:], q[dims:]
+	}
+}
+
+// numBytes is the size of all tensors, each of elements of wire if that is a type, else of its own.
+func (p Parts) numBytes(wire tensor.DType) (total int64) {
+	for dt, shape := range p.All() {
+		if wire.Valid() {
+			dt = wire
+		}
+		n, _ := shape.NumElems() // they are sound
+		total += n * int64(dt.Size())
+	}
+	return total
+}
+
+// check is an error if p is not sound, or if all of its tensors together do not have the type and the number of elements that are
+// given.
+func (p Parts) check(dt tensor.DType, numElems int64) error {
+	var elems, bytes int64
+	for rest, i := p, 1; len(rest) > 0; i++ {
+		if len(rest) < 2 || rest[1] < 0 || rest[1] > int64(len(rest))-2 {
+			return fmt.Errorf("tensor %d of the group ends in the middle", i)
+		}
+		dims := 2 + rest[1]
+		each, shape := tensor.DType(min(uint64(rest[0]), math.MaxUint8)), tensor.Shape(rest[2:dims])
+		n, err := checkTensor(each, shape)
+		if err != nil {
+			return fmt.Errorf("tensor %d of the group: %w", i, err)
+		}
+		size := n * int64(each.Size())
+		if size > math.MaxInt64-bytes {
+			return fmt.Errorf("a group of more than 2^63-1 bytes")
+		}
+		elems, bytes = elems+n, bytes+size
+		rest = rest[dims:]
+	}
+	if elems != numElems {
+		return fmt.Errorf("a group of %d elements, want %d", elems, numElems)
+	}
+	if common := p.DType(); common != dt {
+		return fmt.Errorf("a group of type %v, want %v", common, dt)
+	}
+	return nil
+}

@@ -1,0 +1,425 @@
+package metrics_test
+
+import (
+	"fmt"
+	"math"
+	"net/http"
+	"net/http/httptest"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	dto "github.com/prometheus/client_model/go"
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/metrics"
+	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func histogramOf(durations ...time.Duration) (h stats.Histogram) {
+	for _, d := range durations {
+		h.Add(d)
+	}
+	return h
+}
+
+// full is a rank that has all metrics.
+func full() stats.Stats {
+	return stats.Stats{
+		Rank: 0, Size: 4, Host: "h1", Epoch: 2,
+		Operations: []stats.Operations{
+			{Kind: message.Allreduce, Backend: message.SHM, Durations: histogramOf(time.Millisecond, 2*time.Millisecond, 3*time.Hour), Tensors: 161},
+			{Kind: message.Broadcast, Backend: message.TCP, Durations: histogramOf(time.Second), Tensors: 1},
+		},
+		Moved: []stats.Moved{
+			{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float32, Bytes: 102 << 20},
+			{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float16, Bytes: 5},
+		},
+		Negotiation: histogramOf(0, 5*time.Microsecond), Queued: histogramOf(7 * time.Microsecond),
+		FusedTensors: 161, FusedBytes: 64 << 20, FusionResponses: 2, FusionThresholdBytes: 128 << 20,
+		CacheHits: 300, CacheMisses: 161, Refused: 3, Failed: 4, InFlight: 5,
+		ClockOffset: -1500 * time.Millisecond, ClockError: 50 * time.Microsecond, ClockKnown: true,
+		TimelineDropped: 6,
+		Coordinator: &stats.Coordinator{
+			Cycles: 70, Late: []analysis.HeldUp{{Rank: 0, Last: 8, Held: time.Second}, {Rank: 3, Last: 90, Held: 9500 * time.Millisecond}},
+			Stalled: 10, StallReports: 11,
+		},
+	}
+}
+
+// other is a rank other than 0, which has the rest.
+func other() stats.Stats {
+	s := full()
+	s.Rank, s.Coordinator = 1, nil
+	return s
+}
+
+func gather(t *testing.T, c prometheus.Collector) []*dto.MetricFamily {
+	t.Helper()
+	r := prometheus.NewPedanticRegistry() // holds what is collected to what is described
+	if err := r.Register(c); err != nil {
+		t.Fatal(err)
+	}
+	families, err := r.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return families
+}
+
+func TestCollector(t *testing.T) {
+	const want = `
+# HELP hvd_clock_error_seconds How far hvd_start_offset_seconds may be from the truth, either way.
+# TYPE hvd_clock_error_seconds gauge
+hvd_clock_error_seconds 5e-05
+# HELP hvd_start_offset_seconds Time since the start of rank 0 less that since the start of this rank, as last measured. It changes as clocks drift apart; clocks set wrong do not show.
+# TYPE hvd_start_offset_seconds gauge
+hvd_start_offset_seconds -1.5
+# HELP hvd_collective_bytes_total Bytes that this rank put into operations or, for broadcasts, got.
+# TYPE hvd_collective_bytes_total counter
+hvd_collective_bytes_total{backend="shm",dtype="float16",op="allreduce"} 5
+hvd_collective_bytes_total{backend="shm",dtype="float32",op="allreduce"} 1.06954752e+08
+# HELP hvd_collective_duration_seconds Time that a fused response took, from the beginning of its execution to its end.
+# TYPE hvd_collective_duration_seconds histogram
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="9.5367431640625e-07"} 0
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="3.814697265625e-06"} 0
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="1.52587890625e-05"} 0
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="6.103515625e-05"} 0
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="0.000244140625"} 0
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="0.0009765625"} 0
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="0.00390625"} 2
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="0.015625"} 2
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="0.0625"} 2
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="0.25"} 2
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="1"} 2
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="4"} 2
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="16"} 2
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="64"} 2
+hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="+Inf"} 3
+hvd_collective_duration_seconds_sum{backend="shm",op="allreduce"} 10800.003
+hvd_collective_duration_seconds_count{backend="shm",op="allreduce"} 3
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="9.5367431640625e-07"} 0
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="3.814697265625e-06"} 0
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="1.52587890625e-05"} 0
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="6.103515625e-05"} 0
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="0.000244140625"} 0
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="0.0009765625"} 0
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="0.00390625"} 0
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="0.015625"} 0
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="0.0625"} 0
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="0.25"} 0
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="1"} 1
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="4"} 1
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="16"} 1
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="64"} 1
+hvd_collective_duration_seconds_bucket{backend="tcp",op="broadcast",le="+Inf"} 1
+hvd_collective_duration_seconds_sum{backend="tcp",op="broadcast"} 1
+hvd_collective_duration_seconds_count{backend="tcp",op="broadcast"} 1
+# HELP hvd_collective_tensors_total Tensors in the fused responses that were executed.
+# TYPE hvd_collective_tensors_total counter
+hvd_collective_tensors_total{backend="shm",op="allreduce"} 161
+hvd_collective_tensors_total{backend="tcp",op="broadcast"} 1
+# HELP hvd_cycles_total Negotiation cycles of the coordinator.
+# TYPE hvd_cycles_total counter
+hvd_cycles_total 70
+# HELP hvd_epoch Number of the job's present formation; counters begin with it.
+# TYPE hvd_epoch gauge
+hvd_epoch 2
+# HELP hvd_failed_tensors_total Tensors answered with an error because the job failed or was shut down.
+# TYPE hvd_failed_tensors_total counter
+hvd_failed_tensors_total 4
+# HELP hvd_fusion_buffer_bytes Most bytes that are fused into one response; 0 if nothing is fused.
+# TYPE hvd_fusion_buffer_bytes gauge
+hvd_fusion_buffer_bytes 1.34217728e+08
+# HELP hvd_fusion_bytes_total Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.
+# TYPE hvd_fusion_bytes_total counter
+hvd_fusion_bytes_total 6.7108864e+07
+# HELP hvd_fusion_fill_ratio How full responses that could have had more than one tensor were on average, 1 being the fusion buffer.
+# TYPE hvd_fusion_fill_ratio gauge
+hvd_fusion_fill_ratio 0.25
+# HELP hvd_fusion_responses_total Responses that could have had more than one tensor.
+# TYPE hvd_fusion_responses_total counter
+hvd_fusion_responses_total 2
+# HELP hvd_fusion_tensors_total Tensors in the responses that could have had more than one.
+# TYPE hvd_fusion_tensors_total counter
+hvd_fusion_tensors_total 161
+# HELP hvd_queue_depth Tensors that were submitted and not answered, a grouped allreduce being one.
+# TYPE hvd_queue_depth gauge
+hvd_queue_depth 5
+# HELP hvd_rank_info 1, with the rank and host of the process, to be joined with its other metrics.
+# TYPE hvd_rank_info gauge
+hvd_rank_info{host="h1",rank="0"} 1
+# HELP hvd_rank_last_total Tensors for which this rank was the last to ask.
+# TYPE hvd_rank_last_total counter
+hvd_rank_last_total{late_rank="0"} 8
+hvd_rank_last_total{late_rank="3"} 90
+# HELP hvd_rank_lateness_seconds_total Time for which this rank held up all others: they had asked for an operation and it had not. Time counts once, however many operations waited.
+# TYPE hvd_rank_lateness_seconds_total counter
+hvd_rank_lateness_seconds_total{late_rank="0"} 1
+hvd_rank_lateness_seconds_total{late_rank="3"} 9.5
+# HELP hvd_refused_tensors_total Tensors answered with an error of their own, as where ranks disagree on a shape.
+# TYPE hvd_refused_tensors_total counter
+hvd_refused_tensors_total 3
+# HELP hvd_response_cache_hits_total Requests that travelled as a bit of the response cache.
+# TYPE hvd_response_cache_hits_total counter
+hvd_response_cache_hits_total 300
+# HELP hvd_response_cache_misses_total Requests that travelled in full.
+# TYPE hvd_response_cache_misses_total counter
+hvd_response_cache_misses_total 161
+# HELP hvd_stall_reports_total Stall warnings that were given.
+# TYPE hvd_stall_reports_total counter
+hvd_stall_reports_total 11
+# HELP hvd_stalled_tensors Tensors that some ranks have waited for since longer than the stall warning.
+# TYPE hvd_stalled_tensors gauge
+hvd_stalled_tensors 10
+# HELP hvd_timeline_dropped_operations_total Operations that are missing in the timeline because it could not be written as fast, or at all.
+# TYPE hvd_timeline_dropped_operations_total counter
+hvd_timeline_dropped_operations_total 6
+# HELP hvd_world_size Ranks in the job.
+# TYPE hvd_world_size gauge
+hvd_world_size 4
+`
+	c := metrics.NewCollector(full)
+	var names []string
+	for _, f := range gather(t, c) {
+		// Histograms without labels are like the one with.
+		if name := f.GetName(); name != "hvd_negotiation_seconds" && name != "hvd_queue_seconds" {
+			names = append(names, name)
+		}
+	}
+	if err := testutil.CollectAndCompare(c, strings.NewReader(want), names...); err != nil {
+		t.Error(err)
+	}
+}
+
+// Each number of stats.Stats can be seen: another value gives other metrics. And none is a tensor's name.
+func TestNothingIsForgotten(t *testing.T) {
+	text := func(s stats.Stats) string {
+		got, err := metrics.Text(func() stats.Stats { return s })
+		if err != nil {
+			t.Fatal(err)
+		}
+		// What the Go runtime and the process say changes by itself.
+		var ours []string
+		for line := range strings.Lines(string(got)) {
+			if strings.HasPrefix(line, "hvd_") {
+				ours = append(ours, line)
+			}
+		}
+		return strings.Join(ours, "")
+	}
+	before := text(full())
+	leaves := 0
+	var walk func(path string, get func(*stats.Stats) reflect.Value)
+	walk = func(path string, get func(*stats.Stats) reflect.Value) {
+		changed := full()
+		v := get(&changed)
+		switch v.Kind() {
+		case reflect.Pointer:
+			walk(path, func(s *stats.Stats) reflect.Value { return get(s).Elem() })
+			return
+		case reflect.Struct:
+			for i := range v.NumField() {
+				walk(path+"."+v.Type().Field(i).Name, func(s *stats.Stats) reflect.Value { return get(s).Field(i) })
+			}
+			return
+		case reflect.Slice, reflect.Array:
+			for i := range v.Len() {
+				walk(fmt.Sprintf("%s[%d]", path, i), func(s *stats.Stats) reflect.Value { return get(s).Index(i) })
+			}
+			return
+		case reflect.String:
+			v.SetString(v.String() + "x")
+		case reflect.Bool:
+			v.SetBool(!v.Bool())
+		case reflect.Uint8, reflect.Uint64: // kinds, backends and types of elements are small
+			v.SetUint(v.Uint() ^ 1)
+		case reflect.Int, reflect.Int32, reflect.Int64:
+			v.SetInt(v.Int() + 1<<20) // of a duration, more than what rounding hides
+		default:
+			t.Fatalf("%s: a %v is new here", path, v.Kind())
+		}
+		leaves++
+		if text(changed) == before {
+			t.Errorf("%s has no effect", path)
+		}
+	}
+	walk("Stats", func(s *stats.Stats) reflect.Value { return reflect.ValueOf(s).Elem() })
+	if leaves < 100 {
+		t.Errorf("looked at %d values only", leaves)
+	}
+}
+
+// All that is described is there when all is known, and what is not known is left out rather than 0.
+func TestUnknownIsLeftOut(t *testing.T) {
+	c := metrics.NewCollector(full)
+	described := make(chan *prometheus.Desc, 100)
+	c.Describe(described)
+	if got := gather(t, c); len(got) != len(described) {
+		t.Errorf("got %d metrics of %d that are described", len(got), len(described))
+	}
+	s := full()
+	s.Coordinator, s.ClockKnown, s.FusionResponses = nil, false, 0
+	for _, f := range gather(t, metrics.NewCollector(func() stats.Stats { return s })) {
+		switch f.GetName() {
+		case "hvd_cycles_total", "hvd_rank_last_total", "hvd_rank_lateness_seconds_total", "hvd_stalled_tensors", "hvd_stall_reports_total",
+			"hvd_start_offset_seconds", "hvd_clock_error_seconds", "hvd_fusion_fill_ratio":
+			t.Errorf("%s is there: %v", f.GetName(), f)
+		}
+	}
+	s = full()
+	s.FusionThresholdBytes = 0 // nothing is fused
+	for _, f := range gather(t, metrics.NewCollector(func() stats.Stats { return s })) {
+		for _, m := range f.Metric {
+			if g := m.GetGauge().GetValue(); math.IsNaN(g) || math.IsInf(g, 0) {
+				t.Errorf("%s is %v", f.GetName(), g)
+			}
+		}
+	}
+}
+
+// Native buckets, spelled out, are those of the counters, and classic ones agree with them at each of their bounds.
+func TestHistogram(t *testing.T) {
+	for name, h := range map[string]stats.Histogram{
+		"nothing":   {},
+		"zero":      histogramOf(0, 0),
+		"one":       histogramOf(time.Second),
+		"gaps":      histogramOf(0, 3*time.Microsecond, 3*time.Microsecond, time.Millisecond, 2*time.Second, 64*time.Second),
+		"too long":  histogramOf(65*time.Second, 3*time.Hour),
+		"all":       {Buckets: [stats.NumBuckets]uint64{1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, Sum: time.Hour},
+		"a bound":   histogramOf(time.Second / 4),
+		"above one": histogramOf(time.Second/4 + 1),
+	} {
+		t.Run(name, func(t *testing.T) {
+			var got *dto.Histogram
+			for _, f := range gather(t, metrics.NewCollector(func() stats.Stats { return stats.Stats{Negotiation: h} })) {
+				if f.GetName() == "hvd_negotiation_seconds" {
+					got = f.Metric[0].Histogram
+				}
+			}
+			if got.GetSampleCount() != h.Count() || got.GetSampleSum() != h.Sum.Seconds() {
+				t.Errorf("got %d of sum %v, want %d of %v", got.GetSampleCount(), got.GetSampleSum(), h.Count(), h.Sum.Seconds())
+			}
+			var buckets [stats.NumBuckets]uint64
+			buckets[0] = got.GetZeroCount()
+			index, at, count := int32(0), 0, int64(0)
+			for _, s := range got.PositiveSpan {
+				index += s.GetOffset()
+				for range s.GetLength() {
+					count += got.PositiveDelta[at]
+					// A native bucket ends at 2^index.
+					buckets[int(index)-stats.MinExponent] = uint64(count)
+					at++
+					index++
+				}
+			}
+			if buckets != h.Buckets || at != len(got.PositiveDelta) || got.GetSchema() != 0 || got.GetZeroThreshold() != stats.UpperBound(0) {
+				t.Errorf("got native buckets %v of %v, want %v", buckets, got, h.Buckets)
+			}
+			if n := len(got.PositiveDelta); n > 0 && (got.PositiveDelta[0] == 0 || count == 0) {
+				t.Errorf("empty native buckets at an end: %v", got)
+			}
+			next, bounds := 0, 0
+			for _, b := range got.Bucket {
+				var want uint64
+				for next = 0; stats.UpperBound(next) <= b.GetUpperBound(); next++ {
+					want += h.Buckets[next]
+				}
+				if next == 0 || stats.UpperBound(next-1) != b.GetUpperBound() || b.GetCumulativeCount() != want {
+					t.Errorf("got %d up to %v s, want %d", b.GetCumulativeCount(), b.GetUpperBound(), want)
+				}
+				bounds++
+			}
+			if bounds != 14 || next != stats.NumBuckets-1 {
+				t.Errorf("got %d classic buckets, want every second of ours from the first to 64 s: %v", bounds, got.Bucket)
+			}
+		})
+	}
+}
+
+// What Prometheus's own tools have to say of names, units and help.
+func TestNames(t *testing.T) {
+	problems, err := testutil.CollectAndLint(metrics.NewCollector(full))
+	if err != nil || len(problems) > 0 {
+		t.Errorf("got %v and error %v", problems, err)
+	}
+	for name, get := range map[string]func() stats.Stats{"rank 0": full, "rank 1": other} {
+		text, err := metrics.Text(get)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if out, content := testnet.Promtool(t, "", string(text), "check", "metrics"); !content || out != "" {
+			t.Errorf("%s: promtool: %s", name, out)
+		}
+	}
+	// A check that finds nothing ever would be none.
+	if _, content := testnet.Promtool(t, "", "# TYPE hvd_x_milliseconds counter\nhvd_x_milliseconds 1\n", "check", "metrics"); content {
+		t.Error("promtool accepts what it should not")
+	}
+}
+
+// request asks a handler for a path.
+func request(h http.Handler, path string, headers ...string) *httptest.ResponseRecorder {
+	r := httptest.NewRequest(http.MethodGet, path, nil)
+	for i := 0; i < len(headers); i += 2 {
+		r.Header.Set(headers[i], headers[i+1])
+	}
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, r)
+	return w
+}
+
+func TestHandler(t *testing.T) {
+	h := metrics.Handler(full)
+	for _, c := range []struct{ accept, contentType, has string }{
+		{"", "text/plain; version=0.0.4", "hvd_world_size 4\n"},
+		{"application/openmetrics-text; version=1.0.0", "application/openmetrics-text; version=1.0.0", "# EOF\n"},
+		{"application/vnd.google.protobuf; proto=io.prometheus.client.MetricFamily; encoding=delimited", "application/vnd.google.protobuf", "hvd_world_size"},
+	} {
+		w := request(h, "/metrics", "Accept", c.accept, "Accept-Encoding", "gzip")
+		if w.Code != http.StatusOK || !strings.HasPrefix(w.Header().Get("Content-Type"), c.contentType) || !strings.Contains(w.Body.String(), c.has) {
+			t.Errorf("accept %q: got %d, %v and %d bytes, want %s with %q", c.accept, w.Code, w.Header(), w.Body.Len(), c.contentType, c.has)
+		}
+	}
+	body := request(h, "/metrics").Body.String()
+	for _, want := range []string{"go_goroutines ", "process_resident_memory_bytes ", `hvd_build_info{goversion="go`} {
+		if !strings.Contains(body, "\n"+want) {
+			t.Errorf("%s is missing in %s", want, body)
+		}
+	}
+	if w := request(h, "/healthz"); w.Code != http.StatusOK || w.Body.String() != "ok\n" {
+		t.Errorf("/healthz: got %d %q", w.Code, w.Body.String())
+	}
+	if w := request(h, "/"); w.Code != http.StatusNotFound {
+		t.Errorf("/: got %d", w.Code)
+	}
+}
+
+func BenchmarkScrape(b *testing.B) {
+	h := metrics.Handler(full)
+	b.ReportAllocs()
+	for b.Loop() {
+		w := request(h, "/metrics")
+		b.SetBytes(int64(w.Body.Len()))
+	}
+}
+
+func BenchmarkText(b *testing.B) {
+	b.ReportAllocs()
+	for b.Loop() {
+		text, err := metrics.Text(full)
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.SetBytes(int64(len(text)))
+	}
+}

@@ -1,0 +1,428 @@
+package metrics_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"go.uber.org/zap/zaptest/observer"
+
+	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/metrics"
+	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// textOf is the answer of a rank.
+func textOf(t testing.TB, rank int, change func(*stats.Stats)) []byte {
+	t.Helper()
+	s := full()
+	if s.Rank = rank; rank != 0 {
+		s.Coordinator = nil
+	}
+	change(&s)
+	text, err := metrics.Text(func() stats.Stats { return s })
+	if err != nil {
+		t.Fatal(err)
+	}
+	return text
+}
+
+func asIs(*stats.Stats) {}
+
+// jobOf is a job whose ranks, on hosts a and b in turn, have answered.
+func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *observer.ObservedLogs) {
+	t.Helper()
+	log, entries := testnet.Logs()
+	var hosts []string
+	for r := range size {
+		hosts = append(hosts, []string{"a", "b"}[r%2])
+	}
+	j := metrics.NewJob(metrics.JobConfig{
+		Hosts: hosts, Log: log,
+		Ask: func(context.Context) (map[int][]byte, error) { return answers, nil },
+	})
+	t.Cleanup(func() {
+		if err := j.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return j, entries
+}
+
+// shown is what a scrape of the job shows.
+func shown(t *testing.T, j *metrics.Job) string {
+	t.Helper()
+	w := request(j.Handler(), "/metrics")
+	if w.Code != http.StatusOK {
+		t.Fatalf("got status %d: %s", w.Code, w.Body)
+	}
+	return w.Body.String()
+}
+
+func wantLines(t *testing.T, text string, lines ...string) {
+	t.Helper()
+	for _, l := range lines {
+		if !strings.Contains(text, "\n"+l+"\n") {
+			t.Errorf("%s is missing in\n%s", l, text)
+		}
+	}
+}
+
+func TestJob(t *testing.T) {
+	j, entries := jobOf(t, 4, map[int][]byte{
+		0: textOf(t, 0, asIs), 1: textOf(t, 1, func(s *stats.Stats) { s.InFlight = 77 }), 3: textOf(t, 3, asIs),
+		4: textOf(t, 4, asIs), -1: []byte("hvd_epoch 1\n"), // there are no such ranks
+	})
+	text := shown(t, j)
+	wantLines(t, text,
+		`hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 1`, `hvd_up{host="a",rank="2"} 0`, `hvd_up{host="b",rank="3"} 1`,
+		`hvd_queue_depth{host="a",rank="0"} 5`, `hvd_queue_depth{host="b",rank="1"} 77`, `hvd_queue_depth{host="b",rank="3"} 5`,
+		`hvd_rank_info{host="b",rank="3"} 1`, // the rank's own labels are in place of those that it gave
+		`hvd_rank_last_total{host="a",late_rank="3",rank="0"} 90`,
+		`hvd_collective_duration_seconds_bucket{backend="shm",host="b",op="allreduce",rank="1",le="0.00390625"} 2`,
+		`hvd_collective_duration_seconds_sum{backend="shm",host="b",op="allreduce",rank="3"} 10800.003`,
+		`hvd_job_ranks 4`, `hvd_job_bad_answers_total 0`,
+	)
+	for _, want := range []string{"go_goroutines{", "process_cpu_seconds_total{", "hvd_job_gather_seconds ", "hvd_job_start_time_seconds ", "hvd_job_build_info{"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("%s is missing", want)
+		}
+	}
+	for _, not := range []string{`rank="4"`, `rank="-1"`, `host="h1"`} {
+		if strings.Contains(text, not) {
+			t.Errorf("%s is there", not)
+		}
+	}
+	var names []string
+	for line := range strings.Lines(text) {
+		if rest, is := strings.CutPrefix(line, "# TYPE "); is {
+			name, _, _ := strings.Cut(rest, " ")
+			names = append(names, name)
+		}
+	}
+	if !slices.IsSorted(names) || len(slices.Compact(slices.Clone(names))) != len(names) {
+		t.Errorf("got %v, want each once, in order", names)
+	}
+	if out, content := testnet.Promtool(t, "", text, "check", "metrics"); !content || out != "" {
+		t.Errorf("promtool: %s", out)
+	}
+	if entries.Len() > 0 {
+		t.Errorf("logged %v", entries.All())
+	}
+
+	w := request(j.Handler(), "/metrics", "Accept", "application/openmetrics-text; version=1.0.0")
+	wantLines(t, w.Body.String(), `hvd_rank_last_total{host="a",late_rank="3",rank="0"} 90.0`, `# TYPE hvd_rank_last counter`)
+	if !strings.HasPrefix(w.Header().Get("Content-Type"), "application/openmetrics-text") || !strings.HasSuffix(w.Body.String(), "# EOF\n") {
+		t.Errorf("got %v and %d bytes, want OpenMetrics", w.Header(), w.Body.Len())
+	}
+	if w := request(j.Handler(), "/metrics", "Accept-Encoding", "gzip"); w.Header().Get("Content-Encoding") != "gzip" || w.Body.Len() > len(text)/5 {
+		t.Errorf("got %d bytes of %d and %v, want them compressed", w.Body.Len(), len(text), w.Header())
+	}
+	if w := request(j.Handler(), "/healthz"); w.Code != http.StatusOK {
+		t.Errorf("/healthz: got %d", w.Code)
+	}
+}
+
+// A rank whose answer cannot be used is down and is logged, and costs the others nothing.
+func TestBadAnswers(t *testing.T) {
+	series := func(n int) []byte {
+		var b bytes.Buffer
+		for i := range n {
+			fmt.Fprintf(&b, "x{y=\"%d\"} 1\n", i)
+		}
+		return b.Bytes()
+	}
+	for name, c := range map[string]struct {
+		text []byte
+		want string
+	}{
+		"nothing":            {nil, "no metrics"},
+		"only a comment":     {[]byte("# hello\n"), "no metrics"},
+		"garbage":            {[]byte("\x00\x01\x02"), "no metrics"},
+		"cut":                {textOf(t, 1, asIs)[:5000], "no metrics"},
+		"not UTF-8":          {[]byte("x{y=\"\xff\"} 1\n"), "UTF-8"},
+		"100 MiB":            {bytes.Repeat([]byte("x 1\n"), 25<<20), "got 104857600 bytes, want"},
+		"of another type":    {[]byte("# TYPE hvd_epoch counter\nhvd_epoch 1\n"), `"hvd_epoch" of type COUNTER, and other ranks have it of type GAUGE`},
+		"twice":              {[]byte("x{a=\"1\",b=\"2\"} 1\nx{b=\"2\",a=\"1\"} 1\n"), `"x" twice`},
+		"twice, a histogram": {[]byte("# TYPE x histogram\nx_sum{rank=\"1\"} 1\nx_count{rank=\"1\"} 1\nx_sum{rank=\"2\"} 1\nx_count{rank=\"2\"} 1\n"), `"x" twice`},
+		"another's rank too": {[]byte("x{rank=\"1\"} 1\nx{rank=\"3\"} 1\n"), `"x" twice`},
+		"a label twice":      {[]byte("x{a=\"1\",a=\"2\"} 1\n"), "duplicate label"},
+		"a histogram's sum":  {[]byte("hvd_negotiation_seconds_sum 1\n"), `"hvd_negotiation_seconds_sum" beside "hvd_negotiation_seconds"`},
+		"over a name":        {[]byte("x_bucket 1\n# TYPE x histogram\nx_sum 1\nx_count 1\n"), `"x_bucket"`},
+		"over another's":     {[]byte("# TYPE go_gc summary\ngo_gc{quantile=\"1\"} 1\n"), `"go_gc" beside "go_gc_count"`},
+		"the launcher's":     {[]byte("hvd_up{} 1\n"), `"hvd_up", which only the launcher has`},
+		"the launcher's too": {[]byte("x 1\nhvd_job_ranks 1\n"), `"hvd_job_ranks", which only the launcher has`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			j, entries := jobOf(t, 3, map[int][]byte{0: append(textOf(t, 0, asIs), "go_gc_count 1\n"...), 1: c.text, 2: textOf(t, 2, asIs)})
+			text := shown(t, j)
+			wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 0`, `hvd_up{host="a",rank="2"} 1`,
+				`hvd_epoch{host="a",rank="2"} 2`, `hvd_job_ranks 3`, `hvd_job_bad_answers_total 1`)
+			if n := strings.Count(text, `rank="1"}`); n != 1 {
+				t.Errorf("%d series of rank 1, want hvd_up alone", n)
+			}
+			if !testnet.Logged(entries, "metrics of a rank cannot be used", c.want) || entries.Len() != 1 {
+				t.Errorf("got log %v, want %q", entries.All(), c.want)
+			}
+		})
+	}
+	j, _ := jobOf(t, 2, map[int][]byte{0: append(series(30000), []byte("late{} 1 1234\n")...)})
+	text := shown(t, j)
+	wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `x{host="a",rank="0",y="29999"} 1`, `late{host="a",rank="0"} 1`) // without the time
+}
+
+// Bad answers add up.
+func TestBadAnswersAreCounted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j, _ := jobOf(t, 3, map[int][]byte{0: nil, 1: nil})
+		wantLines(t, shown(t, j), "hvd_job_bad_answers_total 2")
+		time.Sleep(time.Minute)
+		wantLines(t, shown(t, j), "hvd_job_bad_answers_total 4")
+	})
+}
+
+// Rank 0 of the largest job fits.
+func TestLargestJobFits(t *testing.T) {
+	late := func(s *stats.Stats) {
+		s.Coordinator.Late = nil
+		for r := range 4096 {
+			s.Coordinator.Late = append(s.Coordinator.Late, analysis.HeldUp{Rank: topo.Rank(r), Last: 1<<63 + uint64(r), Held: 123456789123456789})
+		}
+	}
+	text := textOf(t, 0, late)
+	j, _ := jobOf(t, 1, map[int][]byte{0: text})
+	wantLines(t, shown(t, j), `hvd_up{host="a",rank="0"} 1`)
+	t.Logf("%d bytes", len(text))
+}
+
+// asker counts questions, and answers when it is told to, or when they have taken too long.
+type asker struct {
+	mu    sync.Mutex
+	asked int
+	limit time.Duration // of the last
+	free  chan struct{}
+	text  []byte
+}
+
+func (a *asker) ask(ctx context.Context) (map[int][]byte, error) {
+	deadline, _ := ctx.Deadline()
+	a.mu.Lock()
+	a.asked++
+	a.limit = time.Until(deadline)
+	a.mu.Unlock()
+	select {
+	case <-a.free:
+		return map[int][]byte{0: a.text, 1: a.text}, nil
+	case <-ctx.Done():
+		return map[int][]byte{0: a.text}, nil
+	}
+}
+
+func newAsker(t *testing.T) (*asker, *metrics.Job) {
+	a := &asker{free: make(chan struct{}), text: textOf(t, 1, asIs)}
+	return a, metrics.NewJob(metrics.JobConfig{Hosts: []string{"a", "b"}, Ask: a.ask})
+}
+
+// Scrapes at the same time, and soon after, are one question; a later one is another.
+func TestScrapesShareQuestions(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a, j := newAsker(t)
+		h := j.Handler()
+		var all sync.WaitGroup
+		for range 10 {
+			all.Go(func() {
+				if w := request(h, "/metrics"); w.Code != http.StatusOK || !strings.Contains(w.Body.String(), `hvd_up{host="b",rank="1"} 1`) {
+					t.Errorf("got %d: %s", w.Code, w.Body)
+				}
+			})
+		}
+		synctest.Wait()
+		if a.asked != 1 {
+			t.Errorf("ten scrapes asked %d times", a.asked)
+		}
+		close(a.free)
+		all.Wait()
+		time.Sleep(time.Second)
+		request(h, "/metrics")
+		if a.asked != 1 {
+			t.Errorf("a scrape within a second asked again")
+		}
+		time.Sleep(time.Nanosecond)
+		request(h, "/metrics")
+		if a.asked != 2 {
+			t.Errorf("%d questions, want another one after a second", a.asked)
+		}
+		j.Close()
+	})
+}
+
+// Ranks have a second, or three quarters of what Prometheus waits; those that have answered until then are shown.
+func TestRanksThatDoNotAnswer(t *testing.T) {
+	for _, c := range []struct {
+		header string
+		want   time.Duration
+	}{
+		{"", time.Second}, {"10", time.Second}, {"5", time.Second}, {"0.4", 300 * time.Millisecond}, {"1", 750 * time.Millisecond},
+		{"NaN", time.Second}, {"-1", time.Second}, {"0", time.Second}, {"1e300", time.Second}, {"soon", time.Second},
+	} {
+		t.Run(c.header, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				a, j := newAsker(t)
+				begun := time.Now()
+				w := request(j.Handler(), "/metrics", "X-Prometheus-Scrape-Timeout-Seconds", c.header)
+				if w.Code != http.StatusOK || time.Since(begun) != c.want || a.limit != c.want {
+					t.Errorf("got %d after %v, ranks had %v, want %v", w.Code, time.Since(begun), a.limit, c.want)
+				}
+				wantLines(t, w.Body.String(), `hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 0`,
+					fmt.Sprintf("hvd_job_gather_seconds %v", c.want.Seconds()),
+					"hvd_job_start_time_seconds 9.466848e+08") // a bubble begins with the year 2000
+				j.Close()
+			})
+		})
+	}
+}
+
+// Who waits less than others gets an error in time, and takes them nothing away; so does one that goes.
+func TestImpatientScrapes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		_, j := newAsker(t)
+		h := j.Handler()
+		var patient sync.WaitGroup
+		begun := time.Now()
+		gone, leave := context.WithCancel(t.Context())
+		patient.Go(func() {
+			// The one that causes the question leaves first.
+			r, err := http.NewRequestWithContext(gone, http.MethodGet, "/metrics", nil)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			w := httptest.NewRecorder()
+			if h.ServeHTTP(w, r); w.Code != http.StatusServiceUnavailable || time.Since(begun) != 100*time.Millisecond {
+				t.Errorf("the one that left: got %d after %v", w.Code, time.Since(begun))
+			}
+		})
+		synctest.Wait()
+		patient.Go(func() {
+			if w := request(h, "/metrics"); w.Code != http.StatusOK || time.Since(begun) != time.Second {
+				t.Errorf("the patient one: got %d after %v", w.Code, time.Since(begun))
+			}
+		})
+		time.Sleep(100 * time.Millisecond)
+		leave()
+		w := request(h, "/metrics", "X-Prometheus-Scrape-Timeout-Seconds", "0.2")
+		if w.Code != http.StatusServiceUnavailable || time.Since(begun) != 300*time.Millisecond || !strings.Contains(w.Body.String(), "in time") {
+			t.Errorf("the impatient one: got %d after %v: %s", w.Code, time.Since(begun), w.Body)
+		}
+		patient.Wait()
+		j.Close()
+	})
+}
+
+// When the job ends, a scrape under way ends at once, and Close waits for the question.
+func TestCloseDuringQuestion(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a, _ := newAsker(t)
+		j := metrics.NewJob(metrics.JobConfig{Hosts: []string{"a"}, Ask: func(ctx context.Context) (map[int][]byte, error) {
+			defer time.Sleep(time.Millisecond) // to tidy up
+			return a.ask(ctx)
+		}})
+		h := j.Handler()
+		var scrape sync.WaitGroup
+		begun := time.Now()
+		scrape.Go(func() {
+			if w := request(h, "/metrics"); w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), "ended") {
+				t.Errorf("got %d: %s", w.Code, w.Body)
+			}
+		})
+		synctest.Wait()
+		if err := j.Close(); err != nil || time.Since(begun) != time.Millisecond {
+			t.Errorf("Close took %v and gave %v, want it to wait for the question, and no longer", time.Since(begun), err)
+		}
+		scrape.Wait()
+		time.Sleep(time.Minute) // nothing is fresh
+		if w := request(h, "/metrics"); w.Code != http.StatusServiceUnavailable || a.asked != 1 {
+			t.Errorf("a scrape after Close: got %d, and %d questions in all", w.Code, a.asked)
+		}
+		if err := j.Close(); err != nil {
+			t.Errorf("a second Close: %v", err)
+		}
+	})
+}
+
+// A store that fails is logged, and what was answered is shown.
+func TestQuestionThatFails(t *testing.T) {
+	log, entries := testnet.Logs()
+	j := metrics.NewJob(metrics.JobConfig{
+		Hosts: []string{"a", "a"}, Log: log,
+		Ask: func(context.Context) (map[int][]byte, error) {
+			return map[int][]byte{1: []byte("x 1\n")}, errors.New("store is closed")
+		},
+	})
+	defer j.Close()
+	wantLines(t, shown(t, j), `hvd_up{host="a",rank="0"} 0`, `hvd_up{host="a",rank="1"} 1`, `x{host="a",rank="1"} 1`)
+	if !testnet.Logged(entries, "ranks could not be asked for metrics", "store is closed") {
+		t.Errorf("got log %v", entries.All())
+	}
+}
+
+// Whatever a rank says, what is shown of the others is what they have said, and can be read.
+func FuzzAnswer(f *testing.F) {
+	const good = "# TYPE hvd_queue_depth gauge\nhvd_queue_depth 5\n# TYPE x histogram\nx_bucket{le=\"1\"} 1\nx_sum 1\nx_count 1\n"
+	f.Add([]byte(good))
+	f.Add(textOf(f, 0, asIs))
+	f.Add([]byte("# TYPE x histogram\nx_bucket{le=\"1\"} 1\nx_sum 1\nx_count 1\nx 3\n"))
+	f.Add([]byte("# TYPE x summary\nx{quantile=\"0.5\"} NaN\nx_sum -Inf\n# HELP x \\n\nx_count 1 5\n"))
+	f.Add([]byte("x{a=\"\\\"\\n\\\\\",rank=\"0\"} +Inf 1\n{\"y\",\"b c\"=\"1\"} 2\n"))
+	f.Fuzz(func(t *testing.T, answer []byte) {
+		j, _ := jobOf(t, 2, map[int][]byte{0: []byte(good), 1: answer})
+		text := shown(t, j)
+		wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `hvd_queue_depth{host="a",rank="0"} 5`, `hvd_job_ranks 2`)
+		// It is itself an answer that can be used, but for the names that are the launcher's.
+		var theirs []string
+		for line := range strings.Lines(text) {
+			name := strings.TrimPrefix(strings.TrimPrefix(line, "# HELP "), "# TYPE ")
+			if !strings.HasPrefix(name, "hvd_up") && !strings.HasPrefix(name, "hvd_job_") {
+				// One rank's, for two would be twice the same.
+				theirs = append(theirs, strings.Replace(strings.Replace(line, `rank="0"`, `of="0"`, 1), `rank="1"`, `of="1"`, 1))
+			}
+		}
+		again, entries := jobOf(t, 1, map[int][]byte{0: []byte(strings.Join(theirs, ""))})
+		if !strings.Contains(shown(t, again), `hvd_up{host="a",rank="0"} 1`) {
+			t.Errorf("what is shown cannot be read: %v\n%s", entries.All(), text)
+		}
+	})
+}
+
+func BenchmarkJob(b *testing.B) {
+	for _, ranks := range []int{8, 64, 1024} {
+		b.Run("ranks="+strconv.Itoa(ranks), func(b *testing.B) {
+			answers := make(map[int][]byte)
+			for r := range ranks {
+				answers[r] = textOf(b, r, asIs)
+			}
+			hosts := slices.Repeat([]string{"a"}, ranks)
+			ask := func(context.Context) (map[int][]byte, error) { return maps.Clone(answers), nil }
+			b.ReportAllocs()
+			for b.Loop() {
+				j := metrics.NewJob(metrics.JobConfig{Hosts: hosts, Ask: ask}) // one that has nothing fresh
+				w := request(j.Handler(), "/metrics")
+				b.SetBytes(int64(w.Body.Len()))
+				j.Close()
+			}
+		})
+	}
+}

@@ -1,0 +1,294 @@
+package metrics_test
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/metrics"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+func TestAddress(t *testing.T) {
+	for _, c := range []struct {
+		addr string
+		plus int
+		want string
+	}{
+		{"127.0.0.1:9100", 0, "127.0.0.1:9100"}, {"h1:9100", 3, "h1:9103"}, {"[::1]:9100", 1, "[::1]:9101"},
+		{":9100", 0, "127.0.0.1:9100"}, {"9100", 2, "127.0.0.1:9102"}, {"0.0.0.0:0", 5, "0.0.0.0:0"}, {"[::]:65530", 5, "[::]:65535"},
+	} {
+		if got, err := metrics.Address(c.addr, c.plus); got != c.want || err != nil {
+			t.Errorf("%q and %d: got %q and error %v, want %q", c.addr, c.plus, got, err, c.want)
+		}
+	}
+	for _, c := range []struct {
+		addr string
+		plus int
+		want string
+	}{
+		{"", 0, "missing port"}, {"h1", 0, `"h1"`}, {"h1:", 0, `port ""`}, {":http", 0, `"http"`}, {":65536", 0, "65536"}, {":-1", 0, "-1"},
+		{"::1", 0, "too many colons"}, {":65530", 6, "local rank 6 would be 65536"}, {"70000", 0, "70000"},
+	} {
+		_, err := metrics.Address(c.addr, c.plus)
+		testnet.WantError(t, err, "metrics: address", c.want)
+	}
+}
+
+func serve(t *testing.T, h http.Handler) *metrics.Server {
+	t.Helper()
+	log, entries := testnet.Logs()
+	s, err := metrics.Serve("127.0.0.1:0", h, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+		if entries.Len() > 0 {
+			t.Errorf("logged %v", entries.All())
+		}
+	})
+	return s
+}
+
+// get scrapes once, on a connection of its own.
+func get(t *testing.T, addr string) (string, error) {
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	req, err := http.NewRequestWithContext(testnet.Context(t), http.MethodGet, "http://"+addr+"/metrics", nil)
+	if err != nil {
+		return "", err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return "", err
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s", resp.Status, body)
+	}
+	return string(body), err
+}
+
+func TestServe(t *testing.T) {
+	s := serve(t, metrics.Handler(full))
+	var all sync.WaitGroup
+	for range 10 {
+		all.Go(func() {
+			if body, err := get(t, s.Addr()); err != nil || !strings.Contains(body, "\nhvd_world_size 4\n") {
+				t.Errorf("got %q and error %v", body, err)
+			}
+		})
+	}
+	all.Wait()
+
+	_, err := metrics.Serve(s.Addr(), metrics.Handler(full), nil)
+	testnet.WantError(t, err, "metrics: ", s.Addr(), "address already in use")
+	_, err = metrics.Serve("nothing", metrics.Handler(full), nil)
+	testnet.WantError(t, err, "metrics: ", `"nothing"`)
+}
+
+// Those who connect and say nothing, or half of it, keep nobody out and nothing open, whoever they are and however many.
+func TestStrangersAreBounded(t *testing.T) {
+	s := serve(t, metrics.Handler(full))
+	first := testnet.RawDial(t, s.Addr(), []byte("GET /metrics HT"))
+	for range 40 {
+		testnet.RawDial(t, s.Addr(), []byte("GET /metrics HTTP/1.1\r\n"))
+	}
+	if _, err := get(t, s.Addr()); err != nil {
+		t.Error(err)
+	}
+	if err := first.SetReadDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := first.Read(make([]byte, 1)); n > 0 || isTimeout(err) {
+		t.Errorf("the oldest of too many connections is open: read %d bytes and error %v", n, err)
+	}
+}
+
+func isTimeout(err error) bool {
+	e, ok := err.(net.Error)
+	return ok && e.Timeout()
+}
+
+// A connection that has ended makes room.
+func TestConnectionsThatEndMakeRoom(t *testing.T) {
+	s := serve(t, metrics.Handler(full))
+	idle := testnet.RawDial(t, s.Addr(), []byte("GET /metrics HTTP/1.1\r\n"))
+	for range 40 {
+		if _, err := get(t, s.Addr()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := idle.Write([]byte("Host: h1\r\n\r\n")); err != nil {
+		t.Fatal(err)
+	}
+	resp, err := http.ReadResponse(bufio.NewReader(idle), nil)
+	if err != nil {
+		t.Fatalf("one that others have not crowded out got no answer: %v", err)
+	}
+	resp.Body.Close()
+}
+
+// patience is against hanging, and less than what a server bears silence for.
+const patience = 8 * time.Second
+
+// Close lets an answer end that is about to, cuts one that is not, and waits for both.
+func TestCloseDuringScrapes(t *testing.T) {
+	for range 20 {
+		if closeDuringScrapes(t) {
+			return
+		}
+	}
+	t.Fatal("no answer of twenty ended within 100 ms")
+}
+
+// closeDuringScrapes reports whether it was quick enough: Close does not wait for long.
+func closeDuringScrapes(t *testing.T) bool {
+	begun, end, ended, leave := make(chan string, 2), make(chan struct{}), make(chan struct{}), make(chan struct{})
+	log, _ := testnet.Logs()
+	s, err := metrics.Serve("127.0.0.1:0", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		begun <- r.URL.Path
+		if r.URL.Path == "/quick" {
+			<-end
+			fmt.Fprint(w, "all of it")
+			return
+		}
+		select {
+		case <-r.Context().Done():
+		case <-time.After(patience):
+			t.Error("the slow answer was not told to end")
+		}
+		close(ended)
+		<-leave
+	}), log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	quick := testnet.RawDial(t, s.Addr(), []byte("GET /quick HTTP/1.1\r\nHost: h1\r\n\r\n"))
+	<-begun
+	// What it has yet to send hides from the server that it is cut.
+	testnet.RawDial(t, s.Addr(), []byte("GET /slow HTTP/1.1\r\nHost: h1\r\nContent-Length: 5\r\n\r\n"))
+	<-begun
+	silent := testnet.RawDial(t, s.Addr())
+	closed := make(chan struct{})
+	closing := time.Now()
+	go func() {
+		s.Close()
+		close(closed)
+	}()
+	testnet.Eventually(t, "the port is closed", func() bool {
+		conn, err := net.Dial("tcp", s.Addr())
+		if err == nil {
+			conn.Close()
+		}
+		return err != nil
+	})
+	close(end)
+	var body []byte
+	resp, err := http.ReadResponse(bufio.NewReader(quick), nil)
+	if err == nil {
+		body, err = io.ReadAll(resp.Body)
+	}
+	if string(body) != "all of it" || err != nil {
+		if time.Since(closing) > 100*time.Millisecond {
+			close(leave)
+			<-closed
+			return false
+		}
+		t.Errorf("got %q and error %v", body, err)
+	}
+	<-ended
+	if err := silent.SetReadDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := silent.Read(make([]byte, 1)); n > 0 || isTimeout(err) {
+		t.Errorf("a connection is open: read %d bytes and error %v", n, err)
+	}
+	select {
+	case <-closed:
+		t.Error("Close has returned before an answer")
+		close(leave)
+	case <-time.After(50 * time.Millisecond):
+		close(leave)
+		select {
+		case <-closed:
+		case <-time.After(patience):
+			t.Fatal("Close hangs")
+		}
+	}
+	if err := s.Close(); err != nil {
+		t.Errorf("a second Close: %v", err)
+	}
+	return true
+}
+
+// pipes is a listener whose connections are pipes, on which time can be a bubble's.
+type pipes struct {
+	conns  chan net.Conn
+	closed chan struct{}
+	once   sync.Once
+}
+
+func (p *pipes) Accept() (net.Conn, error) {
+	select {
+	case c := <-p.conns:
+		return c, nil
+	case <-p.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (p *pipes) Close() error {
+	p.once.Do(func() { close(p.closed) })
+	return nil
+}
+
+func (p *pipes) Addr() net.Addr { return &net.TCPAddr{} }
+
+func (p *pipes) dial() net.Conn {
+	ours, theirs := net.Pipe()
+	p.conns <- theirs
+	return ours
+}
+
+// Neither who sends half a request nor who does not read the answer keeps a connection for longer than 10 s each.
+func TestSlowClients(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := &pipes{conns: make(chan net.Conn), closed: make(chan struct{})}
+		answered := make(chan time.Time, 1)
+		s := metrics.ServeOn(l, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			_, err := w.Write(make([]byte, 1<<20))
+			if err == nil {
+				t.Error("the answer was written, and nobody has read it")
+			}
+			answered <- time.Now()
+		}), zap.NewNop())
+		defer s.Close()
+
+		begun := time.Now()
+		half := l.dial()
+		fmt.Fprint(half, "GET /metrics HTTP/1.1\r\nHost:")
+		if n, _ := io.Copy(io.Discard, half); time.Since(begun) != 10*time.Second {
+			t.Errorf("half a request: %d bytes after %v, want an end after 10 s", n, time.Since(begun))
+		}
+		begun = time.Now()
+		deaf := l.dial()
+		defer deaf.Close()
+		fmt.Fprint(deaf, "GET /metrics HTTP/1.1\r\nHost: h1\r\n\r\n")
+		if took := (<-answered).Sub(begun); took != 10*time.Second {
+			t.Errorf("an answer that nobody reads took %v, want 10 s", took)
+		}
+	})
+}

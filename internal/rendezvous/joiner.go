@@ -1,0 +1,111 @@
+package rendezvous
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
+)
+
+// errNewerRoot ends an attempt to join a root because the store has a newer one.
+var errNewerRoot = errors.New("there is a newer root")
+
+// joinRoot is Join for every rank but 0: it asks one published root after the other until one takes it.
+func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
+	c := &client{cfg: cfg, nonce: newToken()}
+	var (
+		seen []byte // the newest value of the root key that led nowhere
+		why  error  // and why
+	)
+	for {
+		value, err := cfg.Store.Watch(ctx, cfg.rootKey(), seen)
+		switch {
+		case err != nil && why == nil:
+			return nil, fmt.Errorf("waiting for the root of rank 0: %w", err)
+		case err != nil:
+			return nil, fmt.Errorf("waiting for a newer root: %w (the last one: %w)", err, why)
+		}
+		seen = value
+		root, err := decodeRoot(value)
+		if err == nil {
+			var s *Session
+			if s, err = c.follow(ctx, root, value); err == nil {
+				return s, nil
+			}
+		}
+		if complete, ok := errors.AsType[*completeError](err); ok {
+			if cfg.LastEpoch < complete.epoch {
+				// A latecomer or a replacement: only a newer root will tell.
+				err = &RefusedError{Late, fmt.Sprintf("epoch %d is complete at root %s without this process",
+					complete.epoch, root.GetAddr())}
+				cfg.Log.Warn("rendezvous: came late, waiting for a newer root",
+					zap.String("job", cfg.Job), zap.Error(err))
+			}
+		} else if isAnswer(err) && !errors.Is(err, errStale) || isVersion(err) || dial.IsExhausted(err) || ctx.Err() != nil {
+			return nil, err
+		}
+		why = err
+		cfg.Log.Debug("rendezvous: waiting for a newer root",
+			zap.String("job", cfg.Job), zap.Error(err))
+	}
+}
+
+func isVersion(err error) bool {
+	_, ok := errors.AsType[*dial.VersionError](err)
+	return ok
+}
+
+// follow asks root, published as value, again and again while it cannot be reached, until it answers or the store has
+// a newer one.
+func (c *client) follow(ctx context.Context, root *rendezvouspb.Root, value []byte) (*Session, error) {
+	newest, cancel := context.WithCancel(ctx) // until there is a newer root
+	var lost error                            // of the store; read once watched is closed
+	watched := make(chan struct{})
+	go func() {
+		defer close(watched)
+		if _, lost = c.cfg.Store.Watch(newest, c.cfg.rootKey(), value); lost == nil {
+			cancel()
+		}
+	}()
+	defer func() {
+		cancel()
+		<-watched
+	}()
+	var (
+		wait dial.Backoff
+		last error // why the attempt before failed
+	)
+	for {
+		s, err := c.ask(ctx, newest, root)
+		if err == nil || isAnswer(err) || isVersion(err) || dial.IsExhausted(err) {
+			return s, err
+		}
+		if newest.Err() == nil {
+			last = err
+			// A rank that waits at the root can do without the store, one that cannot reach it cannot.
+			dial.Pause(newest, wait.Next(), watched)
+			select {
+			case <-watched:
+				if lost != nil && newest.Err() == nil {
+					return nil, fmt.Errorf("%w (and the store is lost: %w)", last, lost)
+				}
+			default:
+			}
+		}
+		switch {
+		case newest.Err() == nil:
+		case ctx.Err() == nil:
+			return nil, errNewerRoot
+		case last == nil:
+			return nil, err
+		case err == last: // ctx ended between two attempts
+			return nil, fmt.Errorf("%w (last attempt: %w)", ctx.Err(), last)
+		default:
+			return nil, fmt.Errorf("%w (the attempt before: %w)", err, last)
+		}
+	}
+}

@@ -1,0 +1,261 @@
+package rendezvous
+
+import (
+	"bufio"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
+)
+
+// The root protocol. After the greetings a rank sends one JoinRequest and gets one Answer, a table at once followed by
+// records. Behind the table it sends Statuses, and gets Answers: how the try of its host goes (Agree), and last that all ranks are
+// ready, or which have failed. Each message is a protobuf in a frame.
+const (
+	rootMagic   = "GHVB"
+	rootVersion = 3
+
+	tokenBytes = 16
+
+	// The field headers and numbers of a message fit into 256 bytes.
+	maxRecordBytes      = 7*MaxNameBytes + 2*MaxCapabilitiesBytes + 256
+	maxTermsBytes       = 2 * MaxTermsBytes // with headers
+	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
+	maxTextBytes        = 8 << 10
+	maxAnswerBytes      = maxTriedRanks*(maxTriedBytes+16) + 256 // of TRIED, the longest
+	maxStatusBytes      = maxTextBytes + 256
+	maxFailedRanks      = 1000 // that are named one by one
+)
+
+// newToken returns random bytes that nobody else has.
+func newToken() []byte {
+	token := make([]byte, tokenBytes)
+	rand.Read(token) // never fails
+	return token
+}
+
+func appendMessage(frames []byte, m proto.Message) ([]byte, error) {
+	f, err := proto.MarshalOptions{}.MarshalAppend(frame.New(proto.Size(m)), m)
+	if err != nil {
+		return nil, err
+	}
+	return append(frames, frame.Seal(f)...), nil
+}
+
+func recordToProto(r *Record) *rendezvouspb.Record {
+	return &rendezvouspb.Record{
+		Addr: r.Addr, Host: r.Host, HostId: r.HostID, Pid: int64(r.PID), Capabilities: r.Capabilities,
+		Memory: &rendezvouspb.Memory{Uid: r.Memory.UID, Token: r.Memory.Token, Socket: r.Memory.Socket, Reason: r.Memory.Reason},
+		Device: r.Device, SharesDevice: r.SharesDevice,
+	}
+}
+
+func recordFromProto(m *rendezvouspb.Record) (Record, error) {
+	shared := m.GetMemory()
+	r := Record{
+		Addr: m.GetAddr(), Host: m.GetHost(), HostID: m.GetHostId(), PID: int(m.GetPid()), Capabilities: m.GetCapabilities(),
+		Memory: Memory{shared.GetUid(), shared.GetToken(), shared.GetSocket(), shared.GetReason()},
+		Device: m.GetDevice(), SharesDevice: m.GetSharesDevice(),
+	}
+	return r, r.check()
+}
+
+func decodeRecord(body []byte) (Record, error) {
+	var m rendezvouspb.Record
+	if err := proto.Unmarshal(body, &m); err != nil {
+		return Record{}, err
+	}
+	return recordFromProto(&m)
+}
+
+// decodeRoot reads the value of a root key.
+func decodeRoot(value []byte) (*rendezvouspb.Root, error) {
+	var m rendezvouspb.Root
+	if err := proto.Unmarshal(value, &m); err != nil {
+		return nil, fmt.Errorf("root key: %w", err)
+	}
+	if len(m.GetToken()) != tokenBytes {
+		return nil, fmt.Errorf("root key: token has %d bytes, want %d", len(m.GetToken()), tokenBytes)
+	}
+	if _, _, err := net.SplitHostPort(m.GetAddr()); err != nil {
+		return nil, fmt.Errorf("root key: %w", err)
+	}
+	return &m, nil
+}
+
+// joinRequest is a checked JoinRequest. Rank and size may be any number.
+type joinRequest struct {
+	*rendezvouspb.JoinRequest
+	record Record
+}
+
+func decodeJoinRequest(body []byte) (*joinRequest, error) {
+	q := &joinRequest{JoinRequest: new(rendezvouspb.JoinRequest)}
+	if err := proto.Unmarshal(body, q.JoinRequest); err != nil {
+		return nil, err
+	}
+	if len(q.GetToken()) != tokenBytes || len(q.GetNonce()) != tokenBytes {
+		return nil, fmt.Errorf("token has %d bytes and nonce %d, want %d", len(q.GetToken()), len(q.GetNonce()), tokenBytes)
+	}
+	if q.GetLastEpoch() > maxEpoch {
+		return nil, fmt.Errorf("last epoch is %d, want at most %d", q.GetLastEpoch(), uint64(maxEpoch))
+	}
+	if err := checkName("job", q.GetJob()); err != nil {
+		return nil, err
+	}
+	var err error
+	q.record, err = recordFromProto(q.GetRecord())
+	return q, err
+}
+
+func refusalAnswer(e *RefusedError) *rendezvouspb.Answer {
+	return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REFUSED, Reason: uint32(e.Reason), Text: cut(e.Text, maxTextBytes)}
+}
+
+// cut makes text fit into a message, of which it may take so many bytes.
+func cut(text string, most int) string {
+	text = strings.ToValidUTF8(text, "?")
+	return strings.ToValidUTF8(text[:min(len(text), most)], "") // the cut may go through a character
+}
+
+// The ways in which a root that could be reached did not take a rank in. A *RefusedError is another.
+var errStale = errors.New("the root is not the one that was published, or has answered this process before")
+
+type completeError struct{ epoch uint64 }
+
+func (e *completeError) Error() string { return fmt.Sprintf("epoch %d is complete", e.epoch) }
+
+// client asks roots to let cfg's rank join. Its nonce names this call of Join.
+type client struct {
+	cfg   *JoinConfig
+	nonce []byte
+}
+
+// tableGrace is how long a rank that waits at a root goes on when there is a newer one. The old root may have formed
+// its epoch and been closed since, with the table still under way: who leaves now is missed by all others. If the
+// host of the old root has vanished, nothing comes.
+const tableGrace = 2 * time.Second
+
+// missingGrace is how long a rank whose time has ended waits for the root to name the ranks that are missing.
+const missingGrace = time.Second
+
+// ask asks the root to let this rank join and waits until the epoch is formed, ctx ends, or the connection breaks.
+// The end of newest, which ends no later than ctx, means that there is a newer root. The error is a *RefusedError, a
+// *completeError, errStale, that of newest, or says what broke.
+func (c *client) ask(ctx, newest context.Context, root *rendezvouspb.Root) (*Session, error) {
+	s, err := c.askRoot(ctx, newest, root)
+	if err != nil {
+		return nil, fmt.Errorf("joining at the root of rank 0, %s (attempt %d): %w", root.GetAddr(), root.GetAttempt(), err)
+	}
+	return s, nil
+}
+
+// isAnswer reports whether err is the answer of a root.
+func isAnswer(err error) bool {
+	_, refused := errors.AsType[*RefusedError](err)
+	_, complete := errors.AsType[*completeError](err)
+	return refused || complete || errors.Is(err, errStale)
+}
+
+func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (*Session, error) {
+	request, err := appendMessage(nil, &rendezvouspb.JoinRequest{
+		Job: c.cfg.Job, Token: root.GetToken(), Nonce: c.nonce,
+		Rank: int32(c.cfg.Rank), Size: int64(c.cfg.Size), LastEpoch: c.cfg.LastEpoch,
+		Record: recordToProto(&c.cfg.Self), Terms: c.cfg.Terms,
+	})
+	if err != nil {
+		return nil, err
+	}
+	because := func(err error) error {
+		if newest.Err() != nil {
+			return newest.Err()
+		}
+		return err
+	}
+	conn, err := dial.Greet(newest, root.GetAddr(), c.cfg.Secret, rootMagic, rootVersion)
+	if err != nil {
+		return nil, because(err)
+	}
+	kept := false
+	defer func() {
+		if !kept {
+			conn.Close()
+		}
+	}()
+	conn.SetWriteDeadline(time.Now().Add(answerTimeout))
+	if _, err := conn.Write(request); err != nil {
+		return nil, because(err)
+	}
+	answered, left := make(chan struct{}), make(chan struct{})
+	stop := context.AfterFunc(newest, func() {
+		defer close(left)
+		dial.Pause(ctx, tableGrace, answered)
+		if ctx.Err() == nil {
+			conn.SetDeadline(time.Unix(1, 0))
+			return
+		}
+		conn.SetDeadline(time.Now().Add(missingGrace))
+		_ = sendStatus(conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_TIMEOUT}) // else nobody is named
+	})
+	ended := sync.OnceFunc(func() {
+		close(answered)
+		if !stop() {
+			<-left
+		}
+	})
+	defer ended()
+	in := bufio.NewReader(conn)
+	a, err := readAnswer(in)
+	if err != nil {
+		return nil, fmt.Errorf("waiting for the other ranks: %w", because(err))
+	}
+	switch a.GetKind() {
+	case rendezvouspb.Answer_TABLE:
+		s, err := c.readTable(in, a)
+		if err != nil {
+			return nil, fmt.Errorf("reading the table: %w", because(err))
+		}
+		ended()
+		conn.SetDeadline(time.Time{})
+		kept, s.member = true, newMember(conn, in)
+		return s, nil
+	case rendezvouspb.Answer_MISSING:
+		return nil, fmt.Errorf("waiting for %s: %w", a.GetText(), ctx.Err())
+	case rendezvouspb.Answer_STALE:
+		return nil, errStale
+	case rendezvouspb.Answer_COMPLETE:
+		return nil, &completeError{a.GetEpoch()}
+	case rendezvouspb.Answer_REFUSED:
+		return nil, &RefusedError{Reason(a.GetReason()), a.GetText()}
+	default:
+		return nil, fmt.Errorf("unknown answer %d", a.GetKind())
+	}
+}
+
+func (c *client) readTable(in *bufio.Reader, a *rendezvouspb.Answer) (*Session, error) {
+	if a.GetEpoch() <= c.cfg.LastEpoch {
+		return nil, fmt.Errorf("root formed epoch %d, want more than %d", a.GetEpoch(), c.cfg.LastEpoch)
+	}
+	s := &Session{Epoch: a.GetEpoch(), rank: c.cfg.Rank, ring: a.GetRing(), Records: make([]Record, c.cfg.Size)}
+	s.Records[s.rank] = c.cfg.Self
+	for _, i := range told(int(s.rank), c.cfg.Size, s.ring) {
+		body, err := frame.Read(in, maxRecordBytes)
+		if err != nil {
+			return nil, fmt.Errorf("record of rank %d: %w", i, err)
+		}
+		if s.Records[i], err = decodeRecord(body); err != nil {
+			return nil, fmt.Errorf("record of rank %d: %w", i, err)
+		}
+	}
+	return s, nil
+}

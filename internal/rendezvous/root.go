@@ -1,0 +1,761 @@
+package rendezvous
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// Bounds of a root.
+const (
+	maxHandshakes    = 1024 // connections that have not said what they want
+	handshakeTimeout = 10 * time.Second
+	answerTimeout    = 5 * time.Second
+	suspicionTime    = 300 * time.Millisecond // for the connection of a rank that died to end, once another rank complains
+	probeTimeout     = 5 * time.Second        // for an older root to answer a new rank 0
+	windDown         = 2 * time.Second        // how long a failed root keeps answering
+	maxTold          = 4096                   // processes remembered as having been answered
+)
+
+type rootState uint8
+
+const (
+	forming rootState = iota
+	complete
+	failed
+)
+
+// root is rank 0's end of the bootstrap: a listener, a goroutine per connection, and the state of the epoch.
+type root struct {
+	cfg        *JoinConfig
+	log        *zap.Logger
+	token      []byte
+	ln         net.Listener
+	ctx        context.Context // ends in close
+	stop       context.CancelFunc
+	close      func() error
+	wg         sync.WaitGroup
+	handshakes *dial.Limiter
+	refused    *zap.Logger
+
+	changed chan struct{} // capacity 1: all ranks are there, or the root failed
+	allTold chan struct{} // closed when a failed root has answered every other rank
+
+	start outcome    // of what follows the table
+	tries *agreement // of rank 0's host
+
+	mu        sync.Mutex
+	state     rootState
+	callers   map[*caller]struct{} // all connections
+	members   []*caller            // by rank, nil for rank 0 and those missing
+	missing   int
+	gaveUp    map[int]bool                            // missing ranks that were here until their time ended
+	lastEpoch uint64                                  // greatest of all ranks that have been here
+	epoch     uint64                                  // once complete
+	records   []Record                                // once complete
+	ring      bool                                    // once complete: members get the records of their neighbours only
+	table     []byte                                  // once complete, unless ring: frames for the members
+	failure   *RefusedError                           // once failed
+	told      map[process][]byte                      // once failed, who is told, by its nonce; once complete, which latecomers are in the log
+	toldRanks map[topo.Rank]struct{}                  // which ranks have been told of the failure
+	ready     map[int]bool                            // once complete: the ranks that say so
+	tried     map[string]map[int]*rendezvouspb.Status // once complete: how the tries of ranks have ended, by host
+	reports   []report                                // once complete: of failures, by the ranks that are not dead
+}
+
+// caller is a connection to the root.
+type caller struct {
+	conn net.Conn
+	slot *dial.Slot   // until it has said what it wants
+	over net.Conn     // conn, encrypted if the secret is: what is said goes over it
+	q    *joinRequest // nil until it has been read
+	// out is what to send, closed behind the last of it, which finished says. No caller gets more than four answers, so sending does not
+	// wait.
+	out      chan []byte
+	finished bool  // Guarded by root.mu
+	refused  bool  // the answer is the failure. Guarded by root.mu
+	left     error // why it broke off while forming. Guarded by root.mu
+}
+
+// process identifies who asks, across calls of Join.
+type process struct {
+	rank topo.Rank
+	host string
+	pid  int
+}
+
+func (q *joinRequest) process() process {
+	return process{topo.Rank(q.GetRank()), q.record.Host, q.record.PID}
+}
+
+// joinAsRoot is Join for rank 0.
+func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
+	r, err := openRoot(cfg)
+	if err != nil {
+		return nil, err
+	}
+	if err := r.form(ctx); err != nil {
+		r.close() // the listener's error would only hide err
+		return nil, err
+	}
+	return &Session{Epoch: r.epoch, Records: r.records, ring: r.ring, root: r}, nil
+}
+
+// openRoot starts to answer. Nobody knows the address yet, but rank 0 itself may find it in the store: published by
+// an older root that had the same port.
+func openRoot(cfg *JoinConfig) (*root, error) {
+	ln, err := dial.Listen(net.JoinHostPort(cfg.ListenHost, "0"))
+	if err != nil {
+		return nil, fmt.Errorf("opening the root: %w", err)
+	}
+	r := &root{
+		cfg: cfg, token: newToken(), ln: ln,
+		log:        cfg.Log.With(zap.String("job", cfg.Job), zap.Stringer("root", ln.Addr())),
+		handshakes: dial.NewLimiter(max(maxHandshakes, 2*cfg.Size)),
+		changed:    make(chan struct{}, 1),
+		allTold:    make(chan struct{}),
+		callers:    make(map[*caller]struct{}),
+		members:    make([]*caller, cfg.Size),
+		gaveUp:     make(map[int]bool),
+		ready:      make(map[int]bool),
+		start:      newOutcome(),
+		tries:      newAgreement(),
+		tried:      make(map[string]map[int]*rendezvouspb.Status),
+		missing:    cfg.Size - 1,
+		lastEpoch:  cfg.LastEpoch,
+		told:       make(map[process][]byte),
+		toldRanks:  make(map[topo.Rank]struct{}),
+	}
+	r.refused = logs.Quiet(r.log)
+	r.ctx, r.stop = context.WithCancel(context.Background())
+	r.close = sync.OnceValue(r.closeOnce)
+	r.wg.Go(r.accept)
+	return r, nil
+}
+
+// closeOnce closes everything but answers on their way, and waits for those.
+func (r *root) closeOnce() error {
+	r.stop()
+	err := r.ln.Close()
+	r.mu.Lock()
+	if r.state == complete {
+		r.conclude(newFailure(0, "it gave up during Init")) // unless that has ended
+	}
+	for g := range r.callers {
+		if !g.finished {
+			g.conn.Close()
+		}
+	}
+	r.mu.Unlock()
+	r.wg.Wait()
+	return err
+}
+
+// form publishes the root, waits for all ranks, and completes the epoch.
+func (r *root) form(ctx context.Context) error {
+	epoch, err := r.draw(ctx, r.cfg.LastEpoch)
+	if err != nil {
+		return err
+	}
+	value, err := proto.Marshal(&rendezvouspb.Root{
+		Attempt: epoch, Token: r.token, Addr: r.ln.Addr().String(),
+		Host: r.cfg.Self.Host, Pid: int64(r.cfg.Self.PID),
+	})
+	if err != nil {
+		return err
+	}
+	if err := r.publish(ctx, value); err != nil {
+		return err
+	}
+	r.log.Debug("rendezvous: root is open", zap.Uint64("attempt", epoch))
+
+	wctx, stop := context.WithCancel(ctx)
+	var watcher sync.WaitGroup
+	lost := make(chan error, 1)
+	watcher.Go(func() {
+		if err := r.watch(wctx, value); err != nil {
+			lost <- err
+		}
+	})
+	defer watcher.Wait()
+	defer stop()
+	for {
+		select {
+		case <-r.changed:
+		case err := <-lost:
+			if ctx.Err() == nil {
+				return r.giveUp(err)
+			}
+			continue // the store call ended with ctx
+		case <-ctx.Done():
+			return r.giveUp(fmt.Errorf("waiting for %s: %w", r.missingRanks(), ctx.Err()))
+		}
+		lastEpoch, full, failure := r.progress()
+		if failure != nil {
+			if failure.Reason == RootFailed {
+				return failure // nobody else can come in
+			}
+			r.log.Error("rendezvous: root failed", zap.Error(failure))
+			t := time.NewTimer(windDown)
+			defer t.Stop()
+			select {
+			case <-r.allTold:
+			case <-t.C:
+			case <-ctx.Done():
+			}
+			return failure
+		}
+		if full && epoch <= lastEpoch {
+			if epoch, err = r.draw(ctx, lastEpoch); err != nil {
+				return r.giveUp(err)
+			}
+		}
+		// While the store was asked a rank may have left, or come with a yet greater epoch.
+		if ok, err := r.complete(epoch); err != nil {
+			return r.giveUp(err)
+		} else if ok {
+			r.log.Info("rendezvous: epoch is complete", zap.Uint64("epoch", epoch))
+			return nil
+		}
+	}
+}
+
+// draw takes a number greater than above from the job's counter. Being results of Add, no two are equal.
+func (r *root) draw(ctx context.Context, above uint64) (uint64, error) {
+	delta := int64(1)
+	for {
+		n, err := r.cfg.Store.Add(ctx, r.cfg.epochKey(), delta)
+		if err != nil {
+			return 0, err
+		}
+		if n > int64(above) {
+			return uint64(n), nil
+		}
+		delta = int64(above) - n + 1
+	}
+}
+
+// publish makes value the job's root, once no older root is in its way.
+func (r *root) publish(ctx context.Context, value []byte) error {
+	c := &client{cfg: r.cfg, nonce: newToken()}
+	var expected []byte
+	for {
+		actual, swapped, err := r.cfg.Store.CompareAndSet(ctx, r.cfg.rootKey(), expected, value)
+		if err != nil || swapped {
+			return err
+		}
+		if actual != nil {
+			if err := r.outlive(ctx, c, actual); err != nil {
+				return err
+			}
+		}
+		expected = actual
+	}
+}
+
+// outlive returns nil when the root published as value is no obstacle: it is gone, or of an epoch that this process
+// knows. It waits for the root of a running epoch to go, and fails if the root is forming: there are two rank 0.
+func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
+	old, err := decodeRoot(value)
+	if err != nil {
+		r.log.Warn("rendezvous: replacing what is no root", zap.Error(err))
+		return nil
+	}
+	var wait dial.Backoff
+	var late *completeError // what it has said; nil before
+	for {
+		pctx, cancel := context.WithTimeout(ctx, probeTimeout)
+		s, err := c.ask(pctx, pctx, old)
+		cancel()
+		if err == nil {
+			s.Close() // its error would only hide the one below
+		}
+		running, ok := errors.AsType[*completeError](err)
+		switch {
+		case err == nil:
+			return fmt.Errorf("the root at %s knows this call of Join", old.GetAddr()) // it has another's nonce
+		case ok && running.epoch > r.cfg.LastEpoch:
+			if late == nil {
+				r.log.Warn("rendezvous: waiting for an older root to go",
+					zap.String("older", old.GetAddr()), zap.Uint64("epoch", running.epoch))
+			}
+			late = running
+		case ctx.Err() != nil && late == nil:
+			return err
+		case ctx.Err() != nil: // and what it says is not known
+		case !ok && isAnswer(err) && !errors.Is(err, errStale), isVersion(err):
+			return err
+		default:
+			return nil
+		}
+		dial.Pause(ctx, wait.Next(), nil)
+		if ctx.Err() != nil {
+			return lateError(ctx, late, old)
+		}
+	}
+}
+
+// lateError is for a rank 0 that waited for the end of a running epoch.
+func lateError(ctx context.Context, running *completeError, old *rendezvouspb.Root) error {
+	return fmt.Errorf("waiting for it to end: %w: %w", &RefusedError{Late, fmt.Sprintf(
+		"epoch %d is complete with rank 0 being pid %d on host %q with its root at %s",
+		running.epoch, old.GetPid(), old.GetHost(), old.GetAddr())}, ctx.Err())
+}
+
+// watch fails the root when another one takes its place. It returns an error if the store is lost: then nobody can
+// find the root any more.
+func (r *root) watch(ctx context.Context, value []byte) error {
+	newer, err := r.cfg.Store.Watch(ctx, r.cfg.rootKey(), value)
+	if err != nil {
+		return err
+	}
+	by := "something that is no root"
+	if other, err := decodeRoot(newer); err == nil {
+		by = fmt.Sprintf("pid %d on host %q with its root at %s", other.GetPid(), other.GetHost(), other.GetAddr())
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.fail(&RefusedError{DuplicateRank, fmt.Sprintf("rank 0 joined twice: %v was replaced by %s", r.cfg.Self, by)})
+	return nil
+}
+
+func (r *root) progress() (lastEpoch uint64, full bool, failure *RefusedError) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.lastEpoch, r.missing == 0, r.failure
+}
+
+func (r *root) missingRanks() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.awaited()
+}
+
+// awaited names the ranks that are not there, without those that have waited for them until their own time ended. r is locked.
+func (r *root) awaited() string {
+	var missing, absent []int
+	for rank := 1; rank < len(r.members); rank++ {
+		if r.members[rank] != nil {
+			continue
+		}
+		missing = append(missing, rank)
+		if !r.gaveUp[rank] {
+			absent = append(absent, rank)
+		}
+	}
+	if absent == nil {
+		return topo.FormatRanks(missing) + " to come back"
+	}
+	return topo.FormatRanks(absent)
+}
+
+// disagreement names every term that is not the same at all ranks, which are all there. r is locked.
+func (r *root) disagreement() *RefusedError {
+	terms := make([]map[string]string, len(r.members))
+	terms[0] = r.cfg.Terms
+	for rank := 1; rank < len(r.members); rank++ {
+		terms[rank] = r.members[rank].q.GetTerms()
+	}
+	names := make(map[string]string)
+	for _, t := range terms {
+		maps.Copy(names, t)
+	}
+	var differ []string
+	for _, name := range slices.Sorted(maps.Keys(names)) {
+		var values []string // in the order of the ranks
+		at := make(map[string][]int)
+		for rank := range terms {
+			value, known := terms[rank][name]
+			switch {
+			case !known:
+				value = "not known"
+			case value == "":
+				value = "not set"
+			}
+			if at[value] == nil {
+				values = append(values, value)
+			}
+			at[value] = append(at[value], rank)
+		}
+		if len(values) == 1 {
+			continue
+		}
+		for i, value := range values {
+			values[i] = fmt.Sprintf("%s at %s", value, topo.FormatRanks(at[value]))
+		}
+		differ = append(differ, fmt.Sprintf("%s is %s", name, strings.Join(values, ", ")))
+	}
+	if differ == nil {
+		return nil
+	}
+	return &RefusedError{TermsDiffer, "settings that must be the same at all ranks differ: " + strings.Join(differ, "; ")}
+}
+
+// complete ends forming with epoch, if all ranks are there and it is greater than every epoch they have seen.
+func (r *root) complete(epoch uint64) (bool, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.state != forming || r.missing > 0 || epoch <= r.lastEpoch {
+		return false, nil
+	}
+	records := make([]Record, len(r.members))
+	records[0] = r.cfg.Self
+	for rank := 1; rank < len(r.members); rank++ {
+		records[rank] = r.members[rank].q.record
+	}
+	why := r.disagreement()
+	if why == nil {
+		why = deviceTwice(records)
+	}
+	if why != nil {
+		r.fail(why)
+		return false, nil
+	}
+	r.epoch, r.records, r.ring = epoch, records, len(records) > max(r.cfg.RingAbove, 2)
+	if !r.ring {
+		r.table = r.tableOf(0) // the same for all
+	}
+	r.decide(complete)
+	return true, nil
+}
+
+// tableOf is what a member is sent when the epoch is complete.
+func (r *root) tableOf(rank int) []byte {
+	if r.table != nil {
+		return r.table
+	}
+	// Encoding cannot fail: all texts are UTF-8.
+	table, _ := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: r.epoch, Ring: r.ring})
+	for _, i := range told(rank, len(r.records), r.ring) {
+		table, _ = appendMessage(table, recordToProto(&r.records[i]))
+	}
+	return table
+}
+
+// deviceTwice finds the first two ranks that use one device, and do not both share it.
+func deviceTwice(records []Record) *RefusedError {
+	type device struct{ host, name string }
+	owner := make(map[device]int)
+	for rank, r := range records {
+		d := device{r.HostID, r.Device}
+		first, taken := owner[d]
+		switch {
+		case r.Device == "":
+		case !taken:
+			owner[d] = rank
+		case !r.SharesDevice || !records[first].SharesDevice:
+			return &RefusedError{DuplicateDevice, fmt.Sprintf("rank %d (%v) and rank %d (%v) both use device %q, want one rank per device unless both share it",
+				first, records[first], rank, r, r.Device)}
+		}
+	}
+	return nil
+}
+
+// giveUp fails the root because rank 0 cannot go on, and returns err.
+func (r *root) giveUp(err error) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	reason := GaveUp
+	if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled) {
+		reason, err = RootFailed, dial.ExplainLimit(err)
+	}
+	r.fail(&RefusedError{reason, fmt.Sprintf("rank 0 gave up: %v", err)})
+	return err
+}
+
+// fail ends forming without an epoch, if it has not ended yet. r is locked.
+func (r *root) fail(why *RefusedError) {
+	if r.state != forming {
+		return
+	}
+	r.failure = why
+	r.decide(failed)
+	r.signal()
+}
+
+// decide sets the final state and lets the members have it. r is locked.
+func (r *root) decide(s rootState) {
+	r.state = s
+	for rank, m := range r.members {
+		if m == nil {
+			continue
+		}
+		if s == failed {
+			r.outcome(m)
+		} else {
+			m.out <- r.tableOf(rank)
+		}
+	}
+}
+
+func (r *root) signal() {
+	select {
+	case r.changed <- struct{}{}:
+	default:
+	}
+}
+
+func (r *root) accept() {
+	var wait dial.Backoff
+	for {
+		conn, err := r.ln.Accept()
+		if err != nil {
+			if r.ctx.Err() != nil {
+				return
+			}
+			if dial.IsExhausted(err) {
+				_ = r.giveUp(err) // form returns it
+			}
+			r.log.Error("rendezvous: root cannot accept", zap.Error(err))
+			dial.Pause(r.ctx, wait.Next(), nil)
+			continue
+		}
+		wait = 0
+		g := &caller{conn: conn, out: make(chan []byte, 4), slot: r.handshakes.Acquire(conn)} // here, so that the oldest is who came first
+		r.mu.Lock()
+		if r.ctx.Err() != nil {
+			conn.Close()
+		}
+		r.callers[g] = struct{}{}
+		r.mu.Unlock()
+		r.wg.Go(func() {
+			if err := r.serve(g); err != nil && r.ctx.Err() == nil {
+				r.refused.Warn("rendezvous: root closed a connection",
+					zap.Stringer("peer", conn.RemoteAddr()), zap.Error(err))
+			}
+			conn.Close()
+			r.mu.Lock()
+			delete(r.callers, g)
+			r.mu.Unlock()
+		})
+	}
+}
+
+// serve reads g's request and answers. A member it hears until all is said. The error is for the log.
+func (r *root) serve(g *caller) error {
+	err := r.handshake(g)
+	if !g.slot.Release() {
+		return dial.ErrEvicted
+	}
+	if err != nil {
+		if errors.Is(err, io.EOF) {
+			return nil // looked whether the port is open
+		}
+		return err
+	}
+	if member := r.admit(g); !member {
+		return r.tell(g)
+	}
+	var hearing sync.WaitGroup
+	hearing.Go(func() { r.hear(g) })
+	err = r.tell(g)
+	// The rank closes the connection when it has its answer. To close it first, with something unread, could cost it.
+	g.conn.SetReadDeadline(time.Now().Add(answerTimeout))
+	hearing.Wait()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return errors.Join(err, g.left)
+}
+
+// tell sends g what there is to say until there is no more.
+func (r *root) tell(g *caller) (err error) {
+	for answer := range g.out {
+		if err != nil {
+			continue
+		}
+		g.conn.SetWriteDeadline(time.Now().Add(answerTimeout))
+		if _, err = g.over.Write(answer); err != nil {
+			err = fmt.Errorf("answering rank %d, %v: %w", g.q.GetRank(), g.q.record, err)
+			g.conn.Close() // so that hear notices
+		}
+	}
+	if err == nil {
+		r.noteTold(g)
+	}
+	return err
+}
+
+func (r *root) handshake(g *caller) error {
+	g.conn.SetDeadline(time.Now().Add(handshakeTimeout))
+	var err error
+	if g.over, err = r.cfg.Secret.Accept(g.conn, rootMagic); err != nil {
+		return err
+	}
+	version, err := dial.ReadGreeting(g.over, rootMagic)
+	if err != nil {
+		return err
+	}
+	if _, err := g.over.Write(dial.Greeting(rootMagic, rootVersion)); err != nil {
+		return err
+	}
+	if version != rootVersion {
+		return &dial.VersionError{Got: version, Want: rootVersion}
+	}
+	body, err := frame.Read(g.over, maxJoinRequestBytes)
+	if err != nil {
+		return fmt.Errorf("reading the request: %w", err)
+	}
+	g.q, err = decodeJoinRequest(body)
+	if err != nil {
+		return fmt.Errorf("reading the request: %w", err)
+	}
+	g.conn.SetDeadline(time.Time{})
+	return nil
+}
+
+// admit answers g's request, or makes g a member, whose answer has to wait.
+func (r *root) admit(g *caller) (member bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !bytes.Equal(g.q.GetToken(), r.token) {
+		r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
+		return false
+	}
+	if r.state == forming {
+		if why := r.contradiction(g.q); why != nil {
+			r.fail(why)
+			r.outcome(g)
+			return false
+		}
+	}
+	rank := int(g.q.GetRank())
+	switch {
+	case r.state == forming:
+	case r.state == complete && rank > 0 && rank < len(r.members) && bytes.Equal(r.members[rank].q.GetNonce(), g.q.GetNonce()):
+		// The same call of Join, whose connection broke before the table came.
+		if old := r.members[rank]; !old.finished {
+			old.conn.Close()
+			close(old.out)
+			old.finished = true
+		}
+		r.members[rank] = g
+		g.out <- r.tableOf(rank)
+		if hasFailed(r.tried[r.records[rank].HostID]) {
+			r.sayTried(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
+		}
+		if r.start.ended() {
+			r.answer(g, startAnswer(r.start.err))
+		}
+		return true
+	default:
+		r.verdict(g)
+		return false
+	}
+	if old := r.members[rank]; old != nil {
+		old.conn.Close() // the same call of Join; that connection broke
+		close(old.out)
+		old.finished = true
+	} else {
+		r.missing--
+	}
+	r.members[rank] = g
+	delete(r.gaveUp, rank)
+	r.lastEpoch = max(r.lastEpoch, g.q.GetLastEpoch())
+	r.log.Debug("rendezvous: rank has joined", zap.Int("peer", rank), zap.Stringer("process", g.q.record),
+		zap.Int("missing", r.missing))
+	if r.missing == 0 {
+		r.signal()
+	}
+	return true
+}
+
+// contradiction says what in q cannot be true of this job together with what is known. r is locked and forming.
+func (r *root) contradiction(q *joinRequest) *RefusedError {
+	rank, size := q.GetRank(), q.GetSize()
+	refused := func(why Reason, format string, args ...any) *RefusedError {
+		return &RefusedError{why, fmt.Sprintf(format, args...)}
+	}
+	switch {
+	case q.GetJob() != r.cfg.Job:
+		return refused(WrongJob, "rank %d says job %q, rank 0 says job %q", rank, q.GetJob(), r.cfg.Job)
+	case rank == 0:
+		return refused(DuplicateRank, "rank 0 joined twice: %v and %v", r.cfg.Self, q.record)
+	case size != int64(r.cfg.Size):
+		return refused(SizeMismatch, "rank %d says size %d, rank 0 says size %d", rank, size, r.cfg.Size)
+	}
+	if err := checkRank(int64(rank), r.cfg.Size); err != nil {
+		return refused(RankOutOfRange, "%v: %v", q.record, err)
+	}
+	if m := r.members[rank]; m != nil && !bytes.Equal(m.q.GetNonce(), q.GetNonce()) {
+		return refused(DuplicateRank, "rank %d joined twice: %v and %v", rank, m.q.record, q.record)
+	}
+	return nil
+}
+
+// verdict answers g, which has not been waiting, for a root that is no longer forming. r is locked.
+func (r *root) verdict(g *caller) {
+	nonce, told := r.told[g.q.process()]
+	switch {
+	case r.state == failed && told && !bytes.Equal(nonce, g.q.GetNonce()):
+		// It comes back. The same call of Join would be one that the answer has not reached.
+		r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
+		return
+	case r.state == failed:
+		r.outcome(g)
+		return
+	}
+	if !told && g.q.GetLastEpoch() < r.epoch {
+		r.remember(g.q)
+		r.log.Warn("rendezvous: a process came late: the epoch is complete", zap.Uint64("epoch", r.epoch),
+			zap.Int32("peer", g.q.GetRank()), zap.Stringer("process", g.q.record))
+	}
+	r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: r.epoch})
+}
+
+// outcome answers g with the failure. r is locked and failed.
+func (r *root) outcome(g *caller) {
+	g.refused = true
+	// Before the answer is sent, for who gets it may be back before anything else is done here.
+	r.remember(g.q)
+	r.answer(g, refusalAnswer(r.failure))
+}
+
+// answer is the last that g is told. r is locked.
+func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
+	if frame, err := appendMessage(nil, a); err == nil { // it is: all texts are UTF-8
+		g.out <- frame
+	}
+	close(g.out)
+	g.finished = true
+}
+
+// noteTold counts the rank that g is, if it has had its answer and that was the failure.
+func (r *root) noteTold(g *caller) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !g.refused {
+		return
+	}
+	if rank := topo.Rank(g.q.GetRank()); rank > 0 && int(rank) < r.cfg.Size {
+		if _, known := r.toldRanks[rank]; !known {
+			r.toldRanks[rank] = struct{}{}
+			if len(r.toldRanks) == r.cfg.Size-1 {
+				close(r.allTold)
+			}
+		}
+	}
+}
+
+// remember adds who asks to those who are told. r is locked.
+func (r *root) remember(q *joinRequest) {
+	if len(r.told) < maxTold {
+		r.told[q.process()] = q.GetNonce()
+	}
+}

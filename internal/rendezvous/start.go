@@ -1,0 +1,414 @@
+package rendezvous
+
+import (
+	"bufio"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// FailedError says that ranks failed after the epoch was complete and before all ranks were ready. It is the same at all ranks.
+type FailedError struct {
+	Epoch uint64
+	// Ranks are those that failed, never none; if it cannot be told which of two, both.
+	Ranks []topo.Rank
+	// Reason is what was observed, or what the rank says itself.
+	Reason string
+}
+
+func newFailure(rank int, reason string) *FailedError {
+	return &FailedError{Ranks: []topo.Rank{topo.Rank(rank)}, Reason: reason}
+}
+
+func (e *FailedError) Error() string {
+	names := make([]string, len(e.Ranks))
+	for i, r := range e.Ranks {
+		names[i] = fmt.Sprintf("rank %d", r)
+	}
+	return fmt.Sprintf("%s failed: %s", strings.Join(names, " or "), e.Reason)
+}
+
+// outcome is whether all ranks of an epoch have become ready.
+type outcome struct {
+	done chan struct{} // closed once err is set
+	err  *FailedError  // nil if all have
+}
+
+func newOutcome() outcome { return outcome{done: make(chan struct{})} }
+
+func (o *outcome) ended() bool {
+	select {
+	case <-o.done:
+		return true
+	default:
+		return false
+	}
+}
+
+func (o *outcome) end(err *FailedError) {
+	o.err = err
+	close(o.done)
+}
+
+func (s *Session) outcome() *outcome {
+	if s.root != nil {
+		return &s.root.start
+	}
+	return &s.member.start
+}
+
+// wait waits until the start has ended. The error is a *FailedError, or ctx's.
+func (s *Session) wait(ctx context.Context) error {
+	o := s.outcome()
+	select {
+	case <-o.done:
+	case <-ctx.Done():
+		if !o.ended() {
+			return fmt.Errorf("rendezvous: waiting for the other ranks to be ready: %w", context.Cause(ctx))
+		}
+	}
+	if o.err == nil {
+		return nil
+	}
+	why := *o.err
+	why.Epoch = s.Epoch
+	return &why
+}
+
+// Watch derives a context that ends when a rank has failed before all were ready. Its cause is the *FailedError. The caller must call
+// stop when the context is of no use any more.
+func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func()) {
+	watched, cancel := context.WithCancelCause(ctx)
+	var watcher sync.WaitGroup
+	if s.root != nil || s.member != nil {
+		watcher.Go(func() {
+			start := s.outcome()
+			select {
+			case <-start.done:
+				if start.err != nil {
+					cancel(start.err)
+				}
+			case <-watched.Done():
+			}
+		})
+	}
+	return watched, func() {
+		cancel(nil)
+		watcher.Wait()
+	}
+}
+
+// Ready says that this rank is connected with all others, and waits until every rank has said so. The error is a *FailedError, the same
+// at all ranks, or that of ctx. A rank that dies later is for the connections to notice.
+func (s *Session) Ready(ctx context.Context) error {
+	switch {
+	case s.root != nil:
+		s.root.isReady(0)
+	case s.member != nil:
+		// If it cannot be sent, listen says why.
+		_ = sendStatus(s.member.conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_READY})
+	default:
+		return nil
+	}
+	return s.wait(ctx)
+}
+
+// failWait bounds how long Fail waits for the root.
+const failWait = 2 * time.Second
+
+// Fail tells the others that this rank cannot go on because of err, and returns why the epoch has failed for all: err, if this rank
+// is the only cause, else a *FailedError. suspects are the ranks that may be the cause: this one if it is, and none if that cannot be
+// told. If the epoch has failed before, err does not count. A rank that has died is the cause whatever the others say. The connections
+// to the other ranks should stay until Fail has returned. After all ranks were ready it returns err.
+func (s *Session) Fail(err error, suspects ...topo.Rank) error {
+	if s.root == nil && s.member == nil {
+		return err
+	}
+	before := s.outcome().ended()
+	if s.root != nil {
+		s.root.hearReport(report{0, suspects, err.Error()})
+	} else {
+		status := &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: cut(err.Error(), maxTextBytes)}
+		for _, r := range suspects {
+			status.Ranks = append(status.Ranks, int32(r))
+		}
+		_ = sendStatus(s.member.conn, status) // as in Ready
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), failWait)
+	defer cancel()
+	why, failed := errors.AsType[*FailedError](s.wait(ctx))
+	if !failed || !before && len(why.Ranks) == 1 && why.Ranks[0] == s.rank {
+		return err
+	}
+	return why
+}
+
+// member is the connection of a rank to the root of its epoch, from the table until all are ready.
+type member struct {
+	conn  net.Conn
+	start outcome
+	tries *agreement
+}
+
+func newMember(conn net.Conn, in *bufio.Reader) *member {
+	m := &member{conn, newOutcome(), newAgreement()}
+	go m.listen(in)
+	return m
+}
+
+// close waits for listen.
+func (m *member) close() error {
+	_ = m.conn.Close() // so that listen ends, which closes it too
+	<-m.start.done
+	return nil
+}
+
+// listen hears from the root how the start ends, and closes the connection.
+func (m *member) listen(in *bufio.Reader) {
+	err := m.hear(in)
+	failed, told := errors.AsType[*FailedError](err)
+	if err != nil && !told {
+		failed = newFailure(0, hungUp(err))
+	}
+	_ = m.conn.Close() // nothing is expected of it
+	m.start.end(failed)
+}
+
+func (m *member) hear(in *bufio.Reader) error {
+	for {
+		a, err := readAnswer(in)
+		if err != nil {
+			return err
+		}
+		switch kind := a.GetKind(); {
+		case kind == rendezvouspb.Answer_START:
+			return nil
+		case kind == rendezvouspb.Answer_FAILED && len(a.GetRanks()) > 0:
+			why := &FailedError{Reason: a.GetText()}
+			for _, r := range a.GetRanks() {
+				why.Ranks = append(why.Ranks, topo.Rank(r))
+			}
+			return why
+		case kind == rendezvouspb.Answer_STOP || kind == rendezvouspb.Answer_TRIED:
+			if err := m.tries.hear(a); err != nil {
+				return err
+			}
+		default:
+			return fmt.Errorf("unknown answer %v", a)
+		}
+	}
+}
+
+func readAnswer(in io.Reader) (*rendezvouspb.Answer, error) {
+	a := new(rendezvouspb.Answer)
+	body, err := frame.Read(in, maxAnswerBytes)
+	if err == nil {
+		err = proto.Unmarshal(body, a)
+	}
+	return a, err
+}
+
+// readStatus reads what a member says after its request.
+func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
+	s := new(rendezvouspb.Status)
+	body, err := frame.Read(in, maxStatusBytes)
+	if err != nil {
+		return s, err
+	}
+	if err = proto.Unmarshal(body, s); err == nil && (s.GetKind() < rendezvouspb.Status_TIMEOUT || s.GetKind() > rendezvouspb.Status_TRIED) {
+		err = fmt.Errorf("%v is unknown", s.GetKind())
+	}
+	if err != nil {
+		err = fmt.Errorf("reading a status: %w", err)
+	}
+	return s, err
+}
+
+// hungUp says that the connection of a rank has ended with err.
+func hungUp(err error) string {
+	const text = "the process hung up during Init"
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) {
+		return text
+	}
+	return fmt.Sprintf("%s: %v", text, err)
+}
+
+func sendStatus(conn net.Conn, s *rendezvouspb.Status) error {
+	f, err := appendMessage(nil, s)
+	if err != nil {
+		return err
+	}
+	_, err = conn.Write(f)
+	return err
+}
+
+func startAnswer(why *FailedError) *rendezvouspb.Answer {
+	if why == nil {
+		return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_START}
+	}
+	a := &rendezvouspb.Answer{Kind: rendezvouspb.Answer_FAILED, Text: cut(why.Reason, maxTextBytes)}
+	for _, r := range why.Ranks[:min(len(why.Ranks), maxFailedRanks)] {
+		a.Ranks = append(a.Ranks, int32(r))
+	}
+	return a
+}
+
+// report is what a rank says about its failure.
+type report struct {
+	rank     int
+	suspects []topo.Rank
+	text     string
+}
+
+// blamesItself reports whether the rank says that it is the cause.
+func (p *report) blamesItself() bool { return len(p.suspects) == 1 && int(p.suspects[0]) == p.rank }
+
+// hear takes what a member says until its connection ends.
+func (r *root) hear(g *caller) {
+	for {
+		s, err := readStatus(g.over)
+		r.mu.Lock()
+		if err == nil && r.state == forming && s.GetKind() != rendezvouspb.Status_TIMEOUT {
+			err = fmt.Errorf("reading a status: %v before all ranks have come", s.GetKind())
+		}
+		if !g.finished { // else it was told everything
+			r.heard(g, s, err)
+		}
+		r.mu.Unlock()
+		if err != nil {
+			return
+		}
+	}
+}
+
+// heard takes one status of g, or the end of its connection. r is locked, and g is a member.
+func (r *root) heard(g *caller, s *rendezvouspb.Status, err error) {
+	rank := int(g.q.GetRank())
+	switch {
+	case r.state == forming && (err != nil || s.GetKind() == rendezvouspb.Status_TIMEOUT):
+		r.members[rank] = nil
+		r.missing++
+		if err != nil {
+			close(g.out)
+			g.finished = true
+		} else {
+			err = errors.New("its time has ended")
+			r.gaveUp[rank] = true
+			r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_MISSING, Text: r.awaited()})
+		}
+		g.left = fmt.Errorf("rank %d, %v, left before the others came: %w", rank, g.q.record, err)
+	case err != nil:
+		r.conclude(newFailure(rank, hungUp(err)))
+	case s.GetKind() == rendezvouspb.Status_READY:
+		r.noteReady(rank)
+	case s.GetKind() == rendezvouspb.Status_TRIED:
+		r.noteTried(rank, s)
+	case s.GetKind() == rendezvouspb.Status_FAILED:
+		p := report{rank: rank, text: s.GetText()}
+		for _, suspect := range s.GetRanks() {
+			if suspect >= 0 && int(suspect) < len(r.members) {
+				p.suspects = append(p.suspects, topo.Rank(suspect))
+			}
+		}
+		r.noteReport(p)
+	}
+}
+
+func (r *root) isReady(rank int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.noteReady(rank)
+}
+
+// noteReady ends the start if rank is the last. r is locked.
+func (r *root) noteReady(rank int) {
+	if r.ready[rank] = true; len(r.ready) == len(r.members) {
+		r.conclude(nil)
+	}
+}
+
+func (r *root) hearReport(p report) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.noteReport(p)
+}
+
+// noteReport notes that a rank cannot go on, as it says first. The first report of all has the root wait a little: if the cause is a death, the connection of
+// that rank ends. r is locked and complete.
+func (r *root) noteReport(p report) {
+	if r.start.ended() || r.ctx.Err() != nil || slices.ContainsFunc(r.reports, func(q report) bool { return q.rank == p.rank }) {
+		return
+	}
+	r.reports = append(r.reports, p)
+	if len(r.reports) > 1 {
+		return
+	}
+	r.wg.Go(func() {
+		t := time.NewTimer(cmp.Or(r.cfg.suspicion, suspicionTime))
+		defer t.Stop()
+		select {
+		case <-t.C:
+		case <-r.start.done:
+		case <-r.ctx.Done():
+		}
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.conclude(r.judge())
+	})
+}
+
+// judge finds the cause of a failure without a death: a rank that says so itself, else the suspects of the first report, else the ranks
+// of which nothing was heard. r is locked.
+func (r *root) judge() *FailedError {
+	first := r.reports[0]
+	for _, p := range r.reports {
+		if p.blamesItself() {
+			first = p
+			break
+		}
+	}
+	if len(first.suspects) > 0 {
+		return &FailedError{Ranks: first.suspects, Reason: first.text}
+	}
+	heard := make(map[int]bool)
+	for _, p := range r.reports {
+		heard[p.rank] = true
+	}
+	why := &FailedError{Reason: fmt.Sprintf("it was not ready when rank %d gave up: %s", first.rank, first.text)}
+	for rank := range r.members {
+		if !r.ready[rank] && !heard[rank] {
+			why.Ranks = append(why.Ranks, topo.Rank(rank))
+		}
+	}
+	if len(why.Ranks) == 0 {
+		return newFailure(first.rank, first.text)
+	}
+	return why
+}
+
+// conclude ends the start, if it has not ended, and tells all members: why is nil if all are ready. r is locked and complete.
+func (r *root) conclude(why *FailedError) {
+	if r.start.ended() {
+		return
+	}
+	r.start.end(why)
+	for _, m := range r.members {
+		if m != nil && !m.finished {
+			r.answer(m, startAnswer(why))
+		}
+	}
+}

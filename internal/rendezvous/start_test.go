@@ -1,0 +1,232 @@
+package rendezvous
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// meet returns the sessions of size ranks that have met.
+func meet(t *testing.T, size int, key secret.Secret) []*Session {
+	t.Helper()
+	return meetWith(t, size, key, 0)
+}
+
+// meetWith is meet with a root that waits for so long, or 300 ms, for the cause of the first complaint.
+func meetWith(t *testing.T, size int, key secret.Secret, suspicion time.Duration) []*Session {
+	t.Helper()
+	kv := newStore(t)
+	var cfgs []JoinConfig
+	var records []Record
+	for rank := range size {
+		cfg := keyed(kv, rank, size, key)
+		cfg.suspicion = suspicion
+		cfgs, records = append(cfgs, cfg), append(records, recordOf(rank, 0))
+	}
+	results := joinAll(t, testnet.Context(t), cfgs...)
+	formed(t, results, records...)
+	var sessions []*Session
+	for _, r := range results {
+		sessions = append(sessions, r.Session)
+	}
+	return sessions
+}
+
+// each calls f for all ranks but without at once and returns the errors by rank.
+func each(sessions []*Session, without int, f func(rank int, s *Session) error) []error {
+	errs := make([]error, len(sessions))
+	var wg sync.WaitGroup
+	for rank, s := range sessions {
+		if rank != without {
+			wg.Go(func() { errs[rank] = f(rank, s) })
+		}
+	}
+	wg.Wait()
+	return errs
+}
+
+// wantFailure expects err to name ranks and to give a reason.
+func wantFailure(t *testing.T, s *Session, err error, reason string, ranks ...topo.Rank) {
+	t.Helper()
+	why, ok := errors.AsType[*FailedError](err)
+	if !ok || !slices.Equal(why.Ranks, ranks) || why.Epoch != s.Epoch {
+		t.Errorf("got %v, want a failure of ranks %v in epoch %d", err, ranks, s.Epoch)
+		return
+	}
+	testnet.WantError(t, err, reason)
+}
+
+// No rank is ready before all are, and a death afterwards is no matter of the rendezvous.
+func TestReady(t *testing.T) { overBoth(t, testReady) }
+
+func testReady(t *testing.T, key secret.Secret) {
+	ctx := testnet.Context(t)
+	for last := range 3 {
+		sessions := meet(t, 3, key)
+		watched, stop := sessions[1].Watch(ctx)
+		defer stop()
+		early, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+		defer cancel()
+		for rank, err := range each(sessions, last, func(_ int, s *Session) error { return s.Ready(early) }) {
+			if rank != last && !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("without rank %d, rank %d: got %v, want that the context ended", last, rank, err)
+			}
+		}
+		if err := errors.Join(each(sessions, -1, func(_ int, s *Session) error { return s.Ready(ctx) })...); err != nil {
+			t.Error(err)
+		}
+		sessions[last].Close()
+		if err := errors.Join(each(sessions, last, func(_ int, s *Session) error { return s.Ready(ctx) })...); err != nil || watched.Err() != nil {
+			t.Errorf("after rank %d was closed: got %v, %v", last, err, watched.Err())
+		}
+		failure := errors.New("later")
+		if err := sessions[1].Fail(failure, 1); err != failure {
+			t.Errorf("got %v, want what was given", err)
+		}
+	}
+}
+
+// A rank that ends before all are ready is named at every other rank, whatever those complain of.
+func TestDeathBeforeReady(t *testing.T) { overBoth(t, testDeathBeforeReady) }
+
+func testDeathBeforeReady(t *testing.T, key secret.Secret) {
+	ctx := testnet.Context(t)
+	for dead := range 3 {
+		sessions := meet(t, 3, key)
+		if m := sessions[dead].member; m != nil {
+			m.conn.Close()
+		} else {
+			sessions[0].root.kill()
+		}
+		for rank, err := range each(sessions, dead, func(rank int, s *Session) error {
+			watched, stop := s.Watch(ctx)
+			defer stop()
+			if rank == 1 {
+				return s.Fail(io.EOF, topo.Rank(rank), topo.Rank((dead+1)%3))
+			}
+			<-watched.Done()
+			return context.Cause(watched)
+		}) {
+			if rank == dead {
+				continue
+			}
+			if err == nil {
+				t.Errorf("rank %d: got no error", rank)
+			}
+			if why, ok := errors.AsType[*FailedError](err); ok {
+				why.Epoch = sessions[rank].Epoch // that of a cause is not set
+			}
+			wantFailure(t, sessions[rank], err, "the process hung up during Init", topo.Rank(dead))
+		}
+	}
+}
+
+// kill ends the root's connections as the end of its process does.
+func (r *root) kill() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for g := range r.callers {
+		g.conn.Close()
+	}
+}
+
+// A rank that cannot go on says why, and the others name it, or the suspects, or those of which nothing is heard.
+func TestFailure(t *testing.T) {
+	own := fmt.Errorf("accept: %w", syscall.EMFILE)
+	peer := errors.New("no connection")
+	for _, test := range []struct {
+		name   string
+		fails  map[int][]topo.Rank // with these suspects
+		ready  []int
+		ranks  []topo.Rank
+		reason string
+	}{
+		{"itself", map[int][]topo.Rank{2: {2}}, []int{1}, []topo.Rank{2}, "accept: too many open files"},
+		{"itself, rank 0", map[int][]topo.Rank{0: {0}}, nil, []topo.Rank{0}, "accept: too many open files"},
+		{"itself, and another complains", map[int][]topo.Rank{1: {1, 2}, 2: {2}}, nil, []topo.Rank{2}, "accept: too many open files"},
+		{"one of two", map[int][]topo.Rank{1: {1, 2}}, nil, []topo.Rank{1, 2}, "no connection"},
+		{"nothing is heard of one", map[int][]topo.Rank{0: nil, 1: nil, 3: nil}, nil, []topo.Rank{2}, "it was not ready when rank"},
+		{"another one is ready", map[int][]topo.Rank{0: nil}, []int{1, 3}, []topo.Rank{2}, "it was not ready when rank 0 gave up: no connection"},
+		{"nobody else", map[int][]topo.Rank{3: nil}, []int{0, 1, 2}, []topo.Rank{3}, "no connection"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			ctx := testnet.Context(t)
+			sessions := meetWith(t, 4, secret.Secret{}, time.Second) // all complain in this time, half of what Fail waits
+			for rank, err := range each(sessions, -1, func(rank int, s *Session) error {
+				watched, stop := s.Watch(ctx)
+				defer stop()
+				suspects, fails := test.fails[rank]
+				switch {
+				case fails && len(suspects) == 1:
+					return s.Fail(own, suspects...)
+				case fails:
+					return s.Fail(peer, suspects...)
+				case slices.Contains(test.ready, rank):
+					return s.Ready(ctx)
+				}
+				<-watched.Done()
+				return s.Fail(watched.Err())
+			}) {
+				if len(test.ranks) == 1 && int(test.ranks[0]) == rank && (err == own || err == peer) {
+					continue // it has its own error
+				}
+				wantFailure(t, sessions[rank], err, test.reason, test.ranks...)
+			}
+		})
+	}
+}
+
+// Ranks whose own time ends while others are missing are told which, and are not missing themselves.
+func TestMissingRanksAreNamed(t *testing.T) {
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	log, entries := testnet.Logs()
+	zero := config(kv, 0, 5)
+	zero.Log = log
+	long, end := context.WithCancel(ctx)
+	r := start(t, long, zero)
+	short, cancel := context.WithCancel(ctx)
+	one, three := start(t, short, config(kv, 1, 5)), start(t, short, config(kv, 3, 5))
+	for _, rank := range []string{"peer:1", "peer:3"} {
+		testnet.Eventually(t, rank, func() bool { return testnet.Logged(entries, "rank has joined", rank) })
+	}
+	cancel()
+	for _, early := range []<-chan result{one, three} {
+		err := (<-early).err
+		testnet.WantError(t, err, "waiting for ranks 2 and 4: context canceled")
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("%v does not wrap its cause", err)
+		}
+	}
+	end()
+	testnet.WantError(t, (<-r).err, "waiting for ranks 2 and 4: context canceled")
+
+	// When the others have come meanwhile, those who left are missing.
+	long, end = context.WithCancel(ctx)
+	kv = newStore(t)
+	zero.Store = kv
+	zero.Log, entries = testnet.Logs()
+	r = start(t, long, zero)
+	short, cancel = context.WithCancel(ctx)
+	one = start(t, short, config(kv, 1, 5))
+	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "peer:1", "missing:3") })
+	cancel()
+	<-one
+	for rank := 2; rank < 5; rank++ {
+		start(t, ctx, config(kv, rank, 5))
+	}
+	testnet.Eventually(t, "the others", func() bool { return testnet.Logged(entries, "rank has joined", "missing:1") })
+	end()
+	testnet.WantError(t, (<-r).err, "waiting for rank 1 to come back: context canceled")
+}

@@ -1,0 +1,85 @@
+package rendezvous
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"math"
+
+	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+const (
+	// ringAbove is the default of JoinConfig.RingAbove.
+	ringAbove = 128
+	// tableLane is the lane of the mesh on which the records go round. No process set gets that far.
+	tableLane = transport.Lane(math.MaxUint32)
+)
+
+// told lists the ranks whose records the root sends to rank with the table: all, or its neighbours in the ring.
+func told(rank, size int, ring bool) []int {
+	if ring {
+		return []int{(rank + size - 1) % size, (rank + 1) % size}
+	}
+	all := make([]int, size)
+	for i := range all {
+		all[i] = i
+	}
+	return all
+}
+
+// Gather completes Records in a large job, and returns at once in others. All ranks call it after Join. The records go round in a ring:
+// each rank sends its own to the next, and passes size-2 others on, size-1 steps in all. mesh reaches the neighbours, whose records
+// Join has given; Gather releases its lane of the mesh. If a rank dies the error is a *transport.PeerError, at first at its neighbours.
+// They should tell the others by Fail, as their calls wait until then, or until ctx ends.
+func (s *Session) Gather(ctx context.Context, mesh transport.Mesh) error {
+	if !s.ring {
+		return nil
+	}
+	defer mesh.Release(tableLane)
+	// A Conn knows no context: the lane has to end with it.
+	defer context.AfterFunc(ctx, func() { mesh.Abort(tableLane, context.Cause(ctx)) })()
+	records, err := s.gather(ctx, mesh)
+	if err != nil {
+		return fmt.Errorf("rendezvous: gathering the records of %d ranks: %w", len(s.Records), err)
+	}
+	s.Records = records
+	return nil
+}
+
+func (s *Session) gather(ctx context.Context, mesh transport.Mesh) ([]Record, error) {
+	size, rank := len(s.Records), int(s.rank)
+	at := func(places int) topo.Rank { return topo.Rank((rank + size + places) % size) }
+	next, err := mesh.Conn(ctx, tableLane, at(1))
+	if err != nil {
+		return nil, err
+	}
+	prev, err := mesh.Conn(ctx, tableLane, at(-1))
+	if err != nil {
+		return nil, err
+	}
+	records := make([]Record, size)
+	records[rank] = s.Records[rank]
+	piece, err := appendMessage(nil, recordToProto(&records[rank]))
+	if err != nil {
+		return nil, err
+	}
+	in := bufio.NewReader(prev)
+	for i := 1; i < size; i++ {
+		if err := next.Send(piece); err != nil {
+			return nil, err
+		}
+		from := at(-i)
+		body, err := frame.Read(in, maxRecordBytes)
+		if err != nil {
+			return nil, fmt.Errorf("record of rank %d: %w", from, err)
+		}
+		if records[from], err = decodeRecord(body); err != nil {
+			return nil, fmt.Errorf("record of rank %d, from rank %d: %w", from, at(-1), err)
+		}
+		piece = frame.Seal(append(frame.New(len(body)), body...))
+	}
+	return records, next.Flush()
+}

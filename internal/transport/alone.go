@@ -1,0 +1,40 @@
+package transport
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// Alone is the Mesh of a job of one rank, which has nobody to talk to.
+type Alone struct{}
+
+// Conn implements Mesh. There is no peer.
+func (Alone) Conn(_ context.Context, lane Lane, peer topo.Rank) (Conn, error) {
+	return nil, fmt.Errorf("transport: lane %d to rank %d in a job of one", lane, peer)
+}
+
+// Abort implements Mesh.
+func (Alone) Abort(Lane, error) {}
+
+// Release implements Mesh.
+func (Alone) Release(Lane) {}
+
+// Close implements Mesh.
+func (Alone) Close() error { return nil }
+
+// OnNotify implements Poller.
+func (Alone) OnNotify(func()) {}
+
+// NotifyPeers implements Poller.
+func (Alone) NotifyPeers() {}
+
+// Park implements Poller. Nothing ever comes.
+func (Alone) Park() bool { return true }
+
+// Unpark implements Poller.
+func (Alone) Unpark() {}
+
+// EntersKernel implements Poller.
+func (Alone) EntersKernel() bool { return false }

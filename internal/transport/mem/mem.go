@@ -1,0 +1,219 @@
+// Package mem connects the ranks of a cluster within one process, for tests. It behaves like transport/tcp
+// where callers could tell: the higher rank's Conn waits for the lower's, lanes are independent, a rank that
+// closes gives its peers a *transport.PeerError after what it had sent. It does no I/O and leaves no goroutine,
+// so it works in a testing/synctest bubble.
+//
+// It is stricter in one way: there is no socket buffer. A byte leaves the sender's buffer when the receiver
+// reads it, so Flush waits for the receiver, and callers that rely on a buffer which TCP happens to have are
+// found out.
+//
+// A cluster made by NewWithLatency has links that take their time, exactly measurable in a bubble. One made by New
+// does not look at the clock.
+package mem
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// Cluster holds the meshes of all ranks and the channels between them.
+type Cluster struct {
+	meshes []mesh
+	clock  clock
+
+	// mu is held before a pipe's mu, never after.
+	mu       sync.Mutex
+	channels map[key]*channel
+	changed  chan struct{} // closed and replaced when a channel is made or a mesh is aborted or closed
+}
+
+// key names a channel.
+type key struct {
+	lane   transport.Lane
+	lo, hi topo.Rank
+}
+
+// mesh is one rank's transport.Mesh.
+type mesh struct {
+	c    *Cluster
+	rank topo.Rank
+
+	// The Cluster's mu guards these.
+	closed   bool
+	aborted  map[transport.Lane]error
+	released transport.LaneSet
+	control  []*conn
+
+	bell bell
+}
+
+// New makes a cluster of size ranks whose bytes arrive as soon as they are sent.
+func New(size int) *Cluster { return NewWithLatency(size, 0) }
+
+// NewWithLatency makes a cluster of size ranks whose bytes arrive latency after they were sent: exactly then in a
+// testing/synctest bubble, and else not before. They keep their order, and however many there are, none waits for
+// others: bandwidth is unlimited, and lanes, pairs of ranks and the two directions between a pair are links of their
+// own. That a rank closed, died or released a lane travels like a byte: its peers' Read and Flush, and their Sends,
+// go on as before until it is there.
+//
+// A byte leaves the sender's buffer when the receiver reads it, here too, and the sender knows that at once. Conn
+// takes no time. What a rank does to itself (Abort, Release, Close) works at once. A latency of 0 or less is none.
+//
+// A loop that waits by watching Sent stops the clock of a bubble, and so waits for ever for bytes under way.
+func NewWithLatency(size int, latency time.Duration) *Cluster {
+	c := &Cluster{
+		meshes:   make([]mesh, size),
+		clock:    newClock(latency),
+		channels: make(map[key]*channel),
+		changed:  make(chan struct{}),
+	}
+	for r := range c.meshes {
+		c.meshes[r] = mesh{c: c, rank: topo.Rank(r), aborted: make(map[transport.Lane]error)}
+	}
+	return c
+}
+
+// Mesh returns rank's end of the cluster. Every call returns the same one.
+func (c *Cluster) Mesh(rank topo.Rank) transport.Mesh { return &c.meshes[rank] }
+
+// Kill ends rank as its peers see it when the process dies: they read what it had sent, then get a
+// *transport.PeerError, as they do when they send. The calls of the rank itself fail with ErrClosed.
+func (c *Cluster) Kill(rank topo.Rank) { c.meshes[rank].close() }
+
+// notify wakes all who wait in Conn. The caller holds mu.
+func (c *Cluster) notify() {
+	close(c.changed)
+	c.changed = make(chan struct{})
+}
+
+// Conn implements transport.Mesh.
+func (m *mesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	if peer < 0 || int(peer) >= len(m.c.meshes) || peer == m.rank {
+		return nil, fmt.Errorf("mem: connect lane %d: peer is rank %d, want 0 to %d without %d", lane, peer, len(m.c.meshes)-1, m.rank)
+	}
+	for {
+		conn, changed, err := m.find(lane, peer)
+		if err != nil {
+			return nil, err
+		}
+		if conn != nil {
+			return conn, nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("mem: connect lane %d to rank %d: %w", lane, peer, ctx.Err())
+		}
+	}
+}
+
+// find returns this rank's end of a channel, which it makes if it is the lower rank, or what to wait for.
+func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}, error) {
+	m.c.mu.Lock()
+	defer m.c.mu.Unlock()
+	if m.released.Has(lane) {
+		return nil, nil, transport.ErrReleased
+	}
+	if m.closed {
+		return nil, nil, transport.ErrClosed
+	}
+	if err := m.aborted[lane]; err != nil {
+		return nil, nil, err
+	}
+	k := key{lane, min(m.rank, peer), max(m.rank, peer)}
+	ch := m.c.channels[k]
+	if ch == nil {
+		other := &m.c.meshes[peer]
+		gone := other.released.Has(lane)
+		if other.closed || gone && m.rank > peer {
+			return nil, nil, &transport.PeerError{Peer: peer, Lane: lane, Err: io.ErrUnexpectedEOF}
+		}
+		if m.rank > peer {
+			return nil, m.c.changed, nil
+		}
+		ch = newChannel(k, &m.c.clock)
+		if lane == transport.Control {
+			m.attach(&ch.lo)
+			other.attach(&ch.hi)
+		}
+		m.c.channels[k] = ch
+		if gone {
+			ch.end(peer).release()
+		}
+		m.c.notify()
+	}
+	return ch.end(m.rank), nil, nil
+}
+
+// Abort implements transport.Mesh. What this rank had sent can still be read by its peers.
+func (m *mesh) Abort(lane transport.Lane, err error) {
+	if err == nil {
+		panic("mem: abort without an error")
+	}
+	m.c.mu.Lock()
+	defer m.c.mu.Unlock()
+	if m.closed || m.aborted[lane] != nil || m.released.Has(lane) {
+		return
+	}
+	m.aborted[lane] = err
+	for k, ch := range m.c.channels {
+		if k.lane == lane && k.has(m.rank) {
+			ch.end(m.rank).abort(err)
+		}
+	}
+	m.c.notify()
+}
+
+// Release implements transport.Mesh. A channel is gone when both ranks have released it.
+func (m *mesh) Release(lane transport.Lane) {
+	if lane == transport.Control {
+		m.Abort(lane, transport.ErrControl)
+		return
+	}
+	m.c.mu.Lock()
+	defer m.c.mu.Unlock()
+	if m.closed || m.released.Has(lane) {
+		return
+	}
+	m.released.Add(lane)
+	delete(m.aborted, lane)
+	for k, ch := range m.c.channels {
+		if k.lane != lane || !k.has(m.rank) {
+			continue
+		}
+		ch.end(m.rank).release()
+		if ch.lo.released && ch.hi.released {
+			delete(m.c.channels, k)
+		}
+	}
+	m.c.notify()
+}
+
+// Close implements transport.Mesh. What this rank had sent can still be read by its peers.
+func (m *mesh) Close() error {
+	m.close()
+	return nil
+}
+
+func (m *mesh) close() {
+	m.c.mu.Lock()
+	defer m.c.mu.Unlock()
+	if m.closed {
+		return
+	}
+	m.closed = true
+	for k, ch := range m.c.channels {
+		if k.has(m.rank) {
+			ch.end(m.rank).close()
+		}
+	}
+	m.c.notify()
+}
+
+func (k key) has(r topo.Rank) bool { return r == k.lo || r == k.hi }

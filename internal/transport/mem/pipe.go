@@ -1,0 +1,296 @@
+package mem
+
+import (
+	"bytes"
+	"io"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// channel is both directions between two ranks on one lane.
+type channel struct {
+	lo, hi   conn
+	up, down pipe // up runs from the lower rank to the higher
+}
+
+func newChannel(k key, c *clock) *channel {
+	ch := &channel{}
+	ch.up.clock, ch.up.changed.L = c, &ch.up.mu
+	ch.down.clock, ch.down.changed.L = c, &ch.down.mu
+	ch.lo = conn{lane: k.lane, rank: k.lo, peer: k.hi, out: &ch.up, in: &ch.down}
+	ch.hi = conn{lane: k.lane, rank: k.hi, peer: k.lo, out: &ch.down, in: &ch.up}
+	return ch
+}
+
+// end returns rank's end.
+func (ch *channel) end(rank topo.Rank) *conn {
+	if rank == ch.lo.rank {
+		return &ch.lo
+	}
+	return &ch.hi
+}
+
+// conn is one rank's end of a channel: the sender of one pipe and the receiver of the other.
+type conn struct {
+	lane       transport.Lane
+	rank, peer topo.Rank
+	out, in    *pipe
+	released   bool // guarded by the Cluster's mu
+}
+
+// Read implements transport.Conn.
+func (c *conn) Read(p []byte) (int, error) { return c.in.read(p, true) }
+
+// TryRead implements transport.Conn.
+func (c *conn) TryRead(p []byte) (int, error) { return c.in.read(p, false) }
+
+// Send implements transport.Conn.
+func (c *conn) Send(p []byte) error { return c.out.send(p) }
+
+// Sent implements transport.Conn.
+func (c *conn) Sent() uint64 { return c.out.sent.Load() }
+
+// Flush implements transport.Conn.
+func (c *conn) Flush() error { return c.out.flush() }
+
+// abort fails this end's calls with err; the other end is not told.
+func (c *conn) abort(err error) {
+	c.out.leave(err, nil)
+	c.in.refuse(err, nil)
+}
+
+// close fails this end's calls with ErrClosed and the other's with a *transport.PeerError.
+func (c *conn) close() {
+	c.out.leave(transport.ErrClosed, c.blame(io.ErrUnexpectedEOF))
+	c.in.refuse(transport.ErrClosed, c.blame(io.ErrClosedPipe))
+}
+
+// release fails this end's calls with ErrReleased and, once it has read all, the other's receiver. What the other
+// sends is lost.
+func (c *conn) release() {
+	c.released = true
+	c.out.leave(transport.ErrReleased, c.blame(io.ErrUnexpectedEOF))
+	c.in.refuse(transport.ErrReleased, nil)
+	c.in.drop()
+}
+
+// blame is the error by which the other end accuses this one.
+func (c *conn) blame(err error) error {
+	return &transport.PeerError{Peer: c.rank, Lane: c.lane, Err: err}
+}
+
+// pipe is one direction of a channel. Buffers wait in it by reference until the receiver has copied them.
+type pipe struct {
+	clock *clock
+	sent  atomic.Uint64
+
+	bell     *bell       // of the receiver; nil on other lanes than Control, as is own
+	own      *bell       // of the sender
+	unrung   atomic.Bool // something was sent for which bell was not rung
+	mu       sync.Mutex
+	changed  sync.Cond
+	queue    []piece // from head on unread
+	head     int
+	drops    bool // what is sent is dropped
+	told     bool // the receiver has had its error
+	sender   side
+	receiver side
+}
+
+// piece is what is left of a buffer on its way.
+type piece struct {
+	bytes []byte
+	due   time.Duration
+}
+
+// side is why an end of a pipe fails: what its own rank did comes before what the other did.
+type side struct {
+	own, peer error
+	due       time.Duration // when peer is known
+}
+
+// err is why the side fails at this time.
+func (s *side) err(now time.Duration) error {
+	if s.own == nil && s.due <= now {
+		return s.peer
+	}
+	return s.own
+}
+
+// fail notes why a side fails. Closing replaces an earlier abort, releasing both.
+func (s *side) fail(err error) {
+	if s.own == nil || err == transport.ErrReleased || err == transport.ErrClosed && s.own != transport.ErrReleased {
+		s.own = err
+	}
+}
+
+// learn notes what the other side did, which is known when due.
+func (s *side) learn(err error, due time.Duration) {
+	if s.peer == nil {
+		s.peer, s.due = err, due
+	}
+}
+
+func (p *pipe) send(b []byte) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := p.sender.err(p.clock.now()); err != nil || len(b) == 0 {
+		return err
+	}
+	if p.drops {
+		p.sent.Add(uint64(len(b)))
+		return nil
+	}
+	if len(p.queue) == cap(p.queue) && p.head > len(p.queue)/2 {
+		p.queue, p.head = slices.Delete(p.queue, 0, p.head), 0
+	}
+	p.queue = append(p.queue, piece{b, p.clock.arrival()})
+	if p.own != nil && p.own.notify.Load() != nil && p.clock.latency == 0 {
+		p.unrung.Store(true)
+		p.changed.Broadcast()
+		return nil
+	}
+	p.announce()
+	return nil
+}
+
+// notify makes up for the notification that send left out, if the receiver has not read since.
+func (p *pipe) notify() {
+	if !p.unrung.Load() {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.unrung.Swap(false) && p.head < len(p.queue) {
+		p.bell.ring()
+	}
+}
+
+func (p *pipe) flush() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for p.head < len(p.queue) && p.sender.err(p.clock.now()) == nil {
+		p.changed.Wait()
+	}
+	return p.sender.err(p.clock.now())
+}
+
+// read copies under mu: once a call that gives the sender its buffers back has held mu, nobody reads them. Unless it is
+// to wait it may give 0 and no error.
+func (p *pipe) read(b []byte, wait bool) (int, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now := p.clock.now()
+	for wait && !p.arrived(now) && p.receiver.err(now) == nil && len(b) > 0 {
+		p.changed.Wait()
+		now = p.clock.now()
+	}
+	if p.receiver.own != nil || !p.arrived(now) {
+		err := p.receiver.err(now)
+		p.told = err != nil
+		return 0, err
+	}
+	total := 0
+	for total < len(b) && p.arrived(now) {
+		first := &p.queue[p.head]
+		n := copy(b[total:], first.bytes)
+		total += n
+		if first.bytes = first.bytes[n:]; len(first.bytes) == 0 {
+			first.bytes = nil
+			p.head++
+		}
+	}
+	if p.head == len(p.queue) {
+		p.queue, p.head = p.queue[:0], 0
+	}
+	// Last: a sender that watches sent may reuse its buffers from here on, without holding mu.
+	p.sent.Add(uint64(total))
+	p.changed.Broadcast()
+	return total, nil
+}
+
+// arrived reports whether there is something to read. The caller holds mu.
+func (p *pipe) arrived(now time.Duration) bool {
+	return p.head < len(p.queue) && p.queue[p.head].due <= now
+}
+
+// stirs reports whether a read would give bytes, or an error for the first time.
+func (p *pipe) stirs() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now := p.clock.now()
+	err := p.receiver.err(now)
+	return p.receiver.own == nil && p.arrived(now) || err != nil && !p.told
+}
+
+// leave fails the sender with own and, unless other is nil, the receiver with other once it has read all.
+// What is unread is copied, because the sender gets its buffers back.
+func (p *pipe) leave(own, other error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.sender.fail(own)
+	if other != nil {
+		p.receiver.learn(other, p.clock.arrival())
+	}
+	if p.receiver.own != nil {
+		p.empty() // nobody will read it
+	}
+	for i := range p.queue[p.head:] {
+		unread := &p.queue[p.head+i]
+		unread.bytes = bytes.Clone(unread.bytes)
+	}
+	p.announce()
+}
+
+// refuse fails the receiver with own and, unless other is nil, the sender with other. What is unread is never read,
+// but the sender waits for it until it knows of other.
+func (p *pipe) refuse(own, other error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.receiver.fail(own)
+	if other != nil {
+		p.sender.learn(other, p.clock.arrival())
+	}
+	p.announce()
+}
+
+// drop lets what is unread, and all that will be sent, be lost without the sender noticing.
+func (p *pipe) drop() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.drops = true
+	for _, unread := range p.queue[p.head:] {
+		p.sent.Add(uint64(len(unread.bytes)))
+	}
+	p.empty()
+	p.changed.Broadcast()
+}
+
+// empty forgets what is unread. The caller holds mu.
+func (p *pipe) empty() { p.queue, p.head = nil, 0 }
+
+// announce wakes those who wait, and those to whom what happened matters later when they know of it. The caller
+// holds mu.
+func (p *pipe) announce() {
+	p.changed.Broadcast()
+	if p.bell != nil {
+		p.bell.ring()
+	}
+	if p.clock.latency > 0 {
+		time.AfterFunc(p.clock.latency, p.wake)
+	}
+}
+
+func (p *pipe) wake() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.changed.Broadcast()
+	if p.bell != nil {
+		p.bell.ring()
+	}
+}

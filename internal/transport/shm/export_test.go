@@ -1,0 +1,51 @@
+package shm
+
+import (
+	"sync/atomic"
+
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// Inner is the Mesh that Connect returned.
+func Inner(s Sharer) *Mesh { return s.(*Mesh) }
+
+// Put sends a message as this rank would, which owns fds.
+func (m *Mesh) Put(to topo.Rank, kind, id uint32, size uint64, fds ...int) {
+	m.peer(to).outbox.put(message{kind, id, size, fds})
+}
+
+// Kinds of messages.
+const (
+	ControlMessage = controlMessage
+	ShareMessage   = shareMessage
+	ArenaMessage   = arenaMessage
+	KeptMessage    = keptMessage
+	DropMessage    = dropMessage
+)
+
+// SetHead and SetTail write the words that this rank's peer to checks.
+func (m *Mesh) SetHead(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).ring.outHead, v) }
+
+func (m *Mesh) SetTail(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).ring.inTail, v) }
+
+// Sleepers is what keeps peers ringing, and whether they see it.
+func (m *Mesh) Sleepers() (int, bool) {
+	m.bell.mu.Lock()
+	defer m.bell.mu.Unlock()
+	return m.bell.sleepers, atomic.LoadUint32(m.bell.word) != 0
+}
+
+// Loopback is the channel to a peer that never runs, with rings of 64 bytes, and sets the words that the peer would write.
+func Loopback() (c transport.Conn, setWords func(head, tail uint64)) {
+	const index, bytes = 1, 64
+	layout := controlLayout{size: 2, ringBytes: bytes}
+	own, theirs := make([]byte, layout.bytes()), make([]byte, layout.bytes())
+	b := &bell{fd: -1, word: word32(own, restsAt)}
+	p := &peer{rank: 1, index: index, bell: doorbell{fd: -1, rests: word32(theirs, restsAt)}}
+	conn := newConn(b, new(atomic.Bool), p, own, theirs, 0, layout, layout)
+	return conn, func(head, tail uint64) {
+		atomic.StoreUint64(conn.inHead, head)
+		atomic.StoreUint64(conn.outTail, tail)
+	}
+}

@@ -1,0 +1,268 @@
+package shm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// form makes the group, or says in why there is none.
+func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Rank) error {
+	s := &setup{m: m, e: e, ep: ep, group: group}
+	failed, err := ep.Agree(ctx, func(ctx context.Context) error { return dial.ExplainLimit(s.exchange(ctx)) })
+	for _, r := range group {
+		if text, ok := failed[r]; ok {
+			m.why, m.unable = join(m.why, r, text), append(m.unable, r)
+		}
+	}
+	if err != nil || m.why != "" {
+		return errors.Join(err, m.dissolve())
+	}
+	m.group = group
+	for _, p := range m.peers {
+		m.byRank[p.rank] = p
+	}
+	return nil
+}
+
+// dissolve undoes what setup did.
+func (m *Mesh) dissolve() error {
+	var errs []error
+	for _, p := range m.peers {
+		if p.uc != nil {
+			errs = append(errs, p.uc.Close())
+		}
+	}
+	if m.bell != nil {
+		errs = append(errs, m.bell.close())
+	}
+	errs = append(errs, m.letGo())
+	m.peers, m.bell, m.control = nil, nil, nil
+	return errors.Join(errs...)
+}
+
+// setup connects a rank with the other ranks of its group and exchanges descriptors.
+type setup struct {
+	m     *Mesh
+	e     *Endpoint
+	ep    *Epoch
+	group []topo.Rank
+	index int // of this rank in the group
+
+	layout controlLayout
+	peers  []*peer // by rank
+
+	mu      sync.Mutex
+	claimed map[topo.Rank]bool
+}
+
+// exchange ends when all peers have each other's descriptors, or one fails, or ctx has ended. No connection is closed that has passed
+// its handshake: to a peer that would look like a death.
+func (s *setup) exchange(ctx context.Context) (err error) {
+	s.layout = controlLayout{len(s.group), s.e.cfg.RingBytes}
+	s.index = slices.Index(s.group, s.ep.Rank)
+	s.peers = make([]*peer, len(s.ep.Hosts))
+	s.claimed = make(map[topo.Rank]bool)
+	who := make([]*Offer, len(s.ep.Hosts)) // the ranks that dial this one
+	for i, r := range s.group {
+		if i == s.index {
+			continue
+		}
+		p := &peer{rank: r, index: i}
+		p.outbox.filled.L = &p.outbox.mu
+		p.arenas.Store(&map[uint32]chunk{})
+		s.peers[r] = p
+		s.m.peers = append(s.m.peers, p)
+		if i < s.index {
+			who[r] = &s.ep.Offers[r]
+		}
+	}
+	control, err := memfd.Create("gohvd-control", int64(s.layout.bytes()))
+	if err != nil {
+		return err
+	}
+	s.m.control = control
+	for id, numBytes := range s.ep.Reserve {
+		seg, err := memfd.Create(laneName(id), numBytes)
+		if err != nil {
+			return err
+		}
+		s.m.reserved[id] = seg
+	}
+	if s.m.bell, err = newBell(word32(control.Bytes(), restsAt)); err != nil {
+		return err
+	}
+
+	ctx, cancel := context.WithCancel(ctx)
+	results := make(chan error, len(s.group))
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer func() { err = errors.Join(err, s.e.Close()) }() // ends accept
+	defer cancel()
+	wg.Go(func() { s.accept(ctx, &wg, who, results) })
+	for i, r := range s.group {
+		if i > s.index {
+			wg.Go(func() { results <- s.dial(ctx, s.peers[r]) })
+		}
+	}
+	for range len(s.group) - 1 {
+		select {
+		case err := <-results:
+			if err != nil {
+				return err
+			}
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
+}
+
+// dial connects to a higher rank.
+func (s *setup) dial(ctx context.Context, p *peer) error {
+	var d net.Dialer
+	nc, err := d.DialContext(ctx, network, s.ep.Offers[p.rank].Socket)
+	if err != nil {
+		return fmt.Errorf("no connection to rank %d: %w", p.rank, err)
+	}
+	uc := nc.(*net.UnixConn)
+	p.uc = uc
+	defer interrupt(ctx, uc)()
+	if err := greet(uc, s.ep, &s.e.offer, p.rank); err != nil {
+		return fmt.Errorf("handshake with rank %d: %w", p.rank, err)
+	}
+	return s.swap(p)
+}
+
+// interrupt has calls on uc fail when ctx ends, until the function it returns is called.
+func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
+	done := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(done)
+		_ = uc.SetDeadline(time.Unix(1, 0)) // fails only if it is closed
+	})
+	return func() {
+		if !stop() {
+			<-done
+		}
+	}
+}
+
+// accept receives the lower ranks until the listener is closed. It must not return before those it has started.
+func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, who []*Offer, results chan<- error) {
+	for {
+		uc, err := s.e.ln.AcceptUnix()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil {
+			// Out of descriptors or memory: then this rank cannot share, and says so.
+			results <- fmt.Errorf("accept: %w", err)
+			return
+		}
+		wg.Go(func() { s.receive(ctx, uc, who, results) })
+	}
+}
+
+// receive hears who has connected. A stranger is sent away and changes nothing.
+func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*Offer, results chan<- error) {
+	refuse := func(err error) {
+		switch {
+		case ctx.Err() != nil:
+		case errors.Is(err, io.EOF):
+			// Another job, which looked whether the socket is one that nobody listens on any more.
+			s.e.log.Debug("shm: somebody connected and said nothing")
+		default:
+			s.e.log.Warn("shm: connection refused", zap.Error(err))
+		}
+		_ = uc.Close() // nothing is expected of it
+	}
+	if err := uc.SetDeadline(time.Now().Add(s.e.cfg.HandshakeTimeout)); err != nil {
+		refuse(err)
+		return
+	}
+	defer interrupt(ctx, uc)()
+	from, err := welcome(uc, s.ep, &s.e.offer, who)
+	if err != nil {
+		refuse(err)
+		return
+	}
+	s.mu.Lock()
+	twice := s.claimed[from]
+	s.claimed[from] = true
+	s.mu.Unlock()
+	if twice {
+		refuse(fmt.Errorf("rank %d is connected already", from))
+		return
+	}
+	p := s.peers[from]
+	p.uc = uc
+	results <- s.swap(p)
+}
+
+// swap exchanges descriptors with a peer that has proved who it is.
+func (s *setup) swap(p *peer) error {
+	if err := s.give(p); err != nil {
+		return fmt.Errorf("descriptors for rank %d: %w", p.rank, err)
+	}
+	if err := s.get(p); err != nil {
+		return fmt.Errorf("descriptors of rank %d: %w", p.rank, err)
+	}
+	return nil
+}
+
+func (s *setup) give(p *peer) error {
+	var fds []int
+	for _, fd := range []int{s.m.control.FD(), s.m.bell.fd} {
+		dup, err := duplicate(fd)
+		if err != nil {
+			closeAll(fds)
+			return err
+		}
+		fds = append(fds, dup)
+	}
+	msg := message{controlMessage, uint32(s.index), uint64(s.layout.ringBytes), fds}
+	return msg.write(p.uc)
+}
+
+func (s *setup) get(p *peer) error {
+	msg, err := readMessage(p.uc)
+	if err != nil {
+		return err
+	}
+	ringBytes := msg.size
+	if msg.kind != controlMessage || int(msg.id) != p.index || ringBytes < minRingBytes || ringBytes > maxRingBytes || ringBytes&(ringBytes-1) != 0 {
+		msg.close()
+		return fmt.Errorf("%w: message of kind %d, index %d, rings of %d bytes; want kind %d, index %d, a power of two", errBreach, msg.kind, msg.id, ringBytes, controlMessage, p.index)
+	}
+	bell := msg.fds[1]
+	if err := checkBell(bell); err != nil {
+		msg.close()
+		return err
+	}
+	other := controlLayout{len(s.group), int(ringBytes)}
+	seg, err := memfd.Map(msg.fds[0])
+	closeAll(msg.fds[:1])
+	if err == nil && len(seg.Bytes()) < other.bytes() {
+		err = errors.Join(fmt.Errorf("%w: a control segment of %d bytes, want %d", errBreach, len(seg.Bytes()), other.bytes()), seg.Close())
+	}
+	if err != nil {
+		closeAll([]int{bell})
+		return err
+	}
+	p.control = seg
+	p.bell = doorbell{bell, word32(seg.Bytes(), restsAt)}
+	p.ring = newConn(s.m.bell, &s.m.quiet, p, s.m.control.Bytes(), seg.Bytes(), s.index, s.layout, other)
+	return nil
+}

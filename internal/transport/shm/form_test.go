@@ -1,0 +1,391 @@
+package shm_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/shm"
+)
+
+// say exchanges a word on a lane between two ranks of meshes.
+func say(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) {
+	t.Helper()
+	done := make(chan error, 2)
+	half := func(r, p int) {
+		done <- func() error {
+			c, err := meshes[r].Conn(t.Context(), lane, topo.Rank(p))
+			if err != nil {
+				return err
+			}
+			if err := c.Send([]byte{byte(r)}); err != nil {
+				return err
+			}
+			got := make([]byte, 1)
+			if _, err := io.ReadFull(c, got); err != nil {
+				return err
+			}
+			if got[0] != byte(p) {
+				return fmt.Errorf("rank %d got %d from rank %d", r, got[0], p)
+			}
+			return c.Flush()
+		}()
+	}
+	go half(a, b)
+	go half(b, a)
+	if err := errors.Join(<-done, <-done); err != nil {
+		t.Error(err)
+	}
+}
+
+// Groups are the ranks of a host, whose Control channels are in memory. The mesh reaches everybody.
+func TestGroups(t *testing.T) {
+	for _, hosts := range []string{"a", "aa", "ab", "aaaa", "abab", "abbba", "abcb"} {
+		t.Run(hosts, func(t *testing.T) {
+			meshes := newJob(t, shm.Config{}, overTCP(t, len(hosts)), strings.Split(hosts, "")...).mustConnect(t)
+			for r, m := range meshes {
+				var want []topo.Rank
+				for p := range hosts {
+					if hosts[p] == hosts[r] {
+						want = append(want, topo.Rank(p))
+					}
+				}
+				if got := m.Group(); !slices.Equal(got, want) || m.Why() != "" {
+					t.Errorf("rank %d: got group %v, %q, want %v", r, got, m.Why(), want)
+				}
+				for p := range r {
+					say(t, meshes, transport.Control, p, r)
+					say(t, meshes, 1, p, r)
+					c, err := m.Conn(t.Context(), transport.Control, topo.Rank(p))
+					if err != nil {
+						t.Fatal(err)
+					}
+					if inMemory := fmt.Sprintf("%T", c) == "*shm.conn"; inMemory != (hosts[p] == hosts[r]) {
+						t.Errorf("rank %d: the channel to rank %d is a %T", r, p, c)
+					}
+				}
+			}
+		})
+	}
+}
+
+// Whatever keeps a rank from sharing dissolves the group of its host and no other, at once, and everybody there says
+// which rank and why.
+func TestDissolved(t *testing.T) {
+	for name, c := range map[string]struct {
+		spoil func(t *testing.T, j *job)
+		why   []string // parts of Why on host a
+	}{
+		"no offer": {func(t *testing.T, j *job) {
+			j.offers[2] = shm.Offer{}
+		}, []string{"rank 2: offers no memory"}},
+		"bad offer": {func(t *testing.T, j *job) {
+			j.offers[2].Token = j.offers[2].Token[:20]
+		}, []string{"rank 2: has a token of 20 bytes"}},
+		"other user": {func(t *testing.T, j *job) {
+			j.offers[2].UID++
+		}, []string{"rank 2: runs as user", "rank 0 as user"}},
+		"unavailable": {func(t *testing.T, j *job) {
+			if err := j.endpoints[2].Close(); err != nil {
+				t.Fatal(err)
+			}
+			j.endpoints[2] = shm.Unavailable(errors.New("no space for a socket"))
+			j.offers[2] = j.endpoints[2].Offer()
+		}, []string{"rank 2: no space for a socket"}},
+		"socket gone": {func(t *testing.T, j *job) {
+			path := j.offers[2].Socket
+			if err := os.Rename(path, path+"x"); err != nil {
+				t.Fatal(err)
+			}
+			j.after = func() error { return os.Remove(path + "x") }
+		}, []string{"rank 0: no connection to rank 2"}},
+		"wrong token": {func(t *testing.T, j *job) {
+			j.offers[2].Token = append([]byte{j.offers[2].Token[0] + 1}, j.offers[2].Token[1:]...) // what everybody believes to be its token
+		}, []string{"rank 2"}},
+		"wrong epoch": {func(t *testing.T, j *job) {
+			j.epoch = func(r int, ep *shm.Epoch) {
+				if r == 2 {
+					ep.Epoch = 2
+				}
+			}
+		}, []string{"rank 2"}},
+		"wrong job": {func(t *testing.T, j *job) {
+			j.epoch = func(r int, ep *shm.Epoch) {
+				if r == 2 {
+					ep.Job = "other"
+				}
+			}
+		}, []string{"rank 2"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			j := newJob(t, shm.Config{}, overTCP(t, 5), "a", "b", "a", "b", "a")
+			c.spoil(t, j)
+			dissolved(t, j, c.why)
+		})
+	}
+}
+
+// dissolved connects j, of ranks on hosts a, b, a, b, a, and expects the group of a to come to nothing, soon.
+func dissolved(t *testing.T, j *job, why []string) {
+	t.Helper()
+	if j.offers[2].Token == nil && j.offers[2].Reason == "" {
+		j.noOffer(t, 2)
+	}
+	began := time.Now()
+	meshes := j.mustConnect(t)
+	if took := time.Since(began); took > patience/2 {
+		t.Errorf("it took %v", took)
+	}
+	for r, m := range meshes {
+		if r%2 == 1 {
+			if got := m.Group(); len(got) != 2 || m.Why() != "" {
+				t.Errorf("rank %d: got group %v, %q, want both ranks of its host", r, got, m.Why())
+			}
+			continue
+		}
+		if got := m.Group(); !slices.Equal(got, []topo.Rank{topo.Rank(r)}) {
+			t.Errorf("rank %d: got group %v, want itself", r, got)
+		}
+		for _, part := range why {
+			if !strings.Contains(m.Why(), part) {
+				t.Errorf("rank %d: got %q, want %q in it", r, m.Why(), part)
+			}
+		}
+		if m.Why() != meshes[0].Why() {
+			t.Errorf("rank %d says %q, rank 0 %q", r, m.Why(), meshes[0].Why())
+		}
+		b, err := m.Share(1, 100, nil)
+		if err != nil || len(b) < 100 {
+			t.Errorf("rank %d: share alone: got %d bytes, %v", r, len(b), err)
+		}
+		if _, err := m.Peer(t.Context(), 1, topo.Rank((r+2)%6)); err == nil {
+			t.Errorf("rank %d: got a segment of a rank outside its group", r)
+		}
+	}
+	say(t, meshes, transport.Control, 0, 2)
+	say(t, meshes, 1, 0, 4)
+}
+
+// A rank that gets no memory says so, with the size; nobody waits for it.
+func TestNoMemory(t *testing.T) {
+	under := overTCP(t, 5)
+	j := newJob(t, shm.Config{}, under, "a", "b", "a", "b", "a")
+	if err := j.endpoints[2].Close(); err != nil {
+		t.Fatal(err)
+	}
+	greedy, err := shm.Listen(shm.Config{Dir: j.cfg.Dir, RingBytes: 1 << 30})
+	if err != nil {
+		t.Fatal(err)
+	}
+	j.endpoints[2], j.offers[2] = greedy, greedy.Offer()
+	var old unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: 1 << 30, Max: old.Max}); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := unix.Setrlimit(unix.RLIMIT_FSIZE, &old); err != nil {
+			t.Error(err)
+		}
+	}()
+	dissolved(t, j, []string{"rank 2: memfd: gohvd-control: no 3221", "RLIMIT_FSIZE"})
+}
+
+// A rank that never calls Connect costs the others no more than their patience, and leaves nothing.
+func TestAbsentRank(t *testing.T) {
+	for _, absent := range []int{0, 1, 2} {
+		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
+		idle := j.endpoints[absent]
+		j.endpoints[absent] = nil
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		_, errs := j.connect(ctx)
+		cancel()
+		for r, err := range errs {
+			if r != absent && !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("without rank %d: rank %d: got %v, want %v", absent, r, err, context.DeadlineExceeded)
+			}
+		}
+		if err := errors.Join(idle.Close(), idle.Close(), j.under[absent].Close()); err != nil {
+			t.Error(err)
+		}
+		if left, err := os.ReadDir(j.cfg.Dir); err != nil || len(left) > 0 {
+			t.Errorf("got %v, %v in the directory, want nothing", left, err)
+		}
+	}
+}
+
+// A rank that dies while the others form a group is named at all of them; they do not wait for it.
+func TestDeathWhileForming(t *testing.T) {
+	for _, dead := range []int{0, 2} {
+		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
+		e := j.endpoints[dead]
+		j.endpoints[dead] = nil
+		if err := errors.Join(e.Close(), j.under[dead].Close(), j.sessions[dead].Close()); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		_, errs := j.connect(ctx)
+		cancel()
+		for r, err := range errs {
+			why, ok := errors.AsType[*rendezvous.FailedError](err)
+			if r != dead && (!ok || !slices.Equal(why.Ranks, []topo.Rank{topo.Rank(dead)})) {
+				t.Errorf("rank %d: got %v, want that rank %d failed", r, err, dead)
+			}
+		}
+	}
+}
+
+// Processes that connect and talk nonsense, or nothing, change nothing.
+func TestStrangers(t *testing.T) {
+	j := newJob(t, shm.Config{}, overTCP(t, 2), "a", "a")
+	for _, say := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72), make([]byte, 1000)} {
+		nc, err := net.Dial("unixpacket", j.offers[1].Socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer nc.Close()
+		if say != nil {
+			if _, err := nc.Write(say); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for r, m := range j.mustConnect(t) {
+		if len(m.Group()) != 2 {
+			t.Errorf("rank %d: got group %v, %q", r, m.Group(), m.Why())
+		}
+	}
+}
+
+func TestConnectChecks(t *testing.T) {
+	for name, change := range map[string]func(ep *shm.Epoch){
+		"no job":       func(ep *shm.Epoch) { ep.Job = "" },
+		"long job":     func(ep *shm.Epoch) { ep.Job = strings.Repeat("x", 65) },
+		"no such rank": func(ep *shm.Epoch) { ep.Rank = 2 },
+		"few offers":   func(ep *shm.Epoch) { ep.Offers = ep.Offers[:1] },
+	} {
+		j := newJob(t, shm.Config{}, overMem(t, 2), "a", "b")
+		j.epoch = func(_ int, ep *shm.Epoch) { change(ep) }
+		if _, errs := j.connect(t.Context()); errs[1] == nil {
+			t.Errorf("%s: got no error", name)
+		}
+		if _, err := j.under[1].Conn(t.Context(), 1, 0); !errors.Is(err, transport.ErrClosed) {
+			t.Errorf("%s: the mesh underneath gives %v, want it closed", name, err)
+		}
+	}
+	j := newJob(t, shm.Config{}, overMem(t, 1), "a")
+	j.mustConnect(t)
+	if _, errs := j.connect(t.Context()); errs[0] == nil {
+		t.Error("connected twice")
+	}
+}
+
+func TestListenChecks(t *testing.T) {
+	open := filepath.Join(t.TempDir(), "open")
+	if err := os.Mkdir(open, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	link := filepath.Join(t.TempDir(), "link")
+	if err := os.Symlink(t.TempDir(), link); err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	long := filepath.Join(t.TempDir(), strings.Repeat("x", 100))
+	good := filepath.Join(t.TempDir(), "s")
+	for name, cfg := range map[string]shm.Config{
+		"open to others": {Dir: open}, "a link": {Dir: link}, "a file": {Dir: file}, "a long path": {Dir: long},
+		"nowhere": {Dir: filepath.Join(good, "x", "y")},
+		"ring":    {Dir: good, RingBytes: 1000}, "small ring": {Dir: good, RingBytes: 32}, "large ring": {Dir: good, RingBytes: 1 << 31},
+	} {
+		if e, err := shm.Listen(cfg); err == nil {
+			t.Errorf("%s: got no error", name)
+			_ = e.Close()
+		}
+	}
+	if left, err := os.ReadDir(long); err != nil || len(left) > 0 {
+		t.Errorf("got %v, %v in the directory, want nothing", left, err)
+	}
+}
+
+// An image made from scratch has no directory for temporary files.
+func TestListenWithoutTemporaryDirectory(t *testing.T) {
+	missing := filepath.Join(t.TempDir(), "missing", "tmp")
+	t.Setenv("TMPDIR", missing)
+	e, err := shm.Listen(shm.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	sockets, err := filepath.Glob(filepath.Join(missing, "gohvd-*", "*"))
+	if err != nil || len(sockets) != 1 {
+		t.Errorf("got %v, %v, want the socket of this rank", sockets, err)
+	}
+	if err := e.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// A Listen removes sockets whose processes are gone, and neither living ones nor what is not its own.
+func TestSweep(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "s")
+	live, err := shm.Listen(shm.Config{Dir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer live.Close()
+	abandon := func(name string) {
+		ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: filepath.Join(dir, name), Net: "unixpacket"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ln.SetUnlinkOnClose(false)
+		if err := ln.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	abandon("s0123")
+	abandon("other")
+	if err := os.WriteFile(filepath.Join(dir, "sfile"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	next, err := shm.Listen(shm.Config{Dir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer next.Close()
+	want := []string{
+		filepath.Base(live.Offer().Socket), filepath.Base(next.Offer().Socket), "other", "sfile",
+	}
+	slices.Sort(want)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, e := range entries {
+		got = append(got, e.Name())
+		if info, err := e.Info(); err != nil || e.Name() == "s0123" || info.Mode().Perm() != 0o600 && len(e.Name()) == 17 {
+			t.Errorf("%s has mode %v, %v", e.Name(), info.Mode(), err)
+		}
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}

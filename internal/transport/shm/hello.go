@@ -1,0 +1,130 @@
+package shm
+
+import (
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"net"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+const (
+	magic      = 0x67687368 // "ghsh"
+	version    = 2
+	helloBytes = 4 + 4 + 4
+	// maxPacketBytes is more than the longest packet of a handshake.
+	maxPacketBytes = 256
+)
+
+// The dialer of a Unix connection says which rank it is, and then both ends prove that they know the tokens of both (package secret),
+// which only the rendezvous gave away. The proof is good for these two ranks in this epoch of this job.
+//
+//	magic u32 | version u32 | rank u32      (little-endian)
+func encodeHello(from topo.Rank) []byte {
+	b := binary.LittleEndian.AppendUint32(make([]byte, 0, helloBytes), magic)
+	b = binary.LittleEndian.AppendUint32(b, version)
+	return binary.LittleEndian.AppendUint32(b, uint32(from))
+}
+
+func decodeHello(b []byte) (from topo.Rank, err error) {
+	if len(b) != helloBytes {
+		return 0, fmt.Errorf("hello of %d bytes, want %d", len(b), helloBytes)
+	}
+	if m, v := binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:]); m != magic || v != version {
+		return 0, fmt.Errorf("hello begins with %#08x and version %d, want %#08x and %d", m, v, uint32(magic), version)
+	}
+	return topo.Rank(binary.LittleEndian.Uint32(b[8:])), nil
+}
+
+// proofOf returns what two ranks prove to each other, and for which connection.
+func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials, accepts *Offer) (key secret.Secret, purpose string, err error) {
+	key, err = secret.Parse(hex.EncodeToString(slices.Concat(dials.Token, accepts.Token)))
+	return key, fmt.Sprintf("shm epoch %d rank %d to %d %s", ep.Epoch, dialer, acceptor, ep.Job), err
+}
+
+// greet is the dialer's side.
+func greet(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
+	if err := sameUser(c); err != nil {
+		return err
+	}
+	key, purpose, err := proofOf(ep, ep.Rank, to, own, &ep.Offers[to])
+	if err != nil {
+		return err
+	}
+	if _, err := c.Write(encodeHello(ep.Rank)); err != nil {
+		return err
+	}
+	_, err = key.Dial(&packets{UnixConn: c}, purpose)
+	return err
+}
+
+// welcome is the acceptor's side. who has the offers of those that may come, by rank; the others are nil.
+func welcome(c *net.UnixConn, ep *Epoch, own *Offer, who []*Offer) (topo.Rank, error) {
+	if err := sameUser(c); err != nil {
+		return 0, err
+	}
+	var b [maxPacketBytes]byte
+	n, err := c.Read(b[:])
+	if err != nil {
+		return 0, err
+	}
+	from, err := decodeHello(b[:n])
+	if err != nil {
+		return 0, err
+	}
+	if from < 0 || int(from) >= len(who) || who[from] == nil {
+		return 0, fmt.Errorf("rank %d has no business here", from)
+	}
+	key, purpose, err := proofOf(ep, from, ep.Rank, who[from], own)
+	if err == nil {
+		_, err = key.Accept(&packets{UnixConn: c}, purpose)
+	}
+	return from, err
+}
+
+// packets reads a connection of packets as a stream.
+type packets struct {
+	*net.UnixConn
+	packet [maxPacketBytes]byte
+	unread []byte
+}
+
+func (p *packets) Read(b []byte) (int, error) {
+	if len(p.unread) == 0 {
+		n, err := p.UnixConn.Read(p.packet[:])
+		if err != nil {
+			return 0, err
+		}
+		p.unread = p.packet[:n]
+	}
+	n := copy(b, p.unread)
+	p.unread = p.unread[n:]
+	return n, nil
+}
+
+// sameUser checks whose process is at the other end.
+func sameUser(c *net.UnixConn) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var cred *unix.Ucred
+	var failed error
+	if err := raw.Control(func(fd uintptr) {
+		cred, failed = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); err != nil {
+		return err
+	}
+	if failed != nil {
+		return fmt.Errorf("user of the other end: %w", failed)
+	}
+	if own := uint32(unix.Geteuid()); cred.Uid != own {
+		return fmt.Errorf("the other end runs as user %d, this process as user %d", cred.Uid, own)
+	}
+	return nil
+}

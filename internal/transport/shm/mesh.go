@@ -1,0 +1,403 @@
+package shm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// Mesh is one rank's end of an epoch. It implements Sharer.
+type Mesh struct {
+	log    *zap.Logger
+	rank   topo.Rank
+	size   int
+	under  transport.Mesh
+	group  []topo.Rank // ascending, with rank
+	why    string
+	unable []topo.Rank // which why names
+	peers  []*peer     // the group without this rank
+	// byRank are the peers by rank, nil for other ranks.
+	byRank []*peer
+
+	control *memfd.Segment // this rank's; nil without peers, as is bell
+	// reserved are the segments of Epoch.Reserve that were not shared yet. Guarded by mu.
+	reserved map[transport.Lane]*memfd.Segment
+	bell     *bell
+	wg       sync.WaitGroup
+	unwatch  func() // ends the watching of arenas
+
+	// parked is set between Park and Unpark; notifyPoller is what OnNotify was given.
+	parked       atomic.Bool
+	notifyPoller atomic.Pointer[func()]
+	// quiet is set by OnNotify.
+	quiet atomic.Bool
+	// reachesOut says that some ranks are no peers, so that the mesh underneath has Control channels too.
+	reachesOut bool
+
+	// lanes are those in use. The map is replaced, not changed, by who holds mu. isClosed is closed, for who does not.
+	lanes    atomic.Pointer[map[transport.Lane]*lane]
+	isClosed atomic.Bool
+
+	// mu is taken before the locks of conns and outboxes, and never together with that of package arena.
+	mu       sync.Mutex
+	changed  chan struct{} // closed when something has changed that await may wait for; nil if nobody does
+	released transport.LaneSet
+	closed   bool
+	ended    chan struct{} // closed when Close is done
+}
+
+func newMesh(e *Endpoint, ep *Epoch) *Mesh {
+	m := &Mesh{
+		log: e.log, rank: ep.Rank, size: len(ep.Hosts), under: ep.Under, group: []topo.Rank{ep.Rank},
+		byRank: make([]*peer, len(ep.Hosts)), ended: make(chan struct{}),
+	}
+	m.lanes.Store(&map[transport.Lane]*lane{})
+	m.reserved = make(map[transport.Lane]*memfd.Segment)
+	return m
+}
+
+// begin starts what goes on until Close.
+func (m *Mesh) begin() error {
+	if len(m.peers) == 0 {
+		return nil
+	}
+	for _, p := range m.peers {
+		if err := p.uc.SetDeadline(time.Time{}); err != nil { // that of the handshake
+			return fmt.Errorf("shm: connect: %w", err)
+		}
+	}
+	m.wg.Go(func() { m.bell.hear(m.rung) })
+	for _, p := range m.peers {
+		m.wg.Go(func() { p.send(m) })
+		m.wg.Go(func() { p.receive(m) })
+	}
+	m.unwatch = arena.Watch(m.offer, m.withdraw)
+	return nil
+}
+
+// Group implements Sharer.
+func (m *Mesh) Group() []topo.Rank { return slices.Clone(m.group) }
+
+// Why implements Sharer.
+func (m *Mesh) Why() string { return m.why }
+
+// Unable implements Sharer.
+func (m *Mesh) Unable() []topo.Rank { return slices.Clone(m.unable) }
+
+// peer is the peer of that rank, nil if it is none.
+func (m *Mesh) peer(rank topo.Rank) *peer {
+	if rank < 0 || int(rank) >= len(m.byRank) {
+		return nil
+	}
+	return m.byRank[rank]
+}
+
+// await calls check, holding mu, again whenever something has changed, until it is true or fails or ctx has ended.
+func (m *Mesh) await(ctx context.Context, check func() (bool, error)) error {
+	for {
+		m.mu.Lock()
+		ok, err := check()
+		if ok || err != nil {
+			m.mu.Unlock()
+			return err
+		}
+		if m.changed == nil {
+			m.changed = make(chan struct{})
+		}
+		changed := m.changed
+		m.mu.Unlock()
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// notify has those in await check again. The caller holds mu.
+func (m *Mesh) notify() {
+	if m.changed != nil {
+		close(m.changed)
+		m.changed = nil
+	}
+}
+
+func (m *Mesh) announce() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.notify()
+}
+
+// rung is what the bell does: everybody who sleeps looks again.
+func (m *Mesh) rung() {
+	for _, p := range m.peers {
+		p.ring.stir()
+	}
+	m.announce()
+	m.wakePoller()
+}
+
+// wakePoller notifies the polling goroutine if it is parked.
+func (m *Mesh) wakePoller() {
+	if f := m.notifyPoller.Load(); f != nil && m.parked.Load() {
+		(*f)()
+	}
+}
+
+// lose notes that a peer has gone, or may not be listened to any more.
+func (m *Mesh) lose(p *peer, err error) {
+	m.mu.Lock()
+	if m.closed || !p.gone.CompareAndSwap(nil, &err) {
+		m.mu.Unlock()
+		return
+	}
+	for id, l := range *m.lanes.Load() {
+		l.lose(p, id, err)
+	}
+	m.notify()
+	m.mu.Unlock()
+	if !errors.Is(err, io.ErrUnexpectedEOF) {
+		m.log.Warn(fmt.Sprintf("shm: rank %d: %v", p.rank, err))
+	}
+	p.ring.lose(err)
+	m.wakePoller()
+}
+
+// Conn implements transport.Mesh.
+func (m *Mesh) Conn(ctx context.Context, id transport.Lane, rank topo.Rank) (transport.Conn, error) {
+	p := m.peer(rank)
+	if id != transport.Control || p == nil {
+		return m.under.Conn(ctx, id, rank)
+	}
+	err := m.await(ctx, func() (bool, error) {
+		switch cause := p.ring.cause.Load(); {
+		case m.closed:
+			return false, transport.ErrClosed
+		case cause != nil:
+			return false, *cause
+		case m.rank < rank:
+			if !p.ring.taken.Load() {
+				p.ring.open()
+			}
+			return true, nil
+		case p.ring.isOpen():
+			return true, nil
+		}
+		if gone := p.gone.Load(); gone != nil {
+			return false, &transport.PeerError{Peer: rank, Lane: id, Err: *gone}
+		}
+		return false, nil
+	})
+	if err == nil {
+		p.ring.taken.Store(true)
+		return p.ring, nil
+	}
+	if err == ctx.Err() {
+		err = fmt.Errorf("shm: connect lane %d to rank %d: %w", id, rank, err)
+	}
+	return nil, err
+}
+
+// Abort implements transport.Mesh.
+func (m *Mesh) Abort(id transport.Lane, err error) {
+	if err == nil {
+		panic("shm: abort without an error")
+	}
+	m.mu.Lock()
+	l, none := m.lane(id)
+	if none == nil && !m.closed {
+		l.fail(err)
+		m.notify()
+	}
+	m.mu.Unlock()
+	if id == transport.Control {
+		for _, p := range m.peers {
+			p.ring.fail(err)
+		}
+		m.announce() // those who wait for a Conn look at its cause
+		m.wakePoller()
+	}
+	m.under.Abort(id, err)
+}
+
+// Release implements transport.Mesh. The lane's segments are unmapped: no operation may be using them.
+func (m *Mesh) Release(id transport.Lane) {
+	if id == transport.Control {
+		m.Abort(id, transport.ErrControl)
+		return
+	}
+	m.mu.Lock()
+	l := m.release(id)
+	m.mu.Unlock()
+	if l != nil {
+		if err := l.close(); err != nil {
+			m.log.Warn(err.Error())
+		}
+	}
+	m.under.Release(id)
+}
+
+// release takes a lane out of use. The caller holds mu.
+func (m *Mesh) release(id transport.Lane) *lane {
+	if m.closed || m.released.Has(id) {
+		return nil
+	}
+	m.released.Add(id)
+	old := *m.lanes.Load()
+	l := old[id]
+	if l == nil {
+		return nil
+	}
+	l.fail(transport.ErrReleased)
+	lanes := make(map[transport.Lane]*lane, len(old))
+	for other, o := range old {
+		if other != id {
+			lanes[other] = o
+		}
+	}
+	m.lanes.Store(&lanes)
+	for _, p := range m.peers {
+		if l.theirs[p.index] != (chunk{}) {
+			p.shares--
+		}
+	}
+	m.notify()
+	return l
+}
+
+// Close implements transport.Mesh.
+func (m *Mesh) Close() error {
+	m.mu.Lock()
+	again := m.closed
+	m.closed = true
+	m.isClosed.Store(true)
+	for _, l := range *m.lanes.Load() {
+		l.fail(transport.ErrClosed)
+	}
+	m.notify()
+	m.mu.Unlock()
+	if again {
+		<-m.ended
+		return nil
+	}
+	defer close(m.ended)
+	if m.unwatch != nil {
+		m.unwatch()
+	}
+	for _, p := range m.peers {
+		p.ring.fail(transport.ErrClosed)
+		p.outbox.close()
+	}
+	m.wakePoller()
+	var errs []error
+	for _, p := range m.peers {
+		errs = append(errs, p.uc.Close())
+	}
+	if m.bell != nil {
+		errs = append(errs, m.bell.close())
+	}
+	m.wg.Wait()
+	errs = append(errs, m.under.Close(), m.unmap())
+	return errors.Join(errs...)
+}
+
+// unmap lets go of all memory and of the peers' descriptors. Nobody uses them any more.
+func (m *Mesh) unmap() error {
+	var errs []error
+	for _, l := range *m.lanes.Load() {
+		errs = append(errs, l.close())
+	}
+	for _, p := range m.peers {
+		for _, c := range *p.arenas.Load() {
+			if c.seg != nil {
+				errs = append(errs, c.seg.Close())
+			}
+		}
+		for _, s := range p.stale {
+			errs = append(errs, s.Close())
+		}
+	}
+	errs = append(errs, m.letGo())
+	return errors.Join(errs...)
+}
+
+// letGo lets go of the control segments and doorbells, however far forming the group had come.
+func (m *Mesh) letGo() error {
+	var errs []error
+	for _, p := range m.peers {
+		if p.control != nil {
+			errs = append(errs, p.control.Close())
+			closeAll([]int{p.bell.fd})
+		}
+	}
+	if m.bell != nil {
+		m.bell.forget()
+	}
+	if m.control != nil {
+		errs = append(errs, m.control.Close())
+	}
+	for _, seg := range m.reserved {
+		errs = append(errs, seg.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// OnNotify implements transport.Poller.
+func (m *Mesh) OnNotify(notify func()) {
+	m.notifyPoller.Store(&notify)
+	m.quiet.Store(true)
+	m.under.OnNotify(notify)
+}
+
+// NotifyPeers implements transport.Poller.
+func (m *Mesh) NotifyPeers() {
+	for _, p := range m.peers {
+		p.ring.tell()
+	}
+	if m.reachesOut {
+		m.under.NotifyPeers()
+	}
+}
+
+// Park implements transport.Poller. Conns that nobody has asked for do not count.
+func (m *Mesh) Park() bool {
+	if !m.parked.Swap(true) && m.bell != nil {
+		m.bell.rest()
+	}
+	for _, p := range m.peers {
+		if p.ring.taken.Load() && p.ring.waiting() {
+			m.Unpark()
+			return false
+		}
+	}
+	if m.reachesOut && !m.under.Park() {
+		m.Unpark()
+		return false
+	}
+	return true
+}
+
+// Unpark implements transport.Poller.
+func (m *Mesh) Unpark() {
+	if m.parked.Swap(false) && m.bell != nil {
+		m.bell.wake()
+	}
+	if m.reachesOut {
+		m.under.Unpark()
+	}
+}
+
+// EntersKernel implements transport.Poller.
+func (m *Mesh) EntersKernel() bool { return m.reachesOut }

@@ -1,0 +1,252 @@
+package shm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// Bounds on what a peer may give.
+const (
+	maxChunks       = 1 << 16
+	maxShares       = 1 << 12
+	maxSegmentBytes = 1 << 44
+	// maxStaleBytes is how much address space is kept for chunks that are gone. It bounds nothing but itself: kept chunks
+	// take no memory.
+	maxStaleBytes = 1 << 37
+)
+
+// peer is another rank of the group.
+type peer struct {
+	rank  topo.Rank
+	index int // in the group
+	uc    *net.UnixConn
+	// control is its control segment.
+	control *memfd.Segment
+	bell    doorbell
+	ring    *conn
+	outbox  outbox
+
+	gone atomic.Pointer[error] // why, without the rank
+	// arenas are its chunks by ID. The map is replaced, not changed.
+	arenas atomic.Pointer[map[uint32]chunk]
+	// stale are chunks that it has given up, oldest first, and staleBytes their bytes: an operation that was cut short may
+	// still read them, so that their addresses stay readable. They are the receiver's alone, and after that Close's.
+	stale      []*memfd.Segment
+	staleBytes int64
+	// shares counts the lanes for which it has given a segment that is not released. Guarded by the Mesh's mu.
+	shares int
+}
+
+// chunk is a peer's arena, or why it cannot be had.
+type chunk struct {
+	seg *memfd.Segment
+	err error
+}
+
+// outbox are messages that wait to be sent to a peer. Putting one there never blocks.
+type outbox struct {
+	mu     sync.Mutex
+	filled sync.Cond
+	queue  []message
+	closed bool
+}
+
+// put queues m, or drops it if the outbox is closed. Either way m is the outbox's.
+func (o *outbox) put(m message) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.closed {
+		m.close()
+		return
+	}
+	o.queue = append(o.queue, m)
+	o.filled.Signal()
+}
+
+// next waits for a message. It returns false when the outbox is closed.
+func (o *outbox) next() (message, bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for len(o.queue) == 0 && !o.closed {
+		o.filled.Wait()
+	}
+	if o.closed {
+		return message{}, false
+	}
+	m := o.queue[0]
+	o.queue[0] = message{}
+	if o.queue = o.queue[1:]; len(o.queue) == 0 {
+		o.queue = nil
+	}
+	return m, true
+}
+
+// close drops what waits.
+func (o *outbox) close() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.closed = true
+	for i := range o.queue {
+		o.queue[i].close()
+	}
+	o.queue = nil
+	o.filled.Broadcast()
+}
+
+// send writes what is put into the outbox, until it is closed or the peer has gone.
+func (p *peer) send(m *Mesh) {
+	defer p.outbox.close()
+	for {
+		msg, ok := p.outbox.next()
+		if !ok {
+			return
+		}
+		if err := msg.write(p.uc); err != nil {
+			// If it has gone, the receiver learns so in its turn, after what the peer had said before.
+			if !errors.Is(err, unix.EPIPE) && !errors.Is(err, unix.ECONNRESET) {
+				m.lose(p, fmt.Errorf("shm: send: %w", err))
+			}
+			return
+		}
+	}
+}
+
+// receive handles what the peer sends until it has gone, breaks the protocol, or the mesh is closed.
+func (p *peer) receive(m *Mesh) {
+	for {
+		msg, err := readMessage(p.uc)
+		if err == nil {
+			err = p.handle(m, &msg)
+			msg.close() // a mapping needs no descriptor
+		}
+		if err != nil {
+			m.lose(p, err)
+			return
+		}
+	}
+}
+
+// handle acts on a message. An error is a breach of the protocol.
+func (p *peer) handle(m *Mesh, msg *message) error {
+	switch msg.kind {
+	case shareMessage:
+		return m.shared(p, transport.Lane(msg.id), msg)
+	case arenaMessage:
+		seg, err := mapSegment(msg.fds[0], msg.size)
+		if errors.Is(err, errBreach) {
+			return err
+		}
+		return p.addArena(m, msg.id, chunk{seg, err})
+	case keptMessage:
+		return p.addArena(m, msg.id, chunk{err: fmt.Errorf("its process could not pass it: %w", unix.Errno(uint16(msg.size)))})
+	case dropMessage:
+		return p.dropArena(m, msg.id)
+	default:
+		return fmt.Errorf("%w: message of kind %d after the first", errBreach, msg.kind)
+	}
+}
+
+var errBreach = errors.New("shm: it broke the protocol")
+
+// mapSegment maps a segment that a peer says has size bytes. An error that is no errBreach is this process's lack of
+// something.
+func mapSegment(fd int, size uint64) (*memfd.Segment, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, err
+	}
+	if size == 0 || size > maxSegmentBytes || st.Size != int64(size) {
+		return nil, fmt.Errorf("%w: a segment of %d bytes, says %d, want at most %d", errBreach, st.Size, size, int64(maxSegmentBytes))
+	}
+	seg, err := memfd.Map(fd)
+	var denied unix.Errno
+	if err != nil && (!errors.As(err, &denied) || denied == unix.EINVAL) {
+		return nil, fmt.Errorf("%w: %w", errBreach, err) // not sealed, or no memfd
+	}
+	return seg, err
+}
+
+func (p *peer) addArena(m *Mesh, id uint32, c chunk) error {
+	old := *p.arenas.Load()
+	_, twice := old[id]
+	if twice || id == 0 || len(old) >= maxChunks {
+		if c.seg != nil {
+			_ = c.seg.Close() // the breach is the error
+		}
+		return fmt.Errorf("%w: chunk %d besides %d others, want each once and at most %d", errBreach, id, len(old), maxChunks)
+	}
+	arenas := maps.Clone(old)
+	arenas[id] = c
+	p.arenas.Store(&arenas)
+	m.announce()
+	return nil
+}
+
+func (p *peer) dropArena(m *Mesh, id uint32) error {
+	old := *p.arenas.Load()
+	c, ok := old[id]
+	if !ok {
+		return fmt.Errorf("%w: dropped chunk %d, which it had not given", errBreach, id)
+	}
+	arenas := maps.Clone(old)
+	delete(arenas, id)
+	p.arenas.Store(&arenas)
+	if c.seg == nil {
+		return nil
+	}
+	if err := c.seg.Blank(); err != nil {
+		m.log.Warn(err.Error()) // its memory stays until Close
+	}
+	p.stale = append(p.stale, c.seg)
+	p.staleBytes += int64(len(c.seg.Bytes()))
+	for p.staleBytes > maxStaleBytes {
+		first := p.stale[0]
+		p.staleBytes -= int64(len(first.Bytes()))
+		p.stale = p.stale[1:]
+		if err := first.Close(); err != nil {
+			m.log.Warn(err.Error())
+		}
+	}
+	return nil
+}
+
+// Arena implements Sharer.
+func (m *Mesh) Arena(ctx context.Context, rank topo.Rank, id uint32) ([]byte, error) {
+	p := m.peer(rank)
+	if p == nil {
+		return nil, fmt.Errorf("shm: arena %d of rank %d: %w", id, rank, errStranger)
+	}
+	if c, ok := (*p.arenas.Load())[id]; ok && c.err == nil && !m.isClosed.Load() {
+		return c.seg.Bytes(), nil
+	}
+	var c chunk
+	err := m.await(ctx, func() (bool, error) {
+		if m.closed {
+			return false, transport.ErrClosed
+		}
+		found, ok := (*p.arenas.Load())[id]
+		if ok {
+			c = found
+			return true, c.err
+		}
+		if gone := p.gone.Load(); gone != nil {
+			return false, &transport.PeerError{Peer: rank, Lane: transport.Control, Err: *gone}
+		}
+		return false, nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("shm: arena %d of rank %d: %w", id, rank, err)
+	}
+	return c.seg.Bytes(), nil
+}

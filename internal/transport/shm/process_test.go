@@ -1,0 +1,435 @@
+package shm_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/shm"
+	"github.com/gohvd/gohvd/internal/transport/tcp"
+	"github.com/gohvd/gohvd/store"
+)
+
+// child is a rank in a process of its own, whose socket is in dir, and which waits no longer than is said. The test
+// gives it lines and reads what it says:
+//
+//	> its address and offer
+//	< rank, the store of the job, addresses and offers of all
+//	> joined
+//	< anything
+//	> formed
+//	< something it is to do
+func child(dir, waits string) error {
+	limit, err := time.ParseDuration(waits)
+	if err != nil {
+		return err
+	}
+	in := bufio.NewScanner(os.Stdin)
+	in.Buffer(nil, 1<<20)
+	under, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"})
+	if err != nil {
+		return err
+	}
+	e, err := shm.Listen(shm.Config{Dir: dir})
+	if err != nil {
+		return err
+	}
+	fmt.Println(under.Addr(), offerText(e.Offer()))
+	if !in.Scan() {
+		return in.Err()
+	}
+	words := strings.Fields(in.Text())
+	ep := shm.Epoch{Job: "job", Epoch: 7}
+	if _, err := fmt.Sscan(words[0], &ep.Rank); err != nil {
+		return err
+	}
+	var addrs []string
+	for i := 2; i < len(words); i += 2 {
+		offer, err := offerOf(words[i+1])
+		if err != nil {
+			return err
+		}
+		addrs, ep.Offers, ep.Hosts = append(addrs, words[i]), append(ep.Offers, offer), append(ep.Hosts, "host")
+	}
+	if ep.Under, err = under.Connect(tcp.Epoch{Job: "job", Epoch: 7, Rank: ep.Rank, Addrs: addrs}); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	kv, err := store.Dial(ctx, words[1], store.Config{})
+	if err != nil {
+		return err
+	}
+	defer kv.Close()
+	s, err := join(ctx, kv, ep.Rank, len(addrs))
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	ep.Agree = s.Agree
+	fmt.Println("joined")
+	if !in.Scan() {
+		return in.Err()
+	}
+	m, err := e.Connect(ctx, ep)
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	fmt.Println("formed", len(m.Group()), m.Why())
+	for in.Scan() {
+		if err := act(ctx, m, ep.Rank, in.Text()); err != nil {
+			return err
+		}
+	}
+	return in.Err()
+}
+
+// offerText is an offer as one word.
+func offerText(o shm.Offer) string {
+	text, err := json.Marshal(o)
+	if err != nil {
+		panic(err)
+	}
+	return string(text)
+}
+
+func offerOf(text string) (o shm.Offer, err error) {
+	err = json.Unmarshal([]byte(text), &o)
+	return o, err
+}
+
+// join has a rank check in.
+func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rendezvous.Session, error) {
+	return rendezvous.Join(ctx, rendezvous.JoinConfig{
+		Store: kv, Job: "job", Rank: rank, Size: size, Self: rendezvous.Record{PID: os.Getpid(), HostID: "host"},
+	})
+}
+
+// serve serves a store until the end of the test.
+func serve(tb testing.TB) (kv store.Store, addr string) {
+	tb.Helper()
+	h := store.NewHashStore(store.Limits{})
+	server, err := store.Serve("127.0.0.1:0", h, store.Config{})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		if err := errors.Join(server.Close(), h.Close()); err != nil {
+			tb.Error(err)
+		}
+	})
+	return h, server.Addr()
+}
+
+// act does what the test tells a child.
+func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
+	peer := 1 - rank // for two ranks
+	switch what {
+	case "share": // with everybody, and read what they share
+		b, err := m.Share(1, 4096, m.Group())
+		if err != nil {
+			return err
+		}
+		b[0] = byte(100 + rank)
+		t, err := arena.Alloc(1000)
+		if err != nil {
+			return err
+		}
+		t[0] = byte(200 + rank)
+		at, _ := arena.Find(t)
+		for _, r := range m.Group() {
+			if r == rank {
+				continue
+			}
+			theirs, err := m.Peer(ctx, 1, r)
+			if err != nil {
+				return err
+			}
+			chunk, err := m.Arena(ctx, r, 1)
+			if err != nil {
+				return err
+			}
+			for theirs[0] != byte(100+r) || chunk[at.Offset] != byte(200+r) { // they write it after they share it
+				if err := m.Err(1, r); err != nil {
+					return err
+				}
+			}
+		}
+		fmt.Println("shared")
+	case "watch": // until the others have gone
+		var gone []string
+		for _, r := range m.Group() {
+			if r == rank {
+				continue
+			}
+			c, err := m.Conn(ctx, transport.Control, r)
+			if err == nil {
+				_, err = c.Read(make([]byte, 1))
+			}
+			var p *transport.PeerError
+			if !errors.As(err, &p) || p.Peer != r || m.Err(1, r) == nil {
+				return fmt.Errorf("read from rank %d: %v, %v", r, err, m.Err(1, r))
+			}
+			gone = append(gone, fmt.Sprint(r))
+		}
+		b, err := m.Peer(ctx, 1, peer)
+		if err != nil {
+			return err
+		}
+		fmt.Println("gone", strings.Join(gone, " "), b[0]) // its memory is still there
+	case "pong":
+		c, err := m.Conn(ctx, transport.Control, peer)
+		if err != nil {
+			return err
+		}
+		fmt.Println("ready")
+		pong(c, 64)
+	}
+	return nil
+}
+
+// process is a child.
+type process struct {
+	cmd *exec.Cmd
+	in  io.WriteCloser
+	out *bufio.Scanner
+	err strings.Builder
+}
+
+func start(tb testing.TB, dir string, limit time.Duration) *process {
+	tb.Helper()
+	exe, err := os.Executable()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	p := &process{cmd: exec.Command(exe, "rank", dir, limit.String())}
+	p.cmd.Stderr = &p.err
+	if p.in, err = p.cmd.StdinPipe(); err != nil {
+		tb.Fatal(err)
+	}
+	out, err := p.cmd.StdoutPipe()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	p.out = bufio.NewScanner(out)
+	if err := p.cmd.Start(); err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(p.kill)
+	return p
+}
+
+func (p *process) kill() {
+	_ = p.cmd.Process.Kill() // it may have ended
+	_ = p.cmd.Wait()         // with whatever status
+}
+
+func (p *process) say(tb testing.TB, line string) {
+	tb.Helper()
+	if _, err := fmt.Fprintln(p.in, line); err != nil {
+		tb.Fatalf("%v\n%s", err, p.err.String())
+	}
+}
+
+func (p *process) hear(tb testing.TB) string {
+	tb.Helper()
+	if !p.out.Scan() {
+		p.kill()
+		tb.Fatalf("a rank ended: %v\n%s", p.out.Err(), p.err.String())
+	}
+	return p.out.Text()
+}
+
+// launch starts size ranks up to their offers, and returns what each is to be told to connect.
+func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*process, epoch []string) {
+	tb.Helper()
+	_, kv := serve(tb)
+	var all strings.Builder
+	all.WriteString(" " + kv)
+	for range size {
+		p := start(tb, dir, limit)
+		ranks = append(ranks, p)
+		all.WriteString(" " + p.hear(tb))
+	}
+	for r := range size {
+		epoch = append(epoch, fmt.Sprint(r)+all.String())
+	}
+	return ranks, epoch
+}
+
+// meetAll has ranks check in.
+func meetAll(tb testing.TB, ranks []*process, epoch []string) {
+	tb.Helper()
+	for r, p := range ranks {
+		p.say(tb, epoch[r])
+	}
+	for r, p := range ranks {
+		if got := p.hear(tb); got != "joined" {
+			tb.Fatalf("rank %d: got %q", r, got)
+		}
+	}
+}
+
+func form(tb testing.TB, dir string, size int) []*process {
+	tb.Helper()
+	ranks, epoch := launch(tb, dir, size, patience)
+	meetAll(tb, ranks, epoch)
+	for _, p := range ranks {
+		p.say(tb, "connect")
+	}
+	for r, p := range ranks {
+		if got, want := p.hear(tb), fmt.Sprintf("formed %d ", size); got != want {
+			tb.Fatalf("rank %d: got %q, want %q", r, got, want)
+		}
+	}
+	return ranks
+}
+
+func empty(t *testing.T, when, dir string) {
+	t.Helper()
+	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+		t.Errorf("%s: got %v, %v in the directory, want nothing", when, left, err)
+	}
+}
+
+// Processes share memory; whoever is killed is gone for the others at once, what it shared stays, and nothing is left
+// behind.
+func TestKill(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "s")
+	ranks := form(t, dir, 3)
+	empty(t, "formed", dir)
+	for _, p := range ranks {
+		p.say(t, "share")
+	}
+	for _, p := range ranks {
+		if got := p.hear(t); got != "shared" {
+			t.Fatalf("got %q", got)
+		}
+	}
+	for _, p := range ranks[:2] { // 0 waits for 1 and then 2, 1 for 0 and then 2
+		p.say(t, "watch")
+	}
+	began := time.Now()
+	ranks[2].kill()
+	ranks[1].kill()
+	if got := ranks[0].hear(t); got != "gone 1 2 101" {
+		t.Errorf("got %q, want both", got)
+	}
+	if took := time.Since(began); took > 20*time.Second {
+		t.Errorf("it took %v", took)
+	}
+	empty(t, "killed", dir)
+	entries, err := os.ReadDir("/dev/shm")
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		if strings.Contains(e.Name(), "gohvd") {
+			t.Errorf("%s is in /dev/shm", e.Name())
+		}
+	}
+}
+
+// A socket whose owner was killed before Connect is there until the next Listen.
+func TestKillBeforeConnect(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "s")
+	ranks, _ := launch(t, dir, 2, patience)
+	for _, p := range ranks {
+		p.kill()
+	}
+	if left, err := os.ReadDir(dir); err != nil || len(left) != 2 {
+		t.Errorf("got %v, %v in the directory, want two sockets", left, err)
+	}
+	e, err := shm.Listen(shm.Config{Dir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if left, err := os.ReadDir(dir); err != nil || len(left) != 1 {
+		t.Errorf("got %v, %v in the directory, want that of the new one", left, err)
+	}
+	if err := e.Close(); err != nil {
+		t.Error(err)
+	}
+	empty(t, "closed", dir)
+}
+
+// A rank that is killed before it has connected to anybody is named at the others, which do not wait for it.
+func TestKillInConnect(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "s")
+	ranks, epoch := launch(t, dir, 3, patience)
+	meetAll(t, ranks, epoch)
+	for _, r := range []int{0, 1} {
+		ranks[r].say(t, "connect")
+	}
+	ranks[2].kill()
+	for _, r := range []int{0, 1} {
+		if ranks[r].out.Scan() {
+			t.Errorf("rank %d said %q, want an error", r, ranks[r].out.Text())
+		}
+		if err := ranks[r].cmd.Wait(); err == nil || !strings.Contains(ranks[r].err.String(), "rank 2 failed: the process hung up during Init") {
+			t.Errorf("rank %d: %v\n%s", r, err, ranks[r].err.String())
+		}
+	}
+}
+
+// BenchmarkProcesses is BenchmarkPingPong with two processes, of which the other is in a child and polls too.
+func BenchmarkProcesses(b *testing.B) {
+	dir := filepath.Join(b.TempDir(), "s")
+	other := start(b, dir, patience)
+	words := strings.Fields(other.hear(b))
+	offer, err := offerOf(words[1])
+	if err != nil {
+		b.Fatal(err)
+	}
+	under, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"})
+	if err != nil {
+		b.Fatal(err)
+	}
+	e, err := shm.Listen(shm.Config{Dir: dir})
+	if err != nil {
+		b.Fatal(err)
+	}
+	addrs := []string{under.Addr(), words[0]}
+	kv, at := serve(b)
+	other.say(b, fmt.Sprintf("1 %s %s %s %s %s", at, addrs[0], offerText(e.Offer()), words[0], words[1]))
+	s, err := join(b.Context(), kv, 0, 2)
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer s.Close()
+	other.hear(b)
+	other.say(b, "connect")
+	mesh, err := under.Connect(tcp.Epoch{Job: "job", Epoch: 7, Rank: 0, Addrs: addrs})
+	if err != nil {
+		b.Fatal(err)
+	}
+	m, err := e.Connect(b.Context(), shm.Epoch{
+		Job: "job", Epoch: 7, Rank: 0, Hosts: []string{"host", "host"}, Offers: []shm.Offer{e.Offer(), offer}, Under: mesh, Agree: s.Agree,
+	})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer m.Close()
+	other.hear(b)
+	other.say(b, "pong")
+	c, err := m.Conn(b.Context(), transport.Control, 1)
+	if err != nil {
+		b.Fatal(err)
+	}
+	other.hear(b)
+	measure(b, c, 64)
+}

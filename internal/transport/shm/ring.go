@@ -1,0 +1,387 @@
+package shm
+
+import (
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// Layout of a control segment, in bytes. Words that different ranks look at stand on lines of their own; 128 bytes,
+// because processors fetch lines in pairs.
+const (
+	lineBytes = 128
+	// restsAt is the word u32 that says that its owner sleeps and wants the bell to be rung.
+	restsAt = 0
+	// slotsAt is where the slots begin, one for each rank of the group, by index. The own is not used.
+	slotsAt = lineBytes
+	// headAt is the word u64 that counts the bytes written for that rank, in a slot. Beside it is fullAt, the word u32
+	// that says that more wait for room, and openAt, the word u32 that says that the owner has asked for the Conn.
+	headAt, fullAt, openAt = 0, 8, 12
+	// tailAt is the word u64 that counts the bytes read from that rank.
+	tailAt    = lineBytes
+	slotBytes = 2 * lineBytes
+	// pageBytes is where the rings begin, after the slots: they are whole pages from each other if they are whole pages.
+	pageBytes = 4096
+)
+
+// controlLayout is where things are in the control segment of a group of size ranks.
+type controlLayout struct{ size, ringBytes int }
+
+func (l controlLayout) slot(index int) int { return slotsAt + index*slotBytes }
+
+func (l controlLayout) ring(index int) int {
+	return (slotsAt+l.size*slotBytes+pageBytes-1)/pageBytes*pageBytes + index*l.ringBytes
+}
+
+func (l controlLayout) bytes() int { return l.ring(l.size) }
+
+// word32 and word64 are words of a segment, which is aligned to pages and larger than at.
+func word32(b []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&b[at : at+4][0])) }
+func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : at+8][0])) }
+
+// conn is the Control channel to a peer of the group: two rings, of which each rank's segment holds the one it writes,
+// and the words that it writes.
+//
+// The words are accessed by sync/atomic only, whose operations are in one order over all processors. Both sides of
+// "I sleep" and "there is something" are therefore a store followed by a load of the other's word, and one of the two
+// sees the other (Dekker).
+type conn struct {
+	peer topo.Rank
+	bell *bell     // of this rank
+	ring *doorbell // of the peer
+	lane transport.Lane
+
+	// cause is why this rank gave the Conn up, gone why the peer did.
+	cause, gone atomic.Pointer[error]
+	sent        atomic.Uint64
+	taken       atomic.Bool  // Mesh.Conn has given it out
+	quiet       *atomic.Bool // of the Mesh: Send does not ring
+	unrung      atomic.Bool  // the peer was given something and not told
+
+	reading sync.Mutex
+	arrived sync.Cond // something may have
+	in      []byte    // of the peer's segment
+	inHead  *uint64   // of the peer's segment
+	inFull  *uint32   // of the peer's segment
+	inOpen  *uint32   // of the peer's segment
+	inTail  *uint64   // of this rank's segment
+	tail    uint64
+	seen    uint64 // the greatest head
+	rung    uint64 // tail when the peer was told of room
+	rerr    error
+	told    bool // of cause, rerr
+
+	writing sync.Mutex
+	emptied sync.Cond // queue was emptied
+	out     []byte    // of this rank's segment
+	outHead *uint64   // of this rank's segment
+	outFull *uint32   // of this rank's segment
+	outOpen *uint32   // of this rank's segment
+	outTail *uint64   // of the peer's segment
+	head    uint64
+	freed   uint64   // the greatest tail
+	queue   [][]byte // from first on, unwritten
+	first   int
+	full    bool // what outFull says
+	werr    error
+}
+
+func newConn(bell *bell, quiet *atomic.Bool, p *peer, own, theirs []byte, index int, layout, other controlLayout) *conn {
+	mine, its := layout.slot(p.index), other.slot(index)
+	c := &conn{
+		peer: p.rank, bell: bell, ring: &p.bell, lane: transport.Control, quiet: quiet,
+		in:     theirs[other.ring(index):][:other.ringBytes],
+		inHead: word64(theirs, its+headAt), inFull: word32(theirs, its+fullAt), inOpen: word32(theirs, its+openAt),
+		inTail:  word64(own, mine+tailAt),
+		out:     own[layout.ring(p.index):][:layout.ringBytes],
+		outHead: word64(own, mine+headAt), outFull: word32(own, mine+fullAt), outOpen: word32(own, mine+openAt),
+		outTail: word64(theirs, its+tailAt),
+	}
+	c.arrived.L, c.emptied.L = &c.reading, &c.writing
+	return c
+}
+
+// Read implements transport.Conn.
+func (c *conn) Read(p []byte) (int, error) {
+	c.reading.Lock()
+	defer c.reading.Unlock()
+	n, err := c.take(p)
+	if n > 0 || err != nil || len(p) == 0 {
+		return n, err
+	}
+	c.bell.rest()
+	defer c.bell.wake()
+	for {
+		if n, err = c.take(p); n > 0 || err != nil {
+			return n, err
+		}
+		c.arrived.Wait()
+	}
+}
+
+// TryRead implements transport.Conn.
+func (c *conn) TryRead(p []byte) (int, error) {
+	c.reading.Lock()
+	defer c.reading.Unlock()
+	return c.take(p)
+}
+
+// take reads what is there. The caller holds reading.
+func (c *conn) take(p []byte) (int, error) {
+	if cause := c.cause.Load(); cause != nil {
+		c.told = true
+		return 0, *cause
+	}
+	if c.rerr != nil || len(p) == 0 {
+		return 0, c.rerr
+	}
+	// Before head: what the peer wrote before it died is there when its death is.
+	gone := c.gone.Load()
+	head := atomic.LoadUint64(c.inHead)
+	used := head - c.tail
+	if head < c.seen || used > uint64(len(c.in)) {
+		c.rerr, c.told = c.breach("head", head, c.seen, c.tail+uint64(len(c.in))), true
+		return 0, c.rerr
+	}
+	c.seen = head
+	if used == 0 {
+		if gone != nil {
+			c.rerr, c.told = *gone, true
+		}
+		return 0, c.rerr
+	}
+	p = p[:min(uint64(len(p)), used)]
+	at := c.tail & uint64(len(c.in)-1)
+	if n := copy(p, c.in[at:]); n < len(p) {
+		copy(p[n:], c.in)
+	}
+	c.tail += uint64(len(p))
+	atomic.StoreUint64(c.inTail, c.tail)
+	if atomic.LoadUint32(c.inFull) != 0 {
+		c.tellRoom()
+	}
+	return len(p), nil
+}
+
+// tellRoom rings the bell of a writer that waits for room, when half of the ring is free. A writer that was told has
+// filled all of it before it waits again, so that it need not be told for each quarter.
+func (c *conn) tellRoom() {
+	size := uint64(len(c.in))
+	if atomic.LoadUint64(c.inHead)-c.tail <= size/2 && c.tail-c.rung >= size/4 {
+		c.rung = c.tail
+		c.ring.ring()
+	}
+}
+
+// Send implements transport.Conn.
+func (c *conn) Send(p []byte) error {
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	if err := c.sendErr(); err != nil {
+		return err
+	}
+	if !c.quiet.Load() {
+		defer c.tellNow()
+	}
+	if c.first == len(c.queue) {
+		p = p[c.put(p):]
+	}
+	if len(p) == 0 || c.werr != nil {
+		return c.werr
+	}
+	if len(c.queue) == cap(c.queue) && c.first > len(c.queue)/2 {
+		c.queue, c.first = slices.Delete(c.queue, 0, c.first), 0
+	}
+	c.queue = append(c.queue, p)
+	c.pump()
+	return c.werr
+}
+
+// tell rings the peer's bell if it rests and has not read what it was given since it was last told.
+func (c *conn) tell() {
+	if !c.unrung.Load() {
+		return
+	}
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	if c.cause.Load() == nil {
+		c.tellNow()
+	}
+}
+
+// tellNow is tell for who holds writing.
+func (c *conn) tellNow() {
+	if c.unrung.Swap(false) && atomic.LoadUint64(c.outTail) != c.head {
+		c.ring.ringIfRests()
+	}
+}
+
+// Sent implements transport.Conn.
+func (c *conn) Sent() uint64 { return c.sent.Load() }
+
+// Flush implements transport.Conn.
+func (c *conn) Flush() error {
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	for c.first < len(c.queue) {
+		c.emptied.Wait()
+	}
+	return c.sendErr()
+}
+
+// put writes as much of p as there is room for. It sets werr if the peer's tail is impossible. The caller holds writing.
+func (c *conn) put(p []byte) int {
+	size := uint64(len(c.out))
+	room := size - (c.head - c.freed)
+	if room < uint64(len(p)) {
+		tail := atomic.LoadUint64(c.outTail)
+		if tail < c.freed || tail > c.head {
+			c.werr = c.breach("tail", tail, c.freed, c.head)
+			c.dropQueue()
+			return 0
+		}
+		c.freed = tail
+		room = size - (c.head - tail)
+	}
+	p = p[:min(uint64(len(p)), room)]
+	if len(p) == 0 {
+		return 0
+	}
+	at := c.head & (size - 1)
+	if n := copy(c.out[at:], p); n < len(p) {
+		copy(c.out, p[n:])
+	}
+	c.head += uint64(len(p))
+	atomic.StoreUint64(c.outHead, c.head)
+	c.sent.Add(uint64(len(p)))
+	c.unrung.Store(true)
+	return len(p)
+}
+
+// pump writes from the queue until it is empty, or there is no room and the peer knows that it is waited for. The
+// caller holds writing.
+func (c *conn) pump() {
+	for c.first < len(c.queue) {
+		p := c.queue[c.first]
+		n := c.put(p)
+		switch {
+		case c.werr != nil:
+			return
+		case n == len(p):
+			c.queue[c.first] = nil
+			c.first++
+		case n > 0:
+			c.queue[c.first] = p[n:]
+		case c.full:
+			return
+		default:
+			c.setFull(1) // and look once more
+		}
+	}
+	c.dropQueue()
+	if c.full {
+		c.setFull(0)
+	}
+}
+
+func (c *conn) setFull(v uint32) {
+	c.full = v != 0
+	atomic.StoreUint32(c.outFull, v)
+}
+
+// dropQueue forgets what is in the queue. The caller holds writing.
+func (c *conn) dropQueue() {
+	clear(c.queue)
+	c.queue, c.first = c.queue[:0], 0
+	c.emptied.Broadcast()
+}
+
+// sendErr is why the sending half has failed, if it has. The caller holds writing.
+func (c *conn) sendErr() error {
+	if cause := c.cause.Load(); cause != nil {
+		return *cause
+	}
+	if c.werr == nil {
+		if gone := c.gone.Load(); gone != nil {
+			c.werr = *gone
+		}
+	}
+	return c.werr
+}
+
+// breach is the error for a word that no peer writes.
+func (c *conn) breach(word string, got, least, most uint64) error {
+	return &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: fmt.Errorf("shm: it wrote %s %d, want %d to %d", word, got, least, most)}
+}
+
+// waiting reports whether a reader has something to take: bytes, or an error that it has not been given.
+func (c *conn) waiting() bool {
+	c.reading.Lock()
+	defer c.reading.Unlock()
+	if c.told {
+		return false
+	}
+	return c.cause.Load() != nil || c.gone.Load() != nil || atomic.LoadUint64(c.inHead) != c.tail
+}
+
+// stir has a reader and the queue look again.
+func (c *conn) stir() {
+	c.reading.Lock()
+	c.arrived.Broadcast()
+	c.reading.Unlock()
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	if c.sendErr() != nil {
+		c.dropQueue()
+	} else {
+		c.pump()
+		c.tellNow() // nobody else may
+	}
+}
+
+// fail gives the Conn up. When it returns nobody touches the queue any more; if err is transport.ErrClosed, nor the
+// memory.
+func (c *conn) fail(err error) {
+	for {
+		old := c.cause.Load()
+		if old != nil && (err != transport.ErrClosed || *old == transport.ErrClosed) {
+			return
+		}
+		if c.cause.CompareAndSwap(old, &err) {
+			break
+		}
+	}
+	c.reading.Lock()
+	c.told = false
+	c.reading.Unlock()
+	c.stir()
+}
+
+// lose fails the Conn because of the peer.
+func (c *conn) lose(err error) {
+	err = &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: err}
+	c.gone.CompareAndSwap(nil, &err)
+	c.stir()
+}
+
+// open tells the peer that this rank, the lower, has asked for the Conn. It may be called after the peer has gone.
+func (c *conn) open() {
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	if c.cause.Load() == nil {
+		atomic.StoreUint32(c.outOpen, 1)
+		c.ring.ring()
+	}
+}
+
+// isOpen reports whether the peer, the lower, has asked for the Conn.
+func (c *conn) isOpen() bool {
+	c.reading.Lock()
+	defer c.reading.Unlock()
+	return c.cause.Load() == nil && atomic.LoadUint32(c.inOpen) != 0
+}

@@ -1,0 +1,560 @@
+package shm_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/shm"
+)
+
+// controls are the polled channels between ranks 0 and 1, the lower rank's first.
+func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Conn) {
+	tb.Helper()
+	a, err := meshes[0].Conn(tb.Context(), transport.Control, 1)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	b, err := meshes[1].Conn(tb.Context(), transport.Control, 0)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return a, b
+}
+
+// poll reads by TryRead until p is full.
+func poll(c transport.Conn, p []byte) error {
+	for len(p) > 0 {
+		n, err := c.TryRead(p)
+		if err != nil {
+			return err
+		}
+		if n == 0 {
+			runtime.Gosched()
+		}
+		p = p[n:]
+	}
+	return nil
+}
+
+func bytesOf(seed uint64, n int) []byte {
+	r := rand.New(rand.NewPCG(seed, 0))
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	return b
+}
+
+// Pieces of every size around those of the ring come through, polled and read, sent faster than they are read and
+// slower.
+func TestRing(t *testing.T) {
+	for _, ringBytes := range []int{64, 256} {
+		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
+		zero, one := controls(t, meshes)
+		data := bytesOf(1, 60_000)
+		for mode := range 4 {
+			var wg sync.WaitGroup
+			wg.Go(func() {
+				r := rand.New(rand.NewPCG(uint64(mode), 2))
+				for rest := data; len(rest) > 0; {
+					n := min(r.IntN(3*ringBytes), len(rest))
+					if err := zero.Send(rest[:n]); err != nil {
+						t.Error(err)
+						return
+					}
+					if mode&1 != 0 {
+						if err := zero.Flush(); err != nil {
+							t.Error(err)
+							return
+						}
+					}
+					rest = rest[n:]
+				}
+			})
+			r := rand.New(rand.NewPCG(uint64(mode), 3))
+			var got []byte
+			for len(got) < len(data) {
+				p := make([]byte, 1+r.IntN(2*ringBytes))
+				n, err := one.TryRead(p)
+				if mode&2 != 0 && n == 0 && err == nil {
+					n, err = one.Read(p)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				got = append(got, p[:n]...)
+				if n == 0 {
+					runtime.Gosched()
+				}
+			}
+			wg.Wait()
+			if err := zero.Flush(); err != nil {
+				t.Error(err)
+			}
+			if !bytes.Equal(got, data) {
+				t.Errorf("ring of %d bytes, mode %d: wrong bytes", ringBytes, mode)
+			}
+			if want := uint64((mode + 1) * len(data)); zero.Sent() != want {
+				t.Errorf("sent: got %d, want %d", zero.Sent(), want)
+			}
+		}
+	}
+}
+
+// The looking goroutine is called when something comes while it rests, and only then; what came before it rests keeps it
+// from that.
+func TestRest(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 3)
+	zero, one := controls(t, meshes)
+	polls := meshes[1]
+	rang := make(chan struct{}, 100)
+	polls.OnNotify(func() { rang <- struct{}{} })
+
+	if err := zero.Send([]byte("a")); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, 10)
+	if polls.Park() {
+		t.Error("rests though something has come")
+	}
+	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 0 || at {
+		t.Errorf("after a refused rest: %d sleepers, seen by peers: %v", n, at)
+	}
+	if err := poll(one, got[:1]); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := one.TryRead(got); n != 0 || err != nil {
+		t.Errorf("nothing has come: got %d, %v", n, err)
+	}
+	for range 2 { // the second changes nothing
+		if !polls.Park() {
+			t.Error("does not rest though nothing has come")
+		}
+	}
+	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 1 || !at {
+		t.Errorf("at rest: %d sleepers, seen by peers: %v", n, at)
+	}
+	if err := zero.Send([]byte("b")); err != nil {
+		t.Fatal(err)
+	}
+	<-rang
+	if err := poll(one, got[:1]); err != nil || got[0] != 'b' {
+		t.Fatalf("got %q, %v", got[:1], err)
+	}
+	polls.Unpark()
+	polls.Unpark()
+	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 0 || at {
+		t.Errorf("awake: %d sleepers, seen by peers: %v", n, at)
+	}
+	for len(rang) > 0 {
+		<-rang
+	}
+	if err := zero.Send([]byte("c")); err != nil {
+		t.Fatal(err)
+	}
+	if err := poll(one, got[:1]); err != nil {
+		t.Fatal(err)
+	}
+	if len(rang) > 0 {
+		t.Error("it rang though nobody rests")
+	}
+
+	// A channel that nobody asked for does not count, nor does an error that was told.
+	if !polls.Park() {
+		t.Error("does not rest")
+	}
+	if err := meshes[2].Close(); err != nil {
+		t.Fatal(err)
+	}
+	<-rang // it may ring too often
+	within(t, "the death is not noticed", func() bool { return meshes[1].Err(1, 2) != nil })
+	polls.Unpark()
+	if !polls.Park() {
+		t.Error("does not rest because of a channel that is not used")
+	}
+	for len(rang) > 0 {
+		<-rang
+	}
+	if err := meshes[0].Close(); err != nil {
+		t.Fatal(err)
+	}
+	<-rang
+	polls.Unpark()
+	if polls.Park() {
+		t.Error("rests though a channel has failed")
+	}
+	_, err := one.TryRead(got)
+	wantPeer(t, "try to read", err, transport.Control, 0)
+	if !polls.Park() {
+		t.Error("does not rest because of an error that was told")
+	}
+}
+
+// Sender and looker miss nothing when they meet at the moment of resting.
+func TestRestRace(t *testing.T) {
+	const rounds = 20_000
+	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
+	zero, one := controls(t, meshes)
+	var wg sync.WaitGroup
+	for r, c := range []transport.Conn{zero, one} {
+		polls := meshes[r]
+		rang := make(chan struct{}, 1)
+		polls.OnNotify(func() {
+			select {
+			case rang <- struct{}{}:
+			default:
+			}
+		})
+		wg.Go(func() {
+			var p [8]byte
+			for i := range rounds {
+				if r == 0 {
+					if err := c.Send(p[:]); err != nil {
+						t.Error(err)
+						return
+					}
+					polls.NotifyPeers()
+				}
+				for got := 0; got < len(p); {
+					n, err := c.TryRead(p[got:])
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					if got += n; n == 0 && polls.Park() {
+						select {
+						case <-rang:
+						case <-time.After(patience):
+							t.Errorf("rank %d sleeps for ever in round %d", r, i)
+							return
+						}
+						polls.Unpark()
+					}
+				}
+				if r == 1 {
+					if err := c.Send(p[:]); err != nil {
+						t.Error(err)
+						return
+					}
+					polls.NotifyPeers()
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// Words that no peer writes are an accusation, on the half that they belong to.
+func TestImpossibleWords(t *testing.T) {
+	for name, c := range map[string]struct {
+		spoil func(m *shm.Mesh)
+		read  bool
+	}{
+		"head beyond the ring": {func(m *shm.Mesh) { m.SetHead(1, 100+64+1) }, true},
+		"head far beyond":      {func(m *shm.Mesh) { m.SetHead(1, 1<<63) }, true},
+		"head goes back":       {func(m *shm.Mesh) { m.SetHead(1, 99) }, true},
+		"tail before the head": {func(m *shm.Mesh) { m.SetTail(1, 1000) }, false},
+		"tail goes back":       {func(m *shm.Mesh) { m.SetTail(1, 0) }, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
+			zero, one := controls(t, meshes)
+			for _, way := range [][2]transport.Conn{{zero, one}, {one, zero}} { // 100 bytes each way
+				if err := way[0].Send(make([]byte, 100)); err != nil {
+					t.Fatal(err)
+				}
+				if err := poll(way[1], make([]byte, 100)); err != nil {
+					t.Fatal(err)
+				}
+				if err := way[0].Flush(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			c.spoil(shm.Inner(meshes[0]))
+			if c.read {
+				_, err := one.TryRead(make([]byte, 10))
+				wantPeer(t, "try to read", err, transport.Control, 0)
+				_, err = one.Read(make([]byte, 10))
+				wantPeer(t, "read", err, transport.Control, 0)
+				return
+			}
+			big := make([]byte, 1000)
+			err := errors.Join(one.Send(big), one.Flush())
+			wantPeer(t, "send", err, transport.Control, 0)
+			wantPeer(t, "send again", one.Send(big), transport.Control, 0)
+		})
+	}
+}
+
+// A peer may write any words into its segment, at any time: reading and sending end with an error or go on, within the ring.
+func FuzzRingWords(f *testing.F) {
+	f.Add(uint64(10), uint64(0), uint64(64), uint64(0))
+	f.Add(uint64(65), uint64(1), uint64(1<<63), uint64(1<<63))
+	f.Fuzz(func(t *testing.T, head, tail, nextHead, nextTail uint64) {
+		c, setWords := shm.Loopback()
+		p := make([]byte, 100)
+		for _, words := range [][2]uint64{{head, tail}, {nextHead, nextTail}} {
+			setWords(words[0], words[1])
+			n, err := c.TryRead(p)
+			if n > 64 || n > 0 && err != nil {
+				t.Fatalf("head %d: read %d bytes and error %v", words[0], n, err)
+			}
+			if err := c.Send(p[:10]); err == nil && c.Sent() > 128 {
+				t.Fatalf("tail %d: %d bytes were sent", words[1], c.Sent())
+			}
+		}
+	})
+}
+
+// In steady state nothing is allocated, whether or not the peer keeps up.
+func TestRingAllocatesNothing(t *testing.T) {
+	for _, ringBytes := range []int{0, 64} {
+		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
+		zero, one := controls(t, meshes)
+		polls := meshes[1]
+		polls.OnNotify(func() {})
+		out, in := make([]byte, 200), make([]byte, 200)
+		if n := testing.AllocsPerRun(200, func() {
+			polls.Park()
+			err := zero.Send(out)
+			polls.Unpark()
+			if err := errors.Join(err, poll(one, in), zero.Flush()); err != nil {
+				t.Fatal(err)
+			}
+		}); n != 0 {
+			t.Errorf("ring of %d bytes: got %v allocations, want none", ringBytes, n)
+		}
+	}
+}
+
+// Ranks that wait use no processor time, whether they rest, read or have sent what nobody reads.
+func TestIdle(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 3)
+	zero, one := controls(t, meshes)
+	for _, m := range meshes {
+		polls := m
+		polls.OnNotify(func() {})
+		if !polls.Park() {
+			t.Error("does not rest")
+		}
+	}
+	done := make(chan error, 1)
+	go func() {
+		_, err := one.Read(make([]byte, 1))
+		done <- err
+	}()
+	if err := one.Send(make([]byte, 1000)); err != nil {
+		t.Fatal(err)
+	}
+	used := func() time.Duration {
+		var u unix.Rusage
+		if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+			t.Fatal(err)
+		}
+		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+	}
+	runtime.GC() // not to count a collection that would come
+	const idle = 300 * time.Millisecond
+	for tries := 1; ; tries++ { // a busy machine may take longer to come to rest
+		before := used()
+		<-time.After(idle) // the time is what is measured
+		took := used() - before
+		if took <= idle/10 {
+			break
+		}
+		if tries == 20 {
+			t.Fatalf("used %v in %v, want next to nothing", took, idle)
+		}
+	}
+	if err := zero.Send([]byte{1}); err != nil {
+		t.Error(err)
+	}
+	meshes[0].NotifyPeers()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
+// Who polls decides when a peer that rests is told of what was sent, and one that has seen it by itself is not told.
+func TestWhoSendsDecidesWhenToRing(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 2)
+	zero, one := controls(t, meshes)
+	teller, looker := meshes[0], meshes[1]
+	teller.OnNotify(func() {})
+	rang := make(chan struct{}, 10)
+	looker.OnNotify(func() { rang <- struct{}{} })
+	// The bell was rung for the Conns as well.
+	looker.Park()
+	for settled := false; !settled; {
+		select {
+		case <-rang:
+		case <-time.After(300 * time.Millisecond):
+			settled = true
+		}
+	}
+	looker.Unpark()
+	var b [10]byte
+	for i := range 3 {
+		if !looker.Park() {
+			t.Fatal("does not rest")
+		}
+		if err := zero.Send([]byte("seen")); err != nil {
+			t.Fatal(err)
+		}
+		if err := poll(one, b[:4]); err != nil {
+			t.Fatal(err)
+		}
+		teller.NotifyPeers()
+		if err := zero.Send([]byte("new")); err != nil {
+			t.Fatal(err)
+		}
+		<-time.After(time.Millisecond) // for a bell that was rung too early
+		if n := len(rang); n != 0 {
+			t.Errorf("round %d: rang %d times before Ring", i, n)
+		}
+		teller.NotifyPeers()
+		<-rang
+		looker.Unpark()
+		if err := poll(one, b[:3]); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// Close while everything is in use: calls fail, and nobody touches memory that has gone.
+func TestCloseWhileInUse(t *testing.T) {
+	for i := range 20 {
+		meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
+		zero, one := controls(t, meshes)
+		var wg sync.WaitGroup
+		var begun atomic.Int32
+		loop := func(f func() error) {
+			wg.Go(func() {
+				err := f()
+				for begun.Add(1); err == nil; err = f() {
+					runtime.Gosched()
+				}
+				var p *transport.PeerError
+				if !errors.Is(err, transport.ErrClosed) && !errors.As(err, &p) {
+					t.Error(err)
+				}
+			})
+		}
+		for r, c := range []transport.Conn{zero, one} {
+			out, in := make([]byte, 50), make([]byte, 70)
+			loop(func() error { return errors.Join(c.Send(out), c.Flush()) })
+			polls := meshes[r]
+			loop(func() error {
+				polls.Park()
+				polls.Unpark()
+				_, err := c.TryRead(in)
+				return err
+			})
+			loop(func() error { return meshes[r].Err(1, topo.Rank(1-r)) })
+		}
+		within(t, "a call hangs", func() bool { return begun.Load() == 6 })
+		if err := errors.Join(meshes[i%2].Close(), meshes[1-i%2].Close()); err != nil {
+			t.Error(err)
+		}
+		wg.Wait()
+	}
+}
+
+// Every message that was sent arrives also from a rank that closes at once, and then its end.
+func TestLastWords(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 2)
+	zero, one := controls(t, meshes)
+	if err := errors.Join(zero.Send([]byte("last words")), meshes[0].Close()); err != nil {
+		t.Fatal(err)
+	}
+	within(t, "the end is not noticed", func() bool { return meshes[1].Err(1, 0) != nil })
+	got, err := io.ReadAll(io.LimitReader(one, 10))
+	if string(got) != "last words" || err != nil {
+		t.Errorf("got %q, %v", got, err)
+	}
+	_, err = one.TryRead(got)
+	wantPeer(t, "read", err, transport.Control, 0)
+	if !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("got %v, want an unexpected end of file in it", err)
+	}
+}
+
+func BenchmarkPingPong(b *testing.B) {
+	for _, size := range []int{8, 64, 512} {
+		b.Run(fmt.Sprintf("%dB", size), func(b *testing.B) {
+			meshes := onOneHost(b, shm.Config{}, 2)
+			zero, one := controls(b, meshes)
+			stop := make(chan struct{})
+			go func() {
+				defer close(stop)
+				runtime.LockOSThread()
+				pong(one, size)
+			}()
+			measure(b, zero, size)
+			b.StopTimer()
+			meshes[0].Abort(transport.Control, errors.New("done"))
+			meshes[1].Abort(transport.Control, errors.New("done"))
+			<-stop
+		})
+	}
+}
+
+// measure sends messages to a rank that answers them.
+func measure(b *testing.B, c transport.Conn, size int) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	p := make([]byte, size)
+	took := make([]time.Duration, 0, 1<<20)
+	b.ReportAllocs()
+	for b.Loop() {
+		began := time.Now()
+		if err := ping(c, p); err != nil {
+			b.Fatal(err)
+		}
+		if len(took) < cap(took) {
+			took = append(took, time.Since(began))
+		}
+	}
+	// The mean says more about who else uses the machine.
+	slices.Sort(took)
+	b.ReportMetric(float64(took[len(took)/2])/2, "p50-ns/way")
+}
+
+// ping sends p and waits for as much, without giving the processor away.
+func ping(c transport.Conn, p []byte) error {
+	if err := c.Send(p); err != nil {
+		return err
+	}
+	return spin(c, p)
+}
+
+func spin(c transport.Conn, p []byte) error {
+	for len(p) > 0 {
+		n, err := c.TryRead(p)
+		if err != nil {
+			return err
+		}
+		p = p[n:]
+	}
+	return nil
+}
+
+// pong answers messages until an error.
+func pong(c transport.Conn, size int) {
+	p := make([]byte, size)
+	for spin(c, p) == nil && c.Send(p) == nil {
+	}
+}

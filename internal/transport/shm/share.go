@@ -1,0 +1,278 @@
+package shm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"sync/atomic"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"golang.org/x/sys/unix"
+)
+
+// errStranger is the error for a rank that is not in the group, or is this rank where a peer is wanted.
+var errStranger = errors.New("it is no peer that shares memory with this rank")
+
+// lane is what ranks share for a lane.
+type lane struct {
+	// err is of Abort, Release or Close; gone, by index in the group, that of a peer whose process has gone.
+	err  atomic.Pointer[error]
+	gone []atomic.Pointer[error]
+
+	// Guarded by the Mesh's mu.
+	own     *memfd.Segment
+	sharing bool
+	theirs  []chunk // by index in the group; without segment and error it has not come
+}
+
+// failLane sets why the lane has failed, if that is stronger than what it has. The caller holds mu.
+func (l *lane) fail(err error) {
+	if old := l.err.Load(); old == nil || err == transport.ErrReleased || err == transport.ErrClosed && *old != transport.ErrReleased {
+		l.err.Store(&err)
+	}
+}
+
+// close unmaps the lane's segments.
+func (l *lane) close() error {
+	var errs []error
+	if l.own != nil {
+		errs = append(errs, l.own.Close())
+	}
+	for _, c := range l.theirs {
+		if c.seg != nil {
+			errs = append(errs, c.seg.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// lane returns the lane with the given number, or why there is none. The caller holds mu.
+func (m *Mesh) lane(id transport.Lane) (*lane, error) {
+	lanes := *m.lanes.Load()
+	if l := lanes[id]; l != nil {
+		return l, nil
+	}
+	if m.released.Has(id) {
+		return nil, transport.ErrReleased
+	}
+	if m.closed {
+		return nil, transport.ErrClosed
+	}
+	l := &lane{gone: make([]atomic.Pointer[error], len(m.group)), theirs: make([]chunk, len(m.group))}
+	for _, p := range m.peers {
+		if gone := p.gone.Load(); gone != nil {
+			l.lose(p, id, *gone)
+		}
+	}
+	lanes = maps.Clone(lanes)
+	lanes[id] = l
+	m.lanes.Store(&lanes)
+	return l, nil
+}
+
+// lose notes that a peer has gone.
+func (l *lane) lose(p *peer, id transport.Lane, err error) {
+	err = &transport.PeerError{Peer: p.rank, Lane: id, Err: err}
+	l.gone[p.index].Store(&err)
+}
+
+// Err implements Sharer.
+func (m *Mesh) Err(id transport.Lane, rank topo.Rank) error {
+	l := (*m.lanes.Load())[id]
+	if l == nil {
+		var err error
+		m.mu.Lock()
+		l, err = m.lane(id)
+		m.mu.Unlock()
+		if err != nil {
+			return err
+		}
+	}
+	if err := l.err.Load(); err != nil {
+		return *err
+	}
+	if rank == m.rank {
+		return nil
+	}
+	p := m.peer(rank)
+	if p == nil {
+		return errStranger
+	}
+	if err := l.gone[p.index].Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+// Share implements Sharer.
+func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error) {
+	to, err := m.beginShare(id, peers)
+	if err != nil {
+		return nil, fmt.Errorf("shm: share lane %d: %w", id, err)
+	}
+	seg, err := m.segment(id, numBytes)
+	if err != nil {
+		return nil, fmt.Errorf("shm: share lane %d: %w", id, err)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	l, err := m.lane(id)
+	if err == nil {
+		if e := l.err.Load(); e != nil {
+			err = *e
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("shm: share lane %d: %w", id, errors.Join(err, seg.Close()))
+	}
+	l.own = seg
+	for _, p := range to {
+		fd, err := duplicate(seg.FD())
+		if err != nil {
+			return nil, fmt.Errorf("shm: share lane %d with rank %d: %w", id, p.rank, err)
+		}
+		p.outbox.put(message{shareMessage, uint32(id), uint64(len(seg.Bytes())), []int{fd}})
+	}
+	return seg.Bytes(), nil
+}
+
+// segment is what was reserved for a lane, or a new one. The caller does not hold mu: to make one takes long.
+func (m *Mesh) segment(id transport.Lane, numBytes int64) (*memfd.Segment, error) {
+	m.mu.Lock()
+	seg := m.reserved[id]
+	if seg != nil && int64(len(seg.Bytes())) >= numBytes {
+		delete(m.reserved, id)
+		m.mu.Unlock()
+		return seg, nil
+	}
+	m.mu.Unlock()
+	return memfd.Create(laneName(id), numBytes)
+}
+
+func laneName(id transport.Lane) string { return fmt.Sprintf("gohvd-lane-%d", id) }
+
+// beginShare books the only Share of a lane.
+func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error) {
+	var to []*peer
+	for _, r := range ranks {
+		if r == m.rank {
+			continue
+		}
+		p := m.peer(r)
+		if p == nil {
+			return nil, fmt.Errorf("rank %d: %w", r, errStranger)
+		}
+		to = append(to, p)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	l, err := m.lane(id)
+	if err != nil {
+		return nil, err
+	}
+	if e := l.err.Load(); e != nil {
+		return nil, *e
+	}
+	if l.sharing {
+		return nil, errors.New("it is shared already")
+	}
+	l.sharing = true
+	return to, nil
+}
+
+// shared takes a peer's segment for a lane. An error is a breach of the protocol.
+func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
+	seg, err := mapSegment(msg.fds[0], msg.size)
+	if errors.Is(err, errBreach) {
+		return err
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	l, none := m.lane(id)
+	if none != nil { // too late for this rank
+		if seg != nil {
+			return seg.Close()
+		}
+		return nil
+	}
+	if c := l.theirs[p.index]; c != (chunk{}) || p.shares >= maxShares {
+		if seg != nil {
+			_ = seg.Close() // the breach is the error
+		}
+		return fmt.Errorf("%w: a segment for lane %d besides those for %d others, want each once and at most %d", errBreach, id, p.shares, maxShares)
+	}
+	p.shares++
+	l.theirs[p.index] = chunk{seg, err}
+	m.notify()
+	return nil
+}
+
+// Peer implements Sharer.
+func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]byte, error) {
+	p := m.peer(rank)
+	if p == nil && rank != m.rank {
+		return nil, fmt.Errorf("shm: lane %d of rank %d: %w", id, rank, errStranger)
+	}
+	var b []byte
+	err := m.await(ctx, func() (bool, error) {
+		l, err := m.lane(id)
+		if err != nil {
+			return false, err
+		}
+		if e := l.err.Load(); e != nil {
+			return false, *e
+		}
+		if p == nil {
+			if l.own == nil {
+				return false, errors.New("this rank has not shared it")
+			}
+			b = l.own.Bytes()
+			return true, nil
+		}
+		if c := l.theirs[p.index]; c != (chunk{}) {
+			if c.err == nil {
+				b = c.seg.Bytes()
+			}
+			return true, c.err
+		}
+		if e := l.gone[p.index].Load(); e != nil {
+			return false, *e
+		}
+		return false, nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("shm: lane %d of rank %d: %w", id, rank, err)
+	}
+	return b, nil
+}
+
+// offer announces a chunk of this process to all peers, and withdraw its end. They are called by package arena under its
+// lock: they only queue.
+func (m *Mesh) offer(c arena.Chunk) {
+	size := uint64(len(c.Segment.Bytes()))
+	sealed := c.Segment.Seal() // before anybody who must not write it has it
+	for _, p := range m.peers {
+		fd, err := -1, sealed
+		if err == nil {
+			fd, err = duplicate(c.Segment.FD())
+		}
+		if err != nil {
+			var errno unix.Errno
+			errors.As(err, &errno)
+			m.log.Warn(fmt.Sprintf("shm: arena %d cannot be passed to rank %d: %v", c.ID, p.rank, err))
+			p.outbox.put(message{kind: keptMessage, id: c.ID, size: uint64(errno)})
+			continue
+		}
+		p.outbox.put(message{arenaMessage, c.ID, size, []int{fd}})
+	}
+}
+
+func (m *Mesh) withdraw(id uint32) {
+	for _, p := range m.peers {
+		p.outbox.put(message{kind: dropMessage, id: id})
+	}
+}

@@ -1,0 +1,540 @@
+package shm_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/shm"
+)
+
+func wantPeer(t *testing.T, call string, err error, lane transport.Lane, peer topo.Rank) {
+	t.Helper()
+	var p *transport.PeerError
+	if !errors.As(err, &p) || p.Peer != peer || p.Lane != lane {
+		t.Errorf("%s: got %v, want a *PeerError for lane %d to rank %d", call, err, lane, peer)
+	}
+}
+
+func wantErr(t *testing.T, call string, err, want error) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Errorf("%s: got %v, want %v", call, err, want)
+	}
+}
+
+// within waits for what nothing announces.
+func within(t *testing.T, what string, done func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !done(); runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatal(what)
+		}
+	}
+}
+
+// Every rank reads what the others write, whoever shares first, and only those it was given to.
+func TestShare(t *testing.T) {
+	const size = 3
+	meshes := onOneHost(t, shm.Config{}, size)
+	type got struct {
+		owner, reader int
+		b             []byte
+		err           error
+	}
+	results := make(chan got, size*size)
+	for r, m := range meshes {
+		for p := range meshes {
+			if p == r {
+				continue
+			}
+			go func() { // some before it was shared
+				b, err := m.Peer(t.Context(), 5, topo.Rank(p))
+				results <- got{p, r, b, err}
+			}()
+		}
+	}
+	own := make([][]byte, size)
+	for r, m := range meshes {
+		b, err := m.Share(5, int64(1000*(r+1)), []topo.Rank{0, 1, 2})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if page := os.Getpagesize(); len(b)%page != 0 || len(b) < 1000*(r+1) {
+			t.Errorf("rank %d: got %d bytes, want whole pages", r, len(b))
+		}
+		own[r] = b
+		if mine, err := m.Peer(t.Context(), 5, topo.Rank(r)); err != nil || &mine[0] != &b[0] {
+			t.Errorf("rank %d: its own segment: %v", r, err)
+		}
+	}
+	for range size * (size - 1) {
+		g := <-results
+		if g.err != nil {
+			t.Fatal(g.err)
+		}
+		own[g.owner][17] = byte(10 + g.owner)
+		if len(g.b) != len(own[g.owner]) || g.b[17] != byte(10+g.owner) || g.b[18] != 0 {
+			t.Errorf("rank %d does not see what rank %d wrote", g.reader, g.owner)
+		}
+	}
+	if _, err := meshes[0].Share(5, 1, nil); err == nil {
+		t.Error("shared a lane twice")
+	}
+	if _, err := meshes[0].Share(6, 1, []topo.Rank{1, 3}); err == nil {
+		t.Error("shared with a rank that does not exist")
+	}
+	if _, err := meshes[0].Share(7, 1, []topo.Rank{1}); err != nil {
+		t.Error(err)
+	}
+	if _, err := meshes[1].Peer(t.Context(), 7, 0); err != nil {
+		t.Error(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	_, err := meshes[2].Peer(ctx, 7, 0) // it was not given to
+	wantErr(t, "peer", err, context.DeadlineExceeded)
+	_, err = meshes[1].Peer(t.Context(), 7, 1)
+	if err == nil {
+		t.Error("got a segment of its own that it did not share")
+	}
+	var none *memfd.NoMemoryError
+	if _, err := meshes[0].Share(8, 1<<50, []topo.Rank{1}); !errors.As(err, &none) {
+		t.Errorf("got %v, want a *NoMemoryError", err)
+	}
+}
+
+// Whatever ends the waiting for a lane does so for those who wait and for those who come, and Err says the same.
+func TestLaneEnds(t *testing.T) {
+	boom := errors.New("boom")
+	for name, c := range map[string]struct {
+		end  func(meshes []shm.Sharer)
+		want error // nil is a *PeerError
+	}{
+		"abort":   {func(m []shm.Sharer) { m[1].Abort(2, boom) }, boom},
+		"release": {func(m []shm.Sharer) { m[1].Release(2) }, transport.ErrReleased},
+		"close":   {func(m []shm.Sharer) { _ = m[1].Close() }, transport.ErrClosed},
+		"death":   {func(m []shm.Sharer) { _ = m[0].Close() }, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			meshes := onOneHost(t, shm.Config{}, 3)
+			check := func(call string, err error) {
+				t.Helper()
+				if c.want == nil {
+					wantPeer(t, call, err, 2, 0)
+				} else {
+					wantErr(t, call, err, c.want)
+				}
+			}
+			if err := meshes[1].Err(2, 0); err != nil {
+				t.Errorf("before: %v", err)
+			}
+			waiting := make(chan error, 1)
+			go func() {
+				_, err := meshes[1].Peer(t.Context(), 2, 0)
+				waiting <- err
+			}()
+			c.end(meshes)
+			check("pending peer", <-waiting)
+			check("err", meshes[1].Err(2, 0))
+			_, err := meshes[1].Peer(t.Context(), 2, 0)
+			check("peer", err)
+			if name == "death" {
+				wantPeer(t, "err of a lane not used before", meshes[1].Err(3, 0), 3, 0)
+				for _, lane := range []transport.Lane{2, 3} {
+					for _, other := range []topo.Rank{1, 2} {
+						if err := meshes[1].Err(lane, other); err != nil {
+							t.Errorf("lane %d of rank %d, which lives: %v", lane, other, err)
+						}
+					}
+				}
+				_, err := meshes[1].Arena(t.Context(), 0, 1000)
+				wantPeer(t, "arena", err, transport.Control, 0)
+				if _, err := meshes[1].Share(2, 1, []topo.Rank{0, 2}); err != nil {
+					t.Errorf("share with a dead rank: %v", err)
+				}
+				return
+			}
+			check("err for itself", meshes[1].Err(2, 1))
+			_, err = meshes[1].Share(2, 1, []topo.Rank{0})
+			check("share", err)
+			if name != "close" {
+				if err := meshes[1].Err(3, 0); err != nil {
+					t.Errorf("another lane: %v", err)
+				}
+				_, err := meshes[1].Conn(t.Context(), 2, 0)
+				check("conn of the mesh underneath", err)
+			}
+		})
+	}
+}
+
+// Release is stronger than Close, that than Abort, that than a death.
+func TestErrOrder(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 2)
+	boom := errors.New("boom")
+	m := meshes[1]
+	if err := meshes[0].Close(); err != nil {
+		t.Fatal(err)
+	}
+	within(t, "the death is not noticed", func() bool { return m.Err(2, 0) != nil })
+	wantPeer(t, "dead", m.Err(2, 0), 2, 0)
+	m.Abort(2, boom)
+	m.Abort(2, errors.New("later"))
+	wantErr(t, "aborted", m.Err(2, 0), boom)
+	m.Abort(3, boom)
+	m.Release(3)
+	wantErr(t, "released", m.Err(3, 0), transport.ErrReleased)
+	m.Abort(3, boom)
+	wantErr(t, "aborted afterwards", m.Err(3, 0), transport.ErrReleased)
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
+	wantErr(t, "closed", m.Err(2, 0), transport.ErrClosed)
+	wantErr(t, "released and closed", m.Err(3, 0), transport.ErrReleased)
+	wantErr(t, "a lane after close", m.Err(4, 0), transport.ErrClosed)
+	m.Release(2)
+	wantErr(t, "released after close", m.Err(2, 0), transport.ErrClosed)
+}
+
+func TestErrCosts(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 2)
+	if n := testing.AllocsPerRun(100, func() { _ = meshes[0].Err(1, 1) }); n != 0 {
+		t.Errorf("got %v allocations, want none", n)
+	}
+}
+
+// Chunks that exist, that come late and that go; a chunk that has gone reads as zeros where it was mapped.
+func TestArena(t *testing.T) {
+	const large = 65 << 20 // a chunk of its own
+	early := mustAlloc(t, large)
+	meshes := onOneHost(t, shm.Config{}, 3)
+	late := mustAlloc(t, large)
+	for _, b := range [][]byte{early, late} {
+		at, ok := arena.Find(b)
+		if !ok {
+			t.Fatal("not found")
+		}
+		b[7] = 77
+		var seen [][]byte
+		for r, m := range meshes {
+			for p := range meshes {
+				if p == r {
+					if _, err := m.Arena(t.Context(), topo.Rank(p), at.Chunk); err == nil {
+						t.Error("got a chunk of its own")
+					}
+					continue
+				}
+				got, err := m.Arena(t.Context(), topo.Rank(p), at.Chunk)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if got[at.Offset+7] != 77 {
+					t.Errorf("rank %d does not see what rank %d wrote", r, p)
+				}
+				if n := testing.AllocsPerRun(100, func() { _, _ = m.Arena(t.Context(), topo.Rank(p), at.Chunk) }); n != 0 {
+					t.Errorf("a later call: got %v allocations, want none", n)
+				}
+				seen = append(seen, got)
+			}
+		}
+		if err := arena.Free(b); err != nil {
+			t.Fatal(err)
+		}
+		for i, got := range seen {
+			within(t, fmt.Sprintf("mapping %d still shows the chunk", i), func() bool { return got[at.Offset+7] == 0 })
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+		_, err := meshes[0].Arena(ctx, 1, at.Chunk)
+		wantErr(t, "a chunk that has gone", err, context.DeadlineExceeded)
+		cancel()
+	}
+	waiting := make(chan error, 1)
+	go func() {
+		_, err := meshes[0].Arena(t.Context(), 1, 1<<30)
+		waiting <- err
+	}()
+	if err := meshes[0].Close(); err != nil {
+		t.Fatal(err)
+	}
+	wantErr(t, "pending arena", <-waiting, transport.ErrClosed)
+	_, err := meshes[0].Arena(t.Context(), 1, 1)
+	wantErr(t, "arena", err, transport.ErrClosed)
+}
+
+func mustAlloc(t *testing.T, n int) []byte {
+	t.Helper()
+	b, err := arena.Alloc(n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// Allocation does not wait for a peer that reads nothing: everything is queued, here behind a socket that is full.
+func TestAllocDoesNotWait(t *testing.T) {
+	meshes := onOneHost(t, shm.Config{}, 2)
+	// A peer that does not read is one whose receiver waits for the lock that this test cannot take; so many messages do.
+	m := shm.Inner(meshes[0])
+	for i := range uint32(5000) {
+		m.Put(1, shm.KeptMessage, 1<<20+i, uint64(unix.EMFILE))
+	}
+	b := mustAlloc(t, 65<<20)
+	at, _ := arena.Find(b)
+	if _, err := meshes[1].Arena(t.Context(), 0, at.Chunk); err != nil {
+		t.Error(err)
+	}
+	_, err := meshes[1].Arena(t.Context(), 0, 1<<20+1)
+	wantErr(t, "a chunk that could not be passed", err, unix.EMFILE)
+	if err := arena.Free(b); err != nil {
+		t.Error(err)
+	}
+}
+
+// After Release and Close nothing is mapped and no descriptor open that was not before.
+func TestNothingIsLeft(t *testing.T) {
+	b := mustAlloc(t, 100)
+	defer func() {
+		if err := arena.Free(b); err != nil {
+			t.Error(err)
+		}
+	}()
+	j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
+	if err := errors.Join(j.endpoints[0].Close(), j.endpoints[1].Close(), j.endpoints[2].Close()); err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range j.under {
+		if err := m.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	files, maps := count(t, "/proc/self/fd"), mappings(t)
+	for range 3 {
+		meshes, errs := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a").connect(t.Context())
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+		if mappings(t) == maps {
+			t.Error("nothing is mapped: this test cannot fail")
+		}
+		before := 0
+		for lane := transport.Lane(1); lane < 10; lane++ {
+			for r, m := range meshes {
+				if _, err := m.Share(lane, 4096, []topo.Rank{0, 1, 2}); err != nil {
+					t.Fatal(err)
+				}
+				for p := range r {
+					for _, pair := range [][2]int{{r, p}, {p, r}} {
+						if pair[0] < pair[1] {
+							continue
+						}
+						if _, err := meshes[pair[0]].Peer(t.Context(), lane, topo.Rank(pair[1])); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}
+			}
+			if _, err := meshes[0].Peer(t.Context(), lane, 1); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := meshes[0].Peer(t.Context(), lane, 2); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := meshes[1].Peer(t.Context(), lane, 2); err != nil {
+				t.Fatal(err)
+			}
+			if lane%2 == 0 {
+				continue // Close finds these
+			}
+			for _, m := range meshes {
+				m.Release(lane)
+			}
+			if lane == 1 {
+				before = mappings(t)
+			} else if got := mappings(t); got > before+9*int(lane/2) {
+				t.Errorf("after lane %d: got %d mappings, want at most %d", lane, got, before+9*int(lane/2))
+			}
+		}
+		for _, m := range meshes {
+			if err := errors.Join(m.Close(), m.Close()); err != nil {
+				t.Error(err)
+			}
+		}
+		if got := count(t, "/proc/self/fd"); got != files {
+			t.Errorf("got %d open files, want %d", got, files)
+		}
+		if got := mappings(t); got != maps {
+			t.Errorf("got %d mappings of memfds, want %d", got, maps)
+		}
+	}
+}
+
+func count(t *testing.T, dir string) int {
+	t.Helper()
+	names, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(names)
+}
+
+// mappings are those of memfds of this project.
+func mappings(t *testing.T) int {
+	t.Helper()
+	text, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.Count(string(text), "/memfd:gohvd-")
+}
+
+// What breaks the protocol ends the listening to that rank, with an accusation, and closes nothing.
+func TestBreaches(t *testing.T) {
+	segment := func(t *testing.T) (int, uint64) {
+		s, err := memfd.Create("test", 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer s.Close()
+		fd, err := unix.Dup(s.FD())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return fd, uint64(len(s.Bytes()))
+	}
+	unsealed := func(t *testing.T) (int, uint64) {
+		fd, err := unix.MemfdCreate("test", 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := unix.Ftruncate(fd, 4096); err != nil {
+			t.Fatal(err)
+		}
+		return fd, 4096
+	}
+	for name, send := range map[string]func(t *testing.T, m *shm.Mesh){
+		"unknown kind": func(t *testing.T, m *shm.Mesh) { m.Put(1, 9, 0, 0) },
+		"no kind":      func(t *testing.T, m *shm.Mesh) { m.Put(1, 0, 0, 0) },
+		"control again": func(t *testing.T, m *shm.Mesh) {
+			a, n := segment(t)
+			b, _ := segment(t)
+			m.Put(1, shm.ControlMessage, 0, n, a, b)
+		},
+		"no descriptor": func(t *testing.T, m *shm.Mesh) { m.Put(1, shm.ShareMessage, 1, 4096) },
+		"many descriptors": func(t *testing.T, m *shm.Mesh) {
+			var fds []int
+			for range 20 {
+				fd, _ := segment(t)
+				fds = append(fds, fd)
+			}
+			m.Put(1, shm.ShareMessage, 1, 4096, fds...)
+		},
+		"unwanted descriptor": func(t *testing.T, m *shm.Mesh) {
+			fd, _ := segment(t)
+			m.Put(1, shm.DropMessage, 1, 0, fd)
+		},
+		"wrong size": func(t *testing.T, m *shm.Mesh) {
+			fd, n := segment(t)
+			m.Put(1, shm.ShareMessage, 1, n+4096, fd)
+		},
+		"no size": func(t *testing.T, m *shm.Mesh) {
+			fd, _ := segment(t)
+			m.Put(1, shm.ArenaMessage, 1, 0, fd)
+		},
+		"not sealed": func(t *testing.T, m *shm.Mesh) {
+			fd, n := unsealed(t)
+			m.Put(1, shm.ArenaMessage, 1<<30, n, fd)
+		},
+		"share not sealed": func(t *testing.T, m *shm.Mesh) {
+			fd, n := unsealed(t)
+			m.Put(1, shm.ShareMessage, 1, n, fd)
+		},
+		"shared twice": func(t *testing.T, m *shm.Mesh) {
+			for range 2 {
+				fd, n := segment(t)
+				m.Put(1, shm.ShareMessage, 1, n, fd)
+			}
+		},
+		"arena twice": func(t *testing.T, m *shm.Mesh) {
+			for range 2 {
+				fd, n := segment(t)
+				m.Put(1, shm.ArenaMessage, 1<<30, n, fd)
+			}
+		},
+		"arena 0": func(t *testing.T, m *shm.Mesh) {
+			fd, n := segment(t)
+			m.Put(1, shm.ArenaMessage, 0, n, fd)
+		},
+		"dropped unknown": func(t *testing.T, m *shm.Mesh) { m.Put(1, shm.DropMessage, 1<<30, 0) },
+		"too many lanes": func(t *testing.T, m *shm.Mesh) {
+			for i := range uint32(1<<12 + 1) {
+				fd, n := segment(t)
+				m.Put(1, shm.ShareMessage, 1000+i, n, fd)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			meshes := onOneHost(t, shm.Config{}, 2)
+			send(t, shm.Inner(meshes[0]))
+			within(t, "nobody noticed", func() bool { return meshes[1].Err(9, 0) != nil })
+			wantPeer(t, "err", meshes[1].Err(9, 0), 9, 0)
+			c, err := meshes[0].Conn(t.Context(), transport.Control, 1)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := c.Send([]byte("hello")); err != nil {
+				t.Errorf("the sender was told: %v", err)
+			}
+			if err := meshes[0].Err(9, 1); err != nil {
+				t.Errorf("the sender was told: %v", err)
+			}
+		})
+	}
+}
+
+// The allocator leaves its chunks open to be written by one who works for this process; what peers are given is sealed before.
+func TestArenaIsSealed(t *testing.T) {
+	seals := func() (all []int) {
+		arena.Watch(func(c arena.Chunk) {
+			s, err := unix.FcntlInt(uintptr(c.Segment.FD()), unix.F_GET_SEALS, 0)
+			if err != nil {
+				t.Error(err)
+			}
+			all = append(all, s)
+		}, func(uint32) {})()
+		return all
+	}
+	before, err := arena.Alloc(1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	onOneHost(t, shm.Config{}, 2)
+	after, err := arena.Alloc(100 << 20) // which takes a chunk of its own
+	if err != nil {
+		t.Fatal(err)
+	}
+	const want = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_FUTURE_WRITE | unix.F_SEAL_SEAL
+	all := seals()
+	if len(all) < 2 {
+		t.Errorf("got %d chunks, want 2", len(all))
+	}
+	for _, s := range all {
+		if s&want != want {
+			t.Errorf("a chunk that peers were given has the seals %#x, want %#x", s, want)
+		}
+	}
+	if err := errors.Join(arena.Free(before), arena.Free(after)); err != nil {
+		t.Error(err)
+	}
+}

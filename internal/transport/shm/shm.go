@@ -1,0 +1,368 @@
+// Package shm lets the ranks of one host share memory, and negotiates in it.
+//
+// A rank opens an Endpoint, publishes its Offer with its record, and calls Connect when it knows all offers and has a mesh
+// that reaches all ranks (transport/tcp). The ranks of one host then give each other file descriptors, over Unix
+// connections that prove who they are, and agree on whether all of that went well: a host's ranks share memory all or
+// not at all. The mesh that Connect returns has the Control lane between them in shared memory and everything else in
+// the mesh underneath; by Sharer the backends get memory for their lanes. docs/arena.md has formats, and what happens
+// when a rank dies.
+//
+// Invariants:
+//
+//  1. Nobody writes another rank's memory. What a peer wrote is checked before it is used.
+//  2. Nothing is in the file system once Connect has returned. Before, there is the socket, which the next Listen
+//     sweeps if its owner was killed.
+//  3. The end of a Unix connection is the end of the process, or of its mesh, and nothing else is. Nobody closes one
+//     before it gives up the mesh.
+//  4. Everything belongs to one epoch; the next makes its own.
+package shm
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+const (
+	// defaultRingBytes holds some hundred frames of negotiation.
+	defaultRingBytes         = 64 << 10
+	minRingBytes             = 64
+	maxRingBytes             = 1 << 30
+	defaultHandshakeTimeout  = 10 * time.Second
+	socketPrefix             = "s"
+	lockTimeout, lockPause   = time.Second, time.Millisecond
+	network                  = "unixpacket"
+	maxJobBytes              = 64
+	maxSwept                 = 1000
+	permSocket, permSocketUp = 0o600, 0o700
+)
+
+// Config says how an Endpoint behaves. Zero fields take their defaults.
+type Config struct {
+	// Dir is the directory of the socket. It is made if it is not there, and must belong to this user alone. Its path
+	// may have about 80 bytes. Default: gohvd-UID in os.TempDir(), which is made if it is missing.
+	Dir string
+	// RingBytes is what fits into the Control channel to a peer before the sender has to wait for it to read: a power
+	// of two from 64 bytes to 1 GiB. Default 64 KiB. A rank allocates one for each peer of its host.
+	RingBytes int
+	// HandshakeTimeout is how long a process that connects may take to say who it is. Default 10 s.
+	HandshakeTimeout time.Duration
+	// Log receives refused connections (warnings). nil discards them.
+	Log *zap.Logger
+}
+
+// Endpoint is a socket that becomes a mesh when Connect tells it the epoch. It serves one epoch.
+type Endpoint struct {
+	cfg   Config
+	log   *zap.Logger
+	offer Offer
+	ln    *net.UnixListener // nil if this rank cannot share
+
+	mu        sync.Mutex
+	connected bool
+	closed    bool
+}
+
+// Listen makes the socket, after removing those in the directory whose processes are gone. The Endpoint must be closed
+// if Connect is not called.
+func Listen(cfg Config) (*Endpoint, error) {
+	e, err := newEndpoint(cfg)
+	if err != nil {
+		return nil, err
+	}
+	if e.cfg.Dir == "" {
+		// A container image made from scratch has no directory for temporary files.
+		if err := os.MkdirAll(os.TempDir(), permSocketUp); err != nil {
+			return nil, fmt.Errorf("shm: listen: %w (TMPDIR chooses another directory)", err)
+		}
+		e.cfg.Dir = filepath.Join(os.TempDir(), "gohvd-"+strconv.Itoa(os.Geteuid()))
+	}
+	if err := prepare(e.cfg.Dir); err != nil {
+		return nil, fmt.Errorf("shm: listen: %w", err)
+	}
+	unlock, err := lock(e.cfg.Dir)
+	if err != nil {
+		return nil, fmt.Errorf("shm: listen: %w", err)
+	}
+	if err := errors.Join(sweep(e.cfg.Dir), e.listen(), unlock()); err != nil {
+		return nil, fmt.Errorf("shm: listen: %w", errors.Join(err, e.Close()))
+	}
+	return e, nil
+}
+
+// lock keeps others from sweeping a socket that has its name and is about to listen: it looks like one whose process is
+// gone. A process that dies lets go of the lock. For one that was stopped meanwhile nobody waits long.
+func lock(dir string) (unlock func() error, err error) {
+	d, err := os.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	for end := time.Now().Add(lockTimeout); time.Now().Before(end); {
+		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err != unix.EWOULDBLOCK && err != unix.EINTR {
+			break // it is ours, or this file system has no locks
+		}
+		<-time.After(lockPause)
+	}
+	return d.Close, nil
+}
+
+// Unavailable is the Endpoint of a rank that cannot share, for example because Listen failed. Its Offer tells the others
+// so, and why: they do not wait for it, and their Why names it.
+func Unavailable(reason error) *Endpoint {
+	e := &Endpoint{log: zap.NewNop()}
+	text := reason.Error()
+	e.offer = Offer{UID: uint32(os.Geteuid()), Reason: strings.ToValidUTF8(text[:min(len(text), maxReasonBytes)], "?")}
+	return e
+}
+
+func newEndpoint(cfg Config) (*Endpoint, error) {
+	if cfg.RingBytes == 0 {
+		cfg.RingBytes = defaultRingBytes
+	}
+	if n := cfg.RingBytes; n < minRingBytes || n > maxRingBytes || n&(n-1) != 0 {
+		return nil, fmt.Errorf("shm: listen: rings of %d bytes, want a power of two from %d to %d", n, minRingBytes, maxRingBytes)
+	}
+	if cfg.HandshakeTimeout == 0 {
+		cfg.HandshakeTimeout = defaultHandshakeTimeout
+	}
+	e := &Endpoint{cfg: cfg, log: cfg.Log}
+	if e.log == nil {
+		e.log = zap.NewNop()
+	}
+	e.offer = Offer{UID: uint32(os.Geteuid()), Token: make([]byte, tokenBytes)}
+	if _, err := rand.Read(e.offer.Token); err != nil {
+		return nil, fmt.Errorf("shm: listen: %w", err)
+	}
+	return e, nil
+}
+
+// listen makes the socket. The caller has the lock.
+func (e *Endpoint) listen() error {
+	var random [8]byte
+	if _, err := rand.Read(random[:]); err != nil {
+		return err
+	}
+	name := hex.EncodeToString(random[:])
+	dir, err := filepath.Abs(e.cfg.Dir)
+	if err != nil {
+		return err
+	}
+	path := filepath.Join(dir, socketPrefix+name)
+	if len(path) > maxPathBytes {
+		return fmt.Errorf("socket path %s has %d bytes, want at most %d: choose a shorter directory", path, len(path), maxPathBytes)
+	}
+	ln, err := net.ListenUnix(network, &net.UnixAddr{Name: path, Net: network})
+	if err != nil {
+		return err
+	}
+	if err := os.Chmod(path, permSocket); err != nil {
+		return errors.Join(err, ln.Close())
+	}
+	ln.SetUnlinkOnClose(false) // Close removes it, and says so if it cannot
+	e.ln, e.offer.Socket = ln, path
+	return nil
+}
+
+// prepare makes dir, or checks that nobody else can put anything there.
+func prepare(dir string) error {
+	if err := os.Mkdir(dir, permSocketUp); err != nil && !errors.Is(err, os.ErrExist) {
+		return err
+	}
+	var st unix.Stat_t
+	if err := unix.Lstat(dir, &st); err != nil {
+		return fmt.Errorf("%s: %w", dir, err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != uint32(os.Geteuid()) || st.Mode&0o077 != 0 {
+		return fmt.Errorf("%s has mode %#o and belongs to user %d, want a directory with mode 0700 of user %d", dir, st.Mode, st.Uid, os.Geteuid())
+	}
+	return nil
+}
+
+// sweep removes sockets of ours at which nobody listens any more. It looks at the first thousand names. The caller has the
+// lock.
+func sweep(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	entries, err := d.ReadDir(maxSwept)
+	if err != nil && len(entries) > 0 {
+		return err
+	}
+	for _, entry := range entries {
+		path := filepath.Join(dir, entry.Name())
+		if entry.Type() != os.ModeSocket || !strings.HasPrefix(entry.Name(), socketPrefix) || !abandoned(path) {
+			continue
+		}
+		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// abandoned reports whether nobody listens at the socket any more. Somebody who does sees a connection that ends.
+func abandoned(path string) bool {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = unix.Close(fd) }() // nothing was written
+	return unix.Connect(fd, &unix.SockaddrUnix{Name: path}) == unix.ECONNREFUSED
+}
+
+// Offer is what the other ranks need to know to share memory with this one. It holds a secret:
+// whoever has it, and runs as the same user, can take this rank's place before its peers have.
+func (e *Endpoint) Offer() Offer { return e.offer }
+
+// Close removes the socket. After Connect it does nothing.
+func (e *Endpoint) Close() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed || e.ln == nil {
+		return nil
+	}
+	e.closed = true
+	err := os.Remove(e.offer.Socket)
+	if errors.Is(err, os.ErrNotExist) {
+		err = nil // somebody cleaned up
+	}
+	if err = errors.Join(err, e.ln.Close()); err != nil {
+		err = fmt.Errorf("shm: close: %w", err)
+	}
+	return err
+}
+
+// Epoch is one formation of a job, as rendezvous agreed on it. All ranks are given the same, but for Rank and Under.
+type Epoch struct {
+	// Job is the identity of the job, 1 to 64 bytes that mean nothing to this package.
+	Job string
+	// Epoch is greater than that of any earlier formation of the job.
+	Epoch uint64
+	// Rank is this rank.
+	Rank topo.Rank
+	// Hosts are the identities of the hosts, by rank.
+	Hosts []string
+	// Offers are the ranks', by rank; zero for a rank that does not call Connect.
+	Offers []Offer
+	// Reserve is how many bytes this rank will Share for which lanes. They are had before the ranks agree, so that a rank
+	// without so much memory is a reason not to share any.
+	Reserve map[transport.Lane]int64
+	// Agree has the ranks of this host try to connect, and returns at each of them which failed, and how (rendezvous.Session.Agree). It
+	// ends ctx of the others' try when a rank fails. It is not called at a rank that is alone on its host.
+	Agree func(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error)
+	// Under reaches all ranks. It is the new mesh's from now on, and is closed with it, or if Connect fails.
+	Under transport.Mesh
+}
+
+func (ep *Epoch) validate() error {
+	if len(ep.Job) < 1 || len(ep.Job) > maxJobBytes {
+		return fmt.Errorf("shm: connect: job identity has %d bytes, want 1 to %d", len(ep.Job), maxJobBytes)
+	}
+	if ep.Rank < 0 || int(ep.Rank) >= len(ep.Hosts) || len(ep.Offers) != len(ep.Hosts) {
+		return fmt.Errorf("shm: connect: rank %d of %d hosts and %d offers, want a rank and an offer for each host", ep.Rank, len(ep.Hosts), len(ep.Offers))
+	}
+	return nil
+}
+
+// Connect forms the epoch. It returns when the ranks of this host have agreed on whether they share memory, or
+// ctx has ended, which is an error. That memory cannot be shared is none: the mesh then has a Group of one, and Why.
+func (e *Endpoint) Connect(ctx context.Context, ep Epoch) (Sharer, error) {
+	m, err := e.connect(ctx, &ep)
+	if err != nil {
+		return nil, errors.Join(err, e.Close(), ep.Under.Close())
+	}
+	if err := errors.Join(e.Close(), m.begin()); err != nil {
+		return nil, errors.Join(err, m.Close())
+	}
+	m.reachesOut = len(m.group) < len(ep.Hosts)
+	return m, nil
+}
+
+func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
+	if err := ep.validate(); err != nil {
+		return nil, err
+	}
+	e.mu.Lock()
+	again := e.connected || e.closed
+	e.connected = true
+	e.mu.Unlock()
+	if again {
+		return nil, errors.New("shm: connect: the endpoint has served an epoch, or is closed")
+	}
+	doomed := meet(ep)
+	m := newMesh(e, ep)
+	if d, bad := doomed[ep.Hosts[ep.Rank]]; bad {
+		m.why, m.unable = d.why, d.ranks
+	}
+	var group []topo.Rank
+	for r, h := range ep.Hosts {
+		if h == ep.Hosts[ep.Rank] {
+			group = append(group, topo.Rank(r))
+		}
+	}
+	if m.why != "" || len(group) == 1 {
+		return m, nil // there is nothing to agree on
+	}
+	return m, m.form(ctx, e, ep, group)
+}
+
+// doom is why the ranks of a host cannot share memory, and because of which of them.
+type doom struct {
+	why   string
+	ranks []topo.Rank
+}
+
+// meet checks the offers. doomed has the hosts whose ranks cannot share; all ranks find the same.
+func meet(ep *Epoch) (doomed map[string]doom) {
+	doomed = make(map[string]doom)
+	first := make(map[string]topo.Rank)
+	for r := range ep.Offers {
+		host, reason := ep.Hosts[r], ""
+		lowest, seen := first[host]
+		if !seen {
+			first[host], lowest = topo.Rank(r), topo.Rank(r)
+		}
+		if err := ep.Offers[r].check(); err != nil {
+			reason = err.Error()
+		} else if uid, other := ep.Offers[r].UID, &ep.Offers[lowest]; uid != other.UID && other.check() == nil {
+			reason = fmt.Sprintf("runs as user %d, rank %d as user %d", uid, lowest, other.UID)
+		}
+		if reason != "" {
+			d := doomed[host]
+			doomed[host] = doom{join(d.why, topo.Rank(r), reason), append(d.ranks, topo.Rank(r))}
+		}
+	}
+	for host := range doomed {
+		if n := len(slices.DeleteFunc(slices.Clone(ep.Hosts), func(h string) bool { return h != host })); n == 1 {
+			delete(doomed, host) // there is nobody to share with
+		}
+	}
+	return doomed
+}
+
+// join adds what is wrong with a rank to what is wrong with others.
+func join(text string, r topo.Rank, reason string) string {
+	if text != "" {
+		text += "; "
+	}
+	return fmt.Sprintf("%srank %d: %s", text, r, reason)
+}

@@ -1,0 +1,288 @@
+package shm_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
+	"github.com/gohvd/gohvd/internal/transport/shm"
+	"github.com/gohvd/gohvd/internal/transport/tcp"
+	"github.com/gohvd/gohvd/internal/transport/transporttest"
+	"github.com/gohvd/gohvd/store"
+)
+
+// overTCP are meshes over loopback.
+func overTCP(tb testing.TB, size int) []transport.Mesh {
+	tb.Helper()
+	endpoints := make([]*tcp.Endpoint, size)
+	addrs := make([]string, size)
+	for r := range endpoints {
+		e, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"})
+		if err != nil {
+			tb.Fatal(err)
+		}
+		endpoints[r], addrs[r] = e, e.Addr()
+	}
+	meshes := make([]transport.Mesh, size)
+	for r, e := range endpoints {
+		m, err := e.Connect(tcp.Epoch{Job: "job", Epoch: 1, Rank: topo.Rank(r), Addrs: addrs})
+		if err != nil {
+			tb.Fatal(err)
+		}
+		meshes[r] = m
+	}
+	return meshes
+}
+
+// overMem are meshes within the process.
+func overMem(_ testing.TB, size int) []transport.Mesh {
+	c := mem.New(size)
+	meshes := make([]transport.Mesh, size)
+	for r := range meshes {
+		meshes[r] = c.Mesh(topo.Rank(r))
+	}
+	return meshes
+}
+
+// job is what the ranks of a test are given.
+type job struct {
+	cfg       shm.Config
+	hosts     []string
+	endpoints []*shm.Endpoint
+	offers    []shm.Offer
+	under     []transport.Mesh
+	sessions  []*rendezvous.Session         // by which the ranks agree
+	epoch     func(rank int, ep *shm.Epoch) // changes what a rank is given, if not nil
+	after     func() error                  // is called when Connect has returned at all ranks, if not nil
+}
+
+// noOffer has a rank without an offer call no Connect and use the mesh underneath.
+func (j *job) noOffer(tb testing.TB, rank int) {
+	tb.Helper()
+	if err := j.endpoints[rank].Close(); err != nil {
+		tb.Fatal(err)
+	}
+	j.endpoints[rank] = shm.Unavailable(errors.New("not published"))
+}
+
+// newJob makes endpoints of ranks on the given hosts.
+func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...string) *job {
+	tb.Helper()
+	if cfg.Dir == "" {
+		cfg.Dir = tb.TempDir() + "/s"
+	}
+	j := &job{cfg: cfg, hosts: hosts, under: under}
+	for range hosts {
+		e, err := shm.Listen(cfg)
+		if err != nil {
+			tb.Fatal(err)
+		}
+		j.endpoints = append(j.endpoints, e)
+		j.offers = append(j.offers, e.Offer())
+	}
+	j.sessions = meet(tb, hosts)
+	return j
+}
+
+// meet has ranks on the given hosts check in. Their sessions end with the test, or earlier.
+func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
+	tb.Helper()
+	kv := store.NewHashStore(store.Limits{})
+	sessions, errs := make([]*rendezvous.Session, len(hosts)), make([]error, len(hosts))
+	var wg sync.WaitGroup
+	for r, host := range hosts {
+		wg.Go(func() {
+			sessions[r], errs[r] = rendezvous.Join(tb.Context(), rendezvous.JoinConfig{
+				Store: kv, Job: "job", Rank: topo.Rank(r), Size: len(hosts), Self: rendezvous.Record{HostID: host},
+			})
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		tb.Fatal(err)
+	}
+	if err := kv.Close(); err != nil {
+		tb.Error(err)
+	}
+	tb.Cleanup(func() { leave(sessions) })
+	return sessions
+}
+
+// leave ends sessions, as often as it is called. Their errors are those of the connections between them.
+func leave(sessions []*rendezvous.Session) {
+	for _, s := range sessions {
+		_ = s.Close()
+	}
+}
+
+// connect calls Connect of all ranks at once.
+func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
+	meshes, errs := make([]shm.Sharer, len(j.hosts)), make([]error, len(j.hosts))
+	var wg sync.WaitGroup
+	for r, e := range j.endpoints {
+		if e == nil {
+			continue
+		}
+		wg.Go(func() {
+			ep := shm.Epoch{Job: "job", Epoch: 1, Rank: topo.Rank(r), Hosts: j.hosts, Offers: j.offers, Under: j.under[r], Agree: j.sessions[r].Agree}
+			if j.epoch != nil {
+				j.epoch(r, &ep)
+			}
+			meshes[r], errs[r] = e.Connect(ctx, ep)
+		})
+	}
+	wg.Wait()
+	leave(j.sessions)
+	if j.after != nil {
+		errs = append(errs, j.after())
+	}
+	return meshes, errs
+}
+
+// mustConnect closes the meshes when the test ends.
+func (j *job) mustConnect(tb testing.TB) []shm.Sharer {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(tb.Context(), patience)
+	defer cancel()
+	meshes, errs := j.connect(ctx)
+	if err := errors.Join(errs...); err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		for r, m := range meshes {
+			if err := m.Close(); err != nil {
+				tb.Errorf("rank %d: close: %v", r, err)
+			}
+		}
+	})
+	if left, err := os.ReadDir(j.cfg.Dir); err != nil || len(left) > 0 {
+		tb.Errorf("after connect: got %v, %v in the directory, want nothing", left, err)
+	}
+	return meshes
+}
+
+const patience = time.Minute
+
+// onOneHost are connected meshes of ranks of one host over loopback.
+func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
+	tb.Helper()
+	meshes := newJob(tb, cfg, overTCP(tb, size), slices.Repeat([]string{"host"}, size)...).mustConnect(tb)
+	for r, m := range meshes {
+		if got := m.Group(); len(got) != size || m.Why() != "" {
+			tb.Fatalf("rank %d: got group %v, %q, want all %d ranks", r, got, m.Why(), size)
+		}
+	}
+	return meshes
+}
+
+// swapped has a lane of the contract's tests run as the Control lane, and Control as that.
+type swapped struct {
+	transport.Mesh
+	lane transport.Lane
+}
+
+func (s swapped) other(lane transport.Lane) transport.Lane {
+	switch lane {
+	case s.lane:
+		return transport.Control
+	case transport.Control:
+		return s.lane
+	}
+	return lane
+}
+
+func (s swapped) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := s.Mesh.Conn(ctx, s.other(lane), peer)
+	if err != nil {
+		return nil, s.blame(err)
+	}
+	return swappedConn{c, s}, nil
+}
+
+func (s swapped) Abort(lane transport.Lane, err error) { s.Mesh.Abort(s.other(lane), err) }
+
+// blame puts the test's lane into an accusation.
+func (s swapped) blame(err error) error {
+	var p *transport.PeerError
+	if errors.As(err, &p) {
+		return &transport.PeerError{Peer: p.Peer, Lane: s.other(p.Lane), Err: p.Err}
+	}
+	return err
+}
+
+type swappedConn struct {
+	transport.Conn
+	s swapped
+}
+
+func (c swappedConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	return n, c.s.blame(err)
+}
+func (c swappedConn) Send(p []byte) error { return c.s.blame(c.Conn.Send(p)) }
+func (c swappedConn) Flush() error        { return c.s.blame(c.Conn.Flush()) }
+
+func contractMeshes(ringBytes, ranksPerHost int, wrap func(transport.Mesh) transport.Mesh) transporttest.Factory {
+	return func(tb testing.TB, size int) []transport.Mesh {
+		hosts := make([]string, size)
+		for r := range hosts {
+			hosts[r] = fmt.Sprint("host", r/ranksPerHost)
+		}
+		j := newJob(tb, shm.Config{RingBytes: ringBytes}, overTCP(tb, size), hosts...)
+		meshes, errs := j.connect(tb.Context())
+		if err := errors.Join(errs...); err != nil {
+			tb.Fatal(err)
+		}
+		var all []transport.Mesh
+		for _, m := range meshes {
+			all = append(all, wrap(m))
+		}
+		return all
+	}
+}
+
+// The mesh keeps the contract on every lane, also where some Control channels are in memory and others are not.
+func TestContract(t *testing.T) {
+	for name, ranksPerHost := range map[string]int{"one host": 8, "two ranks a host": 2} {
+		t.Run(name, func(t *testing.T) {
+			transporttest.Run(t, contractMeshes(0, ranksPerHost, func(m transport.Mesh) transport.Mesh { return m }))
+		})
+	}
+}
+
+// The channels in memory keep the contract, also with rings so small that everything waits for room. Only one clause is
+// about lane 3 alone.
+func TestContractInMemory(t *testing.T) {
+	for _, c := range []struct {
+		ringBytes int
+		lane      transport.Lane
+	}{{0, 1}, {1024, 1}, {4096, 3}} {
+		t.Run(fmt.Sprintf("ring=%d/lane=%d", c.ringBytes, c.lane), func(t *testing.T) {
+			f := contractMeshes(c.ringBytes, 8, func(m transport.Mesh) transport.Mesh { return swapped{m, c.lane} })
+			transporttest.RunUnreleased(t, f)
+		})
+	}
+}
+
+// TestMain is also a rank in a process of its own.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 3 && os.Args[1] == "rank" {
+		if err := child(os.Args[2], os.Args[3]); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
+	goleak.VerifyTestMain(m)
+}

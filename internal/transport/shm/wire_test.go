@@ -1,0 +1,128 @@
+package shm
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"net"
+	"path/filepath"
+	"strings"
+	"testing"
+	"unicode/utf8"
+
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+func TestOffer(t *testing.T) {
+	good := Offer{Token: make([]byte, tokenBytes), Socket: "/tmp/x"}
+	if err := good.check(); err != nil {
+		t.Error(err)
+	}
+	long := Unavailable(errors.New(strings.Repeat("é", 10_000))).Offer()
+	if err := long.check(); err == nil || !utf8.ValidString(err.Error()) || len(err.Error()) > maxReasonBytes {
+		t.Errorf("a long reason: got %v", err)
+	}
+	for name, spoil := range map[string]func(*Offer){
+		"none":          func(o *Offer) { *o = Offer{} },
+		"short token":   func(o *Offer) { o.Token = o.Token[1:] },
+		"relative path": func(o *Offer) { o.Socket = "x" },
+		"abstract name": func(o *Offer) { o.Socket = "@x" },
+		"path too long": func(o *Offer) { o.Socket = "/" + strings.Repeat("x", maxPathBytes) },
+	} {
+		bad := good
+		spoil(&bad)
+		if bad.check() == nil {
+			t.Errorf("%s: %v was taken", name, bad)
+		}
+	}
+}
+
+func FuzzHello(f *testing.F) {
+	f.Add(encodeHello(1))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		from, err := decodeHello(b)
+		if err != nil {
+			return
+		}
+		if again := encodeHello(from); !bytes.Equal(again, b) {
+			t.Errorf("got %x, want %x", again, b)
+		}
+	})
+}
+
+func FuzzMessage(f *testing.F) {
+	f.Add((&message{kind: shareMessage, id: 3, size: 4096}).encode(), 1)
+	f.Fuzz(func(t *testing.T, b []byte, fds int) {
+		m, err := decodeMessage(b, make([]int, max(0, min(fds, 10))))
+		if err != nil {
+			return
+		}
+		if again := m.encode(); !bytes.Equal(again, b) || len(m.fds) != numFDs[m.kind] {
+			t.Errorf("got %x with %d descriptors, want %x with %d", again, len(m.fds), b, fds)
+		}
+	})
+}
+
+// Each side finds out by itself that the other does not know its token, or is of another epoch or job.
+func TestHandshake(t *testing.T) {
+	good := [2]Offer{{Token: make([]byte, tokenBytes)}, {Token: append(make([]byte, tokenBytes-1), 1)}}
+	wrong := Offer{Token: append(make([]byte, tokenBytes-1), 3)}
+	here := Epoch{Job: "job", Epoch: 3}
+	for name, c := range map[string]struct {
+		dialer, acceptor Epoch
+		rank             topo.Rank // of the dialer
+		ofAcceptor       Offer     // that the dialer has
+		ofDialer         Offer     // that the acceptor has
+		dials, accepts   error     // nil is none, errAny is some
+	}{
+		"good":                   {here, here, 0, good[1], good[0], nil, nil},
+		"dialer without token":   {here, here, 0, wrong, good[0], secret.ErrWrong, errAny},
+		"acceptor without token": {here, here, 0, good[1], wrong, secret.ErrWrong, errAny},
+		"other epoch":            {Epoch{Job: "job", Epoch: 4}, here, 0, good[1], good[0], errAny, errAny},
+		"other job":              {Epoch{Job: "other", Epoch: 3}, here, 0, good[1], good[0], errAny, errAny},
+		"other rank":             {here, here, 2, good[1], good[0], errAny, errAny},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ln, err := net.ListenUnix(network, &net.UnixAddr{Name: filepath.Join(t.TempDir(), "s"), Net: network})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer ln.Close()
+			accepted := make(chan error, 1)
+			go func() {
+				uc, err := ln.AcceptUnix()
+				if err != nil {
+					accepted <- err
+					return
+				}
+				defer uc.Close()
+				ep := c.acceptor
+				ep.Rank = 1
+				from, err := welcome(uc, &ep, &good[1], []*Offer{&c.ofDialer, nil, nil})
+				if err == nil && from != c.rank {
+					err = fmt.Errorf("welcomed rank %d", from)
+				}
+				accepted <- err
+			}()
+			uc, err := net.DialUnix(network, nil, ln.Addr().(*net.UnixAddr))
+			if err != nil {
+				t.Fatal(err)
+			}
+			ep := c.dialer
+			ep.Rank = c.rank
+			ep.Offers = []Offer{{}, c.ofAcceptor}
+			err = greet(uc, &ep, &good[0], 1)
+			if closing := uc.Close(); closing != nil {
+				t.Error(closing)
+			}
+			for side, e := range map[string][2]error{"dialer": {err, c.dials}, "acceptor": {<-accepted, c.accepts}} {
+				if got, want := e[0], e[1]; want == errAny && got == nil || want != errAny && !errors.Is(got, want) {
+					t.Errorf("%s: got %v, want %v", side, got, want)
+				}
+			}
+		})
+	}
+}
+
+var errAny = errors.New("some error")

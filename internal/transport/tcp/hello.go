@@ -1,0 +1,142 @@
+package tcp
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// Refusal is why a rank would not accept a connection. The rank that dialed finds it in the error of Conn:
+// errors.Is(err, StaleEpoch).
+type Refusal uint32
+
+// The refusals. Zero is the answer of a rank that accepts.
+const (
+	accepted Refusal = iota
+
+	// WrongVersion is the answer to another version of this protocol.
+	WrongVersion
+	// WrongJob is the answer to a rank of another job.
+	WrongJob
+	// StaleEpoch is the answer when the epochs differ: one side's address is out of date.
+	StaleEpoch
+	// NotMe is the answer to a rank that looked for another rank at this address.
+	NotMe
+	// UnknownRank is the answer to a rank that is not below the answering one: only lower ranks dial.
+	UnknownRank
+	// DuplicateChannel is the answer to a second connection for one lane and peer.
+	DuplicateChannel
+
+	numRefusals
+)
+
+var refusals = [numRefusals]string{
+	"accepted", "wrong protocol version", "wrong job", "stale epoch", "wrong rank at this address", "unknown rank",
+	"duplicate channel",
+}
+
+func (r Refusal) Error() string {
+	if r >= numRefusals {
+		return fmt.Sprintf("tcp: refused with unknown status %d", uint32(r))
+	}
+	return "tcp: refused: " + refusals[r]
+}
+
+// errNotOurs is the error for a first word that no rank sends.
+var errNotOurs = errors.New("tcp: the other end does not speak this protocol")
+
+const (
+	magic      = 0x67687664 // "ghvd"
+	purpose    = "ghvd"     // what the secret is proven for
+	version    = 1
+	helloSize  = 44
+	answerSize = 8
+)
+
+// hello is what a dialer says first. All versions of the protocol have its size and its first eight bytes,
+// so that an unknown version can be read to the end and answered.
+//
+//	magic u32 | version u32 | job [16] | epoch u64 | from u32 | to u32 | lane u32     (big-endian)
+type hello struct {
+	version  uint32
+	job      [16]byte // see hashJob
+	epoch    uint64
+	from, to topo.Rank
+	lane     transport.Lane
+}
+
+// hashJob is the form in which a job's identity travels: it hides nothing, it has a fixed size.
+func hashJob(job string) [16]byte {
+	sum := sha256.Sum256([]byte(job))
+	return [16]byte(sum[:16])
+}
+
+func (h hello) encode() []byte {
+	b := make([]byte, 0, helloSize)
+	b = binary.BigEndian.AppendUint32(b, magic)
+	b = binary.BigEndian.AppendUint32(b, h.version)
+	b = append(b, h.job[:]...)
+	b = binary.BigEndian.AppendUint64(b, h.epoch)
+	b = binary.BigEndian.AppendUint32(b, uint32(h.from))
+	b = binary.BigEndian.AppendUint32(b, uint32(h.to))
+	return binary.BigEndian.AppendUint32(b, uint32(h.lane))
+}
+
+// readHello reads one hello and not a byte more; when the first word is wrong, only that word.
+func readHello(r io.Reader) (hello, error) {
+	var b [helloSize]byte
+	if err := readMagic(r, b[:4]); err != nil {
+		return hello{}, err
+	}
+	if n, err := io.ReadFull(r, b[4:]); err != nil {
+		return hello{}, fmt.Errorf("tcp: hello: %d of %d bytes: %w", 4+n, helloSize, err)
+	}
+	return hello{
+		version: binary.BigEndian.Uint32(b[4:]),
+		job:     [16]byte(b[8:24]),
+		epoch:   binary.BigEndian.Uint64(b[24:]),
+		from:    topo.Rank(binary.BigEndian.Uint32(b[32:])),
+		to:      topo.Rank(binary.BigEndian.Uint32(b[36:])),
+		lane:    transport.Lane(binary.BigEndian.Uint32(b[40:])),
+	}, nil
+}
+
+// encodeAnswer is the reply to a hello: magic u32 | status u32, where status 0 accepts.
+func encodeAnswer(r Refusal) []byte {
+	b := binary.BigEndian.AppendUint32(make([]byte, 0, answerSize), magic)
+	return binary.BigEndian.AppendUint32(b, uint32(r))
+}
+
+// readAnswer returns nil if the other end accepted, and the Refusal if not.
+func readAnswer(r io.Reader) error {
+	var b [answerSize]byte
+	if err := readMagic(r, b[:4]); err != nil {
+		return err
+	}
+	if _, err := io.ReadFull(r, b[4:]); err != nil {
+		return fmt.Errorf("tcp: answer to hello: %w", err)
+	}
+	if status := Refusal(binary.BigEndian.Uint32(b[4:])); status != accepted {
+		return status
+	}
+	return nil
+}
+
+func readMagic(r io.Reader, b []byte) error {
+	if n, err := io.ReadFull(r, b); err != nil {
+		return fmt.Errorf("tcp: handshake: %d of %d bytes of the first word: %w", n, len(b), err)
+	}
+	if err := secret.Foreign(b); err != nil {
+		return fmt.Errorf("tcp: handshake: %w", err)
+	}
+	if got := binary.BigEndian.Uint32(b); got != magic {
+		return fmt.Errorf("%w: first word is %#08x, want %#08x", errNotOurs, got, uint32(magic))
+	}
+	return nil
+}

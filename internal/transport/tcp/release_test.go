@@ -1,0 +1,263 @@
+package tcp
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net"
+	"runtime"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// eventually waits for what nothing announces.
+func eventually(t *testing.T, what string, is func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !is(); runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatalf("it does not come to pass that %s", what)
+		}
+	}
+}
+
+// looseConns is the number of connections that are no channel.
+func looseConns(e *Endpoint) int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return len(e.loose)
+}
+
+// Everything that the kernel took arrives, though it is more than the peer's socket holds, the peer has sent what
+// nobody read, and sends more before it reads.
+func TestReleaseWithoutReset(t *testing.T) { overBoth(t, testReleaseWithoutReset) }
+
+func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
+	zero, one := twoRanks(t, key)
+	a, b := pair(t, zero, one, 1)
+	if err := errors.Join(b.Send([]byte("unread")), b.Flush()); err != nil {
+		t.Fatal(err)
+	}
+	data := bytes.Repeat([]byte("0123456789"), 8<<20)
+	if err := a.Send(data); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the kernel has taken something", func() bool { return a.Sent() > 1<<20 })
+	zero.Release(1)
+	if err := a.Flush(); !errors.Is(err, transport.ErrReleased) {
+		t.Fatalf("flush: got error %v, want %v", err, transport.ErrReleased)
+	}
+	sent := int(a.Sent())
+	if sent == len(data) {
+		t.Fatalf("the kernel took all %d bytes", sent)
+	}
+	if err := errors.Join(b.Send(make([]byte, 1<<20)), b.Flush()); err != nil {
+		t.Fatalf("send to a rank that released: %v", err)
+	}
+	got := make([]byte, len(data))
+	n, err := io.ReadFull(b, got)
+	// Of what is encrypted the kernel may have taken records that do not count yet.
+	if n < sent || key.IsZero() && n > sent || n > sent+2*gatherBytes {
+		t.Fatalf("got %d bytes, %v, and %d were sent", n, err, sent)
+	}
+	if !bytes.Equal(got[:n], data[:n]) {
+		t.Error("wrong bytes")
+	}
+	_, err = b.Read(got)
+	wantPeer(t, err, 1, 0)
+	if !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("got error %v, want %v", err, io.ErrUnexpectedEOF)
+	}
+}
+
+// A mesh keeps nothing of many released lanes but one run of their numbers, and of lanes that were opened after
+// that nothing either.
+func TestReleaseKeepsNothing(t *testing.T) { overBoth(t, testReleaseKeepsNothing) }
+
+func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
+	const lanes = 200
+	zero, one := twoRanks(t, key)
+	pair(t, zero, one, transport.Control)
+	for id := transport.Lane(1); id <= lanes; id++ {
+		if id%3 == 0 {
+			one.Release(id) // rank 0's connection comes late
+		}
+		c, err := zero.Conn(ctx(t), id, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.Send([]byte("x")); err != nil {
+			t.Fatal(err)
+		}
+		one.Release(id)
+		zero.Release(id)
+	}
+	for r, m := range []*Mesh{zero.(*Mesh), one.(*Mesh)} {
+		eventually(t, "all connections are closed", func() bool { return looseConns(m.e) == 0 })
+		m.e.mu.Lock()
+		if len(m.lanes) != 1 || m.lanes[transport.Control] == nil {
+			t.Errorf("rank %d still has %d lanes, want the control lane only", r, len(m.lanes))
+		}
+		m.e.mu.Unlock()
+	}
+}
+
+// A peer that does not release the lane costs a connection for the time of the linger. Then it is closed, which the
+// peer does not notice as long as it only reads.
+func TestLingerExpires(t *testing.T) { overBoth(t, testLingerExpires) }
+
+func testLingerExpires(t *testing.T, key secret.Secret) {
+	e0, e1 := listen(t, Config{Secret: key, LingerTimeout: 20 * time.Millisecond}), listen(t, Config{Secret: key})
+	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, e1)})
+	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
+	a, b := pair(t, zero, one, 1)
+	if err := errors.Join(a.Send([]byte("last words")), a.Flush()); err != nil {
+		t.Fatal(err)
+	}
+	zero.Release(1)
+	eventually(t, "the connection is closed", func() bool { return looseConns(e0) == 0 })
+	got := make([]byte, len("last words"))
+	if _, err := io.ReadFull(b, got); err != nil || string(got) != "last words" {
+		t.Errorf("got %q, %v", got, err)
+	}
+	_, err := b.Read(got)
+	wantPeer(t, err, 1, 0)
+	if !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("got error %v, want %v", err, io.ErrUnexpectedEOF)
+	}
+}
+
+// Close does not wait for peers that have not released a lane.
+func TestCloseEndsLinger(t *testing.T) { overBoth(t, testCloseEndsLinger) }
+
+func testCloseEndsLinger(t *testing.T, key secret.Secret) {
+	e0, e1 := listen(t, Config{Secret: key, LingerTimeout: time.Hour}), listen(t, Config{Secret: key})
+	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, e1)})
+	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
+	pair(t, zero, one, 1)
+	zero.Release(1)
+	if got := looseConns(e0); got != 1 {
+		t.Errorf("%d connections linger, want 1", got)
+	}
+	done := make(chan error, 1)
+	go func() { done <- zero.Close() }()
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-ctx(t).Done():
+		t.Fatal("close hangs")
+	}
+}
+
+// A dial that waits for a peer to appear ends with its lane.
+func TestReleaseEndsDial(t *testing.T) {
+	log, book := newLog()
+	e, gone := listen(t, Config{Log: log, DialTimeout: time.Hour}), listen(t, Config{})
+	if err := gone.Close(); err != nil {
+		t.Fatal(err)
+	}
+	m := join(t, e, Epoch{Addrs: addrsOf(e, gone)})
+	before := runtime.NumGoroutine()
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if _, err := m.Conn(ctx(t), 1, 1); !errors.Is(err, transport.ErrReleased) {
+			t.Errorf("got error %v, want %v", err, transport.ErrReleased)
+		}
+	})
+	book.wait(t, "tcp: connect failed", "error", "refused")
+	m.Release(1)
+	wg.Wait()
+	eventually(t, "the dial ends", func() bool { return runtime.NumGoroutine() <= before })
+}
+
+// A handshake that was under way when its lane was released comes to its end, and so does the connection, in order.
+func TestReleaseDuringHandshake(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	e := listen(t, Config{})
+	m := join(t, e, Epoch{Addrs: []string{e.Addr(), ln.Addr().String()}})
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
+		if _, err := m.Conn(ctx(t), 7, 1); !errors.Is(err, transport.ErrReleased) {
+			t.Errorf("got error %v, want %v", err, transport.ErrReleased)
+		}
+	})
+	nc, err := ln.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer hangUp(nc)
+	if err := nc.SetDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	if h, err := readHello(nc); err != nil || h != goodHello(7) {
+		t.Fatalf("got hello %+v, %v, want %+v", h, err, goodHello(7))
+	}
+	m.Release(7)
+	if _, err := nc.Write(append(encodeAnswer(accepted), "early data"...)); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := io.ReadAll(nc); err != nil || len(got) != 0 {
+		t.Errorf("got %q, %v, want the end of the stream", got, err)
+	}
+	hangUp(nc)
+	eventually(t, "the connection is closed", func() bool { return looseConns(e) == 0 })
+}
+
+// A connection in its handshake counts for the lane that it was booked on, not for what Release leaves behind.
+func TestReleaseOfReserved(t *testing.T) {
+	e := listen(t, Config{})
+	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
+	before, err := m.reserve(goodHello(3))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Release(3)
+	after, err := m.reserve(goodHello(3)) // nothing is booked on a released lane
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range []*lane{before, after} {
+		ln, dialed := tcpPair(t)
+		sock, err := newSocket(ln)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := m.publish(l, newConn(&e.wg, l.id, topo.Rank(0), sock, sock)); err != nil {
+			t.Fatal(err)
+		}
+		if got := untilClosed(t, dialed); len(got) != 0 {
+			t.Errorf("got %q, want the end of the stream", got)
+		}
+		hangUp(dialed)
+	}
+	eventually(t, "both connections are closed", func() bool { return looseConns(e) == 0 })
+	if len(m.lanes) != 0 {
+		t.Errorf("%d lanes are left, want none", len(m.lanes))
+	}
+}
+
+// tcpPair is the two ends of a connection.
+func tcpPair(t *testing.T) (accepted, dialed net.Conn) {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	dialed = dialRaw(t, ln.Addr().String(), nil)
+	if accepted, err = ln.Accept(); err != nil {
+		t.Fatal(err)
+	}
+	return accepted, dialed
+}

@@ -1,0 +1,860 @@
+package tcp
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"os"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/transporttest"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// patience is how long a test waits before it takes a call for hung. No test waits for it to pass.
+const patience = time.Minute
+
+// overBoth runs a test over connections as they are, without a secret, and over encrypted ones.
+func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
+	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
+	t.Run("TLS", func(t *testing.T) { test(t, encrypted()) })
+}
+
+func encrypted() secret.Secret {
+	key, _ := secret.New()
+	return key.Encrypted()
+}
+
+// meshes connects size ranks over loopback.
+func meshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, secret.Secret{}) }
+
+// sealedMeshes is meshes with TLS.
+func sealedMeshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, encrypted()) }
+
+func meshesOf(tb testing.TB, size int, key secret.Secret) []transport.Mesh {
+	endpoints := make([]*Endpoint, size)
+	for r := range endpoints {
+		endpoints[r] = listen(tb, Config{Secret: key})
+	}
+	all := make([]transport.Mesh, size)
+	for r := range endpoints {
+		all[r] = join(tb, endpoints[r], Epoch{Rank: topo.Rank(r), Addrs: addrsOf(endpoints...)})
+	}
+	return all
+}
+
+// listen opens an Endpoint on loopback that is closed when the test ends.
+func listen(tb testing.TB, cfg Config) *Endpoint {
+	tb.Helper()
+	if cfg.ListenAddr == "" {
+		cfg.ListenAddr = "127.0.0.1:0"
+	}
+	e, err := Listen(cfg)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		if err := e.Close(); err != nil {
+			tb.Error(err)
+		}
+	})
+	return e
+}
+
+func addrsOf(endpoints ...*Endpoint) []string {
+	var addrs []string
+	for _, e := range endpoints {
+		addrs = append(addrs, e.Addr())
+	}
+	return addrs
+}
+
+// join is Connect with defaults.
+func join(tb testing.TB, e *Endpoint, ep Epoch) *Mesh {
+	tb.Helper()
+	if ep.Job == "" {
+		ep.Job = "test"
+	}
+	if ep.Epoch == 0 {
+		ep.Epoch = 1
+	}
+	m, err := e.Connect(ep)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return m
+}
+
+// goodHello is what rank 0 says to rank 1 for the given lane in a default epoch.
+func goodHello(lane transport.Lane) hello {
+	return hello{version: version, job: hashJob("test"), epoch: 1, from: 0, to: 1, lane: lane}
+}
+
+// ctx ends with the test, or when it hangs.
+func ctx(t *testing.T) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// pair connects ranks 0 and 1 on lane.
+func pair(t *testing.T, zero, one transport.Mesh, lane transport.Lane) (a, b *conn) {
+	t.Helper()
+	x, err := zero.Conn(ctx(t), lane, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	y, err := one.Conn(ctx(t), lane, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x.(*conn), y.(*conn)
+}
+
+// pass sends a word from a to b.
+func pass(t *testing.T, a, b transport.Conn) {
+	t.Helper()
+	if err := a.Send([]byte("still here")); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, len("still here"))
+	if _, err := io.ReadFull(b, got); err != nil || string(got) != "still here" {
+		t.Fatalf("got %q, %v", got, err)
+	}
+}
+
+// dialRaw opens a connection without a handshake and writes b.
+func dialRaw(t *testing.T, addr string, b []byte) net.Conn {
+	t.Helper()
+	nc, err := net.Dial("tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { hangUp(nc) })
+	if err := nc.SetDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	return say(t, secret.Secret{}, nc, b)
+}
+
+// say proves key and writes b, of which the other end may have had enough.
+func say(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
+	t.Helper()
+	over, err := key.Dial(nc, purpose)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := over.Write(b); err != nil && !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
+		t.Fatal(err)
+	}
+	return over
+}
+
+// untilClosed returns what the other end says before it closes nc.
+func untilClosed(t *testing.T, nc net.Conn) []byte {
+	t.Helper()
+	b, err := io.ReadAll(nc)
+	if err != nil && !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("connection was not closed: %v", err)
+	}
+	return b
+}
+
+// logBook is a log that a test can wait for.
+type logBook struct {
+	*observer.ObservedLogs
+	mu    sync.Mutex
+	wrote chan struct{} // closed and replaced at each entry
+}
+
+func newLog() (*zap.Logger, *logBook) {
+	core, logs := observer.New(zap.DebugLevel)
+	book := &logBook{ObservedLogs: logs, wrote: make(chan struct{})}
+	return zap.New(core, zap.Hooks(func(zapcore.Entry) error {
+		book.mu.Lock()
+		defer book.mu.Unlock()
+		close(book.wrote)
+		book.wrote = make(chan struct{})
+		return nil
+	})), book
+}
+
+// wait returns the first entry with this message, and for which the field has this text.
+func (b *logBook) wait(t *testing.T, message, field, text string) map[string]any {
+	t.Helper()
+	for {
+		b.mu.Lock()
+		wrote := b.wrote
+		b.mu.Unlock()
+		for _, e := range b.FilterMessage(message).All() {
+			if got, _ := e.ContextMap()[field].(string); strings.Contains(got, text) {
+				return e.ContextMap()
+			}
+		}
+		select {
+		case <-wrote:
+		case <-ctx(t).Done():
+			t.Fatalf("log has no %q with %q in %s: %v", message, text, field, b.All())
+		}
+	}
+}
+
+func TestContract(t *testing.T) {
+	t.Run("plain", func(t *testing.T) { transporttest.Run(t, meshes) })
+	t.Run("TLS", func(t *testing.T) { transporttest.Run(t, sealedMeshes) })
+}
+
+// Whatever strangers send, they are answered as they deserve and logged, and real ranks do not notice.
+func TestRefusals(t *testing.T) { overBoth(t, testRefusals) }
+
+func testRefusals(t *testing.T, key secret.Secret) {
+	log, book := newLog()
+	// The silent ones are there for a second, by when the deadlines of the real ranks' handshakes have passed too
+	// (who dials has twice its timeout): they must not outlive the handshake.
+	e0 := listen(t, Config{Secret: key, HandshakeTimeout: 450 * time.Millisecond})
+	e1 := listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Second})
+	zero := join(t, e0, Epoch{Rank: 0, Addrs: addrsOf(e0, e1)})
+	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
+	a, b := pair(t, zero, one, 1)
+
+	but := func(change func(*hello)) []byte {
+		h := goodHello(7)
+		change(&h)
+		return h.encode()
+	}
+	half := goodHello(7).encode()[:helloSize/2]
+	cases := []struct {
+		name   string
+		say    []byte
+		finish bool    // and send no more
+		answer Refusal // accepted stands for none
+		reason string
+	}{
+		{"garbage", bytes.Repeat([]byte("garbage!"), 1<<17), false, accepted, "first word is 0x67617262, want 0x67687664"},
+		{"all ones", bytes.Repeat([]byte{0xff}, helloSize), false, accepted, "does not speak this protocol"},
+		{"magic then all ones", append(goodHello(7).encode()[:4], bytes.Repeat([]byte{0xff}, 1<<20)...), false, WrongVersion, "got 4294967295, want 1"},
+		{"wrong version", but(func(h *hello) { h.version = 2 }), false, WrongVersion, "got 2, want 1"},
+		{"wrong job", but(func(h *hello) { h.job = hashJob("another") }), false, WrongJob, "wrong job"},
+		{"older epoch", but(func(h *hello) { h.epoch = 0 }), false, StaleEpoch, "rank 0 is in epoch 0, this is epoch 1"},
+		{"newer epoch", but(func(h *hello) { h.epoch = 1 << 63 }), false, StaleEpoch, "rank 0 is in epoch 9223372036854775808, this is epoch 1"},
+		{"to another rank", but(func(h *hello) { h.to = 0 }), false, NotMe, "rank 0 looked for rank 0, this is rank 1"},
+		{"to a huge rank", but(func(h *hello) { h.to = -1 }), false, NotMe, "looked for rank -1"},
+		{"from oneself", but(func(h *hello) { h.from = 1 }), false, UnknownRank, "got 1, want a rank below 1"},
+		{"from a rank beyond the size", but(func(h *hello) { h.from = 2 }), false, UnknownRank, "got 2, want a rank below 1"},
+		{"from a huge rank", but(func(h *hello) { h.from = -1 }), false, UnknownRank, "got -1, want a rank below 1"},
+		{"duplicate", goodHello(1).encode(), false, DuplicateChannel, "lane 1 of rank 0"},
+		{"silent", nil, false, accepted, "0 of 4 bytes of the first word"},
+		{"gone", nil, true, accepted, "0 of 4 bytes of the first word: EOF"},
+		{"half a hello", half, false, accepted, "22 of 44 bytes: i/o timeout"},
+		{"half a hello, then gone", half, true, accepted, "22 of 44 bytes: unexpected EOF"},
+	}
+	conns := make([]net.Conn, len(cases))
+	for i, c := range cases {
+		raw := dialRaw(t, e1.Addr(), nil)
+		conns[i] = say(t, key, raw, c.say)
+		if c.finish {
+			if err := raw.(*net.TCPConn).CloseWrite(); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	pass(t, a, b) // while the silent ones are still there
+	for i, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			var want []byte
+			if c.answer != accepted {
+				want = encodeAnswer(c.answer)
+			}
+			if got := untilClosed(t, conns[i]); !bytes.Equal(got, want) {
+				t.Errorf("answer: got %x, want %x", got, want)
+			}
+			entry := book.wait(t, "tcp: connection refused", "remote", conns[i].LocalAddr().String())
+			if got := entry["error"].(string); !strings.Contains(got, c.reason) {
+				t.Errorf("reason: got %q, want %q", got, c.reason)
+			}
+		})
+	}
+	pass(t, a, b)
+	pass(t, b, a)
+	a, b = pair(t, zero, one, 2)
+	pass(t, b, a)
+	if got := book.FilterMessage("tcp: connection refused").Len(); got != len(cases) {
+		t.Errorf("%d connections were refused, want %d", got, len(cases))
+	}
+}
+
+// A stranger costs the memory of a handshake, however much it sends.
+func TestStrangersCostLittle(t *testing.T) {
+	const strangers, limit = 16, 16 << 10 // of more not all are logged
+	log, book := newLog()
+	e := listen(t, Config{Log: log})
+	join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
+	say := append(hello{version: version, job: hashJob("another")}.encode(), make([]byte, 1<<20)...)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	for range strangers {
+		nc := dialRaw(t, e.Addr(), say)
+		hangUp(nc)
+		book.wait(t, "tcp: connection refused", "remote", nc.LocalAddr().String())
+		book.TakeAll()
+	}
+	runtime.ReadMemStats(&after)
+	if got := (after.TotalAlloc - before.TotalAlloc) / strangers; got > limit {
+		t.Errorf("a stranger made us allocate %d bytes, its own side and the log included; want at most %d", got, limit)
+	} else {
+		t.Logf("%d bytes allocated per stranger", got)
+	}
+}
+
+// The dialer learns why it was refused, and does not try again.
+func TestDialRefused(t *testing.T) { overBoth(t, testDialRefused) }
+
+func testDialRefused(t *testing.T, key secret.Secret) {
+	for _, c := range []struct {
+		name string
+		zero Epoch
+		to   topo.Rank
+		want Refusal
+	}{
+		{"job", Epoch{Job: "another"}, 1, WrongJob},
+		{"epoch", Epoch{Epoch: 2}, 1, StaleEpoch},
+		{"rank", Epoch{}, 2, NotMe},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
+			c.zero.Addrs = addrsOf(e0, e1, e1)
+			zero := join(t, e0, c.zero)
+			join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1, e1)})
+			for range 2 {
+				_, err := zero.Conn(ctx(t), 5, c.to)
+				wantPeer(t, err, 5, c.to)
+				if !errors.Is(err, c.want) {
+					t.Errorf("got error %v, want %v", err, c.want)
+				}
+			}
+		})
+	}
+}
+
+func wantPeer(t *testing.T, err error, lane transport.Lane, peer topo.Rank) {
+	t.Helper()
+	var pe *transport.PeerError
+	if !errors.As(err, &pe) || pe.Lane != lane || pe.Peer != peer {
+		t.Errorf("got error %v, want a *PeerError for lane %d to rank %d", err, lane, peer)
+	}
+}
+
+func TestDialNotOurs(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer ln.Close()
+	wg.Go(func() {
+		nc, err := ln.Accept()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer hangUp(nc)
+		if _, err := io.ReadFull(nc, make([]byte, helloSize)); err != nil {
+			t.Error(err)
+		}
+		if _, err := io.WriteString(nc, "HTTP/1.1 400 Bad Request\r\n\r\n"); err != nil {
+			t.Error(err)
+		}
+	})
+	e := listen(t, Config{})
+	m := join(t, e, Epoch{Addrs: []string{e.Addr(), ln.Addr().String()}})
+	_, err = m.Conn(ctx(t), 0, 1)
+	wantPeer(t, err, 0, 1)
+	if !errors.Is(err, errNotOurs) {
+		t.Errorf("got error %v, want %v", err, errNotOurs)
+	}
+}
+
+// A peer that is not there yet is dialed until it is.
+func TestDialRetries(t *testing.T) {
+	log, book := newLog()
+	e0 := listen(t, Config{Log: log})
+	gone := listen(t, Config{})
+	addrs := addrsOf(e0, gone)
+	if err := gone.Close(); err != nil {
+		t.Fatal(err)
+	}
+	zero := join(t, e0, Epoch{Addrs: addrs})
+	errs := make(chan error, 1)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
+		_, err := zero.Conn(ctx(t), 0, 1)
+		errs <- err
+	})
+	book.wait(t, "tcp: connect failed", "error", "refused")
+	one := join(t, listen(t, Config{ListenAddr: addrs[1]}), Epoch{Rank: 1, Addrs: addrs})
+	if err := <-errs; err != nil {
+		t.Fatal(err)
+	}
+	a, b := pair(t, zero, one, 0)
+	pass(t, a, b)
+}
+
+func TestDialTimeout(t *testing.T) {
+	const timeout = 500 * time.Millisecond // for at least one refusal
+	e0, e1, gone := listen(t, Config{DialTimeout: timeout}), listen(t, Config{DialTimeout: timeout}), listen(t, Config{})
+	if err := gone.Close(); err != nil {
+		t.Fatal(err)
+	}
+	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, gone)})
+	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(gone, e1)})
+	for range 2 { // the second call dials anew
+		_, err := zero.Conn(ctx(t), 1, 1)
+		wantPeer(t, err, 1, 1)
+		if !errors.Is(err, syscall.ECONNREFUSED) || !strings.Contains(err.Error(), timeout.String()) {
+			t.Errorf("got error %v, want one that says how long and why", err)
+		}
+	}
+	_, err := one.Conn(ctx(t), 1, 0)
+	wantPeer(t, err, 1, 0)
+	if err == nil || !strings.Contains(err.Error(), "did not connect within "+timeout.String()) {
+		t.Errorf("got error %v, want one that says how long", err)
+	}
+}
+
+func TestContextEndSaysWhatFailed(t *testing.T) {
+	log, book := newLog()
+	// Close must not wait for the dial to time out.
+	e, gone := listen(t, Config{Log: log, DialTimeout: time.Hour}), listen(t, Config{})
+	if err := gone.Close(); err != nil {
+		t.Fatal(err)
+	}
+	m := join(t, e, Epoch{Addrs: addrsOf(e, gone)})
+	early, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := m.Conn(early, 0, 1); !errors.Is(err, context.Canceled) {
+		t.Errorf("got error %v, want %v", err, context.Canceled)
+	}
+	book.wait(t, "tcp: connect failed", "error", "refused")
+	if _, err := m.Conn(early, 0, 1); !errors.Is(err, context.Canceled) || !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Errorf("got error %v, want %v and %v", err, context.Canceled, syscall.ECONNREFUSED)
+	}
+}
+
+// An attempt to dial outlives the Conn that began it: the peer may have accepted it, and would refuse the next
+// as a duplicate.
+func TestDialOutlivesContext(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	e := listen(t, Config{})
+	m := join(t, e, Epoch{Addrs: []string{e.Addr(), ln.Addr().String()}})
+	early, cancel := context.WithCancel(t.Context())
+	errs := make(chan error, 1)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
+		_, err := m.Conn(early, 7, 1)
+		errs <- err
+	})
+	nc, err := ln.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer hangUp(nc)
+	h, err := readHello(nc)
+	if err != nil || h != goodHello(7) {
+		t.Fatalf("got hello %+v, %v, want %+v", h, err, goodHello(7))
+	}
+	cancel()
+	if err := <-errs; !errors.Is(err, context.Canceled) {
+		t.Fatalf("got error %v, want %v", err, context.Canceled)
+	}
+	if _, err := nc.Write(encodeAnswer(accepted)); err != nil {
+		t.Fatal(err)
+	}
+	c, err := m.Conn(ctx(t), 7, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Send([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(nc, make([]byte, 1)); err != nil {
+		t.Errorf("the first connection was given up: %v", err)
+	}
+}
+
+// A faster peer may dial before this rank knows its epoch, and may have sent data already.
+func TestEarlyConnection(t *testing.T) { overBoth(t, testEarlyConnection) }
+
+func testEarlyConnection(t *testing.T, key secret.Secret) {
+	log, book := newLog()
+	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key, Log: log})
+	nc := say(t, key, dialRaw(t, e1.Addr(), nil), append(goodHello(3).encode(), "early data"...))
+	stranger := say(t, key, dialRaw(t, e1.Addr(), nil), hello{version: version, job: hashJob("another"), to: 1}.encode())
+	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
+	c, err := one.Conn(ctx(t), 3, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := readAnswer(nc); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, len("early data"))
+	if _, err := io.ReadFull(c, got); err != nil || string(got) != "early data" {
+		t.Errorf("got %q, %v", got, err)
+	}
+	book.wait(t, "tcp: connection refused", "error", "wrong job")
+	if got, want := untilClosed(t, stranger), encodeAnswer(WrongJob); !bytes.Equal(got, want) {
+		t.Errorf("stranger's answer: got %x, want %x", got, want)
+	}
+}
+
+// A channel is booked while its handshake runs, and free again if that fails.
+func TestReserve(t *testing.T) {
+	e := listen(t, Config{})
+	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
+	l, err := m.reserve(goodHello(3))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := m.reserve(goodHello(3)); !errors.Is(err, DuplicateChannel) {
+		t.Errorf("got error %v, want %v", err, DuplicateChannel)
+	}
+	if _, err := m.reserve(goodHello(4)); err != nil {
+		t.Errorf("another lane: %v", err)
+	}
+	m.unreserve(l, 0)
+	if _, err := m.reserve(goodHello(3)); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestEarlyConnectionExpires(t *testing.T) {
+	log, book := newLog()
+	e := listen(t, Config{Log: log, HandshakeTimeout: 50 * time.Millisecond})
+	nc := dialRaw(t, e.Addr(), goodHello(3).encode())
+	book.wait(t, "tcp: connection refused", "error", "did not join an epoch within 50ms")
+	if got := untilClosed(t, nc); len(got) != 0 {
+		t.Errorf("got answer %x, want none", got)
+	}
+}
+
+// Those who say nothing make room for real ranks, and Close ends them all.
+func TestTooManyHandshakes(t *testing.T) { overBoth(t, testTooManyHandshakes) }
+
+func testTooManyHandshakes(t *testing.T, key secret.Secret) {
+	log, book := newLog()
+	e0, e1 := listen(t, Config{Secret: key, Log: log}), listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Hour})
+	silent := make([]net.Conn, maxHandshakes+1)
+	for i := range silent {
+		silent[i] = dialRaw(t, e1.Addr(), nil)
+	}
+	book.wait(t, "tcp: connection refused", "error", dial.ErrEvicted.Error())
+	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, e1)})
+	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
+	c, b := pair(t, zero, one, 0)
+	pass(t, c, b)
+	if err := e1.Close(); err != nil {
+		t.Error(err)
+	}
+	for _, nc := range silent[1:] {
+		untilClosed(t, nc)
+	}
+}
+
+// failingListener fails its first calls of Accept.
+type failingListener struct {
+	net.Listener
+	failures int
+}
+
+func (l *failingListener) Accept() (net.Conn, error) {
+	if l.failures > 0 {
+		l.failures--
+		return nil, &net.OpError{Op: "accept", Net: "tcp", Err: os.NewSyscallError("accept4", syscall.EMFILE)}
+	}
+	return l.Listener.Accept()
+}
+
+func TestAcceptFailureIsNotTheEnd(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	log, book := newLog()
+	e0, e1 := listen(t, Config{}), newEndpoint(Config{Log: log}, &failingListener{ln, 3})
+	t.Cleanup(func() {
+		if err := e1.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	a, b := pair(t, join(t, e0, Epoch{Addrs: addrsOf(e0, e1)}), join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)}), 0)
+	pass(t, a, b)
+	var pauses []time.Duration
+	for _, entry := range book.FilterMessage("tcp: accept failed").All() {
+		pauses = append(pauses, entry.ContextMap()["pause"].(time.Duration))
+	}
+	if want := []time.Duration{firstPause, 2 * firstPause, 4 * firstPause}; !slices.Equal(pauses, want) {
+		t.Errorf("pauses: got %v, want %v", pauses, want)
+	}
+}
+
+// A rank that has no descriptor for a peer's connection need not wait for it, and does not take that for the peer's fault.
+func TestAcceptWithoutDescriptors(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	e0, e1 := listen(t, Config{}), newEndpoint(Config{}, &failingListener{ln, math.MaxInt})
+	t.Cleanup(func() {
+		if err := e1.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	m := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
+	_, err = m.Conn(ctx(t), transport.Control, 0)
+	if peer, ok := errors.AsType[*transport.PeerError](err); ok || !errors.Is(err, syscall.EMFILE) || !strings.Contains(err.Error(), "ulimit -n") {
+		t.Errorf("got %v (%v), want that this process has no descriptors", err, peer)
+	}
+}
+
+func TestConnectChecksEpoch(t *testing.T) {
+	e := listen(t, Config{})
+	for _, ep := range []Epoch{
+		{Job: "", Rank: 0, Addrs: addrsOf(e)},
+		{Job: strings.Repeat("j", maxJobBytes+1), Rank: 0, Addrs: addrsOf(e)},
+		{Job: "j", Rank: 0},
+		{Job: "j", Rank: 1, Addrs: addrsOf(e)},
+		{Job: "j", Rank: -1, Addrs: addrsOf(e)},
+		{Job: "j", Rank: 0, Addrs: []string{"", "host"}},
+	} {
+		if m, err := e.Connect(ep); err == nil || m != nil {
+			t.Errorf("%+v was accepted", ep)
+		}
+	}
+	join(t, e, Epoch{Addrs: []string{""}})
+	if _, err := e.Connect(Epoch{Job: "j", Epoch: 2, Addrs: []string{""}}); err == nil {
+		t.Error("an endpoint served two epochs")
+	}
+	if err := e.Close(); err != nil {
+		t.Error(err)
+	}
+	e = listen(t, Config{})
+	if err := e.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := e.Connect(Epoch{Job: "j", Addrs: []string{""}}); !errors.Is(err, transport.ErrClosed) {
+		t.Errorf("got error %v, want %v", err, transport.ErrClosed)
+	}
+}
+
+func TestListenFails(t *testing.T) {
+	e := listen(t, Config{})
+	if _, err := Listen(Config{ListenAddr: e.Addr()}); !errors.Is(err, syscall.EADDRINUSE) {
+		t.Errorf("got error %v, want %v", err, syscall.EADDRINUSE)
+	}
+}
+
+func twoRanks(t *testing.T, key secret.Secret) (zero, one transport.Mesh) {
+	m := meshesOf(t, 2, key)
+	return m[0], m[1]
+}
+
+// What the kernel has taken arrives although the sender has closed.
+func TestDataBeforeClose(t *testing.T) { overBoth(t, testDataBeforeClose) }
+
+func testDataBeforeClose(t *testing.T, key secret.Secret) {
+	zero, one := twoRanks(t, key)
+	a, b := pair(t, zero, one, 1)
+	if err := errors.Join(a.Send(make([]byte, 1000)), a.Flush(), zero.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(b, make([]byte, 1000)); err != nil {
+		t.Fatal(err)
+	}
+	_, err := b.Read(make([]byte, 1))
+	wantPeer(t, err, 1, 0)
+	if !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("got error %v, want %v", err, io.ErrUnexpectedEOF)
+	}
+}
+
+func TestReset(t *testing.T) { overBoth(t, testReset) }
+
+func testReset(t *testing.T, key secret.Secret) {
+	zero, one := twoRanks(t, key)
+	a, b := pair(t, zero, one, 1)
+	if _, err := a.sock.now(func(fd int, _ []byte) (int, error) {
+		return 0, unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+	}, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := zero.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		_, err := b.Read(make([]byte, 1))
+		wantPeer(t, err, 1, 0)
+		if !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("got error %v, want %v", err, syscall.ECONNRESET)
+		}
+	}
+}
+
+func TestSocketOptions(t *testing.T) {
+	zero, one := twoRanks(t, secret.Secret{})
+	a, b := pair(t, zero, one, 1)
+	for name, c := range map[string]*conn{"dialed": a, "accepted": b} {
+		for _, o := range []struct {
+			name       string
+			level, opt int
+		}{
+			{"TCP_NODELAY", syscall.IPPROTO_TCP, syscall.TCP_NODELAY},
+			{"SO_KEEPALIVE", syscall.SOL_SOCKET, syscall.SO_KEEPALIVE},
+		} {
+			got, err := c.sock.now(func(fd int, _ []byte) (int, error) { return unix.GetsockoptInt(fd, o.level, o.opt) }, nil)
+			if err != nil || got == 0 {
+				t.Errorf("%s connection: %s is %d, %v, want it on", name, o.name, got, err)
+			}
+		}
+	}
+}
+
+func TestSteadyStateAllocatesNothing(t *testing.T) {
+	zero, one := twoRanks(t, secret.Secret{})
+	a, b := pair(t, zero, one, 1)
+	t.Run("inline", func(t *testing.T) {
+		buf, got := make([]byte, 1000), make([]byte, 1000)
+		if n := testing.AllocsPerRun(1000, func() {
+			if err := a.Send(buf); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := io.ReadFull(b, got); err != nil {
+				t.Fatal(err)
+			}
+		}); n != 0 {
+			t.Errorf("%v allocations per message", n)
+		}
+	})
+	for _, c := range []struct {
+		name               string
+		pieces, pieceBytes int
+	}{
+		{"queued small", 20_000, 1000},
+		{"queued large", 64, 1 << 20},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			buf := make([]byte, c.pieceBytes)
+			start := make(chan struct{}) // reading begins when everything is sent, so most of it is queued
+			var wg sync.WaitGroup
+			defer wg.Wait()
+			wg.Go(func() {
+				got := make([]byte, c.pieces*c.pieceBytes)
+				for range start {
+					if _, err := io.ReadFull(b, got); err != nil {
+						t.Error(err)
+						return
+					}
+				}
+			})
+			defer close(start)
+			// What other tests have left running may allocate in a few of the runs, messages in all of them.
+			least := math.Inf(1)
+			for range 5 {
+				least = min(least, testing.AllocsPerRun(1, func() {
+					for range c.pieces {
+						if err := a.Send(buf); err != nil {
+							t.Fatal(err)
+						}
+					}
+					start <- struct{}{}
+					if err := a.Flush(); err != nil {
+						t.Fatal(err)
+					}
+				}))
+			}
+			if least != 0 {
+				t.Errorf("%v allocations per %d messages", least, c.pieces)
+			}
+		})
+	}
+}
+
+func BenchmarkPingPong(b *testing.B)    { transporttest.PingPong(b, meshes) }
+func BenchmarkStream(b *testing.B)      { transporttest.Stream(b, meshes) }
+func BenchmarkPingPongTLS(b *testing.B) { transporttest.PingPong(b, sealedMeshes) }
+func BenchmarkStreamTLS(b *testing.B)   { transporttest.Stream(b, sealedMeshes) }
+
+// BenchmarkDrain measures how fast a queue of messages empties once the receiver reads.
+func BenchmarkDrain(b *testing.B) {
+	const total = 32 << 20
+	for _, size := range []int{64, 1 << 10, 16 << 10} {
+		b.Run(fmt.Sprintf("%dB", size), func(b *testing.B) {
+			m := meshes(b, 2)
+			zero, err := m[0].Conn(b.Context(), 1, 1)
+			if err != nil {
+				b.Fatal(err)
+			}
+			one, err := m[1].Conn(b.Context(), 1, 0)
+			if err != nil {
+				b.Fatal(err)
+			}
+			start := make(chan struct{})
+			var wg sync.WaitGroup
+			defer wg.Wait()
+			wg.Go(func() {
+				buf := make([]byte, 1<<20)
+				for range start {
+					for range total / len(buf) {
+						if _, err := io.ReadFull(one, buf); err != nil {
+							b.Error(err)
+							return
+						}
+					}
+				}
+			})
+			defer close(start)
+			buf := make([]byte, size)
+			b.SetBytes(total)
+			for b.Loop() {
+				b.StopTimer()
+				for range total / size {
+					if err := zero.Send(buf); err != nil {
+						b.Fatal(err)
+					}
+				}
+				b.StartTimer()
+				start <- struct{}{}
+				if err := zero.Flush(); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}

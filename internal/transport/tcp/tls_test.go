@@ -1,0 +1,311 @@
+package tcp
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net"
+	"runtime"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// tappedListener hears all that those who dial say, and may change it.
+type tappedListener struct {
+	net.Listener
+	mu    sync.Mutex
+	heard []byte
+	spoil bool
+}
+
+func (l *tappedListener) Accept() (net.Conn, error) {
+	nc, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	inner, outer, err := socketPair()
+	if err != nil {
+		return nil, err
+	}
+	go l.forward(outer, nc)
+	go func() {
+		io.Copy(nc, outer)
+		hangUp(nc)
+	}()
+	return inner, nil
+}
+
+func (l *tappedListener) forward(to, from net.Conn) {
+	defer hangUp(to)
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := from.Read(buf)
+		if err != nil {
+			return
+		}
+		l.mu.Lock()
+		l.heard = append(l.heard, buf[:n]...)
+		if l.spoil {
+			buf[n-1] ^= 1
+		}
+		l.mu.Unlock()
+		if _, err := to.Write(buf[:n]); err != nil {
+			return
+		}
+	}
+}
+
+// socketPair is a connection through the kernel.
+func socketPair() (a, b net.Conn, err error) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, nil, err
+	}
+	defer ln.Close()
+	if a, err = net.Dial("tcp", ln.Addr().String()); err != nil {
+		return nil, nil, err
+	}
+	b, err = ln.Accept()
+	return a, b, err
+}
+
+// What tensors say is on the wire in plain connections, and in encrypted ones never: not in one piece, not in many, not in
+// what the writer has batched. Who changes a byte is found out.
+func TestWire(t *testing.T) {
+	const pattern = "-0123456789abcdef-" // of each message
+	overBoth(t, func(t *testing.T, key secret.Secret) {
+		ln, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		tap := &tappedListener{Listener: ln}
+		e0, e1 := listen(t, Config{Secret: key}), newEndpoint(Config{Secret: key}, tap)
+		t.Cleanup(func() { e1.Close() })
+		a, b := pair(t, join(t, e0, Epoch{Addrs: addrsOf(e0, e1)}), join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)}), 1)
+		var want []byte
+		for _, n := range []int{1, 100, recordBytes / 18, recordBytes/18 + 1, 3 * recordBytes / 18, maxBatchBytes / 18, 2 * maxBatchBytes / 18} {
+			p := bytes.Repeat([]byte(pattern), n)
+			for range 3 {
+				want = append(want, p...)
+				if err := a.Send(p); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		got := make([]byte, len(want))
+		if _, err := io.ReadFull(b, got); err != nil || !bytes.Equal(got, want) {
+			t.Fatalf("what was sent has not arrived as it was, %v", err)
+		}
+		if err := a.Flush(); err != nil || a.Sent() != uint64(len(want)) {
+			t.Errorf("%d bytes are sent, %v, want %d", a.Sent(), err, len(want))
+		}
+		tap.mu.Lock()
+		if found := bytes.Contains(tap.heard, []byte(pattern)); found != key.IsZero() {
+			t.Errorf("%d bytes were heard, with the pattern: %v", len(tap.heard), found)
+		}
+		tap.spoil = true
+		tap.mu.Unlock()
+		if err := errors.Join(a.Send([]byte(pattern)), a.Flush()); err != nil {
+			t.Fatal(err)
+		}
+		_, err = io.ReadFull(b, got[:len(pattern)])
+		if key.IsZero() {
+			return
+		}
+		wantPeer(t, err, 1, 0)
+		_, again := b.Read(got)
+		wantPeer(t, again, 1, 0)
+	})
+}
+
+// Small messages share records: a record per message would be a system call per message.
+func TestRecordsAreShared(t *testing.T) {
+	for _, test := range []struct {
+		pieces  []int
+		records []int
+	}{
+		{[]int{10}, []int{10}},
+		{[]int{10, 20, 30}, []int{60}},
+		{[]int{recordBytes}, []int{recordBytes}},
+		{[]int{recordBytes + 1}, []int{recordBytes, 1}},
+		{[]int{recordBytes - 1, 2}, []int{recordBytes, 1}},
+		{[]int{1, 2 * recordBytes}, []int{recordBytes, recordBytes, 1}},
+		{[]int{3, recordBytes - 3, 5}, []int{recordBytes, 5}},
+	} {
+		w := new(recorder)
+		c := &conn{over: w, out: new(gather), record: make([]byte, 0, recordBytes)}
+		var want []byte
+		for _, n := range test.pieces {
+			p := bytes.Repeat([]byte{byte(n)}, n)
+			c.batch, want = append(c.batch, p), append(want, p...)
+		}
+		if err := c.writeRecords(); err != nil {
+			t.Fatal(err)
+		}
+		var got []int
+		for _, r := range w.records {
+			if len(r) > 0 {
+				got = append(got, len(r))
+			}
+		}
+		if !slices.Equal(got, test.records) || !bytes.Equal(bytes.Join(w.records, nil), want) || c.Sent() != uint64(len(want)) {
+			t.Errorf("pieces of %v: got records of %v, want %v; sent %d", test.pieces, got, test.records, c.Sent())
+		}
+	}
+}
+
+type recorder struct {
+	net.Conn // nil
+	records  [][]byte
+}
+
+func (r *recorder) Write(b []byte) (int, error) {
+	r.records = append(r.records, bytes.Clone(b))
+	return len(b), nil
+}
+
+// Send does not wait for a peer that does not read, nor for the handshake's other end, and Sent rises while a large
+// buffer is written.
+func TestEncryptedSendDoesNotWait(t *testing.T) {
+	zero, one := twoRanks(t, encrypted())
+	a, b := pair(t, zero, one, 1)
+	large := make([]byte, 64<<20)
+	if err := a.Send(large); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the socket takes a part", func() bool { return a.Sent() > 0 })
+	if got := a.Sent(); got == uint64(len(large)) {
+		t.Fatalf("the kernel took all %d bytes", got)
+	}
+	if _, err := io.ReadFull(b, large[:32<<20]); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the socket takes more", func() bool { return a.Sent() >= 32<<20 })
+	zero.Abort(1, errors.New("enough"))
+	if err := a.Flush(); err == nil || err.Error() != "enough" {
+		t.Errorf("flush got %v", err)
+	}
+}
+
+// A stranger that speaks TLS, or seems to, costs little too.
+func TestStrangersWithTLSCostLittle(t *testing.T) {
+	const strangers, limit = 16, 64 << 10 // of more not all are logged
+	hello := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<20)...)
+	for name, say := range map[string][]byte{
+		"garbage": bytes.Repeat([]byte("garbage!"), 1<<17), "a length": hello[:5], "a long hello": hello,
+		"none": nil, "plain": goodHello(7).encode(), "a proof": []byte(secret.Magic + "\x01\x00\x00\x00"),
+	} {
+		log, book := newLog()
+		e := listen(t, Config{Log: log, Secret: encrypted()})
+		join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		for range strangers {
+			nc := dialRaw(t, e.Addr(), say)
+			hangUp(nc)
+			book.wait(t, "tcp: connection refused", "remote", nc.LocalAddr().String())
+			book.TakeAll()
+		}
+		runtime.ReadMemStats(&after)
+		if got := (after.TotalAlloc - before.TotalAlloc) / strangers; got > limit {
+			t.Errorf("%s: a stranger made us allocate %d bytes, its own side and the log included; want at most %d", name, got, limit)
+		} else {
+			t.Logf("%s: %d bytes allocated per stranger", name, got)
+		}
+	}
+}
+
+// In the steady state messages cost no memory of ours, encrypted ones neither.
+func TestEncryptedSteadyState(t *testing.T) {
+	zero, one := twoRanks(t, encrypted())
+	a, b := pair(t, zero, one, 1)
+	buf, got := make([]byte, 100<<10), make([]byte, 100<<10)
+	if n := testing.AllocsPerRun(500, func() {
+		if err := a.Send(buf); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.ReadFull(b, got); err != nil {
+			t.Fatal(err)
+		}
+		if err := a.Flush(); err != nil {
+			t.Fatal(err)
+		}
+	}); n > 10 { // crypto/tls has some of its own for a record
+		t.Errorf("%v allocations per message of 7 records", n)
+	} else {
+		t.Logf("%v allocations per message", n)
+	}
+}
+
+// A peer that has the secret and gives up in the middle of a record is a lost peer, not an end.
+func TestCutInARecord(t *testing.T) {
+	key := encrypted()
+	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
+	raw := dialRaw(t, e1.Addr(), nil)
+	over := say(t, key, raw, goodHello(1).encode())
+	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
+	c, err := one.Conn(ctx(t), 1, topo.Rank(0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := readAnswer(over); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := raw.Write([]byte{23, 3, 3, 0x40, 0, 1, 2, 3}); err != nil {
+		t.Fatal(err)
+	}
+	hangUp(raw)
+	var first error
+	for range 2 {
+		_, err := c.Read(make([]byte, 1))
+		wantPeer(t, err, 1, 0)
+		if !errors.Is(err, io.ErrUnexpectedEOF) || first != nil && err != first {
+			t.Errorf("got %v, want %v each time", err, io.ErrUnexpectedEOF)
+		}
+		first = err
+	}
+}
+
+// A rank that reads what was tampered with says so at once, also while what it sends waits for a peer that does not read.
+func TestTamperingIsSeenWhileSending(t *testing.T) {
+	key := encrypted()
+	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
+	raw := dialRaw(t, e1.Addr(), nil)
+	over := say(t, key, raw, goodHello(1).encode())
+	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
+	c, err := one.Conn(ctx(t), 1, topo.Rank(0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := readAnswer(over); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Send(make([]byte, 64<<20)); err != nil {
+		t.Fatal(err)
+	}
+	last := uint64(0)
+	eventually(t, "the writer waits", func() bool {
+		before := last
+		last = c.Sent()
+		runtime.Gosched()
+		return last > 1<<20 && last == before
+	})
+	if _, err := raw.Write(append([]byte{23, 3, 3, 0, 32}, make([]byte, 32)...)); err != nil {
+		t.Fatal(err)
+	}
+	read := make(chan error, 1)
+	go func() {
+		_, err := c.Read(make([]byte, 1))
+		read <- err
+	}()
+	select {
+	case err := <-read:
+		wantPeer(t, err, 1, 0)
+	case <-ctx(t).Done():
+		t.Error("read waits for the peer")
+	}
+}

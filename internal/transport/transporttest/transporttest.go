@@ -1,0 +1,217 @@
+// Package transporttest holds implementations of transport.Mesh to their contract, and measures them.
+package transporttest
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// Factory makes the meshes of ranks 0 to size-1 of a fresh epoch. Who calls it closes them.
+type Factory func(tb testing.TB, size int) []transport.Mesh
+
+// patience is how long a test waits before it takes a call for hung. No test waits for it to pass.
+const patience = time.Minute
+
+// Run runs the contract against the meshes of f, each clause as a subtest.
+func Run(t *testing.T, f Factory) {
+	for _, c := range contract {
+		t.Run(c.name, func(t *testing.T) { c.run(&suite{T: t, factory: f}) })
+	}
+}
+
+// RunUnreleased is Run without the clauses about Release and Park, for meshes that have the lanes of the tests stand for
+// the Control lane, which cannot be released and which alone is polled by goroutines that park.
+func RunUnreleased(t *testing.T, f Factory) {
+	for _, c := range contract {
+		if strings.HasPrefix(c.name, "Release") || strings.HasPrefix(c.name, "Poll") {
+			continue
+		}
+		t.Run(c.name, func(t *testing.T) { c.run(&suite{T: t, factory: f}) })
+	}
+}
+
+// RunInBubble is Run with each clause in a testing/synctest bubble, for meshes that do no I/O. There a call
+// that hangs is found at once.
+func RunInBubble(t *testing.T, f Factory) {
+	for _, c := range contract {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { c.run(&suite{T: t, factory: f}) })
+		})
+	}
+}
+
+var contract = []struct {
+	name string
+	run  func(*suite)
+}{
+	{"Stream", testStream},
+	{"BothDirections", testBothDirections},
+	{"AllSendBeforeAnyReceives", testAllSendFirst},
+	{"ManySmallSends", testManySmallSends},
+	{"SteadyBacklog", testSteadyBacklog},
+	{"LanesAreIndependent", testLanes},
+	{"EitherSideAsksFirst", testEitherSideFirst},
+	{"SameConn", testSameConn},
+	{"NoSuchPeer", testNoSuchPeer},
+	{"ZeroLength", testZeroLength},
+	{"FlushReleasesBuffers", testFlush},
+	{"SentReleasesBuffers", testSent},
+	{"ContextEndsConn", testContext},
+	{"AbortUnblocks", testAbortUnblocks},
+	{"AbortIsSilent", testAbortIsSilent},
+	{"AbortBeforeConn", testAbortBeforeConn},
+	{"AbortOfOneLane", testAbortOneLane},
+	{"FirstAbortCounts", testFirstAbort},
+	{"PeerCloses", testPeerCloses},
+	{"CloseUnblocks", testCloseUnblocks},
+	{"CloseAfterAbort", testCloseAfterAbort},
+	{"TryRead", testTryRead},
+	{"PollPingPong", testPollPingPong},
+	{"PollParks", testPollParks},
+	{"PollPeerCloses", testPollPeerCloses},
+	{"PollOwnEnd", testPollOwnEnd},
+	{"ReleaseUnblocks", testReleaseUnblocks},
+	{"ReleaseDeliversAll", testReleaseDeliversAll},
+	{"ReleaseOfOneLane", testReleaseOneLane},
+	{"ReleaseIsFinal", testReleaseIsFinal},
+	{"ReleaseEndsLateChannels", testReleaseEndsLateChannels},
+	{"ReleaseOfControl", testReleaseOfControl},
+	{"ReleaseWhileInUse", testReleaseWhileInUse},
+	{"ReleaseFreesAll", testReleaseFreesAll},
+}
+
+// suite is the T of one clause.
+type suite struct {
+	*testing.T
+	factory Factory
+}
+
+// open makes meshes that are closed, and looked after for leaked goroutines, when the clause ends.
+func (s *suite) open(size int) []transport.Mesh {
+	s.Helper()
+	before := goleak.IgnoreCurrent()
+	meshes := s.factory(s.T, size)
+	s.Cleanup(func() {
+		for r, m := range meshes {
+			if err := m.Close(); err != nil {
+				s.Errorf("rank %d: close: %v", r, err)
+			}
+		}
+		goleak.VerifyNone(s.T, before)
+	})
+	return meshes
+}
+
+// together runs fns at once and waits for all; the clause ends if one fails or hangs.
+func (s *suite) together(fns ...func() error) {
+	s.Helper()
+	s.await(s.begin(fns...))
+}
+
+// begin starts fns. Their first error, or nil, comes when all have returned.
+func (s *suite) begin(fns ...func() error) <-chan error {
+	var wg sync.WaitGroup
+	errs := make([]error, len(fns))
+	for i, fn := range fns {
+		wg.Go(func() { errs[i] = fn() })
+	}
+	done := make(chan error, 1)
+	go func() {
+		wg.Wait()
+		done <- errors.Join(errs...)
+	}()
+	return done
+}
+
+func (s *suite) await(done <-chan error) {
+	s.Helper()
+	if err := s.result(done); err != nil {
+		s.Fatal(err)
+	}
+}
+
+// result is what came through done.
+func (s *suite) result(done <-chan error) error {
+	s.Helper()
+	hung := time.NewTimer(patience)
+	defer hung.Stop()
+	select {
+	case err := <-done:
+		return err
+	case <-hung.C:
+		s.Fatal("a call hangs")
+		return nil
+	}
+}
+
+// pair connects ranks 0 and 1 on lane.
+func (s *suite) pair(meshes []transport.Mesh, lane transport.Lane) (zero, one transport.Conn) {
+	s.Helper()
+	s.together(s.connect(&zero, meshes[0], lane, 1), s.connect(&one, meshes[1], lane, 0))
+	return zero, one
+}
+
+// connect returns a function that sets c to the channel of m.
+func (s *suite) connect(c *transport.Conn, m transport.Mesh, lane transport.Lane, peer topo.Rank) func() error {
+	return func() (err error) {
+		*c, err = m.Conn(s.Context(), lane, peer)
+		return err
+	}
+}
+
+// exchange has both ends send a word and receive the other's.
+func (s *suite) exchange(a, b transport.Conn) {
+	s.Helper()
+	half := func(c transport.Conn, say, hear string) func() error {
+		return func() error {
+			if err := c.Send([]byte(say)); err != nil {
+				return err
+			}
+			got := make([]byte, len(hear))
+			if _, err := io.ReadFull(c, got); err != nil {
+				return err
+			}
+			if string(got) != hear {
+				return fmt.Errorf("got %q, want %q", got, hear)
+			}
+			return c.Flush()
+		}
+	}
+	s.together(half(a, "ping from a", "pong from b"), half(b, "pong from b", "ping from a"))
+}
+
+// random is n bytes that depend on seed alone.
+func random(seed byte, n int) []byte {
+	b := make([]byte, n)
+	_, _ = rand.NewChaCha8([32]byte{seed}).Read(b) // never fails
+	return b
+}
+
+// wantPeer checks that err accuses peer on lane.
+func wantPeer(err error, lane transport.Lane, peer topo.Rank) error {
+	var pe *transport.PeerError
+	if !errors.As(err, &pe) || pe.Peer != peer || pe.Lane != lane {
+		return fmt.Errorf("got error %v, want a *PeerError for lane %d to rank %d", err, lane, peer)
+	}
+	return nil
+}
+
+// wantErr checks that err is want.
+func wantErr(call string, err, want error) error {
+	if !errors.Is(err, want) {
+		return fmt.Errorf("%s: got error %v, want %v", call, err, want)
+	}
+	return nil
+}
