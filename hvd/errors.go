@@ -2,8 +2,8 @@ package hvd
 
 import (
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/rank"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -34,7 +34,7 @@ type (
 	// cause of a UsageError.
 	DuplicateNameError = tensorqueue.DuplicateNameError
 	// NoMemoryError: shared memory cannot be had. It names the bytes that were needed.
-	NoMemoryError = memfd.NoMemoryError
+	NoMemoryError = shmem.NoMemoryError
 	// OpError wraps the cause of an operation's failure with the operation and the tensor.
 	OpError = engine.OpError
 )

@@ -1,7 +1,7 @@
 // Package arena is the process's allocator of tensors in memory that other processes can map.
 //
 // It is one per process, as the heap is: tensors outlive engines, and several engines of a process may use one tensor.
-// Memory comes in chunks, each a memfd.Segment, so that peers map few and large things. Tensors are freed explicitly; a
+// Memory comes in chunks, each a shmem.Segment, so that peers map few and large things. Tensors are freed explicitly; a
 // tensor that is not freed keeps its chunk for as long as the process lives.
 //
 // Invariants:
@@ -23,7 +23,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 )
 
 const (
@@ -45,7 +45,7 @@ type Ref struct {
 type Chunk struct {
 	ID uint32
 	// Segment can be written by whoever has its descriptor, until it is sealed: who gives that to peers seals it first.
-	Segment *memfd.Segment
+	Segment *shmem.Segment
 	// Adopted says that the chunk is another process's, and nothing is allocated in it.
 	Adopted bool
 }
@@ -93,7 +93,7 @@ type watcher struct {
 var process heap
 
 // Alloc returns numBytes of zeroed shared memory, aligned to 64 bytes, that Free takes back. The error is a
-// *memfd.NoMemoryError if there is none.
+// *shmem.NoMemoryError if there is none.
 //
 // Cost: a few hundred ns and clearing what was used before; if a chunk has to be made, about 20 ms per 64 MiB.
 func Alloc(numBytes int) ([]byte, error) { return process.alloc(numBytes) }
@@ -103,7 +103,7 @@ func Free(b []byte) error { return process.release(b) }
 
 // Adopt makes a segment that another process allocates tensors in a chunk, which Find finds and Watchers hear of. The Segment
 // is the arena's until Abandon.
-func Adopt(s *memfd.Segment) Chunk { return process.adopt(s) }
+func Adopt(s *shmem.Segment) Chunk { return process.adopt(s) }
 
 // Abandon takes an adopted chunk out, and unmaps it. Nobody may use it any more.
 func Abandon(id uint32) error { return process.abandon(id) }
@@ -128,7 +128,7 @@ func (h *heap) alloc(numBytes int) ([]byte, error) {
 	}
 	size := max(align, (int64(numBytes)+align-1)/align*align) // an empty tensor too has an address of its own
 	if size < int64(numBytes) {
-		return nil, &memfd.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes), Err: errors.New("more than the address space")}
+		return nil, &shmem.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes), Err: errors.New("more than the address space")}
 	}
 	b, dirty := h.take(size)
 	if b == nil {
@@ -183,7 +183,7 @@ func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	if b, dirty = h.take(size); b != nil {
 		return b, dirty, nil
 	}
-	seg, err := memfd.CreateOpen("gohvd-arena", max(size, chunkBytes))
+	seg, err := shmem.CreateOpen("gohvd-arena", max(size, chunkBytes))
 	if err != nil {
 		return nil, 0, fmt.Errorf("arena: allocate: %w", err)
 	}
@@ -217,7 +217,7 @@ func (h *heap) remove(i int) {
 	}
 }
 
-func (h *heap) adopt(s *memfd.Segment) Chunk {
+func (h *heap) adopt(s *shmem.Segment) Chunk {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.lastID++

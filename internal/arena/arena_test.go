@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 )
 
 func mustAlloc(t testing.TB, h *heap, n int) []byte {
@@ -76,7 +76,7 @@ func TestAlloc(t *testing.T) {
 	}
 	for _, n := range []int{1 << 50, 1<<63 - 1} {
 		_, err := h.alloc(n)
-		var none *memfd.NoMemoryError
+		var none *shmem.NoMemoryError
 		if !errors.As(err, &none) || none.NeedBytes < int64(n) {
 			t.Errorf("%d bytes: got %v, want a *NoMemoryError", n, err)
 		}
@@ -324,7 +324,7 @@ func TestWatch(t *testing.T) {
 // An adopted chunk is found and told of, holds nothing of this process's, and goes when it is abandoned, not before.
 func TestAdopt(t *testing.T) {
 	h := newHeap(t)
-	adopted, err := memfd.Create("adopted", chunkBytes) // as large as those that are kept
+	adopted, err := shmem.Create("adopted", chunkBytes) // as large as those that are kept
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -477,7 +477,7 @@ func TestChunksAreOpen(t *testing.T) {
 	defer stop()
 	b := mustAlloc(t, h, 1)
 	defer mustFree(t, h, b)
-	s, err := memfd.Adopt(duplicate(t, chunks[0].Segment.FD()))
+	s, err := shmem.Adopt(duplicate(t, chunks[0].Segment.FD()))
 	if err != nil {
 		t.Fatalf("who works for this process cannot write its chunk: %v", err)
 	}

@@ -19,7 +19,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 )
 
 // System is what the checks see of a machine. They use it side by side and change nothing in it.
@@ -97,7 +97,7 @@ func Here(environ []string) *System {
 			return state, t, err
 		},
 		Memfd: func(numBytes int64) error {
-			m, err := memfd.Create("hvdrun doctor", numBytes)
+			m, err := shmem.Create("hvdrun doctor", numBytes)
 			if err != nil {
 				return err
 			}

@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/futex"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
@@ -280,7 +280,7 @@ func (s *scheduler) lockDriver() bool {
 		if s.mu.TryLock() {
 			return true
 		}
-		futex.Pause(pauses)
+		shmem.Pause(pauses)
 	}
 	s.mu.Lock()
 	return true
@@ -368,9 +368,9 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 			return false
 		}
 		if n%p.pollsPerYield == 0 {
-			futex.Yield()
+			shmem.Yield()
 		} else {
-			futex.Pause(pauses)
+			shmem.Pause(pauses)
 		}
 		if !s.pinned && n%p.pollsPerGosched == 0 {
 			runtime.Gosched()

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 )
 
@@ -474,7 +474,7 @@ func (c *conn) takeRing(numBytes uint64) error {
 		discard(fd)
 		return errors.New("the connection has a ring already")
 	}
-	s, err := memfd.Adopt(fd)
+	s, err := shmem.Adopt(fd)
 	if err != nil {
 		return err
 	}

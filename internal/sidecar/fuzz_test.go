@@ -8,7 +8,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 )
@@ -95,7 +95,7 @@ func FuzzRing(f *testing.F) {
 	f.Add(uint32(ringMagic), uint32(2), uint32(16), uint64(3), uint64(0), []byte{1, 0, 0, 0, 0, 0, 0, 0, 5})
 	f.Add(uint32(ringMagic), uint32(2), uint32(32), uint64(1<<63), uint64(9), []byte{})
 	f.Add(uint32(ringMagic), uint32(2), uint32(1<<31), uint64(0), uint64(0), []byte{})
-	s, err := memfd.Create("ring", 8192)
+	s, err := shmem.Create("ring", 8192)
 	if err != nil {
 		f.Fatal(err)
 	}

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 )
 
@@ -50,7 +50,7 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 		}
 		return fmt.Errorf("arena %d is one more than the %d that there can be", number, maxArenas)
 	}
-	s, err := memfd.Adopt(fd)
+	s, err := shmem.Adopt(fd)
 	if err != nil {
 		return fmt.Errorf("arena %d: %w", number, err)
 	}
@@ -157,7 +157,7 @@ func (m *memory) unuse(uses []*given) error {
 // chunks are those of the sidecar's own allocator, of which clients are told when results are in them.
 type chunks struct {
 	mu  sync.Mutex
-	all map[uint32]*memfd.Segment
+	all map[uint32]*shmem.Segment
 }
 
 func (c *chunks) added(a arena.Chunk) {

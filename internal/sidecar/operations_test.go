@@ -15,7 +15,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -359,7 +359,7 @@ func until(t *testing.T, so func() bool) {
 // A reader does not rest over what came before it said that it would.
 func TestRest(t *testing.T) {
 	fd, b := sidecartest.NewRing(t, 16)
-	segment, err := memfd.Adopt(fd)
+	segment, err := shmem.Adopt(fd)
 	if err != nil {
 		t.Fatal(err)
 	}

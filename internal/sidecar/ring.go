@@ -8,7 +8,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 )
 
 // The layout of a ring; docs/sidecar.md owns it.
@@ -52,13 +52,13 @@ type ring struct {
 	read uint64 // submissions that were taken; the reader's
 
 	mu        sync.Mutex
-	segment   *memfd.Segment // nil after close
+	segment   *shmem.Segment // nil after close
 	completed uint64
 	told      uint64 // completions at the last doorbell
 }
 
 // newRing is the ring in a segment, which it owns unless there is an error.
-func newRing(s *memfd.Segment) (*ring, error) {
+func newRing(s *shmem.Segment) (*ring, error) {
 	b := s.Bytes()
 	if len(b) < ringEntries {
 		return nil, fmt.Errorf("a ring of %d bytes, want at least %d", len(b), ringEntries)

@@ -31,10 +31,10 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/meeting"
-	"github.com/gohvd/gohvd/internal/memfd"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/tensor"
 )
@@ -125,7 +125,7 @@ func New(cfg Config) *Server {
 	s := &Server{
 		cfg: cfg, log: cfg.Log,
 		memory:   memory{all: make(map[uint32]*given)},
-		chunks:   chunks{all: make(map[uint32]*memfd.Segment)},
+		chunks:   chunks{all: make(map[uint32]*shmem.Segment)},
 		changing: make(chan struct{}, 1),
 		state:    StateIdle, conns: make(map[*conn]struct{}), dead: make(chan struct{}),
 	}

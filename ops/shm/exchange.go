@@ -6,8 +6,8 @@ import (
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/futex"
 	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 )
@@ -191,7 +191,7 @@ func (b *Backend) letGo(wait bool) (bool, error) {
 // sound reports whether what was read from the peers' callers' buffers was theirs to give all the time: who gives a
 // buffer up early says so before.
 func (b *Backend) sound() error {
-	futex.Fence() // the reads came first
+	shmem.Fence() // the reads came first
 	for i := range b.peers {
 		if i != b.me && atomic.LoadUint32(b.peers[i].abort) != 0 {
 			return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: errGaveUp}

@@ -31,8 +31,8 @@ import (
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/futex"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -269,7 +269,7 @@ func (b *Backend) fail(kind message.Kind, err error) error {
 	b.err = fmt.Errorf("ops/shm: %v: %w", kind, err)
 	if b.segment != nil {
 		atomic.StoreUint32(flag(b.segment, abortAt), 1)
-		futex.Fence() // before the callers' buffers change
+		shmem.Fence() // before the callers' buffers change
 	}
 	return b.err
 }

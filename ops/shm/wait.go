@@ -6,7 +6,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/gohvd/gohvd/internal/futex"
+	"github.com/gohvd/gohvd/internal/shmem"
 )
 
 // A rank that waits looks, then looks and offers its core by turns, and then sleeps. Looking is quick where each rank has a
@@ -37,7 +37,7 @@ func (b *Backend) post(word *uint64, v uint64) {
 	// sees the other (Dekker). Both are sequentially consistent.
 	for i := range b.peers {
 		if i != b.me && atomic.LoadUint32(b.peers[i].rest) != 0 {
-			futex.Wake(lowHalf(word))
+			shmem.Wake(lowHalf(word))
 			return
 		}
 	}
@@ -51,7 +51,7 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 			if reached(word, want) {
 				return nil
 			}
-			futex.Pause(1)
+			shmem.Pause(1)
 		}
 		if k == b.yields {
 			break
@@ -64,7 +64,7 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 		} else if time.Since(began) > maxYielding {
 			break
 		}
-		futex.Yield()
+		shmem.Yield()
 	}
 	atomic.StoreUint32(b.rest, 1)
 	defer atomic.StoreUint32(b.rest, 0)
@@ -76,7 +76,7 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 		if err := b.inVain(i); err != nil {
 			return err
 		}
-		futex.Wait(lowHalf(word), uint32(v), nap)
+		shmem.Wait(lowHalf(word), uint32(v), nap)
 	}
 }
 

@@ -13,7 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -88,13 +88,13 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 			who[r] = &s.ep.Offers[r]
 		}
 	}
-	control, err := memfd.Create("gohvd-control", int64(s.layout.bytes()))
+	control, err := shmem.Create("gohvd-control", int64(s.layout.bytes()))
 	if err != nil {
 		return err
 	}
 	s.m.control = control
 	for id, numBytes := range s.ep.Reserve {
-		seg, err := memfd.Create(laneName(id), numBytes)
+		seg, err := shmem.Create(laneName(id), numBytes)
 		if err != nil {
 			return err
 		}
@@ -252,7 +252,7 @@ func (s *setup) get(p *peer) error {
 		return err
 	}
 	other := controlLayout{len(s.group), int(ringBytes)}
-	seg, err := memfd.Map(msg.fds[0])
+	seg, err := shmem.Map(msg.fds[0])
 	closeAll(msg.fds[:1])
 	if err == nil && len(seg.Bytes()) < other.bytes() {
 		err = errors.Join(fmt.Errorf("%w: a control segment of %d bytes, want %d", errBreach, len(seg.Bytes()), other.bytes()), seg.Close())

@@ -13,7 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
@@ -31,9 +31,9 @@ type Mesh struct {
 	// byRank are the peers by rank, nil for other ranks.
 	byRank []*peer
 
-	control *memfd.Segment // this rank's; nil without peers, as is bell
+	control *shmem.Segment // this rank's; nil without peers, as is bell
 	// reserved are the segments of Epoch.Reserve that were not shared yet. Guarded by mu.
-	reserved map[transport.Lane]*memfd.Segment
+	reserved map[transport.Lane]*shmem.Segment
 	bell     *bell
 	wg       sync.WaitGroup
 	unwatch  func() // ends the watching of arenas
@@ -64,7 +64,7 @@ func newMesh(e *Endpoint, ep *Epoch) *Mesh {
 		byRank: make([]*peer, len(ep.Hosts)), ended: make(chan struct{}),
 	}
 	m.lanes.Store(&map[transport.Lane]*lane{})
-	m.reserved = make(map[transport.Lane]*memfd.Segment)
+	m.reserved = make(map[transport.Lane]*shmem.Segment)
 	return m
 }
 

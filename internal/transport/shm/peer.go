@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
@@ -32,7 +32,7 @@ type peer struct {
 	index int // in the group
 	uc    *net.UnixConn
 	// control is its control segment.
-	control *memfd.Segment
+	control *shmem.Segment
 	bell    doorbell
 	ring    *conn
 	outbox  outbox
@@ -42,7 +42,7 @@ type peer struct {
 	arenas atomic.Pointer[map[uint32]chunk]
 	// stale are chunks that it has given up, oldest first, and staleBytes their bytes: an operation that was cut short may
 	// still read them, so that their addresses stay readable. They are the receiver's alone, and after that Close's.
-	stale      []*memfd.Segment
+	stale      []*shmem.Segment
 	staleBytes int64
 	// shares counts the lanes for which it has given a segment that is not released. Guarded by the Mesh's mu.
 	shares int
@@ -50,7 +50,7 @@ type peer struct {
 
 // chunk is a peer's arena, or why it cannot be had.
 type chunk struct {
-	seg *memfd.Segment
+	seg *shmem.Segment
 	err error
 }
 
@@ -161,7 +161,7 @@ var errBreach = errors.New("shm: it broke the protocol")
 
 // mapSegment maps a segment that a peer says has size bytes. An error that is no errBreach is this process's lack of
 // something.
-func mapSegment(fd int, size uint64) (*memfd.Segment, error) {
+func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return nil, err
@@ -169,7 +169,7 @@ func mapSegment(fd int, size uint64) (*memfd.Segment, error) {
 	if size == 0 || size > maxSegmentBytes || st.Size != int64(size) {
 		return nil, fmt.Errorf("%w: a segment of %d bytes, says %d, want at most %d", errBreach, st.Size, size, int64(maxSegmentBytes))
 	}
-	seg, err := memfd.Map(fd)
+	seg, err := shmem.Map(fd)
 	var denied unix.Errno
 	if err != nil && (!errors.As(err, &denied) || denied == unix.EINVAL) {
 		return nil, fmt.Errorf("%w: %w", errBreach, err) // not sealed, or no memfd

@@ -8,7 +8,7 @@ import (
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"golang.org/x/sys/unix"
@@ -24,7 +24,7 @@ type lane struct {
 	gone []atomic.Pointer[error]
 
 	// Guarded by the Mesh's mu.
-	own     *memfd.Segment
+	own     *shmem.Segment
 	sharing bool
 	theirs  []chunk // by index in the group; without segment and error it has not come
 }
@@ -141,7 +141,7 @@ func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]by
 }
 
 // segment is what was reserved for a lane, or a new one. The caller does not hold mu: to make one takes long.
-func (m *Mesh) segment(id transport.Lane, numBytes int64) (*memfd.Segment, error) {
+func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error) {
 	m.mu.Lock()
 	seg := m.reserved[id]
 	if seg != nil && int64(len(seg.Bytes())) >= numBytes {
@@ -150,7 +150,7 @@ func (m *Mesh) segment(id transport.Lane, numBytes int64) (*memfd.Segment, error
 		return seg, nil
 	}
 	m.mu.Unlock()
-	return memfd.Create(laneName(id), numBytes)
+	return shmem.Create(laneName(id), numBytes)
 }
 
 func laneName(id transport.Lane) string { return fmt.Sprintf("gohvd-lane-%d", id) }

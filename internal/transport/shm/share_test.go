@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/shm"
@@ -109,7 +109,7 @@ func TestShare(t *testing.T) {
 	if err == nil {
 		t.Error("got a segment of its own that it did not share")
 	}
-	var none *memfd.NoMemoryError
+	var none *shmem.NoMemoryError
 	if _, err := meshes[0].Share(8, 1<<50, []topo.Rank{1}); !errors.As(err, &none) {
 		t.Errorf("got %v, want a *NoMemoryError", err)
 	}
@@ -402,7 +402,7 @@ func mappings(t *testing.T) int {
 // What breaks the protocol ends the listening to that rank, with an accusation, and closes nothing.
 func TestBreaches(t *testing.T) {
 	segment := func(t *testing.T) (int, uint64) {
-		s, err := memfd.Create("test", 1)
+		s, err := shmem.Create("test", 1)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -27,7 +27,7 @@ type Sharer interface {
 
 	// Share makes this rank's segment for lane, of numBytes rounded up to whole pages, zeroed, and gives it to peers, ranks
 	// of the group (this rank among them is ignored). It is called once for a lane and does not wait for the peers. The
-	// error is a *memfd.NoMemoryError if there is no memory, or what Err says of the lane.
+	// error is a *shmem.NoMemoryError if there is no memory, or what Err says of the lane.
 	Share(lane transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error)
 
 	// Peer is the segment that rank shared for lane, mapped to read. It waits until it has come, ctx ends (the error wraps

@@ -1,6 +1,6 @@
 //go:build amd64 || arm64
 
-package futex
+package shmem
 
 // Pause tells the processor n times that the caller waits for a word to change. One costs 10 to 150 cycles of amd64,
 // fewer of arm64. n <= 0 does nothing.

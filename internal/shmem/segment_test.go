@@ -1,4 +1,4 @@
-package memfd_test
+package shmem_test
 
 import (
 	"bytes"
@@ -13,27 +13,12 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/memfd"
+	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// TestMain is also the process of TestFileLimit that runs under a limit.
-func TestMain(m *testing.M) {
-	if len(os.Args) > 2 && os.Args[1] == "create" {
-		n, err := strconv.ParseInt(os.Args[2], 10, 64)
-		if err != nil {
-			panic(err)
-		}
-		_, err = memfd.Create("child", n)
-		var none *memfd.NoMemoryError
-		fmt.Println(errors.As(err, &none), err)
-		return
-	}
-	os.Exit(m.Run())
-}
-
-func create(t *testing.T, n int64) *memfd.Segment {
+func create(t *testing.T, n int64) *shmem.Segment {
 	t.Helper()
-	s, err := memfd.Create("test", n)
+	s, err := shmem.Create("test", n)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -45,9 +30,9 @@ func create(t *testing.T, n int64) *memfd.Segment {
 	return s
 }
 
-func mapped(t *testing.T, fd int) *memfd.Segment {
+func mapped(t *testing.T, fd int) *shmem.Segment {
 	t.Helper()
-	s, err := memfd.Map(fd)
+	s, err := shmem.Map(fd)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -163,7 +148,7 @@ func TestMapChecks(t *testing.T) {
 		"empty": file(0, unix.F_SEAL_SHRINK), "no whole pages": file(page+1, unix.F_SEAL_SHRINK),
 		"no memfd": int(pipe.Fd()), "not open": -1,
 	} {
-		if s, err := memfd.Map(fd); err == nil {
+		if s, err := shmem.Map(fd); err == nil {
 			t.Errorf("%s: got %d bytes, want an error", name, len(s.Bytes()))
 		}
 	}
@@ -211,7 +196,7 @@ func TestAdopt(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			s, err := memfd.Adopt(fd)
+			s, err := shmem.Adopt(fd)
 			if c.says != "" {
 				if err == nil || !strings.Contains(err.Error(), c.says) {
 					t.Errorf("got %v, want %q", err, c.says)
@@ -241,14 +226,14 @@ func TestAdopt(t *testing.T) {
 			}
 		})
 	}
-	if _, err := memfd.Adopt(-1); err == nil {
+	if _, err := shmem.Adopt(-1); err == nil {
 		t.Error("no file was adopted")
 	}
 }
 
 func TestClose(t *testing.T) {
 	before := openFiles(t)
-	s, err := memfd.Create("test", 1)
+	s, err := shmem.Create("test", 1)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -261,7 +246,7 @@ func TestClose(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	peer, err := memfd.Map(fd) // it lives on in whoever has it
+	peer, err := shmem.Map(fd) // it lives on in whoever has it
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -308,13 +293,13 @@ func TestBlank(t *testing.T) {
 func TestImpossibleSizes(t *testing.T) {
 	before := openFiles(t)
 	for _, n := range []int64{0, -1} {
-		if _, err := memfd.Create("test", n); err == nil {
+		if _, err := shmem.Create("test", n); err == nil {
 			t.Errorf("%d bytes: got no error", n)
 		}
 	}
 	for _, n := range []int64{1 << 50, 1<<63 - 1} {
-		_, err := memfd.Create("huge", n)
-		var none *memfd.NoMemoryError
+		_, err := shmem.Create("huge", n)
+		var none *shmem.NoMemoryError
 		if !errors.As(err, &none) || none.NeedBytes < n || none.What != "huge" {
 			t.Errorf("%d bytes: got %v, want a *NoMemoryError with the size", n, err)
 		}
@@ -350,7 +335,7 @@ func TestFileLimit(t *testing.T) {
 // it too.
 func TestCreateOpen(t *testing.T) {
 	for _, how := range []string{"by its maker", "by who adopts it"} {
-		s, err := memfd.CreateOpen("test", 1)
+		s, err := shmem.CreateOpen("test", 1)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -368,8 +353,8 @@ func TestCreateOpen(t *testing.T) {
 			if fd, err = unix.FcntlInt(uintptr(s.FD()), unix.F_DUPFD_CLOEXEC, 0); err != nil {
 				t.Fatal(err)
 			}
-			var adopted *memfd.Segment
-			if adopted, err = memfd.Adopt(fd); err == nil {
+			var adopted *shmem.Segment
+			if adopted, err = shmem.Adopt(fd); err == nil {
 				defer adopted.Close()
 			}
 		}
@@ -387,7 +372,7 @@ func TestCreateOpen(t *testing.T) {
 		if s.Bytes()[0] = 1; theirs[0] != 1 { // who has it goes on
 			t.Errorf("got %d, want 1", theirs[0])
 		}
-		if _, err := memfd.Adopt(dup(t, s.FD())); err == nil {
+		if _, err := shmem.Adopt(dup(t, s.FD())); err == nil {
 			t.Errorf("sealed %s: adopted again", how)
 		}
 		if err := errors.Join(unix.Munmap(theirs), s.Close()); err != nil {
@@ -398,7 +383,7 @@ func TestCreateOpen(t *testing.T) {
 
 // Seals that somebody else has fixed are not enough if they let others write.
 func TestSealIsRefused(t *testing.T) {
-	s, err := memfd.CreateOpen("test", 1)
+	s, err := shmem.CreateOpen("test", 1)
 	if err != nil {
 		t.Fatal(err)
 	}

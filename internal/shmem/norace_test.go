@@ -1,5 +1,5 @@
 //go:build !race
 
-package futex_test
+package shmem_test
 
 const raceEnabled = false

@@ -1,6 +1,7 @@
-// Package memfd makes memory that other processes can map, from files without a name.
+// Package shmem makes memory that other processes can map, from files without a name (memfd_create(2)), and waits for words in it
+// (futex(2)). Package arena allocates tensors in it.
 //
-// Invariants:
+// Invariants of a Segment:
 //
 //  1. A Segment is allocated in full before anybody sees it: no access to it can raise SIGBUS for want of memory.
 //  2. It cannot shrink, nor grow (seals), so no access can raise SIGBUS because of what another process did.
@@ -9,7 +10,16 @@
 //     for this one, writes it too, and seals it (Adopt).
 //  4. Nothing of it is in any file system. The kernel frees it when the last mapping and descriptor have gone, however
 //     their processes ended.
-package memfd
+//
+// Invariants of Wait and Wake, whose two ends may be different processes that have mapped the page at different addresses, the one
+// that waits read-only:
+//
+//  1. Wait looks at the word after it has queued itself. A waker that changes the word first and calls Wake then wakes
+//     every waiter that saw the old value.
+//  2. A return of Wait says nothing: the caller looks again.
+//
+// The word must not be in private memory of a read-only mapping.
+package shmem
 
 import (
 	"errors"

@@ -1,8 +1,11 @@
-package futex_test
+package shmem_test
 
 import (
+	"errors"
+	"fmt"
 	"os"
 	"os/exec"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -11,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/futex"
+	"github.com/gohvd/gohvd/internal/shmem"
 )
 
 const (
@@ -19,26 +22,43 @@ const (
 	pageSize = 4096
 )
 
-// TestMain is also the other process of TestProcesses.
+// TestMain is also the other process of TestProcesses, and that of TestFileLimit which runs under a limit.
 func TestMain(m *testing.M) {
-	if len(os.Args) > 1 && os.Args[1] == "wake" {
-		b, err := mapFD(3, unix.PROT_READ) // the waker needs not write either
+	switch {
+	case len(os.Args) > 1 && os.Args[1] == "wake":
+		if err := wakeParent(); err != nil {
+			panic(err)
+		}
+		return
+	case len(os.Args) > 2 && os.Args[1] == "create":
+		n, err := strconv.ParseInt(os.Args[2], 10, 64)
 		if err != nil {
 			panic(err)
 		}
-		words := word(b)
-		for atomic.LoadUint32(words) != 1 {
-			futex.Wait(words, 0, never)
-		}
-		w, err := mapFD(4, unix.PROT_READ|unix.PROT_WRITE)
-		if err != nil {
-			panic(err)
-		}
-		atomic.StoreUint32(word(w), 1)
-		futex.Wake(word(w))
+		_, err = shmem.Create("child", n)
+		var none *shmem.NoMemoryError
+		fmt.Println(errors.As(err, &none), err)
 		return
 	}
 	os.Exit(m.Run())
+}
+
+// wakeParent waits for the word of descriptor 3, and wakes who waits for that of descriptor 4.
+func wakeParent() error {
+	b, err := mapFD(3, unix.PROT_READ) // one that waits needs not write
+	if err != nil {
+		return err
+	}
+	for words := word(b); atomic.LoadUint32(words) != 1; {
+		shmem.Wait(words, 0, never)
+	}
+	w, err := mapFD(4, unix.PROT_READ|unix.PROT_WRITE)
+	if err != nil {
+		return err
+	}
+	atomic.StoreUint32(word(w), 1)
+	shmem.Wake(word(w))
+	return nil
 }
 
 func word(b []byte) *uint32 { return (*uint32)(unsafe.Pointer(unsafe.SliceData(b))) }
@@ -82,7 +102,7 @@ const (
 
 func waitFor(t *testing.T, what string, done func() bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !done(); futex.Yield() {
+	for end := time.Now().Add(20 * time.Second); !done(); shmem.Yield() {
 		if time.Now().After(end) {
 			t.Fatal(what)
 		}
@@ -98,7 +118,7 @@ func TestMappings(t *testing.T) {
 		for range waiters {
 			go func() {
 				for atomic.LoadUint32(words[1]) == 0 {
-					futex.Wait(words[1], 0, never)
+					shmem.Wait(words[1], 0, never)
 				}
 				returned.Add(1)
 			}()
@@ -106,10 +126,10 @@ func TestMappings(t *testing.T) {
 		// Nothing shows that a thread sleeps, so this may also find some that have not begun; it passes either way, and
 		// fails if a sleeper is not woken.
 		for range 1000 {
-			futex.Yield()
+			shmem.Yield()
 		}
 		atomic.StoreUint32(words[0], 1)
-		futex.Wake(words[2])
+		shmem.Wake(words[2])
 		waitFor(t, "a waiter was not woken", func() bool { return returned.Load() == waiters })
 	}
 }
@@ -130,12 +150,12 @@ func TestProcesses(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 1000 {
-		futex.Yield()
+		shmem.Yield()
 	}
 	atomic.StoreUint32(here[0], 1)
-	futex.Wake(here[0])
+	shmem.Wake(here[0])
 	for atomic.LoadUint32(there[0]) == 0 {
-		futex.Wait(there[0], 0, never)
+		shmem.Wait(there[0], 0, never)
 	}
 	if err := cmd.Wait(); err != nil {
 		t.Fatalf("%v\n%s", err, out.String())
@@ -144,13 +164,13 @@ func TestProcesses(t *testing.T) {
 
 func TestWaitReturns(t *testing.T) {
 	words, _ := page(t, readWrite)
-	futex.Wait(words[0], 1, never) // it differs
-	futex.Wait(words[0], 0, 0)
-	futex.Wait(words[0], 0, -time.Second)
+	shmem.Wait(words[0], 1, never) // it differs
+	shmem.Wait(words[0], 0, 0)
+	shmem.Wait(words[0], 0, -time.Second)
 	const d = 20 * time.Millisecond
 	began := time.Now()
 	for time.Since(began) < d { // it may return early
-		futex.Wait(words[0], 0, d)
+		shmem.Wait(words[0], 0, d)
 	}
 	if took := time.Since(began); took > 30*time.Second {
 		t.Errorf("a wait of %v took %v", d, took)
@@ -159,13 +179,13 @@ func TestWaitReturns(t *testing.T) {
 	began = time.Now()
 	waits := 0
 	for time.Since(began) < d {
-		futex.Wait(words[0], 0, d)
+		shmem.Wait(words[0], 0, d)
 		waits++
 	}
 	if waits > 100 {
 		t.Errorf("got %d waits in %v, want them to sleep", waits, d)
 	}
-	futex.Wake(words[0]) // nobody waits
+	shmem.Wake(words[0]) // nobody waits
 }
 
 // Of two threads that each store a word, then load the other's, one sees the other's store. The words are plain and the
@@ -184,7 +204,7 @@ func TestFence(t *testing.T) {
 		arrived.Add(1)
 		for spins := 0; arrived.Load() < n; spins++ {
 			if spins > 1000 {
-				futex.Yield()
+				shmem.Yield()
 			}
 		}
 	}
@@ -193,7 +213,7 @@ func TestFence(t *testing.T) {
 		for i := uint32(0); i < rounds; i++ {
 			meet(4*i + 2)
 			words[me].v = i + 1
-			futex.Fence()
+			shmem.Fence()
 			words[me].saw = words[1-me].v
 			meet(4*i + 4)
 			if me == 0 && words[0].saw != i+1 && words[1].saw != i+1 {
@@ -215,13 +235,13 @@ func TestPause(t *testing.T) {
 		least := time.Hour
 		for range 10 {
 			began := time.Now()
-			futex.Pause(n)
+			shmem.Pause(n)
 			least = min(least, time.Since(began))
 		}
 		return least
 	}
-	futex.Pause(0)
-	futex.Pause(-1)
+	shmem.Pause(0)
+	shmem.Pause(-1)
 	// The few may be interrupted, and the least of some tries too.
 	for end := time.Now().Add(20 * time.Second); ; {
 		few, many := took(1000), took(100_000)
@@ -237,19 +257,19 @@ func TestPause(t *testing.T) {
 func TestAllocatesNothing(t *testing.T) {
 	words, _ := page(t, readWrite)
 	if n := testing.AllocsPerRun(100, func() {
-		futex.Wait(words[0], 1, never)
-		futex.Wake(words[0])
-		futex.Yield()
-		futex.Pause(1)
-		futex.Fence()
+		shmem.Wait(words[0], 1, never)
+		shmem.Wake(words[0])
+		shmem.Yield()
+		shmem.Pause(1)
+		shmem.Fence()
 	}); n != 0 {
 		t.Errorf("got %v allocations, want none", n)
 	}
 }
 
-func BenchmarkPause(b *testing.B) { futex.Pause(b.N) }
+func BenchmarkPause(b *testing.B) { shmem.Pause(b.N) }
 func BenchmarkFence(b *testing.B) {
 	for range b.N {
-		futex.Fence()
+		shmem.Fence()
 	}
 }

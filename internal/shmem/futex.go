@@ -1,14 +1,4 @@
-// Package futex waits for words in memory that processes share.
-//
-// The futexes are shared ones: waiter and waker may be different processes and may have mapped the page at different
-// addresses, the one that waits read-only. The word must not be in private memory of a read-only mapping.
-//
-// Invariants a user relies on:
-//
-//  1. Wait looks at the word after it has queued itself. A waker that changes the word first and calls Wake then wakes
-//     every waiter that saw the old value.
-//  2. A return of Wait says nothing: the caller looks again.
-package futex
+package shmem
 
 import (
 	"syscall"
