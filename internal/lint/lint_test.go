@@ -61,7 +61,7 @@ func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(pa
 
 // floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
 var floors = [][]string{
-	{"half", "internal/topo", "internal/secret", "internal/netif", "internal/lint", "internal/shmem", "internal/version", "internal/memfd", "internal/kernel/asm", "internal/kernel/asm_arm64", "internal/frame", "internal/testnet"},
+	{"half", "internal/topo", "internal/secret", "internal/netif", "internal/lint", "internal/shmem", "internal/version", "internal/memfd", "internal/kernel/asm", "internal/frame", "internal/testnet"},
 	{"internal/transport", "internal/tensor", "internal/analysis", "internal/config", "internal/arena"},
 	{"internal/message/messagepb", "internal/rendezvous/rendezvouspb", "internal/sidecar/sidecarpb", "internal/kernel", "internal/logs"},
 	{"internal/message", "internal/sidecar/sidecartest", "internal/dial"},

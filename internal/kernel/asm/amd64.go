@@ -279,7 +279,7 @@ func (l level) move(w *writer, r int, from string) {
 func amd64() (code, decls string) {
 	var text, funcs, tables writer
 	text.WriteString(header + "#include \"textflag.h\"\n")
-	funcs.WriteString(header + "package kernel\n\nimport \"github.com/gohvd/gohvd/tensor\"\n\n")
+	funcs.WriteString(header + "package kernel\n\nimport \"github.com/gohvd/gohvd/internal/tensor\"\n\n")
 	declare := func(name, signature string) { fmt.Fprintf(&funcs, "//go:noescape\nfunc %s(%s)\n\n", name, signature) }
 	add := func(k *kernel) string {
 		k.write(&text)

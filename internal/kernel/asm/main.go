@@ -1,4 +1,4 @@
-// Command asm writes the assembly of package kernel for amd64, and the Go file that declares it. It is run by go generate
+// Command asm writes the assembly of package kernel for amd64 and arm64, and the Go files that declare it. It is run by go generate
 // in the folder of that package.
 package main
 
@@ -8,11 +8,13 @@ import (
 )
 
 func main() {
-	code, decls := amd64()
-	for name, text := range map[string]string{"generated_amd64.s": code, "generated_amd64.go": decls} {
-		if err := os.WriteFile(name, []byte(text), 0o644); err != nil {
-			fmt.Fprintf(os.Stderr, "asm: %v\n", err)
-			os.Exit(1)
+	for arch, generate := range map[string]func() (code, decls string){"amd64": amd64, "arm64": arm64} {
+		code, decls := generate()
+		for suffix, text := range map[string]string{".s": code, ".go": decls} {
+			if err := os.WriteFile("generated_"+arch+suffix, []byte(text), 0o644); err != nil {
+				fmt.Fprintf(os.Stderr, "asm: %v\n", err)
+				os.Exit(1)
+			}
 		}
 	}
 }

@@ -58,7 +58,7 @@ var three = map[string]struct{ u, opcode, float, high uint32 }{
 func (p *program) three(op string, l lanes, d, n, m vec) {
 	e, ok := three[op]
 	if !ok {
-		panic("asm_arm64: no instruction " + op)
+		panic("asm: no instruction " + op)
 	}
 	size := l.size - 2*e.float + 2*e.high
 	p.word(0x4e200400|e.u<<29|size<<22|uint32(m)<<16|e.opcode<<11|uint32(n)<<5|uint32(d),
@@ -101,7 +101,7 @@ func (p *program) move(op, pointer string, v vec, size int, load bool) {
 	case 64:
 		register = fmt.Sprintf("[V%d.B16, V%d.B16, V%d.B16, V%d.B16]", v, v+1, v+2, v+3)
 	default:
-		panic(fmt.Sprintf("asm_arm64: cannot move %d bytes", size))
+		panic(fmt.Sprintf("asm: cannot move %d bytes", size))
 	}
 	if load {
 		p.line("%s %s, %s", op, memory, register)

@@ -1,10 +1,69 @@
 package main
 
 import (
+	"bytes"
 	"fmt"
+	"go/format"
 	"math/bits"
 	"strconv"
+	"strings"
 )
+
+// arm64 is the assembly of NEON and the declarations of its functions.
+func arm64() (code, decls string) {
+	p := newProgram()
+	reductions(p)
+	scales(p)
+	conversions(p)
+	p.table()
+	text, err := format.Source(p.decls.Bytes())
+	if err != nil {
+		panic(fmt.Sprintf("declarations for arm64: %v", err))
+	}
+	return p.text.String(), string(text)
+}
+
+// program is the two files as they grow, and the rows of each field of package kernel's functions.
+type program struct {
+	text, decls                      bytes.Buffer
+	reduces, scales, widens, narrows strings.Builder
+}
+
+func newProgram() *program {
+	p := &program{}
+	p.text.WriteString(header + "#include \"textflag.h\"\n")
+	p.decls.WriteString(header + "package kernel\n\nimport \"github.com/gohvd/gohvd/internal/tensor\"\n")
+	return p
+}
+
+// line writes an instruction of Go's assembler.
+func (p *program) line(form string, args ...any) { fmt.Fprintf(&p.text, "\t"+form+"\n", args...) }
+
+func (p *program) label(name string) { fmt.Fprintf(&p.text, "%s:\n", name) }
+
+// suffixed is the name of a function among those of other levels.
+func suffixed(name string) string { return name + "NEON" }
+
+// function begins a function without a frame of its own; size is that of its parameters in bytes.
+func (p *program) function(name, params string, size int) {
+	name = suffixed(name)
+	fmt.Fprintf(&p.decls, "\n//go:noescape\nfunc %s(%s)\n", name, params)
+	fmt.Fprintf(&p.text, "\n// func %s(%s)\nTEXT ·%s(SB), NOSPLIT, $0-%d\n", name, params, name, size)
+}
+
+// row adds the function of e to a field of functions. All take one neonent at least: the 1 beside each.
+func row(field *strings.Builder, e neon, name string) {
+	fmt.Fprintf(field, "tensor.%s: {%s, 1},\n", e.name, suffixed(name))
+}
+
+// table declares the functions.
+func (p *program) table() {
+	fmt.Fprintln(&p.decls, "\nvar functionsNEON = functions{")
+	fmt.Fprintf(&p.decls, "reduce: [numTypes]reductions[assembly[reduceAssembly]]{\n%s},\n", p.reduces.String())
+	fmt.Fprintf(&p.decls, "scale: [numTypes]assembly[factorAssembly]{\n%s},\n", p.scales.String())
+	fmt.Fprintf(&p.decls, "widen: [numTypes]assembly[convertAssembly]{\n%s},\n", p.widens.String())
+	fmt.Fprintf(&p.decls, "narrow: [numTypes]assembly[convertAssembly]{\n%s},\n}\n", p.narrows.String())
+}
 
 // turnBytes is what a turn of the loop of a reduction or a scale does: four registers.
 const turnBytes = 4 * 16
@@ -24,7 +83,7 @@ func (p *program) arguments(names ...string) {
 }
 
 // bytes makes the number of elements of e in counter one of bytes.
-func (p *program) bytes(e elem) {
+func (p *program) bytes(e neon) {
 	if e.size > 1 {
 		p.line("LSL $%d, %s, %s", bits.TrailingZeros(uint(e.size)), counter, counter)
 	}
@@ -50,39 +109,38 @@ func (p *program) loop(step, least int, body func(n int)) {
 	p.line("RET")
 }
 
-// elem is a type of elements.
-type elem struct {
-	name  string
-	size  int
+// neon is an element type and how NEON computes with it.
+type neon struct {
+	elem
 	lanes lanes
 	half  *half // nil for what is not one
 	exact bool  // what is computed needs no rounding
 }
 
 var (
-	uint8s    = elem{name: "Uint8", size: 1, lanes: b16}
-	int32s    = elem{name: "Int32", size: 4, lanes: s4}
-	int64s    = elem{name: "Int64", size: 8, lanes: d2}
-	float32s  = elem{name: "Float32", size: 4, lanes: s4}
-	float64s  = elem{name: "Float64", size: 8, lanes: d2}
-	float16s  = elem{name: "Float16", size: 2, lanes: h8, half: &float16}
-	bfloat16s = elem{name: "BFloat16", size: 2, lanes: h8, half: &bfloat16}
+	neonUint8    = neon{elem: uint8s, lanes: b16}
+	neonInt32    = neon{elem: int32s, lanes: s4}
+	neonInt64    = neon{elem: int64s, lanes: d2}
+	neonFloat32  = neon{elem: float32s, lanes: s4}
+	neonFloat64  = neon{elem: float64s, lanes: d2}
+	neonFloat16  = neon{elem: float16, lanes: h8, half: &halfFloat16}
+	neonBFloat16 = neon{elem: bfloat16, lanes: h8, half: &halfBFloat16}
 )
 
 // half is how a half is computed with.
 type half struct {
-	// widen sets d to the lower or upper half of n as float32s.
+	// widen sets d to the lower or upper half of n as neonFloat32.
 	widen func(p *program, d, n vec, up uint32)
-	// pack sets d to the float32s in v and v+1, each of which is one of its type.
+	// pack sets d to the neonFloat32 in v and v+1, each of which is one of its type.
 	pack func(p *program, d, v vec)
-	// round makes what pack needs from float32s that came of arithmetic with this type; t is changed. It is nil where
+	// round makes what pack needs from neonFloat32 that came of arithmetic with this type; t is changed. It is nil where
 	// pack rounds.
 	round func(p *program, v, t vec)
-	// convert is round for any float32s.
+	// convert is round for any neonFloat32.
 	convert func(p *program, v, t vec)
 }
 
-var float16 = half{widen: (*program).widenFloat16, pack: (*program).packFloat16}
+var halfFloat16 = half{widen: (*program).widenFloat16, pack: (*program).packFloat16}
 
 func (p *program) widenFloat16(d, n vec, up uint32) {
 	p.word(0x0e217800|up<<30|uint32(n)<<5|uint32(d), "fcvtl%s v%d.4s, v%d.%s", suffix[up], d, n, half16[up])
@@ -102,7 +160,7 @@ var (
 )
 
 // A bfloat16 is the upper half of a float32.
-var bfloat16 = half{
+var halfBFloat16 = half{
 	widen:   (*program).widenBFloat16,
 	pack:    (*program).packBFloat16,
 	round:   (*program).roundBFloat16,
@@ -135,7 +193,7 @@ func (p *program) convertBFloat16(v, t vec) {
 }
 
 // constants sets those that the functions for e use.
-func (p *program) constants(e elem) {
+func (p *program) constants(e neon) {
 	if e.half == nil || e.half.round == nil {
 		return
 	}
@@ -149,9 +207,9 @@ func (p *program) constants(e elem) {
 // reductions writes those of all types.
 func reductions(p *program) {
 	add := func(l lanes, x, y vec) { p.asm("VADD", l, x, x, y) }
-	p.reduction(uint8s, add, p.instruction("umin"), p.instruction("umax"))
-	p.reduction(int32s, add, p.instruction("smin"), p.instruction("smax"))
-	p.reduction(int64s, add, func(l lanes, x, y vec) {
+	p.reduction(neonUint8, add, p.instruction("umin"), p.instruction("umax"))
+	p.reduction(neonInt32, add, p.instruction("smin"), p.instruction("smax"))
+	p.reduction(neonInt64, add, func(l lanes, x, y vec) {
 		p.three("cmgt", l, temp, x, y)
 		p.asm("VBIT", b16, x, y, temp)
 	}, func(l lanes, x, y vec) {
@@ -159,7 +217,7 @@ func reductions(p *program) {
 		p.asm("VBIT", b16, x, y, temp)
 	})
 	// FMIN and FMAX give a NaN if either is one, and order -0 before +0.
-	for _, e := range []elem{float16s, bfloat16s, float32s, float64s} {
+	for _, e := range []neon{neonFloat16, neonBFloat16, neonFloat32, neonFloat64} {
 		p.reduction(e, p.instruction("fadd"), p.instruction("fmin"), p.instruction("fmax"))
 	}
 }
@@ -168,7 +226,7 @@ func reductions(p *program) {
 type step func(l lanes, x, y vec)
 
 // reduction writes the functions of e.
-func (p *program) reduction(e elem, sum, min, max step) {
+func (p *program) reduction(e neon, sum, min, max step) {
 	fmt.Fprintf(&p.reduces, "tensor.%s: {\n", e.name)
 	for _, of := range []struct {
 		op   string
@@ -186,8 +244,8 @@ func (p *program) instruction(op string) step {
 	return func(l lanes, x, y vec) { p.three(op, l, x, x, y) }
 }
 
-// reduce writes the function that does step with elements of e, a half's as float32s.
-func (p *program) reduce(op string, e elem, step step) {
+// reduce writes the function that does step with elements of e, a half's as neonFloat32.
+func (p *program) reduce(op string, e neon, step step) {
 	p.function(op+e.name, "dst, a, b *byte, n int", 32)
 	p.arguments("dst", "a", "b", "n")
 	p.bytes(e)
@@ -212,9 +270,9 @@ func (p *program) reduce(op string, e elem, step step) {
 	})
 }
 
-// pack sets d to the float32s in temp and the register after it, rounded unless they are exact. It changes the two
+// pack sets d to the neonFloat32 in temp and the register after it, rounded unless they are exact. It changes the two
 // registers after those.
-func (p *program) pack(e elem, d vec) {
+func (p *program) pack(e neon, d vec) {
 	if e.half.round != nil && !e.exact {
 		e.half.round(p, temp, temp+2)
 		e.half.round(p, temp+1, temp+3)
@@ -227,10 +285,10 @@ func registers(n int) vec { return vec(max(1, n/16)) }
 
 // scales writes those of the floating-point types.
 func scales(p *program) {
-	for _, e := range []elem{float32s, float64s} {
+	for _, e := range []neon{neonFloat32, neonFloat64} {
 		p.scaling(e, e.lanes, func(v vec) { p.three("fmul", e.lanes, v, v, factor) })
 	}
-	for _, e := range []elem{float16s, bfloat16s} {
+	for _, e := range []neon{neonFloat16, neonBFloat16} {
 		p.scaling(e, s4, func(v vec) {
 			for up := range vec(2) {
 				e.half.widen(p, temp+up, v, uint32(up))
@@ -243,7 +301,7 @@ func scales(p *program) {
 
 // scaling writes the function that does step with a register of elements of e. factor has the factor in each of its
 // lanes l, which say whether as a float32 or float64.
-func (p *program) scaling(e elem, l lanes, step func(v vec)) {
+func (p *program) scaling(e neon, l lanes, step func(v vec)) {
 	row(&p.scales, e, "scale"+e.name)
 	p.function("scale"+e.name, "dst, src *byte, n int, factor float64", 32)
 	p.arguments("dst", "src", "n")
@@ -268,17 +326,17 @@ const turnElems = 8
 
 // conversions writes those between halves and float32.
 func conversions(p *program) {
-	for _, e := range []elem{float16s, bfloat16s} {
+	for _, e := range []neon{neonFloat16, neonBFloat16} {
 		row(&p.widens, e, "widen"+e.name)
 		p.conversion("widen", e, func(n int) {
 			p.load("R1", first, n*e.size)
 			e.half.widen(p, temp, first, 0)
 			e.half.widen(p, temp+1, first, 1)
-			p.store("R0", temp, n*float32s.size)
+			p.store("R0", temp, n*neonFloat32.size)
 		})
 		row(&p.narrows, e, "narrow"+e.name)
 		p.conversion("narrow", e, func(n int) {
-			p.load("R1", temp, n*float32s.size)
+			p.load("R1", temp, n*neonFloat32.size)
 			if e.half.convert != nil {
 				e.half.convert(p, temp, temp+2)
 				e.half.convert(p, temp+1, temp+3)
@@ -290,7 +348,7 @@ func conversions(p *program) {
 }
 
 // conversion writes a function whose turn converts n elements.
-func (p *program) conversion(kind string, e elem, turn func(n int)) {
+func (p *program) conversion(kind string, e neon, turn func(n int)) {
 	p.function(kind+e.name, "dst, src *byte, n int", 24)
 	p.arguments("dst", "src", "n")
 	p.constants(e)
