@@ -15,7 +15,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
@@ -44,7 +43,7 @@ func (d *daemon) run() error {
 	if d.settings, err = config.FromEnvironment(nil, true); err != nil && d.fd < 0 {
 		return err
 	}
-	d.log = logs.New(d.stderr, &d.settings).Named("hvdd")
+	d.log = d.settings.Logger(d.stderr).Named("hvdd")
 	defer func() { _ = d.log.Sync() }() // of the same file as the error that hvdd ends with
 	cfg := sidecar.Config{Version: d.version, Log: d.log}
 	if d.fd < 0 {

@@ -14,7 +14,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/gohvd/gohvd/internal/version"
+	"github.com/gohvd/gohvd/internal/config"
 )
 
 // Exit statuses.
@@ -55,7 +55,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 			}
 			return nil
 		},
-		Version:       version.Text(),
+		Version:       config.VersionText(),
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		RunE:          func(*cobra.Command, []string) error { return d.run() },

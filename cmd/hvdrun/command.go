@@ -9,7 +9,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/version"
 )
 
 const configCommand = "config"
@@ -54,7 +53,7 @@ func (r *runner) command() *cobra.Command {
 		Use:           "hvdrun",
 		Short:         "Start and supervise the ranks of a job",
 		Long:          long,
-		Version:       version.Text(),
+		Version:       config.VersionText(),
 		Args:          cobra.ArbitraryArgs,
 		SilenceErrors: true,
 		SilenceUsage:  true,

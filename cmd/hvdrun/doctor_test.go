@@ -9,8 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
-	"github.com/gohvd/gohvd/internal/version"
 )
 
 // agentScript makes an agent that notes its arguments and reaches all hosts but those called bad. What it is asked to run
@@ -66,8 +66,8 @@ func TestDoctor(t *testing.T) {
 	if l := lines["cpu operations"]; !strings.Contains(l.Text, "shm") || !strings.Contains(l.Text, "tcp") {
 		t.Errorf("got %+v, want the values of the setting", l)
 	}
-	if l := lines["version"]; l.Text != "gohvd "+version.Text() {
-		t.Errorf("got %+v, want %s", l, version.Text())
+	if l := lines["version"]; l.Text != "gohvd "+config.VersionText() {
+		t.Errorf("got %+v, want %s", l, config.VersionText())
 	}
 	if text := fmt.Sprint(lines); strings.Contains(text, "hush") || lines["HVD_SECRET"].Text == "" {
 		t.Errorf("got %s, want that there is a secret and not which", text)

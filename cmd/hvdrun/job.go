@@ -160,7 +160,7 @@ func (r *runner) logger() *zap.Logger {
 	if r.verbose && logs.Level(c.LogLevel) > zapcore.InfoLevel {
 		c.LogLevel = "info"
 	}
-	return logs.New(r.stderr, &c)
+	return c.Logger(r.stderr)
 }
 
 // sidecarBinary tells ranks in Python of an hvdd that is beside hvdrun, on whose host they are, if they would not be told else.

@@ -1,4 +1,4 @@
-// Package config holds the settings: one table, read in one place.
+// Package config holds the settings, one table that is read in one place, and the version of gohvd.
 //
 // A setting carries Horovod's name where Horovod has it (HOROVOD_...) and ours where it has not (HVD_...). The table
 // makes how values are read, hvdrun's flags and help, and the page docs/settings.md. Nothing else in this module

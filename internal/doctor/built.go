@@ -13,7 +13,6 @@ import (
 	"strings"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/version"
 )
 
 // Part is something that may be built in, such as MPI.
@@ -41,7 +40,7 @@ func (s *System) Parts() []Part {
 // WriteBuild writes the parts in the form of horovodrun --check-build, for scripts that look for "[X] PyTorch".
 func (s *System) WriteBuild(w io.Writer) error {
 	out := bufio.NewWriter(w)
-	fmt.Fprintf(out, "gohvd %s:\n", version.Text())
+	fmt.Fprintf(out, "gohvd %s:\n", config.VersionText())
 	kind := ""
 	for _, p := range s.Parts() {
 		if p.Kind != kind {
@@ -60,7 +59,7 @@ func (s *System) WriteBuild(w io.Writer) error {
 // built says what this program is made of. That something is not built in is a fact, no fault.
 func built(_ context.Context, s *System) []Line {
 	b := s.Build
-	lines := []Line{ok("version", "gohvd %s", version.Text())}
+	lines := []Line{ok("version", "gohvd %s", config.VersionText())}
 	compiler := b.Go + " for " + s.Arch
 	if b.Known {
 		compiler += fmt.Sprintf(", cgo %s, assembly %s", onOff(b.CGO), onOff(!b.NoAsm))

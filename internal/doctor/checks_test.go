@@ -12,13 +12,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/version"
+	"github.com/gohvd/gohvd/internal/config"
 )
 
 func TestBuilt(t *testing.T) {
 	s := soundSystem()
 	s.Build = Build{Go: "go1.26", CGO: true, NoAsm: true, Known: true}
-	holds(t, "parts", look(t, s, "build"), "ok version: gohvd "+version.Text(), "ok compiler: go1.26 for amd64, cgo on, assembly off",
+	holds(t, "parts", look(t, s, "build"), "ok version: gohvd "+config.VersionText(), "ok compiler: go1.26 for amd64, cgo on, assembly off",
 		"ok frameworks: Go, PyTorch (over hvdd); not built in: TensorFlow, MXNet", "ok controllers: Gloo", "ok tensor operations: Gloo",
 		"ok cpu operations: HOROVOD_CPU_OPERATIONS can be gloo, shm,tcp")
 

@@ -10,7 +10,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/version"
 )
 
 const (
@@ -104,8 +103,8 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 	switch {
 	case err != nil:
 		return fail(sidecarName, sidecarFix, "%s: %v", file, err)
-	case its != version.Text():
-		return warn(sidecarName, sidecarFix, "%s is of version %s, and hvdrun of %s", file, its, version.Text())
+	case its != config.VersionText():
+		return warn(sidecarName, sidecarFix, "%s is of version %s, and hvdrun of %s", file, its, config.VersionText())
 	}
 	return ok(sidecarName, "%s at %s", its, file)
 }

@@ -11,7 +11,6 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/version"
 )
 
 func TestPythonPrograms(t *testing.T) {
@@ -25,7 +24,7 @@ func TestPythonPrograms(t *testing.T) {
 		want     []string
 		noPython bool
 	}{
-		"without Python":   {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd " + version.Text(), want: []string{"ok python: not in PATH", "ok hvdd: " + version.Text() + " at /b/hvdd"}},
+		"without Python":   {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd " + config.VersionText(), want: []string{"ok python: not in PATH", "ok hvdd: " + config.VersionText() + " at /b/hvdd"}},
 		"Python is broken": {want: []string{"warn python: /usr/bin/python3: exit status 1: no such module"}},
 		"it prints rubbish": {
 			facts: "hello", want: []string{"warn python: /usr/bin/python3: invalid"},
@@ -52,7 +51,7 @@ func TestPythonPrograms(t *testing.T) {
 		},
 		"hvdd is another": {
 			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`, hvdd: "hvdd v0\n",
-			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "warn hvdd: /b/hvdd is of version v0, and hvdrun of " + version.Text()},
+			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "warn hvdd: /b/hvdd is of version v0, and hvdrun of " + config.VersionText()},
 		},
 	} {
 		s := soundSystem()
@@ -84,18 +83,18 @@ func TestThisPython(t *testing.T) {
 		t.Fatal(err)
 	}
 	hvdd := filepath.Join(t.TempDir(), "hvdd")
-	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\necho "+"'hvdd "+version.Text()+"'\n"), 0o700); err != nil {
+	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\necho "+"'hvdd "+config.VersionText()+"'\n"), 0o700); err != nil {
 		t.Fatal(err)
 	}
 	s := Here(slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, "HVD_") || strings.HasPrefix(e, "PYTHON") }))
 	s.Sidecar = hvdd
 	s.Environ = append(s.Environ, "PYTHONDONTWRITEBYTECODE=1", "PYTHONPATH="+checkout)
 	lines := python(t.Context(), s)
-	holds(t, "this Python", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: at "+checkout, "ok hvdd: "+version.Text()+" at "+hvdd)
+	holds(t, "this Python", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: at "+checkout, "ok hvdd: "+config.VersionText()+" at "+hvdd)
 	s.Environ = append(s.Environ, config.SidecarBinaryVariable+"="+hvdd+".none")
 	lines = python(t.Context(), s)
 	holds(t, "a wrong name", lines, "ok ", "ok torch", "ok numpy", "ok gohvd", "fail hvdd: SidecarError: HVD_SIDECAR_BINARY is")
 	s.Environ = append(s.Environ, "PYTHONPATH=")
 	lines = python(t.Context(), s)
-	holds(t, "without gohvd", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: not installed", "ok hvdd: "+version.Text()+" at "+hvdd)
+	holds(t, "without gohvd", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: not installed", "ok hvdd: "+config.VersionText()+" at "+hvdd)
 }

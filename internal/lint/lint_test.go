@@ -8,6 +8,7 @@ import (
 	"go/parser"
 	"go/token"
 	"io"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -59,79 +60,47 @@ func packages(t *testing.T) []pkg {
 // short is the import path within the module.
 func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(path, module), "/") }
 
-// floors is the building, ground first: a package imports only from lower floors. A name with /... stands for all below it.
-var floors = [][]string{
-	{"half", "internal/topo", "internal/secret", "internal/netif", "internal/lint", "internal/shmem", "internal/version", "internal/memfd", "internal/kernel/asm", "internal/frame", "internal/testnet"},
-	{"internal/transport", "internal/tensor", "internal/analysis", "internal/config", "internal/arena"},
-	{"internal/message/messagepb", "internal/rendezvous/rendezvouspb", "internal/sidecar/sidecarpb", "internal/kernel", "internal/logs"},
-	{"internal/message", "internal/sidecar/sidecartest", "internal/dial"},
-	{"responsecache", "fusion", "tensorqueue", "internal/trace", "internal/stats"},
-	{"timeline", "timeline/timelinetest"},
-	{"controller"},
-	{"store/..."},
-	{"internal/place"},
-	{"internal/recorder", "internal/joblink"},
-	{"internal/metrics"},
-	{"timeline/report"},
-	{"internal/rendezvous/..."},
-	{"internal/meeting"},
-	{"internal/transport/tcp", "internal/transport/mem", "internal/transport/shm", "internal/transport/transporttest"},
-	{"ops"},
-	{"ops/tcp", "ops/shm", "ops/opstest"},
-	{"internal/engine", "internal/session"},
-	{"internal/observe"},
-	{"internal/rank"},
-	{"hvd", "internal/sidecar", "internal/launch", "internal/testcluster"},
-	{"internal/doctor"},
-	{"cmd/hvdrun", "cmd/hvdd", "cmd/hvdbench", "examples/digits", "internal/e2e", "internal/pythontest", "internal/conformance"},
-}
-
-func floorOf(path string) int {
-	// The longest match wins, so that a package can stand lower than the rest of its folder.
-	best, floor := -1, -1
-	for i, names := range floors {
-		for _, n := range names {
-			prefix, subtree := strings.CutSuffix(n, "/...")
-			if (path == prefix || subtree && strings.HasPrefix(path, prefix+"/")) && len(prefix) > best {
-				best, floor = len(prefix), i
-			}
-		}
-	}
-	return floor
-}
-
 // Why: a package can be understood knowing only what is below it, and tests of the lower ones need nothing of the
-// upper.
-func TestImportsPointDown(t *testing.T) {
-	for _, p := range packages(t) {
-		from := floorOf(short(p.ImportPath))
-		if from < 0 {
-			t.Errorf("%s stands on no floor: add it to the list in this test", p.ImportPath)
-			continue
-		}
-		for _, i := range p.Imports {
-			if !strings.HasPrefix(i, module+"/") {
+// upper. The table of docs/design.md is the only list of the layers.
+func TestImportsPointDownTheTable(t *testing.T) {
+	page, err := os.ReadFile("../../docs/design.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, table, _ := strings.Cut(string(page), "| layer | package | what |\n")
+	table, _, found := strings.Cut(table, "\n\n")
+	if !found {
+		t.Fatal("docs/design.md has no table of packages")
+	}
+	rows := make(map[string]int) // of packages: the table's order, from the top
+	for line := range strings.Lines(table) {
+		for i, name := range strings.Split(strings.Split(line, "|")[2], "`") {
+			if i%2 == 0 {
 				continue
 			}
-			to := floorOf(short(i))
-			sameFolder := strings.HasPrefix(short(i), short(p.ImportPath)+"/")
-			if to > from || to == from && !sameFolder && !sharesRoot(p.ImportPath, i) {
-				t.Errorf("%s (floor %d) imports %s (floor %d)", short(p.ImportPath), from, short(i), to)
+			if rows[name] > 0 {
+				t.Errorf("%s is in the table of docs/design.md twice", name)
+			}
+			rows[name] = len(rows) + 1
+		}
+	}
+	all := packages(t)
+	for _, p := range all {
+		name := short(p.ImportPath)
+		if rows[name] == 0 {
+			t.Errorf("%s is not in the table of docs/design.md", name)
+		}
+		for _, i := range p.Imports {
+			if strings.HasPrefix(i, module+"/") && rows[short(i)] < rows[name] {
+				t.Errorf("%s imports %s, which is above it in the table of docs/design.md", name, short(i))
 			}
 		}
 	}
-}
-
-// sharesRoot reports whether two packages are of one listed subtree, inside which order is its own business.
-func sharesRoot(a, b string) bool {
-	for _, names := range floors {
-		for _, n := range names {
-			if prefix, subtree := strings.CutSuffix(n, "/..."); subtree && strings.HasPrefix(short(a)+"/", prefix+"/") && strings.HasPrefix(short(b)+"/", prefix+"/") {
-				return true
-			}
+	for name := range rows {
+		if !slices.ContainsFunc(all, func(p pkg) bool { return short(p.ImportPath) == name }) {
+			t.Errorf("docs/design.md has %s in its table of packages, which is none", name)
 		}
 	}
-	return false
 }
 
 // Why: the negotiation must give the same outputs for the same inputs, be testable without a network, and never

@@ -1,4 +1,4 @@
-// Package logs makes the loggers of a rank, of hvdd and of hvdrun from the settings. docs/logging.md is for users.
+// Package logs makes the loggers of a rank, of hvdd and of hvdrun (config.Config.Logger). docs/logging.md is for users.
 //
 // Invariants:
 //
@@ -17,16 +17,15 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"golang.org/x/sys/unix"
-
-	"github.com/gohvd/gohvd/internal/config"
 )
 
-// New logs to w as the settings say: HOROVOD_LOG_LEVEL, HOROVOD_LOG_HIDE_TIME and HVD_LOG_FORMAT. A zero Config logs warnings.
-// w may be written to by others too; each line is one Write. Sync of the logger tells of lines that were left out.
-func New(w io.Writer, c *config.Config) *zap.Logger {
+// New returns a logger that writes to w what has at least the given level, as lines for people (format console), as JSON, or,
+// for any other format, as lines for people if w is a terminal. Others may write to w too; each line is one Write. Sync of the
+// logger tells of lines that were left out.
+func New(w io.Writer, level zapcore.Level, format string, withTime bool) *zap.Logger {
 	// Without its own Sync, which fails for a pipe.
 	sink := zapcore.Lock(zapcore.AddSync(struct{ io.Writer }{w}))
-	core := zapcore.NewCore(newEncoder(isConsole(w, c.LogFormat), !c.LogHideTime), sink, Level(c.LogLevel))
+	core := zapcore.NewCore(newEncoder(isConsole(w, format), withTime), sink, level)
 	return Quiet(zap.New(core, zap.ErrorOutput(sink)))
 }
 

@@ -53,7 +53,7 @@ func TestLevels(t *testing.T) {
 		{"trace", "tdiwe"}, {"debug", "diwe"}, {"info", "iwe"}, {"warning", "we"}, {"error", "e"}, {"fatal", ""},
 	} {
 		var out bytes.Buffer
-		log := logs.New(&out, settings(t, "HOROVOD_LOG_LEVEL="+test.word))
+		log := settings(t, "HOROVOD_LOG_LEVEL="+test.word).Logger(&out)
 		log.Log(logs.Trace, "t")
 		log.Debug("d")
 		log.Info("i")
@@ -68,7 +68,7 @@ func TestLevels(t *testing.T) {
 		}
 	}
 	var out bytes.Buffer
-	log := logs.New(&out, new(config.Config))
+	log := new(config.Config).Logger(&out)
 	log.Info("i")
 	log.Warn("w")
 	if all := objects(t, out.Bytes()); len(all) != 1 || all[0]["msg"] != "w" {
@@ -78,7 +78,7 @@ func TestLevels(t *testing.T) {
 
 func TestJSON(t *testing.T) {
 	var out bytes.Buffer
-	log := logs.New(&out, settings(t)).Named("hvdd").With(zap.Int("rank", 3), zap.String("host", "h1"))
+	log := settings(t).Logger(&out).Named("hvdd").With(zap.Int("rank", 3), zap.String("host", "h1"))
 	log.Warn("late", zap.String("tensor", "grad/\n7"), zap.Duration("pause", 250*time.Millisecond), zap.Error(errors.New("gone")))
 	got := objects(t, out.Bytes())[0]
 	for key, want := range map[string]any{
@@ -93,7 +93,7 @@ func TestJSON(t *testing.T) {
 		t.Errorf("time: %v, %v ago", err, since)
 	}
 	out.Reset()
-	logs.New(&out, settings(t, "HOROVOD_LOG_HIDE_TIME=1")).Warn("late")
+	settings(t, "HOROVOD_LOG_HIDE_TIME=1").Logger(&out).Warn("late")
 	if got, want := out.String(), `{"level":"warn","msg":"late"}`+"\n"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
@@ -101,12 +101,12 @@ func TestJSON(t *testing.T) {
 
 func TestConsole(t *testing.T) {
 	var out bytes.Buffer
-	logs.New(&out, settings(t, "HVD_LOG_FORMAT=console", "HOROVOD_LOG_HIDE_TIME=1")).Warn("late", zap.Int("rank", 3))
+	settings(t, "HVD_LOG_FORMAT=console", "HOROVOD_LOG_HIDE_TIME=1").Logger(&out).Warn("late", zap.Int("rank", 3))
 	if got, want := out.String(), "WARN\tlate\t{\"rank\": 3}\n"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
 	out.Reset()
-	logs.New(&out, settings(t, "HVD_LOG_FORMAT=console")).Warn("late")
+	settings(t, "HVD_LOG_FORMAT=console").Logger(&out).Warn("late")
 	if year := time.Now().Format("2006-"); !strings.HasPrefix(out.String(), year) {
 		t.Errorf("no time in %q", out.String())
 	}
@@ -128,7 +128,7 @@ func TestAuto(t *testing.T) {
 	}{
 		{"auto", slave, master, "WARN"}, {"auto", w, r, "{"}, {"json", slave, master, "{"}, {"console", w, r, "WARN"},
 	} {
-		logs.New(test.to, settings(t, "HVD_LOG_FORMAT="+test.format, "HOROVOD_LOG_HIDE_TIME=1")).Warn("late")
+		settings(t, "HVD_LOG_FORMAT="+test.format, "HOROVOD_LOG_HIDE_TIME=1").Logger(test.to).Warn("late")
 		b := make([]byte, 256)
 		n, err := test.from.Read(b)
 		if err != nil || !strings.HasPrefix(string(b[:n]), test.want) {
@@ -146,7 +146,7 @@ func TestWhatPeersSay(t *testing.T) {
 	for _, format := range []string{"json", "console"} {
 		t.Run(format, func(t *testing.T) {
 			var out bytes.Buffer
-			log := logs.New(&out, settings(t, "HVD_LOG_FORMAT="+format))
+			log := settings(t, "HVD_LOG_FORMAT="+format).Logger(&out)
 			log.Warn("bad "+evil, zap.String("tensor", evil), zap.Error(fmt.Errorf("tensor %s", evil)))
 			log.With(zap.String("tensor", evil)).Error("with " + evil)
 			lines := strings.Split(strings.TrimSuffix(out.String(), "\n"), "\n")
@@ -168,7 +168,7 @@ func TestWhatPeersSay(t *testing.T) {
 // A text of just the bound is whole.
 func TestBound(t *testing.T) {
 	var out bytes.Buffer
-	log := logs.New(&out, settings(t))
+	log := settings(t).Logger(&out)
 	fits, long := strings.Repeat("a", 1024), strings.Repeat("a", 1025)
 	log.Warn("m", zap.String("fits", fits), zap.String("long", long), zap.String("split", strings.Repeat("a", 1023)+"é"))
 	got := objects(t, out.Bytes())[0]
@@ -313,7 +313,7 @@ func (failing) Write([]byte) (int, error) { return 0, errors.New("no room") }
 // Loggers are for many goroutines, and no line of a storm is counted twice or lost.
 func TestManyGoroutines(t *testing.T) {
 	var out bytes.Buffer
-	log := logs.New(&out, settings(t))
+	log := settings(t).Logger(&out)
 	var wg sync.WaitGroup
 	for range 4 {
 		wg.Go(func() {
@@ -345,7 +345,7 @@ func TestManyGoroutines(t *testing.T) {
 func ExampleNew() {
 	c := config.Defaults()
 	c.LogHideTime = true
-	log := logs.New(os.Stdout, &c).With(zap.Int("rank", 1), zap.Int("size", 4), zap.String("host", "h1"), zap.Uint64("epoch", 1))
+	log := c.Logger(os.Stdout).With(zap.Int("rank", 1), zap.Int("size", 4), zap.String("host", "h1"), zap.Uint64("epoch", 1))
 	log.Warn("an operation failed", zap.String("tensor", "grad/7"))
 	log.Info("not at this level")
 	// Output: {"level":"warn","msg":"an operation failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
@@ -355,7 +355,7 @@ func ExampleNew() {
 func TestTrace(t *testing.T) {
 	for format, want := range map[string]string{"json": `"level":"trace"`, "console": "TRACE"} {
 		var out bytes.Buffer
-		log := logs.New(&out, settings(t, "HOROVOD_LOG_LEVEL=trace", "HVD_LOG_FORMAT="+format))
+		log := settings(t, "HOROVOD_LOG_LEVEL=trace", "HVD_LOG_FORMAT="+format).Logger(&out)
 		const lines = 100
 		for range lines {
 			log.Log(logs.Trace, "a cycle", zap.String("frame", strings.Repeat("x", 3000)+"\nend"))

@@ -7,8 +7,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
 
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/stats"
-	"github.com/gohvd/gohvd/internal/version"
 )
 
 // Labels. Horovod's word for a kind of operation is op.
@@ -217,6 +217,6 @@ func (h *histogram) Write(to *dto.Metric) error {
 func buildInfo(name string) prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: name, Help: "1, with the version of gohvd and that of Go it was built with.",
-		ConstLabels: prometheus.Labels{labelVersion: version.Module(), labelGo: runtime.Version()},
+		ConstLabels: prometheus.Labels{labelVersion: config.Version(), labelGo: runtime.Version()},
 	}, func() float64 { return 1 })
 }

@@ -25,7 +25,6 @@ import (
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/topo"
-	"github.com/gohvd/gohvd/internal/version"
 )
 
 // Config says which rank it is.
@@ -217,7 +216,7 @@ func (r *Rank) Dump(why string) *analysis.Snapshot {
 	}
 	r.mu.Unlock()
 	about := recorder.About{
-		Rank: r.cfg.Rank, Size: r.cfg.Size, Host: r.cfg.Host, PID: os.Getpid(), Epoch: r.cfg.Epoch, Version: version.Module(),
+		Rank: r.cfg.Rank, Size: r.cfg.Size, Host: r.cfg.Host, PID: os.Getpid(), Epoch: r.cfg.Epoch, Version: config.Version(),
 		Why: why, Now: time.Now(), Sets: r.cfg.Sets(), Stalls: stalls,
 	}
 	if e != nil {

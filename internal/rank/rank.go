@@ -17,7 +17,6 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
-	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/observe"
 	"github.com/gohvd/gohvd/internal/place"
@@ -64,7 +63,7 @@ type Options struct {
 func (o *Options) Read() (config.Config, error) {
 	cfg, err := config.FromEnvironment(o.Settings, o.Store != nil || o.Method != "" || o.ID != nil)
 	if err == nil && o.Log == nil {
-		o.Log = logs.New(os.Stderr, &cfg)
+		o.Log = cfg.Logger(os.Stderr)
 	}
 	return cfg, err
 }

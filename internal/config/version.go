@@ -1,17 +1,14 @@
-// Package version says which gohvd this is.
-package version
+package config
 
-import (
-	"runtime/debug"
-)
+import "runtime/debug"
 
 const module = "github.com/gohvd/gohvd"
 
-// release is set by the linker in a release: -X github.com/gohvd/gohvd/internal/version.release=v1.2.3.
+// release is set by the linker in a release: -X github.com/gohvd/gohvd/internal/config.release=v1.2.3.
 var release string
 
-// Module is the version of gohvd in this program, whose own module may be another; "(devel)" if that is not known.
-func Module() string {
+// Version is that of gohvd in this program, whose own module may be another; "(devel)" if that is not known.
+func Version() string {
 	if release != "" {
 		return release
 	}
@@ -25,9 +22,9 @@ func Module() string {
 	return "(devel)"
 }
 
-// Text is Module, and what the program was built from if that is known, for people.
-func Text() string {
-	text := Module()
+// VersionText is Version, and what the program was built from if that is known, for people.
+func VersionText() string {
+	text := Version()
 	if info, ok := debug.ReadBuildInfo(); ok {
 		for _, s := range info.Settings {
 			if s.Key == "vcs.revision" {

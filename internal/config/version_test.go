@@ -1,4 +1,4 @@
-package version_test
+package config_test
 
 import (
 	"os/exec"
@@ -6,20 +6,20 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/gohvd/gohvd/internal/version"
+	"github.com/gohvd/gohvd/internal/config"
 )
 
-func TestUnknown(t *testing.T) {
+func TestUnknownVersion(t *testing.T) {
 	// A test binary has no version of its module.
-	if v := version.Module(); v != "(devel)" || !strings.HasPrefix(version.Text(), v) {
-		t.Errorf("got %q and %q", v, version.Text())
+	if v := config.Version(); v != "(devel)" || !strings.HasPrefix(config.VersionText(), v) {
+		t.Errorf("got %q and %q", v, config.VersionText())
 	}
 }
 
 // The variable that a release sets is where its comment says.
-func TestRelease(t *testing.T) {
+func TestReleaseVersion(t *testing.T) {
 	hvdrun := filepath.Join(t.TempDir(), "hvdrun")
-	build := exec.Command("go", "build", "-ldflags", "-X github.com/gohvd/gohvd/internal/version.release=v1.2.3", "-o", hvdrun, "github.com/gohvd/gohvd/cmd/hvdrun")
+	build := exec.Command("go", "build", "-ldflags", "-X github.com/gohvd/gohvd/internal/config.release=v1.2.3", "-o", hvdrun, "github.com/gohvd/gohvd/cmd/hvdrun")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}

@@ -1,0 +1,15 @@
+package config
+
+import (
+	"io"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/logs"
+)
+
+// Logger returns a logger that writes to w as HOROVOD_LOG_LEVEL, HOROVOD_LOG_HIDE_TIME and HVD_LOG_FORMAT say. A zero Config
+// logs warnings.
+func (c *Config) Logger(w io.Writer) *zap.Logger {
+	return logs.New(w, logs.Level(c.LogLevel), c.LogFormat, !c.LogHideTime)
+}
