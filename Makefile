@@ -42,7 +42,7 @@ race: ## the tests of what has goroutines under the race detector, in random ord
 # No package of ours has C in it, and go vet for arm64 has compiled all without. What differs is how names are resolved.
 .PHONY: nocgo
 nocgo: ## without a C compiler: ranks find each other by name, and jobs run
-	CGO_ENABLED=0 $(GO) test ./internal/meeting
+	CGO_ENABLED=0 $(GO) test ./internal/place
 	CGO_ENABLED=0 $(GO) test -run InitAgain ./internal/e2e
 
 .PHONY: noasm

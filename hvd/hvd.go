@@ -55,7 +55,7 @@ import (
 	"sync"
 
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/meeting"
+	"github.com/gohvd/gohvd/internal/place"
 )
 
 // process is the face that the package-level functions put on one Engine.
@@ -64,8 +64,8 @@ var process struct {
 	engine *Engine       // nil before Init and after Shutdown
 	busy   chan struct{} // not nil while an Init or a Shutdown is under way; closed at its end
 	epoch  uint64        // of the last engine
-	// met is where the ranks have met, if that cannot be done again (meeting.Meeting.Once). It lives as long as the process.
-	met *meeting.Meeting
+	// met is where the ranks have met, if that cannot be done again (place.Meeting.Once). It lives as long as the process.
+	met *place.Meeting
 }
 
 // begin makes the caller the one who changes process.engine, after those who do it now. The engine is as they left

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net/url"
 
-	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/store"
@@ -97,7 +96,7 @@ func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOp
 // program that gives no way to meet.
 func WithID(rank, size int, ids ...UniqueID) InitOption {
 	return func(o *initOptions) {
-		o.ID = &meeting.ID{Rank: rank, Size: size}
+		o.ID = &place.ByID{Rank: rank, Size: size}
 		for _, id := range ids {
 			o.ID.IDs = append(o.ID.IDs, place.ID(id))
 		}
@@ -111,4 +110,4 @@ func WithDevice(name string, share bool) InitOption {
 }
 
 // keeping keeps a meeting that cannot be repeated.
-func keeping(met **meeting.Meeting) InitOption { return func(o *initOptions) { o.Kept = met } }
+func keeping(met **place.Meeting) InitOption { return func(o *initOptions) { o.Kept = met } }

@@ -6,8 +6,8 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/meeting"
-	"github.com/gohvd/gohvd/internal/session"
+	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
@@ -22,8 +22,8 @@ type rawBackend struct {
 	ops.Registration
 	rank, size int
 	mesh       transport.Mesh
-	at         *meeting.Meeting
-	session    *session.Session // nil in a job of one
+	at         *place.Meeting
+	session    *rank.Session // nil in a job of one
 }
 
 // close ends it for all ranks, which must have finished their operations.
@@ -43,14 +43,14 @@ func (b *rawBackend) close() error {
 
 // openRaw meets the other ranks under a job name of its own, so that an engine of this process can be in the job too. The
 // backend is the one that the engine would choose: shared memory if the ranks have it, else TCP.
-func openRaw(ctx context.Context, at place) (b *rawBackend, err error) {
+func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
 	if err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
 	defer cancel()
-	met, err := meeting.Open(ctx, meeting.Config{Settings: cfg, Store: at.store})
+	met, err := place.Open(ctx, place.Config{Settings: cfg, Store: at.store})
 	if err != nil {
 		return nil, err
 	}
@@ -66,7 +66,7 @@ func openRaw(ctx context.Context, at place) (b *rawBackend, err error) {
 		b.mesh = transport.Alone{}
 	} else {
 		met.Settings.JobID += "/raw"
-		if b.session, err = session.Open(ctx, session.Config{At: met}); err != nil {
+		if b.session, err = rank.OpenSession(ctx, rank.SessionConfig{At: met}); err != nil {
 			return nil, err
 		}
 		b.mesh = b.session.Mesh

@@ -46,7 +46,7 @@ func sample() options {
 }
 
 // cluster calls f for n ranks of a job and returns the first error.
-func cluster(t *testing.T, n int, settings map[string]string, f func(ctx context.Context, at place, rank int) error) error {
+func cluster(t *testing.T, n int, settings map[string]string, f func(ctx context.Context, at jobPlace, rank int) error) error {
 	t.Helper()
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -55,7 +55,7 @@ func cluster(t *testing.T, n int, settings map[string]string, f func(ctx context
 	errs := make([]error, n)
 	var wg sync.WaitGroup
 	for r := range n {
-		at := place{store: kv, settings: map[string]string{
+		at := jobPlace{store: kv, settings: map[string]string{
 			"HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": strconv.Itoa(n), "HOROVOD_HOSTNAME": "test",
 		}}
 		for name, value := range settings {
@@ -71,7 +71,7 @@ func cluster(t *testing.T, n int, settings map[string]string, f func(ctx context
 func runs(t *testing.T, n int, settings map[string]string, change func(o *options, rank int)) (out, log string, err error) {
 	t.Helper()
 	outs, logs := make([]strings.Builder, n), make([]strings.Builder, n)
-	err = cluster(t, n, settings, func(ctx context.Context, at place, rank int) error {
+	err = cluster(t, n, settings, func(ctx context.Context, at jobPlace, rank int) error {
 		o := sample()
 		change(&o, rank)
 		return measure(ctx, o, at, streams{&outs[rank], &logs[rank]})

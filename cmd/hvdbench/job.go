@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// place is how this rank finds its job. The zero value is what the environment says.
-type place struct {
+// jobPlace is how this rank finds its job. The zero value is what the environment says.
+type jobPlace struct {
 	settings map[string]string // override those of the environment, by name
 	store    store.Store       // where the ranks meet, instead of the launcher's
 }
@@ -29,7 +29,7 @@ type job struct {
 }
 
 // join makes the paths. All ranks must ask for the same.
-func join(ctx context.Context, at place, negotiate, raw bool) (*job, error) {
+func join(ctx context.Context, at jobPlace, negotiate, raw bool) (*job, error) {
 	j := &job{}
 	err := j.open(ctx, at, negotiate, raw)
 	if err != nil {
@@ -38,7 +38,7 @@ func join(ctx context.Context, at place, negotiate, raw bool) (*job, error) {
 	return j, nil
 }
 
-func (j *job) open(ctx context.Context, at place, negotiate, raw bool) (err error) {
+func (j *job) open(ctx context.Context, at jobPlace, negotiate, raw bool) (err error) {
 	if negotiate {
 		var opts []hvd.InitOption
 		if at.store != nil {

@@ -64,7 +64,7 @@ func interruptible(ctx context.Context) (context.Context, func()) {
 // run is main without the process: it returns the exit status.
 func run(args []string, stdout, stderr io.Writer) int {
 	cmd := newCommand(func(ctx context.Context, o options) error {
-		return measure(ctx, o, place{}, streams{stdout, stderr})
+		return measure(ctx, o, jobPlace{}, streams{stdout, stderr})
 	})
 	cmd.SetArgs(args)
 	cmd.SetOut(stdout)

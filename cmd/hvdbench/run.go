@@ -32,7 +32,7 @@ type streams struct{ out, err io.Writer }
 //  3. Nothing but the operation happens between the two readings of the clock, and nothing is printed, sent or
 //     allocated by this program in the loop around it.
 //  4. GB is 10^9 bytes, and busbw as nccl-tests define it (doc/PERFORMANCE.md there; busFactor).
-func measure(ctx context.Context, o options, at place, s streams) error {
+func measure(ctx context.Context, o options, at jobPlace, s streams) error {
 	j, err := join(ctx, at, !o.raw, o.raw || o.negotiation > 0)
 	if err != nil {
 		return err

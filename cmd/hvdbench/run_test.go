@@ -241,7 +241,7 @@ func TestAWrongByteIsSeen(t *testing.T) {
 	for _, kind := range []message.Kind{message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter, message.Alltoall, message.Join} {
 		for _, after := range []int{0, 4} { // 4: the check before the loop passes
 			var out strings.Builder
-			err := cluster(t, 2, nil, func(ctx context.Context, at place, rank int) error {
+			err := cluster(t, 2, nil, func(ctx context.Context, at jobPlace, rank int) error {
 				o := sample()
 				o.placements = []bool{true}
 				if kind == message.Join {
@@ -302,7 +302,7 @@ func TestTheLoopDoesNotTimeWhatComesBefore(t *testing.T) {
 // Interrupted, a benchmark shows what it has and leaves the job.
 func TestInterrupted(t *testing.T) {
 	var out strings.Builder
-	err := cluster(t, 2, nil, func(ctx context.Context, at place, rank int) error {
+	err := cluster(t, 2, nil, func(ctx context.Context, at jobPlace, rank int) error {
 		ctx, cancel := context.WithCancel(ctx)
 		defer cancel()
 		o := sample()

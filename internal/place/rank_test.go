@@ -125,11 +125,11 @@ func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 		_, _ = m.Store.Add(ctx, "done", 1)
 		return nil
 	}
-	return counted(ctx, m.Store, "done", e.Size-1)
+	return awaitCount(ctx, m.Store, "done", e.Size-1)
 }
 
-// counted waits until the number at key is n.
-func counted(ctx context.Context, s store.Store, key string, n int) (err error) {
+// awaitCount waits until the number at key is n.
+func awaitCount(ctx context.Context, s store.Store, key string, n int) (err error) {
 	var value []byte
 	for n > 0 && string(value) != strconv.Itoa(n) && err == nil {
 		value, err = s.Watch(ctx, key, value)
@@ -160,7 +160,7 @@ func sameSecret(ctx context.Context, e *Env, m *Place) error {
 	if err := m.Store.Set(ctx, "proof", []byte(s.Addr())); err != nil {
 		return err
 	}
-	return errors.Join(counted(ctx, m.Store, "proven", e.Size-1), s.Close(), h.Close())
+	return errors.Join(awaitCount(ctx, m.Store, "proven", e.Size-1), s.Close(), h.Close())
 }
 
 // needLauncher skips where it is not installed, but not in CI.

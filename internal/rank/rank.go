@@ -17,11 +17,9 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
-	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/observe"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rendezvous"
-	"github.com/gohvd/gohvd/internal/session"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
@@ -41,12 +39,12 @@ type Options struct {
 	Store   store.Store
 	Method  string
 	Methods place.Methods
-	ID      *meeting.ID
+	ID      *place.ByID
 	// Device names the accelerator of this rank. SharesDevice allows other ranks of the host to have the same.
 	Device       string
 	SharesDevice bool
 	// Kept holds a meeting that cannot be repeated, for later epochs of this process.
-	Kept **meeting.Meeting
+	Kept **place.Meeting
 	// ForClient says that the program that computes is a process of its own.
 	ForClient bool
 	// Log replaces the log that the settings describe.
@@ -69,12 +67,12 @@ func (o *Options) Read() (config.Config, error) {
 }
 
 // meet finds where the ranks meet.
-func (o *Options) meet(ctx context.Context, cfg config.Config) (*meeting.Meeting, error) {
+func (o *Options) meet(ctx context.Context, cfg config.Config) (*place.Meeting, error) {
 	byLauncher := o.Store == nil && o.Method == "" && o.ID == nil && cfg.InitMethod == "" && cfg.UniqueID == "" && cfg.Size == config.Unset
 	if byLauncher && o.Kept != nil && *o.Kept != nil {
 		return (*o.Kept).Again(cfg), nil
 	}
-	m, err := meeting.Open(ctx, meeting.Config{
+	m, err := place.Open(ctx, place.Config{
 		Settings: cfg, Store: o.Store, Method: o.Method, Methods: o.Methods, ID: o.ID, Log: o.Log,
 	})
 	if err == nil && m.Once && o.Kept != nil {
@@ -102,9 +100,9 @@ type Rank struct {
 	Epoch       uint64
 	Global      *Set // of all ranks
 
-	at          *meeting.Meeting
-	session     *session.Session // nil in a job of one
-	log         *zap.Logger      // nil if it is the program's
+	at          *place.Meeting
+	session     *Session    // nil in a job of one
+	log         *zap.Logger // nil if it is the program's
 	sets        setTable
 	dynamicSets bool
 	timeout     time.Duration // of operations that say none
@@ -153,7 +151,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		OnVerdict: r.publish, OnStall: o.OnStall,
 	}
 	if size > 1 {
-		r.session, err = session.Open(ctx, session.Config{
+		r.session, err = OpenSession(ctx, SessionConfig{
 			At: r.at, LastEpoch: o.LastEpoch, Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.Device, SharesDevice: o.SharesDevice, Log: log,
 		})
 		if err != nil {

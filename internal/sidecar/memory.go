@@ -110,7 +110,7 @@ func (m *memory) leave(owner *conn) error {
 }
 
 // use finds the memory of tensors of owner's, and has it stay until unuse. In uses it appends the arenas.
-func (m *memory) use(owner *conn, places []place, uses []*given) ([]*given, error) {
+func (m *memory) use(owner *conn, places []location, uses []*given) ([]*given, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for i := range places {

@@ -30,7 +30,7 @@ type plan struct {
 	splits  []int64 // of an alltoall; nil is even ones
 	grouped bool
 	tensors []described
-	places  []place // two for each tensor: input and output
+	places  []location // two for each tensor: input and output
 	// parts, with whole elements, are the tensors of a group that is one request; else nil.
 	parts message.Parts
 	whole tensor.Shape
@@ -44,8 +44,8 @@ type described struct {
 	shape tensor.Shape
 }
 
-// place is where a tensor is.
-type place struct {
+// location is where a tensor is.
+type location struct {
 	arena            uint32
 	offset, numBytes uint64
 	none             bool // an output that the sidecar is to make
@@ -147,8 +147,8 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	if err != nil {
 		return err
 	}
-	in := place{arena: t.GetInput().GetArena(), offset: t.GetInput().GetOffset(), numBytes: t.GetInput().GetBytes()}
-	out := place{arena: t.GetOutput().GetArena(), offset: t.GetOutput().GetOffset(), numBytes: t.GetOutput().GetBytes(), none: t.GetOutput() == nil}
+	in := location{arena: t.GetInput().GetArena(), offset: t.GetInput().GetOffset(), numBytes: t.GetInput().GetBytes()}
+	out := location{arena: t.GetOutput().GetArena(), offset: t.GetOutput().GetOffset(), numBytes: t.GetOutput().GetBytes(), none: t.GetOutput() == nil}
 	dt := tensor.DType(min(t.GetDtype(), math.MaxUint8))
 	if dt == tensor.Invalid {
 		dt = p.DType
@@ -178,7 +178,7 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 // overlaps is an error if something is written that is also something else's.
 func (p *plan) overlaps() error {
 	type stretch struct {
-		*place
+		*location
 		tensor int
 		output bool
 	}
@@ -201,14 +201,14 @@ func (p *plan) overlaps() error {
 			reads, writes = stretch{}, stretch{}
 		}
 		for _, before := range []stretch{reads, writes} {
-			if before.place != nil && before.end() > s.offset && (written(s) || written(before)) {
+			if before.location != nil && before.end() > s.offset && (written(s) || written(before)) {
 				return fmt.Errorf("tensors %d and %d overlap in arena %d at byte %d, and are no input and output in place", before.tensor, s.tensor, s.arena, s.offset)
 			}
 		}
-		if reads.place == nil || s.end() > reads.end() {
+		if reads.location == nil || s.end() > reads.end() {
 			reads = s
 		}
-		if written(s) && (writes.place == nil || s.end() > writes.end()) {
+		if written(s) && (writes.location == nil || s.end() > writes.end()) {
 			writes = s
 		}
 	}
@@ -216,14 +216,14 @@ func (p *plan) overlaps() error {
 }
 
 // end is where p ends. If that is more than 2^64 it is no place in any arena.
-func (p *place) end() uint64 {
+func (p *location) end() uint64 {
 	if p.offset > math.MaxUint64-p.numBytes {
 		return math.MaxUint64
 	}
 	return p.offset + p.numBytes
 }
 
-func (p *place) same(q *place) bool {
+func (p *location) same(q *location) bool {
 	return p.arena == q.arena && p.offset == q.offset && p.numBytes == q.numBytes && p.none == q.none
 }
 

@@ -30,8 +30,8 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/shmem"
@@ -83,7 +83,7 @@ type Server struct {
 	changing chan struct{}
 
 	// Of who holds changing.
-	met  *meeting.Meeting
+	met  *place.Meeting
 	last uint64 // the last epoch
 
 	mu     sync.Mutex

@@ -1,4 +1,4 @@
-package meeting
+package place
 
 import (
 	"context"
@@ -13,17 +13,13 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
 )
-
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // settings are those of an environment with nothing but these.
 func settings(t *testing.T, vars map[string]string) config.Config {
@@ -104,7 +100,7 @@ func outside(t *testing.T) string {
 const given = "a secret that the user gave"
 
 // Who is placed in a job by nothing is alone.
-func TestAlone(t *testing.T) {
+func TestOpenAlone(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"nothing":       nil,
 		"one rank":      {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"},
@@ -118,7 +114,7 @@ func TestAlone(t *testing.T) {
 }
 
 // Nobody is asked over the network before there is a secret, and without one nothing is opened to the network.
-func TestSecretIsNeeded(t *testing.T) {
+func TestOpenNeedsSecret(t *testing.T) {
 	out := outside(t)
 	launched := map[string]string{
 		"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": out, "HOROVOD_GLOO_RENDEZVOUS_PORT": "9",
@@ -203,7 +199,7 @@ func TestByMethod(t *testing.T) {
 			}
 		})
 	}
-	_, errs := all(t, Config{Settings: settings(t, nil), Method: "tcp://" + free + "?rank=0&world_size=2", ID: &ID{Size: 1}})
+	_, errs := all(t, Config{Settings: settings(t, nil), Method: "tcp://" + free + "?rank=0&world_size=2", ID: &ByID{Size: 1}})
 	if errs[0] == nil || !strings.Contains(errs[0].Error(), "2 ways to meet") {
 		t.Errorf("two ways at once: got %v", errs[0])
 	}
@@ -220,7 +216,7 @@ func TestBySettings(t *testing.T) {
 		"HOROVOD_RANK": {"HOROVOD_RANK", "HOROVOD_SIZE"}, "mpirun": {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, "plain": {"RANK", "WORLD_SIZE"},
 	}
 	for by, names := range placed {
-		for name, value := range map[string]string{"HVD_INIT_METHOD": "tcp://" + free(), "HVD_UNIQUE_ID": newIDs(t, 1)[0].String()} {
+		for name, value := range map[string]string{"HVD_INIT_METHOD": "tcp://" + free(), "HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String()} {
 			t.Run(name+" by "+by, func(t *testing.T) {
 				var configs []Config
 				for r := range 2 {
@@ -248,8 +244,8 @@ func TestBySettings(t *testing.T) {
 	}{
 		"both":      {map[string]string{"HVD_INIT_METHOD": "env://", "HVD_UNIQUE_ID": "x"}, "HVD_INIT_METHOD and HVD_UNIQUE_ID are set"},
 		"no id":     {map[string]string{"HVD_UNIQUE_ID": "private"}, "HVD_UNIQUE_ID: place: parse id: 7 characters, want 171"},
-		"no rank":   {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1)[0].String()}, "nothing says which rank this is"},
-		"half":      {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1)[0].String(), "RANK": "1"}, "WORLD_SIZE is not set"},
+		"no rank":   {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String()}, "nothing says which rank this is"},
+		"half":      {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String(), "RANK": "1"}, "WORLD_SIZE is not set"},
 		"no scheme": {map[string]string{"HVD_INIT_METHOD": "host:1"}, "init method"},
 		"size":      {map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}, "world size parameter missing"},
 	} {
@@ -261,7 +257,7 @@ func TestBySettings(t *testing.T) {
 	// What the program says comes first.
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
-	met, errs := all(t, Config{Settings: settings(t, map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}), ID: &ID{IDs: newIDs(t, 1), Size: 1}})
+	met, errs := all(t, Config{Settings: settings(t, map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}), ID: &ByID{IDs: newIDs(t, 1, false), Size: 1}})
 	meets(t, met, errs)
 }
 
@@ -300,10 +296,10 @@ func TestNoWayToMeet(t *testing.T) {
 func TestByID(t *testing.T) {
 	jobs := make(map[string]bool)
 	for _, test := range []struct{ size, ids int }{{1, 1}, {2, 1}, {5, 2}} {
-		ids := newIDs(t, test.ids)
+		ids := newIDs(t, test.ids, false)
 		var configs []Config
 		for r := range test.size {
-			configs = append(configs, Config{Settings: settings(t, nil), ID: &ID{IDs: ids, Rank: r, Size: test.size}})
+			configs = append(configs, Config{Settings: settings(t, nil), ID: &ByID{IDs: ids, Rank: r, Size: test.size}})
 		}
 		met, errs := all(t, configs...)
 		if test.ids == 1 { // several have a store each, and rank 0 uses the first
@@ -324,40 +320,22 @@ func TestByID(t *testing.T) {
 	}
 }
 
-func newIDs(t *testing.T, n int) (ids []place.ID) {
-	t.Helper()
-	ctx, cancel := context.WithCancel(context.Background())
-	t.Cleanup(cancel)
-	for range n {
-		id, served, err := place.NewID(ctx, "127.0.0.1", false, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() {
-			cancel()
-			<-served
-		})
-		ids = append(ids, id)
-	}
-	return ids
-}
-
 // What contradicts is an error at all ranks.
 func TestByIDRefused(t *testing.T) {
-	rank := func(t *testing.T, id ID, vars map[string]string) Config {
+	rank := func(t *testing.T, id ByID, vars map[string]string) Config {
 		return Config{Settings: settings(t, vars), ID: &id}
 	}
-	ids := newIDs(t, 4)
+	ids := newIDs(t, 4, false)
 	for name, test := range map[string]struct {
 		configs []Config
 		want    string
 	}{
 		"another place": {[]Config{
-			rank(t, ID{IDs: ids[2:3], Rank: 0, Size: 2}, map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}),
+			rank(t, ByID{IDs: ids[2:3], Rank: 0, Size: 2}, map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}),
 		}, "rank 1 of 2 by HOROVOD_RANK"},
-		"no id": {[]Config{rank(t, ID{Rank: 0, Size: 1}, nil)}, "0 ids"},
+		"no id": {[]Config{rank(t, ByID{Rank: 0, Size: 1}, nil)}, "0 ids"},
 		"TLS": {[]Config{
-			rank(t, ID{IDs: ids[3:4], Rank: 0, Size: 2}, map[string]string{"HVD_TLS": "1"}), rank(t, ID{IDs: ids[3:4], Rank: 1, Size: 2}, map[string]string{"HVD_TLS": "1"}),
+			rank(t, ByID{IDs: ids[3:4], Rank: 0, Size: 2}, map[string]string{"HVD_TLS": "1"}), rank(t, ByID{IDs: ids[3:4], Rank: 1, Size: 2}, map[string]string{"HVD_TLS": "1"}),
 		}, "HVD_TLS"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -389,7 +367,7 @@ func TestAgree(t *testing.T) {
 			var wg sync.WaitGroup
 			for r, via := range test.via {
 				wg.Go(func() {
-					m := &Meeting{Place: &place.Place{Store: h}, Listen: loopback, Settings: config.Config{Rank: r, Size: len(test.via)}}
+					m := &Meeting{Place: &Place{Store: h}, Listen: loopback, Settings: config.Config{Rank: r, Size: len(test.via)}}
 					if err := m.agree(testnet.Context(t), via, netif.Choice{}); err != nil || m.Listen != test.want[r] {
 						t.Errorf("rank %d: listens on %s, %v, want %s", r, m.Listen, err, test.want[r])
 					}
@@ -400,12 +378,12 @@ func TestAgree(t *testing.T) {
 	}
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
-	m := &Meeting{Place: &place.Place{Store: h}, Settings: config.Config{Size: 3}}
+	m := &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
 	// Others know this host by an address that it does not know itself.
 	if err := store.NewPrefixStore(agreePrefix, h).Set(t.Context(), hostKey, []byte("127.77.0.1")); err != nil {
 		t.Fatal(err)
 	}
-	translated := &Meeting{Place: &place.Place{Store: store.NewPrefixStore("x", h)}, Settings: config.Config{Size: 3}}
+	translated := &Meeting{Place: &Place{Store: store.NewPrefixStore("x", h)}, Settings: config.Config{Size: 3}}
 	if err := translated.Store.Set(t.Context(), agreePrefix+"/"+hostKey, []byte("192.0.2.7")); err != nil {
 		t.Fatal(err)
 	}
@@ -419,7 +397,7 @@ func TestAgree(t *testing.T) {
 	}
 	h = store.NewHashStore(store.Limits{})
 	defer h.Close()
-	m = &Meeting{Place: &place.Place{Store: h}, Settings: config.Config{Size: 3}}
+	m = &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
 	for range 3 { // a rank that tries again is no other rank
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
@@ -447,7 +425,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 			if r == 0 {
 				addr = ""
 			}
-			m := &Meeting{Place: &place.Place{Store: h}, Settings: config.Config{Rank: r, Size: 4}}
+			m := &Meeting{Place: &Place{Store: h}, Settings: config.Config{Rank: r, Size: 4}}
 			go func() { ranks[r].err <- m.agree(ctx, addr, netif.Choice{}) }()
 		}
 		for r := range ranks {
@@ -469,7 +447,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 }
 
 // Ranks that have only PyTorch's variables meet, on this host also where the one is told localhost and the other its name.
-func TestPlain(t *testing.T) {
+func TestOpenPlain(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
 		masters [2]string
@@ -590,4 +568,35 @@ func TestChosenInterface(t *testing.T) {
 			conn.Close()
 		}
 	}
+}
+
+// A secret encrypts if the settings say so; none cannot.
+func TestSecretOf(t *testing.T) {
+	for _, set := range []config.Config{
+		{}, {TLS: true}, {Secret: "sixteen bytes it is"}, {Secret: "sixteen bytes it is", TLS: true},
+	} {
+		s, err := jobSecret(&set)
+		if err != nil || s.IsZero() != (set.Secret == "") || s.IsEncrypted() != (set.Secret != "" && set.TLS) {
+			t.Errorf("%+v: got %v, encrypted: %v, %v", set, s, s.IsEncrypted(), err)
+		}
+	}
+	if _, err := jobSecret(&config.Config{Secret: "short", TLS: true}); err == nil {
+		t.Error("a short secret is taken")
+	}
+}
+
+// proves has two secrets meet.
+func proves(a, b secret.Secret) error {
+	x, y := net.Pipe()
+	defer x.Close()
+	defer y.Close()
+	done := make(chan error, 1)
+	go func() {
+		_, err := b.Accept(y, "test")
+		done <- err
+	}()
+	if _, err := a.Dial(x, "test"); err != nil {
+		return err
+	}
+	return <-done
 }

@@ -1,6 +1,4 @@
-// Package meeting brings a rank to the place where its job meets (package place) by what the program and the settings say, or with a
-// store of the program's own. It finds out on which address of this host the rank is to listen for the others.
-package meeting
+package place
 
 import (
 	"context"
@@ -21,12 +19,11 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
 )
 
-// Config says where to meet. At most one of Store, Method and ID is given. Without any it is what the settings say
+// Config says how a rank finds where its job meets. At most one of Store, Method and ID is given. Without any it is what the settings say
 // (HVD_INIT_METHOD, HVD_UNIQUE_ID), and if they do not place this process in a job, what the launcher says that is found in the
 // environment. If none is found the process is a job of its own.
 type Config struct {
@@ -36,22 +33,22 @@ type Config struct {
 	// Method is the URL of an init method. Rank and size are the settings' if they are there, else the URL's.
 	Method string
 	// Methods are init methods of the program's own, by the scheme of their URLs.
-	Methods place.Methods
+	Methods Methods
 	// ID is a meeting by ids.
-	ID  *ID
+	ID  *ByID
 	Log *zap.Logger // may be nil
 }
 
 // ID says which ranks meet by which ids.
-type ID struct {
-	IDs        []place.ID
+type ByID struct {
+	IDs        []ID
 	Rank, Size int
 }
 
 // Meeting is where the ranks have met, as this rank has it.
 type Meeting struct {
 	// Place has the store, nil if there is one rank, and the secret, also if the settings give it.
-	*place.Place
+	*Place
 	// Settings are those given, with this process's place in the job. Size is 1 at least.
 	Settings config.Config
 	// Listen is the address of this host on which the rank is to listen: one that all other ranks can dial.
@@ -64,11 +61,9 @@ type Meeting struct {
 	again    bool        // another Meeting has the same Place
 }
 
-const loopback = "127.0.0.1"
-
 // Open meets. It waits until the store is there, ctx ends, or something contradicts. On error nothing is left open.
 func Open(ctx context.Context, cfg Config) (*Meeting, error) {
-	m := &Meeting{Place: &place.Place{Store: cfg.Store}, Settings: cfg.Settings, Listen: loopback}
+	m := &Meeting{Place: &Place{Store: cfg.Store}, Settings: cfg.Settings, Listen: loopback}
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
 	}
@@ -116,7 +111,7 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 	if err != nil {
 		return err
 	}
-	if m.Secret, err = secretOf(&m.Settings); err != nil {
+	if m.Secret, err = jobSecret(&m.Settings); err != nil {
 		return err
 	}
 	switch {
@@ -149,9 +144,9 @@ func (m *Meeting) bySettings(cfg *Config) error {
 	case set.InitMethod != "":
 		cfg.Method = set.InitMethod
 	case set.UniqueID != "":
-		cfg.ID = new(ID)
+		cfg.ID = new(ByID)
 		for text := range strings.SplitSeq(set.UniqueID, ",") {
-			id, err := place.ParseID(text)
+			id, err := ParseID(text)
 			if err != nil {
 				return fmt.Errorf("HVD_UNIQUE_ID: %w", err)
 			}
@@ -172,7 +167,7 @@ func (m *Meeting) bySettings(cfg *Config) error {
 
 // placeByLauncher sets this process's place as the launcher says, if there is one.
 func (m *Meeting) placeByLauncher() error {
-	env, _, err := place.Detect(m.Settings.Variable)
+	env, _, err := Detect(m.Settings.Variable)
 	if err == nil && env != nil {
 		m.take(env)
 	}
@@ -180,7 +175,7 @@ func (m *Meeting) placeByLauncher() error {
 }
 
 // take sets this process's place by what a launcher says. A setting for a part of it stays.
-func (m *Meeting) take(env *place.Env) {
+func (m *Meeting) take(env *Env) {
 	set := &m.Settings
 	set.Rank, set.Size = env.Rank, env.Size
 	for _, f := range []struct {
@@ -247,7 +242,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	if err := m.checkSecret(); err != nil {
 		return err // before anybody is told anything
 	}
-	p, err := place.Dial(ctx, address, m.Secret)
+	p, err := Dial(ctx, address, m.Secret)
 	if err != nil {
 		return err
 	}
@@ -257,7 +252,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 }
 
 // meetAt makes p the Place, with the secret of the settings if it says none.
-func (m *Meeting) meetAt(p *place.Place) {
+func (m *Meeting) meetAt(p *Place) {
 	if p.Secret.IsZero() {
 		p.Secret = m.Secret
 	}
@@ -270,7 +265,7 @@ func (m *Meeting) Launcher() store.Store { return m.launcher }
 // byEnvironment meets as the launcher says that has started this process.
 func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	set := &m.Settings
-	env, lines, err := place.Detect(set.Variable)
+	env, lines, err := Detect(set.Variable)
 	if err != nil {
 		return err
 	}
@@ -288,7 +283,7 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 	}
 	cfg.Log.Debug("found the launcher", zap.String("launcher", string(env.Kind)), zap.Int("rank", env.Rank), zap.Int("size", env.Size),
 		zap.String("meeting", env.Where()))
-	p, err := env.Meet(ctx, place.MeetOptions{
+	p, err := env.Meet(ctx, MeetOptions{
 		Secret: m.Secret, Insecure: set.Insecure, Encrypt: set.TLS, Host: set.MeetHost, Port: set.MeetPort, Interfaces: choice,
 		Log: cfg.Log,
 	})
@@ -314,9 +309,9 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 			return err
 		}
 	}
-	methods := place.NewMethods()
+	methods := NewMethods()
 	maps.Copy(methods, cfg.Methods)
-	p, err := methods.Open(ctx, cfg.Method, place.MethodOptions{
+	p, err := methods.Open(ctx, cfg.Method, MethodOptions{
 		Rank: set.Rank, Size: set.Size, Getenv: set.Variable, Secret: m.Secret, Log: cfg.Log,
 	})
 	if err != nil {
@@ -343,14 +338,16 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	if err := m.place(id.Rank, id.Size); err != nil {
 		return err
 	}
-	p, err := place.OpenIDs(ctx, id.IDs, id.Rank, id.Size)
+	for _, id := range id.IDs { // before anybody is told anything
+		if s, err := id.open(); err == nil && m.Settings.TLS && !s.encrypt {
+			return errors.New("HVD_TLS is set, and the id was made without it")
+		}
+	}
+	p, err := OpenIDs(ctx, id.IDs, id.Rank, id.Size)
 	if err != nil {
 		return err
 	}
 	m.Place = p
-	if m.Settings.TLS && !p.Secret.IsEncrypted() {
-		return errors.New("HVD_TLS is set, and the id was made without it")
-	}
 	m.Settings.JobID = p.JobID
 	listen, err := choice.Towards(ctx, p.Addr)
 	m.Listen = listen.String()
@@ -391,8 +388,8 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	}
 	// The store may outlive an attempt that failed: a rank counts once.
 	var near int64
-	place := fmt.Sprintf("%s/%d", nearKey, m.Settings.Rank)
-	_, first, err := s.CompareAndSet(ctx, place, nil, []byte("1"))
+	placeKey := fmt.Sprintf("%s/%d", nearKey, m.Settings.Rank)
+	_, first, err := s.CompareAndSet(ctx, placeKey, nil, []byte("1"))
 	if err == nil && first {
 		near, err = s.Add(ctx, nearKey, 1)
 	}
@@ -404,7 +401,7 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 			return err
 		}
 	}
-	if err := s.Set(ctx, place, []byte(counted)); err != nil {
+	if err := s.Set(ctx, placeKey, []byte(counted)); err != nil {
 		return err
 	}
 	told, err := m.awaitHost(ctx, s, addr == "")

@@ -1,6 +1,4 @@
-// Package session brings a rank into its job: it meets the other ranks, connects to them, and shares memory with those of
-// its host.
-package session
+package rank
 
 import (
 	"context"
@@ -15,8 +13,8 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -25,10 +23,10 @@ import (
 	opsshm "github.com/gohvd/gohvd/ops/shm"
 )
 
-// Config says who joins what.
-type Config struct {
+// SessionConfig says who joins what.
+type SessionConfig struct {
 	// At is where the ranks meet. It stays the caller's. Their number is at least 2.
-	At *meeting.Meeting
+	At *place.Meeting
 	// LastEpoch is the greatest epoch that this process has been in.
 	LastEpoch uint64
 	// Terms must be the same at all ranks, by name, beside the settings that must.
@@ -36,7 +34,7 @@ type Config struct {
 	// Device is the accelerator that this rank uses (rendezvous.Record).
 	Device       string
 	SharesDevice bool
-	// Capabilities say which backends this rank can serve (rendezvous.Record), beside those that package session knows of.
+	// Capabilities say which backends this rank can serve (rendezvous.Record), beside those that this package knows of.
 	Capabilities map[string]string
 	Log          *zap.Logger
 
@@ -62,7 +60,7 @@ type Session struct {
 }
 
 // Open waits until all ranks of the job are there, ctx ends, or something contradicts. On error nothing is left open.
-func Open(ctx context.Context, cfg Config) (*Session, error) {
+func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
 	}
@@ -113,7 +111,7 @@ func (s *Session) Close() error {
 	return s.met.Close()
 }
 
-func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
+func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	at := cfg.At
 	set := &at.Settings
 	endpoint, err := tcp.Listen(tcp.Config{ListenAddr: net.JoinHostPort(at.Listen, "0"), DialTimeout: set.StartTimeout, Secret: at.Secret, Log: cfg.Log})
@@ -131,7 +129,7 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 		}
 		return errors.Join(err, endpoint.Close())
 	}
-	host, err := meeting.HostID(set)
+	host, err := place.HostID(set)
 	if err != nil {
 		return abandon(err)
 	}
@@ -192,7 +190,7 @@ func (s *Session) open(ctx context.Context, cfg *Config) (err error) {
 }
 
 // capabilities are what this rank says of its backends.
-func capabilities(cfg *Config, offer shm.Offer) map[string]string {
+func capabilities(cfg *SessionConfig, offer shm.Offer) map[string]string {
 	all := map[string]string{message.TCP.String(): ""}
 	if cfg.At.Settings.SharedMemory != config.SharedNever {
 		all[message.SHM.String()] = offer.Reason
@@ -283,7 +281,7 @@ func (s *Session) use(mesh shm.Sharer, set *config.Config, log *zap.Logger) erro
 
 // shareOut opens this rank's socket for file descriptors, if memory is to be shared. That it cannot be opened is told to the others like
 // any other reason.
-func shareOut(cfg *Config) (*shm.Endpoint, shm.Offer) {
+func shareOut(cfg *SessionConfig) (*shm.Endpoint, shm.Offer) {
 	if cfg.At.Settings.SharedMemory == config.SharedNever {
 		return nil, shm.Offer{}
 	}

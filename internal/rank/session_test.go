@@ -1,4 +1,4 @@
-package session
+package rank
 
 import (
 	"context"
@@ -13,8 +13,8 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/meeting"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/shm"
@@ -49,7 +49,7 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string, la
 			t.Fatal(err)
 		}
 		wg.Go(func() {
-			at, err := meeting.Open(ctx, meeting.Config{Settings: cfg, Store: kv})
+			at, err := place.Open(ctx, place.Config{Settings: cfg, Store: kv})
 			if err != nil {
 				errs[r] = err
 				return
@@ -58,7 +58,7 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string, la
 			if why := lacks[r]; why != "" {
 				capabilities["shm"] = why
 			}
-			sessions[r], errs[r] = Open(ctx, Config{At: at, ringAbove: 2, Capabilities: capabilities})
+			sessions[r], errs[r] = OpenSession(ctx, SessionConfig{At: at, ringAbove: 2, Capabilities: capabilities})
 		})
 	}
 	wg.Wait()
