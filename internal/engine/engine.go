@@ -72,6 +72,8 @@ type Config struct {
 	// LocalProcesses is the number of processes of the job on this host that want a processor: ranks, and those that ranks run
 	// operations for; 0 is Size. If there are more than processors they give way to each other while they wait.
 	LocalProcesses int
+	// ForClient says that the program is another process than this one.
+	ForClient bool
 
 	// Ready, if not nil, is called when this rank is connected, and returns when all are. An error ends Start.
 	Ready func(context.Context) error

@@ -112,6 +112,7 @@ type pollLimits struct {
 	backgroundPace, drivePace     pace
 	pinned                        bool // to a thread: then only another thread can run a lane
 	tight                         bool // a lane that executes needs the processor that polling would take
+	onlyAfterDrive                bool // BackgroundThreadLoop does not poll for longer because of what it does itself
 }
 
 // pace is how often a goroutine that polls gives way.
@@ -122,13 +123,16 @@ type pace struct {
 
 // newPollLimits is for a loop among the given number of processes on a host with so many processors, in one that uses so many
 // threads for goroutines. The numbers of polls are those of the shortest times to completion that were measured.
-func newPollLimits(budget time.Duration, pinned, entersKernel bool, processes, cores, threads int) pollLimits {
+//
+// forClient says that the program is another of these processes. If it has no processor of its own, BackgroundThreadLoop polls only
+// for a budget after a drive: it is driven for a program that waits, and one that computes needs the processor.
+func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, processes, cores, threads int) pollLimits {
 	// Each process keeps two threads busy if it can: the loop polls while a lane runs, or the caller. If the caller drives it is
 	// one.
 	busy := processes * min(2, threads)
 	// The kernel may put two threads on one processor though another is idle, so there are always some yields. To give way
 	// to a goroutine may wake a thread for it, which is much where it has no processor of its own to look from.
-	l := pollLimits{pinned: pinned, tight: busy > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
+	l := pollLimits{pinned: pinned, tight: busy > cores, onlyAfterDrive: forClient && processes > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
 	if pinned || busy >= cores {
 		l.backgroundPace = pace{1, 4}
 	}
@@ -166,7 +170,7 @@ func newScheduler(l loop, clock func() time.Duration, stop <-chan struct{}) *sch
 func (s *scheduler) poll(p peers, limits pollLimits) {
 	s.peers, s.pollLimits = p, limits
 	s.budget = s.backgroundBudget
-	s.drivable = !s.pinned && s.budget > 0
+	s.drivable = !s.pinned && s.driveBudget > 0
 }
 
 // notify makes the loop run a turn, after what the turn is to see was put where it looks. Either the turn has not begun, or
@@ -383,7 +387,11 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 
 // extend notes that this rank is busy: it polls for another budget. Heartbeats are no reason: an idle job takes no processor
 // time.
-func (s *scheduler) extend() { s.busyUntil = s.now + s.budget }
+func (s *scheduler) extend() {
+	if !s.onlyAfterDrive || !s.background.Load() {
+		s.busyUntil = s.now + s.budget
+	}
+}
 
 // park says that nobody polls from now on, and reports whether nothing has come.
 func (s *scheduler) park() bool {

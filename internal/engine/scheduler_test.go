@@ -187,6 +187,35 @@ func TestSchedulerPolls(t *testing.T) {
 	})
 }
 
+// background, of a program that is another process and needs the processor: it polls for a budget after a drive, and once after a turn
+// of its own.
+func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
+	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+		s.onlyAfterDrive = true
+		l.nextTurns(func() (time.Duration, bool, error) {
+			s.extend()
+			return l.clock() + time.Hour, false, nil
+		})
+		polls := func() int {
+			l.polled = 0
+			s.notify()
+			time.Sleep(time.Millisecond)
+			l.took()
+			return l.polled
+		}
+		if got := polls(); got != 1 {
+			t.Errorf("%d polls after a turn, want 1", got)
+		}
+		s.drive(t.Context(), func() bool { return true })
+		if got, want := polls(), int(pollBudget/time.Microsecond); got < want || got > want+pollsPerClock {
+			t.Errorf("%d polls after a drive, want %d", got, want)
+		}
+		if got := polls(); got != 1 {
+			t.Errorf("%d polls later, want 1", got)
+		}
+	})
+}
+
 // parked -> driven -> parked, and over: a driver runs the turns until what it waits for is done, its context ends, or nothing
 // comes within the budget; what comes afterwards is for BackgroundThreadLoop.
 func TestSchedulerDrives(t *testing.T) {
@@ -410,21 +439,24 @@ func TestPollLimits(t *testing.T) {
 		name                  string
 		budget                time.Duration
 		pinned, kernel        bool
+		forClient             bool
 		ranks, cores, threads int
 		want                  pollLimits
 	}{
-		{"room for all", 0, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
-		{"polling enters the kernel", 0, false, true, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 64}, drivePace: pace{1, 256}}},
-		{"room for one thread each", 0, false, false, 2, 4, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 1}, drivePace: pace{16, 256}}},
-		{"alone on one processor", 0, false, false, 1, 1, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
-		{"as many ranks as processors", 0, false, false, 2, 2, 2, pollLimits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, tight: true, drivePace: pace{16, 256}}},
-		{"the same with a thread each", 0, false, false, 2, 2, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
-		{"more ranks than processors", 0, false, false, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
-		{"pinned", 0, true, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, drivePace: pace{16, 256}, pinned: true}},
-		{"a budget of its own", time.Hour, false, false, 4, 2, 2, pollLimits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
-		{"no budget", -1, false, false, 2, 16, 16, pollLimits{backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
+		{"room for all", 0, false, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
+		{"polling enters the kernel", 0, false, true, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 64}, drivePace: pace{1, 256}}},
+		{"room for one thread each", 0, false, false, false, 2, 4, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 1}, drivePace: pace{16, 256}}},
+		{"alone on one processor", 0, false, false, false, 1, 1, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
+		{"as many ranks as processors", 0, false, false, false, 2, 2, 2, pollLimits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, tight: true, drivePace: pace{16, 256}}},
+		{"the same with a thread each", 0, false, false, false, 2, 2, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
+		{"more ranks than processors", 0, false, false, false, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
+		{"the program is another process", 0, false, false, true, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, tight: true, onlyAfterDrive: true, drivePace: pace{1, 64}}},
+		{"the same with room for all", 0, false, false, true, 4, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
+		{"pinned", 0, true, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, drivePace: pace{16, 256}, pinned: true}},
+		{"a budget of its own", time.Hour, false, false, false, 4, 2, 2, pollLimits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
+		{"no budget", -1, false, false, false, 2, 16, 16, pollLimits{backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
 	} {
-		if got := newPollLimits(test.budget, test.pinned, test.kernel, test.ranks, test.cores, test.threads); got != test.want {
+		if got := newPollLimits(test.budget, test.pinned, test.kernel, test.forClient, test.ranks, test.cores, test.threads); got != test.want {
 			t.Errorf("%s: got %+v, want %+v", test.name, got, test.want)
 		}
 	}

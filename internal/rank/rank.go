@@ -162,7 +162,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		defer stop()
 		ecfg.Ready = r.session.Ready
 		r.Epoch, hosts = r.session.Epoch, r.session.Hosts
-		ecfg.Mesh, ecfg.LocalProcesses = r.session.Mesh, o.processes(r.session.LocalSize)
+		ecfg.Mesh, ecfg.LocalProcesses, ecfg.ForClient = r.session.Mesh, o.processes(r.session.LocalSize), o.ForClient
 		if r.session.Memory != nil {
 			ecfg.Backends = append(ecfg.Backends, shm.Register(r.session.Memory, shm.Config{Crowded: shm.Crowded(ecfg.LocalProcesses)}))
 		}
