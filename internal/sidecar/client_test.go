@@ -67,6 +67,7 @@ type stub struct {
 }
 
 func (s stub) Begin(o *operation) error                    { return s.begin(o) }
+func (s stub) Notify()                                     {}
 func (s stub) Drive(ctx context.Context, done func() bool) { s.drive(ctx, done) }
 
 // install makes s run operations by r.

@@ -21,8 +21,9 @@ const (
 	maxSlots = 2 * maxInFlight
 	// helpsPerRead is how often who helps the engine looks at the ring for each look at the socket, which is a system call.
 	helpsPerRead = 32
-	// dozes is how often a reader without work looks at the ring once more, after dozeTime each, before it waits to be rung for. A
-	// client that submits one operation after another so needs no doorbell for any of them.
+	// dozes is how often the reader looks at the ring once more, after dozeTime each, when the client has submitted something and does
+	// not wait for it. A client that submits one operation after another so needs no doorbell for any of them, and keeps the
+	// processor, which it needs more than the engine does, while that gets many operations at once.
 	dozes    = 5
 	dozeTime = 1 // ms
 )
@@ -45,6 +46,7 @@ type conn struct {
 	// The reader's.
 	ring  *ring
 	until uint64           // the submissions of the ring that a turn begins
+	dozes int              // how often the reader looks at the ring once more before it sleeps
 	plans map[uint32]*plan // by slot
 	looks int
 
@@ -131,8 +133,7 @@ func (c *conn) read() error {
 // rest waits for something to do.
 func (c *conn) rest() error {
 	if c.ring != nil {
-		for range dozes {
-			// A client that only submits needs the processor more than the engine does, which so has many operations at once.
+		for ; c.dozes > 0; c.dozes-- {
 			if !c.ring.rest(dozing) && c.ring.awaited() || c.in.Wait(dozeTime) || c.ring.pending() != c.ring.read {
 				return nil
 			}
@@ -208,6 +209,9 @@ func (c *conn) submissions() (some bool, err error) {
 	for {
 		id, slot, ok, err := c.ring.next(c.until)
 		if err != nil || !ok {
+			if some && !c.ring.awaited() {
+				c.dozes = dozes
+			}
 			return some, err
 		}
 		some = true
@@ -365,6 +369,10 @@ func (c *conn) ringOverdue() {
 func (c *conn) help() (came bool, err error) {
 	inside := c.server.inside.Load()
 	if inside == nil {
+		return false, nil
+	}
+	if c.ring != nil && !c.ring.awaited() {
+		(*inside).Notify()
 		return false, nil
 	}
 	c.attending.Store(true)

@@ -290,6 +290,9 @@ type rankRunner struct{ *rank.Rank }
 // Drive implements runner.
 func (r rankRunner) Drive(ctx context.Context, done func() bool) { r.Engine.Drive(ctx, done) }
 
+// Notify implements runner.
+func (r rankRunner) Notify() { r.Engine.Notify() }
+
 // Begin implements runner.
 func (r rankRunner) Begin(o *operation) error {
 	p := o.plan

@@ -323,25 +323,34 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// A sidecar that has had something to do looks at the ring again, for which nobody need ring.
+// A sidecar looks at the ring again after submissions that the client does not wait for, without a doorbell. After one that the client
+// waits for it sleeps.
 func TestDozingNeedsNoDoorbell(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
 		c.Ring(16)
 		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
-		state := c.Word(sidecartest.RingLooking)
-		until(t, func() bool {
+		state, wanted := c.Word(sidecartest.RingLooking), c.Word(sidecartest.RingWanted)
+		wanted.Store(math.MaxUint64)
+		run := func() (was uint64) {
 			c.Push(0)
-			was := state.Load()
-			if was == asleep {
+			if was = state.Load(); was == asleep {
 				c.Doorbell()
 			}
+			until(t, func() bool { return c.Word(ringCompleted).Load() == c.Word(ringSubmitted).Load() })
 			c.Pop()
-			for was == asleep && state.Load() == looking { // it will doze
+			return was
+		}
+		until(t, func() bool { return run() == dozing })
+		until(t, func() bool { return state.Load() == asleep })
+		wanted.Store(math.MaxUint64 - 1)
+		for range 100 {
+			if was := run(); was == dozing {
+				t.Fatal("the sidecar dozes after an operation that the client has waited for")
+			}
+			for state.Load() == looking {
 				runtime.Gosched()
 			}
-			return was == dozing
-		})
-		until(t, func() bool { return state.Load() == asleep })
+		}
 	})
 }
 

@@ -98,8 +98,9 @@ type Server struct {
 
 // runner runs operations: a rankRunner.
 type runner interface {
-	// Begin starts o. An error says that it has not begun: then it is not done either. The next Drive notices what was begun.
+	// Begin starts o. An error says that it has not begun: then it is not done either. The next Notify or Drive notices what was begun.
 	Begin(o *operation) error
+	Notify()
 	Drive(ctx context.Context, done func() bool)
 }
 
