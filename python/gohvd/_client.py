@@ -146,6 +146,7 @@ class Client:
         self._fence = threading.Lock()  # it guards nothing: see _order
         # There may be submissions in the ring of which the sidecar was not told.
         self._unheard = False
+        self._rung = -1  # how many submissions were taken at the last doorbell for one
         self._ids = itertools.count(1)
         self._pending: Dict[int, Pending] = {}
         # The last operation of each name. Those that are not in use are dropped when there are many.
@@ -358,11 +359,14 @@ class Client:
         # It says what it does before it looks, and looks once more after it has said that it does less.
         self._order()
         state = words[_LOOKING]
-        if state > when:
-            state = _NOW if words[_TAKEN] == words[_SUBMITTED] else 0
-        if not state:
-            self._doorbell()
-        self._unheard = state == _SOON
+        if state > when or not state:
+            self._order()
+            taken = words[_TAKEN]
+            # One that sleeps and has taken nothing since the last doorbell has not woken yet.
+            if taken != words[_SUBMITTED] and (state or taken != self._rung):
+                self._doorbell()
+                self._rung = taken  # a signal may come between the two: then it hears another one
+        self._unheard = state == when == _SOON
 
     def _doorbell(self) -> None:
         if self._outbox:
@@ -561,13 +565,14 @@ class Client:
         self._raise(p)
 
     def _wait(self, p: Pending, others: Sequence[Pending]) -> None:
-        if self._words[_WANTED] == _NEVER:
-            self._words[_WANTED] = _WATCHING  # before the sidecar looks. A thread that reads and set another value is told below.
-        self.hurry()
-        me = threading.get_ident()
+        words, me = self._words, threading.get_ident()
         while not p.done:
+            if words[_WANTED] == _NEVER:
+                # Before the sidecar looks. A thread that reads and set another value is told below, and who reads next takes it back.
+                words[_WANTED] = _WATCHING
+            self.hurry()
             # First what was seen, then what is not done: other threads may read meanwhile, and so many must be able to come.
-            until = self._words[_SEEN] + 1
+            until = words[_SEEN] + 1
             until += len([True for q in others if q.in_ring and not q.done]) // 2
             if self._take_turn(_WAITING, p, until):
                 break

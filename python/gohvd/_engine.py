@@ -479,7 +479,7 @@ class Engine:
         operation = plan.operation
         assert operation is not None
         # What has no name is counted by the sidecar, and never in use.
-        call.pending = client.submit(operation, call, later, name is not None and not at_once)
+        call.pending = client.submit(operation, call, later or at_once, name is not None and not at_once)
         return call
 
     def hurry(self) -> None:
@@ -567,7 +567,7 @@ class Engine:
         if operation is None:
             operation = Operation(wire.operation(kind, process_set=set_id), wire.KIND_NAMES[kind])
             self._simple[kind, set_id] = operation
-        pending = client.submit(operation)
+        pending = client.submit(operation, later=True)
         client.wait(pending)
         if pending.reply is None or pending.reply.completion is None:
             return wire.Completion()

@@ -872,6 +872,7 @@ class Ring(WithFake):
         def hears(self, often: bool = False) -> None:
             got = self.fake.sock.recv(100)
             assert got == b"\0" or often and not got.strip(b"\0"), got
+            self.words[_client._TAKEN] = self.words[_client._SUBMITTED]
 
     def meet_ring(self, script: Callable[[Ring.Sidecar], None], use: Callable[[_client.Client], None]) -> None:
         def play(fake: Fake) -> None:
@@ -980,6 +981,46 @@ class Ring(WithFake):
             p = client.submit(self.operation(0))
             step.wait()
             client.wait(p)
+
+        self.meet_ring(script, use)
+
+    def test_one_doorbell_until_it_wakes(self) -> None:
+        """A sidecar that sleeps and was rung for is not rung for again until it has taken something."""
+        step = threading.Barrier(2, timeout=20)
+
+        def script(s: Ring.Sidecar) -> None:
+            step.wait()
+            s.hears()  # three submissions
+            step.wait()
+            step.wait()
+            s.hears()  # one more
+            step.wait()
+
+        def use(client: _client.Client) -> None:
+            for i in range(3):
+                client.submit(self.operation(i))
+            client.hurry()
+            step.wait()
+            step.wait()
+            client.submit(self.operation(3))
+            step.wait()
+            step.wait()
+
+        self.meet_ring(script, use)
+
+    def test_wait_for_what_is_done(self) -> None:
+        """It does not leave the sidecar with a client that waits."""
+
+        def script(s: Ring.Sidecar) -> None:
+            s.hears()
+            s.complete(2)
+            s.ring()
+
+        def use(client: _client.Client) -> None:
+            p = client.submit(self.operation(0))
+            client.wait(p)
+            client.wait(p)
+            self.assertEqual(client._words[_client._WANTED], _client._NEVER)
 
         self.meet_ring(script, use)
 
