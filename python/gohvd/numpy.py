@@ -7,7 +7,7 @@ of bool, the integers of 8 to 64 bits without uint32 and uint64, float16, float3
 
 from __future__ import annotations
 
-from typing import Any, Generic, List, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar, Union
 
 import numpy as np
 
@@ -44,13 +44,14 @@ R = TypeVar("R")
 
 class _Numpy(_engine.Framework[Array]):
     def address(self, x: Array) -> int:
-        return x.ctypes.data
+        # An array in an arena has a base: it does not own its memory.
+        return 0 if x.base is None else x.ctypes.data
 
     def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Array:
         return np.frombuffer(view, dtype=dtype).reshape(shape)
 
     def copy(self, target: Array, source: Array) -> None:
-        np.copyto(target, source)
+        target[...] = source
 
     def clone(self, x: Array, like: Array) -> Array:
         return x.copy()
@@ -93,13 +94,21 @@ def _with_splits(call: _engine.Call[Array]) -> Tuple[Array, List[int]]:
     return call.results()[0], list(call.received)
 
 
+_codes: Dict[np.dtype, Tuple[int, int]] = {}
+"""What _code has given: the name of a type takes numpy longer than the rest of a submission."""
+
+
 def _code(dtype: np.dtype) -> Tuple[int, int]:
+    known = _codes.get(dtype)
+    if known is not None:
+        return known
     known = wire.DTYPES.get(dtype.name)
     if known is None or not dtype.isnative:
         raise ValueError(f"numpy arrays of type {dtype} cannot be communicated")
     if dtype.kind not in "biuf":
         # Such as ml_dtypes': numpy knows their size and nothing of their arithmetic, and frombuffer refuses them.
         raise ValueError(f"numpy has no {dtype.name} of its own: use float32, or torch.bfloat16 with gohvd.torch")
+    _codes[dtype] = known
     return known
 
 
