@@ -64,7 +64,7 @@ type Config struct {
 	Deterministic bool
 	// Cores are the processors that the loop and the lanes keep to; empty is all.
 	Cores []int
-	// Spin is how long the loop of a rank that is busy watches for what comes next before it sleeps, and a caller that waits
+	// Spin is how long the loop of a rank that is busy polls for what comes next before it parks, and a caller that waits
 	// (Drive). 0 is a default that depends on LocalProcesses, and is longer for a caller with a
 	// processor of its own; less than 0 is not at all. The greater it is the less often a rank that waits for others has to
 	// be woken, and the more processor time it takes.
@@ -134,7 +134,7 @@ type Engine struct {
 	tracing     bool          // the coordinator notes arrivals for the observer
 	publishedAt time.Duration // when published was
 	granted     int           // grants given to lanes and not finished
-	trying      []*lane       // those whose work a turn has started
+	started     []*lane       // those whose work a turn has started
 	stopped     bool          // STOP is applied
 	stopCause   error         // why, unless this rank has asked for it: a *StallError or a *PeerError
 	due         time.Duration // when the first of the operations in flight runs out of time
@@ -300,21 +300,6 @@ func (e *Engine) connect(ctx context.Context) error {
 		return fmt.Errorf("engine: rank %d: control channel: %w", e.cfg.Rank, err)
 	}
 	return nil
-}
-
-// Submit hands tensors of one process set to the engine, all of them or none. The buffers are the engine's until Done
-// is called, which happens exactly once for each if Submit returns nil and never otherwise.
-func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
-	for _, entry := range entries {
-		if err := entry.Request.Check(); err != nil {
-			return &OpError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err}
-		}
-	}
-	err := e.Queue(entries...)
-	if err == nil {
-		e.sched.notify()
-	}
-	return err
 }
 
 // Departure says why a rank leaves. The zero value is an orderly shutdown that needs no explanation.

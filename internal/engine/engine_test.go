@@ -144,7 +144,7 @@ func both(t *testing.T, f func(t *testing.T, lockstep bool)) {
 }
 
 func TestSums(t *testing.T) {
-	t.Run("without watching", func(t *testing.T) { sums(t, func(cfg *engine.Config) { cfg.Spin = -1 }) })
+	t.Run("without polling", func(t *testing.T) { sums(t, func(cfg *engine.Config) { cfg.Spin = -1 }) })
 	t.Run("with a processor each", func(t *testing.T) { sums(t, func(cfg *engine.Config) { cfg.LocalProcesses = 1 }) })
 	both(t, func(t *testing.T, lockstep bool) {
 		sums(t, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -202,7 +202,7 @@ func sums(t *testing.T, change func(*engine.Config)) {
 // A rank that dies is named to all others, whether they execute or negotiate, and every operation is answered.
 func TestDeath(t *testing.T) {
 	const n = 4
-	for _, over := range []string{"mem", "mem without watching", "tcp"} {
+	for _, over := range []string{"mem", "mem without polling", "tcp"} {
 		t.Run(over, func(t *testing.T) {
 			both(t, func(t *testing.T, lockstep bool) {
 				for _, executing := range []bool{false, true, true, true} {
@@ -211,7 +211,7 @@ func TestDeath(t *testing.T) {
 						switch over {
 						case "tcp":
 							change = overTCP(t, n)
-						case "mem without watching":
+						case "mem without polling":
 							change = func(cfg *engine.Config) { cfg.Spin = -1 }
 						}
 						c := startOn(t, net, n, func(cfg *engine.Config) {
@@ -431,7 +431,7 @@ func TestShutdownCrossesWork(t *testing.T) {
 // In a bubble time passes only while everybody sleeps: an operation and a shutdown need none, and an idle rank is woken
 // by heartbeats alone.
 //
-// A rank that polls sleeps at once here, because time does not pass while it watches: this is the test of its bell.
+// A rank that polls sleeps at once here, because time does not pass while it polls: this is the test of its notification.
 func TestNobodyWaitsForTheClock(t *testing.T) {
 	for _, n := range []int{1, 3} {
 		synctest.Test(t, func(t *testing.T) {

@@ -38,29 +38,24 @@ type execution struct {
 	reduction
 }
 
-// execute does the work and answers its tensors. If it was started before, it goes on with it. On error no tensor is answered
-// and all belong to the caller still.
+// execute does the work, or goes on with it if it was started before, and waits for other ranks. On error all tensors belong to the
+// caller still.
 func (l *lane) execute(ctx context.Context, w *work) error {
 	if !w.started {
+		l.observer.begin(w, l.observer.since())
 		if err := l.start(w); err != nil {
 			return err
 		}
 	}
 	for {
-		p, err := l.step(ctx, true)
-		if err != nil {
+		if p, err := l.step(ctx, true); err != nil || p == ops.Finished {
 			return err
-		}
-		if p == ops.Finished {
-			l.answer(w)
-			return nil
 		}
 	}
 }
 
 // answer answers the tensors of work that has been done.
 func (l *lane) answer(w *work) {
-	l.rest()
 	l.observer.ended(l.set.ID, w, nil)
 	for i, e := range w.entries {
 		var err error
@@ -178,8 +173,8 @@ func (l *lane) unpack() error {
 // a backend exchange much in one go. A goroutine that takes turns while it waits for the operation may do more. For what is larger,
 // to wake the lane costs little.
 const (
-	maxLoopBytes = 64 << 10
-	maxHelpBytes = 4 << 20
+	maxLoopBytes  = 64 << 10
+	maxDriveBytes = 4 << 20
 )
 
 // isBrief reports whether turns of the loop may do the work, steps of it at a time. waitedFor says that the goroutine that takes
@@ -193,7 +188,7 @@ func (l *lane) isBrief(w *work, waitedFor bool) bool {
 	if !waitedFor {
 		return r.Kind == message.Allreduce && numBytes*int64(max(len(l.set.Ranks)-1, 1)) <= maxLoopBytes
 	}
-	if numBytes <= maxHelpBytes {
+	if numBytes <= maxDriveBytes {
 		return true
 	}
 	// What is not copied before can be of any size, if the backend does it in many steps.

@@ -4,7 +4,17 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/tensorqueue"
 )
+
+// Submit queues entries, whose requests are sound, and notifies the loop.
+func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
+	err := e.Queue(entries...)
+	if err == nil {
+		e.sched.notify()
+	}
+	return err
+}
 
 // Polls is how often the loop was polled.
 func (e *Engine) Polls() uint64 { return e.sched.polls.Load() }

@@ -51,7 +51,8 @@ func (w *work) refuse(i int, err error) {
 }
 
 // lane executes the grants of one process set, in order. It shares nothing with other lanes, so that a set that
-// executes for seconds delays no other.
+// executes for seconds delays no other. Its goroutine, run, executes; or the loop, if it has claimed the lane while run has
+// nothing to do.
 type lane struct {
 	set            controller.Set
 	me             int // position of this rank in the set
@@ -62,29 +63,25 @@ type lane struct {
 	scratch        scratch
 	execution      execution
 
-	bell chan struct{}
 	// voted finds what was submitted by the bits of the response cache. Owned by the loop.
 	voted votes
-	// trial is what the loop has started and watches; nil unless it has claimed the lane. Owned by the loop.
-	trial *work
 
-	mu      sync.Mutex
-	todo    []*work
-	busy    bool  // run executes
-	answers bool  // run has executed something, and has not answered all of it
-	claimed bool  // the loop has the lane, and run waits
-	ended   bool  // no more work will come
-	err     error // answers everything that is left
+	mu        sync.Mutex // for what follows; claimed and executing also say who owns scratch and execution
+	changed   sync.Cond  // run waits for it
+	todo      []*work
+	executing bool  // run executes
+	answering bool  // run has executed something, and has not answered all of it
+	claimed   bool  // the loop has the lane, and run waits
+	ended     bool  // no more work will come
+	err       error // answers everything that is left
 }
 
 // newLane makes the lane of a set in which this rank has position me.
 func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 	manager, err := ops.NewManager(e.cfg.Backends, set.ID, set.Ranks, me)
-	return &lane{
-		set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes, observer: &e.observer,
-		manager: manager,
-		bell:    make(chan struct{}, 1),
-	}, err
+	l := &lane{set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes, observer: &e.observer, manager: manager}
+	l.changed.L = &l.mu
+	return l, err
 }
 
 // votes are the entries by the bits for which they may be votes, so that a grant of many is not a search for each.
@@ -121,19 +118,23 @@ func (v votes) drop(e *tensorqueue.Entry) {
 // push queues w.
 func (l *lane) push(w *work) {
 	l.mu.Lock()
+	defer l.mu.Unlock()
 	l.todo = append(l.todo, w)
-	claimed := l.claimed
-	l.mu.Unlock()
-	if !claimed {
-		l.ring()
+	l.wake()
+}
+
+// wake wakes run if there is something for it to do. The caller holds mu.
+func (l *lane) wake() {
+	if !l.claimed && (len(l.todo) > 0 || l.ended) {
+		l.changed.Signal()
 	}
 }
 
-// claim takes the lane from run, if it has nothing to do. With inOrder it must have answered what it has executed, too.
+// claim takes the lane from run, if run has nothing to do. With inOrder run must have answered what it has executed, too.
 func (l *lane) claim(inOrder bool) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.busy || l.claimed || l.ended || l.err != nil || len(l.todo) > 0 || inOrder && l.answers {
+	if l.executing || l.claimed || l.ended || l.err != nil || len(l.todo) > 0 || inOrder && l.answering {
 		return false
 	}
 	l.claimed = true
@@ -143,63 +144,56 @@ func (l *lane) claim(inOrder bool) bool {
 // unclaim gives the lane back, with work that is to be done first unless that is nil.
 func (l *lane) unclaim(w *work) {
 	l.mu.Lock()
+	defer l.mu.Unlock()
 	l.claimed = false
 	if w != nil {
 		l.todo = slices.Insert(l.todo, 0, w)
 	}
-	idle := len(l.todo) == 0 && !l.ended
-	l.mu.Unlock()
-	if !idle {
-		l.ring()
-	}
-}
-
-// rest says that run has executed what it had. It comes before the answers: whoever gets one and begins the next operation
-// may find the lane free.
-func (l *lane) rest() {
-	l.mu.Lock()
-	l.busy, l.answers = false, l.busy
-	l.mu.Unlock()
+	l.wake()
 }
 
 // end lets run return when nothing is left to do. An err answers whatever has not begun; what has begun is cut
 // off by the end of run's context.
 func (l *lane) end(err error) {
 	l.mu.Lock()
+	defer l.mu.Unlock()
 	l.err, l.ended = err, true
-	l.mu.Unlock()
-	l.ring()
+	l.changed.Signal() // also if run waits for the verdict
 }
 
-func (l *lane) ring() {
-	select {
-	case l.bell <- struct{}{}:
-	default:
-	}
-}
-
-// next takes the oldest work, waiting for it. It is nil at the end.
+// next takes the oldest work for run, waiting for it. It is nil at the end.
 func (l *lane) next() (w *work, err error) {
-	for {
-		l.mu.Lock()
-		l.busy, l.answers = false, false
-		switch {
-		case l.claimed:
-		case len(l.todo) > 0:
-			l.busy = true
-			w, err = l.todo[0], l.err
-			copy(l.todo, l.todo[1:])
-			l.todo[len(l.todo)-1] = nil
-			l.todo = l.todo[:len(l.todo)-1]
-			l.mu.Unlock()
-			return w, err
-		case l.ended:
-			l.mu.Unlock()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.executing, l.answering = false, false
+	for l.claimed || len(l.todo) == 0 {
+		if l.ended && !l.claimed {
 			return nil, nil
 		}
-		l.mu.Unlock()
-		<-l.bell
+		l.changed.Wait()
 	}
+	w = l.todo[0]
+	l.todo = slices.Delete(l.todo, 0, 1)
+	l.executing = true
+	return w, l.err
+}
+
+// executed notes that run has executed what next gave. It comes before the answers: a caller that gets one and begins the
+// next operation may find the lane free.
+func (l *lane) executed() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.executing, l.answering = false, true
+}
+
+// verdict waits until the epoch is given up, and returns why.
+func (l *lane) verdict() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for l.err == nil {
+		l.changed.Wait()
+	}
+	return l.err
 }
 
 // run executes until end. finished hears of each piece of work, after its tensors were answered, and of its
@@ -214,38 +208,22 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 		// What was started is finished also at the end: peers may still read what it takes from here, and if it cannot be
 		// finished they must hear of it, before the caller has its memory again.
 		if (err == nil || w.started) && !w.failed {
-			if !w.started {
-				l.observer.begin(w, l.observer.since())
+			if err = l.execute(ctx, w); err == nil {
+				l.executed()
+				l.answer(w)
+				finished(w, nil)
+				continue
 			}
-			if err = l.execute(ctx, w); err != nil {
-				finished(w, err)
-				w.failed = true
-			}
+			finished(w, err)
+			w.failed = true
 		}
 		if w.failed {
 			err = l.verdict()
 		}
-		if err != nil {
-			l.observer.ended(l.set.ID, w, err)
-			for _, e := range w.entries {
-				l.finish(e, err)
-			}
-			continue
+		l.observer.ended(l.set.ID, w, err)
+		for _, e := range w.entries {
+			l.finish(e, err)
 		}
-		finished(w, nil)
-	}
-}
-
-// verdict waits until the epoch is given up, and is why.
-func (l *lane) verdict() error {
-	for {
-		l.mu.Lock()
-		err := l.err
-		l.mu.Unlock()
-		if err != nil {
-			return err
-		}
-		<-l.bell
 	}
 }
 

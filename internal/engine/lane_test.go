@@ -38,9 +38,9 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 		t.Fatal(err)
 	}
 	l := &lane{
-		set: controller.Global(2), queue: tensorqueue.New(), manager: m, observer: &observer{start: time.Now()}, bell: make(chan struct{}, 1),
-		claimed: true,
+		set: controller.Global(2), queue: tensorqueue.New(), manager: m, observer: &observer{start: time.Now()}, claimed: true,
 	}
+	l.changed.L = &l.mu
 	var answer error
 	buf := make([]byte, 8)
 	e := &tensorqueue.Entry{Input: buf, Output: buf, Done: func(err error) {
@@ -73,7 +73,8 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 
 // A barrier that is answered in a turn of the loop does not overtake the answers of operations that the lane has executed.
 func TestClaimInOrder(t *testing.T) {
-	l := &lane{bell: make(chan struct{}, 1)}
+	l := &lane{observer: &observer{start: time.Now()}}
+	l.changed.L = &l.mu
 	l.push(&work{})
 	if w, err := l.next(); w == nil || err != nil {
 		t.Fatalf("got %v and error %v, want the work", w, err)
@@ -88,9 +89,15 @@ func TestClaimInOrder(t *testing.T) {
 	if claim(false) || claim(true) {
 		t.Error("the lane was taken while it executes")
 	}
-	l.rest()
+	l.executed()
 	if claim(true) || !claim(false) {
 		t.Error("while it answers, the lane was taken for what must wait for the answers, or for nothing")
+	}
+	l.claim(false)
+	l.answer(&work{grant: &controller.Grant{Responses: []*message.Response{{Kind: message.Allreduce}}}})
+	l.unclaim(nil)
+	if claim(true) {
+		t.Error("after the loop has answered an operation, the lane was taken for what must wait for the answers of others")
 	}
 	l.end(nil)
 	l.next()

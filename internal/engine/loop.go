@@ -37,7 +37,7 @@ func (e *Engine) BackgroundThreadLoop() {
 	connected.Go(func() {
 		defer close(flushed)
 		for _, l := range e.links {
-			_ = l.flush() // a peer that is gone needs no farewell
+			_ = l.flush() // the peer may be gone
 		}
 	})
 	select {
@@ -256,7 +256,7 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 	}
 	e.granted++
 	e.sched.extend()
-	if !e.attempt(l, w) {
+	if !e.startInTurn(l, w) {
 		e.sched.dispatched = true
 		l.push(w)
 	}

@@ -20,7 +20,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// comesToRest waits until the loops of c hardly watch for a while: once or twice for each heartbeat that comes or goes.
+// comesToRest waits until the loops of c hardly poll for a while: once or twice for each heartbeat that comes or goes.
 func comesToRest(t *testing.T, c *cluster) {
 	t.Helper()
 	looks := func() (n uint64) {
@@ -41,8 +41,8 @@ func comesToRest(t *testing.T, c *cluster) {
 	t.Error("the loops do not come to rest")
 }
 
-// A loop watches while its rank is busy. When it is not, or waits for a rank that does not come, it sleeps.
-func TestIdleRanksDoNotWatch(t *testing.T) {
+// A loop polls while its rank is busy. When it is not, or waits for a rank that does not come, it parks.
+func TestIdleRanksDoNotPoll(t *testing.T) {
 	const n = 3
 	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) { cfg.Spin = time.Millisecond })
 	c.each(func(r int) {
@@ -54,7 +54,7 @@ func TestIdleRanksDoNotWatch(t *testing.T) {
 	})
 	for r, e := range c.engines {
 		if e.Polls() < 100 {
-			t.Errorf("rank %d watched %d times in 100 operations", r, e.Polls())
+			t.Errorf("rank %d polled %d times in 100 operations", r, e.Polls())
 		}
 	}
 	comesToRest(t, c)
@@ -74,8 +74,8 @@ func TestIdleRanksDoNotWatch(t *testing.T) {
 	c.shutdown()
 }
 
-// An operation that took longer than a loop watches is followed by some watching: the next is likely to come soon.
-func TestWatchesAfterALongOperation(t *testing.T) {
+// An operation that took longer than a loop polls is followed by some polling: the next is likely to come soon.
+func TestPollsAfterALongOperation(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = -1 }) // every operation is longer than that
 	release := make(chan struct{})
 	var done [2]chan error
@@ -98,10 +98,10 @@ func TestWatchesAfterALongOperation(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	const want = 200 // without watching it is about two a second, for heartbeats
+	const want = 200 // without polling it is about two a second, for heartbeats
 	for e.Polls() < before+want {
 		if c.ctx.Err() != nil {
-			t.Fatalf("watched %d times, want %d", e.Polls()-before, want)
+			t.Fatalf("polled %d times, want %d", e.Polls()-before, want)
 		}
 		runtime.Gosched()
 	}
@@ -124,7 +124,7 @@ func (c *counted) Unpark() {
 	c.Mesh.Unpark()
 }
 
-// A loop that rested says so when it looks again, so that peers need not ring for what it sees anyhow.
+// A loop that was parked unparks before it polls again, so that peers need not notify it of what it sees anyhow.
 func TestLoopsWakeTheMesh(t *testing.T) {
 	net := mem.New(2)
 	var meshes [2]counted
@@ -298,7 +298,7 @@ func TestSteadyStateAllocates(t *testing.T) {
 
 var noElements = tensor.Shape{0}
 
-// More frames at once than one turn takes from a peer are all heard, though nothing rings for the rest of them.
+// More frames at once than one turn takes from a peer are all heard, though nothing notifies of the rest of them.
 func TestManyFramesAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		net := mem.New(2)

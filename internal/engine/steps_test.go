@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Who helps with an operation of many steps, and stops because another rank is late for one, leaves the rest to the lane.
+// A driver that has started an operation of many steps, and stops because another rank is late for one, leaves the rest to the lane.
 func TestHelpLeavesSteps(t *testing.T) {
 	o := testcluster.Options{Ranks: 2, Transport: testcluster.SHM, Config: func(cfg *engine.Config) { cfg.Spin = time.Millisecond }}
 	release := make(chan chan struct{}, 1) // what holds up the lane of rank 1
@@ -38,7 +38,7 @@ func TestHelpLeavesSteps(t *testing.T) {
 			x := sum("x", buf)
 			if r.Rank == 0 {
 				submit(hold, func() {})
-				r.Engine.Notify()
+				r.Engine.NotifyLater()
 				r.Must(<-done)
 				submit(x, func() {})
 				r.Engine.Drive(t.Context(), never)
@@ -50,10 +50,10 @@ func TestHelpLeavesSteps(t *testing.T) {
 				held := make(chan struct{})
 				release <- held
 				submit(hold, func() { <-held })
-				r.Engine.Notify()
+				r.Engine.NotifyLater()
 				r.Must(<-done)
 				submit(x, func() {})
-				r.Engine.Notify()
+				r.Engine.NotifyLater()
 			}
 			r.Must(<-done)
 			if !bytes.Equal(buf, want) {

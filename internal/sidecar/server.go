@@ -574,7 +574,7 @@ func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64, ask func(
 	var change *rank.Change
 	done := make(chan error, 1)
 	if err = ask(&c, func(ch *rank.Change, err error) { change = ch; done <- err }); err == nil {
-		c.Rank.Engine.Notify()
+		c.Rank.Engine.Drive(context.Background(), func() bool { return len(done) > 0 })
 		err = <-done
 	}
 	return change, err

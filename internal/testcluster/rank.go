@@ -63,9 +63,17 @@ func (r *Rank) Submit(ops ...*Op) error {
 		if err := op.prepare(r); err != nil {
 			return err
 		}
+		if err := op.Request.Check(); err != nil {
+			return &engine.OpError{Op: op.Request.Kind.String(), Tensor: op.Request.Name, Err: err}
+		}
 		entries[i] = &op.Entry
 	}
-	return r.Engine.Submit(entries...)
+	if err := r.Engine.Queue(entries...); err != nil {
+		return err
+	}
+	r.Engine.NotifyLater()
+	r.Engine.Flush()
+	return nil
 }
 
 // Wait waits for operations that were submitted. Its error joins theirs. If the job fails meanwhile it does not return, as

@@ -13,7 +13,7 @@ import (
 )
 
 // do submits an entry as a caller does that waits at once, and reports whether it was done when Drive returned.
-func (c *cluster) do(r int, entry *tensorqueue.Entry) (helped bool) {
+func (c *cluster) do(r int, entry *tensorqueue.Entry) (driven bool) {
 	done := make(chan struct{})
 	var failed error
 	entry.Done = func(err error) {
@@ -27,7 +27,7 @@ func (c *cluster) do(r int, entry *tensorqueue.Entry) (helped bool) {
 	c.engines[r].Drive(c.ctx, isClosed(done))
 	select {
 	case <-done:
-		helped = true
+		driven = true
 	default:
 	}
 	select {
@@ -38,7 +38,7 @@ func (c *cluster) do(r int, entry *tensorqueue.Entry) (helped bool) {
 	if failed != nil {
 		c.t.Errorf("rank %d: %q: %v", r, entry.Request.Name, failed)
 	}
-	return helped
+	return driven
 }
 
 // isClosed reports whether c is closed, whenever it is asked.
@@ -59,21 +59,21 @@ func barrier(name string) *tensorqueue.Entry {
 	return &tensorqueue.Entry{Request: message.Request{Kind: message.Barrier, Name: name}}
 }
 
-// Who waits does the work.
+// The caller that waits does the work.
 func TestDrive(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) { cfg.Spin = time.Second })
-	helped := make([]int, 3)
+	driven := make([]int, 3)
 	c.each(func(r int) {
 		for range 100 {
 			if c.do(r, barrier("b")) {
-				helped[r]++
+				driven[r]++
 			}
 			c.do(r, sum("s", make([]byte, 8)))
 		}
 	})
-	for r, n := range helped {
+	for r, n := range driven {
 		if n < 50 { // else the background loop has, because it had begun before: more often on a busy machine
-			t.Errorf("rank %d: 100 barriers, %d of them done by who waited", r, n)
+			t.Errorf("rank %d: 100 barriers, %d of them done by the caller", r, n)
 		}
 	}
 	c.shutdown()
@@ -107,7 +107,7 @@ func TestManyDrive(t *testing.T) {
 	c.shutdown()
 }
 
-// Who helps stops when its context ends, or when nothing has happened for a while; what it waits for goes on without it.
+// A driver stops when its context ends, or when nothing has happened for a while; what it waits for goes on without it.
 func TestDriveEnds(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) {
 		cfg.Spin = time.Hour
@@ -140,13 +140,13 @@ func TestDriveEnds(t *testing.T) {
 		}
 	}
 	c.shutdown()
-	c.engines[1].Drive(c.ctx, never) // there is nothing to help with any more
+	c.engines[1].Drive(c.ctx, never) // it returns at once
 }
 
 // What is left to a heartbeat takes half a second. So much of it takes longer than the test has.
 const oftenEnough = 200
 
-// A rank that watches for very long tells those who rest what it has sent.
+// A rank that polls for very long notifies parked peers of what it has sent.
 func TestDriverNotifiesPeers(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.Spin = time.Microsecond
@@ -156,7 +156,7 @@ func TestDriverNotifiesPeers(t *testing.T) {
 	})
 	for range oftenEnough {
 		early := c.allreduce(0, "x", make([]byte, 8))
-		<-time.After(2 * time.Millisecond) // for rank 0 to rest
+		<-time.After(2 * time.Millisecond) // for rank 0 to park
 		c.do(1, sum("x", make([]byte, 8)))
 		if err := c.wait(early); err != nil {
 			t.Fatal(err)
@@ -165,14 +165,14 @@ func TestDriverNotifiesPeers(t *testing.T) {
 	c.shutdown()
 }
 
-// A deadline that a helper's turn brings is kept though the background loop sleeps.
+// A deadline that a driver's turn brings is kept though BackgroundThreadLoop is parked.
 func TestDriveKeepsDeadlines(t *testing.T) {
 	end := time.Now().Add(deadline)
 	for range oftenEnough {
 		c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Microsecond })
 		entry := sum("never", make([]byte, 8))
 		entry.Timeout = 2 * time.Millisecond
-		<-time.After(2 * time.Millisecond) // for the loops to rest
+		<-time.After(2 * time.Millisecond) // for the loops to park
 		done := make(chan error, 1)
 		entry.Done = func(err error) { done <- err }
 		if err := c.engines[1].Queue(entry); err != nil {
@@ -189,7 +189,7 @@ func TestDriveKeepsDeadlines(t *testing.T) {
 	}
 }
 
-// The end of an engine reaches a goroutine that helps.
+// The end of an engine reaches a driver.
 func TestCloseWhileDriving(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Hour })
 	left := make(chan struct{})

@@ -10,7 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// crowded makes a job of two whose loops would take the processor from who queues. They are rung after period; 0 is the default.
+// crowded makes a job of two whose loops would take the processor from a caller that queues. NotifyLater defers for period; 0 is the
+// default.
 func crowded(t *testing.T, told *[2]log, period time.Duration) *cluster {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.LocalProcesses = runtime.NumCPU() + 1
@@ -24,7 +25,7 @@ func crowded(t *testing.T, told *[2]log, period time.Duration) *cluster {
 	return c
 }
 
-// queue queues a sum of rank r and rings for it.
+// queue queues a sum of rank r and has the loop notified later.
 func (c *cluster) queue(r int, name string, done chan<- error) {
 	e := sum(name, make([]byte, 8))
 	e.Done = func(err error) { done <- err }
@@ -37,7 +38,7 @@ func (c *cluster) queue(r int, name string, done chan<- error) {
 // lateRounds is how many operations one after the other take milliseconds.
 const lateRounds = 40
 
-// promptly checks that it was not heartbeats that got them on, of which there is one a second.
+// promptly checks that the operations did not wait for heartbeats, of which there is one a second.
 func promptly(t *testing.T, began time.Time) {
 	if took := time.Since(began); took > lateRounds/2*time.Second {
 		t.Errorf("%d operations took %v, want some milliseconds", lateRounds, took)
@@ -53,7 +54,7 @@ func TestNotifyOnceForMany(t *testing.T) {
 		done := make(chan error, tensors)
 		for i := range tensors {
 			c.queue(r, fmt.Sprint(i), done)
-			time.Sleep(time.Millisecond) // time enough for a loop that is rung
+			time.Sleep(time.Millisecond) // time enough for a loop that is notified
 		}
 		c.engines[r].Flush()
 		for range tensors {
@@ -73,7 +74,7 @@ func TestNotifyOnceForMany(t *testing.T) {
 	c.shutdown()
 }
 
-// What was queued is done also if nobody hurries.
+// What was queued is done also if nobody calls Flush.
 func TestNotifyLaterWithoutFlush(t *testing.T) {
 	var told [2]log
 	c := crowded(t, &told, 0)
@@ -113,7 +114,7 @@ func TestNotifyWhileQueueing(t *testing.T) {
 	}
 }
 
-// Who waits does not wait for the bell, nor who asks, and the next is rung for again, by the timer too.
+// Drive and Flush do not wait for a deferred notification, and the next one is deferred again, by the timer too.
 func TestDriveAfterNotifyLater(t *testing.T) {
 	for _, period := range []time.Duration{0, time.Hour} {
 		var told [2]log
