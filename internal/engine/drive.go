@@ -34,6 +34,9 @@ func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 // operations is called by it too.
 func (e *Engine) Drive(ctx context.Context, done func() bool) { e.sched.drive(ctx, done) }
 
+// Notify makes the loop notice what was queued.
+func (e *Engine) Notify() { e.sched.notify() }
+
 // NotifyLater makes the loop notice what was queued, but not at once if that would delay the caller.
 func (e *Engine) NotifyLater() { e.sched.notifyLater() }
 
