@@ -1,4 +1,5 @@
-// Package controller is the negotiation: how ranks agree what to run, in which order (NEGOTIATION).
+// Package controller is the negotiation: how ranks agree what to run, in which order. docs/negotiation.md specifies the
+// protocol.
 //
 // It is pure. A Member stands for a rank, the Coordinator for rank 0's second role; both take events
 // (submitted requests, frames, the time) and say what to send and what to run. They know no socket, no clock
@@ -21,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Durations of the protocol that are not settings (NEGOTIATION §3 and §7).
+// Durations of the protocol that are not settings (docs/negotiation.md, Heartbeats and time).
 const (
 	// heartbeatPeriod is the longest that a living rank is silent.
 	heartbeatPeriod = time.Second

@@ -6,7 +6,8 @@ import (
 )
 
 // Lockstep carries the requests of a Member to the Coordinator, and its decisions back, by collectives that all ranks
-// enter in every cycle (NEGOTIATION §9; Horovod's shape). Everything else that the two say travels as it does without it.
+// enter in every cycle (docs/negotiation.md, Lock-step; Horovod's shape). Everything else that the two
+// say travels as it does without it.
 // Member and Coordinator must be configured with Lockstep. It is not safe for concurrent use.
 //
 // A cycle is: Vectors, which all ranks combine by bitwise AND and OR; Combine; if it says so, Gather at rank 0, and a

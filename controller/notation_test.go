@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// The notation of NEGOTIATION's golden, in which scripts print frames (message.Up, message.Down) and forge them.
+// The notation of the example in docs/negotiation.md, in which scripts print frames (message.Up, message.Down) and forge them.
 
 func upText(from topo.Rank, u *message.Up) string { return fmt.Sprintf("%d->0 %v", from, u) }
 

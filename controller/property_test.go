@@ -29,7 +29,7 @@ func seeds(n int) []uint64 {
 	return all
 }
 
-// checker holds a cluster to the invariants of NEGOTIATION §10. It is a plain model of the coordinator: it
+// checker holds a cluster to the invariants of docs/negotiation.md. It is a plain model of the coordinator: it
 // knows what each rank meant by each frame, and from that what must be granted.
 type checker struct {
 	t    *testing.T
@@ -246,7 +246,7 @@ func newChecker(t *testing.T, seed uint64, cfg controller.CoordinatorConfig) *ch
 	return ch
 }
 
-// broken fails the test: an invariant of NEGOTIATION §10 does not hold.
+// broken fails the test: an invariant of docs/negotiation.md does not hold.
 func (ch *checker) broken(invariant int, format string, args ...any) {
 	ch.t.Helper()
 	ch.t.Fatalf("invariant %d: %s\nreplay with -run %s -seed %d", invariant, fmt.Sprintf(format, args...), ch.t.Name(), ch.seed)

@@ -55,7 +55,7 @@ func TestScripts(t *testing.T) {
 	}
 }
 
-// The frames of NEGOTIATION's golden, which -rewrite must not change.
+// The frames of the example in docs/negotiation.md, which -rewrite must not change.
 func TestLateVoteIsAsSpecified(t *testing.T) {
 	text, err := os.ReadFile("testdata/late_vote.txt")
 	if err != nil {

@@ -1,5 +1,5 @@
 // Package responsecache remembers what ranks agreed on, so that a repeated request is one bit instead of a
-// message (NEGOTIATION §4).
+// message (docs/negotiation.md, Cache).
 //
 // Every rank holds a Cache; the coordinator holds a Primary, which is a Cache together with the recency of
 // its entries, the votes for them, and the entries lately erased. A bit is never renumbered. An entry is the

@@ -1,6 +1,6 @@
 // Package message holds what ranks say to each other while they negotiate, and its encoding.
 //
-// A rank sends Up frames to the coordinator, the coordinator sends Down frames to ranks (NEGOTIATION §2).
+// A rank sends Up frames to the coordinator, the coordinator sends Down frames to ranks (docs/negotiation.md, Frames).
 // Votes for cached tensors are bit vectors in a fixed binary layout; requests and responses are protobuf
 // messages inside it. Decoders bound every length by the bytes that are there before they allocate.
 package message

@@ -19,7 +19,7 @@
 // reduces for himself.
 //
 // Waiting is spinning for a short while, then offering the core, then sleeping on a futex; with more ranks than cores it
-// does not spin. The rules are those of NEGOTIATION §7.
+// does not spin. docs/arena.md has the rules for shared memory.
 package shm
 
 import (
