@@ -18,20 +18,21 @@ MODES = ["pertensor", "async", "grouped", "bucket25"]
 
 INTRODUCTION = """# Benchmarks
 
-This library beside others, on one machine, in one session. `make bench-peers` measures and writes this page; the
-programs and their rules are in [bench/peers](../bench/peers/README.md). Everything is float32 sums of CPU memory, in
-place, by ranks of one host.
+Times of gohvd and of other libraries, on one machine, in one session: float32 sums in CPU memory, in place,
+by ranks of one host. `make bench-peers` measures and writes this page; the programs and their rules are in
+[bench/peers](../bench/peers/README.md).
 """
 
 LEGEND = """
-`ours` is package hvd on ordinary Go slices: names, negotiation, cache and fusion included. `-arena` has its tensors in the
-shared arena, and `-raw` is the backend alone. `ompi` yields when idle, `ompi-spin` spins on a core of its own; `gloo` is the
-best of its algorithms at each size.
+`ours` is package hvd on ordinary Go slices: names, negotiation, cache and fusion included. `-arena` has its
+tensors in the shared arena, and `-raw` is the backend only. `ompi` yields when idle, `ompi-spin` spins on a
+core of its own; `gloo` is the best of its algorithms at each size.
 
 ## Ratios
 
-Time relative to others: below 1 is faster. In each round our median is divided by the best of the others' medians of
-that round; a cell has the median of these ratios and, in parentheses, the least and the greatest.
+Our time divided by the best time of the others; below 1 is faster. In each round our median is divided by
+the best of the others' medians of that round. A cell has the median of these ratios and, in parentheses, the
+least and the greatest.
 """
 
 

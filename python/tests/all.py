@@ -31,14 +31,15 @@ print(*versions)
 _NEED_TORCH = ("test_torch_*.py", "test_shim.py")
 _PAGE = """# Compatibility
 
-What the tests of the Python package, python/tests, say with which versions. `make test-torch2` writes this page.
+The versions with which the Python package was tested (python/tests), and the results. `make test-torch2`
+writes this page.
 
 | Python | torch | numpy | ranks | tests | skipped | failed |
 |---|---|---|---|---|---|---|
 {rows}
 
-Tests are counted at one rank; every rank runs them. Those that are skipped need what this torch has not, or another number
-of ranks. Without torch, gohvd.torch and its tests are left out.
+Tests are counted at one rank; every rank runs them. Skipped tests need something that this torch does not
+have, or another number of ranks. Without torch, gohvd.torch and its tests are left out.
 """
 
 
