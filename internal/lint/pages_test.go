@@ -1,6 +1,7 @@
 package lint
 
 import (
+	"fmt"
 	"go/ast"
 	"go/parser"
 	"go/token"
@@ -311,4 +312,71 @@ func definedFlags(t *testing.T, root string) map[string]bool {
 		t.Fatal("this test does not find the flags of hvdrun")
 	}
 	return flags
+}
+
+// pagePath matches a path from the root of the repository, in code of a page.
+var pagePath = regexp.MustCompile("(^|[\\s`(])(\\./)?((bench|cmd|controller|deploy|examples|fusion|half|hvd|internal|ops|python|responsecache|scripts|store|tensorqueue|timeline)(/[A-Za-z0-9_.-]+)*)")
+
+// Why: a reader opens the file that a page names, or runs the command with it, after files have moved.
+func TestPathsExist(t *testing.T) {
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	paths := 0
+	check := func(at, code string) {
+		for _, m := range pagePath.FindAllStringSubmatch(code, -1) {
+			path := strings.TrimRight(m[3], ".")
+			if !strings.Contains(path, "/") && m[2] == "" {
+				continue // a word, or the name of a package
+			}
+			if paths++; !exists(root, path) {
+				t.Errorf("%s: %s does not exist", at, path)
+			}
+		}
+		if goCommand.MatchString(code) {
+			for _, m := range goArgument.FindAllStringSubmatch(code, -1) {
+				if paths++; !exists(root, m[1]) {
+					t.Errorf("%s: %s does not exist", at, m[0])
+				}
+			}
+		}
+	}
+	for file, p := range readPages(t, root) {
+		paragraph := ""
+		for _, line := range p.lines {
+			at := fmt.Sprintf("%s:%d", file, line.number)
+			if line.code {
+				check(at, line.text)
+			}
+			if paragraph += line.text + " "; line.code || strings.TrimSpace(line.text) == "" {
+				for _, span := range codeSpan.FindAllString(paragraph, -1) {
+					check("before "+at, span)
+				}
+				paragraph = ""
+			}
+		}
+	}
+	if paths < 100 {
+		t.Errorf("pages name %d paths, want at least 100", paths)
+	}
+}
+
+var (
+	codeSpan   = regexp.MustCompile("`[^`]+`")
+	goCommand  = regexp.MustCompile(`\bgo (test|run|build|vet|generate)\b|-bench`)
+	goArgument = regexp.MustCompile(`\s\./([a-z][A-Za-z0-9_/-]*)`)
+)
+
+// exists reports whether a path is a file or a folder, or one of them with the name of a declaration behind it, as hvd.Init.
+func exists(root, path string) bool {
+	if _, err := os.Stat(filepath.Join(root, path)); err == nil {
+		return true
+	}
+	dot := strings.LastIndexByte(path, '.')
+	if dot < 0 || !unicode.IsUpper(rune(path[min(dot+1, len(path)-1)])) {
+		return false
+	}
+	info, err := os.Stat(filepath.Join(root, path[:dot]))
+	return err == nil && info.IsDir()
 }
