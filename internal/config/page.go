@@ -9,8 +9,8 @@ const pageHead = `<!-- Generated from the table in internal/config by "go genera
 
 # Settings
 
-A setting has one name, that of an environment variable: Horovod's where Horovod has it (` + "`HOROVOD_...`" + `), ours where it
-has not (` + "`HVD_...`" + `). Its value comes from the highest of these that gives one:
+A setting is named by its environment variable: Horovod's if Horovod has the setting (` + "`HOROVOD_...`" + `), else
+ours (` + "`HVD_...`" + `). Its value comes from the first of these that gives one:
 
 1. the program: ` + "`hvd.WithSetting(name, value)`" + `,
 2. a flag of hvdrun,
@@ -18,11 +18,11 @@ has not (` + "`HVD_...`" + `). Its value comes from the highest of these that gi
 4. the file of settings,
 5. the default.
 
-` + "`hvdrun config [flags]`" + ` shows every value and where it comes from, as the ranks would get them.
+` + "`hvdrun config [flags]`" + ` shows every value as the ranks would get it, and where it comes from.
 
-The file is YAML, with Horovod's keys where Horovod has them. hvdrun reads it with ` + "`--config-file FILE`" + `, a program without
-hvdrun with ` + "`HVD_CONFIG_FILE=FILE`" + `. On the command line it overrides flags before it and is overridden by flags after it, as
-in Horovod; the environment stands above it, other than in Horovod.
+The file is YAML, with Horovod's keys if Horovod has them. hvdrun reads it with ` + "`--config-file FILE`" + `, a
+program without hvdrun with ` + "`HVD_CONFIG_FILE=FILE`" + `. On the command line it overrides flags before it and is
+overridden by flags after it, as in Horovod. The environment overrides it, unlike in Horovod.
 
 ` + "```yaml" + `
 params:
@@ -34,18 +34,20 @@ logging:
   level: info
 ` + "```" + `
 
-Settings whose scope is "the same at all ranks" are compared when the ranks meet. If some differ, Init fails at every rank and names
-each of them, with the ranks and the values. Values that mean the same (1 and true) are equal.
+Settings whose scope is "the same at all ranks" are compared when the ranks meet. If some differ, Init fails at
+every rank and names each of them, with the ranks and the values. Values that mean the same (1 and true) are
+equal.
 
-A value that cannot be read and a key that is not known are errors. A variable that begins with ` + "`HOROVOD_`" + ` or ` + "`HVD_`" + ` and is not
-known gives a warning with the nearest name.
+An invalid value and an unknown key are errors. An unknown variable that begins with ` + "`HOROVOD_`" + ` or
+` + "`HVD_`" + ` gives a warning with the nearest name.
 `
 
 const pageInert = `
 ## Names that have no effect
 
-Horovod knows these. A variable, or a key in the file, with another value than Horovod's default causes a warning. hvdrun refuses the
-flags that ask for what there is not, and accepts those that ask to do without.
+Horovod has these settings, and gohvd ignores them. A variable, or a key in the file, with another value than
+Horovod's default causes a warning. hvdrun refuses flags that ask for a missing feature, and accepts those that
+turn one off.
 
 | Variable | Key in the file | Horovod's default | Flags of horovodrun | Why it has no effect |
 |---|---|---|---|---|
