@@ -8,16 +8,16 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Alloc makes a tensor of n zeros in memory that the other ranks of the host can read: operations take it from where it
-// lies, without the copies that an ordinary slice costs. It begins at a cache line.
+// Alloc allocates a tensor of n zeros in memory that the other ranks of the host can read, so that operations
+// skip the copies that an ordinary slice costs. The tensor begins at a cache line.
 //
-// The memory is reserved in full, from chunks of 64 MiB or of the tensor's own size, and belongs to the process, not to an
-// engine: it may be made before Init and outlives Shutdown. The garbage collector does not know it. Give it back by Free,
-// or keep it as long as the process lives: a training program allocates its gradients once. A first use by an engine has
-// the peers map its chunk, which takes some tens of microseconds.
+// The memory is reserved in full, from chunks of 64 MiB or of the tensor's own size. It belongs to the
+// process and not to an engine: it may be allocated before Init and outlives Shutdown. The garbage collector
+// does not free it; Free does. A training program typically allocates its gradients once. The first use of a
+// chunk by an engine makes the peers map it, which takes some tens of microseconds.
 //
-// The error is a *NoMemoryError if the memory cannot be had: it says how many bytes and, where that can be told, because of
-// which limit.
+// If the memory cannot be allocated the error is a *NoMemoryError, which says how many bytes were needed and,
+// if it is known, which limit was hit.
 func Alloc[T Element](n int) ([]T, error) {
 	var zero T
 	size := int64(len(tensor.Bytes([]T{zero})))
@@ -34,9 +34,10 @@ func Alloc[T Element](n int) ([]T, error) {
 	return tensor.View[T](b), nil
 }
 
-// Free gives back what Alloc made. s must begin where that did, and no operation on it may be in flight; it must not be
-// touched any more, nor any other slice of the same memory. To free a slice that did not come from Alloc, or twice, is an
-// error and does nothing. An empty slice is nothing to free.
+// Free frees memory that Alloc returned. s must begin where the slice of Alloc did, and no operation on it
+// may be in flight; neither s nor any other slice of the same memory may be used afterwards. Freeing a slice
+// that Alloc did not return, or freeing it twice, is an error and has no effect. Freeing an empty slice does
+// nothing.
 func Free[T Element](s []T) error {
 	if cap(s) == 0 {
 		return nil

@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/internal/rank"
 )
 
-// Engine is one rank of one epoch of a job. Programs that are one rank use the package-level functions; a
-// process that holds several ranks makes one Engine for each and passes it to operations by On.
+// Engine is one rank in one epoch of a job. A program that is one rank uses the package-level functions. A
+// process that holds several ranks makes an Engine for each with New, and passes it to operations with On.
 type Engine struct {
 	rank      rank.Rank
 	sets      sync.Map // the *ProcessSet of each *rank.Set that the program has seen
@@ -22,12 +22,13 @@ type Engine struct {
 	abandoned abandonedWaits
 }
 
-// InitOption changes what Init and New read from the environment.
+// An InitOption overrides what Init and New read from the environment.
 type InitOption func(*initOptions)
 
 type initOptions struct{ rank.Options }
 
-// WithSetting sets a setting by the name of its environment variable, which it overrides.
+// WithSetting sets the setting with the name of an environment variable (docs/settings.md) and overrides that
+// variable.
 func WithSetting(name, value string) InitOption {
 	return func(o *initOptions) {
 		if o.Settings == nil {
@@ -37,32 +38,35 @@ func WithSetting(name, value string) InitOption {
 	}
 }
 
-// WithLogger sends the engine's log to l, whatever HOROVOD_LOG_LEVEL says.
+// WithLogger sends the log of the engine to l and makes HOROVOD_LOG_LEVEL have no effect. The default logs to
+// standard error.
 func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.Log = l } }
 
-// WithProcessSets makes process sets of these ranks beside that of all, numbered from 1 in this order. All ranks must give
-// the same.
+// WithProcessSets makes process sets of the given ranks, numbered from 1 in this order, beside the set of all
+// ranks. All ranks must give the same sets.
 func WithProcessSets(sets ...[]int) InitOption {
 	return func(o *initOptions) { o.Sets = append(o.Sets, sets...) }
 }
 
-// Stall is a report of the stall inspector: a tensor has waited long, and for whom.
+// Stall is a report of the stall inspector: a tensor has waited long for some ranks.
 type Stall struct {
-	// Op is the operation, as "allreduce", or empty if that is not known; Tensor its name; ProcessSet the ID of its set.
+	// Op is the operation, such as "allreduce", or empty if it is not known. Tensor is its name.
 	Op, Tensor string
+	// ProcessSet is the ID of the process set.
 	ProcessSet int
-	// Group is that of a tensor which every rank has submitted, and which waits for the rest of its group; else empty.
+	// Group is the name of the group if every rank has submitted the tensor and it waits for the rest of its
+	// group; else it is empty.
 	Group string
-	// Missing are the ranks that have not submitted the tensor, or the rest of its group, or, if Executing, not finished
-	// the operation.
+	// Missing are the ranks that have not submitted the tensor or the rest of its group. If Executing is set,
+	// they are the ranks that have not finished the operation.
 	Missing   []int
 	Waited    time.Duration
 	Executing bool
 }
 
-// OnStall makes f hear of stalls at rank 0, which knows of all ranks': after HOROVOD_STALL_CHECK_TIME_SECONDS and again
-// each time that much more has passed. Stalls are logged besides. f is called by the background loop, so it must return
-// soon and must not wait for an operation.
+// OnStall makes f receive the stall reports. Only rank 0 has them, for all ranks: the first after
+// HOROVOD_STALL_CHECK_TIME_SECONDS, and another each time that much more has passed. Stalls are logged too. f
+// runs on the background loop, so it must return soon and must not wait for an operation.
 func OnStall(f func(Stall)) InitOption {
 	return func(o *initOptions) {
 		if o.OnStall = nil; f != nil {
@@ -71,7 +75,7 @@ func OnStall(f func(Stall)) InitOption {
 	}
 }
 
-// After makes the new engine's epoch follow that of prev, which was shut down. Nil is none.
+// After makes the epoch of the new engine follow that of prev, which has shut down. nil is no engine.
 func After(prev *Engine) InitOption {
 	if prev == nil {
 		return afterEpoch(0)
@@ -83,7 +87,8 @@ func afterEpoch(n uint64) InitOption {
 	return func(o *initOptions) { o.LastEpoch = max(o.LastEpoch, n) }
 }
 
-// New joins a rank to its job and waits until all ranks have come, as Init does, without making it the process's.
+// New joins a rank to its job and waits until all ranks have joined, as Init does, without making it the rank
+// of the process.
 func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	e := new(Engine)
 	if err := e.rank.Start(ctx, collect(opts)); err != nil {
@@ -92,7 +97,7 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	return e, nil
 }
 
-// collect returns what opts say together.
+// collect applies opts in order.
 func collect(opts []InitOption) rank.Options {
 	o := new(initOptions)
 	for _, opt := range opts {
@@ -129,10 +134,11 @@ func (e *Engine) shutdown(ctx context.Context, why engine.Departure) error {
 	return e.abandoned.explain(e.rank.Shutdown(ctx, why))
 }
 
-// Done is closed when the job is over for this rank: it has shut down, or the job has failed.
+// Done returns a channel that is closed when the job is over for this rank: it has shut down, or the job has
+// failed.
 func (e *Engine) Done() <-chan struct{} { return e.rank.Engine.Ended() }
 
-// Err is why the job has failed; nil while it runs and after a shutdown.
+// Err returns why the job has failed. It is nil while the job runs and after a Shutdown.
 func (e *Engine) Err() error {
 	select {
 	case <-e.rank.Engine.Ended():
@@ -142,26 +148,27 @@ func (e *Engine) Err() error {
 	}
 }
 
-// Rank is this rank's number in the job, 0 to Size()-1.
+// Rank returns the number of this rank in the job, 0 to Size()-1.
 func (e *Engine) Rank() int { return e.rank.Place.Rank }
 
-// Size is the number of ranks in the job.
+// Size returns the number of ranks in the job.
 func (e *Engine) Size() int { return e.rank.Place.Size }
 
-// LocalRank is this rank's number among those of its host.
+// LocalRank returns the number of this rank among the ranks of its host.
 func (e *Engine) LocalRank() int { return e.rank.Place.LocalRank }
 
-// LocalSize is the number of ranks on this host.
+// LocalSize returns the number of ranks on this host.
 func (e *Engine) LocalSize() int { return e.rank.Place.LocalSize }
 
-// CrossRank is the index of this host among those that have this local rank.
+// CrossRank returns the index of this host among the hosts that have this local rank.
 func (e *Engine) CrossRank() int { return e.rank.Place.CrossRank }
 
-// CrossSize is the number of hosts that have this local rank.
+// CrossSize returns the number of hosts that have this local rank.
 func (e *Engine) CrossSize() int { return e.rank.Place.CrossSize }
 
 // IsHomogeneous reports whether every host has the same number of ranks.
 func (e *Engine) IsHomogeneous() bool { return e.rank.Homogeneous }
 
-// Epoch numbers the formations of the job: it is greater in each Init that its ranks go through together.
+// Epoch returns the number of this formation of the job. Each Init that the ranks complete together gets a
+// greater one.
 func (e *Engine) Epoch() uint64 { return e.rank.Epoch }

@@ -11,30 +11,39 @@ import (
 var (
 	// ErrNotInitialized is the error of an operation before Init or after Shutdown.
 	ErrNotInitialized = rank.ErrNotInitialized
-	// ErrShutDown answers operations that this rank submits after its Shutdown, or that nobody is left to run with it. A
-	// *PeerError is one too if it names ranks that have shut down, and so is a *StallError.
+	// ErrShutDown is the error of an operation that this rank submits after its Shutdown, or that no other
+	// rank is left to run. A *PeerError that names ranks that have shut down is an ErrShutDown too, and so is
+	// a *StallError.
 	ErrShutDown = engine.ErrShutDown
-	// ErrClosed answers them when this rank's own Shutdown was cut short by its context.
+	// ErrClosed is the error of such an operation if the context of this rank's Shutdown ended first.
 	ErrClosed = engine.ErrClosed
-	// ErrNoProcessSet refuses operations on a process set that was removed, and answers those that waited in it.
+	// ErrNoProcessSet is the error of an operation on a process set that was removed, also if it was pending
+	// at the removal.
 	ErrNoProcessSet = engine.ErrNoProcessSet
 )
 
 // The errors of operations, by cause.
 type (
-	// UsageError refuses a call that this rank should not have made. Nothing was submitted and other ranks do not know of it.
+	// UsageError is the error of a call that is wrong at this rank. Nothing was submitted and the other ranks
+	// do not know of it. Its fields are Op, such as "allreduce", Tensor, which is empty if the call gave no
+	// name, and Err, the cause.
 	UsageError = engine.UsageError
-	// MismatchError: the ranks' requests for a tensor contradict each other, or ask for what cannot be done.
+	// MismatchError says that the requests of the ranks for a tensor contradict each other, or cannot be
+	// executed. Its fields are Tensor, the name, and Text, which says which rank sent what.
 	MismatchError = engine.MismatchError
-	// PeerError: ranks have failed, and the epoch with them.
+	// PeerError says that ranks have failed and that the epoch is over. Its fields are Ranks, the ranks that
+	// failed (both, if it cannot be told which of two), Reason, what was observed, and ShutDown, which is set
+	// if those ranks have shut down while others waited for them.
 	PeerError = engine.PeerError
-	// StallError: the job was shut down because a tensor waited too long. It is an ErrShutDown.
+	// StallError says that the job was shut down because a tensor waited too long. It is an ErrShutDown. Its
+	// field Reason names operation, tensor, missing ranks and time.
 	StallError = engine.StallError
-	// DuplicateNameError: the name is in use by a tensor in flight, or by one that the program has not seen done. It is the
-	// cause of a UsageError.
+	// DuplicateNameError says that the name is in use by a tensor in flight, or by one whose end the program
+	// has not observed. It is the cause of a UsageError. Its fields are Kind and Name.
 	DuplicateNameError = tensorqueue.DuplicateNameError
-	// NoMemoryError: shared memory cannot be had. It names the bytes that were needed.
+	// NoMemoryError says that shared memory cannot be allocated. Its fields are What, the purpose, NeedBytes,
+	// and Err, which names the limit if it is known.
 	NoMemoryError = shmem.NoMemoryError
-	// OpError wraps the cause of an operation's failure with the operation and the tensor.
+	// OpError adds the operation, Op, and the tensor, Tensor, to the cause of a failure, Err.
 	OpError = engine.OpError
 )

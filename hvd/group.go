@@ -9,16 +9,18 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// GroupedAllreduce reduces the tensors of a group as Allreduce does, all of them at once or, if the ranks disagree about
-// one, none. The ranks agree on the group by its name, and not on each tensor, so a group of many costs little more than one
-// tensor of as many elements. Ranks must give the same tensors in the same order. The results lie in one piece of memory
-// unless InPlace. A group of none is done at once.
+// GroupedAllreduce reduces the tensors of a group as Allreduce does. Either all of them are reduced or, if
+// the ranks disagree about one, none. Ranks must give the same tensors in the same order. The results share
+// one piece of memory unless InPlace is given. An empty group is done at once.
+//
+// The ranks agree on the group by its name and not on each tensor, so a group of many small tensors costs
+// little more than one tensor with as many elements.
 func GroupedAllreduce[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := allreduceGroup(xs, opts)
 	return awaitGroup(ctx, g, err)
 }
 
-// GroupedAllreduceAsync is GroupedAllreduce without the wait.
+// GroupedAllreduceAsync submits a GroupedAllreduce and returns its handle without waiting.
 func GroupedAllreduceAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T], error) {
 	return started(allreduceGroup(xs, opts))
 }
@@ -69,7 +71,7 @@ func allreduceGroup[T Element](xs [][]T, opts []Option) (*GroupHandle[T], error)
 	return g, nil
 }
 
-// prepareGroup reads the options of an operation on n tensors.
+// prepareGroup applies the options of an operation on n tensors.
 func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, error) {
 	c, err := prepare(kind, tensor.Of[T](), true, opts)
 	if err == nil && c.shapes != nil && len(c.shapes) != n {
@@ -79,26 +81,27 @@ func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, err
 }
 
 // GroupedAllgather gathers the tensors of a group as Allgather does, all or none. Tensor i of n has the name
-// "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the same order: those that give more or fewer have
-// other names for theirs, and wait for each other as ranks do that submit different tensors.
+// "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the same order. A rank that gives
+// more or fewer has other names for its tensors, so the ranks wait for each other as ranks do that submit
+// different tensors.
 func GroupedAllgather[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Allgather, xs, opts, allgatherTensor)
 	return awaitGroup(ctx, g, err)
 }
 
-// GroupedAllgatherAsync is GroupedAllgather without the wait.
+// GroupedAllgatherAsync submits a GroupedAllgather and returns its handle without waiting.
 func GroupedAllgatherAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T], error) {
 	return started(many(message.Allgather, xs, opts, allgatherTensor))
 }
 
-// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does, all or none. They have names as those of
-// GroupedAllgather.
+// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does, all or none.
+// Tensors are named as by GroupedAllgather.
 func GroupedReducescatter[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Reducescatter, xs, opts, reducescatterTensor)
 	return awaitGroup(ctx, g, err)
 }
 
-// GroupedReducescatterAsync is GroupedReducescatter without the wait.
+// GroupedReducescatterAsync submits a GroupedReducescatter and returns its handle without waiting.
 func GroupedReducescatterAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T], error) {
 	return started(many(message.Reducescatter, xs, opts, reducescatterTensor))
 }

@@ -12,18 +12,18 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// operation is what all handles have.
+// operation is the part that all handles have in common.
 type operation struct {
 	kind  message.Kind
 	flags atomic.Uint32
 	name  string
 	err   error // written before it is done
-	// signal is nil until somebody asks for it, or the operation is done; then it is over.
+	// signal is nil until somebody asks for the channel. When the operation is done it is over.
 	signal atomic.Pointer[signal]
-	// engine is who does it; nil if there was nothing to do.
+	// engine executes the operation. It is nil if there was nothing to do.
 	engine *Engine
-	// held is the name, which stays in use until the program has seen that the operation is done; nil if it has none of its
-	// own. It is written before the operation is done, and read afterwards.
+	// held is the name, which stays in use until the program has observed that the operation is done. It is
+	// nil if the name was generated. It is written before the operation is done and read afterwards.
 	held interface{ Release() }
 }
 
@@ -34,7 +34,8 @@ const (
 	gaveUp                       // a wait has ended with its context
 )
 
-// signal is closed when an operation is done. Most are, before anybody asks.
+// signal is closed when an operation is done. Most operations are done before anybody asks, and never have
+// one.
 type signal struct{ c chan struct{} }
 
 // over is the signal of all operations that are done.
@@ -44,7 +45,7 @@ var over = func() *signal {
 	return s
 }()
 
-// complete ends the operation.
+// complete ends the operation with err.
 func (o *operation) complete(err error) {
 	if err != nil && o.engine != nil {
 		err = o.engine.abandoned.explain(err)
@@ -63,28 +64,29 @@ func (o *operation) complete(err error) {
 	}
 }
 
-// hold keeps the name of e, which is the operation's or the first of its group, in use until seen.
+// hold keeps the name of e in use until seen. e is the entry of the operation, or the first of its group.
 func (o *operation) hold(e *tensorqueue.Entry) {
 	if n := e.Held(); n != nil {
 		o.held = n
 	}
 }
 
-// seen frees the name. The operation is done.
+// seen frees the name. The operation must be done.
 func (o *operation) seen() {
 	if o.held != nil && o.flags.Load()&doneSeen == 0 && o.flags.Or(doneSeen)&doneSeen == 0 {
 		o.held.Release()
 	}
 }
 
-// start has the engine notice what submit has queued, some time. Who waits at once need not call it.
+// start has the engine notice, within a bounded time, what was queued. A caller that waits at once need not
+// call it.
 func (o *operation) start() {
 	if o.engine != nil {
 		o.engine.rank.Engine.NotifyLater()
 	}
 }
 
-// started makes an operation that goes on while the caller does something else.
+// started returns the handle of an operation that the caller does not wait for yet.
 func started[H interface{ start() }](h H, err error) (H, error) {
 	if err == nil {
 		h.start()
@@ -92,10 +94,11 @@ func started[H interface{ start() }](h H, err error) (H, error) {
 	return h, err
 }
 
-// Poll reports whether the operation is done, so that Wait returns at once; its name is then free. It flushes what was started.
+// Poll reports whether the operation is done, so that Wait returns at once. If so, its name is free. If not,
+// Poll flushes the operations that were started.
 func (o *operation) Poll() bool {
 	if !o.ended() {
-		o.hurry()
+		o.flush()
 		return false
 	}
 	o.seen()
@@ -104,17 +107,17 @@ func (o *operation) Poll() bool {
 
 func (o *operation) ended() bool { return o.signal.Load() == over }
 
-// hurry has the engine notice at once what submit has queued.
-func (o *operation) hurry() {
+// flush has the engine notice now what was queued.
+func (o *operation) flush() {
 	if o.engine != nil {
 		o.engine.rank.Engine.Flush()
 	}
 }
 
-// Done returns a channel that is closed when the operation is done; its name is free from then on, whether or not anybody
-// receives from the channel. It flushes what was started.
+// Done returns a channel that is closed when the operation is done. The name is free from then on, whether or
+// not anybody receives from the channel. Done flushes the operations that were started.
 func (o *operation) Done() <-chan struct{} {
-	o.hurry()
+	o.flush()
 	o.flags.Or(doneAsked)
 	c := o.done()
 	if o.ended() {
@@ -133,7 +136,7 @@ func (o *operation) done() <-chan struct{} {
 	return s.c
 }
 
-// Name is the tensor's name, or the group's.
+// Name returns the name of the tensor or group.
 func (o *operation) Name() string { return o.name }
 
 // wait waits for the operation, whose handle is h.
@@ -154,7 +157,7 @@ func (o *operation) wait(ctx context.Context, h Pending) error {
 	return p
 }
 
-// await returns when the operation is done, or ctx has ended.
+// await returns when the operation is done or ctx has ended.
 func (o *operation) await(ctx context.Context) {
 	if ctx.Err() != nil {
 		o.start() // it goes on without a wait
@@ -171,7 +174,8 @@ func (o *operation) await(ctx context.Context) {
 	}
 }
 
-// Handle is an operation in flight that gives elements of T. Its methods are safe for concurrent use.
+// Handle is an operation in flight whose result has elements of type T. Its methods are safe for concurrent
+// use.
 type Handle[T any] struct {
 	operation
 	slot     *slot // nil when it is done
@@ -181,8 +185,8 @@ type Handle[T any] struct {
 	group    *GroupHandle[T]
 }
 
-// Wait waits for the operation and gives its result. When ctx ends first the error is a *PendingError: the operation goes
-// on, its name stays in use, and its slices too until it is done.
+// Wait waits for the operation and returns its result. If ctx ends first the error is a *PendingError: the
+// operation goes on, and its name and slices stay in use.
 func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
 	if err := h.wait(ctx, h); err != nil {
 		return nil, err
@@ -190,8 +194,8 @@ func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
 	return h.out, nil
 }
 
-// Received is, after an alltoall, how many rows came from each member of the process set, in its order; else nil, and
-// nil until it is done.
+// Received returns, after an alltoall, how many rows came from each member of the process set, in the order
+// of the members. It is nil for other operations and until the operation is done.
 func (h *Handle[T]) Received() []int {
 	if !h.ended() || h.received == nil {
 		return nil
@@ -206,7 +210,8 @@ func (h *Handle[T]) Received() []int {
 // GroupHandle is a group of operations in flight. Its methods are safe for concurrent use.
 type GroupHandle[T any] struct {
 	operation
-	// A group that is one request has its entry and its results here, others have a handle for each tensor.
+	// A group that is one request has its entry and its results here. Other groups have a handle for each
+	// tensor.
 	slot    *slot // nil when it is done
 	outs    [][]T
 	dims    [1]int64
@@ -214,8 +219,8 @@ type GroupHandle[T any] struct {
 	left    atomic.Int64
 }
 
-// Wait waits for all tensors of the group and gives their results, in the order of the call. If one failed the error is
-// the first.
+// Wait waits for all tensors of the group and returns their results in the order of the call. If any failed,
+// it returns the error of the first of them. If ctx ends first the error is a *PendingError.
 func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
 	if err := g.wait(ctx, g); err != nil {
 		return nil, err
@@ -230,7 +235,7 @@ func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
 	return outs, nil
 }
 
-// finished is told of the end of g's entry.
+// finished is called when the entry of g has ended.
 func (g *GroupHandle[T]) finished(err error) {
 	e := &g.slot.entry
 	if err == nil && e.Request.DType == tensor.Bool {
@@ -244,7 +249,7 @@ func (g *GroupHandle[T]) finished(err error) {
 	g.complete(err)
 }
 
-// oneFinished is told that one more tensor is done; the last ends the group.
+// oneFinished is called when a further tensor is done. The last one completes the group.
 func (g *GroupHandle[T]) oneFinished() {
 	if g.left.Add(-1) > 0 {
 		return

@@ -1,50 +1,48 @@
-// Package hvd is data-parallel communication for training: allreduce, allgather, broadcast, alltoall, reducescatter,
-// barrier and join on named tensors, over all ranks or process sets.
+// Package hvd provides collective communication for data-parallel training: allreduce, allgather, broadcast,
+// alltoall, reducescatter, barrier and join on named tensors, over all ranks or over process sets.
 //
-// A program calls Init, works, and calls Shutdown. Ranks may submit tensors in any order: they agree on one
-// through rank 0, by name, and run each operation when every rank has asked for it. Without a launcher a program
-// is rank 0 of 1 and works.
+// A program calls Init, submits operations, and calls Shutdown. Ranks may submit tensors in any order: rank 0
+// learns who has submitted what, and an operation runs when every rank has submitted it. Without a launcher
+// the program is rank 0 of a job of one.
 //
 //	if err := hvd.Init(ctx); err != nil { ... }
 //	defer hvd.Shutdown(ctx)
 //	mean, err := hvd.Allreduce(ctx, gradient, hvd.Name("layer1.weight"))
 //
+// All functions and methods are safe for concurrent use.
+//
 // # Names
 //
-// The name is what ranks match by. A tensor without one gets "<operation>.noname.<n>", counted per operation and process set, so
-// ranks must make the unnamed calls of an operation in the same order; a join begins the count anew. A repeated name with equal shape and
-// type costs one bit of negotiation instead of a message. The same name for different operations is a mismatch if ranks differ, and
-// forgets the cached agreement if they do not: give each use its own name.
+// Ranks match tensors by name. A tensor without a name gets "<operation>.noname.<n>", where n counts the
+// unnamed calls of that operation on that process set. So all ranks must make their unnamed calls in the same
+// order; a join restarts the count. A name that is used again with the same shape and type costs one bit of
+// negotiation instead of a message. Using one name for different operations is a mismatch if ranks do it at
+// the same time, and otherwise discards the cached agreement, so give each use a name of its own.
 //
-// A name that the program gives is in use from the call until the program has seen that the operation is done: until a
-// synchronous call or Wait has returned without a *PendingError, Poll has said true, or the channel that Done gave is closed.
-// A second call with a name in use is a *UsageError with a *DuplicateNameError, at every rank alike, even if the first
-// operation has long been done. A name that nobody looks after is in use until Shutdown, also if its handle is garbage: an
-// operation that is started and forgotten should have no name, or its Done should be asked for. Names that are counted are
-// free when the operation is done.
+// A name that the program gives stays in use until the program has observed that the operation is done: until
+// a synchronous call or Wait returns without a *PendingError, Poll returns true, or the channel that Done
+// returned is closed. A second call with a name in use fails with a *UsageError that wraps a
+// *DuplicateNameError. It does so at every rank alike, even if the first operation has long been done. If
+// nothing observes the operation, the name stays in use until Shutdown, even if the handle is garbage
+// collected. So give no name to an operation that is started and forgotten, or call Done on its handle.
+// Generated names are free as soon as the operation is done.
 //
 // # Buffers
 //
-// From the call until the operation is done the engine owns the slices passed to it. They must not be written, and
-// results must not be read. A Wait or a synchronous call that ends by its context does not withdraw the request: the slices
-// stay in use until the operation is done at this rank. The error, a *PendingError, has the handle to wait for that.
+// From the call until the operation is done the engine owns the slices that were passed. The program must not
+// write them, and must not read results. A Wait or a synchronous call that ends because of its context does
+// not withdraw the request: the slices remain in use until the operation is done at this rank. The error, a
+// *PendingError, holds the handle to wait for that.
 //
 // # Errors
 //
-// Every error names operation and tensor. There are five sorts, found by errors.Is and errors.As:
+// Every error names the operation and the tensor. Use errors.Is and errors.As to tell five kinds apart:
 //
-//   - *UsageError: this rank should not have made the call, because the name is in use (*DuplicateNameError), the
-//     process set is gone (ErrNoProcessSet) or not its own, Init was not called (ErrNotInitialized), or the arguments do
-//     not fit. Nothing was submitted.
-//   - *MismatchError: the ranks' requests contradict each other, and the job goes on. All of them get it, but where
-//     allgather or alltoall in place has another result than one rank has room for: that rank alone knows.
-//   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err and Shutdown
-//     give too); ErrClosed: the context of this rank's Shutdown ended before the others were ready.
-//   - *PeerError: ranks failed, or shut down while this one waits for them (then it is an ErrShutDown too), or an operation
-//     ran out of time. The epoch is over, and after Shutdown the survivors may Init again, once all ranks of the job are
-//     there anew.
-//   - *PendingError: the context of a wait has ended, and the operation goes on. If the job ends before the operation is done,
-//     this rank's errors say that it had given up waiting.
+//   - *UsageError: the call is wrong at this rank. The name is in use (*DuplicateNameError), the process set was removed (ErrNoProcessSet) or does not contain this rank, Init was not called (ErrNotInitialized), or the arguments do not fit. Nothing was submitted.
+//   - *MismatchError: the requests of the ranks contradict each other. All ranks get the error and the job goes on. One exception: if the result of an in-place allgather or alltoall does not fit the slice of one rank, only that rank gets the error.
+//   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err and Shutdown return too). ErrClosed: the context of this rank's Shutdown ended before the other ranks were ready.
+//   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an ErrShutDown too), or an operation timed out. The epoch is over. After Shutdown the surviving ranks may call Init again; it waits until all ranks of the job are present.
+//   - *PendingError: the context of a wait ended. The operation goes on. If the job ends before the operation is done, later errors of this rank say that it had given up waiting.
 package hvd
 
 import (
@@ -58,7 +56,7 @@ import (
 	"github.com/gohvd/gohvd/internal/place"
 )
 
-// process is the face that the package-level functions put on one Engine.
+// process holds the Engine of the package-level functions.
 var process struct {
 	mu     sync.Mutex
 	engine *Engine       // nil before Init and after Shutdown
@@ -68,8 +66,9 @@ var process struct {
 	met *place.Meeting
 }
 
-// begin makes the caller the one who changes process.engine, after those who do it now. The engine is as they left
-// it. If there is an error, or done says that nothing is to be changed, end must not be called.
+// begin waits until no other Init or Shutdown is in progress and then makes the caller the only one that may
+// change process.engine, which it returns. If done reports that nothing is to be changed, or on an error, the
+// caller must not call end.
 func begin(ctx context.Context, done func(*Engine) bool) (e *Engine, nothing bool, err error) {
 	for {
 		process.mu.Lock()
@@ -91,7 +90,7 @@ func begin(ctx context.Context, done func(*Engine) bool) (e *Engine, nothing boo
 	}
 }
 
-// end sets the engine.
+// end sets process.engine and lets the next Init or Shutdown begin.
 func end(e *Engine) {
 	process.mu.Lock()
 	defer process.mu.Unlock()
@@ -100,10 +99,16 @@ func end(e *Engine) {
 	process.busy = nil
 }
 
-// Init joins this process to its job, as its environment says, and waits until all ranks have come. The environment is that
-// of hvdrun, of another launcher (Open MPI, MPICH, torchrun, Slurm, Kubernetes, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT:
-// docs/launchers.md), or of none, which makes a job of one; options say otherwise. WithSetting("HVD_SIZE", "1") makes a job of one. Called again while initialized it does nothing; after Shutdown it joins a new epoch. ctx
-// bounds the wait in addition to HOROVOD_GLOO_TIMEOUT_SECONDS.
+// Init joins this process to its job and waits until all ranks have joined.
+//
+// The environment says which job and which rank: that of hvdrun, of another launcher (Open MPI, MPICH,
+// torchrun, Slurm, Kubernetes, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; see docs/launchers.md), or
+// none, which makes a job of one rank. Options override it; WithSetting("HVD_SIZE", "1") makes a job of one
+// rank in any environment.
+//
+// Init returns an error if the ranks contradict each other, if one of them fails, or if not all have joined
+// within HOROVOD_GLOO_TIMEOUT_SECONDS (default 30) or before ctx ends; the error names the ranks that are
+// missing. While initialized, Init does nothing. After Shutdown it joins a new epoch of the job.
 func Init(ctx context.Context, opts ...InitOption) error {
 	_, nothing, err := begin(ctx, func(e *Engine) bool { return e != nil })
 	if nothing || err != nil {
@@ -117,16 +122,18 @@ func Init(ctx context.Context, opts ...InitOption) error {
 	return err
 }
 
-// Shutdown takes this rank out of the job. What it has submitted still runs if every other rank submits it too, and
-// Shutdown waits for that; it submits nothing more. The other ranks go on with process sets without this rank. If one of
-// them waits for an operation that this rank has not submitted, then or later, the job has failed: the other ranks get a
-// *PeerError that names this one, and is an ErrShutDown too. Rank 0, which coordinates, serves the others until they have
-// shut down too or ctx ends; ranks that are left then get a *PeerError that names rank 0.
+// Shutdown takes this rank out of the job. It submits nothing more and waits for the operations that this
+// rank has submitted, which run if every other rank submits them too. The other ranks can go on with process
+// sets that do not contain this rank. If another rank waits, now or later, for an operation that this rank
+// has not submitted, the job has failed: the remaining ranks get a *PeerError that names this rank and is an
+// ErrShutDown too. Rank 0 coordinates, so its Shutdown serves the other ranks until they have shut down too
+// or ctx ends; ranks that are left then get a *PeerError that names rank 0.
 //
-// The error says why the job had failed before. Without Init it does nothing. A process that exits without Shutdown, or
-// before it has returned, is a failed rank to the others.
+// If the job has failed before, Shutdown returns the reason. Before Init it does nothing. To the other ranks,
+// a process that exits without Shutdown, or before Shutdown has returned, is a rank that failed.
 //
-// Deferred, as "defer hvd.Shutdown(ctx)", it tells the others if the goroutine panics, and lets the panic go on.
+// If it is deferred, as in "defer hvd.Shutdown(ctx)", and the goroutine panics, Shutdown tells the other
+// ranks and lets the panic continue.
 func Shutdown(ctx context.Context) error {
 	var why engine.Departure
 	if p := recover(); p != nil {
@@ -142,22 +149,24 @@ func Shutdown(ctx context.Context) error {
 	return err
 }
 
-// panicked is the departure of a rank whose program has panicked with p.
+// panicked returns the departure of a rank whose program panicked with p.
 func panicked(p any) engine.Departure {
 	text := strings.ToValidUTF8(fmt.Sprint(p), "") // protobuf refuses anything else
 	return engine.Departure{Reason: "its program has panicked: " + text, Failed: true}
 }
 
-// IsInitialized reports whether Init has succeeded and no Shutdown has ended since.
+// IsInitialized reports whether Init has succeeded and no Shutdown has completed since.
 func IsInitialized() bool { return current() != nil }
 
+// current returns the Engine of the process, or nil before Init and after Shutdown.
 func current() *Engine {
 	process.mu.Lock()
 	defer process.mu.Unlock()
 	return process.engine
 }
 
-// mustCurrent is for queries that have no error to return. Asking for the rank of no job is a defect of the program.
+// mustCurrent returns the Engine of the process for queries, which have no error to return: a query outside a
+// job is a defect of the program, so it panics.
 func mustCurrent(query string) *Engine {
 	e := current()
 	if e == nil {
@@ -166,22 +175,23 @@ func mustCurrent(query string) *Engine {
 	return e
 }
 
-// Rank is this process's number in the job, 0 to Size()-1. Like all queries it panics before Init.
+// Rank returns the number of this process in the job, 0 to Size()-1. Like all queries it panics before Init
+// and after Shutdown.
 func Rank() int { return mustCurrent("Rank").Rank() }
 
-// Size is the number of processes in the job.
+// Size returns the number of processes in the job.
 func Size() int { return mustCurrent("Size").Size() }
 
-// LocalRank is this process's number among those of its host: the GPU to use.
+// LocalRank returns the number of this process among the processes of its host. Use it to choose a GPU.
 func LocalRank() int { return mustCurrent("LocalRank").LocalRank() }
 
-// LocalSize is the number of processes on this host.
+// LocalSize returns the number of processes on this host.
 func LocalSize() int { return mustCurrent("LocalSize").LocalSize() }
 
-// CrossRank is the index of this host among those that have this local rank.
+// CrossRank returns the index of this host among the hosts that have this local rank.
 func CrossRank() int { return mustCurrent("CrossRank").CrossRank() }
 
-// CrossSize is the number of hosts that have this local rank.
+// CrossSize returns the number of hosts that have this local rank.
 func CrossSize() int { return mustCurrent("CrossSize").CrossSize() }
 
 // IsHomogeneous reports whether every host has the same number of processes.

@@ -9,13 +9,14 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Join says that this rank has no more tensors, while others may have: it stands in for itself with neutral elements in
-// their allreduces (0 for sums, 1 for products, the largest or smallest value for min and max) until all ranks have
-// joined. It then gives the rank that joined last. What this rank submitted before still counts with its data; until it has
-// seen that the join is done it may submit nothing to the process set.
+// Join says that this rank has no more tensors while other ranks may have. Until all ranks have joined, this
+// rank takes part in the allreduces of the others with neutral elements: 0 for sums, 1 for products, the
+// largest or smallest value for min and max. Join then returns the rank that joined last. What this rank
+// submitted before Join still counts with its data. Until the program has observed that the join is done,
+// this rank may submit nothing to the process set.
 //
-// Average goes on dividing by the number of all ranks, AverageActive by those that take part. Allgather, broadcast,
-// alltoall and reducescatter are errors at the others meanwhile, unless Empty.
+// Average still divides by the number of all ranks, AverageActive by the number of ranks that take part.
+// Meanwhile allgather, broadcast, alltoall and reducescatter fail at the other ranks, unless Empty is given.
 func Join(ctx context.Context, opts ...Option) (last int, err error) {
 	h, err := join(opts)
 	if err != nil {
@@ -24,7 +25,7 @@ func Join(ctx context.Context, opts ...Option) (last int, err error) {
 	return h.Wait(ctx)
 }
 
-// JoinAsync is Join without the wait.
+// JoinAsync submits a Join and returns its handle without waiting.
 func JoinAsync(opts ...Option) (*JoinHandle, error) { return started(join(opts)) }
 
 func join(opts []Option) (*JoinHandle, error) {
@@ -45,7 +46,8 @@ type JoinHandle struct {
 	entry tensorqueue.Entry
 }
 
-// Wait waits until all members have joined and gives the one that joined last.
+// Wait waits until all members have joined and returns the one that joined last. If ctx ends first the error
+// is a *PendingError.
 func (h *JoinHandle) Wait(ctx context.Context) (last int, err error) {
 	if err := h.wait(ctx, h); err != nil {
 		return 0, err

@@ -9,7 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// describe makes h, which is empty, the handle of tensor i of c, which has numElems elements. Its buffers are still to be set.
+// describe makes h, which is empty, the handle of tensor i of c with numElems elements. The caller sets the
+// buffers.
 func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	h.kind, h.engine = c.Kind, c.engine
 	h.slot = take(&c.engine.slots.single, h)
@@ -24,7 +25,7 @@ func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	return err
 }
 
-// finished is told of the end of h's entry.
+// finished is called when the entry of h has ended.
 func (h *Handle[T]) finished(err error) {
 	e := &h.slot.entry
 	if err == nil && e.Request.DType == tensor.Bool {
@@ -47,7 +48,8 @@ func (h *Handle[T]) finished(err error) {
 	}
 }
 
-// submitted returns the error of a call that err, if it is not nil, has refused.
+// submitted returns err, the error of a refused submission, with what this rank had given up before; nil
+// stays nil.
 func (c *call) submitted(err error) error {
 	if err == nil {
 		return nil
@@ -55,7 +57,7 @@ func (c *call) submitted(err error) error {
 	return c.engine.abandoned.explain(err)
 }
 
-// await turns the asynchronous form into the synchronous.
+// await turns the asynchronous form of a call into the synchronous one.
 func await[T any](ctx context.Context, h *Handle[T], err error) ([]T, error) {
 	if err != nil {
 		return nil, err
@@ -63,22 +65,24 @@ func await[T any](ctx context.Context, h *Handle[T], err error) ([]T, error) {
 	return h.Wait(ctx)
 }
 
-// Allreduce reduces x over all ranks, element by element, and gives all of them the same result, bit by bit: the
-// average unless Op says otherwise. x must have the same shape and type everywhere; it may be empty. The result is
-// a new slice unless InPlace.
+// Allreduce reduces x over all ranks, element by element, and returns the same result, bit by bit, at all of
+// them. The reduction is Average unless Op chooses another. x must have the same shape and type at all ranks;
+// it may be empty. The result is a new slice unless InPlace is given.
 //
-// Small tensors that are ready together travel as one. Each rank sends about 2(n-1)/n times the bytes of x.
+// Small tensors that are ready together are fused into one operation. Each rank sends about 2(n-1)/n times
+// the bytes of x for n ranks (ring allreduce; Patarasuk and Yuan, 2009).
 func Allreduce[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
 	h, err := one(message.Allreduce, x, opts, allreduceTensor)
 	return await(ctx, h, err)
 }
 
-// AllreduceAsync is Allreduce without the wait.
+// AllreduceAsync submits an Allreduce and returns its handle without waiting.
 func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Allreduce, x, opts, allreduceTensor))
 }
 
-// builder makes h, which is empty, the handle of tensor i of c. It gets a copy of c, which would be on the heap else.
+// A builder makes h, which is empty, the handle of tensor i of c. It takes c by value because a pointer would
+// move c to the heap.
 type builder[T any] func(h *Handle[T], c call, i int, x []T) error
 
 // one queues an operation on one tensor, for which build makes the handle.
@@ -110,16 +114,17 @@ func allreduceTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	return nil
 }
 
-// Allgather joins the x of all ranks along the first dimension, in rank order. The first dimensions may differ, the
-// others and the type must not. The result is a new slice unless InPlace.
+// Allgather concatenates the tensors of all ranks along the first dimension, in rank order. The first
+// dimensions may differ between ranks; the others and the type must be equal. The result is a new slice
+// unless InPlace is given.
 //
-// Each rank sends the sum of all others' bytes.
+// Each rank sends about as many bytes as the other ranks contribute together.
 func Allgather[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
 	h, err := one(message.Allgather, x, opts, allgatherTensor)
 	return await(ctx, h, err)
 }
 
-// AllgatherAsync is Allgather without the wait.
+// AllgatherAsync submits an Allgather and returns its handle without waiting.
 func AllgatherAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Allgather, x, opts, allgatherTensor))
 }
@@ -146,7 +151,7 @@ func allgatherTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	return nil
 }
 
-// allocates makes the output when its size is known.
+// allocates makes the engine allocate the output of h when its size is known.
 func allocates[T Element](h *Handle[T]) {
 	h.slot.entry.Allocate = func(numBytes int) []byte {
 		h.out = make([]T, numBytes/h.slot.entry.Request.DType.Size())
@@ -154,16 +159,17 @@ func allocates[T Element](h *Handle[T]) {
 	}
 }
 
-// Broadcast gives every rank the x of rank root, which is a rank of the job also on a process set. Shape and type must
-// be the same everywhere. The result is a new slice unless InPlace.
+// Broadcast returns the x of rank root at every rank. root is a rank of the job, also if the operation runs
+// on a process set. Shape and type must be the same at all ranks. The result is a new slice unless InPlace is
+// given.
 //
-// The bytes go down a tree: no rank sends more than log2(n), rounded up, times the bytes of x.
+// The data goes down a tree: no rank sends more than ceil(log2(n)) times the bytes of x.
 func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
 	h, err := broadcast(x, root, opts)
 	return await(ctx, h, err)
 }
 
-// BroadcastAsync is Broadcast without the wait.
+// BroadcastAsync submits a Broadcast and returns its handle without waiting.
 func BroadcastAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], error) {
 	return started(broadcast(x, root, opts))
 }
@@ -181,16 +187,17 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 	})
 }
 
-// Reducescatter reduces x over all ranks as Allreduce does, and gives each rank its part of the rows: as even as can be,
-// the first ranks one more. The result is a new slice unless InPlace.
+// Reducescatter reduces x over all ranks as Allreduce does and returns to each rank its part of the rows. The
+// rows are divided as evenly as possible; the first ranks get one more. The result is a new slice unless
+// InPlace is given.
 //
-// Each rank sends about (n-1)/n times the bytes of x.
+// Each rank sends about (n-1)/n times the bytes of x for n ranks.
 func Reducescatter[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
 	h, err := one(message.Reducescatter, x, opts, reducescatterTensor)
 	return await(ctx, h, err)
 }
 
-// ReducescatterAsync is Reducescatter without the wait.
+// ReducescatterAsync submits a Reducescatter and returns its handle without waiting.
 func ReducescatterAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Reducescatter, x, opts, reducescatterTensor))
 }
@@ -214,12 +221,12 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	return nil
 }
 
-// Alltoall sends rows of x, its slices along the first dimension, to all ranks: the first splits[0] to the first member
-// of the process set, the next splits[1] to the second and so on. Without splits (nil) every member gets equally many.
-// The result has the rows that came, in the order of the members, and received says how many from each. It is a new
-// slice unless InPlace.
+// Alltoall sends the rows of x, its slices along the first dimension, to the members of the process set: the
+// first splits[0] rows to the first member, the next splits[1] rows to the second, and so on. If splits is
+// nil every member gets the same number of rows. out has the rows that came to this rank, in the order of the
+// members, and received says how many came from each. out is a new slice unless InPlace is given.
 //
-// Each rank sends what it gives to others, straight.
+// Each rank sends each row once, directly to its destination.
 func Alltoall[T Element](ctx context.Context, x []T, splits []int, opts ...Option) (out []T, received []int, err error) {
 	h, err := alltoall(x, splits, opts)
 	if out, err = await(ctx, h, err); err != nil {
@@ -228,7 +235,8 @@ func Alltoall[T Element](ctx context.Context, x []T, splits []int, opts ...Optio
 	return out, h.Received(), nil
 }
 
-// AlltoallAsync is Alltoall without the wait. The handle's Received says how many rows came from each member.
+// AlltoallAsync submits an Alltoall and returns its handle without waiting. The handle's Received says how
+// many rows came from each member.
 func AlltoallAsync[T Element](x []T, splits []int, opts ...Option) (*Handle[T], error) {
 	return started(alltoall(x, splits, opts))
 }
@@ -260,7 +268,7 @@ func Barrier(ctx context.Context, opts ...Option) error {
 	return err
 }
 
-// BarrierAsync is Barrier without the wait. Its handle gives no elements.
+// BarrierAsync submits a Barrier and returns its handle without waiting. The result has no elements.
 func BarrierAsync(opts ...Option) (*Handle[struct{}], error) { return started(barrier(opts)) }
 
 func barrier(opts []Option) (*Handle[struct{}], error) {

@@ -9,22 +9,25 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Element is the constraint on element types: the integers of 8 to 64 bits (without uint32 and uint64), float32, float64,
-// bool, types made of them, Float16 and BFloat16.
+// Element is the constraint on element types: integers of 8 to 64 bits (except uint32 and uint64), float32,
+// float64, bool, types whose underlying type is one of these, Float16 and BFloat16.
 type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool | Float16 | BFloat16
 }
 
 // The floats of 16 bits. They have no arithmetic in Go, but conversions: hvd.Float16FromFloat32, x.Float32().
 type (
+	// Float16 and BFloat16 are floating-point numbers of 16 bits. Go has no arithmetic for them; convert with
+	// Float16FromFloat32, BFloat16FromFloat32 and the method Float32.
 	Float16  = half.Float16
 	BFloat16 = half.BFloat16
 )
 
-// Float16FromFloat32 rounds to the nearest, ties to even; what is too large becomes infinite.
+// Float16FromFloat32 rounds f to the nearest Float16, ties to even. Values that are too large become
+// infinite.
 func Float16FromFloat32(f float32) Float16 { return half.Float16FromFloat32(f) }
 
-// BFloat16FromFloat32 rounds to the nearest, ties to even.
+// BFloat16FromFloat32 rounds f to the nearest BFloat16, ties to even.
 func BFloat16FromFloat32(f float32) BFloat16 { return half.BFloat16FromFloat32(f) }
 
 // ReduceOp is a reduction: how the elements of all ranks become one.
@@ -48,7 +51,8 @@ const (
 	AverageActive = ReduceOp(tensor.AverageActive)
 )
 
-// Option changes one operation. An option that does not apply to the operation is an error.
+// An Option changes one operation. An option that does not apply to the operation makes the call fail with a
+// *UsageError.
 type Option struct {
 	kind     rank.Option
 	text     string
@@ -61,58 +65,61 @@ type Option struct {
 	set      *ProcessSet
 }
 
-// Name names the tensor. The default is "<operation>.noname.<n>". The name is in use until the program has seen that the
-// operation is done (see the package comment).
+// Name names the tensor. The default is a generated name, "<operation>.noname.<n>". The name is in use until
+// the program has observed that the operation is done (see the package comment).
 func Name(name string) Option { return Option{kind: rank.OptName, text: name} }
 
 // Op chooses the reduction of an allreduce or reducescatter. The default is Average.
 func Op(op ReduceOp) Option { return Option{kind: rank.OptOp, op: op} }
 
-// InPlace makes the result overwrite the argument, and saves memory and mostly a copy. For an allgather the argument has
-// room for the rows of all ranks, equally many, and this rank's are in their place. For a reducescatter all of the
-// argument is working memory, and the result is this rank's part of it. For an alltoall as many rows must come as go.
+// InPlace makes the result overwrite the argument, which saves memory and mostly a copy. The argument of an
+// allgather has room for the rows of all ranks, the same number for each, with the rows of this rank in their
+// place. A reducescatter uses all of the argument as working memory and returns the part of this rank. An
+// alltoall must receive as many rows as it sends.
 func InPlace() Option { return Option{kind: rank.OptInPlace} }
 
-// Shape gives the argument dimensions; their product is its length. The default is one dimension. Ranks must
-// agree on it, but for the first dimension of an allgather or alltoall.
+// Shape sets the dimensions of the argument; their product is its length. The default is one dimension. All
+// ranks must give the same shape, except for the first dimension of an allgather or alltoall.
 func Shape(dims ...int) Option { return Option{kind: rank.OptShape, shapes: [][]int{dims}} }
 
-// Shapes gives each tensor of a group dimensions, as Shape does.
+// Shapes sets the dimensions of each tensor of a group, as Shape does for one.
 func Shapes(shapes ...[]int) Option { return Option{kind: rank.OptShapes, shapes: shapes} }
 
-// Prescale multiplies the argument by f before the reduction: in float32 for float32 and the halves, else in
-// float64, truncated toward zero for integers.
+// Prescale multiplies the argument by f before the reduction, in float32 for float32 and the 16-bit types,
+// else in float64 and truncated toward zero for integers. The default is 1.
 func Prescale(f float64) Option { return Option{kind: rank.OptPrescale, factor: f} }
 
-// Postscale multiplies the result by f. An average then multiplies the sum by f/n, once.
+// Postscale multiplies the result by f. An average of n ranks multiplies the sum by f/n, once. The default is
+// 1.
 func Postscale(f float64) Option { return Option{kind: rank.OptPostscale, factor: f} }
 
-// CompressFP16 sends an allreduce of float32 or float64 as float16: half the bytes, 11 bits of precision, nothing beyond
-// 65504. The argument is scaled and rounded once, the sums are formed in float32 and rounded once.
+// CompressFP16 sends an allreduce of float32 or float64 as float16: half or a quarter of the bytes, 11 bits
+// of precision, values up to 65504. The argument is scaled and rounded once; sums are formed in float32 and
+// rounded once.
 func CompressFP16() Option { return Option{kind: rank.OptCompress, wire: tensor.Float16} }
 
-// CompressBF16 sends an allreduce of float32 or float64 as bfloat16: half the bytes, 8 bits of precision, the range of
-// float32.
+// CompressBF16 sends an allreduce of float32 or float64 as bfloat16: half or a quarter of the bytes, 8 bits
+// of precision, the range of float32.
 func CompressBF16() Option { return Option{kind: rank.OptCompress, wire: tensor.BFloat16} }
 
-// ErrorFeedback adds what compression lost of an argument to the next one of the same name, type and length at this rank,
-// for sums and averages. The tensor must have a name. (The rounding of the sum is not made up for.) It keeps as many
-// bytes as the tensor has for each name, until the shutdown.
+// ErrorFeedback adds the rounding error of a compressed argument to the next argument with the same name,
+// type and length at this rank. It applies to sums and averages of tensors with a name. The rounding error of
+// the sum is not compensated. The engine keeps as many bytes as the tensor has for each name, until Shutdown.
 func ErrorFeedback() Option { return Option{kind: rank.OptErrorFeedback} }
 
-// Empty makes a joined rank take part with nothing in allgather, broadcast, alltoall and reducescatter, which are errors
-// under a plain join.
+// Empty makes a joined rank take part with an empty tensor in allgather, broadcast, alltoall and
+// reducescatter, which otherwise fail while a rank has joined.
 func Empty() Option { return Option{kind: rank.OptEmpty} }
 
-// Timeout is how long the operation may take. One that takes longer ends the job with a *PeerError at all ranks, because
-// nobody can tell a late rank from one that will never come. The default is HVD_OPERATION_TIMEOUT_SECONDS, but for Join
-// none.
+// Timeout bounds the time that the operation may take. If it takes longer the job fails at all ranks with a
+// *PeerError, because a late rank cannot be told from one that never comes. The default is
+// HVD_OPERATION_TIMEOUT_SECONDS, and none for Join.
 func Timeout(d time.Duration) Option { return Option{kind: rank.OptTimeout, duration: d} }
 
-// Over runs the operation among the members of a process set instead of all ranks.
+// Over runs the operation among the members of set. The default is all ranks.
 func Over(set *ProcessSet) Option { return Option{kind: rank.OptOver, set: set} }
 
-// On runs the operation on e instead of the engine that Init started.
+// On runs the operation on e. The default is the engine that Init started.
 func On(e *Engine) Option { return Option{kind: rank.OptOn, engine: e} }
 
 // call is an operation as its options describe it.
@@ -123,7 +130,7 @@ type call struct {
 	shapes [][]int     // nil is one dimension each
 }
 
-// prepare reads the options of an operation on elements of dt.
+// prepare applies the options of an operation on elements of type dt.
 func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c call, err error) {
 	c.Call = rank.NewCall(kind, dt)
 	for i := range opts {
@@ -185,7 +192,7 @@ func (c *call) take(o *Option, group bool) error {
 	return nil
 }
 
-// locate finds engine and process set.
+// locate finds the engine and the process set of the call.
 func (c *call) locate() error {
 	switch {
 	case c.over != nil && c.engine == nil:
@@ -204,7 +211,7 @@ func (c *call) locate() error {
 	return nil
 }
 
-// shape is the one given for tensor i, which has numElems elements.
+// shape returns the shape that was given for tensor i, which has numElems elements.
 func (c *call) shape(i, numElems int) (tensor.Shape, error) {
 	s := make(tensor.Shape, len(c.shapes[i]))
 	for d, n := range c.shapes[i] {

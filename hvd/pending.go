@@ -7,19 +7,20 @@ import (
 	"sync"
 )
 
-// Pending is an operation in flight, whatever its result: a *Handle, a *GroupHandle, a *JoinHandle, or a change of the
-// process sets.
+// Pending is an operation in flight, without the type of its result. It is a *Handle, a *GroupHandle, a
+// *JoinHandle, or a change of the process sets.
 type Pending interface {
-	// Name is the tensor's name, or the group's.
+	// Name returns the name of the tensor or group.
 	Name() string
-	// Poll reports whether the operation is done. Its name is then free.
+	// Poll reports whether the operation is done. If so, its name is free from then on.
 	Poll() bool
 	// Done returns a channel that is closed when the operation is done. Its name is free from then on.
 	Done() <-chan struct{}
 }
 
-// PendingError is the error of a wait whose context has ended before the operation. The request is not withdrawn: the
-// operation goes on, its slices are in use until it is done, and its name until Handle was seen done.
+// PendingError is the error of a wait whose context ended before the operation was done. The request is not
+// withdrawn: the operation goes on, its slices stay in use until it is done, and its name until the program
+// has observed that through Handle.
 //
 //	sum, err := hvd.Allreduce(ctx, x, hvd.Name("gradient"))
 //	var late *hvd.PendingError
@@ -28,12 +29,12 @@ type Pending interface {
 //		sum, err = late.Handle.(*hvd.Handle[float32]).Wait(longer)
 //	}
 type PendingError struct {
-	// Op is the operation, as "allreduce"; Tensor the name.
+	// Op is the operation, such as "allreduce". Tensor is its name.
 	Op, Tensor string
-	// Handle is what the asynchronous form of the call would have given. A change of the process sets has a Pending without
-	// a result: ProcessSets has that.
+	// Handle is the handle that the asynchronous form of the call would have returned. For a change of the
+	// process sets it has no result; ProcessSets returns the sets.
 	Handle Pending
-	// Err is why the wait has ended: that of the context, and its cause.
+	// Err is the error of the context, with its cause.
 	Err error
 }
 
@@ -43,15 +44,15 @@ func (e *PendingError) Error() string {
 
 func (e *PendingError) Unwrap() error { return e.Err }
 
-// abandonedWaits are the waits of a rank that have ended with their contexts, of operations that were not done when the job
-// ended. They may be the reason: a rank that waits no longer makes others wait.
+// abandonedWaits holds the waits of a rank whose contexts ended while their operations were not done. They
+// may be the reason for the end of the job: other ranks wait for a rank that has given up.
 type abandonedWaits struct {
 	mu   sync.Mutex
 	ops  []*operation
 	errs []*PendingError
 }
 
-// add notes that a wait for o has ended with p. The first of an operation counts.
+// add records that a wait for o ended with p. Only the first of an operation counts.
 func (a *abandonedWaits) add(o *operation, p *PendingError) {
 	if o.flags.Or(gaveUp)&gaveUp != 0 {
 		return
@@ -64,7 +65,7 @@ func (a *abandonedWaits) add(o *operation, p *PendingError) {
 	}
 }
 
-// remove notes that o is done.
+// remove records that o is done.
 func (a *abandonedWaits) remove(o *operation) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -73,7 +74,7 @@ func (a *abandonedWaits) remove(o *operation) {
 	}
 }
 
-// explain adds to an error that says that the job is over what this rank had given up waiting for.
+// explain adds, to an error that says that the job is over, what this rank had given up waiting for.
 func (a *abandonedWaits) explain(err error) error {
 	if !jobOver(err) {
 		return err
@@ -85,7 +86,7 @@ func (a *abandonedWaits) explain(err error) error {
 	return &afterTimeoutError{fmt.Sprintf("%v; before that, this rank %s", err, what), err}
 }
 
-// what says what this rank has given up, as a clause without its subject. It is empty if that is nothing.
+// what returns what this rank has given up as a clause without a subject, or "" if nothing.
 func (a *abandonedWaits) what() string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -100,12 +101,12 @@ func (a *abandonedWaits) what() string {
 	return text
 }
 
-// jobOver reports whether err says that the job is.
+// jobOver reports whether err says that the job is over.
 func jobOver(err error) bool {
 	return errors.Is(err, ErrShutDown) || errors.Is(err, ErrClosed) || errors.As(err, new(*PeerError))
 }
 
-// afterTimeoutError is the end of the job at a rank whose own timeout came before.
+// afterTimeoutError is the error for the end of the job at a rank whose own timeout came earlier.
 type afterTimeoutError struct {
 	text string
 	err  error

@@ -10,18 +10,18 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ProcessSet is some ranks of a job, among whom operations can run: with Over. Each set negotiates, fuses and executes by
-// itself; a set that waits or works delays no other. All methods are safe for concurrent use.
+// ProcessSet is a set of ranks among which operations run when Over is given. Each set negotiates, fuses and
+// executes by itself, so a set that waits or works delays no other. All methods are safe for concurrent use.
 type ProcessSet struct {
 	engine *Engine
 	set    *rank.Set
 }
 
-// ID is the number of the set: 0 for that of all ranks, then 1, 2, ... in the order in which they were added. It is the
-// same at all ranks and, unlike in Horovod, never used again.
+// ID returns the number of the set: 0 for the set of all ranks, then 1, 2, ... in the order in which sets
+// were added. It is the same at all ranks and, unlike in Horovod, never reused.
 func (p *ProcessSet) ID() int { return int(p.set.ID) }
 
-// Ranks are the members, ascending.
+// Ranks returns the members in ascending order.
 func (p *ProcessSet) Ranks() []int {
 	ranks := make([]int, len(p.set.Ranks))
 	for i, r := range p.set.Ranks {
@@ -30,19 +30,19 @@ func (p *ProcessSet) Ranks() []int {
 	return ranks
 }
 
-// Size is the number of members.
+// Size returns the number of members.
 func (p *ProcessSet) Size() int { return p.set.Size() }
 
-// Rank is the position of this rank among the members, or -1 if it is none.
+// Rank returns the position of this rank among the members, or -1 if it is not a member.
 func (p *ProcessSet) Rank() int { return p.set.Me }
 
 // Included reports whether this rank is a member.
 func (p *ProcessSet) Included() bool { return p.set.Me >= 0 }
 
-// String is "process set 2 of ranks [0 3]".
+// String returns a text such as "process set 2 of ranks [0 3]".
 func (p *ProcessSet) String() string { return p.set.String() }
 
-// setOf returns the ProcessSet of s, which is always the same.
+// setOf returns the ProcessSet of s, which is always the same one.
 func (e *Engine) setOf(s *rank.Set) *ProcessSet {
 	p, ok := e.sets.Load(s)
 	if !ok {
@@ -51,8 +51,8 @@ func (e *Engine) setOf(s *rank.Set) *ProcessSet {
 	return p.(*ProcessSet)
 }
 
-// ProcessSets are the process sets that exist, by ID; the first is that of all ranks. Sets without this rank are among
-// them.
+// ProcessSets returns the process sets that exist, in the order of their IDs, including those without this
+// rank. The first is the set of all ranks.
 func (e *Engine) ProcessSets() []*ProcessSet {
 	sets := e.rank.Sets()
 	all := make([]*ProcessSet, len(sets))
@@ -62,19 +62,20 @@ func (e *Engine) ProcessSets() []*ProcessSet {
 	return all
 }
 
-// ProcessSets are those of the engine that Init started. Like all queries it panics before Init.
+// ProcessSets returns the process sets of the engine that Init started. Like all queries it panics before
+// Init.
 func ProcessSets() []*ProcessSet { return mustCurrent("ProcessSets").ProcessSets() }
 
-// GlobalProcessSet is that of all ranks, over which operations run unless Over says otherwise. Like all queries it panics
-// before Init.
+// GlobalProcessSet returns the set of all ranks, on which operations run unless Over is given. Like all
+// queries it panics before Init.
 func GlobalProcessSet() *ProcessSet {
 	e := mustCurrent("GlobalProcessSet")
 	return e.setOf(e.rank.Global)
 }
 
-// AddProcessSet makes a process set of the given ranks, in any order. All ranks of the job must call it with the same
-// ranks, also those that will not be members, and it returns when all have. A rank adds one set at a time: a second call
-// meanwhile is a *DuplicateNameError. Of the options, On and Timeout apply.
+// AddProcessSet makes a process set of the given ranks, in any order. All ranks of the job must call it with
+// the same ranks, including ranks that will not be members; it returns when all have. A rank adds one set at
+// a time: a second call in the meantime fails with a *DuplicateNameError. The options On and Timeout apply.
 func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSet, error) {
 	c, err := prepare(message.AddProcessSet, tensor.Invalid, false, opts)
 	if err != nil {
@@ -87,8 +88,9 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 	return c.engine.setOf(ch.Set), nil
 }
 
-// RemoveProcessSet removes a process set. All ranks of the job must call it, and it returns when all have. Operations that
-// were granted in the set finish, those that still wait get ErrNoProcessSet. Of the options, Timeout applies.
+// RemoveProcessSet removes a process set. All ranks of the job must call it; it returns when all have.
+// Operations that were granted in the set finish, and those that still wait fail with ErrNoProcessSet. The
+// option Timeout applies.
 func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) error {
 	if set == nil {
 		return &UsageError{Op: message.RemoveProcessSet.String(), Err: fmt.Errorf("process set is nil")}
@@ -104,7 +106,7 @@ func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) erro
 	return err
 }
 
-// change asks for a change of the process sets and waits for it.
+// change requests a change of the process sets with ask and waits for it.
 func (c *call) change(ctx context.Context, ask func(done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c.Hold = true
 	o := &operation{kind: c.Kind, engine: c.engine}

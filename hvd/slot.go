@@ -8,22 +8,23 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// slot is an entry that is used again. It is four times as large as the rest of a handle, which the program keeps for as long as it
-// likes.
+// slot is a tensorqueue.Entry that is reused. It is four times as large as the rest of a handle, and the
+// program may keep a handle for long after the operation.
 type slot struct {
 	entry tensorqueue.Entry
 	of    interface{ finished(err error) }
 	pool  *sync.Pool
-	// parts are those of the last group, which is mostly the next, and draft is where they are put together. What was submitted is
-	// not changed any more: it may be kept as what the ranks have agreed on.
+	// parts describes the last group, which the next group mostly equals. draft is the description that is
+	// being built. A description that was submitted is not changed afterwards, because the response cache may
+	// keep it.
 	parts, draft message.Parts
 }
 
-// slots are the free ones of an engine, of single tensors and of groups that are one request. They stay with it, so that no queue but
-// its own has ever had their entries.
+// slots holds the free slots of an engine, for single tensors and for groups that are one request. They
+// belong to the engine, so each entry is only ever in the queue of one engine.
 type slots struct{ single, group sync.Pool }
 
-// take is an empty slot of a pool, whose end of hears.
+// take returns an empty slot of a pool. It calls of.finished when the operation ends.
 func take(pool *sync.Pool, of interface{ finished(err error) }) *slot {
 	s, ok := pool.Get().(*slot)
 	if !ok {
@@ -34,17 +35,18 @@ func take(pool *sync.Pool, of interface{ finished(err error) }) *slot {
 	return s
 }
 
-// done is the Done of the entry.
+// done implements the Done callback of the entry.
 func (s *slot) done(err error) { s.of.finished(err) }
 
-// free gives back s, which is done. One that is not submitted, because the call is wrong, is left to the garbage collector.
+// free returns s, whose operation is done, to its pool. A slot that was not submitted, because the call was
+// wrong, is left to the garbage collector.
 func (s *slot) free() {
 	clear(s.entry.Parts)
 	s.of, s.entry = nil, tensorqueue.Entry{Done: s.entry.Done, Parts: s.entry.Parts[:0]}
 	s.pool.Put(s)
 }
 
-// drafted are the parts in draft.
+// drafted returns the parts in draft, in memory that nobody changes afterwards.
 func (s *slot) drafted() message.Parts {
 	if !s.draft.Equal(s.parts) {
 		s.parts = slices.Clone(s.draft)
