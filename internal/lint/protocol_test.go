@@ -1,0 +1,124 @@
+package lint
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+)
+
+// numbered matches a number of the protocol and its name, as "4 alltoall".
+var numbered = regexp.MustCompile(`(\d+) ([a-zA-Z0-9 -]+)`)
+
+// Why: a compatible member is written from these pages, and a wrong number in them is a wrong operation.
+func TestProtocolNumbers(t *testing.T) {
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := map[string]func(int) string{
+		"kind":      func(i int) string { return message.Kind(i).String() },
+		"dtype":     func(i int) string { return tensor.DType(i).String() },
+		"reduce_op": func(i int) string { return tensor.ReduceOp(i).String() },
+		"backend":   func(i int) string { return message.Backend(i).String() },
+		"algorithm": func(i int) string { return message.Algorithm(i).String() },
+	}
+	text, err := os.ReadFile(filepath.Join(root, "docs/negotiation.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	counts := map[string]int{"kind": message.NumKinds - 1, "backend": message.NumBackends}
+	found := 0
+	for line := range strings.Lines(string(text)) {
+		cells := strings.Split(line, "|")
+		if len(cells) != 4 {
+			continue
+		}
+		field := strings.TrimSpace(cells[1])
+		name := names[field]
+		if name == nil {
+			continue
+		}
+		values := numbered.FindAllStringSubmatch(strings.ReplaceAll(cells[2], "in responses also ", ""), -1)
+		if len(values) == 0 {
+			continue // another table
+		}
+		found++
+		for _, m := range values {
+			var number int
+			if _, err := fmt.Sscan(m[1], &number); err != nil {
+				t.Fatal(err)
+			}
+			if got := name(number); got != strings.ToLower(strings.TrimSpace(m[2])) {
+				t.Errorf("docs/negotiation.md: %s %d is %q, and %q in the code", field, number, m[2], got)
+			}
+		}
+		if want := counts[field]; want > 0 && len(values) != want {
+			t.Errorf("docs/negotiation.md: %s has %d values, want %d", field, len(values), want)
+		}
+	}
+	if found != 5 {
+		t.Errorf("docs/negotiation.md has %d lists of numbers, want 5", found)
+	}
+	for _, limit := range []struct {
+		name  string
+		value string
+	}{
+		{"frame", fmt.Sprintf("%d MiB", message.MaxFrameBytes>>20)},
+		{"tensor or group name", fmt.Sprintf("1 to %d bytes of UTF-8", message.MaxNameBytes)},
+		{"dimensions of a shape", fmt.Sprint(message.MaxDims)},
+		{"cache bits of a set", power(message.MaxCacheBits)},
+		{"process sets", fmt.Sprint(message.MaxSets)},
+		{"rank", "below " + power(message.MaxRanks)},
+	} {
+		if row := fmt.Sprintf("| %s | %s |\n", limit.name, limit.value); !strings.Contains(string(text), row) {
+			t.Errorf("docs/negotiation.md lacks %q", row)
+		}
+	}
+	// The types of frames, by the numbers of their rows.
+	for i, want := range []string{"up", "heartbeat", "bye", "suspect", "timeout", "released"} {
+		if got := message.UpType(i + 1).String(); got != want {
+			t.Errorf("frame %d to the coordinator is %q in the code, want %q: change docs/negotiation.md too", i+1, got, want)
+		}
+		name := want
+		if want == "up" {
+			name = "news"
+		}
+		if row := fmt.Sprintf("| %d %s |", i+1, name); !strings.Contains(string(text), row) {
+			t.Errorf("docs/negotiation.md lacks a row %q", row)
+		}
+	}
+}
+
+// power writes a power of two as such.
+func power(n int) string {
+	for exponent := range 63 {
+		if n == 1<<exponent {
+			return fmt.Sprintf("2^%d", exponent)
+		}
+	}
+	return fmt.Sprint(n)
+}
+
+// retired are words that pages do not use any more, for those that the field has (docs/glossary.md).
+var retired = regexp.MustCompile(`(?i)\b(whoever|doorway|guest|letter|farewell|stirs?|heeds?|rouse|hurry|twin|since \d+ m?s)\b`)
+
+// Why: a reader looks a private word up in vain.
+func TestRetiredWords(t *testing.T) {
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for file, p := range readPages(t, root) {
+		for _, line := range p.lines {
+			if word := retired.FindString(line.text); word != "" && !line.code {
+				t.Errorf("%s:%d: %q is retired: see docs/glossary.md", file, line.number, word)
+			}
+		}
+	}
+}
