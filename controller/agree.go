@@ -9,10 +9,11 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// agree makes the response to the requests of the members of a set, in the order of the set; members that have joined
-// may lack one (NoKind), at least one has not. If the requests contradict each other, or cannot be served without those
-// that lack, it is an Error, whose text says who sent what: the first contradiction in the order of Horovod's checks,
-// except that the operation comes before the element type, which a barrier has not.
+// agree makes the response to the requests of the members of a set, in the order of the set. Members that
+// have joined may lack a request (NoKind); at least one member has not joined. If the requests contradict
+// each other, or cannot be served without the members that lack one, the response is an Error whose text says
+// which rank sent what. It names the first contradiction in the order of Horovod's checks, except that the
+// operation comes before the element type, which a barrier does not have.
 func agree(set *Set, requests []message.Request, joined *joinState) *message.Response {
 	first := firstOf(requests)
 	r := &message.Response{
@@ -43,7 +44,7 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 	return r
 }
 
-// firstOf is the request of the first member that has one.
+// firstOf returns the request of the first member that has one.
 func firstOf(requests []message.Request) *message.Request {
 	for i := range requests {
 		if requests[i].Kind != message.NoKind {
@@ -65,7 +66,7 @@ func (v *voices) say(format string, args ...any) string {
 	return fmt.Sprintf("%v %q: %s", v.first.Kind, v.first.Name, fmt.Sprintf(format, args...))
 }
 
-// differ reports whether some request is not the same.
+// differ reports whether same is false for some request.
 func (v *voices) differ(same func(q *message.Request) bool) bool {
 	for i := range v.requests {
 		if q := &v.requests[i]; q.Kind != message.NoKind && !same(q) {
@@ -75,7 +76,8 @@ func (v *voices) differ(same func(q *message.Request) bool) bool {
 	return false
 }
 
-// mismatch says that what differs, and who said what, unless all requests are the same.
+// mismatch returns a text that says what differs and which rank sent what, or "" if all requests are the
+// same.
 func (v *voices) mismatch(what, verb string, said func(q *message.Request) string, same func(q *message.Request) bool) string {
 	if !v.differ(same) {
 		return ""
@@ -83,7 +85,8 @@ func (v *voices) mismatch(what, verb string, said func(q *message.Request) strin
 	return v.say("mismatched %s: %s", what, v.whoSaid(verb, said))
 }
 
-// tensorOf prints a tensor. The first dimension of an alltoall is nobody else's concern, and not known of a vote.
+// tensorOf formats a tensor. The first dimension of an alltoall concerns no other rank, and is not known of a
+// vote.
 func tensorOf(q *message.Request) string {
 	shape := q.Shape.String()
 	if q.Kind == message.Alltoall && len(q.Shape) > 0 {
@@ -95,7 +98,7 @@ func tensorOf(q *message.Request) string {
 	return q.DType.String() + shape
 }
 
-// disagreement says how requests for one name contradict each other, or why they cannot be served, or is empty.
+// disagreement returns how requests for one name contradict each other, or why they cannot be served, or "".
 func (v *voices) disagreement() string {
 	first := v.first
 	if v.differ(func(q *message.Request) bool { return q.Kind == first.Kind }) {
@@ -125,7 +128,8 @@ func (v *voices) disagreement() string {
 	return ""
 }
 
-// parts compares groups that are one request: how many tensors there are, and then the first that differs.
+// parts compares groups that are one request: first the number of tensors, then the first tensor that
+// differs.
 func (v *voices) parts() string {
 	size := func(q *message.Request) int { return q.Parts.Len() }
 	text := v.mismatch("groups", "sent", func(q *message.Request) string {
@@ -242,7 +246,7 @@ func (v *voices) ids() string {
 		func(q *message.Request) bool { return q.Set == v.first.Set })
 }
 
-// absence says that an operation cannot be without the members that have joined and not asked for it.
+// absence returns a text if the operation cannot run without members that have joined and did not request it.
 func (v *voices) absence() string {
 	var refuse []topo.Rank
 	for m := range v.requests {
@@ -259,8 +263,8 @@ func (v *voices) absence() string {
 	return v.say("%s joined, and it needs every rank; a join with empty contributions would allow it", have(refuse))
 }
 
-// whoSaid groups the members by what they said, so that the odd one out is plain:
-// "ranks 0, 1 and 3 sent float32[4], rank 2 sent float32[5]".
+// whoSaid groups the members by what they sent, so that the odd one out is visible: "ranks 0, 1 and 3 sent
+// float32[4], rank 2 sent float32[5]".
 func (v *voices) whoSaid(verb string, say func(*message.Request) string) string {
 	const most = 4
 	type group struct {

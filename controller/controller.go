@@ -1,16 +1,19 @@
-// Package controller is the negotiation: how ranks agree what to run, in which order. docs/negotiation.md specifies the
-// protocol.
+// Package controller implements the negotiation: how ranks agree on what to run, in which order.
+// docs/negotiation.md specifies the protocol.
 //
-// It is pure. A Member stands for a rank, the Coordinator for rank 0's second role; both take events
-// (submitted requests, frames, the time) and say what to send and what to run. They know no socket, no clock
-// and no lock, never wait, and give the same outputs for the same inputs. Time is a duration since any
+// The package is pure. A Member stands for a rank, the Coordinator for the second role of rank 0. Both take
+// events (submitted requests, frames, the time) and say what to send and what to run. They use no socket,
+// clock or lock, never wait, and give the same outputs for the same inputs. Times are durations since any
 // fixed moment, and every turn begins with Tick.
 //
-// One idea carries everything: a request is sent once, the coordinator remembers it until it is answered,
-// and its numbered answers are a log that every rank replays.
+// A request is sent once, the coordinator remembers it until it is answered, and the numbered answers of the
+// coordinator are a log that every rank replays.
 //
-// Lockstep carries requests and decisions between the two if the channel only offers collectives: in every cycle all ranks
-// combine their votes by AND and OR, gather what is not cached at rank 0, and broadcast its decision.
+// Lockstep carries requests and decisions between the two if the channel offers only collectives: in every
+// cycle all ranks combine their votes by AND and OR, gather at rank 0 what is not cached, and broadcast its
+// decision.
+//
+// The package promises no stable API; programs use package hvd.
 package controller
 
 import (
@@ -24,18 +27,19 @@ import (
 
 // Durations of the protocol that are not settings (docs/negotiation.md, Heartbeats and time).
 const (
-	// heartbeatPeriod is the longest that a living rank is silent.
+	// heartbeatPeriod is the longest time for which a living rank sends nothing.
 	heartbeatPeriod = time.Second
 	// suspectGrace is how long the coordinator waits for the control connection of a suspect to end.
 	suspectGrace = 200 * time.Millisecond
 	// verdictTimeout is how long a rank that suspects another waits for the coordinator's word.
 	verdictTimeout = time.Second
-	// closeTimeout is how long a shutdown may go without progress.
+	// closeTimeout is how long a shutdown may make no progress.
 	closeTimeout = 10 * time.Second
 )
 
-// gap is how much of the time since the last turn this process did not live through: it was stopped, or its host
-// slept. Turns are a heartbeat apart at most. Who was not there cannot say that others were silent.
+// gap returns the part of the time since the last turn during which this process did not run: it was stopped,
+// or its host slept. Turns are at most a heartbeat apart. A process that did not run cannot say that others
+// were silent in that time.
 func gap(last, now time.Duration) time.Duration {
 	if d := now - last; d > 2*heartbeatPeriod {
 		return d
@@ -46,13 +50,13 @@ func gap(last, now time.Duration) time.Duration {
 // never is a time that does not come.
 const never = time.Duration(1<<63 - 1)
 
-// Set is a process set: its members, ascending.
+// Set is a process set with its members in ascending order.
 type Set struct {
 	ID    topo.ProcessSetID
 	Ranks []topo.Rank
 }
 
-// Global is the set of all ranks of a job.
+// Global returns the set of all ranks of a job.
 func Global(size int) Set {
 	s := Set{ID: topo.Global}
 	for r := range size {
@@ -61,7 +65,7 @@ func Global(size int) Set {
 	return s
 }
 
-// index is the position of r in the set, or -1.
+// index returns the position of r in the set, or -1.
 func (s *Set) index(r topo.Rank) int {
 	if i := int(r); i >= 0 && i < len(s.Ranks) && s.Ranks[i] == r {
 		return i // as in the global set
@@ -79,20 +83,20 @@ type Grant struct {
 	Number    uint64
 	Backend   message.Backend
 	Algorithm message.Algorithm
-	// Absent are the members, ascending, that have joined without asking for these tensors, maybe this rank among them.
-	// They take part with neutral elements. Shared as Responses are.
+	// Absent are the members, ascending, that have joined without requesting these tensors. This rank may be
+	// among them. They take part with neutral elements. Absent is shared and must not be changed.
 	Absent []topo.Rank
 	// Responses are the tensors to run together, in the order of the fusion buffer. They are shared with the
 	// cache and must not be changed.
 	Responses []*message.Response
-	// Bits are those of the first Responses, as many as were cached.
+	// Bits are the cache bits of the first Responses, as many as were cached.
 	Bits []uint32
 
 	since        time.Duration // when the member got it
 	older, newer *Grant        // in the member's grantList
 }
 
-// Verdict ends an epoch: these ranks failed. All survivors get the same.
+// Verdict ends an epoch: these ranks failed. All survivors get the same one.
 type Verdict struct {
 	Ranks  []topo.Rank
 	Reason string
@@ -102,7 +106,7 @@ func (v *Verdict) Error() string {
 	return fmt.Sprintf("%s failed: %s", topo.FormatRanks(v.Ranks), v.Reason)
 }
 
-// have says of ranks that they have: "rank 3 has", "ranks 0 and 1 have".
+// have returns text such as "rank 3 has" or "ranks 0 and 1 have".
 func have(ranks []topo.Rank) string {
 	if len(ranks) == 1 {
 		return topo.FormatRanks(ranks) + " has"
@@ -110,5 +114,5 @@ func have(ranks []topo.Rank) string {
 	return topo.FormatRanks(ranks) + " have"
 }
 
-// seconds prints a duration for people: "60s", "0.5s".
+// seconds formats a duration for messages: "60s", "0.5s".
 func seconds(d time.Duration) string { return fmt.Sprintf("%gs", d.Round(time.Millisecond).Seconds()) }

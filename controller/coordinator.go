@@ -10,9 +10,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// CoordinatorConfig is what a Coordinator needs to know.
+// CoordinatorConfig configures a Coordinator.
 type CoordinatorConfig struct {
-	// Sets are the process sets with which the job begins, ascending by id, the global one first.
+	// Sets are the process sets with which the job begins, ascending by ID, the global set first.
 	Sets []Set
 	// CacheCapacity is the number of responses that each set remembers.
 	CacheCapacity int
@@ -24,20 +24,20 @@ type CoordinatorConfig struct {
 	Deterministic bool
 	// CycleTime is the least time between two cycles.
 	CycleTime time.Duration
-	// LivenessTimeout is the silence after which a rank has failed.
+	// LivenessTimeout is the silence after which a rank counts as failed.
 	LivenessTimeout time.Duration
-	// StallWarning is how long a tensor waits, for ranks to ask for it or to finish it, before Events reports that, and
-	// then between reports; 0 reports nothing. StallShutdown is how long it waits before the job is stopped; 0 is for
-	// ever.
+	// StallWarning is how long a tensor waits, for ranks to request it or to finish it, before Events reports
+	// that, and then the time between reports; 0 disables reports. StallShutdown is how long it waits before
+	// the job is stopped; 0 disables that.
 	StallWarning, StallShutdown time.Duration
-	// Lockstep says that a Lockstep brings the requests and carries the cycles, which go to all ranks. Then ranks that leave
-	// are stopped together, by the last.
+	// Lockstep says that a Lockstep brings the requests and carries the cycles, which go to all ranks. Ranks
+	// that shut down are then stopped together, when the last one shuts down.
 	Lockstep bool
 	// Plan chooses backend and algorithm.
 	Plan Planner
 }
 
-// Outgoing is a frame and the ranks that get it.
+// Outgoing is a frame and the ranks that it goes to.
 type Outgoing struct {
 	To   []topo.Rank
 	Down *message.Down
@@ -52,9 +52,9 @@ const (
 	failed                    // the verdict is given
 )
 
-// Coordinator decides for all process sets of a job what runs when. It is not safe for concurrent use.
+// Coordinator decides what runs when, for all process sets of a job. It is not safe for concurrent use.
 //
-// A turn is: Tick, then Step and Lost for whatever arrived, then Ready, send what it says, Advance.
+// A turn is: Tick, then Step and Lost for what arrived, then Ready, send what it says, Advance.
 type Coordinator struct {
 	cfg    CoordinatorConfig
 	policy policy
@@ -105,7 +105,7 @@ type suspicion struct {
 	since       time.Duration
 }
 
-// NewCoordinator makes the coordinator of an epoch that begins at the given time.
+// NewCoordinator returns the coordinator for an epoch that begins at now.
 func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	w := newWaits(cfg.StallWarning, cfg.StallShutdown, now, len(cfg.Sets[0].Ranks))
 	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w, sets: newSetTable(cfg.Sets, cfg.CacheCapacity, w)}
@@ -120,7 +120,7 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	return c
 }
 
-// Tick says what time it is.
+// Tick sets the time.
 func (c *Coordinator) Tick(now time.Duration) {
 	if g := gap(c.now, now); g > 0 {
 		for r := range c.ranks {
@@ -158,7 +158,7 @@ func (c *Coordinator) Tick(now time.Duration) {
 	}
 }
 
-// silent are the ranks that have said nothing for so long.
+// silent returns the ranks that have sent nothing for d.
 func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
 	for r := range c.ranks {
 		if k := &c.ranks[r]; !k.bye && c.now-k.heard >= d {
@@ -168,8 +168,9 @@ func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
 	return ranks
 }
 
-// failSilent is the verdict when a rank has been silent for too long. Those that are about to be have most likely been lost
-// with it, as a host with all its ranks is: each was heard last within a heartbeat of the others.
+// failSilent gives the verdict when a rank has been silent for too long. It names the ranks that are about to
+// be silent for too long as well: they were most likely lost with it, as all ranks of a host are, and each
+// was last heard within a heartbeat of the others.
 func (c *Coordinator) failSilent() {
 	long := c.cfg.LivenessTimeout
 	if d := long - heartbeatPeriod; d >= 2*heartbeatPeriod {
@@ -183,8 +184,8 @@ func (c *Coordinator) failSilent() {
 	c.fail(silent, text)
 }
 
-// giveUp ends a shutdown that makes no progress: with a verdict if there are ranks that have missed their heartbeats,
-// else regardless of who still works.
+// giveUp ends a shutdown that makes no progress: with a verdict if ranks have missed their heartbeats, else
+// regardless of ranks that still work.
 func (c *Coordinator) giveUp() {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		c.fail(silent, fmt.Sprintf("silent while the job was shut down, which has made no progress for %v", closeTimeout))
@@ -287,7 +288,7 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 	return nil
 }
 
-// member finds a set and the position of a rank in it; the set is nil if it is no member.
+// member returns a set and the position of a rank in it, or nil if the rank is not a member.
 func (c *Coordinator) member(id topo.ProcessSetID, r topo.Rank) (*setState, int) {
 	if s := c.sets.find(id); s != nil {
 		if i := s.index(r); i >= 0 {
@@ -297,7 +298,8 @@ func (c *Coordinator) member(id topo.ProcessSetID, r topo.Rank) (*setState, int)
 	return nil, 0
 }
 
-// forget drops what no member can mean any more from the caches and of removed sets, after a rank has seen more cycles.
+// forget drops, after a rank has seen more cycles, what no member can refer to any more from the caches and
+// the removed sets.
 func (c *Coordinator) forget(r topo.Rank) {
 	for _, s := range c.sets.sets {
 		if s.cache.Remembered() > 0 && s.index(r) >= 0 {
@@ -309,7 +311,7 @@ func (c *Coordinator) forget(r topo.Rank) {
 	}
 }
 
-// leastSeen is the last cycle that all of ranks have applied.
+// leastSeen returns the last cycle that all of ranks have applied.
 func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 	least := c.cycle
 	for _, r := range ranks {
@@ -318,7 +320,7 @@ func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 	return least
 }
 
-// Lost says that the control connection of a rank has ended. After its bye that is no failure.
+// Lost says that the control connection of a rank has ended. After the bye of that rank it is no failure.
 func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	k := &c.ranks[r]
 	k.lost = true
@@ -327,7 +329,8 @@ func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	}
 }
 
-// Fault says that a rank cannot go on though its control connection stands, so that it can be told too.
+// Fault says that a rank cannot go on although its control connection works, so that the rank can be told the
+// verdict too.
 func (c *Coordinator) Fault(r topo.Rank, reason string) {
 	if c.state == running || c.state == stopping {
 		c.fail([]topo.Rank{r}, reason)
@@ -339,8 +342,8 @@ func (c *Coordinator) breach(r topo.Rank, err error) {
 	c.fail([]topo.Rank{r}, fmt.Sprintf("it broke the protocol: %v", err))
 }
 
-// suspect takes note of an accusation. Death usually shows on the control connection too; waiting for that keeps
-// a living rank from being named for the death of another.
+// suspect records a suspicion. A death usually ends the control connection too. Waiting for that avoids
+// naming a living rank for the death of another.
 func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	switch {
 	case int(up.Suspect) >= len(c.ranks):
@@ -352,8 +355,9 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	}
 }
 
-// judge decides about a suspect whose control connection stands, or has ended after its bye: it alone if it has missed its
-// heartbeat or is gone, else the pair, because either may be wrong.
+// judge gives the verdict about a suspect whose control connection has not ended, or has ended after its bye.
+// It names only the suspect if that has missed its heartbeat or is gone, else both ranks, because either may
+// be wrong.
 func (c *Coordinator) judge(s *suspicion) {
 	ranks := []topo.Rank{s.suspect}
 	if k := &c.ranks[s.suspect]; !k.lost && c.now-k.heard < 2*heartbeatPeriod {
@@ -363,7 +367,7 @@ func (c *Coordinator) judge(s *suspicion) {
 	c.fail(ranks, fmt.Sprintf("rank %d lost its channel to rank %d: %s", s.by, s.suspect, s.reason))
 }
 
-// fail gives the verdict, once.
+// fail gives the verdict. It is called once.
 func (c *Coordinator) fail(ranks []topo.Rank, reason string) {
 	c.state = failed
 	// The decisions of this turn are dropped. A rank that has left is still told that it may close.
@@ -377,7 +381,7 @@ func (c *Coordinator) close() {
 	c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, c.present())
 }
 
-// present returns the ranks that have not left and whose control connection stands.
+// present returns the ranks that have not left and whose control connection works.
 func (c *Coordinator) present() []topo.Rank {
 	var all []topo.Rank
 	for r := range c.ranks {
@@ -395,8 +399,8 @@ func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
 	}
 }
 
-// Ready issues a cycle if anything can be decided, and is what to send now, in this order. It is valid
-// until Advance.
+// Ready issues a cycle if anything can be decided, and returns the frames to send now, in this order. The
+// result is valid until Advance.
 func (c *Coordinator) Ready() []Outgoing {
 	if !c.cfg.Lockstep {
 		if c.leaving > 0 && c.state == running {
@@ -412,8 +416,8 @@ func (c *Coordinator) Ready() []Outgoing {
 	return c.out
 }
 
-// Advance says that the outputs of Ready were taken. No event may come between the two: what it adds would be
-// dropped with them.
+// Advance says that the outputs of Ready were taken. No event may come between Ready and Advance: its outputs
+// would be dropped.
 func (c *Coordinator) Advance() {
 	for _, o := range c.out {
 		if o.Down.Type == message.DownCycle {
@@ -424,8 +428,8 @@ func (c *Coordinator) Advance() {
 	c.out = c.out[:0]
 }
 
-// decide issues a cycle. Each rank gets a frame with the sets that it is in and that something was
-// decided about; ranks with the same such sets share a frame.
+// decide issues a cycle. Each rank gets a frame with those of its sets about which something was decided.
+// Ranks with the same such sets share a frame.
 func (c *Coordinator) decide() {
 	stop := c.state == stopping
 	next := c.cycle + 1
@@ -486,7 +490,7 @@ rank:
 	}
 }
 
-// newOutgoing is an empty frame to nobody, with the memory of an earlier one if there is any.
+// newOutgoing returns an empty frame to nobody. It reuses the memory of an earlier one if possible.
 func (c *Coordinator) newOutgoing() Outgoing {
 	n := len(c.spare)
 	if n == 0 {
@@ -511,7 +515,7 @@ func sameSets(d *message.Down, states []*setState, mine []int) bool {
 	return true
 }
 
-// beat sends a heartbeat to the ranks that have heard nothing for a while.
+// beat sends a heartbeat to the ranks to which nothing was sent for heartbeatPeriod.
 func (c *Coordinator) beat() {
 	var quiet []topo.Rank
 	for r := range c.ranks {
@@ -524,10 +528,10 @@ func (c *Coordinator) beat() {
 	}
 }
 
-// Closed reports whether the epoch is over for the coordinator: all that Ready says is the last there is.
+// Closed reports whether the epoch is over for the coordinator: the frames of Ready are the last ones.
 func (c *Coordinator) Closed() bool { return c.state == closed || c.state == failed }
 
-// Next is the time at which Tick and Ready are wanted again if nothing arrives before.
+// Next returns the time at which Tick and Ready must be called again if nothing arrives before.
 func (c *Coordinator) Next() time.Duration {
 	if c.Closed() {
 		return never
@@ -564,8 +568,9 @@ func (c *Coordinator) Next() time.Duration {
 	return next
 }
 
-// Digest is that of the coordinator's cache of a set. Right after Ready it equals that of every member that has
-// applied the last cycle; later erasures, which travel with the next cycle of the set, are in it already.
+// Digest returns the digest of the coordinator's cache of a set. Right after Ready it equals the digest of
+// every member that has applied the last cycle. It already contains later erasures, which travel with the
+// next cycle of the set.
 func (c *Coordinator) Digest(id topo.ProcessSetID) uint64 {
 	if s := c.sets.find(id); s != nil {
 		return s.cache.Digest()

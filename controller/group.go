@@ -13,13 +13,14 @@ type groupKey struct {
 	size int32
 }
 
-// groupOf is the group that the first member with a request names; the others agree, or the tensor fails.
+// groupOf returns the group that the first member with a request names. The others name the same one, or the
+// tensor fails.
 func groupOf(requests []message.Request) groupKey {
 	q := firstOf(requests)
 	return groupKey{q.Group, q.GroupSize}
 }
 
-// otherGroups are the groups that members name for a tensor, but for the first one's.
+// otherGroups returns the groups that members name for a tensor, without the one that the first member names.
 func otherGroups(requests []message.Request) (keys []groupKey) {
 	first := groupOf(requests)
 	for i := range requests {
@@ -36,14 +37,15 @@ func otherGroups(requests []message.Request) (keys []groupKey) {
 type group struct {
 	groupKey
 	items []readyItem // that are complete and held, in order
-	// failed is why the group is given up, and answered how many of its tensors have got that for an answer.
+	// failed is why the group has failed. answered is how many of its tensors were answered with that.
 	failed   string
 	answered int
-	// refused says that no backend runs one of its tensors, and that the others have been told.
+	// refused says that no backend runs one of its tensors, and that the others have failed with it.
 	refused bool
 }
 
-// fail turns all tensors of the group among items into errors, if one of them is one: no backend runs it.
+// fail turns all tensors of the group among items into errors if one of them is an error because no backend
+// runs it.
 func (g *group) fail(items []readyItem) {
 	var failed *message.Response
 	for i := range items {
@@ -62,7 +64,7 @@ func (g *group) fail(items []readyItem) {
 	}
 }
 
-// heldGroups are the groups of which tensors are complete and others are not.
+// heldGroups are the groups of which some tensors are complete and others are not.
 type heldGroups struct {
 	groups []*group // in order of their first complete tensor
 }
@@ -72,10 +74,10 @@ func (h *heldGroups) has(key groupKey) bool {
 	return slices.ContainsFunc(h.groups, func(g *group) bool { return g.groupKey == key && len(g.items) > 0 })
 }
 
-// add takes a complete tensor of a group. When it was the last, the whole group comes back. When it is an error, the
-// group fails at once: what is held comes back as errors, and each further tensor as it comes. To hold an error until the
-// group is complete could hang ranks that disagree about what the group is: one waits for the answer to a tensor before
-// it submits the next.
+// add takes a complete tensor of a group. If it was the last, add returns the whole group. If it is an error,
+// the group fails at once: add returns what is held as errors, and so it does for each further tensor.
+// Holding an error until the group is complete could hang ranks that disagree about what the group is: one
+// waits for the answer to a tensor before it submits the next.
 func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	g := h.at(key)
 	item.group = g
@@ -89,8 +91,8 @@ func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	return h.release(g)
 }
 
-// lose fails a group of which a tensor is answered with an error elsewhere: its first member names another group, or
-// none. What the group holds comes back as errors.
+// lose fails a group of which a tensor is answered with an error elsewhere, because its first member names
+// another group or none. It returns what the group holds as errors.
 func (h *heldGroups) lose(key groupKey, reason string) []readyItem {
 	g := h.at(key)
 	if g.failed == "" {
@@ -100,7 +102,7 @@ func (h *heldGroups) lose(key groupKey, reason string) []readyItem {
 	return h.release(g)
 }
 
-// at is the group of a key, begun if there is none.
+// at returns the group of a key and makes it if necessary.
 func (h *heldGroups) at(key groupKey) *group {
 	for _, g := range h.groups {
 		if g.groupKey == key {
@@ -112,13 +114,13 @@ func (h *heldGroups) at(key groupKey) *group {
 	return g
 }
 
-// index is the place of a tensor among those that are held, or -1.
+// index returns the position of a tensor among those that are held, or -1.
 func (g *group) index(tensor string) int {
 	return slices.IndexFunc(g.items, func(i readyItem) bool { return i.response.Name == tensor })
 }
 
-// release gives what is held of a group that is complete or has failed. When all of its tensors are answered the group
-// is forgotten.
+// release returns what is held of a group that is complete or has failed. When all of its tensors are
+// answered the group is forgotten.
 func (h *heldGroups) release(g *group) []readyItem {
 	items := g.items
 	g.items = nil
@@ -137,7 +139,7 @@ func (g *group) reason(text string) string {
 	return fmt.Sprintf("its group %q failed: %s", g.name, text)
 }
 
-// fail gives up all groups: what they hold comes back as errors.
+// fail drops all groups and returns what they hold as errors.
 func (h *heldGroups) fail(reason string) []readyItem {
 	var items []readyItem
 	for _, g := range h.groups {
@@ -153,7 +155,7 @@ func (h *heldGroups) fail(reason string) []readyItem {
 	return items
 }
 
-// find is the group that holds a tensor, or nil.
+// find returns the group that holds a tensor, or nil.
 func (h *heldGroups) find(tensor string) *group {
 	for _, g := range h.groups {
 		if g.index(tensor) >= 0 {

@@ -5,7 +5,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// joinState is which members of a process set have joined, and so have no more requests until all have.
+// joinState says which members of a process set have joined, and so make no more requests until all have.
 type joinState struct {
 	members []bool
 	empty   []bool   // they take part with nothing in what otherwise refuses joined ranks
@@ -20,7 +20,7 @@ func newJoinState(members int) joinState {
 
 func (j *joinState) has(member int) bool { return j.members[member] }
 
-// without is the number of joined members of whom asked is not true.
+// without returns the number of joined members for which asked is false.
 func (j *joinState) without(asked func(member int) bool) int {
 	if j.count == 0 {
 		return 0
@@ -47,8 +47,8 @@ func (j *joinState) reset() {
 	j.count = 0
 }
 
-// join takes a member's JOIN: requests that waited for this member alone are complete, those in full in order of their
-// first arrival. The votes are the caller's to look at.
+// join takes a member's join. Requests that waited only for this member are complete, those in full in the
+// order of their first arrival. The caller completes the votes with joinVotes.
 func (s *setState) join(member int, q *message.Request) {
 	s.joined.add(member, q)
 	for _, row := range s.rows {
@@ -67,7 +67,8 @@ func (s *setState) joinVotes(member int) {
 	}
 }
 
-// joinAll answers the join when all members have joined, after everything else: nobody can ask for more before that.
+// joinAll answers the join when all members have joined. The answer comes after everything else: no member
+// can request more before it.
 func (s *setState) joinAll() {
 	if s.joined.count == 0 || s.joined.count < len(s.Ranks) {
 		return
@@ -78,10 +79,11 @@ func (s *setState) joinAll() {
 	}})
 }
 
-// joining are the members for which a join waits.
+// joining returns the members for which a join waits.
 func (s *setState) joining() []topo.Rank { return s.missing(func(int) bool { return false }) }
 
-// needsAll reports whether k makes no sense for members that have joined, unless they agreed to contribute nothing.
+// needsAll reports whether operations of kind k need the members that have joined, unless these agreed to
+// contribute nothing.
 func needsAll(k message.Kind) bool {
 	switch k {
 	case message.Allreduce, message.Barrier:

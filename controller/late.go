@@ -8,16 +8,16 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// arrivals are when the members' requests for tensors came, while somebody wants to know.
+// arrivals has the times at which the members' requests for tensors came, while tracing is on.
 type arrivals struct {
 	bits [][]time.Duration // of cached tensors that are not granted, by bit and member; nil where nobody has voted
-	// granted are those of what was granted and not asked for, by member, for each tensor in the order of the grants; of them
-	// the first taken are gone.
+	// granted has those of tensors that were granted and not taken by Arrivals, by member, for each tensor in
+	// the order of the grants. The first taken of them are used up.
 	granted []time.Duration
 	taken   int
 }
 
-// arrive notes that the request of a member has come.
+// arrive records that the request of a member has come.
 func (s *setState) arrive(at *[]time.Duration, member int) {
 	if !s.waits.trace {
 		return
@@ -28,7 +28,7 @@ func (s *setState) arrive(at *[]time.Duration, member int) {
 	(*at)[member] = max(s.waits.now, 1)
 }
 
-// bitArrivals are those of a cached tensor.
+// bitArrivals returns the arrivals of a cached tensor.
 func (s *setState) bitArrivals(bit uint32) *[]time.Duration {
 	for len(s.arrivals.bits) <= int(bit) {
 		s.arrivals.bits = append(s.arrivals.bits, nil)
@@ -36,8 +36,8 @@ func (s *setState) bitArrivals(bit uint32) *[]time.Duration {
 	return &s.arrivals.bits[bit]
 }
 
-// keepArrivals keeps those of what is granted together for rank 0, if it is a member and will ask for them. Their order is that
-// of a grant's responses: what goes by bits, then what goes in full.
+// keepArrivals keeps the arrivals of tensors that are granted together, if rank 0 is a member and so will ask
+// for them. Their order is that of the responses of a grant: first those by bit, then those in full.
 func (s *setState) keepArrivals(group []int) {
 	if !s.waits.trace || s.index(0) < 0 {
 		return
@@ -68,8 +68,8 @@ func (s *setState) keepArrivals(group []int) {
 	}
 }
 
-// Trace has the coordinator note when each member's request for a tensor comes, or stop that. It takes memory until Arrivals is
-// asked for each grant of the sets that rank 0 is a member of.
+// Trace makes the coordinator record when each member's request for a tensor comes, or stops that. Records
+// accumulate until Arrivals is called for each grant of the sets that contain rank 0.
 func (c *Coordinator) Trace(on bool) {
 	c.waits.trace = on
 	if on {
@@ -83,9 +83,10 @@ func (c *Coordinator) Trace(on bool) {
 	}
 }
 
-// Arrivals are when the members' requests came for the tensors of the oldest grant of a process set for which this was not asked
-// yet, which has so many: by tensor and member, 0 where that is not known, and for who had joined. It is nil unless Trace is
-// on and rank 0 a member, and valid until the next turn.
+// Arrivals returns when the members' requests came for the tensors of the oldest grant of a process set for
+// which Arrivals was not called yet; tensors is their number. The result is ordered by tensor and member,
+// with 0 for a member that had joined or whose time is unknown. It is nil unless Trace is on and rank 0 is a
+// member, and it is valid until the next turn.
 func (c *Coordinator) Arrivals(id topo.ProcessSetID, tensors int) []time.Duration {
 	s := c.sets.find(id)
 	if s == nil || !c.waits.trace {
@@ -103,7 +104,7 @@ func (c *Coordinator) Arrivals(id topo.ProcessSetID, tensors int) []time.Duratio
 	return at
 }
 
-// Stats are what the coordinator has counted since the epoch began.
+// Stats returns the counters of the coordinator since the epoch began.
 func (c *Coordinator) Stats() stats.Coordinator {
 	st := stats.Coordinator{Cycles: c.cycle, Late: c.waits.late.Ranks(), StallReports: c.stallReports}
 	for _, s := range c.sets.sets {

@@ -10,9 +10,10 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// departure is what the coordinator knows of a rank's shutdown. A rank leaves in four steps: it says that it submits
-// nothing more; the coordinator stops it when none of its requests can be granted any more; it says bye when it has
-// finished its grants; and the coordinator closes it when no other rank still executes an operation with it.
+// departure is what the coordinator knows of a rank's shutdown. A rank leaves in four steps: it says that it
+// submits nothing more; the coordinator stops it when none of its requests can be granted any more; it says
+// bye when it has finished its grants; and the coordinator closes it when no other rank still executes an
+// operation with it.
 type departure struct {
 	leaving bool // it submits nothing more
 	// Its own account of the shutdown, and when that came.
@@ -26,11 +27,11 @@ type departure struct {
 	stops  bool   // the cycle that is being decided stops it
 	bye    bool
 	closed bool
-	// holders are the ranks that may still execute an operation with it after its bye.
+	// holders are the ranks that may still execute an operation with this rank after its bye.
 	holders message.Bits
 }
 
-// leave takes note that a rank submits nothing more.
+// leave records that a rank submits nothing more.
 func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
 	k := &c.ranks[r]
 	if k.leaving {
@@ -54,7 +55,7 @@ func (c *Coordinator) leavers(ranks []topo.Rank) []topo.Rank {
 	return slices.DeleteFunc(slices.Clone(ranks), func(r topo.Rank) bool { return !c.isLeaving(r) })
 }
 
-// checkLeavers stops the job if a rank waits for an operation that another, which leaves, has not submitted.
+// checkLeavers stops the job if a rank waits for an operation that a leaving rank has not submitted.
 func (c *Coordinator) checkLeavers() {
 	for _, s := range c.sets.sets {
 		if !slices.ContainsFunc(s.Ranks, c.isLeaving) {
@@ -70,7 +71,7 @@ func (c *Coordinator) checkLeavers() {
 	}
 }
 
-// outstanding reports whether a rank that leaves has a request that may still be granted.
+// outstanding reports whether a leaving rank has a request that may still be granted.
 func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
 	for _, s := range c.sets.sets {
 		if s.index(r) < 0 {
@@ -90,7 +91,7 @@ func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
 	return found
 }
 
-// canStop reports whether the next cycle stops a rank that leaves.
+// canStop reports whether the next cycle stops a leaving rank.
 func (c *Coordinator) canStop() bool {
 	for r := range c.ranks {
 		if k := &c.ranks[r]; k.leaving && k.stop == 0 && !c.outstanding(topo.Rank(r)) {
@@ -100,8 +101,8 @@ func (c *Coordinator) canStop() bool {
 	return false
 }
 
-// eachAwaited visits what ranks wait for in the set, joins among it, with the ranks that wait: those that have asked for
-// it.
+// eachAwaited visits what ranks wait for in the set, including joins, with the ranks that wait: those that
+// have requested it.
 func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	s.eachWaiting(func(_ *wait, key groupKey, stall func() Stall) {
 		st := stall()
@@ -126,7 +127,7 @@ func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
 	})
 }
 
-// awaitedText explains that the ranks of gone have left while those of waiting wait for st.
+// awaitedText says that the ranks of gone have left while those of waiting wait for st.
 func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.Rank) string {
 	first := gone[0]
 	for _, r := range gone {
@@ -174,7 +175,7 @@ func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.R
 	return b.String()
 }
 
-// stopFor ends the job in the next cycle because ranks have left that others wait for.
+// stopFor ends the job in the next cycle because ranks have left for which others wait.
 func (c *Coordinator) stopFor(ranks []topo.Rank, reason string) {
 	if c.state == running {
 		c.stop(reason)
@@ -191,8 +192,8 @@ func (c *Coordinator) Abandon() {
 	}
 }
 
-// sayBye takes the bye of a rank, which has finished all its grants. It is closed when every other rank has finished
-// those that both execute. Rank 0, which coordinates, stays to the end.
+// sayBye records the bye of a rank, which has finished all its grants. The rank is closed when every other
+// rank has finished the grants that both execute. Rank 0, which coordinates, stays to the end.
 func (c *Coordinator) sayBye(r topo.Rank) {
 	c.ranks[r].bye, c.ranks[r].executing = true, execution{}
 	c.progress = c.now
@@ -220,7 +221,7 @@ func (c *Coordinator) sayBye(r topo.Rank) {
 	c.closeReleased(r)
 }
 
-// released takes note that rank by executes nothing with rank r any more, if r has left.
+// released records that rank by executes nothing with rank r any more, if r has left.
 func (c *Coordinator) released(r, by topo.Rank) {
 	if k := &c.ranks[r]; k.holders.Has(uint32(by)) {
 		k.holders.Clear(uint32(by))

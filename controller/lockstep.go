@@ -5,17 +5,18 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Lockstep carries the requests of a Member to the Coordinator, and its decisions back, by collectives that all ranks
-// enter in every cycle (docs/negotiation.md, Lock-step; Horovod's shape). Everything else that the two
-// say travels as it does without it.
-// Member and Coordinator must be configured with Lockstep. It is not safe for concurrent use.
+// Lockstep carries the requests of a Member to the Coordinator, and its decisions back, by collectives that
+// all ranks enter in every cycle (docs/negotiation.md, Lock-step; Horovod works like this). All other frames
+// travel as they do without it. Member and Coordinator must be configured with Lockstep. It is not safe for
+// concurrent use.
 //
-// A cycle is: Vectors, which all ranks combine by bitwise AND and OR; Combine; if it says so, Gather at rank 0, and a
-// broadcast of what rank 0's Decide returns, which Member.Step applies. Nothing may be submitted to the Member during a
-// cycle.
+// A cycle is: Vectors, which all ranks combine by bitwise AND and OR; Combine; if Combine says so, Gather at
+// rank 0; and a broadcast of what Decide returns at rank 0, which Member.Step applies. Nothing may be
+// submitted to the Member during a cycle.
 //
-// Rank 0 learns from the vectors which bits every rank has voted for. A vote that a cycle has not answered is sent to rank 0
-// by the next one, so the coordinator knows who waits for whom one cycle later than it does by events.
+// Rank 0 learns from the vectors which bits every rank has voted for. A vote that a cycle has not answered is
+// sent to rank 0 by the next one, so the coordinator knows which rank waits for which one cycle later than it
+// does by events.
 type Lockstep struct {
 	member      *Member
 	coordinator *Coordinator // rank 0 only
@@ -36,7 +37,7 @@ func NewLockstep(m *Member, c *Coordinator, cacheCapacity int) *Lockstep {
 	return l
 }
 
-// ballot is what a member in lock-step keeps of its votes in a process set until they are answered.
+// ballot has the votes of a member in a process set, in lock-step, until they are answered.
 type ballot struct {
 	votes     message.Bits
 	presented message.Bits // votes that were in the vectors of an earlier cycle
@@ -51,9 +52,10 @@ func (b *ballot) answered(bit uint32) {
 	b.told.Clear(bit)
 }
 
-// Vectors returns what this rank contributes to the cycle's allreduce. The lengths are the same at all ranks. After one word
-// of flags in or, each set in order has the unanswered votes, which are all ones in and if the rank is no member, or rank
-// 0 knows that it has joined. The vectors are valid until the next call.
+// Vectors returns what this rank contributes to the allreduce of the cycle. The lengths are the same at all
+// ranks. or begins with one word of flags. Then each set in order has the unanswered votes. If the rank is
+// not a member, or rank 0 knows that it has joined, its words in and are all ones. The vectors are valid
+// until the next call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
 	gather := l.member.news || l.coordinator != nil && l.coordinator.state == stopping && !l.coordinator.stopSent
@@ -82,8 +84,8 @@ func word(v message.Bits, w int) uint64 {
 	return 0
 }
 
-// Combine takes the combined vectors, which it keeps until the end of the cycle. It reports whether all ranks now gather at
-// rank 0, and whether rank 0 then broadcasts a frame; the answers are the same at all ranks.
+// Combine takes the combined vectors and keeps them until the end of the cycle. It reports whether all ranks
+// now gather at rank 0, and whether rank 0 then broadcasts a frame. The answers are the same at all ranks.
 func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	l.combined.and, l.combined.or = and, or
 	ready := l.readyBits()
@@ -112,8 +114,8 @@ func (l *Lockstep) Quiet() bool { return !message.Bits(l.combined.or).Any() }
 // Over reports whether this rank enters no more cycles: it has stopped, as all ranks have in the same cycle, or failed.
 func (l *Lockstep) Over() bool { return l.member.state != memberRunning }
 
-// Gather returns what this rank sends to rank 0: its news, and all votes that rank 0 does not know yet. It is valid until
-// the next call.
+// Gather returns what this rank sends to rank 0: its news, and all votes that rank 0 does not know yet. It is
+// valid until the next call.
 func (l *Lockstep) Gather() *message.Up {
 	m := l.member
 	for _, s := range m.sets {
@@ -131,8 +133,8 @@ func (l *Lockstep) Gather() *message.Up {
 	return &l.up
 }
 
-// Decide returns rank 0's decision, to be broadcast to all ranks, or nil if it has failed the job. ups are what the ranks
-// sent, by rank; nil if there was no gather.
+// Decide returns the decision of rank 0, to be broadcast to all ranks, or nil if the job has failed. ups are
+// the frames that the ranks sent, by rank, or nil if there was no gather.
 func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	c := l.coordinator
 	sets, ready := c.sets.sets, l.readyBits()
@@ -152,7 +154,8 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	return c.decideAll(func(i int) message.Bits { return l.combined.or[1+i*l.words:][:l.words] })
 }
 
-// voted counts votes for bits that every member of a set has cast, or has joined, and that rank 0 did not know yet.
+// voted counts the votes for bits that every member of a set has cast, or has joined, and that rank 0 did not
+// know yet.
 func (c *Coordinator) voted(s *setState, bits message.Bits) {
 	for bit, ok := bits.Next(0); ok; bit, ok = bits.Next(bit + 1) {
 		for m, r := range s.Ranks {
@@ -167,8 +170,8 @@ func (c *Coordinator) voted(s *setState, bits message.Bits) {
 	}
 }
 
-// decideAll issues a cycle for all ranks, even if nothing was decided. Entries of a set's pinned bits are not evicted: ranks
-// have voted for them.
+// decideAll issues a cycle for all ranks, even if nothing was decided. Entries of a set's pinned bits are not
+// evicted, because ranks have voted for them.
 func (c *Coordinator) decideAll(pinned func(set int) message.Bits) *message.Down {
 	c.cycle, c.lastCycle = c.cycle+1, c.now
 	d := &message.Down{Type: message.DownCycle, Cycle: c.cycle, Stop: c.state == stopping, Reason: c.stopReason, Ranks: c.stopRanks}

@@ -11,13 +11,13 @@ import (
 	"github.com/gohvd/gohvd/responsecache"
 )
 
-// MemberConfig is what a Member needs to know.
+// MemberConfig configures a Member.
 type MemberConfig struct {
 	Rank topo.Rank
-	// Sets are the process sets of which the rank is a member when the job begins, ascending by id. With Lockstep they are
-	// all process sets.
+	// Sets are the process sets that contain the rank when the job begins, ascending by ID. With Lockstep
+	// they are all process sets.
 	Sets []Set
-	// LivenessTimeout is the silence after which the coordinator has failed.
+	// LivenessTimeout is the silence after which the coordinator counts as failed.
 	LivenessTimeout time.Duration
 	// Lockstep says that a Lockstep carries the requests and brings the cycles.
 	Lockstep bool
@@ -33,11 +33,11 @@ const (
 	memberFailed
 )
 
-// Member is a rank's side of the negotiation. It is not safe for concurrent use.
+// Member is one rank's side of the negotiation. It is not safe for concurrent use.
 //
-// A turn is: Tick; Submit and the like for whatever happened at this rank; Ready, send what it says, Advance;
-// then for each frame Step, Ready, run what it says, Advance. Requests are classified against the cache as of
-// the last frame applied, which is why what Submit wrote must be taken before the next Step.
+// A turn is: Tick; Submit and the like for what happened at this rank; Ready, send what it says, Advance;
+// then for each frame Step, Ready, run what it says, Advance. Requests are looked up in the cache as of the
+// last frame applied, so the frames of Ready must be taken before the next Step.
 type Member struct {
 	cfg   MemberConfig
 	sets  []*memberSet
@@ -76,7 +76,7 @@ type Member struct {
 	verdict      *Verdict
 }
 
-// memberSet is a process set as seen by a member.
+// memberSet is a process set as a member sees it.
 type memberSet struct {
 	Set
 	me     int // position in the set, or -1
@@ -88,7 +88,7 @@ type memberSet struct {
 
 func newMemberSet(s Set, r topo.Rank) *memberSet { return &memberSet{Set: s, me: s.index(r)} }
 
-// admit says why a request that a rank makes now is its error, or nil.
+// admit returns why a request that a rank makes now is an error of that rank, or nil.
 func (s *memberSet) admit(q *message.Request) error {
 	switch {
 	case s.join != "":
@@ -103,16 +103,18 @@ func (s *memberSet) admit(q *message.Request) error {
 type Ready struct {
 	// Ups are frames to send to the coordinator, in order.
 	Ups []*message.Up
-	// Grants are responses to run, in order within their sets. Give each to Finished when it has run.
+	// Grants are responses to run, in order within their sets. Pass each to Finished after it has run.
 	Grants []*Grant
-	// Stop says that nothing more will be granted: what was not is to be answered with the shutdown.
+	// Stop says that nothing more will be granted. Requests that were not granted are to be answered with the
+	// shutdown.
 	Stop bool
-	// StopReason is why, unless this rank has asked for it, and StopRanks are those that caused it by their shutdown.
+	// StopReason is the reason, unless this rank has asked for the stop. StopRanks are the ranks that caused
+	// it by their shutdown.
 	StopReason string
 	StopRanks  []topo.Rank
 }
 
-// NewMember makes the member of an epoch that begins at the given time.
+// NewMember returns the member for an epoch that begins at now.
 func NewMember(cfg MemberConfig, now time.Duration) *Member {
 	m := &Member{cfg: cfg, now: now, heard: now, spoke: now, beat: now}
 	for _, s := range cfg.Sets {
@@ -122,7 +124,7 @@ func NewMember(cfg MemberConfig, now time.Duration) *Member {
 	return m
 }
 
-// Tick says what time it is.
+// Tick sets the time.
 func (m *Member) Tick(now time.Duration) {
 	if g := gap(m.now, now); g > 0 {
 		m.heard += g
@@ -144,7 +146,7 @@ func (m *Member) Tick(now time.Duration) {
 	}
 }
 
-// Submit makes a request of this rank. It must have passed Check, and its name must not be in flight. After
+// Submit adds a request of this rank. It must have passed Check, and its name must not be in flight. After
 // STOP it is ignored: the engine answers it with the shutdown.
 func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 	if m.state != memberRunning {
@@ -184,7 +186,7 @@ func (m *Member) ask(id topo.ProcessSetID, q *message.Request) {
 	m.news = true
 }
 
-// Finished says that a grant has run and may be used again by the member. Its process set may be gone.
+// Finished says that a grant has run. The member may reuse it. Its process set may have been removed.
 func (m *Member) Finished(g *Grant) {
 	m.running.remove(g)
 	if n := len(g.Responses); n > 0 {
@@ -200,8 +202,8 @@ func (m *Member) Finished(g *Grant) {
 	m.free = append(m.free, g)
 }
 
-// Shutdown says that this rank submits nothing more. It is stopped when its requests are answered. The reason, which may
-// be empty, explains it to ranks that still need this one.
+// Shutdown says that this rank submits nothing more. The rank is stopped when its requests are answered. The
+// reason, which may be empty, is shown to ranks that still need this one.
 func (m *Member) Shutdown(reason string) {
 	if m.state == memberRunning && !m.shutdown {
 		m.shutdown, m.reason, m.news = true, reason, true
@@ -215,8 +217,9 @@ func (m *Member) Drained() {
 	}
 }
 
-// Suspect says that the data channel to a rank failed, or that this rank itself fails. The coordinator's verdict follows; if
-// it does not come in time the suspicion is the verdict. After its bye a rank has nothing left to fail at.
+// Suspect says that the data channel to r failed, or, if r is this rank, that it fails itself. The
+// coordinator answers with a verdict. If that does not come in time the suspicion becomes the verdict. After
+// its bye a rank has nothing left that could fail.
 func (m *Member) Suspect(r topo.Rank, reason string) {
 	if m.suspected != nil || m.state == memberBye || m.state == memberClosed || m.state == memberFailed {
 		return
@@ -225,8 +228,8 @@ func (m *Member) Suspect(r topo.Rank, reason string) {
 	m.suspectedAt, m.suspectFrame = m.now, true
 }
 
-// Lost says that the connection to the coordinator ended. Without a verdict that is one: rank 0 failed. When
-// all work is done and said to be, it is the end.
+// Lost says that the connection to the coordinator ended. Without an earlier verdict, the verdict is that
+// rank 0 failed. After the bye of this rank it is the end of the epoch.
 func (m *Member) Lost(reason string) {
 	switch m.state {
 	case memberClosed, memberFailed:
@@ -244,8 +247,8 @@ func (m *Member) fail(v *Verdict) {
 	m.grants = m.grants[:0]
 }
 
-// Step applies a frame of the coordinator. An error means that the coordinator broke the protocol; it has
-// then failed.
+// Step applies a frame of the coordinator. An error means that the coordinator broke the protocol, which
+// fails it.
 func (m *Member) Step(d *message.Down) error {
 	if m.state == memberClosed || m.state == memberFailed {
 		return nil
@@ -363,7 +366,8 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 	return grants, nil
 }
 
-// checkGrant keeps the data plane from computing with what a broken coordinator sent.
+// checkGrant returns an error for a grant that the data plane must not execute because the coordinator is
+// broken.
 func checkGrant(s *memberSet, g *Grant) error {
 	if len(g.Responses) == 0 {
 		return fmt.Errorf("grant of nothing")
@@ -388,7 +392,7 @@ func checkGrant(s *memberSet, g *Grant) error {
 	return nil
 }
 
-// checkResponse holds a response against its process set.
+// checkResponse checks a response against its process set.
 func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 	switch r.Kind {
 	case message.Allgather:
@@ -428,7 +432,7 @@ func (m *Member) newGrant() *Grant {
 	return new(Grant)
 }
 
-// Ready is what to do now. It is valid until Advance.
+// Ready returns what to do now. The result is valid until Advance.
 func (m *Member) Ready() Ready {
 	m.ups = m.ups[:0]
 	if m.state != memberClosed && m.state != memberFailed {
@@ -465,7 +469,7 @@ func (m *Member) speak() {
 	}
 }
 
-// completeNews adds to the next news what is known when they are sent.
+// completeNews adds to the next news frame what is known only when it is sent.
 func (m *Member) completeNews() {
 	if m.up.Seen = m.seen; m.shutdown && !m.announced {
 		m.up.Shutdown, m.up.Operations, m.up.Reason = true, m.operations, m.reason
@@ -476,7 +480,7 @@ func (m *Member) completeNews() {
 	}
 }
 
-// newsTaken begins the next news.
+// newsTaken begins the next news frame.
 func (m *Member) newsTaken() {
 	m.up.Reset()
 	m.up.Type = message.UpNews
@@ -491,7 +495,7 @@ func (m *Member) lastOperation() string {
 	return label(m.lastKind, m.lastName)
 }
 
-// executes reports whether a grant that is not finished may be of a process set with rank r.
+// executes reports whether a grant that is not finished may belong to a process set that contains r.
 func (m *Member) executes(r topo.Rank) bool {
 	for g := m.running.oldest; g != nil; g = g.newer {
 		// Of a process set that was removed the members are not known any more.
@@ -520,13 +524,13 @@ func (m *Member) Advance() {
 	m.grants = m.grants[:0]
 }
 
-// Verdict is why the epoch failed, or nil.
+// Verdict returns why the epoch failed, or nil.
 func (m *Member) Verdict() *Verdict { return m.verdict }
 
 // Closed reports whether the shutdown is complete at every rank.
 func (m *Member) Closed() bool { return m.state == memberClosed }
 
-// Next is the time at which Tick and Ready are wanted again if nothing happens before.
+// Next returns the time at which Tick and Ready must be called again if nothing happens before.
 func (m *Member) Next() time.Duration {
 	if m.state == memberClosed || m.state == memberFailed {
 		return never
@@ -538,7 +542,8 @@ func (m *Member) Next() time.Duration {
 	return next
 }
 
-// Digest is that of the member's cache of a set.
+// Digest returns the digest of the member's cache of a set. It is equal at all members that have applied the
+// same cycles.
 func (m *Member) Digest(id topo.ProcessSetID) uint64 {
 	if s := m.set(id); s != nil {
 		return s.cache.Digest()

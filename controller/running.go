@@ -11,7 +11,7 @@ type grantList struct {
 	oldest, newest *Grant
 }
 
-// add appends a grant of the given time.
+// add appends a grant that came at now.
 func (l *grantList) add(g *Grant, now time.Duration) {
 	g.since, g.older, g.newer = now, l.newest, nil
 	if l.newest != nil {
@@ -22,7 +22,7 @@ func (l *grantList) add(g *Grant, now time.Duration) {
 	l.newest = g
 }
 
-// remove takes a grant of the list out of it.
+// remove removes a grant of the list.
 func (l *grantList) remove(g *Grant) {
 	if g.older != nil {
 		g.older.newer = g.newer
@@ -37,8 +37,8 @@ func (l *grantList) remove(g *Grant) {
 	g.older, g.newer = nil, nil
 }
 
-// nextBeat is when a heartbeat is due. Other frames are signs of life too, but do not say what is not finished: while
-// a grant takes long, and once more when it does not any longer, heartbeats do not rest.
+// nextBeat returns when a heartbeat is due. Other frames show that the rank lives too, but do not say what is
+// not finished. So heartbeats go on while a grant takes long, and one more follows when it has finished.
 func (m *Member) nextBeat(spoke bool) time.Duration {
 	next := m.spoke + heartbeatPeriod
 	if spoke {
@@ -53,7 +53,7 @@ func (m *Member) nextBeat(spoke bool) time.Duration {
 	return next
 }
 
-// beatFrame is a heartbeat, which says what this rank has not finished for longest.
+// beatFrame returns a heartbeat, which says what this rank has not finished for longest.
 func (m *Member) beatFrame() *message.Up {
 	m.heartbeat = message.Up{Type: message.UpHeartbeat, Seen: m.seen}
 	if g := m.running.oldest; g != nil {
@@ -63,7 +63,7 @@ func (m *Member) beatFrame() *message.Up {
 	return &m.heartbeat
 }
 
-// millis is d as frames have it.
+// millis converts d to the unit of frames.
 func millis(d time.Duration) uint32 {
 	return uint32(min(d/time.Millisecond, 1<<32-1))
 }

@@ -8,19 +8,20 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// setTable has the process sets of a job as its coordinator knows them. They come and go by requests of all ranks on the
-// global set.
+// setTable has the process sets of a job as its coordinator knows them. They are added and removed by
+// requests of all ranks on the global set.
 type setTable struct {
 	size          int // of the job
 	cacheCapacity int
 	waits         *waits
 	next          topo.ProcessSetID // ids are never given twice
-	// sets is ascending by id. It is replaced, not changed, so that whoever ranges over it may change it.
+	// sets is ascending by ID. It is replaced and never changed in place, so that code that ranges over it
+	// may change it.
 	sets    []*setState
 	removed []removedSet
 }
 
-// removedSet is kept until every rank has seen the removal: news of the set may be under way.
+// removedSet is kept until every rank has seen the removal, because news of the set may be in flight.
 type removedSet struct {
 	Set
 	cycle uint64
@@ -35,7 +36,7 @@ func newSetTable(sets []Set, cacheCapacity int, w *waits) *setTable {
 	return t
 }
 
-// find is the set of an id, or nil.
+// find returns the set with an ID, or nil.
 func (t *setTable) find(id topo.ProcessSetID) *setState {
 	for _, s := range t.sets {
 		if s.ID == id {
@@ -50,7 +51,8 @@ func changesSets(k message.Kind) bool {
 	return k == message.AddProcessSet || k == message.RemoveProcessSet
 }
 
-// change does in the given cycle what all ranks have agreed on. It gives back the response, or an error in its place.
+// change executes, in the given cycle, an addition or removal on which all ranks have agreed. It returns the
+// response, or an error in its place.
 func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
 	done := *r
 	var reason string
@@ -66,7 +68,7 @@ func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
 	return &done
 }
 
-// add makes a process set of ranks, which are ascending. The reason why it cannot is empty if it can.
+// add makes a process set of ranks, which are ascending. If it cannot, reason says why; else reason is empty.
 func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) {
 	if last := ranks[len(ranks)-1]; int(last) >= t.size {
 		return 0, fmt.Sprintf("rank %d is not among the %d ranks of the job", last, t.size)
@@ -85,7 +87,7 @@ func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) 
 	return id, ""
 }
 
-// remove drops a process set with everything that waits in it. What it has granted is the ranks' to finish.
+// remove drops a process set with everything that waits in it. The ranks finish what was granted in it.
 func (t *setTable) remove(id topo.ProcessSetID, cycle uint64) (reason string) {
 	s := t.find(id)
 	if s == nil {
@@ -97,21 +99,21 @@ func (t *setTable) remove(id topo.ProcessSetID, cycle uint64) (reason string) {
 	return ""
 }
 
-// crossed reports whether news of a set may come from a rank that had seen the given cycle, because the set was removed
-// later.
+// crossed reports whether a rank that had seen the cycle seen may still send news of a set, because the set
+// was removed later.
 func (t *setTable) crossed(id topo.ProcessSetID, r topo.Rank, seen uint64) bool {
 	return slices.ContainsFunc(t.removed, func(s removedSet) bool {
 		return s.ID == id && s.index(r) >= 0 && seen < s.cycle
 	})
 }
 
-// forget drops removed sets whose removal all ranks have seen: seen is the least cycle that they have.
+// forget drops removed sets whose removal all ranks have seen; seen is the least cycle that all have seen.
 func (t *setTable) forget(seen uint64) {
 	t.removed = slices.DeleteFunc(t.removed, func(s removedSet) bool { return s.cycle <= seen })
 }
 
-// change follows, at a member, what a grant does to its process sets. What waits in a set that is removed is the
-// engine's to answer; what is granted there still runs.
+// change applies, at a member, what a grant does to its process sets. The engine answers what waits in a
+// removed set; what was granted there still runs.
 func (m *Member) change(r *message.Response) error {
 	switch r.Kind {
 	case message.AddProcessSet:

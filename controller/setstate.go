@@ -11,25 +11,26 @@ import (
 	"github.com/gohvd/gohvd/responsecache"
 )
 
-// Planner chooses who runs a response of a process set and how: numBytes travel, of r and of what is fused with it. It
-// must be pure. An error becomes the answer to the request.
+// A Planner chooses the backend and the algorithm for a response of a process set. numBytes travel, for r and
+// for what is fused with it. A Planner must be pure. Its error becomes the answer to the request.
 type Planner func(set topo.ProcessSetID, r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error)
 
-// setState is the controller of one process set inside the coordinator. It knows who has asked for what, in full
-// (table) or by votes (cache), and what is to be granted next (ready).
+// setState is the part of the coordinator for one process set. It knows which members have requested what, in
+// full (table) or by votes (cache), and what is to be granted next (ready).
 type setState struct {
 	Set
 	cache *responsecache.Primary
-	// table has the requests in full that are not granted yet, by name; rows has them in order of their first request.
+	// table has the full requests that are not granted yet, by name; rows has them in the order of their
+	// first request.
 	table map[string]*tableRow
 	rows  []*tableRow
-	// ready is what every member asked for and nobody was granted, in the order of the completing votes.
+	// ready is what every member has requested and was not granted yet, in the order of the completing votes.
 	ready  []readyItem
 	held   heldGroups
 	joined joinState
-	// granted and done count responses; done those that the lowest rank has finished.
+	// granted and done count responses; done counts those that the lowest rank has finished.
 	granted, done uint64
-	// waits begin with the first vote for a tensor; those of cached ones are in bitWaits, by bit.
+	// waits begin with the first vote for a tensor; bitWaits has those of cached tensors, by bit.
 	waits    *waits
 	bitWaits []wait
 	arrivals arrivals
@@ -52,19 +53,19 @@ type tableRow struct {
 // readyItem is a response to grant.
 type readyItem struct {
 	response *message.Response
-	// absent are the joined members that did not ask for it.
+	// absent are the joined members that did not request it.
 	absent []topo.Rank
 	// group is the group that it is granted with, or nil.
 	group *group
-	// row is where it was asked for, unless it is cached: then bit stands for it. A join has neither.
+	// row has the requests, unless the item is cached: then bit stands for them. A join has neither.
 	row    *tableRow
 	cached bool
 	bit    uint32
-	// full says that, though cached, it is granted in full: response is not what bit stands for.
+	// full says that the item is granted in full although it is cached: response is not what bit stands for.
 	full bool
 }
 
-// kind is what was asked for; NoKind where the ranks did not agree on it.
+// kind returns the kind that was requested, or NoKind if the ranks did not agree on it.
 func (i *readyItem) kind() message.Kind {
 	if i.response.Kind == message.Error {
 		return message.NoKind
@@ -86,7 +87,7 @@ type policy struct {
 	sets   *setTable
 }
 
-// plan is who runs a fused response, and how.
+// plan is the backend and the algorithm of a fused response.
 type plan struct {
 	backend   message.Backend
 	algorithm message.Algorithm
@@ -102,7 +103,8 @@ func newSetState(s Set, cacheCapacity int, w *waits) *setState {
 	}
 }
 
-// vote counts a member's vote for bit, cast when it had seen the given cycle. An error is the member's.
+// vote counts a member's vote for bit, which it cast when it had seen the given cycle. An error is a fault of
+// that member.
 func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	if s.joined.has(member) {
 		return fmt.Errorf("vote for bit %d of process set %d after it has joined", bit, s.ID)
@@ -132,7 +134,7 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	return nil
 }
 
-// bitWait is the wait of a cached tensor.
+// bitWait returns the wait of a cached tensor.
 func (s *setState) bitWait(bit uint32) *wait {
 	for len(s.bitWaits) <= int(bit) {
 		s.bitWaits = append(s.bitWaits, wait{})
@@ -140,7 +142,7 @@ func (s *setState) bitWait(bit uint32) *wait {
 	return &s.bitWaits[bit]
 }
 
-// request takes a member's request in full. An error is the member's.
+// request takes a member's full request. An error is a fault of that member.
 func (s *setState) request(member int, q message.Request) error {
 	switch {
 	case s.joined.has(member):
@@ -163,7 +165,7 @@ func (s *setState) request(member int, q message.Request) error {
 	return s.ask(member, q)
 }
 
-// ask puts a request in the table, also one that was sent as a vote before its member joined.
+// ask puts a request into the table, including one that was sent as a vote before its member joined.
 func (s *setState) ask(member int, q message.Request) error {
 	row := s.table[q.Name]
 	if row == nil {
@@ -186,7 +188,7 @@ func (s *setState) ask(member int, q message.Request) error {
 	return nil
 }
 
-// rowComplete reports whether every member has asked for the row's tensor or joined.
+// rowComplete reports whether every member has requested the row's tensor or joined.
 func (s *setState) rowComplete(row *tableRow) bool {
 	return row.count+s.joined.without(func(m int) bool { return row.requests[m].Kind != message.NoKind }) == len(s.Ranks)
 }
@@ -205,7 +207,8 @@ func (s *setState) bitComplete(bit uint32) bool {
 	return s.cache.Votes(bit)+s.joined.without(func(m int) bool { return s.cache.Voted(m, bit) }) == len(s.Ranks)
 }
 
-// completeBit makes ready what bit stands for. What absent members make another response, or none, is granted in full.
+// completeBit makes ready what bit stands for. If absent members change the response, or rule it out, it is
+// granted in full.
 func (s *setState) completeBit(bit uint32) {
 	item := readyItem{response: s.cache.At(bit), cached: true, bit: bit}
 	if s.joined.count > 0 {
@@ -266,8 +269,8 @@ func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	return s.invalidate(bit)
 }
 
-// invalidate erases bit and makes requests of the votes for it. A member that has not joined has not voted: a response
-// that waits for the gate, or for its group, keeps its bit.
+// invalidate erases bit and turns the votes for it into requests. A member that has not joined has not voted:
+// a response that waits for the gate, or for its group, keeps its bit.
 func (s *setState) invalidate(bit uint32) error {
 	late := s.cache.Invalidate(bit)
 	for _, l := range late {
@@ -286,12 +289,13 @@ func (s *setState) invalidate(bit uint32) error {
 	return nil
 }
 
-// open is the gate: votes are matched while responses execute, and granted together when all but one are
-// finished. Without it every tensor would be granted alone as its last vote arrives.
+// open reports whether the gate is open: votes are matched while responses execute, and granted together when
+// all but one have finished. Without the gate each tensor would be granted by itself, as its last vote
+// arrives.
 func (s *setState) open() bool { return s.granted-s.done <= 1 }
 
-// decide grants everything that is ready, as news of the given cycle in d. Entries of pinned keep their
-// bits (Lockstep: votes that only other ranks know).
+// decide grants everything that is ready and writes it to d as part of the given cycle. Entries of pinned
+// keep their bits (in lock-step, votes that only other ranks know).
 func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned message.Bits) {
 	for i := range s.ready {
 		if item := &s.ready[i]; changesSets(item.response.Kind) {
@@ -318,7 +322,8 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 	d.Erase = s.cache.Issue(cycle, d.Erase)
 }
 
-// fuse plans what runs together, and who runs it. What no backend runs becomes an error, and the rest is planned again.
+// fuse plans what runs together, and on which backend. A tensor that no backend can run becomes an error, and
+// the rest is planned again.
 func (s *setState) fuse(p *policy) {
 	for again := true; again; {
 		again = false

@@ -9,7 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Event is something that happened and that nobody has to act on: it is for people. Exactly one field is set.
+// Event is something that happened and that people should see. Nothing has to react to it. Exactly one field
+// is set.
 type Event struct {
 	Stall *Stall
 }
@@ -17,14 +18,14 @@ type Event struct {
 // Stall is a tensor that has waited for ranks for StallWarning, or for a multiple of it.
 type Stall struct {
 	Set topo.ProcessSetID
-	// Kind is NoKind where it is not known: of what is Executing, and where the ranks did not agree.
+	// Kind is NoKind if it is not known: while Executing, and if the ranks did not agree.
 	Kind message.Kind
 	Name string
-	// Group is that of a tensor which no rank is missing, and which waits for others of its group that nobody has
-	// asked for; else empty.
+	// Group is set if no rank is missing for the tensor itself and it waits for others of its group that no
+	// rank has requested; else it is empty.
 	Group string
-	// Missing are the ranks, ascending, that have not asked for the tensor (or for the rest of its group) or, if it is
-	// Executing, that have not finished it.
+	// Missing are the ranks, ascending, that have not requested the tensor or the rest of its group or, if it
+	// is Executing, that have not finished it.
 	Missing   []topo.Rank
 	Waited    time.Duration
 	Executing bool
@@ -43,7 +44,7 @@ func (s *Stall) String() string {
 	return text
 }
 
-// label prints an operation of which maybe only the name is known.
+// label formats an operation of which perhaps only the name is known.
 func label(k message.Kind, name string) string {
 	if k == message.NoKind {
 		return fmt.Sprintf("tensor %q", name)
@@ -51,15 +52,16 @@ func label(k message.Kind, name string) string {
 	return fmt.Sprintf("%v %q", k, name)
 }
 
-// wait is how long a tensor has waited, and how often that was reported. Requests that come in one turn of the loop come at once.
+// wait is how long a tensor has waited, and how often that was reported. Requests that come in one turn of
+// the loop come at the same time.
 type wait struct {
 	since   time.Duration // when the first request came
 	latest  time.Duration // when the latest one came
 	reports int
 }
 
-// waits tells when some tensor may have waited so long that it is to be looked at. All tensors of a coordinator share
-// it, so that a vote costs a look at the clock and nothing looks at tensors before it is due.
+// waits knows when some tensor may have waited so long that it must be checked. All tensors of a coordinator
+// share it, so a vote costs a look at the clock, and no tensor is checked before it is due.
 type waits struct {
 	now      time.Duration
 	patience time.Duration // the least time after which a tensor is looked at; 0 is never
@@ -85,17 +87,17 @@ func (w *waits) beginAt(since time.Duration) wait {
 	return wait{since: since, latest: since}
 }
 
-// last notes that w waits no longer, because the last member, r, has asked.
+// last records that w is over because the last member, r, has made its request.
 func (w *waits) last(r topo.Rank, of *wait) { w.late.Add(r, of.latest, w.now, true) }
 
-// execution is the oldest grant that a rank has not finished, as its last heartbeat says.
+// execution is the oldest grant that a rank has not finished, according to its last heartbeat.
 type execution struct {
 	wait
 	set    topo.ProcessSetID
 	tensor string // empty if there is none
 }
 
-// hear takes a heartbeat.
+// hear applies a heartbeat.
 func (e *execution) hear(u *message.Up, w *waits) {
 	age := time.Duration(u.Millis) * time.Millisecond
 	switch {
@@ -109,14 +111,15 @@ func (e *execution) hear(u *message.Up, w *waits) {
 	}
 }
 
-// Events is what happened since the last call. It is valid until the next one.
+// Events returns what happened since the last call. The result is valid until the next one.
 func (c *Coordinator) Events() []Event {
 	events := c.events
 	c.events, c.oldEvents = c.oldEvents[:0], events
 	return events
 }
 
-// checkStalls reports what has waited for too long, and stops the job for what has waited far too long.
+// checkStalls reports tensors that have waited for too long, and stops the job for those that exceed
+// StallShutdown.
 func (c *Coordinator) checkStalls() {
 	if c.now < c.waits.due {
 		return
@@ -132,7 +135,7 @@ func (c *Coordinator) checkStalls() {
 	c.checkExecutions()
 }
 
-// checkStall looks at one tensor.
+// checkStall checks one tensor.
 func (c *Coordinator) checkStall(w *wait, waited time.Duration, stall func() Stall) {
 	next := never
 	if period := c.cfg.StallWarning; period > 0 {
@@ -161,8 +164,8 @@ func (c *Coordinator) report(s *Stall) {
 	c.stallReports++
 }
 
-// checkExecutions looks at what ranks have not finished. The ranks with the same tensor are reported together, with the
-// age that it has at the slowest.
+// checkExecutions checks what ranks have not finished. Ranks with the same tensor are reported together, with
+// its age at the slowest.
 func (c *Coordinator) checkExecutions() {
 	for r := range c.ranks {
 		e := &c.ranks[r].executing
@@ -183,7 +186,7 @@ func (c *Coordinator) checkExecutions() {
 	}
 }
 
-// eachExecution visits the ranks that execute the same as e.
+// eachExecution visits the ranks that execute the same operation as e.
 func (c *Coordinator) eachExecution(e *execution, visit func(r topo.Rank, x *execution)) {
 	for r := range c.ranks {
 		if x := &c.ranks[r].executing; x.tensor == e.tensor && x.set == e.set {
@@ -192,15 +195,15 @@ func (c *Coordinator) eachExecution(e *execution, visit func(r topo.Rank, x *exe
 	}
 }
 
-// stop ends the job in the next cycle, for a reason of the coordinator's own.
+// stop ends the job in the next cycle, for a reason that the coordinator has found.
 func (c *Coordinator) stop(reason string) {
 	if c.state == running {
 		c.state, c.progress, c.stopReason = stopping, c.now, reason
 	}
 }
 
-// eachWaiting visits the tensors that wait for ranks, with their groups: those in full in order of their first request,
-// then the cached ones, then what is held for a group of which nothing else is known.
+// eachWaiting visits the tensors that wait for ranks, with their groups: those in full in the order of their
+// first request, then the cached ones, then those that are held for a group of which nothing else is known.
 func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() Stall)) {
 	wanted := make(map[groupKey]bool) // groups of which an incomplete tensor was visited
 	for _, row := range s.rows {
@@ -250,7 +253,7 @@ func (s *setState) bitMissing(bit uint32) []topo.Rank {
 	return s.missing(func(m int) bool { return s.cache.Voted(m, bit) })
 }
 
-// missing are the members that have neither asked nor joined.
+// missing returns the members that have neither made a request nor joined.
 func (s *setState) missing(asked func(member int) bool) []topo.Rank {
 	var ranks []topo.Rank
 	for m, r := range s.Ranks {
@@ -266,7 +269,7 @@ func (w *wait) shift(gap time.Duration) {
 	w.latest += gap
 }
 
-// shiftWaits moves the beginnings of all waits, by time that this process did not live through.
+// shiftWaits moves the beginnings of all waits by a time during which this process did not run.
 func (s *setState) shiftWaits(gap time.Duration) {
 	for _, row := range s.rows {
 		row.shift(gap)

@@ -9,9 +9,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Timeout says that a tensor was not done in the time that its caller gave it. The verdict of the coordinator follows,
-// unless the tensor was granted and this rank has not seen it yet: if it is not finished then, say so again. A coordinator that
-// has missed its heartbeats has failed.
+// Timeout says that a tensor was not done within the time limit of its caller. The coordinator answers with a
+// verdict, unless the tensor was granted and this rank has not seen that yet; if it is not finished then,
+// call Timeout again. A coordinator that has missed its heartbeats has failed.
 func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
 	if m.state != memberRunning && m.state != memberDraining {
 		return
@@ -33,7 +33,8 @@ func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 	return false
 }
 
-// timeout fails the epoch because a tensor was not done in time at a rank, unless its answer is under way to it.
+// timeout fails the epoch because a tensor was not done in time at a rank, unless its answer is in flight to
+// that rank.
 func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		// The silent rank's request may not have arrived, nor, in lock-step, those of the others.
@@ -63,8 +64,8 @@ func timeoutText(k message.Kind, by topo.Rank, u *message.Up, why string) string
 	return fmt.Sprintf("%s timed out after %s at rank %d: %s", label(k, u.Tensor), seconds(time.Duration(u.Millis)*time.Millisecond), by, why)
 }
 
-// blocked says which ranks keep a tensor from being granted, and how; ranks is nil if nobody knows. why is empty if
-// the tensor is not known, or not kept by ranks.
+// blocked returns which ranks keep a tensor from being granted, and how; ranks is nil if that is unknown. why
+// is empty if the tensor is unknown or no rank blocks it.
 func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank, why string) {
 	if g := s.held.find(tensor); g != nil {
 		kind = g.items[g.index(tensor)].kind()
@@ -95,14 +96,14 @@ func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank,
 	return kind, ranks, have(ranks) + " not submitted it"
 }
 
-// isReady reports whether a tensor waits for nothing but the gate.
+// isReady reports whether a tensor waits only for the gate.
 func (s *setState) isReady(tensor string) bool {
 	return slices.ContainsFunc(s.ready, func(i readyItem) bool { return i.response.Name == tensor })
 }
 
-// unfinished says which ranks keep a granted tensor from being done, by their heartbeats: those whose oldest grant of its
-// set is about as old as any rank's, because a set's grants run in order. If no heartbeat tells, it is the rank whose
-// time is up.
+// unfinished returns which ranks keep a granted tensor from being done, according to their heartbeats: the
+// ranks whose oldest grant of the set is about as old as that of any rank, because the grants of a set run in
+// order. If no heartbeat tells, it is the rank that timed out.
 func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank, why string) {
 	oldest := never
 	for r := range c.ranks {
