@@ -1,39 +1,34 @@
 package shm
 
 import (
+	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math"
 
 	"github.com/gohvd/gohvd/ops"
 )
 
-// checkAlltoall checks the operation, and cuts its buffer.
-func (b *Backend) checkAlltoall() error {
-	if err := b.cut(b.op.Counts); err != nil {
+// startAlltoall starts an exchange whose blocks every rank has for every other, of sizes that only their owners know at first. In
+// step t a rank stages the t-th part of each block that is for another.
+func (b *Backend) startAlltoall() error {
+	in, counts := b.op.Buf, b.op.Counts
+	if err := b.cut(counts); err != nil {
 		return err
 	}
-	n := len(b.op.Counts)
+	n := len(counts)
 	if n > maxMembers {
 		return fmt.Errorf("got %d ranks, want at most %d", n, maxMembers)
 	}
-	if total := b.plan.ends[n-1]; total != int64(len(b.op.Buf)) {
-		return fmt.Errorf("got blocks of %d bytes in all, want %d", total, len(b.op.Buf))
+	if total := b.plan.ends[n-1]; total != int64(len(in)) {
+		return fmt.Errorf("got blocks of %d bytes in all, want %d", total, len(in))
 	}
-	return nil
-}
-
-// alltoall is an exchange whose blocks every rank has for every other, of sizes that only their owners know at first. In
-// step t a rank stages the t-th part of each block that is for another.
-func (b *Backend) alltoall(in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error {
-	if len(b.ranks) == 1 {
-		out, err := allocateOutput(allocate, counts, int64(len(in)))
-		if err == nil {
-			copy(out, in)
-		}
-		return err
+	copy(b.counts[b.me], counts)
+	if n == 1 {
+		b.state = done
+		return b.allocate()
 	}
-	column := b.column(len(b.ranks))
 	if _, err := b.own.set([]ops.Tensor{{In: in, Out: in}}); err != nil {
 		return err
 	}
@@ -42,45 +37,52 @@ func (b *Backend) alltoall(in []byte, counts []int64, allocate func(counts []int
 	table := b.table()
 	l.write(table)
 	for i, c := range counts {
-		b.counts[b.me][i] = c
 		binary.LittleEndian.PutUint64(countsOf(table)[8*i:], uint64(c))
 	}
-	base := b.rounds
-	b.stageBlocks(in, 0, column)
-	b.post(b.progress, base+1)
-	if err := b.awaitAll(base + 1); err != nil {
-		return err
+	b.columns()
+	b.running = running{base: b.rounds}
+	b.stageBlocks(0)
+	b.post(b.progress, b.rounds+1)
+	b.state = alltoall
+	return nil
+}
+
+// alltoallStep does the next step. If that has to wait for others it does so, or reports that.
+func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
+	x := &b.running
+	if x.leaving {
+		if ok, err := b.letGo(wait); !ok || err != nil {
+			return ops.Waiting, err
+		}
+		return ops.Finished, nil
 	}
-	steps, err := b.readCounts(column)
-	if err != nil {
-		return err
+	t := x.next
+	if ok, err := b.arrived(x.base+uint64(t)+1, wait); !ok {
+		return ops.Waiting, err
 	}
-	total, err := b.receive()
-	if err != nil {
-		return err
-	}
-	out, err := allocateOutput(allocate, b.received, total)
-	if err != nil {
-		return err
-	}
-	b.copyOwn(in, out)
-	for t := range steps {
-		if t > 0 {
-			if err := b.awaitAll(base + uint64(t) + 1); err != nil {
-				return err
+	if t == 0 {
+		if err := b.readCounts(); err != nil {
+			if !wait && errors.Is(err, context.Canceled) {
+				return ops.Waiting, nil // an arena is on its way
 			}
+			return ops.Waiting, err
 		}
-		if t+1 < steps {
-			b.stageBlocks(in, t+1, column)
-			b.post(b.progress, base+uint64(t)+2)
+		if err := b.allocate(); err != nil {
+			return ops.Waiting, err
 		}
-		b.pullBlocks(out, t, column)
 	}
-	if !b.leave(base+uint64(max(steps, 1)), steps) {
-		return nil
+	if t+1 < x.steps {
+		b.stageBlocks(t + 1)
+		b.post(b.progress, x.base+uint64(t)+2)
 	}
-	_, err = b.letGo(true)
-	return err
+	b.pullBlocks(t)
+	if x.next++; x.next < x.steps {
+		return ops.Moving, nil
+	}
+	if x.leaving = b.leave(x.base+uint64(max(x.steps, 1)), x.steps); x.leaving {
+		return ops.Moving, nil
+	}
+	return ops.Finished, nil
 }
 
 // countsOf is where in a table the bytes for each member are.
@@ -89,8 +91,9 @@ func countsOf(table []byte) []byte { return table[tableHeader+extentBytes:] }
 // maxMembers is how many members there may be for their counts to fit in a table.
 const maxMembers = (tableBytes - tableHeader - extentBytes) / 8
 
-// readCounts learns what every rank gives to every other, and returns the number of steps.
-func (b *Backend) readCounts(column int64) (steps int, err error) {
+// readCounts learns what every rank gives to every other, and so the number of steps.
+func (b *Backend) readCounts() error {
+	steps := 0
 	for i := range b.peers {
 		if i != b.me {
 			table := tableOf(b.peers[i].segment, b.turn)
@@ -98,32 +101,34 @@ func (b *Backend) readCounts(column int64) (steps int, err error) {
 			for k := range b.counts[i] {
 				c := int64(binary.LittleEndian.Uint64(countsOf(table)[8*k:]))
 				if c < 0 || c > math.MaxInt64-total {
-					return 0, b.blame(i, fmt.Errorf("a block of %d bytes", c))
+					return b.blame(i, fmt.Errorf("a block of %d bytes", c))
 				}
 				total += c
 				b.counts[i][k] = c
 			}
 			b.asked = i
 			if err := b.layouts[i].read(table, total, 1, b.chunk); err != nil {
-				return 0, b.blame(i, err)
+				return b.blame(i, err)
 			}
 			if n := len(b.layouts[i].extents); n > 1 { // the first would be taken for all of the buffer
-				return 0, b.blame(i, fmt.Errorf("a table of %d extents, want 1 for an alltoall", n))
+				return b.blame(i, fmt.Errorf("a table of %d extents, want 1 for an alltoall", n))
 			}
 		}
 		for k, c := range b.counts[i] {
 			if k != i && c > 0 {
-				steps = max(steps, int((c-1)/column)+1)
+				steps = max(steps, int((c-1)/b.plan.column)+1)
 			}
 		}
 	}
-	return steps, nil
+	b.running.steps = steps
+	return nil
 }
 
-// receive learns from the counts what this rank gets from each, and returns the sum.
-func (b *Backend) receive() (total int64, err error) {
+// allocate learns from the counts what this rank gets from each, has the caller allocate the output, and copies this rank's own
+// block there.
+func (b *Backend) allocate() error {
 	b.received = b.received[:0]
-	total = b.counts[b.me][b.me] // first: it is not to blame
+	total := b.counts[b.me][b.me] // first: it is not to blame
 	for i := range b.counts {
 		c := b.counts[i][b.me]
 		b.received = append(b.received, c)
@@ -131,20 +136,20 @@ func (b *Backend) receive() (total int64, err error) {
 			continue
 		}
 		if rest := math.MaxInt64 - total; c > rest {
-			return 0, b.blame(i, fmt.Errorf("a block of %d bytes for this rank, want at most %d", c, rest))
+			return b.blame(i, fmt.Errorf("a block of %d bytes for this rank, want at most %d", c, rest))
 		}
 		total += c
 	}
-	return total, nil
-}
-
-// allocateOutput asks the caller for the output, of total bytes.
-func allocateOutput(allocate func(counts []int64) ([]byte, error), counts []int64, total int64) ([]byte, error) {
-	out, err := allocate(counts)
+	out, err := b.op.Allocate(b.received)
 	if err == nil && int64(len(out)) != total {
 		err = fmt.Errorf("got %d bytes for the output, want %d", len(out), total)
 	}
-	return out, err
+	if err != nil {
+		return err
+	}
+	b.running.out = out
+	copy(out[b.landing(b.me):][:b.received[b.me]], b.op.Buf[b.blockOf(b.me, b.me):])
+	return nil
 }
 
 // blockOf is where the block of member i for member k begins in i's buffer.
@@ -156,7 +161,8 @@ func (b *Backend) blockOf(i, k int) (begin int64) {
 }
 
 // stageBlocks stages step t for all others, unless they can read it where it lies.
-func (b *Backend) stageBlocks(in []byte, t int, column int64) {
+func (b *Backend) stageBlocks(t int) {
+	in, column := b.op.Buf, b.plan.column
 	l := &b.layouts[b.me]
 	if len(l.extents) == 0 || !l.extents[0].in.staged() {
 		return
@@ -172,7 +178,8 @@ func (b *Backend) stageBlocks(in []byte, t int, column int64) {
 }
 
 // pullBlocks copies step t of what the others have for this rank.
-func (b *Backend) pullBlocks(out []byte, t int, column int64) {
+func (b *Backend) pullBlocks(t int) {
+	out, column := b.running.out, b.plan.column
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
 		i := (b.me + k) % n
@@ -196,9 +203,4 @@ func (b *Backend) landing(i int) (begin int64) {
 		begin += c
 	}
 	return begin
-}
-
-func (b *Backend) copyOwn(in, out []byte) {
-	c := b.counts[b.me][b.me]
-	copy(out[b.landing(b.me):][:c], in[b.blockOf(b.me, b.me):])
 }

@@ -60,7 +60,8 @@ type running struct {
 	lag           int // of the copying
 	next          int // round
 	base          uint64
-	leaving       bool // all rounds are done, and the others may still read this rank's buffers
+	leaving       bool   // all rounds are done, and the others may still read this rank's buffers
+	out           []byte // of an alltoall
 }
 
 // An exchange goes by rounds over this rank's tensors, which b.own has: a rank begins round r when all others have finished

@@ -42,7 +42,7 @@ func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	}
 	if p == ops.Finished {
 		b.own.clear()
-		b.op, b.state = ops.Operation{}, idle
+		b.op, b.state, b.running.out = ops.Operation{}, idle, nil
 	}
 	return p, nil
 }
@@ -58,7 +58,7 @@ const (
 	started       // and not begun
 	exchanging
 	small
-	blocking // it is an alltoall
+	alltoall
 	done
 )
 
@@ -79,8 +79,7 @@ func (b *Backend) begin() error {
 	case message.Broadcast:
 		err = b.planBroadcast()
 	case message.Alltoall:
-		b.state = blocking
-		return b.checkAlltoall()
+		return b.startAlltoall()
 	default:
 		return fmt.Errorf("no method for %v", op.Kind)
 	}
@@ -166,11 +165,8 @@ func (b *Backend) step(wait bool) (ops.Progress, error) {
 			return ops.Waiting, nil
 		}
 		b.finishSmall()
-	case blocking:
-		if !wait {
-			return ops.Blocked, nil
-		}
-		return ops.Finished, b.alltoall(b.op.Buf, b.op.Counts, b.op.Allocate)
+	case alltoall:
+		return b.alltoallStep(wait)
 	}
 	return ops.Finished, nil
 }
