@@ -39,7 +39,7 @@ type rankClock struct {
 	any    bool          // best is one
 }
 
-// newClock is the clock of an engine that starts now.
+// newClock returns the clock of an engine that starts now.
 func newClock(start time.Time, log *zap.Logger) trace.Clock {
 	c := trace.Clock{Start: start, Domain: clockDomain()}
 	var err error

@@ -203,7 +203,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	return e, nil
 }
 
-// sets are the process sets that the job begins with.
+// sets returns the process sets that the job begins with.
 func (e *Engine) sets() []controller.Set {
 	return append([]controller.Set{controller.Global(e.cfg.Size)}, e.cfg.Sets...)
 }
@@ -230,7 +230,7 @@ func (e *Engine) negotiate() {
 	}
 }
 
-// plan is the coordinator's choice for a response. Every lane has the same backends, and rank 0 need not be a member of
+// plan chooses for the coordinator what runs a response. Every lane has the same backends, and rank 0 need not be a member of
 // the set: so the global set's answer holds for all.
 func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
 	l := e.lanes.all[0]
@@ -243,7 +243,7 @@ func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response, numBytes int64) 
 	return planTypes(l.manager, r, numBytes)
 }
 
-// planTypes is the choice for a group of several types, which run one after the other: what runs each of them. Where the algorithms
+// planTypes chooses for a group of several types, which run one after the other: what runs each of them. If the algorithms
 // differ that is the direct one, which has no conditions.
 func planTypes(m *ops.Manager, r *message.Response, numBytes int64) (backend message.Backend, algorithm message.Algorithm, err error) {
 	one := *r
@@ -265,10 +265,10 @@ func planTypes(m *ops.Manager, r *message.Response, numBytes int64) (backend mes
 	return backend, algorithm, nil
 }
 
-// abandon is the error of a Start that failed.
+// abandon closes the mesh and returns the error of a Start that failed.
 func (e *Engine) abandon(err error) error { return errors.Join(err, e.cfg.Mesh.Close()) }
 
-// quit is abandon when there are lanes.
+// quit is abandon for an engine that has lanes: it ends them.
 func (e *Engine) quit(err error) error {
 	e.cancel(err)
 	e.endLanes(err)

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// scratch is memory that a lane keeps between operations.
+// scratch holds memory that a lane keeps between operations.
 type scratch struct {
 	fused  fusion.Buffer // what travels, where that is not a caller's buffer
 	counts []int64       // bytes by rank, or by tensor
@@ -25,7 +25,7 @@ type scratch struct {
 	residuals map[loss]*residual
 }
 
-// execution is how far a lane has come with a piece of work. The work is done in parts, one after the other: mostly there is
+// execution holds how far a lane has come with a piece of work. The work is done in parts, one after the other: mostly there is
 // one, but each type of a group is reduced by itself, and so is what does not fit into the fusion buffer together.
 type execution struct {
 	work    *work
@@ -212,7 +212,7 @@ func (l *lane) checkResult(k message.Kind, numBytes int64) error {
 	return nil
 }
 
-// output is where the result of e goes, allocated if nobody knew its size before. It is nil if e has a place for a
+// output returns where the result of e goes, allocated if nobody knew its size before. It is nil if e has a place for a
 // result of another size, as an operation in place that other ranks contribute more or less to than expected.
 func output(e *tensorqueue.Entry, numBytes int) []byte {
 	if e.Allocate != nil && e.Output == nil {

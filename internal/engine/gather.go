@@ -26,7 +26,7 @@ func (l *lane) startAllgather() error {
 	return nil
 }
 
-// gathered is where the result of an allgather goes, nil if that is not one tensor's output, and how many bytes each rank
+// gathered returns where the result of an allgather goes, nil if that is not one tensor's output, and how many bytes each rank
 // contributes.
 func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
 	counts = l.scratch.counts[:0]
@@ -97,10 +97,10 @@ func (l *lane) startBroadcast() {
 	}
 }
 
-// root is the position of a broadcast's root.
+// root returns the position of a broadcast's root.
 func (l *lane) root(w *work) int { return slices.Index(l.set.Ranks, w.grant.Responses[0].Root) }
 
-// offer is the buffer of a broadcast of one tensor, in which the root has it.
+// offer returns the buffer of a broadcast of one tensor, in which the root has it.
 func (l *lane) offer(w *work) []byte {
 	e := w.entries[0]
 	if l.root(w) == l.me {
@@ -109,7 +109,7 @@ func (l *lane) offer(w *work) []byte {
 	return e.Output
 }
 
-// splitBytes is the size of a number of rows on the wire.
+// splitBytes is the encoded size of a number of rows.
 const splitBytes = 8
 
 // startAlltoall exchanges the rows of one tensor. How many go where only their owners know until now. Of rows without elements
@@ -145,7 +145,7 @@ func (l *lane) startAlltoall() {
 	}
 }
 
-// receiveRows is where an alltoall puts what the ranks give to this one, of which it tells how many rows they are.
+// receiveRows returns where an alltoall puts what the ranks give to this one, and notes how many rows each gives.
 func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]byte, error) {
 	x := &l.execution
 	w := x.work
@@ -171,7 +171,7 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 	return x.buf, nil
 }
 
-// receiveSplits is where an alltoall of rows without elements puts how many come from each rank.
+// receiveSplits returns where an alltoall of rows without elements puts how many come from each rank.
 func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
 	x := &l.execution
 	for _, n := range counts {
@@ -202,7 +202,7 @@ func (l *lane) unpackAlltoall() {
 	}
 }
 
-// total is the sum of the sizes of w's responses, in elements of their wire type.
+// total returns the sum of the sizes of w's responses, in elements of their wire type.
 func total(w *work) (numBytes int64) {
 	for _, r := range w.grant.Responses {
 		numBytes += r.WireBytes()

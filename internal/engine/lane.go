@@ -15,16 +15,16 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// work is a grant with this rank's tensors for it, in the same order.
+// work holds a grant with this rank's tensors for it, in the same order.
 type work struct {
 	grant   *controller.Grant
 	entries []*tensorqueue.Entry
-	// absent says that this rank has joined and has no tensors, but stands in.
+	// absent means that this rank has joined: it has no tensors, and contributes neutral elements.
 	absent bool
-	// started says that its operation was started and is to be finished, and failed that it ended in an error, and that its
-	// tensors await the verdict.
+	// started means that its operation was started and must be finished; failed, that it ended in an error and its tensors await
+	// the verdict.
 	started, failed bool
-	// granted and begun are when it was, and marks what was done of it when, by clock, if somebody watches.
+	// granted and begun are when the work was granted and begun. If a timeline is on, marks are its activities, by clock.
 	granted, begun time.Duration
 	watched        bool
 	clock          time.Time
@@ -84,7 +84,7 @@ func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 	return l, err
 }
 
-// votes are the entries by the bits for which they may be votes, so that a grant of many is not a search for each.
+// votes has entries by the cache bits for which they may be votes, so that a grant of many needs no search for each.
 type votes []*tensorqueue.Entry
 
 // add enters e, which has passed the cache.
@@ -95,7 +95,7 @@ func (v *votes) add(e *tensorqueue.Entry) {
 	(*v)[e.Request.Bit] = e
 }
 
-// take removes the entry of a bit if it is for r, and is nil else.
+// take removes and returns the entry of a bit if it is for r, and returns nil otherwise.
 func (v votes) take(bit uint32, r *message.Response) *tensorqueue.Entry {
 	if int64(bit) >= int64(len(v)) || v[bit] == nil {
 		return nil
@@ -227,7 +227,7 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 	}
 }
 
-// blame is the rank to suspect for an error of execution: the peer whose channel failed, else this rank.
+// blame returns the rank to suspect for an error of execution: the peer whose channel failed, else this rank.
 func blame(err error, self topo.Rank) (topo.Rank, string) {
 	var p *transport.PeerError
 	if errors.As(err, &p) {

@@ -13,13 +13,13 @@ import (
 )
 
 const (
-	// maxUnsent is how much may wait for a peer that does not read; beyond it the peer has failed.
+	// maxUnsent caps the backlog of frames for a peer that does not read. Beyond it the peer has failed.
 	maxUnsent = 64 << 20
 	// headerBytes is u32 length of the frame | u32 its number on this connection.
 	headerBytes = 8
-	// readStep bounds what is allocated for a frame before its bytes are there.
+	// readStep caps what is allocated for a frame before its bytes have arrived.
 	readStep = 64 << 10
-	// maxKept bounds the memory of a frame that is kept for others, and mostKept how many are.
+	// maxKept caps the size of a buffer that is kept for later frames, and mostKept their number.
 	maxKept  = 1 << 20
 	mostKept = 64
 )
@@ -40,11 +40,11 @@ type outgoing struct {
 	end uint64 // total after this buffer
 }
 
-// errBacklog is a frame that cannot be sent to a peer though the connection stands, and errTooLarge one that can be sent
+// errBacklog is the error of a frame for a peer that does not read what it was sent, and errTooLarge that of a frame that can be sent
 // to nobody.
 var (
-	errBacklog  = errors.New("cannot be told")
-	errTooLarge = errors.New("cannot tell")
+	errBacklog  = errors.New("send backlog is full")
+	errTooLarge = errors.New("negotiation frame is too large")
 )
 
 // send queues a frame. It does not block and keeps nothing of frame. In steady state it allocates nothing. An error
@@ -62,10 +62,10 @@ func (l *link) send(frame []byte) error {
 	clear(l.queued[kept:])
 	l.queued = l.queued[:kept]
 	if len(frame) > message.MaxFrameBytes {
-		return fmt.Errorf("%w: a frame of %d bytes, want at most %d: submit fewer tensors at once", errTooLarge, len(frame), message.MaxFrameBytes)
+		return fmt.Errorf("%w: %d bytes, want at most %d: submit fewer tensors at once", errTooLarge, len(frame), message.MaxFrameBytes)
 	}
 	if l.total-sent > maxUnsent {
-		return fmt.Errorf("%w: %d bytes wait for it, want at most %d: it does not read", errBacklog, l.total-sent, maxUnsent)
+		return fmt.Errorf("%w: %d bytes, want at most %d: the peer is not reading", errBacklog, l.total-sent, maxUnsent)
 	}
 	var buf []byte
 	if k := len(l.free); k > 0 {
@@ -83,7 +83,7 @@ func (l *link) send(frame []byte) error {
 // flush waits until what was sent has left this process.
 func (l *link) flush() error { return l.conn.Flush() }
 
-// frameBytes is the length of the frame that header announces, which must be number seq of its connection.
+// frameBytes returns the length of the frame that header announces, which must be number seq of its connection.
 func frameBytes(header []byte, seq uint32) (int, error) {
 	n, got := binary.LittleEndian.Uint32(header), binary.LittleEndian.Uint32(header[4:])
 	if n > message.MaxFrameBytes || got != seq {
@@ -108,13 +108,13 @@ func cause(err error) error {
 	return err
 }
 
-// errFrame is a frame that breaks the protocol. The connection may still carry a verdict the other way.
+// errFrame is the error of a frame that breaks the protocol. The connection may still carry a verdict the other way.
 var errFrame = errors.New("malformed frame")
 
-// errHungUp is an end of file: the process ended, or let go of the job without a shutdown.
+// errHungUp is the error of an end of file: the process ended, or closed its connections without a shutdown.
 var errHungUp = errors.New("the process hung up")
 
-// event is something from a peer: a frame, or the end of its connection.
+// event holds what came from a peer: a frame, or the end of its connection.
 type event struct {
 	from  topo.Rank
 	frame []byte

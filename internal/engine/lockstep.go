@@ -69,7 +69,7 @@ func newLockstep(e *Engine) *lockstep {
 	return n
 }
 
-// accepts is true when a cycle begins in this turn: votes mean what the cache holds when the cycle ends.
+// accepts reports whether a cycle begins in this turn: votes mean what the cache holds when the cycle ends.
 func (n *lockstep) accepts() bool { return n.phase == pausing && n.e.now >= n.due }
 
 func (n *lockstep) hear(from topo.Rank, frame []byte) {
@@ -142,7 +142,7 @@ func (n *lockstep) step() bool {
 		n.gathered(frames)
 	case broadcasting:
 		e.memberStep(frames[0])
-		n.rest()
+		n.endCycle()
 	}
 	return true
 }
@@ -150,8 +150,8 @@ func (n *lockstep) step() bool {
 // begin enters a phase with a collective.
 func (n *lockstep) begin(p phase) { n.phase, n.deadline = p, n.e.now+2*n.e.cfg.LivenessTimeout }
 
-// rest ends a cycle.
-func (n *lockstep) rest() {
+// endCycle pauses until the next cycle is due.
+func (n *lockstep) endCycle() {
 	period := n.e.cfg.CycleTime
 	if period == 0 {
 		period = lockstepCycle
@@ -183,7 +183,7 @@ func (n *lockstep) combined() {
 	case broadcast:
 		n.decide(nil)
 	default:
-		n.rest()
+		n.endCycle()
 	}
 }
 

@@ -91,7 +91,7 @@ func (e *Engine) endLanes(err error) {
 	}
 }
 
-// laneFinished is called by lanes.
+// laneFinished notes for the next turn that a lane has ended w. Lanes call it.
 func (e *Engine) laneFinished(w *work, err error) {
 	e.mu.Lock()
 	e.finished = append(e.finished, finishedWork{w, err})

@@ -178,13 +178,13 @@ func (e *Engine) hear(ev *event) error {
 	return nil
 }
 
-// breach is the fault of a peer that sent what cannot be read.
+// breach fails a peer that sent a malformed frame.
 func (e *Engine) breach(from topo.Rank, err error) {
 	if e.coordinator != nil {
 		e.coordinator.Fault(from, fmt.Sprintf("it broke the protocol: %v", err))
 		return
 	}
-	e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err))
+	e.member.Lost(fmt.Sprintf("malformed frame: %v", err))
 }
 
 func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
@@ -200,7 +200,7 @@ func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 
 func (e *Engine) memberStep(frame []byte) {
 	if err := message.DecodeDown(frame, &e.scratch.down); err != nil {
-		e.member.Lost(fmt.Sprintf("it sent what cannot be read: %v", err)) // also at rank 0, from itself
+		e.member.Lost(fmt.Sprintf("malformed frame: %v", err)) // also at rank 0, from itself
 		return
 	}
 	e.traceDown(&e.scratch.down)

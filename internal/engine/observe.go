@@ -43,14 +43,14 @@ type observer struct {
 	op      trace.Operation // scratch
 }
 
-// counts are what Stats shows.
+// counts has the counters that Stats shows.
 type counts struct {
 	stats.Stats
 	operations [message.NumKinds][message.NumBackends]stats.Operations
 	moved      [message.NumKinds][message.NumBackends][tensor.NumDTypes]uint64
 }
 
-// since is the time, as all times of an engine are told.
+// since returns the time since the engine's start, which all its times are.
 func (o *observer) since() time.Duration { return time.Since(o.start) }
 
 // submitted notes the time at which entries were handed in.
@@ -61,7 +61,7 @@ func (o *observer) submitted(entries []*tensorqueue.Entry) {
 	}
 }
 
-// activity is what a lane does of an operation.
+// activity is a phase of an operation on a lane.
 type activity uint8
 
 const (
@@ -70,7 +70,7 @@ const (
 	unpacking
 )
 
-// mark is the beginning of an activity, which ends with the next.
+// mark is the time at which an activity begins. It ends with the next.
 type mark struct {
 	activity
 	at time.Duration
@@ -89,14 +89,14 @@ func (o *observer) begin(w *work, at time.Duration) {
 	}
 }
 
-// enter notes what is done now of w.
+// enter notes that an activity of w begins.
 func (w *work) enter(a activity) {
 	if w.watched {
 		w.marks = append(w.marks, mark{a, time.Since(w.clock)})
 	}
 }
 
-// exchanges are what the exchange itself is called, by backend and kind.
+// exchanges are the names of the exchange itself, by backend and kind.
 var exchanges = func() (names [message.NumBackends][message.NumKinds]string) {
 	kinds := map[message.Kind]string{
 		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST", message.Alltoall: "ALLTOALL",
@@ -110,7 +110,7 @@ var exchanges = func() (names [message.NumBackends][message.NumKinds]string) {
 	return names
 }()
 
-// name is Horovod's for a.
+// name returns Horovod's name of a.
 func (a activity) name(r *message.Response, b message.Backend) string {
 	switch {
 	case a == packing:
@@ -185,7 +185,7 @@ func zeros(arrivals []time.Duration) (n int) {
 	return n
 }
 
-// numBytes is the size of the tensors of a group.
+// numBytes returns the size of the tensors of a group.
 func numBytes(parts []tensorqueue.Part) (total int64) {
 	for _, p := range parts {
 		total += int64(len(p.Input))
@@ -193,7 +193,7 @@ func numBytes(parts []tensorqueue.Part) (total int64) {
 	return total
 }
 
-// ownShape is the shape of a request, in memory that holds nothing else: who is told of it may keep it, and that of the request may be
+// ownShape returns the shape of a request in memory that holds nothing else: a Recorder may keep it, and the request's own shape may be
 // part of what holds the tensor's memory. Mostly it is that of the response, which the cache has anyway.
 func ownShape(q *message.Request, r *message.Response) tensor.Shape {
 	if r.Kind == message.Error || r.Kind.Ragged() {
@@ -350,11 +350,11 @@ func (e *Engine) Stats() stats.Stats {
 	return st
 }
 
-// publishPeriod is how old what Stats says of the coordinator may be while the loop takes turns. An idle loop takes one a second.
+// publishPeriod caps the age of the coordinator's counters in Stats while the loop takes turns. An idle loop takes one a second.
 const publishPeriod = 100 * time.Millisecond
 
-// publish keeps what the coordinator has counted for Stats, which anybody may call, also in the middle of a turn: now and then, or at
-// once.
+// publish copies the coordinator's counters for Stats, which any goroutine may call in the middle of a turn: once in a publishPeriod, or
+// at once.
 func (e *Engine) publish(atOnce bool) {
 	if !atOnce && e.published.Load() != nil && e.now-e.publishedAt < publishPeriod {
 		return

@@ -94,7 +94,7 @@ func (f *frames) fill() bool {
 	return n > 0 || err != nil
 }
 
-// next is the oldest frame that has come whole, or, after all of them, once, why the connection ended. The frame is valid
+// next returns the oldest frame that has come whole, or, after all of them, once, why the connection ended. The frame is valid
 // until the next call of a method.
 func (f *frames) next() (ev event, ok bool) {
 	if f.ended {

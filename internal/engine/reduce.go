@@ -164,7 +164,7 @@ func fusible(w *work, s scaling) bool {
 	return r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0)
 }
 
-// tensorsOrNeutral are the tensors of b, or, for a rank that is absent, one that does nothing to a reduction.
+// tensorsOrNeutral returns the tensors of b, or, for a rank that is absent, one that does nothing to a reduction.
 func (l *lane) tensorsOrNeutral(w *work, dt tensor.DType, b *batch) ([]ops.Tensor, error) {
 	if !w.absent {
 		return b.tensors, nil
@@ -176,7 +176,7 @@ func (l *lane) tensorsOrNeutral(w *work, dt tensor.DType, b *batch) ([]ops.Tenso
 	return []ops.Tensor{{In: buf, Out: buf}}, nil
 }
 
-// tensors are this rank's tensors of a type, for an allreduce, in memory of the lane that the next call uses again.
+// tensors returns this rank's tensors of a type, for an allreduce, in memory of the lane that the next call uses again.
 func (l *lane) tensors(w *work, dt tensor.DType) []ops.Tensor {
 	tensors := l.scratch.tensors[:0]
 	for i, e := range w.entries {
@@ -201,7 +201,7 @@ func (l *lane) tensors(w *work, dt tensor.DType) []ops.Tensor {
 	return tensors
 }
 
-// counts are the bytes that travel of each tensor of a type, in memory of the lane.
+// counts returns the bytes that travel of each tensor of a type, in memory of the lane.
 func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 	counts := l.scratch.counts[:0]
 	for _, r := range w.grant.Responses {
@@ -231,7 +231,7 @@ type loss struct {
 	i, of int
 }
 
-// losses are those of the tensors of a type, in memory of the lane; nil if none is made up for.
+// losses returns those of the tensors of a type, in memory of the lane; nil if none is made up for.
 func (l *lane) losses(w *work, dt tensor.DType) []loss {
 	if w.absent || !slices.ContainsFunc(w.entries, func(e *tensorqueue.Entry) bool { return e.ErrorFeedback }) {
 		return nil
@@ -315,14 +315,14 @@ func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
 	return s.before(buf)
 }
 
-// block is rank i's part of a tensor that n ranks reduce and scatter.
+// block returns rank i's part of a tensor that n ranks reduce and scatter.
 func block(r *message.Response, whole []byte, n, i int) []byte {
 	from, rows := tensor.Rows(r.Shape[0], n, i)
 	row := rowBytes(r)
 	return whole[from*row : (from+rows)*row]
 }
 
-// rowBytes is the size of what lies under one index of the first dimension.
+// rowBytes returns the size of what lies under one index of the first dimension.
 func rowBytes(r *message.Response) int64 {
 	n, err := r.RowElems()
 	if err != nil {

@@ -7,7 +7,7 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// scaling is what happens to elements around a reduction.
+// scaling says how elements are scaled around a reduction.
 type scaling struct {
 	dt        tensor.DType
 	pre, post float64
@@ -28,10 +28,10 @@ func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
 	return s
 }
 
-// ops is s for a backend.
+// ops returns s for a backend.
 func (s scaling) ops() ops.Scaling { return ops.Scaling{Pre: s.pre, Post: s.post, Divisor: s.divisor} }
 
-// averageOver is the number of ranks by which an average divides.
+// averageOver returns the number of ranks by which an average divides.
 func (l *lane) averageOver(w *work) int {
 	if w.grant.Responses[0].Op == tensor.AverageActive {
 		return len(l.set.Ranks) - len(w.grant.Absent)

@@ -67,7 +67,7 @@ type scheduler struct {
 	deferred deferred
 }
 
-// loop is what a scheduler runs. The holder of the lock calls its methods; queued may be called by any goroutine.
+// loop has the turns that a scheduler runs. The holder of the lock calls its methods; queued may be called by any goroutine.
 type loop interface {
 	RunLoopOnce() (next time.Duration, over bool, err error)
 	// arrived polls once, does steps of started operations, and reports whether that brought something.
@@ -253,7 +253,7 @@ func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
 	return true
 }
 
-// end says that the epoch is over, unless a turn has said so with another reason.
+// end ends the epoch, unless a turn has done so for another reason.
 func (s *scheduler) end(err error) {
 	if !s.over {
 		s.over, s.err = true, err
@@ -393,13 +393,13 @@ func (s *scheduler) extend() {
 	}
 }
 
-// park says that nobody polls from now on, and reports whether nothing has come.
+// park notes that nobody polls from now on, and reports whether nothing has come.
 func (s *scheduler) park() bool {
 	s.parked.Store(true)
 	return !s.pending.Load() && s.peers.Park()
 }
 
-// unpark is the opposite of park.
+// unpark notes that the holder of the lock polls again.
 func (s *scheduler) unpark() {
 	if s.parked.Load() {
 		s.parked.Store(false)
@@ -481,7 +481,7 @@ func (d *deferred) cancel() {
 	}
 }
 
-// deferralEnds is the function of the timer.
+// deferralEnds notifies, or defers again, when the timer fires.
 func (s *scheduler) deferralEnds() {
 	d := &s.deferred
 	d.mu.Lock()
@@ -504,7 +504,7 @@ func (s *scheduler) deferralEnds() {
 	}
 }
 
-// closed reports whether c is.
+// closed reports whether c is closed.
 func closed(c <-chan struct{}) bool {
 	select {
 	case <-c:

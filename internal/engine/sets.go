@@ -24,7 +24,7 @@ type laneTable struct {
 	shared atomic.Pointer[[]*lane]
 }
 
-// find is the lane of a set, or nil. Any goroutine may call it.
+// find returns the lane of a set, or nil. Any goroutine may call it.
 func (t *laneTable) find(id topo.ProcessSetID) *lane {
 	all := t.snapshot()
 	if i, ok := search(all, id); ok {
@@ -53,7 +53,7 @@ func (t *laneTable) become(all []*lane) {
 	t.shared.Store(&all)
 }
 
-// snapshot is the table for a goroutine other than the loop.
+// snapshot returns the table for a goroutine other than the loop.
 func (t *laneTable) snapshot() []*lane {
 	if all := t.shared.Load(); all != nil {
 		return *all
@@ -96,7 +96,7 @@ func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	return here, nil
 }
 
-// dropSet lets go of a set whose last work is done. The lane is released by those who are no members too: the mesh
+// dropSet releases a set whose last work is done. Ranks that are no members release the lane too: the mesh
 // remembers a run of released lanes in a few bytes, but not gaps between them.
 func (e *Engine) dropSet(id topo.ProcessSetID) {
 	if l := e.lanes.find(id); l != nil {
@@ -113,7 +113,7 @@ func (l *lane) refuse(reason error) {
 	l.queue.FinishAll(waits, func(e *tensorqueue.Entry) error { return l.abandon(e, reason) })
 }
 
-// abandon is the answer to an entry because the epoch has ended.
+// abandon counts an entry that is answered because the epoch has ended, and returns the answer.
 func (l *lane) abandon(e *tensorqueue.Entry, reason error) error {
 	l.observer.abandoned(max(len(e.Parts), 1))
 	return opError(&e.Request, reason)

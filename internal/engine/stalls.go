@@ -13,7 +13,7 @@ import (
 // never is a time that does not come.
 const never = time.Duration(math.MaxInt64)
 
-// complainAgain is how long after its first complaint about an operation a rank complains again. The coordinator ignores
+// complainAgain is the time between two complaints of a rank about one operation. The coordinator ignores
 // the first if the answer was on its way.
 const complainAgain = time.Second
 
@@ -53,7 +53,7 @@ type complaints struct {
 	end            time.Duration // of the window; says nothing if none is named
 }
 
-// due is when the unnamed are to be logged.
+// due returns when the unnamed are to be logged.
 func (c *complaints) due() time.Duration {
 	if c.unnamed == 0 {
 		return never

@@ -185,7 +185,7 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 	if l := m.lane(id); m.laneErr(l) == nil {
 		l.fail(err)
 		if id == transport.Control {
-			m.poll.ring()
+			m.poll.notifyParked()
 		}
 	}
 }
@@ -255,7 +255,7 @@ func (m *Mesh) closeConns() {
 			l.finish(peer, nil, transport.ErrClosed)
 		}
 	}
-	m.poll.ring()
+	m.poll.notifyParked()
 }
 
 // reserve books the channel that h asks for, or says why it cannot be had by an error that wraps a Refusal. A lane

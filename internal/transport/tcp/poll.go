@@ -91,18 +91,18 @@ func (p *poller) change(op int, c *conn) error {
 	return err
 }
 
-// ring notifies the polling goroutine if it is parked.
-func (p *poller) ring() {
+// notifyParked notifies the polling goroutine if it is parked.
+func (p *poller) notifyParked() {
 	if notify := p.notify.Load(); notify != nil && p.parked.CompareAndSwap(true, false) {
 		(*notify)()
 	}
 }
 
-// watch rings for what arrives after park, until close.
+// watch notifies of what arrives after park, until close.
 func (p *poller) watch() {
 	var events [1]unix.EpollEvent
 	for p.raw.Read(func(outer uintptr) bool { return arrived(int(outer), events[:]) }) == nil {
-		p.ring()
+		p.notifyParked()
 	}
 }
 
@@ -112,14 +112,14 @@ func arrived(epoll int, events []unix.EpollEvent) bool {
 	return n > 0 || err != nil && err != unix.EINTR
 }
 
-// heed has the outer instance take notice of the next event of the inner one, or of none. The caller holds mu, and the poller
+// report has the outer instance report the given events of the inner one. The caller holds mu, and the poller
 // is not closed: nothing can fail.
-func (p *poller) heed(events uint32) {
+func (p *poller) report(events uint32) {
 	p.event.Events = events
 	_ = unix.EpollCtl(p.outer, unix.EPOLL_CTL_MOD, p.inner, &p.event)
 }
 
-// park is Mesh's Park.
+// park implements Mesh.Park.
 func (p *poller) park() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -127,7 +127,7 @@ func (p *poller) park() bool {
 		return false
 	}
 	p.parked.Store(true)
-	p.heed(unix.EPOLLIN | unix.EPOLLONESHOT) // also of what has arrived meanwhile
+	p.report(unix.EPOLLIN | unix.EPOLLONESHOT) // also of what has arrived meanwhile
 	if slices.ContainsFunc(p.conns, (*conn).hasUnread) {
 		p.parked.Store(false) // who failed it may have looked at parked too early
 		return false
@@ -135,13 +135,13 @@ func (p *poller) park() bool {
 	return true
 }
 
-// unpark is Mesh's Unpark.
+// unpark implements Mesh.Unpark.
 func (p *poller) unpark() {
 	p.parked.Store(false)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !p.closed {
-		p.heed(0)
+		p.report(0)
 	}
 }
 
