@@ -66,7 +66,7 @@ const (
 	turnNever // its process set is gone
 )
 
-// turnOf is the turn of r at a rank with these pending requests, which is a member of sets and was one of gone.
+// turnOf returns the turn of r at a rank with these pending requests, which is a member of sets and was one of gone.
 func turnOf(r request, pending []request, sets []controller.Set, gone []topo.ProcessSetID) turn {
 	blocks := func(p request) bool {
 		return r.await || p.set == r.set && (p.q.Name == r.q.Name || p.q.Kind == message.Join || p.step*r.step > 0 && p.step != r.step)
@@ -100,7 +100,7 @@ type watcher interface {
 	heard()                                // the coordinator took one frame
 }
 
-// plan is the Planner of the tests: trees for broadcasts, rings for the rest, no reductions of refused types.
+// plan returns the Planner of the tests: trees for broadcasts, rings for the rest, no reductions of refused types.
 func plan(refused ...tensor.DType) controller.Planner {
 	return func(_ topo.ProcessSetID, r *message.Response, _ int64) (message.Backend, message.Algorithm, error) {
 		switch {
@@ -249,12 +249,12 @@ func (n *node) take() {
 	}
 }
 
-// asked is the pending request that a granted response answers, or -1 if the rank has none.
+// asked returns the pending request that a granted response answers, or -1 if the rank has none.
 func (n *node) asked(g *controller.Grant, r *message.Response) int {
 	return answers(n.pending, n.rank, g, r)
 }
 
-// answers is the request of a rank among pending that a granted response answers, or -1.
+// answers returns the request of a rank among pending that a granted response answers, or -1.
 func answers(pending []request, rank topo.Rank, g *controller.Grant, r *message.Response) int {
 	if slices.Contains(g.Absent, rank) {
 		return -1
@@ -304,7 +304,7 @@ func (c *cluster) hear(n *node) {
 	c.watch.heard()
 }
 
-// decide is the end of the coordinator's turn. It reports whether anything was sent.
+// decide returns the end of the coordinator's turn. It reports whether anything was sent.
 func (c *cluster) decide() bool {
 	outs := c.coord.Ready()
 	sent := len(outs) > 0
@@ -361,7 +361,7 @@ func (c *cluster) hangUp(r topo.Rank, reason string) {
 	}
 }
 
-// next is when somebody of those that pass wants a turn.
+// next returns when somebody of those that pass wants a turn.
 func (c *cluster) next(pass func(n *node) bool) time.Duration {
 	next := controller.Never
 	if !c.nodes[0].dead && pass(c.nodes[0]) {
@@ -412,7 +412,7 @@ func (c *cluster) settle() {
 	}
 }
 
-// removals are the process sets that grants remove.
+// removals returns the process sets that grants remove.
 func removals(grants []*controller.Grant) (sets []topo.ProcessSetID) {
 	for _, g := range grants {
 		if r := g.Responses[0]; r.Kind == message.RemoveProcessSet {

@@ -17,7 +17,7 @@ const (
 // Never is what Next says when nothing is wanted.
 const Never time.Duration = never
 
-// CachedAndRequested is a name of the set that is both cached and in the request table, or empty.
+// CachedAndRequested returns a name of the set that is both cached and in the request table, or empty.
 func (c *Coordinator) CachedAndRequested(id topo.ProcessSetID) string {
 	if s := c.sets.find(id); s != nil {
 		for name := range s.table {
@@ -29,13 +29,13 @@ func (c *Coordinator) CachedAndRequested(id topo.ProcessSetID) string {
 	return ""
 }
 
-// Rows is the number of tensors of the set that are asked for in full.
+// Rows returns the number of tensors of the set that are asked for in full.
 func (c *Coordinator) Rows(id topo.ProcessSetID) int { return len(c.sets.find(id).rows) }
 
-// RememberedSets is the number of removed sets of which news may still come.
+// RememberedSets returns the number of removed sets of which news may still come.
 func (c *Coordinator) RememberedSets() int { return len(c.sets.removed) }
 
-// Remembered is the number of erased entries of the set that late votes can still mean.
+// Remembered returns the number of erased entries of the set that late votes can still mean.
 func (c *Coordinator) Remembered(id topo.ProcessSetID) int {
 	if s := c.sets.find(id); s != nil {
 		return s.cache.Remembered()

@@ -101,7 +101,7 @@ func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	return gather, gather || ready.Any()
 }
 
-// readyBits are the bits for which every member has voted or joined, and at least one has voted, of all sets.
+// readyBits returns the bits for which every member has voted or joined, and at least one has voted, of all sets.
 func (l *Lockstep) readyBits() message.Bits {
 	ready := append(message.Bits(nil), l.combined.and...)
 	ready.And(l.combined.or[1:])

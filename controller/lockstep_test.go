@@ -66,7 +66,7 @@ func (j *lockstepJob) submit(rank int, r request) {
 	j.pending[rank] = append(j.pending[rank], r)
 }
 
-// cycle is one turn of all ranks. It reports whether rank 0 decided.
+// cycle returns one turn of all ranks. It reports whether rank 0 decided.
 func (j *lockstepJob) cycle() bool {
 	j.tb.Helper()
 	var and, or []uint64
@@ -180,7 +180,7 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 	}
 }
 
-// verdictOf is the verdict that a coordinator has given, or nil.
+// verdictOf returns the verdict that a coordinator has given, or nil.
 func verdictOf(c *controller.Coordinator) *controller.Verdict {
 	for _, o := range c.Ready() {
 		if o.Down.Type == message.DownFail {
@@ -652,7 +652,7 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	}
 }
 
-// sameReasons is answers without what depends on the order of arrival: which of several bad tensors a group failed for.
+// sameReasons returns answers without what depends on the order of arrival: which of several bad tensors a group failed for.
 func sameReasons(answers map[string]string) map[string]string {
 	same := make(map[string]string)
 	for what, answer := range answers {
@@ -662,7 +662,7 @@ func sameReasons(answers map[string]string) map[string]string {
 	return same
 }
 
-// differences are the answers that events and lock-step do not share.
+// differences returns the answers that events and lock-step do not share.
 func differences(events, lockstep map[string]string) string {
 	var text strings.Builder
 	for _, what := range slices.Sorted(maps.Keys(events)) {

@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// loner is a Member without a job: rank r of the given size.
+// loner returns a Member without a job: rank r of the given size.
 func loner(r topo.Rank, size int) *controller.Member {
 	return controller.NewMember(controller.MemberConfig{
 		Rank: r, Sets: []controller.Set{controller.Global(size)}, LivenessTimeout: livenessTimeout,
@@ -106,7 +106,7 @@ func TestMemberRefuses(t *testing.T) {
 	})
 }
 
-// ups are the types of the frames that a member has to send.
+// ups returns the types of the frames that a member has to send.
 func ups(m *controller.Member) []message.UpType {
 	var types []message.UpType
 	for _, u := range m.Ready().Ups {

@@ -15,12 +15,12 @@ import (
 
 func upText(from topo.Rank, u *message.Up) string { return fmt.Sprintf("%d->0 %v", from, u) }
 
-// downText prints a frame to some of size ranks: "0->*" if to all.
+// downText formats a frame to some of size ranks: "0->*" if to all.
 func downText(to []topo.Rank, size int, d *message.Down) string {
 	return fmt.Sprintf("0->%s %v", ranksText(to, size), d)
 }
 
-// kindText is a kind in one word.
+// kindText returns a kind in one word.
 func kindText(k message.Kind) string { return strings.ReplaceAll(k.String(), " ", "-") }
 
 func ranksText(ranks []topo.Rank, size int) string {

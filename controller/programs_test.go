@@ -14,7 +14,7 @@ import (
 // refusedType is what no backend of the random programs reduces.
 const refusedType = tensor.Uint8
 
-// randomSets are the global set of 1 to 5 ranks and up to two others, whose members are drawn.
+// randomSets returns the global set of 1 to 5 ranks and up to two others, whose members are drawn.
 func randomSets(rng *rand.Rand) []controller.Set {
 	sets := []controller.Set{controller.Global(1 + rng.IntN(5))}
 	all := sets[0].Ranks
@@ -121,7 +121,7 @@ func (p *programmer) merge(lists [][]request) (all []request) {
 	}
 }
 
-// stepOf is what each member of a set submits in a step.
+// stepOf returns what each member of a set submits in a step.
 func (p *programmer) stepOf(s *plannedSet) [][]request {
 	turns := make([][]request, len(s.Ranks))
 	s.steps++
@@ -168,7 +168,7 @@ func (p *programmer) stepOf(s *plannedSet) [][]request {
 	return turns
 }
 
-// tensor is what each member asks about a tensor.
+// tensor returns what each member asks about a tensor.
 func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Request) {
 	t := &s.specs[i]
 	if p.rng.IntN(6) == 0 || t.rows == nil {

@@ -179,7 +179,7 @@ func groupText(q *message.Request) string {
 	return fmt.Sprint(q.Group, q.GroupSize)
 }
 
-// group is that of a request.
+// group returns that of a request.
 func (s *setModel) group(q *message.Request) *groupModel {
 	g := s.held[groupText(q)]
 	if g == nil {
@@ -328,7 +328,7 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 // awaited is something that ranks wait for.
 type awaited struct{ waiting, missing []topo.Rank }
 
-// awaited is what ranks wait for in the set, and joins.
+// awaited returns what ranks wait for in the set, and joins.
 func (s *setModel) awaited() (all []awaited) {
 	ranks := func(of func(member int) bool) (ranks []topo.Rank) {
 		for m, r := range s.Ranks {
@@ -715,7 +715,7 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 	}
 }
 
-// grantKey is equal for grants that run the same at all ranks.
+// grantKey returns equal for grants that run the same at all ranks.
 func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, absent []topo.Rank, responses []*message.Response) string {
 	key := fmt.Sprintf("set %d %v/%v without %v", set, b, a, absent)
 	for _, r := range responses {

@@ -221,7 +221,7 @@ func (s *setState) completeBit(bit uint32) {
 	s.complete(&item, groupKey{entry.Group, entry.GroupSize})
 }
 
-// votesInFull are the requests that the votes for bit stand for, by member.
+// votesInFull returns the requests that the votes for bit stand for, by member.
 func (s *setState) votesInFull(bit uint32) []message.Request {
 	requests := make([]message.Request, len(s.Ranks))
 	for m := range requests {
@@ -232,7 +232,7 @@ func (s *setState) votesInFull(bit uint32) []message.Request {
 	return requests
 }
 
-// absent are the ranks of the members without a request.
+// absent returns the ranks of the members without a request.
 func (s *setState) absent(requests []message.Request) []topo.Rank {
 	var ranks []topo.Rank
 	for m := range requests {

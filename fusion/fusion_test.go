@@ -20,7 +20,7 @@ func allreduce(dt tensor.DType, numElems int64) *message.Response {
 	}
 }
 
-// tensors are responses for which no member is absent.
+// tensors returns responses for which no member is absent.
 func tensors(responses ...*message.Response) []fusion.Tensor {
 	var all []fusion.Tensor
 	for _, r := range responses {

@@ -18,22 +18,22 @@ type Float16 struct{ bits uint16 }
 // and subnormal numbers down to 2^-133. The zero value is +0.
 type BFloat16 struct{ bits uint16 }
 
-// Float16FromBits is the number that is stored as bits.
+// Float16FromBits returns the number that is stored as bits.
 func Float16FromBits(bits uint16) Float16 { return Float16{bits} }
 
-// BFloat16FromBits is the number that is stored as bits.
+// BFloat16FromBits returns the number that is stored as bits.
 func BFloat16FromBits(bits uint16) BFloat16 { return BFloat16{bits} }
 
-// Bits is h as it is stored.
+// Bits returns h as it is stored.
 func (h Float16) Bits() uint16 { return h.bits }
 
-// Bits is h as it is stored.
+// Bits returns h as it is stored.
 func (h BFloat16) Bits() uint16 { return h.bits }
 
-// String prints h as strconv does a float32: the fewest digits that name it among the float32s.
+// String formats h as strconv does a float32: the fewest digits that name it among the float32s.
 func (h Float16) String() string { return format(h.Float32()) }
 
-// String prints h as strconv does a float32: the fewest digits that name it among the float32s.
+// String formats h as strconv does a float32: the fewest digits that name it among the float32s.
 func (h BFloat16) String() string { return format(h.Float32()) }
 
 func format(f float32) string { return strconv.FormatFloat(float64(f), 'g', -1, 32) }
@@ -57,7 +57,7 @@ const (
 // The conversions below choose between values that are there already, for which compilers have instructions that do
 // not jump: data in which zeros and small numbers come at random costs no mispredicted branches.
 
-// Float32 is h, exactly. A NaN keeps its sign and payload.
+// Float32 returns h, exactly. A NaN keeps its sign and payload.
 func (h Float16) Float32() float32 {
 	u := uint32(h.bits&0x7fff) << fractionShift
 	v := u + biasShift
@@ -72,10 +72,10 @@ func (h Float16) Float32() float32 {
 	return math.Float32frombits(v | uint32(h.bits>>15)<<31)
 }
 
-// Float32 is h, exactly. A NaN keeps all its bits.
+// Float32 returns h, exactly. A NaN keeps all its bits.
 func (h BFloat16) Float32() float32 { return math.Float32frombits(uint32(h.bits) << 16) }
 
-// Float16FromFloat32 is f, rounded to nearest, ties to even. From 65520 on it is infinite. A NaN becomes a quiet NaN
+// Float16FromFloat32 returns f, rounded to nearest, ties to even. From 65520 on it is infinite. A NaN becomes a quiet NaN
 // with its sign and the top of its payload.
 func Float16FromFloat32(f float32) Float16 {
 	b := math.Float32bits(f)
@@ -93,7 +93,7 @@ func Float16FromFloat32(f float32) Float16 {
 	return Float16{uint16(b>>16&0x8000 | v)}
 }
 
-// BFloat16FromFloat32 is f, rounded to nearest, ties to even. From 2^128 - 2^119 on it is infinite. A NaN becomes a
+// BFloat16FromFloat32 returns f, rounded to nearest, ties to even. From 2^128 - 2^119 on it is infinite. A NaN becomes a
 // quiet NaN with its sign and the top of its payload.
 func BFloat16FromFloat32(f float32) BFloat16 {
 	b := math.Float32bits(f)

@@ -34,10 +34,10 @@ var formats = []format{
 	},
 }
 
-// inf is the bits of +Inf.
+// inf returns the bits of +Inf.
 func (f format) inf() uint16 { return uint16(1<<f.exp-1) << f.fraction }
 
-// value is what the bits of IEEE 754 mean, from the fields. Of infinity it is the number that the next exponent would
+// value returns what the bits of IEEE 754 mean, from the fields. Of infinity it is the number that the next exponent would
 // be: that is where rounding takes it to be.
 func (f format) value(bits uint16) float64 {
 	exp, fraction := int(bits&0x7fff)>>f.fraction, float64(bits&(1<<f.fraction-1))
@@ -54,7 +54,7 @@ func (f format) value(bits uint16) float64 {
 	return v
 }
 
-// values is all that are not negative, up to infinity, in order.
+// values returns all that are not negative, up to infinity, in order.
 func (f format) values() []float64 {
 	var all []float64
 	for bits := range f.inf() + 1 {

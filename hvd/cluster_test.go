@@ -95,7 +95,7 @@ func ranks(n int, f func(r int)) {
 	wg.Wait()
 }
 
-// place are the options of rank r of n.
+// place returns the options of rank r of n.
 func place(kv store.Store, r, n int, settings ...string) []hvd.InitOption {
 	opts := []hvd.InitOption{
 		hvd.WithStore(kv),

@@ -21,7 +21,7 @@ func add2(a, b int) int { return a + b }
 
 func numbers[T number]() kind[T] { return kind[T]{func(v int) T { return T(v) }, hvd.Sum, add2} }
 
-// element is a small value that says which rank and place it is from.
+// element returns a small value that says which rank and place it is from.
 func element(rank, i int) int { return (rank*5 + i*3 + 1) % 7 }
 
 func (k kind[T]) fill(n, rank int) []T {
@@ -32,7 +32,7 @@ func (k kind[T]) fill(n, rank int) []T {
 	return x
 }
 
-// reduced is the reduction of fill over the given ranks.
+// reduced returns the reduction of fill over the given ranks.
 func (k kind[T]) reduced(n int, ranks []int) []T {
 	want := make([]T, n)
 	for i := range want {
@@ -207,7 +207,7 @@ func newExchange(size int, rows func(i, j int) int) exchange {
 	return x
 }
 
-// rowsFrom are the rows that rank i sends, of elements that say where they come from and which they are.
+// rowsFrom returns the rows that rank i sends, of elements that say where they come from and which they are.
 func (x exchange) rowsFrom(i, width int) (rows []int32) {
 	sent := 0
 	for _, n := range x[i] {
@@ -219,7 +219,7 @@ func (x exchange) rowsFrom(i, width int) (rows []int32) {
 	return rows
 }
 
-// rowsTo are the rows that rank j gets, and how many from each rank.
+// rowsTo returns the rows that rank j gets, and how many from each rank.
 func (x exchange) rowsTo(j, width int) (rows []int32, received []int) {
 	for i := range x {
 		from := 0

@@ -60,7 +60,7 @@ func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp,
 	}
 }
 
-// whole is a tensor of small whole numbers.
+// whole returns a tensor of small whole numbers.
 func whole(dt tensor.DType, n, rank, i int) []byte {
 	b := make([]byte, 0, n*dt.Size())
 	for k := range n {
@@ -69,7 +69,7 @@ func whole(dt tensor.DType, n, rank, i int) []byte {
 	return b
 }
 
-// one is a number as bytes.
+// one returns a number as bytes.
 func one(dt tensor.DType, v int) []byte {
 	switch dt {
 	case tensor.Float32:
@@ -242,7 +242,7 @@ func manyTensors(compressed bool) int {
 	return 7
 }
 
-// cycled are n elements of which the first 7 are f's, and each of the others is the one 7 before. To set each by itself takes the
+// cycled returns n elements of which the first 7 are f's, and each of the others is the one 7 before. To set each by itself takes the
 // race detector seconds.
 func cycled[T hvd.Element](n int, f func(k int) T) []T {
 	x := make([]T, n)

@@ -94,7 +94,7 @@ func work(ctx context.Context, t *testing.T, e *hvd.Engine) {
 	}
 }
 
-// heap is what is in use.
+// heap returns what is in use.
 func heap() uint64 {
 	runtime.GC()
 	runtime.GC() // pools are emptied by the second

@@ -27,7 +27,7 @@ type part struct {
 	odd  bool // this is the last rank
 }
 
-// pick is the odd rank's choice or that of all others.
+// pick returns the odd rank's choice or that of all others.
 func pick[T any](p *part, most, odd T) T {
 	if p.odd {
 		return odd

@@ -28,7 +28,7 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// events are the names in a timeline, which must be one.
+// events returns the names in a timeline, which must be one.
 func events(t *testing.T, file string) (names map[string]int) {
 	t.Helper()
 	text, err := os.ReadFile(file)

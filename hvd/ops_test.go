@@ -20,7 +20,7 @@ type number interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64
 }
 
-// value is element i of rank r: small, so that sums and products are exact in every type.
+// value returns element i of rank r: small, so that sums and products are exact in every type.
 func value(i, r int) int { return (7*i + 13*r) % 3 }
 
 func fill[T number](n, r int) []T {
@@ -31,7 +31,7 @@ func fill[T number](n, r int) []T {
 	return x
 }
 
-// reduced is what an allreduce of fill must give, computed apart from the engine.
+// reduced returns what an allreduce of fill must give, computed apart from the engine.
 func reduced[T number](n, ranks int, op hvd.ReduceOp) []T {
 	want := make([]T, n)
 	for i := range want {

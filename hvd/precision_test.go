@@ -181,7 +181,7 @@ func TestErrorFeedbackForgets(t *testing.T) {
 	})
 }
 
-// plus is the adaptive sum of the paper.
+// plus returns the adaptive sum of the paper.
 func plus(a, b []float64) []float64 {
 	var ab, aa, bb float64
 	for i := range a {
@@ -305,7 +305,7 @@ func TestDeterministic(t *testing.T) {
 	}
 }
 
-// rough are numbers whose sums depend on their order.
+// rough returns numbers whose sums depend on their order.
 func rough(rank, tensor int) []float32 {
 	rng := rand.New(rand.NewPCG(uint64(rank), uint64(tensor)))
 	x := make([]float32, 100*tensor+1)

@@ -271,7 +271,7 @@ func TestManyProcessSets(t *testing.T) {
 	})
 }
 
-// openFiles is the number of file descriptors of this process.
+// openFiles returns the number of file descriptors of this process.
 func openFiles(t *testing.T) int {
 	t.Helper()
 	files, err := os.ReadDir("/proc/self/fd")

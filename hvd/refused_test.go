@@ -43,7 +43,7 @@ func (w *world) alltoall(rows int, splits []int, opts ...hvd.Option) error {
 	return err
 }
 
-// over are the operations on a set that refuses all of them.
+// over returns the operations on a set that refuses all of them.
 func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusal {
 	f := func(op string, do func(opts ...hvd.Option) error) refusal {
 		return refusal{title + ": " + op, op, func(name hvd.Option) error { return do(name, hvd.Over(set)) }, is, want}
@@ -61,7 +61,7 @@ func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusa
 	}
 }
 
-// beforeEnqueue are the checks of Horovod before a tensor is queued.
+// beforeEnqueue returns the checks of Horovod before a tensor is queued.
 func (w *world) beforeEnqueue() []refusal {
 	e, ctx, size := w.e, w.ctx, w.e.Size()
 	broadcast := func(root int, opts ...hvd.Option) func(hvd.Option) error {
@@ -103,7 +103,7 @@ func (w *world) beforeEnqueue() []refusal {
 	return cases
 }
 
-// ofOptions are options that contradict the operation, the tensor or each other.
+// ofOptions returns options that contradict the operation, the tensor or each other.
 func (w *world) ofOptions() []refusal {
 	e, ctx := w.e, w.ctx
 	allreduce := func(title, want string, opts ...hvd.Option) refusal {

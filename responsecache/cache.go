@@ -58,13 +58,13 @@ func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 	return bit, Hit
 }
 
-// BitOf is the bit of a name.
+// BitOf returns the bit of a name.
 func (c *Cache) BitOf(name string) (bit uint32, ok bool) {
 	bit, ok = c.byName[name]
 	return bit, ok
 }
 
-// At is the response that bit stands for, or nil.
+// At returns the response that bit stands for, or nil.
 func (c *Cache) At(bit uint32) *message.Response {
 	if int64(bit) >= int64(len(c.entries)) {
 		return nil
@@ -72,10 +72,10 @@ func (c *Cache) At(bit uint32) *message.Response {
 	return c.entries[bit]
 }
 
-// Bound is a number that all bits are below.
+// Bound returns a number that all bits are below.
 func (c *Cache) Bound() uint32 { return uint32(len(c.entries)) }
 
-// Len is the number of entries.
+// Len returns the number of entries.
 func (c *Cache) Len() int { return len(c.byName) }
 
 // Put makes bit stand for r. The bit and the name must be free.
@@ -111,7 +111,7 @@ func (c *Cache) Erase(bit uint32) error {
 	return nil
 }
 
-// Digest is a hash of the bits and what they stand for. Equal caches have equal digests.
+// Digest returns a hash of the bits and what they stand for. Equal caches have equal digests.
 func (c *Cache) Digest() uint64 {
 	h := fnv.New64a()
 	var b []byte

@@ -2,7 +2,7 @@ package responsecache
 
 import "github.com/gohvd/gohvd/internal/message"
 
-// Ready is the AND of all rows: the bits that every member has voted for. Votes are counted as they arrive; this is
+// Ready returns the AND of all rows: the bits that every member has voted for. Votes are counted as they arrive; this is
 // the plain twin of the same thing.
 func (p *Primary) Ready() message.Bits {
 	var all message.Bits

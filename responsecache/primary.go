@@ -79,7 +79,7 @@ func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Reque
 	return nil, fmt.Errorf("responsecache: vote for bit %d, which stood for nothing at cycle %d", bit, seen)
 }
 
-// NameAt is the name that bit had at the given cycle and whether it still has it.
+// NameAt returns the name that bit had at the given cycle and whether it still has it.
 func (p *Primary) NameAt(bit uint32, seen uint64) (name string, current bool, err error) {
 	if r := p.At(bit); r != nil && p.slots[bit].put <= seen {
 		return r.Name, true, nil
@@ -99,7 +99,7 @@ func (p *Primary) erasedAt(bit uint32, seen uint64) *erasedEntry {
 	return nil
 }
 
-// Votes is the number of members whose votes for bit are counted. The bit must stand for something.
+// Votes returns the number of members whose votes for bit are counted. The bit must stand for something.
 func (p *Primary) Votes(bit uint32) int { return int(p.slots[bit].votes) }
 
 // Voted reports whether a member's vote for bit is counted.
@@ -115,7 +115,7 @@ func (p *Primary) Granted(bit uint32) {
 	p.linkNewest(bit)
 }
 
-// Grants is the number of times that the tensor of bit was granted, or 0 if that is not known. The bit must stand for
+// Grants returns the number of times that the tensor of bit was granted, or 0 if that is not known. The bit must stand for
 // something.
 func (p *Primary) Grants(bit uint32) uint64 { return p.slots[bit].grants }
 
@@ -231,7 +231,7 @@ func (p *Primary) Forget(seen uint64) {
 	p.erased = kept
 }
 
-// Remembered is the number of erased entries that are kept for late votes.
+// Remembered returns the number of erased entries that are kept for late votes.
 func (p *Primary) Remembered() int { return len(p.erased) }
 
 // Cacheable reports whether responses of kind k are worth a bit. What moves nothing is rare.

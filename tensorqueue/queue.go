@@ -163,7 +163,7 @@ func (q *Queue) Add(entries ...*Entry) error {
 	return nil
 }
 
-// nameOf is what is known of a name.
+// nameOf returns what is known of a name.
 func (q *Queue) nameOf(text string) *Name {
 	if n := q.names[text]; n != nil {
 		return n
@@ -193,7 +193,7 @@ func (q *Queue) Pop(dst []*Entry) []*Entry {
 	return dst
 }
 
-// Pending is the number of entries to Pop.
+// Pending returns the number of entries to Pop.
 func (q *Queue) Pending() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -203,7 +203,7 @@ func (q *Queue) Pending() int {
 // Waiting reports whether there is something to Pop. It takes no lock, so looking at many idle queues is cheap.
 func (q *Queue) Waiting() bool { return q.waiting.Load() }
 
-// Find is the entry of a name, or nil.
+// Find returns the entry of a name, or nil.
 func (q *Queue) Find(name string) *Entry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -274,7 +274,7 @@ func (q *Queue) FinishAll(which func(e *Entry) bool, reason func(e *Entry) error
 	}
 }
 
-// Len is the number of tensors in flight.
+// Len returns the number of tensors in flight.
 func (q *Queue) Len() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -107,7 +107,7 @@ func (b *batch) mark(r record) bool {
 	return true
 }
 
-// fill is how full the batch is, from 0 to 1: what is fullest counts.
+// fill returns how full the batch is, from 0 to 1: what is fullest counts.
 func (b *batch) fill() float64 {
 	part := func(n, of int) float64 { return float64(n) / float64(of) }
 	return max(part(len(b.records), cap(b.records)), part(len(b.tensors), cap(b.tensors)),

@@ -247,7 +247,7 @@ func TestReadWhileWriting(t *testing.T) {
 	}
 }
 
-// usage is how much the files of a folder take, without hidden ones.
+// usage returns how much the files of a folder take, without hidden ones.
 func usage(t *testing.T, dir string) (sum int64) {
 	t.Helper()
 	for _, name := range folder(t, dir) {

@@ -103,7 +103,7 @@ func (f *formatter) header(dst []byte, segment int, dropped uint64) []byte {
 	return dst
 }
 
-// clock is a measurement of the clock.
+// clock returns a measurement of the clock.
 func (f *formatter) clock(dst []byte, o *trace.Offset) []byte {
 	f.offset, f.before.track = o, nil
 	dst = append(f.event(dst, "hvd_clock", `i","s":"p`, &f.zero, o.At), `,"args":{`...)
@@ -119,7 +119,7 @@ func (f *formatter) cycle(dst []byte, at time.Duration) []byte {
 	return append(f.event(dst, "CYCLE_START", `i","s":"g`, &f.zero, at), '}')
 }
 
-// end is the last event of a timeline that was closed in order.
+// end returns the last event of a timeline that was closed in order.
 func (f *formatter) end(dst []byte, dropped uint64) []byte {
 	f.before.track = nil
 	at := f.latest

@@ -71,7 +71,7 @@ func mustRead(t testing.TB, path string) *timelinetest.Summary {
 	return s
 }
 
-// operationsIn is how many operations a file has; -1 if it cannot be read, as while it is written.
+// operationsIn returns how many operations a file has; -1 if it cannot be read, as while it is written.
 func operationsIn(path string) int {
 	s, err := readFile(path)
 	if err != nil {
@@ -80,7 +80,7 @@ func operationsIn(path string) int {
 	return len(s.Operations)
 }
 
-// folder is what is in a folder.
+// folder returns what is in a folder.
 func folder(t testing.TB, dir string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
@@ -199,7 +199,7 @@ func TestText(t *testing.T) {
 	}
 }
 
-// wantOperation is what a reader is to find of a tensor of op.
+// wantOperation returns what a reader is to find of a tensor of op.
 func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinetest.Operation {
 	us := func(d time.Duration) float64 { return float64(d) / 1000 }
 	_, kind := nameOf(op.Kind)
@@ -557,7 +557,7 @@ func TestRecordAllocatesNothing(t *testing.T) {
 	}
 }
 
-// resnet is the gradients of a step of ResNet-50: 161 tensors in few operations.
+// resnet returns the gradients of a step of ResNet-50: 161 tensors in few operations.
 func resnet() (ops []*trace.Operation) {
 	for i := range 4 {
 		op := simple(uint64(i+1), make([]string, 41-i/3*2)...)

@@ -187,7 +187,7 @@ func TestDropsAreHeardOf(t *testing.T) {
 	}
 }
 
-// numbers are those of the operations, one for each tensor.
+// numbers returns those of the operations, one for each tensor.
 func numbers(files ...*timelinetest.Summary) (n []uint64) {
 	for _, s := range files {
 		for _, o := range s.Operations {

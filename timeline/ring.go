@@ -31,7 +31,7 @@ func newRing(last time.Duration, most int64) *ring {
 	return r
 }
 
-// text is about how many bytes of text a record makes.
+// text returns about how many bytes of text a record makes.
 func (r *record) text() int64 {
 	activities := int64(0)
 	for i := range r.Activities {

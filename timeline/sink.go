@@ -96,7 +96,7 @@ type segment struct {
 	size int64
 }
 
-// hidden is the name of a file that has not got its own yet.
+// hidden returns the name of a file that has not got its own yet.
 func hidden(path string) string {
 	return filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".new")
 }
@@ -135,7 +135,7 @@ func (d *disk) create() (*os.File, error) {
 // segmentLimit makes eight of the cap. Larger ones than 64 MiB are no help to viewers, nor to who copies one that grows.
 func segmentLimit(most int64) int64 { return min(most/8, 64<<20) }
 
-// segments are the closed segments of a path that are there, and are timelines.
+// segments returns the closed segments of a path that are there, and are timelines.
 func segments(path string) (names []string, err error) {
 	dir, base := filepath.Split(path)
 	stem, ext := split(base)

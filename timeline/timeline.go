@@ -84,7 +84,7 @@ type Timeline struct {
 	stream     *stream
 }
 
-// PathOf is the file of a rank: path for rank 0, and for others with .rank<r> before the extension. Devices and what is under
+// PathOf returns the file of a rank: path for rank 0, and for others with .rank<r> before the extension. Devices and what is under
 // /proc have no files beside them, and are the same for all ranks.
 func PathOf(path string, rank int) string {
 	if rank == 0 || isDevice(path) {
@@ -185,7 +185,7 @@ func signal(c chan struct{}) {
 	}
 }
 
-// Dropped is how many operations and marks were lost because they could not be written.
+// Dropped returns how many operations and marks were lost because they could not be written.
 func (t *Timeline) Dropped() uint64 { return t.dropped.Load() }
 
 // Write brings what was recorded to the disk: with Last, what is in memory as a file of its own, replacing the one before. It

@@ -36,7 +36,7 @@ func golden(t *testing.T, name, got string) {
 	}
 }
 
-// sample are options that cost little.
+// sample returns options that cost little.
 func sample() options {
 	return options{
 		kind: message.Allreduce, minBytes: 1000, maxBytes: 1000, stepFactor: 2, iters: 3, warmup: 1, maxSeconds: 3, checks: 1, average: byKind,
@@ -84,7 +84,7 @@ func runs(t *testing.T, n int, settings map[string]string, change func(o *option
 	return outs[0].String(), logs[0].String(), err
 }
 
-// table are the fields of the rows of a CSV by column.
+// table returns the fields of the rows of a CSV by column.
 func table(t *testing.T, out string) []map[string]string {
 	t.Helper()
 	var columns []string

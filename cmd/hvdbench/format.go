@@ -149,7 +149,7 @@ var csvColumns = []string{
 	"mean_us", "p50_us", "p99_us", "min_us", "max_us", "least_mean_us", "greatest_mean_us", "algbw_GBps", "busbw_GBps", "wrong",
 }
 
-// fields are the values of csvColumns.
+// fields returns the values of csvColumns.
 func (r *result) fields() []string {
 	dt := "none"
 	if r.dt.Valid() {

@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// lines are made up.
+// lines returns result lines with made-up times.
 func lines() []line {
 	out := &result{
 		collective: "allreduce", path: "negotiated", memory: "slices", ranks: 2, bytes: 1 << 20, count: 1 << 18, dt: tensor.Float32, op: tensor.Sum, root: -1,

@@ -76,7 +76,7 @@ func (b *benchmark) compare(ctx context.Context, g *gradients) error {
 	return nil
 }
 
-// relativeDifference is the mean of a[i]-b[i] in percent of the mean of b, and its 95% interval by the bootstrap: pairs
+// relativeDifference returns the mean of a[i]-b[i] in percent of the mean of b, and its 95% interval by the bootstrap: pairs
 // are drawn with replacement, and the interval is from the 2.5th to the 97.5th percentile of what 10,000 samples give
 // (Efron, 1979). It assumes no distribution, and is the same in every run on the same values.
 func relativeDifference(a, b []float64) (percent, low, high float64) {

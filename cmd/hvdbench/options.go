@@ -67,7 +67,7 @@ func parseSize(text string) (int64, error) {
 	return n << shift, nil
 }
 
-// formatSize is the shortest text that parseSize reads as n.
+// formatSize returns the shortest text that parseSize reads as n.
 func formatSize(n int64) string {
 	for i, unit := range "GMK" {
 		if shift := 30 - 10*i; n >= 1<<shift && n%(1<<shift) == 0 {
@@ -106,7 +106,7 @@ func parseOne[T any](word string, values []T, names func(T) []string) (T, error)
 	return none, fmt.Errorf("got %q, want one of %s", word, strings.Join(known, ", "))
 }
 
-// ncclType is nccl-tests' name of an element type.
+// ncclType returns nccl-tests' name of an element type.
 func ncclType(dt tensor.DType) string {
 	switch dt {
 	case tensor.Invalid:
@@ -129,7 +129,7 @@ func parseTypes(text string) ([]tensor.DType, error) {
 
 var reductions = []tensor.ReduceOp{tensor.Sum, tensor.Product, tensor.Min, tensor.Max, tensor.Average}
 
-// ncclOp is nccl-tests' name of a reduction.
+// ncclOp returns nccl-tests' name of a reduction.
 func ncclOp(op tensor.ReduceOp) string {
 	switch op {
 	case tensor.NoReduce:
@@ -191,7 +191,7 @@ func parseModes(text string) ([]stepMode, error) {
 // maxLines bounds the number of sizes.
 const maxLines = 100000
 
-// sizes are the bytes of the table's lines, or the first maxLines+1 of them, which check refuses.
+// sizes returns the bytes of the table's lines, or the first maxLines+1 of them, which check refuses.
 func (o *options) sizes() []int64 {
 	var all []int64
 	for n := o.minBytes; n <= o.maxBytes && len(all) <= maxLines; {

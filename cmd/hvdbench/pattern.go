@@ -20,7 +20,7 @@ type pattern struct {
 // movedModulus is the period of values that are only moved, of any number of ranks: each is exact in every type.
 const movedModulus = 101
 
-// modulus is the period of values to reduce: element i of rank r is (7i+13r) mod m. It is 101, as in the harness of
+// modulus returns the period of values to reduce: element i of rank r is (7i+13r) mod m. It is 101, as in the harness of
 // bench/peers, unless a sum of n of them would not be exact in the type.
 func modulus(dt tensor.DType, n int) int {
 	exact := math.MaxInt
@@ -58,7 +58,7 @@ func (in inputs) period() int {
 	return modulus(in.dt, in.n)
 }
 
-// value is element i of rank r. A product has one factor of 2 among ones, so that it is small and every rank counts.
+// value returns element i of rank r. A product has one factor of 2 among ones, so that it is small and every rank counts.
 func (in inputs) value(i, r int) int {
 	switch in.op {
 	case tensor.NoReduce:
@@ -72,7 +72,7 @@ func (in inputs) value(i, r int) int {
 	return (7*i + 13*r) % in.period()
 }
 
-// moved is element i of block r. It must tell the blocks apart, of which an alltoall has n*n. Up to 101 blocks are as in
+// moved returns element i of block r. It must tell the blocks apart, of which an alltoall has n*n. Up to 101 blocks are as in
 // the harness and differ in every element. Those after them have other slopes: straight lines modulo a prime meet once in
 // a period, so that no two of the first 101*100 blocks agree in more than one element of 101.
 func (in inputs) moved(i, r int) int {
@@ -92,12 +92,12 @@ func mix(x uint64) uint64 {
 	return x ^ x>>31
 }
 
-// of is the input of rank r. Where nothing is reduced, r may be any number that says whose block it is.
+// of returns the input of rank r. Where nothing is reduced, r may be any number that says whose block it is.
 func (in inputs) of(r int) pattern {
 	return in.build(func(i int) float64 { return float64(in.value(i, r)) })
 }
 
-// reduced is the result.
+// reduced returns the result.
 func (in inputs) reduced() pattern {
 	p := in.build(func(i int) float64 {
 		acc := float64(in.value(i, 0))
@@ -164,7 +164,7 @@ func put(b []byte, dt tensor.DType, v float64) {
 	}
 }
 
-// get is the element as a float64, which is exact for all values of a pattern.
+// get returns the element as a float64, which is exact for all values of a pattern.
 func get(b []byte, dt tensor.DType) float64 {
 	switch dt {
 	case tensor.Float16:
@@ -189,7 +189,7 @@ func get(b []byte, dt tensor.DType) float64 {
 	return float64(b[0])
 }
 
-// from is the pattern as seen by a buffer that begins at element i of it.
+// from returns the pattern as seen by a buffer that begins at element i of it.
 func (p pattern) from(i int64) pattern {
 	at := int(i%int64(len(p.period)/p.dt.Size())) * p.dt.Size()
 	p.period = append(bytes.Clone(p.period[at:]), p.period[:at]...)
@@ -236,7 +236,7 @@ func (p pattern) accepts(got, want []byte) bool {
 	return math.Abs(get(got, p.dt)-w) <= float64(p.ulps)*math.Abs(w)*unit(p.dt)
 }
 
-// unit is the distance from 1 to the next number.
+// unit returns the distance from 1 to the next number.
 func unit(dt tensor.DType) float64 {
 	switch dt {
 	case tensor.Float16:

@@ -126,7 +126,7 @@ func mean(values []float64) float64 {
 	return sum / float64(len(values))
 }
 
-// quantile is that of sorted values, interpolated between neighbours (definition 7 of Hyndman and Fan, 1996); at 0.5 it
+// quantile returns that of sorted values, interpolated between neighbours (definition 7 of Hyndman and Fan, 1996); at 0.5 it
 // is the median.
 func quantile(sorted []float64, q float64) float64 {
 	at := q * float64(len(sorted)-1)

@@ -201,7 +201,7 @@ func (b *benchmark) lines(ctx context.Context, s shot, roots []int, sizes []int6
 	return nil
 }
 
-// newResult is the result of a case before anything is measured.
+// newResult returns the result of a case before anything is measured.
 func (b *benchmark) newResult(collective string, dt tensor.DType, op tensor.ReduceOp, inPlace bool) *result {
 	return &result{
 		collective: collective, path: b.team.String(), memory: memoryName(b.arena), touch: b.touch, ranks: b.team.Size(),
@@ -358,7 +358,7 @@ func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before f
 	return nil
 }
 
-// warmUps is the number of calls that give the estimate for --seconds.
+// warmUps returns the number of calls that give the estimate for --seconds.
 func warmUps(numBytes int64) int {
 	switch {
 	case numBytes <= 64<<10:
@@ -371,7 +371,7 @@ func warmUps(numBytes int64) int {
 	return 1
 }
 
-// calls is the number of timed calls if one takes about so many microseconds: enough to fill seconds, at least 20 and at
+// calls returns the number of timed calls if one takes about so many microseconds: enough to fill seconds, at least 20 and at
 // most 20000; if 20 would take longer than maxSeconds, as many as fit, but at least 5, or 3 above 64 MiB. bench/peers/bench.h
 // has the same rule.
 func (o *options) calls(numBytes int64, micros float64) int {

@@ -25,7 +25,7 @@ var kinds = []message.Kind{
 	message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter, message.Alltoall, message.Barrier,
 }
 
-// parts is how many times count the tensor of n ranks is.
+// parts returns how many times count the tensor of n ranks is.
 func parts(kind message.Kind, n int) int64 {
 	switch kind {
 	case message.Allgather, message.Reducescatter, message.Alltoall:
@@ -36,11 +36,11 @@ func parts(kind message.Kind, n int) int64 {
 	return 1
 }
 
-// numBytes is the size by which bandwidth is counted: the whole tensor, which is of all ranks together where each has a
+// numBytes returns the size by which bandwidth is counted: the whole tensor, which is of all ranks together where each has a
 // part of it.
 func (s shot) numBytes(n int) int64 { return s.count * int64(s.dt.Size()) * parts(s.kind, n) }
 
-// bufferBytes is the room that the argument needs.
+// bufferBytes returns the room that the argument needs.
 func (s shot) bufferBytes(n int) int64 {
 	if s.kind == message.Allgather && !s.inPlace {
 		return s.count * int64(s.dt.Size())
@@ -48,7 +48,7 @@ func (s shot) bufferBytes(n int) int64 {
 	return s.numBytes(n)
 }
 
-// busFactor is busbw by algbw (nccl-tests, doc/PERFORMANCE.md).
+// busFactor returns busbw by algbw (nccl-tests, doc/PERFORMANCE.md).
 func busFactor(kind message.Kind, n int) float64 {
 	switch kind {
 	case message.Allreduce:

@@ -107,7 +107,7 @@ func readWorkload(name string, r io.Reader) (workload, error) {
 	return w, nil
 }
 
-// elemsOf is the number of elements of a shape written as 64x3x7x7.
+// elemsOf returns the number of elements of a shape written as 64x3x7x7.
 func elemsOf(text string) (int64, error) {
 	var shape tensor.Shape
 	for d := range strings.SplitSeq(text, "x") {
@@ -142,7 +142,7 @@ func openWorkload(name string) (workload, error) {
 	return readWorkload(name, f)
 }
 
-// manyTensors are m.count equal ones.
+// manyTensors returns m.count equal ones.
 func manyTensors(m many, dt tensor.DType) (workload, error) {
 	size := int64(dt.Size())
 	if m.bytes%size != 0 {
@@ -158,7 +158,7 @@ func manyTensors(m many, dt tensor.DType) (workload, error) {
 // bucketBytes bounds a bucket; a larger tensor is a bucket of its own.
 const bucketBytes = 25 << 20
 
-// buckets are the first tensor of each bucket, greedily filled, and the number of tensors at the end.
+// buckets returns the first tensor of each bucket, greedily filled, and the number of tensors at the end.
 func buckets(tensors []named) []int {
 	var first []int
 	have := 0

@@ -101,7 +101,7 @@ func sweep(path string) error {
 	return os.Remove(path)
 }
 
-// activated is the socket that systemd has made, or nil (sd_listen_fds).
+// activated returns the socket that systemd has made, or nil (sd_listen_fds).
 func activated(settings *config.Config) (clients, error) {
 	if settings.Variable("LISTEN_PID") != strconv.Itoa(os.Getpid()) {
 		return nil, nil

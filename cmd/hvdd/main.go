@@ -87,7 +87,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	return statusFailure
 }
 
-// completion is the command that prints scripts for shells.
+// completion returns the command that prints scripts for shells.
 func completion(root *cobra.Command) *cobra.Command {
 	shells := map[string]func(io.Writer) error{
 		"bash":       func(w io.Writer) error { return root.GenBashCompletionV2(w, true) },

@@ -69,7 +69,7 @@ func start(t *testing.T, how string, files []*os.File, env []string, args ...str
 	return p
 }
 
-// status is how p has ended.
+// status returns how p has ended.
 func (p *process) status() int {
 	p.t.Helper()
 	select {
@@ -88,7 +88,7 @@ func (p *process) wants(status int, says string) {
 	}
 }
 
-// pair is a sidecar and its only client.
+// pair returns a sidecar and its only client.
 func pair(t *testing.T, args ...string) (*process, *sidecartest.Client) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -99,7 +99,7 @@ func pair(t *testing.T, args ...string) (*process, *sidecartest.Client) {
 	return p, sidecartest.New(t, fds[1])
 }
 
-// at is a client at a path, as soon as somebody listens there.
+// at returns a client at a path, as soon as somebody listens there.
 func at(t *testing.T, path string) *sidecartest.Client {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.Patience); ; {
@@ -204,7 +204,7 @@ func TestSignals(t *testing.T) {
 	p.wants(0, "") // an Init is given up
 }
 
-// readToEnd is nil if the sidecar closes the connection.
+// readToEnd returns nil if the sidecar closes the connection.
 func readToEnd(c *sidecartest.Client) error {
 	for {
 		if err := c.Read(); err != nil {

@@ -26,7 +26,7 @@ func newGroup(title string) group {
 	return g
 }
 
-// jobFlags are those that are no settings.
+// jobFlags returns those that are no settings.
 func (r *runner) jobFlags() group {
 	g := newGroup("The job and its output")
 	f := g.flags
@@ -52,7 +52,7 @@ func (r *runner) jobFlags() group {
 	return g
 }
 
-// settingFlags are those of the table of settings, by section.
+// settingFlags returns those of the table of settings, by section.
 func (r *runner) settingFlags() []group {
 	var groups []group
 	for _, s := range config.Settings() {
@@ -70,7 +70,7 @@ func (r *runner) settingFlags() []group {
 	return groups
 }
 
-// usage is the help on a setting's flag i. The first has the description, the others say how they relate to it.
+// usage returns the help on a setting's flag i. The first has the description, the others say how they relate to it.
 func usage(s config.Setting, i int) string {
 	switch first := s.Flags[0]; {
 	case i == 0:
@@ -82,7 +82,7 @@ func usage(s config.Setting, i int) string {
 	}
 }
 
-// showFlags are those of hvdrun config alone.
+// showFlags returns those of hvdrun config alone.
 func (r *runner) showFlags() group {
 	g := newGroup("What is shown")
 	g.flags.BoolVar(&r.asJSON, "json", false, "the settings as JSON")
@@ -99,7 +99,7 @@ type settingFlag struct {
 
 func (f *settingFlag) String() string { return "" }
 
-// Type is what the help shows as the value.
+// Type returns what the help shows as the value.
 func (f *settingFlag) Type() string {
 	if f.flag.Arg == "" {
 		return "bool"

@@ -49,7 +49,7 @@ func (h *hostFlags) addReach(f *pflag.FlagSet) {
 		"`COMMAND` that runs what follows on a host, in place of ssh; its words, with the host's name for {host}, or behind them")
 }
 
-// hosts are those of the flags, none if there are none.
+// hosts returns those of the flags, none if there are none.
 func (h *hostFlags) hosts() (hosts []launch.Host, err error) {
 	switch {
 	case h.list != "" && h.file != "":
@@ -106,7 +106,7 @@ func onSeveral(hosts []launch.Host) bool {
 	return len(hosts) > 1 || len(hosts) == 1 && !launch.IsThisHost(hosts[0].Name)
 }
 
-// reach is the command that runs words on a host.
+// reach returns the command that runs words on a host.
 func (h *hostFlags) reach(host string, words []string) []string {
 	if h.agent != "" {
 		// What follows is passed on word by word, for not every agent has a shell at the other end.
@@ -143,7 +143,7 @@ func shellWord(word string) string {
 	return "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
 }
 
-// agentPath is hvdrun on the other hosts.
+// agentPath returns hvdrun on the other hosts.
 func (h *hostFlags) agentPath() (string, error) {
 	if h.remoteHvdrun != "" {
 		return h.remoteHvdrun, nil
@@ -155,7 +155,7 @@ func (h *hostFlags) agentPath() (string, error) {
 	return path, nil
 }
 
-// storeAddresses are those of this host that others may reach, with a port: first that of the default route, since names that ssh
+// storeAddresses returns those of this host that others may reach, with a port: first that of the default route, since names that ssh
 // alone understands do not tell the way to a host.
 func storeAddresses(settings *config.Config, port uint16) ([]netip.AddrPort, error) {
 	choice, err := netif.Parse(settings.NetworkInterfaces)

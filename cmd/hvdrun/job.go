@@ -120,7 +120,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	return err
 }
 
-// ranks is how many there are to be.
+// ranks returns how many there are to be.
 func (r *runner) ranks(hosts []launch.Host) (int, error) {
 	if r.numProc == "" && hosts != nil {
 		if n := launch.Slots(hosts); n <= launch.MaxRanks {
@@ -138,7 +138,7 @@ func (r *runner) ranks(hosts []launch.Host) (int, error) {
 	return np, nil
 }
 
-// settings are those that the ranks will have. What there is to warn of is printed.
+// settings returns those that the ranks will have. What there is to warn of is printed.
 func (r *runner) settings() (config.Config, error) {
 	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags, Launcher: true})
 	if err != nil {
@@ -150,7 +150,7 @@ func (r *runner) settings() (config.Config, error) {
 	return c, nil
 }
 
-// logger is that of the stores, to standard error by the settings for logs. --verbose adds who comes and goes. What is wrong
+// logger returns that of the stores, to standard error by the settings for logs. --verbose adds who comes and goes. What is wrong
 // with a setting is for the ranks' settings to tell.
 func (r *runner) logger() *zap.Logger {
 	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags, Launcher: true})
@@ -181,7 +181,7 @@ func timelineSignal(settings *config.Config) []string {
 	return []string{name + "=" + settings.TimelineSignal}
 }
 
-// logFormat is what tells the ranks, whose standard error is a pipe, that hvdrun's is a terminal, if that decides.
+// logFormat returns what tells the ranks, whose standard error is a pipe, that hvdrun's is a terminal, if that decides.
 func (r *runner) logFormat(settings *config.Config) []string {
 	if settings.LogFormat == "auto" && logs.IsTerminal(r.stderr) {
 		return []string{"HVD_LOG_FORMAT=console"}

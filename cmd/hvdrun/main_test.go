@@ -64,7 +64,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// accuse is a rank that has found rank 1 to be dead and says so, as the engine does.
+// accuse returns a rank that has found rank 1 to be dead and says so, as the engine does.
 func accuse() error {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()

@@ -42,7 +42,7 @@ func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launch
 	}, nil
 }
 
-// hostNames are the names of the ranks' hosts, by rank.
+// hostNames returns the names of the ranks' hosts, by rank.
 func hostNames(hosts []launch.Host, np int) ([]string, error) {
 	if hosts == nil {
 		name, err := os.Hostname()

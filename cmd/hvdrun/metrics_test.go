@@ -80,7 +80,7 @@ func TestMetricsRank(t *testing.T) {
 	}
 }
 
-// statsOf are those of a rank that has all metrics.
+// statsOf returns those of a rank that has all metrics.
 func statsOf(rank int) stats.Stats {
 	var h stats.Histogram
 	h.Add(time.Millisecond)

@@ -242,7 +242,7 @@ func (r *reporter) decode(bodies map[int][]byte, known []string) (dumps []*analy
 	return dumps, absent
 }
 
-// text is what is printed of a report, and leaves it in the folder for dumps.
+// text returns what is printed of a report, and leaves it in the folder for dumps.
 func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Snapshot, err error) string {
 	rule := strings.Repeat("-", 72) + "\n"
 	full := "hvdrun: " + title + "\n" + f.Text()

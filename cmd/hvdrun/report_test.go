@@ -32,7 +32,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// dumpOf is the dump of a rank that has run grad/0 to grad/9, and has waited for some for 5 s.
+// dumpOf returns the dump of a rank that has run grad/0 to grad/9, and has waited for some for 5 s.
 func dumpOf(rank, size int, why string, waits ...string) []byte {
 	return dumpAt(20*time.Second, 15*time.Second, rank, size, why, waits...)
 }
@@ -56,7 +56,7 @@ func dumpAt(at, submitted time.Duration, rank, size int, why string, waits ...st
 	return text
 }
 
-// pretend is a rank that says what its engine would: all but rank 1 wait for grad/7. By do
+// pretend returns a rank that says what its engine would: all but rank 1 wait for grad/7. By do
 //
 //	hang: ranks from 2 on do not answer, and SIGQUIT ends all of them with a word
 //	stall: rank 0 says that it is stalled, twice, and all end when they have answered

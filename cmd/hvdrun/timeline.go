@@ -67,7 +67,7 @@ func (r *runner) timeline() *cobra.Command {
 	return cmd
 }
 
-// defaultOf is the default of a setting that is a number; 0 if it is none.
+// defaultOf returns the default of a setting that is a number; 0 if it is none.
 func defaultOf(name string) int64 {
 	s, _ := config.Lookup(name)
 	n, err := strconv.ParseInt(s.Default, 10, 64)

@@ -109,7 +109,7 @@ func (m *model) gradient(img *image, weight float32, g *model) float64 {
 	return loss
 }
 
-// guess is the most probable digit.
+// guess returns the most probable digit.
 func (m *model) guess(img *image) int {
 	var h [hidden]float32
 	var p [classes]float32
@@ -123,7 +123,7 @@ func (m *model) guess(img *image) int {
 	return best
 }
 
-// hash is the SHA-256 of the bits of all weights.
+// hash returns the SHA-256 of the bits of all weights.
 func (m *model) hash() string {
 	s := sha256.New()
 	var b [4]byte

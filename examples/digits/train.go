@@ -126,7 +126,7 @@ func step(m, g, velocity *model, rate float32) {
 	}
 }
 
-// test is the share of images that m recognises. Each rank looks at a part of them.
+// test returns the share of images that m recognises. Each rank looks at a part of them.
 func test(ctx context.Context, on *hvd.Engine, m *model, images []image) (float64, error) {
 	var right int64
 	for i := on.Rank(); i < len(images); i += on.Size() {

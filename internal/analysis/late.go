@@ -36,7 +36,7 @@ type Clock struct {
 	Known bool
 }
 
-// apart is by how much two ranks' times must differ to be told apart.
+// apart returns by how much two ranks' times must differ to be told apart.
 func (c Clock) apart(other Clock) time.Duration {
 	if c.Domain == other.Domain {
 		return 0

@@ -135,7 +135,7 @@ func look(s *Snapshot) *view {
 	return v
 }
 
-// number is that of the last grant of a tensor which has ended here.
+// number returns that of the last grant of a tensor which has ended here.
 func (v *view) number(key tensorKey) uint64 {
 	if c := v.ended[key]; c != nil {
 		return c.last.Number
@@ -143,7 +143,7 @@ func (v *view) number(key tensorKey) uint64 {
 	return 0
 }
 
-// ago is how long before the snapshot a time of this rank was.
+// ago returns how long before the snapshot a time of this rank was.
 func (v *view) ago(t time.Duration) time.Duration { return max(v.At-t, 0) }
 
 // Analyse holds snapshots against each other: of a job of size ranks, one of each or fewer. absent says what is otherwise known of ranks
@@ -187,7 +187,7 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	return f
 }
 
-// state is where the rank is.
+// state returns where the rank is.
 func (v *view) state() Rank {
 	s := Rank{Rank: v.Rank, Host: v.Host, PID: v.PID, Why: v.Why, Pending: len(v.Pending) + max(v.NotShown, 0)}
 	for i := range v.Pending {
@@ -243,7 +243,7 @@ type awaited struct {
 	waiting, queued, inside, ended, missing, silent []int
 }
 
-// pendings are all tensors that are pending somewhere, in the order of the ranks and of their lists.
+// pendings returns all tensors that are pending somewhere, in the order of the ranks and of their lists.
 func pendings(views []*view) (all []*awaited) {
 	known := make(map[tensorKey]*awaited)
 	members := membersOf(views)

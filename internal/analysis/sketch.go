@@ -25,7 +25,7 @@ func (s *Sketch) bucket(v int64) int {
 	return shift<<s.Bits + int(v>>shift)
 }
 
-// middle is that of a bucket.
+// middle returns that of a bucket.
 func (s *Sketch) middle(bucket int) int64 {
 	if bucket < 2<<s.Bits {
 		return int64(bucket)

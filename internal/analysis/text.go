@@ -231,7 +231,7 @@ func count(times int) string {
 
 func capital(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
 
-// span is a duration as people say it.
+// span returns a duration as people say it.
 func span(d time.Duration) string {
 	switch {
 	case d < time.Second:

@@ -119,7 +119,7 @@ func Watch(added func(Chunk), removed func(id uint32)) (stop func()) {
 	return process.watch(added, removed)
 }
 
-// Stats are the number of chunks, their bytes, and those of live tensors, rounded up to 64 each.
+// Stats returns the number of chunks, their bytes, and those of live tensors, rounded up to 64 each.
 func Stats() (chunks int, mappedBytes, liveBytes int64) { return process.stats() }
 
 func (h *heap) alloc(numBytes int) ([]byte, error) {

@@ -158,7 +158,7 @@ const (
 	SharedNever
 )
 
-// Defaults is the configuration where nothing is given.
+// Defaults returns the configuration where nothing is given.
 func Defaults() Config {
 	c := Config{
 		Rank: Unset, Size: Unset,
@@ -196,7 +196,7 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 	return c, nil
 }
 
-// Variable is the text of an environment variable, of another launcher say, or of a setting, wherever that was given. It is
+// Variable returns the text of an environment variable, of another launcher say, or of a setting, wherever that was given. It is
 // empty where there is none, also where a setting has a default.
 func (c Config) Variable(name string) string {
 	if v, ok := c.given[name]; ok {

@@ -33,7 +33,7 @@ func setting(t *testing.T, name string) config.Setting {
 	return s
 }
 
-// withoutOrigins are the fields that people see.
+// withoutOrigins returns the fields that people see.
 func withoutOrigins(c config.Config) config.Config {
 	var fields config.Config
 	from, to := reflect.ValueOf(c), reflect.ValueOf(&fields).Elem()

@@ -125,7 +125,7 @@ func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	return nil
 }
 
-// scalar is the text of a value; that of a list has commas, as in the environment.
+// scalar returns the text of a value; that of a list has commas, as in the environment.
 func scalar(node *yaml.Node) (string, bool) {
 	if node.Kind == yaml.ScalarNode {
 		return node.Value, true
@@ -164,7 +164,7 @@ func isSection(name string) bool {
 	return slices.ContainsFunc(keys(), func(key string) bool { return strings.HasPrefix(key, name+".") })
 }
 
-// keys are those that a file may have, those without effect last.
+// keys returns those that a file may have, those without effect last.
 func keys() []string {
 	var list []string
 	for _, s := range settings {

@@ -10,7 +10,7 @@ func suggest(name string) string {
 	return "; did you mean " + name + "?"
 }
 
-// nearestName is the variable that someone may have meant, or empty.
+// nearestName returns the variable that someone may have meant, or empty.
 func nearestName(name string) string {
 	var names []string
 	for _, s := range settings {
@@ -24,10 +24,10 @@ func nearestName(name string) string {
 	return Nearest(name, names, "_")
 }
 
-// nearestKey is the file's key that someone may have meant, or empty.
+// nearestKey returns the file's key that someone may have meant, or empty.
 func nearestKey(key string) string { return Nearest(key, keys(), ".") }
 
-// Nearest is the candidate that someone who wrote name may have meant: the one with the fewest wrong letters, the
+// Nearest returns the candidate that someone who wrote name may have meant: the one with the fewest wrong letters, the
 // first of several. It is empty if none is near. What stands before the first separator weighs little: someone who takes
 // HVD_ for HOROVOD_ or the wrong section of the file has the rest right. An empty separator separates nothing.
 func Nearest(name string, candidates []string, separator string) string {
@@ -51,7 +51,7 @@ func split(name, separator string) (head, tail string) {
 	return "", name
 }
 
-// distance is the least number of letters to insert, delete, replace or swap with their neighbour that makes b of a
+// distance returns the least number of letters to insert, delete, replace or swap with their neighbour that makes b of a
 // (optimal string alignment: Boytsov, 2011, §2.1). It takes time and space in the product of the lengths, of which only
 // the first 64 letters count.
 func distance(a, b string) int {

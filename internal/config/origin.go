@@ -46,7 +46,7 @@ type value struct {
 // Origin says where the value of the named setting came from; a name that is no setting has the default.
 func (c Config) Origin(name string) Origin { return c.given[name].origin }
 
-// Value is the named setting's value as in the environment; empty if there is neither a value nor a default.
+// Value returns the named setting's value as in the environment; empty if there is neither a value nor a default.
 func (c Config) Value(name string) string {
 	if v, ok := c.given[name]; ok {
 		return v.text
@@ -55,7 +55,7 @@ func (c Config) Value(name string) string {
 	return s.Default
 }
 
-// Terms are the settings that must be the same at all ranks, by name, in a form that equal values share.
+// Terms returns the settings that must be the same at all ranks, by name, in a form that equal values share.
 func (c Config) Terms() map[string]string {
 	terms := make(map[string]string)
 	for _, s := range settings {

@@ -53,7 +53,7 @@ turn one off.
 |---|---|---|---|---|
 `
 
-// Page is docs/settings.md.
+// Page returns docs/settings.md.
 func Page() string {
 	var b strings.Builder
 	b.WriteString(pageHead)

@@ -7,7 +7,7 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// JobSecret is the secret of the job, that of HVD_SECRET, else that of the file that HVD_SECRET_FILE names; zero is none. It does
+// JobSecret returns the secret of the job, that of HVD_SECRET, else that of the file that HVD_SECRET_FILE names; zero is none. It does
 // not encrypt: who talks over a network has it do so where TLS is set. A file without a secret is an error, and no error has
 // any of the text.
 func (c *Config) JobSecret() (secret.Secret, error) {

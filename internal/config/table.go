@@ -100,7 +100,7 @@ const (
 	sectionPlace     = "Place in the job"
 )
 
-// onOff are a switch and its opposite, for a setting that the first turns on.
+// onOff returns a switch and its opposite, for a setting that the first turns on.
 func onOff(name string) []Flag {
 	return []Flag{{Name: name, Means: "1"}, {Name: "no-" + name, Means: "0"}}
 }
@@ -511,7 +511,7 @@ func (s Setting) check(text string) error {
 	return s.set(&scratch, text)
 }
 
-// Fallback is what holds where no value is given, for people.
+// Fallback returns what holds where no value is given, for people.
 func (s Setting) Fallback() string {
 	if s.Default == "" {
 		return s.Otherwise

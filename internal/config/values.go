@@ -42,7 +42,7 @@ func (k kind) canonical(text string) string {
 // Want says what values look like.
 func (k kind) Want() string { return k.want }
 
-// Unit is that of numbers in the environment; it may be empty.
+// Unit returns that of numbers in the environment; it may be empty.
 func (k kind) Unit() string { return k.unit }
 
 // form is how a setting is written in the file and on the command line, where that is not as in the environment.
@@ -67,7 +67,7 @@ var (
 
 const wantBoolean = "a boolean: 1, 0, true, false, yes or no"
 
-// anything is a value that is not used here: who needs it reads it from Config.Value or before the others.
+// anything returns a value that is not used here: who needs it reads it from Config.Value or before the others.
 func anything(want string) kind {
 	return kind{want: want, read: func(*Config, string) (bool, error) { return true, nil }}
 }
@@ -158,7 +158,7 @@ func number(text string, least float64) (float64, bool) {
 	return v, err == nil && v >= least && v <= most
 }
 
-// short is a text that travels in handshakes.
+// short returns a text that travels in handshakes.
 func short(field func(*Config) *string) kind {
 	return kind{want: "at most 64 bytes", read: func(c *Config, text string) (bool, error) {
 		*field(c) = text
@@ -166,7 +166,7 @@ func short(field func(*Config) *string) kind {
 	}}
 }
 
-// cores are one for each local rank.
+// cores returns one for each local rank.
 func cores(field func(*Config) *[]int) kind {
 	return kind{want: "whole numbers of at least 0 with commas between them", read: func(c *Config, text string) (bool, error) {
 		var list []int
@@ -182,7 +182,7 @@ func cores(field func(*Config) *[]int) kind {
 	}}
 }
 
-// oneOf is a word in any case, of those.
+// oneOf returns a word in any case, of those.
 func oneOf(set func(c *Config, word string), words ...string) kind {
 	last := len(words) - 1
 	return kind{want: strings.Join(words[:last], ", ") + " or " + words[last], read: func(c *Config, text string) (bool, error) {
@@ -196,7 +196,7 @@ func oneOf(set func(c *Config, word string), words ...string) kind {
 	}}
 }
 
-// builtOnly is the choice of a backend by Horovod's names, some of which stand for what this version has, read by known.
+// builtOnly returns the choice of a backend by Horovod's names, some of which stand for what this version has, read by known.
 func builtOnly(known kind, others ...string) kind {
 	k := known
 	k.read = func(c *Config, text string) (bool, error) {
@@ -210,14 +210,14 @@ func builtOnly(known kind, others ...string) kind {
 	return k
 }
 
-// ownController is the choice of a controller.
+// ownController returns the choice of a controller.
 func ownController() kind {
 	k := oneOf(func(*Config, string) {}, "gloo", "tcp")
 	k.want += ", which both mean gohvd's own"
 	return k
 }
 
-// cpuOperations is the choice of a backend for tensors in host memory.
+// cpuOperations returns the choice of a backend for tensors in host memory.
 func cpuOperations() kind {
 	return oneOf(func(c *Config, word string) {
 		c.SharedMemory = map[string]SharedMemory{"gloo": SharedByHost, "shm,tcp": SharedIfPossible, "shm": SharedAlways, "tcp": SharedNever}[word]

@@ -7,7 +7,7 @@ const module = "github.com/gohvd/gohvd"
 // release is set by the linker in a release: -X github.com/gohvd/gohvd/internal/config.release=v1.2.3.
 var release string
 
-// Version is that of gohvd in this program, whose own module may be another; "(devel)" if that is not known.
+// Version returns that of gohvd in this program, whose own module may be another; "(devel)" if that is not known.
 func Version() string {
 	if release != "" {
 		return release

@@ -65,7 +65,7 @@ func (l link) String() string {
 	return l.transport.String() + "/event"
 }
 
-// sensible is which operations there are: bools have all and any and no arithmetic, Adasum is an allreduce of floats, and
+// sensible returns which operations there are: bools have all and any and no arithmetic, Adasum is an allreduce of floats, and
 // what is compressed an allreduce of the wide floats to a half.
 func sensible(w what) bool {
 	isFloat := w.dt >= tensor.Float16 && w.dt <= tensor.Float64
@@ -88,7 +88,7 @@ func sensible(w what) bool {
 // factors are pairs of prescale and postscale.
 var factors = [][2]float64{{1, 1}, {1.5, 1}, {1, 0.3}, {-0.7, 2.5}}
 
-// reductions are all combinations of the parameters of what reduces, those without sense too.
+// reductions returns all combinations of the parameters of what reduces, those without sense too.
 func reductions(factors [][2]float64) iter.Seq[what] {
 	return func(yield func(what) bool) {
 		for _, kind := range []message.Kind{message.Allreduce, message.Reducescatter} {
@@ -107,7 +107,7 @@ func reductions(factors [][2]float64) iter.Seq[what] {
 	}
 }
 
-// operations are all that have sense.
+// operations returns all that have sense.
 func operations() []what {
 	var all []what
 	for w := range reductions(factors) {
@@ -153,7 +153,7 @@ type script struct {
 	last   agreement
 }
 
-// global is all ranks of a job.
+// global returns all ranks of a job.
 func global(ranks int) (all []topo.Rank) {
 	for r := range ranks {
 		all = append(all, topo.Rank(r))
@@ -161,7 +161,7 @@ func global(ranks int) (all []topo.Rank) {
 	return all
 }
 
-// sets are the process sets of a job: without the first rank, and every other rank.
+// sets returns the process sets of a job: without the first rank, and every other rank.
 func sets(ranks int) [][]topo.Rank {
 	all := global(ranks)
 	if ranks == 1 {
@@ -196,7 +196,7 @@ func (c trial) script() *script {
 	return s
 }
 
-// jobs are those of a round, the second of another size.
+// jobs returns those of a round, the second of another size.
 func (s *script) jobs(round, together int) (jobs []*job) {
 	for i := range together {
 		j := &job{
@@ -282,7 +282,7 @@ func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 	}
 }
 
-// pairwise are trials in which any two parameters have every pair of values.
+// pairwise returns trials in which any two parameters have every pair of values.
 func pairwise() map[link][]trial {
 	what := operations()
 	all := make(map[link][]trial)
@@ -301,7 +301,7 @@ func pairwise() map[link][]trial {
 	return all
 }
 
-// everything is all trials of a number of ranks, in an order that keeps those with the same results together.
+// everything returns all trials of a number of ranks, in an order that keeps those with the same results together.
 func everything(ranks int) []trial {
 	var all []trial
 	for _, w := range operations() {

@@ -76,7 +76,7 @@ func grantText(g message.Grant) string {
 	return fmt.Sprint(names)
 }
 
-// take is what was counted for a tensor at a rank, and forgets it.
+// take returns what was counted for a tensor at a rank, and forgets it.
 func (f *frames) take(rank topo.Rank, name string) (requests, granted int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -41,7 +41,7 @@ func TestProcessSetsAreIndependent(t *testing.T) {
 	}
 }
 
-// fixedSequence is operations of every kind, some again from the cache.
+// fixedSequence returns operations of every kind, some again from the cache.
 func fixedSequence() []*job {
 	var jobs []*job
 	for i := range 12 {

@@ -18,7 +18,7 @@ func hash(numbers ...uint64) uint64 {
 	return h
 }
 
-// fraction is a number from 0 to 1, 1 excluded, with as many bits as a float64 has.
+// fraction returns a number from 0 to 1, 1 excluded, with as many bits as a float64 has.
 func fraction(h uint64) float64 { return float64(h>>11) / (1 << 53) }
 
 // source is a formula for the inputs of all members: of member m, element i is a function of seed, m and i.
@@ -30,7 +30,7 @@ type source struct {
 	wild bool
 }
 
-// normal is s with one operation for all that have the same inputs.
+// normal returns s with one operation for all that have the same inputs.
 func (s source) normal() source {
 	if s.op != tensor.NoReduce && s.op != tensor.Product && s.op != tensor.Adasum || s.op != tensor.NoReduce && !s.dt.IsFloat() {
 		s.op = tensor.Sum
@@ -38,7 +38,7 @@ func (s source) normal() source {
 	return s
 }
 
-// bytes is the input of member m.
+// bytes returns the input of member m.
 func (s source) bytes(m, elements int) []byte {
 	switch {
 	case elements == 0:
@@ -60,7 +60,7 @@ func (s source) bytes(m, elements int) []byte {
 	}
 }
 
-// raw is any bytes, except that bools are 0 or 1.
+// raw returns any bytes, except that bools are 0 or 1.
 func (s source) raw(m, n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -72,7 +72,7 @@ func (s source) raw(m, n int) []byte {
 	return b
 }
 
-// int is small, or if wild any number, and each eighth the largest or smallest of the type.
+// int returns small, or if wild any number, and each eighth the largest or smallest of the type.
 func (s source) int(m, i int) int64 {
 	h := hash(s.seed, uint64(m), uint64(i))
 	lo, hi := limits(s.dt)
@@ -95,7 +95,7 @@ func (s source) int(m, i int) int64 {
 	}
 }
 
-// float is a number of ordinary size before it is rounded to the type: up to 8 for sums, near 1 for products, which must
+// float returns a number of ordinary size before it is rounded to the type: up to 8 for sums, near 1 for products, which must
 // neither overflow nor underflow. Vectors for Adasum have something in common, or its factors would all be near 1.
 func (s source) float(m, i int) float64 {
 	h := hash(s.seed, uint64(m), uint64(i))

@@ -83,7 +83,7 @@ func (a *agreement) check(b []byte) error {
 
 func (j *job) absent(m int) bool { return j.joined>>m&1 == 1 }
 
-// active are the members that take part, by position.
+// active returns the members that take part, by position.
 func (j *job) active() (all []int) {
 	for m := range j.members {
 		if !j.absent(m) {
@@ -93,13 +93,13 @@ func (j *job) active() (all []int) {
 	return all
 }
 
-// root is a member that takes part.
+// root returns a member that takes part.
 func (j *job) root() int {
 	all := j.active()
 	return all[j.lead%uint64(len(all))]
 }
 
-// width is the elements of a row.
+// width returns the elements of a row.
 func (j *job) width() int {
 	switch {
 	case j.elements == 0 && j.uneven:
@@ -111,7 +111,7 @@ func (j *job) width() int {
 	}
 }
 
-// rows is the first dimension of member m's tensor.
+// rows returns the first dimension of member m's tensor.
 func (j *job) rows(m int) int {
 	width, n := j.width(), len(j.members)
 	if width == 0 {
@@ -130,14 +130,14 @@ func (j *job) rows(m int) int {
 
 func (j *job) shape(m int) tensor.Shape { return tensor.Shape{int64(j.rows(m)), int64(j.width())} }
 
-// input is what member m submits. It must not be changed.
+// input returns what member m submits. It must not be changed.
 func (j *job) input(m int) []byte {
 	elements := j.rows(m) * j.width()
 	s := source{dt: j.dt, op: j.op, seed: j.seed, wild: j.wild}.normal()
 	return inputs.get(inputKey{s, m, elements}, func() []byte { return s.bytes(m, elements) })
 }
 
-// splits are how many rows of an uneven alltoall member m gives to each.
+// splits returns how many rows of an uneven alltoall member m gives to each.
 func (j *job) splits(m int) []int {
 	n, left := len(j.members), j.rows(m)
 	each, more := left/n, left%n
@@ -163,7 +163,7 @@ func (j *job) splits(m int) []int {
 	return splits
 }
 
-// submission is what r, a member that takes part, submits.
+// submission returns what r, a member that takes part, submits.
 func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 	m := slices.Index(j.members, r.Rank)
 	input := bytes.Clone(j.input(m))
@@ -259,7 +259,7 @@ func (j *job) checkLast(op *testcluster.Op) error {
 	return j.same.check([]byte(fmt.Sprint(op.Last())))
 }
 
-// moved is what member m must get where elements are only moved, and of an alltoall how many rows from each.
+// moved returns what member m must get where elements are only moved, and of an alltoall how many rows from each.
 func (j *job) moved(m int) (out []byte, received []int64) {
 	switch j.kind {
 	case message.Broadcast:
@@ -331,7 +331,7 @@ func (j *job) checkReduced(m int, out []byte) error {
 	return nil
 }
 
-// part is which elements of a reducescatter member m gets: the rows are dealt evenly, the first members have one more.
+// part returns which elements of a reducescatter member m gets: the rows are dealt evenly, the first members have one more.
 func (j *job) part(m int) (from, to int) {
 	n, rows := len(j.members), j.rows(m)
 	for i := range m + 1 {
@@ -390,7 +390,7 @@ type resultKey struct {
 	wild              bool
 }
 
-// result is what the reduction gives.
+// result returns what the reduction gives.
 func (j *job) result() reduced {
 	key := resultKey{j.reduction, j.rows(0) * j.width(), len(j.members), j.joined, j.seed, j.wild}
 	return results.get(key, j.reduce)
@@ -417,7 +417,7 @@ func (m *memo[K, V]) get(key K, compute func() V) V {
 	return known()
 }
 
-// joiners are members, by position as a bit, that may join: not all of them, the first or the last, and if there are many
+// joiners returns members, by position as a bit, that may join: not all of them, the first or the last, and if there are many
 // one more.
 func joiners(members int, which uint64) uint {
 	if members == 1 {

@@ -38,7 +38,7 @@ func (c configuration) apply(cfg *engine.Config) {
 	}
 }
 
-// configurations are all, or some in which any two settings have every pair of values.
+// configurations returns all, or some in which any two settings have every pair of values.
 func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
 	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2}) {
@@ -47,7 +47,7 @@ func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	return all
 }
 
-// product is all rows of a table.
+// product returns all rows of a table.
 func product(sizes []int) [][]int {
 	rows := [][]int{nil}
 	for _, n := range sizes {

@@ -22,13 +22,13 @@ var formats = [...]format{
 	tensor.Float64:  {precision: 53, least: -1074, largest: 0x1.fffffffffffffp1023},
 }
 
-// unit is the largest relative error of rounding to f.
+// unit returns the largest relative error of rounding to f.
 func (f format) unit() float64 { return math.Ldexp(1, -f.precision) }
 
-// tiny is the smallest positive number.
+// tiny returns the smallest positive number.
 func (f format) tiny() float64 { return math.Ldexp(1, f.least) }
 
-// round is x rounded to nearest, ties to even: to a multiple of its last place, which is an integer if x is counted in
+// round returns x rounded to nearest, ties to even: to a multiple of its last place, which is an integer if x is counted in
 // these.
 func (f format) round(x float64) float64 {
 	if x == 0 || math.IsInf(x, 0) || math.IsNaN(x) {
@@ -43,7 +43,7 @@ func (f format) round(x float64) float64 {
 	return r
 }
 
-// bits16 is how a number of a 16-bit format is stored.
+// bits16 returns how a number of a 16-bit format is stored.
 func (f format) bits16(x float64) uint16 {
 	fraction := f.precision - 1
 	special := uint16(1)<<(15-fraction) - 1 // the exponent of infinities and NaNs
@@ -66,7 +66,7 @@ func (f format) bits16(x float64) uint16 {
 	return sign | (uint16(exponent)<<fraction + uint16(units))
 }
 
-// from16 is the number that is stored as bits.
+// from16 returns the number that is stored as bits.
 func (f format) from16(bits uint16) float64 {
 	fraction := f.precision - 1
 	special := uint16(1)<<(15-fraction) - 1
@@ -104,7 +104,7 @@ func encodeFloats(dt tensor.DType, v []float64) []byte {
 	return b
 }
 
-// decodeFloats is the inverse.
+// decodeFloats returns the inverse.
 func decodeFloats(dt tensor.DType, b []byte) []float64 {
 	v := make([]float64, len(b)/dt.Size())
 	for i := range v {
@@ -134,7 +134,7 @@ var widths = [...]struct {
 	tensor.Bool:   {8, false},
 }
 
-// limits are the smallest and the largest number of dt.
+// limits returns the smallest and the largest number of dt.
 func limits(dt tensor.DType) (lo, hi int64) {
 	w := widths[dt]
 	if w.signed {
@@ -143,7 +143,7 @@ func limits(dt tensor.DType) (lo, hi int64) {
 	return 0, 1<<w.bits - 1
 }
 
-// wrap is x modulo 2 to the bits of dt.
+// wrap returns x modulo 2 to the bits of dt.
 func wrap(dt tensor.DType, x int64) int64 {
 	w := widths[dt]
 	if w.signed {

@@ -57,7 +57,7 @@ func newPairSet(sizes []int, column int) *pairSet {
 	return s
 }
 
-// count is how many missing pairs a row would have with v in the column.
+// count returns how many missing pairs a row would have with v in the column.
 func (s *pairSet) count(row []int, v int) (n int) {
 	for c := range s.column {
 		if s.missing[c][row[c]][v] {

@@ -120,7 +120,7 @@ func (a *author) round() []*unit {
 	return units
 }
 
-// unit is a tensor by itself or a group, or nil if its name is in use.
+// unit returns a tensor by itself or a group, or nil if its name is in use.
 func (a *author) unit(set topo.ProcessSetID, used map[string]bool, join *joint) *unit {
 	u, count := &unit{set: set}, 1
 	name := fmt.Sprintf("t%d", a.IntN(20))
@@ -232,7 +232,7 @@ func (p *program) runRound(r *testcluster.Rank, units []*unit, random *rand.Rand
 	}
 }
 
-// ops is what r submits of u: nothing of what it has joined before.
+// ops returns what r submits of u: nothing of what it has joined before.
 func (u *unit) ops(r *testcluster.Rank) []*testcluster.Op {
 	if u.join != nil {
 		op := testcluster.Over(u.set, testcluster.Join("join"))
@@ -292,12 +292,12 @@ func sameButNaNs(dt tensor.DType, a, b []byte) bool {
 	return true
 }
 
-// choices are the operations that fit.
+// choices returns the operations that fit.
 func choices(fit func(w what) bool) []what {
 	return slices.DeleteFunc(operations(), func(w what) bool { return w.kind == message.Join || !fit(w) })
 }
 
-// pickSeed is the seed that was asked for, or a new one.
+// pickSeed returns the seed that was asked for, or a new one.
 func pickSeed(t *testing.T) uint64 {
 	s := *seed
 	if s == 0 {

@@ -17,7 +17,7 @@ type reduction struct {
 	wire      tensor.DType // to which it is compressed, or Invalid
 }
 
-// divisor is by what an average divides: size members, active of which have contributed. 1 for what is no average.
+// divisor returns by what an average divides: size members, active of which have contributed. 1 for what is no average.
 func (r reduction) divisor(size, active int) float64 {
 	switch r.op {
 	case tensor.Average:
@@ -57,7 +57,7 @@ func (r reduction) ints(in [][]int64, size int) []int64 {
 	return out
 }
 
-// scaleInt is x times f in float64, truncated toward zero, and the nearest number that dt has.
+// scaleInt returns x times f in float64, truncated toward zero, and the nearest number that dt has.
 func scaleInt(dt tensor.DType, x int64, f float64) int64 {
 	if f == 1 {
 		return x
@@ -79,7 +79,7 @@ type interval struct{ lo, hi float64 }
 
 func exactly(x float64) interval { return interval{x, x} }
 
-// around is x, give or take d; x itself if it is not finite, or d is 0.
+// around returns x, give or take d; x itself if it is not finite, or d is 0.
 func around(x, d float64) interval {
 	if d == 0 || math.IsInf(x, 0) || math.IsNaN(x) {
 		return exactly(x)
@@ -139,7 +139,7 @@ func (r reduction) floats(in [][]float64, size int) []interval {
 	return out
 }
 
-// carried is the type in which contributions travel.
+// carried returns the type in which contributions travel.
 func (r reduction) carried() tensor.DType {
 	if r.wire.Valid() {
 		return r.wire
@@ -147,7 +147,7 @@ func (r reduction) carried() tensor.DType {
 	return r.dt
 }
 
-// arithmetic is the format in which elements of dt are computed with.
+// arithmetic returns the format in which elements of dt are computed with.
 func arithmetic(dt tensor.DType) format {
 	if dt == tensor.Float64 {
 		return formats[dt]
@@ -170,7 +170,7 @@ func (r reduction) contribute(v []float64) {
 	}
 }
 
-// combined is what the contributions make, before it is rounded to the type in which it travels.
+// combined returns what the contributions make, before it is rounded to the type in which it travels.
 func (r reduction) combined(y []float64) interval {
 	a := arithmetic(r.carried())
 	acc, total := y[0], math.Abs(y[0])
@@ -200,7 +200,7 @@ func (r reduction) combined(y []float64) interval {
 	}
 }
 
-// orNaN is x, or a NaN if one is in the total: math.Min and math.Max prefer infinities.
+// orNaN returns x, or a NaN if one is in the total: math.Min and math.Max prefer infinities.
 func orNaN(x, total float64) float64 {
 	if math.IsNaN(total) {
 		return total
@@ -217,7 +217,7 @@ func someZero(y []float64) bool {
 	return false
 }
 
-// scaled is v times f, as it is after the reduction.
+// scaled returns v times f, as it is after the reduction.
 func (r reduction) scaled(v interval, f float64) interval {
 	if f == 1 {
 		return v
@@ -270,7 +270,7 @@ func (r reduction) adasum(in [][]float64, elements int) []interval {
 	return out
 }
 
-// adaptiveSum is (1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b, where a factor is 1 if the square below it is under 2^-511.
+// adaptiveSum returns (1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b, where a factor is 1 if the square below it is under 2^-511.
 //
 // With da and db the errors of a and b, those of the dot products are, to first order and no less than what follows:
 // |a·b| errs by the sum of |a| db + |b| da + da db, and a·a by the sum of 2 |a| da + da². Both are summed in float64, here

@@ -47,7 +47,7 @@ func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Accep
 	return a, nil
 }
 
-// Addr is the address that a listens on.
+// Addr returns the address that a listens on.
 func (a *Acceptor) Addr() string { return a.ln.Addr().String() }
 
 // Close closes all connections and waits for the goroutines of a.

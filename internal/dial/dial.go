@@ -29,7 +29,7 @@ func Listen(addr string) (net.Listener, error) {
 // Backoff gives the waits between attempts to dial: 10 ms, doubling up to 1 s.
 type Backoff time.Duration
 
-// Next is the next wait.
+// Next returns the next wait.
 func (b *Backoff) Next() time.Duration {
 	*b = min(max(2**b, Backoff(10*time.Millisecond)), Backoff(time.Second))
 	return time.Duration(*b)
@@ -126,7 +126,7 @@ func Pause(ctx context.Context, d time.Duration, done <-chan struct{}) {
 
 const greetingBytes = 8
 
-// Greeting is what to send. magic has four bytes.
+// Greeting returns what to send. magic has four bytes.
 func Greeting(magic string, version uint32) []byte {
 	return binary.BigEndian.AppendUint32([]byte(magic), version)
 }

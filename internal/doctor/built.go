@@ -118,7 +118,7 @@ func libraries(_ context.Context, s *System) []Line {
 	return lines
 }
 
-// notedLibraries are the paths in the loader's cache. They stand there as strings that end in a zero byte. Where there is no
+// notedLibraries returns the paths in the loader's cache. They stand there as strings that end in a zero byte. Where there is no
 // cache, as with musl, there are none.
 func (s *System) notedLibraries() ([]string, error) {
 	f, err := s.Root.Open(loaderCache)
@@ -186,7 +186,7 @@ func (s *System) findLibrary(name string, noted []string) []string {
 	return files
 }
 
-// inRoot is the name by which an fs.FS knows an absolute path.
+// inRoot returns the name by which an fs.FS knows an absolute path.
 func inRoot(abs string) string {
 	if name := strings.TrimPrefix(path.Clean(abs), "/"); name != "" {
 		return name
@@ -194,7 +194,7 @@ func inRoot(abs string) string {
 	return "."
 }
 
-// getenv is the last value of a variable, as exec gives it to a program; empty if there is none.
+// getenv returns the last value of a variable, as exec gives it to a program; empty if there is none.
 func (s *System) getenv(name string) (value string) {
 	for _, e := range s.Environ {
 		if v, is := strings.CutPrefix(e, name+"="); is {

@@ -14,7 +14,7 @@ type cgroup struct {
 	version int
 }
 
-// cgroups are those that bind this process as to a controller: its own and all above it, of each hierarchy that may have
+// cgroups returns those that bind this process as to a controller: its own and all above it, of each hierarchy that may have
 // the controller. Seen from inside a container the path may be that of the host, which is not there; then the
 // hierarchy's root itself is the container's. Folders may be missing and need not have the controller's files.
 func (s *System) cgroups(controller string) iter.Seq[cgroup] {
@@ -55,7 +55,7 @@ func (s *System) cgroups(controller string) iter.Seq[cgroup] {
 	}
 }
 
-// word is what a file of one line holds, empty if it cannot be read.
+// word returns what a file of one line holds, empty if it cannot be read.
 func (s *System) word(file string) string {
 	text, err := fs.ReadFile(s.Root, file)
 	if err != nil {

@@ -110,7 +110,7 @@ func fail(name, fix, format string, args ...any) Line {
 	return Line{Name: name, Status: Fail, Text: fmt.Sprintf(format, args...), Fix: fix}
 }
 
-// Checks are all there are, in the order of their sections.
+// Checks returns all there are, in the order of their sections.
 func Checks() []Check {
 	return []Check{
 		{"build", "build", built},

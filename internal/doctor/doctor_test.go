@@ -34,7 +34,7 @@ func (f files) fs() fstest.MapFS {
 	return root
 }
 
-// without are the files but for some.
+// without returns the files but for some.
 func (f files) without(names ...string) files {
 	rest := maps.Clone(f)
 	for _, n := range names {
@@ -43,7 +43,7 @@ func (f files) without(names ...string) files {
 	return rest
 }
 
-// with are the files and more, or others of the same name.
+// with returns the files and more, or others of the same name.
 func (f files) with(more files) files {
 	all := maps.Clone(f)
 	maps.Copy(all, more)
@@ -58,7 +58,7 @@ var soundFiles = files{
 
 const gib = 1 << 30
 
-// soundSystem is a machine with which nothing is wrong.
+// soundSystem returns a machine with which nothing is wrong.
 func soundSystem() *System {
 	return &System{
 		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", Affinity: 4, GOMAXPROCS: 4,

@@ -59,7 +59,7 @@ func memoryLimit(_ context.Context, s *System) []Line {
 // noLimit is from where a limit of version 1 is none: it has no word for that and shows the largest number of whole pages.
 const noLimit = 1 << 62
 
-// memoryOf is what one cgroup leaves of its limit, and the limit's file. Pages of files that were read do not count as
+// memoryOf returns what one cgroup leaves of its limit, and the limit's file. Pages of files that were read do not count as
 // used, for the kernel takes them back.
 func (s *System) memoryOf(g cgroup) (left, limit uint64, file string, limited bool) {
 	file, usage, caches := g.dir+"/memory.max", "/memory.current", []string{"inactive_file", "active_file"}
@@ -80,7 +80,7 @@ func (s *System) memoryOf(g cgroup) (left, limit uint64, file string, limited bo
 	return limit - min(limit, used), limit, file, true
 }
 
-// field is the number behind name at the start of a line of text.
+// field returns the number behind name at the start of a line of text.
 func field(text, name string) (uint64, bool) {
 	for line := range strings.Lines(text) {
 		if words := strings.Fields(line); len(words) > 1 && words[0] == name {
@@ -119,7 +119,7 @@ func memfdWorks(_ context.Context, s *System) []Line {
 	return []Line{ok("", "shared memory can be made, sized and sealed")}
 }
 
-// bytesText is n in the unit that suits it.
+// bytesText returns n in the unit that suits it.
 func bytesText(n uint64) string {
 	const units = "KMGTPE"
 	if n < 1<<10 {
@@ -133,7 +133,7 @@ func bytesText(n uint64) string {
 	return fmt.Sprintf("%.4g %ciB", f, units[i])
 }
 
-// limitText is a limit in bytes.
+// limitText returns a limit in bytes.
 func limitText(n uint64) string {
 	if n == unix.RLIM_INFINITY {
 		return "unlimited"

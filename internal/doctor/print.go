@@ -8,7 +8,7 @@ import (
 	"unicode/utf8"
 )
 
-// Count is how many lines have the status.
+// Count returns how many lines have the status.
 func Count(lines []Line, status Status) int {
 	n := 0
 	for _, l := range lines {

@@ -59,7 +59,7 @@ func quota(_ context.Context, s *System) []Line {
 	}
 }
 
-// quotaOf is the quota of one cgroup, in cores, and the file that says so.
+// quotaOf returns the quota of one cgroup, in cores, and the file that says so.
 func (s *System) quotaOf(g cgroup) (cores float64, file string, limited bool) {
 	var text, period string
 	if g.version == 2 {

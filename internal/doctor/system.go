@@ -78,7 +78,7 @@ type Interface struct {
 	Up, Running, Loopback bool
 }
 
-// Here is this machine, for ranks with an environment. The caller adds Hosts and Agent.
+// Here returns this machine, for ranks with an environment. The caller adds Hosts and Agent.
 func Here(environ []string) *System {
 	s := &System{
 		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram),
@@ -116,7 +116,7 @@ func Here(environ []string) *System {
 	return s
 }
 
-// BesideSelf is the path of a program in the folder of this one; empty if there is none.
+// BesideSelf returns the path of a program in the folder of this one; empty if there is none.
 func BesideSelf(name string) string {
 	self, err := os.Executable()
 	if err != nil {
@@ -171,7 +171,7 @@ const (
 	saidBytes = 4 << 10
 )
 
-// command is one in a process group of its own, all of which the end of ctx kills.
+// command returns one in a process group of its own, all of which the end of ctx kills.
 func command(ctx context.Context, argv []string, stderr *tail) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Stderr = stderr

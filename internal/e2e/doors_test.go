@@ -263,7 +263,7 @@ func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 	}
 }
 
-// variable is one of the environment that a process was started with; empty if it is not set.
+// variable returns one of the environment that a process was started with; empty if it is not set.
 func variable(t *testing.T, pid int, name string) string {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))

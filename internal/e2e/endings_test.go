@@ -54,7 +54,7 @@ for step in range(10):
     hvd.allreduce(np.ones(3, np.float32), name="gradient")
 `
 
-// ends is the program of a rank in Go that may end early; it has the shape that the README shows.
+// ends returns the program of a rank in Go that may end early; it has the shape that the README shows.
 func ends() error {
 	ctx := context.Background()
 	if err := hvd.Init(ctx); err != nil {

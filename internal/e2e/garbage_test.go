@@ -94,7 +94,7 @@ func throw(port int, garbage []byte) error {
 	return nil // an end of file or a reset
 }
 
-// listening are the TCP ports on which a process listens.
+// listening returns the TCP ports on which a process listens.
 func listening(t *testing.T, pid int) []int {
 	inodes := map[string]bool{}
 	fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
@@ -133,7 +133,7 @@ func listening(t *testing.T, pid int) []int {
 	return ports
 }
 
-// peakMiB is the most memory that a process has had.
+// peakMiB returns the most memory that a process has had.
 func peakMiB(t *testing.T, pid int) int {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {

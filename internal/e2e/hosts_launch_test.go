@@ -22,12 +22,12 @@ import (
 // enterHost is an agent that needs no network.
 const enterHost = "ip netns exec {host}"
 
-// on is how a command starts that runs the rest on a host.
+// on returns how a command starts that runs the rest on a host.
 func on(t *testing.T, h *testnet.Host) []string {
 	return h.Command(t.Context(), "env").Args
 }
 
-// list is the hosts for --hosts, perHost ranks on each, by their names or, as they know no names, their addresses.
+// list returns the hosts for --hosts, perHost ranks on each, by their names or, as they know no names, their addresses.
 func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
 	var words []string
 	for _, h := range hosts {
@@ -40,7 +40,7 @@ func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
 	return strings.Join(words, ",")
 }
 
-// processesOf are the processes whose environment has a word, and none of the test's own.
+// processesOf returns the processes whose environment has a word, and none of the test's own.
 func processesOf(t *testing.T, word string) (found []string) {
 	t.Helper()
 	paths, err := filepath.Glob("/proc/[0-9]*")
@@ -76,7 +76,7 @@ func awaitNone(t *testing.T, word string, within time.Duration) {
 	}
 }
 
-// mark is a variable of a job's environment that no other job has.
+// mark returns a variable of a job's environment that no other job has.
 func mark(t *testing.T) string {
 	return fmt.Sprintf("GOHVD_E2E_MARK=%s-%d", t.Name(), time.Now().UnixNano())
 }
@@ -258,7 +258,7 @@ const (
 	sshdPort = "2222"
 )
 
-// sshHosts are hosts of which all but the first have an sshd. hvdrun on the first reaches them with the flags, behind command.
+// sshHosts returns hosts of which all but the first have an sshd. hvdrun on the first reaches them with the flags, behind command.
 func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []string) {
 	t.Helper()
 	testnet.NeedHosts(t)

@@ -28,7 +28,7 @@ const (
 	methodVariable = "GOHVD_E2E_METHOD"
 )
 
-// initialize is Init, as the variables say.
+// initialize calls Init with the options that the variables say.
 func initialize(ctx context.Context) error {
 	if method := os.Getenv(methodVariable); method != "" {
 		return hvd.Init(ctx, hvd.WithInitMethod(method))
@@ -72,7 +72,7 @@ func overHosts(run func() error) int {
 	return 0
 }
 
-// serveStore is the job's store where no hvdrun has one. It prints its address, and serves until its input ends.
+// serveStore returns the job's store where no hvdrun has one. It prints its address, and serves until its input ends.
 func serveStore() error {
 	s, err := secret.Parse(os.Getenv("HVD_SECRET"))
 	if err != nil {
@@ -156,7 +156,7 @@ func checkRound(ctx context.Context, round int) error {
 	return nil
 }
 
-// ramp is from, from+1 and so on, over again after a thousand.
+// ramp returns from, from+1 and so on, over again after a thousand.
 func ramp(numElems, from int) []float32 {
 	x := make([]float32, numElems)
 	for k := range x {
@@ -180,7 +180,7 @@ func check[T comparable](op string, got, want []T, err error) error {
 	return fmt.Errorf("%s: got %v at %d of %d, want %v", op, got[k], k, len(got), want[k])
 }
 
-// part is what a rank gives another in a round, of a length of its own.
+// part returns what a rank gives another in a round, of a length of its own.
 func part(from, to, round int) []int64 {
 	return slices.Repeat([]int64{int64(1000*round + 10*from + to)}, 100*((from+2*to+round)%3))
 }
@@ -243,13 +243,13 @@ func checkReductions(ctx context.Context, round, me, n int) error {
 	return check("adasum", got, want, err)
 }
 
-// dealt is what member m of n gets of the rows of a reducescatter: the first get one more.
+// dealt returns what member m of n gets of the rows of a reducescatter: the first get one more.
 func dealt[T any](rows []T, m, n int) []T {
 	from := func(m int) int { return m*(len(rows)/n) + min(m, len(rows)%n) }
 	return rows[from(m):from(m+1)]
 }
 
-// sumOfRamps is the sum of ramp(numElems, r+round) over ranks.
+// sumOfRamps returns the sum of ramp(numElems, r+round) over ranks.
 func sumOfRamps(numElems, round int, ranks ...int) []float32 {
 	want := make([]float32, numElems)
 	for _, r := range ranks {
@@ -360,7 +360,7 @@ func checkBarrier(ctx context.Context, round, me, n int) error {
 	return err
 }
 
-// clock is in nanoseconds, the same for all processes of this machine.
+// clock returns in nanoseconds, the same for all processes of this machine.
 func clock() int64 {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &t); err != nil {

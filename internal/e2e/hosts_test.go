@@ -86,7 +86,7 @@ func startOn(t *testing.T, hosts []*testnet.Host, perHost int, program string, e
 	return s
 }
 
-// newSpread is a job without processes, which end with the test at the latest, when ctx does.
+// newSpread returns a job without processes, which end with the test at the latest, when ctx does.
 func newSpread(t *testing.T) (s *spread, ctx context.Context) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	s = &spread{job: &job{t: t, lines: make(chan line, 1000)}}

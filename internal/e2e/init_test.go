@@ -56,7 +56,7 @@ var initSteps = []string{
 	"init: connected, waiting for the other ranks to be", stepEnd,
 }
 
-// dies is a rank that waits at a barrier behind Init, or the one that is killed on the way there. Each says how far it comes.
+// dies returns a rank that waits at a barrier behind Init, or the one that is killed on the way there. Each says how far it comes.
 func dies(ctx context.Context) int {
 	delay, err := time.ParseDuration(os.Getenv(delayVariable))
 	if err != nil {

@@ -174,7 +174,7 @@ func BenchmarkIdle(b *testing.B) {
 	}
 }
 
-// processorTime is what the processes have used so far, user and system: /proc/PID/schedstat counts it in nanoseconds.
+// processorTime returns what the processes have used so far, user and system: /proc/PID/schedstat counts it in nanoseconds.
 func processorTime(b *testing.B, pids []int) time.Duration {
 	var total time.Duration
 	for _, pid := range pids {

@@ -86,7 +86,7 @@ func launched(t *testing.T, hosts []*testnet.Host, perHost int, env func(rank, h
 	s.tell()
 }
 
-// jobSecret is a file with a secret, as users make it.
+// jobSecret returns a file with a secret, as users make it.
 func jobSecret(t *testing.T) string {
 	t.Helper()
 	_, text := secret.New()

@@ -31,7 +31,7 @@ var (
 	seedFlag = flag.Uint64("seed", 0, "draw samples and times by this seed; 0 makes one")
 )
 
-// draws is what a test draws by. The seed is in its log.
+// draws returns what a test draws by. The seed is in its log.
 func draws(t *testing.T) *rand.Rand {
 	t.Helper()
 	seed := *seedFlag
@@ -42,7 +42,7 @@ func draws(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// sample is the whole matrix, as often as was asked for, or n of its cells.
+// sample returns the whole matrix, as often as was asked for, or n of its cells.
 func sample[T any](random *rand.Rand, cells []T, n int) []T {
 	if *whole > 0 {
 		return slices.Repeat(cells, *whole)
@@ -104,7 +104,7 @@ func start(t testing.TB, n int, program string, env ...string) *job {
 	return startWith(t, nil, n, program, env...)
 }
 
-// startWith is start behind a command that runs what follows it.
+// startWith returns start behind a command that runs what follows it.
 func startWith(t testing.TB, command []string, n int, program string, env ...string) *job {
 	return startHvdrun(t, command, []string{"-np", strconv.Itoa(n)}, program, env...)
 }
@@ -123,7 +123,7 @@ func startCommand(t testing.TB, command []string, env ...string) *job {
 	return startIn(t, "", command, env...)
 }
 
-// startIn is startCommand in a folder.
+// startIn returns startCommand in a folder.
 func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)

@@ -324,7 +324,7 @@ func TestStallShutdownIsExplained(t *testing.T) {
 	}
 }
 
-// freeAddress is one of loopback on which nobody listens.
+// freeAddress returns one of loopback on which nobody listens.
 func freeAddress(t *testing.T) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

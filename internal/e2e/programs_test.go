@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// program is what a rank runs; it returns the exit status.
+// program returns what a rank runs; it returns the exit status.
 func program(name string) int {
 	ctx := context.Background()
 	switch name {
@@ -142,7 +142,7 @@ func proceed() bool {
 	return err != nil
 }
 
-// arena is large in memory that the peers read.
+// arena returns large in memory that the peers read.
 func arena(ctx context.Context) error {
 	x, err := hvd.Alloc[float32](16 << 20)
 	if err != nil {
@@ -162,7 +162,7 @@ func noArena(ctx context.Context) error {
 	return sums(ctx)
 }
 
-// refill is arena until the job fails. Then the buffer is the rank's own again: it fills it, and looks whether anybody
+// refill returns arena until the job fails. Then the buffer is the rank's own again: it fills it, and looks whether anybody
 // else still writes into it.
 func refill(ctx context.Context) error {
 	x, err := hvd.Alloc[float32](1 << 20)

@@ -64,7 +64,7 @@ func ownSidecar(t sidecartest.TB, path string, env ...string) (*exec.Cmd, *sidec
 	return cmd, c
 }
 
-// sidecarJob is n sidecars, each with a client, that are ranks of one job.
+// sidecarJob returns n sidecars, each with a client, that are ranks of one job.
 func sidecarJob(b testing.TB, n int, env ...string) []*sidecartest.Client {
 	b.Helper()
 	server, err := store.Serve("127.0.0.1:0", store.NewHashStore(store.Limits{}), store.Config{})
@@ -99,7 +99,7 @@ func sidecarJob(b testing.TB, n int, env ...string) []*sidecartest.Client {
 	return clients
 }
 
-// sidecarRank is a rank with a sidecar of its own, as a program in another language is. It prints who it is, and its sidecar.
+// sidecarRank returns a rank with a sidecar of its own, as a program in another language is. It prints who it is, and its sidecar.
 func sidecarRank(name string) int {
 	r := new(reporter)
 	defer r.end()

@@ -15,7 +15,7 @@ const (
 	step = 4 << 10
 )
 
-// New is a frame without a body, with room for one of the given capacity: to append to and then Seal.
+// New returns a frame without a body, with room for one of the given capacity: to append to and then Seal.
 func New(capacity int) []byte { return make([]byte, HeaderBytes, HeaderBytes+capacity) }
 
 // Seal writes the length of a frame whose body is there, and returns the frame.

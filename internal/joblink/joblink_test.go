@@ -23,7 +23,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// served is a launcher's store and a way to reach it.
+// served returns a launcher's store and a way to reach it.
 func served(t *testing.T) (*store.HashStore, func() store.Store) {
 	t.Helper()
 	kv := store.NewHashStore(store.Limits{})

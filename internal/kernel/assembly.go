@@ -50,7 +50,7 @@ func (f *functions) vectorize(t *table) {
 // collector waits for all to stop: so it is tens of microseconds.
 const stretchBytes = 1 << 20
 
-// stretch is how many of n elements come next, so that no less than least remain, or none.
+// stretch returns how many of n elements come next, so that no less than least remain, or none.
 func stretch(n, shift, least int) int {
 	if next := stretchBytes >> shift; n >= next+least {
 		return next
@@ -58,10 +58,10 @@ func stretch(n, shift, least int) int {
 	return n
 }
 
-// shiftOf is the logarithm of a type's size: a division would take longer than all else of a call with few elements.
+// shiftOf returns the logarithm of a type's size: a division would take longer than all else of a call with few elements.
 func shiftOf(size int) int { return bits.TrailingZeros(uint(size)) }
 
-// at is the address of byte i of b.
+// at returns the address of byte i of b.
 func at(b []byte, i int) *byte { return (*byte)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(b)), i)) }
 
 func reducing(f assembly[reduceAssembly], size int, plain IntoFunc) IntoFunc {

@@ -3,7 +3,7 @@ package kernel
 // A bool is a byte here, not a bool: bytes from a peer may be anything, and a bool that is neither 0 nor 1 is not
 // something that Go can compute with. Every byte other than 0 is true.
 
-// bools is the row of Bool: Min is true where all are, Max where any is.
+// bools returns the row of Bool: Min is true where all are, Max where any is.
 func bools() row {
 	return row{
 		reductions: reductions[IntoFunc]{min: pairs(allOf), max: pairs(anyOf)},
@@ -25,5 +25,5 @@ func anyOf(d, a, b []uint8) {
 	}
 }
 
-// truth is 1 unless x is 0: then x and -x both lack the highest bit.
+// truth returns 1 unless x is 0: then x and -x both lack the highest bit.
 func truth(x uint8) uint8 { return (x | -x) >> 7 }

@@ -55,7 +55,7 @@ func Combine(dt tensor.DType) (CombineFunc, error) {
 	return f, nil
 }
 
-// floats is the row of T.
+// floats returns the row of T.
 func floats[T float]() row {
 	r := arithmetic[T]()
 	r.scale = func(buf []byte, factor float64) { scale(elems[T](buf), T(factor)) }
@@ -113,7 +113,7 @@ func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
 	return from
 }
 
-// mix is ca·x + cb·y. Here as in dot, the conversions keep the compiler from fusing a product with the sum, which some
+// mix returns ca·x + cb·y. Here as in dot, the conversions keep the compiler from fusing a product with the sum, which some
 // processors do and others cannot.
 func mix(x, y, ca, cb float64) float64 { return float64(ca*x) + float64(cb*y) }
 

@@ -15,7 +15,7 @@ import (
 
 var floatTypes = []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
 
-// encode is v as elements of dt, rounded once, by a way of its own.
+// encode returns v as elements of dt, rounded once, by a way of its own.
 func encode(dt tensor.DType, v []float64) []byte {
 	b := tensor.Bytes(make([]float64, len(v)))[:len(v)*dt.Size()]
 	for i, x := range v {
@@ -33,7 +33,7 @@ func encode(dt tensor.DType, v []float64) []byte {
 	return b
 }
 
-// decode is the elements of b, of type dt.
+// decode returns the elements of b, of type dt.
 func decode(dt tensor.DType, b []byte) []float64 {
 	v := make([]float64, len(b)/dt.Size())
 	for i := range v {
@@ -64,7 +64,7 @@ func checkFloats(t *testing.T, what string, dt tensor.DType, got, want []byte) {
 	}
 }
 
-// guarded is size bytes for a result, of elements of dt, and a check that those around it stay as they are.
+// guarded returns size bytes for a result, of elements of dt, and a check that those around it stay as they are.
 func guarded(t *testing.T, what string, dt tensor.DType, size int) (buf []byte, check func()) {
 	const guard = 3
 	around := guard * dt.Size()

@@ -15,7 +15,7 @@ type block [128]float32
 
 const halfSize = 2 // bytes
 
-// halves is the row of dt, Float16 or BFloat16, of which one and inf are the bits of 1 and +Inf.
+// halves returns the row of dt, Float16 or BFloat16, of which one and inf are the bits of 1 and +Inf.
 func halves(dt tensor.DType, one, inf uint16) row {
 	const sign = 0x8000
 	nans := sign - 1 - inf // as many positive ones, and as many negative
@@ -33,7 +33,7 @@ func halves(dt tensor.DType, one, inf uint16) row {
 	}
 }
 
-// bfloat16s is the row of BFloat16. To widen one is a shift, beside which the way through a block costs too much for
+// bfloat16s returns the row of BFloat16. To widen one is a shift, beside which the way through a block costs too much for
 // what is done most.
 func bfloat16s() row {
 	r := halves(tensor.BFloat16, 0x3f80, 0x7f80)
@@ -96,7 +96,7 @@ func store(dst []byte, dt tensor.DType, v []float32) {
 	}
 }
 
-// roundToOdd is f where a float32 can be, and else of the two float32s around f the one whose last bit is 1. That bit
+// roundToOdd returns f where a float32 can be, and else of the two float32s around f the one whose last bit is 1. That bit
 // says that there was more: rounded again, to at least two bits fewer, it gives what rounding f once does (Boldo and
 // Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
 func roundToOdd(f float64) float32 {

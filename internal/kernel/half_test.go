@@ -17,7 +17,7 @@ func bfloat16(x float64) half.BFloat16 {
 	return half.BFloat16FromFloat32(float32(roundTo(tensor.BFloat16, x)))
 }
 
-// roundTo is x as dt, a half, can have it, rounded once from the float64.
+// roundTo returns x as dt, a half, can have it, rounded once from the float64.
 func roundTo(dt tensor.DType, x float64) float64 {
 	fraction, least, most := 10, -14, 15 // bits of fraction, least and most exponent of a normal number
 	if dt == tensor.BFloat16 {

@@ -57,7 +57,7 @@ type row struct {
 // reductions has one F for each operation.
 type reductions[F any] struct{ sum, min, max, product F }
 
-// of is the F for op, the zero value if there is none.
+// of returns the F for op, the zero value if there is none.
 func (r reductions[F]) of(op tensor.ReduceOp) (f F) {
 	switch op {
 	case tensor.Sum:
@@ -123,7 +123,7 @@ func (l level) table() *table {
 	return t
 }
 
-// inPlace is f with a as the destination, nil if f is.
+// inPlace returns f with a as the destination, nil if f is.
 func (f IntoFunc) inPlace() Func {
 	if f == nil {
 		return nil
@@ -141,7 +141,7 @@ var (
 // which is what other processors run, and every one with the build tag noasm.
 func Level() string { return best.name }
 
-// rowOf is the row of dt, empty if it has none. dt may come from the wire.
+// rowOf returns the row of dt, empty if it has none. dt may come from the wire.
 func rowOf(dt tensor.DType) row {
 	if int(dt) >= len(rows) {
 		return row{}
@@ -198,7 +198,7 @@ func Scale(dt tensor.DType) (ScaleFunc, error) {
 // average of 49 ones 0.
 func Divide(dt tensor.DType) DivideFunc { return rowOf(dt).divide }
 
-// elems is b as elements.
+// elems returns b as elements.
 func elems[T tensor.Element](b []byte) []T {
 	var z T
 	wholeElems(b, int(unsafe.Sizeof(z)))
@@ -219,7 +219,7 @@ func sameLength(a, b []byte) {
 	}
 }
 
-// pairs is f on the memory of its elements.
+// pairs returns f on the memory of its elements.
 func pairs[T tensor.Element](f func(dst, a, b []T)) IntoFunc {
 	return func(dst, a, b []byte) {
 		sameLength(dst, a)

@@ -22,7 +22,7 @@ type integer interface {
 
 type float interface{ float32 | float64 }
 
-// lengths are numbers of elements that meet every remainder of the loops.
+// lengths returns numbers of elements that meet every remainder of the loops.
 func lengths() []int {
 	var all []int
 	for n := range 71 {
@@ -283,7 +283,7 @@ func checkScale[T tensor.Element](t *testing.T, in []T, factor float64, want []T
 	}
 }
 
-// guardElem is an element that no operation leaves as it is.
+// guardElem returns an element that no operation leaves as it is.
 func guardElem[T tensor.Element]() T {
 	b := make([]byte, tensor.Of[T]().Size())
 	b[0] = 7

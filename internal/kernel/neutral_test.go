@@ -29,7 +29,7 @@ func TestNeutral(t *testing.T) {
 	t.Run("bool", testNeutral(func(*rand.Rand, int) []bool { return []bool{false, true} }))
 }
 
-// every is all values of a type of one or two bytes.
+// every returns all values of a type of one or two bytes.
 func every[T tensor.Element](*rand.Rand, int) []T {
 	words := make([]uint16, 1<<16)
 	for i := range words {
@@ -70,7 +70,7 @@ func testNeutral[T tensor.Element](values func(*rand.Rand, int) []T) func(*testi
 	}
 }
 
-// combination is how two ranks' elements become one. To Adasum a rank that adds nothing is orthogonal to the others,
+// combination returns how two ranks' elements become one. To Adasum a rank that adds nothing is orthogonal to the others,
 // and then it is a sum.
 func combination(t *testing.T, op tensor.ReduceOp, dt tensor.DType) kernel.Func {
 	t.Helper()

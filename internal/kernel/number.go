@@ -9,7 +9,7 @@ type whole interface {
 
 type float interface{ float32 | float64 }
 
-// integer is the row of T, whose values are lowest to highest.
+// integer returns the row of T, whose values are lowest to highest.
 func integer[T whole](lowest, highest T) row {
 	r := arithmetic[T]()
 	r.scale, r.divide = scaleInteger(lowest, highest), divide[T]
@@ -17,7 +17,7 @@ func integer[T whole](lowest, highest T) row {
 	return r
 }
 
-// arithmetic is what the rows of all numbers have in common.
+// arithmetic returns what the rows of all numbers have in common.
 func arithmetic[T number]() row {
 	return row{reductions: reductions[IntoFunc]{
 		sum: pairs(add[T]), min: pairs(minimum[T]), max: pairs(maximum[T]), product: pairs(multiply[T]),

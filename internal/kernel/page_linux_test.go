@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// pages is n bytes of memory with no access to the pages before and behind.
+// pages returns n bytes of memory with no access to the pages before and behind.
 func pages(t *testing.T, n int) []byte {
 	page := syscall.Getpagesize()
 	all, err := syscall.Mmap(-1, 0, n+2*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/cpu"
 )
 
-// levels are those that this processor has, best first.
+// levels returns those that this processor has, best first.
 func levels() []level {
 	var all []level
 	if x := cpu.X86; x.HasAVX512F && x.HasAVX512BW && x.HasAVX512DQ && x.HasAVX512VL {

@@ -2,5 +2,5 @@
 
 package kernel
 
-// levels is empty: there is plain Go alone.
+// levels returns empty: there is plain Go alone.
 func levels() []level { return nil }

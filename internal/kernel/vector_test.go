@@ -27,7 +27,7 @@ func (s set) named() string { return s.name }
 
 var plainSet = set{plainLevel, plainLevel.table()}
 
-// vectorSets are those of this processor.
+// vectorSets returns those of this processor.
 func vectorSets(t testing.TB) []set {
 	var all []set
 	for _, l := range levels() {
@@ -109,7 +109,7 @@ func layoutOperations() []operation {
 // inPlace reports whether the destination may be a source.
 func (o operation) inPlace() bool { return len(o.in) == 2 }
 
-// apply is the result of o on the elements of in, by the functions of s.
+// apply returns the result of o on the elements of in, by the functions of s.
 func (o operation) apply(s set, in [][]byte) []byte {
 	dst := make([]byte, len(in[0])/o.in[0].Size()*o.to.Size())
 	o.run(s, dst, in)
@@ -136,7 +136,7 @@ func (o operation) check(t testing.TB, what func() string, got, want []byte, in 
 	}
 }
 
-// number64 is element b of a floating-point type.
+// number64 returns element b of a floating-point type.
 func number64(dt tensor.DType, b []byte) float64 {
 	switch dt {
 	case tensor.Float16:
@@ -151,7 +151,7 @@ func number64(dt tensor.DType, b []byte) float64 {
 
 func isNaN(dt tensor.DType, b []byte) bool { return dt.IsFloat() && math.IsNaN(number64(dt, b)) }
 
-// special are bits of dt at which something changes.
+// special returns bits of dt at which something changes.
 func special(dt tensor.DType) []uint64 {
 	width := 8 * dt.Size()
 	top := uint64(1) << (width - 1)
@@ -182,7 +182,7 @@ func put(dt tensor.DType, b []byte, bits uint64) {
 	copy(b[:dt.Size()], word[:])
 }
 
-// values is n elements of dt, some special, some with any bits, some numbers of no great size.
+// values returns n elements of dt, some special, some with any bits, some numbers of no great size.
 func values(r *rand.Rand, dt tensor.DType, n int) []byte {
 	buf := make([]byte, n*dt.Size())
 	specials := special(dt)
@@ -280,7 +280,7 @@ func fillWith(b []byte, x byte) {
 	}
 }
 
-// align is b from its first whole cache line on.
+// align returns b from its first whole cache line on.
 func align(b []byte) []byte { return b[-uintptr(unsafe.Pointer(unsafe.SliceData(b)))%fence:] }
 
 // TestSpecialPairs combines each special value with each, which come to stand in different places of a vector.

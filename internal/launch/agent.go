@@ -93,7 +93,7 @@ func AgentMain(args, environ []string) int {
 	return 0
 }
 
-// standardLink is the link over standard input and output. Their reads and writes end with Close, if that is possible for such a file.
+// standardLink returns the link over standard input and output. Their reads and writes end with Close, if that is possible for such a file.
 func standardLink() (*link, error) {
 	for _, fd := range []int{unix.Stdin, unix.Stdout} {
 		if err := unix.SetNonblock(fd, true); err != nil {

@@ -158,7 +158,7 @@ func (j *job) hostJobs() ([]hostJob, error) {
 	return jobs, nil
 }
 
-// routes are the addresses of this host from which the others are reached, as far as they can be known: a name may be one that
+// routes returns the addresses of this host from which the others are reached, as far as they can be known: a name may be one that
 // ssh alone understands. This host gets that of the first other one, for it must be reached there too.
 func (j *job) routes() []netip.Addr {
 	ctx, cancel := context.WithTimeout(context.Background(), routeWait)

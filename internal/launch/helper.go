@@ -110,7 +110,7 @@ func HelperMain(args, env []string) int {
 	return 0
 }
 
-// timelineSignal is the signal that starts and stops the timeline of a rank with an environment; 0 if there is none, or it is not one that
+// timelineSignal returns the signal that starts and stops the timeline of a rank with an environment; 0 if there is none, or it is not one that
 // the setting can have.
 func timelineSignal(env []string) syscall.Signal {
 	switch name := valueOf(env, "HVD_TIMELINE_SIGNAL"); {
@@ -172,7 +172,7 @@ func (h *helper) ended(status unix.WaitStatus) {
 	h.family.fate = h.fate
 }
 
-// fate is that of what the command left behind.
+// fate returns that of what the command left behind.
 func (h *helper) fate(_, pgrp int) fate {
 	if h.sent != 0 && !h.killed && pgrp == h.pid {
 		return awaited

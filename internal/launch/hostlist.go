@@ -166,7 +166,7 @@ func parseHostLine(words []string) (Host, error) {
 	return h, err
 }
 
-// Slots is the number of slots of all hosts.
+// Slots returns the number of slots of all hosts.
 func Slots(hosts []Host) (n int) {
 	for _, h := range hosts {
 		n += h.Slots

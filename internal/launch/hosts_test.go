@@ -223,7 +223,7 @@ func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
 	r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
 }
 
-// agentOf is the agent of a host, or the process at the end of its command.
+// agentOf returns the agent of a host, or the process at the end of its command.
 func (r *run) agentOf(host string) (pid int) {
 	r.t.Helper()
 	r.await("agent of "+host, func() bool {

@@ -52,7 +52,7 @@ func (j *job) survey(why string) {
 	})
 }
 
-// alarms is where the causes for surveys come from.
+// alarms returns where the causes for surveys come from.
 func (j *job) alarms() <-chan string {
 	if j.o.Inquiry == nil {
 		return nil
@@ -60,7 +60,7 @@ func (j *job) alarms() <-chan string {
 	return j.o.Inquiry.Alarms
 }
 
-// known is what is known of each rank's process.
+// known returns what is known of each rank's process.
 func (j *job) known() []string {
 	known := make([]string, len(j.ranks))
 	for r, k := range j.ranks {

@@ -192,7 +192,7 @@ type Exit struct {
 	Stderr []string
 }
 
-// Status is e as a shell gives it.
+// Status returns e as a shell gives it.
 func (e Exit) Status() int {
 	if e.Signal != 0 {
 		return statusSignal + int(e.Signal)
@@ -270,7 +270,7 @@ func storeVariables(addr netip.AddrPort) []string {
 	}
 }
 
-// nameOf is the name of a variable, NAME=value.
+// nameOf returns the name of a variable, NAME=value.
 func nameOf(v string) string {
 	name, _, _ := strings.Cut(v, "=")
 	return name
@@ -281,7 +281,7 @@ func has(vars []string, name string) bool {
 	return slices.ContainsFunc(vars, func(v string) bool { return nameOf(v) == name })
 }
 
-// without is env without the variables that vars name.
+// without returns env without the variables that vars name.
 func without(env, vars []string) []string {
 	named := make(map[string]bool, len(vars)) // there may be thousands, as in a pod of a large cluster
 	for _, v := range vars {
@@ -290,7 +290,7 @@ func without(env, vars []string) []string {
 	return slices.DeleteFunc(slices.Clone(env), func(v string) bool { return named[nameOf(v)] })
 }
 
-// torchVariables are what torch.distributed wants of a launcher. A user who sets one of them has another meeting place in
+// torchVariables returns what torch.distributed wants of a launcher. A user who sets one of them has another meeting place in
 // mind, and keeps it.
 func (j *job) torchVariables(r int) []string {
 	addr, p := j.o.TorchStore, j.places[r]
@@ -312,7 +312,7 @@ func (j *job) torchVariables(r int) []string {
 	}, j.o.Set)
 }
 
-// merge is the environment of all ranks: inherited, without what set and placing name, then set. Of equal names in set
+// merge returns the environment of all ranks: inherited, without what set and placing name, then set. Of equal names in set
 // the last counts.
 func merge(inherited, set, placing []string) ([]string, error) {
 	env := without(inherited, placing)
@@ -357,7 +357,7 @@ func lookPath(file string, env []string) (string, error) {
 	return "", err
 }
 
-// valueOf is the last value of a variable in env.
+// valueOf returns the last value of a variable in env.
 func valueOf(env []string, name string) (value string) {
 	for _, v := range env {
 		if text, ok := strings.CutPrefix(v, name+"="); ok {

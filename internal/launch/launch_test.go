@@ -412,7 +412,7 @@ func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	}
 }
 
-// goProgram is the folder of a program to go run. It prints ready and goes on for an hour.
+// goProgram returns the folder of a program to go run. It prints ready and goes on for an hour.
 func goProgram(t *testing.T) string {
 	dir := t.TempDir()
 	for name, text := range map[string]string{
@@ -593,7 +593,7 @@ func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 	}
 }
 
-// laterScript is a part of a rank that waits for a file.
+// laterScript returns a part of a rank that waits for a file.
 func laterScript(file string) string { return `until [ -e "` + file + `" ]; do sleep 0.01; done; ` }
 
 func TestRootCause(t *testing.T) {

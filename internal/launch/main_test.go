@@ -74,7 +74,7 @@ type spec struct {
 
 const lostByLauncher = 99 // exit status: the launcher has leaked a goroutine
 
-// verdict is what the ranks that are left say.
+// verdict returns what the ranks that are left say.
 func (s *spec) verdict(ctx context.Context) (v joblink.Verdict, err error) {
 	if s.Verdict == "" {
 		<-ctx.Done()
@@ -84,7 +84,7 @@ func (s *spec) verdict(ctx context.Context) (v joblink.Verdict, err error) {
 	return v, err
 }
 
-// launcher is a program around Run, as hvdrun is.
+// launcher returns a program around Run, as hvdrun is.
 func launcher(text string) int {
 	var s spec
 	if err := json.Unmarshal([]byte(text), &s); err != nil {
@@ -206,7 +206,7 @@ func fakeAgent(text string) int {
 	return 7
 }
 
-// rankProgram is what a rank runs where a shell will not do.
+// rankProgram returns what a rank runs where a shell will not do.
 func rankProgram(do string) int {
 	signals := make(chan os.Signal, 16)
 	signal.Notify(signals)
@@ -356,7 +356,7 @@ func (r *run) wait() int {
 	return r.cmd.ProcessState.ExitCode()
 }
 
-// outcome is the Result after wait.
+// outcome returns the Result after wait.
 func (r *run) outcome() (res launch.Result) {
 	r.t.Helper()
 	text, err := os.ReadFile(r.result)
@@ -405,7 +405,7 @@ func (p process) isAgent() bool { return strings.Contains(p.command, launch.Agen
 
 func (p process) isHelper() bool { return strings.Contains(p.command, launch.HelperArg) }
 
-// processes are those of the job that are alive, without the launcher.
+// processes returns those of the job that are alive, without the launcher.
 func (r *run) processes() []process {
 	var found []process
 	entries, err := os.ReadDir("/proc")
@@ -434,7 +434,7 @@ func (r *run) processes() []process {
 	return found
 }
 
-// helper is the process id of a rank's helper.
+// helper returns the process id of a rank's helper.
 func (r *run) helper(rank string) (pid int) {
 	r.t.Helper()
 	r.await("helper of rank "+rank, func() bool {

@@ -82,7 +82,7 @@ func named(v *joblink.Verdict, r int) bool {
 	return v != nil && slices.Contains(v.Ranks, topo.Rank(r))
 }
 
-// culprits are the root causes that the survivors have found.
+// culprits returns the root causes that the survivors have found.
 func (r Result) culprits() []int {
 	if len(r.Roots) == 0 || !named(r.Verdict, r.Roots[0]) {
 		return nil
@@ -111,7 +111,7 @@ func (e Exit) describe() string {
 
 const clock = "15:04:05.000"
 
-// report is the account of a failure, on the model of torchrun's. It is empty if no rank failed.
+// report returns the account of a failure, on the model of torchrun's. It is empty if no rank failed.
 func (j *job) report(res Result) string {
 	if len(res.Roots) == 0 {
 		return ""

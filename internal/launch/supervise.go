@@ -38,7 +38,7 @@ const (
 // policy decides what follows the end of a rank's command.
 type policy func(rank int, e Exit) reaction
 
-// endAll is the policy of a job in which no rank is of use without the others.
+// endAll returns the policy of a job in which no rank is of use without the others.
 func endAll(_ int, e Exit) reaction {
 	if e.Status() != 0 {
 		return failJob

@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// messages are one of each kind.
+// messages returns one of each kind.
 func messages() (orders []order, notices []notice) {
 	job := hostJob{
 		Dir: words{"/\xff"}, Command: words{"a", "", "b"}, Env: words{"A=\xfe", "B="}, Ranks: []words{{"R=0"}, nil},

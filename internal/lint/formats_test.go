@@ -336,7 +336,7 @@ func TestFormats(t *testing.T) {
 // otherFuzzTests are of what writes, or computes.
 var otherFuzzTests = []string{"internal/kernel.FuzzLevels", "internal/launch.FuzzSplitter", "timeline.FuzzString"}
 
-// onTheWire is the literal of a magic as bytes: of a number in both orders, because some of the formats are little-endian.
+// onTheWire returns the literal of a magic as bytes: of a number in both orders, because some of the formats are little-endian.
 func onTheWire(t *testing.T, at, literal string) []string {
 	if text, err := strconv.Unquote(literal); err == nil {
 		return []string{text}

@@ -57,7 +57,7 @@ func packages(t *testing.T) []pkg {
 	}
 }
 
-// short is the import path within the module.
+// short returns the import path within the module.
 func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(path, module), "/") }
 
 // Why: a package can be understood knowing only what is below it, and tests of the lower ones need nothing of the

@@ -32,7 +32,7 @@ func New(w io.Writer, level zapcore.Level, format string, withTime bool) *zap.Lo
 // Trace is the level below debug, of what each cycle of the negotiation says.
 const Trace = zapcore.DebugLevel - 1
 
-// Level is that of a value of HOROVOD_LOG_LEVEL. A word that config does not accept is warning.
+// Level returns that of a value of HOROVOD_LOG_LEVEL. A word that config does not accept is warning.
 func Level(word string) zapcore.Level {
 	switch word {
 	case "trace":

@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// settings are the defaults with some set.
+// settings returns the defaults with some set.
 func settings(t *testing.T, environ ...string) *config.Config {
 	t.Helper()
 	c, err := config.Load(config.Sources{Environ: environ})
@@ -180,13 +180,13 @@ func TestBound(t *testing.T) {
 	}
 }
 
-// observed is a quiet logger and what it writes.
+// observed returns a quiet logger and what it writes.
 func observed() (*zap.Logger, *observer.ObservedLogs) {
 	log, entries := testnet.Logs()
 	return logs.Quiet(log), entries
 }
 
-// lines are the messages in entries with their numbers of what was left out.
+// lines returns the messages in entries with their numbers of what was left out.
 func lines(entries *observer.ObservedLogs) string {
 	var all []string
 	for _, e := range entries.TakeAll() {

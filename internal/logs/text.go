@@ -13,13 +13,13 @@ import (
 // maxTextBytes bounds a message, and a text in a field. A name of a tensor may have 4096 bytes.
 const maxTextBytes = 1 << 10
 
-// plain is a message cut to its bound, in which what does not print is escaped as by strconv.Quote: the end of a line, what a
+// plain returns a message cut to its bound, in which what does not print is escaped as by strconv.Quote: the end of a line, what a
 // terminal obeys, and what is no UTF-8.
 func plain(text string) string { return escape(cut(text), unprintable) }
 
 func unprintable(r rune) bool { return r == utf8.RuneError || !strconv.IsPrint(r) }
 
-// unquoted is what does not print and what an encoder of fields, which quotes them as JSON, leaves as it is.
+// unquoted returns what does not print and what an encoder of fields, which quotes them as JSON, leaves as it is.
 func unquoted(r rune) bool { return r >= 0x7f && unprintable(r) }
 
 func escape(text string, which func(rune) bool) string {
@@ -40,7 +40,7 @@ func escape(text string, which func(rune) bool) string {
 	return b.String()
 }
 
-// cut is the beginning of a text that is too long, which says so.
+// cut returns the beginning of a text that is too long, which says so.
 func cut(text string) string {
 	if len(text) <= maxTextBytes {
 		return text
@@ -52,7 +52,7 @@ func cut(text string) string {
 	return fmt.Sprintf("%s... (%d bytes)", text[:n], len(text))
 }
 
-// bounded is fields with their texts shortened and fit to be quoted. The slice is the caller's, and not changed.
+// bounded returns fields with their texts shortened and fit to be quoted. The slice is the caller's, and not changed.
 func bounded(fields []zapcore.Field, shorten func(string) string) []zapcore.Field {
 	var changed []zapcore.Field
 	for i, f := range fields {
@@ -73,7 +73,7 @@ func bounded(fields []zapcore.Field, shorten func(string) string) []zapcore.Fiel
 	return fields
 }
 
-// textOf is the text of a field, if it is one.
+// textOf returns the text of a field, if it is one.
 func textOf(f zapcore.Field) (text string, ok bool) {
 	switch f.Type {
 	case zapcore.StringType:

@@ -37,7 +37,7 @@ func (v Bits) Any() bool {
 	return false
 }
 
-// Next is the lowest one bit at or above b; ok is false if there is none.
+// Next returns the lowest one bit at or above b; ok is false if there is none.
 func (v Bits) Next(b uint32) (next uint32, ok bool) {
 	w := int(b / 64)
 	if w >= len(v) {

@@ -308,7 +308,7 @@ func AppendVectors(b []byte, and, or []uint64) []byte {
 	return b
 }
 
-// DecodeVectors is the inverse of AppendVectors, reusing the memory of and and or.
+// DecodeVectors returns the inverse of AppendVectors, reusing the memory of and and or.
 func DecodeVectors(b []byte, and, or []uint64) (_, _ []uint64, err error) {
 	d := decoder{b: b}
 	if t := d.u8(); t != vectorsType {
@@ -338,7 +338,7 @@ func IsVectors(frame []byte) bool { return len(frame) > 0 && frame[0] == vectors
 // IsProbe reports whether a frame is a Probe, or a broken one.
 func IsProbe(frame []byte) bool { return len(frame) > 0 && frame[0] == probeType }
 
-// DecodeProbe is the inverse of AppendProbe.
+// DecodeProbe returns the inverse of AppendProbe.
 func DecodeProbe(b []byte) (p Probe, err error) {
 	d := decoder{b: b}
 	if t := d.u8(); t != probeType {

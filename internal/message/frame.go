@@ -77,7 +77,7 @@ type UpSet struct {
 	Done uint32
 }
 
-// At is u's news of a set, added if there is none yet. The memory of earlier uses is reused.
+// At returns u's news of a set, added if there is none yet. The memory of earlier uses is reused.
 func (u *Up) At(set topo.ProcessSetID) *UpSet {
 	for i := range u.Sets {
 		if u.Sets[i].Set == set {

@@ -70,7 +70,7 @@ type Response struct {
 	Text string
 }
 
-// Request is what member i of the process set must have submitted for this response. For alltoall the first
+// Request returns what member i of the process set must have submitted for this response. For alltoall the first
 // dimension is not known and 0.
 func (r *Response) Request(i int) Request {
 	q := r.request()
@@ -127,7 +127,7 @@ func (r *Response) matchesShape(s tensor.Shape, i int) bool {
 	return true
 }
 
-// NumElems is the number of elements of the result: for allgather those of all ranks together, for reducescatter the
+// NumElems returns the number of elements of the result: for allgather those of all ranks together, for reducescatter the
 // parts of all, for alltoall, where nobody knows, 0.
 func (r *Response) NumElems() (int64, error) {
 	if r.Kind != Allgather {
@@ -150,7 +150,7 @@ func (r *Response) NumElems() (int64, error) {
 	return rows * row, nil
 }
 
-// RowElems is the number of elements under one index of the first dimension.
+// RowElems returns the number of elements under one index of the first dimension.
 func (r *Response) RowElems() (int64, error) {
 	if len(r.Shape) == 0 {
 		return 1, nil
@@ -158,7 +158,7 @@ func (r *Response) RowElems() (int64, error) {
 	return r.Shape[1:].NumElems()
 }
 
-// NumBytes is the size of the result. The response must be sound, as the coordinator's are.
+// NumBytes returns the size of the result. The response must be sound, as the coordinator's are.
 func (r *Response) NumBytes() int64 {
 	if r.several() {
 		return r.Parts.numBytes(tensor.Invalid)
@@ -170,7 +170,7 @@ func (r *Response) NumBytes() int64 {
 	return n * int64(r.DType.Size())
 }
 
-// WireBytes is the size of the result in elements of the type that travels: what it takes of a fusion buffer. The
+// WireBytes returns the size of the result in elements of the type that travels: what it takes of a fusion buffer. The
 // response must be sound.
 func (r *Response) WireBytes() int64 {
 	if r.several() {
@@ -186,7 +186,7 @@ func (r *Response) WireBytes() int64 {
 // several reports whether there are tensors of several types.
 func (r *Response) several() bool { return len(r.Parts) > 0 && !r.DType.Valid() }
 
-// WireType is the element type that travels.
+// WireType returns the element type that travels.
 func (r *Response) WireType() tensor.DType {
 	if r.Wire.Valid() {
 		return r.Wire

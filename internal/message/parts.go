@@ -18,7 +18,7 @@ func (p Parts) Append(dt tensor.DType, shape tensor.Shape) Parts {
 	return append(append(p, int64(dt), int64(len(shape))), shape...)
 }
 
-// All are the tensors in order. They must be sound.
+// All returns the tensors in order. They must be sound.
 func (p Parts) All() iter.Seq2[tensor.DType, tensor.Shape] {
 	return func(yield func(tensor.DType, tensor.Shape) bool) {
 		for len(p) > 0 {
@@ -31,7 +31,7 @@ func (p Parts) All() iter.Seq2[tensor.DType, tensor.Shape] {
 	}
 }
 
-// Len is the number of tensors.
+// Len returns the number of tensors.
 func (p Parts) Len() (n int) {
 	for range p.All() {
 		n++
@@ -39,7 +39,7 @@ func (p Parts) Len() (n int) {
 	return n
 }
 
-// Types are the element types, each once, in the order in which they first appear.
+// Types returns the element types, each once, in the order in which they first appear.
 func (p Parts) Types() iter.Seq[tensor.DType] {
 	return func(yield func(tensor.DType) bool) {
 		var seen uint64 // bits, by type
@@ -52,7 +52,7 @@ func (p Parts) Types() iter.Seq[tensor.DType] {
 	}
 }
 
-// DType is the element type that all tensors have, or Invalid if there are several.
+// DType returns the element type that all tensors have, or Invalid if there are several.
 func (p Parts) DType() tensor.DType {
 	common := tensor.Invalid
 	for dt := range p.Types() {
@@ -67,7 +67,7 @@ func (p Parts) DType() tensor.DType {
 // Equal reports whether p and q are the same tensors.
 func (p Parts) Equal(q Parts) bool { return slices.Equal(p, q) }
 
-// At is tensor i, of the type Invalid if there are not as many.
+// At returns tensor i, of the type Invalid if there are not as many.
 func (p Parts) At(i int) (tensor.DType, tensor.Shape) {
 	for dt, shape := range p.All() {
 		if i == 0 {
@@ -78,7 +78,7 @@ func (p Parts) At(i int) (tensor.DType, tensor.Shape) {
 	return tensor.Invalid, nil
 }
 
-// Difference is the first tensor that is not the same in q, or -1.
+// Difference returns the first tensor that is not the same in q, or -1.
 func (p Parts) Difference(q Parts) int {
 	for i := 0; ; i++ {
 		switch {
@@ -95,7 +95,7 @@ func (p Parts) Difference(q Parts) int {
 	}
 }
 
-// numBytes is the size of all tensors, each of elements of wire if that is a type, else of its own.
+// numBytes returns the size of all tensors, each of elements of wire if that is a type, else of its own.
 func (p Parts) numBytes(wire tensor.DType) (total int64) {
 	for dt, shape := range p.All() {
 		if wire.Valid() {
@@ -107,7 +107,7 @@ func (p Parts) numBytes(wire tensor.DType) (total int64) {
 	return total
 }
 
-// check is an error if p is not sound, or if all of its tensors together do not have the type and the number of elements that are
+// check returns an error if p is not sound, or if all of its tensors together do not have the type and the number of elements that are
 // given.
 func (p Parts) check(dt tensor.DType, numElems int64) error {
 	var elems, bytes int64

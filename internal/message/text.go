@@ -19,7 +19,7 @@ func (t UpType) String() string {
 	return upTypes[t]
 }
 
-// String prints the frame in the notation of logs and of the controller's golden tests. Vectors of bits are hexadecimal
+// String formats the frame in the notation of logs and of the controller's golden tests. Vectors of bits are hexadecimal
 // numbers (bit 0 is 1), lists of bits are lists.
 func (u *Up) String() string {
 	var b strings.Builder
@@ -64,7 +64,7 @@ func (u *Up) String() string {
 	return b.String()
 }
 
-// String prints v as a hexadecimal number, of which bit 0 is 1.
+// String formats v as a hexadecimal number, of which bit 0 is 1.
 func (v Bits) String() string {
 	text := ""
 	for i := len(v) - 1; i >= 0; i-- {
@@ -80,10 +80,10 @@ func (v Bits) String() string {
 	return text
 }
 
-// kindText is a kind in one word.
+// kindText returns a kind in one word.
 func kindText(k Kind) string { return strings.ReplaceAll(k.String(), " ", "-") }
 
-// String prints a request in the notation of Up. What is usual (sum, factors 1) is left out.
+// String formats a request in the notation of Up. What is usual (sum, factors 1) is left out.
 func (q *Request) String() string {
 	text := fmt.Sprintf("%s %s", kindText(q.Kind), q.Name)
 	switch {
@@ -127,7 +127,7 @@ func (q *Request) String() string {
 	return text
 }
 
-// String prints the frame in the notation of Up.
+// String formats the frame in the notation of Up.
 func (d *Down) String() string {
 	var b strings.Builder
 	switch d.Type {

@@ -213,7 +213,7 @@ func (h *histogram) Write(to *dto.Metric) error {
 	return nil
 }
 
-// buildInfo is a gauge of 1 that tells versions.
+// buildInfo returns a gauge of 1 that tells versions.
 func buildInfo(name string) prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: name, Help: "1, with the version of gohvd and that of Go it was built with.",

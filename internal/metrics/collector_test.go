@@ -32,7 +32,7 @@ func histogramOf(durations ...time.Duration) (h stats.Histogram) {
 	return h
 }
 
-// full is a rank that has all metrics.
+// full returns a rank that has all metrics.
 func full() stats.Stats {
 	return stats.Stats{
 		Rank: 0, Size: 4, Host: "h1", Epoch: 2,
@@ -56,7 +56,7 @@ func full() stats.Stats {
 	}
 }
 
-// other is a rank other than 0, which has the rest.
+// other returns a rank other than 0, which has the rest.
 func other() stats.Stats {
 	s := full()
 	s.Rank, s.Coordinator = 1, nil

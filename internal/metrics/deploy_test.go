@@ -28,7 +28,7 @@ const (
 	page   = "../../docs/metrics.md"
 )
 
-// families are what a scrape of a job shows.
+// families returns what a scrape of a job shows.
 func families(t *testing.T) map[string]*dto.MetricFamily {
 	t.Helper()
 	j, _ := jobOf(t, 2, map[int][]byte{0: textOf(t, 0, asIs)})
@@ -40,7 +40,7 @@ func families(t *testing.T) map[string]*dto.MetricFamily {
 	return all
 }
 
-// series are the names that can be queried, with the labels of each.
+// series returns the names that can be queried, with the labels of each.
 func series(t *testing.T) map[string][]string {
 	all := make(map[string][]string)
 	for name, f := range families(t) {
@@ -65,7 +65,7 @@ func labelsOf(f *dto.MetricFamily) (labels []string) {
 	return labels
 }
 
-// rules are the expressions of the alerts, by name.
+// rules returns the expressions of the alerts, by name.
 func rules(t *testing.T) map[string]string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(deploy, "alerts.yml"))
@@ -163,7 +163,7 @@ func TestDeploy(t *testing.T) {
 	}
 }
 
-// panels are the queries of the dashboard, by the title of their panel, and those of its variables, with values for these.
+// panels returns the queries of the dashboard, by the title of their panel, and those of its variables, with values for these.
 func panels(t *testing.T) (queries map[string][]string, variables []string) {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(deploy, "grafana-dashboard.json"))

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/stats"
 )
 
-// registry is that of a rank. It is our own: what the program around us registers elsewhere is not shown here.
+// registry returns that of a rank. It is our own: what the program around us registers elsewhere is not shown here.
 func registry(get func() stats.Stats) *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(NewCollector(get), buildInfo("hvd_build_info"),
@@ -29,7 +29,7 @@ func Handler(get func() stats.Stats) http.Handler {
 	return paths(promhttp.HandlerFor(registry(get), promhttp.HandlerOpts{EnableOpenMetrics: true, DisableCompression: true}))
 }
 
-// paths are those of a server of metrics.
+// paths returns those of a server of metrics.
 func paths(metrics http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", metrics)
@@ -40,7 +40,7 @@ func paths(metrics http.Handler) http.Handler {
 	return mux
 }
 
-// Text is what Handler shows at /metrics, in Prometheus's text format: what a rank answers Job.
+// Text returns what Handler shows at /metrics, in Prometheus's text format: what a rank answers Job.
 func Text(get func() stats.Stats) ([]byte, error) {
 	families, err := registry(get).Gather()
 	if err != nil {

@@ -117,7 +117,7 @@ func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFami
 	}
 }
 
-// question is the one that is under way, or the last if it is fresh, or a new one that the ranks have so long to answer.
+// question returns the one that is under way, or the last if it is fresh, or a new one that the ranks have so long to answer.
 func (j *Job) question(ask time.Duration) (*gathering, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()

@@ -25,7 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// textOf is the answer of a rank.
+// textOf returns the answer of a rank.
 func textOf(t testing.TB, rank int, change func(*stats.Stats)) []byte {
 	t.Helper()
 	s := full()
@@ -42,7 +42,7 @@ func textOf(t testing.TB, rank int, change func(*stats.Stats)) []byte {
 
 func asIs(*stats.Stats) {}
 
-// jobOf is a job whose ranks, on hosts a and b in turn, have answered.
+// jobOf returns a job whose ranks, on hosts a and b in turn, have answered.
 func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *observer.ObservedLogs) {
 	t.Helper()
 	log, entries := testnet.Logs()
@@ -62,7 +62,7 @@ func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *obser
 	return j, entries
 }
 
-// shown is what a scrape of the job shows.
+// shown returns what a scrape of the job shows.
 func shown(t *testing.T, j *metrics.Job) string {
 	t.Helper()
 	w := request(j.Handler(), "/metrics")

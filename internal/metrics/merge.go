@@ -118,7 +118,7 @@ func keyOf(labels []*dto.LabelPair) string {
 	return string(key)
 }
 
-// with is what was added and others, whose names no rank may have, in the order of names.
+// with returns what was added and others, whose names no rank may have, in the order of names.
 func (m *merger) with(others []*dto.MetricFamily) []*dto.MetricFamily {
 	for _, f := range others {
 		m.families[f.GetName()] = f

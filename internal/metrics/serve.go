@@ -24,7 +24,7 @@ const (
 	maxConns = 32
 )
 
-// Address is where to listen if addr was asked for: HOST:PORT, :PORT or PORT. Without a host it is 127.0.0.1; who wants to be
+// Address returns where to listen if addr was asked for: HOST:PORT, :PORT or PORT. Without a host it is 127.0.0.1; who wants to be
 // reached from elsewhere says so, by an address of the host or 0.0.0.0. plus is added to the port unless that is 0: processes of a
 // host that were given the same address add their local rank.
 func Address(addr string, plus int) (string, error) {

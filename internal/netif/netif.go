@@ -111,7 +111,7 @@ func list() (all []own, err error) {
 	return all, nil
 }
 
-// Addresses are this host's that c allows: in the order of c, or, if c is zero, all that are not loopback, in the order of
+// Addresses returns this host's that c allows: in the order of c, or, if c is zero, all that are not loopback, in the order of
 // the host. It is an error if c allows none.
 func (c Choice) Addresses() ([]netip.Addr, error) {
 	all, err := list()
@@ -152,7 +152,7 @@ func (c Choice) of(all []own) (addrs []netip.Addr) {
 	return addrs
 }
 
-// Towards is the address of this host for ranks that meet at target, host:port: that from which target is reached, if c
+// Towards returns the address of this host for ranks that meet at target, host:port: that from which target is reached, if c
 // allows it, else the first that c allows, of target's family if there is one. Nothing is sent.
 func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) {
 	local, remote, err := Route(ctx, target)
@@ -171,7 +171,7 @@ func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) 
 	return addrs[0], nil
 }
 
-// Any is an address of this host for ranks that meet nobody knows where: the first that c allows, or without a choice that
+// Any returns an address of this host for ranks that meet nobody knows where: the first that c allows, or without a choice that
 // of the default route, else the first that is not loopback, else loopback.
 func (c Choice) Any() (netip.Addr, error) {
 	addrs, err := c.Addresses()
@@ -192,7 +192,7 @@ func (c Choice) Any() (netip.Addr, error) {
 	return addrs[0], nil
 }
 
-// Route is the address of this host from which target, host:port, is reached, and that of target. Connecting a datagram
+// Route returns the address of this host from which target, host:port, is reached, and that of target. Connecting a datagram
 // socket sends nothing; it only asks for the route, and for the name's address, which takes until ctx ends at most.
 func Route(ctx context.Context, target string) (local, remote netip.Addr, err error) {
 	var d net.Dialer

@@ -151,7 +151,7 @@ func (r *Rank) Close() error {
 	return server.Close() // it waits for answers, which want the lock
 }
 
-// Stats are the counters of the rank. They are 0 before Attach.
+// Stats returns the counters of the rank. They are 0 before Attach.
 func (r *Rank) Stats() stats.Stats {
 	r.mu.Lock()
 	e := r.engine
@@ -203,7 +203,7 @@ func (r *Rank) answer() {
 	}
 }
 
-// Dump is what the rank waits for, and what the flight recorder has if it is on.
+// Dump returns what the rank waits for, and what the flight recorder has if it is on.
 func (r *Rank) Dump(why string) *analysis.Snapshot {
 	r.mu.Lock()
 	e := r.engine

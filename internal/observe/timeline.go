@@ -31,7 +31,7 @@ type timelines struct {
 	past     uint64             // operations that earlier ones have dropped
 }
 
-// dropped is how many operations are in no timeline that should be.
+// dropped returns how many operations are in no timeline that should be.
 func (t *timelines) dropped() uint64 {
 	t.counting.Lock()
 	defer t.counting.Unlock()
@@ -128,7 +128,7 @@ func (t *timelines) engine() *engine.Engine {
 	return t.rank.engine
 }
 
-// pathOfEpoch is where the timeline of an epoch goes: not to where that of the one before is, which may be what somebody wants to see.
+// pathOfEpoch returns where the timeline of an epoch goes: not to where that of the one before is, which may be what somebody wants to see.
 func pathOfEpoch(path string, epoch uint64) string {
 	if epoch <= 1 {
 		return path

@@ -160,7 +160,7 @@ func expandNumbers(inside string, most int) (numbers []string, err error) {
 	return numbers, nil
 }
 
-// hostNumber is a number in a bracket. 18 digits leave room to count beyond it.
+// hostNumber returns a number in a bracket. 18 digits leave room to count beyond it.
 func hostNumber(s, part string) (uint64, error) {
 	if s == "" || len(s) > 18 || strings.Trim(s, "0123456789") != "" {
 		return 0, fmt.Errorf("%s in brackets, want a number or a range of numbers", quote(part))
@@ -209,7 +209,7 @@ func expandTasks(list string) (tasks []int, err error) {
 	return tasks, nil
 }
 
-// decimal is a number from 0 to most, of digits only.
+// decimal returns a number from 0 to most, of digits only.
 func decimal(s string, most int) (int, error) {
 	n, err := strconv.Atoi(s)
 	if err != nil || n < 0 || n > most || strings.Trim(s, "0123456789") != "" {

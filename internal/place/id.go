@@ -79,7 +79,7 @@ func (id *ID) seal() {
 	copy(id[idSum:], sum[:])
 }
 
-// String is the text of id, 171 letters, digits, '-' and '_'.
+// String returns the text of id, 171 letters, digits, '-' and '_'.
 func (id ID) String() string { return idText.EncodeToString(id[:]) }
 
 // ParseID reads the text of an id, with or without white space around it. Its error does not show the text.

@@ -303,7 +303,7 @@ func FuzzOpenID(f *testing.F) {
 	})
 }
 
-// addrOf is where the store of an id is.
+// addrOf returns where the store of an id is.
 func addrOf(t *testing.T, id ID) string {
 	t.Helper()
 	s, err := id.open()

@@ -63,7 +63,7 @@ type Line struct {
 	Suspect bool
 }
 
-// String is the line as it is shown to people.
+// String returns the line as it is shown to people.
 func (l Line) String() string { return string(l.Kind) + ": " + l.Why }
 
 // Detect finds the launcher of this process. getenv is os.Getenv or like it; an empty variable is like one that is not
@@ -153,7 +153,7 @@ func (v *variables) any(names ...string) (name string, ok bool) {
 	return "", false
 }
 
-// number is a variable's, from 0 on, or -1 if it is not set.
+// number returns a variable's, from 0 on, or -1 if it is not set.
 func (v *variables) number(name string) int {
 	text := v.getenv(name)
 	if text == "" {
@@ -167,7 +167,7 @@ func (v *variables) number(name string) int {
 	return int(n)
 }
 
-// pair is a rank and its size, or -1 and -1 if neither is set.
+// pair returns a rank and its size, or -1 and -1 if neither is set.
 func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	if _, ok := v.any(rankName, sizeName); !ok {
 		return -1, -1
@@ -184,7 +184,7 @@ func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	return rank, size
 }
 
-// part is a pair whose size is not above that of the job.
+// part returns a pair whose size is not above that of the job.
 func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 	rank, size = v.pair(rankName, sizeName)
 	if size > e.Size {
@@ -193,7 +193,7 @@ func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 	return rank, size
 }
 
-// newEnv is a place of which only rank and size are known.
+// newEnv returns a place of which only rank and size are known.
 func newEnv(rank, size int) *Env {
 	e := &Env{Rank: rank, Size: size, LocalRank: -1, LocalSize: -1, CrossRank: -1, CrossSize: -1, pmiFD: -1, node: -1}
 	if size == 1 {
@@ -209,7 +209,7 @@ func (e *Env) settle() {
 	}
 }
 
-// mpi is the place of a process of MPI.
+// mpi returns the place of a process of MPI.
 func (v *variables) mpi(rank, size, localRank, localSize string) *Env {
 	e := newEnv(v.pair(rank, size))
 	if r, n := v.part(localRank, localSize, e); r >= 0 {
@@ -438,7 +438,7 @@ func (v *variables) slurmHosts(e *Env) {
 	}
 }
 
-// slurmTasks is the number of tasks on each host of the step, nil if it is not known.
+// slurmTasks returns the number of tasks on each host of the step, nil if it is not known.
 func (v *variables) slurmTasks(hosts, size int) []int {
 	if _, ok := v.any("SLURM_STEP_TASKS_PER_NODE"); !ok {
 		// What the user asked for of every host. A step may have fewer, so it counts only where the sum is right.

@@ -110,7 +110,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.meetAt(ctx, o, m, e.host)
 }
 
-// alone is the meeting of one rank.
+// alone returns the meeting of one rank.
 func (m *Place) alone(o MeetOptions) error {
 	h := store.NewHashStore(store.Limits{})
 	m.Store, m.Secret = h, o.Secret
@@ -193,7 +193,7 @@ func (o *MeetOptions) resolve(ctx context.Context, host string) (addr string, er
 	return addr, nil
 }
 
-// meetAt is the meeting at a place that all know beforehand.
+// meetAt returns the meeting at a place that all know beforehand.
 func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) error {
 	if o.Secret.IsZero() && !o.Insecure {
 		return ErrNoSecret
@@ -222,7 +222,7 @@ const loopback = "127.0.0.1"
 // ask until they have it.
 const lookupTime = 2 * time.Second
 
-// listenHost is the address on which rank 0 listens for ranks that dial host; empty is on all interfaces.
+// listenHost returns the address on which rank 0 listens for ranks that dial host; empty is on all interfaces.
 func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (string, error) {
 	if e.OneHost() {
 		return loopback, nil
@@ -253,7 +253,7 @@ func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (strin
 	return "", nil
 }
 
-// addresses are those of a host, as this one knows it.
+// addresses returns those of a host, as this one knows it.
 func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr, error) {
 	if o.resolver != nil {
 		text, err := o.resolver(ctx, host)
@@ -276,7 +276,7 @@ const (
 	wordNone  = "none"
 )
 
-// announced is what rank 0 tells the others of the secret, and what it is.
+// announced returns what rank 0 tells the others of the secret, and what it is.
 func (o *MeetOptions) announced() (secret.Secret, string) {
 	if !o.Secret.IsZero() {
 		return o.Secret, wordGiven
@@ -285,7 +285,7 @@ func (o *MeetOptions) announced() (secret.Secret, string) {
 	return o.made(s), word
 }
 
-// made is a secret that rank 0 has made, as it is used.
+// made returns a secret that rank 0 has made, as it is used.
 func (o *MeetOptions) made(s secret.Secret) secret.Secret {
 	if o.Encrypt {
 		return s.Encrypted()
@@ -293,7 +293,7 @@ func (o *MeetOptions) made(s secret.Secret) secret.Secret {
 	return s
 }
 
-// heard is what a rank makes of that.
+// heard returns what a rank makes of that.
 func (o *MeetOptions) heard(word string) (secret.Secret, error) {
 	switch {
 	case word == wordGiven && o.Secret.IsZero():
@@ -332,7 +332,7 @@ func (e *Env) announce(ctx context.Context, o MeetOptions, m *Place) (text strin
 	return net.JoinHostPort(host, port) + "," + word, nil
 }
 
-// announcedHost is where rank 0 tells the others to dial.
+// announcedHost returns where rank 0 tells the others to dial.
 func (e *Env) announcedHost(o MeetOptions) (string, error) {
 	switch {
 	case e.OneHost():
@@ -378,7 +378,7 @@ func parseAnnouncement(text string) (host string, port int, word string, err err
 	return host, port, word, nil
 }
 
-// meetByFile is the meeting of ranks on one host that have a directory of their job.
+// meetByFile returns the meeting of ranks on one host that have a directory of their job.
 func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 	if !e.OneHost() {
 		return fmt.Errorf("%d of %d ranks are on this host, and Open MPI tells nothing of rank 0's: say which "+
@@ -410,7 +410,7 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 // pmiKey is where rank 0 tells the others.
 const pmiKey = "gohvd-meet"
 
-// meetByPMI is the meeting of ranks whose launcher has a key-value space for them.
+// meetByPMI returns the meeting of ranks whose launcher has a key-value space for them.
 func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	if e.pmiFD < 0 {
 		return errors.New("PMI_FD is not set: the launcher gives no connection to itself")
@@ -451,7 +451,7 @@ func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 // is not told there, for whoever reaches a TCPStore can read it.
 const torchSecretKey = "secret"
 
-// meetAtTorch is the meeting at the TCPStore of torchrun's agent.
+// meetAtTorch returns the meeting at the TCPStore of torchrun's agent.
 func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
 		return ErrNoSecret
@@ -529,7 +529,7 @@ const (
 	masterFreeKey = "place/master-free"
 )
 
-// meetAtMaster is the meeting at MASTER_ADDR:MASTER_PORT, where by PyTorch's convention rank 0 serves a TCPStore. PyTorch in
+// meetAtMaster returns the meeting at MASTER_ADDR:MASTER_PORT, where by PyTorch's convention rank 0 serves a TCPStore. PyTorch in
 // the same process may have done so before, or may want to do so later. So the ranks only learn there how to reach a store of
 // rank 0 at another port. Rank 0 tells them at PyTorch's store if that is there, else at one of its own, which it closes when
 // all have met and before another rank goes on.
@@ -572,12 +572,12 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.dial(ctx, o, m, host, port)
 }
 
-// atMasterStore is the part of that TCPStore that is gohvd's.
+// atMasterStore returns the part of that TCPStore that is gohvd's.
 func (e *Env) atMasterStore(s store.Store) store.Store {
 	return store.NewPrefixStore("gohvd/"+cmp.Or(e.JobID, "plain"), s)
 }
 
-// tellAtMaster is meetAtMaster for rank 0.
+// tellAtMaster returns meetAtMaster for rank 0.
 func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	word, err := e.torchSecret(o, m)
 	if err != nil {
@@ -622,7 +622,7 @@ func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Place, host st
 	return nil
 }
 
-// masterStore is a TCPStore that it serves on a port, or that which is there already.
+// masterStore returns a TCPStore that it serves on a port, or that which is there already.
 func masterStore(ctx context.Context, o MeetOptions, listen string, port int) (s store.Store, release func() error, err error) {
 	h := store.NewHashStore(store.Limits{})
 	server, err := c10d.Serve(net.JoinHostPort(listen, strconv.Itoa(port)), h, c10d.Config{Log: o.Log})

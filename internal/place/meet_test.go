@@ -45,7 +45,7 @@ func loopbackNames(want ...string) func(context.Context, string) (string, error)
 	}
 }
 
-// interfaces is the choice of a list.
+// interfaces returns the choice of a list.
 func interfaces(t *testing.T, list ...string) netif.Choice {
 	t.Helper()
 	c, err := netif.Parse(list)
@@ -57,7 +57,7 @@ func interfaces(t *testing.T, list ...string) netif.Choice {
 
 func onLoopback(t *testing.T) netif.Choice { return interfaces(t, loopback) }
 
-// slurmRanks are the four of a step, two on each of two hosts, or all on one.
+// slurmRanks returns the four of a step, two on each of two hosts, or all on one.
 func slurmRanks(t *testing.T, hosts int) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -299,7 +299,7 @@ func TestAlone(t *testing.T) {
 	}
 }
 
-// openMPIRanks are the four of a job on one host, with a directory of their own.
+// openMPIRanks returns the four of a job on one host, with a directory of their own.
 func openMPIRanks(t *testing.T) (envs []*Env, dir string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -463,7 +463,7 @@ func FuzzAnnouncement(f *testing.F) {
 	})
 }
 
-// torchRanks are the four of torchrun's workers, two on each host or all on one.
+// torchRanks returns the four of torchrun's workers, two on each host or all on one.
 func torchRanks(t *testing.T, hosts int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -549,7 +549,7 @@ func TestTorchrunWithoutStore(t *testing.T) {
 	}
 }
 
-// plainRanks are the ranks of a job that nothing but the plain variables places.
+// plainRanks returns the ranks of a job that nothing but the plain variables places.
 func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range n {

@@ -73,7 +73,7 @@ func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 	return m, nil
 }
 
-// Again is the same Meeting for settings that do not place this process: those of an Init after a Shutdown. Its Close does
+// Again returns the same Meeting for settings that do not place this process: those of an Init after a Shutdown. Its Close does
 // nothing.
 func (m *Meeting) Again(set config.Config) *Meeting {
 	a := &Meeting{Place: m.Place, Settings: set, Listen: m.Listen, Once: true, again: true}
@@ -259,7 +259,7 @@ func (m *Meeting) meetAt(p *Place) {
 	m.Place = p
 }
 
-// Launcher is the store, if it is that of hvdrun, which asks and is told there what no rank needs to know; else nil.
+// Launcher returns the store, if it is that of hvdrun, which asks and is told there what no rank needs to know; else nil.
 func (m *Meeting) Launcher() store.Store { return m.launcher }
 
 // byEnvironment meets as the launcher says that has started this process.
@@ -477,10 +477,10 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 // maxJob bounds the name of a job (HVD_JOB_ID).
 const maxJob = 64
 
-// short is a name of a job that is not too long: its end, where launchers put what changes from job to job.
+// short returns a name of a job that is not too long: its end, where launchers put what changes from job to job.
 func short(job string) string { return strings.ToValidUTF8(job[max(0, len(job)-maxJob):], "") }
 
-// HostID is the identity of this host's memory.
+// HostID returns the identity of this host's memory.
 func HostID(set *config.Config) (string, error) {
 	if set.HostID != "" {
 		return topo.HostID(set.HostID, "", "", ""), nil

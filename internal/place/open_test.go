@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// settings are those of an environment with nothing but these.
+// settings returns those of an environment with nothing but these.
 func settings(t *testing.T, vars map[string]string) config.Config {
 	t.Helper()
 	var environ []string
@@ -81,7 +81,7 @@ func meets(t *testing.T, met []*Meeting, errs []error) {
 	}
 }
 
-// outside is an address of this machine that is not loopback.
+// outside returns an address of this machine that is not loopback.
 func outside(t *testing.T) string {
 	t.Helper()
 	addrs, err := netif.Choice{}.Addresses()

@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// fakePMI is a launcher's end of PMI-1, which answers each request by its cmd. What it is asked for that it has no answer to
+// fakePMI returns a launcher's end of PMI-1, which answers each request by its cmd. What it is asked for that it has no answer to
 // closes the connection, and where the answer is empty it says nothing and calls silent. It returns the rank's end; asked gives what was asked once that is closed.
 func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int, asked func() []string) {
 	t.Helper()
@@ -58,7 +58,7 @@ func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int,
 	}
 }
 
-// goodPMI is what a launcher answers; rank 0 told value.
+// goodPMI returns what a launcher answers; rank 0 told value.
 func goodPMI(value string) map[string]string {
 	return map[string]string{
 		"init":           "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n",

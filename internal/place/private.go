@@ -91,7 +91,7 @@ func remove(path string) error {
 	return nil
 }
 
-// fileName is s as a part of a path.
+// fileName returns s as a part of a path.
 func fileName(s string) string {
 	return strings.Map(func(r rune) rune {
 		if notInNames(r) {

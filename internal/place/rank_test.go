@@ -68,7 +68,7 @@ func rankMain(what string) error {
 	return nil
 }
 
-// twice is what a program does that starts over: the second time there is no connection to the launcher any more.
+// twice returns what a program does that starts over: the second time there is no connection to the launcher any more.
 func twice(ctx context.Context, first *Place) error {
 	e, _, err := Detect(os.Getenv)
 	if err != nil {
@@ -244,7 +244,7 @@ type environment map[string]string
 
 func (e environment) get(name string) string { return e[name] }
 
-// with is e and more, NAME, value and so on. An empty value takes the variable away.
+// with returns e and more, NAME, value and so on. An empty value takes the variable away.
 func (e environment) with(more ...string) environment {
 	all := make(environment)
 	for name, value := range e {

@@ -5,7 +5,7 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// jobSecret is the secret of the job, encrypted if the settings say so.
+// jobSecret returns the secret of the job, encrypted if the settings say so.
 func jobSecret(set *config.Config) (secret.Secret, error) {
 	s, err := set.JobSecret()
 	if err == nil && set.TLS && !s.IsZero() {

@@ -134,14 +134,14 @@ func tcpMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 	return meetAt(ctx, u.Host, rank, size, o)
 }
 
-// New is the place of a rank in a store without an address, which the Place closes.
+// New returns the place of a rank in a store without an address, which the Place closes.
 func New(s store.Store, rank, size int) *Place {
 	p := placeAt(s, rank, size, "")
 	p.Nowhere = true
 	return p
 }
 
-// placeAt is the place of a rank that reaches a store at addr, and closes it.
+// placeAt returns the place of a rank that reaches a store at addr, and closes it.
 func placeAt(s store.Store, rank, size int, addr string) *Place {
 	p := &Place{Store: s, Rank: rank, Size: size, Addr: addr}
 	p.onClose(s.Close)

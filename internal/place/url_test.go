@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// unknown are options in which the URL says all.
+// unknown returns options in which the URL says all.
 func unknown(env map[string]string) MethodOptions {
 	return MethodOptions{Rank: -1, Size: -1, Getenv: func(name string) string { return env[name] }}
 }

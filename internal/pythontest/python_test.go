@@ -51,7 +51,7 @@ var withoutRanks = []string{"test_core_arena", "test_core_exit", "test_core_whee
 // them.
 const pythonLimit = 5 * time.Minute
 
-// python is the directory of the Python package.
+// python returns the directory of the Python package.
 func python(t testing.TB) string {
 	t.Helper()
 	dir, err := filepath.Abs("../../python")
@@ -61,7 +61,7 @@ func python(t testing.TB) string {
 	return dir
 }
 
-// job is hvdrun with a Python program on n ranks, as it runs in a checkout.
+// job returns hvdrun with a Python program on n ranks, as it runs in a checkout.
 func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)

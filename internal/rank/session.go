@@ -189,7 +189,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	return nil
 }
 
-// capabilities are what this rank says of its backends.
+// capabilities returns what this rank says of its backends.
 func capabilities(cfg *SessionConfig, offer shm.Offer) map[string]string {
 	all := map[string]string{message.TCP.String(): ""}
 	if cfg.At.Settings.SharedMemory != config.SharedNever {

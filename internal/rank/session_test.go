@@ -28,7 +28,7 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 	return openLacking(t, hosts, set, nil)
 }
 
-// openLacking is open with ranks that cannot share memory, for the reasons given.
+// openLacking returns open with ranks that cannot share memory, for the reasons given.
 func openLacking(t *testing.T, hosts []string, set map[int]map[string]string, lacks map[int]string) ([]*Session, []error) {
 	t.Setenv("TMPDIR", t.TempDir()) // where the sockets are
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)

@@ -127,7 +127,7 @@ func cut(text string, most int) string {
 	return strings.ToValidUTF8(text, "\uFFFD")
 }
 
-// OperationsOf is how many operations of each rank a dump that hvdrun asks for has in a job of a size.
+// OperationsOf returns how many operations of each rank a dump that hvdrun asks for has in a job of a size.
 func OperationsOf(size int) int { return min(max(operationsOfAll/max(size, 1), 16), DefaultOperations) }
 
 // Encode makes JSON of a dump and its last operations, packed by gzip: as many as are wanted, or fewer so that it has at most

@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// full is a dump that has something of everything.
+// full returns a dump that has something of everything.
 func full() *analysis.Snapshot {
 	r := New(10)
 	r.Record(operation(1, 5*ms, "a", "b\"\n\x1b[2J", "\xff"))

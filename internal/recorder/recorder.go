@@ -69,7 +69,7 @@ func (r *Recorder) Record(op *trace.Operation) {
 	}
 }
 
-// next is the slot that is to be filled, empty. r is locked.
+// next returns the slot that is to be filled, empty. r is locked.
 func (r *Recorder) next() *slot {
 	s := &r.slots[r.at]
 	if r.at++; r.at == len(r.slots) {
@@ -87,7 +87,7 @@ func (s *slot) fill(op *trace.Operation) {
 	}
 }
 
-// copy is what the slots have, oldest first, and how many were filled in all.
+// copy returns what the slots have, oldest first, and how many were filled in all.
 func (r *Recorder) copy() (slots []slot, total uint64) {
 	if r == nil {
 		return nil, 0

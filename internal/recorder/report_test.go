@@ -20,7 +20,7 @@ type rankAt struct {
 	About
 }
 
-// job is some ranks which have run grad/0 and grad/1 twice, the second time until 1 s. Their dumps are of 20 s.
+// job returns some ranks which have run grad/0 and grad/1 twice, the second time until 1 s. Their dumps are of 20 s.
 func job(size int) []*rankAt {
 	var all []*rankAt
 	for r := range size {
@@ -46,7 +46,7 @@ func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
 	})
 }
 
-// dumps are those of the ranks as they arrive.
+// dumps returns those of the ranks as they arrive.
 func dumps(t *testing.T, ranks ...*rankAt) (all []*analysis.Snapshot) {
 	t.Helper()
 	for _, k := range ranks {
@@ -63,7 +63,7 @@ func dumps(t *testing.T, ranks ...*rankAt) (all []*analysis.Snapshot) {
 	return all
 }
 
-// head is the report without where the ranks are.
+// head returns the report without where the ranks are.
 func head(report string) string {
 	text, _, _ := strings.Cut(report, "Where the ranks are:\n")
 	return text

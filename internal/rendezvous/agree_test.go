@@ -54,7 +54,7 @@ func agree(ctx context.Context, sessions []result, try func(rank int) func(conte
 
 func succeeds(context.Context) error { return nil }
 
-// waits is a try that waits for others.
+// waits returns a try that waits for others.
 func waits(ctx context.Context) error {
 	<-ctx.Done()
 	return fmt.Errorf("waiting for a peer: %w", ctx.Err())

@@ -28,7 +28,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// recordOf is the record of the incarnation-th process of rank.
+// recordOf returns the record of the incarnation-th process of rank.
 func recordOf(rank, incarnation int) Record {
 	return Record{
 		Addr: fmt.Sprintf("10.0.0.%d:7", rank), Host: fmt.Sprintf("host%d", rank/2), PID: 100*rank + incarnation,
@@ -41,7 +41,7 @@ func config(kv store.Store, rank, size int) JoinConfig {
 	return JoinConfig{Store: kv, Job: "job", Rank: topo.Rank(rank), Size: size, Self: recordOf(rank, 0)}
 }
 
-// keyed is config with a secret.
+// keyed returns config with a secret.
 func keyed(kv store.Store, rank, size int, key secret.Secret) JoinConfig {
 	cfg := config(kv, rank, size)
 	cfg.Secret = key
@@ -889,7 +889,7 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
-// rootRequest is a request as rank of a job of the given size sends it.
+// rootRequest returns a request as rank of a job of the given size sends it.
 func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size int) []byte {
 	t.Helper()
 	record := recordOf(rank, 0)

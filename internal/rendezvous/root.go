@@ -436,7 +436,7 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	return true, nil
 }
 
-// tableOf is what a member is sent when the epoch is complete.
+// tableOf returns what a member is sent when the epoch is complete.
 func (r *root) tableOf(rank int) []byte {
 	if r.table != nil {
 		return r.table

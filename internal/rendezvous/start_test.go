@@ -22,7 +22,7 @@ func meet(t *testing.T, size int, key secret.Secret) []*Session {
 	return meetWith(t, size, key, 0)
 }
 
-// meetWith is meet with a root that waits for so long, or 300 ms, for the cause of the first complaint.
+// meetWith returns meet with a root that waits for so long, or 300 ms, for the cause of the first complaint.
 func meetWith(t *testing.T, size int, key secret.Secret, suspicion time.Duration) []*Session {
 	t.Helper()
 	kv := newStore(t)

@@ -2,5 +2,5 @@ package secret
 
 import "crypto/tls"
 
-// TLS is how the processes of a job speak it.
+// TLS returns how the processes of a job speak it.
 func (s Secret) TLS() *tls.Config { return s.tls }

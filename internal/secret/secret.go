@@ -208,7 +208,7 @@ func (s Secret) accept(conn io.ReadWriter, purpose string) error {
 	return nil
 }
 
-// proof is what who shows that knows the secret, over the nonces of client and server.
+// proof returns what who shows that knows the secret, over the nonces of client and server.
 func (s Secret) proof(who, purpose string, client, server []byte) []byte {
 	h := hmac.New(sha256.New, s.key[:])
 	for _, part := range [][]byte{[]byte("gohvd " + who), []byte(purpose), client, server} {
@@ -246,7 +246,7 @@ func readHead(r io.Reader) error {
 	return nil
 }
 
-// notOurs is the error of a connection whose other end began in another way than with a proof.
+// notOurs returns the error of a connection whose other end began in another way than with a proof.
 func notOurs(first []byte) error {
 	if bytes.HasPrefix(first, []byte(clientHello)) {
 		return fmt.Errorf("%w (the other end has)", ErrMixed)
@@ -254,7 +254,7 @@ func notOurs(first []byte) error {
 	return fmt.Errorf("%w: it began with %q", ErrNone, first)
 }
 
-// Foreign is what the first bytes of a connection, four or more, say of the other end where it was to speak a protocol without
+// Foreign returns what the first bytes of a connection, four or more, say of the other end where it was to speak a protocol without
 // a secret: that it has one, or encrypts. It is nil if they are none of this package's.
 func Foreign(first []byte) error {
 	switch err := notOurs(first); {

@@ -40,7 +40,7 @@ func accept(s secret.Secret, conn net.Conn, purpose string) error {
 	return err
 }
 
-// connection is both ends of one, with deadlines.
+// connection returns both ends of one, with deadlines.
 func connection(t *testing.T) (a, b net.Conn) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")

@@ -23,7 +23,7 @@ var ErrMixed = errors.New("one end of the connection has HVD_TLS set and the oth
 // maxHandshakeBytes is what the other end may say before it has shown its certificate. A handshake takes some 2 KiB.
 const maxHandshakeBytes = 16 << 10
 
-// Encrypted is s with TLS on what it dials and accepts; both ends must have it. There is none without a secret: the zero
+// Encrypted returns s with TLS on what it dials and accepts; both ends must have it. There is none without a secret: the zero
 // Secret stays as it is.
 func (s Secret) Encrypted() Secret {
 	if s.IsZero() || s.tls != nil {
@@ -115,7 +115,7 @@ func (o *opening) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// explain is the error of a handshake that failed with err.
+// explain returns the error of a handshake that failed with err.
 func (o *opening) explain(err error) error {
 	said, notTLS := errors.AsType[tls.RecordHeaderError](err)
 	alert, told := errors.AsType[*net.OpError](err)

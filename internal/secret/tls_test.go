@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// pair is both ends of a connection of a job over a and b.
+// pair returns both ends of a connection of a job over a and b.
 func pair(t *testing.T, s secret.Secret, a, b net.Conn) (client, server net.Conn) {
 	t.Helper()
 	var wg sync.WaitGroup
@@ -198,7 +198,7 @@ func TestMixed(t *testing.T) {
 	}
 }
 
-// certificate is one of TLS that is not the job's.
+// certificate returns one of TLS that is not the job's.
 func certificate(t *testing.T) tls.Certificate {
 	t.Helper()
 	public, private, err := ed25519.GenerateKey(rand.Reader)

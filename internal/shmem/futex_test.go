@@ -67,7 +67,7 @@ func mapFD(fd, prot int) ([]byte, error) {
 	return unix.Mmap(fd, 0, pageSize, prot, unix.MAP_SHARED)
 }
 
-// page is a new page of shared memory, as many mappings of it as prots, and its file.
+// page returns a new page of shared memory, as many mappings of it as prots, and its file.
 func page(t *testing.T, prots ...int) ([]*uint32, *os.File) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)

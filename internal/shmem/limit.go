@@ -129,7 +129,7 @@ func (f files) checkOne(dir string, need int64) error {
 	return nil
 }
 
-// number is what a file holds, if that is a number; "max" is none.
+// number returns what a file holds, if that is a number; "max" is none.
 func number(file string) (int64, bool) {
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -139,7 +139,7 @@ func number(file string) (int64, bool) {
 	return n, err == nil
 }
 
-// field is the number behind name at the start of a line of text.
+// field returns the number behind name at the start of a line of text.
 func field(text, name string) (int64, bool) {
 	for line := range strings.Lines(text) {
 		words := strings.Fields(line)

@@ -282,14 +282,14 @@ func check(fd int, want int) (size int64, err error) {
 	return st.Size, nil
 }
 
-// Bytes is the memory. Writing to that of a mapped segment is a fault.
+// Bytes returns the memory. Writing to that of a mapped segment is a fault.
 func (s *Segment) Bytes() []byte { return s.bytes }
 
 // Seal makes this process the only one that can map the memory to write, from now on and whoever has the descriptor. It may be
 // called again. The segment is one of Create, CreateOpen or Adopt.
 func (s *Segment) Seal() error { return seal(s.name, s.own) }
 
-// FD is the descriptor of a segment that Create, CreateOpen or Adopt made, to hand to peers, of one of CreateOpen after Seal; it
+// FD returns the descriptor of a segment that Create, CreateOpen or Adopt made, to hand to peers, of one of CreateOpen after Seal; it
 // ends with Close. It is -1 for one of Map.
 func (s *Segment) FD() int { return s.own }
 

@@ -85,7 +85,7 @@ const (
 	MinExponent = -20
 )
 
-// UpperBound is the greatest duration in bucket i, in seconds; of the last bucket it is infinite.
+// UpperBound returns the greatest duration in bucket i, in seconds; of the last bucket it is infinite.
 func UpperBound(i int) float64 {
 	if i >= NumBuckets-1 {
 		return math.Inf(1)
@@ -105,7 +105,7 @@ func (h *Histogram) Add(d time.Duration) {
 	h.Sum += d
 }
 
-// Count is the number of durations.
+// Count returns the number of durations.
 func (h *Histogram) Count() (n uint64) {
 	for _, c := range h.Buckets {
 		n += c

@@ -56,7 +56,7 @@ const NumDTypes = int(numDTypes)
 // Valid reports whether d is an element type that this version knows.
 func (d DType) Valid() bool { return d > Invalid && d < numDTypes }
 
-// Size is the number of bytes of one element, 0 for an invalid type.
+// Size returns the number of bytes of one element, 0 for an invalid type.
 func (d DType) Size() int {
 	if !d.Valid() {
 		return 0
@@ -94,7 +94,7 @@ type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool | half.Float16 | half.BFloat16
 }
 
-// Of is the DType of the Go type T.
+// Of returns the DType of the Go type T.
 func Of[T Element]() DType {
 	switch t := reflect.TypeFor[T](); t.Kind() {
 	case reflect.Uint8:
@@ -123,7 +123,7 @@ func Of[T Element]() DType {
 	}
 }
 
-// Bytes is the memory of s, without a copy, in the machine's byte order.
+// Bytes returns the memory of s, without a copy, in the machine's byte order.
 func Bytes[T Element](s []T) []byte {
 	if len(s) == 0 {
 		return nil
@@ -131,7 +131,7 @@ func Bytes[T Element](s []T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(s))), len(s)*int(unsafe.Sizeof(s[0])))
 }
 
-// View is b as elements of T, without a copy. b must be aligned for T; a remainder that is shorter than
+// View returns b as elements of T, without a copy. b must be aligned for T; a remainder that is shorter than
 // one element is left out. Where T is a bool, every byte of b must be 0 or 1.
 func View[T Element](b []byte) []T {
 	var z T
@@ -146,7 +146,7 @@ func View[T Element](b []byte) []T {
 // element.
 type Shape []int64
 
-// NumElems is the product of the dimensions. It fails for a negative dimension and for a product that
+// NumElems returns the product of the dimensions. It fails for a negative dimension and for a product that
 // does not fit in 63 bits.
 func (s Shape) NumElems() (int64, error) {
 	n, zero := int64(1), false
@@ -181,7 +181,7 @@ func (s Shape) Equal(t Shape) bool {
 	return true
 }
 
-// String prints the shape as [64 3 7 7].
+// String formats the shape as [64 3 7 7].
 func (s Shape) String() string {
 	var b strings.Builder
 	b.WriteByte('[')
@@ -224,7 +224,7 @@ func (op ReduceOp) Valid() bool { return op > NoReduce && op < numReduceOps }
 // IsAverage reports whether op is a sum that is divided afterwards.
 func (op ReduceOp) IsAverage() bool { return op == Average || op == AverageActive }
 
-// Base is the reduction that combines elements for op: Sum for the averages, else op itself.
+// Base returns the reduction that combines elements for op: Sum for the averages, else op itself.
 func (op ReduceOp) Base() ReduceOp {
 	if op.IsAverage() {
 		return Sum

@@ -119,7 +119,7 @@ func (op *Op) InPlace(r *Rank) *Op {
 	return op
 }
 
-// part is what of the input of a reducescatter has the rows that become the result at r.
+// part returns what of the input of a reducescatter has the rows that become the result at r.
 func (op *Op) part(r *Rank) []byte {
 	shape := op.Request.Shape
 	if len(shape) == 0 || shape[0] == 0 {

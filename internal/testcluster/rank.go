@@ -31,7 +31,7 @@ func newRank(c *cluster, rank topo.Rank, e *engine.Engine, sets []controller.Set
 	return &Rank{Rank: rank, Size: c.o.Ranks, Engine: e, c: c, sets: slices.Clone(sets)}
 }
 
-// Members are the ranks of a process set, ascending; nil if it is not known here.
+// Members returns the ranks of a process set, ascending; nil if it is not known here.
 func (r *Rank) Members(set topo.ProcessSetID) []topo.Rank {
 	r.mu.Lock()
 	defer r.mu.Unlock()

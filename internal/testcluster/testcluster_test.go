@@ -22,7 +22,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// i64 is numbers as elements.
+// i64 returns numbers as elements.
 func i64(v ...int64) []byte { return bytes.Clone(tensor.Bytes(v)) }
 
 // want compares a result.

@@ -151,7 +151,7 @@ func addPort(from, port, to, iface string) error {
 	return ip("-n", from, "link", "add", port, "type", "veth", "peer", "name", iface, "netns", to)
 }
 
-// Command is a command that runs on the host. The process that Start makes is the command itself. It sees the host's network, in
+// Command returns a command that runs on the host. The process that Start makes is the command itself. It sees the host's network, in
 // /sys too, and the host's name. It ends with the test, if not before.
 func (h *Host) Command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	const named = `echo "$0" >/proc/sys/kernel/hostname && exec "$@"`
@@ -172,7 +172,7 @@ func (h *Host) SetLink(up bool) {
 	}
 }
 
-// newNames is how the names of a set of namespaces of this process begin that nobody else has.
+// newNames returns how the names of a set of namespaces of this process begin that nobody else has.
 func newNames() string {
 	pid := os.Getpid()
 	return fmt.Sprintf("%s%d-%s-%s-", prefix, pid, startOf(pid), strings.ToLower(rand.Text()[:8]))
@@ -187,7 +187,7 @@ func ownerLives(name string) bool {
 	return !ok || err != nil || startOf(n) == start
 }
 
-// startOf is when a process began, in ticks since the boot: with it a process id is not taken for a later one's. It is empty if
+// startOf returns when a process began, in ticks since the boot: with it a process id is not taken for a later one's. It is empty if
 // there is no such process or it has ended.
 func startOf(pid int) string {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))

@@ -81,7 +81,7 @@ func where() error {
 	return err
 }
 
-// interfaces are those of this process's network, without addresses of IPv6: those come when they like.
+// interfaces returns those of this process's network, without addresses of IPv6: those come when they like.
 func interfaces() (string, error) {
 	all, err := net.Interfaces()
 	if err != nil {
@@ -159,7 +159,7 @@ func begin(t *testing.T, cmd *exec.Cmd, env ...string) *process {
 	return p
 }
 
-// line is the next line that the program prints.
+// line returns the next line that the program prints.
 func (p *process) line() string {
 	p.t.Helper()
 	select {
@@ -310,7 +310,7 @@ func TestCommand(t *testing.T) {
 	}
 }
 
-// namespaces are those whose names begin so.
+// namespaces returns those whose names begin so.
 func namespaces(t *testing.T, beginning string) []string {
 	t.Helper()
 	names, err := filepath.Glob("/run/netns/" + beginning + "*")
@@ -320,7 +320,7 @@ func namespaces(t *testing.T, beginning string) []string {
 	return names
 }
 
-// group is how the names of all namespaces of a New begin.
+// group returns how the names of all namespaces of a New begin.
 func group(h *testnet.Host) string { return h.Name[:strings.LastIndexByte(h.Name, '-')+1] }
 
 // runs reports whether a process does.

@@ -20,7 +20,7 @@ import (
 // maxAnswer bounds what is read of the server's answer.
 const maxAnswer = 16 << 20
 
-// prometheusProgram is the path of one of Debian's programs. Without it the test is skipped, but not in CI, which has it.
+// prometheusProgram returns the path of one of Debian's programs. Without it the test is skipped, but not in CI, which has it.
 func prometheusProgram(t testing.TB, name string) string {
 	t.Helper()
 	path, err := exec.LookPath(name)
@@ -169,7 +169,7 @@ type Target struct {
 	LastError string `json:"lastError"`
 }
 
-// Targets are those of the configuration.
+// Targets returns those of the configuration.
 func (s *Prometheus) Targets() ([]Target, error) {
 	var answer struct {
 		Data struct {
@@ -202,7 +202,7 @@ func (s *Prometheus) get(path string, to any) error {
 	return json.Unmarshal(body, to)
 }
 
-// Dashboard are the queries of a dashboard of Grafana, with values for its variables.
+// Dashboard returns the queries of a dashboard of Grafana, with values for its variables.
 func Dashboard(t testing.TB, path string) []string {
 	t.Helper()
 	text, err := os.ReadFile(path)

@@ -119,7 +119,7 @@ func RawDial(t *testing.T, addr string, parts ...[]byte) net.Conn {
 	return conn
 }
 
-// FreePort is a port of loopback on which nobody listened a moment ago, and which the kernel gives to nobody by itself: it is
+// FreePort returns a port of loopback on which nobody listened a moment ago, and which the kernel gives to nobody by itself: it is
 // below those for connections.
 func FreePort(t testing.TB) int {
 	t.Helper()

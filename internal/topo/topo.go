@@ -88,7 +88,7 @@ func (t Topology) Validate() error {
 	return nil
 }
 
-// HostID is the identity of the memory of a host: ranks of equal ones may share memory. It is what was given, if
+// HostID returns the identity of the memory of a host: ranks of equal ones may share memory. It is what was given, if
 // anything, or made of the host's name, the identity of its boot, and that of the network namespace: containers that have
 // all three in common stand as close as processes do.
 func HostID(given, hostname, bootID, netns string) string {

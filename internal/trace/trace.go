@@ -93,7 +93,7 @@ type Clock struct {
 	Monotonic time.Duration
 }
 
-// Job is what rank 0's clock names an epoch of a job: no other has it. It is empty if the clock cannot be compared.
+// Job returns what rank 0's clock names an epoch of a job: no other has it. It is empty if the clock cannot be compared.
 func (c Clock) Job() string {
 	if c.Domain == "" {
 		return ""

@@ -19,7 +19,7 @@ type Lane uint32
 // Control is the lane of the negotiation. Process set s executes on lane 1+s.
 const Control Lane = 0
 
-// DataLane is the lane on which process set s executes.
+// DataLane returns the lane on which process set s executes.
 func DataLane(s topo.ProcessSetID) Lane { return Lane(s) + 1 }
 
 // ErrClosed is the error of a Mesh or Conn that this process closed.

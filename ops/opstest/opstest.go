@@ -41,7 +41,7 @@ func (b *Blocking) run(ctx context.Context, op ops.Operation) error {
 	}
 }
 
-// single is buf as the tensor of an operation in place.
+// single returns buf as the tensor of an operation in place.
 func (b *Blocking) single(buf []byte) []ops.Tensor {
 	b.one[0] = ops.Tensor{In: buf, Out: buf}
 	return b.one[:]

@@ -85,7 +85,7 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// countsOf is where in a table the bytes for each member are.
+// countsOf returns where in a table the bytes for each member are.
 func countsOf(table []byte) []byte { return table[tableHeader+extentBytes:] }
 
 // maxMembers is how many members there may be for their counts to fit in a table.
@@ -152,7 +152,7 @@ func (b *Backend) allocate() error {
 	return nil
 }
 
-// blockOf is where the block of member i for member k begins in i's buffer.
+// blockOf returns where the block of member i for member k begins in i's buffer.
 func (b *Backend) blockOf(i, k int) (begin int64) {
 	for _, c := range b.counts[i][:k] {
 		begin += c
@@ -197,7 +197,7 @@ func (b *Backend) pullBlocks(t int) {
 	}
 }
 
-// landing is where the block of member i begins in this rank's result.
+// landing returns where the block of member i begins in this rank's result.
 func (b *Backend) landing(i int) (begin int64) {
 	for _, c := range b.received[:i] {
 		begin += c

@@ -29,7 +29,7 @@ type plan struct {
 	pull bool
 }
 
-// block is the range of block i that step t handles.
+// block returns the range of block i that step t handles.
 func (p *plan) block(i, t int) (from, to int64) {
 	begin := int64(0)
 	if i > 0 {
@@ -39,7 +39,7 @@ func (p *plan) block(i, t int) (from, to int64) {
 	return min(from, p.ends[i]), min(from+p.column, p.ends[i])
 }
 
-// steps is the number of steps.
+// steps returns the number of steps.
 func (p *plan) steps() int {
 	var longest, begin int64
 	for _, end := range p.ends {
@@ -201,7 +201,7 @@ func (b *Backend) sound() error {
 	return nil
 }
 
-// table is this rank's table for the operation.
+// table returns this rank's table for the operation.
 func (b *Backend) table() []byte { return tableOf(b.segment, b.turn) }
 
 func tableOf(segment []byte, turn int) []byte {
@@ -226,13 +226,13 @@ func (b *Backend) readLayouts(p *plan, total int64) error {
 	return nil
 }
 
-// staged is where member i stages the bytes from v on of block j, of which step t begins at from.
+// staged returns where member i stages the bytes from v on of block j, of which step t begins at from.
 func (b *Backend) staged(p *plan, i, j, t int, from, v, n int64) []byte {
 	at := stagingAt + int64((b.stage+t)%stages)*b.stageBytes + int64(j)*p.stride + v - from
 	return b.peers[i].segment[at : at+n]
 }
 
-// contribution is what member i has from byte v on, at most n bytes, in block j.
+// contribution returns what member i has from byte v on, at most n bytes, in block j.
 func (b *Backend) contribution(p *plan, i, j, t int, from, v, n int64) []byte {
 	if i == b.me {
 		in, _ := b.own.at(v, n)
@@ -249,7 +249,7 @@ func (b *Backend) contribution(p *plan, i, j, t int, from, v, n int64) []byte {
 	return e.in.mem[at : at+n]
 }
 
-// result is what member i, another, has made of block i from byte v on, at most n bytes.
+// result returns what member i, another, has made of block i from byte v on, at most n bytes.
 func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 	l := &b.layouts[i]
 	k, begin := l.find(v)

@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// counts are blocks of many lengths, some empty, for n ranks.
+// counts returns blocks of many lengths, some empty, for n ranks.
 func counts(n, round int) (c []int64) {
 	lengths := []int64{0, 8, 40, 1000, 8000, 50_000, 72}
 	for i := range n {

@@ -42,7 +42,7 @@ type layout struct {
 	direct  bool // some extent is not staged
 }
 
-// find is the index of the extent that has byte v, and where that extent begins.
+// find returns the index of the extent that has byte v, and where that extent begins.
 func (l *layout) find(v int64) (i int, begin int64) {
 	if n := len(l.extents); n > 1 {
 		i = sort.Search(n, func(i int) bool { return l.extents[i].end > v })
@@ -234,10 +234,10 @@ func (o *own) at(v, n int64) (in, out []byte) {
 	return t.In[from : from+n], t.Out[from : from+n]
 }
 
-// word is the u64 at an offset of a segment, which is aligned for it.
+// word returns the u64 at an offset of a segment, which is aligned for it.
 func word(segment []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&segment[at])) }
 
-// flag is the u32 there.
+// flag returns the u32 there.
 func flag(segment []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&segment[at])) }
 
 func contextError(ctx context.Context) error {

@@ -62,5 +62,5 @@ const (
 	stages = 4
 )
 
-// segmentBytes is the size of a segment.
+// segmentBytes returns the size of a segment.
 func segmentBytes(stageBytes int64) int64 { return stagingAt + stages*stageBytes }

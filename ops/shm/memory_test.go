@@ -98,7 +98,7 @@ func (h *host) kill(rank topo.Rank, err error) {
 	h.changed.Broadcast()
 }
 
-// alloc is memory of an arena of this rank.
+// alloc returns memory of an arena of this rank.
 func (m *rankMemory) alloc(numBytes int) []byte {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -107,7 +107,7 @@ func (m *rankMemory) alloc(numBytes int) []byte {
 	return mem
 }
 
-// find is the backend's Config.Find.
+// find returns the backend's Config.Find.
 func (m *rankMemory) find(b []byte) (arena.Ref, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -119,7 +119,7 @@ func (m *rankMemory) find(b []byte) (arena.Ref, bool) {
 	return arena.Ref{}, false
 }
 
-// aligned is memory that begins at a cache line, as a page does.
+// aligned returns memory that begins at a cache line, as a page does.
 func aligned(n int) []byte {
 	mem := make([]byte, n+63)
 	skip := -uintptr(unsafe.Pointer(&mem[0])) & 63
@@ -166,10 +166,10 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 	return errors.Join(errs...)
 }
 
-// both are the ranks of a job of two.
+// both returns the ranks of a job of two.
 func (m *rankMemory) both() []topo.Rank { return []topo.Rank{0, 1} }
 
-// chunkOf is the arena that b begins.
+// chunkOf returns the arena that b begins.
 func (r *rank) chunkOf(b []byte) uint32 {
 	ref, _ := r.mem.find(b)
 	return ref.Chunk

@@ -100,7 +100,7 @@ func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
 	r.finish(dst)
 }
 
-// source is a contribution, scaled if need be, in the given buffer then.
+// source returns a contribution, scaled if need be, in the given buffer then.
 func (r *reducer) source(src []byte, at, n, buffer int) []byte {
 	part := src[at : at+n]
 	if r.s.Pre == 1 || r.scale == nil {

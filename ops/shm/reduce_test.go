@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// input is what rank has in tensor number t: small numbers, so that the bits do not depend on the order.
+// input returns what rank has in tensor number t: small numbers, so that the bits do not depend on the order.
 func input(dt tensor.DType, rank, t, numElems int) []byte {
 	const period = 10 // of the numbers; to set each by itself takes the race detector minutes
 	b := aligned(numElems * dt.Size())
@@ -61,7 +61,7 @@ func encode(dt tensor.DType, dst []byte, v []float64) {
 	}
 }
 
-// reduced is what n ranks' inputs reduce to.
+// reduced returns what n ranks' inputs reduce to.
 func reduced(dt tensor.DType, op tensor.ReduceOp, n, t, numElems int) []byte {
 	f, err := kernel.Reduce(op, dt)
 	if err != nil {
@@ -162,7 +162,7 @@ func TestAllreduceFused(t *testing.T) {
 	}
 }
 
-// tensor is one with this content, in memory of any kind.
+// tensor returns one with this content, in memory of any kind.
 func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
 	memory := func() []byte {
 		if len(content) > 0 && rng.IntN(2) == 0 {

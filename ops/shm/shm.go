@@ -157,13 +157,13 @@ func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config)
 	return b
 }
 
-// SegmentBytes is how much memory the backend shares.
+// SegmentBytes returns how much memory the backend shares.
 func (b *Backend) SegmentBytes() int64 { return segmentBytes(b.stageBytes) }
 
-// SegmentBytes is how much memory a backend of n ranks with this configuration shares.
+// SegmentBytes returns how much memory a backend of n ranks with this configuration shares.
 func SegmentBytes(n int, cfg Config) int64 { return segmentBytes(cfg.stage(n)) }
 
-// stage is the size of a stage among n ranks.
+// stage returns the size of a stage among n ranks.
 func (cfg *Config) stage(n int) int64 {
 	bytes := cfg.StageBytes
 	if bytes <= 0 {
@@ -231,7 +231,7 @@ func (b *Backend) connect() error {
 	return nil
 }
 
-// blame is err as the fault of member i.
+// blame returns err as the fault of member i.
 func (b *Backend) blame(i int, err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
@@ -274,7 +274,7 @@ func (b *Backend) fail(kind message.Kind, err error) error {
 	return b.err
 }
 
-// column is how much of each of n blocks a step handles.
+// column returns how much of each of n blocks a step handles.
 func (b *Backend) column(n int) int64 { return b.stageBytes / int64(n) / lineBytes * lineBytes }
 
 // even cuts total bytes into blocks of whole cache lines, as even as they can be.

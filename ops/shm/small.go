@@ -20,7 +20,7 @@ func (b *Backend) startSmall(total int64) {
 	b.post(word(mine, 0), b.smalls)
 }
 
-// turnOfSmall is which of the slots the running small operation uses. A rank begins the next but one after all have begun
+// turnOfSmall returns which of the slots the running small operation uses. A rank begins the next but one after all have begun
 // the next, and so finished this.
 func (b *Backend) turnOfSmall() int { return int(b.smalls & 1) }
 
@@ -75,7 +75,7 @@ func slotOf(segment []byte, turn int) []byte {
 	return segment[slotsAt+turn*slotBytes:][:slotBytes]
 }
 
-// shown is where the given number of bytes of the running small operation lie in a segment.
+// shown returns where the given number of bytes of the running small operation lie in a segment.
 func (b *Backend) shown(segment []byte, total int64) []byte {
 	if total <= slotBytes-flagBytes {
 		return slotOf(segment, b.turnOfSmall())[flagBytes:][:total]

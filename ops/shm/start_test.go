@@ -18,7 +18,7 @@ import (
 
 var _ ops.Backend = (*shm.Backend)(nil)
 
-// because is err, or else an error that says text.
+// because returns err, or else an error that says text.
 func because(err error, text string) error {
 	if err == nil {
 		err = errors.New(text)

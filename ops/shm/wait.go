@@ -107,7 +107,7 @@ func (b *Backend) arrived(want uint64, wait bool) (bool, error) {
 	return true, nil
 }
 
-// inVain is why waiting for member i is.
+// inVain returns why waiting for member i is.
 func (b *Backend) inVain(i int) error {
 	if err := b.mem.Err(b.lane, b.ranks[i]); err != nil {
 		return err
@@ -117,6 +117,6 @@ func (b *Backend) inVain(i int) error {
 
 func reached(word *uint64, want uint64) bool { return int64(atomic.LoadUint64(word)-want) >= 0 }
 
-// lowHalf is the half of a word that changes with every step: a futex has 32 bits. The processors that gohvd is built
+// lowHalf returns the half of a word that changes with every step: a futex has 32 bits. The processors that gohvd is built
 // for put it first.
 func lowHalf(word *uint64) *uint32 { return (*uint32)(unsafe.Pointer(word)) }

@@ -181,7 +181,7 @@ func (a *adasum) prepare(dt tensor.DType, numBytes int, counts []int64) (err err
 	return a.tensors.by(counts, numBytes, a.size)
 }
 
-// half is what rank r of the set holds of a buffer of numBytes once it was halved at all distances up to d. The lower
+// half returns what rank r of the set holds of a buffer of numBytes once it was halved at all distances up to d. The lower
 // of two ranks holds the lower half, which is the smaller one where they differ.
 func (a *adasum) half(r, d, numBytes int) stretch {
 	s := stretch{0, numBytes / a.size}
@@ -239,7 +239,7 @@ func (a *adasum) mix(buf []byte, s stretch, lower bool) {
 	}
 }
 
-// sides is the vectors a and b, of which the lower block has the first.
+// sides returns the vectors a and b, of which the lower block has the first.
 func sides(own, other []byte, lower bool) (a, b []byte) {
 	if lower {
 		return own, other
@@ -247,7 +247,7 @@ func sides(own, other []byte, lower bool) (a, b []byte) {
 	return other, own
 }
 
-// factor is what a vector is multiplied with, given its dot product with the other and with itself.
+// factor returns what a vector is multiplied with, given its dot product with the other and with itself.
 func factor(dot, square float64) float64 {
 	const tiny = 0x1p-511
 	if square < tiny {
@@ -256,7 +256,7 @@ func factor(dot, square float64) float64 {
 	return 1 - dot/square/2
 }
 
-// pieces is the tensors that s touches, by number, and how much of each.
+// pieces returns the tensors that s touches, by number, and how much of each.
 func (a *adasum) pieces(s stretch) iter.Seq2[int, stretch] {
 	return func(yield func(int, stretch) bool) {
 		// The first tensor that does not end before the stretch. If it ends where that begins, its piece is empty, as is

@@ -18,7 +18,7 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// alike is what the ranks contribute to tensors of the given lengths: vectors that have much in common, so that the
+// alike returns what the ranks contribute to tensors of the given lengths: vectors that have much in common, so that the
 // combination is far from a sum and depends on the order.
 func alike(dt tensor.DType, n int, tensors []int) [][]byte {
 	rng := rand.New(rand.NewPCG(3, 4))
@@ -106,7 +106,7 @@ func combinePair(dt tensor.DType, a, b []byte) []byte {
 	return floats(dt, numElems, func(i int) float64 { return ca*float(dt, a, i) + cb*float(dt, b, i) })
 }
 
-// epsilon is the distance from 1 to the next number.
+// epsilon returns the distance from 1 to the next number.
 func epsilon(dt tensor.DType) float64 {
 	return map[tensor.DType]float64{
 		tensor.Float16: 0x1p-10, tensor.BFloat16: 0x1p-7, tensor.Float32: 0x1p-23, tensor.Float64: 0x1p-52,

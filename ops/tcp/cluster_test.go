@@ -36,7 +36,7 @@ func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *clu
 	return c
 }
 
-// memMeshes are n ranks over transport/mem.
+// memMeshes returns n ranks over transport/mem.
 func memMeshes(n int) []transport.Mesh {
 	c := mem.New(n)
 	var all []transport.Mesh
@@ -46,7 +46,7 @@ func memMeshes(n int) []transport.Mesh {
 	return all
 }
 
-// tcpMeshes are n ranks over the loopback interface, closed at the end.
+// tcpMeshes returns n ranks over the loopback interface, closed at the end.
 func tcpMeshes(tb testing.TB, n int) []transport.Mesh { return socketMeshes(tb, n, secret.Secret{}) }
 
 func socketMeshes(tb testing.TB, n int, key secret.Secret) []transport.Mesh {
@@ -138,7 +138,7 @@ func (c *cluster) close() {
 	}
 }
 
-// strictMeshes are n ranks over transport/mem.
+// strictMeshes returns n ranks over transport/mem.
 func strictMeshes(t *testing.T, n int) []transport.Mesh {
 	meshes := memMeshes(n)
 	for r := range meshes {

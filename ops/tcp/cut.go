@@ -10,7 +10,7 @@ import (
 // there are parts, and the first is 0.
 type cut []int64
 
-// part is part i of buf.
+// part returns part i of buf.
 func (c cut) part(buf []byte, i int) []byte { return buf[c[i]:c[i+1]] }
 
 // even cuts a buffer of numBytes, elements of size bytes, into parts that differ by one element at most.

@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 )
 
-// uneven is what the ranks contribute to a tensor whose sums and products depend on the order: numbers of very different
+// uneven returns what the ranks contribute to a tensor whose sums and products depend on the order: numbers of very different
 // size.
 func uneven(dt tensor.DType, n, numElems int) [][]byte {
 	all := make([][]byte, n)
@@ -23,7 +23,7 @@ func uneven(dt tensor.DType, n, numElems int) [][]byte {
 	return all
 }
 
-// inOrder is the reduction over the contributions in the given order, in the arithmetic of acc, rounded to dt once.
+// inOrder returns the reduction over the contributions in the given order, in the arithmetic of acc, rounded to dt once.
 func inOrder(op tensor.ReduceOp, dt, acc tensor.DType, in [][]byte) []byte {
 	return floats(dt, len(in[0])/dt.Size(), func(i int) float64 {
 		sum := float(dt, in[0], i)
@@ -40,7 +40,7 @@ func inOrder(op tensor.ReduceOp, dt, acc tensor.DType, in [][]byte) []byte {
 	})
 }
 
-// float is element i of p.
+// float returns element i of p.
 func float(dt tensor.DType, p []byte, i int) float64 {
 	switch dt {
 	case tensor.Float16:

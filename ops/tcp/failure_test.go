@@ -75,7 +75,7 @@ func runOperation(ctx context.Context, name string, b *opstest.Blocking, n int) 
 	return err
 }
 
-// judge is each for a cluster with a coordinator: the first error of a rank other than dead aborts the lane of all
+// judge returns each for a cluster with a coordinator: the first error of a rank other than dead aborts the lane of all
 // others.
 func (c *cluster) judge(dead int, f func(i int, b *opstest.Blocking) error) []error {
 	var verdict sync.Once

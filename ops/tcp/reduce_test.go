@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 )
 
-// value is what rank contributes at place i, as an element of dt: small, of either sign, never zero, so that sums and
+// value returns what rank contributes at place i, as an element of dt: small, of either sign, never zero, so that sums and
 // products over eight ranks are exact in every type of floats.
 func value(dt tensor.DType, rank, i int) int64 {
 	v := int64(rank*7+i*3)%4 - 2 // -2 to 1
@@ -29,7 +29,7 @@ func value(dt tensor.DType, rank, i int) int64 {
 	return v
 }
 
-// fold is the reduction that the test expects, over n ranks at place i, computed one rank after the other. Narrower
+// fold returns the reduction that the test expects, over n ranks at place i, computed one rank after the other. Narrower
 // integers are its lowest bits.
 func fold(op tensor.ReduceOp, dt tensor.DType, n, i int) int64 {
 	acc := value(dt, 0, i)
@@ -64,7 +64,7 @@ func elements(dt tensor.DType, numElems int, v func(i int) int64) []byte {
 	return floats(dt, numElems, func(i int) float64 { return float64(v(i)) })
 }
 
-// floats is elements for floating-point types. For halves a value is rounded to float32 first.
+// floats returns elements for floating-point types. For halves a value is rounded to float32 first.
 func floats(dt tensor.DType, numElems int, v func(i int) float64) []byte {
 	switch dt {
 	case tensor.Float16:
@@ -117,7 +117,7 @@ func eachReduction(c *cluster, numElems int, f func(op tensor.ReduceOp, dt tenso
 	}
 }
 
-// aligned is a copy of p, aligned for every element.
+// aligned returns a copy of p, aligned for every element.
 func aligned(p []byte) []byte {
 	c := tensor.Bytes(make([]int64, (len(p)+7)/8))[:len(p)]
 	copy(c, p)
@@ -180,7 +180,7 @@ func TestAllreduceSameBits(t *testing.T) {
 	})
 }
 
-// divisions are ways to divide numElems among n ranks.
+// divisions returns ways to divide numElems among n ranks.
 func divisions(n, numElems int) map[string][]int64 {
 	even, last, odd := make([]int64, n), make([]int64, n), make([]int64, n)
 	for r := range n {

@@ -91,7 +91,7 @@ func (b *Backend) addOwn(left, right *stream, reduce kernel.Func, p []byte, seg 
 	return nil
 }
 
-// before is the part of buf that is the rank's k places before this one in the ring, 0 <= k <= n.
+// before returns the part of buf that is the rank's k places before this one in the ring, 0 <= k <= n.
 func (b *Backend) before(buf []byte, k int) []byte {
 	n := len(b.ranks)
 	return b.parts.part(buf, (b.me-k+n)%n)

@@ -69,7 +69,7 @@ func (b *Backend) flush() error {
 	return nil
 }
 
-// segment is the size of a segment in bytes, in whole elements of size bytes.
+// segment returns the size of a segment in bytes, in whole elements of size bytes.
 func (b *Backend) segment(size int) int { return max(b.segBytes/size, 1) * size }
 
 // receive fills p from c.

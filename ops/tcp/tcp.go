@@ -254,7 +254,7 @@ func (b *Backend) by(known ...message.Algorithm) error {
 	return nil
 }
 
-// tensor is the buffer of an allreduce.
+// tensor returns the buffer of an allreduce.
 func (b *Backend) tensor() ([]byte, error) {
 	if n := len(b.op.Tensors); n != 1 {
 		return nil, fmt.Errorf("got %d tensors, want 1", n)

@@ -90,7 +90,7 @@ func (r *Report) time(d time.Duration) string {
 
 func (r *Report) share(d time.Duration) float64 { return micros(d) / (r.DurationUS - r.StartupUS) }
 
-// part is the share of the time of all ranks that went into a phase.
+// part returns the share of the time of all ranks that went into a phase.
 func (r *Report) part(p phase) float64 {
 	steady := r.DurationUS - r.StartupUS
 	if steady == 0 || len(r.Phases) == 0 {
@@ -167,7 +167,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 	return all
 }
 
-// once is how many names came once at each rank at most.
+// once returns how many names came once at each rank at most.
 func (c *collection) once() int64 {
 	n := int64(0)
 	for id := range c.tensors {
@@ -178,7 +178,7 @@ func (c *collection) once() int64 {
 	return n
 }
 
-// hosts is on how many hosts the ranks with files ran.
+// hosts returns on how many hosts the ranks with files ran.
 func (c *collection) hosts() int {
 	var all []string
 	for _, f := range c.job.ranks {
@@ -189,7 +189,7 @@ func (c *collection) hosts() int {
 	return len(all)
 }
 
-// place is where a rank ran.
+// place returns where a rank ran.
 func (c *collection) place(rank int) string {
 	for _, f := range c.job.ranks {
 		if f.rank == rank && f.host() != "" {
@@ -248,7 +248,7 @@ func size(bytes float64) string {
 	return fmt.Sprintf("%.0f B", bytes)
 }
 
-// printable is a text of a file as it may be shown on a terminal.
+// printable returns a text of a file as it may be shown on a terminal.
 func printable(s string) string {
 	if strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) {
 		return strconv.Quote(s)

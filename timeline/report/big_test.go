@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// peak is the most that the heap had, in bytes, while do ran, beyond what it had before.
+// peak returns the most that the heap had, in bytes, while do ran, beyond what it had before.
 func peak(do func()) uint64 {
 	sample := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
 	read := func() uint64 {

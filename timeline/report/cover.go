@@ -44,7 +44,7 @@ func (c *cover) add(begin, end time.Duration) {
 
 func (s stretch) length() time.Duration { return s.end - s.begin }
 
-// sum is the time that is covered.
+// sum returns the time that is covered.
 func (c *cover) sum() time.Duration {
 	sum := c.total
 	for _, s := range c.open {

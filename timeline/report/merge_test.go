@@ -25,7 +25,7 @@ type traceEvent struct {
 
 type lane struct{ pid, tid int }
 
-// merged is the trace that j becomes.
+// merged returns the trace that j becomes.
 func merged(t *testing.T, j *Job) []byte {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), "out.json")

@@ -312,7 +312,7 @@ func (r *rankReader) pop(e *event, t *track, now time.Duration) *track {
 	return nil
 }
 
-// kindName is that of an operation, in lower case but for ERROR.
+// kindName returns that of an operation, in lower case but for ERROR.
 func kindName(name string) string {
 	if name == "ERROR" {
 		return name

@@ -216,7 +216,7 @@ func argsOf(text jsontext.Value) map[string]jsontext.Value {
 
 func nanos(us float64) int64 { return int64(math.Round(us * nanosPerMicro)) }
 
-// position is the number that names a tick.
+// position returns the number that names a tick.
 func (e *event) position() (int, bool) {
 	n, err := strconv.Atoi(e.Name)
 	return n, err == nil && n >= 0 && n < maxRanks

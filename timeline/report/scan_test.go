@@ -12,7 +12,7 @@ import (
 	"testing/iotest"
 )
 
-// records are those of a text, until the end or an error.
+// records returns those of a text, until the end or an error.
 func records(r io.Reader) (all []string, err error) {
 	s := newScanner(r, "f")
 	for {

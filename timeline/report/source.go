@@ -384,10 +384,10 @@ func (j *Job) arrange(sources []*source) {
 	j.setClocks()
 }
 
-// started is when the rank did, by its own clock.
+// started returns when the rank did, by its own clock.
 func (s *source) started() string { return time.UnixMicro(s.start).UTC().Format(time.RFC3339) }
 
-// dropped is how many operations the writers of the files say that they have lost.
+// dropped returns how many operations the writers of the files say that they have lost.
 func (r *rankFiles) dropped() (n int64) {
 	for _, s := range r.segments {
 		n = max(n, s.dropped) // each segment counts from the beginning
@@ -395,7 +395,7 @@ func (r *rankFiles) dropped() (n int64) {
 	return n
 }
 
-// host is where the rank ran.
+// host returns where the rank ran.
 func (r *rankFiles) host() string { return r.segments[len(r.segments)-1].host }
 
 // maxText bounds the texts that are kept of a file.

@@ -71,7 +71,7 @@ func (f *stepFinder) end(at time.Duration) {
 	f.names, f.again, f.fresh = 0, 0, 0
 }
 
-// steps is how many there were from the first complete one on, the last one too; 0 if no name came again.
+// steps returns how many there were from the first complete one on, the last one too; 0 if no name came again.
 func (f *stepFinder) steps() int64 {
 	if f.firstStep == 0 {
 		return 0

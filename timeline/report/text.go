@@ -174,7 +174,7 @@ func (r *Report) WriteText(w io.Writer) error {
 	return err
 }
 
-// shown are the ranks of the table: all, or those that held up the others longest.
+// shown returns the ranks of the table: all, or those that held up the others longest.
 func (l *Lateness) shown() []LateRank {
 	if len(l.Ranks) <= mostRanks {
 		return l.Ranks

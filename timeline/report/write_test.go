@@ -175,7 +175,7 @@ func openJob(t testing.TB, paths ...string) *Job {
 	return j
 }
 
-// reportOf is the report of files that must all be readable.
+// reportOf returns the report of files that must all be readable.
 func reportOf(t testing.TB, paths ...string) *Report {
 	t.Helper()
 	r, err := openJob(t, paths...).Report(Options{FusionThresholdBytes: 1 << 20, CacheCapacity: 1024})

@@ -58,7 +58,7 @@ const (
 	last = 14
 )
 
-// constant is the register of constant i, of at most 4.
+// constant returns the register of constant i, of at most 4.
 func (l level) constant(i int) int {
 	if l.masks {
 		return 16 + i
@@ -123,7 +123,7 @@ type kernel struct {
 	store access
 }
 
-// sources are the names of the pointers that are read.
+// sources returns the names of the pointers that are read.
 func (k *kernel) sources() []string {
 	if len(k.in) == 2 {
 		return []string{"a", "b"}
@@ -139,7 +139,7 @@ func (k *kernel) signature() string {
 	return s
 }
 
-// least is the number of elements that the function must get: without masks, a whole vector.
+// least returns the number of elements that the function must get: without masks, a whole vector.
 func (k *kernel) least() int {
 	if k.level.masks {
 		return 1
@@ -195,7 +195,7 @@ func (k *kernel) write(w *writer) {
 	w.op("RET")
 }
 
-// pointers are the registers that have the addresses of the sources.
+// pointers returns the registers that have the addresses of the sources.
 func (k *kernel) pointers() []string { return []string{"SI", "DX"}[:len(k.in)] }
 
 // loop writes a loop that does so many turns at once, as long as there are elements for them in CX, and then goes on at next.

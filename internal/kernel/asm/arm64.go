@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// arm64 is the assembly of NEON and the declarations of its functions.
+// arm64 returns the assembly of NEON and the declarations of its functions.
 func arm64() (code, decls string) {
 	p := newProgram()
 	reductions(p)
@@ -41,7 +41,7 @@ func (p *program) line(form string, args ...any) { fmt.Fprintf(&p.text, "\t"+for
 
 func (p *program) label(name string) { fmt.Fprintf(&p.text, "%s:\n", name) }
 
-// suffixed is the name of a function among those of other levels.
+// suffixed returns the name of a function among those of other levels.
 func suffixed(name string) string { return name + "NEON" }
 
 // function begins a function without a frame of its own; size is that of its parameters in bytes.
@@ -239,7 +239,7 @@ func (p *program) reduction(e neon, sum, min, max step) {
 	fmt.Fprintln(&p.reduces, "},")
 }
 
-// instruction is the step that is one instruction.
+// instruction returns the step that is one instruction.
 func (p *program) instruction(op string) step {
 	return func(l lanes, x, y vec) { p.three(op, l, x, x, y) }
 }
@@ -280,7 +280,7 @@ func (p *program) pack(e neon, d vec) {
 	e.half.pack(p, d, temp)
 }
 
-// registers is how many hold n bytes.
+// registers returns how many hold n bytes.
 func registers(n int) vec { return vec(max(1, n/16)) }
 
 // scales writes those of the floating-point types.

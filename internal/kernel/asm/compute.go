@@ -5,7 +5,7 @@ import (
 	"math"
 )
 
-// vectors is the access to whole vectors of elements of size bytes.
+// vectors returns the access to whole vectors of elements of size bytes.
 func vectors(l level, size int) (load, store access) {
 	move := "VMOVDQU"
 	if l.masks {
@@ -28,7 +28,7 @@ func vectors(l level, size int) (load, store access) {
 	return load, store
 }
 
-// logic is a bitwise instruction, of which AVX-512 has one for each size of element.
+// logic returns a bitwise instruction, of which AVX-512 has one for each size of element.
 func (l level) logic(name string) string {
 	if l.masks {
 		return name + "D"
@@ -319,7 +319,7 @@ func scaling(l level, e elem) *kernel {
 	return k
 }
 
-// conversion is a kernel between a half and float32, which are in registers.
+// conversion returns a kernel between a half and float32, which are in registers.
 func conversion(name string, l level, to, from elem) *kernel {
 	return &kernel{name: name + l.name, level: l, in: []int{from.size}, out: to.size, unit: l.size / 4, unroll: 4}
 }

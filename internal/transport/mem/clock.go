@@ -23,5 +23,5 @@ func (c *clock) now() time.Duration {
 	return time.Since(c.began)
 }
 
-// arrival is when what is sent now arrives.
+// arrival returns when what is sent now arrives.
 func (c *clock) arrival() time.Duration { return c.now() + c.latency }

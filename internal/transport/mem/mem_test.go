@@ -22,7 +22,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func meshes(_ testing.TB, size int) []transport.Mesh { return meshesOf(mem.New(size), size) }
 
-// meshesOf are all meshes of c.
+// meshesOf returns all meshes of c.
 func meshesOf(c *mem.Cluster, size int) []transport.Mesh {
 	all := make([]transport.Mesh, size)
 	for r := range all {

@@ -79,7 +79,7 @@ func (c *conn) release() {
 	c.in.drop()
 }
 
-// blame is the error by which the other end accuses this one.
+// blame returns the error by which the other end accuses this one.
 func (c *conn) blame(err error) error {
 	return &transport.PeerError{Peer: c.rank, Lane: c.lane, Err: err}
 }
@@ -114,7 +114,7 @@ type side struct {
 	due       time.Duration // when peer is known
 }
 
-// err is why the side fails at this time.
+// err returns why the side fails at this time.
 func (s *side) err(now time.Duration) error {
 	if s.own == nil && s.due <= now {
 		return s.peer

@@ -7,7 +7,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Inner is the Mesh that Connect returned.
+// Inner returns the Mesh that Connect returned.
 func Inner(s Sharer) *Mesh { return s.(*Mesh) }
 
 // Put sends a message as this rank would, which owns fds.
@@ -29,14 +29,14 @@ func (m *Mesh) SetHead(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).r
 
 func (m *Mesh) SetTail(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).ring.inTail, v) }
 
-// Sleepers is what keeps peers ringing, and whether they see it.
+// Sleepers returns what keeps peers ringing, and whether they see it.
 func (m *Mesh) Sleepers() (int, bool) {
 	m.bell.mu.Lock()
 	defer m.bell.mu.Unlock()
 	return m.bell.sleepers, atomic.LoadUint32(m.bell.word) != 0
 }
 
-// Loopback is the channel to a peer that never runs, with rings of 64 bytes, and sets the words that the peer would write.
+// Loopback returns the channel to a peer that never runs, with rings of 64 bytes, and sets the words that the peer would write.
 func Loopback() (c transport.Conn, setWords func(head, tail uint64)) {
 	const index, bytes = 1, 64
 	layout := controlLayout{size: 2, ringBytes: bytes}

@@ -96,7 +96,7 @@ func (m *Mesh) Why() string { return m.why }
 // Unable implements Sharer.
 func (m *Mesh) Unable() []topo.Rank { return slices.Clone(m.unable) }
 
-// peer is the peer of that rank, nil if it is none.
+// peer returns the peer of that rank, nil if it is none.
 func (m *Mesh) peer(rank topo.Rank) *peer {
 	if rank < 0 || int(rank) >= len(m.byRank) {
 		return nil

@@ -23,7 +23,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// child is a rank in a process of its own, whose socket is in dir, and which waits no longer than is said. The test
+// child returns a rank in a process of its own, whose socket is in dir, and which waits no longer than is said. The test
 // gives it lines and reads what it says:
 //
 //	> its address and offer
@@ -98,7 +98,7 @@ func child(dir, waits string) error {
 	return in.Err()
 }
 
-// offerText is an offer as one word.
+// offerText returns an offer as one word.
 func offerText(o shm.Offer) string {
 	text, err := json.Marshal(o)
 	if err != nil {

@@ -301,7 +301,7 @@ func (c *conn) dropQueue() {
 	c.emptied.Broadcast()
 }
 
-// sendErr is why the sending half has failed, if it has. The caller holds writing.
+// sendErr returns why the sending half has failed, if it has. The caller holds writing.
 func (c *conn) sendErr() error {
 	if cause := c.cause.Load(); cause != nil {
 		return *cause
@@ -314,7 +314,7 @@ func (c *conn) sendErr() error {
 	return c.werr
 }
 
-// breach is the error for a word that no peer writes.
+// breach returns the error for a word that no peer writes.
 func (c *conn) breach(word string, got, least, most uint64) error {
 	return &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: fmt.Errorf("shm: it wrote %s %d, want %d to %d", word, got, least, most)}
 }

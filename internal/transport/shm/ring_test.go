@@ -20,7 +20,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/shm"
 )
 
-// controls are the polled channels between ranks 0 and 1, the lower rank's first.
+// controls returns the polled channels between ranks 0 and 1, the lower rank's first.
 func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Conn) {
 	tb.Helper()
 	a, err := meshes[0].Conn(tb.Context(), transport.Control, 1)

@@ -140,7 +140,7 @@ func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]by
 	return seg.Bytes(), nil
 }
 
-// segment is what was reserved for a lane, or a new one. The caller does not hold mu: to make one takes long.
+// segment returns what was reserved for a lane, or a new one. The caller does not hold mu: to make one takes long.
 func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error) {
 	m.mu.Lock()
 	seg := m.reserved[id]

@@ -389,7 +389,7 @@ func count(t *testing.T, dir string) int {
 	return len(names)
 }
 
-// mappings are those of memfds of this project.
+// mappings returns those of memfds of this project.
 func mappings(t *testing.T) int {
 	t.Helper()
 	text, err := os.ReadFile("/proc/self/maps")

@@ -123,7 +123,7 @@ func lock(dir string) (unlock func() error, err error) {
 	return d.Close, nil
 }
 
-// Unavailable is the Endpoint of a rank that cannot share, for example because Listen failed. Its Offer tells the others
+// Unavailable returns the Endpoint of a rank that cannot share, for example because Listen failed. Its Offer tells the others
 // so, and why: they do not wait for it, and their Why names it.
 func Unavailable(reason error) *Endpoint {
 	e := &Endpoint{log: zap.NewNop()}
@@ -229,7 +229,7 @@ func abandoned(path string) bool {
 	return unix.Connect(fd, &unix.SockaddrUnix{Name: path}) == unix.ECONNREFUSED
 }
 
-// Offer is what the other ranks need to know to share memory with this one. It holds a secret:
+// Offer returns what the other ranks need to know to share memory with this one. It holds a secret:
 // whoever has it, and runs as the same user, can take this rank's place before its peers have.
 func (e *Endpoint) Offer() Offer { return e.offer }
 

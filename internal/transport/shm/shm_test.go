@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// overTCP are meshes over loopback.
+// overTCP returns meshes over loopback.
 func overTCP(tb testing.TB, size int) []transport.Mesh {
 	tb.Helper()
 	endpoints := make([]*tcp.Endpoint, size)
@@ -45,7 +45,7 @@ func overTCP(tb testing.TB, size int) []transport.Mesh {
 	return meshes
 }
 
-// overMem are meshes within the process.
+// overMem returns meshes within the process.
 func overMem(_ testing.TB, size int) []transport.Mesh {
 	c := mem.New(size)
 	meshes := make([]transport.Mesh, size)
@@ -174,7 +174,7 @@ func (j *job) mustConnect(tb testing.TB) []shm.Sharer {
 
 const patience = time.Minute
 
-// onOneHost are connected meshes of ranks of one host over loopback.
+// onOneHost returns connected meshes of ranks of one host over loopback.
 func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	tb.Helper()
 	meshes := newJob(tb, cfg, overTCP(tb, size), slices.Repeat([]string{"host"}, size)...).mustConnect(tb)

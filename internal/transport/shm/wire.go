@@ -111,7 +111,7 @@ func readMessage(c *net.UnixConn) (message, error) {
 	return m, err
 }
 
-// received are the descriptors in control data.
+// received returns the descriptors in control data.
 func received(rights []byte) ([]int, error) {
 	if len(rights) == 0 {
 		return nil, nil
@@ -131,5 +131,5 @@ func received(rights []byte) ([]int, error) {
 	return fds, nil
 }
 
-// duplicate is a descriptor for the same file.
+// duplicate returns a descriptor for the same file.
 func duplicate(fd int) (int, error) { return unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0) }

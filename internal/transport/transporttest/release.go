@@ -210,7 +210,7 @@ func testReleaseFreesAll(s *suite) {
 	}
 }
 
-// openFiles is the number of the file descriptors of this process, where the system tells.
+// openFiles returns the number of the file descriptors of this process, where the system tells.
 func openFiles(s *suite) int {
 	s.Helper()
 	fds, err := os.ReadDir("/proc/self/fd")

@@ -142,7 +142,7 @@ func (s *suite) await(done <-chan error) {
 	}
 }
 
-// result is what came through done.
+// result returns what came through done.
 func (s *suite) result(done <-chan error) error {
 	s.Helper()
 	hung := time.NewTimer(patience)
@@ -192,7 +192,7 @@ func (s *suite) exchange(a, b transport.Conn) {
 	s.together(half(a, "ping from a", "pong from b"), half(b, "pong from b", "ping from a"))
 }
 
-// random is n bytes that depend on seed alone.
+// random returns n bytes that depend on seed alone.
 func random(seed byte, n int) []byte {
 	b := make([]byte, n)
 	_, _ = rand.NewChaCha8([32]byte{seed}).Read(b) // never fails
