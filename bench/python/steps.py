@@ -128,12 +128,19 @@ def each(call, times):
     return statistics.median(taken)
 
 
+def many(tensors):
+    """Reduces each tensor asynchronously, and waits for all."""
+    for handle in [hvd.allreduce_async_(t, name=f"many.{i}") for i, t in enumerate(tensors)]:
+        hvd.synchronize(handle)
+
+
 def main():
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     torch.set_num_threads(1)
     hvd.init()
     dist.init_process_group("gloo")
     numels = sizes()
+    tensors = [torch.ones(64) for _ in range(1000)]
     small, large = torch.ones(1), torch.ones(16 << 20)
     arena = hvd.alloc_tensor((16 << 20,), torch.float32)
     arena.fill_(1)
@@ -147,6 +154,7 @@ def main():
     }
     calls = {
         "4 B": (lambda: hvd.allreduce(small, name="small"), 500),
+        "1000 of 256 B": (lambda: many(tensors), 10),
         "4 B, gloo": (lambda: dist.all_reduce(small), 200),
         "64 MiB in the arena": (lambda: hvd.allreduce_(arena, name="arena", op=hvd.Sum), 10),
         "64 MiB": (lambda: hvd.allreduce_(large, name="large", op=hvd.Sum), 10),

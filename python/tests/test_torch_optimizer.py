@@ -649,39 +649,6 @@ class Synchronizing(OptimizerTest):
         optimizer.zero_grad()
         self.same_weights(model, self.reference(sgd, 1))
 
-    def test_when_the_sidecar_is_told(self) -> None:
-        """Of gradients that come soon after each other together: of so many bytes or so long at most, and at the end."""
-        params = [torch.zeros(n) for n in (10, 10, 10, (8 << 20) // 4, 10)]
-        now, ends, told = 0.0, [], []
-        engine = mock.Mock(queue_callback=ends.append)
-        with mock.patch.object(torch.autograd.Variable, "_execution_engine", engine), mock.patch.object(
-            module.time, "perf_counter", lambda: now
-        ), mock.patch.object(module, "hurry", lambda: told.append(now)):
-
-            def go_backward(batch: module._Batch, *at: float) -> list:
-                """Which gradients, computed at these times, the sidecar hears of at once."""
-                nonlocal now
-                heard = []
-                for p, now in zip(params, at):
-                    if not batch.add(p):
-                        heard.append(now)
-                self.assertEqual(len(ends), 1)
-                ends.pop()()
-                return heard
-
-            with mock.patch.object(module, "_alone_on_few_processors", lambda: False):
-                batch = module._Batch()
-                # Nobody knows yet when the next will come.
-                self.assertEqual(go_backward(batch, 0, 0.001, 0.0015, 0.1, 0.101), [0, 0.001, 0.0015, 0.1, 0.101])
-                # The third is followed by nothing for long, the fourth is large, the last is the last.
-                self.assertEqual(go_backward(batch, 1, 1.001, 1.0015, 1.002, 1.003), [1.0015, 1.002, 1.003])
-                # Together they have waited for too long when the third comes.
-                self.assertEqual(go_backward(batch, 2, 2.001, 2.0019, 2.002, 2.003), [2.0019, 2.002, 2.003])
-                self.assertEqual(told, [0.101, 1.003, 2.003])
-            with mock.patch.object(module, "_alone_on_few_processors", lambda: True):
-                self.assertEqual(go_backward(module._Batch(), 3, 4, 5, 6, 7), [])
-                self.assertEqual(told[3:], [7])
-
     def test_few_processors(self) -> None:
         def few(processors: int, mine: int, ranks: int, here: int) -> bool:
             with mock.patch.object(module.os, "cpu_count", lambda: processors), mock.patch.object(
@@ -703,13 +670,13 @@ class Synchronizing(OptimizerTest):
         client = _engine.engine.client()
         tell, told = client._tell, []
         for crowded in (False, True):
-            optimizer._batch._crowded = crowded
+            optimizer._crowded = crowded
             for step in range(4):
                 optimizer.zero_grad(set_to_none=False)
                 hvd.barrier()
                 with mock.patch.object(client, "_tell", lambda when: (told.append(step), tell(when))[1]):
                     loss_of(model, batch(step, self.rank)).backward()
-                self.assertFalse(client._unheard, "the backward pass has ended")
+                self.assertFalse(crowded and client._unheard, "the backward pass has ended")
                 optimizer.step()
         self.assertEqual(told[-2:], [2, 3])
         self.same_at_all_ranks(model)
@@ -760,10 +727,8 @@ class Synchronizing(OptimizerTest):
                     loss.backward()
             else:
                 loss.backward()
-                self.assertIsNone(optimizer._batch._last, "it has heard of the end")
             if failing == "then loaded":
                 optimizer.load_state_dict(optimizer.state_dict())
-                self.assertIsNone(optimizer._batch._last)
                 hvd.barrier()
             else:
                 optimizer.step()

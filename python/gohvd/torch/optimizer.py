@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import time
 import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Type, Union
@@ -231,50 +229,6 @@ def _alone_on_few_processors() -> bool:
     return size() == local_size() and mine < enough
 
 
-class _Batch:
-    """Decides when the sidecar is told of gradients: each telling may wake it, which costs it and the backward pass time.
-
-    It is told of several together where they come soon after each other, as they did in the backward pass before, and of all
-    at the end.
-    """
-
-    MOST_BYTES = 8 << 20
-    LONGEST_SECONDS = 2e-3
-
-    def __init__(self) -> None:
-        # Where there is no processor to reduce on beside the backward pass, all wait for its end.
-        self._crowded = _alone_on_few_processors()
-        self._gaps: Dict[torch.Tensor, float] = {}  # seconds from one to the next
-        self._last: Optional[torch.Tensor] = None
-        self._last_at = self._begun = 0.0
-        self._bytes = 0
-
-    def add(self, p: torch.Tensor) -> bool:
-        """Says whether the sidecar may hear later of p's gradient, which the backward pass has made."""
-        now = time.perf_counter()
-        if self._last is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
-        else:
-            self._gaps[self._last] = now - self._last_at
-        self._last, self._last_at = p, now
-        if self._crowded and p.device.type == "cpu":
-            return True
-        if self._bytes == 0:
-            self._begun = now
-        self._bytes += p.numel() * p.element_size()
-        next_at = now + self._gaps.get(p, math.inf)
-        if self._bytes < self.MOST_BYTES and next_at < self._begun + self.LONGEST_SECONDS:
-            return True
-        self._bytes = 0
-        return False
-
-    def end(self) -> None:
-        """The backward pass has ended."""
-        self._last = None
-        self._bytes = 0
-        hurry()
-
-
 class _DistributedOptimizer(_Distributed):
     """Reduces gradients, then steps."""
 
@@ -292,7 +246,7 @@ class _DistributedOptimizer(_Distributed):
         self._views = views and self._compression is Compression.none
         self._memory: Dict[torch.Tensor, _Memory] = {}  # of gradients, by parameter
         self._was_sparse: Dict[torch.Tensor, int] = {}  # parameters with sparse gradients, and their sparse dimensions
-        self._batch = _Batch()
+        self._crowded = _alone_on_few_processors()
         self._synchronized = False
         self._should_synchronize = True
         self._p_to_group: Dict[torch.Tensor, Tuple[torch.Tensor, ...]] = {}
@@ -326,7 +280,11 @@ class _DistributedOptimizer(_Distributed):
             return
         group = self._p_to_group.get(p)
         if group is None:
-            self._submit(p, self._batch.add(p))
+            # If there is no processor to reduce on beside the backward pass, the sidecar is told of its gradients at its end.
+            later = self._crowded and p.device.type == "cpu"
+            if later:
+                torch.autograd.Variable._execution_engine.queue_callback(hurry)
+            self._submit(p, later)
             return
         self._group_counts[group] += 1
         if self._group_counts[group] == len(group):
@@ -403,7 +361,6 @@ class _DistributedOptimizer(_Distributed):
     def synchronize(self) -> None:
         """Waits until every p.grad is that of all ranks. Gradients that this rank has not computed count as zeros."""
         if self._hooked:
-            self._batch.end()  # of a backward pass that has failed
             submitted = set()
             for key in self._handles:
                 submitted.update(key if isinstance(key, tuple) else (key,))
@@ -489,7 +446,6 @@ class _DistributedOptimizer(_Distributed):
         return synchronizing
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._batch.end()
         self._synchronized = False
         self._should_synchronize = True
         self._group_counts = dict.fromkeys(self._group_counts, 0)
@@ -661,9 +617,8 @@ def DistributedOptimizer(
     """Gives an optimizer in the place of this one that steps on the gradients of all ranks.
 
     It is of a class derived from optimizer's, with synchronize(), skip_synchronize() and set_backward_passes_per_step()
-    besides. Gradients start to travel while backward goes on, those that come soon after each other together, or at its end
-    where there is no processor to reduce them on; step() waits for all. Call zero_grad before the next backward, or after
-    synchronize().
+    besides. Gradients start to travel while backward goes on, or at its end if there is no processor to reduce them on; step()
+    waits for all. Call zero_grad before the next backward, or after synchronize().
 
     named_parameters: model.named_parameters(), all of the optimizer's, with names that are the same at all ranks. Without it
         they are named by their places.
