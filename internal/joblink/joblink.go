@@ -1,15 +1,16 @@
-// Package joblink connects the ranks of a job with their launcher while the job runs: the launcher asks all ranks something, and ranks
-// tell the launcher what nobody has asked, such as which rank has failed.
+// Package joblink connects the ranks of a job with their launcher while the job runs. The launcher asks all
+// ranks questions, and ranks send it reports, such as which rank has failed.
 //
-// The connections are those to the launcher's store, which every rank has for as long as the job runs, whichever rank dies. The
-// launcher alone writes the list of questions, which every rank watches. Answers and reports are queues that the launcher empties.
+// The connections are those to the launcher's store, which every rank has for as long as the job runs,
+// whichever rank dies. Only the launcher writes the list of questions, which every rank watches. Answers and
+// reports are queues that the launcher reads.
 //
-//  1. A rank has one waiting call, whatever is asked. Askers do not wait for each other, and each gets only the answers to its own
-//     question.
-//  2. A rank's first answer counts. The launcher drops an answer for which nobody waits any more.
-//  3. There is one verdict for an epoch: the first that arrives. One of a later epoch takes its place.
+// 1. A rank has one waiting call, whatever is asked. Questions do not wait for each other, and each gets only
+// its own answers. 2. Only the first answer of a rank counts. The launcher drops an answer for which nobody
+// waits any more. 3. There is one verdict for an epoch: the first that arrives. A verdict of a later epoch
+// replaces it.
 //
-// Every rank has the job's secret and is believed: a rank could answer in the name of another.
+// Every rank has the secret of the job and is trusted: a rank could answer in the name of another.
 package joblink
 
 import (
@@ -29,7 +30,7 @@ import (
 
 // Questions of the launcher.
 const (
-	// Dump asks for what the flight recorder has.
+	// Dump asks for the flight recorder's dump.
 	Dump = "dump"
 	// Metrics asks for the counters.
 	Metrics = "metrics"
@@ -39,7 +40,7 @@ const (
 const (
 	// Stall is a text of rank 0: tensors have waited for longer than the warning time.
 	Stall = "stall"
-	// Failure is the dump of a rank whose job has failed, as an answer to Dump is.
+	// Failure is the dump of a rank whose job has failed, in the form of an answer to Dump.
 	Failure = "failure"
 	// verdict is a Verdict.
 	verdict = "verdict"
@@ -48,7 +49,7 @@ const (
 const (
 	// MaxBodyBytes bounds an answer or a report.
 	MaxBodyBytes = store.MaxValueBytes - maxHeadBytes
-	// MaxReasonBytes bounds Verdict.Reason. Condemn cuts a longer one.
+	// MaxReasonBytes bounds Verdict.Reason. Condemn shortens a longer one.
 	MaxReasonBytes = 4 << 10
 
 	maxHeadBytes = 1 << 10
@@ -68,22 +69,24 @@ var ErrNobody = errors.New("no launcher listens to this job")
 
 // Link is a rank's connection to its launcher.
 type Link interface {
-	// Tell hands the launcher a report of at most MaxBodyBytes. It does not wait until the launcher has read it.
+	// Tell sends the launcher a report of at most MaxBodyBytes. It does not wait until the launcher has read
+	// it.
 	Tell(ctx context.Context, what string, body []byte) error
 	// Condemn tells the launcher which ranks have failed.
 	Condemn(ctx context.Context, v Verdict) error
 	// IsHeard reports whether a launcher listens.
 	IsHeard(ctx context.Context) (bool, error)
-	// Answer answers the launcher's questions until ctx ends, which is no error, or the connection is lost. It calls handle once for each
-	// question, one after the other. Nil says that the rank has nothing to say, as does more than MaxBodyBytes.
+	// Answer answers the questions of the launcher until ctx ends, which is no error, or the connection is
+	// lost. It calls handle for one question at a time. If handle returns nil or more than MaxBodyBytes, the
+	// rank has nothing to say.
 	Answer(ctx context.Context, handle func(what string) []byte) error
 }
 
 // Verdict says which ranks ended an epoch.
 type Verdict struct {
-	// Epoch is the one that failed.
+	// Epoch is the epoch that failed.
 	Epoch uint64 `json:"epoch"`
-	// Ranks are those that failed: rarely several, never none.
+	// Ranks are the ranks that failed, at least one.
 	Ranks []topo.Rank `json:"ranks"`
 	// Reason is a text for people, at most MaxReasonBytes of UTF-8.
 	Reason string `json:"reason"`
@@ -95,7 +98,7 @@ type question struct {
 	What string `json:"what"`
 }
 
-// New returns the link of a rank over a client of the launcher's store, which stays the caller's.
+// New returns the link of a rank over a client of the launcher's store, which the caller keeps.
 func New(kv store.Store, rank int) Link { return &link{kv, rank} }
 
 type link struct {
@@ -226,7 +229,7 @@ type Launcher struct {
 	judged  chan struct{} // closed when there is a verdict
 }
 
-// inquiry is a question that is open.
+// inquiry is a question that waits for answers.
 type inquiry struct {
 	question
 	silent  map[int]bool
@@ -234,8 +237,8 @@ type inquiry struct {
 	done    chan struct{} // closed when nobody is silent
 }
 
-// Listen listens to the ranks of a job, at its store, until Close. hear is called by one goroutine with what ranks tell, other than
-// answers and verdicts. It may Ask.
+// Listen receives from the ranks of a job, at its store, until Close. One goroutine calls hear with the
+// reports of the ranks, except answers and verdicts. hear may call Ask.
 func Listen(kv *store.HashStore, ranks int, hear func(rank int, what string, body []byte)) (*Launcher, error) {
 	l := &Launcher{kv: kv, ranks: ranks, ended: make(chan struct{}), judged: make(chan struct{})}
 	if err := l.publish(); err != nil {
@@ -251,14 +254,14 @@ func Listen(kv *store.HashStore, ranks int, hear func(rank int, what string, bod
 	return l, nil
 }
 
-// Close hands on what has come by now, and returns what went wrong with the store.
+// Close delivers what has come so far, and returns what went wrong with the store.
 func (l *Launcher) Close() error {
 	l.cancel()
 	l.wg.Wait()
 	return l.Err()
 }
 
-// Err returns why the launcher can hear no more; nil if it can, or was closed.
+// Err returns why the launcher can receive no more, or nil if it can or was closed.
 func (l *Launcher) Err() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -273,7 +276,7 @@ func (l *Launcher) note(err error) {
 	}
 }
 
-// read takes from a queue until ctx ends, and then what is in it. It drops what is malformed.
+// read takes from a queue until ctx ends, and then what is left in it. It drops malformed messages.
 func (l *Launcher) read(ctx context.Context, queue string, take func(message)) error {
 	for {
 		b, err := l.kv.Pop(ctx, queue)
@@ -292,7 +295,7 @@ func (l *Launcher) read(ctx context.Context, queue string, take func(message)) e
 	}
 }
 
-// take takes an answer or a verdict.
+// take processes an answer or a verdict.
 func (l *Launcher) take(m message) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -319,7 +322,7 @@ func (l *Launcher) take(m message) {
 	}
 }
 
-// Verdict waits for what the survivors say of the ranks that failed.
+// Verdict waits for the verdict of the survivors.
 func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	select {
 	case <-l.judged:
@@ -335,10 +338,11 @@ func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	return l.verdict, nil
 }
 
-// Ask asks all ranks and waits until they have answered, or ctx ends. missing are those that have not, or had nothing to say, in order.
-// The error is the store's, and not that ctx has ended; what was answered until then is returned with it.
+// Ask asks all ranks and waits until they have answered or ctx ends. missing are the ranks, ascending, that
+// have not answered or had nothing to say. The error is the store's; the end of ctx is no error. The answers
+// so far are returned with it.
 //
-// It costs the memory of the answers, at most MaxBodyBytes each.
+// It takes the memory of the answers, at most MaxBodyBytes each.
 func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte, missing []int, err error) {
 	q := &inquiry{question{What: what}, make(map[int]bool), make(map[int][]byte), make(chan struct{})}
 	for r := range l.ranks {
@@ -372,7 +376,7 @@ func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte
 	return q.answers, missing, err
 }
 
-// publish writes the list of open questions. l is locked, or not in use yet.
+// publish writes the list of open questions. The caller has locked l, or is the only user of l.
 func (l *Launcher) publish() error {
 	list := []question{}
 	for _, q := range l.open {
@@ -405,8 +409,8 @@ func decodeVerdict(text []byte) (Verdict, error) {
 	return v, nil
 }
 
-// message is what a rank sends: an answer to a question, or with number 0 something that was not asked. On the way it is a line of JSON
-// and then the body.
+// message is an answer to a question or, with number 0, a report. It is encoded as a line of JSON followed by
+// the body.
 type message struct {
 	Rank     int    `json:"rank"`
 	Question uint64 `json:"question"`

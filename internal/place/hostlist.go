@@ -16,12 +16,13 @@ const (
 	maxTasks     = 1 << 16
 )
 
-// ExpandHosts expands a host list of Slurm, as in "node[01-03,7],gpu-[1-2]-x": names separated by commas, in which
-// brackets hold numbers and ranges of numbers. A range keeps the zeros in front of its first number. Of several
-// brackets in a name the last changes fastest. The names come in the order of the list; whether one comes twice is not
-// looked at.
+// ExpandHosts expands a host list of Slurm, such as "node[01-03,7],gpu-[1-2]-x": names separated by commas,
+// in which brackets hold numbers and ranges of numbers. A range keeps the leading zeros of its first number.
+// If a name has several brackets the last one changes fastest. The names come in the order of the list and
+// may repeat.
 //
-// A list may have MaxListBytes bytes and stand for MaxHosts names of 255 bytes: no memory is taken beyond that.
+// A list may have MaxListBytes bytes and expand to MaxHosts names of 255 bytes; more is an error before
+// memory is allocated.
 func ExpandHosts(list string) ([]string, error) {
 	hosts, err := expandHosts(list)
 	if err != nil {
@@ -51,7 +52,7 @@ func expandHosts(list string) (hosts []string, err error) {
 	}
 }
 
-// cutHost cuts a list at the first comma that is in no bracket.
+// cutHost splits a list at the first comma outside of brackets.
 func cutHost(list string) (item, rest string, more bool, err error) {
 	open := false
 	for i, c := range []byte(list) {
@@ -74,7 +75,7 @@ func cutHost(list string) (item, rest string, more bool, err error) {
 	return list, "", false, nil
 }
 
-// expandHost expands one item of a list, whose brackets match, to at most so many names.
+// expandHost expands one item of a list, whose brackets match, to at most the given number of names.
 func expandHost(item string, most int) ([]string, error) {
 	if item == "" {
 		return nil, errors.New("an empty name")
@@ -133,7 +134,7 @@ func notInNames(c rune) bool {
 
 func tooMany() error { return fmt.Errorf("it stands for more than %d hosts", MaxHosts) }
 
-// expandNumbers expands what is in a bracket to at most so many numbers.
+// expandNumbers expands the inside of a bracket to at most the given number of numbers.
 func expandNumbers(inside string, most int) (numbers []string, err error) {
 	for part := range strings.SplitSeq(inside, ",") {
 		first, last, isRange := strings.Cut(part, "-")
@@ -160,7 +161,7 @@ func expandNumbers(inside string, most int) (numbers []string, err error) {
 	return numbers, nil
 }
 
-// hostNumber returns a number in a bracket. 18 digits leave room to count beyond it.
+// hostNumber parses a number in a bracket. A limit of 18 digits leaves room to count beyond it.
 func hostNumber(s, part string) (uint64, error) {
 	if s == "" || len(s) > 18 || strings.Trim(s, "0123456789") != "" {
 		return 0, fmt.Errorf("%s in brackets, want a number or a range of numbers", quote(part))
@@ -168,8 +169,8 @@ func hostNumber(s, part string) (uint64, error) {
 	return strconv.ParseUint(s, 10, 64)
 }
 
-// ExpandTasks expands Slurm's number of tasks on each host of a step, as in "2(x3),1": 2 on each of the first three
-// hosts, 1 on the fourth. It gives at most MaxHosts numbers.
+// ExpandTasks expands Slurm's number of tasks on each host of a step, such as "2(x3),1": 2 on each of the
+// first three hosts, 1 on the fourth. It returns at most MaxHosts numbers.
 func ExpandTasks(list string) ([]int, error) {
 	tasks, err := expandTasks(list)
 	if err != nil {
@@ -209,7 +210,7 @@ func expandTasks(list string) (tasks []int, err error) {
 	return tasks, nil
 }
 
-// decimal returns a number from 0 to most, of digits only.
+// decimal parses a number from 0 to most that consists of digits only.
 func decimal(s string, most int) (int, error) {
 	n, err := strconv.Atoi(s)
 	if err != nil || n < 0 || n > most || strings.Trim(s, "0123456789") != "" {
@@ -218,7 +219,7 @@ func decimal(s string, most int) (int, error) {
 	return n, nil
 }
 
-// quote quotes what somebody else has written, the beginning of it if it is long.
+// quote quotes text from another program, shortened if it is long.
 func quote(s string) string {
 	if len(s) > 200 {
 		return strconv.Quote(s[:200]) + "..."

@@ -23,14 +23,15 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ID is the unique id of a job: the address of a store that one process serves for the job, and the job's key. Anybody who has it can
-// join the job, so keep it as a secret: String is for handing it to the ranks, not for logs.
+// ID is the unique id of a job: the address of a store that one process serves for the job, and the job's
+// key. Anybody who has it can join the job, so treat it as a secret: String is for handing it to the ranks,
+// not for logs.
 //
 //	0    magic "GHVI", version u32
 //	8    key [32]
 //	40   family u8 (4 or 6), flags u8 (1: connections are encrypted), port u16, address [16]; IPv4 is in the first four bytes
 //	60   zeros
-//	120  checksum: the first eight bytes of the SHA-256 of what is before     (numbers big-endian)
+//	120  checksum: the first eight bytes of the SHA-256 of bytes 0 to 119     (numbers big-endian)
 type ID [128]byte
 
 const (
@@ -48,7 +49,7 @@ const (
 // idText is strict, so that one id has one text.
 var idText = base64.RawURLEncoding.Strict()
 
-// newID makes an id with key for a store at addr.
+// newID makes an id with a key for a store at addr.
 func newID(addr netip.AddrPort, key [keyBytes]byte, encrypt bool) (ID, error) {
 	ip := addr.Addr().Unmap()
 	switch {
@@ -79,10 +80,11 @@ func (id *ID) seal() {
 	copy(id[idSum:], sum[:])
 }
 
-// String returns the text of id, 171 letters, digits, '-' and '_'.
+// String returns the text of id: 171 letters, digits, '-' and '_'.
 func (id ID) String() string { return idText.EncodeToString(id[:]) }
 
-// ParseID reads the text of an id, with or without white space around it. Its error does not show the text.
+// ParseID parses the text of an id, with or without surrounding white space. Its error does not contain the
+// text.
 func ParseID(text string) (ID, error) {
 	text = strings.TrimSpace(text)
 	if want := idText.EncodedLen(len(ID{})); len(text) != want {
@@ -149,14 +151,15 @@ func secretOf(key [keyBytes]byte, encrypt bool) (secret.Secret, error) {
 	return s, err
 }
 
-// metKey is where rank 0 says in the store of an id that all ranks have met.
+// metKey is the key in the store of an id by which rank 0 says that all ranks have met.
 const metKey = "gohvd/met"
 
-// lateTime is how long the store of an id is served after all ranks have met, so that a process that comes late is told so.
+// lateTime is how long the store of an id is served after all ranks have met, so that a late process gets an
+// answer.
 const lateTime = 30 * time.Second
 
-// NewID serves a store on a free port of listenHost for the ranks of one job, and makes the id by which they find it. The store ends
-// 30 s after all ranks have met, or when ctx ends: then served is closed.
+// NewID serves a store on a free port of listenHost for the ranks of one job, and returns the id by which
+// they find it. The store ends 30 s after all ranks have met, or when ctx ends; served is closed then.
 func NewID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logger) (id ID, served <-chan struct{}, err error) {
 	if id, served, err = serveID(ctx, listenHost, encrypt, log, lateTime); err != nil {
 		err = fmt.Errorf("place: new id: %w", err)
@@ -200,9 +203,9 @@ func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logg
 	return id, done, nil
 }
 
-// OpenIDs reaches the store of a job by its ids, which all ranks give in the same order. With one id all ranks use the same store.
-// With several, which different processes serve, the ranks are divided among them: rank 0 uses the first and leaves its root's address
-// in all of them.
+// OpenIDs connects to the store of a job by its ids, which all ranks give in the same order. With one id all
+// ranks use the same store. With several, which different processes serve, the ranks are divided among them:
+// rank 0 uses the first and publishes the address of its root in all of them.
 func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 	if len(ids) < 1 || len(ids) > max(size, 1) {
 		return nil, fmt.Errorf("place: %d ids, want 1 to one per rank: %d", len(ids), size)
@@ -239,7 +242,7 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 	return p, nil
 }
 
-// dialIDs makes p.Store of the stores of ids.
+// dialIDs sets p.Store to the stores of ids.
 func (p *Place) dialIDs(ctx context.Context, stores []idStore) error {
 	var all spread
 	for _, s := range stores {
@@ -271,7 +274,8 @@ func (s spread) set(ctx context.Context, key string, value []byte) error {
 	return errors.Join(errs...)
 }
 
-// rootSpreader is the store of the first id, as rank 0 has it. A root that is published there is copied to those of the other ids.
+// rootSpreader is the store of the first id at rank 0. It copies a root that is published there to the stores
+// of the other ids.
 type rootSpreader struct {
 	store.Store
 	others spread

@@ -27,15 +27,15 @@ const (
 	Plain Kind = "plain environment"
 )
 
-// Env is this process's place in its job, as a launcher has told it. What is not known is -1.
+// Env is the place of this process in its job according to a launcher. Numbers that are not known are -1.
 type Env struct {
 	Kind       Kind
 	Rank, Size int
-	// LocalRank and LocalSize are among the ranks on this host, CrossRank and CrossSize among those of the same local
-	// rank on all hosts.
+	// LocalRank and LocalSize count the ranks on this host, CrossRank and CrossSize the hosts of the ranks
+	// with this local rank.
 	LocalRank, LocalSize, CrossRank, CrossSize int
-	// JobID is the same at all ranks of a job and differs between jobs. Empty where the launcher has told of none in
-	// the environment; MPICH gives it in Place.JobID.
+	// JobID is the same at all ranks of a job and differs between jobs. It is empty if the launcher's
+	// environment has none; MPICH's is in Place.JobID.
 	JobID string
 
 	met atomic.Bool
@@ -45,30 +45,31 @@ type Env struct {
 	port  int    // of rank 0's store or of the launcher's, 0 if not told
 	dir   string // belongs to the job, on this host
 	pmiFD int
-	// agentStore says that torchrun serves its store itself. Otherwise rank 0 does.
+	// agentStore says that torchrun serves its store itself. Otherwise rank 0 serves it.
 	agentStore bool
 	node       int // this host's number in the job, -1 if not told
-	// loopback says that this rank was told to meet on a loopback address, and that so were the others as far as is known.
+	// loopback says that this rank, and as far as is known all others, were told to meet on a loopback
+	// address.
 	loopback bool
 }
 
-// Line says what Detect has found out about a kind of launcher.
+// Line is the finding of Detect about one kind of launcher.
 type Line struct {
 	Kind Kind
-	// Matched is true for one Line at most, whose Env Detect returns.
+	// Matched is true for at most one Line, whose Env Detect returns.
 	Matched bool
-	// Why says it in words, with the variables that decided.
+	// Why is the reason in words, with the variables that decided.
 	Why string
 	// Suspect says that the launcher has started a job of several ranks, but not this process as one of them.
 	Suspect bool
 }
 
-// String returns the line as it is shown to people.
+// String formats the line for people.
 func (l Line) String() string { return string(l.Kind) + ": " + l.Why }
 
-// Detect finds the launcher of this process. getenv is os.Getenv or like it; an empty variable is like one that is not
-// set. Env is nil if no kind matches. There is a Line for each kind, in order, also with an error, which says that the
-// first kind that matches contradicts itself.
+// Detect finds the launcher of this process. getenv works like os.Getenv; an empty variable counts as not
+// set. Env is nil if no kind matches. Detect returns a Line for each kind, in order, also with an error,
+// which says that the first kind that matches contradicts itself.
 func Detect(getenv func(string) string) (*Env, []Line, error) {
 	kinds := []struct {
 		kind Kind
@@ -130,7 +131,7 @@ func (e *Env) place() string {
 // OneHost reports whether all ranks are known to be on this host.
 func (e *Env) OneHost() bool { return e.LocalSize == e.Size || e.loopback }
 
-// variables reads the environment for one kind. The first error stays.
+// variables reads the environment for one kind of launcher. It keeps the first error.
 type variables struct {
 	getenv  func(string) string
 	err     error
@@ -143,7 +144,7 @@ func (v *variables) fail(format string, args ...any) {
 	}
 }
 
-// any reports which of the variables is set, the first of them.
+// any returns the first of the variables that is set.
 func (v *variables) any(names ...string) (name string, ok bool) {
 	for _, name := range names {
 		if v.getenv(name) != "" {
@@ -153,7 +154,7 @@ func (v *variables) any(names ...string) (name string, ok bool) {
 	return "", false
 }
 
-// number returns a variable's, from 0 on, or -1 if it is not set.
+// number returns the value of a variable, 0 or more, or -1 if it is not set.
 func (v *variables) number(name string) int {
 	text := v.getenv(name)
 	if text == "" {
@@ -184,7 +185,7 @@ func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	return rank, size
 }
 
-// part returns a pair whose size is not above that of the job.
+// part returns a pair whose size does not exceed the size of the job.
 func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 	rank, size = v.pair(rankName, sizeName)
 	if size > e.Size {
@@ -202,7 +203,7 @@ func newEnv(rank, size int) *Env {
 	return e
 }
 
-// settle fills in what follows from the rest: all ranks on one host means that there is no other host.
+// settle derives what follows from the rest: if all ranks are on one host there is no other host.
 func (e *Env) settle() {
 	if e.OneHost() && e.CrossRank < 0 {
 		e.CrossRank, e.CrossSize = 0, 1
@@ -304,7 +305,7 @@ func findTorchrun(v *variables) (*Env, string) {
 	return e, why
 }
 
-// master reads where rank 0 is by PyTorch's convention.
+// master reads where rank 0 is, by PyTorch's convention.
 func (v *variables) master(e *Env) {
 	e.host, e.port = v.getenv("MASTER_ADDR"), v.port("MASTER_PORT")
 	if _, ok := v.any("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
@@ -337,7 +338,7 @@ func findPlain(v *variables) (*Env, string) {
 	return e, why
 }
 
-// Steps of Slurm from here on are none that run tasks: scripts and the like (slurm.h).
+// firstSpecialStep begins the numbers of Slurm's steps that run no tasks: scripts and the like (slurm.h).
 const firstSpecialStep = 0xfffffff0
 
 func findSlurm(v *variables) (*Env, string) {
@@ -374,7 +375,8 @@ func findSlurm(v *variables) (*Env, string) {
 	return e, "SLURM_STEP_ID"
 }
 
-// slurmAllocation says what a process outside of a step is in. If that is for several tasks, it is suspect to be meant as one.
+// slurmAllocation describes the allocation of a process outside of a step. If it has several tasks, the
+// process may be meant to be one of them.
 func (v *variables) slurmAllocation() string {
 	text := v.getenv("SLURM_NTASKS")
 	if n, err := strconv.Atoi(text); err != nil || n < 2 {
@@ -391,12 +393,12 @@ const (
 	slurmPortCount = 10000
 )
 
-// slurmPort gives steps of one job, and steps of jobs near it, different ports.
+// slurmPort returns different ports for the steps of one job and for the steps of jobs with similar numbers.
 func slurmPort(job, step uint64) int {
 	return slurmPortFirst + int((job%slurmPortCount*97+step)%slurmPortCount)
 }
 
-// slurmHosts finds the first host of the step, and this process's place on its host.
+// slurmHosts finds the first host of the step, and the place of this process on its host.
 func (v *variables) slurmHosts(e *Env) {
 	list := v.getenv("SLURM_STEP_NODELIST")
 	if list == "" {
@@ -438,7 +440,7 @@ func (v *variables) slurmHosts(e *Env) {
 	}
 }
 
-// slurmTasks returns the number of tasks on each host of the step, nil if it is not known.
+// slurmTasks returns the number of tasks on each host of the step, or nil if it is not known.
 func (v *variables) slurmTasks(hosts, size int) []int {
 	if _, ok := v.any("SLURM_STEP_TASKS_PER_NODE"); !ok {
 		// What the user asked for of every host. A step may have fewer, so it counts only where the sum is right.
@@ -464,7 +466,7 @@ func (v *variables) slurmTasks(hosts, size int) []int {
 	return tasks
 }
 
-// KubernetesPort is where the pods of a job meet if the user chooses no port.
+// KubernetesPort is the port at which the pods of a job meet if the user chooses none.
 const KubernetesPort = 29550
 
 func findKubernetes(v *variables) (*Env, string) {
@@ -500,10 +502,10 @@ func findKubernetes(v *variables) (*Env, string) {
 	return e, "JOB_COMPLETION_INDEX"
 }
 
-// atMaster reports whether rank 0 tells where its store is at MASTER_ADDR:MASTER_PORT.
+// atMaster reports whether rank 0 publishes the address of its store at MASTER_ADDR:MASTER_PORT.
 func (e *Env) atMaster() bool { return e.Kind == Plain || e.Kind == Torchrun && !e.agentStore }
 
-// Where says in words where the ranks meet, for people.
+// Where says in words where the ranks meet.
 func (e *Env) Where() string {
 	host := e.host
 	if e.OneHost() && (e.atMaster() || e.Kind == Slurm) {

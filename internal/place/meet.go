@@ -25,48 +25,50 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// ErrNoSecret is the error of a job whose launcher has no private channel for a secret, and whose user gave none.
+// ErrNoSecret is the error of a job whose launcher has no private channel for a secret, and whose user gave
+// none.
 var ErrNoSecret = errors.New("no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to let " +
 	"whoever reaches the ports of the job take part")
 
-// ErrMet is the error of a second Meet: what the launcher gave for it is used up.
+// ErrMet is the error of a second Meet: what the launcher provides for it can be used only once.
 var ErrMet = errors.New("the ranks have met before")
 
-// MeetOptions say how ranks meet. The zero MeetOptions suits where the launcher says everything.
+// MeetOptions say how ranks meet. The zero value works if the launcher provides everything.
 type MeetOptions struct {
-	// Secret is what the user gave, the same at all ranks. Without one rank 0 makes one where the launcher has a way to
-	// hand it round that others cannot read.
+	// Secret is the secret that the user gave, the same at all ranks. Without one, rank 0 makes a secret if
+	// the launcher has a private way to hand it to the others.
 	Secret secret.Secret
-	// Insecure lets the ranks go without one where there is no such way.
+	// Insecure lets the ranks meet without a secret if there is no such way.
 	Insecure bool
-	// Encrypt has connections under a secret that rank 0 makes encrypted (secret.Secret.Encrypted), as those under Secret are if
-	// it says so itself. All ranks say the same.
+	// Encrypt makes connections under a secret that rank 0 makes encrypted (secret.Secret.Encrypted).
+	// Connections under Secret are encrypted if Secret says so itself. All ranks must agree.
 	Encrypt bool
-	// Host is the name or address of rank 0's host, in place of what the launcher says, where the ranks are on several.
-	// The others dial Host and Port, which then must be given unless the launcher has a port. MPICH's are told it by
-	// rank 0, in place of the name that the host has for itself; hvdrun's do not need it.
+	// Host is the name or address of the host of rank 0, instead of what the launcher says, if the ranks are
+	// on several hosts. The others dial Host and Port, so Port must be given unless the launcher has one.
+	// With MPICH rank 0 hands Host to the others; with hvdrun it has no effect.
 	Host string
-	// Port is where rank 0 serves, in place of the launcher's or the default; 0 for that. In a plain environment it takes the
-	// place of MASTER_PORT. It does not move torchrun's own TCPStore, nor hvdrun's.
+	// Port is the port at which rank 0 serves, instead of the launcher's or the default; 0 chooses those. In
+	// a plain environment it replaces MASTER_PORT. It does not move the TCPStore of torchrun or the store of
+	// hvdrun.
 	Port int
-	// Interfaces are those that the user has chosen. Where the ranks are on several hosts rank 0 listens on the first address
-	// among them by which the others reach it, and on all interfaces if none is chosen, or if the name that the others dial
-	// leads to another address. Where rank 0 tells them an address, and there is no Host, it is the first that is chosen. On
-	// one host it listens on loopback.
+	// Interfaces are the network interfaces that the user has chosen. If the ranks are on several hosts rank
+	// 0 listens on the first chosen address at which the others reach it. It listens on all interfaces if
+	// none is chosen, or if the name that the others dial leads to another address. If rank 0 tells the
+	// others an address, and Host is empty, it is the first chosen one. On one host it listens on loopback.
 	Interfaces netif.Choice
-	// Log is the servers'; it may be nil.
+	// Log is the log of the servers; it may be nil.
 	Log *zap.Logger
 
-	// resolver, if not nil, gives the address of a host in place of the system: for tests. A *net.DNSError is tried again
+	// resolver, if not nil, replaces the system's lookup of host names, for tests. A *net.DNSError is retried
 	// until ctx ends.
 	resolver func(ctx context.Context, host string) (addr string, err error)
 }
 
-// Meet brings the ranks to a store, unless they are hvdrun's (Dial). Each calls it once; rank 0 returns as soon as the others can find it, the others
-// when they have. It waits until ctx ends.
+// Meet brings the ranks to a store, except hvdrun's (see Dial). Each rank calls it once. It returns at rank 0
+// as soon as the others can find the store, and at the others when they have. It waits until ctx ends.
 //
-// With PMI the ranks talk to the launcher on a connection that each process has one of: a program that meets so cannot
-// call MPI_Init as well.
+// With PMI the ranks talk to the launcher on the one connection that each process has for that, so a program
+// that meets in this way cannot call MPI_Init as well.
 func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Place, error) {
 	err := ErrMet
 	m := &Place{Rank: e.Rank, Size: e.Size, JobID: e.JobID}
@@ -110,7 +112,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.meetAt(ctx, o, m, e.host)
 }
 
-// alone returns the meeting of one rank.
+// alone makes m the place of a job of one rank.
 func (m *Place) alone(o MeetOptions) error {
 	h := store.NewHashStore(store.Limits{})
 	m.Store, m.Secret = h, o.Secret
@@ -118,14 +120,15 @@ func (m *Place) alone(o MeetOptions) error {
 	return nil
 }
 
-// jobKey is where rank 0 says which job its store is of: on a fixed port it may be that of another.
+// jobKey is the key by which rank 0 says which job its store belongs to: a store on a fixed port may be that
+// of another job.
 const jobKey = "place/job"
 
 func (e *Env) jobValue(m *Place) string {
 	return fmt.Sprintf("%s of %d ranks by %s", quote(m.JobID), e.Size, e.Kind)
 }
 
-// serve serves a store at host:port, with rank 0 using it directly.
+// serve serves a store at host:port, which rank 0 uses directly.
 func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string, port int) (*store.Server, error) {
 	h := store.NewHashStore(store.Limits{})
 	m.Store = h
@@ -144,7 +147,7 @@ func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string, p
 	return server, nil
 }
 
-// dial makes a client of rank 0's store.
+// dial connects to the store of rank 0.
 func (e *Env) dial(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	if err := e.connect(ctx, o, m, host, port); err != nil {
 		return err
@@ -193,7 +196,7 @@ func (o *MeetOptions) resolve(ctx context.Context, host string) (addr string, er
 	return addr, nil
 }
 
-// meetAt returns the meeting at a place that all know beforehand.
+// meetAt meets at an address that all ranks know beforehand.
 func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) error {
 	if o.Secret.IsZero() && !o.Insecure {
 		return ErrNoSecret
@@ -218,11 +221,12 @@ func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) 
 
 const loopback = "127.0.0.1"
 
-// lookupTime bounds how long rank 0 asks for its own address, which a pod's name may have a moment after the pod. The others
-// ask until they have it.
+// lookupTime bounds how long rank 0 retries the lookup of its own address: the name of a pod may appear
+// shortly after the pod. The other ranks retry until they succeed.
 const lookupTime = 2 * time.Second
 
-// listenHost returns the address on which rank 0 listens for ranks that dial host; empty is on all interfaces.
+// listenHost returns the address on which rank 0 listens for ranks that dial host. Empty means all
+// interfaces.
 func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (string, error) {
 	if e.OneHost() {
 		return loopback, nil
@@ -253,7 +257,7 @@ func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (strin
 	return "", nil
 }
 
-// addresses returns those of a host, as this one knows it.
+// addresses returns the addresses of a host as this host knows them.
 func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr, error) {
 	if o.resolver != nil {
 		text, err := o.resolver(ctx, host)
@@ -276,7 +280,7 @@ const (
 	wordNone  = "none"
 )
 
-// announced returns what rank 0 tells the others of the secret, and what it is.
+// announced returns the secret of rank 0, and the word by which rank 0 tells the others about it.
 func (o *MeetOptions) announced() (secret.Secret, string) {
 	if !o.Secret.IsZero() {
 		return o.Secret, wordGiven
@@ -285,7 +289,7 @@ func (o *MeetOptions) announced() (secret.Secret, string) {
 	return o.made(s), word
 }
 
-// made returns a secret that rank 0 has made, as it is used.
+// made applies Encrypt to a secret that rank 0 has made.
 func (o *MeetOptions) made(s secret.Secret) secret.Secret {
 	if o.Encrypt {
 		return s.Encrypted()
@@ -293,7 +297,7 @@ func (o *MeetOptions) made(s secret.Secret) secret.Secret {
 	return s
 }
 
-// heard returns what a rank makes of that.
+// heard returns the secret that follows from the word of rank 0.
 func (o *MeetOptions) heard(word string) (secret.Secret, error) {
 	switch {
 	case word == wordGiven && o.Secret.IsZero():
@@ -309,7 +313,8 @@ func (o *MeetOptions) heard(word string) (secret.Secret, error) {
 	return o.made(s), err
 }
 
-// announce serves a store on a free port, and gives where to reach it and the secret as others parseAnnouncement.
+// announce serves a store on a free port, and returns its address and the secret in the form that
+// parseAnnouncement reads.
 func (e *Env) announce(ctx context.Context, o MeetOptions, m *Place) (text string, err error) {
 	var word string
 	m.Secret, word = o.announced()
@@ -332,7 +337,7 @@ func (e *Env) announce(ctx context.Context, o MeetOptions, m *Place) (text strin
 	return net.JoinHostPort(host, port) + "," + word, nil
 }
 
-// announcedHost returns where rank 0 tells the others to dial.
+// announcedHost returns the host that rank 0 tells the others to dial.
 func (e *Env) announcedHost(o MeetOptions) (string, error) {
 	switch {
 	case e.OneHost():
@@ -350,7 +355,7 @@ func (e *Env) announcedHost(o MeetOptions) (string, error) {
 	return host, nil
 }
 
-// follow dials what announce has told of.
+// follow connects to the store that announce has described.
 func (e *Env) follow(ctx context.Context, o MeetOptions, m *Place, text string) error {
 	host, port, word, err := parseAnnouncement(text)
 	if err != nil {
@@ -362,7 +367,7 @@ func (e *Env) follow(ctx context.Context, o MeetOptions, m *Place, text string) 
 	return e.dial(ctx, o, m, host, port)
 }
 
-// parseAnnouncement reads host:port,word. Its errors do not show the word, which may be a secret.
+// parseAnnouncement parses host:port,word. Its errors do not contain the word, which may be a secret.
 func parseAnnouncement(text string) (host string, port int, word string, err error) {
 	at, word, ok := strings.Cut(text, ",")
 	if !ok {
@@ -378,7 +383,7 @@ func parseAnnouncement(text string) (host string, port int, word string, err err
 	return host, port, word, nil
 }
 
-// meetByFile returns the meeting of ranks on one host that have a directory of their job.
+// meetByFile meets by a file, for ranks on one host that have a directory for their job.
 func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 	if !e.OneHost() {
 		return fmt.Errorf("%d of %d ranks are on this host, and Open MPI tells nothing of rank 0's: say which "+
@@ -407,10 +412,10 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 	return nil
 }
 
-// pmiKey is where rank 0 tells the others.
+// pmiKey is the key under which rank 0 publishes its announcement.
 const pmiKey = "gohvd-meet"
 
-// meetByPMI returns the meeting of ranks whose launcher has a key-value space for them.
+// meetByPMI meets by the key-value space that the launcher has for the ranks.
 func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	if e.pmiFD < 0 {
 		return errors.New("PMI_FD is not set: the launcher gives no connection to itself")
@@ -447,11 +452,11 @@ func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	return p.finalize()
 }
 
-// torchSecretKey is where rank 0 says how the others get the secret: a word, or the path of a file. The secret itself
-// is not told there, for whoever reaches a TCPStore can read it.
+// torchSecretKey is the key under which rank 0 says how the others get the secret: a word, or the path of a
+// file. The secret itself is not stored there, because anybody who reaches a TCPStore can read it.
 const torchSecretKey = "secret"
 
-// meetAtTorch returns the meeting at the TCPStore of torchrun's agent.
+// meetAtTorch meets at the TCPStore of torchrun's agent.
 func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
 		return ErrNoSecret
@@ -482,7 +487,7 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.hearTorchSecret(o, m, string(word))
 }
 
-// hearTorchSecret settles the secret of another rank than 0 by what rank 0 told.
+// hearTorchSecret sets the secret at other ranks than 0 according to what rank 0 told.
 func (e *Env) hearTorchSecret(o MeetOptions, m *Place, told string) (err error) {
 	if filepath.IsAbs(told) {
 		if !e.OneHost() {
@@ -502,7 +507,7 @@ func (e *Env) hearTorchSecret(o MeetOptions, m *Place, told string) (err error) 
 	return err
 }
 
-// torchSecret settles rank 0's secret, and gives what to tell the others.
+// torchSecret sets the secret of rank 0, and returns what to tell the others.
 func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 	if o.Secret.IsZero() && !e.OneHost() {
 		return wordNone, nil
@@ -529,10 +534,10 @@ const (
 	masterFreeKey = "place/master-free"
 )
 
-// meetAtMaster returns the meeting at MASTER_ADDR:MASTER_PORT, where by PyTorch's convention rank 0 serves a TCPStore. PyTorch in
-// the same process may have done so before, or may want to do so later. So the ranks only learn there how to reach a store of
-// rank 0 at another port. Rank 0 tells them at PyTorch's store if that is there, else at one of its own, which it closes when
-// all have met and before another rank goes on.
+// meetAtMaster meets at MASTER_ADDR:MASTER_PORT, where by PyTorch's convention rank 0 serves a TCPStore.
+// PyTorch in the same process may have served one already, or may serve one later. So the ranks learn only
+// there how to reach a store of rank 0 at another port. Rank 0 tells them at PyTorch's store if that exists,
+// else at one of its own, which it closes when all ranks have met and before any other rank goes on.
 func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
 		return ErrNoSecret
@@ -572,12 +577,12 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.dial(ctx, o, m, host, port)
 }
 
-// atMasterStore returns the part of that TCPStore that is gohvd's.
+// atMasterStore returns the part of that TCPStore that belongs to gohvd.
 func (e *Env) atMasterStore(s store.Store) store.Store {
 	return store.NewPrefixStore("gohvd/"+cmp.Or(e.JobID, "plain"), s)
 }
 
-// tellAtMaster returns meetAtMaster for rank 0.
+// tellAtMaster is the part of rank 0 in meetAtMaster.
 func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	word, err := e.torchSecret(o, m)
 	if err != nil {
@@ -622,7 +627,7 @@ func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Place, host st
 	return nil
 }
 
-// masterStore returns a TCPStore that it serves on a port, or that which is there already.
+// masterStore returns a TCPStore that it serves on a port, or the one that is served there already.
 func masterStore(ctx context.Context, o MeetOptions, listen string, port int) (s store.Store, release func() error, err error) {
 	h := store.NewHashStore(store.Limits{})
 	server, err := c10d.Serve(net.JoinHostPort(listen, strconv.Itoa(port)), h, c10d.Config{Log: o.Log})

@@ -23,45 +23,47 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Config says how a rank finds where its job meets. At most one of Store, Method and ID is given. Without any it is what the settings say
-// (HVD_INIT_METHOD, HVD_UNIQUE_ID), and if they do not place this process in a job, what the launcher says that is found in the
-// environment. If none is found the process is a job of its own.
+// Config says how a rank finds where its job meets. At most one of Store, Method and ID is given. If none is,
+// the settings decide (HVD_INIT_METHOD, HVD_UNIQUE_ID), and if they do not place this process in a job, the
+// launcher in the environment. Without a launcher the process is a job of one.
 type Config struct {
 	Settings config.Config
-	// Store is the program's own, and stays it.
+	// Store belongs to the program, which closes it.
 	Store store.Store
-	// Method is the URL of an init method. Rank and size are the settings' if they are there, else the URL's.
+	// Method is the URL of an init method. Rank and size come from the settings if they have them, else from
+	// the URL.
 	Method string
-	// Methods are init methods of the program's own, by the scheme of their URLs.
+	// Methods are init methods of the program, by the scheme of their URLs.
 	Methods Methods
-	// ID is a meeting by ids.
+	// ID makes the ranks meet by unique ids.
 	ID  *ByID
 	Log *zap.Logger // may be nil
 }
 
-// ID says which ranks meet by which ids.
+// ByID says which ranks meet by which ids.
 type ByID struct {
 	IDs        []ID
 	Rank, Size int
 }
 
-// Meeting is where the ranks have met, as this rank has it.
+// Meeting is the result of Open: where the ranks have met, and what follows for this rank.
 type Meeting struct {
 	// Place has the store, nil if there is one rank, and the secret, also if the settings give it.
 	*Place
-	// Settings are those given, with this process's place in the job. Size is 1 at least.
+	// Settings are the given settings with the place of this process in the job. Size is at least 1.
 	Settings config.Config
-	// Listen is the address of this host on which the rank is to listen: one that all other ranks can dial.
+	// Listen is the address of this host on which the rank must listen. All other ranks can dial it.
 	Listen string
-	// Once says that the launcher's means are used up: who may have to meet again keeps the Meeting. The store lives until
-	// rank 0 closes it.
+	// Once says that the means of the launcher are used up. A process that may have to meet again keeps the
+	// Meeting. The store lives until rank 0 closes it.
 	Once bool
 
 	launcher store.Store // Store, if it is hvdrun's
 	again    bool        // another Meeting has the same Place
 }
 
-// Open meets. It waits until the store is there, ctx ends, or something contradicts. On error nothing is left open.
+// Open finds the place where the ranks meet. It waits until the store is reachable, ctx ends, or something
+// contradicts itself. After an error nothing is left open.
 func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 	m := &Meeting{Place: &Place{Store: cfg.Store}, Settings: cfg.Settings, Listen: loopback}
 	if cfg.Log == nil {
@@ -73,8 +75,8 @@ func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 	return m, nil
 }
 
-// Again returns the same Meeting for settings that do not place this process: those of an Init after a Shutdown. Its Close does
-// nothing.
+// Again returns the same Meeting for settings that do not place this process, as in an Init after a Shutdown.
+// Its Close does nothing.
 func (m *Meeting) Again(set config.Config) *Meeting {
 	a := &Meeting{Place: m.Place, Settings: set, Listen: m.Listen, Once: true, again: true}
 	from := &m.Settings
@@ -84,7 +86,8 @@ func (m *Meeting) Again(set config.Config) *Meeting {
 	return a
 }
 
-// Close gives up the store, unless it is the program's own. Where this rank serves it, it ends for all.
+// Close closes the store, unless it belongs to the program. If this rank serves the store, that ends it for
+// all ranks.
 func (m *Meeting) Close() error {
 	if m.again {
 		return nil
@@ -135,7 +138,7 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 	return m.checkSecret()
 }
 
-// bySettings takes the way to meet from the settings, if they have one.
+// bySettings sets the way to meet from the settings, if they have one.
 func (m *Meeting) bySettings(cfg *Config) error {
 	set := &m.Settings
 	switch {
@@ -165,7 +168,7 @@ func (m *Meeting) bySettings(cfg *Config) error {
 	return nil
 }
 
-// placeByLauncher sets this process's place as the launcher says, if there is one.
+// placeByLauncher sets the place of this process from the launcher, if there is one.
 func (m *Meeting) placeByLauncher() error {
 	env, _, err := Detect(m.Settings.Variable)
 	if err == nil && env != nil {
@@ -174,7 +177,7 @@ func (m *Meeting) placeByLauncher() error {
 	return err
 }
 
-// take sets this process's place by what a launcher says. A setting for a part of it stays.
+// take sets the place of this process from what a launcher says. Settings for a part of it take precedence.
 func (m *Meeting) take(env *Env) {
 	set := &m.Settings
 	set.Rank, set.Size = env.Rank, env.Size
@@ -191,7 +194,7 @@ func (m *Meeting) take(env *Env) {
 	}
 }
 
-// place sets this process's place, which nothing has set before.
+// place sets the place of this process. It is an error if the settings say something else.
 func (m *Meeting) place(rank, size int) error {
 	if s := &m.Settings; s.Size != config.Unset && (s.Rank != rank || s.Size != size) {
 		return fmt.Errorf("this is rank %d of %d by HOROVOD_RANK and HOROVOD_SIZE, and rank %d of %d where the ranks meet",
@@ -201,7 +204,7 @@ func (m *Meeting) place(rank, size int) error {
 	return nil
 }
 
-// checkSecret refuses a job that is open to the network.
+// checkSecret refuses a job that would be open to the network.
 func (m *Meeting) checkSecret() error {
 	ip, err := netip.ParseAddr(m.Listen)
 	if err != nil {
@@ -227,7 +230,7 @@ func (m *Meeting) choose(choice netif.Choice) error {
 	return err
 }
 
-// byLauncher meets at the store that hvdrun serves, or who else has set its variables.
+// byLauncher meets at the store of hvdrun, or of another program that sets its variables.
 func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
 	address := net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
 	var listen netip.Addr
@@ -251,7 +254,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	return nil
 }
 
-// meetAt makes p the Place, with the secret of the settings if it says none.
+// meetAt makes p the Place, with the secret of the settings if p has none.
 func (m *Meeting) meetAt(p *Place) {
 	if p.Secret.IsZero() {
 		p.Secret = m.Secret
@@ -259,10 +262,10 @@ func (m *Meeting) meetAt(p *Place) {
 	m.Place = p
 }
 
-// Launcher returns the store, if it is that of hvdrun, which asks and is told there what no rank needs to know; else nil.
+// Launcher returns the store if it is hvdrun's, and nil otherwise. joblink uses it.
 func (m *Meeting) Launcher() store.Store { return m.launcher }
 
-// byEnvironment meets as the launcher says that has started this process.
+// byEnvironment meets in the way of the launcher that has started this process.
 func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	set := &m.Settings
 	env, lines, err := Detect(set.Variable)
@@ -332,7 +335,7 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 	return err
 }
 
-// byID meets at the store that the process that made the id serves.
+// byID meets at the store of the process that made the id.
 func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	id := cfg.ID
 	if err := m.place(id.Rank, id.Size); err != nil {
@@ -354,7 +357,7 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	return err
 }
 
-// counted is the value of nearKey/RANK once that rank has done its part.
+// counted is the value of nearKey/RANK after that rank has been counted.
 const counted = "counted"
 
 // Keys by which the ranks agree on addresses.
@@ -366,11 +369,12 @@ const (
 	heardKey    = "heard" // number of ranks that have read that
 )
 
-// agree finds the address to listen on in a job whose ranks may be on several hosts. addr is where this rank reaches the store,
-// empty if it serves it.
+// agree finds the address to listen on in a job whose ranks may be on several hosts. addr is where this rank
+// reaches the store, or empty if it serves the store.
 //
-// A rank on another host than the store listens on the interface that leads there. One on the same host sees loopback alone,
-// which helps nobody, and takes the address by which another host has come. If there is no other host, loopback will do.
+// A rank on another host than the store listens on the interface that leads to the store. A rank on the host
+// of the store sees only loopback, at which others cannot dial it. It listens on the address by which a rank
+// of another host has reached the store. If there is no other host it listens on loopback.
 func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) error {
 	if !choice.IsZero() {
 		return m.choose(choice)
@@ -425,8 +429,8 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	return nil
 }
 
-// awaitHost waits for the host's address. If that does not come, the error names the ranks that are missing. A rank 0 that serves the
-// store, which ends with it, tells them to the others first.
+// awaitHost waits for the address of the host. If it does not come, the error names the ranks that are
+// missing. If rank 0 serves the store, which ends with it, it first tells the others which ranks are missing.
 func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]byte, error) {
 	waiting, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -474,13 +478,14 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 	return nil, fmt.Errorf("%s did not come: %w", text, err)
 }
 
-// maxJob bounds the name of a job (HVD_JOB_ID).
+// maxJob bounds the length of a job's name (HVD_JOB_ID).
 const maxJob = 64
 
-// short returns a name of a job that is not too long: its end, where launchers put what changes from job to job.
+// short shortens the name of a job to its end, which is where launchers put the part that differs between
+// jobs.
 func short(job string) string { return strings.ToValidUTF8(job[max(0, len(job)-maxJob):], "") }
 
-// HostID returns the identity of this host's memory.
+// HostID returns the identity of the memory of this host.
 func HostID(set *config.Config) (string, error) {
 	if set.HostID != "" {
 		return topo.HostID(set.HostID, "", "", ""), nil

@@ -1,9 +1,12 @@
-// Package place finds where the ranks of a job meet, and which of them this process is: its [Place]. It asks the launcher that has
-// started the process ([Detect], [Env.Meet]), opens the URL of an init method ([Methods]) or the store of a unique id ([OpenIDs]).
+// Package place finds where the ranks of a job meet, and which of them this process is. [Open] does so by
+// what the program, the settings or the launcher say: it asks the launcher that has started the process
+// ([Detect], [Env.Meet]), opens the URL of an init method ([Methods]), or the store of a unique id
+// ([OpenIDs]). It also finds the address of this host on which the rank must listen.
 //
-// [Detect] asks for the kinds of launchers in a fixed order, of which the first wins: hvdrun and whatever else sets
-// Horovod's variables, HVD_SIZE=1, Open MPI, MPICH and others that speak PMI, torchrun, Slurm, Kubernetes, and last the plain
-// variables of PyTorch. So mpirun wins over the Slurm or Kubernetes in which it runs.
+// [Detect] checks for the kinds of launchers in a fixed order, and the first match wins: hvdrun and other
+// programs that set Horovod's variables, HVD_SIZE=1, Open MPI, MPICH and others that speak PMI, torchrun,
+// Slurm, Kubernetes, and last the plain variables of PyTorch. So mpirun wins over the Slurm or Kubernetes in
+// which it runs.
 //
 //	kind        ranks meet at                                       secret
 //	hvdrun      the store of hvdrun                                 given by hvdrun
@@ -17,11 +20,11 @@
 //	plain       a store of rank 0, told at a TCPStore at            one host: made by rank 0, in a 0600 file
 //	            MASTER_ADDR:MASTER_PORT
 //
-// Where the table says that rank 0 makes the secret, one that the user gives takes its place. Where the user has to
-// give one and does not, Meet fails with ErrNoSecret unless it is told to go without.
+// A secret that the user gives replaces one that rank 0 would make. If the user has to give one and does not,
+// Meet fails with ErrNoSecret unless it is told to go without.
 //
-// What contradicts itself is an error that names variables and values. It never makes the process rank 0 of 1: several
-// such would train apart and not notice.
+// If variables contradict each other, the error names them with their values. A contradiction never makes the
+// process rank 0 of 1: several such processes would train separately, and nobody would notice.
 package place
 
 import (
@@ -34,20 +37,23 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Place is where the ranks of a job meet, as one of them has it.
+// Place is where the ranks of a job meet, as seen by one of them.
 type Place struct {
-	// Store is where rank 0 publishes the root of the rendezvous. All ranks have the same, or copies of that root in theirs.
+	// Store is where rank 0 publishes the root of the rendezvous. All ranks have the same store, or one with
+	// a copy of that root.
 	Store      store.Store
 	Rank, Size int
-	// Addr is where this rank reaches the store, host:port. It is empty at the rank that serves it.
+	// Addr is the address at which this rank reaches the store, host:port. It is empty at the rank that
+	// serves it.
 	Addr string
-	// Nowhere says that the store has no address, as a file.
+	// Nowhere says that the store has no address, like a file.
 	Nowhere bool
-	// Secret is the job's, the same at all ranks, if the place says it. Zero is none.
+	// Secret is the secret of the job, the same at all ranks, if the place provides it. Zero is no secret.
 	Secret secret.Secret
-	// JobID is the job's, if the place says it: the same at all ranks, and different for other jobs.
+	// JobID is the name of the job, if the place provides it: the same at all ranks, and different for other
+	// jobs.
 	JobID string
-	// Terms must be the same at all ranks, by name, because of the way in which they meet.
+	// Terms are values, by name, that must be the same at all ranks because of the way in which they meet.
 	Terms map[string]string
 
 	mu      sync.Mutex
@@ -55,9 +61,9 @@ type Place struct {
 	atMet   []func(ctx context.Context) error // in this order
 }
 
-// Met removes what rank 0 had left for the others to find, such as the file with the secret, and gives up a port that is
-// another's to use afterwards; the other ranks wait until rank 0 has done that. Each rank calls it when all ranks are known to
-// have met. Further calls do nothing. Close removes what is left without Met.
+// Met removes what rank 0 has left for the others to find, such as the file with the secret, and frees a port
+// that another program uses afterwards; the other ranks wait until rank 0 has done that. Each rank calls it
+// when all ranks have met. Further calls do nothing. Close removes what is left if Met was not called.
 func (p *Place) Met(ctx context.Context) error {
 	p.mu.Lock()
 	todo := p.atMet
@@ -70,8 +76,8 @@ func (p *Place) Met(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// Close closes the store, and what was opened for it. If rank 0 serves the store, its Close ends it for all, so it comes after whatever
-// the others have to do there. Further calls do nothing.
+// Close closes the store and what was opened for it. If rank 0 serves the store, its Close ends the store for
+// all ranks, so it must come after everything that the others do there. Further calls do nothing.
 func (p *Place) Close() error {
 	p.mu.Lock()
 	todo := p.closers
@@ -88,7 +94,7 @@ func (p *Place) onClose(c func() error) { p.closers = append(p.closers, c) }
 
 func (p *Place) onMet(f func(context.Context) error) { p.atMet = append(p.atMet, f) }
 
-// leaves says how to remove what this rank has left for the others.
+// leaves registers how to remove what this rank has left for the others.
 func (p *Place) leaves(remove func() error) {
 	remove = sync.OnceValue(remove)
 	p.atMet = append([]func(context.Context) error{func(context.Context) error { return remove() }}, p.atMet...)

@@ -16,8 +16,8 @@ import (
 // maxPMILine bounds a line of the protocol. Values have up to 1024 bytes with MPICH.
 const maxPMILine = 8 << 10
 
-// pmi is a client of PMI-1, by which a process started by MPICH's mpiexec talks to it: lines of words, the first of
-// them cmd=NAME, each answered by one. See MPICH, src/pmi, simple_pmi.c.
+// pmi is a client of PMI-1, the protocol between a process and MPICH's mpiexec: lines of words, the first of
+// them cmd=NAME, each answered by one line. See MPICH, src/pmi, simple_pmi.c.
 type pmi struct {
 	ctx   context.Context
 	fd    int
@@ -25,14 +25,14 @@ type pmi struct {
 	in    *bufio.Reader
 	stop  func() bool
 	space string // the name of the job's key-value space
-	// Bounds on a key and a value.
+	// maxKey and maxValue bound a key and a value.
 	maxKey, maxValue int
 }
 
 // startPMI begins to talk on fd, which is PMI_FD. All calls end with ctx.
 //
-// fd is never closed, so that its number means nothing else later; after close it is shut down, and whoever uses it
-// again gets an error.
+// fd is never closed, so that its number cannot come to mean another file. After close it is shut down, so
+// further use of it is an error.
 func startPMI(ctx context.Context, fd int) (*pmi, error) {
 	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -78,7 +78,7 @@ func (p *pmi) start() error {
 	return nil
 }
 
-// put sets key to value, which have no white space. Others see it after a barrier.
+// put sets key to value, which contain no white space. Other ranks see it after a barrier.
 func (p *pmi) put(key, value string) error {
 	// The bounds count a byte at the end of the text.
 	if len(key) >= p.maxKey || len(value) >= p.maxValue {
@@ -107,8 +107,8 @@ func (p *pmi) get(key string) (string, error) {
 	return value, nil
 }
 
-// finalize tells the launcher that this process is done with it. A process that has begun and does not is taken for a
-// crashed one when it ends.
+// finalize tells the launcher that this process is done. The launcher takes a process that ends without it
+// for crashed.
 func (p *pmi) finalize() error {
 	_, err := p.call("cmd=finalize", "finalize_ack")
 	return err
@@ -120,8 +120,8 @@ func (p *pmi) close() {
 	p.conn.Close()
 }
 
-// call sends a request and reads the answer, whose cmd is want. Errors show the name of a request but nothing of what
-// it or the answer holds, which may be a secret.
+// call sends a request and reads the answer, whose cmd is want. Errors contain the name of a request but none
+// of its contents or the answer's, which may be a secret.
 func (p *pmi) call(request, want string) (map[string]string, error) {
 	name, _, _ := strings.Cut(strings.TrimPrefix(request, "cmd="), " ")
 	answer, err := p.exchange(request)
@@ -154,7 +154,7 @@ func (p *pmi) exchange(request string) (map[string]string, error) {
 	return parsePMI(string(line)), nil
 }
 
-// parsePMI takes a line apart. A word without = has an empty value.
+// parsePMI splits a line into words. A word without = has an empty value.
 func parsePMI(line string) map[string]string {
 	words := make(map[string]string)
 	for word := range strings.FieldsSeq(line) {

@@ -23,7 +23,8 @@ const (
 	privatePeriod = 10 * time.Millisecond
 )
 
-// writePrivate makes a file that only this user can read, and that is whole once it is there. Its directory must exist.
+// writePrivate writes a file that only this user can read and that is complete as soon as it exists. Its
+// directory must exist.
 func writePrivate(path, text string) error {
 	// CreateTemp makes a new file, of mode 0600.
 	f, err := os.CreateTemp(filepath.Dir(path), ".gohvd-*")
@@ -41,8 +42,8 @@ func writePrivate(path, text string) error {
 	return nil
 }
 
-// readPrivate reads such a file. It must be this user's, and nobody else's to read or write: who else could have made
-// it knows what is in it.
+// readPrivate reads such a file. It must belong to this user, and nobody else may read or write it: another
+// user who could have written it knows its contents.
 func readPrivate(path string) (text string, err error) {
 	// Without waiting for the other end, if it is a pipe.
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
@@ -69,7 +70,7 @@ func readPrivate(path string) (text string, err error) {
 	return string(b), nil
 }
 
-// waitPrivate is readPrivate of a file that may not be there yet. It looks until ctx ends.
+// waitPrivate waits until the file exists, or ctx ends, and then reads it as readPrivate does.
 func waitPrivate(ctx context.Context, path string) (text string, err error) {
 	for {
 		text, err = readPrivate(path)
@@ -83,7 +84,7 @@ func waitPrivate(ctx context.Context, path string) (text string, err error) {
 	}
 }
 
-// remove removes a file, which the launcher may have done before.
+// remove removes a file, which the launcher may have removed before.
 func remove(path string) error {
 	if err := os.Remove(path); !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -91,7 +92,7 @@ func remove(path string) error {
 	return nil
 }
 
-// fileName returns s as a part of a path.
+// fileName converts s to a part of a file name.
 func fileName(s string) string {
 	return strings.Map(func(r rune) rune {
 		if notInNames(r) {

@@ -19,34 +19,35 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// MethodOptions are what a method needs beside its URL.
+// MethodOptions are what an init method needs beside its URL.
 type MethodOptions struct {
-	// Rank and Size are -1 where the URL, or the environment, says them.
+	// Rank and Size are -1 if the URL or the environment has them.
 	Rank, Size int
-	// Getenv reads the environment, as os.Getenv does.
+	// Getenv reads the environment, like os.Getenv.
 	Getenv func(name string) string
-	// Secret is that of the job, for a store of ours. Zero is none.
+	// Secret is the secret of the job, for stores of gohvd. Zero is no secret.
 	Secret secret.Secret
 	// Log may be nil.
 	Log *zap.Logger
 }
 
-// Method opens the store that a URL names. u's query has rank and world_size if they are known.
+// A Method opens the store that a URL names. The query of u has rank and world_size if they are known.
 type Method func(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 
-// Methods are the init methods by the scheme of their URLs.
+// Methods are init methods by the scheme of their URLs.
 type Methods map[string]Method
 
-// NewMethods has the methods that there are, as PyTorch has them:
+// NewMethods returns the built-in methods, which are those of PyTorch:
 //
-//	env://                                   what MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE say, as tcp://
-//	tcp://host:port?rank=R&world_size=N      rank 0 serves a store there, the others are its clients
-//	file:///path?rank=R&world_size=N         a file that all ranks see and that is not there before
+//	env://                                   uses MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as tcp://
+//	tcp://host:port?rank=R&world_size=N      rank 0 serves a store at this address, the others are its clients
+//	file:///path?rank=R&world_size=N         a file that all ranks can access and that does not exist yet
 //
-// If TORCHELASTIC_USE_AGENT_STORE is True, the store at MASTER_ADDR is torchrun's, and nobody serves one. Others can be added.
+// If TORCHELASTIC_USE_AGENT_STORE is True, the store at MASTER_ADDR is torchrun's, and no rank serves one.
+// Callers may add methods.
 func NewMethods() Methods { return Methods{"env": envMethod, "tcp": tcpMethod, "file": fileMethod} }
 
-// MethodError is an init method that cannot be used: what is missing in it, or wrong.
+// MethodError says why an init method cannot be used.
 type MethodError struct {
 	Scheme string // empty if the URL has none
 	Err    error
@@ -98,7 +99,7 @@ func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Pla
 	return p, nil
 }
 
-// placeOf reads rank and world_size of a query.
+// placeOf reads rank and world_size from a query.
 func placeOf(q url.Values) (rank, size int, err error) {
 	number := func(name, what string) int {
 		text := q.Get(name)
@@ -134,21 +135,21 @@ func tcpMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 	return meetAt(ctx, u.Host, rank, size, o)
 }
 
-// New returns the place of a rank in a store without an address, which the Place closes.
+// New returns the place of a rank in a store without an address. The Place closes the store.
 func New(s store.Store, rank, size int) *Place {
 	p := placeAt(s, rank, size, "")
 	p.Nowhere = true
 	return p
 }
 
-// placeAt returns the place of a rank that reaches a store at addr, and closes it.
+// placeAt returns the place of a rank that reaches a store at addr. The Place closes the store.
 func placeAt(s store.Store, rank, size int, addr string) *Place {
 	p := &Place{Store: s, Rank: rank, Size: size, Addr: addr}
 	p.onClose(s.Close)
 	return p
 }
 
-// Dial reaches the store of a launcher. The place of this process in the job is not known by that.
+// Dial connects to the store of a launcher. It does not know rank and size.
 func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
 	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
 	if err != nil {
@@ -159,7 +160,7 @@ func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
 	return p, nil
 }
 
-// meetAt serves a store at an address, as rank 0, or dials it.
+// meetAt serves a store at an address, as rank 0, or connects to it.
 func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (*Place, error) {
 	if rank > 0 {
 		client, err := store.Dial(ctx, addr, store.Config{Secret: o.Secret})

@@ -50,7 +50,7 @@ func optionsOf(options ...Option) (s optionSet) {
 	return s
 }
 
-// applies are the options of each operation.
+// applies has the options that apply to each operation.
 var applies = func() (sets [message.Error]optionSet) {
 	always := optionsOf(OptTimeout, OptOver, OptOn)
 	moves := always | optionsOf(OptName, OptShape, OptShapes, OptInPlace)
@@ -92,7 +92,7 @@ func NewCall(kind message.Kind, dt tensor.DType) Call {
 	return c
 }
 
-// Misuse returns the error of a call that the engine never sees.
+// Misuse returns the error of a call that does not reach the engine.
 func (c *Call) Misuse(format string, args ...any) error {
 	return &engine.UsageError{Op: c.Kind.String(), Tensor: c.Name, Err: fmt.Errorf(format, args...)}
 }
@@ -105,7 +105,7 @@ func (c *Call) CheckOption(o Option) error {
 	return nil
 }
 
-// Check checks the options together, and sets those that were not given.
+// Check checks the combination of options, and sets the defaults of those that were not given.
 func (c *Call) Check() error {
 	if c.Set == nil {
 		c.Set = c.Rank.Global
@@ -128,7 +128,7 @@ func (c *Call) Check() error {
 	return nil
 }
 
-// CheckRoot returns an error if root is no member of the process set.
+// CheckRoot returns an error if root is not a member of the process set.
 func (c *Call) CheckRoot(root int) error {
 	if _, ok := slices.BinarySearch(c.Set.Ranks, topo.Rank(root)); !ok {
 		return c.Misuse("root rank is %d, want one of %v", root, c.Set)
@@ -136,7 +136,7 @@ func (c *Call) CheckRoot(root int) error {
 	return nil
 }
 
-// Splits checks how many of the rows of an alltoall each member gets. Nil are even splits.
+// Splits checks how many of the rows of an alltoall each member gets. nil means even splits.
 func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	n := c.Set.Size()
 	given := make([]int64, n)
@@ -163,15 +163,15 @@ func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	return given, nil
 }
 
-// Fill sets what all entries of c have alike.
+// Fill sets the fields of e that all entries of c share.
 func (c *Call) Fill(e *tensorqueue.Entry) {
 	e.Set, e.Timeout, e.Hold, e.InPlace, e.ErrorFeedback = c.Set.ID, c.Timeout, c.Hold, c.InPlace, c.ErrorFeedback
 	q := &e.Request
 	q.Kind, q.DType, q.Op, q.Prescale, q.Postscale, q.Wire = c.Kind, c.DType, c.Op, c.Prescale, c.Postscale, c.Wire
 }
 
-// Submit names e, which is an operation or a group that is one request, and queues it. Drive, Notify or NotifyLater of the engine
-// comes next.
+// Submit names e, which is an operation or a group that is one request, and queues it. The caller calls
+// Drive, Notify or NotifyLater of the engine next.
 func (c *Call) Submit(e *tensorqueue.Entry) error {
 	// Before a number is drawn: a call that fails at this rank alone must not shift those that follow.
 	if err := e.Request.CheckParameters(); err != nil {
@@ -184,7 +184,8 @@ func (c *Call) Submit(e *tensorqueue.Entry) error {
 	return c.queue(e)
 }
 
-// SubmitMembers is Submit for a group with a request for each tensor. Each has a name made from c's.
+// SubmitMembers names and queues a group that has a request for each tensor. The names are made from that of
+// c.
 func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 	for _, e := range entries {
 		if err := e.Request.CheckParameters(); err != nil { // as in Submit
@@ -207,7 +208,7 @@ func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 	return c.queue(entries...)
 }
 
-// memberNames returns the names of the n tensors of a group. They are parts of one string.
+// memberNames returns the names of the n tensors of a group. They share one string.
 func memberNames(group string, n int) []string {
 	var text []byte
 	ends := make([]int, n)
@@ -224,7 +225,8 @@ func memberNames(group string, n int) []string {
 	return names
 }
 
-// ensureName names what has no name. Members of a set make unnamed calls of an operation in one order, so they draw the same.
+// ensureName generates a name if none was given. All members of a set make unnamed calls of an operation in
+// the same order, so they generate the same names.
 func (c *Call) ensureName() error {
 	if c.Name == "" {
 		name := append([]byte(c.Kind.String()), ".noname."...)
@@ -244,7 +246,8 @@ func (c *Call) enter(e *tensorqueue.Entry) error {
 	return c.queue(e)
 }
 
-// queue gives entries to the engine. A refusal because of this call is a *engine.UsageError.
+// queue gives entries to the engine. If it refuses them because of this call the error is a
+// *engine.UsageError.
 func (c *Call) queue(entries ...*tensorqueue.Entry) error {
 	err := c.Rank.Engine.Queue(entries...)
 	if err == nil {
@@ -263,7 +266,7 @@ func (c *Call) queue(entries ...*tensorqueue.Entry) error {
 // JoinName is the name of every join: a rank joins a process set once at a time.
 const JoinName = "join.noname"
 
-// Join queues e, which becomes a join; done is told of its end. The set is joined until its Release.
+// Join queues e as a join. done is called when the join has ended. The set stays joined until its Release.
 func (c *Call) Join(e *tensorqueue.Entry, done func(error)) error {
 	c.Name = JoinName
 	*e = tensorqueue.Entry{
@@ -280,7 +283,7 @@ func (c *Call) Join(e *tensorqueue.Entry, done func(error)) error {
 	return nil
 }
 
-// OnlyBools makes the bytes that other ranks sent ones that Go allows in a bool.
+// OnlyBools makes all bytes of b 0 or 1, as Go requires of a bool: other ranks may have sent others.
 func OnlyBools(b []byte) {
 	for i, v := range b {
 		if v > 1 {

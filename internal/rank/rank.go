@@ -1,5 +1,6 @@
-// Package rank joins one rank to its job: it turns settings into a connected, running and observed engine with its process sets,
-// and checks, names and queues operations on it. Package hvd gives it types for programs; the sidecar uses it for other processes.
+// Package rank joins one rank to its job. It turns settings into a connected, running and observed engine
+// with its process sets, and checks, names and queues operations on it. Package hvd wraps it for Go programs,
+// and the sidecar uses it for other processes.
 package rank
 
 import (
@@ -31,33 +32,35 @@ import (
 // ErrNotInitialized is the error of an operation without an engine.
 var ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
 
-// Options change what Start reads from the environment.
+// Options override what Start reads from the environment.
 type Options struct {
-	// Settings override environment variables of their names.
+	// Settings override the environment variables with their names.
 	Settings map[string]string
-	// Store, Method or ID say where the ranks meet. If all are zero the settings or the launcher do. Methods adds URL schemes.
+	// Store, Method or ID say where the ranks meet. If all are zero the settings or the launcher do. Methods
+	// adds URL schemes.
 	Store   store.Store
 	Method  string
 	Methods place.Methods
 	ID      *place.ByID
-	// Device names the accelerator of this rank. SharesDevice allows other ranks of the host to have the same.
+	// Device names the accelerator of this rank. SharesDevice allows other ranks of the host to use the same
+	// one.
 	Device       string
 	SharesDevice bool
 	// Kept holds a meeting that cannot be repeated, for later epochs of this process.
 	Kept **place.Meeting
-	// ForClient says that the program that computes is a process of its own.
+	// ForClient says that the program that computes is another process.
 	ForClient bool
 	// Log replaces the log that the settings describe.
 	Log *zap.Logger
-	// LastEpoch is the last epoch that this rank was in.
+	// LastEpoch is the last epoch in which this rank was.
 	LastEpoch uint64
-	// Sets are the process sets to start with, other than that of all ranks.
+	// Sets are the process sets that exist from the start, beside that of all ranks.
 	Sets [][]int
-	// OnStall hears of stalls at rank 0.
+	// OnStall is called for each stall, at rank 0.
 	OnStall func(*controller.Stall)
 }
 
-// Read reads the settings that o leaves to the environment, and makes the log that they describe if o has none.
+// Read reads the settings that o does not override, and makes the logger that they describe if o has none.
 func (o *Options) Read() (config.Config, error) {
 	cfg, err := config.FromEnvironment(o.Settings, o.Store != nil || o.Method != "" || o.ID != nil)
 	if err == nil && o.Log == nil {
@@ -82,8 +85,8 @@ func (o *Options) meet(ctx context.Context, cfg config.Config) (*place.Meeting, 
 	return m, err
 }
 
-// processes returns how many processes of the job want a processor of a host that has so many ranks. It assumes that the other
-// ranks are as this one. A wrong guess only changes how they wait.
+// processes returns how many processes of the job want a processor of a host with the given number of ranks.
+// It assumes that the other ranks are like this one. A wrong guess only changes how they wait.
 func (o *Options) processes(ranks int) int {
 	if o.ForClient {
 		return 2 * ranks
@@ -91,7 +94,7 @@ func (o *Options) processes(ranks int) int {
 	return ranks
 }
 
-// Rank is one rank of one epoch of a job. Its fields are set by Start and do not change afterwards.
+// Rank is one rank in one epoch of a job. Start sets its fields, which do not change afterwards.
 type Rank struct {
 	Engine      *engine.Engine
 	Watch       *observe.Rank
@@ -108,7 +111,8 @@ type Rank struct {
 	timeout     time.Duration // of operations that say none
 }
 
-// Start joins r, which is zero, to its job and waits until all ranks have come. After an error r is of no use.
+// Start joins r, which is zero, to its job and waits until all ranks have joined. After an error r cannot be
+// used.
 func (r *Rank) Start(ctx context.Context, o Options) error {
 	ownLog := o.Log == nil
 	cfg, err := o.Read()
@@ -211,7 +215,8 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	return nil
 }
 
-// topologyOf returns where this rank stands: what the environment says, else what follows from the hosts.
+// topologyOf returns the place of this rank among the hosts: what the environment says, else what follows
+// from the hosts.
 func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
 	t := topo.FromHosts(hosts, topo.Rank(rank))
 	for _, f := range []struct {
@@ -228,7 +233,8 @@ func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
 	return t
 }
 
-// failed turns a failure of the epoch before it began into the *engine.PeerError of a later one, and tells the launcher.
+// failed turns a failure before the epoch began into a *engine.PeerError, as failures have afterwards, and
+// tells the launcher.
 func (r *Rank) failed(err error) error {
 	why, ok := errors.AsType[*rendezvous.FailedError](err)
 	if refused, by := errors.AsType[*rendezvous.RefusedError](err); by && refused.Reason == rendezvous.RootFailed {
@@ -246,7 +252,8 @@ func (r *Rank) failed(err error) error {
 	return p
 }
 
-// publish tells the launcher who failed, so that it does not blame a rank that gave up because of another.
+// publish tells the launcher which ranks failed, so that it does not blame a rank that gave up because of
+// them.
 func (r *Rank) publish(p *engine.PeerError) {
 	launcher := r.launcher()
 	if launcher == nil {
@@ -280,7 +287,7 @@ func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 	return errors.Join(err, r.release())
 }
 
-// Close closes r at once. If the job is not over the other ranks take this one for dead.
+// Close closes r at once. If the job is not over, the other ranks take this one for dead.
 func (r *Rank) Close() error {
 	r.Engine.Close()
 	return r.release()

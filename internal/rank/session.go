@@ -23,43 +23,46 @@ import (
 	opsshm "github.com/gohvd/gohvd/ops/shm"
 )
 
-// SessionConfig says who joins what.
+// SessionConfig configures OpenSession.
 type SessionConfig struct {
-	// At is where the ranks meet. It stays the caller's. Their number is at least 2.
+	// At is where the ranks meet. The caller keeps it. The job has at least 2 ranks.
 	At *place.Meeting
 	// LastEpoch is the greatest epoch that this process has been in.
 	LastEpoch uint64
-	// Terms must be the same at all ranks, by name, beside the settings that must.
+	// Terms are values, by name, that must be the same at all ranks, beside the settings for which that
+	// holds.
 	Terms map[string]string
-	// Device is the accelerator that this rank uses (rendezvous.Record).
+	// Device is the accelerator of this rank (rendezvous.Record).
 	Device       string
 	SharesDevice bool
-	// Capabilities say which backends this rank can serve (rendezvous.Record), beside those that this package knows of.
+	// Capabilities say which backends this rank can serve (rendezvous.Record), beside those that this package
+	// knows.
 	Capabilities map[string]string
 	Log          *zap.Logger
 
 	ringAbove int // of rendezvous.JoinConfig; tests have less
 }
 
-// Session is a rank's part in an epoch.
+// Session is a rank's connection to the others in one epoch.
 type Session struct {
 	Epoch uint64
-	// Mesh connects the ranks. Who runs the rank owns and closes it.
+	// Mesh connects the ranks. The engine owns and closes it.
 	Mesh transport.Mesh
-	// Memory is shared by all ranks of the job; nil if they share none. It lives as long as the mesh.
+	// Memory is shared by all ranks of the job, or nil if they share none. It lives as long as the mesh.
 	Memory opsshm.Memory
-	// Hosts are the names of the ranks' hosts, by rank.
+	// Hosts are the host names of the ranks, by rank.
 	Hosts []string
-	// Capabilities are what each rank says of its backends, by rank (rendezvous.Record).
+	// Capabilities are the backends of each rank, by rank (rendezvous.Record).
 	Capabilities []map[string]string
-	// LocalSize is the number of ranks that have this one's host.
+	// LocalSize is the number of ranks on the host of this rank.
 	LocalSize int
 
 	rank topo.Rank
 	met  *rendezvous.Session
 }
 
-// Open waits until all ranks of the job are there, ctx ends, or something contradicts. On error nothing is left open.
+// OpenSession waits until all ranks of the job have joined, ctx ends, or something contradicts itself. After
+// an error nothing is left open.
 func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -74,8 +77,8 @@ func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 // Watch derives a context that ends when a rank fails before all are Ready (see rendezvous.Session.Watch).
 func (s *Session) Watch(ctx context.Context) (context.Context, func()) { return s.met.Watch(ctx) }
 
-// Ready waits until every rank is connected with all others, and has their memory for the lane of all ranks if they share memory. The
-// error is the same at all ranks.
+// Ready waits until every rank is connected with all others and, if they share memory, has their memory for
+// the lane of all ranks. The error is the same at all ranks.
 func (s *Session) Ready(ctx context.Context) error {
 	if s.Memory != nil {
 		for r := range s.Hosts {
@@ -87,8 +90,8 @@ func (s *Session) Ready(ctx context.Context) error {
 	return s.met.Ready(ctx)
 }
 
-// Fail tells the other ranks that this rank cannot go on because of err, and returns what has failed the epoch: err, or a
-// *rendezvous.FailedError that names another rank.
+// Fail tells the other ranks that this rank cannot go on because of err. It returns what has failed the
+// epoch: err, or a *rendezvous.FailedError that names another rank.
 func (s *Session) Fail(err error) error {
 	err = dial.ExplainLimit(err)
 	if memory, ok := errors.AsType[*memoryError](err); ok {
@@ -103,7 +106,7 @@ func (s *Session) Fail(err error) error {
 	return s.met.Fail(err, s.rank)
 }
 
-// Close lets go of all but the mesh.
+// Close closes everything but the mesh.
 func (s *Session) Close() error {
 	if s.met == nil {
 		return nil
@@ -189,7 +192,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	return nil
 }
 
-// capabilities returns what this rank says of its backends.
+// capabilities returns what this rank says about its backends.
 func capabilities(cfg *SessionConfig, offer shm.Offer) map[string]string {
 	all := map[string]string{message.TCP.String(): ""}
 	if cfg.At.Settings.SharedMemory != config.SharedNever {
@@ -199,7 +202,8 @@ func capabilities(cfg *SessionConfig, offer shm.Offer) map[string]string {
 	return all
 }
 
-// Lacking returns the ranks that cannot serve a backend, and why: "" if all can. It is the same at all ranks.
+// Lacking returns the ranks that cannot serve a backend, and why, or "" if all can. The result is the same at
+// all ranks.
 func (s *Session) Lacking(b message.Backend) (ranks []topo.Rank, why string) {
 	var reasons []string
 	for r, capabilities := range s.Capabilities {
@@ -217,7 +221,7 @@ func (s *Session) Lacking(b message.Backend) (ranks []topo.Rank, why string) {
 	return ranks, strings.Join(reasons, "; ")
 }
 
-// connect makes the mesh when the ranks have checked in, and learns the records of all.
+// connect makes the mesh after the ranks have checked in, and learns the records of all.
 func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp.Endpoint) error {
 	addrs := func() (addrs []string) {
 		for _, rec := range s.met.Records {
@@ -236,7 +240,7 @@ func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp
 	return mesh.Learn(addrs())
 }
 
-// share has the ranks of this host share memory, as the settings say.
+// share makes the ranks of this host share memory, if the settings allow it.
 func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endpoint, log *zap.Logger) error {
 	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Under: s.Mesh, Agree: s.met.Agree}
 	for _, rec := range s.met.Records {
@@ -279,8 +283,8 @@ func (s *Session) use(mesh shm.Sharer, set *config.Config, log *zap.Logger) erro
 	return &memoryError{mesh.Unable(), fmt.Sprintf("the ranks of this host cannot share memory: %s (HOROVOD_CPU_OPERATIONS=shm,tcp uses TCP then)", why)}
 }
 
-// shareOut opens this rank's socket for file descriptors, if memory is to be shared. That it cannot be opened is told to the others like
-// any other reason.
+// shareOut opens the socket by which this rank passes file descriptors, if memory is to be shared. If it
+// cannot be opened, the offer tells the others why.
 func shareOut(cfg *SessionConfig) (*shm.Endpoint, shm.Offer) {
 	if cfg.At.Settings.SharedMemory == config.SharedNever {
 		return nil, shm.Offer{}

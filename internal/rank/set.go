@@ -29,7 +29,7 @@ type Set struct {
 // Size returns the number of members.
 func (s *Set) Size() int { return len(s.Ranks) }
 
-// String returns "process set 2 of ranks [0 3]".
+// String returns a text such as "process set 2 of ranks [0 3]".
 func (s *Set) String() string { return fmt.Sprintf("process set %d of ranks %v", s.ID, s.Ranks) }
 
 // Release ends this rank's join of s, after all have joined or the join has failed.
@@ -50,7 +50,7 @@ type setTable struct {
 
 func bySetID(s *Set, id topo.ProcessSetID) int { return int(s.ID) - int(id) }
 
-// newSet enters a set that the ranks have agreed on.
+// newSet adds a set on which the ranks have agreed.
 func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank) *Set {
 	s := &Set{ID: id, Ranks: ranks, Me: slices.Index(ranks, topo.Rank(r.Place.Rank))}
 	t := &r.sets
@@ -61,21 +61,21 @@ func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank) *Set {
 	return s
 }
 
-// removeSet removes a set that the ranks have agreed to remove.
+// removeSet removes a set after the ranks have agreed on that.
 func (r *Rank) removeSet(s *Set) {
 	r.sets.mu.Lock()
 	defer r.sets.mu.Unlock()
 	r.sets.all = slices.DeleteFunc(r.sets.all, func(other *Set) bool { return other == s })
 }
 
-// Sets returns the process sets that exist, by ID. The first is that of all ranks.
+// Sets returns the process sets that exist, in the order of their IDs. The first is the set of all ranks.
 func (r *Rank) Sets() []*Set {
 	r.sets.mu.Lock()
 	defer r.sets.mu.Unlock()
 	return slices.Clone(r.sets.all)
 }
 
-// FindSet returns the set of this ID, or nil.
+// FindSet returns the set with this ID, or nil.
 func (r *Rank) FindSet(id int) *Set {
 	r.sets.mu.Lock()
 	defer r.sets.mu.Unlock()
@@ -86,7 +86,7 @@ func (r *Rank) FindSet(id int) *Set {
 	return r.sets.all[i]
 }
 
-// members returns the members of all sets but the global one.
+// members returns the members of all sets except the global one.
 func (r *Rank) members() map[topo.ProcessSetID][]topo.Rank {
 	m := make(map[topo.ProcessSetID][]topo.Rank)
 	for _, s := range r.Sets()[1:] {
@@ -98,7 +98,7 @@ func (r *Rank) members() map[topo.ProcessSetID][]topo.Rank {
 // Change is a change of the process sets, on which all ranks agree.
 type Change struct {
 	tensorqueue.Entry
-	// Set is the set that is added, once that is done, or the one to remove.
+	// Set is the set that was added, after the change, or the one to remove.
 	Set *Set
 }
 
@@ -182,10 +182,10 @@ func staticSets(given [][]int, size int) ([]controller.Set, error) {
 	return sets[1:], nil
 }
 
-// maxSetsText is how long a rank's list of process sets may be to be told to the others as it is.
+// maxSetsText bounds the list of process sets that a rank tells the others in full.
 const maxSetsText = 4096
 
-// setsText returns what ranks compare to see that they were given the same sets.
+// setsText returns a text that is the same at ranks that were given the same sets.
 func setsText(sets []controller.Set) string {
 	var b strings.Builder
 	for _, s := range sets {
