@@ -7,7 +7,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Alone is the Mesh of a job of one rank, which has nobody to talk to.
+// Alone is the Mesh of a job of one rank, which has no peers.
 type Alone struct{}
 
 // Conn implements Mesh. There is no peer.

@@ -2,18 +2,18 @@ package transport
 
 import "slices"
 
-// LaneSet is a set of lanes, for meshes to remember those that were released. The zero value is empty. It is not
+// LaneSet is a set of lanes. Meshes use it to remember released lanes. The zero value is empty. It is not
 // safe for concurrent use.
 //
-// It holds 8 bytes per run of consecutive lanes, and there is at most one run more than there are lanes missing
-// below the greatest. Lane numbers rise and are not used again, so that where all removed process sets are
-// released its size depends on how many sets there are at a time, not on how many there ever were. Has takes time
-// logarithmic in the number of runs, Add linear.
+// It takes 8 bytes per run of consecutive lanes, and there is at most one run more than there are lanes
+// missing below the greatest. Lane numbers rise and are not reused, so if all removed process sets are
+// released its size depends on the number of sets that exist at a time, and not on how many ever existed. Has
+// takes time logarithmic in the number of runs, Add linear.
 type LaneSet struct {
 	runs []laneRun // ascending, with a gap between each and the next
 }
 
-// laneRun is the lanes from first to last, both included.
+// laneRun stands for the lanes from first to last, inclusive.
 type laneRun struct{ first, last Lane }
 
 // Has reports whether lane is in the set.
@@ -41,7 +41,7 @@ func (s *LaneSet) Add(lane Lane) {
 	s.runs = slices.Replace(s.runs, from, to, run)
 }
 
-// find returns the index of the run that has lane, or of the first one above it.
+// find returns the index of the run that contains lane, or of the first run above it.
 func (s *LaneSet) find(lane Lane) (int, bool) {
 	return slices.BinarySearchFunc(s.runs, lane, func(r laneRun, lane Lane) int {
 		switch {

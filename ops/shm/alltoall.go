@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// startAlltoall starts an exchange whose blocks every rank has for every other, of sizes that only their owners know at first. In
-// step t a rank stages the t-th part of each block that is for another.
+// startAlltoall starts an exchange in which every rank has a block for every other, of sizes that only their
+// owners know at first. In step t a rank stages the t-th part of each block that is for another.
 func (b *Backend) startAlltoall() error {
 	in, counts := b.op.Buf, b.op.Counts
 	if err := b.cut(counts); err != nil {
@@ -47,7 +47,8 @@ func (b *Backend) startAlltoall() error {
 	return nil
 }
 
-// alltoallStep does the next step. If that has to wait for others it does so, or reports that.
+// alltoallStep does the next step. If it has to wait for others it waits if wait is set, and otherwise
+// reports that.
 func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	x := &b.running
 	if x.leaving {
@@ -85,13 +86,13 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// countsOf returns where in a table the bytes for each member are.
+// countsOf returns the part of a table that has the bytes for each member.
 func countsOf(table []byte) []byte { return table[tableHeader+extentBytes:] }
 
 // maxMembers is how many members there may be for their counts to fit in a table.
 const maxMembers = (tableBytes - tableHeader - extentBytes) / 8
 
-// readCounts learns what every rank gives to every other, and so the number of steps.
+// readCounts reads how much every rank gives to every other, from which the number of steps follows.
 func (b *Backend) readCounts() error {
 	steps := 0
 	for i := range b.peers {
@@ -124,8 +125,8 @@ func (b *Backend) readCounts() error {
 	return nil
 }
 
-// allocate learns from the counts what this rank gets from each, has the caller allocate the output, and copies this rank's own
-// block there.
+// allocate reads from the counts what this rank gets from each, makes the caller allocate the output, and
+// copies this rank's own block there.
 func (b *Backend) allocate() error {
 	b.received = b.received[:0]
 	total := b.counts[b.me][b.me] // first: it is not to blame
@@ -160,7 +161,7 @@ func (b *Backend) blockOf(i, k int) (begin int64) {
 	return begin
 }
 
-// stageBlocks stages step t for all others, unless they can read it where it lies.
+// stageBlocks stages step t for all others that cannot read the block where it lies.
 func (b *Backend) stageBlocks(t int) {
 	in, column := b.op.Buf, b.plan.column
 	l := &b.layouts[b.me]

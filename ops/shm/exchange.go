@@ -12,20 +12,21 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// streamBytes is from where on results that a peer has reduced are written past the caches: by then they would drive each
-// other out.
+// streamBytes is the size from which results that a peer has reduced are written past the caches: they would
+// evict each other.
 const streamBytes = 8 << 20
 
-// plan says what an exchange does. The buffer is cut into blocks, one for each rank.
+// plan describes an exchange. The buffer is cut into blocks, one for each rank.
 type plan struct {
-	// ends are where the blocks of the ranks end.
+	// ends are the ends of the ranks' blocks.
 	ends []int64
-	// stride is the distance of the blocks' columns in a stage and column the size of one: in each step a rank
-	// handles so much of every block.
+	// stride is the distance of the blocks' columns in a stage, and column their size: in each step a rank
+	// handles that much of every block.
 	stride, column int64
-	// reduce has the owner of a block reduce what all ranks have in it. Otherwise what the owner has there counts.
+	// reduce makes the owner of a block reduce what all ranks have in it. Otherwise only what the owner has
+	// counts.
 	reduce bool
-	// pull has everybody copy what the owners have.
+	// pull makes every rank copy the blocks of the others.
 	pull bool
 }
 
@@ -52,7 +53,7 @@ func (p *plan) steps() int {
 // nowhere finds nothing in arenas.
 func nowhere([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
 
-// running is an exchange under way.
+// running is an exchange in progress.
 type running struct {
 	plan          *plan // nil if there is none
 	total         int64
@@ -97,7 +98,8 @@ func (b *Backend) start(p *plan) {
 	b.post(b.progress, x.base+1)
 }
 
-// round does the next round. If that has to wait for others it does so, or reports that.
+// round does the next round. If it has to wait for others it waits if wait is set, and otherwise reports
+// that.
 func (b *Backend) round(wait bool) (ops.Progress, error) {
 	x := &b.running
 	p, r := x.plan, x.next
@@ -145,8 +147,8 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// stages reports whether any rank has something in the stages of an exchange that reduces nothing: where its own block is
-// not read where it lies. All ranks find the same.
+// stages reports whether any rank stages data in an exchange without a reduction: whether some rank's own
+// block cannot be read where it lies. The answer is the same at all ranks.
 func (b *Backend) stages(p *plan) bool {
 	begin := int64(0)
 	for i, end := range p.ends {
@@ -165,8 +167,8 @@ func (b *Backend) stages(p *plan) bool {
 	return false
 }
 
-// leave ends the rounds of an exchange, of which it has come to the last. Where a peer could read a caller's buffer, no
-// caller gets one back before all peers have finished: then it reports true, and all are to be waited for.
+// leave ends the rounds of an exchange after the last one. If peers may still read a caller's buffer, no
+// caller may get its buffer back before all peers have finished; then leave returns true.
 func (b *Backend) leave(round uint64, steps int) bool {
 	b.stage += steps
 	b.rounds = round
@@ -181,7 +183,7 @@ func (b *Backend) leave(round uint64, steps int) bool {
 	return false
 }
 
-// letGo reports whether all others have finished reading, after waiting for that if it is to.
+// letGo reports whether all others have finished reading. If wait is set it waits for that.
 func (b *Backend) letGo(wait bool) (bool, error) {
 	if ok, err := b.arrived(b.rounds, wait); !ok {
 		return false, err
@@ -189,8 +191,8 @@ func (b *Backend) letGo(wait bool) (bool, error) {
 	return true, b.sound()
 }
 
-// sound reports whether what was read from the peers' callers' buffers was theirs to give all the time: who gives a
-// buffer up early says so before.
+// sound reports whether the callers' buffers that were read belonged to the operation all the time: a rank
+// that gives a buffer up early announces that before.
 func (b *Backend) sound() error {
 	shmem.Fence() // the reads came first
 	for i := range b.peers {
@@ -208,7 +210,7 @@ func tableOf(segment []byte, turn int) []byte {
 	return segment[tablesAt+turn*tableBytes:][:tableBytes]
 }
 
-// readLayouts learns where the peers' tensors lie.
+// readLayouts reads where the peers' tensors lie.
 func (b *Backend) readLayouts(p *plan, total int64) error {
 	elem := int64(1)
 	if p.reduce {
@@ -249,7 +251,7 @@ func (b *Backend) contribution(p *plan, i, j, t int, from, v, n int64) []byte {
 	return e.in.mem[at : at+n]
 }
 
-// result returns what member i, another, has made of block i from byte v on, at most n bytes.
+// result returns the result of member i, another member, for block i from byte v on, at most n bytes.
 func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 	l := &b.layouts[i]
 	k, begin := l.find(v)
@@ -265,7 +267,7 @@ func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 	return at.mem[at.offset+v-begin:][:n]
 }
 
-// stageStep copies to the stage what peers will read of step t and cannot read where it lies.
+// stageStep copies to the stage what peers will read in step t and cannot read where it lies.
 func (b *Backend) stageStep(p *plan, t int) {
 	for j := range p.ends {
 		if p.reduce == (j == b.me) {
@@ -291,7 +293,8 @@ func (b *Backend) stageRange(p *plan, j, t int, from, to int64) {
 	}
 }
 
-// reduceStep reduces step t of this rank's block, and stages the result if peers are to read it and cannot where it lies.
+// reduceStep reduces step t of this rank's block, and stages the result if peers read it and cannot read it
+// where it lies.
 func (b *Backend) reduceStep(p *plan, t int) {
 	l := &b.layouts[b.me]
 	from, to := p.block(b.me, t)
@@ -323,7 +326,7 @@ func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied 
 	}
 }
 
-// pullStep copies what the owners of the other blocks have made of step t.
+// pullStep copies the results of step t from the owners of the other blocks.
 func (b *Backend) pullStep(p *plan, t int, total int64) {
 	n := len(p.ends)
 	for k := 1; k < n; k++ {

@@ -11,15 +11,15 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// extent is a piece of the operation's buffer, which is the tensors as if they lay one behind the other. The first begins
-// at 0, each other where the one before it ends.
+// extent is a piece of the operation's buffer, which is the concatenation of the tensors. The first begins at
+// 0, each other where the one before it ends.
 type extent struct {
 	end     int64 // exclusive
 	in, out place
 }
 
-// place is where a peer finds an extent: in the memory of this chunk from this offset on. Without a chunk it is in the
-// staging area.
+// place is where a peer finds an extent: at this offset of this chunk, or without a chunk in the staging
+// area.
 type place struct {
 	chunk  uint32
 	offset int64
@@ -42,7 +42,7 @@ type layout struct {
 	direct  bool // some extent is not staged
 }
 
-// find returns the index of the extent that has byte v, and where that extent begins.
+// find returns the index of the extent that contains byte v, and where that extent begins.
 func (l *layout) find(v int64) (i int, begin int64) {
 	if n := len(l.extents); n > 1 {
 		i = sort.Search(n, func(i int) bool { return l.extents[i].end > v })
@@ -53,7 +53,8 @@ func (l *layout) find(v int64) (i int, begin int64) {
 	return i, begin
 }
 
-// describe makes the layout of this rank's tensors: what lies in arenas is read there, if this many places can be told.
+// describe makes the layout of this rank's tensors. Tensors in arenas are read there, if the table has room
+// for so many places.
 func (l *layout) describe(tensors []ops.Tensor, find func([]byte) (arena.Ref, bool)) {
 	l.extents, l.direct = l.extents[:0], false
 	var end int64
@@ -97,8 +98,9 @@ func (l *layout) write(table []byte) {
 	}
 }
 
-// read takes a peer's layout from its table and maps what it names. total is what the buffer should have. elem is the size
-// of an element, a power of two, for the kernels that want whole ones in their places; 1 if the bytes are only copied.
+// read takes the layout of a peer from its table and maps what it names. total is the size that the buffer
+// should have. elem is the size of an element, a power of two, for kernels that need aligned elements, or 1
+// if the bytes are only copied.
 func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]byte, error)) error {
 	l.extents, l.direct = l.extents[:0], false
 	n := binary.LittleEndian.Uint32(table)
@@ -142,7 +144,7 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 	return nil
 }
 
-// own is this rank's tensors, to be found by their place in the buffer.
+// own has this rank's tensors, found by their place in the buffer.
 type own struct {
 	tensors []ops.Tensor
 	ends    []int64
@@ -159,7 +161,7 @@ const (
 	roomBytes = 512 << 10
 )
 
-// pack joins small tensors that are neighbours. After the operation unpack gives them their results.
+// pack joins small neighbouring tensors. After the operation unpack distributes their results.
 func (o *own) pack() {
 	if len(o.tensors) < 2 {
 		return
@@ -212,14 +214,14 @@ func (o *own) set(tensors []ops.Tensor) (total int64, err error) {
 	return total, nil
 }
 
-// clear forgets the tensors, so that they can be collected.
+// clear drops the tensors, so that they can be garbage collected.
 func (o *own) clear() {
 	clear(o.tensors)
 	clear(o.packed)
 	o.tensors, o.packed = o.tensors[:0], o.packed[:0]
 }
 
-// at gives what lies from byte v on, at most n bytes: the contribution and the place of the result.
+// at returns what lies from byte v on, at most n bytes: the contribution, and the place of the result.
 func (o *own) at(v, n int64) (in, out []byte) {
 	i := o.last
 	t := &o.tensors[i]
@@ -237,7 +239,7 @@ func (o *own) at(v, n int64) (in, out []byte) {
 // word returns the u64 at an offset of a segment, which is aligned for it.
 func word(segment []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&segment[at])) }
 
-// flag returns the u32 there.
+// flag returns the u32 at an offset of a segment.
 func flag(segment []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&segment[at])) }
 
 func contextError(ctx context.Context) error {

@@ -7,20 +7,21 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Memory is what a Backend needs of the ranks' host: segments of each other's memory. The mesh of transport/shm is one.
+// Memory provides what a Backend needs from the ranks' host: segments of each other's memory. The mesh of
+// package transport/shm implements it.
 type Memory interface {
-	// Share makes this rank's segment for lane, numBytes of zeros, which the peers can read but not write. It does not
-	// wait for them.
+	// Share makes this rank's segment for lane, numBytes of zeros, which the peers can read but not write. It
+	// does not wait for them.
 	Share(lane transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error)
 
-	// Peer is the segment that rank shared for lane. It waits until there is one, ctx ends, or the rank or the lane is
-	// given up.
+	// Peer returns the segment that rank shared for lane. It waits until there is one, ctx ends, or the rank
+	// or the lane is given up.
 	Peer(ctx context.Context, lane transport.Lane, rank topo.Rank) ([]byte, error)
 
-	// Arena is a chunk of the allocator of rank's process. It waits as Peer does.
+	// Arena returns a chunk of the allocator of rank's process. It waits as Peer does.
 	Arena(ctx context.Context, rank topo.Rank, chunk uint32) ([]byte, error)
 
-	// Err is why it is in vain to wait for rank on lane; nil if it is not. It is asked often.
+	// Err returns why waiting for rank on lane is useless, or nil. It is called often.
 	Err(lane transport.Lane, rank topo.Rank) error
 }
 

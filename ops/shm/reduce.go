@@ -8,19 +8,19 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// blockBytes is how much is reduced at a time: few enough bytes for all that is done to them to find them in the
-// first-level cache.
+// blockBytes is how much is reduced at a time: few enough bytes that all steps find them in the first-level
+// cache.
 const blockBytes = 8 << 10
 
-// reducer combines the ranks' contributions, always in the order of the ranks: so the bits of the result depend neither on
-// which rank computes it nor on what lies beside it.
+// reducer combines the ranks' contributions, always in the order of the ranks. So the bits of the result
+// depend neither on the rank that computes it nor on what lies beside it.
 type reducer struct {
 	op    tensor.ReduceOp
 	dt    tensor.DType
 	s     ops.Scaling
 	into  kernel.IntoFunc
 	scale kernel.ScaleFunc
-	// Halves of more than two ranks are widened, reduced and rounded once.
+	// wide says that 16-bit floats of more than two ranks are widened, reduced and rounded once.
 	wide    bool
 	widen   kernel.ConvertFunc
 	narrow  kernel.ConvertFunc
@@ -31,7 +31,7 @@ type reducer struct {
 	widened [2 * blockBytes]byte
 }
 
-// prepare sets r up for an operation of n ranks.
+// prepare configures r for an operation of n ranks.
 func (r *reducer) prepare(op tensor.ReduceOp, dt tensor.DType, s ops.Scaling, n int) (err error) {
 	r.wide = dt.IsHalf() && n > 2 && (op == tensor.Sum || op == tensor.Product)
 	if s.Divisor > 1 && kernel.Divide(dt) == nil {
@@ -66,7 +66,8 @@ func (r *reducer) prepare(op tensor.ReduceOp, dt tensor.DType, s ops.Scaling, n 
 	return err
 }
 
-// reduce sets dst to the reduction of srcs, of which there are two or more, all of dst's length. dst may be one of them.
+// reduce sets dst to the reduction of srcs, of which there are at least two, all of the length of dst. dst
+// may be one of them.
 func (r *reducer) reduce(dst []byte, srcs [][]byte) {
 	for at := 0; at < len(dst); at += blockBytes {
 		end := min(at+blockBytes, len(dst))
@@ -74,7 +75,7 @@ func (r *reducer) reduce(dst []byte, srcs [][]byte) {
 	}
 }
 
-// block is reduce for one block, which lies at the given place of each source.
+// block is reduce for one block, which lies at the given offset of each source.
 func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
 	n := len(dst)
 	if r.wide {
@@ -100,7 +101,7 @@ func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
 	r.finish(dst)
 }
 
-// source returns a contribution, scaled if need be, in the given buffer then.
+// source returns a contribution. If it has to be scaled, the result is in the given buffer.
 func (r *reducer) source(src []byte, at, n, buffer int) []byte {
 	part := src[at : at+n]
 	if r.s.Pre == 1 || r.scale == nil {
@@ -112,7 +113,7 @@ func (r *reducer) source(src []byte, at, n, buffer int) []byte {
 	return scaled
 }
 
-// finish does to a result what comes after the reduction.
+// finish applies to a result what comes after the reduction.
 func (r *reducer) finish(dst []byte) {
 	if r.s.Divisor > 1 {
 		kernel.Divide(r.dt)(dst, r.s.Divisor)
@@ -122,7 +123,7 @@ func (r *reducer) finish(dst []byte) {
 	}
 }
 
-// alone does to buf what a reduction of one rank does.
+// alone applies to buf what a reduction of one rank does.
 func (r *reducer) alone(buf []byte) {
 	if r.s.Pre != 1 && r.scale != nil {
 		r.scale(buf, r.s.Pre)

@@ -1,25 +1,26 @@
 // Package shm runs collectives between the ranks of one host, on each other's memory.
 //
-// Every rank has a segment for a lane and may have tensors in arenas; it reads those of its peers and writes its own alone.
-// So a rank that is late, stopped or broken corrupts nobody. What a peer cannot read where it lies, because it lies in
-// ordinary memory, passes through the staging area of its owner's segment, in steps that fit the caches: there is no fusion
-// buffer.
+// Every rank has a segment for a lane and may have tensors in arenas. It reads those of its peers and writes
+// only its own, so a rank that is late, stopped or broken corrupts nobody. Data in ordinary memory, which
+// peers cannot read where it lies, passes through the staging area of its owner's segment, in steps that fit
+// the caches. There is no fusion buffer.
 //
-// A reduction cuts the buffer in as many blocks as there are ranks. The owner of a block reads it from all others, reduces
-// it, and the others copy the result. For a buffer of B bytes at n ranks, in place, memory beyond the caches sees at least
+// A reduction cuts the buffer into as many blocks as there are ranks. The owner of a block reads it from all
+// others, reduces it, and the others copy the result. For a buffer of B bytes at n ranks, in place, memory
+// beyond the caches sees at least
 //
 //	from arenas             nB read, nB written
 //	from ordinary memory    nB read, nB written; the staging areas stay in the caches
 //
-// where a rank that pushed its parts, or a fusion buffer, would have it see half as much again, or more. Contributions are
-// reduced in the order of the ranks whatever the size, so the result of an element depends on nothing but the ranks'
-// values: the deterministic mode costs nothing here.
+// If a rank pushed its parts, or with a fusion buffer, it would see half as much again, or more.
+// Contributions are reduced in the order of the ranks whatever the size, so the result of an element depends
+// only on the values of the ranks, and the deterministic mode costs nothing.
 //
-// Few bytes go another way: each rank shows all of them to all others beside the number of the operation, and everybody
-// reduces for himself.
+// Few bytes take another path: each rank shows all of them to all others beside the number of the operation,
+// and every rank reduces all of them.
 //
-// Waiting is spinning for a short while, then offering the core, then sleeping on a futex; with more ranks than cores it
-// does not spin. docs/arena.md has the rules for shared memory.
+// A waiting rank spins for a short while, then yields the core, then sleeps on a futex. With more ranks than
+// cores it does not spin. docs/arena.md has the rules for shared memory.
 package shm
 
 import (
@@ -39,35 +40,39 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// DefaultStageBytes is the size of a stage unless a Config says otherwise.
+// DefaultStageBytes is the size of a stage unless a Config sets it.
 const DefaultStageBytes = 512 << 10
 
 const defaultDirectBytes = 3 << 19
 
-// Config says how a Backend behaves. The zero value is the default.
+// Config configures a Backend. The zero value is the default.
 type Config struct {
-	// StageBytes is how much a rank stages in a step, rounded down to a cache line for each member of the set, but to one
-	// at least. The ranks must agree. Larger stages cost fewer rounds and more cache. Default 512 KiB.
+	// StageBytes is how much a rank stages in a step. It is rounded down to a cache line for each member of
+	// the set, with at least one line. All ranks must use the same value. Larger stages cost fewer rounds and
+	// more cache. Default 512 KiB.
 	StageBytes int64
 
-	// SmallBytes is how much the other ranks together may give to a rank for everybody to reduce all of it for himself; the
-	// ranks must agree. DirectBytes is from where on a reduction reads tensors in arenas where they lie, if each rank has a
-	// processor: the result is written over what the peers have just read, and to write lines that other processors hold
-	// costs more than a copy to a place that they do not, until there are so many that they have left their caches. With
-	// 1 MiB between two ranks it took 85 us instead of 50. Defaults 64 KiB, which is the most, and 1.5 MiB.
+	// SmallBytes is the most that the other ranks together may give to a rank for every rank to reduce all of
+	// it; all ranks must use the same value. Default and maximum 64 KiB.
+	//
+	// DirectBytes is the size from which a reduction reads tensors in arenas where they lie, if each rank has
+	// a processor. Below that it copies them first: the result is written over what the peers have just read,
+	// and writing cache lines that other processors hold costs more than a copy, until there are so many that
+	// they have left the caches. With 1 MiB between two ranks it took 85 us instead of 50. Default 1.5 MiB.
 	SmallBytes, DirectBytes int64
 
-	// Crowded says that the host has more ranks than cores, so that waiting must give way.
+	// Crowded says that the host has more ranks than cores, so that waiting must yield.
 	Crowded bool
 
-	// Find tells where a buffer lies in this process's arenas. Default arena.Find.
+	// Find returns where a buffer lies in this process's arenas. Default arena.Find.
 	Find func([]byte) (arena.Ref, bool)
 }
 
 // Backend is the ops.Backend of one process set on one lane.
 //
-// Any error ends the backend: later calls fail with it. The error wraps the cause: a *transport.PeerError names the peer
-// whose process is gone. When the context of a call ends, the error wraps context.Cause; it is noticed within 20 ms.
+// Any error ends the backend: later calls fail with it. The error wraps the cause: a *transport.PeerError
+// names the peer whose process is gone. If the context of a call ends, the error wraps context.Cause; it is
+// noticed within 20 ms.
 type Backend struct {
 	mem   Memory
 	lane  transport.Lane
@@ -96,12 +101,13 @@ type Backend struct {
 
 	rounds uint64 // that all ranks have come to, or will when the operation is over
 	smalls uint64 // small operations
-	// smallTotal are the bytes of the small operation under way.
+	// smallTotal is the number of bytes of the small operation in progress.
 	smallTotal int64
 	running    running // the exchange under way
 	stage      int     // steps staged over all operations
 	turn       int     // of the tables
-	// ringPos is where the running small operation has its bytes in the ring, and ringEnd where those of the next begin.
+	// ringPos is the position of the running small operation's bytes in the ring, and ringEnd that of the
+	// next one's.
 	ringPos, ringEnd int64
 
 	// What follows is kept because steady state allocates nothing.
@@ -118,7 +124,7 @@ type Backend struct {
 	asked    int
 }
 
-// peer is what is read of a member of the set.
+// peer is what this rank reads from a member of the set.
 type peer struct {
 	segment  []byte
 	progress *uint64
@@ -126,8 +132,8 @@ type peer struct {
 	rest     *uint32
 }
 
-// New makes the backend of rank ranks[me] for the process set ranks, all of which share memory, on a lane that no other
-// Backend uses. Memory is shared by Open, or by the first operation.
+// New returns the backend of rank ranks[me] for the process set ranks, all of which share memory, on a lane
+// that no other Backend uses. Open, or the first operation, shares the memory.
 func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	n := len(ranks)
 	b := &Backend{
@@ -172,7 +178,8 @@ func (cfg *Config) stage(n int) int64 {
 	return max(bytes/int64(n*lineBytes), 1) * int64(n*lineBytes)
 }
 
-// Register registers the backend. The set of all ranks has its memory before anything runs; others may never need it.
+// Register registers the backend. The set of all ranks gets its memory before anything runs; other sets may
+// never need it.
 func Register(mem Memory, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.SHM, Lists: true, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 		b := New(mem, transport.DataLane(set), ranks, me, cfg)
@@ -185,11 +192,11 @@ func Register(mem Memory, cfg Config) ops.Registration {
 	}}
 }
 
-// Crowded reports whether this host has more processes of the job than processors for them, so that a rank that waits must
-// give way.
+// Crowded reports whether this host has more processes of the job than processors for them, so that a waiting
+// rank must yield.
 func Crowded(processes int) bool { return processes > min(runtime.NumCPU(), runtime.GOMAXPROCS(0)) }
 
-// Open shares this rank's memory, so that operations need not.
+// Open shares this rank's memory, so that operations need not do it.
 func (b *Backend) Open() error {
 	if b.segment != nil {
 		return nil
@@ -209,7 +216,7 @@ func peerOf(segment []byte) peer {
 	return peer{segment: segment, progress: word(segment, progressAt), abort: flag(segment, abortAt), rest: flag(segment, restAt)}
 }
 
-// connect makes the memory of all members known to each other.
+// connect shares this rank's memory and maps that of all members.
 func (b *Backend) connect() error {
 	if err := b.Open(); err != nil {
 		return err
@@ -240,10 +247,11 @@ func (b *Backend) blame(i int, err error) error {
 	return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: err}
 }
 
-// errGaveUp is a peer that has failed, and whose callers' buffers may have changed while they were read.
+// errGaveUp is the error for a peer that has failed and whose callers' buffers may have changed while they
+// were read.
 var errGaveUp = errors.New("it gave the operation up")
 
-// Plan implements ops.Backend. All is direct: the owner of a block reads what it needs.
+// Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads what it needs.
 func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
 	switch r.Kind {
 	case message.Allreduce, message.Reducescatter:
@@ -260,7 +268,7 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 	return message.NoAlgorithm, fmt.Errorf("no method for %v", r.Kind)
 }
 
-// fail ends the backend. It is the error of the operation that ends it, or that comes after the end.
+// fail ends the backend. It returns the error of the operation that ends it, or that comes after the end.
 func (b *Backend) fail(kind message.Kind, err error) error {
 	if b.err != nil {
 		return fmt.Errorf("ops/shm: %v: after a failure: %w", kind, b.err)
@@ -277,7 +285,7 @@ func (b *Backend) fail(kind message.Kind, err error) error {
 // column returns how much of each of n blocks a step handles.
 func (b *Backend) column(n int) int64 { return b.stageBytes / int64(n) / lineBytes * lineBytes }
 
-// even cuts total bytes into blocks of whole cache lines, as even as they can be.
+// even cuts total bytes into blocks of whole cache lines, as even as possible.
 func (b *Backend) even(total int64) {
 	n := int64(len(b.ranks))
 	lines := (total + lineBytes - 1) / lineBytes
@@ -310,7 +318,7 @@ func (b *Backend) single() []ops.Tensor {
 	return b.one[:]
 }
 
-// alone is an allreduce of one rank.
+// alone does an allreduce of one rank.
 func (b *Backend) alone() {
 	for _, t := range b.own.tensors {
 		if &t.In[0] != &t.Out[0] {
@@ -346,7 +354,8 @@ func (b *Backend) planAllgather() error {
 	return nil
 }
 
-// planPull plans that everybody copies. A rank stages its own block alone, so the blocks need no columns beside each other.
+// planPull plans an exchange in which every rank copies. A rank stages only its own block, so the blocks need
+// no columns beside each other.
 func (b *Backend) planPull() {
 	b.plan.stride, b.plan.column = 0, b.stageBytes
 	b.plan.reduce, b.plan.pull = false, true

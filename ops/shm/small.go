@@ -5,12 +5,12 @@ import "github.com/gohvd/gohvd/ops"
 // Few bytes are reduced in one step: each rank gives all to all others, and everybody reduces everything. The number of
 // the operation stands beside the contribution, so that few bytes cost one cache line.
 
-// isSmall reports whether so many bytes go this way.
+// isSmall reports whether an operation of total bytes takes the path of small ones.
 func (b *Backend) isSmall(total int64) bool {
 	return total*int64(len(b.ranks)-1) <= b.smallBytes
 }
 
-// startSmall gives this rank's part to the others.
+// startSmall shows this rank's contribution to the others.
 func (b *Backend) startSmall(total int64) {
 	b.smallTotal = total
 	b.smalls++
@@ -20,11 +20,11 @@ func (b *Backend) startSmall(total int64) {
 	b.post(word(mine, 0), b.smalls)
 }
 
-// turnOfSmall returns which of the slots the running small operation uses. A rank begins the next but one after all have begun
-// the next, and so finished this.
+// turnOfSmall returns which slot the running small operation uses. A rank begins the operation after the next
+// only when all ranks have begun the next one, and so have finished this one.
 func (b *Backend) turnOfSmall() int { return int(b.smalls & 1) }
 
-// awaitSmall waits for the others' parts.
+// awaitSmall waits for the contributions of the others.
 func (b *Backend) awaitSmall() error {
 	for i := range b.peers {
 		if i == b.me {
@@ -37,7 +37,7 @@ func (b *Backend) awaitSmall() error {
 	return nil
 }
 
-// smallArrived reports whether the others' parts are there.
+// smallArrived reports whether the contributions of the others are there.
 func (b *Backend) smallArrived() bool {
 	for i := range b.peers {
 		if i != b.me && !reached(word(slotOf(b.peers[i].segment, b.turnOfSmall()), 0), b.smalls) {
@@ -47,7 +47,7 @@ func (b *Backend) smallArrived() bool {
 	return true
 }
 
-// finishSmall reduces the parts, which are there.
+// finishSmall reduces the contributions, which are there.
 func (b *Backend) finishSmall() {
 	total := b.smallTotal
 	for i := range b.peers {
@@ -68,14 +68,14 @@ func (b *Backend) finishSmall() {
 	}
 }
 
-// flagBytes stand before the contribution in a slot.
+// flagBytes is the size of the number before the contribution in a slot.
 const flagBytes = 8
 
 func slotOf(segment []byte, turn int) []byte {
 	return segment[slotsAt+turn*slotBytes:][:slotBytes]
 }
 
-// shown returns where the given number of bytes of the running small operation lie in a segment.
+// shown returns the given number of bytes of the running small operation in a segment.
 func (b *Backend) shown(segment []byte, total int64) []byte {
 	if total <= slotBytes-flagBytes {
 		return slotOf(segment, b.turnOfSmall())[flagBytes:][:total]
@@ -83,7 +83,7 @@ func (b *Backend) shown(segment []byte, total int64) []byte {
 	return segment[ringAt+b.ringPos:][:total]
 }
 
-// advance finds a place in the ring for so many bytes. All ranks find the same.
+// advance finds a place in the ring for total bytes. It is the same at all ranks.
 func (b *Backend) advance(total int64) {
 	if total <= slotBytes-flagBytes {
 		return
@@ -95,7 +95,7 @@ func (b *Backend) advance(total int64) {
 	b.ringEnd = b.ringPos + (total+lineBytes-1)/lineBytes*lineBytes
 }
 
-// gather puts the tensors one behind the other.
+// gather concatenates the tensors.
 func gather(dst []byte, tensors []ops.Tensor) {
 	for _, t := range tensors {
 		dst = dst[copy(dst, t.In):]

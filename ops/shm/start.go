@@ -12,7 +12,8 @@ import (
 
 // Operations are done in steps, each of which needs the other ranks' step before.
 
-// Start implements ops.Backend. Once the peers' segments are known it gives the peers what they need first of this rank.
+// Start implements ops.Backend. Once the peers' segments are known it shows the peers what they need first
+// from this rank.
 func (b *Backend) Start(op ops.Operation) error {
 	if b.err != nil || b.state != idle {
 		return b.fail(op.Kind, errUnderWay)
@@ -47,7 +48,7 @@ func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	return p, nil
 }
 
-// Close implements ops.Backend. The memory is the lane's.
+// Close implements ops.Backend. The memory belongs to the lane.
 func (b *Backend) Close() {}
 
 // state is how far an operation has come.
@@ -122,7 +123,7 @@ func (b *Backend) beginAllreduce() error {
 	return nil
 }
 
-// exchange begins the exchange that is planned. One rank alone has all it is to have.
+// exchange begins the exchange that is planned. A single rank has finished with that.
 func (b *Backend) exchange() {
 	b.state = done
 	if len(b.ranks) == 1 {
@@ -134,7 +135,7 @@ func (b *Backend) exchange() {
 	}
 }
 
-// step does the next step. If that has to wait it does so, or reports so.
+// step does the next step. If it has to wait it waits if wait is set, and otherwise reports that.
 func (b *Backend) step(wait bool) (ops.Progress, error) {
 	if wait {
 		if err := contextError(b.ctx); err != nil {

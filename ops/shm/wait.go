@@ -30,7 +30,7 @@ const (
 	nap = 20 * time.Millisecond
 )
 
-// post makes word v of this rank's segment known, with all that was written before, and wakes who sleeps.
+// post publishes word v of this rank's segment, with all that was written before, and wakes ranks that sleep.
 func (b *Backend) post(word *uint64, v uint64) {
 	atomic.StoreUint64(word, v)
 	// This load comes after that store, and a sleeper's look at the word after the store of its rest word: one of the two
@@ -43,7 +43,7 @@ func (b *Backend) post(word *uint64, v uint64) {
 	}
 }
 
-// await waits until the word of member i of the set has come to want.
+// await waits until the word of member i of the set has reached want.
 func (b *Backend) await(i int, word *uint64, want uint64) error {
 	var began time.Time
 	for k := 0; ; k++ {
@@ -93,7 +93,7 @@ func (b *Backend) awaitAll(want uint64) error {
 	return nil
 }
 
-// arrived reports whether all members have finished the rounds before want, after waiting for that if it is to.
+// arrived reports whether all members have finished the rounds before want. If wait is set it waits for that.
 func (b *Backend) arrived(want uint64, wait bool) (bool, error) {
 	if wait {
 		err := b.awaitAll(want)
@@ -107,7 +107,7 @@ func (b *Backend) arrived(want uint64, wait bool) (bool, error) {
 	return true, nil
 }
 
-// inVain returns why waiting for member i is.
+// inVain returns why waiting for member i is useless, or nil.
 func (b *Backend) inVain(i int) error {
 	if err := b.mem.Err(b.lane, b.ranks[i]); err != nil {
 		return err
@@ -117,6 +117,6 @@ func (b *Backend) inVain(i int) error {
 
 func reached(word *uint64, want uint64) bool { return int64(atomic.LoadUint64(word)-want) >= 0 }
 
-// lowHalf returns the half of a word that changes with every step: a futex has 32 bits. The processors that gohvd is built
-// for put it first.
+// lowHalf returns the half of a word that changes with every step, because a futex has 32 bits. On the
+// processors that gohvd supports it comes first.
 func lowHalf(word *uint64) *uint32 { return (*uint32)(unsafe.Pointer(word)) }

@@ -10,7 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// bell is this rank's doorbell: an eventfd that peers write to when the word says that somebody here sleeps.
+// bell is this rank's doorbell: an eventfd to which peers write if the word says that a goroutine of this
+// rank sleeps.
 type bell struct {
 	fd   int
 	file *os.File // of fd, in the netpoller
@@ -28,7 +29,7 @@ func newBell(word *uint32) (*bell, error) {
 	return &bell{fd: fd, file: os.NewFile(uintptr(fd), "doorbell"), word: word}, nil
 }
 
-// rest counts a sleeper, which must look once more before it sleeps; wake discounts it.
+// rest counts a goroutine that is about to sleep. It must look once more before it sleeps; wake uncounts it.
 func (b *bell) rest() { b.count(1) }
 func (b *bell) wake() { b.count(-1) }
 
@@ -55,14 +56,14 @@ func (b *bell) hear(rung func()) {
 
 func (b *bell) close() error { return b.file.Close() }
 
-// forget is for when the segment goes.
+// forget drops the pointer into the segment before that is unmapped.
 func (b *bell) forget() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.word = nil
 }
 
-// doorbell is a peer's.
+// doorbell is the bell of a peer.
 type doorbell struct {
 	fd    int // a descriptor of the peer's eventfd
 	rests *uint32
@@ -74,13 +75,15 @@ func (d *doorbell) ringIfRests() {
 	}
 }
 
-// ring never blocks: the eventfd is set so, and fails when it has been rung 2^64 times, which is often enough.
+// ring notifies the peer. It never blocks, because the eventfd is non-blocking. It fails only if the bell was
+// rung 2^64 times unread, which notifies too.
 func (d *doorbell) ring() {
 	one := uint64(1)
 	_, _, _ = unix.RawSyscall(unix.SYS_WRITE, uintptr(d.fd), uintptr(unsafe.Pointer(&one)), 8)
 }
 
-// checkBell says why a descriptor from a peer is no doorbell: writing to another kind of file could block.
+// checkBell returns an error if a descriptor from a peer is not an eventfd: writing to another kind of file
+// could block.
 func checkBell(fd int) error {
 	kind, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// form makes the group, or says in why there is none.
+// form connects the group, or sets why to the reason for which there is none.
 func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Rank) error {
 	s := &setup{m: m, e: e, ep: ep, group: group}
 	failed, err := ep.Agree(ctx, func(ctx context.Context) error { return dial.ExplainLimit(s.exchange(ctx)) })
@@ -36,7 +36,7 @@ func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Ra
 	return nil
 }
 
-// dissolve undoes what setup did.
+// dissolve undoes setup.
 func (m *Mesh) dissolve() error {
 	var errs []error
 	for _, p := range m.peers {
@@ -67,8 +67,8 @@ type setup struct {
 	claimed map[topo.Rank]bool
 }
 
-// exchange ends when all peers have each other's descriptors, or one fails, or ctx has ended. No connection is closed that has passed
-// its handshake: to a peer that would look like a death.
+// exchange returns when all peers have each other's descriptors, one fails, or ctx has ended. It closes no
+// connection that has passed its handshake, which would look like a death to the peer.
 func (s *setup) exchange(ctx context.Context) (err error) {
 	s.layout = controlLayout{len(s.group), s.e.cfg.RingBytes}
 	s.index = slices.Index(s.group, s.ep.Rank)
@@ -145,7 +145,7 @@ func (s *setup) dial(ctx context.Context, p *peer) error {
 	return s.swap(p)
 }
 
-// interrupt has calls on uc fail when ctx ends, until the function it returns is called.
+// interrupt makes calls on uc fail when ctx ends, until end is called.
 func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	done := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
@@ -159,7 +159,8 @@ func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	}
 }
 
-// accept receives the lower ranks until the listener is closed. It must not return before those it has started.
+// accept receives the lower ranks until the listener is closed. It returns after the goroutines that it has
+// started.
 func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, who []*Offer, results chan<- error) {
 	for {
 		uc, err := s.e.ln.AcceptUnix()
@@ -175,7 +176,7 @@ func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, who []*Offer, re
 	}
 }
 
-// receive hears who has connected. A stranger is sent away and changes nothing.
+// receive identifies a process that has connected. It refuses strangers without any other effect.
 func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*Offer, results chan<- error) {
 	refuse := func(err error) {
 		switch {
@@ -211,7 +212,7 @@ func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*Offer, res
 	results <- s.swap(p)
 }
 
-// swap exchanges descriptors with a peer that has proved who it is.
+// swap exchanges descriptors with a peer that has proved its identity.
 func (s *setup) swap(p *peer) error {
 	if err := s.give(p); err != nil {
 		return fmt.Errorf("descriptors for rank %d: %w", p.rank, err)

@@ -21,8 +21,9 @@ const (
 	maxPacketBytes = 256
 )
 
-// The dialer of a Unix connection says which rank it is, and then both ends prove that they know the tokens of both (package secret),
-// which only the rendezvous gave away. The proof is good for these two ranks in this epoch of this job.
+// encodeHello encodes the hello of the dialer of a Unix connection, which says which rank it is. Then both
+// ends prove that they know the tokens of both (package secret), which only the rendezvous has handed out.
+// The proof is valid for these two ranks in this epoch of this job.
 //
 //	magic u32 | version u32 | rank u32      (little-endian)
 func encodeHello(from topo.Rank) []byte {
@@ -41,13 +42,13 @@ func decodeHello(b []byte) (from topo.Rank, err error) {
 	return topo.Rank(binary.LittleEndian.Uint32(b[8:])), nil
 }
 
-// proofOf returns what two ranks prove to each other, and for which connection.
+// proofOf returns the key and the purpose of the proof between two ranks.
 func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials, accepts *Offer) (key secret.Secret, purpose string, err error) {
 	key, err = secret.Parse(hex.EncodeToString(slices.Concat(dials.Token, accepts.Token)))
 	return key, fmt.Sprintf("shm epoch %d rank %d to %d %s", ep.Epoch, dialer, acceptor, ep.Job), err
 }
 
-// greet is the dialer's side.
+// greet does the handshake of the dialer.
 func greet(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 	if err := sameUser(c); err != nil {
 		return err
@@ -63,7 +64,8 @@ func greet(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 	return err
 }
 
-// welcome is the acceptor's side. who has the offers of those that may come, by rank; the others are nil.
+// welcome does the handshake of the acceptor. who has the offers of the ranks that may connect, by rank; the
+// others are nil.
 func welcome(c *net.UnixConn, ep *Epoch, own *Offer, who []*Offer) (topo.Rank, error) {
 	if err := sameUser(c); err != nil {
 		return 0, err
@@ -107,7 +109,7 @@ func (p *packets) Read(b []byte) (int, error) {
 	return n, nil
 }
 
-// sameUser checks whose process is at the other end.
+// sameUser returns an error if the process at the other end runs as another user.
 func sameUser(c *net.UnixConn) error {
 	raw, err := c.SyscallConn()
 	if err != nil {

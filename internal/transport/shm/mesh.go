@@ -28,7 +28,7 @@ type Mesh struct {
 	why    string
 	unable []topo.Rank // which why names
 	peers  []*peer     // the group without this rank
-	// byRank are the peers by rank, nil for other ranks.
+	// byRank has the peers by rank, nil for other ranks.
 	byRank []*peer
 
 	control *shmem.Segment // this rank's; nil without peers, as is bell
@@ -43,14 +43,15 @@ type Mesh struct {
 	notifyPoller atomic.Pointer[func()]
 	// quiet is set by OnNotify.
 	quiet atomic.Bool
-	// reachesOut says that some ranks are no peers, so that the mesh underneath has Control channels too.
+	// reachesOut says that some ranks are not peers, so the mesh underneath has Control channels too.
 	reachesOut bool
 
-	// lanes are those in use. The map is replaced, not changed, by who holds mu. isClosed is closed, for who does not.
+	// lanes are the lanes in use. The holder of mu replaces the map and never changes it in place. isClosed
+	// is for readers without mu.
 	lanes    atomic.Pointer[map[transport.Lane]*lane]
 	isClosed atomic.Bool
 
-	// mu is taken before the locks of conns and outboxes, and never together with that of package arena.
+	// mu is locked before the locks of conns and outboxes, and never together with that of package arena.
 	mu       sync.Mutex
 	changed  chan struct{} // closed when something has changed that await may wait for; nil if nobody does
 	released transport.LaneSet
@@ -68,7 +69,7 @@ func newMesh(e *Endpoint, ep *Epoch) *Mesh {
 	return m
 }
 
-// begin starts what goes on until Close.
+// begin starts the goroutines that run until Close.
 func (m *Mesh) begin() error {
 	if len(m.peers) == 0 {
 		return nil
@@ -96,7 +97,7 @@ func (m *Mesh) Why() string { return m.why }
 // Unable implements Sharer.
 func (m *Mesh) Unable() []topo.Rank { return slices.Clone(m.unable) }
 
-// peer returns the peer of that rank, nil if it is none.
+// peer returns the peer with that rank, or nil.
 func (m *Mesh) peer(rank topo.Rank) *peer {
 	if rank < 0 || int(rank) >= len(m.byRank) {
 		return nil
@@ -104,7 +105,7 @@ func (m *Mesh) peer(rank topo.Rank) *peer {
 	return m.byRank[rank]
 }
 
-// await calls check, holding mu, again whenever something has changed, until it is true or fails or ctx has ended.
+// await calls check, holding mu, after each change, until it returns true or an error, or ctx has ended.
 func (m *Mesh) await(ctx context.Context, check func() (bool, error)) error {
 	for {
 		m.mu.Lock()
@@ -126,7 +127,7 @@ func (m *Mesh) await(ctx context.Context, check func() (bool, error)) error {
 	}
 }
 
-// notify has those in await check again. The caller holds mu.
+// notify makes the callers of await check again. The caller holds mu.
 func (m *Mesh) notify() {
 	if m.changed != nil {
 		close(m.changed)
@@ -140,7 +141,7 @@ func (m *Mesh) announce() {
 	m.notify()
 }
 
-// rung is what the bell does: everybody who sleeps looks again.
+// rung handles the bell: every sleeping goroutine looks again.
 func (m *Mesh) rung() {
 	for _, p := range m.peers {
 		p.ring.stir()
@@ -156,7 +157,7 @@ func (m *Mesh) wakePoller() {
 	}
 }
 
-// lose notes that a peer has gone, or may not be listened to any more.
+// lose records that a peer has gone, or that nothing more is accepted from it.
 func (m *Mesh) lose(p *peer, err error) {
 	m.mu.Lock()
 	if m.closed || !p.gone.CompareAndSwap(nil, &err) {
@@ -313,7 +314,7 @@ func (m *Mesh) Close() error {
 	return errors.Join(errs...)
 }
 
-// unmap lets go of all memory and of the peers' descriptors. Nobody uses them any more.
+// unmap frees all memory and the peers' descriptors. Nobody uses them any more.
 func (m *Mesh) unmap() error {
 	var errs []error
 	for _, l := range *m.lanes.Load() {
@@ -333,7 +334,7 @@ func (m *Mesh) unmap() error {
 	return errors.Join(errs...)
 }
 
-// letGo lets go of the control segments and doorbells, however far forming the group had come.
+// letGo frees the control segments and doorbells, whatever state forming the group has reached.
 func (m *Mesh) letGo() error {
 	var errs []error
 	for _, p := range m.peers {

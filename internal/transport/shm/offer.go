@@ -14,16 +14,17 @@ const (
 	maxReasonBytes = 200
 )
 
-// Offer is what the other ranks need to know to share memory with a rank. The zero Offer is none.
+// Offer is what the other ranks must know to share memory with a rank. The zero Offer is none.
 type Offer struct {
 	UID uint32 // the user as which the rank runs
-	// Token is a secret: a process that has it, and runs as the same user, can take the rank's place before its peers have connected.
+	// Token is a secret: a process that has it, and runs as the same user, can take the place of the rank
+	// before its peers have connected.
 	Token []byte
-	// Socket is the path of the rank's socket. It is empty if the rank cannot share memory, for the Reason.
+	// Socket is the path of the rank's socket. It is empty if the rank cannot share memory; Reason says why.
 	Socket, Reason string
 }
 
-// check looks at what a peer published. Its error is also that the peer cannot share.
+// check checks what a peer published. Its error also says that the peer cannot share.
 func (o *Offer) check() error {
 	switch {
 	case o.Reason != "":

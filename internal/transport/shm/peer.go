@@ -38,23 +38,25 @@ type peer struct {
 	outbox  outbox
 
 	gone atomic.Pointer[error] // why, without the rank
-	// arenas are its chunks by ID. The map is replaced, not changed.
+	// arenas has the chunks of the peer by ID. The map is replaced and never changed in place.
 	arenas atomic.Pointer[map[uint32]chunk]
-	// stale are chunks that it has given up, oldest first, and staleBytes their bytes: an operation that was cut short may
-	// still read them, so that their addresses stay readable. They are the receiver's alone, and after that Close's.
+	// stale are chunks that the peer has given up, oldest first, and staleBytes their size. An operation that
+	// was cut short may still read them, so their addresses must stay readable. They belong to the receiving
+	// goroutine and, after that has ended, to Close.
 	stale      []*shmem.Segment
 	staleBytes int64
-	// shares counts the lanes for which it has given a segment that is not released. Guarded by the Mesh's mu.
+	// shares counts the lanes for which the peer has given a segment that is not released. Guarded by the
+	// Mesh's mu.
 	shares int
 }
 
-// chunk is a peer's arena, or why it cannot be had.
+// chunk is a chunk of a peer's arena, or the reason why it cannot be mapped.
 type chunk struct {
 	seg *shmem.Segment
 	err error
 }
 
-// outbox are messages that wait to be sent to a peer. Putting one there never blocks.
+// outbox is a queue of messages to a peer. Putting a message there never blocks.
 type outbox struct {
 	mu     sync.Mutex
 	filled sync.Cond
@@ -62,7 +64,7 @@ type outbox struct {
 	closed bool
 }
 
-// put queues m, or drops it if the outbox is closed. Either way m is the outbox's.
+// put queues m, or drops it if the outbox is closed. Either way the outbox owns m.
 func (o *outbox) put(m message) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -92,7 +94,7 @@ func (o *outbox) next() (message, bool) {
 	return m, true
 }
 
-// close drops what waits.
+// close drops what is queued.
 func (o *outbox) close() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -104,7 +106,7 @@ func (o *outbox) close() {
 	o.filled.Broadcast()
 }
 
-// send writes what is put into the outbox, until it is closed or the peer has gone.
+// send writes the messages of the outbox until it is closed or the peer has gone.
 func (p *peer) send(m *Mesh) {
 	defer p.outbox.close()
 	for {
@@ -122,7 +124,7 @@ func (p *peer) send(m *Mesh) {
 	}
 }
 
-// receive handles what the peer sends until it has gone, breaks the protocol, or the mesh is closed.
+// receive handles the messages of the peer until it has gone, breaks the protocol, or the mesh is closed.
 func (p *peer) receive(m *Mesh) {
 	for {
 		msg, err := readMessage(p.uc)
@@ -137,7 +139,7 @@ func (p *peer) receive(m *Mesh) {
 	}
 }
 
-// handle acts on a message. An error is a breach of the protocol.
+// handle acts on a message. An error is a violation of the protocol.
 func (p *peer) handle(m *Mesh, msg *message) error {
 	switch msg.kind {
 	case shareMessage:
@@ -159,8 +161,8 @@ func (p *peer) handle(m *Mesh, msg *message) error {
 
 var errBreach = errors.New("shm: it broke the protocol")
 
-// mapSegment maps a segment that a peer says has size bytes. An error that is no errBreach is this process's lack of
-// something.
+// mapSegment maps a segment of which a peer says that it has size bytes. An error that is not an errBreach is
+// due to a lack of resources in this process.
 func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {

@@ -29,7 +29,7 @@ const (
 	pageBytes = 4096
 )
 
-// controlLayout is where things are in the control segment of a group of size ranks.
+// controlLayout gives the offsets in the control segment of a group of size ranks.
 type controlLayout struct{ size, ringBytes int }
 
 func (l controlLayout) slot(index int) int { return slotsAt + index*slotBytes }
@@ -40,23 +40,23 @@ func (l controlLayout) ring(index int) int {
 
 func (l controlLayout) bytes() int { return l.ring(l.size) }
 
-// word32 and word64 are words of a segment, which is aligned to pages and larger than at.
+// word32 returns a word of a segment, which is aligned to pages and larger than at.
 func word32(b []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&b[at : at+4][0])) }
 func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : at+8][0])) }
 
-// conn is the Control channel to a peer of the group: two rings, of which each rank's segment holds the one it writes,
-// and the words that it writes.
+// conn is the Control channel to a peer of the group. It consists of two rings, each in the segment of the
+// rank that writes it, and of words that each rank writes.
 //
-// The words are accessed by sync/atomic only, whose operations are in one order over all processors. Both sides of
-// "I sleep" and "there is something" are therefore a store followed by a load of the other's word, and one of the two
-// sees the other (Dekker).
+// The words are accessed only by sync/atomic, whose operations are in one order over all processors. Both
+// sides of "I sleep" and "there is something" are therefore a store followed by a load of the other's word,
+// and at least one of the two sees the other (Dekker).
 type conn struct {
 	peer topo.Rank
 	bell *bell     // of this rank
 	ring *doorbell // of the peer
 	lane transport.Lane
 
-	// cause is why this rank gave the Conn up, gone why the peer did.
+	// cause is why this rank gave the Conn up; gone is why the peer did.
 	cause, gone atomic.Pointer[error]
 	sent        atomic.Uint64
 	taken       atomic.Bool  // Mesh.Conn has given it out
@@ -168,8 +168,8 @@ func (c *conn) take(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// tellRoom rings the bell of a writer that waits for room, when half of the ring is free. A writer that was told has
-// filled all of it before it waits again, so that it need not be told for each quarter.
+// tellRoom rings the bell of a writer that waits for room, when half of the ring is free. A writer that was
+// notified fills all of it before it waits again, so it need not be notified for each quarter.
 func (c *conn) tellRoom() {
 	size := uint64(len(c.in))
 	if atomic.LoadUint64(c.inHead)-c.tail <= size/2 && c.tail-c.rung >= size/4 {
@@ -202,7 +202,7 @@ func (c *conn) Send(p []byte) error {
 	return c.werr
 }
 
-// tell rings the peer's bell if it rests and has not read what it was given since it was last told.
+// tell rings the peer's bell if it sleeps and has not read what was written since it was last notified.
 func (c *conn) tell() {
 	if !c.unrung.Load() {
 		return
@@ -214,7 +214,7 @@ func (c *conn) tell() {
 	}
 }
 
-// tellNow is tell for who holds writing.
+// tellNow is tell for a caller that holds writing.
 func (c *conn) tellNow() {
 	if c.unrung.Swap(false) && atomic.LoadUint64(c.outTail) != c.head {
 		c.ring.ringIfRests()
@@ -234,7 +234,8 @@ func (c *conn) Flush() error {
 	return c.sendErr()
 }
 
-// put writes as much of p as there is room for. It sets werr if the peer's tail is impossible. The caller holds writing.
+// put writes as much of p as there is room for. It sets werr if the peer's tail is impossible. The caller
+// holds writing.
 func (c *conn) put(p []byte) int {
 	size := uint64(len(c.out))
 	room := size - (c.head - c.freed)
@@ -263,8 +264,8 @@ func (c *conn) put(p []byte) int {
 	return len(p)
 }
 
-// pump writes from the queue until it is empty, or there is no room and the peer knows that it is waited for. The
-// caller holds writing.
+// pump writes from the queue until it is empty, or until there is no room and the peer knows that this rank
+// waits for it. The caller holds writing.
 func (c *conn) pump() {
 	for c.first < len(c.queue) {
 		p := c.queue[c.first]
@@ -294,7 +295,7 @@ func (c *conn) setFull(v uint32) {
 	atomic.StoreUint32(c.outFull, v)
 }
 
-// dropQueue forgets what is in the queue. The caller holds writing.
+// dropQueue drops what is in the queue. The caller holds writing.
 func (c *conn) dropQueue() {
 	clear(c.queue)
 	c.queue, c.first = c.queue[:0], 0
@@ -314,12 +315,12 @@ func (c *conn) sendErr() error {
 	return c.werr
 }
 
-// breach returns the error for a word that no peer writes.
+// breach returns the error for a word with a value that no peer writes.
 func (c *conn) breach(word string, got, least, most uint64) error {
 	return &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: fmt.Errorf("shm: it wrote %s %d, want %d to %d", word, got, least, most)}
 }
 
-// waiting reports whether a reader has something to take: bytes, or an error that it has not been given.
+// waiting reports whether a reader has something to take: bytes, or an error that it has not returned yet.
 func (c *conn) waiting() bool {
 	c.reading.Lock()
 	defer c.reading.Unlock()
@@ -344,8 +345,8 @@ func (c *conn) stir() {
 	}
 }
 
-// fail gives the Conn up. When it returns nobody touches the queue any more; if err is transport.ErrClosed, nor the
-// memory.
+// fail gives the Conn up. When it returns nobody uses the queue any more and, if err is transport.ErrClosed,
+// nor the memory.
 func (c *conn) fail(err error) {
 	for {
 		old := c.cause.Load()
@@ -369,7 +370,8 @@ func (c *conn) lose(err error) {
 	c.stir()
 }
 
-// open tells the peer that this rank, the lower, has asked for the Conn. It may be called after the peer has gone.
+// open tells the peer that this rank, the lower one, has asked for the Conn. It may be called after the peer
+// has gone.
 func (c *conn) open() {
 	c.writing.Lock()
 	defer c.writing.Unlock()
@@ -379,7 +381,7 @@ func (c *conn) open() {
 	}
 }
 
-// isOpen reports whether the peer, the lower, has asked for the Conn.
+// isOpen reports whether the peer, the lower rank, has asked for the Conn.
 func (c *conn) isOpen() bool {
 	c.reading.Lock()
 	defer c.reading.Unlock()

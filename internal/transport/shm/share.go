@@ -14,12 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// errStranger is the error for a rank that is not in the group, or is this rank where a peer is wanted.
+// errStranger is the error for a rank that is not in the group, or for this rank if a peer is wanted.
 var errStranger = errors.New("it is no peer that shares memory with this rank")
 
 // lane is what ranks share for a lane.
 type lane struct {
-	// err is of Abort, Release or Close; gone, by index in the group, that of a peer whose process has gone.
+	// err is the error of Abort, Release or Close. gone has, by index in the group, the error of peers whose
+	// processes have gone.
 	err  atomic.Pointer[error]
 	gone []atomic.Pointer[error]
 
@@ -29,7 +30,7 @@ type lane struct {
 	theirs  []chunk // by index in the group; without segment and error it has not come
 }
 
-// failLane sets why the lane has failed, if that is stronger than what it has. The caller holds mu.
+// fail sets why the lane has failed, unless it has failed for a stronger reason. The caller holds mu.
 func (l *lane) fail(err error) {
 	if old := l.err.Load(); old == nil || err == transport.ErrReleased || err == transport.ErrClosed && *old != transport.ErrReleased {
 		l.err.Store(&err)
@@ -74,7 +75,7 @@ func (m *Mesh) lane(id transport.Lane) (*lane, error) {
 	return l, nil
 }
 
-// lose notes that a peer has gone.
+// lose records that a peer has gone.
 func (l *lane) lose(p *peer, id transport.Lane, err error) {
 	err = &transport.PeerError{Peer: p.rank, Lane: id, Err: err}
 	l.gone[p.index].Store(&err)
@@ -140,7 +141,8 @@ func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]by
 	return seg.Bytes(), nil
 }
 
-// segment returns what was reserved for a lane, or a new one. The caller does not hold mu: to make one takes long.
+// segment returns the segment that was reserved for a lane, or a new one. The caller does not hold mu,
+// because making a segment takes long.
 func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error) {
 	m.mu.Lock()
 	seg := m.reserved[id]
@@ -155,7 +157,7 @@ func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error
 
 func laneName(id transport.Lane) string { return fmt.Sprintf("gohvd-lane-%d", id) }
 
-// beginShare books the only Share of a lane.
+// beginShare registers the only Share of a lane.
 func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error) {
 	var to []*peer
 	for _, r := range ranks {
@@ -184,7 +186,7 @@ func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error)
 	return to, nil
 }
 
-// shared takes a peer's segment for a lane. An error is a breach of the protocol.
+// shared takes the segment of a peer for a lane. An error is a violation of the protocol.
 func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 	seg, err := mapSegment(msg.fds[0], msg.size)
 	if errors.Is(err, errBreach) {
@@ -250,8 +252,8 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 	return b, nil
 }
 
-// offer announces a chunk of this process to all peers, and withdraw its end. They are called by package arena under its
-// lock: they only queue.
+// offer announces a chunk of this process to all peers, and withdraw its end. Package arena calls them under
+// its lock; they only queue.
 func (m *Mesh) offer(c arena.Chunk) {
 	size := uint64(len(c.Segment.Bytes()))
 	sealed := c.Segment.Seal() // before anybody who must not write it has it

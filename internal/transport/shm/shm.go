@@ -1,20 +1,18 @@
-// Package shm lets the ranks of one host share memory, and negotiates in it.
+// Package shm lets the ranks of one host share memory, and carries the negotiation between them in it.
 //
-// A rank opens an Endpoint, publishes its Offer with its record, and calls Connect when it knows all offers and has a mesh
-// that reaches all ranks (transport/tcp). The ranks of one host then give each other file descriptors, over Unix
-// connections that prove who they are, and agree on whether all of that went well: a host's ranks share memory all or
-// not at all. The mesh that Connect returns has the Control lane between them in shared memory and everything else in
-// the mesh underneath; by Sharer the backends get memory for their lanes. docs/arena.md has formats, and what happens
-// when a rank dies.
+// A rank opens an Endpoint, publishes its Offer with its record, and calls Connect when it knows all offers
+// and has a mesh that reaches all ranks (package tcp). The ranks of one host then give each other file
+// descriptors, over Unix connections on which they prove their identity, and agree on whether all of that
+// succeeded: either all ranks of a host share memory or none. The mesh that Connect returns has the Control
+// lane between them in shared memory and everything else in the mesh underneath. By Sharer the backends get
+// memory for their lanes. docs/arena.md describes the formats, and what happens when a rank dies.
 //
 // Invariants:
 //
-//  1. Nobody writes another rank's memory. What a peer wrote is checked before it is used.
-//  2. Nothing is in the file system once Connect has returned. Before, there is the socket, which the next Listen
-//     sweeps if its owner was killed.
-//  3. The end of a Unix connection is the end of the process, or of its mesh, and nothing else is. Nobody closes one
-//     before it gives up the mesh.
-//  4. Everything belongs to one epoch; the next makes its own.
+// 1. Nobody writes another rank's memory. What a peer wrote is checked before it is used. 2. Nothing is in
+// the file system after Connect has returned. Before, there is the socket. If its owner was killed, the next
+// Listen removes it. 3. A Unix connection ends exactly when its process ends or closes its mesh. Nobody
+// closes one before it gives up the mesh. 4. Everything belongs to one epoch; the next one makes its own.
 package shm
 
 import (
@@ -53,21 +51,22 @@ const (
 	permSocket, permSocketUp = 0o600, 0o700
 )
 
-// Config says how an Endpoint behaves. Zero fields take their defaults.
+// Config configures an Endpoint. Zero fields take their defaults.
 type Config struct {
-	// Dir is the directory of the socket. It is made if it is not there, and must belong to this user alone. Its path
-	// may have about 80 bytes. Default: gohvd-UID in os.TempDir(), which is made if it is missing.
+	// Dir is the directory of the socket. It is made if it does not exist, and must belong to this user
+	// alone. Its path may have about 80 bytes. Default: gohvd-UID in os.TempDir().
 	Dir string
-	// RingBytes is what fits into the Control channel to a peer before the sender has to wait for it to read: a power
-	// of two from 64 bytes to 1 GiB. Default 64 KiB. A rank allocates one for each peer of its host.
+	// RingBytes is the number of bytes that fit into the Control channel to a peer before the sender waits
+	// for it to read: a power of two from 64 bytes to 1 GiB. Default 64 KiB. A rank allocates one ring for
+	// each peer of its host.
 	RingBytes int
-	// HandshakeTimeout is how long a process that connects may take to say who it is. Default 10 s.
+	// HandshakeTimeout is how long a process that connects may take to identify itself. Default 10 s.
 	HandshakeTimeout time.Duration
 	// Log receives refused connections (warnings). nil discards them.
 	Log *zap.Logger
 }
 
-// Endpoint is a socket that becomes a mesh when Connect tells it the epoch. It serves one epoch.
+// Endpoint is a socket that becomes a mesh when Connect gets the epoch. It serves one epoch.
 type Endpoint struct {
 	cfg   Config
 	log   *zap.Logger
@@ -79,8 +78,8 @@ type Endpoint struct {
 	closed    bool
 }
 
-// Listen makes the socket, after removing those in the directory whose processes are gone. The Endpoint must be closed
-// if Connect is not called.
+// Listen makes the socket, after removing those in the directory whose processes are gone. If Connect is not
+// called the Endpoint must be closed.
 func Listen(cfg Config) (*Endpoint, error) {
 	e, err := newEndpoint(cfg)
 	if err != nil {
@@ -106,8 +105,9 @@ func Listen(cfg Config) (*Endpoint, error) {
 	return e, nil
 }
 
-// lock keeps others from sweeping a socket that has its name and is about to listen: it looks like one whose process is
-// gone. A process that dies lets go of the lock. For one that was stopped meanwhile nobody waits long.
+// lock keeps others from removing a socket that has its name but is not listening yet, which looks like one
+// whose process is gone. The lock of a process that dies is released. The wait for a process that was stopped
+// meanwhile is short.
 func lock(dir string) (unlock func() error, err error) {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -123,8 +123,8 @@ func lock(dir string) (unlock func() error, err error) {
 	return d.Close, nil
 }
 
-// Unavailable returns the Endpoint of a rank that cannot share, for example because Listen failed. Its Offer tells the others
-// so, and why: they do not wait for it, and their Why names it.
+// Unavailable returns the Endpoint of a rank that cannot share, for example because Listen failed. Its Offer
+// tells the others so, and why: they do not wait for it, and their Why names it.
 func Unavailable(reason error) *Endpoint {
 	e := &Endpoint{log: zap.NewNop()}
 	text := reason.Error()
@@ -153,7 +153,7 @@ func newEndpoint(cfg Config) (*Endpoint, error) {
 	return e, nil
 }
 
-// listen makes the socket. The caller has the lock.
+// listen makes the socket. The caller holds the lock.
 func (e *Endpoint) listen() error {
 	var random [8]byte
 	if _, err := rand.Read(random[:]); err != nil {
@@ -180,7 +180,7 @@ func (e *Endpoint) listen() error {
 	return nil
 }
 
-// prepare makes dir, or checks that nobody else can put anything there.
+// prepare makes dir, or checks that no other user can put anything there.
 func prepare(dir string) error {
 	if err := os.Mkdir(dir, permSocketUp); err != nil && !errors.Is(err, os.ErrExist) {
 		return err
@@ -195,8 +195,8 @@ func prepare(dir string) error {
 	return nil
 }
 
-// sweep removes sockets of ours at which nobody listens any more. It looks at the first thousand names. The caller has the
-// lock.
+// sweep removes our sockets at which nobody listens any more. It checks the first thousand names. The caller
+// holds the lock.
 func sweep(dir string) error {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -219,7 +219,8 @@ func sweep(dir string) error {
 	return nil
 }
 
-// abandoned reports whether nobody listens at the socket any more. Somebody who does sees a connection that ends.
+// abandoned reports whether nobody listens at the socket any more. A process that does listen sees a
+// connection that ends.
 func abandoned(path string) bool {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -229,8 +230,8 @@ func abandoned(path string) bool {
 	return unix.Connect(fd, &unix.SockaddrUnix{Name: path}) == unix.ECONNREFUSED
 }
 
-// Offer returns what the other ranks need to know to share memory with this one. It holds a secret:
-// whoever has it, and runs as the same user, can take this rank's place before its peers have.
+// Offer returns what the other ranks must know to share memory with this one. It contains a secret: a process
+// that has it, and runs as the same user, can take the place of this rank before its peers have connected.
 func (e *Endpoint) Offer() Offer { return e.offer }
 
 // Close removes the socket. After Connect it does nothing.
@@ -251,9 +252,10 @@ func (e *Endpoint) Close() error {
 	return err
 }
 
-// Epoch is one formation of a job, as rendezvous agreed on it. All ranks are given the same, but for Rank and Under.
+// Epoch is one formation of a job, as rendezvous agreed on it. All ranks are given the same values, except
+// for Rank and Under.
 type Epoch struct {
-	// Job is the identity of the job, 1 to 64 bytes that mean nothing to this package.
+	// Job is the identity of the job, 1 to 64 bytes without meaning to this package.
 	Job string
 	// Epoch is greater than that of any earlier formation of the job.
 	Epoch uint64
@@ -261,15 +263,16 @@ type Epoch struct {
 	Rank topo.Rank
 	// Hosts are the identities of the hosts, by rank.
 	Hosts []string
-	// Offers are the ranks', by rank; zero for a rank that does not call Connect.
+	// Offers are the offers of the ranks, by rank; zero for a rank that does not call Connect.
 	Offers []Offer
-	// Reserve is how many bytes this rank will Share for which lanes. They are had before the ranks agree, so that a rank
-	// without so much memory is a reason not to share any.
+	// Reserve is how many bytes this rank will Share for which lanes. They are allocated before the ranks
+	// agree, so a rank that lacks the memory is a reason not to share any.
 	Reserve map[transport.Lane]int64
-	// Agree has the ranks of this host try to connect, and returns at each of them which failed, and how (rendezvous.Session.Agree). It
-	// ends ctx of the others' try when a rank fails. It is not called at a rank that is alone on its host.
+	// Agree makes the ranks of this host try to connect, and returns at each of them which ranks failed, and
+	// how (rendezvous.Session.Agree). It ends the ctx of the other tries when a rank fails. It is not called
+	// at a rank that is alone on its host.
 	Agree func(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error)
-	// Under reaches all ranks. It is the new mesh's from now on, and is closed with it, or if Connect fails.
+	// Under reaches all ranks. The new mesh owns it: it is closed with that, or if Connect fails.
 	Under transport.Mesh
 }
 
@@ -283,8 +286,9 @@ func (ep *Epoch) validate() error {
 	return nil
 }
 
-// Connect forms the epoch. It returns when the ranks of this host have agreed on whether they share memory, or
-// ctx has ended, which is an error. That memory cannot be shared is none: the mesh then has a Group of one, and Why.
+// Connect forms the epoch. It returns when the ranks of this host have agreed on whether they share memory,
+// or with an error when ctx has ended. That memory cannot be shared is no error: the mesh then has a Group of
+// one, and Why gives the reason.
 func (e *Endpoint) Connect(ctx context.Context, ep Epoch) (Sharer, error) {
 	m, err := e.connect(ctx, &ep)
 	if err != nil {
@@ -331,7 +335,7 @@ type doom struct {
 	ranks []topo.Rank
 }
 
-// meet checks the offers. doomed has the hosts whose ranks cannot share; all ranks find the same.
+// meet checks the offers. doomed has the hosts whose ranks cannot share; it is the same at all ranks.
 func meet(ep *Epoch) (doomed map[string]doom) {
 	doomed = make(map[string]doom)
 	first := make(map[string]topo.Rank)
@@ -359,7 +363,7 @@ func meet(ep *Epoch) (doomed map[string]doom) {
 	return doomed
 }
 
-// join adds what is wrong with a rank to what is wrong with others.
+// join appends what is wrong with a rank to what is wrong with others.
 func join(text string, r topo.Rank, reason string) string {
 	if text != "" {
 		text += "; "

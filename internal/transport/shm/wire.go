@@ -34,7 +34,7 @@ const (
 // numFDs is the number of descriptors of each kind of message.
 var numFDs = [...]int{controlMessage: 2, shareMessage: 1, arenaMessage: 1, keptMessage: 0, dropMessage: 0}
 
-// message is one packet. Whoever holds it owns its descriptors.
+// message is one packet. Its holder owns its descriptors.
 type message struct {
 	kind, id uint32
 	size     uint64
@@ -47,7 +47,7 @@ func (m *message) encode() []byte {
 	return binary.LittleEndian.AppendUint64(b, m.size)
 }
 
-// decodeMessage checks what came in one packet; it takes fds over only if there is no error.
+// decodeMessage checks what came in one packet. It takes over fds only if there is no error.
 func decodeMessage(b []byte, fds []int) (message, error) {
 	if len(b) != messageBytes {
 		return message{}, fmt.Errorf("message of %d bytes, want %d", len(b), messageBytes)
@@ -82,7 +82,8 @@ func (m *message) write(c *net.UnixConn) error {
 	return err
 }
 
-// readMessage receives one message. A connection that ends, in whichever way, gives io.ErrUnexpectedEOF.
+// readMessage receives one message. If the connection ends, in whichever way, the error is
+// io.ErrUnexpectedEOF.
 func readMessage(c *net.UnixConn) (message, error) {
 	var b [messageBytes + 1]byte
 	rights := make([]byte, unix.CmsgSpace(4*maxFDs))
