@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What watching costs: steps over ResNet-50's gradients with timeline, metrics or flight recorder, against steps with none.
+"""What watching and negotiation cost: steps over ResNet-50's gradients with timeline, metrics or flight recorder, and steps of the
+backend without negotiation, against steps with none of the three.
 
     bench/watch-cost.py [ROUNDS [ITERATIONS [RANKS]]]
 
@@ -26,6 +27,7 @@ WAYS = {
     "timeline": NONE | {"HOROVOD_TIMELINE": "t.json"},
     "metrics": NONE,
     "flight recorder": {},
+    "backend only": NONE,
 }
 PORT = 19100
 
@@ -48,6 +50,8 @@ def run(way, programs, iterations, ranks):
         if way == "metrics":
             command += ["--metrics-addr", f"127.0.0.1:{PORT}"]
         command += [os.path.join(programs, "hvdbench"), "--workload", "resnet50", "-n", str(iterations), "-w", "10", "--format", "csv"]
+        if way == "backend only":
+            command.append("--raw")
         ended, scraped = threading.Event(), []
         scraper = threading.Thread(target=lambda: scraped.append(scrape(ended)))
         if way == "metrics":

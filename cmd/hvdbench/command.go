@@ -23,7 +23,6 @@ ended it.`
 const examples = `  hvdrun -np 2 hvdbench -b 8 -e 128M -f 2
   hvdrun -np 4 hvdbench allgather -b 1M -e 1G -f 4 -d bfloat16 --arena
   hvdrun -np 2 hvdbench --workload resnet50 --mode async,grouped
-  hvdrun -np 2 hvdbench --workload resnet50 --negotiation 30
   hvdrun -np 2 --tag-output=false hvdbench --format csv -b 1K -e 64M -f 4 >a.csv
   bench/plot.py a.csv b.csv -o out.svg    # in a checkout`
 
@@ -122,10 +121,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	f.StringVar(&o.workload, "workload", "", "steps over the gradients of "+strings.Join(workloadNames, ", ")+" or `FILE`, lines of name, count, shape")
 	add(f, &o.many, "many", "", "N:BYTES", "", parseMany, "steps over N tensors of so many bytes")
 	add(f, &o.modes, "mode", "", "MODES", "async", parseModes, "how a step reduces its tensors, by commas, or all: "+strings.Join(modeNames[:], ", "))
-	f.IntVar(&o.negotiation, "negotiation", 0, "compare `N` pairs of a negotiated and a raw step, asynchronous, of one type; instead of --iters")
 	f.StringVar(&o.format, "format", "nccl", "output: "+strings.Join(formats, ", "))
-	f.BoolVar(&o.memory, "memory", false, "show the memory of each rank at the end")
-	f.BoolVar(&o.cpu, "cpu", false, "show the CPU time of each rank for each case")
 	for name, of := range map[string][]string{"format": formats, "mode": modeNames[:], "collective": root.ValidArgs} {
 		if err := root.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(of, cobra.ShellCompDirectiveNoFileComp)); err != nil {
 			panic(err) // the name of a flag above is wrong
@@ -161,11 +157,6 @@ func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 	}
 	if c.in {
 		c.placements = append(c.placements, true)
-	}
-	for _, name := range []string{"mode", "iters", "seconds", "check", "average", "cpu", "in-place", "out-of-place"} {
-		if c.negotiation > 0 && f.Changed(name) {
-			return fmt.Errorf("--%s says nothing about --negotiation: its steps are asynchronous, checked once, and last as long as at the slowest rank", name)
-		}
 	}
 	return c.check()
 }

@@ -21,13 +21,6 @@ func (l line) results() []*result {
 	return all
 }
 
-// summary holds what is printed after all lines.
-type summary struct {
-	wrong  int64
-	memory []rankMemory // by rank, nil unless requested
-	cost   *negotiationCost
-}
-
 // formats are the values of --format: the table of nccl-tests, with the median and the 99th percentile behind it, or CSV.
 // bench/plot.py and bench/report.py read the CSV.
 var formats = []string{"nccl", "csv"}
@@ -73,12 +66,6 @@ func (p *printer) line(l line) {
 	} else {
 		p.tableLine(l)
 	}
-	for _, r := range l.results() {
-		for rank, c := range r.cpu {
-			p.printf("# cpu of rank %d, %s: wall %.3f s, user %.3f s, system %.3f s, %.0f%% of a core\n",
-				rank, r.placement, c.wall, c.user, c.system, 100*(c.user+c.system)/c.wall)
-		}
-	}
 }
 
 func (p *printer) tableLine(l line) {
@@ -111,23 +98,16 @@ func (p *printer) tableLine(l line) {
 // note prints a comment.
 func (p *printer) note(text string) { p.printf("# %s\n", text) }
 
-func (p *printer) end(s summary) {
-	const mib = 1 << 20
-	for rank, m := range s.memory {
-		p.printf("# memory of rank %d: peak RSS %.1f MiB, of that its tensors %.1f MiB; shared with other ranks %.1f MiB\n",
-			rank, m.peakRSS/mib, m.tensors/mib, m.shared/mib)
-	}
-	if s.cost != nil {
-		p.note(s.cost.String())
-	}
+// end prints what follows all lines: wrong is the number of wrong elements.
+func (p *printer) end(wrong int64) {
 	if p.csv {
 		return
 	}
 	state := "OK"
-	if s.wrong > 0 {
+	if wrong > 0 {
 		state = "FAILED"
 	}
-	p.printf("# Out of bounds values : %d %s\n", s.wrong, state)
+	p.printf("# Out of bounds values : %d %s\n", wrong, state)
 	if p.numBus > 0 {
 		p.printf("# Avg bus bandwidth    : %.4f\n", p.busBW/float64(p.numBus))
 	}

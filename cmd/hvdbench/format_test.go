@@ -18,9 +18,8 @@ func lines() []line {
 	}
 	in := *out
 	in.placement, in.mean, in.p50, in.p99, in.algBW, in.busBW, in.wrong = "in-place", 104.86, 100.5, 120.25, 10, 10, 3
-	in.cpu = []rankCPU{{2, 1.5, 0.25}, {2, 0.5, 0}}
 	step := in
-	step.collective, step.wrong, step.cpu, step.touch, step.dt = `resnet50,"x"_async`, unchecked, nil, true, tensor.BFloat16
+	step.collective, step.wrong, step.touch, step.dt = `resnet50,"x"_async`, unchecked, true, tensor.BFloat16
 	return []line{{out, &in}, {in: &step}}
 }
 
@@ -32,7 +31,7 @@ func show(format string) string {
 		p.line(l)
 	}
 	p.note("a note")
-	p.end(summary{3, []rankMemory{{64 << 20, 1 << 20, 32 << 20}}, &negotiationCost{"resnet50", "float32", 30, 21, 20, 5, 4.5, 5.5}})
+	p.end(3)
 	return b.String()
 }
 

@@ -20,26 +20,26 @@ type jobPlace struct {
 // leaveTimeout bounds the shutdown after the benchmark was interrupted.
 const leaveTimeout = 5 * time.Second
 
-// job is this rank's part in a running job, by the paths that are needed. A path that is not is nil.
+// job is this rank's part in a running job.
 type job struct {
-	negotiated, raw *team
-	engine          *hvd.Engine
-	backend         *rawBackend
-	memory          memory
+	team    *team
+	engine  *hvd.Engine // nil if only the backend is measured
+	backend *rawBackend // nil if there is an engine
+	memory  memory
 }
 
-// join makes the paths. All ranks must ask for the same.
-func join(ctx context.Context, at jobPlace, negotiate, raw bool) (*job, error) {
+// join joins the job: with only a backend if raw is set, else with an engine. All ranks must ask for the same.
+func join(ctx context.Context, at jobPlace, raw bool) (*job, error) {
 	j := &job{}
-	err := j.open(ctx, at, negotiate, raw)
+	err := j.open(ctx, at, raw)
 	if err != nil {
 		return nil, errors.Join(err, j.leave(ctx))
 	}
 	return j, nil
 }
 
-func (j *job) open(ctx context.Context, at jobPlace, negotiate, raw bool) (err error) {
-	if negotiate {
+func (j *job) open(ctx context.Context, at jobPlace, raw bool) (err error) {
+	if !raw {
 		var opts []hvd.InitOption
 		if at.store != nil {
 			opts = append(opts, hvd.WithStore(at.store))
@@ -50,12 +50,8 @@ func (j *job) open(ctx context.Context, at jobPlace, negotiate, raw bool) (err e
 		if j.engine, err = hvd.New(ctx, opts...); err != nil {
 			return err
 		}
-		if j.negotiated, err = newTeam(negotiated{j.engine}); err != nil {
-			return err
-		}
-	}
-	if !raw {
-		return nil
+		j.team, err = newTeam(negotiated{j.engine})
+		return err
 	}
 	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
 	if err != nil {
@@ -64,7 +60,7 @@ func (j *job) open(ctx context.Context, at jobPlace, negotiate, raw bool) (err e
 	if j.backend, err = openRaw(ctx, at); err != nil {
 		return fmt.Errorf("raw backend: %w", err)
 	}
-	j.raw, err = newTeam(&alone{backend: j.backend, fusionBytes: cfg.FusionThresholdBytes})
+	j.team, err = newTeam(&alone{backend: j.backend, fusionBytes: cfg.FusionThresholdBytes})
 	return err
 }
 
@@ -84,12 +80,4 @@ func (j *job) leave(ctx context.Context) error {
 		errs = append(errs, j.engine.Shutdown(ctx))
 	}
 	return errors.Join(errs...)
-}
-
-// any returns a team of the job.
-func (j *job) any() *team {
-	if j.negotiated != nil {
-		return j.negotiated
-	}
-	return j.raw
 }

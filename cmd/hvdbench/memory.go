@@ -11,7 +11,7 @@ import (
 
 // memory makes the benchmark's tensors and counts them.
 type memory struct {
-	live, peak int64 // bytes
+	live int64 // bytes
 }
 
 // alloc makes a zeroed tensor, in the arena or as an ordinary slice. Every page was touched.
@@ -25,7 +25,6 @@ func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
 		return nil, fmt.Errorf("tensors of %s do not fit the %s of memory of this host", formatSize(m.live+numBytes), formatSize(total))
 	}
 	m.live += numBytes
-	m.peak = max(m.peak, m.live)
 	if inArena {
 		return hvd.Alloc[uint8](int(numBytes))
 	}

@@ -35,12 +35,8 @@ type options struct {
 	workload string
 	many     many
 	modes    []stepMode
-	// negotiation is the number of pairs of a negotiated and a raw step to compare; 0 compares none.
-	negotiation int
 
 	format string // one of formats
-	memory bool   // show what memory each rank has used
-	cpu    bool   // show what CPU time each rank has used
 }
 
 // many is a number of tensors of so many bytes each.
@@ -210,7 +206,6 @@ func (o *options) sizes() []int64 {
 
 // check returns an error for options that contradict each other or are out of range.
 func (o *options) check() error {
-	steps := o.workload != "" || o.many.count > 0
 	switch {
 	case o.maxBytes < o.minBytes:
 		return fmt.Errorf("--maxbytes is %d, less than --minbytes %d", o.maxBytes, o.minBytes)
@@ -234,14 +229,6 @@ func (o *options) check() error {
 		return fmt.Errorf("neither in place nor out of place leaves nothing to measure")
 	case o.workload != "" && o.many.count > 0:
 		return fmt.Errorf("--workload and --many exclude each other")
-	case o.negotiation != 0 && !steps:
-		return fmt.Errorf("--negotiation needs --workload or --many")
-	case o.negotiation < 0 || o.negotiation == 1:
-		return fmt.Errorf("--negotiation is %d pairs, want 2 or more", o.negotiation)
-	case o.negotiation > 0 && o.raw:
-		return fmt.Errorf("--negotiation and --raw exclude each other: a comparison has raw steps already")
-	case o.negotiation > 0 && len(o.types) > 1:
-		return fmt.Errorf("--negotiation compares steps of one type, got %v", o.types)
 	case len(o.sizes()) > maxLines:
 		return fmt.Errorf("more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
 	}

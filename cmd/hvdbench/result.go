@@ -32,15 +32,8 @@ type result struct {
 	// leastMean and greatestMean are the extremes of the ranks' own means.
 	leastMean, greatestMean float64
 	algBW, busBW            float64
-	wrong                   int64     // number of elements of all ranks, or unchecked
-	cpu                     []rankCPU // by rank, nil unless requested
+	wrong                   int64 // number of elements of all ranks, or unchecked
 }
-
-// rankCPU is what the timed calls took at one rank, in seconds.
-type rankCPU struct{ wall, user, system float64 }
-
-// rankMemory is the memory of one rank in bytes. tensors is the peak of the benchmark's own.
-type rankMemory struct{ peakRSS, shared, tensors float64 }
 
 // setTimes fills in what follows from the times of all ranks' calls. factor is busbw by algbw.
 func (r *result) setTimes(byRank [][]float64, how average, factor float64) {

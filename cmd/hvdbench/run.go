@@ -33,11 +33,11 @@ type streams struct{ out, err io.Writer }
 //     allocated by this program in the loop around it.
 //  4. GB is 10^9 bytes, and busbw as nccl-tests define it (doc/PERFORMANCE.md there; busFactor).
 func measure(ctx context.Context, o options, at jobPlace, s streams) error {
-	j, err := join(ctx, at, !o.raw, o.raw || o.negotiation > 0)
+	j, err := join(ctx, at, o.raw)
 	if err != nil {
 		return err
 	}
-	b := &benchmark{options: o, job: j, team: j.any(), log: s.err, out: &printer{w: s.out, csv: o.format == "csv"}}
+	b := &benchmark{options: o, job: j, team: j.team, log: s.err, out: &printer{w: s.out, csv: o.format == "csv"}}
 	if b.team.Rank() != 0 {
 		b.out.w = io.Discard
 	}
@@ -54,7 +54,6 @@ type benchmark struct {
 	out        *printer
 	numResults int
 	wrong      int64
-	cost       *negotiationCost
 }
 
 // agree returns an error unless all ranks measure the same: else they would wait for each other's operations for ever.
@@ -89,11 +88,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	} else {
 		err = b.sweep(ctx)
 	}
-	s := summary{wrong: b.wrong, cost: b.cost}
-	if err == nil && b.memory {
-		s.memory, err = b.memoryByRank(ctx)
-	}
-	b.out.end(s)
+	b.out.end(b.wrong)
 	if err == nil {
 		err = b.team.barrier(ctx) // nobody leaves while others work
 	}
@@ -304,17 +299,7 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	if err := t.barrier(ctx); err != nil {
 		return err
 	}
-	user, system, err := cpuUsed()
-	if err != nil {
-		return err
-	}
-	start := time.Now()
 	if err := loop(ctx, times, before, w.run); err != nil {
-		return err
-	}
-	wall := time.Since(start)
-	userAfter, systemAfter, err := cpuUsed()
-	if err != nil {
 		return err
 	}
 	byRank, err := t.gather(ctx, times)
@@ -322,15 +307,6 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 		return err
 	}
 	r.setTimes(byRank, how, busFactor(w.kind, t.Size()))
-	if b.cpu {
-		all, err := t.gather(ctx, []float64{wall.Seconds(), userAfter - user, systemAfter - system})
-		if err != nil {
-			return err
-		}
-		for _, v := range all {
-			r.cpu = append(r.cpu, rankCPU{v[0], v[1], v[2]})
-		}
-	}
 	if w.check != nil && b.checks > 0 {
 		return w.check()
 	}
@@ -400,18 +376,4 @@ func loop(ctx context.Context, times []float64, before func() error, run func(ct
 		}
 	}
 	return nil
-}
-
-// memoryByRank gathers what the ranks have used until now.
-func (b *benchmark) memoryByRank(ctx context.Context) ([]rankMemory, error) {
-	m, err := memoryUsed()
-	if err != nil {
-		return nil, err
-	}
-	all, err := b.team.gather(ctx, []float64{m.peak, m.shared, float64(b.job.memory.peak)})
-	var ranks []rankMemory
-	for _, v := range all {
-		ranks = append(ranks, rankMemory{v[0], v[1], v[2]})
-	}
-	return ranks, err
 }

@@ -90,7 +90,7 @@ func TestWorkloadsOnEveryPath(t *testing.T) {
 		}
 		for _, arena := range []bool{false, true} {
 			out, log, err := runs(t, 2, nil, func(o *options, _ int) {
-				o.workload, o.modes, o.raw, o.arena, o.touch, o.cpu = file, []stepMode{perTensor, asynchronous, grouped, bucketed}, raw, arena, arena, true
+				o.workload, o.modes, o.raw, o.arena, o.touch = file, []stepMode{perTensor, asynchronous, grouped, bucketed}, raw, arena, arena
 			})
 			if err != nil {
 				t.Fatalf("%v\n%s", err, log)
@@ -106,35 +106,11 @@ func TestWorkloadsOnEveryPath(t *testing.T) {
 			if want := wantSteps; !slices.Equal(names, want) {
 				t.Errorf("raw %v: rows %v, want %v", raw, names, wantSteps)
 			}
-			if n := strings.Count(out, "# cpu of rank "); n != 2*len(wantSteps) {
-				t.Errorf("%d lines on CPU time, want one for each row and each of 2 ranks:\n%s", n, out)
-			}
 		}
 	}
 	out, _, err := runs(t, 2, nil, func(o *options, _ int) { o.many = many{50, 256} })
 	if rows := table(t, out); err != nil || len(rows) != 1 || rows[0]["bytes"] != "12800" || rows[0]["collective"] != "many50x256_async" {
 		t.Errorf("many: error %v and\n%s", err, out)
-	}
-}
-
-func TestNegotiationIsCompared(t *testing.T) {
-	out, log, err := runs(t, 2, nil, func(o *options, _ int) {
-		o.many, o.negotiation, o.touch, o.memory = many{20, 1 << 17}, 5, true, true
-	})
-	if err != nil {
-		t.Fatalf("%v\n%s", err, log)
-	}
-	var negotiated, raw, percent, low, high, peak, tensors, shared float64
-	for l := range strings.Lines(out) {
-		_, _ = fmt.Sscanf(l, "# many20x131072, float32: negotiated %f ms, raw %f ms a step; negotiation costs %f%% of the raw step, 95%% interval %f%% to %f%% (bootstrap of 5 pairs)",
-			&negotiated, &raw, &percent, &low, &high)
-		_, _ = fmt.Sscanf(l, "# memory of rank 1: peak RSS %f MiB, of that its tensors %f MiB; shared with other ranks %f MiB", &peak, &tensors, &shared)
-	}
-	if negotiated <= 0 || raw <= 0 || low > percent || high < percent {
-		t.Errorf("negotiated %v ms, raw %v, %v%% (%v to %v)", negotiated, raw, percent, low, high)
-	}
-	if peak < 2.5 || tensors != 2.5 || !strings.Contains(out, "# memory of rank 0") {
-		t.Errorf("want the memory of 2 ranks with tensors of 2.5 MiB, got\n%s", out)
 	}
 }
 
@@ -249,11 +225,11 @@ func TestAWrongByteIsSeen(t *testing.T) {
 				} else {
 					o.kind = kind
 				}
-				j, err := join(ctx, at, true, false)
+				j, err := join(ctx, at, false)
 				if err != nil {
 					return err
 				}
-				b := &benchmark{options: o, job: j, team: j.any(), log: io.Discard, out: &printer{w: io.Discard}}
+				b := &benchmark{options: o, job: j, team: j.team, log: io.Discard, out: &printer{w: io.Discard}}
 				if rank == 0 {
 					b.out.w = &out
 				} else {

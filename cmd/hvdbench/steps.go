@@ -94,12 +94,6 @@ func (g *gradients) wrong(want pattern) (count int64, first string) {
 	return count, first
 }
 
-func (g *gradients) clear() {
-	for _, t := range g.tensors {
-		clear(t.buf)
-	}
-}
-
 func (g *gradients) buffers() [][]byte {
 	var all [][]byte
 	for _, t := range g.tensors {
@@ -131,12 +125,7 @@ func (b *benchmark) workloads(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if b.negotiation > 0 {
-			err = b.compare(ctx, g)
-		} else {
-			err = b.steps(ctx, g)
-		}
-		if err != nil {
+		if err := b.steps(ctx, g); err != nil {
 			return err
 		}
 		if err := g.free(); err != nil {

@@ -192,7 +192,7 @@ var otherVariables = []string{
 
 // otherFlags are flags in pages that are of other programs.
 var otherFlags = []string{
-	"cpus", "cpuset-cpus", "cpus-per-task", "gpus", "shm-size", "ulimit", // docker, srun
+	"cpus", "cpuset-cpus", "cpus-per-task", "gpus", "memory", "shm-size", "ulimit", // docker, srun
 	"ntasks-per-node", "distribution", "mpi", // srun
 	"standalone", "nproc-per-node", "no-python", "rdzv-backend", // torchrun
 	"config", "storage", // promtool and Prometheus
