@@ -4,8 +4,8 @@ import (
 	"slices"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // arrivals has the times at which the members' requests for tensors came, while tracing is on.
@@ -105,8 +105,8 @@ func (c *Coordinator) Arrivals(id topo.ProcessSetID, tensors int) []time.Duratio
 }
 
 // Stats returns the counters of the coordinator since the epoch began.
-func (c *Coordinator) Stats() stats.Coordinator {
-	st := stats.Coordinator{Cycles: c.cycle, Late: c.waits.late.Ranks(), StallReports: c.stallReports}
+func (c *Coordinator) Stats() trace.Coordinator {
+	st := trace.Coordinator{Cycles: c.cycle, Late: c.waits.late.Ranks(), StallReports: c.stallReports}
 	for _, s := range c.sets.sets {
 		s.eachWaiting(func(w *wait, _ groupKey, _ func() Stall) {
 			if w.reports > 0 {

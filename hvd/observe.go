@@ -5,7 +5,7 @@ import (
 	"net/http"
 
 	"github.com/gohvd/gohvd/internal/metrics"
-	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // StartTimeline writes what this rank does from now on to a file: rank 0 to path, rank r to path with
@@ -51,11 +51,11 @@ func StopTimeline() error {
 // (docs/metrics.md), for a program that has an HTTP server. HVD_METRICS_ADDR serves the same without one.
 // Before Init and after Shutdown the counters are 0.
 func MetricsHandler() http.Handler {
-	return metrics.Handler(func() stats.Stats {
+	return metrics.Handler(func() trace.Stats {
 		if e := current(); e != nil {
 			return e.rank.Watch.Stats()
 		}
-		return stats.Stats{}
+		return trace.Stats{}
 	})
 }
 

@@ -27,9 +27,9 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/secret"
-	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -60,7 +60,7 @@ func TestMetricsRank(t *testing.T) {
 			if what != joblink.Metrics {
 				return nil
 			}
-			text, err := metrics.Text(func() stats.Stats { return statsOf(rank) })
+			text, err := metrics.Text(func() trace.Stats { return statsOf(rank) })
 			if err != nil {
 				t.Error(err)
 			}
@@ -81,17 +81,17 @@ func TestMetricsRank(t *testing.T) {
 }
 
 // statsOf returns those of a rank that has all metrics.
-func statsOf(rank int) stats.Stats {
-	var h stats.Histogram
+func statsOf(rank int) trace.Stats {
+	var h trace.Histogram
 	h.Add(time.Millisecond)
-	s := stats.Stats{
+	s := trace.Stats{
 		Rank: rank, Size: 5, Host: "?", Epoch: 1, InFlight: 10 + rank, ClockKnown: true,
-		Operations:  []stats.Operations{{Kind: message.Allreduce, Backend: message.SHM, Durations: h, Tensors: 3}},
-		Moved:       []stats.Moved{{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float32, Bytes: 100}},
+		Operations:  []trace.Operations{{Kind: message.Allreduce, Backend: message.SHM, Durations: h, Tensors: 3}},
+		Moved:       []trace.Moved{{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float32, Bytes: 100}},
 		Negotiation: h, Queued: h, FusedTensors: 3, FusedBytes: 100, FusionResponses: 1, FusionThresholdBytes: 1000,
 	}
 	if rank == 0 {
-		s.Coordinator = &stats.Coordinator{Late: []analysis.HeldUp{{Rank: 2, Last: 3, Held: time.Second}}, Stalled: 1}
+		s.Coordinator = &trace.Coordinator{Late: []analysis.HeldUp{{Rank: 2, Last: 3, Held: time.Second}}, Stalled: 1}
 	}
 	return s
 }

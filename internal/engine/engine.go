@@ -27,8 +27,8 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/message"
-	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensorqueue"
@@ -114,7 +114,7 @@ type Engine struct {
 	lanes     laneTable
 	running   sync.WaitGroup // of the lanes
 	observer  observer
-	published atomic.Pointer[stats.Coordinator] // what the coordinator had counted a little earlier
+	published atomic.Pointer[trace.Coordinator] // what the coordinator had counted a little earlier
 	leaving   atomic.Pointer[leaving]           // not nil after Shutdown
 	stop      chan struct{}                     // closed: give up without ceremony
 	stopOnce  sync.Once

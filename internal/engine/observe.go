@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
-	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -45,8 +44,8 @@ type observer struct {
 
 // counts has the counters that Stats shows.
 type counts struct {
-	stats.Stats
-	operations [message.NumKinds][message.NumBackends]stats.Operations
+	trace.Stats
+	operations [message.NumKinds][message.NumBackends]trace.Operations
 	moved      [message.NumKinds][message.NumBackends][tensor.NumDTypes]uint64
 }
 
@@ -322,7 +321,7 @@ func (e *Engine) Pending() []trace.Pending {
 
 // Stats are the counters of this rank. Host, Epoch and what belongs to the timeline are the caller's to add. Any goroutine may call it,
 // also one that the engine calls. What the coordinator has counted may be a second old.
-func (e *Engine) Stats() stats.Stats {
+func (e *Engine) Stats() trace.Stats {
 	o := &e.observer
 	o.mu.Lock()
 	st := o.counts.Stats
@@ -335,7 +334,7 @@ func (e *Engine) Stats() stats.Stats {
 			}
 			for d, n := range o.counts.moved[k][b] {
 				if n > 0 {
-					st.Moved = append(st.Moved, stats.Moved{Kind: message.Kind(k), Backend: message.Backend(b), DType: tensor.DType(d), Bytes: n})
+					st.Moved = append(st.Moved, trace.Moved{Kind: message.Kind(k), Backend: message.Backend(b), DType: tensor.DType(d), Bytes: n})
 				}
 			}
 		}

@@ -196,7 +196,7 @@ func TestNoCgo(t *testing.T) {
 }
 
 // Why: who embeds the library and shows its numbers in another way need not know Prometheus, and what a metric is called and costs is
-// seen in one place. Others hand out structs, as stats.Stats.
+// seen in one place. Others hand out structs, as trace.Stats.
 func TestOnlyMetricsKnowsPrometheus(t *testing.T) {
 	found := false
 	for _, p := range packages(t) {

@@ -8,7 +8,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // Labels. Horovod's word for a kind of operation is op.
@@ -31,14 +31,14 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 type number struct {
 	desc  *prometheus.Desc
 	kind  prometheus.ValueType
-	value func(*stats.Stats) float64
+	value func(*trace.Stats) float64
 }
 
-func counter(name, help string, value func(*stats.Stats) uint64) number {
-	return number{desc(name, help), prometheus.CounterValue, func(s *stats.Stats) float64 { return float64(value(s)) }}
+func counter(name, help string, value func(*trace.Stats) uint64) number {
+	return number{desc(name, help), prometheus.CounterValue, func(s *trace.Stats) float64 { return float64(value(s)) }}
 }
 
-func gauge(name, help string, value func(*stats.Stats) float64) number {
+func gauge(name, help string, value func(*trace.Stats) float64) number {
 	return number{desc(name, help), prometheus.GaugeValue, value}
 }
 
@@ -54,54 +54,54 @@ var (
 	queued      = desc("hvd_queue_seconds", "Time from the agreement to run a fused response to the beginning of its execution.")
 
 	numbers = []number{
-		gauge("hvd_world_size", "Ranks in the job.", func(s *stats.Stats) float64 { return float64(s.Size) }),
-		gauge("hvd_epoch", "Number of the job's present formation; counters begin with it.", func(s *stats.Stats) float64 { return float64(s.Epoch) }),
-		gauge("hvd_queue_depth", "Tensors that were submitted and not answered, a grouped allreduce being one.", func(s *stats.Stats) float64 { return float64(s.InFlight) }),
-		counter("hvd_fusion_responses_total", "Responses that could have had more than one tensor.", func(s *stats.Stats) uint64 { return s.FusionResponses }),
-		counter("hvd_fusion_tensors_total", "Tensors in the responses that could have had more than one.", func(s *stats.Stats) uint64 { return s.FusedTensors }),
-		counter("hvd_fusion_bytes_total", "Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.", func(s *stats.Stats) uint64 { return s.FusedBytes }),
+		gauge("hvd_world_size", "Ranks in the job.", func(s *trace.Stats) float64 { return float64(s.Size) }),
+		gauge("hvd_epoch", "Number of the job's present formation; counters begin with it.", func(s *trace.Stats) float64 { return float64(s.Epoch) }),
+		gauge("hvd_queue_depth", "Tensors that were submitted and not answered, a grouped allreduce being one.", func(s *trace.Stats) float64 { return float64(s.InFlight) }),
+		counter("hvd_fusion_responses_total", "Responses that could have had more than one tensor.", func(s *trace.Stats) uint64 { return s.FusionResponses }),
+		counter("hvd_fusion_tensors_total", "Tensors in the responses that could have had more than one.", func(s *trace.Stats) uint64 { return s.FusedTensors }),
+		counter("hvd_fusion_bytes_total", "Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.", func(s *trace.Stats) uint64 { return s.FusedBytes }),
 		gauge("hvd_fusion_buffer_bytes", "Most bytes that are fused into one response; 0 if nothing is fused.",
-			func(s *stats.Stats) float64 { return float64(s.FusionThresholdBytes) }),
-		counter("hvd_response_cache_hits_total", "Requests that travelled as a bit of the response cache.", func(s *stats.Stats) uint64 { return s.CacheHits }),
-		counter("hvd_response_cache_misses_total", "Requests that travelled in full.", func(s *stats.Stats) uint64 { return s.CacheMisses }),
+			func(s *trace.Stats) float64 { return float64(s.FusionThresholdBytes) }),
+		counter("hvd_response_cache_hits_total", "Requests that travelled as a bit of the response cache.", func(s *trace.Stats) uint64 { return s.CacheHits }),
+		counter("hvd_response_cache_misses_total", "Requests that travelled in full.", func(s *trace.Stats) uint64 { return s.CacheMisses }),
 		counter("hvd_refused_tensors_total", "Tensors answered with an error of their own, as where ranks disagree on a shape.",
-			func(s *stats.Stats) uint64 { return s.Refused }),
-		counter("hvd_failed_tensors_total", "Tensors answered with an error because the job failed or was shut down.", func(s *stats.Stats) uint64 { return s.Failed }),
+			func(s *trace.Stats) uint64 { return s.Refused }),
+		counter("hvd_failed_tensors_total", "Tensors answered with an error because the job failed or was shut down.", func(s *trace.Stats) uint64 { return s.Failed }),
 		counter("hvd_timeline_dropped_operations_total", "Operations that are missing in the timeline because it could not be written as fast, or at all.",
-			func(s *stats.Stats) uint64 { return s.TimelineDropped }),
+			func(s *trace.Stats) uint64 { return s.TimelineDropped }),
 	}
 )
 
 // What a rank has when it is known.
 var (
 	fill = gauge("hvd_fusion_fill_ratio", "How full responses that could have had more than one tensor were on average, 1 being the fusion buffer.",
-		func(s *stats.Stats) float64 {
+		func(s *trace.Stats) float64 {
 			return float64(s.FusedBytes) / (float64(s.FusionResponses) * float64(s.FusionThresholdBytes))
 		})
 	clock = []number{
 		gauge("hvd_start_offset_seconds", "Time since the start of rank 0 less that since the start of this rank, as last measured. It changes as clocks drift apart; clocks set wrong do not show.",
-			func(s *stats.Stats) float64 { return s.ClockOffset.Seconds() }),
+			func(s *trace.Stats) float64 { return s.ClockOffset.Seconds() }),
 		gauge("hvd_clock_error_seconds", "How far hvd_start_offset_seconds may be from the truth, either way.",
-			func(s *stats.Stats) float64 { return s.ClockError.Seconds() }),
+			func(s *trace.Stats) float64 { return s.ClockError.Seconds() }),
 	}
 )
 
 // What rank 0 has besides.
 var (
 	coordinator = []number{
-		counter("hvd_cycles_total", "Negotiation cycles of the coordinator.", func(s *stats.Stats) uint64 { return s.Coordinator.Cycles }),
+		counter("hvd_cycles_total", "Negotiation cycles of the coordinator.", func(s *trace.Stats) uint64 { return s.Coordinator.Cycles }),
 		gauge("hvd_stalled_tensors", "Tensors that some ranks have waited for since longer than the stall warning.",
-			func(s *stats.Stats) float64 { return float64(s.Coordinator.Stalled) }),
-		counter("hvd_stall_reports_total", "Stall warnings that were given.", func(s *stats.Stats) uint64 { return s.Coordinator.StallReports }),
+			func(s *trace.Stats) float64 { return float64(s.Coordinator.Stalled) }),
+		counter("hvd_stall_reports_total", "Stall warnings that were given.", func(s *trace.Stats) uint64 { return s.Coordinator.StallReports }),
 	}
 	last     = desc("hvd_rank_last_total", "Tensors for which this rank was the last to ask.", labelLate)
 	lateness = desc("hvd_rank_lateness_seconds_total", "Time for which this rank held up all others: they had asked for an operation and it had not. Time counts once, however many operations waited.", labelLate)
 )
 
 // NewCollector makes metrics of what get returns. get is called once for each scrape, by several goroutines at once.
-func NewCollector(get func() stats.Stats) prometheus.Collector { return &collector{get} }
+func NewCollector(get func() trace.Stats) prometheus.Collector { return &collector{get} }
 
-type collector struct{ get func() stats.Stats }
+type collector struct{ get func() trace.Stats }
 
 func (c *collector) Describe(to chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{rankInfo, duration, tensors, moved, negotiation, queued, fill.desc, last, lateness} {
@@ -155,15 +155,15 @@ func (c *collector) Collect(to chan<- prometheus.Metric) {
 	}
 }
 
-// histogram is a metric of the counters of a stats.Histogram, in both of Prometheus's forms: classic, and native of schema 0,
-// whose buckets are those of stats.Histogram.
+// histogram is a metric of the counters of a trace.Histogram, in both of Prometheus's forms: classic, and native of schema 0,
+// whose buckets are those of trace.Histogram.
 type histogram struct {
 	desc   *prometheus.Desc
 	labels []*dto.LabelPair
-	from   *stats.Histogram
+	from   *trace.Histogram
 }
 
-func newHistogram(d *prometheus.Desc, from *stats.Histogram, labels ...string) prometheus.Metric {
+func newHistogram(d *prometheus.Desc, from *trace.Histogram, labels ...string) prometheus.Metric {
 	return &histogram{d, prometheus.MakeLabelPairs(d, labels), from}
 }
 
@@ -173,13 +173,13 @@ func (h *histogram) Desc() *prometheus.Desc { return h.desc }
 const classicEvery = 2
 
 func (h *histogram) Write(to *dto.Metric) error {
-	const finite = stats.NumBuckets - 1
+	const finite = trace.NumBuckets - 1
 	var count uint64
 	classic := make([]*dto.Bucket, 0, finite/classicEvery+1)
 	for i := range finite {
 		count += h.from.Buckets[i]
 		if i%classicEvery == 0 {
-			classic = append(classic, &dto.Bucket{UpperBound: new(stats.UpperBound(i)), CumulativeCount: new(count)})
+			classic = append(classic, &dto.Bucket{UpperBound: new(trace.UpperBound(i)), CumulativeCount: new(count)})
 		}
 	}
 	count += h.from.Buckets[finite]
@@ -197,7 +197,7 @@ func (h *histogram) Write(to *dto.Metric) error {
 		for native[end-1] == 0 {
 			end--
 		}
-		spans = []*dto.BucketSpan{{Offset: new(int32(begin + 1 + stats.MinExponent)), Length: new(uint32(end - begin))}}
+		spans = []*dto.BucketSpan{{Offset: new(int32(begin + 1 + trace.MinExponent)), Length: new(uint32(end - begin))}}
 		previous := int64(0)
 		for _, n := range native[begin:end] {
 			deltas = append(deltas, int64(n)-previous)
@@ -207,7 +207,7 @@ func (h *histogram) Write(to *dto.Metric) error {
 	to.Label = h.labels
 	to.Histogram = &dto.Histogram{
 		SampleCount: &count, SampleSum: new(h.from.Sum.Seconds()), Bucket: classic,
-		Schema: new(int32(0)), ZeroThreshold: new(stats.UpperBound(0)), ZeroCount: new(h.from.Buckets[0]),
+		Schema: new(int32(0)), ZeroThreshold: new(trace.UpperBound(0)), ZeroCount: new(h.from.Buckets[0]),
 		PositiveSpan: spans, PositiveDelta: deltas,
 	}
 	return nil

@@ -18,14 +18,14 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/metrics"
-	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-func histogramOf(durations ...time.Duration) (h stats.Histogram) {
+func histogramOf(durations ...time.Duration) (h trace.Histogram) {
 	for _, d := range durations {
 		h.Add(d)
 	}
@@ -33,14 +33,14 @@ func histogramOf(durations ...time.Duration) (h stats.Histogram) {
 }
 
 // full returns a rank that has all metrics.
-func full() stats.Stats {
-	return stats.Stats{
+func full() trace.Stats {
+	return trace.Stats{
 		Rank: 0, Size: 4, Host: "h1", Epoch: 2,
-		Operations: []stats.Operations{
+		Operations: []trace.Operations{
 			{Kind: message.Allreduce, Backend: message.SHM, Durations: histogramOf(time.Millisecond, 2*time.Millisecond, 3*time.Hour), Tensors: 161},
 			{Kind: message.Broadcast, Backend: message.TCP, Durations: histogramOf(time.Second), Tensors: 1},
 		},
-		Moved: []stats.Moved{
+		Moved: []trace.Moved{
 			{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float32, Bytes: 102 << 20},
 			{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float16, Bytes: 5},
 		},
@@ -49,7 +49,7 @@ func full() stats.Stats {
 		CacheHits: 300, CacheMisses: 161, Refused: 3, Failed: 4, InFlight: 5,
 		ClockOffset: -1500 * time.Millisecond, ClockError: 50 * time.Microsecond, ClockKnown: true,
 		TimelineDropped: 6,
-		Coordinator: &stats.Coordinator{
+		Coordinator: &trace.Coordinator{
 			Cycles: 70, Late: []analysis.HeldUp{{Rank: 0, Last: 8, Held: time.Second}, {Rank: 3, Last: 90, Held: 9500 * time.Millisecond}},
 			Stalled: 10, StallReports: 11,
 		},
@@ -57,7 +57,7 @@ func full() stats.Stats {
 }
 
 // other returns a rank other than 0, which has the rest.
-func other() stats.Stats {
+func other() trace.Stats {
 	s := full()
 	s.Rank, s.Coordinator = 1, nil
 	return s
@@ -201,10 +201,10 @@ hvd_world_size 4
 	}
 }
 
-// Each number of stats.Stats can be seen: another value gives other metrics. And none is a tensor's name.
+// Each number of trace.Stats can be seen: another value gives other metrics. And none is a tensor's name.
 func TestNothingIsForgotten(t *testing.T) {
-	text := func(s stats.Stats) string {
-		got, err := metrics.Text(func() stats.Stats { return s })
+	text := func(s trace.Stats) string {
+		got, err := metrics.Text(func() trace.Stats { return s })
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -219,22 +219,22 @@ func TestNothingIsForgotten(t *testing.T) {
 	}
 	before := text(full())
 	leaves := 0
-	var walk func(path string, get func(*stats.Stats) reflect.Value)
-	walk = func(path string, get func(*stats.Stats) reflect.Value) {
+	var walk func(path string, get func(*trace.Stats) reflect.Value)
+	walk = func(path string, get func(*trace.Stats) reflect.Value) {
 		changed := full()
 		v := get(&changed)
 		switch v.Kind() {
 		case reflect.Pointer:
-			walk(path, func(s *stats.Stats) reflect.Value { return get(s).Elem() })
+			walk(path, func(s *trace.Stats) reflect.Value { return get(s).Elem() })
 			return
 		case reflect.Struct:
 			for i := range v.NumField() {
-				walk(path+"."+v.Type().Field(i).Name, func(s *stats.Stats) reflect.Value { return get(s).Field(i) })
+				walk(path+"."+v.Type().Field(i).Name, func(s *trace.Stats) reflect.Value { return get(s).Field(i) })
 			}
 			return
 		case reflect.Slice, reflect.Array:
 			for i := range v.Len() {
-				walk(fmt.Sprintf("%s[%d]", path, i), func(s *stats.Stats) reflect.Value { return get(s).Index(i) })
+				walk(fmt.Sprintf("%s[%d]", path, i), func(s *trace.Stats) reflect.Value { return get(s).Index(i) })
 			}
 			return
 		case reflect.String:
@@ -253,7 +253,7 @@ func TestNothingIsForgotten(t *testing.T) {
 			t.Errorf("%s has no effect", path)
 		}
 	}
-	walk("Stats", func(s *stats.Stats) reflect.Value { return reflect.ValueOf(s).Elem() })
+	walk("Stats", func(s *trace.Stats) reflect.Value { return reflect.ValueOf(s).Elem() })
 	if leaves < 100 {
 		t.Errorf("looked at %d values only", leaves)
 	}
@@ -269,7 +269,7 @@ func TestUnknownIsLeftOut(t *testing.T) {
 	}
 	s := full()
 	s.Coordinator, s.ClockKnown, s.FusionResponses = nil, false, 0
-	for _, f := range gather(t, metrics.NewCollector(func() stats.Stats { return s })) {
+	for _, f := range gather(t, metrics.NewCollector(func() trace.Stats { return s })) {
 		switch f.GetName() {
 		case "hvd_cycles_total", "hvd_rank_last_total", "hvd_rank_lateness_seconds_total", "hvd_stalled_tensors", "hvd_stall_reports_total",
 			"hvd_start_offset_seconds", "hvd_clock_error_seconds", "hvd_fusion_fill_ratio":
@@ -278,7 +278,7 @@ func TestUnknownIsLeftOut(t *testing.T) {
 	}
 	s = full()
 	s.FusionThresholdBytes = 0 // nothing is fused
-	for _, f := range gather(t, metrics.NewCollector(func() stats.Stats { return s })) {
+	for _, f := range gather(t, metrics.NewCollector(func() trace.Stats { return s })) {
 		for _, m := range f.Metric {
 			if g := m.GetGauge().GetValue(); math.IsNaN(g) || math.IsInf(g, 0) {
 				t.Errorf("%s is %v", f.GetName(), g)
@@ -289,19 +289,19 @@ func TestUnknownIsLeftOut(t *testing.T) {
 
 // Native buckets, spelled out, are those of the counters, and classic ones agree with them at each of their bounds.
 func TestHistogram(t *testing.T) {
-	for name, h := range map[string]stats.Histogram{
+	for name, h := range map[string]trace.Histogram{
 		"nothing":   {},
 		"zero":      histogramOf(0, 0),
 		"one":       histogramOf(time.Second),
 		"gaps":      histogramOf(0, 3*time.Microsecond, 3*time.Microsecond, time.Millisecond, 2*time.Second, 64*time.Second),
 		"too long":  histogramOf(65*time.Second, 3*time.Hour),
-		"all":       {Buckets: [stats.NumBuckets]uint64{1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, Sum: time.Hour},
+		"all":       {Buckets: [trace.NumBuckets]uint64{1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, Sum: time.Hour},
 		"a bound":   histogramOf(time.Second / 4),
 		"above one": histogramOf(time.Second/4 + 1),
 	} {
 		t.Run(name, func(t *testing.T) {
 			var got *dto.Histogram
-			for _, f := range gather(t, metrics.NewCollector(func() stats.Stats { return stats.Stats{Negotiation: h} })) {
+			for _, f := range gather(t, metrics.NewCollector(func() trace.Stats { return trace.Stats{Negotiation: h} })) {
 				if f.GetName() == "hvd_negotiation_seconds" {
 					got = f.Metric[0].Histogram
 				}
@@ -309,7 +309,7 @@ func TestHistogram(t *testing.T) {
 			if got.GetSampleCount() != h.Count() || got.GetSampleSum() != h.Sum.Seconds() {
 				t.Errorf("got %d of sum %v, want %d of %v", got.GetSampleCount(), got.GetSampleSum(), h.Count(), h.Sum.Seconds())
 			}
-			var buckets [stats.NumBuckets]uint64
+			var buckets [trace.NumBuckets]uint64
 			buckets[0] = got.GetZeroCount()
 			index, at, count := int32(0), 0, int64(0)
 			for _, s := range got.PositiveSpan {
@@ -317,12 +317,12 @@ func TestHistogram(t *testing.T) {
 				for range s.GetLength() {
 					count += got.PositiveDelta[at]
 					// A native bucket ends at 2^index.
-					buckets[int(index)-stats.MinExponent] = uint64(count)
+					buckets[int(index)-trace.MinExponent] = uint64(count)
 					at++
 					index++
 				}
 			}
-			if buckets != h.Buckets || at != len(got.PositiveDelta) || got.GetSchema() != 0 || got.GetZeroThreshold() != stats.UpperBound(0) {
+			if buckets != h.Buckets || at != len(got.PositiveDelta) || got.GetSchema() != 0 || got.GetZeroThreshold() != trace.UpperBound(0) {
 				t.Errorf("got native buckets %v of %v, want %v", buckets, got, h.Buckets)
 			}
 			if n := len(got.PositiveDelta); n > 0 && (got.PositiveDelta[0] == 0 || count == 0) {
@@ -331,15 +331,15 @@ func TestHistogram(t *testing.T) {
 			next, bounds := 0, 0
 			for _, b := range got.Bucket {
 				var want uint64
-				for next = 0; stats.UpperBound(next) <= b.GetUpperBound(); next++ {
+				for next = 0; trace.UpperBound(next) <= b.GetUpperBound(); next++ {
 					want += h.Buckets[next]
 				}
-				if next == 0 || stats.UpperBound(next-1) != b.GetUpperBound() || b.GetCumulativeCount() != want {
+				if next == 0 || trace.UpperBound(next-1) != b.GetUpperBound() || b.GetCumulativeCount() != want {
 					t.Errorf("got %d up to %v s, want %d", b.GetCumulativeCount(), b.GetUpperBound(), want)
 				}
 				bounds++
 			}
-			if bounds != 14 || next != stats.NumBuckets-1 {
+			if bounds != 14 || next != trace.NumBuckets-1 {
 				t.Errorf("got %d classic buckets, want every second of ours from the first to 64 s: %v", bounds, got.Bucket)
 			}
 		})
@@ -352,7 +352,7 @@ func TestNames(t *testing.T) {
 	if err != nil || len(problems) > 0 {
 		t.Errorf("got %v and error %v", problems, err)
 	}
-	for name, get := range map[string]func() stats.Stats{"rank 0": full, "rank 1": other} {
+	for name, get := range map[string]func() trace.Stats{"rank 0": full, "rank 1": other} {
 		text, err := metrics.Text(get)
 		if err != nil {
 			t.Fatal(err)

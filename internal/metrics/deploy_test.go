@@ -19,8 +19,8 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/gohvd/gohvd/internal/metrics"
-	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 const (
@@ -206,7 +206,7 @@ func TestDashboardOfRanks(t *testing.T) {
 		if s.Rank = r; r > 0 {
 			s = other()
 		}
-		server := httptest.NewServer(metrics.Handler(func() stats.Stats { return s }))
+		server := httptest.NewServer(metrics.Handler(func() trace.Stats { return s }))
 		t.Cleanup(server.Close)
 		targets = append(targets, fmt.Sprintf("{targets: ['%s'], labels: {rank: '%d', host: h}}", server.Listener.Addr(), r))
 	}

@@ -8,6 +8,6 @@
 //
 //  1. Nothing is counted here: a scrape reads counters that others keep, in time and memory that do not depend on what has run.
 //  2. Who scrapes, however slowly or often, takes bounded memory, bounded connections and no lock of a rank's engine for longer
-//     than it takes to copy stats.Stats.
+//     than it takes to copy trace.Stats.
 //  3. What a rank says cannot change or hide what another one says, nor what [Job] says of them.
 package metrics

@@ -11,11 +11,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/prometheus/common/expfmt"
 
-	"github.com/gohvd/gohvd/internal/stats"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // registry returns that of a rank. It is our own: what the program around us registers elsewhere is not shown here.
-func registry(get func() stats.Stats) *prometheus.Registry {
+func registry(get func() trace.Stats) *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(NewCollector(get), buildInfo("hvd_build_info"),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -24,7 +24,7 @@ func registry(get func() stats.Stats) *prometheus.Registry {
 
 // Handler answers /metrics with the metrics of a rank, of the Go runtime and of the process, and /healthz with 200. get is as for
 // NewCollector.
-func Handler(get func() stats.Stats) http.Handler {
+func Handler(get func() trace.Stats) http.Handler {
 	// Not compressed: the rank's cores have better to do, and it is some 20 KiB.
 	return paths(promhttp.HandlerFor(registry(get), promhttp.HandlerOpts{EnableOpenMetrics: true, DisableCompression: true}))
 }
@@ -41,7 +41,7 @@ func paths(metrics http.Handler) http.Handler {
 }
 
 // Text returns what Handler shows at /metrics, in Prometheus's text format: what a rank answers Job.
-func Text(get func() stats.Stats) ([]byte, error) {
+func Text(get func() trace.Stats) ([]byte, error) {
 	families, err := registry(get).Gather()
 	if err != nil {
 		return nil, fmt.Errorf("metrics: gather: %w", err)

@@ -20,27 +20,27 @@ import (
 
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/metrics"
-	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // textOf returns the answer of a rank.
-func textOf(t testing.TB, rank int, change func(*stats.Stats)) []byte {
+func textOf(t testing.TB, rank int, change func(*trace.Stats)) []byte {
 	t.Helper()
 	s := full()
 	if s.Rank = rank; rank != 0 {
 		s.Coordinator = nil
 	}
 	change(&s)
-	text, err := metrics.Text(func() stats.Stats { return s })
+	text, err := metrics.Text(func() trace.Stats { return s })
 	if err != nil {
 		t.Fatal(err)
 	}
 	return text
 }
 
-func asIs(*stats.Stats) {}
+func asIs(*trace.Stats) {}
 
 // jobOf returns a job whose ranks, on hosts a and b in turn, have answered.
 func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *observer.ObservedLogs) {
@@ -83,7 +83,7 @@ func wantLines(t *testing.T, text string, lines ...string) {
 
 func TestJob(t *testing.T) {
 	j, entries := jobOf(t, 4, map[int][]byte{
-		0: textOf(t, 0, asIs), 1: textOf(t, 1, func(s *stats.Stats) { s.InFlight = 77 }), 3: textOf(t, 3, asIs),
+		0: textOf(t, 0, asIs), 1: textOf(t, 1, func(s *trace.Stats) { s.InFlight = 77 }), 3: textOf(t, 3, asIs),
 		4: textOf(t, 4, asIs), -1: []byte("hvd_epoch 1\n"), // there are no such ranks
 	})
 	text := shown(t, j)
@@ -196,7 +196,7 @@ func TestBadAnswersAreCounted(t *testing.T) {
 
 // Rank 0 of the largest job fits.
 func TestLargestJobFits(t *testing.T) {
-	late := func(s *stats.Stats) {
+	late := func(s *trace.Stats) {
 		s.Coordinator.Late = nil
 		for r := range 4096 {
 			s.Coordinator.Late = append(s.Coordinator.Late, analysis.HeldUp{Rank: topo.Rank(r), Last: 1<<63 + uint64(r), Held: 123456789123456789})

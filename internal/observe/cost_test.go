@@ -16,7 +16,6 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/recorder"
-	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -107,7 +106,7 @@ func BenchmarkCost(b *testing.B) {
 						recorders[r.Rank].on.Store(on)
 					}
 				}
-				handler := metrics.Handler(func() stats.Stats { return r.Engine.Stats() })
+				handler := metrics.Handler(func() trace.Stats { return r.Engine.Stats() })
 				// part is the time of some steps, in seconds.
 				part := func(on, scrape bool) float64 {
 					watch(on)

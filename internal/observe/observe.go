@@ -23,8 +23,8 @@ import (
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/recorder"
-	"github.com/gohvd/gohvd/internal/stats"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // Config says which rank it is.
@@ -152,11 +152,11 @@ func (r *Rank) Close() error {
 }
 
 // Stats returns the counters of the rank. They are 0 before Attach.
-func (r *Rank) Stats() stats.Stats {
+func (r *Rank) Stats() trace.Stats {
 	r.mu.Lock()
 	e := r.engine
 	r.mu.Unlock()
-	var s stats.Stats
+	var s trace.Stats
 	if e != nil {
 		s = e.Stats()
 	}

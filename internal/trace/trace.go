@@ -1,5 +1,5 @@
-// Package trace has what is known of an operation at one rank: the words in which the engine tells the timeline, the
-// flight recorder and the counters what it has done.
+// Package trace defines what the engine reports of its work: a record of each operation, for the timeline and the flight recorder, and
+// the counters that package metrics shows.
 //
 // All times are since the engine's start, on a clock that does not jump. 0 is a time that has not come, or is not known.
 package trace

@@ -1,5 +1,4 @@
-// Package stats has the counters of a rank: what the parts of the engine hand out, and package metrics shows.
-package stats
+package trace
 
 import (
 	"math"
