@@ -1,17 +1,16 @@
-// Package arena is the process's allocator of tensors in memory that other processes can map.
+// Package arena allocates tensors in memory that other processes can map.
 //
-// It is one per process, as the heap is: tensors outlive engines, and several engines of a process may use one tensor.
-// Memory comes in chunks, each a shmem.Segment, so that peers map few and large things. Tensors are freed explicitly; a
-// tensor that is not freed keeps its chunk for as long as the process lives.
+// There is one allocator per process, as with the heap: tensors outlive engines, and several engines of a
+// process may use one tensor. Memory comes in chunks, each a shmem.Segment, so that peers map few large
+// pieces. Tensors are freed explicitly; a tensor that is not freed keeps its chunk for as long as the process
+// lives.
 //
 // Invariants:
 //
-//  1. A chunk is unmapped only when no tensor in it is live. There is no finalizer: who still holds a freed tensor has
-//     the same bug as with free(3).
-//     Chunks that were adopted are unmapped when whoever adopted them says so.
-//  2. A chunk's ID counts from 1 and is never used again in the process.
-//  3. Watchers hear of a chunk before the Alloc that made it returns, and of its removal after its last tensor was
-//     freed and before it is unmapped.
+// 1. A chunk is unmapped only when no tensor in it is live. There is no finalizer: using a freed tensor is
+// the same bug as with free(3). Chunks that were adopted are unmapped by Abandon. 2. The IDs of chunks count
+// from 1 and are not reused in the process. 3. Watchers learn of a chunk before the Alloc that made it
+// returns, and of its removal after its last tensor was freed and before it is unmapped.
 package arena
 
 import (
@@ -33,20 +32,21 @@ const (
 	chunkBytes = 64 << 20
 )
 
-// Ref is where a tensor is.
+// Ref is the place of a tensor.
 type Ref struct {
 	// Chunk is the ID of the chunk.
 	Chunk uint32
-	// Offset is that of the first byte in the chunk.
+	// Offset is the offset of the first byte in the chunk.
 	Offset int64
 }
 
 // Chunk is a piece of shared memory that holds tensors.
 type Chunk struct {
 	ID uint32
-	// Segment can be written by whoever has its descriptor, until it is sealed: who gives that to peers seals it first.
+	// Segment can be written by any process that has its descriptor until it is sealed. Seal it before giving
+	// the descriptor to peers.
 	Segment *shmem.Segment
-	// Adopted says that the chunk is another process's, and nothing is allocated in it.
+	// Adopted says that the chunk belongs to another process, and nothing is allocated in it here.
 	Adopted bool
 }
 
@@ -56,17 +56,17 @@ type chunk struct {
 	bytes []byte
 	live  map[int64]int64 // offset of a tensor to the bytes it takes up, a multiple of align
 	free  []span          // ascending; never two that touch
-	// fresh is where the bytes begin that were never given out and are still zero.
+	// fresh is the offset of the bytes that were never handed out and are still zero.
 	fresh int64
 }
 
 // span is a range of a chunk.
 type span struct{ offset, size int64 }
 
-// heap is what the package-level functions work on.
+// heap is the allocator behind the package-level functions.
 type heap struct {
-	// growing is held while a chunk is made, which takes long, so that waiting allocations share it. It is taken before
-	// mu.
+	// growing is held while a chunk is made, which takes long, so that waiting allocations share it. It is
+	// locked before mu.
 	growing sync.Mutex
 
 	mu       sync.Mutex
@@ -75,7 +75,7 @@ type heap struct {
 	live     int64 // bytes of live tensors, rounded up to align
 	watchers []*watcher
 
-	// index is for Find: the chunks ascending by address. It is replaced, not changed.
+	// index is for Find: the chunks in ascending order of address. It is replaced and never changed in place.
 	index atomic.Pointer[[]placed]
 }
 
@@ -92,34 +92,36 @@ type watcher struct {
 
 var process heap
 
-// Alloc returns numBytes of zeroed shared memory, aligned to 64 bytes, that Free takes back. The error is a
+// Alloc allocates numBytes of zeroed shared memory, aligned to 64 bytes, until Free. The error is a
 // *shmem.NoMemoryError if there is none.
 //
-// Cost: a few hundred ns and clearing what was used before; if a chunk has to be made, about 20 ms per 64 MiB.
+// It costs a few hundred ns and the clearing of reused memory; if a chunk has to be made, about 20 ms per 64
+// MiB.
 func Alloc(numBytes int) ([]byte, error) { return process.alloc(numBytes) }
 
-// Free takes back the tensor that begins where b does. It fails if none was allocated there, or it was freed already.
+// Free frees the tensor that begins where b does. It is an error if none is allocated there.
 func Free(b []byte) error { return process.release(b) }
 
-// Adopt makes a segment that another process allocates tensors in a chunk, which Find finds and Watchers hear of. The Segment
-// is the arena's until Abandon.
+// Adopt makes a segment in which another process allocates tensors a chunk: Find finds it and watchers learn
+// of it. The arena owns the Segment until Abandon.
 func Adopt(s *shmem.Segment) Chunk { return process.adopt(s) }
 
-// Abandon takes an adopted chunk out, and unmaps it. Nobody may use it any more.
+// Abandon removes an adopted chunk and unmaps it. Nobody may use it any more.
 func Abandon(id uint32) error { return process.abandon(id) }
 
-// Find says where b is, if all of it is in one live chunk. It takes no lock, allocates nothing and takes tens of ns. An
-// empty b is found if it has room: by the first byte of its capacity.
+// Find returns the place of b if all of it is in one live chunk. It takes no lock, allocates nothing and
+// takes tens of ns. An empty b is found by the first byte of its capacity, if it has any.
 func Find(b []byte) (Ref, bool) { return process.find(b) }
 
-// Watch has added called with every chunk, first those that exist, and removed when one goes. They are called one at a
-// time and under the allocator's lock: they must return soon and call nothing of this package. The Segment of a Chunk
-// may be used until removed returns. After stop has returned neither is running, nor called again.
+// Watch calls added for every chunk, first for those that exist, and removed when one goes. The calls come
+// one at a time and under the lock of the allocator: they must return soon and call nothing of this package.
+// The Segment of a Chunk may be used until removed returns. After stop has returned neither is running or
+// called again.
 func Watch(added func(Chunk), removed func(id uint32)) (stop func()) {
 	return process.watch(added, removed)
 }
 
-// Stats returns the number of chunks, their bytes, and those of live tensors, rounded up to 64 each.
+// Stats returns the number of chunks, their size, and the size of live tensors, each rounded up to 64 bytes.
 func Stats() (chunks int, mappedBytes, liveBytes int64) { return process.stats() }
 
 func (h *heap) alloc(numBytes int) ([]byte, error) {
@@ -141,8 +143,8 @@ func (h *heap) alloc(numBytes int) ([]byte, error) {
 	return b[:numBytes:max(numBytes, 1)], nil
 }
 
-// take finds size bytes in the chunks there are, the smallest free range that has them, or nil. The first dirty bytes
-// have been used before.
+// take finds size bytes in the existing chunks, in the smallest free range that has them; b is nil if there
+// are none. The first dirty bytes have been used before.
 func (h *heap) take(size int64) (b []byte, dirty int64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -161,7 +163,7 @@ func (h *heap) take(size int64) (b []byte, dirty int64) {
 	return h.cut(best, at, size)
 }
 
-// cut gives out the first size bytes of a chunk's free range i. The caller holds mu.
+// cut allocates the first size bytes of free range i of a chunk. The caller holds mu.
 func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
 	s := &c.free[i]
 	offset := s.offset
@@ -176,7 +178,7 @@ func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
 	return c.bytes[offset : offset+size], dirty
 }
 
-// grow makes a chunk and takes size bytes of it, unless another allocation made room meanwhile.
+// grow makes a chunk and takes size bytes of it, unless another allocation has made room meanwhile.
 func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	h.growing.Lock()
 	defer h.growing.Unlock()
@@ -198,7 +200,7 @@ func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	return b, dirty, nil
 }
 
-// add takes in a chunk. The caller holds mu.
+// add adds a chunk. The caller holds mu.
 func (h *heap) add(c *chunk) {
 	h.chunks = append(h.chunks, c)
 	h.reindex()
@@ -251,8 +253,8 @@ func (h *heap) release(b []byte) error {
 	return nil
 }
 
-// giveBack frees the tensor at the start of b. It returns the chunk that this was the last tensor of, if nobody needs it
-// any more.
+// giveBack frees the tensor at the start of b. It returns the chunk if this was its last tensor and nobody
+// needs it.
 func (h *heap) giveBack(b []byte) (unused *chunk, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -276,7 +278,7 @@ func (h *heap) giveBack(b []byte) (unused *chunk, err error) {
 	return c, nil
 }
 
-// giveBack makes s free, in one piece with what is free around it.
+// giveBack frees s and merges it with the free ranges around it.
 func (c *chunk) giveBack(s span) {
 	i, _ := slices.BinarySearchFunc(c.free, s.offset, func(f span, offset int64) int { return cmp.Compare(f.offset, offset) })
 	from, to := i, i // the free ranges that the new one takes in
@@ -291,7 +293,8 @@ func (c *chunk) giveBack(s span) {
 	c.free = slices.Replace(c.free, from, to, s)
 }
 
-// keeps says whether an empty chunk stays, for the next tensors: one of the standard size does. The caller holds mu.
+// keeps reports whether an empty chunk stays for further tensors: one of the standard size does. The caller
+// holds mu.
 func (h *heap) keeps(c *chunk) bool {
 	if len(c.bytes) != chunkBytes {
 		return false
@@ -304,7 +307,7 @@ func (h *heap) keeps(c *chunk) bool {
 	return true
 }
 
-// reindex makes Find see the chunks as they are. The caller holds mu.
+// reindex updates the index for Find. The caller holds mu.
 func (h *heap) reindex() {
 	index := make([]placed, 0, len(h.chunks))
 	for _, c := range h.chunks {

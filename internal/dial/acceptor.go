@@ -12,11 +12,12 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
-// Handler serves a connection until it ends, and says why: io.EOF if the peer left as it may. ctx ends when the connection
-// is to be closed. Whoever calls the Handler closes it.
+// A Handler serves a connection until it ends, and returns why: io.EOF if the peer left regularly. ctx ends
+// when the connection must be closed. The caller of the Handler closes it.
 type Handler func(ctx context.Context, conn net.Conn) error
 
-// Acceptor accepts connections until Close: each has a goroutine, there are not too many, and Close ends all.
+// Acceptor accepts connections until Close. Each has a goroutine, their number is bounded, and Close ends
+// all.
 type Acceptor struct {
 	name   string
 	most   int
@@ -33,8 +34,9 @@ type Acceptor struct {
 	conns map[net.Conn]struct{}
 }
 
-// Serve listens on addr, host:port with port 0 for any free one, and gives connections to handle, at most so many at a
-// time. What goes wrong is logged, and storms are cut short (logs.Quiet); name says whose connections these are. log may be nil.
+// Serve listens on addr, host:port with port 0 for any free one, and passes connections to handle, at most
+// most at a time. Errors are logged, and floods of them are shortened (logs.Quiet); name says in the log
+// whose connections these are. log may be nil.
 func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Acceptor, error) {
 	ln, err := Listen(addr)
 	if err != nil {

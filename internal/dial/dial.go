@@ -1,7 +1,8 @@
-// Package dial begins connections: it dials and tries again, accepts, and exchanges greetings.
+// Package dial begins connections: it dials and retries, accepts, and exchanges greetings.
 //
-// The end that dials proves that it knows the secret of the job, if there is one (package secret, which may encrypt what
-// follows), and sends a greeting; the end that accepts answers with one: four bytes of magic that name the protocol, and its version, four bytes, big-endian.
+// The end that dials proves that it knows the secret of the job, if there is one (package secret, which may
+// encrypt what follows), and sends a greeting. The end that accepts answers with one. A greeting is four
+// bytes of magic that name the protocol, and its version, four bytes, big-endian.
 package dial
 
 import (
@@ -17,7 +18,7 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// keepAlive finds a vanished peer in about 15 s on a connection on which nothing is said.
+// keepAlive finds a vanished peer in about 15 s on an idle connection.
 var keepAlive = net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 2 * time.Second, Count: 5}
 
 // Listen listens on addr, host:port with port 0 for any free one.
@@ -26,7 +27,7 @@ func Listen(addr string) (net.Listener, error) {
 	return lc.Listen(context.Background(), "tcp", addr)
 }
 
-// Backoff gives the waits between attempts to dial: 10 ms, doubling up to 1 s.
+// Backoff computes the waits between attempts to dial: 10 ms, doubling up to 1 s.
 type Backoff time.Duration
 
 // Next returns the next wait.
@@ -35,8 +36,8 @@ func (b *Backoff) Next() time.Duration {
 	return time.Duration(*b)
 }
 
-// MayRecover reports whether dialing or greeting a peer failed in a way that may pass: it is not up yet, or going
-// down, or the network or its names are not there yet.
+// MayRecover reports whether dialing or greeting a peer failed in a way that may pass: the peer is starting
+// or stopping, or the network or its names are not available yet.
 func MayRecover(err error) bool {
 	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
 		return true
@@ -55,13 +56,13 @@ func MayRecover(err error) bool {
 	return false
 }
 
-// IsExhausted reports whether err says that this process, or its host, has no file descriptor left. That does not pass by waiting for
-// a peer.
+// IsExhausted reports whether err says that this process, or its host, has no file descriptor left. Waiting
+// for a peer does not help then.
 func IsExhausted(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
-// limitError is an error of a process that has as many file descriptors as it may have.
+// limitError is the error of a process that has reached its limit of file descriptors.
 type limitError struct {
 	err   error
 	limit uint64
@@ -73,8 +74,8 @@ func (e *limitError) Error() string {
 
 func (e *limitError) Unwrap() error { return e.err }
 
-// ExplainLimit adds to an error that says that this process has no file descriptor left how many it may have. It returns others as they
-// are.
+// ExplainLimit adds the limit of file descriptors to an error that says that this process has none left. It
+// returns other errors unchanged.
 func ExplainLimit(err error) error {
 	var limit syscall.Rlimit
 	if _, explained := errors.AsType[*limitError](err); explained || !errors.Is(err, syscall.EMFILE) ||
@@ -84,8 +85,8 @@ func ExplainLimit(err error) error {
 	return &limitError{err, limit.Cur}
 }
 
-// Retry calls try until it succeeds, fails in a way that does not pass, or ctx ends; the error then wraps ctx.Err() and the
-// last reason.
+// Retry calls try until it succeeds, fails in a way that does not pass, or ctx ends; then the error wraps
+// ctx.Err() and the last reason.
 func Retry(ctx context.Context, try func() error) error {
 	var (
 		wait Backoff
@@ -126,13 +127,13 @@ func Pause(ctx context.Context, d time.Duration, done <-chan struct{}) {
 
 const greetingBytes = 8
 
-// Greeting returns what to send. magic has four bytes.
+// Greeting returns the greeting to send. magic has four bytes.
 func Greeting(magic string, version uint32) []byte {
 	return binary.BigEndian.AppendUint32([]byte(magic), version)
 }
 
-// ReadGreeting reads the greeting of a peer and returns its version. An error means that the peer speaks something
-// else.
+// ReadGreeting reads the greeting of a peer and returns its version. An error means that the peer speaks
+// another protocol.
 func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 	var g [greetingBytes]byte
 	if _, err := io.ReadFull(r, g[:]); err != nil {

@@ -10,8 +10,9 @@ import (
 // ErrEvicted is the error of a connection that a Limiter closed.
 var ErrEvicted = errors.New("closed without a proof to make room: too many such connections")
 
-// Limiter bounds the connections that have yet to prove who they are. If there is one too many it closes the oldest: a peer that can
-// prove itself is through in a moment, so the oldest is a stranger as a rule, and a peer of ours tries again.
+// Limiter bounds the connections that have not proved their identity yet. If there is one too many it closes
+// the oldest: a peer that can prove itself does so at once, so the oldest is most likely a stranger, and a
+// peer of ours would retry.
 type Limiter struct {
 	most int
 
@@ -29,15 +30,15 @@ func (l *Limiter) Grow(most int) {
 	l.most = max(l.most, most)
 }
 
-// Slot is that of one connection in a Limiter.
+// Slot is the slot of one connection in a Limiter.
 type Slot struct {
 	of   *Limiter
 	conn io.Closer
 	at   *list.Element // nil once it was released or evicted
 }
 
-// Acquire gives conn a slot, and closes the connection that has had one for the longest time if there are too many. The caller
-// must release the slot.
+// Acquire gives conn a slot. If there are too many connections it closes the one that has had a slot for the
+// longest time. The caller must release the slot.
 func (l *Limiter) Acquire(conn io.Closer) *Slot {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -51,7 +52,7 @@ func (l *Limiter) Acquire(conn io.Closer) *Slot {
 	return s
 }
 
-// Release gives up the slot, and reports whether the connection still had it. It is called once.
+// Release frees the slot, and reports whether the connection still had it. It is called once.
 func (s *Slot) Release() bool {
 	s.of.mu.Lock()
 	defer s.of.mu.Unlock()

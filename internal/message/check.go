@@ -9,8 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Check says what is wrong with r by itself, or returns nil. What ranks must agree on is the coordinator's to
-// check.
+// Check returns what is wrong with r by itself, or nil. The coordinator checks what ranks must agree on.
 func (r *Request) Check() error {
 	if !r.Kind.Valid() {
 		return fmt.Errorf("request %q has unknown kind %d", r.Name, r.Kind)
@@ -142,7 +141,7 @@ func CheckName(name string) error {
 	return nil
 }
 
-// checkMembers holds the ranks of a process set against what a Set promises: at least one, ascending.
+// checkMembers checks the ranks of a process set: at least one, ascending.
 func checkMembers(ranks []topo.Rank) error {
 	if len(ranks) == 0 {
 		return fmt.Errorf("a process set without ranks")
@@ -155,7 +154,7 @@ func checkMembers(ranks []topo.Rank) error {
 	return nil
 }
 
-// checkTensor gives the number of elements, whose bytes can be counted too.
+// checkTensor returns the number of elements, or an error if they or their bytes cannot be counted.
 func checkTensor(dt tensor.DType, s tensor.Shape) (numElems int64, err error) {
 	if !dt.Valid() {
 		return 0, fmt.Errorf("unknown element type %d", dt)

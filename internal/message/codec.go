@@ -380,7 +380,7 @@ func appendWords(b []byte, v []uint32) []byte {
 	return b
 }
 
-// cut shortens a text for people, and makes it one: protobuf refuses half a character.
+// cut shortens a text for people and makes it valid UTF-8, which protobuf requires.
 func cut(s string) string {
 	return strings.ToValidUTF8(s[:min(len(s), MaxReasonBytes)], "")
 }
@@ -510,7 +510,7 @@ func (d *decoder) bits(v *Bits) {
 	}
 }
 
-// vector is bits of all process sets, of which there may be more than of one.
+// vector takes a bit vector of all process sets, which may be longer than that of one.
 func (d *decoder) vector(v *[]uint64) {
 	for range d.count(8) {
 		*v = append(*v, d.u64())
@@ -602,7 +602,7 @@ func (d *decoder) response(r *Response) {
 	}
 }
 
-// narrow keeps a number that does not fit in a byte from becoming another that does.
+// narrow converts v to a byte. A number that does not fit becomes 255 and not another valid number.
 func narrow(v uint32) uint8 { return uint8(min(v, math.MaxUint8)) }
 
 func ranksToPB(ranks []topo.Rank) []int32 {

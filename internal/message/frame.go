@@ -7,12 +7,12 @@ import (
 // Probe measures one rank's clock against another's. A rank sends it to rank 0, which sends it back. Times are in nanoseconds since
 // the sender's engine started.
 type Probe struct {
-	// Sent is when it left, by the clock of who asks.
+	// Sent is the time at which it left, by the clock of the sender.
 	Sent uint64
 	// Received and Replied are by the clock of rank 0. They are 0 on the way there.
 	Received, Replied uint64
-	// Monotonic is what rank 0's clock showed when its engine started, and Domain names that clock: who reads the same needs no
-	// measurement. They are 0 and empty on the way there.
+	// Monotonic is what rank 0's clock showed when its engine started, and Domain names that clock: a rank
+	// that reads the same clock needs no measurement. They are 0 and empty on the way to rank 0.
 	Monotonic uint64
 	Domain    string
 }
@@ -28,7 +28,7 @@ const (
 	UpHeartbeat
 	// UpBye is the last frame of a rank that has finished all its work after STOP.
 	UpBye
-	// UpSuspect accuses a rank of a failed data channel.
+	// UpSuspect reports that the data channel to a rank has failed.
 	UpSuspect
 	// UpTimeout says that an operation was not done in the time that its caller gave it.
 	UpTimeout
@@ -41,14 +41,14 @@ type Up struct {
 	Type UpType
 	// Seen is the number of the last cycle that the sender had applied when it wrote the votes.
 	Seen uint64
-	// Shutdown says that the sender submits nothing after this frame. It belongs to UpNews and is said once, with what
-	// explains it to others: Operations, Tensor, Millis and Reason.
+	// Shutdown says that the sender submits nothing after this frame. It belongs to UpNews and is sent once,
+	// with what explains it to others: Operations, Tensor, Millis and Reason.
 	Shutdown bool
 	// Operations counts the responses that the sender has finished. It belongs to Shutdown.
 	Operations uint64
 	// Sets has the process sets with news, each at most once.
 	Sets []UpSet
-	// Suspect is the accused rank of UpSuspect, or the rank that has left of UpReleased.
+	// Suspect is the suspected rank of UpSuspect, or the rank of UpReleased that has left.
 	Suspect topo.Rank
 	// Reason belongs to UpSuspect and to Shutdown, where it may be empty.
 	Reason string
@@ -77,7 +77,7 @@ type UpSet struct {
 	Done uint32
 }
 
-// At returns u's news of a set, added if there is none yet. The memory of earlier uses is reused.
+// At returns the news of a set in u and adds it if necessary. It reuses the memory of earlier uses.
 func (u *Up) At(set topo.ProcessSetID) *UpSet {
 	for i := range u.Sets {
 		if u.Sets[i].Set == set {
@@ -182,7 +182,7 @@ func (s *DownSet) AddGrant() *Grant {
 	return g
 }
 
-// grow lengthens *s by one and gives the new element, whose old value is kept if there was capacity.
+// grow lengthens *s by one and returns the new element, which keeps its old value if there was capacity.
 func grow[T any](s *[]T) *T {
 	if len(*s) < cap(*s) {
 		*s = (*s)[:len(*s)+1]

@@ -37,7 +37,8 @@ var kinds = [numKinds]string{
 // Valid reports whether k is a kind that a request may have.
 func (k Kind) Valid() bool { return k > NoKind && k < Error }
 
-// MovesData reports whether k exchanges tensors. Of the other kinds, being granted is all there is.
+// MovesData reports whether k exchanges tensors. Operations of the other kinds are done when they are
+// granted.
 func (k Kind) MovesData() bool { return k >= Allreduce && k <= Reducescatter }
 
 // Reduces reports whether k combines elements, so that reduction and scale factors matter.
@@ -53,7 +54,7 @@ func (k Kind) String() string {
 	return kinds[k]
 }
 
-// Backend names who moves the bytes of a granted response.
+// Backend is what moves the bytes of a granted response.
 type Backend uint8
 
 // The backends. NoBackend is for responses that move nothing, as barriers and errors.
@@ -74,7 +75,7 @@ func (b Backend) String() string {
 	return backends[b]
 }
 
-// Algorithm is how a backend moves them.
+// Algorithm is how a backend moves the bytes.
 type Algorithm uint8
 
 // The algorithms.

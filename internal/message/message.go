@@ -1,8 +1,8 @@
-// Package message holds what ranks say to each other while they negotiate, and its encoding.
+// Package message has the frames that ranks exchange while they negotiate, and their encoding.
 //
-// A rank sends Up frames to the coordinator, the coordinator sends Down frames to ranks (docs/negotiation.md, Frames).
-// Votes for cached tensors are bit vectors in a fixed binary layout; requests and responses are protobuf
-// messages inside it. Decoders bound every length by the bytes that are there before they allocate.
+// A rank sends Up frames to the coordinator, the coordinator sends Down frames to ranks (docs/negotiation.md,
+// Frames). Votes for cached tensors are bit vectors in a fixed binary layout; requests and responses are
+// protobuf messages inside it. Decoders bound every length by the bytes that are there before they allocate.
 package message
 
 import (
@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Request is one rank's wish to run an operation on a named tensor. Its rank is the sender's.
+// Request is one rank's request to run an operation on a named tensor. Its rank is the sender's.
 type Request struct {
 	Kind  Kind
 	Name  string
@@ -23,7 +23,7 @@ type Request struct {
 	// Op, Prescale and Postscale are for kinds that reduce.
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
-	// Wire is the type to which an allreduce is compressed on its way; Invalid where it is not.
+	// Wire is the type to which an allreduce is compressed for transfer, or Invalid.
 	Wire tensor.DType
 	// Root is for broadcast: a rank of the job, not a position in the set.
 	Root topo.Rank
@@ -39,14 +39,14 @@ type Request struct {
 	Ranks []topo.Rank
 	// Set is the process set to remove.
 	Set topo.ProcessSetID
-	// Bit is a guess which bit the name has in the response cache, and does not travel. A wrong one costs time alone.
+	// Bit is a guess of the name's bit in the response cache, and is not sent. A wrong guess only costs time.
 	Bit uint32
 	// Hit is the response of the cache that the request was found to match, or nil. It does not travel either.
 	Hit *Response
 }
 
-// Response is what the members of a process set have agreed to do with one tensor. It is immutable once
-// built and holds nothing that is true of one rank only, so the caches of all ranks are equal.
+// Response is what the members of a process set have agreed to do with one tensor. It is immutable once built
+// and contains nothing that holds for one rank only, so the caches of all ranks are equal.
 type Response struct {
 	Kind  Kind
 	Name  string
@@ -89,8 +89,8 @@ func (r *Response) request() Request {
 	}
 }
 
-// Matches reports whether q, submitted by member i of the process set, is a repetition of what r
-// answered. It compares what matters to the kind, as the coordinator does, and allocates nothing.
+// Matches reports whether q, submitted by member i of the process set, repeats what r answered. It compares
+// what matters to the kind, as the coordinator does, and allocates nothing.
 func (r *Response) Matches(q *Request, i int) bool {
 	if r.Kind != q.Kind || r.Group != q.Group || r.GroupSize != q.GroupSize || !r.Parts.Equal(q.Parts) {
 		return false
@@ -127,8 +127,8 @@ func (r *Response) matchesShape(s tensor.Shape, i int) bool {
 	return true
 }
 
-// NumElems returns the number of elements of the result: for allgather those of all ranks together, for reducescatter the
-// parts of all, for alltoall, where nobody knows, 0.
+// NumElems returns the number of elements of the result: for allgather those of all ranks together, for
+// reducescatter the parts of all, for alltoall, where it is not known, 0.
 func (r *Response) NumElems() (int64, error) {
 	if r.Kind != Allgather {
 		return r.Shape.NumElems()

@@ -22,7 +22,7 @@ const (
 // errStopped ends a rank's try in Agree when another rank of its host has failed.
 var errStopped = errors.New("another rank of this host has failed")
 
-// agreement is what a rank hears of the try of its host.
+// agreement is what a rank learns about the try of its host.
 type agreement struct {
 	stopped chan struct{} // closed when another rank has failed
 	done    chan struct{} // closed when failed is there
@@ -33,7 +33,7 @@ func newAgreement() *agreement {
 	return &agreement{stopped: make(chan struct{}), done: make(chan struct{})}
 }
 
-// hear takes an answer of the root. One goroutine calls it.
+// hear processes an answer of the root. One goroutine calls it.
 func (a *agreement) hear(answer *rendezvouspb.Answer) error {
 	to := a.stopped
 	if answer.GetKind() == rendezvouspb.Answer_TRIED {
@@ -54,12 +54,13 @@ func (a *agreement) hear(answer *rendezvouspb.Answer) error {
 	return nil
 }
 
-// Agree has all ranks of this rank's host (Record.HostID) try something that takes them all, as sharing memory does. It returns at each
-// of them which ranks failed, and how. When a rank fails, ctx of the others' try ends, so that they do not wait for it. A rank that
-// failed in a way that may pass, such as a refused connection, counts only if no rank failed otherwise: another rank is the cause.
+// Agree makes all ranks of this rank's host (Record.HostID) try something that takes all of them, such as
+// sharing memory. It returns at each of them which ranks failed, and how. When a rank fails, the ctx of the
+// other tries ends, so that they do not wait for it. A failure that may pass, such as a refused connection,
+// counts only if no rank failed in another way, because then another rank is the cause.
 //
-// All ranks of the host call it, once, before Ready. If a rank fails for good, or ctx ends, there is no outcome: the error is a
-// *FailedError, or ctx's.
+// All ranks of the host call it, once, before Ready. If a rank fails for good, or ctx ends, there is no
+// outcome: the error is a *FailedError, or that of ctx.
 func (s *Session) Agree(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error) {
 	ctx, unwatch := s.Watch(ctx)
 	defer unwatch()
@@ -97,7 +98,7 @@ func (s *Session) agreement() *agreement {
 	return s.member.tries
 }
 
-// tried tells the root how this rank's try has ended.
+// tried tells the root how the try of this rank has ended.
 func (s *Session) tried(err error) {
 	status := &rendezvouspb.Status{Kind: rendezvouspb.Status_TRIED}
 	switch {
@@ -115,17 +116,18 @@ func (s *Session) tried(err error) {
 	_ = sendStatus(s.member.conn, status) // if it cannot be sent, listen says why
 }
 
-// mayPass reports whether a try may have failed because that of another rank had ended.
+// mayPass reports whether a try may have failed because the try of another rank had ended.
 func mayPass(err error) bool { return dial.MayRecover(err) || errors.Is(err, syscall.ENOENT) }
 
-// isConsequence reports whether a try that was told to stop failed because of that. A rank that has a reason of its own may be told
-// to stop before it has reported it: its peers notice that it has closed its connections.
+// isConsequence reports whether a try that was told to stop failed because of that. A rank with a failure of
+// its own may be told to stop before it has reported the failure, because its peers notice that it has closed
+// its connections.
 func isConsequence(err error) bool {
 	return errors.Is(err, context.Canceled) || errors.Is(err, os.ErrDeadlineExceeded) || err != nil && mayPass(err)
 }
 
-// noteTried takes how the try of a rank has ended. The first failure of a host stops its other ranks, and they hear the outcome when all
-// have reported. r is locked and complete.
+// noteTried records how the try of a rank has ended. The first failure on a host stops its other ranks. They
+// get the outcome when all have reported. r is locked and complete.
 func (r *root) noteTried(rank int, s *rendezvouspb.Status) {
 	host := r.records[rank].HostID
 	reports := r.tried[host]
@@ -176,7 +178,7 @@ func hasFailed(reports map[int]*rendezvouspb.Status) bool {
 	return false
 }
 
-// sayTried tells a rank something of its host's try. r is locked.
+// sayTried sends a rank an answer about the try of its host. r is locked.
 func (r *root) sayTried(rank int, a *rendezvouspb.Answer) {
 	if rank == 0 {
 		_ = r.tries.hear(a) // the root says each once

@@ -33,11 +33,11 @@ type Record struct {
 	Host   string // the name of its host, for people
 	HostID string // the identity of its host: equal for ranks that can share memory
 	PID    int
-	// Capabilities say why the rank cannot serve a backend, by the name of the backend. The text is empty if the rank can serve it.
-	// A backend that is not in the map does not exist in the rank's build.
+	// Capabilities say why the rank cannot serve a backend, by the name of the backend. The text is empty if
+	// the rank can serve it. A backend that is not in the map does not exist in the build of the rank.
 	Capabilities map[string]string
-	// Device is the accelerator that the rank uses, a name that is unique on its host, or empty. Ranks of one host that have the same
-	// device form no epoch, unless all of them have SharesDevice.
+	// Device is the accelerator that the rank uses, a name that is unique on its host, or empty. Ranks of one
+	// host with the same device form no epoch, unless all of them have SharesDevice.
 	Device       string
 	SharesDevice bool
 	// Memory is the rank's offer to share memory with the ranks of its host. Zero is none.
@@ -51,38 +51,40 @@ type Memory struct {
 	Socket, Reason string
 }
 
-// String names a process in errors.
+// String names the process in errors.
 func (r Record) String() string { return fmt.Sprintf("pid %d on host %q at %s", r.PID, r.Host, r.Addr) }
 
-// JoinConfig says who joins what.
+// JoinConfig configures Join.
 type JoinConfig struct {
 	Store store.Store // may be nil if Size is 1
 	Job   string      // 1 to MaxNameBytes bytes; ranks of one job say the same
 	Rank  topo.Rank
 	Size  int
-	// LastEpoch is the greatest epoch that this process has been in, 0 if none.
+	// LastEpoch is the greatest epoch in which this process has been, 0 if none.
 	LastEpoch uint64
-	// ListenHost is the address on which rank 0 opens the root: one that the other hosts can dial, not a wildcard.
-	// Default 127.0.0.1. Other ranks do not use it.
+	// ListenHost is the address on which rank 0 opens the root: one that the other hosts can dial, not a
+	// wildcard. Default 127.0.0.1. Other ranks do not use it.
 	ListenHost string
-	// Secret is that of the job, without which nobody joins. Zero is none.
+	// Secret is the secret of the job. A rank without it cannot join. Zero is none.
 	Secret secret.Secret
-	// Terms must be the same at all ranks, by name. Ranks that differ form no epoch, and are told which terms they differ in.
+	// Terms are values, by name, that must be the same at all ranks. Ranks that differ form no epoch, and the
+	// error names the terms that differ.
 	Terms map[string]string
 	Self  Record // must not change until Join has returned
-	// RingAbove is rank 0's: in a job of more ranks the root tells each rank of its neighbours only, and Session.Gather learns the rest
-	// from them. Default 128. It is 2 at least.
+	// RingAbove is used by rank 0: in a job of more ranks the root gives each rank only the records of its
+	// neighbours, and Session.Gather learns the rest from them. Default 128, at least 2.
 	RingAbove int
 	Log       *zap.Logger // may be nil
 
 	suspicion time.Duration // default suspicionTime
 }
 
-// Session is a rank's part in an epoch.
+// Session is the part of a rank in an epoch.
 type Session struct {
 	Epoch uint64 // greater than the LastEpoch of every rank
-	// Records are those of the ranks, by rank, equal on all ranks. In a large job (JoinConfig.RingAbove) this rank has only its own and
-	// those of the ranks before and after it until Gather has returned.
+	// Records are the records of the ranks, by rank, equal on all ranks. In a large job
+	// (JoinConfig.RingAbove) this rank has only its own and those of the ranks before and after it until
+	// Gather has returned.
 	Records []Record
 
 	rank   topo.Rank
@@ -91,9 +93,9 @@ type Session struct {
 	member *member // at the other ranks
 }
 
-// Close ends rank 0's root; until then it listens, to tell latecomers that the epoch is complete. Tables on their way are
-// delivered first, for at most 5 s. Close waits for goroutines. To the others a rank that closes before all are Ready has failed.
-// Later calls return what the first did.
+// Close ends the root of rank 0; until then it listens, to tell latecomers that the epoch is complete. Tables
+// in flight are delivered first, for at most 5 s. Close waits for goroutines. If a rank closes before all are
+// Ready, the others take it for failed. Later calls return the result of the first.
 func (s *Session) Close() error {
 	switch {
 	case s.root != nil:
@@ -122,9 +124,9 @@ const (
 	RootFailed // rank 0 could not go on
 )
 
-// RefusedError is the error of Join when the ranks found each other but formed no epoch, or formed it without this
-// rank. All ranks that had joined have the same error, except that Late is for the latecomer alone and that the
-// error of rank 0 is its own when it GaveUp or RootFailed.
+// RefusedError is the error of Join if the ranks found each other but formed no epoch, or formed it without
+// this rank. All ranks that had joined have the same error, with two exceptions: only the latecomer gets
+// Late, and rank 0 has an error of its own with GaveUp and RootFailed.
 type RefusedError struct {
 	Reason Reason
 	Text   string
@@ -132,16 +134,18 @@ type RefusedError struct {
 
 func (e *RefusedError) Error() string { return e.Text }
 
-// Join meets the other ranks of the job and returns once all Size of them are there.
+// Join meets the other ranks of the job and returns when all Size of them have joined.
 //
-// It does not return without them before ctx ends, so give ctx a deadline; the error then says what was missing: the
-// ranks at rank 0, the store, the root or the others at the other ranks. Contradictions between ranks (two sizes, a
-// rank twice, a rank out of range, another job, other terms) end it at once at all ranks with the same *RefusedError;
-// rank 0 first keeps answering for at most 2 s, so that those who are still on their way hear it too. A process that finds the
-// epoch complete waits for the next one, see the package comment.
+// It does not return without them before ctx ends, so give ctx a deadline. The error then says what was
+// missing: at rank 0 the ranks, at the others the store, the root or the other ranks. Contradictions between
+// ranks (two sizes, two ranks with one number, a rank out of range, another job, other terms) end it at once
+// at all ranks with the same *RefusedError. Rank 0 keeps answering for at most 2 s before it returns that, so
+// that ranks that are still on their way get it too. A process that finds the epoch complete waits for the
+// next one, see the package comment.
 //
-// Every rank but 0 watches one key and opens one connection. Rank 0 sends each of them all records, Size² in total, or, in a large job,
-// two: Gather learns the others. A job of size 1 uses neither store nor network, and its epoch is LastEpoch+1.
+// Every rank except 0 watches one key and opens one connection. Rank 0 sends each of them all records, Size²
+// in total, or in a large job two: Gather learns the others. A job of size 1 uses neither store nor network,
+// and its epoch is LastEpoch+1.
 func Join(ctx context.Context, cfg JoinConfig) (*Session, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -249,7 +253,7 @@ func (r *Record) check() error {
 	return errors.Join(checkName("socket", m.Socket), checkName("reason not to share memory", m.Reason))
 }
 
-// checkName checks a string that travels as protobuf, which wants UTF-8.
+// checkName checks a string that is sent as protobuf, which requires UTF-8.
 func checkName(what, name string) error {
 	if len(name) > MaxNameBytes {
 		return fmt.Errorf("%s has %d bytes, want at most %d", what, len(name), MaxNameBytes)

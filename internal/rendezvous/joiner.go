@@ -14,7 +14,7 @@ import (
 // errNewerRoot ends an attempt to join a root because the store has a newer one.
 var errNewerRoot = errors.New("there is a newer root")
 
-// joinRoot is Join for every rank but 0: it asks one published root after the other until one takes it.
+// joinRoot is Join for every rank except 0: it asks one published root after the other until one accepts it.
 func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	c := &client{cfg: cfg, nonce: newToken()}
 	var (
@@ -59,8 +59,8 @@ func isVersion(err error) bool {
 	return ok
 }
 
-// follow asks root, published as value, again and again while it cannot be reached, until it answers or the store has
-// a newer one.
+// follow asks root, which was published as value, again while it cannot be reached, until it answers or the
+// store has a newer one.
 func (c *client) follow(ctx context.Context, root *rendezvouspb.Root, value []byte) (*Session, error) {
 	newest, cancel := context.WithCancel(ctx) // until there is a newer root
 	var lost error                            // of the store; read once watched is closed

@@ -37,7 +37,7 @@ const (
 	maxFailedRanks      = 1000 // that are named one by one
 )
 
-// newToken returns random bytes that nobody else has.
+// newToken returns random bytes.
 func newToken() []byte {
 	token := make([]byte, tokenBytes)
 	rand.Read(token) // never fails
@@ -122,7 +122,7 @@ func refusalAnswer(e *RefusedError) *rendezvouspb.Answer {
 	return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REFUSED, Reason: uint32(e.Reason), Text: cut(e.Text, maxTextBytes)}
 }
 
-// cut makes text fit into a message, of which it may take so many bytes.
+// cut shortens text to at most the given number of bytes, so that it fits into a message.
 func cut(text string, most int) string {
 	text = strings.ToValidUTF8(text, "?")
 	return strings.ToValidUTF8(text[:min(len(text), most)], "") // the cut may go through a character
@@ -141,17 +141,17 @@ type client struct {
 	nonce []byte
 }
 
-// tableGrace is how long a rank that waits at a root goes on when there is a newer one. The old root may have formed
-// its epoch and been closed since, with the table still under way: who leaves now is missed by all others. If the
-// host of the old root has vanished, nothing comes.
+// tableGrace is how long a rank that waits at a root goes on after a newer one was published. The old root
+// may have formed its epoch and been closed since, with the table still in flight; if this rank left now all
+// others would miss it. If the host of the old root has vanished, nothing comes.
 const tableGrace = 2 * time.Second
 
 // missingGrace is how long a rank whose time has ended waits for the root to name the ranks that are missing.
 const missingGrace = time.Second
 
-// ask asks the root to let this rank join and waits until the epoch is formed, ctx ends, or the connection breaks.
-// The end of newest, which ends no later than ctx, means that there is a newer root. The error is a *RefusedError, a
-// *completeError, errStale, that of newest, or says what broke.
+// ask asks the root to let this rank join and waits until the epoch is formed, ctx ends, or the connection
+// breaks. The end of newest, which ends no later than ctx, means that there is a newer root. The error is a
+// *RefusedError, a *completeError, errStale, that of newest, or says what broke.
 func (c *client) ask(ctx, newest context.Context, root *rendezvouspb.Root) (*Session, error) {
 	s, err := c.askRoot(ctx, newest, root)
 	if err != nil {

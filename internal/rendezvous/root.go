@@ -42,7 +42,8 @@ const (
 	failed
 )
 
-// root is rank 0's end of the bootstrap: a listener, a goroutine per connection, and the state of the epoch.
+// root is the part of rank 0 in the rendezvous: a listener, a goroutine per connection, and the state of the
+// epoch.
 type root struct {
 	cfg        *JoinConfig
 	log        *zap.Logger
@@ -86,15 +87,15 @@ type caller struct {
 	slot *dial.Slot   // until it has said what it wants
 	over net.Conn     // conn, encrypted if the secret is: what is said goes over it
 	q    *joinRequest // nil until it has been read
-	// out is what to send, closed behind the last of it, which finished says. No caller gets more than four answers, so sending does not
-	// wait.
+	// out has what to send. It is closed after the last answer, which finished says. No caller gets more than
+	// four answers, so sending to out does not block.
 	out      chan []byte
 	finished bool  // Guarded by root.mu
 	refused  bool  // the answer is the failure. Guarded by root.mu
 	left     error // why it broke off while forming. Guarded by root.mu
 }
 
-// process identifies who asks, across calls of Join.
+// process identifies the process behind a request, across calls of Join.
 type process struct {
 	rank topo.Rank
 	host string
@@ -118,8 +119,8 @@ func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	return &Session{Epoch: r.epoch, Records: r.records, ring: r.ring, root: r}, nil
 }
 
-// openRoot starts to answer. Nobody knows the address yet, but rank 0 itself may find it in the store: published by
-// an older root that had the same port.
+// openRoot starts to answer. Nobody knows the address yet, except that rank 0 itself may find it in the store
+// if an older root had the same port.
 func openRoot(cfg *JoinConfig) (*root, error) {
 	ln, err := dial.Listen(net.JoinHostPort(cfg.ListenHost, "0"))
 	if err != nil {
@@ -150,7 +151,7 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 	return r, nil
 }
 
-// closeOnce closes everything but answers on their way, and waits for those.
+// closeOnce closes everything except answers in flight, and waits for those.
 func (r *root) closeOnce() error {
 	r.stop()
 	err := r.ln.Close()
@@ -237,7 +238,8 @@ func (r *root) form(ctx context.Context) error {
 	}
 }
 
-// draw takes a number greater than above from the job's counter. Being results of Add, no two are equal.
+// draw takes a number greater than above from the counter of the job. The numbers are results of Add, so no
+// two are equal.
 func (r *root) draw(ctx context.Context, above uint64) (uint64, error) {
 	delta := int64(1)
 	for {
@@ -252,7 +254,7 @@ func (r *root) draw(ctx context.Context, above uint64) (uint64, error) {
 	}
 }
 
-// publish makes value the job's root, once no older root is in its way.
+// publish makes value the root of the job, after no older root is in its way.
 func (r *root) publish(ctx context.Context, value []byte) error {
 	c := &client{cfg: r.cfg, nonce: newToken()}
 	var expected []byte
@@ -270,8 +272,9 @@ func (r *root) publish(ctx context.Context, value []byte) error {
 	}
 }
 
-// outlive returns nil when the root published as value is no obstacle: it is gone, or of an epoch that this process
-// knows. It waits for the root of a running epoch to go, and fails if the root is forming: there are two rank 0.
+// outlive returns nil when the root that was published as value is no obstacle: it is gone, or belongs to an
+// epoch that this process knows. It waits until the root of a running epoch is gone, and fails if the root is
+// forming, because then there are two rank 0.
 func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 	old, err := decodeRoot(value)
 	if err != nil {
@@ -312,15 +315,15 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 	}
 }
 
-// lateError is for a rank 0 that waited for the end of a running epoch.
+// lateError is the error of a rank 0 that waited for the end of a running epoch.
 func lateError(ctx context.Context, running *completeError, old *rendezvouspb.Root) error {
 	return fmt.Errorf("waiting for it to end: %w: %w", &RefusedError{Late, fmt.Sprintf(
 		"epoch %d is complete with rank 0 being pid %d on host %q with its root at %s",
 		running.epoch, old.GetPid(), old.GetHost(), old.GetAddr())}, ctx.Err())
 }
 
-// watch fails the root when another one takes its place. It returns an error if the store is lost: then nobody can
-// find the root any more.
+// watch fails the root when another one replaces it. It returns an error if the store is lost, because then
+// nobody can find the root any more.
 func (r *root) watch(ctx context.Context, value []byte) error {
 	newer, err := r.cfg.Store.Watch(ctx, r.cfg.rootKey(), value)
 	if err != nil {
@@ -348,7 +351,7 @@ func (r *root) missingRanks() string {
 	return r.awaited()
 }
 
-// awaited names the ranks that are not there, without those that have waited for them until their own time ended. r is locked.
+// awaited names the ranks that have not joined, without those that joined and gave up waiting. r is locked.
 func (r *root) awaited() string {
 	var missing, absent []int
 	for rank := 1; rank < len(r.members); rank++ {
@@ -366,7 +369,8 @@ func (r *root) awaited() string {
 	return topo.FormatRanks(absent)
 }
 
-// disagreement names every term that is not the same at all ranks, which are all there. r is locked.
+// disagreement returns an error that names every term that differs between the ranks, all of which have
+// joined. r is locked.
 func (r *root) disagreement() *RefusedError {
 	terms := make([]map[string]string, len(r.members))
 	terms[0] = r.cfg.Terms
@@ -436,7 +440,7 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	return true, nil
 }
 
-// tableOf returns what a member is sent when the epoch is complete.
+// tableOf returns what a member gets when the epoch is complete.
 func (r *root) tableOf(rank int) []byte {
 	if r.table != nil {
 		return r.table
@@ -449,7 +453,7 @@ func (r *root) tableOf(rank int) []byte {
 	return table
 }
 
-// deviceTwice finds the first two ranks that use one device, and do not both share it.
+// deviceTwice finds the first two ranks that use one device and do not both share it.
 func deviceTwice(records []Record) *RefusedError {
 	type device struct{ host, name string }
 	owner := make(map[device]int)
@@ -490,7 +494,7 @@ func (r *root) fail(why *RefusedError) {
 	r.signal()
 }
 
-// decide sets the final state and lets the members have it. r is locked.
+// decide sets the final state and sends it to the members. r is locked.
 func (r *root) decide(s rootState) {
 	r.state = s
 	for rank, m := range r.members {
@@ -548,7 +552,8 @@ func (r *root) accept() {
 	}
 }
 
-// serve reads g's request and answers. A member it hears until all is said. The error is for the log.
+// serve reads the request of g and answers it. It then receives the statuses of a member until the end. The
+// error is for the log.
 func (r *root) serve(g *caller) error {
 	err := r.handshake(g)
 	if !g.slot.Release() {
@@ -574,7 +579,7 @@ func (r *root) serve(g *caller) error {
 	return errors.Join(err, g.left)
 }
 
-// tell sends g what there is to say until there is no more.
+// tell sends g the answers of out until it is closed.
 func (r *root) tell(g *caller) (err error) {
 	for answer := range g.out {
 		if err != nil {
@@ -620,7 +625,7 @@ func (r *root) handshake(g *caller) error {
 	return nil
 }
 
-// admit answers g's request, or makes g a member, whose answer has to wait.
+// admit answers the request of g, or makes g a member, whose answer has to wait.
 func (r *root) admit(g *caller) (member bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -676,7 +681,7 @@ func (r *root) admit(g *caller) (member bool) {
 	return true
 }
 
-// contradiction says what in q cannot be true of this job together with what is known. r is locked and forming.
+// contradiction returns what in q contradicts what is known of this job. r is locked and forming.
 func (r *root) contradiction(q *joinRequest) *RefusedError {
 	rank, size := q.GetRank(), q.GetSize()
 	refused := func(why Reason, format string, args ...any) *RefusedError {
@@ -699,7 +704,7 @@ func (r *root) contradiction(q *joinRequest) *RefusedError {
 	return nil
 }
 
-// verdict answers g, which has not been waiting, for a root that is no longer forming. r is locked.
+// verdict answers g, which was not waiting, for a root that is no longer forming. r is locked.
 func (r *root) verdict(g *caller) {
 	nonce, told := r.told[g.q.process()]
 	switch {
@@ -727,7 +732,7 @@ func (r *root) outcome(g *caller) {
 	r.answer(g, refusalAnswer(r.failure))
 }
 
-// answer is the last that g is told. r is locked.
+// answer sends g its last answer. r is locked.
 func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
 	if frame, err := appendMessage(nil, a); err == nil { // it is: all texts are UTF-8
 		g.out <- frame
@@ -736,7 +741,7 @@ func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
 	g.finished = true
 }
 
-// noteTold counts the rank that g is, if it has had its answer and that was the failure.
+// noteTold counts the rank of g if it has got its answer and that was the failure.
 func (r *root) noteTold(g *caller) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -753,7 +758,7 @@ func (r *root) noteTold(g *caller) {
 	}
 }
 
-// remember adds who asks to those who are told. r is locked.
+// remember adds the process behind q to those that have got the failure. r is locked.
 func (r *root) remember(q *joinRequest) {
 	if len(r.told) < maxTold {
 		r.told[q.process()] = q.GetNonce()

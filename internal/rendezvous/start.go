@@ -21,12 +21,13 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// FailedError says that ranks failed after the epoch was complete and before all ranks were ready. It is the same at all ranks.
+// FailedError says that ranks failed after the epoch was complete and before all ranks were ready. It is the
+// same at all ranks.
 type FailedError struct {
 	Epoch uint64
-	// Ranks are those that failed, never none; if it cannot be told which of two, both.
+	// Ranks are the ranks that failed, at least one. If it cannot be told which of two failed, they are both.
 	Ranks []topo.Rank
-	// Reason is what was observed, or what the rank says itself.
+	// Reason is what was observed, or what the rank reported.
 	Reason string
 }
 
@@ -71,7 +72,7 @@ func (s *Session) outcome() *outcome {
 	return &s.member.start
 }
 
-// wait waits until the start has ended. The error is a *FailedError, or ctx's.
+// wait waits until the start has ended. The error is a *FailedError, or that of ctx.
 func (s *Session) wait(ctx context.Context) error {
 	o := s.outcome()
 	select {
@@ -89,8 +90,8 @@ func (s *Session) wait(ctx context.Context) error {
 	return &why
 }
 
-// Watch derives a context that ends when a rank has failed before all were ready. Its cause is the *FailedError. The caller must call
-// stop when the context is of no use any more.
+// Watch derives a context that ends when a rank has failed before all were ready. Its cause is the
+// *FailedError. The caller must call stop when it does not need the context any more.
 func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func()) {
 	watched, cancel := context.WithCancelCause(ctx)
 	var watcher sync.WaitGroup
@@ -112,8 +113,9 @@ func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func
 	}
 }
 
-// Ready says that this rank is connected with all others, and waits until every rank has said so. The error is a *FailedError, the same
-// at all ranks, or that of ctx. A rank that dies later is for the connections to notice.
+// Ready says that this rank is connected with all others, and waits until every rank has said so. The error
+// is a *FailedError, the same at all ranks, or that of ctx. If a rank dies later, the connections of the
+// engine notice.
 func (s *Session) Ready(ctx context.Context) error {
 	switch {
 	case s.root != nil:
@@ -130,10 +132,11 @@ func (s *Session) Ready(ctx context.Context) error {
 // failWait bounds how long Fail waits for the root.
 const failWait = 2 * time.Second
 
-// Fail tells the others that this rank cannot go on because of err, and returns why the epoch has failed for all: err, if this rank
-// is the only cause, else a *FailedError. suspects are the ranks that may be the cause: this one if it is, and none if that cannot be
-// told. If the epoch has failed before, err does not count. A rank that has died is the cause whatever the others say. The connections
-// to the other ranks should stay until Fail has returned. After all ranks were ready it returns err.
+// Fail tells the others that this rank cannot go on because of err, and returns why the epoch has failed for
+// all: err, if this rank is the only cause, else a *FailedError. suspects are the ranks that may be the
+// cause: this rank if it is, and none if that cannot be told. If the epoch has failed before, err does not
+// count. A rank that has died is the cause whatever the others say. The connections to the other ranks should
+// stay until Fail has returned. After all ranks were ready it returns err.
 func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	if s.root == nil && s.member == nil {
 		return err
@@ -177,7 +180,7 @@ func (m *member) close() error {
 	return nil
 }
 
-// listen hears from the root how the start ends, and closes the connection.
+// listen receives from the root how the start ends, and closes the connection.
 func (m *member) listen(in *bufio.Reader) {
 	err := m.hear(in)
 	failed, told := errors.AsType[*FailedError](err)
@@ -222,7 +225,7 @@ func readAnswer(in io.Reader) (*rendezvouspb.Answer, error) {
 	return a, err
 }
 
-// readStatus reads what a member says after its request.
+// readStatus reads what a member sends after its request.
 func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 	s := new(rendezvouspb.Status)
 	body, err := frame.Read(in, maxStatusBytes)
@@ -267,7 +270,7 @@ func startAnswer(why *FailedError) *rendezvouspb.Answer {
 	return a
 }
 
-// report is what a rank says about its failure.
+// report is the account of a rank of its failure.
 type report struct {
 	rank     int
 	suspects []topo.Rank
@@ -277,7 +280,7 @@ type report struct {
 // blamesItself reports whether the rank says that it is the cause.
 func (p *report) blamesItself() bool { return len(p.suspects) == 1 && int(p.suspects[0]) == p.rank }
 
-// hear takes what a member says until its connection ends.
+// hear receives statuses from a member until its connection ends.
 func (r *root) hear(g *caller) {
 	for {
 		s, err := readStatus(g.over)
@@ -295,7 +298,7 @@ func (r *root) hear(g *caller) {
 	}
 }
 
-// heard takes one status of g, or the end of its connection. r is locked, and g is a member.
+// heard processes one status of g, or the end of its connection. r is locked, and g is a member.
 func (r *root) heard(g *caller, s *rendezvouspb.Status, err error) {
 	rank := int(g.q.GetRank())
 	switch {
@@ -347,8 +350,9 @@ func (r *root) hearReport(p report) {
 	r.noteReport(p)
 }
 
-// noteReport notes that a rank cannot go on, as it says first. The first report of all has the root wait a little: if the cause is a death, the connection of
-// that rank ends. r is locked and complete.
+// noteReport records that a rank cannot go on; only its first report counts. After the first report of all
+// the root waits a little: if the cause is a death, the connection of that rank ends. r is locked and
+// complete.
 func (r *root) noteReport(p report) {
 	if r.start.ended() || r.ctx.Err() != nil || slices.ContainsFunc(r.reports, func(q report) bool { return q.rank == p.rank }) {
 		return
@@ -371,8 +375,8 @@ func (r *root) noteReport(p report) {
 	})
 }
 
-// judge finds the cause of a failure without a death: a rank that says so itself, else the suspects of the first report, else the ranks
-// of which nothing was heard. r is locked.
+// judge finds the cause of a failure without a death: a rank that blames itself, else the suspects of the
+// first report, else the ranks that have reported nothing. r is locked.
 func (r *root) judge() *FailedError {
 	first := r.reports[0]
 	for _, p := range r.reports {
@@ -400,7 +404,8 @@ func (r *root) judge() *FailedError {
 	return why
 }
 
-// conclude ends the start, if it has not ended, and tells all members: why is nil if all are ready. r is locked and complete.
+// conclude ends the start, if it has not ended, and tells all members; why is nil if all are ready. r is
+// locked and complete.
 func (r *root) conclude(why *FailedError) {
 	if r.start.ended() {
 		return

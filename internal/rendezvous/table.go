@@ -18,7 +18,8 @@ const (
 	tableLane = transport.Lane(math.MaxUint32)
 )
 
-// told lists the ranks whose records the root sends to rank with the table: all, or its neighbours in the ring.
+// told returns the ranks whose records the root sends to rank with the table: all, or its neighbours in the
+// ring.
 func told(rank, size int, ring bool) []int {
 	if ring {
 		return []int{(rank + size - 1) % size, (rank + 1) % size}
@@ -30,10 +31,11 @@ func told(rank, size int, ring bool) []int {
 	return all
 }
 
-// Gather completes Records in a large job, and returns at once in others. All ranks call it after Join. The records go round in a ring:
-// each rank sends its own to the next, and passes size-2 others on, size-1 steps in all. mesh reaches the neighbours, whose records
-// Join has given; Gather releases its lane of the mesh. If a rank dies the error is a *transport.PeerError, at first at its neighbours.
-// They should tell the others by Fail, as their calls wait until then, or until ctx ends.
+// Gather completes Records in a large job, and returns at once in others. All ranks call it after Join. The
+// records go round in a ring: each rank sends its own to the next one and passes size-2 others on, in size-1
+// steps. mesh reaches the neighbours, whose records Join has provided; Gather releases its lane of the mesh.
+// If a rank dies the error is a *transport.PeerError, at first at its neighbours. They should tell the others
+// by Fail, because the calls of the others wait until then, or until ctx ends.
 func (s *Session) Gather(ctx context.Context, mesh transport.Mesh) error {
 	if !s.ring {
 		return nil

@@ -1,30 +1,32 @@
-// Package secret is what the processes of a job know and nobody else does, and how the two ends of a connection prove that
-// to each other before they say anything else.
+// Package secret implements the secret of a job and the mutual challenge-response by which the two ends of a
+// connection prove that they know it, before anything else is sent.
 //
 //	client: "GHVA", version u8, 0 u8, 0 u16, nonce [32]
 //	server: "GHVA", version u8, status u8, 0 u16, nonce [32], HMAC(server) [32]
 //	client: HMAC(client) [32]
 //
-// The HMACs are SHA-256 with the secret as key, over who speaks, what for, and both nonces. So a proof is good for one
-// connection, in one direction, for one protocol. The secret never travels. A process without a secret says nothing of this,
-// and neither side takes the other for one of its job if only one has a secret.
+// The HMACs are SHA-256 with the secret as key, over the role, the purpose and both nonces. So a proof is
+// valid for one connection, in one direction, for one protocol. The secret itself is never sent. A process
+// without a secret sends none of this, and if only one end has a secret neither takes the other for a process
+// of its job.
 //
 // # TLS
 //
-// What follows a proof is neither encrypted nor authenticated, unless the secret is [Secret.Encrypted]. Then all of the above
-// is said inside TLS 1.3. No certificates are handed round, for that takes something that all launchers have, and they have a
-// way to give processes a secret: so each process derives the job's Ed25519 key from it (HKDF-SHA256), mints at start a
-// certificate that the key itself signs, and wants of the other end, client or server, a certificate of exactly that key. So
-// the certificates of a job are of use in that job alone, whatever names, times and authorities are in them, and
+// What follows a proof is neither encrypted nor authenticated, unless the secret is [Secret.Encrypted]. Then
+// all of the above happens inside TLS 1.3. No certificates are distributed, because every launcher already
+// has a way to give processes a secret. Each process derives the job's Ed25519 key from the secret
+// (HKDF-SHA256), makes a certificate at its start that this key signs, and accepts from the other end, client
+// or server, only a certificate of exactly this key. So the certificates of a job are of use only in that
+// job, whatever names, times and authorities they contain, and
 //
-//   - who listens learns nothing but how much is said and when. Each connection has a key exchange of its own, so that what
-//     was recorded stays closed to who learns the secret later;
-//   - who changes, drops or inserts bytes ends the connection: what was read before is as it was sent;
-//   - who has the secret can play either end, as without TLS. It should be random: who reaches a server gets what a guess can
-//     be held against, again as without TLS.
+//   - an eavesdropper learns only how much is sent and when. Each connection has a key exchange of its own, so recorded
+//     traffic stays secret even if the secret becomes known later;
+//   - changing, dropping or inserting bytes ends the connection. What was read before is what was sent;
+//   - a process that has the secret can play either end, as without TLS. The secret should be random: anybody who reaches a
+//     server gets something to test guesses against, again as without TLS.
 //
-// The proof inside names the protocol, and keeps one path for both kinds. One end that encrypts and one that does not find
-// each other out: ErrMixed.
+// The proof inside names the protocol, and keeps one code path for both kinds. If one end encrypts and the
+// other does not, the error is ErrMixed.
 package secret
 
 import (
@@ -41,7 +43,7 @@ import (
 	"strings"
 )
 
-// Magic is what a client that has a secret begins with.
+// Magic begins what a client with a secret sends.
 const Magic = "GHVA"
 
 // Bounds on the text of a secret.
@@ -74,13 +76,14 @@ const (
 	statusMixed  = 2 // to a client that encrypts and should not, or the other way round
 )
 
-// Secret is that of a job. The zero Secret is none: then nothing is proven. It prints as a word, so that it gets into no log.
+// Secret is the secret of a job. The zero Secret is none: then nothing is proven. It prints as a word, so
+// that it gets into no log.
 type Secret struct {
 	key *[sha256.Size]byte
 	tls *tls.Config // nil does not encrypt
 }
 
-// New makes a secret that nobody has. text is what other processes Parse.
+// New makes a random secret. text is what other processes Parse.
 func New() (s Secret, text string) {
 	var b [32]byte
 	rand.Read(b[:]) // never fails
@@ -92,8 +95,8 @@ func New() (s Secret, text string) {
 	return s, text
 }
 
-// Parse makes the secret of a text, from MinBytes to MaxBytes without the white space around it. Its error does not
-// show the text.
+// Parse makes the secret of a text of MinBytes to MaxBytes, without the white space around it. Its error does
+// not contain the text.
 func Parse(text string) (Secret, error) {
 	text = strings.TrimSpace(text)
 	if len(text) < MinBytes || len(text) > MaxBytes {
@@ -103,7 +106,7 @@ func Parse(text string) (Secret, error) {
 	return Secret{key: &key}, nil
 }
 
-// IsZero reports whether there is none.
+// IsZero reports whether s is no secret.
 func (s Secret) IsZero() bool { return s.key == nil }
 
 // IsEncrypted reports whether connections are encrypted.
@@ -116,12 +119,13 @@ func (s Secret) String() string {
 	return "a secret"
 }
 
-// GoString is String: also %#v shows nothing.
+// GoString returns String, so that %#v shows nothing either.
 func (s Secret) GoString() string { return s.String() }
 
-// Dial proves the secret to the server at the other end of conn, and has it do so. purpose names the protocol that follows,
-// which is to be spoken over the connection that Dial returns: conn itself, or TLS over it. Deadlines and Close are the
-// caller's, and on either connection they are those of conn; after an error too, which leaves conn open.
+// Dial proves the secret to the server at the other end of conn, and makes the server prove it too. purpose
+// names the protocol that follows, which must use the connection that Dial returns: conn itself, or TLS over
+// it. The caller sets deadlines and closes; on either connection that affects conn. After an error conn is
+// still open.
 func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Client)
 	if err == nil {
@@ -133,7 +137,8 @@ func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 	return over, nil
 }
 
-// Accept is the server's side of Dial. It reads no byte of what follows. Its error wraps io.EOF if the client has said nothing.
+// Accept does the server's part of Dial. It reads no byte of what follows. Its error wraps io.EOF if the
+// client has sent nothing.
 func (s Secret) Accept(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Server)
 	if err != nil {
@@ -148,7 +153,8 @@ func (s Secret) Accept(conn net.Conn, purpose string) (net.Conn, error) {
 	return over, nil
 }
 
-// refuse tells a client that began in the wrong way, for it may be one that can say so. It is closed anyhow.
+// refuse tells a client that began in the wrong way, in case it can report that. The connection is closed in
+// any case.
 func refuse(w io.Writer, err error) {
 	switch {
 	case errors.Is(err, ErrMixed):
@@ -208,7 +214,7 @@ func (s Secret) accept(conn io.ReadWriter, purpose string) error {
 	return nil
 }
 
-// proof returns what who shows that knows the secret, over the nonces of client and server.
+// proof returns what proves that the role who knows the secret, over the nonces of client and server.
 func (s Secret) proof(who, purpose string, client, server []byte) []byte {
 	h := hmac.New(sha256.New, s.key[:])
 	for _, part := range [][]byte{[]byte("gohvd " + who), []byte(purpose), client, server} {
@@ -221,7 +227,7 @@ func (s Secret) proof(who, purpose string, client, server []byte) []byte {
 
 func head(status byte) []byte { return append([]byte(Magic), version, status, 0, 0) }
 
-// readHead reads how the other end begins, over a connection that is encrypted if it is to be.
+// readHead reads the beginning of what the other end sends, over a connection that is encrypted if required.
 func readHead(r io.Reader) error {
 	var h [headBytes]byte
 	if _, err := io.ReadFull(r, h[:4]); err != nil {
@@ -246,7 +252,7 @@ func readHead(r io.Reader) error {
 	return nil
 }
 
-// notOurs returns the error of a connection whose other end began in another way than with a proof.
+// notOurs returns the error of a connection whose other end began with something else than a proof.
 func notOurs(first []byte) error {
 	if bytes.HasPrefix(first, []byte(clientHello)) {
 		return fmt.Errorf("%w (the other end has)", ErrMixed)
@@ -254,8 +260,9 @@ func notOurs(first []byte) error {
 	return fmt.Errorf("%w: it began with %q", ErrNone, first)
 }
 
-// Foreign returns what the first bytes of a connection, four or more, say of the other end where it was to speak a protocol without
-// a secret: that it has one, or encrypts. It is nil if they are none of this package's.
+// Foreign returns what the first bytes of a connection, at least four, say about the other end if a protocol
+// without a secret was expected: that it has a secret, or encrypts. It is nil if they are none of this
+// package's.
 func Foreign(first []byte) error {
 	switch err := notOurs(first); {
 	case bytes.HasPrefix(first, []byte(Magic)):

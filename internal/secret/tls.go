@@ -20,10 +20,11 @@ import (
 // ErrMixed is the error of a connection of which one end encrypts and the other does not.
 var ErrMixed = errors.New("one end of the connection has HVD_TLS set and the other has not: set it for all of the job or for none")
 
-// maxHandshakeBytes is what the other end may say before it has shown its certificate. A handshake takes some 2 KiB.
+// maxHandshakeBytes bounds what the other end may send before it has shown its certificate. A handshake takes
+// some 2 KiB.
 const maxHandshakeBytes = 16 << 10
 
-// Encrypted returns s with TLS on what it dials and accepts; both ends must have it. There is none without a secret: the zero
+// Encrypted returns s with TLS on the connections that it dials and accepts; both ends must use it. The zero
 // Secret stays as it is.
 func (s Secret) Encrypted() Secret {
 	if s.IsZero() || s.tls != nil {
@@ -37,7 +38,7 @@ func (s Secret) Encrypted() Secret {
 	return s
 }
 
-// mint derives the job's key and makes a certificate of it. The configuration is for either end.
+// mint derives the key of the job and makes a certificate of it. The configuration is for either end.
 func (s Secret) mint() (*tls.Config, error) {
 	seed, err := hkdf.Key(sha256.New, s.key[:], nil, "gohvd tls ed25519", ed25519.SeedSize)
 	if err != nil {
@@ -76,7 +77,7 @@ func (s Secret) mint() (*tls.Config, error) {
 	}, nil
 }
 
-// open begins TLS on conn, if s wants it; end is one of crypto/tls's Client and Server.
+// open begins TLS on conn if s encrypts; end is crypto/tls's Client or Server.
 func (s Secret) open(conn net.Conn, end func(net.Conn, *tls.Config) *tls.Conn) (net.Conn, error) {
 	if s.tls == nil {
 		return conn, nil
@@ -90,13 +91,14 @@ func (s Secret) open(conn net.Conn, end func(net.Conn, *tls.Config) *tls.Conn) (
 	return encrypted{tc}, nil
 }
 
-// encrypted closes without a word. TLS would send one first, and wait for room for it, where Close must not wait. Nothing is
-// lost: in no protocol of ours is the end of a stream an answer.
+// encrypted closes without a closing alert. TLS would send one and wait for room for it, but Close must not
+// wait. Nothing is lost, because no protocol here takes the end of a stream for an answer.
 type encrypted struct{ *tls.Conn }
 
 func (c encrypted) Close() error { return c.NetConn().Close() }
 
-// opening is a connection in its handshake. What the other end says then is bounded, and counted to tell who has said nothing.
+// opening is a connection in its handshake. What the other end sends in it is bounded, and counted to tell an
+// end that has sent nothing.
 type opening struct {
 	net.Conn
 	heard int
@@ -132,5 +134,6 @@ func (o *opening) explain(err error) error {
 	return fmt.Errorf("TLS handshake: %w", err)
 }
 
-// clientHello is how a client that encrypts begins: a handshake record of some version 3 (RFC 8446, section 5.1).
+// clientHello is the beginning of what a client that encrypts sends: a handshake record of some version 3
+// (RFC 8446, section 5.1).
 const clientHello = "\x16\x03"

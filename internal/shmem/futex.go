@@ -17,8 +17,8 @@ const (
 // maxWake is the number of waiters that a Wake wakes at most: all, since the kernel counts in an int32.
 const maxWake = 1<<31 - 1
 
-// Wait sleeps while *addr is val, until a Wake, or for at most d. It returns at once if *addr is something else or d is
-// not positive, and may return for no reason. It holds a thread while it sleeps, but no P.
+// Wait sleeps while *addr is val, until a Wake, or for at most d. It returns at once if *addr is something
+// else or d is not positive, and may return spuriously. It holds a thread while it sleeps, but no P.
 func Wait(addr *uint32, val uint32, d time.Duration) {
 	if d <= 0 {
 		return
@@ -28,8 +28,8 @@ func Wait(addr *uint32, val uint32, d time.Duration) {
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), opWait, uintptr(val), uintptr(unsafe.Pointer(&ts)), 0, 0)
 }
 
-// Wake wakes all who wait for addr, in all processes that map its page. It does not sleep; it costs a system call, also
-// when nobody waits.
+// Wake wakes all threads that wait for addr, in all processes that map its page. It does not sleep. It costs
+// a system call even if nobody waits.
 func Wake(addr *uint32) {
 	// It can fail only for an address that is not mapped, and then nobody waits.
 	_, _, _ = unix.RawSyscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), opWake, maxWake, 0, 0, 0)
