@@ -18,7 +18,6 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
-	"github.com/gohvd/gohvd/internal/observe"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -97,7 +96,7 @@ func (o *Options) processes(ranks int) int {
 // Rank is one rank in one epoch of a job. Start sets its fields, which do not change afterwards.
 type Rank struct {
 	Engine      *engine.Engine
-	Watch       *observe.Rank
+	Watch       *Watch
 	Place       topo.Topology
 	Homogeneous bool // every host has the same number of ranks
 	Epoch       uint64
@@ -197,7 +196,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	if n := r.Place.LocalRank; n < len(cfg.ThreadAffinity) {
 		ecfg.Cores = cfg.ThreadAffinity[n : n+1]
 	}
-	r.Watch = observe.New(observe.Config{
+	r.Watch = NewWatch(WatchConfig{
 		Settings: &cfg, Rank: rank, Size: size, LocalRank: r.Place.LocalRank, Host: cfg.Hostname, Epoch: r.Epoch,
 		Launcher: r.launcher(), Sets: r.members, Log: log,
 	})

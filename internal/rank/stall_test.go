@@ -1,4 +1,4 @@
-package observe
+package rank
 
 import (
 	"testing"
@@ -25,7 +25,7 @@ func TestStallsAreExplainedByAWatcher(t *testing.T) {
 				}
 				defer launcher.Close()
 			}
-			r := New(Config{Settings: &config.Config{}, Launcher: joblink.New(kv, 0), Log: zap.NewNop()})
+			r := NewWatch(WatchConfig{Settings: &config.Config{}, Launcher: joblink.New(kv, 0), Log: zap.NewNop()})
 			var e engine.Config
 			r.Configure(&e)
 			r.running.Go(r.passStallsOn)

@@ -1,4 +1,4 @@
-package observe
+package rank
 
 import (
 	"errors"
@@ -19,7 +19,7 @@ import (
 
 // timelines is the timeline of a rank, which is started and stopped.
 type timelines struct {
-	rank *Rank
+	rank *Watch
 
 	mu      sync.Mutex
 	now     *timeline.Timeline // nil while there is none
@@ -53,7 +53,7 @@ func (t *timelines) count(next *timeline.Timeline) {
 
 // StartTimeline writes what this rank does from now on to a file: rank 0 to path, others beside it (timeline.PathOf). A timeline
 // that goes to another path ends; if it goes to this one already nothing changes.
-func (r *Rank) StartTimeline(path string, markCycles bool) error {
+func (r *Watch) StartTimeline(path string, markCycles bool) error {
 	t := &r.timeline
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -61,7 +61,7 @@ func (r *Rank) StartTimeline(path string, markCycles bool) error {
 }
 
 // StopTimeline ends the timeline, and returns when its file is complete. Without one it does nothing.
-func (r *Rank) StopTimeline() error {
+func (r *Watch) StopTimeline() error {
 	t := &r.timeline
 	t.mu.Lock()
 	defer t.mu.Unlock()

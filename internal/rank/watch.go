@@ -1,8 +1,4 @@
-// Package observe joins to a rank's engine what shows people what it does: the flight recorder, the timeline, the metrics, and the
-// answers to what the launcher asks.
-//
-// What goes wrong here costs a warning, never an operation.
-package observe
+package rank
 
 import (
 	"context"
@@ -27,8 +23,8 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// Config says which rank it is.
-type Config struct {
+// WatchConfig says which rank is watched.
+type WatchConfig struct {
 	Settings  *config.Config
 	Rank      int
 	Size      int
@@ -42,9 +38,10 @@ type Config struct {
 	Log  *zap.Logger
 }
 
-// Rank is what belongs to a rank of one epoch.
-type Rank struct {
-	cfg      Config
+// Watch connects a rank's engine to the flight recorder, the timeline, the metrics and the launcher's questions. A failure in one of
+// them costs a warning, never an operation.
+type Watch struct {
+	cfg      WatchConfig
 	recorder *recorder.Recorder // nil if it is off
 	timeline timelines
 
@@ -73,9 +70,9 @@ const (
 	maxStalls = 16
 )
 
-// New makes what an engine is to be started with. The caller closes it when the engine has ended.
-func New(cfg Config) *Rank {
-	r := &Rank{cfg: cfg, stalls: make(chan recorder.Stall, maxStalls)}
+// NewWatch makes what an engine is to be started with. The caller closes it when the engine has ended.
+func NewWatch(cfg WatchConfig) *Watch {
+	r := &Watch{cfg: cfg, stalls: make(chan recorder.Stall, maxStalls)}
 	if cfg.Settings.FlightRecorder {
 		r.recorder = recorder.New(recorder.DefaultOperations)
 	}
@@ -85,7 +82,7 @@ func New(cfg Config) *Rank {
 }
 
 // Configure tells an engine that is about to be started of r.
-func (r *Rank) Configure(cfg *engine.Config) {
+func (r *Watch) Configure(cfg *engine.Config) {
 	if r.recorder != nil {
 		cfg.Recorder = r.recorder
 	}
@@ -107,7 +104,7 @@ func (r *Rank) Configure(cfg *engine.Config) {
 }
 
 // Attach begins to show what e does. An error is one of the settings.
-func (r *Rank) Attach(e *engine.Engine) error {
+func (r *Watch) Attach(e *engine.Engine) error {
 	r.mu.Lock()
 	r.engine = e
 	r.mu.Unlock()
@@ -135,7 +132,7 @@ func (r *Rank) Attach(e *engine.Engine) error {
 }
 
 // Close ends all of it. The engine must have ended.
-func (r *Rank) Close() error {
+func (r *Watch) Close() error {
 	r.cancel()
 	r.running.Wait()
 	err := r.StopTimeline()
@@ -152,7 +149,7 @@ func (r *Rank) Close() error {
 }
 
 // Stats returns the counters of the rank. They are 0 before Attach.
-func (r *Rank) Stats() trace.Stats {
+func (r *Watch) Stats() trace.Stats {
 	r.mu.Lock()
 	e := r.engine
 	r.mu.Unlock()
@@ -165,7 +162,7 @@ func (r *Rank) Stats() trace.Stats {
 	return s
 }
 
-func (r *Rank) serveMetrics(addr string) error {
+func (r *Watch) serveMetrics(addr string) error {
 	at, err := metrics.Address(addr, r.cfg.LocalRank)
 	if err != nil {
 		return fmt.Errorf("HVD_METRICS_ADDR: %w", err)
@@ -183,7 +180,7 @@ func (r *Rank) serveMetrics(addr string) error {
 }
 
 // answer answers what the launcher asks.
-func (r *Rank) answer() {
+func (r *Watch) answer() {
 	err := r.cfg.Launcher.Answer(r.ctx, func(what string) []byte {
 		switch what {
 		case joblink.Metrics:
@@ -204,7 +201,7 @@ func (r *Rank) answer() {
 }
 
 // Dump returns what the rank waits for, and what the flight recorder has if it is on.
-func (r *Rank) Dump(why string) *analysis.Snapshot {
+func (r *Watch) Dump(why string) *analysis.Snapshot {
 	r.mu.Lock()
 	e := r.engine
 	var stalls []string
@@ -228,7 +225,7 @@ func (r *Rank) Dump(why string) *analysis.Snapshot {
 }
 
 // encodedDump is Dump for the launcher; nil if that cannot be had.
-func (r *Rank) encodedDump(why string) []byte {
+func (r *Watch) encodedDump(why string) []byte {
 	text, err := recorder.Encode(r.Dump(why), recorder.OperationsOf(r.cfg.Size))
 	if err != nil {
 		r.cfg.Log.Warn("the flight recorder", zap.Error(err))
@@ -238,7 +235,7 @@ func (r *Rank) encodedDump(why string) []byte {
 }
 
 // leave writes a dump to the folder for them, if there is one.
-func (r *Rank) leave(why string) {
+func (r *Watch) leave(why string) {
 	dir := r.cfg.Settings.DumpDir
 	if dir == "" {
 		return
@@ -253,7 +250,7 @@ func (r *Rank) leave(why string) {
 
 // failed leaves what this rank knows to people, before its operations are answered: then the program may exit. It bounds how long they
 // wait.
-func (r *Rank) failed(failure error) {
+func (r *Watch) failed(failure error) {
 	why := "the job failed: " + failure.Error()
 	told := r.volunteer(joblink.Failure, r.encodedDump(why))
 	written := make(chan struct{})
@@ -271,7 +268,7 @@ func (r *Rank) failed(failure error) {
 }
 
 // volunteer tells the launcher something, and reports whether it has heard. It then writes the files.
-func (r *Rank) volunteer(what string, body []byte) bool {
+func (r *Watch) volunteer(what string, body []byte) bool {
 	if r.cfg.Launcher == nil || body == nil {
 		return false
 	}
@@ -285,7 +282,7 @@ func (r *Rank) volunteer(what string, body []byte) bool {
 }
 
 // stalled takes a report of the engine's loop, which it does not delay.
-func (r *Rank) stalled(s *controller.Stall) {
+func (r *Watch) stalled(s *controller.Stall) {
 	select {
 	case r.stalls <- recorder.Stall{Set: uint32(s.Set), Name: s.Name, Text: s.String()}:
 	default: // it was logged
@@ -293,7 +290,7 @@ func (r *Rank) stalled(s *controller.Stall) {
 }
 
 // passStallsOn tells the launcher of stalls, which then asks all ranks what they wait for.
-func (r *Rank) passStallsOn() {
+func (r *Watch) passStallsOn() {
 	if r.cfg.Launcher != nil {
 		watched, err := r.cfg.Launcher.IsHeard(r.ctx)
 		r.watched.Store(watched && err == nil)

@@ -1,4 +1,4 @@
-package observe
+package rank
 
 import (
 	"os"
@@ -20,10 +20,10 @@ import (
 )
 
 // observed has f watch each rank of a job, in an epoch.
-func observed(t *testing.T, ranks int, set config.Config, epoch uint64, f func(r *testcluster.Rank, o *Rank)) {
+func observed(t *testing.T, ranks int, set config.Config, epoch uint64, f func(r *testcluster.Rank, o *Watch)) {
 	t.Helper()
 	testcluster.Run(t, testcluster.Options{Ranks: ranks}, func(r *testcluster.Rank) {
-		o := New(Config{
+		o := NewWatch(WatchConfig{
 			Settings: &set, Rank: int(r.Rank), Size: r.Size, Host: "h", Epoch: epoch, Log: zap.NewNop(),
 			Sets: func() map[topo.ProcessSetID][]topo.Rank { return nil },
 		})
@@ -55,7 +55,7 @@ func TestFilesOfEpochs(t *testing.T) {
 				set.Timeline = "t.json"
 			}
 			for epoch := range uint64(2) {
-				observed(t, 2, set, epoch+1, func(r *testcluster.Rank, o *Rank) {
+				observed(t, 2, set, epoch+1, func(r *testcluster.Rank, o *Watch) {
 					times := 4 // two timelines begin and end
 					if c.fromStart {
 						times++ // the first signal ends the one that is there
@@ -90,7 +90,7 @@ func TestFilesOfEpochs(t *testing.T) {
 func TestSignalAtOnce(t *testing.T) {
 	t.Chdir(t.TempDir())
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
-	observed(t, 1, config.Config{TimelineSignal: "SIGUSR2"}, 1, func(_ *testcluster.Rank, o *Rank) {
+	observed(t, 1, config.Config{TimelineSignal: "SIGUSR2"}, 1, func(_ *testcluster.Rank, o *Watch) {
 		if err := unix.Kill(unix.Getpid(), unix.SIGUSR2); err != nil {
 			t.Error(err)
 		}
@@ -111,7 +111,7 @@ func TestSignalAtOnce(t *testing.T) {
 
 // A signal for a timeline that goes to a device starts it there again.
 func TestSignalsAndDevices(t *testing.T) {
-	observed(t, 2, config.Config{Timeline: os.DevNull}, 2, func(_ *testcluster.Rank, o *Rank) {
+	observed(t, 2, config.Config{Timeline: os.DevNull}, 2, func(_ *testcluster.Rank, o *Watch) {
 		for range 2 {
 			if err := o.timeline.toggle(); err != nil {
 				t.Error(err)
@@ -127,7 +127,7 @@ func TestSignalsAndDevices(t *testing.T) {
 func TestFilesOfTwoJobs(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	job := func(ranks int) {
-		observed(t, 2, config.Config{Timeline: config.TimelineDynamic}, 1, func(r *testcluster.Rank, o *Rank) {
+		observed(t, 2, config.Config{Timeline: config.TimelineDynamic}, 1, func(r *testcluster.Rank, o *Watch) {
 			if int(r.Rank) < ranks {
 				if err := o.StartTimeline(path, false); err != nil {
 					t.Error(err)

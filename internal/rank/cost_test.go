@@ -1,4 +1,4 @@
-package observe_test
+package rank_test
 
 import (
 	"fmt"
