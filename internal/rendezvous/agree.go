@@ -64,7 +64,7 @@ func (a *agreement) hear(answer *rendezvouspb.Answer) error {
 func (s *Session) Agree(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error) {
 	ctx, unwatch := s.Watch(ctx)
 	defer unwatch()
-	a := s.agreement()
+	a := s.member.tries
 	trying, stop := context.WithCancelCause(ctx)
 	var stopper sync.WaitGroup
 	stopper.Go(func() {
@@ -91,13 +91,6 @@ func (s *Session) Agree(ctx context.Context, try func(context.Context) error) (f
 	return nil, fmt.Errorf("rendezvous: waiting for the ranks of this host to agree: %w", context.Cause(ctx))
 }
 
-func (s *Session) agreement() *agreement {
-	if s.root != nil {
-		return s.root.tries
-	}
-	return s.member.tries
-}
-
 // tried tells the root how the try of this rank has ended.
 func (s *Session) tried(err error) {
 	status := &rendezvouspb.Status{Kind: rendezvouspb.Status_TRIED}
@@ -106,12 +99,6 @@ func (s *Session) tried(err error) {
 	case err != nil:
 		status.Text = cut(err.Error(), maxTriedBytes)
 		status.MayPass = mayPass(err)
-	}
-	if s.root != nil {
-		s.root.mu.Lock()
-		defer s.root.mu.Unlock()
-		s.root.noteTried(0, status)
-		return
 	}
 	_ = sendStatus(s.member.conn, status) // if it cannot be sent, listen says why
 }
@@ -180,10 +167,6 @@ func hasFailed(reports map[int]*rendezvouspb.Status) bool {
 
 // sayTried sends a rank an answer about the try of its host. r is locked.
 func (r *root) sayTried(rank int, a *rendezvouspb.Answer) {
-	if rank == 0 {
-		_ = r.tries.hear(a) // the root says each once
-		return
-	}
 	if m := r.members[rank]; !m.finished {
 		if frame, err := appendMessage(nil, a); err == nil { // it is: all texts are UTF-8
 			m.out <- frame

@@ -8,7 +8,8 @@
 //     records of its two neighbours, and the ranks pass the others round ([Session.Gather]).
 //  4. Stay connected. Over the connection to the root the ranks of a host agree on what they can only do together, such as sharing memory
 //     ([Session.Agree]), and all learn whether every rank is ready ([Session.Ready]) or which has failed ([Session.Fail], [Session.Watch]).
-//     Then the engine's control channels take over, and internal/joblink for what the launcher wants to know.
+//     Rank 0 is a member of its own root like the others, over a pipe. Then the engine's control channels take over, and internal/joblink
+//     for what the launcher wants to know.
 //
 // Steps 1 and 2 are [Join].
 //

@@ -90,20 +90,21 @@ type Session struct {
 	rank   topo.Rank
 	ring   bool    // Gather is needed
 	root   *root   // at rank 0, unless the job has size 1
-	member *member // at the other ranks
+	member *member // unless the job has size 1
 }
 
 // Close ends the root of rank 0; until then it listens, to tell latecomers that the epoch is complete. Tables
 // in flight are delivered first, for at most 5 s. Close waits for goroutines. If a rank closes before all are
 // Ready, the others take it for failed. Later calls return the result of the first.
 func (s *Session) Close() error {
-	switch {
-	case s.root != nil:
-		return s.root.close()
-	case s.member != nil:
-		return s.member.close()
+	var err error
+	if s.root != nil {
+		err = s.root.close()
 	}
-	return nil
+	if s.member != nil {
+		s.member.close()
+	}
+	return err
 }
 
 // Reason is why an epoch was not formed with this rank.

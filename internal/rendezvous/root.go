@@ -1,6 +1,7 @@
 package rendezvous
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
@@ -32,6 +33,7 @@ const (
 	probeTimeout     = 5 * time.Second        // for an older root to answer a new rank 0
 	windDown         = 2 * time.Second        // how long a failed root keeps answering
 	maxTold          = 4096                   // processes remembered as having been answered
+	maxAnswers       = 4                      // that a caller gets
 )
 
 type rootState uint8
@@ -59,18 +61,18 @@ type root struct {
 	changed chan struct{} // capacity 1: all ranks are there, or the root failed
 	allTold chan struct{} // closed when a failed root has answered every other rank
 
-	start outcome    // of what follows the table
-	tries *agreement // of rank 0's host
+	start outcome // of what follows the table
 
 	mu        sync.Mutex
 	state     rootState
 	callers   map[*caller]struct{} // all connections
-	members   []*caller            // by rank, nil for rank 0 and those missing
+	members   []*caller            // by rank, nil for those missing; rank 0's is there once complete
 	missing   int
 	gaveUp    map[int]bool                            // missing ranks that were here until their time ended
 	lastEpoch uint64                                  // greatest of all ranks that have been here
 	epoch     uint64                                  // once complete
 	records   []Record                                // once complete
+	own       net.Conn                                // once complete: rank 0's end of its connection as a member
 	ring      bool                                    // once complete: members get the records of their neighbours only
 	table     []byte                                  // once complete, unless ring: frames for the members
 	failure   *RefusedError                           // once failed
@@ -88,7 +90,7 @@ type caller struct {
 	over net.Conn     // conn, encrypted if the secret is: what is said goes over it
 	q    *joinRequest // nil until it has been read
 	// out has what to send. It is closed after the last answer, which finished says. No caller gets more than
-	// four answers, so sending to out does not block.
+	// maxAnswers, so sending to out does not block.
 	out      chan []byte
 	finished bool  // Guarded by root.mu
 	refused  bool  // the answer is the failure. Guarded by root.mu
@@ -116,7 +118,7 @@ func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		r.close() // the listener's error would only hide err
 		return nil, err
 	}
-	return &Session{Epoch: r.epoch, Records: r.records, ring: r.ring, root: r}, nil
+	return &Session{Epoch: r.epoch, Records: r.records, ring: r.ring, root: r, member: newMember(r.own, bufio.NewReader(r.own))}, nil
 }
 
 // openRoot starts to answer. Nobody knows the address yet, except that rank 0 itself may find it in the store
@@ -137,7 +139,6 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 		gaveUp:     make(map[int]bool),
 		ready:      make(map[int]bool),
 		start:      newOutcome(),
-		tries:      newAgreement(),
 		tried:      make(map[string]map[int]*rendezvouspb.Status),
 		missing:    cfg.Size - 1,
 		lastEpoch:  cfg.LastEpoch,
@@ -437,7 +438,23 @@ func (r *root) complete(epoch uint64) (bool, error) {
 		r.table = r.tableOf(0) // the same for all
 	}
 	r.decide(complete)
+	r.admitSelf()
 	return true, nil
+}
+
+// admitSelf makes rank 0 a member like the others, over a pipe; r.own is its end. r is locked and complete.
+func (r *root) admitSelf() {
+	var conn net.Conn
+	r.own, conn = net.Pipe()
+	g := &caller{conn: conn, over: conn, q: &joinRequest{record: r.cfg.Self}, out: make(chan []byte, maxAnswers)}
+	r.members[0], r.callers[g] = g, struct{}{}
+	r.wg.Go(func() {
+		_ = r.converse(g) // it ends with the Session, which knows why
+		conn.Close()
+		r.mu.Lock()
+		delete(r.callers, g)
+		r.mu.Unlock()
+	})
 }
 
 // tableOf returns what a member gets when the epoch is complete.
@@ -532,7 +549,7 @@ func (r *root) accept() {
 			continue
 		}
 		wait = 0
-		g := &caller{conn: conn, out: make(chan []byte, 4), slot: r.handshakes.Acquire(conn)} // here, so that the oldest is who came first
+		g := &caller{conn: conn, out: make(chan []byte, maxAnswers), slot: r.handshakes.Acquire(conn)} // here, so that the oldest is who came first
 		r.mu.Lock()
 		if r.ctx.Err() != nil {
 			conn.Close()
@@ -552,8 +569,7 @@ func (r *root) accept() {
 	}
 }
 
-// serve reads the request of g and answers it. It then receives the statuses of a member until the end. The
-// error is for the log.
+// serve reads the request of g and answers it. The error is for the log.
 func (r *root) serve(g *caller) error {
 	err := r.handshake(g)
 	if !g.slot.Release() {
@@ -568,9 +584,14 @@ func (r *root) serve(g *caller) error {
 	if member := r.admit(g); !member {
 		return r.tell(g)
 	}
+	return r.converse(g)
+}
+
+// converse hears a member until all is said.
+func (r *root) converse(g *caller) error {
 	var hearing sync.WaitGroup
 	hearing.Go(func() { r.hear(g) })
-	err = r.tell(g)
+	err := r.tell(g)
 	// The rank closes the connection when it has its answer. To close it first, with something unread, could cost it.
 	g.conn.SetReadDeadline(time.Now().Add(answerTimeout))
 	hearing.Wait()

@@ -65,16 +65,9 @@ func (o *outcome) end(err *FailedError) {
 	close(o.done)
 }
 
-func (s *Session) outcome() *outcome {
-	if s.root != nil {
-		return &s.root.start
-	}
-	return &s.member.start
-}
-
 // wait waits until the start has ended. The error is a *FailedError, or that of ctx.
 func (s *Session) wait(ctx context.Context) error {
-	o := s.outcome()
+	o := &s.member.start
 	select {
 	case <-o.done:
 	case <-ctx.Done():
@@ -95,9 +88,9 @@ func (s *Session) wait(ctx context.Context) error {
 func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func()) {
 	watched, cancel := context.WithCancelCause(ctx)
 	var watcher sync.WaitGroup
-	if s.root != nil || s.member != nil {
+	if s.member != nil {
 		watcher.Go(func() {
-			start := s.outcome()
+			start := &s.member.start
 			select {
 			case <-start.done:
 				if start.err != nil {
@@ -117,15 +110,11 @@ func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func
 // is a *FailedError, the same at all ranks, or that of ctx. If a rank dies later, the connections of the
 // engine notice.
 func (s *Session) Ready(ctx context.Context) error {
-	switch {
-	case s.root != nil:
-		s.root.isReady(0)
-	case s.member != nil:
-		// If it cannot be sent, listen says why.
-		_ = sendStatus(s.member.conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_READY})
-	default:
+	if s.member == nil {
 		return nil
 	}
+	// If it cannot be sent, listen says why.
+	_ = sendStatus(s.member.conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_READY})
 	return s.wait(ctx)
 }
 
@@ -138,19 +127,15 @@ const failWait = 2 * time.Second
 // count. A rank that has died is the cause whatever the others say. The connections to the other ranks should
 // stay until Fail has returned. After all ranks were ready it returns err.
 func (s *Session) Fail(err error, suspects ...topo.Rank) error {
-	if s.root == nil && s.member == nil {
+	if s.member == nil {
 		return err
 	}
-	before := s.outcome().ended()
-	if s.root != nil {
-		s.root.hearReport(report{0, suspects, err.Error()})
-	} else {
-		status := &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: cut(err.Error(), maxTextBytes)}
-		for _, r := range suspects {
-			status.Ranks = append(status.Ranks, int32(r))
-		}
-		_ = sendStatus(s.member.conn, status) // as in Ready
+	before := s.member.start.ended()
+	status := &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: cut(err.Error(), maxTextBytes)}
+	for _, r := range suspects {
+		status.Ranks = append(status.Ranks, int32(r))
 	}
+	_ = sendStatus(s.member.conn, status) // as in Ready
 	ctx, cancel := context.WithTimeout(context.Background(), failWait)
 	defer cancel()
 	why, failed := errors.AsType[*FailedError](s.wait(ctx))
@@ -174,10 +159,9 @@ func newMember(conn net.Conn, in *bufio.Reader) *member {
 }
 
 // close waits for listen.
-func (m *member) close() error {
+func (m *member) close() {
 	_ = m.conn.Close() // so that listen ends, which closes it too
 	<-m.start.done
-	return nil
 }
 
 // listen receives from the root how the start ends, and closes the connection.
@@ -331,23 +315,11 @@ func (r *root) heard(g *caller, s *rendezvouspb.Status, err error) {
 	}
 }
 
-func (r *root) isReady(rank int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.noteReady(rank)
-}
-
 // noteReady ends the start if rank is the last. r is locked.
 func (r *root) noteReady(rank int) {
 	if r.ready[rank] = true; len(r.ready) == len(r.members) {
 		r.conclude(nil)
 	}
-}
-
-func (r *root) hearReport(p report) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.noteReport(p)
 }
 
 // noteReport records that a rank cannot go on; only its first report counts. After the first report of all
