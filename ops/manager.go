@@ -9,27 +9,29 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Registry is the backends of a job in the order of preference: for each response the first that can run it does. It is the
-// same at all ranks.
+// Registry lists the backends of a job in order of preference: the first that can run a response runs it. It
+// is the same on all ranks.
 type Registry []Registration
 
-// Registration is one of them.
+// Registration describes one backend of a Registry.
 type Registration struct {
 	ID message.Backend
-	// Lists says that the backend takes any number of tensors for an allreduce from where they lie, and scales them, so that
-	// they pass through no fusion buffer.
+	// Lists says that the backend reads and writes the tensors of an allreduce in place, in any number, and
+	// scales them itself. The tensors are then not packed into a fusion buffer.
 	Lists bool
-	// New makes the backend of a process set on its lane, for the rank that has position me.
+	// New makes the backend for a process set on its lane. ranks are the members of the set, and me is the
+	// position of this rank among them.
 	New func(set topo.ProcessSetID, ranks []topo.Rank, me int) (Backend, error)
 }
 
-// Manager has the backends of one process set.
+// Manager holds the backends of one process set.
 type Manager struct {
 	registry Registry
 	backends []Backend // as registry
 }
 
-// NewManager makes the backends of a process set. Those that were made are closed if one fails.
+// NewManager makes the backends of a process set. If one of them fails, NewManager closes those that it has
+// already made.
 func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me int) (*Manager, error) {
 	m := &Manager{registry: registry}
 	for _, r := range registry {
@@ -43,9 +45,10 @@ func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me 
 	return m, nil
 }
 
-// Plan returns the first backend that can run r, which has numBytes of output, and the algorithm it would use. If
-// there is none, the error names each that was tried and wraps its reason. Kinds that move no data need none: they get
-// NoBackend. It may be called while operations run.
+// Plan returns the first backend that can run r, which has numBytes of output, and the algorithm that the
+// backend would use. If no backend can run r, the error names each backend that was tried and wraps its
+// reason. Kinds that move no data need no backend: for them Plan returns NoBackend. Plan may be called while
+// operations run.
 func (m *Manager) Plan(r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
 	if !r.Kind.MovesData() {
 		return message.NoBackend, message.NoAlgorithm, nil
@@ -69,7 +72,8 @@ func (m *Manager) Plan(r *message.Response, numBytes int64) (message.Backend, me
 		fmt.Errorf("ops: no backend for %v %q of %v: %w", r.Kind, r.Name, r.DType, refusals)
 }
 
-// Get returns the backend that a granted response names, and whether it takes lists.
+// Get returns the backend with the given ID, which a granted response names, and whether the backend takes
+// lists of tensors (Registration.Lists).
 func (m *Manager) Get(id message.Backend) (b Backend, lists bool, err error) {
 	i := slices.IndexFunc(m.registry, func(r Registration) bool { return r.ID == id })
 	if i < 0 {

@@ -1,5 +1,5 @@
-// Package ops runs granted responses: an ordered list of backends, the first of which that can do the
-// work does it (the form of Horovod's operation manager).
+// Package ops runs granted responses. It tries an ordered list of backends, and the first that can run a
+// response runs it, as in Horovod's operation manager.
 package ops
 
 import (
@@ -9,88 +9,96 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Backend runs collectives among the members of one process set on one lane, one after the other. All members start the
-// same operations in the same order with agreeing arguments. Calls are not concurrent. Ranks are counted within the set: 0
-// to n-1 in the order of the set.
+// Backend runs collectives among the members of one process set on one lane, one after another. All members
+// start the same operations in the same order with matching arguments. Calls are not concurrent. Ranks are
+// positions in the set: 0 to n-1 in the order of the set.
 //
-// An operation runs from Start until Step returns Finished or an error. Then nothing reads or writes its buffers any more.
-// An error leaves their contents undefined and the backend dead: its streams have lost their position.
+// An operation runs from Start until Step returns Finished or an error. After that nothing reads or writes
+// its buffers. After an error the contents of the buffers are undefined and the backend cannot be used any
+// more, because its streams have lost their position.
 type Backend interface {
-	// Plan says by which algorithm the backend would run a response of r's kind on numBytes of output, or
-	// why it cannot (the reason alone: the Manager adds whose it is, and for what). It must give the same
-	// answer on every rank that has the same capabilities; the coordinator asks, and its answer binds all.
+	// Plan returns the algorithm with which the backend would run a response of r's kind on numBytes of
+	// output, or an error if it cannot run it. The error has only the reason: the Manager adds the backend
+	// and the operation. Plan must return the same result on every rank that has the same capabilities: only
+	// the coordinator calls it, and its result binds all ranks.
 	Plan(r *message.Response, numBytes int64) (message.Algorithm, error)
 
 	// Start begins op. It does not wait for other ranks.
 	Start(op Operation) error
 
-	// Step does the next step of the operation. If wait is set, it waits for other ranks as long as ctx allows, and may do
-	// all that is left. If not, it takes no notice of ctx and returns Waiting or Blocked instead. A backend whose operations
-	// block returns Blocked, and finishes in its first step that waits.
+	// Step runs the next step of the operation. If wait is set, Step waits for other ranks until ctx ends,
+	// and may run all remaining steps. If wait is not set, Step ignores ctx and returns Waiting or Blocked
+	// instead of waiting. A backend whose operations can only block returns Blocked, and finishes in its
+	// first step with wait set.
 	Step(ctx context.Context, wait bool) (Progress, error)
 
-	// Close releases what the backend holds. An operation that has not ended is given up.
+	// Close releases the resources of the backend. It abandons an operation that has not ended.
 	Close()
 }
 
-// Progress is what came of a step.
+// Progress is the result of a step.
 type Progress uint8
 
 const (
-	// Waiting is a step that could not be done because another rank is not ready for it. It may be tried again.
+	// Waiting means that the step was not done because another rank is not ready for it. It may be tried
+	// again.
 	Waiting Progress = iota
-	// Blocked is a step that can only be done by waiting for it.
+	// Blocked means that the step can only be done by a call with wait set.
 	Blocked
-	// Moving is a step that was done; others are left.
+	// Moving means that the step was done and that other steps remain.
 	Moving
-	// Finished is the last step.
+	// Finished means that the last step was done.
 	Finished
 )
 
-// Operation is this rank's part in a collective. Which fields count depends on Kind.
+// Operation is this rank's part in a collective. Kind decides which of the other fields are used.
 type Operation struct {
 	// Kind is Allreduce, Allgather, Broadcast, Alltoall or Reducescatter.
 	Kind      message.Kind
 	Algorithm message.Algorithm
 
-	// DType is the type of the elements that are reduced, and Op how: Sum, Min, Max or Product (averages are made by
-	// scaling), or Adasum for an Allreduce.
+	// DType is the type of the elements that are reduced. Op is the reduction: Sum, Min, Max or Product, or
+	// Adasum for an Allreduce. An average is a Sum with Scaling.
 	DType tensor.DType
 	Op    tensor.ReduceOp
 
-	// Tensors are what an Allreduce reduces, as if they lay one behind the other. What each rank's tensors are and where one
-	// ends may differ between ranks; their total length may not. Afterwards all ranks hold the same bits. A backend
-	// that is not registered for Lists takes one tensor, whose In is its Out, and does not scale.
+	// Tensors are the tensors that an Allreduce reduces, as if they were concatenated. The number and the
+	// lengths of the tensors may differ between ranks, but their total length must not. Afterwards all ranks
+	// hold the same bits. A backend that is not registered with Lists takes one tensor, whose In is its Out,
+	// and does not scale.
 	Tensors []Tensor
 	Scaling Scaling
 
-	// Buf is what the others work on: an Allgather fills it with the contributions of all ranks in order, of which the
-	// caller has put its own in place; a Broadcast copies that of Root to all others; a Reducescatter reduces it and leaves
-	// the result in this rank's block (the other blocks are undefined); an Alltoall gives each rank its block of it.
+	// Buf is the buffer of all kinds other than Allreduce. An Allgather fills it with the contributions of
+	// all ranks in order; the caller has put this rank's contribution in its place. A Broadcast copies the
+	// Buf of Root to all other ranks. A Reducescatter reduces it and leaves the result in this rank's block;
+	// the other blocks are then undefined. An Alltoall sends each rank its block of it.
 	Buf []byte
 
-	// Counts are the bytes of the blocks of Buf, by rank. For Adasum they are the bytes of the tensors that lie one
-	// behind the other in the one that is given, each of which is combined by itself.
+	// Counts are the sizes of the blocks of Buf in bytes, by rank. For Adasum they are the sizes in bytes of
+	// the tensors that are concatenated in the one tensor of the operation; each of them is combined
+	// separately.
 	Counts []int64
 
 	// Root is the rank whose Buf is broadcast.
 	Root int
 
-	// Allocate returns the output of an Alltoall: the blocks that the ranks have for this one, in their order. It is called
-	// once, with the bytes from each rank (valid during the call), which only their owners know before. Its error ends the
-	// operation.
+	// Allocate returns the output buffer of an Alltoall, for the blocks that the ranks send to this rank, in
+	// the order of the ranks. The backend calls it once, with the number of bytes from each rank, which this
+	// rank does not know before; counts is valid during the call. An error from Allocate ends the operation.
 	Allocate func(counts []int64) ([]byte, error)
 }
 
-// Tensor is this rank's part in one tensor of an allreduce: elements, as bytes.
+// Tensor is this rank's part in one tensor of an allreduce. Its elements are given as bytes.
 type Tensor struct {
-	// In is what the rank contributes and Out where it wants the result. They have the same length and are aligned for
-	// the elements; they are the same memory or do not overlap.
+	// In is the rank's contribution, and Out receives the result. They have the same length and are aligned
+	// for the elements. They are the same memory or do not overlap.
 	In, Out []byte
 }
 
-// Scaling is what happens to the elements around a reduction: all contributions are multiplied by Pre, and the result
-// divided by Divisor (integers only; 0 and 1 do nothing) and multiplied by Post. The factors round as kernel.Scale does.
+// Scaling multiplies and divides the elements around a reduction. All contributions are multiplied by Pre.
+// The result is divided by Divisor (integer types only; 0 and 1 do nothing) and multiplied by Post. The
+// factors are rounded as in kernel.Scale.
 type Scaling struct {
 	Pre, Post float64
 	Divisor   int64

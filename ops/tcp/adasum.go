@@ -10,19 +10,22 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// runAdasum combines tensors by HalvingDoubling, in the tree that the package comment defines. Ranks from p on, the
-// largest power of two, first give their vectors to partners. The others work at distances d = 1, 2, 4 ... p/2: a rank
-// and the one d further, which hold the same part of two vectors, send each other one half of it and combine the other
-// half. To do so the 2d ranks that hold parts of these vectors add up their dot products. At the end the halves are
-// exchanged again in the opposite order, and those who gave their vectors get the result.
+// runAdasum combines tensors with the algorithm HalvingDoubling, in the tree that the package comment
+// defines. With p the largest power of two up to n, ranks from p on first send their vectors to partners. The
+// other ranks work at distances d = 1, 2, 4 ... p/2. Two ranks at distance d hold the same part of two
+// vectors; they send each other one half of it and combine the other half. For this, the 2d ranks that hold
+// parts of these vectors add up their dot products. At the end the halves are exchanged again in the opposite
+// order, and the ranks from p on receive the result.
 //
-// With L = log2 p, a rank sends 2(p-1)/p × len(buf) bytes in L(L+5)/2 steps, of which L(L+1)/2 are for dot products: 24
-// bytes for each tensor. If n is no power of two, n-p pairs send another len(buf) each way in 2 more steps. The backend
-// keeps half of len(buf) of memory, or all of it where a rank takes another's vector.
+// With L = log2 p, a rank sends 2(p-1)/p × len(buf) bytes in L(L+5)/2 steps, of which L(L+1)/2 are for dot
+// products: 24 bytes for each tensor. If n is not a power of two, n-p pairs send another len(buf) each way in
+// 2 more steps. The backend keeps half of len(buf) of memory, or all of it if the rank receives the vector of
+// a rank from p on.
 //
-// The halves are cut from the whole buffer and their dot products added by segments: what else is in buf, and the size
-// of segments, may change the last bits of products, and so of results. All ranks have the same bits all the same. A NaN
-// in a vector, or an infinity, makes the tensor NaN or infinite as the arithmetic has it.
+// The halves are cut from the whole buffer and their dot products are added by segments: the other tensors in
+// buf and the size of segments may change the last bits of the products, and so of the results. All ranks
+// still have the same bits. A NaN or an infinity in a vector makes the tensor NaN or infinite, as the
+// arithmetic yields.
 func (b *Backend) runAdasum() error {
 	if err := b.by(message.HalvingDoubling); err != nil {
 		return err
@@ -40,14 +43,15 @@ func (b *Backend) runAdasum() error {
 	return b.adasumHalvingDoubling(b.segment(b.op.DType.Size()), buf)
 }
 
-// adasumHalvingDoubling combines the tensors in buf, which b.adasum is prepared for, over two ranks or more.
+// adasumHalvingDoubling combines the tensors in buf over two or more ranks. b.adasum must be prepared for
+// them.
 func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 	n := len(b.ranks)
 	p := 1 << (bits.Len(uint(n)) - 1)
 	if b.me >= p {
 		return b.delegate(b.me-p, seg, buf)
 	}
-	guest := b.me + p // the rank that delegates to this one, unless there are not so many
+	guest := b.me + p // the rank that delegates to this one, if it exists
 	if guest < n {
 		if err := b.takeIn(guest, seg, buf); err != nil {
 			return err
@@ -69,7 +73,7 @@ func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 	return nil
 }
 
-// delegate gives buf to rank host of the set, and gets the result.
+// delegate sends buf to rank host of the set, and receives the result.
 func (b *Backend) delegate(host, seg int, buf []byte) error {
 	c, err := b.conn(host)
 	if err != nil {
@@ -81,7 +85,7 @@ func (b *Backend) delegate(host, seg int, buf []byte) error {
 	return exchange(c, nil, buf, seg)
 }
 
-// takeIn combines buf, as the lower side, with what rank guest of the set delegates.
+// takeIn combines buf, as the vector of the lower side, with the vector that rank guest of the set delegates.
 func (b *Backend) takeIn(guest, seg int, buf []byte) error {
 	c, err := b.conn(guest)
 	if err != nil {
@@ -95,8 +99,8 @@ func (b *Backend) takeIn(guest, seg int, buf []byte) error {
 	return nil
 }
 
-// halve combines the vectors of two blocks of d ranks. Of the part that this rank and its partner in the other block
-// hold, each combines one half.
+// halve combines the vectors of two blocks of d ranks. This rank and its partner in the other block hold the
+// same part; each combines one half of it.
 func (b *Backend) halve(d, seg int, buf []byte) error {
 	a, lower := &b.adasum, b.me&d == 0
 	c, err := b.conn(b.me ^ d)
@@ -110,8 +114,8 @@ func (b *Backend) halve(d, seg int, buf []byte) error {
 	if err := a.compare(c, buf, mine, seg, lower); err != nil {
 		return err
 	}
-	// At each distance both ranks of a pair add the same two numbers: in the end all 2d ranks have the same bits. The last
-	// exchange is with the partner again, so that the half that it got has left.
+	// At each distance both ranks of a pair add the same two numbers, so in the end all 2d ranks have the same bits. The
+	// last exchange is with the partner again. Its flush also ensures that the half for the partner has been sent.
 	for e := 1; e <= d; e *= 2 {
 		if c, err = b.conn(b.me ^ e); err != nil {
 			return err
@@ -124,7 +128,8 @@ func (b *Backend) halve(d, seg int, buf []byte) error {
 	return nil
 }
 
-// unite undoes the halving at distance d: this rank and its partner give each other what they have.
+// unite reverses the halving at distance d: this rank and its partner send each other the parts that they
+// hold.
 func (b *Backend) unite(d, seg int, buf []byte) error {
 	c, err := b.conn(b.me ^ d)
 	if err != nil {
@@ -134,8 +139,8 @@ func (b *Backend) unite(d, seg int, buf []byte) error {
 	return exchange(c, mine.of(buf), theirs.of(buf), seg)
 }
 
-// exchange sends out and receives in. The peer does the opposite at the same time. It cannot wait for ever: neither
-// waits to send, so both receive, and so both flush.
+// exchange sends out and receives in, while the peer does the opposite. It cannot deadlock: send does not
+// wait, so both sides receive, and so both flushes end.
 func exchange(c *stream, out, in []byte, seg int) error {
 	if err := send(c, out, seg); err != nil {
 		return err
@@ -146,25 +151,26 @@ func exchange(c *stream, out, in []byte, seg int) error {
 	return c.Flush()
 }
 
-// stretch is the bytes of a buffer from one to another.
+// stretch is a range of bytes of a buffer.
 type stretch struct{ from, to int }
 
 func (s stretch) of(buf []byte) []byte { return buf[s.from:s.to] }
 
-// adasum is what one rank knows of the tensors while it combines vectors.
+// adasum is the state of one rank while it combines vectors.
 type adasum struct {
 	size    int // of an element
 	dot     kernel.DotFunc
 	combine kernel.CombineFunc
 	tensors cut     // of the buffer
-	other   scratch // what the partner has of this rank's half
+	other   scratch // the partner's values of this rank's half
 
-	// Three numbers for each tensor, for vectors a and b: a·b, a·a and b·b. First the products of this rank's half, then
-	// their sums over more and more ranks, to which those of others are added.
+	// dots has three numbers for each tensor, for vectors a and b: a·b, a·a and b·b. They are first the dot
+	// products of this rank's half, then the sums over more and more ranks. otherDots receives the numbers of
+	// another rank, to add to dots.
 	dots, otherDots []float64
 }
 
-// prepare makes a ready for tensors of dt, which have counts bytes each and numBytes together.
+// prepare sets a up for tensors of dt that have counts bytes each and numBytes together.
 func (a *adasum) prepare(dt tensor.DType, numBytes int, counts []int64) (err error) {
 	if a.dot, err = kernel.Dot(dt); err != nil {
 		return err
@@ -181,8 +187,8 @@ func (a *adasum) prepare(dt tensor.DType, numBytes int, counts []int64) (err err
 	return a.tensors.by(counts, numBytes, a.size)
 }
 
-// half returns what rank r of the set holds of a buffer of numBytes once it was halved at all distances up to d. The lower
-// of two ranks holds the lower half, which is the smaller one where they differ.
+// half returns the part that rank r of the set holds after a buffer of numBytes was halved at all distances
+// up to d. The lower of two ranks holds the lower half, which is the smaller one if the halves differ.
 func (a *adasum) half(r, d, numBytes int) stretch {
 	s := stretch{0, numBytes / a.size}
 	for e := 1; e <= d; e *= 2 {
@@ -195,8 +201,8 @@ func (a *adasum) half(r, d, numBytes int) stretch {
 	return stretch{s.from * a.size, s.to * a.size}
 }
 
-// compare receives the other vector's stretch s into a.other and computes the dot products over it while more comes.
-// What buf holds there is a if lower is set, else b.
+// compare receives stretch s of the other vector into a.other, and computes the dot products over it while
+// more arrives. buf holds vector a if lower is set, else vector b.
 func (a *adasum) compare(c *stream, buf []byte, s stretch, seg int, lower bool) error {
 	clear(a.dots)
 	in := a.other.room(s.to - s.from)
@@ -217,7 +223,7 @@ func (a *adasum) compare(c *stream, buf []byte, s stretch, seg int, lower bool) 
 	return nil
 }
 
-// addDots adds the dot products of the rank at the other end of c, which does the same.
+// addDots exchanges dot products with the rank at the other end of c and adds them. That rank does the same.
 func (a *adasum) addDots(c *stream, seg int) error {
 	if err := exchange(c, tensor.Bytes(a.dots), tensor.Bytes(a.otherDots), seg); err != nil {
 		return err
@@ -228,7 +234,7 @@ func (a *adasum) addDots(c *stream, seg int) error {
 	return nil
 }
 
-// mix combines stretch s of buf with a.other, by the dot products.
+// mix combines stretch s of buf with a.other, using the dot products. lower is as in compare.
 func (a *adasum) mix(buf []byte, s stretch, lower bool) {
 	in := a.other.room(s.to - s.from)
 	for t, p := range a.pieces(s) {
@@ -239,7 +245,7 @@ func (a *adasum) mix(buf []byte, s stretch, lower bool) {
 	}
 }
 
-// sides returns the vectors a and b, of which the lower block has the first.
+// sides orders two vectors: the vector of the lower block is a.
 func sides(own, other []byte, lower bool) (a, b []byte) {
 	if lower {
 		return own, other
@@ -247,7 +253,7 @@ func sides(own, other []byte, lower bool) (a, b []byte) {
 	return other, own
 }
 
-// factor returns what a vector is multiplied with, given its dot product with the other and with itself.
+// factor returns the factor of a vector, given its dot products with the other vector and with itself.
 func factor(dot, square float64) float64 {
 	const tiny = 0x1p-511
 	if square < tiny {
@@ -256,11 +262,11 @@ func factor(dot, square float64) float64 {
 	return 1 - dot/square/2
 }
 
-// pieces returns the tensors that s touches, by number, and how much of each.
+// pieces yields the tensors that overlap s, by number, and the piece of s that belongs to each.
 func (a *adasum) pieces(s stretch) iter.Seq2[int, stretch] {
 	return func(yield func(int, stretch) bool) {
-		// The first tensor that does not end before the stretch. If it ends where that begins, its piece is empty, as is
-		// that of an empty tensor.
+		// t is the first tensor that does not end before s. If it ends where s begins, its piece is empty; so is the
+		// piece of an empty tensor.
 		t, _ := slices.BinarySearch(a.tensors[1:], int64(s.from))
 		for at := s.from; at < s.to; t++ {
 			end := min(int(a.tensors[t+1]), s.to)

@@ -11,12 +11,13 @@ import (
 // countBytes is the size of the count before every block of an alltoall: a little-endian uint64.
 const countBytes = 8
 
-// alltoall runs an alltoall by Direct: every rank sends each other rank the length of its block, in 8 bytes, and
-// the block. When the lengths from all have come and the output is there, the blocks are read straight into it. Each
-// rank sends len(in) less its own block, in one step, and has channels to all n-1 others.
+// alltoall runs an alltoall with the algorithm Direct: every rank sends each other rank the length of its
+// block, in 8 bytes, and then the block. When the lengths from all ranks have arrived and the output is
+// allocated, the blocks are read straight into it. Each rank sends len(in) less its own block, in one step,
+// and has channels to all n-1 other ranks.
 //
-// A rank that claims to send more than there can be ends the operation before allocate is called. Whether there is room
-// for less is for allocate to say.
+// If a rank claims to send so much that the total exceeds an int64, the operation fails before allocate is
+// called. allocate decides whether there is memory for the total.
 func (b *Backend) alltoall() error {
 	if err := b.by(message.Direct); err != nil {
 		return err
@@ -27,19 +28,19 @@ func (b *Backend) alltoall() error {
 	return b.alltoallDirect(b.op.Buf, b.op.Allocate)
 }
 
-// blocks is what an alltoall learns about its output.
+// blocks holds the lengths of the blocks of an alltoall.
 type blocks struct {
-	headers []byte  // the counts to the ranks as they are sent
-	counts  []int64 // from the ranks
-	cut     cut     // of the output
+	headers []byte  // lengths of the blocks to the ranks, encoded
+	counts  []int64 // lengths of the blocks from the ranks
+	cut     cut     // the blocks in the output
 }
 
 func newBlocks(n int) blocks {
 	return blocks{headers: make([]byte, n*countBytes), counts: make([]int64, n), cut: make(cut, n+1)}
 }
 
-// alltoallDirect sends the parts of in and receives those for this rank. It cannot wait for ever: all that is read here
-// was queued by its sender before that read anything.
+// alltoallDirect sends the parts of in and receives the blocks for this rank. It cannot deadlock: every rank
+// queues all its data before it reads anything.
 func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, error)) error {
 	if err := b.connectAll(); err != nil {
 		return err
@@ -70,8 +71,8 @@ func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, erro
 	return b.flush()
 }
 
-// sendBlocks queues each other rank's part of in for it, behind its length. It begins with the next rank, so that not
-// all ranks begin with the same.
+// sendBlocks queues for each other rank the length of its part of in and then the part. It begins with the
+// next rank, so that not all ranks begin with the same peer.
 func (b *Backend) sendBlocks(in []byte) error {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
@@ -89,8 +90,8 @@ func (b *Backend) sendBlocks(in []byte) error {
 	return nil
 }
 
-// receiveCounts learns how long the blocks from all ranks are, of which this one's is own bytes long, and returns
-// their sum.
+// receiveCounts receives the lengths of the blocks from all other ranks and returns the sum of all lengths.
+// own is the length of this rank's own block.
 func (b *Backend) receiveCounts(own int64) (int64, error) {
 	total := int64(0)
 	for i, c := range b.conns {

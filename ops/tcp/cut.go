@@ -6,14 +6,15 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// cut says where a buffer is cut into parts: part i is the bytes from cut[i] to cut[i+1]. It has one entry more than
-// there are parts, and the first is 0.
+// cut lists the offsets at which a buffer is cut into parts: part i has the bytes from cut[i] to cut[i+1]. It
+// has one entry more than there are parts, and the first is 0.
 type cut []int64
 
 // part returns part i of buf.
 func (c cut) part(buf []byte, i int) []byte { return buf[c[i]:c[i+1]] }
 
-// even cuts a buffer of numBytes, elements of size bytes, into parts that differ by one element at most.
+// even cuts a buffer of numBytes, with elements of size bytes, into parts whose lengths differ by at most one
+// element.
 func (c cut) even(numBytes, size int) error {
 	if numBytes%size != 0 {
 		return fmt.Errorf("got %d bytes, want whole elements of %d bytes", numBytes, size)
@@ -26,7 +27,7 @@ func (c cut) even(numBytes, size int) error {
 	return nil
 }
 
-// by cuts a buffer of numBytes, elements of size bytes, into parts of counts bytes.
+// by cuts a buffer of numBytes, with elements of size bytes, into parts of counts bytes.
 func (c cut) by(counts []int64, numBytes, size int) error {
 	if len(counts) != len(c)-1 {
 		return fmt.Errorf("got %d counts, want %d", len(counts), len(c)-1)
@@ -47,8 +48,9 @@ func (c cut) by(counts []int64, numBytes, size int) error {
 // scratch is memory that is kept from one operation to the next. The zero value is ready.
 type scratch struct{ words []int64 }
 
-// room returns size bytes, aligned for every element, with whatever they hold. It allocates when it never gave so many.
-// What it gave before is the same memory, or no longer in use.
+// room returns size bytes, aligned for every element type, with undefined contents. It allocates if size is
+// larger than ever before. Each call may return the same memory as the calls before it, so results of earlier
+// calls must not be in use.
 func (s *scratch) room(size int) []byte {
 	if need := (size + 7) / 8; len(s.words) < need {
 		s.words = make([]int64, need)

@@ -5,13 +5,13 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// No rank can wait for ever in the reductions here, although each reads from the others in an order of its own. A rank
-// first queues what the others need of its input, and Send does not wait. So what a rank reads in the first step is
-// under way whatever its peers do, and every rank gets through that step. In it a rank queues its results, so whatever
-// is read in the second step is under way too. A channel is flushed by the peer's getting through.
+// The reductions in this file cannot deadlock, although each rank reads from the others in its own order. A rank
+// first queues the input that the others need, and Send does not wait. So the data that a rank reads in the first
+// step is in flight whatever its peers do, and every rank completes that step. In it the rank queues its results, so
+// the data of the second step is in flight too. A flush ends because the peer completes its steps.
 
-// allreduceDirect reduces buf over two ranks or more, in the even parts of b.parts: each rank reduces its part, and
-// sends every segment of the result to all as soon as it is there.
+// allreduceDirect reduces buf over two or more ranks, in the even parts of b.parts. Each rank reduces its own
+// part, and sends every segment of the result to all other ranks as soon as it is complete.
 func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
 	if err := b.reducePart(op, dt, buf, true); err != nil {
 		return err
@@ -19,7 +19,8 @@ func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byt
 	n, seg := len(b.ranks), b.segment(dt.Size())
 	for k := 1; k < n; k++ {
 		from := (b.me + n - k) % n
-		// The result of a part comes from the rank to which this one has sent its own, from the start on.
+		// The result of part from comes from the rank to which this one has sent its own values of the part, so
+		// both begin at b.starts[from].
 		c, landed := b.conns[from], b.starts[from]
 		for rest := b.parts.part(buf, from); len(rest) > 0; {
 			var p []byte
@@ -33,7 +34,7 @@ func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byt
 	return b.flush()
 }
 
-// reducescatterDirect reduces buf over two ranks or more, so that each has the result of its part.
+// reducescatterDirect reduces buf over two or more ranks, so that each rank has the result of its own part.
 func (b *Backend) reducescatterDirect(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
 	if err := b.reducePart(op, dt, buf, false); err != nil {
 		return err
@@ -41,9 +42,9 @@ func (b *Backend) reducescatterDirect(op tensor.ReduceOp, dt tensor.DType, buf [
 	return b.flush()
 }
 
-// reducePart sends the other ranks their parts of buf, noting in b.starts where in the streams, and reduces this rank's
-// part. If share is set it sends the result to all. Whatever it sends, it begins with the next rank, so that not all
-// ranks begin with the same.
+// reducePart sends the other ranks their parts of buf, records in b.starts where each begins in its stream,
+// and reduces this rank's part. If share is set it sends the result to all other ranks. It sends to the next
+// rank first, so that not all ranks begin with the same peer.
 func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, share bool) error {
 	if err := b.ordered.prepare(op, dt); err != nil {
 		return err
@@ -54,7 +55,7 @@ func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, sh
 	n, seg := len(b.ranks), b.segment(dt.Size())
 	for k := 1; k < n; k++ {
 		to := (b.me + k) % n
-		b.starts[to] = b.conns[to].Sent() // as every operation flushes, nothing is queued
+		b.starts[to] = b.conns[to].Sent() // every operation flushes, so nothing is queued
 		if err := send(b.conns[to], b.parts.part(buf, to), seg); err != nil {
 			return err
 		}
@@ -74,10 +75,11 @@ func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, sh
 	return nil
 }
 
-// reduceInOrder replaces p, a segment of this rank's part, by its reduction over the ranks in their order.
+// reduceInOrder replaces p, a segment of this rank's part, by its reduction over the ranks in ascending
+// order.
 func (b *Backend) reduceInOrder(p []byte) error {
 	for i, c := range b.conns {
-		x := p // what this rank has
+		x := p // this rank's values
 		if i != b.me {
 			x = b.in.room(len(p))
 			if err := receive(c, x); err != nil {
@@ -94,24 +96,25 @@ func (b *Backend) reduceInOrder(p []byte) error {
 	return nil
 }
 
-// inOrder reduces one segment after the other, each rank's contribution in its turn.
+// inOrder reduces segments one after another. The contributions of the ranks are added in order.
 type inOrder struct {
 	dt     tensor.DType
 	reduce kernel.Func // of elements of the accumulator
 	acc    scratch
 
-	// For halves, whose accumulator is of float32; else nil.
+	// widen and narrow convert half-precision types, whose accumulator is float32. They are nil for other
+	// types.
 	widen, narrow kernel.ConvertFunc
 	wide          scratch
 }
 
-// prepare makes o ready for elements of dt.
+// prepare sets o up for elements of dt and the reduction op.
 func (o *inOrder) prepare(op tensor.ReduceOp, dt tensor.DType) (err error) {
 	acc := dt
 	if dt.IsHalf() {
 		acc = tensor.Float32
 	}
-	if o.dt != dt { // conversions are made, not looked up, which allocates
+	if o.dt != dt { // kernel.Convert allocates
 		o.widen, o.narrow, o.dt = nil, nil, tensor.Invalid
 		if acc != dt {
 			if o.widen, err = kernel.Convert(acc, dt); err != nil {

@@ -4,18 +4,19 @@ import (
 	"github.com/gohvd/gohvd/internal/kernel"
 )
 
-// allreduceRing reduces buf, elements of size bytes, over two ranks or more, in the even parts of b.parts.
+// allreduceRing reduces buf, with elements of size bytes, over two or more ranks, in the even parts of
+// b.parts.
 //
-// Rank i starts by sending part i. In step s of 2(n-1) it receives part i-s-1 (modulo n), and sends it on unless the
-// step is the last. In the first n-1 steps what it receives is the sum over the ranks passed so far, to which it adds
-// its own; from then on it is the sum over all.
+// Rank i starts by sending part i. In step s of 2(n-1) it receives part i-s-1 (modulo n), and sends it on
+// unless the step is the last. In the first n-1 steps the received part is the sum over the ranks that it has
+// passed, to which the rank adds its own values; after that it is the sum over all ranks.
 func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error {
 	right, left, err := b.neighbours()
 	if err != nil {
 		return err
 	}
 	n, seg := len(b.ranks), b.segment(size)
-	start := right.Sent() // as every operation flushes, nothing is queued
+	start := right.Sent() // every operation flushes, so nothing is queued
 	if err := send(right, b.parts.part(buf, b.me), seg); err != nil {
 		return err
 	}
@@ -24,8 +25,8 @@ func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error 
 			return err
 		}
 	}
-	// Results come in the order in which this rank has sent its own parts: part i, i-1 and so on. So they overwrite its
-	// stream to the right from the start on.
+	// Results arrive in the order in which this rank has sent its own parts: part i, i-1 and so on. So the position in
+	// the stream to the right at which the old content of p ends counts up from start.
 	landed := start
 	for s := range n - 1 {
 		for rest := b.before(buf, s); len(rest) > 0; {
@@ -45,11 +46,12 @@ func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error 
 	return right.Flush()
 }
 
-// reducescatterRing reduces buf, elements of size bytes, over two ranks or more, so that each has the result of its
-// part.
+// reducescatterRing reduces buf, with elements of size bytes, over two or more ranks, so that each rank has
+// the result of its own part.
 //
-// The sum of a part ends where it should if it begins at the rank behind: rank i starts by sending part i-1. In step s
-// of n-1 it receives part i-s-2 (modulo n), which is its own in the last, adds what it has, and sends the sum on.
+// The sum of part i ends at rank i if it begins at the next rank, so rank i starts by sending part i-1. In
+// step s of n-1 rank i receives part i-s-2 (modulo n), adds its own values, and sends the sum on. In the last
+// step the part is its own, and is not sent on.
 func (b *Backend) reducescatterRing(size int, reduce kernel.Func, buf []byte) error {
 	right, left, err := b.neighbours()
 	if err != nil {
@@ -71,8 +73,8 @@ func (b *Backend) reducescatterRing(size int, reduce kernel.Func, buf []byte) er
 	return right.Flush()
 }
 
-// addOwn receives the sum over the ranks passed so far of a part, adds it to p, which holds what this rank has, and
-// sends it on to right unless that is nil.
+// addOwn receives the sum of a part over the ranks that it has passed, and adds it to p, which holds this
+// rank's values. It sends the result to right unless right is nil.
 func (b *Backend) addOwn(left, right *stream, reduce kernel.Func, p []byte, seg int) error {
 	for rest := p; len(rest) > 0; {
 		var own []byte
@@ -91,7 +93,7 @@ func (b *Backend) addOwn(left, right *stream, reduce kernel.Func, p []byte, seg 
 	return nil
 }
 
-// before returns the part of buf that is the rank's k places before this one in the ring, 0 <= k <= n.
+// before returns the part of buf that belongs to the rank k places before this one in the ring, 0 <= k <= n.
 func (b *Backend) before(buf []byte, k int) []byte {
 	n := len(b.ranks)
 	return b.parts.part(buf, (b.me-k+n)%n)

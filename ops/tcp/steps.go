@@ -8,11 +8,12 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// steps runs operations step by step. They are written as code that waits where it reads and flushes. In a step that may
-// wait it does; in one that may not, the code runs on a coroutine, which is suspended there until the next step.
+// steps runs operations step by step. Operations are written as code that blocks in reads and flushes. In a
+// step that may wait, this code blocks. In a step that may not wait, it runs on a coroutine, which is
+// suspended at that point until the next step.
 //
-// A goroutine that is locked to a thread, as each is that C has called, must not resume the coroutine: the runtime would end
-// the process.
+// A goroutine that is locked to a thread, such as any goroutine that was called from C, must not resume the
+// coroutine: the runtime would abort the process.
 type steps struct {
 	resume  func() (ops.Progress, bool) // nil until the first step that may not wait
 	stop    func()
@@ -22,7 +23,7 @@ type steps struct {
 	closed  bool
 }
 
-// next goes on with b's operation.
+// next continues b's operation.
 func (s *steps) next(b *Backend) (ops.Progress, error) {
 	if !s.running && b.ctx != nil {
 		return ops.Finished, b.run()
@@ -57,7 +58,7 @@ func (s *steps) next(b *Backend) (ops.Progress, error) {
 	return p, s.err
 }
 
-// close ends the coroutine, and an operation that is suspended.
+// close ends the coroutine, and the operation in it if one is suspended.
 func (s *steps) close() {
 	s.closed = true
 	switch {
@@ -72,7 +73,7 @@ func (s *steps) close() {
 	}
 }
 
-// elsewhere is f in a goroutine that is locked to no thread.
+// elsewhere returns a function that calls f in a goroutine that is not locked to a thread, and waits for it.
 func elsewhere(f func() (ops.Progress, bool)) func() (ops.Progress, bool) {
 	return func() (p ops.Progress, ok bool) {
 		done := make(chan struct{})
@@ -85,13 +86,14 @@ func elsewhere(f func() (ops.Progress, bool)) func() (ops.Progress, bool) {
 	}
 }
 
-// lockedOSThread reports whether the calling goroutine is locked to a thread. If the runtime no longer has it, the linker says
-// so.
+// lockedOSThread reports whether the calling goroutine is locked to a thread. If a later runtime removes the
+// function, the linker reports an error.
 //
 //go:linkname lockedOSThread runtime.lockedOSThread
 func lockedOSThread() bool
 
-// await suspends the operation in a step that may not wait. It returns nil in one that may.
+// await suspends the operation in a step that may not wait, with p as the result of the step. In a step that
+// may wait it returns nil at once.
 func (b *Backend) await(p ops.Progress) error {
 	if b.ctx == nil && (b.steps.closed || !b.steps.yield(p)) {
 		return transport.ErrClosed
@@ -99,7 +101,7 @@ func (b *Backend) await(p ops.Progress) error {
 	return nil
 }
 
-// stream is the channel to a peer, whose calls wait only in steps that may.
+// stream is the channel to a peer. Its calls block only in steps that may wait.
 type stream struct {
 	transport.Conn
 	b      *Backend
@@ -129,7 +131,7 @@ func (s *stream) Flush() error {
 		if s.Conn.Sent() == s.queued {
 			return nil
 		}
-		// Sending nothing tells whether the lane was aborted.
+		// An empty Send returns an error if the lane was aborted.
 		if err := s.Conn.Send(nil); err != nil {
 			return err
 		}

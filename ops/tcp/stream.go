@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// conn returns the channel to rank i of the set.
+// conn returns the channel to rank i of the set, and makes it if it does not exist yet.
 func (b *Backend) conn(i int) (*stream, error) {
 	for b.conns[i] == nil {
 		if err := b.await(ops.Blocked); err != nil {
@@ -31,7 +31,8 @@ func (b *Backend) conn(i int) (*stream, error) {
 	return b.conns[i], nil
 }
 
-// neighbours returns the channels to the next rank of the ring, to whom all is sent, and from the one before.
+// neighbours returns the channels of the ring: right goes to the next rank, to which this rank sends, and
+// left comes from the previous one.
 func (b *Backend) neighbours() (right, left *stream, err error) {
 	n := len(b.ranks)
 	if right, err = b.conn((b.me + 1) % n); err != nil {
@@ -43,7 +44,7 @@ func (b *Backend) neighbours() (right, left *stream, err error) {
 	return right, left, nil
 }
 
-// connectAll makes the channels to all other ranks.
+// connectAll makes the channels to all other ranks that do not exist yet.
 func (b *Backend) connectAll() error {
 	for i := range b.ranks {
 		if i == b.me {
@@ -56,7 +57,7 @@ func (b *Backend) connectAll() error {
 	return nil
 }
 
-// flush flushes the channels to all other ranks that there are.
+// flush flushes all channels that exist.
 func (b *Backend) flush() error {
 	for _, c := range b.conns {
 		if c == nil {
@@ -69,7 +70,7 @@ func (b *Backend) flush() error {
 	return nil
 }
 
-// segment returns the size of a segment in bytes, in whole elements of size bytes.
+// segment returns the size of a segment in bytes, a whole number of elements of size bytes.
 func (b *Backend) segment(size int) int { return max(b.segBytes/size, 1) * size }
 
 // receive fills p from c.
@@ -78,7 +79,7 @@ func receive(c *stream, p []byte) error {
 	return err
 }
 
-// send queues p on c by segments of seg bytes.
+// send queues p on c in segments of seg bytes.
 func send(c *stream, p []byte, seg int) error {
 	for len(p) > 0 {
 		var first []byte
@@ -90,17 +91,19 @@ func send(c *stream, p []byte, seg int) error {
 	return nil
 }
 
-// split cuts the first segment of seg bytes, or what there is, off p.
+// split cuts the first seg bytes off p, or all of p if it is shorter.
 func split(p []byte, seg int) (first, rest []byte) {
 	k := min(seg, len(p))
 	return p[:k], p[k:]
 }
 
-// replace receives p from c. What p holds until then was sent on out and ends at position sent there.
+// replace receives p from c. The current content of p has been sent on out, where it ends at stream position
+// sent.
 //
-// It never waits long for the old content to leave: the new one is a sum that the copy of the old at the other end of
-// out has gone into, so once it is here, the old one is there. But the transport may be late to say so, and only what
-// it says settles who owns p. To flush instead could hang: all ranks would wait for each other to receive.
+// The wait for the old content to leave is short. The new content is a sum that includes the old content as
+// the peer on out received it, so when the new content arrives, the old content has arrived there. But the
+// transport may report it later, and until it does, the transport owns p. Flush could deadlock here: all
+// ranks would wait for each other to receive.
 func (b *Backend) replace(c, out *stream, p []byte, sent uint64) error {
 	if out.Sent() >= sent {
 		return receive(c, p)
@@ -110,7 +113,7 @@ func (b *Backend) replace(c, out *stream, p []byte, sent uint64) error {
 		return err
 	}
 	for out.Sent() < sent {
-		// Sending nothing tells whether the lane was aborted.
+		// An empty Send returns an error if the lane was aborted.
 		if err := out.Send(nil); err != nil {
 			return err
 		}

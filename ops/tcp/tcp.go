@@ -1,10 +1,10 @@
-// Package tcp runs collectives over the byte channels of a transport.Mesh: the backend that works between any two
-// hosts. It is as well served by any other mesh.
+// Package tcp runs collectives over the byte channels of a transport.Mesh. With the TCP mesh it works between
+// any two hosts, but it runs on any other mesh too.
 //
-// Every collective is cut into segments, and each segment is passed on as soon as it has been received and, in a
-// reduction, added: while one is reduced, the transport sends those before it and receives those behind it. The streams
-// carry data alone, in an order that all ranks know; only an alltoall says how long its blocks are. Nothing is allocated
-// once the channels are there and the buffers have grown.
+// Every collective is cut into segments. Each segment is passed on as soon as it has been received and, in a
+// reduction, added: while one segment is reduced, the transport sends the segments before it and receives
+// those after it. The streams carry only data, in an order that all ranks know; only an alltoall also sends
+// the lengths of its blocks. Nothing is allocated once the channels exist and the buffers have grown.
 //
 // The algorithms, for n ranks and messages so long that latency does not count:
 //
@@ -19,31 +19,34 @@
 //
 // # Order of additions
 //
-// Floating-point addition is not associative. Every algorithm gives all ranks the same bits. In a ring, which rank the
-// sum of an element begins with depends on its place in the buffer, so on what it was fused with; direct adds in the
-// order of the ranks, whatever the place. Plan chooses direct for sums and products of floats if Config.Deterministic
-// says so, and always for those of halves: these are widened to float32, reduced, and rounded once, where a ring would
-// round at every rank.
+// Floating-point addition is not associative. Every algorithm gives all ranks the same bits. In a ring, the
+// position of an element in the buffer decides with which rank its sum begins, so the result depends on the
+// tensors that are fused with it. Direct adds in the order of the ranks at every position. Plan chooses
+// direct for sums and products of floats if Config.Deterministic is set, and always for half-precision types:
+// direct widens them to float32, reduces, and rounds once, while a ring would round at every rank.
 //
 // # Adasum
 //
-// The adaptive sum of two vectors a and b (Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2020)
-// is
+// The adaptive sum of two vectors a and b (Maleki et al., "Scaling Distributed Training with Adaptive
+// Summation", 2020) is
 //
 //	(1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b
 //
-// It adds what is orthogonal and averages what is parallel. A factor is 1 where the squared norm below the fraction is
-// less than the square root of the smallest normal float64, 2^-511 (Horovod's rule, ops/adasum/adasum.h). The products
-// are computed in float64, and so is the combination, which is rounded once to the element type.
+// It adds orthogonal components and averages parallel ones. A factor is 1 if the squared norm in its
+// denominator is less than the square root of the smallest normal float64, 2^-511 (Horovod's rule,
+// ops/adasum/adasum.h). The dot products and the combination are computed in float64, and the result is
+// rounded once to the element type.
 //
-// It is commutative but not associative, so the tree is part of the result. Let x[i] be the vector of rank i of n, and p
-// the largest power of two up to n. Written with + for the adaptive sum, a + b, the result is c[p, 0] of
+// The adaptive sum is commutative but not associative, so the tree is part of the definition. Let x[i] be the
+// vector of rank i of n, and p the largest power of two up to n. Written with + for the adaptive sum, the
+// result is c[p, 0] of
 //
 //	c[1, i]  = x[i] + x[p+i]             for i < n-p
 //	c[1, i]  = x[i]                      for n-p <= i < p
 //	c[2d, i] = c[d, 2i] + c[d, 2i+1]     for d = 1, 2, 4 ... p/2 and i < p/2d
 //
-// For six ranks that is ((x[0]+x[4]) + (x[1]+x[5])) + (x[2]+x[3]). Every tensor of a fused buffer is combined by itself.
+// For six ranks that is ((x[0]+x[4]) + (x[1]+x[5])) + (x[2]+x[3]). Every tensor of a fused buffer is combined
+// separately.
 package tcp
 
 import (
@@ -60,28 +63,30 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// DefaultSegmentBytes is the segment size unless a Config says otherwise.
+// DefaultSegmentBytes is the segment size if Config.SegmentBytes is 0 or less.
 const DefaultSegmentBytes = 256 << 10
 
-// Config says how a Backend behaves. The zero value is the default.
+// Config holds the settings of a Backend. The zero value is the default.
 type Config struct {
-	// SegmentBytes is the size of a segment, rounded down to whole elements but to one at least. Larger segments cost
-	// fewer calls, smaller ones stay in the processor's cache and fill the ring sooner. Ranks may differ. Default
-	// 256 KiB.
+	// SegmentBytes is the size of a segment, rounded down to whole elements but at least one element. Larger
+	// segments need fewer calls; smaller ones stay in the processor's cache and let the next rank start
+	// sooner. Ranks may differ. Default 256 KiB.
 	SegmentBytes int
 
-	// Deterministic has Plan choose algorithms by which the result of an element depends on the ranks' values alone:
-	// not on where in the buffer it lies, nor on how long that is. It costs channels from every rank to every other.
-	// Adasum has but one algorithm: its last bits stay the same if its tensors are not fused. Default false.
+	// Deterministic makes Plan choose algorithms with which the result of an element depends only on the
+	// ranks' values, and not on its position in the buffer or on the length of the buffer. It needs channels
+	// from every rank to every other. It does not change Adasum, which has only one algorithm: the last bits
+	// of an Adasum are reproducible only if its tensors are not fused. Default false.
 	Deterministic bool
 }
 
-// Backend is the ops.Backend of one process set on one lane, which it has to itself.
+// Backend is the ops.Backend of one process set. It has a lane of its own.
 //
-// Any error ends the backend: later calls fail with it, and the lane of this rank is aborted, which its peers take for
-// silence. The error wraps what the transport said: a *transport.PeerError names the peer that failed, which is always a
-// direct one. A rank that waits for a living peer learns of a death elsewhere when its lane is aborted. When the context
-// of a step ends, the error wraps context.Cause.
+// Any error ends the backend: later calls fail with it, and the backend aborts its lane, so that its peers
+// receive nothing more from this rank. The error wraps the error of the transport: a *transport.PeerError
+// names the peer that failed, which is always a peer that this rank exchanges data with directly. A rank that
+// waits for a living peer learns of a failure elsewhere only when its lane is aborted. If the context of a
+// step ends, the error wraps context.Cause.
 type Backend struct {
 	mesh  transport.Mesh
 	lane  transport.Lane
@@ -92,24 +97,25 @@ type Backend struct {
 	deterministic bool
 	conns         []*stream // by rank of the set, nil until needed
 	watch         watch
-	err           error // what ended the backend
+	err           error // the error that ended the backend
 
-	op      ops.Operation // under way
-	started bool          // there is one
+	op      ops.Operation // in progress
+	started bool          // op is set
 	steps   steps
-	ctx     context.Context // of the step, if it waits; else nil
+	ctx     context.Context // of the step, if it may wait; else nil
 
-	// What follows is kept because steady state allocates nothing. Each operation fills what it uses.
+	// The fields below are kept between operations so that steady state allocates nothing. Each operation fills the
+	// ones that it uses.
 	parts   cut      // the ranks' parts of the buffer
 	in      scratch  // received but not yet reduced
-	ordered inOrder  // of direct reductions
-	starts  []uint64 // where this operation began in the stream to each rank
-	blocks  blocks   // of alltoall
+	ordered inOrder  // for direct reductions
+	starts  []uint64 // position in the stream to each rank at which this operation began
+	blocks  blocks   // for alltoall
 	adasum  adasum
 }
 
-// New makes the backend of rank ranks[me] for the process set ranks, on a lane that nothing else uses. Channels are
-// made when an operation first needs them, and kept.
+// New makes the backend of rank ranks[me] for the process set ranks, on a lane that nothing else uses. It
+// makes no channels: an operation makes the ones that it needs, and the backend keeps them.
 func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	n := len(ranks)
 	b := &Backend{
@@ -127,14 +133,14 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	return b
 }
 
-// Register registers the backend.
+// Register returns the registration of the backend for a registry (ops.Registry).
 func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.TCP, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 		return New(mesh, transport.DataLane(set), ranks, me, cfg), nil
 	}}
 }
 
-// Plan implements ops.Backend. The size makes no difference.
+// Plan implements ops.Backend. The size does not affect the choice.
 func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
 	switch r.Kind {
 	case message.Allreduce, message.Reducescatter:
@@ -149,7 +155,7 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 	return message.NoAlgorithm, fmt.Errorf("no method for %v", r.Kind)
 }
 
-// planReduction is Plan for what reduces. Where every order of additions gives the same bits, the ring will do.
+// planReduction is Plan for reductions. It chooses the ring if every order of additions gives the same bits.
 func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) {
 	dt := r.WireType()
 	if err := tensor.CheckReduce(r.Op, dt); err != nil {
@@ -207,12 +213,12 @@ func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err erro
 	return p, nil
 }
 
-// fail ends the backend with the operation under way.
+// fail ends the backend because of err in the current operation. It returns the error for the caller.
 func (b *Backend) fail(err error) error {
 	b.err = fmt.Errorf("ops/tcp: %v %v: %w", b.op.Kind, b.op.Algorithm, err)
 	b.Close()
-	// The streams have lost their position. Once the lane is aborted Flush no longer waits for peers, but only until
-	// the channel holds no buffer; it fails with an error that adds nothing.
+	// The streams have lost their position, so the lane is aborted. After that Flush does not wait for peers, but only
+	// until the channel holds no buffer of the operation; its error adds no information.
 	b.mesh.Abort(b.lane, b.err)
 	for _, c := range b.conns {
 		if c != nil {
@@ -226,7 +232,7 @@ func (b *Backend) fail(err error) error {
 // Close implements ops.Backend.
 func (b *Backend) Close() { b.steps.close() }
 
-// run does the operation, and waits by way of the streams.
+// run runs the operation from start to end. It waits in the calls of the streams.
 func (b *Backend) run() error {
 	switch kind := b.op.Kind; {
 	case kind == message.Allreduce && b.op.Op == tensor.Adasum:
@@ -246,7 +252,7 @@ func (b *Backend) run() error {
 	}
 }
 
-// by checks that the operation can be run by the algorithm that was asked for.
+// by returns an error if the algorithm of the operation is not among known.
 func (b *Backend) by(known ...message.Algorithm) error {
 	if !slices.Contains(known, b.op.Algorithm) {
 		return fmt.Errorf("got algorithm %v, want %s", b.op.Algorithm, list(known))
@@ -254,7 +260,7 @@ func (b *Backend) by(known ...message.Algorithm) error {
 	return nil
 }
 
-// tensor returns the buffer of an allreduce.
+// tensor returns the buffer of an allreduce, or an error if the operation does not have exactly one tensor.
 func (b *Backend) tensor() ([]byte, error) {
 	if n := len(b.op.Tensors); n != 1 {
 		return nil, fmt.Errorf("got %d tensors, want 1", n)
@@ -262,7 +268,7 @@ func (b *Backend) tensor() ([]byte, error) {
 	return b.op.Tensors[0].Out, nil
 }
 
-// list is "x or y".
+// list formats the names of algs as "x or y".
 func list(algs []message.Algorithm) string {
 	var names []string
 	for _, a := range algs {

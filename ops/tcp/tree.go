@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// broadcast runs a broadcast by Tree: a binomial tree of depth ceil(log2 n), in which the root sends up to
-// ceil(log2 n) × len(buf) bytes and every other rank less.
+// broadcast runs a broadcast with the algorithm Tree: a binomial tree of depth ceil(log2 n), in which the
+// root sends up to ceil(log2 n) × len(buf) bytes and every other rank less.
 func (b *Backend) broadcast() error {
 	if err := b.by(message.Tree); err != nil {
 		return err
@@ -22,16 +22,16 @@ func (b *Backend) broadcast() error {
 	return b.broadcastTree(b.op.Root, b.op.Buf)
 }
 
-// broadcastTree copies root's buf to the other ranks, of which there is one at least, in a binomial tree. Counted from
-// the root, the parent of rank v is v without its lowest one bit, and its children are v plus each power of two below
-// that bit.
+// broadcastTree copies root's buf to the other ranks, of which there is at least one, in a binomial tree.
+// Ranks are counted from the root: the parent of rank v is v without its lowest one bit, and the children of
+// v are v plus each power of two below that bit.
 func (b *Backend) broadcastTree(root int, buf []byte) error {
 	n := len(b.ranks)
 	v := (b.me - root + n) % n
 	low := v & -v
 	var parent *stream
 	if v == 0 {
-		low = 1 << bits.Len(uint(n-1)) // the first power of two that is no rank's
+		low = 1 << bits.Len(uint(n-1)) // the first power of two that is not a rank
 	} else {
 		c, err := b.conn((v - low + root) % n)
 		if err != nil {
@@ -41,7 +41,7 @@ func (b *Backend) broadcastTree(root int, buf []byte) error {
 	}
 	var room [bits.UintSize]*stream // on the stack
 	children := room[:0]
-	// The child with the deepest tree below it is the first to be sent to.
+	// Send to the child with the deepest subtree first.
 	for bit := low >> 1; bit > 0; bit >>= 1 {
 		if v+bit < n {
 			c, err := b.conn((v + bit + root) % n)

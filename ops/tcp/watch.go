@@ -6,21 +6,21 @@ import (
 	"sync"
 )
 
-// watch aborts a lane when the context of the running operation ends, since calls of a transport.Conn take none. An
-// operation with the same context as the one before, or one that cannot end, allocates nothing: the watch stays on the
-// context until it ends or an operation brings another.
+// watch aborts a lane when the context of the running operation ends, because the calls of a transport.Conn
+// take no context. An operation that has the same context as the one before, or a context that cannot end,
+// allocates nothing: the watch stays on a context until it ends or an operation has another one.
 type watch struct {
 	abort func(error)
 
-	// mu may be held when abort is called, which takes the mesh's own locks and never comes back here.
+	// mu may be held when abort is called. abort takes locks of the mesh and does not call the watch.
 	mu      sync.Mutex
 	done    <-chan struct{} // of the watched context
 	stop    func() bool
 	running bool
-	cause   error // why the running operation was aborted
+	cause   error // the reason why the running operation was aborted
 }
 
-// begin starts an operation, unless ctx has ended.
+// begin starts an operation. It returns the cause of ctx if ctx has ended.
 func (w *watch) begin(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -40,7 +40,7 @@ func (w *watch) begin(ctx context.Context) error {
 	return nil
 }
 
-// ended is told that a context ended, which need not be the watched one any more.
+// ended is called when a context has ended. The context need not be the watched one any more.
 func (w *watch) ended(ctx context.Context) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -50,7 +50,8 @@ func (w *watch) ended(ctx context.Context) {
 	}
 }
 
-// end ends an operation with err, or with the reason why its lane was aborted meanwhile if err does not tell.
+// end ends an operation that returned err. If the lane was aborted meanwhile and err does not wrap the
+// reason, end returns the reason; otherwise it returns err.
 func (w *watch) end(err error) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
