@@ -204,6 +204,23 @@ class Call(Generic[A]):
                 plan.client.discard_result(completion.results.pop()[0])
 
 
+class _Caller(threading.local):
+    waits = False
+
+
+_caller = _Caller()
+
+
+def begin_and_wait(begin: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Calls begin, an asynchronous form whose operation the caller waits for next. The sidecar then learns of the operation
+    by that wait and serves this rank at once. A doorbell would make it leave the processor to a program that computes."""
+    _caller.waits = True
+    try:
+        return begin(*args, **kw)
+    finally:
+        _caller.waits = False
+
+
 class Engine:
     """This process as a rank. There is one, ``engine``."""
 
@@ -479,7 +496,8 @@ class Engine:
         operation = plan.operation
         assert operation is not None
         # What has no name is counted by the sidecar, and never in use.
-        call.pending = client.submit(operation, call, later or at_once, name is not None and not at_once)
+        later = later or at_once or _caller.waits
+        call.pending = client.submit(operation, call, later, name is not None and not at_once)
         return call
 
     def hurry(self) -> None:

@@ -211,7 +211,9 @@ def grouped_allreduce(
     out: Optional[Sequence[Array]] = None,
 ) -> List[Array]:
     """Reduces arrays as ``allreduce`` does, all or none. They may be of several types."""
-    return grouped_allreduce_async(arrays, op, name, prescale_factor, postscale_factor, process_set, out).wait()
+    return _engine.begin_and_wait(
+        grouped_allreduce_async, arrays, op, name, prescale_factor, postscale_factor, process_set, out
+    ).wait()
 
 
 def allgather_async(
@@ -222,7 +224,7 @@ def allgather_async(
 
 def allgather(array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Array:
     """The arrays of all ranks, one behind the other along the first dimension, in which they may differ."""
-    return allgather_async(array, name, process_set).wait()
+    return _engine.begin_and_wait(allgather_async, array, name, process_set).wait()
 
 
 def grouped_allgather_async(
@@ -235,7 +237,7 @@ def grouped_allgather(
     arrays: Sequence[Any], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> List[Array]:
     """Gathers arrays of one type as ``allgather`` does, all or none."""
-    return grouped_allgather_async(arrays, name, process_set).wait()
+    return _engine.begin_and_wait(grouped_allgather_async, arrays, name, process_set).wait()
 
 
 def broadcast_async(
@@ -258,7 +260,7 @@ def broadcast(
     out: Optional[Array] = None,
 ) -> Array:
     """The array of rank root_rank, which is a rank of the job also on a process set. Shape and type are the same at all."""
-    return broadcast_async(array, root_rank, name, process_set, out).wait()
+    return _engine.begin_and_wait(broadcast_async, array, root_rank, name, process_set, out).wait()
 
 
 def alltoall_async(
@@ -280,7 +282,7 @@ def alltoall(
 ) -> Tuple[Array, List[int]]:
     """Sends rows to all members, splits[i] to the i-th or, without splits, equally many to each. Gives the rows that came,
     in the order of the members, and how many came from each."""
-    return alltoall_async(array, splits, name, process_set).wait()
+    return _engine.begin_and_wait(alltoall_async, array, splits, name, process_set).wait()
 
 
 def reducescatter_async(
@@ -308,7 +310,9 @@ def reducescatter(
 ) -> Array:
     """Reduces array as ``allreduce`` does and gives each rank its part of the rows: as even as can be, the first ranks one
     more."""
-    return reducescatter_async(array, op, name, prescale_factor, postscale_factor, process_set).wait()
+    return _engine.begin_and_wait(
+        reducescatter_async, array, op, name, prescale_factor, postscale_factor, process_set
+    ).wait()
 
 
 def grouped_reducescatter_async(
@@ -335,7 +339,9 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
 ) -> List[Array]:
     """Reduces and scatters arrays of one type as ``reducescatter`` does, all or none."""
-    return grouped_reducescatter_async(arrays, op, name, prescale_factor, postscale_factor, process_set).wait()
+    return _engine.begin_and_wait(
+        grouped_reducescatter_async, arrays, op, name, prescale_factor, postscale_factor, process_set
+    ).wait()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

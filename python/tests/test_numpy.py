@@ -6,11 +6,13 @@ import faulthandler
 import gc
 import importlib.util
 import unittest
+from unittest import mock
 
 import numpy as np
 
 import gohvd
 import gohvd.numpy as hvd
+from gohvd import _engine
 
 INTS = ["uint8", "int8", "uint16", "int16", "int32", "int64"]
 FLOATS = ["float16", "float32", "float64"]
@@ -378,6 +380,29 @@ class Numpy(unittest.TestCase):
                 self.equal(got, np.full(2, float(self.size - step)))
             self.assertEqual(hvd.join(), self.size - 1, f"turn {turn}")
         self.equal(hvd.allreduce_async(np.ones(2), op=hvd.Sum).wait(), np.full(2, float(self.size)))
+
+    def test_blocking_forms_begin_without_a_doorbell(self) -> None:
+        """Their wait tells the sidecar, so that it serves a rank that waits at once. An asynchronous form has to ring."""
+        client = _engine.engine._client
+        submit, later = client.submit, []
+
+        def record(operation, keep, is_later, held):
+            later.append(is_later)
+            return submit(operation, keep, is_later, held)
+
+        x = np.ones((self.size, 2), np.float32)
+        with mock.patch.object(client, "submit", record):
+            hvd.allreduce(x)
+            hvd.grouped_allreduce([x, x])
+            hvd.allgather(x)
+            hvd.grouped_allgather([x, x])
+            hvd.broadcast(x, 0)
+            hvd.alltoall(x)
+            hvd.reducescatter(x)
+            hvd.grouped_reducescatter([x, x])
+            self.assertEqual(later, [True] * 8)
+            hvd.broadcast_async(x, 0).wait()
+            self.assertEqual(later, [True] * 8 + [False])
 
     def test_mismatch(self) -> None:
         if self.size == 1:

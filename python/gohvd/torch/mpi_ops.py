@@ -402,7 +402,7 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
         ctx: Any, name: Optional[str], op: int, pre: float, post: float, ps: ProcessSet, *tensors: Tensor
     ) -> Tuple[Tensor, ...]:
         ctx.how = op, pre, post, ps
-        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, op, pre, post, ps)))
+        return tuple(synchronize(_engine.begin_and_wait(grouped_allreduce_async, tensors, None, name, op, pre, post, ps)))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -431,7 +431,9 @@ def grouped_allreduce(
         out = HorovodGroupedAllreduce.apply(name, op, prescale_factor, postscale_factor, process_set, *compressed)
     else:
         out = synchronize(
-            grouped_allreduce_async(compressed, None, name, op, prescale_factor, postscale_factor, process_set)
+            _engine.begin_and_wait(
+                grouped_allreduce_async, compressed, None, name, op, prescale_factor, postscale_factor, process_set
+            )
         )
     return [compression.decompress(t, p[1]) for t, p in zip(out, pairs)]
 
@@ -465,7 +467,9 @@ def grouped_allreduce_(
     """``grouped_allreduce`` in place, without autograd."""
     op = _reduction(op, average)
     return synchronize(
-        grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set)
+        _engine.begin_and_wait(
+            grouped_allreduce_async_, tensors, None, name, op, prescale_factor, postscale_factor, process_set
+        )
     )
 
 
@@ -565,7 +569,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: Optional[str], ps: ProcessSet, *tensors: Tensor) -> Tuple[Tensor, ...]:
         ctx.rows, ctx.ps = [t.shape[0] if t.dim() else 0 for t in tensors], ps
-        return tuple(synchronize(grouped_allgather_async(tensors, name, ps)))
+        return tuple(synchronize(_engine.begin_and_wait(grouped_allgather_async, tensors, name, ps)))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -580,7 +584,7 @@ def grouped_allgather(
     """Gathers the tensors of a group as ``allgather`` does, all or none."""
     if any([_wants_grad(t) for t in tensors]):
         return list(HorovodGroupedAllgather.apply(name, process_set, *tensors))
-    return synchronize(grouped_allgather_async(tensors, name, process_set))
+    return synchronize(_engine.begin_and_wait(grouped_allgather_async, tensors, name, process_set))
 
 
 # Broadcast.
@@ -600,7 +604,7 @@ class HorovodBroadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: Optional[str], ps: ProcessSet) -> Tensor:
         ctx.root_rank, ctx.ps = root_rank, ps
-        return synchronize(broadcast_async(tensor, root_rank, name, ps))
+        return synchronize(_engine.begin_and_wait(broadcast_async, tensor, root_rank, name, ps))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -617,7 +621,7 @@ def broadcast(
     ranks."""
     if _wants_grad(tensor):
         return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
-    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+    return synchronize(_engine.begin_and_wait(broadcast_async, tensor, root_rank, name, process_set))
 
 
 def broadcast_async_(
@@ -633,7 +637,7 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """``broadcast`` in place, without autograd."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return synchronize(_engine.begin_and_wait(broadcast_async_, tensor, root_rank, name, process_set))
 
 
 # Alltoall.
@@ -664,14 +668,16 @@ class HorovodAlltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, splits: _Splits, name: Optional[str], ps: ProcessSet
     ) -> Tuple[Tensor, Tensor]:
-        output, received = synchronize(alltoall_async(tensor, splits, name, ps))
+        output, received = synchronize(_engine.begin_and_wait(alltoall_async, tensor, splits, name, ps))
         ctx.received, ctx.ps, ctx.rows = received, ps, tensor.shape[0]
         ctx.mark_non_differentiable(received)
         return output, received
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> Any:
-        grad, _ = synchronize(alltoall_async(grad_output.contiguous(), ctx.received, process_set=ctx.ps))
+        grad, _ = synchronize(_engine.begin_and_wait(
+            alltoall_async, grad_output.contiguous(), ctx.received, process_set=ctx.ps
+        ))
         if grad.shape[0] < ctx.rows:
             # The rows behind the last split went nowhere.
             rest = (ctx.rows - grad.shape[0],) + tuple(grad.shape[1:])
@@ -687,7 +693,7 @@ def alltoall(
     if _wants_grad(tensor):
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
     else:
-        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+        output, received = synchronize(_engine.begin_and_wait(alltoall_async, tensor, splits, name, process_set))
     return output if splits is None else (output, received)
 
 
@@ -728,7 +734,7 @@ class HorovodReducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float) -> Tensor:
         ctx.how = op, pre, post, ps
-        return synchronize(reducescatter_async(tensor, name, op, ps, pre, post))
+        return synchronize(_engine.begin_and_wait(reducescatter_async, tensor, name, op, ps, pre, post))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -753,7 +759,9 @@ def reducescatter(
     if _wants_grad(compressed):
         out = HorovodReducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)
     else:
-        out = synchronize(reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor))
+        out = synchronize(_engine.begin_and_wait(
+            reducescatter_async, compressed, name, op, process_set, prescale_factor, postscale_factor
+        ))
     return compression.decompress(out, ctx)
 
 
@@ -781,7 +789,7 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
         ctx: Any, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float, *tensors: Tensor
     ) -> Tuple[Tensor, ...]:
         ctx.how = op, pre, post, ps
-        return tuple(synchronize(grouped_reducescatter_async(tensors, name, op, ps, pre, post)))
+        return tuple(synchronize(_engine.begin_and_wait(grouped_reducescatter_async, tensors, name, op, ps, pre, post)))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -807,7 +815,9 @@ def grouped_reducescatter(
         out = HorovodGroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *compressed)
     else:
         out = synchronize(
-            grouped_reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
+            _engine.begin_and_wait(
+                grouped_reducescatter_async, compressed, name, op, process_set, prescale_factor, postscale_factor
+            )
         )
     return [compression.decompress(t, p[1]) for t, p in zip(out, pairs)]
 
