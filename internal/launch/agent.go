@@ -21,43 +21,44 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// AgentArg is the first argument of a process that is to run AgentMain.
+// AgentArg is the first argument of a process that must run AgentMain.
 const AgentArg = "__hvdrun-host-agent"
 
 const (
-	// storeWait is how long an agent tries to reach the job's store, and headStart how long an address is tried before the next
-	// is as well: the one that should work mostly does, and the store is spared the others.
+	// storeWait is how long an agent tries to reach the job's store. headStart is the delay between the
+	// attempts at two successive addresses: mostly the first address works, and then the store sees no
+	// further connections.
 	storeWait = 5 * time.Second
 	headStart = 250 * time.Millisecond
-	// killWait is how long ranks and helpers may take to be gone when the launcher is.
+	// killWait is how long ranks, and then helpers, may take to disappear after the launcher is gone.
 	killWait = 2 * time.Second
 )
 
 // agent runs the ranks of one host for a launcher.
 type agent struct {
-	environ []string // of this host
-	family  *family  // of this process
+	environ []string // environment of this host
+	family  *family  // children of this process
 	session *session
 
 	telling sync.Mutex
 	control *yamux.Stream
 
 	job     hostJob
-	path    string     // of the command
-	envs    [][]string // of the ranks
+	path    string     // path of the command
+	envs    [][]string // environments of the ranks
 	outputs []io.WriteCloser
 
 	helpers *batch
-	members []*member // those that were started
+	members []*member // helpers that were started
 	reports sync.WaitGroup
 	relays  sync.WaitGroup
 
-	// prepared is closed when the ranks can be started, begun when they were, or could not be, and lost when no more orders are
-	// carried out, since the session has ended.
+	// prepared is closed when the ranks can be started; begun when they were started or starting failed; lost
+	// when the session has ended, so that no more orders are carried out.
 	prepared, begun, lost chan struct{}
 }
 
-// member is one rank's helper.
+// member is the helper of one rank.
 type member struct {
 	helper  int      // process id
 	orders  *os.File // to the helper; closing it ends the rank
@@ -65,12 +66,13 @@ type member struct {
 	outputs [2]*pipeSource
 }
 
-// AgentMain runs the ranks of a host for the launcher at the other end of standard input and output, and returns the process's exit
-// status. The program's main must call it, before anything else, when its first argument is AgentArg; args are the
-// arguments after that one and environ is the environment. It ends with the process.
+// AgentMain runs the ranks of a host for the launcher at the other end of standard input and output, and
+// returns the exit status of the process. The program's main must call it before anything else if its first
+// argument is AgentArg. args are the arguments after AgentArg: the liveness timeout. environ is the
+// environment. The process must exit when AgentMain returns.
 //
-// When its input ends, or the launcher is silent for longer than args say, everything is killed. What it says on
-// standard error is for the user.
+// When standard input ends, or the launcher is silent for longer than the timeout, AgentMain kills
+// everything. It writes messages for the user to standard error.
 func AgentMain(args, environ []string) int {
 	err := func() error {
 		if len(args) != 1 {
@@ -93,7 +95,8 @@ func AgentMain(args, environ []string) int {
 	return 0
 }
 
-// standardLink returns the link over standard input and output. Their reads and writes end with Close, if that is possible for such a file.
+// standardLink returns the link over standard input and output. Close ends pending reads and writes, if the
+// kind of file permits that.
 func standardLink() (*link, error) {
 	for _, fd := range []int{unix.Stdin, unix.Stdout} {
 		if err := unix.SetNonblock(fd, true); err != nil {
@@ -103,8 +106,9 @@ func standardLink() (*link, error) {
 	return &link{in: os.NewFile(uintptr(unix.Stdin), "orders"), out: os.NewFile(uintptr(unix.Stdout), "notices")}, nil
 }
 
-// serveLauncher runs the ranks of this host for the launcher at the other end of a link, which it closes. It returns when nothing of
-// them is left and all that they have printed is sent. It is an error if the launcher is gone before.
+// serveLauncher runs the ranks of this host for the launcher at the other end of l, and closes l. It returns
+// when no process of the ranks is left and all their output is sent. It is an error if the launcher
+// disappears before.
 func serveLauncher(l *link, liveness time.Duration, environ []string, f *family) error {
 	defer l.Close()
 	if _, err := l.out.Write(hello()); err != nil {
@@ -138,7 +142,7 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	return err
 }
 
-// accept takes the job and the streams of its ranks.
+// accept receives the job and accepts the streams for the output of its ranks.
 func (a *agent) accept() error {
 	var o order
 	if err := receive(a.control, maxOrderBytes, &o); err != nil {
@@ -158,14 +162,14 @@ func (a *agent) accept() error {
 	return nil
 }
 
-// tell waits until the launcher takes the notice or is gone, which obey finds out.
+// tell sends n to the launcher. It blocks until the launcher receives n or is gone. obey detects the latter.
 func (a *agent) tell(n notice) {
 	a.telling.Lock()
 	defer a.telling.Unlock()
 	_ = send(a.control, n)
 }
 
-// run prepares the ranks and returns when all of them and their output are done.
+// run prepares the ranks, and returns when all of them have ended and their output is sent.
 func (a *agent) run() error {
 	if no := a.prepare(); no != nil {
 		a.tell(notice{Refused: no})
@@ -197,7 +201,7 @@ func (a *agent) run() error {
 	return nil
 }
 
-// killAll kills the ranks after the loss of the launcher and returns what was achieved.
+// killAll kills the ranks after the loss of the launcher. The error describes the outcome; it is never nil.
 func (a *agent) killAll() error {
 	a.signal(unix.SIGKILL)
 	timer := time.NewTimer(killWait)
@@ -214,7 +218,7 @@ func (a *agent) killAll() error {
 	return errors.New("the launcher is gone; ranks were sent SIGKILL and are not gone")
 }
 
-// obey carries out orders until the launcher is gone, and returns why it is thought to be.
+// obey carries out orders until the launcher is gone, and returns the error that ended the connection.
 func (a *agent) obey() error {
 	for {
 		var o order
@@ -244,7 +248,7 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// begin starts the ranks.
+// begin starts the ranks, and the goroutines that forward their reports and output.
 func (a *agent) begin() {
 	defer close(a.begun)
 	a.helpers = newBatch()
@@ -292,7 +296,7 @@ func (a *agent) startHelpers() error {
 	return nil
 }
 
-// listen forwards the helper's reports.
+// listen forwards the reports of the helper of rank i, by index on this host.
 func (a *agent) listen(i int, m *member) {
 	reports := json.NewDecoder(m.reports)
 	for {
@@ -302,24 +306,25 @@ func (a *agent) listen(i int, m *member) {
 		}
 		a.tell(notice{Rank: i, Report: &p})
 	}
-	// Only the helper has the other end, so this is the helper's end.
+	// Only the helper has the other end, so end of file means that the helper has ended.
 	_, _ = io.Copy(io.Discard, m.reports)
 	a.tell(notice{Rank: i, Report: &report{Gone: true}})
 }
 
-// relay copies what a rank writes to its stream.
+// relay copies the output of a rank to its stream, and closes both.
 func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 	defer in.Close()
-	// Small blocks, since a notice waits for 64 of them. An error means that the session has ended.
+	// The blocks are small because a notice may have to wait for 64 of them. An error means that the session
+	// has ended.
 	_, _ = io.CopyBuffer(out, in, make([]byte, 16<<10))
 	out.Close()
 }
 
-// signal has the helpers send s to the process groups of the ranks, or kill everything if it is SIGKILL. It does not wait: a
-// pipe holds 65536 signals.
+// signal makes the helpers send s to the process groups of the ranks, or kill everything if s is SIGKILL. It
+// does not block: a pipe holds 65536 signals.
 func (a *agent) signal(s syscall.Signal) {
 	for _, m := range a.members {
-		_, _ = m.orders.Write([]byte{byte(s)}) // an error is a helper that has ended
+		_, _ = m.orders.Write([]byte{byte(s)}) // it fails only if the helper has ended
 	}
 }
 
@@ -330,8 +335,8 @@ func (a *agent) force() {
 	}
 }
 
-// release lets go of the helpers, which are gone or will not go, and returns when all that the ranks had printed is sent or the
-// launcher is gone.
+// release closes the pipes to the helpers, which have ended or could not be killed. It returns when all that
+// the ranks had printed is sent or the launcher is gone.
 func (a *agent) release() {
 	for _, m := range a.members {
 		m.orders.Close()
@@ -344,7 +349,8 @@ func (a *agent) release() {
 	a.relays.Wait()
 }
 
-// prepare finds everything that the ranks need, or returns what is missing.
+// prepare finds everything that the ranks need and reports Ready. It returns a refusal if something is
+// missing.
 func (a *agent) prepare() *refusal {
 	if len(a.job.Dir) > 0 {
 		if err := os.Chdir(a.job.Dir[0]); err != nil {
@@ -372,7 +378,8 @@ func (a *agent) prepare() *refusal {
 	return nil
 }
 
-// environment returns the environment of all ranks: this host's own without settings, overridden by the job's.
+// environment returns the environment of all ranks: that of this host without Horovod's and gohvd's settings,
+// then that of the job.
 func (a *agent) environment() []string {
 	given := a.job.Env
 	if len(a.job.Dir) > 0 && !has(given, "PWD") {
@@ -386,7 +393,8 @@ func (a *agent) environment() []string {
 	return append(own, given...)
 }
 
-// reachStore tries the addresses of the store, each headStart after the one before, and takes the first that proves the job's secret.
+// reachStore returns the first address of the store at which a server proves that it knows the job's secret.
+// It dials the addresses in turn, a headStart apart, without waiting for the earlier attempts to fail.
 func (a *agent) reachStore() (at netip.AddrPort, err error) {
 	key, err := secret.Parse(a.job.Secret[0])
 	if err != nil {

@@ -18,15 +18,15 @@ import (
 )
 
 const (
-	// lastWords is how long a command that ends may take to be reaped, and to be read.
+	// lastWords is the time limit for reaping a command that is ending and for reading its standard error.
 	lastWords = 2 * time.Second
 	// routeWait bounds the search for the addresses of all hosts' names.
 	routeWait = 2 * time.Second
-	// maxOrders bounds the orders that an agent leaves unread. Beyond it the agent is killed.
+	// maxOrders caps the orders that an agent leaves unread. The launcher kills an agent that exceeds it.
 	maxOrders = 1000
 )
 
-// agentConn is the launcher's end of the connection to an agent. The fields of the supervisor belong to its goroutine.
+// agentConn is the launcher's end of the connection to an agent.
 type agentConn struct {
 	host     string
 	local    bool // the agent runs in this process
@@ -35,23 +35,24 @@ type agentConn struct {
 	orders   chan order
 
 	link    *link
-	command string  // the first word of the one that reaches the agent
-	pid     int     // its process
-	stderr  *stream // its standard error
+	command string  // the first word of the command that reaches the agent
+	pid     int     // process ID of the command
+	stderr  *stream // standard error of the command
 	greeted bool    // the agent has said hello
 	status  unix.WaitStatus
-	ended   chan struct{} // closed when the command was reaped, or when the agent of this process has returned
-	silent  chan struct{} // closed when standard error was read
+	ended   chan struct{} // closed when the command was reaped, or when the agent in this process has returned
+	silent  chan struct{} // closed when standard error was read to its end
 
-	// Of the supervisor.
+	// ready and over belong to the supervisor's goroutine: the agent can start its ranks, or no process of
+	// them is left.
 	ready, over bool
 
-	// lost is why the agent ended before it had sent all output, though nothing of its ranks was left, so that none of them
-	// is to blame; valid after the writers.
+	// lost is the error of an agent that ended before it had sent all output, although all its ranks had
+	// ended, so that it is not the failure of a rank. It is valid after job.writers is done.
 	lost error
 }
 
-// connect starts the agents of all hosts and the goroutines that attend to them.
+// connect starts the agents of all hosts, and the goroutines that serve the connections to them.
 func (j *job) connect() {
 	commands := newBatch()
 	jobs, err := j.hostJobs()
@@ -75,7 +76,8 @@ func (j *job) connect() {
 	j.commands = commands
 }
 
-// startAgent starts the agent of a host: in this process, or the command that runs one there.
+// startAgent starts the agent of a host: a goroutine in this process, or the command that runs an agent on
+// another host.
 func (j *job) startAgent(commands *batch, c *agentConn) error {
 	c.ended, c.silent = make(chan struct{}), make(chan struct{})
 	if c.local {
@@ -83,7 +85,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 		c.link = &link{in: mine, out: mine}
 		go func() {
 			defer close(c.ended)
-			// It fails only if the launcher has closed the link, and knows why.
+			// It fails only if the launcher has closed the link, and then the launcher knows the reason.
 			_ = serveLauncher(&link{in: theirs, out: theirs}, 0, j.o.Env, &j.family)
 		}()
 		return nil
@@ -103,7 +105,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 		j.family.doomOrphans(status)
 		c.status = status
 		c.stderr.in.(*pipeSource).finish()
-		// Somebody outside the job may hold the other end of the link.
+		// A process outside the job may hold the other end of the link.
 		time.AfterFunc(lastWords, func() { c.link.Close() })
 		close(c.ended)
 	})
@@ -122,7 +124,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 	return nil
 }
 
-// hostJobs returns the order for each host.
+// hostJobs returns the Job order for each host.
 func (j *job) hostJobs() ([]hostJob, error) {
 	travelling := slices.DeleteFunc(slices.Clone(j.env), func(v string) bool {
 		return IsOfHost(nameOf(v)) && !has(j.o.Set, nameOf(v))
@@ -158,8 +160,9 @@ func (j *job) hostJobs() ([]hostJob, error) {
 	return jobs, nil
 }
 
-// routes returns the addresses of this host from which the others are reached, as far as they can be known: a name may be one that
-// ssh alone understands. This host gets that of the first other one, for it must be reached there too.
+// routes returns, for each host, the address of this host that packets to it come from, or an invalid address
+// if it is not known: the name may be an alias that only ssh understands. The entry of this host is the first
+// one that is also an address of the store, since this host must reach the store there too.
 func (j *job) routes() []netip.Addr {
 	ctx, cancel := context.WithTimeout(context.Background(), routeWait)
 	defer cancel()
@@ -171,7 +174,7 @@ func (j *job) routes() []netip.Addr {
 		}
 		searches.Go(func() {
 			var d net.Dialer
-			// Connecting a datagram socket sends nothing; it only asks for the route.
+			// Connecting a datagram socket only looks up the route; it sends nothing.
 			conn, err := d.DialContext(ctx, "udp", net.JoinHostPort(c.host[strings.LastIndexByte(c.host, '@')+1:], "9"))
 			if err != nil {
 				return
@@ -203,14 +206,14 @@ func (j *job) attend(c *agentConn) {
 	heard := time.Unix(0, c.link.heard.Load())
 	c.close()
 	if err != nil {
-		// After the supervision, only output can have been lost.
+		// When the supervision has ended, only output can have been lost.
 		if !j.post(func() { j.handleLoss(c, err, heard) }) {
 			c.cutShort(j, err)
 		}
 	}
 }
 
-// cutShort records that output may be missing, unless the launcher has ended the connection itself.
+// cutShort records that output may be missing, unless the launcher itself has ended the connection.
 func (c *agentConn) cutShort(j *job, err error) {
 	if !j.dropped.Load() {
 		c.lost = fmt.Errorf("launch: host %s: the end of the output is lost: %w", c.host, err)
@@ -225,7 +228,7 @@ func (c *agentConn) close() {
 	for _, k := range c.ranks {
 		for _, s := range k.streams {
 			if s != nil && s.in == nil {
-				s.file.Close() // nothing was written; nil is refused
+				s.file.Close() // nothing was written; Close of a nil file only returns an error
 			}
 		}
 	}
@@ -257,7 +260,7 @@ func (j *job) listen(c *agentConn, session *session) error {
 		for {
 			select {
 			case o := <-c.orders:
-				_ = send(control, o) // what is wrong is seen where the notices are read
+				_ = send(control, o) // handleNotices reports a broken connection
 			case <-session.CloseChan():
 				return
 			}
@@ -276,7 +279,8 @@ func (j *job) listen(c *agentConn, session *session) error {
 	return j.handleNotices(c, control)
 }
 
-// handleNotices hands the notices of an agent to the supervisor. It returns nil at Bye, which has to follow Over.
+// handleNotices passes the notices of an agent to the supervisor. It returns nil on Bye, which must follow
+// Over.
 func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 	over := false
 	for {
@@ -294,7 +298,7 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 			return fmt.Errorf("its agent has sent a report on rank %d of %d", n.Rank, len(c.ranks))
 		case n.Report != nil:
 			if !c.local {
-				n.Report.At = time.Now().UnixNano() // its clock is another
+				n.Report.At = time.Now().UnixNano() // the clock of that host may differ
 			}
 			j.post(func() { j.handleReport(c.ranks[n.Rank], n.Report) })
 		case n.Over:
@@ -308,7 +312,7 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 	}
 }
 
-// error returns the error of Run for a refusal.
+// error converts a refusal into the error that Run returns: a *CommandError or a *HostError.
 func (r *refusal) error(j *job, c *agentConn) error {
 	text := printable(r.Text[:min(len(r.Text), maxTextBytes)])
 	if r.Status != 0 {
@@ -321,7 +325,9 @@ func (r *refusal) error(j *job, c *agentConn) error {
 	return &HostError{c.host, errors.New(text)}
 }
 
-// explain returns why an agent ended without Bye, as far as its command tells.
+// explain returns the reason why an agent ended without Bye: err, or, if err is only the end of the
+// connection, the exit status and the last output of the command. It waits up to lastWords for the command to
+// end, and kills it after that.
 func (j *job) explain(c *agentConn, err error) error {
 	if !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) || c.local {
 		j.cut(c)
@@ -345,7 +351,7 @@ func (j *job) explain(c *agentConn, err error) error {
 	if lines := c.stderr.tail.lines; len(lines) > 0 {
 		how += ": " + printable(lines[len(lines)-1])
 	}
-	if err != io.EOF { // of readHello or the middle of a frame
+	if err != io.EOF { // from readHello, or in the middle of a frame
 		how = fmt.Sprintf("%v (%s)", err, how)
 	}
 	if !c.greeted && (c.status.ExitStatus() == statusNotFound || c.status.ExitStatus() == statusNotExecutable) {
@@ -354,11 +360,11 @@ func (j *job) explain(c *agentConn, err error) error {
 	return errors.New(how)
 }
 
-// cut ends an agent: its command is killed, or the link to the one in this process is closed. What the command has started is killed
-// then too, as all orphans are.
+// cut ends an agent: it kills its command, or closes the link to the agent in this process. Processes that
+// the command has started are killed as orphans when it has ended.
 func (j *job) cut(c *agentConn) {
 	switch {
-	case c.link == nil: // it was not started
+	case c.link == nil: // the agent was not started
 	case c.local:
 		c.link.Close()
 	default:
@@ -374,8 +380,9 @@ func (j *job) cutAll() {
 	}
 }
 
-// dismiss returns when all agents have ended, as they do when they have sent everything, and the commands that reach them. Those that
-// have not after the time given are killed, and given up after it has passed once more.
+// dismiss returns when all agents, and the commands that reach them, have ended; they end when they have sent
+// everything. After patience it kills those that are left, and after the same time again it gives up and
+// returns an error.
 func (j *job) dismiss(patience time.Duration) error {
 	all := make(chan struct{})
 	go func() {

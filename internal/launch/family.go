@@ -13,55 +13,59 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fate is what becomes of a child that this process did not start: an orphan that came to it as a subreaper.
+// fate is the treatment of a child that this process did not start: an orphan that it inherited as a
+// subreaper.
 type fate int
 
 const (
-	ignored fate = iota // it is nobody's business here
-	awaited             // reap does not return before it is gone
-	doomed              // awaited, and killed now
+	ignored fate = iota // not waited for
+	awaited             // reap returns only when it has ended
+	doomed              // awaited, and killed at once
 )
 
-// family is the children of this process: those it started and those it inherits.
+// family manages the children of this process: those that it started and those that it inherits.
 //
-// A process is killed through its id only while it is a child that is not reaped, and children are reaped only
-// with mu held, so an id that was given to another process in the meantime is never hit. Deeper descendants need no
-// search: when their parent dies they become children of the nearest subreaper, this process, before the parent can
-// be reaped. Each death is therefore followed by another look, until nobody is left.
+// A process is killed by its ID only while it is an unreaped child, and children are reaped only with mu
+// held, so a signal never reaches another process that has got the same ID since. Deeper descendants need no
+// search: when their parent dies they become children of the nearest subreaper, which is this process, before
+// the parent can be reaped. Therefore the family looks at the children again after each death, until none is
+// left.
 //
-// A family takes every child of its process: a process can have one only, and must not wait for children itself.
+// A family reaps every child of its process: there can be only one per process, and no other code in the
+// process may wait for children.
 type family struct {
 	mu sync.Mutex
-	// own holds the children that were started here and are not reaped.
+	// own holds the children that were started by this family and are not reaped.
 	own map[int]relative
-	// fate decides about a child that is not in own, by its process id and group. nil ignores all and saves
-	// looking for them.
+	// fate decides the treatment of a child that is not in own, by its process ID and process group. If it is
+	// nil, all are ignored, and the family need not list the children.
 	fate func(pid, pgrp int) fate
-	// before are the children that the process had at adopt.
+	// before holds the children that the process had when adopt was called.
 	before map[int]bool
 
-	batches []*batch // complete and not gone
+	batches []*batch // batches that are complete and not gone
 	reaping bool     // a goroutine runs reap
-	err     error    // why reap gave up; all batches count as gone then
+	err     error    // the error at which reap gave up; all batches then count as gone
 	reaper  sync.WaitGroup
 }
 
-// relative is a child of a batch, with what to do when it is reaped. The function is called with mu held.
+// relative is a child of a batch, with the function to call when it is reaped. The function is called with mu
+// held.
 type relative struct {
 	batch *batch
 	ended func(unix.WaitStatus)
 }
 
-// batch is children that are started for one purpose.
+// batch is a set of children that are started for one purpose.
 type batch struct {
 	left int           // children that are not reaped; guarded by family.mu
-	gone chan struct{} // closed when none is left, and no orphan is awaited
+	gone chan struct{} // closed when no child is left and no orphan is awaited
 }
 
 func newBatch() *batch { return &batch{gone: make(chan struct{})} }
 
-// adopt makes this process a subreaper. Children that it has already are left alone: a program that replaces itself by the
-// launcher leaves it its children.
+// adopt makes this process a subreaper. It leaves existing children alone: a program that replaced itself by
+// the launcher (execve) may have left it children.
 func (f *family) adopt() error {
 	if f.before != nil {
 		return nil
@@ -80,8 +84,9 @@ func (f *family) adopt() error {
 	return nil
 }
 
-// doomOrphans is for a child that has ended and was to leave nobody behind. If its status is not 0 it may have: then all orphans are
-// killed from now on. mu is held.
+// doomOrphans is called when a child has ended that must leave no processes behind. If its status is not 0 it
+// may have left some: then all orphans are killed from now on, except the children from before adopt. The
+// caller holds mu.
 func (f *family) doomOrphans(status unix.WaitStatus) {
 	if status.Exited() && status.ExitStatus() == 0 {
 		return
@@ -94,9 +99,10 @@ func (f *family) doomOrphans(status unix.WaitStatus) {
 	}
 }
 
-// start starts a child of a batch that is not complete.
+// start starts a child of a batch that is not complete, by calling start with mu held. ended is called when
+// the child is reaped.
 func (f *family) start(b *batch, start func() (pid int, err error), ended func(unix.WaitStatus)) (pid int, err error) {
-	f.mu.Lock() // nobody reaps it before it is in own
+	f.mu.Lock() // the child must not be reaped before it is in own
 	defer f.mu.Unlock()
 	if pid, err = start(); err == nil {
 		if f.own == nil {
@@ -108,7 +114,7 @@ func (f *family) start(b *batch, start func() (pid int, err error), ended func(u
 	return pid, err
 }
 
-// complete says that a batch gets no more children. Its children are reaped from now on.
+// complete marks a batch as complete: no children will be added. Its children are reaped from now on.
 func (f *family) complete(b *batch) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -123,24 +129,25 @@ func (f *family) complete(b *batch) {
 	}
 }
 
-// kill kills a child if it is not reaped.
+// kill kills a child that was started by the family, if it is not reaped.
 func (f *family) kill(pid int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if _, ok := f.own[pid]; ok {
-		_ = unix.Kill(pid, unix.SIGKILL) // it is a child and not reaped
+		_ = unix.Kill(pid, unix.SIGKILL) // the ID is still that of the child, since it is not reaped
 	}
 }
 
-// reap returns when own is empty and no other child is awaited.
+// reap reaps children, and returns when own is empty and no other child is awaited.
 func (f *family) reap() {
 	for !f.collect() {
-		// WNOWAIT leaves the child for collect, which reaps with mu held. An error comes again there.
+		// WNOWAIT leaves the reaping to collect, which does it with mu held. An error occurs again there.
 		_ = unix.Waitid(unix.P_ALL, 0, nil, unix.WEXITED|unix.WNOWAIT, nil)
 	}
 }
 
-// collect reaps the children that are dead, then looks at the others. It reports whether reap is to end.
+// collect reaps the dead children, then gives the inherited ones their fates. It reports whether reap must
+// end.
 func (f *family) collect() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -164,7 +171,7 @@ func (f *family) collect() bool {
 	return !f.reaping
 }
 
-// reapDead reports whether there are no children at all. mu is held.
+// reapDead reaps the dead children and reports whether the process has no children left. The caller holds mu.
 func (f *family) reapDead() (none bool, err error) {
 	for {
 		var status unix.WaitStatus
@@ -189,7 +196,8 @@ func (f *family) reapDead() (none bool, err error) {
 	}
 }
 
-// sweep gives every child that is not in own its fate and returns how many of them are awaited. mu is held.
+// sweep gives every child that is not in own its fate, and returns how many of them are awaited. The caller
+// holds mu.
 func (f *family) sweep() (awaiting int, err error) {
 	if f.fate == nil {
 		return 0, nil
@@ -204,8 +212,8 @@ func (f *family) sweep() (awaiting int, err error) {
 		}
 		switch f.fate(c.pid, c.pgrp) {
 		case doomed:
-			// An error is a child with another user's rights. It is awaited like the rest: the launcher, which
-			// has a deadline, says so.
+			// An error means that the child runs as another user. It is awaited all the same: the launcher
+			// has a deadline, and reports it.
 			_ = unix.Kill(c.pid, unix.SIGKILL)
 			awaiting++
 		case awaited:
@@ -217,8 +225,8 @@ func (f *family) sweep() (awaiting int, err error) {
 
 type child struct{ pid, pgrp int }
 
-// listChildren reads the children of this process from /proc, zombies included. It costs a file per process of the
-// host.
+// listChildren returns the children of this process, zombies included, from /proc. It reads a file for each
+// process of the host.
 func listChildren() ([]child, error) {
 	dir, err := os.Open("/proc")
 	if err != nil {
@@ -238,7 +246,7 @@ func listChildren() ([]child, error) {
 		}
 		stat, err := os.ReadFile("/proc/" + name + "/stat")
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ESRCH) || errors.Is(err, os.ErrPermission) {
-			continue // gone meanwhile, or not ours to see
+			continue // it has ended meanwhile, or belongs to another user
 		}
 		if err != nil {
 			return nil, fmt.Errorf("launch: list children: %w", err)
@@ -254,8 +262,8 @@ func listChildren() ([]child, error) {
 	return children, nil
 }
 
-// parseStat reads the parent and the process group from the text of /proc/PID/stat (proc(5)): the name in
-// parentheses, which may itself hold parentheses and blanks, is followed by state, parent and group.
+// parseStat returns the parent and the process group from the text of /proc/PID/stat (proc(5)): after the
+// name in parentheses, which may itself have parentheses and blanks, come state, parent and group.
 func parseStat(text string) (ppid, pgrp int, err error) {
 	fields := strings.Fields(text[strings.LastIndexByte(text, ')')+1:])
 	if len(fields) < 3 {

@@ -17,57 +17,61 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// HelperArg is the first argument of a process that is to run HelperMain.
+// HelperArg is the first argument of a process that must run HelperMain.
 const HelperArg = "__hvdrun-rank-helper"
 
-// The helper's file descriptors besides 0, 1 and 2, which are the rank's.
+// The helper's file descriptors besides 0, 1 and 2, which are those of the rank.
 const (
-	orderFD  = 3 // the launcher's orders: signal numbers, a byte each; its end is the launcher's
-	reportFD = 4 // the helper's reports, JSON
+	orderFD  = 3 // the launcher's orders: signal numbers, a byte each; end of file means that the launcher is gone
+	reportFD = 4 // the helper's reports, as JSON
 )
 
-// shell runs scripts that do not say what runs them.
+// shell is the interpreter of scripts that do not name one.
 const shell = "/bin/sh"
 
-// report is news of a rank: from its helper first PID or Errno and then, if the command ran, how it ended; from the agent Gone.
+// report is a message about a rank. The helper sends first PID or Errno and then, if the command ran, how it
+// ended; the agent sends Gone.
 type report struct {
-	// PID is the command's process, once it runs.
+	// PID is the process ID of the command, sent when it runs.
 	PID int `json:"pid,omitempty"`
-	// Errno is why the command could not be started.
+	// Errno is the error for which the command could not be started.
 	Errno syscall.Errno `json:"errno,omitempty"`
 
-	// Ended says that the command has ended, At (nanoseconds since 1970), with Code or by Signal.
+	// Ended states that the command has ended, at time At (nanoseconds since 1970), with exit status Code or
+	// killed by Signal.
 	Ended  bool           `json:"ended,omitempty"`
 	At     int64          `json:"at,omitempty"`
 	Code   int            `json:"code,omitempty"`
 	Signal syscall.Signal `json:"signal,omitempty"`
-	// Sent is the last signal meant to end it that it was sent before.
+	// Sent is the last signal to end the command that the helper had sent before, or 0.
 	Sent syscall.Signal `json:"sent,omitempty"`
 
-	// Gone says that the helper has ended.
+	// Gone states that the helper has ended.
 	Gone bool `json:"gone,omitempty"`
 }
 
-// helper stands between the launcher and one rank's command.
+// helper runs the command of one rank for the launcher.
 type helper struct {
 	family  family
 	reports *json.Encoder
 
-	// Guarded by family.mu.
-	pid    int // the command; its process group too
+	// The fields below are guarded by family.mu.
+	pid    int // process ID of the command, and of its process group
 	alive  bool
 	sent   syscall.Signal
 	killed bool // by order, or because the launcher is gone
 }
 
-// HelperMain runs one rank's command for the launcher and returns the process's exit status. The program's main
-// must call it, from the main goroutine and before anything else, when its first argument is HelperArg; args are the
-// arguments after that one and env is the environment, which the command gets as it is. It ends with the process.
+// HelperMain runs the command of one rank for the launcher and returns the exit status of the process. The
+// program's main must call it from the main goroutine, before anything else, if its first argument is
+// HelperArg. args are the arguments after HelperArg. env is the environment, which is passed on to the
+// command unchanged. The process must exit when HelperMain returns.
 //
-// The command runs in a process group of its own. When it ends, what it has started and left behind is killed, in
-// whatever process group or session. If it ended after a signal that asked it to, those in its group, who got the
-// signal too, may go on until the launcher's next order. When the launcher ends, however it ends, or orders it,
-// everything is killed. The helper returns when no descendant is left.
+// The command runs in a process group of its own. When it has ended, HelperMain kills the processes that it
+// has left behind, in any process group or session. If the command ended after a signal that asked it to, the
+// processes of its group, which received the signal too, may run on until the next order of the launcher.
+// When the launcher orders it, or ends for any reason, HelperMain kills everything. It returns when no
+// descendant is left.
 func HelperMain(args, env []string) int {
 	// The command's parent-death signal is tied to the thread that starts it (prctl(2)).
 	runtime.LockOSThread()
@@ -75,12 +79,14 @@ func HelperMain(args, env []string) int {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s is for the launcher's own use\n", HelperArg)
 		return 2
 	}
-	// The one for the timeline is for who asks for it: it would end a program that has not done that yet, or never does, as a shell. That
-	// it is ignored passes on to the command and what that runs, until they ask.
+	// The timeline signal is ignored until a rank installs a handler: by default it would end a program that
+	// has not done so yet or never does, such as a shell. The command and its children inherit that the
+	// signal is ignored.
 	if s := timelineSignal(env); s != 0 {
 		signal.Ignore(s)
 	}
-	// The launcher decides what a signal means. Ignoring them would make the command ignore them as well.
+	// The launcher decides what a signal means. The helper catches the signals instead of ignoring them,
+	// because the command would inherit ignored signals.
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
 		if !signal.Ignored(s) {
 			signal.Notify(make(chan os.Signal, 1), s)
@@ -102,7 +108,7 @@ func HelperMain(args, env []string) int {
 		return 0
 	}
 	go h.obey(os.NewFile(orderFD, "orders"))
-	h.family.reap() // here, since another goroutine would be another thread
+	h.family.reap() // on this goroutine, whose thread started the command
 	if err := h.family.err; err != nil {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s\n", strings.TrimPrefix(err.Error(), "launch: "))
 		return 1
@@ -110,8 +116,8 @@ func HelperMain(args, env []string) int {
 	return 0
 }
 
-// timelineSignal returns the signal that starts and stops the timeline of a rank with an environment; 0 if there is none, or it is not one that
-// the setting can have.
+// timelineSignal returns the signal that starts and stops the timeline of a rank with environment env:
+// SIGUSR1 or SIGUSR2, or 0 if the setting has no or another value.
 func timelineSignal(env []string) syscall.Signal {
 	switch name := valueOf(env, "HVD_TIMELINE_SIGNAL"); {
 	case strings.EqualFold(name, "SIGUSR1"):
@@ -142,8 +148,8 @@ func (h *helper) start(path string, argv, env []string) error {
 	return err
 }
 
-// isText reports whether a file that the kernel cannot run is to be read by the shell: by its first line, as POSIX has it (XCU 2.9.1.4). A
-// program for another machine is not.
+// isText reports whether the shell should run a file that the kernel cannot execute: POSIX decides that by
+// the first line (XCU 2.9.1.4). It is false for a program of another machine.
 func isText(path string) bool {
 	f, err := os.Open(path)
 	if err != nil {
@@ -159,7 +165,8 @@ func isText(path string) bool {
 	return bytes.IndexByte(line, 0) < 0
 }
 
-// ended is called with family.mu held.
+// ended reports the end of the command to the launcher, and sets the fate of the processes that it left
+// behind. The caller holds family.mu.
 func (h *helper) ended(status unix.WaitStatus) {
 	h.alive = false
 	r := report{Ended: true, At: time.Now().UnixNano(), Sent: h.sent}
@@ -172,7 +179,7 @@ func (h *helper) ended(status unix.WaitStatus) {
 	h.family.fate = h.fate
 }
 
-// fate returns that of what the command left behind.
+// fate returns the fate of a process that the command left behind. The caller holds family.mu.
 func (h *helper) fate(_, pgrp int) fate {
 	if h.sent != 0 && !h.killed && pgrp == h.pid {
 		return awaited
@@ -180,10 +187,10 @@ func (h *helper) fate(_, pgrp int) fate {
 	return doomed
 }
 
-// tell reports to the launcher. If it is gone there is nobody to tell, and obey ends the command.
+// tell sends a report to the launcher. It ignores errors: if the launcher is gone, obey ends the command.
 func (h *helper) tell(r report) { _ = h.reports.Encode(r) }
 
-// obey carries out the launcher's orders until it is gone.
+// obey carries out the launcher's orders until the launcher is gone. Then it kills everything.
 func (h *helper) obey(orders *os.File) {
 	for {
 		var order [1]byte
@@ -205,9 +212,10 @@ func (h *helper) signal(s syscall.Signal) {
 		h.sent, h.killed = s, true
 	}
 	if h.alive {
-		// It is not reaped, so both ids are its own still. It may have left the group.
+		// The command is not reaped, so the IDs of process and group are still its own. It may have left the
+		// group.
 		if err := unix.Kill(-h.pid, s); err != nil || s == unix.SIGKILL {
-			_ = unix.Kill(h.pid, s) // fails if it has taken another user's rights
+			_ = unix.Kill(h.pid, s) // it fails if the command now runs as another user
 		}
 	}
 	if h.killed {

@@ -16,26 +16,26 @@ import (
 
 // Bounds of a list of hosts.
 const (
-	// MaxHosts bounds a list.
+	// MaxHosts is the most hosts of a list.
 	MaxHosts = 4096
-	// MaxSlots bounds the slots of one host.
+	// MaxSlots is the most slots of one host.
 	MaxSlots = 1 << 16
-	// maxNameBytes is that of a name in the DNS, with room for a user's in front.
+	// maxNameBytes is the longest name of a host. It leaves room for a user in front of a name of the DNS.
 	maxNameBytes = 255
 	maxFileBytes = 1 << 20
 )
 
-// Host is one entry of a list.
+// Host is one entry of a list of hosts.
 type Host struct {
-	// Name is a name or an address, without brackets; a user and @ may stand in front. It has letters, digits and . : - _ % @
-	// alone and begins with no dash, so that no program takes it for anything else.
+	// Name is a name, or an address without brackets; a user and @ may precede it. It consists of letters,
+	// digits and . : - _ % @ only and does not begin with a dash, so that no program takes it for an option.
 	Name string
-	// Slots is how many ranks the host takes, at least 1.
+	// Slots is the number of ranks that the host can run, at least 1.
 	Slots int
 }
 
-// ParseHosts reads a list such as h1:2,[fd00::1]:2,10.0.0.1:4,h3. A host without a number has one slot. A host that is there twice
-// is an error, for nobody could tell whether its slots add up.
+// ParseHosts parses a list of hosts such as h1:2,[fd00::1]:2,10.0.0.1:4,h3. A host without a number has one
+// slot. It is an error if a host occurs twice, since it would be unclear whether its slots add up.
 func ParseHosts(list string) ([]Host, error) {
 	var hosts []Host
 	for word := range strings.SplitSeq(list, ",") {
@@ -62,7 +62,7 @@ func addHost(hosts []Host, h Host) ([]Host, error) {
 	return append(hosts, h), nil
 }
 
-// parse reads name, name:slots, [address]:slots, or an IPv6 address alone.
+// parseHost parses name, name:slots, [address]:slots, or an IPv6 address without slots.
 func parseHost(word string) (Host, error) {
 	name, slots, err := cutHost(word)
 	h := Host{Name: name, Slots: 1}
@@ -76,7 +76,7 @@ func parseHost(word string) (Host, error) {
 	return h, err
 }
 
-// cut gives the name and what stands behind it.
+// cutHost splits word into the name of the host and the rest after it.
 func cutHost(word string) (name, rest string, err error) {
 	name = word
 	if inside, behind, closed := strings.Cut(word, "]"); closed && word[0] == '[' {
@@ -94,7 +94,8 @@ func checkHostName(name string) error {
 	if name == "" || name[0] == '-' || len(name) > maxNameBytes || strange >= 0 {
 		return errors.New("want names or addresses of hosts")
 	}
-	// Or a list with a comma forgotten would be one host, and a smaller job.
+	// Without this check, a list that lacks a comma would be taken for one host, and the job would be
+	// smaller.
 	if strings.Contains(name, ":") {
 		if _, err := netip.ParseAddr(name[strings.LastIndexByte(name, '@')+1:]); err != nil {
 			return errors.New("want a name and slots, as in h1:2, or an address, and a comma between hosts")
@@ -111,8 +112,9 @@ func parseSlots(text string) (int, error) {
 	return n, nil
 }
 
-// ParseHostFile reads a file with a host a line: "h1 slots=2" as for Open MPI and Horovod, "h1:2" as for MPICH, or "h1" for one
-// slot. Empty lines and what follows a # are passed over. The file has at most 1 MiB.
+// ParseHostFile reads a file with one host per line: "h1 slots=2" as for Open MPI and Horovod, "h1:2" as for
+// MPICH, or "h1" for one slot. It ignores empty lines, and comments from # to the end of the line. The file
+// has at most 1 MiB.
 func ParseHostFile(path string) ([]Host, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -174,15 +176,15 @@ func Slots(hosts []Host) (n int) {
 	return n
 }
 
-// Place is that of one rank; see topo.FromHosts for what local and cross ranks are.
+// Place is the place of one rank: its host and its topology. See topo.FromHosts for local and cross ranks.
 type Place struct {
-	// Host is an index in the list.
+	// Host is the index of the host in the list.
 	Host int
 	topo.Topology
 }
 
-// Assign places np ranks, at least 1, on the hosts: the slots of the first host get the first ranks, and so on. Hosts at the end
-// of the list may get none.
+// Assign places np ranks, at least 1, on the hosts: the first ranks fill the slots of the first host, and so
+// on. Hosts at the end of the list may get none. It is an error if there are fewer than np slots.
 func Assign(hosts []Host, np int) ([]Place, error) {
 	if have := Slots(hosts); np > have {
 		names := make([]string, 0, len(hosts))
@@ -193,7 +195,7 @@ func Assign(hosts []Host, np int) ([]Place, error) {
 			"in -H or --hostfile", np, have, strings.Join(names, ", "))
 	}
 	places := make([]Place, 0, np)
-	var crossSize []int // by local rank: hosts that have it
+	var crossSize []int // by local rank: number of hosts that have it
 	for i, h := range hosts {
 		n := min(h.Slots, np-len(places))
 		for local := range n {

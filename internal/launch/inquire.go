@@ -8,23 +8,28 @@ import (
 	"time"
 )
 
-// onceMore is how soon after SIGQUIT another one is passed on to the ranks.
+// onceMore is the time after SIGQUIT within which another SIGQUIT is forwarded to the ranks.
 const onceMore = 5 * time.Second
 
-// Inquiry is how the launcher learns what the ranks are at, which it does not know by itself: a process that hangs is alive. The
-// functions are called in goroutines of their own, one at a time each; what they return is printed on Options.Stderr.
+// Inquiry is how the launcher finds out what the ranks are doing. The launcher itself cannot tell: a process
+// that hangs is alive. Each function is called in a goroutine of its own, one call at a time. The launcher
+// prints the returned text on Options.Stderr.
 type Inquiry struct {
-	// Survey asks the ranks. why is what has caused it, known what the launcher knows of each rank's process, in a clause. ctx
-	// ends when there is nobody left to ask; then it returns soon.
+	// Survey asks the ranks and returns a text about them. why is the cause of the survey. known describes in
+	// a clause what the launcher knows of the process of each rank. ctx ends when no rank is left to ask;
+	// Survey must then return soon.
 	Survey func(ctx context.Context, why string, known []string) string
-	// Alarms are causes for a survey: SIGQUIT is one, too, unless it comes again within 5 s. One that comes while a survey is made is left out.
+	// Alarms delivers causes for further surveys. SIGQUIT is a cause too, unless it is the second within 5 s.
+	// A cause that arrives during a survey is dropped.
 	Alarms <-chan string
-	// Epilogue follows the report of a failure, when all ranks are gone. It must not take long. known is as for Survey, and
-	// culprits are the ranks that the survivors' verdict names, if there is one.
+	// Epilogue returns a text that follows the report of a failure. It is called when all ranks have ended
+	// and must not take long. known is as for Survey; culprits are the ranks that the verdict of the
+	// survivors names, if there is one.
 	Epilogue func(known []string, culprits []int) string
 }
 
-// heedQuit reports whether SIGQUIT has led to a survey, or is to be left alone; else it is for the ranks.
+// heedQuit handles SIGQUIT. It reports whether the signal has led to a survey, or was dropped because one is
+// in progress; if not, the signal must be forwarded to the ranks.
 func (j *job) heedQuit() bool {
 	if j.o.Inquiry == nil || !j.quitAt.IsZero() && time.Since(j.quitAt) < onceMore {
 		return false
@@ -34,7 +39,7 @@ func (j *job) heedQuit() bool {
 	return true
 }
 
-// survey begins one.
+// survey starts a survey, unless one is in progress.
 func (j *job) survey(why string) {
 	if j.surveying {
 		j.tell("%s: the ranks are being asked already", why)
@@ -48,11 +53,11 @@ func (j *job) survey(why string) {
 		if text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
-		j.surveyed <- struct{}{} // has room for the only one
+		j.surveyed <- struct{}{} // does not block: it has room for one, and there is only one survey at a time
 	})
 }
 
-// alarms returns where the causes for surveys come from.
+// alarms returns the channel of causes for surveys, or nil if there is none.
 func (j *job) alarms() <-chan string {
 	if j.o.Inquiry == nil {
 		return nil
@@ -60,7 +65,7 @@ func (j *job) alarms() <-chan string {
 	return j.o.Inquiry.Alarms
 }
 
-// known returns what is known of each rank's process.
+// known describes, in a clause for each rank, what the launcher knows of its process.
 func (j *job) known() []string {
 	known := make([]string, len(j.ranks))
 	for r, k := range j.ranks {
@@ -82,10 +87,10 @@ func (j *job) known() []string {
 	return known
 }
 
-// activity says what the kernel has a process of this host do, in a clause.
+// activity describes, in a clause, what a process of this host is doing according to the kernel.
 func activity(pid int) string {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	// The state stands behind the name, which may have any character (proc_pid_stat(5)).
+	// The state follows the name, which may contain any character (proc_pid_stat(5)).
 	at := bytes.LastIndexByte(stat, ')')
 	if err != nil || at < 0 || at+2 >= len(stat) {
 		return "has just ended"

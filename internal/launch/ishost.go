@@ -8,8 +8,9 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// IsThisHost reports whether a name in a list of hosts is that of this one, which is reached without an agent's command: it is
-// localhost, a loopback address, an address of an own interface, or the host's name, with or without its domain.
+// IsThisHost reports whether a name in a list of hosts means this host, whose ranks need no command to start
+// an agent. It does if it is localhost, a loopback address, an address of a network interface of this host,
+// or the name of this host, with or without its domain.
 func IsThisHost(name string) bool {
 	if strings.EqualFold(name, "localhost") {
 		return true
@@ -26,8 +27,8 @@ func IsThisHost(name string) bool {
 	return strings.EqualFold(name, host) || strings.EqualFold(name, short)
 }
 
-// IsOfHost reports whether an environment variable belongs to a host or a login there, so that ranks on another one keep
-// what that has.
+// IsOfHost reports whether an environment variable belongs to a host or to a login on it. Such variables are
+// not sent to other hosts: ranks keep the value that their own host has.
 func IsOfHost(name string) bool {
 	for _, prefix := range []string{"SSH_", "XDG_", "DBUS_"} {
 		if strings.HasPrefix(name, prefix) {
@@ -38,6 +39,6 @@ func IsOfHost(name string) bool {
 	case "HOSTNAME", "HVD_HOSTID", "DISPLAY", "TMPDIR", "TMP", "TEMP", "HOME", "USER", "LOGNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "_":
 		return true
 	}
-	// Which devices a process may use is for its host to say; Horovod leaves CUDA's out too.
+	// Each host decides which devices a process may use. Horovod leaves CUDA_VISIBLE_DEVICES out too.
 	return strings.HasSuffix(name, "_VISIBLE_DEVICES")
 }

@@ -1,21 +1,25 @@
-// Package launch starts the ranks of a job, on this host and on others, supervises them and tells how it went. It needs Linux.
+// Package launch starts the ranks of a job on this host and on others, supervises them and reports how the
+// job ended. It needs Linux.
 //
 // Invariants:
 //
-//  1. When Run has returned, no process of the job is alive, in whatever process group or session, except those it
-//     names in its error, and those on a host that was lost, which are gone when that has heard nothing for Options.Liveness.
-//     The same holds soon after the launcher, an agent or a helper was killed by SIGKILL.
+//  1. When Run has returned, no process of the job is alive, in any process group or session. The exceptions
+//     are the processes named in Run's error, and those on a host that was lost: they end when that host has
+//     received nothing from the launcher for Options.Liveness. The same holds soon after the launcher, an agent
+//     or a helper was killed by SIGKILL.
 //  2. The job's status is not 0 if a rank failed.
-//  3. What the ranks print and whether anybody reads it takes bounded memory and delays no signal.
-//  4. Every wait of the supervision has a deadline once a rank has failed, a signal came or all commands have ended.
+//  3. The output of the ranks takes bounded memory and delays no signal, whether or not it is read.
+//  4. Every wait of the supervision has a deadline once a rank has failed, a signal has arrived or all commands
+//     have ended.
 //
-// Each rank has a helper process (see HelperMain), which is its subreaper and holds a pipe from the launcher: the
-// pipe's end tells it that the launcher is gone. The launcher is a subreaper in turn, for the orphans of a helper
-// that was killed.
+// Each rank has a helper process (see HelperMain). The helper is the subreaper of the rank and holds a pipe
+// from the launcher: end of file on the pipe means that the launcher is gone. The launcher is a subreaper
+// too, and adopts the orphans of a helper that was killed.
 //
-// Each host has an agent, which has the helpers. The launcher's own host has it in the launcher's process, and on another one the
-// launcher starts it by a command such as ssh (see AgentMain). They speak over a pipe, or the command's standard input and output
-// (wire.go). The end of its connection, or silence, tells the agent that the launcher is gone.
+// Each host has an agent, which runs the helpers. On the launcher's own host the agent is part of the
+// launcher's process. On another host the launcher starts it by a command such as ssh (see AgentMain).
+// Launcher and agent communicate over a pipe or over the standard input and output of the command (wire.go).
+// The agent concludes that the launcher is gone when the connection ends or has been silent for too long.
 package launch
 
 import (
@@ -39,7 +43,7 @@ import (
 	"github.com/gohvd/gohvd/internal/joblink"
 )
 
-// MaxRanks bounds Options.NP.
+// MaxRanks is the upper bound of Options.NP.
 const MaxRanks = 4096
 
 // Exit statuses that are not a rank's.
@@ -49,82 +53,93 @@ const (
 	statusSignal        = 128 // plus the signal's number
 )
 
-// Options says what to run. Zero durations have the default.
+// Options describes the job to run. A duration of 0 means its default.
 type Options struct {
 	// NP is the number of ranks, 1 to MaxRanks.
 	NP int
-	// Hosts have the ranks, in the order of Assign. None is this host, by its own name.
+	// Hosts are the hosts that run the ranks, which Assign places in this order. If there are none, all ranks
+	// run on this host, under its own name.
 	Hosts []Host
-	// Command is what each rank runs. Its first word is looked up in the ranks' PATH, on the host that it is to run on.
+	// Command is the command that each rank runs. Its first word is looked up in the PATH of the ranks, on
+	// the host of the rank.
 	Command []string
-	// Env is the environment of the ranks, NAME=value; what places a rank in the job is added or replaced.
+	// Env is the environment of the ranks, as NAME=value. The variables that place a rank in the job are
+	// added or replaced.
 	Env []string
-	// Set is added to Env or replaces it, NAME=value. It cannot set what places a rank in the job.
+	// Set holds variables, as NAME=value, that are added to Env or replace variables there. It cannot set the
+	// variables that place a rank in the job.
 	Set []string
 
-	// Verdict waits until ctx ends for what the surviving ranks say of those that failed; nil if they cannot say anything.
+	// Verdict waits for the verdict of the surviving ranks on those that failed, until ctx ends. It is nil if
+	// there can be none.
 	Verdict func(ctx context.Context) (joblink.Verdict, error)
-	// StoreAddrs are where the ranks reach the store, at least one. If the ranks are not all on this host each host tries them,
-	// and one that works will do.
+	// StoreAddrs are the addresses at which ranks reach the store, at least one. If not all ranks run on this
+	// host, each host tries all addresses and uses one that works.
 	StoreAddrs []netip.AddrPort
-	// Secret is the text of the job's secret, which the ranks get in their environment, and TLS says that the store takes
-	// connections by TLS alone.
+	// Secret is the text of the job's secret, which the ranks receive in their environment. TLS states that
+	// the store accepts only connections by TLS.
 	Secret string
 	TLS    bool
-	// TorchStore is where the ranks reach a TCPStore of PyTorch's protocol, through which their torch.distributed meets. If
-	// there is none they are told nothing of it.
+	// TorchStore is the address of a server of PyTorch's TCPStore protocol, through which the ranks'
+	// torch.distributed processes meet. If it is not valid, the variables for torch.distributed are not set.
 	TorchStore netip.AddrPort
 
-	// Stdout and Stderr get the ranks' output and the report, written by one goroutine. If a Write hangs, a signal
-	// or ctx lets Run return without it and the goroutine goes on; otherwise all is written when Run returns.
+	// Stdout and Stderr receive the output of the ranks and the report, written by one goroutine. If a Write
+	// hangs, a signal or the end of ctx lets Run return without it, and the goroutine goes on; otherwise all
+	// output is written when Run returns.
 	Stdout, Stderr io.Writer
-	// NoPrefix leaves out the [rank]<stdout>: in front of each line, Timestamp puts the time in front of it.
+	// NoPrefix leaves out the prefix [rank]<stdout>: of each line. Timestamp puts the time in front of each
+	// line.
 	NoPrefix, Timestamp bool
-	// OutputDir, if not empty, gets the output as it is in rank.R/stdout and rank.R/stderr, R zero-padded.
+	// OutputDir, if not empty, is the directory for copies of the unchanged output, in rank.R/stdout and
+	// rank.R/stderr, with R zero-padded.
 	OutputDir string
-	// Verbose tells on Stderr what the launcher does.
+	// Verbose logs the actions of the launcher on Stderr.
 	Verbose bool
 
-	// Signals are those that the launcher gets. SIGINT, SIGTERM and SIGHUP end the job, others are forwarded to the
-	// ranks' process groups. A second one of the three kills the ranks, unless it is the first one again within half a second.
+	// Signals delivers the signals sent to the launcher. SIGINT, SIGTERM and SIGHUP end the job; others are
+	// forwarded to the process groups of the ranks. A second one of these three kills the ranks, unless it
+	// equals the first and arrives within Echo of it.
 	Signals <-chan os.Signal
 
-	// Inquiry, if not nil, has SIGQUIT print what the ranks are at, instead of passing it on.
+	// Inquiry, if not nil, makes SIGQUIT print the state of the ranks, instead of being forwarded to them.
 	Inquiry *Inquiry
 
-	// Reach, needed for other hosts, is the command that runs words on one: ssh for instance. Its first word is looked up in PATH. The
-	// command's standard input and output must be those of what it runs, and it must end when that does.
+	// Reach returns the command that runs words on another host: ssh for instance. It is needed if there are
+	// other hosts. The first word of the command is looked up in PATH. The command must connect its standard
+	// input and output to those of the words' program, and it must end when that program ends.
 	Reach func(host string, words []string) []string
-	// AgentPath is the program that calls AgentMain on the other hosts.
+	// AgentPath is the path of the program that calls AgentMain on the other hosts.
 	AgentPath string
-	// Start is how long it may take until all hosts are ready: 30 s.
+	// Start is the time limit for all hosts to be ready. The default is 30 s.
 	Start time.Duration
-	// Liveness is how long launcher and agent may hear nothing of each other: 10 s. Then the launcher takes the host for lost, and
-	// the agent kills its ranks. It is 3 s at least.
+	// Liveness is how long launcher and agent tolerate silence of each other. After it the launcher considers
+	// the host lost, and the agent kills its ranks. The default is 10 s, the minimum 3 s.
 	Liveness time.Duration
 
-	// Notice is how long ranks may take to end by themselves after one has failed: 5 s.
+	// Notice is how long ranks may take to end by themselves after a rank has failed. The default is 5 s.
 	Notice time.Duration
-	// Grace is how long ranks that were sent a signal may take to end before SIGKILL: 5 s.
+	// Grace is how long ranks may take to end after a signal, before they are sent SIGKILL. The default is 5
+	// s.
 	Grace time.Duration
-	// Echo is how soon after a signal an equal one counts as the same: 500 ms, sooner than somebody has read that once more kills, and
-	// presses the key.
+	// Echo is the time after a signal during which an equal signal counts as the same. The default is 500 ms:
+	// less than a user takes to read that a second signal kills the ranks, and to press the key again.
 	Echo time.Duration
-	// Kill is how long processes that were sent SIGKILL may take to be gone: 5 s. After it the helpers are killed as
-	// well, and as long again after that Run gives up.
+	// Kill is how long processes may take to disappear after SIGKILL. After it the helpers are killed as
+	// well, and after the same time again Run gives up. The default is 5 s.
 	Kill time.Duration
 }
 
-// OptionError says which option cannot be used. Nothing was started.
+// OptionError is the error for an option that cannot be used. Nothing was started.
 type OptionError struct{ Text string }
 
 func (e *OptionError) Error() string { return "launch: " + e.Text }
 
-// CommandError says that the command could not be started. No rank runs.
+// CommandError is the error for a command that could not be started. No rank runs.
 type CommandError struct {
 	Command string
-	Host    string // empty if all ranks are on this one
-	Status  int    // as a shell gives it: 127 for not found, 126 for not executable
+	Host    string // empty if all ranks run on this host
+	Status  int    // exit status as of a shell: 127 for not found, 126 for not executable
 	Err     error
 }
 
@@ -137,7 +152,7 @@ func (e *CommandError) Error() string {
 
 func (e *CommandError) Unwrap() error { return e.Err }
 
-// HostError says that no ranks could be started on a host. No rank runs.
+// HostError is the error for a host on which no ranks could be started. No rank runs.
 type HostError struct {
 	Host string
 	Err  error
@@ -155,44 +170,45 @@ func newCommandError(command string, err error) *CommandError {
 	return &CommandError{Command: command, Status: status, Err: err}
 }
 
-// Result is how the job ended.
+// Result describes how the job ended.
 type Result struct {
-	// Status is the exit status for the launcher: the root cause's (128+n for signal n), 128+n if signal n ended the
-	// job before any rank failed, else 0.
+	// Status is the exit status for the launcher: the status of the root cause (128+n for signal n); or 128+n
+	// if signal n ended the job before any rank failed; else 0.
 	Status int
-	// Signal is the one that ended the job before any rank failed, or 0.
+	// Signal is the signal that ended the job before any rank failed, or 0.
 	Signal syscall.Signal
-	// Ranks is how each rank ended.
+	// Ranks describes how each rank ended, by rank.
 	Ranks []Exit
-	// Roots are the ranks that caused the failure: those that the survivors' verdict names, or the one that failed
-	// first. Empty if none failed.
+	// Roots are the ranks that caused the failure: those named by the verdict of the survivors, or the rank
+	// that failed first. It is empty if none failed.
 	Roots []int
-	// Verdict is the survivors' finding; nil if they left none or none failed.
+	// Verdict is the verdict of the surviving ranks; nil if there is none or no rank failed.
 	Verdict *joblink.Verdict
 }
 
-// Exit is how one rank ended.
+// Exit describes how one rank ended.
 type Exit struct {
-	// Host is where it ran.
+	// Host is the host on which the rank ran.
 	Host string
-	// PID is the command's process; 0 if its helper was killed before it could tell.
+	// PID is the process ID of the command; 0 if its helper was killed before it reported the ID.
 	PID int
-	// Code is the exit status; Signal, if not 0, is what killed the command instead.
+	// Code is the exit status. If Signal is not 0, that signal killed the command instead.
 	Code   int
 	Signal syscall.Signal
-	// Sent is the last signal by which the launcher had asked it to end, or 0.
+	// Sent is the last signal by which the launcher asked the command to end, or 0.
 	Sent syscall.Signal
-	// Lost says that the helper was killed; its command died with it. Or its host was lost, for the reason Why: then nothing is
-	// known of the command, and Signal is SIGKILL all the same.
+	// Lost states that the helper was killed, and the command died with it, or, if Why is set, that the host
+	// was lost for the reason Why. In the latter case nothing is known of the command. Signal is SIGKILL in
+	// both.
 	Lost bool
 	Why  string
-	// At is when it ended by this host's clock, or when its host was last heard.
+	// At is when the command ended, by the clock of this host, or when its host was last heard.
 	At time.Time
-	// Stderr is its last lines on standard error, at most 20.
+	// Stderr holds the last lines of the command on standard error, at most 20.
 	Stderr []string
 }
 
-// Status returns e as a shell gives it.
+// Status returns the exit status that a shell reports for e: Code, or 128+n for signal n.
 func (e Exit) Status() int {
 	if e.Signal != 0 {
 		return statusSignal + int(e.Signal)
@@ -200,14 +216,16 @@ func (e Exit) Status() int {
 	return e.Code
 }
 
-// Run runs the job and reports a failure on o.Stderr. The result is that of the ranks; the error says that some could not be
-// started (*OptionError, *CommandError, *HostError), that the launcher itself failed, or ctx's cause when ctx has ended the job,
-// as a SIGTERM would have. All that was started is gone in either case, but for processes named in the error.
+// Run runs the job and reports a failure on o.Stderr. The result describes the ranks. The error is not nil if
+// some ranks could not be started (*OptionError, *CommandError, *HostError), if the launcher itself failed,
+// or if ctx ended the job, as SIGTERM would have; then it wraps the cause of ctx. In all cases no process of
+// the job is left, except those named in the error.
 //
-// The calling process must start no other child during Run: Run waits for all of them, and makes the process a subreaper for
-// good (prctl(2)). Its executable must call HelperMain and AgentMain. Each rank costs two goroutines and, on this host, a helper
-// process, four file descriptors and three goroutines more; each other host an agent's command, three file descriptors and
-// seven goroutines.
+// The calling process must start no other child during Run: Run waits for all of them. Run makes the process
+// a subreaper for the rest of its life (prctl(2)). The executable of the process must call HelperMain and
+// AgentMain. Each rank costs two goroutines, and on this host also a helper process, four file descriptors
+// and three more goroutines. Each other host costs the command of its agent, three file descriptors and seven
+// goroutines.
 func Run(ctx context.Context, o Options) (Result, error) {
 	o.Notice = cmp.Or(o.Notice, 5*time.Second)
 	o.Grace = cmp.Or(o.Grace, 5*time.Second)
@@ -246,7 +264,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	return j.run(ctx)
 }
 
-// rankVariables place rank r in the job.
+// rankVariables returns the environment variables that place rank r in the job.
 func (j *job) rankVariables(r int) []string {
 	p := j.places[r]
 	return []string{
@@ -262,7 +280,7 @@ func (j *job) rankVariables(r int) []string {
 	}
 }
 
-// storeVariables say where the job's store is.
+// storeVariables returns the environment variables that hold the address of the job's store.
 func storeVariables(addr netip.AddrPort) []string {
 	return []string{
 		"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + addr.Addr().String(),
@@ -270,13 +288,13 @@ func storeVariables(addr netip.AddrPort) []string {
 	}
 }
 
-// nameOf returns the name of a variable, NAME=value.
+// nameOf returns the name in a variable of the form NAME=value.
 func nameOf(v string) string {
 	name, _, _ := strings.Cut(v, "=")
 	return name
 }
 
-// has reports whether a variable with a name is among vars.
+// has reports whether vars has a variable with this name.
 func has(vars []string, name string) bool {
 	return slices.ContainsFunc(vars, func(v string) bool { return nameOf(v) == name })
 }
@@ -290,8 +308,8 @@ func without(env, vars []string) []string {
 	return slices.DeleteFunc(slices.Clone(env), func(v string) bool { return named[nameOf(v)] })
 }
 
-// torchVariables returns what torch.distributed wants of a launcher. A user who sets one of them has another meeting place in
-// mind, and keeps it.
+// torchVariables returns the variables that torch.distributed expects from a launcher, for rank r. It leaves
+// out those in Options.Set: a user who sets one of them uses another store.
 func (j *job) torchVariables(r int) []string {
 	addr, p := j.o.TorchStore, j.places[r]
 	if !addr.IsValid() {
@@ -312,8 +330,8 @@ func (j *job) torchVariables(r int) []string {
 	}, j.o.Set)
 }
 
-// merge returns the environment of all ranks: inherited, without what set and placing name, then set. Of equal names in set
-// the last counts.
+// merge returns the environment of all ranks: inherited, without the variables of set and placing, then set.
+// If a name occurs more than once in set, the last occurrence counts.
 func merge(inherited, set, placing []string) ([]string, error) {
 	env := without(inherited, placing)
 	// Output is prefixed line by line, so it should come line by line.
@@ -329,14 +347,15 @@ func merge(inherited, set, placing []string) ([]string, error) {
 	return env, nil
 }
 
-// lookPath finds a program in the PATH of env, if its name has no slash.
+// lookPath returns the path of a program: file itself if it has a slash, else the first match in the PATH of
+// env.
 func lookPath(file string, env []string) (string, error) {
 	err := error(exec.ErrNotFound)
 	candidates := []string{file}
 	if !strings.Contains(file, "/") {
 		candidates = nil
 		for _, dir := range filepath.SplitList(valueOf(env, "PATH")) {
-			// What a relative one names depends on where a rank happens to be.
+			// A relative directory depends on the working directory of the rank.
 			if filepath.IsAbs(dir) {
 				candidates = append(candidates, filepath.Join(dir, file))
 			}
@@ -348,7 +367,7 @@ func lookPath(file string, env []string) (string, error) {
 			return path, nil
 		}
 		if lookup, ok := errors.AsType[*exec.Error](err); ok {
-			err = lookup.Err // the rest is said by who reports it
+			err = lookup.Err // callers add the name of the program
 		}
 	}
 	if len(candidates) != 1 || candidates[0] != file {
@@ -357,7 +376,7 @@ func lookPath(file string, env []string) (string, error) {
 	return "", err
 }
 
-// valueOf returns the last value of a variable in env.
+// valueOf returns the last value of a variable in env, or "".
 func valueOf(env []string, name string) (value string) {
 	for _, v := range env {
 		if text, ok := strings.CutPrefix(v, name+"="); ok {
@@ -367,18 +386,18 @@ func valueOf(env []string, name string) (value string) {
 	return value
 }
 
-// rank is one rank, for the supervisor, whose goroutine it belongs to.
+// rank is the supervisor's state of one rank. It belongs to the supervisor's goroutine.
 type rank struct {
 	number  int
 	conn    *agentConn
 	streams [2]*stream
 
 	exit  Exit
-	ended bool // exit is known
-	gone  bool // so is the helper's end
+	ended bool // the command has ended: exit is complete
+	gone  bool // the helper has ended too
 }
 
-// makeRanks makes the ranks with the files of their output, and the connections to their hosts.
+// makeRanks creates the state of the ranks, their output files, and the connections to their hosts.
 func (j *job) makeRanks() error {
 	for _, h := range j.o.Hosts[:j.hosts] {
 		c := &agentConn{host: h.Name, local: IsThisHost(h.Name), orders: make(chan order, maxOrders)}

@@ -2,19 +2,21 @@ package launch
 
 import "bytes"
 
-// maxLineBytes bounds what is held back until a line is complete. A longer line is broken.
+// maxLineBytes caps the bytes that are held back until a line is complete. A longer line is broken into
+// pieces.
 const maxLineBytes = 64 << 10
 
-// splitter cuts a stream of bytes into lines. A line ends at \n, \r\n, or, as progress bars do, at \r.
+// splitter splits a stream of bytes into lines. A line ends with \n, \r\n or, as in progress bars, \r.
 type splitter struct {
-	// line is called with each line, without its end, and with the end: '\n' (also for \r\n), '\r', or 0 for the
-	// pieces of a line that was too long and for the last one if it has no end. text is valid during the call.
+	// line is called for each line, with the text without its end, and the end: '\n' (also for \r\n), '\r',
+	// or 0 for the pieces of a line that was too long and for a last line that is not terminated. text is
+	// valid during the call.
 	line func(text []byte, end byte)
-	// ended is called when a line that was given to line with '\r' turns out to have ended in \r\n.
+	// ended is called when a line that was passed to line with '\r' turns out to have ended in \r\n.
 	ended func()
-	max   int // bytes of a line, above 0
+	max   int // most bytes of a line, above 0
 
-	part []byte // of an incomplete line, at most max bytes
+	part []byte // start of an incomplete line, at most max bytes
 	cr   bool   // the last byte was \r
 }
 
@@ -57,7 +59,7 @@ func (s *splitter) write(p []byte) {
 	}
 }
 
-// flush gives the rest, a line without end.
+// flush passes the rest of the stream, a line that is not terminated, to line.
 func (s *splitter) flush() {
 	if len(s.part) > 0 {
 		s.line(s.part, 0)
@@ -71,7 +73,8 @@ const (
 	tailCutMarker = "..."
 )
 
-// tail keeps the last lines of a stream as a terminal would show them: what follows a \r replaces what was before.
+// tail keeps the last lines of a stream as a terminal would show them: text after a \r replaces the text
+// before it.
 type tail struct {
 	lines []string
 	open  bool // the last line ended in \r
@@ -82,7 +85,7 @@ func (t *tail) add(text []byte, end byte) {
 		text = append(text[:maxTailBytes:maxTailBytes], tailCutMarker...)
 	}
 	switch {
-	case t.open && len(text) == 0: // a cursor at the start of a line shows the line still
+	case t.open && len(text) == 0: // after \r a terminal still shows the line
 	case t.open:
 		t.lines[len(t.lines)-1] = string(text)
 	default:

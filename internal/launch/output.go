@@ -13,16 +13,17 @@ import (
 )
 
 const (
-	// chunkBytes is about the size of what is handed to the console at once, and queuedChunks how many of them wait: some 4 MiB
-	// in all, whatever the ranks write. When they are full the ranks' pipes fill up, and then the ranks wait.
+	// chunkBytes is the approximate size of the chunks that are passed to the console, and queuedChunks is
+	// how many of them it queues: together about 4 MiB, however much the ranks write. When the queue is full,
+	// the pipes of the ranks fill up, and then the ranks block.
 	chunkBytes   = 64 << 10
 	queuedChunks = 64
 	readBytes    = 32 << 10
 )
 
-// chunk is whole lines of one stream, or nil to end a line that the stream has left at \r.
+// chunk is a sequence of whole lines of one stream. A nil text ends a line that the stream has left at \r.
 type chunk struct {
-	from *stream // nil for the launcher
+	from *stream // nil for a message of the launcher
 	err  bool    // for standard error
 	text []byte
 }
@@ -34,7 +35,7 @@ type console struct {
 	queue    chan chunk
 	quit     chan struct{} // closed by abandon
 	done     chan struct{} // closed when all is written or writing was abandoned
-	abandon  func()        // drops what is queued and what comes
+	abandon  func()        // drops the queue and all later chunks
 
 	lost error // the first failed write; valid after done
 }
@@ -51,7 +52,7 @@ func newConsole(out, err io.Writer) *console {
 	return c
 }
 
-// put waits for room in the queue.
+// put queues k. It blocks while the queue is full, and drops k after abandon.
 func (c *console) put(k chunk) {
 	select {
 	case c.queue <- k:
@@ -59,14 +60,14 @@ func (c *console) put(k chunk) {
 	}
 }
 
-// close returns when all that was put is written or writing was abandoned.
+// close ends the queue. It returns when the queue is written or writing was abandoned.
 func (c *console) close() {
 	close(c.queue)
 	<-c.done
 }
 
-// note prints a line of the launcher's own. It does not wait: supervision goes on if nobody reads the terminal, and
-// the line is dropped.
+// note prints a line of the launcher itself. It does not block: if the queue is full because nothing reads
+// the terminal, note drops the line, so that the supervision goes on.
 func (c *console) note(format string, args ...any) {
 	select {
 	case c.queue <- chunk{err: true, text: fmt.Appendf(nil, "hvdrun: "+format+"\n", args...)}:
@@ -76,7 +77,7 @@ func (c *console) note(format string, args ...any) {
 
 func (c *console) run() {
 	defer close(c.done)
-	var open *chunk // left its line at \r
+	var open *chunk // the last chunk, if it left its line at \r
 	write := func(toErr bool, text []byte) {
 		w := c.out
 		if toErr {
@@ -113,12 +114,12 @@ func (c *console) run() {
 	}
 }
 
-// pipeSource is the end to read of a pipe, non-blocking. Read gives io.EOF when all who may write to it have closed it, or after
-// finish.
+// pipeSource is the non-blocking read end of a pipe. Read returns io.EOF when all write ends are closed, or
+// after finish.
 type pipeSource struct {
 	file *os.File
-	last bool // it is being emptied
-	left int  // bytes to take then at most, for who goes on writing could fill it again and again
+	last bool // after finish: read the rest without waiting
+	left int  // most bytes to read then, since a process that still writes could refill the pipe for ever
 }
 
 func (p *pipeSource) Read(b []byte) (n int, err error) {
@@ -127,7 +128,7 @@ func (p *pipeSource) Read(b []byte) (n int, err error) {
 		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
 			return n, err
 		}
-		// The descriptor cannot be had while the deadline holds.
+		// While a deadline has passed, RawConn.Read does not call its function.
 		if err := p.file.SetReadDeadline(time.Time{}); err != nil {
 			return 0, err
 		}
@@ -152,14 +153,14 @@ func (p *pipeSource) Read(b []byte) (n int, err error) {
 	return n, nil
 }
 
-// finish has Read give what is there now and then io.EOF. Nobody of the job is left to write, but somebody else may have been
-// given the other end and keep it open.
+// finish makes Read return the bytes that are in the pipe now and then io.EOF. No process of the job is left
+// to write, but a process outside the job may have inherited the other end and keep it open.
 func (p *pipeSource) finish() { _ = p.file.SetReadDeadline(time.Unix(1, 0)) }
 
 func (p *pipeSource) Close() error { return p.file.Close() }
 
-// stream carries what one rank writes to its standard output or error to the console, and to a file and a tail
-// if it has them.
+// stream copies the standard output or standard error of one rank to the console, and to a file and a tail if
+// there are any.
 type stream struct {
 	in        io.ReadCloser
 	console   *console
@@ -169,11 +170,11 @@ type stream struct {
 	file      *os.File // --output-filename; nil for none
 	tail      *tail    // nil for none
 
-	out     []byte // lines for the next chunk
-	fileErr error  // why file is incomplete
+	out     []byte // lines of the next chunk
+	fileErr error  // the error that left file incomplete
 }
 
-// run reads until the end of the source.
+// run copies until the end of the source, and closes file and source.
 func (s *stream) run() {
 	split := splitter{line: s.line, ended: s.ended, max: maxLineBytes}
 	buf := make([]byte, readBytes)
@@ -227,11 +228,11 @@ func (s *stream) ended() {
 func (s *stream) flush() {
 	if len(s.out) > 0 {
 		s.console.put(chunk{from: s, err: s.err, text: s.out})
-		s.out = nil // the console's now
+		s.out = nil // the console owns the bytes now
 	}
 }
 
-// printable replaces control characters, which a terminal would obey, except tabs.
+// printable replaces control characters except tabs by question marks, since a terminal would obey them.
 func printable(text string) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' && r != '\t' || r == 0x7f {

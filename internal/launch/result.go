@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// result says how the job ended. The lines of standard error come later.
+// result returns the Result of the job, without the lines of standard error, which conclude adds.
 func (j *job) result(ctx context.Context) Result {
 	var res Result
 	for _, k := range j.ranks {
@@ -21,7 +21,7 @@ func (j *job) result(ctx context.Context) Result {
 	switch {
 	case j.asked && !j.failed:
 		res.Signal = j.signal
-		if res.Signal == 0 { // ctx
+		if res.Signal == 0 { // ctx ended the job
 			res.Signal = unix.SIGTERM
 		}
 		res.Status = statusSignal + int(res.Signal)
@@ -46,7 +46,8 @@ func (j *job) readVerdict(ctx context.Context) *joblink.Verdict {
 	return &v
 }
 
-// judge finds who caused the failure and its status. Exits of which at least one is a failure are given.
+// judge returns the ranks that caused the failure, and the exit status of the job. At least one of exits must
+// be a failure. v may be nil.
 func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 	var failures []int
 	for r, e := range exits {
@@ -57,7 +58,7 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 			failures = append(failures, r)
 		}
 	}
-	// Who was told to end did not begin it, whatever its clock says.
+	// A rank that was sent a signal to end did not fail first, whatever its clock says.
 	slices.SortStableFunc(failures, func(a, b int) int {
 		x, y := exits[a], exits[b]
 		if (x.Sent == 0) != (y.Sent == 0) {
@@ -74,15 +75,15 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 	if i := slices.IndexFunc(failures, func(r int) bool { return slices.Contains(roots, r) }); i >= 0 {
 		return roots, exits[failures[i]].Status()
 	}
-	return roots, 1 // they ended well, before others needed them
+	return roots, 1 // the roots ended with status 0, but too early for the others
 }
 
-// named reports whether v names rank r.
+// named reports whether verdict v, which may be nil, names rank r.
 func named(v *joblink.Verdict, r int) bool {
 	return v != nil && slices.Contains(v.Ranks, topo.Rank(r))
 }
 
-// culprits returns the root causes that the survivors have found.
+// culprits returns the root causes if the verdict of the survivors names them, else nil.
 func (r Result) culprits() []int {
 	if len(r.Roots) == 0 || !named(r.Verdict, r.Roots[0]) {
 		return nil
@@ -90,7 +91,7 @@ func (r Result) culprits() []int {
 	return r.Roots
 }
 
-// describe says how the rank ended, in a clause.
+// describe returns a clause that says how the rank ended.
 func (e Exit) describe() string {
 	switch {
 	case e.Why != "":
@@ -111,7 +112,7 @@ func (e Exit) describe() string {
 
 const clock = "15:04:05.000"
 
-// report returns the account of a failure, on the model of torchrun's. It is empty if no rank failed.
+// report returns the report of a failure, in the form of torchrun's. It is empty if no rank failed.
 func (j *job) report(res Result) string {
 	if len(res.Roots) == 0 {
 		return ""

@@ -7,8 +7,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// startWithPipes starts a program with pipes as its descriptors, from 0 on or, with first, from 1; reading says which of them are
-// read here. On an error nothing is left of it.
+// startWithPipes starts a program with one pipe for each entry of reading as its descriptors, from 0 on, or
+// from 1 on if first is its descriptor 0. mine holds this process's ends of the pipes; reading[i] states that
+// this process reads from pipe i. On an error all pipes are closed.
 func startWithPipes(path string, argv, env []string, first *os.File, reading []bool) (mine []*os.File, pid int, err error) {
 	var theirs, files []uintptr
 	defer func() {
@@ -34,7 +35,7 @@ func startWithPipes(path string, argv, env []string, first *os.File, reading []b
 	pid, _, err = syscall.StartProcess(path, argv, &syscall.ProcAttr{
 		Env:   env,
 		Files: append(files, theirs...),
-		// A group of its own keeps it from signals meant for this process's.
+		// A process group of its own protects the program from signals to the group of this process.
 		Sys: &syscall.SysProcAttr{Setpgid: true},
 	})
 	if err != nil {
@@ -43,8 +44,9 @@ func startWithPipes(path string, argv, env []string, first *os.File, reading []b
 	return mine, pid, nil
 }
 
-// pipe returns a pipe's reading and writing end. mine is the one that stays here, non-blocking; the other blocks,
-// as programs expect. Neither is inherited unless it is passed on.
+// pipe returns the two ends of a pipe: mine for this process, non-blocking, and theirs, blocking, as programs
+// expect. readingIsMine states that mine is the read end. Neither is inherited unless it is passed on
+// explicitly.
 func pipe(readingIsMine bool) (mine *os.File, theirs int, err error) {
 	var p [2]int
 	if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {

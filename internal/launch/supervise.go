@@ -14,31 +14,31 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// phase is how far the end of the job has come.
+// phase is the state of the job, from its start to its forced end.
 type phase int
 
 const (
-	preparing   phase = iota // the hosts get ready
-	running                  // no deadline
+	preparing   phase = iota // the hosts are getting ready
+	running                  // the ranks run; there is no deadline
 	noticing                 // a rank has failed: the others may end by themselves
-	terminating              // the others were sent a signal: they may clean up
-	killing                  // the others were sent SIGKILL
-	forcing                  // the helpers were
-	givenUp                  // what is left cannot be killed
+	terminating              // the ranks were sent a signal and may clean up
+	killing                  // the ranks were sent SIGKILL
+	forcing                  // the helpers were sent SIGKILL
+	givenUp                  // the remaining processes cannot be killed
 )
 
-// reaction is what the supervisor does about the end of a rank's command.
+// reaction is the supervisor's reaction to the end of a rank's command.
 type reaction int
 
 const (
 	goOn    reaction = iota // the other ranks go on
-	failJob                 // the job has failed: the other ranks end by themselves or are ended
+	failJob                 // the job has failed: the other ranks must end by themselves, or are killed
 )
 
-// policy decides what follows the end of a rank's command.
+// policy decides the reaction to the end of a rank's command.
 type policy func(rank int, e Exit) reaction
 
-// endAll returns the policy of a job in which no rank is of use without the others.
+// endAll is the policy of a job in which a rank that fails ends the job.
 func endAll(_ int, e Exit) reaction {
 	if e.Status() != 0 {
 		return failJob
@@ -46,49 +46,50 @@ func endAll(_ int, e Exit) reaction {
 	return goOn
 }
 
-// verdictWait is how long a verdict may take to be read. The ranks are gone then: it is there, or it never will be.
+// verdictWait is how long the launcher waits to read the verdict. All ranks have ended by then, so either it
+// is there or it will never be.
 const verdictWait = 100 * time.Millisecond
 
-// job is one run. Its fields belong to the goroutine of Run, except where noted.
+// job is the state of one Run. Its fields belong to the goroutine of Run, except where noted.
 type job struct {
 	o       Options
 	places  []Place // by rank
-	hosts   int     // that have ranks
-	several bool    // not all ranks are of this host
+	hosts   int     // number of hosts that have ranks
+	several bool    // not all ranks are on this host
 	id      string
-	env     []string // of all ranks
+	env     []string // environment of all ranks
 	policy  policy
 
 	ranks   []*rank
 	conns   []*agentConn // by host
-	waiting int          // for agents that are not ready
-	open    int          // conns that are not over
+	waiting int          // number of agents that are not ready
+	open    int          // number of conns that are not over
 	begun   bool         // ranks were started
 
 	family      family
-	commands    *batch         // those that reach agents
-	commandErrs sync.WaitGroup // goroutines that read the standard error of those
-	dropped     atomic.Bool    // cutAll was called: nobody wants to know what the agents have to say
+	commands    *batch         // the commands that reach agents
+	commandErrs sync.WaitGroup // goroutines that read the standard error of the commands
+	dropped     atomic.Bool    // cutAll was called: errors of the agents no longer matter
 
 	console *console
 	events  chan func()    // run by supervise
 	done    chan struct{}  // closed when supervise has returned
-	writers sync.WaitGroup // the goroutines that attend to the agents, and the streams
+	writers sync.WaitGroup // the goroutines of the agents' connections, the streams and surveys
 
 	phase    phase
-	deadline time.Time // of phase, unless running
+	deadline time.Time // end of phase, unless running
 	failed   bool      // a rank has failed
 	signal   syscall.Signal
-	first    syscall.Signal // that ended the job, whatever its result, and when it came; 0 if none did
-	firstAt  time.Time
-	asked    bool  // a signal or ctx has ended the job
-	cause    error // ctx's
-	aborted  error // why not all ranks could be started
+	first    syscall.Signal // the signal that ended the job, even if a rank had failed before; 0 if none did
+	firstAt  time.Time      // when first arrived
+	asked    bool           // a signal or ctx has ended the job
+	cause    error          // the cause of ctx, if ctx ended the job
+	aborted  error          // the error for which not all ranks could be started
 
-	surveys   context.Context // ends when nobody is left to ask
+	surveys   context.Context // ends when no rank is left to ask
 	surveying bool
-	surveyed  chan struct{} // a survey has been made
-	quitAt    time.Time     // when SIGQUIT asked for one
+	surveyed  chan struct{} // receives when a survey has ended
+	quitAt    time.Time     // when SIGQUIT last started a survey
 }
 
 // run runs the job on its hosts.
@@ -111,7 +112,7 @@ func (j *job) run(ctx context.Context) (Result, error) {
 	return result, err
 }
 
-// post has the supervisor call f. It reports whether there still is one.
+// post makes the supervisor call f. It reports false, without a call, if supervise has returned.
 func (j *job) post(f func()) bool {
 	select {
 	case j.events <- f:
@@ -121,7 +122,8 @@ func (j *job) post(f func()) bool {
 	}
 }
 
-// supervise returns when no process of the ranks is left on any host, or when that has proved impossible.
+// supervise handles events until no process of the ranks is left on any host, or they have proved impossible
+// to kill.
 func (j *job) supervise(ctx context.Context) {
 	defer close(j.done)
 	var nobodyLeft context.CancelFunc
@@ -158,7 +160,7 @@ func (j *job) supervise(ctx context.Context) {
 	}
 }
 
-// handleReport records a report on a rank and decides what it means for the others.
+// handleReport records a report about a rank and acts on it.
 func (j *job) handleReport(k *rank, p *report) {
 	switch {
 	case k.gone:
@@ -170,7 +172,7 @@ func (j *job) handleReport(k *rank, p *report) {
 		}
 		j.tell("rank %d: all its processes are gone", k.number)
 	case p.Errno != 0:
-		k.ended = true // before it began
+		k.ended = true // without having started
 		err := newCommandError(j.o.Command[0], p.Errno)
 		if j.several {
 			err.Host = k.exit.Host
@@ -188,13 +190,13 @@ func (j *job) handleReport(k *rank, p *report) {
 	j.consider(k)
 }
 
-// lose records that nobody can say how the rank's command ended.
+// lose records that it cannot be known how the rank's command ended. at and why are as in Exit.
 func (k *rank) lose(at time.Time, why string) {
 	k.gone, k.ended = true, true
 	k.exit.Lost, k.exit.Signal, k.exit.At, k.exit.Why = true, unix.SIGKILL, at, why
 }
 
-// handleReady records that a host can start its ranks. When all can, they are started.
+// handleReady records that a host can start its ranks. When all hosts can, it orders them to start.
 func (j *job) handleReady(c *agentConn) {
 	if c.ready {
 		return
@@ -208,8 +210,8 @@ func (j *job) handleReady(c *agentConn) {
 	}
 }
 
-// handleLoss records that the connection to an agent ended before the agent had sent everything, and at what time the agent was
-// last heard.
+// handleLoss records that the connection to an agent ended with err before the agent had sent everything.
+// heard is when the agent was last heard.
 func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 	if j.phase == preparing {
 		j.abort(&HostError{c.host, err})
@@ -231,7 +233,7 @@ func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 	}
 }
 
-// setOver records that no process of a host's ranks is left.
+// setOver records that no process of the ranks of a host is left.
 func (j *job) setOver(c *agentConn) {
 	if !c.over {
 		c.over = true
@@ -239,7 +241,7 @@ func (j *job) setOver(c *agentConn) {
 	}
 }
 
-// consider decides what the state of a rank means for the others.
+// consider acts on a change of the state of rank k: the job may have failed, or all commands may have ended.
 func (j *job) consider(k *rank) {
 	alive := 0
 	for _, k := range j.ranks {
@@ -255,12 +257,13 @@ func (j *job) consider(k *rank) {
 		}
 	}
 	if alive == 0 && j.phase < terminating {
-		// The helpers kill what is left behind without being told; the deadline is for what they cannot.
+		// The helpers kill remaining processes by themselves. The deadline is for those that they cannot kill.
 		j.kill()
 	}
 }
 
-// heed obeys a signal to the launcher.
+// heed handles a signal that was sent to the launcher: it ends the job, kills the ranks or forwards the
+// signal.
 func (j *job) heed(s os.Signal) {
 	sig, ok := s.(syscall.Signal)
 	switch {
@@ -292,8 +295,8 @@ func (j *job) heed(s os.Signal) {
 	}
 }
 
-// isEcho reports whether s is the signal that has ended the job come again, from the same sender: timeout(1) sends it to its child and
-// then to the group that they both are in.
+// isEcho reports whether s is a repetition of the signal that has ended the job, by the same sender:
+// timeout(1) sends the signal to its child and then to the process group of both.
 func (j *job) isEcho(s syscall.Signal) bool { return s == j.first && time.Since(j.firstAt) < j.o.Echo }
 
 func ends(s syscall.Signal) bool { return s == unix.SIGINT || s == unix.SIGTERM || s == unix.SIGHUP }
@@ -324,7 +327,7 @@ func (j *job) expire() {
 
 func (j *job) enter(p phase, d time.Duration) { j.phase, j.deadline = p, time.Now().Add(d) }
 
-// end asks the ranks to end. It shortens no time that is already running out.
+// end asks the ranks to end by signal s. It does not change a deadline that is already set for their end.
 func (j *job) end(s syscall.Signal) {
 	if j.phase == preparing {
 		j.kill()
@@ -338,20 +341,20 @@ func (j *job) end(s syscall.Signal) {
 
 func (j *job) kill() {
 	if !j.begun {
-		j.cutAll() // there is nothing but agents
+		j.cutAll() // only agents have been started
 	}
 	j.enter(killing, j.o.Kill)
 	j.send(unix.SIGKILL)
 }
 
-// send sends s to the ranks' process groups.
+// send sends s to the process groups of the ranks, if they were started.
 func (j *job) send(s syscall.Signal) {
 	if j.begun {
 		j.order(order{Signal: s})
 	}
 }
 
-// order sends an order to all agents. It does not wait.
+// order queues an order for all agents. It does not block: it kills an agent whose queue is full.
 func (j *job) order(o order) {
 	for _, c := range j.conns {
 		if c.over {
@@ -360,12 +363,12 @@ func (j *job) order(o order) {
 		select {
 		case c.orders <- o:
 		default:
-			j.cut(c) // it takes none
+			j.cut(c) // the agent does not read its orders
 		}
 	}
 }
 
-// abort ends the job because of a rank that could not be started.
+// abort ends the job because ranks could not be started.
 func (j *job) abort(err error) {
 	if j.aborted == nil {
 		j.aborted = err
@@ -381,7 +384,8 @@ func (j *job) tell(format string, args ...any) {
 	}
 }
 
-// conclude finds the result, lets the output drain and reports.
+// conclude determines the result, waits until the output is written, and reports a failure. A further signal,
+// or for a job that was ended from outside also a timeout, ends the wait.
 func (j *job) conclude(ctx context.Context) (Result, error) {
 	var errs []error
 	if j.phase == givenUp {
@@ -392,7 +396,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 			}
 		}
 		errs = append(errs, fmt.Errorf("launch: processes of ranks %v were sent SIGKILL and are not gone", left))
-		j.cutAll() // or the output of those would not end
+		j.cutAll() // the output of remaining processes would never end
 	}
 	result := j.result(ctx)
 	if j.cause != nil {
@@ -401,7 +405,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 
 	known := j.known()
 	written := make(chan struct{})
-	var agents error // valid after it
+	var agents error // valid after written is closed
 	go func() {
 		defer close(written)
 		j.writers.Wait()
@@ -417,13 +421,13 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		}
 		j.console.close()
 	}()
-	// A job that somebody has ended does not wait long for a reader.
+	// A job that was ended by a signal or ctx waits only for a limited time until its output is read.
 	var patience <-chan time.Time
 	done := ctx.Done()
 	if j.asked {
 		wait := j.o.Grace
 		if j.several {
-			wait += lastWords // which have a longer way
+			wait += lastWords // output from other hosts takes longer
 		}
 		timer := time.NewTimer(wait)
 		defer timer.Stop()

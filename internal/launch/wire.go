@@ -17,11 +17,12 @@ import (
 	"github.com/gohvd/gohvd/internal/frame"
 )
 
-// The launcher and an agent have one connection: the standard input and output of the command that runs the agent on another
-// host, or a pipe within the process on the launcher's own. The agent sends hello, and the launcher checks its version before it
-// sends anything, since its first order contains the job's secret. Then the connection carries a yamux session, whose
-// streams the launcher opens in this order: the control stream, then standard output and standard error of each rank of the host.
-// On the control stream each message is a frame (package frame) of JSON, an order to the agent or a notice from it:
+// The launcher and an agent share one connection: the standard input and output of the command that runs the
+// agent on another host, or a pipe within the process on the launcher's own host. The agent sends hello. The
+// launcher checks the version in it before it sends anything, since its first order contains the job's
+// secret. After that the connection carries a yamux session, whose streams the launcher opens in this order:
+// the control stream, then standard output and standard error of each rank of the host. On the control stream
+// each message is a frame (package frame) of JSON: an order to the agent or a notice from it:
 //
 //	launcher         agent
 //	                 hello
@@ -29,67 +30,70 @@ import (
 //	                 Ready, or Refused: no rank can be started
 //	Begin
 //	Signal, Force    Report: of one rank
-//	                 Over: there is no process of the ranks, or none any more
+//	                 Over: no process of the ranks exists, or none any more
 //	                 Bye: all output was sent
 //
-// The launcher sends Begin when all hosts are ready. An agent that loses its connection kills its ranks. A stream has a window
-// of 256 KiB, which bounds the output that waits for a reader; a stream with a full window delays no other. Between
-// hosts each end sends a ping each pingInterval, and an end that hears nothing for Options.Liveness ends the session.
+// The launcher sends Begin when all hosts are ready. An agent that loses its connection kills its ranks. A
+// stream has a window of 256 KiB, which caps the output that waits for a reader; a stream with a full window
+// does not delay the others. Between hosts each end sends a ping every pingInterval, and an end that receives
+// nothing for Options.Liveness ends the session.
 const (
 	agentVersion = 2
-	// helloMagic is nothing that a login prints: logins may print before the agent sends hello.
+	// helloMagic is a text that no login prints: logins may print before the agent sends hello.
 	helloMagic = "\x00hvdrun host agent\x00"
-	// maxBannerBytes bounds what a login prints.
+	// maxBannerBytes caps what a login may print.
 	maxBannerBytes = 64 << 10
 
 	maxOrderBytes  = 16 << 20 // the environment is most of it
 	maxNoticeBytes = 64 << 10
-	maxTextBytes   = 4 << 10 // of a refusal
+	maxTextBytes   = 4 << 10 // text of a refusal
 
 	pingInterval = time.Second
 	minLiveness  = 3 * time.Second
 )
 
-// order is a message from the launcher. One field is set.
+// order is a message from the launcher to an agent. Exactly one field is set.
 type order struct {
 	Job    *hostJob       `json:",omitempty"`
 	Begin  bool           `json:",omitempty"`
-	Signal syscall.Signal `json:",omitempty"` // for the process group of each rank
+	Signal syscall.Signal `json:",omitempty"` // to send to the process group of each rank
 	Force  bool           `json:",omitempty"` // kill the helpers
 }
 
-// hostJob tells an agent what to run.
+// hostJob describes to an agent what to run.
 type hostJob struct {
-	Dir     words   // at most one, the directory to run in instead of the agent's own
-	Command words   // of all ranks
-	Env     words   // what all ranks get besides this host's own
-	Ranks   []words // what each rank gets besides
-	// Stores are addresses of the job's store, the best first. The agent tries them and tells the ranks the first that works; if
-	// there are none, Ranks has the address. Secret is the text of the store's secret, one word.
+	Dir     words   // at most one word: the working directory, instead of the agent's own
+	Command words   // command of all ranks
+	Env     words   // variables of all ranks, in addition to the host's own environment
+	Ranks   []words // variables of each rank, in addition
+	// Stores are addresses of the job's store, the best first. The agent tries them and passes on to the
+	// ranks the first that works. If there are none, Ranks holds the address. Secret is the text of the
+	// store's secret, one word. TLS is as in Options.
 	Stores []string
 	Secret words
 	TLS    bool
 }
 
-// notice is a message from an agent. One field is set besides Rank.
+// notice is a message from an agent to the launcher. Exactly one field besides Rank is set.
 type notice struct {
 	Ready   bool     `json:",omitempty"`
 	Refused *refusal `json:",omitempty"`
-	Rank    int      `json:",omitempty"` // of Report, by index on the host
+	Rank    int      `json:",omitempty"` // the rank of Report, by index on the host
 	Report  *report  `json:",omitempty"`
 	Over    bool     `json:",omitempty"`
 	Bye     bool     `json:",omitempty"`
 }
 
-// refusal says why an agent starts no ranks.
+// refusal is the reason for which an agent cannot start its ranks.
 type refusal struct {
 	Text string
-	// Command is the program that was not found or cannot be run, if that is the reason, and Status a shell's exit status for it.
+	// Command is the program, if the reason is that it was not found or cannot be run, and Status is the exit
+	// status that a shell would return for it; else they are empty and 0.
 	Command string
 	Status  int
 }
 
-// words are texts without a zero byte. They need not be UTF-8, which JSON's strings have to be.
+// words is a list of texts without zero bytes. Unlike strings of JSON they need not be UTF-8.
 type words []string
 
 func (w words) MarshalJSON() ([]byte, error) {
@@ -112,7 +116,7 @@ func (w *words) UnmarshalJSON(text []byte) error {
 	return err
 }
 
-// send writes an order or a notice.
+// send writes an order or a notice as one frame.
 func send(w io.Writer, message any) error {
 	body, err := json.Marshal(message)
 	if err != nil {
@@ -136,7 +140,8 @@ func receive(r io.Reader, limit int, message any) error {
 
 func hello() []byte { return binary.BigEndian.AppendUint32([]byte(helloMagic), agentVersion) }
 
-// readHello skips what a login has printed. It reads nothing beyond the hello.
+// readHello reads up to the end of the hello and checks its version. It skips what a login has printed
+// before.
 func readHello(r io.Reader) error {
 	var seen []byte
 	readByte := func() error {
@@ -172,7 +177,7 @@ func readHello(r io.Reader) error {
 type link struct {
 	in    io.ReadCloser
 	out   io.WriteCloser
-	heard atomic.Int64 // when something came last, in nanoseconds since 1970
+	heard atomic.Int64 // when bytes last arrived, in nanoseconds since 1970
 }
 
 func (l *link) Read(b []byte) (int, error) {
@@ -183,7 +188,8 @@ func (l *link) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// Write does not fail: what the peer sent before it closed its end must still be read, and the end of that ends the session.
+// Write never fails: what the peer sent before it closed its end must still be read. The end of that data
+// ends the session.
 func (l *link) Write(b []byte) (int, error) {
 	_, _ = l.out.Write(b)
 	return len(b), nil
@@ -191,21 +197,21 @@ func (l *link) Write(b []byte) (int, error) {
 
 func (l *link) Close() error { return errors.Join(l.out.Close(), l.in.Close()) }
 
-// session is a yamux session that ends when its peer is silent, and knows why it has ended.
+// session is a yamux session that ends when its peer is silent, and records why it has ended.
 type session struct {
 	*yamux.Session
 	liveness time.Duration
-	silent   atomic.Bool // nothing was heard for liveness
+	silent   atomic.Bool // nothing arrived for liveness
 }
 
-// newSession opens a session by yamux.Client or yamux.Server. A peer that is silent for liveness ends it; 0 is for two ends in one
-// process, where that cannot be.
+// newSession opens a session by yamux.Client or yamux.Server. The session ends if the peer is silent for
+// liveness; 0 means no such limit, for two ends in one process.
 func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, error), l *link, liveness time.Duration) (*session, error) {
 	c := yamux.DefaultConfig()
 	c.LogOutput = io.Discard
-	c.StreamOpenTimeout, c.StreamCloseTimeout = 0, 0 // output may wait for its reader for ever
-	// Over a slow connection an answer to a ping may wait for long behind output, so yamux must not judge by it, nor by how long it takes
-	// to send.
+	c.StreamOpenTimeout, c.StreamCloseTimeout = 0, 0 // output may wait for its reader without limit
+	// On a slow connection the answer to a ping may queue behind output for long. yamux must therefore not
+	// end the session because of a late answer or a slow write.
 	c.EnableKeepAlive, c.ConnectionWriteTimeout = false, math.MaxInt64
 	y, err := open(l, c)
 	if err != nil {
@@ -218,8 +224,8 @@ func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, er
 	return s, nil
 }
 
-// keepAlive has the peer hear something each pingInterval, and ends the session when nothing comes from the peer for liveness. It counts
-// intervals, so that the time in which this process itself was stopped does not count.
+// keepAlive sends a ping each pingInterval, and ends the session when nothing has arrived from the peer for
+// liveness. It counts intervals, so that time during which this process itself was stopped does not count.
 func (s *session) keepAlive(l *link) {
 	last, silence := l.heard.Load(), time.Duration(0)
 	for silence < s.liveness {
@@ -228,7 +234,7 @@ func (s *session) keepAlive(l *link) {
 			return
 		case <-time.After(pingInterval):
 		}
-		go func() { _, _ = s.Ping() }() // the answer is heard like all that comes
+		go func() { _, _ = s.Ping() }() // the answer updates heard, as all arriving bytes do
 		silence += pingInterval
 		if heard := l.heard.Load(); heard != last {
 			last, silence = heard, 0
@@ -238,11 +244,12 @@ func (s *session) keepAlive(l *link) {
 	s.Close()
 }
 
-// reason ends the session and returns err or, if that only says that the session has ended, why it has.
+// reason ends the session and returns err or, if err only means that the session has ended, the error that
+// ended it.
 func (s *session) reason(err error) error {
 	s.Close()
 	if err == io.EOF || errors.Is(err, yamux.ErrSessionShutdown) {
-		_, err = s.Accept() // does not wait any more; nobody has opened a stream here
+		_, err = s.Accept() // does not block on a closed session; the peer opens no streams here
 	}
 	if s.silent.Load() {
 		return fmt.Errorf("no sign of life for %v", s.liveness)
