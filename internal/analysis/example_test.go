@@ -8,7 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Two ranks run an operation in each of three steps, for which rank 1 asks 5 ms late. Then rank 0 asks for another, and rank 1 does not.
+// Two ranks run an operation in each of three steps, and rank 1 asks for it 5 ms late each time. Then rank 0 asks for another operation,
+// and rank 1 does not.
 func Example() {
 	const ms = time.Millisecond
 	late := analysis.NewLate(func(*analysis.Member, time.Duration, time.Duration, time.Duration) {})

@@ -6,49 +6,54 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// HeldUp is how often a rank was the last to ask for an operation, and for how long it held up all others.
+// HeldUp is the time for which one rank held up all others.
 type HeldUp struct {
 	Rank topo.Rank
+	// Last is the number of operations for which the rank was the last to ask.
 	Last uint64
-	// Held is wall time: no moment is in it twice, nor in that of two ranks.
+	// Held is wall time. No moment counts twice, neither for one rank nor for two.
 	Held time.Duration
 }
 
-// Held adds up for how long each rank held up all others. It keeps these rules, which docs/timeline.md explains:
+// Held adds up for how long each rank held up all others. It keeps these rules, which docs/timeline.md
+// explains:
 //
 //  1. A rank holds up all others while they have asked for an operation and it has not.
-//  2. Operations are in flight side by side. Until the ranks wait for one before they go on, and while there is always one that
-//     waits for the rank, only the longest wait counts: a rank that is 5 ms behind with a hundred operations holds up the others
-//     for 5 ms.
-//  3. No moment counts twice: if the others wait for two ranks, for two operations, it counts for the rank that asks first, and
-//     for the other from then on. So the sum over all ranks is at most the wall time.
+//  2. Operations are in flight side by side. Until the ranks wait for an operation before they go on, and
+//     while at least one operation waits for the rank all the time, only the longest wait counts: a rank
+//     that is 5 ms behind with a hundred operations holds up the others for 5 ms.
+//  3. No moment counts twice. If the others wait for two ranks, for two operations, the time counts for the
+//     rank that asks first, and from then on for the other. So the sum over all ranks is at most the wall
+//     time.
 //
-// The zero value is ready to use. Times may be relative to anything.
+// The zero value is ready to use. Times may be relative to any moment. It is not safe for concurrent use.
 type Held struct {
 	ranks []lateRank
-	// charged is the end of the last stretch of time that counted for a rank.
+	// charged is the end of the last period that counted for a rank.
 	charged time.Duration
 	begun   bool   // charged is set
-	waited  uint64 // how many operations were waited for
+	waited  uint64 // number of operations that the ranks waited for
 }
 
+// lateRank is a rank's sum, and what charge needs to know of the rank's most recent wait.
 type lateRank struct {
 	HeldUp
-	// asked is when the rank, as the last one, asked for an operation most recently, when so many had been waited for. longest is the
-	// longest wait of those of which only that counts.
+	// asked is when the rank was most recently the last to ask for an operation, and waited is Held.waited at
+	// that time. longest is the longest of the overlapping waits, of which only the longest counts.
 	asked, longest time.Duration
 	waited         uint64
 }
 
-// NewHeld makes one with room for so many ranks.
+// NewHeld returns an empty Held with room for a number of ranks. Add makes room for more.
 func NewHeld(ranks int) Held {
 	var l Held
 	l.rank(topo.Rank(ranks - 1))
 	return l
 }
 
-// Add counts an operation for which a rank was the last to ask, at asked, when all others had asked by others. The ranks wait for it
-// before they ask for another, unless waited is false; it is true if that is not known. Operations come in the order of asked.
+// Add counts an operation for which rank r was the last to ask, at asked, when all others had asked by
+// others. waited says that the ranks wait for the operation before they ask for another; pass true if that is
+// not known. Operations must be added in the order of asked.
 func (l *Held) Add(r topo.Rank, others, asked time.Duration, waited bool) {
 	if wait := asked - others; wait > 0 {
 		l.charge(l.rank(r), wait, others, asked)
@@ -58,6 +63,7 @@ func (l *Held) Add(r topo.Rank, others, asked time.Duration, waited bool) {
 	}
 }
 
+// charge adds the part of a wait that no earlier wait covers to the sum of k.
 func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) {
 	charge := wait
 	if k.Last > 0 && (others <= k.asked || k.waited == l.waited) {
@@ -78,7 +84,7 @@ func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) {
 	}
 }
 
-// rank finds a rank, and makes room for it if there is none.
+// rank returns the entry of a rank, and makes room for it if there is none.
 func (l *Held) rank(r topo.Rank) *lateRank {
 	for len(l.ranks) <= int(r) {
 		l.ranks = append(l.ranks, lateRank{HeldUp: HeldUp{Rank: topo.Rank(len(l.ranks))}})

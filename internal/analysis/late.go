@@ -11,32 +11,34 @@ import (
 )
 
 const (
-	// maxPending bounds what is kept of operations that wait for other ranks' records of them: records, and arrivals.
+	// maxPending limits the number of records and arrivals that are kept of operations that lack other ranks'
+	// records.
 	maxPending = 1 << 19
-	// maxSlots bounds those operations.
+	// maxSlots limits the number of these operations.
 	maxSlots = 1 << 16
-	// window is for how long an operation waits for records. Ranks end an operation within moments of each other; but a broadcast's
-	// root, say, may be far ahead.
+	// window is how long an operation waits for records. Ranks end an operation within moments of each other,
+	// but the root of a broadcast, for example, may be far ahead.
 	window = 10 * time.Second
-	// maxWaits bounds the waits that are kept to be put in order.
+	// maxWaits limits the number of waits that are kept to be sorted.
 	maxWaits = 1 << 15
-	// maxEnds is how many ends of operations a member remembers.
+	// maxEnds is the number of ended operations that a member remembers.
 	maxEnds = 64
 
 	never   = time.Duration(math.MinInt64)
 	forever = time.Duration(math.MaxInt64)
 )
 
-// Clock is how well a rank's times are known on the clock that the ranks share.
+// Clock describes how exactly a rank's times are known on the clock that the ranks share.
 type Clock struct {
-	// Domain is equal for ranks that are exact against each other.
+	// Domain is equal for ranks whose times are exact relative to each other.
 	Domain int
-	// Error is how far times may be off for ranks of other domains, and Known is false if nobody can say.
+	// Error is the greatest error of the rank's times relative to ranks of other domains. Known is false if
+	// there is no such bound.
 	Error time.Duration
 	Known bool
 }
 
-// apart returns by how much two ranks' times must differ to be told apart.
+// apart returns the greatest difference at which the times of two ranks cannot be told apart.
 func (c Clock) apart(other Clock) time.Duration {
 	if c.Domain == other.Domain {
 		return 0
@@ -44,26 +46,30 @@ func (c Clock) apart(other Clock) time.Duration {
 	return c.Error + other.Error
 }
 
-// Late finds who was late in the operations of a job, by the rules of docs/timeline.md. Records of a rank are added in the order in
-// which the operations ended, those of different ranks side by side: memory is bounded by what is between them, and by constants.
+// Late finds which ranks were late in the operations of a job, by the rules of docs/timeline.md. The records
+// of a rank are added in the order in which the operations ended; the records of different ranks may
+// alternate in any way. Memory is bounded by the number of records by which ranks are apart, and by
+// constants.
 type Late struct {
-	// waited is told for how long a rank waited for the submissions of others.
+	// waited is called with the time for which a rank waited for the submissions of others.
 	waited   func(m *Member, from, to, granted time.Duration)
 	members  []*Member
-	clockErr time.Duration // the greatest of the members
+	clockErr time.Duration // the greatest clock error of the members
 
 	pending map[operation]*slot
-	// queue has those of pending, oldest first, from head on; done ones are taken out when they come to the front.
+	// queue has the slots of pending from head on, oldest first. Slots that are done are removed when they
+	// reach the front.
 	queue []*slot
 	head  int
-	// kept is what the slots of pending have: records and arrivals.
+	// kept is the number of records and arrivals in the slots of pending.
 	kept    int
 	tensors map[string]*tensor
-	asked   []*Member // by rank, those whose requests were seen to arrive, for ranks that are no members
+	asked   []*Member // by rank; stands for ranks that are not members but whose requests were seen to arrive
 
-	// held are for how long each rank held up all others, and startup what of that was before startupEnd, which is steadyFrom as soon
-	// as an operation after that was counted. waits are to be added to held, in the order in which they ended. Of any is rank 0, which
-	// stands for whichever rank was the last: for how long anybody waited, by the same rules.
+	// held is for how long each rank held up all others. startup is the part of it before startupEnd, which
+	// becomes steadyFrom when the first operation after steadyFrom is counted. waits are added to held in the
+	// order in which they ended. any has one entry, rank 0, which stands for whichever rank was the last: it
+	// is for how long any rank waited, by the same rules, and startupAny is the part of it before startupEnd.
 	held, any              Held
 	waits                  waits
 	startup                []HeldUp
@@ -74,54 +80,61 @@ type Late struct {
 	ranks map[int]*RankLateness
 }
 
-// Lateness says who was late, after the start-up but for what says otherwise.
+// Lateness is the result of Late: which ranks were late. It covers the time after the start-up, except fields
+// that say otherwise.
 type Lateness struct {
-	// Compared are operations of which at least two ranks' submissions are known, Alone those of the global set of which one is.
+	// Compared is the number of operations for which the submissions of at least two ranks are known. Alone
+	// is the number of operations of the global set for which the submission of only one rank is known.
 	Compared, Alone int64
-	// Arrivals says that for some ranks the time when rank 0 had their request stands for that of their submission.
+	// Arrivals says that for some ranks the time when their request arrived at rank 0 is used instead of the
+	// time of their submission. It includes the start-up.
 	Arrivals bool
-	// Waited is what all ranks have waited together, in ns: for each operation and rank, from its own submission to the last one.
+	// Waited is the time in ns for which all ranks waited, added up: for each operation and rank, from its
+	// own submission to the last one.
 	Waited float64
-	// Anybody is for how long any rank waited for another.
+	// Anybody is the wall time during which any rank waited for another.
 	Anybody time.Duration
-	// Ranks are in order, without those that are not compared.
+	// Ranks are the ranks that were compared, ascending.
 	Ranks []*RankLateness
 }
 
-// RankLateness says how late a rank was.
+// RankLateness is how late a rank was.
 type RankLateness struct {
 	Rank int
-	// Last is how often it was the last, alone or together with ranks that the clocks cannot tell from it.
+	// Last is the number of operations for which the rank was the last, by itself or together with ranks that
+	// the clocks cannot tell from it.
 	Last int64
-	// Caused is its part of Waited.
+	// Caused is the part of Lateness.Waited that the rank caused, in ns.
 	Caused float64
-	// Held is for how long it held up all others, and StartupHeld that of the start-up.
+	// Held is for how long the rank held up all others after the start-up, StartupHeld for how long in the
+	// start-up.
 	Held, StartupHeld time.Duration
-	// Lateness is that of its submissions after the first rank's, in ns.
+	// Lateness has, for each operation, the time from the first rank's submission to this rank's, in ns.
 	Lateness Sketch
 }
 
-// Member is a rank that gives records.
+// Member is a rank whose records are added.
 type Member struct {
 	Rank  int
 	Clock Clock
-	ends  [maxEnds]ending // the last operations to end, in a ring
+	ends  [maxEnds]ending // the operations that ended last, in a ring
 	ended int
 }
 
-// operation names an operation in the job.
+// operation identifies an operation in the job.
 type operation struct {
 	set    uint32
 	number uint64
 }
 
-// tensor is what is known of a name.
+// tensor is what is known of a tensor name.
 type tensor struct {
-	// overtaken says that a rank had it in flight when it submitted another operation: it goes on without waiting for it.
+	// overtaken says that a rank submitted another operation while this tensor was in flight: the program
+	// goes on without waiting for it.
 	overtaken bool
 }
 
-// slot is an operation of which not all members have told yet.
+// slot is an operation for which not all members have added their record yet.
 type slot struct {
 	operation
 	kind      string
@@ -132,29 +145,30 @@ type slot struct {
 	done      bool
 }
 
-// submission is when a rank had submitted an operation, and what it had ended before.
+// submission is when a rank submitted an operation, and which operation had ended there before.
 type submission struct {
 	*Member
 	at, granted time.Duration // at is 0 if it is not known
 	before      ending
 }
 
-// ending is an operation that has ended at a rank; never if none has.
+// ending is an operation that has ended at a rank; ended is never if no operation has.
 type ending struct {
 	operation
 	submitted, ended time.Duration
 	last             *tensor
 }
 
-// wait is a time for which all ranks but one had submitted an operation, and first when the first had. Without a tensor the ranks
-// certainly waited for it.
+// wait is the time from others to asked, in which all ranks but one had submitted an operation; the first
+// rank had submitted it at first. last is the tensor of the operation; if it is nil, the ranks certainly
+// waited for the operation.
 type wait struct {
 	rank                 int
 	first, others, asked time.Duration
 	last                 *tensor
 }
 
-// waits is the heap of waits by when they ended.
+// waits is a heap of waits, ordered by the time at which they ended.
 type waits []wait
 
 func (w waits) Len() int           { return len(w) }
@@ -168,8 +182,9 @@ func (w *waits) Pop() any {
 	return x
 }
 
-// NewLate makes one. waited is called for each rank that waited for the submissions of others: from its own until the last, when the
-// operation was granted a little later.
+// NewLate returns an empty Late. waited is called for each rank of an operation: the rank waited for the
+// submissions of others from its own submission, at from, until the last one, at to, and the operation was
+// granted a little later, at granted.
 func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	return &Late{
 		waited: waited, pending: make(map[operation]*slot), tensors: make(map[string]*tensor), ranks: make(map[int]*RankLateness),
@@ -177,7 +192,7 @@ func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	}
 }
 
-// Member adds a rank, before the first record. The first one is rank 0, if that is among them.
+// Member adds a rank. All ranks are added before the first record, and rank 0, if it is one of them, first.
 func (l *Late) Member(rank int, clock Clock) *Member {
 	m := &Member{Rank: rank, Clock: clock}
 	l.members = append(l.members, m)
@@ -187,6 +202,7 @@ func (l *Late) Member(rank int, clock Clock) *Member {
 	return m
 }
 
+// rank returns the findings on a rank, which it makes if there are none.
 func (l *Late) rank(rank int) *RankLateness {
 	s := l.ranks[rank]
 	if s == nil {
@@ -196,17 +212,21 @@ func (l *Late) rank(rank int) *RankLateness {
 	return s
 }
 
-// Steady says that the start-up ended at a time: what was found before is dropped, but for what each rank held up the others.
+// Steady ends the start-up at a time. It drops the findings up to then, except for how long each rank held up
+// the others.
 func (l *Late) Steady(at time.Duration) {
 	l.steadyFrom, l.found = at, Lateness{Arrivals: l.found.Arrivals}
 	clear(l.ranks)
 }
 
-// Step says that a step of the program began: if it waits for nothing else, it waits for something once a step.
+// Step records that a step of the program began at m. It counts as an operation that the ranks wait for: a
+// program waits for at least one in each step.
 func (l *Late) Step(m *Member, at time.Duration) { heap.Push(&l.waits, wait{m.Rank, at, at, at, nil}) }
 
-// Add takes an operation that has ended at a rank, and by position in its set when the requests of all ranks had arrived at rank 0, if
-// that is known. r is of the tensor that was submitted last. An operation without a number is compared with no other.
+// Add adds the record of an operation that has ended at a rank. arrivals has, by position in the process set,
+// the times when the requests of the ranks arrived at rank 0; it is empty if they are not known. If the
+// operation has several tensors, r is the record of the tensor that was submitted last. An operation without
+// a number is not compared with others.
 func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 	o, last := operation{r.Set, r.Number}, l.tensor(r.Name)
 	p := l.pending[o]
@@ -231,6 +251,7 @@ func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 	}
 }
 
+// tensor returns the entry of a tensor name, which it makes if there is none; nil for an empty name.
 func (l *Late) tensor(name string) *tensor {
 	if name == "" {
 		return nil
@@ -243,7 +264,7 @@ func (l *Late) tensor(name string) *tensor {
 	return t
 }
 
-// before returns the last operation that had ended by a time.
+// before returns the last operation that ended at the rank at or before a time.
 func (m *Member) before(by time.Duration) ending {
 	last := ending{ended: never}
 	for i := range m.ends[:min(m.ended, maxEnds)] {
@@ -254,9 +275,10 @@ func (m *Member) before(by time.Duration) ending {
 	return last
 }
 
-// end notes which operations the rank had in flight when it submitted the one that has ended, and whether it submitted another while
-// it had that. A program that waits for an operation cannot submit another, so it does not wait for these before it goes on: not in
-// other steps either.
+// end records an operation that has ended. It marks as overtaken the operations that were in flight when this
+// one was submitted, and this one if another was submitted while it was in flight. A program that waits for
+// an operation cannot submit another, so it does not wait for these operations before it goes on, in other
+// steps neither.
 func (m *Member) end(o ending) {
 	for i := range m.ends[:min(m.ended, maxEnds)] {
 		overtaken := o.last
@@ -275,7 +297,8 @@ func (m *Member) end(o ending) {
 	m.ended++
 }
 
-// Advance says that all members have come to a time: operations that ended long before it get no more records.
+// Advance states that the records of all members have reached a time. It judges operations that ended long
+// before it without the records that are still missing.
 func (l *Late) Advance(frontier time.Duration) {
 	for ; l.head < len(l.queue); l.head++ {
 		p := l.queue[l.head]
@@ -291,13 +314,14 @@ func (l *Late) Advance(frontier time.Duration) {
 		l.queue = append(l.queue[:0], l.queue[l.head:]...)
 		l.head = 0
 	}
-	// What is judged from now on was submitted after this, but for operations that took longer than the window.
+	// Operations that are judged from now on were submitted after this time, except those that took longer than
+	// the window.
 	for len(l.waits) > 0 && (frontier == forever || l.waits[0].asked+2*window <= frontier || len(l.waits) > maxWaits) {
 		l.count(heap.Pop(&l.waits).(wait))
 	}
 }
 
-// Findings judges what is left and says who was late.
+// Findings judges the remaining operations and returns which ranks were late.
 func (l *Late) Findings() *Lateness {
 	l.Advance(forever)
 	f := l.found
@@ -329,7 +353,8 @@ func (l *Late) Findings() *Lateness {
 	return &f
 }
 
-// count adds a wait, which is not earlier than the one before, to the time for which its rank held up all others.
+// count adds a wait to the time for which its rank held up all others. Waits are counted in the order in
+// which they ended.
 func (l *Late) count(w wait) {
 	if w.asked >= l.steadyFrom && l.startupEnd != l.steadyFrom {
 		l.startupEnd, l.startup, l.startupAny = l.steadyFrom, l.held.Ranks(), l.anybodyWaited()
@@ -339,6 +364,7 @@ func (l *Late) count(w wait) {
 	l.any.Add(0, w.first, w.asked, waited)
 }
 
+// anybodyWaited returns for how long any rank has waited for another so far, including the start-up.
 func (l *Late) anybodyWaited() time.Duration {
 	if all := l.any.Ranks(); len(all) > 0 {
 		return all[0].Held
@@ -346,21 +372,23 @@ func (l *Late) anybodyWaited() time.Duration {
 	return 0
 }
 
-// judge finds who was late for an operation and how long the others have waited for them.
+// judge finds which ranks were late for an operation and how long the others waited for them.
 //
-// A rank that had submitted by s waits until L, when the last one has. That time is charged backwards: from the second latest
-// submission to the latest all others wait for the latest only, from the third to the second for it and the second, of whom the second
-// alone would not have helped; so between two submissions it is charged to the later one. In sum it is exactly what the ranks have
-// waited. Submissions that the clocks cannot tell apart share a charge, and a rank that cannot be told from the late ones does not wait
-// for them.
+// A rank that had submitted by s waits until L, when the last rank submits. That time is charged backwards.
+// From the second latest submission to the latest, all others wait for the latest rank only. From the third
+// latest to the second latest, they wait for the latest two ranks, and it would not have helped if only the
+// second latest had been faster; so the time between two submissions is charged to the later one. The sum of
+// the charges is exactly the time that the ranks waited. Ranks whose submissions the clocks cannot tell apart
+// share a charge, and a rank that the clocks cannot tell from the late ones does not wait for them.
 func (l *Late) judge(p *slot) {
 	p.done = true
 	delete(l.pending, p.operation)
 	l.kept -= len(p.told) + len(p.arrivals)
 	var all []submission
 	latest := never
-	// Alone, a rank's submissions are compared with nothing, but all arrivals with each other. Horovod's file has no other: a bar begins
-	// there with the first rank's request.
+	// The submission of a single rank cannot be compared with anything, but the arrivals of all ranks can be
+	// compared with each other. Horovod's file has no other submission: a bar there begins with the first
+	// rank's request.
 	if len(p.told) > 1 || len(p.arrivals) == 0 {
 		for _, s := range p.told {
 			if s.at != 0 && s.Clock.Known {
@@ -380,7 +408,7 @@ func (l *Late) judge(p *slot) {
 		}
 	}
 	if p.kind == join {
-		return // ranks that have no more data do not wait in vain
+		return // a rank that has no more data is not late
 	}
 	switch {
 	case len(all) > 1:
@@ -401,7 +429,7 @@ func (l *Late) judge(p *slot) {
 	}
 }
 
-// absent returns a rank that is no member, of which arrivals at rank 0 are known.
+// absent returns a stand-in for a rank that is not a member but whose arrivals at rank 0 are known.
 func (l *Late) absent(rank int) *Member {
 	for len(l.asked) <= rank {
 		l.asked = append(l.asked, &Member{Rank: len(l.asked), Clock: l.members[0].Clock})
@@ -409,8 +437,9 @@ func (l *Late) absent(rank int) *Member {
 	return l.asked[rank]
 }
 
-// discountResults subtracts from each submission by how much later than the first the rank had the result of the operation before,
-// if that is the same operation at all ranks: the exchange of data has taken that time, not the program.
+// discountResults subtracts from each submission by how much later than the first rank this rank had the
+// result of the previous operation, if that is the same operation at all ranks: the exchange of data took
+// that time, not the program.
 func discountResults(all []submission) {
 	first := forever
 	for _, s := range all {
@@ -424,7 +453,7 @@ func discountResults(all []submission) {
 	}
 }
 
-// charge notes for how long each rank made others wait. An operation that is not steady is of the start-up.
+// charge records for how long each rank made others wait. steady is false for operations of the start-up.
 func (l *Late) charge(all []submission, last *tensor, steady bool) {
 	slices.SortFunc(all, func(a, b submission) int { return cmp.Or(cmp.Compare(b.at, a.at), cmp.Compare(a.Rank, b.Rank)) })
 	first := all[len(all)-1]
@@ -444,7 +473,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 			below++
 		}
 		if below == len(all) {
-			if i == 0 { // nobody was late; but they may have waited for it
+			if i == 0 { // nobody was late, but the ranks may have waited for the operation
 				heap.Push(&l.waits, wait{top.Rank, top.at, top.at, top.at, last})
 			}
 			break
@@ -469,7 +498,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 				}
 			}
 			if i == 0 {
-				// Each has a part of the time, one after the other.
+				// The late ranks share the time: each gets a part of it, one after the other.
 				to := from + (top.at-from)/time.Duration(len(late)-k)
 				heap.Push(&l.waits, wait{s.Rank, begin, from, to, last})
 				begin, from = to, to
@@ -479,5 +508,5 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 	}
 }
 
-// later says that the clocks can tell that a was later than b.
+// later reports whether a was later than b by more than the error of their clocks.
 func later(a, b submission) bool { return a.at-b.at > a.Clock.apart(b.Clock) }

@@ -8,54 +8,56 @@ import (
 	"time"
 )
 
-// shown is how many of a list are shown; of the rest only the number is said.
+// shown is the number of items of a list that are shown; of the others only the number is reported.
 const shown = 10
 
 // join is the kind of a join (message.Join).
 const join = "join"
 
-// Findings are what the dumps of all ranks say together. Lists of names have at most 10, the longest waiting first, beside the number of
-// all. Durations are in nanoseconds.
+// Findings is what the dumps of all ranks show together. Lists of names have at most 10, the longest waiting
+// first, next to the number of all. Durations are in nanoseconds.
 type Findings struct {
 	Size int `json:"size"`
-	// Epoch is the newest one; what is older was not looked at.
+	// Epoch is the newest epoch. Snapshots of older epochs were ignored.
 	Epoch uint64 `json:"epoch"`
-	// Waiting are tensors that some ranks have asked for, and others have not: those that wait for known ranks come first, then
-	// those that may wait for ranks that gave no answer, then those that all have asked for. Among equals the longest waiting is first.
+	// Waiting are tensors that some ranks have asked for and others have not. Tensors that wait for known
+	// ranks come first, then tensors that may wait for ranks that did not answer, then tensors that all ranks
+	// have asked for. Among equals the longest waiting is first.
 	Waiting []Waiting `json:"waiting"`
-	// Running are operations that were agreed on and have not ended everywhere, the oldest first.
+	// Running are operations that were granted and have not ended on all ranks, the oldest first.
 	Running []Running `json:"running"`
 	// Silent are the ranks without a dump.
 	Silent []Silent `json:"silent"`
-	// Stalls are the texts of rank 0.
+	// Stalls are rank 0's descriptions of stalls.
 	Stalls []string `json:"stalls"`
-	// Ranks are those with a dump.
+	// Ranks are the ranks with a dump.
 	Ranks []Rank `json:"ranks"`
 }
 
-// Waiting is one tensor or several of a process set for which the same ranks wait for the same others.
+// Waiting is one or several tensors of a process set for which the same ranks wait for the same other ranks.
 type Waiting struct {
 	Set      uint32        `json:"set"`
 	Kind     string        `json:"kind"`
 	Names    []string      `json:"names"`
 	NumNames int           `json:"num_names"`
-	Ranks    []int         `json:"ranks"`      // have asked for it
-	Longest  time.Duration `json:"longest_ns"` // has one of them waited
-	Missing  []Missing     `json:"missing"`    // have not
-	Silent   []int         `json:"silent"`     // nothing is known of these, if they are members at all
+	Ranks    []int         `json:"ranks"`      // the ranks that have asked for them
+	Longest  time.Duration `json:"longest_ns"` // the longest time that one of the tensors has waited
+	Missing  []Missing     `json:"missing"`    // the ranks that have not asked for them
+	Silent   []int         `json:"silent"`     // the ranks that did not answer; they may not be members
 }
 
 // Missing is a rank that others wait for.
 type Missing struct {
 	Rank int `json:"rank"`
-	// Times is how often it has called the first of the names before, as far as its recorder goes back; Complete says that that is
-	// to the start of the epoch. Ago is when the last call ended.
+	// Times is how often the rank has called the first of the names before, as far back as its recorder goes;
+	// Complete says that the recorder goes back to the start of the epoch. Ago is the time since the last
+	// call ended.
 	Times    int           `json:"times"`
 	Complete bool          `json:"complete"`
 	Ago      time.Duration `json:"ago_ns"`
 }
 
-// Running is one tensor or several of a process set that were granted.
+// Running is one or several tensors of a process set that were granted together.
 type Running struct {
 	Set      uint32        `json:"set"`
 	Number   uint64        `json:"number"` // of the grant; 0 if it is not known
@@ -63,41 +65,42 @@ type Running struct {
 	Backend  string        `json:"backend"`
 	Names    []string      `json:"names"`
 	NumNames int           `json:"num_names"`
-	Inside   []int         `json:"inside"`  // are inside the operation
-	Queued   []int         `json:"queued"`  // have not begun it
-	Waiting  []int         `json:"waiting"` // have asked for it and do not know that it was granted
-	Ended    []int         `json:"ended"`   // are done with it
+	Inside   []int         `json:"inside"`  // the ranks inside the operation
+	Queued   []int         `json:"queued"`  // the ranks that have not begun it
+	Waiting  []int         `json:"waiting"` // the ranks that have asked for it and have not received the grant
+	Ended    []int         `json:"ended"`   // the ranks where it has ended
 	Longest  time.Duration `json:"longest_ns"`
 }
 
-// Silent is a rank that has given no dump, with what is known of it, in a clause.
+// Silent is a rank without a dump. Why is what is known of it, as a clause.
 type Silent struct {
 	Rank int    `json:"rank"`
 	Why  string `json:"why"`
 }
 
-// Rank is where a rank is.
+// Rank is the state of a rank with a dump.
 type Rank struct {
 	Rank    int    `json:"rank"`
 	Host    string `json:"host"`
 	PID     int    `json:"pid"`
 	Why     string `json:"why"`
 	Pending int    `json:"pending"`
-	// First is the one that it waits for longest, and Waited for how long.
+	// First is the pending operation that the rank has waited for longest, and Waited is for how long. It is
+	// nil if nothing is pending.
 	First  *Record       `json:"first,omitempty"`
 	Waited time.Duration `json:"waited_ns"`
-	// Last is the operation that ended last, and Ago when that was.
+	// Last is the operation that ended last, and Ago is the time since then. It is nil if none has ended.
 	Last *Record       `json:"last,omitempty"`
 	Ago  time.Duration `json:"ago_ns"`
 }
 
-// tensorKey names a tensor in the job.
+// tensorKey identifies a tensor in the job.
 type tensorKey struct {
 	set  uint32
 	name string
 }
 
-// view is a snapshot to be looked up.
+// view is a snapshot indexed by tensor and process set.
 type view struct {
 	*Snapshot
 	pending map[tensorKey]*Record
@@ -105,12 +108,14 @@ type view struct {
 	joined  map[uint32]bool
 }
 
-// calls are the operations on a tensor that have ended.
+// calls are the operations on a tensor that have ended: how many without those in which the rank took part as
+// an absent one, and the last.
 type calls struct {
 	times int
 	last  *Record
 }
 
+// look indexes a snapshot.
 func look(s *Snapshot) *view {
 	v := &view{s, make(map[tensorKey]*Record), make(map[tensorKey]*calls), make(map[uint32]bool)}
 	for i := range s.Pending {
@@ -135,7 +140,7 @@ func look(s *Snapshot) *view {
 	return v
 }
 
-// number returns that of the last grant of a tensor which has ended here.
+// number returns the number of the tensor's last grant that has ended at this rank; 0 if there is none.
 func (v *view) number(key tensorKey) uint64 {
 	if c := v.ended[key]; c != nil {
 		return c.last.Number
@@ -143,14 +148,15 @@ func (v *view) number(key tensorKey) uint64 {
 	return 0
 }
 
-// ago returns how long before the snapshot a time of this rank was.
+// ago returns the time from t, a time of this rank, to the snapshot; at least 0.
 func (v *view) ago(t time.Duration) time.Duration { return max(v.At-t, 0) }
 
-// Analyse holds snapshots against each other: of a job of size ranks, one of each or fewer. absent says what is otherwise known of ranks
-// without one, in a clause for people. Of two snapshots of a rank that of the later epoch counts, or the later in the list.
+// Analyse compares the snapshots of a job of size ranks, of which there is at most one per rank. absent has,
+// for ranks without a snapshot, what else is known of them, as a clause for people. If a rank has several
+// snapshots, the one of the latest epoch is used, or of these the last in the list.
 //
-// The snapshots need not be of one moment: the numbers of the grants tell which ranks have gone on since others were asked. Time and
-// memory are in proportion to the records of all snapshots.
+// The snapshots need not be of one moment: the numbers of the grants tell which ranks have continued since
+// others were asked. Time and memory are in proportion to the records of all snapshots.
 func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	f := &Findings{Size: size, Waiting: []Waiting{}, Running: []Running{}, Silent: []Silent{}, Stalls: []string{}, Ranks: []Rank{}}
 	newest := make([]*Snapshot, size)
@@ -177,7 +183,7 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	var granted, waiting []*awaited
 	for _, t := range pendings(views) {
 		if len(t.inside)+len(t.queued)+len(t.ended) > 0 {
-			granted = append(granted, t) // nobody is missing, even if some have not heard of it yet
+			granted = append(granted, t) // no rank is missing, even if some have not received the grant yet
 		} else {
 			waiting = append(waiting, t)
 		}
@@ -187,7 +193,7 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	return f
 }
 
-// state returns where the rank is.
+// state returns the state of the rank.
 func (v *view) state() Rank {
 	s := Rank{Rank: v.Rank, Host: v.Host, PID: v.PID, Why: v.Why, Pending: len(v.Pending) + max(v.NotShown, 0)}
 	for i := range v.Pending {
@@ -201,7 +207,8 @@ func (v *view) state() Rank {
 	return s
 }
 
-// membersOf returns the members of the process sets, by rank. A set whose members nobody tells has those that are seen to use it.
+// membersOf returns the members of each process set, ascending. If no snapshot lists the members of a set,
+// they are the ranks that have records of it.
 func membersOf(views []*view) map[uint32][]int {
 	members := map[uint32][]int{0: make([]int, len(views))}
 	for r := range views {
@@ -234,7 +241,7 @@ func membersOf(views []*view) map[uint32][]int {
 	return members
 }
 
-// awaited is what all ranks together say about a tensor that is pending somewhere.
+// awaited is what all ranks together report about a tensor that is pending on some rank.
 type awaited struct {
 	tensorKey
 	kind, backend                                   string
@@ -243,7 +250,7 @@ type awaited struct {
 	waiting, queued, inside, ended, missing, silent []int
 }
 
-// pendings returns all tensors that are pending somewhere, in the order of the ranks and of their lists.
+// pendings returns all tensors that are pending on some rank, in the order of the ranks and of their lists.
 func pendings(views []*view) (all []*awaited) {
 	known := make(map[tensorKey]*awaited)
 	members := membersOf(views)
@@ -271,12 +278,12 @@ func pendings(views []*view) (all []*awaited) {
 	return all
 }
 
-// place finds how far each member has come with a tensor.
+// place finds how far each member has got with a tensor.
 func (t *awaited) place(views []*view, members []int) {
 	for _, list := range []*[]int{&t.waiting, &t.queued, &t.inside, &t.ended, &t.missing, &t.silent} {
 		*list = []int{} // empty in JSON, not null
 	}
-	var before uint64 // the last grant that ended where the tensor is pending now
+	var before uint64 // the newest of its grants that ended on a rank where it is pending now
 	for _, r := range members {
 		if v := views[r]; v != nil && v.pending[t.tensorKey] != nil {
 			before = max(before, v.number(t.tensorKey))
@@ -295,13 +302,14 @@ func (t *awaited) place(views []*view, members []int) {
 		} else if v.number(t.tensorKey) > before {
 			list = &t.ended
 		} else if v.joined[t.set] {
-			continue // it stands in for everything
+			continue // a joined rank takes part in everything as an absent rank
 		}
 		*list = append(*list, r)
 	}
 }
 
-// gather makes groups of those that are alike, in the order of their first. In a group the longest waiting is first.
+// gather groups tensors that have the same key, in the order of the first of each group. In a group the
+// longest waiting is first.
 func gather(all []*awaited, key func(*awaited) string) (groups [][]*awaited) {
 	at := make(map[string]int)
 	for _, t := range all {
@@ -320,6 +328,7 @@ func gather(all []*awaited, key func(*awaited) string) (groups [][]*awaited) {
 	return groups
 }
 
+// names returns the names of the first tensors of a group, at most shown.
 func names(group []*awaited) (some []string) {
 	for _, t := range group[:min(len(group), shown)] {
 		some = append(some, t.name)
@@ -348,7 +357,8 @@ func (f *Findings) addWaiting(all []*awaited, views []*view) {
 	})
 }
 
-// class orders Waiting by how much it says. That a rank has joined and others have not is no fault.
+// class returns the rank of w in the order of Findings.Waiting: a lower class is more conclusive. It is no
+// fault that a rank has joined and others have not.
 func (w *Waiting) class() int {
 	switch {
 	case len(w.Missing) > 0 && w.Kind != join:
@@ -372,7 +382,7 @@ func (f *Findings) addRunning(all []*awaited) {
 			Inside: t.inside, Queued: t.queued, Waiting: t.waiting, Ended: t.ended, Longest: t.since,
 		})
 	}
-	// What is inside holds up what is queued behind it.
+	// Operations that some rank is inside of come first: they hold up the operations that are queued behind them.
 	slices.SortStableFunc(f.Running, func(a, b Running) int {
 		return cmp.Or(cmp.Compare(min(len(b.Inside), 1), min(len(a.Inside), 1)), cmp.Compare(b.Longest, a.Longest))
 	})

@@ -1,9 +1,11 @@
-// Package analysis finds who waits for whom and who was late, from what the ranks of a job tell of their operations.
+// Package analysis finds which ranks wait for which others and which were late, from what the ranks of a job
+// report of their operations.
 //
-// There is one kind of record, an operation on a tensor at a rank, and three sources. The coordinator adds each operation when the last
-// member has asked for it (Held). The flight recorders give a Snapshot of each rank, from which Analyse finds what is pending, and which
-// ranks have not asked. The timelines give the operations of all ranks in order (Late), and Lateness.Suspects
-// chooses the ranks that a report names. Lateness has the same rules in all of them.
+// There is one kind of record, an operation on a tensor at a rank, and three sources. The coordinator adds
+// each operation when the last member has asked for it (Held). The flight recorders provide a Snapshot of
+// each rank, from which Analyse finds the pending operations and the ranks that have not asked for them. The
+// timelines provide the operations of all ranks in order (Late), and Lateness.Suspects chooses the ranks that
+// a report names. Lateness has the same rules in all of them.
 package analysis
 
 import (
@@ -12,8 +14,9 @@ import (
 	"time"
 )
 
-// Record is an operation on a tensor at a rank. Times are in nanoseconds since the start of the rank's engine, or on a clock that the
-// ranks share; 0 is a time that has not come or is not known. Those of one set with one number ran as one, on all members.
+// Record is an operation on a tensor at a rank. Times are in nanoseconds since the start of the rank's
+// engine, or on a clock that the ranks share; 0 is a time that has not come or is not known. Records of one
+// set with the same number ran as one operation, on all members.
 type Record struct {
 	Set       uint32        `json:"set,omitempty"`
 	Number    uint64        `json:"number,omitempty"` // of the grant, from 1; 0 if there is none or it is not known
@@ -39,7 +42,7 @@ type Set struct {
 	Ranks []int  `json:"ranks"`
 }
 
-// Snapshot is what a rank knows at a moment.
+// Snapshot is what a rank's flight recorder knows at one moment.
 type Snapshot struct {
 	Format  int       `json:"format"`
 	Version string    `json:"version"` // of this module
@@ -50,9 +53,10 @@ type Snapshot struct {
 	PID     int       `json:"pid"`
 	Epoch   uint64    `json:"epoch"`
 	Time    time.Time `json:"time"`
-	// At is when it was made, since the engine's start.
+	// At is the time of the snapshot, since the engine's start.
 	At time.Duration `json:"at_ns"`
-	// Start, Domain and Monotonic are of trace.Clock, Measured, Offset and OffsetError of trace.Offset.
+	// Start, Domain and Monotonic are the fields of trace.Clock; Measured, Offset and OffsetError are the
+	// fields of trace.Offset.
 	Start       time.Time     `json:"start"`
 	Domain      string        `json:"clock_domain"`
 	Monotonic   time.Duration `json:"monotonic_ns"`
@@ -60,18 +64,18 @@ type Snapshot struct {
 	Offset      time.Duration `json:"offset_ns"`
 	OffsetError time.Duration `json:"offset_error_ns"`
 
-	// Stalls are those that rank 0 knows of, as texts.
+	// Stalls are descriptions of the stalls that rank 0 knows of.
 	Stalls []string `json:"stalls,omitempty"`
 	Sets   []Set    `json:"process_sets,omitempty"`
-	// Pending are the operations that have not ended, oldest first, and NotShown how many there are besides.
+	// Pending are the operations that have not ended, oldest first. NotShown is the number of further ones.
 	Pending  []Record `json:"pending"`
 	NotShown int      `json:"pending_not_shown,omitempty"`
-	// Recorded is how many operations have ended; Operations are the last of them, oldest first.
+	// Recorded is the number of operations that have ended. Operations are the last of them, oldest first.
 	Recorded   uint64   `json:"recorded"`
 	Operations []Record `json:"operations"`
 }
 
-// JSON returns the snapshot for people and programs, whole and not packed.
+// JSON returns the snapshot as indented JSON with a final newline.
 func (s *Snapshot) JSON() ([]byte, error) {
 	text, err := json.MarshalIndent(s, "", " ")
 	if err != nil {

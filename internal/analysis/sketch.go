@@ -5,18 +5,20 @@ import (
 	"math/bits"
 )
 
-// Sketch counts numbers of 0 and more in buckets that grow with them: 2^Bits to an octave, so that a quantile is off by at most
-// 1/2^(Bits+1) of itself. It has room for the buckets between its least and its greatest only: at most 63 octaves.
+// Sketch is a histogram of numbers of 0 and more. Its buckets grow with the numbers, 2^Bits to an octave, so
+// that a quantile has a relative error of at most 1/2^(Bits+1). It has room only for the buckets between its
+// least and its greatest number: at most 63 octaves.
 type Sketch struct {
 	Bits     uint8
 	N        uint64
 	Sum      float64
 	Min, Max int64
 
-	low    int // bucket of counts[0]
+	low    int // the bucket that counts[0] counts
 	counts []uint32
 }
 
+// bucket returns the bucket of a number.
 func (s *Sketch) bucket(v int64) int {
 	if v < 1<<s.Bits {
 		return int(v)
@@ -25,7 +27,7 @@ func (s *Sketch) bucket(v int64) int {
 	return shift<<s.Bits + int(v>>shift)
 }
 
-// middle returns that of a bucket.
+// middle returns the number in the middle of a bucket.
 func (s *Sketch) middle(bucket int) int64 {
 	if bucket < 2<<s.Bits {
 		return int64(bucket)
@@ -34,7 +36,7 @@ func (s *Sketch) middle(bucket int) int64 {
 	return (int64(bucket)-int64(shift)<<s.Bits)<<shift + 1<<(shift-1)
 }
 
-// Add counts a number. One below 0 counts as 0.
+// Add counts a number. A negative number counts as 0.
 func (s *Sketch) Add(v int64) {
 	v = max(v, 0)
 	b := s.bucket(v)
@@ -56,7 +58,7 @@ func (s *Sketch) Add(v int64) {
 	}
 }
 
-// Quantile returns the q-th, of 0 to 1; 0 if there are none.
+// Quantile returns the q-quantile, q from 0 to 1; 0 if there are no numbers.
 func (s *Sketch) Quantile(q float64) int64 {
 	want := uint64(math.Ceil(q * float64(s.N)))
 	seen := uint64(0)
@@ -68,7 +70,7 @@ func (s *Sketch) Quantile(q float64) int64 {
 	return s.Max
 }
 
-// Mean returns the mean; 0 if there are none.
+// Mean returns the mean; 0 if there are no numbers.
 func (s *Sketch) Mean() float64 {
 	if s.N == 0 {
 		return 0

@@ -7,20 +7,23 @@ import (
 )
 
 const (
-	// most is the share from which a part counts as most of the whole.
+	// most is the share of the whole from which a part counts as most of it.
 	most = 0.5
 	// worthwhile is the share of the time below which a wait is not worth looking into.
 	worthwhile = 0.05
-	// noticeable is the time per step below which it is not either: waking a process late costs as much.
+	// noticeable is the time per step below which a wait is not worth looking into either: waking a process
+	// late costs as much.
 	noticeable = 100 * time.Microsecond
-	// outstanding is how many times as long as any other a rank that is named alone holds up the others. Among ranks that take turns one
-	// is the worst too, and of two that have waited for each other 50 times it often has two thirds.
+	// outstanding is how many times as long as any other rank a rank must hold up the others to be named by
+	// itself. If ranks take turns, one of them is the worst too, and of two that waited for each other 50
+	// times one often has two thirds of the time.
 	outstanding = 3
-	// together is the share of all waiting from which ranks that are late at the same time are named as its cause.
+	// together is the share of all waiting from which ranks that are late at the same time are named as its
+	// cause.
 	together = 0.8
 )
 
-// Span is a part of a job: how long it took, and how many steps it had, 0 if none are known.
+// Span is a part of a job: how long it took, and how many steps it had, 0 if no steps are known.
 type Span struct {
 	Time  time.Duration
 	Steps int64
@@ -31,7 +34,8 @@ func (s Span) Long(d time.Duration) bool {
 	return float64(d) >= worthwhile*float64(s.Time) && d >= noticeable*time.Duration(max(s.Steps, 1))
 }
 
-// Worst returns the ranks that held up all others longest and second longest; nil if none did, or no other.
+// Worst returns the ranks that held up all others longest and second longest. A result is nil if there is no
+// such rank.
 func (f *Lateness) Worst() (worst, second *RankLateness) {
 	for _, r := range f.Ranks {
 		switch {
@@ -45,7 +49,8 @@ func (f *Lateness) Worst() (worst, second *RankLateness) {
 	return worst, second
 }
 
-// WorstInStartup returns the rank that held up all others longest in a start-up of a length; nil if none did for long.
+// WorstInStartup returns the rank that held up all others longest in a start-up of the given length; nil if
+// none did for 5 % of it.
 func (f *Lateness) WorstInStartup(length time.Duration) (worst *RankLateness) {
 	for _, r := range f.Ranks {
 		if worst == nil || r.StartupHeld > worst.StartupHeld {
@@ -58,7 +63,7 @@ func (f *Lateness) WorstInStartup(length time.Duration) (worst *RankLateness) {
 	return worst
 }
 
-// Held returns for how long a single rank held up all others, whichever it was.
+// Held returns for how long any single rank held up all others, added up over the ranks.
 func (f *Lateness) Held() (sum time.Duration) {
 	for _, r := range f.Ranks {
 		sum += r.Held
@@ -66,7 +71,7 @@ func (f *Lateness) Held() (sum time.Duration) {
 	return sum
 }
 
-// Share returns the share of all waiting that ranks have caused.
+// Share returns the share of all waiting that the given ranks caused.
 func (f *Lateness) Share(ranks ...*RankLateness) (share float64) {
 	for _, r := range ranks {
 		if f.Waited > 0 {
@@ -76,8 +81,9 @@ func (f *Lateness) Share(ranks ...*RankLateness) (share float64) {
 	return share
 }
 
-// Suspects returns the ranks to look at after the start-up, which took a span: the one that holds up all others, or, in order, several
-// that are late together, so that none of them does alone. It is empty if no rank stands out.
+// Suspects returns the ranks to look at after the start-up; steady is the time after it. The result is the
+// rank that holds up all others, or, ascending, several ranks that are late together, so that none of them
+// holds up all others by itself. It is empty if no rank stands out.
 func (f *Lateness) Suspects(steady Span) []*RankLateness {
 	worst, second := f.Worst()
 	if worst != nil && steady.Long(worst.Held) && float64(worst.Held) >= most*float64(f.Held()) && (second == nil || worst.Held >= outstanding*second.Held) {

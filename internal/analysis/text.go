@@ -11,17 +11,17 @@ import (
 )
 
 const (
-	// maxRankLines bounds the lines of a report that tell of a rank each.
+	// maxRankLines limits the lines of a report with one rank each.
 	maxRankLines = 64
-	// maxLineBytes bounds what a report repeats of a text that a rank has given.
+	// maxLineBytes limits how much a report repeats of a text that a rank provided.
 	maxLineBytes = 500
 )
 
-// Says reports whether there is something that a rank waits for or is inside, or a stall.
+// Says reports whether a rank waits for an operation or is inside one, or there is a stall.
 func (f *Findings) Says() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
 
-// Blame takes into account which ranks have ended the job: where one of them may be what others wait for, ranks that are
-// not to blame and were on their way are not named as missing.
+// Blame takes into account which ranks ended the job. If an operation may wait for one of them, it removes
+// the other ranks from the operation's missing and silent ranks: they were on their way.
 func (f *Findings) Blame(culprits []int) {
 	guilty := func(r int) bool { return slices.Contains(culprits, r) }
 	for i := range f.Waiting {
@@ -33,8 +33,8 @@ func (f *Findings) Blame(culprits []int) {
 	}
 }
 
-// Text returns the report for people: first what is the matter, then where each rank is. It has some hundred lines at most, each
-// without control characters.
+// Text returns the report for people: first what is wrong, then the state of each rank. It has some hundred
+// lines at most, each without control characters.
 func (f *Findings) Text() string {
 	var b strings.Builder
 	list(&b, len(f.Waiting), shown, "tensors are waited for otherwise", func(i int) { f.writeWaiting(&b, &f.Waiting[i]) })
@@ -57,7 +57,7 @@ func (f *Findings) Text() string {
 	return b.String()
 }
 
-// list writes up to a number of items, and how many there are besides.
+// list writes up to most of n items, and the number of the others.
 func list(b *strings.Builder, n, most int, what string, write func(i int)) {
 	for i := range min(n, most) {
 		write(i)
@@ -75,7 +75,7 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	for _, m := range w.Missing {
 		missing = append(missing, m.Rank)
 	}
-	unknown := "" // it may be for these that the others wait
+	unknown := "" // the others may wait for these ranks
 	if len(w.Silent) > 0 {
 		unknown = fmt.Sprintf("; of %s, which did not answer, nothing is known", topo.FormatRanks(w.Silent))
 	}
@@ -138,7 +138,7 @@ func writeRunning(b *strings.Builder, r *Running) {
 	fmt.Fprintf(b, "%s.\n", capital(strings.Join(parts, "; ")))
 }
 
-// writeSilent has a line for each thing that is known of the ranks that did not answer.
+// writeSilent writes a line for each reason for which ranks did not answer.
 func (f *Findings) writeSilent(b *strings.Builder) {
 	var whys []string
 	of := make(map[string][]int)
@@ -158,7 +158,7 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 	})
 }
 
-// describe says where the rank is, in a clause.
+// describe returns the state of the rank as a clause.
 func (r *Rank) describe() string {
 	text := "it waits for nothing"
 	if r.First != nil {
@@ -184,7 +184,7 @@ func (r *Rank) describe() string {
 	return text
 }
 
-// label names tensors, of which some are given and n are there.
+// label returns a name for n tensors, of which some are listed.
 func label(kind string, some []string, n int, set uint32) string {
 	var b strings.Builder
 	b.WriteString(Plain(kind))
@@ -231,7 +231,7 @@ func count(times int) string {
 
 func capital(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
 
-// span returns a duration as people say it.
+// span formats a duration for people.
 func span(d time.Duration) string {
 	switch {
 	case d < time.Second:
@@ -242,8 +242,8 @@ func span(d time.Duration) string {
 	return d.Round(time.Second).String()
 }
 
-// Plain returns a text that comes from elsewhere for a report or a terminal: with a ? for each character that a terminal would obey,
-// and cut if it is long.
+// Plain returns a text from elsewhere in a form that is safe for a report or a terminal: characters that a
+// terminal would interpret are replaced by ?, and a long text is cut.
 func Plain(text string) string {
 	text = strings.Map(func(r rune) rune {
 		if !strconv.IsPrint(r) {
