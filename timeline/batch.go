@@ -6,22 +6,22 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// record is what the timeline was told of at once: an operation, a measurement of the clock, or the beginning of a cycle.
+// record is one call of the timeline: an operation, a measurement of the clock, or the beginning of a cycle.
 type record struct {
 	trace.Operation
 	// offset is the measurement of the clock; nil for other records.
 	offset *trace.Offset
 	// cycle says that a cycle began at Granted.
 	cycle bool
-	// fused is how many tensors the operation had, with those that an absent rank had not submitted.
+	// fused is the number of tensors in the operation, including those that an absent rank had not submitted.
 	fused int32
 }
 
-// when returns the time by which a ring tells whether the record is recent.
+// when returns the time by which the ring decides whether the record is recent.
 func (r *record) when() time.Duration { return max(r.Granted, r.Ended) }
 
-// batch holds records in flat memory of fixed capacity, so that taking one only copies. An operation that is larger than an empty
-// batch gets memory of its own: one such operation at a time, until reset.
+// batch holds records in flat memory of fixed capacity, so that adding one only copies. An operation that is
+// larger than an empty batch gets memory of its own: one such operation at a time, until reset.
 type batch struct {
 	records    []record
 	tensors    []trace.Tensor
@@ -36,16 +36,18 @@ const (
 	arrivalsPerTensor   = 32
 )
 
+// newBatch returns an empty batch with room for a number of tensors.
 func newBatch(tensors int) *batch {
 	return &batch{
 		records: make([]record, 0, tensors), tensors: make([]trace.Tensor, 0, tensors),
 		activities: make([]trace.Activity, 0, activitiesPerTensor*tensors),
-		// Only the coordinator's rank has these. Elsewhere the pages stay untouched, and the collector does not look at them.
+		// Only rank 0 has arrivals. On other ranks the pages stay untouched, and the garbage collector does not
+		// scan them: they hold no pointers.
 		arrivals: make([]time.Duration, 0, arrivalsPerTensor*tensors),
 	}
 }
 
-// operation copies op, or reports that there is no room.
+// operation copies op into the batch. It reports false if there is no room; then the batch is unchanged.
 func (b *batch) operation(op *trace.Operation) bool {
 	tensors, arrivals, fused := 0, 0, int32(0)
 	for i := range op.Tensors {
@@ -83,22 +85,23 @@ func (b *batch) operation(op *trace.Operation) bool {
 	return true
 }
 
-// stoodIn reports whether the rank had joined and has no tensor of that name.
+// stoodIn reports whether the rank took part in n as an absent rank: it had joined and has not submitted the
+// tensor.
 func stoodIn(op *trace.Operation, n *trace.Tensor) bool { return op.Absent && n.Submitted == 0 }
 
-// keep copies what is given to the end of memory, which has room for it.
+// keep appends a copy of what to memory, which must have room for it, and returns the copy.
 func keep[T any](memory *[]T, what []T) []T {
 	n := len(*memory)
 	*memory = append(*memory, what...)
 	return (*memory)[n:]
 }
 
-// room reports whether the capacity is enough for so many.
+// room reports whether the batch has capacity for the given totals.
 func (b *batch) room(tensors, activities, arrivals int) bool {
 	return tensors <= cap(b.tensors) && activities <= cap(b.activities) && arrivals <= cap(b.arrivals)
 }
 
-// mark takes a record that is no operation, or reports that there is no room.
+// mark adds a record that is not an operation. It reports false if there is no room.
 func (b *batch) mark(r record) bool {
 	if len(b.records) == cap(b.records) {
 		return false
@@ -107,14 +110,14 @@ func (b *batch) mark(r record) bool {
 	return true
 }
 
-// fill returns how full the batch is, from 0 to 1: what is fullest counts.
+// fill returns how full the fullest part of the batch is, from 0 to 1.
 func (b *batch) fill() float64 {
 	part := func(n, of int) float64 { return float64(n) / float64(of) }
 	return max(part(len(b.records), cap(b.records)), part(len(b.tensors), cap(b.tensors)),
 		part(len(b.activities), cap(b.activities)), part(len(b.arrivals), cap(b.arrivals)))
 }
 
-// reset empties the batch and lets go of names, errors and memory that it had grown by.
+// reset empties the batch and drops its references to names, errors and extra memory.
 func (b *batch) reset() {
 	clear(b.records)
 	clear(b.tensors)

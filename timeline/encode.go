@@ -7,22 +7,24 @@ import (
 	"hash/crc32"
 )
 
-// closing ends the text of every file.
+// closing is the last text of every file.
 const closing = "\n]\n"
 
-// encoder turns text into what is in the file.
+// encoder turns text into the bytes of the file.
 type encoder interface {
 	// reset begins a file.
 	reset()
-	// encode appends what text becomes, up to the end of a byte and with nothing held back. It may give back the memory of text
-	// and keep that of an empty dst for the next.
+	// encode appends the encoding of text to dst. The result ends at a byte boundary, and no part of the text
+	// is held back. If dst is empty, encode may return the memory of text as out and dst as next, the buffer
+	// for the next text.
 	encode(dst, text []byte) (out, next []byte)
-	// tail appends what makes a complete file of all before it. It leaves the encoder as it was.
+	// tail appends the bytes that complete the file. The state of the encoder is unchanged.
 	tail(dst []byte) []byte
-	// most is an upper bound of what n bytes of text and the tail become.
+	// most returns an upper bound of the encoded size of n bytes of text and the tail.
 	most(n int) int64
 }
 
+// plain is the encoder of uncompressed files.
 type plain struct{}
 
 func (plain) reset()                 {}
@@ -36,9 +38,9 @@ func (plain) encode(dst, text []byte) (out, next []byte) {
 	return append(dst, text...), text[:0]
 }
 
-// gzipped makes one gzip member (RFC 1952) that can end after every piece: each ends on a byte (a sync flush), and the tail is a
-// stored block with the end of the text, and the checksum. So the file has one member as any other, and no tool needs to know
-// of several.
+// gzipped is an encoder that writes one gzip member (RFC 1952), which can end after every piece. Each piece
+// ends at a byte boundary (a sync flush), and the tail is a stored block with the end of the text, and the
+// checksum. So the file has one member, as usual, and readers need no support for several.
 type gzipped struct {
 	out   bytes.Buffer
 	w     *flate.Writer
@@ -63,11 +65,11 @@ func (g *gzipped) reset() {
 func (g *gzipped) encode(dst, text []byte) (out, next []byte) {
 	if !g.begun {
 		g.begun = true
-		// Deflate, no flags, no time, fastest, unknown system.
+		// The header of RFC 1952: deflate, no flags, no time, fastest, unknown system.
 		dst = append(dst, 0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 4, 255)
 	}
 	g.out.Reset()
-	// A bytes.Buffer gives no errors.
+	// A bytes.Buffer returns no errors.
 	_, _ = g.w.Write(text)
 	_ = g.w.Flush()
 	g.sum = crc32.Update(g.sum, crc32.IEEETable, text)
@@ -85,5 +87,6 @@ func (g *gzipped) tail(dst []byte) []byte {
 	return binary.LittleEndian.AppendUint32(dst, g.size+uint32(n))
 }
 
-// most: incompressible blocks are stored, with 5 bytes for each (of 16 KiB at least, in compress/flate); header, flush and tail.
+// most counts 5 bytes for each block, because incompressible blocks are stored (compress/flate makes them of
+// at least 16 KiB), and 80 bytes for header, flush and tail.
 func (*gzipped) most(n int) int64 { return int64(n) + int64(n)/(16<<10)*5 + 80 }

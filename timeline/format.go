@@ -12,24 +12,26 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// version is that of the format, in hvd_rank.
+// version is the version of the format, in hvd_rank.
 const version = 1
 
-// maxTracks bounds what a segment remembers of tensors. A program that makes up a name for each operation gets new tracks after that.
+// maxTracks limits the number of tracks that a segment remembers. A program that makes up a name for each
+// operation gets new tracks after that.
 const maxTracks = 1 << 17
 
-// negotiate is before the name of an operation while it is negotiated.
+// negotiate is the prefix of an operation's name during its negotiation.
 const negotiate = "NEGOTIATE_"
 
-// names are Horovod's words for the kinds (common.h, RequestTypeName), and our own in its way.
+// names are Horovod's names of the kinds (common.h, RequestTypeName), and names in the same style for kinds
+// that Horovod does not have.
 var names = [...]string{
-	0:                 negotiate + "ERROR", // what was asked for is not known
+	0:                 negotiate + "ERROR", // the request is not known
 	message.Allreduce: negotiate + "ALLREDUCE", message.Allgather: negotiate + "ALLGATHER", message.Broadcast: negotiate + "BROADCAST",
 	message.Alltoall: negotiate + "ALLTOALL", message.Reducescatter: negotiate + "REDUCESCATTER", message.Barrier: negotiate + "BARRIER",
 	message.Join: negotiate + "JOIN", message.AddProcessSet: negotiate + "ADD_PROCESS_SET", message.RemoveProcessSet: negotiate + "REMOVE_PROCESS_SET",
 }
 
-// nameOf returns what the negotiation of a kind is called, and the operation itself.
+// nameOf returns the names of a kind's negotiation and of its operation.
 func nameOf(k message.Kind) (negotiation, operation string) {
 	if !k.Valid() {
 		k = 0
@@ -37,29 +39,31 @@ func nameOf(k message.Kind) (negotiation, operation string) {
 	return names[k], names[k][len(negotiate):]
 }
 
+// trackKey identifies a track: a tensor name in a process set.
 type trackKey struct {
 	name string
 	set  topo.ProcessSetID
 }
 
-// track is a line of the picture, a "process" of the trace format.
+// track is a line of the viewer, a "process" of the trace format.
 type track struct {
 	pid string
-	// last is the latest time on it: none may go back.
+	// last is the latest time on the track: times on a track must not go back.
 	last time.Duration
 }
 
-// formatter makes the text of a segment. Each piece of text begins with the comma after the one before, but the header, and
-// ends without one.
+// formatter makes the text of a segment. Each piece of text except the header begins with the comma after the
+// piece before, and none ends with a comma.
 type formatter struct {
 	cfg    *Config
 	tracks map[trackKey]*track
 	pids   int
-	zero   track         // of pid 0: the rank itself
+	zero   track         // the track of pid 0: the rank itself
 	offset *trace.Offset // the last measurement of the clock; nil if there is none
 	latest time.Duration
 
-	// before is the state that undo restores: the last tensor's track, when it was last used, and whether it is new.
+	// before is the state that undo restores: the track of the last tensor, its latest time before, and
+	// whether the track is new.
 	before struct {
 		key   trackKey
 		track *track
@@ -67,17 +71,17 @@ type formatter struct {
 		fresh bool
 	}
 	order  []int32
-	stamps [32]stamp // found by a hash of their time
+	stamps [32]stamp // a cache, indexed by a hash of the time
 }
 
-// stamp is a time as text. The tensors of an operation share most of theirs.
+// stamp is a time as text. The tensors of an operation have most times in common.
 type stamp struct {
 	at   time.Duration
 	n    uint8
 	text [23]byte
 }
 
-// header begins a segment.
+// header appends the beginning of a segment.
 func (f *formatter) header(dst []byte, segment int, dropped uint64) []byte {
 	f.tracks, f.pids, f.zero = make(map[trackKey]*track), 0, track{pid: "0"}
 	var start int64
@@ -97,13 +101,13 @@ func (f *formatter) header(dst []byte, segment int, dropped uint64) []byte {
 	dst = number(dst, "dropped", int64(dropped))
 	dst = append(number(dst, "version", version), "}}"...)
 	if f.offset != nil {
-		// Each segment can be read by itself.
+		// Each segment must be readable by itself.
 		dst = f.clock(dst, f.offset)
 	}
 	return dst
 }
 
-// clock returns a measurement of the clock.
+// clock appends a measurement of the clock.
 func (f *formatter) clock(dst []byte, o *trace.Offset) []byte {
 	f.offset, f.before.track = o, nil
 	dst = append(f.event(dst, "hvd_clock", `i","s":"p`, &f.zero, o.At), `,"args":{`...)
@@ -114,12 +118,13 @@ func (f *formatter) clock(dst []byte, o *trace.Offset) []byte {
 	return append(dst, "}}"...)
 }
 
+// cycle appends the beginning of a cycle.
 func (f *formatter) cycle(dst []byte, at time.Duration) []byte {
 	f.before.track = nil
 	return append(f.event(dst, "CYCLE_START", `i","s":"g`, &f.zero, at), '}')
 }
 
-// end returns the last event of a timeline that was closed in order.
+// end appends the last event of a timeline that is closed in order.
 func (f *formatter) end(dst []byte, dropped uint64) []byte {
 	f.before.track = nil
 	at := f.latest
@@ -130,7 +135,8 @@ func (f *formatter) end(dst []byte, dropped uint64) []byte {
 	return append(number(dst, "dropped", int64(dropped)), "}}"...)
 }
 
-// event begins an event on a track at a time, or at the latest one of the track if that is later. The caller closes it.
+// event appends the beginning of an event on a track, at a time or at the latest time of the track if that is
+// later. The caller closes the event.
 func (f *formatter) event(dst []byte, name, phase string, t *track, at time.Duration) []byte {
 	t.last = max(t.last, at)
 	f.latest = max(f.latest, at)
@@ -150,14 +156,14 @@ func (f *formatter) event(dst []byte, name, phase string, t *track, at time.Dura
 	return append(append(dst, `,"pid":`...), t.pid...)
 }
 
-// tensor has all events of a tensor of an operation.
+// tensor appends all events of a tensor of an operation.
 func (f *formatter) tensor(dst []byte, op *record, n *trace.Tensor) []byte {
 	dst, t := f.track(dst, trackKey{n.Name, op.Set})
 	negotiation, name := nameOf(op.Kind)
 	f.order = byTime(f.order[:0], n.Arrivals)
 	begin := n.Submitted
 	if len(f.order) > 0 {
-		// As Horovod's, the bar at the coordinator's rank begins when the first rank has asked.
+		// As in Horovod, the bar in the file of rank 0 begins when the first rank has asked.
 		if first := n.Arrivals[f.order[0]]; begin == 0 || first < begin {
 			begin = first
 		}
@@ -220,7 +226,7 @@ func (f *formatter) tensor(dst []byte, op *record, n *trace.Tensor) []byte {
 	return append(dst, "}}"...)
 }
 
-// track finds the track of a tensor, or makes it and says so in dst.
+// track returns the track of a tensor. If there is none it makes one and appends its metadata to dst.
 func (f *formatter) track(dst []byte, k trackKey) ([]byte, *track) {
 	t, ok := f.tracks[k]
 	if !ok {
@@ -241,7 +247,8 @@ func (f *formatter) track(dst []byte, k trackKey) ([]byte, *track) {
 	return dst, t
 }
 
-// undo forgets the last text, which was not used.
+// undo reverts the effect of the last call of tensor, whose text was not used. After other calls it does
+// nothing.
 func (f *formatter) undo() {
 	if f.before.track == nil {
 		return
@@ -253,7 +260,8 @@ func (f *formatter) undo() {
 	}
 }
 
-// byTime appends the positions that have an arrival, the earliest first, and of equals the lower.
+// byTime appends the positions that have an arrival to order, the earliest first; of equal arrivals the lower
+// position comes first.
 func byTime(order []int32, arrivals []time.Duration) []int32 {
 	for i, a := range arrivals {
 		if a > 0 {
@@ -264,7 +272,7 @@ func byTime(order []int32, arrivals []time.Duration) []int32 {
 	return order
 }
 
-// meta begins an event of metadata, up to its arguments.
+// meta appends the beginning of a metadata event, up to its arguments.
 func meta(dst []byte, name, pid string) []byte {
 	if string(dst) != "[" { // the beginning of the file
 		dst = append(dst, ',')
@@ -273,7 +281,7 @@ func meta(dst []byte, name, pid string) []byte {
 	return append(append(dst, pid...), `,"args":{`...)
 }
 
-// arg begins an argument.
+// arg appends the beginning of an argument.
 func arg(dst []byte, name string) []byte {
 	if dst[len(dst)-1] != '{' {
 		dst = append(dst, ',')
@@ -281,13 +289,16 @@ func arg(dst []byte, name string) []byte {
 	return append(append(append(dst, '"'), name...), `":`...)
 }
 
+// number appends an integer argument.
 func number(dst []byte, name string, v int64) []byte { return strconv.AppendInt(arg(dst, name), v, 10) }
 
+// micros appends a time argument in microseconds.
 func micros(dst []byte, name string, d time.Duration) []byte { return appendMicros(arg(dst, name), d) }
 
+// text appends a string argument.
 func text(dst []byte, name, s string) []byte { return appendString(arg(dst, name), s) }
 
-// appendMicros writes d in microseconds, with as many of three decimals as are needed.
+// appendMicros appends d in microseconds, with no more decimals, of at most three, than needed.
 func appendMicros(dst []byte, d time.Duration) []byte {
 	n := uint64(d)
 	if d < 0 {
@@ -305,7 +316,7 @@ func appendMicros(dst []byte, d time.Duration) []byte {
 	return dst
 }
 
-// appendShape writes a shape as Horovod does: [2, 3].
+// appendShape appends a shape as Horovod writes it: [2, 3].
 func appendShape(dst []byte, s tensor.Shape) []byte {
 	dst = append(dst, '[')
 	for i, d := range s {
@@ -317,11 +328,11 @@ func appendShape(dst []byte, s tensor.Shape) []byte {
 	return append(dst, ']')
 }
 
-// appendString writes s as a JSON string. What is not UTF-8 becomes U+FFFD.
+// appendString appends s as a JSON string. Bytes that are not UTF-8 become U+FFFD.
 func appendString(dst []byte, s string) []byte {
 	for i := range len(s) {
 		if c := s[i]; c < ' ' || c > '~' || c == '"' || c == '\\' {
-			quoted, _ := json.Marshal(s) // a string always can be
+			quoted, _ := json.Marshal(s) // cannot fail for a string
 			return append(dst, quoted...)
 		}
 	}

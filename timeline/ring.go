@@ -9,20 +9,23 @@ import (
 
 // ring keeps the records of the last seconds.
 type ring struct {
-	last    time.Duration
-	max     int64 // bytes of text
+	last    time.Duration // how far back records are kept
+	max     int64         // most bytes of text
 	records []record
-	head    int // of records, the oldest that is kept
-	size    int64
-	latest  time.Duration
-	// offset is the last measurement of the clock that was dropped, or the one that was known before any.
+	head    int           // index in records of the oldest record that is kept
+	size    int64         // estimated bytes of text of the records
+	latest  time.Duration // the greatest time of a record
+	// offset is the last measurement of the clock that was dropped, or the one that was known before the
+	// first.
 	offset *trace.Offset
 }
 
-// ringBytes is the most text that a ring stands for, so that it can be written while Close waits. It takes about a fifth in memory.
+// ringBytes is the most text that a ring stands for, so that the text can be written while Close waits. In
+// memory it takes about a fifth of that.
 const ringBytes = 256 << 20
 
-// newRing leaves half of the cap, if there is one, for what text underestimates.
+// newRing returns an empty ring for the given seconds. If there is a cap on the bytes of the files, the ring
+// takes at most half of it: record.text may underestimate.
 func newRing(last time.Duration, most int64) *ring {
 	r := &ring{last: last, max: ringBytes}
 	if most > 0 {
@@ -31,7 +34,7 @@ func newRing(last time.Duration, most int64) *ring {
 	return r
 }
 
-// text returns about how many bytes of text a record makes.
+// text estimates the bytes of text that the record makes.
 func (r *record) text() int64 {
 	activities := int64(0)
 	for i := range r.Activities {
@@ -48,7 +51,7 @@ func (r *record) text() int64 {
 	return n
 }
 
-// add copies the records of a batch, and drops those that are too old or too many.
+// add copies the records of a batch, and drops records that are too old or exceed the limit.
 func (r *ring) add(b *batch) {
 	for i := range b.records {
 		n := b.records[i]
@@ -72,7 +75,7 @@ func (r *ring) add(b *batch) {
 // kept returns the records, oldest first.
 func (r *ring) kept() []record { return r.records[r.head:] }
 
-// drop forgets the oldest records.
+// drop removes the oldest records.
 func (r *ring) drop(records int) {
 	for range records {
 		oldest := &r.records[r.head]

@@ -16,33 +16,36 @@ import (
 	"time"
 )
 
-// sink is where encoded bytes go.
+// sink is the destination of encoded bytes.
 type sink interface {
-	// begin starts a file with first, of which the last bytes are a tail and make it complete. The file before is kept as a segment
-	// of the given number.
+	// begin starts a file with first, of which the last tail bytes make it complete. The file before becomes
+	// the segment of the given number.
 	begin(number int, first []byte, tail int) error
-	// write takes bytes, and returns how many it has taken even if it fails. tail makes the file complete after them.
+	// write appends p and returns how many of its bytes are written, also if it fails. tail makes the file
+	// complete after them.
 	write(p, tail []byte) (int, error)
-	// show gives the file its name, if it did not have it from the beginning.
+	// show gives the file its name, if it does not have it yet.
 	show() error
-	// end is given the tail of all that was written.
+	// end completes the file; tail is the tail of everything that was written.
 	end(tail []byte) error
 	close() error
 }
 
-// errLost says that the file is no longer where it was.
+// errLost says that the path no longer names the file.
 var errLost = errors.New("the file was removed or replaced")
 
-// stream is a sink that only goes on: a FIFO, a terminal, a device.
+// stream is a sink that can only be appended to: a FIFO, a terminal, a device.
 type stream struct {
 	f     *os.File
 	begun bool
 }
 
+// openStream opens a stream of the given file mode for writing. It does not wait for a reader.
 func openStream(path string, mode os.FileMode) (*stream, error) {
 	flags := os.O_WRONLY
 	if mode&os.ModeNamedPipe != 0 {
-		// Linux opens a FIFO so without a reader, and with one end of our own no reader who leaves ends us (fifo(7)).
+		// Opened in this mode, Linux does not wait for a reader, and writing does not fail when the last reader
+		// closes its end, because this process has a reading end itself (fifo(7)).
 		flags = os.O_RDWR
 	}
 	f, err := os.OpenFile(path, flags, 0)
@@ -52,7 +55,8 @@ func openStream(path string, mode os.FileMode) (*stream, error) {
 	return &stream{f: f}, nil
 }
 
-// limit bounds the write under way and all that follow. Devices that cannot be waited for do not need it.
+// limit sets the deadline of the write in progress and of all that follow. A device without deadlines does
+// not block, so the error is ignored.
 func (s *stream) limit(until time.Time) { _ = s.f.SetWriteDeadline(until) }
 
 func (s *stream) begin(_ int, first []byte, tail int) error {
@@ -76,36 +80,37 @@ func (s *stream) end(tail []byte) error {
 	return err
 }
 
-// disk is a sink of regular files. Each write goes over the tail of the file and has a new one behind it, so that the file is
-// complete before and after it.
+// disk is a sink of regular files. Each write overwrites the tail of the file and puts a new tail behind it,
+// so that the file is complete before and after the write.
 type disk struct {
 	path   string
-	max    int64    // of all segments together; 0 is no cap
-	limit  int64    // of a segment
-	late   bool     // the file has its name when show is called
-	f      *os.File // nil if there is none
-	shown  bool     // f has the name
-	body   int64    // of f, without the tail
+	max    int64    // most bytes of all segments together; 0 is no cap
+	limit  int64    // most bytes of a segment
+	late   bool     // the file gets its name only when show is called
+	f      *os.File // the open segment; nil if there is none
+	shown  bool     // f has its final name
+	body   int64    // bytes of f without the tail
 	tail   []byte
 	closed []segment
 }
 
-// segment is one that was closed.
+// segment is a closed segment.
 type segment struct {
 	name string
 	size int64
 }
 
-// hidden returns the name of a file that has not got its own yet.
+// hidden returns the name of a file that does not have its final name yet.
 func hidden(path string) string {
 	return filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".new")
 }
 
-// newDisk removes the segments of an earlier timeline and what it left if it was killed. It fails if no file can be made.
+// newDisk returns a sink for path. It removes the segments of an earlier timeline and the hidden file that a
+// killed process left. It returns an error if no file can be made there.
 func newDisk(path string, most int64, late bool) (*disk, error) {
 	d := &disk{path: path, max: most, limit: segmentLimit(most), late: late}
 	if late {
-		d.limit = most / 2 // what a ring holds is meant to be one file
+		d.limit = most / 2 // the content of a ring should fit in one file
 	}
 	old, err := segments(path)
 	if err != nil {
@@ -132,10 +137,11 @@ func (d *disk) create() (*os.File, error) {
 	return os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL|syscall.O_NOFOLLOW, 0o644)
 }
 
-// segmentLimit makes eight of the cap. Larger ones than 64 MiB are no help to viewers, nor to who copies one that grows.
+// segmentLimit returns the size of a segment: an eighth of the cap, at most 64 MiB. Larger files slow down
+// viewers and copies of a growing file.
 func segmentLimit(most int64) int64 { return min(most/8, 64<<20) }
 
-// segments returns the closed segments of a path that are there, and are timelines.
+// segments returns the closed segments of a path: the files with its numbered names that are timelines.
 func segments(path string) (names []string, err error) {
 	dir, base := filepath.Split(path)
 	stem, ext := split(base)
@@ -156,7 +162,7 @@ func segments(path string) (names []string, err error) {
 	return names, err
 }
 
-// isTimeline reports whether a file begins as ours do, so that nothing else is removed.
+// isTimeline reports whether a file begins as a timeline does. Other files must not be removed.
 func isTimeline(name string) bool {
 	f, err := os.Open(name)
 	if err != nil {
@@ -170,10 +176,11 @@ func isTimeline(name string) bool {
 		}
 	}
 	head := make([]byte, 1<<10)
-	n, _ := io.ReadFull(r, head) // a short file is as good
+	n, _ := io.ReadFull(r, head) // the file may be shorter than head
 	return bytes.Contains(head[:n], []byte(`"hvd_rank"`))
 }
 
+// remove removes a file. It is no error if there is none.
 func remove(name string) error {
 	if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -204,7 +211,8 @@ func (d *disk) begin(number int, first []byte, tail int) error {
 	return nil
 }
 
-// keep closes the file and makes it a segment, and removes the oldest ones so that another is within the cap.
+// keep closes the file and makes it the segment of the given number. It removes the oldest segments so that
+// one more is within the cap.
 func (d *disk) keep(number int) error {
 	if err := errors.Join(d.show(), d.mine()); err != nil {
 		return err
@@ -213,14 +221,15 @@ func (d *disk) keep(number int) error {
 	if err := remove(name); err != nil {
 		return err
 	}
-	// A link keeps the name there until the next file takes it. Where there are no hard links there is a moment without it.
+	// After a link the path names the old file until the next file replaces it. If the file system has no hard
+	// links, the name is missing for a moment.
 	if os.Link(d.path, name) != nil {
 		if err := os.Rename(d.path, name); err != nil {
 			return err
 		}
 	}
 	d.closed = append(d.closed, segment{name, d.body + int64(len(d.tail))})
-	_ = d.f.Close() // nothing is buffered: what could fail has been written
+	_ = d.f.Close() // nothing is buffered, so no write can fail here
 	d.f = nil
 	more := d.limit
 	for _, s := range d.closed {
@@ -236,7 +245,7 @@ func (d *disk) keep(number int) error {
 	return nil
 }
 
-// show renames the file to what it is to be called.
+// show renames the file from its hidden to its final name.
 func (d *disk) show() error {
 	if d.f == nil || d.shown {
 		return nil
@@ -248,7 +257,7 @@ func (d *disk) show() error {
 	return nil
 }
 
-// mine fails if the path is no longer the file that we put there.
+// mine returns an error if the path no longer names the file that this process put there.
 func (d *disk) mine() error {
 	if !d.shown {
 		return nil
@@ -267,7 +276,7 @@ func (d *disk) mine() error {
 	return nil
 }
 
-// lost marks the errors that say that the file has gone.
+// lost wraps errors that mean that the file is gone in errLost.
 func lost(err error) error {
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) || errors.Is(err, syscall.ESTALE) {
 		return fmt.Errorf("%w: %w", errLost, err)
@@ -280,7 +289,7 @@ func (d *disk) write(p, tail []byte) (int, error) {
 		return 0, err
 	}
 	if _, err := d.f.WriteAt(append(p, tail...), d.body); err != nil {
-		// The old tail needs no room that was not taken before.
+		// The old tail needs no more space than the file had, so this works on a full disk too.
 		_, again := d.f.WriteAt(d.tail, d.body)
 		return 0, errors.Join(err, again, d.f.Truncate(d.body+int64(len(d.tail))))
 	}
@@ -291,7 +300,7 @@ func (d *disk) write(p, tail []byte) (int, error) {
 
 func (d *disk) end([]byte) error { return nil }
 
-// close gives up the file, and removes it if it has no name.
+// close closes the file, and removes it if it does not have its final name.
 func (d *disk) close() error {
 	if d.f == nil {
 		return nil

@@ -1,15 +1,18 @@
-// Package timeline writes what a rank has done as a Chrome trace: who asked for which tensor when, when it was granted, and what
-// was done with it. docs/timeline.md has the format and the guarantees for those who read the files.
+// Package timeline writes the operations of a rank as a Chrome trace: when each rank asked for a tensor, when
+// the operation was granted, and how it was executed. docs/timeline.md has the format and the guarantees for
+// readers of the files.
 //
-// What holds:
+// Invariants:
 //
-//  1. Record never waits for a disk, and allocates nothing: it copies into memory that is there already, or for an operation that
-//     alone is larger than that, into more. If it is full because the disk is slow, full or gone, the operation is dropped and
-//     counted.
-//  2. The path names a complete JSON file (or gzip file of one) before and after each write, which goes over the closing bracket
-//     and puts a new one behind it. If the process is killed in the middle of a write, the end of that write may be missing. A
-//     machine that crashes is not covered: nothing is synced.
-//  3. All events of an operation are written together when it has ended, so that every beginning has its end.
+//  1. Record never waits for a disk, and allocates nothing: it copies into memory that exists already. Only
+//     an operation that is larger than that memory by itself gets more. If the memory is full because the
+//     disk is slow, full or gone, the operation is dropped and counted.
+//  2. The path names a complete JSON file (or gzip file of one) before and after each write, which
+//     overwrites the closing bracket and puts a new one behind it. If the process is killed in the middle of
+//     a write, the end of that write may be missing. A crash of the machine is not covered: nothing is
+//     synced.
+//  3. All events of an operation are written together when it has ended, so that every beginning has its
+//     end.
 //  4. The files of a rank take at most MaxBytes.
 //  5. One goroutine owns the files; it sleeps while there is nothing to write.
 package timeline
@@ -29,39 +32,44 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// ErrClosed is what a closed timeline answers.
+// ErrClosed is the error of Write on a closed timeline.
 var ErrClosed = errors.New("timeline: closed")
 
-// Config says what to write where.
+// Config is the configuration of a timeline.
 type Config struct {
-	// Path is this rank's file (PathOf). With .gz at its end it is compressed. If it is there and is no regular file, as a FIFO or
-	// /dev/stdout, the events are written to it as a stream, without cap or segments.
+	// Path is the file of this rank (see PathOf). A name that ends in .gz is written compressed. If the path
+	// exists and is not a regular file, such as a FIFO or /dev/stdout, the events are written to it as a
+	// stream, without cap or segments.
 	Path       string
 	Rank, Size int
 	Host       string
 	Epoch      uint64
 	Clock      trace.Clock
-	// MarkCycles writes what Cycle is told.
+	// MarkCycles writes the cycles that are passed to Cycle. Default false.
 	MarkCycles bool
-	// MaxBytes is the most that all segments together take on disk; 0 is no cap, and one segment.
+	// MaxBytes is the most that all segments together take on disk; 0 is no cap, and one segment. A greater
+	// value keeps operations for longer.
 	MaxBytes int64
-	// Last, if above 0, keeps the operations of that time in memory and writes them in Write and Close alone.
+	// Last, if above 0, keeps the operations of that much time in memory, and only Write and Close write
+	// them.
 	Last time.Duration
-	// Log is told, seldom, that files cannot be written. Nil is silence.
+	// Log receives warnings that files cannot be written, at most one a minute of a kind. Nil disables them.
 	Log *zap.Logger
 }
 
-// knobs are what tests turn.
+// knobs are the sizes and times that tests change.
 type knobs struct {
-	// tensors is how many each of the two buffers holds.
+	// tensors is the capacity of each of the two buffers.
 	tensors int
-	// interval is how long what was recorded waits for more before it is written, retry how long after a failure.
+	// interval is how long the first record in an empty buffer waits for more before it is written; retry is
+	// how long after a failure writing is tried again.
 	interval, retry time.Duration
 	// patience is how long Close and Write wait for the disk.
 	patience time.Duration
 }
 
-// The interval leaves 10 ms for the writing itself: docs/timeline.md promises events in the file after 50.
+// usual are the knobs outside tests. The interval leaves 10 ms for the writing itself: docs/timeline.md
+// promises events in the file after 50 ms.
 var usual = knobs{tensors: 16 << 10, interval: 40 * time.Millisecond, retry: time.Second, patience: 5 * time.Second}
 
 // Timeline is the timeline of one rank. Its methods may be called from any goroutine.
@@ -70,22 +78,23 @@ type Timeline struct {
 	mark    bool
 	dropped atomic.Uint64
 
-	mu      sync.Mutex // guards filling and closed; held for copying alone
+	mu      sync.Mutex // guards filling and closed; held only for copying
 	filling *batch
 	closed  bool
 
-	// wake says that there is something to write, full that it should be soon.
+	// wake is notified when there is something to write, full when a buffer is half full and should be
+	// written soon.
 	wake, full chan struct{}
 	requests   chan chan error
 	closing    chan struct{}
 	done       chan struct{}
 	once       sync.Once
-	err        error // of closing; set before done is closed
+	err        error // the result of Close; set before done is closed
 	stream     *stream
 }
 
-// PathOf returns the file of a rank: path for rank 0, and for others with .rank<r> before the extension. Devices and what is under
-// /proc have no files beside them, and are the same for all ranks.
+// PathOf returns the file of a rank: path for rank 0, and path with .rank<r> before the extension for other
+// ranks. Devices and paths under /proc are the same for all ranks: no files can be made beside them.
 func PathOf(path string, rank int) string {
 	if rank == 0 || isDevice(path) {
 		return path
@@ -93,12 +102,13 @@ func PathOf(path string, rank int) string {
 	return beside(path, "rank"+strconv.Itoa(rank))
 }
 
-// beside puts a word before the extension of a path, which is two for compressed files (t.json.gz).
+// beside inserts a word before the extension of a path. Compressed files have two extensions (t.json.gz).
 func beside(path, word string) string {
 	stem, ext := split(path)
 	return stem + "." + word + ext
 }
 
+// split splits a path before its extension. A .gz and the extension before it count as one.
 func split(path string) (stem, ext string) {
 	base := filepath.Base(path)
 	ext = filepath.Ext(base)
@@ -106,19 +116,20 @@ func split(path string) (stem, ext string) {
 		ext = filepath.Ext(strings.TrimSuffix(base, ext)) + ext
 	}
 	if ext == base {
-		ext = "" // the dot of a hidden file
+		ext = "" // the dot begins the name of a hidden file
 	}
 	return strings.TrimSuffix(path, ext), ext
 }
 
-// isDevice reports whether path is where no files can be made. /dev/shm is a folder as any other.
+// isDevice reports whether path is in a folder in which no files can be made. /dev/shm is an ordinary folder.
 func isDevice(path string) bool {
 	path = filepath.Clean(path)
 	return strings.HasPrefix(path, "/dev/") && !strings.HasPrefix(path, "/dev/shm/") || strings.HasPrefix(path, "/proc/")
 }
 
-// Start makes the file, replacing one that is there, and removes the segments of an earlier run. It fails if it cannot; with Last
-// it leaves the file alone and only tries whether it can make one. The caller closes the timeline.
+// Start makes the file, replacing an existing one, removes the segments of an earlier run and returns the
+// timeline. It fails if the file cannot be made. With Last it does not touch an existing file and only tests
+// whether one can be made. The caller closes the timeline.
 func Start(cfg Config) (*Timeline, error) { return start(cfg, usual) }
 
 func start(cfg Config, k knobs) (*Timeline, error) {
@@ -139,8 +150,8 @@ func start(cfg Config, k knobs) (*Timeline, error) {
 	return t, nil
 }
 
-// Record takes an operation that has ended. It costs some tens of nanoseconds per tensor and keeps nothing of op but strings and
-// shapes. After Close it does nothing.
+// Record records an operation that has ended. It costs some tens of nanoseconds per tensor and keeps nothing
+// of op but strings and shapes. After Close it does nothing.
 func (t *Timeline) Record(op *trace.Operation) {
 	t.add(func(b *batch) bool { return b.operation(op) })
 }
@@ -152,11 +163,13 @@ func (t *Timeline) Cycle(at time.Duration) {
 	}
 }
 
-// Offset takes a measurement of this rank's clock against rank 0's.
+// Offset records a measurement of this rank's clock relative to rank 0's.
 func (t *Timeline) Offset(o trace.Offset) {
 	t.add(func(b *batch) bool { return b.mark(record{Operation: trace.Operation{Granted: o.At}, offset: &o}) })
 }
 
+// add adds a record to the filling batch by a call of to, which returns false if there is no room. Then the
+// record is dropped and counted. add wakes the writer if needed.
 func (t *Timeline) add(to func(*batch) bool) {
 	t.mu.Lock()
 	if t.closed {
@@ -170,7 +183,7 @@ func (t *Timeline) add(to func(*batch) bool) {
 	}
 	after := t.filling.fill()
 	t.mu.Unlock()
-	if before == 0 && after > 0 || !taken { // the log is told of a drop by who writes
+	if before == 0 && after > 0 || !taken { // the writer reports drops to the log
 		signal(t.wake)
 	}
 	if before < 0.5 && after >= 0.5 {
@@ -178,18 +191,19 @@ func (t *Timeline) add(to func(*batch) bool) {
 	}
 }
 
+// signal notifies a channel of capacity 1 without blocking.
 func signal(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
-	default: // it was told already
+	default: // a notification is pending already
 	}
 }
 
-// Dropped returns how many operations and marks were lost because they could not be written.
+// Dropped returns the number of operations and marks that were lost because they could not be written.
 func (t *Timeline) Dropped() uint64 { return t.dropped.Load() }
 
-// Write brings what was recorded to the disk: with Last, what is in memory as a file of its own, replacing the one before. It
-// waits for at most 5 seconds.
+// Write writes everything that was recorded. With Last it writes the operations in memory as one file,
+// replacing the file before. It waits at most 5 seconds. After Close it returns ErrClosed.
 func (t *Timeline) Write() error {
 	timer := time.NewTimer(t.knobs.patience)
 	defer timer.Stop()
@@ -209,19 +223,20 @@ func (t *Timeline) Write() error {
 	}
 }
 
+// slow returns the error of a disk that did not answer in time.
 func (t *Timeline) slow(doing string) error {
 	return fmt.Errorf("timeline: %s: the disk has not answered within %v", doing, t.knobs.patience)
 }
 
-// Close writes what is there and closes the file. It waits for at most 5 seconds; what hangs after that is left behind. Calling
-// it again gives the same answer.
+// Close writes the remaining records and closes the file. It waits at most 5 seconds and then abandons a
+// write that hangs. Further calls return the same result.
 func (t *Timeline) Close() error {
 	t.once.Do(func() {
 		t.mu.Lock()
 		t.closed = true
 		t.mu.Unlock()
 		if t.stream != nil {
-			// Half of the time for what is under way, so that its failure is still heard.
+			// The write in progress gets half of the time, so that its error can still be returned.
 			t.stream.limit(time.Now().Add(t.knobs.patience / 2))
 		}
 		close(t.closing)
@@ -236,10 +251,10 @@ func (t *Timeline) Close() error {
 	}
 }
 
-// run is the goroutine that owns the files.
+// run owns the files and writes the records until Close.
 func (t *Timeline) run(w *writer) {
 	defer close(t.done)
-	// settle writes all that was recorded before: what an earlier attempt has left, and then what has come in meanwhile.
+	// settle writes all records so far: first the rest of an earlier attempt, then the records added meanwhile.
 	settle := func() error {
 		if err := w.flush(); err != nil {
 			return err
@@ -256,7 +271,7 @@ func (t *Timeline) run(w *writer) {
 		var retry <-chan time.Time
 		wake := t.wake
 		if failing {
-			// The time of the next attempt is set already; what comes in until then waits.
+			// The timer is set to the next attempt; records that are added until then wait.
 			retry, wake = timer.C, nil
 		}
 		var answer chan error

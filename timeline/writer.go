@@ -16,42 +16,45 @@ import (
 )
 
 const (
-	// chunk is how much text is written at a time.
+	// chunk is how much text is written at once.
 	chunk = 256 << 10
-	// warnEvery is how often, at most, the log hears that writing fails.
+	// warnEvery is the least time between two warnings of a kind.
 	warnEvery = time.Minute
 )
 
-// writer turns records into files. Each step can fail and be taken again later: what is not done stays where it is, and nothing
-// is written twice.
+// writer writes records to files. Each step can fail and be repeated later: unfinished work stays in its
+// buffer, and nothing is written twice. It is not safe for concurrent use.
 type writer struct {
 	cfg     Config
 	dropped *atomic.Uint64
 	sink    sink
 	enc     encoder
 	format  formatter
-	ring    *ring // nil but with Last
+	ring    *ring // nil without Last
 
-	reading *batch // the records that were taken
-	// at is the first record of those that are being written of which not all is in pending, and inside the first such tensor of it.
+	reading *batch // the batch being written
+	// at is the first of the records being written that is not completely in pending, and inside is the first
+	// tensor of it that is not in pending.
 	at, inside int
-	pending    []byte // text that is not yet encoded
-	out        []byte // bytes that the sink has not taken
-	unwritten  int    // records of which the end is in pending or out
+	pending    []byte // text that is not encoded yet
+	out        []byte // encoded bytes that are not written yet
+	unwritten  int    // number of records whose end is in pending or out
 	tail       []byte
 
 	segment int
-	stale   bool  // a file has to be begun before anything is written
-	body    int64 // of the segment: what the sink has taken, with its header
-	header  int64 // how much of body is the header
-	limit   int64 // of a segment; 0 is none
+	stale   bool  // a new file must be begun before the next write
+	body    int64 // bytes of the segment that are written, with the header
+	header  int64 // bytes of the header
+	limit   int64 // most bytes of a segment; 0 is no limit
 
-	// When the log was last told, how much was dropped then, and whether it was told of an error that is not over.
+	// warnedSlow and warnedBroken are the times of the last warnings, told is the number of drops reported so
+	// far, and failed says that the last report was of an error that is not over.
 	warnedSlow, warnedBroken time.Time
 	told                     uint64
 	failed                   bool
 }
 
+// newWriter returns a writer for the file of cfg, which open opens.
 func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 	w := &writer{cfg: cfg, dropped: dropped, enc: plain{}, reading: newBatch(k.tensors), stale: true}
 	if strings.HasSuffix(cfg.Path, ".gz") {
@@ -59,7 +62,7 @@ func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 	}
 	w.format.cfg = &w.cfg
 	if cfg.Rank == 0 {
-		// Its clock is the one that others are held against.
+		// The clock of rank 0 is the reference of the others.
 		w.format.offset = &trace.Offset{Job: cfg.Clock.Job()}
 	}
 	if cfg.Last > 0 {
@@ -69,9 +72,10 @@ func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 	return w
 }
 
-// open finds out what the path is and, unless it is for a ring, begins the file.
+// open opens the sink for the path: a stream or regular files. Without a ring it also begins the file.
 func (w *writer) open() error {
-	// The program may change its folder. The file itself is replaced, not a link to it.
+	// The program may change its working directory. If the path is a symbolic link, the file that it points to
+	// is replaced, not the link.
 	if whole, err := filepath.Abs(w.cfg.Path); err == nil && !isDevice(w.cfg.Path) {
 		w.cfg.Path = whole
 	}
@@ -102,6 +106,7 @@ func (w *writer) open() error {
 	return nil
 }
 
+// openDisk opens a sink of regular files.
 func (w *writer) openDisk() error {
 	d, err := newDisk(w.cfg.Path, w.cfg.MaxBytes, w.ring != nil)
 	if err != nil {
@@ -111,7 +116,7 @@ func (w *writer) openDisk() error {
 	return nil
 }
 
-// begin starts a segment, if the last one is finished.
+// begin starts a segment, if the one before is finished.
 func (w *writer) begin() error {
 	if !w.stale {
 		return nil
@@ -127,7 +132,8 @@ func (w *writer) begin() error {
 	return nil
 }
 
-// lose returns err. If that says that the file is lost, what was not written to it goes to a new one.
+// lose returns err. If err says that the file is lost, lose arranges that the records that were not written
+// to it go to a new file.
 func (w *writer) lose(err error) error {
 	if errors.Is(err, errLost) {
 		w.at, w.inside = w.at-w.unwritten, 0
@@ -137,7 +143,7 @@ func (w *writer) lose(err error) error {
 	return err
 }
 
-// flush writes the batch that is being read, or with a ring keeps it, and empties it.
+// flush writes the batch, or adds it to the ring if there is one, and empties it.
 func (w *writer) flush() error {
 	if w.ring != nil {
 		w.ring.add(w.reading)
@@ -151,7 +157,8 @@ func (w *writer) flush() error {
 	return nil
 }
 
-// unroll writes what the ring holds: to a file that replaces the one before; or to a stream, and then the ring gives it up.
+// unroll writes the records of the ring. On disk they replace the file before. To a stream they are appended,
+// and the ring drops them.
 func (w *writer) unroll() error {
 	_, once := w.sink.(*stream)
 	if !once {
@@ -168,7 +175,7 @@ func (w *writer) unroll() error {
 	}
 	w.at = 0
 	if err == nil {
-		err = w.begin() // if there was nothing
+		err = w.begin() // begins the file if there were no records
 	}
 	if err == nil {
 		err = w.sink.show()
@@ -176,7 +183,8 @@ func (w *writer) unroll() error {
 	return err
 }
 
-// write makes text of records, from where it had come to before, and gives it to the sink.
+// write formats records from w.at on and writes them to the sink. After an error the next call continues
+// there.
 func (w *writer) write(records []record) error {
 	for w.at < len(records) {
 		r := &records[w.at]
@@ -202,8 +210,8 @@ func (w *writer) write(records []record) error {
 	return w.push()
 }
 
-// place puts text in the segment, or in the next if it does not fit. If it fails the text was not used. What fits in no segment
-// is dropped.
+// place adds the text of format to the segment, or to the next one if it does not fit. If place fails, the
+// text was not used. A text that fits in no segment is dropped and counted.
 func (w *writer) place(format func([]byte) []byte) error {
 	for {
 		if err := w.begin(); err != nil {
@@ -218,7 +226,8 @@ func (w *writer) place(format func([]byte) []byte) error {
 		if w.pending = format(w.pending); w.fits() {
 			return nil
 		}
-		// Compressed, what was there before may be less than it could have been. It is kept in any case, and the text is not.
+		// The earlier text may compress to less than the bound in fits. It is written in any case; the new text is
+		// tried once more and then goes to the next segment.
 		text := w.pending[before:]
 		w.pending = w.pending[:before]
 		if err := w.push(); err != nil {
@@ -238,12 +247,12 @@ func (w *writer) place(format func([]byte) []byte) error {
 	}
 }
 
-// fits reports whether all text that is there leaves the segment within its limit.
+// fits reports whether the segment stays within its limit with the text and bytes that are not written yet.
 func (w *writer) fits() bool {
 	return w.limit <= 0 || w.body+int64(len(w.out))+w.enc.most(len(w.pending)) <= w.limit
 }
 
-// push gives the sink all text that is there.
+// push encodes all pending text and writes it to the sink.
 func (w *writer) push() error {
 	for len(w.out)+len(w.pending) > 0 {
 		if len(w.out) == 0 {
@@ -261,7 +270,8 @@ func (w *writer) push() error {
 	return nil
 }
 
-// close ends the file. err is how the last flush went, left how many records were never taken.
+// close ends the file. err is the result of the last flush, left the number of records that were never taken
+// from the other batch.
 func (w *writer) close(err error, left int) error {
 	if err == nil && w.ring != nil {
 		err = w.unroll()
@@ -288,7 +298,7 @@ func (w *writer) close(err error, left int) error {
 	return fmt.Errorf("timeline: rank %d: closing %s, %d operations are not written: %w", w.cfg.Rank, w.cfg.Path, lost, err)
 }
 
-// report tells the log, seldom, how writing goes.
+// report logs errors, new drops and recovery, at most one warning of a kind per warnEvery.
 func (w *writer) report(err error) {
 	dropped := w.dropped.Load()
 	if err == nil && w.failed {

@@ -1,4 +1,4 @@
-// Package timelinetest holds timelines against the rules of their format (docs/timeline.md).
+// Package timelinetest checks timelines against the rules of their format (docs/timeline.md).
 package timelinetest
 
 import (
@@ -16,11 +16,11 @@ import (
 	"strings"
 )
 
-// Summary is what a file says.
+// Summary is the content of a file.
 type Summary struct {
 	Rank, Size, Segment int
 	Epoch               uint64
-	// Job is what the measurements of the clock say of it.
+	// Job is the job in the measurements of the clock.
 	Job string
 	// Operations are the bars of tensors by the number of the operation, in the order of the file.
 	Operations []Operation
@@ -28,26 +28,29 @@ type Summary struct {
 	Clocks     []Clock
 	// Names are the tracks in the order of their pids, from 1.
 	Names []string
-	// Ended says that the timeline was closed in order, Dropped what it had lost by then or, if not, when the segment began.
+	// Ended says that the timeline was closed in order. Dropped is the number of drops until then or, if
+	// Ended is false, until the segment began.
 	Ended   bool
 	Dropped uint64
 }
 
-// Operation is a tensor of an operation.
+// Operation is one tensor of an operation.
 type Operation struct {
 	Track      string
 	Set        uint32
 	Number     uint64
 	Kind       string
 	Negotiated string
-	// Times are in microseconds since the start: of the bars, and Submitted and Sent as told.
+	// Times are in microseconds since the start: the times of the bars, and Submitted and Sent from the
+	// arguments.
 	Begin, Submitted, Sent, Granted, Begun, Ended float64
 	Cached                                        bool
-	// Arrivals are by position; Last and Late are there if there are any, but where they are not all. Last is -1 then.
+	// Arrivals are by position. Last and Late are set if the arrivals of all ranks are there; otherwise Last
+	// is -1.
 	Arrivals map[int]float64
 	Last     int
 	Late     float64
-	// Activities are the names of those after QUEUE.
+	// Activities are the names of the activities after QUEUE.
 	Activities                             []string
 	DType, Shape, Backend, Algorithm, Fail string
 	Bytes                                  int64
@@ -57,13 +60,13 @@ type Operation struct {
 // Clock is a measurement of the clock.
 type Clock struct{ At, Offset, Error float64 }
 
-// Check reads a segment, compressed or not, and reports the first rule that it breaks.
+// Check reads a segment, compressed or not, and returns an error for the first rule that it breaks.
 func Check(r io.Reader) error {
 	_, err := Read(r)
 	return err
 }
 
-// event has pointers for what may be absent. No other fields may be there.
+// event is an event of the file. Its fields are pointers if they may be absent; other fields are an error.
 type event struct {
 	Name  *string          `json:"name"`
 	Phase string           `json:"ph"`
@@ -76,7 +79,7 @@ type event struct {
 	inner *inner // decodes Args
 }
 
-// bar is a beginning without its end.
+// bar is a beginning whose end has not been read yet.
 type bar struct {
 	name string
 	ts   float64
@@ -96,7 +99,8 @@ type checker struct {
 	s      Summary
 	line   int
 	tracks map[int]*track
-	// waiting is a track of which the name has come, and sorted says that its index has come too. Its first event has to follow.
+	// waiting is a track whose name has been read, and sorted says that its index has been read too. The
+	// first event of the track must follow.
 	waiting int
 	sorted  bool
 }
@@ -109,7 +113,7 @@ var (
 	}
 )
 
-// Read is Check that also says what the file has.
+// Read checks a segment as Check does and also returns its content.
 func Read(r io.Reader) (*Summary, error) {
 	in := bufio.NewReader(r)
 	if magic, err := in.Peek(2); err == nil && magic[0] == 0x1f && magic[1] == 0x8b {
@@ -165,7 +169,7 @@ func Read(r io.Reader) (*Summary, error) {
 	return &c.s, nil
 }
 
-// args reads the arguments of an event, of which there may be no others.
+// args decodes the arguments of an event. Unknown arguments are an error.
 func args(e *event, to any) error {
 	if e.Args == nil {
 		return fmt.Errorf("%s has no args", e.Phase)
@@ -173,7 +177,8 @@ func args(e *event, to any) error {
 	return e.inner.decode(e.Args, to)
 }
 
-// inner decodes the arguments of one event after the other. A decoder for each costs as much as all the rest.
+// inner decodes the arguments of events with one decoder. A decoder for each event would cost as much as
+// everything else.
 type inner struct {
 	text    bytes.Buffer
 	decoder *json.Decoder
@@ -186,7 +191,7 @@ func newInner() *inner {
 	return n
 }
 
-// decode reads a value that is complete.
+// decode decodes a complete value.
 func (n *inner) decode(value []byte, to any) error {
 	n.text.Write(value)
 	return n.decoder.Decode(to)
