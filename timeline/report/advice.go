@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// most is the share of something from which it is most of it.
+// most is the share of the whole from which a part counts as most of it.
 const most = 0.5
 
 // steady returns the time after the start-up.
@@ -20,7 +20,7 @@ func (r *Report) steady() analysis.Span {
 	return analysis.Span{Time: time.Duration((r.DurationUS - r.StartupUS) * nanosPerMicro), Steps: r.Steps}
 }
 
-// ranksOf lists ranks, as in "ranks 1, 2, 5".
+// ranksOf formats a list of ranks, as in "ranks 1, 2, 5".
 func ranksOf(late []*analysis.RankLateness) string {
 	var ranks []int
 	for _, l := range late {
@@ -29,7 +29,7 @@ func ranksOf(late []*analysis.RankLateness) string {
 	return topo.FormatRanks(ranks)
 }
 
-// verdict says who was late, by what was found.
+// verdict returns which ranks were late, as a clause.
 func (r *Report) verdict(f *analysis.Lateness) string {
 	worst, second := f.Worst()
 	switch {
@@ -58,7 +58,7 @@ func (r *Report) verdict(f *analysis.Lateness) string {
 	return fmt.Sprintf("no rank stands out: rank %d held up all others for %s, rank %d for %s", worst.Rank, r.time(worst.Held), second.Rank, r.time(second.Held))
 }
 
-// startup returns the verdict on the start-up.
+// startup returns the verdict on the start-up; empty if there was none.
 func (r *Report) startup(f *analysis.Lateness) string {
 	if r.StartupUS == 0 {
 		return ""
@@ -70,12 +70,12 @@ func (r *Report) startup(f *analysis.Lateness) string {
 	return text
 }
 
-// perStep shows a time after the start-up.
+// perStep formats a time after the start-up, per step if there are steps.
 func (r *Report) perStep(d time.Duration) string {
 	return duration(micros(d)/float64(max(r.Steps, 1))) + " " + r.per()
 }
 
-// per says what times are divided by.
+// per returns what perStep divides by.
 func (r *Report) per() string {
 	if r.Steps > 0 {
 		return "per step"
@@ -83,14 +83,15 @@ func (r *Report) per() string {
 	return "in all"
 }
 
-// time shows a time after the start-up, and its share.
+// time formats a time after the start-up and its share of all time after it.
 func (r *Report) time(d time.Duration) string {
 	return fmt.Sprintf("%s (%s of the time)", r.perStep(d), percent(r.share(d)))
 }
 
+// share returns the share of d in the time after the start-up.
 func (r *Report) share(d time.Duration) float64 { return micros(d) / (r.DurationUS - r.StartupUS) }
 
-// part returns the share of the time of all ranks that went into a phase.
+// part returns the share of the time after the start-up that ranks spent in a phase, averaged over the ranks.
 func (r *Report) part(p phase) float64 {
 	steady := r.DurationUS - r.StartupUS
 	if steady == 0 || len(r.Phases) == 0 {
@@ -103,7 +104,7 @@ func (r *Report) part(p phase) float64 {
 	return sum / float64(len(r.Phases)) / steady
 }
 
-// suggest says what could be set otherwise, where the files show a reason.
+// suggest returns what could be done or set differently, if the files show a reason.
 func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Suggestion {
 	all := []Suggestion{}
 	add := func(setting, do, because string, args ...any) {
@@ -142,7 +143,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 		add("HOROVOD_CYCLE_TIME", "set it to 1 (ms), so that more tensors run as one, or submit them as a group",
 			"responses have %.1f tensors and %s on average, and negotiation goes on for %s of the time", f.MeanTensors, size(f.MeanBytes), percent(r.part(negotiation)))
 	}
-	// While the ones before exchange data, lanes of their own would share the same network.
+	// If operations are queued behind the exchange of data, more lanes would only share the same network.
 	if q := r.part(queue); q >= 0.25 && q > r.part(waiting) && q > r.part(exchange) {
 		add("", "put operations that do not depend on each other into process sets of their own: each set has a lane",
 			"granted operations wait for the ones before them for %s of the time", percent(q))
@@ -167,7 +168,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 	return all
 }
 
-// once returns how many names came once at each rank at most.
+// once returns the number of names that came at most once at each rank.
 func (c *collection) once() int64 {
 	n := int64(0)
 	for id := range c.tensors {
@@ -178,7 +179,7 @@ func (c *collection) once() int64 {
 	return n
 }
 
-// hosts returns on how many hosts the ranks with files ran.
+// hosts returns the number of hosts of the ranks with files.
 func (c *collection) hosts() int {
 	var all []string
 	for _, f := range c.job.ranks {
@@ -189,7 +190,7 @@ func (c *collection) hosts() int {
 	return len(all)
 }
 
-// place returns where a rank ran.
+// place returns the host of a rank, as a phrase.
 func (c *collection) place(rank int) string {
 	for _, f := range c.job.ranks {
 		if f.rank == rank && f.host() != "" {
@@ -199,20 +200,21 @@ func (c *collection) place(rank int) string {
 	return "its host"
 }
 
+// percent formats a share.
 func percent(share float64) string {
 	switch p := 100 * share; {
 	case p == 0:
 		return "0 %"
 	case p < 0.1:
 		return "less than 0.1 %"
-	case p < 9.95, p >= 99 && p < 99.95: // how little is left is worth knowing
+	case p < 9.95, p >= 99 && p < 99.95: // close to 100 % the decimal matters
 		return fmt.Sprintf("%.1f %%", p)
 	default:
 		return fmt.Sprintf("%.0f %%", p)
 	}
 }
 
-// duration shows microseconds to three places.
+// duration formats microseconds with three significant digits.
 func duration(us float64) string {
 	switch {
 	case us >= 0.9995e6:
@@ -223,6 +225,7 @@ func duration(us float64) string {
 	return places(us) + " us"
 }
 
+// places formats a number with three significant digits.
 func places(v float64) string {
 	switch {
 	case v == 0:
@@ -235,7 +238,7 @@ func places(v float64) string {
 	return fmt.Sprintf("%.0f", v)
 }
 
-// size shows bytes.
+// size formats bytes.
 func size(bytes float64) string {
 	switch {
 	case bytes >= 1<<30:
@@ -248,7 +251,7 @@ func size(bytes float64) string {
 	return fmt.Sprintf("%.0f B", bytes)
 }
 
-// printable returns a text of a file as it may be shown on a terminal.
+// printable returns a text from a file in a form that is safe for a terminal.
 func printable(s string) string {
 	if strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) {
 		return strconv.Quote(s)

@@ -7,22 +7,24 @@ import (
 	"time"
 )
 
-// clock turns a rank's times into rank 0's.
+// clock converts a rank's times to rank 0's.
 type clock struct {
-	// base is what the clock of the rank's domain showed at the rank's ts 0.
+	// base is the time of the domain's clock at the rank's ts 0, in ns.
 	base int64
-	// shift is to be added to the times of the domain's leader, whose measurements these are, if there are none.
+	// points are the measurements of the domain's leader. If there are none, shift is added to the leader's
+	// times.
 	points []clockPoint
 	shift  int64
-	// lead is to be added to get the leader's times: both read one clock.
+	// lead is added to a time of this rank to get the leader's: both read one clock.
 	lead int64
-	// err is how far the result may be from the truth, and known is false if nobody can say.
+	// err is the greatest error of the result, and known is false if there is no such bound.
 	err   int64
 	known bool
-	// domain is equal for ranks that are exact against each other.
+	// domain is equal for ranks whose times are exact relative to each other.
 	domain int
 }
 
+// reference converts a time of this rank to rank 0's. Between two measurements it interpolates.
 func (c *clock) reference(at int64) int64 {
 	at += c.lead
 	if len(c.points) == 0 {
@@ -40,9 +42,9 @@ func (c *clock) reference(at int64) int64 {
 	return at + a.offset + int64(part*float64(b.offset-a.offset))
 }
 
-// setClocks finds for every rank how its times become rank 0's: exactly if both read one clock; else by the measurements of the lowest
-// rank of its domain that has some, so that ranks of one host stay exact against each other; else by the time of day, of which nobody
-// knows how wrong it is.
+// setClocks finds for every rank how its times become rank 0's. If both read one clock the result is exact.
+// Otherwise it uses the measurements of the lowest rank of the domain that has some, so that the ranks of one
+// host stay exact relative to each other. If there are none it uses the time of day, whose error is unknown.
 func (j *Job) setClocks() {
 	type leader struct {
 		number int

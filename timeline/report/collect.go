@@ -10,45 +10,47 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// operation is one at one rank: its tensors that ran together. Times are on rank 0's clock.
+// operation is an operation at one rank, with all tensors that ran together. Times are on rank 0's clock.
 type operation struct {
-	// Record is of the tensor that was submitted last.
+	// Record is the record of the tensor that was submitted last.
 	analysis.Record
 	tensors, fused int64
-	// arrivals are, by position in the set, when the last of the tensors' requests came; 0 if none did.
+	// arrivals are, by position in the set, when the last of the tensors' requests arrived at rank 0; 0 if
+	// none did.
 	arrivals []time.Duration
 	parts    []part
 }
 
-// stream gives the operations of a rank.
+// stream reads the operations of a rank.
 type stream struct {
 	*rankReader
 	*rankStats
 	member   *analysis.Member
-	observe  func(*instance)           // is given each
-	next     func() (*operation, bool) // pulls from operations
-	frontier time.Duration             // when the operation that was given last ended
-	failed   error                     // why there are no more
+	observe  func(*instance)           // is called with each instance
+	next     func() (*operation, bool) // returns the next operation
+	frontier time.Duration             // the end of the last operation that next returned
+	failed   error                     // the error that ended reading
 }
 
-// rankStats is what is known of a rank.
+// rankStats are the sums of one rank.
 type rankStats struct {
 	phases      [numPhases]cover
-	inside      cover         // with an operation in flight
-	stepsInside time.Duration // what of it is in complete steps
+	inside      cover         // the time with an operation in flight
+	stepsInside time.Duration // the part of inside in complete steps
 	begin, end  time.Duration
 	any         bool
-	// steadyFrom is when the first complete step began; never if there is none yet. phases and inside are without what was before.
+	// steadyFrom is when the first complete step began; never if none has begun yet. phases and inside
+	// exclude the time before.
 	steadyFrom   time.Duration
 	steps        stepFinder
 	errors       int64
 	tensors      int64
 	hits, misses int64
-	// steadyHits and steadyMisses are without the first time of each name.
+	// steadyHits and steadyMisses exclude the first request of each name.
 	steadyHits, steadyMisses int64
 }
 
-// nameStats is what is known of a tensor.
+// nameStats are the sums of one tensor name.
 type nameStats struct {
 	total  analysis.Sketch
 	bytes  int64
@@ -60,14 +62,15 @@ type nameStats struct {
 
 const never = math.MinInt64
 
-// collection is what is known of a job.
+// collection is everything that is collected from the files of a job.
 type collection struct {
 	job     *Job
 	names   *nameTable
 	streams []*stream
 	tensors []nameStats
 	late    *analysis.Late
-	// steadyFrom is when the first complete step of the first rank with a file began; never if there is none yet.
+	// steadyFrom is when the first complete step of the first rank with a file began; never if none has begun
+	// yet.
 	steadyFrom time.Duration
 
 	operations               int64
@@ -78,7 +81,8 @@ type collection struct {
 	tooMany                  int64
 }
 
-// operations gives all operations: an operation is the instances with its number that follow each other.
+// operations passes all operations to yield until it returns false. Consecutive instances with one number are
+// one operation.
 func (s *stream) operations(yield func(*operation) bool) {
 	var o *operation
 	more := true
@@ -101,7 +105,7 @@ func (s *stream) operations(yield func(*operation) bool) {
 	}
 }
 
-// add takes another tensor.
+// add adds a tensor to the operation.
 func (o *operation) add(i *instance) {
 	if i.Submitted != 0 && (o.Submitted == 0 || i.Submitted >= o.Submitted) {
 		o.Submitted, o.Name = i.Submitted, i.Name
@@ -121,7 +125,7 @@ func (o *operation) add(i *instance) {
 	}
 }
 
-// collect reads all files, all ranks side by side, so that only what is under way at a moment has to be kept.
+// collect reads the files of all ranks side by side, so that only operations in progress have to be kept.
 func (j *Job) collect() (*collection, error) {
 	c := &collection{
 		job: j, names: newNameTable(), backends: make(map[string]int64), tensors: make([]nameStats, 1), steadyFrom: never,
@@ -146,7 +150,7 @@ func (j *Job) collect() (*collection, error) {
 			c.clockErr = max(c.clockErr, time.Duration(f.clock.err))
 		}
 	}
-	// The rank that has come least far goes on, so that what is kept of the others is little.
+	// Always read the rank that is furthest behind, so that little is kept of the others.
 	for active := slices.Clone(c.streams); len(active) > 0; {
 		s := slices.MinFunc(active, func(a, b *stream) int { return cmp.Compare(a.frontier, b.frontier) })
 		c.late.Advance(s.frontier)
@@ -194,7 +198,7 @@ func (c *collection) observe(s *stream, i *instance) {
 			}
 			if s.steps.step != step {
 				s.stepsInside = s.inside.sum()
-				if s == c.streams[0] { // if nothing else is waited for, something is once a step
+				if s == c.streams[0] { // the ranks wait for at least one operation in each step
 					c.late.Step(s.member, i.Submitted)
 				}
 			}
@@ -202,7 +206,7 @@ func (c *collection) observe(s *stream, i *instance) {
 		s.cover(&s.inside, i.Submitted, i.Ended)
 	}
 	if !i.cachedKnown && c.job.horovod && i.Submitted != 0 {
-		// Horovod does not say; but it has arrivals of all requests that came in full.
+		// Horovod's file does not say it, but has the arrivals of all requests that were not cached.
 		i.Cached, i.cachedKnown = len(i.arrivals) == 0, true
 	}
 	again := int64(1)
@@ -220,7 +224,7 @@ func (c *collection) observe(s *stream, i *instance) {
 	}
 }
 
-// take counts an operation, and has it compared with those of the other ranks.
+// take counts an operation and adds it to the comparison with the other ranks.
 func (c *collection) take(s *stream, o *operation) {
 	begin := o.Granted
 	if o.Submitted != 0 {
@@ -244,19 +248,20 @@ func (c *collection) take(s *stream, o *operation) {
 	c.late.Add(s.member, &o.Record, o.arrivals)
 }
 
-// beginSteady notes that the first complete step of a rank began at a time, and drops what was before, the start-up.
+// beginSteady records that the first complete step of a rank began at a time, and drops the rank's sums of
+// the start-up.
 func (c *collection) beginSteady(s *stream, at time.Duration) {
 	s.steadyFrom, s.phases, s.inside = at, [numPhases]cover{}, cover{}
-	if s == c.streams[0] && !c.job.horovod { // which has arrivals only of what was not cached, as in the first step
+	if s == c.streams[0] && !c.job.horovod { // Horovod's file has only the arrivals of requests that were not cached, as in the first step
 		c.steadyFrom = at
 		c.late.Steady(at)
 	}
 }
 
-// cover adds what of an interval is not start-up.
+// cover adds the part of an interval that is after the start-up.
 func (r *rankStats) cover(c *cover, begin, end time.Duration) { c.add(max(begin, r.steadyFrom), end) }
 
-// fuses says that operations of the kind can run as one.
+// fuses reports whether operations of the kind can be fused.
 func fuses(kind string) bool {
 	switch kind {
 	case "allreduce", "allgather", "broadcast", "reducescatter":

@@ -2,18 +2,20 @@ package report
 
 import "time"
 
-// maxStretches bounds what a cover remembers. Intervals come nearly in order; what is older than this many has been passed.
+// maxStretches limits the number of intervals that a cover keeps. Intervals come nearly in order: the oldest
+// of this many is no longer extended.
 const maxStretches = 64
 
-// cover adds up the time that intervals cover together, however they overlap.
+// cover adds up the time that intervals cover together. Time in several intervals counts once.
 type cover struct {
-	open  []stretch     // in order, apart from each other
-	total time.Duration // what is covered, without those in open
+	open  []stretch     // ascending, with gaps between them
+	total time.Duration // the covered time, except that in open
 }
 
-// stretch is one without gaps.
+// stretch is an interval without gaps.
 type stretch struct{ begin, end time.Duration }
 
+// add adds an interval.
 func (c *cover) add(begin, end time.Duration) {
 	if end <= begin {
 		return
@@ -44,7 +46,7 @@ func (c *cover) add(begin, end time.Duration) {
 
 func (s stretch) length() time.Duration { return s.end - s.begin }
 
-// sum returns the time that is covered.
+// sum returns the time that the intervals cover.
 func (c *cover) sum() time.Duration {
 	sum := c.total
 	for _, s := range c.open {

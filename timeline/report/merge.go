@@ -16,11 +16,11 @@ import (
 	"github.com/go-json-experiment/json/jsontext"
 )
 
-// Merged says what a merged trace has.
+// Merged is the result of a merge.
 type Merged struct {
 	Ranks  int
 	Events int64
-	// LeftOut are events that had no beginning, or belong to more tensors than are kept.
+	// LeftOut is the number of events that had no beginning or belong to more tensors than are kept.
 	LeftOut int64
 }
 
@@ -36,7 +36,7 @@ type record struct {
 	Args     any      `json:"args,omitzero"`
 }
 
-// thread is a tensor of a rank in the merged trace.
+// thread is a tensor of a rank in the merged trace: the time of its last event, and how many events are open.
 type thread struct {
 	last  int64
 	depth int
@@ -54,15 +54,16 @@ type merger struct {
 	w *bufio.Writer
 	// separator goes before the next record.
 	separator string
-	shift     int64 // is added to all times
-	named     int   // threads of all ranks
+	shift     int64 // added to all times, in ns
+	named     int   // number of threads of all ranks
 	sum       Merged
-	err       error // of the last write; bufio keeps it
+	err       error // of the last write; the bufio.Writer keeps it
 }
 
-// Merge writes one Chrome trace of all ranks to a file, packed if its name ends in .gz: rank r is process r, each of its tensors a thread,
-// and all times are on rank 0's clock, or later by a constant if a rank started before rank 0. Each thread has its name before its events,
-// which are in order of time, and every beginning has its end. The file is there when it is complete.
+// Merge writes one Chrome trace of all ranks to a file, compressed if its name ends in .gz. Rank r is process
+// r, and each of its tensors a thread. All times are on rank 0's clock, or later by a constant if a rank
+// started before rank 0. Each thread has its name before its events, the events are in order of time, and
+// every beginning has its end. The file appears under its name when it is complete.
 func (j *Job) Merge(path string) (sum Merged, err error) {
 	m := &merger{separator: "["}
 	clockError := int64(0)
@@ -112,6 +113,7 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 	return m.sum, f.Close()
 }
 
+// same reports whether both paths name the same file.
 func same(a, b string) bool {
 	i, errA := os.Stat(a)
 	k, errB := os.Stat(b)
@@ -143,7 +145,7 @@ func (m *merger) rank(f *rankFiles) error {
 	return m.err
 }
 
-// thread adds a thread.
+// thread adds a thread to a rank.
 func (m *merger) thread(r *mergedRank, name string) {
 	id := len(r.threads)
 	r.threads = append(r.threads, thread{})
@@ -152,10 +154,12 @@ func (m *merger) thread(r *mergedRank, name string) {
 	m.meta(r.files.rank, id, "thread_sort_index", map[string]any{"sort_index": id})
 }
 
+// meta writes an event of metadata.
 func (m *merger) meta(pid, tid int, name string, args map[string]any) {
 	m.put(&record{Name: name, Phase: "M", PID: pid, TID: tid, Args: args})
 }
 
+// put writes a record.
 func (m *merger) put(r *record) {
 	_, _ = m.w.WriteString(m.separator + "\n")
 	m.err = json.MarshalWrite(m.w, r, lenient, json.Deterministic(true))
@@ -163,7 +167,7 @@ func (m *merger) put(r *record) {
 	m.sum.Events++
 }
 
-// event writes one of a rank.
+// event writes an event of a rank.
 func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, text jsontext.Value) {
 	if e.Phase == "M" {
 		if e.PID == 0 || e.Name != "process_name" || len(pids) == maxTracks {
@@ -190,14 +194,14 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	}
 	t := &r.threads[id]
 	switch {
-	case e.Phase == "i" || e.Phase == "I": // the old way to write it
+	case e.Phase == "i" || e.Phase == "I": // I is the old form of i
 		out.Phase, out.Scope = "i", "p"
 	case e.PID == 0:
 		m.sum.LeftOut++
 		return
 	case e.Phase == "B":
 		t.depth++
-	case e.Phase == "E" && t.depth > 0: // Horovod has ends without beginnings, of a barrier or a join
+	case e.Phase == "E" && t.depth > 0: // Horovod's file has ends without beginnings, of barriers and joins
 		t.depth--
 	case e.Phase == "X":
 		out.Duration = new(float64)
@@ -219,7 +223,7 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	m.at(out, t, now(e.at))
 }
 
-// at writes a record at a time of its thread, which does not go back.
+// at writes a record at a time of its thread, or at the thread's latest time if that is later.
 func (m *merger) at(r *record, t *thread, at int64) {
 	t.last = max(t.last, at)
 	us := micros(t.last)
@@ -227,7 +231,7 @@ func (m *merger) at(r *record, t *thread, at int64) {
 	m.put(r)
 }
 
-// closeAll ends what a rank has begun and not ended.
+// closeAll ends all open events of a rank.
 func (m *merger) closeAll(r *mergedRank) {
 	for id := range r.threads {
 		for t := &r.threads[id]; t.depth > 0; t.depth-- {

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// phase is a way to spend time.
+// phase is what a rank spends time on.
 type phase uint8
 
 const (
@@ -25,13 +25,13 @@ const (
 	numPhases
 )
 
-// phaseNames are those of the report.
+// phaseNames are the names of the phases in the report.
 var phaseNames = [numPhases]string{"waiting", "negotiation", "queue", "copies", "exchange", "reduce", "other"}
 
-// exchanges are the ends of the names of activities that move data, after the name of a backend.
+// exchanges are the suffixes of activities that move data; the prefix is the backend.
 var exchanges = []string{"_ALLREDUCE", "_ALLGATHER", "_BCAST", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER", "_REDUCE", "_ADASUM"}
 
-// phaseOf sorts an activity by its name.
+// phaseOf returns the phase of an activity.
 func phaseOf(activity string) phase {
 	switch {
 	case activity == "QUEUE":
@@ -47,23 +47,23 @@ func phaseOf(activity string) phase {
 }
 
 const (
-	// outside is what the report calls time without an operation in flight.
+	// outside is the report's name for time without an operation in flight.
 	outside   = "outside"
 	negotiate = "NEGOTIATE_"
-	// Bounds on what is kept while files are read, for all ranks together but for maxParts, which is of an operation.
-	maxNames  = 1 << 14 // of tensors; what is beyond is counted as one
-	maxTracks = 1 << 18 // numbers of tracks with a name
+	// Limits of what is kept while files are read. maxNames, maxTracks and maxOpen are for all ranks together.
+	maxNames  = 1 << 14 // tensor names; all further names are counted as one
+	maxTracks = 1 << 18 // tracks with a name
 	maxOpen   = 1 << 14 // operations that have begun and not ended
-	maxParts  = 64
-	maxTrack  = 16 // open events of a track
+	maxParts  = 64      // parts of an operation
+	maxTrack  = 16      // open events of a track
 )
 
-// nameID is the number of a tensor's name. noName is what has none, or one too many.
+// nameID is the number of a tensor's name. noName stands for a missing name and for names above the limit.
 type nameID uint32
 
 const noName nameID = 0
 
-// nameTable gives names numbers, and counts what is kept of all ranks.
+// nameTable numbers the names of all ranks, and counts their tracks and open operations.
 type nameTable struct {
 	ids          map[string]nameID
 	names        []string
@@ -74,6 +74,7 @@ func newNameTable() *nameTable {
 	return &nameTable{ids: make(map[string]nameID), names: []string{""}}
 }
 
+// id returns the number of a name, which it assigns if it is new and below the limit.
 func (t *nameTable) id(name string) nameID {
 	s := clip(name)
 	id, known := t.ids[s]
@@ -85,22 +86,22 @@ func (t *nameTable) id(name string) nameID {
 	return id
 }
 
-// full says that there were more names than are told apart.
+// full reports whether the limit of names is reached.
 func (t *nameTable) full() bool { return len(t.names) > maxNames }
 
-// part is a stretch of an operation's execution.
+// part is an interval of an operation's execution.
 type part struct {
 	phase      phase
 	begin, end time.Duration
 }
 
-// arrival is when the request of a rank, by its position in the set, came to rank 0.
+// arrival is when the request of a rank, given by its position in the set, arrived at rank 0.
 type arrival struct {
 	position int
 	at       time.Duration
 }
 
-// instance is one operation on one tensor at one rank. Times are on rank 0's clock.
+// instance is an operation on one tensor at one rank. Times are on rank 0's clock.
 type instance struct {
 	analysis.Record
 	name        nameID
@@ -111,31 +112,33 @@ type instance struct {
 	parts       []part
 }
 
-// track is a tensor of which something has begun.
+// track is a tensor with an operation that has begun and not ended.
 type track struct {
 	instance
-	// depth counts open events; phases are those of the first.
+	// depth is the number of open events, of which opened has the first maxTrack.
 	depth  int
 	opened [maxTrack]openEvent
-	cursor time.Duration // end of what parts has
+	cursor time.Duration // the end of the last part
 }
 
+// openEvent is an event that has begun: top says that it is the bar of the operation, neg that it is its
+// negotiation.
 type openEvent struct {
 	phase    phase
 	top, neg bool
 }
 
-// rankReader gives the instances of a rank's files, in the order in which they ended.
+// rankReader reads the instances in a rank's files, in the order in which they ended.
 type rankReader struct {
 	files *rankFiles
 	names *nameTable
 
-	shift  int64 // from ts of the segment that is being read to those of the first
+	shift  int64 // added to times of the current segment to get times of the first
 	tracks map[int64]nameID
 	open   map[int64]*track
 
 	malformed, unfinished, tooMany int64
-	// ranks bounds the positions of arrivals.
+	// ranks limits the positions of arrivals.
 	ranks int
 }
 
@@ -147,7 +150,7 @@ func newRankReader(f *rankFiles, names *nameTable) *rankReader {
 	return &rankReader{files: f, names: names, ranks: ranks, tracks: make(map[int64]nameID), open: make(map[int64]*track)}
 }
 
-// instances gives the instances to yield, until that returns false.
+// instances passes the instances to yield until it returns false.
 func (r *rankReader) instances(yield func(*instance) bool) error {
 	for _, s := range r.files.segments {
 		r.shift = s.monotonic - r.files.clock.base
@@ -176,7 +179,8 @@ func (r *rankReader) instances(yield func(*instance) bool) error {
 	return nil
 }
 
-// reference returns a time of the file on rank 0's clock. It is not 0, which stands for one that is not known.
+// reference returns a time of the current segment on rank 0's clock. It is never 0, which means that a time
+// is not known.
 func (r *rankReader) reference(at int64) time.Duration {
 	if at = r.files.clock.reference(at + r.shift); at == 0 {
 		at = 1
@@ -184,7 +188,8 @@ func (r *rankReader) reference(at int64) time.Duration {
 	return time.Duration(at)
 }
 
-// trackOf returns the track of the event, made if it is the first of an operation; nil if there are too many.
+// trackOf returns the open track of the event, which it makes if the event is the first of an operation; nil
+// if there are too many.
 func (r *rankReader) trackOf(e *event) *track {
 	t := r.open[e.PID]
 	switch {
@@ -200,13 +205,14 @@ func (r *rankReader) trackOf(e *event) *track {
 	return t
 }
 
-// closed takes the track from the open ones.
+// closed removes a track from the open ones.
 func (r *rankReader) closed(pid int64) {
 	delete(r.open, pid)
 	r.names.open--
 }
 
-// apply takes an event. It returns the track whose instance ends with it, taken from the open ones.
+// apply processes an event. It returns the track whose instance ends with the event, and removes it from the
+// open ones; nil if none ends.
 func (r *rankReader) apply(e *event) *track {
 	t, now := r.open[e.PID], r.reference(e.at)
 	switch e.Phase {
@@ -222,7 +228,7 @@ func (r *rankReader) apply(e *event) *track {
 			return r.push(e, t, now)
 		}
 	case "E":
-		// One without a beginning is Horovod's, for a barrier or a join.
+		// Horovod's file has ends without beginnings, of barriers and joins.
 		if t != nil && t.depth > 0 && e.timed {
 			return r.pop(e, t, now)
 		}
@@ -242,7 +248,7 @@ func (r *rankReader) apply(e *event) *track {
 func (r *rankReader) push(e *event, t *track, now time.Duration) (ended *track) {
 	name, neg := strings.CutPrefix(e.Name, negotiate)
 	if t != nil && t.depth == 0 && neg {
-		// What was negotiated last was never executed, as Horovod's barriers.
+		// The operation before was negotiated and never executed, such as Horovod's barriers.
 		r.closed(e.PID)
 		if t.Granted != 0 {
 			t.Ended = t.Granted
@@ -279,7 +285,7 @@ func (r *rankReader) push(e *event, t *track, now time.Duration) (ended *track) 
 	return ended
 }
 
-// addPart says what the time until now went into.
+// addPart assigns the time from the end of the last part until now to a phase.
 func (t *track) addPart(p phase, now time.Duration) {
 	if now > t.cursor && len(t.parts) < maxParts {
 		t.parts = append(t.parts, part{p, t.cursor, now})
@@ -287,7 +293,7 @@ func (t *track) addPart(p phase, now time.Duration) {
 	t.cursor = max(t.cursor, now)
 }
 
-// pop ends an event.
+// pop ends an event. It returns the track if its operation ends with it.
 func (r *rankReader) pop(e *event, t *track, now time.Duration) *track {
 	t.depth--
 	if t.depth >= maxTrack {
@@ -312,7 +318,7 @@ func (r *rankReader) pop(e *event, t *track, now time.Duration) *track {
 	return nil
 }
 
-// kindName returns that of an operation, in lower case but for ERROR.
+// kindName returns the kind of an operation by its name in the file: in lower case, except ERROR.
 func kindName(name string) string {
 	if name == "ERROR" {
 		return name

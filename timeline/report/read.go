@@ -13,24 +13,25 @@ import (
 )
 
 const (
-	// maxRecord bounds an event. A name has 4 KiB at most, six times that when every byte is escaped.
+	// maxRecord limits the bytes of an event. A name has at most 4 KiB, six times as many if every byte is
+	// escaped.
 	maxRecord  = 1 << 18
 	scanBuffer = 1 << 16
 )
 
-// FormatError is a place where a file is not what a timeline is.
+// FormatError is a place where a file breaks the format of timelines.
 type FormatError struct {
 	File string
-	// Byte is the place, from 0, in the file when unpacked.
+	// Byte is the offset of the place in the uncompressed file, from 0.
 	Byte int64
-	// Truncated says that the file only ends too early.
+	// Truncated says that the file is right up to its end but ends too early.
 	Truncated bool
 	Err       error
 }
 
 func (e *FormatError) Error() string { return fmt.Sprintf("%s: byte %d: %v", e.File, e.Byte, e.Err) }
 
-// Unwrap returns the reason.
+// Unwrap returns Err.
 func (e *FormatError) Unwrap() error { return e.Err }
 
 var (
@@ -40,7 +41,8 @@ var (
 	errTooLong  = fmt.Errorf("an event of more than %d bytes", maxRecord)
 )
 
-// scanner cuts a JSON array into its events. It holds one event, whatever the file has.
+// scanner splits a JSON array into its events. It keeps at most one event in memory, whatever the file
+// contains.
 type scanner struct {
 	*jsontext.Decoder
 	limit  *limited
@@ -49,7 +51,7 @@ type scanner struct {
 	opened bool
 }
 
-// limited is a reader that fails when it was read for more than an event.
+// limited is a reader that fails after left bytes: an event must not be longer.
 type limited struct {
 	io.Reader
 	left int
@@ -64,6 +66,7 @@ func (l *limited) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// lenient accepts duplicate names and invalid UTF-8.
 var lenient = json.JoinOptions(jsontext.AllowDuplicateNames(true), jsontext.AllowInvalidUTF8(true))
 
 func newScanner(r io.Reader, file string) *scanner {
@@ -71,8 +74,8 @@ func newScanner(r io.Reader, file string) *scanner {
 	return &scanner{Decoder: jsontext.NewDecoder(l, lenient), limit: l, file: file}
 }
 
-// next returns the text of the next event, valid until the next call; io.EOF after the closing bracket; else a *FormatError, again
-// and again.
+// next returns the text of the next event, valid until the next call. After the closing bracket the error is
+// io.EOF, and where the file breaks the format it is a *FormatError. Further calls return the same error.
 func (s *scanner) next() (event jsontext.Value, err error) {
 	if s.failed == nil {
 		s.limit.left = maxRecord + scanBuffer
@@ -108,7 +111,7 @@ func (s *scanner) scan() (jsontext.Value, error) {
 		}
 		return nil, io.EOF
 	}
-	// Horovod puts a comma after every event, the last too.
+	// Horovod writes a comma after every event, also after the last.
 	rest, comma := bytes.CutPrefix(bytes.TrimLeft(s.UnreadBuffer(), " \t\r\n"), []byte(","))
 	if comma && bytes.HasPrefix(bytes.TrimLeft(rest, " \t\r\n"), []byte("]")) {
 		return nil, io.EOF
@@ -117,7 +120,8 @@ func (s *scanner) scan() (jsontext.Value, error) {
 	return nil, s.fault(err, errNoEvent)
 }
 
-// fault makes the error for what stands here: err is what reading gave, and want what to say if that is nothing.
+// fault returns the error for the current place: err is the error of reading, and want the one to use if that
+// is nil.
 func (s *scanner) fault(err, want error) error {
 	f := &FormatError{File: s.file, Byte: s.InputOffset(), Err: err}
 	var syntax *jsontext.SyntacticError
@@ -135,11 +139,11 @@ func (s *scanner) fault(err, want error) error {
 	return f
 }
 
-// event is a record of the file.
+// event is an event of the file.
 type event struct {
 	Phase string `json:"ph"`
 	Name  string `json:"name"`
-	// Time is in us since the file's start, NaN if there is none.
+	// Time is in us since the file's start, NaN if it is missing.
 	Time float64 `json:"ts"`
 	PID  int64   `json:"pid"`
 	Args args    `json:"args"`
@@ -148,7 +152,8 @@ type event struct {
 	timed bool
 }
 
-// args are those of all events that are read; an event has some. Times are in us, NaN where there is none.
+// args are the arguments of all kinds of events that are read; an event has some of them. Times are in us,
+// NaN if they are missing.
 type args struct {
 	Name     string  `json:"name"`
 	DType    string  `json:"dtype"`
@@ -172,20 +177,21 @@ type args struct {
 	Uptime   float64 `json:"monotonic_us"`
 	Offset   float64 `json:"offset_us"`
 	ClockErr float64 `json:"error_us"`
-	// Submitted and At are of events whose own time could not be that, because a track's times never go back.
+	// Submitted and At are the true times of events whose ts had to be later, because the times on a track
+	// never decrease.
 	Submitted float64 `json:"submitted"`
 	At        float64 `json:"at"`
 }
 
 const (
 	nanosPerMicro = 1000
-	// maxMicros bounds times: 31 years. Sums of a few cannot overflow when they are in ns.
+	// maxMicros limits times to 31 years, so that sums of a few times in ns cannot overflow.
 	maxMicros = 1e15
 )
 
 var errRange = errors.New("a time beyond its range")
 
-// parse reads the text of an event into e.
+// parse decodes the text of an event into e.
 func parse(text jsontext.Value, e *event) error {
 	nan := math.NaN()
 	*e = event{Time: nan, Args: args{Submitted: nan, At: nan}}
@@ -203,7 +209,7 @@ func parse(text jsontext.Value, e *event) error {
 	return nil
 }
 
-// argsOf returns the arguments of an event as their texts; nil if it has none.
+// argsOf returns the arguments of an event, not decoded; nil if it has none.
 func argsOf(text jsontext.Value) map[string]jsontext.Value {
 	var e struct {
 		Args map[string]jsontext.Value `json:"args"`
@@ -216,7 +222,8 @@ func argsOf(text jsontext.Value) map[string]jsontext.Value {
 
 func nanos(us float64) int64 { return int64(math.Round(us * nanosPerMicro)) }
 
-// position returns the number that names a tick.
+// position returns the position of the rank whose arrival the event is, which is its name; false if the name
+// is not a position.
 func (e *event) position() (int, bool) {
 	n, err := strconv.Atoi(e.Name)
 	return n, err == nil && n >= 0 && n < maxRanks

@@ -1,9 +1,11 @@
-// Package report reads the timelines of the ranks of a job, ours and Horovod's, and says who was late, where time went and what could
-// be set otherwise; and it merges them to one trace.
+// Package report reads the timelines of the ranks of a job, in gohvd's and Horovod's format, and reports
+// which ranks were late, where the time went and which settings could be changed. It also merges the
+// timelines into one trace.
 //
-// Files are read as streams, those of all ranks side by side. What is kept is bounded by the numbers of ranks and of names, each with a
-// limit of its own, and not by the length of the files: some 60 MB at most, 4 for an honest job, and for each rank some 200 KB while its
-// file is open. Input may be anything: what is no timeline is an error that says where and why, and what is damaged is used up to there.
+// Files are read as streams, the files of all ranks side by side. Memory is bounded by the numbers of ranks
+// and of names, each with a limit of its own, and not by the length of the files: about 60 MB at most, 4 MB
+// for an ordinary job, and for each rank about 200 KB while its file is open. Input may be anything: a file
+// that is not a timeline is an error with place and reason, and a damaged file is used up to the damage.
 package report
 
 import (
@@ -19,38 +21,41 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Options are settings of the job that its files do not tell.
+// Options are settings of the job that its files do not contain.
 type Options struct {
-	// FusionThresholdBytes is what a fused response could hold; 0 if that is not known.
+	// FusionThresholdBytes is the fusion threshold of the job; 0 if it is not known.
 	FusionThresholdBytes int64
-	// CacheCapacity is how many responses could be remembered; 0 if that is not known.
+	// CacheCapacity is the number of responses that the job's cache can hold; 0 if it is not known.
 	CacheCapacity int64
 }
 
-// Report is what the files say. Times ending in us are in microseconds, shares are from 0 to 1.
+// Report is what the files show. Fields ending in US are in microseconds, shares are from 0 to 1.
 type Report struct {
-	// Problems say what is missing, damaged or left out, and what the rest therefore cannot say.
+	// Problems describe what is missing, damaged or left out, and what the report therefore lacks.
 	Problems []string `json:"problems"`
 	// Horovod says that the file is Horovod's.
 	Horovod bool `json:"horovod"`
-	// Size is the number of ranks of the job, 0 if it is not known; Files those that have files, Missing those that have none.
+	// Size is the number of ranks of the job, 0 if it is not known. Files are the ranks with files, Missing
+	// the ranks without.
 	Size    int   `json:"size"`
 	Files   []int `json:"ranks_with_files"`
 	Missing []int `json:"ranks_without_files"`
-	// Dropped are operations that the ranks could not write down.
+	// Dropped is the number of operations that the ranks could not write.
 	Dropped int64 `json:"dropped"`
-	// ClockErrorUS is how far the times of any rank may be off from rank 0's; Unaligned are ranks of whose clock nothing is known.
+	// ClockErrorUS is the greatest error of any rank's times relative to rank 0's. Unaligned are the ranks
+	// for whose clock no such bound is known.
 	ClockErrorUS float64 `json:"clock_error_us"`
 	Unaligned    []int   `json:"ranks_with_unknown_clock"`
-	// DurationUS is from the first submission to the last end, and StartupUS what of it was before the first complete step; 0 if there are
-	// no steps.
+	// DurationUS is the time from the first submission to the last end, and StartupUS the part of it before
+	// the first complete step; 0 if there are no steps.
 	DurationUS float64 `json:"duration_us"`
 	StartupUS  float64 `json:"startup_us"`
-	// Operations are counted once for each rank that wrote them, and Tensors likewise.
+	// Operations, Tensors and Errors are counted once for each rank that wrote them.
 	Operations int64 `json:"operations"`
 	Tensors    int64 `json:"tensors"`
 	Errors     int64 `json:"errors"`
-	// Steps are those from the first complete one on; 0 if no name comes again. StepUS is the median.
+	// Steps is the number of steps from the first complete one on; 0 if no name comes again. StepUS is the
+	// median of their lengths.
 	Steps  int64   `json:"steps"`
 	StepUS float64 `json:"step_us"`
 
@@ -65,20 +70,24 @@ type Report struct {
 	Suggestions []Suggestion `json:"suggestions"`
 }
 
-// Lateness says who was late, after the start-up but for what says otherwise.
+// Lateness is which ranks were late. It covers the time after the start-up, except fields that say otherwise.
 type Lateness struct {
-	// Verdict is the answer in words, and Startup that for the start-up; empty if there was none.
+	// Verdict is the conclusion in words. Startup is the conclusion on the start-up; empty if there was none.
 	Verdict string `json:"verdict"`
 	Startup string `json:"startup"`
-	// HeldUS is for how long a single rank held up all others, whichever it was, and AnybodyUS for how long any rank waited for another.
+	// HeldUS is for how long any single rank held up all others, added up over the ranks. AnybodyUS is the
+	// wall time during which any rank waited for another.
 	HeldUS    float64 `json:"held_us"`
 	AnybodyUS float64 `json:"anybody_waited_us"`
-	// Compared are operations of which at least two ranks' submissions are known, Alone those of the global set of which one is.
+	// Compared is the number of operations for which the submissions of at least two ranks are known. Alone
+	// is the number of operations of the global set for which the submission of only one rank is known.
 	Compared int64 `json:"operations_compared"`
 	Alone    int64 `json:"operations_of_one_rank"`
-	// Arrivals says that for some ranks the time when rank 0 had their request stands for that of their submission.
+	// Arrivals says that for some ranks the time when their request arrived at rank 0 is used instead of the
+	// time of their submission.
 	Arrivals bool `json:"from_arrivals"`
-	// WaitedUS is what all ranks have waited together: for each operation and rank, from its own submission to the last one.
+	// WaitedUS is the time for which all ranks waited, added up: for each operation and rank, from its own
+	// submission to the last one.
 	WaitedUS float64    `json:"waited_us"`
 	Ranks    []LateRank `json:"ranks"`
 }
@@ -86,27 +95,31 @@ type Lateness struct {
 // LateRank is how late a rank was.
 type LateRank struct {
 	Rank int `json:"rank"`
-	// Last is how often it was the last, alone or together with ranks that the clocks cannot tell from it.
+	// Last is the number of operations for which the rank was the last, by itself or together with ranks that
+	// the clocks cannot tell from it.
 	Last int64 `json:"last"`
-	// CausedUS is its part of WaitedUS, and Share the same as a share. From one submission to the next later one, all who have submitted
-	// wait because of who is next; in sum that is WaitedUS.
+	// CausedUS is the part of WaitedUS that the rank caused, and Share its share of WaitedUS. From one
+	// submission to the next later one, all ranks that have submitted wait because of the rank that submits
+	// next; the sum of these times is WaitedUS.
 	CausedUS float64 `json:"caused_us"`
 	Share    float64 `json:"share"`
-	// HeldUS is for how long it held up all others, in wall time, of which no moment counts twice or for two ranks. HeldShare is its share
-	// of what all ranks did so. StartupHeldUS is that of the start-up.
+	// HeldUS is for how long the rank held up all others, in wall time. No moment counts twice, neither for
+	// one rank nor for two. HeldShare is its share of the sum over all ranks. StartupHeldUS is for how long
+	// the rank held up all others in the start-up.
 	HeldUS        float64 `json:"held_us"`
 	HeldPerStepUS float64 `json:"held_per_step_us"`
 	HeldShare     float64 `json:"held_share"`
 	StartupHeldUS float64 `json:"startup_held_us"`
-	// Lateness is that of its submissions after the first rank's.
+	// P50US, P90US, P99US and MaxUS are of the times from the first rank's submission to this rank's.
 	P50US float64 `json:"lateness_p50_us"`
 	P90US float64 `json:"lateness_p90_us"`
 	P99US float64 `json:"lateness_p99_us"`
 	MaxUS float64 `json:"lateness_max_us"`
 }
 
-// Outside is the time in which a rank had no operation in flight, for the rank for which that is the least. It is of the complete
-// steps after the start-up, divided by their number; of all time if there are none.
+// Outside is the time in which a rank had no operation in flight, for the rank that has the least of it. It
+// is the time in the complete steps after the start-up, divided by their number; or in all time if there are
+// none.
 type Outside struct {
 	Rank   int     `json:"rank"`
 	US     float64 `json:"us_per_step"`
@@ -114,17 +127,19 @@ type Outside struct {
 	Share  float64 `json:"share"`
 }
 
-// Phases are the time of a rank after the start-up in which at least one operation was in a phase. Operations overlap, and so do phases.
+// Phases is the time of a rank after the start-up in which at least one operation was in a phase. Operations
+// overlap, and so do phases.
 type Phases struct {
 	Rank   int     `json:"rank"`
 	Steps  int64   `json:"steps"`
 	StepUS float64 `json:"step_us"`
-	// US has waiting (for others' submissions), negotiation (from the last one to the grant), queue, copies, exchange, reduce and other; and
-	// outside, the time without any operation in flight.
+	// US has the phases: waiting (for others' submissions), negotiation (from the last submission to the
+	// grant), queue, copies, exchange, reduce and other. It also has outside, the time without any operation
+	// in flight.
 	US map[string]float64 `json:"us"`
 }
 
-// Fusion says what ran together. It is of our files only.
+// Fusion is how many tensors and bytes ran as one response. Horovod's files do not contain it.
 type Fusion struct {
 	Responses   int64   `json:"responses"`
 	MeanTensors float64 `json:"mean_tensors"`
@@ -133,12 +148,13 @@ type Fusion struct {
 	MeanBytes   float64 `json:"mean_bytes"`
 	P50Bytes    int64   `json:"p50_bytes"`
 	MaxBytes    int64   `json:"max_bytes"`
-	// ThresholdBytes is that of the options, 0 if it is not known, and Fill the mean share of it.
+	// ThresholdBytes is the threshold of the options, 0 if it is not known, and Fill the mean share of it
+	// that responses had.
 	ThresholdBytes int64   `json:"threshold_bytes"`
 	Fill           float64 `json:"fill"`
 }
 
-// Cache says how requests travelled. The steady ones are without the first of each name.
+// Cache is how many requests were cached. The steady counts exclude the first request of each name.
 type Cache struct {
 	Hits         int64 `json:"hits"`
 	Misses       int64 `json:"misses"`
@@ -146,7 +162,7 @@ type Cache struct {
 	SteadyMisses int64 `json:"steady_misses"`
 }
 
-// Tensor is one by its name, over all ranks. Its time is from submission to end.
+// Tensor is a tensor name, with sums over all ranks. Its times are from submission to end.
 type Tensor struct {
 	Name    string  `json:"name"`
 	Kind    string  `json:"kind"`
@@ -161,19 +177,22 @@ type Tensor struct {
 	Errors  int64   `json:"errors"`
 }
 
-// Suggestion is what could be done, and why.
+// Suggestion is something to do, and the reason.
 type Suggestion struct {
-	// Setting is its name, if it is one.
+	// Setting is the name of the setting to change, if the suggestion is about one.
 	Setting string `json:"setting,omitempty"`
 	Do      string `json:"do"`
 	Because string `json:"because"`
 }
 
+// top is the number of tensors in Slowest and Largest.
 const top = 10
 
+// micros converts nanoseconds to microseconds.
 func micros[T int64 | float64 | time.Duration](ns T) float64 { return float64(ns) / nanosPerMicro }
 
-// Report reads the files to their ends.
+// Report reads the files to their ends and returns the report. The error is that of reading a file; a damaged
+// file is not an error.
 func (j *Job) Report(o Options) (*Report, error) {
 	c, err := j.collect()
 	if err != nil {
@@ -237,7 +256,7 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 		}
 	}
 	if j.horovod {
-		// The ranks that have sent requests are those that there are.
+		// Horovod's file does not contain the size: it has at least the ranks whose requests were seen.
 		for _, s := range late {
 			r.Size = max(r.Size, s.Rank+1)
 		}
@@ -255,7 +274,8 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 	}
 }
 
-// outside returns the time without an operation in flight, in the complete steps if there are any: when the last one ended is not known.
+// outside returns the time without an operation in flight in the complete steps, or in all time if there are
+// none. The last step does not count: its end is not known.
 func (k *rankStats) outside() (o Outside) {
 	all, inside, steps := k.end-max(k.begin, k.steadyFrom), k.inside.sum(), int64(1)
 	if complete := k.steps.steps() - 1; complete > 0 {

@@ -20,34 +20,35 @@ import (
 )
 
 const (
-	// maxRanks bounds the numbers of ranks, and with them what a file can make the reader keep.
+	// maxRanks limits the number of ranks, and so the memory that a file can make the reader use.
 	maxRanks = 1 << 16
-	// maxClockPoints bounds the measurements of the clock that are kept of a file.
+	// maxClockPoints limits the measurements of the clock that are kept of a file.
 	maxClockPoints = 1024
 	// Stdin is the path that stands for standard input.
 	Stdin = "-"
 )
 
-// source is a file.
+// source is a file of a rank.
 type source struct {
-	path string // as people know it
-	at   string // where it is opened, which may be more than once
+	path string // as it is shown to people
+	at   string // the path to open, more than once
 
-	// What the survey has found. Times are in ns but for start, which is in us since 1970.
+	// These fields are what survey found. Times are in ns, except start, which is in us since 1970.
 	horovod          bool
 	rank, size       int
 	host, domain     string
-	job              string // of files that say it; others do not tell jobs apart
+	job              string // the job of the file; empty if the file does not name it
 	epoch, segment   int64
 	monotonic, start int64
 	points           []clockPoint
 	dropped          int64
 	records          int64
-	// problem is why reading ended early, a *FormatError; nil if it did not.
+	// problem is the error that ended reading early, a *FormatError; nil if there was none.
 	problem error
 }
 
-// clockPoint is a measurement: at a time of this rank, what is to be added to get rank 0's.
+// clockPoint is a measurement of the clock: at the time at of this rank, offset is added to get rank 0's
+// time, with an error of at most err. All are in ns.
 type clockPoint struct{ at, offset, err int64 }
 
 var (
@@ -57,8 +58,9 @@ var (
 	rankEnd     = regexp.MustCompile(`\.rank[0-9]{1,5}$`)
 )
 
-// find lists the files that a path stands for: a folder's, or the file and, if it is rank 0's, those of the others beside it, all
-// with their older segments.
+// find returns the files that a path stands for. For a folder these are its files. For a file these are the
+// file with its older segments, and if it is rank 0's, also the files of the other ranks next to it with
+// theirs.
 func find(path string) ([]string, error) {
 	if path == Stdin {
 		return []string{path}, nil
@@ -105,7 +107,7 @@ func find(path string) ([]string, error) {
 		}
 	}
 	if !info.IsDir() && !info.Mode().IsRegular() {
-		all = append(all, path) // a pipe of the shell: it is read as standard input is
+		all = append(all, path) // a pipe of the shell, which is read like standard input
 	}
 	if len(all) == 0 {
 		return nil, fmt.Errorf("%s: the folder has no files", path)
@@ -113,7 +115,8 @@ func find(path string) ([]string, error) {
 	return all, nil
 }
 
-// spoolOf copies what can be read only once to a file that has no name any more.
+// spoolOf copies a stream, which can be read only once, to a temporary file that it removes from its folder.
+// The caller closes the file.
 func spoolOf(r io.Reader) (*os.File, error) {
 	f, err := os.CreateTemp("", "hvdrun-timeline-")
 	if err != nil {
@@ -126,8 +129,8 @@ func spoolOf(r io.Reader) (*os.File, error) {
 	return f, nil
 }
 
-// texts gives the texts of all events to do, until that returns false. The error is why it ended early: a *FormatError if the file is
-// not what a timeline is.
+// texts passes the text of each event to do until it returns false. The error is the reason that reading
+// ended early: a *FormatError if the file breaks the format.
 func (s *source) texts(do func(text jsontext.Value) bool) (err error) {
 	f, err := os.Open(s.at)
 	if err != nil {
@@ -157,8 +160,8 @@ func (s *source) texts(do func(text jsontext.Value) bool) (err error) {
 	}
 }
 
-// events gives all events that can be read to do, until that returns false, and returns how many cannot. How the file is damaged is no
-// error here: survey has said so.
+// events passes each event that can be decoded to do until it returns false, and returns how many cannot be
+// decoded. A file that breaks the format is not an error here: survey has recorded that.
 func (s *source) events(do func(e *event, text jsontext.Value) bool) (malformed int64, err error) {
 	var e event
 	err = s.texts(func(text jsontext.Value) bool {
@@ -174,15 +177,15 @@ func (s *source) events(do func(e *event, text jsontext.Value) bool) (malformed 
 	return malformed, err
 }
 
-// survey reads who wrote the file, on which clock, and whether it can be read to its end. The error is that of a file of which
-// nothing can be used.
+// survey reads which rank wrote the file, on which clock, and whether the file can be read to its end. It
+// returns an error if nothing in the file can be used.
 func (s *source) survey() error {
 	s.horovod = true
 	var e event
 	merged := false
 	s.problem = s.texts(func(text jsontext.Value) bool {
 		s.records++
-		// Only these say something of the file itself; what is unreadable among the others is found when they are read.
+		// Only these events describe the file itself. Errors in other events are found when they are read.
 		if !bytes.Contains(text, []byte(`"hvd_`)) && !bytes.Contains(text, []byte(`start_time_since`)) || parse(text, &e) != nil {
 			return true
 		}
@@ -221,7 +224,7 @@ func (s *source) survey() error {
 	return nil
 }
 
-// addPoint keeps a measurement; when there are too many, every other one.
+// addPoint adds a measurement of the clock. When there are too many it drops every other one.
 func (s *source) addPoint(p clockPoint) {
 	if n := len(s.points); n > 0 && p.at <= s.points[n-1].at {
 		return
@@ -235,7 +238,7 @@ func (s *source) addPoint(p clockPoint) {
 	}
 }
 
-// rankFile is what a rank has written, in the order of its segments.
+// rankFiles are the files of a rank, in the order of their segments.
 type rankFiles struct {
 	rank     int
 	segments []*source
@@ -244,20 +247,21 @@ type rankFiles struct {
 
 // Job is the files of the ranks of a job.
 type Job struct {
-	// ranks are in order.
+	// ranks are the ranks with files, ascending.
 	ranks   []*rankFiles
 	size    int
 	horovod bool
-	// problems are what the reader of the report must know of the files.
+	// problems describe what is wrong with the files, for the report.
 	problems []string
 	spools   []*os.File
 }
 
-// Open finds and surveys the files that the paths stand for: a rank's file, or rank 0's, beside which those of the others are found,
-// or a folder, or Stdin. Files of another job are left out, and those that cannot be read, of which bad tells if a path names one of
-// them. The error is that there is nothing to read.
+// Open finds and surveys the files that the paths stand for: a rank's file; rank 0's file, next to which the
+// files of the other ranks are found; a folder; or Stdin. Files of another job are left out, and so are files
+// that cannot be read; bad is their error if a path names one of them. err is set if no file can be used.
 //
-// A file is read twice for a report and once more to be merged; standard input is kept in a temporary file until Close.
+// Each file is read twice for a report and once more for a merge. Standard input is kept in a temporary file
+// until Close.
 func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 	j := &Job{}
 	defer func() {
@@ -302,7 +306,7 @@ func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 	return j, bad, nil
 }
 
-// source makes one that can be read more than once.
+// source returns a source that can be read more than once.
 func (j *Job) source(path string, stdin io.Reader) (*source, error) {
 	from := stdin
 	if path == Stdin {
@@ -314,7 +318,7 @@ func (j *Job) source(path string, stdin io.Reader) (*source, error) {
 		if err != nil {
 			return nil, err
 		}
-		defer func() { _ = f.Close() }() // it was only read
+		defer func() { _ = f.Close() }() // nothing was written
 		from = f
 	}
 	spool, err := spoolOf(from)
@@ -325,7 +329,7 @@ func (j *Job) source(path string, stdin io.Reader) (*source, error) {
 	return &source{path: path, at: fmt.Sprintf("/proc/self/fd/%d", spool.Fd())}, nil
 }
 
-// Close gives up what Open holds.
+// Close releases the temporary files of Open.
 func (j *Job) Close() error {
 	var err error
 	for _, f := range j.spools {
@@ -335,11 +339,13 @@ func (j *Job) Close() error {
 	return err
 }
 
+// problemf adds a problem.
 func (j *Job) problemf(format string, args ...any) {
 	j.problems = append(j.problems, fmt.Sprintf(format, args...))
 }
 
-// arrange puts the files of one job in order. That job is the one that was started last.
+// arrange sorts the files of one job by rank and segment. If there are files of several jobs it uses the job
+// that started last.
 func (j *Job) arrange(sources []*source) {
 	slices.SortStableFunc(sources, func(a, b *source) int {
 		return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.segment, b.segment), cmp.Compare(a.start, b.start))
@@ -384,10 +390,10 @@ func (j *Job) arrange(sources []*source) {
 	j.setClocks()
 }
 
-// started returns when the rank did, by its own clock.
+// started returns the time at which the rank started, by its own clock.
 func (s *source) started() string { return time.UnixMicro(s.start).UTC().Format(time.RFC3339) }
 
-// dropped returns how many operations the writers of the files say that they have lost.
+// dropped returns the number of operations that the rank lost, by its files.
 func (r *rankFiles) dropped() (n int64) {
 	for _, s := range r.segments {
 		n = max(n, s.dropped) // each segment counts from the beginning
@@ -395,13 +401,14 @@ func (r *rankFiles) dropped() (n int64) {
 	return n
 }
 
-// host returns where the rank ran.
+// host returns the host of the rank.
 func (r *rankFiles) host() string { return r.segments[len(r.segments)-1].host }
 
-// maxText bounds the texts that are kept of a file.
+// maxText limits the bytes of a text that is kept of a file.
 const maxText = 200
 
-// clip bounds a text of a file, with an end that tells it from others that begin alike if it is too long to be kept.
+// clip shortens a text that is too long to be kept. A checksum at the end distinguishes it from other texts
+// with the same beginning.
 func clip(s string) string {
 	if len(s) <= maxText {
 		return s

@@ -6,28 +6,33 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// stepFinder infers steps from names that come again. A step ends with a name that it has had already, if it had at least half as
-// many names as the one before: what comes several times in a step, as for micro-batches, ends none. If half of its names have come
-// again, and they are not few, the step before was of another sort, as the broadcasts at the beginning, and the step ends too. So does
-// the first step after the start-up with a name that it has for the fourth time.
+// stepFinder infers steps from names that come again. These rules end a step:
+//
+//   - A name comes that the step has had already, and the step has at least half as many names as the step
+//     before. A name that comes several times in a step, as for micro-batches, ends no step by itself.
+//   - Half of the step's names have come again, and they are not few. Then the step before was of another
+//     kind, such as the broadcasts at the beginning.
+//   - In the first step after the start-up, a name comes for the fourth time.
 type stepFinder struct {
-	// last is, by nameID, four times the number of the step, from 1, in which a name was last seen, and how often it came again in it,
-	// at most 3.
+	// last is, by nameID, four times the number of the step, from 1, in which a name was last seen, plus how
+	// often it came again in that step, at most 3.
 	last                   []int64
 	step                   int64
 	names, again, previous int
-	fresh                  int // of names, those that had not come in an earlier step
+	fresh                  int // number of names that had not come in an earlier step
 	begin                  time.Duration
 	lengths                analysis.Sketch
-	// The first complete step begins at firstBegin, and is that with this number; 0 if there is none yet.
+	// The first complete step begins at firstBegin and has the number firstStep; 0 if there is none yet.
 	firstBegin time.Duration
 	firstStep  int64
 }
 
-// startupSteps bounds the steps that are found before the first complete one, of what comes again before the training begins.
+// startupSteps limits the number of steps before the first complete one: names may come again before the
+// training begins.
 const startupSteps = 10
 
-// see takes a name, in the order of the file, and when it was submitted. It returns whether that was for the first time.
+// see processes a name, in the order of the file, that was submitted at a time. It reports whether the name
+// came for the first time.
 func (f *stepFinder) see(name nameID, at time.Duration) (first bool) {
 	if f.step == 0 {
 		f.step, f.begin, f.lengths.Bits = 1, at, 5
@@ -58,11 +63,11 @@ func (f *stepFinder) see(name nameID, at time.Duration) (first bool) {
 	return first
 }
 
-// end ends a step, and begins the next.
+// end ends a step and begins the next.
 func (f *stepFinder) end(at time.Duration) {
 	f.lengths.Add(int64(at - f.begin))
 	f.step++
-	// The first step has what a program does once. So has another one with many new names.
+	// The first step includes what a program does once, and so does another step with many new names.
 	if f.firstStep == 0 || 4*f.fresh >= f.names && f.step <= startupSteps {
 		f.firstStep, f.firstBegin = f.step, at
 		f.lengths = analysis.Sketch{Bits: f.lengths.Bits}
@@ -71,7 +76,8 @@ func (f *stepFinder) end(at time.Duration) {
 	f.names, f.again, f.fresh = 0, 0, 0
 }
 
-// steps returns how many there were from the first complete one on, the last one too; 0 if no name came again.
+// steps returns the number of steps from the first complete one on, including the last; 0 if no name came
+// again.
 func (f *stepFinder) steps() int64 {
 	if f.firstStep == 0 {
 		return 0

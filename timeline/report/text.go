@@ -11,14 +11,14 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// mostRanks is how many ranks a table of the text has at most.
+// mostRanks is the greatest number of ranks in a table.
 const mostRanks = 32
 
 // WriteText writes the report for people.
 func (r *Report) WriteText(w io.Writer) error {
 	var b strings.Builder
 	line := func(format string, args ...any) { fmt.Fprintf(&b, format+"\n", args...) }
-	// The cells stand to the right of their columns, and text after them.
+	// Cells are aligned to the right of their columns, and text follows them.
 	table := func(columns, text string, rows func(row func(text string, cells ...any))) {
 		t := tabwriter.NewWriter(&b, 0, 0, 2, ' ', tabwriter.AlignRight)
 		put := func(text string, cells []any) {
@@ -36,7 +36,7 @@ func (r *Report) WriteText(w io.Writer) error {
 		}
 		put(text, head)
 		rows(func(text string, cells ...any) { put(text, cells) })
-		t.Flush() //nolint:errcheck // a strings.Builder takes everything
+		t.Flush() //nolint:errcheck // a strings.Builder returns no errors
 	}
 
 	what := "files of " + topo.FormatRanks(r.Files)
@@ -174,7 +174,7 @@ func (r *Report) WriteText(w io.Writer) error {
 	return err
 }
 
-// shown returns the ranks of the table: all, or those that held up the others longest.
+// shown returns the ranks in the table: all, or those that held up the others longest.
 func (l *Lateness) shown() []LateRank {
 	if len(l.Ranks) <= mostRanks {
 		return l.Ranks
