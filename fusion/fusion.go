@@ -1,7 +1,7 @@
-// Package fusion joins responses that can run as one, and keeps the buffers in which they do.
+// Package fusion decides which responses run as one operation, and keeps the buffer for fused tensors.
 //
-// Fusing saves a trip of latency per tensor; it costs a copy in and a copy out. Only responses that one
-// operation can serve are joined.
+// Fusing saves one latency per tensor and costs a copy in and a copy out. Only responses that one operation
+// can serve are fused.
 package fusion
 
 import (
@@ -12,31 +12,32 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Options are the rules beyond what one operation can serve.
+// Options are the limits on fusion besides Compatible.
 type Options struct {
-	// ThresholdBytes bounds what is fused, in bytes that travel; 0 fuses nothing. A group that is one response is not cut.
+	// ThresholdBytes is the most bytes that are fused into one operation, counted as they are transferred. 0
+	// disables fusion. A group that is one response is not split.
 	ThresholdBytes int64
-	// DisableGroupFusion keeps the tensors of a group apart from all others.
+	// DisableGroupFusion prevents fusing the tensors of a group with tensors outside the group.
 	DisableGroupFusion bool
-	// Deterministic excludes what fusion could change the bits of: Adasum, whose tensors are scaled by sums over
-	// their elements.
+	// Deterministic excludes operations whose bits fusion could change: Adasum, whose tensors are scaled by
+	// sums over their elements.
 	Deterministic bool
 }
 
-// Tensor is a response as it is about to run: without those members, ascending, that have joined and did not ask
-// for it.
+// Tensor is a response that is about to run. Absent lists, in ascending order, the members that do not
+// contribute because they have joined and did not ask for it.
 type Tensor struct {
 	Response *message.Response
 	Absent   []topo.Rank
 }
 
-// Plan appends to dst the groups in which tensors are to run, each a list of indexes into tensors,
-// ascending. Every index is in exactly one group.
+// Plan divides tensors into groups that run as one operation each, and appends the groups to dst. A group is
+// a list of indexes into tensors, ascending. Every index is in exactly one group.
 //
-// The rule is Horovod's: a group grows from the first tensor that is left, by each later one that fits its
-// kind and keeps the sum of their bytes within the threshold. One that does not fit is passed over, as
-// long as the group's bytes and those passed over stay within the threshold together: beyond that the tensors
-// were submitted too far apart to wait for each other.
+// The rule is Horovod's. A group starts with the first tensor that is not in a group yet. It takes each later
+// tensor that is compatible and keeps the sum of the bytes within the threshold. Plan skips tensors that do
+// not fit, and ends the group when the bytes of the group and of the skipped tensors together exceed the
+// threshold: then the tensors were submitted too far apart to wait for each other.
 func Plan(dst [][]int, tensors []Tensor, o Options) [][]int {
 	taken := make([]bool, len(tensors))
 	for first := range tensors {
@@ -84,15 +85,15 @@ func (o *Options) together(a, b *Tensor) bool {
 		(!o.DisableGroupFusion || a.Response.Group == b.Response.Group && len(a.Response.Parts) == 0 && len(b.Response.Parts) == 0)
 }
 
-// Compatible reports whether one operation can serve a and b together. What runs alone is not even compatible with
-// itself.
+// Compatible reports whether one operation can serve a and b together. A response that cannot be fused is not
+// compatible with any response, not even with itself.
 func Compatible(a, b *message.Response) bool {
 	if a.Kind != b.Kind {
 		return false
 	}
 	switch a.Kind {
 	case message.Allreduce, message.Reducescatter:
-		// A group that is one response may have several types, and then none.
+		// A group that is one response may have tensors of several types. Then its DType is not valid.
 		return a.DType == b.DType && a.DType.Valid() && a.Op == b.Op && a.Prescale == b.Prescale && a.Postscale == b.Postscale && a.Wire == b.Wire
 	case message.Broadcast:
 		return a.Root == b.Root
@@ -102,17 +103,17 @@ func Compatible(a, b *message.Response) bool {
 	return false
 }
 
-// Buffer is memory for fused responses. It persists, so that a steady state allocates nothing. The zero
-// value is ready; one goroutine uses it.
+// Buffer is the memory for fused tensors. It is kept, so that a steady state allocates nothing. The zero
+// value is ready to use. It is not safe for concurrent use.
 type Buffer struct {
 	mem []byte
 }
 
-// Bytes gives n bytes, valid until the next call. Their content is undefined. They are aligned for every
-// element type.
+// Bytes returns n bytes that are valid until the next call. Their contents are undefined. They are aligned
+// for every element type.
 func (b *Buffer) Bytes(n int) []byte {
 	if cap(b.mem) < n {
-		// Go aligns allocations of 8 bytes and more to 8.
+		// Go aligns allocations of 8 or more bytes to 8 bytes.
 		b.mem = make([]byte, max(n, 4096))
 	}
 	return b.mem[:n]

@@ -1,12 +1,12 @@
-// Package responsecache remembers what ranks agreed on, so that a repeated request is one bit instead of a
-// message (docs/negotiation.md, Cache).
+// Package responsecache remembers the responses that the ranks have agreed on, so that a repeated request is
+// sent as one bit instead of a message (docs/negotiation.md, Cache).
 //
-// Every rank holds a Cache; the coordinator holds a Primary, which is a Cache together with the recency of
-// its entries, the votes for them, and the entries lately erased. A bit is never renumbered. An entry is the
-// whole agreed response and nothing local, so after every cycle the caches of all members of a process set are
-// equal, which Digest shows.
+// Every rank holds a Cache. The coordinator holds a Primary: a Cache together with the recency of its
+// entries, the votes for them, and the entries that were erased recently. The bit of an entry never changes.
+// An entry is the whole agreed response and has nothing local to a rank, so after every cycle the caches of
+// all members of a process set are equal; Digest verifies that.
 //
-// Nothing here is safe for concurrent use.
+// Nothing in this package is safe for concurrent use.
 package responsecache
 
 import (
@@ -18,16 +18,16 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// State is what a cache knows of a request.
+// State classifies a request against a cache.
 type State uint8
 
-// The states.
+// States of a request.
 const (
-	// Miss: no entry has the request's name.
+	// Miss means that no entry has the request's name.
 	Miss State = iota
-	// Hit: the entry is what the request asks for.
+	// Hit means that the entry is the response to this request.
 	Hit
-	// Invalid: the entry has the request's name and other parameters.
+	// Invalid means that the entry has the request's name but other parameters.
 	Invalid
 )
 
@@ -39,8 +39,9 @@ type Cache struct {
 	byName  map[string]uint32
 }
 
-// Lookup classifies q, a request of the given member (an index into the process set), and sets q.Bit if it knows the name, and q.Hit.
-// It allocates nothing.
+// Lookup classifies q, a request of the given member (an index into the process set). If an entry has the
+// name, Lookup returns its bit and sets q.Bit to it. It sets q.Hit to the entry for a Hit, and to nil
+// otherwise. It allocates nothing.
 func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 	bit, q.Hit = q.Bit, nil
 	if r := c.At(bit); r == nil || r.Name != q.Name {
@@ -58,7 +59,7 @@ func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 	return bit, Hit
 }
 
-// BitOf returns the bit of a name.
+// BitOf returns the bit of a name, and whether the name is cached.
 func (c *Cache) BitOf(name string) (bit uint32, ok bool) {
 	bit, ok = c.byName[name]
 	return bit, ok
@@ -72,13 +73,13 @@ func (c *Cache) At(bit uint32) *message.Response {
 	return c.entries[bit]
 }
 
-// Bound returns a number that all bits are below.
+// Bound returns a number that is greater than all bits in use.
 func (c *Cache) Bound() uint32 { return uint32(len(c.entries)) }
 
 // Len returns the number of entries.
 func (c *Cache) Len() int { return len(c.byName) }
 
-// Put makes bit stand for r. The bit and the name must be free.
+// Put stores r as the entry of bit. It is an error if the bit or the name is in use.
 func (c *Cache) Put(bit uint32, r *message.Response) error {
 	if bit >= message.MaxCacheBits {
 		return fmt.Errorf("responsecache: put %q as bit %d, want less than %d", r.Name, bit, message.MaxCacheBits)
@@ -100,7 +101,7 @@ func (c *Cache) Put(bit uint32, r *message.Response) error {
 	return nil
 }
 
-// Erase makes bit free. It must stand for something.
+// Erase removes the entry of bit. It is an error if there is none.
 func (c *Cache) Erase(bit uint32) error {
 	r := c.At(bit)
 	if r == nil {
@@ -111,7 +112,7 @@ func (c *Cache) Erase(bit uint32) error {
 	return nil
 }
 
-// Digest returns a hash of the bits and what they stand for. Equal caches have equal digests.
+// Digest returns a hash of all bits and their entries. Equal caches have equal digests.
 func (c *Cache) Digest() uint64 {
 	h := fnv.New64a()
 	var b []byte

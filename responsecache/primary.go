@@ -7,49 +7,52 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// maxInvalidations is how often a name may be submitted with new parameters before it is no longer
-// cached: a tensor whose shape changes all the time would only churn the cache.
+// maxInvalidations is the number of times that a name may be submitted with new parameters. After that its
+// responses are not cached any more, because a tensor whose shape changes all the time would only fill the
+// cache with useless entries.
 const maxInvalidations = 3
 
-// Primary is the coordinator's cache of one process set. It decides which responses get bits, counts the
-// votes, and knows what a late vote means.
+// Primary is the coordinator's cache of one process set. It assigns bits to responses, counts the votes, and
+// resolves votes that arrive after their entry was erased.
 //
-// Bit b in a frame whose sender had seen cycle n means the entry that b held at cycle n. A Primary
-// therefore keeps erased entries until Forget says that every member has seen the erasure.
+// Bit b in a frame whose sender had seen cycle n means the entry that b held at cycle n. A Primary therefore
+// keeps erased entries until a call of Forget says that every member has seen the erasure.
 type Primary struct {
 	Cache
 	capacity int
 
 	slots []slot // by bit
-	// oldest and newest end the list of entries by recency (of granting); -1 if there is none.
+	// oldest and newest are the ends of the list of entries by the time of their last grant; -1 if there are
+	// none.
 	oldest, newest int32
-	// rows has a vector for each member: the bits it voted for and that were not granted since.
+	// rows has one vector for each member: the bits that it has voted for and that were not granted since.
 	rows []message.Bits
 
 	erased []erasedEntry
-	// unissued counts the entries at the end of erased whose cycle is not known yet.
+	// unissued is the number of entries at the end of erased whose cycle is not known yet.
 	unissued      int
 	invalidations map[string]int
-	evicted       bool // some entry has had to give its bit to another
+	evicted       bool // an entry has been erased to free its bit for another
 }
 
-// slot is what the Primary knows of a bit beyond its response.
+// slot is the state of a bit in the Primary, besides its response.
 type slot struct {
-	put          uint64 // the cycle that put the entry
+	put          uint64 // the cycle in which the entry was put
 	votes        int32
 	older, newer int32
-	// grants counts the grants of the name, if it was never out of the cache between them; else it is 0.
+	// grants is the number of grants of the name if it has been in the cache since the first of them;
+	// otherwise it is 0.
 	grants uint64
 }
 
 type erasedEntry struct {
 	bit        uint32
 	response   *message.Response
-	put, erase uint64 // the entry's life; erase is the greatest number until the cycle is issued
+	put, erase uint64 // the cycles of Assign and of the erasure, which is MaxUint64 until Issue
 }
 
-// NewPrimary makes an empty cache for a process set with the given number of members. A capacity of 0
-// caches nothing.
+// NewPrimary returns an empty cache for a process set with the given number of members. A capacity of 0
+// disables caching.
 func NewPrimary(capacity, members int) *Primary {
 	return &Primary{
 		capacity: min(capacity, message.MaxCacheBits),
@@ -59,10 +62,12 @@ func NewPrimary(capacity, members int) *Primary {
 	}
 }
 
-// Vote counts a member's vote for bit, written when the member had seen the given cycle.
+// Vote counts a member's vote for bit. seen is the last cycle that the member had seen when it wrote the
+// vote.
 //
-// If the entry of that cycle has been erased since, the vote is returned as the request that it stands for.
-// A vote for a bit that stood for nothing, or a second one, is the member's error.
+// If the entry that the bit had at that cycle has been erased since, Vote returns the request that the vote
+// stands for. It is an error if the bit had no entry at that cycle, or if the member has already voted for
+// it.
 func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Request, err error) {
 	if p.At(bit) != nil && p.slots[bit].put <= seen {
 		if p.rows[member].Has(bit) {
@@ -79,7 +84,7 @@ func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Reque
 	return nil, fmt.Errorf("responsecache: vote for bit %d, which stood for nothing at cycle %d", bit, seen)
 }
 
-// NameAt returns the name that bit had at the given cycle and whether it still has it.
+// NameAt returns the name of the entry that bit had at cycle seen, and whether the bit still has that entry.
 func (p *Primary) NameAt(bit uint32, seen uint64) (name string, current bool, err error) {
 	if r := p.At(bit); r != nil && p.slots[bit].put <= seen {
 		return r.Name, true, nil
@@ -99,13 +104,14 @@ func (p *Primary) erasedAt(bit uint32, seen uint64) *erasedEntry {
 	return nil
 }
 
-// Votes returns the number of members whose votes for bit are counted. The bit must stand for something.
+// Votes returns the number of counted votes for bit. The bit must have an entry.
 func (p *Primary) Votes(bit uint32) int { return int(p.slots[bit].votes) }
 
 // Voted reports whether a member's vote for bit is counted.
 func (p *Primary) Voted(member int, bit uint32) bool { return p.rows[member].Has(bit) }
 
-// Granted takes note that the entry of bit is granted: its votes are spent and it is the most recently used.
+// Granted records that the entry of bit was granted: it clears the votes and makes the entry the most
+// recently used.
 func (p *Primary) Granted(bit uint32) {
 	if s := &p.slots[bit]; s.grants > 0 {
 		s.grants++
@@ -115,8 +121,8 @@ func (p *Primary) Granted(bit uint32) {
 	p.linkNewest(bit)
 }
 
-// Grants returns the number of times that the tensor of bit was granted, or 0 if that is not known. The bit must stand for
-// something.
+// Grants returns the number of times that the tensor of bit was granted, or 0 if that is not known. The bit
+// must have an entry.
 func (p *Primary) Grants(bit uint32) uint64 { return p.slots[bit].grants }
 
 func (p *Primary) clearVotes(bit uint32) {
@@ -126,19 +132,21 @@ func (p *Primary) clearVotes(bit uint32) {
 	p.slots[bit].votes = 0
 }
 
-// Invalidate erases bit because its tensor is submitted with other parameters.
+// Invalidate erases the entry of bit because its tensor was submitted with other parameters. It returns the
+// votes for the entry.
 func (p *Primary) Invalidate(bit uint32) []LateVote {
 	p.invalidations[p.At(bit).Name]++
 	return p.erase(bit)
 }
 
-// LateVote is a vote that an erasure turned into a request.
+// LateVote is a vote that became a request because its entry was erased.
 type LateVote struct {
 	Member  int
 	Request message.Request
 }
 
-// erase frees bit. The votes for it become requests: no member sends anything again.
+// erase erases the entry of bit. It returns the votes for the entry as requests, so that no member has to
+// send anything again.
 func (p *Primary) erase(bit uint32) []LateVote {
 	r := p.At(bit)
 	var late []LateVote
@@ -152,13 +160,14 @@ func (p *Primary) erase(bit uint32) []LateVote {
 	p.erased = append(p.erased, erasedEntry{bit: bit, response: r, put: p.slots[bit].put, erase: math.MaxUint64})
 	p.unissued++
 	if err := p.Cache.Erase(bit); err != nil {
-		panic(err) // bit was taken from this cache
+		panic(err) // cannot happen: bit has an entry
 	}
 	return late
 }
 
-// Assign gives r a bit in the given cycle: the lowest free one, else that of the least recently used
-// entry without votes. Entries of pinned count as having votes. It reports false if r is not to be cached.
+// Assign gives r a bit in the given cycle: the lowest free one, or else the bit of the least recently used
+// entry that has no votes. Entries in pinned, and entries that got their bit in the same cycle, are not
+// evicted. Assign returns false if r is not cached.
 func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits) (bit uint32, ok bool) {
 	if p.capacity == 0 || !Cacheable(r.Kind) || p.invalidations[r.Name] >= maxInvalidations {
 		return 0, false
@@ -179,17 +188,17 @@ func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits)
 		}
 		bit = uint32(victim)
 		p.evicted = true
-		p.erase(bit) // without votes there is nothing to turn into requests
+		p.erase(bit) // returns nothing: the entry has no votes
 	}
 	if err := p.Put(bit, r); err != nil {
-		panic(err) // the bit and the name were just seen to be free
+		panic(err) // cannot happen: the bit and the name are free
 	}
 	for len(p.slots) <= int(bit) {
 		p.slots = append(p.slots, slot{})
 	}
 	p.slots[bit] = slot{put: cycle}
 	if p.invalidations[r.Name] == 0 && !p.evicted {
-		p.slots[bit].grants = 1 // r itself; the name cannot have been granted before
+		p.slots[bit].grants = 1 // this grant; the name was not granted before
 	}
 	p.linkNewest(bit)
 	return bit, true
@@ -207,8 +216,8 @@ func (p *Primary) lowestFree() (uint32, bool) {
 	return uint32(len(p.entries)), true
 }
 
-// Issue closes the given cycle: it appends to dst the bits erased since the last one. From now on a vote of
-// a member that has seen the cycle cannot mean them.
+// Issue closes the given cycle: it appends to dst the bits that were erased since the last call. From then
+// on, a vote of a member that has seen the cycle cannot mean the erased entries.
 func (p *Primary) Issue(cycle uint64, dst []uint32) []uint32 {
 	for i := len(p.erased) - p.unissued; i < len(p.erased); i++ {
 		p.erased[i].erase = cycle
@@ -218,8 +227,8 @@ func (p *Primary) Issue(cycle uint64, dst []uint32) []uint32 {
 	return dst
 }
 
-// Forget drops erased entries that no member can mean any more: seen is the least cycle that all have
-// seen.
+// Forget drops the erased entries that no vote can mean any more. seen is the least cycle that all members
+// have seen.
 func (p *Primary) Forget(seen uint64) {
 	kept := p.erased[:0]
 	for _, e := range p.erased {
@@ -234,7 +243,7 @@ func (p *Primary) Forget(seen uint64) {
 // Remembered returns the number of erased entries that are kept for late votes.
 func (p *Primary) Remembered() int { return len(p.erased) }
 
-// Cacheable reports whether responses of kind k are worth a bit. What moves nothing is rare.
+// Cacheable reports whether responses of kind k are cached: those that move data. The other kinds are rare.
 func Cacheable(k message.Kind) bool { return k.MovesData() }
 
 func (p *Primary) linkNewest(bit uint32) {

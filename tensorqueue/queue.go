@@ -1,9 +1,9 @@
-// Package tensorqueue is where training code and the background loop meet: a table of the named tensors
-// that are in flight, and the requests that the loop has not seen yet.
+// Package tensorqueue connects training code with the background loop. A Queue is a table of the named
+// tensors that are in flight, with a list of the entries that the loop has not seen yet.
 //
-// Submitting goroutines Add; the loop Pops, and Takes an entry when its response is granted; whoever executes
-// the response Finishes the entry. All methods are safe for concurrent use. The queue never looks into the buffers:
-// between Add and the call of Done they belong to the engine. From the call of Done on an entry may be used again.
+// Submitting goroutines call Add. The loop calls Pop. The goroutine that executes the response calls Finish.
+// All methods are safe for concurrent use. The queue never accesses the buffers: they belong to the engine
+// from Add until Done is called. From the call of Done on, an entry may be used again.
 package tensorqueue
 
 import (
@@ -18,8 +18,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// DuplicateNameError refuses a tensor whose name is in use: a tensor of that name is in flight, or the program that
-// submitted it has not yet seen that it is done.
+// DuplicateNameError is the error of Add if the name of a tensor is in use: a tensor of that name is in
+// flight, or the program that submitted it has not yet observed its completion.
 type DuplicateNameError struct {
 	Kind message.Kind
 	Name string
@@ -34,40 +34,45 @@ func (e *DuplicateNameError) Error() string {
 type Entry struct {
 	Set     topo.ProcessSetID
 	Request message.Request
-	// Input is this rank's contribution, Output where the result goes. The kind says which is used: a barrier has
-	// neither. They are one buffer, or do not overlap, unless the operation is InPlace: then Input is this rank's
-	// part of Output (allgather), or Output of Input (reducescatter, whose Input is undefined afterwards).
+	// Input is this rank's contribution, and Output receives the result. The kind decides which are used: a
+	// barrier has neither. They are the same buffer, or do not overlap, unless InPlace is set: then Input is
+	// this rank's part of Output (allgather), or Output is this rank's part of Input (reducescatter, whose
+	// Input is undefined afterwards).
 	Input, Output []byte
 	InPlace       bool
-	// Parts are the tensors of a group that is one request, in place of Input and Output.
+	// Parts are the tensors of a group that is submitted as one request. They replace Input and Output.
 	Parts []Part
-	// Allocate makes Output once its size is known, for operations whose result depends on other ranks, unless Output
-	// is there already.
+	// Allocate makes Output once its size is known, for operations whose output size depends on other ranks.
+	// It is not used if Output is already set.
 	Allocate func(numBytes int) []byte
-	// Splits is for alltoall: how many rows of Input each member gets. Received becomes how many rows came from each
-	// member.
+	// Splits is, for alltoall, the number of rows of Input for each member. Received receives the number of
+	// rows that came from each member.
 	Splits, Received []int64
-	// ErrorFeedback is for a compressed allreduce: what compression lost is added to the next tensor of the name.
+	// ErrorFeedback is for a compressed allreduce: the compression error is added to the next tensor of the
+	// same name.
 	ErrorFeedback bool
-	// Timeout is how long the operation may take; 0 is for ever.
+	// Timeout is the longest time that the operation may take; 0 means no limit.
 	Timeout time.Duration
-	// Hold keeps the name in use after Done, until Held is released. It is the same for all entries of an Add.
+	// Hold keeps the name in use after Done, until the Name that Held returns is released. It is the same for
+	// all entries of an Add.
 	Hold bool
-	// Response is what was granted. It is there before Done is called with nil.
+	// Response is the granted response. It is set before Done is called with nil.
 	Response *message.Response
-	// Done is called exactly once, after the engine has let go of the buffers and, without Hold, freed the name.
+	// Done is called exactly once, after the engine has stopped using the buffers and, without Hold, the name
+	// is free again.
 	Done func(err error)
-	// Times say how far it has got.
+	// Times are the times at which the entry reached each state.
 	Times Times
-	// Deadline is when Timeout ends, 0 if never. Nobody but the loop looks at it.
+	// Deadline is the time at which Timeout ends, 0 if never. Only the loop accesses it.
 	Deadline time.Duration
 
 	queue *Queue
 	name  *Name
 }
 
-// Held returns the name that e holds beyond Done, and nil without Hold. That of the first entry of an Add stands for the
-// names of all entries that were added with it. It must not be called after Done has returned.
+// Held returns the name that e keeps in use after Done, and nil without Hold. The name of the first entry of
+// an Add also stands for the names of all entries that were added with it. Held must not be called after Done
+// has returned.
 func (e *Entry) Held() *Name {
 	if !e.Hold {
 		return nil
@@ -75,33 +80,36 @@ func (e *Entry) Held() *Name {
 	return e.name
 }
 
-// Part is a tensor of a group: what this rank contributes and where the result goes.
+// Part is a tensor of a group: Input is this rank's contribution, and Output receives the result.
 type Part struct{ Input, Output []byte }
 
-// Times say how far an entry has got, in time since the engine's start; 0 is what has not happened. Submitted does not change after
-// Add; the others are nanoseconds that any goroutine may look at.
+// Times are the times at which an entry was submitted, sent, granted and begun, since the start of the
+// engine; 0 means not yet. Submitted does not change after Add. The other times are in nanoseconds, and any
+// goroutine may load them.
 type Times struct {
 	Submitted            time.Duration
 	Sent, Granted, Begun atomic.Int64
-	// Grant is the number of the grant, times 256, and the backend that runs it; 0 as long as there is none.
+	// Grant is the number of the grant times 256, plus the backend that runs it; 0 before the grant.
 	Grant atomic.Uint64
 }
 
-// Name is what a queue remembers of a name. It outlives the entries, for most names come again.
+// Name is the state that a queue keeps for a name. It outlives the entries, because most names are submitted
+// again.
 type Name struct {
 	entry *Entry // in flight, or nil
-	next  *Name  // held by the next entry of the same Add
+	next  *Name  // of the next entry of the same Add, if it has Hold
 	bit   uint32 // Request.Bit of the last entry
-	// holds counts the entries with Hold, and changes only while the name is free; released counts those that were released.
+	// holds counts the entries with Hold, and changes only while the name is free. released is the number of
+	// them that have been released.
 	holds    uint32
 	released atomic.Uint32
 }
 
-// Release frees n, and the names that were added after it in the same Add. It must be called once, after Done of all these
-// entries. It takes no lock.
+// Release frees n and the names that were added after it in the same Add. It must be called once, after Done
+// of all these entries was called. It takes no lock.
 func (n *Name) Release() {
 	for n != nil {
-		next := n.next // before another Add may take n
+		next := n.next // read before the Store, after which another Add may use n
 		n.released.Store(n.holds)
 		n = next
 	}
@@ -110,18 +118,18 @@ func (n *Name) Release() {
 // free reports whether the name may be submitted.
 func (n *Name) free() bool { return n.entry == nil && n.released.Load() == n.holds }
 
-// Queue holds the entries of one process set. Use New.
+// Queue holds the entries of one process set. New makes one.
 type Queue struct {
 	mu       sync.Mutex
 	names    map[string]*Name
 	inFlight int
-	limit    int // of names that are remembered
+	limit    int // number of names at which forget is called
 	pending  []*Entry
 	closed   error
 	waiting  atomic.Bool // pending is not empty
 }
 
-// minNames is the least limit of names that are remembered.
+// minNames is the least limit on the number of names that a queue keeps.
 const minNames = 2048
 
 // New makes an empty queue.
@@ -129,8 +137,8 @@ func New() *Queue {
 	return &Queue{names: make(map[string]*Name), limit: minNames}
 }
 
-// Add submits entries: all of them, in this order, or none. It fails with *DuplicateNameError if a name is in use, or with
-// the error given to Close, and then Done is not called.
+// Add submits all entries, in this order, or none of them. It fails with *DuplicateNameError if a name is in
+// use, or with the error that was passed to Close. If it fails, Done is not called.
 func (q *Queue) Add(entries ...*Entry) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -163,7 +171,7 @@ func (q *Queue) Add(entries ...*Entry) error {
 	return nil
 }
 
-// nameOf returns what is known of a name.
+// nameOf returns the state of the name text, and makes it if there is none. The caller holds mu.
 func (q *Queue) nameOf(text string) *Name {
 	if n := q.names[text]; n != nil {
 		return n
@@ -176,13 +184,15 @@ func (q *Queue) nameOf(text string) *Name {
 	return n
 }
 
-// forget drops the names that are not in use. The next time is after as many new ones as are kept.
+// forget drops the names that are not in use. It raises the limit to twice the number of names that remain,
+// so that the next call comes only after as many new names. The caller holds mu.
 func (q *Queue) forget() {
 	maps.DeleteFunc(q.names, func(_ string, n *Name) bool { return n.free() })
 	q.limit = max(minNames, 2*len(q.names))
 }
 
-// Pop appends to dst the entries added since the last Pop, in order of submission. They stay in the table.
+// Pop appends to dst the entries that were added since the last Pop, in order of submission. They stay in the
+// table.
 func (q *Queue) Pop(dst []*Entry) []*Entry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -193,17 +203,17 @@ func (q *Queue) Pop(dst []*Entry) []*Entry {
 	return dst
 }
 
-// Pending returns the number of entries to Pop.
+// Pending returns the number of entries that the next Pop would return.
 func (q *Queue) Pending() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return len(q.pending)
 }
 
-// Waiting reports whether there is something to Pop. It takes no lock, so looking at many idle queues is cheap.
+// Waiting reports whether there are entries to Pop. It takes no lock, so polling many idle queues is cheap.
 func (q *Queue) Waiting() bool { return q.waiting.Load() }
 
-// Find returns the entry of a name, or nil.
+// Find returns the entry with the given name that is in flight, or nil.
 func (q *Queue) Find(name string) *Entry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -213,8 +223,8 @@ func (q *Queue) Find(name string) *Entry {
 	return nil
 }
 
-// Finish takes e from the table and calls its Done. It does nothing if e is not in its queue any more, but it must not be called after
-// Done was: e may be another by then.
+// Finish removes e from the table and calls its Done with err. It does nothing if e is not in its queue any
+// more. It must not be called after Done was called: e may have been submitted again by then.
 func (e *Entry) Finish(err error) {
 	q := e.queue
 	q.mu.Lock()
@@ -225,7 +235,7 @@ func (e *Entry) Finish(err error) {
 	}
 }
 
-// remove takes e from the table, if it is there.
+// remove removes e from the table and reports whether it was there. The caller holds mu.
 func (q *Queue) remove(e *Entry) bool {
 	if e.name.entry != e {
 		return false
@@ -235,7 +245,8 @@ func (q *Queue) remove(e *Entry) bool {
 	return true
 }
 
-// Close makes every later Add fail with err. The first err stays. Entries in the table are not touched.
+// Close makes every later Add fail with err. If Close is called again, the first err stays. Entries in the
+// table stay there.
 func (q *Queue) Close(err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -244,8 +255,8 @@ func (q *Queue) Close(err error) {
 	}
 }
 
-// Each calls visit for every entry that was added and not finished, in no particular order. Until it returns none of them
-// finishes: visit must not call methods of the queue or of an entry, nor keep the entry.
+// Each calls visit for every entry that is in flight, in no particular order. No entry finishes until Each
+// returns: visit must not call methods of the queue or of an entry, nor keep the entry.
 func (q *Queue) Each(visit func(e *Entry)) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -256,7 +267,8 @@ func (q *Queue) Each(visit func(e *Entry)) {
 	}
 }
 
-// FinishAll finishes all entries for which which is true, popped or not, each with what reason says.
+// FinishAll finishes all entries for which which returns true, popped or not, each with the error that reason
+// returns for it.
 func (q *Queue) FinishAll(which func(e *Entry) bool, reason func(e *Entry) error) {
 	q.mu.Lock()
 	var found []*Entry
