@@ -14,58 +14,59 @@ import (
 )
 
 const (
-	// maxWrite bounds one write: some systems refuse 2 GiB and more.
+	// maxWrite is the most bytes of one write: some systems refuse 2 GiB and more.
 	maxWrite = 1 << 30
-	// maxBatch and maxBatchBytes bound what the writer puts into one system call. Small messages queued behind
-	// a slow reader drain many times faster so (BenchmarkDrain); what is larger goes alone, because then Sent
-	// rises while it is written.
+	// maxBatch and maxBatchBytes bound the buffers that the writer puts into one system call. With batches,
+	// small messages that are queued for a slow reader drain many times faster (BenchmarkDrain). A larger
+	// buffer is written by itself, because then Sent rises while it is written.
 	maxBatch      = 64
 	maxBatchBytes = 256 << 10
-	// recordBytes is the most that TLS puts into one record (RFC 8446, section 5.1).
+	// recordBytes is the most bytes of one TLS record (RFC 8446, section 5.1).
 	recordBytes = 16 << 10
 )
 
-// conn is the channel to one peer on one lane. The sender writes what the socket takes at once; the rest
-// waits in queue for a goroutine, started when there is a rest for the first time, that writes it as the
-// socket drains. While that goroutine has work, the sender only queues: one of them writes at a time. An encrypted
-// connection is written by that goroutine alone.
+// conn is the channel to one peer on one lane. The sender writes as many bytes as the socket takes at once.
+// The rest waits in queue for the writer, a goroutine that is started when it is first needed and writes the
+// queue as the socket drains. While the queue is not empty the sender only appends to it, so only one of them
+// writes at a time. On an encrypted connection only the writer writes.
 //
-// Deadlines, and the end, are those of the socket in both cases. TLS has words of its own for the end of a stream, which
-// would have to wait for room; they are not needed, because a stream that ends is an error at the peer however it ends.
+// Deadlines and the end of the stream are those of the socket in both cases. The close message of TLS is not
+// sent, because it would have to wait for room in the socket. It is not needed: every end of a stream is an
+// error at the peer.
 type conn struct {
 	lane transport.Lane
 	peer topo.Rank
 	sock *socket
-	over net.Conn        // sock, or TLS over it: then only out writes to sock
+	over net.Conn        // sock, or TLS over it; with TLS only out writes to sock
 	out  *gather         // nil if over is sock
 	wg   *sync.WaitGroup // of the Endpoint, whose Close waits for the writer
 	poll *poller         // nil on other lanes than Control
 
-	// cause is why this side gave up the connection. It is set before the socket is touched, so that whoever
-	// is thrown out of a system call finds it.
+	// cause is the reason why this side gave up the connection. It is set before the socket is touched, so
+	// that a system call that is interrupted then finds it.
 	cause atomic.Pointer[error]
 	sent  atomic.Uint64
 
 	reading sync.Mutex  // held by Read and TryRead
-	rerr    error       // of the receiving half
-	unread  atomic.Bool // TLS may have decrypted more than it was asked for
+	rerr    error       // error of the receiving half
+	unread  atomic.Bool // TLS may hold decrypted bytes that were not read yet
 
-	// These belong to whoever writes, and are kept because Send must not allocate.
+	// The fields of this block belong to the writer. They are kept because Send must not allocate.
 	small    [maxBatch][]byte
-	batch    [][]byte // a part of small
-	gathered []byte   // batch in one piece
-	record   []byte   // what goes into the next record, if over is TLS
-	unsent   int      // bytes that out has and sent has not
+	batch    [][]byte // the buffers to write, a prefix of small
+	gathered []byte   // copy of batch in one buffer
+	record   []byte   // bytes of the next record, if over is TLS
+	unsent   int      // bytes that were passed to out and are not counted in sent yet
 
 	mu      sync.Mutex
-	changed sync.Cond // queue ran empty or got its first buffer, or cause was set
-	queue   [][]byte  // from head on unwritten; the writer leaves buffers in place until they are written
+	changed sync.Cond // signals that queue ran empty or got a buffer, or that cause was set
+	queue   [][]byte  // unwritten from head on; the writer removes buffers only after they are written
 	head    int
-	writer  bool  // has been started
-	serr    error // of the sending half
+	writer  bool  // the writer has been started
+	serr    error // error of the sending half
 }
 
-// newConn makes a channel of the socket, when the handshake is over. over is sock or *sealed over it.
+// newConn makes a channel of the socket after the handshake. over is sock, or the *sealed over it.
 func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, sock *socket, over net.Conn) *conn {
 	c := &conn{lane: lane, peer: peer, sock: sock, over: over, wg: wg}
 	c.changed.L = &c.mu
@@ -107,7 +108,8 @@ func (c *conn) TryRead(p []byte) (n int, err error) {
 	return n, err
 }
 
-// leaveRuntimePoller is called by who polls. The socket changes its descriptor then, which the poller knows it by.
+// leaveRuntimePoller takes the socket out of the runtime's poller. The polling goroutine calls it. The
+// descriptor of the socket changes, so the channel is removed from poll before and added after.
 func (c *conn) leaveRuntimePoller() {
 	if c.poll != nil {
 		c.poll.remove(c)
@@ -121,7 +123,7 @@ func (c *conn) leaveRuntimePoller() {
 	}
 }
 
-// read reads by r and notes a failure. It gives 0 and no error for errWouldBlock. The caller holds reading.
+// read calls r and records a failure. It returns 0 and no error for errWouldBlock. The caller holds reading.
 func (c *conn) read(r func([]byte) (int, error), p []byte) (int, error) {
 	if cause := c.cause.Load(); cause != nil {
 		return 0, *cause
@@ -140,7 +142,7 @@ func (c *conn) read(r func([]byte) (int, error), p []byte) (int, error) {
 	return n, c.rerr
 }
 
-// hasUnread reports whether TryRead may have something to give that the socket does not show.
+// hasUnread reports whether TryRead may return bytes or an error that epoll does not report for the socket.
 func (c *conn) hasUnread() bool { return c.unread.Load() || c.cause.Load() != nil }
 
 // Send implements transport.Conn.
@@ -152,7 +154,7 @@ func (c *conn) Send(p []byte) error {
 		return err
 	}
 	if !busy && c.out == nil {
-		// The writer has nothing to do, and only this goroutine could give it something.
+		// The writer is idle, and only this goroutine could give it work.
 		p, err = c.write(p, c.sock.TryWrite)
 	}
 	if err == nil && len(p) == 0 {
@@ -177,8 +179,8 @@ func (c *conn) Send(p []byte) error {
 // Sent implements transport.Conn.
 func (c *conn) Sent() uint64 { return c.sent.Load() }
 
-// Flush implements transport.Conn. An abort or a failure empties the queue too, as soon as the writer is out
-// of the kernel.
+// Flush implements transport.Conn. After an abort or a failure the queue is emptied too, as soon as the
+// writer has returned from its system call.
 func (c *conn) Flush() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -188,7 +190,7 @@ func (c *conn) Flush() error {
 	return c.sendErr()
 }
 
-// drain is the writer goroutine. It ends when the sending half has failed, at the latest with close.
+// drain is the writer goroutine. It ends when the sending half has failed, at the latest after close.
 func (c *conn) drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -222,8 +224,8 @@ func (c *conn) drain() {
 	}
 }
 
-// fillBatch puts the first buffer of queue into batch, and those behind it as far as they are small together, and
-// returns how many. The caller holds mu.
+// fillBatch puts the first buffer of queue into batch, and the buffers after it as long as their sum is at
+// most maxBatchBytes. It returns their number. The caller holds mu.
 func (c *conn) fillBatch() int {
 	n, numBytes := 0, 0
 	for _, p := range c.queue[c.head:min(c.head+maxBatch, len(c.queue))] {
@@ -237,7 +239,7 @@ func (c *conn) fillBatch() int {
 	return n
 }
 
-// writeBatch writes batch in one piece: a copy costs less than a system call.
+// writeBatch copies batch into one buffer and writes it: a copy costs less than a system call.
 func (c *conn) writeBatch() error {
 	c.gathered = c.gathered[:0]
 	for _, p := range c.batch {
@@ -247,7 +249,7 @@ func (c *conn) writeBatch() error {
 	return err
 }
 
-// writeRecords writes batch in as few records as it takes: a copy costs less than a system call.
+// writeRecords writes batch in as few TLS records as possible: a copy costs less than a system call.
 func (c *conn) writeRecords() error {
 	for _, p := range c.batch {
 		for len(p) > 0 {
@@ -272,7 +274,8 @@ func (c *conn) writeRecords() error {
 	return c.flushRecords()
 }
 
-// writeRecord has TLS make a record of b, which is or takes the place of record.
+// writeRecord makes a TLS record of b and clears record. b is record itself, or a full record that needs no
+// copy.
 func (c *conn) writeRecord(b []byte) error {
 	n, err := c.over.Write(b)
 	c.unsent += n
@@ -286,7 +289,7 @@ func (c *conn) writeRecord(b []byte) error {
 	return nil
 }
 
-// flushRecords writes the records that are made.
+// flushRecords writes the finished records to the socket.
 func (c *conn) flushRecords() error {
 	if err := c.out.flush(); err != nil {
 		return c.explain(err)
@@ -296,8 +299,8 @@ func (c *conn) flushRecords() error {
 	return nil
 }
 
-// push appends p to queue. A queue that never runs empty moves to the front now and then, or it would grow
-// for ever. The caller holds mu.
+// push appends p to queue. If the queue has not been empty for a long time, push moves it to the front of its
+// array, which would grow without bound otherwise. The caller holds mu.
 func (c *conn) push(p []byte) {
 	if len(c.queue) == cap(c.queue) && c.head > len(c.queue)/2 {
 		c.queue, c.head = slices.Delete(c.queue, 0, c.head), 0
@@ -315,7 +318,7 @@ func (c *conn) pop(n int) {
 	}
 }
 
-// sendErr is why the sending half has failed, if it has. The caller holds mu.
+// sendErr returns the reason why the sending half has failed, or nil. The caller holds mu.
 func (c *conn) sendErr() error {
 	if cause := c.cause.Load(); cause != nil {
 		return *cause
@@ -323,7 +326,7 @@ func (c *conn) sendErr() error {
 	return c.serr
 }
 
-// explain is the error to report when a system call failed with err.
+// explain returns the error to report after a system call failed with err.
 func (c *conn) explain(err error) error {
 	if cause := c.cause.Load(); cause != nil {
 		return *cause
@@ -334,8 +337,8 @@ func (c *conn) explain(err error) error {
 // abort fails all calls with err and leaves the socket open. It is not called after close.
 func (c *conn) abort(err error) {
 	c.cause.Store(&err)
-	// A deadline in the past throws out whoever waits for the socket, and lets nobody in. It fails only on a
-	// closed socket, which does the same.
+	// A deadline in the past interrupts the calls that wait for the socket, and fails later ones. SetDeadline
+	// fails only on a closed socket, which has the same effect.
 	_ = c.sock.SetDeadline(time.Unix(1, 0))
 	c.wake()
 }
@@ -348,22 +351,22 @@ func (c *conn) close() {
 	c.wake()
 }
 
-// linger is the graceful end of a connection that was aborted. The peer gets what the socket has taken, then the
-// end of the stream. What the peer sends is read and dropped, until its stream ends or d has passed: the kernel
-// answers bytes that find the socket closed, or are unread when it closes, with a reset, which can cost the peer
-// what it has not read yet.
+// linger ends an aborted connection gracefully. The peer receives the bytes that the socket has taken, then
+// the end of the stream. linger reads and drops the bytes that the peer sends until the peer's stream ends or
+// d has passed: if bytes arrive at a closed socket, or are unread when it closes, the kernel answers with a
+// reset, and the peer can lose bytes that it has not read yet.
 func (c *conn) linger(d time.Duration) {
 	defer hangUp(c.sock)
 	if err := c.endStream(d); err != nil {
-		return // the connection has ended by itself
+		return // the connection has already ended
 	}
-	// However this ends, there is nothing left to wait for.
+	// The result does not matter: in every case there is nothing left to wait for.
 	_, _ = io.Copy(io.Discard, c.sock)
 }
 
-// endStream tells the peer that no more will come, and allows reading for d.
+// endStream ends the outgoing stream and sets the deadline for reading to d from now.
 func (c *conn) endStream(d time.Duration) error {
-	// Whoever was in Read is out, or the new deadline would keep it there; who comes later finds cause.
+	// Wait until Read has returned, or the new deadline would let it wait again. Later calls find cause.
 	c.reading.Lock()
 	defer c.reading.Unlock()
 	if err := c.sock.CloseWrite(); err != nil {
@@ -372,15 +375,16 @@ func (c *conn) endStream(d time.Duration) error {
 	return c.sock.SetReadDeadline(time.Now().Add(d))
 }
 
-// wake makes those who wait for changed see cause.
+// wake wakes the goroutines that wait for changed, so that they see cause.
 func (c *conn) wake() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.changed.Broadcast()
 }
 
-// write writes p by one of the socket's methods, and returns what it left because it must not wait. It watches cause itself
-// because the deadline throws out only who waits, and a fast peer never makes it wait.
+// write writes p with by, a method of the socket, and returns the bytes that by could not write without
+// waiting. It checks cause before each call, because a deadline interrupts only a call that waits, and with a
+// fast peer no call waits.
 func (c *conn) write(p []byte, by func([]byte) (int, error)) ([]byte, error) {
 	for len(p) > 0 {
 		if c.cause.Load() != nil {

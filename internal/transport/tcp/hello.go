@@ -12,25 +12,25 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Refusal is why a rank would not accept a connection. The rank that dialed finds it in the error of Conn:
-// errors.Is(err, StaleEpoch).
+// Refusal is the reason why a rank did not accept a connection. The rank that dialed finds it in the error of
+// Conn: errors.Is(err, StaleEpoch).
 type Refusal uint32
 
-// The refusals. Zero is the answer of a rank that accepts.
+// Reasons for a refusal. Zero is the answer of a rank that accepts.
 const (
 	accepted Refusal = iota
 
-	// WrongVersion is the answer to another version of this protocol.
+	// WrongVersion means that the dialer uses another version of this protocol.
 	WrongVersion
-	// WrongJob is the answer to a rank of another job.
+	// WrongJob means that the dialer belongs to another job.
 	WrongJob
-	// StaleEpoch is the answer when the epochs differ: one side's address is out of date.
+	// StaleEpoch means that the epochs differ: the dialer used an outdated address, or this rank is outdated.
 	StaleEpoch
-	// NotMe is the answer to a rank that looked for another rank at this address.
+	// NotMe means that the dialer expected another rank at this address.
 	NotMe
-	// UnknownRank is the answer to a rank that is not below the answering one: only lower ranks dial.
+	// UnknownRank means that the dialer's rank is not lower than this rank: only lower ranks dial.
 	UnknownRank
-	// DuplicateChannel is the answer to a second connection for one lane and peer.
+	// DuplicateChannel means that there is already a connection for this lane and peer.
 	DuplicateChannel
 
 	numRefusals
@@ -48,19 +48,19 @@ func (r Refusal) Error() string {
 	return "tcp: refused: " + refusals[r]
 }
 
-// errNotOurs is the error for a first word that no rank sends.
+// errNotOurs is the error if the first word is not the magic of this protocol.
 var errNotOurs = errors.New("tcp: the other end does not speak this protocol")
 
 const (
 	magic      = 0x67687664 // "ghvd"
-	purpose    = "ghvd"     // what the secret is proven for
+	purpose    = "ghvd"     // names this protocol in the proof of the secret
 	version    = 1
 	helloSize  = 44
 	answerSize = 8
 )
 
-// hello is what a dialer says first. All versions of the protocol have its size and its first eight bytes,
-// so that an unknown version can be read to the end and answered.
+// hello is the first message of a dialer. All versions of the protocol have its size and its first eight
+// bytes, so that a hello of an unknown version can be read completely and answered.
 //
 //	magic u32 | version u32 | job [16] | epoch u64 | from u32 | to u32 | lane u32     (big-endian)
 type hello struct {
@@ -71,7 +71,8 @@ type hello struct {
 	lane     transport.Lane
 }
 
-// hashJob is the form in which a job's identity travels: it hides nothing, it has a fixed size.
+// hashJob returns a hash of the job's identity, which is sent instead of it because it has a fixed size. The
+// hash is not meant to hide the identity.
 func hashJob(job string) [16]byte {
 	sum := sha256.Sum256([]byte(job))
 	return [16]byte(sum[:16])
@@ -88,7 +89,7 @@ func (h hello) encode() []byte {
 	return binary.BigEndian.AppendUint32(b, uint32(h.lane))
 }
 
-// readHello reads one hello and not a byte more; when the first word is wrong, only that word.
+// readHello reads exactly one hello. If the first word is wrong, it reads only that word.
 func readHello(r io.Reader) (hello, error) {
 	var b [helloSize]byte
 	if err := readMagic(r, b[:4]); err != nil {
@@ -107,13 +108,13 @@ func readHello(r io.Reader) (hello, error) {
 	}, nil
 }
 
-// encodeAnswer is the reply to a hello: magic u32 | status u32, where status 0 accepts.
+// encodeAnswer returns the answer to a hello: magic u32 | status u32, where status 0 accepts.
 func encodeAnswer(r Refusal) []byte {
 	b := binary.BigEndian.AppendUint32(make([]byte, 0, answerSize), magic)
 	return binary.BigEndian.AppendUint32(b, uint32(r))
 }
 
-// readAnswer returns nil if the other end accepted, and the Refusal if not.
+// readAnswer returns nil if the other end accepted, and a Refusal if it refused.
 func readAnswer(r io.Reader) error {
 	var b [answerSize]byte
 	if err := readMagic(r, b[:4]); err != nil {

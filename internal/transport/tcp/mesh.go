@@ -17,14 +17,14 @@ import (
 
 // Mesh is one rank's end of an epoch. It implements transport.Mesh.
 type Mesh struct {
-	e     *Endpoint // its mu guards lanes
+	e     *Endpoint // e.mu guards lanes and released
 	job   [16]byte
 	epoch uint64
 	rank  topo.Rank
 	addrs []string // guarded by e.mu once the Mesh is in use
 	lanes map[transport.Lane]*lane
 	poll  *poller // of the Control lane
-	// released are lanes that have gone from the map, for good.
+	// released has the lanes that were released. They are not in lanes any more and never return.
 	released transport.LaneSet
 }
 
@@ -34,21 +34,21 @@ type lane struct {
 	ctx    context.Context // ends with the lane, or when Close begins
 	cancel context.CancelFunc
 
-	err   error               // of Abort, or ErrReleased
+	err   error               // the error of Abort, or ErrReleased
 	conns map[topo.Rank]*conn // nil while the channel is being made
 	waits map[topo.Rank]*wait
 }
 
-// wait is shared by all who wait for one channel.
+// wait is shared by all goroutines that wait for one channel.
 type wait struct {
 	done chan struct{} // closed when conn or err is set
 	conn *conn
 	err  error
-	// attempt is why the channel could not be made so far.
+	// attempt is the error of the last attempt to make the channel.
 	attempt error
 }
 
-// Learn tells the Mesh the addresses of all ranks, if it was made with some of them.
+// Learn sets the addresses of all ranks. It is needed if the Mesh was made with only some of them.
 func (m *Mesh) Learn(addrs []string) error {
 	if len(addrs) != len(m.addrs) {
 		return fmt.Errorf("tcp: connect: %d addresses, want %d", len(addrs), len(m.addrs))
@@ -68,8 +68,8 @@ func (m *Mesh) addr(peer topo.Rank) string {
 	return m.addrs[peer]
 }
 
-// lane returns the lane with the given number. One that was released is made up each time and not kept. The caller
-// holds mu.
+// lane returns the lane with the given number, and makes it if there is none. A lane that was released is
+// made again for each call and not kept. The caller holds mu.
 func (m *Mesh) lane(id transport.Lane) *lane {
 	l := m.lanes[id]
 	if l == nil {
@@ -84,7 +84,8 @@ func (m *Mesh) lane(id transport.Lane) *lane {
 	return l
 }
 
-// fail ends all waiting and gives the Conns an error, which later calls of Mesh.Conn get too. The caller holds mu.
+// fail fails all Conns of the lane, and all current and later calls of Mesh.Conn for it, with err. The caller
+// holds mu.
 func (l *lane) fail(err error) {
 	l.err = err
 	for _, c := range l.conns {
@@ -97,13 +98,13 @@ func (l *lane) fail(err error) {
 	}
 }
 
-// end makes the lane a released one. The caller holds mu.
+// end fails the lane with ErrReleased and ends its context. The caller holds mu.
 func (l *lane) end() {
 	l.fail(transport.ErrReleased)
 	l.cancel()
 }
 
-// finish ends the waiting for peer. The caller holds mu.
+// finish ends the wait for the channel to peer with c or err. The caller holds mu.
 func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 	if w := l.waits[peer]; w != nil {
 		w.conn, w.err = c, err
@@ -112,8 +113,8 @@ func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 	}
 }
 
-// Conn implements transport.Mesh. The attempt to connect goes on for up to Config.DialTimeout after ctx has
-// ended, because it cannot be known whether the peer has accepted it already; a later Conn joins it.
+// Conn implements transport.Mesh. The attempt to connect continues for up to Config.DialTimeout after ctx has
+// ended, because this rank cannot know whether the peer has already accepted; a later Conn joins the attempt.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
 		return nil, fmt.Errorf("tcp: connect lane %d: peer is rank %d, want 0 to %d without %d", id, peer, len(m.addrs)-1, m.rank)
@@ -141,7 +142,7 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 	}
 	m.e.mu.Unlock()
 
-	var expired <-chan time.Time // of a dial, dial itself takes care
+	var expired <-chan time.Time // stays nil if this rank dials: dial has its own timeout
 	if !dials {
 		t := time.NewTimer(m.e.cfg.DialTimeout)
 		defer t.Stop()
@@ -166,7 +167,7 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 	}
 }
 
-// laneErr is why a lane gives no Conns, if it does not. The caller holds mu.
+// laneErr returns the error with which Conn fails for the lane, or nil. The caller holds mu.
 func (m *Mesh) laneErr(l *lane) error {
 	if m.e.closed && l.err != transport.ErrReleased {
 		return transport.ErrClosed
@@ -174,8 +175,8 @@ func (m *Mesh) laneErr(l *lane) error {
 	return l.err
 }
 
-// Abort implements transport.Mesh. A connection of the lane that is being made, or comes later, is kept open
-// too.
+// Abort implements transport.Mesh. Connections of the lane that are being made, or are made later, are kept
+// open too.
 func (m *Mesh) Abort(id transport.Lane, err error) {
 	if err == nil {
 		panic("tcp: abort without an error")
@@ -190,8 +191,8 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 	}
 }
 
-// Release implements transport.Mesh. Its connections stay for up to Config.LingerTimeout if the peer does not
-// release the lane, and a handshake that has begun comes to its end.
+// Release implements transport.Mesh. Its connections stay open for up to Config.LingerTimeout if the peer
+// does not release the lane, and a handshake that has begun is completed.
 func (m *Mesh) Release(id transport.Lane) {
 	if id == transport.Control {
 		m.Abort(id, transport.ErrControl)
@@ -216,7 +217,7 @@ func (m *Mesh) Release(id transport.Lane) {
 	}
 }
 
-// letGo ends an aborted connection in its own time. The caller holds mu.
+// letGo starts a goroutine that ends an aborted connection gracefully. The caller holds mu.
 func (m *Mesh) letGo(c *conn) {
 	m.e.loose[c.sock] = struct{}{}
 	m.e.wg.Go(func() {
@@ -228,7 +229,8 @@ func (m *Mesh) letGo(c *conn) {
 // OnNotify implements transport.Poller.
 func (m *Mesh) OnNotify(notify func()) { m.poll.notify.Store(&notify) }
 
-// NotifyPeers implements transport.Poller. The kernel has done it.
+// NotifyPeers implements transport.Poller. It does nothing, because the kernel notifies peers when bytes
+// arrive.
 func (m *Mesh) NotifyPeers() {}
 
 // Park implements transport.Poller.
@@ -243,7 +245,7 @@ func (m *Mesh) EntersKernel() bool { return true }
 // Close implements transport.Mesh. It closes the Endpoint.
 func (m *Mesh) Close() error { return m.e.Close() }
 
-// closeConns is the Mesh's part of Endpoint.Close. The caller holds mu and has set closed.
+// closeConns closes the connections of the Mesh for Endpoint.Close. The caller holds mu and has set closed.
 func (m *Mesh) closeConns() {
 	for _, l := range m.lanes {
 		for _, c := range l.conns {
@@ -258,8 +260,8 @@ func (m *Mesh) closeConns() {
 	m.poll.notifyParked()
 }
 
-// reserve books the channel that h asks for, or says why it cannot be had by an error that wraps a Refusal. A lane
-// that was released is no reason: the peer cannot tell whether it came before.
+// reserve reserves the channel that h asks for. It returns an error that wraps a Refusal if h must be
+// refused. A lane that was released is not refused, because the peer cannot know of the release.
 func (m *Mesh) reserve(h hello) (*lane, error) {
 	switch {
 	case h.job != m.job:
@@ -281,14 +283,15 @@ func (m *Mesh) reserve(h hello) (*lane, error) {
 	return l, nil
 }
 
-// unreserve gives back what reserve booked.
+// unreserve undoes reserve.
 func (m *Mesh) unreserve(l *lane, peer topo.Rank) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
 	delete(l.conns, peer)
 }
 
-// publish makes a connection past its handshake a channel of l, or ends it if l was released meanwhile.
+// publish makes a connection that has completed its handshake a channel of l, or ends it if l has been
+// released meanwhile.
 func (m *Mesh) publish(l *lane, c *conn) error {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
@@ -308,11 +311,12 @@ func (m *Mesh) publish(l *lane, c *conn) error {
 	}
 	delete(m.e.loose, c.sock)
 	l.conns[c.peer] = c
-	l.finish(c.peer, c, nil) // nobody waits, nor ever will, if the lane was aborted
+	l.finish(c.peer, c, nil) // does nothing if the lane was aborted: fail has ended the waits
 	return nil
 }
 
-// dial makes the channel to a higher rank, again and again until it succeeds, is refused, or takes too long.
+// dial makes the channel to a higher rank. It retries until it succeeds, is refused, or DialTimeout has
+// passed.
 func (m *Mesh) dial(l *lane, peer topo.Rank) {
 	ctx, cancel := context.WithTimeout(l.ctx, m.e.cfg.DialTimeout)
 	defer cancel()
@@ -327,7 +331,7 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 			return
 		}
 		if ctx.Err() == nil || last == nil {
-			last = err // what the end of ctx broke off says less
+			last = err // an error that the end of ctx causes says less than the one before
 		}
 		m.failed(l, peer, last)
 		m.e.log.Debug("tcp: connect failed", zap.Uint32("lane", uint32(l.id)), zap.Int32("peer", int32(peer)),
@@ -364,7 +368,7 @@ func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 	return nil
 }
 
-// introduce is the dialing side of the handshake, and publishes the channel.
+// introduce runs the dialing side of the handshake, and publishes the channel.
 func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc *socket) error {
 	deadline := time.Now().Add(2 * m.e.cfg.HandshakeTimeout)
 	if end, ok := ctx.Deadline(); ok && end.Before(deadline) {
@@ -391,7 +395,7 @@ func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc *socke
 	return m.publish(l, c)
 }
 
-// failed tells those who wait why they still do.
+// failed records err as the error of the last attempt, for the goroutines that wait for the channel.
 func (m *Mesh) failed(l *lane, peer topo.Rank, err error) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
@@ -400,13 +404,13 @@ func (m *Mesh) failed(l *lane, peer topo.Rank, err error) {
 	}
 }
 
-// giveUp fails those who wait for peer. A later Conn dials afresh.
+// giveUp fails the calls of Conn that wait for peer. A later Conn dials again.
 func (m *Mesh) giveUp(l *lane, peer topo.Rank, err error) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
 	delete(l.conns, peer)
 	if dial.IsExhausted(err) {
-		err = dial.ExplainLimit(err) // which is no fault of the peer
+		err = dial.ExplainLimit(err) // the peer has not failed
 	} else {
 		err = &transport.PeerError{Peer: peer, Lane: l.id, Err: err}
 	}

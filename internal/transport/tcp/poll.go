@@ -13,13 +13,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// poller notifies the goroutine that polls the Control lane of what arrives while that is parked. The sockets are in an epoll
-// instance, which is in another one, and a goroutine waits for that in the runtime's poller. While nobody is parked the outer
-// one is told to ignore the inner one, so that what arrives wakes no thread.
+// poller notifies the goroutine that polls the Control lane when data arrives while that goroutine is parked.
+// The sockets are in an inner epoll instance, which is in an outer one, and a goroutine waits for the outer
+// one in the runtime's poller. While the polling goroutine is not parked, the outer instance ignores the
+// inner one, so that arriving data wakes no thread.
 type poller struct {
-	inner  int      // the descriptor of an epoll instance that has the sockets
-	outer  int      // of one that has inner
-	file   *os.File // has outer
+	inner  int      // descriptor of the epoll instance that has the sockets
+	outer  int      // descriptor of the epoll instance that has inner
+	file   *os.File // owns outer
 	raw    syscall.RawConn
 	notify atomic.Pointer[func()]
 	parked atomic.Bool
@@ -27,7 +28,7 @@ type poller struct {
 	mu     sync.Mutex // held to use inner
 	closed bool
 	conns  []*conn
-	event  unix.EpollEvent // here because it must not be allocated
+	event  unix.EpollEvent // kept here so that report does not allocate
 	events [1]unix.EpollEvent
 }
 
@@ -43,7 +44,7 @@ func newPoller() (*poller, error) {
 		if err := unix.EpollCtl(p.outer, unix.EPOLL_CTL_ADD, p.inner, &unix.EpollEvent{}); err != nil {
 			return os.NewSyscallError("epoll_ctl", err)
 		}
-		return unix.SetNonblock(p.outer, true) // or package os would not put it into the runtime's poller
+		return unix.SetNonblock(p.outer, true) // package os puts only nonblocking files into the runtime's poller
 	}()
 	if err != nil {
 		for _, fd := range []int{p.inner, p.outer} {
@@ -60,7 +61,7 @@ func newPoller() (*poller, error) {
 	return p, nil
 }
 
-// add has the poller notify of what arrives on c.
+// add adds the socket of c to the inner instance, so that data on it notifies.
 func (p *poller) add(c *conn) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -71,15 +72,15 @@ func (p *poller) add(c *conn) error {
 	return nil
 }
 
-// remove has the poller forget c, because its descriptor changes, or because it has failed: its socket would stay readable.
+// remove removes c, because its descriptor changes or because it has failed: a failed socket stays readable.
 func (p *poller) remove(c *conn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	_ = p.change(unix.EPOLL_CTL_DEL, c) // it fails only on a closed socket, which is forgotten by itself
+	_ = p.change(unix.EPOLL_CTL_DEL, c) // fails only on a closed socket, which the kernel has removed
 	p.conns = slices.DeleteFunc(p.conns, func(other *conn) bool { return other == c })
 }
 
-// change does an operation of epoll_ctl. The caller holds mu.
+// change calls epoll_ctl for the socket of c with operation op. The caller holds mu.
 func (p *poller) change(op int, c *conn) error {
 	if p.closed {
 		return net.ErrClosed
@@ -98,7 +99,7 @@ func (p *poller) notifyParked() {
 	}
 }
 
-// watch notifies of what arrives after park, until close.
+// watch notifies the polling goroutine of data that arrives after park. It runs until close.
 func (p *poller) watch() {
 	var events [1]unix.EpollEvent
 	for p.raw.Read(func(outer uintptr) bool { return arrived(int(outer), events[:]) }) == nil {
@@ -112,8 +113,8 @@ func arrived(epoll int, events []unix.EpollEvent) bool {
 	return n > 0 || err != nil && err != unix.EINTR
 }
 
-// report has the outer instance report the given events of the inner one. The caller holds mu, and the poller
-// is not closed: nothing can fail.
+// report sets the events of the inner instance that the outer instance reports. The caller holds mu, and the
+// poller is not closed, so the system call cannot fail.
 func (p *poller) report(events uint32) {
 	p.event.Events = events
 	_ = unix.EpollCtl(p.outer, unix.EPOLL_CTL_MOD, p.inner, &p.event)
@@ -127,9 +128,9 @@ func (p *poller) park() bool {
 		return false
 	}
 	p.parked.Store(true)
-	p.report(unix.EPOLLIN | unix.EPOLLONESHOT) // also of what has arrived meanwhile
+	p.report(unix.EPOLLIN | unix.EPOLLONESHOT) // also reports data that has arrived since the check
 	if slices.ContainsFunc(p.conns, (*conn).hasUnread) {
-		p.parked.Store(false) // who failed it may have looked at parked too early
+		p.parked.Store(false) // abort may have read parked before it was set
 		return false
 	}
 	return true

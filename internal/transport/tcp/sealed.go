@@ -7,18 +7,20 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// sealed is TLS over a socket.
+// sealed is a TLS connection over a socket.
 type sealed struct {
 	net.Conn
 	out *gather
 }
 
-// gatherBytes is how much of what TLS writes goes into one system call, a record more or less.
+// gatherBytes is the number of bytes of TLS records that are written in one system call. It may be exceeded
+// by one record.
 const gatherBytes = 64 << 10
 
-// gather is the socket under TLS. From begin on it keeps what TLS writes until flush. One system call then takes several records,
-// and, what matters more, TLS never waits for the peer with its lock held: it wants the lock also where it reads what was
-// tampered with, to say so, and would fail to tell its caller before the peer had made room.
+// gather is the socket below TLS. After begin it keeps the bytes that TLS writes until flush. So one system
+// call writes several records. More important, TLS never waits for the peer while it holds its lock. TLS also
+// takes the lock in a read that finds tampered data, to send an alert; if a write waited with the lock, the
+// read could not return its error before the peer had made room.
 type gather struct {
 	net.Conn
 
@@ -26,16 +28,18 @@ type gather struct {
 	begun bool
 	held  []byte
 
-	spare []byte // of who flushes
+	spare []byte // used only by flush
 
-	// What follows belongs to whoever reads. While trying is set nothing waits, and what fill has read comes first.
+	// The fields below belong to the reader. While trying is set, Read does not wait. Read returns the bytes
+	// that fill has read before it reads from the socket.
 	trying bool
-	ahead  []byte // of room
+	ahead  []byte // bytes that fill has read, a part of room
 	room   [recordBytes]byte
-	failed error // after ahead
+	failed error // the error that Read returns after ahead
 }
 
-// seal proves key over nc by one of its Dial and Accept. The connection is nc or a *sealed.
+// seal proves key over nc with by, which is its method Dial or Accept. It returns nc, or a *sealed if key is
+// encrypted.
 func seal(key secret.Secret, nc net.Conn, by func(secret.Secret, net.Conn, string) (net.Conn, error)) (net.Conn, error) {
 	if !key.IsEncrypted() {
 		return by(key, nc, purpose)
@@ -48,7 +52,7 @@ func seal(key secret.Secret, nc net.Conn, by func(secret.Secret, net.Conn, strin
 	return &sealed{over, out}, nil
 }
 
-// begin comes after the handshakes and before anybody waits in flush.
+// begin makes Write keep bytes until flush. It is called after the handshakes and before the first flush.
 func (g *gather) begin() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -69,7 +73,8 @@ func (g *gather) Read(b []byte) (int, error) {
 	return g.Conn.Read(b)
 }
 
-// fill reads ahead without waiting, and reports whether there is something to read. TLS would allocate to find that there is not.
+// fill reads ahead without waiting, and reports whether there are bytes or an error to return from Read. It
+// exists because a read through TLS that finds nothing allocates.
 func (g *gather) fill(s *socket) bool {
 	if len(g.ahead) == 0 && g.failed == nil {
 		n, err := s.TryRead(g.room[:])
@@ -97,7 +102,7 @@ func (g *gather) full() bool {
 	return len(g.held) >= gatherBytes
 }
 
-// flush writes what is held, and waits for the socket. One goroutine calls it.
+// flush writes the bytes that are kept, and waits for the socket. Only one goroutine calls it.
 func (g *gather) flush() error {
 	g.mu.Lock()
 	b := g.held

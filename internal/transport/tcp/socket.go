@@ -14,26 +14,27 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// socket is a TCP connection that is polled, or waited for in the runtime's poller. While it is in there, a thread of the
-// process is woken for whatever arrives, even though nobody waits for it. So it is put in by the first call that waits, and
-// taken out again by polling.
+// socket is a TCP connection that can be polled without the runtime's poller. While a socket is in the
+// runtime's poller, arriving data wakes a thread of the process even if no goroutine waits for it. So the
+// first call that waits puts the socket into the runtime's poller, and polling takes it out again.
 //
 // One goroutine may read while another writes.
 type socket struct {
 	local, remote net.Addr
 
-	mu              sync.RWMutex // held to use fd; locked to change what follows
+	mu              sync.RWMutex // read-locked to use fd; locked to change the fields below
 	fd              int
-	file            *os.File // has fd while it is in the runtime's poller; nil else
+	file            *os.File // owns fd while the socket is in the runtime's poller; otherwise nil
 	raw             syscall.RawConn
 	reads, writes   time.Time // deadlines
 	closed          bool
-	waiters         atomic.Int32 // calls in the runtime's poller
+	waiters         atomic.Int32 // number of calls that wait in the runtime's poller
 	reader, writer  transfer
 	inRuntimePoller atomic.Bool
 }
 
-// transfer is a call that waits. The closure is made once, because reading and writing must not allocate.
+// transfer is the state of a read or write that waits. The closure is made once, because reading and writing
+// must not allocate.
 type transfer struct {
 	p   []byte
 	n   int
@@ -41,18 +42,18 @@ type transfer struct {
 	try func(fd uintptr) bool
 }
 
-// errWouldBlock is what a call gives that must not wait, and would have to. TLS takes it for a timeout, after which it can be
-// read from again.
+// errWouldBlock is the error of a call that must not wait and would have to. TLS treats it as a timeout,
+// after which it can be read again.
 var errWouldBlock error = wouldBlock{}
 
-// wouldBlock is a net.Error.
+// wouldBlock is the type of errWouldBlock. It implements net.Error.
 type wouldBlock struct{}
 
 func (wouldBlock) Error() string   { return "nothing has arrived" }
 func (wouldBlock) Timeout() bool   { return true }
 func (wouldBlock) Temporary() bool { return true }
 
-// newSocket takes over nc, which is closed.
+// newSocket makes a socket of a duplicate of nc's descriptor, and closes nc.
 func newSocket(nc net.Conn) (*socket, error) {
 	s := &socket{fd: -1, local: nc.LocalAddr(), remote: nc.RemoteAddr()}
 	err := s.takeOver(nc)
@@ -93,7 +94,7 @@ func duplicate(fd int) (int, error) {
 	return fd, os.NewSyscallError("fcntl", err)
 }
 
-// readNow and writeNow do a call of the system that does not wait.
+// readNow calls read(2) without waiting. It returns errWouldBlock if nothing has arrived.
 func readNow(fd int, p []byte) (int, error) {
 	for {
 		n, err := syscall.Read(fd, p)
@@ -111,6 +112,7 @@ func readNow(fd int, p []byte) (int, error) {
 	}
 }
 
+// writeNow calls write(2) without waiting. It returns errWouldBlock if there is no room.
 func writeNow(fd int, p []byte) (int, error) {
 	for {
 		n, err := syscall.Write(fd, p[:min(len(p), maxWrite)])
@@ -126,7 +128,7 @@ func writeNow(fd int, p []byte) (int, error) {
 	}
 }
 
-// now calls f with the descriptor.
+// now calls f with the descriptor and p.
 func (s *socket) now(f func(fd int, p []byte) (int, error), p []byte) (int, error) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -136,10 +138,11 @@ func (s *socket) now(f func(fd int, p []byte) (int, error), p []byte) (int, erro
 	return f(s.fd, p)
 }
 
-// TryRead is Read, but gives errWouldBlock where that would wait. It takes no notice of deadlines.
+// TryRead is like Read, but returns errWouldBlock instead of waiting. It ignores deadlines.
 func (s *socket) TryRead(p []byte) (int, error) { return s.now(readNow, p) }
 
-// TryWrite is Write, but gives errWouldBlock where that would wait, and may write less.
+// TryWrite is like Write, but returns errWouldBlock instead of waiting, and may write only a part of p. It
+// ignores deadlines.
 func (s *socket) TryWrite(p []byte) (int, error) { return s.now(writeNow, p) }
 
 // Read implements net.Conn.
@@ -150,7 +153,7 @@ func (s *socket) Read(p []byte) (int, error) {
 	return s.wait(&s.reader, p, syscall.RawConn.Read)
 }
 
-// WriteSome is Write, but may write less.
+// WriteSome is like Write, but may write only a part of p.
 func (s *socket) WriteSome(p []byte) (int, error) {
 	if n, err := s.TryWrite(p); err != errWouldBlock {
 		return n, err
@@ -169,7 +172,7 @@ func (s *socket) Write(p []byte) (total int, err error) {
 	return total, err
 }
 
-// wait does a call as soon as the runtime says that it can be done.
+// wait runs the transfer t on p when the runtime's poller reports that the socket is ready.
 func (s *socket) wait(t *transfer, p []byte, by func(syscall.RawConn, func(uintptr) bool) error) (int, error) {
 	raw, err := s.enter()
 	if err != nil {
@@ -185,7 +188,7 @@ func (s *socket) wait(t *transfer, p []byte, by func(syscall.RawConn, func(uintp
 	return t.n, t.err
 }
 
-// enter puts the socket into the runtime's poller for a waiter.
+// enter puts the socket into the runtime's poller for a call that waits.
 func (s *socket) enter() (syscall.RawConn, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -205,7 +208,7 @@ func (s *socket) enter() (syscall.RawConn, error) {
 	return s.raw, nil
 }
 
-// leave takes the socket out of the runtime's poller, unless somebody waits there. Its descriptor changes.
+// leave takes the socket out of the runtime's poller, unless a call waits there. The descriptor changes.
 func (s *socket) leave() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -222,7 +225,8 @@ func (s *socket) leave() error {
 	return file.Close()
 }
 
-// isWaitedFor reports whether leave would do something.
+// isWaitedFor reports whether leave would take the socket out of the runtime's poller: it is in there and no
+// call waits.
 func (s *socket) isWaitedFor() bool { return s.inRuntimePoller.Load() && s.waiters.Load() == 0 }
 
 // Close implements net.Conn.
@@ -239,7 +243,7 @@ func (s *socket) Close() error {
 	return unix.Close(s.fd)
 }
 
-// CloseWrite tells the peer that no more will come.
+// CloseWrite ends the outgoing stream. The peer reads its end after the bytes that were sent.
 func (s *socket) CloseWrite() error {
 	_, err := s.now(func(fd int, _ []byte) (int, error) { return 0, unix.Shutdown(fd, unix.SHUT_WR) }, nil)
 	return err
@@ -251,7 +255,7 @@ func (s *socket) LocalAddr() net.Addr { return s.local }
 // RemoteAddr implements net.Conn.
 func (s *socket) RemoteAddr() net.Addr { return s.remote }
 
-// SetDeadline implements net.Conn. It is for calls that wait.
+// SetDeadline implements net.Conn. It affects only calls that wait.
 func (s *socket) SetDeadline(t time.Time) error {
 	return errors.Join(s.SetReadDeadline(t), s.SetWriteDeadline(t))
 }

@@ -1,14 +1,15 @@
 // Package tcp connects ranks over TCP.
 //
 // A rank opens one Endpoint, makes its address known, and calls Connect once it knows the epoch and the
-// addresses of all ranks. Connections are made when they are first asked for, one per lane and peer: of two
-// ranks the lower dials. An Endpoint serves one epoch; the next needs a new one.
+// addresses of all ranks. A connection is made when it is first asked for, one per lane and peer. The lower
+// of two ranks dials. An Endpoint serves one epoch; the next epoch needs a new Endpoint.
 //
-// A connection starts with the proof of the job's secret, if it has one, and a handshake of fixed size, which
-// keeps out other jobs and other epochs that come by mistake. Without a secret whoever can reach the listener
-// and knows the job can join. What fails is logged, answered if it spoke our protocol, and closed; nothing else
-// notices. Afterwards a connection carries the caller's bytes alone: as they are, or in TLS if the secret is
-// encrypted.
+// A connection starts with the proof of the job's secret, if there is one, and a handshake of fixed size,
+// which rejects connections that come from other jobs and other epochs by mistake. Without a secret, any
+// process that can reach the listener and knows the job's identity can join. A failed handshake is logged and
+// the connection is closed; the peer receives an answer first if it uses this protocol. Other connections are
+// not affected. After the handshake a connection carries only the caller's bytes: in plain text, or in TLS if
+// the secret is encrypted.
 package tcp
 
 import (
@@ -31,49 +32,53 @@ import (
 )
 
 const (
-	// maxJobBytes is the longest job identity.
+	// maxJobBytes is the greatest length of a job identity.
 	maxJobBytes = 64
-	// maxHandshakes is how many accepted connections may have yet to say who they are; one more, and the oldest is closed.
-	// As many may wait for this rank to join its epoch; more are closed. The dialers of both take it for a passing failure.
+	// maxHandshakes is the greatest number of accepted connections that have not sent their hello yet; if
+	// there is one more, the oldest is closed. As many connections may wait for this rank to join its epoch;
+	// more are closed. In both cases the dialers retry.
 	maxHandshakes = 256
-	// firstPause and lastPause bound the doubling pauses between attempts to dial, and to accept.
+	// firstPause and lastPause are the first and the longest pause between attempts to dial, and to accept.
+	// Pauses double.
 	firstPause = 5 * time.Millisecond
 	lastPause  = 500 * time.Millisecond
 )
 
-// Config says how an Endpoint behaves. Zero fields take their defaults.
+// Config holds the settings of an Endpoint. Zero fields have their defaults.
 type Config struct {
-	// ListenAddr is the host and port to listen on. Without a host it is every interface; port 0 takes a
-	// free one.
+	// ListenAddr is the host and port to listen on. An empty host means all interfaces; port 0 means any free
+	// port.
 	ListenAddr string
-	// DialTimeout is how long a peer may take to become reachable, from the first Conn that asks for it.
-	// Default 30 s.
+	// DialTimeout is the longest time until a peer becomes reachable, counted from the first Conn that asks
+	// for it. Default 30 s.
 	DialTimeout time.Duration
-	// HandshakeTimeout is how long an accepted connection may take to say its hello and, if it came early,
-	// wait for Connect. Default 10 s. It should be the same on all ranks: who dials waits twice as long for
-	// the answer, lest the one side give up a connection that the other just accepted.
+	// HandshakeTimeout is the longest time in which an accepted connection must send its hello and, if it
+	// came early, may wait for Connect. Default 10 s. It should be the same on all ranks: the dialer waits
+	// twice as long for the answer, so that it does not give up a connection that the other side has just
+	// accepted.
 	HandshakeTimeout time.Duration
-	// LingerTimeout is how long a connection of a lane that this rank released may wait for the peer to release
-	// it too. Default 30 s. What was sent still arrives when it has passed, unless the peer goes on sending.
+	// LingerTimeout is the longest time for which a connection of a lane that this rank has released waits
+	// for the peer to release it too. Default 30 s. Bytes that were sent before still arrive after the
+	// timeout, unless the peer continues to send.
 	LingerTimeout time.Duration
-	// Secret is that of the job, which both ends of a connection prove to each other. Zero is none. One that is
-	// encrypted costs the processor for every byte and, because TLS has no write that does not wait, a goroutine's
-	// waking for every message.
+	// Secret is the secret of the job, which both ends of a connection prove to each other. Zero means none.
+	// An encrypted secret costs processor time for every byte and, because TLS has no write that does not
+	// wait, the wake-up of a goroutine for every message.
 	Secret secret.Secret
 	// Log receives refused connections (warnings) and attempts to dial (debug). nil discards them.
 	Log *zap.Logger
 }
 
-// Epoch is one formation of a job, as rendezvous agreed on it.
+// Epoch describes one formation of a job, as rendezvous has agreed on it.
 type Epoch struct {
-	// Job is the identity of the job, 1 to 64 bytes that mean nothing to this package.
+	// Job is the identity of the job, 1 to 64 bytes that this package does not interpret.
 	Job string
-	// Epoch is greater than that of any earlier formation of the job.
+	// Epoch is a number that is greater than the number of any earlier formation of the job.
 	Epoch uint64
-	// Rank is this rank.
+	// Rank is the number of this rank.
 	Rank topo.Rank
-	// Addrs are the addresses of all ranks, in rank order. A rank's own is not used. Those of ranks to which there is no channel before
-	// Mesh.Learn may be empty.
+	// Addrs are the addresses of all ranks, in rank order. This rank's own address is not used. The address
+	// of a rank may be empty if no channel to it is needed before Mesh.Learn.
 	Addrs []string
 }
 
@@ -99,7 +104,7 @@ func checkAddrs(addrs []string, own topo.Rank, unknown bool) error {
 	return nil
 }
 
-// Endpoint is a listener that becomes a Mesh when Connect tells it the epoch.
+// Endpoint is a listener, which becomes a Mesh when Connect is called with the epoch.
 type Endpoint struct {
 	cfg Config
 	log *zap.Logger
@@ -108,23 +113,23 @@ type Endpoint struct {
 	ctx       context.Context // ends when Close begins
 	cancel    context.CancelFunc
 	connected chan struct{} // closed by Connect
-	refused   *zap.Logger   // as log
+	refused   *zap.Logger   // log with floods of messages shortened (logs.Quiet)
 	limiter   *dial.Limiter
-	slots     chan struct{} // holds a token per accepted connection that has said who it is and has no channel yet
+	slots     chan struct{} // holds a token for each connection that has sent its hello and is not a channel yet
 	wg        sync.WaitGroup
 
 	// mu is held before a conn's mu, never after.
 	mu     sync.Mutex
 	closed bool
 	mesh   *Mesh
-	loose  map[net.Conn]struct{} // connections that are no channel yet (in their handshake), or no longer (released)
+	loose  map[net.Conn]struct{} // connections that are not channels yet (in their handshake), or not any more (released)
 }
 
-// Listen opens an Endpoint. Connections that arrive before Connect are held until it is called, for at most
-// the handshake's timeout.
+// Listen opens an Endpoint. Connections that arrive before Connect wait until it is called, for at most
+// Config.HandshakeTimeout.
 func Listen(cfg Config) (*Endpoint, error) {
-	// Keepalive and TCP_NODELAY are on by default. Multipath is too, for listeners, and is of no use here: no
-	// dialer asks for it.
+	// Keepalive and TCP_NODELAY are on by default. Multipath TCP is on too for listeners, but useless here, because
+	// no dialer asks for it.
 	var lc net.ListenConfig
 	lc.SetMultipathTCP(false)
 	ln, err := lc.Listen(context.Background(), "tcp", cfg.ListenAddr)
@@ -153,12 +158,12 @@ func newEndpoint(cfg Config, ln net.Listener) *Endpoint {
 	return e
 }
 
-// Addr is the address that the Endpoint listens on, with the port it got. If it listens on every interface
-// the host is unspecified, and callers must put in one that their peers can reach.
+// Addr returns the address that the Endpoint listens on, with the actual port. If it listens on all
+// interfaces, the host is unspecified, and callers must replace it by one that their peers can reach.
 func (e *Endpoint) Addr() string { return e.ln.Addr().String() }
 
-// Connect makes the Endpoint this rank's end of the epoch. It returns at once: connections are made by the
-// Mesh when they are asked for. It may succeed once.
+// Connect joins the epoch and returns its Mesh. It returns at once: the Mesh makes connections when they are
+// asked for. It can succeed only once.
 func (e *Endpoint) Connect(ep Epoch) (*Mesh, error) {
 	if err := ep.validate(); err != nil {
 		return nil, err
@@ -220,9 +225,10 @@ func (e *Endpoint) Close() error {
 	return err
 }
 
-// accept runs until the listener is closed. Other failures pass (out of file descriptors, a connection reset
-// before it was accepted); it pauses after each, lest it spin. Those who wait for a connection hear at once that there is no descriptor
-// for it.
+// accept accepts connections until the listener is closed. Other failures are temporary (out of file
+// descriptors, a connection that was reset before it was accepted); accept pauses after each, so that it does
+// not spin. If there is no file descriptor left, the goroutines that wait for a connection get that error at
+// once.
 func (e *Endpoint) accept() {
 	pause := firstPause
 	for {
@@ -253,7 +259,7 @@ func (e *Endpoint) accept() {
 	}
 }
 
-// starve fails those who wait for a peer that dials. A later Conn waits afresh.
+// starve fails the calls of Conn that wait for a peer to dial. A later Conn waits again.
 func (e *Endpoint) starve(err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -269,7 +275,8 @@ func (e *Endpoint) starve(err error) {
 	}
 }
 
-// receive makes an accepted connection a channel, or logs why not and closes it.
+// receive makes an accepted connection a channel. If that fails, it logs the reason and closes the
+// connection.
 func (e *Endpoint) receive(nc *socket) {
 	if !e.track(nc) {
 		hangUp(nc)
@@ -282,7 +289,7 @@ func (e *Endpoint) receive(nc *socket) {
 	}
 }
 
-// handshake is the accepting side's.
+// handshake runs the accepting side of the handshake.
 func (e *Endpoint) handshake(nc *socket) error {
 	deadline := time.Now().Add(e.cfg.HandshakeTimeout)
 	if err := nc.SetDeadline(deadline); err != nil {
@@ -320,7 +327,7 @@ func (e *Endpoint) handshake(nc *socket) error {
 	return nil
 }
 
-// meet has the dialer prove the secret and say who it is.
+// meet lets the dialer prove the secret, and reads its hello.
 func (e *Endpoint) meet(nc net.Conn) (over net.Conn, h hello, err error) {
 	if over, err = seal(e.cfg.Secret, nc, secret.Secret.Accept); err != nil {
 		return nil, h, fmt.Errorf("tcp: handshake: %w", err)
@@ -329,13 +336,14 @@ func (e *Endpoint) meet(nc net.Conn) (over net.Conn, h hello, err error) {
 	return over, h, err
 }
 
-// welcome answers a hello that has its channel reserved, and publishes the channel. nc and over are as for newConn.
+// welcome accepts a hello whose channel is reserved, and publishes the channel. nc and over are as for
+// newConn.
 func (e *Endpoint) welcome(m *Mesh, l *lane, peer topo.Rank, nc *socket, over net.Conn) error {
 	if err := answer(over, accepted); err != nil {
 		return err
 	}
 	c := newConn(&e.wg, l.id, peer, nc, over)
-	// Before the channel is public: from then on the deadline is Abort's.
+	// This comes before publish, because after it Abort sets the deadline.
 	if err := nc.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
@@ -361,13 +369,13 @@ func answer(nc net.Conn, r Refusal) error {
 	return nil
 }
 
-// awaitConnect returns the Mesh once there is one.
+// awaitConnect waits for Connect until deadline, and returns the Mesh.
 func (e *Endpoint) awaitConnect(deadline time.Time) (*Mesh, error) {
 	expired := time.NewTimer(time.Until(deadline))
 	defer expired.Stop()
 	select {
 	case <-e.connected:
-		return e.mesh, nil // set before connected was closed, and never again
+		return e.mesh, nil // set once, before connected was closed
 	case <-e.ctx.Done():
 		return nil, transport.ErrClosed
 	case <-expired.C:
@@ -375,7 +383,8 @@ func (e *Endpoint) awaitConnect(deadline time.Time) (*Mesh, error) {
 	}
 }
 
-// track lets Close find a connection that is no channel. It reports false if Close was first.
+// track registers a connection that is not a channel, so that Close closes it. It returns false if Close was
+// called first.
 func (e *Endpoint) track(nc net.Conn) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -394,10 +403,10 @@ func (e *Endpoint) untrack(nc net.Conn) {
 
 func (e *Endpoint) logRefused(nc net.Conn, reason error) {
 	if e.ctx.Err() != nil {
-		return // not refused: we are closing
+		return // Close has begun: the connection was not refused
 	}
 	e.refused.Warn("tcp: connection refused", zap.Stringer("remote", nc.RemoteAddr()), zap.Error(reason))
 }
 
-// hangUp closes a connection of which nothing is expected any more; that it fails to close changes nothing.
+// hangUp closes a connection that is not used any more. An error of Close would change nothing.
 func hangUp(nc net.Conn) { _ = nc.Close() }
