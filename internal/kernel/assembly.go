@@ -10,29 +10,29 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// The functions in assembly. n is the number of elements; pointers need not be aligned for anything. dst may be a, b or
-// src if the elements have the same size.
+// These are the types of the functions in assembly. n is the number of elements. The pointers need not be
+// aligned. dst may be a, b or src if the elements have the same size.
 type (
 	reduceAssembly  func(dst, a, b *byte, n int)
 	factorAssembly  func(dst, src *byte, n int, factor float64)
 	convertAssembly func(dst, src *byte, n int)
 )
 
-// assembly is a function that takes least elements at least, nil where there is none.
+// assembly is a function that must get at least least elements. run is nil if there is no function.
 type assembly[F any] struct {
 	run   F
 	least int
 }
 
-// functions are those of a level, indexed by type.
+// functions has the functions of a level, indexed by type.
 type functions struct {
 	reduce [numTypes]reductions[assembly[reduceAssembly]]
 	scale  [numTypes]assembly[factorAssembly] // of floating-point types
-	// widen and narrow convert halves to float32 and back.
+	// widen and narrow convert half-precision types to float32 and back.
 	widen, narrow [numTypes]assembly[convertAssembly]
 }
 
-// vectorize replaces functions of t, which are in plain Go, by those of f.
+// vectorize replaces the plain functions of t for which f has assembly.
 func (f *functions) vectorize(t *table) {
 	for i := range t {
 		dt, r := tensor.DType(i), &t[i]
@@ -46,11 +46,13 @@ func (f *functions) vectorize(t *table) {
 	}
 }
 
-// stretchBytes is how much a function in assembly gets at a time. Go cannot stop a goroutine inside one, and the garbage
-// collector waits for all to stop: so it is tens of microseconds.
+// stretchBytes is the number of bytes that are passed to one call of a function in assembly. It takes tens of
+// microseconds. Go cannot preempt a goroutine inside such a call, and the garbage collector waits for all
+// goroutines to stop.
 const stretchBytes = 1 << 20
 
-// stretch returns how many of n elements come next, so that no less than least remain, or none.
+// stretch returns how many of n elements to pass to the next call. Either all elements are passed, or at
+// least least elements remain.
 func stretch(n, shift, least int) int {
 	if next := stretchBytes >> shift; n >= next+least {
 		return next
@@ -58,7 +60,8 @@ func stretch(n, shift, least int) int {
 	return n
 }
 
-// shiftOf returns the logarithm of a type's size: a division would take longer than all else of a call with few elements.
+// shiftOf returns the logarithm of a type's size, for shifts: a division would take longer than the rest of a
+// call with few elements.
 func shiftOf(size int) int { return bits.TrailingZeros(uint(size)) }
 
 // at returns the address of byte i of b.
@@ -98,7 +101,7 @@ func scaling(f assembly[factorAssembly], size int, plain ScaleFunc) ScaleFunc {
 			return
 		}
 		if factor != factor {
-			factor = math.NaN() // rounded to float32, some NaNs would be none
+			factor = math.NaN() // some other NaNs are not NaNs when rounded to float32
 		}
 		noteWrite(buf)
 		for i := 0; n > 0; {

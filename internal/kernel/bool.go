@@ -1,9 +1,9 @@
 package kernel
 
-// A bool is a byte here, not a bool: bytes from a peer may be anything, and a bool that is neither 0 nor 1 is not
-// something that Go can compute with. Every byte other than 0 is true.
+// The elements of Bool are bytes here and not Go bools, because a peer may send any byte, and Go does not define
+// operations on a bool that is neither 0 nor 1. Every byte other than 0 is true.
 
-// bools returns the row of Bool: Min is true where all are, Max where any is.
+// bools returns the row of Bool: Min is true if all elements are, Max if any element is.
 func bools() row {
 	return row{
 		reductions: reductions[IntoFunc]{min: pairs(allOf), max: pairs(anyOf)},
@@ -25,5 +25,5 @@ func anyOf(d, a, b []uint8) {
 	}
 }
 
-// truth returns 1 unless x is 0: then x and -x both lack the highest bit.
+// truth returns 1 unless x is 0. Only for 0 do both x and -x lack the highest bit.
 func truth(x uint8) uint8 { return (x | -x) >> 7 }

@@ -7,29 +7,30 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ConvertFunc sets the elements of dst to those of src, converted.
+// ConvertFunc converts the elements of src to the type of dst and stores them in dst.
 //
-// dst and src have the same number of elements, each of its type, or it panics. They are aligned for their elements
-// and do not overlap. It allocates nothing.
+// dst and src must have the same number of elements, each of its own type, or ConvertFunc panics. They must
+// be aligned for their elements and must not overlap. It allocates nothing.
 type ConvertFunc func(dst, src []byte)
 
-// DotFunc returns the dot products a·b, a·a and b·b, computed in float64, the same on every machine. The order in which
-// they are summed is ours, so to split an array may change the last bits. Squares of float64s may overflow.
+// DotFunc returns the dot products a·b, a·a and b·b, computed in float64 with the same result on every
+// machine. The order in which the products are summed depends only on the length, so splitting an array may
+// change the last bits. Squares of float64s may overflow.
 //
-// a and b have the same length, a multiple of the element's size, or it panics. Both are aligned for the element, and
-// may be the same. It allocates nothing.
+// a and b must have the same length, a multiple of the element's size, or DotFunc panics. Both must be
+// aligned for the element, and may be the same. It allocates nothing.
 type DotFunc func(a, b []byte) (ab, aa, bb float64)
 
-// CombineFunc sets dst to ca·a + cb·b, element by element: two products and a sum in float64, the same on every
-// machine, and the sum rounded once to the element's type.
+// CombineFunc sets dst to ca·a + cb·b, element by element. It computes the two products and the sum in
+// float64, with the same result on every machine, and rounds the sum once to the element's type.
 //
-// All have the same length, a multiple of the element's size, or it panics. They are aligned for the element, and do
-// not overlap, except that dst may be a or b. It allocates nothing.
+// All three must have the same length, a multiple of the element's size, or CombineFunc panics. They must be
+// aligned for the element and must not overlap, except that dst may be a or b. It allocates nothing.
 type CombineFunc func(dst, a, b []byte, ca, cb float64)
 
-// Convert returns the function that converts between two floating-point types. It rounds once, to nearest even: a
-// float64 goes to a half without being a rounded float32 between. Beyond the largest number is infinity, and a NaN
-// stays one.
+// Convert returns the function that converts between two floating-point types. It rounds once, to nearest
+// even: a float64 is converted to a half-precision type without rounding to float32 in between. Values beyond
+// the largest number become infinity, and a NaN stays a NaN.
 func Convert(to, from tensor.DType) (ConvertFunc, error) {
 	if !to.IsFloat() || !from.IsFloat() {
 		return nil, fmt.Errorf("kernel: convert: got %v to %v, want floating-point types", from, to)
@@ -37,7 +38,8 @@ func Convert(to, from tensor.DType) (ConvertFunc, error) {
 	return rowOf(to).from[from], nil
 }
 
-// Dot returns the function that computes the dot products of two arrays of dt, a floating-point type.
+// Dot returns the function that computes the dot products of two arrays of dt. It is an error if dt is not a
+// floating-point type.
 func Dot(dt tensor.DType) (DotFunc, error) {
 	f := rowOf(dt).dot
 	if f == nil {
@@ -46,7 +48,8 @@ func Dot(dt tensor.DType) (DotFunc, error) {
 	return f, nil
 }
 
-// Combine returns the function that adds multiples of two arrays of dt, a floating-point type.
+// Combine returns the function that adds multiples of two arrays of dt. It is an error if dt is not a
+// floating-point type.
 func Combine(dt tensor.DType) (CombineFunc, error) {
 	f := rowOf(dt).combine
 	if f == nil {
@@ -97,7 +100,8 @@ func combine[T float](dst, a, b []T, ca, cb float64) {
 	}
 }
 
-// conversions has the functions that convert to a floating-point type, indexed by the floating-point type from which.
+// conversions returns the functions that convert to the floating-point type to, indexed by the floating-point
+// type that they convert from.
 func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
 	for dt := range tensor.DType(numTypes) {
 		switch {
@@ -113,8 +117,8 @@ func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
 	return from
 }
 
-// mix returns ca·x + cb·y. Here as in dot, the conversions keep the compiler from fusing a product with the sum, which some
-// processors do and others cannot.
+// mix returns ca·x + cb·y. The conversions, here and in dot, prevent the compiler from fusing a product with
+// the sum, which only some processors can do.
 func mix(x, y, ca, cb float64) float64 { return float64(ca*x) + float64(cb*y) }
 
 func copyElems(size int) ConvertFunc {
@@ -134,7 +138,7 @@ func roundElems(dst, src []byte) {
 	}
 }
 
-// convertBlocks makes the function for a pair of types, other than float64 to float32.
+// convertBlocks returns the function for a pair of types, other than float64 to float32.
 func convertBlocks(to, from tensor.DType) ConvertFunc {
 	toSize, fromSize := to.Size(), from.Size()
 	return func(dst, src []byte) {
@@ -151,7 +155,7 @@ func convertBlocks(to, from tensor.DType) ConvertFunc {
 	}
 }
 
-// sameCount panics unless the destination has as many elements as the source.
+// sameCount panics unless the destination and the source have the same number of elements.
 func sameCount(dst, src int) {
 	if dst != src {
 		panic(fmt.Sprintf("kernel: destination of %d elements, want %d as in the source", dst, src))

@@ -8,17 +8,19 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Halves are computed with in blocks: widened to float32, combined as those are, and rounded back. A block is small
-// enough for the stack and the first-level cache. It stays on the stack because whoever takes it is known at compile
-// time; that is why a half's type is a value here, which load and store branch on, and not a type or a function.
+// block is a buffer for computing with half-precision elements: they are widened to float32, combined as
+// float32, and rounded back, one block at a time. A block is small enough for the stack and the first-level
+// cache. It stays on the stack because only functions known at compile time take it. For that reason the
+// half-precision type is a value here, on which load and store branch, and not a type parameter or a function
+// value.
 type block [128]float32
 
 const halfSize = 2 // bytes
 
-// halves returns the row of dt, Float16 or BFloat16, of which one and inf are the bits of 1 and +Inf.
+// halves returns the row of dt, Float16 or BFloat16. one and inf are the bits of 1 and +Inf.
 func halves(dt tensor.DType, one, inf uint16) row {
 	const sign = 0x8000
-	nans := sign - 1 - inf // as many positive ones, and as many negative
+	nans := sign - 1 - inf // number of positive NaNs, and of negative NaNs
 	return row{
 		reductions: reductions[IntoFunc]{
 			sum:     reduceHalf(dt, tensor.Sum),
@@ -33,8 +35,8 @@ func halves(dt tensor.DType, one, inf uint16) row {
 	}
 }
 
-// bfloat16s returns the row of BFloat16. To widen one is a shift, beside which the way through a block costs too much for
-// what is done most.
+// bfloat16s returns the row of BFloat16. Its sum, the most frequent operation, does not go through a block:
+// widening a bfloat16 is only a shift, and the block would cost too much.
 func bfloat16s() row {
 	r := halves(tensor.BFloat16, 0x3f80, 0x7f80)
 	r.sum = pairs(addBFloat16)
@@ -48,8 +50,8 @@ func addBFloat16(d, a, b []half.BFloat16) {
 	}
 }
 
-// load widens the elements of src, of which there are len(v), to v. A float64 it rounds to odd, for store to round to
-// a half.
+// load widens len(v) elements of src to v. It rounds a float64 to odd, so that store can round it correctly
+// to a half-precision type.
 func load(v []float32, dt tensor.DType, src []byte) {
 	switch dt {
 	case tensor.Float16:
@@ -71,7 +73,7 @@ func load(v []float32, dt tensor.DType, src []byte) {
 	}
 }
 
-// store rounds v to the elements of dst, of which there are as many.
+// store rounds v to len(v) elements of dst.
 func store(dst []byte, dt tensor.DType, v []float32) {
 	switch dt {
 	case tensor.Float16:
@@ -96,9 +98,10 @@ func store(dst []byte, dt tensor.DType, v []float32) {
 	}
 }
 
-// roundToOdd returns f where a float32 can be, and else of the two float32s around f the one whose last bit is 1. That bit
-// says that there was more: rounded again, to at least two bits fewer, it gives what rounding f once does (Boldo and
-// Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+// roundToOdd returns f if it can be represented as a float32. Otherwise it returns the one of the two
+// float32s around f whose last bit is 1. That bit records that f was inexact: rounding the result again, to
+// at least two bits fewer, gives the same value as rounding f once (Boldo and Melquiond, "Emulation of FMA
+// and correctly rounded sums: proved algorithms using rounding to odd", 2008).
 func roundToOdd(f float64) float32 {
 	near := float32(f)
 	wide := float64(near)
@@ -116,7 +119,7 @@ func roundToOdd(f float64) float32 {
 	return math.Float32frombits(b)
 }
 
-// reduceHalf makes the function for op, Sum or Product.
+// reduceHalf returns the function for op, Sum or Product, of dt.
 func reduceHalf(dt tensor.DType, op tensor.ReduceOp) IntoFunc {
 	return func(dst, a, b []byte) {
 		sameLength(dst, a)
@@ -139,13 +142,14 @@ func reduceHalf(dt tensor.DType, op tensor.ReduceOp) IntoFunc {
 	}
 }
 
-// firstHalf makes the function that leaves in d what comes first of a and b: the lesser if flip is 0, the greater if
-// it is all ones, a NaN before either. It works on bits, of which both types have the same order.
+// firstHalf returns the function that stores in d the first of a and b in an order: the smaller if flip is 0,
+// the greater if flip is all ones. A NaN comes before all numbers. The function works on the bits, which have
+// the same order in both half-precision types.
 func firstHalf(flip, nans uint16) func(d, a, b []uint16) {
 	return func(d, a, b []uint16) {
 		a, b = a[:len(d)], b[:len(d)]
 		for i, x := range a {
-			// The store is unconditional, so that nothing jumps: which comes first is not to be predicted.
+			// The store is unconditional, so that there is no branch: the processor could not predict it.
 			if y := b[i]; place(y, flip, nans) < place(x, flip, nans) {
 				x = y
 			}
@@ -154,8 +158,9 @@ func firstHalf(flip, nans uint16) func(d, a, b []uint16) {
 	}
 }
 
-// place orders bits for firstHalf. Negative numbers count down, so their bits are turned over: then the order is
-// -NaN, -Inf … -0, +0 … +Inf, +NaN, or the reverse with flip. The nans at the end go round to the beginning.
+// place maps bits to the order of firstHalf. Negative numbers have descending bits, so they are inverted:
+// then the order is -NaN, -Inf … -0, +0 … +Inf, +NaN, or the reverse with flip. Adding nans wraps the NaNs at
+// the end around to the beginning.
 func place(bits, flip, nans uint16) uint16 {
 	negative := uint16(int16(bits) >> 15)
 	return (bits ^ (negative | 0x8000) ^ flip) + nans

@@ -1,10 +1,11 @@
-// Package kernel has the arithmetic of collective operations: loops over arrays of elements.
+// Package kernel implements the arithmetic of collective operations: loops over arrays of elements.
 //
-// A table has one function per operation and element type. Those in plain Go run anywhere and define the results. When
-// the program starts, functions for the processor replace those that training spends its time in: sum, min and max of
-// uint8, int32, int64 and the floating-point types, scaling of the latter, and conversions between halves and float32.
-// They give the same bits (of a NaN only that it is one), with AVX-512 (F, BW, DQ, VL) or AVX2, F16C and FMA on amd64, NEON on
-// arm64. A build with the tag noasm has only plain Go.
+// A table has one function per operation and element type. The functions in plain Go run anywhere and define
+// the results. When the program starts, the table is filled with faster functions for the processor where
+// training spends its time: sum, min and max of uint8, int32, int64 and the floating-point types, scaling of
+// floating-point types, and conversions between half-precision types and float32. They compute the same bits
+// (for a NaN only the fact that it is one), with AVX-512 (F, BW, DQ, VL) or AVX2, F16C and FMA on amd64, and
+// NEON on arm64. A build with the tag noasm has only plain Go.
 //
 // All functions read and write only the bytes that they are given.
 package kernel
@@ -21,26 +22,29 @@ import (
 
 // Func combines src into dst element by element: dst[i] = dst[i] op src[i].
 //
-// dst and src have the same length, a multiple of the element's size, or it panics. Both are aligned for the
-// element and do not overlap. It allocates nothing and reads 2 and writes 1 × len(dst) bytes.
+// dst and src must have the same length, a multiple of the element's size, or Func panics. Both must be
+// aligned for the element and must not overlap. It allocates nothing, and reads 2 and writes 1 × len(dst)
+// bytes.
 type Func func(dst, src []byte)
 
 // IntoFunc sets dst[i] = a[i] op b[i], element by element.
 //
-// All three have the same length, a multiple of the element's size, or it panics. They are aligned for the element and
-// do not overlap, except that dst may be a or b. It allocates nothing, reads 2 and writes 1 × len(dst) bytes.
+// All three must have the same length, a multiple of the element's size, or IntoFunc panics. They must be
+// aligned for the element and must not overlap, except that dst may be a or b. It allocates nothing, and
+// reads 2 and writes 1 × len(dst) bytes.
 type IntoFunc func(dst, a, b []byte)
 
 // ScaleFunc multiplies the elements of buf by factor, in place.
 //
-// len(buf) is a multiple of the element's size, or it panics; buf is aligned for the element. It allocates nothing.
+// len(buf) must be a multiple of the element's size, or ScaleFunc panics. buf must be aligned for the
+// element. It allocates nothing.
 type ScaleFunc func(buf []byte, factor float64)
 
-// DivideFunc divides the integer elements of buf by n, in place, truncating toward zero. Other than that it is as
-// ScaleFunc.
+// DivideFunc divides the integer elements of buf by n, in place, truncating toward zero. The rules of
+// ScaleFunc for buf apply.
 type DivideFunc func(buf []byte, n int64)
 
-// row has the functions of one element type, nil where the type has no such operation.
+// row has the functions of one element type. A function is nil if the type does not have the operation.
 type row struct {
 	reductions[IntoFunc]
 	// inPlace are the reductions with a as the destination.
@@ -49,15 +53,15 @@ type row struct {
 	divide  DivideFunc
 	dot     DotFunc
 	combine CombineFunc
-	// from has the conversions to this type, indexed by the type from which.
+	// from has the conversions to this type, indexed by the source type.
 	from    [numTypes]ConvertFunc
 	neutral neutrals
 }
 
-// reductions has one F for each operation.
+// reductions has one F for each reduction.
 type reductions[F any] struct{ sum, min, max, product F }
 
-// of returns the F for op, the zero value if there is none.
+// of returns the F for op, or the zero value if there is none.
 func (r reductions[F]) of(op tensor.ReduceOp) (f F) {
 	switch op {
 	case tensor.Sum:
@@ -75,10 +79,10 @@ func (r reductions[F]) of(op tensor.ReduceOp) (f F) {
 // numTypes is one more than the highest tensor.DType that has a row.
 const numTypes = tensor.Bool + 1
 
-// table is indexed by tensor.DType. A type without a row is refused.
+// table is indexed by tensor.DType. The operations of a type without a row are errors.
 type table [numTypes]row
 
-// plainTable has the functions in plain Go.
+// plainTable returns the functions in plain Go.
 func plainTable() *table {
 	t := &table{
 		tensor.Uint8:    integer[uint8](0, math.MaxUint8),
@@ -102,15 +106,15 @@ func plainTable() *table {
 // level is a set of functions for processors that have certain instructions.
 type level struct {
 	name string
-	// vectorize replaces the functions of a table in plain Go for which it has better ones.
+	// vectorize replaces the functions of a plain table for which the level has faster ones.
 	vectorize func(t *table)
 	stream    func(dst, src []byte)
 }
 
-// plainLevel is the set that runs anywhere.
+// plainLevel is the level that runs on any processor.
 var plainLevel = level{name: "none", vectorize: func(*table) {}, stream: func(dst, src []byte) { copy(dst, src) }}
 
-// table has the functions of l, and those in plain Go where it has none.
+// table returns the functions of l, with plain Go for the operations that l lacks.
 func (l level) table() *table {
 	t := plainTable()
 	l.vectorize(t)
@@ -123,7 +127,7 @@ func (l level) table() *table {
 	return t
 }
 
-// inPlace returns f with a as the destination, nil if f is.
+// inPlace returns f with a as the destination, or nil if f is nil.
 func (f IntoFunc) inPlace() Func {
 	if f == nil {
 		return nil
@@ -131,17 +135,18 @@ func (f IntoFunc) inPlace() Func {
 	return func(dst, src []byte) { f(dst, dst, src) }
 }
 
-// best is the first of the levels of this processor, and rows its functions.
+// best is the best level of this processor, and rows has its functions.
 var (
 	best = append(levels(), plainLevel)[0]
 	rows = best.table()
 )
 
-// Level names the instructions that the functions are made of: "avx512", "avx2" or "neon", and "none" for plain Go,
-// which is what other processors run, and every one with the build tag noasm.
+// Level returns the name of the instruction set that the functions use: "avx512", "avx2" or "neon". It
+// returns "none" for plain Go, which runs on other processors, and on all processors with the build tag
+// noasm.
 func Level() string { return best.name }
 
-// rowOf returns the row of dt, empty if it has none. dt may come from the wire.
+// rowOf returns the row of dt, or an empty row if it has none. dt may come from the wire.
 func rowOf(dt tensor.DType) row {
 	if int(dt) >= len(rows) {
 		return row{}
@@ -149,13 +154,15 @@ func rowOf(dt tensor.DType) row {
 	return rows[dt]
 }
 
-// Reduce returns the function that combines elements of dt with op: Sum, Min, Max or Product; bools have Min (all)
-// and Max (any) alone. Average is refused, being a Sum and a Scale, and Adasum, which does not go element by element.
+// Reduce returns the function that combines elements of dt with op: Sum, Min, Max or Product. Bools have only
+// Min (all) and Max (any). Average is an error, because it is a Sum and a Scale, and so is Adasum, which does
+// not work element by element.
 //
-// Integers wrap around. Floating-point results are rounded once, to nearest even. Halves are widened to float32,
-// combined there, and rounded once more, which makes no difference to the result except in a product of bfloat16
-// below 2^-126. If either element is a NaN, so is the result, for Min and Max too; they order -0 before +0 (minimum
-// and maximum of IEEE 754-2019). For bools every byte other than 0 is true, and true is written as 1.
+// Integers wrap around. Floating-point results are rounded once, to nearest even. Half-precision elements are
+// widened to float32, combined there, and rounded again. The second rounding makes no difference to the
+// result, except in a product of bfloat16 below 2^-126. If either element is a NaN, so is the result, for Min
+// and Max too; they order -0 before +0 (minimum and maximum of IEEE 754-2019). For bools every byte other
+// than 0 is true, and true is written as 1.
 func Reduce(op tensor.ReduceOp, dt tensor.DType) (Func, error) {
 	f := rowOf(dt).inPlace.of(op)
 	if f == nil {
@@ -164,7 +171,7 @@ func Reduce(op tensor.ReduceOp, dt tensor.DType) (Func, error) {
 	return f, nil
 }
 
-// ReduceInto is Reduce with a destination of its own. The bits are those of Reduce.
+// ReduceInto is like Reduce, but the function has a separate destination. The results have the same bits.
 func ReduceInto(op tensor.ReduceOp, dt tensor.DType) (IntoFunc, error) {
 	f := rowOf(dt).of(op)
 	if f == nil {
@@ -178,13 +185,13 @@ func notReduced(op tensor.ReduceOp, dt tensor.DType) error {
 }
 
 // Scale returns the function that multiplies elements of dt by a factor, with Horovod's arithmetic
-// (ScaleBufferCPUImpl in ops/collective_operations.h): for float32 and the halves the factor is rounded to float32
-// first and the product is a float32, which for the halves is rounded once more; for float64 and integers both are
-// float64. Bools are refused.
+// (ScaleBufferCPUImpl in ops/collective_operations.h). For float32 and half-precision types the factor is
+// first rounded to float32 and the product is a float32, which for half-precision types is rounded again. For
+// float64 and integers both are float64. Bools are an error.
 //
-// Integer results are truncated toward zero. Where Horovod's are undefined, ours are not: out of range they saturate,
-// a NaN becomes 0. An int64 beyond ±2^53 is rounded to a float64 before it is multiplied, except that a factor of 1
-// leaves every integer as it is.
+// Integer results are truncated toward zero. Results that are undefined in Horovod are defined here: out of
+// range they saturate, and a NaN becomes 0. An int64 beyond ±2^53 is rounded to a float64 before it is
+// multiplied, except that a factor of 1 leaves every integer unchanged.
 func Scale(dt tensor.DType) (ScaleFunc, error) {
 	f := rowOf(dt).scale
 	if f == nil {
@@ -193,19 +200,19 @@ func Scale(dt tensor.DType) (ScaleFunc, error) {
 	return f, nil
 }
 
-// Divide returns the function that divides elements of dt by a whole number, or nil for a type that is scaled
-// instead. An average of integers is a division: to multiply by 1/n in floating point, as Horovod does, makes the
-// average of 49 ones 0.
+// Divide returns the function that divides elements of dt by a whole number, or nil for a type that is not an
+// integer type, which is scaled instead. An average of integers is a division: if it were multiplied by 1/n
+// in floating point, as in Horovod, the average of 49 ones would be 0.
 func Divide(dt tensor.DType) DivideFunc { return rowOf(dt).divide }
 
-// elems returns b as elements.
+// elems returns b as a slice of elements. It panics if b does not hold a whole number of them.
 func elems[T tensor.Element](b []byte) []T {
 	var z T
 	wholeElems(b, int(unsafe.Sizeof(z)))
 	return tensor.View[T](b)
 }
 
-// wholeElems panics unless b is elements of size bytes.
+// wholeElems panics unless len(b) is a multiple of size.
 func wholeElems(b []byte, size int) {
 	if len(b)%size != 0 {
 		panic(fmt.Sprintf("kernel: buffer of %d bytes, want a multiple of %d", len(b), size))
@@ -219,7 +226,7 @@ func sameLength(a, b []byte) {
 	}
 }
 
-// pairs returns f on the memory of its elements.
+// pairs returns an IntoFunc that calls f on the elements in its arguments.
 func pairs[T tensor.Element](f func(dst, a, b []T)) IntoFunc {
 	return func(dst, a, b []byte) {
 		sameLength(dst, a)

@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// neutrals has the elements of a type, as bytes, that change nothing: zero in a sum, one in a product, the highest in
-// a minimum, the lowest in a maximum. An element is nil where the type has no such operation.
+// neutrals has the neutral elements of a type, as bytes: zero for a sum, one for a product, the highest for a
+// minimum, the lowest for a maximum. An element is nil if the type does not have the operation.
 type neutrals struct {
 	zero, one, lowest, highest []byte
 }
@@ -18,12 +18,12 @@ func neutralsOf[T tensor.Element](zero, one, lowest, highest T) neutrals {
 	return neutrals{zero: encode(zero), one: encode(one), lowest: encode(lowest), highest: encode(highest)}
 }
 
-// Neutral returns the function that fills buf with the element of dt that changes nothing in a reduction with op: x op
-// it is x, to the bit (a NaN stays one). The function panics unless len(buf) is a multiple of the element's size, and
-// allocates nothing. A rank that has nothing to add to a reduction sends this.
+// Neutral returns the function that fills buf with the neutral element of dt in a reduction with op: x op the
+// element is x, to the bit (a NaN stays a NaN). A rank that has nothing to contribute to a reduction sends
+// it. The function panics unless len(buf) is a multiple of the element's size, and allocates nothing.
 //
-// For Min it is the largest number, +Inf for floats, for Max the smallest, for Product 1. For Sum, the averages and
-// Adasum it is 0, which for floats is -0: -0 and +0 would be +0.
+// For Min the element is the largest number, +Inf for floats, for Max the smallest, for Product 1. For Sum,
+// the averages and Adasum it is 0, which for floats is -0, because -0 plus +0 would be +0.
 func Neutral(op tensor.ReduceOp, dt tensor.DType) (func(buf []byte), error) {
 	if err := tensor.CheckReduce(op, dt); err != nil {
 		return nil, fmt.Errorf("kernel: neutral element: %w", err)
@@ -42,7 +42,7 @@ func Neutral(op tensor.ReduceOp, dt tensor.DType) (func(buf []byte), error) {
 	return func(buf []byte) { fill(buf, elem) }, nil
 }
 
-// fill repeats elem in buf.
+// fill fills buf with repetitions of elem.
 func fill(buf, elem []byte) {
 	wholeElems(buf, len(elem))
 	for n := copy(buf, elem); n < len(buf); {

@@ -1,6 +1,6 @@
 package kernel
 
-// number is the types that Go computes with.
+// number has the types for which Go has arithmetic.
 type number interface{ whole | float }
 
 type whole interface {
@@ -17,16 +17,16 @@ func integer[T whole](lowest, highest T) row {
 	return r
 }
 
-// arithmetic returns what the rows of all numbers have in common.
+// arithmetic returns the functions that the rows of all number types have in common.
 func arithmetic[T number]() row {
 	return row{reductions: reductions[IntoFunc]{
 		sum: pairs(add[T]), min: pairs(minimum[T]), max: pairs(maximum[T]), product: pairs(multiply[T]),
 	}}
 }
 
-// The compiler neither unrolls loops nor inlines a function argument into one. So the loops below are written out
-// for each operation, four elements a turn: slices of constant length cost one bounds check a turn, and none an
-// element.
+// The compiler neither unrolls loops nor inlines a function argument into a loop. So the loops below are written out
+// for each operation, with four elements per iteration: slices of constant length cost one bounds check per iteration
+// and none per element.
 
 func add[T number](d, a, b []T) {
 	a, b = a[:len(d)], b[:len(d)]
@@ -88,10 +88,10 @@ func maximum[T number](d, a, b []T) {
 	}
 }
 
-// scaleInteger makes the function for T, whose values are lowest to highest.
+// scaleInteger returns the ScaleFunc of T, whose values are lowest to highest.
 func scaleInteger[T whole](lowest, highest T) ScaleFunc {
-	// A float64 cannot be math.MaxInt64, but the first number beyond it: so highest is compared one higher, where
-	// truncation begins to go out of range.
+	// A float64 cannot represent math.MaxInt64, but it can represent the next integer. So the comparison uses
+	// highest+1, from which on truncation is out of range.
 	low, beyond := float64(lowest), float64(highest)+1
 	return func(buf []byte, factor float64) {
 		v := elems[T](buf)

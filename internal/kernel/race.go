@@ -7,14 +7,14 @@ import (
 	"unsafe"
 )
 
-// noteRead tells the race detector, which does not see into assembly, that b is read.
+// noteRead reports a read of b to the race detector, which does not instrument assembly.
 func noteRead(b []byte) {
 	if len(b) > 0 {
 		runtime.RaceReadRange(unsafe.Pointer(unsafe.SliceData(b)), len(b))
 	}
 }
 
-// noteWrite tells the race detector that b is written.
+// noteWrite reports a write of b to the race detector.
 func noteWrite(b []byte) {
 	if len(b) > 0 {
 		runtime.RaceWriteRange(unsafe.Pointer(unsafe.SliceData(b)), len(b))

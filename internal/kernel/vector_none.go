@@ -2,5 +2,5 @@
 
 package kernel
 
-// levels returns empty: there is plain Go alone.
+// levels returns nothing: this build has only plain Go.
 func levels() []level { return nil }

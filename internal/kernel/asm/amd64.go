@@ -33,7 +33,7 @@ func (t elem) half() bool { return slices.Contains(halves, t) }
 
 var operations = []string{"sum", "min", "max"}
 
-// level is a set of instructions, and the size in bytes of the vectors that a kernel makes with it.
+// level is an instruction set, and the size in bytes of the vectors that a kernel uses with it.
 type level struct {
 	name  string
 	size  int
@@ -43,22 +43,25 @@ type level struct {
 var (
 	avx2   = level{"AVX2", 32, false}
 	avx512 = level{"AVX512", 64, true}
-	// narrow is for kernels that wait for memory and not for the processor. From memory, and from the second-level cache, 32 bytes
-	// at a time are up to a tenth faster than 64. From the first, 64 are faster by half on a processor that loads and stores as
-	// many at once (Intel's Cascade Lake), but each use after a pause of a millisecond slows the whole processor down for a while,
-	// which costs 5 us there: more than the reduction of what fits into that cache.
+	// narrow is for kernels that are bound by memory and not by the processor. From memory and from the
+	// second-level cache, loads of 32 bytes are up to a tenth faster than loads of 64. From the first-level
+	// cache, 64 bytes are faster by half on a processor that loads and stores as many at once (Intel's
+	// Cascade Lake). But there the first use of 64-byte vectors after a pause of a millisecond slows the
+	// whole processor down for a while, which costs 5 us: more than the reduction of data that fits into that
+	// cache.
 	narrow = level{"AVX512", 32, true}
 )
 
-// Registers. A kernel that unrolls its loop has a and b of turn i in a+i and b+i. AVX2 has 16 registers, of which 15 is
-// Go's zero; there the constants take what the temporaries leave. AVX-512 has room above.
+// Registers. A kernel that unrolls its loop has a and b of turn i in registers a+i and b+i. AVX2 has 16 registers, of
+// which Go reserves 15 for zero; there the constants use registers that the temporaries leave free. With AVX-512 the
+// constants are in the registers from 16 on.
 const (
 	a, b = 0, 4
 	t    = 8 // the first of the temporaries
 	last = 14
 )
 
-// constant returns the register of constant i, of at most 4.
+// constant returns the register of constant i; there are at most 4.
 func (l level) constant(i int) int {
 	if l.masks {
 		return 16 + i
@@ -66,7 +69,7 @@ func (l level) constant(i int) int {
 	return 13 - i
 }
 
-// reg names register i as a vector of size bytes.
+// reg returns the name of register i as a vector of size bytes.
 func reg(size, i int) string { return fmt.Sprintf("%c%d", "XYZ"[size/32], i) }
 
 func (l level) full(i int) string { return reg(l.size, i) }
@@ -75,7 +78,7 @@ func (l level) half(i int) string { return reg(l.size/2, i) }
 // writer collects lines of assembly.
 type writer struct{ strings.Builder }
 
-// op writes an instruction. The operands stand in the assembler's order: the destination last.
+// op writes an instruction. The operands are in the order of Go's assembler, with the destination last.
 func (w *writer) op(name string, operands ...any) {
 	parts := make([]string, len(operands))
 	for i, o := range operands {
@@ -89,7 +92,7 @@ func (w *writer) op(name string, operands ...any) {
 
 func (w *writer) label(name string) { fmt.Fprintf(w, "%s:\n", name) }
 
-// broadcast sets every 32 bits of a register.
+// broadcast sets every 32 bits of register to to bits. It changes AX.
 func (w *writer) broadcast(l level, bits uint32, to int) {
 	w.op("MOVL", fmt.Sprintf("$0x%08x", bits), "AX")
 	if l.masks {
@@ -100,30 +103,31 @@ func (w *writer) broadcast(l level, bits uint32, to int) {
 	w.op("VPBROADCASTD", reg(16, to), l.full(to))
 }
 
-// access is a way to move part of a vector from or to memory. With a mask it touches no more than the elements in K1,
-// and reads 0 for the others.
+// access writes the code that moves a vector, or a part of it, from or to memory. If masked is set, the code
+// accesses only the elements in K1 and reads 0 for the others.
 type access func(w *writer, r int, mem string, masked bool)
 
-// kernel is one function. Its loop takes unit elements a turn.
+// kernel describes one function. Its loop handles unit elements per turn.
 type kernel struct {
 	name  string
 	level level
 	in    []int // bytes of an element of each source
-	out   int   // and of the destination
+	out   int   // bytes of an element of the destination
 	unit  int
-	// unroll is the number of turns that are written out, at most 4, and 1 if the temporaries need the room.
+	// unroll is the number of turns that are written out, at most 4. It is 1 if the temporaries need the
+	// registers.
 	unroll int
 	factor bool // has a float64 argument
 	setup  func(w *writer)
 	load   access
-	// compute sets register r from it and, with two sources, r+4.
+	// compute computes register r from register r and, with two sources, register r+4.
 	compute func(w *writer, r int)
-	// fused, if not empty, is an instruction that does what compute does with the second source from memory.
+	// fused, if not empty, is an instruction that does the same as compute, with the second source in memory.
 	fused string
 	store access
 }
 
-// sources returns the names of the pointers that are read.
+// sources returns the names of the parameters that point to the sources.
 func (k *kernel) sources() []string {
 	if len(k.in) == 2 {
 		return []string{"a", "b"}
@@ -139,7 +143,8 @@ func (k *kernel) signature() string {
 	return s
 }
 
-// least returns the number of elements that the function must get: without masks, a whole vector.
+// least returns the least number of elements for which the function may be called: without masks, a whole
+// vector.
 func (k *kernel) least() int {
 	if k.level.masks {
 		return 1
@@ -149,9 +154,10 @@ func (k *kernel) least() int {
 
 // write writes the function.
 //
-// The rest, of less than a unit, AVX-512 does with a mask. AVX2 has none: it computes the last unit of all before the
-// loop begins, while the sources are there even if one is the destination, and stores it behind the loop. Part of it has
-// been stored by the loop then, with the same bits.
+// With AVX-512 a mask handles the rest of less than a unit. AVX2 has no masks: there the function computes
+// the last unit of the array before the loop begins, because the loop may overwrite the sources if one of
+// them is the destination, and stores it after the loop. The loop has then already stored a part of it, with
+// the same bits.
 func (k *kernel) write(w *writer) {
 	pointers := k.pointers()
 	argBytes := 8 * (2 + len(k.in))
@@ -195,10 +201,11 @@ func (k *kernel) write(w *writer) {
 	w.op("RET")
 }
 
-// pointers returns the registers that have the addresses of the sources.
+// pointers returns the registers that hold the addresses of the sources.
 func (k *kernel) pointers() []string { return []string{"SI", "DX"}[:len(k.in)] }
 
-// loop writes a loop that does so many turns at once, as long as there are elements for them in CX, and then goes on at next.
+// loop writes a loop with the given number of turns per iteration. It runs while CX counts enough elements
+// for them, and then continues at next.
 func (k *kernel) loop(w *writer, label, next string, turns int) {
 	w.op("SUBQ", turns*k.unit, "CX")
 	w.op("JLT", next)
@@ -234,7 +241,8 @@ func (k *kernel) turn(w *writer, i int, masked bool) {
 	k.store(w, a+i, fmt.Sprintf("%d(DI)", i*k.unit*k.out), masked)
 }
 
-// stream writes the copy of n bytes, a multiple of 64, to dst, a multiple of 64 too, past the caches.
+// stream writes the function that copies n bytes to dst past the caches. Both n and dst must be multiples of
+// 64.
 func stream(w *writer, l level) {
 	const turn = 256
 	fmt.Fprintf(w, "\n// func stream%s(dst, src *byte, n int)\n", l.name)
@@ -275,7 +283,7 @@ func (l level) move(w *writer, r int, from string) {
 	}
 }
 
-// amd64 returns the assembly and its declarations.
+// amd64 returns the assembly of AVX2 and AVX-512 and the declarations of its functions.
 func amd64() (code, decls string) {
 	var text, funcs, tables writer
 	text.WriteString(header + "#include \"textflag.h\"\n")
@@ -314,7 +322,7 @@ func amd64() (code, decls string) {
 	}
 	formatted, err := format.Source([]byte(funcs.String() + tables.String()))
 	if err != nil {
-		panic(err) // what is written here is ours alone
+		panic(err) // a bug in this program
 	}
 	return text.String(), string(formatted)
 }

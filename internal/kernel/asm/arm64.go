@@ -23,7 +23,8 @@ func arm64() (code, decls string) {
 	return p.text.String(), string(text)
 }
 
-// program is the two files as they grow, and the rows of each field of package kernel's functions.
+// program has the contents of the two files while they are written, and the rows of each field of package
+// kernel's functions.
 type program struct {
 	text, decls                      bytes.Buffer
 	reduces, scales, widens, narrows strings.Builder
@@ -41,17 +42,18 @@ func (p *program) line(form string, args ...any) { fmt.Fprintf(&p.text, "\t"+for
 
 func (p *program) label(name string) { fmt.Fprintf(&p.text, "%s:\n", name) }
 
-// suffixed returns the name of a function among those of other levels.
+// suffixed returns the name of a function with the suffix of this level.
 func suffixed(name string) string { return name + "NEON" }
 
-// function begins a function without a frame of its own; size is that of its parameters in bytes.
+// function begins a function without a stack frame. size is the size of its parameters in bytes.
 func (p *program) function(name, params string, size int) {
 	name = suffixed(name)
 	fmt.Fprintf(&p.decls, "\n//go:noescape\nfunc %s(%s)\n", name, params)
 	fmt.Fprintf(&p.text, "\n// func %s(%s)\nTEXT ·%s(SB), NOSPLIT, $0-%d\n", name, params, name, size)
 }
 
-// row adds the function of e to a field of functions. All take one neonent at least: the 1 beside each.
+// row adds the function of e to a field of functions. The 1 is the least number of elements that the function
+// takes.
 func row(field *strings.Builder, e neon, name string) {
 	fmt.Fprintf(field, "tensor.%s: {%s, 1},\n", e.name, suffixed(name))
 }
@@ -65,13 +67,14 @@ func (p *program) table() {
 	fmt.Fprintf(&p.decls, "narrow: [numTypes]assembly[convertAssembly]{\n%s},\n}\n", p.narrows.String())
 }
 
-// turnBytes is what a turn of the loop of a reduction or a scale does: four registers.
+// turnBytes is the number of bytes that the loop of a reduction or a scale handles per turn: four registers.
 const turnBytes = 4 * 16
 
-// counter is the register that loop counts down: behind those of the other arguments.
+// counter is the register that loop counts down. It comes after the registers of the other arguments.
 const counter = "R3"
 
-// arguments loads those of a function, pointers into R0, R1 and so on and the last, a number, into counter.
+// arguments loads the arguments of a function: the pointers into R0, R1 and so on, and the last one, a
+// number, into counter.
 func (p *program) arguments(names ...string) {
 	for i, name := range names {
 		register := "R" + strconv.Itoa(i)
@@ -82,15 +85,16 @@ func (p *program) arguments(names ...string) {
 	}
 }
 
-// bytes makes the number of elements of e in counter one of bytes.
+// bytes converts the number of elements of e in counter to a number of bytes.
 func (p *program) bytes(e neon) {
 	if e.size > 1 {
 		p.line("LSL $%d, %s, %s", bits.TrailingZeros(uint(e.size)), counter, counter)
 	}
 }
 
-// loop writes body for turns of step, a power of two, while counter has as many, and for the rest, which is less, once for
-// each power of two down to least that it contains. Both may count bytes or elements.
+// loop writes a loop over body with step per turn, while counter is at least step. step is a power of two.
+// For the rest it writes body once for each smaller power of two down to least, to run if the rest contains
+// it. step and least both count bytes, or both count elements.
 func (p *program) loop(step, least int, body func(n int)) {
 	p.line("SUBS $%d, %s, %s", step, counter, counter)
 	p.line("BLT rest")
@@ -98,7 +102,7 @@ func (p *program) loop(step, least int, body func(n int)) {
 	body(step)
 	p.line("SUBS $%d, %s, %s", step, counter, counter)
 	p.line("BGE loop")
-	// counter is less than the rest by step, of which the lower bits are 0.
+	// counter is the rest minus step. The lower bits of step are 0, so those of counter are the bits of the rest.
 	p.label("rest")
 	for n := step / 2; n >= least; n /= 2 {
 		under := "under" + strconv.Itoa(n)
@@ -113,8 +117,8 @@ func (p *program) loop(step, least int, body func(n int)) {
 type neon struct {
 	elem
 	lanes lanes
-	half  *half // nil for what is not one
-	exact bool  // what is computed needs no rounding
+	half  *half // nil for other types
+	exact bool  // the results need no rounding
 }
 
 var (
@@ -127,16 +131,16 @@ var (
 	neonBFloat16 = neon{elem: bfloat16, lanes: h8, half: &halfBFloat16}
 )
 
-// half is how a half is computed with.
+// half has the functions that write the code for a half-precision type.
 type half struct {
-	// widen sets d to the lower or upper half of n as neonFloat32.
+	// widen sets d to the lower (up 0) or upper (up 1) half of n, widened to float32.
 	widen func(p *program, d, n vec, up uint32)
-	// pack sets d to the neonFloat32 in v and v+1, each of which is one of its type.
+	// pack sets d to the float32s in v and v+1, which must be representable in the half-precision type.
 	pack func(p *program, d, v vec)
-	// round makes what pack needs from neonFloat32 that came of arithmetic with this type; t is changed. It is nil where
-	// pack rounds.
+	// round rounds float32s for pack. They must be results of arithmetic with this type. It changes t. It is
+	// nil if pack rounds.
 	round func(p *program, v, t vec)
-	// convert is round for any neonFloat32.
+	// convert is like round, but for arbitrary float32s.
 	convert func(p *program, v, t vec)
 }
 
@@ -153,13 +157,13 @@ func (p *program) packFloat16(d, v vec) {
 	}
 }
 
-// What Arm's names of an instruction for the lower or upper half of a register have, and of the half's lanes.
+// Suffixes in Arm's notation of an instruction for the lower or upper half of a register, and of the lanes of that half.
 var (
 	suffix = [2]string{"", "2"}
 	half16 = [2]string{"4h", "8h"}
 )
 
-// A bfloat16 is the upper half of a float32.
+// halfBFloat16 has the functions for bfloat16, which is the upper half of a float32.
 var halfBFloat16 = half{
 	widen:   (*program).widenBFloat16,
 	pack:    (*program).packBFloat16,
@@ -173,8 +177,9 @@ func (p *program) widenBFloat16(d, n vec, up uint32) {
 
 func (p *program) packBFloat16(d, v vec) { p.asm("VUZP2", h8, d, v, v+1) }
 
-// roundBFloat16 rounds as package half does: the carry of an addition goes up, into the exponent and to infinity too.
-// In the lower half of a NaN there is nothing to carry, if it was a bfloat16 or arithmetic on those made it.
+// roundBFloat16 rounds as package half does: the addition carries into the exponent, up to infinity. It does
+// not carry in a NaN: if the NaN was a bfloat16, or is the result of arithmetic with bfloat16s, its lower
+// half is zero.
 func (p *program) roundBFloat16(v, t vec) {
 	p.line("VUSHR $16, V%d.S4, V%d.S4", v, t)
 	p.asm("VAND", b16, t, t, ones)
@@ -182,8 +187,8 @@ func (p *program) roundBFloat16(v, t vec) {
 	p.asm("VADD", s4, v, v, t)
 }
 
-// convertBFloat16 also takes NaNs of other origin. It clears their lower half, but makes them quiet before: the number
-// of which there is nothing in the upper half would be an infinity.
+// convertBFloat16 also handles NaNs from other sources. It makes them quiet and then clears their lower half:
+// without the quiet bit, a NaN with an empty upper half would become an infinity.
 func (p *program) convertBFloat16(v, t vec) {
 	p.three("fmax", s4, v, v, v)
 	p.three("fcmeq", s4, t, v, v)
@@ -192,7 +197,7 @@ func (p *program) convertBFloat16(v, t vec) {
 	p.roundBFloat16(v, t)
 }
 
-// constants sets those that the functions for e use.
+// constants sets the registers of the constants that the functions for e use.
 func (p *program) constants(e neon) {
 	if e.half == nil || e.half.round == nil {
 		return
@@ -204,7 +209,7 @@ func (p *program) constants(e neon) {
 	}
 }
 
-// reductions writes those of all types.
+// reductions writes the reductions of all types.
 func reductions(p *program) {
 	add := func(l lanes, x, y vec) { p.asm("VADD", l, x, x, y) }
 	p.reduction(neonUint8, add, p.instruction("umin"), p.instruction("umax"))
@@ -222,10 +227,10 @@ func reductions(p *program) {
 	}
 }
 
-// step is x = x op y.
+// step writes the code of x = x op y.
 type step func(l lanes, x, y vec)
 
-// reduction writes the functions of e.
+// reduction writes the reductions of e.
 func (p *program) reduction(e neon, sum, min, max step) {
 	fmt.Fprintf(&p.reduces, "tensor.%s: {\n", e.name)
 	for _, of := range []struct {
@@ -239,12 +244,13 @@ func (p *program) reduction(e neon, sum, min, max step) {
 	fmt.Fprintln(&p.reduces, "},")
 }
 
-// instruction returns the step that is one instruction.
+// instruction returns the step that is the one instruction op.
 func (p *program) instruction(op string) step {
 	return func(l lanes, x, y vec) { p.three(op, l, x, x, y) }
 }
 
-// reduce writes the function that does step with elements of e, a half's as neonFloat32.
+// reduce writes the function that applies step to elements of e. Half-precision elements are widened to
+// float32 first.
 func (p *program) reduce(op string, e neon, step step) {
 	p.function(op+e.name, "dst, a, b *byte, n int", 32)
 	p.arguments("dst", "a", "b", "n")
@@ -270,8 +276,8 @@ func (p *program) reduce(op string, e neon, step step) {
 	})
 }
 
-// pack sets d to the neonFloat32 in temp and the register after it, rounded unless they are exact. It changes the two
-// registers after those.
+// pack packs the float32s in temp and temp+1 into d. It rounds them first unless they are exact, and changes
+// temp+2 and temp+3.
 func (p *program) pack(e neon, d vec) {
 	if e.half.round != nil && !e.exact {
 		e.half.round(p, temp, temp+2)
@@ -280,10 +286,10 @@ func (p *program) pack(e neon, d vec) {
 	e.half.pack(p, d, temp)
 }
 
-// registers returns how many hold n bytes.
+// registers returns the number of registers that hold n bytes.
 func registers(n int) vec { return vec(max(1, n/16)) }
 
-// scales writes those of the floating-point types.
+// scales writes the scale functions of the floating-point types.
 func scales(p *program) {
 	for _, e := range []neon{neonFloat32, neonFloat64} {
 		p.scaling(e, e.lanes, func(v vec) { p.three("fmul", e.lanes, v, v, factor) })
@@ -299,8 +305,8 @@ func scales(p *program) {
 	}
 }
 
-// scaling writes the function that does step with a register of elements of e. factor has the factor in each of its
-// lanes l, which say whether as a float32 or float64.
+// scaling writes the function that applies step to each register of elements of e. The register factor has
+// the factor in each of its lanes l, as a float32 or float64.
 func (p *program) scaling(e neon, l lanes, step func(v vec)) {
 	row(&p.scales, e, "scale"+e.name)
 	p.function("scale"+e.name, "dst, src *byte, n int, factor float64", 32)
@@ -321,10 +327,11 @@ func (p *program) scaling(e neon, l lanes, step func(v vec)) {
 	})
 }
 
-// turnElems is what a turn of the loop of a conversion does: a register of halves.
+// turnElems is the number of elements that the loop of a conversion handles per turn: one register of
+// half-precision elements.
 const turnElems = 8
 
-// conversions writes those between halves and float32.
+// conversions writes the conversions between half-precision types and float32.
 func conversions(p *program) {
 	for _, e := range []neon{neonFloat16, neonBFloat16} {
 		row(&p.widens, e, "widen"+e.name)

@@ -5,7 +5,7 @@ import (
 	"math"
 )
 
-// vectors returns the access to whole vectors of elements of size bytes.
+// vectors returns the functions that load and store whole vectors of elements of size bytes.
 func vectors(l level, size int) (load, store access) {
 	move := "VMOVDQU"
 	if l.masks {
@@ -28,7 +28,7 @@ func vectors(l level, size int) (load, store access) {
 	return load, store
 }
 
-// logic returns a bitwise instruction, of which AVX-512 has one for each size of element.
+// logic returns the name of a bitwise instruction at this level. AVX-512 has one for each element size.
 func (l level) logic(name string) string {
 	if l.masks {
 		return name + "D"
@@ -36,7 +36,7 @@ func (l level) logic(name string) string {
 	return name
 }
 
-// reduction is dst = a op b.
+// reduction returns the kernel of dst = a op b.
 func reduction(l level, e elem, op string) *kernel {
 	if l == avx512 && !e.half() {
 		l = narrow
@@ -60,7 +60,7 @@ func reduction(l level, e elem, op string) *kernel {
 	return k
 }
 
-// single is a = a op b where there is an instruction for it.
+// single makes k compute a = a op b with one instruction.
 func single(k *kernel, instruction string) {
 	k.fused = instruction
 	k.compute = func(w *writer, r int) {
@@ -94,9 +94,10 @@ func firstInt64(k *kernel, op string) {
 	}
 }
 
-// reduceFloats: of a NaN, or of zeros, VMIN and VMAX give the second operand. So min is done both ways round, and what
-// has come out joined: a NaN and any bits are a NaN, -0 and +0 are -0. For max the zeros want AND, and then the NaNs are
-// put in.
+// reduceFloats makes k reduce floats with op. VMIN and VMAX return the second operand if an operand is a NaN
+// or both are zeros. So min is computed with both orders of the operands, and the results are combined with
+// OR: a NaN combined with any bits is a NaN, and -0 with +0 is -0. For max the zeros need AND, and the NaNs
+// are set afterwards.
 func reduceFloats(k *kernel, e elem, op string) {
 	l := k.level
 	suffix := "PS"
@@ -128,10 +129,11 @@ func reduceFloats(k *kernel, e elem, op string) {
 	}
 }
 
-// unordered is a predicate of VCMP.
+// unordered is the predicate of VCMP that is true if an operand is a NaN.
 const unordered = 0x03
 
-// setOnes sets to ones the elements, of size bytes, that mask has: a NaN. The mask is a vector or a mask register.
+// setOnes sets the elements of r that mask selects to all ones, which is a NaN. Elements have size bytes.
+// mask is a vector or a mask register.
 func setOnes(w *writer, size int, mask, r string) {
 	switch {
 	case mask[0] != 'K':
@@ -143,10 +145,10 @@ func setOnes(w *writer, size int, mask, r string) {
 	}
 }
 
-// addFloat16 widens float16s, both halves of a vector, adds them as float32s and rounds the sums.
+// addFloat16 widens both halves of the float16 vectors, adds them as float32s and rounds the sums.
 //
-// It multiplies with 1 and adds, which rounds once, to the same bits: AMD's Zen adds on the units that convert, and
-// multiplies on others.
+// It adds by multiplying with 1 in a fused multiply-add, which rounds once and gives the same bits: AMD's Zen
+// adds on the units that also convert, and multiplies on other units.
 func addFloat16(k *kernel) {
 	l := k.level
 	one := l.constant(0)
@@ -165,14 +167,14 @@ func addFloat16(k *kernel) {
 	}
 }
 
-// roundFloat16s rounds the float32s in t and t+1 to the vector r.
+// roundFloat16s rounds the float32s in t and t+1 to float16s in vector r.
 func roundFloat16s(w *writer, l level, r int) {
 	w.op("VCVTPS2PH", 0, l.full(t), l.half(t))
 	w.op("VCVTPS2PH", 0, l.full(t+1), l.half(t+1))
 	joinHalves(w, l, t, t+1, r)
 }
 
-// upperHalf copies the upper half of a vector to the lower one of another.
+// upperHalf copies the upper half of one vector to the lower half of another.
 func upperHalf(w *writer, l level, from, to int) {
 	if l.size == 64 {
 		w.op("VEXTRACTI64X4", 1, l.full(from), l.half(to))
@@ -181,7 +183,7 @@ func upperHalf(w *writer, l level, from, to int) {
 	}
 }
 
-// joinHalves makes a vector of the lower halves of two.
+// joinHalves makes a vector of the lower halves of two others.
 func joinHalves(w *writer, l level, lower, upper, to int) {
 	if l.size == 64 {
 		w.op("VINSERTI64X4", 1, l.half(upper), l.full(lower), l.full(to))
@@ -190,10 +192,11 @@ func joinHalves(w *writer, l level, lower, upper, to int) {
 	}
 }
 
-// addBFloat16 computes with the odd elements where they are, for their bits are the upper half of a float32, and
-// with the even ones shifted.
+// addBFloat16 adds the odd elements in place, because the bits of a bfloat16 are the upper half of a float32,
+// and shifts the even elements first.
 //
-// NaNs come out of an operation with a quiet bit, and of bfloat16s with nothing in the lower half, that could carry.
+// The NaNs that result are quiet, and NaNs that come from bfloat16s have zeros in the lower half, so rounding
+// does not carry into the upper half.
 func addBFloat16(k *kernel) {
 	l := k.level
 	k.setup = func(w *writer) { bfloat16Constants(w, l) }
@@ -210,16 +213,16 @@ func addBFloat16(k *kernel) {
 	}
 }
 
-// bfloat16Constants sets what rounding needs: the last bit that stays, when it is shifted; just below half of that; the
-// upper half of a float32.
+// bfloat16Constants sets the constants of rounding: 1, the last bit that remains after the shift; the number
+// just below half of that bit; and the mask of the upper half of a float32.
 func bfloat16Constants(w *writer, l level) {
 	w.broadcast(l, 1, l.constant(0))
 	w.broadcast(l, 0x7fff, l.constant(1))
 	w.broadcast(l, 0xffff0000, l.constant(2))
 }
 
-// joinBFloat16s rounds the float32s in t, the even elements, and r, the odd ones, to the vector r. None is a NaN with
-// bits in the lower half.
+// joinBFloat16s rounds the float32s in t (even elements) and r (odd elements) to bfloat16s in vector r. No
+// float32 may be a NaN with bits in its lower half.
 func joinBFloat16s(w *writer, l level, r int) {
 	a, even := l.full(r), l.full(t)
 	roundUpper(w, l, t, t+1)
@@ -232,7 +235,8 @@ func joinBFloat16s(w *writer, l level, r int) {
 	}
 }
 
-// roundUpper rounds float32s, to nearest even, to what their upper halves can have. It leaves something in the lower.
+// roundUpper rounds float32s to nearest even so that their upper halves are the bfloat16s. The lower halves
+// are undefined then.
 func roundUpper(w *writer, l level, r, tmp int) {
 	x, bit := l.full(r), l.full(tmp)
 	w.op("VPSRLD", 16, x, bit)
@@ -241,11 +245,12 @@ func roundUpper(w *writer, l level, r, tmp int) {
 	w.op("VPADDD", bit, x, x)
 }
 
-// firstHalf orders halves as signed integers, for which those of negative numbers are turned over. That puts the NaNs
-// at both ends; added to, or subtracted from, they are all at the one that wins.
+// firstHalf makes k compute min or max of half-precision elements. It compares them as signed integers, after
+// inverting the bits of negative numbers. Then the NaNs are at both ends; adding or subtracting their number
+// wraps them to the end that wins.
 func firstHalf(k *kernel, e elem, op string) {
 	l := k.level
-	nans := uint32(0x03ff) // as many positive ones as negative
+	nans := uint32(0x03ff) // number of positive NaNs, and of negative NaNs
 	if e == bfloat16 {
 		nans = 0x007f
 	}
@@ -272,7 +277,7 @@ func firstHalf(k *kernel, e elem, op string) {
 	}
 }
 
-// scaling is dst = src · factor.
+// scaling returns the kernel of dst = src · factor.
 func scaling(l level, e elem) *kernel {
 	if l == avx512 && !e.half() {
 		l = narrow
@@ -319,12 +324,13 @@ func scaling(l level, e elem) *kernel {
 	return k
 }
 
-// conversion returns a kernel between a half and float32, which are in registers.
+// conversion returns a kernel between a half-precision type and float32, without its load, compute and store.
+// A register holds the elements as float32s.
 func conversion(name string, l level, to, from elem) *kernel {
 	return &kernel{name: name + l.name, level: l, in: []int{from.size}, out: to.size, unit: l.size / 4, unroll: 4}
 }
 
-// widening is dst = src as float32s.
+// widening returns the kernel that widens src, of type from, to float32.
 func widening(l level, from elem) *kernel {
 	k := conversion("widen"+from.name, l, float32s, from)
 	_, k.store = vectors(l, 4)
@@ -344,7 +350,7 @@ func widening(l level, from elem) *kernel {
 	return k
 }
 
-// narrowing is dst = src, of float32s, rounded.
+// narrowing returns the kernel that rounds src, of float32s, to type to.
 func narrowing(l level, to elem) *kernel {
 	k := conversion("narrow"+to.name, l, to, float32s)
 	k.load, _ = vectors(l, 4)

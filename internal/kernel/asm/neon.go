@@ -5,11 +5,11 @@ import "fmt"
 // vec is the number of a vector register.
 type vec int
 
-// Who uses which registers. V8 to V15 are left alone: not by Go's rules, but enough are left.
+// Use of the registers. V8 to V15 are not used. Go would allow it, but there are enough others.
 const (
 	first  vec = 0  // and 3 more: the elements of a, and the result
 	second vec = 4  // and 3 more: the elements of b
-	temp   vec = 16 // up to 26: values between
+	temp   vec = 16 // up to 26: intermediate values
 	factor vec = 27 // of a scale
 	ones   vec = 28 // 1 in each lane, of 8 or 32 bits
 	upper  vec = 29 // the upper half of a float32
@@ -17,7 +17,8 @@ const (
 	zero   vec = 31
 )
 
-// lanes says how an instruction divides a register: Arm's name, Go's name, and the field size of the instruction.
+// lanes describes how an instruction divides a register: Arm's name, Go's name, and the size field of the
+// instruction.
 type lanes struct {
 	arm, asm string
 	size     uint32
@@ -30,17 +31,17 @@ var (
 	d2  = lanes{"2d", "D2", 3}
 )
 
-// Go's assembler has few vector instructions of arithmetic. The others are put together from their encodings in the
+// Go's assembler has few arithmetic vector instructions. The others are assembled here from their encodings in the
 // Arm Architecture Reference Manual (DDI 0487), section C4.1, "Data Processing -- Scalar Floating-Point and Advanced
 // SIMD". All are of the first ARMv8-A.
 
-// word writes an instruction as its bits, beside Arm's name of it.
+// word writes an instruction as its bits, with Arm's notation of it as a comment.
 func (p *program) word(bits uint32, form string, args ...any) {
 	p.line("WORD $0x%08x // %s", bits, fmt.Sprintf(form, args...))
 }
 
-// three are the instructions of the group "three same". The size of a floating-point one is that of its lanes less 2,
-// of which high sets the upper bit.
+// three has the instructions of the group "three same". The size field of a floating-point instruction is the
+// size of its lanes less 2, with the upper bit set if high is 1.
 var three = map[string]struct{ u, opcode, float, high uint32 }{
 	"smax":  {0, 0b01100, 0, 0},
 	"umax":  {1, 0b01100, 0, 0},
@@ -54,7 +55,7 @@ var three = map[string]struct{ u, opcode, float, high uint32 }{
 	"fcmeq": {0, 0b11100, 1, 0},
 }
 
-// three writes d = n op m.
+// three writes d = n op m, for an instruction in the map three.
 func (p *program) three(op string, l lanes, d, n, m vec) {
 	e, ok := three[op]
 	if !ok {
@@ -65,22 +66,24 @@ func (p *program) three(op string, l lanes, d, n, m vec) {
 		"%s v%d.%s, v%d.%s, v%d.%s", op, d, l.arm, n, l.arm, m, l.arm)
 }
 
-// asm writes an instruction that Go's assembler has, d = n op m; n and m change places there.
+// asm writes d = n op m, for an instruction that Go's assembler has. The assembler takes the operands as m,
+// n, d.
 func (p *program) asm(op string, l lanes, d, n, m vec) {
 	p.line("%s V%d.%s, V%d.%s, V%d.%s", op, m, l.asm, n, l.asm, d, l.asm)
 }
 
-// fill sets each lane of d to value, by way of R4.
+// fill sets each lane of d to value. It changes R4.
 func (p *program) fill(l lanes, d vec, value uint32) {
 	p.line("MOVD $0x%x, R4", value)
 	p.line("VDUP R4, V%d.%s", d, l.asm)
 }
 
-// load reads size bytes, a power of two up to 64, into v and the registers after it, and moves the pointer on. The
-// bytes need not be aligned. Of less than 8 bytes, others of the register may be of any value.
+// load reads size bytes, a power of two up to 64, into v and the registers after it, and advances the pointer
+// by size. The bytes need not be aligned. If size is less than 8, the other bytes of the register are
+// undefined.
 func (p *program) load(pointer string, v vec, size int) { p.move("VLD1.P", pointer, v, size, true) }
 
-// store is the reverse of load.
+// store writes size bytes from v and the registers after it, and advances the pointer by size.
 func (p *program) store(pointer string, v vec, size int) { p.move("VST1.P", pointer, v, size, false) }
 
 func (p *program) move(op, pointer string, v vec, size int, load bool) {
