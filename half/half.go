@@ -1,8 +1,8 @@
-// Package half has the two 16-bit floating-point types: float16 and bfloat16.
+// Package half implements the two 16-bit floating-point types, float16 and bfloat16.
 //
-// They are for storing and sending numbers. To compute with them widen them to float32, which is exact, and round the
-// result back. The types are structs, so that an operator that would add or compare bits does not compile; == compares
-// bits, by which -0 is not +0, and a NaN is equal to itself.
+// They are for storing and sending numbers. To compute with them, widen them to float32, which is exact, and
+// round the result back. The types are structs, so that an operator that would add or compare bits does not
+// compile. The operator == compares bits: -0 is not equal to +0, and a NaN is equal to itself.
 package half
 
 import (
@@ -10,30 +10,32 @@ import (
 	"strconv"
 )
 
-// Float16 is binary16 of IEEE 754: 1 bit of sign, 5 of exponent, 10 of fraction. Its largest number is 65504, its
-// smallest normal one 2^-14, and its smallest 2^-24. The zero value is +0.
+// Float16 is the binary16 format of IEEE 754: 1 sign bit, 5 exponent bits, 10 fraction bits. Its largest
+// number is 65504, its smallest normal number 2^-14, and its smallest number 2^-24. The zero value is +0.
 type Float16 struct{ bits uint16 }
 
-// BFloat16 is the upper half of a float32: 1 bit of sign, 8 of exponent, 7 of fraction. It has the range of a float32
-// and subnormal numbers down to 2^-133. The zero value is +0.
+// BFloat16 is the upper half of a float32: 1 sign bit, 8 exponent bits, 7 fraction bits. It has the range of
+// a float32 and subnormal numbers down to 2^-133. The zero value is +0.
 type BFloat16 struct{ bits uint16 }
 
-// Float16FromBits returns the number that is stored as bits.
+// Float16FromBits returns the number with the given bits.
 func Float16FromBits(bits uint16) Float16 { return Float16{bits} }
 
-// BFloat16FromBits returns the number that is stored as bits.
+// BFloat16FromBits returns the number with the given bits.
 func BFloat16FromBits(bits uint16) BFloat16 { return BFloat16{bits} }
 
-// Bits returns h as it is stored.
+// Bits returns the bits of h.
 func (h Float16) Bits() uint16 { return h.bits }
 
-// Bits returns h as it is stored.
+// Bits returns the bits of h.
 func (h BFloat16) Bits() uint16 { return h.bits }
 
-// String formats h as strconv does a float32: the fewest digits that name it among the float32s.
+// String formats h as strconv formats a float32: with the fewest digits that distinguish it from other
+// float32s.
 func (h Float16) String() string { return format(h.Float32()) }
 
-// String formats h as strconv does a float32: the fewest digits that name it among the float32s.
+// String formats h as strconv formats a float32: with the fewest digits that distinguish it from other
+// float32s.
 func (h BFloat16) String() string { return format(h.Float32()) }
 
 func format(f float32) string { return strconv.FormatFloat(float64(f), 'g', -1, 32) }
@@ -54,14 +56,14 @@ const (
 	beyond16      = (127 + 16) * expOne // 2^16 as a float32
 )
 
-// The conversions below choose between values that are there already, for which compilers have instructions that do
-// not jump: data in which zeros and small numbers come at random costs no mispredicted branches.
+// The conversions below select between computed values, so that compilers can use conditional moves instead of
+// branches: data with zeros and small numbers at random positions causes no mispredicted branches.
 
-// Float32 returns h, exactly. A NaN keeps its sign and payload.
+// Float32 returns h as a float32, which is exact. A NaN keeps its sign and payload.
 func (h Float16) Float32() float32 {
 	u := uint32(h.bits&0x7fff) << fractionShift
 	v := u + biasShift
-	// Zero and subnormals lack the 1 before the fraction: here it is added, and taken away as the number it is.
+	// Zero and subnormals lack the implicit 1 before the fraction. It is added here, and its value is subtracted.
 	subnormal := math.Float32bits(math.Float32frombits(v+expOne) - 0x1p-14)
 	if u < expOne {
 		v = subnormal
@@ -72,17 +74,17 @@ func (h Float16) Float32() float32 {
 	return math.Float32frombits(v | uint32(h.bits>>15)<<31)
 }
 
-// Float32 returns h, exactly. A NaN keeps all its bits.
+// Float32 returns h as a float32, which is exact. A NaN keeps all its bits.
 func (h BFloat16) Float32() float32 { return math.Float32frombits(uint32(h.bits) << 16) }
 
-// Float16FromFloat32 returns f, rounded to nearest, ties to even. From 65520 on it is infinite. A NaN becomes a quiet NaN
-// with its sign and the top of its payload.
+// Float16FromFloat32 returns f rounded to nearest, ties to even. Magnitudes from 65520 on become infinity. A
+// NaN becomes a quiet NaN with the sign and the upper payload bits of f.
 func Float16FromFloat32(f float32) Float16 {
 	b := math.Float32bits(f)
 	abs := b & absMask
-	// Beside a power of two that is 2^13 times the size of f, the last bit of a float32 is worth as much as the last bit
-	// of f as a float16: so the addition rounds, and the fraction is in the lowest bits, below the 1 that normal numbers
-	// have before it. That 1, and a carry, count up the exponent. 2^16 comes out as infinity.
+	// The addend is a power of two that is 2^13 times as large as f, so the last bit of the sum as a float32 has the
+	// value of the last bit of f as a float16. The addition therefore rounds. The fraction is then in the lowest bits,
+	// below the implicit 1 of normal numbers. That 1, and a carry, increment the exponent. 2^16 becomes infinity.
 	x := min(abs, beyond16)
 	exp := max(x&expMask, minNormal16)
 	sum := math.Float32bits(math.Float32frombits(x) + math.Float32frombits(exp+fractionShift*expOne))
@@ -93,11 +95,11 @@ func Float16FromFloat32(f float32) Float16 {
 	return Float16{uint16(b>>16&0x8000 | v)}
 }
 
-// BFloat16FromFloat32 returns f, rounded to nearest, ties to even. From 2^128 - 2^119 on it is infinite. A NaN becomes a
-// quiet NaN with its sign and the top of its payload.
+// BFloat16FromFloat32 returns f rounded to nearest, ties to even. Magnitudes from 2^128 - 2^119 on become
+// infinity. A NaN becomes a quiet NaN with the sign and the upper payload bits of f.
 func BFloat16FromFloat32(f float32) BFloat16 {
 	b := math.Float32bits(f)
-	// The carry of an addition rounds up, into the exponent and to infinity too.
+	// The addition rounds up by its carry, also into the exponent and to infinity.
 	v := b + 0x7fff + b>>16&1
 	if b&absMask > expMask {
 		v = b | quietBit

@@ -1,4 +1,5 @@
-// Package frame cuts a stream into frames: a length, four bytes, big-endian, and as many bytes.
+// Package frame divides a stream into frames. A frame is a length of four bytes, big-endian, and a body of
+// that many bytes.
 package frame
 
 import (
@@ -9,23 +10,25 @@ import (
 )
 
 const (
-	// HeaderBytes is the size of the length.
+	// HeaderBytes is the size of the length in bytes.
 	HeaderBytes = 4
-	// step is how much memory a frame gets on the word of its header alone.
+	// step is the most bytes that are allocated for a frame before any byte of its body has arrived.
 	step = 4 << 10
 )
 
-// New returns a frame without a body, with room for one of the given capacity: to append to and then Seal.
+// New returns a frame without a body, with capacity for a body of the given size. The caller appends the body
+// and then calls Seal.
 func New(capacity int) []byte { return make([]byte, HeaderBytes, HeaderBytes+capacity) }
 
-// Seal writes the length of a frame whose body is there, and returns the frame.
+// Seal writes the length into the header of a frame whose body is complete, and returns the frame.
 func Seal(frame []byte) []byte {
 	binary.BigEndian.PutUint32(frame, uint32(len(frame)-HeaderBytes))
 	return frame
 }
 
-// Read reads the body of one frame, at most limit bytes. Memory is allocated as bytes arrive: 4 KiB, then
-// twice what is there. At the end of the stream the error is io.EOF between frames and io.ErrUnexpectedEOF within one.
+// Read reads the body of one frame. It is an error if the body is longer than limit bytes. Memory is
+// allocated as bytes arrive: 4 KiB first, then twice the bytes that have arrived. At the end of the stream
+// the error is io.EOF between frames and io.ErrUnexpectedEOF within a frame.
 func Read(r io.Reader, limit int) ([]byte, error) {
 	var head [HeaderBytes]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {
@@ -38,8 +41,8 @@ func Read(r io.Reader, limit int) ([]byte, error) {
 	return ReadBytes(r, nil, int(n))
 }
 
-// ReadBytes reads n bytes into buf, or into new memory where that is too small, which is allocated as bytes arrive. If not
-// all come the error is io.ErrUnexpectedEOF.
+// ReadBytes reads n bytes into buf, or into new memory if buf is too small. New memory is allocated as bytes
+// arrive. If the stream ends before n bytes have arrived, the error is io.ErrUnexpectedEOF.
 func ReadBytes(r io.Reader, buf []byte, n int) ([]byte, error) {
 	if buf = buf[:0]; buf == nil {
 		buf = make([]byte, 0, min(n, step))

@@ -11,8 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// checkLimits says which limit a segment of need bytes would break, as far as that can be known before. The kernel does
-// not fail an allocation beyond a cgroup's limit or the machine's memory: it kills somebody.
+// checkLimits returns an error that names the limit that a segment of need bytes would exceed, if that can be
+// known in advance. If an allocation exceeds a cgroup's limit or the machine's memory, the kernel does not
+// fail it but kills a process.
 func checkLimits(need int64) error {
 	var files unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &files); err == nil && uint64(need) > files.Cur {
@@ -36,14 +37,14 @@ func explain(err error) error {
 	}
 }
 
-// machine is the path of the kernel's account of the whole memory.
+// machine is the path of the kernel's file on the memory of the machine, /proc/meminfo.
 type machine string
 
-// check says whether the machine lacks need bytes. Where that is not known it does not say so.
+// check returns an error if the machine has less than need bytes left, and nil if that is not known.
 func (m machine) check(need int64) error {
 	text, err := os.ReadFile(string(m))
 	if err != nil {
-		return nil // no /proc: the kernel will say, in its way
+		return nil // no /proc: the allocation will show whether there is enough
 	}
 	available, known := field(string(text), "MemAvailable:")
 	swap, _ := field(string(text), "SwapFree:")
@@ -53,14 +54,14 @@ func (m machine) check(need int64) error {
 	return nil
 }
 
-// cgroups are the paths by which this process's cgroups are found: the file that names them, and where their
-// hierarchies are mounted.
+// cgroups has the paths with which this process's cgroups are found: the file that names them, and the
+// directory in which their hierarchies are mounted.
 type cgroups struct{ self, mount string }
 
-// files are the names of a memory controller's files, of which version 1 and 2 have different ones.
+// files has the names of the files of a memory controller. They differ between version 1 and 2 of cgroups.
 type files struct {
 	limit, usage string
-	// cache are the fields of memory.stat that count pages which the kernel takes back when it needs them: files that
+	// cache are the fields of memory.stat that count pages that the kernel can reclaim: file contents that
 	// were read. Without them a job that has read its data would seem to have no memory left.
 	cache []string
 }
@@ -70,14 +71,15 @@ var (
 	version2 = files{"memory.max", "memory.current", []string{"inactive_file", "active_file"}}
 )
 
-// check says which cgroup of this process lacks need bytes, itself or one above it. What cannot be read limits nothing.
+// check returns an error if a cgroup of this process, or one above it, has less than need bytes left. A limit
+// that cannot be read is ignored.
 func (c cgroups) check(need int64) error {
 	text, err := os.ReadFile(c.self)
 	if err != nil {
 		return nil
 	}
 	for line := range strings.Lines(string(text)) {
-		// hierarchy-ID:controllers:path, where version 2 has ID 0 and no controllers (cgroups(7)).
+		// A line is hierarchy-ID:controllers:path. Version 2 has ID 0 and no controllers (cgroups(7)).
 		part := strings.SplitN(strings.TrimSuffix(line, "\n"), ":", 3)
 		if len(part) != 3 {
 			continue
@@ -97,8 +99,9 @@ func (c cgroups) check(need int64) error {
 	return nil
 }
 
-// check looks at the cgroup called path of the hierarchy at root, and at all above it. Seen from inside a container
-// path may be that of the host, which is not there; then root itself is the container's.
+// check checks the cgroup path in the hierarchy at root, and all cgroups above it. Inside a container, path
+// may be the path on the host, which does not exist in the container; then root itself is the container's
+// cgroup.
 func (f files) check(root, path string, need int64) error {
 	for path = filepath.Clean("/" + path); ; path = filepath.Dir(path) {
 		if err := f.checkOne(filepath.Join(root, path), need); err != nil {
@@ -129,7 +132,7 @@ func (f files) checkOne(dir string, need int64) error {
 	return nil
 }
 
-// number returns what a file holds, if that is a number; "max" is none.
+// number returns the number in a file, and false if the file has no number: "max", for example.
 func number(file string) (int64, bool) {
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -139,7 +142,7 @@ func number(file string) (int64, bool) {
 	return n, err == nil
 }
 
-// field returns the number behind name at the start of a line of text.
+// field returns the number that follows name at the start of a line of text.
 func field(text, name string) (int64, bool) {
 	for line := range strings.Lines(text) {
 		words := strings.Fields(line)

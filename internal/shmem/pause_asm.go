@@ -2,15 +2,15 @@
 
 package shmem
 
-// Pause tells the processor n times that the caller waits for a word to change. One costs 10 to 150 cycles of amd64,
-// fewer of arm64. n <= 0 does nothing.
+// Pause executes the processor's pause instruction n times, for a caller that polls a word. Each takes 10 to 150 cycles
+// on amd64, and fewer on arm64. If n <= 0, Pause does nothing.
 //
 //go:noescape
 func Pause(n int)
 
-// Fence is a full memory barrier: what was stored before is seen by all before anything after it is loaded. Operations
-// of sync/atomic are in one order already; Fence is for ordinary loads and stores beside them, and for non-temporal
-// stores.
+// Fence is a full memory barrier: all processors see the stores before it before any load after it is executed.
+// Operations of sync/atomic are in one order without it. Fence is for ordinary loads and stores near them, and for
+// non-temporal stores.
 //
 //go:noescape
 func Fence()

@@ -4,15 +4,15 @@ package shmem
 
 import "sync/atomic"
 
-// Pause passes a little time, in proportion to n.
+// Pause takes a short time, in proportion to n.
 func Pause(n int) {
 	for range n {
 		spent.Load()
 	}
 }
 
-// Fence is a full memory barrier: an operation of sync/atomic that writes.
+// Fence is a full memory barrier. It is implemented as an atomic write.
 func Fence() { spent.Add(1) }
 
-// spent is nobody's: it exists to be touched.
+// spent has no meaning. It is a variable that Pause can read and Fence can write.
 var spent atomic.Uint32

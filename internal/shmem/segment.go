@@ -1,22 +1,23 @@
-// Package shmem makes memory that other processes can map, from files without a name (memfd_create(2)), and waits for words in it
-// (futex(2)). Package arena allocates tensors in it.
+// Package shmem makes memory that other processes can map, from files without a name (memfd_create(2)), and
+// waits for words in it (futex(2)). Package arena allocates tensors in it.
 //
 // Invariants of a Segment:
 //
-//  1. A Segment is allocated in full before anybody sees it: no access to it can raise SIGBUS for want of memory.
-//  2. It cannot shrink, nor grow (seals), so no access can raise SIGBUS because of what another process did.
-//  3. Whoever is given the descriptor can map it only to read (F_SEAL_FUTURE_WRITE, Linux 5.1): it has one writer, the
-//     process that made it. One of CreateOpen is so from Seal on; until then it may be given to one other process, which works
-//     for this one, writes it too, and seals it (Adopt).
-//  4. Nothing of it is in any file system. The kernel frees it when the last mapping and descriptor have gone, however
+//  1. A Segment is allocated completely before any other process sees it: no access to it can raise SIGBUS for lack of
+//     memory.
+//  2. It cannot shrink or grow (seals), so no access can raise SIGBUS because of the actions of another process.
+//  3. A process that is given the descriptor can map it only for reading (F_SEAL_FUTURE_WRITE, Linux 5.1). The only
+//     writer is the process that made it. A Segment of CreateOpen has this property only from Seal on; until then it may be
+//     given to one other process, which works for this one, also writes it, and seals it (Adopt).
+//  4. It is not in any file system. The kernel frees it when the last mapping and the last descriptor are gone, however
 //     their processes ended.
 //
-// Invariants of Wait and Wake, whose two ends may be different processes that have mapped the page at different addresses, the one
-// that waits read-only:
+// Invariants of Wait and Wake. They may be called in different processes that have mapped the page at
+// different addresses, and the process that waits may have mapped it read-only:
 //
-//  1. Wait looks at the word after it has queued itself. A waker that changes the word first and calls Wake then wakes
+//  1. Wait checks the word after it has queued itself. So a waker that changes the word first and then calls Wake wakes
 //     every waiter that saw the old value.
-//  2. A return of Wait says nothing: the caller looks again.
+//  2. A return of Wait guarantees nothing: the caller must check the word again.
 //
 // The word must not be in private memory of a read-only mapping.
 package shmem
@@ -32,32 +33,32 @@ import (
 )
 
 const (
-	// allocStep is what one fallocate asks for. A signal makes the kernel undo all of a call, so calls are kept shorter
-	// than the pause between two signals of a profiler.
+	// allocStep is the number of bytes of one fallocate call. A signal makes the kernel undo the whole call,
+	// so calls are kept shorter than the time between two signals of a profiler.
 	allocStep = 4 << 20
-	// maxRetries bounds how often in a row a signal may break off one step.
+	// maxRetries is how many times in a row one step is retried after it was interrupted by a signal.
 	maxRetries = 1000
 )
 
-// Segment is a mapping of a memfd. Its methods are safe for concurrent use, but no slice of Bytes may be used after
-// Close, nor while it runs.
+// Segment is a mapping of a memfd. Its methods are safe for concurrent use, but no slice of Bytes may be used
+// during or after Close.
 type Segment struct {
-	name  string // for errors of Seal
+	name  string // for the errors of Seal
 	bytes []byte
-	// own is the descriptor, -1 if it is not the Segment's.
+	// own is the descriptor, or -1 if the Segment does not own one.
 	own int
 
 	closing sync.Once
 	err     error
 }
 
-// NoMemoryError says that memory for a segment cannot be had.
+// NoMemoryError is the error if there is not enough memory for a segment.
 type NoMemoryError struct {
-	// What is what the memory was for.
+	// What is the purpose of the memory.
 	What string
 	// NeedBytes is the size of the segment.
 	NeedBytes int64
-	// Err names the limit, where that can be told.
+	// Err is the reason. It names the limit if that is known.
 	Err error
 }
 
@@ -67,10 +68,10 @@ func (e *NoMemoryError) Error() string {
 
 func (e *NoMemoryError) Unwrap() error { return e.Err }
 
-// Create makes a zeroed Segment of numBytes, rounded up to whole pages, that this process can write. name, up to 249
-// bytes, shows in /proc. The error is a *NoMemoryError if the memory cannot be had.
+// Create makes a zeroed Segment of numBytes, rounded up to whole pages, that this process can write. name, up
+// to 249 bytes, shows in /proc. The error is a *NoMemoryError if there is not enough memory.
 //
-// Time: all of the memory is cleared here, about 0.2 s per GiB.
+// Create clears all of the memory, which takes about 0.2 s per GiB.
 func Create(name string, numBytes int64) (*Segment, error) {
 	s, err := CreateOpen(name, numBytes)
 	if err != nil {
@@ -82,7 +83,8 @@ func Create(name string, numBytes int64) (*Segment, error) {
 	return s, nil
 }
 
-// CreateOpen is Create of a Segment whose size alone is sealed: whoever has the descriptor can map it to write, until Seal.
+// CreateOpen is like Create, but seals only the size of the Segment: until Seal, any process that has the
+// descriptor can map it for writing.
 func CreateOpen(name string, numBytes int64) (*Segment, error) {
 	if numBytes <= 0 {
 		return nil, fmt.Errorf("memfd: %s: got a size of %d bytes, want at least 1", name, numBytes)
@@ -106,7 +108,8 @@ func CreateOpen(name string, numBytes int64) (*Segment, error) {
 	return s, nil
 }
 
-// open makes the file, not executable where the kernel (6.3) knows that: it may insist on it.
+// open makes the file. The file is not executable if the kernel supports that (6.3 and later), because a
+// kernel may require it.
 func open(name string) (int, error) {
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate(name, flags|unix.MFD_NOEXEC_SEAL)
@@ -116,7 +119,7 @@ func open(name string) (int, error) {
 	return fd, err
 }
 
-// fill gives a new file its memory. The Segment owns fd; if there is none the caller still does.
+// fill allocates the memory of a new file. The Segment owns fd; if fill fails, the caller still owns it.
 func fill(name string, fd int, size int64) (*Segment, error) {
 	if err := retry(func() error { return unix.Ftruncate(fd, size) }); err != nil {
 		return nil, &NoMemoryError{name, size, explain(err)}
@@ -137,8 +140,8 @@ func fill(name string, fd int, size int64) (*Segment, error) {
 	return &Segment{name: name, bytes: b, own: fd}, nil
 }
 
-// populate touches b through the mapping, because only so does the kernel heed the wish for huge pages. That it fails
-// costs speed alone: allocate does what is left.
+// populate touches b through the mapping, because the kernel uses huge pages only then. If it fails, the
+// memory is only slower: allocate allocates the remaining pages.
 func populate(b []byte) {
 	if unix.Madvise(b, unix.MADV_HUGEPAGE) == nil && len(b) >= hugePage {
 		for at := 0; at < len(b); at += allocStep {
@@ -149,10 +152,10 @@ func populate(b []byte) {
 	}
 }
 
-// hugePage is the size from which huge pages can be hoped for.
+// hugePage is the size of a Segment from which huge pages are possible.
 const hugePage = 2 << 20
 
-// allocate has the kernel reserve every page.
+// allocate makes the kernel reserve every page.
 func allocate(fd int, size int64) error {
 	for at := int64(0); at < size; at += allocStep {
 		if err := retry(func() error { return unix.Fallocate(fd, 0, at, min(allocStep, size-at)) }); err != nil {
@@ -162,7 +165,7 @@ func allocate(fd int, size int64) error {
 	return nil
 }
 
-// retry calls f again while signals break it off.
+// retry calls f again while it is interrupted by signals, up to maxRetries times.
 func retry(f func() error) (err error) {
 	for range maxRetries {
 		if err = f(); err != unix.EINTR {
@@ -172,10 +175,10 @@ func retry(f func() error) (err error) {
 	return err
 }
 
-// fixed are the seals of a size.
+// fixed are the seals that fix the size.
 const fixed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 
-// fix fixes the size.
+// fix seals the size.
 func fix(name string, fd int) error {
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, fixed); err != nil {
 		return fmt.Errorf("memfd: %s: seal: %w", name, err)
@@ -183,10 +186,11 @@ func fix(name string, fd int) error {
 	return nil
 }
 
-// seal fixes size and writer. The last seal fixes the seals, lest a peer add one that hurts. What has them already is left.
+// seal seals the size and the writer. The last seal prevents further seals, so that a peer cannot add a
+// harmful one. It is not an error if the file already has these seals.
 func seal(name string, fd int) error {
 	err := add(fd, fixed|unix.F_SEAL_FUTURE_WRITE|unix.F_SEAL_SEAL)
-	if err == unix.EINVAL { // before Linux 5.1: peers could map it writable, if they wanted to
+	if err == unix.EINVAL { // Linux before 5.1, where peers could map it for writing
 		err = add(fd, fixed|unix.F_SEAL_SEAL)
 	}
 	if err != nil {
@@ -197,7 +201,7 @@ func seal(name string, fd int) error {
 
 func add(fd, seals int) error {
 	_, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
-	if err == unix.EPERM { // no more can be added
+	if err == unix.EPERM { // the seals are sealed
 		if has, unknown := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); unknown == nil && has&seals == seals {
 			return nil
 		}
@@ -205,8 +209,9 @@ func add(fd, seals int) error {
 	return err
 }
 
-// Map maps a peer's segment, all of it, to read. fd stays the caller's and is not needed afterwards. A file that could
-// shrink, is empty, or is not whole pages is refused: reading it might raise SIGBUS.
+// Map maps all of a peer's segment for reading. The caller still owns fd, which is not needed afterwards. It
+// is an error if the file could shrink, is empty, or does not have whole pages, because reading it might
+// raise SIGBUS.
 func Map(fd int) (*Segment, error) {
 	size, err := check(fd, unix.F_SEAL_SHRINK)
 	if err != nil {
@@ -216,14 +221,15 @@ func Map(fd int) (*Segment, error) {
 	if err != nil {
 		return nil, fmt.Errorf("memfd: map %d bytes: %w", size, err)
 	}
-	// It is only advice.
+	// An error does not matter: huge pages only make access faster.
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	return &Segment{bytes: b, own: -1}, nil
 }
 
-// Adopt maps a file that another process has made, all of it, to read and write, and then seals it as Create does: from then on
-// nobody else can map it to write, but for the mappings that there are. fd is the Segment's, and is closed if there is an error.
-// What could raise SIGBUS is refused: a file that is not sealed against shrinking and growing, is not whole pages, or has holes.
+// Adopt maps all of a file that another process has made, for reading and writing, and then seals it as
+// Create does: from then on nobody else can map it for writing, but existing mappings remain. The Segment
+// owns fd; if there is an error, Adopt closes it. It is an error if the file could raise SIGBUS: if it is not
+// sealed against shrinking and growing, does not have whole pages, or has holes.
 func Adopt(fd int) (*Segment, error) {
 	s, err := adopt(fd)
 	if err != nil {
@@ -248,22 +254,23 @@ func adopt(fd int) (*Segment, error) {
 	if err != nil {
 		return nil, fmt.Errorf("map %d bytes: %w", size, err)
 	}
-	// It is only advice.
+	// An error does not matter: huge pages only make access faster.
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	if err := seal("adopt", fd); err != nil {
 		return nil, errors.Join(err, unmap(b))
 	}
-	// A hole could be punched until the seals were there, though not by who plays by the rules.
+	// Until the seals were set, a process that breaks the rules could punch a hole. So check again.
 	if err := unix.Fstat(fd, &st); err != nil || st.Blocks*blockBytes < size {
 		return nil, errors.Join(fmt.Errorf("memory was taken out of descriptor %d: %d bytes left of %d", fd, st.Blocks*blockBytes, size), err, unmap(b))
 	}
 	return &Segment{name: "adopt", bytes: b, own: fd}, nil
 }
 
-// blockBytes is the unit of st_blocks.
+// blockBytes is the unit of st_blocks, in bytes.
 const blockBytes = 512
 
-// check wants a file that has all of these seals and is whole pages, and gives its size.
+// check returns the size of a file. It is an error if the file lacks one of the seals in want, or does not
+// have whole pages.
 func check(fd int, want int) (size int64, err error) {
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
@@ -282,18 +289,20 @@ func check(fd int, want int) (size int64, err error) {
 	return st.Size, nil
 }
 
-// Bytes returns the memory. Writing to that of a mapped segment is a fault.
+// Bytes returns the memory. Writing to the memory of a segment from Map is a fault.
 func (s *Segment) Bytes() []byte { return s.bytes }
 
-// Seal makes this process the only one that can map the memory to write, from now on and whoever has the descriptor. It may be
-// called again. The segment is one of Create, CreateOpen or Adopt.
+// Seal ensures that from now on no process that has the descriptor can map the memory for writing. Existing
+// mappings, such as the one of this process, remain. Seal may be called again. The segment must be one of
+// Create, CreateOpen or Adopt.
 func (s *Segment) Seal() error { return seal(s.name, s.own) }
 
-// FD returns the descriptor of a segment that Create, CreateOpen or Adopt made, to hand to peers, of one of CreateOpen after Seal; it
-// ends with Close. It is -1 for one of Map.
+// FD returns the descriptor of a segment of Create, CreateOpen or Adopt, to pass to peers. For a segment of
+// CreateOpen it must be called after Seal. The descriptor is valid until Close. FD returns -1 for a segment
+// of Map.
 func (s *Segment) FD() int { return s.own }
 
-// Close unmaps the memory and closes the descriptor. Later calls return what the first did.
+// Close unmaps the memory and closes the descriptor. Later calls return the result of the first call.
 func (s *Segment) Close() error {
 	s.closing.Do(func() {
 		s.err = unmap(s.bytes)
@@ -304,8 +313,8 @@ func (s *Segment) Close() error {
 	return s.err
 }
 
-// Blank puts zeros in place of the memory of a mapped segment, and lets go of it. Who still reads Bytes reads zeros
-// instead of a fault, until Close.
+// Blank replaces the memory of a segment of Map with zeros, and releases the original memory. Until Close,
+// readers of Bytes then read zeros instead of faulting.
 func (s *Segment) Blank() error {
 	const flags = unix.MAP_PRIVATE | unix.MAP_ANONYMOUS | unix.MAP_FIXED | unix.MAP_NORESERVE
 	at := unsafe.Pointer(unsafe.SliceData(s.bytes))

@@ -1,4 +1,4 @@
-// Package tensor describes arrays: element types, shapes, and the ways to combine elements.
+// Package tensor describes arrays: element types, shapes, and reductions.
 package tensor
 
 import (
@@ -12,10 +12,10 @@ import (
 	"github.com/gohvd/gohvd/half"
 )
 
-// DType is an element type. The zero value is no type.
+// DType is an element type. The zero value is Invalid.
 type DType uint8
 
-// The element types. Values are ours; they travel on the wire.
+// Element types. Their values are sent on the wire and are not those of other libraries.
 const (
 	Invalid DType = iota
 	Uint8
@@ -50,13 +50,13 @@ var dtypes = [numDTypes]struct {
 	Bool:     {"bool", 1},
 }
 
-// NumDTypes is the number of element types, with Invalid: every value is less.
+// NumDTypes is the number of element types, including Invalid. All values are less than it.
 const NumDTypes = int(numDTypes)
 
-// Valid reports whether d is an element type that this version knows.
+// Valid reports whether d is a known element type.
 func (d DType) Valid() bool { return d > Invalid && d < numDTypes }
 
-// Size returns the number of bytes of one element, 0 for an invalid type.
+// Size returns the size of one element in bytes, or 0 for an invalid type.
 func (d DType) Size() int {
 	if !d.Valid() {
 		return 0
@@ -71,16 +71,16 @@ func (d DType) String() string {
 	return dtypes[d].name
 }
 
-// IsInteger reports whether d is a type of whole numbers. Bool is not.
+// IsInteger reports whether d is an integer type. Bool is not one.
 func (d DType) IsInteger() bool { return d >= Uint8 && d <= Int64 }
 
 // IsFloat reports whether d is a floating-point type, of any width.
 func (d DType) IsFloat() bool { return d >= Float16 && d <= Float64 }
 
-// IsHalf reports whether d is a floating-point type of 16 bits.
+// IsHalf reports whether d is a floating-point type of 16 bits: Float16 or BFloat16.
 func (d DType) IsHalf() bool { return d == Float16 || d == BFloat16 }
 
-// DTypes lists the valid element types in the order of their values.
+// DTypes returns the valid element types in the order of their values.
 func DTypes() []DType {
 	all := make([]DType, 0, numDTypes-1)
 	for d := Invalid + 1; d < numDTypes; d++ {
@@ -89,7 +89,7 @@ func DTypes() []DType {
 	return all
 }
 
-// Element is the constraint on Go types that map to a DType.
+// Element is the constraint for Go types that have a DType.
 type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool | half.Float16 | half.BFloat16
 }
@@ -115,7 +115,7 @@ func Of[T Element]() DType {
 		return Float64
 	case reflect.Bool:
 		return Bool
-	default: // the halves are the only structs
+	default: // only the half-precision types are structs
 		if t == reflect.TypeFor[half.Float16]() {
 			return Float16
 		}
@@ -123,7 +123,7 @@ func Of[T Element]() DType {
 	}
 }
 
-// Bytes returns the memory of s, without a copy, in the machine's byte order.
+// Bytes returns the memory of s as bytes in the machine's byte order. It does not copy.
 func Bytes[T Element](s []T) []byte {
 	if len(s) == 0 {
 		return nil
@@ -131,8 +131,8 @@ func Bytes[T Element](s []T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(s))), len(s)*int(unsafe.Sizeof(s[0])))
 }
 
-// View returns b as elements of T, without a copy. b must be aligned for T; a remainder that is shorter than
-// one element is left out. Where T is a bool, every byte of b must be 0 or 1.
+// View returns b as elements of T. It does not copy. b must be aligned for T. A remainder that is shorter
+// than one element is left out. If T is a bool, every byte of b must be 0 or 1.
 func View[T Element](b []byte) []T {
 	var z T
 	n := len(b) / int(unsafe.Sizeof(z))
@@ -142,11 +142,11 @@ func View[T Element](b []byte) []T {
 	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))), n)
 }
 
-// Shape is the extent of each dimension, outermost first. A nil Shape is a scalar: zero dimensions, one
+// Shape is the size of each dimension, outermost first. A nil Shape is a scalar: it has no dimensions and one
 // element.
 type Shape []int64
 
-// NumElems returns the product of the dimensions. It fails for a negative dimension and for a product that
+// NumElems returns the product of the dimensions. It is an error if a dimension is negative or the product
 // does not fit in 63 bits.
 func (s Shape) NumElems() (int64, error) {
 	n, zero := int64(1), false
@@ -195,13 +195,13 @@ func (s Shape) String() string {
 	return b.String()
 }
 
-// ReduceOp says how the elements of several ranks become one.
+// ReduceOp is a reduction: the way in which the elements of several ranks are combined.
 type ReduceOp uint8
 
-// The reductions. Average is a sum, then a division by the number of ranks (integers: truncated toward
-// zero); AverageActive divides by the number of ranks that have not joined instead. Adasum is the adaptive
-// sum of Maleki et al. ("Scaling Distributed Training with Adaptive Summation", 2020). The zero value is
-// none: broadcast, allgather.
+// Reductions. Average is a sum that is divided by the number of ranks (integers: truncated toward zero).
+// AverageActive is a sum that is divided by the number of ranks that have not joined. Adasum is the adaptive
+// sum of Maleki et al. ("Scaling Distributed Training with Adaptive Summation", 2020). The zero value,
+// NoReduce, is for operations without a reduction, such as broadcast and allgather.
 const (
 	NoReduce ReduceOp = iota
 	Average
@@ -218,13 +218,13 @@ var reduceOps = [numReduceOps]string{
 	"none", "average", "sum", "min", "max", "product", "adasum", "average-active",
 }
 
-// Valid reports whether op is a reduction that this version knows.
+// Valid reports whether op is a known reduction.
 func (op ReduceOp) Valid() bool { return op > NoReduce && op < numReduceOps }
 
-// IsAverage reports whether op is a sum that is divided afterwards.
+// IsAverage reports whether op is an average, which is a sum that is divided afterwards.
 func (op ReduceOp) IsAverage() bool { return op == Average || op == AverageActive }
 
-// Base returns the reduction that combines elements for op: Sum for the averages, else op itself.
+// Base returns the reduction that combines the elements for op: Sum for the averages, otherwise op itself.
 func (op ReduceOp) Base() ReduceOp {
 	if op.IsAverage() {
 		return Sum
@@ -239,8 +239,8 @@ func (op ReduceOp) String() string {
 	return reduceOps[op]
 }
 
-// CheckReduce reports why elements of dt cannot be combined with op, or nil. Bools have Min (all) and Max
-// (any), Adasum is for floats, and numbers have everything else.
+// CheckReduce returns an error if elements of dt cannot be combined with op. Bools have only Min (all) and
+// Max (any), Adasum needs floats, and number types have all other reductions.
 func CheckReduce(op ReduceOp, dt DType) error {
 	switch {
 	case !op.Valid():
@@ -255,7 +255,7 @@ func CheckReduce(op ReduceOp, dt DType) error {
 	return nil
 }
 
-// CheckScale reports why elements of dt cannot be multiplied by a factor other than 1, or nil. Bools cannot.
+// CheckScale returns an error if elements of dt cannot be multiplied by a factor other than 1. Bools cannot.
 func CheckScale(dt DType) error {
 	if !dt.Valid() || dt == Bool {
 		return fmt.Errorf("tensor: scale: got %v, want a type of numbers", dt)

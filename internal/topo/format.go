@@ -6,11 +6,11 @@ import (
 	"strings"
 )
 
-// maxRuns caps how many ranks and runs of ranks FormatRanks spells out.
+// maxRuns is the most runs of ranks that FormatRanks lists.
 const maxRuns = 10
 
-// FormatRanks returns ranks, in ascending order, as reports and errors name them: "rank 3", "ranks 0 and 1", "ranks 0-2, 5 and 7".
-// It ends with the number of those that it does not spell out: "and 7 more".
+// FormatRanks formats ranks, which must be in ascending order, for reports and errors: "rank 3", "ranks 0 and
+// 1", "ranks 0-2, 5 and 7". After 10 runs it ends with the number of remaining ranks: "and 7 more".
 func FormatRanks[R ~int | ~int32](ranks []R) string {
 	var runs []string
 	rest := ranks
@@ -23,7 +23,7 @@ func FormatRanks[R ~int | ~int32](ranks []R) string {
 		if n > 2 {
 			run += "-" + strconv.Itoa(int(rest[n-1]))
 		} else {
-			n = 1 // the second of two is a run of its own
+			n = 1 // two consecutive ranks are listed separately
 		}
 		runs, rest = append(runs, run), rest[n:]
 	}

@@ -1,30 +1,31 @@
-// Package topo names the places in a job: ranks, process sets and hosts.
+// Package topo has the types that identify parts of a job: ranks and process sets, and the topology of ranks
+// on hosts.
 package topo
 
 import "fmt"
 
-// Rank is a process of the job, 0 to size-1. It is always the global rank, also inside a process
-// set, unless a name says otherwise.
+// Rank is the number of a process in the job, 0 to size-1. It is always the global rank, also inside a
+// process set, unless the name of a variable says otherwise.
 type Rank int32
 
-// ProcessSetID is the identity of a process set on the wire. It is handed out by the coordinator and
-// never reused within an epoch.
+// ProcessSetID identifies a process set on the wire. The coordinator assigns it and never reuses it within an
+// epoch.
 type ProcessSetID uint32
 
 // Global is the process set of all ranks.
 const Global ProcessSetID = 0
 
-// Topology is where one rank stands. Ranks on one host are local to each other; the cross
-// communicator of a rank joins the ranks that have the same local rank on other hosts.
+// Topology is the place of one rank in the job. Ranks on one host are local to each other. The cross
+// communicator of a rank has the ranks with the same local rank on all hosts.
 type Topology struct {
 	Rank, Size           int
 	LocalRank, LocalSize int
 	CrossRank, CrossSize int
 }
 
-// FromHosts computes the topology of rank from the host identity of every rank, in rank order.
-// Local ranks count in rank order; the cross rank is the index of rank's host among the hosts that have
-// its local rank, hosts counted in order of their lowest rank (Horovod's definition).
+// FromHosts computes the topology of rank from the host identities of all ranks, in rank order. Local ranks
+// count in rank order. The cross rank is the index of rank's host among the hosts that have its local rank,
+// where hosts are ordered by their lowest rank (Horovod's definition).
 func FromHosts(hosts []string, rank Rank) Topology {
 	t := Topology{Rank: int(rank), Size: len(hosts)}
 	local := make(map[string]int, len(hosts))
@@ -34,7 +35,7 @@ func FromHosts(hosts []string, rank Rank) Topology {
 		local[h]++
 	}
 	t.LocalRank, t.LocalSize = localRankOf[rank], local[hosts[rank]]
-	before := true // the hosts seen so far precede rank's host
+	before := true // rank's host has not been seen yet
 	seen := make(map[string]bool, len(local))
 	for _, h := range hosts {
 		if seen[h] {
@@ -54,7 +55,8 @@ func FromHosts(hosts []string, rank Rank) Topology {
 	return t
 }
 
-// IsHomogeneous reports whether every host has the same number of ranks. hosts has the host of every rank.
+// IsHomogeneous reports whether every host has the same number of ranks. hosts has the host identity of every
+// rank.
 func IsHomogeneous(hosts []string) bool {
 	ranks := make(map[string]int)
 	for _, h := range hosts {
@@ -68,7 +70,7 @@ func IsHomogeneous(hosts []string) bool {
 	return true
 }
 
-// Validate says what is inconsistent about t, or returns nil.
+// Validate returns an error if t is inconsistent.
 func (t Topology) Validate() error {
 	for _, p := range []struct {
 		name       string
@@ -88,9 +90,9 @@ func (t Topology) Validate() error {
 	return nil
 }
 
-// HostID returns the identity of the memory of a host: ranks of equal ones may share memory. It is what was given, if
-// anything, or made of the host's name, the identity of its boot, and that of the network namespace: containers that have
-// all three in common stand as close as processes do.
+// HostID returns the identity of a host's memory: ranks with equal identities may share memory. It is given
+// if that is not empty. Otherwise it consists of the host's name, the ID of its boot, and the ID of the
+// network namespace: containers that have all three in common are treated like processes of one host.
 func HostID(given, hostname, bootID, netns string) string {
 	if given != "" {
 		return given

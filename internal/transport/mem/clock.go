@@ -2,8 +2,8 @@ package mem
 
 import "time"
 
-// clock tells the time since it was made, and how long links take. Without latency it always says 0, which is also
-// when everything arrives.
+// clock measures the time since it was made, and knows the latency of links. Without latency its time is
+// always 0, and bytes arrive at time 0.
 type clock struct {
 	latency time.Duration // 0 or more
 	began   time.Time
@@ -23,5 +23,5 @@ func (c *clock) now() time.Duration {
 	return time.Since(c.began)
 }
 
-// arrival returns when what is sent now arrives.
+// arrival returns the time at which bytes that are sent now arrive.
 func (c *clock) arrival() time.Duration { return c.now() + c.latency }

@@ -1,14 +1,14 @@
-// Package mem connects the ranks of a cluster within one process, for tests. It behaves like transport/tcp
-// where callers could tell: the higher rank's Conn waits for the lower's, lanes are independent, a rank that
-// closes gives its peers a *transport.PeerError after what it had sent. It does no I/O and leaves no goroutine,
-// so it works in a testing/synctest bubble.
+// Package mem connects the ranks of a cluster within one process, for tests. It behaves like transport/tcp in
+// all respects that callers can observe: the Conn of the higher rank waits for the lower rank's Conn, lanes
+// are independent, and the peers of a rank that closes receive a *transport.PeerError after the bytes that it
+// had sent. It does no I/O and leaves no goroutine behind, so it works in a testing/synctest bubble.
 //
 // It is stricter in one way: there is no socket buffer. A byte leaves the sender's buffer when the receiver
-// reads it, so Flush waits for the receiver, and callers that rely on a buffer which TCP happens to have are
-// found out.
+// reads it, so Flush waits for the receiver. Tests with this transport therefore detect callers that rely on
+// a buffer of TCP.
 //
-// A cluster made by NewWithLatency has links that take their time, exactly measurable in a bubble. One made by New
-// does not look at the clock.
+// A cluster made by NewWithLatency has links with a latency, which is exact in a bubble. A cluster made by
+// New does not read the clock.
 package mem
 
 import (
@@ -39,12 +39,12 @@ type key struct {
 	lo, hi topo.Rank
 }
 
-// mesh is one rank's transport.Mesh.
+// mesh is the transport.Mesh of one rank.
 type mesh struct {
 	c    *Cluster
 	rank topo.Rank
 
-	// The Cluster's mu guards these.
+	// The Cluster's mu guards the fields of this block.
 	closed   bool
 	aborted  map[transport.Lane]error
 	released transport.LaneSet
@@ -53,19 +53,20 @@ type mesh struct {
 	bell bell
 }
 
-// New makes a cluster of size ranks whose bytes arrive as soon as they are sent.
+// New makes a cluster of size ranks. Bytes arrive as soon as they are sent.
 func New(size int) *Cluster { return NewWithLatency(size, 0) }
 
-// NewWithLatency makes a cluster of size ranks whose bytes arrive latency after they were sent: exactly then in a
-// testing/synctest bubble, and else not before. They keep their order, and however many there are, none waits for
-// others: bandwidth is unlimited, and lanes, pairs of ranks and the two directions between a pair are links of their
-// own. That a rank closed, died or released a lane travels like a byte: its peers' Read and Flush, and their Sends,
-// go on as before until it is there.
+// NewWithLatency makes a cluster of size ranks. Bytes arrive latency after they were sent: exactly then in a
+// testing/synctest bubble, otherwise not earlier. Bytes arrive in order, and bytes never wait for others: the
+// bandwidth is unlimited, and each lane, each pair of ranks and each direction is a separate link. The news
+// that a rank has closed, died or released a lane travels like a byte: until it arrives, Read, Flush and Send
+// of the peers work as before.
 //
-// A byte leaves the sender's buffer when the receiver reads it, here too, and the sender knows that at once. Conn
-// takes no time. What a rank does to itself (Abort, Release, Close) works at once. A latency of 0 or less is none.
+// Here too, a byte leaves the sender's buffer when the receiver reads it, and the sender's Sent shows that at
+// once. Conn takes no time. Abort, Release and Close take effect at once on the rank that calls them. A
+// latency of 0 or less means none.
 //
-// A loop that waits by watching Sent stops the clock of a bubble, and so waits for ever for bytes under way.
+// A loop that waits by polling Sent stops the clock of a bubble, and so waits for bytes in flight forever.
 func NewWithLatency(size int, latency time.Duration) *Cluster {
 	c := &Cluster{
 		meshes:   make([]mesh, size),
@@ -79,14 +80,15 @@ func NewWithLatency(size int, latency time.Duration) *Cluster {
 	return c
 }
 
-// Mesh returns rank's end of the cluster. Every call returns the same one.
+// Mesh returns the mesh of rank. Every call returns the same one.
 func (c *Cluster) Mesh(rank topo.Rank) transport.Mesh { return &c.meshes[rank] }
 
-// Kill ends rank as its peers see it when the process dies: they read what it had sent, then get a
-// *transport.PeerError, as they do when they send. The calls of the rank itself fail with ErrClosed.
+// Kill ends rank in the way in which its peers observe the death of its process: they read the bytes that it
+// had sent, then get a *transport.PeerError, and get one when they send. Calls of the rank itself fail with
+// ErrClosed.
 func (c *Cluster) Kill(rank topo.Rank) { c.meshes[rank].close() }
 
-// notify wakes all who wait in Conn. The caller holds mu.
+// notify wakes all goroutines that wait in Conn. The caller holds mu.
 func (c *Cluster) notify() {
 	close(c.changed)
 	c.changed = make(chan struct{})
@@ -113,7 +115,8 @@ func (m *mesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (t
 	}
 }
 
-// find returns this rank's end of a channel, which it makes if it is the lower rank, or what to wait for.
+// find returns this rank's end of a channel. If there is no channel, the lower rank makes it, and for the
+// higher rank find returns a Go channel that is closed when it should call find again.
 func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}, error) {
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()
@@ -151,7 +154,7 @@ func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}
 	return ch.end(m.rank), nil, nil
 }
 
-// Abort implements transport.Mesh. What this rank had sent can still be read by its peers.
+// Abort implements transport.Mesh. The peers can still read the bytes that this rank had sent.
 func (m *mesh) Abort(lane transport.Lane, err error) {
 	if err == nil {
 		panic("mem: abort without an error")
@@ -170,7 +173,7 @@ func (m *mesh) Abort(lane transport.Lane, err error) {
 	m.c.notify()
 }
 
-// Release implements transport.Mesh. A channel is gone when both ranks have released it.
+// Release implements transport.Mesh. A channel is removed when both ranks have released it.
 func (m *mesh) Release(lane transport.Lane) {
 	if lane == transport.Control {
 		m.Abort(lane, transport.ErrControl)
@@ -195,7 +198,7 @@ func (m *mesh) Release(lane transport.Lane) {
 	m.c.notify()
 }
 
-// Close implements transport.Mesh. What this rank had sent can still be read by its peers.
+// Close implements transport.Mesh. The peers can still read the bytes that this rank had sent.
 func (m *mesh) Close() error {
 	m.close()
 	return nil

@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// channel is both directions between two ranks on one lane.
+// channel has both directions between two ranks on one lane.
 type channel struct {
 	lo, hi   conn
 	up, down pipe // up runs from the lower rank to the higher
@@ -58,20 +58,21 @@ func (c *conn) Sent() uint64 { return c.out.sent.Load() }
 // Flush implements transport.Conn.
 func (c *conn) Flush() error { return c.out.flush() }
 
-// abort fails this end's calls with err; the other end is not told.
+// abort fails the calls of this end with err. The other end does not notice.
 func (c *conn) abort(err error) {
 	c.out.leave(err, nil)
 	c.in.refuse(err, nil)
 }
 
-// close fails this end's calls with ErrClosed and the other's with a *transport.PeerError.
+// close fails the calls of this end with ErrClosed and the calls of the other end with a
+// *transport.PeerError.
 func (c *conn) close() {
 	c.out.leave(transport.ErrClosed, c.blame(io.ErrUnexpectedEOF))
 	c.in.refuse(transport.ErrClosed, c.blame(io.ErrClosedPipe))
 }
 
-// release fails this end's calls with ErrReleased and, once it has read all, the other's receiver. What the other
-// sends is lost.
+// release fails the calls of this end with ErrReleased, and the other end's Read after it has read all bytes.
+// Bytes that the other end sends are lost.
 func (c *conn) release() {
 	c.released = true
 	c.out.leave(transport.ErrReleased, c.blame(io.ErrUnexpectedEOF))
@@ -79,42 +80,44 @@ func (c *conn) release() {
 	c.in.drop()
 }
 
-// blame returns the error by which the other end accuses this one.
+// blame returns the error with which the other end reports that this one failed.
 func (c *conn) blame(err error) error {
 	return &transport.PeerError{Peer: c.rank, Lane: c.lane, Err: err}
 }
 
-// pipe is one direction of a channel. Buffers wait in it by reference until the receiver has copied them.
+// pipe is one direction of a channel. It holds references to the sender's buffers until the receiver has
+// copied them.
 type pipe struct {
 	clock *clock
 	sent  atomic.Uint64
 
-	bell     *bell       // of the receiver; nil on other lanes than Control, as is own
-	own      *bell       // of the sender
-	unrung   atomic.Bool // something was sent for which bell was not rung
+	bell     *bell       // bell of the receiver; bell and own are nil on lanes other than Control
+	own      *bell       // bell of the sender
+	unrung   atomic.Bool // bytes were sent without a notification by bell
 	mu       sync.Mutex
 	changed  sync.Cond
-	queue    []piece // from head on unread
+	queue    []piece // unread from head on
 	head     int
-	drops    bool // what is sent is dropped
-	told     bool // the receiver has had its error
+	drops    bool // sent bytes are dropped
+	told     bool // a read has returned the receiver's error
 	sender   side
 	receiver side
 }
 
-// piece is what is left of a buffer on its way.
+// piece is the unread part of a buffer in flight.
 type piece struct {
 	bytes []byte
 	due   time.Duration
 }
 
-// side is why an end of a pipe fails: what its own rank did comes before what the other did.
+// side holds the reasons why an end of a pipe fails. An action of its own rank has precedence over an action
+// of the other rank.
 type side struct {
 	own, peer error
-	due       time.Duration // when peer is known
+	due       time.Duration // time from which peer takes effect
 }
 
-// err returns why the side fails at this time.
+// err returns the error of the side at time now, or nil.
 func (s *side) err(now time.Duration) error {
 	if s.own == nil && s.due <= now {
 		return s.peer
@@ -122,14 +125,15 @@ func (s *side) err(now time.Duration) error {
 	return s.own
 }
 
-// fail notes why a side fails. Closing replaces an earlier abort, releasing both.
+// fail records err as the reason why the side fails because of its own rank. Close replaces an earlier abort,
+// and release replaces both.
 func (s *side) fail(err error) {
 	if s.own == nil || err == transport.ErrReleased || err == transport.ErrClosed && s.own != transport.ErrReleased {
 		s.own = err
 	}
 }
 
-// learn notes what the other side did, which is known when due.
+// learn records err as the reason why the side fails because of the other rank. It takes effect at due.
 func (s *side) learn(err error, due time.Duration) {
 	if s.peer == nil {
 		s.peer, s.due = err, due
@@ -159,7 +163,7 @@ func (p *pipe) send(b []byte) error {
 	return nil
 }
 
-// notify makes up for the notification that send left out, if the receiver has not read since.
+// notify notifies the receiver of a send that did not, unless the receiver has read the bytes since.
 func (p *pipe) notify() {
 	if !p.unrung.Load() {
 		return
@@ -180,8 +184,8 @@ func (p *pipe) flush() error {
 	return p.sender.err(p.clock.now())
 }
 
-// read copies under mu: once a call that gives the sender its buffers back has held mu, nobody reads them. Unless it is
-// to wait it may give 0 and no error.
+// read copies while it holds mu, so that after a call that returns the buffers to the sender has held mu,
+// nobody reads them. If wait is not set, read may return 0 and no error.
 func (p *pipe) read(b []byte, wait bool) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -208,18 +212,18 @@ func (p *pipe) read(b []byte, wait bool) (int, error) {
 	if p.head == len(p.queue) {
 		p.queue, p.head = p.queue[:0], 0
 	}
-	// Last: a sender that watches sent may reuse its buffers from here on, without holding mu.
+	// This comes last, because a sender that polls sent may reuse its buffers from here on without holding mu.
 	p.sent.Add(uint64(total))
 	p.changed.Broadcast()
 	return total, nil
 }
 
-// arrived reports whether there is something to read. The caller holds mu.
+// arrived reports whether there are bytes to read at time now. The caller holds mu.
 func (p *pipe) arrived(now time.Duration) bool {
 	return p.head < len(p.queue) && p.queue[p.head].due <= now
 }
 
-// stirs reports whether a read would give bytes, or an error for the first time.
+// stirs reports whether a read would return bytes, or an error for the first time.
 func (p *pipe) stirs() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -228,8 +232,8 @@ func (p *pipe) stirs() bool {
 	return p.receiver.own == nil && p.arrived(now) || err != nil && !p.told
 }
 
-// leave fails the sender with own and, unless other is nil, the receiver with other once it has read all.
-// What is unread is copied, because the sender gets its buffers back.
+// leave fails the sender with own and, unless other is nil, the receiver with other after it has read all
+// bytes. leave copies the unread bytes, because the sender may reuse its buffers afterwards.
 func (p *pipe) leave(own, other error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -238,7 +242,7 @@ func (p *pipe) leave(own, other error) {
 		p.receiver.learn(other, p.clock.arrival())
 	}
 	if p.receiver.own != nil {
-		p.empty() // nobody will read it
+		p.empty() // nobody will read the bytes
 	}
 	for i := range p.queue[p.head:] {
 		unread := &p.queue[p.head+i]
@@ -247,8 +251,8 @@ func (p *pipe) leave(own, other error) {
 	p.announce()
 }
 
-// refuse fails the receiver with own and, unless other is nil, the sender with other. What is unread is never read,
-// but the sender waits for it until it knows of other.
+// refuse fails the receiver with own and, unless other is nil, the sender with other. The unread bytes are
+// never read, but the sender's Flush waits for them until other arrives.
 func (p *pipe) refuse(own, other error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -259,7 +263,7 @@ func (p *pipe) refuse(own, other error) {
 	p.announce()
 }
 
-// drop lets what is unread, and all that will be sent, be lost without the sender noticing.
+// drop drops the unread bytes and all bytes that are sent later. The sender does not notice.
 func (p *pipe) drop() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -271,11 +275,11 @@ func (p *pipe) drop() {
 	p.changed.Broadcast()
 }
 
-// empty forgets what is unread. The caller holds mu.
+// empty drops the unread pieces. The caller holds mu.
 func (p *pipe) empty() { p.queue, p.head = nil, 0 }
 
-// announce wakes those who wait, and those to whom what happened matters later when they know of it. The caller
-// holds mu.
+// announce wakes the goroutines that wait now and, if there is a latency, again when the news has arrived at
+// the other end. The caller holds mu.
 func (p *pipe) announce() {
 	p.changed.Broadcast()
 	if p.bell != nil {

@@ -2,13 +2,13 @@ package mem
 
 import "sync/atomic"
 
-// bell notifies a rank that is parked of what arrives on its Control lane.
+// bell notifies a parked rank when something arrives on its Control lane.
 type bell struct {
 	notify atomic.Pointer[func()]
 	parked atomic.Bool
 }
 
-// ring notifies, once for each Park.
+// ring calls notify if the rank is parked, once for each Park.
 func (b *bell) ring() {
 	if !b.parked.CompareAndSwap(true, false) {
 		return
@@ -18,7 +18,7 @@ func (b *bell) ring() {
 	}
 }
 
-// attach notifies this rank of what arrives on c. The caller holds the Cluster's mu.
+// attach makes the pipes of c use the bell of this rank. The caller holds the Cluster's mu.
 func (m *mesh) attach(c *conn) {
 	c.in.bell, c.out.own = &m.bell, &m.bell
 	m.control = append(m.control, c)
@@ -36,8 +36,8 @@ func (m *mesh) NotifyPeers() {
 	}
 }
 
-// Park implements transport.Poller. It sets parked before it looks, and senders look at parked after they have sent: one of
-// the two sees the other.
+// Park implements transport.Poller. It sets parked before it checks for bytes, and senders check parked after
+// they have sent, so at least one of the two notices the other.
 func (m *mesh) Park() bool {
 	m.bell.parked.Store(true)
 	m.c.mu.Lock()
