@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/internal/frame"
 )
 
 const (
@@ -299,7 +298,7 @@ func (s *Client) read(silence time.Duration) {
 	in := bufio.NewReader(s.conn)
 	for {
 		s.conn.SetReadDeadline(time.Now().Add(silence))
-		body, err := frame.Read(in, maxReplyBytes)
+		body, err := dial.ReadFrame(in, maxReplyBytes)
 		if err != nil {
 			s.fail(lostServer(err, silence))
 			return

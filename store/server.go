@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
@@ -94,7 +93,7 @@ func (c *serverConn) run(s *Server) error {
 	}
 	for {
 		c.conn.SetReadDeadline(time.Now().Add(clientSilence))
-		body, err := frame.Read(in, maxRequestBytes)
+		body, err := dial.ReadFrame(in, maxRequestBytes)
 		if err != nil {
 			return err
 		}

@@ -18,7 +18,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
@@ -209,7 +208,7 @@ func TestSilentServer(t *testing.T) {
 		dial.ReadGreeting(conn, storeMagic)
 		conn.Write(dial.Greeting(storeMagic, storeVersion))
 		for {
-			body, err := frame.Read(conn, maxRequestBytes)
+			body, err := dial.ReadFrame(conn, maxRequestBytes)
 			if err != nil {
 				return
 			}
@@ -240,7 +239,7 @@ func TestServerAnswersPing(t *testing.T) {
 	if _, err := dial.ReadGreeting(conn, storeMagic); err != nil {
 		t.Fatal(err)
 	}
-	body, err := frame.Read(conn, maxReplyBytes)
+	body, err := dial.ReadFrame(conn, maxReplyBytes)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -320,7 +319,7 @@ func TestDialTCP(t *testing.T) {
 	})
 }
 
-func frameOf(body ...byte) []byte { return frame.Seal(append(frame.New(0), body...)) }
+func frameOf(body ...byte) []byte { return dial.SealFrame(append(dial.NewFrame(0), body...)) }
 
 func TestGarbageToServer(t *testing.T) {
 	t.Run("plain", func(t *testing.T) { testGarbageToServer(t, secret.Secret{}) })
@@ -345,7 +344,7 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 		{"just oversized", [][]byte{hello, binary.BigEndian.AppendUint32(nil, maxRequestBytes+1)}, fmt.Sprintf("frame of %d bytes", maxRequestBytes+1)},
 		{"empty frame", [][]byte{hello, frameOf()}, "malformed"},
 		{"short frame", [][]byte{hello, frameOf(2, 0, 0)}, "malformed"},
-		{"long frame", [][]byte{hello, frameOf(append(get[frame.HeaderBytes:], 0)...)}, "malformed"},
+		{"long frame", [][]byte{hello, frameOf(append(get[dial.FrameHeaderBytes:], 0)...)}, "malformed"},
 		{"unknown operation", [][]byte{hello, unknown}, "unknown operation 18"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -477,7 +476,7 @@ func TestDuplicateWait(t *testing.T) {
 	get := (&request{op: opGet, id: 1, key: "missing"}).frame()
 	conn := testnet.RawDial(t, server.Addr(), dial.Greeting(storeMagic, storeVersion), get, get)
 	dial.ReadGreeting(conn, storeMagic)
-	body, err := frame.Read(conn, maxReplyBytes)
+	body, err := dial.ReadFrame(conn, maxReplyBytes)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -496,14 +495,14 @@ func FuzzDecodeRequest(f *testing.F) {
 		{}, {op: opCancel, id: 1}, {op: opAdd, id: 1 << 63, key: "n", delta: -1}, {op: opSet, id: 2, key: "k", first: []byte("v")},
 		{op: opCompareAndSet, id: 3, key: "k", second: []byte{}}, {op: opWatch, id: 4, key: strings.Repeat("k", 1024), first: []byte{}},
 	} {
-		f.Add(q.frame()[frame.HeaderBytes:])
+		f.Add(q.frame()[dial.FrameHeaderBytes:])
 	}
 	f.Fuzz(func(t *testing.T, body []byte) {
 		q, err := decodeRequest(body)
 		if err != nil {
 			return
 		}
-		if out := q.frame()[frame.HeaderBytes:]; !bytes.Equal(out, body) {
+		if out := q.frame()[dial.FrameHeaderBytes:]; !bytes.Equal(out, body) {
 			t.Fatalf("%x is encoded again as %x", body, out)
 		}
 	})
@@ -513,7 +512,7 @@ func FuzzDecodeReply(f *testing.F) {
 	for _, r := range []reply{
 		{}, {id: 1, ok: true, value: []byte{}}, {id: 2, number: -1, value: []byte("v")}, {id: 3, status: statusLimit, value: []byte("too much")},
 	} {
-		f.Add(r.frame()[frame.HeaderBytes:])
+		f.Add(r.frame()[dial.FrameHeaderBytes:])
 	}
 	f.Fuzz(func(t *testing.T, body []byte) {
 		r, err := decodeReply(body)
@@ -523,7 +522,7 @@ func FuzzDecodeReply(f *testing.F) {
 		if (r.err() == nil) != (r.status == statusOK) {
 			t.Fatalf("status %d gives error %v", r.status, r.err())
 		}
-		if out := r.frame()[frame.HeaderBytes:]; !bytes.Equal(out, body) {
+		if out := r.frame()[dial.FrameHeaderBytes:]; !bytes.Equal(out, body) {
 			t.Fatalf("%x is encoded again as %x", body, out)
 		}
 	})

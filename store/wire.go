@@ -5,7 +5,7 @@ import (
 	"errors"
 	"fmt"
 
-	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/dial"
 )
 
 // The store protocol. A client sends requests, the server one reply to each that was not cancelled, in any order:
@@ -124,7 +124,7 @@ type reply struct {
 var errMalformed = errors.New("malformed frame")
 
 func (q *request) frame() []byte {
-	b := frame.New(1 + 8 + 8 + 2 + len(q.key) + 10 + len(q.first) + len(q.second))
+	b := dial.NewFrame(1 + 8 + 8 + 2 + len(q.key) + 10 + len(q.first) + len(q.second))
 	b = append(b, byte(q.op))
 	b = binary.BigEndian.AppendUint64(b, q.id)
 	b = binary.BigEndian.AppendUint64(b, uint64(q.delta))
@@ -133,7 +133,7 @@ func (q *request) frame() []byte {
 	b = appendOptional(b, q.first)
 	b = appendOptional(b, q.second)
 	b = appendList(b, q.keys)
-	return frame.Seal(appendList(b, q.values))
+	return dial.SealFrame(appendList(b, q.values))
 }
 
 // decodeRequest reads a request. Its values alias body.
@@ -156,7 +156,7 @@ func decodeRequest(body []byte) (request, error) {
 }
 
 func (r *reply) frame() []byte {
-	b := frame.New(8 + 1 + 1 + 8 + 5 + len(r.value))
+	b := dial.NewFrame(8 + 1 + 1 + 8 + 5 + len(r.value))
 	b = binary.BigEndian.AppendUint64(b, r.id)
 	b = append(b, byte(r.status), 0)
 	if r.ok {
@@ -164,7 +164,7 @@ func (r *reply) frame() []byte {
 	}
 	b = binary.BigEndian.AppendUint64(b, uint64(r.number))
 	b = appendOptional(b, r.value)
-	return frame.Seal(appendList(b, r.values))
+	return dial.SealFrame(appendList(b, r.values))
 }
 
 // decodeReply reads a reply. Its value aliases body.

@@ -1,4 +1,5 @@
-// Package dial begins connections: it dials and retries, accepts, and exchanges greetings.
+// Package dial begins connections: it dials and retries, accepts, exchanges greetings, and cuts what follows
+// into frames.
 //
 // The end that dials proves that it knows the secret of the job, if there is one (package secret, which may
 // encrypt what follows), and sends a greeting. The end that accepts answers with one. A greeting is four

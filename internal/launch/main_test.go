@@ -23,7 +23,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 )
@@ -196,7 +196,7 @@ func fakeAgent(text string) int {
 	must(s.Accept()) // the launcher opens it before it reads
 	fmt.Fprint(out, f.Print)
 	for _, n := range f.Notices {
-		must(control.Write(frame.Seal(append(frame.New(len(n)), n...))))
+		must(control.Write(dial.SealFrame(append(dial.NewFrame(len(n)), n...))))
 	}
 	if f.Lives {
 		signal.Ignore(unix.SIGINT, unix.SIGTERM)

@@ -14,7 +14,7 @@ import (
 
 	"github.com/hashicorp/yamux"
 
-	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/dial"
 )
 
 // The launcher and an agent share one connection: the standard input and output of the command that runs the
@@ -22,7 +22,7 @@ import (
 // launcher checks the version in it before it sends anything, since its first order contains the job's
 // secret. After that the connection carries a yamux session, whose streams the launcher opens in this order:
 // the control stream, then standard output and standard error of each rank of the host. On the control stream
-// each message is a frame (package frame) of JSON: an order to the agent or a notice from it:
+// each message is a frame (package dial) of JSON: an order to the agent or a notice from it:
 //
 //	launcher         agent
 //	                 hello
@@ -122,13 +122,13 @@ func send(w io.Writer, message any) error {
 	if err != nil {
 		return err
 	}
-	_, err = w.Write(frame.Seal(append(frame.New(len(body)), body...)))
+	_, err = w.Write(dial.SealFrame(append(dial.NewFrame(len(body)), body...)))
 	return err
 }
 
 // receive reads an order or a notice of at most limit bytes.
 func receive(r io.Reader, limit int, message any) error {
-	body, err := frame.Read(r, limit)
+	body, err := dial.ReadFrame(r, limit)
 	if err != nil {
 		return err
 	}

@@ -20,7 +20,6 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -432,7 +431,7 @@ func TestFailedRootTellsEachCallOnce(t *testing.T) {
 		q := &rendezvouspb.JoinRequest{Nonce: ask.nonce, Rank: 1, Size: 3}
 		g := &caller{q: &joinRequest{JoinRequest: q, record: recordOf(1, 0)}, out: make(chan []byte, 1)}
 		r.verdict(g)
-		body, err := frame.Read(bytes.NewReader(<-g.out), maxAnswerBytes)
+		body, err := dial.ReadFrame(bytes.NewReader(<-g.out), maxAnswerBytes)
 		var a rendezvouspb.Answer
 		if err == nil {
 			err = proto.Unmarshal(body, &a)
@@ -552,7 +551,7 @@ func TestLateWhileAsking(t *testing.T) {
 		}
 		dial.ReadGreeting(conn, rootMagic)
 		conn.Write(dial.Greeting(rootMagic, rootVersion))
-		if _, err := frame.Read(conn, maxJoinRequestBytes); err != nil {
+		if _, err := dial.ReadFrame(conn, maxJoinRequestBytes); err != nil {
 			t.Error(err)
 		}
 		answer, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: 7})
@@ -924,7 +923,7 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 	wantKind := func(conn net.Conn, kind rendezvouspb.Answer_Kind) {
 		t.Helper()
 		var a rendezvouspb.Answer
-		body, err := frame.Read(conn, maxAnswerBytes)
+		body, err := dial.ReadFrame(conn, maxAnswerBytes)
 		if err == nil {
 			err = proto.Unmarshal(body, &a)
 		}
@@ -932,7 +931,7 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 			t.Fatalf("got answer %v, %v, want %v", &a, err, kind)
 		}
 		for rank := 0; kind == rendezvouspb.Answer_TABLE && rank < 3; rank++ {
-			body, err := frame.Read(conn, maxRecordBytes)
+			body, err := dial.ReadFrame(conn, maxRecordBytes)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -972,7 +971,7 @@ func TestJoinerTriesAgain(t *testing.T) {
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
 		dial.ReadGreeting(conn, rootMagic)
 		conn.Write(dial.Greeting(rootMagic, rootVersion))
-		body, err := frame.Read(conn, maxJoinRequestBytes)
+		body, err := dial.ReadFrame(conn, maxJoinRequestBytes)
 		if err != nil {
 			t.Errorf("reading the request: %v", err)
 			return
@@ -1016,7 +1015,7 @@ func TestTableIsLateButValid(t *testing.T) {
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
 		dial.ReadGreeting(conn, rootMagic)
 		conn.Write(dial.Greeting(rootMagic, rootVersion))
-		if _, err := frame.Read(conn, maxJoinRequestBytes); err != nil {
+		if _, err := dial.ReadFrame(conn, maxJoinRequestBytes); err != nil {
 			t.Errorf("reading the request: %v", err)
 		}
 		testnet.Eventually(t, "rank 1 watches", func() bool { return kv.Waits() == 1 })
@@ -1066,8 +1065,8 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 		{"the other protocol", [][]byte{dial.Greeting("GHVS", 2)}, `greeting is "GHVS"`},
 		{"another version", [][]byte{dial.Greeting(rootMagic, 1)}, fmt.Sprintf("version 1 of the protocol, want %d", rootVersion)},
 		{"oversized", [][]byte{hello, {0xff, 0, 0, 0}}, "frame of 4278190080 bytes"},
-		{"not protobuf", [][]byte{hello, frame.Seal(append(frame.New(2), 0xff, 0xff))}, "proto"},
-		{"empty", [][]byte{hello, frame.Seal(frame.New(0))}, "token has 0 bytes"},
+		{"not protobuf", [][]byte{hello, dial.SealFrame(append(dial.NewFrame(2), 0xff, 0xff))}, "proto"},
+		{"empty", [][]byte{hello, dial.SealFrame(dial.NewFrame(0))}, "token has 0 bytes"},
 		{"nonce", [][]byte{hello, shortNonce}, "nonce 5"},
 		{"two requests", [][]byte{hello, request, request}, "reading a status"},
 		{"a failure before the table", [][]byte{hello, request, early}, "reading a status: FAILED before all ranks have come"},

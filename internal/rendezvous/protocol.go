@@ -14,7 +14,6 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 )
 
@@ -45,11 +44,11 @@ func newToken() []byte {
 }
 
 func appendMessage(frames []byte, m proto.Message) ([]byte, error) {
-	f, err := proto.MarshalOptions{}.MarshalAppend(frame.New(proto.Size(m)), m)
+	f, err := proto.MarshalOptions{}.MarshalAppend(dial.NewFrame(proto.Size(m)), m)
 	if err != nil {
 		return nil, err
 	}
-	return append(frames, frame.Seal(f)...), nil
+	return append(frames, dial.SealFrame(f)...), nil
 }
 
 func recordToProto(r *Record) *rendezvouspb.Record {
@@ -249,7 +248,7 @@ func (c *client) readTable(in *bufio.Reader, a *rendezvouspb.Answer) (*Session, 
 	s := &Session{Epoch: a.GetEpoch(), rank: c.cfg.Rank, ring: a.GetRing(), Records: make([]Record, c.cfg.Size)}
 	s.Records[s.rank] = c.cfg.Self
 	for _, i := range told(int(s.rank), c.cfg.Size, s.ring) {
-		body, err := frame.Read(in, maxRecordBytes)
+		body, err := dial.ReadFrame(in, maxRecordBytes)
 		if err != nil {
 			return nil, fmt.Errorf("record of rank %d: %w", i, err)
 		}

@@ -18,7 +18,6 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/dial"
-	"github.com/gohvd/gohvd/internal/frame"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -634,7 +633,7 @@ func (r *root) handshake(g *caller) error {
 	if version != rootVersion {
 		return &dial.VersionError{Got: version, Want: rootVersion}
 	}
-	body, err := frame.Read(g.over, maxJoinRequestBytes)
+	body, err := dial.ReadFrame(g.over, maxJoinRequestBytes)
 	if err != nil {
 		return fmt.Errorf("reading the request: %w", err)
 	}

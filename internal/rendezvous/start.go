@@ -16,7 +16,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
-	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 	"github.com/gohvd/gohvd/internal/topo"
 )
@@ -202,7 +202,7 @@ func (m *member) hear(in *bufio.Reader) error {
 
 func readAnswer(in io.Reader) (*rendezvouspb.Answer, error) {
 	a := new(rendezvouspb.Answer)
-	body, err := frame.Read(in, maxAnswerBytes)
+	body, err := dial.ReadFrame(in, maxAnswerBytes)
 	if err == nil {
 		err = proto.Unmarshal(body, a)
 	}
@@ -212,7 +212,7 @@ func readAnswer(in io.Reader) (*rendezvouspb.Answer, error) {
 // readStatus reads what a member sends after its request.
 func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 	s := new(rendezvouspb.Status)
-	body, err := frame.Read(in, maxStatusBytes)
+	body, err := dial.ReadFrame(in, maxStatusBytes)
 	if err != nil {
 		return s, err
 	}

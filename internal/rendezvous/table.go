@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
@@ -74,14 +74,14 @@ func (s *Session) gather(ctx context.Context, mesh transport.Mesh) ([]Record, er
 			return nil, err
 		}
 		from := at(-i)
-		body, err := frame.Read(in, maxRecordBytes)
+		body, err := dial.ReadFrame(in, maxRecordBytes)
 		if err != nil {
 			return nil, fmt.Errorf("record of rank %d: %w", from, err)
 		}
 		if records[from], err = decodeRecord(body); err != nil {
 			return nil, fmt.Errorf("record of rank %d, from rank %d: %w", from, at(-1), err)
 		}
-		piece = frame.Seal(append(frame.New(len(body)), body...))
+		piece = dial.SealFrame(append(dial.NewFrame(len(body)), body...))
 	}
 	return records, next.Flush()
 }

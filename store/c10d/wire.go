@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"io"
 
-	"github.com/gohvd/gohvd/internal/frame"
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -117,7 +117,7 @@ func (r *reader) bytes(most int) ([]byte, error) {
 	if n > uint64(most) {
 		return nil, fmt.Errorf("%d bytes, want at most %d", n, most)
 	}
-	b, err := frame.ReadBytes(r, r.scratch, int(n))
+	b, err := dial.ReadBytes(r, r.scratch, int(n))
 	if err == nil && cap(b) <= keptBytes {
 		r.scratch = b
 	}

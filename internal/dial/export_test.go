@@ -1,0 +1,4 @@
+package dial
+
+// FrameStep is frameStep.
+const FrameStep = frameStep

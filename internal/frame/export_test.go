@@ -1,4 +1,0 @@
-package frame
-
-// Step is step.
-const Step = step
