@@ -12,10 +12,11 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// absentFlag is the value of a flag of horovodrun that has no effect here. It refuses every value, unless it asks to do without.
+// absentFlag is the value of a flag of horovodrun that has no effect in hvdrun. It rejects every value,
+// unless the flag only turns off a feature that hvdrun lacks.
 type absentFlag struct {
 	name, reason string
-	without      bool // a switch that asks for what holds anyway
+	without      bool // the flag turns off a feature that hvdrun lacks
 }
 
 func (f *absentFlag) String() string { return "" }
@@ -33,7 +34,7 @@ func (f *absentFlag) Set(text string) error {
 	return &absentError{f}
 }
 
-// absentError says that a flag is Horovod's, and why it has no effect.
+// absentError is the error for a flag of horovodrun that has no effect in hvdrun. Its text has the reason.
 type absentError struct{ flag *absentFlag }
 
 func (e *absentError) Error() string { return fmt.Sprintf("--%s: %s", e.flag.name, e.flag.reason) }
@@ -49,7 +50,8 @@ func addAbsentFlags(flags *pflag.FlagSet) {
 	}
 }
 
-// foreignFlags are flags of torchrun and mpirun that hvdrun has under another name or does not need: what to do instead.
+// foreignFlags are flags of torchrun and mpirun that hvdrun has under another name or does not need, with the
+// advice what to do instead.
 var foreignFlags = []struct {
 	program string
 	names   []string
@@ -80,10 +82,10 @@ var foreignFlags = []struct {
 	{"mpirun", []string{"report-bindings", "display-map"}, "use --verbose"},
 }
 
-// isForeign reports whether a flag is in foreignFlags.
+// isForeign reports whether foreignFlags has a flag.
 func isForeign(name string) bool { return foreignError("", name) != nil }
 
-// foreignError says what there is instead of a flag of another launcher; it is nil for other flags.
+// foreignError returns an error with advice for a flag of another launcher, and nil for other flags.
 func foreignError(dashes, name string) error {
 	for _, f := range foreignFlags {
 		if slices.Contains(f.names, string(normalize(nil, name))) {
@@ -93,7 +95,7 @@ func foreignError(dashes, name string) error {
 	return nil
 }
 
-// fixedWorld checks that the limits of an elastic job, if they are given, are the number of ranks.
+// fixedWorld returns an error if --min-np and --max-np are given and not both np: there are no elastic jobs.
 func (r *runner) fixedWorld(np int) error {
 	if r.minNP == r.maxNP && (r.minNP == "" || r.minNP == strconv.Itoa(np)) {
 		return nil

@@ -7,7 +7,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// aliases are Horovod's and mpirun's other names of flags.
+// aliases are other names of flags, from Horovod and mpirun.
 var aliases = map[string]string{
 	"np":               "num-proc",
 	"min-np":           "min-num-proc",
@@ -16,13 +16,14 @@ var aliases = map[string]string{
 	"prefix-timestamp": "prefix-output-with-timestamp",
 }
 
-// singleDash are long names that Horovod takes with one dash.
+// singleDash are long names of flags that Horovod accepts after one dash.
 var singleDash = []string{"np", "cb", "prefix-timestamp", "hostfile", "hosts"}
 
-// ownCommands are hvdrun's own if they come first. After flags or -- they are commands to launch.
+// ownCommands are the subcommands of hvdrun. They are recognized only as the first argument; after flags or
+// -- they are commands to launch.
 var ownCommands = []string{"completion", configCommand, doctorCommand, "help", storeCommand, timelineCommand, "__complete", "__completeNoDesc"}
 
-// normalize accepts torchrun's _ for - in long flags, and aliases.
+// normalize returns the canonical name of a long flag: it accepts aliases, and _ for - as in torchrun.
 func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {
 	name = strings.ReplaceAll(name, "_", "-")
 	if canonical, ok := aliases[name]; ok {
@@ -31,15 +32,15 @@ func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {
 	return pflag.NormalizedName(name)
 }
 
-// rewrite makes the arguments ones that pflag can read: -np becomes --np, and -- comes before the command to
-// launch, so that its name and flags are never taken for hvdrun's.
+// rewrite converts the arguments to a form that pflag can parse: -np becomes --np, and -- is inserted before
+// the command to launch, so that pflag never takes the command's name and flags for those of hvdrun.
 func rewrite(args []string, flags *pflag.FlagSet) []string {
 	var out []string
 	if len(args) > 0 && slices.Contains(ownCommands, args[0]) {
 		if args[0] != configCommand {
 			return args
 		}
-		out, args = args[:1:1], args[1:] // what follows is as if it were to be launched
+		out, args = args[:1:1], args[1:] // the remaining arguments are those of a job
 	}
 	for len(args) > 0 {
 		arg := args[0]
@@ -61,8 +62,8 @@ func rewrite(args []string, flags *pflag.FlagSet) []string {
 	return out
 }
 
-// wantsValue reports whether the flag takes the next argument as its value. An unknown flag takes none; pflag
-// rejects it.
+// wantsValue reports whether the flag takes the next argument as its value. It is false for an unknown flag,
+// which pflag rejects.
 func wantsValue(arg string, flags *pflag.FlagSet) bool {
 	if name, long := strings.CutPrefix(arg, "--"); long {
 		f := flags.Lookup(name) // nil for name=value

@@ -45,7 +45,7 @@ Examples:
   hvdrun -H h1:4,h2:4 --network-interfaces 10.0.0.0/8 ./train
 `
 
-// helpWidth is that of the help, in columns.
+// helpWidth is the width of the help, in columns.
 const helpWidth = 120
 
 func (r *runner) command() *cobra.Command {
@@ -98,7 +98,8 @@ func (r *runner) command() *cobra.Command {
 	return root
 }
 
-// addFlags gives cmd the flags of the groups, and those that it must know to reject them.
+// addFlags adds the flags of the groups to cmd, and the hidden flags that hvdrun knows only to reject or
+// ignore them.
 func (r *runner) addFlags(cmd *cobra.Command, groups []group) {
 	f := cmd.Flags()
 	f.SetInterspersed(false)
@@ -130,7 +131,7 @@ func printFlagless(w io.Writer) {
 	table.Flush()
 }
 
-// withFlags gives a command its flags, all of one group, and its help.
+// withFlags adds the flags of one group to a command, and sets its help.
 func withFlags(cmd *cobra.Command, g group, long, examples string) {
 	f := cmd.Flags()
 	f.SortFlags = false

@@ -14,7 +14,7 @@ import (
 
 const (
 	doctorCommand = "doctor"
-	// doctorLimit bounds all checks together.
+	// doctorLimit is the time limit of all checks together.
 	doctorLimit = 8 * time.Second
 )
 
@@ -31,15 +31,16 @@ Examples:
   hvdrun doctor --hosts pod1 --agent "kubectl exec -i {host} --"
 `
 
-// doctorFlags are those of hvdrun doctor.
+// doctorFlags holds the flags of hvdrun doctor.
 type doctorFlags struct {
 	asJSON bool
 	where  hostFlags
 }
 
-// doctor makes the command that looks at the machine.
+// doctor returns the command that checks this machine and other hosts for problems.
 func (r *runner) doctor() *cobra.Command {
-	// The time that ssh has is less than that of all checks, so that it can say what it waited for.
+	// The timeout of ssh is shorter than the limit of all checks, so that ssh can print which connection
+	// timed out.
 	given := doctorFlags{where: hostFlags{sshOptions: []string{"-o", "ConnectTimeout=5"}}}
 	g := newGroup("What is looked at and how it is shown")
 	g.flags.StringVarP(&given.where.list, "hosts", "H", "",
@@ -69,7 +70,7 @@ func (r *runner) doctor() *cobra.Command {
 	return cmd
 }
 
-// examine runs the checks and prints what they found.
+// examine runs the checks and prints their findings.
 func (r *runner) examine(given *doctorFlags) error {
 	s := doctor.Here(r.env)
 	hosts, err := given.where.hosts()

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 )
 
-// group is a heading of the help and the flags under it.
+// group is a heading of the help with the flags under it.
 type group struct {
 	title string
 	flags *pflag.FlagSet
@@ -26,7 +26,7 @@ func newGroup(title string) group {
 	return g
 }
 
-// jobFlags returns those that are no settings.
+// jobFlags returns the flags that are not settings.
 func (r *runner) jobFlags() group {
 	g := newGroup("The job and its output")
 	f := g.flags
@@ -52,7 +52,7 @@ func (r *runner) jobFlags() group {
 	return g
 }
 
-// settingFlags returns those of the table of settings, by section.
+// settingFlags returns the flags of the table of settings, grouped by section.
 func (r *runner) settingFlags() []group {
 	var groups []group
 	for _, s := range config.Settings() {
@@ -70,7 +70,8 @@ func (r *runner) settingFlags() []group {
 	return groups
 }
 
-// usage returns the help on a setting's flag i. The first has the description, the others say how they relate to it.
+// usage returns the help text of flag i of a setting. The first flag has the description; the others refer to
+// the first.
 func usage(s config.Setting, i int) string {
 	switch first := s.Flags[0]; {
 	case i == 0:
@@ -82,7 +83,7 @@ func usage(s config.Setting, i int) string {
 	}
 }
 
-// showFlags returns those of hvdrun config alone.
+// showFlags returns the flags that only hvdrun config has.
 func (r *runner) showFlags() group {
 	g := newGroup("What is shown")
 	g.flags.BoolVar(&r.asJSON, "json", false, "the settings as JSON")
@@ -90,7 +91,7 @@ func (r *runner) showFlags() group {
 	return g
 }
 
-// settingFlag is the value of a setting's flag.
+// settingFlag is the pflag.Value of a setting's flag.
 type settingFlag struct {
 	r       *runner
 	setting config.Setting
@@ -99,7 +100,7 @@ type settingFlag struct {
 
 func (f *settingFlag) String() string { return "" }
 
-// Type returns what the help shows as the value.
+// Type returns the word for the value in the help.
 func (f *settingFlag) Type() string {
 	if f.flag.Arg == "" {
 		return "bool"
@@ -121,7 +122,8 @@ func (f *settingFlag) Set(text string) error {
 	return nil
 }
 
-// file makes the path one that means the same to a rank that changes its directory.
+// file returns the absolute form of a path, which stays valid for a rank that changes its working directory.
+// It is an error if the path is empty or a file was given before.
 func (f *settingFlag) file(path string) (string, error) {
 	given := func(v config.FlagValue) bool { return v.Name == config.FileVariable }
 	if path == "" || slices.ContainsFunc(f.r.flags, given) {
@@ -130,7 +132,7 @@ func (f *settingFlag) file(path string) (string, error) {
 	return filepath.Abs(path)
 }
 
-// exportFlag is the value of -x. A setting that it gives counts as one given by a flag.
+// exportFlag is the pflag.Value of -x. A setting given by -x counts as one given by a flag.
 type exportFlag struct{ r *runner }
 
 func (f *exportFlag) String() string { return "" }
@@ -159,7 +161,7 @@ func (f *exportFlag) Set(text string) error {
 	return nil
 }
 
-// flagError words pflag's errors.
+// flagError rewrites the errors of pflag as messages for the user.
 func flagError(cmd *cobra.Command, err error) error {
 	var (
 		absent  *absentError

@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// hostFlags say where the ranks run, and how the hosts are reached.
+// hostFlags holds the flags that choose the hosts of the ranks and how to reach them.
 type hostFlags struct {
 	list, file   string
 	sshPort      int
@@ -24,11 +24,11 @@ type hostFlags struct {
 	agent        string
 	remoteHvdrun string
 
-	// sshOptions are words for ssh besides those that it is always given.
+	// sshOptions are further arguments of ssh, in addition to those that reach always adds.
 	sshOptions []string
 }
 
-// hostPlace stands for the host in the words of --agent.
+// hostPlace is the placeholder for the host in the words of --agent.
 const hostPlace = "{host}"
 
 func (h *hostFlags) group() group {
@@ -41,7 +41,7 @@ func (h *hostFlags) group() group {
 	return g
 }
 
-// addReach adds the flags that say how the hosts are reached.
+// addReach adds the flags that say how to reach hosts.
 func (h *hostFlags) addReach(f *pflag.FlagSet) {
 	f.IntVarP(&h.sshPort, "ssh-port", "p", 0, "`PORT` of sshd on the other hosts, if it is not in ssh's configuration")
 	f.StringVarP(&h.sshIdentity, "ssh-identity-file", "i", "", "private key for ssh, a `FILE`")
@@ -49,7 +49,7 @@ func (h *hostFlags) addReach(f *pflag.FlagSet) {
 		"`COMMAND` that runs what follows on a host, in place of ssh; its words, with the host's name for {host}, or behind them")
 }
 
-// hosts returns those of the flags, none if there are none.
+// hosts returns the hosts that the flags name; none if there are no such flags.
 func (h *hostFlags) hosts() (hosts []launch.Host, err error) {
 	switch {
 	case h.list != "" && h.file != "":
@@ -66,7 +66,8 @@ func (h *hostFlags) hosts() (hosts []launch.Host, err error) {
 	return hosts, nil
 }
 
-// check finds what contradicts in the flags that were given.
+// check returns an error if flags are empty, out of range or contradict each other. given has the flags of
+// the command line.
 func (h *hostFlags) check(given *pflag.FlagSet) error {
 	for _, f := range []struct {
 		name  string
@@ -88,7 +89,7 @@ func (h *hostFlags) check(given *pflag.FlagSet) error {
 	return nil
 }
 
-// idle warns of the flags that were given and mean nothing, for all hosts are this one.
+// idle returns warnings about flags that were given but have no effect because all hosts are this one.
 func (h *hostFlags) idle(given *pflag.FlagSet, hosts []launch.Host) (warnings []string) {
 	if slices.ContainsFunc(hosts, func(host launch.Host) bool { return !launch.IsThisHost(host.Name) }) {
 		return nil
@@ -101,7 +102,7 @@ func (h *hostFlags) idle(given *pflag.FlagSet, hosts []launch.Host) (warnings []
 	return warnings
 }
 
-// onSeveral reports whether a rank is to run on another host.
+// onSeveral reports whether ranks run on another host.
 func onSeveral(hosts []launch.Host) bool {
 	return len(hosts) > 1 || len(hosts) == 1 && !launch.IsThisHost(hosts[0].Name)
 }
@@ -109,15 +110,15 @@ func onSeveral(hosts []launch.Host) bool {
 // reach returns the command that runs words on a host.
 func (h *hostFlags) reach(host string, words []string) []string {
 	if h.agent != "" {
-		// What follows is passed on word by word, for not every agent has a shell at the other end.
+		// The words are not quoted for a shell, because not every agent runs a shell at the other end.
 		argv := strings.Fields(strings.ReplaceAll(h.agent, hostPlace, host))
 		if !strings.Contains(h.agent, hostPlace) {
 			argv = append(argv, host)
 		}
 		return append(argv, words...)
 	}
-	// No password is asked for, no terminal is made, which would change what passes through, and no connection for others is
-	// kept, which would outlive the job.
+	// ssh must not prompt for a password (BatchMode), not allocate a terminal, which would alter the bytes
+	// (-T), and not open a connection for sharing, which would outlive the job (ControlMaster).
 	argv := append([]string{"ssh", "-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no"}, h.sshOptions...)
 	if h.sshPort != 0 {
 		argv = append(argv, "-p", strconv.Itoa(h.sshPort))
@@ -132,7 +133,7 @@ func (h *hostFlags) reach(host string, words []string) []string {
 	return argv
 }
 
-// shellWord quotes a word for the shell that sshd gives it to.
+// shellWord quotes a word for the shell by which sshd runs the command.
 func shellWord(word string) string {
 	special := func(r rune) bool {
 		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune("_-./:=@%+,", r)
@@ -143,7 +144,8 @@ func shellWord(word string) string {
 	return "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
 }
 
-// agentPath returns hvdrun on the other hosts.
+// agentPath returns the path of hvdrun on the other hosts: that of --remote-hvdrun, else the path of this
+// program.
 func (h *hostFlags) agentPath() (string, error) {
 	if h.remoteHvdrun != "" {
 		return h.remoteHvdrun, nil
@@ -155,8 +157,8 @@ func (h *hostFlags) agentPath() (string, error) {
 	return path, nil
 }
 
-// storeAddresses returns those of this host that others may reach, with a port: first that of the default route, since names that ssh
-// alone understands do not tell the way to a host.
+// storeAddresses returns the addresses of this host that other hosts may reach, with a port. The address of
+// the default route is the first: names that only ssh understands do not tell which route leads to a host.
 func storeAddresses(settings *config.Config, port uint16) ([]netip.AddrPort, error) {
 	choice, err := netif.Parse(settings.NetworkInterfaces)
 	if err != nil {

@@ -120,7 +120,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	return err
 }
 
-// ranks returns how many there are to be.
+// ranks returns the number of ranks: that of -np, else the number of slots of the hosts.
 func (r *runner) ranks(hosts []launch.Host) (int, error) {
 	if r.numProc == "" && hosts != nil {
 		if n := launch.Slots(hosts); n <= launch.MaxRanks {
@@ -138,7 +138,7 @@ func (r *runner) ranks(hosts []launch.Host) (int, error) {
 	return np, nil
 }
 
-// settings returns those that the ranks will have. What there is to warn of is printed.
+// settings returns the settings that the ranks will have, and prints the warnings about them.
 func (r *runner) settings() (config.Config, error) {
 	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags, Launcher: true})
 	if err != nil {
@@ -150,8 +150,9 @@ func (r *runner) settings() (config.Config, error) {
 	return c, nil
 }
 
-// logger returns that of the stores, to standard error by the settings for logs. --verbose adds who comes and goes. What is wrong
-// with a setting is for the ranks' settings to tell.
+// logger returns the logger of the servers in this process, which writes to standard error as the settings
+// for logs say. With --verbose it also logs the connections of clients. It ignores errors in settings, which
+// the method settings reports.
 func (r *runner) logger() *zap.Logger {
 	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags, Launcher: true})
 	if err != nil {
@@ -163,7 +164,8 @@ func (r *runner) logger() *zap.Logger {
 	return c.Logger(r.stderr)
 }
 
-// sidecarBinary tells ranks in Python of an hvdd that is beside hvdrun, on whose host they are, if they would not be told else.
+// sidecarBinary returns the variable that tells ranks in Python of an hvdd beside hvdrun, if there is one,
+// all ranks are on this host and the setting has no value.
 func sidecarBinary(settings *config.Config, several bool) []string {
 	path := doctor.BesideSelf(config.SidecarProgram)
 	if path == "" || several || settings.Variable(config.SidecarBinaryVariable) != "" {
@@ -172,7 +174,8 @@ func sidecarBinary(settings *config.Config, several bool) []string {
 	return []string{config.SidecarBinaryVariable + "=" + path}
 }
 
-// timelineSignal tells the ranks, where launch looks for it too, of a signal that the file names.
+// timelineSignal returns the variable of the timeline signal if the file of settings names one. It must be in
+// the environment of the ranks because package launch looks for it there too.
 func timelineSignal(settings *config.Config) []string {
 	const name = "HVD_TIMELINE_SIGNAL"
 	if settings.Origin(name).Source != config.FromFile || settings.TimelineSignal == "" {
@@ -181,7 +184,8 @@ func timelineSignal(settings *config.Config) []string {
 	return []string{name + "=" + settings.TimelineSignal}
 }
 
-// logFormat returns what tells the ranks, whose standard error is a pipe, that hvdrun's is a terminal, if that decides.
+// logFormat returns the variable that makes ranks log for a terminal, if the format is auto and hvdrun's
+// standard error is a terminal: the standard error of the ranks is a pipe.
 func (r *runner) logFormat(settings *config.Config) []string {
 	if settings.LogFormat == "auto" && logs.IsTerminal(r.stderr) {
 		return []string{"HVD_LOG_FORMAT=console"}

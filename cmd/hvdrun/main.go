@@ -17,9 +17,9 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 )
 
-// Exit statuses besides those of the job.
+// Exit statuses of hvdrun itself, besides those of the job.
 const (
-	statusFailure = 1 // of hvdrun itself
+	statusFailure = 1
 	statusUsage   = 2
 )
 
@@ -33,18 +33,18 @@ func main() {
 	os.Exit(run(os.Args[1:], os.Environ(), os.Stdout, os.Stderr))
 }
 
-// usageError is one of the user's making.
+// usageError is an error in the user's command line or settings.
 type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
 
 func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
 
-// runner is one call of hvdrun.
+// runner is the state of one run of hvdrun.
 type runner struct {
 	env            []string
 	stdout, stderr io.Writer
-	status         int // of the job
+	status         int // exit status
 
 	numProc     string
 	minNP       string
@@ -59,13 +59,13 @@ type runner struct {
 	checkBuild  bool
 
 	flags    []config.FlagValue // settings, in the order of the command line
-	extra    []string           // NAME=value for the ranks that are no settings
+	extra    []string           // NAME=value for the ranks, which are not settings
 	warnings []string
 
 	asJSON, asMarkdown bool // of hvdrun config
 }
 
-// run is main without the process: it returns the exit status.
+// run runs hvdrun and returns its exit status.
 func run(args, env []string, stdout, stderr io.Writer) int {
 	r := &runner{env: env, stdout: stdout, stderr: stderr}
 	cmd := r.command()

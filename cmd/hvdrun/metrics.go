@@ -10,7 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/metrics"
 )
 
-// serveMetrics serves the metrics of all ranks, which it asks for them, until stop.
+// serveMetrics serves the metrics of all ranks, which it requests from them for each scrape, until stop is
+// called.
 func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launcher) (stop func(), err error) {
 	if r.metricsAddr == "" {
 		return func() {}, nil
@@ -31,12 +32,12 @@ func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launch
 	})
 	server, err := metrics.Serve(r.metricsAddr, job.Handler(), r.logger())
 	if err != nil {
-		_ = job.Close() // it has asked nothing
+		_ = job.Close() // it has requested nothing
 		return nil, fmt.Errorf("--metrics-addr: %w", err)
 	}
 	fmt.Fprintf(r.stderr, "hvdrun: metrics at http://%s/metrics\n", server.Addr())
 	return func() {
-		// The questions first: answers that wait for them then end at once. Neither has an error to tell.
+		// The requests are cancelled first, so that scrapes waiting for them end at once. The errors do not matter.
 		_ = job.Close()
 		_ = server.Close()
 	}, nil

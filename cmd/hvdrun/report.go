@@ -17,54 +17,58 @@ import (
 )
 
 const (
-	// surveyTime is how long the ranks have to answer: with it a report is there within 2 s of the signal.
+	// surveyTime is the time limit for the ranks' answers. With it a report is printed within 2 s of the
+	// signal.
 	surveyTime = 1500 * time.Millisecond
-	// maxReportLines bounds what is printed of a report.
+	// maxReportLines caps the lines of a report that are printed.
 	maxReportLines = 120
-	// maxFailureBytes bounds the dumps that are kept of ranks whose job has failed, packed. Those of later ranks are left out.
+	// maxFailureBytes caps the packed size of the dumps that are kept of ranks whose job has failed. Dumps
+	// beyond it are dropped.
 	maxFailureBytes = 256 << 20
-	// maxTold bounds what is remembered of stalls.
+	// maxTold caps the number of reported stalls that are remembered.
 	maxTold = 100_000
-	// stallCause begins the cause of a report that a stall leads to.
+	// stallCause is the prefix of the cause of a report that a stall has triggered.
 	stallCause = "a stall: "
 )
 
-// reporter makes reports of what the ranks are at, for launch.Inquiry.
+// reporter makes reports about the state of the ranks, for launch.Inquiry.
 type reporter struct {
 	ranks  *joblink.Launcher
 	size   int
-	dir    string        // for the dumps and the last report; empty for none
-	period time.Duration // a stall leads to a report at most so often
+	dir    string        // folder for the dumps and the last report; empty for none
+	period time.Duration // least time between two reports that stalls trigger
 
 	alarms chan string
 	cancel context.CancelFunc
 
 	mu        sync.Mutex
 	failures  map[int][]byte           // the last dump of each rank whose job has failed
-	kept      int                      // their length
-	told      map[stalled]map[int]wait // by rank
+	kept      int                      // total length of failures
+	told      map[stalled]map[int]wait // reported stalls, with the waits by rank
 	lastStall time.Time
 }
 
-// stalled is a tensor that a report of a stall has.
+// stalled identifies a tensor in the report of a stall.
 type stalled struct {
 	set  uint32
 	name string
 }
 
-// wait is one of a rank for a tensor. Names come again each step, so the name alone does not tell a stall from the next.
+// wait is the wait of one rank for a tensor. The name of the tensor cannot identify a stall, since names
+// recur in every step.
 type wait struct {
 	epoch     uint64
 	submitted time.Duration // by the rank's clock
-	seen      time.Time     // when a dump had it last
+	seen      time.Time     // when a dump last had the wait
 }
 
-// is reports whether it is the wait of d, which is its rank's, for p.
+// is reports whether w is the wait for p in d, a snapshot of the same rank.
 func (w *wait) is(d *analysis.Snapshot, p *analysis.Record) bool {
 	return w.epoch == d.Epoch && w.submitted == p.Submitted
 }
 
-// newReporter starts to listen to the ranks of a job, at its store, until close.
+// newReporter starts a reporter that receives messages of the ranks through the store of the job, until
+// close.
 func newReporter(kv *store.HashStore, size int, dir string, period time.Duration) (*reporter, error) {
 	r := &reporter{
 		size: size, dir: dir, period: period,
@@ -72,24 +76,25 @@ func newReporter(kv *store.HashStore, size int, dir string, period time.Duration
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	r.cancel = cancel
-	r.mu.Lock() // hear looks at ranks
+	r.mu.Lock() // hear uses r.ranks
 	defer r.mu.Unlock()
 	var err error
 	r.ranks, err = joblink.Listen(kv, size, func(rank int, what string, body []byte) { r.hear(ctx, rank, what, body) })
 	return r, err
 }
 
-// close returns when all that has come was heard.
+// close stops receiving. It returns when all messages that have arrived are handled.
 func (r *reporter) close() {
 	r.cancel()
-	_ = r.ranks.Close() // text tells what went wrong
+	_ = r.ranks.Close() // the next report contains errors of r.ranks
 }
 
 func (r *reporter) inquiry() *launch.Inquiry {
 	return &launch.Inquiry{Survey: r.survey, Alarms: r.alarms, Epilogue: r.epilogue}
 }
 
-// hear takes what a rank volunteers. It may have to ask the ranks, as a survey does.
+// hear handles a message that a rank sent without a request: of a stall or of a failed job. It may block
+// while it asks the ranks, as survey does.
 func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte) {
 	switch what {
 	case joblink.Stall:
@@ -100,12 +105,12 @@ func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte)
 		r.mu.Lock()
 		r.lastStall = time.Now()
 		if key := (stalled{s.Set, s.Name}); r.told[key] == nil && len(r.told) < maxTold {
-			r.told[key] = make(map[int]wait) // also if no rank that waits answers
+			r.told[key] = make(map[int]wait) // even if no waiting rank answers
 		}
 		r.mu.Unlock()
 		select {
 		case r.alarms <- stallCause + s.Text:
-		default: // one is waiting to be asked about
+		default: // an alarm is pending already
 		}
 	case joblink.Failure:
 		r.mu.Lock()
@@ -117,8 +122,9 @@ func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte)
 	}
 }
 
-// isNews reports whether a stall is to lead to a report: one that no report has, unless it comes too soon after another. Rank 0 tells of a
-// stall again each period. Whether it is the one that was reported only the ranks know.
+// isNews reports whether a stall should trigger a report: it was not reported before, and the last report of
+// a stall is at least r.period ago. Rank 0 sends the message of a stall again each period. If a stall of the
+// same tensor was reported, isNews asks the ranks whether it is still the same one.
 func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	r.mu.Lock()
 	soon := !r.lastStall.IsZero() && time.Since(r.lastStall) < r.period
@@ -135,17 +141,18 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 		return false
 	case !told:
 		return true
-	case time.Since(seen) < r.period/2: // a stall has waited for a period, so this one was seen
+	case time.Since(seen) < r.period/2: // a stall has lasted for a period, so a dump has had this one
 		return false
 	}
 	ctx, cancel := context.WithTimeout(ctx, surveyTime)
 	defer cancel()
-	answers, _, _ := r.ranks.Ask(ctx, joblink.Dump) // text tells what is wrong with the store
+	answers, _, _ := r.ranks.Ask(ctx, joblink.Dump) // survey reports errors of the store
 	dumps, _ := r.decode(answers, nil)
 	return r.waitsAnew(s, dumps)
 }
 
-// waitsAnew reports whether ranks wait for s, but not since what was reported. It notes which waits that were reported go on.
+// waitsAnew reports whether ranks wait for s, and no such wait has been reported. It also records which
+// reported waits continue.
 func (r *reporter) waitsAnew(s stalled, dumps []*analysis.Snapshot) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -161,7 +168,8 @@ func (r *reporter) waitsAnew(s stalled, dumps []*analysis.Snapshot) bool {
 				r.told[key][d.Rank] = w
 			}
 			if key == s {
-				// What stalls has waited for a period. What has not is of a later step: the stall is over meanwhile.
+				// A stall has lasted for a period. A shorter wait belongs to a later step: the stall has
+				// ended meanwhile.
 				waits, goesOn = waits || d.At-p.Submitted >= r.period/2, goesOn || same
 			}
 		}
@@ -169,7 +177,7 @@ func (r *reporter) waitsAnew(s stalled, dumps []*analysis.Snapshot) bool {
 	return waits && !goesOn
 }
 
-// tell remembers what a report of a stall has. r is locked.
+// tell records the waits in the report of a stall. The caller holds mu.
 func (r *reporter) tell(dumps []*analysis.Snapshot) {
 	now := time.Now()
 	for _, d := range dumps {
@@ -187,7 +195,7 @@ func (r *reporter) tell(dumps []*analysis.Snapshot) {
 	}
 }
 
-// survey asks all ranks, and makes a report of their answers.
+// survey asks all ranks and returns a report of their answers.
 func (r *reporter) survey(ctx context.Context, why string, known []string) string {
 	ctx, cancel := context.WithTimeout(ctx, surveyTime)
 	defer cancel()
@@ -195,7 +203,7 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	answers, _, err := r.ranks.Ask(ctx, joblink.Dump)
 	dumps, absent := r.decode(answers, known)
 	r.mu.Lock()
-	if strings.HasPrefix(why, stallCause) { // another report is no reason to leave that of a stall out
+	if strings.HasPrefix(why, stallCause) { // only the report of a stall suppresses further ones
 		r.tell(dumps)
 	}
 	r.mu.Unlock()
@@ -203,8 +211,8 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	return r.text(title, analysis.Analyse(dumps, r.size, absent), dumps, errors.Join(err, r.ranks.Err()))
 }
 
-// epilogue makes a report of what the ranks have left behind when their job failed; empty if it would say nothing. culprits are
-// the ranks that are to blame, if that is known.
+// epilogue returns a report of the dumps that ranks sent when their job failed; empty if they give no
+// information. culprits are the ranks that caused the failure, if they are known.
 func (r *reporter) epilogue(known []string, culprits []int) string {
 	r.close()
 	r.mu.Lock()
@@ -218,7 +226,8 @@ func (r *reporter) epilogue(known []string, culprits []int) string {
 	return r.text(fmt.Sprintf("what the ranks were at when the job failed, as %d of %d tell", len(dumps), r.size), f, dumps, r.ranks.Err())
 }
 
-// decode unpacks dumps. absent is what is known of each rank.
+// decode decodes the dumps of ranks. absent describes the ranks by rank: what is known of the process or, if
+// its dump cannot be read, the error.
 func (r *reporter) decode(bodies map[int][]byte, known []string) (dumps []*analysis.Snapshot, absent map[int]string) {
 	absent = make(map[int]string, len(known))
 	for rank, what := range known {
@@ -242,7 +251,8 @@ func (r *reporter) decode(bodies map[int][]byte, known []string) (dumps []*analy
 	return dumps, absent
 }
 
-// text returns what is printed of a report, and leaves it in the folder for dumps.
+// text returns the report to print, at most maxReportLines lines of it, and writes the whole to the folder
+// for dumps. err is printed as a warning.
 func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Snapshot, err error) string {
 	rule := strings.Repeat("-", 72) + "\n"
 	full := "hvdrun: " + title + "\n" + f.Text()
@@ -262,7 +272,7 @@ func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Sn
 	return rule + full + rule
 }
 
-// write leaves a report and what it was made of in the folder for dumps.
+// write writes a report, as text and JSON, and its dumps to the folder for dumps.
 func (r *reporter) write(text string, f *analysis.Findings, dumps []*analysis.Snapshot) error {
 	found, err := json.MarshalIndent(f, "", " ")
 	if err != nil {

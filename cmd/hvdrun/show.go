@@ -11,16 +11,17 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// shownSetting is one line of hvdrun config.
+// shownSetting is one line of the output of hvdrun config.
 type shownSetting struct {
 	Name   string `json:"name"`
 	Value  string `json:"value"` // empty if there is none
 	Origin string `json:"origin"`
 
-	otherwise string // what holds if there is no value
+	otherwise string // the effect of having no value
 }
 
-// showSettings prints the settings as the ranks would get them, but for what is theirs alone.
+// showSettings prints the settings that the ranks would get, except those that the launcher sets for each
+// rank.
 func (r *runner) showSettings(*cobra.Command, []string) error {
 	if r.asMarkdown {
 		_, err := io.WriteString(r.stdout, config.Page())

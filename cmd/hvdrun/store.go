@@ -19,7 +19,7 @@ import (
 
 const storeCommand = "store"
 
-// aloneStore are the flags of hvdrun store.
+// aloneStore holds the flags of hvdrun store.
 type aloneStore struct {
 	listen     string
 	secretFile string
@@ -55,7 +55,7 @@ MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE=True. What it holds is gone when it
 	return cmd
 }
 
-// serveAlone serves until a signal.
+// serveAlone serves a store until SIGINT or SIGTERM.
 func (r *runner) serveAlone(ctx context.Context, s *aloneStore) error {
 	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
 	defer stop()
@@ -90,7 +90,7 @@ func (r *runner) serveAlone(ctx context.Context, s *aloneStore) error {
 	return server.Close()
 }
 
-// server is what both kinds have.
+// server is the common interface of the two kinds of server.
 type server interface {
 	io.Closer
 	Addr() string
@@ -103,11 +103,11 @@ func serveEither(s *aloneStore, hash *store.HashStore, cfg store.Config) (server
 	return store.Serve(s.listen, hash, cfg)
 }
 
-// isLoopback reports whether only this host can reach an address.
+// isLoopback reports whether only this host can reach an address. It is true for a malformed address.
 func isLoopback(addr string) bool {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
-		return true // it cannot be listened on, which is said then
+		return true // listening on it returns the error
 	}
 	ip := net.ParseIP(host)
 	return strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback()

@@ -30,7 +30,7 @@ Examples:
   ssh h1 cat /tmp/t.json | hvdrun timeline -
 `
 
-// timelineFlags are those of hvdrun timeline.
+// timelineFlags holds the flags of hvdrun timeline.
 type timelineFlags struct {
 	asJSON      bool
 	merge       string
@@ -38,7 +38,7 @@ type timelineFlags struct {
 	capacity    int64
 }
 
-// timeline makes the command that reads timelines.
+// timeline returns the command that analyses timelines.
 func (r *runner) timeline() *cobra.Command {
 	var given timelineFlags
 	g := newGroup("What is made of the files")
@@ -67,7 +67,7 @@ func (r *runner) timeline() *cobra.Command {
 	return cmd
 }
 
-// defaultOf returns the default of a setting that is a number; 0 if it is none.
+// defaultOf returns the default of a numeric setting; 0 if it has none.
 func defaultOf(name string) int64 {
 	s, _ := config.Lookup(name)
 	n, err := strconv.ParseInt(s.Default, 10, 64)
@@ -77,7 +77,7 @@ func defaultOf(name string) int64 {
 	return n
 }
 
-// readTimelines prints the report, and merges the files if that is asked for.
+// readTimelines prints the report of timelines, and merges the files if --merge is given.
 func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error) {
 	if given.thresholdMB < 0 || given.thresholdMB > 1<<40 || given.capacity < 0 {
 		return usagef("timeline: got --fusion-threshold-mb %d and --cache-capacity %d, want 0 or more", given.thresholdMB, given.capacity)

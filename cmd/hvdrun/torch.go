@@ -8,11 +8,13 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// torchStoreOff is the --torch-store that serves none.
+// torchStoreOff is the value of --torch-store for no TCPStore.
 const torchStoreOff = "off"
 
-// serveTorch serves a TCPStore to torch.distributed of the ranks, if it is to. It has nothing to do with the store of the
-// job, for it cannot keep anybody out: so it is never where other hosts can reach it unless that was asked for.
+// serveTorch serves a TCPStore to the ranks' torch.distributed, unless --torch-store is off, or the job has
+// several hosts and the flag was not given. The TCPStore is separate from the store of the job, since its
+// protocol cannot keep anybody out. For the same reason other hosts can reach it only if the user asked for
+// that. end closes it.
 func (r *runner) serveTorch(several, asked bool) (addr netip.AddrPort, end func(), err error) {
 	if r.torchStore == torchStoreOff || several && !asked {
 		return netip.AddrPort{}, func() {}, nil
