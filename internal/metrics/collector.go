@@ -11,8 +11,9 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// Labels. Horovod's word for a kind of operation is op.
+// Names of labels.
 const (
+	// labelOp is Horovod's word for the kind of an operation.
 	labelOp      = "op"
 	labelBackend = "backend"
 	labelDType   = "dtype"
@@ -42,7 +43,7 @@ func gauge(name, help string, value func(*trace.Stats) float64) number {
 	return number{desc(name, help), prometheus.GaugeValue, value}
 }
 
-// What every rank has.
+// These metrics are shown by every rank.
 var (
 	rankInfo = desc("hvd_rank_info", "1, with the rank and host of the process, to be joined with its other metrics.", labelRank, labelHost)
 
@@ -72,7 +73,7 @@ var (
 	}
 )
 
-// What a rank has when it is known.
+// These metrics are shown if their values are known.
 var (
 	fill = gauge("hvd_fusion_fill_ratio", "How full responses that could have had more than one tensor were on average, 1 being the fusion buffer.",
 		func(s *trace.Stats) float64 {
@@ -86,7 +87,7 @@ var (
 	}
 )
 
-// What rank 0 has besides.
+// These metrics are shown only by rank 0.
 var (
 	coordinator = []number{
 		counter("hvd_cycles_total", "Negotiation cycles of the coordinator.", func(s *trace.Stats) uint64 { return s.Coordinator.Cycles }),
@@ -98,7 +99,8 @@ var (
 	lateness = desc("hvd_rank_lateness_seconds_total", "Time for which this rank held up all others: they had asked for an operation and it had not. Time counts once, however many operations waited.", labelLate)
 )
 
-// NewCollector makes metrics of what get returns. get is called once for each scrape, by several goroutines at once.
+// NewCollector returns a collector of the metrics in the result of get. get is called once per scrape, and
+// must be safe for concurrent use.
 func NewCollector(get func() trace.Stats) prometheus.Collector { return &collector{get} }
 
 type collector struct{ get func() trace.Stats }
@@ -155,8 +157,8 @@ func (c *collector) Collect(to chan<- prometheus.Metric) {
 	}
 }
 
-// histogram is a metric of the counters of a trace.Histogram, in both of Prometheus's forms: classic, and native of schema 0,
-// whose buckets are those of trace.Histogram.
+// histogram is a metric that shows a trace.Histogram in both of Prometheus's forms: classic, and native of
+// schema 0, which has the same buckets as trace.Histogram.
 type histogram struct {
 	desc   *prometheus.Desc
 	labels []*dto.LabelPair
@@ -169,7 +171,8 @@ func newHistogram(d *prometheus.Desc, from *trace.Histogram, labels ...string) p
 
 func (h *histogram) Desc() *prometheus.Desc { return h.desc }
 
-// classicEvery thins out the classic buckets, each of which is a series: bounds are a factor of 4 apart.
+// classicEvery reduces the number of classic buckets, each of which is a series: their bounds are a factor of
+// 4 apart.
 const classicEvery = 2
 
 func (h *histogram) Write(to *dto.Metric) error {
@@ -184,8 +187,9 @@ func (h *histogram) Write(to *dto.Metric) error {
 	}
 	count += h.from.Buckets[finite]
 
-	// Native bucket i of schema 0 has what is in (2^(i-1), 2^i]. Our first, which begins at 0, is the native zero bucket; our last
-	// counts as the first bucket of what it has.
+	// Native bucket i of schema 0 counts values in (2^(i-1), 2^i]. The first bucket of trace.Histogram, which
+	// begins at 0, is the native zero bucket. The last one, which has no upper bound, counts as the first native
+	// bucket of its values.
 	native := h.from.Buckets[1:]
 	var spans []*dto.BucketSpan
 	var deltas []int64
@@ -213,7 +217,7 @@ func (h *histogram) Write(to *dto.Metric) error {
 	return nil
 }
 
-// buildInfo returns a gauge of 1 that tells versions.
+// buildInfo returns a gauge of 1 with the versions as labels.
 func buildInfo(name string) prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: name, Help: "1, with the version of gohvd and that of Go it was built with.",

@@ -1,13 +1,16 @@
-// Package metrics shows what the ranks of a job have counted, to Prometheus and what reads its formats. docs/metrics.md lists the
-// metrics.
+// Package metrics shows the counters of the ranks of a job to Prometheus and other readers of its formats.
+// docs/metrics.md lists the metrics.
 //
-// [Handler] shows one rank, [Job] all ranks of a job on one address, and [Serve] puts either on a port. Names of tensors are not
-// among the labels: they are without bound, and what a model is made of is nobody's business on an open port.
+// [Handler] shows one rank, [Job] all ranks of a job at one address, and [Serve] serves either on a port.
+// Names of tensors are not among the labels: their number is unbounded, and an open port should not reveal
+// the structure of a model.
 //
 // Invariants:
 //
-//  1. Nothing is counted here: a scrape reads counters that others keep, in time and memory that do not depend on what has run.
-//  2. Who scrapes, however slowly or often, takes bounded memory, bounded connections and no lock of a rank's engine for longer
-//     than it takes to copy trace.Stats.
-//  3. What a rank says cannot change or hide what another one says, nor what [Job] says of them.
+//  1. This package counts nothing: a scrape reads counters that others keep, in time and memory that do not
+//     depend on what has run.
+//  2. Scrapes, however slow or frequent, take bounded memory and bounded connections. They hold no lock of a
+//     rank's engine for longer than it takes to copy trace.Stats.
+//  3. The answer of a rank cannot change or hide the metrics of another rank, nor those that [Job] adds
+//     itself.
 package metrics

@@ -14,7 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// registry returns that of a rank. It is our own: what the program around us registers elsewhere is not shown here.
+// registry returns a registry with the metrics of a rank. It is separate from the default registry, in which
+// the program may register metrics of its own.
 func registry(get func() trace.Stats) *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(NewCollector(get), buildInfo("hvd_build_info"),
@@ -22,25 +23,25 @@ func registry(get func() trace.Stats) *prometheus.Registry {
 	return r
 }
 
-// Handler answers /metrics with the metrics of a rank, of the Go runtime and of the process, and /healthz with 200. get is as for
-// NewCollector.
+// Handler serves /metrics with the metrics of a rank, of the Go runtime and of the process, and /healthz with
+// status 200. get is as for NewCollector.
 func Handler(get func() trace.Stats) http.Handler {
-	// Not compressed: the rank's cores have better to do, and it is some 20 KiB.
+	// Not compressed: it is about 20 KiB, and the rank's cores are busy with the job.
 	return paths(promhttp.HandlerFor(registry(get), promhttp.HandlerOpts{EnableOpenMetrics: true, DisableCompression: true}))
 }
 
-// paths returns those of a server of metrics.
+// paths returns a handler that serves metrics at /metrics, and /healthz.
 func paths(metrics http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", metrics)
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
-		// Who has asked and gone needs no answer.
+		// If the client is gone, it needs no answer.
 		_, _ = io.WriteString(w, "ok\n")
 	})
 	return mux
 }
 
-// Text returns what Handler shows at /metrics, in Prometheus's text format: what a rank answers Job.
+// Text returns the response of Handler to /metrics in Prometheus's text format. It is a rank's answer to Job.
 func Text(get func() trace.Stats) ([]byte, error) {
 	families, err := registry(get).Gather()
 	if err != nil {

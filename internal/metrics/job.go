@@ -14,29 +14,32 @@ import (
 )
 
 const (
-	// askTime is how long ranks may take to answer, and leastAskTime what they have in any case.
+	// askTime is how long ranks may take to answer, and leastAskTime how long they may take if the scraper
+	// waits for less.
 	askTime      = time.Second
 	leastAskTime = askTime / 16
-	// fresh is how long what they have answered is shown, since they were asked.
+	// fresh is how long answers are shown again, from the time when the ranks were asked.
 	fresh = time.Second
-	// timeoutHeader is how Prometheus says how many seconds it will wait.
+	// timeoutHeader is the header with which Prometheus sends the number of seconds that it waits.
 	timeoutHeader = "X-Prometheus-Scrape-Timeout-Seconds"
 )
 
-// JobConfig is what a Job needs.
+// JobConfig is the configuration of a Job.
 type JobConfig struct {
-	// Hosts are those of the ranks, by rank.
+	// Hosts are the hosts of the ranks, by rank.
 	Hosts []string
-	// Ask asks the ranks and returns by when ctx ends what those have said that have answered: Text. With an error it returns what
-	// it has all the same.
+	// Ask asks the ranks for their metrics. It returns before ctx ends, with the result of Text of each rank
+	// that has answered. Also with an error it returns the answers that it has.
 	Ask func(ctx context.Context) (answers map[int][]byte, err error)
-	// Log may be nil.
+	// Log receives warnings of answers that cannot be used. It may be nil.
 	Log *zap.Logger
 }
 
-// Job shows the metrics of all ranks of a job. Each has the labels rank and host, and hvd_up says who has answered.
+// Job shows the metrics of all ranks of a job. Each metric has the labels rank and host, and hvd_up shows
+// which ranks answered.
 //
-// Scrapes that come at the same time, or within a second, share one question to the ranks.
+// Scrapes at the same time, or within a second, share one query of the ranks. Its methods may be called from
+// any goroutine.
 type Job struct {
 	cfg   JobConfig
 	begun time.Time
@@ -48,19 +51,19 @@ type Job struct {
 	mu     sync.Mutex
 	closed bool
 	last   *gathering
-	bad    uint64 // answers that could not be used
+	bad    uint64 // number of answers that could not be used
 }
 
-// gathering is one question to all ranks.
+// gathering is one query of all ranks.
 type gathering struct {
 	begun time.Time
 	done  chan struct{}
-	// When done is closed these are there, and not changed any more.
+	// families and err are set before done is closed, and do not change after that.
 	families []*dto.MetricFamily
 	err      error
 }
 
-// NewJob makes a Job, which must be closed.
+// NewJob returns a Job. The caller closes it.
 func NewJob(cfg JobConfig) *Job {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -69,7 +72,7 @@ func NewJob(cfg JobConfig) *Job {
 	return &Job{cfg: cfg, begun: time.Now(), ctx: ctx, cancel: cancel}
 }
 
-// Close ends questions under way and waits for that. Later scrapes fail.
+// Close cancels queries in progress and waits for them to end. Later scrapes fail.
 func (j *Job) Close() error {
 	j.mu.Lock()
 	j.closed = true
@@ -79,7 +82,7 @@ func (j *Job) Close() error {
 	return nil
 }
 
-// Handler answers /metrics with the metrics of the job, and /healthz with 200.
+// Handler serves /metrics with the metrics of the job, and /healthz with status 200.
 func (j *Job) Handler() http.Handler {
 	return paths(http.HandlerFunc(j.scrape))
 }
@@ -100,8 +103,8 @@ func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
 	).ServeHTTP(w, r)
 }
 
-// gather waits for the answers to a question that is under way, or was asked a moment ago, or asks one. The ranks have
-// three quarters of wait, the rest is for the answer's way.
+// gather returns the metrics of a query in progress, of a recent one, or of a new one. The ranks have three
+// quarters of wait to answer; the rest is for sending the result.
 func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFamily, error) {
 	ctx, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
@@ -117,7 +120,8 @@ func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFami
 	}
 }
 
-// question returns the one that is under way, or the last if it is fresh, or a new one that the ranks have so long to answer.
+// question returns the query in progress, or the last one if it is fresh. Otherwise it starts one, for which
+// the ranks have the time ask.
 func (j *Job) question(ask time.Duration) (*gathering, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -136,7 +140,8 @@ func (j *Job) question(ask time.Duration) (*gathering, error) {
 	}
 	g := &gathering{begun: time.Now(), done: make(chan struct{})}
 	j.last = g
-	// Nobody's request: the others wait for it too if the one that has caused it goes away.
+	// The query does not use the context of a request: other requests wait for it too, also if the first one is
+	// cancelled.
 	j.asking.Go(func() {
 		defer close(g.done)
 		ctx, cancel := context.WithTimeout(j.ctx, ask)
@@ -154,7 +159,7 @@ func (j *Job) question(ask time.Duration) (*gathering, error) {
 	return g, nil
 }
 
-// merge makes one of the answers, which have taken that long.
+// merge merges the answers of the ranks, which took the given time, and adds the launcher's own metrics.
 func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFamily, error) {
 	m := newMerger()
 	up := make([]bool, len(j.cfg.Hosts))
@@ -189,7 +194,7 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 	return m.with(families), nil
 }
 
-// Names that no rank may use.
+// These names are reserved for the launcher.
 const (
 	upName    = "hvd_up"
 	jobPrefix = "hvd_job_"
@@ -203,7 +208,7 @@ var (
 	badDesc   = desc(jobPrefix+"bad_answers_total", "Answers of ranks that could not be used.")
 )
 
-// jobCollector is what the launcher knows itself.
+// jobCollector collects the launcher's own metrics.
 type jobCollector struct {
 	job  *Job
 	up   []bool

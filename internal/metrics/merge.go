@@ -15,7 +15,7 @@ import (
 	"github.com/prometheus/common/model"
 )
 
-// maxText bounds what a rank may say, in bytes. Rank 0 of the largest job has some 600 KiB.
+// maxText limits the bytes of a rank's answer. Rank 0 of the largest job sends about 600 KiB.
 const maxText = 2 << 20
 
 var (
@@ -23,7 +23,7 @@ var (
 	errEnded = errors.New("metrics: the job has ended")
 )
 
-// merger puts the metrics of ranks together.
+// merger merges the metrics of several ranks.
 type merger struct {
 	families map[string]*dto.MetricFamily
 	parser   expfmt.TextParser
@@ -33,12 +33,12 @@ func newMerger() *merger {
 	return &merger{families: map[string]*dto.MetricFamily{}, parser: expfmt.NewTextParser(model.LegacyValidation)}
 }
 
-// add adds what a rank has said, which it alone is to blame for: all of it or, with an error, nothing.
+// add adds a rank's answer. If the answer is invalid, add returns an error and adds nothing.
 func (m *merger) add(rank int, host string, text []byte) error {
 	if len(text) > maxText {
 		return fmt.Errorf("got %d bytes, want %d at most", len(text), maxText)
 	}
-	// One label that is not makes Prometheus refuse the metrics of all.
+	// One label that is not UTF-8 makes Prometheus reject the metrics of all ranks.
 	if !utf8.Valid(text) {
 		return errors.New("got text that is not UTF-8")
 	}
@@ -67,7 +67,7 @@ func (m *merger) add(rank int, host string, text []byte) error {
 				return l.GetName() == labelRank || l.GetName() == labelHost
 			})
 			metric.Label = append(metric.Label, rankPair, hostPair)
-			// The time is that of the scrape.
+			// Without a timestamp Prometheus uses the time of the scrape.
 			metric.TimestampMs = nil
 			key := keyOf(metric.Label)
 			if seen[key] {
@@ -86,10 +86,11 @@ func (m *merger) add(rank int, host string, text []byte) error {
 	return nil
 }
 
-// suffixes are those of the series of a histogram or a summary.
+// suffixes are the suffixes of the series of a histogram or a summary.
 var suffixes = []string{"_bucket", "_sum", "_count"}
 
-// mixedUp returns the name of a metric, of those that there are and others, that has series of the same names as one called name.
+// mixedUp returns the name of another metric, already added or in others, that shares a series name with f,
+// which is called name. It returns "" if there is none.
 func (m *merger) mixedUp(name string, f *dto.MetricFamily, others map[string]*dto.MetricFamily) string {
 	for _, suffix := range suffixes {
 		for _, all := range []map[string]*dto.MetricFamily{m.families, others} {
@@ -104,11 +105,12 @@ func (m *merger) mixedUp(name string, f *dto.MetricFamily, others map[string]*dt
 	return ""
 }
 
+// hasSuffixes reports whether the series of f have suffixes.
 func hasSuffixes(f *dto.MetricFamily) bool {
 	return f.GetType() == dto.MetricType_HISTOGRAM || f.GetType() == dto.MetricType_GAUGE_HISTOGRAM || f.GetType() == dto.MetricType_SUMMARY
 }
 
-// keyOf sorts labels, and is the same for the same ones.
+// keyOf sorts labels in place and returns a key that is equal for equal labels.
 func keyOf(labels []*dto.LabelPair) string {
 	slices.SortFunc(labels, func(a, b *dto.LabelPair) int { return strings.Compare(a.GetName(), b.GetName()) })
 	var key []byte
@@ -118,7 +120,7 @@ func keyOf(labels []*dto.LabelPair) string {
 	return string(key)
 }
 
-// with returns what was added and others, whose names no rank may have, in the order of names.
+// with returns the added metrics and others, sorted by name. No rank may use the names of others.
 func (m *merger) with(others []*dto.MetricFamily) []*dto.MetricFamily {
 	for _, f := range others {
 		m.families[f.GetName()] = f

@@ -16,17 +16,19 @@ import (
 )
 
 const (
-	// patience bounds the parts of a scrape: the request, and the answer from its first byte to its last.
+	// patience limits each part of a scrape: reading the request, and writing the response.
 	patience = 10 * time.Second
-	// grace is how long answers that are under way may take when the server is closed. A job does not end later for a scrape.
+	// grace is how long responses in progress may take when the server is closed: a scrape must not delay the
+	// end of a job.
 	grace = 250 * time.Millisecond
-	// maxConns is how many connections there may be at a time, so that strangers do not take the process all its descriptors.
+	// maxConns is the greatest number of connections at a time, so that strangers cannot use up the process's
+	// file descriptors.
 	maxConns = 32
 )
 
-// Address returns where to listen if addr was asked for: HOST:PORT, :PORT or PORT. Without a host it is 127.0.0.1; who wants to be
-// reached from elsewhere says so, by an address of the host or 0.0.0.0. plus is added to the port unless that is 0: processes of a
-// host that were given the same address add their local rank.
+// Address returns the address to listen on for addr, which is HOST:PORT, :PORT or PORT. Without a host it is
+// 127.0.0.1; to be reachable from elsewhere, addr must have an address of the host, or 0.0.0.0. plus is added
+// to the port unless that is 0: processes of a host that get the same address add their local rank.
 func Address(addr string, plus int) (string, error) {
 	host, port, err := net.SplitHostPort(addr)
 	if _, notNumber := strconv.Atoi(addr); notNumber == nil {
@@ -58,9 +60,9 @@ type Server struct {
 	cancel   context.CancelFunc
 	close    sync.Once
 
-	running sync.WaitGroup // the server, and answers
+	running sync.WaitGroup // the server, and responses in progress
 	mu      sync.Mutex
-	closed  bool // no answer begins
+	closed  bool // no further response may begin
 }
 
 // Serve serves h at addr, which has one of the forms of Address, until Close. log may be nil.
@@ -96,6 +98,7 @@ func serveOn(l net.Listener, h http.Handler, log *zap.Logger) *Server {
 	return s
 }
 
+// answer serves a request so that Close waits for it.
 func (s *Server) answer(h http.Handler, w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
 	if s.closed {
@@ -108,15 +111,16 @@ func (s *Server) answer(h http.Handler, w http.ResponseWriter, r *http.Request) 
 	h.ServeHTTP(w, r)
 }
 
-// Addr is where it listens, host:port.
+// Addr returns the address it listens on, host:port.
 func (s *Server) Addr() string { return s.listener.Addr().String() }
 
-// Close ends it and waits for the answers that are under way, for which there is a quarter of a second; those that take longer are cut.
+// Close stops the server. It waits up to a quarter of a second for responses in progress, and then closes
+// their connections and waits for the handlers to return. Further calls only wait.
 func (s *Server) Close() error {
 	s.close.Do(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), grace)
 		defer cancel()
-		// What these say is that connections had to be cut.
+		// These errors only mean that connections had to be closed.
 		_ = s.http.Shutdown(ctx)
 		s.cancel()
 		_ = s.http.Close()
@@ -128,8 +132,8 @@ func (s *Server) Close() error {
 	return nil
 }
 
-// bounded keeps at most maxConns connections: one more, and the oldest has to go. So nobody is kept out by those who stay, and a
-// Prometheus whose idle connection has gone makes another.
+// bounded is a listener that keeps at most maxConns connections. One more closes the oldest. So clients that
+// stay connected keep nobody out, and a Prometheus whose idle connection was closed opens another.
 type bounded struct {
 	net.Listener
 	limiter *dial.Limiter
