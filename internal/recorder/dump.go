@@ -21,57 +21,59 @@ import (
 )
 
 const (
-	// MaxBytes bounds an encoded dump: it must be a value of the job's store, with a little beside it.
+	// MaxBytes limits the size of an encoded dump: it must fit in a value of the job's store, with a little
+	// room to spare.
 	MaxBytes = 7 << 20
-	// maxPlainBytes bounds what an encoded dump is when it is unpacked.
+	// maxPlainBytes limits the size of an encoded dump when it is uncompressed.
 	maxPlainBytes = 16 << 20
-	// maxPending, maxStalls, maxSets and maxMembers bound the lists of a dump.
+	// maxPending, maxStalls, maxSets and maxMembers limit the lists of a dump.
 	maxPending = 1 << 14
 	maxStalls  = 256
 	maxSets    = 256
 	maxMembers = 1 << 16 // of all sets together
-	// maxNameBytes and maxTextBytes bound names of tensors and texts; longer ones are cut. They bound no call of the user's.
+	// maxNameBytes and maxTextBytes limit names of tensors and texts in a dump; longer ones are cut. They do
+	// not limit what a user may call.
 	maxNameBytes = 512
 	maxTextBytes = 4 << 10
 	maxDims      = 64
 
-	// operationsOfAll is how many operations the dumps of all ranks have together when hvdrun asks for them: enough to tell what
-	// each was at, in a time that does not grow with the job.
+	// operationsOfAll is the number of operations in the dumps of all ranks together when hvdrun asks for
+	// them: enough to show what each rank was doing, in a time that does not grow with the job.
 	operationsOfAll = 20000
 	format          = 1
 )
 
-// ErrMalformed says that something is no dump.
+// ErrMalformed is the error of data that is not a dump or a stall.
 var ErrMalformed = errors.New("malformed dump")
 
-// About is what a dump says besides what the recorder has.
+// About is the content of a dump besides the recorded operations.
 type About struct {
 	Rank, Size int
 	Host       string
 	PID        int
 	Epoch      uint64
-	// Version is that of this module.
+	// Version is the version of this module.
 	Version string
-	// Why is why there is a dump: a text for people.
+	// Why is the reason for the dump, for people.
 	Why string
-	// Now is the time of day, and At the time since the engine's start, at which the dump is made.
+	// Now is the time of day of the dump, and At the time since the engine's start.
 	Now time.Time
 	At  time.Duration
-	// Clock is how the times of the dump are compared with those of others, and Offset the last measurement; the zero value if
+	// Clock describes the clock of the times in the dump. Offset is its last measurement; the zero value if
 	// there is none.
 	Clock  trace.Clock
 	Offset trace.Offset
-	// Pending is what the rank waits for, oldest first.
+	// Pending are the operations that have not ended at the rank, oldest first.
 	Pending []trace.Pending
-	// Sets are the members of process sets other than 0, by rank, ascending. A set that is missing has those members that are
-	// seen to use it.
+	// Sets are the members of process sets other than 0, ascending. If a set is missing, its members are
+	// taken to be the ranks that are seen to use it.
 	Sets map[topo.ProcessSetID][]topo.Rank
-	// Stalls are the stalls that rank 0 knows of, as texts for people.
+	// Stalls are descriptions of the stalls that rank 0 knows of, for people.
 	Stalls []string
 }
 
-// Dump returns what the recorder has, and what the caller says about the rank. It costs some milliseconds and 2 MB for 10,000 operations;
-// recording goes on meanwhile but for the time of a copy.
+// Dump returns a snapshot of the recorded operations and of about. It takes some milliseconds and 2 MB for
+// 10,000 operations. Record blocks only while the slots are copied.
 func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	slots, total := r.copy()
 	d := &analysis.Snapshot{
@@ -111,7 +113,7 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	return d
 }
 
-// word leaves out what says nothing.
+// word returns text if says is true, otherwise "".
 func word(text string, says bool) string {
 	if !says {
 		return ""
@@ -119,7 +121,7 @@ func word(text string, says bool) string {
 	return text
 }
 
-// cut bounds a text. What is no UTF-8 would not come out of JSON as it went in.
+// cut shortens a text to a number of bytes and replaces invalid UTF-8, which JSON cannot represent.
 func cut(text string, most int) string {
 	if len(text) > most {
 		text = text[:most]
@@ -127,15 +129,18 @@ func cut(text string, most int) string {
 	return strings.ToValidUTF8(text, "\uFFFD")
 }
 
-// OperationsOf returns how many operations of each rank a dump that hvdrun asks for has in a job of a size.
+// OperationsOf returns the number of operations per rank in the dumps that hvdrun asks for, in a job of the
+// given size.
 func OperationsOf(size int) int { return min(max(operationsOfAll/max(size, 1), 16), DefaultOperations) }
 
-// Encode makes JSON of a dump and its last operations, packed by gzip: as many as are wanted, or fewer so that it has at most
-// MaxBytes. It takes some 5 us per operation.
+// Encode encodes a dump with the given number of its last operations as JSON, compressed by gzip. It leaves
+// out further operations if the result would exceed MaxBytes, and fails if it does so without any. It takes
+// about 5 us per operation.
 func Encode(d *analysis.Snapshot, operations int) ([]byte, error) {
 	return encodeWithin(d, operations, MaxBytes)
 }
 
+// encodeWithin is Encode with a limit of the encoded size.
 func encodeWithin(d *analysis.Snapshot, operations, most int) ([]byte, error) {
 	few := *d
 	for n := min(operations, len(d.Operations)); ; n /= 2 {
@@ -170,7 +175,8 @@ func pack(b *bytes.Buffer, plain []byte) error {
 	return z.Close()
 }
 
-// Decode reads what Encode has made. Whatever text is, it takes memory for at most maxPlainBytes of JSON.
+// Decode decodes the result of Encode. For any input it uses memory for at most maxPlainBytes of JSON. It
+// returns ErrMalformed for invalid input.
 func Decode(text []byte) (*analysis.Snapshot, error) {
 	if len(text) > MaxBytes {
 		return nil, fmt.Errorf("recorder: %w: %d bytes, want at most %d", ErrMalformed, len(text), MaxBytes)
@@ -196,7 +202,7 @@ func Decode(text []byte) (*analysis.Snapshot, error) {
 	return d, nil
 }
 
-// check finds what a report cannot be made of.
+// check returns an error if the snapshot is invalid or exceeds the limits of a dump.
 func check(d *analysis.Snapshot) error {
 	members := 0
 	for _, s := range d.Sets {
@@ -224,15 +230,15 @@ func check(d *analysis.Snapshot) error {
 	return nil
 }
 
-// Stall is a tensor that has waited for too long, as rank 0 tells hvdrun, so that a report is made.
+// Stall is a tensor that has waited for too long. Rank 0 sends it to hvdrun, which then makes a report.
 type Stall struct {
 	Set  uint32 `json:"set"`
 	Name string `json:"name"`
-	// Text says it for people.
+	// Text describes the stall for people.
 	Text string `json:"text"`
 }
 
-// EncodeStall makes JSON of what DecodeStall reads. What is long is cut.
+// EncodeStall encodes a stall as JSON. Long texts are cut.
 func EncodeStall(s Stall) ([]byte, error) {
 	s.Name, s.Text = cut(s.Name, maxNameBytes), cut(s.Text, maxTextBytes)
 	text, err := json.Marshal(s)
@@ -242,9 +248,9 @@ func EncodeStall(s Stall) ([]byte, error) {
 	return text, nil
 }
 
-// DecodeStall reads a stall.
+// DecodeStall decodes the result of EncodeStall. It returns ErrMalformed for invalid input.
 func DecodeStall(text []byte) (s Stall, err error) {
-	// A byte takes 6 at most in JSON.
+	// A byte of text takes at most 6 bytes in JSON.
 	if most := 6*(maxNameBytes+maxTextBytes) + 64; len(text) > most {
 		return Stall{}, fmt.Errorf("recorder: %w: stall of %d bytes, want at most %d", ErrMalformed, len(text), most)
 	}
@@ -254,9 +260,9 @@ func DecodeStall(text []byte) (s Stall, err error) {
 	return s, nil
 }
 
-// WriteFile leaves a dump as JSON in rankN.json of a folder, which is made if it is not there, and returns the file's path. A file of that
-// name is replaced; whoever reads it sees the old one or the new one. Only its user can read it: names of tensors may tell what a
-// model is.
+// WriteFile writes a dump as JSON to rankN.json in a folder, which it makes if needed, and returns the path.
+// An existing file is replaced atomically: readers see the old file or the new one. Only the user can read
+// the file, because names of tensors may reveal the structure of a model.
 func WriteFile(dir string, d *analysis.Snapshot) (path string, err error) {
 	text, err := d.JSON()
 	if err != nil {
@@ -265,12 +271,12 @@ func WriteFile(dir string, d *analysis.Snapshot) (path string, err error) {
 	return WriteText(dir, fmt.Sprintf("rank%d.json", d.Rank), text)
 }
 
-// WriteText leaves a text in a file of a folder as WriteFile does.
+// WriteText writes a text to a file of a folder in the same way as WriteFile, and returns the path.
 func WriteText(dir, name string, text []byte) (path string, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", fmt.Errorf("recorder: dump folder: %w", err)
 	}
-	f, err := os.CreateTemp(dir, "."+name+".*") // with mode 0600
+	f, err := os.CreateTemp(dir, "."+name+".*") // creates the file with mode 0600
 	if err != nil {
 		return "", fmt.Errorf("recorder: %w", err)
 	}
@@ -286,7 +292,7 @@ func WriteText(dir, name string, text []byte) (path string, err error) {
 	return path, nil
 }
 
-// addSets takes in the members of process sets, by number.
+// addSets adds the members of process sets to a snapshot, in the order of their IDs and up to the limits.
 func addSets(d *analysis.Snapshot, sets map[topo.ProcessSetID][]topo.Rank) {
 	members := 0
 	for _, id := range slices.Sorted(maps.Keys(sets)) {

@@ -1,8 +1,10 @@
-// Package recorder is the flight recorder of a rank: its last operations, in memory of a fixed size, and what is made of them when
-// the job stalls or fails.
+// Package recorder is the flight recorder of a rank: it keeps the rank's last operations in memory of a fixed
+// size, for reports when the job stalls or fails.
 //
-// A [Recorder] is told of every operation. A [Dump] is what it has at a moment, with what the rank waits for; it travels to who
-// asks, and into files. [Analyse] holds the dumps of all ranks against each other: who waits for what, and who never called it.
+// A [Recorder] records every operation. [Recorder.Dump] returns its content at a moment as an
+// analysis.Snapshot, together with the operations that the rank waits for. Encode and WriteFile send it to
+// other processes and write it to files. analysis.Analyse compares the dumps of all ranks: which ranks wait
+// for which operation, and which never called it.
 package recorder
 
 import (
@@ -15,16 +17,16 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// DefaultOperations is how many a rank keeps: some 60 steps of ResNet-50, in 1.3 MB.
+// DefaultOperations is the number of operations that a rank keeps: about 60 steps of ResNet-50, in 1.3 MB.
 const DefaultOperations = 10000
 
-// Recorder keeps the last operations of a rank, one slot per tensor; an operation without tensors, as a barrier of a rank that
-// stands in, takes one. It is safe for concurrent use. A nil Recorder keeps nothing.
+// Recorder keeps the last operations of a rank, one slot per tensor. An operation without tensors, such as a
+// barrier of an absent rank, takes one slot. It is safe for concurrent use. A nil Recorder keeps nothing.
 type Recorder struct {
 	mu    sync.Mutex
 	slots []slot
-	at    int    // the next
-	total uint64 // slots that were ever filled
+	at    int    // the next slot to fill
+	total uint64 // number of slots filled so far
 }
 
 // slot is a tensor of an operation that has ended.
@@ -42,11 +44,12 @@ type slot struct {
 	cached, absent                         bool
 }
 
-// New makes a recorder of some operations, at least 1. All its memory is allocated here: 128 bytes for each, besides names and
-// shapes, which it keeps alive.
+// New returns a recorder with room for a number of operations, at least 1. All its memory is allocated here:
+// 128 bytes per operation. Names and shapes of recorded tensors are kept alive in addition.
 func New(operations int) *Recorder { return &Recorder{slots: make([]slot, max(operations, 1))} }
 
-// Record takes in an operation that has ended. It allocates nothing, and waits for nobody but a Dump that copies the slots.
+// Record records an operation that has ended. It allocates nothing, and blocks only for other calls of Record
+// and while Dump copies the slots.
 func (r *Recorder) Record(op *trace.Operation) {
 	if r == nil {
 		return
@@ -69,7 +72,7 @@ func (r *Recorder) Record(op *trace.Operation) {
 	}
 }
 
-// next returns the slot that is to be filled, empty. r is locked.
+// next returns the next slot to fill, which may have old content. The caller holds r.mu.
 func (r *Recorder) next() *slot {
 	s := &r.slots[r.at]
 	if r.at++; r.at == len(r.slots) {
@@ -79,7 +82,7 @@ func (r *Recorder) next() *slot {
 	return s
 }
 
-// fill sets all that a slot has of the operation, and clears what it has of a tensor.
+// fill sets the slot's fields of the operation, and clears its fields of a tensor.
 func (s *slot) fill(op *trace.Operation) {
 	*s = slot{
 		set: op.Set, number: op.Number, kind: op.Kind, backend: op.Backend, absent: op.Absent,
@@ -87,7 +90,7 @@ func (s *slot) fill(op *trace.Operation) {
 	}
 }
 
-// copy returns what the slots have, oldest first, and how many were filled in all.
+// copy returns a copy of the filled slots, oldest first, and the number of slots filled so far.
 func (r *Recorder) copy() (slots []slot, total uint64) {
 	if r == nil {
 		return nil, 0
