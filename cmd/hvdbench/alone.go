@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// alone runs operations on the backend, with nothing above it.
+// alone is the path that runs operations directly on the backend, without negotiation.
 type alone struct {
 	backend *rawBackend
 	// fusionBytes is the most that one fused operation holds, as in the engine.
@@ -20,7 +20,8 @@ func (p *alone) Rank() int      { return p.backend.rank }
 func (p *alone) Size() int      { return p.backend.size }
 func (p *alone) String() string { return "raw" }
 
-// plan asks the backend for its algorithm.
+// plan returns the algorithm that the backend chooses for s. The error is errNotHere if the backend does not
+// support s.
 func (p *alone) plan(s shot) (message.Algorithm, error) {
 	if s.op.IsAverage() {
 		return 0, errNotHere{"a backend has no averages: the engine makes them of sums"}
@@ -76,13 +77,14 @@ func (p *alone) prepare(s shot, _ string, buf []byte) (*action, error) {
 	}, nil
 }
 
-// barrier is an allreduce of one byte: a backend has no barrier, which to the engine is negotiation alone.
+// barrier prepares an allreduce of one byte. A backend has no barrier: in the engine a barrier is only a
+// negotiation.
 func (p *alone) barrier() (*action, error) {
 	return p.prepare(shot{kind: message.Allreduce, dt: tensor.Uint8, op: tensor.Max, count: 1, inPlace: true}, "", make([]byte, 1))
 }
 
-// step reduces the tensors as the engine would after a negotiation that found all of them ready: together if mode says
-// so and the backend can fuse, in its order.
+// step prepares a step that reduces the tensors as the engine would after a negotiation that found all of
+// them ready, in their order. It fuses them if mode is not perTensor and the backend can fuse.
 func (p *alone) step(mode stepMode, dt tensor.DType, tensors, _ []named) (func(ctx context.Context) error, error) {
 	s := shot{kind: message.Allreduce, dt: dt, op: tensor.Sum, inPlace: true}
 	if mode == bucketed {
@@ -116,7 +118,7 @@ func (p *alone) step(mode stepMode, dt tensor.DType, tensors, _ []named) (func(c
 	}, nil
 }
 
-// fuse groups neighbours of most bytes together. A tensor that is larger is by itself.
+// fuse groups consecutive tensors of at most most bytes together. A larger tensor is a group by itself.
 func fuse(tensors []named, most int64) [][]ops.Tensor {
 	var groups [][]ops.Tensor
 	have := int64(0)

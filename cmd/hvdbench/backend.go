@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// rawBackend is a backend of all ranks of the job with nothing above it: no names, no negotiation. It owns what the backend
-// runs on.
+// rawBackend is a backend of all ranks of the job, used without names and negotiation. It owns the mesh and
+// the session that the backend runs on.
 type rawBackend struct {
 	ops.Backend
 	ops.Registration
@@ -26,7 +26,7 @@ type rawBackend struct {
 	session    *rank.Session // nil in a job of one
 }
 
-// close ends it for all ranks, which must have finished their operations.
+// close closes the backend and what it runs on. All ranks must have finished their operations.
 func (b *rawBackend) close() error {
 	var errs []error
 	if b.Backend != nil {
@@ -41,8 +41,9 @@ func (b *rawBackend) close() error {
 	return errors.Join(append(errs, b.at.Close())...)
 }
 
-// openRaw meets the other ranks under a job name of its own, so that an engine of this process can be in the job too. The
-// backend is the one that the engine would choose: shared memory if the ranks have it, else TCP.
+// openRaw meets the other ranks under a separate job name, so that an engine of this process can be in the
+// job too. It opens the backend that the engine would choose: shared memory if the ranks have it, otherwise
+// TCP.
 func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
 	if err != nil {

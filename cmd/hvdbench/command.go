@@ -26,14 +26,14 @@ const examples = `  hvdrun -np 2 hvdbench -b 8 -e 128M -f 2
   hvdrun -np 2 --tag-output=false hvdbench --format csv -b 1K -e 64M -f 4 >a.csv
   bench/plot.py a.csv b.csv -o out.svg    # in a checkout`
 
-// command holds what the flags of one call of hvdbench are read into.
+// command is the values of the flags of one call of hvdbench.
 type command struct {
 	options
 	in, out  bool // placements
 	blocking int
 }
 
-// value is a flag whose text is read by a function of options.go.
+// value is a flag whose text is parsed by a function of options.go.
 type value[T any] struct {
 	to    *T
 	parse func(text string) (T, error)
@@ -53,7 +53,8 @@ func (v *value[T]) Set(text string) error {
 	return nil
 }
 
-// add makes a flag that is read by parse. A default that cannot be read would be a defect, which every test shows.
+// add adds a flag whose text is parsed by parse. It panics if the default cannot be parsed, which is a defect
+// that every test shows.
 func add[T any](f *pflag.FlagSet, to *T, name, short, kind, fallback string, parse func(string) (T, error), usage string) {
 	v := &value[T]{to: to, parse: parse, kind: kind}
 	if fallback != "" {
@@ -64,7 +65,7 @@ func add[T any](f *pflag.FlagSet, to *T, name, short, kind, fallback string, par
 	f.VarP(v, name, short, usage)
 }
 
-// newCommand makes the command line, which calls measure.
+// newCommand returns the command line, which calls measure with the options.
 func newCommand(measure func(ctx context.Context, o options) error) *cobra.Command {
 	c := &command{}
 	root := &cobra.Command{
@@ -130,7 +131,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	return root
 }
 
-// complete makes the options of the flags and checks them.
+// complete sets the options that depend on several flags and checks all options.
 func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 	for _, name := range args {
 		if f.Changed("collective") {
@@ -140,7 +141,7 @@ func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 			return err
 		}
 	}
-	// An end of the range that contradicts the default of the other end moves that too.
+	// If one end of the range is given and is beyond the default of the other end, that end moves too.
 	if !f.Changed("maxbytes") {
 		c.maxBytes = max(c.maxBytes, c.minBytes)
 		if f.Changed("minbytes") && !f.Changed("stepfactor") && !f.Changed("stepbytes") {

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// line holds the results for one size, out of place and in place. Either may be nil.
+// line has the results of one size, out of place and in place. Either may be nil.
 type line struct{ out, in *result }
 
 func (l line) results() []*result {
@@ -21,11 +21,11 @@ func (l line) results() []*result {
 	return all
 }
 
-// formats are the values of --format: the table of nccl-tests, with the median and the 99th percentile behind it, or CSV.
-// bench/plot.py and bench/report.py read the CSV.
+// formats are the values of --format: the table of nccl-tests followed by the median and the 99th percentile,
+// or CSV. bench/plot.py and bench/report.py read the CSV.
 var formats = []string{"nccl", "csv"}
 
-// printer prints results as they come. It keeps the first error of the writer and prints nothing after it.
+// printer prints results as they arrive. It keeps the first error of the writer and prints nothing after it.
 type printer struct {
 	w   io.Writer
 	csv bool
@@ -41,6 +41,7 @@ func (p *printer) printf(format string, args ...any) {
 	}
 }
 
+// begin prints the heading.
 func (p *printer) begin(title string) {
 	p.printf("# %s\n", title)
 	if p.csv {
@@ -54,6 +55,7 @@ func (p *printer) begin(title string) {
 	p.printf("# %11s %13s %9s %7s %7s%s%s\n", "(B)", "(elements)", "", "", "", unit, strings.Repeat(fmt.Sprintf(" %10s %10s", "(us)", "(us)"), 2))
 }
 
+// line prints the results of one size.
 func (p *printer) line(l line) {
 	if p.csv {
 		for _, r := range l.results() {
@@ -98,7 +100,8 @@ func (p *printer) tableLine(l line) {
 // note prints a comment.
 func (p *printer) note(text string) { p.printf("# %s\n", text) }
 
-// end prints what follows all lines: wrong is the number of wrong elements.
+// end prints the end of the table: whether the results were right, and the average bus bandwidth. wrong is
+// the number of wrong elements.
 func (p *printer) end(wrong int64) {
 	if p.csv {
 		return
@@ -113,7 +116,7 @@ func (p *printer) end(wrong int64) {
 	}
 }
 
-// micros formats a time with as many digits as are significant.
+// micros formats a time with two decimals, one or none, depending on its size.
 func micros(us float64) string {
 	switch {
 	case us < 100:

@@ -11,16 +11,16 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// jobPlace is how this rank finds its job. The zero value is what the environment says.
+// jobPlace is how this rank finds its job. The zero value uses the environment.
 type jobPlace struct {
 	settings map[string]string // override those of the environment, by name
 	store    store.Store       // where the ranks meet, instead of the launcher's
 }
 
-// leaveTimeout bounds the shutdown after the benchmark was interrupted.
+// leaveTimeout limits the shutdown after the benchmark was interrupted.
 const leaveTimeout = 5 * time.Second
 
-// job is this rank's part in a running job.
+// job is this rank's membership in a running job.
 type job struct {
 	team    *team
 	engine  *hvd.Engine // nil if only the backend is measured
@@ -28,7 +28,8 @@ type job struct {
 	memory  memory
 }
 
-// join joins the job: with only a backend if raw is set, else with an engine. All ranks must ask for the same.
+// join joins the job: with only a backend if raw is set, otherwise with an engine. All ranks must pass the
+// same raw.
 func join(ctx context.Context, at jobPlace, raw bool) (*job, error) {
 	j := &job{}
 	err := j.open(ctx, at, raw)
@@ -38,6 +39,7 @@ func join(ctx context.Context, at jobPlace, raw bool) (*job, error) {
 	return j, nil
 }
 
+// open opens the engine or the backend, and makes the team.
 func (j *job) open(ctx context.Context, at jobPlace, raw bool) (err error) {
 	if !raw {
 		var opts []hvd.InitOption
@@ -64,8 +66,8 @@ func (j *job) open(ctx context.Context, at jobPlace, raw bool) (err error) {
 	return err
 }
 
-// leave ends the job for this rank. Ranks that finished leave together; one that was interrupted waits for the others a
-// little.
+// leave leaves the job. Ranks that have finished leave together; an interrupted rank waits for the others at
+// most leaveTimeout.
 func (j *job) leave(ctx context.Context) error {
 	var errs []error
 	if j.backend != nil {

@@ -16,11 +16,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Exit statuses.
+// These are the exit statuses.
 const (
 	statusFailure = 1 // also if results are wrong
 	statusUsage   = 2
-	statusSignal  = 128 // and the number of the signal
+	statusSignal  = 128 // plus the number of the signal
 )
 
 func main() {
@@ -32,12 +32,13 @@ type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
 
-// interruptError says by which signal the benchmark was ended.
+// interruptError is the cause of a context that a signal cancelled.
 type interruptError struct{ signal unix.Signal }
 
 func (e *interruptError) Error() string { return e.signal.String() }
 
-// interruptible ends ctx by the first SIGINT or SIGTERM. The second kills.
+// interruptible returns a context that the first SIGINT or SIGTERM cancels, and a function that ends this. A
+// second signal kills the process.
 func interruptible(ctx context.Context) (context.Context, func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	signals := make(chan os.Signal, 1)
@@ -61,7 +62,7 @@ func interruptible(ctx context.Context) (context.Context, func()) {
 	}
 }
 
-// run is main without the process: it returns the exit status.
+// run runs the command line and returns the exit status.
 func run(args []string, stdout, stderr io.Writer) int {
 	cmd := newCommand(func(ctx context.Context, o options) error {
 		return measure(ctx, o, jobPlace{}, streams{stdout, stderr})
@@ -75,7 +76,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if err == nil {
 		return 0
 	}
-	// What fails after a signal fails because of it.
+	// An error after a signal is a consequence of the signal.
 	var interrupt *interruptError
 	if errors.As(context.Cause(ctx), &interrupt) {
 		fmt.Fprintf(stderr, "hvdbench: ended by %v\n", interrupt)

@@ -9,14 +9,14 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// memory makes the benchmark's tensors and counts them.
+// memory allocates the benchmark's tensors and counts their bytes.
 type memory struct {
 	live int64 // bytes
 }
 
-// alloc makes a zeroed tensor, in the arena or as an ordinary slice. Every page was touched.
+// alloc allocates a zeroed tensor, in the arena or as an ordinary slice. All of its pages are resident.
 func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
-	// The Go runtime ends the process where it gets no memory, which tells the user nothing.
+	// Without this check the Go runtime would end the process without an explanation.
 	var host unix.Sysinfo_t
 	if err := unix.Sysinfo(&host); err != nil {
 		return nil, fmt.Errorf("memory of this host: %w", err)
@@ -33,7 +33,7 @@ func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
 	return b, nil
 }
 
-// free gives a tensor back. No operation uses it any more.
+// free frees a tensor, which no operation may use any more.
 func (m *memory) free(b []byte, inArena bool) error {
 	m.live -= int64(len(b))
 	if inArena {
@@ -44,14 +44,15 @@ func (m *memory) free(b []byte, inArena bool) error {
 
 const pageBytes = 4096
 
+// touchPages writes a byte of every page, so that the pages are resident.
 func touchPages(b []byte) {
 	for i := 0; i < len(b); i += pageBytes {
 		b[i] = 0
 	}
 }
 
-// touch writes every byte of b, as a training step does before its gradients are reduced. The bytes are such that as
-// elements of any type they are finite, true or small.
+// touch writes every byte of b, as a training step does before its gradients are reduced. The pattern is
+// finite, true or small as elements of any type.
 func touch(b []byte, pattern uint64) {
 	words := tensor.View[int64](b)
 	for i := range words {
@@ -63,6 +64,7 @@ func touch(b []byte, pattern uint64) {
 }
 
 const (
+	// These are the patterns of touch.
 	touchNumbers = 0x3c003c003c003c00 // 1 in float16, 0.0078 in bfloat16 and float32
 	touchBools   = 0x0101010101010101
 )

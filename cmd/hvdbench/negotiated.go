@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// negotiated runs operations through package hvd.
+// negotiated is the path that runs operations through package hvd.
 type negotiated struct{ *hvd.Engine }
 
 func (negotiated) String() string { return "negotiated" }
@@ -35,7 +35,7 @@ func (p negotiated) step(mode stepMode, dt tensor.DType, tensors, flats []named)
 	return t.step(p.Engine, mode, tensors, flats)
 }
 
-// ofType is package hvd for one type of elements.
+// ofType has the operations of package hvd for one element type.
 type ofType struct {
 	prepare func(e *hvd.Engine, s shot, name string, buf []byte) (*action, error)
 	step    func(e *hvd.Engine, mode stepMode, tensors, flats []named) (func(ctx context.Context) error, error)
@@ -52,6 +52,7 @@ var typed = map[tensor.DType]ofType{
 	tensor.Bool: forType[bool](),
 }
 
+// prepareTyped prepares an operation on elements of type T.
 func prepareTyped[T tensor.Element](e *hvd.Engine, s shot, name string, buf []byte) (*action, error) {
 	x := tensor.View[T](buf)
 	opts := []hvd.Option{hvd.On(e), hvd.Name(name)}
@@ -80,6 +81,7 @@ func prepareTyped[T tensor.Element](e *hvd.Engine, s shot, name string, buf []by
 	return a, nil
 }
 
+// stepTyped prepares a step on elements of type T.
 func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors, flats []named) (func(ctx context.Context) error, error) {
 	xs := make([][]T, len(tensors))
 	opts := make([][]hvd.Option, len(tensors))
@@ -124,8 +126,8 @@ func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors, flats []
 	return nil, errNotHere{fmt.Sprintf("no mode %v", mode)}
 }
 
-// stepBuckets copies the tensors into buckets and starts each bucket as it is full; then it waits for one after the
-// other and copies it back.
+// stepBuckets prepares a step that copies the tensors into buckets and starts the reduction of each bucket as
+// soon as it is full. Then it waits for the buckets in order and copies their contents back.
 func stepBuckets[T tensor.Element](e *hvd.Engine, tensors, flats []named) (func(ctx context.Context) error, error) {
 	reduce := make([]*hvd.Handle[T], len(flats))
 	xs := make([][]T, len(flats))

@@ -10,28 +10,31 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// options say what is measured and how it is shown. Every rank must have the same.
+// options are what is measured and how it is printed. Every rank must have the same.
 type options struct {
 	kind message.Kind
-	// minBytes to maxBytes are the sizes, by factor stepFactor if that is more than 1, else by stepBytes.
+	// minBytes to maxBytes are the sizes. The next size is stepFactor times as large if stepFactor is more
+	// than 1, otherwise stepBytes larger.
 	minBytes, maxBytes, stepBytes int64
 	stepFactor                    int
 	iters, warmup                 int
-	// seconds and maxSeconds choose the number of calls instead of iters if seconds is not 0, as calls says.
+	// seconds and maxSeconds determine the number of calls if seconds is not 0 (see calls). Otherwise it is
+	// iters.
 	seconds, maxSeconds float64
 	checks              int // how often each case is verified; 0 is never
 	types               []tensor.DType
 	ops                 []tensor.ReduceOp
-	roots               []int  // nil is all
-	placements          []bool // whether in place
+	roots               []int  // nil is all ranks
+	placements          []bool // true is in place; both are measured if both are there
 	average             average
 
-	raw   bool // the backend alone
-	arena bool // tensors of the shared arena
+	raw   bool // use only the backend, without negotiation
+	arena bool // allocate tensors in the shared arena
 	touch bool // each rank writes its buffer before every call
 
-	// workload is the name of a built-in list of gradients, or the file of one; many stands for equal tensors. If
-	// either is given, steps over them are measured instead of a collective, in each of modes.
+	// workload is the name of a built-in list of gradients, or of a file with one; many is a number of equal
+	// tensors. If either is given, steps over these tensors are measured in each of modes, instead of a
+	// collective.
 	workload string
 	many     many
 	modes    []stepMode
@@ -39,13 +42,14 @@ type options struct {
 	format string // one of formats
 }
 
-// many is a number of tensors of so many bytes each.
+// many is a number of tensors with the given number of bytes each.
 type many struct {
 	count int
 	bytes int64
 }
 
-// parseSize reads a number of bytes: digits, and one of the letters K, M, G and T for powers of 1024.
+// parseSize parses a number of bytes: digits, and one of the letters K, M, G and T for powers of 1024,
+// optionally followed by B or iB.
 func parseSize(text string) (int64, error) {
 	digits, shift := strings.ToUpper(text), 0
 	for _, unit := range []string{"IB", "B"} {
@@ -63,7 +67,7 @@ func parseSize(text string) (int64, error) {
 	return n << shift, nil
 }
 
-// formatSize returns the shortest text that parseSize reads as n.
+// formatSize returns the shortest text that parseSize parses as n.
 func formatSize(n int64) string {
 	for i, unit := range "GMK" {
 		if shift := 30 - 10*i; n >= 1<<shift && n%(1<<shift) == 0 {
@@ -73,7 +77,7 @@ func formatSize(n int64) string {
 	return strconv.FormatInt(n, 10)
 }
 
-// parseList reads words separated by commas, each with parse. "all" stands for all, which has no duplicates.
+// parseList parses words separated by commas, each with parse. "all" stands for the list all.
 func parseList[T comparable](text string, all []T, parse func(word string) (T, error)) ([]T, error) {
 	if text == "all" {
 		return all, nil
@@ -89,7 +93,7 @@ func parseList[T comparable](text string, all []T, parse func(word string) (T, e
 	return list, nil
 }
 
-// parseOne reads one of values by any of its names. The first names of all are in the error.
+// parseOne returns the value that has the name word. The error lists the first name of each value.
 func parseOne[T any](word string, values []T, names func(T) []string) (T, error) {
 	var known []string
 	for _, v := range values {
@@ -144,7 +148,7 @@ func parseOps(text string) ([]tensor.ReduceOp, error) {
 	})
 }
 
-// parseRoots reads the roots of broadcasts: a rank, or "all", which is nil.
+// parseRoots parses the roots of broadcasts: a rank, or "all", for which it returns nil.
 func parseRoots(text string) ([]int, error) {
 	if text == "all" {
 		return nil, nil
@@ -156,7 +160,7 @@ func parseRoots(text string) ([]int, error) {
 	return []int{root}, nil
 }
 
-// parseMany reads N:BYTES.
+// parseMany parses N:BYTES.
 func parseMany(text string) (many, error) {
 	count, size, _ := strings.Cut(text, ":")
 	n, err := strconv.Atoi(count)
@@ -167,7 +171,7 @@ func parseMany(text string) (many, error) {
 	return many{n, b}, nil
 }
 
-// mpiNames are names of collectives in nccl-tests and MPI.
+// mpiNames are the names of collectives in nccl-tests and MPI.
 var mpiNames = map[message.Kind]string{
 	message.Allreduce: "all_reduce", message.Allgather: "all_gather", message.Reducescatter: "reduce_scatter",
 	message.Alltoall: "all_to_all", message.Broadcast: "bcast", message.Barrier: "barrier",
@@ -184,10 +188,10 @@ func parseModes(text string) ([]stepMode, error) {
 	})
 }
 
-// maxLines bounds the number of sizes.
+// maxLines limits the number of sizes.
 const maxLines = 100000
 
-// sizes returns the bytes of the table's lines, or the first maxLines+1 of them, which check refuses.
+// sizes returns the sizes to measure, at most maxLines+1 of them. check rejects more than maxLines.
 func (o *options) sizes() []int64 {
 	var all []int64
 	for n := o.minBytes; n <= o.maxBytes && len(all) <= maxLines; {
@@ -204,7 +208,7 @@ func (o *options) sizes() []int64 {
 	return all
 }
 
-// check returns an error for options that contradict each other or are out of range.
+// check returns an error if options contradict each other or are out of range.
 func (o *options) check() error {
 	switch {
 	case o.maxBytes < o.minBytes:

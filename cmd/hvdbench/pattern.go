@@ -10,18 +10,19 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// pattern is a periodic sequence of elements: what a buffer is filled with, or should be found to have.
+// pattern is a periodic sequence of elements: the input or the expected contents of a buffer.
 type pattern struct {
 	dt     tensor.DType
-	period []byte // of whole elements
-	ulps   int    // by how many units in the last place a float may differ
+	period []byte // a whole number of elements
+	ulps   int    // the tolerance of floats, in units in the last place
 }
 
-// movedModulus is the period of values that are only moved, of any number of ranks: each is exact in every type.
+// movedModulus is the period of values that are moved and not reduced, for any number of ranks. Each value is
+// exact in every type.
 const movedModulus = 101
 
-// modulus returns the period of values to reduce: element i of rank r is (7i+13r) mod m. It is 101, as in the harness of
-// bench/peers, unless a sum of n of them would not be exact in the type.
+// modulus returns the period of values to reduce: element i of rank r is (7i+13r) mod m. m is 101, as in the
+// harness of bench/peers, or less if a sum of n values would not be exact in the type.
 func modulus(dt tensor.DType, n int) int {
 	exact := math.MaxInt
 	switch dt {
@@ -35,19 +36,20 @@ func modulus(dt tensor.DType, n int) int {
 		exact = 127
 	}
 	m := min(101, max(2, exact/n))
-	for m%7 == 0 || m%13 == 0 { // else the value would not depend on the place, or on the rank
+	for m%7 == 0 || m%13 == 0 { // otherwise values would not depend on the index, or on the rank
 		m--
 	}
 	return m
 }
 
-// inputs are the values that give a known result when n ranks reduce them with op.
+// inputs are input values with a known result when n ranks reduce them with op.
 type inputs struct {
 	dt tensor.DType
-	op tensor.ReduceOp // NoReduce: they are only moved
+	op tensor.ReduceOp // NoReduce if values are only moved
 	n  int
 }
 
+// period returns the number of elements after which the values repeat.
 func (in inputs) period() int {
 	switch in.op {
 	case tensor.NoReduce:
@@ -58,7 +60,8 @@ func (in inputs) period() int {
 	return modulus(in.dt, in.n)
 }
 
-// value returns element i of rank r. A product has one factor of 2 among ones, so that it is small and every rank counts.
+// value returns element i of rank r. A product has one factor of 2, from one of the ranks, and otherwise
+// ones: it is small, and every rank matters.
 func (in inputs) value(i, r int) int {
 	switch in.op {
 	case tensor.NoReduce:
@@ -72,9 +75,10 @@ func (in inputs) value(i, r int) int {
 	return (7*i + 13*r) % in.period()
 }
 
-// moved returns element i of block r. It must tell the blocks apart, of which an alltoall has n*n. Up to 101 blocks are as in
-// the harness and differ in every element. Those after them have other slopes: straight lines modulo a prime meet once in
-// a period, so that no two of the first 101*100 blocks agree in more than one element of 101.
+// moved returns element i of block r. Blocks must differ, and an alltoall has n*n of them. The first 101
+// blocks are as in the harness and differ in every element. Later blocks have other slopes: straight lines
+// modulo a prime meet once in a period, so that no two of the first 101*100 blocks agree in more than one
+// element of 101.
 func (in inputs) moved(i, r int) int {
 	const m = movedModulus
 	if in.dt == tensor.Bool {
@@ -84,7 +88,7 @@ func (in inputs) moved(i, r int) int {
 	return (slope*i + 13*r) % m
 }
 
-// mix makes bits that look random (the finalizer of SplitMix64: Steele, Lea and Flood, 2014).
+// mix returns bits that look random (the finalizer of SplitMix64: Steele, Lea and Flood, 2014).
 func mix(x uint64) uint64 {
 	x += 0x9e3779b97f4a7c15
 	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
@@ -92,12 +96,12 @@ func mix(x uint64) uint64 {
 	return x ^ x>>31
 }
 
-// of returns the input of rank r. Where nothing is reduced, r may be any number that says whose block it is.
+// of returns the input of rank r. If nothing is reduced, r may be any number that identifies a block.
 func (in inputs) of(r int) pattern {
 	return in.build(func(i int) float64 { return float64(in.value(i, r)) })
 }
 
-// reduced returns the result.
+// reduced returns the result of the reduction.
 func (in inputs) reduced() pattern {
 	p := in.build(func(i int) float64 {
 		acc := float64(in.value(i, 0))
@@ -125,6 +129,7 @@ func (in inputs) reduced() pattern {
 	return p
 }
 
+// build returns the pattern of the values of one period.
 func (in inputs) build(value func(i int) float64) pattern {
 	p := pattern{dt: in.dt, period: make([]byte, in.period()*in.dt.Size())}
 	for i := range in.period() {
@@ -133,7 +138,7 @@ func (in inputs) build(value func(i int) float64) pattern {
 	return p
 }
 
-// put stores v, which integers truncate, as an element.
+// put stores v as an element. Integer types truncate it.
 func put(b []byte, dt tensor.DType, v float64) {
 	switch dt {
 	case tensor.Uint8:
@@ -164,7 +169,7 @@ func put(b []byte, dt tensor.DType, v float64) {
 	}
 }
 
-// get returns the element as a float64, which is exact for all values of a pattern.
+// get returns an element as a float64, which is exact for all values of a pattern.
 func get(b []byte, dt tensor.DType) float64 {
 	switch dt {
 	case tensor.Float16:
@@ -189,21 +194,21 @@ func get(b []byte, dt tensor.DType) float64 {
 	return float64(b[0])
 }
 
-// from returns the pattern as seen by a buffer that begins at element i of it.
+// from returns the pattern that begins at element i of p.
 func (p pattern) from(i int64) pattern {
 	at := int(i%int64(len(p.period)/p.dt.Size())) * p.dt.Size()
 	p.period = append(bytes.Clone(p.period[at:]), p.period[:at]...)
 	return p
 }
 
-// fill writes the pattern over buf.
+// fill fills buf with the pattern.
 func (p pattern) fill(buf []byte) {
 	for n := copy(buf, p.period); n < len(buf); {
-		n += copy(buf[n:], buf[:n]) // a whole number of periods is there already, but for the last turn
+		n += copy(buf[n:], buf[:n]) // each copy but the last begins and ends at a period's boundary
 	}
 }
 
-// wrong counts the elements of buf that differ from the pattern, and describes the first.
+// wrong returns the number of elements of buf that differ from the pattern, and a description of the first.
 func (p pattern) wrong(buf []byte) (count int64, first string) {
 	size := p.dt.Size()
 	for at := 0; at < len(buf); at += len(p.period) {
@@ -224,6 +229,7 @@ func (p pattern) wrong(buf []byte) (count int64, first string) {
 	return count, first
 }
 
+// accepts reports whether got equals want within the tolerance.
 func (p pattern) accepts(got, want []byte) bool {
 	if bytes.Equal(got, want) {
 		return true
@@ -232,11 +238,11 @@ func (p pattern) accepts(got, want []byte) bool {
 		return false
 	}
 	w := get(want, p.dt)
-	// Between the powers of 2 the unit is at most |w| times that of 1.
+	// The unit in the last place of w is at most |w| times the unit of 1.
 	return math.Abs(get(got, p.dt)-w) <= float64(p.ulps)*math.Abs(w)*unit(p.dt)
 }
 
-// unit returns the distance from 1 to the next number.
+// unit returns the distance from 1 to the next greater number of the type.
 func unit(dt tensor.DType) float64 {
 	switch dt {
 	case tensor.Float16:
@@ -249,8 +255,8 @@ func unit(dt tensor.DType) float64 {
 	return 0x1p-52
 }
 
-// prepareInput fills what rank r gives to an operation of kind on count elements (see shot) and returns what it should
-// be found to have afterwards, block by block of its result.
+// prepareInput fills buf with the input of rank r of n for s. It returns the expected result, one pattern per
+// block.
 func prepareInput(s shot, r, n int, buf []byte) (want []pattern) {
 	in := inputs{s.dt, s.op, n}
 	count := int(s.count) * s.dt.Size()
@@ -283,7 +289,8 @@ func prepareInput(s shot, r, n int, buf []byte) (want []pattern) {
 	return want
 }
 
-// wrongBlocks compares equal blocks of buf with one pattern each.
+// wrongBlocks compares equal blocks of buf with one pattern each. It returns the number of wrong elements and
+// a description of the first.
 func wrongBlocks(buf []byte, want []pattern) (count int64, first string) {
 	if len(want) == 0 {
 		return 0, ""

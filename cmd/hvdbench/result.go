@@ -11,8 +11,8 @@ import (
 // unchecked is the value of result.wrong if no result was verified.
 const unchecked = -1
 
-// result is the result of one case. Times are of one call, in microseconds; bandwidths are in 10^9 bytes per second, by
-// the mean time.
+// result is the result of one case. Times are per call, in microseconds; bandwidths are in 10^9 bytes per
+// second, computed from the mean time.
 type result struct {
 	collective string // or workload and mode
 	path       string // negotiated or raw
@@ -29,13 +29,14 @@ type result struct {
 	mean, p50  float64
 	p99        float64
 	min, max   float64
-	// leastMean and greatestMean are the extremes of the ranks' own means.
+	// leastMean and greatestMean are the least and the greatest of the ranks' own means.
 	leastMean, greatestMean float64
 	algBW, busBW            float64
-	wrong                   int64 // number of elements of all ranks, or unchecked
+	wrong                   int64 // number of wrong elements of all ranks, or unchecked
 }
 
-// setTimes fills in what follows from the times of all ranks' calls. factor is busbw by algbw.
+// setTimes sets the times and bandwidths from the times of all ranks' calls. factor is busbw divided by
+// algbw.
 func (r *result) setTimes(byRank [][]float64, how average, factor float64) {
 	r.leastMean = math.Inf(1)
 	for _, times := range byRank {
@@ -50,7 +51,7 @@ func (r *result) setTimes(byRank [][]float64, how average, factor float64) {
 	r.busBW = r.algBW * factor
 }
 
-// combine makes one time of those that the ranks took for each call.
+// combine combines the ranks' times of each call into one time per call.
 func combine(byRank [][]float64, how average) []float64 {
 	times := slices.Clone(byRank[0])
 	for i := range times {
@@ -71,12 +72,15 @@ func combine(byRank [][]float64, how average) []float64 {
 	return times
 }
 
-// average says how the times of all ranks for one call become one, by nccl-tests' numbers.
+// average is how the times of all ranks for one call are combined, with nccl-tests' numbers.
 type average int
 
 // byKind is the mean, but the longest for a broadcast, from which the root returns first, and the shortest if buffers are
 // touched: the last rank to arrive is the only one that has not waited for another.
 const (
+	// byKind stands for the mean, with two exceptions. For a broadcast it is the longest time, because the
+	// root returns first. If buffers are touched it is the shortest time: only the last rank to arrive has
+	// not waited for another.
 	byKind average = iota - 1
 	ofRank0
 	ofMean
@@ -84,7 +88,7 @@ const (
 	ofMax
 )
 
-// resolve replaces byKind by what it stands for.
+// resolve returns the value that byKind stands for; other values are unchanged.
 func (a average) resolve(kind message.Kind, touched bool) average {
 	switch {
 	case a != byKind:
@@ -119,8 +123,8 @@ func mean(values []float64) float64 {
 	return sum / float64(len(values))
 }
 
-// quantile returns that of sorted values, interpolated between neighbours (definition 7 of Hyndman and Fan, 1996); at 0.5 it
-// is the median.
+// quantile returns the q-quantile of sorted values, interpolated between neighbours (definition 7 of Hyndman
+// and Fan, 1996). At 0.5 it is the median.
 func quantile(sorted []float64, q float64) float64 {
 	at := q * float64(len(sorted)-1)
 	low := int(at)

@@ -13,25 +13,26 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// wrongError says that elements were not what they should be.
+// wrongError is the error of a benchmark with wrong results: count is the number of wrong elements.
 type wrongError struct{ count int64 }
 
 func (e *wrongError) Error() string { return fmt.Sprintf("%d elements are wrong", e.count) }
 
-// streams are where a benchmark writes.
+// streams are the standard output and error of a benchmark.
 type streams struct{ out, err io.Writer }
 
-// measure measures what o says, together with the other ranks of the job. Rank 0 prints the results on s.out. The error is a
-// *wrongError if results were wrong. If ctx ends, the results until then are printed.
+// measure runs the benchmark of o together with the other ranks of the job. Rank 0 prints the results on
+// s.out. The error is a *wrongError if results were wrong. If ctx ends, measure prints the results until
+// then.
 //
 // The rules of a measurement:
 //
 //  1. Every case is verified before and after it is timed, on all ranks, against values known by formula.
-//  2. Timed calls follow each other without a pause, on zeros: sums of them do not grow into infinities or denormals.
-//     A barrier precedes each broadcast, since a root could run ahead.
-//  3. Nothing but the operation happens between the two readings of the clock, and nothing is printed, sent or
-//     allocated by this program in the loop around it.
-//  4. GB is 10^9 bytes, and busbw as nccl-tests define it (doc/PERFORMANCE.md there; busFactor).
+//  2. Timed calls follow each other without a pause, on zeros: sums of zeros do not grow into infinities or
+//     denormals. A barrier precedes each broadcast, because a root could run ahead.
+//  3. Nothing but the operation happens between the two readings of the clock. The program prints, sends and
+//     allocates nothing in the loop around it.
+//  4. GB is 10^9 bytes, and busbw is as nccl-tests define it (doc/PERFORMANCE.md there; busFactor).
 func measure(ctx context.Context, o options, at jobPlace, s streams) error {
 	j, err := join(ctx, at, o.raw)
 	if err != nil {
@@ -45,7 +46,7 @@ func measure(ctx context.Context, o options, at jobPlace, s streams) error {
 	return errors.Join(err, j.leave(ctx))
 }
 
-// benchmark is one call of measure.
+// benchmark is the state of one call of measure.
 type benchmark struct {
 	options
 	job        *job
@@ -56,7 +57,8 @@ type benchmark struct {
 	wrong      int64
 }
 
-// agree returns an error unless all ranks measure the same: else they would wait for each other's operations for ever.
+// agree returns an error unless all ranks have the same options. With different options they would wait for
+// each other's operations forever.
 func (b *benchmark) agree(ctx context.Context) error {
 	h := fnv.New32a()
 	fmt.Fprintf(h, "%+v", b.options)
@@ -72,6 +74,7 @@ func (b *benchmark) agree(ctx context.Context) error {
 	return nil
 }
 
+// all checks the options and runs all measurements.
 func (b *benchmark) all(ctx context.Context) error {
 	if err := b.agree(ctx); err != nil {
 		return err
@@ -90,7 +93,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	}
 	b.out.end(b.wrong)
 	if err == nil {
-		err = b.team.barrier(ctx) // nobody leaves while others work
+		err = b.team.barrier(ctx) // no rank leaves while others still work
 	}
 	switch {
 	case err != nil:
@@ -103,6 +106,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	return nil
 }
 
+// add prints and counts the results of a line.
 func (b *benchmark) add(l line) {
 	for _, r := range l.results() {
 		b.numResults++
@@ -111,7 +115,7 @@ func (b *benchmark) add(l line) {
 	b.out.line(l)
 }
 
-// skip says on standard error why a case is not measured.
+// skip prints on standard error why a case is not measured.
 func (b *benchmark) skip(what string, err error) {
 	if b.team.Rank() == 0 {
 		fmt.Fprintf(b.log, "hvdbench: no %s: %v\n", what, err)
@@ -133,7 +137,7 @@ func (b *benchmark) sweep(ctx context.Context) error {
 	if !b.kind.Reduces() {
 		ops = []tensor.ReduceOp{tensor.NoReduce}
 	}
-	var none error // why the last case that does not exist does not
+	var none error // the error of the last case that does not exist
 	for _, dt := range types {
 		for _, op := range ops {
 			if b.kind.Reduces() {
@@ -196,7 +200,7 @@ func (b *benchmark) lines(ctx context.Context, s shot, roots []int, sizes []int6
 	return nil
 }
 
-// newResult returns the result of a case before anything is measured.
+// newResult returns a result with the description of the case and no measurements.
 func (b *benchmark) newResult(collective string, dt tensor.DType, op tensor.ReduceOp, inPlace bool) *result {
 	return &result{
 		collective: collective, path: b.team.String(), memory: memoryName(b.arena), touch: b.touch, ranks: b.team.Size(),
@@ -235,7 +239,7 @@ func (b *benchmark) shoot(ctx context.Context, s shot) (*result, error) {
 	return r, b.job.memory.free(buf, b.arena)
 }
 
-// count prints what is wrong at this rank, and adds what is wrong at all ranks to r.
+// count prints the wrong elements of this rank, and adds the wrong elements of all ranks to r.
 func (b *benchmark) count(ctx context.Context, r *result, wrong int64, first string) error {
 	if wrong > 0 {
 		fmt.Fprintf(b.log, "hvdbench: rank %d: %s of %d bytes: %d elements are wrong: %s\n", b.team.Rank(), r.collective, r.bytes, wrong, first)
@@ -248,15 +252,15 @@ func (b *benchmark) count(ctx context.Context, r *result, wrong int64, first str
 	return err
 }
 
-// work is what is timed.
+// work is an operation to time.
 type work struct {
-	kind    message.Kind // tells how times are averaged and what busbw is
+	kind    message.Kind // determines how times are averaged and how busbw is computed
 	run     func(ctx context.Context) error
-	buffers [][]byte     // to touch
-	check   func() error // runs it once and verifies the result; may be nil
+	buffers [][]byte     // the buffers to touch
+	check   func() error // runs the operation once and verifies the result; may be nil
 }
 
-// measure times w at all ranks and fills in r.
+// measure times w at all ranks and sets r.
 func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	t := b.team
 	if w.check != nil {
@@ -279,7 +283,7 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 				return err
 			}
 		}
-		// Touching comes last, so that nothing puts the bytes in another place before the operation finds them.
+		// Touching comes last, so that nothing moves the bytes out of the caches before the operation.
 		if b.touch {
 			for _, buf := range w.buffers {
 				touch(buf, pattern)
@@ -294,7 +298,7 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	if err := b.warmUp(ctx, r, how, before, w.run); err != nil {
 		return err
 	}
-	runtime.GC() // what the checks have left
+	runtime.GC() // collects the garbage of the checks
 	times := make([]float64, r.iters)
 	if err := t.barrier(ctx); err != nil {
 		return err
@@ -313,7 +317,8 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	return nil
 }
 
-// warmUp makes the untimed calls and sets r.iters: to --iters, or to what fills --seconds if that is given.
+// warmUp makes the untimed calls and sets r.iters: to --iters, or to the number of calls that takes --seconds
+// if that is given.
 func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before func() error, run func(ctx context.Context) error) error {
 	n := b.warmup
 	if b.seconds > 0 {
@@ -334,7 +339,7 @@ func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before f
 	return nil
 }
 
-// warmUps returns the number of calls that give the estimate for --seconds.
+// warmUps returns the number of calls from which the number of calls for --seconds is estimated.
 func warmUps(numBytes int64) int {
 	switch {
 	case numBytes <= 64<<10:
@@ -347,9 +352,9 @@ func warmUps(numBytes int64) int {
 	return 1
 }
 
-// calls returns the number of timed calls if one takes about so many microseconds: enough to fill seconds, at least 20 and at
-// most 20000; if 20 would take longer than maxSeconds, as many as fit, but at least 5, or 3 above 64 MiB. bench/peers/bench.h
-// has the same rule.
+// calls returns the number of timed calls if one takes the given microseconds. It is enough to fill seconds,
+// at least 20 and at most 20000. If 20 calls would take longer than maxSeconds, it is as many as fit, but at
+// least 5, or 3 above 64 MiB. bench/peers/bench.h has the same rule.
 func (o *options) calls(numBytes int64, micros float64) int {
 	n := min(max(o.seconds*1e6/micros, 20), 20000)
 	if limit := o.maxSeconds * 1e6; n*micros > limit {
@@ -362,7 +367,8 @@ func (o *options) calls(numBytes int64, micros float64) int {
 	return int(n)
 }
 
-// loop calls run once for each of times and stores what it took, in microseconds. before is not counted.
+// loop calls run once for each of times and stores the duration, in microseconds. The time of before does not
+// count.
 func loop(ctx context.Context, times []float64, before func() error, run func(ctx context.Context) error) error {
 	for i := range times {
 		if err := before(); err != nil {

@@ -14,18 +14,19 @@ type shot struct {
 	dt   tensor.DType    // Invalid for a barrier
 	op   tensor.ReduceOp // NoReduce unless kind reduces
 	root int             // of a broadcast
-	// count is the number of elements as nccl-tests print it: of the tensor for allreduce and broadcast, of what each
-	// rank gives for allgather and gets for reducescatter, of what each rank gives each other for alltoall.
+	// count is the number of elements as nccl-tests print it. For allreduce and broadcast it is the size of
+	// the tensor, for allgather the input of each rank, for reducescatter the output of each rank, and for
+	// alltoall what each rank sends to each other rank.
 	count   int64
 	inPlace bool
 }
 
-// kinds are what can be measured, by the names of the command line.
+// kinds are the collectives that can be measured.
 var kinds = []message.Kind{
 	message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter, message.Alltoall, message.Barrier,
 }
 
-// parts returns how many times count the tensor of n ranks is.
+// parts returns the ratio of the size of the whole tensor of n ranks to shot.count.
 func parts(kind message.Kind, n int) int64 {
 	switch kind {
 	case message.Allgather, message.Reducescatter, message.Alltoall:
@@ -36,11 +37,11 @@ func parts(kind message.Kind, n int) int64 {
 	return 1
 }
 
-// numBytes returns the size by which bandwidth is counted: the whole tensor, which is of all ranks together where each has a
-// part of it.
+// numBytes returns the size from which bandwidth is computed: the size of the whole tensor, or of all ranks'
+// parts together if each rank has a part.
 func (s shot) numBytes(n int) int64 { return s.count * int64(s.dt.Size()) * parts(s.kind, n) }
 
-// bufferBytes returns the room that the argument needs.
+// bufferBytes returns the size of the buffer that the operation needs.
 func (s shot) bufferBytes(n int) int64 {
 	if s.kind == message.Allgather && !s.inPlace {
 		return s.count * int64(s.dt.Size())
@@ -48,7 +49,7 @@ func (s shot) bufferBytes(n int) int64 {
 	return s.numBytes(n)
 }
 
-// busFactor returns busbw by algbw (nccl-tests, doc/PERFORMANCE.md).
+// busFactor returns busbw divided by algbw (nccl-tests, doc/PERFORMANCE.md).
 func busFactor(kind message.Kind, n int) float64 {
 	switch kind {
 	case message.Allreduce:
@@ -61,21 +62,21 @@ func busFactor(kind message.Kind, n int) float64 {
 	return 1
 }
 
-// action is an operation that was prepared so that calling it costs nothing that is not its own.
+// action is a prepared operation: running it does nothing but the operation itself.
 type action struct {
 	run    func(ctx context.Context) error
-	result func() []byte // of the last run
+	result func() []byte // returns the result of the last run
 }
 
 // path is a way to run collectives. Every rank makes the same calls in the same order.
 type path interface {
 	Rank() int
 	Size() int
-	// String is negotiated or raw.
+	// String returns negotiated or raw.
 	String() string
-	// prepare makes ready an operation on buf. The error is errNotHere where this path has no such operation.
+	// prepare prepares an operation on buf. The error is errNotHere if this path does not have the operation.
 	prepare(s shot, name string, buf []byte) (*action, error)
-	// step makes ready one step over tensors that are summed in place. flats are the buckets, if mode is bucketed.
+	// step prepares a step that sums tensors in place. flats are the buckets if mode is bucketed.
 	step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error)
 }
 
@@ -85,17 +86,18 @@ type named struct {
 	buf  []byte
 }
 
-// errNotHere is that a path has no such operation. The text says why.
+// errNotHere is the error of a path that does not have an operation. The text is the reason.
 type errNotHere struct{ text string }
 
 func (e errNotHere) Error() string { return e.text }
 
-// team is what the ranks of a path need to run a benchmark together. None of it is timed.
+// team has what the ranks of a path need to run a benchmark together. None of it is timed.
 type team struct {
 	path
 	meet *action
 }
 
+// newTeam returns the team of a path.
 func newTeam(p path) (*team, error) {
 	t := &team{path: p}
 	var err error
@@ -105,9 +107,10 @@ func newTeam(p path) (*team, error) {
 	return t, nil
 }
 
+// barrier waits for all ranks.
 func (t *team) barrier(ctx context.Context) error { return t.meet.run(ctx) }
 
-// gather gives every rank the values of all, by rank. All give equally many.
+// gather returns the values of all ranks, by rank. All ranks must pass equally many.
 func (t *team) gather(ctx context.Context, mine []float64) ([][]float64, error) {
 	n := t.Size()
 	all := make([]float64, n*len(mine))

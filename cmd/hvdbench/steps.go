@@ -18,7 +18,7 @@ type gradients struct {
 	memory  *memory
 }
 
-// allocate makes the tensors of w, zeroed.
+// allocate allocates the tensors of w, zeroed.
 func (m *memory) allocate(w workload, dt tensor.DType, inArena bool) (*gradients, error) {
 	g := &gradients{workload: w, dt: dt, arena: inArena, memory: m}
 	for _, t := range w.gradients {
@@ -31,6 +31,7 @@ func (m *memory) allocate(w workload, dt tensor.DType, inArena bool) (*gradients
 	return g, nil
 }
 
+// free frees the tensors.
 func (g *gradients) free() error {
 	var errs []error
 	for _, t := range g.tensors {
@@ -41,7 +42,7 @@ func (g *gradients) free() error {
 
 func (g *gradients) numBytes() int64 { return g.numElems() * int64(g.dt.Size()) }
 
-// buckets makes the buckets of g.
+// buckets allocates the buckets of g.
 func (g *gradients) buckets() (*gradients, error) {
 	first := buckets(g.tensors)
 	w := workload{name: g.name + ".buckets"}
@@ -55,7 +56,7 @@ func (g *gradients) buckets() (*gradients, error) {
 	return g.memory.allocate(w, g.dt, g.arena)
 }
 
-// step makes ready a step, and says how to free what it needs.
+// step prepares a step. free frees the memory that run needs.
 func (g *gradients) step(p path, mode stepMode) (run func(ctx context.Context) error, free func() error, err error) {
 	free = func() error { return nil }
 	var flats []named
@@ -73,7 +74,7 @@ func (g *gradients) step(p path, mode stepMode) (run func(ctx context.Context) e
 	return run, free, nil
 }
 
-// fill gives each tensor the input of rank r of n, and says what all should be after a step.
+// fill fills each tensor with the input of rank r of n, and returns the expected result of a step.
 func (g *gradients) fill(r, n int) (want pattern) {
 	in := inputs{g.dt, tensor.Sum, n}
 	for _, t := range g.tensors {
@@ -82,7 +83,7 @@ func (g *gradients) fill(r, n int) (want pattern) {
 	return in.reduced()
 }
 
-// wrong counts the elements that are not as want says.
+// wrong returns the number of elements that differ from want, and a description of the first.
 func (g *gradients) wrong(want pattern) (count int64, first string) {
 	for _, t := range g.tensors {
 		n, text := want.wrong(t.buf)
@@ -94,6 +95,7 @@ func (g *gradients) wrong(want pattern) (count int64, first string) {
 	return count, first
 }
 
+// buffers returns the memory of the tensors.
 func (g *gradients) buffers() [][]byte {
 	var all [][]byte
 	for _, t := range g.tensors {
@@ -102,7 +104,7 @@ func (g *gradients) buffers() [][]byte {
 	return all
 }
 
-// workloads measures steps over the tensors of a workload, in every mode, for every type.
+// workloads measures steps over the tensors of a workload, for every type and in every mode.
 func (b *benchmark) workloads(ctx context.Context) error {
 	for _, dt := range b.types {
 		if err := tensor.CheckReduce(tensor.Sum, dt); err != nil {
@@ -135,6 +137,7 @@ func (b *benchmark) workloads(ctx context.Context) error {
 	return nil
 }
 
+// steps measures steps over g in every mode.
 func (b *benchmark) steps(ctx context.Context, g *gradients) error {
 	for _, mode := range b.modes {
 		run, free, err := g.step(b.team, mode)
@@ -164,7 +167,7 @@ func (b *benchmark) steps(ctx context.Context, g *gradients) error {
 	return nil
 }
 
-// checkStep runs a step on values whose result is known, and counts what is wrong at all ranks.
+// checkStep runs a step on values with a known result, and counts the wrong elements of all ranks.
 func (b *benchmark) checkStep(ctx context.Context, g *gradients, run func(ctx context.Context) error, r *result) error {
 	want := g.fill(b.team.Rank(), b.team.Size())
 	if err := run(ctx); err != nil {

@@ -20,13 +20,13 @@ import (
 type stepMode uint8
 
 const (
-	// perTensor waits for each before the next.
+	// perTensor reduces one tensor after the other, and waits for each.
 	perTensor stepMode = iota
-	// asynchronous starts all, then waits for all.
+	// asynchronous starts all reductions and then waits for all.
 	asynchronous
-	// grouped submits all as one group.
+	// grouped submits all tensors as one group.
 	grouped
-	// bucketed copies them into buckets of 25 MiB, reduces these and copies back.
+	// bucketed copies the tensors into buckets of 25 MiB, reduces the buckets and copies the results back.
 	bucketed
 )
 
@@ -45,7 +45,7 @@ type gradient struct {
 	numElems int64
 }
 
-// workload is what a training step reduces, in that order.
+// workload is the gradients that a training step reduces, in that order.
 type workload struct {
 	name      string
 	gradients []gradient
@@ -59,11 +59,11 @@ func (w workload) numElems() int64 {
 	return sum
 }
 
-// maxGradients bounds what is read of a file.
+// maxGradients limits the number of tensors that are read from a file.
 const maxGradients = 1 << 20
 
-// readWorkload reads a list: "name elements shape" on each line, and turns it round, for the last parameter has its
-// gradient first. # begins a comment.
+// readWorkload reads a list with a line "name elements shape" for each parameter; # begins a comment. It
+// returns the parameters in reverse order, because the gradient of the last parameter is ready first.
 func readWorkload(name string, r io.Reader) (workload, error) {
 	w := workload{name: name}
 	seen := make(map[string]bool)
@@ -120,10 +120,10 @@ func elemsOf(text string) (int64, error) {
 	return shape.NumElems()
 }
 
-// workloadNames are the built-in ones.
+// workloadNames are the names of the built-in workloads.
 var workloadNames = []string{"resnet50", "gpt2"}
 
-// openWorkload reads a built-in list, or else the file of that name.
+// openWorkload reads a built-in list, or the file of that name.
 func openWorkload(name string) (workload, error) {
 	var f fs.File
 	var err error
@@ -142,7 +142,7 @@ func openWorkload(name string) (workload, error) {
 	return readWorkload(name, f)
 }
 
-// manyTensors returns m.count equal ones.
+// manyTensors returns a workload of m.count equal tensors.
 func manyTensors(m many, dt tensor.DType) (workload, error) {
 	size := int64(dt.Size())
 	if m.bytes%size != 0 {
@@ -155,10 +155,11 @@ func manyTensors(m many, dt tensor.DType) (workload, error) {
 	return w, nil
 }
 
-// bucketBytes bounds a bucket; a larger tensor is a bucket of its own.
+// bucketBytes is the greatest size of a bucket. A larger tensor is a bucket by itself.
 const bucketBytes = 25 << 20
 
-// buckets returns the first tensor of each bucket, greedily filled, and the number of tensors at the end.
+// buckets returns the index of the first tensor of each bucket, followed by the number of tensors. Buckets
+// are filled greedily.
 func buckets(tensors []named) []int {
 	var first []int
 	have := 0
