@@ -1,4 +1,4 @@
-// Digits trains a small network on handwritten digits, data-parallel. See README.md beside it.
+// Digits trains a small network on handwritten digits, data-parallel. README.md in this folder describes it.
 package main
 
 import (
@@ -49,7 +49,7 @@ func run(ctx context.Context, o options) error {
 	} else if errors.Is(err, context.Canceled) {
 		err = fmt.Errorf("digits: interrupted: %w", err)
 	}
-	// After an interrupt there is nobody to wait for: the other ranks are interrupted too.
+	// The timeout is for interrupts: the other ranks are interrupted too and may not take part in the shutdown.
 	end, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	return errors.Join(err, on.Shutdown(end))

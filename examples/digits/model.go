@@ -10,7 +10,7 @@ import (
 
 const hidden = 48
 
-// model is a perceptron with one hidden layer: 64 pixels, tanh, 10 classes, softmax. The same type holds its
+// model is a perceptron with one hidden layer: 64 pixels, tanh, 10 classes, softmax. The same type stores its
 // gradient.
 type model struct {
 	w1 []float32 // hidden x pixels
@@ -32,12 +32,13 @@ func newModel() *model {
 	}
 }
 
-// parameters lists the parts in the order in which backpropagation finishes their gradients: last layer first.
+// parameters returns the parts in the order in which backpropagation finishes their gradients: last layer
+// first.
 func (m *model) parameters() []parameter {
 	return []parameter{{"fc2.bias", m.b2}, {"fc2.weight", m.w2}, {"fc1.bias", m.b1}, {"fc1.weight", m.w1}}
 }
 
-// initialize draws the weights (Glorot and Bengio, 2010) and clears the biases.
+// initialize sets random weights (Glorot and Bengio, 2010) and clears the biases.
 func (m *model) initialize(seed uint64) {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	draw := func(w []float32, in, out int) {

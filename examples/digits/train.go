@@ -11,13 +11,13 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// options of a training.
+// options are the settings of a training.
 type options struct {
 	epochs int
 	batch  int // images in a step, over all ranks
 	rate   float64
 	seed   uint64
-	// slowRank takes slow longer for each step; -1 is none.
+	// slowRank is a rank that takes slow longer for each step; -1 is none.
 	slowRank int
 	slow     time.Duration
 }
@@ -26,10 +26,11 @@ func defaults() options {
 	return options{epochs: 20, batch: 64, rate: 0.1, seed: 1, slowRank: -1, slow: 5 * time.Millisecond}
 }
 
-// momentum of the stochastic gradient descent.
+// momentum is the momentum of the stochastic gradient descent.
 const momentum = 0.9
 
-// train trains on the job that on belongs to, and writes progress at rank 0.
+// train trains a model together with the other ranks of the job of on, and returns it with its accuracy on
+// the test images. Rank 0 writes its progress.
 func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (*model, float64, error) {
 	trainSet, testSet, err := loadImages(o.seed)
 	if err != nil {
@@ -37,8 +38,8 @@ func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (
 	}
 	rank, size := on.Rank(), on.Size()
 	m, g, velocity := newModel(), newModel(), newModel()
-	// Each rank draws other weights, then all take those of rank 0: what a program must do that starts from a
-	// checkpoint which only one rank can read.
+	// Each rank draws different weights, and then all take the weights of rank 0, as in a program that starts
+	// from a checkpoint that only one rank can read.
 	m.initialize(o.seed + uint64(rank))
 	for _, p := range m.parameters() {
 		if _, err := hvd.Broadcast(ctx, p.values, 0, hvd.InPlace(), hvd.Name("weight/"+p.name), hvd.On(on)); err != nil {
@@ -84,7 +85,7 @@ func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (
 	return m, accuracy, err
 }
 
-// dawdle stands for a rank with a slow disk, or a processor that others use too.
+// dawdle waits for d, to simulate a rank with a slow disk or a shared processor.
 func dawdle(ctx context.Context, d time.Duration) error {
 	select {
 	case <-time.After(d):
@@ -94,8 +95,8 @@ func dawdle(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// sum makes g the sum of all ranks' gradients. All parts are in flight together; those that are ready
-// together travel together.
+// sum replaces g by the sum of all ranks' gradients. All parts are in flight at the same time, and parts that
+// are ready together are fused.
 func sum(ctx context.Context, on *hvd.Engine, g *model) error {
 	parts := g.parameters()
 	handles := make([]*hvd.Handle[float32], len(parts))
@@ -114,7 +115,7 @@ func sum(ctx context.Context, on *hvd.Engine, g *model) error {
 	return nil
 }
 
-// step moves m against the gradient g.
+// step updates the weights of m with the gradient g, by gradient descent with momentum.
 func step(m, g, velocity *model, rate float32) {
 	weights, grads, velocities := m.parameters(), g.parameters(), velocity.parameters()
 	for i := range weights {
@@ -126,7 +127,7 @@ func step(m, g, velocity *model, rate float32) {
 	}
 }
 
-// test returns the share of images that m recognises. Each rank looks at a part of them.
+// test returns the share of images that m recognises. Each rank evaluates a part of them.
 func test(ctx context.Context, on *hvd.Engine, m *model, images []image) (float64, error) {
 	var right int64
 	for i := on.Rank(); i < len(images); i += on.Size() {
