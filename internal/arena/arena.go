@@ -7,10 +7,11 @@
 //
 // Invariants:
 //
-// 1. A chunk is unmapped only when no tensor in it is live. There is no finalizer: using a freed tensor is
-// the same bug as with free(3). Chunks that were adopted are unmapped by Abandon. 2. The IDs of chunks count
-// from 1 and are not reused in the process. 3. Watchers learn of a chunk before the Alloc that made it
-// returns, and of its removal after its last tensor was freed and before it is unmapped.
+//  1. A chunk is unmapped only when no tensor in it is live. There is no finalizer: using a freed tensor is
+//     the same bug as with free(3). Chunks that were adopted are unmapped by Abandon.
+//  2. The IDs of chunks count from 1 and are not reused in the process.
+//  3. Watchers learn of a chunk before the Alloc that made it returns, and of its removal after its last
+//     tensor was freed and before it is unmapped.
 package arena
 
 import (

@@ -5,10 +5,10 @@
 // whichever rank dies. Only the launcher writes the list of questions, which every rank watches. Answers and
 // reports are queues that the launcher reads.
 //
-// 1. A rank has one waiting call, whatever is asked. Questions do not wait for each other, and each gets only
-// its own answers. 2. Only the first answer of a rank counts. The launcher drops an answer for which nobody
-// waits any more. 3. There is one verdict for an epoch: the first that arrives. A verdict of a later epoch
-// replaces it.
+//  1. A rank has one waiting call, whatever is asked. Questions do not wait for each other, and each gets
+//     only its own answers.
+//  2. Only the first answer of a rank counts. The launcher drops an answer for which nobody waits any more.
+//  3. There is one verdict for an epoch: the first that arrives. A verdict of a later epoch replaces it.
 //
 // Every rank has the secret of the job and is trusted: a rank could answer in the name of another.
 package joblink

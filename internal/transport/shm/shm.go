@@ -9,10 +9,12 @@
 //
 // Invariants:
 //
-// 1. Nobody writes another rank's memory. What a peer wrote is checked before it is used. 2. Nothing is in
-// the file system after Connect has returned. Before, there is the socket. If its owner was killed, the next
-// Listen removes it. 3. A Unix connection ends exactly when its process ends or closes its mesh. Nobody
-// closes one before it gives up the mesh. 4. Everything belongs to one epoch; the next one makes its own.
+//  1. Nobody writes another rank's memory. What a peer wrote is checked before it is used.
+//  2. Nothing is in the file system after Connect has returned. Before, there is the socket. If its owner
+//     was killed, the next Listen removes it.
+//  3. A Unix connection ends exactly when its process ends or closes its mesh. Nobody closes one before it
+//     gives up the mesh.
+//  4. Everything belongs to one epoch; the next one makes its own.
 package shm
 
 import (
