@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/metrics"
 )
 
-// serveMetrics serves the metrics of all ranks, which it requests from them for each scrape, until stop is
+// serveMetrics serves the metrics of all ranks, which it requests from them when it is scraped, until stop is
 // called.
 func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launcher) (stop func(), err error) {
 	if r.metricsAddr == "" {

@@ -1,11 +1,11 @@
-// Package config holds the settings, one table that is read in one place, and the version of gohvd.
+// Package config holds the settings, in one table that is read in one place, and the version of gohvd.
 //
-// A setting carries Horovod's name where Horovod has it (HOROVOD_...) and ours where it has not (HVD_...). The table
-// makes how values are read, hvdrun's flags and help, and the page docs/settings.md. Nothing else in this module
-// reads the environment.
+// A setting has Horovod's name if Horovod has the setting (HOROVOD_...), and a name of gohvd's own otherwise
+// (HVD_...). The table determines how values are parsed, the flags and help of hvdrun, and the page
+// docs/settings.md. No other package of this module reads the environment.
 //
-// A value comes from the highest of these that gives one: the program (API), a flag of hvdrun, the environment, the
-// file named by HVD_CONFIG_FILE, the default. Config.Origin says which it was.
+// A value comes from the highest of these sources that has one: the program (API), a flag of hvdrun, the
+// environment, the file named by HVD_CONFIG_FILE, the default. Config.Origin returns the source.
 package config
 
 import (
@@ -17,91 +17,96 @@ import (
 
 //go:generate go test -run ^TestPageIsUpToDate$ -rewrite .
 
-// Unset is the value of a topology setting that nothing gives.
+// Unset is the value of a topology setting that no source has.
 const Unset = -1
 
-// TimelineDynamic is the name of a timeline that is not started with the job.
+// TimelineDynamic is the value of Timeline for a timeline that is not started with the job.
 const TimelineDynamic = "DYNAMIC"
 
-// Config is the value of every setting.
+// Config holds the value of every setting.
 type Config struct {
-	// Rank and Size place this process in the job; both Unset means a job of one.
+	// Rank and Size are the rank of this process and the size of the job. If both are Unset, the job has one
+	// rank.
 	Rank, Size int
-	// LocalRank, LocalSize, CrossRank and CrossSize are computed from the ranks' hosts where Unset.
+	// LocalRank, LocalSize, CrossRank and CrossSize are computed from the hosts of the ranks if Unset.
 	LocalRank, LocalSize int
 	CrossRank, CrossSize int
-	// RendezvousAddr and RendezvousPort are where the launcher's store listens.
+	// RendezvousAddr and RendezvousPort are the address and port of the launcher's store.
 	RendezvousAddr string
 	RendezvousPort int
-	// Hostname is this host's identity: ranks with equal ones are local to each other.
+	// Hostname identifies this host: ranks with the same Hostname are local to each other.
 	Hostname string
-	// HostID is the identity of this host's memory: ranks with equal ones may share memory. Empty means that it is made of
-	// what the host says of itself.
+	// HostID identifies the memory of this host: ranks with the same HostID may share memory. If it is empty,
+	// an ID is derived from properties of the host.
 	HostID string
-	// SharedMemory says where tensors go through shared memory.
+	// SharedMemory selects the jobs whose tensors go through shared memory.
 	SharedMemory SharedMemory
-	// Secret is the text that proves that a process is of this job, and SecretFile a file that has it. Insecure lets a job
-	// without one run on several hosts.
+	// Secret is the text of the secret by which a process proves that it belongs to the job. SecretFile is a
+	// file that has that text. Insecure permits a job without a secret on several hosts.
 	Secret, SecretFile string
 	Insecure           bool
-	// TLS has every connection encrypted, which takes a secret. Turning it on costs speed.
+	// TLS encrypts every connection. It requires a secret and costs speed.
 	TLS bool
-	// NetworkInterfaces choose the interfaces that this rank listens on (see package netif); empty means the one that leads to
-	// where the ranks meet.
+	// NetworkInterfaces select the interfaces on which this rank listens (see package netif). If there are
+	// none, the rank listens on the interface of the route to the rendezvous.
 	NetworkInterfaces []string
-	// MeetHost and MeetPort are where rank 0 serves the store of a job that another launcher has started, in place of what that
-	// says; empty and 0 if not given.
+	// MeetHost and MeetPort are the address at which rank 0 serves the store of a job that another launcher
+	// has started. They replace the address from that launcher; empty and 0 if not given.
 	MeetHost string
 	MeetPort int
-	// InitMethod is the URL of an init method and UniqueID the text of an id, or several with commas between them, by which the
-	// ranks meet if the program says nothing else; empty if not given.
+	// InitMethod is the URL of an init method. UniqueID is the text of a unique ID, or several separated by
+	// commas. The ranks meet by them if the program does not choose another way. They are empty if not given.
 	InitMethod, UniqueID string
-	// JobID tells the processes of this job from those of another that reuses its addresses.
+	// JobID distinguishes the processes of this job from those of another job that reuses its addresses.
 	JobID string
-	// StartTimeout bounds Init: all ranks must have met by then.
+	// StartTimeout is the time limit of Init: all ranks must have met by then.
 	StartTimeout time.Duration
-	// LivenessTimeout is the silence after which a rank is taken for dead. Raising it delays the verdict on a
-	// host that vanished; a process that dies is noticed at once regardless.
+	// LivenessTimeout is the silence after which a rank is considered dead. Raising it delays the verdict on
+	// a host that vanished. The death of a process is noticed at once, whatever the value.
 	LivenessTimeout time.Duration
-	// FusionThresholdBytes is the most that one fused response holds; 0 fuses nothing. A grouped allreduce is one response
-	// whatever its size. Raising it saves round trips and costs cache misses.
+	// FusionThresholdBytes is the most bytes of a fused response; 0 turns fusion off. A grouped allreduce is
+	// one response whatever its size. Raising it saves round trips and costs cache misses.
 	FusionThresholdBytes int64
-	// CycleTime is the least time between two cycles of the coordinator. Raising it fuses more and answers later. 0
-	// (the default, unlike Horovod's 1 ms) answers as soon as something can be answered.
+	// CycleTime is the least time between two cycles of the coordinator. Raising it fuses more and answers
+	// later. With 0 (the default, unlike Horovod's 1 ms) the coordinator answers as soon as possible.
 	CycleTime time.Duration
-	// CacheCapacity is the number of responses that a process set remembers; 0 remembers none, so every
-	// request travels in full.
+	// CacheCapacity is the number of responses in the cache of a process set. With 0 there is no cache, and
+	// every request is sent in full.
 	CacheCapacity int
 	// Lockstep selects the controller in which all ranks enter every cycle.
 	Lockstep bool
-	// DisableGroupFusion keeps a group's tensors out of responses with tensors that are not of the group.
+	// DisableGroupFusion keeps the tensors of a group out of responses with tensors outside the group.
 	DisableGroupFusion bool
-	// StallWarning is how long a tensor may wait for some ranks before they are named; 0 never names them.
+	// StallWarning is how long a tensor may wait for ranks before a warning names these ranks; 0 never warns.
 	StallWarning time.Duration
-	// StallShutdown is how long it may wait before the job is ended, at least StallWarning; 0 never ends it.
+	// StallShutdown is how long a tensor may wait before the job is ended, at least StallWarning; 0 never
+	// ends the job.
 	StallShutdown time.Duration
-	// DynamicProcessSets allows process sets to be added and removed after Init.
+	// DynamicProcessSets permits adding and removing process sets after Init.
 	DynamicProcessSets bool
-	// Deterministic gives the same bits from run to run, whatever arrives first. It costs speed.
+	// Deterministic makes results bitwise equal from run to run, in whatever order data arrives. It costs
+	// speed.
 	Deterministic bool
-	// OperationTimeout bounds every operation, from being submitted to its end; 0 does not.
+	// OperationTimeout is the time limit of every operation, from submission to completion; 0 is no limit.
 	OperationTimeout time.Duration
-	// Timeline is the file that rank 0 writes its timeline to, and the others beside it; TimelineDynamic starts none; empty is
-	// the same, but for Horovod's Python API.
+	// Timeline is the file to which rank 0 writes its timeline; the other ranks write theirs beside it. With
+	// TimelineDynamic no timeline is started. Empty means the same, except for Horovod's Python API.
 	Timeline string
-	// TimelineMarkCycles has cycles marked.
+	// TimelineMarkCycles marks cycles in the timeline.
 	TimelineMarkCycles bool
-	// TimelineMaxMiB is the most that the timeline of a rank takes on disk.
+	// TimelineMaxMiB is the most disk space, in MiB, of the timeline of a rank.
 	TimelineMaxMiB int
-	// TimelineLast keeps only so much of the timeline, in memory, until it is stopped; 0 writes it as it comes.
+	// TimelineLast is how much of the timeline, up to its end, is kept, in memory, until the timeline is
+	// stopped. With 0 events are written as they occur.
 	TimelineLast time.Duration
-	// TimelineSignal is the name of the signal that starts and stops it; empty for none.
+	// TimelineSignal is the name of the signal that starts and stops the timeline; empty for none.
 	TimelineSignal string
-	// MetricsAddr is where the rank shows its metrics; empty for nowhere.
+	// MetricsAddr is the address at which the rank serves its metrics; empty for none.
 	MetricsAddr string
-	// FlightRecorder keeps the last operations in memory.
+	// FlightRecorder records the last operations in memory.
 	FlightRecorder bool
-	// DumpDir is where the flight recorder is left when the job stalls or fails; empty for nowhere.
+	// DumpDir is the folder to which the flight recorder is dumped when the job stalls or fails; empty for
+	// none.
 	DumpDir string
 	// LogLevel is the least severity that is logged.
 	LogLevel string
@@ -109,56 +114,61 @@ type Config struct {
 	LogHideTime bool
 	// LogFormat is console, json, or auto: console on a terminal, json elsewhere.
 	LogFormat string
-	// ThreadAffinity is the core of each local rank's thread; empty pins none.
+	// ThreadAffinity holds the core for the thread of each local rank; if it is empty, threads are not
+	// pinned.
 	ThreadAffinity []int
-	// Warnings are sentences for people on settings that do not do what they may have been meant to, without those
-	// that the launcher has shown already.
+	// Warnings are sentences for the user on settings that may not have the intended effect, except for those
+	// that the launcher has printed already.
 	Warnings []string
 
 	stallCheckDisabled bool
 	environ            map[string]string
-	given              map[string]value // by the name of the setting; those not in it have the default
-	warned             []string         // what Warnings and the launcher's warnings are about
+	given              map[string]value // by name; settings that are not in it have their defaults
+	warned             []string         // the names that Warnings and the launcher's warnings are about
 }
 
-// Sources are where values come from. An empty value in the environment or from the program counts as none.
+// Sources are the places from which values come. An empty value in the environment or from the program counts
+// as none.
 type Sources struct {
-	// Environ is NAME=value, as of os.Environ.
+	// Environ is the environment as NAME=value, as returned by os.Environ.
 	Environ []string
-	// Flags are the launcher's, in the order of its command line. A file named by one overrides those before it and
-	// is overridden by those after it.
+	// Flags are the flags of the launcher, in the order of its command line. A file of settings named by a
+	// flag overrides the flags before that flag and is overridden by the flags after it.
 	Flags []FlagValue
-	// API is what the program sets, by name.
+	// API holds the values that the program sets, by name.
 	API map[string]string
-	// Launcher says that this is the launcher: what places a rank in the job is left alone.
+	// Launcher states that this process is the launcher. Then the variables that place a rank in a job are
+	// ignored.
 	Launcher bool
-	// HaveStore says that the program brings a rendezvous store of its own, so that none need be named.
+	// HaveStore states that the program has a rendezvous store of its own, so that no address of one is
+	// required.
 	HaveStore bool
 }
 
-// FlagValue is one flag of the launcher's command line.
+// FlagValue is one flag on the launcher's command line.
 type FlagValue struct {
-	// Flag is the flag as people write it, such as --cache-capacity.
+	// Flag is the flag as on the command line, such as --cache-capacity.
 	Flag string
-	// Name is the setting and Value its value as in the environment (see Setting.FromFlag).
+	// Name is the name of the setting, and Value its value in the form of the environment (see
+	// Setting.FromFlag).
 	Name, Value string
 }
 
-// SharedMemory is where tensors go through shared memory.
+// SharedMemory selects the jobs whose tensors go through shared memory.
 type SharedMemory uint8
 
 const (
-	// SharedByHost is in jobs of one host. That it cannot be had there is an error.
+	// SharedByHost selects shared memory for jobs on one host. It is an error if it is not available there.
 	SharedByHost SharedMemory = iota
-	// SharedIfPossible is in jobs of one host whose ranks can have it.
+	// SharedIfPossible selects shared memory for jobs on one host if it is available to all ranks.
 	SharedIfPossible
-	// SharedAlways is in every job. A job of several hosts is an error.
+	// SharedAlways selects shared memory for every job. A job on several hosts is an error.
 	SharedAlways
-	// SharedNever is nowhere.
+	// SharedNever selects shared memory for no job.
 	SharedNever
 )
 
-// Defaults returns the configuration where nothing is given.
+// Defaults returns the configuration in which every setting has its default.
 func Defaults() Config {
 	c := Config{
 		Rank: Unset, Size: Unset,
@@ -176,9 +186,9 @@ func Defaults() Config {
 	return c
 }
 
-// FromEnvironment is Load for a process that runs an engine: from its environment, and from overrides, by name, which the
-// program sets. haveStore says that the program brings a rendezvous store of its own. It refuses HVD_SIDECAR: with that, another
-// process runs the engine of this rank.
+// FromEnvironment loads the settings of a process that runs an engine: from its environment, and from
+// overrides, the values set by the program, by name. haveStore is as in Sources. It is an error if
+// HVD_SIDECAR is set: then another process runs the engine of this rank.
 func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error) {
 	c, err := Load(Sources{Environ: os.Environ(), API: overrides, HaveStore: haveStore})
 	if err != nil {
@@ -196,8 +206,8 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 	return c, nil
 }
 
-// Variable returns the text of an environment variable, of another launcher say, or of a setting, wherever that was given. It is
-// empty where there is none, also where a setting has a default.
+// Variable returns the value of an environment variable, such as one of another launcher, or of a setting
+// from any source. It is empty if there is none, even if the setting has a default.
 func (c Config) Variable(name string) string {
 	if v, ok := c.given[name]; ok {
 		return v.text
@@ -205,7 +215,8 @@ func (c Config) Variable(name string) string {
 	return c.environ[name]
 }
 
-// Load reads every setting. The error names the setting, where its value came from, the value and what was wanted.
+// Load reads every setting. An error names the setting, the source of its value, the value and what was
+// wanted.
 func Load(src Sources) (Config, error) {
 	l, err := collect(src)
 	if err != nil {
@@ -230,7 +241,7 @@ func Load(src Sources) (Config, error) {
 	return c, nil
 }
 
-// settleStalls applies Horovod's rules for the stall check's settings.
+// settleStalls applies Horovod's rules on how the settings of the stall check depend on each other.
 func (c *Config) settleStalls() []warning {
 	const name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 	if c.stallCheckDisabled {
@@ -247,7 +258,7 @@ func (c *Config) settleStalls() []warning {
 	return []warning{noEffect(name, reason)}
 }
 
-// check holds the settings against each other.
+// check returns an error if settings contradict each other.
 func (c *Config) check(haveStore bool) error {
 	switch {
 	case (c.Rank == Unset) != (c.Size == Unset):

@@ -12,10 +12,10 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// maxFileBytes bounds the file of settings. A full one has two KiB.
+// maxFileBytes is the largest file of settings. A file with all settings has 2 KiB.
 const maxFileBytes = 1 << 20
 
-// readFile gives the values that a YAML file has, by the name of the setting, as in the environment.
+// readFile returns the values in a YAML file, by the name of the setting, in the form of the environment.
 func readFile(path string) (map[string]value, []warning, error) {
 	data, err := readBounded(path)
 	if err != nil {
@@ -44,7 +44,7 @@ func readBounded(path string) ([]byte, error) {
 type fileParser struct {
 	path     string
 	values   map[string]value
-	lines    map[string]int // where each key stands
+	lines    map[string]int // line number of each key
 	warnings []warning
 }
 
@@ -63,7 +63,7 @@ func (p *fileParser) document(data []byte) error {
 	return p.mapping(doc.Content[0], "")
 }
 
-// mapping reads the keys of one level: that of the document, where section is empty, or of a section.
+// mapping parses the keys of one level: of the document if section is empty, else of that section.
 func (p *fileParser) mapping(node *yaml.Node, section string) error {
 	if node = resolve(node); isNull(node) {
 		return nil
@@ -93,7 +93,7 @@ func within(section string) string {
 	return " in " + section
 }
 
-// entry reads one value. key is section.key.
+// entry parses one value. key is section.key.
 func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	setting, ok := lookupKey(key)
 	noUse, inert := inertByKey(key)
@@ -125,7 +125,8 @@ func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	return nil
 }
 
-// scalar returns the text of a value; that of a list has commas, as in the environment.
+// scalar returns the text of a value, with commas between the items of a list, as in the environment. ok is
+// false for a mapping.
 func scalar(node *yaml.Node) (string, bool) {
 	if node.Kind == yaml.ScalarNode {
 		return node.Value, true
@@ -143,7 +144,7 @@ func scalar(node *yaml.Node) (string, bool) {
 	return strings.Join(items, ","), true
 }
 
-// resolve follows an alias to what it stands for.
+// resolve returns the node that an alias refers to, and other nodes unchanged.
 func resolve(node *yaml.Node) *yaml.Node {
 	if node.Kind == yaml.AliasNode {
 		return node.Alias
@@ -151,20 +152,20 @@ func resolve(node *yaml.Node) *yaml.Node {
 	return node
 }
 
-// isNull reports whether a value was left out, as in "key:".
+// isNull reports whether a value is null or left out, as in "key:".
 func isNull(node *yaml.Node) bool { return node.Kind == yaml.ScalarNode && node.Tag == "!!null" }
 
-// lookupKey finds the setting of a key. The empty key is nobody's.
+// lookupKey returns the setting of a key. The empty key belongs to no setting.
 func lookupKey(key string) (Setting, bool) {
 	return find(func(s Setting) bool { return key != "" && s.Key == key })
 }
 
-// isSection reports whether some key stands in the section.
+// isSection reports whether some key is in a section of this name.
 func isSection(name string) bool {
 	return slices.ContainsFunc(keys(), func(key string) bool { return strings.HasPrefix(key, name+".") })
 }
 
-// keys returns those that a file may have, those without effect last.
+// keys returns the keys that a file may have. Keys without effect are the last.
 func keys() []string {
 	var list []string
 	for _, s := range settings {

@@ -6,18 +6,19 @@ import (
 	"strings"
 )
 
-// Inert is a row of the table of what Horovod has and gohvd has not.
+// Inert is a row of the table of settings that Horovod has and that have no effect in gohvd.
 type Inert struct {
-	// Name is an environment variable, or empty. One that ends in * stands for all that begin with the rest.
+	// Name is an environment variable, or empty. A name that ends in * stands for all names that begin with
+	// the rest.
 	Name string
-	// Key is where it stands in Horovod's file, or empty.
+	// Key is the key in Horovod's file of settings, or empty.
 	Key string
-	// Default is Horovod's; a variable or key with that value causes no warning.
+	// Default is Horovod's default. A variable or key with this value causes no warning.
 	Default string
-	// Flags are those of horovodrun, with spaces between them. A flag that begins with no- or disable- asks to do without,
-	// and has no effect. hvdrun refuses the others.
+	// Flags are the flags of horovodrun, separated by spaces. hvdrun accepts those that begin with no- or
+	// disable-, since they only turn a feature off, and rejects the others.
 	Flags string
-	// Reason says why it has no effect.
+	// Reason is a text that says why the setting has no effect.
 	Reason string
 }
 
@@ -55,7 +56,7 @@ var inerts = []Inert{
 	{"HOROVOD_CCL_CACHE", "", "0", "", "this version has no oneCCL"},
 	{"HOROVOD_ELASTIC", "", "0", "host-discovery-script slots-per-host reset-limit blacklist-cooldown-range", noElastic},
 	{"HOROVOD_ELASTIC_TIMEOUT", "", "600", "elastic-timeout", noElastic},
-	{"HOROVOD_START_TIMEOUT", "", "30", "disable-cache", noPreflight}, // not of the response cache, but of such checks
+	{"HOROVOD_START_TIMEOUT", "", "30", "disable-cache", noPreflight}, // the cache of horovodrun's network checks, not the response cache
 	{"HOROVOD_SECRET_KEY", "", "", "", noSecret},
 	{"_HOROVOD_SECRET_KEY", "", "", "", noSecret},
 	{"HOROVOD_SPARK_START_TIMEOUT", "", "600", "", noSpark},
@@ -77,10 +78,10 @@ var inerts = []Inert{
 	{"HOROVOD_ALLOW_MIXED_GPU_IMPL", "", "", "", buildOnly},
 }
 
-// Inerts lists the table. The caller may keep and change the slice.
+// Inerts returns the table. The caller owns the slice.
 func Inerts() []Inert { return slices.Clone(inerts) }
 
-// inertByName finds the row of an environment variable. One that is there by its whole name comes first.
+// inertByName returns the row of an environment variable: the first that has its name or a prefix of it.
 func inertByName(name string) (Inert, bool) {
 	return findInert(func(i Inert) bool {
 		prefix, many := strings.CutSuffix(i.Name, "*")
@@ -100,7 +101,8 @@ func findInert(is func(Inert) bool) (Inert, bool) {
 	return inerts[i], true
 }
 
-// same reports whether two texts are one value: the same words, numbers or booleans.
+// same reports whether two texts mean the same value: they are equal words without regard to case, equal
+// numbers or equal booleans.
 func same(a, b string) bool {
 	if strings.EqualFold(a, b) {
 		return true

@@ -7,20 +7,20 @@ import (
 	"strings"
 )
 
-// loader gathers values, the lowest source first.
+// loader collects values, beginning with the lowest source.
 type loader struct {
 	src      Sources
 	environ  map[string]string // without empty values
 	given    map[string]value
 	warnings []warning
-	shown    []string // what a launcher further up has warned of
+	shown    []string // names about which a launcher has printed warnings already
 }
 
 func collect(src Sources) (*loader, error) {
 	l := &loader{src: src, environ: make(map[string]string), given: make(map[string]value)}
 	for _, e := range src.Environ {
 		name, text, _ := strings.Cut(e, "=")
-		l.environ[name] = text // of equal names the last counts
+		l.environ[name] = text // the last of equal names counts
 	}
 	maps.DeleteFunc(l.environ, func(_, text string) bool { return text == "" })
 	l.shown = strings.Split(l.environ[shownVariable], ",")
@@ -34,7 +34,7 @@ func collect(src Sources) (*loader, error) {
 	return l, l.api()
 }
 
-// file reads the file of settings, whoever names it.
+// file reads the file of settings that the environment, a flag or the program names, if any.
 func (l *loader) file() (map[string]value, error) {
 	path := l.environ[FileVariable]
 	for _, f := range l.src.Flags {
@@ -53,7 +53,8 @@ func (l *loader) file() (map[string]value, error) {
 	return values, err
 }
 
-// environment takes the settings, and warns of names that look like one.
+// environment takes the settings from the environment, and warns of unknown names that begin as those of
+// settings do.
 func (l *loader) environment() {
 	for _, name := range slices.Sorted(maps.Keys(l.environ)) {
 		text := l.environ[name]
@@ -75,7 +76,8 @@ func (l *loader) environment() {
 	}
 }
 
-// flags takes the launcher's, but those that stand before the flag that names the file, where the file says otherwise.
+// flags takes the launcher's flags, except flags that precede the flag for the file and whose setting is in
+// the file.
 func (l *loader) flags(file map[string]value) {
 	last := -1
 	for i, f := range l.src.Flags {
@@ -118,14 +120,14 @@ func (l *loader) api() error {
 	return nil
 }
 
-// warning is a sentence about the variable, key or flag of that name.
+// warning is a sentence for the user about a variable, key or flag.
 type warning struct{ name, text string }
 
 func noEffect(name, reason string) warning {
 	return warning{name, fmt.Sprintf("%s has no effect: %s", name, reason)}
 }
 
-// warn keeps those that are not about a name in shown.
+// warn appends to Warnings those warnings whose name is not in shown, and records the names of all.
 func (c *Config) warn(warnings []warning, shown []string) {
 	c.warned = slices.DeleteFunc(slices.Clone(shown), func(name string) bool { return name == "" })
 	for _, w := range warnings {
@@ -136,8 +138,8 @@ func (c *Config) warn(warnings []warning, shown []string) {
 	}
 }
 
-// ForRanks returns what the launcher adds to its environment for the ranks, NAME=value: the values of its flags, and which
-// warnings it has shown.
+// ForRanks returns the variables, NAME=value, that the launcher adds to the environment of the ranks: the
+// values of its flags, and the names that it has printed warnings about.
 func (c Config) ForRanks() []string {
 	var env []string
 	for _, s := range settings {

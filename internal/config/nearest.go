@@ -2,7 +2,7 @@ package config
 
 import "strings"
 
-// suggest ends a sentence on a name that is not known.
+// suggest returns the end of a sentence on an unknown name, which suggests name; empty if name is.
 func suggest(name string) string {
 	if name == "" {
 		return ""
@@ -10,7 +10,7 @@ func suggest(name string) string {
 	return "; did you mean " + name + "?"
 }
 
-// nearestName returns the variable that someone may have meant, or empty.
+// nearestName returns the known variable that is most similar to name, or "".
 func nearestName(name string) string {
 	var names []string
 	for _, s := range settings {
@@ -24,12 +24,13 @@ func nearestName(name string) string {
 	return Nearest(name, names, "_")
 }
 
-// nearestKey returns the file's key that someone may have meant, or empty.
+// nearestKey returns the key of the file that is most similar to key, or "".
 func nearestKey(key string) string { return Nearest(key, keys(), ".") }
 
-// Nearest returns the candidate that someone who wrote name may have meant: the one with the fewest wrong letters, the
-// first of several. It is empty if none is near. What stands before the first separator weighs little: someone who takes
-// HVD_ for HOROVOD_ or the wrong section of the file has the rest right. An empty separator separates nothing.
+// Nearest returns the candidate that a user who wrote name has probably meant: the one with the fewest
+// different letters, and the first of several. It is empty if no candidate is similar. Differences before the
+// first separator count at most 2: a user who confuses HVD_ with HOROVOD_, or the sections of the file, has
+// the rest right. If separator is empty, all letters count the same.
 func Nearest(name string, candidates []string, separator string) string {
 	head, tail := split(name, separator)
 	best, least := "", max(2, len(tail)/3)+1
@@ -51,9 +52,9 @@ func split(name, separator string) (head, tail string) {
 	return "", name
 }
 
-// distance returns the least number of letters to insert, delete, replace or swap with their neighbour that makes b of a
-// (optimal string alignment: Boytsov, 2011, §2.1). It takes time and space in the product of the lengths, of which only
-// the first 64 letters count.
+// distance returns the least number of letters to insert, delete, replace or swap with their neighbour that
+// turns a into b (optimal string alignment: Boytsov, 2011, §2.1). It ignores case and all but the first 64
+// letters. It takes time and space proportional to the product of the lengths.
 func distance(a, b string) int {
 	a, b = strings.ToLower(a[:min(len(a), 64)]), strings.ToLower(b[:min(len(b), 64)])
 	rows := make([][]int, len(a)+1)

@@ -2,24 +2,24 @@ package config
 
 import "fmt"
 
-// Source is a kind of place that values come from, the later ones above the earlier.
+// Source is a kind of source of values. A later one overrides an earlier one.
 type Source int
 
 const (
-	FromDefault Source = iota // nothing gives one
+	FromDefault Source = iota // no source has a value
 	FromFile                  // the file that HVD_CONFIG_FILE names
 	FromEnviron               // the environment
 	FromFlag                  // hvdrun's command line
 	FromAPI                   // the program
 )
 
-// Origin is where a value came from.
+// Origin is the source of a value.
 type Origin struct {
 	Source Source
-	// File and Line are where in a file, for FromFile.
+	// File and Line are the position in the file, for FromFile.
 	File string
 	Line int
-	// Flag is hvdrun's flag as people write it, for FromFlag.
+	// Flag is the flag as on hvdrun's command line, for FromFlag.
 	Flag string
 }
 
@@ -37,16 +37,18 @@ func (o Origin) String() string {
 	return "default"
 }
 
-// value is a setting's value as in the environment, and where it came from.
+// value is the value of a setting in the form of the environment, with its origin.
 type value struct {
 	text   string
 	origin Origin
 }
 
-// Origin says where the value of the named setting came from; a name that is no setting has the default.
+// Origin returns the source of the value of the named setting. For a name that is not a setting it is
+// FromDefault.
 func (c Config) Origin(name string) Origin { return c.given[name].origin }
 
-// Value returns the named setting's value as in the environment; empty if there is neither a value nor a default.
+// Value returns the value of the named setting in the form of the environment; empty if it has neither a
+// value nor a default.
 func (c Config) Value(name string) string {
 	if v, ok := c.given[name]; ok {
 		return v.text
@@ -55,7 +57,8 @@ func (c Config) Value(name string) string {
 	return s.Default
 }
 
-// Terms returns the settings that must be the same at all ranks, by name, in a form that equal values share.
+// Terms returns the settings that must be the same at all ranks, by name, in a canonical form: equal values
+// have equal texts.
 func (c Config) Terms() map[string]string {
 	terms := make(map[string]string)
 	for _, s := range settings {

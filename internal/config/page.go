@@ -53,7 +53,7 @@ turn one off.
 |---|---|---|---|---|
 `
 
-// Page returns docs/settings.md.
+// Page returns the text of docs/settings.md.
 func Page() string {
 	var b strings.Builder
 	b.WriteString(pageHead)

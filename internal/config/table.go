@@ -7,57 +7,61 @@ import (
 	"time"
 )
 
-// Setting is one row of the table.
+// Setting is one row of the table of settings.
 type Setting struct {
-	// Name is the environment variable.
+	// Name is the name of the setting: its environment variable.
 	Name string
-	// Key is where the value stands in the file, section.key; empty if the file cannot give it.
+	// Key is the key in the file of settings, section.key; empty if the file cannot have the setting.
 	Key string
-	// Flags are hvdrun's flags for it, the first being the one to use.
+	// Flags are the flags of hvdrun for the setting. The first is the preferred one.
 	Flags []Flag
-	// Default is the value where none is given, as in the environment. Where it is empty there is none, and Otherwise
-	// says what holds then.
+	// Default is the value if no source has one, in the form of the environment. If it is empty, there is no
+	// default, and Otherwise says what applies without a value.
 	Default, Otherwise string
-	// Doc says what the setting is: a phrase for people.
+	// Doc is a phrase for users that describes the setting.
 	Doc string
-	// Raise is a sentence on what a larger value does, or turning it on; it may be empty.
+	// Raise is a sentence for users on the effect of raising the value, or of turning the setting on; it may
+	// be empty.
 	Raise string
-	// Section is the heading that it stands under.
+	// Section is the heading for the setting in the help and on the page.
 	Section string
-	// Scope says whose value counts.
+	// Scope says which ranks must have the same value.
 	Scope Scope
-	// Secret says that the value is shown to nobody.
+	// Secret states that the value must not be printed.
 	Secret bool
 
 	kind
-	form *form // of the file and of flags with a value; nil: as in the environment
+	form *form // form of values in the file and in flags; nil if they are as in the environment
 }
 
-// Flag is one flag of hvdrun.
+// Flag is a flag of hvdrun for a setting.
 type Flag struct {
-	// Name has no dashes in front.
+	// Name is the name of the flag without leading dashes.
 	Name string
-	// Arg is what stands for the value in the help. It is empty for a switch, which sets Means.
+	// Arg is the word for the value in the help. It is empty for a switch.
 	Arg string
-	// Means is the value, as in the environment, that a switch stands for.
+	// Means is the value, in the form of the environment, that a switch sets.
 	Means string
-	// Instead, if not empty, is the flag to use instead of this deprecated one.
+	// Instead, if not empty, is the flag that replaces this one, which is deprecated.
 	Instead string
 }
 
-// Scope says whose value of a setting counts.
+// Scope says which ranks must have the same value of a setting.
 type Scope int
 
 const (
 	// PerProcess settings may differ from rank to rank.
 	PerProcess Scope = iota
-	// PerJob settings must be the same at all ranks. hvdrun sees to it, and Init refuses ranks that differ.
+	// PerJob settings must be the same at all ranks. hvdrun gives all ranks the same values, and Init fails
+	// if ranks differ.
 	PerJob
-	// PathPerJob settings are files that every rank finds at a path of its own. Paths are not compared.
+	// PathPerJob settings are files that must be the same at all ranks but may have different paths. Init
+	// does not compare them.
 	PathPerJob
-	// ToMeet settings must be the same at all ranks, or the ranks do not meet, and there is nothing to compare.
+	// ToMeet settings must be the same at all ranks because the ranks cannot connect otherwise. Init cannot
+	// compare them.
 	ToMeet
-	// ByLauncher settings are set by the launcher, for each rank.
+	// ByLauncher settings are set by the launcher for each rank.
 	ByLauncher
 )
 
@@ -75,19 +79,19 @@ func (s Scope) String() string {
 	return "each rank for itself"
 }
 
-// SidecarVariable is the setting that names a running sidecar to its clients.
+// SidecarVariable is the setting with which clients find a running sidecar.
 const SidecarVariable = "HVD_SIDECAR"
 
-// SidecarProgram is the sidecar's name, and SidecarBinaryVariable the setting that names the one that a client starts.
+// SidecarProgram is the sidecar's name. SidecarBinaryVariable is the setting with the path of its program.
 const (
 	SidecarProgram        = "hvdd"
 	SidecarBinaryVariable = "HVD_SIDECAR_BINARY"
 )
 
-// FileVariable is the setting that names the file of settings.
+// FileVariable is the setting with the path of the file of settings.
 const FileVariable = "HVD_CONFIG_FILE"
 
-// shownVariable has the names that hvdrun has warned of (see Config.ForRanks).
+// shownVariable is the setting with the names about which hvdrun has printed warnings (see Config.ForRanks).
 const shownVariable = "HVD_SHOWN"
 
 const (
@@ -100,7 +104,7 @@ const (
 	sectionPlace     = "Place in the job"
 )
 
-// onOff returns a switch and its opposite, for a setting that the first turns on.
+// onOff returns the flags --name and --no-name of a boolean setting: the first turns it on, the second off.
 func onOff(name string) []Flag {
 	return []Flag{{Name: name, Means: "1"}, {Name: "no-" + name, Means: "0"}}
 }
@@ -265,7 +269,7 @@ var settings = []Setting{
 		Flags:   []Flag{{Name: "liveness-seconds", Arg: "SECONDS"}},
 		Default: "10", Doc: "silence after which a rank is taken for dead",
 		Raise: "Raising it delays the verdict on a host that vanished; a process that dies is noticed at once regardless.",
-		// The least leaves room for a few heartbeats, which come each second.
+		// The minimum leaves time for a few heartbeats, which are sent every second.
 		kind: seconds(func(c *Config) *time.Duration { return &c.LivenessTimeout }, 3),
 	},
 	{
@@ -459,10 +463,10 @@ var settings = []Setting{
 	},
 }
 
-// Settings lists the table in the order of the documentation. The caller may keep and change the slice.
+// Settings returns the table, in the order of the documentation. The caller owns the slice.
 func Settings() []Setting { return append([]Setting(nil), settings...) }
 
-// Lookup finds a setting by its name.
+// Lookup returns the setting with this name.
 func Lookup(name string) (Setting, bool) {
 	return find(func(s Setting) bool { return s.Name == name })
 }
@@ -475,8 +479,8 @@ func find(is func(Setting) bool) (Setting, bool) {
 	return settings[i], true
 }
 
-// FromFlag gives f with the value text, which is "true" for a switch without one, as a value of the environment. The
-// error says what was wanted.
+// FromFlag converts the value of flag f to the form of the environment. text is "true" for a switch without a
+// value. The error says what was wanted.
 func (s Setting) FromFlag(f Flag, text string) (string, error) {
 	if f.Arg != "" {
 		return s.fromForm(text)
@@ -493,7 +497,7 @@ func (s Setting) FromFlag(f Flag, text string) (string, error) {
 	return "", fmt.Errorf("want no value")
 }
 
-// fromForm gives a value as it stands in the file as one of the environment.
+// fromForm converts a value in the form of the file to the form of the environment.
 func (s Setting) fromForm(text string) (string, error) {
 	if s.form == nil {
 		return text, s.check(text)
@@ -505,13 +509,13 @@ func (s Setting) fromForm(text string) (string, error) {
 	return env, nil
 }
 
-// check reads text without keeping it.
+// check returns an error if text is not a valid value of the setting.
 func (s Setting) check(text string) error {
 	var scratch Config
 	return s.set(&scratch, text)
 }
 
-// Fallback returns what holds where no value is given, for people.
+// Fallback returns a text for users that says what applies if no source has a value.
 func (s Setting) Fallback() string {
 	if s.Default == "" {
 		return s.Otherwise

@@ -11,15 +11,16 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// kind is a type of value: its unit if it has one, what it looks like, and how it is read. A false ok or an error means
-// that the text is no such value; the error, if any, says more than want.
+// kind is a type of value: its unit, if it has one, a description of valid values, and a function that parses
+// a text into a Config. If ok is false or err is not nil, the text is not valid; err, if not nil, says more
+// than want.
 type kind struct {
 	unit string
 	want string
 	read func(c *Config, text string) (ok bool, err error)
 }
 
-// set reads text into c. The error says what was wanted.
+// set parses text into c. The error says what was wanted.
 func (k kind) set(c *Config, text string) error {
 	ok, err := k.read(c, text)
 	if err == nil && !ok {
@@ -28,7 +29,7 @@ func (k kind) set(c *Config, text string) error {
 	return err
 }
 
-// canonical writes a value as all texts that mean it are written.
+// canonical returns the canonical form of a value: texts with the same meaning have the same form.
 func (k kind) canonical(text string) string {
 	if v, ok := boolean(text); ok && k.want == wantBoolean {
 		return digit(v)
@@ -39,26 +40,26 @@ func (k kind) canonical(text string) string {
 	return strings.ToLower(text)
 }
 
-// Want says what values look like.
+// Want returns a description of valid values.
 func (k kind) Want() string { return k.want }
 
-// Unit returns that of numbers in the environment; it may be empty.
+// Unit returns the unit of numbers in the environment; it may be empty.
 func (k kind) Unit() string { return k.unit }
 
-// form is how a setting is written in the file and on the command line, where that is not as in the environment.
+// form is how a value is written in the file and in flags, if that differs from the environment.
 type form struct {
-	note string // how it differs, for the page
+	note string // the difference, for the page
 	want string
 	read func(text string) (environment string, ok bool)
 }
 
 var (
-	// mebibytes is Horovod's form of a number of bytes.
+	// mebibytes is the form in which Horovod writes numbers of bytes: in MiB.
 	mebibytes = &form{", in MiB, as in the flag", "a number of MiB, 0 to 1000000", func(text string) (string, bool) {
 		v, ok := number(text, 0)
 		return strconv.FormatInt(int64(v*(1<<20)), 10), ok
 	}}
-	// negated is that of a setting that turns something off by a key that turns it on.
+	// negated is the form of a setting that turns a feature off and whose key turns the feature on.
 	negated = &form{", which says the opposite", wantBoolean, func(text string) (string, bool) {
 		v, ok := boolean(text)
 		return digit(!v), ok
@@ -67,7 +68,8 @@ var (
 
 const wantBoolean = "a boolean: 1, 0, true, false, yes or no"
 
-// anything returns a value that is not used here: who needs it reads it from Config.Value or before the others.
+// anything returns the kind of a value that Config has no field for: its users read it from Config.Value, or
+// it is read before all other settings.
 func anything(want string) kind {
 	return kind{want: want, read: func(*Config, string) (bool, error) { return true, nil }}
 }
@@ -112,7 +114,7 @@ func boolOf(field func(*Config) *bool) kind {
 	}}
 }
 
-// boolean reads numbers as Horovod does, where only those above 0 are true, and words.
+// boolean parses words, and numbers as Horovod does: only numbers above 0 are true.
 func boolean(text string) (v, ok bool) {
 	switch strings.ToLower(text) {
 	case "true", "yes":
@@ -149,16 +151,16 @@ func duration(unit string, one time.Duration, field func(*Config) *time.Duration
 	}}
 }
 
-// most bounds numbers that may have a fraction.
+// most is the largest number that may have a fraction.
 const most = 1_000_000
 
-// number is not least..most for NaN either.
+// number parses a number. ok is false if it is not from least to most, or is NaN.
 func number(text string, least float64) (float64, bool) {
 	v, err := strconv.ParseFloat(text, 64)
 	return v, err == nil && v >= least && v <= most
 }
 
-// short returns a text that travels in handshakes.
+// short returns the kind of a text that is sent in handshakes.
 func short(field func(*Config) *string) kind {
 	return kind{want: "at most 64 bytes", read: func(c *Config, text string) (bool, error) {
 		*field(c) = text
@@ -166,7 +168,7 @@ func short(field func(*Config) *string) kind {
 	}}
 }
 
-// cores returns one for each local rank.
+// cores returns the kind of a list of cores, one for each local rank.
 func cores(field func(*Config) *[]int) kind {
 	return kind{want: "whole numbers of at least 0 with commas between them", read: func(c *Config, text string) (bool, error) {
 		var list []int
@@ -182,7 +184,7 @@ func cores(field func(*Config) *[]int) kind {
 	}}
 }
 
-// oneOf returns a word in any case, of those.
+// oneOf returns the kind of a value that is one of words, in any case. set receives the word as in words.
 func oneOf(set func(c *Config, word string), words ...string) kind {
 	last := len(words) - 1
 	return kind{want: strings.Join(words[:last], ", ") + " or " + words[last], read: func(c *Config, text string) (bool, error) {
@@ -196,7 +198,8 @@ func oneOf(set func(c *Config, word string), words ...string) kind {
 	}}
 }
 
-// builtOnly returns the choice of a backend by Horovod's names, some of which stand for what this version has, read by known.
+// builtOnly returns the kind of a choice among Horovod's names for backends: known parses the names that mean
+// a backend of gohvd, and others are the names of backends that are not built in.
 func builtOnly(known kind, others ...string) kind {
 	k := known
 	k.read = func(c *Config, text string) (bool, error) {
@@ -210,14 +213,14 @@ func builtOnly(known kind, others ...string) kind {
 	return k
 }
 
-// ownController returns the choice of a controller.
+// ownController returns the kind of the choice of a controller.
 func ownController() kind {
 	k := oneOf(func(*Config, string) {}, "gloo", "tcp")
 	k.want += ", which both mean gohvd's own"
 	return k
 }
 
-// cpuOperations returns the choice of a backend for tensors in host memory.
+// cpuOperations returns the kind of the choice of a backend for tensors in host memory.
 func cpuOperations() kind {
 	return oneOf(func(c *Config, word string) {
 		c.SharedMemory = map[string]SharedMemory{"gloo": SharedByHost, "shm,tcp": SharedIfPossible, "shm": SharedAlways, "tcp": SharedNever}[word]

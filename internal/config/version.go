@@ -4,10 +4,12 @@ import "runtime/debug"
 
 const module = "github.com/gohvd/gohvd"
 
-// release is set by the linker in a release: -X github.com/gohvd/gohvd/internal/config.release=v1.2.3.
+// release is the version of a release. The linker sets it: -X
+// github.com/gohvd/gohvd/internal/config.release=v1.2.3.
 var release string
 
-// Version returns that of gohvd in this program, whose own module may be another; "(devel)" if that is not known.
+// Version returns the version of gohvd in this program, whose main module may be another; "(devel)" if it is
+// not known.
 func Version() string {
 	if release != "" {
 		return release
@@ -22,7 +24,7 @@ func Version() string {
 	return "(devel)"
 }
 
-// VersionText is Version, and what the program was built from if that is known, for people.
+// VersionText returns the version for users, with the commit that the program was built from if it is known.
 func VersionText() string {
 	text := Version()
 	if info, ok := debug.ReadBuildInfo(); ok {
