@@ -15,14 +15,15 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// Part is something that may be built in, such as MPI.
+// Part is a component that may be built in, such as MPI.
 type Part struct {
-	// Kind is what it is a part of, a heading such as "Controllers".
+	// Kind is the heading of the component, such as "Controllers". Name is its name. Built states that it is
+	// built in.
 	Kind, Name string
 	Built      bool
 }
 
-// Parts lists what this build has and lacks, by kind.
+// Parts returns the components that this build has and lacks, grouped by kind.
 func (s *System) Parts() []Part {
 	const own = "Gloo (gohvd's own, over shared memory and TCP)"
 	torch := Part{"Frameworks", "PyTorch (over hvdd)", true}
@@ -37,7 +38,8 @@ func (s *System) Parts() []Part {
 	}
 }
 
-// WriteBuild writes the parts in the form of horovodrun --check-build, for scripts that look for "[X] PyTorch".
+// WriteBuild writes the parts in the format of horovodrun --check-build, for scripts that search for "[X]
+// PyTorch".
 func (s *System) WriteBuild(w io.Writer) error {
 	out := bufio.NewWriter(w)
 	fmt.Fprintf(out, "gohvd %s:\n", config.VersionText())
@@ -56,7 +58,8 @@ func (s *System) WriteBuild(w io.Writer) error {
 	return out.Flush()
 }
 
-// built says what this program is made of. That something is not built in is a fact, no fault.
+// built reports the version, the compiler and the components of this program. All lines are ok: a component
+// that is not built in is no problem.
 func built(_ context.Context, s *System) []Line {
 	b := s.Build
 	lines := []Line{ok("version", "gohvd %s", config.VersionText())}
@@ -92,14 +95,14 @@ func onOff(on bool) string {
 }
 
 const (
-	// loaderCache is where ldconfig notes the libraries of its folders (ldconfig(8)).
+	// loaderCache is the file in which ldconfig records the libraries of its folders (ldconfig(8)).
 	loaderCache = "etc/ld.so.cache"
-	// maxCacheBytes bounds what is read of it; usual are 20 to 200 KiB.
+	// maxCacheBytes caps what is read of that file. Its usual size is 20 to 200 KiB.
 	maxCacheBytes = 16 << 20
 )
 
-// libraries says where a program of this environment would find the libraries of GPUs. A name that ends in a dot stands for
-// all versions.
+// libraries reports where the loader would find the libraries of GPUs for a program in this environment. In
+// its list, a name that ends in a dot stands for all versions.
 func libraries(_ context.Context, s *System) []Line {
 	var lines []Line
 	noted, err := s.notedLibraries()
@@ -118,8 +121,8 @@ func libraries(_ context.Context, s *System) []Line {
 	return lines
 }
 
-// notedLibraries returns the paths in the loader's cache. They stand there as strings that end in a zero byte. Where there is no
-// cache, as with musl, there are none.
+// notedLibraries returns the paths in the loader's cache, where they are strings that end in a zero byte. It
+// returns none if there is no cache, as with musl.
 func (s *System) notedLibraries() ([]string, error) {
 	f, err := s.Root.Open(loaderCache)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -135,7 +138,7 @@ func (s *System) notedLibraries() ([]string, error) {
 	}
 	var all []string
 	for part := range bytes.SplitSeq(text, []byte{0}) {
-		// The first string follows the table without a zero byte between them; names without a path have no slash.
+		// No zero byte separates the table from the first string. Names without a path have no slash.
 		if at := bytes.IndexByte(part, '/'); at >= 0 {
 			all = append(all, string(part[at:]))
 		}
@@ -143,8 +146,9 @@ func (s *System) notedLibraries() ([]string, error) {
 	return all, nil
 }
 
-// findLibrary lists the files called name, or beginning with it if it ends in a dot, that are there: first those of
-// LD_LIBRARY_PATH, then those noted, then those of the loader's own folders (ld.so(8)).
+// findLibrary returns the existing files that are called name or, if name ends in a dot, begin with it. The
+// order is the loader's (ld.so(8)): the folders of LD_LIBRARY_PATH, then the files in noted, then the default
+// folders.
 func (s *System) findLibrary(name string, noted []string) []string {
 	matches := func(base string) bool {
 		return base == name || strings.HasSuffix(name, ".") && strings.HasPrefix(base, name)
@@ -160,11 +164,11 @@ func (s *System) findLibrary(name string, noted []string) []string {
 	}
 	addFolder := func(folder string) {
 		if !path.IsAbs(folder) {
-			return // the loader would look in the working directory, which is another for every job
+			return // relative to the working directory, which differs from job to job
 		}
 		entries, err := fs.ReadDir(s.Root, inRoot(folder))
 		if err != nil {
-			return // the loader passes over it too
+			return // the loader ignores it too
 		}
 		for _, e := range entries {
 			if matches(e.Name()) {
@@ -186,7 +190,7 @@ func (s *System) findLibrary(name string, noted []string) []string {
 	return files
 }
 
-// inRoot returns the name by which an fs.FS knows an absolute path.
+// inRoot returns the name of an absolute path in an fs.FS.
 func inRoot(abs string) string {
 	if name := strings.TrimPrefix(path.Clean(abs), "/"); name != "" {
 		return name
@@ -194,7 +198,8 @@ func inRoot(abs string) string {
 	return "."
 }
 
-// getenv returns the last value of a variable, as exec gives it to a program; empty if there is none.
+// getenv returns the last value of a variable in Environ, which is the one that a program sees; empty if
+// there is none.
 func (s *System) getenv(name string) (value string) {
 	for _, e := range s.Environ {
 		if v, is := strings.CutPrefix(e, name+"="); is {
@@ -204,11 +209,12 @@ func (s *System) getenv(name string) (value string) {
 	return value
 }
 
-// nvidia says which GPUs of NVIDIA the kernel shows. Containers have the device files only of those they may use.
+// nvidia reports the GPUs of NVIDIA that have device files. A container has the files of only those GPUs that
+// it may use.
 func nvidia(_ context.Context, s *System) []Line {
 	devices, err := fs.Glob(s.Root, "dev/nvidia[0-9]*")
 	if err != nil {
-		return []Line{warn("", "", "%v", err)} // only of the pattern
+		return []Line{warn("", "", "%v", err)} // Glob fails only for a malformed pattern
 	}
 	if len(devices) == 0 {
 		return []Line{ok("", "no device files")}

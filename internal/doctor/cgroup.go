@@ -8,15 +8,16 @@ import (
 	"strings"
 )
 
-// cgroup is a folder of a hierarchy of version 1 or 2.
+// cgroup is a cgroup: a folder of a hierarchy of version 1 or 2.
 type cgroup struct {
 	dir     string
 	version int
 }
 
-// cgroups returns those that bind this process as to a controller: its own and all above it, of each hierarchy that may have
-// the controller. Seen from inside a container the path may be that of the host, which is not there; then the
-// hierarchy's root itself is the container's. Folders may be missing and need not have the controller's files.
+// cgroups returns the cgroups that limit this process by a controller: its own cgroup and all above it, in
+// each hierarchy that may have the controller. In a container the path in /proc may be the path on the host,
+// which does not exist in the container; then the root of the hierarchy is the container's cgroup. The
+// folders may be missing, and need not have the files of the controller.
 func (s *System) cgroups(controller string) iter.Seq[cgroup] {
 	const mount = "sys/fs/cgroup"
 	return func(yield func(cgroup) bool) {
@@ -55,7 +56,7 @@ func (s *System) cgroups(controller string) iter.Seq[cgroup] {
 	}
 }
 
-// word returns what a file of one line holds, empty if it cannot be read.
+// word returns the content of a file of one line; empty if the file cannot be read.
 func (s *System) word(file string) string {
 	text, err := fs.ReadFile(s.Root, file)
 	if err != nil {

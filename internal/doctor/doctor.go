@@ -1,10 +1,11 @@
-// Package doctor looks at the machine that ranks are to run on and says what stands in their way.
+// Package doctor checks the machine on which ranks are to run, and reports what may prevent a job from
+// running there.
 //
 // Invariants:
 //
-//  1. A check changes nothing on the machine, and knows it only through a System.
-//  2. Run returns in time, whatever hangs.
-//  3. A line is a fact (ok), a hint (warn) or what will break a job (fail). What is not fine has a fix.
+//  1. A check changes nothing on the machine, and accesses it only through a System.
+//  2. Run returns within its time limit, even if system calls or commands hang.
+//  3. A line is a fact (ok), a hint (warn) or a reason for which a job will fail (fail). A line that is not ok has a fix.
 package doctor
 
 import (
@@ -15,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// Status is how good what a Line tells is.
+// Status is the severity of a Line.
 type Status string
 
 const (
@@ -24,32 +25,33 @@ const (
 	Fail Status = "fail"
 )
 
-// Line is one finding. Its keys in JSON stay as they are.
+// Line is one finding. Its keys in JSON are stable.
 type Line struct {
-	// Section is the heading that it stands under, and Name what was looked at.
+	// Section is the heading of the line, and Name is the subject of the check.
 	Section string `json:"section"`
 	Name    string `json:"name"`
 	Status  Status `json:"status"`
-	// Text is what was found, printable and bounded.
+	// Text is the finding, printable and of bounded length.
 	Text string `json:"text"`
-	// Fix is what to do about it, empty if there is nothing to do.
+	// Fix is what the user can do about the finding; empty if there is nothing to do.
 	Fix string `json:"fix"`
 }
 
-// Check looks at one thing.
+// Check is one check.
 type Check struct {
-	// Section is that of its lines, and Name that of those without one.
+	// Section is the section of its lines. Name is the name of its lines that have none.
 	Section, Name string
-	// Look gives the lines. It should end with ctx. It may run beside the others.
+	// Look returns the lines. It should return when ctx ends. It may run concurrently with other checks.
 	Look func(ctx context.Context, s *System) []Line
 }
 
-// grace is how long a check that heeds its context has after the context's end.
+// grace is the time that a check has to return after its context has ended.
 const grace = time.Second
 
-// Run runs the checks side by side and gives their lines in the order of the checks. It takes no longer than limit, which is
-// more than a second, and ends soon after ctx. For a check that has not ended by then there is a line that says so; its
-// goroutine is left behind, for nothing can end a system call that hangs.
+// Run runs the checks concurrently and returns their lines in the order of the checks. It returns within
+// limit, which must be more than a second, and soon after ctx ends. For a check that has not returned by then
+// it adds a line that says so. The goroutine of that check remains, because nothing can end a system call
+// that hangs.
 func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []Line {
 	start := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, limit-grace)
@@ -75,7 +77,7 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 			if l.Name == "" {
 				l.Name = c.Name
 			}
-			// Texts may come from other hosts and from the environment.
+			// The texts may come from other hosts and from the environment.
 			l.Name, l.Text, l.Fix = analysis.Plain(l.Name), analysis.Plain(l.Text), analysis.Plain(l.Fix)
 			all = append(all, l)
 		}
@@ -83,14 +85,14 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 	return all
 }
 
-// await waits for the lines of a check until the end of late.
+// await waits for the lines of a check until late ends. ended is false if there are none.
 func await(late context.Context, answer <-chan []Line) (lines []Line, ended bool) {
 	select {
 	case lines = <-answer:
 		return lines, true
 	case <-late.Done():
 	}
-	select { // it may have come while others were waited for
+	select { // the lines may have arrived during the wait for earlier checks
 	case lines = <-answer:
 		return lines, true
 	default:
@@ -110,7 +112,7 @@ func fail(name, fix, format string, args ...any) Line {
 	return Line{Name: name, Status: Fail, Text: fmt.Sprintf(format, args...), Fix: fix}
 }
 
-// Checks returns all there are, in the order of their sections.
+// Checks returns all checks, in the order of their sections.
 func Checks() []Check {
 	return []Check{
 		{"build", "build", built},

@@ -7,10 +7,10 @@ import (
 	"time"
 )
 
-// maxAgents bounds how many agents run at once.
+// maxAgents caps the number of agents that run at once.
 const maxAgents = 32
 
-// agent looks for the program that reaches other hosts.
+// agent looks up the program that reaches other hosts.
 func agent(_ context.Context, s *System) []Line {
 	name := s.Agent("HOST", nil)[0]
 	file, err := s.LookPath(name)
@@ -25,7 +25,7 @@ func agent(_ context.Context, s *System) []Line {
 	}
 }
 
-// hosts runs a command that does nothing on each host, side by side.
+// hosts runs a command that does nothing on each host, concurrently.
 func hosts(ctx context.Context, s *System) []Line {
 	if len(s.Hosts) == 0 {
 		return []Line{ok("", "none asked for (--hosts)")}
@@ -49,7 +49,7 @@ func hosts(ctx context.Context, s *System) []Line {
 	return lines
 }
 
-// try runs the command on one host.
+// try runs that command on one host.
 func (s *System) try(ctx context.Context, name, host string) Line {
 	argv := s.Agent(host, []string{"true"})
 	start := time.Now()
@@ -74,7 +74,7 @@ func lastLine(text string) string {
 	return strings.TrimSpace(text[strings.LastIndexByte(text, '\n')+1:])
 }
 
-// fixFor tells what to do from what OpenSSH says.
+// fixFor returns a fix that depends on the error message of OpenSSH.
 func fixFor(host, said, command string) string {
 	for _, c := range []struct{ says, fix string }{
 		{"Host key verification failed", "check the host's key and accept it by hand once: ssh " + host},

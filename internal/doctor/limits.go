@@ -7,10 +7,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// getrlimitFix is for when the kernel does not say a limit, which only a sandbox brings about.
+// getrlimitFix is the fix if getrlimit fails, which happens only in a sandbox.
 const getrlimitFix = "have a sandbox that allows getrlimit"
 
-// fileSize looks at the limit for files, which holds for memfds as well.
+// fileSize checks the limit for the size of files, which applies to memfds too.
 func fileSize(_ context.Context, s *System) []Line {
 	r, err := s.Rlimit(unix.RLIMIT_FSIZE)
 	switch {
@@ -24,7 +24,8 @@ func fileSize(_ context.Context, s *System) []Line {
 	}
 }
 
-// lockedMemory looks at the limit for locked memory, which matters to network cards that write to memory by themselves.
+// lockedMemory checks the limit for locked memory, which matters to network cards that write to memory
+// themselves (RDMA).
 func lockedMemory(_ context.Context, s *System) []Line {
 	r, err := s.Rlimit(unix.RLIMIT_MEMLOCK)
 	if err != nil {
@@ -41,16 +42,18 @@ func lockedMemory(_ context.Context, s *System) []Line {
 }
 
 const (
-	// filesPerPeer are rank 0's sockets to each other rank, and filesPerLocal those in Init to ranks of its host, with which it
-	// shares memory.
+	// filesPerPeer is the number of rank 0's sockets to each other rank. filesPerLocal is the number of its
+	// sockets, during Init, to each rank on its host with which it shares memory.
 	filesPerPeer, filesPerLocal = 2, 4
-	// filesOwn is about what a rank needs besides: its output, poller, listeners, store and shared memory.
+	// filesOwn is about the number of further files of a rank: its output, poller, listeners, store and
+	// shared memory.
 	filesOwn = 32
-	// fewFiles are too few for large jobs, tooFewFiles for most.
+	// fewFiles is too low a limit for large jobs, and tooFewFiles for most jobs.
 	fewFiles, tooFewFiles = 1024, 128
 )
 
-// openFiles looks at the limit for open files. In a Go program the soft limit is the hard one, for package os raises it.
+// openFiles checks the limit for open files. For a Go program the hard limit applies, since package os raises
+// the soft limit to it.
 func openFiles(_ context.Context, s *System) []Line {
 	const fix = "raise the hard limit: ulimit -Hn 65536, docker --ulimit nofile=65536, or LimitNOFILE=65536 in the service"
 	r, err := s.Rlimit(unix.RLIMIT_NOFILE)

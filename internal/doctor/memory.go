@@ -12,7 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lowBytes is what makes little memory: a few ranks' segments, fusion buffers and runtimes take some hundred MiB.
+// lowBytes is the threshold below which memory is low: the segments, fusion buffers and runtimes of a few
+// ranks take some hundred MiB.
 const lowBytes = 1 << 30
 
 func memory(_ context.Context, s *System) []Line {
@@ -25,7 +26,7 @@ func memory(_ context.Context, s *System) []Line {
 	if !known1 || !known2 {
 		return []Line{warn("", "mount /proc", "/proc/meminfo: no MemTotal or MemAvailable")}
 	}
-	// The file counts in KiB.
+	// The unit of the file is KiB.
 	found := fmt.Sprintf("%s available of %s", bytesText(available<<10), bytesText(total<<10))
 	if available<<10 < lowBytes {
 		return []Line{warn("", "end what else runs here, or start fewer ranks", "%s", found)}
@@ -33,7 +34,8 @@ func memory(_ context.Context, s *System) []Line {
 	return []Line{ok("", "%s", found)}
 }
 
-// memoryLimit says what the cgroup leaves. The kernel enforces it by killing.
+// memoryLimit reports the memory that the cgroup's limit leaves. The kernel enforces the limit by killing
+// processes.
 func memoryLimit(_ context.Context, s *System) []Line {
 	var (
 		left, limit uint64 = math.MaxUint64, 0
@@ -56,11 +58,12 @@ func memoryLimit(_ context.Context, s *System) []Line {
 	}
 }
 
-// noLimit is from where a limit of version 1 is none: it has no word for that and shows the largest number of whole pages.
+// noLimit is the value from which on a limit of version 1 means no limit: that version shows the largest
+// number of whole pages then.
 const noLimit = 1 << 62
 
-// memoryOf returns what one cgroup leaves of its limit, and the limit's file. Pages of files that were read do not count as
-// used, for the kernel takes them back.
+// memoryOf returns the memory that the limit of one cgroup leaves, the limit, and the file with the limit.
+// Cached pages of files do not count as used, since the kernel reclaims them.
 func (s *System) memoryOf(g cgroup) (left, limit uint64, file string, limited bool) {
 	file, usage, caches := g.dir+"/memory.max", "/memory.current", []string{"inactive_file", "active_file"}
 	if g.version == 1 {
@@ -80,7 +83,7 @@ func (s *System) memoryOf(g cgroup) (left, limit uint64, file string, limited bo
 	return limit - min(limit, used), limit, file, true
 }
 
-// field returns the number behind name at the start of a line of text.
+// field returns the number after name, which begins a line of text.
 func field(text, name string) (uint64, bool) {
 	for line := range strings.Lines(text) {
 		if words := strings.Fields(line); len(words) > 1 && words[0] == name {
@@ -91,7 +94,7 @@ func field(text, name string) (uint64, bool) {
 	return 0, false
 }
 
-// devShm says how large the folder of POSIX shared memory is. Docker makes it 64 MiB.
+// devShm reports the size of /dev/shm, the folder of POSIX shared memory. Docker limits it to 64 MiB.
 func devShm(_ context.Context, s *System) []Line {
 	const (
 		users = "gohvd does not use it (its shared memory is memfd); PyTorch's data loaders, NCCL and Open MPI do"
@@ -109,7 +112,7 @@ func devShm(_ context.Context, s *System) []Line {
 	return []Line{ok("", "%s; %s", found, users)}
 }
 
-// memfdWorks makes and seals shared memory, little enough for any machine.
+// memfdWorks makes and seals a piece of shared memory that is small enough for any machine.
 func memfdWorks(_ context.Context, s *System) []Line {
 	const numBytes = 1 << 20
 	if err := s.Memfd(numBytes); err != nil {
@@ -119,7 +122,7 @@ func memfdWorks(_ context.Context, s *System) []Line {
 	return []Line{ok("", "shared memory can be made, sized and sealed")}
 }
 
-// bytesText returns n in the unit that suits it.
+// bytesText formats n bytes in a suitable unit.
 func bytesText(n uint64) string {
 	const units = "KMGTPE"
 	if n < 1<<10 {
@@ -133,7 +136,7 @@ func bytesText(n uint64) string {
 	return fmt.Sprintf("%.4g %ciB", f, units[i])
 }
 
-// limitText returns a limit in bytes.
+// limitText formats a limit in bytes.
 func limitText(n uint64) string {
 	if n == unix.RLIM_INFINITY {
 		return "unlimited"

@@ -11,10 +11,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxIdle bounds how many interfaces without an address are named: a node of Kubernetes has hundreds.
+// maxIdle caps how many interfaces without an address are listed: a node of Kubernetes has hundreds.
 const maxIdle = 8
 
-// interfaces lists those with an address, and says if ranks of one host could not reach each other.
+// interfaces lists the network interfaces. It reports a failure if there is no loopback, over which ranks on
+// one host meet.
 func interfaces(_ context.Context, s *System) []Line {
 	all, err := s.Interfaces()
 	if err != nil {
@@ -34,7 +35,7 @@ func interfaces(_ context.Context, s *System) []Line {
 			idle = append(idle, i.Name)
 		case !i.Up:
 			lines = append(lines, warn(name, "ip link set "+i.Name+" up, or take its address away", "down, %s", found))
-		case !i.Running && s.isBridge(i.Name): // as docker0 without a container, which is as it should be
+		case !i.Running && s.isBridge(i.Name): // normal for a bridge without members, such as docker0 without a container
 			lines = append(lines, ok(name, "a bridge without members that are up, %s", found))
 		case !i.Running:
 			lines = append(lines, warn(name, "look at its cable or its other end, or take its address away", "up without a carrier, %s", found))
@@ -70,7 +71,8 @@ func hasLoopback(prefixes []string) bool {
 	return false
 }
 
-// hostName looks this host up by its name. gohvd does without; other libraries take it for the address that peers reach.
+// hostName looks up the addresses of this host's name. gohvd does not need them, but other libraries take
+// them for the addresses at which peers reach this host.
 func hostName(ctx context.Context, s *System) []Line {
 	const fix = "put the name into /etc/hosts with an address that the other hosts reach, or into the DNS"
 	name, err := s.Hostname()
@@ -97,10 +99,10 @@ func hostName(ctx context.Context, s *System) []Line {
 	}
 }
 
-// lateClock is the error from which logs of several hosts cannot be put in order.
+// lateClock is the error of the clock from which on logs of several hosts cannot be ordered.
 const lateClock = time.Second
 
-// clock says whether the clock is kept right. Deadlines do not depend on it; logs and certificates do.
+// clock reports whether the clock is synchronized. Logs and certificates depend on that; deadlines do not.
 func clock(_ context.Context, s *System) []Line {
 	const fix = "run chrony or systemd-timesyncd; in a container or virtual machine, on the host"
 	state, t, err := s.Clock()

@@ -23,12 +23,13 @@ func simd(_ context.Context, s *System) []Line {
 	}
 }
 
-// cores says what there is to compute with. Each of these bounds the next but GOMAXPROCS, which the environment can set.
+// cores reports the number of cores of the machine, those that this process may use, and GOMAXPROCS. Each is
+// an upper bound of the next, except for GOMAXPROCS, which the environment can set to any number.
 func cores(_ context.Context, s *System) []Line {
 	var lines []Line
 	if text, err := fs.ReadFile(s.Root, "proc/stat"); err != nil {
 		lines = append(lines, warn("online", "mount /proc", "%v", err))
-	} else { // a line for each after that for all (proc_stat(5))
+	} else { // one line per core follows the line for all cores (proc_stat(5))
 		lines = append(lines, ok("online", "%d", strings.Count(string(text), "\ncpu")))
 	}
 	lines = append(lines, ok("affinity", "this process may run on %d", s.Affinity))
@@ -39,8 +40,8 @@ func cores(_ context.Context, s *System) []Line {
 	return append(lines, ok("GOMAXPROCS", "%d", s.GOMAXPROCS))
 }
 
-// quota says how much time of the cores the cgroup allows. A job whose quota is used up is stopped until the next period,
-// all ranks of the cgroup at once, usually up to 100 ms.
+// quota reports how much time of the cores the cgroup permits. When a quota is used up, the kernel stops all
+// processes of the cgroup until the next period, usually for up to 100 ms.
 func quota(_ context.Context, s *System) []Line {
 	least, file := math.Inf(1), ""
 	for g := range s.cgroups("cpu") {
@@ -59,7 +60,7 @@ func quota(_ context.Context, s *System) []Line {
 	}
 }
 
-// quotaOf returns the quota of one cgroup, in cores, and the file that says so.
+// quotaOf returns the quota of one cgroup, in cores, and the file with the quota.
 func (s *System) quotaOf(g cgroup) (cores float64, file string, limited bool) {
 	var text, period string
 	if g.version == 2 {

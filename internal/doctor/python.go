@@ -18,7 +18,8 @@ const (
 	oldestPython = 10 // 3.10
 )
 
-// probe prints what pythonFacts has. It does not import torch, which may take longer than the doctor has.
+// probe is a Python program that prints a pythonFacts as JSON. It does not import torch, which may take
+// longer than the checks may.
 const probe = `
 import importlib.util, json, platform, sys
 def version(name):
@@ -39,17 +40,19 @@ except Exception as e:
 print(json.dumps(facts))
 `
 
-// pythonFacts is what probe prints. A version is empty for what is not installed.
+// pythonFacts is the output of probe. The version of a package that is not installed is empty.
 type pythonFacts struct {
 	Version, Torch, Numpy string
 	Minor                 int
 	Gohvd, At, Hvdd       string
-	// Error is why gohvd cannot be imported or finds no hvdd, and Absent says that gohvd is not installed.
+	// Error is the reason why gohvd cannot be imported or does not find hvdd. Absent states that gohvd is not
+	// installed.
 	Error  string
 	Absent bool
 }
 
-// python says what a program in Python would find: python3, torch, numpy, gohvd and hvdd. Programs in Go need none of it.
+// python reports what a Python program would find: python3, torch, numpy, gohvd and hvdd. Go programs need
+// none of these.
 func python(ctx context.Context, s *System) []Line {
 	env := s.Environ
 	if s.Sidecar != "" && s.getenv(config.SidecarBinaryVariable) == "" {
@@ -93,7 +96,7 @@ func python(ctx context.Context, s *System) []Line {
 	return append(lines, s.hvddLine(ctx, facts.Hvdd))
 }
 
-// hvddLine runs an hvdd for its version, which ought to be that of this program.
+// hvddLine runs an hvdd to get its version, which should equal the version of this program.
 func (s *System) hvddLine(ctx context.Context, file string) Line {
 	if file == "" {
 		return ok(sidecarName, "not beside hvdrun; only programs in Python need it")
@@ -109,8 +112,8 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 	return ok(sidecarName, "%s at %s", its, file)
 }
 
-// findSidecar looks for hvdd where ranks in Python would, but for their package, which hvdrun does not know. The error says why there is
-// none.
+// findSidecar returns an error if there is no hvdd where ranks in Python look for it. It does not look in
+// their Python package, whose place hvdrun does not know.
 func (s *System) findSidecar() error {
 	if named := s.getenv(config.SidecarBinaryVariable); named != "" {
 		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() || unix.Access(named, unix.X_OK) != nil {

@@ -22,63 +22,69 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// System is what the checks see of a machine. They use it side by side and change nothing in it.
+// System is the machine as seen by the checks, which use it concurrently and do not change it.
 type System struct {
-	// Root is the root of the file system, with proc, sys, dev and etc.
+	// Root is the root of the file system; the checks read proc, sys, dev, etc and the loader's folders.
 	Root fs.FS
-	// Environ is the environment, NAME=value.
+	// Environ is the environment of the ranks, NAME=value.
 	Environ []string
-	// Build is what this program was built of.
+	// Build describes how this program was built.
 	Build Build
-	// SIMD is kernel.Level, Arch the processor's architecture as Go calls it.
+	// SIMD is kernel.Level, and Arch is runtime.GOARCH.
 	SIMD, Arch string
-	// Affinity is how many processors this process may run on, and GOMAXPROCS how many threads run Go at once.
+	// Affinity is the number of processors that this process may run on, and GOMAXPROCS the number of threads
+	// that run Go code at once.
 	Affinity, GOMAXPROCS int
 
-	// Hosts are those to reach, and Agent is the command that runs the words of another on one of them. Its first word is the same
-	// for all.
+	// Hosts are the hosts to reach. Agent returns the command that runs words on one of them. Its first word
+	// is the same for all hosts.
 	Hosts []string
 	Agent func(host string, words []string) []string
 
-	// Rlimit is getrlimit(2) and Statfs statfs(2) of a path, Clock adjtimex(2) without a change.
+	// Rlimit is getrlimit(2), Statfs is statfs(2) of a path, and Clock is adjtimex(2) without a change.
 	Rlimit func(resource int) (unix.Rlimit, error)
 	Statfs func(path string) (unix.Statfs_t, error)
 	Clock  func() (state int, t unix.Timex, err error)
-	// Memfd makes shared memory of numBytes as ranks do, and gives it back.
+	// Memfd makes numBytes of shared memory as ranks do, and frees it.
 	Memfd func(numBytes int64) error
-	// Interfaces are those of the network, Hostname is this host's name and LookupHost gives a name's addresses.
+	// Interfaces returns the network interfaces, Hostname the name of this host, and LookupHost the addresses
+	// of a name.
 	Interfaces func() ([]Interface, error)
 	Hostname   func() (string, error)
 	LookupHost func(ctx context.Context, name string) ([]string, error)
-	// LookPath finds a program.
+	// LookPath is exec.LookPath.
 	LookPath func(name string) (string, error)
-	// Sidecar is the hvdd beside hvdrun, which it gives to ranks that name none; empty if there is none.
+	// Sidecar is the path of the hvdd beside hvdrun, which hvdrun passes to ranks that do not name another;
+	// empty if there is none.
 	Sidecar string
-	// Output runs a command with an environment and without input to its end, or that of ctx, and returns what it printed.
+	// Output runs a command with an environment and empty standard input, and returns the end of its standard
+	// output. It kills the command when ctx ends.
 	Output func(ctx context.Context, env, argv []string) (string, error)
-	// Reach runs a command without input to its end, or that of ctx. said is the last that it wrote to standard error.
+	// Reach runs a command with empty standard input. said is the end of its standard error. It kills the
+	// command when ctx ends.
 	Reach func(ctx context.Context, argv []string) (said string, err error)
 }
 
-// Build is what a program was built of.
+// Build describes how a program was built.
 type Build struct {
-	// Go is the version of the compiler.
+	// Go is the version of the Go toolchain.
 	Go string
-	// CGO says whether C was allowed and NoAsm whether assembly was left out, where Known.
+	// CGO states that cgo was enabled and NoAsm that assembly was left out. Both are valid if Known.
 	CGO, NoAsm, Known bool
 }
 
-// Interface is one of the network.
+// Interface is a network interface.
 type Interface struct {
 	Name string
-	// Addrs are its addresses, with the length of their prefixes.
+	// Addrs are its addresses with their prefix lengths.
 	Addrs []string
 	MTU   int
-	// Up is what was wished and Running what is: there is a carrier.
+	// Up states that the interface was turned on, and Running that it is operational: it has a carrier.
 	Up, Running, Loopback bool
 }
 
-// Here returns this machine, for ranks with an environment. The caller adds Hosts and Agent.
+// Here returns the System of this machine, for ranks with the given environment. The caller sets Hosts and
+// Agent.
 func Here(environ []string) *System {
 	s := &System{
 		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram),
@@ -116,7 +122,8 @@ func Here(environ []string) *System {
 	return s
 }
 
-// BesideSelf returns the path of a program in the folder of this one; empty if there is none.
+// BesideSelf returns the path of a program in the folder of this program; empty if it is not there or not
+// executable.
 func BesideSelf(name string) string {
 	self, err := os.Executable()
 	if err != nil {
@@ -165,13 +172,13 @@ func netInterfaces() ([]Interface, error) {
 }
 
 const (
-	// killDelay is how long what an agent has left behind may keep its standard error open.
+	// killDelay is how long processes that an agent has left behind may keep its standard error open.
 	killDelay = grace / 2
-	// saidBytes bounds what is kept of what a command prints.
+	// saidBytes caps how much of a command's output is kept: its end.
 	saidBytes = 4 << 10
 )
 
-// command returns one in a process group of its own, all of which the end of ctx kills.
+// command returns a command in a process group of its own. The end of ctx kills the whole group.
 func command(ctx context.Context, argv []string, stderr *tail) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Stderr = stderr
@@ -181,7 +188,8 @@ func command(ctx context.Context, argv []string, stderr *tail) *exec.Cmd {
 	return cmd
 }
 
-// output runs a program and returns the last that it wrote to standard output. An error has the last line of standard error.
+// output runs a program and returns the end of its standard output. An error contains the last line of
+// standard error.
 func output(ctx context.Context, env, argv []string) (string, error) {
 	var stdout, stderr tail
 	cmd := command(ctx, argv, &stderr)
@@ -193,17 +201,17 @@ func output(ctx context.Context, env, argv []string) (string, error) {
 	return string(stdout), err
 }
 
-// reach runs an agent.
+// reach runs an agent and returns the end of its standard error.
 func reach(ctx context.Context, argv []string) (said string, err error) {
 	var last tail
 	err = command(ctx, argv, &last).Run()
 	if errors.Is(err, exec.ErrWaitDelay) {
-		err = nil // it has succeeded; ssh with ControlPersist leaves a process that shares its standard error
+		err = nil // the command succeeded; ssh with ControlPersist leaves a process that keeps standard error open
 	}
 	return string(last), err
 }
 
-// tail keeps the last saidBytes that were written.
+// tail is a writer that keeps the last saidBytes.
 type tail []byte
 
 func (t *tail) Write(b []byte) (int, error) {

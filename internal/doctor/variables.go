@@ -7,7 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/place"
 )
 
-// launcher says which launcher has started this process, and of every other why it was not.
+// launcher reports which launcher has started this process, and for each other launcher why it is not that
+// one.
 func launcher(_ context.Context, s *System) []Line {
 	env, found, err := place.Detect(s.getenv)
 	var lines []Line
@@ -33,8 +34,8 @@ func launcher(_ context.Context, s *System) []Line {
 	return lines
 }
 
-// variables lists the settings that the environment has, in the order of their table: what places a rank in a job among
-// them. hvdrun config says whether their values are good.
+// variables lists the settings in the environment, in the order of their table, including those that place a
+// rank in a job. It does not check the values; hvdrun config does.
 func variables(_ context.Context, s *System) []Line {
 	var lines []Line
 	for _, setting := range config.Settings() {
