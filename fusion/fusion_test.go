@@ -20,7 +20,7 @@ func allreduce(dt tensor.DType, numElems int64) *message.Response {
 	}
 }
 
-// tensors returns responses for which no member is absent.
+// tensors returns tensors with the given responses and no absent members.
 func tensors(responses ...*message.Response) []fusion.Tensor {
 	var all []fusion.Tensor
 	for _, r := range responses {
@@ -71,7 +71,8 @@ func TestPlan(t *testing.T) {
 		{"zero threshold", 0, []*message.Response{f32(0), f32(0)}, [][]int{{0}, {1}}},
 		{"empty tensors fuse", 1, []*message.Response{f32(0), f32(0)}, [][]int{{0, 1}}},
 		{"look ahead over another type", 64, []*message.Response{f32(2), f64(2), f32(2), f64(2)}, [][]int{{0, 2}, {1, 3}}},
-		// 8 bytes in the group, 56 passed over: 64 is still within, so the third is seen and joins.
+		// 8 bytes are in the group and 56 are skipped: the sum 64 is within the threshold, so the third
+		// tensor is considered and joins.
 		{"look ahead up to the threshold", 64, []*message.Response{f32(2), f64(7), f32(2)}, [][]int{{0, 2}, {1}}},
 		{"and not beyond", 64, []*message.Response{f32(2), f64(8), f32(2)}, [][]int{{0}, {1}, {2}}},
 		{"too large, then smaller", 16, []*message.Response{f32(2), f32(3), f32(2)}, [][]int{{0}, {1}, {2}}},
@@ -131,7 +132,8 @@ func TestPlanOptions(t *testing.T) {
 	}
 }
 
-// Whatever the input: every index once, groups within the threshold and of one sort, first members in order.
+// For any input, every index is in exactly one group, groups are within the threshold and compatible, and the
+// groups are in the order of their first tensors.
 func TestPlanProperties(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)

@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/half"
 )
 
-// format is one of the types, on bits.
+// format describes one of the two types, with functions on bits.
 type format struct {
 	name          string
 	exp, fraction int // bits
@@ -37,8 +37,8 @@ var formats = []format{
 // inf returns the bits of +Inf.
 func (f format) inf() uint16 { return uint16(1<<f.exp-1) << f.fraction }
 
-// value returns what the bits of IEEE 754 mean, from the fields. Of infinity it is the number that the next exponent would
-// be: that is where rounding takes it to be.
+// value returns the number that bits encode in IEEE 754, computed from the fields. For infinity it returns
+// the number that the next exponent would encode, because rounding treats infinity as that number.
 func (f format) value(bits uint16) float64 {
 	exp, fraction := int(bits&0x7fff)>>f.fraction, float64(bits&(1<<f.fraction-1))
 	if exp > 0 {
@@ -54,7 +54,7 @@ func (f format) value(bits uint16) float64 {
 	return v
 }
 
-// values returns all that are not negative, up to infinity, in order.
+// values returns all values that are not negative, up to infinity, in order.
 func (f format) values() []float64 {
 	var all []float64
 	for bits := range f.inf() + 1 {
@@ -63,7 +63,7 @@ func (f format) values() []float64 {
 	return all
 }
 
-// nearest finds among values the one next to x, the even one of two.
+// nearest returns the one of values that is next to x, and the even one of two at the same distance.
 func nearest(values []float64, x float64) uint16 {
 	var sign uint16
 	if math.Signbit(x) {
@@ -87,7 +87,7 @@ func each(t *testing.T, test func(t *testing.T, f format)) {
 	}
 }
 
-// All bits there are.
+// The test covers all 65536 bit patterns.
 func TestWiden(t *testing.T) {
 	each(t, func(t *testing.T, f format) {
 		for i := range 1 << 16 {
@@ -137,7 +137,8 @@ func (f format) check(t *testing.T, values []float64, x float32) {
 	}
 }
 
-// Every value, the middle of every two neighbours, and the float32s next to these. Infinity has a neighbour too.
+// The test covers every value, the middle of every two neighbours, and the float32s next to these. Infinity
+// also has a lower neighbour.
 func TestRoundBoundaries(t *testing.T) {
 	each(t, func(t *testing.T, f format) {
 		inf := float32(math.Inf(1))
@@ -164,7 +165,7 @@ func TestRoundRandom(t *testing.T) {
 		values := f.values()
 		for range n {
 			f.check(t, values, math.Float32frombits(r.Uint32()))
-			// Within the range of float16, which few of all float32s are.
+			// Choose numbers within the range of float16, which has few of all float32s.
 			f.check(t, values, float32(math.Ldexp(r.Float64()*2-1, r.IntN(44)-27)))
 		}
 	})
@@ -185,7 +186,7 @@ func TestRoundNaN(t *testing.T) {
 	})
 }
 
-// TestKnown has the numbers of the doc comments.
+// TestKnown checks the numbers in the doc comments.
 func TestKnown(t *testing.T) {
 	for _, c := range []struct {
 		f    format

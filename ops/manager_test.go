@@ -23,13 +23,13 @@ func (p *planner) Close() { p.closed = true }
 
 func (p *planner) Plan(*message.Response, int64) (message.Algorithm, error) { return p.alg, p.err }
 
-// Backends of numbers that no version of message knows yet stand for those that it will.
+// These numbers stand for backends that later versions of package message may define.
 const (
 	first  = message.Backend(101)
 	second = message.Backend(102)
 )
 
-// entry registers p.
+// entry returns a registration of p.
 func entry(id message.Backend, p *planner) ops.Registration {
 	return ops.Registration{ID: id, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return p, nil }}
 }
@@ -97,7 +97,7 @@ func TestManagerGet(t *testing.T) {
 	}
 }
 
-// A backend that cannot be made ends the others.
+// If a backend cannot be made, NewManager closes the others.
 func TestManagerFails(t *testing.T) {
 	a, boom := new(planner), errors.New("boom")
 	_, err := ops.NewManager(ops.Registry{entry(first, a), {ID: second, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {

@@ -15,8 +15,8 @@ import (
 
 var seedFlag = flag.Uint64("seed", 0, "replay the random run of this seed only")
 
-// model is the plain twin of a Primary: recency is a slice, votes are flags, and what a bit meant at a cycle is
-// looked up in a copy of the cache as it was then.
+// model is a simple implementation of a Primary for comparison: recency is a slice, votes are flags, and the
+// meaning of a bit at a cycle is looked up in a copy of the cache of that cycle.
 type model struct {
 	capacity, members int
 	entries           map[uint32]*entry
@@ -99,7 +99,7 @@ func (m *model) complete() (bits []uint32) {
 	return bits
 }
 
-// Primary does what the model does, and a Cache that replays its erasures and puts stays equal to it.
+// A Primary behaves like the model, and a Cache that replays its erasures and puts stays equal to it.
 func TestPrimaryIsItsModel(t *testing.T) {
 	seeds := []uint64{*seedFlag}
 	if *seedFlag == 0 {

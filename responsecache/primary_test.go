@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/responsecache"
 )
 
-// assign gives r a bit in its own cycle and says which bits the cycle erased.
+// assign gives r a bit in its own cycle and returns the bits that were erased in the cycle.
 func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64, pinned ...uint32) (bit uint32, ok bool, erased []uint32) {
 	t.Helper()
 	var pin message.Bits
@@ -22,7 +22,7 @@ func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle u
 	return bit, ok, p.Issue(cycle, nil)
 }
 
-// wantBit fails unless r gets the bit, erasing what stood there.
+// wantBit fails the test unless r gets the bit and the previous entry of the bit is erased.
 func wantBit(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64, want uint32, erased ...uint32) {
 	t.Helper()
 	bit, ok, gone := assign(t, p, r, cycle)
@@ -81,7 +81,7 @@ func TestBits(t *testing.T) {
 	wantBit(t, p, allreduce("a", 1), 1, 0)
 	wantBit(t, p, allreduce("b", 1), 2, 1)
 	wantBit(t, p, allreduce("c", 1), 3, 2)
-	// The lowest free bit first, and no other is renumbered.
+	// The lowest free bit is assigned first, and no other bit is renumbered.
 	p.Invalidate(1)
 	p.Invalidate(0)
 	if !p.Unissued() {
@@ -108,7 +108,7 @@ func TestEviction(t *testing.T) {
 	for i, name := range []string{"a", "b", "c"} {
 		wantBit(t, p, allreduce(name, 1), uint64(i+1), uint32(i))
 	}
-	// Recency is that of granting: b is now the oldest, then c.
+	// Entries are ordered by their last grant: b is now the oldest, then c.
 	vote(t, p, 0, 0, 3)
 	vote(t, p, 1, 0, 3)
 	p.Granted(0)
@@ -123,7 +123,8 @@ func TestEviction(t *testing.T) {
 	if bit, ok, gone := assign(t, p, allreduce("g", 1), 7, 0, 1); ok || len(gone) > 0 {
 		t.Errorf("g: got bit %d for %v, though all have votes or are pinned", bit, gone)
 	}
-	// What this cycle put is not evicted by it: bit 1 goes, then none is left.
+	// Entries that were put in this cycle are not evicted in it: bit 1 is evicted, and then no candidate is
+	// left.
 	if bit, ok := p.Assign(allreduce("h", 1), 8, nil); !ok || bit != 1 {
 		t.Errorf("h: got bit %d (%v), want 1", bit, ok)
 	}
@@ -160,7 +161,7 @@ func TestInvalidations(t *testing.T) {
 	if bit, ok, _ := assign(t, p, allreduce("a", 9), 4); ok {
 		t.Errorf("got bit %d after three invalidations", bit)
 	}
-	// Evictions do not count, and other names are as ever.
+	// Evictions do not count as invalidations, and other names are not affected.
 	q := responsecache.NewPrimary(1, 1)
 	for i := range 10 {
 		if _, ok, _ := assign(t, q, allreduce([]string{"a", "b"}[i%2], 1), uint64(i+1)); !ok {
@@ -191,7 +192,7 @@ func TestNotCached(t *testing.T) {
 	}
 }
 
-// A vote means what its bit meant when the voter wrote it.
+// A vote stands for the entry that its bit had when the voter wrote it.
 func TestLateVotes(t *testing.T) {
 	p := responsecache.NewPrimary(1, 2)
 	wantBit(t, p, allgather("a", 5, 6), 1, 0)
@@ -211,7 +212,7 @@ func TestLateVotes(t *testing.T) {
 	}
 	vote(t, p, 0, 0, 2)
 
-	// An erasure that no cycle has told yet: whoever votes has not seen it, whatever else it has seen.
+	// No cycle has issued this erasure yet, so no voter has seen it, whatever cycle it has seen.
 	if got := p.Invalidate(0); len(got) != 1 {
 		t.Errorf("got %v, want the vote of member 0", got)
 	}

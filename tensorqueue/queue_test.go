@@ -83,7 +83,7 @@ func TestClose(t *testing.T) {
 	}
 }
 
-// What was finished is not there to pop, for it may be another entry by then.
+// A finished entry is not returned by Pop, because it may have been submitted again by then.
 func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	q := tensorqueue.New()
 	ended := errors.New("ended")
@@ -109,7 +109,8 @@ func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	}
 }
 
-// Entries are added together or not at all: after a name that is taken, in the table or among them, the others are free.
+// Entries are added together or not at all: if a name is in use, in the table or among them, the other names
+// stay free.
 func TestAddIsAllOrNothing(t *testing.T) {
 	for _, c := range []struct {
 		names []string
@@ -147,7 +148,7 @@ func TestAddIsAllOrNothing(t *testing.T) {
 	}
 }
 
-// Nothing is added to a closed queue, not even in part.
+// Add adds no entry to a closed queue, not even some of its entries.
 func TestAddManyAfterClose(t *testing.T) {
 	q := tensorqueue.New()
 	over := errors.New("over")
@@ -157,7 +158,7 @@ func TestAddManyAfterClose(t *testing.T) {
 	}
 }
 
-// To finish an entry twice does not finish another one that has its name by then.
+// Finishing an entry twice does not finish another entry that has the same name by then.
 func TestFinishTwice(t *testing.T) {
 	q := tensorqueue.New()
 	calls := 0
@@ -213,7 +214,8 @@ func TestConcurrentUse(t *testing.T) {
 	}
 }
 
-// A name that comes again has the guess that its last entry had at the end; but not all names are kept for ever.
+// If a name is submitted again, the entry starts with the cache bit of the previous entry. But the queue does
+// not keep all names forever.
 func TestNames(t *testing.T) {
 	q := tensorqueue.New()
 	held := entry("held", func(error) {})
@@ -266,7 +268,8 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	}
 }
 
-// A name with Hold is in use until it is released, alone or with those of the same Add, also beside many others.
+// A name with Hold is in use until it is released, by itself or with the names of the same Add, and with many
+// other names in the queue.
 func TestHold(t *testing.T) {
 	q := tensorqueue.New()
 	add := func(names ...string) ([]*tensorqueue.Entry, error) {

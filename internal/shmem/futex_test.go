@@ -22,7 +22,7 @@ const (
 	pageSize = 4096
 )
 
-// TestMain is also the other process of TestProcesses, and that of TestFileLimit which runs under a limit.
+// TestMain also runs the other process of TestProcesses, and the process of TestFileLimit that has a limit.
 func TestMain(m *testing.M) {
 	switch {
 	case len(os.Args) > 1 && os.Args[1] == "wake":
@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// wakeParent waits for the word of descriptor 3, and wakes who waits for that of descriptor 4.
+// wakeParent waits for the word of descriptor 3, and wakes the waiters of the word of descriptor 4.
 func wakeParent() error {
 	b, err := mapFD(3, unix.PROT_READ) // one that waits needs not write
 	if err != nil {
@@ -67,7 +67,7 @@ func mapFD(fd, prot int) ([]byte, error) {
 	return unix.Mmap(fd, 0, pageSize, prot, unix.MAP_SHARED)
 }
 
-// page returns a new page of shared memory, as many mappings of it as prots, and its file.
+// page returns a new page of shared memory with one mapping for each of prots, and its file.
 func page(t *testing.T, prots ...int) ([]*uint32, *os.File) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
@@ -109,7 +109,7 @@ func waitFor(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Waiters through a read-only mapping are woken through another mapping, all of them, also a read-only one.
+// Wake through another mapping, also a read-only one, wakes all waiters through a read-only mapping.
 func TestMappings(t *testing.T) {
 	for _, waker := range []int{readOnly, readWrite} {
 		words, _ := page(t, readWrite, readOnly, waker)
@@ -123,8 +123,8 @@ func TestMappings(t *testing.T) {
 				returned.Add(1)
 			}()
 		}
-		// Nothing shows that a thread sleeps, so this may also find some that have not begun; it passes either way, and
-		// fails if a sleeper is not woken.
+		// The test cannot observe that a thread sleeps, so some waiters may not have begun to wait. The test
+		// passes in either case, and fails if a sleeping waiter is not woken.
 		for range 1000 {
 			shmem.Yield()
 		}
@@ -134,7 +134,7 @@ func TestMappings(t *testing.T) {
 	}
 }
 
-// Two processes wake each other, by pages that each maps only to read where it waits.
+// Two processes wake each other by two pages. Each process maps the page that it waits on only for reading.
 func TestProcesses(t *testing.T) {
 	here, toChild := page(t, readWrite)
 	there, toParent := page(t, readOnly)
@@ -175,7 +175,7 @@ func TestWaitReturns(t *testing.T) {
 	if took := time.Since(began); took > 30*time.Second {
 		t.Errorf("a wait of %v took %v", d, took)
 	}
-	// One wait sleeps at least once: many that return at once would be a spin.
+	// At least one wait sleeps. If all returned at once, the loop would only spin.
 	began = time.Now()
 	waits := 0
 	for time.Since(began) < d {
@@ -188,8 +188,9 @@ func TestWaitReturns(t *testing.T) {
 	shmem.Wake(words[0]) // nobody waits
 }
 
-// Of two threads that each store a word, then load the other's, one sees the other's store. The words are plain and the
-// threads meet before each round, so that amd64 too would reorder them without Fence.
+// If two threads each store a word and then load the other's word, at least one sees the other's store. The
+// words are plain and the threads meet before each round, so that amd64 too would reorder the accesses
+// without Fence.
 func TestFence(t *testing.T) {
 	if raceEnabled {
 		t.Skip("plain words, on purpose")
@@ -242,7 +243,7 @@ func TestPause(t *testing.T) {
 	}
 	shmem.Pause(0)
 	shmem.Pause(-1)
-	// The few may be interrupted, and the least of some tries too.
+	// A measurement, even the least of ten, may be disturbed by an interruption, so the test repeats it.
 	for end := time.Now().Add(20 * time.Second); ; {
 		few, many := took(1000), took(100_000)
 		if many >= 10*few {

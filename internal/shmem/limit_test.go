@@ -94,7 +94,8 @@ func TestMachine(t *testing.T) {
 	}
 }
 
-// The kernel's own answer to the limit of files is an error too: Go ignores its signal. It names the limit.
+// If the kernel itself enforces the limit of files, there is an error too, because Go ignores its signal. The
+// error names the limit.
 func TestFileLimitByKernel(t *testing.T) {
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {

@@ -76,7 +76,7 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// A peer can neither write nor change the size, nor take the pages out, nor add seals.
+// A peer cannot write, change the size, remove pages or add seals.
 func TestPeerMayOnlyRead(t *testing.T) {
 	s := create(t, 2*int64(os.Getpagesize()))
 	s.Bytes()[0] = 1
@@ -116,7 +116,7 @@ func TestPeerMayOnlyRead(t *testing.T) {
 	}
 }
 
-// What is not sealed, or has no whole pages, is refused; the descriptor stays the caller's.
+// Map refuses a file that is not sealed or does not have whole pages. The caller still owns the descriptor.
 func TestMapChecks(t *testing.T) {
 	file := func(size int64, seals int) int {
 		fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -155,7 +155,8 @@ func TestMapChecks(t *testing.T) {
 	mapped(t, file(page, unix.F_SEAL_SHRINK))
 }
 
-// What another process has made is mapped to write, and nobody else can do that any more; but not if it could raise SIGBUS.
+// Adopt maps a file of another process for writing, and prevents further writable mappings. It refuses a file
+// that could raise SIGBUS.
 func TestAdopt(t *testing.T) {
 	const size, fixed = 8192, unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 	for _, c := range []struct {
@@ -272,7 +273,7 @@ func openFiles(t *testing.T) int {
 	return len(fds)
 }
 
-// A blanked mapping reads as zeros and no longer shows its file, which is the owner's alone.
+// A blanked mapping reads as zeros and no longer maps its file. Only the owner still maps it.
 func TestBlank(t *testing.T) {
 	s := create(t, 3*int64(os.Getpagesize()))
 	for i := range s.Bytes() {
@@ -309,7 +310,7 @@ func TestImpossibleSizes(t *testing.T) {
 	}
 }
 
-// Under ulimit -f there is an error with the size and the limit, and no signal that kills.
+// Under ulimit -f, Create returns an error with the size and the limit, and no signal kills the process.
 func TestFileLimit(t *testing.T) {
 	exe, err := os.Executable()
 	if err != nil {
@@ -331,8 +332,8 @@ func TestFileLimit(t *testing.T) {
 	}
 }
 
-// A segment of CreateOpen can be written by one who was given it, until it is sealed; its size is fixed from the start. Adopt seals
-// it too.
+// A segment of CreateOpen can be written by a process that has its descriptor until it is sealed. Its size is
+// fixed from the start. Adopt seals it too.
 func TestCreateOpen(t *testing.T) {
 	for _, how := range []string{"by its maker", "by who adopts it"} {
 		s, err := shmem.CreateOpen("test", 1)
@@ -381,7 +382,7 @@ func TestCreateOpen(t *testing.T) {
 	}
 }
 
-// Seals that somebody else has fixed are not enough if they let others write.
+// Seals that another process has sealed are not enough if they let others write.
 func TestSealIsRefused(t *testing.T) {
 	s, err := shmem.CreateOpen("test", 1)
 	if err != nil {

@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// The parts follow each other, cover all rows, and are as even as can be, larger ones first.
+// The parts follow each other, cover all rows, and differ by at most one row, with the larger parts first.
 func TestRows(t *testing.T) {
 	for n := 1; n <= 9; n++ {
 		for rows := range int64(40) {

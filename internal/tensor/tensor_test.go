@@ -32,7 +32,7 @@ func TestDTypes(t *testing.T) {
 			t.Errorf("type %d is %v of %d bytes, valid %v, want %s of %d", i, all[i], w.dt.Size(), w.dt.Valid(), w.name, w.size)
 		}
 	}
-	// Values from the wire may be anything.
+	// Values from the wire may be out of range.
 	for _, dt := range []tensor.DType{tensor.Invalid, tensor.Bool + 1, 255} {
 		if dt.IsFloat() || dt.IsHalf() || dt.IsInteger() {
 			t.Errorf("%v is of a kind: float %v, half %v, integer %v", dt, dt.IsFloat(), dt.IsHalf(), dt.IsInteger())
@@ -43,7 +43,7 @@ func TestDTypes(t *testing.T) {
 	}
 }
 
-// Each type is one of whole numbers, of floats or Bool; halves are floats.
+// Each type is an integer type, a floating-point type or Bool. Half-precision types are floating-point types.
 func TestKinds(t *testing.T) {
 	floats := []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
 	for _, dt := range tensor.DTypes() {
@@ -152,7 +152,8 @@ func TestNumElems(t *testing.T) {
 		{tensor.Shape{1 << 62, 1 << 62, 1 << 62}, 0, "more than 2^63-1 elements"},
 		{tensor.Shape{-1}, 0, "shape [-1] has a negative dimension"},
 		{tensor.Shape{math.MinInt64}, 0, "negative dimension"},
-		// A zero hides neither a negative dimension nor, in either order, dimensions that are too large.
+		// A dimension of 0 does not hide a negative dimension or, in either order, dimensions that are too
+		// large.
 		{tensor.Shape{0, -1}, 0, "shape [0 -1] has a negative dimension"},
 		{tensor.Shape{-1, 0}, 0, "negative dimension"},
 		{tensor.Shape{0, most, 2}, 0, "more than 2^63-1 elements"},
@@ -265,7 +266,7 @@ func TestCheckScale(t *testing.T) {
 	checkError(t, tensor.CheckScale(255), "got DType(255)")
 }
 
-// checkError wants no error if want is empty, and else one that has it.
+// checkError checks that err is nil if want is empty, and otherwise that its text contains want.
 func checkError(t *testing.T, err error, want string) {
 	t.Helper()
 	if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {

@@ -16,14 +16,15 @@ import (
 
 const latency = 10 * time.Millisecond
 
-// The contract, in real time: it has loops that watch Sent, in which the clock of a bubble would stand still.
+// The contract test runs in real time: it has loops that poll Sent, during which the clock of a bubble would
+// stand still.
 func TestContractWithLatency(t *testing.T) {
 	transporttest.Run(t, func(_ testing.TB, size int) []transport.Mesh {
 		return meshesOf(mem.NewWithLatency(size, 100*time.Microsecond), size)
 	})
 }
 
-// stopwatch tells the time of a bubble since it was made.
+// stopwatch measures the time of a bubble since it was made.
 type stopwatch struct {
 	t     *testing.T
 	began time.Time
@@ -31,7 +32,7 @@ type stopwatch struct {
 
 func newStopwatch(t *testing.T) *stopwatch { return &stopwatch{t, time.Now()} }
 
-// at checks that it is d after the start.
+// at checks that the time is d after the start.
 func (w *stopwatch) at(what string, d time.Duration) {
 	w.t.Helper()
 	if got := time.Since(w.began); got != d {
@@ -42,7 +43,7 @@ func (w *stopwatch) at(what string, d time.Duration) {
 // wait sleeps until d after the start.
 func (w *stopwatch) wait(d time.Duration) { time.Sleep(d - time.Since(w.began)) }
 
-// wantRead checks that one Read of c gives want.
+// wantRead checks that one Read of c returns want.
 func wantRead(t *testing.T, c transport.Conn, want string) {
 	t.Helper()
 	got := make([]byte, 100)
@@ -59,8 +60,8 @@ func mustSend(t *testing.T, c transport.Conn, text string) {
 	}
 }
 
-// Each byte arrives exactly the latency after it was sent, however many are on their way, and leaves the sender's
-// buffer when it is read.
+// Each byte arrives exactly the latency after it was sent, however many bytes are in flight, and leaves the
+// sender's buffer when it is read.
 func TestLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)
@@ -96,7 +97,8 @@ func TestLatency(t *testing.T) {
 	})
 }
 
-// Lanes, pairs and directions are links of their own: what is under way or unread on one delays no other.
+// Lanes, pairs of ranks and directions are separate links: bytes that are in flight or unread on one link
+// delay no other link.
 func TestLinksAreIndependent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(3, latency)
@@ -141,8 +143,8 @@ func TestLinksAreIndependent(t *testing.T) {
 	})
 }
 
-// Peers know of a death when the last that the dead sent could have arrived; those that wait for the dead to
-// connect know at once, and so does the dead.
+// Peers observe a death at the time at which the last bytes of the dead rank arrive. Ranks that wait for it
+// in Conn observe it at once, and its own calls fail at once.
 func TestKillWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(3, latency)
@@ -182,7 +184,7 @@ func TestKillWithLatency(t *testing.T) {
 	})
 }
 
-// An abort works at once on the rank's own calls, and not on what is under way.
+// An abort affects the rank's own calls at once, and does not affect bytes in flight.
 func TestAbortWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)
@@ -224,7 +226,7 @@ func TestAbortWithLatency(t *testing.T) {
 	})
 }
 
-// The end of a released lane travels behind what was sent on it.
+// The news that a lane was released arrives after the bytes that were sent on it.
 func TestReleaseWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)

@@ -78,7 +78,8 @@ func wantPeer(t *testing.T, call string, err error, peer topo.Rank) {
 	}
 }
 
-// Who waits for a rank that is killed is told; what it had sent can be read, and its buffers are its own again.
+// Calls that wait for a rank that is killed return an error. The bytes that it had sent can be read, and its
+// buffers may be reused.
 func TestKill(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.New(4)
@@ -123,7 +124,7 @@ func TestKill(t *testing.T) {
 	})
 }
 
-// Flush waits for the receiver to take everything, which a bubble can tell exactly.
+// Flush waits until the receiver has read everything. A bubble shows this exactly.
 func TestFlushWaitsForReceiver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.New(2)

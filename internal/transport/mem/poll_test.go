@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// looker is rank 1 of a cluster, and its channel to rank 0.
+// looker polls as rank 1 of a cluster on its channel to rank 0.
 type looker struct {
 	t     *testing.T
 	c     *mem.Cluster
@@ -90,7 +90,8 @@ func TestPolling(t *testing.T) {
 	}
 }
 
-// Who polls decides when a peer that rests is told of what was sent, and one that has seen it by itself is not told.
+// The polling rank decides when a parked peer is notified of sent bytes. A peer that has read them by itself
+// is not notified.
 func TestRing(t *testing.T) {
 	l := newLooker(t)
 	teller := l.c.Mesh(0)

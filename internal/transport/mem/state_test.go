@@ -7,7 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// A cluster keeps nothing of lanes that all released, aborted ones too, and of a channel that came late.
+// A cluster keeps no state of lanes that all ranks have released, including aborted lanes and a channel that
+// was made late.
 func TestReleaseKeepsNothing(t *testing.T) {
 	c := New(2)
 	for lane := transport.Lane(1); lane <= 200; lane++ {
@@ -28,7 +29,7 @@ func TestReleaseKeepsNothing(t *testing.T) {
 	}
 }
 
-// Without latency nothing looks at the clock.
+// Without latency the cluster does not read the clock.
 func TestNoLatencyNoClock(t *testing.T) {
 	for _, c := range []*Cluster{New(2), NewWithLatency(2, 0), NewWithLatency(2, -1)} {
 		if c.clock != (clock{}) {
