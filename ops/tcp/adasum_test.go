@@ -18,8 +18,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// alike returns what the ranks contribute to tensors of the given lengths: vectors that have much in common, so that the
-// combination is far from a sum and depends on the order.
+// alike returns the ranks' contributions to tensors of the given lengths: vectors that have much in common,
+// so that the combination is far from a sum and depends on the order.
 func alike(dt tensor.DType, n int, tensors []int) [][]byte {
 	rng := rand.New(rand.NewPCG(3, 4))
 	numElems := 0
@@ -37,7 +37,8 @@ func alike(dt tensor.DType, n int, tensors []int) [][]byte {
 	return all
 }
 
-// adasum runs Adasum on copies of what the ranks contribute, and returns the result after it saw that all have it.
+// adasum runs Adasum on copies of the contributions, checks that all ranks have the same result, and returns
+// it.
 func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []int) []byte {
 	t.Helper()
 	var counts []int64
@@ -55,7 +56,8 @@ func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []in
 	return bufs[0]
 }
 
-// adasumTwin combines whole vectors, tensor by tensor, in the tree of the package comment.
+// adasumTwin is a simple implementation for comparison: it combines whole vectors, tensor by tensor, in the
+// tree of the package comment.
 func adasumTwin(dt tensor.DType, in [][]byte, tensors []int) []byte {
 	var out []byte
 	from := 0
@@ -113,10 +115,10 @@ func epsilon(dt tensor.DType) float64 {
 	}[dt]
 }
 
-// wantClose compares two ways to combine tensors, of which in is what the ranks contribute. The order in which products
-// are added changes the last bits of the factors, so that a result that lies between two numbers may go to the other,
-// at each level. The bound is two units in the last place of the largest element in a tensor's inputs, and for float64,
-// where the factors are no better than the elements, 64.
+// wantClose compares the results of two implementations for the contributions in. The order in which products
+// are added changes the last bits of the factors, so at each level a result that lies between two numbers may
+// be rounded to either. The bound is two units in the last place of the largest element in a tensor's inputs,
+// and 64 for float64, for which the factors are not more precise than the elements.
 func wantClose(t *testing.T, what string, dt tensor.DType, in [][]byte, tensors []int, got, want []byte) {
 	t.Helper()
 	if len(got) != len(want) {
@@ -167,7 +169,7 @@ func TestAdasum(t *testing.T) {
 	})
 }
 
-// TestAdasumNumbersOfRanks has those that eachCluster leaves out.
+// TestAdasumNumbersOfRanks tests numbers of ranks that eachCluster leaves out.
 func TestAdasumNumbersOfRanks(t *testing.T) {
 	for _, n := range []int{6, 7, 9, 11, 16} {
 		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
@@ -177,7 +179,7 @@ func TestAdasumNumbersOfRanks(t *testing.T) {
 	}
 }
 
-// TestAdasumProperties has vectors whose combination is known.
+// TestAdasumProperties tests vectors whose combination is known.
 func TestAdasumProperties(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
 		n := len(c.backends)
@@ -208,7 +210,7 @@ func TestAdasumProperties(t *testing.T) {
 	})
 }
 
-// TestAdasumTiny has vectors whose squared norms are below the limit, and so are added.
+// TestAdasumTiny tests vectors whose squared norms are below the limit, so that they are added.
 func TestAdasumTiny(t *testing.T) {
 	c := newCluster(memMeshes(2), upTo(2), tcp.Config{})
 	for square, want := range map[float64]float64{0x1p-512: 2, 0x1p-510: 1} {
@@ -220,7 +222,7 @@ func TestAdasumTiny(t *testing.T) {
 	}
 }
 
-// TestAdasumNotFinite has a NaN or infinity in one of three tensors.
+// TestAdasumNotFinite tests a NaN or infinity in one of three tensors.
 func TestAdasumNotFinite(t *testing.T) {
 	tensors := []int{10, 20, 30}
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
@@ -236,12 +238,12 @@ func TestAdasumNotFinite(t *testing.T) {
 				copy(in[n-1][15*dt.Size():], floats(dt, 1, func(int) float64 { return bad }))
 				got := adasum(t, c, dt, in, tensors)
 				for i := 10; i < 30; i++ {
-					// The factors of the vector, and of all it is combined with, are NaN.
+					// The factors of this vector, and of all vectors that it is combined with, are NaN.
 					if v := float(dt, got, i); !math.IsNaN(v) {
 						t.Fatalf("%v with %v: got %v as element %d, want NaN", dt, bad, v, i)
 					}
 				}
-				// The other tensors are as if nothing had happened.
+				// The other tensors have their usual results.
 				copy(got[10*dt.Size():30*dt.Size()], want[10*dt.Size():])
 				wantClose(t, fmt.Sprintf("%v beside %v", dt, bad), dt, finite, tensors, got, want)
 			}

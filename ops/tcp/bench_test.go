@@ -10,7 +10,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// The figures are those of nccl-tests: busbw is bytes/time × 2(n-1)/n, which of the links' speed is used, whatever n.
+// The metrics are those of nccl-tests. busbw is bytes/time × 2(n-1)/n: the used part of the links' speed,
+// independent of n.
 func BenchmarkAllreduce(b *testing.B) {
 	for _, net := range networks {
 		for _, n := range []int{2, 4} {
@@ -25,7 +26,7 @@ func BenchmarkAllreduce(b *testing.B) {
 	}
 }
 
-// BenchmarkTypes has what halves cost by Direct, which widens them.
+// BenchmarkTypes measures the cost of half-precision types by Direct, which widens them.
 func BenchmarkTypes(b *testing.B) {
 	for _, dt := range floatTypes {
 		for _, alg := range reduceAlgs {
@@ -36,7 +37,7 @@ func BenchmarkTypes(b *testing.B) {
 	}
 }
 
-// BenchmarkSegment is what DefaultSegmentBytes was chosen by.
+// BenchmarkSegment is the benchmark by which DefaultSegmentBytes was chosen.
 func BenchmarkSegment(b *testing.B) {
 	for seg := 16 << 10; seg <= 4<<20; seg <<= 1 {
 		for _, n := range []int{2, 4} {
@@ -60,7 +61,7 @@ func benchmarkAllreduce(b *testing.B, c *cluster, alg message.Algorithm, dt tens
 	b.SetBytes(int64(numBytes))
 	b.ReportAllocs()
 	b.ResetTimer()
-	// Each rank loops by itself: a collective needs no further synchronisation.
+	// Each rank loops independently: the collective synchronizes them.
 	c.must(b, func(r int, be *opstest.Blocking) error {
 		for range b.N {
 			if err := sum(r, be); err != nil {

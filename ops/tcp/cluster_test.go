@@ -20,13 +20,13 @@ import (
 
 const lane = transport.Lane(3)
 
-// cluster is the backends of all ranks of a process set in one process.
+// cluster has the backends of all ranks of a process set in one process.
 type cluster struct {
 	meshes   []transport.Mesh
 	backends []*opstest.Blocking
 }
 
-// newCluster joins ranks of all meshes, in the order of ranks.
+// newCluster makes the backends of a process set of ranks, in this order.
 func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *cluster {
 	c := &cluster{}
 	for i, r := range ranks {
@@ -71,7 +71,7 @@ func socketMeshes(tb testing.TB, n int, key secret.Secret) []transport.Mesh {
 	return all
 }
 
-// networks are the meshes that the backend is tested over.
+// networks are the kinds of meshes with which the backend is tested.
 var networks = []struct {
 	name   string
 	meshes func(tb testing.TB, n int) []transport.Mesh
@@ -80,7 +80,7 @@ var networks = []struct {
 	{"tcp", tcpMeshes},
 }
 
-// upTo lists the ranks 0 to n-1.
+// upTo returns the ranks 0 to n-1.
 func upTo(n int) []topo.Rank {
 	var all []topo.Rank
 	for r := range n {
@@ -89,8 +89,8 @@ func upTo(n int) []topo.Rank {
 	return all
 }
 
-// each runs f for all ranks at once and returns their errors. A cluster that hangs is aborted, so that the test
-// fails and does not.
+// each runs f for all ranks concurrently and returns their errors. It aborts a cluster that hangs, so that
+// the test fails instead of hanging.
 func (c *cluster) each(f func(i int, b *opstest.Blocking) error) []error {
 	hung := time.AfterFunc(time.Minute, func() {
 		for _, m := range c.meshes {
@@ -107,7 +107,7 @@ func (c *cluster) each(f func(i int, b *opstest.Blocking) error) []error {
 	return errs
 }
 
-// must is each for what has to succeed.
+// must is like each, but fails the test if f fails.
 func (c *cluster) must(tb testing.TB, f func(i int, b *opstest.Blocking) error) {
 	tb.Helper()
 	if err := errors.Join(c.each(f)...); err != nil {
@@ -115,8 +115,9 @@ func (c *cluster) must(tb testing.TB, f func(i int, b *opstest.Blocking) error) 
 	}
 }
 
-// eachCluster tests clusters of several sizes, cut into several segments: of one element, of 64 bytes, and by default. In
-// those of 64 bytes some ranks wait and the others do their operations step by step.
+// eachCluster runs a test on clusters of several sizes with different segment sizes: one element, 64 bytes,
+// and the default. In clusters with segments of 64 bytes some ranks wait and the others run their operations
+// step by step.
 func eachCluster(t *testing.T, f func(t *testing.T, c *cluster, segmentBytes int)) {
 	for _, n := range []int{1, 2, 3, 4, 5, 8} {
 		for _, seg := range []int{1, 64, 0} {
@@ -147,7 +148,8 @@ func strictMeshes(t *testing.T, n int) []transport.Mesh {
 	return meshes
 }
 
-// checkReleased says which buffers the channels of strictMeshes hold between operations.
+// checkReleased reports the buffers that the channels of strictMeshes still hold between operations as
+// errors.
 func checkReleased(t *testing.T, c *cluster) {
 	t.Helper()
 	for r, m := range c.meshes {
@@ -159,8 +161,8 @@ func checkReleased(t *testing.T, c *cluster) {
 	}
 }
 
-// strictMesh holds its user to the contract of transport.Conn: that what is sent does not change until Sent or Flush
-// says that it has left. Sent lags behind by one call.
+// strictMesh checks that its user obeys the contract of transport.Conn: a buffer must not change after Send
+// until Sent or Flush shows that it has left. Its Sent lags behind by one call.
 type strictMesh struct {
 	transport.Mesh
 	t     *testing.T
@@ -178,7 +180,7 @@ func (m *strictMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank)
 	return m.conns[peer], nil
 }
 
-// strictConn belongs, as its mesh, to the one goroutine of its rank.
+// strictConn is used, like its mesh, only by the one goroutine of its rank.
 type strictConn struct {
 	transport.Conn
 	t        *testing.T
@@ -187,7 +189,7 @@ type strictConn struct {
 	pending  []sending
 }
 
-// sending is a buffer that has not left.
+// sending is a buffer that has not left yet.
 type sending struct {
 	end          uint64
 	buf, content []byte
@@ -201,7 +203,7 @@ func (c *strictConn) Send(p []byte) error {
 	return c.Conn.Send(p)
 }
 
-// Sent says what was true at the call before.
+// Sent returns the position at the time of the previous call.
 func (c *strictConn) Sent() uint64 {
 	said := c.said
 	c.said = c.Conn.Sent()
@@ -216,7 +218,7 @@ func (c *strictConn) Flush() error {
 	return err
 }
 
-// leave checks what leaves up to a position.
+// leave checks the buffers that leave up to position to.
 func (c *strictConn) leave(to uint64) {
 	for len(c.pending) > 0 && c.pending[0].end <= to {
 		if p := c.pending[0]; !bytes.Equal(p.buf, p.content) {

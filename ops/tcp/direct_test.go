@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 )
 
-// uneven returns what the ranks contribute to a tensor whose sums and products depend on the order: numbers of very different
-// size.
+// uneven returns the ranks' contributions to a tensor whose sums and products depend on the order: numbers of
+// very different magnitudes.
 func uneven(dt tensor.DType, n, numElems int) [][]byte {
 	all := make([][]byte, n)
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -57,8 +57,9 @@ func float(dt tensor.DType, p []byte, i int) float64 {
 
 var floatTypes = []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
 
-// TestDirectOrder embeds the same tensor at different places of buffers of different lengths, and cuts them into
-// different segments. Each time the result is what one rank would compute that has all contributions.
+// TestDirectOrder embeds the same tensor at different positions of buffers of different lengths, and cuts
+// them into different segments. Each time the result must be the one that a single rank with all
+// contributions would compute.
 func TestDirectOrder(t *testing.T) {
 	const numElems = 50
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
@@ -79,7 +80,7 @@ func TestDirectOrder(t *testing.T) {
 	})
 }
 
-// checkDirectOrder embeds in between so many bytes before and after.
+// checkDirectOrder embeds the contributions in, with before and after bytes around them.
 func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DType, in [][]byte, want []byte, before, after int) {
 	t.Helper()
 	bufs := make([][]byte, len(in))
@@ -107,8 +108,8 @@ func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DT
 	wantElements(t, what, dt, bufs[len(in)/2][before:][:len(want)], want)
 }
 
-// TestUneven holds the inputs of TestDirectOrder to what they are for: another order, or rounding halves at every rank,
-// gives other results.
+// TestUneven checks that the inputs of TestDirectOrder serve their purpose: another order, or rounding
+// half-precision values at every rank, gives other results.
 func TestUneven(t *testing.T) {
 	for _, dt := range floatTypes {
 		in := uneven(dt, 3, 50)

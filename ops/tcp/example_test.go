@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// Two ranks add what they have.
+// Two ranks add their tensors.
 func Example() {
 	ranks := []topo.Rank{0, 1}
 	world := mem.New(len(ranks))

@@ -17,7 +17,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// arguments are one rank's, for every collective: buffers in which every rank has a block of 400 bytes.
+// arguments are one rank's arguments for every collective: buffers in which every rank has a block of 400
+// bytes.
 type arguments struct {
 	buf, out []byte
 	counts   []int64
@@ -34,7 +35,7 @@ func newArguments(n int) *arguments {
 	return a
 }
 
-// operations are the collectives by all algorithms. They make every rank wait for all others, or nearly.
+// operations are the collectives with all algorithms. In them every rank waits for all others, or nearly all.
 var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *arguments) error{
 	"allreduce ring": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Allreduce(ctx, message.Ring, tensor.Float32, tensor.Sum, a.buf)
@@ -65,7 +66,8 @@ var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *ar
 	},
 }
 
-// runOperation writes to the buffers once the operation gave them back: the race detector sees who still reads them.
+// runOperation runs an operation and then writes to its buffers, so that the race detector finds code that
+// still reads them.
 func runOperation(ctx context.Context, name string, b *opstest.Blocking, n int) error {
 	a := newArguments(n)
 	err := operations[name](ctx, b, a)
@@ -75,8 +77,8 @@ func runOperation(ctx context.Context, name string, b *opstest.Blocking, n int) 
 	return err
 }
 
-// judge returns each for a cluster with a coordinator: the first error of a rank other than dead aborts the lane of all
-// others.
+// judge is like each, for a cluster with a coordinator: the first error of a rank other than dead aborts the
+// lane of all ranks other than dead.
 func (c *cluster) judge(dead int, f func(i int, b *opstest.Blocking) error) []error {
 	var verdict sync.Once
 	return c.each(func(i int, b *opstest.Blocking) error {
@@ -94,8 +96,9 @@ func (c *cluster) judge(dead int, f func(i int, b *opstest.Blocking) error) []er
 	})
 }
 
-// TestPeerDies kills a rank in the middle. Who receives from it, and in the broadcast who sends to it, is told by its
-// channel; the test is the coordinator that aborts the lane of the others, which would wait for each other for ever.
+// TestPeerDies kills a rank in the middle of an operation. The ranks that receive from it, and in the
+// broadcast the ranks that send to it, get an error from their channels. The test acts as the coordinator and
+// aborts the lane of the others, which would otherwise wait for each other forever.
 func TestPeerDies(t *testing.T) {
 	for _, net := range networks {
 		for name := range operations {
@@ -108,8 +111,8 @@ func TestPeerDies(t *testing.T) {
 	}
 }
 
-// concerned reports whether the death of a rank of five keeps another from success. The broadcast goes from 0 to 1, 2
-// and 4, and from 2 to 3, and over sockets those who send are done before.
+// concerned reports whether the death of one of five ranks makes the operation of rank i fail. The broadcast
+// goes from 0 to 1, 2 and 4, and from 2 to 3, and over sockets the senders have finished before.
 func concerned(name string, dying, i int, sockets bool) bool {
 	if name != "broadcast tree" {
 		return true
@@ -144,7 +147,7 @@ func checkPeerDies(t *testing.T, meshes []transport.Mesh, name string, dying int
 	}
 }
 
-// countdownMesh calls zero when its rank has sent and received so many bytes.
+// countdownMesh calls zero when its rank has sent and received a given number of bytes.
 type countdownMesh struct {
 	transport.Mesh
 	left int
@@ -177,7 +180,7 @@ func (c *countdownConn) Send(p []byte) error {
 	return c.Conn.Send(p)
 }
 
-// TestAbort aborts all ranks in the middle.
+// TestAbort aborts all ranks in the middle of an operation.
 func TestAbort(t *testing.T) {
 	const n = 5
 	boom := errors.New("boom")
@@ -201,7 +204,7 @@ func TestAbort(t *testing.T) {
 	}
 }
 
-// TestAbortUnsent aborts ranks that wait for what they sent to leave.
+// TestAbortUnsent aborts ranks that wait until their sent bytes have left.
 func TestAbortUnsent(t *testing.T) {
 	boom := errors.New("boom")
 	for _, name := range []string{"allreduce ring", "allreduce direct"} {
@@ -220,7 +223,7 @@ func TestAbortUnsent(t *testing.T) {
 	}
 }
 
-// stuckMesh has channels that never say that anything has left, and aborts when it is asked for too long.
+// stuckMesh has channels whose Sent always returns 0. It aborts the lane at the 100th call of Sent.
 type stuckMesh struct {
 	transport.Mesh
 	reason error
@@ -244,8 +247,8 @@ func (c *stuckConn) Sent() uint64 {
 	return 0
 }
 
-// TestContext ends the context of four ranks that wait for the first: before a call, in the middle, and before the
-// channels are there.
+// TestContext ends the context of four ranks that wait for the first: before a call, in the middle, and
+// before the channels are made.
 func TestContext(t *testing.T) {
 	const n = 5
 	reason := errors.New("no time left")
@@ -296,7 +299,7 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 	})
 }
 
-// TestContextsDoNotPile alternates between two contexts that last.
+// TestContextsDoNotPile alternates between two contexts that do not end.
 func TestContextsDoNotPile(t *testing.T) {
 	b := newCluster(memMeshes(1), upTo(1), tcp.Config{}).backends[0]
 	live := 0
@@ -314,7 +317,7 @@ func TestContextsDoNotPile(t *testing.T) {
 	}
 }
 
-// countingContext counts who waits for it: package context uses its AfterFunc.
+// countingContext counts the functions that wait for its end: package context calls its AfterFunc.
 type countingContext struct {
 	context.Context
 	done chan struct{}

@@ -101,7 +101,7 @@ func TestAlltoall(t *testing.T) {
 	})
 }
 
-// checkAlltoall has rank from give of(from, to) bytes to rank to.
+// checkAlltoall runs an alltoall in which rank from sends of(from, to) bytes to rank to.
 func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 	t.Helper()
 	n := len(c.backends)
@@ -139,7 +139,7 @@ func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 	}
 }
 
-// TestAlltoallNoRoom has one rank refuse its output, or return another length.
+// TestAlltoallNoRoom makes one rank's allocate fail, or return another length.
 func TestAlltoallNoRoom(t *testing.T) {
 	noRoom := errors.New("no room")
 	for name, test := range map[string]struct {
@@ -172,7 +172,7 @@ func TestAlltoallNoRoom(t *testing.T) {
 	}
 }
 
-// TestAlltoallLies has a peer announce more than there can be.
+// TestAlltoallLies makes a peer announce more bytes than an int64 can count.
 func TestAlltoallLies(t *testing.T) {
 	for name, counts := range map[string][2]uint64{
 		"negative":        {math.MaxUint64, 0},

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 )
 
-// value returns what rank contributes at place i, as an element of dt: small, of either sign, never zero, so that sums and
-// products over eight ranks are exact in every type of floats.
+// value returns the contribution of rank at index i, as an element of dt: small, of either sign, never zero,
+// so that sums and products over eight ranks are exact in every floating-point type.
 func value(dt tensor.DType, rank, i int) int64 {
 	v := int64(rank*7+i*3)%4 - 2 // -2 to 1
 	if v >= 0 {
@@ -29,8 +29,8 @@ func value(dt tensor.DType, rank, i int) int64 {
 	return v
 }
 
-// fold returns the reduction that the test expects, over n ranks at place i, computed one rank after the other. Narrower
-// integers are its lowest bits.
+// fold returns the expected reduction over n ranks at index i, computed one rank after another. For narrower
+// integers the result is its lowest bits.
 func fold(op tensor.ReduceOp, dt tensor.DType, n, i int) int64 {
 	acc := value(dt, 0, i)
 	for r := 1; r < n; r++ {
@@ -49,7 +49,7 @@ func fold(op tensor.ReduceOp, dt tensor.DType, n, i int) int64 {
 	return acc
 }
 
-// elements is numElems of dt of the given values, as they lie in memory.
+// elements returns numElems elements of dt with the given values, as bytes.
 func elements(dt tensor.DType, numElems int, v func(i int) int64) []byte {
 	switch dt {
 	case tensor.Uint8, tensor.Int8, tensor.Bool:
@@ -64,7 +64,8 @@ func elements(dt tensor.DType, numElems int, v func(i int) int64) []byte {
 	return floats(dt, numElems, func(i int) float64 { return float64(v(i)) })
 }
 
-// floats returns elements for floating-point types. For halves a value is rounded to float32 first.
+// floats returns elements of floating-point types. For half-precision types a value is rounded to float32
+// first.
 func floats(dt tensor.DType, numElems int, v func(i int) float64) []byte {
 	switch dt {
 	case tensor.Float16:
@@ -92,8 +93,8 @@ var (
 	reduceAlgs = []message.Algorithm{message.Ring, message.Direct}
 )
 
-// eachReduction gives f what every rank of c contributes and the result, for every type, and every operation and
-// algorithm that there is for it.
+// eachReduction calls f with the contributions of every rank of c and the result, for every type, and every
+// operation and algorithm that the type supports.
 func eachReduction(c *cluster, numElems int, f func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, in [][]byte, want []byte)) {
 	n := len(c.backends)
 	for _, dt := range tensor.DTypes() {

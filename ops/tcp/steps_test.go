@@ -16,8 +16,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// TestStepsOnThreads has operations stepped, and given up, by goroutines that are locked to a thread, as those are that C has
-// called, after others have begun them.
+// TestStepsOnThreads steps and closes operations in goroutines that are locked to a thread, like goroutines
+// that C has called, after other goroutines have begun them.
 func TestStepsOnThreads(t *testing.T) {
 	c := newCluster(memMeshes(2), upTo(2), tcp.Config{})
 	checkBigSum(t, c, 1) // makes the channels
@@ -68,8 +68,8 @@ func TestStepsOnThreads(t *testing.T) {
 	c.backends[1].Close()
 }
 
-// TestSteps does operations step by step over sockets, plain and with TLS, that take less at once than is sent. Some ranks
-// wait.
+// TestSteps runs operations step by step over sockets, plain and with TLS, that take fewer bytes at once than
+// are sent. Some ranks use steps that wait.
 func TestSteps(t *testing.T) {
 	key, _ := secret.New()
 	for name, key := range map[string]secret.Secret{"plain": {}, "TLS": key.Encrypted()} {
@@ -90,7 +90,7 @@ func TestSteps(t *testing.T) {
 	}
 }
 
-// late is a channel that says no more of what it has sent.
+// late is a mesh whose channels return 0 from Sent while held is set.
 type late struct {
 	transport.Mesh
 	held atomic.Bool
@@ -113,7 +113,8 @@ func (c *lateConn) Sent() uint64 {
 	return c.Conn.Sent()
 }
 
-// TestStepsWhileBuffersAreHeld has the channel keep a buffer that is to be overwritten: a step that may not wait returns.
+// TestStepsWhileBuffersAreHeld lets the channel keep a buffer that an operation must overwrite: a step that
+// may not wait must return.
 func TestStepsWhileBuffersAreHeld(t *testing.T) {
 	meshes := memMeshes(2)
 	l := &late{Mesh: meshes[0]}

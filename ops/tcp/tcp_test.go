@@ -22,7 +22,7 @@ var _ ops.Backend = (*tcp.Backend)(nil)
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// checkAll runs all that moves parts of a buffer, on about numElems elements a rank.
+// checkAll runs all collectives that divide a buffer into parts, on about numElems elements per rank.
 func checkAll(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
 	checkAllreduce(t, c, numElems)
@@ -32,14 +32,14 @@ func checkAll(t *testing.T, c *cluster, numElems int) {
 	checkAdasum(t, c, []int{numElems / 3, 0, numElems - numElems/3})
 }
 
-// TestProcessSet runs on a part of the ranks, whose order is not that of their numbers, by segments that are not whole
-// elements of any type but one.
+// TestProcessSet uses a subset of the ranks in an order that is not ascending, with segments that are whole
+// elements of only one type.
 func TestProcessSet(t *testing.T) {
 	c := newCluster(memMeshes(6), []topo.Rank{5, 1, 4}, tcp.Config{SegmentBytes: 61})
 	checkAll(t, c, 1000)
 }
 
-// TestSegmentsDiffer has another segment size on every rank.
+// TestSegmentsDiffer uses a different segment size on every rank.
 func TestSegmentsDiffer(t *testing.T) {
 	meshes, ranks := strictMeshes(t, 4), upTo(4)
 	c := &cluster{meshes: meshes}
@@ -50,7 +50,7 @@ func TestSegmentsDiffer(t *testing.T) {
 	checkAllgather(t, c, func(r int) int64 { return int64(1000*r + 1) })
 }
 
-// TestSockets goes through real sockets: those take less at once than is sent here, so that channels queue.
+// TestSockets uses real sockets. They take fewer bytes at once than are sent here, so the channels queue.
 func TestSockets(t *testing.T) {
 	for _, n := range []int{1, 2, 3, 4, 5, 8} {
 		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
@@ -69,7 +69,7 @@ func TestSockets(t *testing.T) {
 	}
 }
 
-// checkBigSum is checkAllreduce for more elements than that has time for.
+// checkBigSum is like checkAllreduce, for numbers of elements for which that would take too long.
 func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
 	want := elements(tensor.Float32, numElems, func(i int) int64 { return fold(tensor.Sum, tensor.Float32, len(c.backends), i) })
@@ -85,7 +85,7 @@ func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	}
 }
 
-// TestBufferOwnership runs over channels that let go of buffers late.
+// TestBufferOwnership uses channels that release buffers late.
 func TestBufferOwnership(t *testing.T) {
 	for _, n := range []int{2, 3, 5} {
 		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
@@ -101,8 +101,8 @@ func TestBufferOwnership(t *testing.T) {
 	}
 }
 
-// TestAllocs asserts that steady state allocates nothing, with a context that cannot end and one that can. What all
-// ranks allocate is counted.
+// TestAllocs checks that steady state allocates nothing, with a context that cannot end and with one that
+// can. It counts the allocations of all ranks.
 func TestAllocs(t *testing.T) {
 	const n = 5
 	for _, ctx := range []context.Context{context.Background(), t.Context()} {
@@ -185,7 +185,7 @@ func TestPlan(t *testing.T) {
 	}
 }
 
-// TestRefused calls with arguments that do not fit, as a wrong frame could make a rank do.
+// TestRefused passes invalid arguments, such as a rank could get from a wrong frame.
 func TestRefused(t *testing.T) {
 	for name, call := range map[string]func(context.Context, *opstest.Blocking) error{
 		"allreduce by tree": func(ctx context.Context, b *opstest.Blocking) error {
@@ -262,7 +262,7 @@ func TestRefused(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			// A call that is not refused would wait for the other ranks.
+			// A call that accepts the arguments would wait for the other ranks.
 			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 			defer cancel()
 			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})

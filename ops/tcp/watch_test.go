@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// TestWatchTells ends a context too late for the operation to notice, but not for the lane.
+// TestWatchTells ends a context so late that the operation does not notice, but the lane is aborted.
 func TestWatchTells(t *testing.T) {
 	reason, other := errors.New("no time left"), errors.New("peer died")
 	ctx, cancel := context.WithCancelCause(t.Context())
