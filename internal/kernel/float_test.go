@@ -15,7 +15,7 @@ import (
 
 var floatTypes = []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
 
-// encode returns v as elements of dt, rounded once, by a way of its own.
+// encode returns v as elements of dt, rounded once by an independent implementation.
 func encode(dt tensor.DType, v []float64) []byte {
 	b := tensor.Bytes(make([]float64, len(v)))[:len(v)*dt.Size()]
 	for i, x := range v {
@@ -51,7 +51,7 @@ func decode(dt tensor.DType, b []byte) []float64 {
 	return v
 }
 
-// checkFloats compares elements of dt, on bits unless both are NaN.
+// checkFloats compares elements of dt by their bits, unless both are NaN.
 func checkFloats(t *testing.T, what string, dt tensor.DType, got, want []byte) {
 	t.Helper()
 	if bytes.Equal(got, want) {
@@ -64,7 +64,8 @@ func checkFloats(t *testing.T, what string, dt tensor.DType, got, want []byte) {
 	}
 }
 
-// guarded returns size bytes for a result, of elements of dt, and a check that those around it stay as they are.
+// guarded returns size bytes for a result of elements of dt, and a function that checks that the bytes around
+// it are unchanged.
 func guarded(t *testing.T, what string, dt tensor.DType, size int) (buf []byte, check func()) {
 	const guard = 3
 	around := guard * dt.Size()
@@ -112,8 +113,8 @@ func TestConvert(t *testing.T) {
 	}
 }
 
-// TestConvertOnce rounds float64s about the middle between every two halves, so near that as float32s they would be
-// the middle, and then go to the even one.
+// TestConvertOnce rounds float64s near the middle between every two half-precision numbers. They are so near
+// that rounding to float32 would give exactly the middle, which then would be rounded to the even neighbour.
 func TestConvertOnce(t *testing.T) {
 	for _, to := range []tensor.DType{tensor.Float16, tensor.BFloat16} {
 		var halves []uint16
@@ -144,7 +145,7 @@ func TestConvertOnce(t *testing.T) {
 			}
 		}
 	}
-	// By way of float32 this is the middle between 1 and its neighbour, and goes to 1.
+	// Rounded to float32, this is the middle between 1 and its neighbour, which is rounded to 1.
 	dst := make([]uint16, 1)
 	mustConvert(t, tensor.Float16, tensor.Float64)(tensor.Bytes(dst), tensor.Bytes([]float64{1 + 0x1p-11 + 0x1p-40}))
 	if dst[0] != 0x3c01 {
@@ -160,7 +161,7 @@ func TestDot(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, n := range lengths() {
-			// Whole numbers, whose sums are exact in any order.
+			// The values are whole numbers, whose sums are exact in any order.
 			x, y := make([]float64, n+1), make([]float64, n+1)
 			var ab, aa, bb float64
 			for i := range x {
@@ -180,7 +181,8 @@ func TestDot(t *testing.T) {
 	}
 }
 
-// Sums of squares that leave a half, or a float32, do not leave a float64.
+// Sums of squares that exceed the range of a half-precision type, or of float32, do not exceed the range of
+// float64.
 func TestDotIsWide(t *testing.T) {
 	for dt, x := range map[tensor.DType]float64{tensor.Float16: 65504, tensor.BFloat16: 0x1p127, tensor.Float32: 0x1p-140} {
 		dot, err := kernel.Dot(dt)
@@ -227,7 +229,7 @@ func TestCombine(t *testing.T) {
 	}
 }
 
-// A half comes from the float64 sum, not from a rounded float32.
+// A half-precision result is rounded from the float64 sum, not from a rounded float32.
 func TestCombineRoundsOnce(t *testing.T) {
 	for dt, unit := range map[tensor.DType]float64{tensor.Float16: 0x1p-10, tensor.BFloat16: 0x1p-7} {
 		combine, err := kernel.Combine(dt)

@@ -17,7 +17,7 @@ func bfloat16(x float64) half.BFloat16 {
 	return half.BFloat16FromFloat32(float32(roundTo(tensor.BFloat16, x)))
 }
 
-// roundTo returns x as dt, a half, can have it, rounded once from the float64.
+// roundTo returns the number of the half-precision type dt next to x, rounded once from the float64.
 func roundTo(dt tensor.DType, x float64) float64 {
 	fraction, least, most := 10, -14, 15 // bits of fraction, least and most exponent of a normal number
 	if dt == tensor.BFloat16 {
@@ -42,7 +42,8 @@ func halfRef(dt tensor.DType, op tensor.ReduceOp, x, y float64) float64 {
 	case tensor.Product:
 		z := x * y
 		if dt == tensor.BFloat16 && math.Abs(z) < 0x1p-126 {
-			// Where a float32 too is subnormal, it has not the bits to spare that make rounding twice harmless.
+			// If the float32 is subnormal too, it lacks the additional bits that make rounding twice
+			// harmless.
 			z = float64(float32(z))
 		}
 		return roundTo(dt, z)
@@ -53,7 +54,8 @@ func halfRef(dt tensor.DType, op tensor.ReduceOp, x, y float64) float64 {
 	}
 }
 
-// nanFirst makes both NaN if either is: to math.Min and math.Max an infinity comes before a NaN.
+// nanFirst makes both arguments NaN if either is, because for math.Min and math.Max an infinity has
+// precedence over a NaN.
 func nanFirst(x, y float64) (float64, float64) {
 	if math.IsNaN(x) || math.IsNaN(y) {
 		return math.NaN(), math.NaN()
@@ -85,7 +87,7 @@ func bfloat16s(r *rand.Rand, n int) []half.BFloat16 {
 	return v
 }
 
-// TestEveryHalf combines each of the 65536 with some others.
+// TestEveryHalf combines each of the 65536 values with some others.
 func TestEveryHalf(t *testing.T) {
 	t.Run("float16", testEveryHalf(float16Ref, half.Float16FromBits, 0x3c00, 0x7c00))
 	t.Run("bfloat16", testEveryHalf(bfloat16Ref, half.BFloat16FromBits, 0x3f80, 0x7f80))
@@ -97,7 +99,8 @@ func testEveryHalf[T half.Float16 | half.BFloat16](ref func(op tensor.ReduceOp, 
 		for i := range all {
 			all[i] = fromBits(uint16(i))
 		}
-		// Zeros, the least and greatest of subnormal and normal numbers, one and its neighbours, infinities, NaNs.
+		// The values are zeros, the least and greatest subnormal and normal numbers, one and its neighbours,
+		// infinities and NaNs.
 		others := []uint16{0, 0x8000, 1, 0x8001, one - 1, one, one + 1, 0x8000 | one, inf - 1, inf, 0x8000 | inf, inf + 1, 0xffff}
 		r := rand.New(rand.NewPCG(5, 6))
 		for range 3 {
@@ -127,7 +130,7 @@ func testEveryHalf[T half.Float16 | half.BFloat16](ref func(op tensor.ReduceOp, 
 	}
 }
 
-// The factor is rounded to float32, the product to float32, and that to a half.
+// The factor is rounded to float32, the product to float32, and then to the half-precision type.
 func TestScaleHalf(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 4))
 	for _, n := range lengths() {
@@ -142,7 +145,8 @@ func TestScaleHalf(t *testing.T) {
 			checkScale(t, b, factor, wantB)
 		}
 	}
-	// Above the middle between 1 and its neighbour only if the factor is not rounded to float32.
+	// The product is above the middle between 1 and its neighbour only if the factor is not rounded to
+	// float32.
 	checkScale(t, []half.Float16{float16(1)}, 1+0x1p-11+0x1p-40, []half.Float16{float16(1)})
 	checkScale(t, []half.BFloat16{bfloat16(1)}, 1+0x1p-8+0x1p-40, []half.BFloat16{bfloat16(1)})
 }

@@ -22,7 +22,7 @@ type integer interface {
 
 type float interface{ float32 | float64 }
 
-// lengths returns numbers of elements that meet every remainder of the loops.
+// lengths returns numbers of elements that cover every remainder of the loops.
 func lengths() []int {
 	var all []int
 	for n := range 71 {
@@ -49,8 +49,8 @@ func testReduce[T tensor.Element](ref func(op tensor.ReduceOp, a, b T) T, values
 	return testReduceAs(tensor.Of[T](), ref, values)
 }
 
-// testReduceAs compares with ref, on bits unless both are NaN, at all offsets within a larger array, of which the rest
-// must stay as it is.
+// testReduceAs compares results with ref by their bits, unless both are NaN, at all offsets within a larger
+// array, and checks that the rest of the array is unchanged.
 func testReduceAs[T tensor.Element](dt tensor.DType, ref func(op tensor.ReduceOp, a, b T) T, values func(*rand.Rand, int) []T) func(*testing.T) {
 	return func(t *testing.T) {
 		r := rand.New(rand.NewPCG(1, 2))
@@ -86,7 +86,7 @@ func testReduceAs[T tensor.Element](dt tensor.DType, ref func(op tensor.ReduceOp
 	}
 }
 
-// sameBits takes all NaNs as the same.
+// sameBits compares bits, but treats all NaNs as equal.
 func sameBits[T tensor.Element](a, b T) bool {
 	if isNaN(a) || isNaN(b) {
 		return isNaN(a) && isNaN(b)
@@ -177,7 +177,7 @@ func floatRef[T float](op tensor.ReduceOp, a, b T) T {
 	return T(f)
 }
 
-// TestSpecial states what the package promises where arithmetic has a choice.
+// TestSpecial checks the results that the package defines for special values.
 func TestSpecial(t *testing.T) {
 	negZero := math.Copysign(0, -1)
 	checkReduce(t, tensor.Min, 1, math.NaN(), math.NaN())
@@ -211,7 +211,7 @@ func checkReduce[T tensor.Element](t *testing.T, op tensor.ReduceOp, a, b, want 
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Five elements pass through both loops of a function.
+	// Five elements use both loops of a function.
 	dst, src := slices.Repeat([]T{a}, 5), slices.Repeat([]T{b}, 5)
 	reduce(tensor.Bytes(dst), tensor.Bytes(src))
 	for i := range dst {
@@ -265,7 +265,7 @@ func TestScaleInteger(t *testing.T) {
 	checkScale(t, []int64{}, 3, []int64{})
 }
 
-// checkScale scales a copy of in, and guards the elements around it.
+// checkScale scales a copy of in, and checks that the elements around it are unchanged.
 func checkScale[T tensor.Element](t *testing.T, in []T, factor float64, want []T) {
 	t.Helper()
 	scale, err := kernel.Scale(tensor.Of[T]())
@@ -283,14 +283,14 @@ func checkScale[T tensor.Element](t *testing.T, in []T, factor float64, want []T
 	}
 }
 
-// guardElem returns an element that no operation leaves as it is.
+// guardElem returns an element that every operation changes.
 func guardElem[T tensor.Element]() T {
 	b := make([]byte, tensor.Of[T]().Size())
 	b[0] = 7
 	return tensor.View[T](b)[0]
 }
 
-// TestTable holds the table to the types of package tensor.
+// TestTable checks the table against the types of package tensor.
 func TestTable(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		for _, op := range ops {
@@ -416,7 +416,8 @@ func mustPanic(t *testing.T, dt tensor.DType, what string, f func()) {
 	f()
 }
 
-// TestNoAllocation: the functions run once for each part of each tensor.
+// TestNoAllocation checks that the functions do not allocate, because they run once for each part of each
+// tensor.
 func TestNoAllocation(t *testing.T) {
 	a, b, c := tensor.Bytes(make([]int64, 256)), tensor.Bytes(make([]int64, 256)), tensor.Bytes(make([]int64, 256))
 	check := func(what string, dt tensor.DType, f func()) {

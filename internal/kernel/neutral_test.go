@@ -38,7 +38,8 @@ func every[T tensor.Element](*rand.Rand, int) []T {
 	return tensor.View[T](tensor.Bytes(words))
 }
 
-// testNeutral combines values with the neutral element of each operation, from either side.
+// testNeutral combines values with the neutral element of each operation, as the first and as the second
+// operand.
 func testNeutral[T tensor.Element](values func(*rand.Rand, int) []T) func(*testing.T) {
 	return func(t *testing.T) {
 		dt := tensor.Of[T]()
@@ -70,8 +71,8 @@ func testNeutral[T tensor.Element](values func(*rand.Rand, int) []T) func(*testi
 	}
 }
 
-// combination returns how two ranks' elements become one. To Adasum a rank that adds nothing is orthogonal to the others,
-// and then it is a sum.
+// combination returns the function that combines the elements of two ranks. For Adasum a rank with neutral
+// elements is orthogonal to the others, and then Adasum is a sum.
 func combination(t *testing.T, op tensor.ReduceOp, dt tensor.DType) kernel.Func {
 	t.Helper()
 	if op == tensor.Adasum {
@@ -88,7 +89,7 @@ func combination(t *testing.T, op tensor.ReduceOp, dt tensor.DType) kernel.Func 
 	return reduce
 }
 
-// TestNeutralFills looks at the whole of the buffer and beside it.
+// TestNeutralFills checks the whole buffer and the bytes beside it.
 func TestNeutralFills(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		fill, err := kernel.Neutral(tensor.Min, dt)

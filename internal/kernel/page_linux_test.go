@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// pages returns n bytes of memory with no access to the pages before and behind.
+// pages returns n bytes of memory between two pages that cannot be accessed.
 func pages(t *testing.T, n int) []byte {
 	page := syscall.Getpagesize()
 	all, err := syscall.Mmap(-1, 0, n+2*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
@@ -28,7 +28,7 @@ func pages(t *testing.T, n int) []byte {
 	return all[page : page+n]
 }
 
-// TestNothingBeyond has buffers that end, or begin, where memory does.
+// TestNothingBeyond uses buffers that begin or end next to memory that cannot be accessed.
 func TestNothingBeyond(t *testing.T) {
 	sets := vectorSets(t)
 	size := syscall.Getpagesize()
@@ -62,7 +62,7 @@ func TestNothingBeyond(t *testing.T) {
 	}
 }
 
-// faults fails if f touches memory that it must not.
+// faults fails the test if f accesses memory that it must not access.
 func faults(t *testing.T, what func() string, f func()) {
 	t.Helper()
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))

@@ -14,10 +14,10 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// The functions in assembly are compared with those in plain Go here, those of all levels that this processor has, one
-// after the other in one binary. What the plain ones give is the business of the other tests.
+// The tests in this file compare the functions in assembly with the functions in plain Go, for all levels
+// that this processor supports. Other tests check the results of plain Go.
 
-// set is what a level has, or plain Go.
+// set has the functions of a level, or of plain Go.
 type set struct {
 	level
 	*table
@@ -27,7 +27,7 @@ func (s set) named() string { return s.name }
 
 var plainSet = set{plainLevel, plainLevel.table()}
 
-// vectorSets returns those of this processor.
+// vectorSets returns the sets of the levels that this processor supports.
 func vectorSets(t testing.TB) []set {
 	var all []set
 	for _, l := range levels() {
@@ -39,20 +39,22 @@ func vectorSets(t testing.TB) []set {
 	return all
 }
 
-// operation is something that there is a function for, with its arguments.
+// operation is an operation of the package, with its arguments.
 type operation struct {
 	name string
 	to   tensor.DType
 	in   []tensor.DType
 	run  func(s set, dst []byte, in [][]byte)
-	// variant is set if it differs from another one in a number alone: it takes part where values matter, not places.
+	// variant is set if the operation differs from another one only in a number. Tests of values include
+	// variants; tests of memory layout do not.
 	variant bool
 }
 
 var reduceOps = []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Product}
 
-// factors are those of scaling: 1 is special for integers; then truncation, saturation, rounding to float32, overflow of
-// that; a NaN that is none when its upper half alone is taken, and one that is none when it is rounded.
+// factors are the factors for scaling. 1 is special for integers. The others cause truncation, saturation,
+// rounding to float32, and overflow of float32. One is a NaN whose upper half is not a NaN, and one is a NaN
+// that is not a NaN when rounded to float32.
 var factors = []float64{
 	1, 0, math.Copysign(0, -1), -1, 0.5, 1.0 / 3, 2.5, -3.999, 1 - 0x1p-30, 1e10, -1e-10, 1e300, 5e-324,
 	math.Inf(1), math.Inf(-1), math.NaN(), float64(math.Float32frombits(0x7fffffff)), math.Float64frombits(0x7ff0000000000001),
@@ -60,7 +62,7 @@ var factors = []float64{
 
 var divisors = []int64{1, 2, 3, 7, 255, 256, 1 << 31, 1<<31 - 1, math.MaxInt64, -1, -3, math.MinInt64}
 
-// operations lists all.
+// operations returns all operations.
 func operations() []operation {
 	var all []operation
 	for dt, r := range plainSet.table {
@@ -101,7 +103,7 @@ func operations() []operation {
 	}, false})
 }
 
-// layoutOperations lists those that are no variants.
+// layoutOperations returns the operations that are not variants.
 func layoutOperations() []operation {
 	return slices.DeleteFunc(operations(), func(o operation) bool { return o.variant })
 }
@@ -109,7 +111,7 @@ func layoutOperations() []operation {
 // inPlace reports whether the destination may be a source.
 func (o operation) inPlace() bool { return len(o.in) == 2 }
 
-// apply returns the result of o on the elements of in, by the functions of s.
+// apply returns the result of o on the elements of in, computed by the functions of s.
 func (o operation) apply(s set, in [][]byte) []byte {
 	dst := make([]byte, len(in[0])/o.in[0].Size()*o.to.Size())
 	o.run(s, dst, in)
@@ -151,7 +153,7 @@ func number64(dt tensor.DType, b []byte) float64 {
 
 func isNaN(dt tensor.DType, b []byte) bool { return dt.IsFloat() && math.IsNaN(number64(dt, b)) }
 
-// special returns bits of dt at which something changes.
+// special returns bit patterns of dt at which the behaviour of an operation changes.
 func special(dt tensor.DType) []uint64 {
 	width := 8 * dt.Size()
 	top := uint64(1) << (width - 1)
@@ -182,7 +184,8 @@ func put(dt tensor.DType, b []byte, bits uint64) {
 	copy(b[:dt.Size()], word[:])
 }
 
-// values returns n elements of dt, some special, some with any bits, some numbers of no great size.
+// values returns n elements of dt: some special values, some with random bits, and some numbers of moderate
+// size.
 func values(r *rand.Rand, dt tensor.DType, n int) []byte {
 	buf := make([]byte, n*dt.Size())
 	specials := special(dt)
@@ -213,8 +216,9 @@ const (
 	filling   = 0xa5
 )
 
-// TestLengthsAndAlignments runs all operations on every number of elements up to 257, at every place in a cache line
-// that an element can have, with the destination apart or a source, and looks at what is around.
+// TestLengthsAndAlignments runs all operations on every number of elements up to 257, at every position in a
+// cache line that an element can have, with the destination separate or equal to a source, and checks the
+// bytes around the destination.
 func TestLengthsAndAlignments(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(1, 2))
@@ -280,10 +284,10 @@ func fillWith(b []byte, x byte) {
 	}
 }
 
-// align returns b from its first whole cache line on.
+// align returns b without the bytes before its first whole cache line.
 func align(b []byte) []byte { return b[-uintptr(unsafe.Pointer(unsafe.SliceData(b)))%fence:] }
 
-// TestSpecialPairs combines each special value with each, which come to stand in different places of a vector.
+// TestSpecialPairs combines each special value with each other one, at different positions of a vector.
 func TestSpecialPairs(t *testing.T) {
 	for _, s := range vectorSets(t) {
 		for _, o := range operations() {
@@ -301,7 +305,7 @@ func TestSpecialPairs(t *testing.T) {
 	}
 }
 
-// TestAllHalves has all the halves there are: converted, scaled, and combined with others.
+// TestAllHalves tests all half-precision values: converted, scaled, and combined with others.
 func TestAllHalves(t *testing.T) {
 	sets := vectorSets(t)
 	all := make([]uint16, 1<<16)
@@ -337,8 +341,9 @@ func TestAllHalves(t *testing.T) {
 	}
 }
 
-// TestBoundaries converts to halves the numbers between which rounding changes: each half, the middle to the next one,
-// and those next to these, which in a float64 may be nearer than a float32 can say; and many others.
+// TestBoundaries converts to half-precision types the numbers at which rounding changes: each half-precision
+// number, the middle to the next one, and the neighbours of these, which in a float64 may be nearer than a
+// float32 can represent. It also converts many other numbers.
 func TestBoundaries(t *testing.T) {
 	sets := vectorSets(t)
 	for _, to := range []tensor.DType{tensor.Float16, tensor.BFloat16} {
@@ -376,7 +381,8 @@ func TestBoundaries(t *testing.T) {
 	}
 }
 
-// TestQuotients divides and scales numbers next to multiples, where a quotient comes nearest to the next whole number.
+// TestQuotients divides and scales numbers next to multiples, for which the quotient is nearest to the next
+// whole number.
 func TestQuotients(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(5, 6))
@@ -406,7 +412,7 @@ func TestQuotients(t *testing.T) {
 	}
 }
 
-// TestLong has lengths at which the functions in assembly are called more than once.
+// TestLong uses lengths for which the functions in assembly are called more than once.
 func TestLong(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(7, 8))
@@ -438,10 +444,11 @@ func TestLong(t *testing.T) {
 	}
 }
 
-// longBytes is at least what a function in assembly gets at a time.
+// longBytes is at least the number of bytes that are passed to one call of a function in assembly.
 const longBytes = 1 << 20
 
-// FuzzLevels takes an operation, two places in a cache line, and the bytes of the sources, which it halves.
+// FuzzLevels takes an operation, two positions in a cache line, and the bytes of the sources, one source after
+// another.
 func FuzzLevels(f *testing.F) {
 	all := operations()
 	for i, o := range all {
@@ -514,8 +521,9 @@ func TestStream(t *testing.T) {
 
 func nonZero(r rune) bool { return r != 0 }
 
-// BenchmarkReduce counts the bytes of the destination, which is a source too. 8 KiB stay in the first-level cache, 64 KiB
-// in the second. All bits zero are a zero, which every operation leaves a zero: no overflow, no denormals.
+// BenchmarkReduce counts the bytes of the destination, which is also a source. 8 KiB stay in the first-level
+// cache, 64 KiB in the second. All bits are zero, a value that every operation keeps zero: there are no
+// overflows and no denormals.
 func BenchmarkReduce(b *testing.B) {
 	run := func(s set, dt tensor.DType, op tensor.ReduceOp, size int) {
 		reduce := s.table[dt].inPlace.of(op)

@@ -78,7 +78,7 @@ func FuzzReadHello(f *testing.F) {
 	})
 }
 
-// Ranks prove the secret of their job to each other before they say anything.
+// Ranks prove the secret of their job to each other before they send a hello.
 func TestSecret(t *testing.T) {
 	key, _ := secret.New()
 	other, _ := secret.New()

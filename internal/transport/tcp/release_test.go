@@ -15,7 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// eventually waits for what nothing announces.
+// eventually polls is until it returns true, for a condition that nothing notifies of.
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	for end := time.Now().Add(patience); !is(); runtime.Gosched() {
@@ -25,15 +25,15 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// looseConns is the number of connections that are no channel.
+// looseConns returns the number of connections that are not channels.
 func looseConns(e *Endpoint) int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return len(e.loose)
 }
 
-// Everything that the kernel took arrives, though it is more than the peer's socket holds, the peer has sent what
-// nobody read, and sends more before it reads.
+// All bytes that the kernel took arrive, even if they are more than the peer's socket holds, the peer has
+// sent bytes that nobody read, and it sends more before it reads.
 func TestReleaseWithoutReset(t *testing.T) { overBoth(t, testReleaseWithoutReset) }
 
 func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
@@ -60,7 +60,7 @@ func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
 	}
 	got := make([]byte, len(data))
 	n, err := io.ReadFull(b, got)
-	// Of what is encrypted the kernel may have taken records that do not count yet.
+	// With encryption the kernel may have taken records that are not counted in Sent yet.
 	if n < sent || key.IsZero() && n > sent || n > sent+2*gatherBytes {
 		t.Fatalf("got %d bytes, %v, and %d were sent", n, err, sent)
 	}
@@ -74,8 +74,8 @@ func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A mesh keeps nothing of many released lanes but one run of their numbers, and of lanes that were opened after
-// that nothing either.
+// A mesh keeps only one range of numbers for many released lanes, and nothing else, also for lanes that were
+// opened after their release.
 func TestReleaseKeepsNothing(t *testing.T) { overBoth(t, testReleaseKeepsNothing) }
 
 func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
@@ -106,8 +106,8 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A peer that does not release the lane costs a connection for the time of the linger. Then it is closed, which the
-// peer does not notice as long as it only reads.
+// A peer that does not release the lane costs a connection until the linger timeout. Then the connection is
+// closed, which the peer does not notice if it only reads.
 func TestLingerExpires(t *testing.T) { overBoth(t, testLingerExpires) }
 
 func testLingerExpires(t *testing.T, key secret.Secret) {
@@ -155,7 +155,7 @@ func testCloseEndsLinger(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A dial that waits for a peer to appear ends with its lane.
+// A dial that waits for a peer to appear ends when its lane is released.
 func TestReleaseEndsDial(t *testing.T) {
 	log, book := newLog()
 	e, gone := listen(t, Config{Log: log, DialTimeout: time.Hour}), listen(t, Config{})
@@ -176,7 +176,8 @@ func TestReleaseEndsDial(t *testing.T) {
 	eventually(t, "the dial ends", func() bool { return runtime.NumGoroutine() <= before })
 }
 
-// A handshake that was under way when its lane was released comes to its end, and so does the connection, in order.
+// A handshake that is in progress when its lane is released is completed, and then the connection ends
+// gracefully.
 func TestReleaseDuringHandshake(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -214,7 +215,8 @@ func TestReleaseDuringHandshake(t *testing.T) {
 	eventually(t, "the connection is closed", func() bool { return looseConns(e) == 0 })
 }
 
-// A connection in its handshake counts for the lane that it was booked on, not for what Release leaves behind.
+// A connection in its handshake counts for the lane for which it was reserved, not for the lane that is made
+// after Release.
 func TestReleaseOfReserved(t *testing.T) {
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -247,7 +249,7 @@ func TestReleaseOfReserved(t *testing.T) {
 	}
 }
 
-// tcpPair is the two ends of a connection.
+// tcpPair returns the two ends of a connection.
 func tcpPair(t *testing.T) (accepted, dialed net.Conn) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")

@@ -32,10 +32,10 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience is how long a test waits before it takes a call for hung. No test waits for it to pass.
+// patience is the time after which a test treats a call as hung. No test waits for it to pass.
 const patience = time.Minute
 
-// overBoth runs a test over connections as they are, without a secret, and over encrypted ones.
+// overBoth runs a test over plain connections without a secret, and over encrypted ones.
 func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
 	t.Run("TLS", func(t *testing.T) { test(t, encrypted()) })
@@ -49,7 +49,7 @@ func encrypted() secret.Secret {
 // meshes connects size ranks over loopback.
 func meshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, secret.Secret{}) }
 
-// sealedMeshes is meshes with TLS.
+// sealedMeshes is like meshes, with TLS.
 func sealedMeshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, encrypted()) }
 
 func meshesOf(tb testing.TB, size int, key secret.Secret) []transport.Mesh {
@@ -90,7 +90,7 @@ func addrsOf(endpoints ...*Endpoint) []string {
 	return addrs
 }
 
-// join is Connect with defaults.
+// join calls Connect with defaults.
 func join(tb testing.TB, e *Endpoint, ep Epoch) *Mesh {
 	tb.Helper()
 	if ep.Job == "" {
@@ -106,12 +106,12 @@ func join(tb testing.TB, e *Endpoint, ep Epoch) *Mesh {
 	return m
 }
 
-// goodHello is what rank 0 says to rank 1 for the given lane in a default epoch.
+// goodHello returns the hello of rank 0 to rank 1 for the given lane in a default epoch.
 func goodHello(lane transport.Lane) hello {
 	return hello{version: version, job: hashJob("test"), epoch: 1, from: 0, to: 1, lane: lane}
 }
 
-// ctx ends with the test, or when it hangs.
+// ctx returns a context that ends with the test, or after patience.
 func ctx(t *testing.T) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	t.Cleanup(cancel)
@@ -158,7 +158,7 @@ func dialRaw(t *testing.T, addr string, b []byte) net.Conn {
 	return say(t, secret.Secret{}, nc, b)
 }
 
-// say proves key and writes b, of which the other end may have had enough.
+// say proves key and writes b. The other end may close the connection before it has read all of b.
 func say(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
 	t.Helper()
 	over, err := key.Dial(nc, purpose)
@@ -171,7 +171,7 @@ func say(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
 	return over
 }
 
-// untilClosed returns what the other end says before it closes nc.
+// untilClosed returns the bytes that the other end sends before it closes nc.
 func untilClosed(t *testing.T, nc net.Conn) []byte {
 	t.Helper()
 	b, err := io.ReadAll(nc)
@@ -181,7 +181,7 @@ func untilClosed(t *testing.T, nc net.Conn) []byte {
 	return b
 }
 
-// logBook is a log that a test can wait for.
+// logBook is a log whose entries a test can wait for.
 type logBook struct {
 	*observer.ObservedLogs
 	mu    sync.Mutex
@@ -200,7 +200,7 @@ func newLog() (*zap.Logger, *logBook) {
 	})), book
 }
 
-// wait returns the first entry with this message, and for which the field has this text.
+// wait returns the first entry with this message whose field has this text.
 func (b *logBook) wait(t *testing.T, message, field, text string) map[string]any {
 	t.Helper()
 	for {
@@ -225,13 +225,14 @@ func TestContract(t *testing.T) {
 	t.Run("TLS", func(t *testing.T) { transporttest.Run(t, sealedMeshes) })
 }
 
-// Whatever strangers send, they are answered as they deserve and logged, and real ranks do not notice.
+// Strangers that send arbitrary bytes get the right answer and are logged, and real ranks are not affected.
 func TestRefusals(t *testing.T) { overBoth(t, testRefusals) }
 
 func testRefusals(t *testing.T, key secret.Secret) {
 	log, book := newLog()
-	// The silent ones are there for a second, by when the deadlines of the real ranks' handshakes have passed too
-	// (who dials has twice its timeout): they must not outlive the handshake.
+	// The silent strangers are connected for a second. By then the deadlines of the real ranks' handshakes
+	// have passed too (for the dialer, twice its timeout): these deadlines must not remain after the
+	// handshake.
 	e0 := listen(t, Config{Secret: key, HandshakeTimeout: 450 * time.Millisecond})
 	e1 := listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Second})
 	zero := join(t, e0, Epoch{Rank: 0, Addrs: addrsOf(e0, e1)})
@@ -304,7 +305,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A stranger costs the memory of a handshake, however much it sends.
+// A stranger costs only the memory of a handshake, however much it sends.
 func TestStrangersCostLittle(t *testing.T) {
 	const strangers, limit = 16, 16 << 10 // of more not all are logged
 	log, book := newLog()
@@ -327,7 +328,7 @@ func TestStrangersCostLittle(t *testing.T) {
 	}
 }
 
-// The dialer learns why it was refused, and does not try again.
+// The dialer gets the reason of a refusal, and does not retry.
 func TestDialRefused(t *testing.T) { overBoth(t, testDialRefused) }
 
 func testDialRefused(t *testing.T, key secret.Secret) {
@@ -396,7 +397,7 @@ func TestDialNotOurs(t *testing.T) {
 	}
 }
 
-// A peer that is not there yet is dialed until it is.
+// A peer that is not listening yet is dialed until it is.
 func TestDialRetries(t *testing.T) {
 	log, book := newLog()
 	e0 := listen(t, Config{Log: log})
@@ -463,8 +464,8 @@ func TestContextEndSaysWhatFailed(t *testing.T) {
 	}
 }
 
-// An attempt to dial outlives the Conn that began it: the peer may have accepted it, and would refuse the next
-// as a duplicate.
+// An attempt to dial outlives the Conn that began it, because the peer may have accepted it and would refuse
+// another attempt as a duplicate.
 func TestDialOutlivesContext(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -535,7 +536,7 @@ func testEarlyConnection(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A channel is booked while its handshake runs, and free again if that fails.
+// A channel is reserved while its handshake runs, and free again if the handshake fails.
 func TestReserve(t *testing.T) {
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -565,7 +566,7 @@ func TestEarlyConnectionExpires(t *testing.T) {
 	}
 }
 
-// Those who say nothing make room for real ranks, and Close ends them all.
+// Connections that send nothing are closed to make room for real ranks, and Close ends them all.
 func TestTooManyHandshakes(t *testing.T) { overBoth(t, testTooManyHandshakes) }
 
 func testTooManyHandshakes(t *testing.T, key secret.Secret) {
@@ -588,7 +589,7 @@ func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
-// failingListener fails its first calls of Accept.
+// failingListener is a listener whose first calls of Accept fail.
 type failingListener struct {
 	net.Listener
 	failures int
@@ -625,7 +626,8 @@ func TestAcceptFailureIsNotTheEnd(t *testing.T) {
 	}
 }
 
-// A rank that has no descriptor for a peer's connection need not wait for it, and does not take that for the peer's fault.
+// If a rank has no file descriptor for a peer's connection, it does not wait for the connection, and does not
+// report a failure of the peer.
 func TestAcceptWithoutDescriptors(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -686,7 +688,7 @@ func twoRanks(t *testing.T, key secret.Secret) (zero, one transport.Mesh) {
 	return m[0], m[1]
 }
 
-// What the kernel has taken arrives although the sender has closed.
+// Bytes that the kernel has taken arrive even if the sender has closed.
 func TestDataBeforeClose(t *testing.T) { overBoth(t, testDataBeforeClose) }
 
 func testDataBeforeClose(t *testing.T, key secret.Secret) {
@@ -784,7 +786,8 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 				}
 			})
 			defer close(start)
-			// What other tests have left running may allocate in a few of the runs, messages in all of them.
+			// Goroutines that other tests have left running may allocate in a few of the runs. Messages that
+			// allocate would do so in all runs.
 			least := math.Inf(1)
 			for range 5 {
 				least = min(least, testing.AllocsPerRun(1, func() {

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// tappedListener hears all that those who dial say, and may change it.
+// tappedListener records all bytes that dialers send, and may change them.
 type tappedListener struct {
 	net.Listener
 	mu    sync.Mutex
@@ -59,7 +59,7 @@ func (l *tappedListener) forward(to, from net.Conn) {
 	}
 }
 
-// socketPair is a connection through the kernel.
+// socketPair returns the two ends of a connection through the kernel.
 func socketPair() (a, b net.Conn, err error) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -73,8 +73,8 @@ func socketPair() (a, b net.Conn, err error) {
 	return a, b, err
 }
 
-// What tensors say is on the wire in plain connections, and in encrypted ones never: not in one piece, not in many, not in
-// what the writer has batched. Who changes a byte is found out.
+// The bytes of tensors appear on the wire in plain connections, and never in encrypted ones: not in one
+// piece, not in many pieces, not in a batch of the writer. A changed byte is detected.
 func TestWire(t *testing.T) {
 	const pattern = "-0123456789abcdef-" // of each message
 	overBoth(t, func(t *testing.T, key secret.Secret) {
@@ -122,7 +122,7 @@ func TestWire(t *testing.T) {
 	})
 }
 
-// Small messages share records: a record per message would be a system call per message.
+// Small messages share records: one record per message would need one system call per message.
 func TestRecordsAreShared(t *testing.T) {
 	for _, test := range []struct {
 		pieces  []int
@@ -168,8 +168,8 @@ func (r *recorder) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// Send does not wait for a peer that does not read, nor for the handshake's other end, and Sent rises while a large
-// buffer is written.
+// Send does not wait for a peer that does not read, nor for the other end of the handshake, and Sent rises
+// while a large buffer is written.
 func TestEncryptedSendDoesNotWait(t *testing.T) {
 	zero, one := twoRanks(t, encrypted())
 	a, b := pair(t, zero, one, 1)
@@ -191,7 +191,7 @@ func TestEncryptedSendDoesNotWait(t *testing.T) {
 	}
 }
 
-// A stranger that speaks TLS, or seems to, costs little too.
+// A stranger that uses TLS, or seems to, costs little memory too.
 func TestStrangersWithTLSCostLittle(t *testing.T) {
 	const strangers, limit = 16, 64 << 10 // of more not all are logged
 	hello := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<20)...)
@@ -219,7 +219,7 @@ func TestStrangersWithTLSCostLittle(t *testing.T) {
 	}
 }
 
-// In the steady state messages cost no memory of ours, encrypted ones neither.
+// In the steady state, messages allocate no memory in this package, also with encryption.
 func TestEncryptedSteadyState(t *testing.T) {
 	zero, one := twoRanks(t, encrypted())
 	a, b := pair(t, zero, one, 1)
@@ -241,7 +241,8 @@ func TestEncryptedSteadyState(t *testing.T) {
 	}
 }
 
-// A peer that has the secret and gives up in the middle of a record is a lost peer, not an end.
+// A peer that has the secret and closes in the middle of a record is a lost peer, and not the end of the
+// stream.
 func TestCutInARecord(t *testing.T) {
 	key := encrypted()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
@@ -270,7 +271,8 @@ func TestCutInARecord(t *testing.T) {
 	}
 }
 
-// A rank that reads what was tampered with says so at once, also while what it sends waits for a peer that does not read.
+// A rank that reads tampered bytes reports an error at once, also while its own bytes wait for a peer that
+// does not read.
 func TestTamperingIsSeenWhileSending(t *testing.T) {
 	key := encrypted()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
