@@ -306,7 +306,7 @@ func TestHold(t *testing.T) {
 		}
 	}
 	held.Release()
-	one, err := add("new") // in vain above
+	one, err := add("new") // the Add above failed
 	if err != nil {
 		t.Error(err)
 	}

@@ -247,7 +247,7 @@ func TestClose(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	peer, err := shmem.Map(fd) // it lives on in whoever has it
+	peer, err := shmem.Map(fd) // the file exists while a process has it
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -370,7 +370,7 @@ func TestCreateOpen(t *testing.T) {
 		if b, err := unix.Mmap(s.FD(), 0, len(s.Bytes()), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != unix.EPERM {
 			t.Errorf("sealed %s: map to write: got %d bytes and %v, want %v", how, len(b), err, unix.EPERM)
 		}
-		if s.Bytes()[0] = 1; theirs[0] != 1 { // who has it goes on
+		if s.Bytes()[0] = 1; theirs[0] != 1 { // existing mappings can still write
 			t.Errorf("got %d, want 1", theirs[0])
 		}
 		if _, err := shmem.Adopt(dup(t, s.FD())); err == nil {

@@ -102,7 +102,7 @@ func TestSecret(t *testing.T) {
 			t.Parallel()
 			timeout := patience
 			if test.want != nil {
-				timeout = 3 * time.Second // it may be another's port, and ours may come
+				timeout = 3 * time.Second // another process may have the port, and ours may still come
 			}
 			a := listen(t, Config{Secret: test.zero, DialTimeout: timeout})
 			b := listen(t, Config{Secret: test.one})

@@ -431,7 +431,7 @@ func TestDialTimeout(t *testing.T) {
 	}
 	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, gone)})
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(gone, e1)})
-	for range 2 { // the second call dials anew
+	for range 2 { // the second call dials again
 		_, err := zero.Conn(ctx(t), 1, 1)
 		wantPeer(t, err, 1, 1)
 		if !errors.Is(err, syscall.ECONNREFUSED) || !strings.Contains(err.Error(), timeout.String()) {
