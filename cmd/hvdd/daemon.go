@@ -18,10 +18,10 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// shutdownTimeout is how long the other ranks have to end the job when a signal has come.
+// shutdownTimeout is how long the other ranks have to end the job after a signal to this one.
 const shutdownTimeout = 10 * time.Second
 
-// daemon is one call of hvdd.
+// daemon is the state of one run of hvdd.
 type daemon struct {
 	stderr         io.Writer
 	version        string
@@ -33,21 +33,22 @@ type daemon struct {
 	server   *sidecar.Server
 }
 
-// run serves until there is no reason to.
+// run serves clients until there is no reason to continue.
 func (d *daemon) run() error {
 	if d.fd >= 0 && d.socket != "" {
 		return usagef("got --fd and --socket, want one of them")
 	}
 	var err error
-	// What is wrong with a setting is told to the client that says Init; a listener needs them before.
+	// With --fd, the client's Init reports errors in settings. A listener needs valid settings before that.
 	if d.settings, err = config.FromEnvironment(nil, true); err != nil && d.fd < 0 {
 		return err
 	}
 	d.log = d.settings.Logger(d.stderr).Named("hvdd")
-	defer func() { _ = d.log.Sync() }() // of the same file as the error that hvdd ends with
+	defer func() { _ = d.log.Sync() }() // it writes to standard error, where an error could not be printed either
 	cfg := sidecar.Config{Version: d.version, Log: d.log}
 	if d.fd < 0 {
-		// It encrypts nothing: what is said does not leave the host, and descriptors cannot travel with what is encrypted.
+		// The connection is not encrypted: the data does not leave the host, and descriptors cannot be sent
+		// over TLS.
 		if cfg.Secret, err = d.settings.JobSecret(); err != nil {
 			return err
 		}
@@ -67,7 +68,7 @@ func (d *daemon) run() error {
 	return d.serve(clients)
 }
 
-// clients takes what the command line or systemd gives.
+// clients returns the source of clients that the command line or systemd names.
 func (d *daemon) clients() (clients, error) {
 	switch {
 	case d.fd >= 0:
@@ -82,7 +83,7 @@ func (d *daemon) clients() (clients, error) {
 	return c, err
 }
 
-// serve serves clients until they are no more, a signal comes or the rank dies.
+// serve serves clients until no more can come, a signal arrives or the rank dies.
 func (d *daemon) serve(from clients) error {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, unix.SIGTERM, unix.SIGINT)
@@ -91,9 +92,9 @@ func (d *daemon) serve(from clients) error {
 		signal.Ignore(unix.SIGINT)
 	}
 	served := make(chan error, 1)
-	go func() { served <- from.serve(d.server, d.log) }() // ends with the clients, or with the process
+	go func() { served <- from.serve(d.server, d.log) }() // ends when no more clients can come, or with the process
 	var systemd notifier
-	if d.fd < 0 { // else it is the program's service, if any
+	if d.fd < 0 { // with --fd the service, if any, is the client's
 		systemd = newNotifier(&d.settings, d.log)
 	}
 	var telling sync.WaitGroup
@@ -106,7 +107,7 @@ func (d *daemon) serve(from clients) error {
 		return fmt.Errorf("the rank has failed: %w", d.server.Death())
 	case err := <-served:
 		select {
-		case <-d.server.Dead(): // this is why
+		case <-d.server.Dead(): // then the death of the rank has ended serving
 			return fmt.Errorf("the rank has failed: %w", d.server.Death())
 		default:
 		}
@@ -118,12 +119,12 @@ func (d *daemon) serve(from clients) error {
 	return d.end(signals)
 }
 
-// end ends the job, unless another signal comes.
+// end shuts the job down. It returns an error if another signal arrives first.
 func (d *daemon) end(signals <-chan os.Signal) error {
 	ctx, cancel := context.WithTimeout(context.Background(), shutdownTimeout)
 	defer cancel()
 	ended := make(chan error, 1)
-	go func() { ended <- d.server.Close(ctx) }() // the process ends before it if need be
+	go func() { ended <- d.server.Close(ctx) }() // may still run when the process exits
 	select {
 	case <-signals:
 		return errors.New("ended by a second signal")
@@ -135,14 +136,14 @@ func (d *daemon) end(signals <-chan os.Signal) error {
 	}
 }
 
-// clients is where clients come from.
+// clients is a source of clients.
 type clients interface {
-	// serve has the server serve them. It returns when no more will come.
+	// serve makes the server serve the clients. It returns when no more can come.
 	serve(*sidecar.Server, *zap.Logger) error
 	stop()
 }
 
-// only is the only client.
+// only is a source of a single client, at the other end of an inherited connection.
 type only struct{ conn *net.UnixConn }
 
 func inherited(fd int) (clients, error) {

@@ -14,10 +14,10 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// healthTimeout bounds one question and its answer.
+// healthTimeout is the time limit of one request and of its response.
 const healthTimeout = 5 * time.Second
 
-// health is what /healthz answers: the StatusReport of the protocol.
+// health is the response of /healthz, with the fields of StatusReport in the sidecar's protocol.
 type health struct {
 	Version    string `json:"version"`
 	PID        uint32 `json:"pid"`
@@ -27,7 +27,8 @@ type health struct {
 	InFlight   uint64 `json:"in_flight"`
 }
 
-// serveHealth answers at addr until stop.
+// serveHealth serves /healthz at addr, PORT or HOST:PORT with loopback as the default host, until stop is
+// called.
 func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), err error) {
 	if !strings.Contains(addr, ":") {
 		addr = ":" + addr
@@ -50,7 +51,7 @@ func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), 
 		if s.Death() != nil || r.State == sidecar.StateEnded {
 			w.WriteHeader(http.StatusServiceUnavailable)
 		}
-		// Who has asked and gone needs no answer.
+		// Encode fails only if the client has gone.
 		_ = json.NewEncoder(w).Encode(health{r.Version, r.Pid, r.State, r.Clients, r.Operations, r.InFlight})
 	})
 	server := &http.Server{
@@ -65,7 +66,7 @@ func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), 
 		}
 	}()
 	return func() {
-		_ = server.Close() // of connections that are cut
+		_ = server.Close() // an error of a connection that is closed anyway does not matter
 		<-done
 	}, nil
 }

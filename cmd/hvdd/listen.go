@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// listener has clients come to a path.
+// listener is a source of clients that connect to a path.
 type listener struct {
 	*net.UnixListener
 	ctx    context.Context
@@ -27,9 +27,9 @@ type listener struct {
 }
 
 const (
-	// lockTimeout bounds how long another hvdd may be looking at the same directory.
+	// lockTimeout is how long to wait for another hvdd that holds the lock of the same directory.
 	lockTimeout = 5 * time.Second
-	// firstListenFD is where systemd's descriptors begin (sd_listen_fds).
+	// firstListenFD is the first descriptor that systemd passes (sd_listen_fds).
 	firstListenFD = 3
 )
 
@@ -38,7 +38,8 @@ func newListener(l *net.UnixListener) *listener {
 	return &listener{UnixListener: l, ctx: ctx, cancel: cancel}
 }
 
-// listen listens at path. A socket that nobody listens to is in the way and is removed; any other file is left alone.
+// listen listens at path. It removes a socket at path that has no listener. A file of any other kind is an
+// error.
 func listen(path string) (clients, error) {
 	unlock, err := lock(filepath.Dir(path))
 	if err != nil {
@@ -52,14 +53,15 @@ func listen(path string) (clients, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--socket: %w", err)
 	}
-	// Who comes before this is looked at as everybody is.
+	// A client that connects before this is authenticated like any other.
 	if err := os.Chmod(path, 0o600); err != nil {
 		return nil, errors.Join(fmt.Errorf("--socket: %w", err), l.Close())
 	}
 	return newListener(l), nil
 }
 
-// lock keeps others from looking for stale sockets in a directory: one that is not listened to yet looks alike.
+// lock locks a directory against other processes that remove stale sockets there: a socket that is bound but
+// not yet listening cannot be told from a stale one.
 func lock(dir string) (unlock func(), err error) {
 	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -80,7 +82,7 @@ func lock(dir string) (unlock func(), err error) {
 	}
 }
 
-// sweep removes a socket at path that nobody listens to.
+// sweep removes a socket at path that has no listener.
 func sweep(path string) error {
 	info, err := os.Lstat(path)
 	switch {
@@ -101,7 +103,7 @@ func sweep(path string) error {
 	return os.Remove(path)
 }
 
-// activated returns the socket that systemd has made, or nil (sd_listen_fds).
+// activated returns the socket that systemd has passed (sd_listen_fds), or nil if there is none.
 func activated(settings *config.Config) (clients, error) {
 	if settings.Variable("LISTEN_PID") != strconv.Itoa(os.Getpid()) {
 		return nil, nil
@@ -126,7 +128,7 @@ func activated(settings *config.Config) (clients, error) {
 	return newListener(u), nil
 }
 
-// serve accepts clients until stop.
+// serve accepts clients until stop is called, and returns when their connections have ended.
 func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 	var (
 		serving sync.WaitGroup
@@ -145,7 +147,7 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 			})
 		case l.ctx.Err() != nil:
 			return nil
-		default: // out of descriptors, as a rule: connections that end give some back
+		default: // usually no descriptors are left; ending connections free some
 			log.Error("cannot accept clients", zap.Error(err))
 			dial.Pause(l.ctx, wait.Next(), nil)
 		}
@@ -154,5 +156,5 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 
 func (l *listener) stop() {
 	l.cancel()
-	_ = l.Close() // of a listener, which has nothing to lose
+	_ = l.Close() // an error loses nothing
 }

@@ -1,4 +1,4 @@
-// Hvdd is the sidecar: it runs one rank for another program, in whatever language.
+// Hvdd is the sidecar: it runs one rank for another program, in any language.
 //
 //	hvdd --fd 3
 //	hvdd --socket /run/user/1000/hvdd.sock
@@ -25,7 +25,7 @@ const (
 
 func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
 
-// usageError is one of the user's making.
+// usageError is an error in the user's command line.
 type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
@@ -42,7 +42,7 @@ gives it (LISTEN_FDS). A client that goes in the middle of a job is the failure 
 SIGTERM shuts the job down, for all ranks, and ends hvdd; so does SIGINT, but not with --fd, where the terminal's Ctrl-C is the
 program's to deal with. A second signal ends it at once. Under systemd (Type=notify) it tells of its state and feeds the watchdog.`
 
-// run is main without the process: it returns the exit status.
+// run runs hvdd and returns its exit status.
 func run(args []string, stdout, stderr io.Writer) int {
 	d := &daemon{stderr: stderr}
 	cmd := &cobra.Command{
@@ -73,7 +73,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	f.IntVar(&d.fd, "fd", -1, "descriptor of a Unix socket to the only client")
 	f.StringVar(&d.socket, "socket", "", "listen at this path")
 	f.StringVar(&d.health, "health", "", "answer http://ADDR/healthz, loopback unless a host is given (HOST:PORT or PORT)")
-	// Not a runnable parent: the completion command that cobra adds is for those that have commands.
+	// hvdd has a completion command of its own because cobra adds one only to programs with subcommands.
 	cmd.AddCommand(completion(cmd))
 	err := cmd.Execute()
 	if err == nil {
@@ -87,7 +87,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	return statusFailure
 }
 
-// completion returns the command that prints scripts for shells.
+// completion returns the command that prints completion scripts for shells.
 func completion(root *cobra.Command) *cobra.Command {
 	shells := map[string]func(io.Writer) error{
 		"bash":       func(w io.Writer) error { return root.GenBashCompletionV2(w, true) },

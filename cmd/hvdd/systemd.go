@@ -14,13 +14,13 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// notifyTimeout bounds what a service manager that does not read can cost.
+// notifyTimeout is the time limit of a notification, for a service manager that does not read.
 const notifyTimeout = 100 * time.Millisecond
 
-// notifier tells systemd how the daemon is (sd_notify). The zero notifier tells nobody.
+// notifier reports the state of the daemon to systemd (sd_notify). The zero notifier reports nothing.
 type notifier struct {
 	path  string
-	every time.Duration // of the watchdog; 0 is none
+	every time.Duration // interval of the watchdog messages; 0 is none
 	log   *zap.Logger
 }
 
@@ -33,12 +33,12 @@ func newNotifier(settings *config.Config, log *zap.Logger) notifier {
 	return n
 }
 
-// tell sends lines of NAME=value. A service manager that does not listen is no reason to fail.
+// tell sends lines of NAME=value. Errors are logged only: the daemon works without a service manager.
 func (n notifier) tell(lines string) {
 	if n.path == "" {
 		return
 	}
-	conn, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Net: "unixgram", Name: n.path}) // an @ in front is understood
+	conn, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Net: "unixgram", Name: n.path}) // a leading @ means an abstract socket
 	if err == nil {
 		if err = conn.SetDeadline(time.Now().Add(notifyTimeout)); err == nil {
 			_, err = conn.Write([]byte(lines))
@@ -50,7 +50,8 @@ func (n notifier) tell(lines string) {
 	}
 }
 
-// run says that the daemon is ready, and then, as often as the watchdog wants, that it lives, until done is closed.
+// run reports that the daemon is ready, and then at the watchdog's interval that it is alive, until done is
+// closed.
 func (n notifier) run(s *sidecar.Server, done <-chan struct{}) {
 	if n.path == "" {
 		return
@@ -64,7 +65,7 @@ func (n notifier) run(s *sidecar.Server, done <-chan struct{}) {
 	for {
 		select {
 		case <-tick.C:
-			n.tell("WATCHDOG=1\n" + status(s)) // status waits for who holds the Server up
+			n.tell("WATCHDOG=1\n" + status(s)) // status blocks while the Server's lock is held: a Server that hangs is not reported as alive
 		case <-done:
 			return
 		}
