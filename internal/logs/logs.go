@@ -1,12 +1,14 @@
-// Package logs makes the loggers of a rank, of hvdd and of hvdrun (config.Config.Logger). docs/logging.md is for users.
+// Package logs makes the loggers of ranks, of hvdd and of hvdrun (config.Config.Logger). Its page for users
+// is docs/logging.md.
 //
 // Invariants:
 //
-//  1. At most 20 lines of a level and message are written in a minute (zap's sampler), and the next line that is written tells how
-//     many were dropped.
-//  2. Whatever a peer or a client has brought into a line, it stays one line of bounded length, and is not taken for the end of it.
-//  3. What is logged at Trace is complete: nothing of it is left out.
-//  4. Nobody waits for a log but on the file itself: there is no goroutine and no queue.
+//  1. At most 20 lines of a level and message are written per minute (zap's sampler). The next line that is
+//     written has the number of lines that were dropped.
+//  2. Text from a peer or a client cannot make an entry longer than a bounded line, nor end the line.
+//  3. Entries at Trace are complete: none is dropped, and texts in the fields of the call are not
+//     shortened.
+//  4. Logging blocks only on the write to the file: there is no goroutine and no queue.
 package logs
 
 import (
@@ -19,20 +21,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// New returns a logger that writes to w what has at least the given level, as lines for people (format console), as JSON, or,
-// for any other format, as lines for people if w is a terminal. Others may write to w too; each line is one Write. Sync of the
-// logger tells of lines that were left out.
+// New returns a logger that writes entries of at least the given level to w: as text (format console), as
+// JSON (format json) or, for any other format, as text if w is a terminal and else as JSON. Other code may
+// write to w too, since each line is one Write. Sync of the logger writes the number of dropped lines.
 func New(w io.Writer, level zapcore.Level, format string, withTime bool) *zap.Logger {
-	// Without its own Sync, which fails for a pipe.
+	// The struct hides the Sync method of w, which fails for a pipe.
 	sink := zapcore.Lock(zapcore.AddSync(struct{ io.Writer }{w}))
 	core := zapcore.NewCore(newEncoder(isConsole(w, format), withTime), sink, level)
 	return Quiet(zap.New(core, zap.ErrorOutput(sink)))
 }
 
-// Trace is the level below debug, of what each cycle of the negotiation says.
+// Trace is the level below debug, for entries on each cycle of the negotiation.
 const Trace = zapcore.DebugLevel - 1
 
-// Level returns that of a value of HOROVOD_LOG_LEVEL. A word that config does not accept is warning.
+// Level returns the level of a value of HOROVOD_LOG_LEVEL. For a word that config does not accept it is
+// warning.
 func Level(word string) zapcore.Level {
 	switch word {
 	case "trace":
@@ -49,7 +52,8 @@ func Level(word string) zapcore.Level {
 	return zapcore.WarnLevel
 }
 
-// withTrace encodes levels as others does, and Trace, which zap does not know, as a word.
+// withTrace returns an encoder that encodes Trace, which zap does not know, as word, and other levels as
+// others does.
 func withTrace(word string, others zapcore.LevelEncoder) zapcore.LevelEncoder {
 	return func(l zapcore.Level, enc zapcore.PrimitiveArrayEncoder) {
 		if l == Trace {
@@ -60,7 +64,7 @@ func withTrace(word string, others zapcore.LevelEncoder) zapcore.LevelEncoder {
 	}
 }
 
-// IsTerminal reports whether w is a terminal, in front of which people sit.
+// IsTerminal reports whether w is a terminal.
 func IsTerminal(w io.Writer) bool {
 	f, ok := w.(*os.File)
 	if !ok {
@@ -74,7 +78,7 @@ func isConsole(w io.Writer, format string) bool {
 	return format == "console" || format != "json" && IsTerminal(w)
 }
 
-// newEncoder makes lines for people, or JSON objects. Durations have their unit in both.
+// newEncoder returns an encoder of entries as text or as JSON. Both write durations with their unit.
 func newEncoder(console, withTime bool) zapcore.Encoder {
 	if console {
 		c := zap.NewDevelopmentEncoderConfig()

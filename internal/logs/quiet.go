@@ -18,10 +18,11 @@ const (
 	leftOut = "left_out"
 )
 
-// Quiet returns log with zap's sampler over it, for what may come in storms and must not fill disks. Of each level and message it
-// writes at most 20 lines a minute. The next line that is written, or Sync, has the number of those that were dropped (left_out),
-// of all messages together. Lines at Trace are never dropped. Texts are bounded, and what does not print is escaped. If log is nil
-// the logger writes nothing; a logger that is quiet already is returned as it is.
+// Quiet returns log with zap's sampler, for messages that may come in floods and must not fill disks. It
+// writes at most 20 lines per minute of each level and message. The next line that is written, or Sync, has
+// the number of dropped lines (left_out), of all messages together. Lines at Trace are never dropped. Texts
+// have a bounded length, and characters that are not printable are escaped. If log is nil, the result writes
+// nothing. A logger that is the result of Quiet is returned unchanged.
 func Quiet(log *zap.Logger) *zap.Logger {
 	if log == nil {
 		return zap.NewNop()
@@ -40,13 +41,14 @@ func Quiet(log *zap.Logger) *zap.Logger {
 	}))
 }
 
-// sampled is a sampler over a core of this package.
+// sampled is a sampler over a core of this package. Quiet recognizes its own loggers by this type.
 type sampled struct{ zapcore.Core }
 
 // With implements zapcore.Core.
 func (s sampled) With(fields []zapcore.Field) zapcore.Core { return sampled{s.Core.With(fields)} }
 
-// core bounds texts, and adds how many lines were dropped before. Loggers that With has made of one share the counter.
+// core shortens and escapes texts, and adds the number of lines that were dropped before. Loggers derived by
+// With share the counter.
 type core struct {
 	zapcore.Core
 	dropped *atomic.Int64
@@ -65,7 +67,8 @@ func (c *core) Check(e zapcore.Entry, ce *zapcore.CheckedEntry) *zapcore.Checked
 	return ce
 }
 
-// Write implements zapcore.Core. The core below checks the entry again, because a tee of several writes it to some of them only.
+// Write implements zapcore.Core. It calls Check of the core below again, because that core may be a tee of
+// several, of which only some write the entry.
 func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 	e.Message = plain(e.Message)
 	shorten := cut
@@ -86,7 +89,7 @@ func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 	return failed.err
 }
 
-// Sync writes how many lines were dropped and not told, and flushes the core below.
+// Sync writes the number of dropped lines if no line has had it yet, and flushes the core below.
 func (c *core) Sync() error {
 	var err error
 	if n := c.dropped.Load(); n > 0 {
@@ -95,7 +98,7 @@ func (c *core) Sync() error {
 	return errors.Join(err, c.Core.Sync())
 }
 
-// failure collects what zap reports of a line that could not be written.
+// failure collects the errors that zap reports for a line that could not be written.
 type failure struct{ err error }
 
 // Write implements zapcore.WriteSyncer.

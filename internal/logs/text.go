@@ -10,16 +10,18 @@ import (
 	"go.uber.org/zap/zapcore"
 )
 
-// maxTextBytes bounds a message, and a text in a field. A name of a tensor may have 4096 bytes.
+// maxTextBytes is the longest message, and the longest text in a field. The name of a tensor may have 4096
+// bytes.
 const maxTextBytes = 1 << 10
 
-// plain returns a message cut to its bound, in which what does not print is escaped as by strconv.Quote: the end of a line, what a
-// terminal obeys, and what is no UTF-8.
+// plain returns a message, shortened to maxTextBytes, in which characters that are not printable are escaped
+// as by strconv.Quote: ends of lines, control characters of terminals, and invalid UTF-8.
 func plain(text string) string { return escape(cut(text), unprintable) }
 
 func unprintable(r rune) bool { return r == utf8.RuneError || !strconv.IsPrint(r) }
 
-// unquoted returns what does not print and what an encoder of fields, which quotes them as JSON, leaves as it is.
+// unquoted reports whether r is not printable and an encoder of fields, which quotes texts as JSON, would not
+// escape it.
 func unquoted(r rune) bool { return r >= 0x7f && unprintable(r) }
 
 func escape(text string, which func(rune) bool) string {
@@ -40,7 +42,7 @@ func escape(text string, which func(rune) bool) string {
 	return b.String()
 }
 
-// cut returns the beginning of a text that is too long, which says so.
+// cut shortens a text that is longer than maxTextBytes, and appends its length.
 func cut(text string) string {
 	if len(text) <= maxTextBytes {
 		return text
@@ -52,7 +54,8 @@ func cut(text string) string {
 	return fmt.Sprintf("%s... (%d bytes)", text[:n], len(text))
 }
 
-// bounded returns fields with their texts shortened and fit to be quoted. The slice is the caller's, and not changed.
+// bounded returns fields with their texts shortened, and escaped where the encoder does not do that. It does
+// not change the slice of the caller.
 func bounded(fields []zapcore.Field, shorten func(string) string) []zapcore.Field {
 	var changed []zapcore.Field
 	for i, f := range fields {
@@ -73,7 +76,7 @@ func bounded(fields []zapcore.Field, shorten func(string) string) []zapcore.Fiel
 	return fields
 }
 
-// textOf returns the text of a field, if it is one.
+// textOf returns the text of a field that holds a string or an error; ok is false for other fields.
 func textOf(f zapcore.Field) (text string, ok bool) {
 	switch f.Type {
 	case zapcore.StringType:
