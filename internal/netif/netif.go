@@ -1,7 +1,8 @@
-// Package netif finds the address of this host on which others of a job reach it.
+// Package netif finds the address of this host at which the other hosts of a job reach it.
 //
-// Interfaces are known by their addresses, for hosts of one job may call the same network by different names. A [Choice]
-// says which may be used; without one it is the interface that leads to where the job meets.
+// Interfaces are identified by their addresses, since the hosts of a job may have different names for the
+// same network. A [Choice] says which interfaces may be used; without one it is the interface of the route to
+// the rendezvous.
 package netif
 
 import (
@@ -13,10 +14,10 @@ import (
 	"strings"
 )
 
-// Choice is a choice of interfaces. The zero Choice is none: whatever leads there.
+// Choice is a choice of interfaces. The zero Choice means that none was made: the route decides.
 type Choice struct{ items []item }
 
-// item is the name of an interface, or a network that an address is in.
+// item is the name of an interface, or a network that contains an address of the interface.
 type item struct {
 	name    string
 	network netip.Prefix // valid if name is empty
@@ -29,11 +30,11 @@ func (i item) has(name string, a netip.Addr) bool {
 	return i.network.Contains(a)
 }
 
-// maxName bounds the name of an interface (IFNAMSIZ less the zero at the end).
+// maxName is the longest name of an interface (IFNAMSIZ without the terminating zero).
 const maxName = 15
 
-// Parse reads a list of names of interfaces, networks as in 10.0.0.0/8, and addresses. White space around them and empty
-// items are passed over.
+// Parse parses a list whose items are names of interfaces, networks such as 10.0.0.0/8, and addresses. It
+// ignores empty items, and white space around items.
 func Parse(list []string) (Choice, error) {
 	var c Choice
 	for _, text := range list {
@@ -64,7 +65,7 @@ func parse(text string) (item, error) {
 	return item{name: text}, nil
 }
 
-// IsZero reports whether nothing is chosen.
+// IsZero reports whether c is the zero Choice.
 func (c Choice) IsZero() bool { return len(c.items) == 0 }
 
 func (c Choice) String() string {
@@ -85,7 +86,8 @@ type own struct {
 	addr netip.Addr
 }
 
-// list gives the addresses of this host that another one can dial, or that are loopback, by interface.
+// list returns the addresses of this host, including loopback but not link-local ones, which other hosts
+// cannot dial. They are grouped by interface.
 func list() (all []own, err error) {
 	interfaces, err := net.Interfaces()
 	if err != nil {
@@ -101,7 +103,7 @@ func list() (all []own, err error) {
 		}
 		for _, a := range addrs {
 			p, err := netip.ParsePrefix(a.String())
-			// An address of one link needs the name of the interface at the other end too.
+			// To dial a link-local address, the peer would also need the name of its own interface.
 			if err != nil || p.Addr().IsLinkLocalUnicast() {
 				continue
 			}
@@ -111,8 +113,9 @@ func list() (all []own, err error) {
 	return all, nil
 }
 
-// Addresses returns this host's that c allows: in the order of c, or, if c is zero, all that are not loopback, in the order of
-// the host. It is an error if c allows none.
+// Addresses returns the addresses of this host that c permits, in the order of c. If c is zero, they are all
+// addresses except loopback, in the order of the host. It is an error if c is not zero and permits no address
+// of this host.
 func (c Choice) Addresses() ([]netip.Addr, error) {
 	all, err := list()
 	if err != nil {
@@ -152,8 +155,9 @@ func (c Choice) of(all []own) (addrs []netip.Addr) {
 	return addrs
 }
 
-// Towards returns the address of this host for ranks that meet at target, host:port: that from which target is reached, if c
-// allows it, else the first that c allows, of target's family if there is one. Nothing is sent.
+// Towards returns the address of this host for ranks that meet at target, host:port: the source address of
+// the route to target, if c permits it, else the first address that c permits, preferably of the same family
+// as target's. It sends nothing except look-ups of names.
 func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) {
 	local, remote, err := Route(ctx, target)
 	if err != nil || c.IsZero() {
@@ -171,15 +175,17 @@ func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) 
 	return addrs[0], nil
 }
 
-// Any returns an address of this host for ranks that meet nobody knows where: the first that c allows, or without a choice that
-// of the default route, else the first that is not loopback, else loopback.
+// Any returns an address of this host for ranks whose rendezvous is not known: the first that c permits. If c
+// is zero, it is the source address of the default route, else the first address that is not loopback, else
+// loopback.
 func (c Choice) Any() (netip.Addr, error) {
 	addrs, err := c.Addresses()
 	if err != nil {
 		return netip.Addr{}, err
 	}
 	if c.IsZero() {
-		// Documentation's own networks (RFC 5737 and 3849): routed as any far address, and nothing is sent.
+		// These networks are reserved for documentation (RFC 5737 and 3849), so the default route leads to
+		// them. Nothing is sent.
 		for _, far := range []string{"192.0.2.1:9", "[2001:db8::1]:9"} {
 			if local, _, err := Route(context.Background(), far); err == nil && slices.Contains(addrs, local) {
 				return local, nil
@@ -192,8 +198,9 @@ func (c Choice) Any() (netip.Addr, error) {
 	return addrs[0], nil
 }
 
-// Route returns the address of this host from which target, host:port, is reached, and that of target. Connecting a datagram
-// socket sends nothing; it only asks for the route, and for the name's address, which takes until ctx ends at most.
+// Route returns the source address of the route from this host to target, host:port, and the address of
+// target. It connects a datagram socket, which sends nothing and only looks up the route and the address of
+// the name. The latter may block until ctx ends.
 func Route(ctx context.Context, target string) (local, remote netip.Addr, err error) {
 	var d net.Dialer
 	conn, err := d.DialContext(ctx, "udp", target)
@@ -209,7 +216,7 @@ func Route(ctx context.Context, target string) (local, remote netip.Addr, err er
 	return from.AddrPort().Addr().Unmap(), to.AddrPort().Addr().Unmap(), nil
 }
 
-// IsOwn reports whether a is an address of this host, on which one can listen.
+// IsOwn reports whether a is an address of this host, on which it can listen.
 func IsOwn(a netip.Addr) (bool, error) {
 	all, err := list()
 	if err != nil {
