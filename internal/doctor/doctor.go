@@ -5,7 +5,8 @@
 //
 //  1. A check changes nothing on the machine, and accesses it only through a System.
 //  2. Run returns within its time limit, even if system calls or commands hang.
-//  3. A line is a fact (ok), a hint (warn) or a reason for which a job will fail (fail). A line that is not ok has a fix.
+//  3. A line is a fact (ok), a hint (warn) or a reason for which a job will fail (fail). A line that is not
+//     ok has a fix.
 package doctor
 
 import (
