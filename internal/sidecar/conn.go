@@ -16,58 +16,64 @@ import (
 )
 
 const (
-	// maxSlots is one more than the last slot. A client can have as many operations in flight as there may be, and as many again
-	// kept for their next use.
+	// maxSlots is one more than the highest slot number. A client can use maxInFlight slots for operations in
+	// flight and as many again for prepared operations that it keeps for later.
 	maxSlots = 2 * maxInFlight
-	// helpsPerRead is how often who helps the engine looks at the ring for each look at the socket, which is a system call.
+	// helpsPerRead is how many times the reader looks at the ring for each read of the socket while it works
+	// for the engine. The read is a system call.
 	helpsPerRead = 32
-	// dozes is how often the reader looks at the ring once more, after dozeTime each, when the client has submitted something and does
-	// not wait for it. A client that submits one operation after another so needs no doorbell for any of them, and keeps the
-	// processor, which it needs more than the engine does, while that gets many operations at once.
+	// dozes is how many more times the reader looks at the ring before it sleeps, at intervals of dozeTime,
+	// after the client has submitted something that it does not wait for. A client that submits one operation
+	// after another then needs no doorbell for any of them. It also keeps the processor, which it needs more
+	// than the engine does, and the engine receives many operations at once.
 	dozes    = 5
 	dozeTime = 1 // ms
 )
 
 var (
-	// errEnd is the end of a connection whose client has not said Bye.
+	// errEnd reports that the connection has ended and the client has not sent Bye.
 	errEnd = errors.New("the connection has ended without a farewell")
-	// errBye is the end of one whose client has.
+	// errBye reports that the client has sent Bye.
 	errBye = errors.New("the client has left")
 )
 
-// conn is a connection to a client. One goroutine reads, begins what is asked for, and works for the engine while operations
-// of the connection are in flight; who finishes an operation answers it.
+// conn is a connection to a client. One goroutine, the reader, reads requests, starts the operations and
+// works for the engine while operations of the connection are in flight. The goroutine that finishes an
+// operation sends its answer.
 type conn struct {
 	server *Server
 	pid    int
 	in     inbox
 	out    *outbox
 
-	// The reader's.
+	// The following fields belong to the reader.
 	ring  *ring
-	until uint64           // the submissions of the ring that a turn begins
+	until uint64           // a turn starts the submissions with indexes below this
 	dozes int              // how often the reader looks at the ring once more before it sleeps
 	plans map[uint32]*plan // by slot
+	// looks counts how often help has looked at the ring.
 	looks int
 
-	// attending says that the reader works for the engine, and rings the bell for who finishes operations; owed, that it has to.
+	// attending is true while the reader works for the engine and sends the doorbells for the goroutines that
+	// finish operations. owed is true if the reader has to send a doorbell.
 	attending, owed atomic.Bool
 	flying          atomic.Int64 // operations in flight
 
 	mu     sync.Mutex
-	busy   map[uint64]struct{} // numbers of requests that are not answered
-	left   bool                // nobody takes results any more
-	places map[origin][]byte   // results that the client has
-	told   map[uint32]bool     // chunks that the client knows
+	busy   map[uint64]struct{} // numbers of requests and operations that are not answered
+	left   bool                // the connection has ended, and the client takes no more results
+	places map[origin][]byte   // results that the client has not freed
+	told   map[uint32]bool     // arenas of the sidecar that the client knows
 	why    error               // why the connection was cut
 }
 
-// origin is a place in an arena of the sidecar's.
+// origin is a position in one of the sidecar's arenas.
 type origin struct {
 	arena  uint32
 	offset uint64
 }
 
+// newConn returns a connection over the socket fd to the client with process ID pid.
 func newConn(s *Server, fd, pid int) *conn {
 	return &conn{
 		server: s, pid: pid, in: inbox{FD: fd}, out: newOutbox(fd),
@@ -76,7 +82,8 @@ func newConn(s *Server, fd, pid int) *conn {
 	}
 }
 
-// serve serves the client until it goes, and says why.
+// serve serves the client until the connection ends, frees what the connection holds and returns the reason,
+// which is never nil.
 func (c *conn) serve() error {
 	var sending sync.WaitGroup
 	sending.Go(c.out.Run)
@@ -93,7 +100,7 @@ func (c *conn) serve() error {
 		c.server.check(arena.Free(b))
 	}
 	c.out.Close()
-	// For run, which may wait for room.
+	// The outbox's Run may be polling for room in the socket.
 	_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR)
 	sending.Wait()
 	c.in.Close()
@@ -104,17 +111,17 @@ func (c *conn) serve() error {
 	return err
 }
 
-// cut ends the connection, because of why. What the client has said is read first.
+// cut ends the connection for the reason why. The reader still reads what the client has sent before.
 func (c *conn) cut(why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.why == nil && !c.left {
 		c.why = why
-		_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR) // one that has ended already
+		_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR) // it fails if the connection has ended already
 	}
 }
 
-// read is nil never.
+// read serves requests and submissions until the connection ends. It returns the reason, which is never nil.
 func (c *conn) read() error {
 	for {
 		if err := c.rest(); err != nil {
@@ -130,7 +137,7 @@ func (c *conn) read() error {
 	}
 }
 
-// rest waits for something to do.
+// rest blocks until there may be something to do. It returns an error if the connection has ended.
 func (c *conn) rest() error {
 	if c.ring != nil {
 		for ; c.dozes > 0; c.dozes-- {
@@ -146,13 +153,15 @@ func (c *conn) rest() error {
 	return err
 }
 
-// turn does what has come, and works for the engine. It reports whether there may be more.
+// turn handles the frames and submissions that have come and works for the engine. It reports whether there
+// may be more to do.
 func (c *conn) turn() (again bool, err error) {
 	if c.ring != nil {
-		c.ring.watch() // in each turn, for the ring may have come in the last one
+		c.ring.watch() // in each turn, because the ring may have come in the last one
 		c.until = c.ring.pending()
 	}
-	// What a submission refers to was sent before it was written: so the frames that are there come first.
+	// The client sends the frames that a submission refers to before it writes the submission. turn handles
+	// frames first for that reason.
 	came := true
 	for came {
 		if err := c.frames(); err != nil {
@@ -173,7 +182,7 @@ func (c *conn) turn() (again bool, err error) {
 	return again || took || came, err
 }
 
-// frames does what came in frames.
+// frames handles the complete frames in the inbox.
 func (c *conn) frames() error {
 	for {
 		body, ok, err := c.in.Next()
@@ -181,11 +190,11 @@ func (c *conn) frames() error {
 			return err
 		}
 		if !ok {
-			c.ringOverdue() // a client does not send a doorbell where there is no room for it: it has sent frames
+			c.ringOverdue() // a client that has no room to send a doorbell has sent frames instead
 			return c.in.Spare()
 		}
 		if len(body) == 0 {
-			c.ringOverdue() // the ring is looked at in any case
+			c.ringOverdue() // a doorbell; turn reads the ring in any case
 			continue
 		}
 		if c.out.Unsent() > maxUnsentBytes {
@@ -201,7 +210,8 @@ func (c *conn) frames() error {
 	}
 }
 
-// submissions begins those of the ring that this turn does.
+// submissions starts the operations that were submitted in the ring up to c.until. It reports whether there
+// were any.
 func (c *conn) submissions() (some bool, err error) {
 	if c.ring == nil {
 		return false, nil
@@ -225,7 +235,8 @@ func (c *conn) submissions() (some bool, err error) {
 	}
 }
 
-// enter takes a number into use, for so many operations.
+// enter marks the number id as in use and adds weight to the operations in flight. It returns an error if the
+// number is in use already or the limits of the connection are exceeded.
 func (c *conn) enter(id uint64, weight int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -241,7 +252,7 @@ func (c *conn) enter(id uint64, weight int) error {
 	return nil
 }
 
-// leave is the opposite of enter.
+// leave reverses enter.
 func (c *conn) leave(id uint64, weight int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -249,7 +260,8 @@ func (c *conn) leave(id uint64, weight int) {
 	c.flying.Add(-int64(weight))
 }
 
-// submit begins an operation. The error ends the connection; others are answers.
+// submit starts an operation. An error of submit ends the connection; other errors are sent to the client as
+// answers.
 func (c *conn) submit(p *plan, id uint64) error {
 	if err := c.enter(id, p.weight()); err != nil {
 		return err
@@ -264,13 +276,13 @@ func (c *conn) submit(p *plan, id uint64) error {
 	return nil
 }
 
-// done is called when o, which was begun, is done.
+// done is called once, when the operation o, which was started, has finished with err.
 func (o *operation) done(err error) {
 	o.conn.server.operations.Add(1)
 	o.answer(err)
 }
 
-// answer lets go of the memory that o uses and tells the client what has come of it.
+// answer releases the memory that o uses and sends the client the outcome of o.
 func (o *operation) answer(err error) {
 	c := o.conn
 	c.server.check(c.server.memory.unuse(o.uses))
@@ -297,19 +309,21 @@ func (o *operation) answer(err error) {
 	}
 }
 
-// give makes the results of o, which a tells of, the client's. Without the client, or if it cannot be told, they are freed.
+// give hands the results of o to the client; the completion a describes them. If the client has left, or
+// cannot be given access to the memory, give frees the results.
 func (c *conn) give(o *operation, a *sidecarpb.Completion) error {
 	if o.made == nil {
 		return nil
 	}
 	given, err := c.tell(o, a)
-	if !given { // without the lock, for the arena may have news of it
+	if !given { // without mu, because freeing may call Server.chunkRemoved, which takes it
 		o.forget()
 	}
 	return err
 }
 
-// tell has the client know the arenas of its results, and keeps those for it. It reports whether there is a client.
+// tell sends the client the arenas of its results that it does not know yet, and records the results as held
+// by the client. It reports whether there is a client.
 func (c *conn) tell(o *operation, a *sidecarpb.Completion) (given bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -336,7 +350,7 @@ func (c *conn) tell(o *operation, a *sidecarpb.Completion) (given bool, err erro
 	return true, nil
 }
 
-// gone tells the client of an arena that it knows and that has gone.
+// gone tells the client that an arena that it knows has been removed.
 func (c *conn) gone(number uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -346,26 +360,28 @@ func (c *conn) gone(number uint32) {
 	}
 }
 
-// ringLater rings the doorbell, or has the reader do it, which may do it once for many.
+// ringLater sends the doorbell, or leaves it to the reader, which may send one for many completions.
 func (c *conn) ringLater() {
 	if c.attending.Load() {
 		c.owed.Store(true)
 		if c.attending.Load() || !c.owed.Swap(false) {
-			return // it looks once more after it has stopped attending
+			return // help checks owed again after it has stopped attending
 		}
 	}
 	c.out.Bell()
 }
 
-// ringOverdue rings for a client that now waits for completions of which it did not want to hear.
+// ringOverdue sends the doorbell if there are completions that the client did not want to be notified of
+// before, but waits for now.
 func (c *conn) ringOverdue() {
 	if c.ring != nil && c.ring.overdue() {
 		c.out.Bell()
 	}
 }
 
-// help works for the engine while operations are in flight, until something comes from the client or nothing happens for a
-// while. It reports whether something has come.
+// help works for the engine while operations are in flight. It returns when something comes from the client,
+// the client does not wait for completions, nothing happens for a while, or no operation is left. It reports
+// whether something has come.
 func (c *conn) help() (came bool, err error) {
 	inside := c.server.inside.Load()
 	if inside == nil {
@@ -396,14 +412,14 @@ func (c *conn) help() (came bool, err error) {
 	return came || c.ring != nil && c.ring.pending() != c.ring.read, err
 }
 
-// reply sends an answer or news.
+// reply sends an answer or a notice, with the descriptor fd unless that is -1.
 func (c *conn) reply(r *sidecarpb.Reply, fd int) {
 	if err := c.out.Send(r, fd); err != nil {
 		c.server.log.Error("a reply cannot be sent", zap.Uint64("request", r.Id), zap.Error(err))
 	}
 }
 
-// answer sends what a request is answered with.
+// answer sends the answer to request id: r, or err if there is one.
 func (c *conn) answer(id uint64, r *sidecarpb.Reply, err error) {
 	c.leave(id, 0)
 	if r == nil || err != nil {
@@ -416,7 +432,7 @@ func (c *conn) answer(id uint64, r *sidecarpb.Reply, err error) {
 	c.reply(r, -1)
 }
 
-// request does what a frame asks for. The error ends the connection.
+// request handles one request. An error of request ends the connection.
 func (c *conn) request(q *sidecarpb.Request) error {
 	switch what := q.What.(type) {
 	case *sidecarpb.Request_Free:
@@ -456,7 +472,7 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	return nil
 }
 
-// now answers a request at once.
+// now sends the answer to a request that was handled without waiting.
 func (c *conn) now(id uint64, err error) error {
 	if entered := c.enter(id, 0); entered != nil {
 		return entered
@@ -465,6 +481,7 @@ func (c *conn) now(id uint64, err error) error {
 	return nil
 }
 
+// asUsage returns err as a usage error of the operation op, or nil if err is nil.
 func asUsage(op string, err error) error {
 	if err == nil {
 		return nil
@@ -472,7 +489,7 @@ func asUsage(op string, err error) error {
 	return usage(op, "", err)
 }
 
-// takeRing takes the ring that came with a request.
+// takeRing maps the ring whose descriptor came with a request.
 func (c *conn) takeRing(numBytes uint64) error {
 	fd, err := c.in.Descriptor()
 	if err != nil {
@@ -497,7 +514,8 @@ func (c *conn) takeRing(numBytes uint64) error {
 	return nil
 }
 
-// free takes a result back. One that is not the client's is none of its business, and left alone.
+// free frees a result that the client gives back. It logs and ignores a position at which the client has no
+// result.
 func (c *conn) free(at origin) {
 	c.mu.Lock()
 	b := c.places[at]

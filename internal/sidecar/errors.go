@@ -22,12 +22,12 @@ const (
 	classInternal
 )
 
-// usage makes an error one of the client's making, as hvd's are.
+// usage returns err as an error that the client has caused, of the same type as the errors of package hvd.
 func usage(op, tensor string, err error) error {
 	return &engine.UsageError{Op: op, Tensor: tensor, Err: err}
 }
 
-// describe is err for a client.
+// describe returns err in the form in which it is sent to a client.
 func describe(err error) *sidecarpb.Error {
 	e := &sidecarpb.Error{Class: classOf(err), Text: err.Error()}
 	if of, ok := errors.AsType[*engine.OpError](err); ok {
@@ -45,6 +45,7 @@ func describe(err error) *sidecarpb.Error {
 	return e
 }
 
+// classOf returns the class of err, as docs/sidecar.md numbers the classes.
 func classOf(err error) uint32 {
 	if _, ok := errors.AsType[*tensorqueue.DuplicateNameError](err); ok {
 		return classDuplicate

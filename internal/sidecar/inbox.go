@@ -13,28 +13,31 @@ import (
 )
 
 const (
-	// magic and version are those of the greeting.
+	// magic and version are sent in the greeting.
 	magic   = "GHVD"
 	version = 2
-	// maxFrameBytes bounds a frame without its length.
+	// maxFrameBytes is the most bytes in a frame, without its length prefix.
 	maxFrameBytes = 16 << 20
-	// maxInFlight bounds the operations of a connection.
+	// maxInFlight is the most operations of a connection that can be in flight.
 	maxInFlight = 1 << 16
-	// ownArenas is what the numbers of the sidecar's own arenas begin with.
+	// ownArenas is the lowest number of an arena of the sidecar's own. The number is ownArenas plus the ID of
+	// the chunk.
 	ownArenas = 1 << 31
 
-	// maxHeadBytes is what the length of the longest frame takes.
+	// maxHeadBytes is the size of the length prefix of the longest frame.
 	maxHeadBytes = 4
 
-	// readBytes is the least room for what one read brings, and keptBytes the most that is kept when nothing is unread.
+	// readBytes is the least room in the buffer for one read. keptBytes is the largest buffer that is kept
+	// when nothing is unread.
 	readBytes = 16 << 10
 	keptBytes = 1 << 20
 )
 
-// errFrame is the error of what cannot be read. It ends the connection.
+// errFrame is wrapped by errors about data that breaks the protocol. It ends the connection.
 var errFrame = errors.New("broken frame")
 
-// cutFrame cuts the first frame off b. It says how many bytes that takes, 0 if not all have come.
+// cutFrame returns the body of the first frame in b and the number of bytes of the whole frame, 0 if it has
+// not come in full.
 func cutFrame(b []byte) (body []byte, numBytes int, err error) {
 	n, head := binary.Uvarint(b[:min(len(b), maxHeadBytes)])
 	switch {
@@ -48,7 +51,8 @@ func cutFrame(b []byte) (body []byte, numBytes int, err error) {
 	return b[head : head+int(n)], head + int(n), nil
 }
 
-// inbox is what has come over a connection and was not used: bytes, and descriptors. It is for one goroutine at a time.
+// inbox reads from a connection and holds the bytes and descriptors that were not used yet. It is for one
+// goroutine at a time.
 type inbox struct {
 	FD  int // the socket, which stays the caller's
 	buf []byte
@@ -57,7 +61,8 @@ type inbox struct {
 	oob [128]byte
 }
 
-// Fill reads once, and with wait until something is there. It reports whether something came. The error is errEnd at the end.
+// Fill reads from the socket once. If wait is true, it blocks until something comes. It reports whether
+// something has come. At the end of the connection the error is errEnd.
 func (i *inbox) Fill(wait bool) (bool, error) {
 	switch {
 	case i.at == len(i.buf):
@@ -68,7 +73,7 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 		i.buf, i.at = i.buf[:copy(i.buf, i.buf[i.at:])], 0
 	}
 	if len(i.buf) == cap(i.buf) {
-		i.buf = slices.Grow(i.buf, readBytes) // with what has come, not with what was announced
+		i.buf = slices.Grow(i.buf, readBytes) // it grows with the bytes that came, not with the length that a frame announces
 	}
 	flags := unix.MSG_CMSG_CLOEXEC
 	if !wait {
@@ -96,14 +101,14 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 	}
 }
 
-// Wait waits until something is there, but no longer than so many milliseconds, and reports whether something is.
+// Wait waits until something can be read, at most ms milliseconds, and reports whether something can.
 func (i *inbox) Wait(ms int) bool {
 	fds := [1]unix.PollFd{{Fd: int32(i.FD), Events: unix.POLLIN}}
 	n, err := unix.Poll(fds[:], ms)
-	return n > 0 || err != nil && err != unix.EINTR // of a broken socket Fill hears more
+	return n > 0 || err != nil && err != unix.EINTR // if the socket is broken, Fill returns the error
 }
 
-// take keeps the descriptors that came.
+// take keeps the descriptors that came with a read. It returns an error if more than one is held.
 func (i *inbox) take(oob []byte, flags int) error {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
@@ -125,7 +130,8 @@ func (i *inbox) take(oob []byte, flags int) error {
 	return nil
 }
 
-// Next is the next frame that has come whole. It is valid until Fill.
+// Next returns the body of the next frame that has come in full; ok is false if there is none. The body is
+// valid until the next Fill.
 func (i *inbox) Next() (body []byte, ok bool, err error) {
 	body, n, err := cutFrame(i.buf[i.at:])
 	if n == 0 || err != nil {
@@ -135,7 +141,7 @@ func (i *inbox) Next() (body []byte, ok bool, err error) {
 	return body, true, nil
 }
 
-// Descriptor is the one that came with the frame, for the caller to close.
+// Descriptor returns the descriptor that came with the frame. The caller closes it.
 func (i *inbox) Descriptor() (int, error) {
 	if len(i.fds) == 0 {
 		return -1, errors.New("no descriptor came with it")
@@ -145,7 +151,7 @@ func (i *inbox) Descriptor() (int, error) {
 	return fd, nil
 }
 
-// Spare is an error if a descriptor came that no frame has taken.
+// Spare returns an error if a descriptor came that no frame has taken and no unread bytes are left.
 func (i *inbox) Spare() error {
 	if len(i.fds) > 0 && i.at == len(i.buf) {
 		return fmt.Errorf("%w: a descriptor with a frame that takes none", errFrame)
@@ -153,15 +159,16 @@ func (i *inbox) Spare() error {
 	return nil
 }
 
-// Close closes what nobody has taken.
+// Close closes the descriptors that were not taken.
 func (i *inbox) Close() {
 	for _, fd := range i.fds {
-		_ = unix.Close(fd) // of a descriptor that was never used
+		_ = unix.Close(fd) // the descriptor was never used
 	}
 	i.fds = nil
 }
 
-// readRequest reads the body of a frame.
+// readRequest decodes the body of a frame. It returns an error that wraps errFrame if that is no valid
+// request.
 func readRequest(body []byte) (*sidecarpb.Request, error) {
 	q := new(sidecarpb.Request)
 	if err := proto.Unmarshal(body, q); err != nil {

@@ -13,13 +13,14 @@ import (
 )
 
 const (
-	// maxArenaBytes bounds an arena of a client.
+	// maxArenaBytes is the largest size of a client's arena.
 	maxArenaBytes = 1 << 40
-	// maxArenas bounds those of all clients, each of which takes a descriptor and a mapping here and at every peer.
+	// maxArenas is the most arenas of all clients together. Each takes a descriptor and a mapping here and at
+	// every peer.
 	maxArenas = 4096
 )
 
-// memory is the arenas of the clients.
+// memory is the set of the clients' arenas, by number.
 type memory struct {
 	mu  sync.Mutex
 	all map[uint32]*given
@@ -31,11 +32,12 @@ type given struct {
 	id     uint32 // of the chunk
 	bytes  []byte
 	owner  *conn
-	users  int  // operations in flight, once for each of their tensors' places
-	left   bool // the owner has gone: the last user takes it out
+	users  int  // uses by operations in flight, one for each place of each tensor
+	left   bool // the owner has gone, and the last use to end removes the arena
 }
 
-// add takes the arena that fd is, and fd.
+// add maps the arena behind fd and records it under its number for owner. It takes over fd, also if it
+// returns an error.
 func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error {
 	if number == 0 || number >= ownArenas || numBytes == 0 || numBytes > maxArenaBytes {
 		discard(fd)
@@ -61,7 +63,7 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 	return nil
 }
 
-// of is an arena of owner's. The caller holds mu.
+// of returns the arena with a number, or an error if owner has none with that number. The caller holds mu.
 func (m *memory) of(owner *conn, number uint32) (*given, error) {
 	g := m.all[number]
 	switch {
@@ -73,7 +75,7 @@ func (m *memory) of(owner *conn, number uint32) (*given, error) {
 	return g, nil
 }
 
-// drop gives owner an arena back.
+// drop removes an arena of owner. It returns an error if operations in flight use it.
 func (m *memory) drop(owner *conn, number uint32) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -87,13 +89,13 @@ func (m *memory) drop(owner *conn, number uint32) error {
 	return m.remove(g)
 }
 
-// remove takes out what nobody uses. The caller holds mu.
+// remove removes an arena that nobody uses. The caller holds mu.
 func (m *memory) remove(g *given) error {
 	delete(m.all, g.number)
 	return arena.Abandon(g.id)
 }
 
-// leave takes out what was owner's, as soon as nobody uses it.
+// leave removes the arenas of owner, each as soon as no operation uses it.
 func (m *memory) leave(owner *conn) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -109,7 +111,8 @@ func (m *memory) leave(owner *conn) error {
 	return errors.Join(errs...)
 }
 
-// use finds the memory of tensors of owner's, and has it stay until unuse. In uses it appends the arenas.
+// use sets the memory of each place of an operation of owner, and keeps its arenas mapped until unuse. It
+// returns uses with those arenas appended, once for each place. With an error nothing is in use.
 func (m *memory) use(owner *conn, places []location, uses []*given) ([]*given, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -138,7 +141,7 @@ func (m *memory) use(owner *conn, places []location, uses []*given) ([]*given, e
 	return uses, nil
 }
 
-// unuse is the opposite of use.
+// unuse reverses use, and removes arenas whose owner has left and that no operation uses any more.
 func (m *memory) unuse(uses []*given) error {
 	if len(uses) == 0 {
 		return nil
@@ -154,7 +157,8 @@ func (m *memory) unuse(uses []*given) error {
 	return errors.Join(errs...)
 }
 
-// chunks are those of the sidecar's own allocator, of which clients are told when results are in them.
+// chunks holds the chunks of the sidecar's own allocator. A client receives a chunk's descriptor when results
+// of the client are in it.
 type chunks struct {
 	mu  sync.Mutex
 	all map[uint32]*shmem.Segment
@@ -172,7 +176,8 @@ func (c *chunks) removed(id uint32) {
 	delete(c.all, id)
 }
 
-// news tells of chunk id, with a descriptor. There is a tensor in the chunk.
+// news returns the notice of chunk id for a client and a descriptor to send with it. The caller makes sure
+// that the chunk stays, because there is a tensor in it.
 func (c *chunks) news(id uint32) (*sidecarpb.Reply, int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -180,7 +185,7 @@ func (c *chunks) news(id uint32) (*sidecarpb.Reply, int, error) {
 	if s == nil {
 		return nil, -1, fmt.Errorf("chunk %d has gone", id)
 	}
-	// The client may read it, and nobody else has sealed it in a job of one.
+	// The client may only read the chunk. In a job of one rank nobody else has sealed it.
 	if err := s.Seal(); err != nil {
 		return nil, -1, fmt.Errorf("chunk %d: %w", id, err)
 	}

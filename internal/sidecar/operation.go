@@ -19,41 +19,43 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// maxTensors bounds those of a group.
+// maxTensors is the most tensors of a group.
 const maxTensors = maxInFlight
 
-// plan is an operation as a client has described it, and good for any number of runs.
+// plan is an operation as a client has described it. It can be run any number of times.
 type plan struct {
 	rank.Call
 	set     int // ID of the process set
 	root    int
-	splits  []int64 // of an alltoall; nil is even ones
+	splits  []int64 // of an alltoall; nil means equal splits
 	grouped bool
 	tensors []described
 	places  []location // two for each tensor: input and output
-	// parts, with whole elements, are the tensors of a group that is one request; else nil.
+	// parts is the tensors of a group that is one request, and whole is their elements as one shape. For
+	// other operations parts is nil.
 	parts message.Parts
 	whole tensor.Shape
-	makes bool  // the sidecar is to make some output
-	wrong error // why it cannot be run
+	makes bool  // the sidecar allocates at least one output
+	wrong error // why the plan cannot be run; nil if it can
 }
 
-// described is a tensor as a client has described it.
+// described is the element type and shape of a tensor as a client has described them.
 type described struct {
 	dtype tensor.DType
 	shape tensor.Shape
 }
 
-// location is where a tensor is.
+// location is the place of a tensor in an arena of the client.
 type location struct {
 	arena            uint32
 	offset, numBytes uint64
-	none             bool // an output that the sidecar is to make
-	// to is the memory, for one run.
+	none             bool // an output that the sidecar allocates
+	// to is the memory itself, set for one run.
 	to []byte
 }
 
-// newPlan checks what can be checked before the operation is run. What is wrong then is a usage error.
+// newPlan returns the plan for a client's description. It checks what can be checked before the operation is
+// run. If something is wrong, the wrong field of the plan is a usage error.
 func newPlan(o *sidecarpb.Operation) *plan {
 	kind := message.Kind(min(o.GetKind(), math.MaxUint8))
 	misuse := func(format string, args ...any) *plan {
@@ -124,7 +126,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	return p
 }
 
-// timeoutOf is a timeout as clients say it, 0 for that of the settings.
+// timeoutOf returns a timeout that a client has given in seconds. 0 means the timeout of the settings.
 func timeoutOf(seconds float64) (time.Duration, error) {
 	if seconds != 0 && !(seconds >= 1e-9 && seconds < math.MaxInt64/1e9) {
 		return 0, fmt.Errorf("a timeout of %v s", seconds)
@@ -132,7 +134,7 @@ func timeoutOf(seconds float64) (time.Duration, error) {
 	return time.Duration(seconds * float64(time.Second)), nil
 }
 
-// orOne is f, or 1 where that is not given.
+// orOne returns *f, or 1 if f is nil.
 func orOne(f *float64) float64 {
 	if f == nil {
 		return 1
@@ -140,7 +142,7 @@ func orOne(f *float64) float64 {
 	return *f
 }
 
-// add adds a tensor.
+// add checks a tensor and adds it to the plan.
 func (p *plan) add(t *sidecarpb.Tensor) error {
 	shape := tensor.Shape(t.GetShape())
 	n, err := shape.NumElems()
@@ -175,7 +177,8 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	return nil
 }
 
-// overlaps is an error if something is written that is also something else's.
+// overlaps returns an error if memory that is written overlaps other memory of the operation. Inputs may
+// overlap each other, and an output may be the same memory as its input.
 func (p *plan) overlaps() error {
 	type stretch struct {
 		*location
@@ -186,7 +189,7 @@ func (p *plan) overlaps() error {
 	for i := range p.places {
 		at := stretch{&p.places[i], i / 2, i%2 == 1}
 		if at.numBytes == 0 || at.output && at.same(&p.places[i-1]) {
-			continue // in place: the input stands for both
+			continue // an operation in place: the input stands for both
 		}
 		all = append(all, at)
 	}
@@ -194,7 +197,8 @@ func (p *plan) overlaps() error {
 	slices.SortFunc(all, func(a, b stretch) int {
 		return cmp.Or(cmp.Compare(a.arena, b.arena), cmp.Compare(a.offset, b.offset))
 	})
-	// Of those so far in an arena: which reaches farthest, and which that is written.
+	// Of the stretches so far in this arena, reads is the one that reaches farthest, and writes the one that
+	// reaches farthest of those written.
 	var reads, writes stretch
 	for i, s := range all {
 		if i == 0 || s.arena != all[i-1].arena {
@@ -215,7 +219,8 @@ func (p *plan) overlaps() error {
 	return nil
 }
 
-// end is where p ends. If that is more than 2^64 it is no place in any arena.
+// end returns the offset of the end of p in its arena. If that exceeds 2^64-1 it returns 2^64-1, which is
+// outside of every arena.
 func (p *location) end() uint64 {
 	if p.offset > math.MaxUint64-p.numBytes {
 		return math.MaxUint64
@@ -223,34 +228,36 @@ func (p *location) end() uint64 {
 	return p.offset + p.numBytes
 }
 
+// same reports whether p and q are the same memory.
 func (p *location) same(q *location) bool {
 	return p.arena == q.arena && p.offset == q.offset && p.numBytes == q.numBytes && p.none == q.none
 }
 
-// weight is what p counts for among those in flight.
+// weight returns how many operations in flight p counts for: one for each tensor, at least one.
 func (p *plan) weight() int { return max(len(p.tensors), 1) }
 
-// operation is a run of a plan.
+// operation is one run of a plan.
 type operation struct {
 	plan *plan
 	conn *conn
 	id   uint64
 	uses []*given
 	set  *rank.Set
-	// entries has one for each tensor, or one with Parts for a group that is one request.
+	// entries has one entry for each tensor, or a single entry with Parts for a group that is one request.
 	entries []entry
 	left    atomic.Int64          // entries that are not done
 	failed  atomic.Pointer[error] // why the first output could not be allocated
-	made    [][]byte              // outputs that were allocated, by tensor; nil if none can be
+	made    [][]byte              // outputs that were allocated, by tensor; nil if the client gives all outputs
 }
 
 // entry is one request of an operation.
 type entry struct {
 	tensorqueue.Entry
-	err error // once it is done
+	err error // set when the entry is done
 }
 
-// newOperation begins to use the memory of p. With an error it uses none.
+// newOperation returns a run of p whose memory is in use until answer is called. With an error no memory is
+// in use, and the operation can only be answered.
 func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
 	o := &operation{plan: p, conn: c, id: id}
 	if p.wrong != nil {
@@ -276,7 +283,7 @@ func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
 	return o, nil
 }
 
-// buffers returns where the input and the output of tensor i are noted.
+// buffers returns pointers to the input and the output buffer of tensor i in its entry.
 func (o *operation) buffers(i int) (in, out *[]byte) {
 	if parts := o.entries[0].Parts; parts != nil {
 		return &parts[i].Input, &parts[i].Output
@@ -284,7 +291,7 @@ func (o *operation) buffers(i int) (in, out *[]byte) {
 	return &o.entries[i].Input, &o.entries[i].Output
 }
 
-// rankRunner runs operations on a rank.
+// rankRunner runs operations on a rank. It implements runner.
 type rankRunner struct{ *rank.Rank }
 
 // Drive implements runner.
@@ -337,10 +344,10 @@ func (r rankRunner) Begin(o *operation) error {
 	return c.Submit(queued[0])
 }
 
-// place describes tensor i in its entry and gives it its output.
+// place sets the description of tensor i in its entry, and checks or allocates its output.
 func (o *operation) place(c *rank.Call, i int) (err error) {
 	in, out := o.buffers(i)
-	numBytes, t := len(*in), &o.plan.tensors[i] // numBytes is that of the output
+	numBytes, t := len(*in), &o.plan.tensors[i] // numBytes becomes the size of the output
 	if e := &o.entries[min(i, len(o.entries)-1)]; e.Parts == nil {
 		e.Request.DType, e.Request.Shape = t.dtype, t.shape
 		e.InPlace = numBytes > 0 && numBytes == len(*out) && &(*in)[0] == &(*out)[0]
@@ -351,7 +358,7 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 			}
 			e.Request.Root = topo.Rank(o.plan.root)
 		case message.Reducescatter:
-			if len(t.shape) > 0 { // a scalar has no rows: the ranks are told together
+			if len(t.shape) > 0 { // a scalar has no rows: the negotiation reports the error at all ranks
 				numBytes = int(o.shape(i)[0]) * (numBytes / max(int(t.shape[0]), 1))
 			}
 		case message.Allgather, message.Alltoall:
@@ -360,7 +367,7 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 					return err
 				}
 			}
-			if *out == nil { // its size is not known yet
+			if *out == nil { // the size of the output is not known yet
 				e.Allocate = func(numBytes int) []byte {
 					b, err := o.allocate(i, numBytes)
 					if err != nil {
@@ -383,7 +390,7 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 	return nil
 }
 
-// allocate makes the output of a tensor.
+// allocate allocates the output of tensor i in the sidecar's arena.
 func (o *operation) allocate(i, numBytes int) ([]byte, error) {
 	if numBytes == 0 {
 		return []byte{}, nil
@@ -395,7 +402,8 @@ func (o *operation) allocate(i, numBytes int) ([]byte, error) {
 	return b, err
 }
 
-// finished is the Done of e. That of the last entry ends the operation.
+// finished records that entry e has completed with err; it is the Done function of e. The last entry to
+// complete ends the operation.
 func (o *operation) finished(e *entry, err error) {
 	if o.plan.Kind == message.Join {
 		o.set.Release()
@@ -407,7 +415,7 @@ func (o *operation) finished(e *entry, err error) {
 	for i := range o.entries {
 		if err := o.entries[i].err; err != nil {
 			if why := o.failed.Load(); why != nil {
-				err = *why // the ranks could not tell more than that there is no room
+				err = *why // the engine's error says only that there is no memory
 			}
 			o.done(err)
 			return
@@ -446,7 +454,7 @@ func (o *operation) shape(i int) tensor.Shape {
 	return shape
 }
 
-// forget frees what was allocated.
+// forget frees the outputs that were allocated.
 func (o *operation) forget() {
 	for _, b := range o.made {
 		if b != nil {
@@ -456,13 +464,14 @@ func (o *operation) forget() {
 	o.made = nil
 }
 
-// plain reports whether a client knows all that has come of o when it knows that it has succeeded. Of an output that the
-// sidecar was to make it has to be told the shape, also if that has no bytes and nothing was allocated.
+// plain reports whether the outcome of o is known from the fact of its success. If the sidecar allocates an
+// output, the client needs the output's shape, also if it has no bytes and nothing was allocated.
 func (o *operation) plain() bool {
 	return !o.plan.makes && o.plan.Kind != message.Alltoall && o.plan.Kind != message.Join
 }
 
-// completion is the answer of an operation that has succeeded. A result of no bytes that the sidecar made is nowhere.
+// completion returns the answer of an operation that has succeeded. An empty result that the sidecar made has
+// no arena.
 func (o *operation) completion() *sidecarpb.Completion {
 	a := new(sidecarpb.Completion)
 	switch o.plan.Kind {

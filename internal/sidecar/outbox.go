@@ -9,40 +9,42 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// maxUnsentBytes is how much may wait for the other end to read before Room waits.
+// maxUnsentBytes is how many bytes may wait for the other end to read before Room blocks.
 const maxUnsentBytes = 1 << 20
 
 // doorbell is a frame of length 0.
 var doorbell = []byte{0}
 
-// outbox sends over a connection. Nobody waits for it but who calls Room: what the socket has no room for is queued, and sent by
-// Run. The queue is bounded if its user bounds what is unanswered, or calls Room. Its methods are safe for concurrent use.
+// outbox sends over a connection. Its methods do not block, except Room and Run: what does not fit in the
+// socket is queued, and Run sends it. The queue is bounded if its user bounds the number of unanswered
+// requests or calls Room. The methods are safe for concurrent use.
 type outbox struct {
 	fd int
-	// wake tells Run of a queue.
+	// wake tells Run that something is queued.
 	wake chan struct{}
 
 	mu     sync.Mutex
-	less   sync.Cond // the queue has become shorter, or the outbox closed
+	less   sync.Cond // the queue has become shorter, or the outbox was closed
 	queue  []packet
 	bytes  int // in queue
 	closed bool
 }
 
-// packet is some frames, or the rest of them. With its first byte travels fd, if that is not -1.
+// packet is some frames, or the unsent rest of them. The descriptor fd, unless it is -1, is sent with the
+// first byte.
 type packet struct {
 	data []byte
 	fd   int
 }
 
-// newOutbox sends over a socket, which stays the caller's.
+// newOutbox returns an outbox that sends over the socket fd, which remains the caller's to close.
 func newOutbox(fd int) *outbox {
 	o := &outbox{fd: fd, wake: make(chan struct{}, 1)}
 	o.less.L = &o.mu
 	return o
 }
 
-// Send sends a message, with a descriptor unless that is -1, which is closed.
+// Send sends a message, together with the descriptor fd unless that is -1. It closes fd.
 func (o *outbox) Send(m proto.Message, fd int) error {
 	data := protowire.AppendVarint(nil, uint64(proto.Size(m)))
 	data, err := proto.MarshalOptions{UseCachedSize: true}.MarshalAppend(data, m)
@@ -54,7 +56,8 @@ func (o *outbox) Send(m proto.Message, fd int) error {
 	return nil
 }
 
-// Put sends frames, and with their first byte a descriptor, as Send does. data is the outbox's.
+// Put sends frames, together with the descriptor fd unless that is -1, and closes fd, as Send does. It takes
+// over data.
 func (o *outbox) Put(data []byte, fd int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -74,22 +77,25 @@ func (o *outbox) Put(data []byte, fd int) {
 	}
 }
 
-// Bell sends a doorbell, unless the other end has something to read anyhow.
+// Bell sends a doorbell, unless the other end has something else to read.
 func (o *outbox) Bell() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.closed || len(o.queue) > 0 {
 		return
 	}
-	// What was written before this call is seen by who reads what is unread now.
+	// When the other end reads the bytes that are unread now, it also sees what was written to the ring
+	// before this call.
 	if unread, err := unix.IoctlGetInt(o.fd, unix.TIOCOUTQ); err == nil && unread > 0 {
 		return
 	}
-	// A full socket is something to read; of one that is broken its reader will hear.
+	// If the socket is full, the other end has something to read. If it is broken, the reader of the
+	// connection gets the error.
 	_, _ = unix.SendmsgN(o.fd, doorbell, nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 }
 
-// write sends as much of p as there is room for, and reports whether p is done with. The caller holds mu.
+// write sends as much of p as the socket has room for. It reports whether nothing of p is left to send, which
+// is also so if the socket is broken. The caller holds mu.
 func (o *outbox) write(p *packet) bool {
 	for len(p.data) > 0 {
 		var oob []byte
@@ -102,9 +108,9 @@ func (o *outbox) write(p *packet) bool {
 			continue
 		case err == unix.EAGAIN:
 			return false
-		case err != nil: // the reader of the connection hears why
+		case err != nil: // the reader of the connection gets the reason
 			discard(p.fd)
-			p.fd = -1 // p may be in the queue, whose descriptors shut closes
+			p.fd = -1 // p may be in the queue, and shut closes the descriptors there
 			o.shut()
 			return true
 		}
@@ -118,7 +124,7 @@ func (o *outbox) write(p *packet) bool {
 func (o *outbox) Run() {
 	for range o.wake {
 		for o.flush() {
-			// Ends also when the socket is shut down.
+			// The poll also returns when the socket is shut down.
 			fds := []unix.PollFd{{Fd: int32(o.fd), Events: unix.POLLOUT}}
 			if _, err := unix.Poll(fds, -1); err != nil && !errors.Is(err, unix.EINTR) {
 				o.Close()
@@ -127,7 +133,7 @@ func (o *outbox) Run() {
 	}
 }
 
-// flush reports whether something is left.
+// flush sends what is queued until the socket is full, and reports whether something is left.
 func (o *outbox) flush() (left bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -151,14 +157,14 @@ func (o *outbox) flush() (left bool) {
 	return false
 }
 
-// Unsent is how many bytes wait for the other end to read.
+// Unsent returns how many bytes are queued.
 func (o *outbox) Unsent() int {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.bytes
 }
 
-// Room waits until the other end has read so much that no more than maxUnsentBytes wait, or nothing more is sent.
+// Room blocks until at most maxUnsentBytes are queued or the outbox is closed.
 func (o *outbox) Room() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -167,7 +173,7 @@ func (o *outbox) Room() {
 	}
 }
 
-// shut drops what is queued. The caller holds mu.
+// shut closes the outbox and drops what is queued. The caller holds mu.
 func (o *outbox) shut() {
 	if o.closed {
 		return
@@ -178,10 +184,10 @@ func (o *outbox) shut() {
 	}
 	o.queue, o.bytes = nil, 0
 	o.less.Broadcast()
-	close(o.wake) // Put wakes while it is open
+	close(o.wake) // Put sends to wake only while closed is false
 }
 
-// Close ends everything that is sent. It may be called more than once.
+// Close drops what is queued; later sends do nothing, and Run returns. It may be called more than once.
 func (o *outbox) Close() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -191,6 +197,6 @@ func (o *outbox) Close() {
 // discard closes a descriptor, unless it is -1.
 func discard(fd int) {
 	if fd >= 0 {
-		_ = unix.Close(fd) // of a descriptor that was sent, or cannot be
+		_ = unix.Close(fd) // the descriptor was sent or is not needed any more
 	}
 }

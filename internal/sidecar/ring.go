@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// The layout of a ring; docs/sidecar.md owns it.
+// The layout of a ring, which docs/sidecar.md defines. The first six offsets are words, the last is the first entry.
 const (
 	ringMagic   = 0x52564847 // "GHVR"
 	ringVersion = 2
@@ -28,11 +28,11 @@ const (
 	maxRing        = maxInFlight
 )
 
-// Values of the looking word: what the reader does, and so when the client has to ring for it.
+// Values of the word at ringLooking. It says what the reader does, and so whether the client has to send a doorbell.
 const (
-	asleep  = 0 // it waits for a doorbell
-	looking = 1 // it looks at the ring
-	dozing  = 2 // it looks at the ring again within dozeTime
+	asleep  = 0 // the reader waits for a doorbell
+	looking = 1 // the reader looks at the ring
+	dozing  = 2 // the reader looks at the ring again within dozeTime
 )
 
 // Statuses of a completion.
@@ -41,7 +41,8 @@ const (
 	statusReply = 1 // a frame has the answer
 )
 
-// ring is memory that a client writes too: all that is read from it is read once and then checked.
+// ring is the shared memory of submissions and completions. The client can write to it at any time, so each
+// value is read from it once and then checked.
 type ring struct {
 	bytes              []byte
 	n                  uint64
@@ -49,7 +50,7 @@ type ring struct {
 	taken, completedAt *atomic.Uint64
 	wanted, state      *atomic.Uint64
 
-	read uint64 // submissions that were taken; the reader's
+	read uint64 // submissions that were taken; belongs to the reader
 
 	mu        sync.Mutex
 	segment   *shmem.Segment // nil after close
@@ -57,7 +58,7 @@ type ring struct {
 	told      uint64 // completions at the last doorbell
 }
 
-// newRing is the ring in a segment, which it owns unless there is an error.
+// newRing returns the ring in a segment. The ring owns the segment unless newRing returns an error.
 func newRing(s *shmem.Segment) (*ring, error) {
 	b := s.Bytes()
 	if len(b) < ringEntries {
@@ -80,28 +81,31 @@ func newRing(s *shmem.Segment) (*ring, error) {
 	}, nil
 }
 
+// word returns the 64-bit word at byte at of b.
 func word(b []byte, at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&b[at])) }
 
-// pending is how many submissions the client says it has made. It is the reader's.
+// pending returns how many submissions the client has made, as the client counts. Only the reader calls it.
 func (r *ring) pending() uint64 { return r.submitted.Load() }
 
-// watch tells the client that it need not ring: the reader looks by itself until it rests.
+// watch tells the client that it needs no doorbell, because the reader looks at the ring until it calls rest.
 func (r *ring) watch() {
 	if r.state.Load() != looking {
 		r.state.Store(looking)
 	}
 }
 
-// rest tells the client that the reader is asleep or dozing, and reports whether it may be. It is the reader's.
+// rest tells the client that the reader is asleep or dozing. It reports whether the reader may rest, which is
+// so if there is no new submission. Only the reader calls it.
 func (r *ring) rest(state uint64) bool {
 	r.state.Store(state)
 	return r.pending() == r.read
 }
 
-// awaited reports whether the client waits, or does not say.
+// awaited reports whether the client waits for completions, or has not said that it does not.
 func (r *ring) awaited() bool { return r.wanted.Load() != math.MaxUint64 }
 
-// next takes a submission before number until. It is the reader's.
+// next takes the next submission with an index below until; ok is false if there is none. Only the reader
+// calls it.
 func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	if r.read == until {
 		return 0, 0, false, nil
@@ -122,7 +126,7 @@ func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	return id, slot, true, nil
 }
 
-// complete tells of an operation's end, and reports whether the client waits for a doorbell.
+// complete writes the completion of operation id, and reports whether the client waits for a doorbell.
 func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -138,14 +142,15 @@ func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	return r.due()
 }
 
-// overdue reports whether there are completions for whose doorbell the client did not wait before, but waits now.
+// overdue reports whether there are completions for which the client did not want a doorbell before, but
+// wants one now.
 func (r *ring) overdue() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.segment != nil && r.told != r.completed && r.due()
 }
 
-// due reports whether the client waits for a doorbell. The caller holds mu and rings.
+// due reports whether the client waits for a doorbell, which the caller then sends. The caller holds mu.
 func (r *ring) due() bool {
 	if r.wanted.Load() > r.completed {
 		return false
@@ -154,7 +159,7 @@ func (r *ring) due() bool {
 	return true
 }
 
-// close gives the memory up. The reader has gone.
+// close unmaps the ring. The reader must have ended.
 func (r *ring) close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

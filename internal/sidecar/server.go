@@ -1,14 +1,14 @@
 // Package sidecar runs one rank's engine for other processes of its host, over Unix sockets and shared memory.
-// docs/sidecar.md is the protocol.
+// docs/sidecar.md describes the protocol.
 //
 // Invariants:
 //
-//  1. Nothing that a client says or leaves unsaid keeps another client, the engine or another rank waiting, or takes memory
-//     without a bound. What breaks the protocol ends its connection.
-//  2. Memory of a client is written only while an operation of its is in flight. It is mapped until the last operation that uses
-//     it is done, whatever becomes of the client.
-//  3. A client that goes in the middle of a job is the death of the rank: Dead tells whoever runs the Server, which then ends
-//     the process.
+//  1. Nothing that a client sends or fails to send makes another client, the engine or another rank wait, or takes memory
+//     without a bound. A client that breaks the protocol loses its connection.
+//  2. A client's memory is written only while an operation of that client is in flight. It stays mapped until the last
+//     operation that uses it is done, even if the client has gone.
+//  3. If a client goes in the middle of a job, the rank has failed: the Server closes Dead, and the program that runs the
+//     Server then ends the process.
 package sidecar
 
 import (
@@ -40,33 +40,35 @@ import (
 )
 
 const (
-	// maxConns bounds the clients of a rank.
+	// maxConns is the most clients of a rank.
 	maxConns = 1024
-	// maxPathBytes bounds a path of a client, as the system does.
+	// maxPathBytes is the longest path that a client may name; it is the system's own limit.
 	maxPathBytes = 4096
-	// helloTimeout is how long a client may take to say who it is.
+	// helloTimeout is the default of Config.HelloTimeout.
 	helloTimeout = 30 * time.Second
 )
 
-// Config is what a Server needs.
+// Config has the settings of a Server.
 type Config struct {
-	// Version is that of the program, for who asks.
+	// Version is the version of the program, reported to clients that ask for the status.
 	Version string
-	// Secret is what clients that come to a path have to know; zero is nothing.
+	// Secret is the secret that clients that connect through a path have to prove. The zero Secret requires
+	// no proof.
 	Secret secret.Secret
-	// Options are those of every Init, before what the client sets.
+	// Options are the options of every Init. Settings of the client override them.
 	Options rank.Options
-	// HelloTimeout is how long a client may take to begin; 0 is 30 s.
+	// HelloTimeout is how long a client may take for the greeting; 0 means 30 s.
 	HelloTimeout time.Duration
-	// MaxInFlight bounds the operations of a connection, and its requests; 0 is 65536.
+	// MaxInFlight is the most operations in flight, and the most unanswered requests, of one connection; 0
+	// means 65536.
 	MaxInFlight int
 	Log         *zap.Logger
 }
 
-// errEnding is the end of everything.
+// errEnding is returned for requests and connections when Close has been called.
 var errEnding = errors.New("the sidecar is being ended")
 
-// Server is one rank. Its methods are safe for concurrent use.
+// Server runs the engine of one rank for its clients. Its methods are safe for concurrent use.
 type Server struct {
 	cfg    Config
 	log    *zap.Logger
@@ -74,45 +76,46 @@ type Server struct {
 	chunks chunks
 	unwatch,
 	cancel func()
-	ctx        context.Context // ends in Close
+	ctx        context.Context // canceled by Close
 	wg         sync.WaitGroup
 	operations atomic.Uint64
-	// inside is the rank while there is one.
+	// inside runs operations on the rank while there is one; else it is nil.
 	inside atomic.Pointer[runner]
-	// changing is held by who makes or ends an engine.
+	// changing is a lock with one place, held by the goroutine that starts or ends an engine.
 	changing chan struct{}
 
-	// Of who holds changing.
+	// The following fields belong to the holder of changing.
 	met  *place.Meeting
-	last uint64 // the last epoch
+	last uint64 // the last epoch of this process
 
 	mu     sync.Mutex
 	state  string
 	rank   *rank.Rank
-	over   chan struct{} // closed when clients have heard that rank has ended
+	over   chan struct{} // closed when the clients have been sent the end of rank
 	conns  map[*conn]struct{}
 	closed bool
 	dead   chan struct{}
 	death  error
 }
 
-// runner runs operations: a rankRunner.
+// runner runs operations on a rank; rankRunner implements it.
 type runner interface {
-	// Begin starts o. An error says that it has not begun: then it is not done either. The next Notify or Drive notices what was begun.
+	// Begin starts o. If it returns an error, o has not been started, and its done method is not called. The
+	// engine notices the operation at the next Notify or Drive.
 	Begin(o *operation) error
 	Notify()
 	Drive(ctx context.Context, done func() bool)
 }
 
-// States of a rank, as a StatusReport says them.
+// States of a rank in a StatusReport.
 const (
 	StateIdle     = "idle"
 	StateStarting = "starting"
 	StateRunning  = "running"
-	StateEnded    = "ended" // the job is over, and nobody has said Shutdown
+	StateEnded    = "ended" // the job is over, and no client has sent Shutdown
 )
 
-// New makes a Server without clients.
+// New returns a Server without clients.
 func New(cfg Config) *Server {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -135,7 +138,8 @@ func New(cfg Config) *Server {
 	return s
 }
 
-// chunkRemoved is called under the lock of the arena: nobody may call that and hold a lock that is taken here.
+// chunkRemoved is called under the lock of the arena. No goroutine may call the arena while it holds a lock
+// that is taken here.
 func (s *Server) chunkRemoved(id uint32) {
 	s.chunks.removed(id)
 	s.mu.Lock()
@@ -145,21 +149,22 @@ func (s *Server) chunkRemoved(id uint32) {
 	}
 }
 
-// Dead is closed when the rank has failed because of a client; Death then says why. Then the process has to end without
-// ceremony: that is how the other ranks hear of it.
+// Dead returns a channel that is closed when the rank has failed because of a client; Death then returns why.
+// The process then has to exit without leaving the job, because its exit is how the other ranks detect the
+// failure.
 func (s *Server) Dead() <-chan struct{} { return s.dead }
 
-// Death is why the rank has failed; nil if it has not.
+// Death returns why the rank has failed because of a client; nil if it has not.
 func (s *Server) Death() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.death
 }
 
-// Close ends the job, if there is one, and all connections. If ctx has ended, or ends first, the other ranks take this one for
-// dead.
+// Close leaves the job, if there is one, and ends all connections. If ctx ends before the job is left, the
+// other ranks consider this rank failed.
 func (s *Server) Close(ctx context.Context) error {
-	s.cancel() // of an Init
+	s.cancel() // cancels an Init that is waiting
 	s.changing <- struct{}{}
 	err := s.shutdown(ctx, "its sidecar was told to end", false)
 	s.mu.Lock()
@@ -174,8 +179,9 @@ func (s *Server) Close(ctx context.Context) error {
 	return err
 }
 
-// ServeConn serves a client until it goes, which need not be an error. conn is the Server's. path says that the client found it
-// by a path, where others may come too.
+// ServeConn serves a client until the connection ends. It returns nil if the client has left in order. It
+// takes over conn. path is true if the client came through a path in the file system, which other processes
+// can open too; such a client has to prove the secret.
 func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	s.mu.Lock()
 	if s.closed {
@@ -189,7 +195,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	if err != nil {
 		return err
 	}
-	defer func() { _ = unix.Close(fd) }() // after everybody has let go of it
+	defer func() { _ = unix.Close(fd) }() // after everything that uses it has ended
 	c := newConn(s, fd, pid)
 	s.mu.Lock()
 	var refused error
@@ -200,7 +206,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		refused = fmt.Errorf("it is one more than %d clients", maxConns)
 	default:
 		s.conns[c] = struct{}{}
-		c.out.Put(dial.Greeting(magic, version), -1) // now, for whoever has a greeting counts as a client, and before any news
+		c.out.Put(dial.Greeting(magic, version), -1) // under mu: a client that has the greeting is counted, and gets no notice before it
 	}
 	s.mu.Unlock()
 	if refused != nil {
@@ -224,7 +230,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	return fmt.Errorf("sidecar: client %d: %w", pid, err)
 }
 
-// forget takes out a connection, and reports whether it was the last.
+// forget removes a connection, and reports whether it was the last one.
 func (s *Server) forget(c *conn) (last bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -232,7 +238,8 @@ func (s *Server) forget(c *conn) (last bool) {
 	return len(s.conns) == 0
 }
 
-// departed draws the conclusions from the end of a connection.
+// departed handles the end of a connection: it decides whether the rank has failed, and tidies up a job that
+// is over behind the last client.
 func (s *Server) departed(c *conn, why error, last bool) {
 	bye := errors.Is(why, errBye)
 	s.mu.Lock()
@@ -254,21 +261,22 @@ func (s *Server) departed(c *conn, why error, last bool) {
 	}
 }
 
-// tidy lets go of a job that is over, for nobody is left to say Shutdown.
+// tidy releases a job that is over when no client is left that could send Shutdown.
 func (s *Server) tidy() {
 	if s.change() != nil {
 		return
 	}
 	defer func() { <-s.changing }()
 	if s.Report().State == StateEnded {
-		// There is nobody to wait for: it is as good as cut short.
+		// No client waits for the job to end in order, so its end is cut short.
 		over, cancel := context.WithCancel(s.ctx)
 		cancel()
 		s.check(s.shutdown(over, "", false))
 	}
 }
 
-// watch cuts the connection when the client's process ends, also where others have the socket.
+// watch cuts the connection when the client's process ends, even if other processes have inherited the
+// socket.
 func (c *conn) watch(pidfd *os.File) {
 	raw, err := pidfd.SyscallConn()
 	if err == nil {
@@ -278,12 +286,13 @@ func (c *conn) watch(pidfd *os.File) {
 			return err == nil && n > 0
 		})
 	}
-	if err == nil { // else it was closed, because the connection has ended
+	if err == nil { // else the pidfd was closed because the connection has ended
 		c.cut(errors.New("its process has ended"))
 	}
 }
 
-// welcome looks at who comes and gives the bare socket, over which the greeting is still to be sent. conn is closed.
+// welcome authenticates a new client and reads its greeting. It returns the blocking socket, over which the
+// caller sends the greeting of the sidecar, and the client's process. It closes conn.
 func (s *Server) welcome(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.File, err error) {
 	defer conn.Close()
 	stop := context.AfterFunc(s.ctx, func() { conn.Close() })
@@ -319,7 +328,8 @@ func (s *Server) welcome(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.
 	return fd, pid, pidfd, nil
 }
 
-// peer is the process at the other end, which must be of the same user. Where the kernel has no pidfd it is nil.
+// peer returns the process at the other end, which must run as the same user. pidfd is nil if the kernel has
+// no such descriptors.
 func peer(conn *net.UnixConn) (pid int, pidfd *os.File, err error) {
 	control, err := conn.SyscallConn()
 	if err != nil {
@@ -340,7 +350,8 @@ func peer(conn *net.UnixConn) (pid int, pidfd *os.File, err error) {
 	return pid, pidfd, errors.Join(err, failed)
 }
 
-// openPidfd asks the socket for it, which knows the process even where its number has been given to another.
+// openPidfd returns a pidfd of the process at the other end of the socket fd, or nil if the kernel has none.
+// The socket identifies the process even if its ID has been reused.
 func openPidfd(fd, pid int) (*os.File, error) {
 	p, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEERPIDFD)
 	if err == unix.ENOPROTOOPT { // before Linux 6.5
@@ -348,7 +359,7 @@ func openPidfd(fd, pid int) (*os.File, error) {
 	}
 	switch {
 	case err == unix.ENOSYS || err == unix.EPERM || err == unix.EINVAL && pid == 0:
-		return nil, nil // the end of the connection has to do
+		return nil, nil // then only the end of the connection shows that the process has ended
 	case err != nil:
 		return nil, fmt.Errorf("its process: %w", err)
 	}
@@ -358,7 +369,7 @@ func openPidfd(fd, pid int) (*os.File, error) {
 	return os.NewFile(uintptr(p), "pidfd"), nil
 }
 
-// bare is a descriptor for the same socket that blocks.
+// bare returns a blocking descriptor for the socket of conn, and closes conn.
 func bare(conn *net.UnixConn) (int, error) {
 	control, err := conn.SyscallConn()
 	if err != nil {
@@ -369,14 +380,16 @@ func bare(conn *net.UnixConn) (int, error) {
 	if err = errors.Join(err, failed); err != nil {
 		return -1, err
 	}
-	// The socket is taken out of the poller before its flag, which is that of both descriptors, is changed.
+	// Both descriptors share the blocking flag, so the socket is taken out of Go's poller before the flag is
+	// changed.
 	if err := errors.Join(conn.Close(), unix.SetNonblock(fd, false)); err != nil {
 		return -1, errors.Join(err, unix.Close(fd))
 	}
 	return fd, nil
 }
 
-// request does what takes long, or concerns all clients. It is answered later.
+// request handles a request that takes long or concerns all clients. A request for the status is answered at
+// once. Other requests run in a goroutine of their own and are answered later.
 func (s *Server) request(c *conn, q *sidecarpb.Request) {
 	var do func() (*sidecarpb.Reply, error)
 	switch what := q.What.(type) {
@@ -404,20 +417,21 @@ func (s *Server) request(c *conn, q *sidecarpb.Request) {
 	})
 }
 
-// change makes the caller the one who makes or ends engines.
+// change waits until the caller holds changing. It returns an error if the Server is closing.
 func (s *Server) change() error {
 	select {
 	case s.changing <- struct{}{}:
 	case <-s.ctx.Done():
 		return errEnding
 	}
-	if s.ctx.Err() != nil { // both were possible
+	if s.ctx.Err() != nil { // select may choose changing although ctx has ended
 		<-s.changing
 		return errEnding
 	}
 	return nil
 }
 
+// init starts the rank, if there is none, and returns its place in the job.
 func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 	if err := s.change(); err != nil {
 		return nil, err
@@ -445,6 +459,8 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_Ready{Ready: ready}}, nil
 }
 
+// options returns the options for an Init: those of the configuration, with the client's settings and process
+// sets.
 func (s *Server) options(q *sidecarpb.Init) rank.Options {
 	o := s.cfg.Options
 	o.ForClient, o.Kept, o.LastEpoch = true, &s.met, s.last
@@ -460,13 +476,15 @@ func (s *Server) options(q *sidecarpb.Init) rank.Options {
 	return o
 }
 
+// current returns the rank, or nil if there is none.
 func (s *Server) current() *rank.Rank {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.rank
 }
 
-// setState sets state and rank. With a rank, its end is waited for.
+// setState sets the state and the rank. If there is a rank, a goroutine waits for its end and tells the
+// clients.
 func (s *Server) setState(state string, r *rank.Rank) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -500,7 +518,7 @@ func (s *Server) ended(why error) {
 	}
 }
 
-// end is the Shutdown of a client.
+// end handles the Shutdown request of a client.
 func (s *Server) end(q *sidecarpb.Shutdown) error {
 	if err := s.change(); err != nil {
 		return err
@@ -509,7 +527,7 @@ func (s *Server) end(q *sidecarpb.Shutdown) error {
 	return s.shutdown(s.ctx, q.GetReason(), q.GetFailed())
 }
 
-// shutdown ends the engine. The caller holds changing.
+// shutdown ends the engine, if there is one. The caller holds changing.
 func (s *Server) shutdown(ctx context.Context, reason string, failed bool) error {
 	s.mu.Lock()
 	r, over := s.rank, s.over
@@ -528,7 +546,7 @@ func (s *Server) shutdown(ctx context.Context, reason string, failed bool) error
 	return err
 }
 
-// begin begins an operation.
+// begin starts an operation on the rank. It returns an error if there is none.
 func (s *Server) begin(o *operation) error {
 	inside := s.inside.Load()
 	if inside == nil {
@@ -537,6 +555,7 @@ func (s *Server) begin(o *operation) error {
 	return (*inside).Begin(o)
 }
 
+// addSet adds a process set to the job and waits until all ranks have.
 func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	ch, err := s.changeSets(message.AddProcessSet, q.GetTimeoutSeconds(), func(c *rank.Call, done func(*rank.Change, error)) error {
 		return c.AddSet(ints(q.GetRanks()), done)
@@ -547,6 +566,7 @@ func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_ProcessSet{ProcessSet: describeSet(ch.Set)}}, nil
 }
 
+// removeSet removes a process set from the job and waits until all ranks have.
 func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	_, err := s.changeSets(message.RemoveProcessSet, q.GetTimeoutSeconds(), func(c *rank.Call, done func(*rank.Change, error)) error {
 		set := c.Rank.FindSet(int(q.GetId()))
@@ -558,7 +578,7 @@ func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	return err
 }
 
-// changeSets does what ask submits, and waits for it.
+// changeSets submits a change of the process sets with ask, and waits for the outcome.
 func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64, ask func(c *rank.Call, done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c := rank.NewCall(kind, tensor.Invalid)
 	if c.Rank = s.current(); c.Rank == nil {
@@ -580,8 +600,8 @@ func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64, ask func(
 	return change, err
 }
 
-// startTimeline writes the timeline to where the client says. It is of the same user, so there is no file that it could not write
-// itself.
+// startTimeline starts writing the timeline to the client's path. The client runs as the same user, so the
+// sidecar writes no file that the client could not write itself.
 func (s *Server) startTimeline(q *sidecarpb.StartTimeline) error {
 	r, path := s.current(), q.GetPath()
 	switch {
@@ -589,7 +609,7 @@ func (s *Server) startTimeline(q *sidecarpb.StartTimeline) error {
 		return rank.ErrNotInitialized
 	case len(path) > maxPathBytes:
 		return fmt.Errorf("a path of %d bytes, want at most %d", len(path), maxPathBytes)
-	case !filepath.IsAbs(path): // whose directory would that be?
+	case !filepath.IsAbs(path): // the client's working directory is not known here
 		return fmt.Errorf("the path %q is not absolute", path)
 	}
 	return r.Watch.StartTimeline(path, q.GetMarkCycles())
@@ -619,7 +639,7 @@ func ints(ranks []int32) []int {
 	return all
 }
 
-// Report is how the Server is.
+// Report returns the status of the Server.
 func (s *Server) Report() *sidecarpb.StatusReport {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -633,7 +653,7 @@ func (s *Server) Report() *sidecarpb.StatusReport {
 	return r
 }
 
-// check logs what must not happen and hurts nobody but this process.
+// check logs an error of releasing resources. Such an error should not happen, and affects only this process.
 func (s *Server) check(err error) {
 	if err != nil {
 		s.log.Error("giving up what nobody uses", zap.Error(err))

@@ -1,5 +1,5 @@
-// Package sidecartest is a client of a sidecar for tests, written from docs/sidecar.md and sharing no code with the sidecar but
-// the messages.
+// Package sidecartest implements a client of a sidecar for tests. It is written from docs/sidecar.md and
+// shares no code with the sidecar except the messages.
 package sidecartest
 
 import (
@@ -19,13 +19,13 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 )
 
-// Patience is how long a Client waits for what should come at once.
+// Patience is how long a Client waits for something that should come at once.
 const Patience = 30 * time.Second
 
-// ErrEnd is the end of a connection.
+// ErrEnd reports that the sidecar has closed the connection.
 var ErrEnd = errors.New("the sidecar has closed the connection")
 
-// TB is what a Client needs of a testing.TB; programs that are no tests have something like it.
+// TB is the part of testing.TB that a Client needs. Programs that are not tests can implement it.
 type TB interface {
 	Helper()
 	Fatal(args ...any)
@@ -33,32 +33,33 @@ type TB interface {
 	Cleanup(f func())
 }
 
-// Seals are those of a client's memfd.
+// Seals are the seals of a client's memfd.
 const Seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 
-// Places in a ring.
+// Offsets in a ring and the sizes of its parts.
 const (
 	ringSubmitted = 64
 	ringCompleted = 192
 	ringEntries   = 4096
 	entryBytes    = 16
-	ownRing       = 64 // entries, of a Client that is not told how many
+	ownRing       = 64 // entries of the ring that Begin makes if there is none
 	firstSlot     = 1 << 16
 
-	// RingSeen, RingWanted and RingLooking are words for Word.
+	// RingSeen, RingWanted and RingLooking are offsets of words of the ring, for Word.
 	RingSeen    = 256
 	RingWanted  = 320
 	RingLooking = 384
 )
 
-// Client is for one goroutine. What goes wrong is fatal to its TB, except in methods that return an error.
+// Client is a client of a sidecar, for one goroutine. An error is fatal to its TB, except in methods that
+// return errors.
 type Client struct {
 	// FD is the socket, -1 after Close.
 	FD int
-	// News are replies that nobody has asked for, and Bells is how often the sidecar has rung.
+	// News are the replies that answer no request. Bells counts the doorbells of the sidecar.
 	News  []*sidecarpb.Reply
 	Bells int
-	// Arenas are the client's and the sidecar's, mapped, by number; RingBytes is the ring.
+	// Arenas are the mapped arenas of the client and of the sidecar, by number. RingBytes is the ring.
 	Arenas    map[uint32][]byte
 	RingBytes []byte
 
@@ -66,15 +67,15 @@ type Client struct {
 	buf       []byte
 	fds       []int
 	lastID    uint64
-	early     map[uint64]*sidecarpb.Reply // that came while another was waited for
+	early     map[uint64]*sidecarpb.Reply // replies that came while the client waited for another one
 	n         uint64                      // entries of the ring
 	submitted uint64
 	seen      uint64
 	begun     map[uint64]*sidecarpb.Operation
-	ended     map[uint64]uint32 // statuses of begun operations that are done
+	ended     map[uint64]uint32 // statuses of operations that were begun and are done
 }
 
-// New is the client at this end of a socket, which it owns.
+// New returns a client that speaks over the socket fd and owns it.
 func New(t TB, fd int) *Client {
 	c := &Client{t: t, FD: fd, early: make(map[uint64]*sidecarpb.Reply), Arenas: make(map[uint32][]byte),
 		begun: make(map[uint64]*sidecarpb.Operation), ended: make(map[uint64]uint32)}
@@ -86,7 +87,7 @@ func New(t TB, fd int) *Client {
 	return c
 }
 
-// Close lets go of everything.
+// Close closes the socket and unmaps the memory. Calling it again does nothing.
 func (c *Client) Close() {
 	if c.FD < 0 {
 		return
@@ -132,7 +133,7 @@ func (c *Client) Hello() {
 	c.buf = c.buf[len(greeting):]
 }
 
-// Write sends all of b, with descriptors if there are.
+// Write sends all of b, with the descriptors fds if there are any.
 func (c *Client) Write(b []byte, fds ...int) {
 	c.t.Helper()
 	if err := c.TryWrite(b, fds...); err != nil {
@@ -140,7 +141,7 @@ func (c *Client) Write(b []byte, fds ...int) {
 	}
 }
 
-// TryWrite is Write with an error.
+// TryWrite is like Write but returns an error.
 func (c *Client) TryWrite(b []byte, fds ...int) error {
 	var oob []byte
 	if len(fds) > 0 {
@@ -159,7 +160,7 @@ func (c *Client) TryWrite(b []byte, fds ...int) error {
 	return nil
 }
 
-// Read reads something and sorts it.
+// Read reads once from the socket and keeps the bytes and descriptors that come, for sort.
 func (c *Client) Read() error {
 	var (
 		b   [4096]byte
@@ -194,12 +195,13 @@ func (c *Client) Read() error {
 	}
 }
 
-// sort takes the frames that have come.
+// sort decodes the frames that have come in full: it counts doorbells, keeps replies, and maps arenas of the
+// sidecar.
 func (c *Client) sort() error {
 	for {
 		n, head := protowire.ConsumeVarint(c.buf)
 		if head < 0 || uint64(len(c.buf)-head) < n {
-			return nil // a varint that is not whole, for the sidecar sends no other
+			return nil // the frame is not complete
 		}
 		body := c.buf[head : head+int(n)]
 		c.buf = c.buf[head+int(n):]
@@ -224,7 +226,7 @@ func (c *Client) sort() error {
 	}
 }
 
-// take maps an arena of the sidecar's.
+// take maps an arena of the sidecar, with the descriptor that came with the reply a.
 func (c *Client) take(a *sidecarpb.Arena) error {
 	if len(c.fds) == 0 {
 		return fmt.Errorf("news of arena %d came without a descriptor", a.Arena)
@@ -246,7 +248,8 @@ func (c *Client) take(a *sidecarpb.Arena) error {
 	return nil
 }
 
-// sealed is an error if who has the descriptor of the sidecar's memory can write that, or take it from under others.
+// sealed returns an error if a process that has the descriptor of the sidecar's memory could write to it or
+// shrink it.
 func sealed(fd, numBytes int) error {
 	if b, err := unix.Mmap(fd, 0, numBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
 		return errors.Join(errors.New("it can be mapped to write"), unix.Munmap(b))
@@ -258,7 +261,7 @@ func sealed(fd, numBytes int) error {
 	return nil
 }
 
-// Frame is a request as it travels, under a new number unless it has one.
+// Frame returns the encoded frame of a request. It gives the request a new number unless it has one.
 func (c *Client) Frame(q *sidecarpb.Request) []byte {
 	if q.Id == 0 {
 		c.lastID++
@@ -271,14 +274,14 @@ func (c *Client) Frame(q *sidecarpb.Request) []byte {
 	return append(protowire.AppendVarint(nil, uint64(len(body))), body...)
 }
 
-// Send sends a request and gives its number.
+// Send sends a request and returns its number.
 func (c *Client) Send(q *sidecarpb.Request, fds ...int) uint64 {
 	c.t.Helper()
 	c.Write(c.Frame(q), fds...)
 	return q.Id
 }
 
-// Reply waits for the answer to a request.
+// Reply waits for the answer to a request and returns it.
 func (c *Client) Reply(id uint64) *sidecarpb.Reply {
 	c.t.Helper()
 	r, err := c.TryReply(id)
@@ -288,7 +291,7 @@ func (c *Client) Reply(id uint64) *sidecarpb.Reply {
 	return r
 }
 
-// TryReply is Reply with an error.
+// TryReply is like Reply but returns an error.
 func (c *Client) TryReply(id uint64) (*sidecarpb.Reply, error) {
 	for {
 		if err := c.sort(); err != nil {
@@ -304,7 +307,8 @@ func (c *Client) TryReply(id uint64) (*sidecarpb.Reply, error) {
 	}
 }
 
-// Until reads until news is what enough wants.
+// Until reads until there is news for which enough returns true, and returns that. It also looks at the news
+// that came before.
 func (c *Client) Until(enough func(*sidecarpb.Reply) bool) *sidecarpb.Reply {
 	c.t.Helper()
 	for at := 0; ; {
@@ -322,13 +326,13 @@ func (c *Client) Until(enough func(*sidecarpb.Reply) bool) *sidecarpb.Reply {
 	}
 }
 
-// Call sends a request and waits for the answer.
+// Call sends a request, waits for the answer and returns it.
 func (c *Client) Call(q *sidecarpb.Request, fds ...int) *sidecarpb.Reply {
 	c.t.Helper()
 	return c.Reply(c.Send(q, fds...))
 }
 
-// Must is Call for what has to succeed.
+// Must is like Call, and fails the test if the answer is an error.
 func (c *Client) Must(q *sidecarpb.Request, fds ...int) *sidecarpb.Reply {
 	c.t.Helper()
 	r := c.Call(q, fds...)
@@ -338,25 +342,25 @@ func (c *Client) Must(q *sidecarpb.Request, fds ...int) *sidecarpb.Reply {
 	return r
 }
 
-// Init joins the job.
+// Init joins the job and returns the rank's place in it.
 func (c *Client) Init() *sidecarpb.Ready {
 	c.t.Helper()
 	return c.Must(Init(nil)).GetReady()
 }
 
-// Shutdown ends it.
+// Shutdown leaves the job.
 func (c *Client) Shutdown() {
 	c.t.Helper()
 	c.Must(Shutdown())
 }
 
-// Bye says that the client leaves.
+// Bye tells the sidecar that the client leaves.
 func (c *Client) Bye() {
 	c.t.Helper()
 	c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Bye{Bye: &sidecarpb.Bye{}}})
 }
 
-// File is a memfd as a client makes it, of whole pages.
+// File returns a memfd of whole pages with the given seals, as a client makes it, and its mapping.
 func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("client", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -375,7 +379,7 @@ func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
 	return fd, b
 }
 
-// Arena gives the sidecar an arena of whole pages.
+// Arena makes an arena of whole pages, sends it to the sidecar and returns its mapping.
 func (c *Client) Arena(number uint32, numBytes int64) []byte {
 	c.t.Helper()
 	fd, b := File(c.t, numBytes, Seals)
@@ -385,7 +389,7 @@ func (c *Client) Arena(number uint32, numBytes int64) []byte {
 	return b
 }
 
-// NewRing is a ring of n entries, to be given.
+// NewRing returns a memfd with a ring of n entries, for a request of Ring, and its mapping.
 func NewRing(t TB, n uint64) (fd int, b []byte) {
 	t.Helper()
 	page := uint64(os.Getpagesize())
@@ -396,7 +400,7 @@ func NewRing(t TB, n uint64) (fd int, b []byte) {
 	return fd, b
 }
 
-// Ring gives the sidecar a ring of n entries.
+// Ring makes a ring of n entries and sends it to the sidecar.
 func (c *Client) Ring(n uint64) {
 	c.t.Helper()
 	if bits.OnesCount64(n) != 1 {
@@ -408,12 +412,12 @@ func (c *Client) Ring(n uint64) {
 	c.close(fd)
 }
 
-// Word is a counter in the ring.
+// Word returns the word at byte at of the ring.
 func (c *Client) Word(at int) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Pointer(&c.RingBytes[at]))
 }
 
-// Push submits a slot, without a doorbell, and gives the number.
+// Push submits a slot without a doorbell and returns the number of the operation.
 func (c *Client) Push(slot uint32) uint64 {
 	c.lastID++
 	e := c.RingBytes[ringEntries+entryBytes*(c.submitted%c.n):]
@@ -424,13 +428,13 @@ func (c *Client) Push(slot uint32) uint64 {
 	return c.lastID
 }
 
-// Doorbell has the sidecar look.
+// Doorbell sends a doorbell, after which the sidecar looks at the ring.
 func (c *Client) Doorbell() {
 	c.t.Helper()
 	c.Write([]byte{0})
 }
 
-// Begin submits an operation, for which Await waits, and gives its number.
+// Begin submits an operation and returns its number, for Await.
 func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 	c.t.Helper()
 	if c.RingBytes == nil {
@@ -444,8 +448,8 @@ func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 	return id
 }
 
-// Await waits for an operation that was begun, and gives the answer. That of one which has none has the outputs as its results,
-// without shapes.
+// Await waits for an operation that was begun and returns its answer. If the sidecar sends no answer, because
+// the ring says that the operation is done, Await returns one with the outputs as results, without shapes.
 func (c *Client) Await(id uint64) *sidecarpb.Reply {
 	c.t.Helper()
 	o, waits := c.begun[id]
@@ -465,13 +469,13 @@ func (c *Client) Await(id uint64) *sidecarpb.Reply {
 	return &sidecarpb.Reply{Id: id, What: &sidecarpb.Reply_Completion{Completion: a}}
 }
 
-// Run runs an operation, and gives the answer as Await does.
+// Run begins an operation, waits for it and returns its answer as Await does.
 func (c *Client) Run(o *sidecarpb.Operation) *sidecarpb.Reply {
 	c.t.Helper()
 	return c.Await(c.Begin(o))
 }
 
-// MustRun is Run for what has to succeed.
+// MustRun is like Run, and fails the test if the answer is an error.
 func (c *Client) MustRun(o *sidecarpb.Operation) *sidecarpb.Completion {
 	c.t.Helper()
 	r := c.Run(o)
@@ -481,7 +485,7 @@ func (c *Client) MustRun(o *sidecarpb.Operation) *sidecarpb.Completion {
 	return r.GetCompletion()
 }
 
-// Pop waits for a completion in the ring.
+// Pop waits for a completion in the ring and returns it.
 func (c *Client) Pop() (id uint64, status uint32) {
 	c.t.Helper()
 	id, status, err := c.TryPop()
@@ -491,7 +495,7 @@ func (c *Client) Pop() (id uint64, status uint32) {
 	return id, status
 }
 
-// TryPop is Pop with an error.
+// TryPop is like Pop but returns an error.
 func (c *Client) TryPop() (id uint64, status uint32, err error) {
 	for c.seen == c.Word(ringCompleted).Load() {
 		if err := c.Read(); err != nil {

@@ -2,59 +2,59 @@ package sidecartest
 
 import "github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 
-// Init is a request.
+// Init returns a request to join the job with settings and process sets.
 func Init(settings map[string]string, sets ...*sidecarpb.Ranks) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Init{Init: &sidecarpb.Init{Settings: settings, ProcessSets: sets}}}
 }
 
-// Shutdown is a request.
+// Shutdown returns a request to leave the job.
 func Shutdown() *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Shutdown{Shutdown: &sidecarpb.Shutdown{}}}
 }
 
-// Status is a request.
+// Status returns a request for the status of the sidecar.
 func Status() *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Status{Status: &sidecarpb.Status{}}}
 }
 
-// StartTimeline asks for a timeline.
+// StartTimeline returns a request to write a timeline to a path.
 func StartTimeline(path string, markCycles bool) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_StartTimeline{
 		StartTimeline: &sidecarpb.StartTimeline{Path: path, MarkCycles: markCycles},
 	}}
 }
 
-// StopTimeline asks for its end.
+// StopTimeline returns a request to end the timeline.
 func StopTimeline() *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_StopTimeline{StopTimeline: new(sidecarpb.StopTimeline)}}
 }
 
-// Arena is a request.
+// Arena returns a request to use an arena of the client. The arena's descriptor is sent with it.
 func Arena(number uint32, numBytes int64) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Arena{Arena: &sidecarpb.Arena{Arena: number, Bytes: uint64(numBytes)}}}
 }
 
-// DropArena is a request.
+// DropArena returns a request to give up an arena of the client.
 func DropArena(number uint32) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_DropArena{DropArena: &sidecarpb.DropArena{Arena: number}}}
 }
 
-// Ring is a request.
+// Ring returns a request to use a ring. The ring's descriptor is sent with it.
 func Ring(numBytes uint64) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Ring{Ring: &sidecarpb.Ring{Bytes: numBytes}}}
 }
 
-// Prepare is a request.
+// Prepare returns a request to prepare an operation in a slot of the ring.
 func Prepare(slot uint32, o *sidecarpb.Operation) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Prepare{Prepare: &sidecarpb.Prepare{Slot: slot, Operation: o}}}
 }
 
-// Free is a request.
+// Free returns a request to free a result at an offset of one of the sidecar's arenas.
 func Free(arena uint32, offset uint64) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Free{Free: &sidecarpb.Free{Arena: arena, Offset: offset}}}
 }
 
-// Sum is a sum of floats in place.
+// Sum returns an allreduce in place that sums float32 elements.
 func Sum(name string, arena uint32, offset uint64, numElems int64) *sidecarpb.Operation {
 	at := &sidecarpb.Memory{Arena: arena, Offset: offset, Bytes: uint64(4 * numElems)}
 	return &sidecarpb.Operation{
