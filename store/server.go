@@ -30,7 +30,7 @@ type Server struct {
 	store    *HashStore
 	cfg      Config
 	unproven *dial.Limiter
-	*dial.Acceptor
+	accepts  *dial.Acceptor
 }
 
 // Serve listens on addr, host:port with port 0 for any free one, and serves store until Close. The caller keeps
@@ -39,11 +39,17 @@ func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
 	s := &Server{store: store, cfg: cfg, unproven: dial.NewLimiter(maxUnproven)}
 	var err error
-	if s.Acceptor, err = dial.Serve(addr, "store: server", maxClients, cfg.Log, s.serve); err != nil {
+	if s.accepts, err = dial.Serve(addr, "store: server", maxClients, cfg.Log, s.serve); err != nil {
 		return nil, fmt.Errorf("store: serve: %w", err)
 	}
 	return s, nil
 }
+
+// Addr returns the address that s listens on.
+func (s *Server) Addr() string { return s.accepts.Addr() }
+
+// Close closes all connections and waits until they have ended. The store stays open.
+func (s *Server) Close() error { return s.accepts.Close() }
 
 func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 	c := &serverConn{store: s.store, conn: conn, waits: make(map[uint64]context.CancelFunc)}

@@ -102,10 +102,24 @@ type Store interface {
 	Close() error
 }
 
+// Secret is the secret of a job. The zero Secret is none. Its method Encrypted returns it with TLS on all connections, which
+// both ends must use. It prints as a word, so that printing a Config does not disclose it.
+type Secret = secret.Secret
+
+// ParseSecret makes the Secret of a text of 16 to 4096 bytes, the same as HVD_SECRET has. White space around the text does not
+// count. The error does not contain the text.
+func ParseSecret(text string) (Secret, error) {
+	s, err := secret.Parse(text)
+	if err != nil {
+		return Secret{}, fmt.Errorf("store: %w", err)
+	}
+	return s, nil
+}
+
 // Config is how a Server and its Clients talk.
 type Config struct {
 	// Secret is that of the job. Without one whoever reaches the server can read and change everything.
-	Secret secret.Secret
+	Secret Secret
 	// Log is the server's; it may be nil.
 	Log *zap.Logger
 

@@ -35,20 +35,26 @@ type Config struct {
 // Server serves a HashStore to PyTorch processes. A client that breaks the protocol loses its connection, with the reason in
 // the log. A client that is silent keeps it for ever: old ones have a second connection on which they never say anything.
 type Server struct {
-	store *store.HashStore
-	cfg   Config
-	*dial.Acceptor
+	store   *store.HashStore
+	cfg     Config
+	accepts *dial.Acceptor
 }
 
 // Serve listens on addr, host:port with port 0 for any free one, and serves s until Close. The caller keeps s and closes it.
 func Serve(addr string, s *store.HashStore, cfg Config) (*Server, error) {
 	server := &Server{store: s, cfg: cfg}
 	var err error
-	if server.Acceptor, err = dial.Serve(addr, "c10d: server", maxClients, cfg.Log, server.serve); err != nil {
+	if server.accepts, err = dial.Serve(addr, "c10d: server", maxClients, cfg.Log, server.serve); err != nil {
 		return nil, fmt.Errorf("c10d: serve: %w", err)
 	}
 	return server, nil
 }
+
+// Addr returns the address that s listens on.
+func (s *Server) Addr() string { return s.accepts.Addr() }
+
+// Close closes all connections and waits until they have ended. The store stays open.
+func (s *Server) Close() error { return s.accepts.Close() }
 
 func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 	ctx, cancel := context.WithCancel(ctx)
