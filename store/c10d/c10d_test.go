@@ -348,6 +348,25 @@ func TestGarbage(t *testing.T) {
 	}
 }
 
+// The values of one call are bounded together, because all of them are in memory before any is stored.
+func TestPairsAreBounded(t *testing.T) {
+	log, entries := testnet.Logs()
+	addr, hash := serve(t, c10d.Config{Log: log})
+	c := dialRaw(t, addr, hello+" 0b +9")
+	pair := append([]byte{2, 0, 0, 0, 0, 0, 0, 0, '/', 'k', 0, 0, 0x80, 0, 0, 0, 0, 0}, make([]byte, store.MaxValueBytes)...)
+	for range 9 {
+		if _, err := c.Write(pair); err != nil {
+			break // the server has closed the connection
+		}
+	}
+	testnet.Eventually(t, "the reason", func() bool {
+		return testnet.Logged(entries, "closed a connection", "multi_set: more than 67108864 bytes in one call")
+	})
+	if ok, err := hash.Check(t.Context(), "/k"); ok || err != nil {
+		t.Errorf("the key is there: %v, %v", ok, err)
+	}
+}
+
 // A client that says how much it will send is not believed.
 func TestLengthsAreNotBelieved(t *testing.T) {
 	addr, _ := serve(t, c10d.Config{})

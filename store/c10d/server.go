@@ -21,6 +21,8 @@ const (
 	// writeTimeout is how long a client may take no answer.
 	writeTimeout = 10 * time.Second
 	bufferBytes  = 4 << 10
+	// maxPairsBytes bounds the keys and values of one multi_set, which are in memory before any is stored.
+	maxPairsBytes = 64 << 20
 )
 
 // Config is what a Server cannot find out.
@@ -340,6 +342,7 @@ func (c *session) multiSet() error {
 	}
 	var keys []string
 	var values [][]byte
+	numBytes := 0
 	for range n {
 		k, err := c.in.key()
 		if err != nil {
@@ -348,6 +351,9 @@ func (c *session) multiSet() error {
 		v, err := c.in.value()
 		if err != nil {
 			return err
+		}
+		if numBytes += len(k) + len(v); numBytes > maxPairsBytes {
+			return fmt.Errorf("more than %d bytes in one call", maxPairsBytes)
 		}
 		keys, values = append(keys, k), append(values, v)
 	}
