@@ -23,12 +23,12 @@ const (
 	clientSilence = time.Minute
 )
 
-// Client is a Store served by a Server. All calls share one connection: requests are numbered, and a waiting call
-// holds up no other.
+// Client is a Store served by a Server. All calls share one connection: requests are numbered, and a waiting
+// call does not delay others.
 //
-// When the connection breaks, or the server is silent for 20 s, the Client is dead: pending and later calls fail with
-// the reason, and whether a pending change was made is unknown. It does not connect again by itself, because a server
-// that was started again has forgotten everything.
+// When the connection breaks, or the server is silent for 20 s, the Client is dead: pending and later calls
+// fail with the reason, and it is unknown whether a pending change was made. It does not reconnect, because a
+// restarted server has lost all values.
 type Client struct {
 	addr string
 	conn net.Conn
@@ -47,8 +47,8 @@ type Client struct {
 
 var _ Store = (*Client)(nil)
 
-// Dial connects to the server at addr, host:port. A server that is not there yet, or cannot be reached, is tried
-// again until ctx ends; the error then wraps ctx.Err() and the last reason. ctx is for dialing only.
+// Dial connects to the server at addr, host:port. It retries while the server cannot be reached, until ctx
+// ends; the error then wraps ctx.Err() and the last reason. ctx bounds only Dial.
 func Dial(ctx context.Context, addr string, cfg Config) (*Client, error) {
 	return connect(ctx, addr, cfg, pingInterval, serverSilence)
 }
@@ -206,7 +206,7 @@ func (s *Client) QueueLen(ctx context.Context, key string) (int64, error) {
 	return r.number, err
 }
 
-// Close implements Store. The contents stay with the server, and other clients do not notice.
+// Close implements Store. The contents stay at the server, and other clients are not affected.
 func (s *Client) Close() error {
 	s.fail(ErrClosed)
 	s.wg.Wait()
@@ -267,7 +267,7 @@ func (s *Client) roundTrip(ctx context.Context, q request) (reply, error) {
 	}
 }
 
-// forget ends a call. If cancel is set the server is told, without waiting for it.
+// forget ends a call. If cancel is set the server is told, without waiting for that.
 func (s *Client) forget(id uint64, cancel bool) {
 	s.mu.Lock()
 	delete(s.pending, id)
@@ -283,7 +283,7 @@ func (s *Client) forget(id uint64, cancel bool) {
 	}
 }
 
-// fail ends the connection for the reason err. The first reason counts.
+// fail ends the connection because of err. Only the first reason counts.
 func (s *Client) fail(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

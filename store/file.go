@@ -17,20 +17,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// FileStore is a Store in a file, for processes that share a file system but no network. PyTorch's FileStore can use the same
-// file at the same time.
+// FileStore is a Store in a file, for processes that share a file system but no network. PyTorch's FileStore
+// can use the same file at the same time.
 //
-// The file is a log of records, each a key and a value with their lengths, of which the last for a key counts. Every call
-// locks it (flock). Calls that wait look every 10 ms. The last process of the job removes the file; one that is left from
-// an earlier job must be removed by hand, or its keys are found.
+// The file is a log of records, each a key and a value with their lengths; the last record of a key counts.
+// Every call locks the file (flock). Waiting calls look at it every 10 ms. The last process of the job
+// removes the file. A file that is left from an earlier job must be removed by hand, or its keys are found.
 //
-// A file that a process left in the middle of a write is repaired by the next that writes.
+// If a process leaves the file in the middle of a write, the next process that writes repairs it.
 type FileStore struct {
 	path   string
 	size   int // of the job, 0 if the file is to stay
 	closed chan struct{}
 
-	// mu may be waited for with the lock of the file, never the other way round: another process may be stopped with that.
+	// mu may be waited for with the file locked, but never the other way round: another process may be
+	// stopped while it holds the lock of the file.
 	mu     sync.Mutex
 	values map[string][]byte // as in the file, by the key there
 	read   int64             // how much of the file values are of
@@ -55,8 +56,9 @@ const (
 	closeTime = 5 * time.Second
 )
 
-// NewFileStore opens the store at path, and makes the file if it is not there. size is the number of processes of the job:
-// when so many have closed their stores and no other is open the file is removed; 0 is never.
+// NewFileStore opens the store at path, and makes the file if it does not exist. size is the number of
+// processes of the job: when that many have closed their stores and no other is open, the file is removed; 0
+// disables that.
 func NewFileStore(ctx context.Context, path string, size int) (*FileStore, error) {
 	s := &FileStore{path: path, size: size, closed: make(chan struct{}), values: make(map[string][]byte)}
 	if _, err := s.count(ctx, openKey, 1); err != nil {
@@ -65,7 +67,7 @@ func NewFileStore(ctx context.Context, path string, size int) (*FileStore, error
 	return s, nil
 }
 
-// Path is where the file is.
+// Path returns the path of the file.
 func (s *FileStore) Path() string { return s.path }
 
 // Set implements Store.
@@ -168,7 +170,7 @@ func (s *FileStore) has(keys []string) bool {
 	return true
 }
 
-// NumKeys implements Store. The counts in the file are among the keys.
+// NumKeys implements Store. It counts the counters in the file too.
 func (s *FileStore) NumKeys(ctx context.Context) (n int64, err error) {
 	err = s.look(ctx, func() { n = int64(len(s.values)) })
 	return n, s.failed("number of keys", "", err)
@@ -243,22 +245,22 @@ func (s *FileStore) Delete(ctx context.Context, key string) (existed bool, err e
 	return existed && err == nil, s.failed("delete", key, err)
 }
 
-// Push gives ErrUnsupported.
+// Push returns ErrUnsupported.
 func (s *FileStore) Push(_ context.Context, key string, _ []byte) error {
 	return s.failed("push", key, ErrUnsupported)
 }
 
-// Pop gives ErrUnsupported.
+// Pop returns ErrUnsupported.
 func (s *FileStore) Pop(_ context.Context, key string) ([]byte, error) {
 	return nil, s.failed("pop", key, ErrUnsupported)
 }
 
-// TryPop gives ErrUnsupported.
+// TryPop returns ErrUnsupported.
 func (s *FileStore) TryPop(_ context.Context, key string) ([]byte, bool, error) {
 	return nil, false, s.failed("try-pop", key, ErrUnsupported)
 }
 
-// QueueLen gives ErrUnsupported.
+// QueueLen returns ErrUnsupported.
 func (s *FileStore) QueueLen(_ context.Context, key string) (int64, error) {
 	return 0, s.failed("queue length", key, ErrUnsupported)
 }
@@ -309,7 +311,7 @@ func (s *FileStore) failed(op, key string, err error) error {
 	return Error(op, key, s.path, err)
 }
 
-// poll waits until cond is true of the values.
+// poll waits until cond holds for the values.
 func (s *FileStore) poll(ctx context.Context, cond func() bool) error {
 	ticker := time.NewTicker(filePeriod)
 	defer ticker.Stop()
@@ -328,7 +330,7 @@ func (s *FileStore) poll(ctx context.Context, cond func() bool) error {
 	}
 }
 
-// look calls f with the values of the file as they are now.
+// look calls f with the current values of the file.
 func (s *FileStore) look(ctx context.Context, f func()) error {
 	err := s.withFile(ctx, s.closed, os.O_RDONLY, unix.LOCK_SH, func(*os.File) error {
 		f()
@@ -345,7 +347,7 @@ func (s *FileStore) look(ctx context.Context, f func()) error {
 	return nil
 }
 
-// change calls f with the values of the file as they are now, and writes the records that it makes.
+// change calls f with the current values of the file, and writes the records that f returns.
 func (s *FileStore) change(ctx context.Context, f func() ([]byte, error)) error {
 	return s.withFile(ctx, s.closed, os.O_RDWR|os.O_CREATE, unix.LOCK_EX, func(file *os.File) error {
 		log, err := f()
@@ -356,8 +358,8 @@ func (s *FileStore) change(ctx context.Context, f func() ([]byte, error)) error 
 	})
 }
 
-// withFile opens and locks the file, locks s, reads what is new in the file, and calls f. It gives up when ctx ends, and
-// with ErrClosed when closed is, which is nil for Close itself.
+// withFile opens and locks the file, locks s, reads what is new in the file, and calls f. It gives up when
+// ctx ends, and with ErrClosed when closed is closed, which is nil for Close itself.
 func (s *FileStore) withFile(ctx context.Context, closed <-chan struct{}, flags, lock int, f func(*os.File) error) error {
 	for {
 		if err := ctx.Err(); err != nil {
@@ -374,7 +376,7 @@ func (s *FileStore) withFile(ctx context.Context, closed <-chan struct{}, flags,
 	}
 }
 
-// open opens the file. s is locked, so that nobody makes it anew after Close has removed it.
+// open opens the file. s is locked, so that nobody makes the file again after Close has removed it.
 func (s *FileStore) open(closed <-chan struct{}, flags int) (*os.File, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -384,7 +386,7 @@ func (s *FileStore) open(closed <-chan struct{}, flags int) (*os.File, error) {
 	return os.OpenFile(s.path, flags|unix.O_CLOEXEC, 0o644)
 }
 
-// withLock is withFile with the open file. It reports that the file was removed before it could be locked.
+// withLock is withFile with the open file. It reports whether the file was removed before it could be locked.
 func (s *FileStore) withLock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int, f func(*os.File) error) (gone bool, err error) {
 	if err := flock(ctx, closed, file, lock); err != nil {
 		return false, err
@@ -414,7 +416,7 @@ func (s *FileStore) withLock(ctx context.Context, closed <-chan struct{}, file *
 	return false, f(file)
 }
 
-// flock locks a file. It asks again and again, for a lock that is waited for cannot be given up.
+// flock locks a file. It retries, because a blocking request for a lock cannot be cancelled.
 func flock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int) error {
 	for wait := 100 * time.Microsecond; ; wait = min(2*wait, filePeriod) {
 		err := unix.Flock(int(file.Fd()), lock|unix.LOCK_NB)
@@ -444,13 +446,13 @@ func ended(closed <-chan struct{}) bool {
 	}
 }
 
-// forget drops what was read of a file that is not there any more.
+// forget drops the values of a file that does not exist any more.
 func (s *FileStore) forget() {
 	clear(s.values)
 	s.read, s.file = 0, nil
 }
 
-// readOn reads the records between what was read and the end. What is there of a record that is not whole is left.
+// readOn reads the records that are new. It leaves an incomplete record.
 func (s *FileStore) readOn(file *os.File, size int64) error {
 	if size == s.read {
 		return nil
@@ -478,13 +480,14 @@ func (s *FileStore) readOn(file *os.File, size int64) error {
 	return nil
 }
 
-// isKey reports whether a record may have such a key. Other files, which somebody may name by mistake, are left alone.
+// isKey reports whether a record may have this key. Other files, which a user may name by mistake, are not
+// touched.
 func isKey(key string) bool {
 	return strings.HasPrefix(strings.TrimPrefix(key, deletedPrefix), userPrefix) || key == openKey || key == closedKey
 }
 
-// write appends records to the file, of which all was read, and whose lock is held: so what is behind that is a record that
-// somebody left unfinished.
+// write appends records to the file, all of which was read and which is locked. What follows the last record
+// is one that another process has left incomplete, and is overwritten.
 func (s *FileStore) write(file *os.File, log []byte) error {
 	if err := file.Truncate(s.read); err != nil {
 		return err
@@ -502,7 +505,7 @@ func appendRecord(log []byte, key string, value []byte) []byte {
 	return append(log, value...)
 }
 
-// cutRecord takes a record off the front of b, of n bytes; n is 0 if it is not whole.
+// cutRecord reads a record of n bytes from the front of b; n is 0 if it is incomplete.
 func cutRecord(b []byte) (key string, value []byte, n int) {
 	field := func() ([]byte, bool) {
 		if len(b)-n < 4 {

@@ -8,7 +8,7 @@ import (
 	"sync"
 )
 
-// Limits bounds the contents of a HashStore. Zero fields have the default.
+// Limits bounds the contents of a HashStore. Zero fields mean the default.
 type Limits struct {
 	Keys  int   // number of keys, default 1<<20
 	Bytes int64 // sum of the lengths of keys and values, default 256 MiB
@@ -36,7 +36,7 @@ type wait struct {
 	n       int // calls waiting
 }
 
-// queue has values that are not changed in place either.
+// queue has the values of a queue, which are not changed in place.
 type queue struct {
 	values [][]byte
 	popped int // of the first values
@@ -44,10 +44,11 @@ type queue struct {
 
 func (q *queue) len() int { return len(q.values) - q.popped }
 
-// queued is what a value in a queue counts for: so even empty ones are bounded.
+// queued returns what a value in a queue counts toward the limits. It is more than 0 for empty values, so
+// that their number is bounded.
 func queued(value []byte) int64 { return int64(len(value)) + 32 }
 
-// pop takes the first value. What was popped is dropped when it is the larger part.
+// pop takes the first value. It drops the memory of taken values when they are the larger part.
 func (q *queue) pop() []byte {
 	v := q.values[q.popped]
 	q.values[q.popped] = nil
@@ -169,7 +170,7 @@ func (s *HashStore) QueueLen(ctx context.Context, key string) (int64, error) {
 	return n, failed("queue length", key, err)
 }
 
-// Close implements Store. The contents are gone.
+// Close implements Store. It drops the contents.
 func (s *HashStore) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -181,20 +182,20 @@ func (s *HashStore) Close() error {
 	return nil
 }
 
-// Look is Get without the wait. ok says whether key has a value.
+// Look is Get without the wait. ok reports whether key has a value.
 func (s *HashStore) Look(ctx context.Context, key string) (value []byte, ok bool, err error) {
 	value, ok, err = s.look(ctx, key)
 	return clone(value), ok, failed("look", key, err)
 }
 
-// Waits is the number of keys that calls wait for.
+// Waits returns the number of keys for which calls wait.
 func (s *HashStore) Waits() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return len(s.waits)
 }
 
-// failed is the error of a call in this process, or nil.
+// failed returns the error of a call in this process, or nil.
 func failed(op, key string, err error) error {
 	if err == nil {
 		return nil
@@ -255,7 +256,7 @@ func (s *HashStore) sleep(ctx context.Context, key string) {
 	}
 }
 
-// wake wakes those who wait for key. s is locked.
+// wake wakes the calls that wait for key. s is locked.
 func (s *HashStore) wake(key string) {
 	if w := s.waits[key]; w != nil {
 		delete(s.waits, key)
@@ -382,7 +383,7 @@ func (s *HashStore) add(ctx context.Context, key string, delta int64) (int64, er
 	return sum, s.put(key, strconv.AppendInt(nil, sum, 10))
 }
 
-// Sum is what Add makes of a value, if there is one: a decimal number.
+// Sum returns the result of Add for a value, which must be a decimal number if there is one.
 func Sum(value []byte, there bool, delta int64) (int64, error) {
 	var old int64
 	if there {
@@ -504,7 +505,7 @@ func (s *HashStore) queueLen(ctx context.Context, key string) (int64, error) {
 	return 0, nil
 }
 
-// lock locks s for a call on key, unless that is over before it begins.
+// lock locks s for a call on key, unless ctx has ended or s is closed.
 func (s *HashStore) lock(ctx context.Context, key string) error {
 	if err := CheckKey(key); err != nil {
 		return err
@@ -512,7 +513,7 @@ func (s *HashStore) lock(ctx context.Context, key string) error {
 	return s.begin(ctx)
 }
 
-// begin locks s, unless the call is over before it begins.
+// begin locks s, unless ctx has ended or s is closed.
 func (s *HashStore) begin(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -525,7 +526,7 @@ func (s *HashStore) begin(ctx context.Context) error {
 	return nil
 }
 
-// put stores a copy of value and wakes those who wait for key. s is locked.
+// put stores a copy of value and wakes the calls that wait for key. s is locked.
 func (s *HashStore) put(key string, value []byte) error {
 	if err := CheckValue(value); err != nil {
 		return err
@@ -545,7 +546,7 @@ func (s *HashStore) put(key string, value []byte) error {
 	return nil
 }
 
-// room refuses what is more than the limits allow. s is locked.
+// room returns an error if the limits do not allow that many more keys and bytes. s is locked.
 func (s *HashStore) room(keys int, bytes int64) error {
 	if keys > 0 && len(s.values)+len(s.queues)+keys > s.limits.Keys {
 		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, of at most %d", len(s.values)+len(s.queues), s.limits.Keys)}
@@ -556,7 +557,7 @@ func (s *HashStore) room(keys int, bytes int64) error {
 	return nil
 }
 
-// clone copies a value. Unlike bytes.Clone it is never nil for a value that is empty but there.
+// clone copies a value. Unlike the result of bytes.Clone, an empty value is not nil.
 func clone(value []byte) []byte {
 	if value == nil {
 		return nil

@@ -2,8 +2,8 @@ package store
 
 import "context"
 
-// PrefixStore is the part of another store whose keys begin with a prefix and a slash. Stores with different prefixes share
-// nothing but their bounds and NumKeys, which counts all keys of the other store.
+// PrefixStore is the part of another store whose keys begin with a prefix and a slash. Stores with different
+// prefixes share only their limits and NumKeys, which counts all keys of the other store.
 type PrefixStore struct {
 	prefix string
 	under  Store
@@ -11,15 +11,15 @@ type PrefixStore struct {
 
 var _ Store = (*PrefixStore)(nil)
 
-// NewPrefixStore makes the part of under at prefix.
+// NewPrefixStore returns the part of under at prefix.
 func NewPrefixStore(prefix string, under Store) *PrefixStore {
 	return &PrefixStore{prefix: prefix + "/", under: under}
 }
 
-// Underlying is the store of which this is a part.
+// Underlying returns the store of which this is a part.
 func (s *PrefixStore) Underlying() Store { return s.under }
 
-// key is what a key is called in the store below. What is no key stays so.
+// key returns the key in the underlying store. An invalid key stays as it is.
 func (s *PrefixStore) key(key string) string {
 	if key == "" {
 		return ""
@@ -80,7 +80,7 @@ func (s *PrefixStore) Check(ctx context.Context, keys ...string) (bool, error) {
 	return s.under.Check(ctx, s.keys(keys)...)
 }
 
-// NumKeys implements Store, for all of the store below.
+// NumKeys implements Store. It counts all keys of the underlying store.
 func (s *PrefixStore) NumKeys(ctx context.Context) (int64, error) { return s.under.NumKeys(ctx) }
 
 // MultiGet implements Store.
@@ -113,5 +113,5 @@ func (s *PrefixStore) QueueLen(ctx context.Context, key string) (int64, error) {
 	return s.under.QueueLen(ctx, s.key(key))
 }
 
-// Close closes the store below.
+// Close closes the underlying store.
 func (s *PrefixStore) Close() error { return s.under.Close() }

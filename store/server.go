@@ -23,9 +23,9 @@ const (
 
 // Server serves a HashStore to Clients.
 //
-// A client that breaks the protocol loses its connection, with the reason in the log; others do not notice. The
-// server gives up a client that takes no bytes for 10 s, or says nothing for a minute (clients ping every 5 s), and
-// with it the client's waits.
+// A client that violates the protocol loses its connection, and the log has the reason; others are not
+// affected. The server closes the connection of a client that accepts no bytes for 10 s or sends nothing for
+// a minute (clients ping every 5 s), which ends the client's waits.
 type Server struct {
 	store    *HashStore
 	cfg      Config
@@ -33,8 +33,8 @@ type Server struct {
 	accepts  *dial.Acceptor
 }
 
-// Serve listens on addr, host:port with port 0 for any free one, and serves store until Close. The caller keeps
-// store and closes it.
+// Serve listens on addr, host:port with port 0 for any free one, and serves store until Close. The caller
+// keeps store and closes it.
 func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
 	s := &Server{store: store, cfg: cfg, unproven: dial.NewLimiter(maxUnproven)}
@@ -59,8 +59,8 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 	return context.Cause(c.ctx)
 }
 
-// serverConn is the server's end of a connection. One goroutine reads and does what needs no waiting; each wait has
-// a goroutine of its own.
+// serverConn is the server's end of a connection. One goroutine reads and executes what needs no waiting;
+// each wait has a goroutine of its own.
 type serverConn struct {
 	store *HashStore
 	conn  net.Conn
@@ -74,13 +74,14 @@ type serverConn struct {
 	writing sync.Mutex
 }
 
-// end closes the connection for the reason err. The first reason counts.
+// end closes the connection because of err. Only the first reason counts.
 func (c *serverConn) end(err error) {
 	c.gone(err)
 	c.conn.Close()
 }
 
-// run serves requests until the connection ends and returns the reason, io.EOF if the client left between frames.
+// run serves requests until the connection ends and returns the reason, io.EOF if the client left between
+// frames.
 func (c *serverConn) run(s *Server) error {
 	c.conn.SetDeadline(time.Now().Add(s.cfg.handshake))
 	slot := s.unproven.Acquire(c.conn)
@@ -113,7 +114,7 @@ func (c *serverConn) run(s *Server) error {
 	}
 }
 
-// meet has the client prove the secret and greet.
+// meet checks the client's proof of the secret and reads its greeting.
 func (c *serverConn) meet(s secret.Secret) (in *bufio.Reader, version uint32, err error) {
 	over, err := s.Accept(c.conn, storeMagic)
 	if err != nil {
@@ -176,7 +177,8 @@ func (c *serverConn) handle(q *request) error {
 	return c.write(r.frame())
 }
 
-// startWait waits for a key and replies, in a goroutine of its own. The error, if it cannot, is for the client.
+// startWait waits for a key and replies, in a goroutine of its own. If it cannot, the error is for the
+// client.
 func (c *serverConn) startWait(q *request) (started bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -208,7 +210,7 @@ func (c *serverConn) startWait(q *request) (started bool, err error) {
 	return true, nil
 }
 
-// wait does what may take long.
+// wait executes a call that may take long.
 func (c *serverConn) wait(ctx context.Context, q *request, r *reply) (err error) {
 	switch q.op {
 	case opGet:

@@ -1,9 +1,10 @@
-// Package store is a small map from keys to values that processes share, with waits: how they find each other before
-// anything else connects them.
+// Package store provides small maps from keys to values that processes share, with waits. Processes use them
+// to find each other before anything else connects them.
 //
-// A [Store] is the contract. [HashStore] lives in one process; a [Server] serves it to [Client]s in others, in a protocol of
-// its own; package c10d serves it to PyTorch, and is a client of PyTorch's; a [FileStore] is a file that PyTorch can share; a
-// [PrefixStore] is a part of another. Package storetest holds all of them to the contract.
+// [Store] is the contract. A [HashStore] lives in one process. A [Server] serves it to [Client]s in other
+// processes, in a protocol of its own; package c10d serves it to PyTorch, and is a client of PyTorch's. A
+// [FileStore] is a file that it can share with PyTorch. A [PrefixStore] is a part of another store. Package
+// storetest checks all of them against the contract.
 package store
 
 import (
@@ -116,7 +117,7 @@ func ParseSecret(text string) (Secret, error) {
 	return s, nil
 }
 
-// Config is how a Server and its Clients talk.
+// Config configures a Server or its Clients.
 type Config struct {
 	// Secret is that of the job. Without one whoever reaches the server can read and change everything.
 	Secret Secret
@@ -126,7 +127,7 @@ type Config struct {
 	handshake time.Duration // default serverIOTimeout
 }
 
-// refusal is why a store did not do what was asked. It can be sent from a server to its client.
+// refusal is why a store refused a call. A server can send it to its client.
 type refusal struct {
 	kind   error // one of the errors above
 	detail string
@@ -136,7 +137,8 @@ func (r *refusal) Error() string { return r.kind.Error() + ": " + r.detail }
 
 func (r *refusal) Unwrap() error { return r.kind }
 
-// Error says which call on which store failed: where is an address or a path, and empty for a store in this process.
+// Error returns err with the call and the store that failed: where is an address or a path, and empty for a
+// store in this process.
 func Error(op, key, where string, err error) error {
 	if where != "" {
 		where = " at " + where
@@ -144,7 +146,7 @@ func Error(op, key, where string, err error) error {
 	return fmt.Errorf("store: %s %.128q%s: %w", op, key, where, err)
 }
 
-// CheckKey says what is wrong with a key.
+// CheckKey returns an error if a key is empty or too long.
 func CheckKey(key string) error {
 	if len(key) < 1 || len(key) > MaxKeyBytes {
 		return &refusal{ErrLimit, fmt.Sprintf("key has %d bytes, want 1 to %d", len(key), MaxKeyBytes)}
@@ -152,7 +154,7 @@ func CheckKey(key string) error {
 	return nil
 }
 
-// CheckKeys says what is wrong with the keys of a call.
+// CheckKeys returns an error if there are too many keys, or one of them is empty or too long.
 func CheckKeys(keys []string) error {
 	if len(keys) > MaxKeys {
 		return &refusal{ErrLimit, fmt.Sprintf("%d keys, want at most %d", len(keys), MaxKeys)}
@@ -165,7 +167,7 @@ func CheckKeys(keys []string) error {
 	return nil
 }
 
-// CheckPairs says what is wrong with the arguments of MultiSet.
+// CheckPairs checks the arguments of MultiSet.
 func CheckPairs(keys []string, values [][]byte) error {
 	if len(keys) != len(values) {
 		return fmt.Errorf("%d keys and %d values, want as many", len(keys), len(values))
@@ -181,7 +183,7 @@ func CheckPairs(keys []string, values [][]byte) error {
 	return nil
 }
 
-// CheckValue says what is wrong with a value.
+// CheckValue returns an error if a value is too long.
 func CheckValue(value []byte) error {
 	if len(value) > MaxValueBytes {
 		return &refusal{ErrLimit, fmt.Sprintf("value has %d bytes, want at most %d", len(value), MaxValueBytes)}
@@ -189,7 +191,7 @@ func CheckValue(value []byte) error {
 	return nil
 }
 
-// first is what an error of a call with many keys names.
+// first returns the key that an error of a call with many keys names.
 func first(keys []string) string {
 	if len(keys) == 0 {
 		return ""

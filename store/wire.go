@@ -56,7 +56,7 @@ var opNames = [numOps]string{
 	"multi-get", "multi-set", "push", "pop", "try-pop", "queue length",
 }
 
-// many reports whether the operation has no one key.
+// many reports whether the operation has several keys, or none.
 func (o opcode) many() bool {
 	return o == opWait || o == opCheck || o == opNumKeys || o == opMultiGet || o == opMultiSet
 }
@@ -68,9 +68,9 @@ func (o opcode) String() string {
 	return opNames[o]
 }
 
-// request is what a client asks. first is the value of set, append and push, what compare-and-set expects, or watch's prev;
-// second is what compare-and-set desires; keys and values are those of calls with many. Cancel names the request that is to
-// be given up by id.
+// request is a request of a client. first is the value of set, append and push, the expected value of
+// compare-and-set, or prev of watch; second is the desired value of compare-and-set; keys and values are
+// those of calls with many. Cancel gives up the request with the number id.
 type request struct {
 	op            opcode
 	id            uint64
@@ -81,7 +81,7 @@ type request struct {
 	values        [][]byte
 }
 
-// check says what is wrong with a request before it is sent.
+// check checks a request before it is sent.
 func (q *request) check() error {
 	if n := listBytes(q.keys) + listBytes(q.values); n > maxListBytes {
 		return errTooMuch(n)
@@ -136,7 +136,7 @@ func (q *request) frame() []byte {
 	return dial.SealFrame(appendList(b, q.values))
 }
 
-// decodeRequest reads a request. Its values alias body.
+// decodeRequest decodes a request. Its values alias body.
 func decodeRequest(body []byte) (request, error) {
 	d := decoder{rest: body}
 	q := request{op: opcode(d.u8()), id: d.u64(), delta: int64(d.u64())}
@@ -167,7 +167,7 @@ func (r *reply) frame() []byte {
 	return dial.SealFrame(appendList(b, r.values))
 }
 
-// decodeReply reads a reply. Its value aliases body.
+// decodeReply decodes a reply. Its value aliases body.
 func decodeReply(body []byte) (reply, error) {
 	d := decoder{rest: body}
 	r := reply{id: d.u64(), status: status(d.u8()), ok: d.flag(), number: int64(d.u64()), value: d.optional(), values: d.list()}
@@ -177,7 +177,7 @@ func decodeReply(body []byte) (reply, error) {
 	return r, nil
 }
 
-// fail makes r the report of err.
+// fail makes r report err.
 func (r *reply) fail(err error) {
 	r.status, r.value = statusOther, []byte(err.Error())
 	if why, ok := errors.AsType[*refusal](err); ok {
@@ -195,7 +195,7 @@ func (r *reply) fail(err error) {
 	}
 }
 
-// err is the error that r reports, or nil.
+// err returns the error that r reports, or nil.
 func (r *reply) err() error {
 	switch r.status {
 	case statusOK:
@@ -231,7 +231,7 @@ func appendList[T ~string | ~[]byte](b []byte, list []T) []byte {
 	return b
 }
 
-// listBytes is how much of maxListBytes a list takes.
+// listBytes returns how much of maxListBytes a list takes.
 func listBytes[T ~string | ~[]byte](list []T) (n int) {
 	for _, v := range list {
 		n += 4 + len(v)
@@ -239,7 +239,7 @@ func listBytes[T ~string | ~[]byte](list []T) (n int) {
 	return n
 }
 
-// decoder takes fields off the front of rest. After a field that is not there in full, bad is set and everything
+// decoder takes fields off the front of rest. After a field that is incomplete, bad is set and everything
 // reads as zero.
 type decoder struct {
 	rest []byte
@@ -292,7 +292,8 @@ func (d *decoder) flag() bool {
 	return v == 1
 }
 
-// list is nil if it is empty. Each element takes four bytes at least, so no length is believed that is not there.
+// list returns nil for an empty list. Each element takes at least four bytes, so a length beyond the input is
+// refused.
 func (d *decoder) list() (list [][]byte) {
 	n := d.u32()
 	if uint64(n) > uint64(len(d.rest)/4) {
@@ -309,7 +310,7 @@ func (d *decoder) list() (list [][]byte) {
 	return list
 }
 
-// optional is nil only if the value is absent.
+// optional returns nil only if the value is absent.
 func (d *decoder) optional() []byte {
 	if !d.flag() {
 		return nil

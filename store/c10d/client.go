@@ -15,15 +15,17 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Store is a client of a TCPStore, PyTorch's or a Server. Its keys are those of PyTorch's clients, which put a slash before
-// each.
+// Store is a client of a TCPStore, of PyTorch or of a Server. Its keys are those of PyTorch's clients, which
+// put a slash before each.
 //
-// The protocol leaves some things out, so a Store is less than others: an empty value is like none to CompareAndSet; where
-// the value that is desired is there already CompareAndSet reports that it was set, and at PyTorch's servers without libuv it
-// does not wake those that wait for the key; Watch asks every 50 ms; what the server refuses it answers by closing the
-// connection; and PyTorch before 2.1 has neither Append nor calls with many keys, and queues came with 2.8.
+// The protocol lacks some things, so a Store does less than others. To CompareAndSet an empty value is the
+// same as none. If the desired value is there already, CompareAndSet reports that it was set, and at
+// PyTorch's servers without libuv it does not wake waiting calls. Watch polls every 50 ms. A server refuses a
+// call by closing the connection. PyTorch before 2.1 has neither Append nor calls with many keys, and queues
+// came with 2.8.
 //
-// A call has a connection to itself, so that none waits for another. One that is given up is closed.
+// Each call in progress has a connection of its own, so that none waits for another. A call that is given up
+// closes its connection.
 type Store struct {
 	addr string
 
@@ -42,14 +44,14 @@ const keyPrefix = "/"
 const (
 	// maxIdle is how many connections wait for the next call.
 	maxIdle = 4
-	// watchPeriod is how often Watch looks.
+	// watchPeriod is the time between two polls of Watch.
 	watchPeriod = 50 * time.Millisecond
 )
 
-// Dial connects to the TCPStore at addr, host:port, which speaks the given dialect. It retries a server that is not there
-// yet or does not answer until ctx ends; the error then wraps ctx.Err() and the last reason.
+// Dial connects to the TCPStore at addr, host:port, which speaks the given dialect. It retries a server that
+// cannot be reached or does not answer until ctx ends; the error then wraps ctx.Err() and the last reason.
 //
-// With Unknown it finds out whether the server is a modern one or an old one. A Server of this package counts as modern.
+// With Unknown it finds out whether the server is modern or old. A Server of this package counts as modern.
 func Dial(ctx context.Context, addr string, d Dialect) (*Store, error) {
 	return dialStore(ctx, addr, d, firstPatience)
 }
@@ -77,8 +79,8 @@ func dialStore(ctx context.Context, addr string, d Dialect, patience time.Durati
 	return s, nil
 }
 
-// probe chooses the first of the dialects in which the server answers. The modern one must come first: PyTorch's libuv
-// server, the default since 2.4, neither answers an old request nor closes the connection.
+// probe chooses the first of the dialects in which the server answers. The modern one must come first:
+// PyTorch's libuv server, the default since 2.4, neither answers an old request nor closes the connection.
 func (s *Store) probe(ctx context.Context, dialects []Dialect, patience time.Duration) error {
 	var failed error
 	for _, d := range dialects {
@@ -109,7 +111,7 @@ const (
 	maxBelievable = 1 << 40
 )
 
-// greet asks what every TCPStore answers.
+// greet sends a request that every TCPStore answers.
 func (s *Store) greet(ctx context.Context) error {
 	return s.exchange(ctx, func(x *exchange) error {
 		for range greetings {
@@ -131,14 +133,14 @@ func (s *Store) greet(ctx context.Context) error {
 	})
 }
 
-// conn is a connection without a request under way.
+// conn is a connection without a request in progress.
 type conn struct {
 	net.Conn
 	in    reader
 	first []byte // goes before the first request, in one write with it: a server never gets it without a request
 }
 
-// take gives a connection that is idle, or a new one.
+// take returns an idle connection, or a new one.
 func (s *Store) take(ctx context.Context) (*conn, error) {
 	s.mu.Lock()
 	if s.closed {
@@ -172,7 +174,7 @@ func (s *Store) take(ctx context.Context) (*conn, error) {
 	return c, nil
 }
 
-// give takes a connection back, and closes it unless it is good for another call.
+// give takes a connection back, and closes it unless it can serve another call.
 func (s *Store) give(c *conn, good bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -184,7 +186,7 @@ func (s *Store) give(c *conn, good bool) {
 	c.Close()
 }
 
-// number is that of op in the server's dialect.
+// number returns the number of op in the server's dialect.
 func (s *Store) number(op opcode) (byte, error) {
 	s.mu.Lock()
 	d := s.dialect
@@ -209,14 +211,14 @@ func (x *exchange) say(op opcode, args []byte) error {
 	return err
 }
 
-// hear sends what was said; its answers can be read then.
+// hear sends the requests that were added. Their answers can be read afterwards.
 func (x *exchange) hear() (*reader, error) {
 	_, err := x.Write(x.out)
 	x.out = x.out[:0]
 	return &x.in, err
 }
 
-// ask is say and hear.
+// ask adds a request and sends it.
 func (x *exchange) ask(op opcode, args []byte) (*reader, error) {
 	if err := x.say(op, args); err != nil {
 		return nil, err
@@ -237,8 +239,8 @@ func (x *exchange) wait(keys []string) error {
 	return err
 }
 
-// whileThere waits until all keys are there, and reads them. If read says that one was empty it may have been deleted between,
-// and be there again: what is empty is so twice in a row.
+// whileThere waits until all keys are there, and calls read. If read reports an empty value the key may have
+// been deleted in between, and be there again: a value counts as empty if it is so twice in a row.
 func (x *exchange) whileThere(keys []string, read func() (empty bool, err error)) error {
 	for empties := 0; ; {
 		if err := x.wait(keys); err != nil {
@@ -310,7 +312,8 @@ func (s *Store) failed(op, key string, err error) error {
 	return store.Error(op, key, s.addr, err)
 }
 
-// Set implements store.Store. The protocol has no answer to it, so it waits for that of a question behind it.
+// Set implements store.Store. The protocol has no answer to it, so it waits for the answer to another request
+// that follows it.
 func (s *Store) Set(ctx context.Context, key string, value []byte) error {
 	err := errors.Join(store.CheckKey(keyPrefix+key), noKey(key), store.CheckValue(value))
 	if err == nil {
@@ -319,7 +322,7 @@ func (s *Store) Set(ctx context.Context, key string, value []byte) error {
 	return s.failed("set", key, err)
 }
 
-// tell sends a request that is not answered, and a question that is.
+// tell sends a request that is not answered, and one that is.
 func (s *Store) tell(ctx context.Context, op opcode, args []byte) error {
 	return s.exchange(ctx, func(x *exchange) error {
 		if err := x.say(op, args); err != nil {
@@ -333,7 +336,7 @@ func (s *Store) tell(ctx context.Context, op opcode, args []byte) error {
 	})
 }
 
-// noKey refuses a key that is one by its slash alone.
+// noKey returns an error for an empty key, which would be valid with its slash.
 func noKey(key string) error {
 	if key == "" {
 		return store.CheckKey(key)
@@ -407,7 +410,7 @@ func (s *Store) Add(ctx context.Context, key string, delta int64) (sum int64, er
 	return sum, s.failed("add", key, err)
 }
 
-// ask is a call that is answered by a number.
+// ask sends a request that is answered with a number.
 func (s *Store) ask(ctx context.Context, op opcode, args []byte) (n int64, err error) {
 	err = s.exchange(ctx, func(x *exchange) error {
 		in, err := x.ask(op, args)

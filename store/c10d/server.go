@@ -25,17 +25,19 @@ const (
 	maxPairsBytes = 64 << 20
 )
 
-// Config is what a Server cannot find out.
+// Config configures a Server.
 type Config struct {
-	// Torch21 says that old clients are of PyTorch 2.1, whose operations 7 and 8 are delete_key and append. Without it they
-	// are watch_key, which is refused, and delete_key, until a connection uses an operation that only 2.1 has.
+	// Torch21 says that old clients are of PyTorch 2.1, whose operations 7 and 8 are delete_key and append.
+	// Without it they are watch_key, which is refused, and delete_key, until a connection uses an operation
+	// that only 2.1 has.
 	Torch21 bool
 	// Log may be nil.
 	Log *zap.Logger
 }
 
-// Server serves a HashStore to PyTorch processes. A client that breaks the protocol loses its connection, with the reason in
-// the log. A client that is silent keeps it for ever: old ones have a second connection on which they never say anything.
+// Server serves a HashStore to PyTorch processes. A client that violates the protocol loses its connection,
+// and the log has the reason. A silent client keeps its connection for ever: old clients have a second
+// connection on which they never send anything.
 type Server struct {
 	store   *store.HashStore
 	cfg     Config
@@ -89,7 +91,7 @@ type session struct {
 	wait    uint64             // its number
 }
 
-// run serves requests until the connection ends, and says why: io.EOF if the client left between requests.
+// run serves requests until the connection ends, and returns why: io.EOF if the client left between requests.
 func (c *session) run() error {
 	if err := c.validate(); err != nil {
 		return err
@@ -140,7 +142,7 @@ func (c *session) validate() error {
 	return err
 }
 
-// handle serves one request. An error ends the connection: the protocol cannot tell of any.
+// handle serves one request. An error ends the connection, because the protocol cannot report errors.
 func (c *session) handle(op opcode) error {
 	if op != opCancelWait {
 		c.forgetWait()
@@ -201,7 +203,7 @@ func (c *session) handle(op opcode) error {
 	return errors.New("no such operation")
 }
 
-// pair reads a key and a value, which is good until the next is read.
+// pair reads a key and a value. The value is valid until the next read.
 func (c *session) pair() (key string, value []byte, err error) {
 	if key, err = c.in.key(); err == nil {
 		value, err = c.in.bytes(store.MaxValueBytes)
@@ -217,7 +219,8 @@ func (c *session) set() error {
 	return c.store.Set(c.ctx, key, value)
 }
 
-// compareSet knows no difference between an empty value and none, and answers what was expected where there is neither.
+// compareSet does not distinguish an empty value from none, and answers with the expected value if there is
+// neither.
 func (c *session) compareSet() error {
 	key, err := c.in.key()
 	if err != nil {
@@ -248,7 +251,7 @@ func (c *session) compareSet() error {
 	return c.write(appendBytes(nil, actual))
 }
 
-// get answers an empty value where there is none: clients wait for the key before.
+// get answers with an empty value if there is none: clients wait for the key before.
 func (c *session) get() error {
 	key, err := c.in.key()
 	if err != nil {
@@ -261,7 +264,7 @@ func (c *session) get() error {
 	return c.write(appendBytes(nil, value))
 }
 
-// now is the value that a key has.
+// now returns the current value of a key.
 func (c *session) now(key string) ([]byte, error) {
 	value, ok, err := c.store.Look(c.ctx, key)
 	if err != nil || !ok {
@@ -376,7 +379,7 @@ func (c *session) queuePop() error {
 	return c.write(appendBytes(appendU64(nil, uint64(max(n, 1))), value))
 }
 
-// startWait answers when all keys are there. Meanwhile the connection is read on: for the cancellation, or for the next
+// startWait answers when all keys are there. Meanwhile it reads on: for the cancellation, or for the next
 // request of a client that gives up without one.
 func (c *session) startWait() error {
 	keys, err := c.in.keys()
@@ -417,7 +420,7 @@ func (c *session) startWait() error {
 	return nil
 }
 
-// forgetWait gives up the wait that is not answered, if there is one.
+// forgetWait cancels the pending wait, if there is one.
 func (c *session) forgetWait() {
 	c.mu.Lock()
 	defer c.mu.Unlock()

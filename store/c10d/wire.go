@@ -49,7 +49,7 @@ func (o opcode) String() string {
 	return opNames[o]
 }
 
-// magic is what validates a client.
+// magic validates a client.
 const magic = 0x3C85F7CE
 
 // Answers of one byte.
@@ -60,7 +60,7 @@ const (
 	waitCanceled  = 1
 )
 
-// Dialect is how operations are numbered, by the version of PyTorch.
+// Dialect is the numbering of operations in a range of PyTorch's versions.
 type Dialect uint8
 
 const (
@@ -86,11 +86,11 @@ var ops = [...][]opcode{
 	Torch21: {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend, opMultiGet, opMultiSet, opCancelWait},
 }
 
-// is21 reports whether a number that an old client sends shows that it is of 2.1. Number 7 does not: before 2.1 it is
-// watch_key, in 2.1 it is delete_key.
+// is21 reports whether a number that an old client sends shows that it is of 2.1. Number 7 does not: before
+// 2.1 it is watch_key, in 2.1 delete_key.
 func is21(number uint8) bool { return number > 8 }
 
-// reader reads requests, or answers, with bounds.
+// reader reads requests, or answers, with bounds on their lengths.
 type reader struct {
 	*bufio.Reader
 	scratch []byte
@@ -108,7 +108,7 @@ func (r *reader) u64() (uint64, error) {
 	return binary.LittleEndian.Uint64(b[:]), unexpected(err)
 }
 
-// bytes reads a value, which is good until the next is read.
+// bytes reads a value, which is valid until the next read.
 func (r *reader) bytes(most int) ([]byte, error) {
 	n, err := r.u64()
 	if err != nil {
@@ -124,7 +124,7 @@ func (r *reader) bytes(most int) ([]byte, error) {
 	return b, err
 }
 
-// keptBytes is the most that a connection keeps for its next value.
+// keptBytes bounds the buffer that a connection keeps for its next value.
 const keptBytes = 64 << 10
 
 // value reads a value that the caller keeps.
@@ -160,7 +160,7 @@ func (r *reader) keys() (keys []string, err error) {
 	return keys, err
 }
 
-// unexpected is err for an end in the middle of a request.
+// unexpected returns err, or io.ErrUnexpectedEOF for an end in the middle of a request.
 func unexpected(err error) error {
 	if err == io.EOF {
 		return io.ErrUnexpectedEOF
