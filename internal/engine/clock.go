@@ -16,30 +16,36 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// A rank measures its clock against rank 0's as NTP does (Mills, Internet Time Synchronization, 1991): it notes when its question
-// left and when the answer came, rank 0 when the one came and the other left. The truth lies within half of the time that was
-// spent on the way; of several questions that with the shortest way counts.
+// A rank measures the offset of its clock to rank 0's as NTP does (Mills, Internet Time Synchronization,
+// 1991). It records when its probe left and when the answer arrived; rank 0 records when the probe arrived
+// and when the answer left. The error of the offset is at most half of the time that was spent in transit. Of
+// several probes the one with the shortest transit time counts.
 
 const (
-	// probesAtOnce are asked one after the other, each when the answer to the one before has come.
+	// probesAtOnce is the number of probes in a series. Each is sent when the answer to the one before has
+	// arrived.
 	probesAtOnce = 8
-	// firstProbePeriod is the time between the first two such rows, after each of which it doubles up to probePeriod. Clocks of
-	// computers drift apart by up to 50 us a second; between two measurements the drift can be made up for.
+	// firstProbePeriod is the time between the first two series. The time doubles after each series, up to
+	// probePeriod. Clocks of computers drift apart by up to 50 us a second; the drift between two
+	// measurements can be corrected.
 	firstProbePeriod = time.Second
 	probePeriod      = 8 * time.Second
 )
 
-// rankClock is how an engine's times compare with others'. The loop owns all but Clock.
+// rankClock is the engine's clock, and the state of its measurement against rank 0's clock. The loop owns all
+// fields except Clock.
 type rankClock struct {
 	trace.Clock
-	due    time.Duration // when the next row begins
-	period time.Duration // after it
-	left   int           // questions of this row
-	best   trace.Offset  // of this row
-	any    bool          // best is one
+	due    time.Duration // when the next series begins
+	period time.Duration // from the last series to the next
+	left   int           // probes of this series that are still to be sent
+	best   trace.Offset  // best measurement of this series
+	any    bool          // best is set
 }
 
-// newClock returns the clock of an engine that starts now.
+// newClock returns the clock of an engine that started at start, a moment ago. If the monotonic clock cannot
+// be read, the clock has no domain: times of this rank then cannot be compared with times of other ranks of
+// the host.
 func newClock(start time.Time, log *zap.Logger) trace.Clock {
 	c := trace.Clock{Start: start, Domain: clockDomain()}
 	var err error
@@ -50,7 +56,7 @@ func newClock(start time.Time, log *zap.Logger) trace.Clock {
 	return c
 }
 
-// probe asks rank 0 for the time if that is due.
+// probe starts a series of probes to rank 0 if one is due. Rank 0 only records that it has no offset.
 func (e *Engine) probe() {
 	c := &e.clock
 	if e.now < c.due {
@@ -67,7 +73,7 @@ func (e *Engine) probe() {
 	e.ask()
 }
 
-// ask sends a question. If the channel is broken others notice.
+// ask sends a probe. It ignores errors: the reader of the connection or a later frame reports them.
 func (e *Engine) ask() {
 	e.clock.left--
 	frame := message.AppendProbe(e.scratch.frame[:0], &message.Probe{Sent: uint64(e.observer.since())})
@@ -75,7 +81,8 @@ func (e *Engine) ask() {
 	_ = e.send(e.links[0], frame)
 }
 
-// hearProbe answers a question, or takes the answer. What cannot be read is the sender's fault.
+// hearProbe answers a probe at rank 0, and evaluates an answer at other ranks. It returns an error if the
+// frame cannot be decoded, which is the sender's fault.
 func (e *Engine) hearProbe(from topo.Rank, frame []byte) error {
 	at := e.observer.since()
 	p, err := message.DecodeProbe(frame)
@@ -93,7 +100,8 @@ func (e *Engine) hearProbe(from topo.Rank, frame []byte) error {
 	return nil
 }
 
-// measured takes an answer that came at a time.
+// measured evaluates an answer that arrived at the time at. It sends the next probe of the series or, after
+// the last, records the best measurement. An answer with impossible times ends the series.
 func (e *Engine) measured(at time.Duration, p *message.Probe) {
 	c := &e.clock
 	sent, received, replied := time.Duration(p.Sent), time.Duration(p.Received), time.Duration(p.Replied)
@@ -101,9 +109,9 @@ func (e *Engine) measured(at time.Duration, p *message.Probe) {
 	switch way := (at - sent) - (replied - received); {
 	case p.Domain == c.Domain && c.Domain != "":
 		m.Offset = c.Monotonic - time.Duration(p.Monotonic)
-		c.due, c.left = never, 0 // it stays so
+		c.due, c.left = never, 0 // the offset does not change
 	case sent < 0 || sent > at || received < 0 || replied < received || way < 0:
-		return // no time of a clock
+		return // impossible times
 	default:
 		m.Offset = (received - sent + replied - at) / 2
 		m.Error = (way + 1) / 2
@@ -119,9 +127,10 @@ func (e *Engine) measured(at time.Duration, p *message.Probe) {
 	e.observer.align(c.best)
 }
 
-// clockDomain names the clock that monotonic reads: processes with the same one read the same clock. It stands for a boot of a host
-// and for a time namespace, whose clocks are set apart (time_namespaces(7)). Where these cannot be found out it is one of
-// its own.
+// clockDomain returns a name for the clock that monotonic reads. Processes with the same name read the same
+// clock. The name consists of the boot id of the host and the time namespace, because each time namespace
+// sets its clocks apart (time_namespaces(7)). If the boot id cannot be read, the name is random, so no other
+// process has it.
 func clockDomain() string {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -129,15 +138,16 @@ func clockDomain() string {
 	}
 	namespace, err := os.Readlink("/proc/self/ns/time")
 	if err != nil {
-		namespace = "time" // a kernel without them
+		namespace = "time" // a kernel without time namespaces
 	}
 	return fmt.Sprintf("%s/%s", bytes.TrimSpace(boot), namespace)
 }
 
-// monotonic returns what the clock of the domain shows at a time that time.Now gave a moment ago. It is right to within the time that
-// two readings of a clock take.
+// monotonic returns the reading of CLOCK_MONOTONIC at the time at, which time.Now returned a moment ago. The
+// result is exact to within the time that two readings of a clock take.
 func monotonic(at time.Time) (time.Duration, error) {
-	// Between the two readings the thread may lose its processor. Of some tries that with the least between them counts.
+	// The thread may be descheduled between the readings. Of several tries, the one with the least time
+	// between them is the most exact.
 	best, shown := time.Duration(math.MaxInt64), time.Duration(0)
 	for range 5 {
 		before := time.Since(at)

@@ -7,9 +7,9 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// compress writes the scaled tensors of b to buf as elements of wire, one behind the other. With error feedback it adds
-// what the last tensor of the name lost and keeps what this one loses (Seide et al., 1-Bit Stochastic Gradient Descent,
-// 2014).
+// compress writes the scaled tensors of b to buf as elements of type wire, one after another. For a tensor
+// with error feedback it adds the loss of the last tensor of that name before it narrows the elements, and
+// keeps the new loss (Seide et al., 1-Bit Stochastic Gradient Descent, 2014).
 func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
 	narrow, err := kernel.Convert(wire, s.dt)
 	if err != nil {
@@ -49,15 +49,16 @@ func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) erro
 	return nil
 }
 
-// residual is what compression has lost of a tensor.
+// residual is the accumulated compression loss of a tensor, for error feedback.
 type residual struct {
 	dt  tensor.DType
-	pre float64 // the factor by which it was scaled
+	pre float64 // the prescale factor of the tensor
 	buf []byte
 }
 
-// residual is what compression has lost so far of a tensor, as s scales it: zeros for a new one, or one that has another type or
-// length now.
+// residual returns the accumulated compression loss of a tensor, scaled as s scales the tensor. It has
+// numBytes of elements of s.dt. It is zero for a new tensor, or if type or length of the tensor have changed.
+// The lane owns the memory; the caller updates it in place.
 func (l *lane) residual(of loss, numBytes int, s scaling) ([]byte, error) {
 	r := l.scratch.residuals[of]
 	if r == nil || r.dt != s.dt || len(r.buf) != numBytes {
@@ -70,7 +71,8 @@ func (l *lane) residual(of loss, numBytes int, s scaling) ([]byte, error) {
 	if r.pre == s.pre {
 		return r.buf, nil
 	}
-	// As with a loss scale that moves. What is not finite then is lost for good.
+	// The prescale factor has changed, as a loss scale does. If the loss cannot be rescaled to finite
+	// numbers, it is discarded.
 	f := s.pre / r.pre
 	r.pre = s.pre
 	if f == 0 || math.IsInf(f, 0) || math.IsNaN(f) {
@@ -80,8 +82,9 @@ func (l *lane) residual(of loss, numBytes int, s scaling) ([]byte, error) {
 	return r.buf, scale(s.dt, r.buf, f)
 }
 
-// keepLoss sets residual to wide less what part holds of it. What is not finite is no loss that could be made up for:
-// an overflow would otherwise poison all that follows.
+// keepLoss sets residual to wide minus part, which is the loss of narrowing wide to part. Differences that
+// are not finite become 0: after an overflow they would otherwise make every later tensor of the name
+// non-finite.
 func (l *lane) keepLoss(dt, wire tensor.DType, residual, wide, part []byte) error {
 	widen, err := kernel.Convert(dt, wire)
 	if err != nil {
@@ -116,7 +119,8 @@ func add(dt tensor.DType, dst, src []byte) error {
 	return nil
 }
 
-// decompress reads the reduced tensors of b from buf, and scales them.
+// decompress widens the reduced tensors of b from buf, which has elements of type wire, to their outputs, and
+// scales them.
 func decompress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
 	widen, err := kernel.Convert(s.dt, wire)
 	if err != nil {

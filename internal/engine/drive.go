@@ -9,8 +9,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Queue hands tensors of one process set to the engine, all of them or none, whose requests the caller has checked. The buffers are
-// the engine's until Done is called, which happens exactly once for each if Queue returns nil and never otherwise. The caller calls
+// Queue submits tensors of one process set to the engine, all of them or none. The caller has checked their
+// requests. If Queue returns nil, the engine owns the buffers of each entry until it calls the entry's Done,
+// which it does exactly once. Otherwise it never calls Done, and the error is an *OpError. The caller calls
 // Drive or NotifyLater next.
 func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	l := e.lanes.find(entries[0].Set)
@@ -23,24 +24,25 @@ func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 		return nil
 	}
 	var duplicate *tensorqueue.DuplicateNameError
-	if errors.As(err, &duplicate) { // it need not be the first of a group
+	if errors.As(err, &duplicate) { // the duplicate need not be the first of a group
 		return &OpError{Op: duplicate.Kind.String(), Tensor: duplicate.Name, Err: err}
 	}
 	return opError(&entries[0].Request, err)
 }
 
-// Drive runs turns of the loop in the calling goroutine until done reports true or ctx has ended, but not for long if nothing
-// happens: the caller goes on to wait. What was queued is noticed in any case. It may be called from any goroutine; Done of other
-// operations is called by it too.
+// Drive runs turns of the loop in the calling goroutine until done reports true or ctx ends. It returns early
+// if nothing happens for a while; the caller then waits for its operation without driving. In any case the
+// loop takes what was queued. Any goroutine may call Drive. Drive also calls Done of other operations.
 func (e *Engine) Drive(ctx context.Context, done func() bool) { e.sched.drive(ctx, done) }
 
-// Notify makes the loop notice what was queued.
+// Notify makes the loop take what was queued.
 func (e *Engine) Notify() { e.sched.notify() }
 
-// NotifyLater makes the loop notice what was queued, but not at once if that would delay the caller.
+// NotifyLater makes the loop take what was queued, like Notify, but defers that for a moment if an immediate
+// notification would delay the caller.
 func (e *Engine) NotifyLater() { e.sched.notifyLater() }
 
-// Flush notifies the loop now if NotifyLater has deferred that.
+// Flush notifies the loop now if NotifyLater has deferred the notification.
 func (e *Engine) Flush() { e.sched.flush() }
 
 // arrived implements loop.
@@ -73,11 +75,13 @@ func (e *Engine) handOff() {
 	e.started = e.started[:0]
 }
 
-// startInTurn starts w here if turns of the loop may do it. Else it reports false, and w is to be pushed to the lane.
+// startInTurn starts w and reports true if turns of the loop may execute it. Otherwise it reports false, and
+// the caller pushes w to the lane.
 func (e *Engine) startInTurn(l *lane, w *work) bool {
 	moves := w.grant.Responses[0].Kind.MovesData()
-	// A caller that waits has time for many steps. If others are late for one of them, or ctx ends, the lane goes on.
-	// A barrier is not answered before what it comes after.
+	// A caller that waits has time for many steps. If other ranks are late for one of them, or the caller's
+	// context ends, the lane continues. A barrier must not complete before the operations that were granted
+	// before it.
 	if !e.sched.drivable || moves && !l.isBrief(w, !e.sched.background.Load()) || !l.claim(!moves) {
 		return false
 	}
@@ -90,7 +94,8 @@ func (e *Engine) startInTurn(l *lane, w *work) bool {
 	return true
 }
 
-// complete answers w, or leaves it to the lane until the verdict if err is not nil, and gives the lane back.
+// complete answers the tensors of w and gives the lane back. If err is not nil it leaves w to the lane, which
+// answers it when the verdict is known.
 func (e *Engine) complete(l *lane, w *work, err error) {
 	if w.failed = err != nil; !w.failed {
 		l.answer(w)
@@ -102,7 +107,8 @@ func (e *Engine) complete(l *lane, w *work, err error) {
 	l.unclaim(w)
 }
 
-// stepStarted does the next step of what was started where that is possible by now, and reports whether there was one.
+// stepStarted executes the next step of each started operation that can make one without waiting. It hands
+// operations that are blocked to their lanes. It reports whether any operation changed.
 func (e *Engine) stepStarted() (some bool) {
 	for i := 0; i < len(e.started); {
 		l := e.started[i]

@@ -1,15 +1,16 @@
-// Package engine runs a rank: it joins the pure controller to the queue of submitted tensors, the transport,
-// the backends and the clock.
+// Package engine runs a rank: it connects the pure controller to the queue of submitted tensors, the
+// transport, the backends and the clock.
 //
-// Turns of the loop (RunLoopOnce) own the controller and never wait for a peer. A submission, a frame, a finished grant or the
-// controller's next deadline makes a turn due. BackgroundThreadLoop runs the turns, or a caller that waits for its operation
-// (Drive); the scheduler decides which. The goroutine that runs the turns polls the control
-// connections. Each process set has a lane, a goroutine that executes its grants in order. All goroutines end in Shutdown or
-// Close.
+// Turns of the loop (RunLoopOnce) own the controller and never wait for a peer. A turn becomes due when a
+// tensor is submitted, a frame arrives, a grant has finished, or the controller's next deadline passes. Turns
+// run in BackgroundThreadLoop, or in a caller that waits for its operation (Drive); the scheduler decides
+// which. The goroutine that runs the turns polls the control connections. Each process set has a lane, a
+// goroutine that executes the grants of the set in order. All goroutines end in Shutdown or Close.
 //
-// What takes no waiting is done in a turn: a barrier, or steps of an allreduce of few bytes. Callers that drive the loop while
-// they wait have it do steps of larger operations as well, which go to the lane if a step has to wait long. So a blocking call
-// neither leaves the caller's thread nor wakes another.
+// Work that does not wait is done in a turn: a barrier, or steps of an allreduce of few bytes. A caller that
+// drives the loop while it waits also executes steps of larger operations in its turns; if a step has to wait
+// for long, the operation moves to its lane. So a blocking call neither leaves the caller's thread nor wakes
+// another thread.
 package engine
 
 import (
@@ -34,17 +35,17 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Config is what an engine needs.
+// Config has the settings of an engine and the components that it uses.
 type Config struct {
 	Rank topo.Rank
 	Size int
 	// Mesh connects the ranks of this epoch. The engine owns and closes it.
 	Mesh transport.Mesh
-	// Backends are those that all ranks have, in the order in which they are asked.
+	// Backends are the backends that all ranks have, in order of preference.
 	Backends ops.Registry
 
-	// Sets are the process sets that the job begins with, beside the global one: ascending by id and the same at all
-	// ranks.
+	// Sets are the process sets that exist from the start, besides the global one. They are in ascending
+	// order of id and equal at all ranks.
 	Sets []controller.Set
 
 	CacheCapacity        int
@@ -52,94 +53,98 @@ type Config struct {
 	DisableGroupFusion   bool
 	CycleTime            time.Duration
 	LivenessTimeout      time.Duration
-	// StallWarning is how long a tensor waits for ranks before OnStall hears of it, and again; StallShutdown how long
-	// until the job is shut down. 0 is never.
+	// StallWarning is the time for which a tensor waits for ranks before OnStall is called, and the time
+	// between later calls. StallShutdown is the time after which the job is shut down. 0 means never.
 	StallWarning, StallShutdown time.Duration
-	// MaxResultBytes bounds the result of an allgather or alltoall, whose size other ranks decide; 0 is the memory of
-	// the host.
+	// MaxResultBytes bounds the result of an allgather or alltoall, because other ranks determine its size. 0
+	// means the memory of the host.
 	MaxResultBytes int64
-	// Lockstep has all ranks enter every cycle of the negotiation.
+	// Lockstep makes all ranks enter every cycle of the negotiation.
 	Lockstep bool
 	// Deterministic makes sums equal bit by bit in every run.
 	Deterministic bool
-	// Cores are the processors that the loop and the lanes keep to; empty is all.
+	// Cores are the processors that the threads of the loop and the lanes are bound to. Empty means all
+	// processors.
 	Cores []int
-	// Spin is how long the loop of a rank that is busy polls for what comes next before it parks, and a caller that waits
-	// (Drive). 0 is a default that depends on LocalProcesses, and is longer for a caller with a
-	// processor of its own; less than 0 is not at all. The greater it is the less often a rank that waits for others has to
-	// be woken, and the more processor time it takes.
+	// Spin is the time for which the loop of a busy rank, or a caller that waits (Drive), polls for new work
+	// before it parks. 0 selects a default that depends on LocalProcesses and is longer for a caller with a
+	// processor of its own. A negative value disables polling. With a greater value a rank that waits for
+	// others has to be woken less often, and takes more processor time.
 	Spin time.Duration
-	// LocalProcesses is the number of processes of the job on this host that want a processor: ranks, and those that ranks run
-	// operations for; 0 is Size. If there are more than processors they give way to each other while they wait.
+	// LocalProcesses is the number of processes of the job on this host that need a processor: ranks, and the
+	// processes that ranks run operations for (see ForClient). 0 means Size. If it exceeds the number of
+	// processors, the processes yield to each other while they wait.
 	LocalProcesses int
-	// ForClient says that the program is another process than this one.
+	// ForClient says that the program that submits the operations is another process.
 	ForClient bool
 
-	// Ready, if not nil, is called when this rank is connected, and returns when all are. An error ends Start.
+	// Ready, if not nil, is called when this rank is connected. It returns when all ranks are connected. If
+	// it returns an error, Start fails.
 	Ready func(context.Context) error
-	// Log hears of failures; nil is silence.
+	// Log receives the log messages of the engine. nil disables logging.
 	Log *zap.Logger
-	// ClockDomain names the clock that the process reads; empty is that of the host and its time namespace. It is for tests, which
-	// have ranks of one process measure their clocks.
+	// ClockDomain names the clock that the process reads. Empty means the clock of the host and its time
+	// namespace. Tests set it to make ranks of one process measure their clocks.
 	ClockDomain string
-	// Recorder, if not nil, hears of every operation.
+	// Recorder, if not nil, receives a record of every operation.
 	Recorder Recorder
-	// OnVerdict, if not nil, is called once when the epoch has failed, before any operation is answered with
-	// it. It delays the answers, so it must bound what it does.
+	// OnVerdict, if not nil, is called once when the epoch has failed, before any operation ends with the
+	// verdict. It delays the end of the operations, so its running time must be bounded.
 	OnVerdict func(*PeerError)
-	// OnStallShutdown, if not nil, is called at every rank when the stall inspector ends the job, before any operation is answered with
-	// that. It must bound what it does likewise.
+	// OnStallShutdown, if not nil, is called at every rank when the stall inspector ends the job, before any
+	// operation ends with that error. Its running time must be bounded too.
 	OnStallShutdown func(*StallError)
-	// OnStall, if not nil, is called at rank 0 for each report of the stall inspector. It delays the negotiation, so it
-	// must return soon.
+	// OnStall, if not nil, is called at rank 0 for each report of the stall inspector. It delays the
+	// negotiation, so it must return soon.
 	OnStall func(*controller.Stall)
-	// StallsExplained, if not nil, reports whether the launcher prints a report of all that waits when it hears of a stall.
-	// Then the log names one stall where else it names several. It is called as OnStall is.
+	// StallsExplained, if not nil, reports whether the launcher prints a report of all waiting operations
+	// when it receives a stall. If so, the log names one stall where it would otherwise name several. The
+	// rules for OnStall apply.
 	StallsExplained func() bool
 }
 
-// Engine is one rank of one epoch.
+// Engine runs one rank for one epoch.
 type Engine struct {
-	// What Start has made.
+	// Set by Start.
 	cfg    Config
 	log    *zap.Logger
-	traced bool // log takes what each cycle says
+	traced bool // the log has the level trace
 	start  time.Time
 	ctx    context.Context
-	cancel context.CancelCauseFunc // cuts off what the lanes execute
-	links  []*link                 // to rank 0; at rank 0, to every other rank
+	cancel context.CancelCauseFunc // aborts what the lanes execute
+	links  []*link                 // control connections: to rank 0; at rank 0, to every other rank
 	sched  *scheduler
 
-	// For any goroutine.
+	// Used by any goroutine.
 	lanes     laneTable
-	running   sync.WaitGroup // of the lanes
+	running   sync.WaitGroup // the goroutines of the lanes
 	observer  observer
-	published atomic.Pointer[trace.Coordinator] // what the coordinator had counted a little earlier
-	leaving   atomic.Pointer[leaving]           // not nil after Shutdown
-	stop      chan struct{}                     // closed: give up without ceremony
+	published atomic.Pointer[trace.Coordinator] // the coordinator's counters, up to publishPeriod old
+	leaving   atomic.Pointer[leaving]           // not nil once Shutdown was called
+	stop      chan struct{}                     // closed: end at once
 	stopOnce  sync.Once
-	ended     chan struct{} // closed: the epoch is over and every operation is answered
+	ended     chan struct{} // closed: the epoch is over and every operation has ended
 	released  chan struct{} // closed: connections and goroutines are gone too
-	failure   error         // why the epoch ended other than by an orderly shutdown; read after ended
+	failure   error         // why the epoch ended, nil after an orderly shutdown; read after ended
 	mu        sync.Mutex
-	finished  []finishedWork // from the lanes; guarded by mu
+	finished  []finishedWork // work that lanes have ended; guarded by mu
 
-	// Owned by the goroutine that runs turns, which holds the scheduler's lock.
+	// Owned by the goroutine that runs turns. It holds the scheduler's lock.
 	now         time.Duration // when the turn began
 	member      *controller.Member
 	coordinator *controller.Coordinator // rank 0 only
 	negotiation negotiation
-	polled      []*frames // of the links
+	polled      []*frames // frames of the links
 	clock       rankClock
-	tracing     bool          // the coordinator notes arrivals for the observer
-	publishedAt time.Duration // when published was
-	granted     int           // grants given to lanes and not finished
-	started     []*lane       // those whose work a turn has started
-	stopped     bool          // STOP is applied
-	stopCause   error         // why, unless this rank has asked for it: a *StallError or a *PeerError
-	due         time.Duration // when the first of the operations in flight runs out of time
+	tracing     bool          // the coordinator records arrival times for the observer
+	publishedAt time.Duration // when published was set
+	granted     int           // grants that were dispatched and have not finished
+	started     []*lane       // lanes whose work a turn has started
+	stopped     bool          // the coordinator's stop was applied
+	stopCause   error         // why, unless this rank has asked for the stop: a *StallError or a *PeerError
+	due         time.Duration // the earliest deadline of the operations in flight
 	complaints  complaints
-	works       []*work // free
+	works       []*work // free list
 	scratch     struct {
 		entries  []*tensorqueue.Entry
 		failed   []event
@@ -155,8 +160,8 @@ type finishedWork struct {
 	err error
 }
 
-// Start connects the control channels and starts the engine. It waits for the other ranks until ctx ends. On
-// error the mesh is closed.
+// Start opens the control connections and starts the engine. It blocks until the other ranks are connected
+// too, or until ctx ends. On error it closes the mesh.
 func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -203,12 +208,12 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	return e, nil
 }
 
-// sets returns the process sets that the job begins with.
+// sets returns the process sets that exist from the start.
 func (e *Engine) sets() []controller.Set {
 	return append([]controller.Set{controller.Global(e.cfg.Size)}, e.cfg.Sets...)
 }
 
-// negotiate makes the controller.
+// negotiate creates the member, the coordinator at rank 0, and the negotiation between them.
 func (e *Engine) negotiate() {
 	sets := e.sets()
 	lockstep := e.cfg.Lockstep
@@ -230,8 +235,9 @@ func (e *Engine) negotiate() {
 	}
 }
 
-// plan chooses for the coordinator what runs a response. Every lane has the same backends, and rank 0 need not be a member of
-// the set: so the global set's answer holds for all.
+// plan chooses, for the coordinator, the backend and the algorithm of a response of numBytes. Rank 0 need not
+// be a member of the response's process set, so plan asks the lane of the global set: all lanes have the same
+// backends.
 func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
 	l := e.lanes.all[0]
 	if err := l.checkResult(r.Kind, numBytes); err != nil {
@@ -243,8 +249,9 @@ func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response, numBytes int64) 
 	return planTypes(l.manager, r, numBytes)
 }
 
-// planTypes chooses for a group of several types, which run one after the other: what runs each of them. If the algorithms
-// differ that is the direct one, which has no conditions.
+// planTypes chooses the backend and the algorithm of a group with several element types, which are reduced
+// one after another. All types must have the same backend. If their algorithms differ, planTypes chooses the
+// direct one, which has no preconditions.
 func planTypes(m *ops.Manager, r *message.Response, numBytes int64) (backend message.Backend, algorithm message.Algorithm, err error) {
 	one := *r
 	one.Parts = nil
@@ -268,7 +275,7 @@ func planTypes(m *ops.Manager, r *message.Response, numBytes int64) (backend mes
 // abandon closes the mesh and returns the error of a Start that failed.
 func (e *Engine) abandon(err error) error { return errors.Join(err, e.cfg.Mesh.Close()) }
 
-// quit is abandon for an engine that has lanes: it ends them.
+// quit ends the lanes, closes the mesh and returns the error of a Start that failed.
 func (e *Engine) quit(err error) error {
 	e.cancel(err)
 	e.endLanes(err)
@@ -276,7 +283,7 @@ func (e *Engine) quit(err error) error {
 	return e.abandon(err)
 }
 
-// connect makes the control channels: a star with rank 0 in the middle.
+// connect opens the control connections: a star with rank 0 in the center.
 func (e *Engine) connect(ctx context.Context) error {
 	var peers []topo.Rank
 	if e.cfg.Rank == 0 {
@@ -302,35 +309,39 @@ func (e *Engine) connect(ctx context.Context) error {
 	return nil
 }
 
-// Departure says why a rank leaves. The zero value is an orderly shutdown that needs no explanation.
+// Departure is the reason for which a rank leaves. The zero value is an orderly shutdown without an
+// explanation.
 type Departure struct {
-	// Reason is a clause for the other ranks, as `exit status 1`. It may be empty unless Failed.
+	// Reason is a clause that the other ranks report, such as `exit status 1`. It may be empty unless Failed
+	// is set.
 	Reason string
-	// Failed says that the program of the rank has failed. Then the job has.
+	// Failed says that the program of the rank has failed. Then the job fails.
 	Failed bool
 }
 
-// leaving is a Departure in progress. It is replaced, never changed.
+// leaving is the state of a Shutdown in progress. It is immutable: another value replaces it.
 type leaving struct {
 	Departure
 	expired bool // the context of Shutdown has ended
 }
 
 const (
-	// expireTimeout is how long a rank whose Shutdown is cut short takes to tell the others.
+	// expireTimeout bounds how long a rank takes to notify the other ranks when the context of its Shutdown
+	// has ended.
 	expireTimeout = 500 * time.Millisecond
-	// failTimeout is how long a rank that fails waits for the verdict.
+	// failTimeout bounds how long a rank that fails waits for the verdict.
 	failTimeout = time.Second
 )
 
-// Shutdown takes this rank out of the job. What it has submitted is still run if every other rank submits it too; it
-// submits nothing more. Operations of process sets without this rank go on. If another rank waits for an operation that
-// this one has not submitted, or does so later, the job has failed and this rank is to blame. Rank 0, which
-// coordinates, serves the others until they have shut down too.
+// Shutdown takes this rank out of the job. Operations that this rank has submitted still run if every other
+// rank submits them too; it can submit no more. Operations of process sets without this rank continue. If
+// another rank waits for an operation that this rank has not submitted, or submits one later, the job fails
+// and the verdict names this rank. Rank 0, the coordinator, serves the other ranks until they have shut down
+// too.
 //
-// It returns when no other rank needs this one, or when ctx ends, which fails this rank unless it was ready to go. With
-// why.Failed it fails this rank at once and waits for a second at most. The error is why the epoch had failed before, or
-// ctx's.
+// Shutdown returns when no other rank needs this one, or when ctx ends. If ctx ends before this rank was
+// ready to leave, the rank fails. If why.Failed is set, the rank fails at once and Shutdown waits for at most
+// one second. The error is the reason for which the epoch had failed before, or the error of ctx.
 func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
 	e.depart(&leaving{Departure: why})
 	if why.Failed {
@@ -348,7 +359,7 @@ func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
 	}
 }
 
-// depart makes the loop end this rank.
+// depart closes the queues and makes the loop take this rank out of the job.
 func (e *Engine) depart(how *leaving) {
 	for _, l := range e.lanes.snapshot() {
 		l.queue.Close(ErrShutDown)
@@ -357,7 +368,7 @@ func (e *Engine) depart(how *leaving) {
 	e.sched.notify()
 }
 
-// awaitEnd closes the engine when the epoch has ended, at the latest after d or when ctx ends.
+// awaitEnd waits until the epoch has ended, d has passed or ctx ends, and then closes the engine.
 func (e *Engine) awaitEnd(ctx context.Context, d time.Duration) {
 	ctx, cancel := context.WithTimeout(ctx, d)
 	defer cancel()
@@ -368,18 +379,20 @@ func (e *Engine) awaitEnd(ctx context.Context, d time.Duration) {
 	e.Close()
 }
 
-// Close ends this rank at once and lets go of everything. To the other ranks it is a death, unless the epoch is
-// over. It may be called more than once.
+// Close ends this rank at once and waits until its connections and goroutines are gone. To the other ranks
+// this looks like the death of the process, unless the epoch is over. Close may be called more than once.
 func (e *Engine) Close() {
 	e.stopOnce.Do(func() {
 		close(e.stop)
-		e.sched.notify() // it may be polling
+		e.sched.notify() // the loop may be polling
 	})
 	<-e.released
 }
 
-// Ended is closed when the epoch is over for this rank and every operation is answered. Err then says why.
+// Ended returns a channel that is closed when the epoch is over for this rank and every operation has ended.
+// Then Err returns the reason.
 func (e *Engine) Ended() <-chan struct{} { return e.ended }
 
-// Err is why the epoch ended: nil after an orderly shutdown. It must not be called before Ended is closed.
+// Err returns why the epoch ended: nil after an orderly shutdown. It must not be called before Ended is
+// closed.
 func (e *Engine) Err() error { return e.failure }

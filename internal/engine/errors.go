@@ -9,18 +9,19 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// ErrShutDown answers operations that no longer run because this rank has shut down, or because every rank that could
-// have submitted them has.
+// ErrShutDown is the error of operations that do not run anymore because this rank has shut down, or because
+// every rank that could have submitted them has.
 var ErrShutDown = errors.New("shut down before every rank had submitted it")
 
-// ErrClosed is the end of an epoch that Close cut short.
+// ErrClosed is the error of an epoch that Close has ended.
 var ErrClosed = errors.New("the engine was closed")
 
-// ErrCutShort is the end of a shutdown that made no progress while operations were still running.
+// ErrCutShort is the error of a shutdown that was cut short because operations that were still running made
+// no progress.
 var ErrCutShort = fmt.Errorf("%w; operations that were still running were cut off", ErrShutDown)
 
-// StallError is the end of a job that was shut down because a tensor waited too long for ranks that did not submit it.
-// It is an ErrShutDown.
+// StallError is the error of a job that was shut down because a tensor waited too long for ranks that did not
+// submit it. It matches ErrShutDown.
 type StallError struct {
 	// Reason names operation, tensor, the ranks that are missing and how long was waited.
 	Reason string
@@ -28,11 +29,12 @@ type StallError struct {
 
 func (e *StallError) Error() string { return fmt.Sprintf("the job was shut down: %s", e.Reason) }
 
-// Is makes a StallError an ErrShutDown.
+// Is reports whether target is ErrShutDown.
 func (e *StallError) Is(target error) bool { return target == ErrShutDown }
 
-// UsageError refuses a call that this rank should not have made: a name in flight, a process set that it is no member
-// of, options that do not fit. Nothing was submitted and other ranks do not know of it.
+// UsageError is the error of a call that this rank should not have made: a name that is in flight, a process
+// set without this rank, options that do not fit. Nothing was submitted, and other ranks do not know of the
+// call.
 type UsageError struct {
 	// Op is the operation, as "allreduce"; Tensor the name, empty if the call gave none.
 	Op, Tensor string
@@ -48,30 +50,31 @@ func (e *UsageError) Error() string {
 
 func (e *UsageError) Unwrap() error { return e.Err }
 
-// MismatchError is the coordinator's refusal: the ranks' requests for a tensor contradict each other, or ask together
-// for what cannot be done. The job goes on: the program is wrong, not the machine.
+// MismatchError is the error of a tensor for which the ranks' requests contradict each other, or together ask
+// for something impossible. It comes from the coordinator, or from this rank if its output has no room for
+// the result. The job continues: the program is wrong, not the machine.
 type MismatchError struct {
 	// Tensor is the name that the ranks share.
 	Tensor string
-	// Text names operation, tensor, and who sent what.
+	// Text names the operation, the tensor, and which rank sent what.
 	Text string
 }
 
 func (e *MismatchError) Error() string { return e.Text }
 
-// PeerError says that the epoch is over because ranks failed. Every operation that was pending at any surviving
-// rank has ended with it, and every later one will.
+// PeerError is the error of an epoch that has ended because ranks failed. Every operation that was pending at
+// a surviving rank has ended with it, and every later one will.
 type PeerError struct {
-	// Ranks are those that failed; where it cannot be told which of two, both.
+	// Ranks are the ranks that failed. If it is unknown which of two ranks failed, it has both.
 	Ranks []int
 	// Reason is what was observed.
 	Reason string
-	// ShutDown says that the ranks have shut down in order, while others waited for an operation that they had not submitted.
-	// The error is then an ErrShutDown too.
+	// ShutDown says that the ranks have shut down in order while other ranks waited for an operation that
+	// they had not submitted. The error then also matches ErrShutDown.
 	ShutDown bool
 }
 
-// Is makes the error an ErrShutDown if the ranks have shut down.
+// Is reports whether target is ErrShutDown and the ranks have shut down.
 func (e *PeerError) Is(target error) bool { return e.ShutDown && target == ErrShutDown }
 
 func (e *PeerError) Error() string {
@@ -93,7 +96,7 @@ func newPeerError(v *controller.Verdict) *PeerError {
 	return e
 }
 
-// OpError is the failure of one operation.
+// OpError is the error of one operation.
 type OpError struct {
 	// Op is the operation, as "allreduce"; Tensor the name.
 	Op, Tensor string
@@ -102,7 +105,7 @@ type OpError struct {
 
 func (e *OpError) Error() string {
 	text := e.Err.Error()
-	// Some causes name operation and tensor themselves, or that ranks disagree about the operation.
+	// Some causes already name the operation and the tensor, or say that ranks disagree about the operation.
 	if strings.HasPrefix(text, fmt.Sprintf("%s %q", e.Op, e.Tensor)) || strings.HasPrefix(text, fmt.Sprintf("tensor %q", e.Tensor)) {
 		return "hvd: " + text
 	}

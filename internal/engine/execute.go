@@ -13,33 +13,34 @@ import (
 
 // scratch holds memory that a lane keeps between operations.
 type scratch struct {
-	fused  fusion.Buffer // what travels, where that is not a caller's buffer
+	fused  fusion.Buffer // payload that is not in a caller's buffer
 	counts []int64       // bytes by rank, or by tensor
-	// tensors are those of a backend that takes them where they lie.
+	// tensors are the tensors of an operation whose backend reads and writes them in place.
 	tensors []ops.Tensor
-	wide    fusion.Buffer // of compression
+	wide    fusion.Buffer // buffers of compression
 	back    fusion.Buffer
 	losses  []loss
-	types   []tensor.DType // of a group
-	// residuals is what compression lost of the last tensor of a name.
+	types   []tensor.DType // types of a group
+	// residuals are the accumulated losses of tensors with error feedback.
 	residuals map[loss]*residual
 }
 
-// execution holds how far a lane has come with a piece of work. The work is done in parts, one after the other: mostly there is
-// one, but each type of a group is reduced by itself, and so is what does not fit into the fusion buffer together.
+// execution is the progress of a lane with a piece of work. The work is done in parts, one after another.
+// Mostly there is one part. An allreduce has a part for each type of a group, and more if the tensors do not
+// fit into the fusion buffer together.
 type execution struct {
 	work    *work
 	backend ops.Backend
-	lists   bool          // the backend takes tensors where they lie
-	op      ops.Operation // of the part
-	one     [1]ops.Tensor // its tensor if there is one only
+	lists   bool          // the backend reads and writes tensors in place
+	op      ops.Operation // operation of the current part
+	one     [1]ops.Tensor // tensor of the current part, if it is only one
 
-	buf []byte // what travels, if that is to be copied to the outputs
+	buf []byte // payload that is to be copied to the outputs
 	reduction
 }
 
-// execute does the work, or goes on with it if it was started before, and waits for other ranks. On error all tensors belong to the
-// caller still.
+// execute does the work, or continues work that was started before. It waits for other ranks until ctx ends.
+// On error it has answered no tensor, and the caller still owns all of them.
 func (l *lane) execute(ctx context.Context, w *work) error {
 	if !w.started {
 		l.observer.begin(w, l.observer.since())
@@ -54,7 +55,7 @@ func (l *lane) execute(ctx context.Context, w *work) error {
 	}
 }
 
-// answer answers the tensors of work that has been done.
+// answer ends the tensors of work that has been done, each with its own error or with nil.
 func (l *lane) answer(w *work) {
 	l.observer.ended(l.set.ID, w, nil)
 	for i, e := range w.entries {
@@ -66,7 +67,7 @@ func (l *lane) answer(w *work) {
 	}
 }
 
-// finish answers an entry.
+// finish ends an entry with err, which it wraps with the operation and the tensor.
 func (l *lane) finish(e *tensorqueue.Entry, err error) {
 	if err != nil {
 		err = opError(&e.Request, err)
@@ -74,7 +75,7 @@ func (l *lane) finish(e *tensorqueue.Entry, err error) {
 	e.Finish(err)
 }
 
-// start starts the first part of the work. It does not wait.
+// start starts the first part of the work. It does not block.
 func (l *lane) start(w *work) (err error) {
 	x := &l.execution
 	*x = execution{work: w}
@@ -112,14 +113,15 @@ func (l *lane) start(w *work) (err error) {
 	return l.exchange()
 }
 
-// exchange hands a part that is prepared to the backend.
+// exchange starts the backend on a part that is prepared.
 func (l *lane) exchange() error {
 	x := &l.execution
 	x.work.enter(exchanging)
 	return x.backend.Start(x.op)
 }
 
-// step does the next step of the work, waiting for other ranks or not. After Finished its tensors can be answered.
+// step executes the next step of the work. If wait is set, it waits for the ranks that the step needs. After
+// Finished the tensors can be answered.
 func (l *lane) step(ctx context.Context, wait bool) (ops.Progress, error) {
 	x := &l.execution
 	if x.backend == nil {
@@ -150,7 +152,7 @@ func (l *lane) step(ctx context.Context, wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// unpack copies what was exchanged to the outputs.
+// unpack copies the exchanged data to the outputs.
 func (l *lane) unpack() error {
 	x := &l.execution
 	switch x.op.Kind {
@@ -169,21 +171,21 @@ func (l *lane) unpack() error {
 	return nil
 }
 
-// Bounds on an operation that is done in turns of the loop. BackgroundThreadLoop has others to serve: it does not copy much, nor have
-// a backend exchange much in one go. A goroutine that takes turns while it waits for the operation may do more. For what is larger,
-// to wake the lane costs little.
+// Bounds on an operation that is executed in turns of the loop. BackgroundThreadLoop has other operations to
+// serve, so it neither copies much nor makes a backend exchange much at once. A goroutine that runs turns
+// while it waits for the operation may do more. For larger operations the cost of waking the lane is small.
 const (
 	maxLoopBytes  = 64 << 10
 	maxDriveBytes = 4 << 20
 )
 
-// isBrief reports whether turns of the loop may do the work, steps of it at a time. waitedFor says that the goroutine that takes
-// them waits for it.
+// isBrief reports whether turns of the loop may execute the work, some steps at a time. waitedFor says that
+// the goroutine that runs the turns waits for the work.
 func (l *lane) isBrief(w *work, waitedFor bool) bool {
 	r := w.grant.Responses[0]
 	numBytes := total(w)
 	if r.Kind == message.Alltoall && !w.absent {
-		numBytes = int64(len(w.entries[0].Input)) // what others give is not known
+		numBytes = int64(len(w.entries[0].Input)) // the number of bytes from other ranks is unknown
 	}
 	if !waitedFor {
 		return r.Kind == message.Allreduce && numBytes*int64(max(len(l.set.Ranks)-1, 1)) <= maxLoopBytes
@@ -191,7 +193,7 @@ func (l *lane) isBrief(w *work, waitedFor bool) bool {
 	if numBytes <= maxDriveBytes {
 		return true
 	}
-	// What is not copied before can be of any size, if the backend does it in many steps.
+	// Work that is not copied first can have any size, if the backend does it in many steps.
 	if _, lists, _ := l.manager.Get(w.grant.Backend); !lists {
 		return false
 	}
@@ -204,7 +206,8 @@ func (l *lane) isBrief(w *work, waitedFor bool) bool {
 	return false
 }
 
-// checkResult refuses a result that would be allocated here because another rank says so, and cannot be.
+// checkResult returns an error if other ranks determine the size of a result and it is larger than
+// maxResultBytes, so that it must not be allocated.
 func (l *lane) checkResult(k message.Kind, numBytes int64) error {
 	if k.Ragged() && numBytes > l.maxResultBytes {
 		return fmt.Errorf("the result has %d bytes, want at most %d, the memory of the host", numBytes, l.maxResultBytes)
@@ -212,8 +215,9 @@ func (l *lane) checkResult(k message.Kind, numBytes int64) error {
 	return nil
 }
 
-// output returns where the result of e goes, allocated if nobody knew its size before. It is nil if e has a place for a
-// result of another size, as an operation in place that other ranks contribute more or less to than expected.
+// output returns the buffer for the result of e. It allocates the buffer if the size was unknown before. It
+// returns nil if e has a buffer of another size, as an operation in place to which other ranks contribute
+// more or less than expected.
 func output(e *tensorqueue.Entry, numBytes int) []byte {
 	if e.Allocate != nil && e.Output == nil {
 		e.Output = e.Allocate(numBytes)
@@ -224,7 +228,7 @@ func output(e *tensorqueue.Entry, numBytes int) []byte {
 	return e.Output
 }
 
-// refuseSize answers tensor i, for which this rank has no room.
+// refuseSize ends tensor i with an error because its output has no room for a result of numBytes.
 func refuseSize(w *work, i int, numBytes int) {
 	e := w.entries[i]
 	place := "in place"

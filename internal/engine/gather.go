@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// startAllgather gathers one tensor in its output, several in the fusion buffer, which then has a block from each rank, and in
-// it that rank's rows of each tensor.
+// startAllgather prepares an allgather. A single tensor is gathered in its output. Several tensors are
+// gathered in the fusion buffer, which then has a block for each rank with that rank's rows of each tensor.
 func (l *lane) startAllgather() error {
 	x := &l.execution
 	out, counts, err := l.gathered(x.work)
@@ -26,8 +26,8 @@ func (l *lane) startAllgather() error {
 	return nil
 }
 
-// gathered returns where the result of an allgather goes, nil if that is not one tensor's output, and how many bytes each rank
-// contributes.
+// gathered returns the buffer for the result of an allgather, nil if it is not the output of a single tensor,
+// and the number of bytes that each rank contributes.
 func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
 	counts = l.scratch.counts[:0]
 	for i := range l.set.Ranks {
@@ -47,7 +47,7 @@ func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
 	return out, counts, nil
 }
 
-// contribute writes this rank's part of an allgather.
+// contribute copies the inputs of this rank to its block of an allgather.
 func (l *lane) contribute(w *work, out []byte, counts []int64) {
 	at := sum(counts[:l.me])
 	for _, e := range w.entries {
@@ -56,7 +56,8 @@ func (l *lane) contribute(w *work, out []byte, counts []int64) {
 	}
 }
 
-// ungather copies gathered blocks to the outputs of w.
+// ungather copies the gathered blocks to the outputs of w. A tensor whose output has another size ends with
+// an error.
 func (l *lane) ungather(w *work, from []byte) {
 	outs := make([][]byte, len(w.entries))
 	for t, e := range w.entries {
@@ -77,7 +78,8 @@ func (l *lane) ungather(w *work, from []byte) {
 	}
 }
 
-// startBroadcast sends one tensor from where the root has it, several from the fusion buffer.
+// startBroadcast prepares a broadcast. The root sends a single tensor from its buffer, several from the
+// fusion buffer.
 func (l *lane) startBroadcast() {
 	x := &l.execution
 	w := x.work
@@ -97,10 +99,10 @@ func (l *lane) startBroadcast() {
 	}
 }
 
-// root returns the position of a broadcast's root.
+// root returns the position of a broadcast's root in the process set.
 func (l *lane) root(w *work) int { return slices.Index(l.set.Ranks, w.grant.Responses[0].Root) }
 
-// offer returns the buffer of a broadcast of one tensor, in which the root has it.
+// offer returns the buffer of a broadcast of one tensor. At the root it first copies the input there.
 func (l *lane) offer(w *work) []byte {
 	e := w.entries[0]
 	if l.root(w) == l.me {
@@ -109,11 +111,11 @@ func (l *lane) offer(w *work) []byte {
 	return e.Output
 }
 
-// splitBytes is the encoded size of a number of rows.
+// splitBytes is the encoded size of a row count.
 const splitBytes = 8
 
-// startAlltoall exchanges the rows of one tensor. How many go where only their owners know until now. Of rows without elements
-// that is all there is to tell.
+// startAlltoall prepares the exchange of the rows of one tensor. The ranks learn only now how many rows they
+// receive. If rows have no elements, the row counts are all that is exchanged.
 func (l *lane) startAlltoall() {
 	x := &l.execution
 	w := x.work
@@ -145,7 +147,8 @@ func (l *lane) startAlltoall() {
 	}
 }
 
-// receiveRows returns where an alltoall puts what the ranks give to this one, and notes how many rows each gives.
+// receiveRows returns the buffer for the rows that an alltoall sends to this rank, and records how many rows
+// come from each rank. counts has the bytes from each rank.
 func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]byte, error) {
 	x := &l.execution
 	w := x.work
@@ -161,7 +164,7 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 			w.entries[0].Received = append(w.entries[0].Received, n/row)
 		}
 	}
-	// In place the result replaces what is still being sent.
+	// In place, the result must not overwrite rows that are still being sent.
 	if !w.absent && !w.entries[0].InPlace {
 		if result := output(w.entries[0], int(numBytes)); result != nil {
 			return result, nil
@@ -171,7 +174,7 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 	return x.buf, nil
 }
 
-// receiveSplits returns where an alltoall of rows without elements puts how many come from each rank.
+// receiveSplits returns the buffer for the row counts of an alltoall of rows without elements.
 func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
 	x := &l.execution
 	for _, n := range counts {
@@ -202,7 +205,7 @@ func (l *lane) unpackAlltoall() {
 	}
 }
 
-// total returns the sum of the sizes of w's responses, in elements of their wire type.
+// total returns the size in bytes of w's tensors, in elements of their wire type.
 func total(w *work) (numBytes int64) {
 	for _, r := range w.grant.Responses {
 		numBytes += r.WireBytes()

@@ -15,24 +15,25 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// work holds a grant with this rank's tensors for it, in the same order.
+// work is a grant with this rank's tensors for it, in the order of the grant's responses.
 type work struct {
 	grant   *controller.Grant
 	entries []*tensorqueue.Entry
-	// absent means that this rank has joined: it has no tensors, and contributes neutral elements.
+	// absent says that this rank has joined: it has no tensors, and contributes neutral elements.
 	absent bool
-	// started means that its operation was started and must be finished; failed, that it ended in an error and its tensors await
-	// the verdict.
+	// started says that the operation was started and must be finished. failed says that it has ended with an
+	// error and its tensors wait for the verdict.
 	started, failed bool
-	// granted and begun are when the work was granted and begun. If a timeline is on, marks are its activities, by clock.
+	// granted and begun are the times at which the work was granted and begun. watched says that a timeline
+	// is on; marks are then the activities of the work, as times since clock.
 	granted, begun time.Duration
 	watched        bool
 	clock          time.Time
 	marks          []mark
-	// arrivals are when the members' requests came, by tensor and member, where that is known.
+	// arrivals are the times at which the members' requests arrived, by tensor and member, if they are known.
 	arrivals []time.Duration
-	// refused are the errors of tensors whose result this rank cannot take though all ranks agreed; nil, or as long
-	// as entries.
+	// refused has the errors of single tensors: ranks disagreed about the tensor, or this rank cannot take
+	// the result though all ranks agreed. It is empty, or as long as entries.
 	refused []error
 }
 
@@ -42,7 +43,7 @@ func (w *work) reset() {
 	*w = work{entries: w.entries[:0], refused: w.refused[:0], marks: w.marks[:0], arrivals: w.arrivals[:0]}
 }
 
-// refuse answers one tensor with an error while the operation goes on for the others.
+// refuse makes one tensor end with an error while the operation continues for the others.
 func (w *work) refuse(i int, err error) {
 	for len(w.refused) < len(w.entries) {
 		w.refused = append(w.refused, nil)
@@ -50,9 +51,9 @@ func (w *work) refuse(i int, err error) {
 	w.refused[i] = err
 }
 
-// lane executes the grants of one process set, in order. It shares nothing with other lanes, so that a set that
-// executes for seconds delays no other. Its goroutine, run, executes; or the loop, if it has claimed the lane while run has
-// nothing to do.
+// lane executes the grants of one process set, in order. It shares no state with other lanes, so an operation
+// of one set that takes seconds does not delay other sets. The goroutine of the lane, run, executes the
+// grants. While run has nothing to do, the loop may claim the lane and execute grants itself.
 type lane struct {
 	set            controller.Set
 	me             int // position of this rank in the set
@@ -63,20 +64,20 @@ type lane struct {
 	scratch        scratch
 	execution      execution
 
-	// voted finds what was submitted by the bits of the response cache. Owned by the loop.
+	// voted finds submitted entries by their cache bits. The loop owns it.
 	voted votes
 
-	mu        sync.Mutex // for what follows; claimed and executing also say who owns scratch and execution
-	changed   sync.Cond  // run waits for it
+	mu        sync.Mutex // guards the fields below; claimed and executing also decide who owns scratch and execution
+	changed   sync.Cond  // wakes run
 	todo      []*work
-	executing bool  // run executes
-	answering bool  // run has executed something, and has not answered all of it
-	claimed   bool  // the loop has the lane, and run waits
+	executing bool  // run executes an operation
+	answering bool  // run has executed an operation, and has not answered all its tensors
+	claimed   bool  // the loop has claimed the lane, and run waits
 	ended     bool  // no more work will come
-	err       error // answers everything that is left
+	err       error // with which all remaining work is answered
 }
 
-// newLane makes the lane of a set in which this rank has position me.
+// newLane returns a lane for a set in which this rank has position me.
 func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 	manager, err := ops.NewManager(e.cfg.Backends, set.ID, set.Ranks, me)
 	l := &lane{set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes, observer: &e.observer, manager: manager}
@@ -84,10 +85,11 @@ func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 	return l, err
 }
 
-// votes has entries by the cache bits for which they may be votes, so that a grant of many needs no search for each.
+// votes has entries by the cache bits for which they may be votes, so that a grant of many tensors needs no
+// search by name for each.
 type votes []*tensorqueue.Entry
 
-// add enters e, which has passed the cache.
+// add stores e under its cache bit. The request has been looked up in the response cache before.
 func (v *votes) add(e *tensorqueue.Entry) {
 	for int(e.Request.Bit) >= len(*v) {
 		*v = append(*v, nil)
@@ -95,7 +97,7 @@ func (v *votes) add(e *tensorqueue.Entry) {
 	(*v)[e.Request.Bit] = e
 }
 
-// take removes and returns the entry of a bit if it is for r, and returns nil otherwise.
+// take removes and returns the entry of a bit if the entry is for r. Otherwise it returns nil.
 func (v votes) take(bit uint32, r *message.Response) *tensorqueue.Entry {
 	if int64(bit) >= int64(len(v)) || v[bit] == nil {
 		return nil
@@ -108,14 +110,14 @@ func (v votes) take(bit uint32, r *message.Response) *tensorqueue.Entry {
 	return e
 }
 
-// drop removes e, so that what it refers to can be collected. It may be nil.
+// drop removes e, so that the memory it refers to can be collected. e may be nil.
 func (v votes) drop(e *tensorqueue.Entry) {
 	if e != nil && int64(e.Request.Bit) < int64(len(v)) && v[e.Request.Bit] == e {
 		v[e.Request.Bit] = nil
 	}
 }
 
-// push queues w.
+// push queues w for run.
 func (l *lane) push(w *work) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -123,14 +125,15 @@ func (l *lane) push(w *work) {
 	l.wake()
 }
 
-// wake wakes run if there is something for it to do. The caller holds mu.
+// wake wakes run if run has something to do. The caller holds mu.
 func (l *lane) wake() {
 	if !l.claimed && (len(l.todo) > 0 || l.ended) {
 		l.changed.Signal()
 	}
 }
 
-// claim takes the lane from run, if run has nothing to do. With inOrder run must have answered what it has executed, too.
+// claim takes the lane from run if run has nothing to do, and reports whether it has taken it. With inOrder,
+// run must also have answered everything that it has executed.
 func (l *lane) claim(inOrder bool) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -141,7 +144,7 @@ func (l *lane) claim(inOrder bool) bool {
 	return true
 }
 
-// unclaim gives the lane back, with work that is to be done first unless that is nil.
+// unclaim gives the lane back to run. If w is not nil, run executes it next.
 func (l *lane) unclaim(w *work) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -152,8 +155,8 @@ func (l *lane) unclaim(w *work) {
 	l.wake()
 }
 
-// end lets run return when nothing is left to do. An err answers whatever has not begun; what has begun is cut
-// off by the end of run's context.
+// end makes run return when no work is left. If err is not nil, it answers all work that has not begun. Work
+// that has begun is aborted when run's context ends.
 func (l *lane) end(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -161,7 +164,8 @@ func (l *lane) end(err error) {
 	l.changed.Signal() // also if run waits for the verdict
 }
 
-// next takes the oldest work for run, waiting for it. It is nil at the end.
+// next removes and returns the oldest work, and the err of end. It blocks until there is work, and returns
+// nil if the lane has ended and none is left.
 func (l *lane) next() (w *work, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -178,15 +182,15 @@ func (l *lane) next() (w *work, err error) {
 	return w, l.err
 }
 
-// executed notes that run has executed what next gave. It comes before the answers: a caller that gets one and begins the
-// next operation may find the lane free.
+// executed records that run has executed the work that next returned. run calls it before it answers the
+// tensors: a caller that receives an answer and begins the next operation may then find the lane free.
 func (l *lane) executed() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.executing, l.answering = false, true
 }
 
-// verdict waits until the epoch is given up, and returns why.
+// verdict blocks until the epoch has failed, and returns why.
 func (l *lane) verdict() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -196,17 +200,17 @@ func (l *lane) verdict() error {
 	return l.err
 }
 
-// run executes until end. finished hears of each piece of work, after its tensors were answered, and of its
-// error. After an error the work is not answered before end says with what: the verdict may name another
-// rank than the one whose channel broke.
+// run executes work until end. It calls finished for each piece of work: with nil when the tensors have been
+// answered, or with an error as soon as the work has failed. Tensors of failed work are answered when end
+// provides the error, because the verdict may name another rank than the peer whose channel broke.
 func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 	for {
 		w, err := l.next()
 		if w == nil {
 			return
 		}
-		// What was started is finished also at the end: peers may still read what it takes from here, and if it cannot be
-		// finished they must hear of it, before the caller has its memory again.
+		// Work that was started is finished even after end: peers may still read this rank's memory. If the
+		// work cannot be finished, the peers must be notified before the caller gets its memory back.
 		if (err == nil || w.started) && !w.failed {
 			if err = l.execute(ctx, w); err == nil {
 				l.executed()
@@ -227,7 +231,8 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 	}
 }
 
-// blame returns the rank to suspect for an error of execution: the peer whose channel failed, else this rank.
+// blame returns the rank to suspect for an error of execution, and the reason: the peer whose channel failed,
+// or else this rank.
 func blame(err error, self topo.Rank) (topo.Rank, string) {
 	var p *transport.PeerError
 	if errors.As(err, &p) {

@@ -13,13 +13,16 @@ import (
 )
 
 const (
-	// maxUnsent caps the backlog of frames for a peer that does not read. Beyond it the peer has failed.
+	// maxUnsent caps the send backlog for a peer that does not read. If the backlog exceeds it, the peer has
+	// failed.
 	maxUnsent = 64 << 20
-	// headerBytes is u32 length of the frame | u32 its number on this connection.
+	// headerBytes is the size of a frame's header: u32 length of the frame | u32 its number on this
+	// connection.
 	headerBytes = 8
 	// readStep caps what is allocated for a frame before its bytes have arrived.
 	readStep = 64 << 10
-	// maxKept caps the size of a buffer that is kept for later frames, and mostKept their number.
+	// maxKept caps the size of a buffer that is kept for later frames, and mostKept the number of such
+	// buffers.
 	maxKept  = 1 << 20
 	mostKept = 64
 )
@@ -40,15 +43,16 @@ type outgoing struct {
 	end uint64 // total after this buffer
 }
 
-// errBacklog is the error of a frame for a peer that does not read what it was sent, and errTooLarge that of a frame that can be sent
-// to nobody.
+// errBacklog is the error of send if the peer does not read its frames, and errTooLarge if the frame exceeds
+// the limit, which is the same for all peers.
 var (
 	errBacklog  = errors.New("send backlog is full")
 	errTooLarge = errors.New("negotiation frame is too large")
 )
 
-// send queues a frame. It does not block and keeps nothing of frame. In steady state it allocates nothing. An error
-// other than errBacklog ends the receiving half too: let it report, after the frames that came before.
+// send queues a frame. It does not block, does not keep frame, and allocates nothing in steady state. An
+// error other than errBacklog and errTooLarge also ends the receiving half of the connection, which reports
+// it after the frames that arrived before.
 func (l *link) send(frame []byte) error {
 	sent := l.conn.Sent()
 	n := 0
@@ -80,10 +84,11 @@ func (l *link) send(frame []byte) error {
 	return l.conn.Send(buf)
 }
 
-// flush waits until what was sent has left this process.
+// flush blocks until all frames have left this process.
 func (l *link) flush() error { return l.conn.Flush() }
 
-// frameBytes returns the length of the frame that header announces, which must be number seq of its connection.
+// frameBytes returns the length of the frame that header announces. It returns an error if the frame is too
+// large or is not number seq of its connection.
 func frameBytes(header []byte, seq uint32) (int, error) {
 	n, got := binary.LittleEndian.Uint32(header), binary.LittleEndian.Uint32(header[4:])
 	if n > message.MaxFrameBytes || got != seq {
@@ -92,7 +97,8 @@ func frameBytes(header []byte, seq uint32) (int, error) {
 	return int(n), nil
 }
 
-// cause strips what a reader of the verdict knows already: which peer, which lane, which addresses.
+// cause returns err without what the reader of a verdict knows already: the peer, the lane and the addresses.
+// At the end of a stream it returns errHungUp.
 func cause(err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
@@ -108,13 +114,15 @@ func cause(err error) error {
 	return err
 }
 
-// errFrame is the error of a frame that breaks the protocol. The connection may still carry a verdict the other way.
+// errFrame is the error of a frame that breaks the protocol. The connection may still carry a verdict in the
+// other direction.
 var errFrame = errors.New("malformed frame")
 
-// errHungUp is the error of an end of file: the process ended, or closed its connections without a shutdown.
+// errHungUp is the error of the end of a stream: the process has ended, or has closed its connections without
+// a shutdown.
 var errHungUp = errors.New("the process hung up")
 
-// event holds what came from a peer: a frame, or the end of its connection.
+// event is a frame from a peer, or the error that ended the connection.
 type event struct {
 	from  topo.Rank
 	frame []byte

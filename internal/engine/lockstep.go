@@ -11,52 +11,55 @@ import (
 )
 
 const (
-	// lockstepCycle is the time between cycles where HOROVOD_CYCLE_TIME is not set.
+	// lockstepCycle is the time between cycles if HOROVOD_CYCLE_TIME is not set.
 	lockstepCycle = time.Millisecond
-	// lockstepIdleCycle is what that grows to while no rank has anything to say.
+	// lockstepIdleCycle is the time between cycles while no rank has anything to say. The time grows to it
+	// step by step.
 	lockstepIdleCycle = 8 * time.Millisecond
 )
 
-// collectives are what negotiation in lock-step needs of a channel. All ranks start the same ones in the same order, one at a
-// time, and then ask whether it has completed. Starting one does not wait. What it is given must not be changed until then.
+// collectives are the operations that negotiation in lock-step needs. All ranks start the same collectives in
+// the same order, one at a time, and then poll test until the collective has completed. Starting one does not
+// block. Its arguments must not be changed until it has completed.
 type collectives interface {
 	// andOr combines and by bitwise AND and or by bitwise OR, in place, at all ranks.
 	andOr(and, or []uint64)
-	// gather brings a frame of each rank to rank 0.
+	// gather sends a frame of each rank to rank 0.
 	gather(frame []byte)
-	// broadcast brings a frame of rank 0 to all ranks; other ranks give nil.
+	// broadcast sends a frame of rank 0 to all ranks. Other ranks pass nil.
 	broadcast(frame []byte)
-	// test reports whether the collective that was started last has completed here. A gather gives rank 0 the frames by
-	// rank, a broadcast gives the others one frame. They are valid until the next collective.
+	// test reports whether the collective that was started last has completed here. A gather returns the
+	// frames by rank at rank 0, a broadcast returns one frame. The frames are valid until the next
+	// collective.
 	test() (frames [][]byte, done bool)
-	// missing are the ranks without which it cannot complete here, as far as that is known.
+	// missing returns the ranks without which the collective cannot complete here, as far as they are known.
 	missing() []topo.Rank
 }
 
-// phase is what a cycle in lock-step waits for.
+// phase is the part of a lock-step cycle that a rank is in.
 type phase uint8
 
 const (
-	pausing phase = iota // for the next cycle to be due
+	pausing phase = iota // until the next cycle is due
 	combining
 	gathering
 	broadcasting
 )
 
-// lockstep is the negotiation by collectives that all ranks enter in every cycle, on a timer. They carry requests and
-// cycles. Everything else (heartbeats, timeouts, suspicions, the verdict, the end) travels as it does by events, from
-// which lockstep has it.
+// lockstep is the negotiation by collectives that all ranks enter in every cycle, on a timer. The collectives
+// carry requests and cycles. All other frames (heartbeats, timeouts, suspicions, the verdict, the end) are
+// sent and received as in the negotiation by events, which lockstep embeds.
 type lockstep struct {
 	events
 	core *controller.Lockstep
 	via  collectives
-	star *star // via, if that shares the control connections
+	star *star // via, if it uses the control connections
 
 	phase    phase
-	and, or  []uint64      // of this cycle
+	and, or  []uint64      // vectors of this cycle
 	due      time.Duration // when the next cycle begins
 	pause    time.Duration // between cycles
-	deadline time.Duration // when the collective in progress is to have completed
+	deadline time.Duration // when the pending collective must have completed
 	last     time.Duration // when the last turn began
 }
 
@@ -69,7 +72,8 @@ func newLockstep(e *Engine) *lockstep {
 	return n
 }
 
-// accepts reports whether a cycle begins in this turn: votes mean what the cache holds when the cycle ends.
+// accepts reports whether a cycle begins in this turn. Requests are submitted only then, because a vote
+// refers to the contents that the cache has between two cycles.
 func (n *lockstep) accepts() bool { return n.phase == pausing && n.e.now >= n.due }
 
 func (n *lockstep) hear(from topo.Rank, frame []byte) {
@@ -89,7 +93,7 @@ func (n *lockstep) turn() error {
 		return err
 	}
 	if now := n.e.now; now-n.last > longTurn {
-		n.deadline += min(now-n.last, never-n.deadline) // which this process did not live through
+		n.deadline += min(now-n.last, never-n.deadline) // the process was stopped for that time
 	}
 	n.last = n.e.now
 	for n.step() {
@@ -98,7 +102,7 @@ func (n *lockstep) turn() error {
 	return nil
 }
 
-// longTurn is longer than the time between two turns, which a heartbeat bounds, unless the process is stopped.
+// longTurn is longer than the time between two turns, which heartbeats bound, unless the process was stopped.
 const longTurn = 2 * time.Second
 
 // next implements negotiation.
@@ -113,7 +117,7 @@ func (n *lockstep) next() time.Duration {
 	return min(next, n.deadline)
 }
 
-// step takes the cycle one phase on, and reports whether it has done so.
+// step takes the cycle to its next phase if that is possible, and reports whether it has done so.
 func (n *lockstep) step() bool {
 	e := n.e
 	if n.core.Over() || e.coordinator != nil && e.coordinator.Closed() {
@@ -147,10 +151,10 @@ func (n *lockstep) step() bool {
 	return true
 }
 
-// begin enters a phase with a collective.
+// begin enters a phase. Its collective has two liveness timeouts to complete.
 func (n *lockstep) begin(p phase) { n.phase, n.deadline = p, n.e.now+2*n.e.cfg.LivenessTimeout }
 
-// endCycle pauses until the next cycle is due.
+// endCycle ends the cycle and determines when the next is due.
 func (n *lockstep) endCycle() {
 	period := n.e.cfg.CycleTime
 	if period == 0 {
@@ -162,7 +166,7 @@ func (n *lockstep) endCycle() {
 	n.phase, n.due = pausing, n.e.now+n.pause
 }
 
-// combined goes on after andOr.
+// combined continues the cycle when andOr has completed.
 func (n *lockstep) combined() {
 	e := n.e
 	gather, broadcast := n.core.Combine(n.and, n.or)
@@ -187,7 +191,7 @@ func (n *lockstep) combined() {
 	}
 }
 
-// gathered goes on after gather.
+// gathered continues the cycle when gather has completed.
 func (n *lockstep) gathered(frames [][]byte) {
 	var ups []*message.Up
 	for r, frame := range frames { // at rank 0
@@ -201,7 +205,7 @@ func (n *lockstep) gathered(frames [][]byte) {
 	n.decide(ups)
 }
 
-// decide begins the broadcast of rank 0's decision.
+// decide starts the broadcast of rank 0's decision.
 func (n *lockstep) decide(ups []*message.Up) {
 	var frame []byte
 	if n.e.coordinator != nil {
@@ -219,7 +223,8 @@ func (n *lockstep) decide(ups []*message.Up) {
 	n.via.broadcast(frame)
 }
 
-// expire fails the ranks without which a collective does not complete, though they are not silent.
+// expire fails the ranks without which the pending collective does not complete, although they send
+// heartbeats.
 func (n *lockstep) expire() {
 	n.deadline = never
 	reason := fmt.Sprintf("it has not entered a collective of the negotiation for %v", 2*n.e.cfg.LivenessTimeout)
@@ -232,13 +237,13 @@ func (n *lockstep) expire() {
 	}
 }
 
-// star is collectives over the control connections, with rank 0 in the middle.
+// star implements collectives over the control connections, with rank 0 in the center.
 type star struct {
 	e       *Engine
-	came    [][][]byte // by rank: the frames of collectives that came and were not used yet
-	phase   phase      // the collective in progress
-	and, or []uint64   // what it combines
-	own     []byte     // what this rank gives
+	came    [][][]byte // by rank: frames of collectives that have arrived and were not used yet
+	phase   phase      // the pending collective
+	and, or []uint64   // vectors that it combines
+	own     []byte     // frame of this rank
 	scratch struct{ and, or []uint64 }
 }
 
@@ -325,14 +330,15 @@ func (s *star) test() (frames [][]byte, done bool) {
 	return nil, true
 }
 
-// take removes the oldest frame of a rank.
+// take removes and returns the oldest frame of a rank.
 func (s *star) take(from topo.Rank) []byte {
 	frame := s.came[from][0]
 	s.came[from] = slices.Delete(s.came[from], 0, 1)
 	return frame
 }
 
-// decode takes the vectors of a rank. If they cannot be combined with this rank's that is its fault.
+// decode decodes the vectors of a rank and reports whether they can be combined with this rank's. If not, it
+// fails the sender.
 func (s *star) decode(from topo.Rank) bool {
 	var err error
 	v := &s.scratch

@@ -16,22 +16,23 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// BackgroundThreadLoop runs turns until the epoch is over, then lets go of everything.
+// BackgroundThreadLoop runs turns until the epoch is over. Then it ends all operations and releases
+// connections and goroutines.
 func (e *Engine) BackgroundThreadLoop() {
 	defer close(e.released)
 	defer e.cancel(nil)
 	e.pin()
 	var connected sync.WaitGroup
 	err := e.sched.run()
-	e.sched.notifyPeers() // of the last frames
+	e.sched.notifyPeers() // about the last frames
 	if e.failure = err; err == nil {
 		e.failure = e.stopCause
 	}
 	e.answer(err)
 	close(e.ended)
-	// The last frames must reach the peers. A connection that is closed while something unread has come over it is
-	// reset, and a reset may overtake the verdict: after a failure the connections stand until somebody
-	// calls Shutdown or Close.
+	// The last frames must reach the peers. A connection that is closed while it has unread input is reset,
+	// and a reset may overtake the verdict. So after a failure the connections stay open until Shutdown or
+	// Close is called.
 	e.drain(&connected)
 	flushed := make(chan struct{})
 	connected.Go(func() {
@@ -53,10 +54,10 @@ func (e *Engine) BackgroundThreadLoop() {
 	connected.Wait()
 }
 
-// flushTimeout is how long the last frames may take to leave.
+// flushTimeout bounds how long the last frames may take to leave.
 const flushTimeout = time.Second
 
-// answer ends the lanes and answers everything that is left, with err unless that is nil.
+// answer ends the lanes and all operations that are left: with err, or with ErrShutDown if err is nil.
 func (e *Engine) answer(err error) {
 	e.closeComplaints()
 	reason := err
@@ -84,14 +85,15 @@ func (e *Engine) answer(err error) {
 	}
 }
 
-// endLanes lets the lanes return when nothing is left to do. An err answers what has not begun.
+// endLanes makes the lanes return when no work is left. If err is not nil, it answers all work that has not
+// begun.
 func (e *Engine) endLanes(err error) {
 	for _, l := range e.lanes.all {
 		l.end(err)
 	}
 }
 
-// laneFinished notes for the next turn that a lane has ended w. Lanes call it.
+// laneFinished records for the next turn that a lane has ended w. Lanes call it.
 func (e *Engine) laneFinished(w *work, err error) {
 	e.mu.Lock()
 	e.finished = append(e.finished, finishedWork{w, err})
@@ -99,9 +101,9 @@ func (e *Engine) laneFinished(w *work, err error) {
 	e.sched.notify()
 }
 
-// RunLoopOnce is one turn: take the queue, classify each request against the cache, negotiate, hand grants to lanes. It
-// does not block. It says when the next turn is due at the latest, as a time since start; over means that the epoch is, and
-// why.
+// RunLoopOnce runs one turn: it takes the queues, looks up each request in the cache, negotiates, and
+// dispatches grants to lanes. It does not block. next is the time since start at which the next turn is due
+// at the latest. over says that the epoch is over, and err why.
 func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	e.now = e.sched.now
 	e.member.Tick(e.now)
@@ -151,7 +153,7 @@ func (e *Engine) takeFinished() {
 	}
 	for _, f := range s.finished {
 		if errors.Is(f.err, transport.ErrClosed) {
-			continue // the receivers have heard it too
+			continue // the control connections report it too
 		}
 		if f.err != nil {
 			e.log.Warn("an operation failed", zap.String("tensor", f.w.grant.Responses[0].Name), zap.Error(f.err))
@@ -170,7 +172,8 @@ func (e *Engine) takeFinished() {
 }
 
 func (e *Engine) takeRequests() {
-	// In this order: what was submitted before the shutdown travels with it or before it.
+	// Read leaving before the queues: what was submitted before the shutdown is then sent before it or with
+	// it.
 	leaving, accepts := e.leaving.Load(), e.negotiation.accepts()
 	for _, l := range e.lanes.all {
 		if accepts && l.queue.Waiting() {
@@ -180,7 +183,7 @@ func (e *Engine) takeRequests() {
 	}
 	switch {
 	case leaving == nil:
-	case leaving.Failed && e.stopCause != nil: // of which the failure is a consequence
+	case leaving.Failed && e.stopCause != nil: // the failure is a consequence of the stop
 	case leaving.Failed:
 		e.member.Suspect(e.cfg.Rank, leaving.Reason)
 	case leaving.expired && e.coordinator != nil:
@@ -192,7 +195,7 @@ func (e *Engine) takeRequests() {
 	}
 }
 
-// submit gives what was queued on a lane to the controller.
+// submit passes the queue of a lane to the controller.
 func (e *Engine) submit(l *lane) {
 	now := e.now
 	s := &e.scratch
@@ -203,7 +206,7 @@ func (e *Engine) submit(l *lane) {
 			continue
 		}
 		l.voted.add(entry)
-		// What comes in during a turn belongs to it, whose time is that of its beginning.
+		// An entry may have been submitted during this turn, after now.
 		entry.Times.Sent.Store(int64(max(now, entry.Times.Submitted)))
 		if entry.Timeout > 0 {
 			entry.Deadline = now + min(entry.Timeout, never-now)
@@ -213,7 +216,8 @@ func (e *Engine) submit(l *lane) {
 	clear(s.entries)
 }
 
-// stopFor takes note why the job is stopped though this rank has not asked for it.
+// stopFor records why the job is stopped although this rank has not asked for it, and returns that as an
+// error: ranks have shut down, or, if ranks is empty, a tensor has stalled.
 func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	if len(ranks) > 0 {
 		p := newPeerError(&controller.Verdict{Ranks: ranks, Reason: reason})
@@ -230,7 +234,8 @@ func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	return stalled
 }
 
-// reportVerdict logs and publishes the ranks that ended the job. It must come before an operation is answered with p.
+// reportVerdict logs the ranks that ended the job and calls OnVerdict. It must be called before an operation
+// ends with p.
 func (e *Engine) reportVerdict(p *PeerError) {
 	e.log.Error("the job failed", zap.Error(p))
 	if e.cfg.OnVerdict != nil {
@@ -238,7 +243,8 @@ func (e *Engine) reportVerdict(p *PeerError) {
 	}
 }
 
-// dispatch gives a grant to its lane.
+// dispatch matches a grant with this rank's tensors, and starts it in this turn or pushes it to its lane. An
+// error means that this rank cannot execute the grant.
 func (e *Engine) dispatch(g *controller.Grant) error {
 	var w *work
 	if n := len(e.works); n > 0 {
@@ -263,7 +269,8 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 	return nil
 }
 
-// match finds this rank's tensors for a grant.
+// match finds this rank's tensors for a grant. It returns an error if this rank has not submitted them as
+// they were granted.
 func (e *Engine) match(w *work) error {
 	e.traceGrant(w.grant)
 	w.granted = e.now

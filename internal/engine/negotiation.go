@@ -13,21 +13,21 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// negotiation is how the requests of the ranks reach the coordinator, and its grants the ranks. None of its methods waits
-// for another rank.
+// negotiation transfers the requests of the ranks to the coordinator, and its grants to the ranks. None of
+// its methods waits for another rank.
 type negotiation interface {
 	// accepts reports whether this turn may submit requests to the member.
 	accepts() bool
-	// turn sends what the member and the coordinator have to say and applies what has come. An error ends the epoch at
-	// once.
+	// turn sends the output of the member and the coordinator, and applies the frames that have arrived. An
+	// error ends the epoch at once.
 	turn() error
-	// hear applies a frame that came over a control connection and is no clock probe.
+	// hear applies a frame that arrived on a control connection and is not a clock probe.
 	hear(from topo.Rank, frame []byte)
-	// next is when the next turn is due at the latest.
+	// next returns when the next turn is due at the latest.
 	next() time.Duration
 }
 
-// events is the negotiation by frames: a rank speaks when it has news, and the coordinator answers at once.
+// events is the negotiation by frames: a rank sends when it has news, and the coordinator answers at once.
 type events struct{ e *Engine }
 
 func (n events) accepts() bool { return true }
@@ -41,20 +41,20 @@ func (n events) turn() error {
 	return nil
 }
 
-// conclude sends what the frames that came, and the grants that they brought, give cause to.
+// conclude sends what follows from the frames that have arrived and from the grants in them.
 func (n events) conclude() {
 	e := n.e
 	for again := true; again; {
 		if e.coordinator != nil {
 			e.announce()
 		}
-		// What the frames brought: grants, a stop, and the bye that may follow from it.
+		// Frames may have brought grants, or a stop, which may be followed by a bye.
 		spoke := e.speak()
 		if e.stopped && e.granted == 0 {
 			e.member.Drained()
 			spoke = e.speak() || spoke
 		}
-		again = spoke && e.coordinator != nil // which has heard it after its announcement
+		again = spoke && e.coordinator != nil // the coordinator has received that after announce
 	}
 }
 
@@ -74,10 +74,10 @@ func (n events) next() time.Duration {
 	return next
 }
 
-// speak sends and runs what the member wants, and reports whether it sent something.
+// speak sends the frames and dispatches the grants of the member, and reports whether it has sent something.
 func (e *Engine) speak() (spoke bool) {
 	r := e.member.Ready()
-	var failed error // of this rank's own making, or of a coordinator that grants what it should not
+	var failed error // by this rank, or by a coordinator that sent a wrong grant
 	suspect := e.cfg.Rank
 	for _, up := range r.Ups {
 		if up == nil {
@@ -112,7 +112,7 @@ func (e *Engine) speak() (spoke bool) {
 	}
 	e.member.Advance()
 	if failed != nil {
-		// Not before Advance, which drops what Ready said.
+		// Only after Advance, which drops the output of Ready.
 		e.suspect(suspect, failed)
 	}
 	if stop {
@@ -124,14 +124,15 @@ func (e *Engine) speak() (spoke bool) {
 	return spoke
 }
 
-// suspect fails a rank, maybe this one, because of something that this rank has found out.
+// suspect fails a rank, possibly this one, because of an error that this rank has detected.
 func (e *Engine) suspect(r topo.Rank, err error) {
 	e.log.Error("cannot go on", zap.Error(err))
 	e.member.Suspect(r, err.Error())
 	e.sched.notify()
 }
 
-// sendUp sends a frame to rank 0. An error is of this rank's own making; others fail rank 0.
+// sendUp sends a frame to rank 0. It returns only errors for which this rank is responsible; a full backlog
+// fails rank 0.
 func (e *Engine) sendUp(frame []byte) error {
 	err := e.send(e.links[0], frame)
 	switch {
@@ -140,11 +141,11 @@ func (e *Engine) sendUp(frame []byte) error {
 	case errors.Is(err, errBacklog):
 		e.member.Lost(err.Error())
 	}
-	// Any other error ends the receiving half too, which has read what came before.
+	// Any other error also ends the receiving half, which reports it after the frames that arrived before.
 	return nil
 }
 
-// sendDown sends a frame from rank 0 to another rank. An error is the failure of a rank.
+// sendDown sends a frame from rank 0 to another rank. On error it also returns the rank that has failed.
 func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
 	err = e.send(e.links[to-1], frame)
 	switch {
@@ -156,7 +157,7 @@ func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err err
 	return 0, nil // see sendUp
 }
 
-// hear applies something that came over a control connection. An error ends the epoch at once.
+// hear applies a frame or the end of a control connection. An error ends the epoch at once.
 func (e *Engine) hear(ev *event) error {
 	switch {
 	case errors.Is(ev.err, transport.ErrClosed):
@@ -193,28 +194,28 @@ func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 		return
 	}
 	if e.scratch.up.Type == message.UpNews {
-		e.sched.extend() // the others' operations are this rank's too, as their coordinator
+		e.sched.extend() // rank 0 coordinates the others' operations, so they make it busy too
 	}
 	e.coordinator.Step(from, &e.scratch.up)
 }
 
 func (e *Engine) memberStep(frame []byte) {
 	if err := message.DecodeDown(frame, &e.scratch.down); err != nil {
-		e.member.Lost(fmt.Sprintf("malformed frame: %v", err)) // also at rank 0, from itself
+		e.member.Lost(fmt.Sprintf("malformed frame: %v", err)) // rank 0 may have sent it to itself
 		return
 	}
 	e.traceDown(&e.scratch.down)
 	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
 		(*t).Cycle(e.now)
 	}
-	// The step's own outputs (grants) accumulate; what it lets us say is said by the next speak.
+	// Grants accumulate in the member. The next speak dispatches them and sends what the step allows.
 	if err := e.member.Step(&e.scratch.down); err != nil {
 		e.log.Error("the coordinator broke the protocol", zap.Error(err))
 	}
 }
 
-// announce sends what the coordinator has decided. Rank 0's own member hears it by the same encoding, last, so
-// that its work does not delay the others.
+// announce sends the decisions of the coordinator. Rank 0's own member receives them in the same encoding,
+// and last, so that its work does not delay the other ranks.
 func (e *Engine) announce() {
 	failed := e.scratch.failed[:0]
 	for _, o := range e.coordinator.Ready() {
@@ -237,7 +238,7 @@ func (e *Engine) announce() {
 		}
 	}
 	e.coordinator.Advance()
-	// Not before: Advance drops what Ready said, and a verdict would go with it.
+	// Only after Advance, which drops the output of Ready and would drop a verdict with it.
 	for _, f := range failed {
 		e.coordinator.Fault(f.from, f.err.Error())
 		e.sched.notify()

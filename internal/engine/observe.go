@@ -14,21 +14,23 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Recorder hears of every operation when it has ended, before it is answered. It is called by one goroutine at a time, delays
-// what it is told of, and keeps nothing of op.
+// Recorder receives a record of every operation when it has ended, before its tensors are answered. One
+// goroutine at a time calls it. It delays the operation, and it must not keep op.
 type Recorder interface {
 	Record(op *trace.Operation)
 }
 
-// Timeline is a Recorder that hears of other things too.
+// Timeline is a Recorder that also receives cycles and clock measurements.
 type Timeline interface {
 	Recorder
-	// Cycle says that this rank has applied a cycle of the negotiation, and Offset how its clock compares with rank 0's.
+	// Cycle records that this rank has applied a cycle of the negotiation. Offset records a measurement of
+	// this rank's clock against rank 0's.
 	Cycle(at time.Duration)
 	Offset(o trace.Offset)
 }
 
-// observer watches what a rank does, for people. The loop and the lanes tell it.
+// observer records the operations of a rank for Stats, the Recorder and the Timeline. The loop and the lanes
+// report to it.
 type observer struct {
 	start           time.Time
 	fusionThreshold int64
@@ -38,21 +40,21 @@ type observer struct {
 	mu      sync.Mutex
 	counts  counts
 	offset  trace.Offset
-	aligned bool            // offset is known
+	aligned bool            // offset is set
 	op      trace.Operation // scratch
 }
 
-// counts has the counters that Stats shows.
+// counts has the counters from which Stats is made.
 type counts struct {
 	trace.Stats
 	operations [message.NumKinds][message.NumBackends]trace.Operations
 	moved      [message.NumKinds][message.NumBackends][tensor.NumDTypes]uint64
 }
 
-// since returns the time since the engine's start, which all its times are.
+// since returns the time since the engine's start. All times of the engine are counted from there.
 func (o *observer) since() time.Duration { return time.Since(o.start) }
 
-// submitted notes the time at which entries were handed in.
+// submitted records the submission time of entries.
 func (o *observer) submitted(entries []*tensorqueue.Entry) {
 	at := max(o.since(), 1)
 	for _, e := range entries {
@@ -69,13 +71,13 @@ const (
 	unpacking
 )
 
-// mark is the time at which an activity begins. It ends with the next.
+// mark is the beginning of an activity, which ends with the next mark.
 type mark struct {
 	activity
 	at time.Duration
 }
 
-// begin notes that w is begun, at the given time or when it was granted.
+// begin records that w begins at the given time, or at its grant if that is later.
 func (o *observer) begin(w *work, at time.Duration) {
 	at = max(at, w.granted)
 	w.begun = at
@@ -88,14 +90,14 @@ func (o *observer) begin(w *work, at time.Duration) {
 	}
 }
 
-// enter notes that an activity of w begins.
+// enter records that an activity of w begins, if a timeline is on.
 func (w *work) enter(a activity) {
 	if w.watched {
 		w.marks = append(w.marks, mark{a, time.Since(w.clock)})
 	}
 }
 
-// exchanges are the names of the exchange itself, by backend and kind.
+// exchanges has the names of the activity exchanging, by backend and kind.
 var exchanges = func() (names [message.NumBackends][message.NumKinds]string) {
 	kinds := map[message.Kind]string{
 		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST", message.Alltoall: "ALLTOALL",
@@ -122,7 +124,7 @@ func (a activity) name(r *message.Response, b message.Backend) string {
 	return exchanges[b][r.Kind]
 }
 
-// ended notes that w has ended, of which nobody has been told yet. err is why it failed, if it did.
+// ended records that w has ended, before its tensors are answered. err is the reason if it has failed.
 func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 	now := o.since()
 	o.mu.Lock()
@@ -144,7 +146,7 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 	members := len(w.arrivals) / max(len(g.Responses), 1)
 	for i, e := range w.entries {
 		q := &e.Request
-		op.Kind = q.Kind // also of what ended as an Error
+		op.Kind = q.Kind // the response's kind may be Error
 		t := trace.Tensor{
 			Name: q.Name, DType: q.DType, Shape: ownShape(q, g.Responses[i]), Bytes: int64(len(e.Input)), Cached: i < len(g.Bits),
 			Submitted: e.Times.Submitted, Sent: time.Duration(e.Times.Sent.Load()), Parts: len(e.Parts),
@@ -157,7 +159,7 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		}
 		if members > 0 {
 			t.Arrivals = w.arrivals[i*members : (i+1)*members]
-			// A timeline that began between the requests of two members has not seen the first.
+			// A timeline that began between the requests of two members has no arrival time of the first.
 			t.Partial = zeros(t.Arrivals) > len(g.Absent)
 		}
 		if i < len(w.refused) {
@@ -192,8 +194,9 @@ func numBytes(parts []tensorqueue.Part) (total int64) {
 	return total
 }
 
-// ownShape returns the shape of a request in memory that holds nothing else: a Recorder may keep it, and the request's own shape may be
-// part of what holds the tensor's memory. Mostly it is that of the response, which the cache has anyway.
+// ownShape returns the shape of a request in memory that holds nothing else. A Recorder may keep the shape,
+// and the request's own shape may be part of an allocation that keeps the tensor's memory alive. Mostly
+// ownShape returns the response's shape, which the cache keeps anyway.
 func ownShape(q *message.Request, r *message.Response) tensor.Shape {
 	if r.Kind == message.Error || r.Kind.Ragged() {
 		return slices.Clone(q.Shape)
@@ -201,14 +204,15 @@ func ownShape(q *message.Request, r *message.Response) tensor.Shape {
 	return r.Shape
 }
 
-// abandoned notes tensors that were answered because the epoch had ended before they were granted.
+// abandoned counts tensors that have ended before they were granted, because the epoch has ended or their
+// process set was removed.
 func (o *observer) abandoned(tensors int) {
 	o.mu.Lock()
 	o.counts.Failed += uint64(tensors)
 	o.mu.Unlock()
 }
 
-// count counts an operation, to which responses are the answer. The ranks may have disagreed: then nothing was done.
+// count adds an operation and its responses to the counters. If the ranks disagreed, no data was moved.
 func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 	c, disagreed := &o.counts, responses[0].Kind == message.Error
 	if op.Failed != nil {
@@ -241,7 +245,7 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 			moved[t.DType] += uint64(t.Bytes)
 		} else {
 			for dt, shape := range responses[i].Parts.All() {
-				n, _ := shape.NumElems() // the response is sound: the message was checked
+				n, _ := shape.NumElems() // no error: the decoder has checked the shape
 				moved[dt] += uint64(n) * uint64(dt.Size())
 			}
 		}
@@ -256,12 +260,12 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 	if op.Kind.MovesData() && op.Kind != message.Alltoall && len(op.Tensors) > 0 {
 		c.FusionResponses++
 		c.FusedTensors += tensors
-		// A tensor that alone is larger than the buffer fills it.
+		// A single tensor that is larger than the fusion buffer counts as one full buffer.
 		c.FusedBytes += uint64(min(numBytes, max(o.fusionThreshold, 0)))
 	}
 }
 
-// align notes a measurement of the clock.
+// align records a measurement of the clock.
 func (o *observer) align(m trace.Offset) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -271,8 +275,9 @@ func (o *observer) align(m trace.Offset) {
 	}
 }
 
-// Watch has t hear of every operation that ends from now on, in place of the timeline before, which is returned; nil stops
-// that. Operations that are under way may be heard of by either. The engine does not own t.
+// Watch makes t the timeline, which receives a record of every operation that ends from now on, and returns
+// the previous timeline. nil switches the timeline off. An operation in progress may be reported to either
+// timeline. The engine does not own t.
 func (e *Engine) Watch(t Timeline) (before Timeline) {
 	o := &e.observer
 	o.mu.Lock()
@@ -290,17 +295,18 @@ func (e *Engine) Watch(t Timeline) (before Timeline) {
 	return before
 }
 
-// Offset is the last measurement of this rank's clock, if there is one.
+// Offset returns the last measurement of this rank's clock, if there is one.
 func (e *Engine) Offset() (o trace.Offset, ok bool) {
 	e.observer.mu.Lock()
 	defer e.observer.mu.Unlock()
 	return e.observer.offset, e.observer.aligned
 }
 
-// Clock is what the engine's times are by.
+// Clock returns the clock to which the engine's times refer.
 func (e *Engine) Clock() trace.Clock { return e.clock.Clock }
 
-// Pending are the operations that were submitted and have not ended, oldest first. Any goroutine may call it.
+// Pending returns the operations that were submitted and have not ended, oldest first. Any goroutine may call
+// it.
 func (e *Engine) Pending() []trace.Pending {
 	var all []trace.Pending
 	for _, l := range e.lanes.snapshot() {
@@ -319,8 +325,9 @@ func (e *Engine) Pending() []trace.Pending {
 	return all
 }
 
-// Stats are the counters of this rank. Host, Epoch and what belongs to the timeline are the caller's to add. Any goroutine may call it,
-// also one that the engine calls. What the coordinator has counted may be a second old.
+// Stats returns the counters of this rank. The caller adds Host, Epoch and the fields of the timeline. Any
+// goroutine may call it, also from a callback of the engine. The coordinator's counters may be one second
+// old.
 func (e *Engine) Stats() trace.Stats {
 	o := &e.observer
 	o.mu.Lock()
@@ -349,11 +356,12 @@ func (e *Engine) Stats() trace.Stats {
 	return st
 }
 
-// publishPeriod caps the age of the coordinator's counters in Stats while the loop takes turns. An idle loop takes one a second.
+// publishPeriod caps the age of the coordinator's counters in Stats while the loop runs turns. An idle loop
+// runs one turn a second.
 const publishPeriod = 100 * time.Millisecond
 
-// publish copies the coordinator's counters for Stats, which any goroutine may call in the middle of a turn: once in a publishPeriod, or
-// at once.
+// publish copies the coordinator's counters for Stats, which any goroutine may call during a turn. It does so
+// once in each publishPeriod, or now if atOnce is set.
 func (e *Engine) publish(atOnce bool) {
 	if !atOnce && e.published.Load() != nil && e.now-e.publishedAt < publishPeriod {
 		return

@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pin keeps the calling goroutine to the configured processors for the rest of its life: the thread is never unlocked
-// and ends with it.
+// pin binds the calling goroutine to the processors of Config.Cores for the rest of its life. It locks the
+// goroutine to its thread and never unlocks it, so the thread ends with the goroutine.
 func (e *Engine) pin() {
 	if len(e.cfg.Cores) == 0 {
 		return

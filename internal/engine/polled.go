@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// send sends a frame to a peer, which is notified later if it is parked.
+// send sends a frame to a peer. If the peer is parked, it is notified later.
 func (e *Engine) send(l *link, frame []byte) error {
 	e.sched.sent()
 	return l.send(frame)
@@ -27,7 +27,7 @@ func (e *Engine) openPolled() {
 		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), runtime.NumCPU(), runtime.GOMAXPROCS(0)))
 }
 
-// listen applies what the control connections have.
+// listen applies the frames that have arrived on the control connections.
 func (e *Engine) listen() error {
 	for _, f := range e.polled {
 		for n := 0; ; n++ {
@@ -47,29 +47,32 @@ func (e *Engine) listen() error {
 	return nil
 }
 
-// drain reads on after the loop, as receivers do, so that peers can get rid of what they have sent.
+// drain keeps reading the control connections when the loop has ended, so that peers can send their backlog.
+// Its goroutines, which connected counts, end when the mesh is closed.
 func (e *Engine) drain(connected *sync.WaitGroup) {
 	for _, l := range e.links {
 		connected.Go(func() { _, _ = io.Copy(io.Discard, l.conn) }) // until the mesh is closed
 	}
 }
 
-// framesPerTurn bounds what one peer can keep the loop busy with before others are heard.
+// framesPerTurn bounds the frames of one peer that a turn applies, so that one peer cannot keep the loop from
+// the others.
 const framesPerTurn = 64
 
-// frames cuts the frames out of what a control connection has received, without waiting.
+// frames extracts the frames from the received bytes of a control connection, without blocking.
 type frames struct {
 	peer topo.Rank
 	conn transport.Conn
 
 	seq   uint32
-	buf   []byte // from at on, what came and was not used
+	buf   []byte // buf[at:] was received and not used yet
 	at    int
 	err   error // why the connection ended
-	ended bool  // and that was told
+	ended bool  // next has returned err
 }
 
-// fill asks the connection once, and reports whether that brought something: bytes, or the end.
+// fill reads from the connection once, without blocking, and reports whether that returned bytes or the end
+// of the connection.
 func (f *frames) fill() bool {
 	if f.err != nil {
 		return false
@@ -83,7 +86,7 @@ func (f *frames) fill() bool {
 		f.buf, f.at = f.buf[:copy(f.buf, f.buf[f.at:])], 0
 	}
 	if len(f.buf) == cap(f.buf) {
-		// Grows with what arrives, not with what was announced.
+		// Grow with the bytes that arrive, not with the announced length.
 		f.buf = slices.Grow(f.buf, readStep)
 	}
 	n, err := f.conn.TryRead(f.buf[len(f.buf):cap(f.buf)])
@@ -94,8 +97,8 @@ func (f *frames) fill() bool {
 	return n > 0 || err != nil
 }
 
-// next returns the oldest frame that has come whole, or, after all of them, once, why the connection ended. The frame is valid
-// until the next call of a method.
+// next returns the oldest complete frame. After all of them it returns, once, the error that ended the
+// connection. The frame is valid until the next call of a method.
 func (f *frames) next() (ev event, ok bool) {
 	if f.ended {
 		return event{}, false

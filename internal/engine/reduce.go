@@ -9,23 +9,24 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// maxStagedBytes bounds what of an allreduce is in the fusion buffer at a time, but for a tensor that is larger: what is packed there,
-// or what a rank that is absent puts in its place. The fusion threshold,
-// which does so for tensors that come one by one, need not be the same at all ranks; this is.
+// maxStagedBytes caps how much of an allreduce is packed into the fusion buffer at once, or how many neutral
+// elements an absent rank puts in its place. A single larger tensor is not split. The fusion threshold, which
+// is the bound for tensors that are submitted one by one, may differ between ranks; this bound does not.
 const maxStagedBytes = 64 << 20
 
 // reduction is the state of an allreduce between its parts.
 type reduction struct {
-	types   []tensor.DType // that are left, after this one
+	types   []tensor.DType // element types after the current one
 	scaling scaling
-	// tensors are this rank's of one type, none if it is absent; counts are the bytes that travel of each, and losses say for
-	// which it is made up what compression loses. counts is nil if all tensors are one part and nobody needs to know.
+	// tensors are this rank's tensors of the current type, none if it is absent. counts are the bytes that
+	// are sent of each; it is nil if all tensors are one part and the counts are not needed. losses identify
+	// what compression loses of each; it is nil if no tensor has error feedback.
 	tensors []ops.Tensor
 	counts  []int64
 	losses  []loss
-	next    int // tensor after this part
+	next    int // index of the first tensor after this part
 	batch   batch
-	staged  bool // the part is reduced in buf, which is its output or in the fusion buffer
+	staged  bool // the part is reduced in buf: its output, or the fusion buffer
 	direct  bool // buf is its output
 }
 
@@ -36,7 +37,7 @@ type batch struct {
 	losses  []loss
 }
 
-// startAllreduce begins with the first type.
+// startAllreduce starts with the first type of an allreduce.
 func (l *lane) startAllreduce() error {
 	x := &l.execution
 	r := x.work.grant.Responses[0]
@@ -86,7 +87,7 @@ func (l *lane) nextPart() error {
 	return l.list()
 }
 
-// list has the backend reduce the tensors of the part where they lie.
+// list prepares the backend's operation on the tensors of the part in place.
 func (l *lane) list() (err error) {
 	x := &l.execution
 	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.grant.Responses[0].Op.Base(), x.scaling.ops()
@@ -94,7 +95,8 @@ func (l *lane) list() (err error) {
 	return err
 }
 
-// pack has the backend reduce the tensors of the part in the fusion buffer, or one that is not compressed in its output.
+// pack prepares the backend's operation on one buffer for the tensors of the part: the fusion buffer, or the
+// output of a single tensor that is not compressed.
 func (l *lane) pack() (err error) {
 	x := &l.execution
 	w, b, s := x.work, &x.batch, x.scaling
@@ -132,7 +134,7 @@ func (l *lane) pack() (err error) {
 	return err
 }
 
-// finishPart scales the result of a part, and copies it to the outputs, if the backend has not.
+// finishPart scales the result of a part and copies it to the outputs, unless the backend has done so.
 func (l *lane) finishPart() error {
 	x := &l.execution
 	w, b, s := x.work, &x.batch, x.scaling
@@ -156,15 +158,15 @@ func (l *lane) finishPart() error {
 	return nil
 }
 
-// fusible reports whether a backend can reduce the tensors of an allreduce where they lie. All contributions are scaled by
-// the same factor there: so if there is one, no rank may be absent, whose part does nothing to a reduction but would if it
-// were scaled.
+// fusible reports whether a backend can reduce the tensors of an allreduce in place. The backend scales all
+// contributions by the same factor. So if there is a prescale factor, no rank may be absent, because neutral
+// elements must not be scaled.
 func fusible(w *work, s scaling) bool {
 	r := w.grant.Responses[0]
 	return r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0)
 }
 
-// tensorsOrNeutral returns the tensors of b, or, for a rank that is absent, one that does nothing to a reduction.
+// tensorsOrNeutral returns the tensors of b or, for an absent rank, one tensor of neutral elements.
 func (l *lane) tensorsOrNeutral(w *work, dt tensor.DType, b *batch) ([]ops.Tensor, error) {
 	if !w.absent {
 		return b.tensors, nil
@@ -176,7 +178,8 @@ func (l *lane) tensorsOrNeutral(w *work, dt tensor.DType, b *batch) ([]ops.Tenso
 	return []ops.Tensor{{In: buf, Out: buf}}, nil
 }
 
-// tensors returns this rank's tensors of a type, for an allreduce, in memory of the lane that the next call uses again.
+// tensors returns this rank's tensors of a type for an allreduce, in memory of the lane that the next call
+// reuses.
 func (l *lane) tensors(w *work, dt tensor.DType) []ops.Tensor {
 	tensors := l.scratch.tensors[:0]
 	for i, e := range w.entries {
@@ -201,7 +204,7 @@ func (l *lane) tensors(w *work, dt tensor.DType) []ops.Tensor {
 	return tensors
 }
 
-// counts returns the bytes that travel of each tensor of a type, in memory of the lane.
+// counts returns the bytes that are sent of each tensor of a type, in memory of the lane.
 func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 	counts := l.scratch.counts[:0]
 	for _, r := range w.grant.Responses {
@@ -215,7 +218,7 @@ func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 		}
 		for each, shape := range r.Parts.All() {
 			if each == dt {
-				n, _ := shape.NumElems() // the response is sound: the message was checked
+				n, _ := shape.NumElems() // no error: the decoder has checked the shape
 				counts = append(counts, n*size)
 			}
 		}
@@ -224,14 +227,15 @@ func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 	return counts
 }
 
-// loss names what compression loses of a tensor: by the tensor's name, and, in a group of that name, by its place and of how many. It is
-// made up for if there is a name.
+// loss identifies what compression loses of a tensor: by the tensor's name and, in a group of that name, by
+// the tensor's index and the number of tensors. Without a name the tensor has no error feedback.
 type loss struct {
 	name  string
 	i, of int
 }
 
-// losses returns those of the tensors of a type, in memory of the lane; nil if none is made up for.
+// losses returns the losses of the tensors of a type, in memory of the lane; nil if no tensor has error
+// feedback.
 func (l *lane) losses(w *work, dt tensor.DType) []loss {
 	if w.absent || !slices.ContainsFunc(w.entries, func(e *tensorqueue.Entry) bool { return e.ErrorFeedback }) {
 		return nil
@@ -257,8 +261,8 @@ func (l *lane) losses(w *work, dt tensor.DType) []loss {
 	return all
 }
 
-// startReducescatter reduces in the fusion buffer, which has a block for each rank, and in it that rank's rows of each
-// tensor; or, in place, in the tensor itself, which is laid out like that.
+// startReducescatter prepares a reducescatter in the fusion buffer, which has a block for each rank with that
+// rank's rows of each tensor. A single tensor in place has this layout already and is reduced where it is.
 func (l *lane) startReducescatter() error {
 	x := &l.execution
 	w := x.work
@@ -284,7 +288,7 @@ func (l *lane) startReducescatter() error {
 	return l.fillBlocks(w, x.scaling, x.buf, x.direct)
 }
 
-// unpackReducescatter scales this rank's block, and copies it to the outputs.
+// unpackReducescatter scales this rank's block and copies it to the outputs.
 func (l *lane) unpackReducescatter() error {
 	x := &l.execution
 	mine := sum(x.op.Counts[:l.me])
@@ -299,7 +303,8 @@ func (l *lane) unpackReducescatter() error {
 	return nil
 }
 
-// fillBlocks writes what this rank contributes to a reducescatter, by rank and in it by tensor.
+// fillBlocks writes this rank's contribution to a reducescatter: a block for each rank with that rank's rows
+// of each tensor.
 func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
 	if w.absent {
 		return neutral(w.grant.Responses[0].Op, s.dt, buf)
@@ -315,18 +320,18 @@ func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
 	return s.before(buf)
 }
 
-// block returns rank i's part of a tensor that n ranks reduce and scatter.
+// block returns the rows of a tensor that rank i of n ranks receives from a reducescatter.
 func block(r *message.Response, whole []byte, n, i int) []byte {
 	from, rows := tensor.Rows(r.Shape[0], n, i)
 	row := rowBytes(r)
 	return whole[from*row : (from+rows)*row]
 }
 
-// rowBytes returns the size of what lies under one index of the first dimension.
+// rowBytes returns the size in bytes of the elements at one index of the first dimension.
 func rowBytes(r *message.Response) int64 {
 	n, err := r.RowElems()
 	if err != nil {
-		return 0 // the response is sound: the message was checked
+		return 0 // no error: the decoder has checked the shape
 	}
 	return n * int64(r.DType.Size())
 }

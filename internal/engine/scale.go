@@ -7,15 +7,17 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// scaling says how elements are scaled around a reduction.
+// scaling is how elements are scaled before and after a reduction.
 type scaling struct {
 	dt        tensor.DType
 	pre, post float64
-	// divisor is that of an average of integers, else 0. To multiply by 1/n, as Horovod does, is not exact.
+	// divisor is the divisor of an average of integers, else 0. Multiplying by 1/n, as Horovod does, is not
+	// exact.
 	divisor int64
 }
 
-// scalingOf reads a response for its elements of dt. ranks is the number by which an average divides.
+// scalingOf returns the scaling of a response for its elements of type dt. ranks is the divisor of an
+// average.
 func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
 	s := scaling{dt: dt, pre: r.Prescale, post: r.Postscale}
 	if r.Op.IsAverage() {
@@ -28,7 +30,7 @@ func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
 	return s
 }
 
-// ops returns s for a backend.
+// ops returns s in the form that backends take.
 func (s scaling) ops() ops.Scaling { return ops.Scaling{Pre: s.pre, Post: s.post, Divisor: s.divisor} }
 
 // averageOver returns the number of ranks by which an average divides.
@@ -60,7 +62,7 @@ func scale(dt tensor.DType, buf []byte, factor float64) error {
 	return nil
 }
 
-// neutral fills buf with what does not change a reduction: the part of a rank that has joined.
+// neutral fills buf with elements that do not change a reduction: the contribution of a rank that has joined.
 func neutral(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
 	f, err := kernel.Neutral(op, dt)
 	if err != nil {

@@ -11,11 +11,13 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// scheduler decides which goroutine runs the turns of the loop, how long it polls between them, and when it parks.
+// scheduler decides which goroutine runs the turns of the loop, how long it polls between them, and when it
+// parks.
 //
-// The goroutine that holds the lock runs turns: BackgroundThreadLoop, or one that waits for an operation and drives the loop
-// meanwhile (the caller of a blocking operation, the reader of a sidecar's connection). An operation that its caller drives
-// from the submission on passes through no other thread.
+// The goroutine that holds the lock runs the turns. It is BackgroundThreadLoop or a driver: a goroutine that
+// waits for an operation and drives the loop meanwhile (the caller of a blocking operation, or the reader of
+// a sidecar's connection). If a caller drives its operation from the submission on, no other thread takes
+// part in it.
 //
 //	state       lock held by          polled by                    notify
 //	parked      nobody                nobody; the mesh notifies    wakes BackgroundThreadLoop
@@ -27,15 +29,16 @@ import (
 //	from        event                                        to
 //	parked      notify, or the next turn is due              background
 //	parked      drive                                        driven
-//	background  nothing comes within the poll budget         parked
+//	background  nothing arrives within the poll budget       parked
 //	background  drive                                        wanted
 //	wanted      BackgroundThreadLoop sees that and unlocks   driven
 //	driven      another drive: that returns at once          driven
 //	driven      what the driver waits for is done, or        parked; background if BackgroundThreadLoop was
-//	            nothing comes within the poll budget         woken meanwhile, a turn is due, or turns do not end
+//	            nothing arrives within the poll budget       woken meanwhile, a turn is due, or turns do not end
 //	any         a turn says that the epoch is over, or stop  over
 //
-// While the lock is held and before the holder parks it hands started operations off to their lanes.
+// Before the holder of the lock parks, and while it still holds the lock, it hands started operations off to
+// their lanes.
 type scheduler struct {
 	loop  loop
 	peers peers
@@ -44,8 +47,8 @@ type scheduler struct {
 	pollLimits
 	drivable bool // drive may take the lock
 
-	pending atomic.Bool   // notify was called after the last turn began
-	parked  atomic.Bool   // nobody polls, or is about to stop that
+	pending atomic.Bool   // notify was called since the last turn began
+	parked  atomic.Bool   // nobody polls, or the holder of mu is about to stop polling
 	wake    chan struct{} // wakes BackgroundThreadLoop
 	polls   atomic.Uint64 // how often the loop was polled; for tests
 
@@ -55,10 +58,10 @@ type scheduler struct {
 	missed     atomic.Bool // BackgroundThreadLoop was woken while a driver held mu
 
 	// Owned by the holder of mu.
-	now        time.Duration // when the turn, or about when the poll began
-	budget     time.Duration // of the holder
+	now        time.Duration // when the turn began, or about when the last poll did
+	budget     time.Duration // poll budget of the holder
 	busyUntil  time.Duration // when polling ends
-	alarm      time.Duration // when BackgroundThreadLoop wakes by itself, or should have
+	alarm      time.Duration // when the timer of BackgroundThreadLoop fires, or should have fired
 	dispatched bool          // the last turn gave an operation to a lane
 	unnotified unnotified
 	over       bool
@@ -67,20 +70,22 @@ type scheduler struct {
 	deferred deferred
 }
 
-// loop has the turns that a scheduler runs. The holder of the lock calls its methods; queued may be called by any goroutine.
+// loop runs the turns of a scheduler. The holder of the lock calls its methods. Any goroutine may call
+// queued.
 type loop interface {
 	RunLoopOnce() (next time.Duration, over bool, err error)
-	// arrived polls once, does steps of started operations, and reports whether that brought something.
+	// arrived polls once, executes steps of started operations, and reports whether that changed something.
 	arrived() bool
-	// handOff gives started operations to their lanes, which wait for other ranks.
+	// handOff passes started operations to their lanes, which wait for other ranks.
 	handOff()
 	// executing reports whether a lane runs an operation.
 	executing() bool
-	// queued is the number of operations that were submitted and not taken by a turn.
+	// queued returns the number of operations that were submitted and have not been taken by a turn.
 	queued() int
 }
 
-// peers are the other ranks, as transport.Poller has them.
+// peers notifies the other ranks, and tells them whether to notify this one. Its methods are from
+// transport.Poller.
 type peers interface {
 	NotifyPeers()
 	Park() bool
@@ -88,56 +93,65 @@ type peers interface {
 }
 
 const (
-	// defaultPoll is about what it takes to be woken, with what that costs whoever wakes.
+	// defaultPoll is about the time that a wake-up takes, including its cost for the goroutine that wakes.
 	defaultPoll = 50 * time.Microsecond
-	// defaultDrive is for a driver with a processor of its own: others may be late by what it takes them to queue a step's tensors.
+	// defaultDrive is the poll budget of a driver with a processor of its own. Other ranks may be late by the
+	// time that they need to queue the tensors of a step.
 	defaultDrive = time.Millisecond
-	// pollsPerClock keeps the look at the clock from being what a poll costs.
+	// pollsPerClock is the number of polls for each reading of the clock, which would otherwise be most of
+	// the cost of a poll.
 	pollsPerClock = 8
-	// pauses between two polls leave a sibling hyper-thread, and the memory, some room.
+	// pauses is the number of pause instructions between two polls. They leave resources to a sibling
+	// hyper-thread and to the memory.
 	pauses = 4
-	// pollsPerNotify is for how many polls, or a budget's time, a parked peer is left to poll by itself: one that has just
-	// finished an operation mostly begins the next.
+	// pollsPerNotify is the number of polls after which parked peers are notified, if the poll budget does
+	// not pass earlier. Until then a peer may poll by itself: a rank that has just finished an operation
+	// mostly begins the next.
 	pollsPerNotify = 64
-	// lockTries are about as many as a turn takes.
+	// lockTries is the number of times that a driver tries to take the lock before it blocks. They take about
+	// as long as a turn.
 	lockTries = 50
-	// turnsToPark is how often a driver that is about to park does what has come meanwhile. It is cheaper than to wake another
-	// thread for it.
+	// turnsToPark is the number of turns that a driver which is about to park runs for events that arrive
+	// meanwhile. Running them is cheaper than waking another thread.
 	turnsToPark = 4
 )
 
-// pollLimits say how a holder of the lock polls before it parks.
+// pollLimits are the limits on the polling of a holder of the lock before it parks.
 type pollLimits struct {
-	backgroundBudget, driveBudget time.Duration // 0 is not at all
+	backgroundBudget, driveBudget time.Duration // 0 disables polling
 	backgroundPace, drivePace     pace
-	pinned                        bool // to a thread: then only another thread can run a lane
+	pinned                        bool // to a thread, so that only another thread can run a lane
 	tight                         bool // a lane that executes needs the processor that polling would take
-	onlyAfterDrive                bool // BackgroundThreadLoop does not poll for longer because of what it does itself
+	onlyAfterDrive                bool // BackgroundThreadLoop does not extend its polling because of its own work
 }
 
-// pace is how often a goroutine that polls gives way.
+// pace is how often a goroutine that polls yields.
 type pace struct {
-	pollsPerYield   int // after so many polls to other threads
-	pollsPerGosched int // after so many polls to other goroutines
+	pollsPerYield   int // polls between two yields to other threads
+	pollsPerGosched int // polls between two yields to other goroutines
 }
 
-// newPollLimits is for a loop among the given number of processes on a host with so many processors, in one that uses so many
-// threads for goroutines. The numbers of polls are those of the shortest times to completion that were measured.
+// newPollLimits returns the limits of a loop in one of the given number of processes on a host with so many
+// cores. threads is the number of threads on which the process runs goroutines, budget is Config.Spin, pinned
+// says that the loop is bound to processors, and entersKernel that polling makes system calls. The numbers of
+// polls are the ones with the shortest times to completion in measurements.
 //
-// forClient says that the program is another of these processes. If it has no processor of its own, BackgroundThreadLoop polls only
-// for a budget after a drive: it is driven for a program that waits, and one that computes needs the processor.
+// forClient says that the program is another of these processes. If it has no processor of its own,
+// BackgroundThreadLoop polls only for a budget after a drive: a program that waits drives, and a program that
+// computes needs the processor.
 func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, processes, cores, threads int) pollLimits {
-	// Each process keeps two threads busy if it can: the loop polls while a lane runs, or the caller. If the caller drives it is
-	// one.
+	// Each process can keep two threads busy: the loop polls while a lane or the caller runs. If the caller
+	// drives, only one thread is busy.
 	busy := processes * min(2, threads)
-	// The kernel may put two threads on one processor though another is idle, so there are always some yields. To give way
-	// to a goroutine may wake a thread for it, which is much where it has no processor of its own to look from.
+	// The kernel may put two threads on one processor although another is idle, so there are always some
+	// yields. Yielding to a goroutine may wake a thread for it, which is expensive if that thread has no
+	// processor of its own to look for work.
 	l := pollLimits{pinned: pinned, tight: busy > cores, onlyAfterDrive: forClient && processes > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
 	if pinned || busy >= cores {
 		l.backgroundPace = pace{1, 4}
 	}
 	if threads == 1 || processes > cores {
-		l.backgroundPace.pollsPerGosched = 1 // there is no other thread, or it is late
+		l.backgroundPace.pollsPerGosched = 1 // there is no other thread, or it runs late
 	}
 	if processes > cores {
 		l.drivePace = pace{1, 64}
@@ -147,7 +161,7 @@ func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, p
 	}
 	l.backgroundBudget = max(budget, 0)
 	if budget == 0 {
-		// A thread that gives way waits for its turn as well.
+		// A thread that yields also waits until it runs again.
 		l.backgroundBudget = defaultPoll * time.Duration((busy+cores-1)/cores)
 	}
 	l.driveBudget = l.backgroundBudget
@@ -157,7 +171,7 @@ func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, p
 	return l
 }
 
-// newScheduler returns the scheduler of a loop that nobody polls or drives.
+// newScheduler returns a scheduler that does not poll and cannot be driven until poll is called.
 func newScheduler(l loop, clock func() time.Duration, stop <-chan struct{}) *scheduler {
 	s := &scheduler{loop: l, peers: transport.Alone{}, clock: clock, stop: stop, wake: make(chan struct{}, 1)}
 	s.deferred.timer = time.AfterFunc(never, s.deferralEnds)
@@ -166,15 +180,16 @@ func newScheduler(l loop, clock func() time.Duration, stop <-chan struct{}) *sch
 	return s
 }
 
-// poll makes the scheduler poll within limits.
+// poll makes the scheduler poll within limits. It is called before run.
 func (s *scheduler) poll(p peers, limits pollLimits) {
 	s.peers, s.pollLimits = p, limits
 	s.budget = s.backgroundBudget
 	s.drivable = !s.pinned && s.driveBudget > 0
 }
 
-// notify makes the loop run a turn, after what the turn is to see was put where it looks. Either the turn has not begun, or
-// the holder of the lock sees pending before it parks, or it is seen to be parked.
+// notify makes the loop run a turn. The caller has already stored what the turn is to find. No notification
+// is lost: either the turn has not begun, or the holder of the lock sees pending before it parks, or notify
+// sees that it is parked and wakes BackgroundThreadLoop.
 func (s *scheduler) notify() {
 	if s.pending.Load() {
 		return
@@ -192,7 +207,8 @@ func (s *scheduler) wakeBackground() {
 	}
 }
 
-// run runs turns in the calling goroutine, BackgroundThreadLoop, until the epoch is over. The error says why.
+// run runs turns in the calling goroutine, BackgroundThreadLoop, until the epoch is over, and returns why it
+// ended.
 func (s *scheduler) run() error {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -221,8 +237,8 @@ func (s *scheduler) run() error {
 	}
 }
 
-// backgroundTurn is a turn of BackgroundThreadLoop, which then polls. It reports whether to wait for timer or wake: nothing came, or a
-// driver wants the lock.
+// backgroundTurn runs a turn of BackgroundThreadLoop and then polls. It reports whether to wait for timer or
+// wake, because nothing has arrived or a driver wants the lock.
 func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
 	if s.over {
 		return true
@@ -245,7 +261,8 @@ func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
 			return false
 		}
 	}
-	// An alarm too early is a turn for nothing, and cheaper than to move it in every turn.
+	// A timer that fires too early costs a needless turn, which is cheaper than resetting the timer in every
+	// turn.
 	if next < s.alarm || s.alarm <= s.now {
 		timer.Reset(next - s.now)
 		s.alarm = next
@@ -253,14 +270,15 @@ func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
 	return true
 }
 
-// end ends the epoch, unless a turn has done so for another reason.
+// end ends the epoch with err, unless a turn has ended it for another reason.
 func (s *scheduler) end(err error) {
 	if !s.over {
 		s.over, s.err = true, err
 	}
 }
 
-// lockBackground takes the lock for BackgroundThreadLoop. If it fails, the driver that holds the lock wakes it later.
+// lockBackground takes the lock for BackgroundThreadLoop, and reports whether it could. If not, the driver
+// that holds the lock wakes BackgroundThreadLoop later.
 func (s *scheduler) lockBackground() bool {
 	s.missed.Store(true)
 	if !s.mu.TryLock() {
@@ -271,7 +289,8 @@ func (s *scheduler) lockBackground() bool {
 	return true
 }
 
-// lockDriver takes the lock for a driver, from BackgroundThreadLoop if need be. It fails if there is another driver.
+// lockDriver takes the lock for a driver, if necessary from BackgroundThreadLoop. It returns false if there
+// is another driver.
 func (s *scheduler) lockDriver() bool {
 	if s.mu.TryLock() {
 		return true
@@ -290,8 +309,8 @@ func (s *scheduler) lockDriver() bool {
 	return true
 }
 
-// drive runs turns in the calling goroutine until done reports true or ctx has ended, but not for long if nothing comes: the
-// caller goes on to wait. What was queued is noticed in any case.
+// drive runs turns in the calling goroutine until done reports true, ctx ends, or nothing arrives within the
+// poll budget; the caller then waits without driving. In any case the loop takes what was queued.
 func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	if !s.drivable || !s.lockDriver() {
 		s.notify()
@@ -316,8 +335,8 @@ func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	s.parkDriver(next)
 }
 
-// parkDriver parks, if nothing comes while it does, and unlocks. It wakes BackgroundThreadLoop if that is to go on, or to set
-// another alarm.
+// parkDriver parks, unless something keeps arriving, and unlocks. next is when the next turn is due. It wakes
+// BackgroundThreadLoop if that has to run turns or to reset its timer.
 func (s *scheduler) parkDriver(next time.Duration) {
 	s.budget = s.backgroundBudget
 	s.busyUntil = min(s.busyUntil, s.now+s.budget)
@@ -341,7 +360,7 @@ func (s *scheduler) parkDriver(next time.Duration) {
 	}
 }
 
-// turn runs a turn, and returns when the next is due.
+// turn runs a turn and returns when the next is due.
 func (s *scheduler) turn() (next time.Duration) {
 	s.pending.Store(false)
 	s.now = s.clock()
@@ -349,15 +368,18 @@ func (s *scheduler) turn() (next time.Duration) {
 	return next
 }
 
-// await reports whether there is something to do. While this rank is busy it polls for that, unless quit reports true.
+// await reports whether there is something to do. While this rank is busy await polls for that, unless quit
+// reports true.
 func (s *scheduler) await(p *pace, quit func() bool) bool {
 	if s.dispatched && !s.pinned {
-		// The lane comes next on this processor, which is sooner than another thread could take it.
+		// Yield so that the lane runs next on this processor, which is sooner than another thread could run
+		// it.
 		runtime.Gosched()
 	}
 	s.dispatched = false
 	for n := 1; ; n++ {
-		// Also if there is always something to do for this rank: what waits may be another's.
+		// Peers are notified even if this rank always has something to do: another rank may wait for what was
+		// sent.
 		if s.unnotified.isDue(s.now) {
 			s.notifyPeers()
 		}
@@ -385,21 +407,21 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 	}
 }
 
-// extend notes that this rank is busy: it polls for another budget. Heartbeats are no reason: an idle job takes no processor
-// time.
+// extend records that this rank is busy, so that it polls for another budget. Heartbeats do not make a rank
+// busy: an idle job takes no processor time.
 func (s *scheduler) extend() {
 	if !s.onlyAfterDrive || !s.background.Load() {
 		s.busyUntil = s.now + s.budget
 	}
 }
 
-// park notes that nobody polls from now on, and reports whether nothing has come.
+// park records that nobody polls from now on, and reports whether nothing has arrived meanwhile.
 func (s *scheduler) park() bool {
 	s.parked.Store(true)
 	return !s.pending.Load() && s.peers.Park()
 }
 
-// unpark notes that the holder of the lock polls again.
+// unpark records that the holder of the lock polls again.
 func (s *scheduler) unpark() {
 	if s.parked.Load() {
 		s.parked.Store(false)
@@ -407,22 +429,22 @@ func (s *scheduler) unpark() {
 	}
 }
 
-// unnotified says that something was sent of which parked peers were not notified. They are after so many polls, in as many
-// turns as they take, or when the time comes.
+// unnotified is the state of a notification that parked peers have yet to get for what was sent. They get it
+// after a number of polls, which may extend over several turns, or at a point in time.
 type unnotified struct {
 	any   bool
 	polls int
 	at    time.Duration
 }
 
-// sent notes that something was sent.
+// sent records that something was sent of which parked peers are to be notified.
 func (s *scheduler) sent() {
 	if u := &s.unnotified; !u.any {
 		*u = unnotified{any: true, polls: pollsPerNotify, at: s.now + s.backgroundBudget}
 	}
 }
 
-// isDue counts a poll, and reports whether parked peers are to be notified.
+// isDue counts a poll, and reports whether parked peers are to be notified now.
 func (u *unnotified) isDue(now time.Duration) bool {
 	u.polls--
 	return u.any && (u.polls <= 0 || now >= u.at)
@@ -434,28 +456,29 @@ func (s *scheduler) notifyPeers() {
 	s.peers.NotifyPeers()
 }
 
-// A caller that starts many operations one after the other needs the processor for that. If the loop would take it away
-// (pollLimits.tight), notifyLater defers the notification until nothing was queued for a while, or the caller asks what has become
-// of an operation (flush, drive). So the operations are also negotiated together, and fused.
+// A caller that submits many operations one after another needs the processor for that. If the loop would
+// take it away (pollLimits.tight), notifyLater defers the notification until nothing was queued for a while,
+// or the caller polls or waits for an operation (flush, drive). So the operations are also negotiated
+// together, and fused.
 
 const (
-	// deferralPeriod is longer than it takes to queue an operation, and shorter than anybody minds.
+	// deferralPeriod is longer than queuing an operation takes, and too short to matter for a caller.
 	deferralPeriod = 100 * time.Microsecond
-	// deferralPeriods bounds how long a notification is deferred while operations keep being queued.
+	// deferralPeriods bounds how many periods a notification is deferred while operations keep being queued.
 	deferralPeriods = 10
 )
 
-// deferred is a notification that a timer makes up for.
+// deferred is a deferred notification, which a timer delivers.
 type deferred struct {
 	period time.Duration
 	timer  *time.Timer
 	armed  atomic.Bool // the timer will notify
 
-	mu              sync.Mutex // for what follows
-	queued, periods int        // how many operations the timer saw last, and how often it has waited for more
+	mu              sync.Mutex // guards the fields below
+	queued, periods int        // operations that were queued when the timer last fired, and how often it has deferred
 }
 
-// notifyLater is notify, but not at once if that would delay the caller.
+// notifyLater notifies the loop, but not at once if that would delay the caller.
 func (s *scheduler) notifyLater() {
 	driven := !s.parked.Load() && !s.background.Load()
 	switch d := &s.deferred; {
@@ -466,28 +489,29 @@ func (s *scheduler) notifyLater() {
 	}
 }
 
-// flush notifies now if notifyLater has deferred that.
+// flush notifies the loop now if notifyLater has deferred the notification.
 func (s *scheduler) flush() {
 	if s.deferred.armed.Load() && s.deferred.armed.CompareAndSwap(true, false) {
 		s.notify()
 	}
 }
 
-// cancel drops a deferred notification: a turn follows.
+// cancel drops a deferred notification. The caller runs a turn next.
 func (d *deferred) cancel() {
 	if d.armed.Load() {
-		d.timer.Stop() // first: a caller that arms it again has a timer that runs
+		d.timer.Stop() // before armed: a caller that then arms it again has a running timer
 		d.armed.Store(false)
 	}
 }
 
-// deferralEnds notifies, or defers again, when the timer fires.
+// deferralEnds is called when the timer fires. It notifies the loop, or defers again if more operations were
+// queued.
 func (s *scheduler) deferralEnds() {
 	d := &s.deferred
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if !d.armed.Load() {
-		d.queued, d.periods = 0, 0 // of a batch that others have noticed
+		d.queued, d.periods = 0, 0 // a turn has taken those operations
 		return
 	}
 	queued := s.loop.queued()
@@ -497,7 +521,8 @@ func (s *scheduler) deferralEnds() {
 		return
 	}
 	d.queued, d.periods = 0, 0
-	// In this order: what is queued from now on arms it again, and for what was the loop is notified.
+	// Disarm before looking at the queue: an operation that is queued later arms the timer again, and the
+	// loop is notified of the earlier ones.
 	d.armed.Store(false)
 	if s.loop.queued() > 0 {
 		s.notify()

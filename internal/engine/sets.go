@@ -12,19 +12,20 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// ErrNoProcessSet refuses an operation on a process set that has been removed, or that this rank is no member of, and
-// answers what was still waiting in a set when it was removed.
+// ErrNoProcessSet is the error of an operation on a process set that was removed or that this rank is not a
+// member of. Operations that were waiting in a set when it was removed end with it too.
 var ErrNoProcessSet = errors.New("the process set was removed, or this rank is not a member of it")
 
-// laneTable has the lanes of the process sets that this rank is a member of. The loop alone changes it.
+// laneTable has the lanes of the process sets that this rank is a member of. Only the loop changes it.
 type laneTable struct {
-	// all is ascending by process set. A removed set stays until its last work is done. What it refers to is never changed.
+	// all is in ascending order of process sets. A removed set stays until its last work is done. The loop
+	// never changes the slice but replaces it.
 	all []*lane
-	// shared is all, for other goroutines than the loop.
+	// shared is all, for goroutines other than the loop.
 	shared atomic.Pointer[[]*lane]
 }
 
-// find returns the lane of a set, or nil. Any goroutine may call it.
+// find returns the lane of a set, or nil if there is none. Any goroutine may call it.
 func (t *laneTable) find(id topo.ProcessSetID) *lane {
 	all := t.snapshot()
 	if i, ok := search(all, id); ok {
@@ -53,7 +54,7 @@ func (t *laneTable) become(all []*lane) {
 	t.shared.Store(&all)
 }
 
-// snapshot returns the table for a goroutine other than the loop.
+// snapshot returns the lanes. Any goroutine may call it, and must not change the slice.
 func (t *laneTable) snapshot() []*lane {
 	if all := t.shared.Load(); all != nil {
 		return *all
@@ -61,7 +62,7 @@ func (t *laneTable) snapshot() []*lane {
 	return nil
 }
 
-// addSet makes a lane for a set, unless this rank is not in it.
+// addSet creates and starts a lane for a set, unless this rank is not a member.
 func (e *Engine) addSet(set controller.Set) error {
 	me := slices.Index(set.Ranks, e.cfg.Rank)
 	if me < 0 {
@@ -80,8 +81,9 @@ func (e *Engine) addSet(set controller.Set) error {
 	return nil
 }
 
-// changeSets does what a grant says about the process sets themselves, and returns the lane on which the grant is to
-// be answered: the removal of a set comes after its last operation. (Its entry is in the queue of the global set.)
+// changeSets applies a grant that adds or removes a process set, and returns the lane on which the grant is
+// to be answered. A removal is answered on the lane of the removed set, after its last operation, although
+// its entry is in the queue of the global set.
 func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	here := e.lanes.find(g.Set)
 	switch r := g.Responses[0]; r.Kind {
@@ -96,8 +98,8 @@ func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	return here, nil
 }
 
-// dropSet releases a set whose last work is done. Ranks that are no members release the lane too: the mesh
-// remembers a run of released lanes in a few bytes, but not gaps between them.
+// dropSet releases a set whose last work is done. Ranks that are not members release the lane too: the mesh
+// stores a contiguous range of released lanes in a few bytes, but not one with gaps.
 func (e *Engine) dropSet(id topo.ProcessSetID) {
 	if l := e.lanes.find(id); l != nil {
 		l.end(nil)
@@ -106,14 +108,14 @@ func (e *Engine) dropSet(id topo.ProcessSetID) {
 	e.cfg.Mesh.Release(transport.DataLane(id))
 }
 
-// refuse closes the queue of a lane, and answers what is not granted.
+// refuse closes the queue of a lane, and ends with reason what was not granted.
 func (l *lane) refuse(reason error) {
 	l.queue.Close(reason)
 	waits := func(e *tensorqueue.Entry) bool { return e.Times.Granted.Load() == 0 }
 	l.queue.FinishAll(waits, func(e *tensorqueue.Entry) error { return l.abandon(e, reason) })
 }
 
-// abandon counts an entry that is answered because the epoch has ended, and returns the answer.
+// abandon counts an entry that ends without a grant, and returns its error.
 func (l *lane) abandon(e *tensorqueue.Entry, reason error) error {
 	l.observer.abandoned(max(len(e.Parts), 1))
 	return opError(&e.Request, reason)

@@ -10,15 +10,15 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// never is a time that does not come.
+// never is a time that is never reached.
 const never = time.Duration(math.MaxInt64)
 
-// complainAgain is the time between two complaints of a rank about one operation. The coordinator ignores
-// the first if the answer was on its way.
+// complainAgain is the time between two reports of a rank about one expired operation. The coordinator
+// ignores the first if its answer was on the way.
 const complainAgain = time.Second
 
-// expire tells the coordinator of operations that have run out of time. The search over what is in flight happens only when
-// the earliest deadline known has passed, so operations that are in time cost nothing.
+// expire reports operations whose deadline has passed to the coordinator. It searches the operations in
+// flight only when the earliest known deadline has passed, so operations that are in time cost nothing.
 func (e *Engine) expire() {
 	if e.now < e.due {
 		return
@@ -39,21 +39,22 @@ func (e *Engine) expire() {
 	}
 }
 
-// When a rank does not follow, all tensors of a step stall at once, if not in one turn: in a stallWindow so many are logged
-// one by one, and at its end how many more there were.
+// If a rank does not follow, all tensors of a step stall at about the same time, though not always in one
+// turn. In a stallWindow the log has a line for each of the first stallLines stalls (explainedStallLines if
+// the launcher explains stalls), and at its end the number of the others.
 const (
 	stallLines          = 10
 	explainedStallLines = 1
 	stallWindow         = time.Second
 )
 
-// complaints counts the stalls of a window, which the first of them opens.
+// complaints counts the stalls of a window. The first stall opens the window.
 type complaints struct {
 	named, unnamed int
-	end            time.Duration // of the window; says nothing if none is named
+	end            time.Duration // end of the window; meaningless if named is 0
 }
 
-// due returns when the unnamed are to be logged.
+// due returns when the number of unnamed stalls is to be logged.
 func (c *complaints) due() time.Duration {
 	if c.unnamed == 0 {
 		return never
@@ -61,7 +62,7 @@ func (c *complaints) due() time.Duration {
 	return c.end
 }
 
-// reportStalls passes on what the stall inspector found.
+// reportStalls logs the stalls that the stall inspector has found, and calls OnStall for each.
 func (e *Engine) reportStalls(events []controller.Event) {
 	c := &e.complaints
 	if e.now >= c.end {
@@ -91,7 +92,7 @@ func (e *Engine) reportStalls(events []controller.Event) {
 	}
 }
 
-// closeComplaints ends the window.
+// closeComplaints ends the window and logs the number of unnamed stalls.
 func (e *Engine) closeComplaints() {
 	if n := e.complaints.unnamed; n > 0 {
 		e.log.Warn("stalled: more tensors", zap.Int("tensors", n))

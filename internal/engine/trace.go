@@ -11,21 +11,22 @@ import (
 // HOROVOD_LOG_LEVEL=trace logs each frame of the negotiation that a rank sends or receives, except heartbeats and clock
 // probes. At other levels a frame costs one test of Engine.traced.
 
-// traceUp logs what this rank tells the coordinator: its new requests in full, and bits of the response cache for others.
+// traceUp logs a frame to the coordinator: new requests in full, and cache bits for the others.
 func (e *Engine) traceUp(up *message.Up) {
 	if e.traced && up.Type != message.UpHeartbeat {
 		e.log.Log(logs.Trace, "to the coordinator", zap.String("frame", up.String()))
 	}
 }
 
-// traceDown logs what the coordinator has decided.
+// traceDown logs a frame from the coordinator.
 func (e *Engine) traceDown(down *message.Down) {
 	if e.traced && down.Type != message.DownHeartbeat {
 		e.log.Log(logs.Trace, "from the coordinator", zap.String("frame", down.String()))
 	}
 }
 
-// traceGrant logs the tensors that are to run together, whose names a frame does not have if they are cached.
+// traceGrant logs the names of the tensors that run together. A frame does not have the names of cached
+// tensors.
 func (e *Engine) traceGrant(g *controller.Grant) {
 	if !e.traced {
 		return
@@ -39,7 +40,7 @@ func (e *Engine) traceGrant(g *controller.Grant) {
 		zap.Stringer("backend", g.Backend), zap.Stringer("algorithm", g.Algorithm))
 }
 
-// traceVectors logs what the ranks' vectors of a cycle in lock-step give together.
+// traceVectors logs the combined vectors of a cycle in lock-step.
 func (e *Engine) traceVectors(and, or message.Bits) {
 	if e.traced {
 		e.log.Log(logs.Trace, "vectors of all ranks", zap.String("and", and.String()), zap.String("or", or.String()))
