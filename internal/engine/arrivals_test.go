@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// A timeline that begins when some have asked for a tensor says that it has not seen all; of the next tensor it has. That a member has
-// joined is no such gap.
+// If a timeline begins after some ranks have requested a tensor, the record says that arrival times are
+// missing. The record of the next tensor has all of them. A member that has joined is not a missing arrival.
 func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	const n = 3
 	c := start(t, n, nil)

@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/tcp"
 )
 
-// overTCP gives the ranks of a job channels over loopback.
+// overTCP gives the ranks of a job connections over loopback.
 func overTCP(b testing.TB, n int) func(*engine.Config) {
 	endpoints := make([]*tcp.Endpoint, n)
 	addrs := make([]string, n)
@@ -31,7 +31,7 @@ func overTCP(b testing.TB, n int) func(*engine.Config) {
 	}
 }
 
-// rounds makes every rank reduce a buffer b.N times, each time by the same name, as a training step does.
+// rounds makes every rank reduce a buffer b.N times, each time under the same name, as a training step does.
 func rounds(b *testing.B, c *cluster, numBytes int) {
 	bufs := make([][]byte, len(c.engines))
 	for r := range bufs {
@@ -54,7 +54,8 @@ func rounds(b *testing.B, c *cluster, numBytes int) {
 	c.shutdown()
 }
 
-// BenchmarkCycle is the latency of one small cached allreduce, submission to completion at all ranks.
+// BenchmarkCycle measures the latency of one small cached allreduce, from submission to completion at all
+// ranks.
 func BenchmarkCycle(b *testing.B) {
 	for _, ranks := range []int{2, 4, 8} {
 		for _, over := range []string{"mem", "tcp"} {
@@ -75,7 +76,8 @@ func BenchmarkCycle(b *testing.B) {
 	}
 }
 
-// BenchmarkAllreduce is the bus bandwidth (as nccl-tests define it) of negotiated allreduces over TCP on loopback.
+// BenchmarkAllreduce measures the bus bandwidth (as nccl-tests define it) of negotiated allreduces over TCP
+// on loopback.
 func BenchmarkAllreduce(b *testing.B) {
 	for _, ranks := range []int{2, 4, 8} {
 		for _, kib := range []int{1, 16, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10} {
@@ -92,7 +94,7 @@ func BenchmarkAllreduce(b *testing.B) {
 	}
 }
 
-// BenchmarkStart is the time to connect and leave, without rendezvous.
+// BenchmarkStart measures the time to connect and leave, without rendezvous.
 func BenchmarkStart(b *testing.B) {
 	for _, ranks := range []int{4, 64} {
 		b.Run(fmt.Sprintf("ranks=%d", ranks), func(b *testing.B) {

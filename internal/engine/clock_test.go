@@ -7,7 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 )
 
-// All ranks learn one name of their job, whether they share a clock or not, and another job has another.
+// All ranks compute the same name of their job, whether or not they share a clock, and another job has
+// another name.
 func TestJobIsNamed(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		seen := make(map[string]int)

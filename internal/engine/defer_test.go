@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// crowded makes a job of two whose loops would take the processor from a caller that queues. NotifyLater defers for period; 0 is the
-// default.
+// crowded starts a job of two ranks whose loops would take the processor from a caller that queues.
+// NotifyLater defers for period; 0 selects the default.
 func crowded(t *testing.T, told *[2]log, period time.Duration) *cluster {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.LocalProcesses = runtime.NumCPU() + 1
@@ -25,7 +25,7 @@ func crowded(t *testing.T, told *[2]log, period time.Duration) *cluster {
 	return c
 }
 
-// queue queues a sum of rank r and has the loop notified later.
+// queue queues a sum at rank r and calls NotifyLater.
 func (c *cluster) queue(r int, name string, done chan<- error) {
 	e := sum(name, make([]byte, 8))
 	e.Done = func(err error) { done <- err }
@@ -35,7 +35,7 @@ func (c *cluster) queue(r int, name string, done chan<- error) {
 	c.engines[r].NotifyLater()
 }
 
-// lateRounds is how many operations one after the other take milliseconds.
+// lateRounds is a number of consecutive operations that takes some milliseconds.
 const lateRounds = 40
 
 // promptly checks that the operations did not wait for heartbeats, of which there is one a second.
@@ -45,7 +45,7 @@ func promptly(t *testing.T, began time.Time) {
 	}
 }
 
-// What is queued one after the other is negotiated together.
+// Operations that are queued one after another are negotiated together.
 func TestNotifyOnceForMany(t *testing.T) {
 	const tensors = 20
 	var told [2]log
@@ -66,7 +66,7 @@ func TestNotifyOnceForMany(t *testing.T) {
 		for _, op := range told[r].operations() {
 			grants[op.Number] += len(op.Tensors)
 		}
-		// Heartbeats and comparisons of clocks may have come in between.
+		// Heartbeats and clock probes may have caused turns in between.
 		if len(grants) > tensors/2 {
 			t.Errorf("rank %d: %d tensors by %d operations, which have so many by number: %v", r, tensors, len(grants), grants)
 		}
@@ -74,7 +74,7 @@ func TestNotifyOnceForMany(t *testing.T) {
 	c.shutdown()
 }
 
-// What was queued is done also if nobody calls Flush.
+// Queued operations complete even if nobody calls Flush.
 func TestNotifyLaterWithoutFlush(t *testing.T) {
 	var told [2]log
 	c := crowded(t, &told, 0)
@@ -92,12 +92,12 @@ func TestNotifyLaterWithoutFlush(t *testing.T) {
 	c.shutdown()
 }
 
-// What was queued is done also if more keeps coming.
+// Queued operations complete even if more are queued all the time.
 func TestNotifyWhileQueueing(t *testing.T) {
 	const most = 500 // before the first heartbeat
 	var told [2]log
 	c := crowded(t, &told, 5*time.Millisecond)
-	time.Sleep(200 * time.Millisecond) // the clocks have been compared, for which loops take turns
+	time.Sleep(200 * time.Millisecond) // until the clocks are compared, which takes turns of the loops
 	c.each(func(r int) {
 		done := make(chan error, most)
 		queued := 0
@@ -114,7 +114,8 @@ func TestNotifyWhileQueueing(t *testing.T) {
 	}
 }
 
-// Drive and Flush do not wait for a deferred notification, and the next one is deferred again, by the timer too.
+// Drive and Flush do not wait for a deferred notification. The next notification is deferred again, also by
+// the timer.
 func TestDriveAfterNotifyLater(t *testing.T) {
 	for _, period := range []time.Duration{0, time.Hour} {
 		var told [2]log

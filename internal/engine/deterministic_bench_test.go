@@ -12,9 +12,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// BenchmarkDeterministic is what deterministic mode costs: two jobs over TCP on loopback, one in each mode, take turns,
-// and the median of the ratios of their times is printed as cost-ratio. A step sums float32 tensors of the given bytes
-// that are in flight together, as the gradients of a training step are.
+// BenchmarkDeterministic measures the cost of deterministic mode. Two jobs over TCP on loopback, one in each
+// mode, take turns, and the median of the ratios of their times is printed as cost-ratio. A step sums float32
+// tensors of the given bytes that are in flight together, as the gradients of a training step are.
 func BenchmarkDeterministic(b *testing.B) {
 	for _, ranks := range []int{2, 4} {
 		for _, c := range []struct{ tensors, numBytes int }{{1, 4 << 10}, {1, 256 << 10}, {1, 16 << 20}, {32, 64 << 10}} {
@@ -70,7 +70,7 @@ func newStepper(b *testing.B, ranks, tensors, numBytes int, deterministic bool) 
 	return s
 }
 
-// step sums all tensors at all ranks, and says how long that took.
+// step sums all tensors at all ranks, and returns how long that took.
 func (s *stepper) step() time.Duration {
 	begin := time.Now()
 	s.c.each(func(r int) {

@@ -11,7 +11,7 @@ import (
 
 const clockChild = "HVD_TEST_CLOCK_CHILD"
 
-// TestClockOfAChild is what the children of the tests below run: it prints what they see.
+// TestClockOfAChild is executed by the child processes of the tests below. It prints the child's clock.
 func TestClockOfAChild(t *testing.T) {
 	if os.Getenv(clockChild) == "" {
 		t.Skip("run by other tests")
@@ -23,7 +23,8 @@ func TestClockOfAChild(t *testing.T) {
 	fmt.Println(clockDomain(), shown)
 }
 
-// Two processes of a host read one clock, between whose readings no more passes than between the calls.
+// Two processes of a host read the same clock: their readings differ by no more than the time between the
+// calls.
 func TestProcessesShareADomain(t *testing.T) {
 	before, err := monotonic(time.Now())
 	if err != nil {
@@ -42,7 +43,7 @@ func TestProcessesShareADomain(t *testing.T) {
 	}
 }
 
-// The start is that of the time given, not of the call.
+// monotonic returns the reading at the given time, not at the time of the call.
 func TestMonotonicOfThePast(t *testing.T) {
 	now := time.Now()
 	a, err := monotonic(now)
@@ -53,7 +54,7 @@ func TestMonotonicOfThePast(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The thread may lose its processor between two readings of a clock, each time that they are tried.
+	// The thread may be descheduled between two readings of a clock in every try.
 	if d, took := a-b-time.Hour, time.Since(now); d.Abs() > took {
 		t.Errorf("an hour is off by %v, within %v", d, took)
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// do submits an entry as a caller does that waits at once, and reports whether it was done when Drive returned.
+// do submits an entry like a caller that waits at once, and reports whether it was done when Drive returned.
 func (c *cluster) do(r int, entry *tensorqueue.Entry) (driven bool) {
 	done := make(chan struct{})
 	var failed error
@@ -41,7 +41,7 @@ func (c *cluster) do(r int, entry *tensorqueue.Entry) (driven bool) {
 	return driven
 }
 
-// isClosed reports whether c is closed, whenever it is asked.
+// isClosed returns a function that reports whether c is closed.
 func isClosed(c <-chan struct{}) func() bool {
 	return func() bool {
 		select {
@@ -59,7 +59,7 @@ func barrier(name string) *tensorqueue.Entry {
 	return &tensorqueue.Entry{Request: message.Request{Kind: message.Barrier, Name: name}}
 }
 
-// The caller that waits does the work.
+// The caller that waits executes the operation.
 func TestDrive(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) { cfg.Spin = time.Second })
 	driven := make([]int, 3)
@@ -72,14 +72,14 @@ func TestDrive(t *testing.T) {
 		}
 	})
 	for r, n := range driven {
-		if n < 50 { // else the background loop has, because it had begun before: more often on a busy machine
+		if n < 50 { // the background loop may do some, if it has begun before; more on a busy machine
 			t.Errorf("rank %d: 100 barriers, %d of them done by the caller", r, n)
 		}
 	}
 	c.shutdown()
 }
 
-// Goroutines that wait, and the loop that serves those who do not, take the lock from each other.
+// Goroutines that drive, and the background loop that serves the others, take the lock from each other.
 func TestManyDrive(t *testing.T) {
 	const n, goroutines, rounds = 2, 4, 200
 	c := startOn(t, mem.New(n), n, nil)
@@ -107,7 +107,8 @@ func TestManyDrive(t *testing.T) {
 	c.shutdown()
 }
 
-// A driver stops when its context ends, or when nothing has happened for a while; what it waits for goes on without it.
+// A driver stops when its context ends, or when nothing has happened for a while. Its operation continues
+// without it.
 func TestDriveEnds(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) {
 		cfg.Spin = time.Hour
@@ -143,10 +144,11 @@ func TestDriveEnds(t *testing.T) {
 	c.engines[1].Drive(c.ctx, never) // it returns at once
 }
 
-// What is left to a heartbeat takes half a second. So much of it takes longer than the test has.
+// oftenEnough is a number of operations that takes longer than the test may take if each waits for a
+// heartbeat, which is half a second.
 const oftenEnough = 200
 
-// A rank that polls for very long notifies parked peers of what it has sent.
+// A rank that polls for a very long time notifies parked peers of the frames that it has sent.
 func TestDriverNotifiesPeers(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.Spin = time.Microsecond
@@ -165,7 +167,7 @@ func TestDriverNotifiesPeers(t *testing.T) {
 	c.shutdown()
 }
 
-// A deadline that a driver's turn brings is kept though BackgroundThreadLoop is parked.
+// A deadline that results from a driver's turn is kept although BackgroundThreadLoop is parked.
 func TestDriveKeepsDeadlines(t *testing.T) {
 	end := time.Now().Add(deadline)
 	for range oftenEnough {
@@ -189,7 +191,7 @@ func TestDriveKeepsDeadlines(t *testing.T) {
 	}
 }
 
-// The end of an engine reaches a driver.
+// Close of an engine ends a driver.
 func TestCloseWhileDriving(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Hour })
 	left := make(chan struct{})

@@ -33,7 +33,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const deadline = 60 * time.Second
 
-// cluster is a job whose ranks are in this process.
+// cluster is a job whose ranks run in this process.
 type cluster struct {
 	t       testing.TB
 	ctx     context.Context
@@ -41,8 +41,8 @@ type cluster struct {
 	engines []*engine.Engine
 }
 
-// start makes a job of n ranks whose loops sleep as soon as they have nothing to do: in a bubble the time would not pass for
-// one that polls. change, if not nil, changes a rank's configuration.
+// start starts a job of n ranks whose loops park as soon as they have nothing to do: in a bubble, time does
+// not pass for a loop that polls. change, if not nil, changes a rank's configuration.
 func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 	return startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 		cfg.Spin = -1
@@ -52,7 +52,7 @@ func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 	})
 }
 
-// startOn is start with channels of net.
+// startOn is start with the connections of net.
 func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config)) *cluster {
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	t.Cleanup(cancel)
@@ -84,7 +84,7 @@ func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config))
 	return c
 }
 
-// each calls f for all ranks at once.
+// each calls f for all ranks concurrently.
 func (c *cluster) each(f func(r int)) {
 	var wg sync.WaitGroup
 	for r := range c.engines {
@@ -101,7 +101,7 @@ func (c *cluster) shutdown() {
 	})
 }
 
-// sum is a sum of int64 in place.
+// sum returns an in-place sum of int64.
 func sum(name string, buf []byte) *tensorqueue.Entry {
 	return &tensorqueue.Entry{
 		Request: message.Request{
@@ -112,7 +112,7 @@ func sum(name string, buf []byte) *tensorqueue.Entry {
 	}
 }
 
-// submit submits entries of rank r, one after the other, and gives their errors in that order.
+// submit submits entries of rank r, one after another, and sends their errors in that order.
 func (c *cluster) submit(r int, entries ...*tensorqueue.Entry) chan error {
 	done := make(chan error, len(entries))
 	for _, e := range entries {
@@ -124,7 +124,7 @@ func (c *cluster) submit(r int, entries ...*tensorqueue.Entry) chan error {
 	return done
 }
 
-// allreduce sums int64 of rank r in place.
+// allreduce submits an in-place sum of int64 at rank r.
 func (c *cluster) allreduce(r int, name string, buf []byte) chan error {
 	return c.submit(r, sum(name, buf))
 }
@@ -151,7 +151,8 @@ func TestSums(t *testing.T) {
 	})
 }
 
-// What follows a join that waits is refused as this rank's own mistake, whoever queued it.
+// An operation that is queued after a pending join is refused as this rank's own mistake, whichever goroutine
+// queued it.
 func TestSubmitBehindAJoin(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -199,7 +200,8 @@ func sums(t *testing.T, change func(*engine.Config)) {
 	}
 }
 
-// A rank that dies is named to all others, whether they execute or negotiate, and every operation is answered.
+// If a rank dies, the verdict at all other ranks names it, whether they execute or negotiate, and every
+// operation ends.
 func TestDeath(t *testing.T) {
 	const n = 4
 	for _, over := range []string{"mem", "mem without polling", "tcp"} {
@@ -229,7 +231,7 @@ func TestDeath(t *testing.T) {
 	}
 }
 
-// dies has a rank die: while all execute large operations, or while the others wait for it in negotiation.
+// dies makes a rank die: while all execute large operations, or while the others wait for it in negotiation.
 func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	started := make(chan struct{})
 	var once sync.Once
@@ -282,7 +284,7 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	}
 }
 
-// A peer that does not keep to the protocol is named, and nobody hangs.
+// If a peer breaks the protocol, the verdict names it, and no rank hangs.
 func TestGarbageOnAControlConnection(t *testing.T) {
 	for _, frame := range [][]byte{
 		{10, 0, 0, 0, 9, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0}, // wrong number
@@ -315,7 +317,7 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 		case <-ctx.Done():
 			t.Fatalf("frame %x: no end", frame)
 		}
-		// The verdict reaches the peer, and until somebody closes the engine its connection stands.
+		// The verdict reaches the peer, whose connection stays open until somebody closes the engine.
 		conn, err := net.Mesh(1).Conn(ctx, transport.Control, 0)
 		if err != nil {
 			t.Fatal(err)
@@ -348,7 +350,7 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 	}
 }
 
-// gather is an allgather of one byte, whose result is allocated by allocate.
+// gather returns an allgather of one byte, whose result is allocated by allocate.
 func gather(name string, allocate func(n int) []byte) *tensorqueue.Entry {
 	return &tensorqueue.Entry{
 		Request:  message.Request{Kind: message.Allgather, Name: name, DType: tensor.Uint8, Shape: tensor.Shape{1}},
@@ -364,7 +366,8 @@ func (c *cluster) gather(r int, allocate func(n int) []byte) chan error {
 
 func allocate(n int) []byte { return make([]byte, n) }
 
-// A shutdown whose context ends does not wait for peers that are in the way, not even in the middle of an operation.
+// A shutdown whose context ends does not wait for peers that block it, not even in the middle of an
+// operation.
 func TestShutdownGivesUp(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -393,8 +396,8 @@ func TestShutdownGivesUp(t *testing.T) {
 	})
 }
 
-// However a shutdown and the last operations cross, every operation ends well or with the shutdown, at all ranks alike,
-// and nobody takes a rank that has left for a dead one.
+// In whatever order a shutdown and the last operations happen, every operation ends without error or with the
+// shutdown's, alike at all ranks, and no rank reports one that has left as dead.
 func TestShutdownCrossesWork(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for i := range 40 {
@@ -428,10 +431,11 @@ func TestShutdownCrossesWork(t *testing.T) {
 	})
 }
 
-// In a bubble time passes only while everybody sleeps: an operation and a shutdown need none, and an idle rank is woken
-// by heartbeats alone.
+// In a bubble, time passes only while all goroutines sleep. An operation and a shutdown must take no time,
+// and only heartbeats may wake an idle rank.
 //
-// A rank that polls sleeps at once here, because time does not pass while it polls: this is the test of its notification.
+// A rank that would poll parks at once here, because time does not pass while it polls. So this also tests
+// that ranks are notified.
 func TestNobodyWaitsForTheClock(t *testing.T) {
 	for _, n := range []int{1, 3} {
 		synctest.Test(t, func(t *testing.T) {
@@ -447,7 +451,8 @@ func TestNobodyWaitsForTheClock(t *testing.T) {
 			if took := time.Since(began); took != 0 {
 				t.Errorf("n=%d: ten operations waited for %v", n, took)
 			}
-			// In the bubble: three times the liveness timeout, and between two heartbeats, whose turn would hide a lost one.
+			// Three times the liveness timeout, and a time between two heartbeats, because a heartbeat's turn
+			// would hide a lost notification.
 			time.Sleep(30*time.Second + 500*time.Millisecond)
 			began = time.Now()
 			c.shutdown()
@@ -458,7 +463,7 @@ func TestNobodyWaitsForTheClock(t *testing.T) {
 	}
 }
 
-// A rank that falls silent without its connection ending is found by the clock.
+// A rank that sends nothing while its connection stays open is detected by its liveness timeout.
 func TestSilence(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -467,7 +472,7 @@ func TestSilence(t *testing.T) {
 			began := time.Now()
 			var silent sync.WaitGroup
 			silent.Go(func() {
-				// Rank 1 is there, and says nothing.
+				// Rank 1 connects and sends nothing.
 				if _, err := net.Mesh(1).Conn(ctx, transport.Control, 0); err != nil {
 					t.Error(err)
 				}
@@ -495,7 +500,7 @@ func TestSilence(t *testing.T) {
 	})
 }
 
-// A job of one can be closed in the middle of an operation.
+// A job of one rank can be closed in the middle of an operation.
 func TestAloneClosedWhileWorking(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		e, err := engine.Start(t.Context(), engine.Config{Size: 1, Mesh: transport.Alone{}, Backends: ops.Registry{tcp.Register(transport.Alone{}, tcp.Config{})}, LivenessTimeout: 10 * time.Second, Lockstep: lockstep})
@@ -521,7 +526,7 @@ func TestAloneClosedWhileWorking(t *testing.T) {
 	})
 }
 
-// What a peer claims to contribute is not allocated before it is known to fit.
+// The memory for a peer's contribution is not allocated before the announced size is known to fit.
 func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.MaxResultBytes = lockstep, 1000 })
@@ -547,8 +552,8 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	})
 }
 
-// A rank whose lane is stuck does not hold up the shutdown of all ranks for ever: after ten seconds without progress it is
-// cut short, and every operation is answered.
+// A rank whose lane is stuck does not delay the shutdown of all ranks for ever: after ten seconds without
+// progress the shutdown is cut short, and every operation ends.
 func TestShutdownWithoutProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)

@@ -7,7 +7,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Submit queues entries, whose requests are sound, and notifies the loop.
+// Submit queues entries, whose requests are valid, and notifies the loop.
 func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
 	err := e.Queue(entries...)
 	if err == nil {
@@ -16,17 +16,17 @@ func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
 	return err
 }
 
-// Polls is how often the loop was polled.
+// Polls returns how often the loop was polled.
 func (e *Engine) Polls() uint64 { return e.sched.polls.Load() }
 
-// SetSpin replaces how long the loop polls before it parks.
+// SetSpin sets how long the loop polls before it parks.
 func (e *Engine) SetSpin(d time.Duration) {
 	e.sched.mu.Lock()
 	defer e.sched.mu.Unlock()
 	e.sched.budget, e.sched.backgroundBudget = d, d
 }
 
-// Queued is how many grants wait for the lane of a process set.
+// Queued returns the number of grants that wait for the lane of a process set.
 func (e *Engine) Queued(set topo.ProcessSetID) int {
 	l := e.lanes.find(set)
 	l.mu.Lock()
@@ -34,5 +34,5 @@ func (e *Engine) Queued(set topo.ProcessSetID) int {
 	return len(l.todo)
 }
 
-// SetDeferralPeriod replaces the time for which NotifyLater defers, before it has.
+// SetDeferralPeriod sets the time for which NotifyLater defers. It must be called before NotifyLater.
 func (e *Engine) SetDeferralPeriod(d time.Duration) { e.sched.deferred.period = d }

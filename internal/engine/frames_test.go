@@ -12,7 +12,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// arrivals is a connection on which each piece arrives by itself; an empty one is that nothing has. After them it ends.
+// arrivals is a connection on which each piece arrives separately. An empty piece means that nothing has
+// arrived. After the last piece the connection ends.
 type arrivals struct {
 	transport.Conn
 	pieces [][]byte
@@ -38,7 +39,7 @@ func appendFrame(b []byte, seq uint32, body []byte) []byte {
 	return append(b, body...)
 }
 
-// take is all that f gives, as copies, until it has nothing after everything has arrived.
+// take returns copies of all frames from f, until f has none after everything has arrived.
 func take(f *frames, a *arrivals) (got []string, err error) {
 	for {
 		for {
@@ -60,7 +61,8 @@ func take(f *frames, a *arrivals) (got []string, err error) {
 	}
 }
 
-// However the bytes are cut, the same frames come out, those before the end of the connection too, and the end once.
+// However the bytes are cut into pieces, next returns the same frames, also the ones before the end of the
+// connection, and the end once.
 func TestFramesHoweverTheyAreCut(t *testing.T) {
 	want := []string{"first", "", "third frame"}
 	var stream []byte
@@ -91,7 +93,7 @@ func TestFramesHoweverTheyAreCut(t *testing.T) {
 	}
 }
 
-// A stream that ends in the middle of a frame gives the frames before.
+// If a stream ends in the middle of a frame, next returns the frames before it.
 func TestFramesCutShort(t *testing.T) {
 	stream := appendFrame(appendFrame(nil, 0, []byte("whole")), 1, []byte("cut short"))
 	for _, short := range []int{1, 9, 10, 16} {
@@ -124,7 +126,8 @@ func TestFramesThatBreakTheProtocol(t *testing.T) {
 	}
 }
 
-// What is held of a large frame is in proportion with what has arrived of it, and given back when it is done.
+// The buffer for a large frame is proportional to the bytes that have arrived, and is released after the
+// frame.
 func TestFramesGrowWithWhatArrives(t *testing.T) {
 	body := bytes.Repeat([]byte("0123456789"), 1<<18)
 	stream := appendFrame(appendFrame(nil, 0, body), 1, []byte("next"))
@@ -154,7 +157,7 @@ func TestFramesGrowWithWhatArrives(t *testing.T) {
 	}
 }
 
-// A steady stream of frames allocates nothing, also where they never end with what arrived.
+// A steady stream of frames allocates nothing, even if the received bytes never end with a frame.
 func TestFramesAllocateNothing(t *testing.T) {
 	var stream []byte
 	var pieces [2][]byte
@@ -177,7 +180,8 @@ func TestFramesAllocateNothing(t *testing.T) {
 	}
 }
 
-// A stream of which a part of a frame is always left over needs no more memory than one that stops now and then.
+// A stream that always leaves part of a frame in the buffer needs no more memory than one that pauses from
+// time to time.
 func TestFramesThatNeverPause(t *testing.T) {
 	var stream []byte
 	for seq := range uint32(2000) {

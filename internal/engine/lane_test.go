@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// unfinished is a backend whose operation, which was started, waits for a rank that does not come.
+// unfinished is a backend whose operation was started and waits for a rank that does not take part.
 type unfinished struct {
 	ops.Backend
 	ended bool
@@ -28,8 +28,8 @@ func (b *unfinished) Step(ctx context.Context, _ bool) (ops.Progress, error) {
 	return ops.Waiting, context.Cause(ctx)
 }
 
-// An operation that was started is ended at the backend before its tensors are answered, though the epoch is over before the
-// lane comes to it: others may still read them.
+// An operation that was started is ended at the backend before its tensors are answered, even if the epoch is
+// over before the lane executes it: peers may still read the tensors.
 func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	b := new(unfinished)
 	m, err := ops.NewManager(ops.Registry{{ID: message.SHM, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }}},
@@ -57,7 +57,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}}}
 	ctx, cancel := context.WithCancelCause(t.Context())
 	verdict := errors.New("rank 1 failed")
-	// As at the end of an epoch.
+	// The state at the end of an epoch.
 	w := &work{grant: g, entries: []*tensorqueue.Entry{e}}
 	if err := l.start(w); err != nil {
 		t.Fatal(err)
@@ -71,7 +71,8 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}
 }
 
-// A barrier that is answered in a turn of the loop does not overtake the answers of operations that the lane has executed.
+// A barrier that is executed in a turn of the loop does not complete before the answers of operations that
+// the lane has executed.
 func TestClaimInOrder(t *testing.T) {
 	l := &lane{observer: &observer{start: time.Now()}}
 	l.changed.L = &l.mu

@@ -9,7 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// pipe takes what it is given, and says that it has sent it when it is told to.
+// pipe is a connection that counts the bytes that it is given. The test sets how many of them it reports as
+// sent.
 type pipe struct {
 	transport.Conn
 	taken, sent uint64
@@ -22,7 +23,7 @@ func (p *pipe) Send(b []byte) error {
 
 func (p *pipe) Sent() uint64 { return p.sent }
 
-// What frames were in is used again, but a connection keeps neither large buffers nor many.
+// Buffers of frames are reused, but a connection keeps neither large buffers nor many.
 func TestLinkKeepsLittle(t *testing.T) {
 	p := new(pipe)
 	l := &link{conn: p}
@@ -47,7 +48,7 @@ func TestLinkKeepsLittle(t *testing.T) {
 	}
 }
 
-// Frames that come over a connection are those that were sent, whatever comes behind them.
+// The frames received over a connection are the ones that were sent, whatever bytes follow them.
 func FuzzReceive(f *testing.F) {
 	header := func(n, seq uint32) []byte {
 		return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, n), seq)

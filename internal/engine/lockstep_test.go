@@ -17,7 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// againstFrames runs rank 0 in lock-step until its epoch ends. In place of rank 1 there is a sender of frames.
+// againstFrames runs rank 0 in lock-step until its epoch ends. The function rank1 sends frames in place of
+// rank 1.
 func againstFrames(t *testing.T, rank1 func(ctx context.Context, send func(frame []byte) error) error) error {
 	net := mem.New(2)
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
@@ -68,7 +69,7 @@ func wantRank1(t *testing.T, err error, text string) {
 	}
 }
 
-// In lock-step too, a rank that breaks the protocol is named, and not the one that notices.
+// In lock-step too, the verdict names the rank that breaks the protocol, not the rank that detects it.
 func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 	q := message.Request{
 		Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{1}, Op: tensor.Sum, Prescale: 1, Postscale: 1,
@@ -98,7 +99,8 @@ func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 	}
 }
 
-// A rank that lives and does not enter a collective is named when the deadline of that passes: nobody waits for it for ever.
+// If a rank sends heartbeats but does not enter a collective, the verdict names it when the collective's
+// deadline passes. No rank waits for it for ever.
 func TestLockstepDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		began := time.Now()

@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// log keeps what it hears of.
+// log keeps the records that it receives.
 type log struct {
 	mu      sync.Mutex
 	ops     []trace.Operation
@@ -52,14 +52,15 @@ func (l *log) Offset(o trace.Offset) {
 	}
 }
 
-// operations are those that have ended, in that order.
+// operations returns the operations in the order in which they ended.
 func (l *log) operations() []trace.Operation {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.Clone(l.ops)
 }
 
-// Every tensor that is answered is told of, before the answer, with times in order and a number that all ranks have.
+// Every tensor is recorded before it is answered, with times in order and an operation number that is equal
+// at all ranks.
 func TestOperationsAreTold(t *testing.T) {
 	const n, steps = 3, 30
 	told := func(t *testing.T, lockstep bool) {
@@ -91,7 +92,7 @@ func TestOperationsAreTold(t *testing.T) {
 				if want := len(entries) - 3; refused != want {
 					t.Errorf("%d refused, want %d", refused, want)
 				}
-				// Before the answer, so everything is there by now.
+				// Records come before the answer, so all of them are there.
 				seen := 0
 				for _, op := range recorders[r].operations() {
 					seen += len(op.Tensors)
@@ -179,7 +180,7 @@ func checkOperation(t *testing.T, rank int, op *trace.Operation) {
 	}
 }
 
-// What has not ended says how far it has got.
+// The record of a pending operation says how far the operation has got.
 func TestPending(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -210,7 +211,7 @@ func TestPending(t *testing.T) {
 	})
 }
 
-// looker looks at what is pending when an operation has ended, and is not answered.
+// looker reads the pending operations when an operation has ended and is not answered yet.
 type looker struct {
 	engine atomic.Pointer[engine.Engine]
 	saw    []trace.Pending
@@ -222,7 +223,7 @@ func (l *looker) Record(*trace.Operation) {
 	}
 }
 
-// What is granted says in which operation it is, and who runs it.
+// The record of a granted tensor has the number of its operation and the backend.
 func TestPendingInAnOperation(t *testing.T) {
 	var l looker
 	c := start(t, 2, func(cfg *engine.Config) {
@@ -249,7 +250,7 @@ func TestPendingInAnOperation(t *testing.T) {
 	}
 }
 
-// Clocks that are not one are measured, to within the error that is told.
+// The offset between different clocks is measured to within the reported error.
 func TestClocks(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for _, same := range []bool{false, true} {
@@ -260,7 +261,7 @@ func TestClocks(t *testing.T) {
 				if !same {
 					cfg.ClockDomain = fmt.Sprint(cfg.Rank)
 				}
-				// So that they do not start at once, which would leave nothing to measure.
+				// The engines must not start at the same time, or their clocks would have no offset.
 				<-time.After(time.Duration(cfg.Rank) * 20 * time.Millisecond)
 			})
 			c.each(func(r int) {
@@ -274,7 +275,7 @@ func TestClocks(t *testing.T) {
 					t.Errorf("rank %d: no measurement of the clock", r)
 				}
 				o, _ := e.Offset()
-				// This process has one clock, so the truth is known.
+				// The process has one clock, so the true offset is known.
 				truth := e.Clock().Start.Sub(c.engines[0].Clock().Start)
 				off := (o.Offset - truth).Abs()
 				if exact := same || r == 0; exact != (o.Error == 0) || !exact && off > o.Error || exact && off > time.Millisecond {
@@ -286,7 +287,7 @@ func TestClocks(t *testing.T) {
 	})
 }
 
-// What ends with the job is told of too, and counted.
+// Operations that end with the job are recorded and counted too.
 func TestFailedOperationsAreTold(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		const n = 3
@@ -304,7 +305,8 @@ func TestFailedOperationsAreTold(t *testing.T) {
 	})
 }
 
-// What ranks disagree on counts as refused and as nothing else; what an end of the job leaves counts as failed, once.
+// Operations on which ranks disagree count only as refused. Operations that end with the job count as failed,
+// once.
 func TestCounts(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.FusionThresholdBytes = lockstep, 64 })
@@ -333,7 +335,7 @@ func TestCounts(t *testing.T) {
 	})
 }
 
-// The tensors of a group that is one request count each, and their bytes by their type.
+// Each tensor of a group in one request is counted, with its bytes by its type.
 func TestGroupsAreTold(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		logs := make([]log, 2)
@@ -386,7 +388,7 @@ func TestGroupsAreTold(t *testing.T) {
 	})
 }
 
-// group is a sum in place of tensors of ten elements that is one request.
+// group returns an in-place sum of tensors of ten elements that is one request.
 func group(types ...tensor.DType) *tensorqueue.Entry {
 	e := &tensorqueue.Entry{Request: message.Request{
 		Kind: message.Allreduce, Name: "g", Shape: tensor.Shape{int64(10 * len(types))}, Op: tensor.Sum, Prescale: 1, Postscale: 1,
@@ -400,7 +402,7 @@ func group(types ...tensor.DType) *tensorqueue.Entry {
 	return e
 }
 
-// Whoever hears of an operation may keep its shape: it holds on to nothing else.
+// A Recorder may keep the shape of a tensor: it keeps no other memory alive.
 func TestShapesAreTheirOwn(t *testing.T) {
 	logs := make([]log, 2)
 	c := start(t, 2, func(cfg *engine.Config) { cfg.Recorder = &logs[cfg.Rank] })

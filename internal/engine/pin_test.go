@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 )
 
-// The loop and the lane of each rank keep to the processors that they are given.
+// The loop and the lane of each rank run only on the processors that they are configured for.
 func TestKeepsToItsProcessors(t *testing.T) {
 	if runtime.NumCPU() == 1 {
 		t.Skip("on one processor all threads keep to it")
@@ -22,14 +22,14 @@ func TestKeepsToItsProcessors(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	// A thread of an earlier run may be on its way out.
+	// Threads of an earlier run may not have ended yet.
 	if got, want := threadsOn(t, "0"), 2*ranks; got < want {
 		t.Errorf("%d threads keep to processor 0, want %d", got, want)
 	}
 	c.shutdown()
 }
 
-// threadsOn counts the threads of this process that may run on these processors alone.
+// threadsOn counts the threads of this process that may run only on these processors.
 func threadsOn(t *testing.T, processors string) int {
 	t.Helper()
 	allowed := regexp.MustCompile(`(?m)^Cpus_allowed_list:\t` + regexp.QuoteMeta(processors) + `$`)

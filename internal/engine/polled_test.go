@@ -20,7 +20,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// comesToRest waits until the loops of c hardly poll for a while: once or twice for each heartbeat that comes or goes.
+// comesToRest waits until the loops of c hardly poll for a while: once or twice for each heartbeat that they
+// receive or send.
 func comesToRest(t *testing.T, c *cluster) {
 	t.Helper()
 	looks := func() (n uint64) {
@@ -33,7 +34,7 @@ func comesToRest(t *testing.T, c *cluster) {
 	most := 10 * uint64(len(c.engines))
 	for range 50 {
 		before := looks()
-		<-time.After(while) // what is measured
+		<-time.After(while) // the time of the measurement
 		if looks()-before <= most {
 			return
 		}
@@ -41,7 +42,8 @@ func comesToRest(t *testing.T, c *cluster) {
 	t.Error("the loops do not come to rest")
 }
 
-// A loop polls while its rank is busy. When it is not, or waits for a rank that does not come, it parks.
+// A loop polls while its rank is busy. It parks when the rank is idle, or waits for a rank that does not take
+// part.
 func TestIdleRanksDoNotPoll(t *testing.T) {
 	const n = 3
 	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) { cfg.Spin = time.Millisecond })
@@ -74,7 +76,8 @@ func TestIdleRanksDoNotPoll(t *testing.T) {
 	c.shutdown()
 }
 
-// An operation that took longer than a loop polls is followed by some polling: the next is likely to come soon.
+// An operation that took longer than the poll budget is followed by some polling, because the next operation
+// is likely to follow soon.
 func TestPollsAfterALongOperation(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = -1 }) // every operation is longer than that
 	release := make(chan struct{})
@@ -88,7 +91,7 @@ func TestPollsAfterALongOperation(t *testing.T) {
 		})
 		<-executing
 	})
-	// Rank 1 does not coordinate, so only the end of the operation concerns it from here on.
+	// Rank 1 does not coordinate, so from here on only the end of the operation makes it busy.
 	e := c.engines[1]
 	e.SetSpin(time.Hour)
 	before := e.Polls()
@@ -108,7 +111,7 @@ func TestPollsAfterALongOperation(t *testing.T) {
 	c.shutdown()
 }
 
-// counted counts how often a loop says that it rests, and that it looks again.
+// counted counts the calls of Park and Unpark.
 type counted struct {
 	transport.Mesh
 	rests, wakes atomic.Int32
@@ -124,7 +127,8 @@ func (c *counted) Unpark() {
 	c.Mesh.Unpark()
 }
 
-// A loop that was parked unparks before it polls again, so that peers need not notify it of what it sees anyhow.
+// A loop that was parked unparks before it polls again, so that peers need not notify it of frames that it
+// polls anyway.
 func TestLoopsWakeTheMesh(t *testing.T) {
 	net := mem.New(2)
 	var meshes [2]counted
@@ -148,7 +152,8 @@ func TestLoopsWakeTheMesh(t *testing.T) {
 	}
 }
 
-// A rank whose epoch has failed reads on until it is closed, so that living peers get rid of what they sent.
+// A rank whose epoch has failed keeps reading until it is closed, so that surviving peers can send their
+// backlog.
 func TestReadsOnAfterAFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3
@@ -181,7 +186,7 @@ func TestReadsOnAfterAFailure(t *testing.T) {
 	})
 }
 
-// A deadline that comes before the next heartbeat is not missed.
+// A deadline that is before the next heartbeat is not missed.
 func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)
@@ -199,8 +204,8 @@ func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 	})
 }
 
-// While a lane is busy what comes next is negotiated: one grant is ready to begin, and the others collect, to be granted
-// together. They run in order.
+// While a lane is busy, later operations are negotiated: one grant is ready to begin, and the other
+// operations collect and are granted together. They run in order.
 func TestNegotiationOverlapsExecution(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3
@@ -260,11 +265,12 @@ func TestNegotiationOverlapsExecution(t *testing.T) {
 	})
 }
 
-// An operation in the steady state allocates next to nothing at all its ranks together: fusion's list of what runs together.
+// An operation in the steady state allocates next to nothing, counting all its ranks: only fusion's list of
+// tensors that run together.
 func TestSteadyStateAllocates(t *testing.T) {
 	for _, n := range []int{1, 2, 4} {
 		c := startOn(t, mem.New(n), n, nil)
-		// Without elements nothing is allocated for the data.
+		// Tensors without elements need no memory for data.
 		entries := make([]*tensorqueue.Entry, n)
 		done := make(chan error, n)
 		finish := func(err error) { done <- err }
@@ -298,7 +304,8 @@ func TestSteadyStateAllocates(t *testing.T) {
 
 var noElements = tensor.Shape{0}
 
-// More frames at once than one turn takes from a peer are all heard, though nothing notifies of the rest of them.
+// If a peer sends more frames at once than a turn applies, all are applied, although no notification comes
+// for the rest.
 func TestManyFramesAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		net := mem.New(2)
@@ -312,7 +319,7 @@ func TestManyFramesAtOnce(t *testing.T) {
 			stream = binary.LittleEndian.AppendUint32(stream, seq)
 			stream = append(stream, body...)
 		}
-		stream = append(stream, make([]byte, 8)...) // number 0 again: the fault by which it is seen that all came
+		stream = append(stream, make([]byte, 8)...) // number 0 again: the error shows that all frames arrived
 		var e *engine.Engine
 		var started sync.WaitGroup
 		started.Go(func() {

@@ -12,16 +12,16 @@ import (
 	"time"
 )
 
-// fakeLoop is a loop whose turns do what tests say. It has peers too.
+// fakeLoop is a loop whose turns are set by the test. It implements peers too.
 type fakeLoop struct {
 	start time.Time
-	ahead atomic.Int64 // of the bubble's clock is the loop's, because polls take time
+	ahead atomic.Int64 // time by which the loop's clock is ahead of the bubble's, because polls take time
 
 	mu     sync.Mutex
 	turns  []time.Duration                     // when each began
 	turn   func() (time.Duration, bool, error) // nil: nothing is due for an hour
-	work   atomic.Int32                        // what is queued
-	polls  func(n int) bool                    // what a poll finds; nil: nothing
+	work   atomic.Int32                        // number of queued operations
+	polls  func(n int) bool                    // reports whether poll n finds an event; nil: none does
 	polled int
 
 	handOffs, notified, parks, unparks int
@@ -42,7 +42,7 @@ func (l *fakeLoop) RunLoopOnce() (time.Duration, bool, error) {
 	return l.clock() + time.Hour, false, nil
 }
 
-// arrived takes a microsecond of the fake clock.
+// arrived advances the fake clock by a microsecond.
 func (l *fakeLoop) arrived() bool {
 	l.ahead.Add(int64(time.Microsecond))
 	l.polled++
@@ -68,14 +68,14 @@ func (l *fakeLoop) NotifyPeers() {
 	}
 }
 
-// nextTurns says what turns do from now on; nil is nothing.
+// nextTurns sets the function that turns call from now on; nil does nothing.
 func (l *fakeLoop) nextTurns(turn func() (time.Duration, bool, error)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.turn = turn
 }
 
-// took returns when the turns began since the last call.
+// took returns the times at which turns have begun since the last call.
 func (l *fakeLoop) took() []time.Duration {
 	synctest.Wait()
 	l.mu.Lock()
@@ -85,7 +85,8 @@ func (l *fakeLoop) took() []time.Duration {
 	return turns
 }
 
-// scheduled calls test with a scheduler that BackgroundThreadLoop runs, in a bubble. What run returned is checked against want.
+// scheduled calls test in a bubble with a scheduler that BackgroundThreadLoop runs. It compares the result of
+// run with want.
 func scheduled(t *testing.T, budget time.Duration, want error, test func(t *testing.T, s *scheduler, l *fakeLoop)) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &fakeLoop{start: time.Now()}
@@ -109,12 +110,14 @@ func scheduled(t *testing.T, budget time.Duration, want error, test func(t *test
 	})
 }
 
-// isAt reports whether a turn began when it was due: polls may have taken a little time after the last look at the clock.
+// isAt reports whether a turn began when it was due. Polls may have taken a little time after the last
+// reading of the clock.
 func isAt(at, due time.Duration) bool { return at >= due && at <= due+pollsPerClock*time.Microsecond }
 
 const pollBudget = 50 * time.Microsecond
 
-// parked -> background: by notify, and when a turn is due; many notifications before a turn are one.
+// parked -> background: by notify, and when a turn is due. Many notifications before a turn have the effect
+// of one.
 func TestSchedulerParks(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		if !s.parked.Load() || l.parks == 0 {
@@ -129,7 +132,7 @@ func TestSchedulerParks(t *testing.T) {
 				t.Errorf("notified at %v: turns at %v", at, got)
 			}
 		}
-		// What is notified of when the last poll is over and nobody is parked yet is not lost.
+		// A notification that comes after the last poll and before the loop has parked is not lost.
 		l.onHandOff = func() {
 			l.onHandOff = nil
 			s.notify()
@@ -153,7 +156,7 @@ func TestSchedulerParks(t *testing.T) {
 	})
 }
 
-// background: a rank that is busy polls for its budget, an idle one once.
+// background: a busy rank polls for its budget, an idle rank once.
 func TestSchedulerPolls(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		for _, busy := range []bool{false, true} {
@@ -175,7 +178,7 @@ func TestSchedulerPolls(t *testing.T) {
 				t.Errorf("busy %v: %d polls, want %d", busy, l.polled, want)
 			}
 		}
-		// What a poll finds is for a turn at once.
+		// An event that a poll finds makes a turn run at once.
 		l.polls = func(n int) bool { return n == 10 }
 		l.polled = 0
 		at := l.clock()
@@ -187,8 +190,8 @@ func TestSchedulerPolls(t *testing.T) {
 	})
 }
 
-// background, of a program that is another process and needs the processor: it polls for a budget after a drive, and once after a turn
-// of its own.
+// background, if the program is another process and needs the processor: the loop polls for a budget after a
+// drive, and once after a turn of its own.
 func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		s.onlyAfterDrive = true
@@ -216,8 +219,8 @@ func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 	})
 }
 
-// parked -> driven -> parked, and over: a driver runs the turns until what it waits for is done, its context ends, or nothing
-// comes within the budget; what comes afterwards is for BackgroundThreadLoop.
+// parked -> driven -> parked, and over: a driver runs the turns until its operation is done, its context
+// ends, or nothing arrives within the budget. BackgroundThreadLoop handles later events.
 func TestSchedulerDrives(t *testing.T) {
 	over := errors.New("over")
 	scheduled(t, pollBudget, over, func(t *testing.T, s *scheduler, l *fakeLoop) {
@@ -257,8 +260,8 @@ func TestSchedulerDrives(t *testing.T) {
 	})
 }
 
-// driven -> background: a deadline that a driver's turn has brought, and a wake-up that BackgroundThreadLoop could not follow, are
-// not lost.
+// driven -> background: a deadline that results from a driver's turn is not lost, nor is a wake-up that
+// BackgroundThreadLoop could not follow because the driver held the lock.
 func TestSchedulerHandsOff(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		due := l.clock() + time.Second
@@ -300,8 +303,8 @@ func TestSchedulerHandsOff(t *testing.T) {
 	})
 }
 
-// background -> wanted -> driven: a driver takes the lock from BackgroundThreadLoop; a second one returns, and the turn that it needs is
-// run.
+// background -> wanted -> driven: a driver takes the lock from BackgroundThreadLoop. A second driver returns,
+// and the turn that it needs is run.
 func TestSchedulerTakesTheLock(t *testing.T) {
 	scheduled(t, time.Hour, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		var turns atomic.Int32
@@ -311,7 +314,7 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 			return l.clock() + 2*time.Hour, false, nil
 		})
 		var end atomic.Bool
-		l.polls = func(int) bool { // nothing comes, for as long as the test takes
+		l.polls = func(int) bool { // nothing arrives during the test
 			runtime.Gosched()
 			l.ahead.Store(0)
 			return false
@@ -342,8 +345,8 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 	})
 }
 
-// A rank that always finds something to do after a poll or two notifies parked peers too of what was sent: after some polls, or
-// some time, and once.
+// A rank that always finds something to do after a poll or two still notifies parked peers of what was sent:
+// after some polls or some time, and once.
 func TestSchedulerNotifiesPeers(t *testing.T) {
 	l := &fakeLoop{start: time.Now()}
 	s := newScheduler(l, l.clock, nil)
@@ -368,7 +371,7 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 	for range 3 {
 		s.sent()
 		polls(pollsPerNotify - 1)
-		s.sent() // does not put off what was sent before
+		s.sent() // does not delay the notification of earlier frames
 		want("before a peer has had time to poll", 0)
 		polls(1)
 		want("after that", 1)
@@ -382,8 +385,8 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 	want("in an hour", 1)
 }
 
-// Where polling takes the processor from a caller, what it queues is noticed when nothing more comes, at the latest after some
-// periods, and at once if the caller flushes.
+// If polling takes the processor from a caller, queued operations are noticed when no more are queued, at the
+// latest after some periods, and at once if the caller flushes.
 func TestSchedulerDefers(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		s.tight = true
@@ -433,7 +436,7 @@ func TestSchedulerDefers(t *testing.T) {
 	})
 }
 
-// How long and how often a loop polls depends on how many processes want a processor.
+// The time and the pace of polling depend on how many processes need a processor.
 func TestPollLimits(t *testing.T) {
 	for _, test := range []struct {
 		name                  string

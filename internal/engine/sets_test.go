@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// withSet adds a process set of ranks 0 and 1 to the start.
+// withSet returns a configuration in which a process set of ranks 0 and 1 exists from the start.
 func withSet(lockstep bool) func(*engine.Config) {
 	return func(cfg *engine.Config) {
 		cfg.Lockstep = lockstep
@@ -38,11 +38,12 @@ func addition(ranks ...topo.Rank) *tensorqueue.Entry {
 	return &tensorqueue.Entry{Request: message.Request{Kind: message.AddProcessSet, Name: "add", Ranks: ranks}}
 }
 
-// isDone reports whether an operation is done.
+// isDone reports whether an operation has ended.
 func isDone(done chan error) bool { return len(done) > 0 }
 
-// What is granted in a set when it is removed finishes, and only then is the removal answered at the members; what waits
-// behind it, for a rank or for the end of what is granted, is answered at once with the removal.
+// Operations that are granted in a set when it is removed finish, and only then does the removal end at the
+// members. Operations that wait behind them, for a rank or for the end of a grant, end at once with the
+// removal.
 func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 3, withSet(false))
@@ -79,7 +80,7 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 		if err := c.wait(c.submit(1, over(1, gather("later", allocate)))); !errors.Is(err, engine.ErrNoProcessSet) {
 			t.Errorf("a later operation: got error %v, want ErrNoProcessSet", err)
 		}
-		// Other sets go on meanwhile.
+		// Other sets continue meanwhile.
 		c.each(func(r int) {
 			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
 				t.Errorf("rank %d: %v", r, err)
@@ -98,8 +99,8 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 	})
 }
 
-// What is queued in a set while it is removed is answered once, also if the loop has not seen it, and is not looked at again: it may
-// be another operation by then.
+// An operation that is queued in a set while the set is removed ends once, even if the loop has not taken it.
+// The engine does not read its entry afterwards: the caller may use the entry for another operation by then.
 func TestRemovalWhileQueueing(t *testing.T) {
 	c := start(t, 3, nil)
 	for id := topo.ProcessSetID(1); id <= 20; id++ {
@@ -112,7 +113,7 @@ func TestRemovalWhileQueueing(t *testing.T) {
 			if r == 2 {
 				return // it is no member
 			}
-			// The lane is busy, so that it is still there in the turn after the removal.
+			// The lane is busy, so that it still exists in the turn after the removal.
 			busy := over(id, sum("busy", make([]byte, 8)))
 			begun := make(chan struct{})
 			busy.Done = func(error) {
@@ -161,7 +162,8 @@ func TestRemovalWhileQueueing(t *testing.T) {
 	}
 }
 
-// A set with the members of one that was removed is another: what waited in the first has no part in it.
+// A set with the members of a removed set is a new set: operations that waited in the removed set have no
+// effect on it.
 func TestSetsComeAndGo(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 3, withSet(lockstep))
@@ -203,7 +205,7 @@ func TestSetsComeAndGo(t *testing.T) {
 	})
 }
 
-// A rank that dies while a removed set still works is named, and everything is answered.
+// If a rank dies while a removed set still executes, the verdict names it, and every operation ends.
 func TestDeathDuringARemoval(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 3, withSet(lockstep))
@@ -233,7 +235,8 @@ func TestDeathDuringARemoval(t *testing.T) {
 	})
 }
 
-// Nothing of a group is done before all of it was asked for everywhere, whether its tensors are new or cached.
+// No tensor of a group is executed before all ranks have submitted all its tensors, whether they are new or
+// cached.
 func TestGroupWaitsForItsLast(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -252,7 +255,7 @@ func TestGroupWaitsForItsLast(t *testing.T) {
 		for range 3 {
 			var dones []chan error
 			dones = append(dones, c.submit(0, part("a")), c.submit(0, part("b")), c.submit(1, part("a")))
-			// Two rounds of something else, and the group could be done too.
+			// In two rounds of another operation the group could have run too.
 			pass("x")
 			pass("x")
 			for _, done := range dones {
@@ -271,7 +274,7 @@ func TestGroupWaitsForItsLast(t *testing.T) {
 	})
 }
 
-// A group of which no backend can run one tensor is refused as a whole, and its names are free.
+// If no backend can run one tensor of a group, the whole group is refused, and its names can be used again.
 func TestGroupThatCannotRun(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) {
@@ -303,7 +306,7 @@ func TestGroupThatCannotRun(t *testing.T) {
 	})
 }
 
-// Entries are submitted together or not at all.
+// Entries are queued all together or not at all.
 func TestSubmitManyOrNone(t *testing.T) {
 	c := start(t, 1, nil)
 	entries := []*tensorqueue.Entry{sum("a", make([]byte, 8)), sum("a", make([]byte, 8))}

@@ -22,25 +22,26 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// patience is no multiple of a heartbeat, whose turn would hide a deadline that nobody waits for.
+// patience is no multiple of the heartbeat period, because a heartbeat's turn would hide a deadline that
+// nothing waits for.
 const patience = 2300 * time.Millisecond
 
-// reports collects what the stall inspector of rank 0 says, and when.
+// reports collects the reports of rank 0's stall inspector, with their times.
 type reports struct {
 	began time.Time
 	list  []string
 }
 
-// hear makes cfg report here.
+// hear makes the engine of cfg report its stalls to r.
 func (r *reports) hear(cfg *engine.Config) {
 	cfg.OnStall = func(s *controller.Stall) {
-		// To a precision that the cycles of lock-step have.
+		// Times are as precise as the cycles of lock-step.
 		const precision = 100 * time.Millisecond
 		r.list = append(r.list, fmt.Sprintf("%v: %v after %v", time.Since(r.began).Truncate(precision), s, s.Waited.Truncate(precision)))
 	}
 }
 
-// take gives what was reported since the last call. It waits until the engines rest.
+// take returns the reports since the last call. It first waits until the engines are idle.
 func (r *reports) take() []string {
 	synctest.Wait()
 	list := r.list
@@ -48,8 +49,8 @@ func (r *reports) take() []string {
 	return list
 }
 
-// A tensor that waits is reported when the time is up, and each time it is up again, until the last rank comes: also when
-// it is cached, and also on a process set without rank 0.
+// A waiting tensor is reported when the stall time has passed, and again each time it has passed, until the
+// last rank submits it. This holds also for a cached tensor and for a process set without rank 0.
 func TestStallReports(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -82,7 +83,7 @@ func TestStallReports(t *testing.T) {
 					t.Errorf("round %d: got %q\nwant %q", round, got, want)
 				}
 			}
-			// What is in time is not reported, and neither is the idle.
+			// Neither operations that are in time nor idle ranks are reported.
 			time.Sleep(10 * patience)
 			c.shutdown()
 			if got := r.take(); len(got) != 0 {
@@ -92,8 +93,9 @@ func TestStallReports(t *testing.T) {
 	})
 }
 
-// When a rank does not follow with many tensors, the log has ten lines of a second and the number of the others, also if the job ends
-// within it; one line if the launcher makes a report. The program is told of each.
+// If a rank does not follow with many tensors, the log has ten lines a second, or one if the launcher makes a
+// report, and the number of the other stalls, even if the job ends within the second. The program receives
+// each stall.
 func TestManyStallsAreFewLines(t *testing.T) {
 	for _, q := range []struct {
 		absent    time.Duration
@@ -140,7 +142,7 @@ func TestManyStallsAreFewLines(t *testing.T) {
 				got = append(got, fmt.Sprintf("%v: %.8s, more: %v", entry.Time.Sub(r.began), entry.Message, entry.ContextMap()["tensors"]))
 			}
 			want := slices.Repeat([]string{"2.3s: stalled:, more: <nil>"}, q.lines)
-			// The rest at the end of the second, or of the job.
+			// The number of the others follows at the end of the second, or of the job.
 			want = append(want, fmt.Sprintf("%v: stalled:, more: %d", min(patience+time.Second, patience+absent+4*time.Millisecond), 40-q.lines))
 			if !slices.Equal(got, want) {
 				t.Errorf("rank 1 comes %v after the stall: got %q\nwant %q", absent, got, want)
@@ -149,7 +151,7 @@ func TestManyStallsAreFewLines(t *testing.T) {
 	}
 }
 
-// An operation that a rank does not finish is reported too, as far as its heartbeats tell.
+// An operation that a rank does not finish is reported too, as far as its heartbeats show that.
 func TestStallReportsOfExecution(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -178,7 +180,7 @@ func TestStallReportsOfExecution(t *testing.T) {
 	})
 }
 
-// The job is shut down at all ranks when a tensor has waited for too long, for a reason that names it.
+// When a tensor has waited for too long, the job is shut down at all ranks, and the reason names the tensor.
 func TestStallShutdown(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -209,14 +211,14 @@ func TestStallShutdown(t *testing.T) {
 	})
 }
 
-// late submits a sum that may take as long as patience.
+// late submits a sum with the timeout patience.
 func (c *cluster) late(r int, name string) chan error {
 	e := sum(name, make([]byte, 8))
 	e.Timeout = patience
 	return c.submit(r, e)
 }
 
-// wantTimeout checks the verdict of a timeout at rank by, which names the missing rank.
+// wantTimeout checks at rank r the verdict of a timeout at rank by. It must name the missing rank.
 func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	t.Helper()
 	var peer *engine.PeerError
@@ -225,8 +227,8 @@ func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	}
 }
 
-// grace is how much later than the deadline a verdict may come: in lock-step what a rank has asked for is known after two
-// cycles.
+// grace returns how long after the deadline a verdict may come. In lock-step, rank 0 knows a rank's requests
+// after two cycles.
 func grace(lockstep bool) time.Duration {
 	if lockstep {
 		return 20 * time.Millisecond
@@ -234,8 +236,8 @@ func grace(lockstep bool) time.Duration {
 	return 0
 }
 
-// An operation that is not done in time ends the job at all ranks, when its time is up, with an error that names the rank
-// that did not ask for it.
+// When an operation is not done in time, the job ends at all ranks with an error that names the rank that did
+// not submit it.
 func TestOperationTimeout(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for by := range 2 { // at rank 0 and elsewhere
@@ -291,7 +293,7 @@ func TestOperationTimeoutOfACachedTensor(t *testing.T) {
 	})
 }
 
-// An operation that is granted and not finished in time is blamed on the rank that does not finish it.
+// If an operation is granted and not finished in time, the error names the rank that does not finish it.
 func TestOperationTimeoutWhileExecuting(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -332,7 +334,7 @@ func TestOperationTimeoutWhileExecuting(t *testing.T) {
 	})
 }
 
-// Operations that are in time leave no deadline behind, in whatever order they end.
+// Operations that end in time leave no deadline behind, in whatever order they end.
 func TestOperationsInTime(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -356,7 +358,7 @@ func TestOperationsInTime(t *testing.T) {
 	})
 }
 
-// The longest time there is has no end.
+// The longest possible timeout never passes.
 func TestOperationWithoutDeadline(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -376,7 +378,8 @@ func TestOperationWithoutDeadline(t *testing.T) {
 	})
 }
 
-// A deadline that passes while the grant is under way to the rank is not forgotten, if the operation is then not finished.
+// A deadline that passes while the grant is on its way to the rank still counts if the operation is not
+// finished then.
 func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const delay = 10 * time.Millisecond
@@ -408,7 +411,7 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 				close(release)
 				return
 			}
-			_ = c.wait(done) // the timeout, or what follows from the end of rank 1's test
+			_ = c.wait(done) // the timeout, or the error caused by the end of rank 1's test
 		})
 		for _, e := range c.engines {
 			e.Close()
@@ -416,7 +419,7 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 	})
 }
 
-// slowMesh delivers what comes over the control connection late.
+// slowMesh delays the data of control connections.
 type slowMesh struct {
 	transport.Mesh
 	delay time.Duration
@@ -443,8 +446,8 @@ func (c slowConn) TryRead(p []byte) (int, error) {
 	return n, err
 }
 
-// Steps that take a little less than the time between heartbeats, and use one name, are not one long operation: each
-// heartbeat finds the name a little older.
+// Steps that take a little less than the time between heartbeats and use the same name are not reported as
+// one long operation, although each heartbeat finds the name a little older.
 func TestRepeatedNameIsNoStall(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -458,7 +461,7 @@ func TestRepeatedNameIsNoStall(t *testing.T) {
 					e := gather("x", func(n int) []byte {
 						long := 990 * time.Millisecond
 						if step == 0 {
-							long = 2500 * time.Millisecond // heartbeats tell of it from now on
+							long = 2500 * time.Millisecond // heartbeats report it from now on
 						}
 						<-time.After(long)
 						return allocate(n)

@@ -11,15 +11,16 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// A driver that has started an operation of many steps, and stops because another rank is late for one, leaves the rest to the lane.
+// A driver that has started an operation of many steps, and stops because another rank is late for one of
+// them, leaves the remaining steps to the lane.
 func TestHelpLeavesSteps(t *testing.T) {
 	o := testcluster.Options{Ranks: 2, Transport: testcluster.SHM, Config: func(cfg *engine.Config) { cfg.Spin = time.Millisecond }}
-	release := make(chan chan struct{}, 1) // what holds up the lane of rank 1
+	release := make(chan chan struct{}, 1) // blocks the lane of rank 1
 	testcluster.Run(t, o, func(r *testcluster.Rank) {
 		const numBytes = 128 << 10
 		buf := make([]byte, numBytes)
 		want := make([]byte, numBytes)
-		for i := range 3 * oftenEnough { // a heartbeat would bring the lane the rest too, but late
+		for i := range 3 * oftenEnough { // a heartbeat would also hand the rest to the lane, but late
 			for at := 0; at < numBytes; at += 8 {
 				binary.NativeEndian.PutUint64(buf[at:], uint64(at+i)*uint64(r.Rank+1))
 				binary.NativeEndian.PutUint64(want[at:], uint64(at+i)*3)

@@ -15,7 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
-// At the level trace each rank logs the requests, bits and grants of every cycle; at debug nothing of it.
+// At the level trace each rank logs the requests, bits and grants of every cycle; at debug it logs none of
+// them.
 func TestTracedCycles(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for _, level := range []zapcore.Level{logs.Trace, zapcore.DebugLevel} {

@@ -7,7 +7,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// A bit is a guess: where it is another's, the tensor is found by its name instead.
+// A cache bit is a guess: if the entry under the bit belongs to another tensor, the tensor is found by its
+// name instead.
 func TestVotes(t *testing.T) {
 	entry := func(name string, bit uint32) *tensorqueue.Entry {
 		return &tensorqueue.Entry{Request: message.Request{Name: name, Bit: bit}}
