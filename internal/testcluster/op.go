@@ -10,13 +10,13 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Op is one rank's part in an operation. The functions below make one, whose fields may be changed until it is
-// submitted. It is submitted once.
+// Op is one rank's part in an operation. The functions below create one. Its fields may be changed until it
+// is submitted, which is done once.
 type Op struct {
-	// Entry is what the engine gets. Where Output is nil Submit makes room for the result, and where Splits is nil every
-	// member gets as many rows. Done and Allocate are Submit's.
+	// Entry is passed to the engine. If Output is nil, Submit allocates the result. If Splits is nil, every
+	// member receives the same number of rows. Submit sets Done and Allocate.
 	tensorqueue.Entry
-	// Err is the result of an operation that Wait has waited for.
+	// Err is the result of the operation, valid after Wait.
 	Err error
 
 	done chan struct{}
@@ -32,60 +32,62 @@ func newOp(kind message.Kind, name string, dt tensor.DType, shape tensor.Shape, 
 	}
 }
 
-// Allreduce reduces input by op.
+// Allreduce returns an Op that reduces input by op.
 func Allreduce(name string, dt tensor.DType, shape tensor.Shape, op tensor.ReduceOp, input []byte) *Op {
 	o := newOp(message.Allreduce, name, dt, shape, input)
 	o.Request.Op = op
 	return o
 }
 
-// Reducescatter reduces input by op and gives each rank its rows of the result.
+// Reducescatter returns an Op that reduces input by op and scatters the rows of the result to the ranks.
 func Reducescatter(name string, dt tensor.DType, shape tensor.Shape, op tensor.ReduceOp, input []byte) *Op {
 	o := newOp(message.Reducescatter, name, dt, shape, input)
 	o.Request.Op = op
 	return o
 }
 
-// Allgather joins the inputs of all ranks.
+// Allgather returns an Op that concatenates the inputs of all ranks.
 func Allgather(name string, dt tensor.DType, shape tensor.Shape, input []byte) *Op {
 	return newOp(message.Allgather, name, dt, shape, input)
 }
 
-// Broadcast gives all ranks the input of root.
+// Broadcast returns an Op that sends the input of root to all ranks.
 func Broadcast(name string, dt tensor.DType, shape tensor.Shape, root topo.Rank, input []byte) *Op {
 	o := newOp(message.Broadcast, name, dt, shape, input)
 	o.Request.Root = root
 	return o
 }
 
-// Alltoall gives splits[i] rows of input to member i.
+// Alltoall returns an Op that sends splits[i] rows of input to member i.
 func Alltoall(name string, dt tensor.DType, shape tensor.Shape, splits []int64, input []byte) *Op {
 	o := newOp(message.Alltoall, name, dt, shape, input)
 	o.Splits = splits
 	return o
 }
 
-// Barrier waits for all ranks.
+// Barrier returns an Op that waits for all ranks.
 func Barrier(name string) *Op { return newOp(message.Barrier, name, tensor.Invalid, nil, nil) }
 
-// Join says that this rank has nothing more to submit. Last is then the rank that joined last.
+// Join returns an Op that says that this rank has nothing more to submit. Afterwards Last returns the rank
+// that joined last.
 func Join(name string) *Op { return newOp(message.Join, name, tensor.Invalid, nil, nil) }
 
-// AddSet adds a process set of ranks, ascending, whose number is then the Set of the op's Response.
+// AddSet returns an Op that adds a process set of ranks, ascending. Afterwards the Set of the Op's Response
+// is its number.
 func AddSet(ranks ...topo.Rank) *Op {
 	o := newOp(message.AddProcessSet, "process_set.add", tensor.Invalid, nil, nil)
 	o.Request.Ranks = ranks
 	return o
 }
 
-// RemoveSet removes a process set.
+// RemoveSet returns an Op that removes a process set.
 func RemoveSet(set topo.ProcessSetID) *Op {
 	o := newOp(message.RemoveProcessSet, "process_set.remove", tensor.Invalid, nil, nil)
 	o.Request.Set = set
 	return o
 }
 
-// Over moves ops to a process set, and returns the last.
+// Over sets the process set of ops, and returns the last op.
 func Over(set topo.ProcessSetID, ops ...*Op) *Op {
 	for _, op := range ops {
 		op.Set = set
@@ -93,15 +95,16 @@ func Over(set topo.ProcessSetID, ops ...*Op) *Op {
 	return ops[len(ops)-1]
 }
 
-// Group makes ops, which are to be submitted together, a group.
+// Group makes ops a group. They must be submitted together.
 func Group(name string, ops ...*Op) {
 	for _, op := range ops {
 		op.Request.Group, op.Request.GroupSize = name, int32(len(ops))
 	}
 }
 
-// InPlace makes the result replace the input. That of an allgather becomes part of a buffer with room for as many rows of
-// each rank, that of a reducescatter has the result in it: Output then is where. r is the rank that will submit op.
+// InPlace makes the result replace the input, and returns op. The input of an allgather becomes part of a
+// buffer with room for the same number of rows from each rank. The result of a reducescatter is part of the
+// input. Output is then where the result is. r is the rank that will submit op.
 func (op *Op) InPlace(r *Rank) *Op {
 	op.Entry.InPlace = true
 	switch members := r.Members(op.Set); op.Request.Kind {
@@ -119,7 +122,7 @@ func (op *Op) InPlace(r *Rank) *Op {
 	return op
 }
 
-// part returns what of the input of a reducescatter has the rows that become the result at r.
+// part returns the rows of a reducescatter's input that become the result at r.
 func (op *Op) part(r *Rank) []byte {
 	shape := op.Request.Shape
 	if len(shape) == 0 || shape[0] == 0 {
@@ -131,7 +134,7 @@ func (op *Op) part(r *Rank) []byte {
 	return op.Input[first*row : (first+rows)*row]
 }
 
-// prepare fills in what r's engine needs of op.
+// prepare fills in the fields of op that the engine of r needs.
 func (op *Op) prepare(r *Rank) error {
 	members := r.Members(op.Set)
 	if members == nil {
@@ -165,7 +168,7 @@ func (op *Op) prepare(r *Rank) error {
 	return nil
 }
 
-// splitEvenly gives each of n members as many rows.
+// splitEvenly sets Splits to the same number of rows for each of n members.
 func (op *Op) splitEvenly(n int) error {
 	shape := op.Request.Shape
 	if len(shape) == 0 || shape[0]%int64(n) != 0 {
@@ -175,5 +178,5 @@ func (op *Op) splitEvenly(n int) error {
 	return nil
 }
 
-// Last is, after a join, the rank that joined last.
+// Last returns the rank that joined last, after a join.
 func (op *Op) Last() topo.Rank { return op.Response.Root }

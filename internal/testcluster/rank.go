@@ -15,8 +15,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Rank is one rank of a job. Its methods may be called by several goroutines, but those that can end the rank's function
-// (Wait, Try, Do, Must, Fatalf) only by the one that runs it.
+// Rank is one rank of a job. Its methods may be called from several goroutines, except the methods that can
+// end the rank's function (Wait, Try, Do, Must, Fatalf): only the goroutine that runs this function may call
+// them.
 type Rank struct {
 	topo.Rank
 	Size   int
@@ -31,7 +32,7 @@ func newRank(c *cluster, rank topo.Rank, e *engine.Engine, sets []controller.Set
 	return &Rank{Rank: rank, Size: c.o.Ranks, Engine: e, c: c, sets: slices.Clone(sets)}
 }
 
-// Members returns the ranks of a process set, ascending; nil if it is not known here.
+// Members returns the ranks of a process set, ascending, or nil if this rank does not know the set.
 func (r *Rank) Members(set topo.ProcessSetID) []topo.Rank {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -43,7 +44,7 @@ func (r *Rank) Members(set topo.ProcessSetID) []topo.Rank {
 	return nil
 }
 
-// changeSets notes what an operation on the process sets did.
+// changeSets records the result of an operation that adds or removes a process set.
 func (r *Rank) changeSets(done *message.Response) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -55,8 +56,8 @@ func (r *Rank) changeSets(done *message.Response) {
 	}
 }
 
-// Submit hands operations of one process set to the engine, all of them or none, and does not wait for them. What the
-// ops lack, an output or even splits, it fills in.
+// Submit passes operations of one process set to the engine, all of them or none, and does not wait for them.
+// It fills in outputs and even splits if they are missing.
 func (r *Rank) Submit(ops ...*Op) error {
 	entries := make([]*tensorqueue.Entry, len(ops))
 	for i, op := range ops {
@@ -76,8 +77,8 @@ func (r *Rank) Submit(ops ...*Op) error {
 	return nil
 }
 
-// Wait waits for operations that were submitted. Its error joins theirs. If the job fails meanwhile it does not return, as
-// Fatalf.
+// Wait waits for operations that were submitted, and returns their joined errors. If the job fails meanwhile,
+// Wait ends the rank's function like Fatalf.
 func (r *Rank) Wait(ops ...*Op) error {
 	var errs []error
 	for _, op := range ops {
@@ -91,7 +92,7 @@ func (r *Rank) Wait(ops ...*Op) error {
 	return errors.Join(errs...)
 }
 
-// Try submits operations and waits for them.
+// Try submits operations, waits for them and returns their errors.
 func (r *Rank) Try(ops ...*Op) error {
 	if err := r.Submit(ops...); err != nil {
 		return err
@@ -99,7 +100,7 @@ func (r *Rank) Try(ops ...*Op) error {
 	return r.Wait(ops...)
 }
 
-// Do is Try for operations that must succeed.
+// Do submits operations that must succeed, and waits for them.
 func (r *Rank) Do(ops ...*Op) { r.Must(r.Try(ops...)) }
 
 // Must ends the job unless err is nil.
@@ -109,13 +110,14 @@ func (r *Rank) Must(err error) {
 	}
 }
 
-// Errorf makes the test fail, with a text that names the rank.
+// Errorf makes the test fail with a message that names the rank.
 func (r *Rank) Errorf(format string, args ...any) {
 	r.c.t.Errorf("rank %d: %s", r.Rank, fmt.Sprintf(format, args...))
 }
 
-// Fatalf makes the test fail and ends the job: the other ranks' waits end with an error. It does not return. What follows
-// from a failure that another rank has told of already is only logged.
+// Fatalf makes the test fail and ends the job, so that the other ranks' waits end with an error. It does not
+// return. If another rank has ended the job before, Fatalf only logs the message, because this failure is a
+// consequence.
 func (r *Rank) Fatalf(format string, args ...any) {
 	if r.c.ctx.Err() != nil {
 		r.c.t.Logf("rank %d: %s", r.Rank, fmt.Sprintf(format, args...))

@@ -1,8 +1,8 @@
-// Package testcluster runs whole jobs in one process, for tests: an engine for each rank, connected within the process,
-// over TCP on loopback, or by shared memory.
+// Package testcluster runs whole jobs in one process, for tests: an engine for each rank, connected within
+// the process, over TCP on loopback, or by shared memory.
 //
-// A test gives Run a function, which is called once for each rank, all at the same time, and submits operations through
-// its Rank:
+// A test passes Run a function, which is called once for each rank, concurrently, and submits operations
+// through its Rank:
 //
 //	testcluster.Run(t, testcluster.Options{Ranks: 3}, func(r *testcluster.Rank) {
 //		op := testcluster.Allreduce("x", tensor.Int64, tensor.Shape{1}, tensor.Sum, input)
@@ -10,9 +10,9 @@
 //		... op.Output ...
 //	})
 //
-// With the transport Mem a job does no I/O, so it also runs in a testing/synctest bubble, where time is virtual and
-// exact. Nothing waits for ever: after Options.Deadline the stacks of all goroutines are logged, every wait ends, and the
-// test fails. When Run returns, no goroutine of the job is left.
+// With the transport Mem a job does no I/O, so it also runs in a testing/synctest bubble, where time is
+// virtual and exact. Nothing waits for ever: after Options.Deadline the stacks of all goroutines are logged,
+// every wait ends, and the test fails. When Run returns, no goroutine of the job is left.
 package testcluster
 
 import (
@@ -38,7 +38,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Transport is what connects the ranks.
+// Transport selects how the ranks are connected.
 type Transport uint8
 
 // The transports.
@@ -47,53 +47,53 @@ const (
 	Mem Transport = iota
 	// TCP is transport/tcp on the loopback interface.
 	TCP
-	// SHM is TCP and shared memory, as between processes of a host.
+	// SHM is TCP and shared memory, as between processes on one host.
 	SHM
 )
 
 func (t Transport) String() string { return [...]string{"mem", "tcp", "shm"}[t] }
 
-// Options describe a job.
+// Options are the settings of a job.
 type Options struct {
-	// Ranks is their number, at least 1.
+	// Ranks is the number of ranks, at least 1.
 	Ranks     int
 	Transport Transport
-	// Latency is how long a byte takes from rank to rank. It is for Mem only. Default 0.
+	// Latency is the time that a byte takes from rank to rank, for Mem only. Default 0.
 	Latency time.Duration
-	// Sets are the members, ascending, of the process sets 1, 2, ... that the job begins with.
+	// Sets are the members, ascending, of the process sets 1, 2, ... that exist from the start.
 	Sets [][]topo.Rank
-	// Config, if not nil, changes the configuration of a rank, which Config.Rank names. Over Mem its Spin is -1 before, because
-	// in a bubble time does not pass for a loop that polls. Config must give all ranks the same
-	// settings of the negotiation, and is called by all of them at once.
+	// Config, if not nil, changes the configuration of the rank in Config.Rank. It is called concurrently for
+	// all ranks and must give all of them the same settings of the negotiation. Over Mem, Spin is preset to
+	// -1, because in a bubble time does not pass for a loop that polls.
 	Config func(*engine.Config)
-	// OnFrame, if not nil, sees every frame of the negotiation that goes from one rank to another, before it does. The
-	// ranks call it at once. It must not keep or change the frame.
+	// OnFrame, if not nil, receives every frame of the negotiation before it is sent from one rank to
+	// another. The ranks call it concurrently. It must not keep or change the frame.
 	OnFrame func(from, to topo.Rank, frame []byte)
-	// SegmentBytes is the size in which backends cut what they move. Default theirs.
+	// SegmentBytes is the size of the segments in which backends transfer data. Default: the backends' own.
 	SegmentBytes int
-	// Deadline is how long the job may take. Default 60 s.
+	// Deadline is the time that the job may take. Default 60 s.
 	Deadline time.Duration
 }
 
 const (
 	defaultDeadline = time.Minute
-	// shutdownTime is what ranks have to shut down once the job is over.
+	// shutdownTime is the time that ranks have to shut down when the job is over.
 	shutdownTime = 20 * time.Second
 )
 
-// cluster is a job while it runs.
+// cluster is a running job.
 type cluster struct {
 	t      testing.TB
 	o      Options
-	ctx    context.Context // of the job
+	ctx    context.Context // ends with the job
 	fail   context.CancelCauseFunc
 	meshes []transport.Mesh
-	memory []opsshm.Memory // by rank, if they share it
+	memory []opsshm.Memory // by rank, for SHM
 	ranks  []*Rank
 }
 
-// Run starts the engines of a job, calls f for each rank, and shuts the job down when f has returned for all of them. A
-// job that cannot be started ends the test, one that fails later makes it fail.
+// Run starts the engines of a job, calls f for each rank, and shuts the job down when f has returned for all
+// of them. If the job cannot be started, Run ends the test; if the job fails later, Run makes the test fail.
 func Run(t testing.TB, o Options, f func(r *Rank)) {
 	t.Helper()
 	if o.Deadline == 0 {
@@ -113,8 +113,8 @@ func Run(t testing.TB, o Options, f func(r *Rank)) {
 	c.shutdown()
 }
 
-// watch ends the job when the deadline passes, and shows where everybody is before. The function it returns ends that,
-// and waits for it.
+// watch starts a timer that, at the deadline, reports the stacks of all goroutines and ends the job. The
+// returned function stops the timer, and waits for it if it has fired.
 func (c *cluster) watch() (end func()) {
 	over := make(chan struct{})
 	timer := time.AfterFunc(c.o.Deadline, func() {
@@ -130,7 +130,7 @@ func (c *cluster) watch() (end func()) {
 	}
 }
 
-// connect makes the meshes of all ranks.
+// connect creates the meshes of all ranks.
 func (c *cluster) connect() error {
 	switch c.o.Transport {
 	case TCP:
@@ -175,7 +175,7 @@ func (c *cluster) connectTCP() error {
 	return nil
 }
 
-// shareMemory puts shared memory on top of the meshes.
+// shareMemory adds shared memory to the meshes.
 func (c *cluster) shareMemory() error {
 	n := c.o.Ranks
 	endpoints, offers, hosts := make([]*shm.Endpoint, n), make([]shm.Offer, n), make([]string, n)
@@ -190,7 +190,7 @@ func (c *cluster) shareMemory() error {
 	errs := make([]error, n)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	sessions := make([]*rendezvous.Session, n) // by which the ranks agree
+	sessions := make([]*rendezvous.Session, n) // with which the ranks agree
 	defer func() {
 		for _, s := range sessions {
 			if s != nil {
@@ -229,7 +229,7 @@ func (c *cluster) shareMemory() error {
 	return err
 }
 
-// start starts all engines, or none.
+// start starts the engines of all ranks, or of none.
 func (c *cluster) start() error {
 	sets := []controller.Set{controller.Global(c.o.Ranks)}
 	for i, ranks := range c.o.Sets {
@@ -261,7 +261,7 @@ func (c *cluster) start() error {
 			e, err := engine.Start(c.ctx, cfg)
 			if err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)
-				c.fail(errs[i]) // the others wait for it
+				c.fail(errs[i]) // the other ranks wait for it
 				return
 			}
 			c.ranks[i] = newRank(c, topo.Rank(i), e, sets)
@@ -279,7 +279,7 @@ func (c *cluster) start() error {
 	return err
 }
 
-// each calls f for all ranks at once.
+// each calls f for all ranks concurrently.
 func (c *cluster) each(f func(r *Rank)) {
 	var wg sync.WaitGroup
 	for _, r := range c.ranks {
@@ -288,7 +288,7 @@ func (c *cluster) each(f func(r *Rank)) {
 	wg.Wait()
 }
 
-// shutdown ends all engines. After a failure it does not ask how.
+// shutdown ends all engines. It reports errors unless the job has failed before.
 func (c *cluster) shutdown() {
 	failed := c.ctx.Err() != nil
 	ctx, cancel := context.WithTimeout(c.ctx, shutdownTime)
@@ -300,7 +300,7 @@ func (c *cluster) shutdown() {
 	})
 }
 
-// tapped is a mesh whose frames of the negotiation are shown to hear.
+// tapped is a mesh that passes the frames of the negotiation to hear before it sends them.
 type tapped struct {
 	transport.Mesh
 	rank topo.Rank
@@ -316,7 +316,8 @@ func (m *tapped) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) 
 	return &tap{Conn: c, mesh: m, peer: peer}, nil
 }
 
-// tap is a control channel. The engine sends each frame by one call, behind its length and number.
+// tap is a control connection that passes each frame to the hear function of its mesh. The engine sends each
+// frame with one call, after its length and number.
 type tap struct {
 	transport.Conn
 	mesh *tapped

@@ -22,17 +22,17 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// i64 returns numbers as elements.
+// i64 returns the bytes of int64 elements.
 func i64(v ...int64) []byte { return bytes.Clone(tensor.Bytes(v)) }
 
-// want compares a result.
+// want compares the output of op with v.
 func want(r *testcluster.Rank, op *testcluster.Op, v ...int64) {
 	if !bytes.Equal(op.Output, tensor.Bytes(v)) {
 		r.Errorf("%v %q: got %v, want %v", op.Request.Kind, op.Request.Name, tensor.View[int64](op.Output), v)
 	}
 }
 
-// Every operation, in place and not, over both transports and negotiations.
+// Tests every operation, in place and not, over all transports and both negotiations.
 func TestEveryOperation(t *testing.T) {
 	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP, testcluster.SHM} {
 		for _, lockstep := range []bool{false, true} {
@@ -99,7 +99,8 @@ func everyOperation(r *testcluster.Rank) {
 	}
 }
 
-// In a bubble the time of an operation is exact: over links of a millisecond a request goes up and a grant comes down.
+// In a bubble the time of an operation is exact: over links with a latency of a millisecond, a request takes
+// one to rank 0 and a grant one back.
 func TestVirtualTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		testcluster.Run(t, testcluster.Options{Ranks: 2, Latency: time.Millisecond}, func(r *testcluster.Rank) {
@@ -112,7 +113,7 @@ func TestVirtualTime(t *testing.T) {
 	})
 }
 
-// The frames of the negotiation are shown whole.
+// OnFrame receives whole frames of the negotiation.
 func TestFrames(t *testing.T) {
 	var (
 		mu    sync.Mutex
@@ -143,7 +144,7 @@ func TestFrames(t *testing.T) {
 	}
 }
 
-// recorder is a test that only notes that it failed.
+// recorder is a testing.TB that only records that it failed.
 type recorder struct {
 	testing.TB
 	mu   sync.Mutex
@@ -158,7 +159,7 @@ func (t *recorder) Errorf(format string, args ...any) {
 	t.text = append(t.text, fmt.Sprintf(format, args...))
 }
 
-// What waits for ever ends with the deadline, which shows where it waited.
+// A wait without end is ended by the deadline, whose report shows where it waited.
 func TestDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		rec := &recorder{TB: t}
@@ -177,7 +178,7 @@ func TestDeadline(t *testing.T) {
 	})
 }
 
-// A rank that gives up takes the others along.
+// A rank that calls Fatalf ends the waits of the other ranks.
 func TestFatal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		rec := &recorder{TB: t}
