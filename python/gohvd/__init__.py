@@ -1,6 +1,7 @@
 """gohvd: collective communication for distributed training, with Horovod's interface.
 
-``gohvd.torch`` is for PyTorch, ``gohvd.numpy`` for numpy. The work is done by a sidecar process, hvdd, which ``init`` starts.
+``gohvd.torch`` is for PyTorch, ``gohvd.numpy`` for numpy. A sidecar process, hvdd, does the work; ``init`` starts
+it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ __all__ = ["Block", "HorovodInternalError", "HorovodVersionMismatchError", "Host
 
 
 def alloc(nbytes: int) -> Block:
-    """Memory of nbytes zeros that operations work on without copying: its ``view``, or arrays and tensors over that.
+    """Allocates nbytes zeros of memory that operations work on without copying.
 
-    It starts the sidecar if there is none yet, may come before ``init``, and outlives ``shutdown``. MemoryError if there is
-    none.
+    Use the ``view`` of the ``Block`` that it returns, or arrays and tensors over that. The call starts the sidecar
+    if there is none yet. It may come before ``init``, and the block outlives ``shutdown``. Raises MemoryError if
+    there is no memory.
     """
     return _engine.engine.alloc(nbytes)

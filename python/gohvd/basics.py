@@ -1,4 +1,6 @@
-"""Beginning and end of the job, this process's place in it, and what is built in: as in Horovod."""
+"""The functions of Horovod that join and leave the job, and that report this process's place in it and what is
+built in.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,15 @@ _engine_ = _engine.engine
 def init(
     comm: Any = None, process_sets: Optional[Union[str, Sequence[Union[ProcessSet, Sequence[int]]]]] = None
 ) -> None:
-    """Joins this process to its job, and waits until all ranks have come. Again while it is in the job it does nothing.
+    """Joins this process to its job, and waits until all ranks have joined. If it is in the job already, init does
+    nothing.
 
-    The job is that of hvdrun, mpirun, srun or torchrun, or that of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without any
-    this process is rank 0 of 1, as it is with HVD_SIZE=1.
+    The job is that of hvdrun, mpirun, srun or torchrun, or the one that RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT describe. Without any of these this process is rank 0 of 1, as it is with HVD_SIZE=1.
 
-    comm is None, or all ranks of the job: a list of them, or a communicator of mpi4py. For a part of the job use process
-    sets. process_sets are sets to register, the same in the same order at all ranks, or "dynamic" if they shall be added
-    later. A ValueError if one is a duplicate.
+    comm is None, or all ranks of the job: a list of them, or a communicator of mpi4py. For a part of the job use
+    process sets. process_sets are the sets to register, the same in the same order at all ranks, or "dynamic" if
+    they are added later. Raises ValueError if one is a duplicate.
     """
     sets: List[ProcessSet] = []
     settings: Dict[str, str] = {}
@@ -53,54 +56,57 @@ def init(
 
 
 def shutdown() -> None:
-    """Leaves the job: this rank submits nothing more. Other ranks go on with process sets without it. If one waits for an
-    operation that this rank has not submitted, then or later, it gets a ``PeerError`` that names this rank. Rank 0 serves
-    the others until they have left too. ``init`` may follow again. At the end of the process this is done by itself; then an
-    exception that nobody has caught fails this rank."""
+    """Leaves the job: this rank submits no more operations.
+
+    Other ranks can go on using process sets that do not include this rank. If one waits, then or later, for an
+    operation that this rank has not submitted, it gets a ``PeerError`` that names this rank. Rank 0 serves the
+    others until they have left too. ``init`` may be called again. At the end of the process shutdown is called
+    automatically; an uncaught exception then fails this rank.
+    """
     _engine_.shutdown()
 
 
 def is_initialized() -> bool:
-    """Whether ``init`` has succeeded and no ``shutdown`` has followed."""
+    """Returns whether ``init`` has succeeded and no ``shutdown`` has followed."""
     return _engine_.initialized()
 
 
 def rank() -> int:
-    """This process's number in the job, 0 to size()-1. Like all queries a ValueError before ``init``."""
+    """Returns this process's number in the job, 0 to size()-1. Like all queries, raises ValueError before ``init``."""
     return _engine_.place().rank
 
 
 def size() -> int:
-    """The number of processes in the job."""
+    """Returns the number of processes in the job."""
     return _engine_.place().size
 
 
 def local_rank() -> int:
-    """This process's number among those of its host."""
+    """Returns this process's number among the processes of its host."""
     return _engine_.place().local_rank
 
 
 def local_size() -> int:
-    """The number of processes on this host."""
+    """Returns the number of processes on this host."""
     return _engine_.place().local_size
 
 
 def cross_rank() -> int:
-    """The number of this host among those that have this local rank."""
+    """Returns the number of this host among the hosts that have this local rank."""
     return _engine_.place().cross_rank
 
 
 def cross_size() -> int:
-    """The number of hosts that have this local rank."""
+    """Returns the number of hosts that have this local rank."""
     return _engine_.place().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has equally many ranks."""
+    """Returns whether every host has the same number of ranks."""
     return _engine_.place().homogeneous
 
 
-# What Horovod can be built with. The transport here is always there, and stands for Gloo's.
+# Queries for what Horovod can be built with. gohvd's own transport is always built in, and counts as Gloo.
 
 
 def mpi_threads_supported() -> bool:
@@ -125,7 +131,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """The version of NCCL, or 0."""
+    """Returns the version of NCCL, or 0."""
     return 0
 
 

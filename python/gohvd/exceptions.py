@@ -1,7 +1,7 @@
-"""The exceptions of operations and queries: Horovod's, and finer ones below them.
+"""The exceptions of operations and queries: those of Horovod, and subclasses of them.
 
-What a rank should not have asked for is a ``ValueError``, as in Horovod. What goes wrong between ranks is a
-``HorovodInternalError``, which elastic training catches.
+Misuse by this rank raises ``ValueError``, as in Horovod. A failure between ranks raises ``HorovodInternalError``,
+which elastic training catches.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Sequence
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation has failed: ranks contradict each other, or some have died, or the job was shut down."""
+    """Raised if an operation has failed: ranks disagree, some have died, or the job was shut down."""
 
 
 class MismatchError(HorovodInternalError):
-    """The ranks have asked for different things under one name. All of them get this, and the job goes on."""
+    """Raised at all ranks if they have requested different operations under one name. The job goes on."""
 
 
 class PeerError(HorovodInternalError):
-    """Ranks have failed, and the job is over. ``ranks`` says which, if it is known."""
+    """Raised if ranks have failed; the job is over. ``ranks`` names them, if they are known."""
 
     def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)
@@ -26,23 +26,27 @@ class PeerError(HorovodInternalError):
 
 
 class SidecarError(HorovodInternalError):
-    """The sidecar of this rank has ended, or cannot be started or spoken to."""
+    """Raised if the sidecar of this rank has ended, cannot be started, or does not respond as it should."""
 
 
 class NotInitializedError(HorovodInternalError, ValueError):
-    """``init`` was not called. Horovod gives a ``ValueError`` for queries and a ``HorovodInternalError`` for operations;
-    this is both."""
+    """Raised if ``init`` was not called.
+
+    Horovod raises ``ValueError`` for queries and ``HorovodInternalError`` for operations; this class is both.
+    """
 
     def __init__(self) -> None:
         super().__init__("Horovod has not been initialized; use hvd.init().")
 
 
 class InitError(HorovodInternalError, ValueError):
-    """``init`` could not bring this process into its job; it may be called again. Horovod gives a ``ValueError``."""
+    """Raised if ``init`` could not join this process to its job; it may be called again. Horovod raises
+    ``ValueError``.
+    """
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Hosts have come or gone; ``skip_sync`` says that the state need not be sent to anybody."""
+    """Raised if hosts were added or removed. ``skip_sync`` means that the state need not be sent to other ranks."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__()
@@ -50,7 +54,7 @@ class HostsUpdatedInterrupt(Exception):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """The framework that is there has another version than the one that was expected."""
+    """Raised if the installed framework has another version than expected."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(

@@ -1,8 +1,9 @@
 """Collectives on numpy arrays.
 
-Every operation has a form that waits and gives the result, and one with ``_async`` that gives a ``Handle``. Arrays are any
-of bool, the integers of 8 to 64 bits without uint32 and uint64, float16, float32 and float64. An array over memory of
-``gohvd.alloc`` (``alloc`` here) is not copied. Names are what ranks match by; without one calls are matched in their order.
+Every operation has a form that waits and returns the result, and one with ``_async`` that returns a ``Handle``. The
+element type of an array is bool, an integer of 8 to 64 bits except uint32 and uint64, float16, float32 or float64.
+An array over memory of ``gohvd.alloc`` (``alloc`` here) is not copied. Ranks match operations by name; operations
+without a name are matched in the order of the calls.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ R = TypeVar("R")
 
 class _Numpy(_engine.Framework[Array]):
     def address(self, x: Array) -> int:
-        # An array in an arena has a base: it does not own its memory.
+        # An array in an arena does not own its memory, so it has a base.
         return 0 if x.base is None else x.ctypes.data
 
     def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Array:
@@ -64,7 +65,7 @@ _numpy = _Numpy()
 
 
 class Handle(Generic[R]):
-    """An operation in flight. Its arrays must not be written, nor its output read, until it is done."""
+    """An operation in flight. Until it is done, its arrays must not be written and its output must not be read."""
 
     __slots__ = ("_call", "_take")
 
@@ -73,11 +74,11 @@ class Handle(Generic[R]):
         self._take = take
 
     def done(self) -> bool:
-        """Whether it is done, so that ``wait`` returns at once."""
+        """Returns whether the operation is done, so that ``wait`` returns at once."""
         return self._call.done()
 
     def wait(self) -> R:
-        """Waits and gives the result; again it gives the same."""
+        """Waits for the operation and returns its result. Later calls return the same result."""
         result: R = self._take(self._call)
         return result
 
@@ -106,7 +107,7 @@ def _code(dtype: np.dtype) -> Tuple[int, int]:
     if known is None or not dtype.isnative:
         raise ValueError(f"numpy arrays of type {dtype} cannot be communicated")
     if dtype.kind not in "biuf":
-        # Such as ml_dtypes': numpy knows their size and nothing of their arithmetic, and frombuffer refuses them.
+        # For types such as those of ml_dtypes, numpy knows only the size, and frombuffer refuses them.
         raise ValueError(f"numpy has no {dtype.name} of its own: use float32, or torch.bfloat16 with gohvd.torch")
     _codes[dtype] = known
     return known
@@ -180,8 +181,11 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     out: Optional[Array] = None,
 ) -> Array:
-    """Reduces array over all ranks, element by element. It has the same shape and type at all of them. out, which may be
-    the array itself, takes the result; otherwise that is a new array."""
+    """Reduces array over all ranks, element by element, and returns the result.
+
+    The array has the same shape and type at all ranks. out, which may be the array itself, receives the result;
+    without it the result is a new array.
+    """
     return _one(_allreduce(array, op, name, prescale_factor, postscale_factor, process_set, out, True))
 
 
@@ -210,7 +214,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     out: Optional[Sequence[Array]] = None,
 ) -> List[Array]:
-    """Reduces arrays as ``allreduce`` does, all or none. They may be of several types."""
+    """Reduces arrays as ``allreduce`` does, all or none, and returns the results. They may be of several types."""
     return _engine.begin_and_wait(
         grouped_allreduce_async, arrays, op, name, prescale_factor, postscale_factor, process_set, out
     ).wait()
@@ -223,7 +227,7 @@ def allgather_async(
 
 
 def allgather(array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Array:
-    """The arrays of all ranks, one behind the other along the first dimension, in which they may differ."""
+    """Returns the arrays of all ranks, concatenated along the first dimension, in which they may differ."""
     return _engine.begin_and_wait(allgather_async, array, name, process_set).wait()
 
 
@@ -236,7 +240,7 @@ def grouped_allgather_async(
 def grouped_allgather(
     arrays: Sequence[Any], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> List[Array]:
-    """Gathers arrays of one type as ``allgather`` does, all or none."""
+    """Gathers arrays of one type as ``allgather`` does, all or none, and returns the results."""
     return _engine.begin_and_wait(grouped_allgather_async, arrays, name, process_set).wait()
 
 
@@ -259,7 +263,9 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
     out: Optional[Array] = None,
 ) -> Array:
-    """The array of rank root_rank, which is a rank of the job also on a process set. Shape and type are the same at all."""
+    """Returns the array of rank root_rank. root_rank is a rank of the job, also on a process set. Shape and type
+    are the same at all ranks.
+    """
     return _engine.begin_and_wait(broadcast_async, array, root_rank, name, process_set, out).wait()
 
 
@@ -280,8 +286,10 @@ def alltoall(
     name: Optional[str] = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tuple[Array, List[int]]:
-    """Sends rows to all members, splits[i] to the i-th or, without splits, equally many to each. Gives the rows that came,
-    in the order of the members, and how many came from each."""
+    """Sends rows to all members: splits[i] to the i-th or, without splits, the same number to each.
+
+    Returns the received rows, in the order of the members, and the number of rows received from each.
+    """
     return _engine.begin_and_wait(alltoall_async, array, splits, name, process_set).wait()
 
 
@@ -308,8 +316,10 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Reduces array as ``allreduce`` does and gives each rank its part of the rows: as even as can be, the first ranks one
-    more."""
+    """Reduces array as ``allreduce`` does and returns this rank's part of the rows.
+
+    The parts are as even as possible; the first ranks have one row more.
+    """
     return _engine.begin_and_wait(
         reducescatter_async, array, op, name, prescale_factor, postscale_factor, process_set
     ).wait()
@@ -338,7 +348,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> List[Array]:
-    """Reduces and scatters arrays of one type as ``reducescatter`` does, all or none."""
+    """Reduces and scatters arrays of one type as ``reducescatter`` does, all or none, and returns the results."""
     return _engine.begin_and_wait(
         grouped_reducescatter_async, arrays, op, name, prescale_factor, postscale_factor, process_set
     ).wait()
@@ -350,13 +360,18 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join() -> int:
-    """Says that this rank has no more data, and waits until all have joined; the others' allreduces go on meanwhile. The
-    rank that joined last."""
+    """Declares that this rank has no more data, waits until all ranks have joined, and returns the rank that joined
+    last.
+
+    Meanwhile the allreduces of the other ranks go on.
+    """
     return _engine.engine.simple(wire.JOIN, global_process_set).last_joined
 
 
 def alloc(shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> Array:
-    """An array of zeros in memory that operations work on without copying. It is given back with its last reference."""
+    """Returns an array of zeros in memory that operations work on without copying. Dropping the last reference
+    frees the memory.
+    """
     kind = np.dtype(dtype)
     _code(kind)
     dims = (shape,) if isinstance(shape, int) else tuple(shape)

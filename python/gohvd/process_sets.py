@@ -8,13 +8,16 @@ from . import _engine
 
 
 class ProcessSet:
-    """Some ranks of the job. It is of use once it was registered, by ``init(process_sets=...)`` or ``add_process_set``.
+    """A set of ranks of the job. It can be used once ``init(process_sets=...)`` or ``add_process_set`` has
+    registered it.
 
     Two sets are equal if they are the same object.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
-        """ranks_or_comm is ranks of the job, in any order, or a communicator of mpi4py whose ranks are meant."""
+        """Makes a set that is not registered. ranks_or_comm is ranks of the job, in any order, or a communicator of
+        mpi4py, whose ranks are the members.
+        """
         self.process_set_id: Optional[int] = None
         """0 for that of all ranks, then 1, 2, ...; None if it is not registered."""
         self.ranks: Optional[List[int]] = None
@@ -29,19 +32,21 @@ class ProcessSet:
         self.process_set_id = None
 
     def size(self) -> Optional[int]:
-        """The number of members, or None if the set is not registered."""
+        """Returns the number of members, or None if the set is not registered."""
         if self.process_set_id is None or self.ranks is None:
             return None
         return len(self.ranks)
 
     def rank(self) -> Optional[int]:
-        """This process's position among the members, or None if it is none, or the set is not registered."""
+        """Returns this process's position among the members, or None if it is not a member or the set is not
+        registered.
+        """
         if self.process_set_id is None or self.ranks is None or not self.included():
             return None
         return self.ranks.index(_engine.engine.place().rank)
 
     def included(self) -> Optional[bool]:
-        """Whether this process is a member, or None if the set is not registered."""
+        """Returns whether this process is a member, or None if the set is not registered."""
         if self.process_set_id is None or self.ranks is None:
             return None
         return _engine.engine.place().rank in self.ranks
@@ -64,8 +69,11 @@ _engine.engine.global_set = global_process_set
 
 
 def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet:
-    """Registers a process set while the job runs. All ranks must call it with the same ranks, members or not, and it
-    returns when all have. A ValueError if there is such a set already."""
+    """Registers a process set while the job runs, and returns it.
+
+    All ranks must call it with the same ranks, whether they are members or not; it returns when all have called it.
+    Raises ValueError if a set of these ranks is registered already.
+    """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     _engine.engine.add_set(process_set)
@@ -73,11 +81,14 @@ def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a process set. All ranks must call it, and it returns when all have. False if it is not registered, or that
-    of all ranks. Operations that were granted in it finish, others fail."""
+    """Removes a process set, and returns whether it did.
+
+    All ranks must call it; it returns when all have called it. It returns False if the set is not registered or is
+    the set of all ranks. Operations that were granted in the set finish, others fail.
+    """
     return _engine.engine.remove_set(process_set)
 
 
 def get_process_set_ids_and_ranks() -> "dict[int, list[int]]":
-    """The ranks of all registered process sets, by number."""
+    """Returns the ranks of all registered process sets, by number."""
     return _engine.engine.set_ranks()

@@ -1,4 +1,4 @@
-"""Compression of what travels: a tensor is cast to 16 bits before the operation and back after it."""
+"""Compression of transmitted tensors: a tensor is cast to 16 bits before the operation and back after it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 
 class Compressor:
-    """What a compressor has. Users derive their own; neither method may change its argument."""
+    """The interface of compressors. Users derive their own; neither method may change its argument."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
-        """Gives the tensor that travels, and what decompress needs to know."""
+        """Returns the tensor to transmit, and a context for decompress."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Gives the tensor as it was before compress, with what came back."""
+        """Returns the received tensor in the form that it had before compress. ctx is the context of compress."""
         raise NotImplementedError
 
 
@@ -34,7 +34,7 @@ class NoneCompressor(Compressor):
 
 
 class _Cast(Compressor):
-    """Casts floating point tensors to wire_dtype, and leaves others alone."""
+    """Casts floating point tensors to wire_dtype, and leaves others unchanged."""
 
     wire_dtype: torch.dtype
 
@@ -50,19 +50,21 @@ class _Cast(Compressor):
 
 
 class FP16Compressor(_Cast):
-    """Floating point tensors travel as float16: 11 bits of mantissa, up to 65504."""
+    """Transmits floating point tensors as float16: 11 bits of mantissa, up to 65504."""
 
     wire_dtype = torch.float16
 
 
 class BF16Compressor(_Cast):
-    """Floating point tensors travel as bfloat16: 8 bits of mantissa, the range of float32. Horovod has no such."""
+    """Transmits floating point tensors as bfloat16: 8 bits of mantissa, the range of float32. Horovod does not have
+    it.
+    """
 
     wire_dtype = torch.bfloat16
 
 
 class Compression:
-    """The compressors that may be given as compression=."""
+    """The compressors to pass as compression=."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,5 +1,8 @@
-"""The interface of horovod.torch.elastic, for a job of fixed size: scripts that are written for elastic training run, but no rank
-joins later and none is replaced. A rank that fails ends the job, as everywhere in this version."""
+"""The interface of horovod.torch.elastic, for a job of fixed size.
+
+Scripts for elastic training run, but no rank joins later and none is replaced. A rank that fails ends the job, as
+everywhere in this version.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ _T = TypeVar("_T")
 
 
 def run(func: Callable[..., _T]) -> Callable[..., _T]:
-    """Decorates a training function, whose first argument is a State: that is made equal at all ranks before each call.
+    """Decorates a training function. Its first argument is a State, which is made equal at all ranks before each
+    call.
 
-    A HorovodInternalError is not caught, as there are no other ranks to go on with.
+    A HorovodInternalError is not caught, because there are no other ranks to go on with.
     """
 
     @functools.wraps(func)
@@ -34,7 +38,7 @@ def run(func: Callable[..., _T]) -> Callable[..., _T]:
 
 
 class State:
-    """What all ranks have alike between steps."""
+    """State that is the same at all ranks between steps."""
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
@@ -42,7 +46,7 @@ class State:
         self._reset_callbacks: List[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Registers functions for on_reset, which nothing calls in a job of fixed size."""
+        """Registers functions for on_reset, which is not called in a job of fixed size."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -59,7 +63,7 @@ class State:
         """Does nothing: the hosts do not change."""
 
     def reset(self) -> None:
-        """Adapts the state to other ranks. Subclasses may have something to do."""
+        """Adapts the state to a change of ranks. Subclasses may override it."""
 
     def save(self) -> None:
         raise NotImplementedError
@@ -72,7 +76,7 @@ class State:
 
 
 class ObjectState(State):
-    """Has values that can be pickled, as attributes of the names that they are given by."""
+    """A state of values that can be pickled. Each is an attribute with the name of its keyword argument."""
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
@@ -82,16 +86,16 @@ class ObjectState(State):
         self.save()
 
     def save(self) -> None:
-        """Remembers the values for restore."""
+        """Saves the values for restore."""
         self._saved = {name: copy.deepcopy(self._content(getattr(self, name))) for name in self._names}
 
     def restore(self) -> None:
-        """Brings the saved values back."""
+        """Restores the saved values."""
         for name, content in self._saved.items():
             self._fill(name, copy.deepcopy(content))
 
     def sync(self) -> None:
-        """Gives all ranks the values of rank 0, and saves them."""
+        """Sets the values at all ranks to those of rank 0, and saves them."""
         plain = {name: getattr(self, name) for name in self._names if not _has_state(getattr(self, name))}
         for name, value in self._bcast_object(plain).items():
             setattr(self, name, value)
@@ -110,7 +114,7 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """Has a model, an optimizer and whatever else it is given. Of models, optimizers and samplers the contents are saved."""
+    """A state of a model, an optimizer and other values. Of models, optimizers and samplers the contents are saved."""
 
     def __init__(
         self, model: Optional[torch.nn.Module] = None, optimizer: Optional[torch.optim.Optimizer] = None, **kwargs: Any
@@ -139,8 +143,10 @@ class TorchState(ObjectState):
 
 
 class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
-    """Deals out to the ranks what of a data set has not been processed in this epoch. Ranks get equally many samples: the first
-    ones are repeated where they are too few."""
+    """Distributes the samples of a data set that have not been processed in this epoch among the ranks.
+
+    All ranks get the same number of samples: if there are too few, the first ones are repeated.
+    """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = dataset
@@ -151,12 +157,12 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch, of which nothing is processed."""
+        """Begins an epoch, in which no sample has been processed yet."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Notes that every rank has processed a batch."""
+        """Records that every rank has processed a batch."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> Dict[str, int]:
@@ -167,7 +173,7 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
         self.reset()
 
     def reset(self) -> None:
-        """Deals out what is left."""
+        """Distributes the samples that are left."""
         self.rank, self.num_replicas = rank(), size()
         left = list(range(len(self.dataset)))
         if self.shuffle:

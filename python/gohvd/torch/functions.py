@@ -1,6 +1,6 @@
-"""State and objects, handed from one rank to all or from all to all.
+"""Functions that send state and objects from one rank to all, or from all ranks to all.
 
-Objects travel as pickles (cloudpickle's, where it is installed). A pickle can run any code where it is read, so these are read
+Objects are sent as pickles (of cloudpickle, if it is installed). Unpickling can run any code, so pickles are read
 only from ranks of the job, which have proved to each other that they know its secret.
 """
 
@@ -28,8 +28,8 @@ def broadcast_parameters(
 ) -> None:
     """Overwrites tensors with those of root_rank.
 
-    params is what model.state_dict() gives, or named or bare parameters. All ranks give the same, and it is changed in place.
-    All tensors are under way together. Raises ValueError for anything else.
+    params is the result of model.state_dict(), or named or bare parameters. All ranks pass the same, and it is
+    changed in place. All tensors are in flight together. Raises ValueError for anything else.
     """
     named: List[Tuple[Optional[str], Any]]
     if isinstance(params, collections.abc.Mapping):
@@ -42,7 +42,7 @@ def broadcast_parameters(
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"invalid params: {name!r} is of type {type(tensor)}, want a tensor")
-    # The operations want contiguous memory; weights in channels_last order are not.
+    # The operations need contiguous memory, which weights in channels_last order are not.
     wires = [tensor.detach().contiguous() for _, tensor in named]
     _broadcast_all(wires, root_rank, [name for name, _ in named])
     for (_, tensor), wire in zip(named, wires):
@@ -51,7 +51,9 @@ def broadcast_parameters(
 
 
 def _broadcast_all(tensors: List[torch.Tensor], root_rank: int, names: List[Optional[str]]) -> None:
-    """Overwrites tensors with those of root_rank. They are under way together; if one fails nobody waits for the others."""
+    """Overwrites tensors with those of root_rank. They are in flight together; if one fails, the others are not
+    waited for.
+    """
     handles: List[int] = []
     try:
         for tensor, name in zip(tensors, names):
@@ -64,14 +66,14 @@ def _broadcast_all(tensors: List[torch.Tensor], root_rank: int, names: List[Opti
 
 
 class _Slot(NamedTuple):
-    """Stands for a tensor, which travels by itself."""
+    """A placeholder for a tensor, which is sent separately."""
 
     shape: Tuple[int, ...]
     dtype: torch.dtype
 
 
 def _take_out(tree: Any, tensors: List[torch.Tensor]) -> Any:
-    """Gives tree with a slot in the place of each tensor; the tensors are appended to tensors."""
+    """Returns tree with a slot in place of each tensor, and appends the tensors to tensors."""
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
         return _Slot(tuple(tree.shape), tree.dtype)
@@ -83,7 +85,7 @@ def _take_out(tree: Any, tensors: List[torch.Tensor]) -> Any:
 
 
 def _put_in(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Gives tree with the next tensor in the place of each slot."""
+    """Returns tree with the next tensor in place of each slot."""
     if isinstance(tree, _Slot):
         return next(tensors)
     if isinstance(tree, dict):
@@ -94,7 +96,7 @@ def _put_in(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _empty(tree: Any) -> List[torch.Tensor]:
-    """Makes a tensor for each slot of tree, in the order of _take_out."""
+    """Returns a new tensor for each slot of tree, in the order of _take_out."""
     if isinstance(tree, _Slot):
         return [torch.empty(tree.shape, dtype=tree.dtype)]
     if isinstance(tree, dict):
@@ -107,13 +109,13 @@ def _empty(tree: Any) -> List[torch.Tensor]:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Optional[torch.nn.Module] = None
 ) -> None:
-    """Gives every rank the options and the state of root_rank's optimizer, as its load_state_dict would, but into the param
-    groups that there are.
+    """Copies the options and the state of root_rank's optimizer to every rank.
 
-    Ranks may differ in what state they have. A root whose optimizer has not stepped yet has none; then none has any. (Horovod
-    makes state by a step on gradients of zero, which Adam counts and weight decay feels.) As there, gradients of an
-    optimizer without state that are missing become zeros; model tells which of them are sparse and left alone.
-    Raises ValueError for LBFGS, whose state hangs on one parameter for all.
+    It does what the optimizer's load_state_dict would do, but keeps the existing param groups. Ranks may differ in
+    the state that they have. If root_rank's optimizer has not stepped yet and has no state, no rank has state
+    afterwards. (Horovod creates state with a step on gradients of zero, which Adam counts and to which weight decay
+    applies.) As in Horovod, missing gradients of an optimizer without state become zeros, except sparse ones; model
+    tells which are sparse. Raises ValueError for LBFGS, which keeps one state for all parameters.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
@@ -136,8 +138,10 @@ def broadcast_optimizer_state(
 
 @contextlib.contextmanager
 def in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Has a load_state_dict within it write to the param groups and the state that there are; torch makes new ones. The
-    optimizer that a distributed one takes the place of has the same, and so have learning rate schedulers made for that.
+    """Within it, load_state_dict of optimizer writes to the existing param groups and state; torch makes new ones.
+
+    The optimizer that a distributed one replaces shares them, and so do learning rate schedulers that were made for
+    it.
     """
     groups, state = optimizer.param_groups, optimizer.state
     yield
@@ -159,7 +163,7 @@ def _become(old: Dict[Any, Any], new: Mapping[Any, Any]) -> None:
 
 
 def _sparse_parameters(model: Optional[torch.nn.Module]) -> Set[torch.Tensor]:
-    """Gives the weights of model whose gradients are sparse."""
+    """Returns the weights of model whose gradients are sparse."""
     if model is None:
         return set()
     return {
@@ -172,11 +176,12 @@ def _sparse_parameters(model: Optional[torch.nn.Module]) -> Set[torch.Tensor]:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Gives the object of root_rank, a rank of the job, at all members of process_set; obj does not count at the others.
+    """Returns the object of root_rank, a rank of the job, at all members of process_set. obj is ignored at other
+    ranks.
 
-    The root gets its own object back, the others a copy. Two broadcasts: its length, then its bytes.
+    The root gets its own object back, the others a copy. It makes two broadcasts: of the length, then of the bytes.
     """
-    # Horovod's name is that of obj's type, which waits forever if only the root has the object.
+    # Horovod names the operation after obj's type, and then waits forever if only the root has the object.
     name = "broadcast_object" if name is None else name
     at_root = rank() == root_rank
     data = _dumps(obj) if at_root else torch.empty(0, dtype=torch.uint8)
@@ -188,7 +193,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: Optional[str] = None) -> List[Any]:
-    """Gives a list of all ranks' objects, by rank. Two allgathers: the lengths, then the bytes."""
+    """Returns a list of all ranks' objects, by rank. It makes two allgathers: of the lengths, then of the bytes."""
     name = "allgather_object" if name is None else name
     data = _dumps(obj)
     lengths = allgather(torch.tensor([data.numel()]), f"{name}.sz").tolist()
@@ -200,5 +205,5 @@ def _dumps(obj: Any) -> torch.Tensor:
 
 
 def _loads(data: torch.Tensor) -> Any:
-    # Without numpy, torch has no other way from a tensor to bytes that does not go by elements.
+    # Without numpy, torch has no other way to get the bytes of a tensor that does not go element by element.
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

@@ -1,10 +1,11 @@
 """The collectives of ``horovod.torch``, with its names, signatures and defaults.
 
-Beyond Horovod: all of torch's element types that have a counterpart in docs/operations.md, bfloat16 and bool among them;
-tensors of any device, which pass through memory of the host; ``alloc_tensor``, for tensors that are not copied.
+Beyond Horovod, it supports all of torch's element types that have a counterpart in docs/operations.md, including
+bfloat16 and bool; tensors of any device, which are copied through memory of the host; and ``alloc_tensor``, for
+tensors that are not copied.
 
-A tensor in ordinary memory is copied once into memory that the sidecar sees, and once out of it, when ``poll`` or
-``synchronize`` finds the operation done.
+A tensor in ordinary memory is copied once into memory that is shared with the sidecar, and once out of it, when
+``poll`` or ``synchronize`` finds the operation done.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-# Element types: their number and size.
+# The number and size of each element type.
 _DTYPES: Dict[torch.dtype, _engine.Code] = {
     getattr(torch, name): code for name, code in wire.DTYPES.items() if hasattr(torch, name)
 }
@@ -75,7 +76,7 @@ class _Torch(_engine.Framework[Tensor]):
         return torch.frombuffer(view, dtype=dtype).view(shape)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        # detach: autograd has no part in this, and a leaf could not be written.
+        # Autograd does not record the copy, and without detach a leaf could not be written.
         if target.requires_grad:
             target = target.detach()
         target.copy_(source.detach() if source.requires_grad else source)
@@ -88,7 +89,7 @@ class _Torch(_engine.Framework[Tensor]):
         if len(data) != x.numel() * x.element_size():
             raise ValueError(f"a result of {len(data)} bytes for {x.dtype} of shape {shape}")
         if len(data):
-            # Through bytes of x's own, for torch takes no memory that is to be read only.
+            # The data is copied into memory of x, because torch does not accept read-only memory.
             _engine.memory_at(x.data_ptr(), len(data))[:] = data
         return x if like.is_cpu else x.to(like.device)
 
@@ -97,7 +98,9 @@ _torch = _Torch()
 
 
 def alloc_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor of zeros in memory that operations work on without copying. It is given back with its last reference."""
+    """Returns a tensor of zeros in memory that operations work on without copying. Dropping the last reference
+    frees the memory.
+    """
     _, itemsize = _code(dtype)
     count = 1
     for n in shape:
@@ -142,7 +145,7 @@ def _begin(
 
 
 def _check(tensor: Tensor) -> _engine.Code:
-    """The number and size of a tensor's type. A ValueError if it cannot travel."""
+    """Returns the number and size of a tensor's element type. Raises ValueError if the tensor cannot be sent."""
     code = _DTYPES.get(tensor.dtype)
     if code is None or tensor.layout is not torch.strided:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
@@ -155,14 +158,14 @@ def _check(tensor: Tensor) -> _engine.Code:
 
 
 class _Handles:
-    """Operations in flight, by numbers that count from 1 and begin anew with each job."""
+    """Operations in flight, by number. Numbers count from 1 and start again with each job."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._entries: Dict[int, Tuple[_engine.Call[Tensor], Callable[[_engine.Call[Tensor]], Any]]] = {}
 
     def add(self, call: _engine.Call[Tensor], result: Callable[[_engine.Call[Tensor]], Any]) -> int:
-        """result makes what synchronize gives."""
+        """Adds an operation and returns its number. result makes the return value of synchronize."""
         number = next(self._numbers)
         self._entries[number] = call, result
         return number
@@ -189,7 +192,7 @@ class _Handles:
             entry[0].let_go()
 
     def forget(self, number: int) -> None:
-        """Gives up a handle: its names are free when its operations are done."""
+        """Discards a handle: its names are free when its operations are done."""
         entry = self._entries.pop(number, None)
         if entry is not None:
             entry[0].let_go()
@@ -204,25 +207,30 @@ _engine.engine.at_shutdown.append(_handles.reset)
 
 
 def poll(handle: int) -> bool:
-    """Whether the operation is done, so that ``synchronize`` returns at once."""
+    """Returns whether the operation is done, so that ``synchronize`` returns at once."""
     return _handles.poll(handle)
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for an operation and gives its result: a tensor, a list of them for a group, and for an alltoall a tensor and the
-    splits that were received. None for a handle that is not known, or was synchronized before. HorovodInternalError if the
-    operation has failed."""
+    """Waits for an operation and returns its result.
+
+    The result is a tensor, a list of tensors for a group, and for an alltoall a tensor and the received splits. It
+    is None for a handle that is unknown or was synchronized before. Raises HorovodInternalError if the operation
+    has failed.
+    """
     return _handles.take(handle)
 
 
 def synchronize_next(handle: int, others: Sequence[int]) -> Any:
-    """``synchronize`` for a caller that does the same for others next, and need not be woken for each."""
+    """Does what ``synchronize`` does, for a caller that synchronizes others next. The caller is not woken for each
+    of them.
+    """
     _handles.settle(handle, others)
     return synchronize(handle)
 
 
 def forget(handle: Union[int, SparseSum]) -> None:
-    """Gives up a handle that will not be synchronized. Its names are free when its operations are done."""
+    """Discards a handle that will not be synchronized. Its names are free when its operations are done."""
     for number in (handle.indices, handle.values) if isinstance(handle, SparseSum) else (handle,):
         _handles.forget(number)
 
@@ -260,7 +268,9 @@ def _wants_grad(tensor: Tensor) -> bool:
 def _begin_group(
     kind: int, tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet, in_place: bool = False, **kw: Any
 ) -> int:
-    """Begins the operation of a group, whose tensors may be of several types. Nothing is begun if a tensor cannot be."""
+    """Begins the operation of a group, whose tensors may be of several types. If a tensor cannot be sent, nothing
+    is begun.
+    """
     tensors = list(tensors)
     if not tensors:
         raise ValueError("a group of no tensors")
@@ -282,8 +292,10 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """``allreduce`` without the wait and without autograd: a handle, whose result is a new tensor. The tensor must not be
-    written until then."""
+    """Begins an ``allreduce`` without autograd, and returns a handle, whose result is a new tensor.
+
+    The tensor must not be written until the handle is synchronized.
+    """
     op = _reduction(op, average)
     return _handles.add(
         _begin(wire.ALLREDUCE, [tensor], name, process_set, None, op, prescale_factor, postscale_factor), _one
@@ -317,8 +329,10 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduces a tensor over all ranks, element by element: the average unless op says otherwise. The tensor has the same
-    shape and type at all ranks. A new tensor, through which autograd sees."""
+    """Reduces a tensor over all ranks, element by element, and returns a new tensor, which autograd supports.
+
+    The reduction is the average unless op is another one. The tensor has the same shape and type at all ranks.
+    """
     op = _reduction(op, average)
     compressed, ctx = compression.compress(tensor)
     if _wants_grad(compressed):
@@ -340,14 +354,18 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """``allreduce_`` without the wait. The tensor must not be touched until the handle is synchronized."""
+    """Begins an ``allreduce_`` and returns a handle. The tensor must not be touched until the handle is
+    synchronized.
+    """
     return begin_allreduce_(tensor, name, _reduction(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def begin_allreduce_(
     tensor: Tensor, name: Optional[str], op: int, prescale: float, postscale: float, process_set: ProcessSet, later: bool = False
 ) -> int:
-    """``allreduce_async_``, of which the sidecar may hear later: with the next operation, ``hurry`` or ``synchronize``."""
+    """Does what ``allreduce_async_`` does, but may notify the sidecar later: at the next operation, ``hurry`` or
+    ``synchronize``.
+    """
     tensors = [tensor]
     return _handles.add(
         _begin(wire.ALLREDUCE, tensors, name, process_set, tensors, op, prescale, postscale, later=later), _one
@@ -355,7 +373,7 @@ def begin_allreduce_(
 
 
 def hurry() -> None:
-    """Has the sidecar hear of all that was begun."""
+    """Notifies the sidecar of all operations that were begun."""
     _engine.engine.hurry()
 
 
@@ -368,7 +386,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """``allreduce`` in place, without autograd."""
+    """Reduces a tensor in place as ``allreduce`` does, without autograd."""
     op = _reduction(op, average)
     tensors = [tensor]
     call = _begin(
@@ -386,7 +404,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """``grouped_allreduce`` without the wait and without autograd."""
+    """Begins a ``grouped_allreduce`` without autograd, and returns a handle."""
     op = _reduction(op, average)
     return _begin_group(
         wire.ALLREDUCE, tensors, name, process_set,
@@ -395,7 +413,7 @@ def grouped_allreduce_async(
 
 
 class HorovodGroupedAllreduce(torch.autograd.Function):
-    """A grouped allreduce, as HorovodAllreduce."""
+    """A grouped allreduce with the gradient of HorovodAllreduce."""
 
     @staticmethod
     def forward(
@@ -423,7 +441,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> List[Tensor]:
-    """Reduces the tensors of a group as ``allreduce`` does, all or none: a list of new tensors."""
+    """Reduces the tensors of a group as ``allreduce`` does, all or none, and returns a list of new tensors."""
     op = _reduction(op, average)
     pairs = [compression.compress(t) for t in tensors]
     compressed = [p[0] for p in pairs]
@@ -447,7 +465,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """``grouped_allreduce_`` without the wait."""
+    """Begins a ``grouped_allreduce_`` and returns a handle."""
     op = _reduction(op, average)
     return _begin_group(
         wire.ALLREDUCE, tensors, name, process_set, True,
@@ -464,7 +482,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> List[Tensor]:
-    """``grouped_allreduce`` in place, without autograd."""
+    """Reduces the tensors of a group in place as ``grouped_allreduce`` does, without autograd."""
     op = _reduction(op, average)
     return synchronize(
         _engine.begin_and_wait(
@@ -476,12 +494,14 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: Tensor, name: Optional[str], op: Optional[int], process_set: ProcessSet = global_process_set
 ) -> SparseSum:
-    """Adds sparse tensors by gathering their elements. What it gives is called to wait, and gives the sum, or the average, as
-    a sparse tensor that is not coalesced."""
+    """Adds sparse tensors by gathering their elements.
+
+    Returns a callable that waits and returns the sum, or the average, as a sparse tensor that is not coalesced.
+    """
     op = Average if op is None else op
     if op not in (Average, Sum):
         raise ValueError(f"a sparse allreduce averages or sums; there is no reduction {op!r} of sparse tensors")
-    # One row for each element: rows are what is gathered.
+    # One row for each element, because allgather gathers rows.
     indices = allgather_async(
         tensor._indices().transpose(0, 1).contiguous(), None if name is None else f"{name}.indices", process_set
     )
@@ -493,7 +513,7 @@ def sparse_allreduce_async(
 
 
 class SparseSum:
-    """A sparse allreduce in flight. It is called to wait, and gives the result."""
+    """A sparse allreduce in flight. Calling it waits and returns the result."""
 
     def __init__(self, tensor: Tensor, indices: int, values: int, op: int, process_set: ProcessSet) -> None:
         self.indices = indices
@@ -506,7 +526,7 @@ class SparseSum:
         try:
             all_values, all_indices = synchronize(self.values), synchronize(self.indices)
         finally:
-            forget(self)  # the second, if the first has failed
+            forget(self)  # discards the second operation if the first has failed
         if self._op == Average:
             all_values = all_values / self._process_set.size()
         like = self._tensor
@@ -521,12 +541,12 @@ class SparseSum:
 def allgather_async(
     tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """``allgather`` without the wait and without autograd."""
+    """Begins an ``allgather`` without autograd, and returns a handle."""
     return _handles.add(_begin(wire.ALLGATHER, [tensor], name, process_set), _one)
 
 
 def _gathered_rows(rows: List[int], process_set: ProcessSet) -> List[Tuple[int, int]]:
-    """For each tensor that was gathered: where this rank's rows begin, and how many they are."""
+    """Returns, for each gathered tensor, the index of this rank's first row and the number of its rows."""
     everyone = allgather(torch.tensor([rows], dtype=torch.int64), process_set=process_set)
     me = process_set.rank()
     assert me is not None
@@ -550,7 +570,7 @@ class HorovodAllgather(torch.autograd.Function):
 
 
 def allgather(tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """The tensors of all ranks, one behind the other along the first dimension, in which they may differ."""
+    """Returns the tensors of all ranks, concatenated along the first dimension, in which they may differ."""
     if _wants_grad(tensor):
         return HorovodAllgather.apply(tensor, name, process_set)
     return _begin(wire.ALLGATHER, [tensor], name, process_set, at_once=True).results()[0]
@@ -559,12 +579,12 @@ def allgather(tensor: Tensor, name: Optional[str] = None, process_set: ProcessSe
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """``grouped_allgather`` without the wait and without autograd."""
+    """Begins a ``grouped_allgather`` without autograd, and returns a handle."""
     return _begin_group(wire.ALLGATHER, tensors, name, process_set)
 
 
 class HorovodGroupedAllgather(torch.autograd.Function):
-    """A grouped allgather, as HorovodAllgather."""
+    """A grouped allgather with the gradient of HorovodAllgather."""
 
     @staticmethod
     def forward(ctx: Any, name: Optional[str], ps: ProcessSet, *tensors: Tensor) -> Tuple[Tensor, ...]:
@@ -581,7 +601,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 def grouped_allgather(
     tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> List[Tensor]:
-    """Gathers the tensors of a group as ``allgather`` does, all or none."""
+    """Gathers the tensors of a group as ``allgather`` does, all or none, and returns the results."""
     if any([_wants_grad(t) for t in tensors]):
         return list(HorovodGroupedAllgather.apply(name, process_set, *tensors))
     return synchronize(_engine.begin_and_wait(grouped_allgather_async, tensors, name, process_set))
@@ -593,7 +613,7 @@ def grouped_allgather(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """``broadcast`` without the wait and without autograd."""
+    """Begins a ``broadcast`` without autograd, and returns a handle."""
     _engine.check_root(root_rank, process_set)
     return _handles.add(_begin(wire.BROADCAST, [tensor], name, process_set, root=root_rank), _one)
 
@@ -617,8 +637,10 @@ class HorovodBroadcast(torch.autograd.Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """The tensor of rank root_rank, which is a rank of the job also on a process set. Shape and type are the same at all
-    ranks."""
+    """Returns the tensor of rank root_rank. root_rank is a rank of the job, also on a process set.
+
+    Shape and type are the same at all ranks.
+    """
     if _wants_grad(tensor):
         return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
     return synchronize(_engine.begin_and_wait(broadcast_async, tensor, root_rank, name, process_set))
@@ -627,7 +649,7 @@ def broadcast(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """``broadcast_`` without the wait."""
+    """Begins a ``broadcast_`` and returns a handle."""
     _engine.check_root(root_rank, process_set)
     tensors = [tensor]
     return _handles.add(_begin(wire.BROADCAST, tensors, name, process_set, tensors, root=root_rank), _one)
@@ -636,7 +658,7 @@ def broadcast_async_(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """``broadcast`` in place, without autograd."""
+    """Overwrites a tensor as ``broadcast`` would, without autograd."""
     return synchronize(_engine.begin_and_wait(broadcast_async_, tensor, root_rank, name, process_set))
 
 
@@ -656,7 +678,9 @@ def _splits(splits: _Splits, tensor: Tensor, process_set: ProcessSet) -> Tuple[i
 def alltoall_async(
     tensor: Tensor, splits: _Splits = None, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """``alltoall`` without the wait and without autograd. ``synchronize`` always gives the pair."""
+    """Begins an ``alltoall`` without autograd, and returns a handle. ``synchronize`` always returns the tensor and
+    the splits.
+    """
     given = _splits(splits, tensor, process_set)
     return _handles.add(_begin(wire.ALLTOALL, [tensor], name, process_set, splits=given), _with_splits)
 
@@ -679,7 +703,7 @@ class HorovodAlltoall(torch.autograd.Function):
             alltoall_async, grad_output.contiguous(), ctx.received, process_set=ctx.ps
         ))
         if grad.shape[0] < ctx.rows:
-            # The rows behind the last split went nowhere.
+            # The rows after the last split were not sent, so their gradient is zero.
             rest = (ctx.rows - grad.shape[0],) + tuple(grad.shape[1:])
             grad = torch.cat([grad, grad.new_zeros(rest)])
         return grad, None, None, None
@@ -688,8 +712,11 @@ class HorovodAlltoall(torch.autograd.Function):
 def alltoall(
     tensor: Tensor, splits: _Splits = None, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
-    """Sends rows to all members: splits[i] to the i-th, or equally many to each. Gives the rows that came, in the order of
-    the members, and, if splits were given, how many came from each, as int32."""
+    """Sends rows to all members: splits[i] to the i-th or, without splits, the same number to each.
+
+    Returns the received rows, in the order of the members, and, if splits were given, the number of rows received
+    from each, as int32.
+    """
     if _wants_grad(tensor):
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
     else:
@@ -702,7 +729,7 @@ def alltoall(
 
 def _scattered(op: int) -> int:
     if op not in (Average, Sum):
-        # The exception is Horovod's. The sidecar could do it, as gohvd.numpy shows.
+        # Horovod raises this exception. The sidecar supports the operation; gohvd.numpy uses it.
         raise HorovodInternalError(f"a reducescatter averages or sums; there is no reduction {op!r}")
     return op
 
@@ -715,14 +742,14 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """``reducescatter`` without the wait and without autograd."""
+    """Begins a ``reducescatter`` without autograd, and returns a handle."""
     op = _scattered(op)
     call = _begin(wire.REDUCESCATTER, [tensor], name, process_set, None, op, prescale_factor, postscale_factor)
     return _handles.add(call, _one)
 
 
 def _scatter_scale(op: int, pre: float, post: float, ps: ProcessSet) -> float:
-    """What the gathered gradients of a reducescatter are multiplied with."""
+    """Returns the factor by which the gathered gradients of a reducescatter are multiplied."""
     members = ps.size()
     assert members is not None
     return pre * post * (members if op == Sum else 1)
@@ -753,8 +780,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduces a tensor as ``allreduce`` does, and gives each rank its part of the rows: as even as can be, the first ranks one
-    more."""
+    """Reduces a tensor as ``allreduce`` does, and returns this rank's part of the rows.
+
+    The parts are as even as possible; the first ranks have one row more.
+    """
     compressed, ctx = compression.compress(tensor)
     if _wants_grad(compressed):
         out = HorovodReducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)
@@ -773,7 +802,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """``grouped_reducescatter`` without the wait and without autograd."""
+    """Begins a ``grouped_reducescatter`` without autograd, and returns a handle."""
     op = _scattered(op)
     return _begin_group(
         wire.REDUCESCATTER, tensors, name, process_set,
@@ -782,7 +811,7 @@ def grouped_reducescatter_async(
 
 
 class HorovodGroupedReducescatter(torch.autograd.Function):
-    """A grouped reducescatter, as HorovodReducescatter."""
+    """A grouped reducescatter with the gradient of HorovodReducescatter."""
 
     @staticmethod
     def forward(
@@ -808,7 +837,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> List[Tensor]:
-    """Reduces and scatters the tensors of a group as ``reducescatter`` does, all or none."""
+    """Reduces and scatters the tensors of a group as ``reducescatter`` does, all or none, and returns the results."""
     pairs = [compression.compress(t) for t in tensors]
     compressed = [p[0] for p in pairs]
     if any([_wants_grad(t) for t in compressed]):
@@ -822,12 +851,16 @@ def grouped_reducescatter(
     return [compression.decompress(t, p[1]) for t, p in zip(out, pairs)]
 
 
-# Without tensors.
+# Operations without tensors.
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data, and waits until all have joined; it takes part in the others' allreduces
-    meanwhile. The rank that joined last. device is Horovod's, and makes no difference here."""
+    """Declares that this rank has no more data, waits until all ranks have joined, and returns the rank that joined
+    last.
+
+    Meanwhile this rank takes part in the allreduces of the others. device is an argument of Horovod and has no
+    effect here.
+    """
     return _engine.engine.simple(wire.JOIN, global_process_set).last_joined
 
 

@@ -33,27 +33,27 @@ from gohvd.torch.mpi_ops import (
 _Named = Iterable[Tuple[str, torch.Tensor]]
 _Groups = Union[None, int, List[List[torch.Tensor]]]
 
-# Compressors that need no more than memory of another type.
+# Compressors that only need memory of another type.
 _CASTS = (Compression.fp16, Compression.bf16)
 
 _HAS_POST_HOOK = hasattr(torch.Tensor, "register_post_accumulate_grad_hook")
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What the two distributed optimizers share: names, hooks, and when a gradient is complete.
+    """The common part of the two distributed optimizers: names, hooks, and when a gradient is complete.
 
-    An instance is of a class made for it, which derives from this and from the class of the optimizer that it takes the place
-    of. It shares that one's param groups and state.
+    An instance is of a class made for it, which derives from this class and from the class of the optimizer that it
+    replaces. It shares that optimizer's param groups and state.
     """
 
-    # Declared for readers and type checkers; _take_place sets them.
+    # These are declared for readers and type checkers; _take_place sets them.
     process_set: ProcessSet
     backward_passes_per_step: int
     _compression: Type[Compressor]
     _parameter_names: Dict[torch.Tensor, str]
-    _requires_update: Dict[torch.Tensor, None]  # the parameters that are hooked; an ordered set
-    _allreduce_delay: Dict[torch.Tensor, int]  # backward passes until the gradient travels
-    _handles: Dict[Any, Tuple[Any, Any]]  # what is under way, by parameter or tuple of them; with what decompresses it
+    _requires_update: Dict[torch.Tensor, None]  # the parameters that have hooks; an ordered set
+    _allreduce_delay: Dict[torch.Tensor, int]  # backward passes until the gradient is reduced
+    _handles: Dict[Any, Tuple[Any, Any]]  # handle and decompression context of each operation in flight, by parameter or tuple of them
     _wires: Dict[torch.Tensor, torch.Tensor]  # memory of compressed tensors, by parameter
 
     def _take_place(
@@ -64,7 +64,7 @@ class _Distributed(torch.optim.Optimizer):
         backward_passes_per_step: int,
         process_set: ProcessSet,
     ) -> None:
-        # A learning rate scheduler replaces the step of the optimizer that it is made for; that belongs to the old one.
+        # A learning rate scheduler replaces the step method of its optimizer; that method belongs to the old optimizer.
         own = {k: v for k, v in vars(optimizer).items() if not (callable(v) and callable(getattr(type(optimizer), k, None)))}
         vars(self).update(own)
         self.param_groups = list(optimizer.param_groups)
@@ -94,12 +94,12 @@ class _Distributed(torch.optim.Optimizer):
                 self._hook(p)
 
     def _hook(self, p: torch.Tensor) -> None:
-        """Has _ready called whenever a backward pass has added to p.grad."""
+        """Installs a hook that calls _ready whenever a backward pass has added to p.grad."""
         if not p.requires_grad:
             return
         self._requires_update[p] = None
         self._allreduce_delay[p] = self.backward_passes_per_step
-        # Neither hook keeps this optimizer alive: a second one over the same parameters would find the first at work.
+        # Neither hook keeps this optimizer alive: otherwise it would still reduce when a second one over the same parameters is made.
         this = weakref.ref(self)
 
         def ready(p: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ class _Distributed(torch.optim.Optimizer):
             hook = p.register_post_accumulate_grad_hook(ready)
             weakref.finalize(self, hook.remove).atexit = False
         else:
-            # The node that accumulates into p.grad lives as long as somebody holds it.
+            # The node that accumulates into p.grad lives only as long as something refers to it.
             accumulate = p.expand_as(p).grad_fn.next_functions[0][0]
             accumulate.register_hook(lambda *_: ready(p))
             self._grad_accs.append(accumulate)
@@ -122,18 +122,18 @@ class _Distributed(torch.optim.Optimizer):
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
-        # Before torch 2.1 this is called also where a backward pass gives no gradient.
+        # Before torch 2.1 this is also called if a backward pass computes no gradient.
         if p.grad is not None and p.grad.requires_grad:
             raise AssertionError("gradients that have gradients (create_graph=True) cannot be reduced")
         self._allreduce_delay[p] -= 1
         self._accumulated(p, self._allreduce_delay[p] == 0)
 
     def _accumulated(self, p: torch.Tensor, last: bool) -> None:
-        """A backward pass has added to p.grad; last if it is the last of the step."""
+        """Is called when a backward pass has added to p.grad. last is true for the last pass of the step."""
         raise NotImplementedError
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Gradients travel after so many backward passes, from the next on."""
+        """Sets after how many backward passes gradients are reduced, from the next step on."""
         self.backward_passes_per_step = passes
         self._reset_delays()
 
@@ -147,7 +147,7 @@ class _Distributed(torch.optim.Optimizer):
             super().load_state_dict(*args, **kwargs)
 
     def _forget(self) -> None:
-        """Begins a step anew. What is under way goes on, and nobody waits for it."""
+        """Starts the step again. Operations in flight go on, and their results are not waited for."""
         _forget(self._handles)
         self._reset_delays()
 
@@ -160,17 +160,19 @@ class _Distributed(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def _compress(self, p: torch.Tensor, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
-        """Gives what travels for tensor, which has p's elements, and what decompresses it."""
+        """Returns the tensor to transmit for tensor, which has p's elements, and the context that decompresses it."""
         if self._compression not in _CASTS or not tensor.dtype.is_floating_point or not _in_reach(tensor):
             return self._compression.compress(tensor)
         wire = self._wires.get(p)
-        # A program may change the order in which p lies.
+        # A program may change the memory order of p.
         if wire is None or wire.shape != tensor.shape:
             wire = self._wires[p] = alloc_tensor(tuple(tensor.shape), self._compression.wire_dtype)
         return wire.copy_(tensor), tensor.dtype
 
     def _drain(self, done: Callable[[Any, Any, Any], None]) -> None:
-        """Waits for all that is under way and gives each to done. If some fail, raises the first error when all have ended."""
+        """Waits for all operations in flight and passes each to done. If some fail, raises the first error when all
+        have ended.
+        """
         error: Optional[BaseException] = None
         others = [handle for handle, _ in reversed(self._handles.values()) if not callable(handle)]
         try:
@@ -191,14 +193,16 @@ class _Distributed(torch.optim.Optimizer):
 
 
 def _forget(handles: Dict[Any, Tuple[Any, Any]]) -> None:
-    """Gives up the handles of an optimizer, which others may then use the names of."""
+    """Discards the handles of an optimizer, so that others may use the names."""
     for handle, _ in handles.values():
         forget(handle)
     handles.clear()
 
 
 class _Memory:
-    """Shared memory for one gradient after another, each in the place of the last if nobody holds that any more."""
+    """Shared memory for one gradient after another. Each takes the place of the last if nothing refers to that any
+    more.
+    """
 
     def __init__(self) -> None:
         self.address = 0
@@ -206,14 +210,16 @@ class _Memory:
         self._last: Callable[[], Optional[memoryview]] = lambda: None
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """Gives a tensor as like is, in its order too: autograd wants gradients to lie as their parameters do."""
+        """Returns a tensor of the size, type and memory layout of like. Autograd requires that gradients have the
+        layout of their parameters.
+        """
         count = like.numel()
         if count == 0:
             return torch.empty_like(like)
         nbytes = count * like.element_size()
         if self._block is None or self._block.nbytes != nbytes or self._last() is not None:
             self._block = gohvd.alloc(nbytes)
-        # A tensor's storage, which every view of it shares, holds the buffer that it was made of.
+        # A tensor's storage, which all of its views share, refers to the buffer that it was made of.
         buffer = self._block.view[:]
         self._last = weakref.ref(buffer)
         flat = torch.frombuffer(buffer, dtype=like.dtype)
@@ -222,7 +228,9 @@ class _Memory:
 
 
 def _alone_on_few_processors() -> bool:
-    """Says whether a trainer and its sidecar cannot run at once, and have nobody to talk to on other hosts meanwhile."""
+    """Returns whether a trainer and its sidecar cannot run at once and have no ranks on other hosts to communicate
+    with meanwhile.
+    """
     all_of_them = os.cpu_count() or 1
     mine = len(os.sched_getaffinity(0))
     enough = 2 if mine < all_of_them else 2 * local_size()
@@ -242,10 +250,10 @@ class _DistributedOptimizer(_Distributed):
         self.op = op
         self.gradient_predivide_factor = gradient_predivide_factor
         self.sparse_as_dense = sparse_as_dense
-        # What is compressed does not travel from where it lies.
+        # A compressed gradient is not reduced in place.
         self._views = views and self._compression is Compression.none
         self._memory: Dict[torch.Tensor, _Memory] = {}  # of gradients, by parameter
-        self._was_sparse: Dict[torch.Tensor, int] = {}  # parameters with sparse gradients, and their sparse dimensions
+        self._was_sparse: Dict[torch.Tensor, int] = {}  # the number of sparse dimensions, by parameter with sparse gradients
         self._crowded = _alone_on_few_processors()
         self._synchronized = False
         self._should_synchronize = True
@@ -255,7 +263,7 @@ class _DistributedOptimizer(_Distributed):
             self._form_groups(groups)
 
     def _form_groups(self, groups: Union[int, List[List[torch.Tensor]]]) -> None:
-        # All ranks must form the same groups, and optimizers may list parameters in another order.
+        # All ranks must form the same groups, but optimizers may list parameters in different orders.
         root = self.process_set.ranks[0]
         names = broadcast_object(
             [self._parameter_names[p] for p in self._requires_update], root, "optimizer_groups", self.process_set
@@ -267,7 +275,7 @@ class _DistributedOptimizer(_Distributed):
             ends = [i * each + min(i, more) for i in range(groups + 1)]
             parts = [params[a:b] for a, b in zip(ends, ends[1:])]
         else:
-            # Those that are in none travel by themselves.
+            # Parameters that are in no group are reduced one by one.
             parts = [[p for p in params if any(p is q for q in group)] for group in groups]
         for group in map(tuple, parts):
             self._group_counts[group] = 0
@@ -280,7 +288,7 @@ class _DistributedOptimizer(_Distributed):
             return
         group = self._p_to_group.get(p)
         if group is None:
-            # If there is no processor to reduce on beside the backward pass, the sidecar is told of its gradients at its end.
+            # If no processor is free to reduce during the backward pass, the sidecar is notified of its gradients at its end.
             later = self._crowded and p.device.type == "cpu"
             if later:
                 torch.autograd.Variable._execution_engine.queue_callback(hurry)
@@ -291,9 +299,10 @@ class _DistributedOptimizer(_Distributed):
             self._submit_group(group)
 
     def _adopt(self, p: torch.Tensor) -> torch.Tensor:
-        """Moves p.grad into memory that all ranks of the host reduce in place, unless it lies there, and returns it.
+        """Moves p.grad into memory that all ranks of the host reduce in place, unless it is there already, and
+        returns it.
 
-        What a program keeps of a gradient that zero_grad has taken from p stays what it was.
+        References to a gradient that zero_grad has taken from p keep their values.
         """
         grad = p.grad
         if grad is None:
@@ -320,12 +329,12 @@ class _DistributedOptimizer(_Distributed):
         return memory
 
     def _factors(self) -> Tuple[float, float]:
-        # The average's 1/size comes on top of the second factor.
+        # The average divides by size in addition to the second factor.
         f = self.gradient_predivide_factor
         return (1.0 / f, f) if self.op == Average else (1.0, 1.0)
 
     def _submit(self, p: torch.Tensor, later: bool = False) -> None:
-        """Begins to reduce p's gradient. later is begin_allreduce_'s."""
+        """Begins to reduce p's gradient. later true means that begin_allreduce_ is used."""
         grad = self._adopt(p)
         name = self._parameter_names[p]
         if grad.is_sparse and not self.sparse_as_dense:
@@ -359,7 +368,9 @@ class _DistributedOptimizer(_Distributed):
         self._handles[tuple(dense)] = (handle, [ctx for _, ctx in wires])
 
     def synchronize(self) -> None:
-        """Waits until every p.grad is that of all ranks. Gradients that this rank has not computed count as zeros."""
+        """Waits until every p.grad is reduced over all ranks. Gradients that this rank has not computed count as
+        zeros.
+        """
         if self._hooked:
             submitted = set()
             for key in self._handles:
@@ -386,15 +397,15 @@ class _DistributedOptimizer(_Distributed):
 
     @torch.no_grad()
     def _receive(self, p: torch.Tensor, output: torch.Tensor, ctx: Any) -> None:
-        """Makes p.grad what came back."""
-        # Memory of ours needs no decompression: copy_ converts.
+        """Sets p.grad to the result of the reduction."""
+        # Our own memory needs no decompression, because copy_ converts.
         if ctx is None or output is not self._wires.get(p):
             output = self._compression.decompress(output, ctx)
         grad = p.grad
         if grad is None:
             p.grad = _unflat(output, p.shape).to(p.dtype)
         elif grad.is_sparse:
-            # The same object, as for dense gradients: a program may hold it.
+            # Keep the same object, as for dense gradients, because a program may refer to it.
             grad.zero_().add_(output if output.is_sparse else output.to_sparse(grad.sparse_dim()))
         elif grad.data_ptr() != output.data_ptr():
             grad.copy_(_unflat(output, grad.shape))
@@ -429,11 +440,11 @@ class _DistributedOptimizer(_Distributed):
         self._synchronized = False
         return super().step() if closure is None else super().step(closure)
 
-    # torch wraps the step of a class that has not this mark, at load_state_dict at the latest: step hooks would run twice.
+    # Without this mark torch wraps the class's step, at load_state_dict at the latest, and step hooks run twice.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Gives closure such that the gradients that it computes are those of all ranks when it returns."""
+        """Returns a closure that calls closure and then waits until the gradients are reduced over all ranks."""
         if self._handles:
             self.synchronize()
 
@@ -475,14 +486,14 @@ class _DistributedAdasumOptimizer(_Distributed):
         start.copy_(p)
         self._step_on(p)
         torch.sub(p, start, out=delta)
-        # Until step() the weights are what they were, whoever reads them.
+        # Until step() the weights keep their values for all readers.
         p.copy_(start)
         wire, ctx = self._compress(p, delta)
         handle = allreduce_async_(wire, name=self._parameter_names[p], op=Adasum, process_set=self.process_set)
         self._handles[p] = (handle, ctx)
 
     def _step_on(self, p: torch.Tensor) -> None:
-        """Has the optimizer step on p alone."""
+        """Makes the optimizer step on p only."""
         params = [group["params"] for group in self.param_groups]
         try:
             for group in self.param_groups:
@@ -493,7 +504,7 @@ class _DistributedAdasumOptimizer(_Distributed):
                 group["params"] = all_of_it
 
     def synchronize(self) -> None:
-        """Does nothing: what the ranks tell each other is their steps, which step() waits for."""
+        """Does nothing: the ranks exchange their steps, for which step() waits."""
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -521,12 +532,12 @@ class _DistributedAdasumOptimizer(_Distributed):
 
 
 def _in_reach(tensor: torch.Tensor) -> bool:
-    """Says whether a tensor can be in shared memory."""
+    """Returns whether a tensor can be in shared memory."""
     return tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
 def _in_order(tensor: torch.Tensor) -> bool:
-    """Says whether a tensor's elements lie without gaps, but in the order of channels_last."""
+    """Returns whether a tensor's elements are without gaps, but in the order of channels_last."""
     return not tensor.is_contiguous() and (
         tensor.is_contiguous(memory_format=torch.channels_last)
         if tensor.dim() == 4
@@ -535,8 +546,10 @@ def _in_order(tensor: torch.Tensor) -> bool:
 
 
 def _flat(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Gives p's gradient as what can travel, in the order in which p lies: all ranks have that order in common, but not
-    those of their gradients. A dense gradient that lies so too is not copied.
+    """Returns p's gradient as a tensor that can be sent, in the memory order of p.
+
+    All ranks have the order of p in common, but not the orders of their gradients. A dense gradient that has the
+    order of p is not copied.
     """
     if grad.is_sparse:
         grad = grad.to_dense()
@@ -547,14 +560,14 @@ def _flat(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _unflat(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Undoes _flat."""
+    """Reverses _flat."""
     if tensor.shape == shape:
         return tensor
     return tensor.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
 def _names(param_groups: List[Dict[str, Any]], named: Optional[_Named]) -> Dict[torch.Tensor, str]:
-    """Gives the parameters' names. Raises ValueError for names that cannot be right."""
+    """Returns the parameters' names. Raises ValueError for names that cannot be right."""
     if named is None:
         return {
             p: f"allreduce.noname.{number}.{i}"
@@ -614,27 +627,28 @@ def DistributedOptimizer(
     *,
     gradient_as_arena_view: bool = True,
 ) -> Any:
-    """Gives an optimizer in the place of this one that steps on the gradients of all ranks.
+    """Returns an optimizer that replaces optimizer and steps on the gradients of all ranks.
 
-    It is of a class derived from optimizer's, with synchronize(), skip_synchronize() and set_backward_passes_per_step()
-    besides. Gradients start to travel while backward goes on, or at its end if there is no processor to reduce them on; step()
-    waits for all. Call zero_grad before the next backward, or after synchronize().
+    It is of a class derived from optimizer's class, and also has synchronize(), skip_synchronize() and
+    set_backward_passes_per_step(). The reduction of gradients starts while backward runs, or at its end if there is
+    no processor to reduce them on; step() waits for all. Call zero_grad before the next backward, or after
+    synchronize().
 
     named_parameters: model.named_parameters(), all of the optimizer's, with names that are the same at all ranks. Without it
-        they are named by their places.
-    compression: what gradients travel as.
-    backward_passes_per_step: how many backward passes add up before gradients travel. Their sum is not divided.
+        the parameters are named by their positions.
+    compression: how gradients are compressed.
+    backward_passes_per_step: how many backward passes add up before gradients are reduced. Their sum is not divided.
     op: Average, Sum, ...; with Adasum the ranks step on their own and combine the steps.
     gradient_predivide_factor: with Average, divide by this before the sum and by size/this after it.
-    groups: lists of parameters that travel together, or how many groups to make of all. num_groups is the old name.
-    sparse_as_dense: sparse gradients travel dense.
-    process_set: whose gradients. At other ranks nothing travels.
-    gradient_as_arena_view: dense gradients on the CPU are moved into shared memory when they first appear, where p.grad
-        stays and from where they are reduced without a copy. zero_grad(set_to_none=True) takes p.grad away and lets the next
-        be moved anew. Of a process that forks, parent and child then share gradients.
+    groups: lists of parameters that are reduced together, or the number of groups to make of all. num_groups is the old name.
+    sparse_as_dense: sparse gradients are sent as dense ones.
+    process_set: the ranks that reduce their gradients. At other ranks nothing is sent.
+    gradient_as_arena_view: dense gradients on the CPU are moved into shared memory when they first appear. p.grad stays
+        there and is reduced without a copy. After zero_grad(set_to_none=True) the next gradient is moved again. If the
+        process forks, parent and child share gradients.
 
-    A step with a closure synchronizes after each call of it.
-    Raises ValueError if the arguments make no sense. Errors of the operations come from backward, synchronize and step.
+    A step with a closure synchronizes after each call of it. Raises ValueError if the arguments make no sense.
+    backward, synchronize and step raise the errors of the operations.
     """
     if gradient_predivide_factor != 1.0:
         if rocm_built():

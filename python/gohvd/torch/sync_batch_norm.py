@@ -14,9 +14,10 @@ from gohvd.torch.mpi_ops import Sum, allgather, allreduce, size
 class SyncBatchNorm(_BatchNorm):
     """Normalizes as BatchNorm would normalize the concatenation of all ranks' batches, on the CPU too.
 
-    Input is (N, C, ...); N may differ between the ranks and be 0. In training each forward pass is one allgather of 2C+1
-    elements and each backward pass one allreduce of 2C, so all ranks must make them in the same order. The gradients of
-    weight and bias are those of this rank's batch, as for other layers; DistributedOptimizer brings them together.
+    Input is (N, C, ...); N may differ between the ranks and be 0. In training each forward pass makes one allgather
+    of 2C+1 elements and each backward pass one allreduce of 2C, so all ranks must make the passes in the same
+    order. The gradients of weight and bias are those of this rank's batch, as for other layers;
+    DistributedOptimizer combines them.
     """
 
     def __init__(
@@ -52,13 +53,15 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Gives the normalized input, and mean, biased variance and number of elements by channel, over all ranks."""
+    """Computes the normalized input, and the mean, biased variance and number of elements of each channel over all
+    ranks.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, input: torch.Tensor, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
     ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Halves are summed in float32.
+        # float16 and bfloat16 are summed in float32.
         wide = torch.promote_types(input.dtype, torch.float32)
         x = input.to(wide)
         channels = x.size(1)
@@ -76,7 +79,7 @@ class _Normalize(torch.autograd.Function):
             raise ValueError(
                 f"expected more than 1 value per channel over all ranks when training, got input size {tuple(input.shape)}"
             )
-        # Chan, Golub and LeVeque, 1979: no difference of large sums.
+        # The formula of Chan, Golub and LeVeque (1979) avoids the difference of large sums.
         mean = (rows[:, :channels] * counts).sum(0) / total
         apart = rows[:, :channels] - mean
         variance = ((rows[:, channels:-1] + apart * apart) * counts).sum(0) / total
@@ -98,7 +101,7 @@ class _Normalize(torch.autograd.Function):
         d_weight = d_bias = d_input = None
         if weight is not None:
             d_weight, d_bias = sum_dy_normal.to(weight.dtype), sum_dy.to(weight.dtype)
-        # All ranks take part or none: whether the input wants a gradient is the same at all of them.
+        # All ranks take part or none, because the input requires a gradient at all ranks or at none.
         if ctx.needs_input_grad[0]:
             sums = torch.stack([sum_dy, sum_dy_normal])
             if size() > 1:
