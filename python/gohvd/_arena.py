@@ -1,9 +1,9 @@
-"""Memory that the sidecar and the other ranks of the host read where it lies: chunks of sealed shared memory, and an
+"""Memory that the sidecar and the other ranks of the host read in place: chunks of sealed shared memory, and an
 allocator of blocks in them.
 
-A chunk has 64 MiB, or the size of the one larger block that it was made for. It is a memfd, allocated in full and sealed
-against shrinking and growing, as docs/sidecar.md wants. Blocks begin at multiples of 64 bytes. A chunk is found by the
-address of what lies in it, so that a tensor of any framework can be recognised.
+A chunk has 64 MiB, or the size of the one larger block that it was made for. It is a memfd, allocated in full and
+sealed against shrinking and growing, as docs/sidecar.md requires. Blocks begin at multiples of 64 bytes. A chunk is
+found by an address in it, so tensors of any framework are recognised.
 
 Locks: ``Arena._lock`` is a leaf; nothing else is taken while it is held.
 """
@@ -28,7 +28,8 @@ CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
 PAGE = mmap.PAGESIZE
 
-# A block of at least this many bytes takes whole pages, so that those of nearly equal size can take each other's place.
+# A block of at least this many bytes takes whole pages, so that blocks of nearly equal size can reuse each other's
+# place.
 _PAGED_FROM = 16 << 10
 
 
@@ -58,21 +59,22 @@ class Chunk:
             os.close(fd)
             raise
         self.fd = fd
-        # Unique among the clients of a sidecar, who do not know of each other.
+        # The number is random because it must be unique among the clients of a sidecar, which do not know of each
+        # other.
         self.number = random.SystemRandom().randrange(1, 1 << 31)
         self.size = size
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.told: Any = None
-        """The request by which the sidecar was told of it, which may not be answered yet."""
+        """The request that sent the chunk to the sidecar, which may not be answered yet; else None."""
         self.placed = False
-        """The sidecar has it. It seals it so that no other can: a chunk belongs to one connection."""
+        """Whether the sidecar has the chunk. The sidecar seals it, so that it belongs to this connection only."""
         self.dropped = False
         self.live = 0
         self.reset()
 
     def reset(self) -> None:
-        """Makes all of it free."""
+        """Makes the whole chunk free."""
         self._offsets = [0]
         self._sizes = [self.size]
         self._bins: Dict[int, List[int]] = {}
@@ -83,11 +85,14 @@ class Chunk:
             os.close(fd)
 
     def __del__(self) -> None:
-        if hasattr(self, "fd"):  # else a signal has come before it had one
+        if hasattr(self, "fd"):  # a signal handler may have raised before fd was set
             self.close_fd()
 
     def take(self, size: int) -> int:
-        """The offset of size bytes, or -1: one that was given back with this size, else the first that fits."""
+        """Takes size bytes and returns their offset, or -1 if there is no room.
+
+        It takes a place that was given back with this size, else the first that fits.
+        """
         same = self._bins.get(size)
         if same:
             self.live += 1
@@ -120,7 +125,7 @@ class Chunk:
             self._bins.setdefault(size, []).append(offset)
 
     def _sweep(self) -> None:
-        """Joins what lies in the bins with its neighbours."""
+        """Joins the places in the bins with free neighbours."""
         free = list(zip(self._offsets, self._sizes))
         for size, offsets in self._bins.items():
             free += [(offset, size) for offset in offsets]
@@ -139,10 +144,10 @@ Extent = Tuple[Chunk, int, int]
 
 
 class Block:
-    """Memory that operations read and write where it lies.
+    """Memory that operations read and write in place.
 
-    It is given back by ``free``, or when neither the block nor anything made of its view (a slice, a numpy array, a tensor)
-    is left. After ``free`` the view must not be used.
+    It is given back by ``free``, or when neither the block nor anything made of its view (a slice, a numpy array, a
+    tensor) is left. After ``free`` the view must not be used.
     """
 
     __slots__ = ("nbytes", "view", "_finalizer", "__weakref__")
@@ -150,7 +155,7 @@ class Block:
     def __init__(self, nbytes: int, view: memoryview, finalizer: weakref.finalize) -> None:
         self.nbytes = nbytes
         self.view = view
-        """The bytes, writable. A new block is zero."""
+        """The writable bytes, which are zero in a new block."""
         self._finalizer = finalizer
 
     def free(self) -> None:
@@ -162,7 +167,7 @@ class Block:
 
 
 def rounded(nbytes: int) -> int:
-    """What a block of so many bytes takes of its chunk."""
+    """Returns how many bytes of a chunk a block of nbytes takes."""
     unit = PAGE if nbytes >= _PAGED_FROM else ALIGNMENT
     return max(-(-nbytes // unit), 1) * unit
 
@@ -171,16 +176,19 @@ class Arena:
     """The chunks of a connection. Its methods may be called from any thread."""
 
     def __init__(self, on_drop: Callable[[Chunk], None]) -> None:
-        """on_drop hears of each chunk that is no longer used, without a lock held."""
+        """Makes an arena without chunks. It calls on_drop, without holding a lock, with each chunk that it no
+        longer uses.
+        """
         self._lock = threading.Lock()
         self._on_drop = on_drop
         self._chunks: List[Chunk] = []  # by address
         self._addresses: List[int] = []
-        # A finalizer can run anywhere, also where the lock is held. It leaves its block here, for the next to come.
+        # A finalizer can run anywhere, even while its thread holds the lock. It appends its block here, and the
+        # next take or collect frees it.
         self._returned: Deque[Extent] = collections.deque()
 
     def take(self, nbytes: int) -> Extent:
-        """Room for nbytes. It is not zeroed. MemoryError if there is no memory."""
+        """Takes nbytes and returns their place. The memory is not zeroed. Raises MemoryError if there is no memory."""
         size = rounded(nbytes)
         dropped: List[Chunk] = []
         try:
@@ -200,11 +208,13 @@ class Arena:
                 self._on_drop(chunk)
 
     def give(self, extent: Extent) -> None:
-        """Gives back what take gave. A finalizer may call it: the next to come does the work."""
+        """Gives back a place that take returned. A finalizer may call it: the next call of take or collect does the
+        work.
+        """
         self._returned.append(extent)
 
     def collect(self) -> None:
-        """Takes in what was given back, and drops chunks that have become empty."""
+        """Frees what was given back, and drops chunks that have become empty."""
         dropped: List[Chunk] = []
         with self._lock:
             self._collect(dropped)
@@ -217,7 +227,7 @@ class Arena:
             chunk.give(offset, size)
             if chunk.live or chunk.dropped:
                 continue
-            # One empty chunk is kept for what comes next, but no large one.
+            # One empty chunk is kept for later blocks, but no large one.
             others = any(c.live == 0 for c in self._chunks if c is not chunk)
             if others or chunk.size > CHUNK_BYTES:
                 self._remove(chunk)
@@ -229,12 +239,12 @@ class Arena:
         chunk.dropped = True
 
     def alloc(self, nbytes: int) -> Block:
-        """A block of nbytes zeros for the user."""
+        """Returns a block of nbytes zeros for the user."""
         if nbytes < 0:
             raise ValueError(f"a block of {nbytes} bytes")
         extent = self.take(nbytes)
         chunk, offset, size = extent
-        # A ctypes array is the one thing that every buffer made of the block refers to: its end is the end of all.
+        # Every buffer made of the block refers to this ctypes array, so its finalizer runs when none is left.
         root = (ctypes.c_ubyte * max(nbytes, 1)).from_buffer(chunk.map, offset)
         ctypes.memset(root, 0, max(nbytes, 1))
         finalizer = weakref.finalize(root, self.give, extent)
@@ -242,17 +252,17 @@ class Arena:
         return Block(nbytes, memoryview(root).cast("B")[:nbytes], finalizer)
 
     def find(self, address: int) -> Optional[Tuple[Chunk, int]]:
-        """The chunk that an address lies in, and the offset there; None if it is in none."""
+        """Returns the chunk that contains an address, and the offset there; None if no chunk does."""
         i = bisect.bisect(self._addresses, address) - 1
         if i < 0:
             return None
         try:
             chunk = self._chunks[i]
-        except IndexError:  # another thread has dropped one meanwhile
+        except IndexError:  # another thread has dropped a chunk meanwhile
             return None
         offset = address - chunk.address
         return (chunk, offset) if 0 <= offset < chunk.size else None
 
     def after_fork(self) -> None:
-        """Makes it usable in a forked process, whose other threads are gone."""
+        """Makes the arena usable in a forked process, which has only the thread that forked."""
         self._lock = threading.Lock()

@@ -1,17 +1,17 @@
-"""A connection to a sidecar, and the sidecar's process if it is this one's own. docs/sidecar.md is the protocol.
+"""A connection to a sidecar, and the sidecar's process if this process started it. docs/sidecar.md describes the
+protocol.
 
-There is no thread that reads: a thread that waits for an operation reads for all of them. The others wait until it has their
-answer, or is done and one of them takes its place.
+There is no thread that only reads: a thread that waits for an operation, the reader, reads for all of them. The
+others wait until they have their answer, or until the reader is done and one of them takes its place.
 
 Invariants:
 
-1. Who reads holds ``_reader``; who sends or submits holds ``_lock``. ``_lock`` may be taken while ``_reader`` is held, not
-   the other way round, but for ``_reader.acquire(False)``, which does not wait. ``_placing`` comes before both. Nobody waits
-   for an answer with ``_lock`` held.
-2. What was read is in ``_state`` before any Python code runs, and is taken out step by step, each of which can be done
-   again: an exception of a signal handler (Ctrl-C) between any two of them loses nothing. So it is with what is sent, in
-   ``_outbox``.
-3. A submission is in ``_pending`` before the sidecar can see it.
+1. The reader holds ``_reader``. A thread that sends or submits holds ``_lock``. ``_lock`` may be taken while
+``_reader`` is held, not the other way round, except by ``_reader.acquire(False)``, which does not wait.
+``_placing`` is taken before both. No thread waits for an answer while it holds ``_lock``. 2. Data that was read is
+in ``_state`` before any Python code runs. It is taken out in steps that can be repeated, so an exception of a
+signal handler (Ctrl-C) between any two of them loses nothing. The same holds for data to send, in ``_outbox``. 3. A
+submission is in ``_pending`` before the sidecar can see it.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from ._sidecar import GREETING_SECONDS, Child, connect, receive
 from .exceptions import HorovodInternalError, MismatchError, NotInitializedError, PeerError, SidecarError
 
 _GREETING = struct.pack(">4sI", b"GHVD", 2)
-_EXIT_SECONDS = 15.0  # of a sidecar that was told to go; it waits ten seconds for other ranks at most
+_EXIT_SECONDS = 15.0  # how long the sidecar may take to exit; it waits at most ten seconds for other ranks
 
 _MAX_IN_FLIGHT = 65536
 _RING_ENTRIES = _MAX_IN_FLIGHT
 _RING_BYTES = 4096 + 32 * _RING_ENTRIES
 _MASK = _RING_ENTRIES - 1
-# Words.
+# Indexes of the words of the ring.
 _SUBMITTED, _TAKEN, _COMPLETED, _SEEN, _WANTED, _LOOKING = 64 // 8, 128 // 8, 192 // 8, 256 // 8, 320 // 8, 384 // 8
-# Values of _LOOKING but for 0, when the sidecar looks at the ring only after a doorbell: it looks now, or within a millisecond.
+# Values of _LOOKING: the sidecar looks at the ring now, or within a millisecond. With 0 it looks only after a doorbell.
 _NOW, _SOON = 1, 2
-# Values of _WANTED: nobody waits, or a thread does and looks by itself.
+# Values of _WANTED: no thread waits, or a thread waits and polls the ring itself.
 _NEVER, _WATCHING = (1 << 64) - 1, (1 << 64) - 2
-# How long the sidecar's answer to the only operation is looked for before the process sleeps.
+# How long a thread polls for the completion of the only operation in flight before it sleeps.
 _WATCH_SECONDS = 50e-6
 _SLOTS = 131072
 _MIN_NAMES = 4096
 
 _DOORBELL = b"\0"
 _READ_BYTES = 1 << 16
-# Arguments of recvmsg, as what map wants.
+# Arguments of recvmsg, as sequences for map.
 _SIZES, _SPACES = (_READ_BYTES,), (socket.CMSG_SPACE(4 * 4),)
 _WAITING = (int(socket.MSG_CMSG_CLOEXEC),)
 _NOT_WAITING = (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
@@ -66,9 +66,10 @@ _completion = struct.Struct("<QI").unpack_from
 
 
 class Operation:
-    """An operation that can be submitted again and again, for which it gets a slot of the ring.
+    """An operation that can be submitted any number of times, through a slot of the ring.
 
-    ``body`` is an encoded ``Operation`` of sidecar.proto. ``key`` is what may be in use only once: the process set and the name.
+    ``body`` is an encoded ``Operation`` of sidecar.proto. ``key`` is the process set and the name, which only one
+    operation in use may have.
     """
 
     __slots__ = ("body", "key", "label", "slot")
@@ -76,13 +77,13 @@ class Operation:
     def __init__(self, body: bytes, label: str, key: Optional[Tuple[int, str]] = None) -> None:
         self.body = body
         self.label = label
-        """For errors: its kind and name."""
+        """The kind and name of the operation, for errors."""
         self.key = key
         self.slot = -1
 
 
 class _Letter:
-    """A frame on its way."""
+    """A frame to send, and how much of it was sent."""
 
     __slots__ = ("data", "fd", "sent")
 
@@ -90,38 +91,38 @@ class _Letter:
         self.data = memoryview(wire.frame(message))
         self.fd = fd
         self.sent: List[int] = []
-        """The bytes that each system call has taken."""
+        """How many bytes each system call has sent."""
 
 
 class Pending:
-    """A request that was sent. done is set last."""
+    """A request that was sent. done is the last attribute to be set."""
 
     __slots__ = ("done", "held", "in_ring", "reply", "error", "keep")
 
     def __init__(self, held: bool = False, keep: object = None, in_ring: bool = False) -> None:
         self.done = False
         self.held = held
-        """Its name stays in use when it is done, until the program has seen that."""
+        """Whether the name stays in use after the request is done, until the program has seen that."""
         self.in_ring = in_ring
-        """Its end is told of there."""
+        """Whether its completion comes through the ring."""
         self.reply: Optional[wire.Reply] = None
-        """None after an operation whose results are in its outputs."""
+        """The answer. It is None after an operation whose results are all in its outputs."""
         self.error: Optional[Callable[[], Exception]] = None
         self.keep = keep
-        """What must live until it is done, like the memory that the sidecar works on."""
+        """An object that is kept alive until the request is done, such as the memory that the sidecar works on."""
 
     def in_use(self) -> bool:
-        """Whether its name is."""
+        """Returns whether the name of the request is in use."""
         return self.held or not self.done
 
 
-# data that is not parsed yet, how far it is, descriptors that no frame has named yet, what was read, how much of that is in
-# data. It is replaced as one.
+# Data that is not fully parsed, the parsed length, descriptors that no frame has named yet, the results of reads,
+# and how many of these are in data. The tuple is replaced as a whole.
 _State = Tuple[bytes, int, Tuple[int, ...], List[Tuple[bytes, list, int, object]], int]
 
 
 def to_exception(e: wire.Error) -> Exception:
-    """The exception for an error of the sidecar: classes 1 and 2 are ValueErrors, as in Horovod."""
+    """Returns the exception for an error of the sidecar. Classes 1 and 2 are ValueErrors, as in Horovod."""
     if e.kind in (1, 2):
         return ValueError(e.text)
     if e.kind == 3:
@@ -134,25 +135,28 @@ def to_exception(e: wire.Error) -> Exception:
 
 
 class Client:
-    """One connection. It is made whole or not at all; after an error it is over, and every call says why."""
+    """A connection. The constructor makes it complete or raises; after an error the connection is over, and every
+    call raises the reason.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._reader = threading.RLock()
-        # Of _cond. It is taken by itself: a signal may come in Condition.__exit__, before that gives it back.
+        # The lock of _cond. It is taken directly, because a signal may come in Condition.__exit__ before that
+        # releases it.
         self._mutex = threading.Lock()
         self._cond = threading.Condition(self._mutex)
-        self._waiting: Set[int] = set()  # threads that do while another reads
-        self._fence = threading.Lock()  # it guards nothing: see _order
-        # There may be submissions in the ring of which the sidecar was not told.
+        self._waiting: Set[int] = set()  # threads that wait while another one reads
+        self._fence = threading.Lock()  # it protects no data: see _order
+        # Whether there may be submissions in the ring of which the sidecar was not notified.
         self._unheard = False
-        self._rung = -1  # how many submissions were taken at the last doorbell for one
+        self._rung = -1  # how many submissions the sidecar had taken at the last doorbell for a submission
         self._ids = itertools.count(1)
         self._pending: Dict[int, Pending] = {}
-        # The last operation of each name. Those that are not in use are dropped when there are many.
+        # The last operation of each name. Names that are not in use are dropped when there are many.
         self._names: Dict[Tuple[int, str], Pending] = {}
         self._most_names = _MIN_NAMES
-        # The answer and the completion that were taken last: they may be there once more after a signal.
+        # The numbers of the last answer and completion that were taken. After a signal they may be taken once more.
         self._just_answered = self._just_completed = 0
         self._over: Optional[Callable[[], Exception]] = None
         self._maps: Dict[int, Tuple[mmap.mmap, memoryview]] = {}
@@ -181,7 +185,7 @@ class Client:
             self.close()
             raise
 
-    # Beginning and end.
+    # Connecting and closing.
 
     def _greet(self) -> None:
         self._sock.settimeout(GREETING_SECONDS)
@@ -203,7 +207,7 @@ class Client:
             self._ring = mmap.mmap(fd, _RING_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             struct.pack_into("<III", self._ring, 0, 0x52564847, 2, _RING_ENTRIES)
-            # In 8-byte units, for these are read and written as one by memoryview, not byte by byte.
+            # A memoryview reads and writes items of 8 bytes in one access each, not byte by byte.
             self._words = memoryview(self._ring).cast("Q")
             self._words[_WANTED] = _NEVER
             self.wait(self.request(lambda i: wire.ring(i, _RING_BYTES), fd))
@@ -211,13 +215,15 @@ class Client:
             os.close(fd)
 
     def close(self) -> None:
-        """Leaves. An own sidecar ends, and is waited for. Closing again does nothing."""
+        """Leaves the sidecar. If this process started it, the sidecar ends, and close waits for it. Closing again
+        does nothing.
+        """
         with self._lock:
             if self._over is None:
                 try:
                     self._sock.send(wire.frame(wire.bye(next(self._ids))), _AT_ONCE)
                 except OSError:
-                    pass  # it is gone, or does not read: it will see the end of the connection
+                    pass  # the sidecar has gone or does not read; it will see the end of the connection
             self._end(lambda: SidecarError(f"{self._who} was left"))
         self._sock.close()
         self._maps = {}
@@ -225,12 +231,12 @@ class Client:
             self._child.end(_EXIT_SECONDS)
 
     def _end(self, why: Callable[[], Exception]) -> None:
-        """Closes the connection and answers everything with why. With _lock held."""
+        """Closes the connection and ends all pending requests with the error why. The caller holds _lock."""
         if self._over is not None:
             return
         self._over = why
         try:
-            # Another thread may be reading: that does not end by close.
+            # Another thread may be reading, which close does not end.
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
@@ -243,16 +249,16 @@ class Client:
             self._cond.notify_all()
 
     def _fail(self, reason: str) -> None:
-        """The sidecar has gone, or makes no sense."""
+        """Ends the connection because the sidecar has gone or breaks the protocol."""
         try:
-            # Before the lock is taken, for its holder may be waiting until the socket takes more.
+            # This comes before the lock, because its holder may be waiting for room in the socket.
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         with self._lock:
             if self._over is not None:
                 return
-            # One that has closed its connection is about to exit, for another reason than this.
+            # A child that has closed its connection is about to exit, and its exit tells more than reason.
             text = f"{self._who} {self._child.obituary(reason)}" if self._child is not None else f"{self._who}: {reason}"
             self._end(lambda: SidecarError(text))
 
@@ -262,22 +268,24 @@ class Client:
 
     @property
     def over(self) -> bool:
-        """Every call would raise."""
+        """Whether the connection is over, so that every call raises."""
         return self._over is not None
 
     @property
     def pid(self) -> int:
-        """The process of an own sidecar, else 0."""
+        """The process ID of the sidecar if this process started it, else 0."""
         return self._child.process.pid if self._child is not None else 0
 
     def signal(self, number: int) -> None:
-        """Sends a signal to an own sidecar. For signal handlers: it takes no lock."""
+        """Sends a signal to the sidecar if this process started it. It takes no lock, so signal handlers may call
+        it.
+        """
         child = self._child
         if child is not None:
             child.signal(number)
 
     def after_fork(self) -> None:
-        """In a forked process: the connection is the parent's alone."""
+        """Ends the connection in a forked process, because it belongs to the parent."""
         self._lock = threading.RLock()
         self._reader = threading.RLock()
         self._mutex = threading.Lock()
@@ -288,7 +296,7 @@ class Client:
         self.arena.after_fork()
         if self._child is not None:
             self._child.after_fork()
-        # Not shut down, which would end the parent's.
+        # A shutdown would end the parent's connection too.
         self._sock.close()
         if self._over is None:
             self._over = lambda: HorovodInternalError(
@@ -301,7 +309,7 @@ class Client:
         self._pending = {}
         self._names = {}
 
-    # Sending. With _lock held.
+    # Sending. The caller holds _lock.
 
     def _send_frame(self, message: bytes, fd: int = -1) -> None:
         self._post(_Letter(message, fd))
@@ -311,7 +319,7 @@ class Client:
         self._flush()
 
     def _flush(self) -> None:
-        """Sends what is to be sent. Where it is interrupted the next goes on: see invariant 2."""
+        """Sends the frames in the outbox. If it is interrupted, the next call continues: see invariant 2."""
         try:
             while self._outbox:
                 letter = self._outbox[0]
@@ -333,7 +341,9 @@ class Client:
             raise self._over_error() from None
 
     def _make_room(self) -> None:
-        """Waits until the socket takes more. A sidecar stops reading while its replies are not read: so they are."""
+        """Waits until the socket has room. It also reads, because a sidecar stops reading while its replies are not
+        read.
+        """
         poller = select.poll()
         poller.register(self._sock, select.POLLOUT | select.POLLIN)
         events = poller.poll()[0][1]
@@ -341,48 +351,54 @@ class Client:
             return
         if not self._take_turn(_NOT_WAITING):
             poller.modify(self._sock, select.POLLOUT)
-            poller.poll(10)  # another thread is reading
+            poller.poll(10)  # another thread reads
         if self._over is not None:
             raise self._over_error()
 
     def hurry(self) -> None:
-        """Has the sidecar see what was submitted to be told of later."""
+        """Notifies the sidecar now of submissions for which the notification was deferred."""
         if self._unheard:
             with self._lock:
                 if self._over is None:
                     self._tell(_NOW)
 
     def _tell(self, when: int) -> None:
-        """Has the sidecar see the ring: _NOW, or _SOON, for which no doorbell is needed while submissions follow each other. With
-        _lock held."""
+        """Makes sure that the sidecar looks at the ring: now (_NOW), or within a millisecond (_SOON).
+
+        _SOON needs no doorbell while submissions follow each other. The caller holds _lock.
+        """
         words = self._words
-        # It says what it does before it looks, and looks once more after it has said that it does less.
+        # The sidecar sets _LOOKING before it looks, and looks once more after it has set it to a lower level of
+        # attention.
         self._order()
         state = words[_LOOKING]
         if state > when or not state:
             self._order()
             taken = words[_TAKEN]
-            # One that sleeps and has taken nothing since the last doorbell has not woken yet.
+            # A sleeping sidecar that has taken nothing since the last doorbell has not woken yet.
             if taken != words[_SUBMITTED] and (state or taken != self._rung):
                 self._doorbell()
-                self._rung = taken  # a signal may come between the two: then it hears another one
+                self._rung = taken  # if a signal comes before this line, the sidecar gets a second doorbell
         self._unheard = state == when == _SOON
 
     def _doorbell(self) -> None:
         if self._outbox:
-            # Not instead of the doorbell: what is left there may have been sent before.
+            # The doorbell is still needed: the frames there may have been sent before the submission.
             self._flush()
         try:
             self._sock.send(_DOORBELL, _AT_ONCE)
         except BlockingIOError:
-            pass  # it has frames to read, and looks at the ring after each
+            pass  # the sidecar has frames to read, and looks at the ring after each
         except OSError as e:
             self._fail(f"it cannot be spoken to: {e.strerror}")
             raise self._over_error() from None
 
     def _order(self) -> None:
-        """What stands before it in the program happens before what comes after it, for the memory that the sidecar sees:
-        to release a lock and then acquire it orders all accesses on every machine that the sidecar is built for."""
+        """Orders accesses to the memory that is shared with the sidecar: those before the call happen before those
+        after it.
+
+        Releasing a lock and then acquiring it orders all accesses on every machine that the sidecar is built for.
+        """
         with self._fence:
             pass
         with self._fence:
@@ -391,7 +407,9 @@ class Client:
     # Requests.
 
     def request(self, encode: Callable[[int], bytes], fd: int = -1) -> Pending:
-        """Sends what encode makes of a new number, with a descriptor if there is one."""
+        """Sends the message that encode makes for a new number, with a descriptor unless fd is -1, and returns the
+        pending request.
+        """
         with self._lock:
             if self._over is not None:
                 raise self._over_error()
@@ -401,17 +419,22 @@ class Client:
             return p
 
     def call(self, encode: Callable[[int], bytes], fd: int = -1) -> wire.Reply:
-        """Sends a request and waits for the answer. Errors are raised."""
+        """Sends a request, waits for the answer and returns it. Raises the error of the answer."""
         p = self.request(encode, fd)
         self.wait(p)
         assert p.reply is not None
         return p.reply
 
     def submit(self, op: Operation, keep: object = None, later: bool = False, held: bool = False) -> Pending:
-        """Begins an operation. keep lives until it is done. The sidecar hears of it within a millisecond, or with later perhaps not
-        before hurry, another submission, or a wait. A ValueError if the name of op.key is in use: that of an operation is until it
-        is done and, with held, until wait has ended or its Pending's held is False. What op uses must not be touched until it is
-        done."""
+        """Begins an operation and returns it as a pending request.
+
+        keep is kept alive until the operation is done. The sidecar sees the submission within a millisecond, or
+        with later possibly not before hurry, another submission, or a wait. What op uses must not be touched until
+        the operation is done.
+
+        Raises ValueError if the name of op.key is in use. The name of an operation is in use until it is done and,
+        with held, until wait has ended or held of its Pending is False.
+        """
         key = op.key
         p = Pending(held, keep, True)
         with self._lock:
@@ -432,7 +455,7 @@ class Client:
                 if op.slot < 0:
                     self._prepare(op)
                 elif self._outbox:
-                    self._flush()  # it may be what prepares the slot, if a signal came
+                    self._flush()  # after a signal it may hold the frame that prepares the slot
                 self._pending[ident] = p
                 if key is not None:
                     self._names[key] = p
@@ -443,16 +466,17 @@ class Client:
                 if not later:
                     self._tell(_SOON)
             except BaseException:
-                # Interrupted. What the sidecar will not see ends here; anything else goes on, and keeps its memory.
+                # Interrupted. An operation that the sidecar will not see ends here; any other goes on, and keeps
+                # its memory.
                 if words[_SUBMITTED] == n:
                     self._pending.pop(ident, None)
                     p.done = True
-                p.held = False  # nobody has it
+                p.held = False  # no caller has p
                 raise
         return p
 
     def _check_name(self, key: Tuple[int, str], label: str) -> None:
-        """A ValueError if a name is in use. With _lock held."""
+        """Raises ValueError if a name is in use. The caller holds _lock."""
         p = self._names.get(key)
         if p is None:
             if len(self._names) >= self._most_names:
@@ -462,7 +486,7 @@ class Client:
                 self._most_names = max(_MIN_NAMES, 2 * len(self._names))
             return
         if not p.held and not p.done:
-            self.poll_all()  # it may be done, and nobody has looked
+            self.poll_all()  # the operation may be done without a thread having read that
         if p.in_use():
             raise ValueError(
                 f"{label or key[1]}: a tensor with the same name as another tensor that is currently being processed, or whose "
@@ -470,20 +494,22 @@ class Client:
             )
 
     def let_go(self) -> None:
-        """Frees all names, each as soon as its operation is done: the program has left the job."""
+        """Frees all names, each as soon as its operation is done, because the program has left the job."""
         with self._lock:
             for p in list(self._names.values()):
                 p.held = False
 
     def in_use(self, key: Tuple[int, str]) -> bool:
-        """Whether a name is, as far as is known without looking at the socket."""
+        """Returns whether a name is in use, as far as is known without looking at the socket."""
         p = self._names.get(key)
         return p is not None and p.in_use()
 
     def _prepare(self, op: Operation) -> None:
-        """Gives op a slot. The sidecar reads that before any submission that is written later. With _lock held."""
+        """Sends the description of op for a free slot. The sidecar reads it before any later submission. The caller
+        holds _lock.
+        """
         if self._free_slots:
-            slot = self._free_slots.pop()  # with _lock held nobody else takes one
+            slot = self._free_slots.pop()  # no other thread takes one, because _lock is held
         elif self._next_slot < _SLOTS:
             slot = self._next_slot
             self._next_slot += 1
@@ -494,13 +520,13 @@ class Client:
         self._flush()
 
     def forget(self, op: Operation) -> None:
-        """Gives back what op has of the ring. It must not be in flight, nor be submitted again. A finalizer may call it."""
+        """Frees the slot of op. op must not be in flight, nor be submitted again. A finalizer may call it."""
         slot, op.slot = op.slot, -1
         if slot >= 0:
             self._free_slots.append(slot)
 
     def place(self, chunk: Chunk) -> None:
-        """Sees to it that the sidecar has a chunk of the arena."""
+        """Makes sure that the sidecar has mapped a chunk of the arena."""
         if chunk.placed:
             return
         with self._placing:
@@ -511,7 +537,7 @@ class Client:
             chunk.close_fd()
 
     def take(self, nbytes: int) -> Extent:
-        """Room for nbytes in memory that the sidecar has."""
+        """Takes nbytes of memory that the sidecar has mapped, and returns their place."""
         extent = self.arena.take(nbytes)
         try:
             self.place(extent[0])
@@ -522,13 +548,13 @@ class Client:
 
     def _drop_chunk(self, chunk: Chunk) -> None:
         if chunk.placed and self._over is None:
-            # Nobody waits for the answer: if the sidecar keeps it, it is only memory.
+            # The answer is not waited for: if the sidecar keeps the chunk, that only costs memory.
             self.request(lambda i: wire.drop_arena(i, chunk.number))
 
     # Results in the sidecar's memory.
 
     def result(self, place: wire.Place) -> memoryview:
-        """The bytes of a result, to read."""
+        """Returns the bytes of a result, read-only."""
         number, offset, nbytes = place
         if nbytes == 0:
             return memoryview(b"")
@@ -549,15 +575,18 @@ class Client:
                 self._send_frame(wire.free(next(self._ids), place[0], place[1]))
 
     def discard_result(self, place: wire.Place) -> None:
-        """free_result, later, for a finalizer."""
+        """Does what free_result does, but later. A finalizer may call it."""
         self._unwanted.append(place)
 
     # Waiting.
 
     def wait(self, p: Pending, others: Sequence[Pending] = ()) -> None:
-        """Waits until p is done, and raises its error; its name is free then. others are what the caller will wait for next: it
-        sleeps until half of them may be done too. An exception of a signal handler ends the wait; the name is then free when p
-        is done, for the caller may have lost p."""
+        """Waits until p is done, and raises its error. The name of p is free then.
+
+        others are the requests for which the caller will wait next: the thread may sleep until half of them are
+        done too. An exception of a signal handler ends the wait; the name is then free when p is done, because the
+        caller may have lost p.
+        """
         try:
             self._wait(p, others)
         finally:
@@ -568,10 +597,12 @@ class Client:
         words, me = self._words, threading.get_ident()
         while not p.done:
             if words[_WANTED] == _NEVER:
-                # Before the sidecar looks. A thread that reads and set another value is told below, and who reads next takes it back.
+                # This comes before the sidecar looks. If it overwrites the reader's value, _rouse_reader corrects
+                # that; the next reader sets its own.
                 words[_WANTED] = _WATCHING
             self.hurry()
-            # First what was seen, then what is not done: other threads may read meanwhile, and so many must be able to come.
+            # _SEEN is read before the done flags. Other threads may read meanwhile, and until must not exceed the
+            # completions that can come.
             until = words[_SEEN] + 1
             until += len([True for q in others if q.in_ring and not q.done]) // 2
             if self._take_turn(_WAITING, p, until):
@@ -580,14 +611,15 @@ class Client:
             try:
                 self._rouse_reader()
                 with self._mutex:
-                    # Who reads sets done and then looks for who waits, and releases _reader before it does so once more.
+                    # The reader sets done and then checks _waiting. It releases _reader and then checks _waiting
+                    # once more.
                     while not p.done and not self._no_reader():
                         self._cond.wait()
             finally:
                 self._waiting.discard(me)
 
     def _rouse_reader(self) -> None:
-        """Has the thread that reads hear of every completion from now on, and of those that it has not heard of."""
+        """Makes the reader wake for every completion from now on, and for those that it has not seen yet."""
         words = self._words
         words[_WANTED] = 0
         self._order()
@@ -601,21 +633,23 @@ class Client:
             raise p.error()
 
     def poll(self, p: Pending) -> bool:
-        """Whether p is done. It does not wait."""
+        """Returns whether p is done. It does not wait."""
         if not p.done:
             self.poll_all()
         return p.done
 
     def poll_all(self) -> None:
-        """Takes what has come, or has the thread do it that reads."""
+        """Reads the completions and answers that have come, or makes the reader do it."""
         self.hurry()
         if not self._take_turn(_NOT_WAITING):
             self._rouse_reader()
 
     def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None, until: int = 0) -> bool:
-        """Reads once, or until p is done, without waking up before so many completions. False if another thread reads."""
-        # An exception of a signal handler may come between any two steps, also between the taking of _reader and the next
-        # one, and in the first finally: whichever way this is left, _reader is free for the threads that wait for it.
+        """Reads once, or until p is done, and sleeps until there are as many completions as until says. Returns
+        False if another thread reads.
+        """
+        # An exception of a signal handler may come between any two steps, also between taking _reader and the next
+        # one, and in the first finally. However the function ends, _reader is free for the threads that wait for it.
         turn = leave = True
         try:
             try:
@@ -637,7 +671,7 @@ class Client:
         return turn
 
     def _no_reader(self) -> bool:
-        """Whether no other thread reads. Interrupted as _take_turn may be."""
+        """Returns whether no other thread reads. It may be interrupted as _take_turn may be."""
         free = True
         try:
             try:
@@ -649,14 +683,14 @@ class Client:
         return free
 
     def _enter_reader(self) -> bool:
-        """Takes _reader if no other thread has it."""
+        """Takes _reader unless another thread has it, and returns whether it did."""
         if self._reader._is_owned():  # type: ignore[attr-defined]
-            # Nothing that holds it comes here: an exception of a signal handler came before it could be released.
+            # No caller holds _reader, so an exception of a signal handler must have prevented its release.
             self._reader.release()
         return self._reader.acquire(False)
 
     def _leave_reader(self) -> None:
-        """Gives _reader back, and tells who waits."""
+        """Releases _reader and notifies the waiting threads."""
         self._words[_WANTED] = _NEVER
         self._release_reader()
         if self._waiting:
@@ -664,12 +698,14 @@ class Client:
                 self._cond.notify_all()
 
     def _release_reader(self) -> None:
-        """Gives _reader back if this thread has it."""
+        """Releases _reader if this thread has it."""
         if self._reader._is_owned():  # type: ignore[attr-defined]
             self._reader.release()
 
     def _watch(self) -> None:
-        """Waits a little for a completion, of which the sidecar need not tell. With _reader held."""
+        """Polls the ring for a short time for a completion, for which the sidecar need not send a doorbell. The
+        caller holds _reader.
+        """
         words = self._words
         words[_WANTED] = _WATCHING
         seen = words[_SEEN]
@@ -678,13 +714,16 @@ class Client:
             os.sched_yield()
 
     def _sleepy(self, until: int) -> bool:
-        """Has the sidecar ring when there are so many completions, or one that was not seen before. If there is one already,
-        takes what there is, and the thread must not sleep: False. With _reader held."""
+        """Asks the sidecar for a doorbell at so many completions, and returns whether the thread may sleep.
+
+        If another thread waits, the doorbell comes at the first new completion. If there is a new completion or
+        unread data already, _sleepy takes it and returns False. The caller holds _reader.
+        """
         words = self._words
         seen = words[_SEEN]
         words[_WANTED] = max(until, seen + 1)
         self._order()
-        if self._waiting:  # who comes to wait says so first, and then has the sidecar ring
+        if self._waiting:  # a thread that waits adds itself there before it asks for doorbells
             words[_WANTED] = seen + 1
             self._order()
         if words[_COMPLETED] == seen:
@@ -696,17 +735,17 @@ class Client:
         return False
 
     def _take_rest(self) -> bool:
-        """Takes what was read when a signal came, and whether there was any."""
+        """Takes data that was read but not taken because a signal came, and returns whether there was any."""
         data, at, _, inbox, _ = self._state
         if not data and not inbox:
             return False
         return self._take() and (bool(inbox) or len(self._state[0]) < len(data) - at)
 
     def _read(self, flags: Tuple[int, ...]) -> None:
-        """Reads once and takes what has come. With _reader held."""
+        """Reads once and takes the data that has come. The caller holds _reader."""
         data, at, fds, inbox, taken = self._state
         try:
-            # In one go, for the interpreter runs no signal handler between the two: see invariant 2.
+            # One call reads and stores, because the interpreter runs no signal handler in between: see invariant 2.
             inbox.extend(map(self._recvmsg, _SIZES, _SPACES, flags))
         except BlockingIOError:
             pass
@@ -726,7 +765,7 @@ class Client:
                 self._cond.notify_all()
 
     def _take(self) -> bool:
-        """_parse, where what is no message ends the connection too."""
+        """Does what _parse does, and also ends the connection if the data is not a valid message."""
         try:
             return self._parse()
         except wire.WireError as e:
@@ -734,7 +773,7 @@ class Client:
             return False
 
     def _parse(self) -> bool:
-        """Takes the frames that have come. False if the connection is over."""
+        """Takes the complete frames that have come. Returns False if the connection is over."""
         while True:
             data, at, fds, inbox, taken = self._state
             while at < len(data):
@@ -817,7 +856,7 @@ class Client:
     def _map(self, arena: Tuple[int, int], fd: int) -> None:
         number, size = arena
         if number in self._maps:
-            return  # mapped before a signal came
+            return  # it was mapped before a signal came
         if number >> 31 != 1 or size <= 0 or size % PAGE:
             raise wire.WireError(f"arena {number} of {size} bytes")
         got = os.fstat(fd).st_size

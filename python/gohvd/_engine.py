@@ -1,8 +1,8 @@
-"""One rank: its sidecar, its process sets, and what the interfaces for numpy and torch have in common.
+"""The engine of one rank: its sidecar, its process sets, and the common part of the interfaces for numpy and torch.
 
-An operation runs on memory of an arena. What lies elsewhere is copied into a *staging* block and back. A ``Plan`` is an
-encoded operation with its staging; one that has run is kept for the next of the same name, type, shape and place, which then
-allocates nothing, and is submitted by its number in the ring.
+An operation runs on memory of an arena. Data elsewhere is copied into a *staging* block and back. A ``Plan`` is an
+encoded operation with its staging. A plan that has run is kept for the next operation of the same name, type, shape
+and place, which then allocates nothing and is submitted by its number in the ring.
 """
 
 from __future__ import annotations
@@ -29,67 +29,71 @@ Shape = Tuple[int, ...]
 Code = Tuple[int, int]
 """The number of an element type, and its size."""
 
-# The reductions as Horovod numbers them, and one beyond.
+# The reductions with Horovod's numbers, and AverageActive, which Horovod does not have.
 Average, Sum, Adasum, Min, Max, Product, AverageActive = range(7)
 _ON_WIRE = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, AverageActive: 7}
 
-# Plans that are kept for their next use: no more in number, nor in bytes of staging.
+# Limits of the plans that are kept for their next use: their number, and their bytes of staging.
 _MAX_PLANS = 32768
 _MAX_IDLE_BYTES = 512 << 20
 
 _KEPT_FROM_ENVIRONMENT = ("HOROVOD_", "HVD_")
 _NOT_SETTINGS = ("HVD_SIDECAR", "HVD_SIDECAR_BINARY", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_RUN")
 
-# The name of tensors without one, of operations that are waited for at once. Others are counted from 1.
+# The name of operations without one that are waited for at once. The names of others are numbered from 1.
 _AT_ONCE = "noname.0"
 
 _OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST)
 
 
 class Framework(Generic[A]):
-    """What the engine needs to know of arrays."""
+    """The operations on arrays that the engine needs from a framework."""
 
     def address(self, x: A) -> int:
-        """Where its elements lie, or 0 if they cannot be in an arena."""
+        """Returns the address of x's elements, or 0 if they cannot be in an arena."""
         raise NotImplementedError
 
     def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> A:
-        """The array that lies in view."""
+        """Returns an array over the memory of view."""
         raise NotImplementedError
 
     def copy(self, target: A, source: A) -> None:
         raise NotImplementedError
 
     def clone(self, x: A, like: A) -> A:
-        """A new array with the elements of x, where like lies."""
+        """Returns a new array with the elements of x, on the device of like."""
         raise NotImplementedError
 
     def fresh(self, data: memoryview, shape: Shape, like: A) -> A:
-        """A new array of bytes that are to be read only, of like's type and where like lies. A ValueError if they are not so many
-        as shape wants."""
+        """Returns a new array with the bytes of data, which is read-only, of like's type and on like's device.
+
+        Raises ValueError if the size of data does not fit shape.
+        """
         raise NotImplementedError
 
 
 class Plan(Generic[A]):
-    """An operation that can run any number of times, one after the other. At its end it gives back what it has."""
+    """An operation that can run any number of times, one run after the other. At its end it gives back its slot and
+    memory.
+    """
 
     __slots__ = ("key", "operation", "client", "extents", "nbytes", "inputs", "outputs", "job")
 
     def __init__(self, key: tuple, client: Client, job: int) -> None:
         self.key = key
         self.job = job
-        """Which of the jobs of this process it is of. In the next a process set of the same number may be another."""
+        """The number of the job in this process. In the next job a process set of the same number may be another one."""
         self.client = client
         self.extents: List[Extent] = []
         self.nbytes = 0
         self.operation: Optional[Operation] = None
         self.inputs: List[Optional[A]] = []
-        """The staging of each tensor, or None for one that lies in an arena."""
+        """The staging array of each tensor, or None if the tensor is in an arena."""
         self.outputs: List[Optional[A]] = []
-        """Where each result will be: None if that is in the tensor itself, or not known before."""
+        """The array of each result, or None if it is the tensor itself or not known before the operation runs."""
 
     def __del__(self) -> None:
-        # An exception of a signal handler may have come before it was whole.
+        # An exception of a signal handler may have ended __init__ early.
         operation = getattr(self, "operation", None)
         if operation is not None:
             self.client.forget(operation)
@@ -98,7 +102,7 @@ class Plan(Generic[A]):
 
 
 class Call(Generic[A]):
-    """An operation in flight. Its memory is the sidecar's until it is done."""
+    """An operation in flight. The sidecar may use its memory until it is done."""
 
     __slots__ = ("engine", "framework", "plan", "arrays", "targets", "pending", "received", "_results")
 
@@ -117,11 +121,11 @@ class Call(Generic[A]):
         self.targets = targets
         self.pending: Optional[Pending] = None
         self.received: List[int] = []
-        """How many rows came from each member, after an alltoall."""
+        """How many rows were received from each member, after an alltoall."""
         self._results: Optional[List[A]] = None
 
     def done(self) -> bool:
-        """Whether it is done. Then, if it has not failed, the results are in their targets."""
+        """Returns whether the operation is done. If it is and has not failed, the results are in their targets."""
         pending = self.pending
         if pending is None:
             return True
@@ -134,16 +138,18 @@ class Call(Generic[A]):
         return True
 
     def let_go(self) -> None:
-        """Has its name free as soon as it is done, for the program has seen that, or nobody will."""
+        """Lets the name become free as soon as the operation is done, without a wait for it."""
         if self.pending is not None:
             self.pending.held = False
 
     def known(self) -> bool:
-        """Whether it is done, as far as is known without looking."""
+        """Returns whether the operation is done, as far as is known without reading from the sidecar."""
         return self.pending is None or self.pending.done
 
     def settle(self, others: Sequence[Call[A]]) -> None:
-        """Waits until it is done, well or not. others are what the caller waits for next."""
+        """Waits until the operation is done, with or without an error. others are the operations for which the
+        caller waits next.
+        """
         pending, plan = self.pending, self.plan
         if pending is None or plan is None:
             return
@@ -151,10 +157,12 @@ class Call(Generic[A]):
             plan.client.wait(pending, [call.pending for call in others if call.pending is not None])
         except Exception:
             if not pending.done or pending.error is None:
-                raise  # a signal handler's
+                raise  # an exception of a signal handler
 
     def results(self) -> List[A]:
-        """Waits, and gives the results: the targets, or new arrays."""
+        """Waits for the operation and returns the results: the targets, or new arrays. Raises the error of the
+        operation.
+        """
         pending, plan = self.pending, self.plan
         if self._results is None and plan is not None and pending is not None:
             plan.client.wait(pending)
@@ -212,8 +220,11 @@ _caller = _Caller()
 
 
 def begin_and_wait(begin: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Calls begin, an asynchronous form whose operation the caller waits for next. The sidecar then learns of the operation
-    by that wait and serves this rank at once. A doorbell would make it leave the processor to a program that computes."""
+    """Calls begin, an asynchronous function whose operation the caller waits for next, and returns its result.
+
+    No doorbell is sent: the wait notifies the sidecar of the operation, and the sidecar serves this rank at once.
+    After a doorbell it would leave the processor to a program that computes.
+    """
     _caller.waits = True
     try:
         return begin(*args, **kw)
@@ -222,16 +233,16 @@ def begin_and_wait(begin: Callable[..., Any], *args: Any, **kw: Any) -> Any:
 
 
 class Engine:
-    """This process as a rank. There is one, ``engine``."""
+    """This process as a rank. There is one instance, ``engine``."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # of beginning and end
+        self._lock = threading.RLock()  # for joining and leaving the job
         self._main_thread = threading.main_thread().ident
         self._client: Optional[Client] = None
         self._environment: Dict[str, str] = {}
         self._place: Optional[wire.Ready] = None
         self._sets: Dict[int, ProcessSet] = {}
-        self._registered: List[ProcessSet] = []  # of which there may be several for one set of the job
+        self._registered: List[ProcessSet] = []  # there may be several objects for one set of the job
         self._plans: "collections.OrderedDict[tuple, List[Plan]]" = collections.OrderedDict()
         self._plans_lock = threading.Lock()
         self._idle = self._idle_bytes = 0
@@ -241,14 +252,14 @@ class Engine:
         self._except_hook = _exit.ExceptHook()
         self._timeline_signal = TimelineSignal(self._pass_on)
         self.at_shutdown: List[Callable[[], None]] = []
-        """What is called when the job is left."""
-        # process_sets sets it: it is an object that users know.
+        """The functions to call when the job is left."""
+        # The object that users know as global_process_set; module process_sets sets it.
         self.global_set: Any = None
 
-    # Beginning and end.
+    # Joining and leaving the job.
 
     def client(self) -> Client:
-        """The connection to the sidecar, which is started if need be."""
+        """Returns the connection to the sidecar, and starts the sidecar if necessary."""
         with self._lock:
             if self._client is None or self._client.over and self._place is None:
                 if self._client is not None:
@@ -263,7 +274,9 @@ class Engine:
             return self._client
 
     def init(self, process_sets: Sequence[ProcessSet], settings: Dict[str, str]) -> None:
-        """Joins the job. If this process is in one, process_sets must be registered there, and settings count for nothing."""
+        """Joins the job. If this process is in a job already, process_sets must be registered there, and settings
+        have no effect.
+        """
         with self._lock:
             if self._place is None:
                 client = self.client()
@@ -283,10 +296,10 @@ class Engine:
                 self._place = reply.ready
                 self._sets = {0: self.global_set}
                 self.global_set.ranks = list(range(reply.ready.size))
-                if client.pid:  # whoever started another one can send it signals
+                if client.pid:  # only a sidecar of this process gets its signals from here
                     self._timeline_signal.listen()
             elif any([not self._registered_in_job(s) for s in process_sets]):
-                # Another client of the sidecar may have added them.
+                # Another client of the sidecar may have added the sets.
                 self._refresh()
             for k, s in enumerate(process_sets):
                 if s.ranks == self.global_set.ranks:
@@ -298,13 +311,18 @@ class Engine:
         return any([sorted(ranks) == s.ranks for _, ranks in place.process_sets])
 
     def _refresh(self) -> None:
-        """Learns what sets the job has now: an Init within the job is answered with what is."""
+        """Updates the process sets that the job has now. The sidecar answers an Init within a job with the present
+        state.
+        """
         reply = self._call(lambda i: wire.init(i, {}, []))
         if reply.ready is not None:
             self._place = reply.ready
 
     def _id_of(self, s: ProcessSet) -> int:
-        """The number of a set of these ranks, which s from now on is."""
+        """Returns the number of the registered set with the ranks of s, and makes s stand for it.
+
+        Raises ValueError if there is none.
+        """
         assert self._place is not None and s.ranks is not None
         for ident, ranks in self._place.process_sets:
             if sorted(ranks) == s.ranks:
@@ -314,7 +332,7 @@ class Engine:
         raise ValueError(f"process set {s.ranks} is not registered: this process is in a job already, without it")
 
     def shutdown(self) -> None:
-        """Leaves the job. Without one it does nothing. The sidecar is kept for the next."""
+        """Leaves the job. Without a job it does nothing. The sidecar is kept for the next job."""
         self._leave(*_exit.of_shutdown())
 
     def _leave(self, reason: str, failed: bool) -> None:
@@ -325,7 +343,7 @@ class Engine:
                 if self._client is not None and not self._client.over:
                     self._client.call(lambda i: wire.shutdown(i, reason, failed))
             except (HorovodInternalError, ValueError):
-                pass  # the job had failed before; whoever waited for an operation has heard of it
+                pass  # the job had failed before, and operations in flight have raised the error
             finally:
                 self._place = None
                 self._timeline_signal.stop()
@@ -352,13 +370,13 @@ class Engine:
                 self._clear_plans()
 
     def after_fork(self) -> None:
-        """Makes it usable in a forked process, whose other threads are gone."""
+        """Makes the engine usable in a forked process, which has only the thread that forked."""
         self._lock = threading.RLock()
         self._main_thread = threading.get_ident()
         self._plans_lock = threading.Lock()
 
     def _pass_on(self, number: int) -> None:
-        """In a signal handler: sends the sidecar what this process was sent."""
+        """Sends the sidecar a signal that this process has received. Signal handlers call it."""
         client = self._client
         if client is not None:
             client.signal(number)
@@ -367,7 +385,7 @@ class Engine:
         return self._place is not None
 
     def place(self) -> wire.Ready:
-        """This rank's place in the job."""
+        """Returns this rank's place in the job. Raises NotInitializedError if there is none."""
         if self._place is None:
             raise NotInitializedError()
         return self._place
@@ -375,7 +393,7 @@ class Engine:
     # Process sets.
 
     def set_ranks(self) -> Dict[int, List[int]]:
-        """The ranks of all sets of the job, by number."""
+        """Returns the ranks of all sets of the job, by number."""
         self.place()
         with self._lock:
             self._refresh()
@@ -428,7 +446,9 @@ class Engine:
         return client.call(encode)
 
     def set_id(self, s: ProcessSet, what: str) -> int:
-        """The number of a set of which this rank is a member."""
+        """Returns the number of a process set. Raises ValueError unless the set is registered and this rank is a
+        member.
+        """
         ident = s.process_set_id
         if ident == 0:
             return 0
@@ -463,17 +483,21 @@ class Engine:
         later: bool = False,
         types: Optional[Tuple[Tuple[Any, Code], ...]] = None,
     ) -> Call[A]:
-        """Begins an operation on contiguous arrays: several if grouped, else one. They are of one type, whose code it is; in a
-        group they may be of several, and types are then those of each, with their codes. targets, for
-        allreduce and broadcast, take the results; they may be the arrays themselves. at_once says that the caller does nothing until it is done; later, that it
-        calls hurry soon, or begins another, or waits."""
+        """Begins an operation on contiguous arrays, several if grouped and else one, and returns it as a Call.
+
+        The arrays are of one type, dtype, whose number and size are code. In a group they may be of several types;
+        types are then the type and code of each. targets, for allreduce and broadcast, receive the results; they
+        may be the arrays themselves. at_once means that the caller does nothing until the operation is done. later
+        means that the caller soon calls hurry, begins another operation, or waits.
+        """
         client = self._client
         if self._place is None or client is None:
             raise NotInitializedError()
         set_id = self.set_id(process_set, wire.KIND_NAMES[kind])
         if name is None and at_once and threading.get_ident() == self._main_thread:
-            # The main thread has one such operation at a time, at every rank, so these can share a name: it need not be
-            # negotiated anew each time. Unless a signal has cut the last one short.
+            # The main thread of each rank has at most one such operation in flight, so they can share a name, which
+            # need not be negotiated each time. They cannot if a signal has interrupted the last one, which is still
+            # in flight.
             if not client.in_use((set_id, _full_name(kind, _AT_ONCE, grouped))):
                 name = _AT_ONCE
         if types is None:
@@ -495,19 +519,19 @@ class Engine:
         call: Call[A] = Call(self, framework, plan, arrays, targets)
         operation = plan.operation
         assert operation is not None
-        # What has no name is counted by the sidecar, and never in use.
+        # The sidecar numbers operations without a name, so such a name is never in use.
         later = later or at_once or _caller.waits
         call.pending = client.submit(operation, call, later, name is not None and not at_once)
         return call
 
     def hurry(self) -> None:
-        """Has the sidecar begin what was begun for later."""
+        """Notifies the sidecar of operations that were begun with later."""
         client = self._client
         if client is not None:
             client.hurry()
 
     def _where(self, client: Client, address: int, alignment: int) -> Optional[Tuple[int, int]]:
-        """The arena and offset of what lies at address; None if the sidecar cannot work on it there."""
+        """Returns the arena and offset of the memory at address; None if the sidecar cannot work on it in place."""
         found = client.arena.find(address) if address else None
         if found is None or found[1] % alignment:
             return None
@@ -576,7 +600,7 @@ class Engine:
         return chunk.number, offset, nbytes
 
     def simple(self, kind: int, process_set: ProcessSet) -> wire.Completion:
-        """A barrier or a join, to its end."""
+        """Runs a barrier or a join to its end, and returns its completion."""
         client = self._client
         if self._place is None or client is None:
             raise NotInitializedError()
@@ -594,7 +618,7 @@ class Engine:
     def alloc(self, nbytes: int) -> Block:
         return self.client().arena.alloc(nbytes)
 
-    # Plans that nobody uses now.
+    # Plans that are kept for their next use.
 
     def _take(self, key: tuple) -> Optional[Plan]:
         with self._plans_lock:
@@ -607,8 +631,8 @@ class Engine:
             return plan
 
     def keep(self, plan: Plan) -> None:
-        """Keeps a plan that has run, and lets go of those that have not for longest."""
-        dropped: List[object] = []  # they end when the lock is free
+        """Keeps a plan that has run, and drops the plans that have not run for longest if there are too many."""
+        dropped: List[object] = []  # their finalizers run after the lock is released
         with self._plans_lock:
             if plan.job != self._job:
                 return
@@ -636,23 +660,27 @@ class Engine:
 
 
 def _full_name(kind: int, name: str, grouped: bool) -> str:
-    """The name by which ranks match: an operation has its own."""
+    """Returns the name by which ranks match operations. Each kind of operation has its own."""
     return f"grouped_{wire.KIND_NAMES[kind]}.{name}" if grouped else f"{wire.KIND_NAMES[kind]}.{name}"
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """The writable bytes at an address, which must stay until the view is gone."""
+    """Returns a writable view of nbytes at an address. The memory must stay until the view is gone."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def check_root(root: int, process_set: ProcessSet) -> None:
-    """A ValueError if root is no rank of the set. Before init it says nothing: what comes next does."""
+    """Raises ValueError if root is not a rank of the set. Before init it does nothing, because the operation that
+    follows raises.
+    """
     if engine.initialized() and process_set.ranks is not None and root not in process_set.ranks:
         raise ValueError(f"broadcast: root rank {root} is not in process set {process_set.ranks}")
 
 
 def check_splits(splits: Optional[Sequence[int]], shape: Shape, process_set: ProcessSet) -> Tuple[int, ...]:
-    """Splits as a tuple, empty if there are none. A ValueError if they do not fit the set and the tensor's shape."""
+    """Returns splits as a tuple, empty if there are none. Raises ValueError if they do not fit the set and the
+    tensor's shape.
+    """
     n = len(process_set.ranks or ())
     if not engine.initialized() or not shape:
         return ()
@@ -667,21 +695,23 @@ def check_splits(splits: Optional[Sequence[int]], shape: Shape, process_set: Pro
 
 
 def _rows(rows: int, process_set: ProcessSet) -> int:
-    """This rank's of so many: the first ranks have one more."""
+    """Returns how many of rows this rank gets. The first ranks get one more."""
     members = process_set.ranks or [0]
     me = members.index(engine.place().rank)
     return rows // len(members) + (1 if me < rows % len(members) else 0)
 
 
 def _settings() -> Dict[str, str]:
-    """What the environment says of the job, which may change from one init to the next."""
+    """Returns the settings of the job in the environment, which may change from one init to the next."""
     return {
         k: v for k, v in os.environ.items() if k.startswith(_KEPT_FROM_ENVIRONMENT) and k not in _NOT_SETTINGS
     }  # fmt: skip
 
 
 def ranks_of(comm: Any) -> List[int]:
-    """The job's ranks of a communicator of mpi4py: those that its processes have in the world."""
+    """Returns the ranks in the job of the processes of an mpi4py communicator, which are their ranks in
+    MPI.COMM_WORLD.
+    """
     from mpi4py import MPI
 
     world, group = MPI.COMM_WORLD.Get_group(), comm.Get_group()

@@ -1,4 +1,4 @@
-"""What a process tells the other ranks when it leaves the job, and what it prints when they have ended it."""
+"""What a process sends to the other ranks when it leaves the job, and what it prints when they have ended it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from typing import Any, Optional, Tuple, Type
 from .exceptions import HorovodInternalError
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_MOST_CHARACTERS = 1000  # of a reason
+_MOST_CHARACTERS = 1000  # the most characters of a reason
 
 
 def _describe(e: BaseException) -> str:
     text = "".join(traceback.format_exception_only(type(e), e)).strip()
-    # The name of a file may have surrogates, which cannot be encoded in a message.
+    # A file name may contain surrogates, which cannot be encoded in a message.
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
 
 
 def of_shutdown() -> Tuple[str, bool]:
-    """The reason of an explicit shutdown, and that it is no failure: the program may have handled the exception."""
+    """Returns the reason of an explicit shutdown, and False: it is no failure, because the program may have handled
+    the exception.
+    """
     e = sys.exc_info()[1]
     return (f"while it handles {_describe(e)}" if e is not None else "", False)
 
 
 def of_exit() -> Tuple[str, bool]:
-    """The reason for which this process exits, and whether that is a failure: an exception that nobody has caught."""
+    """Returns the reason for which this process exits, and whether it is a failure, which an uncaught exception is."""
     e: Optional[BaseException] = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if e is None or hasattr(sys, "ps1"):  # an interactive interpreter goes on after an exception
         return "", False
@@ -36,13 +38,15 @@ def of_exit() -> Tuple[str, bool]:
 
 
 class ExceptHook:
-    """Prints errors of operations without the frames of this package, after which the line of the program comes last."""
+    """An exception hook that prints errors of operations without the frames of this package, so the program's line
+    comes last.
+    """
 
     def __init__(self) -> None:
         self._next: Any = None
 
     def install(self) -> None:
-        """Puts it before the hook that is there, once."""
+        """Installs the hook in front of the present one. Calling it again does nothing."""
         if self._next is None:
             self._next = sys.excepthook
             sys.excepthook = self
@@ -57,7 +61,7 @@ class ExceptHook:
 
 
 def _of_program(tb: Optional[TracebackType]) -> Optional[TracebackType]:
-    """The traceback without the frames of this package at its end; all of it if it has no others."""
+    """Returns the traceback without the frames of this package at its end, or all of it if it has no other frames."""
     frames = []
     while tb is not None:
         frames.append(tb)

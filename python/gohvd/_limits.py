@@ -1,7 +1,7 @@
-"""How much memory may still be taken.
+"""Checks how much memory may still be taken.
 
-Shared memory is taken at once and in full. The kernel does not refuse what exceeds a cgroup's limit or the machine's memory:
-it kills somebody. So the limits are looked at before. What cannot be read limits nothing.
+Shared memory is allocated at once and in full. If it exceeds a cgroup's limit or the machine's memory, the kernel
+does not refuse it but kills a process. So the limits are checked before. A limit that cannot be read is ignored.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Dict, Iterator, Optional, Tuple
 
-# Of a memory controller of cgroups: the files of limit and use, and what memory.stat calls pages of files that were read,
-# which the kernel takes back when it needs them.
+# For each version of cgroups: the files of limit and use, and the names in memory.stat of cached file pages,
+# which the kernel reclaims when it needs them.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 _VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 
@@ -18,7 +18,7 @@ _VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 def lacking(
     need: int, meminfo: str = "/proc/meminfo", own: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup"
 ) -> Optional[str]:
-    """Which limit need more bytes would break, or None."""
+    """Returns which limit an allocation of need more bytes would exceed, or None."""
     machine = _fields(meminfo)
     if "MemAvailable:" in machine:
         left = (machine["MemAvailable:"] + machine.get("SwapFree:", 0)) << 10
@@ -36,7 +36,7 @@ def lacking(
 
 
 def _groups(own: str, mount: str) -> Iterator[Tuple[str, Tuple[str, str, Tuple[str, ...]]]]:
-    """The directories of this process's cgroups that can limit memory, and of those above them."""
+    """Yields the directories of the cgroups that can limit this process's memory, from its own upwards."""
     for line in _text(own).splitlines():
         # hierarchy:controllers:path, where version 2 has hierarchy 0 and no controllers (cgroups(7)).
         hierarchy, _, rest = line.partition(":")
@@ -50,7 +50,8 @@ def _groups(own: str, mount: str) -> Iterator[Tuple[str, Tuple[str, str, Tuple[s
         else:
             continue
         for root in roots:
-            # In a container the path may be the host's, which is not there; the root is then the container's.
+            # In a container the path may be one of the host, which does not exist there. Its root is then the
+            # container's cgroup.
             parts = [p for p in path.split("/") if p not in ("", ".", "..")]
             for depth in range(len(parts), -1, -1):
                 yield os.path.join(root, *parts[:depth]), names
@@ -65,13 +66,13 @@ def _text(path: str) -> str:
 
 
 def _number(path: str) -> Optional[int]:
-    """The number in a file; None for "max" and for what is not there."""
+    """Returns the number in a file; None for "max" and if there is no such file."""
     text = _text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _fields(path: str) -> Dict[str, int]:
-    """The numbers of a file, by the word before each at the beginning of a line."""
+    """Returns the numbers in a file, by the word at the beginning of each line."""
     out = {}
     for line in _text(path).splitlines():
         words = line.split()

@@ -1,6 +1,6 @@
-"""Where the sidecar comes from: one that others have started, at the path that HVD_SIDECAR names, or a process of one's own.
+"""Connects to a sidecar: one that others have started, at the path in HVD_SIDECAR, or one that this process starts.
 
-docs/sidecar.md is the protocol up to the greeting.
+docs/sidecar.md describes the protocol up to the greeting.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .exceptions import SidecarError
 GREETING_SECONDS = 30.0
 """How long the other end may take for each step of the beginning."""
 
-_LAST_WORDS = 20  # lines of a sidecar's log that are kept for the error when it dies
+_LAST_WORDS = 20  # how many lines of a sidecar's log are kept for the error if it dies
 
 
 def receive(sock: socket.socket, n: int) -> bytes:
-    """n bytes of a blocking socket; EOFError if it ends before."""
+    """Returns n bytes from a blocking socket. Raises EOFError if the connection ends before."""
     data = b""
     while len(data) < n:
         more = sock.recv(n - len(data))
@@ -37,7 +37,7 @@ def receive(sock: socket.socket, n: int) -> bytes:
 
 
 def _secret() -> Optional[bytes]:
-    """The key of the job's secret, if there is one."""
+    """Returns the key of the job's secret, or None if there is none."""
     text = os.environ.get("HVD_SECRET", "").encode()
     path = os.environ.get("HVD_SECRET_FILE", "")
     if not text.strip() and path:
@@ -47,7 +47,7 @@ def _secret() -> Optional[bytes]:
 
 
 def proof(key: bytes, speaker: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """What shows that speaker ("gohvd server" or "gohvd client") has the key."""
+    """Returns the proof that speaker ("gohvd server" or "gohvd client") has the key."""
     parts = (speaker, b"GHVD", client_nonce, server_nonce)
     return hmac.new(key, b"".join(bytes((len(p),)) + p for p in parts), hashlib.sha256).digest()
 
@@ -82,7 +82,7 @@ def connect(address: str) -> socket.socket:
 
 
 def find_sidecar() -> str:
-    """The path of hvdd: HVD_SIDECAR_BINARY, else that beside this package, else that on PATH."""
+    """Returns the path of hvdd: HVD_SIDECAR_BINARY, else the one beside this package, else the one on PATH."""
     named = os.environ.get("HVD_SIDECAR_BINARY", "")
     if named:
         if not os.access(named, os.X_OK) or os.path.isdir(named):
@@ -102,8 +102,10 @@ def find_sidecar() -> str:
 
 
 def _pmi_socket() -> Optional[int]:
-    """The connection to a launcher that speaks PMI. The number alone may have been inherited, from a process that did not
-    hand on what it stands for."""
+    """Returns the descriptor of the connection to a launcher that speaks PMI, or None.
+
+    PMI_FD may have been inherited from a process that did not pass on the descriptor, so the descriptor is checked.
+    """
     number = os.environ.get("PMI_FD", "")
     if not number.isdecimal() or not (os.environ.get("PMI_RANK") or os.environ.get("PMI_SIZE")):
         return None
@@ -114,22 +116,23 @@ def _pmi_socket() -> Optional[int]:
 
 
 class Child:
-    """A sidecar's process. Its standard error is passed on to this process's, and the last lines are kept."""
+    """A sidecar's process. Its standard error is copied to this process's, and its last lines are kept."""
 
     def __init__(self) -> None:
         path = find_sidecar()
-        pmi = _pmi_socket()  # before a descriptor of this one's takes a number that is free
+        pmi = _pmi_socket()  # before this function opens a descriptor that may reuse the number
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
         handed = [theirs.fileno()]
-        # What this process alone needs to know.
+        # Variables that are only for this process.
         hidden = {"HVD_SIDECAR_BINARY", "HVD_SIDECAR"}
         if pmi is not None:
             handed.append(pmi)
         else:
-            hidden.add("PMI_FD")  # its number may be another descriptor's there
+            hidden.add("PMI_FD")  # its number may be another descriptor in the child
         try:
-            # A session of its own: the signals of a terminal or a launcher are for the program, with which it ends.
+            # The sidecar gets a session of its own, because signals of a terminal or a launcher are for the
+            # program. It ends with the program.
             self.process = subprocess.Popen(
                 [path, "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -160,7 +163,7 @@ class Child:
             try:
                 os.write(2, data)
             except OSError:
-                pass  # nobody hears it
+                pass  # standard error is closed
             *lines, line = (line + data).split(b"\n")
             self._words.extend(lines)
             line = line[-4096:]
@@ -168,7 +171,7 @@ class Child:
             self._words.append(line)
 
     def obituary(self, reason: str) -> str:
-        """How it has ended, as the end of a sentence. It waits some seconds for the end."""
+        """Returns how the process has ended, as the end of a sentence. It waits some seconds for the end."""
         try:
             status = self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -185,11 +188,11 @@ class Child:
         return f"{how}: {reason}" + (f"; its last words:\n{words}" if words else "")
 
     def signal(self, number: int) -> None:
-        """Sends it a signal, if it lives and is this process's child."""
+        """Sends a signal to the process, if it lives and is this process's child."""
         self.process.send_signal(number)
 
     def end(self, seconds: float) -> None:
-        """Closes the socket, by which the process ends; if it does not within seconds, kills it."""
+        """Closes the socket, which makes the process end. If the process does not end within seconds, kills it."""
         if self._stderr < 0:
             return
         self.sock.close()
@@ -204,7 +207,7 @@ class Child:
         self._stderr = -1
 
     def after_fork(self) -> None:
-        """It is the parent's child, not this process's."""
+        """Marks the sidecar as no child of this process, because it is the parent's."""
         if self.process.returncode is None:
             self.process.returncode = 0
         if self._stderr >= 0:

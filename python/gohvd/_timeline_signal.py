@@ -1,5 +1,6 @@
-"""The signal for the timeline (HVD_TIMELINE_SIGNAL). Launchers and users send it to this process; the sidecar, which is in
-a session of its own, obeys it.
+"""Handles the signal for the timeline (HVD_TIMELINE_SIGNAL).
+
+Launchers and users send it to this process. The sidecar, which is in a session of its own, acts on it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _SIGNALS = {"SIGUSR1": int(signal.SIGUSR1), "SIGUSR2": int(signal.SIGUSR2)}
 
 
 class TimelineSignal:
-    """Passes the signal on, if it is set and the program has no use for it."""
+    """Forwards the signal to the sidecar, if it is set and the program does not use it."""
 
     def __init__(self, tell: Callable[[int], None]) -> None:
         self._tell = tell
@@ -40,8 +41,10 @@ class TimelineSignal:
             self._number = number
 
     def stop(self) -> None:
-        """Does with the signal what was done before, unless it is the program's by now. In another thread than the main one,
-        where Python sets no handlers, it does nothing."""
+        """Restores the previous handling of the signal, unless the program has set a handler since.
+
+        In a thread other than the main one, in which Python sets no handlers, it does nothing.
+        """
         number = self._number
         if number == 0 or threading.current_thread() is not threading.main_thread():
             return
@@ -59,7 +62,9 @@ class TimelineSignal:
 
 
 def _has_handler(number: int) -> bool:
-    """Whether the process has a handler. signal.getsignal does not know those of C, such as faulthandler's."""
+    """Returns whether the process has a handler. signal.getsignal does not know handlers in C, such as
+    faulthandler's.
+    """
     with open("/proc/self/status", encoding="ascii", errors="replace") as f:
         for line in f:
             if line.startswith("SigCgt:"):

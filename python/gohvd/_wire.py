@@ -1,8 +1,9 @@
-"""The messages of the sidecar in protobuf, written by hand: what docs/sidecar.md and sidecar.proto say, no more.
+"""The sidecar's messages in protobuf, as docs/sidecar.md and sidecar.proto define them, encoded and decoded by
+hand.
 
-Encoders give the bytes of a ``Request``, without the length in front; ``frame`` puts that there. ``decode_reply`` reads a
-``Reply`` and checks every length against the bytes that are there. A field that is not known is skipped, as protobuf wants;
-what cannot be read raises ``WireError``.
+Encoders return the bytes of a ``Request`` without the length prefix; ``frame`` adds it. ``decode_reply`` reads a
+``Reply`` and checks every length against the available bytes. Unknown fields are skipped, as protobuf requires;
+invalid data raises ``WireError``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Place = Tuple[int, int, int]
 
 
 class WireError(Exception):
-    """The other end has sent what is no message."""
+    """Raised if the other end has sent data that is no valid message."""
 
 
 # Kinds of operations.
@@ -34,7 +35,7 @@ KIND_NAMES = {
     JOIN: "join",
 }
 
-# Element types, by the name that numpy and torch share, with their sizes in bytes.
+# The number and the size in bytes of each element type, by the name that numpy and torch share.
 DTYPES: Dict[str, Tuple[int, int]] = {
     "uint8": (1, 1),
     "int8": (2, 1),
@@ -55,7 +56,7 @@ _FREE, _ADD_SET, _REMOVE_SET, _STATUS, _BYE, _START_TIMELINE, _STOP_TIMELINE = r
 
 
 def varint(n: int) -> bytes:
-    """n, from 0 to 2^64-1, as a varint."""
+    """Returns n, from 0 to 2^64-1, as a varint."""
     if n < 0x80:
         return bytes((n,))
     out = bytearray()
@@ -67,24 +68,26 @@ def varint(n: int) -> bytes:
 
 
 def frame(message: bytes) -> bytes:
-    """A message behind its length. An empty one would be a doorbell, so there is none."""
+    """Returns a message with its length prefix. Raises ValueError if it is empty, which means a doorbell, or too long."""
     if not 0 < len(message) <= MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(message)} bytes; it may have 1 to {MAX_FRAME_BYTES}")
     return varint(len(message)) + message
 
 
 def _uint(number: int, value: int) -> bytes:
-    """A field of type uint32, uint64, int32, int64 or bool; zero is left out, and negative numbers have ten bytes."""
+    """Returns a field of type uint32, uint64, int32, int64 or bool. Zero is omitted; negative numbers take ten
+    bytes.
+    """
     return varint(number << 3) + varint(value & 0xFFFFFFFFFFFFFFFF) if value else b""
 
 
 def _double(number: int, value: float) -> bytes:
-    """A field of type optional double: 0 is there too."""
+    """Returns a field of type optional double, which is present even if the value is 0."""
     return varint(number << 3 | 1) + struct.pack("<d", value)
 
 
 def _bytes(number: int, value: bytes) -> bytes:
-    """A field of type message, string or packed; an empty one is there all the same."""
+    """Returns a field of type message, string or packed, which is present even if the value is empty."""
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
@@ -155,7 +158,7 @@ def bye(ident: int) -> bytes:
 
 
 def operation_name(name: str) -> bytes:
-    """The field of an ``Operation`` that is its name. It may stand before or behind the others."""
+    """Returns the name field of an ``Operation``. It may come before or after the other fields."""
     return _string(2, name)
 
 
@@ -172,8 +175,11 @@ def operation(
     tensors: Sequence[Tuple[Sequence[int], Optional[Place], Optional[Place], int]] = (),
     splits: Sequence[int] = (),
 ) -> bytes:
-    """An ``Operation`` without its name. A tensor is its shape, its input and output, which may be missing, and its element
-    type, which is left out where it is 0 or the operation's."""
+    """Returns an ``Operation`` without its name.
+
+    A tensor is its shape, its input and its output, which may be missing, and its element type, which is omitted if
+    it is 0 or the type of the operation.
+    """
     parts = [
         _uint(1, kind),
         _uint(3, dtype),
@@ -198,7 +204,7 @@ def operation(
 
 
 def _scale(number: int, factor: float) -> bytes:
-    """A factor, which is left out where it is 1. Zero is said."""
+    """Returns a factor as a field, which is omitted if it is 1. A factor of zero is present."""
     return b"" if factor == 1.0 else _double(number, factor)
 
 
@@ -210,7 +216,7 @@ def _place(place: Place) -> bytes:
 
 
 def take_varint(data: Buffer, at: int, end: int) -> Tuple[int, int]:
-    """The varint at data[at:end] and where it ends; -1 for that if it is not all there."""
+    """Returns the varint at data[at:end] and the position after it, which is -1 if the varint is not complete."""
     value = shift = 0
     while at < end:
         byte = data[at]
@@ -234,7 +240,9 @@ def _varint_at(data: Buffer, at: int, end: int) -> Tuple[int, int]:
 
 
 def _fields(data: Buffer, at: int, end: int) -> Iterator[Tuple[int, int, int, int]]:
-    """The fields of data[at:end]: number, wire type, then its value and 0, or where its bytes begin and end."""
+    """Yields the fields of data[at:end]: number, wire type, then value and 0, or the beginning and the end of its
+    bytes.
+    """
     while at < end:
         key, at = _varint_at(data, at, end)
         number, wire = key >> 3, key & 7
@@ -255,12 +263,12 @@ def _fields(data: Buffer, at: int, end: int) -> Iterator[Tuple[int, int, int, in
 
 
 def _signed(value: int) -> int:
-    """An int32 or int64, which are both sent in 64 bits."""
+    """Returns the value of an int32 or int64, both of which are sent as 64 bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _ints(into: List[int], data: Buffer, wire: int, a: int, b: int) -> None:
-    """A repeated number: packed, or one of them."""
+    """Appends the numbers of a repeated field to into: several if it is packed, else one."""
     if wire == 0:
         into.append(_signed(a))
         return
@@ -276,7 +284,7 @@ def _text(data: Buffer, a: int, b: int) -> str:
 
 
 class Error:
-    """Why a request could not be done, or why the job is over."""
+    """The reason why a request failed, or why the job is over."""
 
     __slots__ = ("kind", "text", "operation", "tensor", "ranks")
 
@@ -300,7 +308,7 @@ class Ready:
 
 
 class Completion:
-    """What an operation has given. Results are places, each with its shape."""
+    """The outcome of an operation. Each result is a place and a shape."""
 
     __slots__ = ("results", "received_splits", "last_joined")
 
@@ -311,7 +319,7 @@ class Completion:
 
 
 class Status:
-    """How the sidecar is."""
+    """The status of the sidecar."""
 
     __slots__ = ("version", "pid", "state", "clients", "operations", "in_flight")
 
@@ -321,7 +329,9 @@ class Status:
 
 
 class Reply:
-    """A frame of the sidecar. Of ready, completion, process_set, status, arena, dropped and ended at most one is there."""
+    """A frame of the sidecar. At most one of ready, completion, process_set, status, arena, dropped and ended is
+    set.
+    """
 
     __slots__ = ("id", "error", "ready", "completion", "process_set", "status", "arena", "dropped", "ended")
 
@@ -341,7 +351,7 @@ class Reply:
 
 
 def decode_reply(data: Buffer, at: int, end: int) -> Reply:
-    """The Reply in data[at:end]."""
+    """Returns the Reply in data[at:end]."""
     r = Reply()
     for number, wire, a, b in _fields(data, at, end):
         if number == 1 and wire == 0:
@@ -372,7 +382,7 @@ def decode_reply(data: Buffer, at: int, end: int) -> Reply:
 
 
 def _numbers(data: Buffer, at: int, end: int) -> Dict[int, int]:
-    """The fields of a message that has only numbers."""
+    """Returns the fields of a message that has only numbers."""
     return {number: a for number, wire, a, _ in _fields(data, at, end) if wire == 0}
 
 

@@ -53,7 +53,8 @@ class _Distributed(torch.optim.Optimizer):
     _parameter_names: Dict[torch.Tensor, str]
     _requires_update: Dict[torch.Tensor, None]  # the parameters that have hooks; an ordered set
     _allreduce_delay: Dict[torch.Tensor, int]  # backward passes until the gradient is reduced
-    _handles: Dict[Any, Tuple[Any, Any]]  # handle and decompression context of each operation in flight, by parameter or tuple of them
+    # Handle and decompression context of each operation in flight, by parameter or tuple of them.
+    _handles: Dict[Any, Tuple[Any, Any]]
     _wires: Dict[torch.Tensor, torch.Tensor]  # memory of compressed tensors, by parameter
 
     def _take_place(
@@ -99,7 +100,8 @@ class _Distributed(torch.optim.Optimizer):
             return
         self._requires_update[p] = None
         self._allreduce_delay[p] = self.backward_passes_per_step
-        # Neither hook keeps this optimizer alive: otherwise it would still reduce when a second one over the same parameters is made.
+        # Neither hook keeps this optimizer alive: otherwise it would still reduce when a second one over the same
+        # parameters is made.
         this = weakref.ref(self)
 
         def ready(p: torch.Tensor) -> None:
@@ -253,7 +255,8 @@ class _DistributedOptimizer(_Distributed):
         # A compressed gradient is not reduced in place.
         self._views = views and self._compression is Compression.none
         self._memory: Dict[torch.Tensor, _Memory] = {}  # of gradients, by parameter
-        self._was_sparse: Dict[torch.Tensor, int] = {}  # the number of sparse dimensions, by parameter with sparse gradients
+        # The number of sparse dimensions, by parameter with sparse gradients.
+        self._was_sparse: Dict[torch.Tensor, int] = {}
         self._crowded = _alone_on_few_processors()
         self._synchronized = False
         self._should_synchronize = True
@@ -288,7 +291,8 @@ class _DistributedOptimizer(_Distributed):
             return
         group = self._p_to_group.get(p)
         if group is None:
-            # If no processor is free to reduce during the backward pass, the sidecar is notified of its gradients at its end.
+            # If no processor is free to reduce during the backward pass, the sidecar is notified of its gradients
+            # at its end.
             later = self._crowded and p.device.type == "cpu"
             if later:
                 torch.autograd.Variable._execution_engine.queue_callback(hurry)
