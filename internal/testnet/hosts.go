@@ -17,41 +17,43 @@ import (
 	"time"
 )
 
-// HostInterface is the name of the one network interface that each host has besides lo.
+// HostInterface is the name of the only network interface that each host has besides lo.
 const HostInterface = "eth0"
 
-// MaxHosts bounds NewHosts: the hosts' addresses are of one subnet of 24 bits.
+// MaxHosts is the most hosts of one NewHosts, because their addresses are in one /24 subnet.
 const MaxHosts = 200
 
 const (
-	dir = "/run/netns" // where iproute2 keeps the names of namespaces
-	// prefix begins the names of all namespaces of this package.
+	dir = "/run/netns" // the directory in which iproute2 keeps named namespaces
+	// prefix is the beginning of the names of all namespaces of this package.
 	prefix = "gohvd-"
-	bridge = "br0" // in a namespace of its own
-	// patience bounds every command, every call of a server, and every wait of this package.
+	bridge = "br0" // the bridge's name in its namespace
+	// patience is the limit of every command, every call of a server, and every wait of this package.
 	patience = time.Minute
 )
 
-// Host is a host for tests of what runs on several: a network namespace with one interface, joined with others by a bridge that
-// stands in a namespace of its own. So nothing of the machine's own network is touched, and no route leads out of it. It
-// needs Linux, root, and Debian's packages iproute2 and util-linux. Hosts share the machine's files, processes and clock.
+// Host is a host for tests that need several: a network namespace with one interface. A bridge in a namespace
+// of its own connects it to the others, so the machine's own network is not touched, and no route leads out
+// of the host's network. It needs Linux, root, and Debian's packages iproute2 and util-linux. Hosts share the
+// machine's files, processes and clock.
 //
-// The namespaces are named gohvd-PID-START-RANDOM-WHAT, after the process that made them and when that began, so that those
-// of a process that was killed are known as such: the next NewHosts removes them.
+// The namespaces are named gohvd-PID-START-RANDOM-WHAT, after the process that made them and the time when it
+// started. The next NewHosts can so find and remove the namespaces of a process that was killed.
 //
 // Methods without an error fail the test instead, and must be called by the test's goroutine.
 type Host struct {
-	// Name is the host's name, and that of the namespace: "ip netns exec NAME" enters it.
+	// Name is the name of the host and of its namespace, which "ip netns exec NAME" enters.
 	Name string
-	// Addr is its address, which the other hosts of the same NewHosts reach, and nobody else.
+	// Addr is the host's address. Only the other hosts of the same NewHosts can reach it.
 	Addr netip.Addr
 
 	t      testing.TB
 	bridge string // the namespace of the bridge
-	port   string // the bridge's end of the cable
+	port   string // the name of the bridge's end of the cable
 }
 
-// haveHosts makes a namespace with all that NewHosts needs, and removes it.
+// haveHosts makes and removes a namespace with everything that NewHosts needs, and returns the error if it
+// cannot.
 var haveHosts = sync.OnceValue(func() (err error) {
 	name := newNames() + "probe"
 	defer func() { err = errors.Join(err, remove(name)) }()
@@ -67,7 +69,7 @@ var haveHosts = sync.OnceValue(func() (err error) {
 	return run(h.Command(ctx, "true"))
 })
 
-// NeedHosts skips the test where hosts cannot be made, but not in CI, which can.
+// NeedHosts skips the test if hosts cannot be made. In CI, which can make them, it fails the test instead.
 func NeedHosts(t testing.TB) {
 	t.Helper()
 	err := haveHosts()
@@ -81,8 +83,8 @@ func NeedHosts(t testing.TB) {
 	t.Skipf("%s: %v", needs, err)
 }
 
-// NewHosts makes n hosts, 1 to MaxHosts, each of which reaches all others. When the test ends, however it does, what runs in them is
-// killed and they are removed. It costs some 10 ms for each host.
+// NewHosts makes n hosts, 1 to MaxHosts, each of which can reach all others. When the test ends, in whatever
+// way, the processes on the hosts are killed and the hosts are removed. It takes about 10 ms for each host.
 func NewHosts(t testing.TB, n int) []*Host {
 	t.Helper()
 	NeedHosts(t)
@@ -111,6 +113,7 @@ func NewHosts(t testing.TB, n int) []*Host {
 	return hosts
 }
 
+// build makes the bridge in a namespace named middle, and connects the hosts to it.
 func build(middle string, hosts []*Host) error {
 	if err := ip("netns", "add", middle); err != nil {
 		return err
@@ -126,6 +129,7 @@ func build(middle string, hosts []*Host) error {
 	return nil
 }
 
+// build makes the host's namespace and interface, and connects it to the bridge.
 func (h *Host) build() error {
 	if err := ip("netns", "add", h.Name); err != nil {
 		return err
@@ -146,21 +150,23 @@ func (h *Host) build() error {
 	return nil
 }
 
-// addPort lays a cable from the port of a namespace to an interface of another, without touching the caller's.
+// addPort makes a virtual cable from a port in one namespace to an interface in another. The caller's
+// namespace is not touched.
 func addPort(from, port, to, iface string) error {
 	return ip("-n", from, "link", "add", port, "type", "veth", "peer", "name", iface, "netns", to)
 }
 
-// Command returns a command that runs on the host. The process that Start makes is the command itself. It sees the host's network, in
-// /sys too, and the host's name. It ends with the test, if not before.
+// Command returns a command that runs on the host. The process that Start makes is the command itself. It
+// sees the host's network, in /sys too, and the host's name. When the test ends, it is killed.
 func (h *Host) Command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	const named = `echo "$0" >/proc/sys/kernel/hostname && exec "$@"`
 	in := []string{"netns", "exec", h.Name, "unshare", "--uts", "sh", "-c", named, h.Name, name}
 	return exec.CommandContext(ctx, "ip", append(in, args...)...)
 }
 
-// SetLink pulls the host's cable out of the bridge, or puts it back. A host without its cable keeps its addresses and routes;
-// what it sends, and what is sent to it, is lost without an error. When SetLink returns, it is so.
+// SetLink disconnects the host's cable from the bridge, or connects it again. A disconnected host keeps its
+// addresses and routes; packets from it and to it are lost without an error. The change is in effect when
+// SetLink returns.
 func (h *Host) SetLink(up bool) {
 	h.t.Helper()
 	state := "down"
@@ -172,14 +178,14 @@ func (h *Host) SetLink(up bool) {
 	}
 }
 
-// newNames returns how the names of a set of namespaces of this process begin that nobody else has.
+// newNames returns a prefix for the names of a set of namespaces of this process. No other set has it.
 func newNames() string {
 	pid := os.Getpid()
 	return fmt.Sprintf("%s%d-%s-%s-", prefix, pid, startOf(pid), strings.ToLower(rand.Text()[:8]))
 }
 
-// ownerLives reports whether the process that made the namespace still runs. What has another name than newNames gives is
-// not ours to judge.
+// ownerLives reports whether the process that made the namespace still runs. It also returns true for a name
+// that newNames did not make, so that such a namespace is not removed.
 func ownerLives(name string) bool {
 	pid, rest, _ := strings.Cut(strings.TrimPrefix(name, prefix), "-")
 	start, _, ok := strings.Cut(rest, "-")
@@ -187,8 +193,8 @@ func ownerLives(name string) bool {
 	return !ok || err != nil || startOf(n) == start
 }
 
-// startOf returns when a process began, in ticks since the boot: with it a process id is not taken for a later one's. It is empty if
-// there is no such process or it has ended.
+// startOf returns when a process started, in ticks since the boot, which distinguishes it from a later
+// process with the same ID. The result is empty if there is no such process or it has ended.
 func startOf(pid int) string {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -203,7 +209,7 @@ func startOf(pid int) string {
 	return fields[start]
 }
 
-// sweep removes what processes have left that were killed.
+// sweep removes the namespaces of processes that were killed.
 func sweep() error {
 	names, err := named(prefix)
 	if err != nil {
@@ -218,7 +224,7 @@ func sweep() error {
 	return errors.Join(errs...)
 }
 
-// named lists the namespaces whose names begin so.
+// named returns the names of the namespaces whose names start with beginning.
 func named(beginning string) (names []string, err error) {
 	paths, err := filepath.Glob(filepath.Join(dir, beginning+"*"))
 	for _, p := range paths {
@@ -227,7 +233,8 @@ func named(beginning string) (names []string, err error) {
 	return names, err
 }
 
-// remove removes the namespaces whose names begin so, and kills what runs there. Several processes may do it at once.
+// remove removes the namespaces whose names start with beginning, and kills the processes in them. Several
+// processes may call it at once.
 func remove(beginning string) error {
 	names, err := named(beginning)
 	if err != nil {
@@ -245,11 +252,11 @@ func remove(beginning string) error {
 	return errors.Join(errs...)
 }
 
-// empty kills what runs in a namespace, until nothing does.
+// empty kills the processes in a namespace, until there are none.
 func empty(name string) error {
 	namespace, err := os.Stat(filepath.Join(dir, name))
 	if err != nil {
-		return nil // removed meanwhile
+		return nil // it was removed meanwhile
 	}
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
@@ -274,8 +281,9 @@ func empty(name string) error {
 	}
 }
 
-// kill kills the process at a path in /proc if it is in the namespace, and reports whether it was. It is held first and looked at
-// then, so that no other is hit that got its id meanwhile.
+// kill kills the process at a path in /proc if it is in the namespace, and reports whether it was. It first
+// takes a handle of the process and then checks the namespace, so it does not kill another process that has
+// got the same ID meanwhile.
 func kill(path string, namespace os.FileInfo) bool {
 	pid, err := strconv.Atoi(filepath.Base(path))
 	if err != nil {
@@ -288,20 +296,20 @@ func kill(path string, namespace os.FileInfo) bool {
 	defer p.Release()
 	its, err := os.Stat(filepath.Join(path, "ns", "net"))
 	if err != nil || !os.SameFile(its, namespace) {
-		return false // an ended one has no namespace
+		return false // an ended process has no namespace
 	}
-	_ = p.Kill() // has it ended already, so much the better
+	_ = p.Kill() // it fails only if the process has ended already
 	return true
 }
 
-// ip runs the command of iproute2.
+// ip runs the ip command of iproute2.
 func ip(args ...string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	return run(exec.CommandContext(ctx, "ip", args...))
 }
 
-// run runs a command; its error has the command and what that said.
+// run runs a command. Its error includes the command line and the standard error.
 func run(cmd *exec.Cmd) error {
 	var said bytes.Buffer
 	cmd.Stderr = &said

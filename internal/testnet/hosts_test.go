@@ -19,7 +19,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// programVariable makes this test binary a program for a host instead of a test.
+// programVariable is an environment variable. It makes this test binary run a program for a host instead of
+// tests.
 const programVariable = "GOHVD_TESTHOSTS_PROGRAM"
 
 func TestMain(m *testing.M) {
@@ -42,7 +43,7 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// echo sends back what it gets, on every connection, for ever.
+// echo accepts connections and sends back the bytes that it receives. It does not return without an error.
 func echo(addr string) error {
 	ln, err := net.Listen("tcp", addr)
 	if err != nil {
@@ -58,7 +59,7 @@ func echo(addr string) error {
 	}
 }
 
-// talk sends each line of its input, and prints what comes back.
+// talk sends each line of its input and prints the answer.
 func talk(addr string) error {
 	c, err := net.DialTimeout("tcp", addr, time.Second)
 	if err != nil {
@@ -81,7 +82,8 @@ func where() error {
 	return err
 }
 
-// interfaces returns those of this process's network, without addresses of IPv6: those come when they like.
+// interfaces returns the interfaces and addresses of this process's network. It leaves out IPv6 addresses,
+// because they are assigned at an unknown time.
 func interfaces() (string, error) {
 	all, err := net.Interfaces()
 	if err != nil {
@@ -99,12 +101,12 @@ func interfaces() (string, error) {
 			}
 		}
 	}
-	// What programs see that look there.
+	// Programs that read /sys see these interfaces.
 	seen, err := filepath.Glob("/sys/class/net/*")
 	return fmt.Sprint(text, seen), err
 }
 
-// process is a program of this binary that runs on a host.
+// process is a program of this test binary that runs on a host.
 type process struct {
 	t     *testing.T
 	what  string
@@ -197,15 +199,15 @@ func (p *process) say(text string) {
 	}
 }
 
-// TCP works between any two hosts. Without its cable a host reaches nobody and is reached by nobody, what is on its way waits, and
-// the others do not notice.
+// TCP works between any two hosts. A host without its cable cannot reach others and cannot be reached.
+// Connections wait meanwhile, and the other hosts are not affected.
 func TestLinks(t *testing.T) {
 	hosts := testnet.NewHosts(t, 3)
 	addrs := make([]string, len(hosts))
 	for i, h := range hosts {
 		addrs[i] = program(t, h, "echo", net.JoinHostPort(h.Addr.String(), "0")).line()
 	}
-	// connects holds what each host says of each other against whether it should reach it.
+	// connects checks which host can reach which.
 	connects := func(should func(from, to int) bool) {
 		t.Helper()
 		for i, h := range hosts {
@@ -241,7 +243,8 @@ func TestLinks(t *testing.T) {
 	connects(func(int, int) bool { return true })
 }
 
-// A host has a name, lo and one interface of its own; it reaches nothing else; and the machine gets none of it.
+// A host has a name, lo and one interface of its own. It can reach nothing else, and it changes nothing on
+// the machine.
 func TestHostsAreApart(t *testing.T) {
 	machine := func() string {
 		text, err := interfaces()
@@ -279,7 +282,7 @@ func TestHostsAreApart(t *testing.T) {
 	if now := machine(); now != before {
 		t.Errorf("before there was %s, now %s", before, now)
 	}
-	// Hosts of another New have the same addresses, and nothing to do with these.
+	// Hosts of another NewHosts have the same addresses but no connection to these.
 	others := testnet.NewHosts(t, 2)
 	addr := program(t, hosts[1], "echo", net.JoinHostPort(hosts[1].Addr.String(), "0")).line()
 	got := "timeout"
@@ -291,7 +294,7 @@ func TestHostsAreApart(t *testing.T) {
 	}
 }
 
-// Commands are what os/exec promises: the process is the command itself, and has its arguments and status.
+// Commands behave as os/exec promises: the process is the command itself, with its arguments and exit status.
 func TestCommand(t *testing.T) {
 	h := testnet.NewHosts(t, 1)[0]
 	cmd := h.Command(t.Context(), "sh", "-c", `echo $$ "$0" "$1"; exit 7`, "a b", "$c")
@@ -310,7 +313,7 @@ func TestCommand(t *testing.T) {
 	}
 }
 
-// namespaces returns those whose names begin so.
+// namespaces returns the namespaces whose names start with beginning.
 func namespaces(t *testing.T, beginning string) []string {
 	t.Helper()
 	names, err := filepath.Glob("/run/netns/" + beginning + "*")
@@ -320,17 +323,17 @@ func namespaces(t *testing.T, beginning string) []string {
 	return names
 }
 
-// group returns how the names of all namespaces of a New begin.
+// group returns the prefix of the names of all namespaces of the same NewHosts as h.
 func group(h *testnet.Host) string { return h.Name[:strings.LastIndexByte(h.Name, '-')+1] }
 
-// runs reports whether a process does.
+// runs reports whether a process runs.
 func runs(pid int) bool {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	return err == nil && !strings.Contains(string(text), ") Z ")
 }
 
-// stray starts a process on a host that ends by itself only after the test, and no signal but SIGKILL ends. Nobody but the
-// namespace knows of it: its parent is gone.
+// stray starts an orphaned process on a host. It ends only after the test, and only SIGKILL can end it
+// earlier. It can be found only through its namespace, because its parent has ended.
 func stray(t testing.TB, h *testnet.Host) (pid int) {
 	t.Helper()
 	cmd := h.Command(t.Context(), "sh", "-c", `trap "" TERM HUP INT; setsid sleep 1000 >/dev/null 2>&1 & echo $!`)
@@ -344,8 +347,8 @@ func stray(t testing.TB, h *testnet.Host) (pid int) {
 	return pid
 }
 
-// storm starts a process on a host that starts others, faster than they can be looked for. It gives a word that is among the
-// arguments of all.
+// storm starts a process on a host that starts others, faster than they can be found. It returns a word that
+// is among the arguments of all of them.
 func storm(t testing.TB, h *testnet.Host) (word string) {
 	t.Helper()
 	word = fmt.Sprintf("20.%d", os.Getpid()) // seconds
@@ -356,7 +359,7 @@ func storm(t testing.TB, h *testnet.Host) (word string) {
 	return word
 }
 
-// running counts the processes with an argument.
+// running returns how many processes have word as an argument.
 func running(t *testing.T, word string) (n int) {
 	t.Helper()
 	paths, err := filepath.Glob("/proc/[0-9]*/cmdline")
@@ -372,7 +375,7 @@ func running(t *testing.T, word string) (n int) {
 	return n
 }
 
-// When a test ends, nothing of its hosts is left.
+// When a test ends, nothing is left of its hosts.
 func TestNothingStays(t *testing.T) {
 	var names, word string
 	var pids []int
@@ -408,7 +411,7 @@ func wantNothing(t *testing.T, names string, pids ...int) {
 	}
 }
 
-// childVariable says how TestChild ends.
+// childVariable is an environment variable that says how TestChild ends.
 const childVariable = "GOHVD_TESTHOSTS_CHILD"
 
 // TestChild makes hosts in a process of its own, for other tests.
@@ -425,7 +428,8 @@ func TestChild(t *testing.T) {
 	_, _ = io.Copy(io.Discard, os.Stdin)
 }
 
-// child runs TestChild, and gives its names and a process on one of its hosts.
+// child runs TestChild in a process of its own. It returns the process, the prefix of its namespaces, and a
+// process on one of its hosts.
 func child(t *testing.T, end string) (p *process, names string, pid int) {
 	t.Helper()
 	p = begin(t, exec.CommandContext(t.Context(), self(t), "-test.run=^TestChild$"), childVariable+"="+end)
@@ -437,7 +441,8 @@ func child(t *testing.T, end string) (p *process, names string, pid int) {
 	return p, names, pid
 }
 
-// A test that panics cleans up. What a killed one leaves, the next New removes, and touches nothing of those that live.
+// A test that panics cleans up. The next NewHosts removes what a killed process has left, and does not touch
+// the hosts of live processes.
 func TestLeftovers(t *testing.T) {
 	testnet.NeedHosts(t)
 	panicking, names, pid := child(t, "panic")
@@ -465,7 +470,7 @@ func TestLeftovers(t *testing.T) {
 	wantNothing(t, living, livingPID)
 }
 
-// Whose namespaces are swept goes by process id and when that began; other names are left alone.
+// sweep finds the owner of a namespace by process ID and start time, and does not touch other names.
 func TestSweep(t *testing.T) {
 	testnet.NeedHosts(t)
 	ended := exec.CommandContext(t.Context(), "sleep", "1000")
@@ -506,7 +511,7 @@ func TestSweep(t *testing.T) {
 	}
 }
 
-// Where no hosts can be made a test is skipped and says why; in CI it fails.
+// If no hosts can be made, a test is skipped with the reason; in CI it fails.
 func TestNeed(t *testing.T) {
 	testnet.NeedHosts(t)
 	const unprivileged = "setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin "

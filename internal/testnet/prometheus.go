@@ -17,10 +17,11 @@ import (
 	"time"
 )
 
-// maxAnswer bounds what is read of the server's answer.
+// maxAnswer is the most bytes that are read of the server's answer.
 const maxAnswer = 16 << 20
 
-// prometheusProgram returns the path of one of Debian's programs. Without it the test is skipped, but not in CI, which has it.
+// prometheusProgram returns the path of a program of Debian's package prometheus. Without the program it
+// skips the test; in CI, which has it, it fails the test instead.
 func prometheusProgram(t testing.TB, name string) string {
 	t.Helper()
 	path, err := exec.LookPath(name)
@@ -34,7 +35,8 @@ func prometheusProgram(t testing.TB, name string) string {
 	return path
 }
 
-// Promtool runs promtool with args and input in a folder, and returns what it has printed and whether it was content.
+// Promtool runs promtool in the directory dir with args and input. It returns the output, and whether
+// promtool reported success.
 func Promtool(t testing.TB, dir, input string, args ...string) (output string, content bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -48,13 +50,14 @@ func Promtool(t testing.TB, dir, input string, args ...string) (output string, c
 	return string(out), err == nil
 }
 
-// Prometheus is a Prometheus that runs.
+// Prometheus is a running Prometheus server.
 type Prometheus struct {
 	t    testing.TB
-	base string // of its URLs
+	base string // the beginning of its URLs
 }
 
-// StartPrometheus starts a Prometheus with a configuration, and what it can read beside that, by file name. It is killed when the test ends.
+// StartPrometheus starts a Prometheus with a configuration. files are other files for the configuration's
+// directory, by name. The server is killed when the test ends.
 func StartPrometheus(t testing.TB, config string, files map[string]string, args ...string) *Prometheus {
 	t.Helper()
 	path := prometheusProgram(t, "prometheus")
@@ -82,7 +85,7 @@ func StartPrometheus(t testing.TB, config string, files map[string]string, args 
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	// Its log says where it listens.
+	// The server logs the address on which it listens.
 	found, done := make(chan string, 1), make(chan struct{})
 	go func() {
 		defer close(done)
@@ -119,9 +122,9 @@ func StartPrometheus(t testing.TB, config string, files map[string]string, args 
 	return nil
 }
 
-// listening finds the address in the log of a server that answers.
+// listening returns the server's address from its log, or "" if the server is not ready yet.
 func listening(log string) string {
-	// The two lines come in any order.
+	// The two lines may come in either order.
 	ready := strings.Contains(log, `msg="Server is ready to receive web requests."`)
 	_, rest, _ := strings.Cut(log, `msg="Listening on" address=`)
 	addr, _, whole := strings.Cut(rest, "\n")
@@ -132,13 +135,14 @@ func listening(log string) string {
 	return addr
 }
 
-// Sample is a value of a series, with its labels and its name as __name__.
+// Sample is the value of a series with its labels. The label __name__ is its name.
 type Sample struct {
 	Labels map[string]string
 	Value  float64
 }
 
-// Query evaluates an expression now. What is wrong with it, or with the server, is an error.
+// Query evaluates an expression at the present time. It returns an error if the expression is wrong or the
+// server fails.
 func (s *Prometheus) Query(expression string) ([]Sample, error) {
 	var answer struct {
 		Data struct {
@@ -163,13 +167,13 @@ func (s *Prometheus) Query(expression string) ([]Sample, error) {
 	return all, nil
 }
 
-// Target is something that is scraped.
+// Target is an endpoint that the server scrapes.
 type Target struct {
 	Health    string `json:"health"`
 	LastError string `json:"lastError"`
 }
 
-// Targets returns those of the configuration.
+// Targets returns the targets of the configuration.
 func (s *Prometheus) Targets() ([]Target, error) {
 	var answer struct {
 		Data struct {
@@ -180,6 +184,7 @@ func (s *Prometheus) Targets() ([]Target, error) {
 	return answer.Data.Active, err
 }
 
+// get fetches a path of the server and decodes the JSON answer into to.
 func (s *Prometheus) get(path string, to any) error {
 	ctx, cancel := context.WithTimeout(s.t.Context(), patience)
 	defer cancel()
@@ -202,7 +207,8 @@ func (s *Prometheus) get(path string, to any) error {
 	return json.Unmarshal(body, to)
 }
 
-// Dashboard returns the queries of a dashboard of Grafana, with values for its variables.
+// Dashboard returns the queries of a Grafana dashboard, with values for its variables. It fails the test if
+// there are none.
 func Dashboard(t testing.TB, path string) []string {
 	t.Helper()
 	text, err := os.ReadFile(path)

@@ -8,7 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Terminal makes a pseudoterminal, of which slave is what programs have. Both are closed with the test.
+// Terminal returns the two ends of a new pseudoterminal; programs use slave as their terminal. Both are
+// closed when the test ends. Without pseudoterminals it skips the test.
 func Terminal(t *testing.T) (master, slave *os.File) {
 	t.Helper()
 	m, err := unix.Open("/dev/ptmx", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC, 0)

@@ -1,5 +1,5 @@
-// Package testnet has what tests need of the world around a process: sockets, hosts made of network namespaces, PyTorch and
-// Prometheus. Where one of the programs is missing the test is skipped, but not in CI.
+// Package testnet provides what tests need outside of a process: sockets, hosts made of network namespaces,
+// PyTorch and Prometheus. If one of the programs is missing, the test is skipped, but in CI it fails.
 package testnet
 
 import (
@@ -19,14 +19,15 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 )
 
-// Context ends after a minute, so that what hangs fails.
+// Context returns a context that ends after a minute or with the test, so that a test that hangs fails.
 func Context(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// Eventually waits for what another goroutine does without saying so.
+// Eventually polls cond until it returns true, for changes by other goroutines that cannot be waited for.
+// After a minute it fails the test.
 func Eventually(t *testing.T, what string, cond func() bool) {
 	t.Helper()
 	ctx := Context(t)
@@ -41,13 +42,13 @@ func Eventually(t *testing.T, what string, cond func() bool) {
 	}
 }
 
-// Logs returns a logger and what it was given.
+// Logs returns a logger and the entries that were logged with it.
 func Logs() (*zap.Logger, *observer.ObservedLogs) {
 	core, entries := observer.New(zapcore.DebugLevel)
 	return zap.New(core), entries
 }
 
-// Logged reports whether an entry has all parts, in its message or fields.
+// Logged reports whether one entry has all parts, in its message or its fields.
 func Logged(entries *observer.ObservedLogs, parts ...string) bool {
 	for _, e := range entries.All() {
 		text := fmt.Sprint(e.Message, e.ContextMap())
@@ -62,7 +63,7 @@ func Logged(entries *observer.ObservedLogs, parts ...string) bool {
 	return false
 }
 
-// WantError holds the text of an error against parts of it.
+// WantError fails the test unless err is an error whose text contains all parts.
 func WantError(t *testing.T, err error, parts ...string) {
 	t.Helper()
 	if err == nil {
@@ -76,7 +77,8 @@ func WantError(t *testing.T, err error, parts ...string) {
 	}
 }
 
-// FakeServer accepts one connection after the other and hands each to serve.
+// FakeServer starts a server that passes each connection to serve, in a goroutine of its own, and returns its
+// address. A connection has a deadline of a minute. The server ends with the test.
 func FakeServer(t *testing.T, serve func(net.Conn)) (addr string) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -104,7 +106,8 @@ func FakeServer(t *testing.T, serve func(net.Conn)) (addr string) {
 	return ln.Addr().String()
 }
 
-// RawDial connects and sends parts.
+// RawDial connects to addr and sends parts. The connection has a deadline of a minute, and is closed when the
+// test ends.
 func RawDial(t *testing.T, addr string, parts ...[]byte) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", addr)
@@ -119,8 +122,8 @@ func RawDial(t *testing.T, addr string, parts ...[]byte) net.Conn {
 	return conn
 }
 
-// FreePort returns a port of loopback on which nobody listened a moment ago, and which the kernel gives to nobody by itself: it is
-// below those for connections.
+// FreePort returns a loopback port on which no process listened a moment ago. The kernel does not assign it
+// by itself, because it is below the range of ephemeral ports.
 func FreePort(t testing.TB) int {
 	t.Helper()
 	const first, last = 10000, 30000

@@ -10,13 +10,14 @@ import (
 	"time"
 )
 
-// Python is the interpreter that TESTTORCH_PYTHON names, or else Debian's. The one that is first on the path may be another,
-// which does not see Debian's packages.
+// Python is the interpreter in TESTTORCH_PYTHON, by default Debian's. The first interpreter on the path may
+// be another one, which does not see Debian's packages.
 var Python = cmp.Or(os.Getenv("TESTTORCH_PYTHON"), "/usr/bin/python3")
 
+// haveTorch returns an error if Python cannot import PyTorch.
 var haveTorch = sync.OnceValue(func() error { return exec.Command(Python, "-c", "import torch.distributed").Run() })
 
-// NeedTorch skips the test where there is no PyTorch, but not in CI, which has it.
+// NeedTorch skips the test if there is no PyTorch. In CI, which has it, it fails the test instead.
 func NeedTorch(t testing.TB) {
 	t.Helper()
 	if err := haveTorch(); err != nil {
@@ -27,8 +28,8 @@ func NeedTorch(t testing.TB) {
 	}
 }
 
-// StartTorch starts a script, which gets args from sys.argv[1] on. Its output is the test's log if it fails. wait waits for it,
-// and fails the test if it does.
+// StartTorch starts a Python script with args in sys.argv[1:]. wait waits for its end. If the script fails,
+// wait fails the test and logs the output. The script is killed when the test ends, or after two minutes.
 func StartTorch(t testing.TB, script string, args ...string) (wait func()) {
 	t.Helper()
 	NeedTorch(t)
