@@ -26,14 +26,14 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// server is a Server of a test, which ends with it.
+// server returns a Server that is closed when the test ends.
 func server(t testing.TB, cfg Config) *Server {
 	s := New(cfg)
 	t.Cleanup(func() { gone(t, s) })
 	return s
 }
 
-// gone ends s in disorder, as the end of its process would.
+// gone ends s without leaving the job, as the end of its process would.
 func gone(t testing.TB, s *Server) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -43,7 +43,7 @@ func gone(t testing.TB, s *Server) {
 	}
 }
 
-// job is n Servers whose Init makes them ranks of one job.
+// job returns n Servers. Their Inits make them the ranks of one job.
 func job(t testing.TB, n int, settings ...string) []*Server {
 	kv := store.NewHashStore(store.Limits{})
 	t.Cleanup(func() { kv.Close() })
@@ -70,17 +70,17 @@ func (s stub) Begin(o *operation) error                    { return s.begin(o) }
 func (s stub) Notify()                                     {}
 func (s stub) Drive(ctx context.Context, done func() bool) { s.drive(ctx, done) }
 
-// install makes s run operations by r.
+// install makes s run operations with r.
 func install(s *Server, r runner) { s.inside.Store(&r) }
 
-// client is one of a Server in this process.
+// client is a client of a Server in this process.
 type client struct {
 	*sidecartest.Client
 	t      testing.TB
 	served chan error // what ServeConn has returned
 }
 
-// connect is a client of s that has said hello.
+// connect returns a client of s that has exchanged greetings.
 func connect(t testing.TB, s *Server) *client {
 	t.Helper()
 	c := stranger(t, s)
@@ -88,7 +88,7 @@ func connect(t testing.TB, s *Server) *client {
 	return c
 }
 
-// stranger is a client of s that has said nothing.
+// stranger returns a client of s that has not sent anything.
 func stranger(t testing.TB, s *Server) *client {
 	t.Helper()
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -105,7 +105,7 @@ func stranger(t testing.TB, s *Server) *client {
 	return c
 }
 
-// bye leaves, as it should be.
+// bye leaves in order.
 func (c *client) bye() {
 	c.t.Helper()
 	c.Bye()
@@ -114,7 +114,7 @@ func (c *client) bye() {
 	}
 }
 
-// end is what has become of the connection.
+// end waits for the end of the connection and returns the result of ServeConn.
 func (c *client) end() error {
 	c.t.Helper()
 	select {
@@ -126,7 +126,7 @@ func (c *client) end() error {
 	}
 }
 
-// all calls f for each of some at once, and waits.
+// all calls f for each element of some concurrently, and waits for the calls.
 func all[T any](some []T, f func(i int, one T)) {
 	var wg sync.WaitGroup
 	for i, one := range some {

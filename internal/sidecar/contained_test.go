@@ -25,7 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// refused checks that an answer is an error of a class that says something.
+// refused checks that an answer is an error of a class with a text that contains says.
 func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says string) {
 	t.Helper()
 	if r.Error.GetClass() != class || !strings.Contains(r.Error.GetText(), says) {
@@ -33,7 +33,7 @@ func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says s
 	}
 }
 
-// What a client asks for and cannot have is an error, and the connection and the job go on.
+// A wrong request of a client is answered with an error, and the connection and the job go on.
 func TestUsage(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		good := func(f func(*sidecarpb.Operation, *sidecarpb.Tensor)) *sidecarpb.Operation {
@@ -87,7 +87,7 @@ func TestUsage(t *testing.T) {
 		} {
 			refused(t, what, c.Run(o), classUsage, what)
 		}
-		// Inputs may overlap: nobody writes them.
+		// Inputs may overlap, because they are not written.
 		c.MustRun(good(func(o *op, tt *tens) {
 			o.Grouped = true
 			o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 4, 4)})
@@ -104,7 +104,7 @@ func TestUsage(t *testing.T) {
 		fd, rb := sidecartest.NewRing(t, 16)
 		refused(t, "a second ring", c.Call(sidecartest.Ring(uint64(len(rb))), fd), classUsage, "already")
 		release(t, fd, rb)
-		// In the arena of a client that has dropped it, a prepared operation fails.
+		// A prepared operation fails if the client has dropped its arena.
 		c.Send(sidecartest.Prepare(1, good(func(*op, *tens) {})))
 		c.Must(sidecartest.DropArena(1))
 		id = c.Push(1)
@@ -130,7 +130,7 @@ func release(t *testing.T, fd int, b []byte) {
 	}
 }
 
-// Memory that is not as it has to be is refused, and the descriptor is let go of.
+// Memory that breaks the rules is refused, and its descriptor is closed.
 func TestArenaRefused(t *testing.T) {
 	const size = 1 << 16
 	s := server(t, Config{})
@@ -192,7 +192,7 @@ func TestArenaRefused(t *testing.T) {
 		release(t, fd, b)
 	}
 	c.Ring(16)
-	// Nobody but the sidecar and who has mapped it already can write an arena.
+	// Only the sidecar, and processes that have mapped it already, can write to an arena.
 	fd, b := sidecartest.File(t, size, sidecartest.Seals)
 	c.Must(sidecartest.Arena(6, size), fd)
 	if _, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err, unix.EPERM) {
@@ -205,7 +205,8 @@ func TestArenaRefused(t *testing.T) {
 	}
 }
 
-// An arena is its connection's: another client of the same rank can neither use it nor drop it, and has no trouble from that.
+// An arena belongs to its connection: another client of the same rank can neither use nor drop it, and its
+// attempts do not affect the owner.
 func TestArenaOfAnother(t *testing.T) {
 	s := job(t, 1)[0]
 	first, second := connect(t, s), connect(t, s)
@@ -220,7 +221,7 @@ func TestArenaOfAnother(t *testing.T) {
 	out.Tensors[0].Output = at(0, 0, 4)
 	refused(t, "the output", second.Run(out), classUsage, others)
 	refused(t, "dropped", second.Call(sidecartest.DropArena(1)), classUsage, others)
-	// What was refused is in use by nobody.
+	// The refused requests have left no arena in use.
 	for i, c := range []*client{first, second} {
 		number := uint32(i + 1)
 		c.MustRun(sidecartest.Sum("x", number, 0, 1))
@@ -234,8 +235,8 @@ func TestArenaOfAnother(t *testing.T) {
 	second.bye()
 }
 
-// What the sidecar hands out is sealed before a client has it, which sidecartest looks at; also in a job of one, whose memory no
-// other rank has had sealed.
+// The memory of results is sealed before a client has it, which sidecartest checks; also in a job of one, in
+// which no other rank has caused the sealing.
 func TestResultsAreSealed(t *testing.T) {
 	const large = 65 << 20 // more than what may be left of other jobs, and was sealed for them
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
@@ -256,7 +257,8 @@ func descriptors(t *testing.T) int {
 	return len(entries)
 }
 
-// An arena in use cannot be dropped, and is unmapped when its client has gone and the operation is done, not before.
+// An arena in use cannot be dropped. It is unmapped when its client has gone and the operation is done, not
+// before.
 func TestArenaInUse(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -285,7 +287,8 @@ func TestArenaInUse(t *testing.T) {
 	all(clients, func(_ int, c *client) { c.Shutdown(); c.bye() })
 }
 
-// within waits for what has no signal.
+// within polls done until it returns true, for states without a notification, and fails the test if that
+// takes too long.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.Patience); !done(); {
@@ -296,7 +299,8 @@ func within(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// What breaks the protocol ends the connection, leaves no descriptor, and other clients are served.
+// A client that breaks the protocol loses its connection, no descriptor is leaked, and other clients are
+// served.
 func TestGarbage(t *testing.T) {
 	s := server(t, Config{})
 	var opened []func()
@@ -367,7 +371,7 @@ func TestGarbage(t *testing.T) {
 	c.bye()
 }
 
-// A number that is in use, and more in flight than there may be, end the connection.
+// A connection ends if it uses a number that is in use, or exceeds the limit of operations in flight.
 func TestTooMany(t *testing.T) {
 	const most = 100
 	for _, what := range []string{"number", "operations", "tensors", "ring"} {
@@ -422,7 +426,7 @@ func TestTooMany(t *testing.T) {
 	}
 }
 
-// A client that reads nothing has no more kept for it than the bound, and nobody waits for it.
+// For a client that does not read, no more than the bound is queued, and nobody waits for the client.
 func TestClientThatNeverReads(t *testing.T) {
 	const asked = 5000
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
@@ -464,7 +468,8 @@ func TestClientThatNeverReads(t *testing.T) {
 	other.bye()
 }
 
-// What it has begun the engine hears of, and ends, while nothing more is read.
+// The engine runs and ends the operations that such a client has submitted, although nothing more is read
+// from it.
 func TestOperationOfClientThatNeverReads(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
 	helped := make(chan struct{}, 1)
@@ -505,7 +510,7 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 	s.inside.Store(nil)
 }
 
-// One that reads nothing, gone while replies wait for it.
+// A client that does not read can go while replies are queued for it.
 func TestClientThatNeverReadsGoes(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
 	c := connect(t, s)
@@ -532,7 +537,7 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 	}
 }
 
-// Strangers: those who say nothing, another protocol, another version, or do not know the secret.
+// Clients are refused if they send nothing, use another protocol or version, or do not know the secret.
 func TestStrangers(t *testing.T) {
 	s, hasty := server(t, Config{}), server(t, Config{HelloTimeout: 50 * time.Millisecond})
 	for what, hello := range map[string]string{
@@ -595,7 +600,7 @@ func TestStrangers(t *testing.T) {
 
 const otherUserVariable = "GOHVD_SIDECAR_OTHER_USER"
 
-// otherUser is a client of another user; it exits with 0 if it is served.
+// otherUser connects as another user. It returns the exit status, 0 if the client is served.
 func otherUser(path string) int {
 	conn, err := net.Dial("unix", path)
 	if err != nil {
@@ -611,7 +616,7 @@ func otherUser(path string) int {
 	return 0
 }
 
-// A process of another user is refused, whatever it can open.
+// A process of another user is refused, even if it can open the socket.
 func TestOtherUser(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root can start processes of other users")
@@ -627,7 +632,7 @@ func TestOtherUser(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	// The program too has to be where others can run it.
+	// The program must also be in a place where other users can run it.
 	self, err := os.ReadFile("/proc/self/exe")
 	if err != nil {
 		t.Fatal(err)
@@ -658,7 +663,7 @@ func TestOtherUser(t *testing.T) {
 	}
 }
 
-// Close in the middle of everything ends everything.
+// Close ends everything, whatever is in progress.
 func TestClose(t *testing.T) {
 	s := New(Config{})
 	idle, silent := connect(t, s), stranger(t, s)

@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 )
 
-// Whatever comes over a connection: frames are cut where their lengths say, what is a request is one again when it is written, and
-// what passes for an operation has places for each tensor.
+// Whatever comes over a connection, frames are cut at their lengths, a decoded request is the same after it
+// is encoded again, and a valid operation has places for each tensor.
 func FuzzFrames(f *testing.F) {
 	c := new(sidecartest.Client)
 	f.Add([]byte{0})
@@ -80,7 +80,8 @@ func FuzzFrames(f *testing.F) {
 	})
 }
 
-// hasNaN is whether a float in an encoded message may be one: messages with one are not equal to themselves.
+// hasNaN reports whether a float in an encoded message may be NaN. Messages with a NaN are not equal to
+// themselves.
 func hasNaN(b []byte) bool {
 	for i := 0; i+8 <= len(b); i++ {
 		if bits := binary.LittleEndian.Uint64(b[i:]); bits&0x7ff0000000000000 == 0x7ff0000000000000 {
@@ -90,7 +91,7 @@ func hasNaN(b []byte) bool {
 	return false
 }
 
-// Whatever a client writes into its ring: at most n submissions at a time, or an error.
+// Whatever a client writes into its ring, there are at most n submissions at a time, or an error.
 func FuzzRing(f *testing.F) {
 	f.Add(uint32(ringMagic), uint32(2), uint32(16), uint64(3), uint64(0), []byte{1, 0, 0, 0, 0, 0, 0, 0, 5})
 	f.Add(uint32(ringMagic), uint32(2), uint32(32), uint64(1<<63), uint64(9), []byte{})

@@ -16,14 +16,14 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ended is the news that the job is over.
+// ended waits for the notice that the job is over, and returns it.
 func (c *client) ended() *sidecarpb.Ended {
 	c.t.Helper()
 	return c.Until(func(r *sidecarpb.Reply) bool { return r.GetEnded() != nil }).GetEnded()
 }
 
-// Rank 1's client goes in the middle of a job: its sidecar is dead, and the other rank's clients hear of it, can end the job and
-// begin another.
+// If rank 1's client goes in the middle of a job, its sidecar fails. The other rank's clients are notified,
+// and can end the job and begin another.
 func TestDeathOfAClient(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -41,7 +41,7 @@ func TestDeathOfAClient(t *testing.T) {
 	if err := clients[1].end(); err == nil {
 		t.Error("the death of the rank is no error of the connection")
 	}
-	// The process would end now. This is the next best.
+	// In reality the process would end now; gone comes closest to that.
 	gone(t, servers[1])
 
 	for _, id := range ids {
@@ -69,7 +69,7 @@ func TestDeathOfAClient(t *testing.T) {
 	c.bye()
 }
 
-// A job that is over dies with nobody, and is tidied up behind the last client.
+// If a job is over, the end of a client fails no rank, and the job is tidied up behind the last client.
 func TestLeavingAFailedJob(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -84,7 +84,8 @@ func TestLeavingAFailedJob(t *testing.T) {
 	}
 }
 
-// What goes without a job is no death, nor a farewell while others stay; the farewell of the last in a job is one.
+// A client that goes without a job does not fail the rank, nor does a Bye while other clients stay. The Bye
+// of the last client in a job does.
 func TestFarewells(t *testing.T) {
 	s := job(t, 1)[0]
 	connect(t, s).bye()
@@ -110,7 +111,8 @@ func TestFarewells(t *testing.T) {
 	}
 }
 
-// Many Inits and Shutdowns of two ranks, each an epoch of its own, with news at every client.
+// Two ranks init and shut down many times. Each job has an epoch of its own, and every client is notified of
+// its end.
 func TestInitAgain(t *testing.T) {
 	servers := job(t, 2)
 	all(servers, func(r int, s *Server) {
@@ -132,7 +134,7 @@ func TestInitAgain(t *testing.T) {
 	})
 }
 
-// Ranks know whether the hosts have equally many of them, also where their own places do not tell.
+// Ranks know whether all hosts have the same number of ranks, even if their own places do not show it.
 func TestHomogeneous(t *testing.T) {
 	for _, q := range []struct {
 		hosts []string
@@ -149,7 +151,8 @@ func TestHomogeneous(t *testing.T) {
 	}
 }
 
-// A shutdown by one rank answers what the others have in flight that it has not submitted, with its name.
+// If one rank shuts down, the operations of others that it has not submitted fail with an error that names
+// it.
 func TestShutDownByAnother(t *testing.T) {
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
@@ -168,7 +171,7 @@ func TestShutDownByAnother(t *testing.T) {
 	})
 }
 
-// What ranks do not agree on, and names in flight.
+// Disagreements of ranks and duplicate names in flight are errors.
 func TestDisagreement(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		refused(t, "another length", c.Run(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1))), classMismatch, "x")
@@ -183,7 +186,7 @@ func TestDisagreement(t *testing.T) {
 		if r == 0 {
 			id := c.Begin(late)
 			refused(t, "twice", c.Run(late), classDuplicate, "late")
-			// So is one for whose result there was room already.
+			// An operation whose output was allocated before fails in the same way.
 			same := sidecartest.Sum("late", 1, 0, 4)
 			same.Tensors[0].Output = nil
 			refused(t, "twice", c.Run(same), classDuplicate, "late")
@@ -198,12 +201,12 @@ func TestDisagreement(t *testing.T) {
 			c.MustRun(&sidecarpb.Operation{Kind: 6, Name: "go"})
 			c.MustRun(late)
 		}
-		// In a cached form too: the names are known now.
+		// It also fails in the cached form, now that the names are known.
 		c.MustRun(sidecartest.Sum("y", uint32(r+1), 0, 4))
 	})
 }
 
-// An operation that takes longer than it may ends the job.
+// An operation that exceeds its timeout ends the job.
 func TestTimeout(t *testing.T) {
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
@@ -218,7 +221,7 @@ func TestTimeout(t *testing.T) {
 	})
 }
 
-// Process sets of the start, and later ones.
+// Process sets can be registered by Init and added later.
 func TestProcessSets(t *testing.T) {
 	all(job(t, 3), func(r int, s *Server) {
 		c := connect(t, s)
@@ -267,7 +270,7 @@ func TestProcessSets(t *testing.T) {
 	})
 }
 
-// An Init that fails leaves the sidecar as it was.
+// A failed Init does not change the sidecar.
 func TestInitFails(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -283,7 +286,7 @@ func TestInitFails(t *testing.T) {
 	c.bye()
 }
 
-// A client that goes while its Init waits is a death.
+// If a client goes while its Init waits, the rank fails.
 func TestDeathDuringInit(t *testing.T) {
 	s := job(t, 2)[0]
 	c := connect(t, s)
@@ -293,7 +296,7 @@ func TestDeathDuringInit(t *testing.T) {
 	<-s.Dead()
 }
 
-// A timeline of what is between its beginning and its end, for a client that says where it is to be.
+// The timeline has the operations between its start and its end, in the file that the client names.
 func TestTimeline(t *testing.T) {
 	s := job(t, 1)[0]
 	c := connect(t, s)
@@ -332,7 +335,7 @@ func TestTimeline(t *testing.T) {
 	c.bye()
 }
 
-// Who wants to change the engine while the server closes leaves that free for Close.
+// A request to change the engine that comes while the server closes does not block Close.
 func TestChangeWhileClosing(t *testing.T) {
 	s := New(Config{})
 	s.cancel()

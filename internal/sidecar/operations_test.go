@@ -21,7 +21,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ranks runs f as the client of each of n ranks, between Init and Shutdown. The arena of rank r has the number r+1 and is b.
+// ranks runs f for the client of each of n ranks, between Init and Shutdown. The arena of rank r has the
+// number r+1; b is its memory.
 func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	t.Helper()
 	all(job(t, n), func(r int, s *Server) {
@@ -35,7 +36,7 @@ func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	})
 }
 
-// Sums in place.
+// An allreduce sums in place.
 func TestAllreduce(t *testing.T) {
 	for _, n := range []int{1, 2, 3} {
 		ranks(t, n, func(r int, c *client, b []byte) {
@@ -56,12 +57,12 @@ func TestAllreduce(t *testing.T) {
 	}
 }
 
-// at is a place in a rank's arena.
+// at returns a place in the arena of rank r.
 func at(r int, offset, numBytes int) *sidecarpb.Memory {
 	return &sidecarpb.Memory{Arena: uint32(r + 1), Offset: uint64(offset), Bytes: uint64(numBytes)}
 }
 
-// Every operation, with an output and without.
+// Every operation works with an output of the client and without.
 func TestOperations(t *testing.T) {
 	const n = 3
 	ranks(t, n, func(r int, c *client, b []byte) {
@@ -140,21 +141,21 @@ func TestOperations(t *testing.T) {
 		if m := a.Results[0].Memory; (m.Bytes == 0) != (m.Arena == 0) {
 			t.Errorf("a result of %d bytes is in arena %d", m.Bytes, m.Arena)
 		}
-		// What the client has not given back is freed when it goes.
+		// Results that the client has not freed are freed when it goes.
 	})
 	if _, _, live := arena.Stats(); live != 0 {
 		t.Errorf("%d bytes of results are left when their clients have gone", live)
 	}
 }
 
-// own is the place of a result that the sidecar makes room for.
+// own returns the place of a result that the sidecar allocates.
 func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	c.t.Helper()
 	o := &sidecarpb.Operation{Kind: 1, Dtype: 1, ReduceOp: 2, Name: name, Tensors: []*sidecarpb.Tensor{{Shape: []int64{int64(in.Bytes)}, Input: in}}}
 	return c.MustRun(o).Results[0].Memory
 }
 
-// A client cannot give back what has become another's.
+// A client cannot free memory that has become another client's.
 func TestFreeTwice(t *testing.T) {
 	s := job(t, 1)[0]
 	first, second := connect(t, s), connect(t, s)
@@ -176,7 +177,7 @@ func TestFreeTwice(t *testing.T) {
 	second.bye()
 }
 
-// A client hears of the end of an arena that it knows, and may unmap it.
+// A client is notified when an arena that it knows has gone, and may then unmap it.
 func TestArenaOfTheSidecarGoes(t *testing.T) {
 	const large = 65 << 20 // more than what is kept for the next
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
@@ -193,7 +194,8 @@ func TestArenaOfTheSidecarGoes(t *testing.T) {
 	})
 }
 
-// What is done while the reader stops working for the engine is told of by one of the two.
+// If an operation is done while the reader stops working for the engine, either the reader or the operation
+// sends the doorbell.
 func TestBellIsOwed(t *testing.T) {
 	s := server(t, Config{})
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -220,14 +222,15 @@ func TestBellIsOwed(t *testing.T) {
 	s.inside.Store(nil)
 }
 
-// A client is told of as many completions as it wants to be told of, and of earlier ones when it rings because it changed its mind.
+// A client gets a doorbell at the completion that it wants, and one for earlier completions if it sends a
+// doorbell because it has changed that.
 func TestWantedCompletions(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		c.Ring(16)
 		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
 		wanted := c.Word(sidecartest.RingWanted)
-		// do runs so many operations one after the other, and is how often the sidecar has rung. It rings before it answers what
-		// came after.
+		// do runs operations one after the other, and returns how many doorbells the sidecar has sent. It sends them before it answers a request that
+		// came later.
 		do := func(n int) int {
 			before := c.Bells
 			for range n {
@@ -257,7 +260,7 @@ func TestWantedCompletions(t *testing.T) {
 		if got := do(2); got != 0 {
 			t.Errorf("rung %d times, want never", got)
 		}
-		// look is how often the sidecar rings in return for a doorbell.
+		// look sends a doorbell and returns how many the sidecar sends in return.
 		look := func() int {
 			before := c.Bells
 			c.Doorbell()
@@ -269,7 +272,7 @@ func TestWantedCompletions(t *testing.T) {
 		if first, second := look(), look(); never != 0 || first != 1 || second != 0 {
 			t.Errorf("rung %d times in return where nothing is wanted, then %d and %d, want 0, 1 and 0", never, first, second)
 		}
-		// A frame without an answer is as good as a doorbell, for which there may be no room.
+		// A frame without an answer works like a doorbell, for which there may be no room.
 		wanted.Store(math.MaxUint64)
 		do(1)
 		wanted.Store(0)
@@ -284,7 +287,7 @@ func TestWantedCompletions(t *testing.T) {
 	})
 }
 
-// While the sidecar says that it looks at the ring, nobody need tell it of submissions.
+// While the sidecar says that it looks at the ring, submissions need no doorbell.
 func TestLookingNeedsNoDoorbell(t *testing.T) {
 	taken := make(chan struct{})
 	all(job(t, 2), func(r int, s *Server) {
@@ -296,7 +299,7 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1), 64*uint64(slot), 1)))
 		}
 		if r == 0 {
-			// It works for the engine for as long as the other rank takes.
+			// The sidecar works for the engine until the other rank has submitted the operation.
 			inside := *s.inside.Load()
 			install(s, stub{begin: inside.Begin, drive: func(ctx context.Context, done func() bool) {
 				for !done() {
@@ -323,8 +326,8 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// A sidecar looks at the ring again after submissions that the client does not wait for, without a doorbell. After one that the client
-// waits for it sleeps.
+// After submissions for which the client does not wait, the sidecar looks at the ring again without a
+// doorbell. After one for which the client waits it sleeps.
 func TestDozingNeedsNoDoorbell(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
 		c.Ring(16)
@@ -354,7 +357,7 @@ func TestDozingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// until waits until something is so.
+// until waits until so returns true.
 func until(t *testing.T, so func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.Patience); !so(); runtime.Gosched() {
@@ -365,7 +368,7 @@ func until(t *testing.T, so func() bool) {
 	}
 }
 
-// A reader does not rest over what came before it said that it would.
+// A reader does not rest if a submission came before it said that it would.
 func TestRest(t *testing.T) {
 	fd, b := sidecartest.NewRing(t, 16)
 	segment, err := shmem.Adopt(fd)
@@ -398,7 +401,7 @@ func TestRest(t *testing.T) {
 	}
 }
 
-// Groups, with and without outputs; also of none.
+// Groups work with and without outputs, and also without tensors.
 func TestGroups(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[int32](b)
@@ -437,7 +440,8 @@ func TestGroups(t *testing.T) {
 	})
 }
 
-// A group of several types, and where such are refused.
+// A group may have several types. A type other than the operation's is refused outside of a group, and
+// unknown types, unaligned places and wrong shapes are refused.
 func TestGroupOfSeveralTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		own := func(dt tensor.DType, offset, numBytes int) *sidecarpb.Tensor {
@@ -485,7 +489,8 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 	})
 }
 
-// A result without an output is told of also if it is empty, as often as it comes. One that has an output is not.
+// A result without an output of the client is reported each time, even if it is empty. A result with an
+// output is not reported.
 func TestEmptyOverTheRing(t *testing.T) {
 	for _, n := range []int{1, 2, 3} {
 		ranks(t, n, func(r int, c *client, _ []byte) {
@@ -512,7 +517,7 @@ func TestEmptyOverTheRing(t *testing.T) {
 						o.Tensors = append(o.Tensors, empty(g))
 					}
 					c.Send(sidecartest.Prepare(slot, o))
-					// What came of an alltoall is more than its result.
+					// The outcome of an alltoall includes the received splits, so it is always reported.
 					want := uint32(statusDone)
 					if kind == 4 || slices.Contains(given, false) {
 						want = statusReply
@@ -544,7 +549,7 @@ func TestEmptyOverTheRing(t *testing.T) {
 	}
 }
 
-// Barriers and joins, the latter with the rank that was last.
+// Barriers and joins complete; a join reports the rank that joined last.
 func TestBarrierAndJoin(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		c.Ring(16)
@@ -567,7 +572,7 @@ func TestBarrierAndJoin(t *testing.T) {
 	})
 }
 
-// All element types, as what they are.
+// Operations work on all element types.
 func TestTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		for _, dt := range tensor.DTypes() {
@@ -580,7 +585,7 @@ func TestTypes(t *testing.T) {
 				t.Errorf("rank %d: %v: got %v, byte %d", r, dt, a, b[0])
 			}
 		}
-		// A bool is 0 or 1, whatever came.
+		// A bool in a result is 0 or 1, whatever byte was sent.
 		b[0] = byte(200 * r)
 		o := &sidecarpb.Operation{Kind: 3, Dtype: 11, RootRank: 1, Name: "bool", Tensors: []*sidecarpb.Tensor{
 			{Shape: []int64{1}, Input: at(r, 0, 1), Output: at(r, 1, 1)},
@@ -591,7 +596,7 @@ func TestTypes(t *testing.T) {
 	})
 }
 
-// Compression, with what it lost made up for.
+// Compression loses precision, which error feedback makes up for.
 func TestCompression(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[float32](b)
@@ -607,7 +612,7 @@ func TestCompression(t *testing.T) {
 	})
 }
 
-// Many operations at once over a small ring, in another order at each rank.
+// Many operations are in flight at once over a small ring, in a different order at each rank.
 func TestManyOverTheRing(t *testing.T) {
 	const n, rounds = 16, 50
 	ranks(t, 2, func(r int, c *client, b []byte) {
@@ -650,7 +655,8 @@ func TestManyOverTheRing(t *testing.T) {
 	})
 }
 
-// The sidecar, which looks because of the doorbell before, may see a submission before the frame that prepares its slot.
+// The sidecar, which looks at the ring because of an earlier doorbell, may see a submission before the frame
+// that prepares its slot.
 func TestPrepareAndSubmitAtOnce(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		c.Ring(16)

@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pair are the two ends of a connection.
+// pair returns the two ends of a connection.
 func pair(t *testing.T) (near, far int) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -24,7 +24,7 @@ func pair(t *testing.T) (near, far int) {
 	return fds[0], fds[1]
 }
 
-// drain reads what there is to read.
+// drain returns the bytes that can be read without waiting.
 func drain(t *testing.T, fd int) (got []byte) {
 	t.Helper()
 	b := make([]byte, 1<<16)
@@ -40,7 +40,7 @@ func drain(t *testing.T, fd int) (got []byte) {
 	}
 }
 
-// numbered are bytes of which each says where it is, and none is a doorbell.
+// numbered returns n bytes that show their positions, none of which is a doorbell.
 func numbered(n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -49,7 +49,7 @@ func numbered(n int) []byte {
 	return b
 }
 
-// A doorbell is not rung within a frame, and not where there is something to read.
+// A doorbell is not sent within a frame, nor if the other end has something to read.
 func TestBell(t *testing.T) {
 	near, far := pair(t)
 	o := newOutbox(near)
@@ -86,7 +86,7 @@ func TestBell(t *testing.T) {
 	}
 }
 
-// Who waits for room goes on when the other end has read.
+// Room returns when the other end has read.
 func TestRoom(t *testing.T) {
 	near, far := pair(t)
 	synctest.Test(t, func(t *testing.T) {
@@ -110,7 +110,7 @@ func TestRoom(t *testing.T) {
 	})
 }
 
-// Close ends the wait for room, and closes the descriptors of what was not sent.
+// Close ends the wait for room, and closes the descriptors of packets that were not sent.
 func TestOutboxCloses(t *testing.T) {
 	near, _ := pair(t)
 	queued, err := unix.FcntlInt(uintptr(near), unix.F_DUPFD_CLOEXEC, 0)

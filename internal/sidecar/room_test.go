@@ -10,10 +10,11 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ofRank is the i-th number that a rank contributes.
+// ofRank returns the i-th number that a rank contributes.
 func ofRank(r, i int) int32 { return int32(100*r + i) }
 
-// gatherings are the operations whose result is as large as the ranks make it, here n numbers of each of two.
+// gatherings returns operations whose result size depends on the ranks; here each of two ranks contributes n
+// numbers.
 func gatherings(r, n int) []*sidecarpb.Operation {
 	rows := int64(n)
 	return []*sidecarpb.Operation{
@@ -22,7 +23,8 @@ func gatherings(r, n int) []*sidecarpb.Operation {
 	}
 }
 
-// A result that is not as large as the output that one client gave is that client's error alone, and the job goes on.
+// If a result does not have the size of the output that one client gave, only that client gets an error, and
+// the job goes on.
 func TestOutputOfAnotherSize(t *testing.T) {
 	for _, backend := range []string{"shm", "tcp"} {
 		t.Run(backend, func(t *testing.T) {
@@ -53,7 +55,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 						c.MustRun(sidecartest.Sum("after", uint32(r+1), 0, 2))
 					}
 				}
-				// Where only numbers of rows travel.
+				// If rows are empty, the ranks exchange only the numbers of rows.
 				rows := &sidecarpb.Operation{Name: "rows", Kind: 4, Dtype: 5, Tensors: []*sidecarpb.Tensor{
 					{Shape: []int64{2, 0}, Input: at(r, 0, 0), Output: at(r, 0, 4*r)},
 				}}
@@ -69,7 +71,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 	}
 }
 
-// A result for which the sidecar cannot have memory is an error that says what was wanted, and the job goes on.
+// If the sidecar has no memory for a result, the error says how much was wanted, and the job goes on.
 func TestNoRoomForAResult(t *testing.T) {
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {
