@@ -2,8 +2,8 @@
 // alltoall, reducescatter, barrier and join on named tensors, over all ranks or over process sets.
 //
 // A program calls Init, submits operations, and calls Shutdown. Ranks may submit tensors in any order: rank 0
-// learns who has submitted what, and an operation runs when every rank has submitted it. Without a launcher
-// the program is rank 0 of a job of one.
+// learns which ranks have submitted which tensors, and an operation runs when every rank has submitted it.
+// Without a launcher the program is rank 0 of a job of one.
 //
 //	if err := hvd.Init(ctx); err != nil { ... }
 //	defer hvd.Shutdown(ctx)

@@ -225,7 +225,7 @@ func TestShare(t *testing.T) {
 
 var _ transport.Mesh = (*sharer)(nil)
 
-// What a rank of one host cannot keeps no other host's ranks from sharing memory among themselves.
+// A rank that cannot share memory does not keep the ranks of another host from sharing theirs.
 func TestOneHostLacksMemory(t *testing.T) {
 	hosts, set := []string{"a", "a", "b"}, map[int]map[string]string{}
 	for r := range hosts {

@@ -12,7 +12,7 @@
 //
 // # TLS
 //
-// What follows a proof is neither encrypted nor authenticated, unless the secret is [Secret.Encrypted]. Then
+// The data after a proof is neither encrypted nor authenticated, unless the secret is [Secret.Encrypted]. Then
 // all of the above happens inside TLS 1.3. No certificates are distributed, because every launcher already
 // has a way to give processes a secret. Each process derives the job's Ed25519 key from the secret
 // (HKDF-SHA256), makes a certificate at its start that this key signs, and accepts from the other end, client
