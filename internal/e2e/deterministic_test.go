@@ -5,7 +5,8 @@ import (
 	"testing"
 )
 
-// In deterministic mode every run gives the same bits, whatever arrives first and travels together.
+// In deterministic mode every run gives the same bits. They do not depend on the order in which tensors
+// arrive, nor on the fusion.
 func TestDeterministicRuns(t *testing.T) {
 	hashes := make(map[string]int)
 	for range 5 {

@@ -19,14 +19,17 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// purposes are what is proven at the doors of a job: those of the store, the root, and the ranks.
+// purposes are the handshake purposes of a job's listeners: the store, the root of rank 0, and the endpoints
+// of the ranks.
 var purposes = []string{"GHVS", "GHVB", "ghvd"}
 
-// doorDeadline bounds how long a door may hold a stranger: the 10 s that a handshake may take, and as much again twice.
+// doorDeadline bounds how long a listener may keep an unauthenticated connection open. A handshake may take
+// 10 s; the deadline is three times that.
 const doorDeadline = 30 * time.Second
 
-// Who has not the secret, or only what he has overheard, gets in at no door of a running job, is told nothing, and is logged.
-// The job goes on, and whoever has the secret gets in meanwhile.
+// Peers that do not know the secret of a running job are refused at each of its ports, also if they replay a
+// captured handshake. They learn nothing, and the job logs them. Meanwhile the job goes on, and peers with
+// the secret can connect.
 func TestDoors(t *testing.T) {
 	for _, mode := range []struct{ name, tls string }{{"plain", "0"}, {"TLS", "1"}} {
 		t.Run(mode.name, func(t *testing.T) {
@@ -44,7 +47,8 @@ func TestDoors(t *testing.T) {
 				key, wrong = key.Encrypted(), wrong.Encrypted()
 			}
 			doors := find(t, pids, key)
-			// hvdrun's store, rank 0's root, the endpoint of each rank. (PyTorch's store has no lock.)
+			// The four are hvdrun's store, rank 0's root and the endpoint of each rank. PyTorch's store has
+			// no secret.
 			if len(doors) != 4 {
 				t.Fatalf("%d doors know the secret, want 4: %v", len(doors), doors)
 			}
@@ -53,7 +57,8 @@ func TestDoors(t *testing.T) {
 				d.attack(t, key, wrong)
 			}
 			halfOpen(t, doors, key)
-			if after := peakMiB(t, pids[0]); after > before+256 { // some 2,000 connections, also with the race detector
+			// The limit leaves room for some 2,000 connections, also under the race detector.
+			if after := peakMiB(t, pids[0]); after > before+256 {
 				t.Errorf("rank 0 grew from %d to %d MiB", before, after)
 			}
 			if err := os.WriteFile(stop, nil, 0o600); err != nil {
@@ -78,7 +83,7 @@ func TestDoors(t *testing.T) {
 	}
 }
 
-// door is a port of a job, and what is proven there.
+// door is a listening port of a job, with the purpose of its handshake.
 type door struct {
 	port    int
 	purpose string
@@ -92,7 +97,8 @@ func (d door) dial() (net.Conn, error) {
 	return conn, err
 }
 
-// enter proves the secret.
+// enter connects to d, proves the secret and closes the connection. It returns an error if the server
+// refuses.
 func (d door) enter(key secret.Secret) error {
 	conn, err := d.dial()
 	if err != nil {
@@ -106,7 +112,8 @@ func (d door) enter(key secret.Secret) error {
 	return accepted(over)
 }
 
-// find tries which ports of processes take which proof.
+// find returns the listening ports of the processes on which a handshake with key succeeds, with the purpose
+// of that handshake.
 func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 	t.Helper()
 	var mu sync.Mutex
@@ -114,7 +121,7 @@ func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 	for _, pid := range pids {
 		for _, port := range listening(t, pid) {
 			for _, purpose := range purposes {
-				// A server that speaks something else may wait for more before it hangs up.
+				// A server of another protocol may wait for more bytes before it closes the connection.
 				wg.Go(func() {
 					d := door{port, purpose}
 					conn, err := d.dial()
@@ -141,8 +148,8 @@ func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 	return doors
 }
 
-// accepted reports whether the server did not hang up on what a client said last: the client's own proof, of which it is told
-// nothing.
+// accepted returns an error if the server closes the connection after the client's proof. The server does not
+// answer that proof, so 200 ms without an end of the connection count as acceptance.
 func accepted(conn net.Conn) error {
 	conn.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
 	_, err := conn.Read(make([]byte, 1))
@@ -152,7 +159,7 @@ func accepted(conn net.Conn) error {
 	return err
 }
 
-// overheard is a connection of which somebody notes what the client says.
+// overheard is a connection that keeps a copy of all bytes that the client writes.
 type overheard struct {
 	net.Conn
 	said *bytes.Buffer
@@ -163,7 +170,8 @@ func (o overheard) Write(b []byte) (int, error) {
 	return o.Conn.Write(b)
 }
 
-// attack tries to get in without the secret.
+// attack tries to connect to d with another secret, with a captured handshake, and with no proof at all. It
+// fails the test if d accepts the other secret, refuses the right one, or leaves a connection open.
 func (d door) attack(t *testing.T, key, wrong secret.Secret) {
 	t.Helper()
 	conn, err := d.dial()
@@ -198,7 +206,7 @@ func (d door) attack(t *testing.T, key, wrong secret.Secret) {
 	}
 }
 
-// say says words and wants to be hung up on.
+// say sends words and returns an error unless the server closes the connection within doorDeadline.
 func (d door) say(words []byte) error {
 	conn, err := d.dial()
 	if err != nil {
@@ -215,7 +223,8 @@ func (d door) say(words []byte) error {
 	return nil
 }
 
-// halfOpen opens a thousand connections at every door and says nothing. All are closed, and meanwhile who has the secret gets in.
+// halfOpen opens a thousand connections to every door and sends nothing on them. It checks that a peer with
+// the secret can connect meanwhile, and that the server closes all of the silent connections.
 func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 	t.Helper()
 	const many = 1000
@@ -235,7 +244,7 @@ func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 		}
 	}
 	for _, d := range doors {
-		// Who is thrown out while the others still come in tries again, as ranks do.
+		// The server may close this connection while it makes room for others. A retry follows, as in a rank.
 		ctx, cancel := context.WithTimeout(t.Context(), doorDeadline)
 		err := dial.Retry(ctx, func() error { return d.enter(key) })
 		cancel()
@@ -263,7 +272,8 @@ func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 	}
 }
 
-// variable returns one of the environment that a process was started with; empty if it is not set.
+// variable returns the value of a variable in the environment with which a process was started, or "" if it
+// was not set.
 func variable(t *testing.T, pid int, name string) string {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))

@@ -14,11 +14,11 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// An ending is how a rank ends in the middle of training, while the others go on.
+// An ending is a way in which a rank ends in the middle of training, while the others go on.
 type ending struct {
 	name   string
-	status int    // of its process
-	reason string // what is told of it
+	status int    // exit status of the rank's process
+	reason string // text that the report must contain
 }
 
 var (
@@ -54,7 +54,7 @@ for step in range(10):
     hvd.allreduce(np.ones(3, np.float32), name="gradient")
 `
 
-// ends returns the program of a rank in Go that may end early; it has the shape that the README shows.
+// ends is the program of a Go rank that may end early. It has the structure that the README shows.
 func ends() error {
 	ctx := context.Background()
 	if err := hvd.Init(ctx); err != nil {
@@ -81,8 +81,8 @@ func ends() error {
 
 var errCulprit = errors.New("step 5")
 
-// However a rank ends that others wait for, it is the root cause, the job's status is its own (or 1 if that is 0), and what
-// the others get names it.
+// If a rank ends while others wait for it, in whatever way, hvdrun's report names it as the root cause. The
+// exit status of the job is the rank's own, or 1 if that is 0.
 func TestEndings(t *testing.T) {
 	random := draws(t)
 	script := filepath.Join(t.TempDir(), "ending.py")

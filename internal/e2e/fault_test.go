@@ -9,8 +9,9 @@ import (
 	"time"
 )
 
-// A rank that is stopped for good, or whose network is cut, in the middle of work is named at all others when its silence has lasted
-// for the limit; if an operation times out before that, then.
+// A rank is stopped for good, or its network is cut, in the middle of an operation. All other ranks report it
+// by number when it has been silent for the liveness limit, or when the operation times out if that is
+// earlier.
 func TestFaults(t *testing.T) {
 	for _, negotiation := range []string{"event", "lockstep"} {
 		for name, fault := range map[string]func(t *testing.T, rng *rand.Rand, negotiation string){
@@ -18,7 +19,7 @@ func TestFaults(t *testing.T) {
 				stopped(t, rng, drawProgram(rng), 3*time.Second, "failed: silent", "HVD_NEGOTIATION="+negotiation, "HVD_LIVENESS_SECONDS=3")
 			},
 			"timeout": func(t *testing.T, rng *rand.Rand, negotiation string) {
-				// Large operations take as long on a busy machine.
+				// The program large is left out: on a busy machine one of its operations may take 5 s.
 				program := []string{"small", "steady"}[rng.IntN(2)]
 				stopped(t, rng, program, 5*time.Second, "timed out after 5s", "HVD_NEGOTIATION="+negotiation, "HVD_OPERATION_TIMEOUT_SECONDS=5", "HVD_LIVENESS_SECONDS=60")
 			},
@@ -40,20 +41,21 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// drawProgram draws what the ranks do.
+// drawProgram returns the name of a random program.
 func drawProgram(rng *rand.Rand) string {
 	return []string{"large", "small", "steady"}[rng.IntN(3)]
 }
 
-// stopped stops a rank for good. The others have an error with the text, which names it, soon after the limit.
+// stopped stops a random rank for good and checks that soon after the limit every other rank prints an error
+// that names it and contains text.
 func stopped(t *testing.T, rng *rand.Rand, what string, limit time.Duration, text string, env ...string) {
-	const grace = 30 * time.Second // against hanging
+	const grace = 30 * time.Second // to detect a hang
 	n, memory := 2+rng.IntN(3), []string{"shm", "tcp"}[rng.IntN(2)]
 	victim := rng.IntN(n)
 	t.Logf("rank %d of %d, %s over %s", victim, n, what, memory)
 	j := start(t, n, what, append(env, "HOROVOD_CPU_OPERATIONS="+memory)...)
 	pids := j.ready(n)
-	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // anywhere in an operation
+	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // a random point of an operation
 	if err := syscall.Kill(pids[victim], syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}

@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// Whatever a stranger sends to any port that a job listens on, the job goes on, and memory does not grow with what
-// the stranger claims.
+// Garbage from an unauthenticated peer, on any port of a job, does not stop the job. Lengths in the garbage
+// do not make it allocate memory.
 func TestGarbageOnEveryPort(t *testing.T) {
 	stop := filepath.Join(t.TempDir(), "stop")
 	j := start(t, 3, "steady", stopVariable+"="+stop, "HOROVOD_LOG_LEVEL=info")
@@ -26,7 +26,7 @@ func TestGarbageOnEveryPort(t *testing.T) {
 		ports = append(ports, listening(t, pid)...)
 		before[pid] = peakMiB(t, pid)
 	}
-	// The stores of hvdrun, the job's and torch's, rank 0's root, and the endpoint of each rank.
+	// The six are the job's store and torch's store in hvdrun, rank 0's root, and the endpoint of each rank.
 	if len(ports) != 6 {
 		t.Errorf("the job listens on %d ports, want 6", len(ports))
 	}
@@ -46,7 +46,7 @@ func TestGarbageOnEveryPort(t *testing.T) {
 			}
 		}
 	}
-	// One more that stays silent while the job ends.
+	// This connection stays silent until the job ends.
 	silent, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", ports[len(ports)-1]))
 	if err != nil {
 		t.Fatal(err)
@@ -73,7 +73,8 @@ func TestGarbageOnEveryPort(t *testing.T) {
 	}
 }
 
-// throw sends garbage and reads until the other side hangs up, which it must do once nothing more can come.
+// throw sends garbage to a port and closes its side for writing. It returns an error unless the server then
+// closes the connection within doorDeadline.
 func throw(port int, garbage []byte) error {
 	c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
 	if err != nil {
@@ -91,7 +92,7 @@ func throw(port int, garbage []byte) error {
 	if errors.As(err, &timeout) && timeout.Timeout() {
 		return errors.New("the connection is still open")
 	}
-	return nil // an end of file or a reset
+	return nil // The connection ended with an end of file or a reset.
 }
 
 // listening returns the TCP ports on which a process listens.
@@ -104,7 +105,7 @@ func listening(t *testing.T, pid int) []int {
 	for _, fd := range fds {
 		target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, fd.Name()))
 		if err != nil {
-			continue // closed meanwhile
+			continue // The process has closed it meanwhile.
 		}
 		if inode, ok := strings.CutPrefix(target, "socket:["); ok {
 			inodes[strings.TrimSuffix(inode, "]")] = true
@@ -114,7 +115,7 @@ func listening(t *testing.T, pid int) []int {
 	for _, table := range []string{"tcp", "tcp6"} {
 		text, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/%s", pid, table))
 		if err != nil {
-			continue // a kernel without IPv6
+			continue // The kernel has no IPv6.
 		}
 		for _, row := range strings.Split(string(text), "\n")[1:] {
 			f := strings.Fields(row)
@@ -133,7 +134,7 @@ func listening(t *testing.T, pid int) []int {
 	return ports
 }
 
-// peakMiB returns the most memory that a process has had.
+// peakMiB returns the peak resident memory of a process in MiB.
 func peakMiB(t *testing.T, pid int) int {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {

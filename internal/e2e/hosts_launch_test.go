@@ -19,15 +19,16 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// enterHost is an agent that needs no network.
+// enterHost is the agent command that enters a host's network namespace. Unlike ssh it needs no network.
 const enterHost = "ip netns exec {host}"
 
-// on returns how a command starts that runs the rest on a host.
+// on returns a command prefix that runs its arguments on host h.
 func on(t *testing.T, h *testnet.Host) []string {
 	return h.Command(t.Context(), "env").Args
 }
 
-// list returns the hosts for --hosts, perHost ranks on each, by their names or, as they know no names, their addresses.
+// list returns the value of --hosts with perHost ranks on each host. It lists the hosts by name or, if
+// byAddress is set, by address, for tests in which the hosts cannot resolve the names.
 func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
 	var words []string
 	for _, h := range hosts {
@@ -40,7 +41,8 @@ func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
 	return strings.Join(words, ",")
 }
 
-// processesOf returns the processes whose environment has a word, and none of the test's own.
+// processesOf returns the process id and command line of every process whose environment contains word. The
+// test process itself is not one of them.
 func processesOf(t *testing.T, word string) (found []string) {
 	t.Helper()
 	paths, err := filepath.Glob("/proc/[0-9]*")
@@ -60,7 +62,8 @@ func processesOf(t *testing.T, word string) (found []string) {
 	return found
 }
 
-// awaitNone waits until no process of a job is left.
+// awaitNone waits until no process has word in its environment. It fails the test if that takes longer than
+// within.
 func awaitNone(t *testing.T, word string, within time.Duration) {
 	t.Helper()
 	tick := time.NewTicker(20 * time.Millisecond)
@@ -76,19 +79,20 @@ func awaitNone(t *testing.T, word string, within time.Duration) {
 	}
 }
 
-// mark returns a variable of a job's environment that no other job has.
+// mark returns an environment variable that only the processes of one job have, so that a test can find them.
 func mark(t *testing.T) string {
 	return fmt.Sprintf("GOHVD_E2E_MARK=%s-%d", t.Name(), time.Now().UnixNano())
 }
 
-// tellJob logs what hvdrun and its ranks said if the test has failed.
+// tellJob logs what hvdrun and its ranks printed if the test has failed.
 func tellJob(t *testing.T, j *job) {
 	if t.Failed() {
 		t.Logf("output:\n%.4000s\nhvdrun said:\n%.4000s", j.out(), j.err())
 	}
 }
 
-// hvdrun on one host runs ranks on others, which get right results from every operation and know where they stand.
+// hvdrun on one host starts ranks on other hosts. They get right results from every operation and know their
+// rank, local rank and cross rank.
 func TestHvdrunOverHosts(t *testing.T) {
 	for _, c := range []struct {
 		hosts, perHost int
@@ -118,7 +122,7 @@ func TestHvdrunOverHosts(t *testing.T) {
 
 var digitsResult = regexp.MustCompile(`(?m)^\[(\d)\]<stdout>:digits: ranks=4 epochs=\d+ test_accuracy=([0-9.]+) seconds=[0-9.]+ weights_sha256=([0-9a-f]{64})$`)
 
-// buildDigits builds the example.
+// buildDigits builds the example digits and returns the path of the binary.
 func buildDigits(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "digits")
@@ -129,7 +133,8 @@ func buildDigits(t *testing.T) string {
 	return path
 }
 
-// checkDigits looks at what four ranks of the example printed.
+// checkDigits checks the output of four ranks of the example: all have the same weights and an accuracy of at
+// least 0.95.
 func checkDigits(t *testing.T, output string) {
 	t.Helper()
 	seen, hashes := make(map[string]bool), make(map[string]bool)
@@ -144,6 +149,7 @@ func checkDigits(t *testing.T, output string) {
 	}
 }
 
+// The example digits trains on two hosts, whose agents need no ssh.
 func TestDigitsOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	digits := buildDigits(t)
@@ -155,7 +161,7 @@ func TestDigitsOverHosts(t *testing.T) {
 	tellJob(t, j)
 }
 
-// A launcher that is killed takes the ranks of all hosts with it.
+// If hvdrun is killed, the ranks on all hosts end.
 func TestHvdrunIsKilledOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	m := mark(t)
@@ -168,7 +174,7 @@ func TestHvdrunIsKilledOverHosts(t *testing.T) {
 	awaitNone(t, m, 30*time.Second)
 }
 
-// A rank that is killed on one host fails the others, and is named with its host.
+// If a rank on one host is killed, all other ranks fail, and the report names the rank and its host.
 func TestKillOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 2, false), "--agent", enterHost}, "mixed")
@@ -190,7 +196,7 @@ func TestKillOverHosts(t *testing.T) {
 	tellJob(t, j)
 }
 
-// A host that cannot reach the store says so, and which addresses it has tried.
+// If a host cannot reach the store, hvdrun says so and lists the addresses that the host has tried.
 func TestStoreOutOfReach(t *testing.T) {
 	t.Parallel()
 	hosts := testnet.NewHosts(t, 2)
@@ -205,11 +211,11 @@ func TestStoreOutOfReach(t *testing.T) {
 	tellJob(t, j)
 }
 
-// Of several addresses of the store's host the ranks of all hosts take the one on the way between the hosts, so that those on the
-// host of the store listen there too.
+// If the store's host has several addresses, the ranks on all hosts use the address on the route between the
+// hosts. Ranks on the store's own host use it too, so that they listen where the others can reach them.
 func TestAddressBetweenTheHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
-	// The kernel lists it before the other.
+	// The kernel lists this address before the one between the hosts.
 	add := hosts[0].Command(t.Context(), "ip", "address", "add", "192.168.77.1/24", "dev", "lo")
 	if out, err := add.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -227,7 +233,7 @@ func TestAddressBetweenTheHosts(t *testing.T) {
 	tellJob(t, j)
 }
 
-// A TCPStore for torch.distributed is there on several hosts if it was asked for, and not else.
+// On several hosts hvdrun serves a TCPStore for torch.distributed only if --torch-store asks for it.
 func TestTorchStoreOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	script := `echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $GROUP_WORLD_SIZE $MASTER_ADDR; ` +
@@ -258,7 +264,8 @@ const (
 	sshdPort = "2222"
 )
 
-// sshHosts returns hosts of which all but the first have an sshd. hvdrun on the first reaches them with the flags, behind command.
+// sshHosts returns n hosts, all but the first with an sshd. The prefix command runs hvdrun on the first host,
+// and flags let hvdrun reach the other hosts by ssh. sshHosts skips the test if ssh is not installed.
 func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []string) {
 	t.Helper()
 	testnet.NeedHosts(t)
@@ -296,9 +303,9 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 	write("sshd_config", "Port "+sshdPort+"\nHostKey "+at("host")+"\nAuthorizedKeysFile "+at("user.pub")+
 		"\nPermitRootLogin yes\nUsePAM no\nStrictModes no\nPidFile none\n")
 	for _, h := range hosts[1:] {
-		// Each host has mounts of its own, so that /run is not the machine's.
+		// Each host has its own mounts, so this does not replace the machine's /run.
 		cmd := h.Command(t.Context(), "sh", "-c", `mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec "$@"`, "sh", sshd, "-D", "-e", "-f", at("sshd_config"))
-		// A file, for sessions may outlive the server and hold a pipe open.
+		// Standard error goes to a file: ssh sessions may outlive sshd and would keep a pipe open.
 		said, err := os.OpenFile(at("said"), os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
 		if err != nil {
 			t.Fatal(err)
@@ -317,12 +324,13 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 		})
 		awaitPort(t, hosts[0], net.JoinHostPort(h.Addr.String(), sshdPort))
 	}
-	// ssh looks for its configuration in the home that the password file names, whatever HOME is, and then here.
+	// ssh reads the configuration in the home directory that the password file names, whatever HOME is, and
+	// then this file.
 	command = append(on(t, hosts[0]), "sh", "-c", `mount --bind "$0" /etc/ssh/ssh_config && exec "$@"`, at("ssh_config"))
 	return hosts, command, []string{"--ssh-port", sshdPort, "--ssh-identity-file", at("user")}
 }
 
-// awaitPort waits until an address can be connected to from a host.
+// awaitPort waits until host from can connect to addr. It fails the test after 20 s.
 func awaitPort(t *testing.T, from *testnet.Host, addr string) {
 	t.Helper()
 	host, port, err := net.SplitHostPort(addr)
@@ -337,6 +345,8 @@ func awaitPort(t *testing.T, from *testnet.Host, addr string) {
 	}
 }
 
+// The example digits trains on two hosts that hvdrun reaches by ssh, and no process of the job is left
+// afterwards.
 func TestDigitsOverSSH(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 2)
 	digits := buildDigits(t)
@@ -350,6 +360,7 @@ func TestDigitsOverSSH(t *testing.T) {
 	tellJob(t, j)
 }
 
+// If hvdrun is killed, the ranks that it started by ssh end too.
 func TestHvdrunIsKilledOverSSH(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 3)
 	m := mark(t)
@@ -362,12 +373,12 @@ func TestHvdrunIsKilledOverSSH(t *testing.T) {
 	awaitNone(t, m, 30*time.Second)
 }
 
-// A host that loses its link in mid-job: the ranks on either side name those on the other, and end; hvdrun ends in time, and
-// names the host.
+// If a host loses its link in the middle of a job, the remaining ranks name ranks of that host. hvdrun ends
+// in time and names the host, and the processes on the lost host end too.
 func TestLinkDownUnderHvdrun(t *testing.T) {
 	const (
 		liveness = 3 * time.Second
-		deadline = 40 * time.Second // against hanging: hvdrun gives the others 5 s to notice and 5 s to end
+		deadline = 40 * time.Second // far above the 10 s that hvdrun gives the others to notice and to end
 	)
 	t.Parallel()
 	hosts, command, flags := sshHosts(t, 2)
@@ -392,11 +403,12 @@ func TestLinkDownUnderHvdrun(t *testing.T) {
 			t.Errorf("the report lacks %q", want)
 		}
 	}
-	// The other side has heard nothing for as long.
+	// The processes on the lost host have heard nothing for as long, and end by themselves.
 	awaitNone(t, m, deadline)
 	tellJob(t, j)
 }
 
+// If hvdrun cannot start its agent on a host, the error names the host and the cause.
 func TestHostsOutOfReach(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 2)
 	for _, c := range []struct {

@@ -19,16 +19,17 @@ import (
 )
 
 const (
-	// storeAddrVariable is where the store of a job over hosts listens.
+	// storeAddrVariable has the address on which the program store listens.
 	storeAddrVariable = "GOHVD_E2E_STORE"
-	// secondsVariable is how long checked works.
+	// secondsVariable has the number of seconds for which the program checked works.
 	secondsVariable = "GOHVD_E2E_SECONDS"
-	// idVariable and methodVariable are how checked meets, in place of Init's own way: "RANK SIZE ID", and a URL.
+	// idVariable ("RANK SIZE ID") and methodVariable (a URL) tell the program checked how to meet the other
+	// ranks. Without them it uses Init's default.
 	idVariable     = "GOHVD_E2E_ID"
 	methodVariable = "GOHVD_E2E_METHOD"
 )
 
-// initialize calls Init with the options that the variables say.
+// initialize joins the job by the init method or the unique id in the environment, or else by Init's default.
 func initialize(ctx context.Context) error {
 	if method := os.Getenv(methodVariable); method != "" {
 		return hvd.Init(ctx, hvd.WithInitMethod(method))
@@ -49,7 +50,8 @@ func initialize(ctx context.Context) error {
 	return hvd.InitWithID(ctx, id, rank, size)
 }
 
-// makeID prints an id, and answers those who have it until its input ends.
+// makeID is the program id: it prints a new unique id and serves the ranks that have it until standard input
+// ends.
 func makeID(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -62,8 +64,8 @@ func makeID(ctx context.Context) error {
 	return err
 }
 
-// overHosts runs a program of a job over hosts; it returns the exit status. Errors go where the rest goes, since nobody reads
-// two streams of each rank.
+// overHosts runs a program of a job over hosts and returns the exit status. It prints errors on standard
+// output, because the tests read only that stream line by line.
 func overHosts(run func() error) int {
 	if err := run(); err != nil {
 		fmt.Println("error", err)
@@ -72,7 +74,8 @@ func overHosts(run func() error) int {
 	return 0
 }
 
-// serveStore returns the job's store where no hvdrun has one. It prints its address, and serves until its input ends.
+// serveStore is the program store: it serves a job's store if no hvdrun does. It prints its address and
+// serves until standard input ends.
 func serveStore() error {
 	s, err := secret.Parse(os.Getenv("HVD_SECRET"))
 	if err != nil {
@@ -89,7 +92,8 @@ func serveStore() error {
 	return errors.Join(err, server.Close())
 }
 
-// checked runs every operation with inputs whose results are known, until rank 0's time is over.
+// checked is a program that runs every operation with inputs whose results are known, until rank 0's time is
+// over.
 func checked(ctx context.Context) error {
 	if err := initialize(ctx); err != nil {
 		return err
@@ -119,7 +123,8 @@ func checked(ctx context.Context) error {
 	}
 }
 
-// checkRound runs every operation once, and a few dozen allreduces beside them in an order of each rank's own.
+// checkRound runs every operation once. In parallel it runs thirty allreduces, which each rank submits in its
+// own order.
 func checkRound(ctx context.Context, round int) error {
 	me, n := hvd.Rank(), hvd.Size()
 	type pending struct {
@@ -128,7 +133,7 @@ func checkRound(ctx context.Context, round int) error {
 	}
 	var sums []pending
 	for _, i := range rand.Perm(30) {
-		// Whole numbers, of which float32 has the sums exactly, in any order.
+		// The values are whole numbers, so float32 sums are exact in any order.
 		numElems := []int{0, 1, 37 * i, 5000 * i}[i%4]
 		h, err := hvd.AllreduceAsync(ramp(numElems, me+round), hvd.Op(hvd.Sum), hvd.Name(fmt.Sprint("sum", i)))
 		if err != nil {
@@ -156,7 +161,7 @@ func checkRound(ctx context.Context, round int) error {
 	return nil
 }
 
-// ramp returns from, from+1 and so on, over again after a thousand.
+// ramp returns numElems values: from, from+1 and so on. After a thousand values it starts again at from.
 func ramp(numElems, from int) []float32 {
 	x := make([]float32, numElems)
 	for k := range x {
@@ -165,7 +170,7 @@ func ramp(numElems, from int) []float32 {
 	return x
 }
 
-// check holds what an operation gave against what it should.
+// check returns err, or an error that shows the first difference between got and want.
 func check[T comparable](op string, got, want []T, err error) error {
 	if err != nil || slices.Equal(got, want) {
 		return err
@@ -180,7 +185,7 @@ func check[T comparable](op string, got, want []T, err error) error {
 	return fmt.Errorf("%s: got %v at %d of %d, want %v", op, got[k], k, len(got), want[k])
 }
 
-// part returns what a rank gives another in a round, of a length of its own.
+// part returns the rows that rank from sends to rank to in a round. Their number differs from pair to pair.
 func part(from, to, round int) []int64 {
 	return slices.Repeat([]int64{int64(1000*round + 10*from + to)}, 100*((from+2*to+round)%3))
 }
@@ -214,13 +219,13 @@ func checkAlltoall(ctx context.Context, round, me, n int) error {
 	return check("rows of alltoall", received, from, nil)
 }
 
-// checkReductions checks the allreduces that are no sums.
+// checkReductions checks allreduces with reductions other than sum.
 func checkReductions(ctx context.Context, round, me, n int) error {
 	product := int64(1)
 	for r := range n {
 		product *= int64(1 + (r+round)%3)
 	}
-	// Rank r has 6 round + 2 r.
+	// For average, minimum and maximum, rank r contributes 6*round + 2*r.
 	for _, c := range []struct {
 		op   hvd.ReduceOp
 		x    int64
@@ -236,20 +241,21 @@ func checkReductions(ctx context.Context, round, me, n int) error {
 			return err
 		}
 	}
-	// Adasum adds vectors that are orthogonal to each other.
+	// Adasum of orthogonal vectors is their sum.
 	x, want := make([]float32, n), ramp(n, round+1)
 	x[me] = want[me]
 	got, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.Name("adasum"))
 	return check("adasum", got, want, err)
 }
 
-// dealt returns what member m of n gets of the rows of a reducescatter: the first get one more.
+// dealt returns the rows that member m of n gets from a reducescatter. If len(rows) is not a multiple of n,
+// the first members get one row more.
 func dealt[T any](rows []T, m, n int) []T {
 	from := func(m int) int { return m*(len(rows)/n) + min(m, len(rows)%n) }
 	return rows[from(m):from(m+1)]
 }
 
-// sumOfRamps returns the sum of ramp(numElems, r+round) over ranks.
+// sumOfRamps returns the sum of ramp(numElems, r+round) over the given ranks r.
 func sumOfRamps(numElems, round int, ranks ...int) []float32 {
 	want := make([]float32, numElems)
 	for _, r := range ranks {
@@ -260,6 +266,7 @@ func sumOfRamps(numElems, round int, ranks ...int) []float32 {
 	return want
 }
 
+// all returns the ranks from 0 to n-1.
 func all(n int) (ranks []int) {
 	for r := range n {
 		ranks = append(ranks, r)
@@ -307,7 +314,8 @@ func checkGroups(ctx context.Context, round, me, n int) error {
 	return nil
 }
 
-// checkProcessSet works on a process set without one of the ranks, or of one of two.
+// checkProcessSet runs operations on a process set of all ranks but one. In a job of two ranks the set has
+// one rank.
 func checkProcessSet(ctx context.Context, round, me, n int) error {
 	ranks := slices.DeleteFunc(all(n), func(r int) bool { return r == round%n })
 	set, err := hvd.AddProcessSet(ctx, ranks)
@@ -327,7 +335,7 @@ func checkProcessSet(ctx context.Context, round, me, n int) error {
 	return hvd.RemoveProcessSet(ctx, set)
 }
 
-// checkJoin has all ranks but one join, which goes on by itself for a while.
+// checkJoin lets all ranks but one join. The last rank runs three allreduces by itself before it joins too.
 func checkJoin(ctx context.Context, round, me, n int) error {
 	late := round % n
 	if me == late {
@@ -343,7 +351,8 @@ func checkJoin(ctx context.Context, round, me, n int) error {
 	return check("join", []int{last}, []int{late}, err)
 }
 
-// checkBarrier has one rank come late to a barrier: nobody may leave it before. All hosts have one clock here.
+// checkBarrier lets one rank enter a barrier late and checks that no rank leaves before that. Times of
+// different ranks can be compared because all hosts of a test have the same clock.
 func checkBarrier(ctx context.Context, round, me, n int) error {
 	if round%n == me {
 		<-time.After(2 * time.Millisecond)
@@ -360,11 +369,11 @@ func checkBarrier(ctx context.Context, round, me, n int) error {
 	return err
 }
 
-// clock returns in nanoseconds, the same for all processes of this machine.
+// clock returns the monotonic time in nanoseconds, which is the same for all processes of this machine.
 func clock() int64 {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &t); err != nil {
-		return 0 // there is no machine without it
+		return 0 // Every kernel has this clock.
 	}
 	return t.Nano()
 }

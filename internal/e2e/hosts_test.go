@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// spread is a job over hosts, whose ranks the test starts itself, with the variables that a launcher would set. The cmd of its
-// job, if any, is the store's, which ends after the last rank.
+// spread is a job over hosts. The test starts its ranks itself, with the variables that a launcher would set.
+// If job.cmd is set, it is the process of the store, which ends after the last rank.
 type spread struct {
 	*job
 	ranks   []*exec.Cmd
@@ -28,7 +28,7 @@ type spread struct {
 	running sync.WaitGroup
 }
 
-// locked is the standard error of a job's processes.
+// locked is a writer that appends to the standard error of a job.
 type locked struct{ *job }
 
 func (l locked) Write(p []byte) (int, error) {
@@ -37,7 +37,8 @@ func (l locked) Write(p []byte) (int, error) {
 	return l.stderr.Write(p)
 }
 
-// startOn runs this binary as the given program, perHost ranks on each host, the first on hosts[0], where the store is too.
+// startOn runs this binary as the given program, perHost ranks on each host. The store and the first ranks
+// are on hosts[0].
 func startOn(t *testing.T, hosts []*testnet.Host, perHost int, program string, env ...string) *spread {
 	t.Helper()
 	s, ctx := newSpread(t)
@@ -86,7 +87,8 @@ func startOn(t *testing.T, hosts []*testnet.Host, perHost int, program string, e
 	return s
 }
 
-// newSpread returns a job without processes, which end with the test at the latest, when ctx does.
+// newSpread returns a job without processes, and the context to start them with. The context ends after two
+// minutes or with the test, and the processes end with it.
 func newSpread(t *testing.T) (s *spread, ctx context.Context) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	s = &spread{job: &job{t: t, lines: make(chan line, 1000)}}
@@ -97,7 +99,8 @@ func newSpread(t *testing.T) (s *spread, ctx context.Context) {
 	return s, ctx
 }
 
-// run starts the ranks, each with its own variables. ended is called after the last has ended.
+// run starts perHost ranks on each host, with the variables that env returns, and does not wait for them. It
+// calls ended after the last rank has ended.
 func (s *spread) run(ctx context.Context, hosts []*testnet.Host, perHost int, program string,
 	env func(rank, host, local int) []string, ended func()) {
 	s.t.Helper()
@@ -121,7 +124,7 @@ func (s *spread) run(ctx context.Context, hosts []*testnet.Host, perHost int, pr
 	})
 }
 
-// follow starts a rank and reads what it says until it ends.
+// follow starts the process of rank r. A goroutine reads its output until it ends.
 func (s *spread) follow(r int, cmd *exec.Cmd) {
 	cmd.Stderr = locked{s.job}
 	stdout, err := cmd.StdoutPipe()
@@ -139,12 +142,13 @@ func (s *spread) follow(r int, cmd *exec.Cmd) {
 			s.mu.Unlock()
 			s.lines <- l
 		}
-		_ = cmd.Wait() // its status is in cmd
+		_ = cmd.Wait() // The exit status is in cmd.
 		s.ended[r] = time.Now()
 	})
 }
 
-// end waits until all has ended, and gives the ranks' exit statuses.
+// end waits until all processes have ended and returns the exit statuses of the ranks. It fails the test if
+// the store has failed.
 func (s *spread) end() (statuses []int) {
 	s.t.Helper()
 	if status := s.wait(); status != 0 {
@@ -156,14 +160,15 @@ func (s *spread) end() (statuses []int) {
 	return statuses
 }
 
-// tell logs what all processes said if the test has failed.
+// tell logs the output of all processes if the test has failed.
 func (s *spread) tell() {
 	if s.t.Failed() {
 		s.t.Logf("output:\n%s\n%s", s.out(), s.err())
 	}
 }
 
-// Ranks on several hosts get right results from every operation, and know where they stand.
+// Ranks on several hosts get right results from every operation and know their rank, local rank and cross
+// rank.
 func TestSeveralHosts(t *testing.T) {
 	for _, c := range []struct {
 		name           string
@@ -172,7 +177,8 @@ func TestSeveralHosts(t *testing.T) {
 	}{
 		{"2x2", 2, 2, nil},
 		{"lockstep", 2, 2, []string{"HVD_NEGOTIATION=lockstep"}},
-		// As a user starts ranks by hand: hosts and places are what the ranks tell each other.
+		// A user who starts ranks by hand sets none of these. The ranks learn hosts and local ranks from each
+		// other.
 		{"by hand", 2, 2, []string{
 			"HOROVOD_HOSTNAME=", "HOROVOD_LOCAL_RANK=", "HOROVOD_LOCAL_SIZE=", "HOROVOD_CROSS_RANK=", "HOROVOD_CROSS_SIZE=",
 		}},
@@ -197,7 +203,8 @@ func TestSeveralHosts(t *testing.T) {
 	}
 }
 
-// Ranks of several hosts do not take each other's memory for shared, though here they could reach it.
+// Ranks on different hosts refuse shared memory, even if HOROVOD_HOSTNAME is the same for both. (The hosts of
+// a test are namespaces of one machine, so sharing would be possible here.)
 func TestHostsShareNoMemory(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	s := startOn(t, hosts, 1, "checked", "HOROVOD_CPU_OPERATIONS=shm", "HOROVOD_HOSTNAME=same")
@@ -210,7 +217,7 @@ func TestHostsShareNoMemory(t *testing.T) {
 	s.tell()
 }
 
-// A link that is down for much less than the liveness limit costs time and nothing else.
+// A link that is down for much less than the liveness limit delays a job and has no other effect.
 func TestLinkComesBack(t *testing.T) {
 	t.Parallel()
 	hosts := testnet.NewHosts(t, 2)
@@ -233,10 +240,11 @@ func TestLinkComesBack(t *testing.T) {
 	s.tell()
 }
 
-// A host without a link at the start: on both sides every rank gives up when its time is over, and says whom it has missed.
+// One of two hosts has no link when the job starts. On both hosts every rank gives up when its time to meet
+// is over, and names the rank or the store that it could not reach.
 func TestNoLinkAtStart(t *testing.T) {
 	t.Parallel()
-	const deadline = 30 * time.Second // against hanging: the time to meet is 3 s
+	const deadline = 30 * time.Second // to detect a hang: the time to meet is 3 s
 	hosts := testnet.NewHosts(t, 2)
 	missed := []string{"waiting for rank 1: ", "store: dial " + hosts[0].Addr.String()}
 	hosts[1].SetLink(false)
@@ -266,17 +274,18 @@ var (
 	number      = regexp.MustCompile(`\d+`)
 )
 
-// linkDown is a host that loses its link in the middle of work.
+// linkDown is a case of TestLinkDown: a host loses its link in the middle of an operation.
 type linkDown struct {
 	program        string
 	hosts, perHost int
-	lost           int  // the host
-	atHost         bool // its interface is set down, which takes its routes too, instead of the cable being pulled
+	lost           int  // index of the host that loses its link
+	atHost         bool // set down the host's own interface, which also removes its routes
 	negotiation    string
 }
 
-// A host that loses its link in the middle of work, whatever that is: on both sides every rank gets an error that names ranks of
-// the other side, on that of rank 0 all of them, and none of its own, and ends. When the link is there again the hosts can be used again.
+// A host loses its link in the middle of an operation. On both sides every rank ends with an error that names
+// ranks of the other side and none of its own; if rank 0 is not on the lost host, the ranks on its side name
+// all ranks of that host. When the link is back, the hosts can be used again.
 func TestLinkDown(t *testing.T) {
 	for _, c := range []linkDown{
 		{"mixed", 2, 2, 1, false, "event"},
@@ -300,8 +309,8 @@ func (c *linkDown) String() string {
 
 func (c *linkDown) run(t *testing.T) {
 	const (
-		liveness = 3 * time.Second  // the least that can be set
-		deadline = 30 * time.Second // against hanging: the verdict takes little longer than the silence
+		liveness = 3 * time.Second  // the least value of the setting
+		deadline = 30 * time.Second // to detect a hang: the verdict comes soon after the liveness limit
 	)
 	hosts := testnet.NewHosts(t, c.hosts)
 	s := startOn(t, hosts, c.perHost, c.program, "HVD_NEGOTIATION="+c.negotiation, fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()))
@@ -342,7 +351,7 @@ func (c *linkDown) run(t *testing.T) {
 				}
 			}
 		}
-		// Rank 0 hears all others, who hear rank 0 alone.
+		// Rank 0 notices the loss of every rank. The other ranks notice only the loss of rank 0.
 		want := 1
 		if !isLost(0) && !isLost(l.rank) {
 			want = c.perHost

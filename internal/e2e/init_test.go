@@ -24,27 +24,29 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Variables of the program dies: the rank that dies, the step after which it does, and how much later.
+// These variables tell the program dies which rank dies, after which step of Init, and how much later.
 const (
 	victimVariable = "GOHVD_E2E_VICTIM"
 	stepVariable   = "GOHVD_E2E_STEP"
 	delayVariable  = "GOHVD_E2E_DELAY"
 	// initMethodVariable has the URL of an init method, without the rank, if the ranks are to meet by one.
 	initMethodVariable = "GOHVD_E2E_INIT_METHOD"
-	// gateVariable has the ranks say "up" and wait for the end of their input before Init, whose time is short.
+	// gateVariable makes the ranks print "up" and wait for the end of standard input before Init. So all
+	// ranks call Init at the same time, whose limit is short.
 	gateVariable = "GOHVD_E2E_GATE"
 )
 
 const (
-	// initTime is how long Init waits for the ranks if the test waits for the end of that.
+	// initTime is the time limit of Init in the cases in which the test waits until it is over.
 	initTime = 5 * time.Second
-	// noticeDeadline bounds how long a death takes to be noticed. Under hvdrun the time of Init is longer, and so is everywhere the silence
-	// that is a death: what is noticed within the deadline was noticed by the death itself.
+	// noticeDeadline bounds how long the survivors may take to notice a death. The liveness limit, and under
+	// hvdrun the time limit of Init, is longTime. A death that is noticed within noticeDeadline was therefore
+	// not noticed by a timeout.
 	noticeDeadline = 30 * time.Second
 	longTime       = 2 * noticeDeadline
 )
 
-// The steps of Init, by the messages of the log that end them, and the ends.
+// These are the points at which a victim is killed: before Init, at the log messages of Init, and after Init.
 const (
 	stepBegin  = "begin"
 	stepJoined = "init: all ranks have joined"
@@ -56,7 +58,8 @@ var initSteps = []string{
 	"init: connected, waiting for the other ranks to be", stepEnd,
 }
 
-// dies returns a rank that waits at a barrier behind Init, or the one that is killed on the way there. Each says how far it comes.
+// dies is the program of a rank that waits at a barrier after Init. The victim kills itself on the way there.
+// Every rank prints how far it has come.
 func dies(ctx context.Context) int {
 	delay, err := time.ParseDuration(os.Getenv(delayVariable))
 	if err != nil {
@@ -91,7 +94,7 @@ func dies(ctx context.Context) int {
 	if err = hvd.Init(ctx, options...); err == nil {
 		reached(stepEnd)
 		if os.Getenv("HOROVOD_RANK") == os.Getenv(victimVariable) {
-			select {} // until it is killed
+			select {} // The timer above kills this process.
 		}
 		err = hvd.Barrier(ctx)
 	}
@@ -103,9 +106,10 @@ func dies(ctx context.Context) int {
 	return 1
 }
 
-// A rank is killed somewhere in Init, under hvdrun, at a store that outlives it and at one of rank 0, over shared memory and TCP. Every
-// rank that knows all others by then gets a PeerError that names it, soon. The others wait for a replacement: hvdrun names the rank soon, and without hvdrun the errors
-// at the end of the time name it and no other.
+// A rank is killed at a random point of Init: under hvdrun, at a store that outlives it, and at a store of
+// rank 0; over shared memory and TCP. Each rank that knows all others by then soon gets a PeerError that
+// names the victim. The other ranks wait for a replacement. hvdrun soon names the victim; without hvdrun, the
+// errors at the time limit name it and no other rank.
 func TestDeathInInit(t *testing.T) {
 	random := draws(t)
 	var deaths []death
@@ -122,7 +126,7 @@ func TestDeathInInit(t *testing.T) {
 	t.Run("deaths", func(t *testing.T) {
 		for _, d := range deaths {
 			t.Run(d.String(), func(t *testing.T) {
-				t.Parallel() // some wait for the end of a time
+				t.Parallel() // Some cases wait until the time limit of Init is over.
 				outcome := d.run(t)
 				mu.Lock()
 				defer mu.Unlock()
@@ -133,8 +137,9 @@ func TestDeathInInit(t *testing.T) {
 	t.Logf("%d deaths: %v", len(deaths), told)
 }
 
+// death is a case of TestDeathInInit.
 type death struct {
-	by     string // hvdrun, or where the ranks meet without it
+	by     string // how the ranks meet: "hvdrun", "store" or "tcp://"
 	memory string
 	step   string
 	victim int
@@ -152,7 +157,8 @@ func (d death) env() []string {
 	}
 }
 
-// run returns what became of the survivors.
+// run runs a job in which this death happens and checks what the survivors print. It returns whether they had
+// joined or were waiting for a replacement.
 func (d death) run(t *testing.T) string {
 	if d.by == "hvdrun" {
 		j := start(t, ranks, "dies", append(d.env(), fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", longTime.Seconds()))...)
@@ -186,7 +192,7 @@ func (d death) run(t *testing.T) string {
 	return d.check(t, lines, lines[i].at)
 }
 
-// alone runs the ranks without hvdrun until all have ended.
+// alone runs the ranks without hvdrun until all have ended, and returns the lines that they printed.
 func (d death) alone(t *testing.T) []line {
 	self, err := os.Executable()
 	if err != nil {
@@ -242,7 +248,7 @@ func (d death) alone(t *testing.T) []line {
 				lines = append(lines, line{rank, s.Text(), time.Now()})
 				mu.Unlock()
 			}
-			_ = cmd.Wait() // how they end is in the lines
+			_ = cmd.Wait() // The lines show how the rank has ended.
 		})
 	}
 	up.Wait()
@@ -255,7 +261,8 @@ func (d death) alone(t *testing.T) []line {
 	return lines
 }
 
-// check holds what the survivors have said against what they knew.
+// check compares what the survivors printed with what each of them knew when the victim died. It returns
+// whether they had joined or were waiting for a replacement.
 func (d death) check(t *testing.T, lines []line, died time.Time) string {
 	joined := make(map[int]bool)
 	failed := make(map[int]line)
@@ -278,7 +285,7 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 			if took := l.at.Sub(died); !ended || !strings.HasPrefix(text, fmt.Sprintf("[%d] ", d.victim)) || took > noticeDeadline {
 				t.Errorf("rank %d had joined and says after %v: %s", rank, took, text)
 			}
-		case !ended && d.by == "hvdrun": // which has ended it
+		case !ended && d.by == "hvdrun": // hvdrun has ended this rank.
 		case !d.isMissing(text):
 			t.Errorf("rank %d names others than rank %d: %s", rank, d.victim, text)
 		}
@@ -289,7 +296,7 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 	return outcome
 }
 
-// isMissing reports whether an error says that the victim, and nobody else, has not come.
+// isMissing reports whether an error says that the victim, and no other rank, has not come.
 func (d death) isMissing(text string) bool {
 	if d.victim == 0 && (strings.Contains(text, "the root of rank 0") || strings.Contains(text, "the store of rank 0")) {
 		return true
@@ -297,7 +304,8 @@ func (d death) isMissing(text string) bool {
 	return strings.Contains(text, fmt.Sprintf("waiting for rank %d: ", d.victim)) || strings.Contains(text, fmt.Sprintf(": rank %d did not come", d.victim))
 }
 
-// A rank that has too few file descriptors for Init says so at once, and every other rank names it.
+// A rank with too few file descriptors for Init fails at once with an error that says so, and every other
+// rank names it.
 func TestFewDescriptors(t *testing.T) {
 	for _, c := range []struct {
 		victim, limit int
@@ -306,7 +314,8 @@ func TestFewDescriptors(t *testing.T) {
 		{2, 12, "shm"}, {2, 16, "shm"}, {2, 20, "shm"}, {0, 16, "shm"}, {0, 20, "shm"}, {2, 10, "tcp"}, {0, 15, "tcp"},
 	} {
 		t.Run(fmt.Sprintf("%s/rank %d has %d", c.memory, c.victim, c.limit), func(t *testing.T) {
-			// hvdrun, -np, 4, program.
+			// The arguments of the shell are hvdrun, -np, 4 and the program. It lowers the limit for one rank
+			// only.
 			few := fmt.Sprintf("if [ $HOROVOD_RANK = %d ]; then ulimit -n %d; fi", c.victim, c.limit)
 			wrap := []string{"sh", "-c", `exec "$1" "$2" "$3" sh -c '` + few + `; exec "$0"' "$4"`, "sh"}
 			j := startWith(t, wrap, ranks, "sums", "HOROVOD_CPU_OPERATIONS="+c.memory)

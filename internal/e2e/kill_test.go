@@ -13,24 +13,24 @@ import (
 
 const (
 	ranks = 4
-	// survivorsDeadline is how soon every survivor's pending calls must have failed.
+	// survivorsDeadline bounds the time from a death until every pending call of the survivors has failed.
 	survivorsDeadline = 20 * time.Second
 )
 
-// Any of four ranks is killed while all execute or negotiate. Every other rank gets an error that names it, in time,
-// and hvdrun ends with the victim's status and names it too.
+// One of four ranks is killed while all ranks execute or negotiate. Every other rank gets an error that names
+// it in time. hvdrun names it too and ends with the victim's status.
 func TestKill(t *testing.T) {
 	type death struct {
 		program, memory, negotiation string
 		victim                       int
-		after                        time.Duration // anywhere in an operation
+		after                        time.Duration // random, to hit any point of an operation
 	}
 	random := draws(t)
 	var deaths []death
 	for _, program := range []string{"large", "arena", "small", "waiting", "mixed", "joined"} {
 		for _, memory := range []string{"shm", "tcp"} {
 			if program == "arena" && memory == "tcp" {
-				continue // it is what large is
+				continue // over TCP, arena is the same as large
 			}
 			for _, negotiation := range []string{"event", "lockstep"} {
 				for victim := range ranks {
@@ -46,6 +46,8 @@ func TestKill(t *testing.T) {
 	}
 }
 
+// kill runs a job of four ranks and kills the victim some time after all are ready. It checks the errors of
+// the survivors, and the report and exit status of hvdrun.
 func kill(t *testing.T, program string, victim int, after time.Duration, env ...string) {
 	j := start(t, ranks, program, env...)
 	pids := j.ready(ranks)
@@ -80,7 +82,7 @@ func kill(t *testing.T, program string, victim int, after time.Duration, env ...
 	}
 }
 
-// A rank that leaves without a shutdown fails the job, though its own exit status is 0.
+// A rank that exits without a shutdown fails the job, though its own exit status is 0.
 func TestLeaveWithoutShutdown(t *testing.T) {
 	j := start(t, 3, "leave")
 	reports := 0
@@ -101,8 +103,9 @@ func TestLeaveWithoutShutdown(t *testing.T) {
 	}
 }
 
-// A job whose processes are all stopped and go on later (what a scheduler does when it suspends a job) goes on too; a
-// rank that is stopped alone is taken for dead, by itself as well.
+// If all processes of a job are stopped and continue later, as when a scheduler suspends a job, the job goes
+// on. If only one rank is stopped for longer than the liveness limit, all ranks count it as dead, and so does
+// the rank itself.
 func TestStoppedProcesses(t *testing.T) {
 	for _, victims := range [][]int{{0, 1, 2}, {1}} {
 		t.Run(fmt.Sprint(victims), func(t *testing.T) {
@@ -137,7 +140,8 @@ func TestStoppedProcesses(t *testing.T) {
 	}
 }
 
-// The package-level functions: Init after Shutdown, and where each rank stands.
+// The package-level functions of hvd allow Init after Shutdown, and then return the right rank, local rank
+// and cross rank.
 func TestInitAgain(t *testing.T) {
 	j := start(t, 3, "again")
 	if status := j.wait(); status != 0 {
@@ -150,7 +154,8 @@ func TestInitAgain(t *testing.T) {
 	}
 }
 
-// BenchmarkIdle is the processor time that four initialised ranks without work use together.
+// BenchmarkIdle measures the processor time that four initialised ranks without work use together, in percent
+// of one processor.
 func BenchmarkIdle(b *testing.B) {
 	const period = 10 * time.Second
 	for b.Loop() {
@@ -174,7 +179,8 @@ func BenchmarkIdle(b *testing.B) {
 	}
 }
 
-// processorTime returns what the processes have used so far, user and system: /proc/PID/schedstat counts it in nanoseconds.
+// processorTime returns the processor time that the processes have used so far, user and system. It sums up
+// the nanoseconds in the schedstat files of their threads.
 func processorTime(b *testing.B, pids []int) time.Duration {
 	var total time.Duration
 	for _, pid := range pids {

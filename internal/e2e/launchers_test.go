@@ -18,8 +18,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// Under the launchers that there are the ranks find each other without hvdrun, know where they stand, and can start over in one
-// process. The program again does that five times.
+// Under Open MPI, MPICH and torchrun the ranks find each other without hvdrun, know their rank, local rank
+// and cross rank, and can call Init again after Shutdown. The program again does that five times.
 func TestOtherLaunchers(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -34,7 +34,9 @@ func TestOtherLaunchers(t *testing.T) {
 		{"mpiexec.mpich", "mpich", []string{"-n", strconv.Itoa(n), self}},
 		{testnet.Python, "python3-torch", []string{
 			"-m", "torch.distributed.run", "--standalone", "--nproc_per_node", strconv.Itoa(n),
-			"--redirects=9:1", "--tee=9:1", // of no rank: the default of 1.13 fails with today's Python
+			// There is no rank 9, so nothing is redirected: the default of PyTorch 1.13 fails with today's
+			// Python.
+			"--redirects=9:1", "--tee=9:1",
 			"--no_python", self,
 		}},
 	} {
@@ -66,7 +68,8 @@ func TestOtherLaunchers(t *testing.T) {
 	}
 }
 
-// launched starts ranks on hosts as a launcher would that is not there, and checks that they meet and work.
+// launched starts ranks on hosts with the variables of a launcher that is not installed, and checks that they
+// meet and work.
 func launched(t *testing.T, hosts []*testnet.Host, perHost int, env func(rank, host, local int) []string) {
 	t.Helper()
 	s, ctx := newSpread(t)
@@ -86,7 +89,7 @@ func launched(t *testing.T, hosts []*testnet.Host, perHost int, env func(rank, h
 	s.tell()
 }
 
-// jobSecret returns a file with a secret, as users make it.
+// jobSecret returns the path of a file with a new secret, in the form in which users create it.
 func jobSecret(t *testing.T) string {
 	t.Helper()
 	_, text := secret.New()
@@ -97,8 +100,8 @@ func jobSecret(t *testing.T) string {
 	return path
 }
 
-// The variables of Slurm, of Kubernetes and of PyTorch, as their documentation has them, on several hosts. Names that a name server would know are
-// addresses here.
+// Ranks on several hosts meet by the variables of Slurm, Kubernetes and PyTorch, as their documentation gives
+// them. The test uses addresses for names that would need a name server.
 func TestLaunchersOnSeveralHosts(t *testing.T) {
 	file := "HVD_SECRET_FILE=" + jobSecret(t)
 	t.Run("Slurm", func(t *testing.T) {
@@ -151,7 +154,8 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 	})
 }
 
-// Ranks that nothing has placed meet by an id that one process has made and the others were given.
+// Ranks without a launcher meet by a unique id. One process makes the id, and the ranks get it in their
+// environment.
 func TestUniqueID(t *testing.T) {
 	for _, c := range []struct{ hosts, perHost int }{{1, 3}, {2, 2}} {
 		t.Run(fmt.Sprintf("%dx%d", c.hosts, c.perHost), func(t *testing.T) {

@@ -1,4 +1,4 @@
-// Package e2e tests what users run: hvdrun, and under it real processes that talk over real sockets.
+// Package e2e tests what users run: hvdrun, and under it real processes that communicate over real sockets.
 package e2e
 
 import (
@@ -20,18 +20,18 @@ import (
 	"time"
 )
 
-// programVariable makes this test binary a rank's program instead of a test.
+// programVariable makes this test binary run a rank's program instead of the tests.
 const programVariable = "GOHVD_E2E_PROGRAM"
 
 var hvdrunPath string
 
-// Matrices of deaths are too large to be run each time.
+// The matrices of deaths are too large to run whole each time, so the tests run samples unless -whole is set.
 var (
 	whole    = flag.Int("whole", 0, "run the matrices of deaths, faults and endings so often; 0 runs a sample of each once")
 	seedFlag = flag.Uint64("seed", 0, "draw samples and times by this seed; 0 makes one")
 )
 
-// draws returns what a test draws by. The seed is in its log.
+// draws returns the source of a test's random choices, and logs its seed.
 func draws(t *testing.T) *rand.Rand {
 	t.Helper()
 	seed := *seedFlag
@@ -42,7 +42,7 @@ func draws(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// sample returns the whole matrix, as often as was asked for, or n of its cells.
+// sample returns n random cells. With -whole it returns all cells, that many times over.
 func sample[T any](random *rand.Rand, cells []T, n int) []T {
 	if *whole > 0 {
 		return slices.Repeat(cells, *whole)
@@ -57,7 +57,7 @@ func TestMain(m *testing.M) {
 		os.Exit(program(p))
 	}
 	flag.Parse()
-	// Parallel tests mostly wait: for the end of a time, or for processes.
+	// Parallel tests mostly wait for a deadline or for processes, so four can run at once on any machine.
 	_ = flag.Set("test.parallel", "4")
 	os.Exit(func() int {
 		dir, err := os.MkdirTemp("", "hvdrun")
@@ -76,21 +76,21 @@ func TestMain(m *testing.M) {
 	}())
 }
 
-// job is a running hvdrun.
+// job is a running hvdrun, and its output so far.
 type job struct {
 	t     testing.TB
 	cmd   *exec.Cmd
-	lines chan line // standard output of the ranks
-	// complained has something when standard error has more.
+	lines chan line // the ranks' standard output
+	// complained has an element if standard error has grown.
 	complained chan struct{}
 	wg         sync.WaitGroup
 
 	mu     sync.Mutex
-	output strings.Builder // all of it
+	output strings.Builder // all lines of standard output
 	stderr strings.Builder
 }
 
-// line is one that a rank printed.
+// line is a line that a rank printed, and when.
 type line struct {
 	rank int
 	text string
@@ -104,12 +104,13 @@ func start(t testing.TB, n int, program string, env ...string) *job {
 	return startWith(t, nil, n, program, env...)
 }
 
-// startWith returns start behind a command that runs what follows it.
+// startWith is like start, but runs hvdrun through the prefix command, which executes its arguments.
 func startWith(t testing.TB, command []string, n int, program string, env ...string) *job {
 	return startHvdrun(t, command, []string{"-np", strconv.Itoa(n)}, program, env...)
 }
 
-// startHvdrun runs hvdrun with flags, behind a command that runs what follows it, and under it this binary as the given program.
+// startHvdrun runs hvdrun with flags, and this binary as the given program under it. If command is not nil,
+// it is a prefix that executes its arguments, and hvdrun runs through it.
 func startHvdrun(t testing.TB, command, flags []string, program string, env ...string) *job {
 	self, err := os.Executable()
 	if err != nil {
@@ -118,18 +119,18 @@ func startHvdrun(t testing.TB, command, flags []string, program string, env ...s
 	return startCommand(t, slices.Concat(command, []string{hvdrunPath}, flags, []string{self}), append([]string{programVariable + "=" + program}, env...)...)
 }
 
-// startCommand runs a command whose last part is hvdrun.
+// startCommand runs a command line that contains hvdrun and its arguments, and reads the output.
 func startCommand(t testing.TB, command []string, env ...string) *job {
 	return startIn(t, "", command, env...)
 }
 
-// startIn returns startCommand in a folder.
+// startIn is like startCommand, with dir as the working directory.
 func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)
 	j := &job{t: t, lines: make(chan line, 1000), complained: make(chan struct{}, 1)}
 	j.cmd = exec.CommandContext(ctx, command[0], command[1:]...)
-	// On a deadline end the job as an operator would.
+	// After two minutes hvdrun is interrupted, as by a user, so that it can end its ranks.
 	j.cmd.Cancel = func() error { return j.cmd.Process.Signal(os.Interrupt) }
 	j.cmd.WaitDelay = 15 * time.Second
 	j.cmd.Env = append(os.Environ(), env...)
@@ -177,7 +178,8 @@ func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	return j
 }
 
-// until reads lines until enough says so.
+// until reads lines until enough returns true. It fails the test after a minute or if the job ends first.
+// what names the awaited event in the failure message.
 func (j *job) until(what string, enough func(l line) bool) {
 	j.t.Helper()
 	timeout := time.After(time.Minute)
@@ -197,7 +199,8 @@ func (j *job) until(what string, enough func(l line) bool) {
 	}
 }
 
-// untilError reads standard error until enough says so of all of it.
+// untilError waits until enough returns true for all of standard error so far. It fails the test after a
+// minute. what names the awaited event in the failure message.
 func (j *job) untilError(what string, enough func(text string) bool) {
 	j.t.Helper()
 	timeout := time.After(time.Minute)
@@ -210,7 +213,8 @@ func (j *job) untilError(what string, enough func(text string) bool) {
 	}
 }
 
-// ready waits until so many ranks have said who they are and that they are ready, and gives their processes by rank.
+// ready waits until that many ranks have printed their process id and that they are ready. It returns the
+// process ids by rank.
 func (j *job) ready(ranks int) []int {
 	j.t.Helper()
 	pids, known, ready := make([]int, ranks), 0, 0
@@ -242,14 +246,14 @@ func (j *job) err() string {
 	return j.stderr.String()
 }
 
-// wait gives the exit status of hvdrun. What was not read of the output is read.
+// wait reads the rest of the output and returns the exit status of hvdrun.
 func (j *job) wait() int {
 	j.t.Helper()
 	for range j.lines {
 	}
 	j.wg.Wait()
 	if j.cmd == nil {
-		return 0 // the test has started the ranks, and knows how they ended
+		return 0 // The test has started the ranks itself and has their statuses.
 	}
 	err := j.cmd.Wait()
 	var exit *exec.ExitError

@@ -14,12 +14,12 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// A rank that is stopped in the middle of an operation on shared memory is taken for dead. What it does when it goes on
-// changes no byte of the others' buffers, which they have taken into use again.
+// A rank that is stopped in the middle of an operation on shared memory counts as dead. When it continues, it
+// changes no byte of the other ranks' buffers, which are in use again by then.
 func TestStoppedRankWritesNothing(t *testing.T) {
 	for i := range 3 {
 		t.Run(fmt.Sprint(i), func(t *testing.T) {
-			t.Parallel() // most of it is waiting
+			t.Parallel() // The test mostly waits.
 			j := start(t, 3, "refill", "HVD_LIVENESS_SECONDS=3")
 			victim := j.ready(3)[i]
 			if err := syscall.Kill(victim, syscall.SIGSTOP); err != nil {
@@ -43,9 +43,12 @@ func TestStoppedRankWritesNothing(t *testing.T) {
 	}
 }
 
-// Memory that cannot be had is one clear error with the size, before anything runs; or TCP, if the user says so.
+// If shared memory cannot be allocated, the job ends before any operation with one clear error, which states
+// the size. If the user has listed TCP as well, the job uses TCP.
 func TestNoSharedMemory(t *testing.T) {
-	const nothing, controlAlone = 40, 1000 // KiB: less than the control channels take; enough for them, but for no lane
+	// In KiB: nothing is too little for the control channels; controlAlone is enough for them, but for no
+	// lane.
+	const nothing, controlAlone = 40, 1000
 	for _, c := range []struct {
 		operations string
 		limit      int
@@ -80,7 +83,7 @@ func TestNoSharedMemory(t *testing.T) {
 	}
 }
 
-// Tensors that cannot be allocated are an error of the call, and the job goes on.
+// If the arena cannot be allocated, the call returns an error with the size, and the job goes on.
 func TestNoArena(t *testing.T) {
 	j := startWith(t, []string{"bash", "-c", `ulimit -f 8000 && exec "$@"`, "bash"}, 2, "noarena")
 	if status := j.wait(); status != 0 {
@@ -94,7 +97,7 @@ func TestNoArena(t *testing.T) {
 	}
 }
 
-// Whatever is killed when: no file stays behind, in the directory of the sockets or in that of shared memory.
+// No file stays behind in the directory of the sockets or in /dev/shm after a rank or hvdrun has been killed.
 func TestNothingStaysBehind(t *testing.T) {
 	dir := t.TempDir()
 	files := func() (all []string) {
@@ -108,7 +111,7 @@ func TestNothingStaysBehind(t *testing.T) {
 		return all
 	}
 	before := files()
-	nothingNew := func() { // what other programs of this machine have in shared memory comes and goes
+	nothingNew := func() { // It waits, because files of other programs in /dev/shm come and go.
 		t.Helper()
 		testnet.Eventually(t, fmt.Sprintf("nothing is left but %s", before), func() bool {
 			return !slices.ContainsFunc(files(), func(name string) bool { return !slices.Contains(before, name) })
@@ -118,7 +121,7 @@ func TestNothingStaysBehind(t *testing.T) {
 		kill(t, "arena", 1, time.Duration(after)*10*time.Millisecond, "TMPDIR="+dir)
 	}
 	nothingNew()
-	// hvdrun itself, at any time from the start on.
+	// Here hvdrun itself is killed, at different times after its start.
 	for i := range 10 {
 		j := start(t, 3, "sums", "TMPDIR="+dir)
 		<-time.After(time.Duration(i) * 10 * time.Millisecond)
@@ -127,7 +130,7 @@ func TestNothingStaysBehind(t *testing.T) {
 		}
 		j.wait()
 	}
-	// What was killed on its way into the job leaves its socket, which the next job sweeps.
+	// A rank that is killed before it has joined leaves its socket. The next job removes it.
 	if status := start(t, 3, "sums", "TMPDIR="+dir).wait(); status != 0 {
 		t.Errorf("hvdrun ended with status %d", status)
 	}

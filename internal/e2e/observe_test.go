@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// report is what hvdrun timeline --json says of it.
+// report is the part of the output of hvdrun timeline --json that the tests read.
 type report struct {
 	Size      int   `json:"size"`
 	WithFiles []int `json:"ranks_with_files"`
@@ -40,7 +40,7 @@ type report struct {
 	} `json:"cache"`
 }
 
-// reportOf has hvdrun analyse a timeline.
+// reportOf returns hvdrun's analysis of a timeline.
 func reportOf(t *testing.T, file string) (r report) {
 	t.Helper()
 	out, err := exec.CommandContext(t.Context(), hvdrunPath, "timeline", "--json", file).Output()
@@ -53,7 +53,8 @@ func reportOf(t *testing.T, file string) (r report) {
 	return r
 }
 
-// checkTimeline holds the files of a timeline against the rules of the format.
+// checkTimeline checks that the pattern matches want files and that each of them follows the rules of the
+// format.
 func checkTimeline(t *testing.T, pattern string, want int) {
 	t.Helper()
 	files, err := filepath.Glob(pattern)
@@ -72,13 +73,13 @@ func checkTimeline(t *testing.T, pattern string, want int) {
 	}
 }
 
-// A rank that is slow is found, also when nothing but bits is negotiated: of the timeline that is started by a signal in the
-// middle of the training, all tensors are cached.
+// hvdrun timeline names a slow rank, also if all tensors are cached and only bits are negotiated. That is so
+// in the second case, in which a signal starts the timeline in the middle of the training.
 func TestSlowRankIsNamed(t *testing.T) {
 	digits := buildDigits(t)
 	for _, signalled := range []bool{false, true} {
-		// All four ranks share the processors with other tests, for which each waits some milliseconds too: if they were too
-		// many, the slow one is slower.
+		// All four ranks share the processors with other tests, so each of them waits some milliseconds. If
+		// that hides the slow rank, the test makes it slower.
 		var share float64
 		for _, slow := range []string{"15ms", "30ms", "60ms", "120ms"} {
 			if share = slowRank(t, digits, slow, signalled); share >= 0.9 || t.Failed() {
@@ -91,8 +92,8 @@ func TestSlowRankIsNamed(t *testing.T) {
 	}
 }
 
-// slowRank runs a job in which rank 2 is slow, checks its timeline and what is made of it, and returns that rank's share of the
-// waiting, or 0 if the verdict does not name it.
+// slowRank runs a job in which rank 2 is slow, and checks its timeline, the analysis and the merged trace. It
+// returns rank 2's share of the waiting, or 0 if the verdict does not name rank 2.
 func slowRank(t *testing.T, digits, slow string, signalled bool) (share float64) {
 	t.Helper()
 	dir := t.TempDir()
@@ -104,7 +105,7 @@ func slowRank(t *testing.T, digits, slow string, signalled bool) (share float64)
 		env = append(env, "HVD_TIMELINE_SIGNAL=SIGUSR2")
 		file = filepath.Join(dir, "hvd-timeline.json")
 	}
-	// Longer than on an idle machine would do.
+	// Six epochs are more than an idle machine would need.
 	command := append([]string{hvdrunPath, "-np", "4"}, flags...)
 	command = append(command, digits, "-epochs", "6", "-slow-rank", "2", "-slow", slow)
 	j := startIn(t, dir, command, env...)
@@ -143,7 +144,8 @@ func slowRank(t *testing.T, digits, slow string, signalled bool) (share float64)
 	return share
 }
 
-// checkMerged looks whether a merged trace has all ranks, and on each track times that do not go back and an end for each beginning.
+// checkMerged checks that a merged trace has events of all ranks. On each track times must not go back, and
+// each beginning must have an end.
 func checkMerged(t *testing.T, file string, ranks int) {
 	t.Helper()
 	text, err := os.ReadFile(file)
@@ -190,9 +192,9 @@ func checkMerged(t *testing.T, file string, ranks int) {
 	}
 }
 
-// clockOf is what a timeline says of its rank's clock.
+// clockOf is the data about its rank's clock in a timeline file.
 type clockOf struct {
-	start         float64 // of the rank's times, in microseconds of the time of day
+	start         float64 // time of day at which the rank's times begin, in microseconds
 	offset, bound float64 // the last measurement, in microseconds
 	measured      int
 }
@@ -226,8 +228,8 @@ func readClock(t *testing.T, file string) (c clockOf) {
 	return c
 }
 
-// Clocks that were set apart are measured to within the bound that the files state. The time of day is not set apart, so the
-// truth is known.
+// If the monotonic clocks of ranks differ, the offset in their files is right to within the bound in the
+// files. The time of day is the same for all ranks, so the test knows the true offset.
 func TestClocksSetApart(t *testing.T) {
 	if err := exec.Command("unshare", "-T", "--monotonic", "1", "true").Run(); err != nil {
 		t.Skip("this machine makes no time namespaces: ", err)
@@ -253,7 +255,7 @@ func TestClocksSetApart(t *testing.T) {
 		c := readClock(t, filepath.Join(dir, fmt.Sprintf("t.rank%d.json", rank)))
 		truth := c.start - zero.start
 		t.Logf("rank %d: %.1f us from rank 0's, by the files %.1f within %.1f", rank, truth, c.offset, c.bound)
-		// A microsecond for each start, which is in whole ones.
+		// The 2 us allow for the two start times, which are in whole microseconds.
 		if c.measured == 0 || c.bound <= 0 || math.Abs(c.offset-truth) > c.bound+2 {
 			t.Errorf("rank %d: its clock is %.1f us from rank 0's, by the files %.1f within %.1f, measured %d times", rank, truth, c.offset, c.bound, c.measured)
 		}
@@ -263,8 +265,8 @@ func TestClocksSetApart(t *testing.T) {
 	}
 }
 
-// A tensor that one rank never submits is named, with that rank, by the log, the metrics, the report that comes by itself, that which
-// SIGQUIT asks for, and the files.
+// A tensor that one rank never submits is named, with that rank, in the log, the metrics, the automatic
+// report, the report after SIGQUIT, and the dump files.
 func TestForgottenTensorIsNamed(t *testing.T) {
 	t.Parallel()
 	dumps := filepath.Join(t.TempDir(), "dumps")
@@ -311,7 +313,7 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 	}
 }
 
-// When the stall inspector ends the job, the report says what for.
+// When the stall inspector ends the job, the report names the tensor and the rank that did not submit it.
 func TestStallShutdownIsExplained(t *testing.T) {
 	t.Parallel()
 	j := startHvdrun(t, nil, []string{"-np", "3", "--stall-check-warning-time-seconds", "1", "--stall-check-shutdown-time-seconds", "2"}, "stalls")
@@ -324,7 +326,7 @@ func TestStallShutdownIsExplained(t *testing.T) {
 	}
 }
 
-// freeAddress returns one of loopback on which nobody listens.
+// freeAddress returns a loopback address with a port on which nothing listens.
 func freeAddress(t *testing.T) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// program returns what a rank runs; it returns the exit status.
+// program runs the named program of a rank and returns the exit status.
 func program(name string) int {
 	ctx := context.Background()
 	switch name {
@@ -71,11 +71,11 @@ func program(name string) int {
 	case "steps":
 		err = steps(ctx)
 	case "idle":
-		// The parent measures, then interrupts.
+		// The test measures this process and then interrupts it.
 		select {}
 	case "leave":
 		if hvd.Rank() == 1 {
-			return 0 // without Shutdown: a death
+			return 0 // A return without Shutdown counts as a death.
 		}
 		err = hvd.Barrier(ctx, hvd.Name("after"))
 	default:
@@ -93,7 +93,7 @@ func program(name string) int {
 	return 0
 }
 
-// stalls submits ten gradients a step, of which rank 2 forgets one in the end.
+// stalls submits ten gradients in each of three steps. In the last step rank 2 does not submit one of them.
 func stalls(ctx context.Context) error {
 	for step := range 3 {
 		var handles []*hvd.Handle[float32]
@@ -116,10 +116,10 @@ func stalls(ctx context.Context) error {
 			}
 		}
 	}
-	select {} // rank 2: it is busy with something else
+	select {} // Only rank 2 comes here. It behaves as if busy with something else.
 }
 
-// steps sums until an interrupt, and says how many it did.
+// steps runs allreduces until rank 0 sees the file that E2E_END names.
 func steps(ctx context.Context) error {
 	x := make([]float32, 1000)
 	for step := 0; ; step++ {
@@ -129,20 +129,20 @@ func steps(ctx context.Context) error {
 		if step == 20 {
 			fmt.Println("ready")
 		}
-		// All end at the same step.
+		// Rank 0 decides for all, so that all ranks end at the same step.
 		if on, err := hvd.Broadcast(ctx, []bool{proceed()}, 0, hvd.Name("proceed")); err != nil || !on[0] {
 			return err
 		}
 	}
 }
 
-// proceed reports whether the file that says the opposite is not there.
+// proceed reports whether the file that E2E_END names does not exist yet.
 func proceed() bool {
 	_, err := os.Stat(os.Getenv("E2E_END"))
 	return err != nil
 }
 
-// arena returns large in memory that the peers read.
+// arena runs large with a buffer from hvd.Alloc, which the other ranks read in place.
 func arena(ctx context.Context) error {
 	x, err := hvd.Alloc[float32](16 << 20)
 	if err != nil {
@@ -151,7 +151,7 @@ func arena(ctx context.Context) error {
 	return large(ctx, x)
 }
 
-// noArena asks for more memory than there is, and goes on without.
+// noArena asks for more memory than there is, and runs sums without it.
 func noArena(ctx context.Context) error {
 	var refused *hvd.NoMemoryError
 	_, err := hvd.Alloc[float32](16 << 20)
@@ -162,8 +162,8 @@ func noArena(ctx context.Context) error {
 	return sums(ctx)
 }
 
-// refill returns arena until the job fails. Then the buffer is the rank's own again: it fills it, and looks whether anybody
-// else still writes into it.
+// refill runs large with a buffer from hvd.Alloc until the job fails. Then the buffer belongs to the rank
+// again: refill fills it and checks after 4 s that no other process has written to it.
 func refill(ctx context.Context) error {
 	x, err := hvd.Alloc[float32](1 << 20)
 	if err != nil {
@@ -185,7 +185,7 @@ func refill(ctx context.Context) error {
 	return failure
 }
 
-// large reduces x for ever.
+// large runs allreduces of x until one fails.
 func large(ctx context.Context, x []float32) error {
 	for i := 0; ; i++ {
 		if _, err := hvd.Allreduce(ctx, x, hvd.InPlace(), hvd.Name("large")); err != nil {
@@ -197,7 +197,8 @@ func large(ctx context.Context, x []float32) error {
 	}
 }
 
-// small reduces small tensors for ever, in an order of each rank's own, so that it is nearly always negotiating.
+// small runs allreduces of small tensors until one fails. Each rank submits them in an order of its own, so
+// that the ranks are negotiating nearly all the time.
 func small(ctx context.Context) error {
 	const tensors = 50
 	for step := 0; ; step++ {
@@ -223,8 +224,8 @@ func small(ctx context.Context) error {
 	}
 }
 
-// waiting leaves every rank with a request that can never be answered: the last one asks for another tensor than
-// the rest.
+// waiting leaves every rank with a request that is never answered, because the last rank submits a tensor of
+// another name.
 func waiting(ctx context.Context) error {
 	if err := hvd.Barrier(ctx, hvd.Name("start")); err != nil {
 		return err
@@ -242,7 +243,8 @@ func waiting(ctx context.Context) error {
 	return err
 }
 
-// mixed runs every operation for ever, also on a process set that comes and goes.
+// mixed runs most of the operations, again and again, until one fails. In each step it adds, uses and removes
+// a process set.
 func mixed(ctx context.Context) error {
 	n := hvd.Size()
 	x := make([]float32, n<<18)
@@ -277,7 +279,7 @@ func mixed(ctx context.Context) error {
 	}
 }
 
-// joined lets all ranks but the last join, which goes on for ever.
+// joined lets all ranks but the last join. The last rank runs allreduces until one fails.
 func joined(ctx context.Context) error {
 	if hvd.Rank() < hvd.Size()-1 {
 		h, err := hvd.JoinAsync()
@@ -299,7 +301,8 @@ func joined(ctx context.Context) error {
 	}
 }
 
-// sums reduces tensors of many sizes in an order of each run and each rank, and prints a hash of the results.
+// sums runs allreduces of tensors of many sizes and prints a hash of the results. The order in which it
+// submits the tensors differs between runs and ranks.
 func sums(ctx context.Context) error {
 	const tensors, steps = 30, 20
 	hash := sha256.New()
@@ -329,10 +332,10 @@ func sums(ctx context.Context) error {
 	return nil
 }
 
-// stopVariable names a file whose existence ends steady.
+// stopVariable has the path of a file whose existence ends the program steady.
 const stopVariable = "GOHVD_E2E_STOP"
 
-// steady works until rank 0 sees the stop file.
+// steady runs allreduces until rank 0 sees the stop file, and then prints their number.
 func steady(ctx context.Context) error {
 	for i := int64(0); ; i++ {
 		stop := int64(0)
@@ -358,7 +361,8 @@ func steady(ctx context.Context) error {
 	}
 }
 
-// again joins and leaves the job several times.
+// again joins and leaves the job five times. In the last round it prints its rank, local rank and cross rank
+// with their sizes.
 func again(ctx context.Context) int {
 	const rounds = 5
 	for i := range rounds {

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// The README's first command does what it says.
+// The README's first command works: four ranks train the example and end with the same weights.
 func TestReadmeCommand(t *testing.T) {
 	readme, err := os.ReadFile("../../README.md")
 	if err != nil {
@@ -54,7 +54,7 @@ func TestReadmeCommand(t *testing.T) {
 	}
 }
 
-// The README's program compiles, and gives what the README says.
+// The README's program compiles and prints what the README says.
 func TestReadmeProgram(t *testing.T) {
 	readme, err := os.ReadFile("../../README.md")
 	if err != nil {

@@ -23,7 +23,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// buildSidecar builds hvdd beside hvdrun.
+// buildSidecar builds hvdd in the directory of hvdrun.
 var buildSidecar = sync.OnceValues(func() (path string, err error) {
 	path = filepath.Join(filepath.Dir(hvdrunPath), "hvdd")
 	if out, err := exec.Command("go", "build", "-o", path, "github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput(); err != nil {
@@ -41,7 +41,7 @@ func hvdd(t testing.TB) string {
 	return path
 }
 
-// ownSidecar starts a sidecar whose only client is the one returned.
+// ownSidecar starts a sidecar and returns it with its only client.
 func ownSidecar(t sidecartest.TB, path string, env ...string) (*exec.Cmd, *sidecartest.Client) {
 	t.Helper()
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -64,7 +64,7 @@ func ownSidecar(t sidecartest.TB, path string, env ...string) (*exec.Cmd, *sidec
 	return cmd, c
 }
 
-// sidecarJob returns n sidecars, each with a client, that are ranks of one job.
+// sidecarJob starts n sidecars that are the ranks of one job, and returns the client of each.
 func sidecarJob(b testing.TB, n int, env ...string) []*sidecartest.Client {
 	b.Helper()
 	server, err := store.Serve("127.0.0.1:0", store.NewHashStore(store.Limits{}), store.Config{})
@@ -99,7 +99,8 @@ func sidecarJob(b testing.TB, n int, env ...string) []*sidecartest.Client {
 	return clients
 }
 
-// sidecarRank returns a rank with a sidecar of its own, as a program in another language is. It prints who it is, and its sidecar.
+// sidecarRank is the program of a rank with a sidecar of its own, as a program in another language has. It
+// prints its process id and the sidecar's, and returns the exit status.
 func sidecarRank(name string) int {
 	r := new(reporter)
 	defer r.end()
@@ -110,7 +111,7 @@ func sidecarRank(name string) int {
 	x := tensor.View[float32](c.Arena(1, 4<<20))
 	c.Ring(16)
 	c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, int64(len(x)))))
-	if name == "sidecar-fork" { // who holds the socket of a client that has been killed
+	if name == "sidecar-fork" { // The child holds the client's socket after the client has been killed.
 		child := exec.Command("sleep", "60")
 		child.ExtraFiles = []*os.File{os.NewFile(uintptr(c.FD), "socket")}
 		if err := child.Start(); err != nil {
@@ -143,13 +144,13 @@ func sidecarRank(name string) int {
 				r.Fatal(err)
 			}
 		}
-		// The peers read this rank's tensors where they lie.
+		// The peers read this rank's tensors in place.
 		maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", cmd.Process.Pid))
 		if err != nil {
 			r.Fatal(err)
 		}
 		mapped := len(regexp.MustCompile(`(?m) r--s .*/memfd:client`).FindAll(maps, -1))
-		// Who shuts down does so for all: not before all have looked.
+		// The first rank that shuts down ends the job, so all ranks read their maps before this allreduce.
 		if err := sum(); err != nil {
 			r.Fatal(err)
 		}
@@ -169,7 +170,7 @@ func sidecarRank(name string) int {
 	for {
 		if err := sum(); err != nil {
 			fmt.Println("error", err)
-			c.Close() // and so the sidecar ends
+			c.Close() // The sidecar ends because its client has gone.
 			cmd.Wait()
 			fmt.Println("ended", cmd.ProcessState.ExitCode())
 			return 1
@@ -177,7 +178,7 @@ func sidecarRank(name string) int {
 	}
 }
 
-// reporter is a sidecartest.TB of a program.
+// reporter is a sidecartest.TB for a program that is not a test.
 type reporter struct {
 	cleanups []func()
 	status   int
@@ -196,10 +197,10 @@ func (r *reporter) end() {
 	}
 }
 
-// hvddVariable tells ranks where the sidecar is.
+// hvddVariable has the path of hvdd.
 const hvddVariable = "GOHVD_E2E_HVDD"
 
-// Ranks with sidecars of their own get sums, and their sidecars read each other's arenas.
+// Ranks with sidecars of their own get correct sums, and their sidecars read each other's arenas.
 func TestSidecars(t *testing.T) {
 	const n = 3
 	j := start(t, n, "sidecar-sums", hvddVariable+"="+hvdd(t))
@@ -208,8 +209,9 @@ func TestSidecars(t *testing.T) {
 	}
 }
 
-// A sidecar that is killed, or whose client is, even where another process has the client's socket, is a rank that fails: the
-// others' operations end with an error that names it, and no process is left.
+// A rank fails if its sidecar is killed or if the sidecar's client is killed, even if another process holds
+// the client's socket. The operations of the other ranks end with an error that names the rank, and no
+// process is left.
 func TestSidecarDeaths(t *testing.T) {
 	path := hvdd(t)
 	for _, c := range []struct{ name, program, victim string }{
@@ -265,8 +267,8 @@ func TestSidecarDeaths(t *testing.T) {
 	}
 }
 
-// One allreduce after another over the ring, each rank with a sidecar of its own: what a training program waits for when it
-// wants one number.
+// BenchmarkSidecarAllreduce measures single allreduces of two ranks, each with a sidecar and a shared-memory
+// ring for its requests. This is the time for which a training program waits when it wants one number.
 func BenchmarkSidecarAllreduce(b *testing.B) {
 	for _, bytes := range []int64{4, 64 << 10, 64 << 20} {
 		b.Run(strconv.FormatInt(bytes, 10), func(b *testing.B) {
@@ -312,7 +314,8 @@ func BenchmarkSidecarAllreduce(b *testing.B) {
 	}
 }
 
-// hvdrun tells its ranks of an hvdd beside it, unless the user has named another, or there is none.
+// hvdrun tells its ranks the path of an executable hvdd in its own directory, unless the user has named
+// another.
 func TestSidecarBesideHvdrun(t *testing.T) {
 	dir := t.TempDir()
 	hvdrun, hvdd := filepath.Join(dir, "hvdrun"), filepath.Join(dir, "hvdd")

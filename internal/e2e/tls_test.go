@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// Encrypted jobs have the results of others, however hvdrun is told to encrypt.
+// An encrypted job has the same results as a plain one, whether --tls or HVD_TLS turns the encryption on.
 func TestTLSResults(t *testing.T) {
 	hash := func(command []string, env ...string) string {
 		t.Helper()
@@ -37,7 +37,7 @@ func TestTLSResults(t *testing.T) {
 		return h
 	}
 	plain := hash(nil)
-	// hvdrunPath is the command's first word: the flag goes between it and -np.
+	// $1 is the path of hvdrun. The shell puts the flag between it and -np.
 	flag := []string{"sh", "-c", `hvdrun=$1; shift; exec "$hvdrun" --tls "$@"`, "sh"}
 	for name, got := range map[string]string{"--tls": hash(flag), "HVD_TLS": hash(nil, "HVD_TLS=1")} {
 		if got != plain {
@@ -46,7 +46,7 @@ func TestTLSResults(t *testing.T) {
 	}
 }
 
-// capture is what goes over the loopback device.
+// capture is a recording of the TCP packets on the loopback device.
 type capture struct {
 	f  *os.File
 	wg sync.WaitGroup
@@ -56,18 +56,18 @@ type capture struct {
 	bytes   int
 }
 
-// packet is one of TCP over IPv4.
+// packet is the payload of a TCP packet over IPv4, with the packet's ports.
 type packet struct {
 	ports [2]int
 	data  []byte
 }
 
-// maxCapture bounds what a capture keeps, in bytes.
+// maxCapture bounds the number of bytes that a capture keeps.
 const maxCapture = 64 << 20
 
 func startCapture(t *testing.T) *capture {
 	t.Helper()
-	ipv4 := binary.NativeEndian.Uint16([]byte{0x08, 0x00}) // in network order
+	ipv4 := binary.NativeEndian.Uint16([]byte{0x08, 0x00}) // EtherType of IPv4 in network order
 	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, int(ipv4))
 	if err != nil {
 		t.Fatal(err)
@@ -97,7 +97,7 @@ func startCapture(t *testing.T) *capture {
 	return c
 }
 
-// keep takes the payload of an IPv4 packet, if it is one of TCP.
+// keep records the payload of an IPv4 packet if it is a TCP packet.
 func (c *capture) keep(ip []byte) {
 	if len(ip) < 20 || ip[9] != unix.IPPROTO_TCP {
 		return
@@ -116,7 +116,7 @@ func (c *capture) keep(ip []byte) {
 	c.packets = append(c.packets, packet{ports, bytes.Clone(data)})
 }
 
-// of gives the packets from or to one of the ports so far, and their bytes.
+// of returns the packets so far from or to one of the ports, and the total size of their payloads.
 func (c *capture) of(ports map[int]bool) (packets []packet, numBytes int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -133,10 +133,10 @@ func (c *capture) stop() {
 	c.wg.Wait()
 }
 
-// Who listens to the network of a plain job sees its tensors, the names of them and those of its processes, and of an encrypted
-// job none of it.
+// The network traffic of a plain job contains its tensors, their names and the name of the job. The traffic
+// of an encrypted job contains none of them.
 func TestTLSHidesTensors(t *testing.T) {
-	testnet.NeedHosts(t) // who may make hosts may listen too
+	testnet.NeedHosts(t) // A user who may create hosts may also capture packets.
 	for _, test := range []struct {
 		name      string
 		env       string
@@ -186,12 +186,14 @@ func TestTLSHidesTensors(t *testing.T) {
 	}
 }
 
-// isClientHello reports whether a packet is a client's first of TLS: a record of a handshake (22) whose message is that (1).
+// isClientHello reports whether data is a TLS ClientHello: a handshake record (type 22) with a message of
+// type 1.
 func isClientHello(data []byte) bool {
 	return len(data) > 5 && data[0] == 22 && data[1] == 3 && data[5] == 1 && int(binary.BigEndian.Uint16(data[3:]))+5 == len(data)
 }
 
-// hasRound looks for a tensor of the program steady: the int64 0, and behind it the number of a round.
+// hasRound reports whether data contains a tensor of the program steady: the int64 0, followed by the number
+// of a round.
 func hasRound(data []byte) bool {
 	for i := 0; i+16 <= len(data); i++ {
 		round := binary.LittleEndian.Uint64(data[i+8:])
@@ -202,12 +204,13 @@ func hasRound(data []byte) bool {
 	return false
 }
 
-// One process that encrypts and others that do not are told so, at once.
+// If only one of two ranks encrypts, the job fails and the error says on which end of the connection HVD_TLS
+// is set.
 func TestTLSOfSome(t *testing.T) {
 	for _, test := range []struct {
 		name  string
-		ranks string // what a rank does before it starts
-		env   string // of hvdrun
+		ranks string // shell command that each rank runs before the program
+		env   string // environment of hvdrun
 		who   string
 	}{
 		{"one rank without", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=0; fi`, "HVD_TLS=1", "(the other end has)"},
@@ -215,7 +218,7 @@ func TestTLSOfSome(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			// hvdrun, -np, 2, program.
+			// The arguments of the shell are hvdrun, -np, 2 and the program.
 			wrap := []string{"sh", "-c", `exec "$1" "$2" "$3" sh -c '` + test.ranks + `; exec "$0"' "$4"`, "sh"}
 			j := startWith(t, wrap, 2, "sums", test.env)
 			if status := j.wait(); status == 0 {
