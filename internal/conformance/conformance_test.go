@@ -17,8 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// The parameters, beside what is computed. How ranks join and whether inputs are wild is not combined in full with the
-// others but changes from case to case.
+// These are the values of the parameters of a case, except for its operation. With -full all values are
+// combined, except that each case has only one way of joining and either wild inputs or not.
 var (
 	rankCounts    = []int{1, 2, 3, 4, 5, 8}
 	elementCounts = []int{0, 1, 7, 64, 1000, 65537}
@@ -34,25 +34,25 @@ var (
 type mode uint8
 
 const (
-	plain   mode = iota // one
-	fused               // several at once, which run as one
-	cached              // one name three times, with other data each time
-	grouped             // several as a group
-	subset              // one, in a process set of some ranks
+	plain   mode = iota // one tensor
+	fused               // several tensors at once, which are fused
+	cached              // one name three times, with different data
+	grouped             // several tensors as a group
+	subset              // one tensor, in a process set of some ranks
 )
 
 func (m mode) String() string { return [...]string{"plain", "fused", "cached", "grouped", "subset"}[m] }
 
-// joining is what ranks have joined before the others submit.
+// joining is whether some ranks have joined before the others submit, and how they take part.
 type joining uint8
 
 const (
 	nobody joining = iota
 	withoutData
-	withNothing // with empty contributions
+	withNothing // with empty contributions (Request.Empty)
 )
 
-// link is how ranks are connected and negotiate.
+// link is a transport and a way to negotiate.
 type link struct {
 	transport testcluster.Transport
 	lockstep  bool
@@ -65,8 +65,9 @@ func (l link) String() string {
 	return l.transport.String() + "/event"
 }
 
-// sensible returns which operations there are: bools have all and any and no arithmetic, Adasum is an allreduce of floats, and
-// what is compressed an allreduce of the wide floats to a half.
+// sensible reports whether an operation exists. Bools have minimum and maximum and no arithmetic. Adasum is
+// an allreduce of floats. Only an allreduce of float32 or float64 can be compressed, to one of the 16-bit
+// floats. A scale must not be NaN.
 func sensible(w what) bool {
 	isFloat := w.dt >= tensor.Float16 && w.dt <= tensor.Float64
 	isHalf := func(dt tensor.DType) bool { return dt == tensor.Float16 || dt == tensor.BFloat16 }
@@ -88,7 +89,7 @@ func sensible(w what) bool {
 // factors are pairs of prescale and postscale.
 var factors = [][2]float64{{1, 1}, {1.5, 1}, {1, 0.3}, {-0.7, 2.5}}
 
-// reductions returns all combinations of the parameters of what reduces, those without sense too.
+// reductions returns all combinations of the parameters of a reduction, also those that do not exist.
 func reductions(factors [][2]float64) iter.Seq[what] {
 	return func(yield func(what) bool) {
 		for _, kind := range []message.Kind{message.Allreduce, message.Reducescatter} {
@@ -107,7 +108,7 @@ func reductions(factors [][2]float64) iter.Seq[what] {
 	}
 }
 
-// operations returns all that have sense.
+// operations returns all operations that exist.
 func operations() []what {
 	var all []what
 	for w := range reductions(factors) {
@@ -123,7 +124,7 @@ func operations() []what {
 	return append(all, what{kind: message.Barrier}, what{kind: message.Join})
 }
 
-// trial is one case: an operation with all parameters.
+// trial is a case: an operation with a value of each parameter.
 type trial struct {
 	what
 	number   int
@@ -140,14 +141,14 @@ func (c *trial) String() string {
 		c.number, c.what, c.ranks, c.elements, c.mode, c.joining, c.inPlace, c.wild)
 }
 
-// script is a trial as all ranks run it.
+// script is a trial, prepared for all ranks.
 type script struct {
 	trial
 	set     topo.ProcessSetID
 	members []topo.Rank
-	// rounds are run one after the other, the jobs of each together.
+	// The jobs of a round are submitted together, one round after the other.
 	rounds [][]*job
-	// joined are the members, by position as a bit, that join before round join.
+	// The members in joined (bit i is member i) join before round number join.
 	joined uint
 	join   int
 	last   agreement
@@ -161,7 +162,8 @@ func global(ranks int) (all []topo.Rank) {
 	return all
 }
 
-// sets returns the process sets of a job: without the first rank, and every other rank.
+// sets returns the additional process sets of a job: all ranks but the first, and every other rank. With one
+// rank, both sets have that rank.
 func sets(ranks int) [][]topo.Rank {
 	all := global(ranks)
 	if ranks == 1 {
@@ -186,7 +188,7 @@ func (c trial) script() *script {
 	rounds, together := 1, 1
 	switch {
 	case c.mode == cached:
-		rounds, s.join = 3, 1 // so that entries of the cache are met with ranks missing
+		rounds, s.join = 3, 1 // Ranks join when the cache has the entry already.
 	case (c.mode == fused || c.mode == grouped) && c.kind != message.Join:
 		together = 3
 	}
@@ -196,7 +198,7 @@ func (c trial) script() *script {
 	return s
 }
 
-// jobs returns those of a round, the second of another size.
+// jobs returns the jobs of a round. The second has another size than the others.
 func (s *script) jobs(round, together int) (jobs []*job) {
 	for i := range together {
 		j := &job{
@@ -214,7 +216,7 @@ func (s *script) jobs(round, together int) (jobs []*job) {
 	return jobs
 }
 
-// run is r's part. Ranks outside the set have none.
+// run runs r's part of the script, if r is a member of the set.
 func (s *script) run(r *testcluster.Rank, heard *frames) {
 	m := slices.Index(s.members, r.Rank)
 	if m < 0 {
@@ -248,7 +250,7 @@ func (s *script) runRound(r *testcluster.Rank, k int, jobs []*job) {
 		r.Fatalf("%v: round %d: %v", &s.trial, k, err)
 	}
 	for i, j := range jobs {
-		_ = r.Wait(ops[i]) // the job may want an error
+		_ = r.Wait(ops[i]) // An error may be the right result.
 		if err := j.check(r, ops[i]); err != nil {
 			r.Fatalf("%v: round %d: %v", &s.trial, k, err)
 		}
@@ -267,7 +269,8 @@ func (s *script) runJoin(r *testcluster.Rank) {
 	}
 }
 
-// checkFrames sees whether the cache was hit and tensors were fused, where a rank other than 0 can tell.
+// checkFrames checks that the cache was hit and that tensors were fused, as far as the frames of ranks other
+// than 0 show it.
 func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 	requests, granted := heard.take(r.Rank, j.name)
 	if r.Rank == 0 {
@@ -288,7 +291,7 @@ func pairwise() map[link][]trial {
 	all := make(map[link][]trial)
 	elementCounts := elementCounts
 	if testing.Short() {
-		elementCounts = elementCounts[:5] // the largest takes most of the time
+		elementCounts = elementCounts[:5] // The largest takes most of the time.
 	}
 	sizes := []int{len(what), len(rankCounts), len(elementCounts), len(modes), len(links), len(joinings), 2, 2}
 	for i, row := range pairs(sizes) {
@@ -301,7 +304,8 @@ func pairwise() map[link][]trial {
 	return all
 }
 
-// everything returns all trials of a number of ranks, in an order that keeps those with the same results together.
+// everything returns all trials with a number of ranks. Trials with the same result follow each other, so
+// that the reference is computed only once for them.
 func everything(ranks int) []trial {
 	var all []trial
 	for _, w := range operations() {
@@ -320,10 +324,10 @@ func everything(ranks int) []trial {
 	return all
 }
 
-// clusterTime is how long one cluster may take for its cases, against hanging.
+// clusterTime bounds the time of one cluster for its trials, to detect a hang.
 const clusterTime = 2 * time.Minute
 
-// runTrials runs trials, all for the same number of ranks, on one cluster.
+// runTrials runs trials on one cluster. All of them must have the same number of ranks.
 func runTrials(t *testing.T, l link, trials []trial) {
 	if len(trials) == 0 {
 		return
@@ -337,7 +341,7 @@ func runTrials(t *testing.T, l link, trials []trial) {
 		Ranks: trials[0].ranks, Transport: l.transport, Sets: sets(trials[0].ranks), OnFrame: heard.hear, Deadline: clusterTime,
 		Config: func(cfg *engine.Config) {
 			if cfg.Lockstep = l.lockstep; l.lockstep {
-				cfg.CycleTime = 20 * time.Microsecond // its default is for real jobs, and too long for thousands
+				cfg.CycleTime = 20 * time.Microsecond // The default is too long for thousands of trials.
 			}
 		},
 	}, func(r *testcluster.Rank) {
@@ -347,7 +351,7 @@ func runTrials(t *testing.T, l link, trials []trial) {
 	})
 }
 
-// Every operation gives the reference's results, however it is run.
+// Every operation gives the reference's result in every mode and on every link.
 func TestConformance(t *testing.T) {
 	if *full {
 		testEverything(t)
@@ -369,7 +373,7 @@ func TestConformance(t *testing.T) {
 	t.Logf("%d cases", count.Load())
 }
 
-// chunks cuts a slice where two neighbours are not alike.
+// chunks cuts a slice between neighbours for which alike returns false.
 func chunks[T any](s []T, alike func(a, b T) bool) iter.Seq[[]T] {
 	return func(yield func([]T) bool) {
 		for len(s) > 0 {
@@ -385,7 +389,7 @@ func chunks[T any](s []T, alike func(a, b T) bool) iter.Seq[[]T] {
 	}
 }
 
-// testEverything runs all combinations: some cases on all links at once, then the next.
+// testEverything runs all combinations: 500 trials on all links in parallel, then the next 500.
 func testEverything(t *testing.T) {
 	const atOnce = 500
 	began, count := time.Now(), 0
@@ -413,7 +417,7 @@ func testEverything(t *testing.T) {
 	t.Logf("%d cases", count)
 }
 
-// What has no sense is refused, at once and by the rank itself.
+// An operation that does not exist is refused by the rank itself when it is submitted.
 func TestRefusals(t *testing.T) {
 	refused := 0
 	testcluster.Run(t, testcluster.Options{Ranks: 1}, func(r *testcluster.Rank) {

@@ -8,16 +8,18 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// frames counts what ranks other than 0 say and hear in the negotiation: that a tensor came from the cache, or was fused,
-// cannot be seen from its result.
+// frames counts what ranks other than 0 send and receive in the negotiation. The result of a tensor does not
+// show whether it came from the cache or was fused; the frames do.
 type frames struct {
 	mu       sync.Mutex
 	requests map[said]int // how often a rank sent a request in full
-	grants   map[said]int // how many tensors were in the grant that a rank was sent in full
-	// log, if not nil, is what each rank was sent in full, in order, a grant in brackets.
+	grants   map[said]int // number of tensors in the grant that described the tensor in full to the rank
+	// log, if not nil, has the grants with responses in full that each rank received, in order and each in
+	// brackets.
 	log map[topo.Rank]string
 }
 
+// said is a tensor at a rank.
 type said struct {
 	rank topo.Rank
 	name string
@@ -27,7 +29,7 @@ func newFrames() *frames {
 	return &frames{requests: make(map[said]int), grants: make(map[said]int)}
 }
 
-// hear is a testcluster.Options.OnFrame.
+// hear implements testcluster.Options.OnFrame.
 func (f *frames) hear(from, to topo.Rank, frame []byte) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -67,7 +69,7 @@ func (f *frames) hearDown(to topo.Rank, frame []byte) {
 	}
 }
 
-// grantText names the tensors of a grant.
+// grantText returns the names of the tensors that a grant describes in full.
 func grantText(g message.Grant) string {
 	var names []string
 	for _, r := range g.Full {
@@ -76,7 +78,7 @@ func grantText(g message.Grant) string {
 	return fmt.Sprint(names)
 }
 
-// take returns what was counted for a tensor at a rank, and forgets it.
+// take returns the counts of a tensor at a rank and resets them.
 func (f *frames) take(rank topo.Rank, name string) (requests, granted int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -15,9 +15,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// A set's operations take exactly as long whether another set is idle, works, or waits for a rank. Two ranks are in both
-// sets, one of which is the other's lowest, and the coordinator is in neither or in both. (Lock-step does not promise
-// this: its cycles are all ranks'.)
+// The operations of a process set take exactly as long whether another set is idle, works, or waits for a
+// rank. Two ranks are in both sets and one of them is the lowest rank of the second set; the coordinator is
+// in neither set or in both. (Lock-step does not promise this, because all ranks take part in its cycles.)
 func TestProcessSetsAreIndependent(t *testing.T) {
 	for _, sets := range [][][]topo.Rank{
 		{{1, 2, 3}, {2, 3, 4}},
@@ -41,7 +41,7 @@ func TestProcessSetsAreIndependent(t *testing.T) {
 	}
 }
 
-// fixedSequence returns operations of every kind, some again from the cache.
+// fixedSequence returns operations of every kind. Names repeat, so that the cache knows some of them.
 func fixedSequence() []*job {
 	var jobs []*job
 	for i := range 12 {
@@ -58,17 +58,18 @@ func fixedSequence() []*job {
 	return jobs
 }
 
-// timesOf runs the fixed sequence on set 1, over links of a millisecond, and other on set 2. It gives the times, since the
-// beginning, at which its operations ended, rank by rank. Unless it is idle the other set must last longer.
+// timesOf runs the fixed sequence on set 1 and other on set 2, over links with a latency of 1 ms. It returns
+// the times at which the operations of set 1 ended, since the beginning, rank by rank. It fails the test if
+// other ends before the sequence does.
 func timesOf(t *testing.T, sets [][]topo.Rank, other func(r *testcluster.Rank, stop <-chan struct{})) []time.Duration {
 	const ranks = 5
 	var (
 		times [ranks][]time.Duration
-		ended [ranks]time.Duration // of the other set
+		ended [ranks]time.Duration // when the ranks of the other set were done
 	)
 	synctest.Test(t, func(t *testing.T) {
 		began := time.Now()
-		at := func(d time.Duration) { time.Sleep(time.Until(began.Add(d))) } // in the bubble
+		at := func(d time.Duration) { time.Sleep(time.Until(began.Add(d))) } // in the fake time of synctest
 		jobs := fixedSequence()
 		for _, j := range jobs {
 			j.set, j.members = 1, sets[0]
@@ -77,7 +78,7 @@ func timesOf(t *testing.T, sets [][]topo.Rank, other func(r *testcluster.Rank, s
 		var left atomic.Int64
 		left.Store(int64(len(sets[0])))
 		testcluster.Run(t, testcluster.Options{Ranks: ranks, Latency: time.Millisecond, Sets: sets}, func(r *testcluster.Rank) {
-			at(100 * time.Millisecond) // all ranks are connected
+			at(100 * time.Millisecond) // All ranks are connected by now.
 			var work sync.WaitGroup
 			if other != nil && slices.Contains(sets[1], r.Rank) {
 				work.Go(func() {
@@ -94,7 +95,7 @@ func timesOf(t *testing.T, sets [][]topo.Rank, other func(r *testcluster.Rank, s
 					close(stop)
 				}
 			}()
-			at(120 * time.Millisecond) // the other set is in the midst of it
+			at(120 * time.Millisecond) // The other set is at work by now.
 			for _, j := range jobs {
 				op := j.submission(r)
 				r.Do(op)
@@ -110,7 +111,7 @@ func timesOf(t *testing.T, sets [][]topo.Rank, other func(r *testcluster.Rank, s
 	return all
 }
 
-// busy reduces one tensor after the other.
+// busy runs one allreduce after the other.
 func busy(r *testcluster.Rank, _ <-chan struct{}) {
 	for i := range 100 {
 		op := testcluster.Allreduce(fmt.Sprint("x", i%7), tensor.Int64, tensor.Shape{10}, tensor.Sum, make([]byte, 80))
@@ -118,7 +119,7 @@ func busy(r *testcluster.Rank, _ <-chan struct{}) {
 	}
 }
 
-// crowded submits at once much that cannot be fused, so that many grants are unfinished.
+// crowded submits many alltoalls at once. They cannot be fused, so many grants are unfinished at a time.
 func crowded(r *testcluster.Rank, _ <-chan struct{}) {
 	rows := int64(100 * len(r.Members(2)))
 	for range 5 {
@@ -131,7 +132,7 @@ func crowded(r *testcluster.Rank, _ <-chan struct{}) {
 	}
 }
 
-// stuck waits in a barrier for one rank, which comes when everything else is over.
+// stuck waits at a barrier for the last rank of the set, which enters it when the other set is done.
 func stuck(r *testcluster.Rank, stop <-chan struct{}) {
 	if members := r.Members(2); r.Rank == members[len(members)-1] {
 		<-stop

@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// hash mixes numbers to 64 bits that look random (the finalizer of splitmix64, after each).
+// hash mixes numbers to 64 bits that look random. It applies the finalizer of splitmix64 after each number.
 func hash(numbers ...uint64) uint64 {
 	h := uint64(0x9e3779b97f4a7c15)
 	for _, n := range numbers {
@@ -18,19 +18,19 @@ func hash(numbers ...uint64) uint64 {
 	return h
 }
 
-// fraction returns a number from 0 to 1, 1 excluded, with as many bits as a float64 has.
+// fraction returns a number from 0 up to but not including 1, with as many bits as a float64 has.
 func fraction(h uint64) float64 { return float64(h>>11) / (1 << 53) }
 
-// source is a formula for the inputs of all members: of member m, element i is a function of seed, m and i.
+// source is a formula for the inputs of all members: element i of member m is a function of seed, m and i.
 type source struct {
 	dt   tensor.DType
-	op   tensor.ReduceOp // NoReduce where elements are only moved
+	op   tensor.ReduceOp // NoReduce if elements are only moved
 	seed uint64
-	// wild adds numbers at the edges: extremes, infinities, NaNs, zeros of both signs.
+	// wild adds extreme numbers: the largest, the smallest, infinities, NaNs, zeros of both signs.
 	wild bool
 }
 
-// normal returns s with one operation for all that have the same inputs.
+// normal returns s with op replaced by one representative of all reductions that get the same inputs.
 func (s source) normal() source {
 	if s.op != tensor.NoReduce && s.op != tensor.Product && s.op != tensor.Adasum || s.op != tensor.NoReduce && !s.dt.IsFloat() {
 		s.op = tensor.Sum
@@ -60,7 +60,7 @@ func (s source) bytes(m, elements int) []byte {
 	}
 }
 
-// raw returns any bytes, except that bools are 0 or 1.
+// raw returns n pseudorandom bytes. The bytes of bools are 0 or 1.
 func (s source) raw(m, n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -72,13 +72,15 @@ func (s source) raw(m, n int) []byte {
 	return b
 }
 
-// int returns small, or if wild any number, and each eighth the largest or smallest of the type.
+// int returns a small number. If s is wild, it returns any number of the type, of which one in eight is the
+// smallest and one in eight the largest.
 func (s source) int(m, i int) int64 {
 	h := hash(s.seed, uint64(m), uint64(i))
 	lo, hi := limits(s.dt)
 	switch {
 	case s.dt == tensor.Bool:
-		// One member in four differs from the others, or all and any would nearly always be false and true.
+		// One member in four differs from the others. Otherwise the minimum would nearly always be false and
+		// the maximum true.
 		x := int64(i & 1)
 		if h%4 == 0 {
 			x = 1 - x
@@ -95,8 +97,9 @@ func (s source) int(m, i int) int64 {
 	}
 }
 
-// float returns a number of ordinary size before it is rounded to the type: up to 8 for sums, near 1 for products, which must
-// neither overflow nor underflow. Vectors for Adasum have something in common, or its factors would all be near 1.
+// float returns a number of ordinary size, before it is rounded to the type. It is below 8 for sums, and near
+// 1 for products, so that they neither overflow nor underflow. The vectors of an Adasum have a common part,
+// because its factors would all be near 1 otherwise.
 func (s source) float(m, i int) float64 {
 	h := hash(s.seed, uint64(m), uint64(i))
 	sign := float64(int(h&1)*2 - 1)
@@ -114,10 +117,11 @@ func (s source) float(m, i int) float64 {
 	}
 }
 
-// edge has what is easily got wrong. Where sums overflow, or infinities meet, every order of additions does the same.
+// edge returns a number for which implementations easily give a wrong result. If sums overflow or infinities
+// of both signs meet, the result is the same in every order of additions.
 func (s source) edge(m, i int) float64 {
 	f := formats[s.dt]
-	special := uint64(m) == hash(s.seed, uint64(i))%4 // one member of the first four, if there are so many
+	special := uint64(m) == hash(s.seed, uint64(i))%4 // at most one member, one of the first four
 	pick := func(x, others float64) float64 {
 		if special {
 			return x

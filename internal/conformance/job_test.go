@@ -17,7 +17,7 @@ import (
 // what is an operation without its data.
 type what struct {
 	kind message.Kind
-	// uneven alltoalls give each member another number of rows.
+	// uneven alltoalls give each member a different number of rows.
 	uneven bool
 	reduction
 }
@@ -39,22 +39,24 @@ func (w what) String() string {
 	return s
 }
 
-// job is one operation of all members of a process set: it knows what each of them submits, and must get.
+// job is one operation of all members of a process set. It knows the input of each member, and its right
+// result.
 type job struct {
 	what
 	name     string
 	set      topo.ProcessSetID
 	members  []topo.Rank
-	elements int // about as many has each member
+	elements int // approximate number of elements of each member
 	seed     uint64
 	lead     uint64 // chooses the root
 	wild     bool
 	inPlace  bool
-	// joined are the members, by position as a bit, that have joined before. Empty says how.
+	// The members in joined (bit i is member i) have joined before. If empty is set, they contribute empty
+	// tensors.
 	joined uint
 	empty  bool
 
-	same agreement // of what all members must have the same of
+	same agreement // compares results that must be the same for all members
 }
 
 func (j *job) String() string {
@@ -62,7 +64,7 @@ func (j *job) String() string {
 		j.what, j.name, j.elements, j.members, j.inPlace, j.wild, j.joined, j.empty, j.seed)
 }
 
-// agreement compares what the members have with what the first of them has.
+// agreement checks that all members have the same bytes as the first that calls check.
 type agreement struct {
 	mu    sync.Mutex
 	first []byte
@@ -99,11 +101,11 @@ func (j *job) root() int {
 	return all[j.lead%uint64(len(all))]
 }
 
-// width returns the elements of a row.
+// width returns the number of elements in a row.
 func (j *job) width() int {
 	switch {
 	case j.elements == 0 && j.uneven:
-		return 0 // rows without elements can be counted, and that is all
+		return 0 // rows without elements, of which only the number matters
 	case j.elements%4 == 0:
 		return 4
 	default:
@@ -130,14 +132,14 @@ func (j *job) rows(m int) int {
 
 func (j *job) shape(m int) tensor.Shape { return tensor.Shape{int64(j.rows(m)), int64(j.width())} }
 
-// input returns what member m submits. It must not be changed.
+// input returns what member m submits. The caller must not change it.
 func (j *job) input(m int) []byte {
 	elements := j.rows(m) * j.width()
 	s := source{dt: j.dt, op: j.op, seed: j.seed, wild: j.wild}.normal()
 	return inputs.get(inputKey{s, m, elements}, func() []byte { return s.bytes(m, elements) })
 }
 
-// splits returns how many rows of an uneven alltoall member m gives to each.
+// splits returns how many rows of an alltoall member m sends to each member.
 func (j *job) splits(m int) []int {
 	n, left := len(j.members), j.rows(m)
 	each, more := left/n, left%n
@@ -149,10 +151,10 @@ func (j *job) splits(m int) []int {
 		switch k := (m + i) % n; {
 		case !j.uneven:
 			splits[i] = each
-		case !j.inPlace: // some rows stay
+		case !j.inPlace: // Some rows are not sent.
 			splits[i] = int(hash(j.seed, uint64(m), uint64(i)) % uint64(left/2+1))
 			left -= splits[i]
-		case k == 0: // in place everybody must get as much as it gives
+		case k == 0: // In place, every member must receive as many rows as it sends.
 			splits[i] = each + more
 		case k == 1:
 			splits[i] = each - each/2
@@ -163,7 +165,7 @@ func (j *job) splits(m int) []int {
 	return splits
 }
 
-// submission returns what r, a member that takes part, submits.
+// submission returns the operation that r submits. r must be a member that takes part.
 func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 	m := slices.Index(j.members, r.Rank)
 	input := bytes.Clone(j.input(m))
@@ -201,7 +203,7 @@ func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 	return op
 }
 
-// check holds the result of r's op against the reference.
+// check compares the result of r's op with the reference.
 func (j *job) check(r *testcluster.Rank, op *testcluster.Op) error {
 	if err := j.checkResult(slices.Index(j.members, r.Rank), op); err != nil {
 		return fmt.Errorf("%v: %w", j, err)
@@ -235,7 +237,7 @@ func (j *job) checkResult(m int, op *testcluster.Op) error {
 	return j.checkReduced(m, op.Output)
 }
 
-// refusal says why member m must get an error, or is empty.
+// refusal returns the reason why member m must get an error, or "".
 func (j *job) refusal(m int) string {
 	if j.joined != 0 && !j.empty && j.kind.MovesData() && j.kind != message.Allreduce {
 		return "members have joined"
@@ -259,7 +261,8 @@ func (j *job) checkLast(op *testcluster.Op) error {
 	return j.same.check([]byte(fmt.Sprint(op.Last())))
 }
 
-// moved returns what member m must get where elements are only moved, and of an alltoall how many rows from each.
+// moved returns the right result of member m for an operation that only moves elements; for an alltoall, also
+// the number of rows from each member.
 func (j *job) moved(m int) (out []byte, received []int64) {
 	switch j.kind {
 	case message.Broadcast:
@@ -300,7 +303,7 @@ func (j *job) checkMoved(m int, op *testcluster.Op) error {
 	return nil
 }
 
-// reduced is the result of a reduction: of integers or of floats.
+// reduced is the result of a reduction, either of integers or of floats.
 type reduced struct {
 	ints   []int64
 	floats []interval
@@ -331,7 +334,8 @@ func (j *job) checkReduced(m int, out []byte) error {
 	return nil
 }
 
-// part returns which elements of a reducescatter member m gets: the rows are dealt evenly, the first members have one more.
+// part returns the range of elements that member m gets from a reducescatter. Each member gets the same
+// number of rows, and the first members get one more if they do not divide evenly.
 func (j *job) part(m int) (from, to int) {
 	n, rows := len(j.members), j.rows(m)
 	for i := range m + 1 {
@@ -370,18 +374,19 @@ func (j *job) reduce() reduced {
 	}
 }
 
-// Inputs and the results of reductions are kept for a while: many jobs differ only in how they are run.
+// The latest inputs and results of reductions are kept, because many jobs differ only in how they are run.
 var (
 	inputs  memo[inputKey, []byte]
 	results memo[resultKey, reduced]
 )
 
+// inputKey is everything that the input of a member depends on.
 type inputKey struct {
 	source
 	member, elements int
 }
 
-// resultKey is all that the result of a reduction depends on.
+// resultKey is everything that the result of a reduction depends on.
 type resultKey struct {
 	reduction
 	elements, members int
@@ -390,13 +395,14 @@ type resultKey struct {
 	wild              bool
 }
 
-// result returns what the reduction gives.
+// result returns the reference result of the reduction.
 func (j *job) result() reduced {
 	key := resultKey{j.reduction, j.rows(0) * j.width(), len(j.members), j.joined, j.seed, j.wild}
 	return results.get(key, j.reduce)
 }
 
-// memo keeps what was computed last. Each is computed once, while others wait who want it too.
+// memo keeps up to a hundred computed values. If several goroutines want the same value, one computes it and
+// the others wait.
 type memo[K comparable, V any] struct {
 	mu  sync.Mutex
 	all map[K]func() V
@@ -417,8 +423,8 @@ func (m *memo[K, V]) get(key K, compute func() V) V {
 	return known()
 }
 
-// joiners returns members, by position as a bit, that may join: not all of them, the first or the last, and if there are many
-// one more.
+// joiners returns the members that may join, as bits: never all of them. It returns the first or the last
+// member, and the second one too if there are more than three.
 func joiners(members int, which uint64) uint {
 	if members == 1 {
 		return 0

@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// configuration is how a job is set up. None of it may change an answer, except that sums of floats may be formed in
+// configuration is how a job is set up. It may change no result, except that sums of floats may be added in
 // another order.
 type configuration struct {
 	link               link
@@ -38,7 +38,8 @@ func (c configuration) apply(cfg *engine.Config) {
 	}
 }
 
-// configurations returns all, or some in which any two settings have every pair of values.
+// configurations returns one configuration for each row that rows returns. With product these are all
+// configurations; with pairs, some in which any two settings have every pair of values.
 func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
 	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2}) {
@@ -47,7 +48,7 @@ func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	return all
 }
 
-// product returns all rows of a table.
+// product returns all rows of a table with values from 0 to sizes[a]-1 in column a.
 func product(sizes []int) [][]int {
 	rows := [][]int{nil}
 	for _, n := range sizes {
@@ -62,8 +63,8 @@ func product(sizes []int) [][]int {
 	return rows
 }
 
-// A random program gives the reference's answers in every configuration, and the same bits in all that are deterministic.
-// Programs meet some configurations each, and with -full one program meets all.
+// A random program gives the reference's results in every configuration, and the same bits in all
+// deterministic ones. Each program runs in some configurations; with -full one program runs in all.
 func TestSameAnswersInEveryConfiguration(t *testing.T) {
 	seed := pickSeed(t)
 	if *full {
@@ -79,8 +80,8 @@ func TestSameAnswersInEveryConfiguration(t *testing.T) {
 }
 
 func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
-	// The answers of deterministic configurations: the first, and the first with each size of segments, by which Adasum's
-	// products are added.
+	// Deterministic configurations are compared with the first of them. For Adasum they are compared with the
+	// first that has the same segment size, because the order in which Adasum adds products depends on it.
 	var first answers
 	bySegments := make(map[int]answers)
 	for i, c := range configurations {
@@ -105,8 +106,8 @@ func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
 	}
 }
 
-// In deterministic mode a reduction has the same bits whatever arrives when, and so whatever is fused and in how many
-// cycles.
+// In deterministic mode the bits of a reduction do not depend on the order in which requests arrive, and so
+// neither on the fusion nor on the number of cycles.
 func TestDeterministicWhateverArrivesWhen(t *testing.T) {
 	seed := pickSeed(t)
 	for name, fit := range map[string]func(w what) bool{

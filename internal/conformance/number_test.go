@@ -8,9 +8,9 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// format is a binary floating-point format, whose numbers are a subset of float64's.
+// format is a binary floating-point format. Its numbers are a subset of float64's.
 type format struct {
-	precision int // bits, with the one before the point
+	precision int // bits of the significand, the one before the point included
 	least     int // the smallest positive number is 2^least
 	largest   float64
 }
@@ -25,11 +25,11 @@ var formats = [...]format{
 // unit returns the largest relative error of rounding to f.
 func (f format) unit() float64 { return math.Ldexp(1, -f.precision) }
 
-// tiny returns the smallest positive number.
+// tiny returns the smallest positive number of f.
 func (f format) tiny() float64 { return math.Ldexp(1, f.least) }
 
-// round returns x rounded to nearest, ties to even: to a multiple of its last place, which is an integer if x is counted in
-// these.
+// round returns x rounded to the nearest number of f, ties to even. It scales x by its last place, so that
+// rounding to an integer does it.
 func (f format) round(x float64) float64 {
 	if x == 0 || math.IsInf(x, 0) || math.IsNaN(x) {
 		return x
@@ -43,10 +43,10 @@ func (f format) round(x float64) float64 {
 	return r
 }
 
-// bits16 returns how a number of a 16-bit format is stored.
+// bits16 returns the encoding of x in a 16-bit format.
 func (f format) bits16(x float64) uint16 {
 	fraction := f.precision - 1
-	special := uint16(1)<<(15-fraction) - 1 // the exponent of infinities and NaNs
+	special := uint16(1)<<(15-fraction) - 1 // exponent of infinities and NaNs
 	var sign uint16
 	if math.Signbit(x) {
 		sign, x = 1<<15, -x
@@ -57,7 +57,8 @@ func (f format) bits16(x float64) uint16 {
 	case math.IsInf(x, 0):
 		return sign | special<<fraction
 	}
-	// In units of the smallest number subnormals are their own bits; each further power of two is one more exponent.
+	// Counted in units of the smallest positive number, a subnormal is its own encoding. Each further power
+	// of two adds one to the exponent.
 	units, exponent := math.Ldexp(x, -f.least), 0
 	if _, exp := math.Frexp(units); exp > f.precision {
 		exponent = exp - f.precision
@@ -66,7 +67,7 @@ func (f format) bits16(x float64) uint16 {
 	return sign | (uint16(exponent)<<fraction + uint16(units))
 }
 
-// from16 returns the number that is stored as bits.
+// from16 returns the number that bits encodes.
 func (f format) from16(bits uint16) float64 {
 	fraction := f.precision - 1
 	special := uint16(1)<<(15-fraction) - 1
@@ -88,7 +89,7 @@ func (f format) from16(bits uint16) float64 {
 	return x
 }
 
-// encodeFloats stores numbers of dt.
+// encodeFloats returns the bytes of numbers of type dt.
 func encodeFloats(dt tensor.DType, v []float64) []byte {
 	b := make([]byte, 0, len(v)*dt.Size())
 	for _, x := range v {
@@ -104,7 +105,7 @@ func encodeFloats(dt tensor.DType, v []float64) []byte {
 	return b
 }
 
-// decodeFloats returns the inverse.
+// decodeFloats is the inverse of encodeFloats.
 func decodeFloats(dt tensor.DType, b []byte) []float64 {
 	v := make([]float64, len(b)/dt.Size())
 	for i := range v {
@@ -120,7 +121,7 @@ func decodeFloats(dt tensor.DType, b []byte) []float64 {
 	return v
 }
 
-// widths are the whole types: their bits, and whether they have a sign. A bool is 0 or 1.
+// widths has the width of each integer type in bits, and whether it is signed. A bool is 0 or 1.
 var widths = [...]struct {
 	bits   int
 	signed bool
@@ -143,7 +144,7 @@ func limits(dt tensor.DType) (lo, hi int64) {
 	return 0, 1<<w.bits - 1
 }
 
-// wrap returns x modulo 2 to the bits of dt.
+// wrap returns x modulo 2^n, where n is the number of bits of dt, as a number of dt.
 func wrap(dt tensor.DType, x int64) int64 {
 	w := widths[dt]
 	if w.signed {
@@ -186,7 +187,8 @@ func decodeInts(dt tensor.DType, b []byte) []int64 {
 	return v
 }
 
-// The reference's formats are IEEE 754's: known numbers, ties, limits, and every pattern of 16 bits there and back.
+// The reference's formats agree with IEEE 754 for known numbers, ties and limits. Every pattern of 16 bits is
+// the same after decoding and encoding.
 func TestFormats(t *testing.T) {
 	for _, c := range []struct {
 		dt   tensor.DType
@@ -228,7 +230,7 @@ func TestFormats(t *testing.T) {
 			}
 		}
 	}
-	for x := 1e-44; x < 1e38; x *= 1.37 { // Go's conversion is another witness
+	for x := 1e-44; x < 1e38; x *= 1.37 { // Go's own conversion must agree.
 		if got := formats[tensor.Float32].round(x); got != float64(float32(x)) {
 			t.Errorf("%v is rounded to float32 %v, want %v", x, got, float32(x))
 		}

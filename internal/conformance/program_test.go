@@ -16,8 +16,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// program is a random sequence of operations of all ranks. In each round a rank submits its part in an order of its own
-// and then waits for all of it; ranks do not wait for each other between rounds.
+// program is a random sequence of operations of all ranks. In each round a rank submits its part in an order
+// of its own and then waits for all of it. Ranks do not wait for each other between rounds.
 type program struct {
 	ranks  int
 	sets   [][]topo.Rank // members of the sets 0, 1, 2 ...
@@ -25,7 +25,8 @@ type program struct {
 	jobs   int
 }
 
-// unit is what a rank submits by one call: tensors of one set, a group if it has a name, or a join.
+// unit is what a rank submits by one call: a tensor of a process set, a group of tensors if it has a name, or
+// a join.
 type unit struct {
 	set   topo.ProcessSetID
 	jobs  []*job
@@ -34,7 +35,8 @@ type unit struct {
 	join  *joint
 }
 
-// joint is a join of a process set: members, by position as a bit, that join without having taken part in the round.
+// joint is a join of a process set. The members in joined (bit i is member i) join without taking part in the
+// round.
 type joint struct {
 	joined uint
 	empty  bool
@@ -45,28 +47,30 @@ type joint struct {
 type author struct {
 	*rand.Rand
 	p *program
-	// kinds are the operations of the program: so few that many tensors can be fused, and pairs that differ in one
-	// parameter, which must not be.
+	// kinds are the operations of the program. They are few, so that many tensors can be fused; some differ
+	// from each other in one parameter only and must not be fused.
 	kinds []kin
 	// fresh gives every tensor a name of its own.
 	fresh bool
-	// names has what was last done by a name, to be repeated: that is what a cache is for.
+	// names has the last operation of each name. Most operations repeat it, so that the cache has work.
 	names map[string]habit
 }
 
+// habit is the operation that was last submitted under a name.
 type habit struct {
 	kin
 	elements int
 	inPlace  bool
 }
 
-// kin are two operations that differ in one parameter, if there are such.
+// kin is an operation, and a sibling that differs from it in one parameter. If there is none, sibling is the
+// operation itself.
 type kin struct {
 	what
 	sibling what
 }
 
-// kinship counts in how many parameters two operations differ.
+// kinship returns the number of parameters in which two operations differ.
 func kinship(a, b what) int {
 	return boolInt(a.kind != b.kind) + boolInt(a.uneven != b.uneven) + boolInt(a.dt != b.dt) + boolInt(a.op != b.op) +
 		boolInt(a.wire != b.wire) + boolInt(a.pre != b.pre || a.post != b.post)
@@ -74,7 +78,8 @@ func kinship(a, b what) int {
 
 const programRanks = 5
 
-// write makes a program of at least so many operations, of twice so many kinds among choices; the same from the same seed.
+// write returns a program of at least the given number of operations. They are of that many kinds, drawn from
+// choices, and of the sibling of each. The same seed gives the same program.
 func write(seed uint64, operations, kinds int, choices []what, fresh bool) *program {
 	p := &program{ranks: programRanks}
 	p.sets = append([][]topo.Rank{global(p.ranks)}, sets(p.ranks)...)
@@ -94,7 +99,7 @@ func write(seed uint64, operations, kinds int, choices []what, fresh bool) *prog
 	return p
 }
 
-// round has up to 30 units, each name at most once in a set.
+// round returns up to 30 units and joins. Each name is at most once in a set.
 func (a *author) round() []*unit {
 	var units []*unit
 	joints := make([]*joint, len(a.p.sets))
@@ -167,7 +172,7 @@ func (a *author) unit(set topo.ProcessSetID, used map[string]bool, join *joint) 
 	return u
 }
 
-// answers are the results by number of job and rank, nil where there is none.
+// answers are results, indexed by job number and rank. An element is nil if there is no result.
 type answers [][][]byte
 
 func (p *program) newAnswers() answers {
@@ -178,8 +183,8 @@ func (p *program) newAnswers() answers {
 	return all
 }
 
-// run is r's part: checked against the reference, and written to got. order makes the order of submissions, another for
-// each rank; pause is called now and then between them.
+// run runs r's part, checks each result against the reference, and writes it to got. The order of submissions
+// depends on order and on the rank. run calls pause at random between submissions.
 func (p *program) run(r *testcluster.Rank, order uint64, got answers, pause func(random *rand.Rand)) {
 	random := rand.New(rand.NewPCG(order, uint64(r.Rank)))
 	for _, units := range p.rounds {
@@ -189,7 +194,8 @@ func (p *program) run(r *testcluster.Rank, order uint64, got answers, pause func
 				mine = append(mine, u)
 			}
 		}
-		// What a set's join ends comes before it.
+		// A rank submits the join of a set last, because after it the rank can submit nothing more to that
+		// set in this round.
 		random.Shuffle(len(mine), func(i, k int) { mine[i], mine[k] = mine[k], mine[i] })
 		slices.SortStableFunc(mine, func(a, b *unit) int {
 			return boolInt(a.join != nil) - boolInt(b.join != nil)
@@ -223,7 +229,7 @@ func (p *program) runRound(r *testcluster.Rank, units []*unit, random *rand.Rand
 			continue
 		}
 		for k, op := range submitted[i] {
-			_ = r.Wait(op) // the job may want an error
+			_ = r.Wait(op) // An error may be the right result.
 			r.Must(u.jobs[k].check(r, op))
 			if op.Err == nil {
 				got[u.first+k][r.Rank] = op.Output
@@ -232,7 +238,7 @@ func (p *program) runRound(r *testcluster.Rank, units []*unit, random *rand.Rand
 	}
 }
 
-// ops returns what r submits of u: nothing of what it has joined before.
+// ops returns what r submits of u. It leaves out the operations for which r has already joined.
 func (u *unit) ops(r *testcluster.Rank) []*testcluster.Op {
 	if u.join != nil {
 		op := testcluster.Over(u.set, testcluster.Join("join"))
@@ -251,13 +257,14 @@ func (u *unit) ops(r *testcluster.Rank) []*testcluster.Op {
 	return ops
 }
 
-// yield lets others run.
+// yield lets other goroutines run.
 func yield(*rand.Rand) { runtime.Gosched() }
 
-// sleep is for a bubble, where it costs nothing.
+// sleep pauses for up to 3 ms in the fake time of synctest, which costs no real time.
 func sleep(random *rand.Rand) { time.Sleep(time.Duration(random.IntN(3000)) * time.Microsecond) }
 
-// sameBits compares the answers of those jobs that it is to. A NaN need only be one.
+// sameBits fails the test if a and b differ in the result of a job that compare selects. NaNs may differ in
+// their bits.
 func (p *program) sameBits(t *testing.T, a, b answers, compare func(j *job) bool) {
 	for _, units := range p.rounds {
 		for _, u := range units {
@@ -279,6 +286,7 @@ func (p *program) sameBits(t *testing.T, a, b answers, compare func(j *job) bool
 
 func clip(b []byte) []byte { return b[:min(len(b), 64)] }
 
+// sameButNaNs reports whether a and b are equal except for the bits of NaNs.
 func sameButNaNs(dt tensor.DType, a, b []byte) bool {
 	if !dt.IsFloat() || len(a) != len(b) {
 		return false
@@ -292,12 +300,12 @@ func sameButNaNs(dt tensor.DType, a, b []byte) bool {
 	return true
 }
 
-// choices returns the operations that fit.
+// choices returns the operations other than join for which fit returns true.
 func choices(fit func(w what) bool) []what {
 	return slices.DeleteFunc(operations(), func(w what) bool { return w.kind == message.Join || !fit(w) })
 }
 
-// pickSeed returns the seed that was asked for, or a new one.
+// pickSeed returns the seed of the flag, or a new one, and logs it.
 func pickSeed(t *testing.T) uint64 {
 	s := *seed
 	if s == 0 {
