@@ -1,5 +1,5 @@
-// Package pythontest runs the tests of the Python package as its users run programs: under hvdrun, with real sidecars, PyTorch
-// and numpy.
+// Package pythontest runs the tests of the Python package in the way users run programs: under hvdrun, with
+// real sidecars, PyTorch and numpy.
 package pythontest
 
 import (
@@ -23,7 +23,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// The programs of this module that the tests use.
+// hvdrun and hvdd are the paths of these programs, which TestMain builds.
 var hvdrun, hvdd string
 
 func TestMain(m *testing.M) {
@@ -44,11 +44,11 @@ func TestMain(m *testing.M) {
 	}())
 }
 
-// withoutRanks are the modules whose tests have nothing to do with other ranks.
+// withoutRanks are the test modules that need no other ranks. They run on one rank only.
 var withoutRanks = []string{"test_core_arena", "test_core_exit", "test_core_wheel", "test_core_wire"}
 
-// pythonLimit is for the Python tests at one number of ranks. They are bounded themselves; this is for what gets stuck outside of
-// them.
+// pythonLimit bounds the Python tests at one number of ranks. Each test has a limit of its own; this one ends
+// what hangs outside of the tests.
 const pythonLimit = 5 * time.Minute
 
 // python returns the directory of the Python package.
@@ -61,12 +61,12 @@ func python(t testing.TB) string {
 	return dir
 }
 
-// job returns hvdrun with a Python program on n ranks, as it runs in a checkout.
+// job returns the command that runs a Python program on n ranks under hvdrun, from this checkout.
 func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
 	t.Cleanup(cancel)
-	// A rank may wait for another that has tests of its own to do first.
+	// The start timeout is this long because a rank may wait for another that still runs tests of its own.
 	flags := []string{"-np", fmt.Sprint(n), "--start-timeout", fmt.Sprint(pythonLimit.Seconds()), testnet.Python}
 	cmd := exec.CommandContext(ctx, hvdrun, append(flags, args...)...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
@@ -76,8 +76,9 @@ func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// All tests of the Python package pass on 1 and 3 ranks (make test-python runs them on 2 too). Each rank starts a sidecar. They are
-// one program: to import torch takes longer than most files of tests.
+// All tests of the Python package pass on 1 and 3 ranks (make test-python runs them on 2 too). Each rank
+// starts a sidecar. All test files run in one program, because importing torch takes longer than most of
+// them.
 func TestPython(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
 	if err != nil || len(files) == 0 {
@@ -100,7 +101,7 @@ func TestPython(t *testing.T) {
 			if err != nil || strings.Count(string(out), ":Ran ") != n {
 				t.Fatalf("%v\n%s", err, out)
 			}
-			// One that ran none of a file has tested nothing of it.
+			// If a module is not in the output, no test of its file ran.
 			for _, module := range modules {
 				if !strings.Contains(string(out), "("+module+".") {
 					t.Errorf("no test of %s was run\n%s", module, out)
@@ -110,7 +111,8 @@ func TestPython(t *testing.T) {
 	}
 }
 
-// pythonVictim works until an error comes, which it prints. Rank 1 first does to itself what the test says.
+// pythonVictim runs allreduces until one fails, and prints the error. After some steps rank 1 kills its
+// sidecar or itself, as the argument says.
 const pythonVictim = `
 import os, signal, sys, time
 import torch
@@ -140,8 +142,9 @@ except hvd.HorovodInternalError as e:
     del loader
 `
 
-// A rank whose sidecar is killed hears of it with the cause, and the others hear that the rank has failed. So they do when a
-// trainer is killed, although its forked workers still hold its connection.
+// If a rank's sidecar is killed, the rank gets an error with the cause, and the other rank gets an error that
+// names it. The other rank gets such an error too if a trainer is killed, although the trainer's forked
+// workers still hold its connection.
 func TestPythonKilled(t *testing.T) {
 	testnet.NeedTorch(t)
 	for _, victim := range []string{"sidecar", "trainer"} {
@@ -158,7 +161,7 @@ func TestPythonKilled(t *testing.T) {
 			if victim == "sidecar" && !strings.Contains(text, "was killed by SIGKILL") {
 				t.Errorf("rank 1 has not heard how its sidecar ended: %v\n%s", err, text)
 			}
-			// Not the imports, which a busy machine takes long for.
+			// This time does not include the imports, which take long on a busy machine.
 			for _, after := range regexp.MustCompile(`rank \d after ([0-9.]+) s`).FindAllStringSubmatch(text, -1) {
 				if s, err := strconv.ParseFloat(after[1], 64); err != nil || s > 30 {
 					t.Errorf("a rank heard of it after %s s\n%s", after[1], text)
@@ -168,7 +171,7 @@ func TestPythonKilled(t *testing.T) {
 	}
 }
 
-// pythonWorker says which processes it has, and works until something ends it.
+// pythonWorker prints the ids of its processes and runs until it is killed.
 const pythonWorker = `
 import os
 import torch
@@ -187,7 +190,7 @@ while True:
     hvd.allreduce(next(loader), name="x")
 `
 
-// When hvdrun is killed nothing of the job is left: no rank, no sidecar, no worker that a rank has forked.
+// If hvdrun is killed, no rank, no sidecar and no forked worker of the job is left.
 func TestHvdrunKilled(t *testing.T) {
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
@@ -229,7 +232,7 @@ func TestHvdrunKilled(t *testing.T) {
 	})
 }
 
-// alive reports whether a process runs. One that has ended and that nobody has waited for does not.
+// alive reports whether a process runs. A zombie does not.
 func alive(t *testing.T, pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ESRCH) {
@@ -238,6 +241,6 @@ func alive(t *testing.T, pid int) bool {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, state, _ := strings.Cut(string(stat), ") ") // behind the name
+	_, state, _ := strings.Cut(string(stat), ") ") // The state follows the name.
 	return !strings.HasPrefix(state, "Z") && !strings.HasPrefix(state, "X")
 }

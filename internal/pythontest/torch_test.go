@@ -15,7 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// besideTorch calls gohvd's init (h) and PyTorch's (t) in the order that it is told, uses both, and joins the job once more.
+// besideTorch initializes gohvd (h) and PyTorch's process group (t) in the order that its argument gives,
+// uses both, and then joins the job again.
 const besideTorch = `
 import sys, time
 import torch, torch.distributed as dist
@@ -49,8 +50,8 @@ if "t" in order:
 sys.stdout.write("%s\ninit took %s\n" % (" ".join(map(str, got)), times))
 `
 
-// Programs that torchrun starts, or somebody by hand with PyTorch's four variables, are one job, also if they use PyTorch's own
-// process group at the same port, whichever is initialized first.
+// Ranks that torchrun starts, or a user by hand with PyTorch's four variables, become one job. They may use
+// PyTorch's own process group at the same port, and either of the two can be initialized first.
 func TestBesideTorch(t *testing.T) {
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
@@ -87,9 +88,10 @@ func TestBesideTorch(t *testing.T) {
 	}
 }
 
-// torchrun starts two ranks with torchrun, whose agent serves no store in older versions.
+// torchrun starts two ranks with torchrun and returns their output. In older versions its agent serves no
+// store.
 func torchrun(t *testing.T, command func(...string) *exec.Cmd) string {
-	// The redirects are of no rank: the default of 1.13 fails with today's Python.
+	// There is no rank 9, so nothing is redirected: the default of PyTorch 1.13 fails with today's Python.
 	cmd := command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=9:1", "--tee=9:1")
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
@@ -99,7 +101,7 @@ func torchrun(t *testing.T, command func(...string) *exec.Cmd) string {
 	return stdout.String()
 }
 
-// byHand starts two ranks with the four variables and nothing else.
+// byHand starts two ranks with only the four variables and returns their output.
 func byHand(t *testing.T, command func(...string) *exec.Cmd) string {
 	port := strconv.Itoa(testnet.FreePort(t))
 	var outs [2][]byte
