@@ -23,7 +23,7 @@ type format struct {
 	fuzzTests      map[string][]string // by package folder
 }
 
-// constant is a name and what the page says of its value.
+// constant is a name and the value that the page gives it.
 type constant struct{ name, value string }
 
 var (
@@ -31,7 +31,7 @@ var (
 	cellWords = regexp.MustCompile(`[A-Za-z_][A-Za-z0-9_.]*`)
 )
 
-// namesIn reads a cell that says "`place` name, name; `place` name".
+// namesIn parses a cell of the form "`place` name, name; `place` name" and returns the names by place.
 func namesIn(cell string) map[string][]string {
 	names := make(map[string][]string)
 	for _, m := range cellCode.FindAllStringSubmatch(cell, -1) {
@@ -40,6 +40,7 @@ func namesIn(cell string) map[string][]string {
 	return names
 }
 
+// constantsIn parses a cell of the form "`name` value, `name` value".
 func constantsIn(cell string) (all []constant) {
 	for _, m := range cellCode.FindAllStringSubmatch(cell, -1) {
 		all = append(all, constant{m[1], strings.TrimSpace(strings.TrimRight(strings.TrimSpace(m[2]), ",;"))})
@@ -69,15 +70,16 @@ func readFormats(t *testing.T, root string) (all []format) {
 	return all
 }
 
-// source is what this test has to know of the Go files of a folder.
+// source is what this test needs to know about the Go files of a folder.
 type source struct {
-	constants map[string]string // literals by name, of the products' files
+	constants map[string]string // literals by name, without those of tests
 	functions map[string]bool   // "file.go:Name"
-	fuzzed    map[string]string // files by the fuzz tests in them
-	reads     map[string]string // a place where bytes are decoded, by file
+	fuzzed    map[string]string // file by fuzz test
+	reads     map[string]string // by file, a place that decodes bytes
 }
 
-// Why: a newcomer follows a tensor through the code by these tables.
+// Every function that the walkthroughs of docs/design.md name exists in the file that they name. Newcomers
+// follow a tensor and a death through the code by these tables.
 func TestWalkthroughs(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -112,7 +114,7 @@ func TestWalkthroughs(t *testing.T) {
 	}
 }
 
-// decoding are the functions that turn bytes from elsewhere into values.
+// decoding are the functions that decode bytes from outside, by the name of their package.
 var decoding = map[string][]string{
 	"proto":     {"Unmarshal"},
 	"json":      {"Unmarshal", "NewDecoder"},
@@ -181,7 +183,7 @@ func (s *source) look(fset *token.FileSet, file string, parsed *ast.File) {
 						if lit, ok := v.Values[i].(*ast.BasicLit); ok {
 							s.constants[name.Name] = lit.Value
 						} else if strings.HasSuffix(strings.ToLower(name.Name), "magic") {
-							s.constants[name.Name] = "" // not a literal: the test cannot compare it
+							s.constants[name.Name] = "" // It is not a literal, so the test cannot compare it.
 						}
 					}
 				}
@@ -208,7 +210,7 @@ func (s *source) look(fset *token.FileSet, file string, parsed *ast.File) {
 	})
 }
 
-// withoutRow says why the page does not have a file that decodes something.
+// withoutRow has the files that decode something and are not on the page, with the reason.
 var withoutRow = map[string]string{
 	"ops/tcp/alltoall.go":                    "numbers, each compared with a bound",
 	"ops/shm/alltoall.go":                    "numbers, each compared with a bound",
@@ -221,7 +223,8 @@ var withoutRow = map[string]string{
 	"timeline/timelinetest/timelinetest.go":  "a reader for tests",
 }
 
-// Why: what comes from another process, or from a file, must be found in one place with its version, and must not bring a rank down.
+// docs/formats.md lists every format of bytes that come from another process or from a file, with its
+// version, its decoders and a fuzz test. The fuzz tests are there because no input may bring a rank down.
 func TestFormats(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -229,8 +232,8 @@ func TestFormats(t *testing.T) {
 	}
 	formats, sources := readFormats(t, root), readSources(t, root)
 
-	listed := make(map[string]string) // formats by file of their decoder
-	fuzzed := make(map[string]string) // formats by "dir.FuzzX"
+	listed := make(map[string]string) // format by file of its decoder
+	fuzzed := make(map[string]string) // format by "dir.FuzzX"
 	onPage := make(map[string]bool)   // "dir.constant"
 	for _, f := range formats {
 		if len(f.decoders) == 0 || len(f.fuzzTests) == 0 {
@@ -275,7 +278,7 @@ func TestFormats(t *testing.T) {
 			found := false
 			for _, dir := range dirs {
 				if sources[dir] == nil {
-					continue // reported above
+					continue // This was reported above.
 				}
 				literal, ok := sources[dir].constants[c.name]
 				if ok {
@@ -291,7 +294,7 @@ func TestFormats(t *testing.T) {
 		}
 	}
 
-	magics := make(map[string]string) // by what is on the wire
+	magics := make(map[string]string) // constant by its bytes on the wire
 	for _, dir := range slices.Sorted(maps.Keys(sources)) {
 		s := sources[dir]
 		for _, name := range slices.Sorted(maps.Keys(s.constants)) {
@@ -333,10 +336,11 @@ func TestFormats(t *testing.T) {
 	}
 }
 
-// otherFuzzTests are of what writes, or computes.
+// otherFuzzTests are fuzz tests of functions that decode nothing: they write or compute.
 var otherFuzzTests = []string{"internal/kernel.FuzzLevels", "internal/launch.FuzzSplitter", "timeline.FuzzString"}
 
-// onTheWire returns the literal of a magic as bytes: of a number in both orders, because some of the formats are little-endian.
+// onTheWire returns the bytes of a magic constant, given as a literal. For a number it returns them in both
+// byte orders, because some of the formats are little-endian.
 func onTheWire(t *testing.T, at, literal string) []string {
 	if text, err := strconv.Unquote(literal); err == nil {
 		return []string{text}

@@ -1,4 +1,4 @@
-// Package lint holds the rules of the module that a compiler does not.
+// Package lint tests the rules of the module that a compiler does not check.
 package lint
 
 import (
@@ -19,17 +19,18 @@ import (
 
 const module = "github.com/gohvd/gohvd"
 
+// pkg is a package as go list describes it.
 type pkg struct {
 	ImportPath string
 	Dir        string
 	GoFiles    []string
 	CgoFiles   []string
 	Imports    []string
-	// IgnoredGoFiles are those that this build leaves out: with cgo off, those that need it.
+	// IgnoredGoFiles are the files that this build leaves out: with cgo off, also those that need cgo.
 	IgnoredGoFiles []string
 }
 
-// listing is what go list says of all packages of the module, without their tests.
+// listing is the output of go list for all packages of the module, without their tests.
 var listing = sync.OnceValues(exec.Command("go", "list", "-json=ImportPath,Dir,GoFiles,CgoFiles,Imports,IgnoredGoFiles", module+"/...").Output)
 
 func packages(t *testing.T) []pkg {
@@ -57,11 +58,12 @@ func packages(t *testing.T) []pkg {
 	}
 }
 
-// short returns the import path within the module.
+// short returns the import path without the module's path.
 func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(path, module), "/") }
 
-// Why: a package can be understood knowing only what is below it, and tests of the lower ones need nothing of the
-// upper. The table of docs/design.md is the only list of the layers.
+// A package imports only packages that are further down the table in docs/design.md, which is the only list
+// of the layers. So one can understand a package knowing only those below it, and the tests of a lower
+// package need no higher one.
 func TestImportsPointDownTheTable(t *testing.T) {
 	page, err := os.ReadFile("../../docs/design.md")
 	if err != nil {
@@ -72,7 +74,7 @@ func TestImportsPointDownTheTable(t *testing.T) {
 	if !found {
 		t.Fatal("docs/design.md has no table of packages")
 	}
-	rows := make(map[string]int) // of packages: the table's order, from the top
+	rows := make(map[string]int) // row of each package, from the top of the table
 	for line := range strings.Lines(table) {
 		for i, name := range strings.Split(strings.Split(line, "|")[2], "`") {
 			if i%2 == 0 {
@@ -103,11 +105,11 @@ func TestImportsPointDownTheTable(t *testing.T) {
 	}
 }
 
-// Why: the negotiation must give the same outputs for the same inputs, be testable without a network, and never
-// wait.
+// The packages of the negotiation use no network, clock, lock or goroutine. They must give the same outputs
+// for the same inputs, be testable without a network, and never wait.
 func TestTheCoreIsPure(t *testing.T) {
 	pure := []string{"controller", "responsecache", "fusion", "internal/message", "internal/tensor", "half", "internal/topo"}
-	// Each stands for the packages below it too.
+	// An entry stands for the packages below it too.
 	forbidden := []string{"net", "os", "sync", "log", "math/rand", "context", "runtime", "syscall", "unsafe", "reflect", "go.uber.org", "golang.org/x"}
 	for _, p := range packages(t) {
 		if !slices.Contains(pure, short(p.ImportPath)) {
@@ -115,7 +117,7 @@ func TestTheCoreIsPure(t *testing.T) {
 		}
 		for _, i := range p.Imports {
 			if (i == "unsafe" || i == "reflect") && short(p.ImportPath) == "internal/tensor" {
-				continue // views of memory, and element types of Go types, are its purpose
+				continue // It makes views of memory and finds the element types of Go types.
 			}
 			if slices.ContainsFunc(forbidden, func(f string) bool { return i == f || strings.HasPrefix(i, f+"/") }) {
 				t.Errorf("%s imports %s", short(p.ImportPath), i)
@@ -140,7 +142,8 @@ func TestTheCoreIsPure(t *testing.T) {
 	}
 }
 
-// Why: one table makes help, documentation and checks, and a value's origin can be told.
+// Only internal/config reads the environment. So one table makes help, documentation and checks, and each
+// value's origin is known.
 func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
 	for _, p := range packages(t) {
 		switch short(p.ImportPath) {
@@ -150,7 +153,7 @@ func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
 			// A launcher passes its environment on to the ranks; it reads no setting from it.
 			continue
 		case "internal/testnet":
-			// Whether a test may be skipped is CI's to say.
+			// It reads the variable by which CI says that no test may be skipped.
 			continue
 		}
 		for _, at := range uses(t, p, "os", "Getenv", "LookupEnv", "Environ", "ExpandEnv", "Setenv") {
@@ -159,11 +162,11 @@ func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
 	}
 }
 
-// Why: a library that ends the process, or waits by hope, cannot be built upon.
+// No library package ends the process, and no package sleeps in the hope that something has happened by then.
 func TestNoExitsNoSleeps(t *testing.T) {
 	for _, p := range packages(t) {
 		path := short(p.ImportPath)
-		generator := strings.HasPrefix(path, "internal/kernel/asm") // run by go generate
+		generator := strings.HasPrefix(path, "internal/kernel/asm") // These programs are run by go generate.
 		if !strings.HasPrefix(path, "cmd/") && !strings.HasPrefix(path, "examples/") && !generator {
 			for _, at := range uses(t, p, "os", "Exit") {
 				t.Errorf("%s exits at %s", path, at)
@@ -178,7 +181,7 @@ func TestNoExitsNoSleeps(t *testing.T) {
 	}
 }
 
-// Why: cgo costs a toolchain, and only MPI and NCCL need it.
+// No package uses cgo: it needs a C toolchain, and only MPI and NCCL would need it.
 func TestNoCgo(t *testing.T) {
 	for _, p := range packages(t) {
 		for _, f := range append(p.CgoFiles, p.IgnoredGoFiles...) {
@@ -195,8 +198,9 @@ func TestNoCgo(t *testing.T) {
 	}
 }
 
-// Why: who embeds the library and shows its numbers in another way need not know Prometheus, and what a metric is called and costs is
-// seen in one place. Others hand out structs, as trace.Stats.
+// Only internal/metrics imports the Prometheus client; other packages return structs such as trace.Stats. So
+// a program that shows the numbers in another way needs no Prometheus, and the name and cost of a metric are
+// in one place.
 func TestOnlyMetricsKnowsPrometheus(t *testing.T) {
 	found := false
 	for _, p := range packages(t) {
@@ -214,8 +218,9 @@ func TestOnlyMetricsKnowsPrometheus(t *testing.T) {
 	}
 }
 
-// Why: a program cannot name the types of internal packages, and what it cannot name it cannot store or pass on. Errors and
-// store.Secret are aliases, so that those who make them need no second type.
+// No exported declaration has an internal type, because a program could not name that type and so not store
+// it or pass it on. Errors and store.Secret may be aliases of internal types: a second type for each would
+// only be a copy.
 func TestUsersCanNameWhatIsExported(t *testing.T) {
 	for name, atLeast := range map[string]int{"hvd": 50, "store": 50, "store/c10d": 20} {
 		t.Run(name, func(t *testing.T) { testUsersCanName(t, name, atLeast) })
@@ -231,7 +236,7 @@ func testUsersCanName(t *testing.T, pkgName string, atLeast int) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		internal := make(map[string]bool) // packages, by their names in f
+		internal := make(map[string]bool) // by the name of the package in f
 		for _, i := range parsed.Imports {
 			path := strings.Trim(i.Path.Value, `"`)
 			name := path[strings.LastIndex(path, "/")+1:]
@@ -282,7 +287,7 @@ func testUsersCanName(t *testing.T, pkgName string, atLeast int) {
 	}
 }
 
-// uses lists where a package names one of the functions of an imported package.
+// uses returns the places where a package names one of the functions of an imported package.
 func uses(t *testing.T, p pkg, imported string, names ...string) []string {
 	var at []string
 	files := token.NewFileSet()
@@ -299,7 +304,8 @@ func uses(t *testing.T, p pkg, imported string, names ...string) []string {
 					local = i.Name.Name
 				}
 				if local == "." {
-					at = append(at, files.Position(i.Pos()).String()) // hides who is named
+					// A dot import hides the package of a name.
+					at = append(at, files.Position(i.Pos()).String())
 				}
 			}
 		}

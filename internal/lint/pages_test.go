@@ -18,20 +18,21 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// page is a Markdown file: its lines without code blocks, and the anchors of its headings.
+// page is a Markdown file: its lines, and the anchors of its headings.
 type page struct {
 	lines   []pageLine
 	anchors map[string]bool
 }
 
-// pageLine is a line of a page. Code says that it is in a code block.
+// pageLine is a line of a page. code is set if it is in a code block.
 type pageLine struct {
 	number int
 	text   string
 	code   bool
 }
 
-// notPages are Markdown files that nobody reads as documentation of what is: history, and the golden file of a test.
+// notPages are Markdown files that do not describe the present state: the history, and the golden file of a
+// test.
 var notPages = []string{"CHANGELOG.md", "bench/testdata/report.md"}
 
 // readPages returns the pages of the repository by path.
@@ -90,7 +91,7 @@ func readPage(text string) *page {
 	return p
 }
 
-// anchor returns the name that GitHub gives a heading.
+// anchor returns the anchor that GitHub gives a heading.
 func anchor(title string) string {
 	var b strings.Builder
 	for _, r := range strings.ToLower(strings.TrimSpace(title)) {
@@ -106,7 +107,7 @@ func anchor(title string) string {
 
 var pageLink = regexp.MustCompile(`\]\(([^)\s]+)\)`)
 
-// Why: a reader follows a link from a page, and a renamed page or heading breaks it in silence.
+// Every link in a page leads to a file and a heading that exist, also after they have been renamed.
 func TestLinksResolve(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -139,7 +140,7 @@ func TestLinksResolve(t *testing.T) {
 	if links < 50 {
 		t.Errorf("found %d links, want at least 50", links)
 	}
-	// Every page of docs is in the index.
+	// The index must link every page of docs.
 	index, err := os.ReadFile(filepath.Join(root, "docs/README.md"))
 	if err != nil {
 		t.Fatal(err)
@@ -154,7 +155,8 @@ func TestLinksResolve(t *testing.T) {
 // maxColumns is the width of prose.
 const maxColumns = 110
 
-// Why: longer lines wrap in editors and reviews. Tables, code, links and generated pages may be wider.
+// Prose in pages is at most 110 columns wide, because longer lines wrap in editors and reviews. Tables, code,
+// links and generated pages may be wider.
 func TestPageWidth(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -170,7 +172,7 @@ func TestPageWidth(t *testing.T) {
 				continue
 			}
 			if last := strings.LastIndexByte(strings.TrimSpace(text), ' '); last < 0 || strings.Contains(text[last:], "](") {
-				continue // a link
+				continue // The line ends with a link, which cannot be broken.
 			}
 			t.Errorf("%s:%d: %d columns, want at most %d", file, line.number, utf8.RuneCountInString(text), maxColumns)
 		}
@@ -182,25 +184,25 @@ var (
 	flagName    = regexp.MustCompile("(^|[\\s`(\\[|/])--([a-z][a-z0-9-]*)")
 )
 
-// otherVariables are variables in pages that are no settings.
+// otherVariables are variables in pages that are not settings.
 var otherVariables = []string{
-	"HOROVOD_GPU", "HOROVOD_BUILD", // of Horovod's installation
-	"HVD_RUN",   // of the tests of the Python package
-	"HVD_SHOWN", // internal/config/origin.go
+	"HOROVOD_GPU", "HOROVOD_BUILD", // variables of Horovod's installation
+	"HVD_RUN",   // a variable of the Python package's tests
+	"HVD_SHOWN", // see internal/config/origin.go
 	"HVD_SITE",  // an example
 }
 
-// otherFlags are flags in pages that are of other programs.
+// otherFlags are flags in pages that belong to other programs.
 var otherFlags = []string{
 	"cpus", "cpuset-cpus", "cpus-per-task", "gpus", "memory", "shm-size", "ulimit", // docker, srun
 	"ntasks-per-node", "distribution", "mpi", // srun
 	"standalone", "nproc-per-node", "no-python", "rdzv-backend", // torchrun
 	"config", "storage", // promtool and Prometheus
 	"min-np", "max-np", // aliases in cmd/hvdrun/args.go
-	"help", // every program's
+	"help", // every program
 }
 
-// Why: a reader sets what a page names, and a name that does not exist has no effect or is refused.
+// Every setting and flag in a page exists. A reader who sets another name gets no effect or an error.
 func TestSettingsAndFlagsExist(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -213,7 +215,7 @@ func TestSettingsAndFlagsExist(t *testing.T) {
 			flags[f.Name] = true
 		}
 	}
-	for _, i := range config.Inerts() { // Horovod's, which hvdrun knows and accepts or refuses
+	for _, i := range config.Inerts() { // names of Horovod that hvdrun only accepts or refuses
 		for _, name := range strings.Fields(i.Flags) {
 			flags[name] = true
 		}
@@ -253,8 +255,8 @@ func TestSettingsAndFlagsExist(t *testing.T) {
 
 var flagMethod = regexp.MustCompile(`^(String|Bool|Int|Int64|Uint|Duration|Float64|StringSlice|StringArray|Func|BoolFunc|Text)?(Var)?(P|PF)?$`)
 
-// definedFlags returns the flags that the programs of this module define, by the calls that do so, and those that the programs in
-// Python and shell read.
+// definedFlags returns the flags that the Go programs of this module define, and those that its Python
+// programs read. It finds them by the calls and string literals in the source.
 func definedFlags(t *testing.T, root string) map[string]bool {
 	flags := make(map[string]bool)
 	add := func(args []ast.Expr) {
@@ -262,7 +264,7 @@ func definedFlags(t *testing.T, root string) map[string]bool {
 			if lit, ok := a.(*ast.BasicLit); ok && lit.Kind == token.STRING {
 				if name, err := strconv.Unquote(lit.Value); err == nil {
 					flags[name] = true
-					return // what follows is a short form, a default or the help
+					return // The other arguments are a short form, a default or the help.
 				}
 			}
 		}
@@ -296,7 +298,7 @@ func definedFlags(t *testing.T, root string) map[string]bool {
 				if flagMethod.MatchString(fun.Sel.Name) {
 					add(call.Args)
 				}
-			case *ast.Ident: // the generic helper of hvdbench
+			case *ast.Ident: // The generic helper of hvdbench is a plain function.
 				if fun.Name == "add" {
 					add(call.Args)
 				}
@@ -314,10 +316,10 @@ func definedFlags(t *testing.T, root string) map[string]bool {
 	return flags
 }
 
-// pagePath matches a path from the root of the repository, in code of a page.
+// pagePath matches a path from the root of the repository in code of a page.
 var pagePath = regexp.MustCompile("(^|[\\s`(])(\\./)?((bench|cmd|controller|deploy|examples|fusion|half|hvd|internal|ops|python|responsecache|scripts|store|tensorqueue|timeline)(/[A-Za-z0-9_.-]+)*)")
 
-// Why: a reader opens the file that a page names, or runs the command with it, after files have moved.
+// Every file and package that a page names in code exists, also after files have been moved.
 func TestPathsExist(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -328,7 +330,7 @@ func TestPathsExist(t *testing.T) {
 		for _, m := range pagePath.FindAllStringSubmatch(code, -1) {
 			path := strings.TrimRight(m[3], ".")
 			if !strings.Contains(path, "/") && m[2] == "" {
-				continue // a word, or the name of a package
+				continue // This is a word or the name of a package.
 			}
 			if paths++; !exists(root, path) {
 				t.Errorf("%s: %s does not exist", at, path)
@@ -368,7 +370,8 @@ var (
 	goArgument = regexp.MustCompile(`\s\./([a-z][A-Za-z0-9_/-]*)`)
 )
 
-// exists reports whether a path is a file or a folder, or one of them with the name of a declaration behind it, as hvd.Init.
+// exists reports whether path is a file or a folder, or a folder followed by the name of a declaration, such
+// as hvd.Init.
 func exists(root, path string) bool {
 	if _, err := os.Stat(filepath.Join(root, path)); err == nil {
 		return true

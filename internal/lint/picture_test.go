@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-// Why: readers search the code for the names that they saw in the picture.
+// Every name in docs/architecture.svg exists in the code, because readers search the code for it.
 func TestPictureNamesExist(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -62,7 +62,7 @@ type textElement struct {
 	Text  string `xml:",chardata"`
 }
 
-// declares reports whether a Go file of a folder declares a type, a function or a method of a name.
+// declares reports whether a Go file of a folder declares a type, a function or a method of that name.
 func declares(t *testing.T, folder, name string) bool {
 	files, err := filepath.Glob(filepath.Join(folder, "*.go"))
 	if err != nil {

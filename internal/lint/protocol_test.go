@@ -12,10 +12,11 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// numbered matches a number of the protocol and its name, as "4 alltoall".
+// numbered matches a number of the protocol and its name, such as "4 alltoall".
 var numbered = regexp.MustCompile(`(\d+) ([a-zA-Z0-9 -]+)`)
 
-// Why: a compatible member is written from these pages, and a wrong number in them is a wrong operation.
+// The numbers and limits in docs/negotiation.md are those of the code. Compatible members are written from
+// this page, and a wrong number in it would cause a wrong operation.
 func TestProtocolNumbers(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -46,7 +47,7 @@ func TestProtocolNumbers(t *testing.T) {
 		}
 		values := numbered.FindAllStringSubmatch(strings.ReplaceAll(cells[2], "in responses also ", ""), -1)
 		if len(values) == 0 {
-			continue // another table
+			continue // This is a row of another table.
 		}
 		found++
 		for _, m := range values {
@@ -80,7 +81,7 @@ func TestProtocolNumbers(t *testing.T) {
 			t.Errorf("docs/negotiation.md lacks %q", row)
 		}
 	}
-	// The types of frames, by the numbers of their rows.
+	// The rows of the frame types begin with their numbers.
 	for i, want := range []string{"up", "heartbeat", "bye", "suspect", "timeout", "released"} {
 		if got := message.UpType(i + 1).String(); got != want {
 			t.Errorf("frame %d to the coordinator is %q in the code, want %q: change docs/negotiation.md too", i+1, got, want)
@@ -95,7 +96,7 @@ func TestProtocolNumbers(t *testing.T) {
 	}
 }
 
-// power writes a power of two as such.
+// power returns n as a string, in the form 2^k if it is a power of two.
 func power(n int) string {
 	for exponent := range 63 {
 		if n == 1<<exponent {
@@ -105,10 +106,10 @@ func power(n int) string {
 	return fmt.Sprint(n)
 }
 
-// retired are words that pages do not use any more, for those that the field has (docs/glossary.md).
+// retired matches words that pages do not use any more: the field has terms for them (docs/glossary.md).
 var retired = regexp.MustCompile(`(?i)\b(whoever|doorway|guest|letter|farewell|stirs?|heeds?|rouse|hurry|twin|since \d+ m?s)\b`)
 
-// Why: a reader looks a private word up in vain.
+// No page uses a retired word, because a reader could not look it up.
 func TestRetiredWords(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
