@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/internal/doctor"
 )
 
-// agentScript makes an agent that notes its arguments and reaches all hosts but those called bad. What it is asked to run
-// is not run.
+// agentScript creates an agent that writes its arguments to the file notes. It fails for a host called bad
+// and succeeds for all others, without running the command.
 func agentScript(t *testing.T) (agent, notes string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -26,7 +26,8 @@ func agentScript(t *testing.T) (agent, notes string) {
 	return agent, notes
 }
 
-// examined runs hvdrun doctor --json and returns its lines by name. What the machine lacks is not this test's concern.
+// examined runs hvdrun doctor --json and returns its lines by name, the number of failures and the exit
+// status. The tests do not depend on what the machine lacks.
 func examined(t *testing.T, args ...string) (lines map[string]doctor.Line, failed int, status int) {
 	t.Helper()
 	stdout, stderr, status := output(t, append([]string{"doctor", "--json"}, args...)...)
@@ -83,7 +84,7 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
-// A host is reached as it would be for a job.
+// The doctor reaches a host with the same command as a job would.
 func TestDoctorReachesAsJobsDo(t *testing.T) {
 	lines, _, _ := examined(t, "--agent", "env AT={host}", "-H", "h1")
 	if l := lines["host h1"]; l.Status != doctor.OK {
@@ -175,7 +176,7 @@ func TestDoctorWrongUsage(t *testing.T) {
 	}
 }
 
-// Ctrl-C ends it, and the agents with it.
+// Ctrl-C ends the doctor and its agents.
 func TestDoctorInterrupted(t *testing.T) {
 	agent := filepath.Join(t.TempDir(), "agent")
 	if err := os.WriteFile(agent, []byte("#!/bin/sh\necho $$ >&2; kill -INT $PPID; exec sleep 100\n"), 0o700); err != nil {
@@ -203,7 +204,7 @@ func TestDoctorHelp(t *testing.T) {
 	if stdout, _, status := output(t, "__complete", "doctor", "--h"); status != 0 || !strings.Contains(stdout, "--hosts") {
 		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
 	}
-	// After flags it is a command to launch.
+	// After flags, doctor is the command to launch.
 	if _, stderr, status := output(t, "-np", "1", "doctor"); status != 127 || !strings.Contains(stderr, "doctor") {
 		t.Errorf("got exit status %d and %q, want 127", status, stderr)
 	}

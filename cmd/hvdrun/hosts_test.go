@@ -14,8 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// fakeSSH makes a directory with a program ssh that notes its words, a line each, and does as sshd with the last ones: it gives them
-// to a shell, so many as there are behind the host. It stays on this host.
+// fakeSSH creates a directory with a program ssh, which writes its arguments to the file notes, one per line.
+// It runs the last numWords arguments in a shell, as sshd would, but on this host.
 func fakeSSH(t *testing.T, numWords int) (dir, notes string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -31,12 +31,14 @@ exec sh -c "$*"
 	return dir, notes
 }
 
+// hvdrun starts its agent on each host by ssh with the words that the flags ask for, and passes variables to
+// the ranks.
 func TestHostsBySSH(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
-	// A path that a shell would tear apart.
+	// A shell would split this path if it were not quoted.
 	odd := filepath.Join(t.TempDir(), "it's hvdrun $HOME")
 	if err := os.Symlink(self, odd); err != nil {
 		t.Fatal(err)
@@ -68,7 +70,7 @@ func TestHostsBySSH(t *testing.T) {
 	}
 }
 
-// The words of an agent have the host where they say so, else behind them.
+// The agent's command has the host in place of {host}, or else as its last word.
 func TestHostsByAgent(t *testing.T) {
 	dir := t.TempDir()
 	file, script := filepath.Join(dir, "hosts"), filepath.Join(dir, "agent")
@@ -92,7 +94,7 @@ func TestHostsByAgent(t *testing.T) {
 	}
 }
 
-// Names of this host need no agent, and one host that is this one no store that others reach.
+// Names of this host need no agent. If all ranks are on this host, the store is not reachable from others.
 func TestThisHostInTheList(t *testing.T) {
 	stdout, stderr, status := output(t, "-H", "localhost:2", "--agent", "no-such-agent", "sh", "-c", "echo $HOROVOD_HOSTNAME $HOROVOD_GLOO_RENDEZVOUS_ADDR $MASTER_ADDR")
 	if want := "<stdout>:localhost 127.0.0.1 127.0.0.1\n"; status != 0 || strings.Count(stdout, want) != 2 {
@@ -104,7 +106,7 @@ func TestThisHostInTheList(t *testing.T) {
 	}
 }
 
-// Flags that say how other hosts are reached are of no use without one, which is told.
+// hvdrun warns if a flag that is only for other hosts is set and all ranks run on this host.
 func TestFlagsForOtherHostsAlone(t *testing.T) {
 	for _, c := range []struct{ args, unused []string }{
 		{[]string{"--agent", "y"}, []string{"--agent"}},
@@ -144,7 +146,7 @@ func TestHostThatCannotBeUsed(t *testing.T) {
 	}
 }
 
-// The first address is that of the default route, which others most likely use too.
+// The first address of the store is that of the default route, because other hosts most likely use it too.
 func TestStoreAddresses(t *testing.T) {
 	for _, list := range [][]string{nil, {"lo"}} {
 		settings := config.Config{NetworkInterfaces: list}

@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// The ranks' log is for people where hvdrun's is, if nobody says otherwise.
+// If hvdrun's standard error is a terminal and no format is set, the ranks log in the console format.
 func TestLogFormat(t *testing.T) {
 	_, slave := testnet.Terminal(t)
 	for _, test := range []struct {
@@ -30,7 +30,7 @@ func TestLogFormat(t *testing.T) {
 	}
 }
 
-// And so it reaches them.
+// The log format that hvdrun chooses is in the environment of the ranks.
 func TestLogFormatReachesTheRanks(t *testing.T) {
 	master, slave := testnet.Terminal(t)
 	cmd := hvdrun(t, "-np", "1", "sh", "-c", "echo format=$HVD_LOG_FORMAT")
@@ -42,14 +42,14 @@ func TestLogFormatReachesTheRanks(t *testing.T) {
 	if err := slave.Close(); err != nil {
 		t.Fatal(err)
 	}
-	_, _ = io.Copy(io.Discard, master) // EIO at its end, when nobody has the other
+	_, _ = io.Copy(io.Discard, master) // It ends with EIO when no process has the slave open.
 	stdout, _, _ := output(t, "-np", "1", "sh", "-c", "echo format=$HVD_LOG_FORMAT")
 	if !strings.Contains(stdout, "format=\n") {
 		t.Errorf("in a pipe: got %q", stdout)
 	}
 }
 
-// hvdrun's own log is by the same settings, and --verbose adds to it.
+// hvdrun's own log follows the same settings as the ranks' logs, and --verbose lowers its level to info.
 func TestLogger(t *testing.T) {
 	for _, test := range []struct {
 		env     []string

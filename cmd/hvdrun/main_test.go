@@ -28,7 +28,7 @@ import (
 
 const deadline = time.Minute
 
-// The test binary is hvdrun, its helper or a rank, by its first argument.
+// TestMain makes the test binary hvdrun, its helper, its agent or a rank, depending on the first argument.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 {
 		switch os.Args[1] {
@@ -57,14 +57,15 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 	}
-	// A shell may have started the tests in the background, with SIGINT ignored; hvdrun would inherit that.
+	// A shell may have started the tests in the background with SIGINT ignored, and hvdrun would inherit
+	// that.
 	if signal.Ignored(syscall.SIGINT) {
 		signal.Notify(make(chan os.Signal, 1), syscall.SIGINT)
 	}
 	os.Exit(m.Run())
 }
 
-// accuse returns a rank that has found rank 1 to be dead and says so, as the engine does.
+// accuse is the program of a rank that reports rank 1 as failed, as the engine does.
 func accuse() error {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
@@ -81,6 +82,7 @@ func accuse() error {
 	return errors.Join(err, kv.Close())
 }
 
+// hvdrun returns the command that runs this test binary as hvdrun. It is killed after a minute.
 func hvdrun(t *testing.T, args ...string) *exec.Cmd {
 	t.Helper()
 	self, err := os.Executable()
@@ -95,7 +97,7 @@ func hvdrun(t *testing.T, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// output runs hvdrun and returns what it has printed and its status.
+// output runs hvdrun and returns what it printed and its exit status.
 func output(t *testing.T, args ...string) (stdout, stderr string, status int) {
 	t.Helper()
 	cmd := hvdrun(t, args...)
@@ -213,7 +215,7 @@ func TestFormsOfTheCommandLine(t *testing.T) {
 			stdout, stderr, status := output(t, append(slices.Clone(c.flags), echo...)...)
 			lines := strings.Split(stdout, "\n")
 			slices.Sort(lines)
-			args := " 7 --num_proc=8 -v -- x" // the shell takes -np for its name
+			args := " 7 --num_proc=8 -v -- x" // The shell takes -np as its $0.
 			want := []string{"", "[0]<stdout>:" + c.want + args, "[1]<stdout>:" + c.want + args}
 			if status != 0 || !slices.Equal(lines, want) {
 				t.Errorf("got exit status %d, %q and %q, want 0 and %q", status, stdout, stderr, want)
@@ -232,7 +234,7 @@ func TestStatusOfTheJob(t *testing.T) {
 		{[]string{"sh", "-c", "kill -9 $$"}, 137},
 		{[]string{"no-such-program"}, 127},
 		{[]string{os.TempDir()}, 126},
-		{[]string{"completion"}, 127}, // the user's command of this name, which is not there
+		{[]string{"completion"}, 127}, // a command of the user's with this name, which does not exist
 		{[]string{"--", "completion"}, 127},
 		{[]string{"--", "help"}, 127},
 		{[]string{"config"}, 127},
@@ -270,7 +272,7 @@ func TestHelp(t *testing.T) {
 	if n := strings.Count(stdout, "\n  hvdrun -np "); n != 3 {
 		t.Errorf("got %d lines that show hvdrun -np, want the usage and two examples", n)
 	}
-	text := strings.Join(strings.Fields(stdout), " ") // lines are wrapped
+	text := strings.Join(strings.Fields(stdout), " ") // without line breaks
 	for _, s := range config.Settings() {
 		if !strings.Contains(text, s.Name) || !strings.Contains(text, s.Doc) || !strings.Contains(text, s.Fallback()) {
 			t.Errorf("%s, its description or its default is missing", s.Name)
@@ -306,7 +308,7 @@ func TestCompletion(t *testing.T) {
 	if stdout, _, status := output(t, "__complete", "config", "--cache"); status != 0 || !strings.Contains(stdout, "--cache-capacity") {
 		t.Errorf("got exit status %d and %q, want the setting's flag", status, stdout)
 	}
-	// Nothing leads to a flag that would be rejected.
+	// Neither completion nor a hint may suggest a flag that would be rejected.
 	if stdout, _, status := output(t, "__complete", "--min"); status != 0 || strings.Contains(stdout, "--min-np") {
 		t.Errorf("got exit status %d and %q, want no flag that this version does not have", status, stdout)
 	}
@@ -315,7 +317,8 @@ func TestCompletion(t *testing.T) {
 	}
 }
 
-// A rank that gives up because of its neighbour may be seen to end first; what it has left in the store counts.
+// The root cause is the rank that the verdict in the store names, even if the rank that sent the verdict ends
+// first.
 func TestVerdictInTheStore(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -361,7 +364,7 @@ func TestInterrupt(t *testing.T) {
 	}
 }
 
-// Under nohup SIGHUP is ignored, by hvdrun and by what it starts.
+// If SIGHUP is ignored when hvdrun starts, as under nohup, hvdrun and its ranks ignore it.
 func TestIgnoredSignalsStayIgnored(t *testing.T) {
 	cmd := hvdrun(t, "-np", "2", "sh", "-c", `kill -HUP $PPID $$; echo alive`)
 	shell, err := exec.LookPath("sh")
@@ -375,7 +378,7 @@ func TestIgnoredSignalsStayIgnored(t *testing.T) {
 	}
 }
 
-// hvdrun started by a rank is a job of its own.
+// hvdrun that is started by a rank runs a job of its own.
 func TestJobInAJob(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -418,7 +421,8 @@ func TestRewrite(t *testing.T) {
 	}
 }
 
-// Every name of foreignFlags gets its hint, and none is a flag of ours, which would never get it.
+// Every name of foreignFlags gets its hint. None is a flag of hvdrun, because such a flag would never get the
+// hint.
 func TestForeignFlags(t *testing.T) {
 	flags := new(runner).command().Flags()
 	for _, f := range foreignFlags {

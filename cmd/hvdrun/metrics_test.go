@@ -33,10 +33,11 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ranksOfMetrics has, for each rank of a test, how it answers.
+// ranksOfMetrics is a variable that says how each rank of a test answers.
 const ranksOfMetrics = "RANKS_OF_METRICS"
 
-// A rank of a job whose metrics are asked for. It is a test so that the test binary can be one.
+// TestMetricsRank is the program of a rank that answers requests for metrics. It is a test so that the test
+// binary can run it; in other runs of the tests it is skipped.
 func TestMetricsRank(t *testing.T) {
 	kinds := strings.Split(os.Getenv(ranksOfMetrics), ",")
 	rank, err := strconv.Atoi(os.Getenv("HOROVOD_RANK"))
@@ -73,14 +74,14 @@ func TestMetricsRank(t *testing.T) {
 	case "impostor":
 		answer = func(string) []byte { return []byte("hvd_queue_depth{rank=\"0\"} 1\nhvd_queue_depth{rank=\"1\"} 1\n") }
 	case "silent":
-		select {} // until it is killed
+		select {} // The end of the job kills it.
 	}
 	if err := joblink.New(kv, rank).Answer(t.Context(), answer); err != nil {
-		t.Log(err) // the job has ended
+		t.Log(err) // The job has ended.
 	}
 }
 
-// statsOf returns those of a rank that has all metrics.
+// statsOf returns the statistics of a rank, with values for all metrics.
 func statsOf(rank int) trace.Stats {
 	var h trace.Histogram
 	h.Add(time.Millisecond)
@@ -96,7 +97,7 @@ func statsOf(rank int) trace.Stats {
 	return s
 }
 
-// metricsJob is a job that runs.
+// metricsJob is a running job with its metrics address and its log.
 type metricsJob struct {
 	*exec.Cmd
 	addr string
@@ -114,7 +115,7 @@ func (j *metricsJob) said() string {
 
 var metricsLine = regexp.MustCompile(`^hvdrun: metrics at http://(.*)/metrics$`)
 
-// startMetricsJob starts one whose ranks answer as kinds say.
+// startMetricsJob starts a job whose ranks answer as kinds say, and waits until it serves metrics.
 func startMetricsJob(t *testing.T, kinds ...string) *metricsJob {
 	t.Helper()
 	self, err := os.Executable()
@@ -122,7 +123,8 @@ func startMetricsJob(t *testing.T, kinds ...string) *metricsJob {
 		t.Fatal(err)
 	}
 	short := hvdrun(t, "-np", strconv.Itoa(len(kinds)), "--metrics-addr", ":0", self, "-test.run=^TestMetricsRank$")
-	j := &metricsJob{Cmd: exec.CommandContext(testnet.Context(t), short.Path, short.Args[1:]...)} // Prometheus may take a while
+	// The job has a context of its own, because Prometheus may take a while.
+	j := &metricsJob{Cmd: exec.CommandContext(testnet.Context(t), short.Path, short.Args[1:]...)}
 	j.Env = append(short.Env, ranksOfMetrics+"="+strings.Join(kinds, ","))
 	pipe, err := j.StderrPipe()
 	if err != nil {
@@ -150,7 +152,7 @@ func startMetricsJob(t *testing.T, kinds ...string) *metricsJob {
 	return j
 }
 
-// end interrupts the job and waits for it.
+// end interrupts the job, waits for it and checks its exit status.
 func (j *metricsJob) end(t *testing.T) {
 	t.Helper()
 	if err := j.Process.Signal(syscall.SIGINT); err != nil {
@@ -184,7 +186,8 @@ func scrape(ctx context.Context, addr string) (string, error) {
 	return string(text), err
 }
 
-// A real Prometheus, with the configuration, the rules and the dashboard of deploy/, finds a job whose ranks do not all behave.
+// A real Prometheus, with the configuration and the rules of deploy/, scrapes a job in which some ranks
+// answer wrongly or not at all. The queries of the dashboard have results.
 func TestPrometheusScrapesTheJob(t *testing.T) {
 	deploy := filepath.Join("..", "..", "deploy")
 	read := func(name string) string {
@@ -219,7 +222,7 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 	}
 	same := func(a, b map[string]float64) bool { return fmt.Sprint(a) == fmt.Sprint(b) }
 	up := map[string]float64{"0": 1, "1": 1, "2": 0, "3": 0, "4": 0}
-	// The first scrape may come before the ranks.
+	// The first scrape may come before the ranks are ready.
 	testnet.Eventually(t, "Prometheus has the ranks", func() bool {
 		if got := len(values("hvd_up", "rank")); got != 0 && got != len(up) {
 			t.Fatalf("got %d ranks, want %d", got, len(up))
@@ -239,7 +242,7 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 	if got, want := values("hvd_rank_last_total", "late_rank"), map[string]float64{"2": 3}; !same(got, want) {
 		t.Errorf("got %v, want %v", got, want)
 	}
-	// Rates take two scrapes.
+	// A rate needs two scrapes, so the queries may have no result at first.
 	for _, query := range testnet.Dashboard(t, filepath.Join(deploy, "grafana-dashboard.json")) {
 		testnet.Eventually(t, "Prometheus answers "+query, func() bool {
 			samples, err := prom.Query(query)
@@ -266,7 +269,7 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 	}
 }
 
-// Scrapes while the job ends get metrics, or an error, in bounded time; hvdrun ends as it would.
+// Scrapes while a job ends get metrics or an error within bounded time, and hvdrun ends as usual.
 func TestScrapesWhileTheJobEnds(t *testing.T) {
 	job := startMetricsJob(t, "good", "impostor", "silent")
 	ctx := testnet.Context(t)
@@ -320,7 +323,7 @@ func TestMetricsAddr(t *testing.T) {
 			t.Errorf("%s: got exit status %d, %q and %q, want %d and %q", c.addr, status, stderr, stdout, c.status, c.want)
 		}
 	}
-	// Where nobody asks for it there is nothing to say.
+	// Without the flag hvdrun prints nothing about metrics.
 	if _, stderr, status := output(t, "-np", "1", "true"); status != 0 || stderr != "" {
 		t.Errorf("got exit status %d and %q", status, stderr)
 	}

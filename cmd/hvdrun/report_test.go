@@ -32,12 +32,14 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// dumpOf returns the dump of a rank that has run grad/0 to grad/9, and has waited for some for 5 s.
+// dumpOf returns the dump of a rank that has run the allreduces grad/0 to grad/9. At 20 s, the time of the
+// dump, it has waited for 5 s for the allreduces named in waits.
 func dumpOf(rank, size int, why string, waits ...string) []byte {
 	return dumpAt(20*time.Second, 15*time.Second, rank, size, why, waits...)
 }
 
-// dumpAt is dumpOf at another time, of a rank that waits since another.
+// dumpAt is like dumpOf, with the time of the dump and the time at which the rank submitted the requests that
+// wait.
 func dumpAt(at, submitted time.Duration, rank, size int, why string, waits ...string) []byte {
 	r := recorder.New(100)
 	for i := range 10 {
@@ -56,11 +58,12 @@ func dumpAt(at, submitted time.Duration, rank, size int, why string, waits ...st
 	return text
 }
 
-// pretend returns a rank that says what its engine would: all but rank 1 wait for grad/7. By do
+// pretend is the program of a rank without an engine. It sends hvdrun what an engine would if all ranks but
+// rank 1 waited for grad/7. do is one of
 //
-//	hang: ranks from 2 on do not answer, and SIGQUIT ends all of them with a word
-//	stall: rank 0 says that it is stalled, twice, and all end when they have answered
-//	fail: rank 1 dies, the others leave their dumps
+//	hang: ranks from 2 on do not answer; all ranks end at SIGQUIT and print that they got it
+//	stall: rank 0 reports the stall twice; all ranks answer, and end at a signal
+//	fail: ranks other than 1 send their dumps, and then rank 1 dies
 func pretend(do string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
@@ -116,7 +119,7 @@ func pretend(do string) error {
 		fmt.Println("ready")
 		fmt.Println("got", <-signals)
 	case "stall":
-		for r := range size { // who starts late would not be waited for
+		for r := range size { // hvdrun does not wait for ranks that start later.
 			if err := kv.Wait(ctx, "answers/"+strconv.Itoa(r)); err != nil {
 				return err
 			}
@@ -147,7 +150,7 @@ func pretend(do string) error {
 	return nil
 }
 
-// watched is an hvdrun with ranks that pretend, and the lines that it prints.
+// watched is an hvdrun whose ranks run pretend, and the lines that it prints.
 type watched struct {
 	t     *testing.T
 	lines chan string
@@ -155,6 +158,7 @@ type watched struct {
 	wait  func() (status int)
 }
 
+// watch starts hvdrun with ranks that run pretend(do).
 func watch(t *testing.T, do string, args ...string) *watched {
 	t.Helper()
 	self, err := os.Executable()
@@ -164,6 +168,7 @@ func watch(t *testing.T, do string, args ...string) *watched {
 	return watchCommand(t, append(args, self, "pretend", do)...)
 }
 
+// watchCommand starts hvdrun and reads its output.
 func watchCommand(t *testing.T, args ...string) *watched {
 	t.Helper()
 	cmd := hvdrun(t, args...)
@@ -189,7 +194,8 @@ func watchCommand(t *testing.T, args ...string) *watched {
 	return w
 }
 
-// until returns what is printed until n lines contain text.
+// until returns the output up to the line that is the n-th with text in it. It fails the test if the output
+// ends before.
 func (w *watched) until(text string, n int) string {
 	w.t.Helper()
 	var b strings.Builder
@@ -205,11 +211,11 @@ func (w *watched) until(text string, n int) string {
 	return ""
 }
 
-// rule is the line at both ends of a report.
+// rule is the first and the last line of a report.
 var rule = strings.Repeat("-", 72)
 
-// quit starts a job of which some ranks do not answer, and returns the report that SIGQUIT leads to: after what they are waited
-// for.
+// quit starts a job in which some ranks do not answer, sends SIGQUIT to hvdrun and returns its report. It
+// fails the test if hvdrun does not wait for those ranks for surveyTime.
 func quit(t *testing.T, np int, args ...string) (w *watched, report string) {
 	t.Helper()
 	w = watch(t, "hang", args...)
@@ -225,7 +231,7 @@ func quit(t *testing.T, np int, args ...string) (w *watched, report string) {
 	return w, report
 }
 
-// Ranks that do not answer are waited for, and so long that there is time for a report within 2 s.
+// hvdrun waits for ranks that do not answer for surveyTime, so that it can report within 2 s.
 func TestSurveyTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -243,6 +249,8 @@ func TestSurveyTime(t *testing.T) {
 	})
 }
 
+// SIGQUIT makes hvdrun print and write a report, also if some ranks do not answer. If a second SIGQUIT comes
+// within 5 s, hvdrun passes it on to the ranks.
 func TestQuitPrintsReport(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "dumps")
 	w, report := quit(t, 4, "-np", "4", "--dump-dir", dir)
@@ -256,7 +264,7 @@ func TestQuitPrintsReport(t *testing.T) {
 			t.Errorf("got %s, want %q", report, want)
 		}
 	}
-	// A process that waits for a signal may be at work for a moment.
+	// A process that waits for a signal may compute for a moment.
 	if !regexp.MustCompile(`\nRank 2 did not answer: process \d+ (sleeps|computes)\.\nRank 3 did not answer: process \d+ (sleeps|computes)\.\n`).MatchString(report) {
 		t.Errorf("got %s, want what the processes of ranks 2 and 3 do", report)
 	}
@@ -270,7 +278,7 @@ func TestQuitPrintsReport(t *testing.T) {
 	if entries, err := os.ReadDir(dir); err != nil || len(entries) != len(left) {
 		t.Errorf("got %v, error %v, want %d files", entries, err, len(left))
 	}
-	// Once more within 5 s is for the ranks.
+	// The second SIGQUIT within 5 s goes to the ranks.
 	if err := w.kill(unix.SIGQUIT); err != nil {
 		t.Fatal(err)
 	}
@@ -280,6 +288,7 @@ func TestQuitPrintsReport(t *testing.T) {
 	}
 }
 
+// A stall that rank 0 reports twice makes hvdrun print one report.
 func TestStallPrintsReport(t *testing.T) {
 	w := watch(t, "stall", "-np", "3")
 	report := w.until(rule, 2)
@@ -307,6 +316,7 @@ func TestStallPrintsReport(t *testing.T) {
 	}
 }
 
+// If a job fails, hvdrun prints the root cause and then a report of what the ranks waited for.
 func TestFailurePrintsReport(t *testing.T) {
 	w := watch(t, "fail", "-np", "3")
 	text := w.until(rule, 4)
@@ -327,7 +337,8 @@ func TestFailurePrintsReport(t *testing.T) {
 	}
 }
 
-// Where nobody has left a dump there is no second report, and where ranks know nothing of it SIGQUIT says what hvdrun knows.
+// If no rank has sent a dump, hvdrun prints no second report. If the ranks do not use gohvd, SIGQUIT reports
+// what hvdrun knows of their processes.
 func TestReportsOfOtherPrograms(t *testing.T) {
 	_, stderr, status := output(t, "-np", "2", "sh", "-c", "exit 3")
 	if status != 3 || strings.Count(stderr, rule) != 2 {
@@ -335,7 +346,8 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 	}
 	w := watchCommand(t, "-np", "2", "--verbose", "sh", "-c", `[ $HOROVOD_RANK = 0 ] || exit 0; echo process $$; kill -STOP $$`)
 	var said string
-	for _, line := range []string{"rank 1: exit status 0", "rank 0: started as process ", "<stdout>:process "} { // in any order
+	// The lines come in any order.
+	for _, line := range []string{"rank 1: exit status 0", "rank 0: started as process ", "<stdout>:process "} {
 		if !strings.Contains(said, line) {
 			said += w.until(line, 1)
 		}
@@ -357,7 +369,7 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 			t.Errorf("got %s, want %q", report, want)
 		}
 	}
-	for _, s := range []os.Signal{unix.SIGTERM, unix.SIGINT} { // the second one kills what is stopped
+	for _, s := range []os.Signal{unix.SIGTERM, unix.SIGINT} { // The second one kills the stopped process.
 		if err := w.kill(s); err != nil {
 			t.Fatal(err)
 		}
@@ -365,7 +377,7 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 	w.wait()
 }
 
-// The ranks of other hosts are asked too, and a job that is ended meanwhile does not wait for answers.
+// hvdrun asks the ranks of other hosts too. Its report says that a process on another host has not ended.
 func TestQuitOnSeveralHosts(t *testing.T) {
 	w, report := quit(t, 4, "-H", "h1:2,h2:2", "--agent", "env AT={host}")
 	for _, want := range []string{"hvdrun: SIGQUIT: 2 of 4 ranks answered", " on host h2 has not ended.\nRank 3 did not answer: process "} {
@@ -382,6 +394,7 @@ func TestQuitOnSeveralHosts(t *testing.T) {
 	}
 }
 
+// A job that ends while hvdrun asks its ranks does not wait for their answers.
 func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 	w := watch(t, "hang", "-np", "3")
 	w.until("<stdout>:ready", 3)
@@ -393,7 +406,7 @@ func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 	if status := w.wait(); status != 143 {
 		t.Errorf("got exit status %d, want 143", status)
 	}
-	w.until(rule, 2) // what was known by then
+	w.until(rule, 2) // The report has what was known by then.
 }
 
 func reporterOf(t *testing.T, kv *store.HashStore, size int, dir string, period time.Duration) *reporter {
@@ -405,7 +418,8 @@ func reporterOf(t *testing.T, kv *store.HashStore, size int, dir string, period 
 	return r
 }
 
-// Reports of stalls: one for each, one at a time, and none for what a report of a stall had.
+// Each stall is reported once, one report at a time. A stall that the report of another one showed is not
+// reported again.
 func TestStallsAreReportedOnce(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -432,16 +446,16 @@ func TestStallsAreReportedOnce(t *testing.T) {
 			}
 		}
 	}
-	passes := func() { // more than a period
+	passes := func() { // lets more than a period pass
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.lastStall = r.lastStall.Add(-2 * time.Hour)
 	}
 	say("a")
 	heard("a stall: stalled a\x1b")
-	say("b") // too soon
+	say("b") // It comes less than a period after the last report.
 	heard("")
-	// A report that has b and c.
+	// This report shows that b and c are waited for.
 	ctx, cancel := context.WithCancel(testnet.Context(t))
 	var wg sync.WaitGroup
 	for rank := range size {
@@ -465,7 +479,7 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	r.hear(t.Context(), 0, joblink.Stall, []byte("x"))
 	r.hear(t.Context(), 0, "what", nil)
 	heard("")
-	// Nobody has taken the alarm of e: f does not wait for that.
+	// The alarm of e is still pending. The report of f does not wait for it and is dropped.
 	say("e")
 	passes()
 	say("f")
@@ -473,8 +487,8 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	heard("")
 }
 
-// Names of tensors come again each step: a stall is reported whether or not there was one of the same name before, but not again while it
-// lasts, and also if SIGQUIT has shown what waited.
+// Names of tensors repeat in each step. A stall is reported also if there was one of the same name before, or
+// if a report after SIGQUIT has shown it. It is not reported again while it lasts.
 func TestEachStallIsReported(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const (
@@ -488,7 +502,7 @@ func TestEachStallIsReported(t *testing.T) {
 		begun := time.Now()
 		var (
 			mu    sync.Mutex
-			since time.Duration // when ranks 0 and 2 have begun to wait; 0 if they do not
+			since time.Duration // when ranks 0 and 2 began to wait; 0 if they do not wait
 			mute  []int         // ranks that do not answer
 			asked int
 			wg    sync.WaitGroup
@@ -519,7 +533,7 @@ func TestEachStallIsReported(t *testing.T) {
 		}
 		begins := func() { set(func() { since = time.Since(begun) }) }
 		ends := func() { set(func() { since = 0 }) }
-		// says has rank 0 tell of the stall, of both names, and counts the reports.
+		// says sends the stalls of both names as rank 0 would, and checks the number of reports.
 		says := func(want int) {
 			t.Helper()
 			got := 0
@@ -532,7 +546,7 @@ func TestEachStallIsReported(t *testing.T) {
 					t.Fatal(err)
 				}
 				synctest.Wait()
-				time.Sleep(2 * surveyTime) // a rank may be waited for
+				time.Sleep(2 * surveyTime) // hvdrun may be waiting for a rank.
 				select {
 				case why := <-r.alarms:
 					r.survey(ctx, why, nil)
@@ -544,7 +558,7 @@ func TestEachStallIsReported(t *testing.T) {
 				t.Errorf("%v: got %d reports, want %d", time.Since(begun), got, want)
 			}
 		}
-		synctest.Wait() // until somebody watches
+		synctest.Wait() // until the reporter listens
 
 		begins()
 		r.survey(ctx, "SIGQUIT", nil)
@@ -568,16 +582,16 @@ func TestEachStallIsReported(t *testing.T) {
 			ends()
 		}
 		time.Sleep(period)
-		says(0) // it is over meanwhile
+		says(0) // The stall is over by now.
 		time.Sleep(period)
 		begins()
-		says(0) // as it is if a later step waits for a moment
+		says(0) // A later step has waited only for a moment.
 		set(func() { mute = []int{2} })
 		time.Sleep(period)
 		says(1)
 		time.Sleep(period)
 		says(0)
-		// It is one stall whoever of those that wait answers when.
+		// It remains one stall if others of the waiting ranks answer.
 		ends()
 		time.Sleep(period)
 		begins()
@@ -592,7 +606,7 @@ func TestEachStallIsReported(t *testing.T) {
 	})
 }
 
-// A stall is reported once also if none of the ranks that wait answers.
+// A stall is reported only once also if none of the waiting ranks answers.
 func TestStallOfSilentRanks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -621,7 +635,8 @@ func TestStallOfSilentRanks(t *testing.T) {
 	})
 }
 
-// What ranks leave is bounded, and what is no dump of theirs is said to be none.
+// The dumps that ranks send at a failure are bounded in size. The report says so if a dump is malformed or is
+// of another rank.
 func TestDumpsOfFailures(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -631,7 +646,7 @@ func TestDumpsOfFailures(t *testing.T) {
 	r.hear(t.Context(), 0, joblink.Failure, good)
 	r.hear(t.Context(), 1, joblink.Failure, good)
 	r.hear(t.Context(), 2, joblink.Failure, []byte("\x1f\x8bnothing"))
-	r.hear(t.Context(), 4, joblink.Failure, good) // there is no such rank
+	r.hear(t.Context(), 4, joblink.Failure, good) // The job has no rank 4.
 	if want := 2*len(good) + 9; r.kept != want || len(r.failures) != 3 {
 		t.Errorf("got %d bytes of %d ranks, want %d of 3", r.kept, len(r.failures), want)
 	}
@@ -653,7 +668,7 @@ func TestDumpsOfFailures(t *testing.T) {
 			t.Errorf("got %s, want %q", got, want)
 		}
 	}
-	// What has come when the job ends counts, though it was not taken yet.
+	// Dumps that have arrived when the job ends count, even if the reporter has not read them yet.
 	late := reporterOf(t, kv, 4, "", time.Hour)
 	ctx := testnet.Context(t)
 	testnet.Eventually(t, "the launcher listens", func() bool { return kv.Waits() == 2 })
@@ -674,7 +689,7 @@ func TestDumpsOfFailures(t *testing.T) {
 	}
 }
 
-// A folder that cannot be written costs a warning, and a store that is gone another.
+// If the folder cannot be written or the store is gone, the report has a warning for each.
 func TestReportsInTrouble(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	file := filepath.Join(t.TempDir(), "file")
@@ -693,6 +708,7 @@ func TestReportsInTrouble(t *testing.T) {
 	r.close()
 }
 
+// A long report is cut on the terminal and whole in the files.
 func TestLongReportsAreCut(t *testing.T) {
 	dir := t.TempDir()
 	r := &reporter{size: 1, dir: dir}

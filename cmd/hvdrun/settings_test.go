@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// writeFile gives the path of a file of settings.
+// writeFile writes a file of settings and returns its path.
 func writeFile(t *testing.T, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "settings.yaml")
@@ -27,7 +27,7 @@ func writeFile(t *testing.T, text string) string {
 	return path
 }
 
-// Every flag of a setting reaches the ranks under the setting's name.
+// Every flag of a setting sets the variable of the setting in the ranks' environment.
 func TestSettingFlagsReachTheRanks(t *testing.T) {
 	for _, c := range []struct{ flag, want string }{
 		{"--gloo-timeout-seconds=7", "HOROVOD_GLOO_TIMEOUT_SECONDS=7"},
@@ -178,7 +178,7 @@ func TestCheckBuild(t *testing.T) {
 	}
 }
 
-// There is PyTorch where there is hvdd; else it is said why not. The doctor has the same.
+// --check-build lists PyTorch if there is an hvdd, or says why not. The doctor says the same.
 func TestCheckBuildFindsSidecar(t *testing.T) {
 	dir, none := t.TempDir(), t.TempDir()
 	program, plain := filepath.Join(dir, "hvdd"), filepath.Join(none, "plain")
@@ -203,7 +203,7 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 			t.Errorf("%+v: got %+v", c, lines["frameworks"])
 		}
 	}
-	// Beside hvdrun, as they are installed.
+	// hvdd is found beside hvdrun, where it is installed.
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -225,7 +225,8 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 	}
 }
 
-// What asks for nothing that is missing changes nothing: neither the job nor its settings.
+// A flag that disables what this version does not have is accepted and has no effect. A flag that enables it
+// is refused.
 func TestFlagsForWhatHolds(t *testing.T) {
 	flags := []string{
 		"--disable-cache", "--no-hierarchical-allreduce", "--no-hierarchical-allgather", "--no-torus-allreduce", "--no-autotune", "--no-mpi-threads-disable",
@@ -241,7 +242,8 @@ func TestFlagsForWhatHolds(t *testing.T) {
 	}
 }
 
-// The signal of the timeline is ignored by who does not ask for it, wherever it is given.
+// Ranks start with the signal of the timeline ignored, whether the config file or -x sets it, so that it does
+// not kill a program that does not handle it.
 func TestTimelineSignal(t *testing.T) {
 	file := writeFile(t, "timeline:\n  signal: sigusr2\n")
 	for _, flags := range [][]string{{"--config-file", file}, {"-x", "HVD_TIMELINE_SIGNAL=SIGUSR2"}} {
@@ -254,7 +256,7 @@ func TestTimelineSignal(t *testing.T) {
 	}
 }
 
-// horovodrun are all flags of horovodrun.
+// horovodrun has all flags of horovodrun.
 const horovodrun = `
 version num-proc np check-build disable-cache start-timeout network-interfaces network-interface output-filename verbose
 config-file ssh-port ssh-identity-file fusion-threshold-mb cycle-time-ms cache-capacity hierarchical-allreduce
@@ -267,7 +269,7 @@ tcp binding-args num-nccl-streams thread-affinity gloo-timeout-seconds log-level
 log-without-timestamp prefix-output-with-timestamp prefix-timestamp log-hide-timestamp no-log-hide-timestamp hosts
 hostfile host-discovery-script gloo mpi jsrun`
 
-// A flag of horovodrun works or is rejected for what it is; none is unknown.
+// Every flag of horovodrun either works or is rejected with a reason; none is unknown.
 func TestAllFlagsOfHorovodrunAreKnown(t *testing.T) {
 	flags := new(runner).command().Flags()
 	known := strings.Fields(horovodrun)

@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// A store alone is there until a signal, for who has its secret.
+// hvdrun store serves clients that know its secret until it gets a signal.
 func TestStoreAlone(t *testing.T) {
 	const text = "sixteen bytes or more"
 	file := filepath.Join(t.TempDir(), "secret")
