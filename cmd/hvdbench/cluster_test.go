@@ -18,7 +18,7 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "write the goldens anew")
 
-// golden compares got with a file in testdata.
+// golden compares got with a file in testdata, or writes the file if -rewrite is set.
 func golden(t *testing.T, name, got string) {
 	t.Helper()
 	file := filepath.Join("testdata", name)
@@ -36,7 +36,7 @@ func golden(t *testing.T, name, got string) {
 	}
 }
 
-// sample returns options that cost little.
+// sample returns options for a benchmark that takes little time.
 func sample() options {
 	return options{
 		kind: message.Allreduce, minBytes: 1000, maxBytes: 1000, stepFactor: 2, iters: 3, warmup: 1, maxSeconds: 3, checks: 1, average: byKind,
@@ -45,7 +45,7 @@ func sample() options {
 	}
 }
 
-// cluster calls f for n ranks of a job and returns the first error.
+// cluster calls f in parallel for the n ranks of a job and returns the errors of all.
 func cluster(t *testing.T, n int, settings map[string]string, f func(ctx context.Context, at jobPlace, rank int) error) error {
 	t.Helper()
 	kv := store.NewHashStore(store.Limits{})
@@ -67,7 +67,8 @@ func cluster(t *testing.T, n int, settings map[string]string, f func(ctx context
 	return errors.Join(errs...)
 }
 
-// runs calls measure at n ranks and returns what rank 0 prints. The other ranks must print nothing.
+// runs calls measure at n ranks, each with sample options after change, and returns what rank 0 prints. It
+// fails the test if another rank prints a result.
 func runs(t *testing.T, n int, settings map[string]string, change func(o *options, rank int)) (out, log string, err error) {
 	t.Helper()
 	outs, logs := make([]strings.Builder, n), make([]strings.Builder, n)
@@ -84,7 +85,7 @@ func runs(t *testing.T, n int, settings map[string]string, change func(o *option
 	return outs[0].String(), logs[0].String(), err
 }
 
-// table returns the fields of the rows of a CSV by column.
+// table returns the rows of a CSV, each as a map from column name to field.
 func table(t *testing.T, out string) []map[string]string {
 	t.Helper()
 	var columns []string

@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// lines returns result lines with made-up times.
+// lines returns result lines with invented times.
 func lines() []line {
 	out := &result{
 		collective: "allreduce", path: "negotiated", memory: "slices", ranks: 2, bytes: 1 << 20, count: 1 << 18, dt: tensor.Float32, op: tensor.Sum, root: -1,
@@ -47,7 +47,8 @@ func TestFormats(t *testing.T) {
 	}
 }
 
-// A script that reads nccl-tests' table by columns finds the same columns in ours.
+// The nccl format has the columns of nccl-tests' table, so that scripts which read that table by columns can
+// read ours.
 func TestColumnsOfNCCL(t *testing.T) {
 	for l := range strings.Lines(show("nccl")) {
 		if strings.HasPrefix(l, "#") {

@@ -25,7 +25,7 @@ const deadline = time.Minute
 
 var hvdrunPath string
 
-// The test binary is hvdbench, if its first argument says so.
+// TestMain runs the test binary as hvdbench if the first argument says so. For the tests it builds hvdrun.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "hvdbench" {
 		status := run(os.Args[2:], os.Stdout, os.Stderr)
@@ -63,7 +63,7 @@ type writerFunc func(p []byte) (int, error)
 
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
-// prepare makes a call of hvdbench, under hvdrun if np is not 0.
+// prepare returns a command that runs hvdbench, under hvdrun if np is not 0.
 func prepare(t *testing.T, np int, env []string, args ...string) (cmd *exec.Cmd, stdout, stderr *bytes.Buffer) {
 	t.Helper()
 	self, err := os.Executable()
@@ -80,7 +80,7 @@ func prepare(t *testing.T, np int, env []string, args ...string) (cmd *exec.Cmd,
 	return cmd, stdout, stderr
 }
 
-// launch starts it, and kills it if it does not end.
+// launch starts a command and kills it if it has not ended after a minute.
 func launch(t *testing.T, cmd *exec.Cmd) {
 	t.Helper()
 	if err := cmd.Start(); err != nil {
@@ -90,7 +90,7 @@ func launch(t *testing.T, cmd *exec.Cmd) {
 	t.Cleanup(func() { kill.Stop() })
 }
 
-// start prepares and launches.
+// start prepares and launches a command.
 func start(t *testing.T, np int, env []string, args ...string) (cmd *exec.Cmd, stdout, stderr *bytes.Buffer) {
 	t.Helper()
 	cmd, stdout, stderr = prepare(t, np, env, args...)
@@ -98,6 +98,7 @@ func start(t *testing.T, np int, env []string, args ...string) (cmd *exec.Cmd, s
 	return cmd, stdout, stderr
 }
 
+// status waits for a command and returns its exit status.
 func status(t *testing.T, cmd *exec.Cmd) int {
 	t.Helper()
 	var exit *exec.ExitError
@@ -107,7 +108,7 @@ func status(t *testing.T, cmd *exec.Cmd) int {
 	return cmd.ProcessState.ExitCode()
 }
 
-// parse gives the options of a command line.
+// parse returns the options of a command line.
 func parse(args ...string) (got options, err error) {
 	cmd := newCommand(func(_ context.Context, o options) error {
 		got = o
@@ -207,7 +208,8 @@ func TestTwoProcesses(t *testing.T) {
 	}
 }
 
-// script runs one of the scripts in bench with the first interpreter on the path. They need only the standard library.
+// script runs a script of bench, which needs only Python's standard library, and returns its standard output.
+// It skips the test if there is no python3.
 func script(t *testing.T, env []string, args ...string) (stdout string, err error) {
 	t.Helper()
 	if _, err := exec.LookPath("python3"); err != nil {
@@ -233,7 +235,8 @@ func TestScripts(t *testing.T) {
 	}
 }
 
-// bench/peers/ours.py measures what the programs for the other libraries do, and bench/report.py reads its rows.
+// bench/peers/ours.py measures the same cases as the programs for the other libraries, and bench/report.py
+// reads its rows.
 func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 	dir := t.TempDir()
 	for _, name := range []string{"resnet50", "gpt2"} {
@@ -283,7 +286,7 @@ func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 	}
 }
 
-// A signal ends a benchmark that would go on for hours, with what it has shown.
+// A signal ends a benchmark that would run for hours. The benchmark prints the end of its table first.
 func TestSignals(t *testing.T) {
 	for _, np := range []int{0, 2} {
 		for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {

@@ -93,7 +93,8 @@ func TestSizes(t *testing.T) {
 		{options{minBytes: 8, maxBytes: 100, stepFactor: 4}, []int64{8, 32}},
 		{options{minBytes: 8, maxBytes: 24, stepBytes: 8}, []int64{8, 16, 24}},
 		{options{minBytes: 8, maxBytes: 8}, []int64{8}},
-		{options{minBytes: 1 << 62, maxBytes: 1<<63 - 1, stepFactor: 4}, []int64{1 << 62}}, // the next is not a number
+		// The size after 1<<62 would overflow.
+		{options{minBytes: 1 << 62, maxBytes: 1<<63 - 1, stepFactor: 4}, []int64{1 << 62}},
 		{options{minBytes: 0, maxBytes: 4, stepBytes: 4}, []int64{0, 4}},
 	} {
 		if got := c.o.sizes(); !slices.Equal(got, c.want) {
@@ -102,7 +103,7 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// Check must refuse a list before it is made: this one would take 8 TiB.
+// check refuses a list of sizes that is too long before it is built: this one would take 8 TiB.
 func TestSizesAreCountedBeforeTheyFillMemory(t *testing.T) {
 	o := sample()
 	o.minBytes, o.maxBytes, o.stepFactor, o.stepBytes = 1, 1<<40, 0, 1

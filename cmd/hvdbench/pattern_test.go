@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// The rule of the harness: element i of rank r is (7i+13r) mod 101.
+// Element i of rank r is (7i+13r) mod 101, as in the programs for the other libraries.
 func TestPatternIsTheHarness(t *testing.T) {
 	in := inputs{tensor.Float32, tensor.Sum, 4}
 	buf := make([]byte, 4*1000)
@@ -32,7 +32,8 @@ func TestPatternIsTheHarness(t *testing.T) {
 	}
 }
 
-// The expected results are what the kernels make of the inputs, for every type, reduction and number of ranks.
+// The expected result of a reduction is what the kernels compute from the inputs, for every type, reduction
+// and number of ranks.
 func TestReducedIsWhatTheKernelsGive(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		for _, o := range reductions {
@@ -54,7 +55,8 @@ func TestReducedIsWhatTheKernelsGive(t *testing.T) {
 				if wrong, first := in.reduced().wrong(acc); wrong != 0 {
 					t.Errorf("%v %v of %d: %d wrong: %s", o, dt, n, wrong, first)
 				}
-				// A rank that is left out, or counted twice, must be seen. Of a minimum or maximum that need not be so.
+				// A rank that is left out or counted twice must be noticed. A minimum or maximum may be right
+				// nevertheless.
 				if n == 1 || o == tensor.Min || o == tensor.Max {
 					continue
 				}
@@ -68,7 +70,7 @@ func TestReducedIsWhatTheKernelsGive(t *testing.T) {
 	}
 }
 
-// A block that comes from another rank, or to another place, or not at all, must be seen in every type.
+// A block that comes from the wrong rank, to the wrong place, or not at all is noticed in every type.
 func TestMisroutedBlocksAreSeen(t *testing.T) {
 	const count = 32
 	for _, dt := range tensor.DTypes() {
@@ -88,8 +90,10 @@ func TestMisroutedBlocksAreSeen(t *testing.T) {
 	}
 }
 
+// misroute checks that wrongBlocks accepts the right result of s at n ranks, and notices each of several
+// wrong routes of its blocks.
 func misroute(t *testing.T, s shot, n int, block func(id int) []byte) {
-	// arg is block b of what a rank gives, or 0 where it has room for others' blocks.
+	// arg returns block b of a rank's argument. Blocks that have room for other ranks' data are 0.
 	arg := func(rank, b int) []byte {
 		switch {
 		case s.kind == message.Alltoall:
@@ -99,7 +103,7 @@ func misroute(t *testing.T, s shot, n int, block func(id int) []byte) {
 		}
 		return block(rank)
 	}
-	// route says of which rank's argument, and which block there, block b of the result of rank r is.
+	// route returns the rank and the block of its argument that become block b of rank r's result.
 	route := func(r, b int) (rank, block int) {
 		switch s.kind {
 		case message.Broadcast:
@@ -111,11 +115,12 @@ func misroute(t *testing.T, s shot, n int, block func(id int) []byte) {
 	}
 	for _, r := range []int{0, 1, n / 2, n - 1} {
 		if s.kind == message.Broadcast && r == s.root {
-			continue // it has its result before
+			continue // The root has its result before the broadcast.
 		}
 		buf := make([]byte, s.bufferBytes(n))
 		want := prepareInput(s, r, n, buf)
-		// An eighth of what is wrong must be seen: by chance half of the bits of bools are right.
+		// At least an eighth of the wrong elements must be noticed. It cannot be all of them, because half of
+		// the bools are right by chance.
 		expect := func(what string, blocks int, from func(b int) (rank, block int)) {
 			t.Helper()
 			got := make([]byte, 0, len(buf))
@@ -161,7 +166,7 @@ func misroute(t *testing.T, s shot, n int, block func(id int) []byte) {
 	}
 }
 
-// All blocks of an alltoall of 64 ranks differ.
+// All blocks of an alltoall of 64 ranks are different.
 func TestMovedBlocksDiffer(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		seen := make(map[string]int)

@@ -50,7 +50,7 @@ func TestBusFactor(t *testing.T) {
 	}
 }
 
-// The numbers that bench/peers/bench.h comes to.
+// The number of calls is the same as in bench/peers/bench.h.
 func TestCallsFillTheTime(t *testing.T) {
 	for _, c := range []struct {
 		seconds  float64

@@ -37,11 +37,11 @@ func TestEveryCollectiveOnEveryPath(t *testing.T) {
 					}
 					rows := table(t, out)
 					want := map[message.Kind]int{
-						message.Allreduce: 2 * 5, message.Reducescatter: 2 * 5, // a bool has no sum
+						message.Allreduce: 2 * 5, message.Reducescatter: 2 * 5, // A bool has no sum.
 						message.Allgather: 2 * 3, message.Alltoall: 2 * 3, message.Broadcast: 2 * 3 * n, message.Barrier: 1,
 					}[kind]
 					if kind != message.Barrier && !strings.Contains(path, "raw") {
-						want *= 2 // the backend has one placement, or both
+						want *= 2 // A raw backend has one placement or both.
 					}
 					if len(rows) != want && !(strings.Contains(path, "raw") && len(rows) == 2*want) {
 						t.Errorf("%d rows, want %d:\n%s", len(rows), want, out)
@@ -86,7 +86,7 @@ func TestWorkloadsOnEveryPath(t *testing.T) {
 	for _, raw := range []bool{false, true} {
 		wantSteps := []string{"tiny_pertensor", "tiny_async", "tiny_grouped", "tiny_bucket25"}
 		if raw {
-			wantSteps = wantSteps[:3] // only those who negotiate make buckets
+			wantSteps = wantSteps[:3] // Buckets need the negotiation.
 		}
 		for _, arena := range []bool{false, true} {
 			out, log, err := runs(t, 2, nil, func(o *options, _ int) {
@@ -121,7 +121,7 @@ func TestSecondsChooseTheNumberOfCalls(t *testing.T) {
 	}
 }
 
-// No memory is an error, not the end of the process.
+// Tensors that do not fit the memory are an error and do not kill the process.
 func TestMoreThanTheMemory(t *testing.T) {
 	for _, arena := range []bool{false, true} {
 		_, _, err := runs(t, 1, nil, func(o *options, _ int) { o.minBytes, o.maxBytes, o.arena = 1000<<40, 1000<<40, arena })
@@ -150,7 +150,7 @@ func TestWhatABackendHasNot(t *testing.T) {
 	if !errors.As(err, &absent) || !strings.Contains(err.Error(), "no averages") {
 		t.Errorf("got error %v", err)
 	}
-	// Neither placement is there.
+	// The backend has neither placement.
 	_, _, err = runs(t, 2, nil, func(o *options, _ int) { o.raw, o.ops = true, []tensor.ReduceOp{tensor.Average} })
 	if !errors.As(err, &absent) || !strings.Contains(err.Error(), "no averages") {
 		t.Errorf("both placements: got error %v", err)
@@ -182,7 +182,7 @@ func TestWhatABackendHasNot(t *testing.T) {
 // corrupted is a path whose results have one wrong byte at one rank.
 type corrupted struct {
 	path
-	after *int // so many right operations on tensors come first
+	after *int // number of correct operations before the first wrong one
 }
 
 func (p corrupted) prepare(s shot, name string, buf []byte) (*action, error) {
@@ -212,10 +212,11 @@ func (p corrupted) spoil(b []byte) {
 	}
 }
 
-// One wrong element at a rank other than that which reports must be seen, be it from the first call on or later.
+// One wrong element is noticed also at a rank that does not print the result, whether it is wrong from the
+// first call on or later.
 func TestAWrongByteIsSeen(t *testing.T) {
 	for _, kind := range []message.Kind{message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter, message.Alltoall, message.Join} {
-		for _, after := range []int{0, 4} { // 4: the check before the loop passes
+		for _, after := range []int{0, 4} { // With 4, the check before the loop passes.
 			var out strings.Builder
 			err := cluster(t, 2, nil, func(ctx context.Context, at jobPlace, rank int) error {
 				o := sample()
@@ -252,6 +253,7 @@ func TestAWrongByteIsSeen(t *testing.T) {
 	}
 }
 
+// loop allocates nothing and measures a positive time for each call.
 func TestTheLoopAllocatesNothing(t *testing.T) {
 	times := make([]float64, 100)
 	nothing := func(context.Context) error { return nil }
@@ -264,6 +266,7 @@ func TestTheLoopAllocatesNothing(t *testing.T) {
 	}
 }
 
+// loop measures the call without the preparation before it.
 func TestTheLoopDoesNotTimeWhatComesBefore(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		times := make([]float64, 5)
@@ -275,7 +278,7 @@ func TestTheLoopDoesNotTimeWhatComesBefore(t *testing.T) {
 	})
 }
 
-// Interrupted, a benchmark shows what it has and leaves the job.
+// An interrupted benchmark prints the rows that it has and leaves the job.
 func TestInterrupted(t *testing.T) {
 	var out strings.Builder
 	err := cluster(t, 2, nil, func(ctx context.Context, at jobPlace, rank int) error {
@@ -286,7 +289,8 @@ func TestInterrupted(t *testing.T) {
 		s := streams{io.Discard, io.Discard}
 		if rank == 0 {
 			s.out = writerFunc(func(p []byte) (int, error) {
-				if strings.Contains(string(p), ",1000,250,") { // what follows are 2000 bytes
+				// The row of 2000 bytes has not been printed yet.
+				if strings.Contains(string(p), ",1000,250,") {
 					cancel()
 				}
 				return out.Write(p)
