@@ -24,14 +24,14 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 )
 
-// asDaemon makes this test binary hvdd.
+// asDaemon is a variable that makes this test binary run as hvdd.
 const asDaemon = "GOHVD_HVDD_DAEMON"
 
 func TestMain(m *testing.M) {
 	switch os.Getenv(asDaemon) {
 	case "":
 		os.Exit(m.Run())
-	case "activated": // as systemd starts a service: the process that gets the descriptors is named
+	case "activated": // systemd names the process that gets the descriptors.
 		os.Setenv("LISTEN_PID", fmt.Sprint(os.Getpid()))
 		os.Setenv("WATCHDOG_PID", fmt.Sprint(os.Getpid()))
 	}
@@ -46,6 +46,8 @@ type process struct {
 	ended  chan struct{}
 }
 
+// start starts this test binary as hvdd with additional file descriptors and variables. The process is killed
+// at the end of the test.
 func start(t *testing.T, how string, files []*os.File, env []string, args ...string) *process {
 	t.Helper()
 	self, err := os.Executable()
@@ -63,13 +65,13 @@ func start(t *testing.T, how string, files []*os.File, env []string, args ...str
 	}
 	go func() {
 		defer close(p.ended)
-		p.Wait() // its status is looked at in status
+		p.Wait() // status checks the exit status.
 	}()
 	t.Cleanup(func() { p.Process.Kill(); <-p.ended })
 	return p
 }
 
-// status returns how p has ended.
+// status waits until p has ended and returns its exit status.
 func (p *process) status() int {
 	p.t.Helper()
 	select {
@@ -81,6 +83,7 @@ func (p *process) status() int {
 	}
 }
 
+// wants checks that p ends with a status and has printed a text.
 func (p *process) wants(status int, says string) {
 	p.t.Helper()
 	if got := p.status(); got != status || !strings.Contains(p.stderr.String(), says) {
@@ -88,7 +91,7 @@ func (p *process) wants(status int, says string) {
 	}
 }
 
-// pair returns a sidecar and its only client.
+// pair starts a sidecar with a single client and returns both.
 func pair(t *testing.T, args ...string) (*process, *sidecartest.Client) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -99,7 +102,7 @@ func pair(t *testing.T, args ...string) (*process, *sidecartest.Client) {
 	return p, sidecartest.New(t, fds[1])
 }
 
-// at returns a client at a path, as soon as somebody listens there.
+// at connects a client to the socket at path. It waits until a sidecar listens there.
 func at(t *testing.T, path string) *sidecartest.Client {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.Patience); ; {
@@ -142,14 +145,15 @@ func TestCommandLine(t *testing.T) {
 		}
 		cmd := exec.CommandContext(t.Context(), self, c.args...)
 		cmd.Env = append(os.Environ(), asDaemon+"=1")
-		out, _ := cmd.CombinedOutput() // the status says it
+		out, _ := cmd.CombinedOutput() // The exit status is checked below.
 		if got := cmd.ProcessState.ExitCode(); got != c.status || !strings.Contains(string(out), c.says) {
 			t.Errorf("hvdd %q: status %d, want %d and %q:\n%s", c.args, got, c.status, c.says, out)
 		}
 	}
 }
 
-// A sidecar with one client ends with it: in order, without a job, or with a failure in one.
+// A sidecar with a single client ends when its client does. Its exit status is 0 after a bye or if there was
+// no job, and 1 if the client left a job without a bye or sent garbage.
 func TestOnlyClient(t *testing.T) {
 	p, c := pair(t)
 	c.Hello()
@@ -175,7 +179,8 @@ func TestOnlyClient(t *testing.T) {
 	c.Close()
 }
 
-// SIGTERM ends a job in order; SIGINT is the client's; a second signal does not wait.
+// SIGTERM ends a job in order. SIGINT is left to the client. SIGTERM also ends a sidecar that is still in
+// Init.
 func TestSignals(t *testing.T) {
 	p, c := pair(t)
 	c.Hello()
@@ -187,21 +192,21 @@ func TestSignals(t *testing.T) {
 		}
 	}
 	signal(p, syscall.SIGINT)
-	c.Must(sidecartest.Status()) // it lives
+	c.Must(sidecartest.Status()) // The sidecar still runs.
 	signal(p, syscall.SIGTERM)
 	if err := readToEnd(c); err != nil {
 		t.Error(err)
 	}
 	p.wants(0, "")
 
-	// The shutdown of a job whose other rank does nothing waits.
+	// Init of this job does not return, because there is no store at its address.
 	p, c = pair(t)
 	c.Hello()
 	c.Send(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}))
 	for c.Must(sidecartest.Status()).GetStatus().State != "starting" {
 	}
 	signal(p, syscall.SIGTERM)
-	p.wants(0, "") // an Init is given up
+	p.wants(0, "") // The sidecar gives up Init.
 }
 
 // readToEnd returns nil if the sidecar closes the connection.
@@ -216,7 +221,8 @@ func readToEnd(c *sidecartest.Client) error {
 	}
 }
 
-// A sidecar at a path: several clients, a live one is not replaced, a stale one is, and the file goes at the end.
+// A sidecar at a path serves several clients. It replaces a stale socket but not the socket of a live
+// sidecar, and removes its socket when it ends.
 func TestSocket(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	stale, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
@@ -253,7 +259,8 @@ func TestSocket(t *testing.T) {
 	}
 }
 
-// As systemd runs it: the socket is given, readiness, state and watchdog are told.
+// Under systemd hvdd takes the socket that it is given, and reports readiness, state and watchdog to the
+// manager.
 func TestSystemd(t *testing.T) {
 	dir := t.TempDir()
 	path, notify := filepath.Join(dir, "s"), filepath.Join(dir, "notify")
@@ -303,7 +310,7 @@ func TestSystemd(t *testing.T) {
 	}
 }
 
-// The health endpoint is on loopback, and says when the job has failed.
+// The health endpoint on loopback returns 200 with the state of the sidecar while it is idle or runs a job.
 func TestHealth(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -352,7 +359,7 @@ func TestHealth(t *testing.T) {
 	c.Bye()
 }
 
-// The health of a rank that has failed, for as long as that can be asked.
+// The health endpoint returns 503 after the job has failed.
 func TestHealthOfTheDead(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -376,7 +383,7 @@ func TestHealthOfTheDead(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	go s.ServeConn(conn, false) // Dead says how that ends
+	go s.ServeConn(conn, false) // s.Dead reports its end.
 	c := sidecartest.New(t, fds[1])
 	c.Hello()
 	c.Init()
@@ -394,7 +401,7 @@ func TestHealthOfTheDead(t *testing.T) {
 	}
 }
 
-// A sidecar that nothing is asked of takes no processor time.
+// A sidecar without requests uses nearly no processor time.
 func TestIdle(t *testing.T) {
 	p, c := pair(t)
 	c.Hello()
@@ -409,7 +416,7 @@ func TestIdle(t *testing.T) {
 		for _, task := range tasks {
 			b, err := os.ReadFile(task)
 			if err != nil {
-				continue // a thread that has ended
+				continue // The thread has ended.
 			}
 			var of int64
 			if _, err := fmt.Sscan(string(b), &of); err != nil {
@@ -419,9 +426,9 @@ func TestIdle(t *testing.T) {
 		}
 		return time.Duration(ns)
 	}
-	<-time.After(500 * time.Millisecond) // what the start costs
+	<-time.After(500 * time.Millisecond) // The start itself uses processor time.
 	const watched = time.Second
-	for tries := 1; ; tries++ { // on a busy machine a start takes longer, and little costs more
+	for tries := 1; ; tries++ { // On a busy machine the start takes longer and small tasks cost more.
 		before := used()
 		<-time.After(watched)
 		took := used() - before
