@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// trainOn trains on n ranks in this process and gives the model and accuracy of each.
+// trainOn trains on n ranks in this process and returns the model and the accuracy of each rank.
 func trainOn(t *testing.T, n int, o options) ([]*model, []float64) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
@@ -45,8 +45,8 @@ func trainOn(t *testing.T, n int, o options) ([]*model, []float64) {
 	return models, accuracies
 }
 
-// The number of ranks does not change what is learned: with the same global batch the weights agree to 1e-4 of their
-// norm, and within a job they are equal bit by bit.
+// The number of ranks does not change what the model learns: with the same global batch the weights agree to
+// 1e-4 of their norm. The weights of the ranks of a job are equal bit by bit.
 func TestSameWeightsOnAnyNumberOfRanks(t *testing.T) {
 	o := defaults()
 	alone, accuracy := trainOn(t, 1, o)
@@ -79,7 +79,7 @@ func TestSameWeightsOnAnyNumberOfRanks(t *testing.T) {
 	}
 }
 
-// The gradient is that of the loss, as finite differences see it.
+// The gradient agrees with finite differences of the loss.
 func TestGradient(t *testing.T) {
 	images, _, err := loadImages(1)
 	if err != nil {
