@@ -12,7 +12,7 @@ type Alone struct{}
 
 // Conn implements Mesh. There is no peer.
 func (Alone) Conn(_ context.Context, lane Lane, peer topo.Rank) (Conn, error) {
-	return nil, fmt.Errorf("transport: lane %d to rank %d in a job of one", lane, peer)
+	return nil, fmt.Errorf("transport: connect lane %d to rank %d: this job has only one rank", lane, peer)
 }
 
 // Abort implements Mesh.

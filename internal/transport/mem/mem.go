@@ -97,7 +97,7 @@ func (c *Cluster) notify() {
 // Conn implements transport.Mesh.
 func (m *mesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.c.meshes) || peer == m.rank {
-		return nil, fmt.Errorf("mem: connect lane %d: peer is rank %d, want 0 to %d without %d", lane, peer, len(m.c.meshes)-1, m.rank)
+		return nil, fmt.Errorf("mem: connect lane %d: got peer rank %d, want 0 to %d, but not this rank, %d", lane, peer, len(m.c.meshes)-1, m.rank)
 	}
 	for {
 		conn, changed, err := m.find(lane, peer)
@@ -157,7 +157,7 @@ func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}
 // Abort implements transport.Mesh. The peers can still read the bytes that this rank had sent.
 func (m *mesh) Abort(lane transport.Lane, err error) {
 	if err == nil {
-		panic("mem: abort without an error")
+		panic("mem: bug: Abort was called without an error")
 	}
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()

@@ -43,13 +43,13 @@ var refusals = [numRefusals]string{
 
 func (r Refusal) Error() string {
 	if r >= numRefusals {
-		return fmt.Sprintf("tcp: refused with unknown status %d", uint32(r))
+		return fmt.Sprintf("tcp: refused: unknown status %d", uint32(r))
 	}
 	return "tcp: refused: " + refusals[r]
 }
 
 // errNotOurs is the error if the first word is not the magic of this protocol.
-var errNotOurs = errors.New("tcp: the other end does not speak this protocol")
+var errNotOurs = errors.New("tcp: handshake: the other end does not use the protocol of gohvd ranks")
 
 const (
 	magic      = 0x67687664 // "ghvd"
@@ -96,7 +96,7 @@ func readHello(r io.Reader) (hello, error) {
 		return hello{}, err
 	}
 	if n, err := io.ReadFull(r, b[4:]); err != nil {
-		return hello{}, fmt.Errorf("tcp: hello: %d of %d bytes: %w", 4+n, helloSize, err)
+		return hello{}, fmt.Errorf("tcp: handshake: got %d of %d bytes of the hello: %w", 4+n, helloSize, err)
 	}
 	return hello{
 		version: binary.BigEndian.Uint32(b[4:]),
@@ -121,7 +121,7 @@ func readAnswer(r io.Reader) error {
 		return err
 	}
 	if _, err := io.ReadFull(r, b[4:]); err != nil {
-		return fmt.Errorf("tcp: answer to hello: %w", err)
+		return fmt.Errorf("tcp: handshake: receive the answer: %w", err)
 	}
 	if status := Refusal(binary.BigEndian.Uint32(b[4:])); status != accepted {
 		return status
@@ -131,7 +131,7 @@ func readAnswer(r io.Reader) error {
 
 func readMagic(r io.Reader, b []byte) error {
 	if n, err := io.ReadFull(r, b); err != nil {
-		return fmt.Errorf("tcp: handshake: %d of %d bytes of the first word: %w", n, len(b), err)
+		return fmt.Errorf("tcp: handshake: got %d of %d bytes of the first word: %w", n, len(b), err)
 	}
 	if err := secret.Foreign(b); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)

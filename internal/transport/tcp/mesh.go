@@ -51,7 +51,7 @@ type wait struct {
 // Learn sets the addresses of all ranks. It is needed if the Mesh was made with only some of them.
 func (m *Mesh) Learn(addrs []string) error {
 	if len(addrs) != len(m.addrs) {
-		return fmt.Errorf("tcp: connect: %d addresses, want %d", len(addrs), len(m.addrs))
+		return fmt.Errorf("tcp: connect: got %d addresses, want %d, one for each rank", len(addrs), len(m.addrs))
 	}
 	if err := checkAddrs(addrs, m.rank, false); err != nil {
 		return err
@@ -117,7 +117,7 @@ func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 // ended, because this rank cannot know whether the peer has already accepted; a later Conn joins the attempt.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
-		return nil, fmt.Errorf("tcp: connect lane %d: peer is rank %d, want 0 to %d without %d", id, peer, len(m.addrs)-1, m.rank)
+		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want 0 to %d, but not this rank, %d", id, peer, len(m.addrs)-1, m.rank)
 	}
 	m.e.mu.Lock()
 	l := m.lane(id)
@@ -163,7 +163,7 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 		}
 		return nil, err
 	case <-expired:
-		return nil, &transport.PeerError{Peer: peer, Lane: id, Err: fmt.Errorf("tcp: it did not connect within %v", m.e.cfg.DialTimeout)}
+		return nil, &transport.PeerError{Peer: peer, Lane: id, Err: fmt.Errorf("tcp: the peer did not connect within %v", m.e.cfg.DialTimeout)}
 	}
 }
 
@@ -179,7 +179,7 @@ func (m *Mesh) laneErr(l *lane) error {
 // open too.
 func (m *Mesh) Abort(id transport.Lane, err error) {
 	if err == nil {
-		panic("tcp: abort without an error")
+		panic("tcp: bug: Abort was called without an error")
 	}
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
@@ -267,17 +267,17 @@ func (m *Mesh) reserve(h hello) (*lane, error) {
 	case h.job != m.job:
 		return nil, WrongJob
 	case h.epoch != m.epoch:
-		return nil, fmt.Errorf("%w: rank %d is in epoch %d, this is epoch %d", StaleEpoch, h.from, h.epoch, m.epoch)
+		return nil, fmt.Errorf("%w: rank %d is in epoch %d, this rank in epoch %d", StaleEpoch, h.from, h.epoch, m.epoch)
 	case h.to != m.rank:
-		return nil, fmt.Errorf("%w: rank %d looked for rank %d, this is rank %d", NotMe, h.from, h.to, m.rank)
+		return nil, fmt.Errorf("%w: rank %d wants to connect to rank %d, this is rank %d", NotMe, h.from, h.to, m.rank)
 	case h.from < 0 || h.from >= m.rank:
-		return nil, fmt.Errorf("%w: got %d, want a rank below %d", UnknownRank, h.from, m.rank)
+		return nil, fmt.Errorf("%w: got rank %d, want a rank below %d, because only lower ranks dial", UnknownRank, h.from, m.rank)
 	}
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
 	l := m.lane(h.lane)
 	if _, begun := l.conns[h.from]; begun {
-		return nil, fmt.Errorf("%w: lane %d of rank %d", DuplicateChannel, h.lane, h.from)
+		return nil, fmt.Errorf("%w: rank %d is already connected on lane %d", DuplicateChannel, h.from, h.lane)
 	}
 	l.conns[h.from] = nil
 	return l, nil
@@ -339,7 +339,7 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 		select {
 		case <-time.After(pause):
 		case <-ctx.Done():
-			m.giveUp(l, peer, fmt.Errorf("tcp: not connected within %v: %w", m.e.cfg.DialTimeout, last))
+			m.giveUp(l, peer, fmt.Errorf("tcp: no connection within %v; the last attempt failed: %w", m.e.cfg.DialTimeout, last))
 			return
 		}
 	}
@@ -383,7 +383,7 @@ func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc *socke
 	}
 	h := hello{version: version, job: m.job, epoch: m.epoch, from: m.rank, to: peer, lane: l.id}
 	if _, err := over.Write(h.encode()); err != nil {
-		return fmt.Errorf("tcp: hello: %w", err)
+		return fmt.Errorf("tcp: handshake: send the hello: %w", err)
 	}
 	if err := readAnswer(over); err != nil {
 		return err

@@ -49,7 +49,7 @@ var errWouldBlock error = wouldBlock{}
 // wouldBlock is the type of errWouldBlock. It implements net.Error.
 type wouldBlock struct{}
 
-func (wouldBlock) Error() string   { return "nothing has arrived" }
+func (wouldBlock) Error() string   { return "tcp: the operation would block" }
 func (wouldBlock) Timeout() bool   { return true }
 func (wouldBlock) Temporary() bool { return true }
 
@@ -61,7 +61,7 @@ func newSocket(nc net.Conn) (*socket, error) {
 		if s.fd >= 0 {
 			err = errors.Join(err, unix.Close(s.fd))
 		}
-		return nil, fmt.Errorf("tcp: connection: %w", err)
+		return nil, fmt.Errorf("tcp: set up a connection: %w", err)
 	}
 	s.reader.try = func(fd uintptr) bool {
 		s.reader.n, s.reader.err = readNow(int(fd), s.reader.p)
@@ -77,7 +77,7 @@ func newSocket(nc net.Conn) (*socket, error) {
 func (s *socket) takeOver(nc net.Conn) error {
 	tc, ok := nc.(syscall.Conn)
 	if !ok {
-		return fmt.Errorf("it is a %T, want a *net.TCPConn", nc)
+		return fmt.Errorf("got a %T, want a *net.TCPConn", nc)
 	}
 	raw, err := tc.SyscallConn()
 	if err != nil {
@@ -199,7 +199,7 @@ func (s *socket) enter() (syscall.RawConn, error) {
 		s.file = os.NewFile(uintptr(s.fd), "socket")
 		raw, err := s.file.SyscallConn()
 		if err = errors.Join(err, s.file.SetReadDeadline(s.reads), s.file.SetWriteDeadline(s.writes)); err != nil {
-			return nil, fmt.Errorf("tcp: wait: %w", err)
+			return nil, fmt.Errorf("tcp: wait for the socket: %w", err)
 		}
 		s.raw = raw
 		s.inRuntimePoller.Store(true)

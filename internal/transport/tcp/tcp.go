@@ -307,7 +307,7 @@ func (e *Endpoint) handshake(nc *socket) error {
 	case e.slots <- struct{}{}:
 		defer func() { <-e.slots }()
 	default:
-		return fmt.Errorf("tcp: %d handshakes are under way", maxHandshakes)
+		return fmt.Errorf("tcp: handshake: %d other connections already wait for this rank to join its epoch; the peer will retry", maxHandshakes)
 	}
 	if h.version != version {
 		return refuse(over, fmt.Errorf("%w: got %d, want %d", WrongVersion, h.version, version))
@@ -354,17 +354,17 @@ func (e *Endpoint) welcome(m *Mesh, l *lane, peer topo.Rank, nc *socket, over ne
 func refuse(nc net.Conn, reason error) error {
 	var r Refusal
 	if !errors.As(reason, &r) {
-		panic("tcp: refused without a refusal: " + reason.Error())
+		panic("tcp: bug: handshake refused with an error that is not a Refusal: " + reason.Error())
 	}
 	if err := answer(nc, r); err != nil {
-		return fmt.Errorf("%w; the peer could not be told: %w", reason, err)
+		return fmt.Errorf("%w; sending the refusal failed: %w", reason, err)
 	}
 	return reason
 }
 
 func answer(nc net.Conn, r Refusal) error {
 	if _, err := nc.Write(encodeAnswer(r)); err != nil {
-		return fmt.Errorf("tcp: answer to hello: %w", err)
+		return fmt.Errorf("tcp: handshake: send the answer: %w", err)
 	}
 	return nil
 }
@@ -379,7 +379,7 @@ func (e *Endpoint) awaitConnect(deadline time.Time) (*Mesh, error) {
 	case <-e.ctx.Done():
 		return nil, transport.ErrClosed
 	case <-expired.C:
-		return nil, fmt.Errorf("tcp: handshake: this rank did not join an epoch within %v", e.cfg.HandshakeTimeout)
+		return nil, fmt.Errorf("tcp: handshake: this rank has not joined an epoch within %v", e.cfg.HandshakeTimeout)
 	}
 }
 

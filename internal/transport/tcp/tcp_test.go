@@ -253,22 +253,22 @@ func testRefusals(t *testing.T, key secret.Secret) {
 		reason string
 	}{
 		{"garbage", bytes.Repeat([]byte("garbage!"), 1<<17), false, accepted, "first word is 0x67617262, want 0x67687664"},
-		{"all ones", bytes.Repeat([]byte{0xff}, helloSize), false, accepted, "does not speak this protocol"},
+		{"all ones", bytes.Repeat([]byte{0xff}, helloSize), false, accepted, "does not use the protocol of gohvd ranks"},
 		{"magic then all ones", append(goodHello(7).encode()[:4], bytes.Repeat([]byte{0xff}, 1<<20)...), false, WrongVersion, "got 4294967295, want 1"},
 		{"wrong version", but(func(h *hello) { h.version = 2 }), false, WrongVersion, "got 2, want 1"},
 		{"wrong job", but(func(h *hello) { h.job = hashJob("another") }), false, WrongJob, "wrong job"},
-		{"older epoch", but(func(h *hello) { h.epoch = 0 }), false, StaleEpoch, "rank 0 is in epoch 0, this is epoch 1"},
-		{"newer epoch", but(func(h *hello) { h.epoch = 1 << 63 }), false, StaleEpoch, "rank 0 is in epoch 9223372036854775808, this is epoch 1"},
-		{"to another rank", but(func(h *hello) { h.to = 0 }), false, NotMe, "rank 0 looked for rank 0, this is rank 1"},
-		{"to a huge rank", but(func(h *hello) { h.to = -1 }), false, NotMe, "looked for rank -1"},
-		{"from oneself", but(func(h *hello) { h.from = 1 }), false, UnknownRank, "got 1, want a rank below 1"},
-		{"from a rank beyond the size", but(func(h *hello) { h.from = 2 }), false, UnknownRank, "got 2, want a rank below 1"},
-		{"from a huge rank", but(func(h *hello) { h.from = -1 }), false, UnknownRank, "got -1, want a rank below 1"},
-		{"duplicate", goodHello(1).encode(), false, DuplicateChannel, "lane 1 of rank 0"},
+		{"older epoch", but(func(h *hello) { h.epoch = 0 }), false, StaleEpoch, "rank 0 is in epoch 0, this rank in epoch 1"},
+		{"newer epoch", but(func(h *hello) { h.epoch = 1 << 63 }), false, StaleEpoch, "rank 0 is in epoch 9223372036854775808, this rank in epoch 1"},
+		{"to another rank", but(func(h *hello) { h.to = 0 }), false, NotMe, "rank 0 wants to connect to rank 0, this is rank 1"},
+		{"to a huge rank", but(func(h *hello) { h.to = -1 }), false, NotMe, "wants to connect to rank -1"},
+		{"from oneself", but(func(h *hello) { h.from = 1 }), false, UnknownRank, "got rank 1, want a rank below 1"},
+		{"from a rank beyond the size", but(func(h *hello) { h.from = 2 }), false, UnknownRank, "got rank 2, want a rank below 1"},
+		{"from a huge rank", but(func(h *hello) { h.from = -1 }), false, UnknownRank, "got rank -1, want a rank below 1"},
+		{"duplicate", goodHello(1).encode(), false, DuplicateChannel, "rank 0 is already connected on lane 1"},
 		{"silent", nil, false, accepted, "0 of 4 bytes of the first word"},
 		{"gone", nil, true, accepted, "0 of 4 bytes of the first word: EOF"},
-		{"half a hello", half, false, accepted, "22 of 44 bytes: i/o timeout"},
-		{"half a hello, then gone", half, true, accepted, "22 of 44 bytes: unexpected EOF"},
+		{"half a hello", half, false, accepted, "22 of 44 bytes of the hello: i/o timeout"},
+		{"half a hello, then gone", half, true, accepted, "22 of 44 bytes of the hello: unexpected EOF"},
 	}
 	conns := make([]net.Conn, len(cases))
 	for i, c := range cases {
@@ -560,7 +560,7 @@ func TestEarlyConnectionExpires(t *testing.T) {
 	log, book := newLog()
 	e := listen(t, Config{Log: log, HandshakeTimeout: 50 * time.Millisecond})
 	nc := dialRaw(t, e.Addr(), goodHello(3).encode())
-	book.wait(t, "tcp: connection refused", "error", "did not join an epoch within 50ms")
+	book.wait(t, "tcp: connection refused", "error", "has not joined an epoch within 50ms")
 	if got := untilClosed(t, nc); len(got) != 0 {
 		t.Errorf("got answer %x, want none", got)
 	}
