@@ -94,7 +94,7 @@ func checkBell(fd int) error {
 		return os.NewSyscallError("fcntl", err)
 	}
 	if kind != "anon_inode:[eventfd]" || flags&unix.O_NONBLOCK == 0 {
-		return fmt.Errorf("%w: doorbell is %s with flags %#x, want an eventfd that does not block", errBreach, kind, flags)
+		return fmt.Errorf("%w: got a descriptor of %s with flags %#x, want an eventfd that does not block", errBreach, kind, flags)
 	}
 	return nil
 }

@@ -134,7 +134,7 @@ func (s *setup) dial(ctx context.Context, p *peer) error {
 	var d net.Dialer
 	nc, err := d.DialContext(ctx, network, s.ep.Offers[p.rank].Socket)
 	if err != nil {
-		return fmt.Errorf("no connection to rank %d: %w", p.rank, err)
+		return fmt.Errorf("connect to rank %d: %w", p.rank, err)
 	}
 	uc := nc.(*net.UnixConn)
 	p.uc = uc
@@ -169,7 +169,7 @@ func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, who []*Offer, re
 		}
 		if err != nil {
 			// Out of descriptors or memory: then this rank cannot share, and says so.
-			results <- fmt.Errorf("accept: %w", err)
+			results <- fmt.Errorf("accept a connection: %w", err)
 			return
 		}
 		wg.Go(func() { s.receive(ctx, uc, who, results) })
@@ -183,7 +183,7 @@ func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*Offer, res
 		case ctx.Err() != nil:
 		case errors.Is(err, io.EOF):
 			// Another job, which looked whether the socket is one that nobody listens on any more.
-			s.e.log.Debug("shm: somebody connected and said nothing")
+			s.e.log.Debug("shm: a process connected and disconnected without a hello")
 		default:
 			s.e.log.Warn("shm: connection refused", zap.Error(err))
 		}
@@ -204,7 +204,7 @@ func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*Offer, res
 	s.claimed[from] = true
 	s.mu.Unlock()
 	if twice {
-		refuse(fmt.Errorf("rank %d is connected already", from))
+		refuse(fmt.Errorf("rank %d is already connected", from))
 		return
 	}
 	p := s.peers[from]
@@ -215,10 +215,10 @@ func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*Offer, res
 // swap exchanges descriptors with a peer that has proved its identity.
 func (s *setup) swap(p *peer) error {
 	if err := s.give(p); err != nil {
-		return fmt.Errorf("descriptors for rank %d: %w", p.rank, err)
+		return fmt.Errorf("send descriptors to rank %d: %w", p.rank, err)
 	}
 	if err := s.get(p); err != nil {
-		return fmt.Errorf("descriptors of rank %d: %w", p.rank, err)
+		return fmt.Errorf("receive descriptors from rank %d: %w", p.rank, err)
 	}
 	return nil
 }
@@ -245,7 +245,8 @@ func (s *setup) get(p *peer) error {
 	ringBytes := msg.size
 	if msg.kind != controlMessage || int(msg.id) != p.index || ringBytes < minRingBytes || ringBytes > maxRingBytes || ringBytes&(ringBytes-1) != 0 {
 		msg.close()
-		return fmt.Errorf("%w: message of kind %d, index %d, rings of %d bytes; want kind %d, index %d, a power of two", errBreach, msg.kind, msg.id, ringBytes, controlMessage, p.index)
+		return fmt.Errorf("%w: got a message of kind %d, index %d, rings of %d bytes, want kind %d, index %d, a power of two from %d to %d",
+			errBreach, msg.kind, msg.id, ringBytes, controlMessage, p.index, minRingBytes, maxRingBytes)
 	}
 	bell := msg.fds[1]
 	if err := checkBell(bell); err != nil {
@@ -256,7 +257,7 @@ func (s *setup) get(p *peer) error {
 	seg, err := shmem.Map(msg.fds[0])
 	closeAll(msg.fds[:1])
 	if err == nil && len(seg.Bytes()) < other.bytes() {
-		err = errors.Join(fmt.Errorf("%w: a control segment of %d bytes, want %d", errBreach, len(seg.Bytes()), other.bytes()), seg.Close())
+		err = errors.Join(fmt.Errorf("%w: got a control segment of %d bytes, want at least %d", errBreach, len(seg.Bytes()), other.bytes()), seg.Close())
 	}
 	if err != nil {
 		closeAll([]int{bell})

@@ -111,7 +111,7 @@ func TestDissolved(t *testing.T) {
 				t.Fatal(err)
 			}
 			j.after = func() error { return os.Remove(path + "x") }
-		}, []string{"rank 0: no connection to rank 2"}},
+		}, []string{"rank 0: connect to rank 2"}},
 		"wrong token": {func(t *testing.T, j *job) {
 			j.offers[2].Token = append([]byte{j.offers[2].Token[0] + 1}, j.offers[2].Token[1:]...) // what everybody believes to be its token
 		}, []string{"rank 2"}},

@@ -34,10 +34,10 @@ func encodeHello(from topo.Rank) []byte {
 
 func decodeHello(b []byte) (from topo.Rank, err error) {
 	if len(b) != helloBytes {
-		return 0, fmt.Errorf("hello of %d bytes, want %d", len(b), helloBytes)
+		return 0, fmt.Errorf("got a hello of %d bytes, want %d", len(b), helloBytes)
 	}
 	if m, v := binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:]); m != magic || v != version {
-		return 0, fmt.Errorf("hello begins with %#08x and version %d, want %#08x and %d", m, v, uint32(magic), version)
+		return 0, fmt.Errorf("got a hello with first word %#08x and version %d, want %#08x and %d", m, v, uint32(magic), version)
 	}
 	return topo.Rank(binary.LittleEndian.Uint32(b[8:])), nil
 }
@@ -80,7 +80,7 @@ func welcome(c *net.UnixConn, ep *Epoch, own *Offer, who []*Offer) (topo.Rank, e
 		return 0, err
 	}
 	if from < 0 || int(from) >= len(who) || who[from] == nil {
-		return 0, fmt.Errorf("rank %d has no business here", from)
+		return 0, fmt.Errorf("rank %d is not a lower rank of this host, and only those dial", from)
 	}
 	key, purpose, err := proofOf(ep, from, ep.Rank, who[from], own)
 	if err == nil {
@@ -123,7 +123,7 @@ func sameUser(c *net.UnixConn) error {
 		return err
 	}
 	if failed != nil {
-		return fmt.Errorf("user of the other end: %w", failed)
+		return fmt.Errorf("find the user of the other end: %w", failed)
 	}
 	if own := uint32(unix.Geteuid()); cred.Uid != own {
 		return fmt.Errorf("the other end runs as user %d, this process as user %d", cred.Uid, own)

@@ -170,7 +170,7 @@ func (m *Mesh) lose(p *peer, err error) {
 	m.notify()
 	m.mu.Unlock()
 	if !errors.Is(err, io.ErrUnexpectedEOF) {
-		m.log.Warn(fmt.Sprintf("shm: rank %d: %v", p.rank, err))
+		m.log.Warn(fmt.Sprintf("shm: lost the connection to rank %d: %v", p.rank, err))
 	}
 	p.ring.lose(err)
 	m.wakePoller()
@@ -214,7 +214,7 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, rank topo.Rank) (tra
 // Abort implements transport.Mesh.
 func (m *Mesh) Abort(id transport.Lane, err error) {
 	if err == nil {
-		panic("shm: abort without an error")
+		panic("shm: bug: Abort was called without an error")
 	}
 	m.mu.Lock()
 	l, none := m.lane(id)

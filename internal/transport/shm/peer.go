@@ -117,7 +117,7 @@ func (p *peer) send(m *Mesh) {
 		if err := msg.write(p.uc); err != nil {
 			// If it has gone, the receiver learns so in its turn, after what the peer had said before.
 			if !errors.Is(err, unix.EPIPE) && !errors.Is(err, unix.ECONNRESET) {
-				m.lose(p, fmt.Errorf("shm: send: %w", err))
+				m.lose(p, fmt.Errorf("shm: send a descriptor: %w", err))
 			}
 			return
 		}
@@ -151,15 +151,15 @@ func (p *peer) handle(m *Mesh, msg *message) error {
 		}
 		return p.addArena(m, msg.id, chunk{seg, err})
 	case keptMessage:
-		return p.addArena(m, msg.id, chunk{err: fmt.Errorf("its process could not pass it: %w", unix.Errno(uint16(msg.size)))})
+		return p.addArena(m, msg.id, chunk{err: fmt.Errorf("the peer could not pass its descriptor: %w", unix.Errno(uint16(msg.size)))})
 	case dropMessage:
 		return p.dropArena(m, msg.id)
 	default:
-		return fmt.Errorf("%w: message of kind %d after the first", errBreach, msg.kind)
+		return fmt.Errorf("%w: got a message of kind %d, which is sent only in the handshake", errBreach, msg.kind)
 	}
 }
 
-var errBreach = errors.New("shm: it broke the protocol")
+var errBreach = errors.New("shm: the peer violated the protocol")
 
 // mapSegment maps a segment of which a peer says that it has size bytes. An error that is not an errBreach is
 // due to a lack of resources in this process.
@@ -169,7 +169,7 @@ func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 		return nil, err
 	}
 	if size == 0 || size > maxSegmentBytes || st.Size != int64(size) {
-		return nil, fmt.Errorf("%w: a segment of %d bytes, says %d, want at most %d", errBreach, st.Size, size, int64(maxSegmentBytes))
+		return nil, fmt.Errorf("%w: got a segment of %d bytes, announced as %d, want the same size and 1 to %d", errBreach, st.Size, size, int64(maxSegmentBytes))
 	}
 	seg, err := shmem.Map(fd)
 	var denied unix.Errno
@@ -186,7 +186,7 @@ func (p *peer) addArena(m *Mesh, id uint32, c chunk) error {
 		if c.seg != nil {
 			_ = c.seg.Close() // the breach is the error
 		}
-		return fmt.Errorf("%w: chunk %d besides %d others, want each once and at most %d", errBreach, id, len(old), maxChunks)
+		return fmt.Errorf("%w: got arena chunk %d in addition to %d others, want a number from 1, each once, at most %d", errBreach, id, len(old), maxChunks)
 	}
 	arenas := maps.Clone(old)
 	arenas[id] = c
@@ -199,7 +199,7 @@ func (p *peer) dropArena(m *Mesh, id uint32) error {
 	old := *p.arenas.Load()
 	c, ok := old[id]
 	if !ok {
-		return fmt.Errorf("%w: dropped chunk %d, which it had not given", errBreach, id)
+		return fmt.Errorf("%w: got the end of arena chunk %d, which is not shared", errBreach, id)
 	}
 	arenas := maps.Clone(old)
 	delete(arenas, id)
@@ -227,7 +227,7 @@ func (p *peer) dropArena(m *Mesh, id uint32) error {
 func (m *Mesh) Arena(ctx context.Context, rank topo.Rank, id uint32) ([]byte, error) {
 	p := m.peer(rank)
 	if p == nil {
-		return nil, fmt.Errorf("shm: arena %d of rank %d: %w", id, rank, errStranger)
+		return nil, fmt.Errorf("shm: arena chunk %d of rank %d: %w", id, rank, errNoPeer)
 	}
 	if c, ok := (*p.arenas.Load())[id]; ok && c.err == nil && !m.isClosed.Load() {
 		return c.seg.Bytes(), nil
@@ -248,7 +248,7 @@ func (m *Mesh) Arena(ctx context.Context, rank topo.Rank, id uint32) ([]byte, er
 		return false, nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("shm: arena %d of rank %d: %w", id, rank, err)
+		return nil, fmt.Errorf("shm: arena chunk %d of rank %d: %w", id, rank, err)
 	}
 	return c.seg.Bytes(), nil
 }

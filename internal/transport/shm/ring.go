@@ -145,7 +145,7 @@ func (c *conn) take(p []byte) (int, error) {
 	head := atomic.LoadUint64(c.inHead)
 	used := head - c.tail
 	if head < c.seen || used > uint64(len(c.in)) {
-		c.rerr, c.told = c.breach("head", head, c.seen, c.tail+uint64(len(c.in))), true
+		c.rerr, c.told = c.breach("ring head", head, c.seen, c.tail+uint64(len(c.in))), true
 		return 0, c.rerr
 	}
 	c.seen = head
@@ -242,7 +242,7 @@ func (c *conn) put(p []byte) int {
 	if room < uint64(len(p)) {
 		tail := atomic.LoadUint64(c.outTail)
 		if tail < c.freed || tail > c.head {
-			c.werr = c.breach("tail", tail, c.freed, c.head)
+			c.werr = c.breach("ring tail", tail, c.freed, c.head)
 			c.dropQueue()
 			return 0
 		}
@@ -317,7 +317,7 @@ func (c *conn) sendErr() error {
 
 // breach returns the error for a word with a value that no peer writes.
 func (c *conn) breach(word string, got, least, most uint64) error {
-	return &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: fmt.Errorf("shm: it wrote %s %d, want %d to %d", word, got, least, most)}
+	return &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: fmt.Errorf("shm: the peer wrote %s %d, want %d to %d", word, got, least, most)}
 }
 
 // waiting reports whether a reader has something to take: bytes, or an error that it has not returned yet.

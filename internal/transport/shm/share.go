@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// errStranger is the error for a rank that is not in the group, or for this rank if a peer is wanted.
-var errStranger = errors.New("it is no peer that shares memory with this rank")
+// errNoPeer is the error for a rank that is not in the group, or for this rank if a peer is wanted.
+var errNoPeer = errors.New("the rank shares no memory with this rank")
 
 // lane is what ranks share for a lane.
 type lane struct {
@@ -101,7 +101,7 @@ func (m *Mesh) Err(id transport.Lane, rank topo.Rank) error {
 	}
 	p := m.peer(rank)
 	if p == nil {
-		return errStranger
+		return errNoPeer
 	}
 	if err := l.gone[p.index].Load(); err != nil {
 		return *err
@@ -166,7 +166,7 @@ func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error)
 		}
 		p := m.peer(r)
 		if p == nil {
-			return nil, fmt.Errorf("rank %d: %w", r, errStranger)
+			return nil, fmt.Errorf("rank %d: %w", r, errNoPeer)
 		}
 		to = append(to, p)
 	}
@@ -180,7 +180,7 @@ func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error)
 		return nil, *e
 	}
 	if l.sharing {
-		return nil, errors.New("it is shared already")
+		return nil, errors.New("this rank has already shared the lane")
 	}
 	l.sharing = true
 	return to, nil
@@ -205,7 +205,7 @@ func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 		if seg != nil {
 			_ = seg.Close() // the breach is the error
 		}
-		return fmt.Errorf("%w: a segment for lane %d besides those for %d others, want each once and at most %d", errBreach, id, p.shares, maxShares)
+		return fmt.Errorf("%w: got a segment for lane %d in addition to those of %d lanes, want one for each lane and at most %d lanes", errBreach, id, p.shares, maxShares)
 	}
 	p.shares++
 	l.theirs[p.index] = chunk{seg, err}
@@ -217,7 +217,7 @@ func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]byte, error) {
 	p := m.peer(rank)
 	if p == nil && rank != m.rank {
-		return nil, fmt.Errorf("shm: lane %d of rank %d: %w", id, rank, errStranger)
+		return nil, fmt.Errorf("shm: lane %d of rank %d: %w", id, rank, errNoPeer)
 	}
 	var b []byte
 	err := m.await(ctx, func() (bool, error) {
@@ -230,7 +230,7 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 		}
 		if p == nil {
 			if l.own == nil {
-				return false, errors.New("this rank has not shared it")
+				return false, errors.New("this rank has not shared the lane")
 			}
 			b = l.own.Bytes()
 			return true, nil
@@ -265,7 +265,7 @@ func (m *Mesh) offer(c arena.Chunk) {
 		if err != nil {
 			var errno unix.Errno
 			errors.As(err, &errno)
-			m.log.Warn(fmt.Sprintf("shm: arena %d cannot be passed to rank %d: %v", c.ID, p.rank, err))
+			m.log.Warn(fmt.Sprintf("shm: arena chunk %d cannot be passed to rank %d: %v", c.ID, p.rank, err))
 			p.outbox.put(message{kind: keptMessage, id: c.ID, size: uint64(errno)})
 			continue
 		}

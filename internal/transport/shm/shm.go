@@ -90,7 +90,7 @@ func Listen(cfg Config) (*Endpoint, error) {
 	if e.cfg.Dir == "" {
 		// A container image made from scratch has no directory for temporary files.
 		if err := os.MkdirAll(os.TempDir(), permSocketUp); err != nil {
-			return nil, fmt.Errorf("shm: listen: %w (TMPDIR chooses another directory)", err)
+			return nil, fmt.Errorf("shm: listen: %w (set TMPDIR to choose another directory)", err)
 		}
 		e.cfg.Dir = filepath.Join(os.TempDir(), "gohvd-"+strconv.Itoa(os.Geteuid()))
 	}
@@ -139,7 +139,7 @@ func newEndpoint(cfg Config) (*Endpoint, error) {
 		cfg.RingBytes = defaultRingBytes
 	}
 	if n := cfg.RingBytes; n < minRingBytes || n > maxRingBytes || n&(n-1) != 0 {
-		return nil, fmt.Errorf("shm: listen: rings of %d bytes, want a power of two from %d to %d", n, minRingBytes, maxRingBytes)
+		return nil, fmt.Errorf("shm: listen: got rings of %d bytes, want a power of two from %d to %d", n, minRingBytes, maxRingBytes)
 	}
 	if cfg.HandshakeTimeout == 0 {
 		cfg.HandshakeTimeout = defaultHandshakeTimeout
@@ -168,7 +168,7 @@ func (e *Endpoint) listen() error {
 	}
 	path := filepath.Join(dir, socketPrefix+name)
 	if len(path) > maxPathBytes {
-		return fmt.Errorf("socket path %s has %d bytes, want at most %d: choose a shorter directory", path, len(path), maxPathBytes)
+		return fmt.Errorf("socket path %s has %d bytes, want at most %d: set TMPDIR to a directory with a shorter path", path, len(path), maxPathBytes)
 	}
 	ln, err := net.ListenUnix(network, &net.UnixAddr{Name: path, Net: network})
 	if err != nil {
@@ -192,7 +192,7 @@ func prepare(dir string) error {
 		return fmt.Errorf("%s: %w", dir, err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != uint32(os.Geteuid()) || st.Mode&0o077 != 0 {
-		return fmt.Errorf("%s has mode %#o and belongs to user %d, want a directory with mode 0700 of user %d", dir, st.Mode, st.Uid, os.Geteuid())
+		return fmt.Errorf("%s has mode %#o and owner %d, want a directory with mode 0700 and owner %d", dir, st.Mode, st.Uid, os.Geteuid())
 	}
 	return nil
 }
@@ -283,7 +283,7 @@ func (ep *Epoch) validate() error {
 		return fmt.Errorf("shm: connect: job identity has %d bytes, want 1 to %d", len(ep.Job), maxJobBytes)
 	}
 	if ep.Rank < 0 || int(ep.Rank) >= len(ep.Hosts) || len(ep.Offers) != len(ep.Hosts) {
-		return fmt.Errorf("shm: connect: rank %d of %d hosts and %d offers, want a rank and an offer for each host", ep.Rank, len(ep.Hosts), len(ep.Offers))
+		return fmt.Errorf("shm: connect: got rank %d, %d hosts and %d offers, want a host and an offer for each rank", ep.Rank, len(ep.Hosts), len(ep.Offers))
 	}
 	return nil
 }
@@ -312,7 +312,7 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	e.connected = true
 	e.mu.Unlock()
 	if again {
-		return nil, errors.New("shm: connect: the endpoint has served an epoch, or is closed")
+		return nil, errors.New("shm: connect: the endpoint already serves an epoch or is closed: an endpoint serves one epoch")
 	}
 	doomed := meet(ep)
 	m := newMesh(e, ep)

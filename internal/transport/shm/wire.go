@@ -50,14 +50,14 @@ func (m *message) encode() []byte {
 // decodeMessage checks what came in one packet. It takes over fds only if there is no error.
 func decodeMessage(b []byte, fds []int) (message, error) {
 	if len(b) != messageBytes {
-		return message{}, fmt.Errorf("message of %d bytes, want %d", len(b), messageBytes)
+		return message{}, fmt.Errorf("got a message of %d bytes, want %d", len(b), messageBytes)
 	}
 	m := message{binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint64(b[8:]), fds}
 	if m.kind < controlMessage || m.kind > dropMessage {
-		return message{}, fmt.Errorf("message of kind %d", m.kind)
+		return message{}, fmt.Errorf("got a message of kind %d, want %d to %d", m.kind, controlMessage, dropMessage)
 	}
 	if want := numFDs[m.kind]; len(fds) != want {
-		return message{}, fmt.Errorf("message of kind %d with %d descriptors, want %d", m.kind, len(fds), want)
+		return message{}, fmt.Errorf("got a message of kind %d with %d descriptors, want %d", m.kind, len(fds), want)
 	}
 	return m, nil
 }
@@ -98,9 +98,9 @@ func readMessage(c *net.UnixConn) (message, error) {
 	switch {
 	case err != nil:
 	case flags&unix.MSG_CTRUNC != 0 && len(fds) < maxFDs:
-		err = fmt.Errorf("descriptors of a message: %w", unix.EMFILE)
+		err = fmt.Errorf("receive the descriptors of a message: %w", unix.EMFILE)
 	case flags&(unix.MSG_CTRUNC|unix.MSG_TRUNC) != 0:
-		err = errors.New("message with more bytes or descriptors than any has")
+		err = errors.New("got a message with more bytes or descriptors than any kind has")
 	}
 	var m message
 	if err == nil {
